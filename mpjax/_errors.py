@@ -1,0 +1,74 @@
+"""The exceptions that mpjax raises, and the one way their text is put together."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class MpjaxError(Exception):
+  """The base of every error that mpjax raises.
+
+  Each subclass is also the matching builtin, so that ``except ValueError`` and
+  ``except mpjax.MpjaxError`` both work.
+
+  >>> import mpjax
+  >>> try:
+  ...   mpjax.Policy.parse("float61")
+  ... except mpjax.MpjaxError as error:
+  ...   print(type(error).__name__)
+  MpjaxValueError
+  """
+
+
+class MpjaxValueError(MpjaxError, ValueError):
+  """A value of the right type that mpjax cannot work with.
+
+  >>> import mpjax
+  >>> issubclass(mpjax.MpjaxValueError, ValueError)
+  True
+  """
+
+
+class MpjaxTypeError(MpjaxError, TypeError):
+  """A value of a type (or dtype) that mpjax does not take.
+
+  >>> import mpjax
+  >>> issubclass(mpjax.MpjaxTypeError, TypeError)
+  True
+  """
+
+
+class MpjaxRuntimeError(MpjaxError, RuntimeError):
+  """A situation, rather than an argument, that mpjax cannot go on from.
+
+  >>> import mpjax
+  >>> issubclass(mpjax.MpjaxRuntimeError, RuntimeError)
+  True
+  """
+
+
+class UnmatchedRuleError(MpjaxValueError):
+  """A rule picked out no module of the model: most often a misspelt path.
+
+  >>> import mpjax
+  >>> issubclass(mpjax.UnmatchedRuleError, mpjax.MpjaxValueError)
+  True
+  """
+
+
+def message(where: str, *, expected: str, got: str, fix: str) -> str:
+  """Returns the text of an error: where it was, what was expected, what came, what to do.
+
+  Args:
+    where: the public call, and the argument or the module or tree path.
+    expected: what would have been accepted.
+    got: what was given instead.
+    fix: one thing that the reader can do.
+  """
+  return f"{where}: expected {expected}, got {got}. {fix}"
+
+
+def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> list[str]:
+  """Returns the `count` strings of `valid` most like `name`, the most alike first."""
+  scored = [(difflib.SequenceMatcher(None, name.lower(), v.lower()).ratio(), v) for v in valid]
+  scored.sort(key=lambda pair: (-pair[0], pair[1]))
+  return [v for _, v in scored[:count]]
