@@ -79,7 +79,7 @@ def _other_dtype(dtype: Any) -> np.dtype[Any] | None:
 
 
 def scalar_type(dtype: np.dtype[Any]) -> Any:
-  """Returns the `jax.numpy` scalar type of `dtype` (`jnp.bfloat16`), which code compares by `is`."""
+  """Returns the `jax.numpy` scalar type (`jnp.bfloat16`), which code compares by `is`."""
   return getattr(jnp, dtype.name)
 
 
