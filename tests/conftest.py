@@ -1,0 +1,106 @@
+"""What every test runs under: CPU devices, strict promotion, flags that stay as they were."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_FLAG = "--xla_force_host_platform_device_count="
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}4".strip()
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import jax
+import pytest
+
+pytest.register_assert_rewrite("tests.errors")
+
+# One seed for all: a failure in continuous integration is the same failure here.
+hypothesis.settings.register_profile("mpjax", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("mpjax")
+
+_TESTS = pathlib.Path(__file__).parent
+
+_ADAPTERS = ("transforms", "linen", "nnx", "integration", "flax_suite")
+"""Folders whose tests run Flax and optax, which promote on purpose (`optax.apply_updates` adds
+bfloat16 and float32): standard promotion there, strict everywhere else."""
+
+_NEUTRAL = ("test_docs.py", "test_public_api.py")
+"""Files that run examples which users will run in standard mode."""
+
+_FLAGS = (
+  "jax_check_tracer_leaks",
+  "jax_debug_nans",
+  "jax_default_matmul_precision",
+  "jax_disable_jit",
+  "jax_enable_x64",
+  "jax_numpy_dtype_promotion",
+  "jax_numpy_rank_promotion",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Leaves out tests marked `gpu` where there is no GPU."""
+  if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":
+    for item in items:
+      if item.get_closest_marker("gpu"):
+        item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+  """Makes silent promotion of dtypes and ranks an error for the parts that are only ours.
+
+  A test that needs the standard rules there says so: `@pytest.mark.standard_promotion`.
+  """
+  path = request.path.relative_to(_TESTS)
+  standard = (
+    path.parts[0] in (*_ADAPTERS, *_NEUTRAL)
+    or request.node.get_closest_marker("standard_promotion") is not None
+  )
+  with contextlib.ExitStack() as stack:
+    if not standard:
+      stack.enter_context(jax.numpy_dtype_promotion("strict"))
+      stack.enter_context(jax.numpy_rank_promotion("raise"))
+    yield
+
+
+@pytest.fixture(autouse=True)
+def _flags_stay(_strict_promotion: None) -> Iterator[None]:
+  """Fails a test that leaves a global flag changed, and puts the flag back for the next one."""
+  before = {name: getattr(jax.config, name) for name in _FLAGS}
+  yield
+  changed = {name: old for name, old in before.items() if getattr(jax.config, name) != old}
+  for name, old in changed.items():
+    jax.config.update(name, old)
+  assert not changed, f"left changed: {sorted(changed)}; use the set_flag fixture"
+
+
+@pytest.fixture
+def set_flag() -> Iterator[Callable[[str, object], None]]:
+  """Returns `set_flag(name, value)` for `jax.config`; the old values come back afterwards."""
+  before: dict[str, object] = {}
+
+  def set_flag(name: str, value: object) -> None:
+    before.setdefault(name, getattr(jax.config, name))
+    jax.config.update(name, value)
+
+  yield set_flag
+  for name, old in before.items():
+    jax.config.update(name, old)
+
+
+@pytest.fixture
+def key() -> jax.Array:
+  """A typed PRNG key."""
+  return jax.random.key(0)
+
+
+@pytest.fixture
+def devices() -> list[jax.Device]:
+  """Four CPU devices, for meshes."""
+  found = jax.devices("cpu")[:4]
+  assert len(found) == 4, "XLA_FLAGS was set without enough host devices"
+  return found

@@ -1,0 +1,47 @@
+"""One way to check the text of an error: `from tests.errors import check_error`."""
+
+import pytest
+
+import mpjax
+
+
+def check_error(
+  excinfo: pytest.ExceptionInfo[BaseException] | BaseException,
+  *,
+  where: str,
+  expected: str,
+  got: str,
+  fix: str,
+  builtin: type[Exception] | None = None,
+) -> None:
+  """Asserts that an error is one of ours and has its four parts, in order.
+
+  >>> with pytest.raises(mpjax.MpjaxError) as excinfo:
+  ...   mpjax.Policy.parse("bf61")
+  >>> check_error(excinfo, where="Policy.parse", expected="...", got="'bf61'", fix="bf16")
+
+  Args:
+    excinfo: what `pytest.raises` gave, or the exception.
+    where: a fragment of the public call with its argument, or of the module or tree path.
+    expected: a fragment of what would have been accepted.
+    got: a fragment of what came.
+    fix: a fragment of what to do.
+    builtin: the builtin exception that it must also be; without it, any of the three will do.
+  """
+  error = excinfo if isinstance(excinfo, BaseException) else excinfo.value
+  assert isinstance(error, mpjax.MpjaxError), f"{type(error).__name__} is not a MpjaxError"
+  assert isinstance(error, builtin or (ValueError, TypeError, RuntimeError)), type(error).__mro__
+  assert all((where, expected, got, fix)), "an empty fragment checks nothing"
+  text = str(error)
+  rest = text
+  # Each fragment stands after the one before it, and the two marks of message() between them.
+  for name, fragment in (
+    ("where", where),
+    ("mark", ": expected "),
+    ("expected", expected),
+    ("mark", ", got "),
+    ("got", got),
+    ("fix", fix),
+  ):
+    _, found, rest = rest.partition(fragment)
+    assert found, f"{name}: no {fragment!r} in its place in {text!r}"

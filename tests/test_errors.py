@@ -1,0 +1,69 @@
+"""The contract of errors: one class for all, the builtin too, and a text of four parts."""
+
+import pytest
+
+import mpjax
+from mpjax._errors import message, nearest
+from tests.errors import check_error
+
+CLASSES = {
+  mpjax.MpjaxValueError: ValueError,
+  mpjax.MpjaxTypeError: TypeError,
+  mpjax.MpjaxRuntimeError: RuntimeError,
+  mpjax.UnmatchedRuleError: ValueError,
+}
+PARTS = {"where": "f(x)", "expected": "a scalar", "got": "shape (3,)", "fix": "Call sum()."}
+TEXT = "mpjax.f(x): expected a scalar, got one of shape (3,). Call sum() first."
+
+
+@pytest.mark.parametrize(("kind", "builtin"), CLASSES.items())
+def test_each_error_is_ours_and_the_builtin(kind, builtin):
+  assert issubclass(kind, mpjax.MpjaxError)
+  assert issubclass(kind, builtin)
+  for catch in (mpjax.MpjaxError, builtin):
+    with pytest.raises(catch):
+      raise kind("text")
+
+
+def test_message_holds_the_four_parts_in_order():
+  text = message(
+    "mpjax.f(x)", expected="a scalar", got="one of shape (3,)", fix="Call sum() first."
+  )
+  assert text == TEXT
+
+
+def test_nearest_puts_the_most_alike_first_and_ties_in_alphabetical_order():
+  assert nearest("bf61", ["float32", "bf16", "f16"]) == ["bf16", "f16", "float32"]
+  assert nearest("x", ["c", "b", "a"], count=2) == ["a", "b"]
+  assert nearest("FLOAT32", ["float16", "float32"], count=1) == ["float32"]
+
+
+def test_check_error_accepts_a_good_error():
+  parts = {**PARTS, "fix": "sum()"}
+  check_error(mpjax.MpjaxValueError(TEXT), **parts, builtin=ValueError)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_check_error_misses_each_part(part):
+  parts = {**PARTS, "fix": "sum()", part: "something else"}
+  with pytest.raises(AssertionError):
+    check_error(mpjax.MpjaxValueError(TEXT), **parts)
+  with pytest.raises(AssertionError):
+    check_error(mpjax.MpjaxValueError(TEXT), **{**parts, part: ""})
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    ValueError(TEXT),
+    mpjax.MpjaxError(TEXT),
+    mpjax.MpjaxTypeError(TEXT),
+    mpjax.MpjaxValueError("mpjax.f(x): a scalar, got one of shape (3,). Call sum() first."),
+    mpjax.MpjaxValueError("mpjax.f(x): expected a scalar, one of shape (3,). Call sum() first."),
+    mpjax.MpjaxValueError("mpjax.f(x): expected a scalar, got one of shape (3,)"),
+  ],
+  ids=["not ours", "no builtin", "other builtin", "no expected", "no got", "no fix"],
+)
+def test_check_error_refuses(error):
+  with pytest.raises(AssertionError):
+    check_error(error, **{**PARTS, "fix": "sum()"}, builtin=ValueError)
