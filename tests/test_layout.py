@@ -1,0 +1,433 @@
+"""Who may import whom, and the other rules of the house that a program can check.
+
+Each check takes sources (a path under the project, and its text) and returns what is wrong. The
+last test feeds every check something wrong: a check that cannot fail checks nothing.
+"""
+
+import ast
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+Sources = Mapping[str, str]
+
+RANKS = {
+  # rank 0: nothing of ours
+  "_compat": 0,
+  "_errors": 0,
+  "_types": 0,
+  # rank 1: values, trees, programs
+  "_dtypes": 1,
+  "_tree": 1,
+  "_jaxpr": 1,
+  # rank 2: configuration
+  "_policy": 2,
+  "_op_lists": 2,
+  "_loss_scale_config": 2,
+  # rank 3
+  "_rules": 3,
+  # rank 4: engines, none of which imports another
+  "_loss_scale": 4,
+  "_autocast": 4,
+  "_fp8": 4,
+  "_audit": 4,
+  "_diagnose": 4,
+  # rank 5: adapters, each to one framework
+  "transforms": 5,
+  "linen": 5,
+  "nnx": 5,
+  # rank 6: composition
+  "training": 6,
+  "levels": 6,
+  "convert": 6,
+  "checkpoints": 6,
+  # the table of contents
+  "__init__": 7,
+  "__main__": 7,
+}
+
+ONLY_IN = {
+  "optax": {"transforms"},
+  "flax.linen": {"linen"},
+  "flax.nnx": {"nnx"},
+  "flax": {"linen", "nnx"},
+  "orbax": {"checkpoints"},
+  "importlib": {"__init__", "_compat"},
+}
+"""Who may import what is not ours; the longest prefix decides."""
+
+OPTIONAL_DEPENDENCIES = ("sklearn", "matplotlib", "hypothesis", "pytest")
+
+WITHOUT_TESTS = {"__init__", "__main__", "_types"}
+"""Re-exports, and names for types: there is no behaviour to test."""
+
+TESTS_OF_THE_WHOLE = {
+  "test_docs",
+  "test_import",
+  "test_layout",
+  "test_public_api",
+  "test_pytrees",
+  "test_uncovered_cases",
+}
+
+NAMEDTUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def library() -> dict[str, str]:
+  return read("mpjax")
+
+
+def read(folder: str) -> dict[str, str]:
+  files = sorted((ROOT / folder).rglob("*.py"))
+  return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
+
+
+def part(path: str) -> str:
+  """Returns the key of `RANKS`: the folder or the module directly under `mpjax/`."""
+  return path.split("/")[1].removesuffix(".py")
+
+
+def module_name(path: str) -> str:
+  return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports(source: str) -> Iterator[tuple[int, str, str]]:
+  """Yields (line, module, name) for each import; the name is "" in `import module`."""
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Import):
+      yield from ((node.lineno, alias.name, "") for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      module = "." * node.level + (node.module or "")
+      yield from ((node.lineno, module, alias.name) for alias in node.names)
+
+
+def imported_modules(path: str, sources: Sources) -> Iterator[tuple[int, str]]:
+  """Yields (line, module) for each module of ours that a file imports."""
+  known = {module_name(p) for p in sources}
+  for line, module, name in imports(sources[path]):
+    if module == "mpjax" or module.startswith(("mpjax.", ".")):
+      full = f"{module}.{name}"
+      yield line, full if full in known else module
+
+
+def aliases(tree: ast.AST) -> dict[str, str]:
+  """Returns what each imported name stands for: {"nn": "flax.linen", "jnp": "jax.numpy"}."""
+  found: dict[str, str] = {}
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      for alias in node.names:
+        found[alias.asname or alias.name.split(".")[0]] = (
+          alias.name if alias.asname else alias.name.split(".")[0]
+        )
+    elif isinstance(node, ast.ImportFrom):
+      for alias in node.names:
+        found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+  return found
+
+
+def dotted(node: ast.AST) -> list[str]:
+  """Returns ["a", "b", "c"] for the expression `a.b.c`, and [] for anything else."""
+  names: list[str] = []
+  while isinstance(node, ast.Attribute):
+    names.append(node.attr)
+    node = node.value
+  return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
+
+
+def check_import_direction(sources: Sources) -> list[str]:
+  wrong = []
+  for path in sources:
+    here = part(path)
+    if here not in RANKS:
+      wrong.append(f"{path}: '{here}' has no rank; give it one in RANKS")
+      continue
+    for line, module in imported_modules(path, sources):
+      place = f"{path}:{line}"
+      if module.startswith("."):
+        wrong.append(f"{place}: relative import; write the full name")
+      elif module == "mpjax":
+        if path != "mpjax/__init__.py":
+          wrong.append(f"{place}: imports the root; import the module that defines the name")
+      else:
+        there = module.split(".")[1]
+        inside = here == there and path.count("/") > 1
+        if not inside and RANKS.get(there, 99) >= RANKS[here]:
+          wrong.append(f"{place}: {here} (rank {RANKS[here]}) imports {there}, not below it")
+  return wrong
+
+
+def check_no_cycles(sources: Sources) -> list[str]:
+  graph = {
+    module_name(path): {module for _, module in imported_modules(path, sources)} - {"mpjax"}
+    for path in sources
+  }
+  done: set[str] = set()
+  wrong: list[str] = []
+
+  def visit(module: str, trail: tuple[str, ...]) -> None:
+    if module in trail:
+      wrong.append(" -> ".join((*trail[trail.index(module) :], module)))
+    elif module not in done:
+      for target in sorted(graph.get(module, ())):
+        visit(target, (*trail, module))
+      done.add(module)
+
+  for module in graph:
+    visit(module, ())
+  return wrong
+
+
+def check_frameworks(sources: Sources) -> list[str]:
+  wrong = []
+  for path, source in sources.items():
+    for line, module, name in imports(source):
+      full = f"{module}.{name}" if name else module
+      place = f"{path}:{line}"
+      if full.split(".")[0] in OPTIONAL_DEPENDENCIES:
+        wrong.append(f"{place}: {full} is not a dependency of the library")
+      prefixes = [p for p in ONLY_IN if full == p or full.startswith(p + ".")]
+      if prefixes:
+        allowed = ONLY_IN[max(prefixes, key=len)]
+        if part(path) not in allowed:
+          wrong.append(f"{place}: imports {full}; only {sorted(allowed)} may")
+  return wrong
+
+
+def check_imports_at_the_top(sources: Sources) -> list[str]:
+  return [
+    f"{path}:{inner.lineno}: import inside a function; split the file instead"
+    for path, source in sources.items()
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    for inner in ast.walk(node)
+    if isinstance(inner, (ast.Import, ast.ImportFrom))
+  ]
+
+
+def check_no_jax_internals(sources: Sources) -> list[str]:
+  return [
+    f"{path}:{number}: jax internals"
+    for path, source in sources.items()
+    for number, line in enumerate(source.splitlines(), 1)
+    if "jax." + "_src" in line or "jax import " + "_src" in line
+  ]
+
+
+def check_versions_in_compat(sources: Sources) -> list[str]:
+  wrong = []
+  for path, source in sources.items():
+    if part(path) == "_compat":
+      continue
+    tree = ast.parse(source)
+    names = aliases(tree)
+    for node in ast.walk(tree):
+      if isinstance(node, ast.Attribute) and node.attr in ("__version__", "__version_info__"):
+        wrong.append(f"{path}:{node.lineno}: a version is read outside of _compat.py")
+      if isinstance(node, ast.Call) and dotted(node.func) == ["hasattr"]:
+        target = dotted(node.args[0])
+        if target and target[0] in names:
+          wrong.append(f"{path}:{node.lineno}: hasattr({'.'.join(target)}) outside of _compat.py")
+  return wrong
+
+
+def own_private_names(sources: Sources) -> set[str]:
+  """Returns the private names that mpjax itself defines: functions, fields, attributes of self."""
+  found = set(NAMEDTUPLE_METHODS)
+  for source in sources.values():
+    for node in ast.walk(ast.parse(source)):
+      if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        found.add(node.name)
+      elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+          if isinstance(target, ast.Name):
+            found.add(target.id)
+          elif isinstance(target, ast.Attribute) and dotted(target)[:1] == ["self"]:
+            found.add(target.attr)
+      elif isinstance(node, ast.Call) and dotted(node.func)[-1:] == ["__setattr__"]:
+        found.update(a.value for a in node.args if isinstance(a, ast.Constant))
+  return {name for name in found if isinstance(name, str) and is_private(name)}
+
+
+def is_private(name: str) -> bool:
+  return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def check_no_private_names_of_others(sources: Sources) -> list[str]:
+  own = own_private_names(sources)
+  wrong = []
+  for path, source in sources.items():
+    for line, module, name in imports(source):
+      if not module.startswith("mpjax") and any(map(is_private, [*module.split("."), name])):
+        wrong.append(f"{path}:{line}: {module}.{name} is private to another project")
+    for node in ast.walk(ast.parse(source)):
+      name = ""
+      if isinstance(node, ast.Attribute):
+        name = node.attr
+      elif isinstance(node, ast.Call) and dotted(node.func)[-1:] in (["getattr"], ["hasattr"]):
+        constants = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
+        name = str(constants[0]) if constants else ""
+      if is_private(name) and name not in own:
+        wrong.append(f"{path}:{node.lineno}: '{name}' is private to another project")
+  return wrong
+
+
+def check_no_tricks(sources: Sources) -> list[str]:
+  """Returns uses of frames, `global`, and assignments to attributes of imported things."""
+  wrong = []
+  for path, source in sources.items():
+    tree = ast.parse(source)
+    names = aliases(tree)
+    for node in ast.walk(tree):
+      place = f"{path}:{getattr(node, 'lineno', 0)}"
+      if isinstance(node, ast.Attribute) and node.attr in ("currentframe", "_getframe"):
+        wrong.append(f"{place}: looks at frames")
+      if isinstance(node, ast.Global):
+        wrong.append(f"{place}: global state")
+      if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
+        targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+        for target in targets:
+          if isinstance(target, ast.Attribute) and dotted(target)[:1]:
+            root = dotted(target)[0]
+            if root in names:
+              wrong.append(f"{place}: assigns to an attribute of {names[root]}")
+  return wrong
+
+
+def check_length(sources: Sources) -> list[str]:
+  counts = {path: len(source.splitlines()) for path, source in sources.items()}
+  return [
+    f"{path}: {n} lines, the limit is 400: two ideas?" for path, n in counts.items() if n > 400
+  ]
+
+
+def check_tests_mirror(sources: Sources) -> list[str]:
+  """Returns the modules without a test file of their name, and the test files without a module."""
+  wanted = {}
+  for path in sources:
+    folder, _, name = path.removeprefix("mpjax/").removesuffix(".py").rpartition("/")
+    if path.startswith("mpjax/") and name not in WITHOUT_TESTS:
+      names = [piece.lstrip("_") for piece in folder.split("/") if piece]
+      wanted["/".join(["tests", *names, f"test_{name.lstrip('_')}.py"])] = path
+  folders = {test.rpartition("/")[0] for test in wanted} | {"tests"}
+  present = {
+    path
+    for path in sources
+    if path.rpartition("/")[0] in folders and path.rpartition("/")[2].startswith("test_")
+  }
+  missing = [f"{wanted[test]}: write {test}" for test in sorted(wanted.keys() - present)]
+  stray = [
+    f"{test}: no module of this name; tests of several go to tests/integration"
+    for test in sorted(present - wanted.keys())
+    if test.rpartition("/")[2].removesuffix(".py") not in TESTS_OF_THE_WHOLE
+    and test.count("/") == 1
+  ]
+  return missing + stray
+
+
+CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
+  check_import_direction: {
+    "upwards": {"mpjax/_tree.py": "from mpjax._policy import Policy"},
+    "sideways": {"mpjax/_tree.py": "import mpjax._dtypes"},
+    "between adapters": {"mpjax/linen/_x.py": "from mpjax.nnx._y import f"},
+    "the root": {"mpjax/_tree.py": "from mpjax import all_finite"},
+    "the plain root": {"mpjax/_tree.py": "import mpjax"},
+    "relative": {"mpjax/linen/_x.py": "from . import _y"},
+    "no rank": {"mpjax/_new.py": ""},
+  },
+  check_no_cycles: {
+    "inside a folder": {
+      "mpjax/linen/_x.py": "from mpjax.linen._y import f",
+      "mpjax/linen/_y.py": "from mpjax.linen import _x",
+    },
+    "through __init__": {
+      "mpjax/linen/__init__.py": "from mpjax.linen._x import f",
+      "mpjax/linen/_x.py": "from mpjax.linen import g",
+    },
+  },
+  check_frameworks: {
+    "optax": {"mpjax/_loss_scale.py": "import optax"},
+    "flax": {"mpjax/_tree.py": "from flax.core import meta"},
+    "linen in nnx": {"mpjax/nnx/_x.py": "from flax import linen as nn"},
+    "nnx in linen": {"mpjax/linen/_x.py": "import flax.nnx"},
+    "orbax": {"mpjax/linen/_x.py": "import orbax.checkpoint"},
+    "an extra": {"mpjax/_tree.py": "import matplotlib.pyplot as plt"},
+    "a hidden import": {"mpjax/_tree.py": "import importlib"},
+  },
+  check_imports_at_the_top: {
+    "a function": {"mpjax/_tree.py": "def f():\n  import jax\n  return jax"},
+  },
+  check_no_jax_internals: {
+    "import": {"mpjax/_tree.py": "from jax." + "_src import core"},
+    "the other import": {"mpjax/_tree.py": "from jax import " + "_src"},
+    "attribute": {"mpjax/_tree.py": "import jax\njax." + "_src.core"},
+  },
+  check_versions_in_compat: {
+    "version": {"mpjax/_tree.py": "import jax\nif jax.__version__ > '0.10': pass"},
+    "hasattr": {"mpjax/_tree.py": "import jax.numpy as jnp\nhasattr(jnp, 'float8')"},
+  },
+  check_no_private_names_of_others: {
+    "import": {"mpjax/linen/_x.py": "from flax.linen.module import _context"},
+    "module": {"mpjax/linen/_x.py": "from flax._x import f"},
+    "attribute": {"mpjax/linen/_x.py": "def f(module):\n  return module._state"},
+    "getattr": {"mpjax/linen/_x.py": "def f(module):\n  return getattr(module, '_state')"},
+  },
+  check_no_tricks: {
+    "frames": {"mpjax/_tree.py": "import inspect\ninspect.currentframe()"},
+    "global": {"mpjax/_tree.py": "def f():\n  global x\n  x = 1"},
+    "patching": {"mpjax/linen/_x.py": "import flax.linen as nn\nnn.Dense.__call__ = None"},
+  },
+  check_length: {"401 lines": {"mpjax/_tree.py": "\n" * 401}},
+  check_tests_mirror: {
+    "no test": {"mpjax/_tree.py": ""},
+    "no test in its folder": {"mpjax/linen/_tree.py": "", "tests/test_layout.py": ""},
+    "no module": {"tests/test_nothing.py": ""},
+  },
+}
+"""Every check, and sources that it must object to."""
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_house_rule(check):
+  sources = library()
+  assert len(sources) > 5, "the sources were not found"
+  if check is check_tests_mirror:
+    sources |= read("tests")
+  assert check(sources) == []
+
+
+@pytest.mark.parametrize(
+  ("check", "sources"),
+  [
+    pytest.param(check, sources, id=f"{check.__name__}: {name}")
+    for check, cases in CHECKS.items()
+    for name, sources in cases.items()
+  ],
+)
+def test_check_can_fail(check, sources):
+  assert len(check(sources)) == 1
+
+
+def test_checks_accept_what_is_allowed():
+  sources = {
+    "mpjax/__init__.py": "import importlib\nfrom mpjax import linen\nfrom mpjax._policy import P",
+    "mpjax/_errors.py": "class E(Exception): ...",
+    "mpjax/_policy.py": "from mpjax._errors import E\nimport jax\nclass P:\n  _x: int = 0",
+    "mpjax/linen/__init__.py": "from mpjax.linen._intercept import f",
+    "mpjax/linen/_intercept.py": (
+      "import flax.linen as nn\nfrom flax.core import meta\n"
+      "from mpjax._policy import P\nfrom mpjax.linen import _params\n"
+      "def f(p, t):\n  p._replace()\n  return p._x, hasattr(p, 'dtype')"
+    ),
+    "mpjax/linen/_params.py": "from mpjax._policy import P",
+    "tests/test_errors.py": "",
+    "tests/test_policy.py": "",
+    "tests/linen/test_intercept.py": "",
+    "tests/linen/test_params.py": "",
+    "tests/integration/test_anything.py": "",
+  }
+  ours = {path: source for path, source in sources.items() if path.startswith("mpjax/")}
+  for check in CHECKS:
+    assert check(sources if check is check_tests_mirror else ours) == [], check.__name__
