@@ -1,0 +1,59 @@
+"""The wheel holds the package and nothing else, and works outside of the checkout."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import mpjax
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+INFO = f"mpjax-{mpjax.__version__}.dist-info/"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> pathlib.Path:
+  folder = tmp_path_factory.mktemp("wheel")
+  # Without isolation: the backend is in the development environment, so no network is needed.
+  flags = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+  command = [sys.executable, "-m", "pip", "wheel", *flags, "--wheel-dir", str(folder), str(ROOT)]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+  assert done.returncode == 0, done.stderr
+  (found,) = folder.glob("*.whl")
+  return found
+
+
+def test_content(wheel):
+  names = set(zipfile.ZipFile(wheel).namelist())
+  package = {name for name in names if not name.startswith(INFO)}
+  sources = {file.relative_to(ROOT).as_posix() for file in (ROOT / "mpjax").rglob("*.py")}
+  assert package == sources | {"mpjax/py.typed"}
+  assert f"{INFO}licenses/LICENSE" in names
+
+
+def test_metadata(wheel):
+  text = zipfile.ZipFile(wheel).read(f"{INFO}METADATA").decode()
+  lines = text.partition("\n\n")[0].splitlines()
+  assert "Requires-Python: >=3.11" in lines
+  assert "License-Expression: Apache-2.0" in lines
+  needed = {line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line}
+  names = {line.split()[1].split(">")[0] for line in needed}
+  assert names == {"chex", "flax", "jax", "optax", "rich"}
+
+
+def test_import_from_the_wheel(wheel, tmp_path):
+  zipfile.ZipFile(wheel).extractall(tmp_path)
+  done = subprocess.run(
+    [sys.executable, "-c", "import mpjax; print(mpjax.__file__)"],
+    cwd=tmp_path,
+    env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert pathlib.Path(done.stdout.strip()) == tmp_path / "mpjax" / "__init__.py"

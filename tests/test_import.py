@@ -1,0 +1,67 @@
+"""What `import mpjax` loads: jax and optax, but no Flax, and no device."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import mpjax
+
+EXTRAS = ("matplotlib", "sklearn", "pytest", "hypothesis")
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+  """Runs `program` in a fresh interpreter, as a user's script would run."""
+  return subprocess.run(
+    [sys.executable, "-W", "error::ImportWarning", "-c", program],
+    env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+
+
+def loaded_flax(program: str) -> bool:
+  """Whether any part of Flax is loaded after `program`."""
+  done = run(f"{program}\nimport sys\nprint(any(m.split('.')[0] == 'flax' for m in sys.modules))")
+  assert done.returncode == 0, done.stderr
+  return done.stdout.split()[-1] == "True"
+
+
+def test_import_loads_no_flax():
+  assert not loaded_flax("import mpjax")
+
+
+def test_the_check_sees_flax():
+  assert loaded_flax("import mpjax\nimport flax.linen")
+
+
+def test_linen_loads_on_first_use():
+  done = run(
+    "import sys, mpjax\n"
+    "print('linen' in dir(mpjax), 'mpjax.linen' in sys.modules)\n"
+    "print(mpjax.linen is sys.modules['mpjax.linen'], 'flax.linen' in sys.modules)"
+  )
+  assert done.stdout.split() == ["True", "False", "True", "True"], done.stderr
+
+
+def test_import_touches_no_device():
+  # A platform that does not exist fails on first use of a device: the second program shows it.
+  nowhere = {"JAX_PLATFORMS": "nowhere"}
+  assert run("import mpjax", **nowhere).returncode == 0
+  failed = run("import mpjax, jax.numpy as jnp\nmpjax.all_finite(jnp.ones(1))", **nowhere)
+  assert failed.returncode != 0
+  assert "nowhere" in failed.stderr
+
+
+def test_import_needs_no_extra():
+  blocked = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS}))\nimport mpjax"
+  assert run(blocked).returncode == 0
+  assert run(f"{blocked}\nimport matplotlib").returncode != 0
+
+
+def test_unknown_attribute_is_an_attribute_error():
+  with pytest.raises(AttributeError, match="module 'mpjax' has no attribute 'linnen'"):
+    _ = mpjax.linnen
