@@ -1,0 +1,154 @@
+"""The public names, as a reviewed list, and that each says what it does."""
+
+import ast
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import mpjax
+
+PUBLIC = {
+  "mpjax": [
+    "DynamicLossScale",
+    "MpjaxError",
+    "MpjaxRuntimeError",
+    "MpjaxTypeError",
+    "MpjaxValueError",
+    "NoLossScale",
+    "Policy",
+    "Rule",
+    "StaticLossScale",
+    "UnmatchedRuleError",
+    "all_finite",
+    "check_progress",
+    "commit",
+    "default_rules",
+    "linen",
+    "loss_scaling",
+    "loss_scaling_metrics",
+    "scale_loss",
+    "set_loss_scale",
+    "unscale",
+    "value_and_grad",
+  ],
+  "mpjax.linen": [
+    "default_adapters",
+    "policy_scope",
+    "with_policy",
+  ],
+}
+"""A name is added here on purpose: from then on it cannot change without a deprecation."""
+
+
+def resolve(name: str) -> Any:
+  found: Any = mpjax
+  for piece in name.split(".")[1:]:
+    found = getattr(found, piece)
+  return found
+
+
+NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
+
+
+def members(name: str) -> dict[str, Callable[..., Any]]:
+  """Returns the documented callables behind a public name: itself, and a class's methods."""
+  thing = resolve(name)
+  if isinstance(thing, types.ModuleType):
+    return {}
+  if not isinstance(thing, type):
+    return {name: thing}
+  found = {name: thing}
+  for key, value in vars(thing).items():
+    value = getattr(value, "__func__", value)
+    if not key.startswith("_") and inspect.isfunction(value):
+      found[f"{name}.{key}"] = value
+  return found
+
+
+def parameters(thing: Callable[..., Any]) -> list[inspect.Parameter]:
+  if isinstance(thing, type) and issubclass(thing, BaseException):
+    return []
+  found = inspect.signature(thing).parameters.values()
+  return [p for p in found if p.name not in ("self", "cls")]
+
+
+def raises(thing: Callable[..., Any]) -> bool:
+  tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
+  if isinstance(thing, type):
+    # Of a class, what its construction raises; methods document their own.
+    bodies = [n for n in ast.walk(tree) if getattr(n, "name", "") in ("__init__", "__post_init__")]
+  else:
+    bodies = [tree]
+  return any(isinstance(node, ast.Raise) and node.exc for b in bodies for node in ast.walk(b))
+
+
+def faults(name: str, thing: Callable[..., Any]) -> list[str]:
+  """Returns what the docstring and the signature of `thing` lack."""
+  doc = inspect.getdoc(thing) or ""
+  found = []
+  if not re.match(r"\S.*[.:]\n?", doc):
+    found.append("a summary line")
+  if parameters(thing):
+    section = re.search(r"^Args:\n((?: .*\n|\n)+)", doc + "\n", re.MULTILINE)
+    listed = re.findall(r"^  \*{0,2}(\w+)", section[1], re.MULTILINE) if section else []
+    missing = [p.name for p in parameters(thing) if p.name not in listed]
+    if missing:
+      found.append(f"Args: {missing}")
+  if raises(thing) and "\nRaises:\n" not in doc:
+    found.append("Raises:")
+  if not isinstance(thing, type):
+    if [p.name for p in parameters(thing) if p.annotation is inspect.Parameter.empty]:
+      found.append("annotations")
+    if inspect.signature(thing).return_annotation is inspect.Signature.empty:
+      found.append("a return annotation")
+  return [f"{name} lacks {fault}" for fault in found]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_all_is_the_reviewed_list(module):
+  thing = resolve(module)
+  assert list(thing.__all__) == sorted(PUBLIC[module])
+  assert set(thing.__all__) <= set(dir(thing))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_name_is_documented_with_an_example(name):
+  assert ">>> " in (inspect.getdoc(resolve(name)) or "")
+  assert [fault for key, thing in members(name).items() for fault in faults(key, thing)] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_name_says_where_it_lives(name):
+  thing = resolve(name)
+  if not isinstance(thing, types.ModuleType):
+    assert thing.__module__.split(".")[0] == "mpjax"
+
+
+def test_the_check_can_fail():
+  def bare(x, y: int):
+    raise ValueError(x, y)
+
+  def documented(x: int) -> int:
+    """Does it.
+
+    Args:
+      x: a number.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError(x)
+
+  assert faults("bare", bare) == [
+    "bare lacks a summary line",
+    "bare lacks Args: ['x', 'y']",
+    "bare lacks Raises:",
+    "bare lacks annotations",
+    "bare lacks a return annotation",
+  ]
+  assert faults("documented", documented) == []
