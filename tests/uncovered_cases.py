@@ -1,0 +1,95 @@
+"""Lists the rows of docs/design/reliability.md that no test carries.
+
+python tests/uncovered_cases.py                   # a line per part, then the ids
+python tests/uncovered_cases.py --part scaling    # with what each row wants shown
+"""
+
+import argparse
+import ast
+import pathlib
+import re
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parent.parent
+TABLE = ROOT / "docs" / "design" / "reliability.md"
+PARTS = ("policy", "linen", "scaling", "training", "autocast", "nnx", "audit", "float8")
+
+
+class Case(NamedTuple):
+  """A row of the table."""
+
+  part: str
+  text: str
+
+
+def read_table(markdown: str) -> dict[str, Case]:
+  """Returns the rows by id; raises if an id stands twice or a part is not one of `PARTS`."""
+  found: dict[str, Case] = {}
+  for id_, part, text in re.findall(
+    r"^\| ([ABI]\d+) \| ([^|]*) \| (.*) \|$", markdown, re.MULTILINE
+  ):
+    if id_ in found:
+      raise ValueError(f"{id_} stands twice")
+    if part not in PARTS:
+      raise ValueError(f"{id_}: no part is called {part!r}")
+    found[id_] = Case(part, text)
+  return found
+
+
+def carried_ids(source: str) -> list[str]:
+  """Returns the ids in each `pytest.mark.case(...)` of a test file.
+
+  Raises:
+    ValueError: an id is not written out as a string, so that nobody could search for it.
+  """
+  found: list[str] = []
+  for node in ast.walk(ast.parse(source)):
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+      continue
+    if node.func.attr != "case" or not ast.unparse(node.func).endswith("mark.case"):
+      continue
+    for argument in node.args:
+      if not (isinstance(argument, ast.Constant) and isinstance(argument.value, str)):
+        raise ValueError(f"line {node.lineno}: write the id out, not {ast.unparse(argument)}")
+      found.append(argument.value)
+  return found
+
+
+def carried_by_tests() -> dict[str, list[str]]:
+  """Returns the test files that carry each id."""
+  found: dict[str, list[str]] = {}
+  for path in sorted((ROOT / "tests").rglob("test_*.py")):
+    try:
+      ids = carried_ids(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+      raise ValueError(f"{path}: {error}") from None
+    for id_ in ids:
+      found.setdefault(id_, []).append(path.relative_to(ROOT).as_posix())
+  return found
+
+
+def uncovered() -> dict[str, Case]:
+  """Returns the rows whose id no test carries."""
+  carried = carried_by_tests()
+  table = read_table(TABLE.read_text(encoding="utf-8"))
+  return {id_: case for id_, case in table.items() if id_ not in carried}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("--part", choices=PARTS, help="only this part, with the text of each row")
+  part = parser.parse_args().part
+  table = read_table(TABLE.read_text(encoding="utf-8"))
+  left = uncovered()
+  for name in [part] if part else PARTS:
+    ids = [id_ for id_, case in left.items() if case.part == name]
+    total = sum(case.part == name for case in table.values())
+    print(f"{name}: {total - len(ids)} of {total} shown", end="")
+    if part:
+      print("", *(f"  {id_}  {left[id_].text}" for id_ in ids), sep="\n")
+    else:
+      print(f"; left: {' '.join(ids) or 'none'}")
+
+
+if __name__ == "__main__":
+  main()
