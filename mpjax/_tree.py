@@ -1,5 +1,6 @@
 """Casting, selecting and checking the leaves of trees."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,6 +42,13 @@ def cast_floating(tree: PyTree, dtype: np.dtype[Any]) -> PyTree:
   return jax.tree.map(lambda x: cast_leaf(x, dtype), tree)
 
 
+def is_inexact(x: Any) -> bool:
+  """Whether `x` holds floating or complex numbers: a Python number or an array of any kind."""
+  if isinstance(x, (float, complex)):
+    return True
+  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def all_finite(tree: PyTree) -> Array:
   """Whether no array in `tree` holds an inf or a NaN.
 
@@ -62,11 +70,66 @@ def all_finite(tree: PyTree) -> Array:
   """
   finite = jnp.asarray(True)
   for x in jax.tree.leaves(tree):
-    if isinstance(x, (float, complex)) or (
-      hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
-    ):
+    if is_inexact(x):
       finite = jnp.logical_and(finite, jnp.all(jnp.isfinite(x)))
   return finite
+
+
+def first_nonfinite(leaves: Sequence[Any]) -> Array:
+  """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any.
+
+  One int32 says both whether and where. It can be reduced over devices by a minimum, which for
+  integers, unlike for floating values, no NaN gets past.
+  """
+  first = jnp.asarray(len(leaves), jnp.int32)
+  for position in reversed(range(len(leaves))):
+    if is_inexact(leaves[position]):
+      finite = jnp.all(jnp.isfinite(leaves[position]))
+      first = jnp.where(finite, first, jnp.asarray(position, jnp.int32))
+  return first
+
+
+def tree_differences(
+  wanted: PyTree, given: PyTree, *, dtypes: bool, none_fits: bool = False
+) -> list[str]:
+  """Returns what keeps `given` from being like `wanted`: every wrong leaf, by its path.
+
+  Args:
+    wanted: the tree to be like; None counts as a leaf in both.
+    given: the tree that came.
+    dtypes: compare dtypes as well as paths, containers and shapes.
+    none_fits: a None in `given` is like any leaf.
+  """
+  wanted_leaves, wanted_def = _flatten(wanted)
+  given_leaves, given_def = _flatten(given)
+  missing = [f"nothing at {path}" for path in wanted_leaves if path not in given_leaves]
+  extra = [f"an extra leaf at {path}" for path in given_leaves if path not in wanted_leaves]
+  if missing or extra:
+    return missing + extra
+  if wanted_def != given_def:
+    return [f"other containers: {given_def} for {wanted_def}"]
+  found = []
+  for path, want in wanted_leaves.items():
+    want_text, give_text = (_describe(x, dtypes) for x in (want, given_leaves[path]))
+    if want_text != give_text and not (none_fits and give_text == "None"):
+      found.append(f"{give_text} for {want_text} at {path}")
+  return found
+
+
+def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+  return {jax.tree_util.keystr(path) or "the root": x for path, x in leaves}, treedef
+
+
+def _describe(x: Any, dtypes: bool) -> str:
+  if not is_array_like(x):
+    return "None" if x is None else type(x).__name__
+  return f"{jnp.result_type(x) if dtypes else 'shape '}{list(jnp.shape(x))}"
+
+
+def is_array_like(x: Any) -> bool:
+  """Whether `x` is an array of any kind (keys and `float0` too) or a Python number."""
+  return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def select(condition: Array, on_true: PyTree, on_false: PyTree, where: str) -> PyTree:
@@ -81,7 +144,8 @@ def select(condition: Array, on_true: PyTree, on_false: PyTree, where: str) -> P
     where: the public call, for the error.
 
   Raises:
-    MpjaxValueError: `condition` is not a scalar, or a leaf differs in dtype or shape.
+    MpjaxValueError: `condition` is not a scalar, or the trees differ in structure, or a leaf in
+      dtype or shape.
   """
   if jnp.shape(condition) != ():
     raise MpjaxValueError(
@@ -92,17 +156,21 @@ def select(condition: Array, on_true: PyTree, on_false: PyTree, where: str) -> P
         fix="Reduce it first, or jax.vmap the whole call: one flag decides for the whole tree.",
       )
     )
-
-  def pick(path: Any, new: Any, old: Any) -> Any:
-    if jnp.shape(new) != jnp.shape(old) or jnp.result_type(new) != jnp.result_type(old):
-      raise MpjaxValueError(
-        message(
-          f"{where} at {jax.tree_util.keystr(path) or 'the root'}",
-          expected=f"{jax.typeof(old)}, as in the old tree",
-          got=str(jax.typeof(new)),
-          fix="Give both trees the same shapes and dtypes: nothing is cast or broadcast here.",
-        )
+  problems = tree_differences(on_false, on_true, dtypes=True)
+  if problems:
+    raise MpjaxValueError(
+      message(
+        where,
+        expected="the new tree to be like the old one",
+        got="; ".join(problems),
+        fix="Give both the same structure, shapes and dtypes: nothing is cast or broadcast here.",
       )
-    return new if new is old else jnp.where(condition, new, old)
+    )
 
-  return jax.tree_util.tree_map_with_path(pick, on_true, on_false)
+  def pick(new: Any, old: Any) -> Any:
+    # float0 holds nothing to select, and leaves that are not arrays cannot depend on the flag.
+    if new is old or not is_array_like(new) or new.dtype == jax.dtypes.float0:
+      return new
+    return jnp.where(condition, new, old)
+
+  return jax.tree.map(pick, on_true, on_false)
