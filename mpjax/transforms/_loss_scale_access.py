@@ -1,0 +1,217 @@
+"""The loss scale in an optimizer state: finding it, using it, setting it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._loss_scale import LossScaleState, unscale_tree
+from mpjax._loss_scale_config import label_limits, positive_scale, warn_unless_power_of_two
+from mpjax._types import Array, PyTree
+
+
+class LossScalingState(NamedTuple):
+  """The state of `mpjax.loss_scaling`.
+
+  `loss_scale` has one entry. Its key holds the name and the configuration: as part of the tree's
+  structure they are static under `jit`, and a checkpoint of another configuration does not fit.
+  """
+
+  loss_scale: dict[str, LossScaleState | tuple[()]]  # {label: state}; () for NoLossScale
+  inner_state: Any
+
+
+def split_label(state: LossScalingState) -> tuple[str | None, str]:
+  """Returns the name (or None) and the label of the configuration of `state`."""
+  (label,) = state.loss_scale
+  name, colon, config = label.rpartition(":")
+  return (name if colon else None), config
+
+
+def scale_states(tree: PyTree) -> list[LossScalingState]:
+  """Returns every loss scaling state in `tree`, wherever it sits."""
+  found = jax.tree.leaves(tree, is_leaf=_is_state)
+  return [x for x in found if _is_state(x)]
+
+
+def _is_state(x: Any) -> bool:
+  return isinstance(x, LossScalingState)
+
+
+def find_state(opt_state: PyTree, where: str, name: str | None) -> LossScalingState:
+  """Returns the one loss scaling state in `opt_state` (called `name`, if one is given).
+
+  Raises:
+    MpjaxTypeError: there is none, or there are several to choose from.
+    MpjaxValueError: none is called `name`.
+  """
+  found = scale_states(opt_state)
+  if not found:
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="the state of an optimizer made by mpjax.loss_scaling",
+        got=f"a {type(opt_state).__name__} without a loss scale",
+        fix="Wrap the optimizer: tx = mpjax.loss_scaling(tx); opt_state = tx.init(params).",
+      )
+    )
+  names = [split_label(state)[0] for state in found]
+  if name is not None and name not in names:
+    raise MpjaxValueError(
+      message(
+        f"{where} with name={name!r}",
+        expected="the name of a loss scale in this state",
+        got=f"one of the names {names}",
+        fix="Use the name that was given to mpjax.loss_scaling(..., name=...).",
+      )
+    )
+  picked = [state for state, n in zip(found, names, strict=True) if name is None or n == name]
+  if len(picked) > 1:
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="a state with one loss scale",
+        got=f"one with {len(picked)}, named {names}",
+        fix="Wrap the whole chain once, mpjax.loss_scaling(optax.chain(...)), or tell them apart "
+        "by name=.",
+      )
+    )
+  return picked[0]
+
+
+def scale_of(state: LossScalingState) -> LossScaleState | None:
+  """Returns the numbers of `state`, or None under `NoLossScale`."""
+  (value,) = state.loss_scale.values()
+  return value if isinstance(value, LossScaleState) else None
+
+
+def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Array:
+  """Returns `loss` times the loss scale of `opt_state`, to be differentiated.
+
+  A loss in half is cast to float32 before it is multiplied: 5 * 2^15 is inf in float16.
+  `mpjax.value_and_grad` does this for you and returns the plain loss as well.
+
+  Args:
+    loss: a floating scalar.
+    opt_state: the state of an optimizer wrapped by `mpjax.loss_scaling`, or any tree that holds
+      one such state (a chain, a mask, a train state).
+    name: which of several loss scales to use.
+
+  Returns:
+    A scalar in float32 (float64 if `loss` is); `loss` itself under `NoLossScale`.
+
+  Raises:
+    MpjaxTypeError: the loss is not a floating number, or the state has no scale, or has two.
+    MpjaxValueError: the loss is not a scalar, or no scale is called `name`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
+  >>> mpjax.scale_loss(jnp.asarray(5.0, jnp.float16), tx.init(jnp.ones(3)))
+  Array(163840., dtype=float32)
+  """
+  where = "mpjax.scale_loss(loss)"
+  state = scale_of(find_state(opt_state, "mpjax.scale_loss(opt_state)", name))
+  check_loss(loss, where)
+  if state is None:
+    return loss
+  loss = jnp.asarray(loss)
+  dtype = jnp.float64 if loss.dtype == jnp.float64 else jnp.float32
+  return loss.astype(dtype) * state.scale.astype(dtype)
+
+
+def check_loss(loss: Any, where: str) -> None:
+  """Raises unless `loss` is a floating scalar."""
+  fix = "Return one number to minimise, such as jnp.mean(losses)."
+  is_number = isinstance(loss, float) or hasattr(loss, "dtype")
+  if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    got = str(jax.typeof(loss)) if hasattr(loss, "dtype") else f"a {type(loss).__name__}"
+    raise MpjaxTypeError(message(where, expected="a floating scalar", got=got, fix=fix))
+  if jnp.shape(loss) != ():
+    got = f"an array of shape {jnp.shape(loss)}"
+    raise MpjaxValueError(message(where, expected="a floating scalar", got=got, fix=fix))
+
+
+def unscale(grads: PyTree, opt_state: PyTree, *, name: str | None = None) -> PyTree:
+  """Returns the gradients of the plain loss, to look at.
+
+  `update` still takes the scaled ones: it unscales them itself.
+
+  Args:
+    grads: the gradients of the scaled loss.
+    opt_state: the state whose scale multiplied that loss, before `update`.
+    name: which of several loss scales to use.
+
+  Returns:
+    `grads` divided by the scale, in float32 (float64 and complex leaves keep their dtype; None,
+    integers and keys stay as they are).
+
+  Raises:
+    MpjaxTypeError: the state has no scale, or has two.
+    MpjaxValueError: no scale is called `name`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(4))
+  >>> mpjax.unscale(jnp.asarray([8.0, 2.0], jnp.float16), tx.init(jnp.ones(2)))
+  Array([2. , 0.5], dtype=float32)
+  """
+  state = scale_of(find_state(opt_state, "mpjax.unscale(opt_state)", name))
+  return unscale_tree(grads, None if state is None else state.scale)
+
+
+def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) -> PyTree:
+  """Returns `opt_state` with its loss scale set to `value`.
+
+  The count of good steps starts again: the window for growth was observed at another scale.
+
+  Args:
+    opt_state: a state that holds a loss scale. It is not changed.
+    value: a plain number within the limits of the state's configuration. A power of two is exact;
+      another warns once.
+    name: which of several loss scales to set.
+
+  Raises:
+    MpjaxTypeError: `value` is no plain number (a traced one is not), or the state has no scale,
+      or has two.
+    MpjaxValueError: `value` is not positive or outside the limits, scaling is off, or no scale is
+      called `name`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
+  >>> opt_state = mpjax.set_loss_scale(opt_state, 1024)
+  >>> float(mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
+  1024.0
+  """
+  where = "mpjax.set_loss_scale(value)"
+  target = find_state(opt_state, "mpjax.set_loss_scale(opt_state)", name)
+  state = scale_of(target)
+  if state is None:
+    raise MpjaxValueError(
+      message(
+        "mpjax.set_loss_scale(opt_state)",
+        expected="a state with a scale that can move",
+        got="one of NoLossScale(), whose scale is always 1",
+        fix="Build the optimizer with StaticLossScale or DynamicLossScale.",
+      )
+    )
+  scale = positive_scale(value, where)
+  low, high = label_limits(split_label(target)[1])
+  if not low <= scale <= high:
+    raise MpjaxValueError(
+      message(
+        where,
+        expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
+        got=repr(value),
+        fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
+      )
+    )
+  warn_unless_power_of_two(where, {"value": scale}, stacklevel=2)
+  # full_like keeps shape (a vmapped state), dtype and placement: the next step does not retrace.
+  moved = state._replace(
+    scale=jnp.full_like(state.scale, scale), good_steps=jnp.zeros_like(state.good_steps)
+  )
+
+  def replace(x: Any) -> Any:
+    return x._replace(loss_scale=dict.fromkeys(x.loss_scale, moved)) if x is target else x
+
+  return jax.tree.map(replace, opt_state, is_leaf=_is_state)

@@ -1,0 +1,138 @@
+"""What `mpjax.loss_scaling` does to trees before and after the inner optimizer sees them."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from mpjax._errors import MpjaxValueError, message
+from mpjax._tree import is_array_like, is_inexact, tree_differences
+from mpjax._types import PyTree
+
+_HALF = ("float16", "bfloat16")
+
+
+def float32_view(tree: PyTree) -> PyTree:
+  """Returns the tree as the inner optimizer sees it.
+
+  Half leaves become float32: moments of half parameters would be half, where 0.999 rounds to 1
+  and an epsilon of 1e-8 to 0. What is neither floating nor complex becomes an
+  `optax.MaskedNode`, as under `optax.masked`: optimizers fail on `float0` and on keys.
+  """
+
+  def see(x: Any) -> Any:
+    if not is_array_like(x):
+      return x
+    if not is_inexact(x):
+      return optax.MaskedNode()
+    return jnp.asarray(x, jnp.float32) if _is_half(x) else x
+
+  return jax.tree.map(see, tree)
+
+
+def _is_half(x: Any) -> bool:
+  return hasattr(x, "dtype") and x.dtype.name in _HALF
+
+
+def align_gradients(grads: PyTree, params: PyTree) -> PyTree:
+  """Returns `grads` with a zero wherever it has None and `params` an array.
+
+  Raises:
+    MpjaxValueError: `params` is given and has other leaves, containers or shapes.
+  """
+  if params is None:
+    return grads
+  problems = tree_differences(params, grads, dtypes=False, none_fits=True)
+  if problems:
+    raise MpjaxValueError(
+      message(
+        "mpjax.loss_scaling(inner).update(updates)",
+        expected="gradients with the leaves of params",
+        got="; ".join(problems),
+        fix="Differentiate with respect to the very tree that is passed as params.",
+      )
+    )
+
+  def fill(g: Any, p: Any) -> Any:
+    if g is None and p is not None:
+      return jnp.zeros(jnp.shape(p), jnp.result_type(p)) if is_inexact(p) else p
+    return g
+
+  return jax.tree.map(fill, grads, params, is_leaf=lambda x: x is None)
+
+
+def merge_updates(grads: PyTree, updates: PyTree, params: PyTree) -> PyTree:
+  """Returns `updates` with something in place of what was hidden from the inner optimizer.
+
+  That is a zero of the parameter's own dtype, which `optax.apply_updates` can add; without
+  parameters, and for keys, the leaf that came as the gradient.
+  """
+
+  def merge(g: Any, u: Any, p: Any) -> Any:
+    if not isinstance(u, optax.MaskedNode) or isinstance(g, optax.MaskedNode):
+      return u
+    if p is None or jnp.issubdtype(jnp.result_type(p), jax.dtypes.extended):
+      return g
+    return jnp.zeros(jnp.shape(p), jnp.result_type(p))
+
+  if params is None:
+    return jax.tree.map(lambda g, u: merge(g, u, None), grads, updates)
+  return jax.tree.map(merge, grads, updates, params)
+
+
+def warn_of_half(params: PyTree) -> None:
+  """Warns, once, if parameters are stored in half."""
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  half = [jax.tree_util.keystr(path) or "the root" for path, x in leaves if _is_half(x)]
+  if half:
+    warnings.warn(
+      f"mpjax.loss_scaling(inner).init(params): {len(half)} parameters are stored in half (the "
+      f"first: {half[0]}), where updates smaller than the rounding are lost. Store them in float32 "
+      "(a policy casts them where they are used), or keep a float32 copy in the optimizer state, "
+      "which is what master_weights is for.",
+      UserWarning,
+      stacklevel=3,
+    )
+
+
+def strong(x: Any) -> Any:
+  """Returns a leaf of a state as a strongly typed array, so that the second step is no new trace.
+
+  A Python number becomes bool, int32 or float32 by itself, whether or not 64-bit is enabled.
+  """
+  if isinstance(x, jax.Array):
+    return jnp.asarray(x, x.dtype) if jax.typeof(x).weak_type else x
+  if isinstance(x, (np.ndarray, np.generic)):
+    return x if x.dtype == jax.dtypes.float0 else jnp.asarray(x)
+  for kind, dtype in ((bool, jnp.bool_), (int, jnp.int32), (float, jnp.float32)):
+    if isinstance(x, kind):
+      return jnp.asarray(x, dtype)
+  return x
+
+
+def place_like(params: PyTree, state: PyTree) -> PyTree:
+  """Returns `state` with its own arrays replicated on the mesh that holds `params`.
+
+  Scalars made by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and the
+  second step would be traced again for that.
+  """
+  meshes = [
+    x.sharding.mesh
+    for x in jax.tree.leaves(params)
+    if isinstance(x, jax.Array)
+    and not isinstance(x, Tracer)
+    and isinstance(x.sharding, jax.sharding.NamedSharding)
+  ]
+  if not meshes:
+    return state
+  replicated = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
+
+  def place(x: Any) -> Any:
+    here = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    return jax.device_put(x, replicated) if here and not x.committed else x
+
+  return jax.tree.map(place, state)
