@@ -18,7 +18,7 @@ help:
 # Newer than pyproject.toml, or installed again: dependencies cannot go stale unnoticed.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "mpjax needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "mpjax needs Python 3.11 or later; '$(PYTHON)' says: $$($(PYTHON) --version 2>&1)." >&2; \
 	  echo "Name one that is: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'

@@ -296,6 +296,46 @@ def check_no_tricks(sources: Sources) -> list[str]:
   return wrong
 
 
+def check_errors_have_four_parts(sources: Sources) -> list[str]:
+  """Returns the `raise` statements that are not `raise MpjaxXError(message(where, ...))`.
+
+  Errors are raised while Python runs, that is while tracing: none can depend on the data, as long
+  as nothing here calls back from a compiled program, which is looked for too.
+  """
+  wrong = []
+  for path, source in sources.items():
+    for node in ast.walk(ast.parse(source)):
+      place = f"{path}:{getattr(node, 'lineno', 0)}"
+      if isinstance(node, ast.Raise) and node.exc and not has_four_parts(node.exc, path):
+        wrong.append(f"{place}: raise MpjaxError's subclass with message(where, expected=...)")
+      if isinstance(node, ast.Assert):
+        wrong.append(f"{place}: assert; raise one of our errors, or leave it to a test")
+      if isinstance(node, ast.Attribute) and node.attr in CALLBACKS:
+        wrong.append(f"{place}: calls back from a compiled program")
+  return wrong
+
+
+CALLBACKS = {"checkify", "pure_callback", "io_callback"}
+
+
+def has_four_parts(raised: ast.expr, path: str) -> bool:
+  if path == "mpjax/__init__.py" and ast.unparse(raised).startswith("AttributeError("):
+    return True  # what Python asks of a module's __getattr__
+  if not (isinstance(raised, ast.Call) and isinstance(raised.func, ast.Name) and raised.args):
+    return False
+  text = raised.args[0]
+  return (
+    raised.func.id in OUR_ERRORS
+    and isinstance(text, ast.Call)
+    and ast.unparse(text.func) == "message"
+    and len(text.args) == 1
+    and {keyword.arg for keyword in text.keywords} == {"expected", "got", "fix"}
+  )
+
+
+OUR_ERRORS = ("MpjaxValueError", "MpjaxTypeError", "MpjaxRuntimeError", "UnmatchedRuleError")
+
+
 def check_length(sources: Sources) -> list[str]:
   counts = {path: len(source.splitlines()) for path, source in sources.items()}
   return [
@@ -379,6 +419,15 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
     "global": {"mpjax/_tree.py": "def f():\n  global x\n  x = 1"},
     "patching": {"mpjax/linen/_x.py": "import flax.linen as nn\nnn.Dense.__call__ = None"},
   },
+  check_errors_have_four_parts: {
+    "a builtin": {"mpjax/_tree.py": "def f(x):\n  raise ValueError(message('f', got=x))"},
+    "a plain text": {"mpjax/_tree.py": "def f(x):\n  raise MpjaxValueError('no')"},
+    "a part missing": {
+      "mpjax/_tree.py": "def f(x):\n  raise MpjaxTypeError(message('f', expected='a', got='b'))"
+    },
+    "assert": {"mpjax/_tree.py": "def f(x):\n  assert x"},
+    "a callback": {"mpjax/_tree.py": "import jax\ndef f(x):\n  jax.pure_callback(print, x)"},
+  },
   check_length: {"401 lines": {"mpjax/_tree.py": "\n" * 401}},
   check_tests_mirror: {
     "no test": {"mpjax/_tree.py": ""},
@@ -389,7 +438,16 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
 """Every check, and sources that it must object to."""
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+  "check",
+  [
+    pytest.param(check, marks=pytest.mark.case("I18"))
+    if check is check_errors_have_four_parts
+    else check
+    for check in CHECKS
+  ],
+  ids=lambda check: check.__name__,
+)
 def test_house_rule(check):
   sources = library()
   assert len(sources) > 5, "the sources were not found"
@@ -419,6 +477,7 @@ def test_checks_accept_what_is_allowed():
     "mpjax/linen/_intercept.py": (
       "import flax.linen as nn\nfrom flax.core import meta\n"
       "from mpjax._policy import P\nfrom mpjax.linen import _params\n"
+      "def g(x):\n  raise MpjaxTypeError(message('g', expected='', got=x, fix=''))\n"
       "def f(p, t):\n  p._replace()\n  return p._x, hasattr(p, 'dtype')"
     ),
     "mpjax/linen/_params.py": "from mpjax._policy import P",
