@@ -1,5 +1,8 @@
 """Mixed precision for JAX: policies for models, loss scaling for optimizers, nothing global."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from mpjax._errors import (
   MpjaxError,
   MpjaxRuntimeError,
@@ -20,6 +23,9 @@ from mpjax.transforms import (
   value_and_grad,
 )
 
+if TYPE_CHECKING:
+  from mpjax import linen
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -34,6 +40,7 @@ __all__ = [
   "all_finite",
   "check_progress",
   "commit",
+  "linen",
   "loss_scaling",
   "loss_scaling_metrics",
   "scale_loss",
@@ -41,3 +48,16 @@ __all__ = [
   "unscale",
   "value_and_grad",
 ]
+
+_ON_FIRST_USE = ("linen",)
+"""Folders that import Flax, which a user of the rest need not wait for."""
+
+
+def __getattr__(name: str) -> Any:
+  if name in _ON_FIRST_USE:
+    return importlib.import_module(f"mpjax.{name}")
+  raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *_ON_FIRST_USE})
