@@ -297,17 +297,32 @@ def check_no_tricks(sources: Sources) -> list[str]:
 
 
 def check_errors_have_four_parts(sources: Sources) -> list[str]:
-  """Returns the `raise` statements that are not `raise MpjaxXError(message(where, ...))`.
+  """Returns the errors that are not `MpjaxXError(message(where, expected=..., got=..., fix=...))`.
 
-  Errors are raised while Python runs, that is while tracing: none can depend on the data, as long
-  as nothing here calls back from a compiled program, which is looked for too.
+  A function whose return annotation is one of our errors may build it instead. Errors are raised
+  while Python runs, that is while tracing: none can depend on the data, as long as nothing here
+  calls back from a compiled program, which is looked for too.
   """
+  trees = {path: ast.parse(source) for path, source in sources.items()}
+  makers = {
+    node.name: node
+    for tree in trees.values()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.FunctionDef)
+    and isinstance(node.returns, ast.Name)
+    and node.returns.id in OUR_ERRORS
+  }
   wrong = []
-  for path, source in sources.items():
-    for node in ast.walk(ast.parse(source)):
+  for path, tree in trees.items():
+    for node in ast.walk(tree):
       place = f"{path}:{getattr(node, 'lineno', 0)}"
-      if isinstance(node, ast.Raise) and node.exc and not has_four_parts(node.exc, path):
-        wrong.append(f"{place}: raise MpjaxError's subclass with message(where, expected=...)")
+      built: list[ast.expr | None] = []
+      if isinstance(node, ast.Raise) and not is_made_by(node.exc, makers):
+        built = [node.exc]
+      if isinstance(node, ast.FunctionDef) and makers.get(node.name) is node:
+        built = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return)]
+      if not all(error is None or has_four_parts(error, path) for error in built):
+        wrong.append(f"{place}: raise one of {OUR_ERRORS} with message(where, expected=...)")
       if isinstance(node, ast.Assert):
         wrong.append(f"{place}: assert; raise one of our errors, or leave it to a test")
       if isinstance(node, ast.Attribute) and node.attr in CALLBACKS:
@@ -315,25 +330,27 @@ def check_errors_have_four_parts(sources: Sources) -> list[str]:
   return wrong
 
 
+OUR_ERRORS = ("MpjaxValueError", "MpjaxTypeError", "MpjaxRuntimeError", "UnmatchedRuleError")
 CALLBACKS = {"checkify", "pure_callback", "io_callback"}
 
 
-def has_four_parts(raised: ast.expr, path: str) -> bool:
-  if path == "mpjax/__init__.py" and ast.unparse(raised).startswith("AttributeError("):
+def is_made_by(error: ast.expr | None, makers: Mapping[str, ast.FunctionDef]) -> bool:
+  return isinstance(error, ast.Call) and dotted(error.func)[-1:] in [[name] for name in makers]
+
+
+def has_four_parts(error: ast.expr, path: str) -> bool:
+  if path == "mpjax/__init__.py" and ast.unparse(error).startswith("AttributeError("):
     return True  # what Python asks of a module's __getattr__
-  if not (isinstance(raised, ast.Call) and isinstance(raised.func, ast.Name) and raised.args):
+  if not (isinstance(error, ast.Call) and isinstance(error.func, ast.Name) and error.args):
     return False
-  text = raised.args[0]
+  text = error.args[0]
   return (
-    raised.func.id in OUR_ERRORS
+    error.func.id in OUR_ERRORS
     and isinstance(text, ast.Call)
     and ast.unparse(text.func) == "message"
     and len(text.args) == 1
     and {keyword.arg for keyword in text.keywords} == {"expected", "got", "fix"}
   )
-
-
-OUR_ERRORS = ("MpjaxValueError", "MpjaxTypeError", "MpjaxRuntimeError", "UnmatchedRuleError")
 
 
 def check_length(sources: Sources) -> list[str]:
@@ -425,6 +442,7 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
     "a part missing": {
       "mpjax/_tree.py": "def f(x):\n  raise MpjaxTypeError(message('f', expected='a', got='b'))"
     },
+    "a maker": {"mpjax/_tree.py": "def f(x) -> MpjaxTypeError:\n  return MpjaxTypeError(x)"},
     "assert": {"mpjax/_tree.py": "def f(x):\n  assert x"},
     "a callback": {"mpjax/_tree.py": "import jax\ndef f(x):\n  jax.pure_callback(print, x)"},
   },
@@ -478,6 +496,9 @@ def test_checks_accept_what_is_allowed():
       "import flax.linen as nn\nfrom flax.core import meta\n"
       "from mpjax._policy import P\nfrom mpjax.linen import _params\n"
       "def g(x):\n  raise MpjaxTypeError(message('g', expected='', got=x, fix=''))\n"
+      "def h(x) -> MpjaxTypeError:\n"
+      "  return MpjaxTypeError(message('g', expected='', got=x, fix=''))\n"
+      "def i(x):\n  raise h(x)\n"
       "def f(p, t):\n  p._replace()\n  return p._x, hasattr(p, 'dtype')"
     ),
     "mpjax/linen/_params.py": "from mpjax._policy import P",
