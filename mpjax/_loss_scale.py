@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._loss_scale_config import INT32_MAX, DynamicLossScale, StaticLossScale
 from mpjax._tree import is_inexact
@@ -65,15 +64,15 @@ def adjust(
   good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)
   scale, hysteresis, floor_hits = state.scale, state.hysteresis, state.floor_hits
   if isinstance(config, DynamicLossScale):
-    low, high = np.float32(config.min_scale), np.float32(config.max_scale)
+    low, high = _float32(config.min_scale), _float32(config.max_scale)
     left = jnp.where(finite, hysteresis, jnp.maximum(hysteresis - 1, 0))
     back_off = jnp.logical_and(jnp.logical_not(finite), left == 0)
     # >=, not ==: a state restored into a shorter interval may be past it already.
     grow = jnp.logical_and(finite, good_steps >= config.growth_interval)
     factor = jnp.where(
       grow,
-      np.float32(config.growth_factor),
-      jnp.where(back_off, np.float32(config.backoff_factor), np.float32(1)),
+      _float32(config.growth_factor),
+      jnp.where(back_off, _float32(config.backoff_factor), _float32(1)),
     )
     floor_hits = _count_up(floor_hits, jnp.logical_and(back_off, scale <= low))
     # A product that overflows is inf, one that underflows is 0: the limits catch both.
@@ -95,6 +94,10 @@ def adjust(
   )
 
 
+def _float32(value: float) -> Array:
+  return jnp.asarray(value, jnp.float32)
+
+
 def _count_up(count: Array, by_one: Array | bool) -> Array:
   return jnp.where(jnp.logical_and(by_one, count < INT32_MAX), count + 1, count)
 
@@ -102,8 +105,9 @@ def _count_up(count: Array, by_one: Array | bool) -> Array:
 def unscale_tree(grads: PyTree, scale: Array | None) -> PyTree:
   """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves keep their dtype).
 
-  The cast comes first: in half the quotient would underflow. A division rather than a product
-  with 1/scale: it rounds once, whatever the scale. Leaves that are no floating or complex
+  The cast comes first: in half the quotient would underflow. XLA makes a product with 1/scale of
+  the division, which is exact for a power of two and otherwise within 1 ulp of the gradient; the
+  limits of a scale keep the reciprocal a normal number. Leaves that are no floating or complex
   numbers are handed on as they are.
 
   Args:
