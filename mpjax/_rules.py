@@ -1,0 +1,223 @@
+"""`Rule`: a policy for the modules that a path, a class or a predicate picks out."""
+
+import dataclasses
+import fnmatch
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._errors import (
+  MpjaxTypeError,
+  MpjaxValueError,
+  UnmatchedRuleError,
+  message,
+  nearest,
+)
+from mpjax._policy import Policy, PolicyLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """A policy for the modules that exactly one selector picks out.
+
+  The first rule that matches a module wins; a module that none matches has the policy of the
+  nearest enclosing module that has one.
+
+  Args:
+    policy: a policy or its string; None leaves the module and all inside exactly as it is.
+    path: a glob over the module path ("encoder/*/attention"; `*` stays within one level, `**`
+      crosses levels and matches the root), or a compiled regular expression. It is matched in
+      full against the names from the wrapped root, joined by "/".
+    module: a module class, or a tuple of them; subclasses count.
+    where: a predicate on the bound module.
+
+  Raises:
+    MpjaxValueError: no selector or several, or a malformed glob.
+    MpjaxTypeError: a selector of the wrong type.
+
+  >>> import mpjax
+  >>> mpjax.Rule("float32", path="**/head").path
+  '**/head'
+  """
+
+  policy: Policy | None
+  path: str | re.Pattern[str] | None
+  module: type[Any] | tuple[type[Any], ...] | None
+  where: Callable[[Any], bool] | None
+
+  def __init__(
+    self,
+    policy: PolicyLike | None,
+    *,
+    path: str | re.Pattern[str] | None = None,
+    module: type[Any] | tuple[type[Any], ...] | None = None,
+    where: Callable[[Any], bool] | None = None,
+  ) -> None:
+    selectors = {"path": path, "module": module, "where": where}
+    given = [name for name, value in selectors.items() if value is not None]
+    if len(given) != 1:
+      raise MpjaxValueError(
+        message(
+          "mpjax.Rule(...)",
+          expected="exactly one of path=, module= and where=",
+          got=" and ".join(f"{name}=" for name in given) or "none of them",
+          fix="Write one rule for each selector; where= can combine conditions.",
+        )
+      )
+    if isinstance(path, str):
+      _check_glob(path)
+    elif path is not None and not isinstance(path, re.Pattern):
+      raise _wrong_selector("path", "a glob or a compiled regular expression", path)
+    classes = module if isinstance(module, tuple) else (module,)
+    if module is not None and not (classes and all(isinstance(c, type) for c in classes)):
+      raise _wrong_selector("module", "a class or a non-empty tuple of classes", module)
+    if where is not None and not callable(where):
+      raise _wrong_selector("where", "a predicate on the bound module", where)
+    object.__setattr__(self, "policy", None if policy is None else Policy.parse(policy))
+    for name, value in selectors.items():
+      object.__setattr__(self, name, value)
+
+  def __repr__(self) -> str:
+    names = ("path", "module", "where")
+    selector = next(f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) is not None)
+    policy = None if self.policy is None else str(self.policy)
+    return f"Rule({policy!r}, {selector})"
+
+  def matches(self, module: Any, path: str) -> bool:
+    """Whether this rule picks out `module`, which stands at `path` ("" is the root).
+
+    >>> import mpjax
+    >>> mpjax.Rule(None, path="blocks_*/mlp").matches(object(), "blocks_3/mlp")
+    True
+    """
+    if self.path is not None:
+      if isinstance(self.path, str):
+        return _glob_matches(_levels(self.path), _levels(path))
+      return self.path.fullmatch(path) is not None
+    if self.module is not None:
+      return isinstance(module, self.module)
+    return self.where is not None and bool(self.where(module))
+
+
+def _wrong_selector(name: str, expected: str, got: Any) -> MpjaxTypeError:
+  fix = "See mpjax.Rule for what each selector takes."
+  return MpjaxTypeError(
+    message(f"mpjax.Rule({name}=...)", expected=expected, got=repr(got), fix=fix)
+  )
+
+
+def _check_glob(glob: str) -> None:
+  """Raises MpjaxValueError for a glob that no module path can match as it was meant."""
+  if (glob and "" in glob.split("/")) or "." in glob or glob.count("[") != glob.count("]"):
+    raise MpjaxValueError(
+      message(
+        "mpjax.Rule(path=...)",
+        expected="a glob of module names joined by single slashes, such as 'encoder/*/attention'",
+        got=repr(glob),
+        fix="No leading, trailing or double slash, no dots, brackets closed; "
+        "for anything else pass re.compile(...).",
+      )
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _glob_matches(glob: tuple[str, ...], names: tuple[str, ...]) -> bool:
+  """Whether the levels of a glob match the names of a path; `**` stands for any number of them."""
+  if not glob:
+    return not names
+  if glob[0] == "**":
+    return any(_glob_matches(glob[1:], names[i:]) for i in range(len(names) + 1))
+  return (
+    bool(names)
+    and fnmatch.fnmatchcase(names[0], glob[0])
+    and _glob_matches(glob[1:], names[1:])
+  )
+
+
+def _levels(path: str) -> tuple[str, ...]:
+  return tuple(path.split("/")) if path else ()
+
+
+def first_match(rules: Iterable[Rule], module: Any, path: str) -> Rule | None:
+  """Returns the first of `rules` that picks out `module`, or None."""
+  return next((rule for rule in rules if rule.matches(module, path)), None)
+
+
+def parse_rules(rules: Any, where: str) -> tuple[Rule, ...]:
+  """Returns `rules` as a tuple.
+
+  Raises:
+    MpjaxTypeError: not an iterable of `Rule`.
+  """
+  found = (rules,) if isinstance(rules, Rule) or not isinstance(rules, Iterable) else tuple(rules)
+  wrong = [rule for rule in found if not isinstance(rule, Rule)]
+  if wrong or isinstance(rules, Rule):
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="a sequence of mpjax.Rule",
+        got=repr(rules if isinstance(rules, Rule) else wrong[0]),
+        fix='Write [mpjax.Rule("float32", path="head")].',
+      )
+    )
+  return found
+
+
+def unmatched_error(rule: Rule, paths: Sequence[str], classes: Sequence[str]) -> UnmatchedRuleError:
+  """Returns the error for a rule that picked out none of the modules at `paths`.
+
+  Args:
+    rule: the rule.
+    paths: the paths of the model's modules, "" for the root.
+    classes: the names of their classes.
+  """
+  if rule.module is not None:
+    near = f"The model's classes: {', '.join(sorted(set(classes)))}."
+  else:
+    # What a predicate looks for is unknown: the model's own paths are the best there is to show.
+    sought = "" if rule.path is None else getattr(rule.path, "pattern", rule.path)
+    shown = nearest(sought, set(paths)) if rule.path is not None else sorted(set(paths))[:3]
+    near = f"The nearest module paths: {', '.join(repr(p) for p in shown)}."
+  return UnmatchedRuleError(
+    message(
+      f"rules: {rule}",
+      expected="a rule that picks out at least one module",
+      got=f"none of the model's {len(paths)} modules",
+      fix=f'{near} Mend the selector, or pass unmatched="ignore".',
+    )
+  )
+
+
+def _is_users_norm(module: Any) -> bool:
+  """Whether `module` is a norm that its author wrote: "…Norm", with scales and biases only."""
+  # A lifted transform (nn.scan, nn.remat) makes a subclass in Flax's own name.
+  cls = next(c for c in type(module).__mro__ if c.__module__ != "flax.linen.transforms")
+  if not cls.__name__.endswith("Norm") or cls.__module__.split(".")[0] == "flax":
+    return False
+  variables = getattr(module, "variables", {})
+  params = variables.get("params", {}) if isinstance(variables, Mapping) else {}
+  return all(np.ndim(leaf) <= 1 for leaf in jax.tree.leaves(params))
+
+
+_DEFAULT_RULES = (Rule(Policy(compute_dtype="float32"), where=_is_users_norm),)
+
+
+def default_rules() -> tuple[Rule, ...]:
+  """Returns the rules that are tried after the user's: what is known to need float32.
+
+  One so far: a norm that the model's author wrote (the class name ends in "Norm", it is not
+  Flax's own, and it owns only parameters of rank 0 or 1) computes in float32 and hands on the
+  surrounding dtype. Flax's own norms need no rule: they reduce in float32 by themselves.
+
+  Returns:
+    A plain tuple. Pass an edited copy as `defaults=` to replace it, `()` for none.
+
+  >>> import mpjax
+  >>> [str(rule.policy) for rule in mpjax.default_rules()]
+  ['params=float32,compute=float32']
+  """
+  return _DEFAULT_RULES

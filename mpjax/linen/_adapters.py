@@ -1,0 +1,277 @@
+"""What is known about single module classes: the one place that names Flax's layers."""
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._dtypes import scalar_type
+from mpjax._errors import MpjaxTypeError, message
+from mpjax._tree import cast_leaf
+from mpjax._types import PyTree
+
+Cast: TypeAlias = Callable[[PyTree], PyTree]
+"""Casts the floating arrays of a tree to one dtype."""
+
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the keyword arguments of a method."""
+
+
+def cast_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call:
+  """Returns the arguments of a call with every floating array cast: what most modules need.
+
+  Args:
+    module: the bound module.
+    method: the name of the method that is called.
+    call: its positional and keyword arguments.
+    cast: casts a tree to the compute dtype.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> call = ((jnp.ones(2), 3), {"train": True})
+  >>> half = lambda x: x.astype(jnp.bfloat16) if hasattr(x, "dtype") else x
+  >>> mpjax.linen.cast_inputs(None, "__call__", call, lambda t: jax.tree.map(half, t))
+  ((Array([1, 1], dtype=bfloat16), 3), {'train': True})
+  """
+  args, kwargs = call
+  return tuple(cast(x) for x in args), {k: cast(x) for k, x in kwargs.items()}
+
+
+def cast_outputs(module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast) -> Any:
+  """Returns what a call gave with every floating array cast: what most modules need.
+
+  Args:
+    module: the bound module.
+    method: the name of the method that was called.
+    call: its arguments, as they came in.
+    outputs: what it returned.
+    cast: casts a tree to the dtype that is handed on.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> mpjax.linen.cast_outputs(None, "__call__", ((), {}), jnp.ones(2), lambda t: t.astype("int8"))
+  Array([1, 1], dtype=int8)
+  """
+  return cast(outputs)
+
+
+def set_dtype(module: nn.Module, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
+  """Returns the field `dtype` to set for the length of a call, if the module has one to set.
+
+  A module whose own dtype (or `param_dtype`) is complex or an integer means what it says, and so
+  does one whose field holds something that is no dtype.
+
+  Args:
+    module: the bound module.
+    method: the name of the method that is called.
+    dtype: the compute dtype.
+
+  >>> import flax.linen as nn, jax.numpy as jnp, mpjax
+  >>> mpjax.linen.set_dtype(nn.Dense(3), "__call__", jnp.dtype("bfloat16"))
+  {'dtype': <class 'jax.numpy.bfloat16'>}
+  """
+  if not any(field.name == "dtype" and field.init for field in dataclasses.fields(module)):
+    return {}
+  own = module.dtype
+  if not (_is_real(own) and _is_real(getattr(module, "param_dtype", None))):
+    return {}
+  # Code compares with `is jnp.bfloat16`, or looks a name up: hand over what it had.
+  return {"dtype": dtype.name if isinstance(own, str) else scalar_type(dtype)}
+
+
+def _is_real(dtype: Any) -> bool:
+  """Whether `dtype` is unset or a floating dtype."""
+  if dtype is None:
+    return True
+  try:
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+  except TypeError:
+    return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapter:
+  """How the modules of one class are called under a policy.
+
+  The default fits a module that nothing special is known about. An adapter for a class goes to
+  `with_policy(..., adapters={MyCell: mpjax.linen.Adapter(...)})`; subclasses inherit it.
+
+  Args:
+    params: "compute": parameters are cast at each use; "stored": the module reads them as they
+      are stored, because it knows better when to cast.
+    inputs: `(module, method, (args, kwargs), cast) -> (args, kwargs)`: which arguments to cast.
+    fields: `(module, method, compute_dtype) -> {field: value}`: the module's fields to set for
+      the length of the call.
+    outputs: `(module, method, (args, kwargs), outputs, cast) -> outputs`: which outputs to cast.
+
+  Raises:
+    MpjaxTypeError: `params` is neither "compute" nor "stored", or another field is no function.
+
+  >>> import mpjax
+  >>> mpjax.linen.Adapter(params="stored").params
+  'stored'
+  """
+
+  params: Literal["compute", "stored"] = "compute"
+  inputs: Callable[[nn.Module, str, Call, Cast], Call] = cast_inputs
+  fields: Callable[[nn.Module, str, np.dtype[Any]], dict[str, Any]] = set_dtype
+  outputs: Callable[[nn.Module, str, Call, Any, Cast], Any] = cast_outputs
+
+  def __post_init__(self) -> None:
+    if self.params not in ("compute", "stored"):
+      where, expected = "mpjax.linen.Adapter(params=...)", "'compute' or 'stored'"
+      fix = "Leave it out unless the module casts its own parameters."
+      raise MpjaxTypeError(message(where, expected=expected, got=repr(self.params), fix=fix))
+    for name in ("inputs", "fields", "outputs"):
+      if not callable(getattr(self, name)):
+        where, expected = f"mpjax.linen.Adapter({name}=...)", "a function"
+        fix = "See mpjax.linen.Adapter for its arguments."
+        got = repr(getattr(self, name))
+        raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
+
+
+def like(new: PyTree, old: PyTree) -> PyTree:
+  """Returns `new` with its floating arrays in the dtypes of `old`, where the two agree in shape."""
+  if jax.tree.structure(new) != jax.tree.structure(old):
+    return new
+
+  def leaf(n: Any, o: Any) -> Any:
+    same = hasattr(o, "dtype") and jnp.shape(n) == jnp.shape(o)
+    return cast_leaf(n, o.dtype) if same and _is_real(o.dtype) else n
+
+  return jax.tree.map(leaf, new, old)
+
+
+def keep_carry_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call:
+  """Returns a cell's arguments with all but the carry cast."""
+  args, kwargs = call
+  if method != "__call__":
+    return args, kwargs
+  kept = {k: x if k == "carry" else cast(x) for k, x in kwargs.items()}
+  return (*args[:1], *(cast(x) for x in args[1:])), kept
+
+
+def keep_carry_outputs(
+  module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast
+) -> Any:
+  """Returns `(carry, outputs)` with the carry in the dtypes it came in and the outputs cast."""
+  args, kwargs = call
+  if method != "__call__" or not (isinstance(outputs, tuple) and len(outputs) == 2):
+    return outputs if method != "__call__" else cast(outputs)
+  carry = args[0] if args else kwargs.get("carry")
+  return like(outputs[0], carry), cast(outputs[1])
+
+
+def _rnn_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call:
+  args, kwargs = call
+  carry = {k: x for k, x in kwargs.items() if k == "initial_carry"}
+  return tuple(cast(x) for x in args), {**{k: cast(x) for k, x in kwargs.items()}, **carry}
+
+
+def _rnn_outputs(module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast) -> Any:
+  returns_carry = call[1].get("return_carry")
+  if module.return_carry if returns_carry is None else returns_carry:
+    return outputs[0], cast(outputs[1])
+  return cast(outputs)
+
+
+def _embed_fields(module: nn.Module, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
+  # With a half dtype Flax casts the whole table before the gather, and the gradient of a frequent
+  # token adds up in half (24 % off on Zipf-distributed tokens). Gather what is stored; the rows
+  # are cast as outputs.
+  return {"dtype": None} if method == "__call__" else set_dtype(module, method, dtype)
+
+
+def _einsum() -> Callable[..., Any]:
+  return jnp.einsum
+
+
+def _half_weights_einsum() -> Callable[..., Any]:
+  def einsum(subscripts: str, weights: jax.Array, value: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, weights.astype(value.dtype), value)
+
+  return einsum
+
+
+def _attention_fields(module: nn.Module, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
+  fields = set_dtype(module, method, dtype)
+  accepts = inspect.signature(module.attention_fn).parameters
+  if "force_fp32_for_softmax" not in accepts:
+    return fields
+  fields["force_fp32_for_softmax"] = True
+  # The flag leaves the weights in float32, and their product with the values would follow; an
+  # einsum of our own casts them back. Flax takes both einsums or none, and none with a precision.
+  einsums = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
+  taken = [module.precision] + [getattr(module, f"{name}_cls") for name in einsums]
+  if all(name in accepts for name in einsums) and all(value is None for value in taken):
+    fields["qk_attn_weights_einsum_cls"] = _einsum
+    fields["attn_weights_value_einsum_cls"] = _half_weights_einsum
+  return fields
+
+
+def _keep_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call:
+  return call
+
+
+def _keep_fields(module: nn.Module, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
+  return {}
+
+
+_DEFAULT = Adapter()
+
+# Flax's norms reduce in float32, scale and shift there, and round once to `dtype`.
+_NORM = Adapter(params="stored", inputs=_keep_inputs)
+# They compute a weight; the layer they hold casts it where it uses it.
+_REPARAMETRIZED = Adapter(params="stored", fields=_keep_fields)
+_RNN = Adapter(inputs=_rnn_inputs, outputs=_rnn_outputs)
+
+_ADAPTERS: Mapping[type[nn.Module], Adapter] = types.MappingProxyType(
+  {
+    nn.LayerNorm: _NORM,
+    nn.RMSNorm: _NORM,
+    nn.GroupNorm: _NORM,
+    nn.InstanceNorm: _NORM,
+    nn.BatchNorm: _NORM,
+    nn.SpectralNorm: _REPARAMETRIZED,
+    nn.WeightNorm: _REPARAMETRIZED,
+    nn.Embed: Adapter(params="stored", fields=_embed_fields),
+    nn.RNNCellBase: Adapter(inputs=keep_carry_inputs, outputs=keep_carry_outputs),
+    nn.RNN: _RNN,
+    nn.Bidirectional: _RNN,
+    nn.MultiHeadDotProductAttention: Adapter(fields=_attention_fields),
+  }
+)
+
+
+def default_adapters() -> Mapping[type[nn.Module], Adapter]:
+  """Returns what mpjax knows about Flax's own layers: an immutable mapping from class to adapter.
+
+  A module is handled by the adapter of the first class in its MRO that has one. Flax's norms read
+  their parameters as stored and reduce in float32; `Embed` gathers before it casts; recurrent
+  cells keep the dtype of their carry; attention takes its softmax in float32; `SpectralNorm` and
+  `WeightNorm` compute the weight as it is stored.
+
+  Returns:
+    The mapping; `with_policy(..., adapters={...})` adds to it for one model.
+
+  >>> import flax.linen as nn, mpjax
+  >>> mpjax.linen.default_adapters()[nn.LayerNorm].params
+  'stored'
+  """
+  return _ADAPTERS
+
+
+@functools.lru_cache(maxsize=4096)
+def find_adapter(added: tuple[tuple[type[Any], Adapter], ...], cls: type[Any]) -> Adapter:
+  """Returns the adapter for modules of class `cls`; what the user added comes first."""
+  own = dict(added)
+  for base in cls.__mro__:
+    found = own.get(base) or _ADAPTERS.get(base)
+    if found is not None:
+      return found
+  return _DEFAULT

@@ -1,0 +1,183 @@
+"""Which policy is in force: given to a model or a scope, resolved for the module being called."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._policy import Policy, PolicyLike
+from mpjax._rules import Rule, default_rules, first_match, parse_rules
+from mpjax.linen._adapters import Adapter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+  """What the user gave to `with_policy` or `policy_scope`, checked; hashed once."""
+
+  policy: Policy | None
+  rules: tuple[Rule, ...]
+  defaults: tuple[Rule, ...]
+  adapters: tuple[tuple[type[Any], Adapter], ...]
+  unmatched: str
+  hash: int = dataclasses.field(init=False, repr=False, compare=False)
+
+  def __post_init__(self) -> None:
+    # JAX hashes the value of a user context at each call of a jitted function.
+    key = (self.policy, self.rules, self.defaults, self.adapters, self.unmatched)
+    object.__setattr__(self, "hash", hash(key))
+
+  def __hash__(self) -> int:
+    return self.hash
+
+  @property
+  def by_place(self) -> bool:
+    """Whether two modules of one class can get different policies for where they stand."""
+    return any(rule.module is None for rule in self.rules)
+
+
+class Visits:
+  """The modules that one `init` passed through, and the rules that picked some of them out.
+
+  It is part of the active context, where it is equal to nothing but itself: no function compiled
+  before is reused while it is there, so that no module is missed.
+  """
+
+  def __init__(self) -> None:
+    self.classes: dict[str, str] = {}
+    self.matched: set[Rule] = set()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Active:
+  """The state in force inside a call. Equal states give equal programs; JAX keys its caches by it.
+
+  Fields:
+    given: what the user gave; None where policies are switched off.
+    policy: that of the module being called; None leaves it as it is.
+    root_policy: that of the root of this `init` or `apply`.
+    exempt: a rule left the module being called, and all inside it, as it is.
+    entered: a module has been entered: the policy began further out.
+    use_dtype: what parameters and caches are cast to when they are read; None as stored.
+    own_dtype: `(dtype,)`: the `dtype` field of the module being called, as it was before it was
+      set; `()` if it was not.
+    visits: where to note the modules passed, during `init`.
+  """
+
+  given: Given | None
+  policy: Policy | None = None
+  root_policy: Policy | None = None
+  exempt: bool = False
+  entered: bool = False
+  use_dtype: np.dtype[Any] | None = None
+  own_dtype: tuple[Any, ...] = ()
+  visits: Visits | None = None
+
+
+# The one mechanism JAX has for a value that is part of every jit cache key; it is local to the
+# thread and restored when its `with` block is left.
+ACTIVE = jax.make_user_context(None)
+
+OFF = Active(given=None)
+
+
+def begin(given: Given, visits: Visits | None = None) -> Active:
+  """Returns the state at the root of a model that `given` was given to."""
+  return Active(given=given, policy=given.policy, root_policy=given.policy, visits=visits)
+
+
+def give(
+  where: str,
+  policy: PolicyLike | None,
+  rules: Iterable[Rule],
+  *,
+  defaults: Iterable[Rule] | None,
+  adapters: Mapping[type[nn.Module], Adapter] | None,
+  ops: Any,
+  unmatched: str,
+) -> Given:
+  """Returns the checked arguments that `with_policy` and `policy_scope` share.
+
+  Raises:
+    MpjaxTypeError: rules or adapters of the wrong type.
+    MpjaxValueError: an unknown policy or value of `unmatched`, or operation lists.
+  """
+  if ops is not None:
+    fix = "Leave it out; operation lists come with mpjax.autocast in a later version."
+    raise MpjaxValueError(message(f"{where}(ops=...)", expected="None", got=repr(ops), fix=fix))
+  if unmatched not in ("raise", "warn", "ignore"):
+    fix = "It says what init does about a rule that picks out no module."
+    expected = "'raise', 'warn' or 'ignore'"
+    got = repr(unmatched)
+    raise MpjaxValueError(message(f"{where}(unmatched=...)", expected=expected, got=got, fix=fix))
+  added = tuple((adapters or {}).items()) if isinstance(adapters or {}, Mapping) else (adapters,)
+  for item in added:
+    if not (isinstance(item, tuple) and isinstance(item[1], Adapter) and isinstance(item[0], type)):
+      raise MpjaxTypeError(
+        message(
+          f"{where}(adapters=...)",
+          expected="a mapping from module classes to mpjax.linen.Adapter",
+          got=repr(item),
+          fix="Write adapters={MyCell: mpjax.linen.Adapter(...)}.",
+        )
+      )
+  parsed = None if policy is None else Policy.parse(policy)
+  given = Given(
+    policy=parsed,
+    rules=parse_rules(rules, f"{where}(rules=...)"),
+    defaults=default_rules() if defaults is None else parse_rules(defaults, f"{where}(defaults=...)"),
+    adapters=added,
+    unmatched=unmatched,
+  )
+  for one in (parsed, *(rule.policy for rule in (*given.rules, *given.defaults))):
+    if one is not None and one.weight_grad_dtype is not None:
+      raise MpjaxValueError(
+        message(
+          f"{where}(policy={str(one)!r})",
+          expected="a policy without weight_grad_dtype",
+          got=f"weight_grad_dtype={one.weight_grad_dtype}",
+          fix="Leave it out: this version computes weight gradients in the compute dtype.",
+        )
+      )
+  return given
+
+
+def module_path(module: nn.Module) -> str:
+  """Returns the path that rules see: relative to the root, and by name where it is itself a root.
+
+  A child on which `.apply` is called in a forward pass is the root of that call, but keeps its name.
+  """
+  names = module.path or ((module.name,) if module.name else ())
+  return "/".join(names)
+
+
+def resolve(active: Active, given: Given, module: nn.Module) -> tuple[Policy | None, bool, bool]:
+  """Returns the policy of a bound module, whether it was picked for it, and whether it is exempt.
+
+  A policy in the module's own field beats rules, the first matching rule wins, and a module that
+  nothing picks has that of the nearest enclosing module. What encloses a module is its parent;
+  across a lifted transform, which hides the parent, it is the module being called.
+  """
+  parent = module.parent
+  if isinstance(parent, nn.Module):
+    enclosing, _, exempt = resolve(active, given, parent)
+  elif module.path == ():
+    enclosing, exempt = active.root_policy, active.exempt
+  else:
+    enclosing, exempt = active.policy, active.exempt
+  if exempt:
+    return None, False, True
+  own = getattr(module, "policy", None) if _has_policy_field(type(module)) else None
+  if isinstance(own, Policy):
+    return own, True, False
+  rule = first_match((*given.rules, *given.defaults), module, module_path(module))
+  if rule is not None:
+    return rule.policy, True, rule.policy is None
+  return enclosing, False, False
+
+
+def _has_policy_field(cls: type[Any]) -> bool:
+  return "policy" in getattr(cls, "__dataclass_fields__", {})

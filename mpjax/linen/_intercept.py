@@ -1,0 +1,277 @@
+"""What happens at each call of a module's method while a policy is in force."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from mpjax._policy import Policy
+from mpjax._rules import first_match
+from mpjax._tree import cast_floating, cast_leaf, is_floating
+from mpjax._types import PyTree
+from mpjax.linen._adapters import (
+  Adapter,
+  find_adapter,
+  keep_carry_inputs,
+  keep_carry_outputs,
+  like,
+)
+from mpjax.linen._context import ACTIVE, Active, Given, Visits, module_path, resolve
+from mpjax.linen._params import LazyParam, attach
+
+# Lifted transforms as they show in a scope's debug path; the first ones hand their body's types on.
+_TRANSPARENT = ("remat", "jit", "map_variables", "fold_rngs", "named_call")
+_LOOPS = ("scan", "while_loop")
+_BRANCHES = ("cond", "switch")
+
+
+@contextlib.contextmanager
+def activate(state: Active) -> Iterator[None]:
+  """Puts a state in force, in this thread, for the length of a `with` block."""
+  # One interceptor serves all states; it must not run twice when one is given inside another.
+  stack = contextlib.nullcontext() if ACTIVE.value is not None else nn.intercept_methods(intercept)
+  with ACTIVE(state), stack:
+    yield
+
+
+def intercept(
+  next_fun: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  context: nn.module.InterceptorContext,
+) -> Any:
+  """Calls a method under the policy of its module: an interceptor for `nn.intercept_methods`."""
+  active, module = ACTIVE.value, context.module
+  if active is None or active.given is None or module.scope is None:
+    return next_fun(*args, **kwargs)
+  _attach_all(module, (args, kwargs))
+  if not callable(getattr(type(module), context.method_name, None)):
+    return _lifted_body(next_fun, args, kwargs, module, active)
+  return _method(next_fun, args, kwargs, context, active, active.given)
+
+
+def _method(
+  next_fun: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  context: nn.module.InterceptorContext,
+  active: Active,
+  given: Given,
+) -> Any:
+  module, name = context.module, context.method_name
+  policy, picked, exempt = resolve(active, given, module)
+  if active.visits is not None:
+    _visit(active.visits, given, module)
+  inside = dataclasses.replace(
+    active,
+    policy=policy,
+    root_policy=policy if module.path == () else active.root_policy,
+    exempt=exempt,
+    entered=True,
+    use_dtype=None,
+    own_dtype=(),
+  )
+  if policy is None:
+    fields = {"dtype": active.own_dtype[0]} if _inherited_dtype(module, active) else {}
+    with ACTIVE(inside), _fields_set(module, fields):
+      return _name_in_errors(next_fun, args, kwargs, module, policy)
+  compute = policy.compute_dtype
+  adapter = find_adapter(given.adapters, type(module))
+  if _lifted_by(module) in _LOOPS:
+    adapter = _with_carry(adapter)
+  call = adapter.inputs(module, name, (args, kwargs), _cast_to(compute))
+  fields = {} if _any_complex(call) else adapter.fields(module, name, compute)
+  if adapter.params == "compute":
+    inside = dataclasses.replace(inside, use_dtype=compute)
+  if "dtype" in fields:
+    inside = dataclasses.replace(inside, own_dtype=(module.dtype,))
+  with ACTIVE(inside), _fields_set(module, fields):
+    outputs = _name_in_errors(next_fun, *call, module, policy)
+  if name == "setup":
+    return outputs
+  handed_on = _handed_on(active, given, policy, picked)
+  if handed_on is None:
+    return outputs
+  return adapter.outputs(module, name, (args, kwargs), outputs, _cast_to(handed_on))
+
+
+def _handed_on(active: Active, given: Given, policy: Policy, picked: bool) -> Any:
+  """Returns the dtype of what a module hands on; None leaves what was computed."""
+  if not active.entered:
+    outer = None if given.policy is None else given.policy.output_dtype
+    return policy.output_dtype or outer
+  if picked and policy != active.policy:
+    surrounding = None if active.policy is None else active.policy.compute_dtype
+    return policy.output_dtype or surrounding
+  return policy.compute_dtype
+
+
+def _lifted_body(
+  next_fun: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  module: nn.Module,
+  active: Active,
+) -> Any:
+  """Calls a function that a lifted transform took: no module's method, so nothing begins here.
+
+  Only the types that the transform itself compares are seen to: what a loop carries keeps the
+  dtype it started with, and branches agree on the compute dtype.
+  """
+  outputs = next_fun(*args, **kwargs)
+  if active.policy is None:
+    return outputs
+  by = _lifted_by(module)
+  if by in _LOOPS and args:
+    if by == "scan" and isinstance(outputs, tuple) and len(outputs) == 2:
+      return like(outputs[0], args[0]), outputs[1]
+    return like(outputs, args[0])
+  return _cast_to(active.policy.compute_dtype)(outputs) if by in _BRANCHES else outputs
+
+
+def _lifted_by(module: nn.Module) -> str:
+  """Returns the lifted transform whose body this module's scope was made for, or ""."""
+  debug_path = module.scope.debug_path if module.scope is not None else ()
+  names = re.findall(r"(\w+)\(", debug_path[-1]) if debug_path else []
+  return next((name for name in names if name not in _TRANSPARENT), "")
+
+
+def _with_carry(adapter: Adapter) -> Adapter:
+  """Returns `adapter` for a method that is itself the body of a loop: its carry stays as it is."""
+
+  def inputs(module: nn.Module, method: str, call: Any, cast: Any) -> Any:
+    args, kwargs = adapter.inputs(module, method, call, cast)
+    return (*call[0][:1], *args[1:]), kwargs
+
+  def outputs(module: nn.Module, method: str, call: Any, out: Any, cast: Any) -> Any:
+    new = adapter.outputs(module, method, call, out, cast)
+    if call[0] and isinstance(out, tuple) and len(out) == 2:
+      return like(out[0], call[0][0]), new[1]
+    return new
+
+  return dataclasses.replace(adapter, inputs=inputs, outputs=outputs)
+
+
+def _cast_to(dtype: np.dtype[Any]) -> Callable[[PyTree], PyTree]:
+  def cast(tree: PyTree) -> PyTree:
+    if tree is None or isinstance(tree, (nn.Module, LazyParam, bool, int, str)):
+      return tree
+    try:
+      leaves = jax.tree.leaves(tree, is_leaf=_is_lazy)
+    except (TypeError, ValueError):
+      return tree  # Not a tree to JAX (keys that do not sort, say): nothing in it is cast.
+    if not any(is_floating(x) and x.dtype != dtype for x in leaves):
+      return tree  # The same object: static arguments stay equal, containers stay themselves.
+    return jax.tree.map(
+      lambda x: x if _is_lazy(x) else cast_leaf(x, dtype), tree, is_leaf=_is_lazy
+    )
+
+  return cast
+
+
+def _is_lazy(x: Any) -> bool:
+  return isinstance(x, LazyParam)
+
+
+def _any_complex(call: Any) -> bool:
+  """Whether an argument is a complex array: a half `dtype` would drop its imaginary part."""
+  args, kwargs = call
+  return any(
+    isinstance(x, (jax.Array, np.ndarray)) and np.issubdtype(x.dtype, np.complexfloating)
+    for x in (*args, *kwargs.values())
+  )
+
+
+def _inherited_dtype(module: nn.Module, active: Active) -> bool:
+  """Whether a module that is left as it is was made by one whose `dtype` had been set.
+
+  It was then handed that dtype, where without the policy it would have been handed the other.
+  """
+  if not active.own_dtype or active.policy is None:
+    return False
+  try:
+    return np.dtype(getattr(module, "dtype", None) or "O") == active.policy.compute_dtype
+  except TypeError:
+    return False
+
+
+@contextlib.contextmanager
+def _fields_set(module: nn.Module, fields: dict[str, Any]) -> Iterator[None]:
+  """Sets fields of a bound module, which Flax made for this call, and restores them."""
+  before = {name: getattr(module, name) for name in fields}
+  try:
+    for name, value in fields.items():
+      object.__setattr__(module, name, value)
+    yield
+  finally:
+    for name, value in before.items():
+      object.__setattr__(module, name, value)
+
+
+def _attach_all(module: nn.Module, call: Any) -> None:
+  """Lets the scopes of a module, of those it holds and of those it is handed read by the policy."""
+  for found in (module, *_modules_in(call)):
+    if found.scope is not None:
+      attach(found.scope)
+    for field in dataclasses.fields(found):
+      for held in _modules_in(getattr(found, field.name, None) if field.name != "parent" else None):
+        if held.scope is not None and attach(held.scope) is held.scope:
+          _attach_fields(held)
+
+
+def _attach_fields(module: nn.Module) -> None:
+  for field in dataclasses.fields(module):
+    if field.name == "parent":
+      continue
+    for held in _modules_in(getattr(module, field.name, None)):
+      if held.scope is not None:
+        attach(held.scope)
+        _attach_fields(held)
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+  """Yields the modules in a field or in arguments: alone, or in plain containers."""
+  if isinstance(value, nn.Module):
+    yield value
+  elif isinstance(value, (tuple, list)):
+    for item in value:
+      yield from _modules_in(item)
+  elif isinstance(value, Mapping):
+    for item in value.values():
+      yield from _modules_in(item)
+
+
+def _visit(visits: Visits, given: Given, module: nn.Module) -> None:
+  path = module_path(module)
+  visits.classes[path] = type(module).__name__
+  visits.matched.update(rule for rule in given.rules if first_match((rule,), module, path))
+
+
+_NOTE = "mpjax: raised inside"
+
+
+def _name_in_errors(
+  next_fun: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  module: nn.Module,
+  policy: Policy | None,
+) -> Any:
+  """Calls a method; a TypeError out of it is told which module was running, and under what."""
+  try:
+    return next_fun(*args, **kwargs)
+  except TypeError as error:
+    noted = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+    if policy is not None and not noted:
+      path = module_path(module)
+      error.add_note(
+        f"{_NOTE} {path or 'the root'!r} ({type(module).__name__}), which runs under the policy "
+        f"{str(policy)!r}. If it is about dtypes, the module's own code mixes them where jax.numpy "
+        f"would promote; leave the module as it is with mpjax.Rule(None, path={path or '**'!r})."
+      )
+    raise

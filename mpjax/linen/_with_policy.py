@@ -1,0 +1,351 @@
+"""`with_policy` and `policy_scope`: the two ways to put a policy onto Linen models."""
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from mpjax._errors import MpjaxTypeError, message
+from mpjax._policy import PolicyLike
+from mpjax._rules import Rule, unmatched_error
+from mpjax._tree import cast_leaf, is_floating
+from mpjax._types import PyTree
+from mpjax.linen._adapters import Adapter
+from mpjax.linen._context import OFF, Given, Visits, begin, give
+from mpjax.linen._intercept import activate
+from mpjax.linen._params import strip
+
+
+def with_policy(
+  model: nn.Module,
+  policy: PolicyLike | None,
+  rules: Iterable[Rule] = (),
+  *,
+  defaults: Iterable[Rule] | None = None,
+  adapters: Mapping[type[nn.Module], Adapter] | None = None,
+  ops: None = None,
+  unmatched: str = "raise",
+) -> "PolicyModule":
+  """Returns an unmodified Linen model that runs under a policy.
+
+  Parameters keep the policy's `param_dtype`; each module's inputs, its parameters where they are
+  used, and its `dtype` field are in its `compute_dtype`. Norms' statistics and attention's
+  softmax stay in float32. The variables are the same tree as the model's own.
+
+  Args:
+    model: an unbound module; it is not changed.
+    policy: a `mpjax.Policy` or its string ("mixed_bfloat16"); None leaves every module as it is
+      but for those that rules pick out.
+    rules: tried in order for each module; the first that matches wins.
+    defaults: tried after `rules`; `mpjax.default_rules()` if None.
+    adapters: what is known about single classes, added to `mpjax.linen.default_adapters()`.
+    ops: reserved for operation lists; only None.
+    unmatched: "raise", "warn" or "ignore": what `init` and `tabulate` do about a rule that picks
+      out no module.
+
+  Returns:
+    A frozen, hashable object with the model's `init`, `init_with_output`, `lazy_init`, `apply`,
+    `bind` and `tabulate`.
+
+  Raises:
+    MpjaxTypeError: `model` is not an unbound Linen module, is wrapped already, or rules or
+      adapters have the wrong type.
+    MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
+
+  >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
+  >>> model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
+  >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+  >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 3))).dtype
+  (dtype('float32'), dtype('float32'))
+  """
+  where = "mpjax.linen.with_policy"
+  expected = "an unbound flax.linen.Module"
+  if isinstance(model, (PolicyModule, BoundPolicyModule)):
+    got = f"a model that is wrapped already ({model!r})"
+    fix = "Wrap the plain model once; of nested policies only the innermost would count."
+    raise MpjaxTypeError(message(f"{where}(model)", expected=expected, got=got, fix=fix))
+  if not isinstance(model, nn.Module):
+    got = f"the class {model.__name__}" if isinstance(model, type) else repr(type(model))
+    fix = "Pass an instance, such as with_policy(MyModel(features=8), ...)."
+    raise MpjaxTypeError(message(f"{where}(model)", expected=expected, got=got, fix=fix))
+  if model.scope is not None:
+    got = f"one that is bound at {'/'.join(model.path)!r}"
+    fix = "Wrap the root model, and give submodules their policy by rules."
+    raise MpjaxTypeError(message(f"{where}(model)", expected=expected, got=got, fix=fix))
+  given = give(
+    where, policy, rules, defaults=defaults, adapters=adapters, ops=ops, unmatched=unmatched
+  )
+  return PolicyModule(model, given)
+
+
+@contextlib.contextmanager
+def policy_scope(
+  policy: PolicyLike | None,
+  rules: Iterable[Rule] = (),
+  *,
+  defaults: Iterable[Rule] | None = None,
+  adapters: Mapping[type[nn.Module], Adapter] | None = None,
+  ops: None = None,
+  unmatched: str = "raise",
+) -> Iterator[None]:
+  """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
+
+  The scope belongs to the thread that enters it, and to every function that is traced or called
+  inside: `jax.jit` keeps a program for each policy. Rule paths are relative to each root call.
+
+  Args:
+    policy: as for `with_policy`.
+    rules: as for `with_policy`; a rule that picks out nothing is never an error here.
+    defaults: as for `with_policy`.
+    adapters: as for `with_policy`.
+    ops: reserved for operation lists; only None.
+    unmatched: accepted as for `with_policy`.
+
+  Raises:
+    MpjaxTypeError: rules or adapters of the wrong type.
+    MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
+
+  >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
+  >>> model = nn.Dense(2)
+  >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+  >>> with mpjax.linen.policy_scope("bfloat16"):
+  ...   print(model.apply(variables, jnp.ones((1, 3))).dtype)
+  bfloat16
+  """
+  given = give(
+    "mpjax.linen.policy_scope",
+    policy,
+    rules,
+    defaults=defaults,
+    adapters=adapters,
+    ops=ops,
+    unmatched=unmatched,
+  )
+  with activate(begin(given)):
+    yield
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PolicyModule:
+  """A Linen model under a policy, as `with_policy` returns it."""
+
+  module: nn.Module
+  given: Given
+
+  def apply(self, variables: Any, *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
+    """Calls the model's `apply` under the policy; same arguments, same results.
+
+    Args:
+      variables: the model's variables, in any floating dtype.
+      *args: arguments of the method.
+      mutable: which collections are returned changed, as for `nn.Module.apply`.
+      **kwargs: further arguments of `nn.Module.apply` and of the method.
+    """
+    with activate(begin(self.given)):
+      return strip(self.module.apply(variables, *args, mutable=mutable, **kwargs))
+
+  def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the model's own initial variables, parameters cast to the policy's `param_dtype`.
+
+    Other collections come in the dtypes that the model gives them under the policy (a decode
+    cache in half, statistics in float32).
+
+    Args:
+      rngs: as for `nn.Module.init`.
+      *args: arguments of the method.
+      **kwargs: further arguments of `nn.Module.init` and of the method.
+
+    Raises:
+      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+    """
+    plain = self._plain_init(rngs, *args, **kwargs)
+    trace = functools.partial(self._init_under_policy, rngs, *args, **kwargs)
+    try:
+      _, ours = jax.eval_shape(trace)
+    except jax.errors.ConcretizationTypeError:
+      # The model looks at values while it is initialised: let it.
+      _, ours = trace()
+    same = jax.tree.structure(plain) == jax.tree.structure(ours)
+    return _cast_like(plain, ours) if same else self._merge(plain, trace()[1])
+
+  def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Returns the model's output under the policy, and what `init` returns.
+
+    Args:
+      rngs: as for `nn.Module.init_with_output`.
+      *args: arguments of the method.
+      **kwargs: further arguments of `nn.Module.init_with_output` and of the method.
+
+    Raises:
+      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+    """
+    plain = self._plain_init(rngs, *args, **kwargs)
+    outputs, ours = self._init_under_policy(rngs, *args, **kwargs)
+    return outputs, self._merge(plain, ours)
+
+  def lazy_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns what `init` returns, from abstract inputs, as `nn.Module.lazy_init` does.
+
+    Args:
+      rngs: as for `nn.Module.lazy_init`.
+      *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: further arguments of `nn.Module.lazy_init` and of the method.
+
+    Raises:
+      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+    """
+    with activate(OFF):
+      plain = self.module.lazy_init(rngs, *args, **kwargs)
+    with self._checked_rules() as visits, activate(begin(self.given, visits)):
+      ours = self.module.lazy_init(rngs, *args, **kwargs)
+    return self._merge(plain, ours)
+
+  def bind(self, variables: Any, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
+    """Returns the model bound to variables: its methods and submodules run under the policy.
+
+    Args:
+      variables: the model's variables.
+      *args: not used, as in `nn.Module.bind`.
+      **kwargs: `rngs` and `mutable`, as for `nn.Module.bind`.
+    """
+    return BoundPolicyModule(self.module.bind(variables, *args, **kwargs), self.given)
+
+  def tabulate(self, rngs: Any, *args: Any, **kwargs: Any) -> str:
+    """Returns the model's own table, with inputs and outputs in the dtypes of the policy.
+
+    Args:
+      rngs: as for `nn.Module.tabulate`.
+      *args: arguments of the method.
+      **kwargs: further arguments of `nn.Module.tabulate` and of the method.
+
+    Raises:
+      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+    """
+    with self._checked_rules() as visits, activate(begin(self.given, visits)):
+      return self.module.tabulate(rngs, *args, **kwargs)
+
+  def clone(self, **updates: Any) -> "PolicyModule":
+    """Returns the model with other fields, under the same policy.
+
+    Args:
+      **updates: fields of the model.
+
+    Raises:
+      MpjaxTypeError: a `parent` is given: a wrapped model is no submodule.
+    """
+    if updates.get("parent") is not None:
+      raise self._not_a_submodule("clone(parent=...)")
+    return PolicyModule(self.module.clone(**updates), self.given)
+
+  copy = clone
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    raise self._not_a_submodule("__call__(...)")
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("__") or name in ("module", "given"):
+      raise AttributeError(name)
+    return getattr(self.module, name)
+
+  def __repr__(self) -> str:
+    return f"with_policy({self.module!r}, {_shown(self.given)})"
+
+  def _not_a_submodule(self, call: str) -> MpjaxTypeError:
+    return MpjaxTypeError(
+      message(
+        f"{type(self.module).__name__} under mpjax.linen.with_policy: {call}",
+        expected="a call of apply, init or bind on the wrapped root model",
+        got="a wrapped model used as a submodule, or called without variables",
+        fix="Wrap the root and pick submodules out with mpjax.Rule; call model.apply(variables, x).",
+      )
+    )
+
+  def _plain_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    with activate(OFF):
+      return self.module.init(rngs, *args, **kwargs)
+
+  def _init_under_policy(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    with self._checked_rules() as visits, activate(begin(self.given, visits)):
+      return strip(self.module.init_with_output(rngs, *args, **kwargs))
+
+  @contextlib.contextmanager
+  def _checked_rules(self) -> Iterator[Visits]:
+    """Notes the modules that are passed inside, and then looks for rules that matched none."""
+    visits = Visits()
+    yield visits
+    if self.given.unmatched == "ignore":
+      return
+    for rule in self.given.rules:
+      if rule not in visits.matched:
+        error = unmatched_error(rule, tuple(visits.classes), tuple(visits.classes.values()))
+        if self.given.unmatched == "raise":
+          raise error
+        warnings.warn(str(error), stacklevel=4)
+
+  def _merge(self, plain: Any, ours: Any) -> Any:
+    """Returns `ours` with the parameters that the model makes without a policy."""
+    if "params" not in plain:
+      return ours
+    params = {"params": _cast_like(plain["params"], ours["params"])}
+    return ours.copy(params) if hasattr(ours, "unfreeze") else {**ours, **params}
+
+
+def _cast_like(tree: PyTree, dtypes: PyTree) -> PyTree:
+  return jax.tree.map(lambda x, d: cast_leaf(x, d.dtype) if is_floating(x) else x, tree, dtypes)
+
+
+def _shown(given: Given) -> str:
+  policy = None if given.policy is None else str(given.policy)
+  return f"{policy!r}" + (f", rules={list(given.rules)!r}" if given.rules else "")
+
+
+class BoundPolicyModule:
+  """A Linen model bound to variables, or one of its submodules, under a policy."""
+
+  def __init__(self, module: nn.Module, given: Given) -> None:
+    self._module, self._given = module, given
+
+  @property
+  def variables(self) -> Any:
+    """The variables as they are stored."""
+    return self._module.variables
+
+  def unbind(self) -> tuple[PolicyModule, Any]:
+    """Returns the model without its variables, under the same policy, and the variables."""
+    module, variables = self._module.unbind()
+    return PolicyModule(module, self._given), variables
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self._under_policy(self._module)(*args, **kwargs)
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("__"):
+      raise AttributeError(name)
+    with activate(begin(self._given)):
+      found = getattr(self._module, name)
+    return _bound(found, self)
+
+  def __repr__(self) -> str:
+    return f"with_policy({self._module!r}, {_shown(self._given)})"
+
+  def _under_policy(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+      with activate(begin(self._given)):
+        return strip(fun(*args, **kwargs))
+
+    return call
+
+
+def _bound(found: Any, owner: BoundPolicyModule) -> Any:
+  """Returns an attribute of a bound model so that what is called on it runs under the policy."""
+  if isinstance(found, nn.Module):
+    return BoundPolicyModule(found, owner._given)
+  if isinstance(found, (tuple, list)) and any(isinstance(x, nn.Module) for x in found):
+    return type(found)(_bound(x, owner) for x in found)
+  return owner._under_policy(found) if callable(found) else found
