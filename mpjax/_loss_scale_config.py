@@ -59,8 +59,9 @@ class StaticLossScale:
 class DynamicLossScale:
   """A scale that halves on overflow and doubles after a long run of finite steps.
 
-  The scale never leaves [`min_scale`, `max_scale`]. The rule is that of Micikevicius et al.,
-  "Mixed Precision Training" (2018), section 3.2; hysteresis is that of Megatron-LM.
+  The scale never leaves [`min_scale`, `max_scale`]. A step that overflowed is skipped, not run
+  again. The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2;
+  hysteresis is that of Megatron-LM, where a finite step alone restores nothing (in Apex it does).
 
   Args:
     init: the scale at the first step.

@@ -163,6 +163,8 @@ def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) 
   """Returns `opt_state` with its loss scale set to `value`.
 
   The count of good steps starts again: the window for growth was observed at another scale.
+  To carry a scale over when the tree of parameters has grown, set it in the state that `init`
+  makes for the new tree.
 
   Args:
     opt_state: a state that holds a loss scale. It is not changed.

@@ -22,7 +22,8 @@ def loss_scaling_metrics(opt_state: PyTree, *, name: str | None = None) -> dict[
     Scalars under these keys:
 
     - `loss_scale` (float32): the factor on the next loss;
-    - `finite` (bool): whether the last step was applied, the flag for `mpjax.commit`;
+    - `finite` (bool): whether the last step was applied, the flag for `mpjax.commit` (under `jit`
+      it is traced: select with `commit` or `jnp.where`, not with `if`);
     - `good_steps` (int32): finite steps in a row since the scale last moved;
     - `total`, `skipped` (int32): steps so far, and those that were not applied;
     - `consecutive_skips` (int32): skipped steps since the last applied one;

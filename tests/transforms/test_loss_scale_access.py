@@ -1,0 +1,284 @@
+import pickle
+
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax.transforms._loss_scale_access import find_state, split_label
+from tests.errors import check_error
+
+PARAMS = {"w": jnp.ones(3), "b": jnp.ones(1)}
+SCALED = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
+
+
+def nests():
+  """Every place in which optax can put a state."""
+  first = {"w": "a", "b": "b"}
+  return {
+    "alone": SCALED,
+    "chain": optax.chain(optax.identity(), optax.chain(SCALED, optax.identity())),
+    "named chain": optax.named_chain(("one", optax.identity()), ("two", SCALED)),
+    "masked": optax.masked(SCALED, {"w": True, "b": False}),
+    "partition": optax.partition({"a": SCALED, "b": optax.set_to_zero()}, first),
+    "inject": optax.inject_hyperparams(lambda lr: optax.chain(optax.scale(lr), SCALED))(lr=0.1),
+    "flatten": optax.flatten(SCALED),
+    "multi steps": optax.MultiSteps(SCALED, 2).gradient_transformation(),
+    "apply if finite": optax.apply_if_finite(SCALED, 3),
+    "conditionally": optax.conditionally_transform(SCALED, lambda step: step < 3),
+  }
+
+
+@pytest.mark.parametrize("name", nests())
+def test_the_scale_is_found_wherever_it_sits(name):
+  state = nests()[name].init(PARAMS)
+  assert mpjax.scale_loss(jnp.asarray(2.0), state) == 16
+  assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 8
+  moved = mpjax.set_loss_scale(state, 4)
+  assert jax.tree.structure(moved) == jax.tree.structure(state)
+  assert mpjax.scale_loss(jnp.asarray(2.0), moved) == 8
+  assert mpjax.scale_loss(jnp.asarray(2.0), state) == 16, "the old state is as it was"
+  assert mpjax.unscale(jnp.asarray(8.0), moved) == 2
+
+
+def test_a_train_state_will_do():
+  state = flax.training.train_state.TrainState.create(
+    apply_fn=lambda: None, params=PARAMS, tx=SCALED
+  )
+  assert mpjax.scale_loss(jnp.asarray(2.0), state) == 16
+  assert mpjax.set_loss_scale(state, 4).opt_state.loss_scale["static(scale=8)"].scale == 4
+
+
+@pytest.mark.case("A37", "B026")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_half_loss_is_cast_before_it_is_multiplied(wrap):
+  state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
+  scale = wrap(mpjax.scale_loss)
+  found = scale(jnp.asarray(5, jnp.float16), state)
+  assert found == 163840
+  assert found.dtype == jnp.float32
+  assert not found.weak_type
+  assert scale(jnp.asarray(5, jnp.bfloat16), state) == 163840
+  assert scale(np.float16(5), state) == 163840
+  assert scale(5.0, state) == 163840
+
+
+@pytest.mark.case("B046")
+def test_under_strict_promotion():
+  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+      fun = lambda p, dtype=dtype: jnp.sum(p["w"] * p["w"]).astype(dtype)  # noqa: E731
+      _, grads = mpjax.value_and_grad(fun, state)(PARAMS)
+      _, new = mpjax.loss_scaling(optax.sgd(0.1), check_updates=True).update(
+        grads, state, PARAMS, loss=jnp.ones((), dtype)
+      )
+      mpjax.unscale(grads, new)
+      mpjax.loss_scaling_metrics(mpjax.set_loss_scale(new, 2))
+      mpjax.check_progress(new)
+      mpjax.commit(new.loss_scale["dynamic"].finite, PARAMS, PARAMS)
+
+
+def test_float64_loss_stays_float64(set_flag):
+  set_flag("jax_enable_x64", True)
+  found = mpjax.scale_loss(jnp.asarray(1 / 3, jnp.float64), SCALED.init(PARAMS))
+  assert found.dtype == jnp.float64
+  assert found == 8 / 3
+
+
+@pytest.mark.parametrize(
+  ("loss", "builtin", "got"),
+  [
+    (jnp.ones(2), ValueError, "shape (2,)"),
+    (jnp.ones((1, 1)), ValueError, "shape (1, 1)"),
+    (jnp.asarray(2), TypeError, "int32[]"),
+    (jnp.asarray(2j), TypeError, "complex64[]"),
+    (2, TypeError, "a int"),
+    (True, TypeError, "a bool"),
+    ("2", TypeError, "a str"),
+    (jax.random.key(0), TypeError, "key<fry>[]"),
+  ],
+)
+def test_what_is_no_loss(loss, builtin, got):
+  with pytest.raises(builtin) as error:
+    mpjax.scale_loss(loss, SCALED.init(PARAMS))
+  where = "mpjax.scale_loss(loss)"
+  check_error(
+    error, where=where, expected="a floating scalar", got=got, fix="jnp.mean", builtin=builtin
+  )
+
+
+CALLS = {
+  "scale_loss": lambda state, **kw: mpjax.scale_loss(jnp.asarray(1.0), state, **kw),
+  "unscale": lambda state, **kw: mpjax.unscale(jnp.asarray(1.0), state, **kw),
+  "set_loss_scale": lambda state, **kw: mpjax.set_loss_scale(state, 4, **kw),
+  "loss_scaling_metrics": mpjax.loss_scaling_metrics,
+  "check_progress": mpjax.check_progress,
+  "value_and_grad": lambda state, **kw: mpjax.value_and_grad(jnp.sum, state, **kw),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("state", [optax.adam(1e-3).init(PARAMS), PARAMS, None, ()])
+def test_a_state_without_a_scale(call, state):
+  with pytest.raises(TypeError) as error:
+    CALLS[call](state)
+  check_error(
+    error,
+    where=f"mpjax.{call}(opt_state)",
+    expected="made by mpjax.loss_scaling",
+    got=f"a {type(state).__name__} without a loss scale",
+    fix="tx = mpjax.loss_scaling(tx)",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.case("A60", "B146")
+@pytest.mark.parametrize("call", CALLS)
+def test_two_scales_in_one_state(call):
+  state = optax.chain(SCALED, optax.clip(1.0), SCALED).init(PARAMS)
+  with pytest.raises(TypeError) as error:
+    CALLS[call](state)
+  check_error(
+    error,
+    where=f"mpjax.{call}(opt_state)",
+    expected="one loss scale",
+    got="one with 2, named [None, None]",
+    fix="Wrap the whole chain once",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.case("A66")
+@pytest.mark.parametrize("call", CALLS)
+def test_names_tell_scales_apart(call):
+  one = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(2), name="actor")
+  two = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(4), name="critic")
+  state = {"a": one.init(PARAMS), "c": two.init(PARAMS)}
+  assert split_label(find_state(state, "test", "critic")) == ("critic", "static(scale=4)")
+  CALLS[call](state, name="actor")
+  with pytest.raises(ValueError) as error:
+    CALLS[call](state, name="citric")
+  check_error(
+    error,
+    where="(opt_state) with name='citric'",
+    expected="the name of a loss scale",
+    got="['actor', 'critic']",
+    fix="name=...",
+    builtin=ValueError,
+  )
+  moved = mpjax.set_loss_scale(state, 16, name="critic")
+  scales = [mpjax.loss_scaling_metrics(moved, name=n)["loss_scale"] for n in ("actor", "critic")]
+  assert scales == [2, 16]
+
+
+@pytest.mark.case("A39")
+def test_everything_works_without_a_scale():
+  state = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()).init(PARAMS)
+  loss = jnp.asarray(3.0)
+  assert mpjax.scale_loss(loss, state) is loss
+  assert mpjax.unscale(jnp.asarray(3.0, jnp.float16), state).dtype == jnp.float32
+  mpjax.check_progress(state)
+  metrics = mpjax.loss_scaling_metrics(state)
+  assert metrics.pop("loss_scale") == 1
+  assert metrics.pop("finite")
+  assert {int(value) for value in metrics.values()} == {0}
+  with pytest.raises(ValueError) as error:
+    mpjax.set_loss_scale(state, 1)
+  check_error(
+    error,
+    where="mpjax.set_loss_scale(opt_state)",
+    expected="a scale that can move",
+    got="NoLossScale()",
+    fix="StaticLossScale or DynamicLossScale",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.case("A10", "B032")
+@pytest.mark.parametrize(
+  ("value", "builtin", "expected"),
+  [
+    (0, ValueError, "positive"),
+    (-2.0, ValueError, "positive"),
+    (float("nan"), ValueError, "finite"),
+    (float("inf"), ValueError, "finite"),
+    (2.0**127, ValueError, "[2^-126, 2^126]"),
+    (2.0**25, ValueError, "[1, 16777216], the limits of this state"),
+    (0.5, ValueError, "[1, 16777216], the limits of this state"),
+    (True, TypeError, "a plain number"),
+    ("8", TypeError, "a plain number"),
+    (jnp.asarray(8.0), TypeError, "a plain number"),
+    (np.ones(2), TypeError, "a plain number"),
+  ],
+)
+def test_set_loss_scale_refuses(value, builtin, expected):
+  state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
+  with pytest.raises(builtin) as error:
+    mpjax.set_loss_scale(state, value)
+  check_error(
+    error,
+    where="mpjax.set_loss_scale(value)",
+    expected=expected,
+    got=repr(value),
+    fix=". ",
+    builtin=builtin,
+  )
+
+
+def test_set_loss_scale_refuses_a_traced_value():
+  state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
+  with pytest.raises(TypeError) as error:
+    jax.jit(lambda x: mpjax.set_loss_scale(state, x))(4.0)
+  where = "mpjax.set_loss_scale(value)"
+  check_error(error, where=where, expected="known before tracing", got="Tracer", fix="number")
+
+
+@pytest.mark.case("B031")
+def test_set_loss_scale_warns_once_of_other_than_powers_of_two():
+  state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
+  with pytest.warns(UserWarning, match="value=1000 is not a power of two") as caught:
+    state = mpjax.set_loss_scale(state, 1000)
+  assert len(caught) == 1
+  assert caught[0].filename == __file__
+  assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 1000
+
+
+def test_set_loss_scale_starts_a_new_window_and_keeps_the_rest():
+  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(growth_interval=3))
+  _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+  moved = mpjax.set_loss_scale(state, 4)
+  (old,), (new,) = state.loss_scale.values(), moved.loss_scale.values()
+  assert old.good_steps == 1
+  assert new == old._replace(scale=new.scale, good_steps=new.good_steps)
+  assert (new.scale, new.good_steps) == (4, 0)
+
+
+def test_set_loss_scale_under_jit_and_vmap():
+  state = jax.vmap(mpjax.loss_scaling(optax.sgd(0.1)).init)(jnp.ones((3, 2)))
+  for moved in (
+    mpjax.set_loss_scale(state, 2),
+    jax.jit(lambda s: mpjax.set_loss_scale(s, 2))(state),
+  ):
+    assert mpjax.loss_scaling_metrics(moved)["loss_scale"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.case("A11", "A40")
+def test_golden_tree():
+  tx = mpjax.loss_scaling(optax.sgd(0.1, momentum=0.9), name="all")
+  state = tx.init({"w": jnp.ones(3)})
+  paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+  label = ".loss_scale['all:dynamic']"
+  fields = "scale good_steps hysteresis total skipped consecutive_skips floor_hits bad_updates"
+  assert paths == [
+    *(f"{label}.{field}" for field in [*fields.split(), "first_bad", "finite"]),
+    ".inner_state[0].trace['w']",
+  ]
+  again = pickle.loads(pickle.dumps(state))
+  assert jax.tree.structure(again) == jax.tree.structure(state)
+  off = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()).init({"w": jnp.ones(3)})
+  assert off.loss_scale == {"none": ()}
+  assert jax.tree.leaves(off) == []

@@ -1,0 +1,265 @@
+"""Half, hidden and missing leaves; placement; weak types."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax.transforms._loss_scaling_trees import (
+  align_gradients,
+  float32_view,
+  merge_updates,
+  place_like,
+  strong,
+)
+from tests.errors import check_error
+
+HALF = [jnp.float16, jnp.bfloat16]
+ADAM = mpjax.loss_scaling(optax.adam(0.1))
+
+
+def aligned(grads, params):
+  return ADAM.update(grads, ADAM.init(params), params)
+
+
+@pytest.mark.case("B100", "B101", "B143", "B148")
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_parameters_warn_once_and_train_in_float32(dtype):
+  params = {"b": jnp.ones(2), "w": jnp.ones(3, dtype), "x": jnp.ones(1, dtype)}
+  with pytest.warns(UserWarning, match="2 parameters are stored in half") as caught:
+    state = ADAM.init(params)
+  assert len(caught) == 1
+  assert "['w']" in str(caught[0].message)
+  assert "master_weights" in str(caught[0].message)
+  assert caught[0].filename == __file__
+  moments = state.inner_state[0]
+  assert {x.dtype for x in jax.tree.leaves((moments.mu, moments.nu))} == {jnp.dtype("float32")}
+  grads = jax.tree.map(lambda p: (p * 64).astype(p.dtype), params)
+  updates, new = ADAM.update(grads, state, params)
+  assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+  assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+  applied = optax.apply_updates(params, updates)
+  assert jax.tree.map(lambda x: x.dtype, applied) == jax.tree.map(lambda x: x.dtype, params)
+  # As if they had been float32 all along.
+  wide = jax.tree.map(lambda x: x.astype(jnp.float32), (grads, params))
+  expected, _ = ADAM.update(wide[0], ADAM.init(wide[1]), wide[1])
+  assert jax.tree.map(jnp.array_equal, updates, expected) == jax.tree.map(lambda x: True, updates)
+
+
+def test_float32_parameters_do_not_warn():
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    ADAM.init({"w": jnp.ones(3), "n": jnp.arange(3)})
+
+
+@pytest.mark.case("B100")
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.parametrize(
+  "make", [optax.adam, optax.lamb, lambda lr: optax.adafactor(lr, min_dim_size_to_factor=2)]
+)
+@pytest.mark.parametrize("gradient", [0.0, 1e-4])
+def test_small_gradients_of_float16_parameters_stay_finite(make, gradient):
+  """With float16 moments epsilon underflows, and a zero gradient becomes NaN."""
+  tx = mpjax.loss_scaling(make(1e-3), mpjax.StaticLossScale(1))
+  params = {"w": jnp.ones((4, 4), jnp.float16)}
+  grads = {"w": jnp.full((4, 4), gradient, jnp.float16)}
+  updates, state = tx.update(grads, tx.init(params), params)
+  assert mpjax.all_finite((updates, state))
+
+
+@pytest.mark.case("A94", "B012", "B011")
+def test_hidden_leaves_come_through_untouched():
+  key = jax.random.key(0)
+  params = {"w": jnp.ones(2), "n": jnp.arange(3), "flag": jnp.asarray(True), "none": None}
+  params |= {"raw": jax.random.key_data(key)}
+  state = ADAM.init(params)
+  assert len(jax.tree.leaves(state.inner_state)) == 3, "a count and two moments of w"
+
+  def fun(p):
+    return jnp.sum(p["w"] * p["n"][:2])
+
+  _, grads = mpjax.value_and_grad(fun, state, allow_int=True)(params)
+  assert grads["n"].dtype == jax.dtypes.float0
+  updates, _ = jax.jit(ADAM.update)(grads, state, params)
+  applied = optax.apply_updates(params, updates)
+  for name in ("n", "flag", "raw"):
+    assert applied[name].dtype == params[name].dtype
+    assert jnp.array_equal(applied[name], params[name])
+  assert applied["none"] is None
+  assert not jnp.array_equal(applied["w"], params["w"])
+
+
+@pytest.mark.case("B012", "A36")
+def test_without_parameters_hidden_gradients_are_handed_on():
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(4))
+  grads = {"indices": jnp.asarray([3, 1]), "values": jnp.asarray([8.0, 2.0])}
+  grads |= {"nothing": np.zeros(2, jax.dtypes.float0), "key": jax.random.key(0)}
+  updates, _ = tx.update(grads, tx.init(grads))
+  for name in ("indices", "nothing", "key"):
+    assert updates[name] is grads[name]
+  assert updates["values"].tolist() == [-2.0, -0.5]
+
+
+def test_keys_among_the_parameters():
+  params = {"w": jnp.ones(2), "key": jax.random.key(0)}
+  grads = {"w": jnp.ones(2), "key": np.zeros((), jax.dtypes.float0)}
+  updates, _ = aligned(grads, params)
+  assert updates["key"].dtype == jax.dtypes.float0
+
+
+@pytest.mark.case("A94", "A35", "B013")
+@pytest.mark.parametrize("none", ["everywhere", "in the gradients", "zero"])
+def test_parameters_without_a_gradient(none):
+  params = {"w": jnp.ones(2), "unused": None if none == "everywhere" else jnp.ones(3)}
+  grads = {"w": jnp.ones(2), "unused": jnp.zeros(3) if none == "zero" else None}
+  updates, state = aligned(grads, params)
+  assert mpjax.loss_scaling_metrics(state)["finite"]
+  if none == "everywhere":
+    assert updates["unused"] is None
+  else:
+    assert updates["unused"].tolist() == [0, 0, 0]
+  optax.apply_updates(params, updates)
+
+
+@pytest.mark.case("B013")
+@pytest.mark.parametrize("params", [{}, (), None, jnp.ones(()), jnp.ones((0, 3)), [jnp.ones(1)]])
+def test_odd_trees(params):
+  updates, state = aligned(params, params)
+  assert jax.tree.structure(updates) == jax.tree.structure(params)
+  assert mpjax.loss_scaling_metrics(state)["finite"]
+
+
+@pytest.mark.case("B047")
+def test_gradients_of_another_dtype_are_float32_before_inner_sees_them():
+  seen = []
+
+  def spy(updates, state, params=None):
+    seen.append(jax.tree.map(lambda x: x.dtype.name, updates))
+    return updates, state
+
+  @jax.custom_vjp
+  def cube(x):
+    return x**3
+
+  cube.defvjp(lambda x: (x**3, x), lambda x, g: ((3 * x**2 * g).astype(jnp.bfloat16),))
+  tx = mpjax.loss_scaling(optax.GradientTransformation(lambda p: optax.EmptyState(), spy))
+  w = jnp.asarray(2.0)
+  state = tx.init(w)
+  _, grads = mpjax.value_and_grad(cube, state)(w)
+  assert grads.dtype == jnp.bfloat16
+  updates, _ = tx.update(grads, state, w)
+  assert seen == ["float32"]
+  assert updates == 12
+
+
+@pytest.mark.parametrize(
+  ("grads", "got"),
+  [
+    ({"w": jnp.ones(2)}, "nothing at ['b']"),
+    ({"w": jnp.ones(2), "b": jnp.ones(1), "c": jnp.ones(1)}, "an extra leaf at ['c']"),
+    ({"v": jnp.ones(2), "b": jnp.ones(1)}, "nothing at ['w']; an extra leaf at ['v']"),
+    (
+      {"w": jnp.ones(3), "b": jnp.ones(())},
+      "shape [] for shape [1] at ['b']; shape [3] for shape [2] at ['w']",
+    ),
+    ([jnp.ones(2), jnp.ones(1)], "nothing at ['b']"),
+    (jnp.ones(2), "an extra leaf at the root"),
+    (None, "an extra leaf at the root"),
+  ],
+)
+def test_gradients_that_do_not_match_the_parameters(grads, got):
+  params = {"w": jnp.ones(2), "b": jnp.ones(1)}
+  state = ADAM.init(params)
+  for update in (ADAM.update, jax.jit(ADAM.update)):
+    with pytest.raises(ValueError) as error:
+      update(grads, state, params)
+    check_error(
+      error,
+      where="mpjax.loss_scaling(inner).update(updates)",
+      expected="the leaves of params",
+      got=got,
+      fix="the very tree that is passed as params",
+      builtin=ValueError,
+    )
+
+
+def test_a_gradient_where_the_parameters_have_none():
+  with pytest.raises(ValueError, match=r"shape \[\] for None at \['w'\]"):
+    align_gradients({"w": 1.0}, {"w": None})
+
+
+def test_view_of_the_inner_optimizer():
+  tree = {"h": jnp.ones(1, jnp.float16), "n": 3, "f": 1.5, "d": np.ones(1), "s": "text", "c": 1j}
+  view = float32_view(tree)
+  assert view["h"].dtype == jnp.float32
+  assert view["n"] == optax.MaskedNode()
+  for name in "fdsc":
+    assert view[name] is tree[name]
+  assert merge_updates(tree, view, None)["n"] == 3
+
+
+@pytest.mark.case("B064", "B027")
+def test_weak_and_foreign_leaves_of_a_state_become_strong():
+  found = [strong(x) for x in (True, 3, 2.5, np.float32(1), jnp.asarray(1.0), np.ones(2, np.int32))]
+  assert [(x.dtype.name, x.weak_type) for x in found] == [
+    ("bool", False),
+    ("int32", False),
+    ("float32", False),
+    ("float32", False),
+    ("float32", False),
+    ("int32", False),
+  ]
+  key = jax.random.key(0)
+  assert strong(key) is key
+  assert strong("text") == "text"
+  nothing = np.zeros(2, jax.dtypes.float0)
+  assert strong(nothing) is nothing
+
+
+@pytest.mark.case("B064")
+def test_python_numbers_in_the_state_of_inner_do_not_retrace():
+  inner = optax.GradientTransformation(
+    lambda p: {"lr": 0.5, "n": 0, "np": np.float32(2)},
+    lambda u, s, p=None: (jax.tree.map(lambda x: x * s["lr"], u), s | {"n": s["n"] + 1}),
+  )
+  tx = mpjax.loss_scaling(inner)
+  traces = []
+
+  @jax.jit
+  def update(grads, state):
+    traces.append(1)
+    return tx.update(grads, state)[1]
+
+  state = tx.init(jnp.ones(2))
+  for _ in range(3):
+    state = update(jnp.ones(2), state)
+  assert (len(traces), state.inner_state["n"]) == (1, 3)
+
+
+@pytest.mark.case("B151", "I4")
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_state_is_placed_on_the_mesh_of_the_parameters(devices, axis_type):
+  mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices)
+  sharded = jax.NamedSharding(mesh, jax.P("data"))
+  params = {"w": jax.device_put(jnp.ones(8), sharded), "n": jnp.arange(2)}
+  state = ADAM.init(params)
+  assert state.inner_state[0].mu["w"].sharding == sharded
+  scalars = [x for x in jax.tree.leaves(state) if x.shape == ()]
+  assert len(scalars) == 11
+  for x in scalars:
+    assert x.sharding == jax.NamedSharding(mesh, jax.P())
+    assert x.committed
+
+
+def test_placing_leaves_other_states_alone(devices):
+  state = {"a": jnp.ones(2), "text": "text", "numpy": np.ones(1)}
+  assert place_like(jnp.ones(2), state) is state
+  mesh = jax.make_mesh((4,), ("data",), devices=devices)
+  params = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P()))
+  there = jax.device_put(state["a"], devices[1])
+  assert place_like(params, {"a": there})["a"] is there
+  assert jax.jit(lambda p, s: place_like(p, s))(params, state["a"]).shape == (2,)

@@ -1,0 +1,256 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+from tests.loss_scale_oracle import Oracle
+
+PARAMS = {"w": jnp.ones(3), "x": jnp.ones(2)}
+TX = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init=4, growth_interval=2))
+GOOD = jax.tree.map(jnp.ones_like, PARAMS)
+BAD = {"w": jnp.ones(3), "x": jnp.asarray([0.0, jnp.nan])}
+
+
+@jax.jit
+def update(grads, state):
+  return TX.update(grads, state, PARAMS)[1]
+
+
+def after(*grads, state=None):
+  return functools.reduce(lambda s, g: update(g, s), grads, state or TX.init(PARAMS))
+
+
+def test_metrics_are_these_scalars():
+  metrics = mpjax.loss_scaling_metrics(after(GOOD, BAD, BAD))
+  assert {key: (value.dtype.name, value.shape) for key, value in metrics.items()} == {
+    "loss_scale": ("float32", ()),
+    "finite": ("bool", ()),
+    "good_steps": ("int32", ()),
+    "total": ("int32", ()),
+    "skipped": ("int32", ()),
+    "consecutive_skips": ("int32", ()),
+    "floor_hits": ("int32", ()),
+    "bad_updates": ("int32", ()),
+  }
+  off = mpjax.loss_scaling(optax.sgd(1.0), mpjax.NoLossScale()).init(PARAMS)
+  found = mpjax.loss_scaling_metrics(off)
+  assert list(found) == list(metrics)
+  assert [x.dtype for x in found.values()] == [x.dtype for x in metrics.values()]
+
+
+@pytest.mark.case("A33", "A54", "A115")
+def test_metrics_equal_the_oracle():
+  state, oracle = TX.init(PARAMS), Oracle(init=4, growth_interval=2)
+  for flag in [1, 0, 0, 0, 1, 1, 1, 0, 1]:
+    state = update(GOOD if flag else BAD, state)
+    numbers = oracle.step(bool(flag)).numbers()
+    metrics = mpjax.loss_scaling_metrics(state)
+    assert bool(metrics.pop("finite")) == bool(flag)
+    assert float(metrics.pop("loss_scale")) == numbers.pop("scale")
+    numbers.pop("hysteresis")
+    assert {key: int(value) for key, value in metrics.items()} == numbers
+  assert state.inner_state[0].count == 5, "adam counts the applied steps only"
+
+
+@pytest.mark.case("A18", "B034", "B118")
+def test_check_progress_raises_after_so_many_skips():
+  state = after(GOOD, *[BAD] * 4)
+  mpjax.check_progress(state)
+  mpjax.check_progress(state, max_consecutive_skips=5)
+  with pytest.raises(RuntimeError) as error:
+    mpjax.check_progress(state, max_consecutive_skips=4)
+  check_error(
+    error,
+    where="mpjax.check_progress(opt_state)",
+    expected="fewer than 4 skipped steps in a row",
+    got="4, at loss scale 1; the last step's first non-finite value was in gradient leaf 1",
+    fix="look for an inf or NaN in the data",
+    builtin=RuntimeError,
+  )
+  mpjax.check_progress(after(GOOD, state=state), max_consecutive_skips=1)
+
+
+@pytest.mark.case("B034")
+def test_check_progress_names_the_gradient_by_its_path():
+  for bad, path in ((BAD, "['x']"), (BAD | {"w": jnp.full(3, jnp.inf)}, "['w']")):
+    with pytest.raises(RuntimeError) as error:
+      mpjax.check_progress(after(bad, bad), 2, params=PARAMS)
+    check_error(
+      error,
+      where="mpjax.check_progress(opt_state)",
+      expected="fewer than 2 skipped steps",
+      got=f"the gradient of {path}",
+      fix="division by 0",
+    )
+
+
+@pytest.mark.case("B007", "B118")
+@pytest.mark.parametrize("why", ["loss", "updates"])
+def test_check_progress_does_not_blame_the_gradients_for_what_they_did_not_do(why):
+  tx = mpjax.loss_scaling(optax.scale_by_adam(), check_updates=True)
+  state = tx.init(PARAMS)
+  if why == "updates":  # a state that was restored with a NaN in it
+    damaged = state.inner_state._replace(mu=jax.tree.map(lambda x: x * jnp.nan, PARAMS))
+    state = state._replace(inner_state=damaged)
+  _, state = tx.update(GOOD, state, PARAMS, loss=jnp.nan if why == "loss" else None)
+  with pytest.raises(RuntimeError) as error:
+    mpjax.check_progress(state, 1, params=PARAMS)
+  got = "the loss or the updates, not the gradients"
+  check_error(error, where="check_progress", expected="fewer than 1", got=got, fix="look for")
+  assert mpjax.loss_scaling_metrics(state)["bad_updates"] == (1 if why == "updates" else 0)
+
+
+@pytest.mark.case("B125")
+@pytest.mark.parametrize("scale", [np.nan, np.inf, 0.0, -1.0])
+def test_check_progress_finds_a_damaged_scale(scale):
+  state = TX.init(PARAMS)
+  (label,) = state.loss_scale
+  damaged = state.loss_scale[label]._replace(scale=jnp.float32(scale))
+  with pytest.raises(RuntimeError) as error:
+    mpjax.check_progress(state._replace(loss_scale={label: damaged}))
+  check_error(
+    error,
+    where="mpjax.check_progress(opt_state)",
+    expected="a positive finite loss scale",
+    got=str(np.float32(scale)),
+    fix="restore another checkpoint",
+    builtin=RuntimeError,
+  )
+
+
+def test_check_progress_is_for_the_host():
+  def step(state):
+    mpjax.check_progress(state)
+    return state
+
+  with pytest.raises(TypeError) as error:
+    jax.jit(step)(TX.init(PARAMS))
+  where = "mpjax.check_progress(opt_state)"
+  fix = "after the jitted step"
+  check_error(
+    error, where=where, expected="a concrete state", got="traced", fix=fix, builtin=TypeError
+  )
+
+
+@pytest.mark.case("B037")
+def test_check_progress_looks_at_the_worst_member():
+  states = jax.vmap(TX.init)(jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS))
+  (label,) = states.loss_scale
+  skips = jnp.asarray([0, 7, 2], jnp.int32)
+  member = states.loss_scale[label]._replace(consecutive_skips=skips)
+  states = states._replace(loss_scale={label: member})
+  mpjax.check_progress(states, 8)
+  with pytest.raises(RuntimeError, match="got 7, at loss scale 4"):
+    mpjax.check_progress(states, 7)
+
+
+@pytest.mark.case("A18", "I18")
+def test_nothing_raises_inside_jit_however_many_steps_are_bad():
+  state = after(*[BAD] * 60)
+  assert mpjax.loss_scaling_metrics(state)["consecutive_skips"] == 60
+  assert mpjax.loss_scaling_metrics(state)["floor_hits"] == 58
+
+
+YES, NO = jnp.asarray(True), jnp.asarray(False)
+
+
+@pytest.mark.case("A32", "B005", "B009")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_commit_takes_the_one_or_the_other(wrap):
+  new = {"mean": jnp.asarray([jnp.nan, 1.0]), "n": jnp.asarray(4), "none": None}
+  old = {"mean": jnp.asarray([0.5, -0.0]), "n": jnp.asarray(3), "none": None}
+  kept = wrap(mpjax.commit)(NO, new, old)
+  np.testing.assert_array_equal(
+    np.asarray(kept["mean"]).view(np.uint32), np.asarray(old["mean"]).view(np.uint32)
+  )
+  assert kept["n"] == 3
+  assert kept["none"] is None
+  assert wrap(mpjax.commit)(YES, new, old)["n"] == 4
+  both = wrap(lambda new, old: mpjax.commit(YES & mpjax.all_finite(new), new, old))(new, old)
+  assert both["n"] == 3
+
+
+@pytest.mark.parametrize("flag", [True, np.bool_(True), np.asarray(True)])
+def test_commit_takes_any_bool(flag):
+  assert mpjax.commit(flag, jnp.asarray(1.0), jnp.asarray(2.0)) == 1
+
+
+@pytest.mark.case("A54", "B111")
+def test_a_step_counter_by_the_flag():
+  step, state = jnp.asarray(0, jnp.int32), TX.init(PARAMS)
+  for grads in (GOOD, BAD, GOOD, BAD, BAD):
+    state = update(grads, state)
+    step = mpjax.commit(mpjax.loss_scaling_metrics(state)["finite"], step + 1, step)
+  assert step == 2
+  assert mpjax.loss_scaling_metrics(state)["total"] == 5
+
+
+@pytest.mark.case("A32", "B037")
+def test_commit_wants_one_flag():
+  with pytest.raises(ValueError) as error:
+    mpjax.commit(jnp.asarray([True, False]), jnp.ones(2), jnp.zeros(2))
+  check_error(
+    error,
+    where="mpjax.commit(finite, new, old)",
+    expected="a scalar flag",
+    got="shape (2,)",
+    fix="jax.vmap",
+    builtin=ValueError,
+  )
+  found = jax.vmap(mpjax.commit)(jnp.asarray([True, False]), jnp.ones(2), jnp.zeros(2))
+  assert found.tolist() == [1, 0]
+
+
+@pytest.mark.case("B150")
+@pytest.mark.parametrize(
+  ("flag", "got"), [(1, "a int"), (jnp.asarray(1), "int32"), (None, "NoneType"), ({}, "a dict")]
+)
+def test_commit_wants_a_bool(flag, got):
+  with pytest.raises(TypeError) as error:
+    mpjax.commit(flag, jnp.ones(2), jnp.zeros(2))
+  check_error(
+    error,
+    where="mpjax.commit(finite, new, old)",
+    expected="a bool flag",
+    got=got,
+    fix='loss_scaling_metrics(opt_state)["finite"]',
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize(
+  ("new", "got"),
+  [
+    ({"a": jnp.ones(2)}, "nothing at ['b']"),
+    ({"a": jnp.ones(2), "b": jnp.ones(2, jnp.float16)}, "float16[2] for float32[2] at ['b']"),
+    ({"a": jnp.ones(3), "b": jnp.ones(2)}, "float32[3] for float32[2] at ['a']"),
+  ],
+)
+def test_commit_wants_trees_alike(new, got):
+  with pytest.raises(ValueError) as error:
+    mpjax.commit(YES, new, {"a": jnp.ones(2), "b": jnp.ones(2)})
+  check_error(
+    error,
+    where="mpjax.commit(finite, new, old)",
+    expected="like the old one",
+    got=got,
+    fix="same structure",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.case("B150")
+def test_if_under_jit_is_answered_by_the_docs():
+  @jax.jit
+  def step(state):
+    return 1 if mpjax.loss_scaling_metrics(state)["finite"] else 0
+
+  with pytest.raises(jax.errors.TracerBoolConversionError):
+    step(TX.init(PARAMS))
+  doc = " ".join(mpjax.loss_scaling_metrics.__doc__.split())
+  assert "select with `commit` or `jnp.where`, not with `if`" in doc

@@ -1,0 +1,289 @@
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+
+SCALE = 2.0**10
+TX = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(SCALE))
+STATE = TX.init(jnp.ones(3))
+
+
+def mlp(params, x, *, shift=0.0):
+  return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - shift) ** 2)
+
+
+PARAMS = {
+  "w": jax.random.normal(jax.random.key(0), (5, 7)),
+  "v": jax.random.normal(jax.random.key(1), (7,)),
+}
+X = jax.random.normal(jax.random.key(2), (4, 5))
+
+
+def assert_trees_bit_equal(found, expected):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.case("A39", "A55", "B145", "B028")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_loss_is_plain_and_gradients_are_scaled_exactly(wrap):
+  loss, grads = wrap(mpjax.value_and_grad(mlp, STATE))(PARAMS, X, shift=0.5)
+  expected, plain = wrap(jax.value_and_grad(mlp))(PARAMS, X, shift=0.5)
+  assert loss == expected
+  assert_trees_bit_equal(grads, jax.tree.map(lambda g: g * SCALE, plain))
+  # What value_and_grad multiplied, update divides out again: nobody can forget one of the two.
+  updates, _ = TX.update(grads, STATE, PARAMS)
+  assert_trees_bit_equal(updates, jax.tree.map(lambda g: -g, plain))
+
+
+@pytest.mark.case("A55", "B145")
+def test_a_forgotten_scale_changes_the_learning_rate():
+  """Nothing can see this while tracing; the docs warn, and value_and_grad rules it out."""
+  plain = jax.grad(mlp)(PARAMS, X)
+  unscaled_twice, _ = TX.update(mpjax.unscale(plain, STATE), STATE, PARAMS)
+  updates, _ = TX.update(plain, STATE, PARAMS)
+  np.testing.assert_array_equal(updates["v"], -plain["v"] / SCALE)
+  np.testing.assert_array_equal(unscaled_twice["v"], -plain["v"] / SCALE / SCALE)
+  assert "must be those of the scaled loss" in " ".join(mpjax.loss_scaling.__doc__.split())
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1,), -1])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_same_arguments_as_jax(argnums, has_aux):
+  def fun(params, x):
+    loss = mlp(params, x)
+    return (loss, {"n": 3, "x": x}) if has_aux else loss
+
+  found, grads = mpjax.value_and_grad(fun, STATE, argnums, has_aux)(PARAMS, X)
+  expected, plain = jax.value_and_grad(fun, argnums, has_aux)(PARAMS, X)
+  assert_trees_bit_equal(grads, jax.tree.map(lambda g: g * SCALE, plain))
+  if has_aux:
+    assert found[0] == expected[0]
+    assert found[1]["n"] == 3
+    assert_trees_bit_equal(found[1]["x"], X)
+  else:
+    assert found == expected
+
+
+def test_it_keeps_the_name_and_the_docstring():
+  wrapped = mpjax.value_and_grad(mlp, STATE)
+  assert wrapped.__name__ == "mlp"
+  assert mpjax.value_and_grad(functools.partial(mlp, shift=1.0), STATE)(PARAMS, X)[0].shape == ()
+
+
+@pytest.mark.case("A12", "I8")
+def test_no_loss_scale_adds_no_equation():
+  off = mpjax.loss_scaling(optax.adam(1e-3), mpjax.NoLossScale()).init(PARAMS)
+  found = jax.make_jaxpr(mpjax.value_and_grad(mlp, off))(PARAMS, X)
+  assert str(found) == str(jax.make_jaxpr(jax.value_and_grad(mlp))(PARAMS, X))
+  loss = jnp.ones((), jnp.float16)
+  assert mpjax.scale_loss(loss, off) is loss
+
+
+def test_a_scale_adds_two_equations():
+  """The loss times the scale, and the cotangent times the scale."""
+  plain = jax.make_jaxpr(jax.value_and_grad(mlp))(PARAMS, X)
+  scaled = jax.make_jaxpr(mpjax.value_and_grad(mlp, STATE))(PARAMS, X)
+  assert len(scaled.eqns) <= len(plain.eqns) + 2
+
+
+@pytest.mark.case("B026", "A37")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_loss_comes_back_in_its_own_dtype(dtype):
+  def fun(params):
+    return (params * 3).astype(dtype)
+
+  loss, grads = mpjax.value_and_grad(fun, STATE)(jnp.asarray(5.0))
+  assert loss.dtype == dtype
+  assert loss == 15
+  assert grads.dtype == jnp.float32
+  assert grads == 3 * SCALE
+
+
+@pytest.mark.case("A38")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_loss_trains_to_the_same_weight(dtype):
+  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.DynamicLossScale(init=2.0**10, growth_interval=2))
+
+  def train(loss_dtype):
+    def fun(w):
+      return ((w * 0.25).astype(loss_dtype)) ** 2
+
+    w = jnp.asarray(8.0)
+    state = tx.init(w)
+    for _ in range(3):
+      _, grads = mpjax.value_and_grad(fun, state)(w)
+      updates, state = tx.update(grads, state, w)
+      w = optax.apply_updates(w, updates)
+    return w
+
+  # w * 15/16 at each step: exact in both half types for three steps.
+  assert train(dtype) == train(jnp.float32) == 8.0 * (15 / 16) ** 3
+
+
+@pytest.mark.case("A43")
+@pytest.mark.parametrize("scale", [1.0, 2.0**12])
+def test_gradient_penalty(scale):
+  """The gradient inside the loss is of the plain loss; only the whole is scaled."""
+
+  def penalised(params, x):
+    inner = jax.grad(mlp)(params, x)
+    return mlp(params, x) + 0.5 * optax.tree.norm(inner) ** 2
+
+  state = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(scale)).init(PARAMS)
+  loss, grads = mpjax.value_and_grad(penalised, state)(PARAMS, X)
+  expected, plain = jax.value_and_grad(penalised)(PARAMS, X)
+  assert loss == expected
+  assert_trees_bit_equal(mpjax.unscale(grads, state), plain)
+
+
+@pytest.mark.case("A43")
+def test_it_can_itself_be_differentiated():
+  def norm(params):
+    _, grads = mpjax.value_and_grad(mlp, STATE)(params, X)
+    return optax.tree.norm(grads, squared=True)
+
+  def plain_norm(params):
+    return optax.tree.norm(jax.grad(mlp)(params, X), squared=True) * SCALE**2
+
+  assert_trees_bit_equal(jax.grad(norm)(PARAMS), jax.grad(plain_norm)(PARAMS))
+
+
+@pytest.mark.case("B037")
+def test_vmap_over_members_and_over_data():
+  tx = mpjax.loss_scaling(optax.sgd(1.0))
+  members = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), PARAMS)
+  states = jax.vmap(tx.init)(members)
+  scale = states.loss_scale["dynamic"]._replace(scale=jnp.asarray([1.0, 4.0, 16.0]))
+  states = states._replace(loss_scale={"dynamic": scale})
+
+  def one(params, state):
+    return mpjax.value_and_grad(mlp, state)(params, X)
+
+  losses, grads = jax.vmap(one)(members, states)
+  for i, factor in enumerate([1.0, 4.0, 16.0]):
+    member = jax.tree.map(lambda p, i=i: p[i], members)
+    loss, plain = jax.value_and_grad(mlp)(member, X)
+    np.testing.assert_allclose(losses[i], loss, rtol=1e-6)
+    np.testing.assert_allclose(grads["w"][i], plain["w"] * factor, rtol=1e-5, atol=1e-7)
+  per_example = jax.vmap(mpjax.value_and_grad(mlp, STATE), in_axes=(None, 0))(PARAMS, X)
+  assert per_example[0].shape == (4,)
+
+
+class Pair(NamedTuple):
+  first: jax.Array
+  rest: dict[str, jax.Array | None]
+
+
+def test_custom_trees_and_none_leaves():
+  params = Pair(jnp.asarray(2.0), {"a": jnp.asarray([1.0, 3.0]), "nothing": None})
+
+  def fun(p):
+    return p.first**2 + jnp.sum(p.rest["a"])
+
+  loss, grads = mpjax.value_and_grad(fun, STATE)(params)
+  assert loss == 8
+  assert isinstance(grads, Pair)
+  assert grads.first == 4 * SCALE
+  assert grads.rest["nothing"] is None
+
+
+@pytest.mark.case("B012")
+def test_allow_int():
+  params = {"w": jnp.asarray(2.0), "n": jnp.asarray(3)}
+  fun = lambda p: p["w"] * p["n"]  # noqa: E731
+  _, grads = mpjax.value_and_grad(fun, STATE, allow_int=True)(params)
+  assert grads["n"].dtype == jax.dtypes.float0
+  with pytest.raises(TypeError, match="int32"):
+    mpjax.value_and_grad(fun, STATE)(params)
+
+
+@pytest.mark.case("B069")
+def test_gradients_have_the_dtype_of_what_is_differentiated():
+  def fun(w):
+    return jnp.sum(w.astype(jnp.float16) ** 2).astype(jnp.float32)
+
+  _, grads = mpjax.value_and_grad(fun, STATE)(jnp.asarray([1e-6]))
+  assert grads.dtype == jnp.float32
+  # Without a scale this gradient, 2e-6, loses digits in float16.
+  np.testing.assert_allclose(mpjax.unscale(grads, STATE), 2e-6, rtol=2e-2)
+
+
+def test_inside_scan():
+  def step(carry, _):
+    params, state = carry
+    loss, grads = mpjax.value_and_grad(mlp, state)(params, X)
+    updates, state = TX.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), loss
+
+  _, losses = jax.lax.scan(step, (PARAMS, TX.init(PARAMS)), length=3)
+  assert losses[0] == mlp(PARAMS, X)
+
+
+def test_named_scale():
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8), name="actor")
+  state = (STATE, tx.init(jnp.ones(1)))
+  _, grads = mpjax.value_and_grad(lambda w: w, state, name="actor")(1.0)
+  assert grads == 8
+
+
+@pytest.mark.parametrize(
+  ("loss", "builtin", "got"),
+  [
+    (lambda p: jnp.ones(2) * p, ValueError, "shape (2,)"),
+    (lambda p: jnp.asarray(3), TypeError, "int32[]"),
+    (lambda p: jnp.asarray(True), TypeError, "bool[]"),
+    (lambda p: p * 1j, TypeError, "complex64[]"),
+    (lambda p: 3, TypeError, "a int"),
+    (lambda p: (p, 1), TypeError, "a tuple"),
+    (lambda p: None, TypeError, "a NoneType"),
+    (lambda p: {"loss": p}, TypeError, "a dict"),
+  ],
+)
+def test_what_is_no_loss(loss, builtin, got):
+  with pytest.raises(builtin) as error:
+    mpjax.value_and_grad(loss, STATE)(jnp.asarray(1.0))
+  check_error(
+    error,
+    where="mpjax.value_and_grad(fun): the loss",
+    expected="a floating scalar",
+    got=got,
+    fix="jnp.mean",
+    builtin=builtin,
+  )
+
+
+@pytest.mark.parametrize("out", [1.0, (1.0, 2.0, 3.0)])
+def test_has_aux_wants_a_pair(out):
+  with pytest.raises(TypeError) as error:
+    mpjax.value_and_grad(lambda p: out, STATE, has_aux=True)(1.0)
+  check_error(
+    error,
+    where="mpjax.value_and_grad(fun, has_aux=True)",
+    expected="a pair (loss, aux)",
+    got=f"a {type(out).__name__}",
+    fix="Return both",
+    builtin=TypeError,
+  )
+
+
+def test_a_state_without_a_scale_is_refused_before_the_call():
+  with pytest.raises(TypeError) as error:
+    mpjax.value_and_grad(mlp, optax.adam(1e-3).init(PARAMS))
+  check_error(
+    error,
+    where="mpjax.value_and_grad(opt_state)",
+    expected="mpjax.loss_scaling",
+    got="a tuple",
+    fix="Wrap the optimizer",
+    builtin=TypeError,
+  )
