@@ -11,6 +11,8 @@ from mpjax._errors import (
   UnmatchedRuleError,
 )
 from mpjax._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
+from mpjax._policy import Policy
+from mpjax._rules import Rule, default_rules
 from mpjax._tree import all_finite
 from mpjax.transforms import (
   check_progress,
@@ -35,11 +37,14 @@ __all__ = [
   "MpjaxTypeError",
   "MpjaxValueError",
   "NoLossScale",
+  "Policy",
+  "Rule",
   "StaticLossScale",
   "UnmatchedRuleError",
   "all_finite",
   "check_progress",
   "commit",
+  "default_rules",
   "linen",
   "loss_scaling",
   "loss_scaling_metrics",

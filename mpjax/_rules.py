@@ -88,7 +88,11 @@ class Rule:
     return f"Rule({policy!r}, {selector})"
 
   def matches(self, module: Any, path: str) -> bool:
-    """Whether this rule picks out `module`, which stands at `path` ("" is the root).
+    """Whether this rule picks out a module.
+
+    Args:
+      module: the bound module.
+      path: where it stands, its names joined by "/"; "" is the root.
 
     >>> import mpjax
     >>> mpjax.Rule(None, path="blocks_*/mlp").matches(object(), "blocks_3/mlp")

@@ -1,4 +1,8 @@
-"""Policies for Flax Linen models, which stay unmodified."""
+"""Policies for Flax Linen models, which stay unmodified.
+
+>>> import flax.linen as nn, mpjax
+>>> model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
+"""
 
 from mpjax.linen._adapters import (
   Adapter,

@@ -33,7 +33,7 @@ def cast_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call:
     call: its positional and keyword arguments.
     cast: casts a tree to the compute dtype.
 
-  >>> import jax.numpy as jnp, mpjax
+  >>> import jax, jax.numpy as jnp, mpjax
   >>> call = ((jnp.ones(2), 3), {"train": True})
   >>> half = lambda x: x.astype(jnp.bfloat16) if hasattr(x, "dtype") else x
   >>> mpjax.linen.cast_inputs(None, "__call__", call, lambda t: jax.tree.map(half, t))
