@@ -10,6 +10,7 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 import contextlib
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import jax
@@ -99,7 +100,7 @@ def key() -> jax.Array:
 
 
 @pytest.fixture
-def devices() -> list[jax.Device]:
+def devices() -> list[Any]:
   """Four CPU devices, for meshes."""
   found = jax.devices("cpu")[:4]
   assert len(found) == 4, "XLA_FLAGS was set without enough host devices"

@@ -241,7 +241,7 @@ def own_private_names(sources: Sources) -> set[str]:
         found.add(node.name)
       elif isinstance(node, (ast.Assign, ast.AnnAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        for target in targets:
+        for target in [t for whole in targets for t in getattr(whole, "elts", [whole])]:
           if isinstance(target, ast.Name):
             found.add(target.id)
           elif isinstance(target, ast.Attribute) and dotted(target)[:1] == ["self"]:
@@ -304,29 +304,41 @@ def check_errors_have_four_parts(sources: Sources) -> list[str]:
   calls back from a compiled program, which is looked for too.
   """
   trees = {path: ast.parse(source) for path, source in sources.items()}
-  makers = {
-    node.name: node
-    for tree in trees.values()
+  functions = [
+    (path, node)
+    for path, tree in trees.items()
     for node in ast.walk(tree)
     if isinstance(node, ast.FunctionDef)
-    and isinstance(node.returns, ast.Name)
-    and node.returns.id in OUR_ERRORS
-  }
-  wrong = []
+  ]
+  makers = {f.name for _, f in functions if f.returns and ast.unparse(f.returns) in OUR_ERRORS}
+  built: dict[str, ast.expr | None] = {}
+  for path, function in functions:
+    made = {
+      target.id
+      for node in ast.walk(function)
+      if isinstance(node, ast.Assign) and called(node.value) in makers
+      for target in node.targets
+      if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(function):
+      if isinstance(node, ast.Return) and function.name in makers:
+        built[f"{path}:{node.lineno}"] = node.value
+      if isinstance(node, ast.Raise) and called(node.exc) not in makers:
+        if not (isinstance(node.exc, ast.Name) and node.exc.id in made):
+          built[f"{path}:{node.lineno}"] = node.exc
+        if function.name == "__getattr__" and called(node.exc) == "AttributeError":
+          del built[f"{path}:{node.lineno}"]  # what Python asks for
+  wrong = [
+    f"{place}: raise one of {OUR_ERRORS} with message(where, expected=...)"
+    for place, error in built.items()
+    if error is not None and not has_four_parts(error)
+  ]
   for path, tree in trees.items():
     for node in ast.walk(tree):
-      place = f"{path}:{getattr(node, 'lineno', 0)}"
-      built: list[ast.expr | None] = []
-      if isinstance(node, ast.Raise) and not is_made_by(node.exc, makers):
-        built = [node.exc]
-      if isinstance(node, ast.FunctionDef) and makers.get(node.name) is node:
-        built = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return)]
-      if not all(error is None or has_four_parts(error, path) for error in built):
-        wrong.append(f"{place}: raise one of {OUR_ERRORS} with message(where, expected=...)")
       if isinstance(node, ast.Assert):
-        wrong.append(f"{place}: assert; raise one of our errors, or leave it to a test")
+        wrong.append(f"{path}:{node.lineno}: assert; raise one of our errors")
       if isinstance(node, ast.Attribute) and node.attr in CALLBACKS:
-        wrong.append(f"{place}: calls back from a compiled program")
+        wrong.append(f"{path}:{node.lineno}: calls back from a compiled program")
   return wrong
 
 
@@ -334,20 +346,18 @@ OUR_ERRORS = ("MpjaxValueError", "MpjaxTypeError", "MpjaxRuntimeError", "Unmatch
 CALLBACKS = {"checkify", "pure_callback", "io_callback"}
 
 
-def is_made_by(error: ast.expr | None, makers: Mapping[str, ast.FunctionDef]) -> bool:
-  return isinstance(error, ast.Call) and dotted(error.func)[-1:] in [[name] for name in makers]
+def called(error: ast.expr | None) -> str:
+  """Returns the last name of what is called: "f" for `self.f(x)`."""
+  return (dotted(error.func) or [""])[-1] if isinstance(error, ast.Call) else ""
 
 
-def has_four_parts(error: ast.expr, path: str) -> bool:
-  if path == "mpjax/__init__.py" and ast.unparse(error).startswith("AttributeError("):
-    return True  # what Python asks of a module's __getattr__
-  if not (isinstance(error, ast.Call) and isinstance(error.func, ast.Name) and error.args):
+def has_four_parts(error: ast.expr) -> bool:
+  if not (isinstance(error, ast.Call) and called(error) in OUR_ERRORS and error.args):
     return False
   text = error.args[0]
   return (
-    error.func.id in OUR_ERRORS
-    and isinstance(text, ast.Call)
-    and ast.unparse(text.func) == "message"
+    isinstance(text, ast.Call)
+    and called(text) == "message"
     and len(text.args) == 1
     and {keyword.arg for keyword in text.keywords} == {"expected", "got", "fix"}
   )
@@ -442,6 +452,7 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
     "a part missing": {
       "mpjax/_tree.py": "def f(x):\n  raise MpjaxTypeError(message('f', expected='a', got='b'))"
     },
+    "a variable": {"mpjax/_tree.py": "def f(x):\n  e = ValueError(x)\n  raise e"},
     "a maker": {"mpjax/_tree.py": "def f(x) -> MpjaxTypeError:\n  return MpjaxTypeError(x)"},
     "assert": {"mpjax/_tree.py": "def f(x):\n  assert x"},
     "a callback": {"mpjax/_tree.py": "import jax\ndef f(x):\n  jax.pure_callback(print, x)"},
@@ -498,7 +509,7 @@ def test_checks_accept_what_is_allowed():
       "def g(x):\n  raise MpjaxTypeError(message('g', expected='', got=x, fix=''))\n"
       "def h(x) -> MpjaxTypeError:\n"
       "  return MpjaxTypeError(message('g', expected='', got=x, fix=''))\n"
-      "def i(x):\n  raise h(x)\n"
+      "def i(x):\n  e = h(x)\n  if x:\n    raise e\n  raise h(x)\n"
       "def f(p, t):\n  p._replace()\n  return p._x, hasattr(p, 'dtype')"
     ),
     "mpjax/linen/_params.py": "from mpjax._policy import P",

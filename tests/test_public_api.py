@@ -37,8 +37,12 @@ PUBLIC = {
     "value_and_grad",
   ],
   "mpjax.linen": [
+    "Adapter",
+    "cast_inputs",
+    "cast_outputs",
     "default_adapters",
     "policy_scope",
+    "set_dtype",
     "with_policy",
   ],
 }
@@ -65,7 +69,8 @@ def members(name: str) -> dict[str, Callable[..., Any]]:
   found = {name: thing}
   for key, value in vars(thing).items():
     value = getattr(value, "__func__", value)
-    if not key.startswith("_") and inspect.isfunction(value):
+    own = inspect.isfunction(value) and value.__qualname__.startswith(thing.__qualname__ + ".")
+    if own and not key.startswith("_"):  # not a function that is the default of a field
       found[f"{name}.{key}"] = value
   return found
 
