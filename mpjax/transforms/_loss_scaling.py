@@ -46,7 +46,9 @@ def loss_scaling(
   Each `update` casts the gradients to float32, divides them by the scale, looks at every element
   for an inf or NaN, and lets `inner` work. If something was not finite the step is *skipped*: the
   updates are -0.0 (the one number that changes no parameter's bits when added) and the whole inner
-  state stays as it was, counts of schedules included. Then the scale moves.
+  state stays as it was, counts of schedules included. Then the scale moves. An inf is part of the
+  method: `jax_debug_nans` stops at one outside of `jit`, so leave it off and ask
+  `mpjax.check_progress` instead.
 
   Wrap everything that has state or reads the size of gradients, clipping too:
   `loss_scaling(optax.chain(clip, adamw))`. As an element of a chain it protects only what is
@@ -196,8 +198,10 @@ def _agree(first_bad: Array, axis_name: AxisName | None) -> Array:
   """The first bad leaf on any device, so that all of them decide alike."""
   if axis_name is None:
     return first_bad
+  names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
   try:
-    return jax.lax.pmin(first_bad, axis_name)
+    for one in names:
+      jax.lax.axis_size(one)  # pmin itself fails under shard_map with an AssertionError
   except NameError as error:
     mesh = jax.sharding.get_abstract_mesh()
     raise MpjaxValueError(
@@ -209,6 +213,7 @@ def _agree(first_bad: Array, axis_name: AxisName | None) -> Array:
         "axis_name out: one program already sees all devices.",
       )
     ) from error
+  return jax.lax.pmin(first_bad, tuple(names))
 
 
 def _own_scale(state: Any, label: str) -> Any:

@@ -1,0 +1,693 @@
+"""The wrapper step by step: what is unscaled, checked, skipped, handed on and refused."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+from tests.loss_scale_oracle import Oracle
+
+BAD = [np.inf, -np.inf, np.nan]
+STATIC4 = mpjax.StaticLossScale(4)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.01))
+
+
+def bits(tree):
+  return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def assert_bit_equal(found, expected):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
+  assert bits(found) == bits(expected)
+
+
+def numbers(state):
+  (scale,) = state.loss_scale.values()
+  return {key: getattr(scale, key).item() for key in Oracle().numbers()}
+
+
+def metric(state, key):
+  return mpjax.loss_scaling_metrics(state)[key].item()
+
+
+class Rig:
+  """An optimizer, its parameters and one compiled update."""
+
+  def __init__(self, tx, params):
+    self.tx, self.params, self.state = tx, params, tx.init(params)
+    self.traces = 0
+    self.update = jax.jit(self._update)
+
+  def _update(self, *args, **kwargs):
+    self.traces += 1
+    return self.tx.update(*args, **kwargs)
+
+  def step(self, grads, **extra_args):
+    updates, self.state = self.update(grads, self.state, self.params, **extra_args)
+    self.params = optax.apply_updates(self.params, updates)
+    return updates
+
+
+PARAMS = {"w": jnp.asarray([1.0, -0.0, 3.0]), "b": jnp.asarray(-0.0, jnp.float32)}
+
+
+def gradients(rng, scale=1.0):
+  return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) * scale, jnp.float32), PARAMS)
+
+
+@pytest.mark.case("B001", "B005", "A62", "A42")
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("leaf", ["w", "b"])
+def test_a_skipped_step_changes_nothing(bad, leaf):
+  rig = Rig(mpjax.loss_scaling(CLIPPED), PARAMS)
+  rng = np.random.default_rng(0)
+  for skip in (True, False, True):
+    before = rig.params, rig.state.inner_state
+    grads = gradients(rng)
+    if skip:
+      flat = grads[leaf].reshape(-1).at[-1].set(bad)
+      grads[leaf] = flat.reshape(grads[leaf].shape)
+    updates = rig.step(grads)
+    assert metric(rig.state, "finite") == (not skip)
+    if skip:
+      assert_bit_equal((rig.params, rig.state.inner_state), before)
+      for u in jax.tree.leaves(updates):
+        assert np.all(np.signbit(u))
+        assert not np.any(u)
+    else:
+      assert bits(rig.params) != bits(before[0])
+
+
+@pytest.mark.case("A62")
+def test_all_gradients_infinite():
+  rig = Rig(mpjax.loss_scaling(optax.adam(0.1)), PARAMS)
+  rig.step(jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), PARAMS))
+  assert_bit_equal(rig.params, PARAMS)
+
+
+@pytest.mark.case("A15")
+def test_eight_kinds_of_overflow():
+  rig = Rig(mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init=16)), PARAMS)
+  scales = []
+  for bad in [np.inf, -np.inf, *[np.nan] * 6]:
+    rig.step({"w": jnp.asarray([0.0, bad, 0.0]), "b": jnp.asarray(1.0)})
+    scales.append(metric(rig.state, "loss_scale"))
+    assert_bit_equal(rig.params, PARAMS)
+  assert scales == [8, 4, 2, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.case("A22")
+def test_weight_and_scale_move_together():
+  config = mpjax.DynamicLossScale(init=2, growth_interval=1)
+  rig = Rig(mpjax.loss_scaling(optax.sgd(1.0), config), jnp.asarray(5.0))
+  rig.step(jnp.asarray(2.0))
+  assert (rig.params, metric(rig.state, "loss_scale")) == (4, 4)
+  rig.step(jnp.asarray(jnp.nan))
+  assert (rig.params, metric(rig.state, "loss_scale")) == (4, 2)
+
+
+@pytest.mark.case("A33", "A34", "A115", "B110")
+def test_what_counts_as_bad():
+  rig = Rig(mpjax.loss_scaling(optax.sgd(0.0)), jnp.zeros(2))
+  skipped = []
+  for value in [11.0, np.inf, -np.inf, np.nan, 3e38, 11.0]:
+    rig.step(jnp.asarray([value, value], jnp.float32))
+    skipped.append((metric(rig.state, "skipped"), metric(rig.state, "consecutive_skips")))
+  # 3e38 is finite although its square and its sum are not.
+  assert skipped == [(0, 0), (1, 1), (2, 2), (3, 3), (3, 0), (3, 0)]
+
+
+@pytest.mark.case("A115", "B110", "B034")
+def test_a_bad_update_is_never_applied_however_many_in_a_row():
+  rig = Rig(mpjax.loss_scaling(optax.adam(0.1)), jnp.ones(2))
+
+  @jax.jit
+  def many(state):
+    def body(_, carry):
+      params, state = carry
+      updates, state = rig.tx.update(jnp.asarray([jnp.nan, 1.0]), state, params)
+      return optax.apply_updates(params, updates), state
+
+    return jax.lax.fori_loop(0, 10_000, body, (rig.params, state))
+
+  params, state = many(rig.state)
+  assert_bit_equal(params, rig.params)
+  assert_bit_equal(state.inner_state, rig.state.inner_state)
+  found = numbers(state)
+  assert (found["total"], found["skipped"], found["consecutive_skips"]) == (10_000,) * 3
+  with pytest.raises(mpjax.MpjaxRuntimeError, match="10000, at loss scale 1"):
+    mpjax.check_progress(state)
+
+
+@pytest.mark.case("A39")
+def test_four_steps_with_one_overflow():
+  tx = mpjax.loss_scaling(
+    optax.sgd(0.1, momentum=0.9), mpjax.DynamicLossScale(init=128, growth_interval=1)
+  )
+  rng = np.random.default_rng(1)
+  rig, control = Rig(tx, PARAMS), Rig(optax.sgd(0.1, momentum=0.9), PARAMS)
+  for i in range(4):
+    plain = gradients(rng)
+    scaled = jax.tree.map(
+      lambda g: g * rig.state.loss_scale["dynamic(growth_interval=1)"].scale, plain
+    )
+    if i == 2:
+      scaled["b"] = jnp.asarray(jnp.inf)
+    else:
+      control.step(plain)
+    rig.step(scaled)
+  assert_bit_equal(rig.params, control.params)
+  assert_bit_equal(rig.state.inner_state, control.state)
+  assert metric(rig.state, "loss_scale") == 128 * 2**3 / 2
+
+
+@pytest.mark.case("A39", "A12", "I8")
+@pytest.mark.parametrize("inner", [CLIPPED, optax.sgd(0.1), optax.identity()])
+def test_without_scaling_nothing_is_added(inner):
+  tx = mpjax.loss_scaling(inner, mpjax.NoLossScale(), axis_name="batch")
+  state, plain = tx.init(PARAMS), inner.init(PARAMS)
+  assert bits(state) == bits(plain)
+  found = jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p, loss=jnp.nan))(PARAMS, state, PARAMS)
+  expected = jax.make_jaxpr(inner.update)(PARAMS, plain, PARAMS)
+  assert str(found) == str(expected)
+
+
+@pytest.mark.case("A40")
+@pytest.mark.parametrize("through", [lambda s: pickle.loads(pickle.dumps(s)), jax.device_get])
+def test_saving_and_restoring_at_every_step_changes_no_bit(through):
+  tx = mpjax.loss_scaling(CLIPPED, mpjax.DynamicLossScale(growth_interval=2, hysteresis=2))
+  straight, saved = Rig(tx, PARAMS), Rig(tx, PARAMS)
+  rng = np.random.default_rng(2)
+  for i in range(12):
+    grads = gradients(rng)
+    if i % 3 == 2:
+      grads["w"] = grads["w"].at[0].set(jnp.nan)
+    straight.step(grads)
+    saved.state = through(saved.state)
+    saved.step(grads)
+    assert_bit_equal((saved.params, saved.state), (straight.params, straight.state))
+  assert saved.traces == 1
+
+
+@pytest.mark.case("A41", "I2")
+def test_clipping_does_not_depend_on_the_scale():
+  results = []
+  grads = gradients(np.random.default_rng(3), scale=10.0)
+  for scale in (1.0, 2.0**8, 2.0**20):
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    rig = Rig(mpjax.loss_scaling(inner, mpjax.StaticLossScale(scale)), PARAMS)
+    updates = rig.step(jax.tree.map(lambda g, s=scale: g * s, grads))
+    np.testing.assert_allclose(optax.tree.norm(updates), 1.0, rtol=1e-6)
+    results.append(bits(rig.params))
+    # PyTorch's other order: clip the scaled gradients at max_norm times the scale.
+    clip = optax.clip_by_global_norm(scale)
+    clipped, _ = clip.update(jax.tree.map(lambda g, s=scale: g * s, grads), clip.init(PARAMS))
+    np.testing.assert_allclose(
+      np.concatenate([np.ravel(u) for u in jax.tree.leaves(updates)]),
+      np.concatenate([-np.ravel(c) / scale for c in jax.tree.leaves(clipped)]),
+      rtol=1e-6,
+    )
+  assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.case("A42", "B105", "A29", "B109")
+def test_clip_sees_unscaled_float32():
+  """In float16 the norm of two gradients of 300 overflows, and clipping makes zeros of them."""
+  inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+  half = jnp.asarray([300.0, 400.0], jnp.float16)
+  broken, _ = inner.update(half, inner.init(half))
+  assert broken.tolist() == [0, 0]
+  tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(1))
+  updates, _ = tx.update(half, tx.init(jnp.zeros(2)))
+  np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
+  updates, state = tx.update(jnp.asarray([jnp.inf, 1.0]), tx.init(jnp.zeros(2)))
+  assert updates.tolist() == [0, 0]
+  assert not metric(state, "finite")
+
+
+@pytest.mark.case("A46", "B008")
+@pytest.mark.parametrize("check", [False, True])
+def test_updates_that_are_not_finite(check):
+  """The second derivative of lr: finite gradients, updates that overflow."""
+  inner = optax.chain(optax.trace(0.5), optax.scale(3e38))
+  tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(growth_interval=2), check_updates=check)
+  rig, oracle = Rig(tx, PARAMS), Oracle(growth_interval=2)
+  scale = 2.0**15
+  for big in (0.5, 1.5, 0.25, 2.0, 1.5, np.inf):
+    before = rig.params, rig.state.inner_state
+    rig.step({"w": jnp.asarray([0.0, big * scale, 0.0]), "b": jnp.asarray(0.0)})
+    if not check:
+      rig.params = PARAMS
+      continue
+    finite = bool(np.isfinite(big))
+    bad = metric(rig.state, "bad_updates") > oracle.bad_updates
+    oracle.step(finite, not bad)
+    assert numbers(rig.state) == oracle.numbers()
+    if bad or not finite:
+      assert_bit_equal((rig.params, rig.state.inner_state), before)
+    assert mpjax.all_finite(rig.params)
+    scale = oracle.scale
+  if check:
+    assert oracle.bad_updates >= 2
+    assert metric(rig.state, "loss_scale") == scale
+  else:
+    assert metric(rig.state, "bad_updates") == 0
+
+
+@pytest.mark.case("B118")
+def test_a_damaged_optimizer_state_is_not_blamed_on_the_gradients():
+  tx = mpjax.loss_scaling(optax.trace(0.9), check_updates=True)
+  state = tx.init(PARAMS)
+  damaged = state._replace(inner_state=jax.tree.map(lambda x: x + jnp.nan, state.inner_state))
+  _, after = tx.update(PARAMS, damaged, PARAMS)
+  assert (metric(after, "bad_updates"), metric(after, "loss_scale")) == (1, 2.0**15)
+  (scale,) = after.loss_scale.values()
+  assert scale.good_steps == 1, "the gradients were fine, and the scale goes by them"
+
+
+@pytest.mark.case("A47")
+def test_inner_may_ask_for_the_scale_and_the_flag():
+  seen = {}
+
+  def update(updates, state, params=None, *, grads_finite, loss_scale, value=None, **rest):
+    seen.update(finite=grads_finite, scale=loss_scale, value=value, rest=rest)
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+  chain = optax.chain(optax.identity(), inner)
+  tx = mpjax.loss_scaling(chain, mpjax.DynamicLossScale(init=8, growth_interval=1))
+  _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=3, other="text")
+  assert (seen["finite"], seen["scale"], seen["value"]) == (True, 8, 3)
+  assert seen["rest"] == {"other": "text"}, "loss= is not handed on"
+  tx.update(jnp.asarray([jnp.nan, 0]), state, loss=1.0)
+  assert (seen["finite"], seen["scale"]) == (False, 16), "the scale that these gradients had"
+  off = mpjax.loss_scaling(chain, mpjax.NoLossScale())
+  off.update(jnp.ones(2), off.init(jnp.ones(2)))
+  assert (bool(seen["finite"]), float(seen["scale"])) == (True, 1)
+
+
+@pytest.mark.case("A48", "A13")
+@pytest.mark.parametrize("scale", [8.0, 2.0**20])
+def test_unscaling_inside_equals_unscaling_outside(scale):
+  tx = mpjax.loss_scaling(CLIPPED, mpjax.StaticLossScale(scale))
+  state, grads = tx.init(PARAMS), gradients(np.random.default_rng(4), scale)
+  inside, new = jax.jit(tx.update)(grads, state, PARAMS)
+  outside, plain = jax.jit(CLIPPED.update)(
+    mpjax.unscale(grads, state), CLIPPED.init(PARAMS), PARAMS
+  )
+  assert_bit_equal(inside, outside)
+  assert_bit_equal(new.inner_state, plain)
+
+
+@pytest.mark.case("A50")
+def test_clipping_scenario_of_keras():
+  weights = []
+  for clip, gradient, start in ((2.0, 4.0, 5.0), (3.0, 4.0, 1.0), (3.0, np.inf, -5.0)):
+    inner = optax.chain(optax.clip(clip), optax.sgd(2.0))
+    rig = Rig(mpjax.loss_scaling(inner, mpjax.DynamicLossScale(init=2)), jnp.asarray(start))
+    rig.step(jnp.asarray(gradient * 2))
+    weights.append(float(rig.params))
+  assert weights == [1, -5, -5]
+
+
+@pytest.mark.case("A53", "B028", "A23")
+def test_momentum_is_exact_while_the_scale_changes_every_step():
+  config = mpjax.DynamicLossScale(init=2.0**10, growth_interval=1)
+  rig, control = Rig(mpjax.loss_scaling(optax.sgd(0.1, 0.9), config), PARAMS), None
+  control = Rig(optax.sgd(0.1, 0.9), PARAMS)
+  rng, scales = np.random.default_rng(5), []
+  for _ in range(10):
+    plain = gradients(rng)
+    scales.append(metric(rig.state, "loss_scale"))
+    rig.step(jax.tree.map(lambda g: g * scales[-1], plain))
+    control.step(plain)
+    assert_bit_equal(rig.state.inner_state, control.state)
+  assert_bit_equal(rig.params, control.params)
+  assert scales == [2.0 ** (10 + i) for i in range(10)]
+
+
+@pytest.mark.case("B007")
+@pytest.mark.parametrize(
+  ("loss", "gradient", "finite"),
+  [
+    (1.0, 1.0, True),
+    (1.0, np.nan, False),
+    (np.inf, 1.0, False),
+    (np.nan, 1.0, False),
+    (np.nan, np.nan, False),
+    (None, 1.0, True),
+  ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_the_loss_counts_if_it_is_passed(loss, gradient, finite, dtype):
+  rig = Rig(mpjax.loss_scaling(optax.sgd(0.1)), PARAMS)
+  grads = {"w": jnp.zeros(3), "b": jnp.asarray(gradient)}
+  rig.step(grads, loss=None if loss is None else jnp.asarray(loss, dtype))
+  assert metric(rig.state, "finite") == finite
+  assert metric(rig.state, "loss_scale") == (2.0**15 if finite else 2.0**14)
+
+
+def test_a_gradient_that_overflows_when_divided_is_bad():
+  config = mpjax.DynamicLossScale(init=0.25, min_scale=0.25)
+  tx = mpjax.loss_scaling(optax.sgd(0.1), config)
+  _, state = tx.update(jnp.asarray([2e38]), tx.init(jnp.ones(1)))
+  assert not metric(state, "finite")
+
+
+@pytest.mark.case("A27", "A28", "A30", "B001")
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+def test_one_bad_element_anywhere_in_mixed_dtypes():
+  shapes = {"f16": ((3,), jnp.float16), "bf16": ((2, 2), jnp.bfloat16), "f32": ((5,), jnp.float32)}
+  shapes |= {"c64": ((2,), jnp.complex64), "scalar": ((), jnp.float32)}
+  clean = {k: jnp.ones(shape, dtype) for k, (shape, dtype) in shapes.items()}
+  tx = mpjax.loss_scaling(optax.identity(), STATIC4)
+  state = tx.init(clean)
+  update = jax.jit(tx.update)
+  updates, after = update(clean, state)
+  assert metric(after, "finite")
+  for leaf in jax.tree.leaves(updates):
+    assert np.all(np.asarray(leaf) == 0.25)
+  for name, (shape, _) in shapes.items():
+    for index in np.ndindex(shape):
+      for bad in [*BAD, *([complex(0, np.nan)] if name == "c64" else [])]:
+        _, after = update(clean | {name: clean[name].at[index].set(bad)}, state)
+        assert not metric(after, "finite"), (name, index, bad)
+
+
+@pytest.mark.case("A29")
+def test_embedding_rows_are_summed_before_the_check():
+  table = jnp.zeros((3, 2), jnp.float16)
+  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(1))
+  with pytest.warns(UserWarning, match="stored in half"):
+    state = tx.init(table)
+
+  def loss(table, ids):
+    return 40000.0 * jnp.sum(table[ids].astype(jnp.float32))
+
+  for ids, finite in (([0, 1], True), ([1, 1], False)):
+    grads = jax.grad(loss)(table, jnp.asarray(ids))
+    _, after = tx.update(grads, state, table)
+    assert metric(after, "finite") == finite
+
+
+@pytest.mark.case("B037", "B071")
+def test_vmapped_members_do_not_talk():
+  # Momentum of a half adds exactly, however the program is compiled.
+  inner = optax.sgd(0.5, momentum=0.5)
+  tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(init=8, growth_interval=2))
+  members = jnp.stack([jnp.ones(3)] * 4)
+  states = jax.vmap(tx.init)(members)
+  oracles = [Oracle(init=8, growth_interval=2) for _ in range(4)]
+  update = jax.jit(jax.vmap(tx.update))
+  rng = np.random.default_rng(6)
+  single = [(members[i], tx.init(members[i])) for i in range(4)]
+  one = jax.jit(tx.update)
+  for _ in range(8):
+    flags = rng.random(4) < 0.6
+    grads = jnp.where(flags[:, None], rng.normal(size=(4, 3)), jnp.nan).astype(jnp.float32)
+    updates, states = update(grads, states, members)
+    members = optax.apply_updates(members, updates)
+    for i in range(4):
+      oracles[i].step(bool(flags[i]))
+      member = jax.tree.map(lambda x, i=i: x[i], states)
+      assert numbers(member) == oracles[i].numbers()
+      alone, state = one(grads[i], single[i][1], single[i][0])
+      single[i] = optax.apply_updates(single[i][0], alone), state
+      assert_bit_equal((members[i], member), single[i])
+
+
+@pytest.mark.case("B104", "A116")
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+def test_injected_hyperparameters_are_float32():
+  make = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, b2=0.999)
+  params = jnp.ones(2, jnp.bfloat16)
+  assert make.init(params).hyperparams["b2"].dtype == jnp.bfloat16
+  assert make.init(params).hyperparams["b2"] == 1.0
+  tx = mpjax.loss_scaling(make)
+  state = tx.init(params)
+  for _ in range(2):
+    updates, state = tx.update(jnp.ones(2, jnp.bfloat16), state, params)
+    for value in state.inner_state.hyperparams.values():
+      assert value.dtype == jnp.float32
+    assert state.inner_state.hyperparams["b2"] == np.float32(0.999)
+    assert mpjax.all_finite(updates)
+
+
+@pytest.mark.case("A116")
+def test_a_key_in_the_state_survives_and_stays_on_a_skip():
+  tx = mpjax.loss_scaling(optax.add_noise(0.1, 0.5, jax.random.key(7)), STATIC4)
+  rig = Rig(tx, PARAMS)
+  data = lambda: jax.random.key_data(rig.state.inner_state.rng_key).tolist()  # noqa: E731
+  start = data()
+  rig.step(jax.tree.map(lambda p: p + jnp.nan, PARAMS))
+  assert data() == start
+  rig.step(PARAMS)
+  assert data() != start
+
+
+@pytest.mark.case("B078")
+@pytest.mark.parametrize("flag", ["jax_disable_jit", "jax_check_tracer_leaks"])
+def test_under_the_debugging_flags(set_flag, flag):
+  set_flag(flag, True)
+  rig = Rig(mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init=4)), jnp.ones(2))
+  rig.step(jnp.asarray([1.0, 2.0]))
+  rig.step(jnp.asarray([1.0, jnp.nan]), loss=1.0)
+  assert metric(rig.state, "loss_scale") == 2
+
+
+@pytest.mark.case("B078")
+def test_debug_nans_stops_at_the_deliberate_one_outside_of_jit(set_flag):
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  # A shape of its own: what was compiled without the flag is not checked later.
+  params = jnp.ones((1, 7, 1, 3))
+  state, grads = tx.init(params), params * jnp.nan
+  set_flag("jax_debug_nans", True)
+  updates, _ = jax.jit(tx.update)(grads, state, params)
+  assert not np.any(updates)
+  with pytest.raises(FloatingPointError):
+    tx.update(grads, state, params)
+  assert "`jax_debug_nans` stops at one outside of `jit`" in " ".join(
+    mpjax.loss_scaling.__doc__.split()
+  )
+
+
+@pytest.mark.case("I17", "A42")
+def test_order_of_operations():
+  """Unscale, check, clip, optimizer, check of updates, selection; nothing before the division."""
+  inner = optax.chain(optax.clip(0.5), optax.scale_by_learning_rate(0.125))
+  tx = mpjax.loss_scaling(inner, STATIC4, check_updates=True)
+  jaxpr = jax.make_jaxpr(tx.update)(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
+  on_the_way = []  # the equations that the gradient passes through, in order
+  carriers = {jaxpr.jaxpr.invars[0]}
+  for eqn in jaxpr.jaxpr.eqns:
+    if carriers & {v for v in eqn.invars if not hasattr(v, "val")}:
+      carriers |= set(eqn.outvars)
+      name = eqn.params.get("name", eqn.primitive.name)
+      if eqn.outvars[0].aval.shape == (3,):
+        on_the_way.append(name)
+  assert on_the_way == ["div", "is_finite", "clip", "mul", "is_finite", "_where"] or on_the_way == [
+    "div",
+    "is_finite",
+    "max",
+    "min",
+    "mul",
+    "is_finite",
+    "_where",
+  ]
+
+
+# Refusals.
+
+
+@pytest.mark.case("A56", "B146", "A60")
+@pytest.mark.parametrize(
+  "inner",
+  [
+    mpjax.loss_scaling(optax.sgd(0.1)),
+    optax.chain(optax.clip(1.0), mpjax.loss_scaling(optax.sgd(0.1))),
+    optax.MultiSteps(mpjax.loss_scaling(optax.sgd(0.1)), 2).gradient_transformation(),
+    mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()),
+  ],
+)
+@pytest.mark.parametrize("config", [mpjax.DynamicLossScale(), mpjax.NoLossScale()])
+def test_nesting_is_refused(inner, config):
+  with pytest.raises(TypeError) as error:
+    mpjax.loss_scaling(inner, config).init(PARAMS)
+  check_error(
+    error,
+    where="mpjax.loss_scaling(inner)",
+    expected="an optimizer without a loss scale",
+    got="another mpjax.loss_scaling",
+    fix="Wrap once",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.case("A56")
+@pytest.mark.parametrize(
+  "inner", [optax.sgd, 0.1, None, PARAMS, optax.MultiSteps(optax.sgd(0.1), 2), lambda g: g]
+)
+def test_what_is_no_optimizer(inner):
+  with pytest.raises(TypeError) as error:
+    mpjax.loss_scaling(inner)
+  check_error(
+    error,
+    where="mpjax.loss_scaling(inner)",
+    expected="an optax.GradientTransformation",
+    got=f"a {type(inner).__name__}",
+    fix="gradient_transformation()",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.case("A57")
+@pytest.mark.parametrize("config", [128, 2.0**15, "dynamic", None, True, mpjax.DynamicLossScale])
+def test_what_is_no_configuration(config):
+  with pytest.raises(TypeError) as error:
+    mpjax.loss_scaling(optax.sgd(0.1), config)
+  check_error(
+    error,
+    where="mpjax.loss_scaling(loss_scale)",
+    expected="DynamicLossScale",
+    got=repr(config),
+    fix="mpjax.StaticLossScale(1024)",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.case("A59")
+@pytest.mark.parametrize(
+  "unknown", ["clipnorm", "weight_decay", "use_ema", "accumulate", "init", "growth_interval"]
+)
+def test_unknown_keywords(unknown):
+  with pytest.raises(TypeError) as error:
+    mpjax.loss_scaling(optax.sgd(0.1), **{unknown: 1})
+  check_error(
+    error,
+    where=f"mpjax.loss_scaling({unknown}=)",
+    expected="check_updates",
+    got=f"'{unknown}'",
+    fix="are set on inner",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.case("A57")
+def test_contradictory_arguments():
+  with pytest.raises(ValueError) as error:
+    mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale(), check_updates=True)
+  check_error(
+    error,
+    where="mpjax.loss_scaling(check_updates)",
+    expected="False with NoLossScale()",
+    got="True",
+    fix="StaticLossScale(1)",
+    builtin=ValueError,
+  )
+  with pytest.raises(TypeError) as error:
+    mpjax.loss_scaling(optax.sgd(0.1), check_updates=1)
+  where = "mpjax.loss_scaling(check_updates)"
+  check_error(error, where=where, expected="a bool", got="1 of type int", fix="True or False")
+
+
+@pytest.mark.case("A57")
+@pytest.mark.parametrize("name", ["", "a:b", "a/b", 3, ("a",)])
+def test_names_that_cannot_be_keys(name):
+  with pytest.raises(ValueError) as error:
+    mpjax.loss_scaling(optax.sgd(0.1), name=name)
+  where = "mpjax.loss_scaling(name)"
+  check_error(error, where=where, expected="non-empty string", got=repr(name), fix="'generator'")
+
+
+@pytest.mark.case("A49", "A58")
+@pytest.mark.parametrize("config", [mpjax.DynamicLossScale(), STATIC4, mpjax.NoLossScale()])
+def test_a_state_of_another_configuration_is_refused(config):
+  others = [mpjax.DynamicLossScale(growth_interval=7), mpjax.StaticLossScale(16)]
+  others += [mpjax.DynamicLossScale(min_scale=0.5)]
+  state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
+  for other in others:
+    tx = mpjax.loss_scaling(optax.sgd(0.1), other)
+    with pytest.raises(ValueError) as error:
+      tx.update(PARAMS, state, PARAMS)
+    check_error(
+      error,
+      where="mpjax.loss_scaling(inner).update(state)",
+      expected=f"the configuration {next(iter(tx.init(PARAMS).loss_scale))!r}",
+      got=f"one made with {next(iter(state.loss_scale))!r}",
+      fix="Build the optimizer as it was",
+      builtin=ValueError,
+    )
+
+
+@pytest.mark.case("A49")
+def test_the_restored_scale_wins_over_the_constructor():
+  old = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init=64))
+  _, state = old.update(jax.tree.map(lambda p: p + jnp.nan, PARAMS), old.init(PARAMS), PARAMS)
+  new = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init=2))
+  _, state = new.update(PARAMS, state, PARAMS)
+  assert (metric(state, "loss_scale"), metric(state, "skipped")) == (32, 1)
+
+
+@pytest.mark.parametrize("state", [(), {}, None, optax.sgd(0.1).init(PARAMS)])
+@pytest.mark.parametrize("config", [mpjax.DynamicLossScale(), mpjax.NoLossScale()])
+def test_a_state_of_something_else_is_refused(state, config):
+  with pytest.raises(TypeError) as error:
+    mpjax.loss_scaling(optax.sgd(0.1), config).update(PARAMS, state, PARAMS)
+  check_error(
+    error,
+    where="mpjax.loss_scaling(inner).update(state)",
+    expected="the state that init made",
+    got=f"a {type(state).__name__}",
+    fix="tx.init(params)",
+    builtin=TypeError,
+  )
+
+
+def test_an_inner_state_that_changes_dtype_is_refused():
+  inner = optax.GradientTransformation(
+    lambda p: jnp.zeros(2, jnp.int32), lambda u, s, p=None: (u, s + 0.5)
+  )
+  tx = mpjax.loss_scaling(inner)
+  with pytest.raises(ValueError) as error:
+    tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+  check_error(
+    error,
+    where="mpjax.loss_scaling(inner).update: the state of inner",
+    expected="like the old one",
+    got="float32[2] for int32[2] at the root",
+    fix="same structure, shapes and dtypes",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.case("B130")
+def test_an_axis_that_is_not_bound(devices):
+  tx = mpjax.loss_scaling(optax.sgd(0.1), axis_name="bacth")
+  state = tx.init(PARAMS)
+
+  def check(got, error):
+    check_error(
+      error,
+      where="mpjax.loss_scaling(axis_name='bacth')",
+      expected="the name of an axis that is mapped",
+      got=got,
+      fix="Under plain jit leave axis_name out",
+      builtin=ValueError,
+    )
+
+  with pytest.raises(ValueError) as error:
+    jax.jit(tx.update)(PARAMS, state, PARAMS)
+  check("none of that name", error)
+  mesh = jax.make_mesh((4,), ("batch",), devices=devices)
+  with pytest.raises(ValueError) as error:
+    jax.shard_map(
+      functools.partial(tx.update, params=PARAMS), mesh=mesh, in_specs=jax.P(), out_specs=jax.P()
+    )(PARAMS, state)
+  check("the axes of the mesh here: ('batch',)", error)
