@@ -1,0 +1,341 @@
+"""`Policy`: its strings, its value semantics, its casts."""
+
+import dataclasses
+import itertools
+import pickle
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mpjax
+from tests.errors import check_error
+
+F32, BF16, F16 = (jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
+DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn"]
+HALF = ["bfloat16", "float16"]
+PARSE = "mpjax.Policy.parse(policy)"
+
+
+def dtypes(policy):
+  return policy.param_dtype, policy.compute_dtype, policy.output_dtype
+
+
+@pytest.mark.parametrize(
+  ("name", "wanted"),
+  {
+    "float32": (F32, F32, F32),
+    "bfloat16": (BF16, BF16, BF16),
+    "float16": (F16, F16, F16),
+    "mixed_bfloat16": (F32, BF16, F32),
+    "mixed_float16": (F32, F16, F32),
+  }.items(),
+)
+def test_presets(name, wanted):
+  policy = mpjax.Policy.parse(name)
+  assert dtypes(policy) == wanted
+  assert policy.weight_grad_dtype is None
+
+
+@pytest.mark.case("A95")
+def test_what_is_left_out_is_float32_and_the_output_as_computed():
+  assert dtypes(mpjax.Policy()) == (F32, F32, None)
+  assert dtypes(mpjax.Policy.parse("c=bf16")) == (F32, BF16, None)
+  assert dtypes(mpjax.Policy.parse("compute=float16")) == (F32, F16, None)
+  assert dtypes(mpjax.Policy.parse("o=bf16")) == (F32, F32, BF16)
+
+
+@pytest.mark.case("A95", "B080")
+@pytest.mark.parametrize("half", [None, *HALF])
+def test_parsing_the_text_of_a_policy_gives_it_back(half):
+  for param, compute, output in itertools.product(DTYPES, DTYPES[:3], [None, *DTYPES[:3]]):
+    policy = mpjax.Policy(
+      param_dtype=param, compute_dtype=compute, output_dtype=output, weight_grad_dtype=half
+    )
+    again = mpjax.Policy.parse(str(policy))
+    assert again == policy
+    assert hash(again) == hash(policy)
+    assert again is not policy
+
+
+@pytest.mark.case("A95")
+@pytest.mark.parametrize("keys", [("params", "compute", "output"), ("p", "c", "o")])
+def test_all_triples_by_long_and_by_short_keys(keys):
+  names = ["float32", "bfloat16", "float16"]
+  for triple in itertools.product(names, repeat=3):
+    text = ",".join(f"{key}={name}" for key, name in zip(keys, triple, strict=True))
+    assert dtypes(mpjax.Policy.parse(text)) == tuple(map(jnp.dtype, triple))
+  # The fourth of 4^3: float64, where JAX has it.
+
+
+@pytest.mark.case("A95", "B044")
+def test_triples_with_float64(set_flag):
+  set_flag("jax_enable_x64", True)
+  names = ["float64", "float32", "bfloat16", "float16"]
+  for triple in itertools.product(names, repeat=3):
+    policy = mpjax.Policy.parse("p={},c={},o={}".format(*triple))
+    assert [d.name for d in dtypes(policy)] == list(triple)
+    assert mpjax.Policy.parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+  ("text", "same"),
+  [
+    ("params=float32,compute=float16,output=float32", "mixed_float16"),
+    ("p=f32,c=bf16,o=f32", "mixed_bfloat16"),
+    ("o=f32,c=bf16", "mixed_bfloat16"),
+    ("  p = f32 , c=bf16,o =f32 ", "mixed_bfloat16"),
+    (" mixed_bfloat16 ", "mixed_bfloat16"),
+    ("p=half,c=half,o=half", "float16"),
+  ],
+)
+@pytest.mark.case("B138")
+def test_other_ways_to_write_the_presets(text, same):
+  assert mpjax.Policy.parse(text) == mpjax.Policy.parse(same)
+
+
+@pytest.mark.case("A96", "B137")
+@pytest.mark.parametrize(
+  ("text", "near"),
+  [
+    ("mixed_bflota16", "'mixed_bfloat16'"),
+    ("mixed_f16", "'mixed_float16'"),
+    ("bf16", "'bfloat16'"),
+    ("MIXED_FLOAT16", "'mixed_float16'"),
+    ("float61", "'float16'"),
+    ("mixed", "'mixed_float16'"),
+    ("", "'float16'"),
+  ],
+)
+def test_nearly_a_preset(text, near):
+  with pytest.raises(ValueError) as excinfo:
+    mpjax.Policy.parse(text)
+  check_error(
+    excinfo,
+    where=PARSE,
+    expected="a preset ('float32', 'bfloat16'",
+    got=repr(text),
+    fix=near,
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.case("A96", "B138")
+@pytest.mark.parametrize(
+  ("text", "got", "fix"),
+  [
+    ("p=f32,,c=bf16", "'' as item 2 of 'p=f32,,c=bf16'", "key=dtype"),
+    ("c=bf16,", "'' as item 2", "one comma between items"),
+    ("p=f32,bf16", "'bf16' as item 2", "key=dtype"),
+    ("c=", "'c=' as item 1", "key=dtype"),
+    ("c=bf16,p=f32,c=f16", "'c=f16' as item 3", "compute_dtype is given twice"),
+    ("c=bf16,compute=f16", "'compute=f16' as item 2", "compute_dtype is given twice"),
+    ("p=f32,comput=bf16", "'comput=bf16' as item 2", "Did you mean 'compute'"),
+    ("parms=f32", "'parms=f32' as item 1", "Did you mean 'params'"),
+    ("=f32", "'=f32' as item 1", "Did you mean"),
+  ],
+)
+def test_a_malformed_item_is_named_by_its_position(text, got, fix):
+  with pytest.raises(ValueError) as excinfo:
+    mpjax.Policy.parse(text)
+  check_error(
+    excinfo,
+    where=PARSE,
+    expected="'params=...,compute=...,output=...'",
+    got=got,
+    fix=fix,
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.case("B137", "B139")
+@pytest.mark.parametrize(
+  ("text", "where", "got", "fix"),
+  [
+    ("c=bf61", "compute_dtype", "'bf61'", "'bf16'"),
+    ("p=f32,o=int32", "output_dtype", "int32", "never cast"),
+    ("p=float", "param_dtype", "'float'", "write 'float32'"),
+  ],
+)
+def test_a_wrong_dtype_in_a_string_names_the_field(text, where, got, fix):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.Policy.parse(text)
+  expected = "a floating dtype"
+  check_error(excinfo, where=f"mpjax.Policy({where}=", expected=expected, got=got, fix=fix)
+
+
+@pytest.mark.parametrize("value", [None, 16, jnp.bfloat16, ["bfloat16"]], ids=repr)
+def test_what_is_no_policy(value):
+  with pytest.raises(TypeError) as excinfo:
+    mpjax.Policy.parse(value)
+  check_error(
+    excinfo,
+    where=PARSE,
+    expected="a preset",
+    got=repr(value),
+    fix="Pass a string or a mpjax.Policy",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("field", ["compute_dtype", "output_dtype", "weight_grad_dtype"])
+def test_8_bit_formats_can_only_be_stored(field):
+  assert mpjax.Policy(param_dtype="float8_e4m3fn").param_dtype.itemsize == 1
+  with pytest.raises(TypeError) as excinfo:
+    mpjax.Policy(**{field: "float8_e5m2"})
+  check_error(
+    excinfo,
+    where=f"mpjax.Policy({field}=...)",
+    expected="a dtype that XLA promotes and adds in",
+    got="float8_e5m2",
+    fix="they can only be stored",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.case("B080")
+def test_a_policy_is_a_value():
+  one = mpjax.Policy(compute_dtype="bf16", output_dtype=jnp.float32)
+  two = mpjax.Policy(output_dtype="float32", compute_dtype=np.dtype(jnp.bfloat16))
+  assert one == two == mpjax.Policy.parse("mixed_bfloat16")
+  assert hash(one) == hash(two)
+  assert one != mpjax.Policy(compute_dtype="bf16")
+  assert len({one, two, mpjax.Policy()}) == 2
+  assert pickle.loads(pickle.dumps(one)) == one
+  assert mpjax.Policy.parse(one) is one
+  assert dataclasses.replace(one, output_dtype=None) == mpjax.Policy(compute_dtype="bf16")
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    one.compute_dtype = F16
+  with pytest.raises(TypeError, match="positional"):
+    mpjax.Policy("float32")
+
+
+@pytest.mark.case("B080")
+def test_equal_policies_share_a_trace():
+  traces = []
+
+  @jax.jit
+  def plain(x):
+    return x
+
+  def step(x, policy):
+    traces.append(policy)
+    return policy.cast_to_compute(plain(x))
+
+  step = jax.jit(step, static_argnums=1)
+  for text in ("mixed_float16", "p=f32,c=f16,o=f32", "mixed_bfloat16", "mixed_float16"):
+    policy = mpjax.Policy.parse(text)
+    assert step(jnp.ones(2), policy).dtype == policy.compute_dtype
+  assert len(traces) == 2
+
+
+class Thing:
+  """Neither an array nor a number."""
+
+
+def tree():
+  return {
+    "w": jnp.asarray([1.5, 2.25]),
+    "numpy": np.asarray([[1.0 / 3.0]], np.float32),
+    "half": jnp.ones((), jnp.float16),
+    "step": jnp.asarray(257),
+    "labels": np.asarray([257, 1]),
+    "flag": jnp.asarray(True),
+    "complex": jnp.ones(2, jnp.complex64),
+    "key": jax.random.key(0),
+    "raw key": jax.random.PRNGKey(0),
+    "nothing": None,
+    "empty": (),
+    "number": 0.1,
+    "thing": Thing(),
+    "text": "relu",
+  }
+
+
+FLOATING = ("w", "numpy", "half")
+
+
+@pytest.mark.case("A97", "B055", "B056", "B058")
+@pytest.mark.parametrize("method", ["param", "compute", "output"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_casts_reach_the_floating_arrays_only(method, dtype):
+  policy = mpjax.Policy(**{f"{method}_dtype": dtype})
+  before = tree()
+  snapshot = dict(before)
+  after = getattr(policy, f"cast_to_{method}")(before)
+  for name, x in before.items():
+    if name in FLOATING:
+      assert after[name].dtype == jnp.dtype(dtype)
+      assert isinstance(after[name], jax.Array)
+      wanted = np.asarray(x).astype(jnp.dtype(dtype))
+      np.testing.assert_array_equal(np.asarray(after[name]), wanted)
+    else:
+      assert after[name] is x
+  assert all(before[name] is snapshot[name] for name in before)  # The input is as it was.
+  assert before["numpy"].dtype == np.float32
+
+
+def test_an_output_dtype_of_none_leaves_the_tree():
+  before = tree()
+  assert mpjax.Policy().cast_to_output(before) is before
+
+
+@pytest.mark.case("A97")
+def test_an_array_in_the_right_dtype_is_the_same_array():
+  x = jnp.ones(3)
+  assert mpjax.Policy().cast_to_param([x])[0] is x
+
+
+LEAVES = st.sampled_from(list(tree().values()))
+TREES = st.recursive(
+  LEAVES,
+  lambda inner: (
+    st.lists(inner, max_size=3)
+    | st.tuples(inner, inner)
+    | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+  ),
+  max_leaves=8,
+)
+
+
+@pytest.mark.case("I10", "A97", "B055", "B056", "B057", "B058", "B061")
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(tree=TREES, dtype=st.sampled_from(HALF))
+def test_casts_of_random_trees(tree, dtype):
+  after = mpjax.Policy(compute_dtype=dtype).cast_to_compute(tree)
+  assert jax.tree.structure(after) == jax.tree.structure(tree)
+  for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(after), strict=True):
+    if isinstance(old, (jax.Array, np.ndarray)) and jnp.issubdtype(old.dtype, jnp.floating):
+      assert new.dtype == jnp.dtype(dtype)
+      assert new.shape == old.shape
+    else:
+      assert new is old
+
+
+@pytest.mark.case("B065")
+@pytest.mark.parametrize("dtype", HALF)
+def test_casts_keep_arrays_where_they_are(devices, dtype):
+  mesh = jax.sharding.Mesh(np.asarray(devices).reshape(2, 2), ("x", "y"))
+  policy = mpjax.Policy(compute_dtype=dtype)
+  sharding = NamedSharding(mesh, PartitionSpec("x", "y"))
+  sharded = jax.device_put(jnp.ones((4, 4)), sharding)
+  committed = jax.device_put(jnp.ones(3), devices[2])
+  for cast in (policy.cast_to_compute, jax.jit(policy.cast_to_compute)):
+    found = cast(sharded)
+    assert found.dtype == jnp.dtype(dtype)
+    assert found.sharding.is_equivalent_to(sharding, 2)
+    assert cast(committed).devices() == {devices[2]}
+
+
+def test_casts_under_transforms():
+  policy = mpjax.Policy.parse("mixed_float16")
+  x = jnp.linspace(0, 1, 6).reshape(2, 3)
+  assert jax.jit(policy.cast_to_compute)(x).dtype == F16
+  assert jax.vmap(policy.cast_to_compute)(x).dtype == F16
+  grad = jax.grad(lambda x: policy.cast_to_compute(x).sum().astype(F32))(x)
+  assert grad.dtype == F32
+  np.testing.assert_array_equal(np.asarray(grad), np.ones((2, 3), np.float32))
