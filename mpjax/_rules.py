@@ -114,16 +114,21 @@ def _wrong_selector(name: str, expected: str, got: Any) -> MpjaxTypeError:
   )
 
 
+_NOT_IN_GLOBS = frozenset(r".\()|+^${}")
+"""Python's path separator, and what shows that a regular expression was meant."""
+
+
 def _check_glob(glob: str) -> None:
   """Raises MpjaxValueError for a glob that no module path can match as it was meant."""
-  if (glob and "" in glob.split("/")) or "." in glob or glob.count("[") != glob.count("]"):
+  slashes = bool(glob) and "" in glob.split("/")
+  if slashes or glob.count("[") != glob.count("]") or set(glob) & _NOT_IN_GLOBS:
     raise MpjaxValueError(
       message(
         "mpjax.Rule(path=...)",
         expected="a glob of module names joined by single slashes, such as 'encoder/*/attention'",
         got=repr(glob),
-        fix="No leading, trailing or double slash, no dots, brackets closed; "
-        "for anything else pass re.compile(...).",
+        fix="No leading, trailing or double slash, no dots, brackets closed, no signs of a regular "
+        "expression; for anything else pass re.compile(...).",
       )
     )
 
