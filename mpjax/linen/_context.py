@@ -64,6 +64,7 @@ class Active:
     use_dtype: what parameters and caches are cast to when they are read; None as stored.
     own_dtype: `(dtype,)`: the `dtype` field of the module being called, as it was before it was
       set; `()` if it was not.
+    loop: the place of the module whose lifted loop has a function as its body, inside that body.
     visits: where to note the modules passed, during `init`.
   """
 
@@ -74,6 +75,7 @@ class Active:
   entered: bool = False
   use_dtype: np.dtype[Any] | None = None
   own_dtype: tuple[Any, ...] = ()
+  loop: str | None = None
   visits: Visits | None = None
 
 

@@ -22,7 +22,7 @@ from mpjax.linen._adapters import (
   like,
 )
 from mpjax.linen._context import ACTIVE, Active, Given, Visits, module_path, resolve
-from mpjax.linen._params import LazyParam, attach
+from mpjax.linen._params import CastScope, LazyParam, attach
 
 # Lifted transforms as they show in a scope's debug path; the first ones hand their body's types on.
 _TRANSPARENT = ("remat", "jit", "map_variables", "fold_rngs", "named_call")
@@ -49,7 +49,8 @@ def intercept(
   active, module = ACTIVE.value, context.module
   if active is None or active.given is None or module.scope is None:
     return next_fun(*args, **kwargs)
-  _attach_all(module, (args, kwargs))
+  for found in (module, *_modules_in((args, kwargs))):
+    _attach(found)
   if not callable(getattr(type(module), context.method_name, None)):
     return _lifted_body(next_fun, args, kwargs, module, active)
   return _method(next_fun, args, kwargs, context, active, active.given)
@@ -82,7 +83,7 @@ def _method(
       return _name_in_errors(next_fun, args, kwargs, module, policy)
   compute = policy.compute_dtype
   adapter = find_adapter(given.adapters, type(module))
-  if _lifted_by(module) in _LOOPS:
+  if _carries(module, args, active):
     adapter = _with_carry(adapter)
   call = adapter.inputs(module, name, (args, kwargs), _cast_to(compute))
   fields = {} if _any_complex(call) else adapter.fields(module, name, compute)
@@ -123,15 +124,31 @@ def _lifted_body(
   Only the types that the transform itself compares are seen to: what a loop carries keeps the
   dtype it started with, and branches agree on the compute dtype.
   """
-  outputs = next_fun(*args, **kwargs)
+  by = _lifted_by(module)
+  with ACTIVE(dataclasses.replace(active, loop=_place(module) if by in _LOOPS else active.loop)):
+    outputs = next_fun(*args, **kwargs)
   if active.policy is None:
     return outputs
-  by = _lifted_by(module)
   if by in _LOOPS and args:
     if by == "scan" and isinstance(outputs, tuple) and len(outputs) == 2:
       return like(outputs[0], args[0]), outputs[1]
     return like(outputs, args[0])
   return _cast_to(active.policy.compute_dtype)(outputs) if by in _BRANCHES else outputs
+
+
+def _carries(module: nn.Module, args: tuple[Any, ...], active: Active) -> bool:
+  """Whether the first argument of a method is what a lifted loop carries.
+
+  It is where the method was lifted itself. Where a function was, and calls the method, it may hand
+  it the carry and an input, or an input alone.
+  """
+  if _lifted_by(module) not in _LOOPS:
+    return False
+  return active.loop != _place(module) or len(args) > 1
+
+
+def _place(module: nn.Module) -> str:
+  return "" if module.scope is None else module.scope.path_text
 
 
 def _lifted_by(module: nn.Module) -> str:
@@ -213,25 +230,15 @@ def _fields_set(module: nn.Module, fields: dict[str, Any]) -> Iterator[None]:
       object.__setattr__(module, name, value)
 
 
-def _attach_all(module: nn.Module, call: Any) -> None:
-  """Lets the scopes of a module, of those it holds and of those it is handed read by the policy."""
-  for found in (module, *_modules_in(call)):
-    if found.scope is not None:
-      attach(found.scope)
-    for field in dataclasses.fields(found):
-      for held in _modules_in(getattr(found, field.name, None) if field.name != "parent" else None):
-        if held.scope is not None and attach(held.scope) is held.scope:
-          _attach_fields(held)
-
-
-def _attach_fields(module: nn.Module) -> None:
+def _attach(module: nn.Module) -> None:
+  """Lets the scope of a module, and of the modules it holds as fields, read by the policy."""
+  if module.scope is None or isinstance(module.scope, CastScope):
+    return
+  attach(module.scope)
   for field in dataclasses.fields(module):
-    if field.name == "parent":
-      continue
-    for held in _modules_in(getattr(module, field.name, None)):
-      if held.scope is not None:
-        attach(held.scope)
-        _attach_fields(held)
+    if field.name != "parent":
+      for held in _modules_in(getattr(module, field.name, None)):
+        _attach(held)
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
