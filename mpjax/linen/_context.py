@@ -65,6 +65,7 @@ class Active:
     own_dtype: `(dtype,)`: the `dtype` field of the module being called, as it was before it was
       set; `()` if it was not.
     loop: the place of the module whose lifted loop has a function as its body, inside that body.
+    root: which scope the root has; it tells a model that is applied inside from the root itself.
     visits: where to note the modules passed, during `init`.
   """
 
@@ -76,6 +77,8 @@ class Active:
   use_dtype: np.dtype[Any] | None = None
   own_dtype: tuple[Any, ...] = ()
   loop: str | None = None
+  # Compared it would make every call another program.
+  root: int | None = dataclasses.field(default=None, compare=False)
   visits: Visits | None = None
 
 
@@ -161,12 +164,13 @@ def resolve(active: Active, given: Given, module: nn.Module) -> tuple[Policy | N
 
   A policy in the module's own field beats rules, the first matching rule wins, and a module that
   nothing picks has that of the nearest enclosing module. What encloses a module is its parent;
-  across a lifted transform, which hides the parent, it is the module being called.
+  across a lifted transform, which hides the parent, it is the module being called, and so it is for
+  a model on which `.apply` is called in a forward pass.
   """
   parent = module.parent
   if isinstance(parent, nn.Module):
     enclosing, _, exempt = resolve(active, given, parent)
-  elif module.path == ():
+  elif module.path == () and not is_new_root(active, module):
     enclosing, exempt = active.root_policy, active.exempt
   else:
     enclosing, exempt = active.policy, active.exempt
@@ -179,6 +183,17 @@ def resolve(active: Active, given: Given, module: nn.Module) -> tuple[Policy | N
   if rule is not None:
     return rule.policy, True, rule.policy is None
   return enclosing, False, False
+
+
+def is_new_root(active: Active, module: nn.Module) -> bool:
+  """Whether a bound module is the root of a call of its own, other than the root in force.
+
+  A scope that a lifted transform made for the root in force shows the transform in its debug path.
+  """
+  scope = module.scope
+  if scope is None or module.path != () or scope.debug_path:
+    return False
+  return active.root != id(scope)
 
 
 def _has_policy_field(cls: type[Any]) -> bool:

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
+from mpjax._errors import MpjaxTypeError
 from mpjax._policy import Policy
 from mpjax._rules import first_match
 from mpjax._tree import cast_floating, cast_leaf, is_floating
@@ -21,7 +22,15 @@ from mpjax.linen._adapters import (
   keep_carry_outputs,
   like,
 )
-from mpjax.linen._context import ACTIVE, Active, Given, Visits, module_path, resolve
+from mpjax.linen._context import (
+  ACTIVE,
+  Active,
+  Given,
+  Visits,
+  is_new_root,
+  module_path,
+  resolve,
+)
 from mpjax.linen._params import CastScope, LazyParam, attach
 
 # Lifted transforms as they show in a scope's debug path; the first ones hand their body's types on.
@@ -76,6 +85,7 @@ def _method(
     entered=True,
     use_dtype=None,
     own_dtype=(),
+    root=id(module.scope) if is_new_root(active, module) else active.root,
   )
   if policy is None:
     fields = {"dtype": active.own_dtype[0]} if _inherited_dtype(module, active) else {}
@@ -273,7 +283,7 @@ def _name_in_errors(
   try:
     return next_fun(*args, **kwargs)
   except TypeError as error:
-    noted = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+    noted = isinstance(error, MpjaxTypeError) or any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
     if policy is not None and not noted:
       path = module_path(module)
       error.add_note(

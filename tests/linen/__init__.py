@@ -1,0 +1,1 @@
+"""Tests of Linen modules under a policy."""

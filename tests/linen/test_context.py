@@ -1,0 +1,528 @@
+"""Which policy is in force for which module."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax.linen._context import ACTIVE, OFF, Active, begin, give
+from tests.linen.probes import KEY, SEEN, X, Probe, note, seen, seen_under
+
+Rule = mpjax.Rule
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    note(self, x)
+    return Probe(name="leaf")(x)
+
+
+class Net(nn.Module):
+  """Two equal blocks, and a leaf between them."""
+
+  @nn.compact
+  def __call__(self, x):
+    note(self, x)
+    x = Block(name="one")(x)
+    x = Probe(name="between")(x)
+    return Block(name="two")(x)
+
+
+PATHS = ("", "one", "one/leaf", "between", "two", "two/leaf")
+
+
+def everywhere(dtype, **others):
+  found = dict.fromkeys(PATHS, dtype)
+  return {**found, **{path.replace("__", "/"): dtype for path, dtype in others.items()}}
+
+
+@pytest.mark.case("A98")
+@pytest.mark.parametrize(
+  ("rules", "wanted"),
+  [
+    ([], everywhere("bfloat16")),
+    # An inner policy overrides the outer, for all that it encloses, and is undone after it.
+    (
+      [Rule("float16", path="one")],
+      everywhere("bfloat16", one="float16", one__leaf="float16"),
+    ),
+    ([Rule("float16", path="one/leaf")], everywhere("bfloat16", one__leaf="float16")),
+    (
+      [Rule("float16", path="one"), Rule("float32", path="one/leaf")],
+      everywhere("bfloat16", one="float16", one__leaf="float32"),
+    ),
+    (
+      [Rule("float16", path="**/leaf")],
+      everywhere("bfloat16", one__leaf="float16", two__leaf="float16"),
+    ),
+    ([Rule("float16", path="**")], everywhere("float16")),
+    ([Rule("float16", path="")], everywhere("float16")),
+    ([Rule("float16", path="*")], {**everywhere("float16"), "": "bfloat16"}),
+    # by class
+    (
+      [Rule("float16", module=Block)],
+      {**everywhere("float16"), "": "bfloat16", "between": "bfloat16"},
+    ),
+    (
+      [Rule("float16", module=Probe), Rule("float32", module=(Block, Probe))],
+      everywhere("bfloat16", one="float32", two="float32", one__leaf="float16", two__leaf="float16")
+      | {"between": "float16"},
+    ),
+    # by predicate
+    (
+      [Rule("float16", where=lambda m: m.name == "two")],
+      everywhere("bfloat16", two="float16", two__leaf="float16"),
+    ),
+    # the first rule that matches a module wins; a rule on the module beats one on what encloses it
+    (
+      [Rule("float16", path="one/*"), Rule("float32", path="**/leaf"), Rule("float16", path="two")],
+      everywhere("bfloat16", one__leaf="float16", two="float16", two__leaf="float32"),
+    ),
+  ],
+)
+def test_resolution(rules, wanted):
+  assert seen_under(Net(), "bfloat16", rules) == wanted
+
+
+def test_none_leaves_all_but_what_rules_pick_out():
+  rules = [Rule("mixed_float16", path="one")]
+  wanted = everywhere("float32", one="float16", one__leaf="float16")
+  assert seen_under(Net(), None, rules) == wanted
+  assert seen_under(Net(), None) == everywhere("float32")
+
+
+class Chooses(nn.Module):
+  """Takes a policy as an argument, as its users know it from elsewhere."""
+
+  policy: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    note(self, x)
+    return Probe(name="leaf")(x)
+
+
+class WithChoice(nn.Module):
+  policies: tuple[Any, ...]
+
+  @nn.compact
+  def __call__(self, x):
+    for i, policy in enumerate(self.policies):
+      x = Chooses(policy, name=f"at_{i}")(x)
+    return x
+
+
+def test_a_policy_in_the_modules_own_field_beats_rules():
+  own = mpjax.Policy(compute_dtype="float16")
+  found = seen_under(
+    WithChoice((own, None, "float16", 7)), "bfloat16", [Rule("float32", module=Chooses)]
+  )
+  # Only a field that holds a Policy is one: a string may mean anything in somebody's model.
+  wanted = {"at_0": "float16", "at_1": "float32", "at_2": "float32", "at_3": "float32"}
+  assert found == {**wanted, **{f"{path}/leaf": dtype for path, dtype in wanted.items()}}
+
+
+def test_a_policy_in_a_field_begins_like_a_rule():
+  own = mpjax.Policy(compute_dtype="float16", output_dtype="float32")
+  handed = []
+
+  class Reads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      handed.append(Chooses(own)(x).dtype)
+      handed.append(Chooses(dataclasses.replace(own, output_dtype=None))(x).dtype)
+      return x
+
+  seen(mpjax.linen.with_policy(Reads(), "bfloat16").apply, {}, X)
+  assert handed == [jnp.float32, jnp.bfloat16]
+
+
+@pytest.mark.case("A108", "A86")
+def test_an_exempt_module_stays_exempt_all_the_way_down():
+  rules = [Rule(None, path="one"), Rule("float16", path="one/leaf")]
+  # The argument that the block is handed is in half; with no cast it goes on as it came.
+  model, variables = Net(), {}
+  found = seen(
+    mpjax.linen.with_policy(model, "bfloat16", rules, unmatched="ignore").apply, variables, X
+  )
+  assert found == everywhere("bfloat16")
+
+  class WithPolicyInside(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return Chooses(mpjax.Policy(compute_dtype="float16"), name="chooses")(x)
+
+  rules = [Rule(None, module=WithPolicyInside)]
+  assert seen_under(WithPolicyInside(), "bfloat16", rules) == {
+    "chooses": "float32",
+    "chooses/leaf": "float32",
+  }
+
+
+class Holds(nn.Module):
+  """Calls modules that it did not make: a field, an argument, one in a closure."""
+
+  held: Any = None
+
+  @nn.compact
+  def __call__(self, x, *given, fun=None):
+    note(self, x)
+    for module in (self.held, *given):
+      x = x if module is None else module(x)
+    return x if fun is None else fun(x)
+
+
+class Makes(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    mine = Block(name="mine")
+    x = Holds(mine, name="by_field")(x)
+    x = Holds(name="by_argument")(x, mine)
+    x = Holds(name="by_keyword")(x, fun=lambda x: mine(x))
+    return x
+
+
+@pytest.mark.case("B093")
+@pytest.mark.parametrize("caller", ["by_field", "by_argument", "by_keyword"])
+def test_a_module_has_the_policy_of_where_it_was_made_not_of_who_calls_it(caller):
+  found = seen_under(Makes(), "bfloat16", [Rule("float16", path=caller)])
+  wanted = dict.fromkeys(("mine", "mine/leaf", "by_field", "by_argument", "by_keyword"), "bfloat16")
+  wanted[caller] = "float16"
+  # A module passed into a constructor without a parent becomes a child of its holder; this one
+  # was named by its maker first, and stays there.
+  assert found == wanted
+
+
+def test_a_module_made_elsewhere_is_adopted_by_its_holder():
+  found = seen_under(Holds(Block()), "bfloat16", [Rule("float16", path="held/leaf")])
+  assert found == {"": "bfloat16", "held": "bfloat16", "held/leaf": "float16"}
+
+
+def test_setup_children_resolve_by_their_attributes():
+  class Sets(nn.Module):
+    def setup(self):
+      self.single = Block()
+      self.several = [Probe(), Probe()]
+      self.by_name = {"a": Probe()}
+
+    def __call__(self, x):
+      return self.by_name["a"](self.several[1](self.several[0](self.single(x))))
+
+  rules = [
+    Rule("float16", path="several_1"),
+    Rule("float16", path="by_name_a"),
+    Rule("float32", path="single"),
+  ]
+  assert seen_under(Sets(), "bfloat16", rules) == {
+    "single": "float32",
+    "single/leaf": "float32",
+    "several_0": "bfloat16",
+    "several_1": "float16",
+    "by_name_a": "float16",
+  }
+
+
+LIFTED = {
+  "remat": lambda cls, **kwargs: nn.remat(cls)(**kwargs),
+  "jit": lambda cls, **kwargs: nn.jit(cls)(**kwargs),
+  "vmap": lambda cls, **kwargs: nn.vmap(
+    cls, variable_axes={"params": 0}, split_rngs={"params": True}
+  )(**kwargs),
+  "map_variables": lambda cls, **kwargs: nn.map_variables(cls, "params", lambda x: x)(**kwargs),
+  "add_metadata_axis": lambda cls, **kwargs: nn.add_metadata_axis(cls, variable_axes={"params": 0})(
+    **kwargs
+  ),
+}
+
+
+@pytest.mark.case("B072", "B095")
+@pytest.mark.parametrize("lift", LIFTED.values(), ids=LIFTED)
+@pytest.mark.parametrize(
+  ("rules", "wanted"),
+  [
+    ([], ("bfloat16", "bfloat16")),
+    ([Rule("float16", module=Block)], ("float16", "float16")),
+    ([Rule("float16", path="lifted")], ("float16", "float16")),
+    ([Rule("float16", path="lifted/leaf")], ("bfloat16", "float16")),
+    ([Rule("float16", path="lifted"), Rule("float32", path="**/leaf")], ("float16", "float32")),
+    ([Rule("float16", path="other")], ("bfloat16", "bfloat16")),
+  ],
+  ids=["none", "class", "path", "leaf path", "both", "other"],
+)
+def test_resolution_across_lifted_transforms(lift, rules, wanted):
+  """A lifted class hides the parent of what is inside; paths and classes are as without it."""
+
+  class Lifts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return Probe(name="other")(lift(Block, name="lifted")(x))
+
+  found = seen_under(Lifts(), "bfloat16", rules)
+  other = "float16" if [rule.path for rule in rules] == ["other"] else "bfloat16"
+  assert found == {"lifted": wanted[0], "lifted/leaf": wanted[1], "other": other}
+
+
+@pytest.mark.case("B095")
+def test_paths_of_a_module_that_shares_a_scope():
+  class Shares(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      inner = Block(name="inner")
+      nn.share_scope(self, inner)
+      return inner(x)
+
+  class Root(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return Shares(name="shares")(x)
+
+  # The scopes are one, so the paths are: "inner" is where its holder is.
+  found = seen_under(Root(), "bfloat16", [Rule("float16", path="shares/leaf")])
+  assert found == {"shares": "bfloat16", "shares/leaf": "float16"}
+
+
+@pytest.mark.case("B095", "B072")
+def test_a_module_called_twice_matches_each_time():
+  class Twice(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      block = Block(name="block")
+      return block(block(x))
+
+  model, variables = Twice(), {}
+  wrapped = mpjax.linen.with_policy(model, "bfloat16", [Rule("float16", module=Probe)])
+  found = seen(wrapped.apply, variables, X)
+  assert found == {"block": "bfloat16", "block/leaf": "float16"}
+  assert len(SEEN) == 4
+
+
+class Teacher(nn.Module):
+  """Applies a model of its own, with variables of its own, in its forward pass."""
+
+  model: Any = None
+  in_closure: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    note(self, x)
+    if self.in_closure is not None:
+      x = self.in_closure().apply({}, x)
+    else:
+      x = self.model.clone(parent=None, name="child").apply({}, x)
+    return Probe(name="after")(x)
+
+
+def test_apply_inside_a_forward_pass_inherits():
+  # The child is a root of its own; what it runs under is what surrounds the call.
+  wanted = {"": "bfloat16", "leaf": "bfloat16", "after": "bfloat16"}
+  assert seen_under(Teacher(in_closure=Block), "bfloat16") == wanted
+  # It is that of the module that makes the call, not that of the outer root.
+  model = mpjax.linen.with_policy(
+    Holds(Teacher(in_closure=Block)), "bfloat16", [Rule("float16", path="held")]
+  )
+  SEEN.clear()
+  jax.eval_shape(model.apply, {}, X)
+  assert SEEN == [
+    ("", "bfloat16"),
+    ("held", "float16"),
+    ("", "float16"),
+    ("leaf", "float16"),
+    ("held/after", "float16"),
+  ]
+
+
+def test_apply_inside_an_exempt_module_stays_exempt():
+  found = seen_under(Teacher(in_closure=Block), "bfloat16", [Rule(None, path="")])
+  assert found == {"": "float32", "leaf": "float32", "after": "float32"}
+
+
+def test_apply_of_a_named_child_is_at_its_name():
+  class Child(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      SEEN.append((self.name, str(x.dtype)))
+      return x
+
+  class Parent(nn.Module):
+    def setup(self):
+      self.child = Child()
+
+    def __call__(self, x):
+      return self.child.clone(parent=None).apply({}, x)
+
+  for rules, wanted in (([], "bfloat16"), ([Rule("float16", path="child")], "float16")):
+    SEEN.clear()
+    jax.eval_shape(
+      mpjax.linen.with_policy(Parent(), "bfloat16", rules, unmatched="ignore").apply, {}, X
+    )
+    assert SEEN == [("child", wanted)]
+
+
+@pytest.mark.case("A98", "A99")
+def test_a_wrapper_inside_a_forward_pass_wins_and_is_undone():
+  class Mixed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      note(self, x)
+      inner = mpjax.linen.with_policy(Block(parent=None), "float16", [Rule("float32", path="leaf")])
+      x = inner.apply({}, x)
+      SEEN.append(("handed on", str(x.dtype)))
+      return Probe(name="after")(x)
+
+  model = mpjax.linen.with_policy(Mixed(), "bfloat16", [Rule("float32", module=Block)])
+  SEEN.clear()
+  jax.eval_shape(model.apply, {}, X)
+  assert SEEN == [
+    ("", "bfloat16"),
+    ("", "float16"),
+    ("leaf", "float32"),
+    ("handed on", "float16"),
+    ("after", "bfloat16"),
+  ]
+  # The rules of the outer do not reach into the inner: the innermost given policy wins whole.
+
+
+@pytest.mark.case("A89", "A98", "A104")
+def test_the_innermost_given_policy_wins_whole():
+  scope, wrapped = mpjax.linen.policy_scope, mpjax.linen.with_policy
+  model, rules = Net(), [Rule("float32", path="one")]
+  with scope("bfloat16", rules):
+    assert seen(model.apply, {}, X) == everywhere("bfloat16", one="float32", one__leaf="float32")
+    with scope("float16"):
+      assert seen(model.apply, {}, X) == everywhere("float16")
+      assert seen(wrapped(model, "bfloat16").apply, {}, X) == everywhere("bfloat16")
+      assert seen(wrapped(model, None).apply, {}, X) == everywhere("float32")
+      assert seen(model.apply, {}, X) == everywhere("float16")
+    assert seen(wrapped(model, "float16").apply, {}, X) == everywhere("float16")
+    assert seen(model.apply, {}, X) == everywhere("bfloat16", one="float32", one__leaf="float32")
+  assert seen(model.apply, {}, X) == everywhere("float32")
+
+
+@pytest.mark.case("B052")
+def test_output_dtypes_of_nested_policies():
+  model, wrapped = Probe(), mpjax.linen.with_policy
+  with mpjax.linen.policy_scope("mixed_bfloat16"):
+    assert model.apply({}, X.astype("float16")).dtype == jnp.float32
+    assert wrapped(model, "float16").apply({}, X).dtype == jnp.float16
+    assert wrapped(model, mpjax.Policy(compute_dtype="float16")).apply({}, X).dtype == jnp.float16
+
+
+HANDED_ON = [
+  # (policy of the root, policy of the rule, what the picked module hands on)
+  ("mixed_bfloat16", mpjax.Policy(compute_dtype="float32"), "bfloat16"),
+  ("mixed_bfloat16", "float32", "float32"),
+  ("mixed_bfloat16", "float16", "float16"),
+  ("mixed_bfloat16", mpjax.Policy(compute_dtype="float16"), "bfloat16"),
+  ("mixed_bfloat16", "mixed_float16", "float32"),
+  ("float16", mpjax.Policy(compute_dtype="bfloat16"), "float16"),
+  ("c=bf16", mpjax.Policy(compute_dtype="bfloat16", output_dtype="float32"), "float32"),
+  # None surrounds it: what it computed.
+  (None, mpjax.Policy(compute_dtype="float16"), "float16"),
+  (None, "mixed_float16", "float32"),
+]
+
+
+@pytest.mark.case("B052", "A98")
+@pytest.mark.parametrize(("root", "rule", "wanted"), HANDED_ON, ids=str)
+def test_what_is_handed_on_where_a_policy_begins(root, rule, wanted):
+  handed = []
+
+  class Reads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = Block(name="block")(x)
+      handed.append(str(x.dtype))
+      return x
+
+  model = mpjax.linen.with_policy(Reads(), root, [Rule(rule, path="block")])
+  jax.eval_shape(model.apply, {}, X)
+  assert handed == [wanted]
+
+
+class Chain(nn.Module):
+  depth: int
+  handed: Any
+
+  @nn.compact
+  def __call__(self, x):
+    if self.depth == 0:
+      return x
+    x = Chain(self.depth - 1, self.handed, name="next")(x)
+    self.handed(self.depth - 1, str(x.dtype))
+    return x
+
+
+@pytest.mark.case("B052")
+@pytest.mark.parametrize("by", ["class", "path", "field"])
+def test_nested_matches_of_one_rule_begin_once(by):
+  handed = {}
+  rule = {
+    "class": Rule("mixed_float16", module=Chain),
+    "path": Rule("mixed_float16", path="**"),
+    "field": Rule("mixed_float16", path="next/**"),
+  }[by]
+  model = mpjax.linen.with_policy(Chain(3, handed.__setitem__), "mixed_bfloat16", [rule])
+  out = jax.eval_shape(model.apply, {}, X)
+  assert out.dtype == jnp.float32
+  inside = {0: "float16", 1: "float16"}
+  assert handed == {**inside, 2: "float32" if by == "field" else "float16"}
+
+
+@pytest.mark.case("B052")
+def test_the_output_dtype_is_that_of_the_root_and_of_nothing_inside():
+  handed = []
+
+  class Reads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for _ in range(2):
+        x = nn.Dense(3)(x)
+        handed.append(str(x.dtype))
+      return x
+
+  variables = Reads().init(KEY, X)
+  handed.clear()
+  model = mpjax.linen.with_policy(Reads(), "mixed_float16")
+  assert jax.eval_shape(model.apply, variables, X).dtype == jnp.float32
+  assert handed == ["float16", "float16"]
+  model = mpjax.linen.with_policy(Reads(), mpjax.Policy(compute_dtype="float16"))
+  assert jax.eval_shape(model.apply, variables, X).dtype == jnp.float16
+
+
+def given(policy="bfloat16", rules=(), **options):
+  settings = {"defaults": None, "adapters": None, "ops": None, "unmatched": "raise", **options}
+  return give("mpjax.f", policy, rules, **settings)
+
+
+@pytest.mark.case("B080")
+def test_equal_states_are_equal_and_hash_alike():
+  adapter = mpjax.linen.Adapter(params="stored")
+  make = [
+    given,
+    lambda: given("mixed_float16"),
+    lambda: given(None),
+    lambda: given(rules=[Rule(None, path="a")]),
+    lambda: given(defaults=()),
+    lambda: given(adapters={Block: adapter}),
+    lambda: given(unmatched="warn"),
+  ]
+  for one in make:
+    assert begin(one()) == begin(one())
+    assert hash(begin(one())) == hash(begin(one()))
+    assert one() is not one()
+  assert len({begin(one()) for one in make}) == len(make)
+
+
+def test_no_state_is_in_force_to_begin_with():
+  assert ACTIVE.value is None
+  assert Active(given=None) == OFF
+  assert given(rules=[Rule(None, path="a")]).by_place
+  assert given(rules=[Rule(None, where=callable)]).by_place
+  assert not given(rules=[Rule(None, module=Block)]).by_place
+  assert pickle.loads(pickle.dumps(mpjax.Policy())) == mpjax.Policy()
