@@ -218,6 +218,18 @@ def _keep_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call
   return call
 
 
+def _keep_outputs(module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast) -> Any:
+  return outputs
+
+
+def _call_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call:
+  return cast_inputs(module, method, call, cast) if method == "__call__" else call
+
+
+def _call_outputs(module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast) -> Any:
+  return cast(outputs) if method == "__call__" else outputs
+
+
 def _keep_fields(module: nn.Module, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
   return {}
 
@@ -226,8 +238,12 @@ _DEFAULT = Adapter()
 
 # Flax's norms reduce in float32, scale and shift there, and round once to `dtype`.
 _NORM = Adapter(params="stored", inputs=_keep_inputs)
-# They compute a weight; the layer they hold casts it where it uses it.
-_REPARAMETRIZED = Adapter(params="stored", fields=_keep_fields)
+# They compute a weight, in methods of their own; the layer they hold casts it where it uses it.
+_REPARAMETRIZED = Adapter(
+  params="stored", inputs=_call_inputs, fields=_keep_fields, outputs=_call_outputs
+)
+# It hands parameters to its cell, which joins several and casts them once.
+_HANDS_ON_PARAMETERS = Adapter(params="stored", inputs=_keep_inputs, outputs=_keep_outputs)
 _RNN = Adapter(inputs=_rnn_inputs, outputs=_rnn_outputs)
 
 _ADAPTERS: Mapping[type[nn.Module], Adapter] = types.MappingProxyType(
@@ -240,6 +256,7 @@ _ADAPTERS: Mapping[type[nn.Module], Adapter] = types.MappingProxyType(
     nn.SpectralNorm: _REPARAMETRIZED,
     nn.WeightNorm: _REPARAMETRIZED,
     nn.Embed: Adapter(params="stored", fields=_embed_fields),
+    nn.recurrent.DenseParams: _HANDS_ON_PARAMETERS,
     nn.RNNCellBase: Adapter(inputs=keep_carry_inputs, outputs=keep_carry_outputs),
     nn.RNN: _RNN,
     nn.Bidirectional: _RNN,

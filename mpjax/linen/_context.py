@@ -1,5 +1,6 @@
 """Which policy is in force: given to a model or a scope, resolved for the module being called."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -51,6 +52,21 @@ class Visits:
     self.matched: set[Rule] = set()
 
 
+@dataclasses.dataclass
+class Held:
+  """A scope that a user has entered.
+
+  Fields:
+    before: the state that it found.
+    interceptor: what to close when no state is left; None if that is for others to do.
+    left: it has been left.
+  """
+
+  before: "Active | None"
+  interceptor: contextlib.ExitStack | None
+  left: bool = False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Active:
   """The state in force inside a call. Equal states give equal programs; JAX keys its caches by it.
@@ -66,6 +82,7 @@ class Active:
       set; `()` if it was not.
     loop: the place of the module whose lifted loop has a function as its body, inside that body.
     root: which scope the root has; it tells a model that is applied inside from the root itself.
+    held: the user's scope that this state belongs to, if any.
     visits: where to note the modules passed, during `init`.
   """
 
@@ -77,8 +94,9 @@ class Active:
   use_dtype: np.dtype[Any] | None = None
   own_dtype: tuple[Any, ...] = ()
   loop: str | None = None
-  # Compared it would make every call another program.
+  # Compared, these two would make every call another program.
   root: int | None = dataclasses.field(default=None, compare=False)
+  held: "Held | None" = dataclasses.field(default=None, compare=False)
   visits: Visits | None = None
 
 

@@ -26,6 +26,7 @@ from mpjax.linen._context import (
   ACTIVE,
   Active,
   Given,
+  Held,
   Visits,
   is_new_root,
   module_path,
@@ -46,6 +47,39 @@ def activate(state: Active) -> Iterator[None]:
   stack = contextlib.nullcontext() if ACTIVE.value is not None else nn.intercept_methods(intercept)
   with ACTIVE(state), stack:
     yield
+
+
+@contextlib.contextmanager
+def hold(state: Active) -> Iterator[None]:
+  """Puts a state in force, as `activate` does, for a scope that may be left in any order.
+
+  A generator that yields inside a scope leaves it when it ends, which may be after another scope
+  was entered. That one stays in force, and when it is left too what was before both is restored.
+  """
+  _fall_back()
+  before = ACTIVE.value
+  if before is None:
+    interceptor = contextlib.ExitStack()
+    interceptor.enter_context(nn.intercept_methods(intercept))
+  else:
+    interceptor = None if before.held is None else before.held.interceptor
+  held = Held(before, interceptor)
+  ACTIVE(dataclasses.replace(state, held=held)).__enter__()
+  try:
+    yield
+  finally:
+    held.left = True
+    _fall_back()
+
+
+def _fall_back() -> None:
+  """Restores what was before the innermost scopes, where they have been left."""
+  active = ACTIVE.value
+  while active is not None and active.held is not None and active.held.left:
+    held, active = active.held, active.held.before
+    ACTIVE(active).__enter__()
+    if active is None and held.interceptor is not None:
+      held.interceptor.close()
 
 
 def intercept(

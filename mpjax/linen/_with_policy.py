@@ -10,14 +10,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from mpjax._errors import MpjaxTypeError, message
+from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
 from mpjax._policy import PolicyLike
 from mpjax._rules import Rule, unmatched_error
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
 from mpjax.linen._adapters import Adapter
-from mpjax.linen._context import OFF, Given, Visits, begin, give
-from mpjax.linen._intercept import activate
+from mpjax.linen._context import ACTIVE, OFF, Given, Visits, begin, give
+from mpjax.linen._intercept import activate, hold
 from mpjax.linen._params import strip
 
 
@@ -109,6 +109,7 @@ def policy_scope(
   Raises:
     MpjaxTypeError: rules or adapters of the wrong type.
     MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
+    MpjaxRuntimeError: entered by a module that is running under a policy.
 
   >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
   >>> model = nn.Dense(2)
@@ -126,7 +127,18 @@ def policy_scope(
     ops=ops,
     unmatched=unmatched,
   )
-  with activate(begin(given)):
+  active = ACTIVE.value
+  if active is not None and active.entered:
+    raise MpjaxRuntimeError(
+      message(
+        "mpjax.linen.policy_scope(policy)",
+        expected="to be entered outside of a forward pass",
+        got=f"a module that is running already, under the policy {str(active.policy)!r}",
+        fix="Pick submodules out with mpjax.Rule, or apply a model of its own, wrapped by "
+        "mpjax.linen.with_policy.",
+      )
+    )
+  with hold(begin(given)):
     yield
 
 
