@@ -25,11 +25,11 @@ hypothesis.settings.load_profile("mpjax")
 _TESTS = pathlib.Path(__file__).parent
 
 _ADAPTERS = ("transforms", "linen", "nnx", "integration", "flax_suite")
-"""Folders whose tests run Flax and optax, which promote on purpose (`optax.apply_updates` adds
-bfloat16 and float32): standard promotion there, strict everywhere else."""
+"""Folders whose tests run Flax and optax, which promote dtypes on purpose
+(`optax.apply_updates` adds bfloat16 and float32): ranks are strict there, dtypes are not."""
 
-_NEUTRAL = ("test_docs.py", "test_public_api.py")
-"""Files that run examples which users will run in standard mode."""
+_EXAMPLES = ("test_docs.py", "test_public_api.py")
+"""Files that run what users will run, as users will run it."""
 
 _FLAGS = (
   "jax_check_tracer_leaks",
@@ -52,19 +52,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
-  """Makes silent promotion of dtypes and ranks an error for the parts that are only ours.
+  """Makes silent promotion an error: of ranks everywhere, of dtypes for what is only ours.
 
-  A test that needs the standard rules there says so: `@pytest.mark.standard_promotion`.
+  A test that needs the standard rules says so: `@pytest.mark.standard_promotion`.
   """
-  path = request.path.relative_to(_TESTS)
-  standard = (
-    path.parts[0] in (*_ADAPTERS, *_NEUTRAL)
-    or request.node.get_closest_marker("standard_promotion") is not None
-  )
+  place = request.path.relative_to(_TESTS).parts[0]
+  free = place in _EXAMPLES or request.node.get_closest_marker("standard_promotion") is not None
   with contextlib.ExitStack() as stack:
-    if not standard:
-      stack.enter_context(jax.numpy_dtype_promotion("strict"))
+    if not free:
       stack.enter_context(jax.numpy_rank_promotion("raise"))
+    if not free and place not in _ADAPTERS:
+      stack.enter_context(jax.numpy_dtype_promotion("strict"))
     yield
 
 
