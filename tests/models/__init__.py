@@ -1,0 +1,1 @@
+"""Models that the integration tests put under policies. None of them knows of mpjax."""

@@ -1,0 +1,159 @@
+"""What a traced program does: its products, casts and exponentials, counted from the jaxpr.
+
+Nothing of mpjax is used here. All functions take what `jax.make_jaxpr` returns and look into every
+jaxpr inside it: jit, scan (whose body counts as often as it runs), cond (every branch counts),
+while (once, since nobody knows how often it runs), remat, custom derivatives, shard_map.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+HALF = ("bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """One matrix product or convolution of a program.
+
+  Fields:
+    primitive: its name.
+    operands: "dtype[shape]" of both operands.
+    result: "dtype[shape]".
+    layout: its dimension numbers, window and precision as text.
+    flops: twice its multiplications, times the number of runs.
+  """
+
+  primitive: str
+  operands: tuple[str, str]
+  result: str
+  layout: str
+  flops: int
+
+  @property
+  def dtypes(self) -> tuple[str, str]:
+    """The dtypes of both operands."""
+    left, right = self.operands
+    return left.partition("[")[0], right.partition("[")[0]
+
+  @property
+  def is_half(self) -> bool:
+    """Whether both operands are in a half type: what a tensor core needs."""
+    return all(dtype in HALF for dtype in self.dtypes)
+
+
+def equations(program: ClosedJaxpr | Jaxpr, runs: int = 1) -> Iterator[tuple[Any, int]]:
+  """Yields every equation that does something itself, and how often it runs."""
+  jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+  for eqn in jaxpr.eqns:
+    inner = list(_jaxprs(eqn.params))
+    if not inner:
+      yield eqn, runs
+    length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    for sub in inner:
+      yield from equations(sub, runs * length)
+
+
+def _jaxprs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+  if isinstance(value, (ClosedJaxpr, Jaxpr)):
+    yield value
+  elif isinstance(value, dict):
+    for item in value.values():
+      yield from _jaxprs(item)
+  elif isinstance(value, (tuple, list)):
+    for item in value:
+      yield from _jaxprs(item)
+
+
+def products(program: ClosedJaxpr) -> list[Product]:
+  """Returns the products of floating numbers."""
+  return [
+    _product(eqn, runs)
+    for eqn, runs in equations(program)
+    if eqn.primitive.name in PRODUCTS and _floating(eqn.invars[0]) and _floating(eqn.invars[1])
+  ]
+
+
+def _floating(var: Any) -> bool:
+  return bool(jnp.issubdtype(var.aval.dtype, jnp.floating))
+
+
+def _product(eqn: Any, runs: int) -> Product:
+  left, right = (var.aval for var in eqn.invars[:2])
+  out = eqn.outvars[0].aval
+  name, params = eqn.primitive.name, eqn.params
+  if name == "dot_general":
+    terms = math.prod(left.shape[i] for i in params["dimension_numbers"][0][0])
+  elif name == "conv_general_dilated":
+    features = right.shape[params["dimension_numbers"].rhs_spec[0]]
+    terms = math.prod(right.shape) // features
+  else:
+    numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    terms = math.prod(left.shape[i] for i in numbers[0][0])
+  # What is the same for the same product in another type is its layout; the types are named apart.
+  layout = {k: v for k, v in params.items() if k not in ("preferred_element_type", "out_sharding")}
+  return Product(
+    primitive=name,
+    operands=(_shown(left), _shown(right)),
+    result=_shown(out),
+    layout=str(sorted(layout.items(), key=lambda item: item[0])),
+    flops=2 * math.prod(out.shape) * terms * runs,
+  )
+
+
+def _shown(aval: Any) -> str:
+  return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def half_share(program: ClosedJaxpr) -> float:
+  """Returns the share of the products' FLOPs whose operands are both in a half type."""
+  found = products(program)
+  assert found, "a program without products has no share of them in half"
+  return sum(p.flops for p in found if p.is_half) / sum(p.flops for p in found)
+
+
+def converts(program: ClosedJaxpr) -> collections.Counter[str]:
+  """Returns the casts between floating dtypes, such as "float32->bfloat16", by number of runs."""
+  found: collections.Counter[str] = collections.Counter()
+  for eqn, runs in equations(program):
+    if eqn.primitive.name == "convert_element_type" and _floating(eqn.invars[0]):
+      new = eqn.params["new_dtype"]
+      # A cast to the dtype that is there already only drops a weak type: it costs nothing.
+      if jnp.issubdtype(new, jnp.floating) and new != eqn.invars[0].aval.dtype:
+        found[f"{eqn.invars[0].aval.dtype}->{jnp.dtype(new)}"] += runs
+  return found
+
+
+def dtypes_of(program: ClosedJaxpr, *primitives: str) -> set[str]:
+  """Returns the dtypes of the results of the named primitives."""
+  return {
+    str(var.aval.dtype)
+    for eqn, _ in equations(program)
+    if eqn.primitive.name in primitives
+    for var in eqn.outvars[:1]
+  }
+
+
+def bits(tree: Any) -> list[bytes]:
+  """Returns the bytes of every leaf, with its dtype and shape."""
+  leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+  return [f"{x.dtype}{x.shape}".encode() + x.tobytes() for x in leaves]
+
+
+def error(got: Any, want: Any) -> float:
+  """Returns the largest difference between two trees, over the largest value of all of `want`."""
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  ours = [np.asarray(x, np.float64) for x in jax.tree.leaves(got)]
+  true = [np.asarray(x, np.float64) for x in jax.tree.leaves(want)]
+  # np.max, not max: it hands on NaN.
+  largest = np.max([np.max(np.abs(x)) for x in true])
+  worst = np.max([np.max(np.abs(x - y)) for x, y in zip(ours, true, strict=True)])
+  return float(worst / largest)
