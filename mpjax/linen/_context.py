@@ -151,7 +151,9 @@ def give(
   given = Given(
     policy=parsed,
     rules=parse_rules(rules, f"{where}(rules=...)"),
-    defaults=default_rules() if defaults is None else parse_rules(defaults, f"{where}(defaults=...)"),
+    defaults=default_rules()
+    if defaults is None
+    else parse_rules(defaults, f"{where}(defaults=...)"),
     adapters=added,
     unmatched=unmatched,
   )

@@ -8,6 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax._errors import MpjaxTypeError
@@ -32,7 +33,7 @@ from mpjax.linen._context import (
   module_path,
   resolve,
 )
-from mpjax.linen._params import CastScope, LazyParam, attach
+from mpjax.linen._params import CastScope, LazyParam, attach, is_lazy
 
 # Lifted transforms as they show in a scope's debug path; the first ones hand their body's types on.
 _TRANSPARENT = ("remat", "jit", "map_variables", "fold_rngs", "named_call")
@@ -223,20 +224,14 @@ def _cast_to(dtype: np.dtype[Any]) -> Callable[[PyTree], PyTree]:
     if tree is None or isinstance(tree, (nn.Module, LazyParam, bool, int, str)):
       return tree
     try:
-      leaves = jax.tree.leaves(tree, is_leaf=_is_lazy)
+      leaves = jax.tree.leaves(tree, is_leaf=is_lazy)
     except (TypeError, ValueError):
       return tree  # Not a tree to JAX (keys that do not sort, say): nothing in it is cast.
     if not any(is_floating(x) and x.dtype != dtype for x in leaves):
       return tree  # The same object: static arguments stay equal, containers stay themselves.
-    return jax.tree.map(
-      lambda x: x if _is_lazy(x) else cast_leaf(x, dtype), tree, is_leaf=_is_lazy
-    )
+    return jax.tree.map(lambda x: x if is_lazy(x) else cast_leaf(x, dtype), tree, is_leaf=is_lazy)
 
   return cast
-
-
-def _is_lazy(x: Any) -> bool:
-  return isinstance(x, LazyParam)
 
 
 def _any_complex(call: Any) -> bool:
@@ -253,10 +248,11 @@ def _inherited_dtype(module: nn.Module, active: Active) -> bool:
 
   It was then handed that dtype, where without the policy it would have been handed the other.
   """
-  if not active.own_dtype or active.policy is None:
+  own = getattr(module, "dtype", None)
+  if not active.own_dtype or active.policy is None or own is None:
     return False
   try:
-    return np.dtype(getattr(module, "dtype", None) or "O") == active.policy.compute_dtype
+    return jnp.dtype(own) == active.policy.compute_dtype
   except TypeError:
     return False
 
@@ -317,7 +313,9 @@ def _name_in_errors(
   try:
     return next_fun(*args, **kwargs)
   except TypeError as error:
-    noted = isinstance(error, MpjaxTypeError) or any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+    noted = isinstance(error, MpjaxTypeError) or any(
+      note.startswith(_NOTE) for note in getattr(error, "__notes__", ())
+    )
     if policy is not None and not noted:
       path = module_path(module)
       error.add_note(

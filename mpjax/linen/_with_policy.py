@@ -179,7 +179,7 @@ class PolicyModule:
     trace = functools.partial(self._init_under_policy, rngs, *args, **kwargs)
     try:
       _, ours = jax.eval_shape(trace)
-    except jax.errors.ConcretizationTypeError:
+    except jax.errors.JAXTypeError:
       # The model looks at values while it is initialised: let it.
       _, ours = trace()
     same = jax.tree.structure(plain) == jax.tree.structure(ours)

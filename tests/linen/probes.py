@@ -13,13 +13,13 @@ HALF = ["bfloat16", "float16"]
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
-SEEN: list[tuple[str, str]] = []
+calls: list[tuple[str, str]] = []
 """(module path, dtype of the argument) for each call of a probe, in order of tracing."""
 
 
 def note(module: nn.Module, x: Any) -> Any:
   """Notes the dtype that a module was handed, which is the one that it computes in."""
-  SEEN.append(("/".join(module.path), str(x.dtype)))
+  calls.append(("/".join(module.path), str(x.dtype)))
   return x
 
 
@@ -33,10 +33,10 @@ class Probe(nn.Module):
 
 def seen(fun: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
   """Returns the dtype seen at each path while `fun` is traced; a path seen twice must agree."""
-  SEEN.clear()
+  calls.clear()
   jax.eval_shape(lambda: fun(*args, **kwargs))
   found: dict[str, str] = {}
-  for path, dtype in SEEN:
+  for path, dtype in calls:
     assert found.setdefault(path, dtype) == dtype, f"{path}: {found[path]} and {dtype}"
   return found
 

@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from mpjax.linen._context import ACTIVE, OFF, Active, begin, give
-from tests.linen.probes import KEY, SEEN, X, Probe, note, seen, seen_under
+from tests.linen.probes import KEY, Probe, X, calls, note, seen, seen_under
 
 Rule = mpjax.Rule
 
@@ -299,7 +299,7 @@ def test_a_module_called_twice_matches_each_time():
   wrapped = mpjax.linen.with_policy(model, "bfloat16", [Rule("float16", module=Probe)])
   found = seen(wrapped.apply, variables, X)
   assert found == {"block": "bfloat16", "block/leaf": "float16"}
-  assert len(SEEN) == 4
+  assert len(calls) == 4
 
 
 class Teacher(nn.Module):
@@ -326,9 +326,9 @@ def test_apply_inside_a_forward_pass_inherits():
   model = mpjax.linen.with_policy(
     Holds(Teacher(in_closure=Block)), "bfloat16", [Rule("float16", path="held")]
   )
-  SEEN.clear()
+  calls.clear()
   jax.eval_shape(model.apply, {}, X)
-  assert SEEN == [
+  assert calls == [
     ("", "bfloat16"),
     ("held", "float16"),
     ("", "float16"),
@@ -346,7 +346,7 @@ def test_apply_of_a_named_child_is_at_its_name():
   class Child(nn.Module):
     @nn.compact
     def __call__(self, x):
-      SEEN.append((self.name, str(x.dtype)))
+      calls.append((self.name, str(x.dtype)))
       return x
 
   class Parent(nn.Module):
@@ -357,11 +357,11 @@ def test_apply_of_a_named_child_is_at_its_name():
       return self.child.clone(parent=None).apply({}, x)
 
   for rules, wanted in (([], "bfloat16"), ([Rule("float16", path="child")], "float16")):
-    SEEN.clear()
+    calls.clear()
     jax.eval_shape(
       mpjax.linen.with_policy(Parent(), "bfloat16", rules, unmatched="ignore").apply, {}, X
     )
-    assert SEEN == [("child", wanted)]
+    assert calls == [("child", wanted)]
 
 
 @pytest.mark.case("A98", "A99")
@@ -372,13 +372,13 @@ def test_a_wrapper_inside_a_forward_pass_wins_and_is_undone():
       note(self, x)
       inner = mpjax.linen.with_policy(Block(parent=None), "float16", [Rule("float32", path="leaf")])
       x = inner.apply({}, x)
-      SEEN.append(("handed on", str(x.dtype)))
+      calls.append(("handed on", str(x.dtype)))
       return Probe(name="after")(x)
 
   model = mpjax.linen.with_policy(Mixed(), "bfloat16", [Rule("float32", module=Block)])
-  SEEN.clear()
+  calls.clear()
   jax.eval_shape(model.apply, {}, X)
-  assert SEEN == [
+  assert calls == [
     ("", "bfloat16"),
     ("", "float16"),
     ("leaf", "float32"),

@@ -1,0 +1,626 @@
+"""The policy observed is the one in force: through every cache, scope, exception and thread."""
+
+import contextlib
+import functools
+import threading
+
+import chex
+import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax.linen._context import ACTIVE
+from tests.errors import check_error
+from tests.linen.probes import KEY, Probe, X, calls, note, seen, text
+
+Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
+POLICIES = ["float32", "bfloat16", "float16", None]
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", None: "float32"}
+
+
+class Plain(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(2)(x)
+
+
+class JitMethod(nn.Module):
+  @nn.jit
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(2)(x)
+
+
+class JitClass(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.jit(Plain)()(x)
+
+
+@jax.jit
+def inner_product(x, kernel):
+  return x @ kernel
+
+
+class InnerJit(nn.Module):
+  """Calls a jitted function of its own, which knows nothing of policies."""
+
+  @nn.compact
+  def __call__(self, x):
+    kernel = self.param("kernel", nn.initializers.ones, (x.shape[-1], 2))
+
+    @jax.jit
+    def dense(x):
+      return nn.Dense(2, parent=None).apply({"params": {"kernel": kernel, "bias": kernel[0]}}, x)
+
+    return inner_product(x, kernel) + dense(x)
+
+
+MODELS = {cls.__name__: cls() for cls in (Plain, JitMethod, JitClass, InnerJit)}
+
+
+@functools.cache
+def variables_of(name):
+  return MODELS[name].init(KEY, X)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request):
+  name = request.param
+  return MODELS[name], variables_of(name)
+
+
+def by_hand(name, policy):
+  """Returns what a model gives under a policy, computed without mpjax: dtypes written by hand."""
+  dtype = jnp.dtype(DTYPES[policy])
+  params, x = variables_of(name)["params"], X.astype(dtype)
+  if name == "InnerJit":
+    kernel = params["kernel"].astype(dtype)
+    return x @ kernel + (x @ kernel + kernel[0])
+  params = params["JitPlain_0"] if name == "JitClass" else params
+  return nn.Dense(2, dtype=dtype).apply({"params": params["Dense_0"]}, x)
+
+
+@pytest.fixture(scope="module")
+def wanted(case):
+  (name,) = (name for name, model in MODELS.items() if model is case[0])
+  return {policy: by_hand(name, policy) for policy in POLICIES}
+
+
+def equal(found, wanted):
+  assert found.dtype == wanted.dtype
+  np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+ROUND = [*POLICIES, *reversed(POLICIES), "bfloat16", "float32", "float16"]
+
+
+@pytest.mark.case("B066")
+def test_the_results_differ_so_that_a_stale_one_would_show(wanted):
+  values = {np.asarray(wanted[p], np.float32).tobytes() for p in ("float32", "bfloat16", "float16")}
+  assert len(values) == 3
+
+
+@pytest.mark.case("B066", "B149")
+def test_wrappers_in_turn_through_one_jitted_function(case, wanted):
+  model, variables = case
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def forward(model, variables):
+    return model.apply(variables, X)
+
+  for policy in ROUND:
+    # The wrapper is made anew each time: equal ones are one program.
+    equal(forward(with_policy(model, policy), variables), wanted[policy])
+  assert forward._cache_size() == len(POLICIES)
+
+
+@pytest.mark.case("B066", "B149")
+def test_scopes_in_turn_around_one_jitted_function(case, wanted):
+  """Interceptors alone would be ignored by a function that was compiled before."""
+  model, variables = case
+  forward = jax.jit(model.apply)
+  for policy in ROUND:
+    with scope(policy) if policy else contextlib.nullcontext():
+      equal(forward(variables, X), wanted[policy])
+      equal(model.apply(variables, X), wanted[policy])
+    equal(forward(variables, X), wanted[None])
+    equal(model.apply(variables, X), wanted[None])
+
+
+@pytest.mark.case("B068", "B066")
+def test_a_scope_inside_a_jitted_function(case, wanted):
+  model, variables = case
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def forward(policy, variables):
+    with scope(policy):
+      inside = model.apply(variables, X)
+    return inside, model.apply(variables, X)
+
+  for policy in ("bfloat16", "float16", "float32", "bfloat16"):
+    inside, after = forward(policy, variables)
+    equal(inside, wanted[policy])
+    equal(after, wanted[None])
+    equal(model.apply(variables, X), wanted[None])
+
+
+@pytest.mark.case("B068", "A89")
+def test_a_scope_left_by_an_exception(case, wanted):
+  model, variables = case
+  forward = jax.jit(model.apply)
+  with scope("bfloat16"):
+    for _ in range(2):
+      with contextlib.suppress(ZeroDivisionError), scope("float16"):
+        equal(forward(variables, X), wanted["float16"])
+        raise ZeroDivisionError
+      equal(forward(variables, X), wanted["bfloat16"])
+  equal(forward(variables, X), wanted[None])
+
+
+class Fails(nn.Module):
+  """Raises on the way, as a shape error in the middle of a model does."""
+
+  @nn.compact
+  def __call__(self, x, fail):
+    x = nn.Dense(2, name="first")(x)
+    if fail:
+      raise ZeroDivisionError
+    return nn.Dense(2, name="last")(x)
+
+
+@pytest.mark.case("B068", "A89")
+def test_a_model_that_raises_leaves_nothing_behind():
+  model = Fails()
+  variables = model.init(KEY, X, False)
+  policied = with_policy(model, "float16")
+  before = policied.apply(variables, X, False)
+  for call in (policied.apply, jax.jit(policied.apply, static_argnums=2)):
+    with pytest.raises(ZeroDivisionError):
+      call(variables, X, True)
+    assert ACTIVE.value is None
+    assert model.apply(variables, X, False).dtype == jnp.float32
+    equal(call(variables, X, False), before)
+
+
+@pytest.mark.case("B067", "A104", "I9")
+def test_another_thread_sees_no_scope(case, wanted):
+  model, variables = case
+  forward = jax.jit(model.apply)
+  found = {}
+
+  def elsewhere():
+    found["default"] = forward(variables, X)
+    with scope("float16"):
+      found["own"] = forward(variables, X)
+    found["wrapper"] = with_policy(model, "float16").apply(variables, X)
+    found["after"] = forward(variables, X)
+
+  with scope("bfloat16"):
+    before = forward(variables, X)
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    after = forward(variables, X)
+  equal(before, wanted["bfloat16"])
+  equal(found["default"], wanted[None])
+  equal(found["own"], wanted["float16"])
+  equal(found["wrapper"], wanted["float16"])
+  equal(found["after"], wanted[None])
+  equal(after, wanted["bfloat16"])
+
+
+@pytest.mark.case("B067")
+def test_threads_at_the_same_time():
+  model, variables = MODELS["Plain"], variables_of("Plain")
+  wanted = {policy: by_hand("Plain", policy) for policy in POLICIES}
+  forward = jax.jit(model.apply)
+  start, failures = threading.Barrier(4), []
+
+  def work(policy):
+    try:
+      start.wait(30)
+      for _ in range(20):
+        with scope(policy) if policy else contextlib.nullcontext():
+          equal(forward(variables, X), wanted[policy])
+          equal(model.apply(variables, X), wanted[policy])
+    except BaseException as error:
+      failures.append((policy, error))
+
+  threads = [threading.Thread(target=work, args=(policy,)) for policy in POLICIES]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert not failures
+
+
+class TwoPlaces(nn.Module):
+  """Two equal modules, which only a path tells apart, compiled as one by `nn.jit`."""
+
+  cls: type
+
+  @nn.compact
+  def __call__(self, x):
+    x = self.cls(name="one")(x)
+    return self.cls(name="two")(x)
+
+
+class JitNoted(nn.Module):
+  @nn.jit
+  @nn.compact
+  def __call__(self, x):
+    note(self, x)
+    return nn.Dense(3)(x)
+
+
+class Noted(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    note(self, x)
+    return nn.Dense(3)(x)
+
+
+@pytest.mark.case("B095", "B066")
+@pytest.mark.parametrize("cls", [JitNoted, nn.jit(Noted)], ids=["method", "class"])
+@pytest.mark.parametrize(
+  ("rules", "wanted"),
+  [
+    ([], ("bfloat16", "bfloat16")),
+    ([Rule("float16", path="one")], ("float16", "bfloat16")),
+    ([Rule("float16", path="two")], ("bfloat16", "float16")),
+    ([Rule("float16", where=lambda m: "two" in m.path)], ("bfloat16", "float16")),
+    ([Rule(None, path="two/**")], ("bfloat16", None)),
+    (
+      [Rule("float32", path="one/Dense_0"), Rule("float16", path="two/Dense_0")],
+      ("float32", "float16"),
+    ),
+  ],
+)
+def test_equal_modules_at_two_places_under_nn_jit(cls, rules, wanted):
+  model = TwoPlaces(cls)
+  variables = model.init(KEY, X)
+  for _ in range(2):
+    program = jax.make_jaxpr(with_policy(model, "mixed_bfloat16", rules).apply)(variables, X)
+    found = [str(dtype) for dtype in product_dtypes(program.jaxpr)]
+    # An exempt module promotes what it is handed with its float32 parameters.
+    assert found == [dtype or "float32" for dtype in wanted]
+
+
+def product_dtypes(jaxpr):
+  """Yields the operand dtype of each product, in order; both operands must have it."""
+  for eqn in jaxpr.eqns:
+    for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+      if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+        yield from product_dtypes(getattr(inner, "jaxpr", inner))
+    if eqn.primitive.name == "dot_general":
+      left, right = (var.aval.dtype for var in eqn.invars)
+      assert left == right
+      yield left
+
+
+def test_1000_steps_trace_once():
+  model = with_policy(Plain(), "mixed_bfloat16")
+  params = model.init(KEY, X)
+  tx = optax.sgd(0.1)
+
+  @jax.jit
+  @chex.assert_max_traces(n=1)
+  def step(params, state):
+    grads = jax.grad(lambda params: jnp.mean(model.apply(params, X) ** 2))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(params)
+  for _ in range(1000):
+    params, state = step(params, state)
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
+
+
+@pytest.mark.case("B066")
+def test_1000_scopes_trace_once():
+  """Equal policies are one program: the key is the value, not the object."""
+  traces = []
+
+  @jax.jit
+  def forward(variables):
+    traces.append(ACTIVE.value)
+    return Plain().apply(variables, X)
+
+  variables = variables_of("Plain")
+  for _ in range(1000):
+    rules = [Rule("float32", path="Dense_*"), Rule(None, module=Probe)]
+    with scope("mixed_bfloat16", rules):
+      forward(variables)
+  assert len(traces) == 1
+
+
+@pytest.mark.case("B149")
+def test_a_policy_changed_in_the_middle_of_a_run():
+  tx, traces = optax.adam(0.1), []
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def step(model, params, state):
+    traces.append(model)
+    grads = jax.grad(lambda params: jnp.mean(model.apply(params, X) ** 2))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = Plain().init(KEY, X)
+  state = tx.init(params)
+  shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (params, state))
+  for policy in ["mixed_bfloat16"] * 3 + ["mixed_float16"] * 3 + ["mixed_bfloat16"] * 2:
+    params, state = step(with_policy(Plain(), policy), params, state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), (params, state)) == shapes
+  assert len(traces) == 2
+
+
+@pytest.mark.case("A79")
+def test_changed_weights_are_seen():
+  model = with_policy(Plain(), "bfloat16")
+  train, evaluate = (jax.jit(model.apply) for _ in range(2))
+  weights = variables_of("Plain")
+  doubled = jax.tree.map(lambda x: 2 * x, weights)
+  dense = nn.Dense(2, dtype=jnp.bfloat16)
+  one, two = (
+    dense.apply({"params": w["params"]["Dense_0"]}, X.astype(jnp.bfloat16))
+    for w in (weights, doubled)
+  )
+  assert not np.array_equal(one, two)
+  for forward in (train, evaluate, train):
+    equal(forward(weights, X), one)
+    equal(forward(doubled, X), two)
+    equal(forward(weights, X), one)
+
+
+@pytest.mark.case("B079")
+def test_the_policy_of_the_lowering_stays_with_what_was_compiled():
+  model, variables = MODELS["Plain"], variables_of("Plain")
+  with scope("bfloat16"):
+    wanted = model.apply(variables, X)
+    lowered = jax.jit(model.apply).lower(variables, X)
+    exported = jax.export.export(jax.jit(model.apply))(variables, X)
+  with scope("float16"):
+    assert lowered.out_info.dtype == jnp.bfloat16
+    equal(lowered.compile()(variables, X), wanted)
+    equal(exported.call(variables, X), wanted)
+  equal(lowered.compile()(variables, X), wanted)
+  with scope("float16"):
+    assert jax.jit(model.apply).lower(variables, X).out_info.dtype == jnp.float16
+
+
+class SignGrad(nn.Module):
+  """Replaces the gradients of a layer by their signs, as Flax's manual does."""
+
+  @nn.compact
+  def __call__(self, x):
+    def body(module, x):
+      return module(x)
+
+    def forward(module, x):
+      return nn.vjp(body, module, x)
+
+    def backward(pullback, cotangent):
+      calls.append(("backward", str(cotangent.dtype)))
+      params, *inputs = pullback(cotangent)
+      return jax.tree.map(jnp.sign, params), *inputs
+
+    x = nn.Dense(3, name="first")(x)
+    x = nn.custom_vjp(body, forward_fn=forward, backward_fn=backward)(nn.Dense(3, name="sign"), x)
+    return nn.Dense(2, name="last")(x)
+
+
+@pytest.mark.case("A72")
+@pytest.mark.parametrize("way", ["wrapper", "scope", "scope around jit"])
+def test_a_custom_backward_of_linen_runs_as_its_forward_did(way):
+  """Also when it is traced after the scope was left, or inside another one."""
+  model = SignGrad()
+  variables = model.init(KEY, X)
+  apply = with_policy(model, "bfloat16").apply if way == "wrapper" else model.apply
+  apply = jax.jit(apply) if "jit" in way else apply
+  with scope("bfloat16") if way.startswith("scope") else contextlib.nullcontext():
+    out, pullback = jax.vjp(apply, variables, X)
+    inside = pullback(jnp.ones_like(out))
+  assert out.dtype == jnp.bfloat16
+  calls.clear()
+  after = pullback(jnp.ones_like(out))
+  with scope("float16"):
+    in_another = pullback(jnp.ones_like(out))
+  assert {dtype for _, dtype in calls} == {"bfloat16"}
+  for found in (inside, after, in_another):
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(found))
+    jax.tree.map(np.testing.assert_array_equal, found, inside)
+  signs = inside[0]["params"]["sign"]
+  assert {abs(float(v)) for leaf in jax.tree.leaves(signs) for v in leaf.ravel()} <= {0.0, 1.0}
+  # What is in front of it gets its gradients through a half layer.
+  assert np.any(inside[0]["params"]["first"]["kernel"])
+
+
+@pytest.mark.case("A72")
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_custom_backward_of_jax_around_a_policied_model(jit):
+  """It calls the model again, after the forward pass, and inside the scope of another policy."""
+  model = with_policy(Plain(), "bfloat16")
+  variables = variables_of("Plain")
+
+  @jax.custom_vjp
+  def forward(variables, x):
+    return model.apply(variables, x)
+
+  def backward(residuals, cotangent):
+    out, pullback = jax.vjp(model.apply, *residuals)
+    calls.append(("backward", str(out.dtype)))
+    return pullback(cotangent)
+
+  forward.defvjp(lambda *args: (forward(*args), args), backward)
+  wanted = jax.grad(lambda v: model.apply(v, X).sum().astype(jnp.float32))(variables)
+  loss = jax.jit(forward) if jit else forward
+  calls.clear()
+  out, pullback = jax.vjp(lambda v: loss(v, X), variables)
+  with scope("float16"):
+    (found,) = pullback(jnp.ones_like(out))
+  assert out.dtype == jnp.bfloat16
+  assert {dtype for _, dtype in calls} == {"bfloat16"}
+  assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(found))
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.case("A99")
+def test_a_scope_inside_a_running_call_is_refused():
+  class Enters(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      note(self, x)
+      with scope("float32"):
+        return Probe()(x)
+
+  # Without a policy there is nothing that it would change.
+  assert seen(Enters().apply, {}, X) == {"": "float32", "Probe_0": "float32"}
+  for rules in ([], [Rule("float16", path="**")]):
+    with pytest.raises(RuntimeError) as excinfo:
+      with_policy(Enters(), "bfloat16", rules).apply({}, X)
+    check_error(
+      excinfo,
+      where="mpjax.linen.policy_scope(policy)",
+      expected="outside of a forward pass",
+      got="a module that is running already, under the policy 'params=",
+      fix="Pick submodules out with mpjax.Rule",
+      builtin=RuntimeError,
+    )
+    assert ACTIVE.value is None
+
+
+@pytest.mark.case("A99")
+def test_a_scope_entered_in_a_call_and_never_left_ends_with_the_call():
+  entered = []
+
+  class Enters(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = Probe(name="before")(x)
+      entered.append(with_policy(Probe(parent=None), "float16").apply({}, x).dtype)
+      return Probe(name="after")(x)
+
+  found = seen(with_policy(Enters(), "bfloat16").apply, {}, X)
+  assert entered == [jnp.float16]
+  assert found == {"before": "bfloat16", "": "float16", "after": "bfloat16"}
+
+
+def held(policy):
+  with scope(policy):
+    yield
+
+
+@pytest.mark.case("B068", "I9")
+def test_scopes_held_by_generators():
+  model, variables = MODELS["Plain"], variables_of("Plain")
+  pairs = zip(held("bfloat16"), held("float16"), strict=False)
+  next(pairs)
+  assert model.apply(variables, X).dtype == jnp.float16
+  with pytest.raises(StopIteration):
+    next(pairs)  # The first generator ends; the second is left where it is until it is collected.
+  del pairs
+  assert model.apply(variables, X).dtype == jnp.float32
+  assert ACTIVE.value is None
+  with scope("bfloat16"):
+    assert model.apply(variables, X).dtype == jnp.bfloat16
+
+
+@pytest.mark.case("B067")
+def test_a_generator_that_ends_in_another_thread():
+  model, variables = MODELS["Plain"], variables_of("Plain")
+  generator = held("bfloat16")
+  next(generator)
+  thread = threading.Thread(target=generator.close)
+  thread.start()
+  thread.join()
+  # The thread that entered it notices when it next enters or leaves a scope.
+  with scope("float16"):
+    assert model.apply(variables, X).dtype == jnp.float16
+  assert model.apply(variables, X).dtype == jnp.float32
+  assert ACTIVE.value is None
+
+
+JITTED = {name: jax.jit(model.apply) for name, model in MODELS.items()}
+OPERATIONS = st.one_of(
+  st.tuples(st.just("enter"), st.sampled_from(POLICIES)),
+  st.tuples(st.just("leave"), st.integers(0, 3)),
+  st.tuples(st.just("raise"), st.sampled_from(POLICIES)),
+  st.tuples(st.just("call"), st.just("Plain")),
+  st.tuples(st.just("jit"), st.sampled_from(list(MODELS))),
+  st.tuples(st.just("wrapper"), st.sampled_from(POLICIES)),
+  st.tuples(st.just("thread"), st.sampled_from(POLICIES)),
+)
+
+
+@pytest.mark.case("I9", "B066", "B067", "B068", "A89", "A104")
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(operations=st.lists(OPERATIONS, min_size=3, max_size=10))
+def test_random_sequences(operations):
+  """The oracle is a list of the policies that were entered and not yet left."""
+  in_force, open_scopes = [], []
+
+  def observe(name, jit=False):
+    call = JITTED[name] if jit else MODELS[name].apply
+    return str(call(variables_of(name), X).dtype)
+
+  try:
+    for kind, value in operations:
+      now = DTYPES[in_force[-1]] if in_force else "float32"
+      if kind == "enter":
+        in_force.append(value)
+        open_scopes.append(held(value))
+        next(open_scopes[-1])
+      elif kind == "leave" and in_force:
+        # Not always the innermost: generators end in any order.
+        place = max(0, len(in_force) - 1 - value)
+        del in_force[place]
+        open_scopes.pop(place).close()
+      elif kind == "raise":
+        with contextlib.suppress(ZeroDivisionError), scope(value):
+          assert observe("Plain", jit=True) == DTYPES[value]
+          raise ZeroDivisionError
+      elif kind == "call":
+        assert observe(value) == now
+      elif kind == "jit":
+        assert observe(value, jit=True) == now
+      elif kind == "wrapper":
+        model = with_policy(MODELS["Plain"], value)
+        assert str(model.apply(variables_of("Plain"), X).dtype) == DTYPES[value]
+      elif kind == "thread":
+        found = []
+
+        def elsewhere(policy=value, found=found):
+          found.append(observe("Plain", jit=True))
+          with scope(policy):
+            found.append(observe("Plain", jit=True))
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert found == ["float32", DTYPES[value]]
+      now = DTYPES[in_force[-1]] if in_force else "float32"
+      assert observe("Plain", jit=True) == now
+  finally:
+    while open_scopes:
+      open_scopes.pop().close()
+  assert ACTIVE.value is None
+  assert observe("Plain") == "float32"
+
+
+@pytest.mark.case("B066")
+def test_programs_are_those_of_their_policy_and_of_no_other():
+  model, variables = MODELS["JitClass"], variables_of("JitClass")
+  plain = text(model.apply, variables, X)
+  with scope("bfloat16"):
+    half = text(model.apply, variables, X)
+  assert text(model.apply, variables, X) == plain
+  assert half != plain
+  assert text(with_policy(model, "bfloat16").apply, variables, X) == half
