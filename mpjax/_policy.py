@@ -30,7 +30,7 @@ _KEYS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, init=False)
 class Policy:
   """The dtypes of a module: of its parameters, of its computation, of what it hands on.
 
@@ -57,18 +57,28 @@ class Policy:
   True
   """
 
-  param_dtype: DTypeLike = "float32"
-  compute_dtype: DTypeLike = "float32"
-  output_dtype: DTypeLike | None = None
-  weight_grad_dtype: DTypeLike | None = None
+  param_dtype: np.dtype[Any]
+  compute_dtype: np.dtype[Any]
+  output_dtype: np.dtype[Any] | None
+  weight_grad_dtype: np.dtype[Any] | None
 
-  def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):
-      value, where = getattr(self, field.name), f"mpjax.Policy({field.name}=...)"
-      if value is None and field.default is None:
-        continue
+  def __init__(
+    self,
+    *,
+    param_dtype: DTypeLike = "float32",
+    compute_dtype: DTypeLike = "float32",
+    output_dtype: DTypeLike | None = None,
+    weight_grad_dtype: DTypeLike | None = None,
+  ) -> None:
+    given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
+    optional = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype}
+    for name in optional:
+      object.__setattr__(self, name, None)
+    given.update({name: value for name, value in optional.items() if value is not None})
+    for name, value in given.items():
+      where = f"mpjax.Policy({name}=...)"
       dtype = parse_dtype(value, where)
-      if is_float8(dtype) and field.name != "param_dtype":
+      if is_float8(dtype) and name != "param_dtype":
         raise MpjaxTypeError(
           message(
             where,
@@ -77,7 +87,7 @@ class Policy:
             fix="8-bit formats need a scale for each tensor; here they can only be stored.",
           )
         )
-      object.__setattr__(self, field.name, dtype)
+      object.__setattr__(self, name, dtype)
 
   @classmethod
   def parse(cls, policy: "PolicyLike") -> "Policy":

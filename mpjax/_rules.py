@@ -141,9 +141,7 @@ def _glob_matches(glob: tuple[str, ...], names: tuple[str, ...]) -> bool:
   if glob[0] == "**":
     return any(_glob_matches(glob[1:], names[i:]) for i in range(len(names) + 1))
   return (
-    bool(names)
-    and fnmatch.fnmatchcase(names[0], glob[0])
-    and _glob_matches(glob[1:], names[1:])
+    bool(names) and fnmatch.fnmatchcase(names[0], glob[0]) and _glob_matches(glob[1:], names[1:])
   )
 
 
@@ -188,8 +186,8 @@ def unmatched_error(rule: Rule, paths: Sequence[str], classes: Sequence[str]) ->
     near = f"The model's classes: {', '.join(sorted(set(classes)))}."
   else:
     # What a predicate looks for is unknown: the model's own paths are the best there is to show.
-    sought = "" if rule.path is None else getattr(rule.path, "pattern", rule.path)
-    shown = nearest(sought, set(paths)) if rule.path is not None else sorted(set(paths))[:3]
+    sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
+    shown = sorted(set(paths))[:3] if sought is None else nearest(sought, set(paths))
     near = f"The nearest module paths: {', '.join(repr(p) for p in shown)}."
   return UnmatchedRuleError(
     message(

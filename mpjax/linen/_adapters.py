@@ -156,9 +156,7 @@ def keep_carry_inputs(module: nn.Module, method: str, call: Call, cast: Cast) ->
   return (*args[:1], *(cast(x) for x in args[1:])), kept
 
 
-def keep_carry_outputs(
-  module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast
-) -> Any:
+def keep_carry_outputs(module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast) -> Any:
   """Returns `(carry, outputs)` with the carry in the dtypes it came in and the outputs cast."""
   args, kwargs = call
   if method != "__call__" or not (isinstance(outputs, tuple) and len(outputs) == 2):

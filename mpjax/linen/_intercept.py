@@ -14,13 +14,11 @@ import numpy as np
 from mpjax._errors import MpjaxTypeError
 from mpjax._policy import Policy
 from mpjax._rules import first_match
-from mpjax._tree import cast_floating, cast_leaf, is_floating
+from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
 from mpjax.linen._adapters import (
   Adapter,
   find_adapter,
-  keep_carry_inputs,
-  keep_carry_outputs,
   like,
 )
 from mpjax.linen._context import (

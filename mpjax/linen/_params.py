@@ -41,7 +41,9 @@ class CastScope(Scope):
       value = _like_stored(value, super().get_variable(col, name))
     super().put_variable(col, name, value)
 
-  def param(self, name: str, init_fn: Any, *init_args: Any, unbox: bool = True, **kwargs: Any) -> Any:
+  def param(
+    self, name: str, init_fn: Any, *init_args: Any, unbox: bool = True, **kwargs: Any
+  ) -> Any:
     """Returns a parameter, cast to the dtype it is used in; creates it as without a policy."""
     active = _policied()
     if active is None or active.policy is None:
@@ -133,18 +135,23 @@ def _lazy(tree: PyTree, active: Active) -> PyTree:
     pending = is_floating(x) and x.dtype != active.use_dtype
     return LazyParam(x, _Name(path[-1] if path else None)) if pending else x
 
-  return jax.tree_util.tree_map_with_path(
-    box, tree, is_leaf=lambda x: isinstance(x, LazyParam)
-  )
+  return jax.tree_util.tree_map_with_path(box, tree, is_leaf=is_lazy)
+
+
+def is_lazy(x: Any) -> bool:
+  """Whether `x` is a `LazyParam`: to be passed as `is_leaf`."""
+  return isinstance(x, LazyParam)
 
 
 def strip(tree: PyTree) -> PyTree:
-  """Returns `tree` with the stored array in place of every `LazyParam`."""
-  return jax.tree.map(
-    lambda x: x.stored if isinstance(x, LazyParam) else x,
-    tree,
-    is_leaf=lambda x: isinstance(x, LazyParam),
-  )
+  """Returns `tree` with the stored array in place of every `LazyParam`; itself if it has none."""
+  try:
+    leaves = jax.tree.leaves(tree, is_leaf=is_lazy)
+  except (TypeError, ValueError):
+    return tree  # No tree to JAX (keys that do not sort, say).
+  if not any(map(is_lazy, leaves)):
+    return tree
+  return jax.tree.map(lambda x: x.stored if is_lazy(x) else x, tree, is_leaf=is_lazy)
 
 
 @dataclasses.dataclass(frozen=True)
