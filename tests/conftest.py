@@ -43,7 +43,10 @@ _FLAGS = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Leaves out tests marked `gpu` where there is no GPU."""
+  """Leaves out tests marked `gpu` where there is no GPU, and refuses ids that change by process."""
+  changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
+  if changing:
+    raise pytest.UsageError(f"an address is part of these ids, give ids=: {changing}")
   if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":
     for item in items:
       if item.get_closest_marker("gpu"):

@@ -134,7 +134,11 @@ def test_dtypes_that_are_not_floating_are_refused(value, name):
 
 
 @pytest.mark.case("A102")
-@pytest.mark.parametrize("value", [3, object(), ["float32"], b"float32x"], ids=repr)
+@pytest.mark.parametrize(
+  "value",
+  [3, object(), ["float32"], b"float32x"],
+  ids=["int", "object", "list", "bytes"],
+)
 def test_what_is_no_dtype_at_all_is_refused(value):
   with pytest.raises(TypeError) as excinfo:
     parse_dtype(value, WHERE)
