@@ -1,0 +1,110 @@
+"""Runs Flax's own Linen tests under policies, and compares with how they end without one.
+
+    make flax-suite
+
+The tests come from the source distribution of the Flax that is installed, which pip fetches. Each
+scope runs in a process of its own, two at a time (about 10 minutes on 2 cores). The exit status is
+0 if
+
+- under a scope that casts nothing, each test ends as it does without a scope; and
+- under `mixed_bfloat16`, each test that passes without a scope passes too, or fails on an assertion
+  (of a dtype, a tolerance, an exact value, a table, a count), or is listed below with the reason.
+"""
+
+import concurrent.futures
+import importlib.metadata
+import json
+import pathlib
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = pathlib.Path(__file__).parents[2]
+CACHE = ROOT / ".cache" / "flax_suite"
+
+LISTED: dict[str, str] = {}
+"""Test (without its file's folders): why it may end in another exception under a half policy."""
+
+Outcomes = dict[str, dict[str, str]]
+
+
+def sources() -> pathlib.Path:
+  """Returns the folder of Flax's source distribution, fetched on first use."""
+  version = importlib.metadata.version("flax")
+  folder = CACHE / f"flax-{version}"
+  if not folder.exists():
+    CACHE.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--no-binary", "flax", "--dest", str(CACHE), f"flax=={version}"]
+    subprocess.run(command, check=True)
+    with tarfile.open(CACHE / f"flax-{version}.tar.gz") as archive:
+      archive.extractall(CACHE, filter="data")
+  return folder
+
+
+def run(scope: str, folder: pathlib.Path) -> Outcomes:
+  """Returns how each of Flax's Linen tests ends inside `scope`."""
+  out = CACHE / f"{scope}.json"
+  out.unlink(missing_ok=True)
+  command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.flax_suite.in_scope"]
+  command += [f"--scope={scope}", f"--outcomes={out}", f"--rootdir={folder}", "-c", "/dev/null"]
+  # The path by name: Flax's own tests import each other's helpers from `tests`.
+  command += ["-p", "no:cacheprovider", "-W", "ignore", "-o", "python_files=*_test.py"]
+  command += ["--import-mode=importlib", str(folder / "tests" / "linen")]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  if not out.exists():
+    sys.exit(f"pytest inside {scope!r} wrote no outcomes:\n{done.stdout[-3000:]}\n{done.stderr}")
+  return json.loads(out.read_text())
+
+
+def main() -> int:
+  """Runs the three scopes, prints a table and what is wrong; returns the exit status."""
+  console = Console()
+  folder = sources()
+  scopes = ("none", "nothing", "mixed_bfloat16")
+  with console.status(f"Running the Linen tests of {folder.name} three times …"):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+      results = dict(zip(scopes, pool.map(lambda scope: run(scope, folder), scopes), strict=True))
+
+  table = Table("scope", "passed", "skipped", "failed on an assertion", "listed", "other")
+  plain, nothing, half = (results[scope] for scope in scopes)
+  for scope, outcomes in results.items():
+    kinds = Counter(kind(test, outcome) for test, outcome in outcomes.items())
+    table.add_row(
+      scope, *(str(kinds[k]) for k in ("passed", "skipped", "assertion", "listed", "other"))
+    )
+  console.print(table)
+
+  differing = [t for t in plain if plain[t]["outcome"] != nothing.get(t, {}).get("outcome")]
+  other = [t for t in half if plain[t]["outcome"] == "passed" and kind(t, half[t]) == "other"]
+  stale = [name for name in LISTED if not any(t.endswith(name) for t in half)]
+  for title, tests, outcomes in (
+    ("Not as without a scope, though nothing is cast", differing, nothing),
+    ("Under mixed_bfloat16, an exception that is no assertion", other, half),
+  ):
+    for test in tests:
+      console.print(
+        f"[red]{title}:[/] {test}\n  {outcomes.get(test, {}).get('error')}: "
+        f"{outcomes.get(test, {}).get('text', '')[:300]}",
+        highlight=False,
+      )
+  for name in stale:
+    console.print(f"[red]Listed, but no such test:[/] {name}")
+  return int(bool(differing or other or stale))
+
+
+def kind(test: str, outcome: dict[str, str]) -> str:
+  """Returns "passed", "skipped", "assertion", "listed" or "other"."""
+  if outcome["outcome"] != "failed":
+    return outcome["outcome"]
+  if outcome["error"] == "AssertionError":
+    return "assertion"
+  return "listed" if any(test.endswith(name) for name in LISTED) else "other"
+
+
+if __name__ == "__main__":
+  sys.exit(main())
