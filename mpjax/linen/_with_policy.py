@@ -175,13 +175,14 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    plain = self._plain_init(rngs, *args, **kwargs)
-    trace = functools.partial(self._init_under_policy, rngs, *args, **kwargs)
+    plain, visits = self._plain_init(rngs, *args, **kwargs), Visits()
+    trace = functools.partial(self._init_under_policy, visits, rngs, *args, **kwargs)
     try:
       _, ours = jax.eval_shape(trace)
-    except jax.errors.JAXTypeError:
+    except jax.errors.ConcretizationTypeError:
       # The model looks at values while it is initialised: let it.
       _, ours = trace()
+    self._check_rules(visits)
     same = jax.tree.structure(plain) == jax.tree.structure(ours)
     return _cast_like(plain, ours) if same else self._merge(plain, trace()[1])
 
@@ -196,8 +197,9 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    plain = self._plain_init(rngs, *args, **kwargs)
-    outputs, ours = self._init_under_policy(rngs, *args, **kwargs)
+    plain, visits = self._plain_init(rngs, *args, **kwargs), Visits()
+    outputs, ours = self._init_under_policy(visits, rngs, *args, **kwargs)
+    self._check_rules(visits)
     return outputs, self._merge(plain, ours)
 
   def lazy_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,8 +215,10 @@ class PolicyModule:
     """
     with activate(OFF):
       plain = self.module.lazy_init(rngs, *args, **kwargs)
-    with self._checked_rules() as visits, activate(begin(self.given, visits)):
+    visits = Visits()
+    with activate(begin(self.given, visits)):
       ours = self.module.lazy_init(rngs, *args, **kwargs)
+    self._check_rules(visits)
     return self._merge(plain, ours)
 
   def bind(self, variables: Any, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
@@ -238,8 +242,11 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    with self._checked_rules() as visits, activate(begin(self.given, visits)):
-      return self.module.tabulate(rngs, *args, **kwargs)
+    visits = Visits()
+    with activate(begin(self.given, visits)):
+      table = self.module.tabulate(rngs, *args, **kwargs)
+    self._check_rules(visits)
+    return table
 
   def clone(self, **updates: Any) -> "PolicyModule":
     """Returns the model with other fields, under the same policy.
@@ -273,7 +280,7 @@ class PolicyModule:
         f"{type(self.module).__name__} under mpjax.linen.with_policy: {call}",
         expected="a call of apply, init or bind on the wrapped root model",
         got="a wrapped model used as a submodule, or called without variables",
-        fix="Wrap the root and pick submodules out with mpjax.Rule; call model.apply(variables, x).",
+        fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",
       )
     )
 
@@ -281,15 +288,14 @@ class PolicyModule:
     with activate(OFF):
       return self.module.init(rngs, *args, **kwargs)
 
-  def _init_under_policy(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    with self._checked_rules() as visits, activate(begin(self.given, visits)):
+  def _init_under_policy(
+    self, visits: Visits, rngs: Any, *args: Any, **kwargs: Any
+  ) -> tuple[Any, Any]:
+    with activate(begin(self.given, visits)):
       return strip(self.module.init_with_output(rngs, *args, **kwargs))
 
-  @contextlib.contextmanager
-  def _checked_rules(self) -> Iterator[Visits]:
-    """Notes the modules that are passed inside, and then looks for rules that matched none."""
-    visits = Visits()
-    yield visits
+  def _check_rules(self, visits: Visits) -> None:
+    """Looks for rules that picked out none of the modules passed."""
     if self.given.unmatched == "ignore":
       return
     for rule in self.given.rules:
@@ -297,7 +303,7 @@ class PolicyModule:
         error = unmatched_error(rule, tuple(visits.classes), tuple(visits.classes.values()))
         if self.given.unmatched == "raise":
           raise error
-        warnings.warn(str(error), stacklevel=4)
+        warnings.warn(str(error), stacklevel=3)
 
   def _merge(self, plain: Any, ours: Any) -> Any:
     """Returns `ours` with the parameters that the model makes without a policy."""

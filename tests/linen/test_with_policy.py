@@ -1,0 +1,679 @@
+"""The wrapper and the scope: what users call, and what comes back."""
+
+import copy
+import functools
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import FrozenDict, freeze
+
+import mpjax
+from tests.errors import check_error
+from tests.linen.probes import HALF, KEY, Probe, X, dtypes, note, text
+from tests.programs import bits
+
+Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+
+
+class Net(nn.Module):
+  """Parameters, statistics and dropout; several public methods."""
+
+  features: int = 4
+
+  def setup(self):
+    self.encoder = nn.Dense(self.features)
+    self.norm = nn.BatchNorm(use_running_average=True)
+    self.dropout = nn.Dropout(0.5)
+    self.decoder = nn.Dense(3)
+
+  def encode(self, x):
+    return self.norm(self.encoder(x))
+
+  def decode(self, z):
+    return self.decoder(z)
+
+  def __call__(self, x, train=False):
+    return self.decode(self.dropout(self.encode(x), deterministic=not train))
+
+  @nn.nowrap
+  def fresh(self):
+    return jnp.zeros(self.features)
+
+
+@functools.cache
+def plain_variables():
+  return Net().init(KEY, X)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+@pytest.mark.case("B069", "B091", "I11")
+def test_init_gives_the_models_own_variables(policy):
+  variables = with_policy(Net(), policy).init(KEY, X)
+  assert jax.tree.structure(variables) == jax.tree.structure(plain_variables())
+  assert bits(variables) == bits(plain_variables())
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.case("B091", "A98")
+def test_init_casts_to_the_storage_dtype_after_drawing_in_float32(half):
+  variables = with_policy(Net(), half).init(KEY, X)
+  wanted = jax.tree.map(lambda x: x.astype(half), plain_variables()["params"])
+  assert bits(variables["params"]) == bits(wanted)
+  assert bits(variables["batch_stats"]) == bits(plain_variables()["batch_stats"])
+  # A draw in half is another draw, which is why this matters.
+  drawn = nn.initializers.lecun_normal()(KEY, (3, 4), jnp.dtype(half))
+  assert bits(drawn) != bits(nn.initializers.lecun_normal()(KEY, (3, 4)).astype(half))
+
+
+def storage(path, dtype):
+  return Rule(mpjax.Policy(param_dtype=dtype), path=path)
+
+
+def test_a_rule_stores_its_modules_in_its_own_dtype():
+  model = with_policy(Net(), "mixed_bfloat16", [storage("encoder", "float16")])
+  for init in (model.init, lambda *args: model.init_with_output(*args)[1], model.lazy_init):
+    found = dtypes(jax.eval_shape(init, KEY, X))
+    assert found["params"]["encoder"] == {"kernel": "float16", "bias": "float16"}
+    assert found["params"]["decoder"] == {"kernel": "float32", "bias": "float32"}
+    assert set(found["batch_stats"]["norm"].values()) == {"float32"}
+
+
+def test_every_way_to_initialise_agrees():
+  plain, x = nn.Dense(2), jax.ShapeDtypeStruct(X.shape, X.dtype)
+  model = with_policy(plain, "float16")
+  wanted = model.init(KEY, X)
+  out, variables = model.init_with_output(KEY, X)
+  assert bits(variables) == bits(wanted)
+  assert bits(out) == bits(model.apply(wanted, X))
+  assert bits(model.lazy_init(KEY, x)) == bits(wanted)
+  assert bits(jax.jit(model.init)(KEY, X)) == bits(wanted)
+  assert dtypes(jax.eval_shape(model.init, KEY, X)) == dtypes(wanted)
+  with scope("float16"):
+    assert bits(plain.init(KEY, X)["params"]) == bits(wanted["params"])
+
+
+@pytest.mark.parametrize("way", ["init", "init_with_output"])
+def test_init_of_another_method(way):
+  model = with_policy(Net(), "mixed_bfloat16")
+  found = getattr(model, way)(KEY, X, method="encode")
+  out, variables = found if way == "init_with_output" else (None, found)
+  assert bits(variables) == bits(Net().init(KEY, X, method="encode"))
+  assert out is None or out.dtype == F32
+
+
+@pytest.mark.case("I8")
+def test_an_all_float32_policy_changes_no_program():
+  variables = plain_variables()
+  model = with_policy(Net(), "float32")
+
+  def loss(apply):
+    return jax.value_and_grad(lambda v: apply(v, X, train=True, rngs={"dropout": KEY}).sum())
+
+  assert text(model.apply, variables, X) == text(Net().apply, variables, X)
+  assert text(loss(model.apply), variables) == text(loss(Net().apply), variables)
+  assert text(lambda: model.init(KEY, X)) == text(lambda: Net().init(KEY, X))
+  with scope("float32"):
+    assert text(Net().apply, variables, X) == text(lambda v, x: model.apply(v, x), variables, X)
+
+
+METHODS = {
+  "string": "encode",
+  "function": Net.encode,
+  "bound": Net().encode,
+  "lambda": lambda module, x: module.encode(x),
+  "partial": functools.partial(Net.encode),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_public_methods_by_any_name(method):
+  policied = with_policy(Net(), "mixed_bfloat16")
+  assert policied.apply(plain_variables(), X, method=method).dtype == F32
+  program = jax.make_jaxpr(lambda v: policied.apply(v, X, method=method))(plain_variables())
+  assert "bf16[2,4] = dot_general" in str(program)
+
+
+@pytest.mark.case("B052")
+def test_a_methods_own_output_dtype_is_that_of_the_root():
+  policied = with_policy(Net(), "mixed_float16")
+  out = policied.apply(plain_variables(), X, method="encode")
+  assert out.dtype == F32
+  assert policied.apply(plain_variables(), out, method="decode").dtype == F32
+  policied = with_policy(Net(), "c=f16")
+  assert policied.apply(plain_variables(), X, method="encode").dtype == jnp.float16
+
+
+def test_nowrap_methods_are_the_models_own():
+  assert with_policy(Net(5), "bfloat16").fresh().dtype == F32
+  assert with_policy(Net(5), "bfloat16").fresh().shape == (5,)
+  assert with_policy(Net(5), "bfloat16").features == 5
+
+
+@pytest.mark.case("B061")
+def test_a_wrapper_is_a_value():
+  one, two = (with_policy(Net(), p) for p in ("mixed_bfloat16", "p=f32,c=bf16,o=f32"))
+  assert one == two
+  assert hash(one) == hash(two)
+  assert one is not two
+  others = {
+    one,
+    with_policy(Net(5), "mixed_bfloat16"),
+    with_policy(Net(), "mixed_float16"),
+    with_policy(Net(), "mixed_bfloat16", [Rule(None, path="decoder")]),
+    with_policy(Net(), "mixed_bfloat16", defaults=()),
+    with_policy(Net(), "mixed_bfloat16", unmatched="warn"),
+  }
+  assert len(others) == 6
+  with pytest.raises(AttributeError):
+    one.module = Net(5)
+  assert copy.deepcopy(one) == one
+  plain = with_policy(Probe(), "float16", defaults=())
+  assert pickle.loads(pickle.dumps(plain)) == plain
+  assert one.clone(features=7) == with_policy(Net(7), "mixed_bfloat16")
+  assert one.copy(features=7).features == 7
+
+
+@pytest.mark.case("B061")
+def test_a_wrapper_is_a_static_argument():
+  traces = []
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def forward(model, variables):
+    traces.append(model)
+    return model.apply(variables, X)
+
+  for policy in ("mixed_bfloat16", "p=f32,c=bf16,o=f32", "mixed_float16"):
+    assert forward(with_policy(Net(), policy), plain_variables()).dtype == F32
+  assert len(traces) == 2
+
+
+def test_the_text_of_a_wrapper():
+  shown = repr(with_policy(nn.Dense(2), "float16", [Rule(None, path="head")]))
+  assert shown.startswith("with_policy(Dense(")
+  assert "'params=float16,compute=float16,output=float16'" in shown
+  assert "rules=[Rule(None, path='head')]" in shown
+  assert "None)" in repr(with_policy(nn.Dense(2), None))
+
+
+def test_the_model_is_not_changed():
+  model = Net()
+  before = {name: getattr(model, name) for name in model.__dataclass_fields__}
+  with_policy(model, "float16").apply(plain_variables(), X)
+  assert {name: getattr(model, name) for name in model.__dataclass_fields__} == before
+  assert model.apply(plain_variables(), X).dtype == F32
+
+
+def test_variables_are_not_changed():
+  variables = jax.tree.map(jnp.copy, plain_variables())
+  before, leaves = bits(variables), jax.tree.leaves(variables)
+  with_policy(Net(), "float16").apply(variables, X, mutable=True)
+  assert bits(variables) == before
+  assert all(a is b for a, b in zip(jax.tree.leaves(variables), leaves, strict=True))
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.case("A91")
+def test_parameters_in_another_dtype_are_used_as_they_are(stored):
+  variables = {
+    **plain_variables(),
+    "params": jax.tree.map(lambda x: x.astype(stored), plain_variables()["params"]),
+  }
+  for x in (X, X.astype("bfloat16"), X.astype("float16")):
+    out = with_policy(Net(), "bfloat16").apply(variables, x)
+    assert out.dtype == BF16
+  # Without a policy the model promotes: what it computes by itself.
+  out = Net().apply(variables, X.astype("bfloat16"))
+  assert out.dtype == jnp.promote_types(stored, "bfloat16")
+
+
+@pytest.mark.parametrize(
+  "mutable", [False, True, "batch_stats", ["batch_stats"], ["intermediates"]]
+)
+def test_mutable_collections(mutable):
+  out = Net().apply(plain_variables(), X, mutable=mutable)
+  ours = with_policy(Net(), "mixed_bfloat16").apply(plain_variables(), X, mutable=mutable)
+  assert jax.tree.structure(ours) == jax.tree.structure(out)
+  assert dtypes(ours) == dtypes(out)
+  if mutable is not False:
+    assert type(ours[1]) is type(out[1])
+    # What is returned changed is what was stored, never what was read.
+    assert bits(ours[1]) == bits(out[1])
+
+
+@pytest.mark.parametrize("kind", [dict, FrozenDict], ids=["dict", "FrozenDict"])
+def test_the_container_that_goes_in_comes_out(kind):
+  variables = plain_variables() if kind is dict else freeze(plain_variables())
+  model = with_policy(Net(), "mixed_float16")
+  with scope("float16"):
+    found = Net().apply(variables, X, mutable=["params", "batch_stats"])[1]
+  ours = model.apply(variables, X, mutable=["params", "batch_stats"])[1]
+  plain = Net().apply(variables, X, mutable=["params", "batch_stats"])[1]
+  assert type(ours) is type(found) is type(plain)
+  assert bits(ours) == bits(plain)
+  grads = jax.grad(lambda v: model.apply(v, X).sum())(variables)
+  assert type(grads) is kind
+  assert jax.tree.structure(grads) == jax.tree.structure(variables)
+
+
+@pytest.mark.case("B090", "I11")
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float16"])
+def test_dropout_masks_do_not_depend_on_the_policy(policy):
+  class Drop(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.Dropout(0.5, deterministic=False)(x)
+      x = nn.Dropout(0.3, deterministic=False, broadcast_dims=(0,))(x)
+      return nn.Dropout(0.5, deterministic=False, rng_collection="other")(x)
+
+  x, rngs = jnp.ones((8, 16)), {"dropout": KEY, "other": jax.random.key(1)}
+  plain = Drop().apply({}, x, rngs=rngs)
+  ours = with_policy(Drop(), policy).apply({}, x, rngs=rngs)
+  np.testing.assert_array_equal(np.asarray(ours) != 0, np.asarray(plain) != 0)
+  assert 0 < np.count_nonzero(plain) < plain.size
+
+
+class Stack(nn.Module):
+  """Layers with dropout and a shuffle, stacked by `lift`."""
+
+  lift: str
+
+  @nn.compact
+  def __call__(self, x):
+    class Layer(nn.Module):
+      @nn.compact
+      def __call__(self, x, _=None):
+        x = nn.Dropout(0.2, deterministic=False)(nn.Dense(4)(x))
+        return jax.random.permutation(self.make_rng("shuffle"), x, axis=-1), None
+
+    if self.lift == "scan":
+      cls = nn.scan(
+        Layer,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True, "shuffle": True},
+        length=3,
+      )
+      return cls()(x, None)[0]
+    if self.lift == "remat":
+      return nn.remat(Layer)()(x)[0]
+    split = {"params": True, "dropout": True, "shuffle": True}
+    return nn.vmap(Layer, variable_axes={"params": 0}, split_rngs=split)()(x)[0]
+
+
+@pytest.mark.case("I11", "B090", "B091")
+@pytest.mark.parametrize("lift", ["scan", "remat", "vmap"])
+def test_randomness_under_lifted_transforms(lift):
+  x = jnp.linspace(0.5, 1.5, 12).reshape(3, 4)
+  model = Stack(lift)
+
+  @jax.jit  # One compilation for everything that draws.
+  def run():
+    rngs = {"params": KEY, "dropout": jax.random.key(1), "shuffle": jax.random.key(2)}
+    variables = model.init(rngs, x)
+    mixed, half = (with_policy(model, p).init(rngs, x) for p in ("mixed_bfloat16", "bfloat16"))
+    plain = model.apply(variables, x, rngs=rngs)
+    ours = with_policy(model, "mixed_bfloat16").apply(variables, x, rngs=rngs)
+    return variables, mixed, half, plain, ours
+
+  variables, mixed, half, plain, ours = run()
+  assert bits(mixed) == bits(variables)
+  assert bits(half) == bits(jax.tree.map(lambda p: p.astype("bfloat16"), variables))
+  np.testing.assert_array_equal(np.asarray(plain) == 0, np.asarray(ours) == 0)
+  assert 0 < np.count_nonzero(plain) < plain.size
+
+
+# bind
+
+
+@pytest.mark.case("A98")
+def test_bind_puts_methods_submodules_and_attributes_under_the_policy():
+  model = with_policy(Net(), "mixed_bfloat16")
+  bound, plain = model.bind(plain_variables()), Net().bind(plain_variables())
+  assert bits(bound(X)) == bits(model.apply(plain_variables(), X))
+  assert bits(bound.encode(X)) == bits(model.apply(plain_variables(), X, method="encode"))
+  # A submodule hands on what it computes: the policy began at the root that was bound.
+  assert bound.encoder(X).dtype == F32
+  program = str(jax.make_jaxpr(bound.encoder)(X))
+  assert "bf16[2,4] = dot_general" in program
+  assert bound.features == 4
+  assert bound.encoder.features == 4
+  assert jax.tree.structure(bound.variables) == jax.tree.structure(plain.variables)
+  assert bits(bound.variables) == bits(plain.variables)
+  assert bits(bound.encoder.variables) == bits(plain.encoder.variables)
+  assert bound.fresh().shape == (4,)
+  assert "with_policy(" in repr(bound)
+  with pytest.raises(AttributeError):
+    bound.no_such_thing
+  with pytest.raises(AttributeError):
+    model.no_such_thing
+
+
+def test_bind_obeys_rules():
+  model = with_policy(Net(), "mixed_bfloat16", [Rule("float16", path="encoder")])
+  bound = model.bind(plain_variables())
+  assert bound.encoder(X).dtype == jnp.float16
+  assert "f16[2,4] = dot_general" in str(jax.make_jaxpr(bound.encode)(X))
+  assert "bf16[2,3] = dot_general" in str(jax.make_jaxpr(bound.decode)(jnp.ones((2, 4))))
+
+
+def test_unbind():
+  model = with_policy(Net(), "mixed_bfloat16", [Rule("float16", path="encoder")])
+  again, variables = model.bind(plain_variables()).unbind()
+  assert again == model
+  assert bits(variables) == bits(plain_variables())
+  encoder, variables = model.bind(plain_variables()).encoder.unbind()
+  assert bits(variables["params"]) == bits(plain_variables()["params"]["encoder"])
+  assert isinstance(encoder, type(model))
+  # Flax forgets where it stood: it is a root of its own now, under the policy of the root.
+  assert encoder.apply(variables, X).dtype == F32
+
+
+def test_bind_with_rngs_and_mutable_collections():
+  class Counts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      count = self.variable("counts", "n", lambda: jnp.zeros((), jnp.int32))
+      count.value = count.value + 1
+      return nn.Dropout(0.5, deterministic=False)(nn.Dense(2)(x))
+
+  variables = Counts().init({"params": KEY, "dropout": KEY}, X)
+  model = with_policy(Counts(), "mixed_bfloat16")
+  bound = model.bind(variables, rngs={"dropout": KEY}, mutable=["counts"])
+  plain = Counts().bind(variables, rngs={"dropout": KEY}, mutable=["counts"])
+  assert np.array_equal(np.asarray(bound(X)) == 0, np.asarray(plain(X)) == 0)
+  assert int(bound.variables["counts"]["n"]) == int(plain.variables["counts"]["n"]) == 2
+
+
+def test_a_list_of_submodules_of_a_bound_model():
+  class Layers(nn.Module):
+    def setup(self):
+      self.layers = [nn.Dense(2), nn.Dense(2)]
+
+    def __call__(self, x):
+      for layer in self.layers:
+        x = layer(x)
+      return x
+
+  variables = Layers().init(KEY, X)
+  bound = with_policy(Layers(), "float16").bind(variables)
+  assert len(bound.layers) == 2
+  assert bound.layers[1](bound.layers[0](X)).dtype == jnp.float16
+
+
+# Functional ways in
+
+
+@pytest.mark.parametrize("way", ["apply", "init", "init_with_output"])
+def test_the_functional_api_inside_a_scope(way):
+  def fun(module, x):
+    note(module, module.encode(x))
+    return module(x)
+
+  variables = plain_variables()
+  with scope("mixed_bfloat16"):
+    if way == "apply":
+      out = nn.apply(fun, Net())(variables, X)
+    elif way == "init":
+      found = nn.init(fun, Net())(KEY, X)
+      assert bits(found) == bits(nn.init(fun, Net())(KEY, X))
+      assert bits(found) == bits(plain_variables())
+      return
+    else:
+      out, found = nn.init_with_output(fun, Net())(KEY, X)
+      assert bits(found) == bits(plain_variables())
+  assert out.dtype == F32
+
+
+@pytest.mark.case("B095", "A98")
+def test_a_scope_serves_code_that_never_shows_its_apply():
+  def make():
+    model = Net()
+    variables = plain_variables()
+
+    def generate(x, steps):
+      for _ in range(steps):
+        x = model.apply(variables, x)
+      return x
+
+    return generate
+
+  generate = make()
+  assert generate(X, 2).dtype == F32
+  with scope("c=bf16"):
+    assert generate(X, 2).dtype == BF16
+    assert jax.jit(generate, static_argnums=1)(X, 2).dtype == BF16
+  assert generate(X, 2).dtype == F32
+
+
+def test_a_scope_as_a_with_and_as_a_decorator():
+  manager = scope("c=bf16")
+  with manager:
+    assert Net().apply(plain_variables(), X).dtype == BF16
+
+  @scope("c=f16")
+  def as_decorator():
+    return Net().apply(plain_variables(), X).dtype
+
+  assert as_decorator() == as_decorator() == jnp.float16
+
+
+# Unmatched rules
+
+TYPO = Rule("float32", path="encodr")
+
+
+@pytest.mark.case("B140")
+@pytest.mark.parametrize(
+  ("way", "abstract"),
+  [
+    ("init", False),
+    ("init", True),
+    ("init_with_output", False),
+    ("init_with_output", True),
+    ("lazy_init", True),
+    ("tabulate", False),
+  ],
+)
+def test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed(way, abstract):
+  model = with_policy(Net(), "mixed_bfloat16", [Rule("float16", path="decoder"), TYPO])
+  call = getattr(model, way)
+  if abstract:
+    call = functools.partial(jax.eval_shape, call)
+  with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
+    call(KEY, X)
+  check_error(
+    excinfo,
+    where="rules: Rule('params=float32,compute=float32,output=float32', path='encodr')",
+    expected="a rule that picks out at least one module",
+    got="none of the model's 5 modules",
+    fix="The nearest module paths: 'encoder', 'decoder', ",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.case("B140")
+@pytest.mark.parametrize(
+  ("rule", "near"),
+  [
+    (Rule(None, path="encoder/Dense_0"), "'encoder'"),
+    (Rule(None, module=nn.Conv), "The model's classes: BatchNorm, Dense, Dropout, Net"),
+    (Rule(None, where=lambda module: False), "The nearest module paths: '', "),
+  ],
+)
+def test_what_a_rule_that_matches_nothing_is_told(rule, near):
+  with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
+    jax.eval_shape(with_policy(Net(), "mixed_bfloat16", [rule]).init, KEY, X)
+  check_error(excinfo, where=repr(rule), expected="picks out", got="none of", fix=near)
+
+
+@pytest.mark.case("B140")
+def test_unmatched_rules_can_warn_or_be_ignored():
+  model = with_policy(Net(), "mixed_bfloat16", [TYPO], unmatched="warn")
+  with pytest.warns(UserWarning, match="The nearest module paths: 'encoder'") as record:
+    variables = model.init(KEY, X)
+  assert len(record) == 1
+  assert record[0].filename == __file__
+  assert bits(variables) == bits(plain_variables())
+  model = with_policy(Net(), "mixed_bfloat16", [TYPO], unmatched="ignore")
+  assert bits(model.init(KEY, X)) == bits(plain_variables())
+
+
+@pytest.mark.case("B140")
+def test_apply_and_scopes_never_complain():
+  model = with_policy(Net(), "mixed_bfloat16", [TYPO])
+  assert model.apply(plain_variables(), X).dtype == F32
+  assert model.bind(plain_variables())(X).dtype == F32
+  with scope("mixed_bfloat16", [TYPO]):
+    assert bits(Net().init(KEY, X)) == bits(plain_variables())
+    assert Net().apply(plain_variables(), X).dtype == F32
+
+
+@pytest.mark.case("B140")
+@pytest.mark.parametrize("lift", [nn.remat, nn.jit], ids=["remat", "jit"])
+def test_modules_inside_transforms_are_seen_the_second_time_too(lift):
+  """A cached trace must not hide the modules that a rule looks for."""
+
+  class Lifts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return lift(Net)(name="lifted")(x)
+
+  model = with_policy(Lifts(), "mixed_bfloat16", [Rule("float16", path="lifted/encoder")])
+  for _ in range(2):
+    jax.eval_shape(model.init, KEY, X)
+  wrong = with_policy(Lifts(), "mixed_bfloat16", [TYPO])
+  for _ in range(2):
+    with pytest.raises(mpjax.UnmatchedRuleError, match="'lifted/encoder'"):
+      jax.eval_shape(wrong.init, KEY, X)
+
+
+@pytest.mark.case("B140")
+def test_a_rule_that_an_earlier_one_shadows_has_matched():
+  rules = [
+    Rule("float16", path="encoder"),
+    Rule("float32", module=nn.Dense),
+    Rule("float32", path="encoder"),
+  ]
+  jax.eval_shape(with_policy(Net(), "mixed_bfloat16", rules).init, KEY, X)
+
+
+def test_tabulate_shows_the_models_table_in_the_policys_dtypes():
+  table = with_policy(Net(), "mixed_bfloat16").tabulate(
+    KEY, X, console_kwargs={"width": 160, "force_terminal": False}
+  )
+  plain = Net().tabulate(KEY, X, console_kwargs={"width": 160, "force_terminal": False})
+  assert "bfloat16" in table
+  assert "bfloat16" not in plain
+  for name in ("encoder", "decoder", "norm", "float32[3,4]"):
+    assert name in table
+
+
+# Transforms
+
+
+@pytest.mark.case("B069", "A98")
+@pytest.mark.parametrize("half", HALF)
+def test_gradients_are_those_of_the_float32_parameters(half):
+  model = with_policy(Net(), f"mixed_{half}")
+  variables = plain_variables()
+  grads = jax.grad(lambda v: model.apply(v, X).sum() * 1e-9)(variables)
+  assert set(jax.tree.leaves(dtypes(grads))) == {"float32"}
+  # The loss is scaled outside, in float32, and its cotangent enters the model in half: what
+  # bfloat16 holds of 1e-9 arrives, and float16, whose smallest number is 6e-8, needs loss scaling.
+  bias = np.asarray(grads["params"]["decoder"]["bias"])
+  wanted = 2 * np.asarray(jnp.float32(1e-9).astype(half), np.float32)
+  np.testing.assert_array_equal(bias, np.full(3, wanted))
+
+
+@pytest.mark.case("A105", "A109")
+def test_small_steps_move_float32_parameters_under_half_compute():
+  class Scale(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return x * self.param("w", nn.initializers.ones, ())
+
+  model = with_policy(Scale(), "mixed_float16")
+  params = model.init(KEY, jnp.ones(()))
+  # Half of float16's epsilon: the compute copy of 1 + 2^-12 is 1, the parameter is not.
+  moved = jax.tree.map(lambda w: w + jnp.float32(2**-12), params)
+  assert float(moved["params"]["w"]) == 1 + 2**-12
+  assert float(model.apply(moved, jnp.ones(()))) == 1.0
+  # A learning rate of 2^-14 with a gradient of 1.
+  grads = jax.grad(lambda p: model.apply(p, jnp.ones(())))(params)
+  stepped = jax.tree.map(lambda w, g: w - jnp.float32(2**-14) * g, params, grads)
+  assert stepped["params"]["w"].dtype == F32
+  assert float(stepped["params"]["w"]) == 1 - 2**-14
+
+
+TRANSFORMS = {
+  "eval_shape": lambda f, v, x: jax.eval_shape(f, v, x),
+  "jit": lambda f, v, x: jax.jit(f)(v, x),
+  "checkpoint": lambda f, v, x: jax.checkpoint(f)(v, x),
+  "linearize": lambda f, v, x: jax.linearize(lambda x: f(v, x), x)[0],
+  "jvp": lambda f, v, x: jax.jvp(lambda x: f(v, x), (x,), (x,))[1],
+  "vjp": lambda f, v, x: jax.vjp(lambda x: f(v, x), x)[0],
+  "vmap": lambda f, v, x: jax.vmap(lambda x: f(v, x[None]))(x),
+}
+
+
+@pytest.mark.case("B076")
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "c=f16", "float32"])
+def test_dtypes_under_transforms(transform, policy):
+  model = with_policy(Net(), policy)
+  wanted = mpjax.Policy.parse(policy)
+  found = transform(model.apply, plain_variables(), X)
+  assert found.dtype == (wanted.output_dtype or wanted.compute_dtype)
+
+
+@pytest.mark.case("B076")
+def test_second_derivatives():
+  model = with_policy(Net(), "mixed_bfloat16")
+
+  def loss(x):
+    return jnp.sum(jnp.square(model.apply(plain_variables(), x)))
+
+  hessian = jax.eval_shape(jax.hessian(loss), X[:1])
+  assert hessian.dtype == F32
+  assert hessian.shape == (1, 3, 1, 3)
+
+
+@pytest.mark.case("A80", "B076")
+def test_differentiated_with_respect_to_the_input_under_vmap():
+  model = with_policy(Net(), "mixed_bfloat16")
+
+  def energy(x):
+    return jnp.sum(model.apply(plain_variables(), x[None]))
+
+  for dtype in ("float32", "bfloat16"):
+    forces = jax.eval_shape(jax.vmap(jax.grad(energy)), X.astype(dtype))
+    assert forces.dtype == jnp.dtype(dtype)
+    assert forces.shape == X.shape
+  program = str(jax.make_jaxpr(jax.vmap(jax.grad(energy)))(X))
+  assert "f32[2,4] = dot_general" not in program
+
+
+def test_everything_else_is_the_models_own():
+  model = Net()
+  policied = with_policy(model, "float16")
+  assert policied.name is None
+  assert policied.parent is model.parent
+  assert callable(policied.encode)
+  with pytest.raises(AttributeError):
+    policied.__wrapped__
+
+
+def test_a_model_that_looks_at_values_while_it_is_initialised():
+  class Looks(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      features = 2 if float(x.sum()) >= 0 else 3
+      return nn.Dense(features)(x)
+
+  variables = with_policy(Looks(), "bfloat16").init(KEY, X)
+  assert variables["params"]["Dense_0"]["kernel"].dtype == BF16
+  assert bits(variables) == bits(jax.tree.map(lambda p: p.astype(BF16), Looks().init(KEY, X)))
