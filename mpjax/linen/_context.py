@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
+from flax.core import Scope
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._policy import Policy, PolicyLike
@@ -67,7 +69,7 @@ class Held:
   left: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Active:
   """The state in force inside a call. Equal states give equal programs; JAX keys its caches by it.
 
@@ -81,9 +83,11 @@ class Active:
     own_dtype: `(dtype,)`: the `dtype` field of the module being called, as it was before it was
       set; `()` if it was not.
     loop: the place of the module whose lifted loop has a function as its body, inside that body.
-    root: which scope the root has; it tells a model that is applied inside from the root itself.
-    held: the user's scope that this state belongs to, if any.
     visits: where to note the modules passed, during `init`.
+    root: the scope of the root; it tells a model that is applied inside from the root itself.
+    held: the user's scope that this state belongs to, if any.
+    key: what of all this is compared.
+    hash: that of the key.
   """
 
   given: Given | None
@@ -94,10 +98,27 @@ class Active:
   use_dtype: np.dtype[Any] | None = None
   own_dtype: tuple[Any, ...] = ()
   loop: str | None = None
-  # Compared, these two would make every call another program.
-  root: int | None = dataclasses.field(default=None, compare=False)
-  held: "Held | None" = dataclasses.field(default=None, compare=False)
   visits: Visits | None = None
+  # Compared, these two would make every call another program.
+  root: weakref.ref[Scope] | None = None
+  held: "Held | None" = None
+  key: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
+  hash: int = dataclasses.field(init=False, repr=False)
+
+  def __post_init__(self) -> None:
+    # Compared and hashed at each call of a function that is jitted, jax.numpy's own included.
+    key = (self.given, self.policy, self.root_policy, self.exempt, self.entered)
+    key += (self.use_dtype, self.own_dtype, self.loop, self.visits)
+    object.__setattr__(self, "key", key)
+    object.__setattr__(self, "hash", hash(key))
+
+  def __eq__(self, other: object) -> bool:
+    if self is other:
+      return True
+    return isinstance(other, Active) and self.hash == other.hash and self.key == other.key
+
+  def __hash__(self) -> int:
+    return self.hash
 
 
 # The one mechanism JAX has for a value that is part of every jit cache key; it is local to the
@@ -171,9 +192,9 @@ def give(
 
 
 def module_path(module: nn.Module) -> str:
-  """Returns the path that rules see: relative to the root, and by name where it is itself a root.
+  """Returns the path that rules see: relative to the root, or the name of what is itself a root.
 
-  A child on which `.apply` is called in a forward pass is the root of that call, but keeps its name.
+  A child on which `.apply` is called in a forward pass is the root of that call; it has its name.
   """
   names = module.path or ((module.name,) if module.name else ())
   return "/".join(names)
@@ -213,7 +234,7 @@ def is_new_root(active: Active, module: nn.Module) -> bool:
   scope = module.scope
   if scope is None or module.path != () or scope.debug_path:
     return False
-  return active.root != id(scope)
+  return active.root is None or active.root() is not scope
 
 
 def _has_policy_field(cls: type[Any]) -> bool:

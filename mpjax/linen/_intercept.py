@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -118,7 +119,7 @@ def _method(
     entered=True,
     use_dtype=None,
     own_dtype=(),
-    root=id(module.scope) if is_new_root(active, module) else active.root,
+    root=weakref.ref(module.scope) if is_new_root(active, module) else active.root,
   )
   if policy is None:
     fields = {"dtype": active.own_dtype[0]} if _inherited_dtype(module, active) else {}
