@@ -1,5 +1,6 @@
 """The optax wrapper that unscales gradients, and skips the steps that overflowed."""
 
+import inspect
 from collections.abc import Hashable, Sequence
 from typing import Any, Never
 
@@ -16,6 +17,7 @@ from mpjax._loss_scale_config import (
   NoLossScale,
   StaticLossScale,
   config_label,
+  label_limits,
 )
 from mpjax._tree import first_nonfinite, select
 from mpjax._types import Array, PyTree
@@ -104,6 +106,7 @@ def loss_scaling(
   if isinstance(loss_scale, NoLossScale):
     return _pass_through(inner, label)
   config: StaticLossScale | DynamicLossScale = loss_scale
+  below_one = label_limits(config_label(config))[0] < 1
 
   def init(params: PyTree) -> LossScalingState:
     warn_of_half(params)
@@ -125,15 +128,16 @@ def loss_scaling(
     unscaled = unscale_tree(grads, old.scale)
     if "grad" in extra_args:
       extra_args["grad"] = float32_view(unscale_tree(extra_args["grad"], old.scale))
-    # Dividing by a scale below 1 may overflow, so it is the quotients that are looked at.
-    watched = jax.tree.leaves((unscaled, loss))
+    # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
+    # gradients themselves: then no quotient has to be kept in memory until the decision.
+    watched = jax.tree.leaves((unscaled if below_one else grads, loss))
     first_bad = _agree(first_nonfinite(watched), axis_name)
     finite = first_bad == len(watched)
     new_updates, new_inner = inner.update(
       float32_view(unscaled),
       state.inner_state,
       None if params is None else float32_view(params),
-      **_extend(extra_args, finite, old.scale),
+      **_extend(inner, extra_args, finite, old.scale),
     )
     applied = finite
     if check_updates:
@@ -171,18 +175,25 @@ def _pass_through(
     del loss
     _own_scale(state, label)
     # NumPy scalars: as constants they add no operation, unless inner uses them.
-    extra_args = _extend(extra_args, np.bool_(True), np.float32(1))
+    extra_args = _extend(inner, extra_args, np.bool_(True), np.float32(1))
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
     return updates, LossScalingState({label: ()}, inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _extend(extra_args: dict[str, Any], finite: Any, scale: Any) -> dict[str, Any]:
-  """`extra_args` with the flag and the scale, unless a line search would choke on them."""
-  if "value_fn" in extra_args:  # it is called with every argument that has another name
+def _extend(
+  inner: optax.GradientTransformationExtraArgs, extra_args: dict[str, Any], finite: Any, scale: Any
+) -> dict[str, Any]:
+  """`extra_args` with the flag and the scale, where they are welcome."""
+  # A line search calls value_fn with every argument that has another name.
+  if "value_fn" in extra_args:
     return extra_args
-  return {"grads_finite": finite, "loss_scale": scale, **extra_args}
+  # optax asks all transformations with extra arguments to take any; optax.contrib.sam does not.
+  parameters = inspect.signature(inner.update).parameters.values()
+  open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+  ours = {"grads_finite": finite, "loss_scale": scale}
+  return ours | extra_args if open_ended else extra_args
 
 
 def _or_nothing(applied: Array, update: Any) -> Array:

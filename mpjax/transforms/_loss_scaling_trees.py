@@ -41,6 +41,9 @@ def _is_half(x: Any) -> bool:
 def align_gradients(grads: PyTree, params: PyTree) -> PyTree:
   """Returns `grads` with a zero wherever it has None and `params` an array.
 
+  A gradient is 64-bit exactly where its parameter is: the moments, made from the parameters by
+  `init`, then never change dtype.
+
   Raises:
     MpjaxValueError: `params` is given and has other leaves, containers or shapes.
   """
@@ -56,13 +59,21 @@ def align_gradients(grads: PyTree, params: PyTree) -> PyTree:
         fix="Differentiate with respect to the very tree that is passed as params.",
       )
     )
+  return jax.tree.map(_align_leaf, grads, params, is_leaf=lambda x: x is None)
 
-  def fill(g: Any, p: Any) -> Any:
-    if g is None and p is not None:
-      return jnp.zeros(jnp.shape(p), jnp.result_type(p)) if is_inexact(p) else p
-    return g
 
-  return jax.tree.map(fill, grads, params, is_leaf=lambda x: x is None)
+def _align_leaf(g: Any, p: Any) -> Any:
+  if p is None or not is_inexact(p):
+    return p if g is None else g
+  dtype = jnp.result_type(p)
+  if g is None:
+    return jnp.zeros(jnp.shape(p), dtype)
+  wide = {jnp.dtype(name) for name in ("float64", "complex128")}
+  if is_inexact(g) and (jnp.result_type(g) in wide) != (dtype in wide):
+    complex_ = jnp.issubdtype(jnp.result_type(g), jnp.complexfloating)
+    bits = 64 if dtype in wide else 32
+    return jnp.asarray(g, f"complex{2 * bits}" if complex_ else f"float{bits}")
+  return g
 
 
 def merge_updates(grads: PyTree, updates: PyTree, params: PyTree) -> PyTree:

@@ -263,3 +263,30 @@ def test_placing_leaves_other_states_alone(devices):
   there = jax.device_put(state["a"], devices[1])
   assert place_like(params, {"a": there})["a"] is there
   assert jax.jit(lambda p, s: place_like(p, s))(params, state["a"]).shape == (2,)
+
+
+@pytest.mark.case("A117", "B102")
+def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
+  set_flag("jax_enable_x64", True)
+  params = {"d": np.ones(1), "f": np.ones(1, np.float32), "c": np.ones(1, np.complex64)}
+  params |= {"z": np.ones(1, np.complex128), "h": np.ones(1, np.float16), "none": np.ones(1)}
+  grads = {"d": params["f"], "f": params["d"], "c": params["z"], "z": params["c"]}
+  grads |= {"h": params["h"], "none": None}
+  found = align_gradients(grads, params)
+  assert {key: x.dtype.name for key, x in found.items()} == {
+    "d": "float64",
+    "f": "float32",
+    "c": "complex64",
+    "z": "complex128",
+    "h": "float16",
+    "none": "float64",
+  }
+  assert align_gradients({"w": params["f"]}, {"w": params["f"]})["w"] is params["f"]
+
+
+@pytest.mark.case("B001")
+def test_a_gradient_that_overflows_when_it_is_narrowed_is_bad(set_flag):
+  set_flag("jax_enable_x64", True)
+  params = jnp.ones(1, jnp.float32)
+  _, state = ADAM.update(jnp.asarray([1e300]), ADAM.init(params), params)
+  assert not mpjax.loss_scaling_metrics(state)["finite"]
