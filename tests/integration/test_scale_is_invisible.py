@@ -1,0 +1,113 @@
+"""A scale that is a power of two moves exponents only: nobody can tell it from scale 1."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.integration.rig import OPTIMIZERS, batches, loss_fn, variables
+
+CONFIG = mpjax.DynamicLossScale(init=1, max_scale=2.0**40, growth_interval=2**30)
+STEPS = 4
+
+
+def train(tx, dtype, exponents):
+  """Trains at every scale 2^k side by side; returns updates, gradients and states per scale."""
+  init = variables()
+  data = batches(STEPS)
+
+  def run(scale):
+    params, stats = init["params"], init["batch_stats"]
+    state = tx.init(params)
+    (label,) = state.loss_scale
+    scale = state.loss_scale[label]._replace(scale=scale)
+    state = state._replace(loss_scale={label: scale})
+
+    def step(carry, batch):
+      params, stats, state = carry
+      (loss, stats), grads = mpjax.value_and_grad(loss_fn, state, has_aux=True)(
+        params, stats, batch, dtype
+      )
+      updates, state = tx.update(grads, state, params)
+      return (optax.apply_updates(params, updates), stats, state), (loss, updates)
+
+    (params, stats, state), seen = jax.lax.scan(step, (params, stats, state), data)
+    return params, stats, state.inner_state, seen, mpjax.loss_scaling_metrics(state)["skipped"]
+
+  # One at a time: lanes of a vmap may be vectorised differently.
+  compiled = jax.jit(run)
+  return [jax.device_get(compiled(jnp.float32(2.0**k))) for k in exponents]
+
+
+def differing(one, other):
+  """Returns how many bytes differ."""
+  return sum(
+    int(np.sum(np.frombuffer(a.tobytes(), np.uint8) != np.frombuffer(b.tobytes(), np.uint8)))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+  )
+
+
+@pytest.mark.case("I2", "A13", "A53")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", ["adamw schedule clip", "lamb"])
+def test_every_power_of_two_from_0_to_24(name, dtype):
+  tx = mpjax.loss_scaling(OPTIMIZERS[name](), CONFIG)
+  first, *others = train(tx, dtype, range(25))
+  assert first[-1] == 0
+  assert [differing(other, first) for other in others] == [0] * 24
+
+
+@pytest.mark.case("I2", "B015", "B016")
+def test_float16_inside_and_outside_the_safe_band():
+  """Below the band gradients round among the subnormals; above it they overflow."""
+  tx = mpjax.loss_scaling(OPTIMIZERS["sgd momentum"](), CONFIG)
+  band = train(tx, jnp.float16, [9, 10, 11])
+  low, high = train(tx, jnp.float16, [0, 28])
+  near = [differing(other, band[1]) for other in (band[0], band[2])]
+  assert differing(low, band[1]) > 10 * max(*near, 1)
+  assert low[-1] == 0
+  assert high[-1] == STEPS, "every step overflowed, and was skipped"
+  assert [run[-1] for run in band] == [0, 0, 0]
+
+
+@pytest.mark.case("I2")
+def test_float16_with_values_in_the_normal_range():
+  """A model whose float16 gradients are all normal: then the scale cannot be seen there either."""
+  x = jnp.asarray(np.random.default_rng(0).choice([-1.0, 0.5, 1.0, 2.0], (4, 6)), jnp.float16)
+  params = jnp.asarray(np.random.default_rng(1).choice([-1.0, -0.5, 0.25, 1.0], 6), jnp.float32)
+  tx = mpjax.loss_scaling(optax.adam(0.125), CONFIG)
+
+  @jax.jit
+  def step(state):
+    def loss(w):
+      return jnp.mean(jnp.square(x @ w.astype(jnp.float16)).astype(jnp.float32))
+
+    _, grads = mpjax.value_and_grad(loss, state)(params)
+    return tx.update(grads, state, params)
+
+  found = []
+  for k in range(11):
+    updates, state = step(mpjax.set_loss_scale(tx.init(params), 2.0**k))
+    assert mpjax.loss_scaling_metrics(state)["finite"]
+    found.append(jax.device_get((updates, state.inner_state)))
+  assert [differing(other, found[0]) for other in found] == [0] * 11
+
+
+@pytest.mark.case("B031", "I2")
+def test_another_scale_can_be_seen():
+  with pytest.warns(UserWarning, match="not a power of two"):
+    three = mpjax.StaticLossScale(3)
+  results = []
+  for config in (three, mpjax.StaticLossScale(1)):
+    tx = mpjax.loss_scaling(optax.adam(1e-2), config)
+    params, stats = variables()["params"], variables()["batch_stats"]
+    batch = jax.tree.map(lambda b: b[0], batches(1))
+    state = tx.init(params)
+    gradients = mpjax.value_and_grad(loss_fn, state, has_aux=True)
+    _, grads = jax.jit(gradients, static_argnums=3)(params, stats, batch, jnp.float32)
+    results.append(jax.device_get(mpjax.unscale(grads, state)))
+  assert differing(*results) > 0
+  for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
