@@ -1,0 +1,207 @@
+"""What does not change from step to step: types, placement, the compiled program, its memory."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+
+CONFIG = mpjax.DynamicLossScale(init=2.0**10, growth_interval=3, max_scale=2.0**12)
+
+
+def avals(tree):
+  return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type, x.committed), tree)
+
+
+def thousand_steps(tx, params, grads, steps=1000):
+  """Runs them, every seventh bad, and returns the number of traces and the last state."""
+  traces = []
+
+  @jax.jit
+  def step(params, state, grads):
+    traces.append(1)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(params)
+  bad = jax.tree.map(lambda g: g * jnp.nan, grads)
+  params, state = jax.block_until_ready(step(params, state, grads))
+  before = avals((params, state))
+  structure = jax.tree.structure(state)
+  for i in range(1, steps):
+    # Waiting: devices that share a few cores must not get programs ahead of each other.
+    params, state = jax.block_until_ready(step(params, state, bad if i % 7 == 6 else grads))
+    if i % 100 < 10:
+      assert avals((params, state)) == before
+      assert jax.tree.structure(state) == structure
+  metrics = mpjax.loss_scaling_metrics(state)
+  assert (metrics["total"], metrics["skipped"]) == (steps, steps // 7)
+  return len(traces), state
+
+
+INNERS = {
+  "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 100)),
+  "inject": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+}
+
+
+@pytest.mark.case("I4", "B027", "A117")
+@pytest.mark.parametrize("name", INNERS)
+def test_one_trace_for_a_thousand_steps(name):
+  params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+  traces, _ = thousand_steps(mpjax.loss_scaling(INNERS[name](), CONFIG), params, params)
+  assert traces == 1
+
+
+@pytest.mark.case("I4", "B042", "B027")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_trace_with_64_bit_enabled(set_flag, dtype):
+  set_flag("jax_enable_x64", True)
+  params = {"w": jnp.ones((3, 2), dtype), "b": jnp.ones(2, dtype)}
+  traces, state = thousand_steps(mpjax.loss_scaling(INNERS["adamw"](), CONFIG), params, params)
+  assert traces == 1
+  (scale,) = state.loss_scale.values()
+  assert {x.dtype.name for x in scale} == {"float32", "int32", "bool"}
+  assert state.inner_state[0].mu["w"].dtype == dtype
+
+
+@pytest.mark.case("I4", "B102", "B101")
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_one_trace_for_half_parameters(dtype):
+  params = {"w": jnp.ones((3, 2), dtype)}
+  for grads in (params, jax.tree.map(lambda p: p.astype(jnp.float32), params)):
+    traces, _ = thousand_steps(mpjax.loss_scaling(INNERS["adamw"](), CONFIG), params, grads, 50)
+    assert traces == 1
+
+
+@pytest.mark.case("I4", "B151", "B065")
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_one_trace_on_a_mesh(devices, axis_type):
+  mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices)
+  params = {
+    "w": jax.device_put(jnp.ones((8, 2)), jax.NamedSharding(mesh, jax.P("data"))),
+    "b": jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, jax.P())),
+  }
+  tx = mpjax.loss_scaling(INNERS["adamw"](), CONFIG)
+  traces, state = thousand_steps(tx, params, params, 15)
+  assert traces == 1
+  mu = state.inner_state[0].mu["w"]
+  assert mu.sharding.is_equivalent_to(params["w"].sharding, mu.ndim)
+
+
+@pytest.mark.case("I4", "A11")
+def test_setting_and_restoring_the_scale_do_not_trace_again():
+  params = jnp.ones(3)
+  tx = mpjax.loss_scaling(optax.adam(1e-2), CONFIG)
+  traces = []
+
+  @jax.jit
+  def step(state):
+    traces.append(1)
+    return tx.update(params, state, params)[1]
+
+  state = step(tx.init(params))
+  state = step(mpjax.set_loss_scale(state, 2))
+  state = step(jax.tree.map(jnp.asarray, jax.device_get(state)))
+  state = step(jax.device_get(state))
+  assert len(traces) == 1
+
+
+DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64]
+NAMES = """
+adabelief adadelta adagrad adafactor adam adamw adamax adan amsgrad fromage lamb lars lion nadam
+nadamw novograd optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3 yogi
+"""
+
+
+@pytest.mark.case("A117", "I4", "B102")
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.parametrize("name", NAMES.split())
+def test_no_optimizer_changes_a_dtype(set_flag, name):
+  """Abstractly: every mix of the dtypes of parameters and gradients, twice over."""
+  set_flag("jax_enable_x64", True)
+  tx = mpjax.loss_scaling(getattr(optax, name)(learning_rate=1e-2))
+  for stored in DTYPES:
+    params = {"w": jnp.ones((4, 3), stored), "b": jnp.ones(3, stored)}
+    state = tx.init(params)
+    for given in {stored, jnp.float32} if stored != jnp.float32 else DTYPES[:3]:
+      grads = jax.tree.map(lambda p, d=given: p.astype(d), params)
+      updates, new = jax.eval_shape(tx.update, grads, state, params)
+      assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+      )
+      # Updates are as wide as what inner works in, never half.
+      assert all(u.dtype in (jnp.float32, jnp.float64) for u in jax.tree.leaves(updates))
+      applied = jax.eval_shape(optax.apply_updates, params, updates)
+      assert {p.dtype for p in jax.tree.leaves(applied)} == {jnp.dtype(stored)}
+
+
+@pytest.mark.case("B077", "B135")
+@pytest.mark.parametrize("bad", [False, True])
+def test_donated_state_and_parameters(bad):
+  tx = mpjax.loss_scaling(optax.adamw(1e-2), CONFIG, check_updates=True)
+  params = {"w": jnp.ones((16, 8))}
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  donating, plain = jax.jit(step, donate_argnums=(0, 1)), jax.jit(step)
+  grads = jax.tree.map(lambda p: p * (np.nan if bad else 1.0), params)
+  expected = plain(params, tx.init(params), grads)
+  carry = params, tx.init(params)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    found = donating(*carry, grads)
+  assert all(x.is_deleted() for x in jax.tree.leaves((carry[0], carry[1].inner_state)))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_array_equal(a, b)
+  donating(*found, grads)
+
+
+@pytest.mark.case("B136")
+@pytest.mark.parametrize("name", ["sgd", "adam", "clip adamw"])
+@pytest.mark.parametrize(
+  "config",
+  [CONFIG, mpjax.StaticLossScale(8), mpjax.DynamicLossScale(min_scale=0.5)],
+  ids=["dynamic", "static", "below one"],
+)
+def test_a_skip_needs_one_temporary_at_most(name, config):
+  inner = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(1e-2),
+    "clip adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+  }[name]
+  params = {f"w{i}": jnp.ones((64, 64)) for i in range(8)}
+  size = sum(p.nbytes for p in params.values())
+
+  def memory(tx, **options):
+    def step(params, state, grads):
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    lowered = jax.jit(step, **options).lower(params, tx.init(params), params)
+    return lowered.compile().memory_analysis()
+
+  tx = mpjax.loss_scaling(inner, config)
+  found, plain = memory(tx), memory(inner)
+  extra = found.temp_size_in_bytes - plain.temp_size_in_bytes
+  # Where the scale cannot be below 1, not even the unscaled gradients are kept.
+  assert extra <= (1.01 * size if config != CONFIG else 0.01 * size)
+
+  # Donation: XLA for CPU copies what two of its loops read before one overwrites it, so the
+  # selection costs there what donating saves, and no more.
+  def peak(m):
+    return (
+      m.argument_size_in_bytes
+      + m.output_size_in_bytes
+      + m.temp_size_in_bytes
+      - m.alias_size_in_bytes
+    )
+
+  assert peak(memory(tx, donate_argnums=(0, 1))) <= peak(found) + 0.01 * size
