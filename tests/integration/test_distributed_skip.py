@@ -1,0 +1,272 @@
+"""All devices decide alike: automatic sharding, shard_map with and without checks, pmap."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.loss_scale_oracle import Oracle
+
+DEVICES, STEPS = 4, 200
+CONFIG = {"init": 16.0, "growth_interval": 5, "max_scale": 1024.0}
+TX = mpjax.loss_scaling(
+  optax.sgd(0.5, momentum=0.5), mpjax.DynamicLossScale(**CONFIG), axis_name="data"
+)
+ALONE = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.DynamicLossScale(**CONFIG))
+PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5]), "b": jnp.asarray([0.25])}
+
+
+AUTO = jax.sharding.AxisType.Auto
+
+
+def faults():
+  """One row per step, one column per device; inf on one device may meet -inf on another."""
+  rng = np.random.default_rng(0)
+  bad = rng.random((STEPS, DEVICES)) < 0.08
+  values = rng.choice([np.nan, np.inf, -np.inf], (STEPS, DEVICES))
+  found = np.where(bad, values, 0).astype(np.float32)
+  found[3] = [np.inf, -np.inf, 0, 0]
+  return found
+
+
+FAULTS = faults()
+
+
+def local_gradients(params, scale, fault):
+  """Powers of two only: sums are exact, so that one device and four agree to the bit."""
+  step = jax.tree.map(lambda p: jnp.sign(p) * 2.0**-8 * scale, params)
+  return step | {"w": step["w"].at[1].add(fault)}
+
+
+def step(tx, mean, carry, fault):
+  params, state = carry
+  scale = mpjax.loss_scaling_metrics(state)["loss_scale"]
+  grads = mean(local_gradients(params, scale, fault))
+  updates, state = tx.update(grads, state, params)
+  return (optax.apply_updates(params, updates), state), mpjax.loss_scaling_metrics(state)
+
+
+def average(grads):
+  return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), grads)
+
+
+@functools.cache
+def single():
+  """The same on one device: the mean of four equal gradients, bad if one of them is."""
+
+  @jax.jit
+  def run(total):
+    carry = PARAMS, ALONE.init(PARAMS)
+    return jax.lax.scan(functools.partial(step, ALONE, lambda g: g), carry, total)
+
+  with np.errstate(invalid="ignore"):
+    return jax.device_get(run(jnp.asarray(FAULTS.sum(1))))
+
+
+def check_replicas(tree):
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    shards = [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
+    assert len(shards) == DEVICES, path
+    assert len(set(shards)) == 1, path
+
+
+def check_like_single(final, metrics):
+  expected, expected_metrics = single()
+  assert jax.tree.structure(final) == jax.tree.structure(expected)
+  for (path, a), b in zip(
+    jax.tree_util.tree_leaves_with_path(final), jax.tree.leaves(expected), strict=True
+  ):
+    if "first_bad" not in jax.tree_util.keystr(path):
+      assert np.asarray(a).tobytes() == b.tobytes(), path
+  assert metrics["finite"].tolist() == expected_metrics["finite"].tolist()
+  oracle = Oracle(**CONFIG)
+  numbers = oracle.run(np.isfinite(FAULTS).all(1))[-1]
+  assert {key: int(metrics[key][-1]) for key in ("total", "skipped", "good_steps")} == {
+    key: numbers[key] for key in ("total", "skipped", "good_steps")
+  }
+  assert metrics["loss_scale"][-1] == numbers["scale"]
+  assert 20 < numbers["skipped"] < STEPS - 20
+
+
+@pytest.mark.case("I6", "B004", "B126", "B128", "B129", "A51", "A52", "B003")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(devices, check_vma):
+  mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,), devices=devices)
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(jax.P(), jax.P(None, "data")),
+    # The scale comes out as replicated: JAX itself checks that no device has its own.
+    out_specs=jax.P(),
+    check_vma=check_vma,
+  )
+  def run(carry, faults):
+    return jax.lax.scan(lambda carry, fault: step(TX, average, carry, fault[0]), carry, faults)
+
+  final, metrics = run((PARAMS, TX.init(PARAMS)), FAULTS)
+  check_replicas((final, metrics))
+  check_like_single(final, jax.device_get(metrics))
+
+
+@pytest.mark.case("I6", "A51", "A52", "B126", "B128")
+def test_pmap(devices):
+  run = jax.pmap(
+    lambda carry, faults: jax.lax.scan(functools.partial(step, TX, average), carry, faults),
+    axis_name="data",
+    devices=devices,
+  )
+  carry = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), (PARAMS, TX.init(PARAMS)))
+  final, metrics = jax.device_get(run(carry, FAULTS.T))
+  for x in jax.tree.leaves((final, metrics)):
+    assert len({row.tobytes() for row in x}) == 1
+  check_like_single(*jax.tree.map(lambda x: x[0], (final, metrics)))
+
+
+@pytest.mark.case("I6", "B126", "B129", "B151")
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_automatic_sharding_needs_no_axis_name(devices, axis_type):
+  """Parameters replicated; the batch of gradients on four devices, averaged by the program."""
+  mesh = jax.make_mesh((DEVICES,), ("data",), (axis_type,), devices=devices)
+  replicated = jax.NamedSharding(mesh, jax.P())
+  params = jax.device_put(PARAMS, replicated)
+
+  def mean(grads):
+    return jax.tree.map(lambda g: jnp.mean(g, 0), grads)
+
+  @jax.jit
+  def run(carry, faults):
+    def one(carry, fault):
+      params, state = carry
+      scale = mpjax.loss_scaling_metrics(state)["loss_scale"]
+      grads = mean(jax.vmap(lambda f: local_gradients(params, scale, f))(fault))
+      updates, state = ALONE.update(grads, state, params)
+      return (optax.apply_updates(params, updates), state), mpjax.loss_scaling_metrics(state)
+
+    return jax.lax.scan(one, carry, faults)
+
+  faults = jax.device_put(FAULTS, jax.NamedSharding(mesh, jax.P(None, "data")))
+  final, metrics = run((params, ALONE.init(params)), faults)
+  check_replicas(final)
+  check_like_single(final, jax.device_get(metrics))
+
+
+@pytest.mark.case("B129", "I6")
+@pytest.mark.parametrize("how", ["automatic", "shard_map"])
+def test_sharded_parameters_a_nan_on_one_device_skips_everywhere(devices, how):
+  """No averaging here: each device owns a part, and only the flag has to travel."""
+  mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,), devices=devices)
+  sharding = jax.NamedSharding(mesh, jax.P("data"))
+  params = jax.device_put(jnp.ones(8), sharding)
+  tx = TX if how == "shard_map" else ALONE
+  state = tx.init(params)
+  spec = jax.tree.map(lambda x: jax.P("data") if x.shape else jax.P(), state)
+
+  def update(grads, state, params):
+    return tx.update(grads, state, params)
+
+  if how == "shard_map":
+    update = jax.shard_map(
+      update,
+      mesh=mesh,
+      in_specs=(jax.P("data"), spec, jax.P("data")),
+      out_specs=(jax.P("data"), spec),
+    )
+  update = jax.jit(update)
+  for position in (0, 5, 7):
+    grads = jax.device_put(jnp.ones(8).at[position].set(jnp.nan), sharding)
+    updates, after = update(grads, state, params)
+    assert not np.any(updates)
+    assert mpjax.loss_scaling_metrics(after)["loss_scale"] == 8
+    assert jax.tree.leaves(after.inner_state)[0].tolist() == [0] * 8
+  updates, after = update(jax.device_put(jnp.ones(8), sharding), state, params)
+  assert np.all(np.asarray(updates) < 0)
+
+
+@pytest.mark.case("B126")
+def test_without_axis_name_replicas_would_differ(devices):
+  """What the argument is there for: with the check of JAX on, the mistake is an error."""
+  mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,), devices=devices)
+
+  def flag_after(check_vma):
+    @jax.jit
+    @functools.partial(
+      jax.shard_map,
+      mesh=mesh,
+      in_specs=(jax.P(), jax.P("data")),
+      out_specs=jax.P(),
+      check_vma=check_vma,
+    )
+    def update(state, fault):
+      grads = local_gradients(PARAMS, 1.0, fault[0])
+      _, state = ALONE.update(grads, state, PARAMS)
+      return mpjax.loss_scaling_metrics(state)["finite"]
+
+    return update(ALONE.init(PARAMS), jnp.asarray([0.0, np.nan, 0.0, 0.0]))
+
+  flags = [bool(np.asarray(s.data)) for s in flag_after(False).addressable_shards]
+  assert flags == [True, False, True, True]
+  with pytest.raises(ValueError, match="out_specs"):
+    flag_after(True)
+
+
+@pytest.mark.case("B126", "A51")
+def test_two_axes_and_check_updates(devices):
+  mesh = jax.make_mesh((2, 2), ("x", "y"), (AUTO, AUTO), devices=devices)
+  tx = mpjax.loss_scaling(
+    optax.scale(3e38), mpjax.StaticLossScale(1), axis_name=("x", "y"), check_updates=True
+  )
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(jax.P(), jax.P("x", "y")),
+    out_specs=(jax.P("x", "y"), jax.P()),
+  )
+  def update(state, grads):
+    updates, state = tx.update(grads, state)
+    return updates, mpjax.loss_scaling_metrics(state)
+
+  for value, bad_updates in ((2.0, 1), (np.nan, 0)):
+    grads = jnp.zeros((2, 2)).at[1, 0].set(value)
+    updates, metrics = update(tx.init(jnp.zeros(())), grads)
+    assert not np.any(updates)
+    assert (metrics["skipped"], metrics["bad_updates"]) == (1, bad_updates)
+
+
+@pytest.mark.case("B128")
+def test_unscaling_before_or_after_the_mean_is_the_same():
+  grads = jnp.asarray([[1.0, 3.0], [2.0, -5.0], [4.0, 0.25], [8.0, 1.0]])
+  state = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(64)).init(grads[0])
+  before = jnp.mean(mpjax.unscale(grads * 64, state), 0)
+  after = mpjax.unscale(jnp.mean(grads * 64, 0), state)
+  np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.case("B132")
+@pytest.mark.parametrize("how", ["zero weight", "all masked"])
+def test_a_mean_over_nothing_is_skipped(how):
+  """0/0 in the loss of a batch without an example that counts."""
+  tx = mpjax.loss_scaling(optax.adam(0.1))
+  params = jnp.ones(3)
+  state = tx.init(params)
+  weight = jnp.zeros(4)
+
+  def loss(w, x):
+    per_example = (x @ w) ** 2
+    if how == "zero weight":
+      return jnp.sum(per_example * weight) / jnp.sum(weight)
+    return jnp.mean(per_example, where=weight > 0)
+
+  value, grads = mpjax.value_and_grad(loss, state)(params, jnp.ones((4, 3)))
+  assert jnp.isnan(value)
+  updates, after = tx.update(grads, state, params, loss=value)
+  assert not np.any(updates)
+  assert not mpjax.loss_scaling_metrics(after)["finite"]
+  np.testing.assert_array_equal(after.inner_state[0].mu, state.inner_state[0].mu)
