@@ -1,0 +1,218 @@
+"""`loss_scaling` inside and outside of what optax offers: what works, what is wrong by order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+import mpjax
+
+STATIC = mpjax.StaticLossScale(1024)
+PARAMS = {"w": jnp.asarray([1.0, -2.0]), "b": jnp.asarray([0.5])}
+GRADS = {"w": jnp.asarray([0.25, 1.0]), "b": jnp.asarray([2.0])}
+
+
+def scaled(grads, bad=None):
+  grads = jax.tree.map(lambda g: g * 1024, grads)
+  return grads if bad is None else grads | {"b": jnp.asarray([bad])}
+
+
+def bits(tree):
+  def data(x):
+    typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if typed else x).tobytes()
+
+  return [data(x) for x in jax.tree.leaves(tree)]
+
+
+def quadratic(params):
+  return 0.5 * optax.tree.norm(params, squared=True)
+
+
+WRAPPED = {
+  "lbfgs": lambda: optax.lbfgs(),
+  "schedule_free": lambda: optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1),
+  "prodigy": lambda: optax.contrib.prodigy(),
+  "mechanize": lambda: optax.contrib.mechanize(optax.sgd(0.1)),
+  "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2),
+  "reduce_on_plateau": lambda: optax.chain(
+    optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)
+  ),
+  "polyak": lambda: optax.polyak_sgd(),
+  "dog": lambda: optax.contrib.dog(1.0),
+  "muon": lambda: optax.contrib.muon(0.1),
+  "add_noise": lambda: optax.add_noise(0.1, 0.5, jax.random.key(0)),
+  "adaptive clip": lambda: optax.adaptive_grad_clip(0.1),
+  "masked": lambda: optax.masked(optax.adam(0.1), {"w": True, "b": False}),
+  "partition": lambda: optax.partition(
+    {"a": optax.adam(0.1), "z": optax.set_to_zero()}, {"w": "a", "b": "z"}
+  ),
+  "flatten": lambda: optax.flatten(optax.adam(0.1)),
+  "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 2),
+  "multi steps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+}
+
+
+@pytest.mark.case("B117", "I1", "B110")
+@pytest.mark.parametrize("name", WRAPPED)
+def test_inside_every_wrapper_works_and_skips(name):
+  inner = WRAPPED[name]()
+  tx = mpjax.loss_scaling(inner, STATIC)
+  state, plain = tx.init(PARAMS), inner.init(PARAMS)
+  extra = {}
+  if name == "lbfgs":
+    extra = {"value": quadratic(PARAMS), "value_fn": quadratic}
+  elif name in ("reduce_on_plateau", "polyak"):
+    extra = {"value": quadratic(PARAMS)}
+  line_search = name == "lbfgs"
+
+  def update(grads, state):
+    more = extra | ({"grad": grads} if line_search else {})
+    return tx.update(grads, state, PARAMS, **more)
+
+  update = jax.jit(update)
+  for _ in range(3):
+    updates, state = update(scaled(GRADS), state)
+    more = extra | ({"grad": GRADS} if line_search else {})
+    control = optax.with_extra_args_support(inner)
+    expected, plain = control.update(GRADS, plain, PARAMS, **more)
+    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+  for bad in (np.nan, np.inf):
+    updates, after = update(scaled(GRADS, bad), state)
+    assert bits(after.inner_state) == bits(state.inner_state)
+    assert not any(np.any(u) for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.case("B117")
+def test_lookahead_works_on_its_own_parameters():
+  fast_and_slow = optax.LookaheadParams.init_synced(PARAMS)
+  tx = mpjax.loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5), STATIC)
+  # Its gradients have the structure of the fast parameters alone, so params is what they match.
+  with pytest.raises(mpjax.MpjaxValueError, match=r"nothing at \.fast\['b'\]"):
+    tx.update(scaled(GRADS), tx.init(fast_and_slow), fast_and_slow)
+  outside = optax.lookahead(mpjax.loss_scaling(optax.sgd(0.1), STATIC), 2, 0.5)
+  state = outside.init(fast_and_slow)
+  updates, state = outside.update(scaled(GRADS), state, fast_and_slow)
+  np.testing.assert_allclose(updates.fast["w"], -0.1 * GRADS["w"], rtol=1e-6)
+  assert mpjax.loss_scaling_metrics(state)["total"] == 1
+
+
+@pytest.mark.case("B106", "B146")
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_only_what_is_inside_is_protected(bad):
+  """Momentum before the wrapper has swallowed the bad value, and never gives it back."""
+  outside = optax.chain(optax.trace(0.9), mpjax.loss_scaling(optax.scale(-0.1), STATIC))
+  inside = mpjax.loss_scaling(optax.chain(optax.trace(0.9), optax.scale(-0.1)), STATIC)
+  states = [tx.init(PARAMS) for tx in (outside, inside)]
+  for grads in (scaled(GRADS), scaled(GRADS, bad), scaled(GRADS)):
+    (_, states[0]), (_, states[1]) = (
+      tx.update(grads, state, PARAMS) for tx, state in zip((outside, inside), states, strict=True)
+    )
+  assert mpjax.loss_scaling_metrics(states[0])["skipped"] == 2, "for ever"
+  assert not mpjax.all_finite(states[0])
+  assert mpjax.loss_scaling_metrics(states[1])["skipped"] == 1
+  assert mpjax.all_finite(states[1])
+  assert "protects only what is inside" in " ".join(mpjax.loss_scaling.__doc__.split())
+
+
+@pytest.mark.case("B106", "B146", "B105")
+@pytest.mark.parametrize(
+  ("mask", "bad", "applied"), [(optax.clip(1.0), np.inf, -1 / 1024), (optax.zero_nans(), np.nan, 0)]
+)
+def test_what_stands_before_the_wrapper_hides_an_overflow(mask, bad, applied):
+  tx = optax.chain(mask, mpjax.loss_scaling(optax.sgd(1.0), STATIC))
+  updates, state = tx.update(scaled(GRADS, bad), tx.init(PARAMS), PARAMS)
+  assert mpjax.loss_scaling_metrics(state)["finite"], "hidden"
+  assert updates["b"] == applied
+  assert np.any(updates["w"]), "the rest of a bad gradient was applied"
+  right = mpjax.loss_scaling(optax.chain(mask, optax.sgd(1.0)), STATIC)
+  updates, state = right.update(scaled(GRADS, bad), right.init(PARAMS), PARAMS)
+  assert not mpjax.loss_scaling_metrics(state)["finite"]
+  assert not any(np.any(u) for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.case("B146", "B107", "B108")
+def test_multi_steps_outside_poisons_its_window():
+  """Outside, a NaN stays in the accumulator; inside, the bad micro-batch is never seen."""
+  outside = optax.MultiSteps(mpjax.loss_scaling(optax.sgd(1.0), STATIC), 2)
+  inside = mpjax.loss_scaling(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(), STATIC)
+  stream = [scaled(GRADS, np.nan), scaled(GRADS), scaled(GRADS), scaled(GRADS)]
+  found = {}
+  for name, tx in (("outside", outside), ("inside", inside)):
+    state = tx.init(PARAMS)
+    for grads in stream:
+      updates, state = tx.update(grads, state, PARAMS)
+    found[name] = updates, state
+  assert not mpjax.all_finite(found["outside"][1])
+  assert mpjax.all_finite(found["inside"][1])
+  metrics = mpjax.loss_scaling_metrics(found["inside"][1])
+  assert (metrics["total"], metrics["skipped"]) == (4, 1)
+  # Three finite micro-batches: one full window of the same gradient has been applied.
+  assert found["inside"][1].inner_state.gradient_step == 1
+
+
+@pytest.mark.case("B113")
+@pytest.mark.parametrize("where", ["mask inside", "mask outside", "partition inside"])
+def test_frozen_leaves(where):
+  trained = {"w": True, "b": False}
+  sgd = optax.sgd(1.0)
+  freeze = optax.partition({"t": sgd, "f": optax.set_to_zero()}, {"w": "t", "b": "f"})
+  tx = {
+    "mask inside": mpjax.loss_scaling(optax.masked(sgd, trained), STATIC),
+    "mask outside": optax.masked(mpjax.loss_scaling(sgd, STATIC), trained),
+    "partition inside": mpjax.loss_scaling(freeze, STATIC),
+  }[where]
+  updates, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
+  # masked hands the gradient itself on; partition with set_to_zero is what freezes.
+  assert updates["b"] == {"mask inside": 2, "mask outside": 2048, "partition inside": 0}[where]
+  bad, state = tx.update(scaled(GRADS, np.nan), state, PARAMS)
+  finite = mpjax.loss_scaling_metrics(state)["finite"]
+  if where == "mask outside":
+    assert finite, "the frozen leaf is outside of the check"
+    assert np.isnan(bad["b"])
+  else:
+    assert not finite
+    assert bad["b"] == 0
+
+
+@pytest.mark.case("A68")
+def test_growing_the_tree_in_the_middle_of_a_run():
+  tx = mpjax.loss_scaling(optax.adam(0.1))
+  _, state = tx.update(scaled(GRADS, np.inf), tx.init(PARAMS), PARAMS)
+  grown = PARAMS | {"new": jnp.ones(2)}
+  with pytest.raises(mpjax.MpjaxValueError, match=r"nothing at \['new'\]"):
+    tx.update(GRADS, state, grown)
+  fresh = tx.init(grown)
+  assert mpjax.loss_scaling_metrics(fresh)["loss_scale"] == 2.0**15, "nothing is carried silently"
+  scale = float(mpjax.loss_scaling_metrics(state)["loss_scale"])
+  carried = mpjax.set_loss_scale(fresh, scale)
+  assert mpjax.loss_scaling_metrics(carried)["loss_scale"] == 2.0**14
+  start = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init=2.0**14)).init(grown)
+  assert jax.tree.structure(carried) == jax.tree.structure(start)
+  assert bits(carried) == bits(start), "the rest equals a run that starts there"
+  assert "set it in the state that `init` makes" in " ".join(mpjax.set_loss_scale.__doc__.split())
+
+
+@pytest.mark.case("B116", "B101")
+def test_an_average_of_half_parameters_is_float32_and_waits():
+  ema = optax.ema(0.999, debias=False)
+  params = jnp.ones(2, jnp.bfloat16)
+  assert ema.init(params).ema.dtype == jnp.bfloat16, "left alone it would be half"
+  tx = mpjax.loss_scaling(ema, STATIC)
+  with pytest.warns(UserWarning, match="stored in half"):
+    state = tx.init(params)
+  assert state.inner_state.ema.dtype == jnp.float32
+  _, state = tx.update(params * 1024, state, params)
+  np.testing.assert_allclose(state.inner_state.ema, 0.001, rtol=1e-5)
+  _, after = tx.update(params * jnp.nan, state, params)
+  assert bits(after.inner_state) == bits(state.inner_state)
+
+
+@pytest.mark.case("A04", "A24", "A05")
+def test_the_docs_say_what_is_not_offered():
+  doc = " ".join(mpjax.DynamicLossScale.__doc__.split())
+  assert "A step that overflowed is skipped, not run again." in doc
+  assert "a finite step alone restores nothing (in Apex it does)" in doc
