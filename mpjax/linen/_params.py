@@ -48,16 +48,31 @@ class CastScope(Scope):
     active = _policied()
     if active is None or active.policy is None:
       return super().param(name, init_fn, *init_args, unbox=unbox, **kwargs)
-    # A module may hand its own `dtype` field to the initialiser, as what parameters are made in.
-    # That field is set to the compute dtype now; random numbers drawn in half are other numbers.
-    own = tuple(_own_dtype(active, arg) for arg in init_args)
-    kwargs = {key: _own_dtype(active, arg) for key, arg in kwargs.items()}
+    own, kwargs = _own_dtypes(active, init_args, kwargs)
     value = super().param(name, init_fn, *own, unbox=unbox, **kwargs)
     if self.is_mutable_collection("params") and self.get_flag("initializing", False):
       stored = super().get_variable("params", name)
       dtype = active.policy.param_dtype
       super().put_variable("params", name, jax.tree.map(lambda x: cast_leaf(x, dtype), stored))
     return _read("params", value) if unbox else value
+
+  def variable(
+    self, col: str, name: str, init_fn: Any = None, *init_args: Any, **kwargs: Any
+  ) -> Any:
+    """Returns a variable; creates it as without a policy, a cache in the dtype of what it holds."""
+    active = _policied()
+    if active is None or active.policy is None or init_fn is None or col == "cache":
+      return super().variable(col, name, init_fn, *init_args, **kwargs)
+    unbox = kwargs.pop("unbox", True)
+    own, kwargs = _own_dtypes(active, init_args, kwargs)
+    if col != "params":
+      return super().variable(col, name, init_fn, *own, unbox=unbox, **kwargs)
+    dtype = active.policy.param_dtype
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+      return jax.tree.map(lambda x: cast_leaf(x, dtype), init_fn(*args, **kwargs))
+
+    return super().variable(col, name, made, *own, unbox=unbox, **kwargs)
 
   def variables(self) -> Any:
     """Returns the variables; a parameter that is read from them behaves as an array in use."""
@@ -96,6 +111,16 @@ def _policied() -> Active | None:
   """Returns the active state where there is a policy to apply."""
   active = ACTIVE.value
   return None if active is None or active.given is None else active
+
+
+def _own_dtypes(active: Active, args: Any, kwargs: Any) -> tuple[Any, Any]:
+  """Returns the arguments of an initialiser as they are without a policy.
+
+  A module may hand it its own `dtype` field, as what variables are made in. That field is set to
+  the compute dtype now; random numbers drawn in half are other numbers.
+  """
+  own = tuple(_own_dtype(active, arg) for arg in args)
+  return own, {key: _own_dtype(active, arg) for key, arg in kwargs.items()}
 
 
 def _own_dtype(active: Active, arg: Any) -> Any:
