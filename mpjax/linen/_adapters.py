@@ -185,6 +185,10 @@ def _embed_fields(module: nn.Module, method: str, dtype: np.dtype[Any]) -> dict[
   return {"dtype": None} if method == "__call__" else set_dtype(module, method, dtype)
 
 
+def _embed_outputs(module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast) -> Any:
+  return cast(outputs)
+
+
 def _einsum() -> Callable[..., Any]:
   return jnp.einsum
 
@@ -253,7 +257,7 @@ _ADAPTERS: Mapping[type[nn.Module], Adapter] = types.MappingProxyType(
     nn.BatchNorm: _NORM,
     nn.SpectralNorm: _REPARAMETRIZED,
     nn.WeightNorm: _REPARAMETRIZED,
-    nn.Embed: Adapter(params="stored", fields=_embed_fields),
+    nn.Embed: Adapter(params="stored", fields=_embed_fields, outputs=_embed_outputs),
     nn.recurrent.DenseParams: _HANDS_ON_PARAMETERS,
     nn.RNNCellBase: Adapter(inputs=keep_carry_inputs, outputs=keep_carry_outputs),
     nn.RNN: _RNN,

@@ -157,28 +157,16 @@ def give(
     expected = "'raise', 'warn' or 'ignore'"
     got = repr(unmatched)
     raise MpjaxValueError(message(f"{where}(unmatched=...)", expected=expected, got=got, fix=fix))
-  added = tuple((adapters or {}).items()) if isinstance(adapters or {}, Mapping) else (adapters,)
-  for item in added:
-    if not (isinstance(item, tuple) and isinstance(item[1], Adapter) and isinstance(item[0], type)):
-      raise MpjaxTypeError(
-        message(
-          f"{where}(adapters=...)",
-          expected="a mapping from module classes to mpjax.linen.Adapter",
-          got=repr(item),
-          fix="Write adapters={MyCell: mpjax.linen.Adapter(...)}.",
-        )
-      )
-  parsed = None if policy is None else Policy.parse(policy)
   given = Given(
-    policy=parsed,
+    policy=None if policy is None else Policy.parse(policy),
     rules=parse_rules(rules, f"{where}(rules=...)"),
     defaults=default_rules()
     if defaults is None
     else parse_rules(defaults, f"{where}(defaults=...)"),
-    adapters=added,
+    adapters=_parse_adapters(adapters, f"{where}(adapters=...)"),
     unmatched=unmatched,
   )
-  for one in (parsed, *(rule.policy for rule in (*given.rules, *given.defaults))):
+  for one in (given.policy, *(rule.policy for rule in (*given.rules, *given.defaults))):
     if one is not None and one.weight_grad_dtype is not None:
       raise MpjaxValueError(
         message(
@@ -189,6 +177,21 @@ def give(
         )
       )
   return given
+
+
+def _parse_adapters(adapters: Any, where: str) -> tuple[tuple[type[Any], Adapter], ...]:
+  items = tuple(adapters.items()) if isinstance(adapters, Mapping) else ((adapters, None),)
+  for cls, adapter in () if adapters is None else items:
+    if not (isinstance(cls, type) and isinstance(adapter, Adapter)):
+      raise MpjaxTypeError(
+        message(
+          where,
+          expected="a mapping from module classes to mpjax.linen.Adapter",
+          got=repr(adapters),
+          fix="Write adapters={MyCell: mpjax.linen.Adapter(...)}.",
+        )
+      )
+  return () if adapters is None else items
 
 
 def module_path(module: nn.Module) -> str:

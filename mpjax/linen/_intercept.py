@@ -4,11 +4,12 @@ import contextlib
 import dataclasses
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,6 +20,7 @@ from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
 from mpjax.linen._adapters import (
   Adapter,
+  cast_outputs,
   find_adapter,
   like,
 )
@@ -41,7 +43,7 @@ _BRANCHES = ("cond", "switch")
 
 
 @contextlib.contextmanager
-def activate(state: Active) -> Iterator[None]:
+def activate(state: Active) -> Generator[None]:
   """Puts a state in force, in this thread, for the length of a `with` block."""
   # One interceptor serves all states; it must not run twice when one is given inside another.
   stack = contextlib.nullcontext() if ACTIVE.value is not None else nn.intercept_methods(intercept)
@@ -50,7 +52,7 @@ def activate(state: Active) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hold(state: Active) -> Iterator[None]:
+def hold(state: Active) -> Generator[None]:
   """Puts a state in force, as `activate` does, for a scope that may be left in any order.
 
   A generator that yields inside a scope leaves it when it ends, which may be after another scope
@@ -140,9 +142,10 @@ def _method(
   if name == "setup":
     return outputs
   handed_on = _handed_on(active, given, policy, picked)
-  if handed_on is None:
+  if handed_on is None and adapter.outputs is cast_outputs:
     return outputs
-  return adapter.outputs(module, name, (args, kwargs), outputs, _cast_to(handed_on))
+  # What an adapter casts itself is part of what its module computes (the rows that Embed gathered).
+  return adapter.outputs(module, name, (args, kwargs), outputs, _cast_to(handed_on or compute))
 
 
 def _handed_on(active: Active, given: Given, policy: Policy, picked: bool) -> Any:
@@ -237,7 +240,7 @@ def _any_complex(call: Any) -> bool:
   """Whether an argument is a complex array: a half `dtype` would drop its imaginary part."""
   args, kwargs = call
   return any(
-    isinstance(x, (jax.Array, np.ndarray)) and np.issubdtype(x.dtype, np.complexfloating)
+    isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.complexfloating)
     for x in (*args, *kwargs.values())
   )
 
@@ -257,7 +260,7 @@ def _inherited_dtype(module: nn.Module, active: Active) -> bool:
 
 
 @contextlib.contextmanager
-def _fields_set(module: nn.Module, fields: dict[str, Any]) -> Iterator[None]:
+def _fields_set(module: nn.Module, fields: dict[str, Any]) -> Generator[None]:
   """Sets fields of a bound module, which Flax made for this call, and restores them."""
   before = {name: getattr(module, name) for name in fields}
   try:

@@ -273,6 +273,6 @@ LazyParam.__hash__ = object.__hash__
 jax.tree_util.register_pytree_with_keys(
   LazyParam,
   lambda box: (((_Step(box.name), box.stored),), box.name),
-  lambda name, children: LazyParam(children[0], name),
+  lambda name, children: LazyParam(next(iter(children)), name),
   lambda box: ((box.stored,), box.name),
 )

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -92,7 +92,7 @@ def policy_scope(
   adapters: Mapping[type[nn.Module], Adapter] | None = None,
   ops: None = None,
   unmatched: str = "raise",
-) -> Iterator[None]:
+) -> Generator[None]:
   """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
 
   The scope belongs to the thread that enters it, and to every function that is traced or called
@@ -346,7 +346,7 @@ class BoundPolicyModule:
       raise AttributeError(name)
     with activate(begin(self._given)):
       found = getattr(self._module, name)
-    return _bound(found, self)
+    return self._wrap(found)
 
   def __repr__(self) -> str:
     return f"with_policy({self._module!r}, {_shown(self._given)})"
@@ -359,11 +359,10 @@ class BoundPolicyModule:
 
     return call
 
-
-def _bound(found: Any, owner: BoundPolicyModule) -> Any:
-  """Returns an attribute of a bound model so that what is called on it runs under the policy."""
-  if isinstance(found, nn.Module):
-    return BoundPolicyModule(found, owner._given)
-  if isinstance(found, (tuple, list)) and any(isinstance(x, nn.Module) for x in found):
-    return type(found)(_bound(x, owner) for x in found)
-  return owner._under_policy(found) if callable(found) else found
+  def _wrap(self, found: Any) -> Any:
+    """Returns an attribute so that what is called on it runs under the policy."""
+    if isinstance(found, nn.Module):
+      return BoundPolicyModule(found, self._given)
+    if isinstance(found, (tuple, list)) and any(isinstance(x, nn.Module) for x in found):
+      return type(found)(self._wrap(x) for x in found)
+    return self._under_policy(found) if callable(found) else found
