@@ -1,0 +1,78 @@
+"""The state of `loss_scaling` goes through flax's and orbax's checkpoints like any optax state."""
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+
+import mpjax
+
+PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+CONFIG = mpjax.DynamicLossScale(init=64, growth_interval=3, hysteresis=2)
+TX = mpjax.loss_scaling(optax.adam(0.1), CONFIG)
+
+
+def after(flags, state=None):
+  state = TX.init(PARAMS) if state is None else state
+  for flag in flags:
+    grads = jax.tree.map(lambda p, f=flag: jnp.ones_like(p) * (1.0 if f else jnp.nan), PARAMS)
+    _, state = TX.update(grads, state, PARAMS)
+  return state
+
+
+def by_flax(state, target, tmp_path):
+  return flax.serialization.from_bytes(target, flax.serialization.to_bytes(state))
+
+
+def by_orbax(state, target, tmp_path):
+  with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", state)
+    checkpointer.wait_until_finished()
+    return checkpointer.restore(tmp_path / "state", target)
+
+
+@pytest.mark.case("A40", "A64", "B021")
+@pytest.mark.parametrize("through", [by_flax, by_orbax])
+def test_a_run_goes_on_from_the_middle_of_a_window(through, tmp_path):
+  first, rest = [1, 0, 1, 1], [1, 0, 0, 1, 1, 1]
+  saved = after(first)
+  restored = through(saved, TX.init(PARAMS), tmp_path)
+  assert jax.tree.structure(restored) == jax.tree.structure(saved)
+  for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
+    assert np.asarray(a).dtype == b.dtype
+    np.testing.assert_array_equal(a, b)
+  straight, resumed = after(rest, saved), after(rest, restored)
+  for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(straight), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.case("A49", "A58")
+@pytest.mark.parametrize("through", [by_flax, by_orbax])
+@pytest.mark.parametrize("other", [mpjax.DynamicLossScale(), mpjax.StaticLossScale(64)])
+def test_another_configuration_does_not_restore(through, other, tmp_path):
+  target = mpjax.loss_scaling(optax.adam(0.1), other).init(PARAMS)
+  with pytest.raises((ValueError, KeyError)):
+    through(after([1]), target, tmp_path)
+
+
+@pytest.mark.case("A49")
+@pytest.mark.parametrize("through", [by_flax, by_orbax])
+def test_another_start_does(through, tmp_path):
+  tx = mpjax.loss_scaling(
+    optax.adam(0.1), mpjax.DynamicLossScale(init=2, growth_interval=3, hysteresis=2)
+  )
+  restored = through(after([0, 0]), tx.init(PARAMS), tmp_path)
+  assert mpjax.loss_scaling_metrics(restored)["loss_scale"] == 32
+
+
+@pytest.mark.case("A39")
+@pytest.mark.parametrize("through", [by_flax, by_orbax])
+def test_a_state_without_a_scale_is_saved_too(through, tmp_path):
+  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.NoLossScale())
+  state = tx.init(PARAMS)
+  restored = through(state, tx.init(PARAMS), tmp_path)
+  assert jax.tree.structure(restored) == jax.tree.structure(state)
+  tx.update(PARAMS, restored, PARAMS)
