@@ -10,7 +10,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax._errors import MpjaxTypeError

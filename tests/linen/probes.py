@@ -34,7 +34,7 @@ class Probe(nn.Module):
 def seen(fun: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
   """Returns the dtype seen at each path while `fun` is traced; a path seen twice must agree."""
   calls.clear()
-  jax.eval_shape(lambda: fun(*args, **kwargs))
+  jax.eval_shape(lambda *args: fun(*args, **kwargs), *args)
   found: dict[str, str] = {}
   for path, dtype in calls:
     assert found.setdefault(path, dtype) == dtype, f"{path}: {found[path]} and {dtype}"
