@@ -1,0 +1,204 @@
+"""Every product in half: for each of Flax's layers, and in each situation that models are run in.
+
+Products are counted in the traced program of loss and gradients, by `tests.programs`.
+"""
+
+import contextlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from tests import programs
+from tests.models.layers import EXEMPT, LAYERS
+from tests.models.situations import RNGS, SITUATIONS
+from tests.models.values import filled, normal, shapes
+
+HALF = ["bfloat16", "float16"]
+WAYS = ["with_policy", "policy_scope"]
+BOTH = pytest.mark.parametrize("half", HALF)
+BY = pytest.mark.parametrize("way", WAYS)
+
+
+def policied(model: nn.Module, policy: Any, way: str) -> tuple[Any, Any]:
+  """Returns the model, and the context to run it in, for one of the two ways in."""
+  if way == "with_policy":
+    return mpjax.linen.with_policy(model, policy), contextlib.nullcontext()
+  return model, mpjax.linen.policy_scope(policy)
+
+
+def is_float(x: Any) -> bool:
+  return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def total(tree: Any) -> Any:
+  """Returns a float32 loss of all floating outputs; their dtypes stay visible beside it."""
+  leaves = [x for x in jax.tree.leaves(tree) if is_float(x)]
+  return sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves), tree
+
+
+def layer_programs(name: str, policy: Any, way: str = "with_policy") -> tuple[Any, Any, Any]:
+  """Returns forward program, program with gradients, and the shapes of (outputs, gradients)."""
+  layer = {**LAYERS, **EXEMPT}[name]
+  module = layer.make()
+  variables = shapes(module, *layer.inputs, **layer.kwargs)
+  params = variables.get("params", {})
+  state = filled({k: tree for k, tree in variables.items() if k != "params"})
+  model, scope = policied(module, policy, way)
+  floats = tuple(x for x in layer.inputs if all(map(is_float, jax.tree.leaves(x))))
+
+  def forward(params, inputs):
+    inputs = inputs if floats else layer.inputs
+    variables = {"params": params, **state}
+    out, _ = model.apply(variables, *inputs, **layer.kwargs, rngs=RNGS, mutable=list(state))
+    return out
+
+  def backward(params, inputs):
+    grads, out = jax.grad(lambda *args: total(forward(*args)), (0, 1), has_aux=True)(params, inputs)
+    return out, grads
+
+  with scope:
+    return (
+      jax.make_jaxpr(forward)(params, floats),
+      *jax.make_jaxpr(backward, return_shape=True)(params, floats),
+    )
+
+
+@pytest.mark.case("B038", "B085", "B086", "B089", "A74")
+@BY
+@BOTH
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name, half, way):
+  forward, both, (out, (grads, input_grads)) = layer_programs(name, f"mixed_{half}", way)
+  if LAYERS[name].products:
+    assert programs.half_share(forward) == 1
+    assert programs.half_share(both) == 1
+    assert {dtype for p in programs.products(both) for dtype in p.dtypes} == {half}
+  else:
+    assert programs.products(both) == []
+  found = jax.tree.leaves((out, grads, input_grads))
+  assert {x.dtype for x in found} == {np.dtype("float32")}
+
+
+@pytest.mark.case("A91", "B052")
+@BOTH
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_hand_on_half_and_keep_a_float32_carry(name, half):
+  _, _, (out, _) = layer_programs(name, mpjax.Policy(compute_dtype=half))
+  carry, out = out if name.endswith("_cell") else ((), out)
+  assert {str(x.dtype) for x in jax.tree.leaves(out)} == {half}
+  assert {str(x.dtype) for x in jax.tree.leaves(carry)} <= {"float32"}
+
+
+NORMS = [name for name in LAYERS if name.endswith("_norm") and name != "weight_norm"]
+ATTENTION = [name for name in LAYERS if name.startswith("attention")]
+
+
+@pytest.mark.case("A77", "B083", "B084")
+@BOTH
+@pytest.mark.parametrize("name", [*NORMS, "batch_norm_running"])
+def test_norms_compute_their_statistics_in_float32(name, half):
+  forward, _, _ = layer_programs(name, "bfloat16" if half == "bfloat16" else "float16")
+  assert programs.dtypes_of(forward, "rsqrt") == {"float32"}
+  if name != "batch_norm_running":
+    assert programs.dtypes_of(forward, "reduce_sum") == {"float32"}
+  assert programs.converts(forward)[f"float32->{half}"] == 1  # rounded once, at the end
+
+
+@pytest.mark.case("A77", "B088")
+@BOTH
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_takes_its_softmax_in_float32(name, half):
+  _, both, _ = layer_programs(name, f"mixed_{half}")
+  assert programs.dtypes_of(both, "exp") == {"float32"}
+
+
+def situation_program(name: str, policy: Any, way: str) -> tuple[Any, Any]:
+  """Returns the program with gradients, and the shapes of (outputs, gradients)."""
+  situation = SITUATIONS[name]
+  variables = shapes(situation.make(), *situation.inputs)
+  params = variables["params"]
+  state = filled({k: tree for k, tree in variables.items() if k != "params"})
+  model, scope = policied(situation.make(), policy, way)
+
+  def forward(params, *inputs):
+    return total(situation.run(model, {"params": params, **state}, *inputs))
+
+  def both(params, *inputs):
+    if not situation.backward:
+      return forward(params, *inputs)[1], (params, inputs)
+    grads, out = jax.grad(forward, (0, 1), has_aux=True)(params, *inputs)
+    return out, grads
+
+  with scope:
+    return jax.make_jaxpr(both, return_shape=True)(params, *situation.inputs)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.case("B038", "B073", "B082", "B087", "B092", "B095", "A76")
+@BY
+@BOTH
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_situations(name, half, way):
+  program, (out, grads) = situation_program(name, f"mixed_{half}", way)
+  assert programs.half_share(program) == 1
+  assert {dtype for p in programs.products(program) for dtype in p.dtypes} == {half}
+  assert {str(x.dtype) for x in jax.tree.leaves(grads)} == {"float32"}
+  assert {str(x.dtype) for x in jax.tree.leaves(out)} == {"float32"}
+
+
+# What is exempt, and is what the issue says it is.
+
+
+@pytest.mark.case("B094")
+@BOTH
+def test_spectral_norm_iterates_in_float32_and_multiplies_in_half(half):
+  forward, both, _ = layer_programs("spectral_norm", f"mixed_{half}")
+  for program, wanted in ((forward, 1), (both, 3)):
+    # The layer's own product, and its two in the backward pass, are those of three examples.
+    mine = [p for p in programs.products(program) if any("[3," in shape for shape in p.operands)]
+    assert len(mine) == wanted
+    assert all(p.is_half for p in mine)
+    rest = [p for p in programs.products(program) if p not in mine]
+    assert {dtype for p in rest for dtype in p.dtypes} == {"float32"}
+
+
+@BOTH
+def test_a_precision_that_the_user_set_is_kept(half):
+  class Exact(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.Dense(8, precision="highest")(x)
+      return nn.MultiHeadDotProductAttention(2, precision="highest")(x)
+
+  x = normal(2, 6, 8)
+  variables = shapes(Exact(), x)
+  model = mpjax.linen.with_policy(Exact(), f"mixed_{half}")
+  program = jax.make_jaxpr(model.apply)(variables, x)
+  found = programs.products(program)
+  assert len(found) == 7
+  assert all("HIGHEST" in product.layout for product in found)
+  # Flax takes an einsum of ours or a precision of the user's. With a precision the weights stay in
+  # the float32 of their softmax, and so does their product with the values.
+  assert [p.operands for p in found if not p.is_half] == [(f"{half}[2,6,2,4]", "float32[2,2,6,6]")]
+  assert programs.dtypes_of(program, "exp") == {"float32"}
+
+
+@BOTH
+def test_a_float32_result_that_the_user_asked_for_is_kept(half):
+  class Accumulated(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      kernel = self.param("kernel", nn.initializers.ones, (8, 4))
+      return jnp.einsum("bd,df->bf", x, kernel, preferred_element_type=jnp.float32)
+
+  x = normal(3, 8)
+  variables = shapes(Accumulated(), x)
+  model = mpjax.linen.with_policy(Accumulated(), f"mixed_{half}")
+  (product,) = programs.products(jax.make_jaxpr(model.apply)(variables, x))
+  assert product.dtypes == (half, half)
+  assert product.result == "float32[3,4]"

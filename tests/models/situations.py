@@ -1,0 +1,362 @@
+"""Situations in which a policy must reach every product: modules as people write them.
+
+None of these modules names a dtype. `SITUATIONS` holds for each the module, its inputs, and how it
+is run on bound variables (`model.apply(variables, *inputs)`, unless said otherwise).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import freeze
+
+from tests.models.values import normal
+
+X = normal(3, 4, 8)
+INIT = nn.initializers.normal(0.3)
+RNGS = {"dropout": jax.random.key(2)}
+
+
+def apply(model: Any, variables: Any, *inputs: Any) -> Any:
+  return model.apply(variables, *inputs, rngs=RNGS)
+
+
+class Situation(NamedTuple):
+  """One module and how it is run.
+
+  Fields:
+    make: returns the module.
+    run: `(model, variables, *inputs) -> outputs`.
+    inputs: floating arrays, which gradients are taken of too.
+    backward: whether it has a gradient (a while loop has none).
+  """
+
+  make: Callable[[], nn.Module]
+  run: Callable[..., Any] = apply
+  inputs: tuple[Any, ...] = (X,)
+  backward: bool = True
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _=None):
+    y = nn.relu(nn.Dense(8)(nn.LayerNorm()(x)))
+    return x + y @ self.param("out", INIT, (8, 8)), None
+
+
+class Scan(nn.Module):
+  remat: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+    stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    return stack()(x, None)[0]
+
+
+class ScanBody(nn.Module):
+  """A function is lifted, not a class, with parameters that all steps share."""
+
+  @nn.compact
+  def __call__(self, x):
+    def step(block, carry, row):
+      carry = block(carry + row)[0]
+      return carry, carry
+
+    scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1)
+    return scan(Block(), jnp.zeros_like(x[:, 0]), x)[1]
+
+
+class Lifted(nn.Module):
+  """A class under a transform given from outside."""
+
+  lift: Callable[..., Any]
+
+  @nn.compact
+  def __call__(self, x):
+    return self.lift(Block)()(x)[0]
+
+
+class Conditional(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    one, two = nn.Dense(8, name="one"), nn.Dense(8, name="two")
+    if self.is_initializing():
+      one(x)
+      two(x)
+    x = nn.cond(x.sum() > 0, lambda m, x: one(x), lambda m, x: jnp.zeros_like(x), self, x)
+    branches = [lambda m, x: one(x), lambda m, x: nn.relu(two(x)), lambda m, x: x]
+    return nn.switch((x.sum() > 0).astype(int), branches, self, x)
+
+
+class WhileLoop(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    block = Block()
+    if self.is_initializing():
+      return block(x)[0]
+
+    def more(module, carry):
+      return (carry[0] < 3) & jnp.isfinite(carry[1]).all()
+
+    def step(module, carry):
+      return carry[0] + 1, block(carry[1])[0]
+
+    return nn.while_loop(more, step, self, (0, x))[1]
+
+
+class Mapped(nn.Module):
+  """Weights that are used transposed, by `nn.map_variables`."""
+
+  @nn.compact
+  def __call__(self, x):
+    transposed = nn.map_variables(
+      nn.Dense,
+      "params",
+      lambda tree: jax.tree.map(jnp.transpose, tree),
+      lambda tree: jax.tree.map(jnp.transpose, tree),
+      mutable=True,
+    )
+    return transposed(8)(x)
+
+
+class LowRank(nn.Module):
+  """A Dense and an adapter beside it, in one scope."""
+
+  def setup(self):
+    self.base = nn.Dense(8)
+    nn.share_scope(self, self.base)
+
+  @nn.compact
+  def __call__(self, x):
+    low = self.param("low", INIT, (8, 2))
+    return self.base(x) + x @ low @ self.param("high", INIT, (2, 8))
+
+
+class CustomGradient(nn.Module):
+  """Clips the gradient of what goes in, by `nn.custom_vjp`."""
+
+  @nn.compact
+  def __call__(self, x):
+    def forward(module, x):
+      return module(x)
+
+    def forward_kept(module, x):
+      return nn.vjp(forward, module, x)
+
+    def backward(pull, grad):
+      params, x = pull(jnp.clip(grad, -0.5, 0.5))
+      return params, x
+
+    return nn.custom_vjp(forward, forward_kept, backward)(nn.Dense(8), x)
+
+
+class RawSetup(nn.Module):
+  def setup(self):
+    self.kernel = self.param("kernel", INIT, (8, 6))
+    self.bias = self.param("bias", INIT, (6,))
+
+  def __call__(self, x):
+    return jnp.einsum("bsd,df->bsf", x, self.kernel) + self.bias
+
+
+class RawCompact(nn.Module):
+  """Raw parameters in a tree, an all-zero start, a convolution from `jax.lax`."""
+
+  @nn.compact
+  def __call__(self, x):
+    tree = self.param("tree", lambda key: {"a": INIT(key, (8, 8)), "b": [INIT(key, (8,))]})
+    kernel = self.param("kernel", INIT, (3, 8, 4))
+    x = jnp.tanh(x @ tree["a"] + tree["b"][0])
+    return jax.lax.conv_general_dilated(
+      x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+
+
+class Autoencoder(nn.Module):
+  """Several public methods, which call each other."""
+
+  def setup(self):
+    self.encoder, self.decoder = nn.Dense(4), nn.Dense(8)
+
+  def encode(self, x):
+    return nn.tanh(self.encoder(x))
+
+  def decode(self, z, scale=1.0):
+    return self.decoder(z) * scale
+
+  def __call__(self, x):
+    return self.decode(self.encode(x))
+
+
+def encode_and_decode(model: Any, variables: Any, x: Any) -> Any:
+  z = model.apply(variables, x, method="encode")
+  return model.apply(variables, z, scale=2.0, method=Autoencoder.decode)
+
+
+def bound(model: Any, variables: Any, x: Any) -> Any:
+  model = model.bind(variables)
+  return model.decoder(model.encode(x)) + model(x)
+
+
+class TiedByVariables(nn.Module):
+  """A head that reads the table of another module out of `self.variables`."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Dense(8, name="first", use_bias=False)(x))
+    table = self.variables["params"]["first"]["kernel"]
+    return jnp.dot(x, table.T) + jnp.einsum("bsd,ed->bse", x, jnp.asarray(table))
+
+
+class Partitioned(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    init = nn.with_partitioning(INIT, (None, "model"))
+    x = nn.Dense(8, kernel_init=init)(x)
+    return x @ self.param("out", nn.with_logical_partitioning(INIT, ("in", "out")), (8, 8))
+
+
+class Watched(nn.Module):
+  """Sows, perturbs, drops out, and keeps statistics and a counter of its own."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = self.perturb("before", nn.Dense(8)(x))
+    self.sow("intermediates", "hidden", x)
+    count = self.variable("counter", "count", lambda: jnp.zeros((), jnp.int32))
+    if not self.is_initializing():
+      count.value = count.value + 1
+    x = nn.Dropout(0.2, deterministic=False)(nn.BatchNorm(False)(x))
+    return nn.Dense(4)(x)
+
+
+def mutable(model: Any, variables: Any, x: Any) -> Any:
+  out, new = model.apply(
+    variables, x, rngs=RNGS, mutable=True, capture_intermediates=lambda m, name: True
+  )
+  assert new["batch_stats"]["BatchNorm_0"]["mean"].dtype == jnp.float32
+  assert new["counter"]["count"].dtype == jnp.int32
+  return out
+
+
+class TakesModules(nn.Module):
+  """A module as a field, one as an argument, one from a closure."""
+
+  inner: nn.Module
+
+  @nn.compact
+  def __call__(self, x):
+    held = nn.Dense(8, name="held")
+    use = Uses(name="uses")
+    return use(self.inner(x), held, lambda y: held(nn.tanh(y)))
+
+
+class Uses(nn.Module):
+  @nn.compact
+  def __call__(self, x, module, fun):
+    return fun(module(x)) + nn.Dense(8)(x)
+
+
+class Hypernetwork(nn.Module):
+  """Makes the parameters of another network, and calls its `.apply` in the forward pass."""
+
+  @nn.compact
+  def __call__(self, x):
+    target = nn.Dense(4)
+    code = nn.Dense(36)(x.mean((0, 1)))
+    params = {"kernel": code[:32].reshape(8, 4), "bias": code[32:]}
+    return target.apply({"params": params}, x)
+
+
+class ParamDtype(nn.Module):
+  """`dtype` here is the dtype that parameters are made in."""
+
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    kernel = self.param("kernel", INIT, (8, 8), self.dtype)
+    return x @ kernel
+
+
+class Decoder(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = x + nn.MultiHeadDotProductAttention(2, decode=True)(nn.LayerNorm()(x))
+    return nn.Dense(8)(x)
+
+
+def decode_loop(model: Any, variables: Any, x: Any) -> Any:
+  """Writes one position after another, a float32 cache carried by `jax.lax.scan`."""
+  params = {"params": variables["params"]}
+
+  def step(carry, _):
+    cache, token = carry
+    token, new = model.apply({**params, "cache": cache}, token, mutable=["cache"])
+    return (new["cache"], token), token
+
+  return jax.lax.scan(step, (variables["cache"], x[:, :1]), length=4)[1]
+
+
+class Field(nn.Module):
+  """A network of coordinates, whose derivative the loss looks at."""
+
+  @nn.compact
+  def __call__(self, x):
+    for _ in range(2):
+      x = nn.tanh(nn.Dense(8)(x))
+    return nn.Dense(1)(x)[..., 0]
+
+
+def derivatives(model: Any, variables: Any, x: Any) -> Any:
+  slope = jax.grad(lambda point: model.apply(variables, point))
+  return jax.vmap(slope)(x.reshape(-1, 8))
+
+
+def frozen(model: Any, variables: Any, x: Any) -> Any:
+  return model.apply(freeze(variables), x)
+
+
+def inner_jit(model: Any, variables: Any, x: Any) -> Any:
+  return jax.jit(jax.checkpoint(lambda v, x: model.apply(v, x)[0]))(variables, x)
+
+
+def own_loop(model: Any, variables: Any, x: Any) -> Any:
+  """A loop of `jax.lax` around the model, with a float32 carry."""
+  return jax.lax.fori_loop(0, 3, lambda _, x: model.apply(variables, x)[0].astype(x.dtype), x)
+
+
+_VMAP = functools.partial(nn.vmap, variable_axes={"params": 0}, split_rngs={"params": True})
+
+SITUATIONS: dict[str, Situation] = {
+  "scan": Situation(Scan),
+  "scan_remat": Situation(lambda: Scan(remat=True)),
+  "scan_of_a_function": Situation(ScanBody),
+  "remat": Situation(lambda: Lifted(nn.remat)),
+  "jit": Situation(lambda: Lifted(nn.jit)),
+  "vmap": Situation(lambda: Lifted(_VMAP)),
+  "inner_jit": Situation(Block, inner_jit),
+  "lax_loop": Situation(Block, own_loop),
+  "cond_and_switch": Situation(Conditional),
+  "while_loop": Situation(WhileLoop, backward=False),
+  "map_variables": Situation(Mapped),
+  "share_scope": Situation(LowRank),
+  "custom_vjp": Situation(CustomGradient),
+  "raw_in_setup": Situation(RawSetup),
+  "raw_in_compact": Situation(RawCompact),
+  "methods": Situation(Autoencoder, encode_and_decode),
+  "bind": Situation(Autoencoder, bound),
+  "tied_by_variables": Situation(TiedByVariables),
+  "partitioned": Situation(Partitioned),
+  "frozen_dict": Situation(RawCompact, frozen),
+  "mutable_sow_perturb_dropout": Situation(Watched, mutable),
+  "modules_as_arguments": Situation(lambda: TakesModules(nn.Dense(8))),
+  "apply_in_forward": Situation(Hypernetwork),
+  "dtype_of_parameters": Situation(ParamDtype),
+  "float32_cache_in_scan": Situation(Decoder, decode_loop),
+  "gradient_of_input_under_vmap": Situation(Field, derivatives),
+}
