@@ -73,7 +73,7 @@ def traced(name: str, who: str, half: str = "bfloat16", **fields: Any) -> Traced
   @functools.cache
   def run():
     values = filled(variables)
-    return lowered.compile()(values.pop("params"), values, x)
+    return programs.compiled(lowered)(values.pop("params"), values, x)
 
   return Traced(found.jaxpr, lowered.as_text(), run)
 
@@ -200,7 +200,7 @@ def test_embed_adds_its_gradient_in_float32_where_flax_own_dtype_adds_in_half(ha
     def loss(params):
       return jnp.sum((model.apply({"params": params}, ids) * rows).astype(jnp.float32))
 
-    return jax.jit(jax.grad(loss))(params)["embedding"]
+    return programs.run(jax.grad(loss), params)["embedding"]
 
   ours = gradient(mpjax.linen.with_policy(model, mpjax.Policy(compute_dtype=half)))
   assert programs.error(ours, exact) < 1e-6
@@ -221,7 +221,7 @@ def test_softmax_in_float32_errs_no_more_than_in_half(half):
       return jnp.sum(out * weights), out
 
     fun = jax.vmap(jax.value_and_grad(loss, (0, 1), has_aux=True))
-    (_, out), grads = jax.jit(fun)(params, x, weights)
+    (_, out), grads = programs.run(fun, params, x, weights)
     return out, grads
 
   true = forward_and_backward(model)
