@@ -3,7 +3,9 @@
 import dataclasses
 import fnmatch
 import functools
+import inspect
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -100,7 +102,7 @@ class Rule:
     """
     if self.path is not None:
       if isinstance(self.path, str):
-        return _glob_matches(_levels(self.path), _levels(path))
+        return () in _rest_of_glob(_levels(self.path), _levels(path))
       return self.path.fullmatch(path) is not None
     if self.module is not None:
       return isinstance(module, self.module)
@@ -134,15 +136,57 @@ def _check_glob(glob: str) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _glob_matches(glob: tuple[str, ...], names: tuple[str, ...]) -> bool:
-  """Whether the levels of a glob match the names of a path; `**` stands for any number of them."""
-  if not glob:
-    return not names
-  if glob[0] == "**":
-    return any(_glob_matches(glob[1:], names[i:]) for i in range(len(names) + 1))
-  return (
-    bool(names) and fnmatch.fnmatchcase(names[0], glob[0]) and _glob_matches(glob[1:], names[1:])
-  )
+def _rest_of_glob(glob: tuple[str, ...], names: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
+  """Returns what may still come of a glob after the names of a path; `()` is a match.
+
+  `**` stands for any number of levels, so that there may be several ways to go on.
+  """
+  if not names:
+    skipped = _rest_of_glob(glob[1:], ()) if glob[:1] == ("**",) else frozenset()
+    return frozenset({glob}) | skipped
+  after: set[tuple[str, ...]] = set()
+  for rest in _rest_of_glob(glob, names[:-1]):
+    if rest[:1] == ("**",):
+      after |= _rest_of_glob(rest, ())
+    elif rest and fnmatch.fnmatchcase(names[-1], rest[0]):
+      after |= _rest_of_glob(rest[1:], ())
+  return frozenset(after)
+
+
+def place_of(rules: Iterable[Rule], path: str) -> str:
+  """Returns text that is equal for two paths if no rule tells apart what is there or inside."""
+  rests: list[Any] = []
+  for rule in rules:
+    if isinstance(rule.path, str):
+      rests.append(sorted(_rest_of_glob(_levels(rule.path), _levels(path))))
+    elif goes_by_place(rule):
+      rests.append(path)
+  return repr(rests)
+
+
+def goes_by_place(rule: Rule) -> bool:
+  """Whether a rule can pick out one of two equal modules and not the other.
+
+  Of a predicate its code tells: whether it names what shows a module's place, or hands the module
+  to another function, which might.
+  """
+  if rule.where is None:
+    return rule.path is not None
+  code = getattr(rule.where, "__code__", None)
+  if not isinstance(code, types.CodeType):
+    return True
+  scope = {**getattr(rule.where, "__globals__", {}), **inspect.getclosurevars(rule.where).nonlocals}
+  names = _names_in(code)
+  calls = (scope[name] for name in names if name in scope)
+  return bool(names & _PLACE) or any(callable(f) and not isinstance(f, type) for f in calls)
+
+
+_PLACE = frozenset(("path", "name", "parent", "scope", "variables", "getattr", "vars"))
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+  names = {*code.co_names, *code.co_freevars}
+  return names.union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
 def _levels(path: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._rules import first_match, parse_rules, unmatched_error
+from mpjax._rules import first_match, goes_by_place, parse_rules, place_of, unmatched_error
 from tests.errors import check_error
 
 
@@ -530,3 +530,36 @@ def test_norms_hand_on_what_surrounds_them():
   model = mpjax.linen.with_policy(Net(), "mixed_bfloat16")
   assert jax.eval_shape(model.apply, variables, x).dtype == jnp.float32
   assert found == [jnp.float32, jnp.bfloat16]
+
+
+def second(module):
+  return module.path[-1] == "second"
+
+
+@pytest.mark.parametrize(
+  ("rule", "expected"),
+  [
+    (mpjax.Rule(None, path="a/*"), True),
+    (mpjax.Rule(None, module=int), False),
+    (mpjax.Rule(None, where=lambda m: isinstance(m, int) and m.real > 3), False),
+    (mpjax.Rule(None, where=lambda m: False), False),
+    (mpjax.Rule(None, where=lambda m: "b" in m.path), True),
+    (mpjax.Rule(None, where=lambda m: any(m.name == name for name in "ab")), True),
+    (mpjax.Rule(None, where=second), True),
+    (mpjax.Rule(None, where=lambda m: second(m)), True),
+    (mpjax.Rule(None, where=callable), True),
+  ],
+  ids=["path", "class", "fields", "constant", "lambda", "inner", "function", "helper", "builtin"],
+)
+def test_which_rules_can_tell_equal_modules_apart(rule, expected):
+  assert goes_by_place(rule) is expected
+
+
+def test_places_differ_only_where_a_glob_can_tell():
+  rules = [mpjax.Rule(None, path="encoder/**/norm"), mpjax.Rule(None, module=int)]
+  places = {
+    path: place_of(rules, path) for path in ("", "encoder", "encoder/a", "encoder/b/c", "x")
+  }
+  assert places["encoder/a"] == places["encoder/b/c"]
+  assert places["x"] not in (places[""], places["encoder"])
+  assert place_of(rules, "x") == place_of(rules, "y/z")

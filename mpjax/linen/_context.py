@@ -13,7 +13,7 @@ from flax.core import Scope
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._policy import Policy, PolicyLike
-from mpjax._rules import Rule, default_rules, first_match, parse_rules
+from mpjax._rules import Rule, default_rules, first_match, goes_by_place, parse_rules
 from mpjax.linen._adapters import Adapter
 
 
@@ -38,8 +38,8 @@ class Given:
 
   @property
   def by_place(self) -> bool:
-    """Whether two modules of one class can get different policies for where they stand."""
-    return any(rule.module is None for rule in self.rules)
+    """Whether two equal modules can get different policies for where they stand."""
+    return any(map(goes_by_place, self.rules))
 
 
 class Visits:

@@ -14,6 +14,7 @@ from flax.core import FrozenDict, Scope, freeze
 from flax.core.meta import AxisMetadata, is_axis_metadata
 
 from mpjax._dtypes import scalar_type
+from mpjax._rules import place_of
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
 from mpjax.linen._context import ACTIVE, Active
@@ -21,7 +22,7 @@ from mpjax.linen._context import ACTIVE, Active
 COLLECTIONS = ("params", "cache")
 """What is cast. Statistics, intermediates and all that users keep in other collections never is."""
 
-_PATH_FLAG = "mpjax_path"
+_PLACE_FLAG = "mpjax_place"
 
 
 class CastScope(Scope):
@@ -102,8 +103,10 @@ def attach(scope: Scope) -> Scope:
     scope.__class__ = CastScope
     active = _policied()
     if active is not None and active.given is not None and active.given.by_place:
-      # nn.jit reuses what it traced for an equal module elsewhere; flags tell the places apart.
-      scope.flags = freeze({**scope.flags, _PATH_FLAG: scope.path_text})
+      # nn.jit reuses what it traced for an equal module elsewhere. Flags are part of its key, and
+      # tell two places apart where a rule does.
+      place = place_of(active.given.rules, "/".join(scope.path))
+      scope.flags = freeze({**scope.flags, _PLACE_FLAG: place})
   return scope
 
 
