@@ -1,0 +1,547 @@
+"""What is known about single classes: Flax's own layers, and what a user adds for theirs."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax.linen import Adapter, cast_inputs, cast_outputs, default_adapters, set_dtype
+from mpjax.linen._adapters import find_adapter, keep_carry_inputs, keep_carry_outputs, like
+from tests.errors import check_error
+from tests.linen.probes import HALF, KEY, X, calls, dtypes
+from tests.programs import bits, products
+
+# The models are written as their users write them.
+pytestmark = pytest.mark.standard_promotion
+
+Rule, with_policy = mpjax.Rule, mpjax.linen.with_policy
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+to_half = functools.partial(
+  jax.tree.map, lambda x: x.astype("bfloat16") if hasattr(x, "dtype") else x
+)
+
+
+def operands(fun, *args):
+  return [p.dtypes for p in products(jax.make_jaxpr(fun)(*args))]
+
+
+def under(model, policy="mixed_bfloat16", *args, **options):
+  """Returns (variables, the policied model) with variables that are only shapes and dtypes."""
+  variables = jax.eval_shape(model.init, KEY, *(args or (X,)))
+  return variables, with_policy(model, policy, **options)
+
+
+def values_of(program, *primitives):
+  """Returns the dtypes that primitives work on, in a program and all inside it."""
+  found = set()
+
+  def walk(jaxpr):
+    for eqn in jaxpr.eqns:
+      if eqn.primitive.name in primitives:
+        found.add(str(eqn.invars[0].aval.dtype))
+      for value in eqn.params.values():
+        if hasattr(value, "jaxpr"):
+          walk(value.jaxpr)
+        elif hasattr(value, "eqns"):
+          walk(value)
+
+  walk(program.jaxpr)
+  return found
+
+
+# The pieces
+
+
+def test_cast_inputs_casts_all_arguments():
+  args, kwargs = cast_inputs(nn.Dense(2), "__call__", ((X, 3), {"y": X, "n": 1}), to_half)
+  assert args[0].dtype == kwargs["y"].dtype == BF16
+  assert args[1] == 3
+  assert kwargs["n"] == 1
+
+
+def test_cast_outputs_casts_what_came():
+  assert cast_outputs(nn.Dense(2), "__call__", ((), {}), (X, 3), to_half)[0].dtype == BF16
+
+
+class NoDtype(nn.Module):
+  features: int = 2
+
+
+class DtypeProperty(nn.Module):
+  """Its dtype is not a field that could be set."""
+
+  @property
+  def dtype(self):
+    return jnp.float32
+
+
+class HasDtype(nn.Module):
+  dtype: Any = None
+  param_dtype: Any = jnp.float32
+
+
+@pytest.mark.case("B099", "A108")
+@pytest.mark.parametrize(
+  ("module", "wanted"),
+  [
+    (NoDtype(), {}),
+    (DtypeProperty(), {}),
+    (HasDtype(), {"dtype": jnp.bfloat16}),
+    (HasDtype(jnp.float16), {"dtype": jnp.bfloat16}),
+    (HasDtype("float32"), {"dtype": "bfloat16"}),
+    (HasDtype(np.dtype("float32")), {"dtype": jnp.bfloat16}),
+    (HasDtype(jnp.int32), {}),
+    (HasDtype(jnp.complex64), {}),
+    (HasDtype("anything"), {}),
+    (HasDtype(None, jnp.complex64), {}),
+    (HasDtype(None, jnp.int8), {}),
+  ],
+  ids=[
+    "none",
+    "property",
+    "unset",
+    "half",
+    "string",
+    "dtype",
+    "integer",
+    "complex",
+    "no dtype",
+    "complex parameters",
+    "integer parameters",
+  ],
+)
+def test_set_dtype(module, wanted):
+  found = set_dtype(module, "__call__", BF16)
+  assert found == wanted
+  if "dtype" in wanted and not isinstance(wanted["dtype"], str):
+    # Code compares with `is jnp.bfloat16`.
+    assert found["dtype"] is jnp.bfloat16
+
+
+def test_like_follows_dtypes_where_shapes_agree():
+  old = {"c": X, "n": jnp.arange(2), "h": X.astype("float16")}
+  new = {"c": X.astype("bfloat16"), "n": jnp.arange(2), "h": X}
+  assert dtypes(like(new, old)) == {"c": "float32", "n": "int32", "h": "float16"}
+  assert like(X.astype("bfloat16"), X[0]).dtype == BF16
+  other = {"another": X.astype("bfloat16")}
+  assert like(other, old) is other
+  assert like(X.astype("bfloat16"), jnp.ones(X.shape, jnp.complex64)).dtype == BF16
+
+
+def test_cells_keep_their_carry():
+  call = ((X, X), {})
+  args, _ = keep_carry_inputs(nn.GRUCell(3), "__call__", call, to_half)
+  assert [x.dtype for x in args] == [F32, BF16]
+  by_keyword = ((), {"carry": X, "inputs": X})
+  args, kwargs = keep_carry_inputs(nn.GRUCell(3), "__call__", by_keyword, to_half)
+  assert args == ()
+  assert kwargs["carry"].dtype == F32
+  assert kwargs["inputs"].dtype == BF16
+  assert keep_carry_inputs(nn.GRUCell(3), "other", call, to_half) == call
+  for made in (call, by_keyword):
+    half = X.astype("bfloat16")
+    carry, out = keep_carry_outputs(nn.GRUCell(3), "__call__", made, (half, X), to_half)
+    assert carry.dtype == F32
+    assert out.dtype == BF16
+  assert keep_carry_outputs(nn.GRUCell(3), "__call__", call, X, to_half).dtype == BF16
+  assert keep_carry_outputs(nn.GRUCell(3), "other", call, X, to_half) is X
+
+
+# Errors
+
+
+@pytest.mark.parametrize("value", ["half", None, jnp.float32], ids=["string", "none", "type"])
+def test_adapter_params_is_one_of_two(value):
+  with pytest.raises(TypeError) as excinfo:
+    Adapter(params=value)
+  check_error(
+    excinfo,
+    where="mpjax.linen.Adapter(params=...)",
+    expected="'compute' or 'stored'",
+    got=repr(value),
+    fix="Leave it out",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("name", ["inputs", "fields", "outputs"])
+@pytest.mark.parametrize("value", [None, "cast", {}], ids=str)
+def test_adapter_fields_are_functions(name, value):
+  with pytest.raises(TypeError) as excinfo:
+    Adapter(**{name: value})
+  check_error(
+    excinfo,
+    where=f"mpjax.linen.Adapter({name}=...)",
+    expected="a function",
+    got=repr(value),
+    fix="See mpjax.linen.Adapter",
+    builtin=TypeError,
+  )
+
+
+def test_an_adapter_is_a_value():
+  assert Adapter() == Adapter()
+  assert hash(Adapter(params="stored")) == hash(Adapter(params="stored"))
+  assert Adapter() != Adapter(params="stored")
+  with pytest.raises(AttributeError):
+    Adapter().params = "stored"
+
+
+# Which adapter
+
+
+class MyNorm(nn.LayerNorm):
+  """Somebody's own version."""
+
+
+class MyCell(nn.GRUCell):
+  """A cell of the user's, derived from Flax's."""
+
+
+def test_the_first_class_of_the_mro_decides():
+  table = default_adapters()
+  assert find_adapter((), MyNorm) == table[nn.LayerNorm]
+  assert find_adapter((), MyCell) == table[nn.RNNCellBase]
+  assert find_adapter((), nn.Dense) == Adapter()
+  assert find_adapter((), nn.SelfAttention) == table[nn.MultiHeadDotProductAttention]
+  mine = Adapter(params="stored")
+  assert find_adapter(((nn.LayerNorm, mine),), MyNorm) == mine
+  assert find_adapter(((nn.Module, mine),), MyNorm) == table[nn.LayerNorm]
+  assert find_adapter(((nn.Module, mine),), nn.Dense) == mine
+  assert find_adapter(((MyNorm, mine),), nn.LayerNorm) == table[nn.LayerNorm]
+  assert find_adapter((), nn.remat(nn.LayerNorm)) == table[nn.LayerNorm]
+
+
+def test_the_table_cannot_be_changed():
+  with pytest.raises(TypeError):
+    default_adapters()[nn.Dense] = Adapter()
+  assert nn.Dense not in default_adapters()
+
+
+class Custom(nn.Module):
+  """A layer with its own ideas: `precision` names the dtype that it computes in."""
+
+  precision: str = "float32"
+
+  @nn.compact
+  def __call__(self, x, scale):
+    calls.append((self.precision, f"{x.dtype} {scale.dtype}"))
+    w = self.param("w", nn.initializers.ones, (3, 2))
+    calls.append(("w", str(w.dtype)))
+    return jnp.dot(x.astype(self.precision), w.astype(self.precision)), scale
+
+
+@pytest.mark.parametrize("way", ["wrapper", "scope"])
+def test_an_adapter_of_the_users_own(way):
+  adapter = Adapter(
+    params="stored",
+    inputs=lambda module, method, call, cast: ((cast(call[0][0]), *call[0][1:]), call[1]),
+    fields=lambda module, method, dtype: {"precision": dtype.name},
+    outputs=lambda module, method, call, outputs, cast: (cast(outputs[0]), outputs[1]),
+  )
+  variables = Custom().init(KEY, X, jnp.ones(()))
+  calls.clear()
+  if way == "wrapper":
+    model = with_policy(Custom(), "mixed_bfloat16", adapters={Custom: adapter})
+    out, scale = model.apply(variables, X, jnp.ones(()))
+  else:
+    with mpjax.linen.policy_scope("mixed_bfloat16", adapters={Custom: adapter}):
+      out, scale = Custom().apply(variables, X, jnp.ones(()))
+  assert calls == [("bfloat16", "bfloat16 float32"), ("w", "float32")]
+  assert out.dtype == F32
+  assert scale.dtype == F32
+  # Without it: the module is called like any other.
+  calls.clear()
+  with_policy(Custom(), "mixed_bfloat16").apply(variables, X, jnp.ones(()))
+  assert calls == [("float32", "bfloat16 bfloat16"), ("w", "bfloat16")]
+
+
+def test_a_users_adapter_comes_before_ours():
+  variables, model = under(nn.LayerNorm(), adapters={nn.LayerNorm: Adapter()})
+  calls.clear()
+  program = jax.make_jaxpr(model.apply)(variables, X)
+  assert "bf16[3] = convert_element_type" in str(program)
+  variables, model = under(nn.LayerNorm())
+  assert "bf16[3] = convert_element_type" not in str(jax.make_jaxpr(model.apply)(variables, X))
+
+
+# Flax's layers
+
+
+@pytest.mark.case("B081")
+@pytest.mark.parametrize("half", HALF)
+def test_embed_gathers_what_is_stored_and_casts_the_rows(half):
+  ids = jnp.asarray([[1, 257 % 11, 1]])
+  model = nn.Embed(11, 4)
+  variables = model.init(KEY, ids)
+  ours = with_policy(model, f"c={half}")
+  out = ours.apply(variables, ids)
+  assert out.dtype == jnp.dtype(half)
+  wanted = np.asarray(variables["params"]["embedding"])[np.asarray(ids)].astype(jnp.dtype(half))
+  np.testing.assert_array_equal(np.asarray(out), wanted)
+  program = jax.make_jaxpr(ours.apply)(variables, ids)
+  assert values_of(program, "gather") == {"float32"}
+  # The cotangents of one token add up in float32: 300 times 1 + 2^-7 is not rounded on the way.
+  many = jnp.ones((300,), jnp.int32)
+  weight = jnp.full((300, 4), 1 + 2.0**-7)
+  grad = jax.grad(lambda v: (ours.apply(v, many).astype("float32") * weight).sum())(variables)
+  np.testing.assert_array_equal(grad["params"]["embedding"][1], np.full(4, 300 * (1 + 2.0**-7)))
+
+
+@pytest.mark.case("B082")
+def test_attend_computes_in_half():
+  model = nn.Embed(11, 4)
+  variables = jax.eval_shape(model.init, KEY, jnp.asarray([1]))
+  ours = with_policy(model, "mixed_bfloat16")
+  attend = functools.partial(ours.apply, method="attend")
+  assert operands(attend, variables, jnp.ones((2, 4))) == [("bfloat16", "bfloat16")]
+  assert jax.eval_shape(attend, variables, jnp.ones((2, 4))).dtype == F32
+
+
+NORMS = {
+  "LayerNorm": nn.LayerNorm(),
+  "RMSNorm": nn.RMSNorm(),
+  "GroupNorm": nn.GroupNorm(num_groups=3),
+  "InstanceNorm": nn.InstanceNorm(),
+  "BatchNorm": nn.BatchNorm(use_running_average=False),
+  "running BatchNorm": nn.BatchNorm(use_running_average=True),
+}
+
+
+@pytest.mark.case("B083", "B084", "A81")
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("model", NORMS.values(), ids=NORMS)
+def test_norms_reduce_in_float32(model, half):
+  x = jnp.linspace(200.0, 400.0, 24).reshape(2, 4, 3)
+  variables = model.init(KEY, x)
+  ours = with_policy(model, f"c={half}")
+  mutable = ["batch_stats"]
+  program = jax.make_jaxpr(lambda v, x: ours.apply(v, x, mutable=mutable))(
+    variables, x.astype(half)
+  )
+  assert values_of(program, "reduce_sum", "rsqrt") == {"float32"}
+  out, changed = ours.apply(variables, x.astype(half), mutable=mutable)
+  assert out.dtype == jnp.dtype(half)
+  # 300² is more than float16 holds.
+  assert np.all(np.isfinite(np.asarray(out, np.float32)))
+  assert set(jax.tree.leaves(dtypes(changed))) <= {"float32"}
+  if changed:
+    wanted = model.apply(variables, x.astype(half).astype("float32"), mutable=mutable)[1]
+    assert bits(changed) == bits(wanted)
+
+
+@pytest.mark.case("B083")
+def test_statistics_are_never_read_rounded():
+  model = nn.BatchNorm(use_running_average=True, use_bias=False, use_scale=False, epsilon=0.0)
+  # A mean that bfloat16 would read as 256; the input, 258, is exact in it.
+  variables = {"batch_stats": {"mean": jnp.full(1, 257.0), "var": jnp.ones(1)}}
+  ours = with_policy(model, "mixed_bfloat16")
+  out = ours.apply(variables, jnp.full((1, 1), 258.0))
+  assert float(out[0, 0]) == 1.0
+
+
+CELLS = {
+  "SimpleCell": nn.SimpleCell(3),
+  "LSTMCell": nn.LSTMCell(3),
+  "OptimizedLSTMCell": nn.OptimizedLSTMCell(3),
+  "GRUCell": nn.GRUCell(3),
+  "MGUCell": nn.MGUCell(3),
+  "MyCell": MyCell(3),
+}
+
+
+@pytest.mark.case("B085", "B086", "A80", "A74")
+@pytest.mark.parametrize("carry", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+def test_cells_hand_on_half_and_keep_their_carry(cell, carry):
+  start = jax.tree.map(lambda c: jnp.zeros(c.shape, carry), cell.initialize_carry(KEY, (2, 3)))
+  variables = jax.eval_shape(cell.init, KEY, start, X)
+  ours = with_policy(cell, "c=bf16")
+  new, out = jax.eval_shape(ours.apply, variables, start, X)
+  assert out.dtype == BF16
+  assert dtypes(new) == dtypes(start)
+  assert set(operands(ours.apply, variables, start, X)) == {("bfloat16", "bfloat16")}
+  for dtype in ("float32", "bfloat16"):
+    grad = jax.eval_shape(
+      jax.grad(lambda x: ours.apply(variables_like(variables), start, x)[1].sum()), X.astype(dtype)
+    )
+    assert grad.dtype == dtype
+
+
+def variables_like(shapes):
+  return jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
+
+
+@pytest.mark.case("B085", "B086")
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+def test_cells_over_time(cell):
+  xs = jnp.stack([X] * 4, axis=1)
+  for model in (
+    nn.RNN(cell.clone()),
+    nn.RNN(cell.clone(), return_carry=True, reverse=True, keep_order=True),
+    nn.Bidirectional(nn.RNN(cell.clone()), nn.RNN(cell.clone())),
+  ):
+    variables, ours = under(model, "c=bf16", xs)
+    found = jax.eval_shape(ours.apply, variables, xs)
+    if getattr(model, "return_carry", False):
+      carry, found = found
+      # `initialize_carry` is never intercepted: the carry is float32, and exact.
+      assert set(jax.tree.leaves(dtypes(carry))) == {"float32"}
+    assert found.dtype == BF16
+    assert set(operands(ours.apply, variables, xs)) == {("bfloat16", "bfloat16")}
+    assert set(jax.tree.leaves(dtypes(jax.eval_shape(ours.init, KEY, xs)))) == {"float32"}
+
+
+def test_an_initial_carry_that_is_handed_over_keeps_its_dtype():
+  xs = jnp.stack([X] * 4, axis=1)
+  cell = nn.LSTMCell(3)
+  model = nn.RNN(cell, return_carry=True)
+  variables, ours = under(model, "c=bf16", xs)
+  for dtype in ("float32", "bfloat16"):
+    start = jax.tree.map(lambda c, d=dtype: c.astype(d), cell.initialize_carry(KEY, (2, 3)))
+    carry, out = jax.eval_shape(
+      lambda v, x, s: ours.apply(v, x, initial_carry=s), variables, xs, start
+    )
+    assert dtypes(carry) == dtypes(start)
+    assert out.dtype == BF16
+
+
+ATTENTION = {
+  "self": (nn.SelfAttention(2), ()),
+  "multi head": (nn.MultiHeadDotProductAttention(2), ()),
+  "cross": (nn.MultiHeadDotProductAttention(2), (jnp.ones((1, 5, 4)),)),
+  "precision": (nn.MultiHeadDotProductAttention(2, precision="highest"), ()),
+  "hard coded": (nn.MultiHeadDotProductAttention(2, dtype=jnp.float32), ()),
+}
+
+
+@pytest.mark.case("B088")
+@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize(("model", "others"), ATTENTION.values(), ids=ATTENTION)
+def test_attention_takes_its_softmax_in_float32(model, others, half):
+  args = (jnp.ones((1, 3, 4)), *others)
+  variables, ours = under(model, f"mixed_{half}", *args)
+  program = jax.make_jaxpr(ours.apply)(variables, *args)
+  assert values_of(program, "exp") == {"float32"}
+  found = [p.dtypes for p in products(program)]
+  in_half = (half, half)
+  if model.precision is None:
+    assert found == [in_half] * len(found)
+  else:
+    # A precision that the user set excludes the einsums of ours: the product with the values stays
+    # in float32, as it does by hand.
+    assert found.count(in_half) == len(found) - 1
+  assert len(found) == 6
+
+
+@pytest.mark.case("B088")
+@pytest.mark.parametrize("half", HALF)
+def test_a_fully_masked_row_stays_finite(half):
+  model = nn.MultiHeadDotProductAttention(2)
+  x = jax.random.normal(KEY, (1, 3, 4))
+  mask = jnp.asarray([[[[True, False, False], [True, True, False], [False, False, False]]]])
+  variables = model.init(KEY, x)
+  ours = with_policy(model, f"mixed_{half}")
+
+  def loss(v):
+    return ours.apply(v, x, mask=mask).sum()
+
+  out, grads = jax.jit(jax.value_and_grad(loss))(variables)
+  wanted = jax.jit(lambda v: model.apply(v, x, mask=mask).sum())(variables)
+  np.testing.assert_allclose(out, wanted, atol=0.05)
+  assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+
+
+def test_attention_with_a_function_of_the_users_own():
+  def attention(query, key, value, **kwargs):
+    calls.append(("query", str(query.dtype)))
+    weights = jax.nn.softmax(jnp.einsum("...qhd,...khd->...hqk", query, key))
+    return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+
+  model = nn.MultiHeadDotProductAttention(2, attention_fn=attention)
+  x = jnp.ones((1, 3, 4))
+  variables, ours = under(model, "mixed_bfloat16", x)
+  calls.clear()
+  assert set(operands(ours.apply, variables, x)) == {("bfloat16", "bfloat16")}
+  assert calls == [("query", "bfloat16")]
+
+
+@pytest.mark.case("B094")
+@pytest.mark.parametrize("half", HALF)
+def test_spectral_norm_keeps_its_vectors_and_sigma_in_float32(half):
+  class Spectral(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.SpectralNorm(nn.Dense(4), n_steps=2)(x, update_stats=True)
+
+  variables = Spectral().init(KEY, X)
+  ours = with_policy(Spectral(), f"mixed_{half}")
+  params = {"params": variables["params"]}
+  changed, wanted = variables["batch_stats"], variables["batch_stats"]
+  step, exact = (
+    jax.jit(functools.partial(m.apply, mutable=["batch_stats"])) for m in (ours, Spectral())
+  )
+  for _ in range(3):
+    out, new = step({**params, "batch_stats": changed}, X)
+    changed = new["batch_stats"]
+    wanted = exact({**params, "batch_stats": wanted}, X)[1]["batch_stats"]
+  assert out.dtype == F32
+  # Bit-equal to the float32 iteration: it never sees a rounded weight, so nothing drifts.
+  assert bits(changed) == bits(wanted)
+  assert set(jax.tree.leaves(dtypes(changed))) == {"float32"}
+  program = jax.make_jaxpr(lambda v: ours.apply(v, X, mutable=["batch_stats"])[0])(variables)
+  found = [p.dtypes for p in products(program)]
+  # The layer itself is in half.
+  assert found[-1] == (half, half)
+  assert dtypes(ours.init(KEY, X)) == dtypes(variables)
+
+
+@pytest.mark.case("B094")
+@pytest.mark.parametrize("half", HALF)
+def test_weight_norm_computes_in_half_from_the_stored_weight(half):
+  class Weight(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.WeightNorm(nn.Dense(4))(x)
+
+  variables = Weight().init(KEY, X)
+  ours = with_policy(Weight(), f"mixed_{half}")
+  assert operands(ours.apply, variables, X) == [(half, half)]
+  program = jax.make_jaxpr(ours.apply)(variables, X)
+  assert values_of(program, "rsqrt", "sqrt", "reduce_sum") <= {"float32"}
+  _, changed = ours.apply(variables, X, mutable=["params"])
+  assert bits(changed["params"]) == bits(variables["params"])
+  assert bits(ours.init(KEY, X)) == bits(variables)
+  grads = jax.eval_shape(jax.grad(lambda v: ours.apply(v, X).sum()), variables)
+  assert dtypes(grads) == dtypes(variables)
+  np.testing.assert_allclose(
+    ours.apply(variables, X), Weight().apply(variables, X), rtol=0.02, atol=0.02
+  )
+
+
+LAYERS = {
+  "Dense": (nn.Dense(2), (2, 3)),
+  "DenseGeneral": (nn.DenseGeneral((2, 2), axis=(-2, -1)), (2, 3, 4)),
+  "Einsum": (nn.Einsum((3, 2), "ab,bc->ac"), (2, 3)),
+  "Conv": (nn.Conv(2, (3,)), (1, 4, 3)),
+  "ConvTranspose": (nn.ConvTranspose(2, (3,)), (1, 4, 3)),
+  "ConvLocal": (nn.ConvLocal(2, (3,)), (1, 4, 3)),
+}
+
+
+@pytest.mark.case("B038", "B089", "A91")
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("model", "shape"), LAYERS.values(), ids=LAYERS)
+def test_products_have_both_operands_in_half(model, shape, x_dtype):
+  x = jnp.ones(shape, x_dtype)
+  variables, ours = under(model, "c=bf16", x)
+  assert set(operands(ours.apply, variables, x)) == {("bfloat16", "bfloat16")}
+  assert jax.eval_shape(ours.apply, variables, x).dtype == BF16
+  grads = jax.make_jaxpr(jax.grad(lambda v: ours.apply(v, x).sum().astype("float32")))(variables)
+  assert {p.dtypes for p in products(grads)} == {("bfloat16", "bfloat16")}
