@@ -45,11 +45,15 @@ def align_gradients(grads: PyTree, params: PyTree) -> PyTree:
   `init`, then never change dtype.
 
   Raises:
-    MpjaxValueError: `params` is given and has other leaves, containers or shapes.
+    MpjaxValueError: `params` is given and has other leaves, containers or shapes, or floating
+      leaves where the gradients are integers.
   """
   if params is None:
     return grads
   problems = tree_differences(params, grads, dtypes=False, none_fits=True)
+  if not problems:
+    pairs = jax.tree_util.tree_map_with_path(_misfit, params, grads, is_leaf=lambda x: x is None)
+    problems = jax.tree.leaves(pairs)
   if problems:
     raise MpjaxValueError(
       message(
@@ -60,6 +64,13 @@ def align_gradients(grads: PyTree, params: PyTree) -> PyTree:
       )
     )
   return jax.tree.map(_align_leaf, grads, params, is_leaf=lambda x: x is None)
+
+
+def _misfit(path: Any, p: Any, g: Any) -> str | None:
+  """What is wrong if a floating parameter comes with integers for a gradient."""
+  if g is None or not is_inexact(p) or is_inexact(g):
+    return None
+  return f"{jnp.result_type(g)} for {jnp.result_type(p)} at {jax.tree_util.keystr(path)}"
 
 
 def _align_leaf(g: Any, p: Any) -> Any:

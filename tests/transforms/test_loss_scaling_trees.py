@@ -169,6 +169,7 @@ def test_gradients_of_another_dtype_are_float32_before_inner_sees_them():
     ([jnp.ones(2), jnp.ones(1)], "nothing at ['b']"),
     (jnp.ones(2), "an extra leaf at the root"),
     (None, "an extra leaf at the root"),
+    ({"w": jnp.arange(2), "b": jnp.ones(1)}, "int32 for float32 at ['w']"),
   ],
 )
 def test_gradients_that_do_not_match_the_parameters(grads, got):
