@@ -216,6 +216,11 @@ def _attention_fields(module: nn.Module, method: str, dtype: np.dtype[Any]) -> d
   return fields
 
 
+def _dropout_fields(module: nn.Module, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
+  # A NumPy scalar (a rate out of np.linspace) is strongly typed, and would promote what it divides.
+  return {"rate": float(module.rate)} if isinstance(module.rate, np.floating) else {}
+
+
 def _keep_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call:
   return call
 
@@ -262,6 +267,7 @@ _ADAPTERS: Mapping[type[nn.Module], Adapter] = types.MappingProxyType(
     nn.RNNCellBase: Adapter(inputs=keep_carry_inputs, outputs=keep_carry_outputs),
     nn.RNN: _RNN,
     nn.Bidirectional: _RNN,
+    nn.Dropout: Adapter(fields=_dropout_fields),
     nn.MultiHeadDotProductAttention: Adapter(fields=_attention_fields),
   }
 )

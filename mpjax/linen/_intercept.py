@@ -39,6 +39,8 @@ from mpjax.linen._params import CastScope, LazyParam, attach, is_lazy
 _TRANSPARENT = ("remat", "jit", "map_variables", "fold_rngs", "named_call")
 _LOOPS = ("scan", "while_loop")
 _BRANCHES = ("cond", "switch")
+_DIFFERENTIATED = ("vjp", "custom_vjp")
+_COTANGENT = np.dtype("float32")
 
 
 @contextlib.contextmanager
@@ -141,6 +143,8 @@ def _method(
   if name == "setup":
     return outputs
   handed_on = _handed_on(active, given, policy, picked)
+  if _lifted_by(module) in _DIFFERENTIATED:
+    handed_on = _COTANGENT
   if handed_on is None and adapter.outputs is cast_outputs:
     return outputs
   # What an adapter casts itself is part of what its module computes (the rows that Embed gathered).
@@ -168,7 +172,8 @@ def _lifted_body(
   """Calls a function that a lifted transform took: no module's method, so nothing begins here.
 
   Only the types that the transform itself compares are seen to: what a loop carries keeps the
-  dtype it started with, and branches agree on the compute dtype.
+  dtype it started with, branches agree on the compute dtype, and what is differentiated by hand
+  has float32 results (but for a rule's residuals), since its author writes float32 cotangents.
   """
   by = _lifted_by(module)
   with ACTIVE(dataclasses.replace(active, loop=_place(module) if by in _LOOPS else active.loop)):
@@ -179,6 +184,8 @@ def _lifted_body(
     if by == "scan" and isinstance(outputs, tuple) and len(outputs) == 2:
       return like(outputs[0], args[0]), outputs[1]
     return like(outputs, args[0])
+  if by in _DIFFERENTIATED and not (isinstance(outputs, tuple) and any(map(callable, outputs))):
+    return _cast_to(_COTANGENT)(outputs)
   return _cast_to(active.policy.compute_dtype)(outputs) if by in _BRANCHES else outputs
 
 

@@ -26,7 +26,16 @@ from rich.table import Table
 ROOT = pathlib.Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "flax_suite"
 
-LISTED: dict[str, str] = {}
+LISTED: dict[str, str] = {
+  "ModuleTest::test_inheritance_dataclass_attribs": "assertEqual on arrays: an output that is cast "
+  "is equal, but not the same object, and equality of arrays has no truth value",
+  "ModuleTest::test_intercept_methods_compact": "likewise, of the arguments an interceptor sees",
+  "ModuleTest::test_intercept_methods_setup": "likewise, of the arguments an interceptor sees",
+  "TransformTest::test_jit_and_sow": "NumPy's own report on an exact comparison that fails cannot "
+  "print a bfloat16 scalar",
+  "TransformTest::test_jvp": "builds tangents from module.variables, whose parameters are nodes of "
+  "the tree while a cast is pending (docs/limits.md)",
+}
 """Test (without its file's folders): why it may end in another exception under a half policy."""
 
 Outcomes = dict[str, dict[str, str]]

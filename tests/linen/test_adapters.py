@@ -545,3 +545,13 @@ def test_products_have_both_operands_in_half(model, shape, x_dtype):
   assert jax.eval_shape(ours.apply, variables, x).dtype == BF16
   grads = jax.make_jaxpr(jax.grad(lambda v: ours.apply(v, x).sum().astype("float32")))(variables)
   assert {p.dtypes for p in products(grads)} == {("bfloat16", "bfloat16")}
+
+
+@pytest.mark.parametrize("rate", [np.float64(0.5), np.float32(0.5), 0.5])
+def test_a_dropout_rate_of_numpy_promotes_nothing(rate):
+  model = nn.Dropout(rate, deterministic=False)
+  x = jnp.ones((4, 8))
+  plain = model.apply({}, x, rngs={"dropout": KEY})
+  half = with_policy(model, "bfloat16").apply({}, x, rngs={"dropout": KEY})
+  assert half.dtype == BF16
+  assert bits(half.astype(F32)) == bits(plain)  # The same mask; 1 / 0.5 is exact.

@@ -596,6 +596,32 @@ def test_a_carry_keeps_its_dtype(cls, carry):
   assert dtypes(grads) == dtypes(variables)
 
 
+@pytest.mark.case("B073")
+@pytest.mark.parametrize("carry", ["float32", "bfloat16"])
+def test_a_function_that_carries_what_a_layer_hands_on(carry):
+  """The layer hands on half; the loop goes on with the dtype that it began with."""
+
+  class Loops(nn.Module):
+    @nn.compact
+    def __call__(self, xs):
+      def body(dense, carry, x):
+        calls.append(("carry", str(carry.dtype)))
+        return dense(carry) + x, dense(carry)
+
+      scan = nn.scan(body, variable_broadcast="params", split_rngs={"params": False})
+      end, ys = scan(nn.Dense(3, name="dense"), jnp.zeros((2, 3), carry), xs)
+      calls.append(("end", str(end.dtype)))
+      return ys
+
+  xs = jnp.stack([X] * 3)
+  variables = jax.eval_shape(Loops().init, KEY, xs)
+  calls.clear()
+  model = with_policy(Loops(), "mixed_bfloat16")
+  assert jax.eval_shape(model.apply, variables, xs).dtype == F32
+  assert set(calls) == {("carry", carry), ("end", carry)}
+  all_half(model.apply, variables, xs, count=2)
+
+
 @pytest.mark.case("B072")
 @pytest.mark.parametrize("cls", SCANS[:2] + SCANS[3:])
 def test_class_rules_match_the_base_class_of_a_lifted_one(cls):
@@ -1091,3 +1117,28 @@ def test_an_all_float32_policy_changes_no_scan(cls):
   ours = with_policy(cls(), "float32")
   assert text(ours.apply, variables, start, xs) == text(cls().apply, variables, start, xs)
   assert seen_under(Probe(), "float32") == {"": "float32"}
+
+
+class PullsBack(nn.Module):
+  """Writes its cotangent in the dtype that `jnp.ones` has, as one does in float32."""
+
+  body: Any
+
+  @nn.compact
+  def __call__(self, x):
+    out, pullback = nn.vjp(self.body, nn.Dense(3), x)
+    return pullback(jnp.ones(out.shape))[1]
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+  "body", [nn.Dense.__call__, lambda dense, x: dense(x)], ids=["method", "function"]
+)
+def test_what_is_pulled_back_takes_a_float32_cotangent(policy, body):
+  model = PullsBack(body)
+  variables = model.init(KEY, X)
+  gradient = with_policy(model, policy).apply(variables, X)
+  expected = np.asarray(variables["params"]["Dense_0"]["kernel"], np.float64).sum(1)
+  np.testing.assert_allclose(gradient, np.broadcast_to(expected, X.shape), rtol=2e-2)
+  found = operands(with_policy(model, policy).apply, variables, X)
+  assert all(dtypes == (policy[6:],) * 2 for dtypes in found)
