@@ -19,6 +19,7 @@ import mpjax
 from mpjax.linen._context import ACTIVE
 from tests.errors import check_error
 from tests.linen.probes import KEY, Probe, X, calls, note, seen, text
+from tests.programs import products
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
 POLICIES = ["float32", "bfloat16", "float16", None]
@@ -433,7 +434,11 @@ def test_a_custom_backward_of_linen_runs_as_its_forward_did(way):
   after = pullback(jnp.ones_like(out))
   with scope("float16"):
     in_another = pullback(jnp.ones_like(out))
-  assert {dtype for _, dtype in calls} == {"bfloat16"}
+  # What is pulled back by hand is handed on in float32, with or without the scope.
+  assert {dtype for _, dtype in calls} == {"float32"}
+  with scope("float16"):
+    backward = products(jax.make_jaxpr(pullback)(jnp.ones_like(out)))
+  assert {p.dtypes for p in backward} == {("bfloat16", "bfloat16")}
   for found in (inside, after, in_another):
     assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(found))
     jax.tree.map(np.testing.assert_array_equal, found, inside)
