@@ -870,7 +870,7 @@ class Differentiates(nn.Module):
       out, (gx,) = nn.value_and_grad(lambda m, x: m(x).sum(), dense, x)
       return out * gx
     tangents = {"params": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}}
-    out, tangent = nn.jvp(lambda m, x: m(x), dense, (x,), (jnp.ones_like(x),), tangents)
+    out, tangent = nn.jvp(lambda m, x: m(x), dense, (x,), (jnp.ones_like(x),), tangents)[:2]
     return out + tangent
 
 
