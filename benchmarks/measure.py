@@ -1,0 +1,157 @@
+"""Timing by turns, and what can be counted without a clock."""
+
+import collections
+import dataclasses
+import datetime
+import gc
+import importlib.metadata
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import mpjax
+from mpjax import _jaxpr
+
+HLO_OPERATIONS = ("convert", "dot", "convolution", "custom-call", "fusion")
+
+
+def take_turns(
+  runs: Mapping[str, Callable[[], Any]], *, rounds: int, seconds: float = 0.1
+) -> dict[str, list[float]]:
+  """Returns seconds per call of each run, once for each round.
+
+  A B C, then B C A, and so on: what the machine does besides meets all of them alike, and none is
+  always first. Each measurement repeats the call until `seconds` are about full.
+
+  Args:
+    runs: functions that return arrays, which are waited for. Their first call is not measured.
+    rounds: how many measurements of each.
+    seconds: the least length of a measurement.
+  """
+  names = list(runs)
+  repeats = {}
+  for name, run in runs.items():
+    jax.block_until_ready(run())
+    repeats[name] = max(1, round(seconds / _seconds(run, 2)))
+  times: dict[str, list[float]] = {name: [] for name in names}
+  for turn in range(rounds):
+    first = turn % len(names)
+    for name in (*names[first:], *names[:first]):
+      times[name].append(_seconds(runs[name], repeats[name]))
+  return times
+
+
+def _seconds(run: Callable[[], Any], repeats: int) -> float:
+  start = time.perf_counter()
+  for _ in range(repeats):
+    out = run()
+  jax.block_until_ready(out)
+  return (time.perf_counter() - start) / repeats
+
+
+def trace_turns(
+  functions: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]], *, rounds: int, cold: bool
+) -> dict[str, list[float]]:
+  """Returns processor seconds to trace each function, once for each round, taken by turns.
+
+  Tracing is Python in one thread: what else the machine does is left out by counting its own time.
+
+  Args:
+    functions: functions with their arguments.
+    rounds: how many measurements of each.
+    cold: JAX's caches are emptied before each, as in a new process. Otherwise only the function
+      itself is new to it, as after a change of a model in a notebook.
+  """
+  names = list(functions)
+  times: dict[str, list[float]] = {name: [] for name in names}
+  for name in names:
+    _trace(*functions[name])
+  for turn in range(rounds):
+    first = turn % len(names)
+    for name in (*names[first:], *names[:first]):
+      if cold:
+        jax.clear_caches()
+      gc.collect()
+      start = time.process_time()
+      _trace(*functions[name])
+      times[name].append(time.process_time() - start)
+  return times
+
+
+def _trace(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
+  return jax.jit(lambda *args: fun(*args)).trace(*args)  # a new function: no cache knows it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ratio:
+  """The ratio of two series of times, taken round by round: its median and quartiles."""
+
+  median: float
+  low: float
+  high: float
+
+  def __str__(self) -> str:
+    return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def ratio(times: Sequence[float], to: Sequence[float]) -> Ratio:
+  """Returns how many times as long each round of `times` took as the same round of `to`."""
+  low, median, high = np.percentile(np.divide(times, to), [25, 50, 75])
+  return Ratio(median=float(median), low=float(low), high=float(high))
+
+
+def count_program(fun: Callable[..., Any], *args: Any) -> dict[str, Any]:
+  """Returns what the traced program holds, before any compiler saw it."""
+  program = jax.make_jaxpr(fun)(*args)
+  counts = _jaxpr.count_operations(program)
+  found = _jaxpr.products(program)
+  return {
+    "equations": sum(counts.values()),
+    "converts": counts["convert_element_type"],
+    "products": len(found),
+    "half_share": _jaxpr.half_share(found),
+    "flops": sum(p.flops * p.times for p in found),
+  }
+
+
+def count_compiled(compiled: Any) -> dict[str, int]:
+  """Returns operations in the optimized program, and the bytes it needs."""
+  found = count_hlo(compiled.as_text())
+  counts = {name.replace("-", "_"): found[name] for name in HLO_OPERATIONS}
+  memory = compiled.memory_analysis()
+  sizes = ("temp", "argument", "output", "alias")
+  return counts | {f"{s}_bytes": int(getattr(memory, f"{s}_size_in_bytes")) for s in sizes}
+
+
+def count_hlo(text: str) -> collections.Counter[str]:
+  """Returns how often each operation stands in the text of an HLO module, fusions' bodies too."""
+  # "%name = f32[2]{0} add(...)"; the type may be a tuple, with spaces in it.
+  return collections.Counter(re.findall(r"^ .*? = (?:\(.*?\)|\S+) ([\w-]+)\(", text, re.MULTILINE))
+
+
+def environment() -> dict[str, Any]:
+  """Returns what a figure depends on, without naming the machine."""
+  packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+  versions = {name: importlib.metadata.version(name) for name in packages}
+  return {
+    "date": datetime.date.today().isoformat(),
+    "python": platform.python_version(),
+    "versions": {"mpjax": mpjax.__version__, **versions},
+    "backend": jax.default_backend(),
+    "hardware": hardware(),
+    "load_average": [round(x, 1) for x in os.getloadavg()],
+  }
+
+
+def hardware() -> str:
+  """Returns the accelerator, or the number of cores, in words."""
+  devices = jax.devices()
+  if jax.default_backend() != "cpu":
+    return f"{len(devices)} x {devices[0].device_kind}"
+  return f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} CPU"

@@ -1,0 +1,217 @@
+"""The models that are measured, with their dtypes threaded by hand or not at all.
+
+Each takes one field, `dtype`. Left at None the model is plain float32, and it is this model that
+`with_policy` gets. With a half dtype it is the mixed-precision model that a careful user writes:
+every layer computes in it, norms take their statistics and attention its softmax in float32, the
+weights of attention are cast back before they meet the values, an embedding is gathered before it
+is cast (cast first, a frequent token would add up its gradient in half), and the logits are handed
+on in float32. Both therefore round at the same places, which `test_benchmarks.py` asserts bit for
+bit.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+class Mlp(nn.Module):
+  """Dense layers with a norm each. Input [batch, features]."""
+
+  width: int
+  layers: int
+  classes: int
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    for _ in range(self.layers):
+      x = nn.Dense(self.width, dtype=self.dtype)(x)
+      x = nn.relu(nn.LayerNorm(dtype=self.dtype)(x))
+    return nn.Dense(self.classes, dtype=self.dtype)(x).astype(jnp.float32)
+
+
+class Block(nn.Module):
+  """A residual block: two convolutions, or three with a bottleneck."""
+
+  features: int
+  stride: int
+  bottleneck: bool
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    def conv(features, size, stride=1):
+      return nn.Conv(features, (size, size), stride, use_bias=False, dtype=self.dtype)
+
+    def norm(**kwargs):
+      return nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype, **kwargs)
+
+    wide = 4 * self.features if self.bottleneck else self.features
+    y = x
+    if self.bottleneck:
+      y = nn.relu(norm()(conv(self.features, 1)(y)))
+    y = nn.relu(norm()(conv(self.features, 3, self.stride)(y)))
+    last = conv(wide, 1) if self.bottleneck else conv(wide, 3)
+    y = norm(scale_init=nn.initializers.zeros)(last(y))
+    if x.shape != y.shape:
+      x = norm()(conv(wide, 1, self.stride)(x))
+    return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+  """A residual network, in training. Input [batch, height, width, 3]."""
+
+  stages: tuple[int, ...]
+  width: int
+  classes: int
+  bottleneck: bool
+  large_images: bool
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    size, stride = (7, 2) if self.large_images else (3, 1)
+    x = nn.Conv(self.width, (size, size), stride, use_bias=False, dtype=self.dtype)(x)
+    x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype)(x))
+    if self.large_images:
+      x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+    for stage, blocks in enumerate(self.stages):
+      for block in range(blocks):
+        step = 2 if stage > 0 and block == 0 else 1
+        x = Block(self.width * 2**stage, step, self.bottleneck, self.dtype)(x)
+    x = jnp.mean(x, axis=(1, 2))
+    return nn.Dense(self.classes, dtype=self.dtype)(x).astype(jnp.float32)
+
+
+def _einsum():
+  return jnp.einsum
+
+
+def _cast_back_einsum():
+  return lambda subscripts, weights, v: jnp.einsum(subscripts, weights.astype(v.dtype), v)
+
+
+class Layer(nn.Module):
+  """A layer of a transformer, norms first."""
+
+  heads: int
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x, mask):
+    by_hand = {}
+    if self.dtype is not None:
+      by_hand = {
+        "force_fp32_for_softmax": True,
+        "qk_attn_weights_einsum_cls": _einsum,
+        "attn_weights_value_einsum_cls": _cast_back_einsum,
+      }
+    y = nn.LayerNorm(dtype=self.dtype)(x)
+    y = nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype, **by_hand)(y, mask=mask)
+    x = x + y
+    y = nn.LayerNorm(dtype=self.dtype)(x)
+    y = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=self.dtype)(y))
+    return x + nn.Dense(x.shape[-1], dtype=self.dtype)(y)
+
+
+class Gpt(nn.Module):
+  """A causal language model. Input: tokens [batch, length]."""
+
+  layers: int
+  width: int
+  heads: int
+  vocabulary: int
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, tokens):
+    length = tokens.shape[1]
+    dtype = self.dtype or jnp.float32
+    init = nn.initializers.normal(0.02)
+    places = self.param("places", init, (1, length, self.width)).astype(dtype)
+    x = nn.Embed(self.vocabulary, self.width)(tokens).astype(dtype) + places
+    mask = nn.make_causal_mask(tokens, dtype=bool)
+    for _ in range(self.layers):
+      x = Layer(self.heads, self.dtype)(x, mask)
+    x = nn.LayerNorm(dtype=self.dtype)(x)
+    return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """A model at one size.
+
+  Fields:
+    make: `dtype -> module`.
+    inputs: shape and dtype of the input.
+    classes: how many labels there are.
+    outputs: shape of the labels.
+  """
+
+  make: Callable[..., nn.Module]
+  inputs: jax.ShapeDtypeStruct
+  classes: int
+  outputs: tuple[int, ...]
+
+  def data(self, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Returns a random input and random labels."""
+    one, two = jax.random.split(jax.random.key(seed))
+    labels = jax.random.randint(two, self.outputs, 0, self.classes)
+    if jnp.issubdtype(self.inputs.dtype, jnp.integer):
+      return jax.random.randint(one, self.inputs.shape, 0, self.classes), labels
+    return jax.random.normal(one, self.inputs.shape, self.inputs.dtype), labels
+
+
+def _mlp(batch: int, features: int, **fields: int) -> Case:
+  return Case(
+    make=lambda dtype=None: Mlp(**fields, dtype=dtype),
+    inputs=jax.ShapeDtypeStruct((batch, features), jnp.float32),
+    classes=fields["classes"],
+    outputs=(batch,),
+  )
+
+
+def _resnet(batch: int, size: int, **fields: Any) -> Case:
+  return Case(
+    make=lambda dtype=None: ResNet(**fields, dtype=dtype),
+    inputs=jax.ShapeDtypeStruct((batch, size, size, 3), jnp.float32),
+    classes=fields["classes"],
+    outputs=(batch,),
+  )
+
+
+def _gpt(batch: int, length: int, **fields: int) -> Case:
+  return Case(
+    make=lambda dtype=None: Gpt(**fields, dtype=dtype),
+    inputs=jax.ShapeDtypeStruct((batch, length), jnp.int32),
+    classes=fields["vocabulary"],
+    outputs=(batch, length),
+  )
+
+
+_SMALL_RESNET = {"bottleneck": False, "large_images": False, "classes": 10}
+_RESNET_50 = {"bottleneck": True, "large_images": True, "classes": 1000}
+
+SIZES: Mapping[str, Mapping[str, Case]] = {
+  "tiny": {
+    "mlp": _mlp(4, 8, width=16, layers=1, classes=3),
+    "resnet": _resnet(2, 8, stages=(1, 1), width=8, **_SMALL_RESNET),
+    "gpt": _gpt(2, 8, layers=1, width=16, heads=2, vocabulary=11),
+  },
+  "cpu": {
+    "mlp": _mlp(256, 784, width=1024, layers=3, classes=10),
+    "resnet": _resnet(16, 32, stages=(2, 2, 2), width=16, **_SMALL_RESNET),
+    "gpt": _gpt(4, 128, layers=4, width=128, heads=4, vocabulary=1024),
+  },
+  "gpu": {
+    "mlp": _mlp(8192, 4096, width=8192, layers=6, classes=1024),
+    "resnet": _resnet(256, 224, stages=(3, 4, 6, 3), width=64, **_RESNET_50),
+    "gpt": _gpt(8, 1024, layers=24, width=1024, heads=16, vocabulary=50304),
+  },
+}
+"""The same code at three sizes: for the tests, for two cores, and for a GPU, where `resnet` is
+ResNet-50 (25.6 million parameters) and `gpt` has 24 layers (406 million)."""

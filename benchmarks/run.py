@@ -1,0 +1,210 @@
+"""Measure what a policy and loss scaling cost, against the same thing written by hand.
+
+  make bench
+
+Prints tables and writes all figures as JSON. Times are ratios, taken by turns in one process; see
+README.md in this folder for what is compared and for recorded results.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import measure
+import optax
+import report
+from flax.training import dynamic_scale
+from models import SIZES, Case
+from rich.console import Console
+
+import mpjax
+from mpjax import _jaxpr
+
+OUT = pathlib.Path(__file__).parent.parent / "out" / "benchmarks.json"
+
+
+def loss_fn(apply: Callable[..., Any], params: Any, rest: Any, inputs: Any, labels: Any) -> Any:
+  """Returns the mean cross-entropy, and the new values of the other collections."""
+  logits, new = apply({"params": params, **rest}, inputs, mutable=list(rest))
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+  return losses.mean(), new
+
+
+def optimizer() -> optax.GradientTransformation:
+  """Returns what every step uses."""
+  return optax.adamw(1e-4)
+
+
+def plain_step(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
+  """A training step as JAX and optax have it."""
+  params, rest, opt_state = state
+  loss = functools.partial(loss_fn, apply)
+  (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, *batch)
+  updates, opt_state = optimizer().update(grads, opt_state, params)
+  return (optax.apply_updates(params, updates), rest, opt_state), value
+
+
+def mpjax_step(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
+  """A training step with `mpjax.loss_scaling`."""
+  params, old, opt_state = state
+  loss = functools.partial(loss_fn, apply)
+  grad_fn = mpjax.value_and_grad(loss, opt_state, has_aux=True)
+  (value, new), grads = grad_fn(params, old, *batch)
+  updates, opt_state = tx.update(grads, opt_state, params)
+  finite = mpjax.loss_scaling_metrics(opt_state)["finite"]
+  rest = mpjax.commit(finite, new, old)
+  return (optax.apply_updates(params, updates), rest, opt_state), value
+
+
+def flax_step(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
+  """A training step with `flax.training.dynamic_scale`, whose user selects by hand."""
+  (params, old, opt_state), scale = state
+  loss = functools.partial(loss_fn, apply)
+  grad_fn = scale.value_and_grad(loss, has_aux=True)
+  scale, finite, (value, new), grads = grad_fn(params, old, *batch)
+  updates, new_opt_state = optimizer().update(grads, opt_state, params)
+  everything = (optax.apply_updates(params, updates), new, new_opt_state)
+  kept = jax.tree.map(functools.partial(jnp.where, finite), everything, (params, old, opt_state))
+  return (kept, scale), value
+
+
+def first_state(case: Case, tx: optax.GradientTransformation) -> tuple[Any, Any, Any]:
+  """Returns parameters, other collections and optimizer state; the same for every variant."""
+  variables = dict(jax.jit(case.make().init)(jax.random.key(0), case.data()[0]))
+  params = variables.pop("params")
+  return params, variables, tx.init(params)
+
+
+def variants(case: Case, half: str) -> dict[str, Callable[..., Any]]:
+  """Returns the model's `apply` in float32, with dtypes by hand, and under a policy."""
+  return {
+    "float32": case.make().apply,
+    "by hand": case.make(jnp.dtype(half).type).apply,
+    "policy": mpjax.linen.with_policy(case.make(), f"mixed_{half}").apply,
+  }
+
+
+class Stepper:
+  """A compiled step that feeds on its own state, which is donated as in real training."""
+
+  def __init__(self, step: Callable[..., Any], state: Any, batch: Sequence[Any]) -> None:
+    self.state = jax.tree.map(jnp.array, state)
+    self.batch = batch
+    self.compiled = jax.jit(step, donate_argnums=0).lower(self.state, *batch).compile()
+
+  def __call__(self) -> Any:
+    self.state, loss = self.compiled(self.state, *self.batch)
+    return loss
+
+
+def compare_precisions(case: Case, half: str, rounds: int) -> dict[str, Any]:
+  """Returns figures of float32, half by hand and half by policy."""
+  state, batch = first_state(case, optimizer()), case.data()
+  params, rest, _ = state
+  applies = variants(case, half)
+  steps = {
+    name: Stepper(functools.partial(plain_step, apply), state, batch)
+    for name, apply in applies.items()
+  }
+  times = measure.take_turns(steps, rounds=rounds)
+  figures: dict[str, Any] = {}
+  for name, apply in applies.items():
+    loss = functools.partial(loss_fn, apply)
+    figures[name] = {
+      "seconds": times[name],
+      "traced": measure.count_program(functools.partial(plain_step, apply), state, *batch),
+      "residual_bytes": _jaxpr.residual_bytes(lambda p, f=loss: f(p, rest, *batch)[0], params),
+      "compiled": measure.count_compiled(steps[name].compiled),
+    }
+  del steps
+  gradients = {
+    name: (
+      jax.value_and_grad(functools.partial(loss_fn, apply), has_aux=True),
+      (params, rest, *batch),
+    )
+    for name, apply in applies.items()
+  }
+  for kind, cold in (("cold", True), ("warm", False)):
+    for name, seconds in measure.trace_turns(gradients, rounds=rounds, cold=cold).items():
+      figures[name][f"{kind}_trace_seconds"] = seconds
+  return figures
+
+
+def compare_scalings(case: Case, half: str, rounds: int) -> dict[str, Any]:
+  """Returns figures of the policied model with no, static, dynamic and Flax's loss scaling."""
+  apply = variants(case, half)["policy"]
+  batch = case.data()
+  # Arrays from the start: Flax's own Python numbers would cost a second compilation.
+  flax_scale = dynamic_scale.DynamicScale(
+    fin_steps=jnp.asarray(0, jnp.int32), scale=jnp.asarray(2.0**15, jnp.float32)
+  )
+  states = {"none": first_state(case, optimizer())}
+  functions = {"none": functools.partial(plain_step, apply)}
+  for name, scale in (
+    ("static", mpjax.StaticLossScale(2**15)),
+    ("dynamic", mpjax.DynamicLossScale()),
+  ):
+    tx = mpjax.loss_scaling(optimizer(), scale)
+    states[name] = first_state(case, tx)
+    functions[name] = functools.partial(mpjax_step, tx, apply)
+  states["flax"] = (states["none"], flax_scale)
+  functions["flax"] = functools.partial(flax_step, apply)
+  steps = {name: Stepper(fun, states[name], batch) for name, fun in functions.items()}
+  times = measure.take_turns(steps, rounds=rounds)
+  return {
+    name: {"seconds": times[name], "compiled": measure.count_compiled(steps[name].compiled)}
+    for name in steps
+  }
+
+
+def main(
+  size: str | None = None,
+  half: str = "bfloat16",
+  rounds: int = 15,
+  models: Sequence[str] = ("mlp", "resnet", "gpt"),
+  out: pathlib.Path = OUT,
+  console: Console | None = None,
+) -> dict[str, Any]:
+  """Measures, prints tables, writes JSON, and returns what it wrote."""
+  console = console or Console()
+  size = size or ("cpu" if jax.default_backend() == "cpu" else "gpu")
+  settings = {"size": size, "half": half, "rounds": rounds}
+  results: dict[str, Any] = {"environment": measure.environment(), "settings": settings}
+  results |= {"precision": {}, "scaling": {}}
+  for model in models:
+    case = SIZES[size][model]
+    with console.status(f"{model}: float32, by hand, policy"):
+      results["precision"][model] = compare_precisions(case, half, rounds)
+    with console.status(f"{model}: loss scaling"):
+      results["scaling"][model] = compare_scalings(case, half, rounds)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+  report.show(results, console)
+  console.print(f"All figures: {out}")
+  return results
+
+
+def arguments() -> dict[str, Any]:
+  """Returns what the command line asks for."""
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--size", choices=list(SIZES), help="default: by the backend")
+  parser.add_argument("--half", default="bfloat16", choices=["bfloat16", "float16"])
+  parser.add_argument("--rounds", type=int, default=15)
+  parser.add_argument("--models", nargs="+", default=list(SIZES["tiny"]), choices=SIZES["tiny"])
+  parser.add_argument("--out", type=pathlib.Path, default=OUT)
+  parser.add_argument("--show", type=pathlib.Path, help="only show figures recorded before")
+  return vars(parser.parse_args())
+
+
+if __name__ == "__main__":
+  chosen = arguments()
+  recorded = chosen.pop("show")
+  if recorded:
+    report.show(json.loads(recorded.read_text(encoding="utf-8")), Console())
+  else:
+    main(**chosen)
