@@ -1,0 +1,55 @@
+"""Models that a policy alone does not bring wholly into half, or not through float16.
+
+Each makes a float32 array in its own body, or a constant that float16 cannot hold.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NORMAL = nn.initializers.normal(0.3)
+
+
+class NumpyScalar(nn.Module):
+  """Divides by a NumPy float64, which promotes to float32 where a Python number would not."""
+
+  @nn.compact
+  def __call__(self, x):
+    q, k, v = jnp.split(nn.Dense(24)(x), 3, axis=-1)
+    scores = jnp.einsum("btd,bsd->bts", q, k) / np.sqrt(8)
+    return jnp.einsum("bts,bsd->btd", nn.softmax(scores), v)
+
+
+class OneHot(nn.Module):
+  """Routes by `jax.nn.one_hot`, which is float32 unless told otherwise."""
+
+  @nn.compact
+  def __call__(self, x):
+    routed = jax.nn.one_hot(jnp.argmax(nn.Dense(4)(x), axis=-1), 4)
+    return jnp.einsum("bte,btd,edf->btf", routed, x, self.param("experts", NORMAL, (4, 8, 8)))
+
+
+class OwnState(nn.Module):
+  """Multiplies a state that it started itself, in float32."""
+
+  @nn.compact
+  def __call__(self, x):
+    readout = self.param("readout", NORMAL, (8, 8))
+    x = nn.Dense(8)(x)
+
+    def step(state, now):
+      state = 0.9 * state + now
+      return state, state @ readout
+
+    return jax.lax.scan(step, jnp.zeros(x[:, 0].shape), jnp.moveaxis(x, 1, 0))[1]
+
+
+class MaskByProduct(nn.Module):
+  """Masks by `(1 - mask) * -1e9` with a mask of floats: 0 times -inf in float16."""
+
+  @nn.compact
+  def __call__(self, x, mask):
+    q, k, v = jnp.split(nn.Dense(24)(x), 3, axis=-1)
+    scores = jnp.einsum("btd,bsd->bts", q, k) / 8**0.5 + (1.0 - mask[:, None]) * -1e9
+    return nn.Dense(8)(jnp.einsum("bts,bsd->btd", nn.softmax(scores), v))

@@ -1,0 +1,114 @@
+"""Sequences, graphs and fields as research code writes them."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NORMAL = nn.initializers.normal(0.3)
+
+
+class WaveNet(nn.Module):
+  """Dilated causal convolutions from raw parameters, gated, with skip connections."""
+
+  @nn.compact
+  def __call__(self, x):
+    def causal(x, name, features, dilation):
+      kernel = self.param(name, NORMAL, (2, x.shape[-1], features))
+      x = jnp.pad(x, ((0, 0), (dilation, 0), (0, 0)))
+      return jax.lax.conv_general_dilated(
+        x, kernel, (1,), "VALID", None, (dilation,), dimension_numbers=("NWC", "WIO", "NWC")
+      )
+
+    x, skips = nn.Dense(8)(x), 0.0
+    for i, dilation in enumerate((1, 2, 4)):
+      gate = jax.nn.sigmoid(causal(x, f"gate_{i}", 8, dilation))
+      h = jnp.tanh(causal(x, f"filter_{i}", 8, dilation)) * gate
+      skips = skips + nn.Dense(8)(h)
+      x = x + nn.Dense(8)(h)
+    return nn.Dense(4)(nn.relu(skips))
+
+
+class StateSpace(nn.Module):
+  """A diagonal state space with input-dependent gates, its state float32 through `lax.scan`."""
+
+  states: int = 4
+
+  @nn.compact
+  def __call__(self, u):
+    width = u.shape[-1]
+    log_decay = self.param("log_decay", lambda _: jnp.log(jnp.arange(1.0, self.states + 1)))
+    readout = self.param("readout", NORMAL, (self.states, width))
+    step = jax.nn.softplus(nn.Dense(width)(u))
+    drive = nn.Dense(self.states)(u)
+    decay = jnp.exp(-step[..., None] * jnp.exp(log_decay))
+
+    def advance(state, now):
+      decay, step, u, drive = now
+      state = state * decay + (step * u)[..., None] * drive[:, None]
+      return state, state.astype(u.dtype)
+
+    start = jnp.zeros((u.shape[0], width, self.states))
+    over_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (decay, step, u, drive))
+    _, states = jax.lax.scan(advance, start, over_time)
+    return jnp.einsum("tbds,sd->btd", states, readout)
+
+
+class Mamba(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(8)(x)
+    for _ in range(2):
+      h = nn.RMSNorm()(x)
+      x = x + nn.Dense(8)(StateSpace()(nn.silu(nn.Dense(8)(h))) * nn.silu(nn.Dense(8)(h)))
+    return nn.Dense(4)(x)
+
+
+class GraphNetwork(nn.Module):
+  """Messages along edges, added up by segment; nodes are counted in integers."""
+
+  steps: int = 2
+
+  @nn.compact
+  def __call__(self, nodes, edges, senders, receivers):
+    count = nodes.shape[0]
+    degree = jax.ops.segment_sum(jnp.ones_like(receivers), receivers, count)
+    nodes = nn.Dense(8)(nodes)
+    for _ in range(self.steps):
+      messages = jnp.concatenate([nodes[senders], nodes[receivers], edges], axis=-1)
+      messages = nn.Dense(8)(nn.silu(nn.Dense(16)(messages)))
+      total = jax.ops.segment_sum(messages, receivers, num_segments=count)
+      nodes = nodes + nn.Dense(8)(nn.silu(total / jnp.maximum(degree, 1)[:, None]))
+    return nn.Dense(3)(nodes.sum(axis=0))
+
+
+class Field(nn.Module):
+  """A coordinate network: positional encoding, a skip connection, density and colour."""
+
+  @nn.compact
+  def __call__(self, points):
+    angles = points[..., None] * 2.0 ** np.arange(3)
+    x = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    x = start = x.reshape(*points.shape[:-1], -1)
+    for i in range(3):
+      x = jnp.concatenate([x, start], axis=-1) if i == 2 else x
+      x = nn.softplus(nn.Dense(16)(x))
+    return nn.Dense(4)(x)
+
+
+class Implicit(nn.Module):
+  """A hypernetwork: a code becomes the parameters of a small network, called by its `.apply`."""
+
+  @nn.compact
+  def __call__(self, code, points):
+    target = nn.Sequential([nn.Dense(8), jnp.tanh, nn.Dense(1)])
+    shapes = jax.eval_shape(lambda: target.init(jax.random.key(0), points[0]))
+    sizes = [int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes)]
+    flat = nn.Dense(sum(sizes))(nn.tanh(nn.Dense(16)(code)))
+
+    def network(flat, points):
+      pieces = jnp.split(flat, np.cumsum(sizes)[:-1])
+      leaves = [p.reshape(s.shape) for p, s in zip(pieces, jax.tree.leaves(shapes), strict=True)]
+      return target.apply(jax.tree.unflatten(jax.tree.structure(shapes), leaves), points)
+
+    return jax.vmap(network, (0, None))(flat, points)
