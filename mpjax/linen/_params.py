@@ -147,7 +147,7 @@ def _read(col: str, value: PyTree) -> PyTree:
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-  return jnp.asarray(x).astype(dtype) if is_floating(x) and x.dtype != dtype else x
+  return jax.lax.convert_element_type(x, dtype) if is_floating(x) and x.dtype != dtype else x
 
 
 def _like_stored(value: PyTree, stored: PyTree) -> PyTree:
