@@ -225,7 +225,7 @@ def test_weak_and_foreign_leaves_of_a_state_become_strong():
 def test_python_numbers_in_the_state_of_inner_do_not_retrace():
   inner = optax.GradientTransformation(
     lambda p: {"lr": 0.5, "n": 0, "np": np.float32(2)},
-    lambda u, s, p=None: (jax.tree.map(lambda x: x * s["lr"], u), s | {"n": s["n"] + 1}),
+    lambda u, s, p=None: (jax.tree.map(lambda x: x * s["lr"], u), s | {"n": s["n"] + jnp.int32(1)}),
   )
   tx = mpjax.loss_scaling(inner)
   traces = []
