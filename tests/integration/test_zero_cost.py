@@ -167,7 +167,7 @@ EXTRA_CASTS = {"transformer": 0, "lstm": 10, "gru": 10, "language_model": 0}
 Flax hands all of them on in float32 and the next layer casts them at once."""
 
 
-@pytest.mark.case("A74", "B086")
+@pytest.mark.case("B086")
 @BOTH
 @pytest.mark.parametrize("name", NAMED_EXCEPTIONS)
 def test_exceptions_have_the_products_of_flax_own_dtype_and_few_casts_more(name, half):
@@ -177,7 +177,7 @@ def test_exceptions_have_the_products_of_flax_own_dtype_and_few_casts_more(name,
   assert our_casts - their_casts == EXTRA_CASTS[name]
 
 
-@pytest.mark.case("A80", "B086")
+@pytest.mark.case("B086")
 @pytest.mark.parametrize(("name", "half"), [("lstm", "bfloat16"), ("gru", "float16")])
 def test_cells_have_the_gradients_of_flax_own_dtype_bit_for_bit(name, half):
   # The next layer rounds the float32 that Flax hands on to the very numbers that we hand on.
