@@ -35,7 +35,7 @@ class Rule:
       crosses levels and matches the root), or a compiled regular expression. It is matched in
       full against the names from the wrapped root, joined by "/".
     module: a module class, or a tuple of them; subclasses count.
-    where: a predicate on the bound module.
+    where: a predicate on the bound module. It is asked about every module of the model.
 
   Raises:
     MpjaxValueError: no selector or several, or a malformed glob.
@@ -106,7 +106,16 @@ class Rule:
       return self.path.fullmatch(path) is not None
     if self.module is not None:
       return isinstance(module, self.module)
-    return self.where is not None and bool(self.where(module))
+    if self.where is None:
+      return False
+    try:
+      return bool(self.where(module))
+    except Exception as error:
+      error.add_note(
+        f"mpjax: raised by the predicate of {self} for the module {path or 'at the root'!r} "
+        f"({type(module).__name__}). It is asked about every module; the root has no name."
+      )
+      raise
 
 
 def _wrong_selector(name: str, expected: str, got: Any) -> MpjaxTypeError:
@@ -167,26 +176,17 @@ def place_of(rules: Iterable[Rule], path: str) -> str:
 def goes_by_place(rule: Rule) -> bool:
   """Whether a rule can pick out one of two equal modules and not the other.
 
-  Of a predicate its code tells: whether it names what shows a module's place, or hands the module
-  to another function, which might.
+  A predicate cannot if its code reads no attribute and calls nothing, `isinstance` excepted.
   """
-  if rule.where is None:
-    return rule.path is not None
-  code = getattr(rule.where, "__code__", None)
-  if not isinstance(code, types.CodeType):
-    return True
-  scope = {**getattr(rule.where, "__globals__", {}), **inspect.getclosurevars(rule.where).nonlocals}
-  names = _names_in(code)
-  calls = (scope[name] for name in names if name in scope)
-  return bool(names & _PLACE) or any(callable(f) and not isinstance(f, type) for f in calls)
-
-
-_PLACE = frozenset(("path", "name", "parent", "scope", "variables", "getattr", "vars"))
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-  names = {*code.co_names, *code.co_freevars}
-  return names.union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+  if rule in _DEFAULT_RULES:  # They look at a module's class and parameters.
+    return False
+  if not isinstance(rule.where, types.FunctionType):
+    return rule.module is None
+  used = inspect.getclosurevars(rule.where)  # Its `unbound` are the names of attributes.
+  values = {**used.builtins, **used.globals, **used.nonlocals}
+  nested = any(isinstance(value, types.CodeType) for value in rule.where.__code__.co_consts)
+  calls = any(not isinstance(v, type) for name, v in values.items() if name != "isinstance")
+  return nested or calls or bool(used.unbound)
 
 
 def _levels(path: str) -> tuple[str, ...]:
@@ -204,14 +204,15 @@ def parse_rules(rules: Any, where: str) -> tuple[Rule, ...]:
   Raises:
     MpjaxTypeError: not an iterable of `Rule`.
   """
-  found = (rules,) if isinstance(rules, Rule) or not isinstance(rules, Iterable) else tuple(rules)
-  wrong = [rule for rule in found if not isinstance(rule, Rule)]
-  if wrong or isinstance(rules, Rule):
+  many = isinstance(rules, Iterable) and not isinstance(rules, str)
+  found: tuple[Any, ...] = tuple(rules) if many else (rules,)
+  wrong = [rule for rule in found if not isinstance(rule, Rule)] if many else found
+  if wrong:
     raise MpjaxTypeError(
       message(
         where,
         expected="a sequence of mpjax.Rule",
-        got=repr(rules if isinstance(rules, Rule) else wrong[0]),
+        got=repr(wrong[0]),
         fix='Write [mpjax.Rule("float32", path="head")].',
       )
     )
@@ -237,7 +238,7 @@ def unmatched_error(rule: Rule, paths: Sequence[str], classes: Sequence[str]) ->
     message(
       f"rules: {rule}",
       expected="a rule that picks out at least one module",
-      got=f"none of the model's {len(paths)} modules",
+      got=f"none of the {len(paths)} modules that init passed",
       fix=f'{near} Mend the selector, or pass unmatched="ignore".',
     )
   )

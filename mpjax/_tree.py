@@ -169,7 +169,7 @@ def select(condition: Array, on_true: PyTree, on_false: PyTree, where: str) -> P
 
   def pick(new: Any, old: Any) -> Any:
     # float0 holds nothing to select, and leaves that are not arrays cannot depend on the flag.
-    if new is old or not is_array_like(new) or new.dtype == jax.dtypes.float0:
+    if new is old or not is_array_like(new) or getattr(new, "dtype", None) == jax.dtypes.float0:
       return new
     return jnp.where(condition, new, old)
 

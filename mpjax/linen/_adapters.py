@@ -108,6 +108,8 @@ class Adapter:
     fields: `(module, method, compute_dtype) -> {field: value}`: the module's fields to set for
       the length of the call.
     outputs: `(module, method, (args, kwargs), outputs, cast) -> outputs`: which outputs to cast.
+    rounds: what the module returns is not in the compute dtype by itself (the rows of a stored
+      table, a float32 state): cast it even at a root whose policy has no `output_dtype`.
 
   Raises:
     MpjaxTypeError: `params` is neither "compute" nor "stored", or another field is no function.
@@ -121,6 +123,7 @@ class Adapter:
   inputs: Callable[[nn.Module, str, Call, Cast], Call] = cast_inputs
   fields: Callable[[nn.Module, str, np.dtype[Any]], dict[str, Any]] = set_dtype
   outputs: Callable[[nn.Module, str, Call, Any, Cast], Any] = cast_outputs
+  rounds: bool = False
 
   def __post_init__(self) -> None:
     if self.params not in ("compute", "stored"):
@@ -185,10 +188,6 @@ def _embed_fields(module: nn.Module, method: str, dtype: np.dtype[Any]) -> dict[
   return {"dtype": None} if method == "__call__" else set_dtype(module, method, dtype)
 
 
-def _embed_outputs(module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast) -> Any:
-  return cast(outputs)
-
-
 def _einsum() -> Callable[..., Any]:
   return jnp.einsum
 
@@ -251,7 +250,7 @@ _REPARAMETRIZED = Adapter(
 )
 # It hands parameters to its cell, which joins several and casts them once.
 _HANDS_ON_PARAMETERS = Adapter(params="stored", inputs=_keep_inputs, outputs=_keep_outputs)
-_RNN = Adapter(inputs=_rnn_inputs, outputs=_rnn_outputs)
+_RNN = Adapter(inputs=_rnn_inputs, outputs=_rnn_outputs, rounds=True)
 
 _ADAPTERS: Mapping[type[nn.Module], Adapter] = types.MappingProxyType(
   {
@@ -262,9 +261,9 @@ _ADAPTERS: Mapping[type[nn.Module], Adapter] = types.MappingProxyType(
     nn.BatchNorm: _NORM,
     nn.SpectralNorm: _REPARAMETRIZED,
     nn.WeightNorm: _REPARAMETRIZED,
-    nn.Embed: Adapter(params="stored", fields=_embed_fields, outputs=_embed_outputs),
+    nn.Embed: Adapter(params="stored", fields=_embed_fields, rounds=True),
     nn.recurrent.DenseParams: _HANDS_ON_PARAMETERS,
-    nn.RNNCellBase: Adapter(inputs=keep_carry_inputs, outputs=keep_carry_outputs),
+    nn.RNNCellBase: Adapter(inputs=keep_carry_inputs, outputs=keep_carry_outputs, rounds=True),
     nn.RNN: _RNN,
     nn.Bidirectional: _RNN,
     nn.Dropout: Adapter(fields=_dropout_fields),

@@ -39,7 +39,7 @@ class Given:
   @property
   def by_place(self) -> bool:
     """Whether two equal modules can get different policies for where they stand."""
-    return any(map(goes_by_place, self.rules))
+    return any(map(goes_by_place, (*self.rules, *self.defaults)))
 
 
 class Visits:

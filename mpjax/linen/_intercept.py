@@ -19,7 +19,6 @@ from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
 from mpjax.linen._adapters import (
   Adapter,
-  cast_outputs,
   find_adapter,
   like,
 )
@@ -96,7 +95,7 @@ def intercept(
   if active is None or active.given is None or module.scope is None:
     return next_fun(*args, **kwargs)
   for found in (module, *_modules_in((args, kwargs))):
-    _attach(found)
+    _attach(found, again=not active.entered)
   if not callable(getattr(type(module), context.method_name, None)):
     return _lifted_body(next_fun, args, kwargs, module, active)
   return _method(next_fun, args, kwargs, context, active, active.given)
@@ -145,9 +144,8 @@ def _method(
   handed_on = _handed_on(active, given, policy, picked)
   if _lifted_by(module) in _DIFFERENTIATED:
     handed_on = _COTANGENT
-  if handed_on is None and adapter.outputs is cast_outputs:
+  if handed_on is None and not adapter.rounds:
     return outputs
-  # What an adapter casts itself is part of what its module computes (the rows that Embed gathered).
   return adapter.outputs(module, name, (args, kwargs), outputs, _cast_to(handed_on or compute))
 
 
@@ -278,15 +276,18 @@ def _fields_set(module: nn.Module, fields: dict[str, Any]) -> Generator[None]:
       object.__setattr__(module, name, value)
 
 
-def _attach(module: nn.Module) -> None:
-  """Lets the scope of a module, and of the modules it holds as fields, read by the policy."""
-  if module.scope is None or isinstance(module.scope, CastScope):
+def _attach(module: nn.Module, again: bool) -> None:
+  """Lets the scope of a module, and of the modules it holds, read by the policy.
+
+  Where a call begins it is done again: the user may have bound the module, and used it before under
+  another policy.
+  """
+  if module.scope is None or (isinstance(module.scope, CastScope) and not again):
     return
   attach(module.scope)
-  for field in dataclasses.fields(module):
-    if field.name != "parent":
-      for held in _modules_in(getattr(module, field.name, None)):
-        _attach(held)
+  for held in _modules_in(vars(module)):
+    if held.parent is module:
+      _attach(held, again)
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
@@ -324,7 +325,7 @@ def _name_in_errors(
     noted = isinstance(error, MpjaxTypeError) or any(
       note.startswith(_NOTE) for note in getattr(error, "__notes__", ())
     )
-    if policy is not None and not noted:
+    if policy is not None and not noted and not isinstance(error, jax.errors.JAXTypeError):
       path = module_path(module)
       error.add_note(
         f"{_NOTE} {path or 'the root'!r} ({type(module).__name__}), which runs under the policy "

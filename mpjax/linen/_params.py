@@ -101,12 +101,16 @@ def attach(scope: Scope) -> Scope:
   """
   if type(scope) is Scope:
     scope.__class__ = CastScope
-    active = _policied()
-    if active is not None and active.given is not None and active.given.by_place:
-      # nn.jit reuses what it traced for an equal module elsewhere. Flags are part of its key, and
-      # tell two places apart where a rule does.
-      place = place_of(active.given.rules, "/".join(scope.path))
-      scope.flags = freeze({**scope.flags, _PLACE_FLAG: place})
+  active = _policied()
+  if active is not None and active.given is not None and isinstance(scope, CastScope):
+    # nn.jit reuses what it traced for an equal module elsewhere. Flags are part of its key, and
+    # tell two places apart where a rule does.
+    given, flags = active.given, {k: v for k, v in scope.flags.items() if k != _PLACE_FLAG}
+    if given.by_place:
+      rules = (*given.rules, *given.defaults)
+      flags[_PLACE_FLAG] = place_of(rules, "/".join(scope.path))
+    if flags != scope.flags:
+      scope.flags = freeze(flags)
   return scope
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from flax.core import FrozenDict
 
 from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
 from mpjax._policy import PolicyLike
@@ -18,7 +19,7 @@ from mpjax._types import PyTree
 from mpjax.linen._adapters import Adapter
 from mpjax.linen._context import ACTIVE, OFF, Given, Visits, begin, give
 from mpjax.linen._intercept import activate, hold
-from mpjax.linen._params import strip
+from mpjax.linen._params import COLLECTIONS, strip
 
 
 def with_policy(
@@ -83,7 +84,6 @@ def with_policy(
   return PolicyModule(model, given)
 
 
-@contextlib.contextmanager
 def policy_scope(
   policy: PolicyLike | None,
   rules: Iterable[Rule] = (),
@@ -92,7 +92,7 @@ def policy_scope(
   adapters: Mapping[type[nn.Module], Adapter] | None = None,
   ops: None = None,
   unmatched: str = "raise",
-) -> Generator[None]:
+) -> contextlib.AbstractContextManager[None]:
   """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
 
   The scope belongs to the thread that enters it, and to every function that is traced or called
@@ -127,6 +127,12 @@ def policy_scope(
     ops=ops,
     unmatched=unmatched,
   )
+  return _scope(given)
+
+
+@contextlib.contextmanager
+def _scope(given: Given) -> Generator[None]:
+  """Enters a scope, which a module may not do while it is running."""
   active = ACTIVE.value
   if active is not None and active.entered:
     raise MpjaxRuntimeError(
@@ -164,8 +170,8 @@ class PolicyModule:
   def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the model's own initial variables, parameters cast to the policy's `param_dtype`.
 
-    Other collections come in the dtypes that the model gives them under the policy (a decode
-    cache in half, statistics in float32).
+    A decode cache comes in the dtype that the model gives it under the policy; all other
+    collections are the model's own.
 
     Args:
       rngs: as for `nn.Module.init`.
@@ -175,16 +181,10 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    plain, visits = self._plain_init(rngs, *args, **kwargs), Visits()
-    trace = functools.partial(self._init_under_policy, visits, rngs, *args, **kwargs)
-    try:
-      _, ours = jax.eval_shape(trace)
-    except jax.errors.ConcretizationTypeError:
-      # The model looks at values while it is initialised: let it.
-      _, ours = trace()
+    visits = Visits()
+    ours = self._traced_init(visits, rngs, *args, **kwargs)
     self._check_rules(visits)
-    same = jax.tree.structure(plain) == jax.tree.structure(ours)
-    return _cast_like(plain, ours) if same else self._merge(plain, trace()[1])
+    return self._merge(self._plain_init(rngs, *args, **kwargs), ours)
 
   def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Returns the model's output under the policy, and what `init` returns.
@@ -197,10 +197,11 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    plain, visits = self._plain_init(rngs, *args, **kwargs), Visits()
-    outputs, ours = self._init_under_policy(visits, rngs, *args, **kwargs)
+    visits = Visits()
+    ours = self._traced_init(visits, rngs, *args, **kwargs)
     self._check_rules(visits)
-    return outputs, self._merge(plain, ours)
+    outputs, _ = self._init_under_policy(None, rngs, *args, **kwargs)
+    return outputs, self._merge(self._plain_init(rngs, *args, **kwargs), ours)
 
   def lazy_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns what `init` returns, from abstract inputs, as `nn.Module.lazy_init` does.
@@ -213,13 +214,12 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    with activate(OFF):
-      plain = self.module.lazy_init(rngs, *args, **kwargs)
     visits = Visits()
     with activate(begin(self.given, visits)):
-      ours = self.module.lazy_init(rngs, *args, **kwargs)
+      ours = jax.eval_shape(lambda: self.module.lazy_init(rngs, *args, **kwargs))
     self._check_rules(visits)
-    return self._merge(plain, ours)
+    with activate(OFF):
+      return self._merge(self.module.lazy_init(rngs, *args, **kwargs), ours)
 
   def bind(self, variables: Any, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
     """Returns the model bound to variables: its methods and submodules run under the policy.
@@ -288,8 +288,20 @@ class PolicyModule:
     with activate(OFF):
       return self.module.init(rngs, *args, **kwargs)
 
+  def _traced_init(self, visits: Visits, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the shapes and dtypes of the variables under the policy.
+
+    The record of modules passed keeps every cached program out: it is only ever there in a trace.
+    """
+    try:
+      _, ours = jax.eval_shape(lambda: self._init_under_policy(visits, rngs, *args, **kwargs))
+    except jax.errors.JAXTypeError:
+      # The model looks at values while it is initialised: let it.
+      _, ours = self._init_under_policy(visits, rngs, *args, **kwargs)
+    return ours
+
   def _init_under_policy(
-    self, visits: Visits, rngs: Any, *args: Any, **kwargs: Any
+    self, visits: Visits | None, rngs: Any, *args: Any, **kwargs: Any
   ) -> tuple[Any, Any]:
     with activate(begin(self.given, visits)):
       return strip(self.module.init_with_output(rngs, *args, **kwargs))
@@ -306,11 +318,16 @@ class PolicyModule:
         warnings.warn(str(error), stacklevel=3)
 
   def _merge(self, plain: Any, ours: Any) -> Any:
-    """Returns `ours` with the parameters that the model makes without a policy."""
-    if "params" not in plain:
-      return ours
-    params = {"params": _cast_like(plain["params"], ours["params"])}
-    return ours.copy(params) if hasattr(ours, "unfreeze") else {**ours, **params}
+    """Returns the variables that the model makes without a policy, in the dtypes that it sets.
+
+    Those are the dtypes of parameters, of caches, and of what `perturb` adds to activations.
+    """
+    cast = {
+      col: _cast_like(plain[col], ours[col])
+      for col in (*COLLECTIONS, "perturbations")
+      if col in plain and jax.tree.structure(plain[col]) == jax.tree.structure(ours.get(col))
+    }
+    return plain.copy(cast) if isinstance(plain, FrozenDict) else {**plain, **cast}
 
 
 def _cast_like(tree: PyTree, dtypes: PyTree) -> PyTree:
@@ -363,6 +380,12 @@ class BoundPolicyModule:
     """Returns an attribute so that what is called on it runs under the policy."""
     if isinstance(found, nn.Module):
       return BoundPolicyModule(found, self._given)
-    if isinstance(found, (tuple, list)) and any(isinstance(x, nn.Module) for x in found):
+    if isinstance(found, (tuple, list)) and any(map(_holds_modules, found)):
       return type(found)(self._wrap(x) for x in found)
+    if isinstance(found, Mapping) and any(map(_holds_modules, found.values())):
+      return {key: self._wrap(x) for key, x in found.items()}
     return self._under_policy(found) if callable(found) else found
+
+
+def _holds_modules(x: Any) -> bool:
+  return isinstance(x, (nn.Module, tuple, list, Mapping))

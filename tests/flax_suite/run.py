@@ -75,9 +75,9 @@ def main() -> int:
   console = Console()
   folder = sources()
   scopes = ("none", "nothing", "mixed_bfloat16")
-  with console.status(f"Running the Linen tests of {folder.name} three times …"):
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-      results = dict(zip(scopes, pool.map(lambda scope: run(scope, folder), scopes), strict=True))
+  progress = console.status(f"Running the Linen tests of {folder.name} three times …")
+  with progress, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    results = dict(zip(scopes, pool.map(lambda scope: run(scope, folder), scopes), strict=True))
 
   table = Table("scope", "passed", "skipped", "failed on an assertion", "listed", "other")
   plain, nothing, half = (results[scope] for scope in scopes)

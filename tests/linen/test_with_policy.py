@@ -489,7 +489,7 @@ def test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed(wa
     excinfo,
     where="rules: Rule('params=float32,compute=float32,output=float32', path='encodr')",
     expected="a rule that picks out at least one module",
-    got="none of the model's 5 modules",
+    got="none of the 5 modules that init passed",
     fix="The nearest module paths: 'encoder', 'decoder', ",
     builtin=ValueError,
   )

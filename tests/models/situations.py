@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core import freeze
 
 from tests.models.values import normal
@@ -290,6 +291,20 @@ class Decoder(nn.Module):
     return nn.Dense(8)(x)
 
 
+class Promotes(nn.Module):
+  """Hands on float32, because of a NumPy scalar."""
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(8)(x) / np.sqrt(8)
+
+
+class MultipliesWhatPromotes(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return Promotes()(x) @ self.param("kernel", INIT, (8, 8))
+
+
 def decode_loop(model: Any, variables: Any, x: Any) -> Any:
   """Writes one position after another, a float32 cache carried by `jax.lax.scan`."""
   params = {"params": variables["params"]}
@@ -357,6 +372,7 @@ SITUATIONS: dict[str, Situation] = {
   "modules_as_arguments": Situation(lambda: TakesModules(nn.Dense(8))),
   "apply_in_forward": Situation(Hypernetwork),
   "dtype_of_parameters": Situation(ParamDtype),
+  "after_a_child_that_promotes": Situation(MultipliesWhatPromotes),
   "float32_cache_in_scan": Situation(Decoder, decode_loop),
   "gradient_of_input_under_vmap": Situation(Field, derivatives),
 }
