@@ -59,7 +59,7 @@ class Scan(nn.Module):
 
 
 class ScanBody(nn.Module):
-  """A function is lifted, not a class, with parameters that all steps share."""
+  """A function is lifted, not a class: shared parameters, and a carry that starts in float32."""
 
   @nn.compact
   def __call__(self, x):
@@ -68,7 +68,7 @@ class ScanBody(nn.Module):
       return carry, carry
 
     scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1)
-    return scan(Block(), jnp.zeros_like(x[:, 0]), x)[1]
+    return scan(Block(), jnp.zeros(x[:, 0].shape), x)[1]
 
 
 class Lifted(nn.Module):
@@ -88,7 +88,7 @@ class Conditional(nn.Module):
     if self.is_initializing():
       one(x)
       two(x)
-    x = nn.cond(x.sum() > 0, lambda m, x: one(x), lambda m, x: jnp.zeros_like(x), self, x)
+    x = nn.cond(x.sum() > 0, lambda m, x: one(x), lambda m, x: jnp.zeros(x.shape), self, x)
     branches = [lambda m, x: one(x), lambda m, x: nn.relu(two(x)), lambda m, x: x]
     return nn.switch((x.sum() > 0).astype(int), branches, self, x)
 
