@@ -167,7 +167,7 @@ def _float32(value: Any, where: str) -> float:
         where,
         expected="a plain number that is known before tracing",
         got=f"{value!r} of type {type(value).__name__}",
-        fix="Pass a Python number; to change the scale of a state use mpjax.set_loss_scale.",
+        fix="Pass a Python number (float(x) of an array); mpjax.set_loss_scale changes a state.",
       )
     )
   with np.errstate(over="ignore", under="ignore"):

@@ -53,7 +53,8 @@ def find_state(opt_state: PyTree, where: str, name: str | None) -> LossScalingSt
         where,
         expected="the state of an optimizer made by mpjax.loss_scaling",
         got=f"a {type(opt_state).__name__} without a loss scale",
-        fix="Wrap the optimizer: tx = mpjax.loss_scaling(tx); opt_state = tx.init(params).",
+        fix="Wrap the optimizer, tx = mpjax.loss_scaling(tx); pass opt_state = tx.init(params), "
+        "not tx. A checkpoint is restored into that structure.",
       )
     )
   names = [split_label(state)[0] for state in found]

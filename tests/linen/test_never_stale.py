@@ -629,3 +629,48 @@ def test_programs_are_those_of_their_policy_and_of_no_other():
   assert text(model.apply, variables, X) == plain
   assert half != plain
   assert text(with_policy(model, "bfloat16").apply, variables, X) == half
+
+
+class HasProperty(nn.Module):
+  @property
+  def is_two(self):
+    return self.name == "two"
+
+  @nn.jit
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(3)(note(self, x))
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"defaults": (*mpjax.default_rules(), Rule("float16", path="two"))},
+    {"rules": [Rule("float16", where=lambda m: getattr(m, "is_two", False))]},
+    {"rules": [Rule("float16", where=lambda m: m.__dict__.get("name") == "two")]},
+  ],
+  ids=["defaults", "property", "dict"],
+)
+def test_nn_jit_keeps_places_apart_for_every_kind_of_rule(options):
+  model = TwoPlaces(HasProperty)
+  variables = model.init(KEY, X)
+  program = jax.make_jaxpr(with_policy(model, "mixed_bfloat16", **options).apply)(variables, X)
+  assert [str(d) for d in product_dtypes(program.jaxpr)] == ["bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("before", [[], [Rule("float32", path="*")]], ids=["none", "other"])
+def test_a_module_bound_by_the_user_follows_each_scope(before):
+  class Two(nn.Module):
+    def setup(self):
+      self.one, self.two = nn.jit(Plain)(), nn.jit(Plain)()
+
+    def __call__(self, x):
+      return self.two(self.one(x))
+
+  variables = Two().init(KEY, X)
+  bound = Two().bind(variables)
+  with scope("float16", before):
+    bound(X)
+  with scope("bfloat16", [Rule("float32", path="two")]):
+    program = jax.make_jaxpr(lambda x: bound(x))(X)
+  assert [str(d) for d in product_dtypes(program.jaxpr)] == ["bfloat16", "float32"]

@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -677,3 +678,56 @@ def test_a_model_that_looks_at_values_while_it_is_initialised():
   variables = with_policy(Looks(), "bfloat16").init(KEY, X)
   assert variables["params"]["Dense_0"]["kernel"].dtype == BF16
   assert bits(variables) == bits(jax.tree.map(lambda p: p.astype(BF16), Looks().init(KEY, X)))
+
+
+class Counted(nn.Module):
+  """Counts how often it is compiled: a trace of the small jitted functions of jax.numpy."""
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.LayerNorm()(nn.Dense(4)(x))
+
+
+def test_a_second_init_with_output_compiles_nothing(caplog):
+  model = with_policy(Counted(), "mixed_bfloat16", [Rule("float32", path="LayerNorm_0")])
+  model.init_with_output(KEY, X)
+  compiled = []
+  with jax.log_compiles(), caplog.at_level("WARNING"):
+    model.init_with_output(KEY, X)
+    compiled = [r for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+  assert not compiled
+
+
+def test_modules_in_dicts_of_a_bound_model_run_under_the_policy():
+  class Heads(nn.Module):
+    def setup(self):
+      self.heads = {"a": nn.Dense(2), "b": [nn.Dense(2)]}
+
+    def __call__(self, x):
+      return self.heads["a"](x) + self.heads["b"][0](x)
+
+  variables = Heads().init(KEY, X)
+  bound = with_policy(Heads(), "bfloat16").bind(variables)
+  assert bound.heads["a"](X).dtype == jnp.bfloat16
+  assert bound.heads["b"][0](X).dtype == jnp.bfloat16
+
+
+def test_what_users_keep_in_other_collections_has_their_dtype():
+  class Keeps(nn.Module):
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+      self.variable("stats", "half", jnp.zeros, (3,), jnp.bfloat16)
+      self.variable("stats", "own", jnp.zeros, (3,), self.dtype)
+      return nn.Dense(2, dtype=self.dtype)(x)
+
+  plain, ours = Keeps().init(KEY, X), with_policy(Keeps(), "mixed_bfloat16").init(KEY, X)
+  assert dtypes(ours) == dtypes(plain)
+
+
+def test_a_predicate_that_raises_is_named():
+  model = with_policy(Net(), "bfloat16", [Rule("float32", where=lambda m: m.name.startswith("x"))])
+  with pytest.raises(AttributeError) as excinfo:
+    model.init(KEY, X)
+  assert any("the root has no name" in note for note in excinfo.value.__notes__)
