@@ -71,6 +71,24 @@ class ScanBody(nn.Module):
     return scan(Block(), jnp.zeros(x[:, 0].shape), x)[1]
 
 
+class Cell(nn.Module):
+  @nn.compact
+  def __call__(self, state, x):
+    state = jnp.tanh(nn.Dense(8)(x) + nn.Dense(8, use_bias=False)(state))
+    return state, state
+
+
+class OwnRnn(nn.Module):
+  """A cell of the author's own, scanned over time from a float32 state."""
+
+  @nn.compact
+  def __call__(self, x):
+    over_time = nn.scan(
+      Cell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
+    )
+    return over_time()(jnp.zeros(x[:, 0].shape), x)[1]
+
+
 class Lifted(nn.Module):
   """A class under a transform given from outside."""
 
@@ -351,6 +369,7 @@ SITUATIONS: dict[str, Situation] = {
   "scan": Situation(Scan),
   "scan_remat": Situation(lambda: Scan(remat=True)),
   "scan_of_a_function": Situation(ScanBody),
+  "scan_of_an_own_cell": Situation(OwnRnn),
   "remat": Situation(lambda: Lifted(nn.remat)),
   "jit": Situation(lambda: Lifted(nn.jit)),
   "vmap": Situation(lambda: Lifted(_VMAP)),
