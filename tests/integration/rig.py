@@ -1,5 +1,6 @@
 """A small model with everything that a skipped step could leave a trace in."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -34,6 +35,7 @@ class Model(nn.Module):
     return nn.Dense(8, dtype=self.dtype)(x)
 
 
+@functools.cache
 def batches(n):
   """`n` batches of sixteenths, whose float32 sums are exact.
 
@@ -46,9 +48,11 @@ def batches(n):
   return x[..., :16], token, x[..., 16:], keys
 
 
+@functools.cache
 def variables():
   x, token, _, _ = jax.tree.map(lambda b: b[0], batches(1))
-  return Model().init(jax.random.key(2), x, token, train=False)
+  init = jax.jit(Model().init, static_argnames="train")
+  return init(jax.random.key(2), x, token, train=False)
 
 
 def loss_fn(params, stats, batch, dtype):

@@ -37,7 +37,7 @@ def gradients(dtype, params, stats, batch, scale):
 
 
 def lanes(tree):
-  return jax.tree.map(lambda x: jnp.stack([x] * RUNS), tree)
+  return jax.tree.map(lambda x: jnp.broadcast_to(x, (RUNS, *x.shape)), tree)
 
 
 apply = jax.jit(jax.vmap(optax.apply_updates))

@@ -180,6 +180,13 @@ def test_commit_takes_any_bool(flag):
   assert mpjax.commit(flag, jnp.asarray(1.0), jnp.asarray(2.0)) == 1
 
 
+def test_commit_takes_python_numbers():
+  assert mpjax.commit(NO, {"step": 4, "rate": 0.5}, {"step": 3, "rate": 0.25}) == {
+    "step": 3,
+    "rate": 0.25,
+  }
+
+
 @pytest.mark.case("A54", "B111")
 def test_a_step_counter_by_the_flag():
   step, state = jnp.asarray(0, jnp.int32), TX.init(PARAMS)
