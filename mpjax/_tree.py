@@ -37,11 +37,6 @@ def cast_leaf(x: Any, dtype: np.dtype[Any]) -> Any:
   return x.astype(dtype)
 
 
-def cast_floating(tree: PyTree, dtype: np.dtype[Any]) -> PyTree:
-  """Returns `tree` with its floating arrays in `dtype` and every other leaf as it is."""
-  return jax.tree.map(lambda x: cast_leaf(x, dtype), tree)
-
-
 def is_inexact(x: Any) -> bool:
   """Whether `x` holds floating or complex numbers: a Python number or an array of any kind."""
   if isinstance(x, (float, complex)):

@@ -10,7 +10,6 @@ import pytest
 
 import mpjax
 from mpjax._tree import (
-  cast_floating,
   cast_leaf,
   first_nonfinite,
   is_floating,
@@ -98,7 +97,7 @@ def test_no_integer_dtype_is_cast(name):
 def test_cast_changes_neither_input_nor_kind(devices):
   device = jax.device_put(jnp.ones(2), devices[1])
   tree = {"jax": device, "numpy": np.ones(2, np.float32), "none": None, "t": (jnp.arange(2),)}
-  found = cast_floating(tree, BF16)
+  found = jax.tree.map(lambda x: cast_leaf(x, BF16), tree)
   assert tree["numpy"].dtype == np.float32
   assert isinstance(found["numpy"], np.ndarray)
   assert isinstance(found["jax"], jax.Array)
