@@ -680,22 +680,21 @@ def test_a_model_that_looks_at_values_while_it_is_initialised():
   assert bits(variables) == bits(jax.tree.map(lambda p: p.astype(BF16), Looks().init(KEY, X)))
 
 
-class Counted(nn.Module):
-  """Counts how often it is compiled: a trace of the small jitted functions of jax.numpy."""
-
-  @nn.compact
-  def __call__(self, x):
-    return nn.LayerNorm()(nn.Dense(4)(x))
-
-
 def test_a_second_init_with_output_compiles_nothing(caplog):
-  model = with_policy(Counted(), "mixed_bfloat16", [Rule("float32", path="LayerNorm_0")])
-  model.init_with_output(KEY, X)
+  class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.LayerNorm()(nn.Dense(4)(x))
+
+  model = with_policy(Normed(), "mixed_bfloat16", [Rule("float32", path="LayerNorm_0")])
   compiled = []
-  with jax.log_compiles(), caplog.at_level("WARNING"):
-    model.init_with_output(KEY, X)
-    compiled = [r for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
-  assert not compiled
+  for _ in range(2):
+    caplog.clear()
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+      model.init_with_output(KEY, jnp.ones((11, 13)))  # A shape that no other test has compiled.
+    compiled.append(sum("Finished XLA compilation" in m for m in caplog.messages))
+  assert compiled[0] > 0  # Or JAX words its log otherwise, and the next line shows nothing.
+  assert compiled[1] == 0
 
 
 def test_modules_in_dicts_of_a_bound_model_run_under_the_policy():
