@@ -11,22 +11,29 @@ from mpjax._errors import (
   UnmatchedRuleError,
 )
 from mpjax._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
+from mpjax._named_arrays import to_arrays
 from mpjax._policy import Policy
 from mpjax._rules import Rule, default_rules
 from mpjax._tree import all_finite
 from mpjax.transforms import (
+  accumulate,
+  apply_updates,
   check_progress,
   commit,
   loss_scaling,
   loss_scaling_metrics,
+  master_params,
+  master_weights,
   scale_loss,
   set_loss_scale,
+  set_master_params,
   unscale,
   value_and_grad,
 )
 
 if TYPE_CHECKING:
   from mpjax import linen
+  from mpjax.checkpoints import restore_like
 
 __version__ = "0.1.0"
 
@@ -41,27 +48,35 @@ __all__ = [
   "Rule",
   "StaticLossScale",
   "UnmatchedRuleError",
+  "accumulate",
   "all_finite",
+  "apply_updates",
   "check_progress",
   "commit",
   "default_rules",
   "linen",
   "loss_scaling",
   "loss_scaling_metrics",
+  "master_params",
+  "master_weights",
+  "restore_like",
   "scale_loss",
   "set_loss_scale",
+  "set_master_params",
+  "to_arrays",
   "unscale",
   "value_and_grad",
 ]
 
-_ON_FIRST_USE = ("linen",)
-"""Folders that import Flax, which a user of the rest need not wait for."""
+_ON_FIRST_USE = {"linen": "linen", "restore_like": "checkpoints"}
+"""Names by module, of those that import Flax or Orbax: a user of the rest need not wait for them."""
 
 
 def __getattr__(name: str) -> Any:
-  if name in _ON_FIRST_USE:
-    return importlib.import_module(f"mpjax.{name}")
-  raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+  if name not in _ON_FIRST_USE:
+    raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+  module = importlib.import_module(f"mpjax.{_ON_FIRST_USE[name]}")
+  return getattr(module, name, module)
 
 
 def __dir__() -> list[str]:

@@ -49,17 +49,19 @@ def adjust(
   finite: Array,
   applied: Array,
   first_bad: Array,
+  all_finite: Array | None = None,
 ) -> LossScaleState:
   """Returns the state after a step.
 
-  The scale follows the gradients alone; what counts as skipped follows `applied`.
+  The scale follows the gradients of its own loss alone; what counts as skipped follows `applied`.
 
   Args:
     config: the configuration that made the state.
     state: the state before the step, with the scale that this step's loss was multiplied by.
     finite: scalar bool, whether the gradients (and the loss) were finite.
-    applied: scalar bool, whether the step was applied; False wherever `finite` is.
+    applied: scalar bool, whether the step was applied; False wherever a gradient was not finite.
     first_bad: scalar int32, the position of the first non-finite gradient leaf.
+    all_finite: scalar bool, whether the gradients of all losses were, where there are several.
   """
   good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)
   scale, hysteresis, floor_hits = state.scale, state.hysteresis, state.floor_hits
@@ -88,7 +90,9 @@ def adjust(
     skipped=_count_up(state.skipped, skip),
     consecutive_skips=jnp.where(skip, _count_up(state.consecutive_skips, skip), 0),
     floor_hits=floor_hits,
-    bad_updates=_count_up(state.bad_updates, jnp.logical_and(finite, skip)),
+    bad_updates=_count_up(
+      state.bad_updates, jnp.logical_and(finite if all_finite is None else all_finite, skip)
+    ),
     first_bad=first_bad,
     finite=applied,
   )

@@ -37,6 +37,15 @@ def cast_leaf(x: Any, dtype: np.dtype[Any]) -> Any:
   return x.astype(dtype)
 
 
+def round_to(x: Array, dtype: np.dtype[Any]) -> Array:
+  """Returns `x` rounded to nearest in `dtype`, a rounding that the compiler keeps.
+
+  XLA for GPU may drop the pair when a cast to half is followed by a cast back. `reduce_precision`
+  would stay, but flushes all subnormal numbers of float16 to 0.
+  """
+  return x if x.dtype == dtype else jax.lax.optimization_barrier(x.astype(dtype))
+
+
 def is_inexact(x: Any) -> bool:
   """Whether `x` holds floating or complex numbers: a Python number or an array of any kind."""
   if isinstance(x, (float, complex)):

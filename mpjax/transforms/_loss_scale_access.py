@@ -1,6 +1,6 @@
 """The loss scale in an optimizer state: finding it, using it, setting it."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,43 +10,64 @@ from mpjax._loss_scale import LossScaleState, unscale_tree
 from mpjax._loss_scale_config import label_limits, positive_scale, warn_unless_power_of_two
 from mpjax._types import Array, PyTree
 
+LossScales: TypeAlias = dict[str, LossScaleState | tuple[()]]
+"""Labels and what belongs to them; () for NoLossScale."""
+
 
 class LossScalingState(NamedTuple):
   """The state of `mpjax.loss_scaling`.
 
-  `loss_scale` has one entry. Its key holds the name and the configuration: as part of the tree's
-  structure they are static under `jit`, and a checkpoint of another configuration does not fit.
+  `loss_scale` has one entry for each loss. Its key holds the name and the configuration: as part
+  of the tree's structure they are static under `jit`, and a checkpoint of another configuration
+  does not fit.
   """
 
-  loss_scale: dict[str, LossScaleState | tuple[()]]  # {label: state}; () for NoLossScale
+  loss_scale: LossScales
   inner_state: Any
 
 
-def split_label(state: LossScalingState) -> tuple[str | None, str]:
-  """Returns the name (or None) and the label of the configuration of `state`."""
-  (label,) = state.loss_scale
-  name, colon, config = label.rpartition(":")
-  return (name if colon else None), config
+class Found(NamedTuple):
+  """One loss scale, and where it stands."""
+
+  owner: LossScalingState
+  label: str
+
+  @property
+  def name(self) -> str | None:
+    """The name that it was given, or None."""
+    name, colon, _ = self.label.rpartition(":")
+    return name if colon else None
+
+  @property
+  def config(self) -> str:
+    """The label of the configuration alone."""
+    return self.label.rpartition(":")[2]
+
+  @property
+  def state(self) -> LossScaleState | None:
+    """The numbers, or None under `NoLossScale`."""
+    value = self.owner.loss_scale[self.label]
+    return value if isinstance(value, LossScaleState) else None
 
 
-def scale_states(tree: PyTree) -> list[LossScalingState]:
-  """Returns every loss scaling state in `tree`, wherever it sits."""
-  found = jax.tree.leaves(tree, is_leaf=_is_state)
-  return [x for x in found if _is_state(x)]
+def scales_in(tree: PyTree) -> list[Found]:
+  """Returns every loss scale in `tree`, wherever it sits."""
+  owners = [x for x in jax.tree.leaves(tree, is_leaf=_is_state) if _is_state(x)]
+  return [Found(owner, label) for owner in owners for label in owner.loss_scale]
 
 
 def _is_state(x: Any) -> bool:
   return isinstance(x, LossScalingState)
 
 
-def find_state(opt_state: PyTree, where: str, name: str | None) -> LossScalingState:
-  """Returns the one loss scaling state in `opt_state` (called `name`, if one is given).
+def find_scale(opt_state: PyTree, where: str, name: str | None) -> Found:
+  """Returns the one loss scale in `opt_state` (called `name`, if one is given).
 
   Raises:
     MpjaxTypeError: there is none, or there are several to choose from.
     MpjaxValueError: none is called `name`.
   """
-  found = scale_states(opt_state)
+  found = scales_in(opt_state)
   if not found:
     raise MpjaxTypeError(
       message(
@@ -57,7 +78,7 @@ def find_state(opt_state: PyTree, where: str, name: str | None) -> LossScalingSt
         "not tx. A checkpoint is restored into that structure.",
       )
     )
-  names = [split_label(state)[0] for state in found]
+  names = [one.name for one in found]
   if name is not None and name not in names:
     raise MpjaxValueError(
       message(
@@ -67,7 +88,7 @@ def find_state(opt_state: PyTree, where: str, name: str | None) -> LossScalingSt
         fix="Use the name that was given to mpjax.loss_scaling(..., name=...).",
       )
     )
-  picked = [state for state, n in zip(found, names, strict=True) if name is None or n == name]
+  picked = [one for one in found if name is None or one.name == name]
   if len(picked) > 1:
     raise MpjaxTypeError(
       message(
@@ -79,12 +100,6 @@ def find_state(opt_state: PyTree, where: str, name: str | None) -> LossScalingSt
       )
     )
   return picked[0]
-
-
-def scale_of(state: LossScalingState) -> LossScaleState | None:
-  """Returns the numbers of `state`, or None under `NoLossScale`."""
-  (value,) = state.loss_scale.values()
-  return value if isinstance(value, LossScaleState) else None
 
 
 def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Array:
@@ -112,7 +127,7 @@ def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Ar
   Array(163840., dtype=float32)
   """
   where = "mpjax.scale_loss(loss)"
-  state = scale_of(find_state(opt_state, "mpjax.scale_loss(opt_state)", name))
+  state = find_scale(opt_state, "mpjax.scale_loss(opt_state)", name).state
   check_loss(loss, where)
   if state is None:
     return loss
@@ -156,7 +171,7 @@ def unscale(grads: PyTree, opt_state: PyTree, *, name: str | None = None) -> PyT
   >>> mpjax.unscale(jnp.asarray([8.0, 2.0], jnp.float16), tx.init(jnp.ones(2)))
   Array([2. , 0.5], dtype=float32)
   """
-  state = scale_of(find_state(opt_state, "mpjax.unscale(opt_state)", name))
+  state = find_scale(opt_state, "mpjax.unscale(opt_state)", name).state
   return unscale_tree(grads, None if state is None else state.scale)
 
 
@@ -186,8 +201,8 @@ def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) 
   1024.0
   """
   where = "mpjax.set_loss_scale(value)"
-  target = find_state(opt_state, "mpjax.set_loss_scale(opt_state)", name)
-  state = scale_of(target)
+  target = find_scale(opt_state, "mpjax.set_loss_scale(opt_state)", name)
+  state = target.state
   if state is None:
     raise MpjaxValueError(
       message(
@@ -198,7 +213,7 @@ def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) 
       )
     )
   scale = positive_scale(value, where)
-  low, high = label_limits(split_label(target)[1])
+  low, high = label_limits(target.config)
   if not low <= scale <= high:
     raise MpjaxValueError(
       message(
@@ -215,6 +230,6 @@ def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) 
   )
 
   def replace(x: Any) -> Any:
-    return x._replace(loss_scale=dict.fromkeys(x.loss_scale, moved)) if x is target else x
+    return x._replace(loss_scale={**x.loss_scale, target.label: moved}) if x is target.owner else x
 
   return jax.tree.map(replace, opt_state, is_leaf=_is_state)

@@ -1,7 +1,8 @@
 """The optax wrapper that unscales gradients, and skips the steps that overflowed."""
 
+import functools
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Never
 
 import jax
@@ -9,20 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxValueError, message
 from mpjax._loss_scale import adjust, init_scale, unscale_tree
-from mpjax._loss_scale_config import (
-  DynamicLossScale,
-  LossScale,
-  NoLossScale,
-  StaticLossScale,
-  config_label,
-  label_limits,
-)
+from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, label_limits
 from mpjax._tree import first_nonfinite, select
 from mpjax._types import Array, PyTree
-from mpjax.transforms._loss_scale_access import LossScalingState, scale_states
-from mpjax.transforms._loss_scaling_trees import (
+from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
+from mpjax.transforms._loss_scaling_checks import (
+  by_loss,
+  check_arguments,
+  label_configs,
+  own_scales,
+  refuse_nesting,
+)
+from mpjax.transforms._master_weights import adopt_masters, merged_masters, reach_masters
+from mpjax.transforms._wrapper_trees import (
   align_gradients,
   float32_view,
   merge_updates,
@@ -36,7 +38,7 @@ AxisName = Hashable | Sequence[Hashable]
 
 def loss_scaling(
   inner: optax.GradientTransformation,
-  loss_scale: LossScale = DynamicLossScale(),  # noqa: B008 (frozen)
+  loss_scale: LossScale | Mapping[str, LossScale] = DynamicLossScale(),  # noqa: B008 (frozen)
   *,
   axis_name: AxisName | None = None,
   check_updates: bool = False,
@@ -68,10 +70,15 @@ def loss_scaling(
   all the rest. Their `grad=` is unscaled like the gradients. `loss=`, scaled or not, only has to be
   finite as well.
 
+  Several losses into one optimizer have a scale each, `loss_scaling(inner, {"a": ..., "b": ...})`:
+  differentiate one after the other with `mpjax.value_and_grad(..., name="a")`, and give `update`
+  the gradients (and `loss=`) as a dict with these keys. They are unscaled, each by its own scale,
+  and added in float32. If one overflows, the step is skipped, and its scale alone backs off.
+
   Args:
     inner: the optimizer, or any optax transformation.
     loss_scale: `DynamicLossScale`, `StaticLossScale` or `NoLossScale`. With the last, `inner` is
-      called as it is and nothing is added to the program.
+      called as it is and nothing is added to the program. Or a dict from names of losses to these.
     axis_name: the mapped axis, or axes, over which all devices must decide alike (`shard_map`,
       `pmap`, `vmap`). Averaging the gradients over it remains yours to do, before `update`.
     check_updates: skip as well when the gradients were finite but the updates are not; counted
@@ -100,20 +107,21 @@ def loss_scaling(
   >>> print(updates, mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
   [-0. -0.] 2.0
   """
-  _check_arguments(inner, loss_scale, axis_name, check_updates, name, unknown)
-  label = config_label(loss_scale) if name is None else f"{name}:{config_label(loss_scale)}"
+  check_arguments(inner, loss_scale, axis_name, check_updates, name, unknown)
+  labels, several = label_configs(loss_scale, name), isinstance(loss_scale, Mapping)
   inner = optax.with_extra_args_support(inner)
-  if isinstance(loss_scale, NoLossScale):
-    return _pass_through(inner, label)
-  config: StaticLossScale | DynamicLossScale = loss_scale
-  below_one = label_limits(config_label(config))[0] < 1
+  configs = {k: v for k, v in labels.items() if not isinstance(v, NoLossScale)}
+  if not configs:
+    return _pass_through(inner, labels, several)
 
   def init(params: PyTree) -> LossScalingState:
-    warn_of_half(params)
-    inner_state = inner.init(float32_view(params))
-    _refuse_nesting(inner_state)
-    state = LossScalingState({label: init_scale(config)}, jax.tree.map(strong, inner_state))
-    return place_like(params, state)
+    inner_state = adopt_masters(
+      params, inner.init(float32_view(params)), "mpjax.loss_scaling(inner)"
+    )
+    warn_of_half(params, merged_masters(inner_state))
+    refuse_nesting(inner_state)
+    scales: LossScales = {label: init_scale(config) for label, config in configs.items()}
+    return place_like(params, LossScalingState(scales, jax.tree.map(strong, inner_state)))
 
   def update(
     updates: PyTree,
@@ -123,46 +131,69 @@ def loss_scaling(
     loss: PyTree = None,
     **extra_args: Any,
   ) -> tuple[PyTree, LossScalingState]:
-    old = _own_scale(state, label)
-    grads = align_gradients(updates, params)
-    unscaled = unscale_tree(grads, old.scale)
+    old = own_scales(state, configs)
+    where = "mpjax.loss_scaling(inner).update"
+    grads = {
+      label: align_gradients(g, params, f"{where}(updates)")
+      for label, g in by_loss(updates, configs, several, f"{where}(updates)").items()
+    }
+    unscaled = {label: unscale_tree(g, old[label].scale) for label, g in grads.items()}
     if "grad" in extra_args:
-      extra_args["grad"] = float32_view(unscale_tree(extra_args["grad"], old.scale))
-    # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
-    # gradients themselves: then no quotient has to be kept in memory until the decision.
-    watched = jax.tree.leaves((unscaled if below_one else grads, loss))
-    first_bad = _agree(first_nonfinite(watched), axis_name)
-    finite = first_bad == len(watched)
+      given = by_loss(extra_args["grad"], configs, several, f"{where}(grad)").items()
+      extra_args["grad"] = _total(unscale_tree(g, old[label].scale) for label, g in given)
+    losses = by_loss(loss, configs, several, f"{where}(loss)") if loss is not None else {}
+    first_bad, finite = {}, {}
+    for label in configs:
+      # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
+      # gradients themselves: then no quotient has to be kept in memory until the decision.
+      below_one = label_limits(Found(state, label).config)[0] < 1
+      watched = jax.tree.leaves(((unscaled if below_one else grads)[label], losses.get(label)))
+      first_bad[label] = _agree(first_nonfinite(watched), axis_name)
+      finite[label] = first_bad[label] == len(watched)
+    total = _total(unscaled.values())
+    all_finite = functools.reduce(jnp.logical_and, finite.values())
+    if several:  # The sum of finite gradients may overflow; no single scale is to blame for that.
+      all_finite = jnp.logical_and(all_finite, _all_finite(total, axis_name))
+    scales = {Found(state, label).name: one.scale for label, one in old.items()}
+    loss_scales = scales if several else next(iter(scales.values()))
     new_updates, new_inner = inner.update(
-      float32_view(unscaled),
+      total,
       state.inner_state,
       None if params is None else float32_view(params),
-      **_extend(inner, extra_args, finite, old.scale),
+      **_extend(inner, extra_args, all_finite, loss_scales),
     )
-    applied = finite
+    new_updates = reach_masters(params, new_updates, new_inner)
+    applied = all_finite
     if check_updates:
-      leaves = jax.tree.leaves(new_updates)
-      applied = jnp.logical_and(finite, _agree(first_nonfinite(leaves), axis_name) == len(leaves))
+      applied = jnp.logical_and(all_finite, _all_finite(new_updates, axis_name))
     new_updates = jax.tree.map(lambda u: _or_nothing(applied, u), new_updates)
-    where = "mpjax.loss_scaling(inner).update: the state of inner"
+    flags = {"all_finite": all_finite, "applied": applied}
     new_state = LossScalingState(
-      {label: adjust(config, old, finite=finite, applied=applied, first_bad=first_bad)},
-      select(applied, new_inner, state.inner_state, where),
+      {
+        label: adjust(config, old[label], finite=finite[label], first_bad=first_bad[label], **flags)
+        for label, config in configs.items()
+      },
+      select(applied, new_inner, state.inner_state, f"{where}: the state of inner"),
     )
-    return merge_updates(grads, new_updates, params), new_state
+    return merge_updates(next(iter(grads.values())), new_updates, params), new_state
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _total(grads: Iterable[PyTree]) -> PyTree:
+  """The sum over losses, in float32."""
+  return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), map(float32_view, grads))
+
+
 def _pass_through(
-  inner: optax.GradientTransformationExtraArgs, label: str
+  inner: optax.GradientTransformationExtraArgs, configs: dict[str, LossScale], several: bool
 ) -> optax.GradientTransformationExtraArgs:
   """`inner` itself, in a state that the functions of this package recognise."""
 
   def init(params: PyTree) -> LossScalingState:
     inner_state = inner.init(params)
-    _refuse_nesting(inner_state)
-    return LossScalingState({label: ()}, inner_state)
+    refuse_nesting(inner_state)
+    return LossScalingState(dict.fromkeys(configs, ()), inner_state)
 
   def update(
     updates: PyTree,
@@ -173,11 +204,14 @@ def _pass_through(
     **extra_args: Any,
   ) -> tuple[PyTree, LossScalingState]:
     del loss
-    _own_scale(state, label)
+    own_scales(state, configs)
     # NumPy scalars: as constants they add no operation, unless inner uses them.
     extra_args = _extend(inner, extra_args, np.bool_(True), np.float32(1))
-    updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-    return updates, LossScalingState({label: ()}, inner_state)
+    where = "mpjax.loss_scaling(inner).update(updates)"
+    given = list(by_loss(updates, configs, several, where).values())
+    grads = given[0] if len(given) == 1 else _total(given)
+    updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+    return updates, LossScalingState(dict.fromkeys(configs, ()), inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -205,6 +239,11 @@ def _or_nothing(applied: Array, update: Any) -> Array:
   return jnp.where(applied, update, jnp.asarray(nothing, update.dtype))
 
 
+def _all_finite(tree: PyTree, axis_name: AxisName | None) -> Array:
+  leaves = jax.tree.leaves(tree)
+  return _agree(first_nonfinite(leaves), axis_name) == len(leaves)
+
+
 def _agree(first_bad: Array, axis_name: AxisName | None) -> Array:
   """The first bad leaf on any device, so that all of them decide alike."""
   if axis_name is None:
@@ -225,107 +264,3 @@ def _agree(first_bad: Array, axis_name: AxisName | None) -> Array:
       )
     ) from error
   return jax.lax.pmin(first_bad, tuple(names))
-
-
-def _own_scale(state: Any, label: str) -> Any:
-  where = "mpjax.loss_scaling(inner).update(state)"
-  if not isinstance(state, LossScalingState):
-    raise MpjaxTypeError(
-      message(
-        where,
-        expected="the state that init made",
-        got=f"a {type(state).__name__}",
-        fix="Pass the opt_state of this very transformation; restore checkpoints into the "
-        "structure of tx.init(params).",
-      )
-    )
-  if list(state.loss_scale) != [label]:
-    raise MpjaxValueError(
-      message(
-        where,
-        expected=f"a state made with the configuration {label!r}",
-        got=f"one made with {', '.join(map(repr, state.loss_scale))}",
-        fix="Build the optimizer as it was, or make a new state with init, put the old "
-        "inner_state into it (_replace) and carry the scale over with mpjax.set_loss_scale.",
-      )
-    )
-  return state.loss_scale[label]
-
-
-def _refuse_nesting(inner_state: PyTree) -> None:
-  if scale_states(inner_state):
-    raise MpjaxTypeError(
-      message(
-        "mpjax.loss_scaling(inner)",
-        expected="an optimizer without a loss scale",
-        got="one that holds another mpjax.loss_scaling",
-        fix="Wrap once, outermost: the inner one would divide by its scale again.",
-      )
-    )
-
-
-def _check_arguments(
-  inner: Any,
-  loss_scale: Any,
-  axis_name: Any,
-  check_updates: Any,
-  name: Any,
-  unknown: dict[str, Any],
-) -> None:
-  call = "mpjax.loss_scaling"
-  if unknown:
-    raise MpjaxTypeError(
-      message(
-        f"{call}({', '.join(f'{key}=' for key in unknown)})",
-        expected="loss_scale, axis_name, check_updates or name",
-        got=f"the unknown keyword {', '.join(map(repr, unknown))}",
-        fix="Clipping, decay, averaging and accumulation are set on inner.",
-      )
-    )
-  if not isinstance(inner, optax.GradientTransformation):
-    raise MpjaxTypeError(
-      message(
-        f"{call}(inner)",
-        expected="an optax.GradientTransformation",
-        got=f"a {type(inner).__name__}",
-        fix="Pass an optimizer such as optax.adamw(1e-3); of optax.MultiSteps its "
-        "gradient_transformation().",
-      )
-    )
-  if not isinstance(loss_scale, (NoLossScale, StaticLossScale, DynamicLossScale)):
-    raise MpjaxTypeError(
-      message(
-        f"{call}(loss_scale)",
-        expected="a NoLossScale, StaticLossScale or DynamicLossScale",
-        got=f"{loss_scale!r} of type {type(loss_scale).__name__}",
-        fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
-        "mpjax.DynamicLossScale(init=1024).",
-      )
-    )
-  if not isinstance(check_updates, bool):
-    raise MpjaxTypeError(
-      message(
-        f"{call}(check_updates)",
-        expected="a bool",
-        got=f"{check_updates!r} of type {type(check_updates).__name__}",
-        fix="Pass True or False.",
-      )
-    )
-  if check_updates and isinstance(loss_scale, NoLossScale):
-    raise MpjaxValueError(
-      message(
-        f"{call}(check_updates)",
-        expected="False with NoLossScale(), which checks nothing",
-        got="True",
-        fix="Use StaticLossScale(1) to check and skip without scaling.",
-      )
-    )
-  if name is not None and (not isinstance(name, str) or not name or ":" in name or "/" in name):
-    raise MpjaxValueError(
-      message(
-        f"{call}(name)",
-        expected="a non-empty string without ':' and '/', or None",
-        got=repr(name),
-        fix="It becomes a key of the state; a plain word such as 'generator' will do.",
-      )
-    )

@@ -8,7 +8,7 @@ from jax.core import Tracer
 from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
 from mpjax._tree import select
 from mpjax._types import Array, PyTree
-from mpjax.transforms._loss_scale_access import find_state, scale_of
+from mpjax.transforms._loss_scale_access import find_scale
 
 
 def loss_scaling_metrics(opt_state: PyTree, *, name: str | None = None) -> dict[str, Array]:
@@ -44,7 +44,7 @@ def loss_scaling_metrics(opt_state: PyTree, *, name: str | None = None) -> dict[
   >>> float(metrics["loss_scale"]), bool(metrics["finite"]), int(metrics["skipped"])
   (16384.0, False, 1)
   """
-  state = scale_of(find_state(opt_state, "mpjax.loss_scaling_metrics(opt_state)", name))
+  state = find_scale(opt_state, "mpjax.loss_scaling_metrics(opt_state)", name).state
   counters = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits", "bad_updates")
   if state is None:
     nothing = {key: jnp.asarray(0, jnp.int32) for key in counters}
@@ -82,7 +82,7 @@ def check_progress(
   >>> mpjax.check_progress(opt_state)
   """
   where = "mpjax.check_progress(opt_state)"
-  state = scale_of(find_state(opt_state, where, name))
+  state = find_scale(opt_state, where, name).state
   if state is None:
     return
   if isinstance(state.scale, Tracer):

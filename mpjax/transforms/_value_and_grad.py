@@ -8,7 +8,7 @@ import jax
 
 from mpjax._errors import MpjaxTypeError, message
 from mpjax._types import PyTree
-from mpjax.transforms._loss_scale_access import check_loss, find_state, scale_loss
+from mpjax.transforms._loss_scale_access import check_loss, find_scale, scale_loss
 
 
 def value_and_grad(
@@ -51,7 +51,7 @@ def value_and_grad(
   >>> print(updates)
   [-1. -2.]
   """
-  find_state(opt_state, "mpjax.value_and_grad(opt_state)", name)
+  find_scale(opt_state, "mpjax.value_and_grad(opt_state)", name)
 
   def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
     out = fun(*args, **kwargs)

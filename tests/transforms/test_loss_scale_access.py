@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._loss_scale_access import find_state, split_label
+from mpjax.transforms._loss_scale_access import find_scale
 from tests.errors import check_error
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.ones(1)}
@@ -158,7 +158,7 @@ def test_names_tell_scales_apart(call):
   one = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(2), name="actor")
   two = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(4), name="critic")
   state = {"a": one.init(PARAMS), "c": two.init(PARAMS)}
-  assert split_label(find_state(state, "test", "critic")) == ("critic", "static(scale=4)")
+  assert find_scale(state, "test", "critic")[1:] == ("critic:static(scale=4)",)
   CALLS[call](state, name="actor")
   with pytest.raises(ValueError) as error:
     CALLS[call](state, name="citric")

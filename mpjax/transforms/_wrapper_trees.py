@@ -1,4 +1,4 @@
-"""What `mpjax.loss_scaling` does to trees before and after the inner optimizer sees them."""
+"""What the wrappers do to trees before and after the inner optimizer sees them."""
 
 import warnings
 from typing import Any
@@ -29,20 +29,26 @@ def float32_view(tree: PyTree) -> PyTree:
       return x
     if not is_inexact(x):
       return optax.MaskedNode()
-    return jnp.asarray(x, jnp.float32) if _is_half(x) else x
+    return jnp.asarray(x, jnp.float32) if is_half(x) else x
 
   return jax.tree.map(see, tree)
 
 
-def _is_half(x: Any) -> bool:
+def is_half(x: Any) -> bool:
+  """Whether `x` is an array in float16 or bfloat16."""
   return hasattr(x, "dtype") and x.dtype.name in _HALF
 
 
-def align_gradients(grads: PyTree, params: PyTree) -> PyTree:
+def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:
   """Returns `grads` with a zero wherever it has None and `params` an array.
 
   A gradient is 64-bit exactly where its parameter is: the moments, made from the parameters by
   `init`, then never change dtype.
+
+  Args:
+    grads: a tree of gradients.
+    params: the tree that they belong to; None checks and changes nothing.
+    where: the public call, for the error.
 
   Raises:
     MpjaxValueError: `params` is given and has other leaves, containers or shapes, or floating
@@ -57,7 +63,7 @@ def align_gradients(grads: PyTree, params: PyTree) -> PyTree:
   if problems:
     raise MpjaxValueError(
       message(
-        "mpjax.loss_scaling(inner).update(updates)",
+        where,
         expected="gradients with the leaves of params",
         got="; ".join(problems),
         fix="Differentiate with respect to the very tree that is passed as params.",
@@ -106,16 +112,18 @@ def merge_updates(grads: PyTree, updates: PyTree, params: PyTree) -> PyTree:
   return jax.tree.map(merge, grads, updates, params)
 
 
-def warn_of_half(params: PyTree) -> None:
-  """Warns, once, if parameters are stored in half."""
+def warn_of_half(params: PyTree, master: PyTree) -> None:
+  """Warns, once, if parameters are stored in half of which `master` has no float32 copy."""
+  covered = {path for path, _ in jax.tree_util.tree_leaves_with_path(master)}
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  half = [jax.tree_util.keystr(path) or "the root" for path, x in leaves if _is_half(x)]
+  half = [path for path, x in leaves if is_half(x) and path not in covered]
   if half:
     warnings.warn(
       f"mpjax.loss_scaling(inner).init(params): {len(half)} parameters are stored in half (the "
-      f"first: {half[0]}), where updates smaller than the rounding are lost. Store them in float32 "
-      "(a policy casts them where they are used), or keep a float32 copy in the optimizer state, "
-      "which is what master_weights is for.",
+      f"first: {jax.tree_util.keystr(half[0]) or 'the root'}), where updates smaller than the "
+      "rounding are lost. Store them in float32 (a policy casts them where they are used), keep a "
+      "float32 copy in the optimizer state with mpjax.master_weights(inner), or round "
+      'stochastically with mpjax.apply_updates(..., rounding="stochastic").',
       UserWarning,
       stacklevel=3,
     )

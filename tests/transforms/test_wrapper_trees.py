@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._loss_scaling_trees import (
+from mpjax.transforms._wrapper_trees import (
   align_gradients,
   float32_view,
   merge_updates,
@@ -190,7 +190,7 @@ def test_gradients_that_do_not_match_the_parameters(grads, got):
 
 def test_a_gradient_where_the_parameters_have_none():
   with pytest.raises(ValueError, match=r"shape \[\] for None at \['w'\]"):
-    align_gradients({"w": 1.0}, {"w": None})
+    align_gradients({"w": 1.0}, {"w": None}, "test")
 
 
 def test_view_of_the_inner_optimizer():
@@ -273,7 +273,7 @@ def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
   params |= {"z": np.ones(1, np.complex128), "h": np.ones(1, np.float16), "none": np.ones(1)}
   grads = {"d": params["f"], "f": params["d"], "c": params["z"], "z": params["c"]}
   grads |= {"h": params["h"], "none": None}
-  found = align_gradients(grads, params)
+  found = align_gradients(grads, params, "test")
   assert {key: x.dtype.name for key, x in found.items()} == {
     "d": "float64",
     "f": "float32",
@@ -282,7 +282,7 @@ def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
     "h": "float16",
     "none": "float64",
   }
-  assert align_gradients({"w": params["f"]}, {"w": params["f"]})["w"] is params["f"]
+  assert align_gradients({"w": params["f"]}, {"w": params["f"]}, "test")["w"] is params["f"]
 
 
 @pytest.mark.case("B001")

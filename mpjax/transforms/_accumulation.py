@@ -1,0 +1,132 @@
+"""The optax wrapper that adds up gradients of several micro-batches for one update."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._types import Array, PyTree
+from mpjax.transforms._checks import check_inner, check_state, refuse_integers
+from mpjax.transforms._loss_scale_access import scales_in
+from mpjax.transforms._master_weights import adopt_masters, reach_masters
+from mpjax.transforms._wrapper_trees import align_gradients, float32_view, place_like, strong
+
+
+class AccumulateState(NamedTuple):
+  """The state of `mpjax.accumulate`."""
+
+  micro_batches: Array  # int32: those in the open window
+  updates_done: Array  # int32: updates of the inner optimizer, which its schedules count as well
+  total: PyTree  # float32: the sum of the window's gradients
+  inner_state: Any
+
+
+def accumulate(
+  inner: optax.GradientTransformation, every: int | Callable[[Array], Any]
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it makes one update from the mean gradient of several micro-batches.
+
+  Until the window is full the updates are -0.0, which changes no parameter's bits, and nothing of
+  the inner optimizer moves: its schedules count real updates. Gradients are added in float32, and
+  the sum is divided once.
+
+  With loss scaling the order is `loss_scaling(accumulate(inner, every))`. The sum then holds
+  unscaled gradients, so that the scale may move inside a window, and a micro-batch that is not
+  finite is never seen: the window waits for `every` finite ones. Who wants one decision for a whole
+  window has it in `mpjax.make_train_step(accumulate=...)`. As `optax.MultiSteps`, of which it is
+  the part that mixed precision needs.
+
+  Args:
+    inner: the optimizer.
+    every: how many micro-batches make a window, or a function from the number of updates done
+      (int32) to that.
+
+  Returns:
+    An optax transformation. Its state holds the sum, one float32 tree like the parameters.
+
+  Raises:
+    MpjaxTypeError: `inner` is no optax transformation, or `every` no integer; `init`: there is a
+      `loss_scaling` inside, or a parameter is no floating array; `update`: the state is not one of
+      this transformation.
+    MpjaxValueError: `every` is less than 1; `update`: the gradients do not match the parameters.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(mpjax.accumulate(optax.sgd(1.0), 2), mpjax.StaticLossScale(8))
+  >>> params = jnp.asarray([1.0])
+  >>> opt_state = tx.init(params)
+  >>> for gradient in (8.0, jnp.inf, 24.0):
+  ...   updates, opt_state = tx.update(jnp.asarray([gradient]), opt_state, params)
+  ...   print(updates)
+  [-0.]
+  [-0.]
+  [-2.]
+  """
+  where = "mpjax.accumulate(inner)"
+  inner = check_inner(inner, where)
+  _check_every(every)
+
+  def init(params: PyTree) -> AccumulateState:
+    refuse_integers(params, f"{where}.init(params)")
+    view = float32_view(params)
+    inner_state = inner.init(view)
+    if scales_in(inner_state):
+      raise MpjaxTypeError(
+        message(
+          where,
+          expected="an optimizer without a loss scale",
+          got="one that holds mpjax.loss_scaling",
+          fix="Swap the two, loss_scaling(accumulate(inner, every)): a sum must hold unscaled "
+          "gradients, and no inf or NaN.",
+        )
+      )
+    inner_state = adopt_masters(params, inner_state, where)
+    zero = jnp.zeros((), jnp.int32)
+    total = jax.tree.map(jnp.zeros_like, view)
+    return place_like(params, AccumulateState(zero, zero, total, jax.tree.map(strong, inner_state)))
+
+  def update(
+    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+  ) -> tuple[PyTree, AccumulateState]:
+    check_state(state, AccumulateState, f"{where}.update(state)")
+    grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
+    view = None if params is None else float32_view(params)
+    total = jax.tree.map(jnp.add, state.total, grads)
+    count = state.micro_batches + 1
+    window = every(state.updates_done) if callable(every) else every
+    # >=, not ==: a state restored into a shorter window may be past it already.
+    full = count >= window
+
+    def step(inner_state: PyTree) -> tuple[PyTree, PyTree]:
+      mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
+      new_updates, new_inner = inner.update(mean, inner_state, view, **extra_args)
+      return reach_masters(params, new_updates, new_inner), new_inner
+
+    def wait(inner_state: PyTree) -> tuple[PyTree, PyTree]:
+      return jax.tree.map(lambda u: jnp.full_like(u, -0.0), shapes), inner_state
+
+    shapes, _ = jax.eval_shape(step, state.inner_state)
+    new_updates, inner_state = jax.lax.cond(full, step, wait, state.inner_state)
+    return new_updates, AccumulateState(
+      micro_batches=jnp.where(full, 0, count),
+      updates_done=jnp.where(full, optax.safe_increment(state.updates_done), state.updates_done),
+      total=jax.tree.map(lambda t: jnp.where(full, jnp.zeros_like(t), t), total),
+      inner_state=inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_every(every: Any) -> None:
+  where = "mpjax.accumulate(every)"
+  if callable(every):
+    return
+  expected = "an integer, at least 1, or a function of the number of updates"
+  fix = "Pass how many micro-batches make one update."
+  if isinstance(every, bool) or not isinstance(every, int):
+    got = f"{every!r} of type {type(every).__name__}"
+    raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
+  if every < 1:
+    raise MpjaxValueError(message(where, expected=expected, got=repr(every), fix=fix))

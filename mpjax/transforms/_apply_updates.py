@@ -1,0 +1,160 @@
+"""Adding updates to parameters: from the master, to nearest, or rounded stochastically."""
+
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._errors import MpjaxValueError, message, nearest
+from mpjax._tree import tree_differences
+from mpjax._types import Array, PyTree
+from mpjax.transforms._wrapper_trees import is_half
+
+_ROUNDINGS = ("nearest", "stochastic")
+
+_DROPPED_BITS = {"bfloat16": 16, "float16": 13}
+"""How many more bits of mantissa float32 has."""
+
+
+def apply_updates(
+  params: PyTree,
+  updates: PyTree,
+  *,
+  master: PyTree = None,
+  rounding: Literal["nearest", "stochastic"] = "nearest",
+  key: Array | None = None,
+) -> PyTree:
+  """Adds updates to parameters, as `optax.apply_updates`, with a say in how half ones are rounded.
+
+  Stochastic rounding (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015) goes to
+  one of the two neighbours in half, to the nearer one more often, so that the mean is the exact
+  sum: small updates move half parameters on average, without a master copy. The same key gives the
+  same parameters, on every replica, however they are sharded; inside a `shard_map` over sharded
+  parameters fold the device's index into the key. A sum that half can hold is not changed, and so a
+  skipped step changes nothing.
+
+  Args:
+    params: the parameters. Those in float16 and bfloat16 are rounded, others are added to.
+    updates: a tree like `params`, in float32 (as all of mpjax gives) or any dtype.
+    master: `mpjax.master_params(opt_state)` after `update`: each half parameter becomes its rounded
+      master, bit for bit, and its update is not looked at.
+    rounding: "nearest" (ties to even) or "stochastic".
+    key: a PRNG key, typed or raw, for stochastic rounding; another one for each step.
+
+  Returns:
+    A tree like `params`, with the same dtypes.
+
+  Raises:
+    MpjaxValueError: an unknown `rounding`; no `key` where one is needed, or one where none is;
+      `master` together with stochastic rounding; trees that do not match.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> params, updates = jnp.ones(10000, jnp.bfloat16), jnp.full(10000, 1e-3)
+  >>> float(jnp.mean(mpjax.apply_updates(params, updates), dtype=jnp.float32))
+  1.0
+  >>> rounded = mpjax.apply_updates(params, updates, rounding="stochastic", key=jax.random.key(0))
+  >>> round(float(jnp.mean(rounded, dtype=jnp.float32)), 3)
+  1.001
+  """
+  call = "mpjax.apply_updates"
+  _check_rounding(call, master, rounding, key)
+  problems = tree_differences(params, updates, dtypes=False)
+  if problems:
+    expected, fix = (
+      "updates like the parameters",
+      "Pass what tx.update returned for these parameters.",
+    )
+    got = "; ".join(problems)
+    raise MpjaxValueError(message(f"{call}(updates)", expected=expected, got=got, fix=fix))
+  if master is not None:
+    return _from_master(params, updates, master, f"{call}(master)")
+  leaves, treedef = jax.tree.flatten(params)
+  sums = [
+    _add(p, u, None if key is None else jax.random.fold_in(key, position))
+    for position, (p, u) in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True))
+  ]
+  return treedef.unflatten(sums)
+
+
+def _check_rounding(call: str, master: PyTree, rounding: Any, key: Any) -> None:
+  if rounding not in _ROUNDINGS:
+    near = " or ".join(map(repr, nearest(str(rounding), _ROUNDINGS)))
+    expected, fix = "'nearest' or 'stochastic'", f"Did you mean {near}?"
+    where = f"{call}(rounding)"
+    raise MpjaxValueError(message(where, expected=expected, got=repr(rounding), fix=fix))
+  stochastic = rounding == "stochastic"
+  if stochastic and key is None:
+    expected, fix = "a PRNG key", "Pass a new one for each step, jax.random.fold_in(key, step)."
+    where = f"{call}(rounding='stochastic', key)"
+    raise MpjaxValueError(message(where, expected=expected, got="None", fix=fix))
+  if key is not None and not stochastic:
+    expected, fix = "no key", "Ask for rounding='stochastic', or leave the key out."
+    where = f"{call}(rounding='nearest', key)"
+    raise MpjaxValueError(message(where, expected=expected, got="one", fix=fix))
+  if master is not None and stochastic:
+    expected = "no master: the parameters are its rounding to nearest"
+    fix = "Use one of the two: a float32 master, or stochastic rounding without one."
+    where = f"{call}(rounding='stochastic', master)"
+    raise MpjaxValueError(message(where, expected=expected, got="one", fix=fix))
+
+
+def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) -> PyTree:
+  def one(m: Any, p: Any, u: Any) -> Any:
+    return m.astype(p.dtype) if m is not None and is_half(p) else _add(p, u, None)
+
+  try:
+    problems = tree_differences(params, _fill(master, params), dtypes=False)
+  except ValueError as error:
+    problems = [str(error)]
+  if problems:
+    raise MpjaxValueError(
+      message(
+        where,
+        expected="a tree like the parameters, with None where there is no master",
+        got="; ".join(problems),
+        fix="Pass mpjax.master_params(opt_state) with the state that update returned.",
+      )
+    )
+  return jax.tree.map(one, master, params, updates, is_leaf=_is_none)
+
+
+def _fill(master: PyTree, params: PyTree) -> PyTree:
+  return jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+  return x is None
+
+
+def _add(param: Any, update: Any, key: Array | None) -> Array:
+  if not is_half(param):
+    return cast("Array", optax.apply_updates(param, update))
+  # A weakly typed update would be added, and lost, in half.
+  exact = jnp.asarray(param, jnp.float32) + jnp.asarray(update, jnp.float32)
+  if key is None:
+    return exact.astype(param.dtype)
+  return _round_stochastically(exact, param.dtype, key)
+
+
+def _round_stochastically(exact: Array, dtype: np.dtype[Any], key: Array) -> Array:
+  noise = jax.random.bits(key, exact.shape, jnp.uint32)
+  dropped = _DROPPED_BITS[dtype.name]
+  # Noise below the last bit that stays carries into it as often as what is dropped is large.
+  bits = jax.lax.bitcast_convert_type(exact, jnp.uint32) + (noise >> np.uint32(32 - dropped))
+  kept = np.uint32(2**32 - 2**dropped)
+  rounded = jax.lax.bitcast_convert_type(bits & kept, jnp.float32)
+  if dtype == jnp.float16:
+    # Below 2^-14 its numbers stand 2^-24 apart, and more bits are dropped than noise was added to.
+    units = exact * np.float32(2.0**24)
+    below = jnp.floor(units)
+    uniform = (noise >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
+    steps = jnp.where(uniform < units - below, below + np.float32(1), below)
+    small = jnp.abs(exact) < np.float32(2.0**-14)
+    rounded = jnp.where(small, steps * np.float32(2.0**-24), rounded)
+  half = rounded.astype(dtype)
+  # Noise must not make an inf of the largest numbers, nor something else of an inf or NaN.
+  nearest_half = exact.astype(dtype)
+  usable = jnp.logical_and(jnp.isfinite(exact), jnp.isfinite(half))
+  return jnp.where(usable, half, nearest_half)

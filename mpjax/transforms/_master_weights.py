@@ -1,0 +1,302 @@
+"""The optax wrapper that keeps a float32 copy of parameters that are stored in half."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._tree import is_floating, round_to
+from mpjax._types import PyTree
+from mpjax.transforms._checks import check_inner, check_params, check_state, refuse_integers
+from mpjax.transforms._wrapper_trees import (
+  align_gradients,
+  float32_view,
+  is_half,
+  place_like,
+  strong,
+)
+
+
+class MasterWeightsState(NamedTuple):
+  """The state of `mpjax.master_weights`.
+
+  `master` is like the parameters, with None in place of those that are not stored in half: they are
+  their own master, and a second copy would be memory for nothing.
+  """
+
+  master: PyTree  # float32
+  inner_state: Any
+
+
+def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it trains a float32 copy of parameters stored in half.
+
+  `inner` sees gradients, parameters and moments in float32, and its updates are added to the
+  master: steps too small for half still add up, and weight decay does not underflow. The updates
+  that come out lead each half parameter to the rounded master. `mpjax.apply_updates(params,
+  updates, master=mpjax.master_params(opt_state))` makes the two equal bit for bit;
+  `optax.apply_updates` does so but for the sign of zero, and for steps so large that a float32
+  `p + u` cannot reach the master, where the parameter follows on the next step.
+
+  Parameters in float32 (norms, say) are trained as without this wrapper, and have no copy. It may
+  stand inside `mpjax.loss_scaling` or around it, and inside `optax.masked` and
+  `optax.multi_transform`. The rule is that of Micikevicius et al., "Mixed Precision Training"
+  (2018), section 3.1.
+
+  Args:
+    inner: the optimizer. What reads parameters belongs inside, weight decay too.
+
+  Returns:
+    An optax transformation. `update` needs `params`, and hands extra arguments on to `inner`.
+
+  Raises:
+    MpjaxTypeError: `inner` is no optax transformation; `init`: a parameter is no floating array;
+      `update`: the state is not one of this transformation.
+    MpjaxValueError: `update`: there are no parameters, or the gradients do not match them.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.master_weights(optax.sgd(0.5))
+  >>> params = jnp.asarray([1.0], jnp.bfloat16)
+  >>> opt_state = tx.init(params)
+  >>> for _ in range(3):  # each step is less than half of what bfloat16 can show
+  ...   updates, opt_state = tx.update(jnp.asarray([0.003]), opt_state, params)
+  ...   params = mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))
+  >>> print(params, mpjax.master_params(opt_state))
+  [0.996094] [0.99549997]
+  """
+  where = "mpjax.master_weights(inner)"
+  inner = check_inner(inner, where)
+
+  def init(params: PyTree) -> MasterWeightsState:
+    refuse_integers(params, f"{where}.init(params)")
+    master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32) if is_half(p) else None, params)
+    inner_state = inner.init(_trained(master, params))
+    return place_like(params, MasterWeightsState(master, jax.tree.map(strong, inner_state)))
+
+  def update(
+    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+  ) -> tuple[PyTree, MasterWeightsState]:
+    check_state(state, MasterWeightsState, f"{where}.update(state)")
+    check_params(params, f"{where}.update(params)")
+    grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
+    trained = _trained(state.master, params)
+    new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)
+    moved = optax.apply_updates(trained, new_updates)
+    master = jax.tree.map(
+      lambda m, new: m if _is_hole(m) else new, state.master, moved, is_leaf=_is_hole
+    )
+    new_state = MasterWeightsState(master, inner_state)
+    return reach_masters(params, new_updates, new_state), new_state
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_hole(x: Any) -> bool:
+  """Whether a place in a tree of masters has none: its own master, or masked out by optax."""
+  return x is None or isinstance(x, optax.MaskedNode)
+
+
+def _trained(master: PyTree, params: PyTree) -> PyTree:
+  """Returns what is trained: the master of each parameter, or the parameter itself."""
+  return jax.tree.map(lambda m, p: p if _is_hole(m) else m, master, params, is_leaf=_is_hole)
+
+
+def _is_state(x: Any) -> bool:
+  return isinstance(x, MasterWeightsState)
+
+
+def _find(opt_state: PyTree) -> list[MasterWeightsState]:
+  return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
+
+
+def _map_masters(f: Any, opt_state: PyTree) -> PyTree:
+  """Returns `opt_state` with `f` applied to the tree of masters in each `MasterWeightsState`."""
+
+  def one(x: Any) -> Any:
+    return x._replace(master=f(x.master)) if _is_state(x) else x
+
+  return jax.tree.map(one, opt_state, is_leaf=_is_state)
+
+
+def adopt_masters(params: PyTree, opt_state: PyTree, where: str) -> PyTree:
+  """Returns `opt_state`, made for a float32 view of `params`, with masters for what is half.
+
+  A wrapper that shows float32 to what is inside hides from `master_weights` which parameters are
+  stored in half; it calls this after `init`, and `reach_masters` after `update`.
+
+  Raises:
+    MpjaxTypeError: a tree of masters does not have the structure of the parameters.
+  """
+
+  def adopt(master: PyTree) -> PyTree:
+    def one(m: Any, p: Any) -> Any:
+      return jnp.asarray(p, jnp.float32) if m is None and is_half(p) else m
+
+    try:
+      return jax.tree.map(one, master, params, is_leaf=_is_hole)
+    except ValueError as error:
+      raise MpjaxTypeError(
+        message(
+          where,
+          expected="master_weights to see the tree of the parameters",
+          got=f"a tree of another structure ({error})",
+          fix="Put master_weights around what reshapes the tree, such as optax.flatten.",
+        )
+      ) from error
+
+  return _map_masters(adopt, opt_state)
+
+
+def reach_masters(params: PyTree, updates: PyTree, opt_state: PyTree) -> PyTree:
+  """Returns `updates` that lead every half parameter with a master to the rounded master."""
+  for state in _find(opt_state):
+    updates = jax.tree.map(_reach, state.master, params, updates, is_leaf=_is_hole)
+  return updates
+
+
+def _reach(master: Any, param: Any, update: Any) -> Any:
+  if _is_hole(master):
+    return update
+  goal = round_to(master, param.dtype).astype(jnp.float32)
+  old = param.astype(jnp.float32)
+  # The one addend that leaves a parameter's bits alone, where it is there already.
+  return jnp.where(goal == old, jnp.asarray(-0.0, jnp.float32), goal - old)
+
+
+def master_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
+  """Returns the float32 masters in an optimizer state: what to export, average or compare.
+
+  Args:
+    opt_state: a state that holds one `mpjax.master_weights`, or several for parts of the tree.
+    params: the parameters, to take the place of those that are their own master.
+
+  Returns:
+    A tree like the parameters, float32 where a parameter is stored in half. Elsewhere it has the
+    leaf of `params`, or None without them.
+
+  Raises:
+    MpjaxTypeError: there is no `master_weights` in the state.
+    MpjaxValueError: a parameter has two masters, or `params` is another tree.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
+  >>> opt_state = mpjax.master_weights(optax.adam(1e-3)).init(params)
+  >>> mpjax.master_params(opt_state)
+  {'norm': None, 'w': Array([1., 1.], dtype=float32)}
+  """
+  where = "mpjax.master_params(opt_state)"
+  found = _require(opt_state, where)
+  merged = found[0].master
+  for state in found[1:]:
+    merged = _merge(merged, state.master, where)
+  if params is None:
+    return jax.tree.map(lambda m: None if _is_hole(m) else m, merged, is_leaf=_is_hole)
+  try:
+    return _trained(merged, params)
+  except ValueError as error:
+    raise MpjaxValueError(
+      message(
+        "mpjax.master_params(params)",
+        expected="the tree that the state was made for",
+        got=f"another one ({error})",
+        fix="Pass the parameters that are trained with this state.",
+      )
+    ) from error
+
+
+def set_master_params(opt_state: PyTree, params: PyTree) -> PyTree:
+  """Returns `opt_state` with its masters set to `params`: how half training starts from float32.
+
+  The parameters themselves are the caller's to round: `policy.cast_to_param(params)`.
+
+  Args:
+    opt_state: a state that holds `mpjax.master_weights`, made by `init` for the half parameters.
+      It is not changed.
+    params: a tree like the parameters, of any floating dtype; it is stored in float32.
+
+  Raises:
+    MpjaxTypeError: there is no `master_weights` in the state.
+    MpjaxValueError: `params` has other leaves or shapes, or is not floating.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> trained = {"w": jnp.asarray([1.001])}
+  >>> params = mpjax.Policy.parse("bfloat16").cast_to_param(trained)
+  >>> opt_state = mpjax.master_weights(optax.adam(1e-3)).init(params)
+  >>> opt_state = mpjax.set_master_params(opt_state, trained)
+  >>> print(params["w"], mpjax.master_params(opt_state)["w"])
+  [1] [1.001]
+  """
+  where = "mpjax.set_master_params(params)"
+  _require(opt_state, "mpjax.set_master_params(opt_state)")
+  problems = []
+
+  def put(path: Any, old: Any, new: Any) -> Any:
+    if _is_hole(old):
+      return old
+    if not is_floating(new) or jnp.shape(new) != old.shape:
+      name = jax.tree_util.keystr(path) or "the root"
+      problems.append(f"{jax.typeof(new)} for float32{list(old.shape)} at {name}")
+      return old
+    new = jnp.array(new, jnp.float32, copy=True)  # An alias could not be donated with its source.
+    traced = isinstance(old, Tracer) or isinstance(new, Tracer)
+    return new if traced else jax.device_put(new, old.sharding)
+
+  fix = "Pass the float32 parameters of the same model, with the tree that init was given."
+  try:
+    new_state = _map_masters(
+      lambda master: jax.tree_util.tree_map_with_path(put, master, params, is_leaf=_is_hole),
+      opt_state,
+    )
+  except ValueError as error:
+    expected, got = "the tree that the state was made for", f"another one ({error})"
+    raise MpjaxValueError(message(where, expected=expected, got=got, fix=fix)) from error
+  if problems:
+    expected, got = "floating arrays in the shapes of the masters", "; ".join(problems)
+    raise MpjaxValueError(message(where, expected=expected, got=got, fix=fix))
+  return new_state
+
+
+def merged_masters(opt_state: PyTree) -> PyTree:
+  """Returns the masters in `opt_state`, or None if it has none."""
+  return master_params(opt_state) if _find(opt_state) else None
+
+
+def _require(opt_state: PyTree, where: str) -> list[MasterWeightsState]:
+  found = _find(opt_state)
+  if not found:
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="the state of an optimizer with mpjax.master_weights",
+        got=f"a {type(opt_state).__name__} without masters",
+        fix="Wrap the optimizer, tx = mpjax.master_weights(tx); parameters that are stored in "
+        "float32 need none.",
+      )
+    )
+  return found
+
+
+def _merge(a: PyTree, b: PyTree, where: str) -> PyTree:
+  """Returns two trees of masters in one.
+
+  Where one has a hole, which may stand for a whole subtree, the other's place is taken.
+  """
+  if _is_hole(a) or _is_hole(b):
+    return b if _is_hole(a) else a
+  a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
+  b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
+  if treedef != other or any(child is a for child in a_children):
+    raise MpjaxValueError(
+      message(
+        where,
+        expected="masters of separate parts of one tree",
+        got=f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}",
+        fix="Use master_weights once, or in the branches of one optax.multi_transform.",
+      )
+    )
+  return treedef.unflatten(
+    [_merge(*pair, where) for pair in zip(a_children, b_children, strict=True)]
+  )
