@@ -43,10 +43,14 @@ class Policy:
     output_dtype: the dtype handed on where the policy begins (the root call, or the outermost
       module that a rule picked). None: at the root whatever was computed, under a rule the
       compute dtype of the surrounding policy.
-    weight_grad_dtype: the dtype of weight gradients, if not that of the product that makes them.
+    weight_grad_dtype: the dtype that the gradients of a layer's kernel and bias are computed in;
+      None (or the compute dtype) leaves them to the products of the layer. With float32 under half
+      compute they are neither rounded to half nor added up in it, on one device or on many.
 
   Raises:
-    MpjaxValueError: a dtype name is unknown, or float64 is asked for without `jax_enable_x64`.
+    MpjaxValueError: a dtype name is unknown, float64 is asked for without `jax_enable_x64`, or
+      weight gradients are asked for in something other than float32, float64 and the compute dtype,
+      or narrower than it.
     MpjaxTypeError: a dtype that is not floating, or an 8-bit one outside `param_dtype`.
 
   >>> import jax.numpy as jnp, mpjax
@@ -88,6 +92,21 @@ class Policy:
           )
         )
       object.__setattr__(self, name, dtype)
+    self._check_weight_grads()
+
+  def _check_weight_grads(self) -> None:
+    wide, compute = self.weight_grad_dtype, self.compute_dtype
+    if wide is None or wide == compute or 4 <= wide.itemsize > compute.itemsize:
+      return
+    raise MpjaxValueError(
+      message(
+        "mpjax.Policy(weight_grad_dtype=...)",
+        expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
+        got=f"{wide.name} with compute_dtype={compute.name}",
+        fix="Write 'float32' under half compute, and leave it out otherwise: any other dtype would "
+        "only round once more.",
+      )
+    )
 
   @classmethod
   def parse(cls, policy: "PolicyLike") -> "Policy":

@@ -50,11 +50,14 @@ def test_what_is_left_out_is_float32_and_the_output_as_computed():
 
 
 @pytest.mark.case("A95", "B080")
-@pytest.mark.parametrize("half", [None, *HALF])
-def test_parsing_the_text_of_a_policy_gives_it_back(half):
+@pytest.mark.parametrize("weight_grad", [None, "the compute dtype", F32])
+def test_parsing_the_text_of_a_policy_gives_it_back(weight_grad):
   for param, compute, output in itertools.product(DTYPES, DTYPES[:3], [None, *DTYPES[:3]]):
     policy = mpjax.Policy(
-      param_dtype=param, compute_dtype=compute, output_dtype=output, weight_grad_dtype=half
+      param_dtype=param,
+      compute_dtype=compute,
+      output_dtype=output,
+      weight_grad_dtype=compute if isinstance(weight_grad, str) else weight_grad,
     )
     again = mpjax.Policy.parse(str(policy))
     assert again == policy
@@ -195,6 +198,34 @@ def test_8_bit_formats_can_only_be_stored(field):
     fix="they can only be stored",
     builtin=TypeError,
   )
+
+
+@pytest.mark.parametrize(
+  ("compute", "weight_grad"),
+  [(F32, BF16), (F32, F16), (BF16, F16), (F16, BF16)],
+  ids=lambda dtype: dtype.name,
+)
+def test_weight_gradients_in_a_dtype_that_rounds_them(compute, weight_grad):
+  with pytest.raises(ValueError) as excinfo:
+    mpjax.Policy(compute_dtype=compute, weight_grad_dtype=weight_grad)
+  check_error(
+    excinfo,
+    where="mpjax.Policy(weight_grad_dtype=...)",
+    expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
+    got=f"{weight_grad.name} with compute_dtype={compute.name}",
+    fix="leave it out otherwise",
+    builtin=ValueError,
+  )
+
+
+def test_weight_gradients_around_float64(set_flag):
+  set_flag("jax_enable_x64", True)
+  for compute in (F16, BF16, F32, np.dtype("float64")):
+    assert (
+      mpjax.Policy(compute_dtype=compute, weight_grad_dtype="float64").weight_grad_dtype == "f8"
+    )
+  with pytest.raises(ValueError, match="got float32 with compute_dtype=float64"):
+    mpjax.Policy(compute_dtype="float64", weight_grad_dtype="float32")
 
 
 @pytest.mark.case("B080")
