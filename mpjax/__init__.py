@@ -15,6 +15,7 @@ from mpjax._named_arrays import to_arrays
 from mpjax._policy import Policy
 from mpjax._rules import Rule, default_rules
 from mpjax._tree import all_finite
+from mpjax.training import TrainState, make_train_step
 from mpjax.transforms import (
   accumulate,
   apply_updates,
@@ -47,6 +48,7 @@ __all__ = [
   "Policy",
   "Rule",
   "StaticLossScale",
+  "TrainState",
   "UnmatchedRuleError",
   "accumulate",
   "all_finite",
@@ -57,6 +59,7 @@ __all__ = [
   "linen",
   "loss_scaling",
   "loss_scaling_metrics",
+  "make_train_step",
   "master_params",
   "master_weights",
   "restore_like",
@@ -69,7 +72,7 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {"linen": "linen", "restore_like": "checkpoints"}
-"""Names by module, of those that import Flax or Orbax: a user of the rest need not wait for them."""
+"""Names by module, of those that import Flax or Orbax, which others need not wait for."""
 
 
 def __getattr__(name: str) -> Any:
