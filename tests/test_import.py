@@ -1,4 +1,4 @@
-"""What `import mpjax` loads: jax and optax, but no Flax, and no device."""
+"""What `import mpjax` loads: jax and optax, but no Flax, no Orbax, and no device."""
 
 import os
 import subprocess
@@ -23,19 +23,26 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
   )
 
 
-def loaded_flax(program: str) -> bool:
-  """Whether any part of Flax is loaded after `program`."""
-  done = run(f"{program}\nimport sys\nprint(any(m.split('.')[0] == 'flax' for m in sys.modules))")
+def loaded(program: str) -> list[str]:
+  """Returns which of Flax and Orbax has any part loaded after `program`."""
+  parts = "{m.split('.')[0] for m in sys.modules} & {'flax', 'orbax'}"
+  done = run(f"{program}\nimport sys\nprint(*sorted({parts}))")
   assert done.returncode == 0, done.stderr
-  return done.stdout.split()[-1] == "True"
+  return done.stdout.split()
 
 
-def test_import_loads_no_flax():
-  assert not loaded_flax("import mpjax")
+def test_import_loads_no_flax_and_no_orbax():
+  assert loaded("import mpjax") == []
 
 
-def test_the_check_sees_flax():
-  assert loaded_flax("import mpjax\nimport flax.linen")
+def test_the_check_sees_both():
+  assert loaded("import mpjax\nimport flax.linen, orbax.checkpoint") == ["flax", "orbax"]
+
+
+def test_restore_like_loads_orbax_on_first_use():
+  assert loaded("import mpjax\nassert 'restore_like' in dir(mpjax)\nmpjax.restore_like") == [
+    "orbax"
+  ]
 
 
 def test_linen_loads_on_first_use():

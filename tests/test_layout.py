@@ -26,8 +26,10 @@ RANKS = {
   "_policy": 2,
   "_op_lists": 2,
   "_loss_scale_config": 2,
+  "_named_arrays": 2,
   # rank 3
   "_rules": 3,
+  "_leaves": 3,
   # rank 4: engines, none of which imports another
   "_loss_scale": 4,
   "_autocast": 4,
