@@ -9,6 +9,7 @@ import optax
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._types import Array, PyTree
+from mpjax.transforms._branch import branch, nothing_like, unchanged
 from mpjax.transforms._checks import check_inner, check_state, refuse_integers
 from mpjax.transforms._loss_scale_access import scales_in
 from mpjax.transforms._master_weights import adopt_masters, reach_masters
@@ -105,10 +106,10 @@ def accumulate(
       return reach_masters(params, new_updates, new_inner), new_inner
 
     def wait(inner_state: PyTree) -> tuple[PyTree, PyTree]:
-      return jax.tree.map(lambda u: jnp.full_like(u, -0.0), shapes), inner_state
+      return nothing_like(shapes[0]), unchanged(inner_state, shapes[1])
 
-    shapes, _ = jax.eval_shape(step, state.inner_state)
-    new_updates, inner_state = jax.lax.cond(full, step, wait, state.inner_state)
+    shapes = jax.eval_shape(step, state.inner_state)
+    new_updates, inner_state = branch(full, step, wait, state.inner_state)
     return new_updates, AccumulateState(
       micro_batches=jnp.where(full, 0, count),
       updates_done=jnp.where(full, optax.safe_increment(state.updates_done), state.updates_done),

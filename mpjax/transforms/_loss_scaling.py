@@ -2,19 +2,21 @@
 
 import functools
 import inspect
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from mpjax._errors import MpjaxValueError, message
-from mpjax._loss_scale import adjust, init_scale, unscale_tree
+from mpjax._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
 from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, label_limits
 from mpjax._tree import first_nonfinite, select
 from mpjax._types import Array, PyTree
+from mpjax.transforms._branch import nothing, nothing_like, one_at_a_time, unchanged
 from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
 from mpjax.transforms._loss_scaling_checks import (
   by_loss,
@@ -137,51 +139,59 @@ def loss_scaling(
       label: align_gradients(g, params, f"{where}(updates)")
       for label, g in by_loss(updates, configs, several, f"{where}(updates)").items()
     }
-    unscaled = {label: unscale_tree(g, old[label].scale) for label, g in grads.items()}
     if "grad" in extra_args:
-      given = by_loss(extra_args["grad"], configs, several, f"{where}(grad)").items()
-      extra_args["grad"] = _total(unscale_tree(g, old[label].scale) for label, g in given)
+      given = by_loss(extra_args["grad"], configs, several, f"{where}(grad)")
+      extra_args["grad"] = _unscaled_sum(given, old)
     losses = by_loss(loss, configs, several, f"{where}(loss)") if loss is not None else {}
     first_bad, finite = {}, {}
-    for label in configs:
+    for label, g in grads.items():
       # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
       # gradients themselves: then no quotient has to be kept in memory until the decision.
       below_one = label_limits(Found(state, label).config)[0] < 1
-      watched = jax.tree.leaves(((unscaled if below_one else grads)[label], losses.get(label)))
+      seen = unscale_tree(g, old[label].scale) if below_one else g
+      watched = jax.tree.leaves((seen, losses.get(label)))
       first_bad[label] = _agree(first_nonfinite(watched), axis_name)
       finite[label] = first_bad[label] == len(watched)
-    total = _total(unscaled.values())
     all_finite = functools.reduce(jnp.logical_and, finite.values())
     if several:  # The sum of finite gradients may overflow; no single scale is to blame for that.
-      all_finite = jnp.logical_and(all_finite, _all_finite(total, axis_name))
+      all_finite = jnp.logical_and(all_finite, _all_finite(_unscaled_sum(grads, old), axis_name))
     scales = {Found(state, label).name: one.scale for label, one in old.items()}
     loss_scales = scales if several else next(iter(scales.values()))
-    new_updates, new_inner = inner.update(
-      total,
-      state.inner_state,
-      None if params is None else float32_view(params),
-      **_extend(inner, extra_args, all_finite, loss_scales),
+    extra_args = _extend(inner, extra_args, all_finite, loss_scales)
+    view = None if params is None else float32_view(params)
+
+    def step(inner_state: PyTree) -> tuple[PyTree, PyTree, Array]:
+      # In here, where an optimizer reads it, a quotient is never stored.
+      total = _unscaled_sum(grads, old)
+      new_updates, new_inner = inner.update(total, inner_state, view, **extra_args)
+      new_updates = reach_masters(params, new_updates, new_inner)
+      if not check_updates:
+        return new_updates, new_inner, all_finite
+      good = _all_finite(new_updates, axis_name)
+      return new_updates, new_inner, jnp.logical_and(all_finite, good)
+
+    new_updates, new_inner, applied = _unless_skipped(
+      step, state.inner_state, all_finite, check_updates, f"{where}: the state of inner"
     )
-    new_updates = reach_masters(params, new_updates, new_inner)
-    applied = all_finite
-    if check_updates:
-      applied = jnp.logical_and(all_finite, _all_finite(new_updates, axis_name))
-    new_updates = jax.tree.map(lambda u: _or_nothing(applied, u), new_updates)
     flags = {"all_finite": all_finite, "applied": applied}
     new_state = LossScalingState(
       {
         label: adjust(config, old[label], finite=finite[label], first_bad=first_bad[label], **flags)
         for label, config in configs.items()
       },
-      select(applied, new_inner, state.inner_state, f"{where}: the state of inner"),
+      new_inner,
     )
     return merge_updates(next(iter(grads.values())), new_updates, params), new_state
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _total(grads: Iterable[PyTree]) -> PyTree:
-  """The sum over losses, in float32."""
+def _unscaled_sum(grads: dict[str, PyTree], old: dict[str, LossScaleState]) -> PyTree:
+  """The gradient of the sum of the losses, in float32."""
+  return _sum(unscale_tree(g, old[label].scale) for label, g in grads.items())
+
+
+def _sum(grads: Iterable[PyTree]) -> PyTree:
   return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), map(float32_view, grads))
 
 
@@ -209,7 +219,7 @@ def _pass_through(
     extra_args = _extend(inner, extra_args, np.bool_(True), np.float32(1))
     where = "mpjax.loss_scaling(inner).update(updates)"
     given = list(by_loss(updates, configs, several, where).values())
-    grads = given[0] if len(given) == 1 else _total(given)
+    grads = given[0] if len(given) == 1 else _sum(given)
     updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
     return updates, LossScalingState(dict.fromkeys(configs, ()), inner_state)
 
@@ -230,13 +240,33 @@ def _extend(
   return ours | extra_args if open_ended else extra_args
 
 
-def _or_nothing(applied: Array, update: Any) -> Array:
-  """`update`, or what leaves a parameter's bits alone: p + -0.0 is p, and -0.0 + 0.0 is not."""
-  update = jnp.asarray(update)
-  nothing = -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
-  if jnp.issubdtype(update.dtype, jnp.complexfloating):
-    nothing = complex(-0.0, -0.0)
-  return jnp.where(applied, update, jnp.asarray(nothing, update.dtype))
+def _unless_skipped(
+  step: Callable[[PyTree], tuple[PyTree, PyTree, Array]],
+  old: PyTree,
+  finite: Array,
+  check_updates: bool,
+  where: str,
+) -> tuple[PyTree, PyTree, Array]:
+  """Returns updates, state and whether they apply; nothing and the old state where they do not."""
+
+  def selected(old: PyTree, known: Array | bool) -> tuple[PyTree, PyTree, Array]:
+    updates, new, applied = step(old)
+    keep = jnp.logical_or(applied, known)
+    chosen = jax.tree.map(
+      lambda u: jnp.where(keep, u, jnp.asarray(nothing(u.dtype), u.dtype)), updates
+    )
+    return chosen, select(keep, new, old, where), applied
+
+  if not isinstance(finite, Tracer):
+    return selected(old, False)
+  cpu = one_at_a_time()
+  known = jnp.logical_and(cpu, not check_updates)
+  shapes = jax.eval_shape(lambda old: selected(old, known), old)
+
+  def skipped(old: PyTree) -> tuple[PyTree, PyTree, Array]:
+    return nothing_like(shapes[0]), unchanged(old, shapes[1]), finite
+
+  return jax.lax.cond(jnp.logical_or(finite, ~cpu), lambda old: selected(old, known), skipped, old)
 
 
 def _all_finite(tree: PyTree, axis_name: AxisName | None) -> Array:
