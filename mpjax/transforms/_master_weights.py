@@ -242,7 +242,8 @@ def set_master_params(opt_state: PyTree, params: PyTree) -> PyTree:
       return old
     new = jnp.array(new, jnp.float32, copy=True)  # An alias could not be donated with its source.
     traced = isinstance(old, Tracer) or isinstance(new, Tracer)
-    return new if traced else jax.device_put(new, old.sharding)
+    # To put it where an uncommitted one is would commit it, and compile the next step once more.
+    return new if traced or not old.committed else jax.device_put(new, old.sharding)
 
   fix = "Pass the float32 parameters of the same model, with the tree that init was given."
   try:
