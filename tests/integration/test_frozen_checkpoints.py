@@ -1,0 +1,105 @@
+"""Checkpoints that older code wrote still load, and training goes on from them as it did then."""
+
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.checkpoints import make
+from tests.errors import check_error
+
+# Adam divides by a square root and takes powers for its bias correction, where machines may differ
+# in the last bit; all else in these files is exact.
+INEXACT = {"0.1.0-loss_scaling": "params/"}
+
+
+def arrays(name, file):
+  with np.load(make.FOLDER / name / f"{file}.npz") as opened:
+    return dict(opened)
+
+
+def assert_holds(tree, wanted, inexact=None):
+  found = mpjax.to_arrays(tree)
+  assert sorted(found) == sorted(wanted)
+  for path, x in found.items():
+    assert (x.dtype, x.shape) == (wanted[path].dtype, wanted[path].shape)
+    if inexact and path.startswith(inexact):
+      np.testing.assert_allclose(x, wanted[path], rtol=1e-6, err_msg=path)
+    else:
+      np.testing.assert_array_equal(x, wanted[path], err_msg=path)
+
+
+def test_every_layout_has_its_folder():
+  assert sorted(path.parent.name for path in make.FOLDER.glob("*/next.npz")) == sorted(make.LAYOUTS)
+
+
+@pytest.mark.case("A63", "B123")
+@pytest.mark.parametrize("file", ["orbax", "npz"])
+@pytest.mark.parametrize("name", make.LAYOUTS)
+def test_a_frozen_checkpoint_loads_and_goes_on(name, file):
+  layout = make.LAYOUTS[name]
+  saved = make.FOLDER / name / "state" if file == "orbax" else arrays(name, "state")
+  state = mpjax.restore_like(layout.begin(), saved)
+  assert_holds(state, arrays(name, "state"))
+  assert_holds(make.run(layout, state, layout.after), arrays(name, "next"), INEXACT.get(name))
+
+
+def test_they_were_saved_in_the_middle_of_everything():
+  for name in make.LAYOUTS:
+    state = mpjax.restore_like(make.LAYOUTS[name].begin(), make.FOLDER / name / "state")
+    scaling = mpjax.to_arrays(state)
+    counts = {path.rpartition("/")[2]: x.item() for path, x in scaling.items() if x.ndim == 0}
+    assert (counts["scale"], counts["hysteresis"], counts["skipped"]) == (128, 1, 1)
+    assert counts["good_steps"] in (2, 3)
+    assert counts.get("micro_batches", 3) == 3
+
+
+@pytest.mark.case("B123")
+@pytest.mark.parametrize("name", make.LAYOUTS)
+def test_a_field_more_or_less_is_named_and_can_be_mended(name):
+  (old,) = (path for path in arrays(name, "state") if path.endswith("/first_bad"))
+  saved = arrays(name, "state")
+  saved[old.replace("first_bad", "overflows")] = saved.pop(old)
+  target = make.LAYOUTS[name].begin()
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.restore_like(target, saved)
+  check_error(
+    excinfo,
+    where="mpjax.restore_like(target, restored)",
+    expected="the leaves of target and no others",
+    got=f"nothing at {old}; an extra leaf at {old.replace('first_bad', 'overflows')}. ",
+    fix="add what is missing to what was read",
+  )
+  saved[old] = saved.pop(old.replace("first_bad", "overflows"))
+  assert_holds(mpjax.restore_like(target, saved), arrays(name, "state"))
+
+
+@pytest.mark.case("B123")
+def test_an_old_state_moves_to_another_configuration():
+  # As the error says: restored as it was, then carried over.
+  name = "0.1.0-loss_scaling"
+  saved = make.FOLDER / name / "state"
+  start = make.begin_adam()
+  tx = mpjax.loss_scaling(optax.adam(0.125, b1=0.5, b2=0.75))
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.restore_like({**start, "opt_state": tx.init(start["params"])}, saved)
+  check_error(
+    excinfo,
+    where="mpjax.restore_like(target, restored)",
+    expected="a loss scale of the configuration 'dynamic' at opt_state",
+    got="'dynamic(growth_interval=4,hysteresis=2)'",
+    fix="give its inner_state to the new state",
+  )
+  old = mpjax.restore_like(start, saved)
+  scale = float(mpjax.loss_scaling_metrics(old["opt_state"])["loss_scale"])
+  new = tx.init(start["params"])._replace(inner_state=old["opt_state"].inner_state)
+  new = mpjax.set_loss_scale(new, scale)
+  assert_holds(
+    new.inner_state,
+    {
+      path.removeprefix("opt_state/inner_state/"): x
+      for path, x in arrays(name, "state").items()
+      if path.startswith("opt_state/inner_state/")
+    },
+  )
+  assert mpjax.loss_scaling_metrics(new)["loss_scale"] == 128
