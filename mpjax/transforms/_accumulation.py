@@ -9,7 +9,7 @@ import optax
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._types import Array, PyTree
-from mpjax.transforms._branch import branch, nothing_like, unchanged
+from mpjax.transforms._branch import step_or_skip
 from mpjax.transforms._checks import check_inner, check_state, refuse_integers
 from mpjax.transforms._loss_scale_access import scales_in
 from mpjax.transforms._master_weights import adopt_masters, reach_masters
@@ -100,16 +100,12 @@ def accumulate(
     # >=, not ==: a state restored into a shorter window may be past it already.
     full = count >= window
 
-    def step(inner_state: PyTree) -> tuple[PyTree, PyTree]:
+    def step(inner_state: PyTree) -> tuple[PyTree, PyTree, Array]:
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
       new_updates, new_inner = inner.update(mean, inner_state, view, **extra_args)
-      return reach_masters(params, new_updates, new_inner), new_inner
+      return reach_masters(params, new_updates, new_inner), new_inner, full
 
-    def wait(inner_state: PyTree) -> tuple[PyTree, PyTree]:
-      return nothing_like(shapes[0]), unchanged(inner_state, shapes[1])
-
-    shapes = jax.eval_shape(step, state.inner_state)
-    new_updates, inner_state = branch(full, step, wait, state.inner_state)
+    new_updates, inner_state, _ = step_or_skip(full, step, state.inner_state)
     return new_updates, AccumulateState(
       micro_batches=jnp.where(full, 0, count),
       updates_done=jnp.where(full, optax.safe_increment(state.updates_done), state.updates_done),

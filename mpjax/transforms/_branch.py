@@ -1,29 +1,47 @@
 """Taking one of two branches, of which only one is to run."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mpjax._tree import is_array_like
 from mpjax._types import Array, PyTree
 
+Step: TypeAlias = Callable[[PyTree], tuple[PyTree, PyTree, Array]]
+"""From an old state to updates, a new state, and whether the two apply (scalar bool)."""
 
-def branch(
-  condition: Array,
-  on_true: Callable[[PyTree], PyTree],
-  on_false: Callable[[PyTree], PyTree],
-  operand: PyTree,
-) -> PyTree:
-  """Returns one of two functions of `operand`; `jax.lax.cond`, or outside of `jit` a plain call.
 
-  `cond` would compile both branches again at each call, since they are new functions each time.
+def step_or_skip(condition: Array, step: Step, old: PyTree) -> tuple[PyTree, PyTree, Array]:
+  """Returns `step(old)`, or updates that change nothing and the old state.
+
+  By `jax.lax.cond`, but outside of `jit` by a plain call: `cond` would compile both branches again
+  each time, since they are new functions.
+
+  Args:
+    condition: scalar bool, whether to step.
+    step: computes updates of any tree, and a state like `old`.
+    old: the state.
   """
-  if isinstance(condition, Tracer):
-    return jax.lax.cond(condition, on_true, on_false, operand)
-  return on_true(operand) if condition else on_false(operand)
+  if not isinstance(condition, Tracer):
+    if condition:
+      return step(old)
+    shapes = jax.eval_shape(step, old)
+    return nothing_like(shapes[0]), old, jnp.asarray(False)
+  seen = []
+
+  def noted(old: PyTree) -> tuple[PyTree, PyTree, Array]:
+    out = step(old)
+    seen.append(jax.eval_shape(lambda: out))
+    return out
+
+  def skip(old: PyTree) -> tuple[PyTree, PyTree, Array]:
+    # `cond` traces its branches in turn; should it begin with this one, that costs another trace.
+    shapes = seen[0] if seen else jax.eval_shape(step, old)
+    return nothing_like(shapes[0]), _unchanged(old, shapes[1]), jnp.full_like(shapes[2], False)
+
+  return jax.lax.cond(condition, noted, skip, old)
 
 
 def nothing_like(updates: PyTree) -> PyTree:
@@ -35,7 +53,7 @@ def nothing_like(updates: PyTree) -> PyTree:
   return jax.tree.map(lambda u: jnp.full_like(u, nothing(u.dtype)), updates)
 
 
-def unchanged(old: PyTree, shapes: PyTree) -> PyTree:
+def _unchanged(old: PyTree, shapes: PyTree) -> PyTree:
   """Returns `old`, as what the other branch returns: varying over the same axes of a `shard_map`.
 
   Args:
@@ -43,12 +61,12 @@ def unchanged(old: PyTree, shapes: PyTree) -> PyTree:
     shapes: what `jax.eval_shape` says of the other branch.
   """
 
-  def one(x: Any, other: Any) -> Any:
-    if not is_array_like(x) or not jnp.issubdtype(other.dtype, jnp.number):
+  def one(x: Any, own: Any, other: Any) -> Any:
+    if own == other or not jnp.issubdtype(other.dtype, jnp.number):
       return x
     return jnp.where(False, jnp.full_like(other, 0), x)
 
-  return jax.tree.map(one, old, shapes)
+  return jax.tree.map(one, old, jax.eval_shape(lambda: old), shapes)
 
 
 def nothing(dtype: Any) -> Any:

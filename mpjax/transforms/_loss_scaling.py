@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Never
 
 import jax
@@ -16,7 +16,7 @@ from mpjax._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
 from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, label_limits
 from mpjax._tree import first_nonfinite, select
 from mpjax._types import Array, PyTree
-from mpjax.transforms._branch import nothing, nothing_like, one_at_a_time, unchanged
+from mpjax.transforms._branch import Step, nothing_like, one_at_a_time, step_or_skip
 from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
 from mpjax.transforms._loss_scaling_checks import (
   by_loss,
@@ -241,32 +241,23 @@ def _extend(
 
 
 def _unless_skipped(
-  step: Callable[[PyTree], tuple[PyTree, PyTree, Array]],
-  old: PyTree,
-  finite: Array,
-  check_updates: bool,
-  where: str,
+  step: Step, old: PyTree, finite: Array, check_updates: bool, where: str
 ) -> tuple[PyTree, PyTree, Array]:
   """Returns updates, state and whether they apply; nothing and the old state where they do not."""
+  traced = isinstance(finite, Tracer)
+  cpu = one_at_a_time() if traced else False
+  # In a branch that is only taken when the gradients are finite, there is nothing to select.
+  known = jnp.logical_and(cpu, not check_updates)
 
-  def selected(old: PyTree, known: Array | bool) -> tuple[PyTree, PyTree, Array]:
+  def selected(old: PyTree) -> tuple[PyTree, PyTree, Array]:
     updates, new, applied = step(old)
     keep = jnp.logical_or(applied, known)
-    chosen = jax.tree.map(
-      lambda u: jnp.where(keep, u, jnp.asarray(nothing(u.dtype), u.dtype)), updates
-    )
-    return chosen, select(keep, new, old, where), applied
+    kept = jax.tree.map(lambda u, n: jnp.where(keep, u, n), updates, nothing_like(updates))
+    return kept, select(keep, new, old, where), applied
 
-  if not isinstance(finite, Tracer):
-    return selected(old, False)
-  cpu = one_at_a_time()
-  known = jnp.logical_and(cpu, not check_updates)
-  shapes = jax.eval_shape(lambda old: selected(old, known), old)
-
-  def skipped(old: PyTree) -> tuple[PyTree, PyTree, Array]:
-    return nothing_like(shapes[0]), unchanged(old, shapes[1]), finite
-
-  return jax.lax.cond(jnp.logical_or(finite, ~cpu), lambda old: selected(old, known), skipped, old)
+  if not traced:
+    return selected(old)
+  return step_or_skip(jnp.logical_or(finite, jnp.logical_not(cpu)), selected, old)
 
 
 def _all_finite(tree: PyTree, axis_name: AxisName | None) -> Array:
