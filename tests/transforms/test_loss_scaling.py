@@ -1,6 +1,7 @@
 """The wrapper step by step: what is unscaled, checked, skipped, handed on and refused."""
 
 import functools
+import itertools
 import pickle
 
 import jax
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax.transforms import _loss_scaling
 from tests.errors import check_error
 from tests.loss_scale_oracle import Oracle
 
@@ -63,12 +65,16 @@ def gradients(rng, scale=1.0):
 
 
 @pytest.mark.case("B001", "B005", "A62", "A42")
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("leaf", ["w", "b"])
-def test_a_skipped_step_changes_nothing(bad, leaf):
+@pytest.mark.parametrize("how", ["by a branch", "by a selection", "not traced"])
+def test_a_skipped_step_changes_nothing(monkeypatch, how):
+  """A branch is for CPU and a selection for all others; both are to be seen everywhere."""
+  on_cpu = how == "by a branch"
+  monkeypatch.setattr(_loss_scaling, "one_at_a_time", lambda: jnp.asarray(on_cpu))
   rig = Rig(mpjax.loss_scaling(CLIPPED), PARAMS)
+  if how == "not traced":
+    rig.update = rig._update
   rng = np.random.default_rng(0)
-  for skip in (True, False, True):
+  for bad, leaf, skip in itertools.product(BAD, ("w", "b"), (True, False, True)):
     before = rig.params, rig.state.inner_state
     grads = gradients(rng)
     if skip:
