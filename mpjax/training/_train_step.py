@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._jaxpr import walk
+from mpjax._loss_scale_config import INT32_MAX
 from mpjax._types import Array, PyTree
 from mpjax.training._gradients import LossFn, Metrics, batch_gradients
 from mpjax.training._train_state import TrainState, averaged
@@ -94,7 +95,8 @@ def make_train_step(
     updates, opt_state = tx.update(grads, state.opt_state, state.params, loss=(loss, model_state))
     params = apply_updates(state.params, updates, master=merged_masters(opt_state))
     scaling = loss_scaling_metrics(opt_state)
-    new = TrainState(state.step + 1, params, opt_state, model_state, state.ema, state.rng)
+    step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops there, as all counters do.
+    new = TrainState(step, params, opt_state, model_state, state.ema, state.rng)
     if ema_decay is not None:
       target = averaged(params, opt_state)
       new = new._replace(ema=_average(state.ema, target, ema_decay))
