@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint format bench flax-suite clean
+.PHONY: help demo test lint format bench flax-suite soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -13,6 +13,7 @@ help:
 	@echo "make format      let ruff repair what it can"
 	@echo "make bench       measure cost against float32 and hand-written half"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
+	@echo "make soak        train for a million steps with faults, in both half types"
 	@echo "make clean       remove .venv and caches"
 
 # Newer than pyproject.toml, or installed again: dependencies cannot go stale unnoticed.
@@ -47,6 +48,10 @@ bench: $(STAMP)
 
 flax-suite: $(STAMP)
 	$(RUN) tests/flax_suite/run.py
+
+soak: export JAX_PLATFORMS ?= cpu
+soak: $(STAMP)
+	$(RUN) -m tests.soak
 
 clean:
 	rm -rf $(VENV) build dist .cache .hypothesis .pytest_cache .ruff_cache

@@ -1,0 +1,105 @@
+"""A few thousand steps of the soak, and that it notices what it is there for.
+
+`make soak` runs a million.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from tests import soak
+
+UPDATES, SIZE = 2000, 100
+
+
+@pytest.fixture(scope="module")
+def outcome():
+  return soak.soak("bfloat16", UPDATES, SIZE)
+
+
+def failing(half, outcome):
+  return [check.name for check in soak.check(half, outcome) if not check.holds]
+
+
+def test_every_check_holds_in_bfloat16(outcome):
+  assert len(soak.check("bfloat16", outcome)) == 12
+  assert failing("bfloat16", outcome) == []
+
+
+def test_every_check_holds_in_float16():
+  assert failing("float16", soak.soak("float16", UPDATES, SIZE)) == []
+
+
+def change(field, **values):
+  """Returns what changes single steps of a field of the record: `s7=True` that of step 7."""
+
+  def changed(outcome):
+    array = np.array(getattr(outcome.record, field))
+    for step, value in values.items():
+      array[int(step[1:])] = value
+    return outcome._replace(record=outcome.record._replace(**{field: array}))
+
+  return changed
+
+
+def with_state(outcome, **changes):
+  return outcome._replace(state=outcome.state._replace(**changes))
+
+
+SPOILT = {
+  "one program": lambda o: o._replace(programs=2),
+  "steps + skipped = total": lambda o: with_state(o, step=o.state.step + 1),
+  "every fault is skipped": lambda o: o._replace(faults=o.faults._replace(value=o.record.loss)),
+  "nothing else is, but for overflow at a high scale": change("finite", s0=False),
+  "the scale stays within its limits": change("loss_scale", s5=0.5),
+  "scale and counters are those of the oracle": change("loss_scale", s5=2.0**10),
+  "200 bad steps in a row change no bit": lambda o: o._replace(stretch=(o.stretch[0], [b""])),
+  "resumed from disk it goes on bit for bit": lambda o: o._replace(resumed=(o.resumed[0], [b""])),
+  "all numbers are finite": lambda o: with_state(o, ema=jnp.asarray(jnp.nan)),
+  "it has learned": change("loss", **{f"s{UPDATES - 1}": 100.0}),
+  "counters stop and do not wrap": lambda o: o._replace(worn=jnp.int32(-1)),
+  "memory does not grow": lambda o: o._replace(growth=soak.MEMORY),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_each_check_can_fail(outcome, name):
+  assert name in failing("bfloat16", SPOILT[name](outcome))
+
+
+def test_every_check_is_tried(outcome):
+  assert [check.name for check in soak.check("bfloat16", outcome)] == list(SPOILT)
+
+
+def make_wrong_step(*args, **kwargs):
+  """Returns a step that counts skipped steps and lets them change the statistics."""
+  step = mpjax.make_train_step(*args, **kwargs)
+
+  def wrong(state, batch):
+    new, metrics = step(state, batch)
+    stats = jax.tree.map(lambda s: jnp.where(metrics["finite"], s, s * 0.999), new.model_state)
+    return new._replace(step=state.step + 1, model_state=stats), metrics
+
+  return wrong
+
+
+def test_a_step_that_leaves_traces_is_found():
+  found = failing("bfloat16", soak.soak("bfloat16", UPDATES, SIZE, make_wrong_step))
+  assert found == [
+    "steps + skipped = total",
+    "200 bad steps in a row change no bit",
+    "counters stop and do not wrap",
+  ]
+
+
+def test_faults_are_as_many_as_promised():
+  faults = soak.draw_faults(100_000, 8)
+  bad = faults.value != 0
+  outside = np.r_[0:70_000, 80_000:100_000]
+  assert bad[70_000:80_000].all()
+  # Single faults, and 18 bursts of 50 in what is left.
+  assert 0.8 < bad[outside].sum() / (0.01 * len(outside) + 18 * 50) < 1.2
+  assert np.isnan(faults.value).any()
+  assert set(faults.place.tolist()) == set(range(8))
