@@ -102,7 +102,9 @@ def _check_rounding(call: str, master: PyTree, rounding: Any, key: Any) -> None:
 
 def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) -> PyTree:
   def one(m: Any, p: Any, u: Any) -> Any:
-    return m.astype(p.dtype) if m is not None and is_half(p) else _add(p, u, None)
+    if m is not None and is_half(p):
+      return jnp.asarray(m).astype(p.dtype)
+    return jax.tree.map(lambda p, u: _add(p, u, None), p, u)  # One hole may stand for a subtree.
 
   try:
     problems = tree_differences(params, _fill(master, params), dtypes=False)
