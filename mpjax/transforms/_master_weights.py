@@ -130,24 +130,32 @@ def adopt_masters(params: PyTree, opt_state: PyTree, where: str) -> PyTree:
   Raises:
     MpjaxTypeError: a tree of masters does not have the structure of the parameters.
   """
+  problems = []
 
   def adopt(master: PyTree) -> PyTree:
     def one(m: Any, p: Any) -> Any:
+      # A None is a leaf of its own, while what optax masks out may be a subtree.
+      if m is None and p is not None and not jax.tree_util.all_leaves([p]):
+        problems.append(f"one array for {jax.tree.structure(p)}")
       return jnp.asarray(p, jnp.float32) if m is None and is_half(p) else m
 
     try:
       return jax.tree.map(one, master, params, is_leaf=_is_hole)
     except ValueError as error:
-      raise MpjaxTypeError(
-        message(
-          where,
-          expected="master_weights to see the tree of the parameters",
-          got=f"a tree of another structure ({error})",
-          fix="Put master_weights around what reshapes the tree, such as optax.flatten.",
-        )
-      ) from error
+      problems.append(str(error))
+      return master
 
-  return _map_masters(adopt, opt_state)
+  adopted = _map_masters(adopt, opt_state)
+  if problems:
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="master_weights to see the tree of the parameters",
+        got=f"a tree of another structure ({'; '.join(problems)})",
+        fix="Put master_weights around what reshapes the tree, such as optax.flatten.",
+      )
+    )
+  return adopted
 
 
 def reach_masters(params: PyTree, updates: PyTree, opt_state: PyTree) -> PyTree:
