@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
-from mpjax._tree import is_floating, tree_differences
+from mpjax._tree import is_inexact, tree_differences
 from mpjax._types import Array, PyTree
 from mpjax.training._train_state import TrainState
 from mpjax.transforms import value_and_grad
@@ -34,14 +34,15 @@ def batch_gradients(
   batch: PyTree,
   rng: Array | None,
   accumulate: int,
-  axis_name: Hashable | None,
+  axes: tuple[Hashable, ...],
 ) -> tuple[Array, PyTree, Metrics, PyTree]:
   """Returns the loss, the model state and metrics after the batch, and scaled float32 gradients."""
-  params, vary = _localise(state.params, axis_name)
+  params, vary = _localise(state.params, axes)
   differentiate = value_and_grad(_checked(loss_fn), state.opt_state, has_aux=True)
 
   def run(model_state: PyTree, batch: PyTree, rng: Array | None) -> Any:
     (loss, (new, metrics)), grads = differentiate(params, model_state, batch, rng)
+    metrics = jax.tree.map(_metric, metrics)
     return _float32(loss), vary(new), metrics, jax.tree.map(_float32, grads)
 
   model_state = vary(state.model_state)
@@ -63,13 +64,11 @@ def batch_gradients(
     )
     grads = jax.tree.map(lambda t: t / accumulate, total)
     loss, metrics = jnp.mean(losses), jax.tree.map(_merge_metric, each)
-  if axis_name is None:
+  if not axes:
     return loss, model_state, metrics, grads
-  mean = functools.partial(jax.lax.pmean, axis_name=axis_name)
-  model_state = jax.tree.map(lambda x: _agree(x, axis_name), model_state)
-  metrics = jax.tree.map(
-    lambda x: mean(_float32(x)) if is_floating(x) else jax.lax.psum(x, axis_name), metrics
-  )
+  mean = functools.partial(jax.lax.pmean, axis_name=axes)
+  model_state = jax.tree.map(lambda x: _agree(x, axes), model_state)
+  metrics = jax.tree.map(lambda x: mean(x) if is_inexact(x) else jax.lax.psum(x, axes), metrics)
   return mean(loss), model_state, metrics, jax.tree.map(mean, grads)
 
 
@@ -84,41 +83,50 @@ def _cut(x: Array, parts: int) -> Array:
   return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
 
 
+def _metric(x: Any) -> Array:
+  """`x` in the dtype in which it is added up: at least float32, or int32 (as bool is counted)."""
+  x = _float32(x)
+  return x if is_inexact(x) or x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+
+
 def _merge_metric(x: Array) -> Array:
-  return jnp.mean(_float32(x), axis=0) if is_floating(x) else jnp.sum(x, axis=0)
+  return jnp.mean(x, axis=0) if is_inexact(x) else jnp.sum(x, axis=0, dtype=x.dtype)
 
 
-def _agree(x: Array, axis_name: Hashable) -> Array:
-  """Returns what all devices have in common: the mean of floating values; counts are equal."""
-  if is_floating(x):
-    return jax.lax.pmean(_float32(x), axis_name).astype(x.dtype)
-  if jnp.issubdtype(x.dtype, jnp.integer):
-    return jax.lax.pmax(x, axis_name)
-  return x
+def _agree(x: Array, axes: tuple[Hashable, ...]) -> Array:
+  """Returns what all devices have in common: the mean of floating values; the rest is equal."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = _agree(jax.random.key_data(x), axes)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  if is_inexact(x):
+    return jax.lax.pmean(_float32(x), axes).astype(x.dtype)
+  if x.dtype == jnp.bool_:
+    return jax.lax.pmax(x.astype(jnp.int32), axes).astype(jnp.bool_)
+  return jax.lax.pmax(x, axes)
 
 
-def _localise(params: PyTree, axis_name: Hashable | None) -> tuple[PyTree, Callable[[Any], Any]]:
+def _localise(params: PyTree, axes: tuple[Hashable, ...]) -> tuple[PyTree, Callable[[Any], Any]]:
   """Returns the parameters as each device's own, and a function that does so to other trees.
 
   Of replicated parameters the gradient that `jax.grad` returns inside of a `shard_map` is already
   summed over devices, in the dtype of the product. Of a device's own ones it is not.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  if axis_name is None or axis_name not in mesh.manual_axes:
+  manual = tuple(name for name in axes if name in jax.sharding.get_abstract_mesh().manual_axes)
+  if not manual:
     return params, lambda tree: tree
   try:
-    local = jax.tree.map(lambda p: jax.lax.pcast(p, axis_name, to="varying"), params)
+    local = jax.tree.map(lambda p: jax.lax.pcast(p, manual, to="varying"), params)
   except ValueError as error:
     raise MpjaxValueError(
       message(
-        f"mpjax.make_train_step(axis_name={axis_name!r})",
-        expected="parameters that are the same on all devices of that axis",
+        f"mpjax.make_train_step(axis_name={axes!r})",
+        expected="parameters that are the same on all devices along it",
         got=f"some that differ ({error})",
         fix="Pass them with in_specs=jax.P(); for sharded ones use jit over a Mesh, without "
         "axis_name.",
       )
     ) from error
-  flag = jax.lax.pcast(jnp.asarray(True), axis_name, to="varying")
+  flag = jax.lax.pcast(jnp.asarray(True), manual, to="varying")
   # Also for what varies already: a scan wants the same from all that it carries.
   return local, lambda tree: jax.tree.map(lambda x: jnp.where(flag, x, x), tree)
 

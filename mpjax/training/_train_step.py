@@ -16,6 +16,7 @@ from mpjax.training._gradients import LossFn, Metrics, batch_gradients
 from mpjax.training._train_state import TrainState, averaged
 from mpjax.transforms import apply_updates, commit, loss_scaling_metrics, unscale
 from mpjax.transforms._loss_scale_access import find_scale
+from mpjax.transforms._loss_scaling import AxisName
 from mpjax.transforms._master_weights import merged_masters
 
 
@@ -24,7 +25,7 @@ def make_train_step(
   tx: Any,
   *,
   accumulate: int = 1,
-  axis_name: Hashable | None = None,
+  axis_name: AxisName | None = None,
   max_retries: int = 0,
   ema_decay: float | None = None,
   donate: bool = True,
@@ -47,10 +48,10 @@ def make_train_step(
       the step; their float32 gradients are added and divided once. Row i belongs to micro-batch
       i % accumulate, so that a batch sharded over devices stays where it is. One bad micro-batch
       skips the whole step.
-    axis_name: the mapped axis over which gradients, loss, floating model state and metrics are
-      averaged in float32 (integers are summed in metrics). The step is then called inside of a
-      `jax.shard_map` or `jax.pmap` with replicated parameters. Under automatic sharding leave it
-      out.
+    axis_name: the mapped axis, or axes, over which gradients, loss, floating model state and
+      metrics are averaged in float32 (integers are summed in metrics). The step is then called
+      inside of a `jax.shard_map` or `jax.pmap` with replicated parameters; to donate is then up to
+      the `jax.jit` around it. Under automatic sharding leave it out.
     max_retries: run the same batch again, up to this many times, at the lower scale that a skipped
       step leaves behind (NNabla's behaviour). Off by default: a lost batch is cheaper.
     ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step.
@@ -58,10 +59,11 @@ def make_train_step(
 
   Returns:
     `step(state, batch) -> (state, metrics)`. The metrics are those of `loss_fn` (floating ones
-    averaged over micro-batches, integers summed), those of `mpjax.loss_scaling_metrics`, `loss`
-    and `grad_norm` (both float32, unscaled, and not finite when they were not), and `retries`
-    (int32) if `max_retries` is given. `mpjax.check_progress(state)` on the host, now and then,
-    raises after too many skipped steps in a row.
+    averaged over micro-batches in float32, integers and booleans summed as int32), those of
+    `mpjax.loss_scaling_metrics`, `loss` and `grad_norm` (both float32, unscaled, and not finite
+    when they were not), and `retries` (int32) if `max_retries` is given.
+    `mpjax.check_progress(state)` on the host, now and then, raises after too many skipped steps in
+    a row.
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: the state is no `TrainState`, or
@@ -83,13 +85,16 @@ def make_train_step(
   [0.1 0.3] 5.0 3.1622777 1
   """
   _check_arguments(loss_fn, tx, accumulate, max_retries, ema_decay, donate)
+  several = isinstance(axis_name, (tuple, list))
+  axes: tuple[Hashable, ...] = () if axis_name is None else (axis_name,)
+  axes = tuple(axis_name) if several else axes
 
   def attempt(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
-    if axis_name is not None and rng is not None:
-      rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
+    if axes and rng is not None:
+      rng = jax.random.fold_in(rng, jax.lax.axis_index(axes))
     loss, model_state, metrics, grads = batch_gradients(
-      loss_fn, state, batch, rng, accumulate, axis_name
+      loss_fn, state, batch, rng, accumulate, axes
     )
     norm = _norm(unscale(grads, state.opt_state))
     updates, opt_state = tx.update(grads, state.opt_state, state.params, loss=(loss, model_state))
@@ -107,6 +112,7 @@ def make_train_step(
     return new, {**metrics, "loss": loss, "grad_norm": norm, **scaling}
 
   def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+    _check_axes(axes)
     _check_call(state, batch, accumulate, max_retries, ema_decay)
     _warn_without_float16(loss_fn, state, batch)
     if not max_retries:
@@ -170,6 +176,23 @@ def _warn_without_float16(loss_fn: LossFn, state: TrainState, batch: PyTree) -> 
 
 def _in_float16(eqn: Any) -> bool:
   return any(getattr(v.aval, "dtype", None) == jnp.float16 for v in (*eqn.invars, *eqn.outvars))
+
+
+def _check_axes(axes: tuple[Hashable, ...]) -> None:
+  for name in axes:
+    try:
+      jax.lax.axis_size(name)
+    except NameError as error:
+      names = jax.sharding.get_abstract_mesh().axis_names
+      raise MpjaxValueError(
+        message(
+          f"mpjax.make_train_step(axis_name={name!r})",
+          expected="the name of an axis that is mapped where the step is called",
+          got=f"none of that name ({error}; the axes of the mesh here: {names})",
+          fix="Call the step inside the jax.shard_map of that axis. Under automatic sharding leave "
+          "axis_name out: one program already sees all devices.",
+        )
+      ) from error
 
 
 def _check_call(
