@@ -1,0 +1,155 @@
+"""What a `TrainState` holds, and with whom it shares memory: with nobody."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+
+AXES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
+
+
+def pointers(tree):
+  """The addresses of all buffers, of keys and of each device too."""
+  arrays = [
+    jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    for x in jax.tree.leaves(tree)
+  ]
+  return [shard.data.unsafe_buffer_pointer() for x in arrays for shard in x.addressable_shards]
+
+
+def test_fields():
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  params, stats, rng = {"w": jnp.ones((2, 3))}, {"mean": jnp.full(3, 0.5)}, jax.random.key(7)
+  state = mpjax.TrainState.create(params, tx, model_state=stats, rng=rng, ema=True)
+  assert state._fields == ("step", "params", "opt_state", "model_state", "ema", "rng")
+  assert (state.step.dtype, state.step.shape, int(state.step)) == (jnp.int32, (), 0)
+  assert jax.tree.structure(state.opt_state) == jax.tree.structure(tx.init(params))
+  for found, given in ((state.params, params), (state.model_state, stats), (state.ema, params)):
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, found, given))
+  assert state.rng == rng
+  assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
+  bare = mpjax.TrainState.create(params, tx)
+  assert (bare.model_state, bare.ema, bare.rng) == ((), (), None)
+
+
+@pytest.mark.case("B064")
+def test_numbers_become_strong_arrays():
+  """A NumPy leaf or a Python number would be another type after the first step."""
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  params = {"np": np.ones(2, np.float32), "number": 2.0, "weak": jnp.asarray(1.0) * 1}
+  given = {"count": 3, "flag": True, "np": np.zeros((), np.int32)}
+  state = mpjax.TrainState.create(params, tx, model_state=given, rng=np.zeros(2, np.uint32))
+  for x in jax.tree.leaves(state):
+    assert isinstance(x, jax.Array)
+    assert not jax.typeof(x).weak_type
+  assert {key: x.dtype for key, x in state.params.items()} == dict.fromkeys(params, jnp.float32)
+  dtypes = {"count": jnp.int32, "flag": jnp.bool_, "np": jnp.int32}
+  assert {key: x.dtype for key, x in state.model_state.items()} == dtypes
+  assert state.rng.dtype == jnp.uint32
+
+
+@pytest.mark.case("B133", "B134")
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+def test_no_two_leaves_share_memory(stored):
+  """Not with the arguments, and not with each other: the average starts as the parameters, the
+  state of schedule_free as well, and one array may stand for two parameters."""
+  tied = jnp.ones((2, 2), stored)
+  params, rng, stats = {"a": tied, "b": tied}, jax.random.key(0), jnp.zeros(2)
+  inner = optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1)
+  for tx in (inner, mpjax.master_weights(inner)):
+    tx = mpjax.loss_scaling(tx)
+    state = mpjax.TrainState.create(params, tx, model_state=(stats, stats), rng=rng, ema=True)
+    ours, theirs = pointers(state), pointers((params, rng, stats))
+    assert len(set(ours)) == len(ours) > 10
+    assert not set(ours) & set(theirs)
+
+
+def test_the_average_is_that_of_the_masters():
+  """Half parameters as such would be averaged from values that rounding has moved."""
+  exact = {"w": jnp.asarray([1.001, -2.003]), "norm": jnp.asarray([0.3])}
+  params = {"w": exact["w"].astype(jnp.bfloat16), "norm": exact["norm"]}
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1)))
+  state = mpjax.TrainState.create(params, tx, ema=True)
+  assert {x.dtype.name for x in state.ema.values()} == {"float32"}
+  # Without masters to set, those are the parameters.
+  np.testing.assert_array_equal(state.ema["w"], params["w"].astype(jnp.float32))
+  np.testing.assert_array_equal(state.ema["norm"], exact["norm"])
+
+
+@pytest.mark.case("B151", "A67")
+@pytest.mark.parametrize("axis_type", AXES, ids=lambda a: a.name)
+def test_on_a_mesh(devices, axis_type):
+  """What is made from a sharded parameter is sharded like it; what is new is on all devices."""
+  mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices)
+  cut = jax.NamedSharding(mesh, jax.P("data"))
+  params = {"w": jax.device_put(jnp.ones((8, 2), jnp.bfloat16), cut)}
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.adam(1e-3)))
+  state = mpjax.TrainState.create(params, tx, rng=jax.random.key(0), model_state=0.5, ema=True)
+  for path, x in jax.tree_util.tree_leaves_with_path(state):
+    expected = cut if x.shape == (8, 2) else jax.NamedSharding(mesh, jax.P())
+    assert x.sharding.is_equivalent_to(expected, x.ndim), path
+    assert x.committed
+  # The parameter, its master, two moments, the average.
+  assert sum(x.shape == (8, 2) for x in jax.tree.leaves(state)) == 5
+
+
+def test_abstractly():
+  """`jax.eval_shape` gives the structure to restore a checkpoint into."""
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+
+  def create(rng):
+    return mpjax.TrainState.create({"w": jnp.ones(3)}, tx, rng=rng, ema=True)
+
+  key = jax.random.key(0)
+  shapes, state = jax.eval_shape(create, key), create(key)
+  assert jax.tree.structure(shapes) == jax.tree.structure(state)
+  assert [(x.shape, x.dtype) for x in jax.tree.leaves(shapes)] == [
+    (x.shape, x.dtype) for x in jax.tree.leaves(state)
+  ]
+
+
+def test_integers_among_parameters():
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.TrainState.create({"w": jnp.ones(2), "n": jnp.arange(2)}, tx)
+  check_error(
+    excinfo,
+    where="mpjax.TrainState.create(params)",
+    expected="floating parameters",
+    got="int32 at ['n']",
+    fix="model_state",
+    builtin=TypeError,
+  )
+
+
+def test_an_optimizer_without_a_loss_scale():
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.TrainState.create(jnp.ones(2), optax.adam(1e-3))
+  check_error(
+    excinfo,
+    where="mpjax.TrainState.create(tx)",
+    expected="mpjax.loss_scaling",
+    got="a tuple without a loss scale",
+    fix="tx = mpjax.loss_scaling(tx)",
+    builtin=TypeError,
+  )
+
+
+def test_several_loss_scales():
+  """A step has one loss; who has several writes the step himself."""
+  two = {"a": mpjax.StaticLossScale(2), "b": mpjax.StaticLossScale(4)}
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.TrainState.create(jnp.ones(2), mpjax.loss_scaling(optax.adam(1e-3), two))
+  check_error(
+    excinfo,
+    where="mpjax.TrainState.create(tx)",
+    expected="one loss scale",
+    got="one with 2, named ['a', 'b']",
+    fix="name=",
+    builtin=TypeError,
+  )
