@@ -13,6 +13,7 @@ from mpjax._tree import (
   cast_leaf,
   first_nonfinite,
   is_floating,
+  round_to,
   select,
   tree_differences,
 )
@@ -121,6 +122,81 @@ def test_numpy_rounds_as_jax_would():
 # all_finite
 
 INEXACT = [*FLOATING, *PLAIN_FLOATING, "complex64", "complex128"]
+
+
+def around_every_number(half):
+  """Every finite number of a half type, halfway to the next, and float32 just beside each.
+
+  Left out is what XLA for CPU takes for 0: float32's own subnormal numbers.
+  """
+  numbers = np.arange(2**16, dtype=np.uint16).view(half).astype(np.float32)
+  numbers = np.sort(numbers[np.isfinite(numbers)])
+  found = np.concatenate([numbers, numbers[:-1] + np.diff(numbers / 2)])
+  found = np.concatenate([found, np.nextafter(found, np.inf), np.nextafter(found, -np.inf)])
+  found = found[np.isfinite(found)]
+  return found[(np.abs(found) >= 2.0**-126) | (found == 0)].astype(np.float32)
+
+
+@pytest.mark.case("B049")
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_round_to_is_numpys_rounding_everywhere(half, compiled):
+  half = jnp.dtype(half)
+  exact = around_every_number(half)
+  assert len(exact) > 300_000
+  rounding = functools.partial(round_to, dtype=half)
+  found = np.asarray((jax.jit(rounding) if compiled else rounding)(exact))
+  with np.errstate(over="ignore"):
+    expected = exact.astype(half)
+  np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.case("B049")
+def test_round_to_keeps_the_subnormal_numbers_that_reduce_precision_flushes():
+  codes = np.arange(1, 2**10, dtype=np.uint16)
+  subnormal = np.concatenate([codes, codes | 0x8000]).view(np.float16)
+  wide = jnp.asarray(subnormal.astype(np.float32))
+  assert len(subnormal) == 2046
+  flushed = jax.jit(lambda x: jax.lax.reduce_precision(x, 5, 10))(wide)
+  assert not np.any(flushed)
+  kept = jax.jit(lambda x: round_to(x, jnp.dtype("float16")).astype(jnp.float32))(wide)
+  np.testing.assert_array_equal(kept, wide)
+
+
+def rounded_and_back(x, half):
+  return round_to(x, half).astype(jnp.float32)
+
+
+@pytest.mark.case("B048")
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_round_to_puts_a_barrier_between_the_casts(half):
+  """What a compiler may not look through: without it, a cast and the cast back may both go."""
+  half = jnp.dtype(half)
+  program = jax.make_jaxpr(functools.partial(rounded_and_back, half=half))(jnp.ones(3))
+  names = [eqn.primitive.name for eqn in program.eqns]
+  assert names == ["convert_element_type", "optimization_barrier", "convert_element_type"]
+  lowered = jax.jit(functools.partial(rounded_and_back, half=half)).lower(jnp.ones(3))
+  assert "stablehlo.optimization_barrier" in lowered.as_text()
+  # What has the dtype is handed on as it is.
+  x = jnp.ones(3, half)
+  assert round_to(x, half) is x
+
+
+@pytest.mark.gpu
+@pytest.mark.case("B048")
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_round_to_survives_on_a_gpu(half):
+  half = jnp.dtype(half)
+  exact = around_every_number(half)
+  with np.errstate(over="ignore"):
+    expected = exact.astype(half).astype(np.float32)
+
+  def surrounded(x):
+    rounded = rounded_and_back(x, half)
+    return rounded, rounded - x
+
+  rounded, _ = jax.jit(surrounded)(exact)
+  np.testing.assert_array_equal(rounded, expected)
 
 
 def oracle_finite(tree):
