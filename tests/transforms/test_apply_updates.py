@@ -1,15 +1,29 @@
 """Rounding of half parameters: from a master, to nearest, stochastically, and how fair that is."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import mpjax
+from tests.errors import check_error
+from tests.programs import bits
 
 HALF = ["float16", "bfloat16"]
-
 BOTH = pytest.mark.parametrize("half", HALF)
+STOCHASTIC = functools.partial(mpjax.apply_updates, rounding="stochastic")
+KEY = jax.random.key(3)
+
+
+def every_number(half):
+  """All numbers of a half type but those that XLA for CPU flushes: bfloat16's subnormals."""
+  found = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(half))
+  wide = found.astype(np.float32)
+  return found[~(np.abs(wide) < 2.0**-126) | (wide == 0)]
 
 
 def same(found, expected):
@@ -27,6 +41,23 @@ def nearest(exact, half):
     return exact.astype(half)
 
 
+def neighbours(exact, half):
+  """The largest number of a half type below or at each float32, and the smallest above or at it.
+
+  Those of one format are in the order of their bits, with the sign taken off.
+  """
+  below = nearest(exact, half)
+  step = np.where(np.signbit(below), 1, -1).astype(np.int32)
+  code = below.view(np.uint16).astype(np.int32)
+  too_high = below.astype(np.float64) > exact
+  # Below +0 stands the smallest negative number.
+  code = np.where(too_high, np.where(code == 0, 0x8001, code + step), code)
+  low = code.astype(np.uint16).view(jnp.dtype(half))
+  up = np.where(np.signbit(low), -1, 1).astype(np.int32)
+  above = np.where(code == 0x8000, 1, code + up).astype(np.uint16).view(jnp.dtype(half))
+  return low, np.where(low.astype(np.float64) == exact, low, above)
+
+
 def samples(half):
   """Float32 numbers over the whole range of a half type, its smallest and largest included."""
   rng = np.random.default_rng(0)
@@ -42,6 +73,299 @@ def samples(half):
 
 def zeros(like, half):
   return np.zeros(like.shape, jnp.dtype(half))
+
+
+def rounded_by_hand(exact, half, key):
+  """Stochastic rounding once more, in float64.
+
+  What half cannot hold, in units of the distance between neighbours, and a random number below 1
+  are added; from 1 on the result is the neighbour away from zero. Float16's subnormal numbers go up
+  where the random number is below what stands over the lower neighbour. An inf comes only where
+  rounding to nearest has one.
+  """
+  random = np.asarray(jax.random.bits(jax.random.fold_in(key, 0), exact.shape, jnp.uint32))
+  low, high = (x.astype(np.float64) for x in neighbours(exact, half))
+  wide = exact.astype(np.float64)
+  toward, away = np.where(wide < 0, high, low), np.where(wide < 0, low, high)
+  info = jnp.finfo(half)
+  # Beyond the largest number too the next one would stand at this distance.
+  apart = np.where(np.isinf(away), 2.0 ** (info.maxexp - 1) * float(info.eps), 1.0)
+  between = np.isfinite(away) & (away != toward)
+  np.subtract(np.abs(away), np.abs(toward), out=apart, where=between)
+  dropped = np.zeros_like(wide)
+  np.divide(np.abs(wide) - np.abs(toward), apart, out=dropped, where=np.isfinite(toward))
+  number_of_bits = 13 if half == "float16" else 16
+  noise = (random >> np.uint32(32 - number_of_bits)) / 2.0**number_of_bits
+  found = np.where(noise + dropped >= 1, away, toward)
+  found = np.where(np.isfinite(found), found, nearest(exact, half).astype(np.float64))
+  if half == "float16":
+    units = wide * 2.0**24
+    share = (units - np.floor(units)).astype(np.float32)
+    up = (random >> np.uint32(8)) / 2.0**24 < share
+    found = np.where(np.abs(wide) < 2.0**-14, (np.floor(units) + up) * 2.0**-24, found)
+  return found
+
+
+# To nearest.
+
+
+@BOTH
+@pytest.mark.parametrize("compiled", [True, False])
+def test_nearest_rounds_the_float32_sum_once(half, compiled):
+  apply = jax.jit(mpjax.apply_updates) if compiled else mpjax.apply_updates
+  exact = samples(half)
+  same(apply(zeros(exact, half), exact), nearest(exact, half))
+  params = np.random.default_rng(1).normal(size=2000).astype(half)
+  updates = (np.random.default_rng(2).normal(size=2000) * 1e-2).astype(np.float32)
+  same(apply(params, updates), (params.astype(np.float32) + updates).astype(half))
+
+
+@BOTH
+def test_weakly_typed_updates_are_not_added_in_half(half):
+  """Rounded to half before the sum, the update is exactly half a step, and a tie that goes down."""
+  step = float(jnp.finfo(half).eps)
+  update = jnp.full(4, step / 2 * (1 + 2.0**-12))
+  assert update.weak_type
+  params = jnp.ones(4, half)
+  assert optax.apply_updates(params, update).tolist() == [1.0] * 4, "as optax alone would have it"
+  assert mpjax.apply_updates(params, update).tolist() == [1.0 + step] * 4
+  # Rounded in half the sum would be 1 exactly, and no key could move it.
+  small = jnp.full(4000, step / 8)
+  moved = STOCHASTIC(jnp.ones(4000, half), small, key=KEY)
+  assert 300 < int(jnp.sum(moved > 1)) < 700
+
+
+# Stochastically.
+
+
+@BOTH
+@pytest.mark.parametrize("compiled", [True, False])
+def test_stochastic_rounding_on_the_same_random_bits(half, compiled):
+  exact = samples(half)
+  apply = jax.jit(STOCHASTIC) if compiled else STOCHASTIC
+  found = np.asarray(apply(zeros(exact, half), exact, key=KEY))
+  np.testing.assert_array_equal(found.astype(np.float64), rounded_by_hand(exact, half, KEY))
+  assert np.mean(found != nearest(exact, half)) > 0.1
+
+
+@BOTH
+def test_only_ever_one_of_the_two_neighbours(half):
+  exact = samples(half)
+  low, high = neighbours(exact, half)
+  overflows = np.isinf(nearest(exact, half).astype(np.float32))
+  apply = jax.jit(STOCHASTIC)
+  seen_low, seen_high = np.zeros(exact.shape, bool), np.zeros(exact.shape, bool)
+  for seed in range(20):
+    found = np.asarray(apply(zeros(exact, half), exact, key=jax.random.key(seed)))
+    assert np.all((found == low) | (found == high))
+    assert np.all(np.isfinite(found.astype(np.float32)) | overflows)
+    seen_low |= found == low
+    seen_high |= found == high
+  between = low != high
+  assert np.all((seen_low & seen_high)[~between])
+  assert np.mean((seen_low & seen_high)[between]) > 0.8, "both are reached"
+
+
+@BOTH
+@pytest.mark.parametrize("update", [-0.0, 0.0])
+def test_what_half_can_hold_stays(half, update):
+  """So a skipped step changes nothing: -0.0 stays where the update is -0.0, and inf and NaN too."""
+  numbers = every_number(half)
+  apply = jax.jit(STOCHASTIC)
+  found = apply(numbers, np.full(numbers.shape, update, np.float32), key=KEY)
+  positive_zero = numbers.view(np.uint16) * (numbers.view(np.uint16) != 0x8000)
+  same(found, numbers if math.copysign(1, update) < 0 else positive_zero.view(numbers.dtype))
+  # And exact sums: half a number and half a number.
+  wide = numbers.astype(np.float32)
+  normal = numbers[np.isfinite(wide) & (np.abs(wide) > 1e-3)]
+  halves = (normal.astype(np.float32) / 2).astype(half)
+  same(apply(halves, halves.astype(np.float32), key=KEY), normal)
+
+
+@BOTH
+def test_a_nan_of_any_payload_stays_one(half):
+  """Of all ones a carry would make -0.0."""
+  updates = np.asarray([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001] * 100, np.uint32).view(np.float32)
+  found = jax.jit(STOCHASTIC)(zeros(updates, half), updates, key=KEY)
+  assert np.all(np.isnan(np.asarray(found, np.float32)))
+
+
+def test_the_smallest_random_number_moves_nothing_that_half_can_hold():
+  """With this key the random number of one float16 subnormal number is exactly 0."""
+  key, position = jax.random.key(593), 3571
+  random = jax.random.bits(jax.random.fold_in(key, 0), (2**16,), jnp.uint32)
+  assert random[position] >> 8 == 0
+  subnormal = np.full(2**16, 3 * 2.0**-24, np.float16)
+  found = STOCHASTIC(subnormal, np.full(2**16, -0.0, np.float32), key=key)
+  assert bits(found) == bits(subnormal)
+
+
+MAGNITUDES = {
+  # 2^-14 is float16's smallest normal number, 2^-24 its smallest one at all.
+  "float16": [1.0003, 1000.1, 6.2e-5, 4.1e-5, 2.0e-6, 4e-8, 1e-9, 60001.0],
+  "bfloat16": [1.001, 1000.1, 3e-5, 2e-20, 3e30, 255.3],
+}
+
+
+@BOTH
+def test_unbiased(half):
+  """The mean of N roundings is within 6 standard errors: wrong once in 5e8, were it drawn anew.
+
+  A rounding to one of two neighbours s apart, up with probability f, has variance s^2 f (1 - f).
+  """
+  number = 100_000
+  exact = np.asarray([s * m for m in MAGNITUDES[half] for s in (1, -1)], np.float32)
+  low, high = (x.astype(np.float64) for x in neighbours(exact, half))
+  wide = exact.astype(np.float64)
+  assert np.all((low < wide) & (wide < high))
+  share = (wide - low) / (high - low)
+  params = np.zeros((len(exact), number), jnp.dtype(half))
+  updates = np.repeat(exact[:, None], number, axis=1)
+  found = np.asarray(jax.jit(STOCHASTIC)(params, updates, key=KEY), np.float64)
+  up = (found - low[:, None]) / (high - low)[:, None]
+  assert set(np.unique(up)) == {0.0, 1.0}
+  bound = 6 * np.sqrt(share * (1 - share) / number)
+  wrong = np.abs(np.mean(up, 1) - share)
+  assert np.all(wrong <= bound), wrong / bound
+  # Nearest is not, in this test.
+  up = (nearest(exact, half).astype(np.float64) - low) / (high - low)
+  assert np.all(np.abs(up - share) > bound)
+
+
+@BOTH
+def test_unbiased_over_keys(half):
+  """One parameter, a new key for each of 20000 roundings; 6 standard errors again."""
+  number = 20_000
+  params, update = jnp.ones((), half), jnp.asarray(1e-4, jnp.float32)
+  keys = jax.random.split(KEY, number)
+  found = jax.jit(jax.vmap(lambda key: STOCHASTIC(params, update, key=key)))(keys)
+  eps = float(jnp.finfo(half).eps)
+  share = float(np.float32(1) + np.float32(1e-4) - 1) / eps
+  up = (np.asarray(found, np.float64) - 1) / eps
+  assert set(up) == {0.0, 1.0}
+  assert abs(np.mean(up) - share) <= 6 * math.sqrt(share * (1 - share) / number)
+
+
+def test_reproducible_per_key_and_different_between_keys_and_leaves():
+  params = {"a": jnp.ones(512, "float16"), "b": jnp.ones(512, "float16")}
+  params |= {"c": jnp.ones(512, "bfloat16")}
+  updates = {"a": 2.0**-11, "b": 2.0**-11, "c": 2.0**-8}
+  updates = {name: jnp.full(512, value, jnp.float32) for name, value in updates.items()}
+  apply = jax.jit(STOCHASTIC)
+  first = apply(params, updates, key=KEY)
+  assert bits(apply(params, updates, key=KEY)) == bits(first)
+  assert bits(STOCHASTIC(params, updates, key=KEY)) == bits(first), "outside of jit"
+  assert bits(apply(params, updates, key=jax.random.key_data(KEY))) == bits(first), "a raw key"
+  other = apply(params, updates, key=jax.random.fold_in(KEY, 1))
+  ups = {name: np.asarray(x) > 1 for name, x in first.items()}
+  for name in params:
+    # 512 fair coins agree in 256 +- 11.3; 6 standard deviations are 68.
+    assert abs(np.sum(ups[name]) - 256) < 68
+    assert abs(np.sum(ups[name] == (np.asarray(other[name]) > 1)) - 256) < 68
+  for one, two in (("a", "b"), ("a", "c")):
+    assert abs(np.sum(ups[one] == ups[two]) - 256) < 68
+
+
+@BOTH
+def test_vmap_is_each_member_by_itself(half):
+  params = jnp.ones((3, 40), half)
+  updates = jnp.full((3, 40), 1e-3, jnp.float32)
+  keys = jax.random.split(KEY, 3)
+
+  def apply(params, updates, key):
+    return STOCHASTIC(params, updates, key=key)
+
+  alone = jax.jit(apply)
+  together = jax.jit(jax.vmap(apply))(params, updates, keys)
+  shared = jax.jit(jax.vmap(apply, in_axes=(0, 0, None)))(params, updates, KEY)
+  for i in range(3):
+    assert bits(together[i]) == bits(alone(params[i], updates[i], keys[i]))
+    assert bits(shared[i]) == bits(alone(params[i], updates[i], KEY))
+
+
+@BOTH
+def test_the_compiler_does_not_fold_it_away(half):
+  """The bits are those of the uncompiled rounding, whatever stands before and after it.
+
+  A compiler that sees a cast to half and back may drop both, but it cannot see through an addition
+  of integers to the bits of a number, which therefore stands in the compiled program.
+  """
+  rng = np.random.default_rng(4)
+  params = rng.normal(size=4096).astype(half)
+  updates = (rng.normal(size=4096) * 1e-3).astype(np.float32)
+  total = params.astype(np.float32) + updates
+  exact = rounded_by_hand(total, half, KEY).astype(half)
+  assert np.mean(exact != nearest(total, half)) > 0.01
+
+  def surrounded(params, updates, key):
+    rounded = STOCHASTIC(params, updates * 2 * 0.5, key=key)
+    wide = rounded.astype(jnp.float32)
+    return rounded, wide, wide * 4 - wide * 3
+
+  compiled = jax.jit(surrounded).lower(params, updates, KEY).compile()
+  rounded, wide, same_again = compiled(params, updates, KEY)
+  same(rounded, exact)
+  same(wide, exact.astype(np.float32))
+  same(same_again, exact.astype(np.float32))
+  text = compiled.as_text()
+  assert "u32[4096]{0} bitcast-convert(" in text
+  additions = [
+    line
+    for line in text.splitlines()
+    if "u32[4096]{0} add(" in line and "bitcast" in line.partition(" add(")[2]
+  ]
+  assert additions, "no integer is added to the bits of the sum"
+
+
+@functools.cache
+def on_one_device():
+  params = {"w": jnp.ones((8, 16), "float16"), "b": jnp.linspace(-1, 1, 8).astype("bfloat16")}
+  updates = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3, jnp.float32), params)
+  expected = jax.jit(STOCHASTIC)(params, updates, key=KEY)
+  assert bits(expected) != bits(mpjax.apply_updates(params, updates)), "nearest"
+  return params, updates, expected
+
+
+@pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked", "replicated", "sharded"])
+def test_equal_on_every_device(how, devices):
+  """Replicated parameters stay so, and sharded ones are those of a single device, to the bit."""
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+  params, updates, expected = on_one_device()
+  if how.startswith("shard_map"):
+    apply = jax.shard_map(
+      lambda p, u, key: STOCHASTIC(p, u, key=key),
+      mesh=mesh,
+      in_specs=jax.P(),
+      out_specs=jax.P(),
+      check_vma=how == "shard_map",
+    )
+    found = jax.jit(apply)(params, updates, KEY)
+  else:
+    spec = jax.P("data") if how == "sharded" else jax.P()
+    placed = jax.device_put((params, updates), jax.NamedSharding(mesh, spec))
+    found = jax.jit(STOCHASTIC)(*placed, key=KEY)
+    assert found["w"].sharding == placed[0]["w"].sharding
+  for name, x in found.items():
+    whole = np.asarray(expected[name])
+    assert len(x.addressable_shards) == 4
+    for shard in x.addressable_shards:
+      same(shard.data, whole[shard.index])
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_what_is_not_half_is_added_to_as_by_optax(rounding):
+  rng = np.random.default_rng(5)
+  params = {"w": jnp.asarray(rng.normal(size=100), jnp.float32), "none": None}
+  params |= {"z": jnp.asarray(rng.normal(size=3) * (1 + 2j), jnp.complex64), "n": jnp.arange(3)}
+  updates = {"w": jnp.full(100, 1e-7), "none": None, "z": params["z"] / 3, "n": jnp.ones(3, int)}
+  key = KEY if rounding == "stochastic" else None
+  found = mpjax.apply_updates(params, updates, rounding=rounding, key=key)
+  expected = optax.apply_updates(params, updates)
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  assert bits(found) == bits(expected)
+
+
+# From a master.
 
 
 @BOTH
@@ -70,3 +394,104 @@ def test_from_a_master_with_holes():
   # What is float32 is its own master.
   own = mpjax.apply_updates(jnp.ones(2), jnp.ones(2), master=jnp.full(2, 9.0))
   assert own.tolist() == [2, 2]
+
+
+# Refusals.
+
+
+PARAMS = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}
+
+
+@pytest.mark.parametrize(
+  ("updates", "got"),
+  [
+    ({"w": jnp.ones(2)}, "nothing at ['b']"),
+    ({"w": jnp.ones(2), "b": jnp.ones(3), "c": 1.0}, "an extra leaf at ['c']"),
+    ({"w": jnp.ones(3), "b": jnp.ones(3)}, "shape [3] for shape [2] at ['w']"),
+    ({"w": jnp.ones(()), "b": jnp.ones(3)}, "shape [] for shape [2] at ['w']"),
+    ({"w": None, "b": jnp.ones(3)}, "None for shape [2] at ['w']"),
+    ((jnp.ones(2), jnp.ones(3)), "nothing at ['b']"),
+    (None, "nothing at ['b']"),
+  ],
+)
+@pytest.mark.parametrize("how", ["nearest", "stochastic", "master"])
+def test_updates_of_another_tree(updates, got, how):
+  arguments = {
+    "nearest": {},
+    "stochastic": {"rounding": "stochastic", "key": KEY},
+    "master": {"master": PARAMS},
+  }[how]
+  with pytest.raises(ValueError) as error:
+    mpjax.apply_updates(PARAMS, updates, **arguments)
+  check_error(
+    error,
+    where="mpjax.apply_updates(updates)",
+    expected="updates like the parameters",
+    got=got,
+    fix="what tx.update returned",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize(
+  ("master", "got"),
+  [
+    ({"w": jnp.ones(3), "b": None}, "shape [3] for shape [2] at ['w']"),
+    ({"w": jnp.ones(2)}, "b"),
+    ({"w": jnp.ones(2), "v": None}, "v"),
+    ([jnp.ones(2), None], "list"),
+    (jnp.ones(2), "leaf"),
+  ],
+)
+def test_a_master_of_another_tree(master, got):
+  updates = {"w": jnp.ones(2), "b": jnp.ones(3)}
+  with pytest.raises(ValueError) as error:
+    mpjax.apply_updates(PARAMS, updates, master=master)
+  check_error(
+    error,
+    where="mpjax.apply_updates(master)",
+    expected="a tree like the parameters, with None where there is no master",
+    got=got,
+    fix="mpjax.master_params(opt_state)",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize(
+  ("arguments", "where", "expected", "got", "fix"),
+  [
+    (
+      {"rounding": "stochastik", "key": KEY},
+      "(rounding)",
+      "'nearest' or 'stochastic'",
+      "'stochastik'",
+      "Did you mean 'stochastic'",
+    ),
+    ({"rounding": None}, "(rounding)", "'nearest' or 'stochastic'", "None", "Did you mean"),
+    (
+      {"rounding": "stochastic"},
+      "(rounding='stochastic', key)",
+      "a PRNG key",
+      "None",
+      "jax.random.fold_in(key, step)",
+    ),
+    ({"key": KEY}, "(rounding='nearest', key)", "no key", "one", "rounding='stochastic'"),
+    (
+      {"rounding": "stochastic", "key": KEY, "master": PARAMS},
+      "(rounding='stochastic', master)",
+      "no master",
+      "one",
+      "one of the two",
+    ),
+  ],
+)
+def test_arguments_that_contradict_each_other(arguments, where, expected, got, fix):
+
+  def call(params):
+    return mpjax.apply_updates(params, params, **arguments)
+
+  for apply in (call, jax.jit(call)):
+    with pytest.raises(ValueError) as error:
+      apply(PARAMS)
+    where_ = f"mpjax.apply_updates{where}"
+    check_error(error, where=where_, expected=expected, got=got, fix=fix, builtin=ValueError)
