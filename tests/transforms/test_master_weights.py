@@ -1,16 +1,495 @@
 """The float32 copy of half parameters: its rule, where it is found, how it is set, refusals."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._master_weights import MasterWeightsState, adopt_masters
+from mpjax.transforms._master_weights import MasterWeightsState, adopt_masters, reach_masters
 from tests.errors import check_error
+from tests.programs import bits
+
+HALF = ["float16", "bfloat16"]
+BOTH = pytest.mark.parametrize("half", HALF)
+F32 = np.float32
+
+
+def apply_from_master(params, updates, state):
+  return mpjax.apply_updates(params, updates, master=mpjax.master_params(state))
+
+
+def mixed():
+  """Both half types, and a float32 leaf, which has no master."""
+  values = np.random.default_rng(0).normal(size=(3, 50))
+  return {
+    name: jnp.asarray(x, name)
+    for name, x in zip([*HALF, "float32"], values.astype(F32), strict=True)
+  }
+
+
+@pytest.mark.case("I16")
+def test_state_holds_float32_for_half_and_nothing_for_float32():
+  params = mixed()
+  state = mpjax.master_weights(optax.adam(1e-3)).init(params)
+  assert state.master["float32"] is None
+  for half in HALF:
+    assert state.master[half].dtype == F32
+    np.testing.assert_array_equal(state.master[half], np.asarray(params[half], F32))
+  moments = state.inner_state[0]
+  assert {x.dtype.name for x in jax.tree.leaves((moments.mu, moments.nu))} == {"float32"}
+  # 2 masters and 2 x 3 moments of 50, and a count.
+  assert sorted(x.nbytes for x in jax.tree.leaves(state)) == [4] + [200] * 8
+
+
+@pytest.mark.case("I16", "A67")
+def test_parameters_are_the_rounded_master_and_the_master_is_a_float32_run():
+  """Outside of jit, where each operation rounds by itself: NumPy has the same numbers."""
+  tx = mpjax.master_weights(optax.sgd(0.01, momentum=0.9))
+  params = mixed()
+  state = tx.init(params)
+  by_optax = params
+  master = {name: np.asarray(x, F32) for name, x in params.items()}
+  trace = {name: np.zeros(50, F32) for name in params}
+  rng = np.random.default_rng(1)
+  for _ in range(20):
+    grads = {name: jnp.asarray(rng.normal(size=50), x.dtype) for name, x in params.items()}
+    updates, state = tx.update(grads, state, params)
+    assert {u.dtype.name for u in updates.values()} == {"float32"}
+    params = apply_from_master(params, updates, state)
+    by_optax = optax.apply_updates(by_optax, updates)
+    for name, g in grads.items():
+      trace[name] = np.asarray(g, F32) + F32(0.9) * trace[name]
+      master[name] = master[name] + F32(-0.01) * trace[name]
+      expected = master[name].astype(params[name].dtype)
+      assert params[name].dtype == name
+      assert bits(params[name]) == bits(expected)
+      assert bits(by_optax[name]) == bits(expected)
+      if name in HALF:
+        assert bits(state.master[name]) == bits(master[name])
+
+
+@pytest.mark.case("B103", "B115")
+@BOTH
+def test_updates_too_small_for_half_add_up(half):
+  """1e-4 is less than half a step of half numbers around 1: alone it is lost, here it is not."""
+  params = jnp.ones(3, half)
+  lost = optax.apply_updates(params, jnp.full(3, -1e-4, jnp.float32))
+  assert lost.tolist() == [1, 1, 1]
+  tx = mpjax.master_weights(optax.sgd(1e-4))
+  state, master = tx.init(params), np.ones(3, F32)
+  update = jax.jit(tx.update)
+  moved = []
+  for _ in range(60):
+    updates, state = update(jnp.ones(3, half), state, params)
+    params = apply_from_master(params, updates, state)
+    master = master + F32(-1e-4)
+    assert bits(mpjax.master_params(state)) == bits(master)
+    moved.append(float(params[0]))
+  assert bits(params) == bits(master.astype(half))
+  assert moved[0] == 1
+  assert moved[-1] < 1
+
+
+@pytest.mark.case("B115")
+@BOTH
+def test_weight_decay_acts_on_the_master(half):
+  """With 1e-3 and 0.1 it takes 1e-4 of a weight: nothing in half, and 0 of a small float16."""
+  params = jnp.asarray([1.0, 6e-5, -3.0], half)
+  inner = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-3))
+  tx = mpjax.master_weights(inner)
+  state, plain_state = tx.init(params), inner.init(params)
+  start = params
+  plain, master = params, np.asarray(params, F32)
+  zero = jnp.zeros(3, half)
+  for _ in range(100):
+    updates, state = tx.update(zero, state, params)
+    params = apply_from_master(params, updates, state)
+    updates, plain_state = inner.update(zero, plain_state, plain)
+    plain = optax.apply_updates(plain, updates)
+    master = master + F32(-1e-3) * (F32(0.1) * master)
+  assert bits(plain) == bits(start), "without masters nothing moves"
+  assert bits(mpjax.master_params(state)) == bits(master)
+  assert bits(params) == bits(master.astype(half))
+  np.testing.assert_allclose(master, np.asarray(start, F32) * (1 - 1e-4) ** 100, rtol=1e-5)
+  assert np.all(np.asarray(params != start))
+
+
+@pytest.mark.parametrize(
+  ("half", "far"), [("float16", [60000.0, 2.0**-24]), ("bfloat16", [1e8, 1.0])]
+)
+def test_a_value_that_a_float32_sum_cannot_reach_follows_on_the_next_step(half, far):
+  """From 60000 to 2^-24 takes 40 bits. What is left is reached from 0, where the sum ended."""
+  old, goal = far
+  params = jnp.asarray([old], half)
+  tx = mpjax.master_weights(optax.sgd(1.0))
+  state = mpjax.set_master_params(tx.init(params), jnp.asarray([goal]))
+  updates, state = tx.update(jnp.zeros(1), state, params)
+  assert optax.apply_updates(params, updates).tolist() == [0.0]
+  assert apply_from_master(params, updates, state).tolist() == [goal]
+  behind = jnp.zeros(1, half)
+  updates, state = tx.update(jnp.zeros(1), state, behind)
+  assert optax.apply_updates(behind, updates).tolist() == [goal]
+
+
+@BOTH
+def test_the_sign_of_zero_is_the_masters_only_by_our_own_function(half):
+  params = jnp.asarray([0.0, -0.0, 0.0, -0.0], half)
+  tx = mpjax.master_weights(optax.identity())
+  state = mpjax.set_master_params(tx.init(params), jnp.asarray([-0.0, 0.0, 0.0, -0.0]))
+  updates, state = tx.update(jnp.full(4, -0.0), state, params)
+  assert np.signbit(optax.apply_updates(params, updates)).tolist() == [False, True, False, True]
+  ours = apply_from_master(params, updates, state)
+  assert np.signbit(ours).tolist() == [True, False, False, True]
+  assert not np.any(ours)
+
+
+@BOTH
+def test_updates_that_change_nothing_are_minus_zero(half):
+  """Also where the master moved, but not far enough for another half number."""
+  params = jnp.asarray([1.0, -0.0, 0.0, 2.0], half)
+  tx = mpjax.master_weights(optax.sgd(1.0))
+  updates, state = tx.update(jnp.asarray([1e-6, 0, 0, 0], half), tx.init(params), params)
+  assert not np.any(updates)
+  assert np.all(np.signbit(updates))
+  assert bits(optax.apply_updates(params, updates)) == bits(params)
+  assert mpjax.master_params(state)[0] < 1
+
+
+def test_inner_reads_masters_and_gets_extra_arguments():
+  seen = []
+
+  def spy(updates, state, params=None, **extra_args):
+    seen.append((updates, params, extra_args))
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), spy)
+  params = {"h": jnp.ones(1, jnp.bfloat16), "w": jnp.ones(1), "none": None}
+  tx = mpjax.master_weights(inner)
+  state = mpjax.set_master_params(tx.init(params), {"h": 1.001 * jnp.ones(1), "w": 5.0, "none": 0})
+  tx.update({"h": params["h"], "w": params["w"], "none": None}, state, params, value=3)
+  ((updates, trained, extra_args),) = seen
+  assert jax.tree.map(lambda x: x.dtype.name, updates) == {"h": "float32", "w": "float32"} | {
+    "none": None
+  }
+  assert trained["h"] == F32(1.001)
+  assert trained["w"] == 1, "float32 is its own master"
+  assert trained["none"] is None
+  assert extra_args == {"value": 3}
+
+
+def test_python_numbers_in_the_state_of_inner_are_strong_from_the_start():
+  inner = optax.GradientTransformation(
+    lambda params: {"rate": 0.5, "count": 0},
+    lambda u, s, p=None: (u, s | {"count": s["count"] + jnp.int32(1)}),
+  )
+  tx = mpjax.master_weights(inner)
+  params = jnp.ones(1, jnp.float16)
+  state = tx.init(params)
+  _, new = tx.update(params, state, params)
+  assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+
+
+def test_a_missing_gradient_is_a_zero():
+  params = {"a": jnp.ones(1, jnp.float16), "b": jnp.ones(1)}
+  tx = mpjax.master_weights(optax.sgd(1.0))
+  updates, state = tx.update({"a": None, "b": None}, tx.init(params), params)
+  assert bits(optax.apply_updates(params, updates)) == bits(params)
+  assert mpjax.master_params(state)["a"] == 1
+
+
+# Finding and setting.
+
+
+def test_master_params_with_and_without_parameters():
+  params = mixed() | {"none": None}
+  state = optax.chain(optax.clip(1.0), mpjax.master_weights(optax.adam(1e-3))).init(params)
+  found = mpjax.master_params(state)
+  assert found["float32"] is None
+  assert found["none"] is None
+  whole = mpjax.master_params({"train": state}, params)
+  assert whole["float32"] is params["float32"]
+  assert {x.dtype.name for x in jax.tree.leaves(whole)} == {"float32"}
+  assert jax.tree.structure(whole) == jax.tree.structure(params)
+  for half in HALF:
+    assert whole[half] is found[half]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_two_masters_of_two_branches_are_merged(scaled):
+  params = {"a": {"x": jnp.ones(2, jnp.float16), "y": jnp.ones(1)}, "b": jnp.zeros(3, jnp.bfloat16)}
+  labels = {"a": "slow", "b": "fast"}
+  tx = optax.multi_transform(
+    {
+      "slow": mpjax.master_weights(optax.sgd(1e-5)),
+      "fast": mpjax.master_weights(optax.adam(0.1)),
+    },
+    labels,
+  )
+  if scaled:
+    tx = mpjax.loss_scaling(tx, mpjax.StaticLossScale(1))
+  state = tx.init(params)
+  grads = jax.tree.map(jnp.ones_like, params)
+  updates, state = tx.update(grads, state, params)
+  found = mpjax.master_params(state)
+  assert jax.tree.map(lambda x: x.dtype.name, found) == {
+    "a": {"x": "float32", "y": None},
+    "b": "float32",
+  }
+  np.testing.assert_array_equal(found["a"]["x"], F32(1) - F32(1e-5))
+  new = apply_from_master(params, updates, state)
+  assert bits((new["a"]["x"], new["b"])) == bits(
+    (np.ones(2, np.float16), np.asarray(found["b"]).astype(jnp.bfloat16))
+  )
+  np.testing.assert_array_equal(new["a"]["y"], F32(1) - F32(1e-5))
+  whole = mpjax.master_params(state, new)
+  assert whole["a"]["y"] is new["a"]["y"]
+
+
+def test_masked_masters_leave_the_rest_alone():
+  params = {"w": jnp.ones(2, jnp.bfloat16), "rest": {"h": jnp.ones(1, jnp.bfloat16)}}
+  tx = optax.masked(mpjax.master_weights(optax.sgd(1e-3)), {"w": True, "rest": False})
+  state = tx.init(params)
+  grads = jax.tree.map(jnp.ones_like, params)
+  updates, state = tx.update(grads, state, params)
+  found = mpjax.master_params(state)
+  assert found["rest"] is None, "one hole for the whole subtree"
+  new = apply_from_master(params, updates, state)
+  assert new["w"].tolist() == [1, 1]
+  assert new["rest"]["h"] == 2, "optax hands the gradient on where it is masked"
+  assert mpjax.master_params(state, params)["rest"] is params["rest"]
+  assert bits(mpjax.set_master_params(state, params).inner_state.master["w"]) == bits(
+    np.ones(2, F32)
+  )
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALF, "numpy"])
+def test_set_master_params_starts_from_what_is_given(dtype):
+  values = np.asarray([1.001, -2.0003, 3e-9], F32)
+  given = {"w": values if dtype == "numpy" else jnp.asarray(values, dtype), "b": np.ones(1)}
+  params = {"w": jnp.zeros(3, jnp.float16), "b": jnp.ones(1)}
+  old = mpjax.master_weights(optax.adam(1e-3)).init(params)
+  new = mpjax.set_master_params(old, given)
+  assert bits(new.master["w"]) == bits(np.asarray(given["w"]).astype(F32))
+  assert new.master["b"] is None
+  assert not np.any(old.master["w"]), "the old state is not changed"
+  assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, old)
+  assert new.inner_state is not None
+  assert bits(new.inner_state) == bits(old.inner_state)
+
+
+@pytest.mark.case("B133", "B134")
+def test_a_master_is_never_the_array_that_it_was_made_from():
+  """So both may be donated, together too; and no step deletes the parameters of another tree."""
+  source = {"w": jnp.asarray([1.001, 2.002])}
+  params = mpjax.Policy.parse("float16").cast_to_param(source)
+  tx = mpjax.master_weights(optax.sgd(1e-3))
+  state = mpjax.set_master_params(tx.init(params), source)
+  start = np.asarray(source["w"])
+
+  def step(params, state, source):
+    updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    return apply_from_master(params, updates, state), state, jax.tree.map(lambda x: x + 1, source)
+
+  donating = jax.jit(step, donate_argnums=(0, 1, 2))
+  for i in range(1, 3):
+    params, state, source = donating(params, state, source)
+    np.testing.assert_array_equal(source["w"], start + i)
+  master = start + F32(-1e-3) + F32(-1e-3)
+  assert bits(state.master["w"]) == bits(master)
+  assert bits(params["w"]) == bits(master.astype(np.float16))
+  # Nor does init take a float32 array of the parameters for its own.
+  params = {"w": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
+  state = tx.init(params)
+  donated = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(state)
+  assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+  assert donated.master["w"].tolist() == [2, 2]
+
+
+def test_set_master_params_keeps_placement_and_works_under_jit(devices):
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+  sharded = jax.NamedSharding(mesh, jax.P("data"))
+  params = jax.device_put(jnp.ones(8, jnp.bfloat16), sharded)
+  state = mpjax.master_weights(optax.adam(1e-3)).init(params)
+  assert state.master.sharding == sharded
+  new = mpjax.set_master_params(state, np.full(8, 1.001))
+  assert new.master.sharding == sharded
+  np.testing.assert_array_equal(new.master, F32(1.001))
+  loose = mpjax.master_weights(optax.adam(1e-3)).init(jnp.ones(8, jnp.bfloat16))
+  assert not mpjax.set_master_params(loose, jnp.ones(8)).master.committed
+  jitted = jax.jit(mpjax.set_master_params)(loose, jnp.full(8, 1.001))
+  np.testing.assert_array_equal(jitted.master, F32(1.001))
+
+
+def test_adopting_and_reaching_by_hand():
+  """What a wrapper that shows float32 to master_weights does for it, before and after."""
+  params = {"h": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(1), "masked": optax.MaskedNode()}
+  hidden = MasterWeightsState({"h": None, "w": None, "masked": optax.MaskedNode()}, ())
+  adopted = adopt_masters(params, {"any": [hidden]}, "test")["any"][0]
+  assert adopted.master["h"].dtype == F32
+  assert adopted.master["w"] is None
+  assert adopted.master["masked"] == optax.MaskedNode()
+  moved = adopted._replace(master=adopted.master | {"h": jnp.asarray([1.0, 1.5])})
+  updates = {"h": jnp.full(2, 9.0), "w": jnp.full(1, 9.0), "masked": optax.MaskedNode()}
+  found = reach_masters(params, updates, [moved])
+  assert found["h"].tolist() == [0.0, 0.5]
+  assert np.signbit(found["h"][0])
+  assert found["w"] is updates["w"]
+
+
+# Refusals.
+
+FUNCTIONS = {
+  "mpjax.master_params": mpjax.master_params,
+  "mpjax.set_master_params": mpjax.set_master_params,
+}
 
 
 def refusing_trees(half):
   return {"w": jnp.ones(2, half), "b": jnp.ones(1)}
+
+
+@pytest.mark.parametrize("inner", [optax.adam, None, 1e-3, optax.MultiSteps(optax.sgd(0.1), 2)])
+def test_what_is_no_optimizer(inner):
+  with pytest.raises(TypeError) as error:
+    mpjax.master_weights(inner)
+  check_error(
+    error,
+    where="mpjax.master_weights(inner)",
+    expected="an optax.GradientTransformation",
+    got=f"a {type(inner).__name__}",
+    fix="gradient_transformation()",
+    builtin=TypeError,
+  )
+
+
+@BOTH
+def test_update_needs_parameters(half):
+  tx = mpjax.master_weights(optax.sgd(0.1))
+  params = refusing_trees(half)
+  with pytest.raises(ValueError) as error:
+    tx.update(params, tx.init(params))
+  check_error(
+    error,
+    where="mpjax.master_weights(inner).update(params)",
+    expected="the third argument",
+    got="None",
+    fix="tx.update(grads, opt_state, params)",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize(
+  ("grads", "got"),
+  [
+    ({"w": jnp.ones(2)}, "nothing at ['b']"),
+    ({"w": jnp.ones(3), "b": jnp.ones(1)}, "shape [3] for shape [2] at ['w']"),
+    ({"w": jnp.arange(2), "b": jnp.ones(1)}, "int32 for float16 at ['w']"),
+    ([jnp.ones(2), jnp.ones(1)], "nothing at ['b']"),
+  ],
+)
+def test_gradients_of_another_tree(grads, got):
+  tx = mpjax.master_weights(optax.sgd(0.1))
+  params = refusing_trees("float16")
+  with pytest.raises(ValueError) as error:
+    tx.update(grads, tx.init(params), params)
+  check_error(
+    error,
+    where="mpjax.master_weights(inner).update(updates)",
+    expected="the leaves of params",
+    got=got,
+    fix="the very tree that is passed as params",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize("state", [None, (), optax.sgd(0.1).init(jnp.ones(1))])
+def test_a_state_of_something_else(state):
+  tx = mpjax.master_weights(optax.sgd(0.1))
+  with pytest.raises(TypeError) as error:
+    tx.update(jnp.ones(1), state, jnp.ones(1))
+  check_error(
+    error,
+    where="mpjax.master_weights(inner).update(state)",
+    expected="the state that init made",
+    got=f"a {type(state).__name__}",
+    fix="tx.init(params)",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("call", FUNCTIONS)
+@pytest.mark.parametrize("state", [None, optax.adam(0.1).init(jnp.ones(1))])
+def test_a_state_without_masters(call, state):
+  arguments = (state,) if call == "mpjax.master_params" else (state, jnp.ones(1))
+  with pytest.raises(TypeError) as error:
+    FUNCTIONS[call](*arguments)
+  check_error(
+    error,
+    where=f"{call}(opt_state)",
+    expected="an optimizer with mpjax.master_weights",
+    got=f"a {type(state).__name__} without masters",
+    fix="tx = mpjax.master_weights(tx)",
+    builtin=TypeError,
+  )
+
+
+def test_two_masters_for_one_parameter():
+  params = refusing_trees("float16")
+  tx = optax.chain(mpjax.master_weights(optax.sgd(0.1)), mpjax.master_weights(optax.sgd(0.1)))
+  with pytest.raises(ValueError) as error:
+    mpjax.master_params(tx.init(params))
+  check_error(
+    error,
+    where="mpjax.master_params(opt_state)",
+    expected="masters of separate parts",
+    got="two for the same part",
+    fix="optax.multi_transform",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize(
+  "params", [jnp.ones(2), {"w": jnp.ones(2)}, {"v": jnp.ones(2), "b": jnp.ones(1)}, [1, 2]]
+)
+@pytest.mark.parametrize("call", FUNCTIONS)
+def test_parameters_of_another_tree(params, call):
+  state = mpjax.master_weights(optax.sgd(0.1)).init(refusing_trees("float16"))
+  with pytest.raises(ValueError) as error:
+    FUNCTIONS[call](state, params)
+  check_error(
+    error,
+    where=f"{call}(params)",
+    expected="the tree that",
+    got="another one",
+    fix="Pass the",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize(
+  ("w", "got"),
+  [
+    (jnp.ones(3), "float32[3] for float32[2] at ['w']"),
+    (jnp.ones(()), "float32[] for float32[2] at ['w']"),
+    (jnp.arange(2), "int32[2] for float32[2] at ['w']"),
+    (np.ones((2, 1), np.int64), "for float32[2] at ['w']"),
+    (1.0, "float32[] for float32[2] at ['w']"),
+  ],
+)
+def test_masters_of_another_shape_or_kind(w, got):
+  state = mpjax.master_weights(optax.sgd(0.1)).init(refusing_trees("float16"))
+  with pytest.raises(ValueError) as error:
+    mpjax.set_master_params(state, {"w": w, "b": jnp.ones(1)})
+  check_error(
+    error,
+    where="mpjax.set_master_params(params)",
+    expected="floating arrays in the shapes of the masters",
+    got=got,
+    fix="the float32 parameters of the same model",
+    builtin=ValueError,
+  )
 
 
 @pytest.mark.parametrize("wrap", [mpjax.loss_scaling, lambda inner: mpjax.accumulate(inner, 2)])
