@@ -1,6 +1,7 @@
 """Train a convolutional network with batch normalisation on handwritten digits, in any precision.
 
   python examples/digits.py mixed_float16
+  python examples/digits.py mixed_bfloat16 --norm group --devices 4 --accumulate 2
 
 The lines marked 1 to 3 are all that mixed precision adds to this training script; the network, the
 optimizer and the loss are what they were. Line 4 keeps skipped steps out of the batch statistics,
@@ -13,6 +14,9 @@ which no optimizer holds. What each of them does, you would otherwise do by hand
      and optimizer state; growth and backoff of the scale
   3  the loss in float32, times the scale, inside of the function that is differentiated
   4  the same choice between new and old for the batch statistics
+
+On several devices the step is the same: arrays say where they are, and XLA divides the work (5).
+`--accumulate` cuts each batch into parts that are run one after the other, for one update (6).
 """
 
 import argparse
@@ -42,14 +46,24 @@ LOSS_SCALES = {
 
 
 class Network(nn.Module):
-  """Three convolutions, and not a word about precision."""
+  """Three convolutions, and not a word about precision.
+
+  With `norm="group"` every image is normalised by itself, so that it does not matter which others
+  are in its batch.
+  """
+
+  norm: str = "batch"
 
   @nn.compact
   def __call__(self, images, train):
     x = images
     for features in (16, 32, 64):
       x = nn.Conv(features, (3, 3), use_bias=False)(x)
-      x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+      if self.norm == "batch":
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+      else:
+        x = nn.GroupNorm(num_groups=8)(x)
+      x = nn.relu(x)
       x = nn.max_pool(x, (2, 2), strides=(2, 2))
     return nn.Dense(10)(x.reshape(len(x), -1))
 
@@ -72,19 +86,24 @@ class Training(NamedTuple):
   loss_fn: Callable[..., Any]  # (params, batch_stats, images, labels) -> loss, new batch_stats
   step: Callable[..., Any]  # (state, images, labels) -> new state, loss
   predict: Callable[..., Any]  # (state, images) -> labels
+  shard: Callable[..., Any]  # puts a batch onto the devices
 
 
-def prepare(policy, loss_scale, steps=STEPS):
-  """Returns the training of `NETWORK` under a policy."""
-  model = mpjax.linen.with_policy(NETWORK, policy)  # 1
+def prepare(policy, loss_scale, steps=STEPS, network=NETWORK, devices=1, accumulate=1):
+  """Returns the training of a network under a policy, on some devices."""
+  model = mpjax.linen.with_policy(network, policy)  # 1
   tx = optax.adamw(optax.cosine_decay_schedule(3e-3, steps), weight_decay=1e-2)
+  if accumulate > 1:
+    tx = mpjax.accumulate(tx, accumulate)  # 6
   tx = mpjax.loss_scaling(tx, loss_scale)  # 2
+  mesh = jax.make_mesh((devices,), ("data",), (jax.sharding.AxisType.Auto,))  # 5
+  replicated, by_rows = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
 
   def loss_fn(params, batch_stats, images, labels):
     variables = {"params": params, "batch_stats": batch_stats}
     logits, new = model.apply(variables, images, train=True, mutable=["batch_stats"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return losses.mean(), new["batch_stats"]
+    return losses.mean(), new.get("batch_stats", {})
 
   @jax.jit
   def step(state, images, labels):
@@ -103,8 +122,10 @@ def prepare(policy, loss_scale, steps=STEPS):
     return model.apply(variables, images, train=False).argmax(-1)
 
   variables = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)), train=False)
-  params, batch_stats = variables["params"], variables["batch_stats"]
-  return Training(State(params, batch_stats, tx.init(params)), loss_fn, step, predict)
+  variables = jax.device_put(variables, replicated)
+  params, batch_stats = variables["params"], variables.get("batch_stats", {})
+  state = State(params, batch_stats, tx.init(params))
+  return Training(state, loss_fn, step, predict, lambda batch: jax.device_put(batch, by_rows))
 
 
 class Data(NamedTuple):
@@ -126,12 +147,12 @@ def load_data():
   return Data(train, parts[2]), Data(test, parts[3])
 
 
-def batches(data, steps):
-  """Yields random batches of images and labels, the same ones in every run."""
+def batches(data, steps, parts=1):
+  """Yields random batches of images and labels, the same ones in every run, cut into parts."""
   rng = np.random.default_rng(0)
   for _ in range(steps):
-    chosen = rng.choice(len(data.labels), BATCH, replace=False)
-    yield data.images[chosen], data.labels[chosen]
+    for chosen in np.split(rng.choice(len(data.labels), BATCH, replace=False), parts):
+      yield data.images[chosen], data.labels[chosen]
 
 
 class Result(NamedTuple):
@@ -144,26 +165,44 @@ class Result(NamedTuple):
   state: State  # after the last step
 
 
-def main(policy="mixed_float16", steps=STEPS, on_step: Callable[[], Any] = lambda: None):
-  """Trains under a policy, calls `on_step` after each step, and returns the result."""
+def main(
+  policy="mixed_float16",
+  steps=STEPS,
+  on_step: Callable[[], Any] = lambda: None,
+  *,
+  norm="batch",
+  devices=1,
+  accumulate=1,
+):
+  """Trains under a policy, calls `on_step` after each batch, and returns the result."""
+  if BATCH % (devices * accumulate):
+    raise ValueError(f"{BATCH} images cannot be cut for {devices} devices x {accumulate} parts")
   train, test = load_data()
-  training = prepare(policy, LOSS_SCALES[policy], steps)
+  loss_scale, network = LOSS_SCALES[policy], Network(norm)
+  training = prepare(policy, loss_scale, steps, network, devices, accumulate)
   state, losses = training.state, []
-  for images, labels in batches(train, steps):
-    state, loss = training.step(state, images, labels)
+  for images, labels in batches(train, steps, accumulate):
+    state, loss = training.step(state, *training.shard((images, labels)))
     losses.append(float(loss))
-    on_step()
+    if len(losses) % accumulate == 0:
+      on_step()
   mpjax.check_progress(state.opt_state)  # raises if the last 50 steps in a row were skipped
   accuracy = float((training.predict(state, test.images) == test.labels).mean())
   metrics = jax.device_get(mpjax.loss_scaling_metrics(state.opt_state))
-  return Result(accuracy, np.array(losses), metrics, training, state)
+  losses = np.reshape(losses, (steps, accumulate)).mean(1)
+  return Result(accuracy, losses, metrics, training, state)
 
 
 if __name__ == "__main__":
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("policy", nargs="?", default="mixed_float16", choices=list(LOSS_SCALES))
   parser.add_argument("--steps", type=int, default=STEPS)
+  parser.add_argument("--norm", default="batch", choices=["batch", "group"])
+  parser.add_argument("--devices", type=int, default=1, help="a CPU is divided into as many")
+  parser.add_argument("--accumulate", type=int, default=1, help="parts of a batch, in turn")
   options = parser.parse_args()
-  result = main(options.policy, options.steps)
+  if options.devices > 1:
+    jax.config.update("jax_num_cpu_devices", options.devices)  # no effect on GPUs
+  result = main(**vars(options))
   print(f"{options.policy}: test accuracy {result.accuracy:.2%}, ", end="")
-  print(f"loss {result.losses[-1]:.4f}, loss scale {result.metrics['loss_scale']:.0f}")
+  print(f"loss {result.losses[-1]:.6f}, loss scale {result.metrics['loss_scale']:.0f}")

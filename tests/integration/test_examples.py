@@ -121,6 +121,29 @@ def test_float32_run_differentiates_the_unmodified_program(digits):
   assert_equal({"params": params, "batch_stats": batch_stats}, variables)
 
 
+def differences(a, b):
+  """The largest difference in each leaf, by the largest number in it."""
+  pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  return [float(np.max(np.abs(x - y)) / np.max(np.abs(x))) for x, y in pairs]
+
+
+@pytest.mark.parametrize("options", [{"devices": 4}, {"accumulate": 4}], ids=str)
+def test_devices_and_micro_batches_change_the_order_of_sums_only(digits, options):
+  alone = digits.main("float32", 3, norm="group")
+  found = digits.main("float32", 3, norm="group", **options)
+  params = jax.device_get((found.state.params, alone.state.params))
+  # Adam divides by the size of a gradient, so that rounding shows at once where it is near 0.
+  assert max(differences(*params)) < 2e-4
+  np.testing.assert_allclose(found.losses, alone.losses, rtol=1e-5)
+  placed = {len(x.sharding.device_set) for x in jax.tree.leaves(found.state.params)}
+  assert placed == {options.get("devices", 1)}
+
+
+def test_a_batch_that_cannot_be_cut(digits):
+  with pytest.raises(ValueError, match="64 images cannot be cut for 3 devices x 1 parts"):
+    digits.main(devices=3)
+
+
 def test_overflow_is_recovered_from(overflow_recovery, tmp_path, capsys):
   path = tmp_path / "new" / "plot.png"
   steps = overflow_recovery.HEAVY.stop + 25
