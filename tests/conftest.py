@@ -5,7 +5,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAG = "--xla_force_host_platform_device_count="
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}4".strip()
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}8".strip()
 
 import contextlib
 import pathlib
@@ -103,6 +103,16 @@ def key() -> jax.Array:
 @pytest.fixture
 def devices() -> list[Any]:
   """Four CPU devices, for meshes."""
-  found = jax.devices("cpu")[:4]
-  assert len(found) == 4, "XLA_FLAGS was set without enough host devices"
+  return _first_devices(4)
+
+
+@pytest.fixture
+def eight_devices() -> list[Any]:
+  """Eight CPU devices, for what is said of data parallel training."""
+  return _first_devices(8)
+
+
+def _first_devices(count: int) -> list[Any]:
+  found = jax.devices("cpu")[:count]
+  assert len(found) == count, "XLA_FLAGS was set without enough host devices"
   return found
