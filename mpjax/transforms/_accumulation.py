@@ -92,7 +92,9 @@ def accumulate(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
   ) -> tuple[PyTree, AccumulateState]:
     check_state(state, AccumulateState, f"{where}.update(state)")
-    grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
+    # Without parameters the sum knows what the gradients have to be like.
+    like = state.total if params is None else params
+    grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
     view = None if params is None else float32_view(params)
     total = jax.tree.map(jnp.add, state.total, grads)
     count = state.micro_batches + 1
