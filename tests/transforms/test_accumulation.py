@@ -1,13 +1,306 @@
 """Windows of micro-batches: when they end, what the mean is, that nothing moves inside of one."""
 
+import re
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import mpjax
 from tests.errors import check_error
+from tests.programs import bits, compiled, equations
 
 PARAMS = {"w": jnp.asarray([1.0, -0.0, 3.0]), "b": jnp.asarray(-0.0)}
+LAST = 2**31 - 1
+
+
+def sixteenths(rng, times):
+  """Numbers whose sums are exact, and their mean over so many too."""
+  return jax.tree.map(
+    lambda p: jnp.asarray(rng.integers(-40, 41, p.shape) * times / 16, jnp.float32), PARAMS
+  )
+
+
+def signed_zeros(tree):
+  return all(np.all(np.signbit(x)) and not np.any(x) for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.case("A112")
+@pytest.mark.parametrize(("every", "jit"), [(1, True), (2, False), (3, True), (8, True)])
+def test_nothing_moves_until_the_last_micro_batch_and_then_by_the_mean(every, jit):
+  inner = optax.sgd(0.5, momentum=0.5)
+  tx = mpjax.accumulate(inner, every)
+  params, state, expected_inner = PARAMS, tx.init(PARAMS), inner.init(PARAMS)
+  update, apply = tx.update, inner.update
+  if jit:
+    # Optimised, the mean may be contracted with what follows, and is then not rounded by itself.
+    update = compiled(jax.jit(update).lower(PARAMS, state, PARAMS))
+    apply = compiled(jax.jit(apply).lower(PARAMS, expected_inner, PARAMS))
+  rng = np.random.default_rng(0)
+  for window in range(2):
+    total = jax.tree.map(lambda p: np.zeros(p.shape), PARAMS)
+    for micro_batch in range(1, every + 1):
+      grads = sixteenths(rng, every)
+      total = jax.tree.map(lambda t, g: t + np.asarray(g, np.float64), total, grads)
+      before = params, state.inner_state
+      updates, state = update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+      if micro_batch < every:
+        assert signed_zeros(updates)
+        assert bits((params, state.inner_state)) == bits(before)
+        assert (state.micro_batches, state.updates_done) == (micro_batch, window)
+        assert bits(state.total) == bits(jax.tree.map(np.float32, total))
+    mean = jax.tree.map(lambda t: jnp.asarray(t / every, jnp.float32), total)
+    expected, expected_inner = apply(mean, expected_inner, before[0])
+    assert bits((updates, state.inner_state)) == bits((expected, expected_inner))
+    assert (state.micro_batches, state.updates_done) == (0, window + 1)
+    assert not any(np.any(t) for t in jax.tree.leaves(state.total))
+
+
+@pytest.mark.case("A112")
+@pytest.mark.parametrize("every", [2, 3, 5, 7, 8])
+def test_the_mean_is_the_sum_divided_once(every):
+  """XLA multiplies by the reciprocal, which is within an ulp of the quotient.
+
+  By these numbers, but for 7, it is the quotient itself wherever that is a float32.
+  """
+  tx = mpjax.accumulate(optax.identity(), every)
+  update = jax.jit(tx.update)
+  rng = np.random.default_rng(1)
+  for exact in (True, False):
+    state, total = tx.init(jnp.zeros(500)), np.zeros(500, np.float32)
+    for _ in range(every):
+      g = rng.integers(-99, 99, 500) * every if exact else rng.normal(size=500)
+      total = total + g.astype(np.float32)
+      mean, state = update(jnp.asarray(g, jnp.float32), state)
+    if every in (2, 8) or (exact and every != 7):
+      assert bits(mean) == bits(total / np.float32(every))
+    else:
+      quotient = total.astype(np.float64) / every
+      assert np.all(np.abs(mean - quotient) <= np.spacing(np.abs(quotient).astype(np.float32)))
+
+
+WINDOWS = [2, 3, 1, 4, 1, 2]
+SCHEDULES = {
+  "an array": lambda done: jnp.asarray(WINDOWS)[done],
+  "a float": lambda done: jnp.where(done < 2, 2.0, 3.0),
+  "a constant": lambda done: 3,
+}
+
+
+@pytest.mark.case("A112")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_length_of_a_window_may_depend_on_the_updates_done(name):
+  every = SCHEDULES[name]
+  tx = mpjax.accumulate(optax.identity(), every)
+  update = jax.jit(tx.update)
+  state, inside, done = tx.init(jnp.zeros(())), [], 0
+  rng = np.random.default_rng(2)
+  for _ in range(13):
+    inside.append(float(rng.integers(-8, 8)) * 12)
+    found, state = update(jnp.asarray(inside[-1]), state)
+    full = len(inside) >= float(every(done))
+    assert found == (sum(inside) / len(inside) if full else 0)
+    if full:
+      inside, done = [], done + 1
+    assert (state.micro_batches, state.updates_done) == (len(inside), done)
+  assert done >= 4
+
+
+def test_schedules_of_the_inner_optimizer_count_updates():
+  rates = [0.5, 0.25, 0.125]
+  seen = []
+
+  def schedule(count):
+    seen.append(count)
+    return jnp.asarray(rates)[count]
+
+  tx = mpjax.accumulate(optax.sgd(schedule), 2)
+  state, moved = tx.init(jnp.zeros(())), []
+  for _ in range(6):
+    updates, state = tx.update(jnp.ones(()), state)
+    moved.append(float(updates))
+  assert moved == [0, -0.5, 0, -0.25, 0, -0.125]
+  assert state.inner_state[1].count == 3
+  done = [int(count) for count in seen if not isinstance(count, jax.core.Tracer)]
+  assert done == [0, 1, 2], "outside of jit it is only called when the window is full"
+
+
+def marked():
+  """An optimizer that can be recognised in a program, and whose state counts its calls."""
+  return optax.GradientTransformation(
+    lambda params: jnp.zeros((), jnp.int32),
+    lambda updates, state, params=None: (jax.tree.map(jnp.sin, updates), state + 1),
+  )
+
+
+def test_the_inner_optimizer_runs_only_when_the_window_is_full():
+  tx = mpjax.accumulate(marked(), 3)
+  state = tx.init(PARAMS)
+  program = jax.make_jaxpr(tx.update)(PARAMS, state, PARAMS)
+  (choice,) = [eqn for eqn in program.eqns if eqn.primitive.name == "cond"]
+  skip, step = [
+    [eqn.primitive.name for eqn, _ in equations(branch)] for branch in choice.params["branches"]
+  ]
+  assert step.count("sin") == 2
+  assert "sin" not in skip
+  assert not any(eqn.primitive.name == "sin" for eqn in program.eqns)
+  update = jax.jit(tx.update).lower(PARAMS, state, PARAMS).compile()
+  computations = re.split(r"\n(?=\S)", update.as_text())
+  (main,) = [text for text in computations if text.startswith("ENTRY")]
+  assert "conditional(" in main
+  assert "sine(" not in main
+  assert any("sine(" in text for text in computations)
+  for calls in range(7):
+    assert state.inner_state == calls // 3
+    _, state = update(PARAMS, state, PARAMS)
+
+
+def test_a_state_restored_into_a_shorter_window_ends_it():
+  long = mpjax.accumulate(optax.sgd(1.0), 5)
+  state = long.init(jnp.zeros(2))
+  for _ in range(3):
+    _, state = long.update(jnp.asarray([1.0, 2.0]), state)
+  short = mpjax.accumulate(optax.sgd(1.0), 2)
+  updates, state = short.update(jnp.asarray([5.0, 6.0]), state)
+  assert updates.tolist() == [-2, -3], "the mean of all four that are in the sum"
+  assert (state.micro_batches, state.updates_done) == (0, 1)
+
+
+def test_parameters_that_are_half_complex_or_missing():
+  params = {"h": jnp.ones(2, jnp.bfloat16), "z": jnp.ones(1, jnp.complex64), "none": None}
+  params |= {"unused": jnp.ones(1)}
+  tx = mpjax.accumulate(optax.sgd(1.0), 2)
+  state = tx.init(params)
+  assert jax.tree.map(lambda x: x.dtype.name, state.total) == {
+    "h": "float32",
+    "z": "complex64",
+    "none": None,
+    "unused": "float32",
+  }
+  grads = {"h": params["h"], "z": params["z"] * 2j, "none": None, "unused": None}
+  updates, state = tx.update(grads, state, params)
+  assert bits(optax.apply_updates(params, updates)) == bits(params)
+  # Of a complex number both parts are -0.0.
+  assert np.signbit(updates["z"].real)
+  assert np.signbit(updates["z"].imag)
+  updates, state = tx.update(grads, state, params)
+  assert updates["h"].tolist() == [-1, -1]
+  assert updates["z"].tolist() == [-2j]
+  assert updates["unused"].tolist() == [0]
+
+
+def test_in_64_bits(set_flag):
+  set_flag("jax_enable_x64", True)
+  tx = mpjax.accumulate(optax.sgd(1.0), 2)
+  params = {"d": jnp.ones(1, jnp.float64), "f": jnp.ones(1, jnp.float32)}
+  state = tx.init(params)
+  for _ in range(2):
+    updates, state = tx.update(jax.tree.map(lambda p: p + 2.0**-40, params), state, params)
+  assert {k: x.dtype.name for k, x in updates.items()} == {"d": "float64", "f": "float32"}
+  assert updates["d"] == -(1 + 2.0**-40)
+  assert {x.dtype.name for x in (state.micro_batches, state.updates_done)} == {"int32"}
+
+
+def test_extra_arguments_reach_the_inner_optimizer():
+  def update(updates, state, params=None, *, value, **extra_args):
+    return jax.tree.map(lambda u: u * value, updates), state
+
+  tx = mpjax.accumulate(
+    optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update), 2
+  )
+  step = jax.jit(tx.update)
+  state, moved = tx.init(jnp.zeros(())), []
+  for value in (1.0, 2.0, 3.0, 4.0):
+    updates, state = step(jnp.ones(()), state, value=value)
+    moved.append(float(updates))
+  assert moved == [0, 2, 0, 4], "of the micro-batch that ends the window"
+
+
+def test_the_state_is_strongly_typed_and_counts_do_not_wrap():
+  inner = optax.GradientTransformation(
+    lambda params: {"rate": 0.5, "count": 0},
+    lambda u, s, p=None: (u, s | {"count": s["count"] + jnp.int32(1)}),
+  )
+  tx = mpjax.accumulate(inner, 2)
+  state = tx.init(PARAMS)
+  update = jax.jit(tx.update)
+  _, new = update(PARAMS, state, PARAMS)
+  assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+  end = state._replace(
+    updates_done=jnp.asarray(LAST, jnp.int32), micro_batches=jnp.asarray(1, jnp.int32)
+  )
+  _, new = update(PARAMS, end, PARAMS)
+  assert (new.updates_done, new.micro_batches) == (LAST, 0)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("every", [0, -1, -(2**40)])
+def test_a_window_of_nothing(every):
+  with pytest.raises(ValueError) as error:
+    mpjax.accumulate(optax.sgd(0.1), every)
+  check_error(
+    error,
+    where="mpjax.accumulate(every)",
+    expected="an integer, at least 1",
+    got=str(every),
+    fix="how many micro-batches",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize("every", [True, False, 2.0, "2", None, np.ones(1), [2]])
+def test_a_window_of_no_number(every):
+  with pytest.raises(TypeError) as error:
+    mpjax.accumulate(optax.sgd(0.1), every)
+  check_error(
+    error,
+    where="mpjax.accumulate(every)",
+    expected="an integer, at least 1, or a function",
+    got=f"{every!r} of type {type(every).__name__}",
+    fix="how many micro-batches",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize(
+  "inner",
+  [
+    mpjax.loss_scaling(optax.sgd(0.1)),
+    optax.chain(optax.clip(1.0), mpjax.loss_scaling(optax.sgd(0.1))),
+    mpjax.master_weights(mpjax.loss_scaling(optax.sgd(0.1))),
+    mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()),
+  ],
+)
+def test_a_loss_scale_inside_is_refused(inner):
+  with pytest.raises(TypeError) as error:
+    mpjax.accumulate(inner, 2).init(PARAMS)
+  check_error(
+    error,
+    where="mpjax.accumulate(inner)",
+    expected="an optimizer without a loss scale",
+    got="one that holds mpjax.loss_scaling",
+    fix="loss_scaling(accumulate(inner, every))",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("inner", [optax.sgd, None, 3, optax.MultiSteps(optax.sgd(0.1), 2)])
+def test_what_is_no_optimizer(inner):
+  with pytest.raises(TypeError) as error:
+    mpjax.accumulate(inner, 2)
+  check_error(
+    error,
+    where="mpjax.accumulate(inner)",
+    expected="an optax.GradientTransformation",
+    got=f"a {type(inner).__name__}",
+    fix="gradient_transformation()",
+    builtin=TypeError,
+  )
 
 
 @pytest.mark.parametrize(
@@ -32,4 +325,18 @@ def test_gradients_of_another_tree(grads, got, with_params):
     got=got,
     fix="the very tree that is passed as params",
     builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize("state", [None, (), optax.sgd(0.1).init(PARAMS)])
+def test_a_state_of_something_else(state):
+  with pytest.raises(TypeError) as error:
+    mpjax.accumulate(optax.sgd(0.1), 2).update(PARAMS, state, PARAMS)
+  check_error(
+    error,
+    where="mpjax.accumulate(inner).update(state)",
+    expected="the state that init made",
+    got=f"a {type(state).__name__}",
+    fix="tx.init(params)",
+    builtin=TypeError,
   )
