@@ -10,7 +10,7 @@ import optax
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._types import Array, PyTree
 from mpjax.transforms._branch import step_or_skip
-from mpjax.transforms._checks import check_inner, check_state, refuse_integers
+from mpjax.transforms._checks import check_inner, check_state, init_inner, refuse_integers
 from mpjax.transforms._loss_scale_access import scales_in
 from mpjax.transforms._master_weights import adopt_masters, reach_masters
 from mpjax.transforms._wrapper_trees import align_gradients, float32_view, place_like, strong
@@ -72,7 +72,7 @@ def accumulate(
   def init(params: PyTree) -> AccumulateState:
     refuse_integers(params, f"{where}.init(params)")
     view = float32_view(params)
-    inner_state = inner.init(view)
+    inner_state = init_inner(inner, view, where)
     if scales_in(inner_state):
       raise MpjaxTypeError(
         message(

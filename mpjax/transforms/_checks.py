@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxError, MpjaxTypeError, MpjaxValueError, message
 from mpjax._tree import is_array_like, is_inexact
 from mpjax._types import PyTree
 
@@ -24,6 +24,50 @@ def check_inner(inner: Any, where: str) -> optax.GradientTransformationExtraArgs
       )
     )
   return optax.with_extra_args_support(inner)
+
+
+def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, where: str) -> PyTree:
+  """Returns `inner.init(params)`, and names the parameters that it does not take.
+
+  optax says which labels of a `multi_transform` have no transformation, but not where they are, and
+  hands neither labels nor their function out. So each parameter is tried by itself; a tree of
+  labels that was fixed beforehand fails even without parameters, and then no path can be told.
+
+  Raises:
+    MpjaxValueError: `init` raises a ValueError.
+  """
+  try:
+    return inner.init(params)
+  except MpjaxError:
+    raise
+  except ValueError as error:
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+
+    def fails(kept: int | None) -> bool:
+      alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
+      try:
+        inner.init(treedef.unflatten(alone))
+      except Exception:
+        return True
+      return False
+
+    fixed = fails(None)
+    bad = [path for i, (path, _) in enumerate(leaves) if not fixed and fails(i)]
+    names = ", ".join(jax.tree_util.keystr(path) or "the root" for path in bad)
+    fix = "Give them a label that has a transformation, or a transformation for that label."
+    if not bad:
+      fix = (
+        "If it is the labels of optax.multi_transform, they are a fixed tree, to be searched for "
+        "the one without a transformation. Of labels computed from params this names the path."
+      )
+    raise MpjaxValueError(
+      message(
+        f"{where}.init(params)",
+        expected="parameters that inner takes",
+        got=f"{' '.join(str(error).split())} (for {names or 'all of them together'})",
+        fix=fix,
+      )
+    ) from error
 
 
 def check_state(state: Any, kind: type[Any], where: str) -> None:

@@ -17,6 +17,7 @@ from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, l
 from mpjax._tree import first_nonfinite, select
 from mpjax._types import Array, PyTree
 from mpjax.transforms._branch import Step, nothing_like, one_at_a_time, step_or_skip
+from mpjax.transforms._checks import init_inner
 from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
 from mpjax.transforms._loss_scaling_checks import (
   by_loss,
@@ -117,9 +118,8 @@ def loss_scaling(
     return _pass_through(inner, labels, several)
 
   def init(params: PyTree) -> LossScalingState:
-    inner_state = adopt_masters(
-      params, inner.init(float32_view(params)), "mpjax.loss_scaling(inner)"
-    )
+    where = "mpjax.loss_scaling(inner)"
+    inner_state = adopt_masters(params, init_inner(inner, float32_view(params), where), where)
     warn_of_half(params, merged_masters(inner_state))
     refuse_nesting(inner_state)
     scales: LossScales = {label: init_scale(config) for label, config in configs.items()}
@@ -201,7 +201,7 @@ def _pass_through(
   """`inner` itself, in a state that the functions of this package recognise."""
 
   def init(params: PyTree) -> LossScalingState:
-    inner_state = inner.init(params)
+    inner_state = init_inner(inner, params, "mpjax.loss_scaling(inner)")
     refuse_nesting(inner_state)
     return LossScalingState(dict.fromkeys(configs, ()), inner_state)
 

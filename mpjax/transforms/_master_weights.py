@@ -10,7 +10,13 @@ from jax.core import Tracer
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._tree import is_floating, round_to
 from mpjax._types import PyTree
-from mpjax.transforms._checks import check_inner, check_params, check_state, refuse_integers
+from mpjax.transforms._checks import (
+  check_inner,
+  check_params,
+  check_state,
+  init_inner,
+  refuse_integers,
+)
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
   float32_view,
@@ -73,7 +79,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
   def init(params: PyTree) -> MasterWeightsState:
     refuse_integers(params, f"{where}.init(params)")
     master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32) if is_half(p) else None, params)
-    inner_state = inner.init(_trained(master, params))
+    inner_state = init_inner(inner, _trained(master, params), where)
     return place_like(params, MasterWeightsState(master, jax.tree.map(strong, inner_state)))
 
   def update(

@@ -1,0 +1,174 @@
+"""What the wrappers of optimizers refuse, all alike."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+
+PARAMS = {"layer": {"w": jnp.ones(2), "b": jnp.ones(1)}, "head": jnp.ones(1)}
+WRAPPERS = {
+  "mpjax.loss_scaling(inner)": mpjax.loss_scaling,
+  "mpjax.master_weights(inner)": mpjax.master_weights,
+  "mpjax.accumulate(inner)": lambda inner: mpjax.accumulate(inner, 2),
+}
+ALL = pytest.mark.parametrize("name", WRAPPERS)
+OWN_TREES = pytest.mark.parametrize("name", list(WRAPPERS)[1:])
+
+
+@ALL
+def test_what_is_no_optimizer(name):
+  for inner in (optax.sgd, "adam", optax.MultiSteps(optax.sgd(0.1), 2)):
+    with pytest.raises(TypeError) as error:
+      WRAPPERS[name](inner)
+    check_error(
+      error,
+      where=name,
+      expected="an optax.GradientTransformation",
+      got=f"a {type(inner).__name__}",
+      fix="optax.adamw(1e-3)",
+      builtin=TypeError,
+    )
+
+
+@ALL
+def test_a_state_of_another_transformation(name):
+  other = next(wrap for wrap in WRAPPERS if wrap != name)
+  tx = WRAPPERS[name](optax.sgd(0.1))
+  state = WRAPPERS[other](optax.sgd(0.1)).init(PARAMS)
+  for update in (tx.update, jax.jit(tx.update)):
+    with pytest.raises(TypeError) as error:
+      update(PARAMS, state, PARAMS)
+    check_error(
+      error,
+      where=f"{name}.update(state)",
+      expected="the state that init made",
+      got=f"a {type(state).__name__}",
+      fix="the opt_state of this very transformation",
+      builtin=TypeError,
+    )
+
+
+@OWN_TREES
+@pytest.mark.parametrize(
+  ("params", "got"),
+  [
+    ({"w": jnp.ones(1), "table": jnp.arange(3)}, "int32 at ['table']"),
+    ({"w": jnp.ones(1), "seen": np.zeros(2, bool)}, "bool at ['seen']"),
+    ({"key": jax.random.key(0), "step": 3}, "key<fry> at ['key']; int32 at ['step']"),
+    (jnp.arange(3), "int32 at the root"),
+    ([jnp.ones(1), jax.random.key_data(jax.random.key(0))], "uint32 at [1]"),
+  ],
+)
+def test_parameters_that_cannot_be_trained(name, params, got):
+  with pytest.raises(TypeError) as error:
+    WRAPPERS[name](optax.sgd(0.1)).init(params)
+  check_error(
+    error,
+    where=f"{name}.init(params)",
+    expected="floating parameters",
+    got=got,
+    fix="in model_state",
+    builtin=TypeError,
+  )
+
+
+@OWN_TREES
+def test_parameters_that_can_be_trained(name):
+  params = {"h": jnp.ones(1, jnp.float16), "z": jnp.ones(1, jnp.complex64), "none": None}
+  params |= {"numpy": np.ones(1, np.float32), "masked": optax.MaskedNode()}
+  WRAPPERS[name](optax.sgd(0.1)).init(params)
+
+
+def test_masked_integers_are_hidden_from_masters():
+  params = {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.arange(2)}
+  tx = optax.masked(mpjax.master_weights(optax.sgd(0.1)), {"w": True, "n": False})
+  assert mpjax.master_params(tx.init(params))["n"] is None
+
+
+# Labels without a transformation.
+
+
+def labels_of(params):
+  """By the name of a leaf; there is no transformation for "typo"."""
+  names = {"w": "a", "b": "typo", "head": "b"}
+  return jax.tree_util.tree_map_with_path(lambda path, _: names[path[-1].key], params)
+
+
+def branches(labels):
+  return optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, labels)
+
+
+@pytest.mark.case("B114")
+@ALL
+def test_an_unknown_label_is_named_with_its_path(name):
+  with pytest.raises(ValueError) as plain:
+    branches(labels_of).init(PARAMS)
+  assert "['layer']['b']" not in str(plain.value), "optax says the path itself now"
+  for inner in (branches(labels_of), optax.chain(optax.clip(1.0), branches(labels_of))):
+    with pytest.raises(ValueError) as error:
+      WRAPPERS[name](inner).init(PARAMS)
+    check_error(
+      error,
+      where=f"{name}.init(params)",
+      expected="parameters that inner takes",
+      got="Parameter labels: ['a', 'b', 'typo'] Transforms keys: ['a', 'b'] (for ['layer']['b'])",
+      fix="Give them a label that has a transformation",
+      builtin=ValueError,
+    )
+    assert isinstance(error.value.__cause__, ValueError)
+
+
+@ALL
+@pytest.mark.parametrize("computed", [False, True])
+def test_an_unknown_label_in_a_fixed_tree_is_named_without_its_path(name, computed):
+  """optax gives the labels to nobody, and they are wrong whatever the parameters are."""
+  fixed = labels_of(PARAMS)
+  with pytest.raises(ValueError) as error:
+    WRAPPERS[name](branches((lambda _: fixed) if computed else fixed)).init(PARAMS)
+  check_error(
+    error,
+    where=f"{name}.init(params)",
+    expected="parameters that inner takes",
+    got="['a', 'b', 'typo'] Transforms keys: ['a', 'b'] (for all of them together)",
+    fix="a fixed tree, to be searched for the one without a transformation",
+    builtin=ValueError,
+  )
+
+
+def test_only_what_fails_by_itself_is_named():
+  """A label that is wrong for several leaves, and an init that is wrong for their number alone."""
+  both = optax.multi_transform({"a": optax.sgd(0.1)}, labels_of)
+  with pytest.raises(ValueError, match=r"\(for \['head'\], \['layer'\]\['b'\]\)"):
+    mpjax.loss_scaling(both, mpjax.NoLossScale()).init(PARAMS)
+
+  def init(params):
+    if len(jax.tree.leaves(params)) > 1:
+      raise ValueError("too many")
+    return optax.EmptyState()
+
+  inner = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+  with pytest.raises(ValueError, match=r"got too many \(for all of them together\)"):
+    mpjax.loss_scaling(inner).init(PARAMS)
+  with pytest.raises(ValueError, match=r"\(for the root\)"):
+    mpjax.loss_scaling(branches(lambda p: jax.tree.map(lambda _: "typo", p))).init(jnp.ones(1))
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, RuntimeError])
+def test_other_errors_of_the_inner_optimizer_are_its_own(error):
+  def init(params):
+    raise error("own")
+
+  inner = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+  with pytest.raises(error, match="own") as found:
+    mpjax.loss_scaling(inner).init(PARAMS)
+  assert not isinstance(found.value, mpjax.MpjaxError)
+
+
+def test_our_own_errors_come_through_as_they_are():
+  inner = mpjax.accumulate(branches(labels_of), 2)
+  with pytest.raises(ValueError, match=r"^mpjax.accumulate\(inner\).init\(params\): expected"):
+    mpjax.loss_scaling(inner).init(PARAMS)
