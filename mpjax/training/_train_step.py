@@ -139,12 +139,12 @@ def _retried(
 ) -> tuple[TrainState, Metrics]:
   """Runs a batch until a step is applied, or `max_retries` more times."""
   shapes = jax.eval_shape(attempt, state, batch)[1]
+  # Of these only `finite` is read: no step was applied yet.
   nothing = jax.tree.map(lambda x: jnp.full_like(x, 0), shapes)
 
   def again(carry: tuple[TrainState, Metrics, Array]) -> Array:
     _, metrics, runs = carry
-    failed = jnp.logical_not(metrics["finite"])
-    return jnp.logical_or(runs == 0, jnp.logical_and(failed, runs <= max_retries))
+    return jnp.logical_and(jnp.logical_not(metrics["finite"]), runs <= max_retries)
 
   def run(carry: tuple[TrainState, Metrics, Array]) -> tuple[TrainState, Metrics, Array]:
     state, _, runs = carry
