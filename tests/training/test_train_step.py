@@ -166,6 +166,21 @@ def test_half_parameters_are_their_rounded_masters(stored):
   assert np.all(np.asarray(state.params["w"], np.float32) < 1)
 
 
+@pytest.mark.case("A67")
+def test_parameters_are_set_to_masters_that_no_addition_reaches():
+  """-0.0 is not 1 + (-0.0 - 1), and a float32 sum of 2^60 and anything is not 1."""
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.5)), STATIC)
+
+  def loss_fn(params, model_state, batch, rng):
+    del batch, rng
+    return jnp.sum(params.astype(jnp.float32)) * 0, (model_state, {})
+
+  state = create(tx, jnp.asarray([1.0, 2.0**60], jnp.bfloat16))
+  opt_state = mpjax.set_master_params(state.opt_state, jnp.asarray([-0.0, 1.0]))
+  state, _ = mpjax.make_train_step(loss_fn, tx)(state._replace(opt_state=opt_state), jnp.zeros(1))
+  assert bits(state.params) == bits(jnp.asarray([-0.0, 1.0], jnp.bfloat16))
+
+
 # --- running a batch again -----------------------------------------------------------------------
 
 
