@@ -14,7 +14,7 @@ from jax.core import Tracer
 from mpjax._errors import MpjaxValueError, message
 from mpjax._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
 from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, label_limits
-from mpjax._tree import first_nonfinite, select
+from mpjax._tree import first_nonfinite, is_inexact, select
 from mpjax._types import Array, PyTree
 from mpjax.transforms._branch import Step, nothing_like, one_at_a_time, step_or_skip
 from mpjax.transforms._checks import init_inner
@@ -195,6 +195,22 @@ def _sum(grads: Iterable[PyTree]) -> PyTree:
   return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), map(float32_view, grads))
 
 
+def _plain_sum(grads: dict[str, PyTree], params: PyTree, where: str) -> PyTree:
+  """The sum of gradients that were not scaled: added in float32, in the dtype that they have.
+
+  `inner` is called as it is, and the state that it made for half parameters is half.
+  """
+  if len(grads) == 1:
+    return next(iter(grads.values()))
+
+  def add(*leaves: Any) -> Any:
+    if not is_inexact(leaves[0]):
+      return leaves[0]
+    return functools.reduce(jnp.add, float32_view(leaves)).astype(jnp.result_type(*leaves))
+
+  return jax.tree.map(add, *(align_gradients(g, params, where) for g in grads.values()))
+
+
 def _pass_through(
   inner: optax.GradientTransformationExtraArgs, configs: dict[str, LossScale], several: bool
 ) -> optax.GradientTransformationExtraArgs:
@@ -218,8 +234,11 @@ def _pass_through(
     # NumPy scalars: as constants they add no operation, unless inner uses them.
     extra_args = _extend(inner, extra_args, np.bool_(True), np.float32(1))
     where = "mpjax.loss_scaling(inner).update(updates)"
-    given = list(by_loss(updates, configs, several, where).values())
-    grads = given[0] if len(given) == 1 else _sum(given)
+    grads = _plain_sum(by_loss(updates, configs, several, where), params, where)
+    if "grad" in extra_args:
+      where = "mpjax.loss_scaling(inner).update(grad)"
+      given = by_loss(extra_args["grad"], configs, several, where)
+      extra_args["grad"] = _plain_sum(given, params, where)
     updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
     return updates, LossScalingState(dict.fromkeys(configs, ()), inner_state)
 
