@@ -1,5 +1,7 @@
 """A scale for each loss: two optimizers, one optimizer of two or three losses, and all around."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,334 @@ import optax
 import pytest
 
 import mpjax
-from tests.programs import bits
+from tests.errors import check_error
+from tests.loss_scale_oracle import Oracle
+from tests.programs import bits, run
 
+STEPS = 60
+CONFIGS = {
+  "generator": {"init": 2.0**6, "growth_interval": 3, "max_scale": 2.0**9},
+  "critic": {"init": 2.0**9, "growth_interval": 5, "min_scale": 4.0, "hysteresis": 2},
+  "prior": {"init": 2.0**3, "growth_interval": 2, "min_scale": 0.25},
+}
+SCALES = {name: mpjax.DynamicLossScale(**config) for name, config in CONFIGS.items()}
 PARAMS = {"w": jnp.asarray([1.0, -0.0, 3.0]), "b": jnp.asarray([-0.5])}
+
+
+def optimizer():
+  """Clipping, momentum and a schedule, all by powers of two.
+
+  A product that is exact is the same whether or not a compiler contracts it with a sum.
+  """
+  rate = optax.scale_by_schedule(lambda count: -(0.5 ** (count % 4)))
+  return optax.chain(optax.clip(1.0), optax.trace(0.5), rate)
+
+
+@functools.cache
+def stream(*names):
+  """Gradients of each loss at each step, and what is added to the last leaf: 0, an inf or a NaN."""
+  rng = np.random.default_rng(0)
+  grads = {
+    name: jax.tree.map(lambda p: rng.normal(size=(STEPS, *p.shape)).astype(np.float32), PARAMS)
+    for name in names
+  }
+  bad = {name: rng.random(STEPS) < 0.2 for name in names}
+  kinds = {name: rng.choice([np.inf, -np.inf, np.nan], STEPS) for name in names}
+  return grads, {name: np.where(bad[name], kinds[name], 0).astype(np.float32) for name in names}
+
+
+def good(faults):
+  return np.isfinite(faults)
+
+
+def scaled(grads, fault, scale):
+  """Gradients of a loss times a power of two, with a fault in one element."""
+  grads = jax.tree.map(lambda g: g * scale, grads)
+  return grads | {"w": grads["w"].at[1].add(fault)}
+
+
+def metrics_of(state, names):
+  return {name: mpjax.loss_scaling_metrics(state, name=name) for name in names}
+
+
+def rows(tree, which):
+  return jax.tree.map(lambda x: x[which], tree)
+
+
+def plain(grads):
+  """The same optimizer of optax on a stream of gradients, in float32."""
+  inner = optimizer()
+
+  def step(carry, g):
+    params, state = carry
+    updates, state = inner.update(g, state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  return run(lambda g: jax.lax.scan(step, (PARAMS, inner.init(PARAMS)), g)[0], grads)
+
+
+def check_like_oracle(name, metrics, flags, applied):
+  """The scale of one loss follows its own gradients, and its counts of skips what was applied."""
+  expected = Oracle(**CONFIGS[name])
+  for i, (finite, all_finite) in enumerate(zip(flags, applied, strict=True)):
+    numbers = expected.step(bool(finite), bool(all_finite)).numbers()
+    found = {key: x[i].item() for key, x in metrics.items()}
+    assert found["loss_scale"] == numbers["scale"]
+    assert found["finite"] == all_finite
+    assert found["bad_updates"] == 0
+    for key in ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits"):
+      assert found[key] == numbers[key], (i, key)
+
+
+# Two optimizers.
+
+
+def separate():
+  """Two parts of a model, each with its optimizer: as in a GAN."""
+  tx = {
+    name: mpjax.loss_scaling(optimizer(), SCALES[name], name=name)
+    for name in ("generator", "critic")
+  }
+
+  def update(grads, states, params):
+    found = {name: tx[name].update(grads[name], states[name], params[name]) for name in tx}
+    return tuple({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+
+  inner_states = lambda states: {name: states[name].inner_state for name in tx}  # noqa: E731
+  return lambda params: {name: tx[name].init(params[name]) for name in tx}, update, inner_states
+
+
+def labelled():
+  """The same as one transformation over both parts."""
+  tx = optax.multi_transform(
+    {
+      name: mpjax.loss_scaling(optimizer(), SCALES[name], name=name)
+      for name in ("generator", "critic")
+    },
+    {"generator": "generator", "critic": "critic"},
+  )
+
+  def inner_states(state):
+    return {
+      name: jax.tree.map(lambda x: x, masked.inner_state.inner_state)
+      for name, masked in state.inner_states.items()
+    }
+
+  return tx.init, tx.update, inner_states
+
+
+@pytest.mark.case("A45", "B036")
+@pytest.mark.parametrize("how", [separate, labelled])
+def test_only_the_optimizer_with_the_bad_gradients_skips(how):
+  names = ("generator", "critic")
+  init, update, inner_states = how()
+  grads, faults = stream(*names)
+  start = dict.fromkeys(names, PARAMS)
+
+  def step(carry, now):
+    params, state = carry
+    now_grads, fault = now
+    scales = {name: m["loss_scale"] for name, m in metrics_of(state, names).items()}
+    given = {name: scaled(now_grads[name], fault[name], scales[name]) for name in names}
+    updates, state = update(given, state, params)
+    return (optax.apply_updates(params, updates), state), metrics_of(state, names)
+
+  (params, state), metrics = run(
+    lambda xs: jax.lax.scan(step, (start, init(start)), xs), (grads, faults)
+  )
+  flags = {name: good(faults[name]) for name in names}
+  both = flags["generator"] & flags["critic"]
+  assert 4 < np.sum(~flags["generator"] & flags["critic"]) < STEPS - np.sum(both)
+  for name in names:
+    check_like_oracle(name, metrics[name], flags[name], flags[name])
+    # As if the bad steps of its own had never been, whatever became of the other.
+    expected, expected_state = plain(rows(grads[name], flags[name]))
+    assert bits(params[name]) == bits(expected)
+    assert bits(inner_states(state)[name]) == bits(expected_state)
+
+
+@pytest.mark.case("A45")
+def test_two_players_of_one_game():
+  """Half compute, losses that read each other's parameters, and a fault in one player's loss."""
+  tx = {
+    name: mpjax.loss_scaling(optax.sgd(2.0**-4), mpjax.DynamicLossScale(init=2.0**8), name=name)
+    for name in ("generator", "critic")
+  }
+  noise = jnp.asarray([[1.0, 2.0], [0.5, -1.0]])
+  start = {"generator": jnp.eye(2), "critic": jnp.asarray([1.0, -0.5])}
+
+  def score(params, poison):
+    fake = noise.astype(jnp.float16) @ params["generator"].astype(jnp.float16)
+    return jnp.mean((fake @ params["critic"].astype(jnp.float16)).astype(jnp.float32)) * poison
+
+  def step(params, states, poison):
+    updates = {}
+    for name, sign in (("generator", -1), ("critic", 1)):
+
+      def loss(own, name=name, sign=sign):
+        return sign * score(params | {name: own}, poison[name])
+
+      value, grads = mpjax.value_and_grad(loss, states[name], name=name)(params[name])
+      updates[name], states[name] = tx[name].update(grads, states[name], params[name], loss=value)
+    return optax.apply_updates(params, updates), states
+
+  step = jax.jit(step)
+  fine = {"generator": 1.0, "critic": 1.0}
+  for bad in ("generator", "critic"):
+    states = {name: tx[name].init(start[name]) for name in tx}
+    params, states = step(start, states, fine | {bad: jnp.inf})
+    other = {"generator": "critic", "critic": "generator"}[bad]
+    alone, _ = step(start, {name: tx[name].init(start[name]) for name in tx}, fine)
+    assert bits(params[bad]) == bits(start[bad])
+    assert bits(params[other]) == bits(alone[other])
+    assert bits(params[other]) != bits(start[other])
+    assert mpjax.loss_scaling_metrics(states, name=bad)["loss_scale"] == 2.0**7
+    assert mpjax.loss_scaling_metrics(states, name=other)["loss_scale"] == 2.0**8
+
+
+# One optimizer.
+
+
+@functools.cache
+def one_optimizer(*names):
+  """Returns the run of one optimizer over the losses `names`, and how often it was traced."""
+  # The order of a dict is of no account: the sum is in that of the names.
+  tx = mpjax.loss_scaling(optimizer(), {name: SCALES[name] for name in reversed(names)})
+  traces = []
+
+  def step(carry, now):
+    traces.append(1)
+    params, state = carry
+    grads, fault = now
+    scales = {name: m["loss_scale"] for name, m in metrics_of(state, names).items()}
+    given = {name: scaled(grads[name], fault[name], scales[name]) for name in reversed(names)}
+    updates, state = tx.update(given, state, params)
+    return (optax.apply_updates(params, updates), state), metrics_of(state, names)
+
+  grads, faults = stream(*names)
+  out = run(lambda xs: jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), xs), (grads, faults))
+  return out, len(traces)
+
+
+@pytest.mark.case("A66", "B036")
+@pytest.mark.parametrize("names", [("critic", "generator"), ("critic", "generator", "prior")])
+def test_updates_are_those_of_the_float32_sum_and_each_scale_follows_its_own_loss(names):
+  ((params, state), metrics), traces = one_optimizer(*names)
+  grads, faults = stream(*names)
+  flags = {name: good(faults[name]) for name in names}
+  applied = np.all(list(flags.values()), axis=0)
+  assert 10 < np.sum(applied) < STEPS - 10
+  for name in names:
+    check_like_oracle(name, metrics[name], flags[name], applied)
+  total = jax.tree.map(lambda *g: functools.reduce(np.add, g), *(grads[name] for name in names))
+  expected, expected_state = plain(rows(total, applied))
+  assert bits(params) == bits(expected)
+  assert bits(state.inner_state) == bits(expected_state)
+  assert traces == 1
+
+
+@pytest.mark.case("A66")
+def test_three_scales_after_so_many_overflows_each():
+  tx = mpjax.loss_scaling(optax.sgd(1.0), dict.fromkeys("abc", mpjax.DynamicLossScale()))
+  state = tx.init(jnp.zeros(2))
+  update = jax.jit(tx.update)
+  overflows = {"a": 5, "b": 0, "c": 2}
+  for i in range(6):
+    grads = {name: jnp.asarray([1.0, np.inf if i < n else 1.0]) for name, n in overflows.items()}
+    updates, state = update(grads, state)
+  assert updates.tolist() == [-(2.0**-10 + 2.0**-15 + 2.0**-13)] * 2
+  for name, n in overflows.items():
+    found = mpjax.loss_scaling_metrics(state, name=name)
+    assert found["loss_scale"] == 2.0 ** (15 - n)
+    assert found["good_steps"] == 6 - n
+    assert (found["total"], found["skipped"]) == (6, 5), "what was skipped is the step, for all"
+
+
+def two(init=4, inner=None):
+  config = mpjax.DynamicLossScale(init=init)
+  return mpjax.loss_scaling(inner or optax.sgd(1.0, momentum=0.5), {"a": config, "b": config})
+
+
+def test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame():
+  tx = two(init=1)
+  params = jnp.asarray([1.0, -0.0])
+  state = tx.init(params)
+  update = jax.jit(tx.update)
+  huge = jnp.asarray([2e38, 1.0])
+  updates, new = update({"a": huge, "b": huge}, state, params)
+  assert bits(optax.apply_updates(params, updates)) == bits(params)
+  assert bits(new.inner_state) == bits(state.inner_state)
+  for name in "ab":
+    found = mpjax.loss_scaling_metrics(new, name=name)
+    assert not found["finite"]
+    assert (found["loss_scale"], found["skipped"], found["bad_updates"]) == (1, 1, 0)
+  updates, new = update({"a": huge, "b": -huge}, new, params)
+  assert updates.tolist() == [0, 0]
+  assert mpjax.loss_scaling_metrics(new, name="a")["finite"]
+
+
+@pytest.mark.parametrize("bad", ["a", "b", None])
+def test_the_losses_count_if_they_are_passed(bad):
+  tx = two()
+  params = jnp.ones(2)
+  grads = {"a": params, "b": params}
+  losses = {name: jnp.asarray(np.nan if name == bad else 1.0) for name in "ab"}
+  updates, state = jax.jit(tx.update)(grads, tx.init(params), params, loss=losses)
+  assert np.any(updates) == (bad is None)
+  for name in "ab":
+    found = mpjax.loss_scaling_metrics(state, name=name)
+    assert found["loss_scale"] == (2 if name == bad else 4)
+    assert found["finite"] == (bad is None)
+
+
+def test_a_quotient_that_overflows_counts_for_its_own_loss():
+  tx = mpjax.loss_scaling(
+    optax.sgd(1.0),
+    {
+      "a": mpjax.DynamicLossScale(init=0.25, min_scale=0.125),
+      "b": mpjax.StaticLossScale(0.25),
+    },
+  )
+  params = jnp.ones(1)
+  update = jax.jit(tx.update)
+  for bad in "ab":
+    grads = {name: jnp.full(1, 2e38 if name == bad else 1.0) for name in "ab"}
+    _, state = update(grads, tx.init(params), params)
+    assert mpjax.loss_scaling_metrics(state, name="a")["loss_scale"] == (
+      0.125 if bad == "a" else 0.25
+    )
+    assert not mpjax.loss_scaling_metrics(state, name="b")["finite"]
+
+
+def test_gradients_by_name_from_half_losses():
+  """On exact data the update is that of the sum of the losses in float32."""
+  params = {"shared": jnp.asarray([1.0, -2.0]), "only a": jnp.asarray(0.5)}
+  scales = {"a": mpjax.StaticLossScale(2.0**3), "b": mpjax.StaticLossScale(2.0**10)}
+  tx = mpjax.loss_scaling(optax.sgd(1.0), scales)
+  state = tx.init(params)
+
+  def loss_a(p, dtype):
+    return jnp.sum(p["shared"].astype(dtype) * 3 * p["only a"].astype(dtype))
+
+  def loss_b(p, dtype):
+    return jnp.sum(p["shared"].astype(dtype) ** 2) * jnp.asarray(2.0**-6, dtype)
+
+  found = {}
+  for name, loss in (("a", loss_a), ("b", loss_b)):
+    half = functools.partial(loss, dtype=jnp.float16)
+    value, found[name] = run(mpjax.value_and_grad(half, state, name=name), params)
+    wide, expected = run(jax.value_and_grad(functools.partial(loss, dtype=jnp.float32)), params)
+    assert value == wide
+    assert bits(mpjax.unscale(found[name], state, name=name)) == bits(expected)
+
+  def total(params):
+    return -loss_a(params, jnp.float32) - loss_b(params, jnp.float32)
+
+  updates, _ = run(tx.update, found, state, params)
+  assert bits(updates) == bits(run(jax.grad(total), params))
+  # A loss that does not reach a parameter may have None for its gradient.
+  found["b"]["only a"] = None
+  assert bits(run(tx.update, found, state, params)[0]) == bits(updates)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -57,3 +384,82 @@ def test_integers_and_line_searches_without_scaling():
   for tree in (updates, *seen[0]):
     assert tree["w"].tolist() == [2, 2]
     assert tree["n"] is nothing
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_all_devices_decide_alike_for_each_loss(devices, check_vma):
+  """A NaN in one loss on one device skips the step everywhere, and that scale backs off."""
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+  config = mpjax.DynamicLossScale(init=4)
+  tx = mpjax.loss_scaling(optax.sgd(1.0), {"a": config, "b": config}, axis_name="data")
+  params = jnp.ones(2)
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(jax.P(), jax.P(), jax.P("data")),
+    out_specs=jax.P(),
+    check_vma=check_vma,
+  )
+  def step(params, state, fault):
+    losses = {name: 1 + fault[0, i] for i, name in enumerate("ab")}
+    updates, state = tx.update({"a": params, "b": params}, state, params, loss=losses)
+    return optax.apply_updates(params, updates), metrics_of(state, "ab")
+
+  for bad in (0, 1):
+    fault = np.zeros((4, 2), np.float32)
+    fault[2, bad] = np.nan
+    new, metrics = jax.block_until_ready(step(params, tx.init(params), fault))
+    for shard in new.addressable_shards:
+      assert bits(shard.data) == bits(params)
+    scales = [float(metrics[name]["loss_scale"]) for name in "ab"]
+    assert scales == [2 if i == bad else 4 for i in (0, 1)]
+
+
+def test_with_masters_and_windows_inside():
+  """Everything at once, by hand: two windows, and a bad micro-batch in the first."""
+  inner = mpjax.accumulate(mpjax.master_weights(optax.sgd(2.0**-12)), 2)
+  tx = two(inner=inner)
+  params = jnp.ones(3, jnp.bfloat16)
+  state = tx.init(params)
+  update = jax.jit(tx.update)
+  for a, b in ((4, 4), (np.nan, 4), (2, 4), (2, 4), (2, 4)):
+    grads = {"a": jnp.full(3, a, jnp.bfloat16), "b": jnp.full(3, b, jnp.bfloat16)}
+    updates, state = update(grads, state, params)
+    params = mpjax.apply_updates(params, updates, master=mpjax.master_params(state))
+  assert mpjax.master_params(state).tolist() == [1 - 2 * 2 * 2.0**-12] * 3
+  assert params.tolist() == [1.0] * 3, "1 - 2^-10 is nearer to 1 than to 1 - 2^-8"
+  assert mpjax.loss_scaling_metrics(state, name="a")["loss_scale"] == 2
+  assert mpjax.loss_scaling_metrics(state, name="b")["loss_scale"] == 4
+  assert state.inner_state.micro_batches == 0
+
+
+def test_setting_one_of_several_scales():
+  tx = two()
+  state = tx.init(jnp.ones(1))
+  _, state = tx.update({"a": jnp.ones(1), "b": jnp.ones(1)}, state)
+  new = mpjax.set_loss_scale(state, 64, name="a")
+  values = {name: mpjax.loss_scaling_metrics(new, name=name) for name in "ab"}
+  assert [float(values[name]["loss_scale"]) for name in "ab"] == [64, 4]
+  assert [int(values[name]["good_steps"]) for name in "ab"] == [0, 1]
+  with pytest.raises(TypeError) as error:
+    mpjax.loss_scaling_metrics(state)
+  check_error(
+    error,
+    where="mpjax.loss_scaling_metrics(opt_state)",
+    expected="a state with one loss scale",
+    got="one with 2, named ['a', 'b']",
+    fix="name=",
+    builtin=TypeError,
+  )
+  with pytest.raises(ValueError) as error:
+    mpjax.scale_loss(jnp.ones(()), state, name="c")
+  check_error(
+    error,
+    where="mpjax.scale_loss(opt_state) with name='c'",
+    expected="the name of a loss scale in this state",
+    got="['a', 'b']",
+    fix="loss_scaling(..., name=...)",
+    builtin=ValueError,
+  )
