@@ -1,0 +1,430 @@
+"""`make_train_step` on eight devices: data parallel, sharded parameters, shard_map, pmap.
+
+Every engine trains the same model on numbers that add up exactly, so that each must agree to the
+bit with one oracle in NumPy, whoever adds up how much of them.
+"""
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.loss_scale_oracle import Oracle
+from tests.partitioned import Collective, collectives
+from tests.programs import equations
+
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+DEVICES, ROWS, STEPS = 8, 16, 200
+CONFIG = {"init": 2.0**10, "growth_interval": 5, "max_scale": 2.0**13, "min_scale": 2.0**4}
+RATE = 2.0**-6
+KEY = 11
+PARTS = ["gradients", "loss", "statistics"]
+XLA = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+# --- the model, and the same in NumPy ------------------------------------------------------------
+
+
+@jax.custom_vjp
+def poisoned(x, fault):
+  """Returns `x`, to whose gradient `fault` will be added."""
+  del fault
+  return x
+
+
+def _poison(fault, ct):
+  return ct + jnp.reshape(fault, (1, 1)).astype(ct.dtype), jnp.zeros_like(fault)
+
+
+poisoned.defvjp(lambda x, fault: (x, fault), _poison)
+
+
+def loss_fn(params, stats, batch, rng):
+  """Linear in the parameters, with dropout; half products, half parameters if they are so."""
+  faults = {part: jnp.sum(batch[part]) for part in PARTS}
+  w = poisoned(params["w"], faults["gradients"]).astype(jnp.float16)
+  mesh, rows = jax.typeof(w).sharding.mesh, None
+  if not mesh.empty and mesh.are_all_axes_explicit:  # Then a program says what goes where.
+    w = jax.sharding.reshard(w, jax.NamedSharding(mesh, jax.P()))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+  out = (batch["x"].astype(jnp.float16) @ w).astype(jnp.float32)
+  kept = jax.random.bernoulli(rng, 0.5, out.shape, out_sharding=rows)
+  loss = jnp.sum(jnp.where(kept, out, 0) * batch["y"]) / len(out) + faults["loss"]
+  stats = {
+    "mean": jnp.mean(out, 0, keepdims=True) + faults["statistics"],
+    "steps": stats["steps"] + 1,
+  }
+  return loss, (stats, {"kept": jnp.sum(kept), "mean": jnp.mean(out)})
+
+
+@functools.cache
+def data():
+  """Signs, and faults: on one device as a rule, in one part; twice inf against -inf."""
+  rng = np.random.default_rng(0)
+  batch = {
+    "x": rng.integers(-1, 2, (STEPS, ROWS, 8)).astype(np.float32),
+    "y": rng.integers(-1, 2, (STEPS, ROWS, 4)).astype(np.float32),
+    **{part: np.zeros((STEPS, ROWS), np.float32) for part in PARTS},
+  }
+  for step in np.flatnonzero(rng.random(STEPS) < 0.3):
+    value = rng.choice([np.nan, np.inf, -np.inf])
+    batch[rng.choice(PARTS)][step, rng.integers(ROWS)] = value
+  batch["gradients"][[3, 90], :2] = 0
+  batch["gradients"][[3, 90], 5], batch["gradients"][[3, 90], 12] = np.inf, -np.inf
+  return batch
+
+
+def start():
+  return np.random.default_rng(1).integers(-8, 9, (8, 4)).astype(np.float32) / 8
+
+
+@functools.cache
+def masks(per_device):
+  """What dropout keeps in each step: drawn for all rows, or by each device for its own."""
+
+  def draw(step):
+    key = jax.random.fold_in(jax.random.key(KEY), step)
+    if not per_device:
+      return jax.random.bernoulli(key, 0.5, (ROWS, 4))
+    keys = jax.vmap(lambda device: jax.random.fold_in(key, device))(jnp.arange(DEVICES))
+    shape = (ROWS // DEVICES, 4)
+    return jax.vmap(lambda k: jax.random.bernoulli(k, 0.5, shape))(keys).reshape(ROWS, 4)
+
+  return np.asarray(jax.jit(jax.vmap(draw))(jnp.arange(STEPS)))
+
+
+@functools.cache
+def expected(per_device):
+  """Returns parameters, momentum and statistics at the end, and the numbers of each step."""
+  batch, kept = data(), masks(per_device)
+  w, momentum, mean, step = start().astype(np.float64), np.zeros((8, 4)), np.zeros((1, 4)), 0
+  oracle, history = Oracle(**CONFIG), []
+  for i in range(STEPS):
+    x, y, mask = batch["x"][i].astype(np.float64), batch["y"][i], kept[step]
+    out = (x @ w.astype(np.float16).astype(np.float64)).astype(np.float16).astype(np.float64)
+    grads = x.T @ (mask * y) / ROWS
+    numbers = {
+      "loss": np.sum(out * mask * y) / ROWS,
+      "grad_norm": np.sqrt(np.sum(grads**2)),
+      "kept": mask.sum(),
+      "mean": out.mean(),
+      "finite": all(np.all(np.isfinite(batch[part][i])) for part in PARTS),
+    }
+    if numbers["finite"]:
+      momentum = momentum + grads
+      w = w - RATE * momentum
+      mean, step = out.mean(0, keepdims=True), step + 1
+    numbers |= oracle.step(numbers["finite"]).numbers()
+    numbers.pop("hysteresis")
+    history.append(numbers)
+  assert STEPS / 2 < step < STEPS - 20
+  return (np.float32(w), np.float32(momentum), np.float32(mean), step), history
+
+
+# --- the engines ---------------------------------------------------------------------------------
+
+
+class Engine(NamedTuple):
+  """How to run a step on eight devices; half parameters have masters."""
+
+  axis_type: Any = AUTO
+  mapped: str = ""
+  params: Any = jax.P()
+  stored: Any = jnp.float32
+
+
+ENGINES = {
+  "one device": None,
+  "automatic": Engine(AUTO),
+  "automatic, explicit axes": Engine(EXPLICIT, stored=jnp.float16),
+  "sharded parameters": Engine(AUTO, params=jax.P("data"), stored=jnp.float16),
+  "sharded parameters, explicit axes": Engine(EXPLICIT, params=jax.P("data", None)),
+  "shard_map": Engine(mapped="shard_map", stored=jnp.float16),
+  "shard_map, unchecked": Engine(mapped="shard_map unchecked"),
+  "pmap": Engine(mapped="pmap"),
+}
+
+
+def optimizer(stored=jnp.float32, config=None):
+  inner = optax.sgd(RATE, momentum=1.0)
+  inner = inner if stored == jnp.float32 else mpjax.master_weights(inner)
+  return mpjax.loss_scaling(inner, config or mpjax.DynamicLossScale(**CONFIG))
+
+
+def mesh_of(devices, axis_type=AUTO):
+  return jax.make_mesh((len(devices),), ("data",), (axis_type,), devices=devices)
+
+
+def place(mesh, tree, spec):
+  return jax.device_put(tree, jax.NamedSharding(mesh, spec))
+
+
+def prepare(engine, devices, fn=loss_fn, **options):
+  """Returns the state, the step, and a function that puts a batch onto the devices."""
+  tx = optimizer(engine.stored if engine else jnp.float32)
+
+  def create(params):
+    stats = {"mean": jnp.zeros((1, 4)), "steps": jnp.asarray(0, jnp.int32)}
+    rng = jax.random.key(KEY)
+    return mpjax.TrainState.create({"w": params}, tx, model_state=stats, rng=rng, ema=True)
+
+  options = {"ema_decay": 0.5, **options}
+  if engine is None:
+    return create(jnp.asarray(start())), mpjax.make_train_step(fn, tx, **options), lambda b: b
+  params = jnp.asarray(start(), engine.stored)
+  if engine.mapped == "pmap":
+    step = mpjax.make_train_step(fn, tx, axis_name="data", **options)
+    state = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), create(params))
+    cut = functools.partial(jax.tree.map, lambda x: x.reshape(DEVICES, -1, *x.shape[1:]))
+    return state, jax.pmap(step, axis_name="data", devices=devices), cut
+  mesh = mesh_of(devices, engine.axis_type)
+  axis = "data" if engine.mapped else None
+  step = mpjax.make_train_step(fn, tx, axis_name=axis, **options)
+  if engine.mapped:
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    step = jax.shard_map(step, mesh=mesh, check_vma=engine.mapped == "shard_map", **specs)
+    step = jax.jit(step, donate_argnums=0)
+  return (
+    create(place(mesh, params, engine.params)),
+    step,
+    lambda batch: place(mesh, batch, jax.P("data")),
+  )
+
+
+@contextlib.contextmanager
+def compilations():
+  """Yields a list that grows by one with every program that is compiled."""
+  found = []
+
+  def listen(event, duration, **details):
+    del duration, details
+    if event.endswith("backend_compile_duration"):
+      found.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield found
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def replicas(x):
+  """Returns the bytes that each device has; of a whole array, that is, of all that are alike."""
+  x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+  return [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
+
+
+def check_replicas(tree, sharded=()):
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    if x.shape not in sharded:
+      assert len(set(replicas(x))) == 1, jax.tree_util.keystr(path)
+
+
+# --- all engines agree ---------------------------------------------------------------------------
+
+
+@pytest.mark.case("I6", "B131", "A93", "A67", "I16", "I4", "B151", "B065", "A51")
+@pytest.mark.parametrize("name", ENGINES)
+def test_200_steps_with_faults_on_single_devices(name, eight_devices):
+  engine, traces = ENGINES[name], []
+
+  def counting(*args):
+    traces.append(0)
+    return loss_fn(*args)
+
+  state, step, put = prepare(engine, eight_devices, counting)
+  mapped = engine is not None and bool(engine.mapped)
+  (w, momentum, mean, steps), history = expected(mapped)
+  placed = jax.tree.map(lambda x: (x.sharding, x.committed, x.aval.weak_type), state)
+  found = []
+  with compilations() as compiled:
+    for i in range(STEPS):
+      batch = put({key: x[i] for key, x in data().items()})
+      state, metrics = jax.block_until_ready(step(state, batch))
+      found.append(metrics)
+      if i == (name == "pmap"):  # To whose devices nobody has moved the state before.
+        first = len(traces)
+        compiled.clear()
+    assert len(traces) == first > 0
+    assert not compiled, "the state came back as another kind of argument"
+  if name != "pmap":
+    after = jax.tree.map(lambda x: (x.sharding, x.committed, x.aval.weak_type), state)
+    same = jax.tree.map(
+      lambda x, a, b: a[0].is_equivalent_to(b[0], x.ndim) and a[1:] == b[1:], state, after, placed
+    )
+    assert jax.tree.all(same)
+
+  cut = {w.shape} if engine is not None and engine.params != jax.P() else set()
+  if name == "pmap":
+    for x in jax.tree.leaves((state._replace(rng=jax.random.key_data(state.rng)), found)):
+      assert len({row.tobytes() for row in np.asarray(x)}) == 1
+    state, found = jax.tree.map(lambda x: x[0], (state, found))
+  elif engine is not None:
+    check_replicas((state, found), cut)
+    assert {len(replicas(x)) for x in jax.tree.leaves(state)} == {DEVICES}
+
+  masters = state.params["w"]
+  if engine is not None and engine.stored != jnp.float32:
+    masters = mpjax.master_params(state.opt_state)["w"]
+    np.testing.assert_array_equal(state.params["w"], w.astype(np.float16))
+  np.testing.assert_array_equal(masters, w)
+  sums = [x for x in jax.tree.leaves(state.opt_state) if x.shape == w.shape]
+  np.testing.assert_array_equal(sums[-1], momentum)
+  np.testing.assert_array_equal(state.model_state["mean"], mean)
+  assert (state.step, state.model_state["steps"]) == (steps, steps)
+  assert np.all(np.isfinite(state.ema["w"]))
+  for i, (metrics, numbers) in enumerate(zip(jax.device_get(found), history, strict=True)):
+    assert metrics["loss_scale"] == numbers["scale"]
+    counters = ("finite", "good_steps", "total", "skipped", "consecutive_skips", "floor_hits")
+    assert [metrics[key] for key in counters] == [numbers[key] for key in counters]
+    faults = {part: np.any(~np.isfinite(data()[part][i])) for part in PARTS}
+    if not faults["loss"]:
+      assert metrics["loss"] == np.float32(numbers["loss"])
+    if not faults["gradients"]:
+      np.testing.assert_allclose(metrics["grad_norm"], numbers["grad_norm"], rtol=2**-20)
+    assert metrics["kept"] == numbers["kept"]
+    assert metrics["mean"] == np.float32(numbers["mean"])
+
+
+# --- what travels, and in which dtype ------------------------------------------------------------
+
+
+def product(compute):
+  """A loss function with one product in `compute`, whose gradient is a sum over rows."""
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    out = batch.astype(compute) @ params["w"].astype(compute)
+    return jnp.sum(out.astype(jnp.float32)), (model_state, {})
+
+  return loss_fn
+
+
+def mapped_step(devices, stored, compute, check_vma, **options):
+  """Returns a step under `shard_map` at scale 1, its state, and a function that places batches."""
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(1))
+  mesh = mesh_of(devices)
+  state = mpjax.TrainState.create(place(mesh, {"w": jnp.zeros((3, 2), stored)}, jax.P()), tx)
+  step = mpjax.make_train_step(product(compute), tx, axis_name="data", **options)
+  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+  step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
+  return step, state, lambda batch: place(mesh, batch, jax.P("data"))
+
+
+@pytest.mark.case("A92", "B127")
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("compute", list(XLA))
+@pytest.mark.parametrize("stored", list(XLA))
+def test_averages_are_float32_whatever_is_stored_and_computed(
+  eight_devices, stored, compute, check_vma
+):
+  for k in (1, 2):
+    step, state, put = mapped_step(eight_devices, stored, compute, check_vma, accumulate=k)
+    program = jax.make_jaxpr(step)(state, put(jnp.ones((16, 3))))
+    found = [
+      str(var.aval).partition("{")[0]
+      for eqn, _ in equations(program)
+      if eqn.primitive.name in ("psum", "psum_invariant", "all_reduce")
+      for var in eqn.outvars
+    ]
+    assert sorted(found) == ["float32[3,2]", "float32[]"], "the gradient and the loss, once each"
+
+
+@pytest.mark.case("A92", "B127", "A52")
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_float16_gradients_of_eight_devices_do_not_overflow(eight_devices, check_vma):
+  """40000 on each: the sum of two of them is inf already. The program that XLA makes is read too:
+  nothing in it moved the sum back to half."""
+  step, state, put = mapped_step(eight_devices, jnp.float16, jnp.float16, check_vma)
+  batch = put(jnp.full((8, 3), 40000.0))
+  found = collectives(step, state, batch)
+  assert Collective("all-reduce", "f32", (3, 2)) in found
+  assert {dtype for _, dtype, _ in found} <= {"f32", "s32"}
+  after, metrics = step(state, batch)
+  assert metrics["finite"]
+  np.testing.assert_array_equal(after.params["w"], np.full((3, 2), -40000, np.float16))
+  assert metrics["grad_norm"] == np.float32(np.sqrt(6 * 40000.0**2))
+
+
+def test_why_the_parameters_are_localised_first(eight_devices):
+  """What JAX does by itself, under `check_vma=True`: it sums the gradient of replicated parameters,
+  in the dtype of the product. Should that change, the page on distribution must too."""
+  mesh = mesh_of(eight_devices)
+
+  def gradient(params, batch):
+    return jax.grad(lambda p: product(jnp.float16)(p, (), batch, None)[0])(params)
+
+  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+  mapped = jax.jit(jax.shard_map(gradient, mesh=mesh, **specs))
+  params = place(mesh, {"w": jnp.zeros((3, 2))}, jax.P())
+  batch = place(mesh, jnp.full((8, 3), 40000.0), jax.P("data"))
+  assert collectives(mapped, params, batch) == [Collective("all-reduce", "f16", (3, 2))]
+  assert np.all(np.isinf(mapped(params, batch)["w"]))
+
+
+@pytest.mark.case("A52", "B127")
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=lambda a: a.name)
+def test_an_overflow_in_an_automatic_reduction_is_seen(eight_devices, axis_type):
+  """Under automatic sharding the partitioner sums half gradients in half. The inf is one step that
+  is skipped, and a smaller scale for the next."""
+  mesh = mesh_of(eight_devices, axis_type)
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init=16.0))
+  state = mpjax.TrainState.create(place(mesh, {"w": jnp.zeros((3, 2))}, jax.P()), tx)
+  step = mpjax.make_train_step(product(jnp.float16), tx)
+  batch = place(mesh, jnp.full((8, 3), 1000.0), jax.P("data"))
+  reduced = [c for c in collectives(step, state, batch) if len(c.shape) == 2]
+  assert [(op, dtype) for op, dtype, _ in reduced] == [("all-reduce", "f16")]
+  # 16 times 1000 is fine on each device, 16 times 8000 is not; 8 times 8000 is.
+  state, metrics = jax.block_until_ready(step(state, batch))
+  assert (metrics["finite"], metrics["loss_scale"], state.step) == (False, 8, 0)
+  assert not np.any(state.params["w"])
+  state, metrics = step(state, batch)
+  assert (metrics["finite"], metrics["loss_scale"], state.step) == (True, 8, 1)
+  np.testing.assert_array_equal(state.params["w"], np.full((3, 2), -8000, np.float32))
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=lambda a: a.name)
+@pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
+def test_of_sharded_parameters_the_half_copy_travels(eight_devices, axis_type, compute):
+  """Parameters, moments and average are in parts on the devices; what is gathered for the product
+  has been cast before. Each device holds an eighth of the state."""
+  mesh = mesh_of(eight_devices, axis_type)
+  tx = mpjax.loss_scaling(optax.adamw(1e-3))
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    w = params["w"].astype(compute)
+    if axis_type == EXPLICIT:
+      w = jax.sharding.reshard(w, jax.NamedSharding(mesh, jax.P()))
+    return jnp.mean((batch.astype(compute) @ w).astype(jnp.float32)), (model_state, {})
+
+  params = place(mesh, {"w": jnp.ones((64, 32))}, jax.P("data"))
+  state = mpjax.TrainState.create(params, tx, ema=True)
+  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5)
+  found = collectives(step, state, place(mesh, jnp.ones((8, 64)), jax.P("data")))
+  gathered = [c for c in found if c.op == "all-gather"]
+  assert gathered == [Collective("all-gather", XLA[compute], (64, 32))]
+  here = [x.addressable_shards[0].data.size for x in jax.tree.leaves(state)]
+  assert sum(here) - sum(n == 1 for n in here) == 4 * 64 * 32 // DEVICES
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["device_put", "shard_map"])
+def test_a_batch_that_does_not_fill_the_devices(eight_devices, how):
+  """JAX says so by itself: what is wrong, its shape, and by what it was to be divided."""
+  step, state, put = mapped_step(eight_devices, jnp.float32, jnp.float32, True)
+  run = put if how == "device_put" else functools.partial(step, state)
+  with pytest.raises(ValueError, match=r"(?s)12.*divi") as excinfo:
+    run(jnp.ones((12, 3)))
+  assert "8" in str(excinfo.value)
