@@ -1,0 +1,416 @@
+"""Masters under faults, in every composition, on devices, in memory: equal to a float32 run.
+
+The control is optax on float32 parameters, fed with the good gradients alone.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.loss_scale_oracle import Oracle
+from tests.programs import bits, run
+
+HALF = ("bfloat16", "float16")
+LEAVES = (*HALF, "float32")
+STEPS = 60
+CONFIG = {"init": 2.0**5, "growth_interval": 4, "max_scale": 2.0**8}
+F32 = np.float32
+
+
+def optimizer():
+  """Decay, momentum and a schedule by powers of two.
+
+  A product that is exact is the same whether or not a compiler contracts it with a sum.
+  """
+  rate = optax.scale_by_schedule(lambda count: -(2.0 ** -(8 + count % 3)))
+  return optax.chain(optax.add_decayed_weights(2.0**-4), optax.trace(0.5), rate)
+
+
+class NumPyOptimizer:
+  """The same once more."""
+
+  def __init__(self, params):
+    self.params = {name: x.astype(F32) for name, x in params.items()}
+    self.trace = {name: np.zeros_like(x) for name, x in self.params.items()}
+    self.count = 0
+
+  def step(self, grads):
+    rate = F32(-(2.0 ** -(8 + self.count % 3)))
+    for name, p in self.params.items():
+      g = grads[name].astype(F32) + F32(2.0**-4) * p
+      self.trace[name] = g + F32(0.5) * self.trace[name]
+      self.params[name] = p + rate * self.trace[name]
+    self.count += 1
+
+
+def params():
+  """A leaf in each dtype, named by it; the float32 one is its own master."""
+  values = np.random.default_rng(0).normal(size=(3, 8)).astype(F32)
+  return {name: np.asarray(x, name) for name, x in zip(LEAVES, values, strict=True)}
+
+
+@functools.cache
+def stream():
+  """Gradients in the dtypes of the parameters, and a fault for one leaf at each step, or 0."""
+  rng = np.random.default_rng(1)
+  grads = {name: rng.normal(size=(STEPS, 8)).astype(name) for name in LEAVES}
+  bad = rng.random(STEPS) < 0.3
+  faults = np.where(bad, rng.choice([np.inf, -np.inf, np.nan], STEPS), 0).astype(F32)
+  return grads, faults, rng.integers(0, 3, STEPS)
+
+
+def injected(grads, fault, leaf, scale):
+  """Gradients times a power of two, exact in half, with a fault in one of the leaves."""
+  return {
+    name: (g * scale.astype(g.dtype)).at[3].add(jnp.where(leaf == i, fault, 0).astype(g.dtype))
+    for i, (name, g) in enumerate(grads.items())
+  }
+
+
+def masters(inner):
+  return mpjax.master_weights(inner)
+
+
+def scaling(inner):
+  return mpjax.loss_scaling(inner, mpjax.DynamicLossScale(**CONFIG))
+
+
+def clipped(inner):
+  return optax.chain(optax.clip(0.75), inner)
+
+
+class Composition(NamedTuple):
+  make: Any
+  control: Any = optimizer
+  scaled: bool = True  # else it is fed with the good gradients alone
+  window: int = 1
+  frozen: tuple[str, ...] = ()
+
+
+def freezing():
+  """Only some leaves have a master, and are trained."""
+  trained = {name: name != "bfloat16" for name in LEAVES}
+  frozen = {name: not of for name, of in trained.items()}
+  return scaling(
+    optax.chain(
+      optax.masked(masters(optimizer()), trained), optax.masked(optax.set_to_zero(), frozen)
+    )
+  )
+
+
+def labelled(outer):
+  """A master for each half type, of an optimizer of its own."""
+  branches = {"x": masters(optimizer()), "y": masters(optimizer())}
+  return outer(optax.multi_transform(branches, {"bfloat16": "x", "float16": "y", "float32": "y"}))
+
+
+COMPOSITIONS = {
+  "alone": Composition(lambda: masters(optimizer()), scaled=False),
+  "inside": Composition(lambda: scaling(masters(optimizer()))),
+  "around": Composition(lambda: masters(scaling(optimizer()))),
+  "after a clip": Composition(
+    lambda: scaling(clipped(masters(optimizer()))), control=lambda: clipped(optimizer())
+  ),
+  "masked": Composition(freezing, frozen=("bfloat16",)),
+  "labelled": Composition(lambda: labelled(lambda tx: tx), scaled=False),
+  "labelled inside": Composition(lambda: labelled(scaling)),
+  "window inside": Composition(
+    lambda: scaling(masters(mpjax.accumulate(optimizer(), 2))), window=2
+  ),
+  "window around": Composition(
+    lambda: scaling(mpjax.accumulate(masters(optimizer()), 2)), window=2
+  ),
+  "window alone": Composition(
+    lambda: mpjax.accumulate(masters(optimizer()), 4), scaled=False, window=4
+  ),
+}
+
+
+def trained(tx, start, stream, traces=None):
+  """Runs all steps; returns parameters, their sums with the updates, masters, metrics of each."""
+
+  def step(carry, now):
+    if traces is not None:
+      traces.append(1)
+    params, state = carry
+    grads, fault, leaf = now
+    has_scale = "LossScalingState" in str(jax.tree.structure(state))
+    scale = mpjax.loss_scaling_metrics(state)["loss_scale"] if has_scale else jnp.ones(())
+    updates, state = tx.update(injected(grads, fault, leaf, scale), state, params)
+    master = mpjax.master_params(state)
+    sums = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, params, updates)
+    params = mpjax.apply_updates(params, updates, master=master)
+    metrics = mpjax.loss_scaling_metrics(state) if has_scale else {}
+    return (params, state), (params, sums, mpjax.master_params(state, params), metrics)
+
+  return jax.lax.scan(step, (start, tx.init(start)), stream)[1]
+
+
+@functools.cache
+def control(make, window):
+  """Float32 parameters after each update of optax, from the means of the good gradients."""
+  grads, faults, _ = stream()
+  good = np.isfinite(faults)
+  start = {name: x.astype(F32) for name, x in params().items()}
+  updates = np.sum(good) // window
+  means = {}
+  for name, g in grads.items():
+    windows = g[good][: updates * window].astype(F32).reshape(updates, window, -1)
+    means[name] = functools.reduce(np.add, windows.swapaxes(0, 1)) / F32(window)
+  inner = make()
+
+  def step(carry, g):
+    params, state = carry
+    changes, state = inner.update(g, state, params)
+    params = optax.apply_updates(params, changes)
+    return (params, state), params
+
+  after = run(lambda g: jax.lax.scan(step, (start, inner.init(start)), g)[1], means)
+  return {name: np.concatenate([start[name][None], x]) for name, x in after.items()}
+
+
+@pytest.mark.case("A67", "I16", "B103", "B115", "I1")
+@pytest.mark.filterwarnings("ignore:.*1 parameters are stored in half")
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_parameters_are_the_rounded_masters_of_a_float32_run(name):
+  this = COMPOSITIONS[name]
+  grads, faults, leaves = stream()
+  good = np.isfinite(faults)
+  given = (grads, faults, leaves)
+  if not this.scaled:
+    given = jax.tree.map(lambda x: x[good], given)
+    good = np.ones(np.sum(good), bool)
+  traces = []
+  tx, start = this.make(), params()
+  found, sums, master, metrics = run(
+    lambda start, given: trained(tx, start, given, traces), start, given
+  )
+  assert len(traces) == 1
+  updates_done = np.cumsum(good) // this.window
+  assert updates_done[-1] >= 8
+  expected = {leaf: x[updates_done] for leaf, x in control(this.control, this.window).items()}
+  for leaf in LEAVES:
+    assert found[leaf].dtype == leaf
+    if leaf in this.frozen:
+      assert bits(found[leaf]) == bits(np.stack([start[leaf]] * STEPS))
+      continue
+    assert bits(master[leaf]) == bits(expected[leaf])
+    assert bits(found[leaf]) == bits(expected[leaf].astype(leaf))
+    # Already in float32, so that nothing depends on how a sum is rounded.
+    assert bits(sums[leaf]) == bits(found[leaf].astype(F32))
+    assert bits(found[leaf][-1]) != bits(start[leaf])
+  if this.scaled:
+    numbers = Oracle(**CONFIG).run(good)
+    assert metrics["loss_scale"].tolist() == [n["scale"] for n in numbers]
+    assert metrics["skipped"].tolist() == [n["skipped"] for n in numbers]
+
+
+@pytest.mark.case("I16", "I1")
+def test_after_any_sequence_of_faults():
+  """Members of one ensemble, with 0 to 59 faults of 60: each is the run of NumPy without them."""
+  rng = np.random.default_rng(2)
+  grads, _, _ = stream()
+  members = 12
+  bad = rng.random((members, STEPS)) < np.linspace(0, 1, members)[:, None]
+  bad[0], bad[-1, :-1], bad[-1, -1] = False, True, False
+  kinds = rng.choice([np.inf, -np.inf, np.nan, 7e4], (members, STEPS)).astype(F32)
+  faults = np.where(bad, kinds, 0)
+  # 7e4 is an inf in float16 alone.
+  leaves = np.where(kinds == F32(7e4), LEAVES.index("float16"), rng.integers(0, 3, kinds.shape))
+  tx, start = scaling(masters(optimizer())), params()
+
+  def member(fault, leaf):
+    return trained(tx, start, (grads, fault, leaf))[:3]
+
+  found, sums, master = jax.device_get(run(jax.vmap(member), faults, leaves))
+  for i in range(members):
+    oracle = NumPyOptimizer(start)
+    for t in range(STEPS):
+      if not bad[i, t]:
+        oracle.step({name: g[t] for name, g in grads.items()})
+      for leaf in LEAVES:
+        assert np.all(np.isfinite(master[leaf][i, t]))
+        assert bits(master[leaf][i, t]) == bits(oracle.params[leaf])
+        assert bits(found[leaf][i, t]) == bits(oracle.params[leaf].astype(leaf))
+        assert bits(sums[leaf][i, t]) == bits(found[leaf][i, t].astype(F32))
+  assert sorted(np.sum(bad, axis=1))[:: members - 1] == [0, STEPS - 1]
+
+
+@pytest.mark.case("I16", "B115", "B103")
+def test_adamw_on_masters_is_adamw_on_float32():
+  """Outside of jit every operation rounds by itself: here and there the same ones."""
+  inner = optax.adamw(1e-3, weight_decay=0.1)
+  tx, now = masters(inner), jax.tree.map(jnp.asarray, params())
+  wide = jax.tree.map(lambda x: x.astype(jnp.float32), now)
+  state, plain = tx.init(now), inner.init(wide)
+  start = now
+  grads, _, _ = stream()
+  for t in range(4):
+    g = {name: jnp.asarray(x[t]) for name, x in grads.items()}
+    updates, state = tx.update(g, state, now)
+    now = mpjax.apply_updates(now, updates, master=mpjax.master_params(state))
+    updates, plain = inner.update(jax.tree.map(lambda x: x.astype(jnp.float32), g), plain, wide)
+    wide = optax.apply_updates(wide, updates)
+    assert bits(mpjax.master_params(state, now)) == bits(wide)
+    assert bits(now) == bits({name: np.asarray(x).astype(name) for name, x in wide.items()})
+    assert bits(state.inner_state) == bits(plain)
+  assert bits(now) != bits(start)
+
+
+def one_step(tx):
+  """A step as one writes it, over half parameters that are cast nowhere."""
+
+  def loss(params, x):
+    y = x.astype(jnp.bfloat16) @ params["w"] + params["b"][None]
+    return jnp.mean(y.astype(jnp.float32) ** 2)
+
+  def step(params, state, x):
+    value, grads = mpjax.value_and_grad(loss, state)(params, x)
+    updates, state = tx.update(grads, state, params, loss=value)
+    params = mpjax.apply_updates(params, updates, master=mpjax.master_params(state))
+    return params, state, {"loss": value} | mpjax.loss_scaling_metrics(state)
+
+  return step
+
+
+def nbytes(tree):
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.case("B077")
+def test_memory_and_one_program_for_all_steps():
+  """2 bytes for a parameter, 4 for its master, 4 for each moment, and a few single numbers.
+
+  XLA counts 8 bytes more for each result: a pointer. A compiled program takes one set of types.
+  """
+  tx = mpjax.loss_scaling(masters(optax.adamw(1e-3)))
+  size = 64 * 32 + 32
+  now = {"w": jnp.ones((64, 32), jnp.bfloat16), "b": jnp.ones(32, jnp.bfloat16)}
+  state, x = tx.init(now), jnp.ones((4, 64))
+  lowered = jax.jit(one_step(tx), donate_argnums=(0, 1)).lower(now, state, x)
+  _, _, metrics = lowered.out_info
+  step = lowered.compile()
+  found = step.memory_analysis()
+  held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+  leaves = len(jax.tree.leaves((now, state, metrics)))
+  assert held == nbytes((now, state, x, metrics)) + 8 * leaves
+  assert nbytes(now) == 2 * size
+  scalars = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 0]
+  assert nbytes(state) == (4 + 4 + 4) * size + nbytes(scalars)
+  assert nbytes(scalars) < 64
+  types = jax.tree.map(jax.typeof, (now, state))
+  for value in (1.0, jnp.nan, 1.0, 2.0):
+    now, state, _ = step(now, state, x * value)
+    assert jax.tree.map(jax.typeof, (now, state)) == types
+  assert mpjax.loss_scaling_metrics(state)["skipped"] == 1
+  assert bits(now) == bits(
+    {name: np.asarray(m).astype(jnp.bfloat16) for name, m in mpjax.master_params(state).items()}
+  )
+
+
+# On several devices.
+
+
+@functools.cache
+def single():
+  """The run of one device, with the faults of all."""
+  grads, faults, leaves = stream()
+  tx = scaling(masters(optimizer()))
+  return jax.device_get(
+    run(lambda start, given: trained(tx, start, given)[0::2], params(), (grads, faults, leaves))
+  )
+
+
+def check_replicas(tree, expected):
+  """Each device has the same, and the same as one alone."""
+  for name, x in tree.items():
+    assert len(x.addressable_shards) == 4
+    for shard in x.addressable_shards:
+      assert bits(shard.data) == bits(expected[name][shard.index])
+
+
+@pytest.mark.case("A67", "I6")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_masters_are_equal_on_all_devices(devices, check_vma):
+  """Faults on one device alone, gradients equal on all: their mean is exact."""
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+  config = mpjax.DynamicLossScale(**CONFIG)
+  tx = mpjax.loss_scaling(masters(optimizer()), config, axis_name="data")
+  grads, faults, leaves = stream()
+  here = np.zeros((STEPS, 4), F32)
+  here[np.arange(STEPS), np.arange(STEPS) % 4] = faults
+
+  def averaged(grads, state, params):
+    mean = jax.tree.map(lambda g: jax.lax.pmean(g.astype(jnp.float32), "data"), grads)
+    return tx.update(mean, state, params)
+
+  local = optax.GradientTransformationExtraArgs(tx.init, averaged)
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(jax.P(), jax.P(), jax.P(None, "data"), jax.P()),
+    out_specs=jax.P(),
+    check_vma=check_vma,
+  )
+  def on_one(start, grads, fault, leaf):
+    found, _, master, _ = trained(local, start, (grads, fault[:, 0], leaf))
+    return found, master
+
+  found = jax.block_until_ready(run(on_one, params(), grads, here, leaves))
+  for tree, expected in zip(found, single(), strict=True):
+    check_replicas(tree, expected)
+
+
+@pytest.mark.case("A67", "I6")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_masters_lie_where_their_parameters_do(devices, sharded):
+  """Automatic sharding, over replicated or over sharded parameters."""
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+  where = jax.NamedSharding(mesh, jax.P("data") if sharded else jax.P())
+  tx = scaling(masters(optimizer()))
+  start = jax.device_put(params(), where)
+  state = tx.init(start)
+  for name in HALF:
+    assert state.inner_state.master[name].sharding == where
+  found, _, master, _ = jax.block_until_ready(
+    run(lambda start, given: trained(tx, start, given), start, stream())
+  )
+  for tree, expected in zip((found, master), single(), strict=True):
+    check_replicas(tree, expected)
+
+
+# Without a master.
+
+
+def test_stochastic_rounding_moves_half_parameters_on_average():
+  """200 steps of 1e-4 from 1, where half numbers are 2^-8 apart below 1: together 0.02.
+
+  Each rounds with a variance below f 2^-16 for f = 1e-4 / 2^-8, so that the mean of 4096
+  parameters is within 6 standard errors, 8.5e-4, but for once in 5e8 draws of the keys.
+  """
+
+  def step(params, key):
+    updates = jnp.full(4096, -1e-4, jnp.float32)
+    return mpjax.apply_updates(params, updates, rounding="stochastic", key=key), None
+
+  start = jnp.ones(4096, jnp.bfloat16)
+  end, _ = run(lambda start, keys: jax.lax.scan(step, start, keys), start, keys(200))
+  share = 1e-4 / 2.0**-8
+  bound = 6 * np.sqrt(200 * share * 2.0**-16 / 4096)
+  assert abs(np.mean(np.asarray(end, np.float64)) - 0.98) < bound
+  assert bound < 1e-3
+  nearest = start
+  for _ in range(3):
+    nearest = mpjax.apply_updates(nearest, jnp.full(4096, -1e-4))
+  assert bits(nearest) == bits(start)
+
+
+def keys(number):
+  return jax.random.split(jax.random.key(5), number)
