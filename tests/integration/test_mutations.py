@@ -1,0 +1,135 @@
+"""The table of mutations keeps pace with the code, and its runner knows a caught one from others.
+
+The mutations themselves are tried by `make mutations`.
+"""
+
+import ast
+import collections
+import pathlib
+import shutil
+
+import pytest
+
+from tests.mutations import outcomes, run, table
+
+ROOT = pathlib.Path(__file__).parents[2]
+every_mutation = pytest.mark.parametrize(
+  "mutation", table.MUTATIONS, ids=[mutation.name for mutation in table.MUTATIONS]
+)
+
+
+def test_all_40_are_there():
+  letters = collections.defaultdict(list)
+  for mutation in table.MUTATIONS:
+    letters[mutation.number].append(mutation.letter)
+  assert sorted(letters) == list(range(1, 41))
+  for number, found in letters.items():
+    assert sorted(found) in ([""], ["a", "b"]), number
+
+
+@every_mutation
+def test_each_fits_the_code_as_it_is(mutation):
+  source = (ROOT / mutation.file).read_text(encoding="utf-8")
+  assert mutation.file.startswith("mpjax/")
+  assert source.count(mutation.old) == 1
+  assert mutation.old != mutation.new
+  ast.parse(source.replace(mutation.old, mutation.new))
+
+
+@every_mutation
+def test_each_names_a_test_that_there_is(mutation):
+  file, _, function = mutation.test.partition("::")
+  tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+  assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+MUTATION = table.Mutation(
+  number=1,
+  breaks="",
+  file="mpjax/__init__.py",
+  old="x > 2",
+  new="x > 3",
+  test="tests/test_it.py::test_it",
+)
+
+
+@pytest.mark.parametrize(
+  ("found", "verdict"),
+  [
+    ({"test_it[a]": "passed", "test_it[b]": "failed"}, run.Verdict.CAUGHT),
+    ({"test_it": "passed", "test_its_neighbour": "failed"}, run.Verdict.MISSED),
+    ({"test_it": "error"}, run.Verdict.BROKEN),
+    ({"test_it": "skipped"}, run.Verdict.BROKEN),
+    ({"test_it[a]": "passed", "test_it[b]": "skipped"}, run.Verdict.BROKEN),
+    ({}, run.Verdict.BROKEN),
+  ],
+)
+def test_only_a_failure_of_the_named_test_counts(found, verdict):
+  found = {f"tests/test_it.py::{name}": outcome for name, outcome in found.items()}
+  assert run.judge(MUTATION.test, found) is verdict
+
+
+@pytest.mark.parametrize("source", ["x > 1", "x > 2 and x > 2"])
+def test_a_text_that_is_not_there_once_is_refused(tmp_path, source):
+  (tmp_path / "mpjax").mkdir()
+  (tmp_path / MUTATION.file).write_text(source)
+  with pytest.raises(ValueError, match=r"mutation 1: its text is in mpjax/__init__\.py [02] times"):
+    run.mutate(tmp_path, MUTATION)
+  assert (tmp_path / MUTATION.file).read_text() == source
+
+
+def test_numbers_choose():
+  assert run.chosen(None) == list(table.MUTATIONS)
+  assert {mutation.name for mutation in run.chosen("17,4")} == {"4", "17a", "17b"}
+  with pytest.raises(SystemExit, match="no mutation has the number 41"):
+    run.chosen("4,41")
+
+
+@pytest.fixture
+def project(tmp_path):
+  """A project as small as can be: one function, its test, and the plugin of the runner."""
+  root = tmp_path / "project"
+  files = {
+    "pytest.ini": "[pytest]\n",
+    "mpjax/__init__.py": "def large(x):\n  return x > 2\n",
+    "tests/__init__.py": "",
+    "tests/test_it.py": "import mpjax\ndef test_it():\n  assert mpjax.large(3)\n"
+    "def test_other():\n  assert not mpjax.large(2)\n",
+  }
+  for name, text in files.items():
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+  (root / "tests" / "mutations").mkdir()
+  shutil.copy(ROOT / "tests" / "mutations" / "outcomes.py", root / "tests" / "mutations")
+  return root
+
+
+def test_a_mutation_is_applied_to_a_copy_and_its_test_run_there(project, capsys):
+  run.check_unmutated(project, [MUTATION], jobs=1)
+  results = {}
+  # As long as the text that they replace: compiled files of before would seem up to date.
+  for number, new in enumerate(("x > 3", "2 < x", "x > ("), 1):
+    mutation = MUTATION._replace(number=number, new=new)
+    results[mutation] = run.try_mutation(project, mutation)
+  assert (project / MUTATION.file).read_text() == "def large(x):\n  return x > 2\n"
+  verdicts = [result.verdict for result in results.values()]
+  assert verdicts == [run.Verdict.CAUGHT, run.Verdict.MISSED, run.Verdict.BROKEN]
+  assert not run.report(run.Console(), results)
+  assert "1/3 caught" in capsys.readouterr().out
+  assert run.report(run.Console(), dict(list(results.items())[:1]))
+  assert "1/1 caught" in capsys.readouterr().out
+
+
+def test_a_test_that_fails_without_a_mutation_ends_it(project):
+  (project / MUTATION.file).write_text("def large(x):\n  return x > 9\n")
+  with pytest.raises(SystemExit, match=r"not passed without any mutation: .*::test_it"):
+    run.check_unmutated(project, [MUTATION], jobs=1)
+
+
+def test_another_mpjax_than_that_of_the_copy_is_refused(tmp_path):
+  class Config:
+    def getoption(self, name):
+      return tmp_path
+
+  with pytest.raises(pytest.UsageError, match=r"mpjax was imported from .*, not from .*"):
+    outcomes.pytest_configure(Config())

@@ -1,0 +1,200 @@
+"""Breaks our own code in 40 ways, one at a time, and sees whether the test named for each fails.
+
+make mutations                                 # all, two at a time
+python -m tests.mutations.run --only 7,12      # some of them
+python -m tests.mutations.run --jobs 1
+
+The project is copied to a temporary directory, and each mutation of `table.py` is applied to a
+copy of its own; nothing here is changed. First the named tests run on an unchanged copy, where all
+must pass. Then a mutation is caught if its test fails there, in a process of its own, within a
+minute; that another test fails does not count, nor does a program that no longer imports. The exit
+status is 0 if every mutation was caught.
+"""
+
+import argparse
+import concurrent.futures
+import enum
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tests.mutations.table import MUTATIONS, Mutation
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+LIMIT = 60
+"""Seconds for one test, start of Python and compilation included."""
+
+
+class Verdict(enum.Enum):
+  """How the test of a mutation ended."""
+
+  CAUGHT = "caught"
+  MISSED = "MISSED"
+  BROKEN = "DOES NOT RUN"  # not even the import works, or a fixture fails: shows nothing
+  SLOW = "TOO SLOW"
+
+
+class Result(NamedTuple):
+  """What came of one mutation."""
+
+  verdict: Verdict
+  seconds: float
+  output: str  # of pytest
+
+
+def project_files(root: pathlib.Path = ROOT) -> list[str]:
+  """Returns the files that git tracks or would track, as they are now."""
+  command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+  done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+  if done.returncode:
+    sys.exit(f"the mutations need a git checkout, to know which files to copy:\n{done.stderr}")
+  return [name for name in done.stdout.split("\0") if (root / name).is_file()]
+
+
+def copy_project(target: pathlib.Path) -> None:
+  """Copies the project to `target`."""
+  for name in project_files():
+    file = target / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(ROOT / name, file)
+
+
+def mutate(root: pathlib.Path, mutation: Mutation) -> None:
+  """Applies a mutation to the copy of the project in `root`.
+
+  Raises:
+    ValueError: the text to replace is not there, or is there more than once.
+  """
+  file = root / mutation.file
+  source = file.read_text(encoding="utf-8")
+  found = source.count(mutation.old)
+  if found != 1:
+    raise ValueError(f"mutation {mutation.name}: its text is in {mutation.file} {found} times")
+  file.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+
+
+def run_tests(
+  root: pathlib.Path, tests: list[str], limit: float | None, *options: str
+) -> tuple[dict[str, str], str]:
+  """Runs tests of the copy in `root`; returns how each ended, and what pytest printed.
+
+  Raises:
+    subprocess.TimeoutExpired: after `limit` seconds.
+  """
+  out = root / "outcomes.json"
+  out.unlink(missing_ok=True)  # that of the unmutated project
+  command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+  command += ["-p", "tests.mutations.outcomes", f"--outcomes={out}", f"--copy={root}"]
+  # Ahead of an editable installation of the project itself.
+  environment = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(root)}
+  done = subprocess.run(
+    [*command, *tests],
+    cwd=root,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=limit,
+    check=False,
+  )
+  outcomes = json.loads(out.read_text()) if out.exists() else {}
+  return outcomes, done.stdout + done.stderr
+
+
+def judge(test: str, outcomes: dict[str, str]) -> Verdict:
+  """Returns the verdict on a mutation whose `test` ended as `outcomes` says."""
+  own = [outcome for id_, outcome in outcomes.items() if id_.partition("[")[0] == test]
+  if "failed" in own:
+    return Verdict.CAUGHT
+  return Verdict.MISSED if own and set(own) == {"passed"} else Verdict.BROKEN
+
+
+def try_mutation(base: pathlib.Path, mutation: Mutation) -> Result:
+  """Runs the test of a mutation on a copy of `base` that it was applied to."""
+  start = time.perf_counter()
+  with tempfile.TemporaryDirectory(prefix=f"mutation_{mutation.name}_") as folder:
+    root = pathlib.Path(folder).resolve() / "project"
+    # Python goes by size and second: a compiled file of before could hide the mutation.
+    shutil.copytree(base, root, ignore=shutil.ignore_patterns("__pycache__"))
+    mutate(root, mutation)
+    try:
+      outcomes, output = run_tests(root, [mutation.test], LIMIT, "-x")
+    except subprocess.TimeoutExpired:
+      return Result(Verdict.SLOW, time.perf_counter() - start, "")
+  return Result(judge(mutation.test, outcomes), time.perf_counter() - start, output)
+
+
+def check_unmutated(base: pathlib.Path, mutations: list[Mutation], jobs: int) -> None:
+  """Ends the program unless the tests of `mutations` pass on the unchanged copy in `base`."""
+  tests = sorted({mutation.test for mutation in mutations})
+  outcomes, output = run_tests(base, tests, None, "-n", str(jobs), "--dist", "worksteal")
+  wrong = [test for test in tests if judge(test, outcomes) is not Verdict.MISSED]
+  if wrong:
+    sys.exit(f"{output[-6000:]}\nnot passed without any mutation: {', '.join(wrong)}")
+
+
+def chosen(only: str | None) -> list[Mutation]:
+  """Returns the mutations whose numbers `only` lists ("7,12"), all of them if it is None."""
+  if only is None:
+    return list(MUTATIONS)
+  numbers = [int(number) for number in only.split(",")]
+  unknown = set(numbers) - {mutation.number for mutation in MUTATIONS}
+  if unknown:
+    sys.exit(f"no mutation has the number {', '.join(map(str, sorted(unknown)))}")
+  return [mutation for mutation in MUTATIONS if mutation.number in numbers]
+
+
+def report(console: Console, results: dict[Mutation, Result]) -> bool:
+  """Prints the table and the count; returns whether every mutation was caught."""
+  table = Table("no.", "mutation", "test", "", "s")
+  for mutation, result in results.items():
+    style = "green" if result.verdict is Verdict.CAUGHT else "bold red"
+    verdict = f"[{style}]{result.verdict.value}[/]"
+    test = mutation.test.removeprefix("tests/").replace("::", "\n")
+    table.add_row(mutation.name, mutation.breaks, test, verdict, f"{result.seconds:.0f}")
+  console.print(table, highlight=False)
+  for mutation, result in results.items():
+    if result.verdict is not Verdict.CAUGHT:
+      console.rule(f"{mutation.name}: {result.verdict.value}")
+      console.print(result.output[-3000:], markup=False, highlight=False)
+  numbers = {mutation.number for mutation in results}
+  lost = {m.number for m, result in results.items() if result.verdict is not Verdict.CAUGHT}
+  console.print(f"{len(numbers - lost)}/{len(numbers)} caught")
+  return not lost
+
+
+def main() -> int:
+  """Runs the mutations; returns the exit status."""
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("--only", metavar="N,M", help="only the mutations of these numbers")
+  parser.add_argument("--jobs", type=int, default=2, choices=(1, 2), help="at the same time")
+  arguments = parser.parse_args()
+  mutations = chosen(arguments.only)
+  console = Console()
+  columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+  with tempfile.TemporaryDirectory(prefix="mutations_") as folder:
+    base = pathlib.Path(folder).resolve() / "project"
+    copy_project(base)
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+      task = progress.add_task("the tests, unmutated", total=len(mutations))
+      check_unmutated(base, mutations, arguments.jobs)
+      progress.update(task, description="mutations")
+      with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        futures = {mutation: pool.submit(try_mutation, base, mutation) for mutation in mutations}
+        for _ in concurrent.futures.as_completed(futures.values()):
+          progress.advance(task)
+  return int(not report(console, {m: future.result() for m, future in futures.items()}))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

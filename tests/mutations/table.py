@@ -1,0 +1,491 @@
+"""The mutations: 40 mistakes that a developer of this project could really make.
+
+Most of them have been made, in this kind of library. Where our code has no place for one, the
+nearest mistake that it has a place for stands here, and its description says so. A number that
+stands for two mistakes has a letter for each.
+"""
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+  """One change of our code, and the test that has to notice."""
+
+  number: int
+  breaks: str  # what is wrong with the changed code
+  file: str
+  old: str  # stands in the file exactly once
+  new: str
+  test: str  # the id of a test function, without parameters
+  letter: str = ""
+
+  @property
+  def name(self) -> str:
+    """The number and the letter."""
+    return f"{self.number}{self.letter}"
+
+
+_SCALE = "mpjax/_loss_scale.py"
+_CONFIG = "mpjax/_loss_scale_config.py"
+_TREE = "mpjax/_tree.py"
+_ACCESS = "mpjax/transforms/_loss_scale_access.py"
+_SCALING = "mpjax/transforms/_loss_scaling.py"
+_ACCUMULATION = "mpjax/transforms/_accumulation.py"
+_MASTERS = "mpjax/transforms/_master_weights.py"
+_STEP = "mpjax/training/_train_step.py"
+_GRADIENTS = "mpjax/training/_gradients.py"
+_LEAVES = "mpjax/_leaves.py"
+_CONTEXT = "mpjax/linen/_context.py"
+_INTERCEPT = "mpjax/linen/_intercept.py"
+_PARAMS = "mpjax/linen/_params.py"
+_ADAPTERS = "mpjax/linen/_adapters.py"
+_WITH_POLICY = "mpjax/linen/_with_policy.py"
+
+_TEST_SCALE = "tests/test_loss_scale.py::"
+_TEST_SCALING = "tests/transforms/test_loss_scaling.py::"
+
+_TEST_ACCUMULATION = "tests/transforms/test_accumulation.py::"
+_TEST_ATOMIC = (
+  "tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted_step"
+)
+
+_DYNAMICS = (
+  Mutation(
+    number=1,
+    breaks="growth one step late: `>` for `>=`",
+    file=_SCALE,
+    old="good_steps >= config.growth_interval",
+    new="good_steps > config.growth_interval",
+    test=_TEST_SCALE + "test_growth_comes_on_the_last_step_of_the_interval",
+  ),
+  Mutation(
+    number=2,
+    breaks="an overflow does not restart the window for growth",
+    file=_SCALE,
+    old="good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)",
+    new="good_steps = _count_up(state.good_steps, finite)",
+    test=_TEST_SCALE + "test_every_overflow_restarts_the_window",
+  ),
+  Mutation(
+    number=3,
+    breaks="growth does not restart the window",
+    file=_SCALE,
+    old="    good_steps = jnp.where(grow, 0, good_steps)\n",
+    new="",
+    test=_TEST_SCALE + "test_counter_and_growth_over_two_periods",
+  ),
+  Mutation(
+    number=4,
+    breaks="backoff multiplies twice",
+    file=_SCALE,
+    old="jnp.where(back_off, _float32(config.backoff_factor), _float32(1))",
+    new="jnp.where(back_off, _float32(config.backoff_factor) ** 2, _float32(1))",
+    test=_TEST_SCALE + "test_four_halvings",
+  ),
+  Mutation(
+    number=5,
+    breaks="no floor under the scale",
+    file=_SCALE,
+    old="jnp.minimum(jnp.maximum(scale * factor, low), high)",
+    new="jnp.minimum(scale * factor, high)",
+    test=_TEST_SCALE + "test_backoff_stops_at_the_minimum",
+  ),
+  Mutation(
+    number=6,
+    breaks="no ceiling over the scale",
+    file=_SCALE,
+    old="jnp.minimum(jnp.maximum(scale * factor, low), high)",
+    new="jnp.maximum(scale * factor, low)",
+    test=_TEST_SCALE + "test_endless_growth_stays_below_the_maximum",
+  ),
+  Mutation(
+    number=7,
+    breaks="growth does not refill the hysteresis",
+    file=_SCALE,
+    old="hysteresis = jnp.where(grow, config.hysteresis, left)",
+    new="hysteresis = left",
+    test=_TEST_SCALE + "test_only_growth_refills_the_hysteresis",
+  ),
+  Mutation(
+    number=8,
+    breaks="min_scale is its default again once it is read from the structure of a state "
+    "(the list: reset in tree_unflatten; our limits are no leaves, but part of the structure)",
+    file=_CONFIG,
+    old='low = given.get("min_scale", DynamicLossScale.min_scale)',
+    new="low = DynamicLossScale.min_scale",
+    test="tests/test_loss_scale_config.py::test_label_keeps_the_limits_exactly",
+  ),
+  Mutation(
+    number=9,
+    breaks="gradients are divided by the scale of the next step",
+    file=_SCALING,
+    old="      total = _unscaled_sum(grads, old)\n",
+    new="""      flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
+      moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
+      total = _unscaled_sum(grads, moved)
+""",
+    test=_TEST_SCALING + "test_momentum_is_exact_while_the_scale_changes_every_step",
+  ),
+  Mutation(
+    number=10,
+    breaks="a scale of 2^127 is allowed, whose reciprocal XLA flushes to 0",
+    file=_CONFIG,
+    old="SMALLEST, LARGEST = 2.0**-126, 2.0**126",
+    new="SMALLEST, LARGEST = 2.0**-126, 2.0**127",
+    test="tests/test_loss_scale_config.py::test_scales_outside_the_hard_limits",
+  ),
+  Mutation(
+    number=11,
+    breaks="half gradients are divided in half, and cast afterwards",
+    file=_SCALE,
+    old="  g = g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)\n"
+    "  return g if scale is None else g / scale.astype(g.dtype)\n",
+    new="  g = g if scale is None else g / scale.astype(g.dtype)\n"
+    "  return g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)\n",
+    test=_TEST_SCALE + "test_the_cast_comes_before_the_division",
+  ),
+  Mutation(
+    number=12,
+    breaks="a half loss is multiplied in half",
+    file=_ACCESS,
+    old="return loss.astype(dtype) * state.scale.astype(dtype)",
+    new="return (loss * state.scale.astype(loss.dtype)).astype(dtype)",
+    test="tests/transforms/test_loss_scale_access.py"
+    "::test_half_loss_is_cast_before_it_is_multiplied",
+  ),
+  Mutation(
+    number=13,
+    breaks="the first scale is weakly typed: the second step is another program",
+    file=_SCALE,
+    old="scale=jnp.asarray(config.init if dynamic else config.scale, jnp.float32),",
+    new="scale=jnp.asarray(config.init if dynamic else config.scale),",
+    test="tests/integration/test_one_trace.py::test_one_trace_for_a_thousand_steps",
+  ),
+)
+
+_CHECKS = (
+  Mutation(
+    number=14,
+    breaks="a sum is checked, which overflows where no element does",
+    file=_TREE,
+    old="finite = jnp.all(jnp.isfinite(leaves[position]))",
+    new="finite = jnp.isfinite(jnp.sum(leaves[position]))",
+    test=_TEST_SCALING + "test_what_counts_as_bad",
+  ),
+  Mutation(
+    number=15,
+    breaks="a comparison with the largest number is the check: NaN passes",
+    file=_TREE,
+    old="finite = jnp.all(jnp.isfinite(leaves[position]))",
+    new="x = jnp.asarray(leaves[position])\n"
+    "      finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))",
+    test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
+  ),
+  Mutation(
+    number=16,
+    breaks="only NaN is looked for",
+    file=_TREE,
+    old="finite = jnp.all(jnp.isfinite(leaves[position]))",
+    new="finite = jnp.logical_not(jnp.any(jnp.isnan(leaves[position])))",
+    test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
+  ),
+  Mutation(
+    number=17,
+    letter="a",
+    breaks="the first leaf is not checked",
+    file=_TREE,
+    old="for position in reversed(range(len(leaves))):",
+    new="for position in reversed(range(1, len(leaves))):",
+    test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
+  ),
+  Mutation(
+    number=17,
+    letter="b",
+    breaks="the last leaf is not checked",
+    file=_TREE,
+    old="for position in reversed(range(len(leaves))):",
+    new="for position in reversed(range(len(leaves) - 1)):",
+    test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
+  ),
+  Mutation(
+    number=18,
+    breaks="gradients of several losses are checked, and not their sum, which may overflow (the "
+    "list: a check before the reduction; over devices they are averaged before they get there)",
+    file=_SCALING,
+    old="    if several:  # The sum of finite",
+    new="    if several and check_updates:  # The sum of finite",
+    test="tests/integration/test_several_losses.py"
+    "::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame",
+  ),
+  Mutation(
+    number=19,
+    breaks="clipping, inside, sees scaled gradients; its result is unscaled",
+    file=_SCALING,
+    old="""      total = _unscaled_sum(grads, old)
+      new_updates, new_inner = inner.update(total, inner_state, view, **extra_args)
+""",
+    new="""      scaled = _sum(grads.values())
+      new_updates, new_inner = inner.update(scaled, inner_state, view, **extra_args)
+      new_updates = _unscaled_sum({label: new_updates for label in grads}, old)
+""",
+    test=_TEST_SCALING + "test_clipping_does_not_depend_on_the_scale",
+  ),
+  Mutation(
+    number=20,
+    breaks="a skipped step keeps the parameters and moves the optimizer",
+    file=_SCALING,
+    old="return kept, select(keep, new, old, where), applied",
+    new="return kept, new, applied",
+    test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
+  ),
+  Mutation(
+    number=21,
+    breaks="batch statistics of a skipped step are kept",
+    file=_STEP,
+    old=', "model_state", "ema")',
+    new=', "ema")',
+    test=_TEST_ATOMIC,
+  ),
+  Mutation(
+    number=22,
+    breaks="the average of parameters goes on at a skipped step",
+    file=_STEP,
+    old=', "model_state", "ema")',
+    new=', "model_state")',
+    test=_TEST_ATOMIC,
+  ),
+  Mutation(
+    number=23,
+    letter="a",
+    breaks="the counts of schedules go on at a skipped step",
+    file=_SCALING,
+    old="    return kept, select(keep, new, old, where), applied\n",
+    new="""    held = select(keep, new, old, where)
+    counted = jax.tree.map(lambda n, h: n if n.dtype == jnp.int32 else h, new, held)
+    return kept, counted, applied
+""",
+    test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
+  ),
+  Mutation(
+    number=23,
+    letter="b",
+    breaks="a skipped step is counted as a step",
+    file=_STEP,
+    old='kept = ("step", ',
+    new="kept = (",
+    test=_TEST_ATOMIC,
+  ),
+  Mutation(
+    number=24,
+    breaks="updates are multiplied by the flag: NaN times 0 is NaN",
+    file=_SCALING,
+    old="jax.tree.map(lambda u, n: jnp.where(keep, u, n), updates, nothing_like(updates))",
+    new="jax.tree.map(lambda u: u * keep.astype(u.dtype), updates)",
+    test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
+  ),
+  Mutation(
+    number=25,
+    breaks="check_updates looks at nothing, unless there are several losses",
+    file=_SCALING,
+    old="      if not check_updates:\n",
+    new="      if not (check_updates and several):\n",
+    test=_TEST_SCALING + "test_updates_that_are_not_finite",
+  ),
+)
+
+_ACCUMULATIONS = (
+  Mutation(
+    number=26,
+    breaks="accumulate lets a loss scale in, and adds up scaled gradients",
+    file=_ACCUMULATION,
+    old="    if scales_in(inner_state):\n",
+    new="    if scales_in(view):\n",
+    test=_TEST_ACCUMULATION + "test_a_loss_scale_inside_is_refused",
+  ),
+  Mutation(
+    number=27,
+    breaks="micro-batches are added up in the dtype of the parameters",
+    file=_GRADIENTS,
+    old="jax.tree.map(jnp.add, total, grads)), (loss, metrics)\n",
+    new="""jax.tree.map(
+        lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, grads, params
+      )), (loss, metrics)
+""",
+    test="tests/training/test_gradients.py::test_sums_are_float32",
+  ),
+  Mutation(
+    number=28,
+    breaks="a bad micro-batch is counted, though nothing of it is in the sum",
+    file=_SCALING,
+    old="    return kept, select(keep, new, old, where), applied\n",
+    new="""    held = select(keep, new, old, where)
+    if hasattr(new, "micro_batches"):
+      held = held._replace(micro_batches=new.micro_batches)
+    return kept, held, applied
+""",
+    test="tests/integration/test_scale_inside_a_window.py::test_a_bad_micro_batch_in_each_place",
+  ),
+  Mutation(
+    number=29,
+    breaks="the sum is not cleared when a window ends "
+    "(the list: when it is dropped; ours is never dropped, it waits)",
+    file=_ACCUMULATION,
+    old="total=jax.tree.map(lambda t: jnp.where(full, jnp.zeros_like(t), t), total),",
+    new="total=total,",
+    test=_TEST_ACCUMULATION + "test_nothing_moves_until_the_last_micro_batch_and_then_by_the_mean",
+  ),
+  Mutation(
+    number=30,
+    breaks="the sum is divided by one more than was added",
+    file=_ACCUMULATION,
+    old="lambda t: t / count.astype(t.real.dtype), total",
+    new="lambda t: t / (count + 1).astype(t.real.dtype), total",
+    test=_TEST_ACCUMULATION + "test_the_mean_is_the_sum_divided_once",
+  ),
+)
+
+_DEVICES = (
+  Mutation(
+    number=31,
+    breaks="each device decides for itself",
+    file=_SCALING,
+    old="return jax.lax.pmin(first_bad, tuple(names))",
+    new="return first_bad",
+    test="tests/integration/test_distributed_skip.py"
+    "::test_sharded_parameters_a_nan_on_one_device_skips_everywhere",
+  ),
+  Mutation(
+    number=32,
+    breaks="the largest values are checked instead of the flags reduced: a maximum drops NaN",
+    file=_SCALING,
+    old="      first_bad[label] = _agree(first_nonfinite(watched), axis_name)\n",
+    new="""      if axis_name is not None:
+        watched = [jax.lax.pmax(x, axis_name) for x in watched]
+      first_bad[label] = first_nonfinite(watched)
+""",
+    test="tests/integration/test_distributed_skip.py"
+    "::test_sharded_parameters_a_nan_on_one_device_skips_everywhere",
+  ),
+  Mutation(
+    number=33,
+    breaks="gradients are averaged over devices in the dtype that they came in",
+    file=_GRADIENTS,
+    old="return _float32(loss), vary(new), metrics, jax.tree.map(_float32, grads)",
+    new="return _float32(loss), vary(new), metrics, grads",
+    test="tests/training/test_gradients.py::test_sums_are_float32",
+  ),
+)
+
+_POLICIES = (
+  Mutation(
+    number=34,
+    breaks="the policy in force is a global, which no cache of jit knows of",
+    file=_CONTEXT,
+    old="ACTIVE = jax.make_user_context(None)\n",
+    new="""
+class _Global:
+  def __init__(self):
+    self.value, self.entering, self.outer = None, None, []
+
+  def __call__(self, state):
+    self.entering = state
+    return self
+
+  def __enter__(self):
+    self.outer.append(self.value)
+    self.value = self.entering
+
+  def __exit__(self, *error):
+    self.value = self.outer.pop()
+
+
+ACTIVE = _Global()
+""",
+    test="tests/linen/test_never_stale.py::test_scopes_in_turn_around_one_jitted_function",
+  ),
+  Mutation(
+    number=35,
+    breaks="a scope that an exception leaves stays in force",
+    file=_INTERCEPT,
+    old="  try:\n    yield\n  finally:\n    held.left = True\n    _fall_back()\n",
+    new="  yield\n  held.left = True\n  _fall_back()\n",
+    test="tests/linen/test_never_stale.py::test_a_scope_left_by_an_exception",
+  ),
+  Mutation(
+    number=36,
+    letter="a",
+    breaks="integers are cast",
+    file=_TREE,
+    old=") and jnp.issubdtype(x.dtype, jnp.floating)",
+    new=") and jnp.issubdtype(x.dtype, jnp.number)",
+    test="tests/test_tree.py::test_no_integer_dtype_is_cast",
+  ),
+  Mutation(
+    number=36,
+    letter="b",
+    breaks="NumPy decides what is floating: bfloat16 is not",
+    file=_TREE,
+    old=") and jnp.issubdtype(x.dtype, jnp.floating)",
+    new=") and np.issubdtype(x.dtype, np.floating)",
+    test="tests/test_tree.py::test_every_floating_dtype_is_cast",
+  ),
+  Mutation(
+    number=37,
+    breaks="Embed casts its table before it gathers: gradients add up in half",
+    file=_ADAPTERS,
+    old='return {"dtype": None} if method == "__call__" else set_dtype(module, method, dtype)',
+    new="return set_dtype(module, method, dtype)",
+    test="tests/linen/test_adapters.py::test_embed_gathers_what_is_stored_and_casts_the_rows",
+  ),
+  Mutation(
+    number=38,
+    letter="a",
+    breaks="initial values are drawn in the compute dtype",
+    file=_PARAMS,
+    old="return active.own_dtype[0] if is_set else arg",
+    new="return arg",
+    test="tests/linen/test_params.py::test_initial_values_are_drawn_as_without_a_policy",
+  ),
+  Mutation(
+    number=38,
+    letter="b",
+    breaks="the rate of dropout is cast to the compute dtype: the mask is drawn in half",
+    file=_ADAPTERS,
+    old='return {"rate": float(module.rate)} if isinstance(module.rate, np.floating) else {}',
+    new='return {"rate": jnp.asarray(module.rate, dtype)}',
+    test="tests/linen/test_with_policy.py::test_dropout_masks_do_not_depend_on_the_policy",
+  ),
+)
+
+_STORED = (
+  Mutation(
+    number=39,
+    breaks="a master may be the very array that it was set from: donated, both are gone",
+    file=_MASTERS,
+    old="new = jnp.array(new, jnp.float32, copy=True)",
+    new="new = jnp.asarray(new, jnp.float32)",
+    test="tests/transforms/test_master_weights.py"
+    "::test_a_master_is_never_the_array_that_it_was_made_from",
+  ),
+  Mutation(
+    number=40,
+    letter="a",
+    breaks="a checkpoint is cast to the dtypes of the target unasked",
+    file=_LEAVES,
+    old="(x.dtype == want.dtype or (cast and are_floating(x, want)))",
+    new="(x.dtype == want.dtype or are_floating(x, want))",
+    test="tests/test_checkpoints.py::test_another_dtype_is_an_error_that_names_every_leaf",
+  ),
+  Mutation(
+    number=40,
+    letter="b",
+    breaks="a rule that picks out no module is ignored",
+    file=_WITH_POLICY,
+    old='    if self.given.unmatched == "ignore":\n',
+    new='    if self.given.unmatched != "warn":\n',
+    test="tests/linen/test_with_policy.py"
+    "::test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed",
+  ),
+)
+
+MUTATIONS = (*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES, *_POLICIES, *_STORED)
