@@ -10,6 +10,7 @@ import optax
 from jax.core import Tracer
 
 from mpjax._errors import MpjaxValueError, message
+from mpjax._named_arrays import is_key
 from mpjax._tree import is_array_like, is_inexact, tree_differences
 from mpjax._types import PyTree
 
@@ -162,7 +163,11 @@ def place_like(params: PyTree, state: PyTree) -> PyTree:
   replicated = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
 
   def place(x: Any) -> Any:
-    here = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    return jax.device_put(x, replicated) if here and not x.committed else x
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.committed:
+      return x
+    if is_key(x.dtype):  # As keys they cannot be put onto the devices of other processes.
+      data = jax.device_put(jax.random.key_data(x), replicated)
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.device_put(x, replicated)
 
   return jax.tree.map(place, state)

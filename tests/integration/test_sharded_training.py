@@ -1,12 +1,10 @@
 """`make_train_step` on eight devices: data parallel, sharded parameters, shard_map, pmap.
 
-Every engine trains the same model on numbers that add up exactly, so that each must agree to the
-bit with one oracle in NumPy, whoever adds up how much of them.
+Every engine trains the model of `sharded_rig`, and must agree to the bit with its oracle in NumPy.
 """
 
 import contextlib
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,129 +13,25 @@ import optax
 import pytest
 
 import mpjax
-from tests.loss_scale_oracle import Oracle
+from tests.integration.sharded_rig import (
+  AUTO,
+  EXPLICIT,
+  PARTS,
+  STEPS,
+  Engine,
+  data,
+  expected,
+  loss_fn,
+  mesh_of,
+  place,
+  prepare,
+  replicas,
+)
 from tests.partitioned import Collective, collectives
 from tests.programs import equations
 
-AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
-DEVICES, ROWS, STEPS = 8, 16, 200
-CONFIG = {"init": 2.0**10, "growth_interval": 5, "max_scale": 2.0**13, "min_scale": 2.0**4}
-RATE = 2.0**-6
-KEY = 11
-PARTS = ["gradients", "loss", "statistics"]
+DEVICES = 8
 XLA = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-
-
-# --- the model, and the same in NumPy ------------------------------------------------------------
-
-
-@jax.custom_vjp
-def poisoned(x, fault):
-  """Returns `x`, to whose gradient `fault` will be added."""
-  del fault
-  return x
-
-
-def _poison(fault, ct):
-  return ct + jnp.reshape(fault, (1, 1)).astype(ct.dtype), jnp.zeros_like(fault)
-
-
-poisoned.defvjp(lambda x, fault: (x, fault), _poison)
-
-
-def loss_fn(params, stats, batch, rng):
-  """Linear in the parameters, with dropout; half products, half parameters if they are so."""
-  faults = {part: jnp.sum(batch[part]) for part in PARTS}
-  w = poisoned(params["w"], faults["gradients"]).astype(jnp.float16)
-  mesh, rows = jax.typeof(w).sharding.mesh, None
-  if not mesh.empty and mesh.are_all_axes_explicit:  # Then a program says what goes where.
-    w = jax.sharding.reshard(w, jax.NamedSharding(mesh, jax.P()))
-    rows = jax.NamedSharding(mesh, jax.P("data"))
-  out = (batch["x"].astype(jnp.float16) @ w).astype(jnp.float32)
-  kept = jax.random.bernoulli(rng, 0.5, out.shape, out_sharding=rows)
-  loss = jnp.sum(jnp.where(kept, out, 0) * batch["y"]) / len(out) + faults["loss"]
-  stats = {
-    "mean": jnp.mean(out, 0, keepdims=True) + faults["statistics"],
-    "steps": stats["steps"] + 1,
-  }
-  return loss, (stats, {"kept": jnp.sum(kept), "mean": jnp.mean(out)})
-
-
-@functools.cache
-def data():
-  """Signs, and faults: on one device as a rule, in one part; twice inf against -inf."""
-  rng = np.random.default_rng(0)
-  batch = {
-    "x": rng.integers(-1, 2, (STEPS, ROWS, 8)).astype(np.float32),
-    "y": rng.integers(-1, 2, (STEPS, ROWS, 4)).astype(np.float32),
-    **{part: np.zeros((STEPS, ROWS), np.float32) for part in PARTS},
-  }
-  for step in np.flatnonzero(rng.random(STEPS) < 0.3):
-    value = rng.choice([np.nan, np.inf, -np.inf])
-    batch[rng.choice(PARTS)][step, rng.integers(ROWS)] = value
-  batch["gradients"][[3, 90], :2] = 0
-  batch["gradients"][[3, 90], 5], batch["gradients"][[3, 90], 12] = np.inf, -np.inf
-  return batch
-
-
-def start():
-  return np.random.default_rng(1).integers(-8, 9, (8, 4)).astype(np.float32) / 8
-
-
-@functools.cache
-def masks(per_device):
-  """What dropout keeps in each step: drawn for all rows, or by each device for its own."""
-
-  def draw(step):
-    key = jax.random.fold_in(jax.random.key(KEY), step)
-    if not per_device:
-      return jax.random.bernoulli(key, 0.5, (ROWS, 4))
-    keys = jax.vmap(lambda device: jax.random.fold_in(key, device))(jnp.arange(DEVICES))
-    shape = (ROWS // DEVICES, 4)
-    return jax.vmap(lambda k: jax.random.bernoulli(k, 0.5, shape))(keys).reshape(ROWS, 4)
-
-  return np.asarray(jax.jit(jax.vmap(draw))(jnp.arange(STEPS)))
-
-
-@functools.cache
-def expected(per_device):
-  """Returns parameters, momentum and statistics at the end, and the numbers of each step."""
-  batch, kept = data(), masks(per_device)
-  w, momentum, mean, step = start().astype(np.float64), np.zeros((8, 4)), np.zeros((1, 4)), 0
-  oracle, history = Oracle(**CONFIG), []
-  for i in range(STEPS):
-    x, y, mask = batch["x"][i].astype(np.float64), batch["y"][i], kept[step]
-    out = (x @ w.astype(np.float16).astype(np.float64)).astype(np.float16).astype(np.float64)
-    grads = x.T @ (mask * y) / ROWS
-    numbers = {
-      "loss": np.sum(out * mask * y) / ROWS,
-      "grad_norm": np.sqrt(np.sum(grads**2)),
-      "kept": mask.sum(),
-      "mean": out.mean(),
-      "finite": all(np.all(np.isfinite(batch[part][i])) for part in PARTS),
-    }
-    if numbers["finite"]:
-      momentum = momentum + grads
-      w = w - RATE * momentum
-      mean, step = out.mean(0, keepdims=True), step + 1
-    numbers |= oracle.step(numbers["finite"]).numbers()
-    numbers.pop("hysteresis")
-    history.append(numbers)
-  assert STEPS / 2 < step < STEPS - 20
-  return (np.float32(w), np.float32(momentum), np.float32(mean), step), history
-
-
-# --- the engines ---------------------------------------------------------------------------------
-
-
-class Engine(NamedTuple):
-  """How to run a step on eight devices; half parameters have masters."""
-
-  axis_type: Any = AUTO
-  mapped: str = ""
-  params: Any = jax.P()
-  stored: Any = jnp.float32
-
 
 ENGINES = {
   "one device": None,
@@ -149,52 +43,6 @@ ENGINES = {
   "shard_map, unchecked": Engine(mapped="shard_map unchecked"),
   "pmap": Engine(mapped="pmap"),
 }
-
-
-def optimizer(stored=jnp.float32, config=None):
-  inner = optax.sgd(RATE, momentum=1.0)
-  inner = inner if stored == jnp.float32 else mpjax.master_weights(inner)
-  return mpjax.loss_scaling(inner, config or mpjax.DynamicLossScale(**CONFIG))
-
-
-def mesh_of(devices, axis_type=AUTO):
-  return jax.make_mesh((len(devices),), ("data",), (axis_type,), devices=devices)
-
-
-def place(mesh, tree, spec):
-  return jax.device_put(tree, jax.NamedSharding(mesh, spec))
-
-
-def prepare(engine, devices, fn=loss_fn, **options):
-  """Returns the state, the step, and a function that puts a batch onto the devices."""
-  tx = optimizer(engine.stored if engine else jnp.float32)
-
-  def create(params):
-    stats = {"mean": jnp.zeros((1, 4)), "steps": jnp.asarray(0, jnp.int32)}
-    rng = jax.random.key(KEY)
-    return mpjax.TrainState.create({"w": params}, tx, model_state=stats, rng=rng, ema=True)
-
-  options = {"ema_decay": 0.5, **options}
-  if engine is None:
-    return create(jnp.asarray(start())), mpjax.make_train_step(fn, tx, **options), lambda b: b
-  params = jnp.asarray(start(), engine.stored)
-  if engine.mapped == "pmap":
-    step = mpjax.make_train_step(fn, tx, axis_name="data", **options)
-    state = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), create(params))
-    cut = functools.partial(jax.tree.map, lambda x: x.reshape(DEVICES, -1, *x.shape[1:]))
-    return state, jax.pmap(step, axis_name="data", devices=devices), cut
-  mesh = mesh_of(devices, engine.axis_type)
-  axis = "data" if engine.mapped else None
-  step = mpjax.make_train_step(fn, tx, axis_name=axis, **options)
-  if engine.mapped:
-    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-    step = jax.shard_map(step, mesh=mesh, check_vma=engine.mapped == "shard_map", **specs)
-    step = jax.jit(step, donate_argnums=0)
-  return (
-    create(place(mesh, params, engine.params)),
-    step,
-    lambda batch: place(mesh, batch, jax.P("data")),
-  )
 
 
 @contextlib.contextmanager
@@ -212,12 +60,6 @@ def compilations():
     yield found
   finally:
     jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def replicas(x):
-  """Returns the bytes that each device has; of a whole array, that is, of all that are alike."""
-  x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-  return [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
 
 
 def check_replicas(tree, sharded=()):
@@ -240,7 +82,7 @@ def test_200_steps_with_faults_on_single_devices(name, eight_devices):
 
   state, step, put = prepare(engine, eight_devices, counting)
   mapped = engine is not None and bool(engine.mapped)
-  (w, momentum, mean, steps), history = expected(mapped)
+  (w, momentum, mean, steps), history = expected(DEVICES if mapped else 0)
   placed = jax.tree.map(lambda x: (x.sharding, x.committed, x.aval.weak_type), state)
   found = []
   with compilations() as compiled:
