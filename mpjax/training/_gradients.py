@@ -12,6 +12,7 @@ from mpjax._tree import is_inexact, tree_differences
 from mpjax._types import Array, PyTree
 from mpjax.training._train_state import TrainState
 from mpjax.transforms import value_and_grad
+from mpjax.transforms._wrapper_trees import strong
 
 LossFn: TypeAlias = Callable[[Any, Any, Any, Any], tuple[Any, tuple[Any, Any]]]
 """`loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`."""
@@ -38,11 +39,12 @@ def batch_gradients(
 ) -> tuple[Array, PyTree, Metrics, PyTree]:
   """Returns the loss, the model state and metrics after the batch, and scaled float32 gradients."""
   params, vary = _localise(state.params, axes)
-  differentiate = value_and_grad(_checked(loss_fn), state.opt_state, has_aux=True)
+  differentiate = value_and_grad(checked(loss_fn), state.opt_state, has_aux=True)
 
   def run(model_state: PyTree, batch: PyTree, rng: Array | None) -> Any:
     (loss, (new, metrics)), grads = differentiate(params, model_state, batch, rng)
     metrics = jax.tree.map(_metric, metrics)
+    new = jax.tree.map(strong, new)
     return _float32(loss), vary(new), metrics, jax.tree.map(_float32, grads)
 
   model_state = vary(state.model_state)
@@ -81,6 +83,11 @@ def _float32(x: Any) -> Array:
 
 def _cut(x: Array, parts: int) -> Array:
   return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
+
+
+def first_micro_batch(batch: PyTree, parts: int) -> PyTree:
+  """Returns the first of `parts` micro-batches."""
+  return batch if parts == 1 else jax.tree.map(lambda x: _cut(x, parts)[0], batch)
 
 
 def _metric(x: Any) -> Array:
@@ -131,7 +138,7 @@ def _localise(params: PyTree, axes: tuple[Hashable, ...]) -> tuple[PyTree, Calla
   return local, lambda tree: jax.tree.map(lambda x: jnp.where(flag, x, x), tree)
 
 
-def _checked(loss_fn: LossFn) -> LossFn:
+def checked(loss_fn: LossFn) -> LossFn:
   """`loss_fn`, made to raise where it returns something else than it should."""
 
   @functools.wraps(loss_fn)

@@ -1,15 +1,17 @@
 """What training changes, in one tree."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._types import Array, PyTree
 from mpjax.transforms import master_params
 from mpjax.transforms._checks import refuse_integers
-from mpjax.transforms._loss_scale_access import find_scale
-from mpjax.transforms._master_weights import merged_masters
+from mpjax.transforms._loss_scale_access import Found, LossScalingState, find_scale, scales_in
+from mpjax.transforms._master_weights import MasterWeightsState, merged_masters
 from mpjax.transforms._wrapper_trees import float32_view, place_like, strong
 
 
@@ -64,7 +66,9 @@ class TrainState(NamedTuple):
       A state that shares no memory with the arguments. On a mesh, what is new is replicated.
 
     Raises:
-      MpjaxTypeError: a parameter is no floating array, or `tx` has no loss scale.
+      MpjaxTypeError: a parameter is no floating array, `rng` is no PRNG key, or `tx` is not
+        `loss_scaling` of one loss (`master_weights` may stand around it).
+      MpjaxValueError: `params` holds whole collections of variables.
 
     >>> import jax.numpy as jnp, mpjax, optax
     >>> tx = mpjax.loss_scaling(optax.adam(1e-3))
@@ -72,10 +76,11 @@ class TrainState(NamedTuple):
     0
     """
     where = "mpjax.TrainState.create"
-    refuse_integers(params, f"{where}(params)")
+    _check_params(params, f"{where}(params)")
+    _check_key(rng, f"{where}(rng)")
     params = jax.tree.map(strong, params)
     opt_state = tx.init(params)
-    find_scale(opt_state, f"{where}(tx)", None)
+    own_scale(opt_state, f"{where}(tx)")
     average = averaged(params, opt_state) if ema else ()
     state = cls(jnp.zeros((), jnp.int32), params, opt_state, model_state, average, rng)
     return place_like(params, jax.tree.map(lambda x: jnp.copy(strong(x)), state))
@@ -85,3 +90,56 @@ def averaged(params: PyTree, opt_state: PyTree) -> PyTree:
   """Returns what an average follows: the parameters in float32, their masters where there are."""
   has_masters = merged_masters(opt_state) is not None
   return float32_view(master_params(opt_state, params) if has_masters else params)
+
+
+def own_scale(opt_state: PyTree, where: str) -> Found:
+  """Returns the loss scale of a training step, which has to cover the whole optimizer.
+
+  Raises:
+    MpjaxTypeError: there is none or several, or something stands outside of it.
+  """
+  found = scales_in(opt_state) or [find_scale(opt_state, where, None)]
+  outermost = opt_state
+  while isinstance(outermost, MasterWeightsState):
+    outermost = outermost.inner_state
+  if not isinstance(outermost, LossScalingState) or len(found) > 1:
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="mpjax.loss_scaling around the whole optimizer, for one loss",
+        got=f"{len(found)} loss scale(s) inside of a {type(outermost).__name__}",
+        fix="Write mpjax.loss_scaling(optax.chain(...)): what stands outside would see scaled "
+        "gradients, and skipped steps. With several losses write the step with "
+        "mpjax.value_and_grad(..., name=...).",
+      )
+    )
+  return found[0]
+
+
+def _check_params(params: PyTree, where: str) -> None:
+  if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
+    raise MpjaxValueError(
+      message(
+        where,
+        expected="the parameters alone",
+        got=f"whole variables, with the collections {sorted(map(str, params))}",
+        fix='Pass variables["params"], and the other collections as model_state.',
+      )
+    )
+  refuse_integers(params, where)
+
+
+def _check_key(rng: Any, where: str) -> None:
+  if rng is None:
+    return
+  dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng)
+  typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+  if not typed and not (dtype == jnp.uint32 and len(shape) == 1):
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="one PRNG key",
+        got=f"a {type(rng).__name__}" if dtype is None else f"{dtype}{list(shape)}",
+        fix="Pass jax.random.key(0); each step folds its own key from it.",
+      )
+    )

@@ -1,23 +1,39 @@
 """A whole training step: everything that it changes commits together, or not at all."""
 
-import math
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxValueError
 from mpjax._jaxpr import walk
 from mpjax._loss_scale_config import INT32_MAX
+from mpjax._tree import all_finite
 from mpjax._types import Array, PyTree
-from mpjax.training._gradients import LossFn, Metrics, batch_gradients
-from mpjax.training._train_state import TrainState, averaged
+from mpjax.training._gradients import (
+  LossFn,
+  Metrics,
+  batch_gradients,
+  checked,
+  first_micro_batch,
+)
+from mpjax.training._train_state import TrainState, averaged, own_scale
+from mpjax.training._train_step_checks import (
+  check_arguments,
+  check_axes,
+  check_call,
+  check_dtypes,
+)
 from mpjax.transforms import apply_updates, commit, loss_scaling_metrics, unscale
-from mpjax.transforms._loss_scale_access import find_scale
+from mpjax.transforms._apply_updates import check_rounding
+from mpjax.transforms._loss_scale_access import replace_scale
 from mpjax.transforms._loss_scaling import AxisName
 from mpjax.transforms._master_weights import merged_masters
+
+_ROUNDING = 2**32 - 1
+"""Folded into a step's key for its rounding; micro-batches and devices count from 0."""
 
 
 def make_train_step(
@@ -29,6 +45,8 @@ def make_train_step(
   max_retries: int = 0,
   ema_decay: float | None = None,
   donate: bool = True,
+  rounding: Literal["nearest", "stochastic"] = "nearest",
+  state_shardings: PyTree = None,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
   """Returns a jitted step: scaled gradients, micro-batches, and one decision for everything.
 
@@ -43,7 +61,9 @@ def make_train_step(
     loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`. The loss
       is a floating scalar, a mean over the batch; `metrics` is a dict of arrays; `model_state`
       keeps its structure, shapes and dtypes; `rng` is None if the state has none.
-    tx: the optimizer, wrapped by `mpjax.loss_scaling`: anywhere, but for one loss.
+    tx: the optimizer, wrapped by `mpjax.loss_scaling` as a whole (`master_weights` may stand around
+      that). With `NoLossScale` nothing is checked and no step is skipped; `StaticLossScale(1)`
+      checks without scaling. The loss is handed on as `value=`, for `optax.contrib`'s schedules.
     accumulate: cut the batch into this many micro-batches, which are run one after the other inside
       the step; their float32 gradients are added and divided once. Row i belongs to micro-batch
       i % accumulate, so that a batch sharded over devices stays where it is. One bad micro-batch
@@ -53,17 +73,24 @@ def make_train_step(
       inside of a `jax.shard_map` or `jax.pmap` with replicated parameters; to donate is then up to
       the `jax.jit` around it. Under automatic sharding leave it out.
     max_retries: run the same batch again, up to this many times, at the lower scale that a skipped
-      step leaves behind (NNabla's behaviour). Off by default: a lost batch is cheaper.
+      step leaves behind (NNabla's behaviour). Off by default: a lost batch is cheaper. A batch
+      whose loss or model state is not finite is not run again, since no scale can help there; if no
+      run helped, it counts as one skipped step.
     ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step.
     donate: let the new state take over the memory of the old one, which must not be used again.
+    rounding: how half parameters without a master are rounded, see `mpjax.apply_updates`. The keys
+      of "stochastic" are folded from `state.rng`.
+    state_shardings: where the new state is to be, `jax.tree.map(lambda x: x.sharding, state)`.
+      With sharded parameters XLA may otherwise choose another place for leaves that it computes
+      from them, and compile the next step anew.
 
   Returns:
     `step(state, batch) -> (state, metrics)`. The metrics are those of `loss_fn` (floating ones
     averaged over micro-batches in float32, integers and booleans summed as int32), those of
     `mpjax.loss_scaling_metrics`, `loss` and `grad_norm` (both float32, unscaled, and not finite
-    when they were not), and `retries` (int32) if `max_retries` is given.
-    `mpjax.check_progress(state)` on the host, now and then, raises after too many skipped steps in
-    a row.
+    when they were not; the norm also where a sum of squares is not), and `retries` (int32) if
+    `max_retries` is given. `mpjax.check_progress(state)` on the host, now and then, raises after
+    too many skipped steps in a row.
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: the state is no `TrainState`, or
@@ -84,42 +111,59 @@ def make_train_step(
   >>> print(state.params, metrics["loss"], metrics["grad_norm"], int(state.step))
   [0.1 0.3] 5.0 3.1622777 1
   """
-  _check_arguments(loss_fn, tx, accumulate, max_retries, ema_decay, donate)
+  check_arguments(loss_fn, tx, accumulate, max_retries, ema_decay, donate)
+  check_rounding("mpjax.make_train_step", rounding)
   several = isinstance(axis_name, (tuple, list))
   axes: tuple[Hashable, ...] = () if axis_name is None else (axis_name,)
   axes = tuple(axis_name) if several else axes
 
-  def attempt(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
+  def attempt(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Array]:
+    key = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
+    rng = key
     if axes and rng is not None:
       rng = jax.random.fold_in(rng, jax.lax.axis_index(axes))
     loss, model_state, metrics, grads = batch_gradients(
       loss_fn, state, batch, rng, accumulate, axes
     )
     norm = _norm(unscale(grads, state.opt_state))
-    updates, opt_state = tx.update(grads, state.opt_state, state.params, loss=(loss, model_state))
-    params = apply_updates(state.params, updates, master=merged_masters(opt_state))
+    updates, opt_state = tx.update(
+      grads, state.opt_state, state.params, loss=(loss, model_state), value=loss
+    )
+    check_dtypes(opt_state, state.opt_state)
+    params = apply_updates(
+      state.params,
+      updates,
+      master=merged_masters(opt_state),
+      rounding=rounding,
+      key=None if key is None or rounding == "nearest" else jax.random.fold_in(key, _ROUNDING),
+    )
     scaling = loss_scaling_metrics(opt_state)
     step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops there, as all counters do.
     new = TrainState(step, params, opt_state, model_state, state.ema, state.rng)
     if ema_decay is not None:
       target = averaged(params, opt_state)
       new = new._replace(ema=_average(state.ema, target, ema_decay))
-    if find_scale(opt_state, "", None).state is not None:  # Else nothing is checked or skipped.
-      kept = ("step", "model_state", "ema")  # The optimizer has seen to the rest.
+    if own_scale(opt_state, "").state is not None:  # Else nothing is checked or skipped.
+      # Parameters too: -0.0 leaves them alone, but for subnormals, which a CPU flushes to 0.
+      kept = ("step", "params", "model_state", "ema")
       pair = ({name: getattr(one, name) for name in kept} for one in (new, state))
       new = new._replace(**commit(scaling["finite"], *pair))
-    return new, {**metrics, "loss": loss, "grad_norm": norm, **scaling}
+    forward = all_finite((loss, model_state))
+    return new, {**metrics, "loss": loss, "grad_norm": norm, **scaling}, forward
 
   def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    _check_axes(axes)
-    _check_call(state, batch, accumulate, max_retries, ema_decay)
-    _warn_without_float16(loss_fn, state, batch)
+    check_axes(axes)
+    check_call(state, batch, accumulate, max_retries, ema_decay, rounding)
+    _warn_without_float16(loss_fn, state, batch, accumulate)
     if not max_retries:
-      return attempt(state, batch)
+      return attempt(state, batch)[:2]
     return _retried(attempt, state, batch, max_retries)
 
-  return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+  return jax.jit(
+    train_step,
+    donate_argnums=(0,) if donate else (),
+    out_shardings=None if state_shardings is None else (state_shardings, None),
+  )
 
 
 def _norm(grads: PyTree) -> Array:
@@ -131,35 +175,61 @@ def _average(old: PyTree, new: PyTree, decay: float) -> PyTree:
   return jax.tree.map(lambda e, p: e + (p - e) * jnp.asarray(1 - decay, e.dtype), old, new)
 
 
+_Attempt: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, Metrics, Array]]
+"""Returns the state, the metrics, and whether loss and model state were finite."""
+
+
 def _retried(
-  attempt: Callable[[TrainState, PyTree], tuple[TrainState, Metrics]],
-  state: TrainState,
-  batch: PyTree,
-  max_retries: int,
+  attempt: _Attempt, state: TrainState, batch: PyTree, max_retries: int
 ) -> tuple[TrainState, Metrics]:
-  """Runs a batch until a step is applied, or `max_retries` more times."""
+  """Runs a batch until a step is applied, or `max_retries` more times while that may help.
+
+  It does not where the forward pass is not finite, which is not scaled; where the scale is at its
+  floor; or where the updates alone were bad. Where no run helped, one was skipped: the batch is to
+  blame, not the scale, which then is as after a single skip.
+  """
   shapes = jax.eval_shape(attempt, state, batch)[1]
   # Of these only `finite` is read: no step was applied yet.
   nothing = jax.tree.map(lambda x: jnp.full_like(x, 0), shapes)
 
-  def again(carry: tuple[TrainState, Metrics, Array]) -> Array:
-    _, metrics, runs = carry
-    return jnp.logical_and(jnp.logical_not(metrics["finite"]), runs <= max_retries)
+  def again(carry: tuple[TrainState, Metrics, Any, Array, Array]) -> Array:
+    _, metrics, _, runs, futile = carry
+    failed = jnp.logical_not(jnp.logical_or(metrics["finite"], futile))
+    return jnp.logical_and(failed, runs <= max_retries)
 
-  def run(carry: tuple[TrainState, Metrics, Array]) -> tuple[TrainState, Metrics, Array]:
-    state, _, runs = carry
-    return *attempt(state, batch), runs + 1
+  def run(carry: tuple[TrainState, Metrics, Any, Array, Array]) -> Any:
+    state, _, first, runs, _ = carry
+    new, metrics, forward = attempt(state, batch)
+    before, after = (_scale(s) for s in (state, new))
+    first = jax.tree.map(lambda a, f: jnp.where(runs == 0, a, f), after, first)
+    stuck = jnp.logical_or(
+      after.floor_hits > before.floor_hits, after.bad_updates > before.bad_updates
+    )
+    return new, metrics, first, runs + 1, jnp.logical_or(stuck, jnp.logical_not(forward))
 
-  zero = jnp.zeros((), jnp.int32)
-  state, metrics, runs = jax.lax.while_loop(again, run, (state, nothing, zero))
+  zero, no = jnp.zeros((), jnp.int32), jnp.asarray(False)
+  start = (state, nothing, _scale(state), zero, no)
+  state, metrics, first, runs, _ = jax.lax.while_loop(again, run, start)
+  found = own_scale(state.opt_state, "")
+  kept = jax.tree.map(lambda a, f: jnp.where(metrics["finite"], a, f), _scale(state), first)
+  state = state._replace(opt_state=replace_scale(state.opt_state, found, kept))
+  metrics = metrics | loss_scaling_metrics(state.opt_state)
   return state, {**metrics, "retries": runs - 1}
 
 
-def _warn_without_float16(loss_fn: LossFn, state: TrainState, batch: PyTree) -> None:
+def _scale(state: TrainState) -> Any:
+  return own_scale(state.opt_state, "").state
+
+
+def _warn_without_float16(
+  loss_fn: LossFn, state: TrainState, batch: PyTree, accumulate: int
+) -> None:
   """Warns, when the step is traced, if a dynamic scale protects no float16."""
-  if not find_scale(state.opt_state, "", None).config.startswith("dynamic"):
+  if not own_scale(state.opt_state, "").config.startswith("dynamic"):
     return
-  program = jax.make_jaxpr(loss_fn)(state.params, state.model_state, batch, state.rng)
+  part = jax.eval_shape(lambda b: first_micro_batch(b, accumulate), batch)
+  traced = checked(loss_fn)
+  program = jax.make_jaxpr(traced)(state.params, state.model_state, part, state.rng)
   try:
     float16 = any(_in_float16(visit.eqn) for visit in walk(program))
   except MpjaxValueError:  # A primitive unknown to this version: it may hold anything.
@@ -167,8 +237,8 @@ def _warn_without_float16(loss_fn: LossFn, state: TrainState, batch: PyTree) -> 
   if not float16:
     warnings.warn(
       "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "
-      "float16. bfloat16 and float32 have the range to do without: NoLossScale() saves the work, "
-      "StaticLossScale(1) skips bad steps without scaling.",
+      "float16. bfloat16 and float32 have the range to do without: StaticLossScale(1) skips bad "
+      "steps without scaling, NoLossScale() does not even look for them.",
       UserWarning,
       stacklevel=2,
     )
@@ -176,127 +246,3 @@ def _warn_without_float16(loss_fn: LossFn, state: TrainState, batch: PyTree) -> 
 
 def _in_float16(eqn: Any) -> bool:
   return any(getattr(v.aval, "dtype", None) == jnp.float16 for v in (*eqn.invars, *eqn.outvars))
-
-
-def _check_axes(axes: tuple[Hashable, ...]) -> None:
-  for name in axes:
-    try:
-      jax.lax.axis_size(name)
-    except NameError as error:
-      names = jax.sharding.get_abstract_mesh().axis_names
-      raise MpjaxValueError(
-        message(
-          f"mpjax.make_train_step(axis_name={name!r})",
-          expected="the name of an axis that is mapped where the step is called",
-          got=f"none of that name ({error}; the axes of the mesh here: {names})",
-          fix="Call the step inside the jax.shard_map of that axis. Under automatic sharding leave "
-          "axis_name out: one program already sees all devices.",
-        )
-      ) from error
-
-
-def _check_call(
-  state: Any,
-  batch: PyTree,
-  accumulate: int,
-  max_retries: int,
-  ema_decay: float | None,
-) -> None:
-  call = "mpjax.make_train_step(...)"
-  if not isinstance(state, TrainState):
-    raise MpjaxTypeError(
-      message(
-        f"{call}: step(state)",
-        expected="a mpjax.TrainState",
-        got=f"a {type(state).__name__}",
-        fix="Make one with mpjax.TrainState.create(params, tx).",
-      )
-    )
-  has_average = not (isinstance(state.ema, tuple) and not state.ema)
-  if has_average != (ema_decay is not None):
-    raise MpjaxValueError(
-      message(
-        f"{call}: step(state): ema",
-        expected="an average in the state exactly if ema_decay is given",
-        got=f"ema_decay={ema_decay} and {'one' if has_average else 'none'}",
-        fix="Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999).",
-      )
-    )
-  config = find_scale(state.opt_state, f"{call}: step(state)", None).config
-  if max_retries and not config.startswith("dynamic"):
-    raise MpjaxValueError(
-      message(
-        "mpjax.make_train_step(max_retries)",
-        expected="0 with a loss scale that does not move",
-        got=f"{max_retries} with {config!r}",
-        fix="Use DynamicLossScale: the same batch at the same scale overflows again.",
-      )
-    )
-  if accumulate > 1:
-    _check_batch(batch, accumulate)
-
-
-def _check_batch(batch: PyTree, accumulate: int) -> None:
-  problems = []
-  for path, x in jax.tree_util.tree_leaves_with_path(batch):
-    shape, parts = jnp.shape(x), accumulate * _devices_of_rows(x)
-    if not shape or shape[0] % parts:
-      problems.append(f"shape {list(shape)} at {jax.tree_util.keystr(path) or 'the root'}")
-  if problems:
-    raise MpjaxValueError(
-      message(
-        f"mpjax.make_train_step(accumulate={accumulate}): step(batch)",
-        expected=f"leaves whose first axis can be cut into {accumulate} micro-batches (each of "
-        "which fills all devices that the rows are sharded over)",
-        got="; ".join(problems),
-        fix="Choose a batch size that is a multiple, and drop or pad the last batch.",
-      )
-    )
-
-
-def _devices_of_rows(x: Any) -> int:
-  """How many devices the type of `x` says that its first axis is cut over."""
-  sharding = jax.typeof(x).sharding
-  axes = sharding.spec[0] if len(sharding.spec) else None
-  names = axes if isinstance(axes, tuple) else (axes,)
-  return math.prod(sharding.mesh.shape[name] for name in names if name is not None)
-
-
-def _check_arguments(
-  loss_fn: Any, tx: Any, accumulate: Any, max_retries: Any, ema_decay: Any, donate: Any
-) -> None:
-  call = "mpjax.make_train_step"
-  wrong: list[tuple[bool, str, Any, str, str]] = [
-    (not callable(loss_fn), "loss_fn", loss_fn, "a function", "Pass the function itself."),
-    (
-      not callable(getattr(tx, "update", None)),
-      *("tx", tx, "an optax transformation", "Pass mpjax.loss_scaling(optax.adamw(1e-3))."),
-    ),
-    (not _is_int(accumulate), "accumulate", accumulate, "an integer", "Pass a Python int."),
-    (not _is_int(max_retries), "max_retries", max_retries, "an integer", "Pass a Python int."),
-    (
-      ema_decay is not None and not isinstance(ema_decay, float),
-      *("ema_decay", ema_decay, "a float or None", "Pass a number such as 0.999."),
-    ),
-    (not isinstance(donate, bool), "donate", donate, "a bool", "Pass True or False."),
-  ]
-  for is_wrong, name, value, expected, fix in wrong:
-    if is_wrong:
-      got = f"{value!r} of type {type(value).__name__}"
-      raise MpjaxTypeError(message(f"{call}({name})", expected=expected, got=got, fix=fix))
-  out_of_range = [
-    (accumulate < 1, "accumulate", accumulate, "at least 1", "1 does not cut the batch."),
-    (max_retries < 0, "max_retries", max_retries, "at least 0", "0 never runs a batch again."),
-    (
-      ema_decay is not None and not 0 <= ema_decay < 1,
-      *("ema_decay", ema_decay, "a number in [0, 1)", "0.999 averages over about 1000 steps."),
-    ),
-  ]
-  for is_wrong, name, value, expected, fix in out_of_range:
-    if is_wrong:
-      where = f"{call}({name})"
-      raise MpjaxValueError(message(where, expected=expected, got=repr(value), fix=fix))
-
-
-def _is_int(x: Any) -> bool:
-  return isinstance(x, int) and not isinstance(x, bool)

@@ -78,12 +78,17 @@ def apply_updates(
   return treedef.unflatten(sums)
 
 
-def _check_rounding(call: str, master: PyTree, rounding: Any, key: Any) -> None:
+def check_rounding(call: str, rounding: Any) -> None:
+  """Raises unless `rounding` is one of the two."""
   if rounding not in _ROUNDINGS:
     near = " or ".join(map(repr, nearest(str(rounding), _ROUNDINGS)))
     expected, fix = "'nearest' or 'stochastic'", f"Did you mean {near}?"
     where = f"{call}(rounding)"
     raise MpjaxValueError(message(where, expected=expected, got=repr(rounding), fix=fix))
+
+
+def _check_rounding(call: str, master: PyTree, rounding: Any, key: Any) -> None:
+  check_rounding(call, rounding)
   stochastic = rounding == "stochastic"
   if stochastic and key is None:
     expected, fix = "a PRNG key", "Pass a new one for each step, jax.random.fold_in(key, step)."

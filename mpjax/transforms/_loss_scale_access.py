@@ -229,7 +229,15 @@ def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) 
     scale=jnp.full_like(state.scale, scale), good_steps=jnp.zeros_like(state.good_steps)
   )
 
+  return replace_scale(opt_state, target, moved)
+
+
+def replace_scale(opt_state: PyTree, found: Found, new: LossScaleState) -> PyTree:
+  """Returns `opt_state` with `new` in place of the loss scale `found` in it."""
+
   def replace(x: Any) -> Any:
-    return x._replace(loss_scale={**x.loss_scale, target.label: moved}) if x is target.owner else x
+    if x is not found.owner:
+      return x
+    return x._replace(loss_scale={**x.loss_scale, found.label: new})
 
   return jax.tree.map(replace, opt_state, is_leaf=_is_state)

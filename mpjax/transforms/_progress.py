@@ -125,7 +125,7 @@ def _name_leaf(position: int, params: PyTree) -> str:
     return f"gradient leaf {position} (in the order of jax.tree.leaves; params= gives its path)"
   paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
   if position >= len(paths):
-    return "the loss or the updates, not the gradients"
+    return "the loss, the model state or the updates, not the gradients"
   return f"the gradient of {jax.tree_util.keystr(paths[position]) or 'the root'}"
 
 

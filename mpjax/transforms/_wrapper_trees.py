@@ -146,28 +146,30 @@ def strong(x: Any) -> Any:
 
 
 def place_like(params: PyTree, state: PyTree) -> PyTree:
-  """Returns `state` with its own arrays replicated on the mesh that holds `params`.
+  """Returns `state` with its own arrays where `params` are: replicated on their mesh.
 
   Scalars made by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and the
   second step would be traced again for that.
   """
-  meshes = [
-    x.sharding.mesh
-    for x in jax.tree.leaves(params)
-    if isinstance(x, jax.Array)
-    and not isinstance(x, Tracer)
-    and isinstance(x.sharding, jax.sharding.NamedSharding)
+  concrete = [
+    x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not isinstance(x, Tracer)
   ]
-  if not meshes:
+  meshes = [x.sharding.mesh for x in concrete if isinstance(x.sharding, jax.sharding.NamedSharding)]
+  committed = [x.sharding for x in concrete if x.committed]
+  if meshes:
+    spec = jax.sharding.PartitionSpec()
+    where: jax.sharding.Sharding = jax.sharding.NamedSharding(meshes[0], spec)
+  elif committed and len(committed[0].device_set) == 1:
+    where = committed[0]
+  else:
     return state
-  replicated = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
 
   def place(x: Any) -> Any:
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.committed:
       return x
     if is_key(x.dtype):  # As keys they cannot be put onto the devices of other processes.
-      data = jax.device_put(jax.random.key_data(x), replicated)
+      data = jax.device_put(jax.random.key_data(x), where)
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.device_put(x, replicated)
+    return jax.device_put(x, where)
 
   return jax.tree.map(place, state)

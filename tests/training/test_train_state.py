@@ -148,8 +148,44 @@ def test_several_loss_scales():
   check_error(
     excinfo,
     where="mpjax.TrainState.create(tx)",
-    expected="one loss scale",
-    got="one with 2, named ['a', 'b']",
-    fix="name=",
+    expected="mpjax.loss_scaling around the whole optimizer, for one loss",
+    got="2 loss scale(s) inside of a LossScalingState",
+    fix="mpjax.value_and_grad(..., name=...)",
     builtin=TypeError,
   )
+
+
+@pytest.mark.parametrize("rng", [42, jax.ShapeDtypeStruct((2, 2), jnp.uint32), np.ones(2)], ids=str)
+def test_what_is_no_key(rng):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.TrainState.create(jnp.ones(2), mpjax.loss_scaling(optax.sgd(0.1)), rng=rng)
+  check_error(
+    excinfo,
+    where="mpjax.TrainState.create(rng)",
+    expected="one PRNG key",
+    got="a int" if isinstance(rng, int) else "[2",
+    fix="jax.random.key(0)",
+    builtin=TypeError,
+  )
+
+
+def test_whole_variables_are_no_parameters():
+  variables = {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.TrainState.create(variables, mpjax.loss_scaling(optax.sgd(0.1)))
+  check_error(
+    excinfo,
+    where="mpjax.TrainState.create(params)",
+    expected="the parameters alone",
+    got="['batch_stats', 'params']",
+    fix='variables["params"]',
+    builtin=ValueError,
+  )
+
+
+def test_a_state_for_one_device_is_there_altogether():
+  device = jax.devices()[1]
+  params = jax.device_put(jnp.ones(2), device)
+  state = mpjax.TrainState.create(params, mpjax.loss_scaling(optax.adam(0.1)))
+  assert {x.committed for x in jax.tree.leaves(state)} == {True}
+  assert {d for x in jax.tree.leaves(state) for d in x.devices()} == {device}

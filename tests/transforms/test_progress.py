@@ -100,7 +100,7 @@ def test_check_progress_does_not_blame_the_gradients_for_what_they_did_not_do(wh
   _, state = tx.update(GOOD, state, PARAMS, loss=jnp.nan if why == "loss" else None)
   with pytest.raises(RuntimeError) as error:
     mpjax.check_progress(state, 1, params=PARAMS)
-  got = "the loss or the updates, not the gradients"
+  got = "the loss, the model state or the updates, not the gradients"
   check_error(error, where="check_progress", expected="fewer than 1", got=got, fix="look for")
   assert mpjax.loss_scaling_metrics(state)["bad_updates"] == (1 if why == "updates" else 0)
 

@@ -1,0 +1,165 @@
+"""What a training step may be made of, and called with."""
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._tree import tree_differences
+from mpjax._types import PyTree
+from mpjax.training._train_state import TrainState, own_scale
+
+
+def check_axes(axes: tuple[Hashable, ...]) -> None:
+  """Raises unless all `axes` are mapped here."""
+  for name in axes:
+    try:
+      jax.lax.axis_size(name)
+    except NameError as error:
+      names = jax.sharding.get_abstract_mesh().axis_names
+      raise MpjaxValueError(
+        message(
+          f"mpjax.make_train_step(axis_name={name!r})",
+          expected="the name of an axis that is mapped where the step is called",
+          got=f"none of that name ({error}; the axes of the mesh here: {names})",
+          fix="Call the step inside the jax.shard_map of that axis. Under automatic sharding leave "
+          "axis_name out: one program already sees all devices.",
+        )
+      ) from error
+
+
+def check_call(
+  state: Any,
+  batch: PyTree,
+  accumulate: int,
+  max_retries: int,
+  ema_decay: float | None,
+  rounding: str,
+) -> None:
+  """Raises unless a step with these settings can be made of `state` and `batch`."""
+  call = "mpjax.make_train_step(...)"
+  if not isinstance(state, TrainState):
+    raise MpjaxTypeError(
+      message(
+        f"{call}: step(state)",
+        expected="a mpjax.TrainState",
+        got=f"a {type(state).__name__}",
+        fix="Make one with mpjax.TrainState.create(params, tx).",
+      )
+    )
+  has_average = not (isinstance(state.ema, tuple) and not state.ema)
+  if has_average != (ema_decay is not None):
+    raise MpjaxValueError(
+      message(
+        f"{call}: step(state): ema",
+        expected="an average in the state exactly if ema_decay is given",
+        got=f"ema_decay={ema_decay} and {'one' if has_average else 'none'}",
+        fix="Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999).",
+      )
+    )
+  config = own_scale(state.opt_state, f"{call}: step(state)").config
+  if max_retries and not config.startswith("dynamic"):
+    raise MpjaxValueError(
+      message(
+        "mpjax.make_train_step(max_retries)",
+        expected="0 with a loss scale that does not move",
+        got=f"{max_retries} with {config!r}",
+        fix="Use DynamicLossScale: the same batch at the same scale overflows again.",
+      )
+    )
+  if rounding == "stochastic" and state.rng is None:
+    raise MpjaxValueError(
+      message(
+        "mpjax.make_train_step(rounding='stochastic'): step(state): rng",
+        expected="a PRNG key in the state",
+        got="None",
+        fix="Use TrainState.create(..., rng=jax.random.key(0)).",
+      )
+    )
+  if accumulate > 1:
+    _check_batch(batch, accumulate)
+
+
+def check_dtypes(new: PyTree, old: PyTree) -> None:
+  """Raises if the state of the optimizer is not what it was before the step."""
+  problems = tree_differences(old, new, dtypes=True)
+  if problems:
+    raise MpjaxValueError(
+      message(
+        "mpjax.make_train_step(tx): the state of the optimizer",
+        expected="the structure, shapes and dtypes that it had before the step",
+        got="; ".join(problems),
+        fix="Parameters stored in half need mpjax.master_weights, or a loss scale other than "
+        "NoLossScale, for their moments to be float32.",
+      )
+    )
+
+
+def _check_batch(batch: PyTree, accumulate: int) -> None:
+  problems = []
+  for path, x in jax.tree_util.tree_leaves_with_path(batch):
+    shape, parts = jnp.shape(x), accumulate * _devices_of_rows(x)
+    if not shape or shape[0] % parts:
+      problems.append(f"shape {list(shape)} at {jax.tree_util.keystr(path) or 'the root'}")
+  if problems:
+    raise MpjaxValueError(
+      message(
+        f"mpjax.make_train_step(accumulate={accumulate}): step(batch)",
+        expected=f"leaves whose first axis can be cut into {accumulate} micro-batches (each of "
+        "which fills all devices that the rows are sharded over)",
+        got="; ".join(problems),
+        fix="Choose a batch size that is a multiple, and drop or pad the last batch.",
+      )
+    )
+
+
+def _devices_of_rows(x: Any) -> int:
+  """How many devices the type of `x` says that its first axis is cut over."""
+  sharding = jax.typeof(x).sharding
+  axes = sharding.spec[0] if len(sharding.spec) else None
+  names = axes if isinstance(axes, tuple) else (axes,)
+  return math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+
+
+def check_arguments(
+  loss_fn: Any, tx: Any, accumulate: Any, max_retries: Any, ema_decay: Any, donate: Any
+) -> None:
+  """Raises unless the arguments of `mpjax.make_train_step` are of the right kind and range."""
+  call = "mpjax.make_train_step"
+  wrong: list[tuple[bool, str, Any, str, str]] = [
+    (not callable(loss_fn), "loss_fn", loss_fn, "a function", "Pass the function itself."),
+    (
+      not callable(getattr(tx, "update", None)),
+      *("tx", tx, "an optax transformation", "Pass mpjax.loss_scaling(optax.adamw(1e-3))."),
+    ),
+    (not _is_int(accumulate), "accumulate", accumulate, "an integer", "Pass a Python int."),
+    (not _is_int(max_retries), "max_retries", max_retries, "an integer", "Pass a Python int."),
+    (
+      ema_decay is not None and not isinstance(ema_decay, float),
+      *("ema_decay", ema_decay, "a float or None", "Pass a number such as 0.999."),
+    ),
+    (not isinstance(donate, bool), "donate", donate, "a bool", "Pass True or False."),
+  ]
+  for is_wrong, name, value, expected, fix in wrong:
+    if is_wrong:
+      got = f"{value!r} of type {type(value).__name__}"
+      raise MpjaxTypeError(message(f"{call}({name})", expected=expected, got=got, fix=fix))
+  out_of_range = [
+    (accumulate < 1, "accumulate", accumulate, "at least 1", "1 does not cut the batch."),
+    (max_retries < 0, "max_retries", max_retries, "at least 0", "0 never runs a batch again."),
+    (
+      ema_decay is not None and not 0 <= ema_decay < 1,
+      *("ema_decay", ema_decay, "a number in [0, 1)", "0.999 averages over about 1000 steps."),
+    ),
+  ]
+  for is_wrong, name, value, expected, fix in out_of_range:
+    if is_wrong:
+      where = f"{call}({name})"
+      raise MpjaxValueError(message(where, expected=expected, got=repr(value), fix=fix))
+
+
+def _is_int(x: Any) -> bool:
+  return isinstance(x, int) and not isinstance(x, bool)
