@@ -1,0 +1,319 @@
+"""Micro-batches are one big batch, bit for bit, whatever the scale does and whatever is skipped.
+
+All data are whole numbers times powers of two, and three times as much where they are divided by
+three: every sum and every mean is exact. Programs are compiled without optimisations, since a mean
+that is contracted with what follows is not rounded by itself.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.loss_scale_oracle import Oracle
+from tests.programs import bits, compiled, run
+
+ROWS = 24
+F32 = np.float32
+
+
+def optimizer():
+  return optax.sgd(2.0**-3, momentum=0.5)
+
+
+# A model, whose rows come at once or in micro-batches.
+
+
+def data():
+  rng = np.random.default_rng(0)
+  x = 3.0 * rng.integers(-1, 2, (ROWS, 4))
+  y = 3.0 * rng.integers(-1, 2, ROWS)
+  return x.astype(F32), y.astype(F32), jnp.asarray([1.0, -1.0, 0.0, 2.0])
+
+
+def loss(w, x, y, dtype):
+  error = (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32) - y
+  return jnp.mean(error**2) / 2
+
+
+@functools.cache
+def big_steps(windows):
+  """Parameters and state of optax after steps on all rows, computed in float32."""
+  x, y, w = data()
+  inner = optimizer()
+
+  def step(carry, _):
+    w, state = carry
+    updates, state = inner.update(jax.grad(loss)(w, x, y, jnp.float32), state, w)
+    return (optax.apply_updates(w, updates), state), None
+
+  start = w, inner.init(w)
+  return run(lambda start: jax.lax.scan(step, start, None, length=windows)[0], start)
+
+
+@functools.cache
+def micro_step(k, dtype):
+  """The compiled step of one micro-batch, and the state before the first."""
+  config = mpjax.DynamicLossScale(init=2.0**4, max_scale=2.0**6)
+  tx = mpjax.loss_scaling(mpjax.accumulate(optimizer(), k), config)
+  x, y, w = data()
+
+  def step(w, state, x, y, poison):
+    grads = mpjax.value_and_grad(loss, state)(w, x, y, dtype)[1] + poison
+    updates, state = tx.update(grads, state, w)
+    return optax.apply_updates(w, updates), state
+
+  rows = ROWS // k
+  return compiled(jax.jit(step).lower(w, tx.init(w), x[:rows], y[:rows], w)), tx.init(w)
+
+
+@pytest.mark.case("I12", "B108", "A44", "A112", "A113", "B107")
+@pytest.mark.parametrize("k", [1, 2, 3, 8])
+@pytest.mark.parametrize(("dtype", "windows"), [(jnp.float16, 1), (jnp.float32, 2)])
+def test_micro_steps_are_one_big_step(k, dtype, windows):
+  """With a bad micro-batch in each place, and a scale that somebody moves before every one."""
+  step, start = micro_step(k, dtype)
+  x, y, first = data()
+  expected, expected_state = big_steps(windows)
+  rows = ROWS // k
+  clean = jnp.zeros(4)
+  for place in [None, *range(k * windows + 1)]:
+    w, state = first, start
+    order = list(range(k * windows))
+    if place is not None:
+      order.insert(place, -1)
+    scales = set()
+    for turn, micro_batch in enumerate(order):
+      scale = float(mpjax.loss_scaling_metrics(state)["loss_scale"])
+      up = scale < 4 or (turn % 3 and scale < 64)
+      state = mpjax.set_loss_scale(state, scale * (2 if up else 0.5))
+      scales.add(scale)
+      part = slice(micro_batch % k * rows, (micro_batch % k + 1) * rows)
+      poison = clean if micro_batch >= 0 else clean.at[turn % 4].set([np.inf, np.nan][turn % 2])
+      before = w, state.inner_state
+      w, state = step(w, state, x[part], y[part], poison)
+      if micro_batch < 0:
+        assert bits((w, state.inner_state)) == bits(before)
+      elif (micro_batch + 1) % k:
+        assert bits((w, state.inner_state.inner_state)) == bits((before[0], before[1].inner_state))
+    assert bits(w) == bits(expected)
+    assert bits(state.inner_state.inner_state) == bits(expected_state)
+    assert state.inner_state.updates_done == windows
+    assert state.inner_state.micro_batches == 0
+    assert len(scales) > 1 or k * windows < 2
+  assert bits(w) != bits(first)
+
+
+# Streams of gradients with faults, against NumPy.
+
+STEPS = 80
+PARAMS = {"w": np.asarray([1.0, -2.0, 0.5], F32), "b": np.asarray([-0.0], F32)}
+CONFIG = {"init": 8.0, "growth_interval": 3, "max_scale": 64.0}
+WINDOWS = np.asarray([2, 3, 1, 4])
+LENGTHS = {
+  "3": (3, lambda done: 3),
+  "4, 2, 1, 3 and so on": (lambda done: jnp.asarray(WINDOWS)[done % 4], lambda d: WINDOWS[d % 4]),
+}
+
+
+@functools.cache
+def stream(steps):
+  """Gradients that can be divided by 1, 2, 3 and 4, and a fault for each step, or 0."""
+  rng = np.random.default_rng(1)
+  grads = {
+    name: (12 * rng.integers(-4, 5, (steps, *p.shape)) / 64).astype(F32)
+    for name, p in PARAMS.items()
+  }
+  kinds = rng.choice([np.inf, -np.inf, np.nan], steps)
+  return grads, np.where(rng.random(steps) < 0.3, kinds, 0).astype(F32)
+
+
+def by_hand(grads, faults, length):
+  """Micro-batches in the window, updates done, the sum and the parameters, after each step."""
+  params = dict(PARAMS)
+  trace = {name: np.zeros_like(x) for name, x in params.items()}
+  total = {name: np.zeros_like(x) for name, x in params.items()}
+  count, done, after = 0, 0, []
+  for t, fault in enumerate(faults):
+    if np.isfinite(fault):
+      total = {name: x + grads[name][t] for name, x in total.items()}
+      count += 1
+      if count == length(done):
+        for name, x in total.items():
+          trace[name] = x / F32(count) + trace[name] / 2
+          params[name] = params[name] - trace[name] / 8
+        total = {name: np.zeros_like(x) for name, x in params.items()}
+        count, done = 0, done + 1
+    after.append((count, done, total, dict(params)))
+  return after
+
+
+def one(tx, carry, now):
+  params, state = carry
+  grads, fault = now
+  scale = mpjax.loss_scaling_metrics(state)["loss_scale"]
+  grads = jax.tree.map(lambda g: g * scale, grads)
+  grads = grads | {"w": grads["w"].at[1].add(fault)}
+  updates, state = tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
+
+
+def record(tx, carry, now):
+  params, state = one(tx, carry, now)
+  window = state.inner_state
+  seen = window.micro_batches, window.updates_done, window.total, params
+  return (params, state), (seen, mpjax.loss_scaling_metrics(state))
+
+
+def scaled(every, **options):
+  config = mpjax.DynamicLossScale(**CONFIG)
+  return mpjax.loss_scaling(mpjax.accumulate(optimizer(), every), config, **options)
+
+
+@pytest.mark.case("A113", "A112", "B107", "B108", "A44")
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_bad_micro_batch_is_never_seen(name):
+  """It neither ends nor advances a window, nor touches the sum; the scale moves inside of one."""
+  every, length = LENGTHS[name]
+  tx = scaled(every)
+  grads, faults = stream(STEPS)
+  seen, metrics = run(
+    lambda xs: jax.lax.scan(functools.partial(record, tx), (PARAMS, tx.init(PARAMS)), xs)[1],
+    (grads, faults),
+  )
+  seen = jax.device_get(seen)
+  for t, (count, done, total, params) in enumerate(by_hand(grads, faults, length)):
+    assert (seen[0][t], seen[1][t]) == (count, done)
+    for leaf in PARAMS:
+      assert seen[2][leaf].dtype == F32
+      assert bits((seen[2][leaf][t], seen[3][leaf][t])) == bits((total[leaf], params[leaf]))
+  assert done > 15
+  numbers = Oracle(**CONFIG).run(np.isfinite(faults))
+  for key in ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits"):
+    assert metrics[key].tolist() == [n[key] for n in numbers], key
+  assert metrics["loss_scale"].tolist() == [n["scale"] for n in numbers]
+  assert len(set(metrics["loss_scale"].tolist())) > 4
+
+
+# The same under every transformation.
+
+
+@functools.cache
+def short():
+  """12 steps, and where they end by a scan."""
+  grads, faults = stream(12)
+  assert 2 < np.sum(~np.isfinite(faults)) < 8
+  tx = scaled(3)
+
+  def end(params, state, given):
+    step = lambda carry, now: (one(tx, carry, now), None)  # noqa: E731
+    return jax.lax.scan(step, (params, state), given)[0]
+
+  return grads, faults, tx, end, run(end, PARAMS, tx.init(PARAMS), (grads, faults))
+
+
+def same(found, expected):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  assert bits(found) == bits(expected)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_step_by_step(jit):
+  """Outside of jit, and by one program, which takes one set of types."""
+  grads, faults, tx, _, expected = short()
+
+  def step(params, state, now):
+    return one(tx, (params, state), now)
+
+  carry = jax.tree.map(jnp.asarray, PARAMS), tx.init(PARAMS)
+  steps = [({name: g[t] for name, g in grads.items()}, fault) for t, fault in enumerate(faults)]
+  call = compiled(jax.jit(step).lower(*carry, steps[0])) if jit else step
+  types = jax.tree.map(jax.typeof, carry)
+  for now in steps:
+    carry = call(*carry, now)
+    assert jax.tree.map(jax.typeof, carry) == types
+  same(carry, expected)
+
+
+def test_members_of_an_ensemble_have_windows_of_their_own():
+  grads, faults, tx, end, expected = short()
+  members = np.stack([faults, np.zeros(12, F32), np.roll(faults, 5)])
+  state = tx.init(PARAMS)
+  found = run(jax.vmap(lambda fault: end(PARAMS, state, (grads, fault))), members)
+  for i in range(3):
+    alone = run(end, PARAMS, state, (grads, members[i])) if i else expected
+    same(jax.tree.map(lambda x, i=i: x[i], found), alone)
+  assert len(set(np.asarray(found[1].inner_state.updates_done).tolist())) > 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_on_four_devices(devices, check_vma):
+  """Gradients are averaged, with the fault on one device alone; all wait for the same window."""
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+  grads, faults, _, _, expected = short()
+  tx = scaled(3, axis_name="data")
+
+  def averaged(updates, state, params):
+    mean = jax.tree.map(lambda g: jax.lax.pmean(g, "data"), updates)
+    return tx.update(mean, state, params)
+
+  local = optax.GradientTransformationExtraArgs(tx.init, averaged)
+  here = np.zeros((12, 4), F32)
+  here[:, 2] = faults
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(jax.P(), jax.P(), jax.P(None, "data")),
+    out_specs=jax.P(),
+    check_vma=check_vma,
+  )
+  def end(start, grads, fault):
+    step = lambda carry, now: (one(local, carry, now), None)  # noqa: E731
+    return jax.lax.scan(step, start, (grads, fault[:, 0]))[0]
+
+  start = PARAMS, tx.init(PARAMS)
+  found = jax.block_until_ready(run(end, start, grads, here))
+  for x, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for shard in x.addressable_shards:
+      same(shard.data, want)
+
+
+# Dtypes.
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@pytest.mark.case("A114", "B109")
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.parametrize("scale", [None, 2])
+def test_the_sum_is_float32_whatever_the_dtypes(scale):
+  """4 x 20000 is an inf in float16, and 256 + 1 is 256 in bfloat16."""
+  tx = mpjax.accumulate(optax.sgd(2.0**-4), 4)
+  if scale:
+    tx = mpjax.loss_scaling(tx, mpjax.StaticLossScale(scale))
+  pairs = {f"{own} {other}": (own, other) for own in DTYPES for other in DTYPES}
+  params = {name: jnp.ones(2, own) for name, (own, _) in pairs.items()}
+  values = np.asarray([[20000.0, 256.0]] + [[20000.0, 1.0]] * 3)
+  grads = {name: jnp.asarray(values, other) * (scale or 1) for name, (_, other) in pairs.items()}
+
+  def step(carry, now):
+    params, state = carry
+    updates, state = tx.update(now, state, params)
+    window = state.inner_state if scale else state
+    return (optax.apply_updates(params, updates), state), (window.total, updates)
+
+  (new, _), (totals, updates) = run(
+    lambda params, grads: jax.lax.scan(step, (params, tx.init(params)), grads), params, grads
+  )
+  for name, (own, other) in pairs.items():
+    sums = np.cumsum(values.astype(other).astype(F32), axis=0)
+    assert totals[name].dtype == F32
+    assert updates[name].dtype == F32
+    np.testing.assert_array_equal(totals[name], np.concatenate([sums[:3], [[0, 0]]]))
+    np.testing.assert_array_equal(updates[name][3], -sums[3] / 64)
+    assert bits(new[name]) == bits((F32(1) - sums[3] / 64).astype(own))
