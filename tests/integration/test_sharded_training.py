@@ -134,6 +134,31 @@ def test_200_steps_with_faults_on_single_devices(name, eight_devices):
     assert metrics["mean"] == np.float32(numbers["mean"])
 
 
+@pytest.mark.parametrize("compute", ["float32", "float16"])
+def test_on_any_data_the_order_of_additions_is_all_that_differs(eight_devices, compute):
+  """One step from the same parameters, on normal numbers: gradients are sums of 64 rows, added in
+  eight parts. In float32 each addition rounds by 2^-24 of a partial sum; in float16 the sums of the
+  parts do so by 2^-11, as they are reduced in half."""
+  rng = np.random.default_rng(5)
+  batch = rng.normal(size=(64, 16)).astype(np.float32)
+  params = {"w": rng.normal(size=(16, 8)).astype(np.float32)}
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(256))
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    out = batch.astype(compute) @ params["w"].astype(compute)
+    return jnp.mean(jnp.sum(out.astype(jnp.float32) ** 2, axis=1)), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, tx)
+  alone, _ = step(mpjax.TrainState.create(params, tx), batch)
+  mesh = mesh_of(eight_devices)
+  state = mpjax.TrainState.create(place(mesh, params, jax.P("data")), tx)
+  found, _ = step(state, place(mesh, batch, jax.P("data")))
+  grads = [params["w"] - np.asarray(state.params["w"]) for state in (alone, found)]
+  error = np.max(np.abs(grads[0] - grads[1])) / np.max(np.abs(grads[0]))
+  assert 0 < error < (1e-6 if compute == "float32" else DEVICES * 2.0**-11)
+
+
 # --- what travels, and in which dtype ------------------------------------------------------------
 
 
