@@ -1,7 +1,7 @@
 """The exceptions that mpjax raises, and the one way their text is put together."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class MpjaxError(Exception):
@@ -65,6 +65,17 @@ def message(where: str, *, expected: str, got: str, fix: str) -> str:
     fix: one thing that the reader can do.
   """
   return f"{where}: expected {expected}, got {got}. {fix}"
+
+
+def listed(problems: Sequence[str], *, most: int = 20) -> str:
+  """Returns all problems in one line; of very many the first, and how many more there are.
+
+  Args:
+    problems: one text for each.
+    most: how many are spelt out.
+  """
+  rest = len(problems) - most
+  return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> list[str]:

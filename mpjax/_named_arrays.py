@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
 from mpjax._tree import is_array_like
 from mpjax._types import PyTree
 
@@ -107,7 +107,7 @@ def check_leaves(leaves: Mapping[str, Any], where: str, *, abstract: bool) -> No
       message(
         where,
         expected=f"arrays{' or jax.ShapeDtypeStruct' if abstract else ''} as leaves",
-        got="; ".join(wrong),
+        got=listed(wrong),
         fix="Call it on the host, outside of jit, and leave out what is not an array.",
       )
     )

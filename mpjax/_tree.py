@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._errors import MpjaxValueError, message
+from mpjax._errors import MpjaxValueError, listed, message
 from mpjax._types import Array, PyTree
 
 
@@ -166,7 +166,7 @@ def select(condition: Array, on_true: PyTree, on_false: PyTree, where: str) -> P
       message(
         where,
         expected="the new tree to be like the old one",
-        got="; ".join(problems),
+        got=listed(problems),
         fix="Give both the same structure, shapes and dtypes: nothing is cast or broadcast here.",
       )
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from mpjax._errors import MpjaxValueError, message
+from mpjax._errors import MpjaxValueError, listed, message
 from mpjax._leaves import are_floating, as_array, convert, misfit, overflows, place
 from mpjax._loss_scale import LossScaleState
 from mpjax._named_arrays import check_leaves, decode, is_key, leaves_by_path, path_text, same_path
@@ -189,9 +189,10 @@ def _match(target: PyTree, wanted: _Wanted, restored: PyTree, cast: bool) -> dic
       message(
         _WHERE,
         expected="the leaves of target and no others",
-        got="; ".join(problems),
-        fix="Build target as the state was when it was saved, restore the part that is wanted "
-        "(restored['params']), or add what is missing to what was read.",
+        got=listed(problems),
+        fix="Build target as the state was when it was saved, or read the checkpoint first, "
+        "StandardCheckpointer().restore(path): then pass a part of it, restored['params'], or add "
+        "what is missing.",
       )
     )
   misfits = {path: misfit(found[path], want, cast=cast) for path, want in wanted.items()}
@@ -201,7 +202,7 @@ def _match(target: PyTree, wanted: _Wanted, restored: PyTree, cast: bool) -> dic
       message(
         _WHERE,
         expected="leaves of the dtype and shape of target",
-        got="; ".join(f"{misfits[path]} at {path or 'the root'}" for path in wrong),
+        got=listed([f"{misfits[path]} at {path or 'the root'}" for path in wrong]),
         fix=_advice([(found[path], wanted[path]) for path in wrong]),
       )
     )
@@ -241,7 +242,7 @@ def _refuse_overflow(before: Mapping[str, Any], after: Mapping[str, Any]) -> Non
       message(
         "mpjax.restore_like(cast=True)",
         expected="values that the dtype of target can hold",
-        got="; ".join(wrong),
+        got=listed(wrong),
         fix="They would be inf or NaN: keep these leaves in float32 or bfloat16.",
       )
     )

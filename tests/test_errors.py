@@ -3,7 +3,7 @@
 import pytest
 
 import mpjax
-from mpjax._errors import message, nearest
+from mpjax._errors import listed, message, nearest
 from tests.errors import check_error
 
 CLASSES = {
@@ -67,3 +67,10 @@ def test_check_error_misses_each_part(part):
 def test_check_error_refuses(error):
   with pytest.raises(AssertionError):
     check_error(error, **{**PARTS, "fix": "sum()"}, builtin=ValueError)
+
+
+def test_a_list_of_problems_has_an_end():
+  assert listed(["a", "b"]) == "a; b"
+  assert listed(list("abc"), most=2) == "a; b; and 1 more"
+  text = listed([f"a leaf at {i}" for i in range(1000)])
+  assert text.endswith("; a leaf at 19; and 980 more")

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
 from mpjax._tree import is_inexact, tree_differences
 from mpjax._types import Array, PyTree
 from mpjax.training._train_state import TrainState
@@ -167,7 +167,7 @@ def checked(loss_fn: LossFn) -> LossFn:
         message(
           "mpjax.make_train_step(loss_fn): model_state",
           expected="the structure, shapes and dtypes that it was given",
-          got="; ".join(problems),
+          got=listed(problems),
           fix="Return the whole new state, cast to the dtypes of the old one.",
         )
       )

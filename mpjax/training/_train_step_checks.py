@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
 from mpjax._tree import tree_differences
 from mpjax._types import PyTree
 from mpjax.training._train_state import TrainState, own_scale
@@ -91,7 +91,7 @@ def check_dtypes(new: PyTree, old: PyTree) -> None:
       message(
         "mpjax.make_train_step(tx): the state of the optimizer",
         expected="the structure, shapes and dtypes that it had before the step",
-        got="; ".join(problems),
+        got=listed(problems),
         fix="Parameters stored in half need mpjax.master_weights, or a loss scale other than "
         "NoLossScale, for their moments to be float32.",
       )
@@ -110,7 +110,7 @@ def _check_batch(batch: PyTree, accumulate: int) -> None:
         f"mpjax.make_train_step(accumulate={accumulate}): step(batch)",
         expected=f"leaves whose first axis can be cut into {accumulate} micro-batches (each of "
         "which fills all devices that the rows are sharded over)",
-        got="; ".join(problems),
+        got=listed(problems),
         fix="Choose a batch size that is a multiple, and drop or pad the last batch.",
       )
     )

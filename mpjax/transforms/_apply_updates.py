@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._errors import MpjaxValueError, message, nearest
+from mpjax._errors import MpjaxValueError, listed, message, nearest
 from mpjax._tree import tree_differences
 from mpjax._types import Array, PyTree
 from mpjax.transforms._wrapper_trees import is_half
@@ -66,7 +66,7 @@ def apply_updates(
       "updates like the parameters",
       "Pass what tx.update returned for these parameters.",
     )
-    got = "; ".join(problems)
+    got = listed(problems)
     raise MpjaxValueError(message(f"{call}(updates)", expected=expected, got=got, fix=fix))
   if master is not None:
     return _from_master(params, updates, master, f"{call}(master)")
@@ -120,7 +120,7 @@ def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) ->
       message(
         where,
         expected="a tree like the parameters, with None where there is no master",
-        got="; ".join(problems),
+        got=listed(problems),
         fix="Pass mpjax.master_params(opt_state) with the state that update returned.",
       )
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._errors import MpjaxError, MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed, message
 from mpjax._tree import is_array_like, is_inexact
 from mpjax._types import PyTree
 
@@ -110,7 +110,7 @@ def refuse_integers(params: PyTree, where: str) -> None:
       message(
         where,
         expected="floating parameters",
-        got="; ".join(found),
+        got=listed(found),
         fix="Keep counters, tables of integers and keys out of params (in model_state, say), or "
         "wrap with optax.masked.",
       )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
 from mpjax._tree import is_floating, round_to
 from mpjax._types import PyTree
 from mpjax.transforms._checks import (
@@ -269,7 +269,7 @@ def set_master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     expected, got = "the tree that the state was made for", f"another one ({error})"
     raise MpjaxValueError(message(where, expected=expected, got=got, fix=fix)) from error
   if problems:
-    expected, got = "floating arrays in the shapes of the masters", "; ".join(problems)
+    expected, got = "floating arrays in the shapes of the masters", listed(problems)
     raise MpjaxValueError(message(where, expected=expected, got=got, fix=fix))
   return new_state
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from mpjax._errors import MpjaxValueError, message
+from mpjax._errors import MpjaxValueError, listed, message
 from mpjax._named_arrays import is_key
 from mpjax._tree import is_array_like, is_inexact, tree_differences
 from mpjax._types import PyTree
@@ -66,7 +66,7 @@ def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:
       message(
         where,
         expected="gradients with the leaves of params",
-        got="; ".join(problems),
+        got=listed(problems),
         fix="Differentiate with respect to the very tree that is passed as params.",
       )
     )

@@ -679,3 +679,26 @@ def test_weakly_typed_model_state_becomes_strong():
     state, _ = step(state, rows(8))
   assert not state.model_state.weak_type
   assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_new_state_is_where_it_should_be(pinned, devices):
+  """Statistics of sharded weights: XLA leaves them where it has computed them."""
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices[:4])
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.sum(params * batch), (model_state * 0.5 + params * 0.5, {})
+
+  replicated = jax.NamedSharding(mesh, jax.P())
+  params = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("data")))
+  state = create(SGD, params, model_state=jax.device_put(jnp.zeros(8), replicated))
+  shardings = jax.tree.map(lambda x: x.sharding, state) if pinned else None
+  step = mpjax.make_train_step(loss_fn, SGD, state_shardings=shardings)
+  batch = jax.device_put(jnp.ones(8), replicated)
+  before = jax.tree.map(lambda x: x.sharding.spec, state)
+  for _ in range(2):
+    state, metrics = jax.block_until_ready(step(state, batch))
+  stays = jax.tree.map(lambda x: x.sharding.spec, state) == before
+  assert stays == pinned, "if XLA leaves it in place by itself, this test needs another model"
+  assert metrics["total"] == 2
