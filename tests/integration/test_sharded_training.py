@@ -284,6 +284,81 @@ def test_of_sharded_parameters_the_half_copy_travels(eight_devices, axis_type, c
   assert sum(here) - sum(n == 1 for n in here) == 4 * 64 * 32 // DEVICES
 
 
+# --- the other options of a step -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_all_devices_run_a_batch_again(eight_devices, check_vma):
+  """A gradient overflows on one device only, at the first two scales."""
+  mesh = mesh_of(eight_devices)
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init=16.0))
+  step = mpjax.make_train_step(product(jnp.float16), tx, axis_name="data", max_retries=3)
+  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+  step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
+  state = mpjax.TrainState.create(place(mesh, {"w": jnp.zeros((3, 2))}, jax.P()), tx)
+  batch = jnp.zeros((8, 3)).at[5].set(8192.0)  # times 16 and 8 is inf in float16, times 4 is not
+  state, metrics = step(state, place(mesh, batch, jax.P("data")))
+  check_replicas((state, metrics))
+  numbers = [int(metrics[key]) for key in ("retries", "loss_scale", "skipped", "finite")]
+  assert numbers == [2, 4, 2, 1]
+  np.testing.assert_array_equal(state.params["w"], np.full((3, 2), -1024, np.float32))
+
+
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.parametrize("how", ["shard_map", "sharded parameters"])
+def test_stochastic_rounding_is_the_same_on_all_devices(eight_devices, how):
+  """As on one device, to the bit: the key of a step is folded with the device for dropout alone."""
+  mesh = mesh_of(eight_devices)
+  tx = mpjax.loss_scaling(optax.sgd(2.0**-12), mpjax.StaticLossScale(1))
+  options = {"rounding": "stochastic", "axis_name": "data" if how == "shard_map" else None}
+  params = {"w": jnp.ones((16, 2), jnp.bfloat16)}
+  batch = jnp.ones((8, 16)) / 8
+
+  def run(step, params, put):
+    state = mpjax.TrainState.create(params, tx, rng=jax.random.key(2))
+    for _ in range(5):
+      state, _ = jax.block_until_ready(step(state, put(batch)))
+    return state
+
+  loss_fn = product(jnp.bfloat16)
+  alone = run(mpjax.make_train_step(loss_fn, tx, rounding="stochastic"), params, lambda b: b * 8)
+  step, factor = mpjax.make_train_step(loss_fn, tx, **options), 8
+  if how == "shard_map":  # Which takes the mean of what the eight devices found.
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    step, factor = jax.jit(jax.shard_map(step, mesh=mesh, **specs)), 64
+  spec = jax.P() if how == "shard_map" else jax.P("data")
+  put = functools.partial(place, mesh, spec=jax.P("data"))
+  state = run(step, place(mesh, params, spec), lambda b: put(b * factor))
+  w = np.asarray(alone.params["w"], np.float32)
+  assert len(np.unique(w)) > 1
+  np.testing.assert_array_equal(np.asarray(state.params["w"], np.float32), w)
+  if how == "shard_map":
+    check_replicas(state)
+
+
+def test_where_the_new_state_is_can_be_said(eight_devices):
+  """Adafactor keeps means of rows, made replicated; XLA would leave them where the rows are."""
+  mesh = mesh_of(eight_devices)
+  tx = mpjax.loss_scaling(optax.adafactor(1e-2, min_dim_size_to_factor=8), mpjax.StaticLossScale(8))
+  batch = place(mesh, jnp.ones((8, 16)), jax.P("data"))
+
+  def start():
+    return mpjax.TrainState.create(place(mesh, {"w": jnp.ones((16, 8))}, jax.P("data")), tx)
+
+  def moved(step):
+    before = jax.tree.map(lambda x: x.sharding, start())
+    after, _ = step(start(), batch)
+    with compilations() as compiled:
+      jax.block_until_ready(step(after, batch))
+    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), after, before)
+    return not jax.tree.all(same), len(compiled)
+
+  assert moved(mpjax.make_train_step(product(jnp.float16), tx)) == (True, 1)
+  shardings = jax.tree.map(lambda x: x.sharding, start())
+  step = mpjax.make_train_step(product(jnp.float16), tx, state_shardings=shardings)
+  assert moved(step) == (False, 0)
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 
