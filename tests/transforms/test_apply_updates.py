@@ -11,11 +11,12 @@ import pytest
 
 import mpjax
 from tests.errors import check_error
-from tests.programs import bits
+from tests.programs import bits, compiled, run
 
 HALF = ["float16", "bfloat16"]
 BOTH = pytest.mark.parametrize("half", HALF)
 STOCHASTIC = functools.partial(mpjax.apply_updates, rounding="stochastic")
+COMPILED = jax.jit(STOCHASTIC)
 KEY = jax.random.key(3)
 
 
@@ -110,9 +111,9 @@ def rounded_by_hand(exact, half, key):
 
 
 @BOTH
-@pytest.mark.parametrize("compiled", [True, False])
-def test_nearest_rounds_the_float32_sum_once(half, compiled):
-  apply = jax.jit(mpjax.apply_updates) if compiled else mpjax.apply_updates
+@pytest.mark.parametrize("jit", [True, False])
+def test_nearest_rounds_the_float32_sum_once(half, jit):
+  apply = jax.jit(mpjax.apply_updates) if jit else mpjax.apply_updates
   exact = samples(half)
   same(apply(zeros(exact, half), exact), nearest(exact, half))
   params = np.random.default_rng(1).normal(size=2000).astype(half)
@@ -131,7 +132,7 @@ def test_weakly_typed_updates_are_not_added_in_half(half):
   assert mpjax.apply_updates(params, update).tolist() == [1.0 + step] * 4
   # Rounded in half the sum would be 1 exactly, and no key could move it.
   small = jnp.full(4000, step / 8)
-  moved = STOCHASTIC(jnp.ones(4000, half), small, key=KEY)
+  moved = COMPILED(jnp.ones(4000, half), small, key=KEY)
   assert 300 < int(jnp.sum(moved > 1)) < 700
 
 
@@ -139,10 +140,10 @@ def test_weakly_typed_updates_are_not_added_in_half(half):
 
 
 @BOTH
-@pytest.mark.parametrize("compiled", [True, False])
-def test_stochastic_rounding_on_the_same_random_bits(half, compiled):
+@pytest.mark.parametrize("jit", [True, False])
+def test_stochastic_rounding_on_the_same_random_bits(half, jit):
   exact = samples(half)
-  apply = jax.jit(STOCHASTIC) if compiled else STOCHASTIC
+  apply = COMPILED if jit else STOCHASTIC
   found = np.asarray(apply(zeros(exact, half), exact, key=KEY))
   np.testing.assert_array_equal(found.astype(np.float64), rounded_by_hand(exact, half, KEY))
   assert np.mean(found != nearest(exact, half)) > 0.1
@@ -153,10 +154,9 @@ def test_only_ever_one_of_the_two_neighbours(half):
   exact = samples(half)
   low, high = neighbours(exact, half)
   overflows = np.isinf(nearest(exact, half).astype(np.float32))
-  apply = jax.jit(STOCHASTIC)
   seen_low, seen_high = np.zeros(exact.shape, bool), np.zeros(exact.shape, bool)
   for seed in range(20):
-    found = np.asarray(apply(zeros(exact, half), exact, key=jax.random.key(seed)))
+    found = np.asarray(COMPILED(zeros(exact, half), exact, key=jax.random.key(seed)))
     assert np.all((found == low) | (found == high))
     assert np.all(np.isfinite(found.astype(np.float32)) | overflows)
     seen_low |= found == low
@@ -171,22 +171,21 @@ def test_only_ever_one_of_the_two_neighbours(half):
 def test_what_half_can_hold_stays(half, update):
   """So a skipped step changes nothing: -0.0 stays where the update is -0.0, and inf and NaN too."""
   numbers = every_number(half)
-  apply = jax.jit(STOCHASTIC)
-  found = apply(numbers, np.full(numbers.shape, update, np.float32), key=KEY)
+  found = COMPILED(numbers, np.full(numbers.shape, update, np.float32), key=KEY)
   positive_zero = numbers.view(np.uint16) * (numbers.view(np.uint16) != 0x8000)
   same(found, numbers if math.copysign(1, update) < 0 else positive_zero.view(numbers.dtype))
   # And exact sums: half a number and half a number.
   wide = numbers.astype(np.float32)
   normal = numbers[np.isfinite(wide) & (np.abs(wide) > 1e-3)]
   halves = (normal.astype(np.float32) / 2).astype(half)
-  same(apply(halves, halves.astype(np.float32), key=KEY), normal)
+  same(COMPILED(halves, halves.astype(np.float32), key=KEY), normal)
 
 
 @BOTH
 def test_a_nan_of_any_payload_stays_one(half):
   """Of all ones a carry would make -0.0."""
   updates = np.asarray([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001] * 100, np.uint32).view(np.float32)
-  found = jax.jit(STOCHASTIC)(zeros(updates, half), updates, key=KEY)
+  found = COMPILED(zeros(updates, half), updates, key=KEY)
   assert np.all(np.isnan(np.asarray(found, np.float32)))
 
 
@@ -196,7 +195,7 @@ def test_the_smallest_random_number_moves_nothing_that_half_can_hold():
   random = jax.random.bits(jax.random.fold_in(key, 0), (2**16,), jnp.uint32)
   assert random[position] >> 8 == 0
   subnormal = np.full(2**16, 3 * 2.0**-24, np.float16)
-  found = STOCHASTIC(subnormal, np.full(2**16, -0.0, np.float32), key=key)
+  found = COMPILED(subnormal, np.full(2**16, -0.0, np.float32), key=key)
   assert bits(found) == bits(subnormal)
 
 
@@ -221,7 +220,7 @@ def test_unbiased(half):
   share = (wide - low) / (high - low)
   params = np.zeros((len(exact), number), jnp.dtype(half))
   updates = np.repeat(exact[:, None], number, axis=1)
-  found = np.asarray(jax.jit(STOCHASTIC)(params, updates, key=KEY), np.float64)
+  found = np.asarray(COMPILED(params, updates, key=KEY), np.float64)
   up = (found - low[:, None]) / (high - low)[:, None]
   assert set(np.unique(up)) == {0.0, 1.0}
   bound = 6 * np.sqrt(share * (1 - share) / number)
@@ -251,12 +250,12 @@ def test_reproducible_per_key_and_different_between_keys_and_leaves():
   params |= {"c": jnp.ones(512, "bfloat16")}
   updates = {"a": 2.0**-11, "b": 2.0**-11, "c": 2.0**-8}
   updates = {name: jnp.full(512, value, jnp.float32) for name, value in updates.items()}
-  apply = jax.jit(STOCHASTIC)
-  first = apply(params, updates, key=KEY)
-  assert bits(apply(params, updates, key=KEY)) == bits(first)
-  assert bits(STOCHASTIC(params, updates, key=KEY)) == bits(first), "outside of jit"
-  assert bits(apply(params, updates, key=jax.random.key_data(KEY))) == bits(first), "a raw key"
-  other = apply(params, updates, key=jax.random.fold_in(KEY, 1))
+  first = COMPILED(params, updates, key=KEY)
+  assert bits(COMPILED(params, updates, key=KEY)) == bits(first)
+  for same_key in (KEY, jax.random.key_data(KEY)):  # typed and raw, outside of jit
+    alone = STOCHASTIC({"a": params["a"]}, {"a": updates["a"]}, key=same_key)
+    assert bits(alone["a"]) == bits(first["a"])
+  other = COMPILED(params, updates, key=jax.random.fold_in(KEY, 1))
   ups = {name: np.asarray(x) > 1 for name, x in first.items()}
   for name in params:
     # 512 fair coins agree in 256 +- 11.3; 6 standard deviations are 68.
@@ -266,21 +265,24 @@ def test_reproducible_per_key_and_different_between_keys_and_leaves():
     assert abs(np.sum(ups[one] == ups[two]) - 256) < 68
 
 
-@BOTH
-def test_vmap_is_each_member_by_itself(half):
-  params = jnp.ones((3, 40), half)
-  updates = jnp.full((3, 40), 1e-3, jnp.float32)
+def test_vmap_is_each_member_by_itself():
+  params = {half: jnp.ones((3, 40), half) for half in HALF}
+  updates = {half: jnp.full((3, 40), 1e-3, jnp.float32) for half in HALF}
   keys = jax.random.split(KEY, 3)
 
   def apply(params, updates, key):
     return STOCHASTIC(params, updates, key=key)
 
-  alone = jax.jit(apply)
-  together = jax.jit(jax.vmap(apply))(params, updates, keys)
-  shared = jax.jit(jax.vmap(apply, in_axes=(0, 0, None)))(params, updates, KEY)
+  def member(tree, i):
+    return jax.tree.map(lambda x: x[i], tree)
+
+  alone = compiled(jax.jit(apply).lower(member(params, 0), member(updates, 0), KEY))
+  together = run(jax.vmap(apply), params, updates, keys)
+  shared = run(jax.vmap(apply, in_axes=(0, 0, None)), params, updates, KEY)
   for i in range(3):
-    assert bits(together[i]) == bits(alone(params[i], updates[i], keys[i]))
-    assert bits(shared[i]) == bits(alone(params[i], updates[i], KEY))
+    own = member(params, i), member(updates, i)
+    assert bits(member(together, i)) == bits(alone(*own, keys[i]))
+    assert bits(member(shared, i)) == bits(alone(*own, KEY))
 
 
 @BOTH
@@ -302,12 +304,12 @@ def test_the_compiler_does_not_fold_it_away(half):
     wide = rounded.astype(jnp.float32)
     return rounded, wide, wide * 4 - wide * 3
 
-  compiled = jax.jit(surrounded).lower(params, updates, KEY).compile()
-  rounded, wide, same_again = compiled(params, updates, KEY)
+  program = jax.jit(surrounded).lower(params, updates, KEY).compile()
+  rounded, wide, same_again = program(params, updates, KEY)
   same(rounded, exact)
   same(wide, exact.astype(np.float32))
   same(same_again, exact.astype(np.float32))
-  text = compiled.as_text()
+  text = program.as_text()
   assert "u32[4096]{0} bitcast-convert(" in text
   additions = [
     line
@@ -321,7 +323,7 @@ def test_the_compiler_does_not_fold_it_away(half):
 def on_one_device():
   params = {"w": jnp.ones((8, 16), "float16"), "b": jnp.linspace(-1, 1, 8).astype("bfloat16")}
   updates = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3, jnp.float32), params)
-  expected = jax.jit(STOCHASTIC)(params, updates, key=KEY)
+  expected = COMPILED(params, updates, key=KEY)
   assert bits(expected) != bits(mpjax.apply_updates(params, updates)), "nearest"
   return params, updates, expected
 
@@ -343,7 +345,7 @@ def test_equal_on_every_device(how, devices):
   else:
     spec = jax.P("data") if how == "sharded" else jax.P()
     placed = jax.device_put((params, updates), jax.NamedSharding(mesh, spec))
-    found = jax.jit(STOCHASTIC)(*placed, key=KEY)
+    found = COMPILED(*placed, key=KEY)
     assert found["w"].sharding == placed[0]["w"].sharding
   for name, x in found.items():
     whole = np.asarray(expected[name])
@@ -369,12 +371,12 @@ def test_what_is_not_half_is_added_to_as_by_optax(rounding):
 
 
 @BOTH
-@pytest.mark.parametrize("compiled", [True, False])
-def test_from_a_master_is_its_rounding_whatever_the_update(half, compiled):
+@pytest.mark.parametrize("jit", [True, False])
+def test_from_a_master_is_its_rounding_whatever_the_update(half, jit):
   def from_master(params, updates, master):
     return mpjax.apply_updates(params, updates, master=master)
 
-  apply = jax.jit(from_master) if compiled else from_master
+  apply = jax.jit(from_master) if jit else from_master
   master = np.concatenate([samples(half), np.asarray([0.0, -0.0, 1e-30, -1e-30], np.float32)])
   for update in (np.nan, 0.0, 1e30):
     updates = np.full(master.shape, update, np.float32)
