@@ -6,6 +6,7 @@ later steps differ. Both are the same compiled program, so that bits can be comp
 """
 
 import functools
+import pathlib
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import pytest
 import mpjax
 from tests.loss_scale_oracle import Oracle
 
+ROOT = pathlib.Path(__file__).parents[2]
 ROWS, STEPS = 4, 40
 CONFIG = {"init": 2.0**10, "growth_interval": 3, "max_scale": 2.0**14, "hysteresis": 2}
 PARTS = ["gradients", "loss", "statistics"]
@@ -190,6 +192,16 @@ def test_each_part_alone_skips_everything(part, bad):
   assert not metrics["finite"]
   assert bool(np.isfinite(metrics["loss"])) == (part != "loss")
   assert bool(np.isfinite(metrics["grad_norm"])) == (part != "gradients")
+
+
+@pytest.mark.case("B144")
+def test_examples_guard_their_batch_statistics():
+  """Each that has some commits them by the flag, or leaves that to the step."""
+  sources = {file.name: file.read_text() for file in (ROOT / "examples").glob("*.py")}
+  having = {name: text for name, text in sources.items() if 'mutable=["batch_stats"]' in text}
+  assert having
+  for name, text in having.items():
+    assert "mpjax.commit(finite" in text or "mpjax.make_train_step(" in text, name
 
 
 def test_the_comparison_would_notice():
