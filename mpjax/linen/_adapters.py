@@ -272,6 +272,33 @@ _ADAPTERS: Mapping[type[nn.Module], Adapter] = types.MappingProxyType(
 )
 
 
+# These layers cast by their field `promote_dtype`, multiply by the field named here, then add their
+# bias, and do nothing else with either result.
+_PRODUCTS: Mapping[Any, tuple[type[nn.Module], str]] = types.MappingProxyType(
+  {
+    inspect.unwrap(nn.Dense.__call__): (nn.Dense, "dot_general"),
+    inspect.unwrap(nn.DenseGeneral.__call__): (nn.DenseGeneral, "dot_general"),
+    inspect.unwrap(nn.Conv.__call__): (nn.Conv, "conv_general_dilated"),
+  }
+)
+
+
+def product_field(module: nn.Module, method: Callable[..., Any]) -> str | None:
+  """Returns the field that holds the product of one of Flax's layers; None of anything else.
+
+  Args:
+    module: the bound module. A field of it that has to do with the product and was set by a user
+      makes the answer None.
+    method: what is called, as an interceptor is handed it. It has to be the layer's own method: a
+      subclass may do what it likes around it, but what it does in its place is not known.
+  """
+  cls, field = _PRODUCTS.get(getattr(method, "func", None), (nn.Module, None))
+  if field is None or not getattr(module, "shared_weights", True):
+    return None
+  hooks = ("promote_dtype", field, f"{field}_cls")
+  return field if all(getattr(module, h) is getattr(cls, h) for h in hooks) else None
+
+
 def default_adapters() -> Mapping[type[nn.Module], Adapter]:
   """Returns what mpjax knows about Flax's own layers: an immutable mapping from class to adapter.
 

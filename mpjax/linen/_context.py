@@ -157,7 +157,7 @@ def give(
     expected = "'raise', 'warn' or 'ignore'"
     got = repr(unmatched)
     raise MpjaxValueError(message(f"{where}(unmatched=...)", expected=expected, got=got, fix=fix))
-  given = Given(
+  return Given(
     policy=None if policy is None else Policy.parse(policy),
     rules=parse_rules(rules, f"{where}(rules=...)"),
     defaults=default_rules()
@@ -166,17 +166,6 @@ def give(
     adapters=_parse_adapters(adapters, f"{where}(adapters=...)"),
     unmatched=unmatched,
   )
-  for one in (given.policy, *(rule.policy for rule in (*given.rules, *given.defaults))):
-    if one is not None and one.weight_grad_dtype is not None:
-      raise MpjaxValueError(
-        message(
-          f"{where}(policy={str(one)!r})",
-          expected="a policy without weight_grad_dtype",
-          got=f"weight_grad_dtype={one.weight_grad_dtype}",
-          fix="Leave it out: this version computes weight gradients in the compute dtype.",
-        )
-      )
-  return given
 
 
 def _parse_adapters(adapters: Any, where: str) -> tuple[tuple[type[Any], Adapter], ...]:

@@ -21,6 +21,7 @@ from mpjax.linen._adapters import (
   Adapter,
   find_adapter,
   like,
+  product_field,
 )
 from mpjax.linen._context import (
   ACTIVE,
@@ -33,6 +34,7 @@ from mpjax.linen._context import (
   resolve,
 )
 from mpjax.linen._params import CastScope, LazyParam, attach, is_lazy
+from mpjax.linen._weight_grads import product_fields
 
 # Lifted transforms as they show in a scope's debug path; the first ones hand their body's types on.
 _TRANSPARENT = ("remat", "jit", "map_variables", "fold_rngs", "named_call")
@@ -134,7 +136,9 @@ def _method(
   call = adapter.inputs(module, name, (args, kwargs), _cast_to(compute))
   fields = {} if _any_complex(call) else adapter.fields(module, name, compute)
   if adapter.params == "compute":
-    inside = dataclasses.replace(inside, use_dtype=compute)
+    wide = _wide_gradients(context, policy, fields)
+    fields = {**fields, **wide}
+    inside = dataclasses.replace(inside, use_dtype=None if wide else compute)
   if "dtype" in fields:
     inside = dataclasses.replace(inside, own_dtype=(module.dtype,))
   with ACTIVE(inside), _fields_set(module, fields):
@@ -147,6 +151,19 @@ def _method(
   if handed_on is None and not adapter.rounds:
     return outputs
   return adapter.outputs(module, name, (args, kwargs), outputs, _cast_to(handed_on or compute))
+
+
+def _wide_gradients(
+  context: nn.module.InterceptorContext, policy: Policy, fields: dict[str, Any]
+) -> dict[str, Any]:
+  """Returns the fields that make a layer's weight gradients in another dtype than its products."""
+  wide = policy.weight_grad_dtype
+  if wide is None or wide == policy.compute_dtype or "dtype" not in fields:
+    return {}
+  field = product_field(context.module, context.orig_method)
+  if field is None or field in fields or "promote_dtype" in fields:
+    return {}
+  return product_fields(context.module.promote_dtype, field, wide)
 
 
 def _handed_on(active: Active, given: Given, policy: Policy, picked: bool) -> Any:

@@ -128,32 +128,6 @@ def test_ops(name, way, value):
   )
 
 
-GRADS = mpjax.Policy(compute_dtype="bfloat16", weight_grad_dtype="float32")
-
-
-@both
-@pytest.mark.parametrize(
-  "kwargs",
-  [
-    {"policy": GRADS},
-    {"rules": [Rule(GRADS, path="a")]},
-    {"defaults": [Rule(GRADS, path="a")]},
-  ],
-  ids=["policy", "rules", "defaults"],
-)
-def test_weight_gradients_in_another_dtype(name, way, kwargs):
-  with pytest.raises(ValueError) as excinfo:
-    way(**kwargs)
-  check_error(
-    excinfo,
-    where=f"{name}(policy='params=float32,compute=bfloat16,weight_grad=float32')",
-    expected="a policy without weight_grad_dtype",
-    got="weight_grad_dtype=float32",
-    fix="Leave it out",
-    builtin=ValueError,
-  )
-
-
 def test_a_refused_scope_leaves_nothing_in_force():
   with pytest.raises(ValueError, match="mixed_bfloat16"):
     enter("mixed_bf16")
