@@ -1,0 +1,236 @@
+"""What the devices add up and gather: read in the partitioned program, and seen in its numbers."""
+
+import collections
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mpjax
+from tests.partitioned import Collective, collectives
+from tests.programs import bits
+
+with_policy = mpjax.linen.with_policy
+XLA = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+BATCH = 8
+
+
+def policy(half, weight_grad, **dtypes):
+  return mpjax.Policy(
+    compute_dtype=half, output_dtype="float32", weight_grad_dtype=weight_grad, **dtypes
+  )
+
+
+def mesh_of(devices, kind=AxisType.Auto):
+  return jax.make_mesh((len(devices),), ("data",), (kind,), devices=devices)
+
+
+def placed(mesh, tree, spec=lambda x: ()):
+  return jax.tree.map(
+    lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec(x)))), tree
+  )
+
+
+def gradients(model, policy):
+  """Returns a function of (params, x) for the gradients of a mean over the whole batch."""
+  apply = with_policy(model, policy).apply
+  return jax.grad(lambda params, x: jnp.mean(apply({"params": params}, x) ** 2))
+
+
+def params_of(model, x):
+  shapes = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+  leaves, treedef = jax.tree.flatten(shapes)
+  rng = np.random.default_rng(0)
+  return jax.tree.unflatten(
+    treedef, [jnp.asarray(rng.integers(-1, 2, leaf.shape), jnp.float32) for leaf in leaves]
+  )
+
+
+def sizes(found):
+  return collections.Counter(int(np.prod(shape)) for _, _, shape in found)
+
+
+def test_reading_collectives(devices):
+  """What the tests below read with: three sums and a gather, of known dtypes and shapes."""
+
+  def exchange(x, y):
+    sums = jax.lax.psum((x, y), "data")
+    return sums, jax.lax.psum(x[0, 0], "data"), jax.lax.all_gather(y, "data", tiled=True)
+
+  mesh = mesh_of(devices)
+  spec = jax.P("data")
+  fun = jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=jax.P(), check_vma=False)
+  x = jax.ShapeDtypeStruct((8, 3), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+  found = collectives(fun, x, x.update(dtype=jnp.float16))
+  assert sorted(found) == [
+    Collective("all-gather", "f16", (8, 3)),
+    Collective("all-reduce", "bf16", ()),
+    Collective("all-reduce", "bf16", (2, 3)),
+    Collective("all-reduce", "f16", (2, 3)),
+  ]
+  with pytest.raises(AssertionError, match="ran 0 times"):
+    collectives(lambda x: x + 1, jnp.ones(3))
+
+
+class Layers(nn.Module):
+  """What both kinds of meshes take."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Conv(3, (3,))(x)
+    x = nn.LayerNorm()(x)
+    return nn.Dense(5)(x)
+
+
+class Transformer(nn.Module):
+  """Layers whose gradients are sums of many kinds: over rows, over heads, over tokens."""
+
+  @nn.compact
+  def __call__(self, tokens):
+    x = nn.Embed(7, 8)(tokens)
+    x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+    x = nn.BatchNorm(use_running_average=False, use_bias=False)(x)
+    return nn.Dense(3)(x)
+
+
+@pytest.mark.case("B127")
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_gradients_are_added_up_in_float32(devices, kind, half):
+  model, mesh = Layers(), mesh_of(devices, kind)
+  x = jnp.ones((BATCH, 6, 2))
+  params = params_of(model, x)
+  args = placed(mesh, params), placed(mesh, x, lambda x: ("data",))
+
+  def found(weight_grad):
+    reduced = collectives(gradients(model, policy(half, weight_grad)), *args)
+    assert {op for op, _, _ in reduced} == {"all-reduce"}
+    return [c for c in reduced if c.dtype == XLA[half]], [c for c in reduced if c.dtype == "f32"]
+
+  in_half, in_float32 = found("float32")
+  assert not in_half
+  assert sizes(in_float32) == sizes((0, 0, x.shape) for x in jax.tree.leaves(params))
+  # Without it, kernels and biases are added up in half; the norm's parameters never were.
+  in_half, in_float32 = found(None)
+  layers = [params["Conv_0"], params["Dense_0"]]
+  assert sizes(in_half) == sizes((0, 0, x.shape) for x in jax.tree.leaves(layers))
+  assert sizes(in_float32) == {3: 2}
+
+
+def test_no_sum_of_a_transformer_is_in_half(devices):
+  model, mesh = Transformer(), mesh_of(devices)
+  tokens = jnp.zeros((BATCH, 4), jnp.int32)
+  variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+  shardings = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+  abstract = jax.tree.map(lambda v: v.update(sharding=shardings[0]), variables)
+  apply = with_policy(model, policy("float16", "float32")).apply
+
+  def loss(params, stats, tokens):
+    out, _ = apply({"params": params, "batch_stats": stats}, tokens, mutable=["batch_stats"])
+    return jnp.mean(out**2)
+
+  found = collectives(
+    jax.grad(loss),
+    abstract["params"],
+    abstract["batch_stats"],
+    jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=shardings[1]),
+  )
+  assert {dtype for _, dtype, _ in found} == {"f32"}
+  leaves = jax.tree.leaves(variables["params"])
+  assert not sizes((0, 0, x.shape) for x in leaves) - sizes(found)
+
+
+@pytest.mark.case("A92")
+@pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("asked", [None, "the compute dtype", "float32"])
+def test_the_dtype_asked_for(devices, compute, asked):
+  model, mesh = nn.Dense(5), mesh_of(devices)
+  asked = compute if asked == "the compute dtype" else asked
+  x = jnp.ones((BATCH, 3))
+  args = placed(mesh, params_of(model, x)), placed(mesh, x, lambda x: ("data",))
+  found = collectives(gradients(model, policy(compute, asked)), *args)
+  assert {(op, dtype) for op, dtype, _ in found} == {("all-reduce", XLA[asked or compute])}
+  assert sizes(found) == {15: 1, 5: 1}
+
+
+def test_parameters_in_half_are_rounded_after_the_sum(devices):
+  model, mesh = nn.Dense(5), mesh_of(devices)
+  x = jnp.ones((BATCH, 3))
+  params = jax.tree.map(lambda p: p.astype("bfloat16"), params_of(model, x))
+  args = placed(mesh, params), placed(mesh, x, lambda x: ("data",))
+  asked = policy("bfloat16", "float32", param_dtype="bfloat16")
+  found = collectives(gradients(model, asked), *args)
+  assert {(op, dtype) for op, dtype, _ in found} == {("all-reduce", "f32")}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_what_is_gathered_of_sharded_parameters_is_half(devices, kind):
+  """Parameters in float32, a part on each device: each is cast to half before it travels."""
+  model, mesh = nn.Sequential([nn.Dense(8), nn.Dense(4)]), mesh_of(devices, kind)
+  x = jnp.ones((BATCH, 4))
+  params = params_of(model, x)
+  args = (
+    placed(mesh, params, lambda p: ("data",) if p.ndim > 1 else ()),
+    placed(mesh, x, lambda x: ("data",)),
+  )
+  for weight_grad, reduced in [(None, "bf16"), ("float32", "f32")]:
+    found = collectives(gradients(model, policy("bfloat16", weight_grad)), *args)
+    gathered = [c for c in found if c.op == "all-gather"]
+    assert {c.dtype for c in gathered} == {"bf16"}
+    assert {32} == set(sizes(gathered)), "both kernels, whole"
+    assert {c.dtype for c in found if c.op in ("all-reduce", "reduce-scatter")} == {reduced}
+
+
+def test_four_devices_and_one_agree(devices):
+  """On whole numbers float32 sums are exact, whoever adds up how much of them."""
+  model, mesh = nn.Dense(5), mesh_of(devices)
+  rng = np.random.default_rng(1)
+  x = jnp.asarray(rng.integers(-9, 10, (400, 3)), jnp.float32)
+  y = jnp.asarray(rng.integers(-9, 10, (400, 5)), jnp.float32)
+  params = params_of(model, x)
+
+  def grads(apply, params, x, y):
+    return jax.grad(lambda p: jnp.sum(apply({"params": p}, x) * y))(params)
+
+  exact = bits(grads(model.apply, params, x, y))
+  sharded = placed(mesh, (x, y), lambda x: ("data",))
+  for weight_grad in ("float32", None):
+    apply = with_policy(model, policy("bfloat16", weight_grad)).apply
+    run = jax.jit(grads, static_argnums=0)
+    assert (bits(run(apply, params, x, y)) == exact) == (weight_grad == "float32")
+    on_four = run(apply, placed(mesh, params), *sharded)
+    assert (bits(on_four) == exact) == (weight_grad == "float32")
+
+
+@pytest.mark.case("B127", "A52")
+def test_an_overflow_in_the_sum_of_finite_parts(devices):
+  """Each device finds 32768, which float16 holds; the sum over four, 131072, it does not."""
+  model, mesh = nn.Dense(1, use_bias=False), mesh_of(devices)
+  x, params = jnp.full((4, 1), 128.0), {"kernel": jnp.ones((1, 1))}
+  tx = mpjax.loss_scaling(optax.sgd(2.0**-12), mpjax.DynamicLossScale(init=256.0))
+
+  def step(weight_grad, params, state, x):
+    apply = with_policy(model, policy("float16", weight_grad)).apply
+    grad_fn = mpjax.value_and_grad(lambda p, x: jnp.sum(apply({"params": p}, x)), state)
+    _, grads = grad_fn(params, x)
+    updates, state = tx.update(grads, state, params)
+    return grads, optax.apply_updates(params, updates), mpjax.loss_scaling_metrics(state)
+
+  run = jax.jit(step, static_argnums=0)
+  state = tx.init(params)
+  assert run(None, params, state, x[:1])[0]["kernel"] == 32768
+  on_four = placed(mesh, (params, state)), placed(mesh, x, lambda x: ("data",))
+
+  grads, after, metrics = run(None, *on_four[0], on_four[1])
+  assert np.isinf(grads["kernel"])
+  assert (int(metrics["skipped"]), float(metrics["loss_scale"])) == (1, 128.0)
+  assert bits(after) == bits(params)
+
+  grads, after, metrics = run("float32", *on_four[0], on_four[1])
+  assert grads["kernel"] == 131072
+  assert (int(metrics["skipped"]), float(metrics["loss_scale"])) == (0, 256.0)
+  assert after["kernel"] == 1 - 512 * 2.0**-12
