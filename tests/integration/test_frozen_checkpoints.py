@@ -68,7 +68,7 @@ def test_a_field_more_or_less_is_named_and_can_be_mended(name):
     where="mpjax.restore_like(target, restored)",
     expected="the leaves of target and no others",
     got=f"nothing at {old}; an extra leaf at {old.replace('first_bad', 'overflows')}. ",
-    fix="add what is missing to what was read",
+    fix="add what is missing",
   )
   saved[old] = saved.pop(old.replace("first_bad", "overflows"))
   assert_holds(mpjax.restore_like(target, saved), arrays(name, "state"))
