@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint format bench flax-suite mutations soak clean
+.PHONY: help demo test lint format bench flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -13,6 +13,7 @@ help:
 	@echo "make format      let ruff repair what it can"
 	@echo "make bench       measure cost against float32 and hand-written half"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
+	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
 	@echo "make mutations   break our own code in 40 ways: does the test of each notice?"
 	@echo "make soak        train for a million steps with faults, in both half types"
 	@echo "make clean       remove .venv and caches"
@@ -53,6 +54,10 @@ flax-suite: $(STAMP)
 mutations: export JAX_PLATFORMS ?= cpu
 mutations: $(STAMP)
 	$(RUN) -m tests.mutations.run
+
+campaign: export JAX_PLATFORMS ?= cpu
+campaign: $(STAMP)
+	$(RUN) -m tests.campaign.run
 
 soak: export JAX_PLATFORMS ?= cpu
 soak: $(STAMP)

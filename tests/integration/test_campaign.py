@@ -1,0 +1,129 @@
+"""A small piece of the fault campaign, and that it would notice if something were lost.
+
+`make campaign` runs all of it.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.campaign import run
+from tests.campaign.outcome import (
+  BrokenCampaign,
+  Job,
+  Outcome,
+  check_clean,
+  differing,
+  digest,
+  judge,
+  require,
+)
+
+CLASSES = {
+  *(f"train step: {place}" for place in ("gradients", "the loss", "statistics", "input data")),
+  *(f"by hand: {place}" for place in ("gradients", "the loss", "statistics")),
+  *(f"scale: {kind}" for kind in ("hysteresis", "interval 1", "restored counters")),
+  *("scale: one of two losses", "replicas: each its own part", "checkpoints: damaged"),
+  *(f"mistakes: {kind}" for kind in ("configurations", "policies and dtypes", "rules")),
+  "mistakes: trees and steps",
+}
+
+
+@pytest.mark.case("I1", "I16")
+def test_no_fault_is_lost():
+  outcomes = {outcome.name: outcome for outcome in run.campaign(0, small=True)}
+  assert {name: outcome.first for name, outcome in outcomes.items() if outcome.lost} == {}
+  assert set(outcomes) == CLASSES
+  assert min(outcome.injected for outcome in outcomes.values()) > 5
+  assert sum(outcome.injected for outcome in outcomes.values()) > 500
+
+
+def test_without_the_guards_every_class_is_lost():
+  outcomes = run.campaign(0, small=True, guard=False)
+  assert {outcome.name.partition(",")[0] for outcome in outcomes} == CLASSES
+  assert [outcome.name for outcome in outcomes if not outcome.lost] == []
+
+
+def test_a_fault_is_lost_if_anything_is_wrong_before_the_next_one():
+  planted = np.asarray([[0, 1, 0, 1, 0, 1], [0, 0, 0, 1, 0, 0]], bool)
+  wrong = np.asarray([[0, 0, 1, 0, 0, 1], [1, 1, 0, 0, 0, 0]], bool)
+  outcome = Outcome("values")
+  right = judge(outcome, planted, {"flag": np.zeros_like(wrong), "state": wrong}, "a setup")
+  # Two of the first run, and what was wrong in the second before any fault.
+  assert (outcome.injected, outcome.lost) == (4, 3)
+  assert outcome.first == "a setup, run 0: first wrong after step 2: state"
+  assert right.tolist() == [[True] * 3 + [False] * 3, [True] + [False] * 5]
+  assert np.all(judge(Outcome(""), planted, {"state": np.zeros_like(wrong)}, ""))
+
+
+def test_the_first_loss_is_kept():
+  total = Outcome("values")
+  for part in (Outcome("", 5), Outcome("", 4, 2, first="here"), Outcome("", 1, 1, first="there")):
+    total.add(part)
+  assert (total.injected, total.lost, total.first) == (10, 3, "here")
+
+
+def test_a_difference_without_a_fault_is_a_loss_unless_nothing_is_guarded():
+  outcome, clean = Outcome("values"), Outcome("", lost=1, first="step 0")
+  check_clean(clean, outcome, guard=True)
+  assert (outcome.lost, outcome.first) == (1, "without any fault: step 0")
+  with pytest.raises(BrokenCampaign, match="without any fault"):
+    check_clean(clean, outcome, guard=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
+def test_every_bit_is_compared(dtype):
+  tree = {"a": np.ones((3, 2, 2), dtype), "b": np.zeros((3, 1), bool)}
+  bits = jax.jit(jax.vmap(lambda tree: digest(tree, ())))
+  for element in range(4):
+    other = jax.tree.map(np.copy, tree)
+    words = other["a"].view(f"uint{8 * other['a'].dtype.itemsize}").reshape(3, 4)
+    words[1, element] ^= 1
+    assert np.any(bits(other) != bits(tree), axis=1).tolist() == [False, True, False]
+    assert differing(other, tree).tolist() == [False, True, False]
+  zero, negative = ({"a": jnp.full((1, 2), value)} for value in (0.0, -0.0))
+  assert differing(zero, negative).tolist() == [True]
+
+
+class FakePart:
+  """A part of the campaign with one class, of which as much is lost as it is told."""
+
+  def __init__(self, injected, lost=0, broken=False):
+    self.outcome = Outcome("values", injected, lost, first="run 3, step 5" * bool(lost))
+    self.broken = broken
+
+  def jobs(self, small, guard):
+    def job(rng):
+      require(not self.broken, "something else was planted")
+      return [self.outcome] if guard else [Outcome("values", 1, 1)]
+
+    return [Job("part", job)]
+
+
+@pytest.mark.parametrize(
+  ("part", "status", "text"),
+  [
+    (FakePart(20_000), 0, "20,000 faults injected, 0 lost"),
+    (FakePart(19_999), 1, "Fewer than 20,000"),
+    (FakePart(30_000, lost=1), 1, "values: run 3, step 5 (--fault-seed 3 --only part)"),
+    (FakePart(30_000, broken=True), 2, "broken, seed 3: something else was planted"),
+  ],
+)
+def test_exit_status(monkeypatch, capsys, part, status, text):
+  monkeypatch.setattr(run, "PARTS", {"part": part})
+  assert run.main(["--fault-seed", "3"]) == status
+  assert text in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("lost", "status"), [(1, 0), (0, 1)])
+def test_exit_status_of_the_self_check(monkeypatch, capsys, lost, status):
+  part = FakePart(1)
+  monkeypatch.setattr(
+    part, "jobs", lambda small, guard: [Job("part", lambda rng: [Outcome("values", 1, lost)])]
+  )
+  monkeypatch.setattr(run, "PARTS", {"part": part})
+  assert run.main(["--self-check"]) == status
+  assert ("values" if status else "no class") in capsys.readouterr().out.rpartition("Blind")[2]
