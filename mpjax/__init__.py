@@ -12,6 +12,7 @@ from mpjax._errors import (
 )
 from mpjax._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
 from mpjax._named_arrays import to_arrays
+from mpjax._op_lists import OpLists
 from mpjax._policy import Policy
 from mpjax._rules import Rule, default_rules
 from mpjax._tree import all_finite
@@ -45,6 +46,7 @@ __all__ = [
   "MpjaxTypeError",
   "MpjaxValueError",
   "NoLossScale",
+  "OpLists",
   "Policy",
   "Rule",
   "StaticLossScale",

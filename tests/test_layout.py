@@ -22,6 +22,7 @@ RANKS = {
   "_dtypes": 1,
   "_tree": 1,
   "_jaxpr": 1,
+  "_op_reasons": 1,
   # rank 2: configuration
   "_policy": 2,
   "_op_lists": 2,

@@ -20,6 +20,7 @@ PUBLIC = {
     "MpjaxTypeError",
     "MpjaxValueError",
     "NoLossScale",
+    "OpLists",
     "Policy",
     "Rule",
     "StaticLossScale",

@@ -1,0 +1,305 @@
+"""Which primitives run in which precision under autocast, as a value that can be edited."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from jax.extend.core import Primitive
+
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, message, nearest
+from mpjax._jaxpr import BODIES
+from mpjax._op_reasons import CONDITIONS, GROUPS, PARTS, Predicate
+
+Ops: TypeAlias = Iterable[str | Primitive]
+"""Primitives, by name or as objects."""
+
+_FIXED = frozenset(name for group in GROUPS if group.fixed for name in group.names)
+
+
+def _standard(part: str) -> frozenset[str]:
+  return frozenset(name for group in GROUPS if group.part == part for name in group.names)
+
+
+def _standard_conditional() -> tuple[tuple[str, Predicate], ...]:
+  return tuple(sorted((c.name, c.part_of) for c in CONDITIONS))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class OpLists:
+  """In which precision each primitive operation of JAX runs under `mpjax.autocast`.
+
+  `OpLists()` is the standard, and `with_` moves primitives from there. A primitive that is in no
+  part runs as one that is opaque. The five parts, the standard lists and the reason for each entry
+  are in docs/op_lists.md; the sources are the lists of MXNet's AMP, PyTorch's autocast and
+  TensorFlow's automatic mixed precision, which agree on most.
+
+  Args:
+    half: primitives whose operands are cast to the half type, and that give half.
+    float32: primitives whose operands are cast to float32, and that give float32.
+    promote: primitives that run in the widest type among their operands.
+    keep: primitives that run in the type of their operand.
+    opaque: primitives that run in the types in which the program was written.
+    conditional: pairs of a primitive and a function from the parameters of its equation to the
+      name of one of the five parts, sorted by primitive. Two of these are equal if the functions
+      are the same objects, so define them once, at the top of a module.
+
+  Raises:
+    MpjaxValueError: a primitive is in two parts at once, or is a higher-order one, whose body is
+      entered.
+    MpjaxTypeError: a part is not a frozenset of strings.
+
+  >>> import mpjax
+  >>> ops = mpjax.OpLists()
+  >>> ops.part_of("dot_general", {}), ops.part_of("exp", {}), ops.part_of("add", {})
+  ('half', 'float32', 'promote')
+  >>> ops.with_(half=["add", "mul"])
+  OpLists().with_(half=["add", "mul"])
+  """
+
+  half: frozenset[str] = _standard("half")
+  float32: frozenset[str] = _standard("float32")
+  promote: frozenset[str] = _standard("promote")
+  keep: frozenset[str] = _standard("keep")
+  opaque: frozenset[str] = _standard("opaque")
+  conditional: tuple[tuple[str, Predicate], ...] = _standard_conditional()
+  _parts: dict[str, str | Predicate] = dataclasses.field(init=False, repr=False, compare=False)
+
+  def __post_init__(self) -> None:
+    parts: dict[str, str | Predicate] = {}
+    for where, part, found in self._entries():
+      for name in found:
+        if name in BODIES:
+          raise _higher_order(where, name)
+        if name in parts:
+          raise MpjaxValueError(
+            message(
+              where,
+              expected="every primitive in one part only",
+              got=f"{name!r}, which is in another part too",
+              fix=f'Write OpLists().with_({part}=["{name}"]), which takes it out of the other one.',
+            )
+          )
+        parts[name] = found[name]
+    object.__setattr__(self, "_parts", parts)
+
+  def _entries(self) -> Iterable[tuple[str, str, Mapping[str, str | Predicate]]]:
+    for part in PARTS:
+      where, names = f"OpLists({part}=...)", getattr(self, part)
+      if not isinstance(names, frozenset) or not all(isinstance(n, str) for n in names):
+        raise MpjaxTypeError(
+          message(
+            where,
+            expected="a frozenset of names",
+            got=repr(names),
+            fix="OpLists().with_(...) takes any sequence, and moves names out of other parts.",
+          )
+        )
+      yield where, part, dict.fromkeys(sorted(names), part)
+    where, pairs = "OpLists(conditional=...)", self.conditional
+    if not isinstance(pairs, tuple) or not all(_is_pair(pair) for pair in pairs):
+      raise MpjaxTypeError(
+        message(
+          where,
+          expected="a tuple of pairs of a name and a function",
+          got=repr(pairs),
+          fix="OpLists().with_(conditional={...}) takes a dict.",
+        )
+      )
+    yield where, "conditional", dict(pairs)
+
+  def part_of(self, name: str, params: Mapping[str, Any]) -> str | None:
+    """Returns the part that an equation is in.
+
+    Args:
+      name: the name of its primitive.
+      params: the parameters of the equation; only conditional primitives need them.
+
+    Returns:
+      "half", "float32", "promote", "keep", "opaque", or None for a primitive in no part.
+
+    Raises:
+      MpjaxValueError: the function of a conditional primitive returned anything else.
+
+    >>> import mpjax
+    >>> ops = mpjax.OpLists()
+    >>> ops.part_of("integer_pow", {"y": 3}), ops.part_of("integer_pow", {"y": -1})
+    ('keep', 'float32')
+    """
+    part = self._parts.get(name)
+    if part is None or isinstance(part, str):
+      return part
+    chosen = part(params)
+    if chosen not in PARTS:
+      raise MpjaxValueError(
+        message(
+          f"the function for {name!r} in OpLists.conditional",
+          expected="one of " + ", ".join(map(repr, PARTS)),
+          got=repr(chosen),
+          fix=f"Let it return one of these for the parameters {sorted(params)}.",
+        )
+      )
+    return chosen
+
+  def with_(
+    self,
+    *,
+    half: Ops = (),
+    float32: Ops = (),
+    promote: Ops = (),
+    keep: Ops = (),
+    opaque: Ops = (),
+    conditional: Mapping[str | Primitive, Predicate] | None = None,
+  ) -> "OpLists":
+    """Returns a copy in which the given primitives are in the given parts, and in no others.
+
+    A primitive of your own is not known by name: pass the `Primitive` object itself.
+
+    Args:
+      half: primitives to run in the half type.
+      float32: primitives to run in float32.
+      promote: primitives to run in the widest type of their operands.
+      keep: primitives to run in the type of their operand.
+      opaque: primitives to run as without autocast.
+      conditional: functions by primitive, from the parameters of an equation to the name of one of
+        the parts above.
+
+    Raises:
+      MpjaxValueError: a name is no primitive, one that cannot be moved, or given for two parts.
+      MpjaxTypeError: a part is given as one string, or holds neither names nor primitives.
+
+    >>> import mpjax
+    >>> ops = mpjax.OpLists().with_(half=["tanh", "logistic"], float32=["div"])
+    >>> ops.part_of("tanh", {}), ops.part_of("div", {})
+    ('half', 'float32')
+    >>> ops = ops.with_(conditional={"sort": lambda params: "keep"})
+    >>> ops.part_of("sort", {"dimension": 0})
+    'keep'
+    """
+    given = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
+    moved: dict[str, str] = {}
+    chosen: dict[str, Predicate] = {}
+    conditional = {} if conditional is None else conditional
+    for part, ops in (*given.items(), ("conditional", conditional)):
+      where = f"OpLists.with_({part}=...)"
+      if part == "conditional" and not _is_table(ops):
+        raise MpjaxTypeError(
+          message(
+            where,
+            expected="a dict from a primitive to a function of the parameters of its equation",
+            got=repr(ops),
+            fix='conditional={"integer_pow": lambda params: "keep"}, for example.',
+          )
+        )
+      for op in _listed(where, ops):
+        name = self._known(where, op)
+        if moved.setdefault(name, part) != part:
+          raise MpjaxValueError(
+            message(
+              where,
+              expected="every primitive in one part only",
+              got=f"{name!r}, which is given for {moved[name]} too",
+              fix="Take it out of one of the two.",
+            )
+          )
+        if part == "conditional":
+          chosen[name] = conditional[op]
+    parts = {
+      part: frozenset(
+        {name for name in getattr(self, part) if name not in moved}
+        | {name for name, to in moved.items() if to == part}
+      )
+      for part in PARTS
+    }
+    kept = {name: predicate for name, predicate in self.conditional if name not in moved}
+    pairs = tuple(sorted({**kept, **chosen}.items(), key=lambda pair: pair[0]))
+    return OpLists(conditional=pairs, **parts)
+
+  def _known(self, where: str, op: str | Primitive) -> str:
+    """Returns the name of a primitive that may be moved."""
+    name = op.name if isinstance(op, Primitive) else op
+    if name in BODIES:
+      raise _higher_order(where, name)
+    if name in _FIXED:
+      raise MpjaxValueError(
+        message(
+          where,
+          expected="a primitive whose types can be chosen",
+          got=f"{name!r}, which holds a program or memory in types of its own",
+          fix="Write the program in it in the types that you want.",
+        )
+      )
+    if isinstance(op, str) and name not in self._parts:
+      raise MpjaxValueError(
+        message(
+          where,
+          expected="primitives as jax.make_jaxpr prints them",
+          got=f"{name!r}, which is none",
+          fix="The nearest are "
+          + ", ".join(map(repr, nearest(name, self._parts)))
+          + ". Of a primitive of your own pass the Primitive object.",
+        )
+      )
+    return name
+
+  def __repr__(self) -> str:
+    standard = OpLists()
+    moved = {part: getattr(self, part) - getattr(standard, part) for part in PARTS}
+    given = [f"{part}={_quoted(names)}" for part, names in moved.items() if names]
+    chosen = [pair for pair in self.conditional if pair not in standard.conditional]
+    if chosen:
+      texts = (f'"{name}": {getattr(f, "__name__", repr(f))}' for name, f in chosen)
+      given.append("conditional={" + ", ".join(texts) + "}")
+    if dropped := standard._parts.keys() - self._parts.keys():
+      given.append(f"dropped={_quoted(dropped)}")
+    return f"OpLists().with_({', '.join(given)})" if given else "OpLists()"
+
+
+def _is_pair(pair: Any) -> bool:
+  return (
+    isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and callable(pair[1])
+  )
+
+
+def _quoted(names: Iterable[str]) -> str:
+  return "[" + ", ".join(f'"{name}"' for name in sorted(names)) + "]"
+
+
+def _is_table(ops: Any) -> bool:
+  return isinstance(ops, Mapping) and all(callable(value) for value in ops.values())
+
+
+def _listed(where: str, ops: Any) -> list[str | Primitive]:
+  """Returns what was given for a part, if it is primitives."""
+  if isinstance(ops, (str, Primitive)) or not isinstance(ops, Iterable):
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="several primitives, as a list",
+        got=repr(ops),
+        fix=f"Write [{ops!r}].",
+      )
+    )
+  found = list(ops)
+  for op in found:
+    if not isinstance(op, (str, Primitive)):
+      raise MpjaxTypeError(
+        message(
+          where,
+          expected="names of primitives, or Primitive objects",
+          got=repr(op),
+          fix="jax.make_jaxpr(f)(x) prints the names of the primitives that a function f uses.",
+        )
+      )
+  return found
+
+
+def _higher_order(where: str, name: str) -> MpjaxValueError:
+  return MpjaxValueError(
+    message(
+      where,
+      expected="a first-order primitive",
+      got=f"{name!r}, which holds a program",
+      fix="The program in it is entered: move the primitives that are used there, or mark the "
+      "function with mpjax.full_precision.",
+    )
+  )
