@@ -1,6 +1,7 @@
 """Which primitives run in which precision under autocast, as a value that can be edited."""
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -66,46 +67,49 @@ class OpLists:
 
   def __post_init__(self) -> None:
     parts: dict[str, str | Predicate] = {}
-    for where, part, found in self._entries():
-      for name in found:
+    for part, entries in self._entries().items():
+      where = f"OpLists({part}=...)"
+      for name, entry in entries:
         if name in BODIES:
           raise _higher_order(where, name)
         if name in parts:
           raise MpjaxValueError(
             message(
               where,
-              expected="every primitive in one part only",
-              got=f"{name!r}, which is in another part too",
-              fix=f'Write OpLists().with_({part}=["{name}"]), which takes it out of the other one.',
+              expected="every primitive in one place",
+              got=f"{name!r}, which is in another one too",
+              fix=f'Write OpLists().with_({part}=["{name}"]), which takes it out of there.',
             )
           )
-        parts[name] = found[name]
+        parts[name] = entry
     object.__setattr__(self, "_parts", parts)
 
-  def _entries(self) -> Iterable[tuple[str, str, Mapping[str, str | Predicate]]]:
+  def _entries(self) -> dict[str, list[tuple[str, str | Predicate]]]:
+    """Returns the names in each field, and what `_parts` holds for them."""
     for part in PARTS:
-      where, names = f"OpLists({part}=...)", getattr(self, part)
+      names = getattr(self, part)
       if not isinstance(names, frozenset) or not all(isinstance(n, str) for n in names):
         raise MpjaxTypeError(
           message(
-            where,
+            f"OpLists({part}=...)",
             expected="a frozenset of names",
             got=repr(names),
             fix="OpLists().with_(...) takes any sequence, and moves names out of other parts.",
           )
         )
-      yield where, part, dict.fromkeys(sorted(names), part)
-    where, pairs = "OpLists(conditional=...)", self.conditional
-    if not isinstance(pairs, tuple) or not all(_is_pair(pair) for pair in pairs):
+    if not isinstance(self.conditional, tuple) or not all(map(_is_pair, self.conditional)):
       raise MpjaxTypeError(
         message(
-          where,
+          "OpLists(conditional=...)",
           expected="a tuple of pairs of a name and a function",
-          got=repr(pairs),
+          got=repr(self.conditional),
           fix="OpLists().with_(conditional={...}) takes a dict.",
         )
       )
-    yield where, "conditional", dict(pairs)
+    found: dict[str, list[tuple[str, str | Predicate]]] = {}
+    for part in PARTS:
+      found[part] = [(name, part) for name in sorted(getattr(self, part))]
+    return {**found, "conditional": list(self.conditional)}
 
   def part_of(self, name: str, params: Mapping[str, Any]) -> str | None:
     """Returns the part that an equation is in.
@@ -129,7 +133,7 @@ class OpLists:
     if part is None or isinstance(part, str):
       return part
     chosen = part(params)
-    if chosen not in PARTS:
+    if not isinstance(chosen, str) or chosen not in PARTS:
       raise MpjaxValueError(
         message(
           f"the function for {name!r} in OpLists.conditional",
@@ -196,7 +200,7 @@ class OpLists:
           raise MpjaxValueError(
             message(
               where,
-              expected="every primitive in one part only",
+              expected="every primitive in one part",
               got=f"{name!r}, which is given for {moved[name]} too",
               fix="Take it out of one of the two.",
             )
@@ -242,6 +246,7 @@ class OpLists:
     return name
 
   def __repr__(self) -> str:
+    """What differs from the standard; `dropped` are its primitives that are in no part here."""
     standard = OpLists()
     moved = {part: getattr(self, part) - getattr(standard, part) for part in PARTS}
     given = [f"{part}={_quoted(names)}" for part, names in moved.items() if names]
@@ -252,6 +257,26 @@ class OpLists:
     if dropped := standard._parts.keys() - self._parts.keys():
       given.append(f"dropped={_quoted(dropped)}")
     return f"OpLists().with_({', '.join(given)})" if given else "OpLists()"
+
+  def __str__(self) -> str:
+    """The primitives of each part, and what decides on those that are conditional."""
+    rows = {part: ", ".join(sorted(getattr(self, part))) for part in PARTS}
+    standard = _standard("opaque")
+    added = sorted(self.opaque - standard)
+    rows["opaque"] = ", ".join([*added, f"{len(self.opaque & standard)} of the standard list"])
+    rows["conditional"] = "; ".join(f"{name}: {_decision(f)}" for name, f in self.conditional)
+    return "\n".join(_row(heading, text) for heading, text in rows.items())
+
+
+def _row(heading: str, text: str) -> str:
+  lines = textwrap.wrap(text or "-", 87, break_long_words=False, break_on_hyphens=False)
+  return "\n".join([f"{heading:<13}{lines[0]}", *(" " * 13 + line for line in lines[1:])])
+
+
+def _decision(predicate: Predicate) -> str:
+  """Returns in words what a predicate decides: what we say of ours, the name of a user's."""
+  ours = {condition.part_of: condition.text for condition in CONDITIONS}
+  return ours.get(predicate) or getattr(predicate, "__name__", repr(predicate))
 
 
 def _is_pair(pair: Any) -> bool:
@@ -270,16 +295,16 @@ def _is_table(ops: Any) -> bool:
 
 def _listed(where: str, ops: Any) -> list[str | Primitive]:
   """Returns what was given for a part, if it is primitives."""
-  if isinstance(ops, (str, Primitive)) or not isinstance(ops, Iterable):
+  if isinstance(ops, (str, Primitive)):
     raise MpjaxTypeError(
       message(
         where,
         expected="several primitives, as a list",
         got=repr(ops),
-        fix=f"Write [{ops!r}].",
+        fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
       )
     )
-  found = list(ops)
+  found = list(ops) if isinstance(ops, Iterable) else [ops]
   for op in found:
     if not isinstance(op, (str, Primitive)):
       raise MpjaxTypeError(

@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -37,15 +38,17 @@ def _group(part: Part, names: str, reason: str, *, fixed: bool = False) -> Group
   return Group(part=part, names=tuple(names.split()), reason=reason, fixed=fixed)
 
 
-PARTS: Mapping[Part, str] = {
-  "half": "Its operands are cast to the half type, and its result is in the half type.",
-  "float32": "Its operands are cast to float32, and its result is float32.",
-  "promote": "It runs in the widest type among its operands. Parameters, constants, and literals "
-  "that survive in half do not count.",
-  "keep": "It runs in the type that its operand has. Where it writes into a buffer, that is the "
-  "first operand, and what is written is cast.",
-  "opaque": "It runs in the types in which the program was written, as without autocast.",
-}
+PARTS: Mapping[Part, str] = types.MappingProxyType(
+  {
+    "half": "Its operands are cast to the half type, and its result is in the half type.",
+    "float32": "Its operands are cast to float32, and its result is float32.",
+    "promote": "It runs in the widest type among its operands. Parameters, constants, and "
+    "literals that survive in half do not count.",
+    "keep": "It runs in the type that its operand has. Where it writes into a buffer, that is the "
+    "first operand, and what is written is cast.",
+    "opaque": "It runs in the types in which the program was written, as without autocast.",
+  }
+)
 """What each part means."""
 
 
@@ -62,8 +65,8 @@ GROUPS: tuple[Group, ...] = (
   _group(
     "float32",
     "exp exp2 expm1",
-    "The relative error of the result is the absolute error of the operand, so half a unit in the "
-    "last place of an operand of 8 is already 2 % in bfloat16; and exp(11.1) overflows float16.",
+    "The absolute error of the operand becomes the relative error of the result: bfloat16 rounds "
+    "8.03 to 8, and 3 % are lost. And exp(11.1) overflows float16.",
   ),
   _group(
     "float32",
@@ -79,7 +82,7 @@ GROUPS: tuple[Group, ...] = (
   _group(
     "float32",
     "rsqrt",
-    "Its gradient is the power -3/2 of the operand, which overflows float16 below 6e-4: where "
+    "Its gradient has the power -3/2 of the operand, which overflows float16 below 4e-4: where "
     "the variance of a norm is.",
   ),
   _group(
@@ -142,7 +145,7 @@ GROUPS: tuple[Group, ...] = (
   _group(
     "promote",
     "atan2",
-    "The result is bounded, and depends on the ratio of the operands, which half keeps.",
+    "A small relative error of the operands is a small error of the angle, which is bounded.",
   ),
   _group(
     "promote",
@@ -174,7 +177,7 @@ GROUPS: tuple[Group, ...] = (
   _group(
     "keep",
     "abs ceil floor is_finite neg round sign",
-    "Exact, or nearly so, in every type.",
+    "Exact in every type.",
   ),
   _group(
     "keep",
