@@ -16,6 +16,7 @@ from mpjax._op_lists import OpLists
 from mpjax._policy import Policy
 from mpjax._rules import Rule, default_rules
 from mpjax._tree import all_finite
+from mpjax.levels import OptLevel, opt_level
 from mpjax.training import TrainState, make_train_step
 from mpjax.transforms import (
   accumulate,
@@ -47,6 +48,7 @@ __all__ = [
   "MpjaxValueError",
   "NoLossScale",
   "OpLists",
+  "OptLevel",
   "Policy",
   "Rule",
   "StaticLossScale",
@@ -64,6 +66,7 @@ __all__ = [
   "make_train_step",
   "master_params",
   "master_weights",
+  "opt_level",
   "restore_like",
   "scale_loss",
   "set_loss_scale",

@@ -178,7 +178,7 @@ def goes_by_place(rule: Rule) -> bool:
 
   A predicate cannot if its code reads no attribute and calls nothing, `isinstance` excepted.
   """
-  if rule in _DEFAULT_RULES:  # They look at a module's class and parameters.
+  if rule.where in (_is_users_norm, is_flax_norm):  # A module's class and parameters.
     return False
   if not isinstance(rule.where, types.FunctionType):
     return rule.module is None
@@ -244,10 +244,23 @@ def unmatched_error(rule: Rule, paths: Sequence[str], classes: Sequence[str]) ->
   )
 
 
+def _class_of(module: Any) -> type[Any]:
+  """Returns the class that was written: a lifted transform (nn.scan, nn.remat) makes another."""
+  return next(c for c in type(module).__mro__ if c.__module__ != "flax.linen.transforms")
+
+
+def is_flax_norm(module: Any) -> bool:
+  """Whether `module` is one of Flax's own norms: those that normalise activations, not weights."""
+  cls = _class_of(module)
+  return cls.__module__.split(".")[0] == "flax" and cls.__name__ in _FLAX_NORMS
+
+
+_FLAX_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
+
+
 def _is_users_norm(module: Any) -> bool:
   """Whether `module` is a norm that its author wrote: "…Norm", with scales and biases only."""
-  # A lifted transform (nn.scan, nn.remat) makes a subclass in Flax's own name.
-  cls = next(c for c in type(module).__mro__ if c.__module__ != "flax.linen.transforms")
+  cls = _class_of(module)
   if not cls.__name__.endswith("Norm") or cls.__module__.split(".")[0] == "flax":
     return False
   variables = getattr(module, "variables", {})
