@@ -161,12 +161,12 @@ GROUPS: tuple[Group, ...] = (
   _group(
     "promote",
     "sort",
-    "All that is sorted together stays exact; one array alone keeps its type.",
+    "What is sorted together stays exact, each in its own type or a wider one.",
   ),
   _group(
     "promote",
     "device_put optimization_barrier shard_alike tie",
-    "They pass on all of their operands unchanged, which the widest type does exactly.",
+    "They pass on each of their operands as it is: in its own type or a wider one, exactly.",
   ),
   _group(
     "promote",
