@@ -116,6 +116,12 @@ def own_scale(opt_state: PyTree, where: str) -> Found:
   return found[0]
 
 
+def applies_updates(opt_state: PyTree) -> bool:
+  """Whether the `update` that made this state takes `apply=`: a loss scale outermost, and used."""
+  scales = isinstance(opt_state, LossScalingState) and scales_in(opt_state)
+  return any(found.state is not None for found in scales or ())
+
+
 def _check_params(params: PyTree, where: str) -> None:
   if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
     raise MpjaxValueError(

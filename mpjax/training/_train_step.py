@@ -19,7 +19,7 @@ from mpjax.training._gradients import (
   checked,
   first_micro_batch,
 )
-from mpjax.training._train_state import TrainState, averaged, own_scale
+from mpjax.training._train_state import TrainState, applies_updates, averaged, own_scale
 from mpjax.training._train_step_checks import (
   check_arguments,
   check_axes,
@@ -126,17 +126,24 @@ def make_train_step(
       loss_fn, state, batch, rng, accumulate, axes
     )
     norm = _norm(unscale(grads, state.opt_state))
-    updates, opt_state = tx.update(
-      grads, state.opt_state, state.params, loss=(loss, model_state), value=loss
-    )
+
+    def apply(params: PyTree, updates: PyTree, opt_state: PyTree) -> PyTree:
+      return apply_updates(
+        params,
+        updates,
+        master=merged_masters(opt_state),
+        rounding=rounding,
+        key=None if key is None or rounding == "nearest" else jax.random.fold_in(key, _ROUNDING),
+      )
+
+    watched = {"loss": (loss, model_state), "value": loss}
+    applied = applies_updates(state.opt_state)
+    if applied:
+      params, opt_state = tx.update(grads, state.opt_state, state.params, **watched, apply=apply)
+    else:
+      updates, opt_state = tx.update(grads, state.opt_state, state.params, **watched)
+      params = apply(state.params, updates, opt_state)
     check_dtypes(opt_state, state.opt_state)
-    params = apply_updates(
-      state.params,
-      updates,
-      master=merged_masters(opt_state),
-      rounding=rounding,
-      key=None if key is None or rounding == "nearest" else jax.random.fold_in(key, _ROUNDING),
-    )
     scaling = loss_scaling_metrics(opt_state)
     step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops there, as all counters do.
     new = TrainState(step, params, opt_state, model_state, state.ema, state.rng)
@@ -145,7 +152,7 @@ def make_train_step(
       new = new._replace(ema=_average(state.ema, target, ema_decay))
     if own_scale(opt_state, "").state is not None:  # Else nothing is checked or skipped.
       # Parameters too: -0.0 leaves them alone, but for subnormals, which a CPU flushes to 0.
-      kept = ("step", "params", "model_state", "ema")
+      kept = ("step", "model_state", "ema", *(() if applied else ("params",)))
       pair = ({name: getattr(one, name) for name in kept} for one in (new, state))
       new = new._replace(**commit(scaling["finite"], *pair))
     forward = all_finite((loss, model_state))

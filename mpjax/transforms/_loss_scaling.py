@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Never
 
 import jax
@@ -71,7 +71,9 @@ def loss_scaling(
   `inner`, with `grads_finite` (scalar bool) and `loss_scale` (scalar float32, the one that these
   gradients were divided by) added, except beside `value_fn=`: line searches call that function with
   all the rest. Their `grad=` is unscaled like the gradients. `loss=`, scaled or not, only has to be
-  finite as well.
+  finite as well. With `apply=`, a function of parameters, updates and the new state of `inner`,
+  `update` returns what that returns, new parameters, in the place of updates, or the old ones where
+  it skips: updates that are applied where they are made need not be stored.
 
   Several losses into one optimizer have a scale each, `loss_scaling(inner, {"a": ..., "b": ...})`:
   differentiate one after the other with `mpjax.value_and_grad(..., name="a")`, and give `update`
@@ -131,6 +133,7 @@ def loss_scaling(
     params: PyTree = None,
     *,
     loss: PyTree = None,
+    apply: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None,
     **extra_args: Any,
   ) -> tuple[PyTree, LossScalingState]:
     old = own_scales(state, configs)
@@ -144,11 +147,13 @@ def loss_scaling(
       extra_args["grad"] = _unscaled_sum(given, old)
     losses = by_loss(loss, configs, several, f"{where}(loss)") if loss is not None else {}
     first_bad, finite = {}, {}
+    # In a whole step nobody else has the gradients, and their quotients take over the memory.
+    total = None if apply is None else _unscaled_sum(grads, old)
     for label, g in grads.items():
       # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
       # gradients themselves: then no quotient has to be kept in memory until the decision.
       below_one = label_limits(Found(state, label).config)[0] < 1
-      seen = unscale_tree(g, old[label].scale) if below_one else g
+      seen = g if total is None and not below_one else unscale_tree(g, old[label].scale)
       watched = jax.tree.leaves((seen, losses.get(label)))
       first_bad[label] = _agree(first_nonfinite(watched), axis_name)
       finite[label] = first_bad[label] == len(watched)
@@ -158,21 +163,36 @@ def loss_scaling(
     scales = {Found(state, label).name: one.scale for label, one in old.items()}
     loss_scales = scales if several else next(iter(scales.values()))
     extra_args = _extend(inner, extra_args, all_finite, loss_scales)
-    view = None if params is None else float32_view(params)
 
-    def step(inner_state: PyTree) -> tuple[PyTree, PyTree, Array]:
+    def step(inner_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, Array]:
+      view = None if params is None else float32_view(params)
       # In here, where an optimizer reads it, a quotient is never stored.
-      total = _unscaled_sum(grads, old)
-      new_updates, new_inner = inner.update(total, inner_state, view, **extra_args)
+      gradient = _unscaled_sum(grads, old) if total is None else total
+      new_updates, new_inner = inner.update(gradient, inner_state, view, **extra_args)
       new_updates = reach_masters(params, new_updates, new_inner)
       if not check_updates:
         return new_updates, new_inner, all_finite
       good = _all_finite(new_updates, axis_name)
       return new_updates, new_inner, jnp.logical_and(all_finite, good)
 
-    new_updates, new_inner, applied = _unless_skipped(
-      step, state.inner_state, all_finite, check_updates, f"{where}: the state of inner"
-    )
+    def merged(new_updates: PyTree, params: PyTree) -> PyTree:
+      return merge_updates(next(iter(grads.values())), new_updates, params)
+
+    def step_and_apply(kept: PyTree) -> tuple[PyTree, PyTree, Array]:
+      new_updates, new_inner, applied = step(*kept)
+      new_params = apply(kept[1], merged(new_updates, kept[1]), new_inner)
+      return (), (new_inner, new_params), applied
+
+    kept, where = state.inner_state, f"{where}: the state of inner"
+    if apply is None:
+      new_updates, new_inner, applied = _unless_skipped(
+        lambda kept: step(kept, params), kept, all_finite, check_updates, where
+      )
+      result = merged(new_updates, params)
+    else:
+      _, (new_inner, result), applied = _unless_skipped(
+        step_and_apply, (kept, params), all_finite, check_updates, where
+      )
     flags = {"all_finite": all_finite, "applied": applied}
     new_state = LossScalingState(
       {
@@ -181,7 +201,7 @@ def loss_scaling(
       },
       new_inner,
     )
-    return merge_updates(next(iter(grads.values())), new_updates, params), new_state
+    return result, new_state
 
   return optax.GradientTransformationExtraArgs(init, update)
 

@@ -119,10 +119,12 @@ _DYNAMICS = (
     number=9,
     breaks="gradients are divided by the scale of the next step",
     file=_SCALING,
-    old="      total = _unscaled_sum(grads, old)\n",
+    old="""      new_updates, new_inner = inner.update(gradient, inner_state, view, **extra_args)
+""",
     new="""      flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
       moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
-      total = _unscaled_sum(grads, moved)
+      gradient = _unscaled_sum(grads, moved)
+      new_updates, new_inner = inner.update(gradient, inner_state, view, **extra_args)
 """,
     test=_TEST_SCALING + "test_momentum_is_exact_while_the_scale_changes_every_step",
   ),
@@ -221,8 +223,7 @@ _CHECKS = (
     number=19,
     breaks="clipping, inside, sees scaled gradients; its result is unscaled",
     file=_SCALING,
-    old="""      total = _unscaled_sum(grads, old)
-      new_updates, new_inner = inner.update(total, inner_state, view, **extra_args)
+    old="""      new_updates, new_inner = inner.update(gradient, inner_state, view, **extra_args)
 """,
     new="""      scaled = _sum(grads.values())
       new_updates, new_inner = inner.update(scaled, inner_state, view, **extra_args)
@@ -242,16 +243,16 @@ _CHECKS = (
     number=21,
     breaks="batch statistics of a skipped step are kept",
     file=_STEP,
-    old=', "model_state", "ema")',
-    new=', "ema")',
+    old=', "model_state", "ema", *',
+    new=', "ema", *',
     test=_TEST_ATOMIC,
   ),
   Mutation(
     number=22,
     breaks="the average of parameters goes on at a skipped step",
     file=_STEP,
-    old=', "model_state", "ema")',
-    new=', "model_state")',
+    old=', "model_state", "ema", *',
+    new=', "model_state", *',
     test=_TEST_ATOMIC,
   ),
   Mutation(

@@ -705,3 +705,27 @@ def test_an_axis_that_is_not_bound(devices):
       functools.partial(tx.update, params=PARAMS), mesh=mesh, in_specs=jax.P(), out_specs=jax.P()
     )(PARAMS, state)
   check("the axes of the mesh here: ('batch',)", error)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_apply_returns_parameters_in_the_place_of_updates(jit):
+  # Powers of two: whether a product and a sum are rounded once or twice makes no difference.
+  tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), STATIC4)
+  seen = []
+
+  def apply(params, updates, inner_state):
+    seen.append(jax.tree.structure(inner_state))
+    return optax.apply_updates(params, updates)
+
+  def step(grads, state, params):
+    return tx.update(grads, state, params, apply=apply)
+
+  params, grads = jnp.asarray([1.0, 1e-40, -2.0]), jnp.asarray([4.0, 8.0, -4.0])
+  state = tx.init(params)
+  step = jax.jit(step) if jit else step
+  stepped, after = step(grads, state, params)
+  updates, expected = jax.jit(tx.update)(grads, state, params)
+  assert_bit_equal((stepped, after.inner_state), (params + updates, expected.inner_state))
+  assert set(seen) == {jax.tree.structure(state.inner_state)}
+  skipped, after = step(grads.at[1].set(jnp.nan), state, params)
+  assert_bit_equal((skipped, after.inner_state), (params, state.inner_state))
