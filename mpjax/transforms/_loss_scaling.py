@@ -178,11 +178,6 @@ def loss_scaling(
     def merged(new_updates: PyTree, params: PyTree) -> PyTree:
       return merge_updates(next(iter(grads.values())), new_updates, params)
 
-    def step_and_apply(kept: PyTree) -> tuple[PyTree, PyTree, Array]:
-      new_updates, new_inner, applied = step(*kept)
-      new_params = apply(kept[1], merged(new_updates, kept[1]), new_inner)
-      return (), (new_inner, new_params), applied
-
     kept, where = state.inner_state, f"{where}: the state of inner"
     if apply is None:
       new_updates, new_inner, applied = _unless_skipped(
@@ -190,6 +185,12 @@ def loss_scaling(
       )
       result = merged(new_updates, params)
     else:
+
+      def step_and_apply(kept: PyTree) -> tuple[PyTree, PyTree, Array]:
+        new_updates, new_inner, applied = step(*kept)
+        new_params = apply(kept[1], merged(new_updates, kept[1]), new_inner)
+        return (), (new_inner, new_params), applied
+
       _, (new_inner, result), applied = _unless_skipped(
         step_and_apply, (kept, params), all_finite, check_updates, where
       )
