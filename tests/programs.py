@@ -147,6 +147,8 @@ _UNOPTIMIZED = {
   "xla_backend_optimization_level": 0,
   "xla_llvm_disable_expensive_passes": True,
   "xla_cpu_use_fusion_emitters": False,
+  # Or else the rounding of a bfloat16 result is left out where float32 reads it.
+  "xla_allow_excess_precision": False,
 }
 
 
