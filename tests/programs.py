@@ -19,6 +19,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 HALF = ("bfloat16", "float16")
 
+COMBINING = (
+  *("reduce", "reduce_window", "select_and_scatter", "scatter"),
+  *("scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
+)
+"""Operations that hold, as a program, how they bring two numbers together."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -54,23 +60,25 @@ def equations(program: ClosedJaxpr | Jaxpr, runs: int = 1) -> Iterator[tuple[Any
   """Yields every equation that does something itself, and how often it runs."""
   jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
   for eqn in jaxpr.eqns:
-    inner = list(_jaxprs(eqn.params))
-    if not inner:
+    inner = list(inner_jaxprs(eqn.params))
+    if not inner or eqn.primitive.name in COMBINING:
       yield eqn, runs
+      continue
     length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     for sub in inner:
       yield from equations(sub, runs * length)
 
 
-def _jaxprs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+def inner_jaxprs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+  """Yields the programs in the parameters of an equation."""
   if isinstance(value, (ClosedJaxpr, Jaxpr)):
     yield value
   elif isinstance(value, dict):
     for item in value.values():
-      yield from _jaxprs(item)
+      yield from inner_jaxprs(item)
   elif isinstance(value, (tuple, list)):
     for item in value:
-      yield from _jaxprs(item)
+      yield from inner_jaxprs(item)
 
 
 def products(program: ClosedJaxpr) -> list[Product]:
@@ -162,7 +170,16 @@ def run(fun: Any, *args: Any) -> Any:
 
 def compiled(lowered: Any) -> Any:
   """Returns the compiled program; see `run`."""
-  return lowered.compile(_UNOPTIMIZED if jax.default_backend() == "cpu" else None)
+  return lowered.compile(_options())
+
+
+def jitted(fun: Any) -> Any:
+  """Returns `jax.jit(fun)` that compiles as `run` does, for what is called more than once."""
+  return jax.jit(fun, compiler_options=_options())
+
+
+def _options() -> dict[str, Any] | None:
+  return _UNOPTIMIZED if jax.default_backend() == "cpu" else None
 
 
 def bits(tree: Any) -> list[bytes]:

@@ -1,0 +1,177 @@
+"""Whole programs to put under autocast, with values for their arguments.
+
+Every one is in float32, is `(params, batch) -> (loss, outputs)`, and knows nothing of mpjax.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from tests.models import by_hand, other_libraries, papers, plain
+from tests.models.classics import Bert, LstmLanguageModel, ResNet
+from tests.models.other_libraries import Model
+from tests.models.plain import cross_entropy
+from tests.models.values import filled, integers, normal, shapes
+
+
+class Program(NamedTuple):
+  """One program.
+
+  Fields:
+    make: returns the function and values for its arguments.
+    attention: whether there is attention in it.
+    backward: whether the loss is differentiated; else it has no gradient, or takes its own.
+  """
+
+  make: Callable[[], Model]
+  attention: bool = False
+  backward: bool = True
+
+
+def plain_jax(fun: Any, params: Callable[[], Any], batch: Callable[[], Any]) -> Any:
+  return lambda: Model(fun, params(), batch())
+
+
+def linen(module: Any, inputs: Any, loss: Any) -> Any:
+  """A Linen model by `apply`: `loss(outputs) -> scalar`; new statistics are among the outputs."""
+
+  def make() -> Model:
+    variables = filled(shapes(module, *inputs))
+    params = variables.pop("params")
+
+    def fun(params, batch):
+      out, state = module.apply(
+        {"params": params, **batch["state"]},
+        *batch["inputs"],
+        rngs={"dropout": jax.random.key(1)},
+        mutable=list(batch["state"]),
+      )
+      return loss(out), (out, state)
+
+    return Model(fun, params, {"inputs": inputs, "state": variables})
+
+  return make
+
+
+def paper(name: str) -> Any:
+  """A model with the loss of its paper, which is all that comes out."""
+
+  def make() -> Model:
+    model, inputs, loss = papers.PAPERS[name][:3]
+    params = filled(shapes(getattr(model(), "module", model()), *inputs))["params"]
+    # Without layers that cut them down, activations of these would grow from layer to layer.
+    params = jax.tree.map(lambda x: x * np.float32(0.5), params)
+    return Model(lambda params, batch: (loss(model(), params, *batch), ()), params, inputs)
+
+  return make
+
+
+def first_class(logits: Any) -> Any:
+  return cross_entropy(logits, np.zeros(logits.shape[:-1], np.int32))
+
+
+def masked_tokens(out: Any) -> Any:
+  tokens, pairs = out
+  return first_class(tokens) + first_class(pairs)
+
+
+def _bert_inputs() -> Any:
+  lengths = np.asarray([[6], [4], [5]])
+  return integers(3, 6, below=17), integers(3, 6, below=2), np.arange(6) < lengths
+
+
+# Data parallel training on eight devices.
+
+
+def eight() -> Any:
+  return jax.make_mesh((8,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:8])
+
+
+def _mean_loss(params: Any, x: Any, y: Any) -> tuple[Any, Any]:
+  out = jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"]
+  return jax.lax.pmean(((out - y) ** 2).mean(), "data"), out
+
+
+def sharded_loss(params: Any, batch: Any) -> Any:
+  spec = jax.P("data")
+  fun = jax.shard_map(
+    _mean_loss, mesh=eight(), in_specs=(jax.P(), spec, spec), out_specs=(jax.P(), spec)
+  )
+  return fun(params, batch["x"], batch["y"])
+
+
+def sharded_step(params: Any, batch: Any) -> Any:
+  """Loss and new parameters; each device takes the gradient of its own rows."""
+
+  def local(params, x, y):
+    def mine(params):
+      out = jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"]
+      return ((out - y) ** 2).mean()
+
+    varying = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+    loss, grads = jax.lax.pmean(jax.value_and_grad(mine)(varying), "data")
+    return loss, jax.tree.map(lambda p, g: p - g, params, grads)
+
+  spec = jax.P("data")
+  fun = jax.shard_map(local, mesh=eight(), in_specs=(jax.P(), spec, spec), out_specs=jax.P())
+  return fun(params, batch["x"], batch["y"])
+
+
+def _sharded_params() -> Any:
+  return {"up": plain.dense(4, 8), "bias": normal(8) / 4, "down": plain.dense(8, 4, 1)}
+
+
+def _sharded_batch() -> Any:
+  return {"x": normal(16, 4, seed=2), "y": normal(16, 4, seed=3)}
+
+
+_ATTENTION = (plain.attention_params, plain.attention_batch)
+_SOLVER = (plain.solver_params, plain.solver_batch)
+_EXPERTS = (plain.experts_params, plain.experts_batch)
+_IDS = (integers(3, 6, below=11),)
+
+PROGRAMS: dict[str, Program] = {
+  # Flax Linen, through `apply`.
+  "mlp": Program(linen(by_hand.Mlp(), (normal(8, 12),), first_class)),
+  "resnet": Program(linen(ResNet(), (normal(4, 8, 8, 3),), first_class)),
+  "transformer": Program(linen(by_hand.TransformerBlock(), (normal(2, 6, 8),), first_class), True),
+  "bert": Program(linen(Bert(), _bert_inputs(), masked_tokens), True),
+  "scan_remat_tied": Program(linen(by_hand.TiedLanguageModel(), _IDS, first_class)),
+  "lstm": Program(linen(LstmLanguageModel(), _IDS, first_class)),
+  "gpt": Program(paper("gpt_behind_a_wrapper"), True),
+  "vit": Program(paper("vit"), True),
+  "unet": Program(paper("unet")),
+  "state_space": Program(paper("state_space")),
+  # Other libraries.
+  "equinox": Program(other_libraries.equinox_encoder, True),
+  "haiku": Program(other_libraries.haiku_language_model, True),
+  "nnx": Program(other_libraries.nnx_convnet),
+  # Plain JAX.
+  "solver_while": Program(plain_jax(plain.solve_adaptively, *_SOLVER), backward=False),
+  "solver_scan": Program(plain_jax(plain.solve_by_fixed_steps, *_SOLVER)),
+  "custom_vjp_attention": Program(plain_jax(plain.attend_blockwise, *_ATTENTION), True),
+  "custom_jvp_attention": Program(plain_jax(plain.attend_by_jvp, *_ATTENTION), True),
+  "decoder": Program(plain_jax(plain.decoder, plain.decoder_params, plain.decoder_batch), True),
+  "experts_by_branch": Program(plain_jax(plain.experts_by_branch, *_EXPERTS)),
+  "experts_by_group": Program(plain_jax(plain.experts_by_group, *_EXPERTS)),
+  "convnet": Program(plain_jax(plain.convnet, plain.convnet_params, plain.convnet_batch)),
+  "gan": Program(plain_jax(plain.gan_step, plain.gan_params, plain.gan_batch), backward=False),
+  "cluster": Program(
+    plain_jax(plain.cluster, plain.cluster_params, plain.cluster_batch), backward=False
+  ),
+  "online_softmax": Program(
+    plain_jax(plain.online_softmax, plain.online_softmax_params, plain.online_softmax_batch)
+  ),
+  "sharded_loss": Program(plain_jax(sharded_loss, _sharded_params, _sharded_batch)),
+  "sharded_step": Program(plain_jax(sharded_step, _sharded_params, _sharded_batch), backward=False),
+}
+
+
+@functools.cache
+def model(name: str) -> Model:
+  """Returns a program's function and arguments, made once."""
+  return PROGRAMS[name].make()

@@ -1,0 +1,164 @@
+"""Models of Equinox, Haiku and Flax NNX as `(params, batch) -> (loss, outputs)`, in float32.
+
+Each is written as its library's own examples are, without a dtype.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests.models.plain import cross_entropy
+from tests.models.values import filled, integers, normal
+
+
+class Model(NamedTuple):
+  """What a test needs of a model: the function, and values for its arguments."""
+
+  fun: Any
+  params: Any
+  batch: Any
+
+
+# Equinox: a model is a tree of arrays, mapped over the batch by `vmap`.
+
+
+class Encoder(eqx.Module):
+  """A patch convolution, attention, and a multilayer perceptron; of one image."""
+
+  patches: eqx.nn.Conv2d
+  norms: list[eqx.nn.LayerNorm]
+  attention: eqx.nn.MultiheadAttention
+  mlp: eqx.nn.MLP
+  head: eqx.nn.Linear
+
+  def __init__(self, key):
+    keys = jax.random.split(key, 4)
+    self.patches = eqx.nn.Conv2d(3, 8, kernel_size=2, stride=2, key=keys[0])
+    self.norms = [eqx.nn.LayerNorm(8), eqx.nn.LayerNorm(8)]
+    self.attention = eqx.nn.MultiheadAttention(2, 8, key=keys[1])
+    self.mlp = eqx.nn.MLP(8, 8, 16, depth=1, activation=jax.nn.gelu, key=keys[2])
+    self.head = eqx.nn.Linear(8, 4, key=keys[3])
+
+  def __call__(self, image):
+    x = self.patches(image).reshape(8, -1).T
+    h = jax.vmap(self.norms[0])(x)
+    x = x + self.attention(h, h, h)
+    x = x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+    return self.head(x.mean(0))
+
+
+def equinox_encoder() -> Model:
+  model = eqx.filter_eval_shape(Encoder, jax.random.key(0))
+  params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+
+  def fun(params, batch):
+    model = eqx.combine(params, static)
+    logits = jax.vmap(model)(batch["images"])
+    return cross_entropy(logits, batch["labels"]), logits
+
+  return Model(fun, _weights(params), _labelled(normal(3, 3, 4, 4)))
+
+
+def _weights(shapes):
+  """Returns values for weights whose inputs come after their outputs, and scales of norms."""
+  rng = np.random.default_rng(0)
+
+  def leaf(path, x):
+    noise = rng.normal(size=x.shape)
+    if len(x.shape) < 2:
+      is_scale = "norms" in str(path) and "weight" in str(path)
+      return np.asarray(is_scale + 0.1 * noise, np.float32)
+    return np.asarray(noise / np.sqrt(np.prod(x.shape[1:])), np.float32)
+
+  return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def _labelled(images):
+  return {"images": images, "labels": integers(images.shape[0], below=4, seed=1)}
+
+
+# Haiku: a pair of functions made out of one that calls modules.
+
+
+def haiku_language_model() -> Model:
+  def forward(ids):
+    x = hk.Embed(13, 8)(ids)
+    lstm = hk.LSTM(8)
+    x, _ = hk.dynamic_unroll(lstm, x, lstm.initial_state(ids.shape[0]), time_major=False)
+    mask = jnp.tril(jnp.ones((1, 1, ids.shape[1], ids.shape[1]), bool))
+    attention = hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling(), model_size=8)
+    x = x + attention(x, x, x, mask=mask)
+    x = hk.LayerNorm(axis=-1, create_scale=True, create_offset=True)(x)
+    return hk.Linear(13)(x)
+
+  model = hk.without_apply_rng(hk.transform(forward))
+  ids = integers(3, 6, below=13)
+
+  def fun(params, batch):
+    logits = model.apply(params, batch["ids"])
+    return cross_entropy(logits[:, :-1], batch["ids"][:, 1:]), logits
+
+  return Model(fun, filled(jax.eval_shape(model.init, jax.random.key(0), ids)), {"ids": ids})
+
+
+# NNX: a model is an object, taken apart into a graph and its state and put together inside.
+
+
+class Block(nnx.Module):
+  def __init__(self, inputs, features, rngs):
+    self.conv = nnx.Conv(inputs, features, (3, 3), use_bias=False, rngs=rngs)
+    self.norm = nnx.BatchNorm(features, rngs=rngs)
+    self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+  def __call__(self, x):
+    return self.dropout(nnx.relu(self.norm(self.conv(x))))
+
+
+class ConvNet(nnx.Module):
+  def __init__(self, rngs):
+    self.first, self.second = Block(3, 4, rngs), Block(4, 8, rngs)
+    self.scale = nnx.Param(jnp.ones(8))
+    self.head = nnx.Linear(8, 4, rngs=rngs)
+
+  def __call__(self, x):
+    x = nnx.max_pool(self.first(x), (2, 2), (2, 2))
+    return self.head(self.second(x).mean((1, 2)) * self.scale[...])
+
+
+@nnx.jit
+def forward(model: ConvNet, images: Any) -> Any:
+  return model(images)
+
+
+def nnx_convnet() -> Model:
+  model = nnx.eval_shape(lambda: ConvNet(nnx.Rngs(0)))
+  graph, shapes, rest = nnx.split(model, nnx.Param, ...)
+  state = jax.tree.map(_initial, rest)
+
+  def fun(params, batch):
+    model = nnx.merge(graph, params, batch["state"], copy=True)
+    logits = forward(model, batch["images"])
+    statistics = nnx.state(model, nnx.BatchStat)
+    return cross_entropy(logits, batch["labels"]), (logits, statistics)
+
+  batch = {**_labelled(normal(4, 4, 4, 3)), "state": state}
+  return Model(fun, filled(shapes), batch)
+
+
+def _initial(x):
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return jax.random.key(0)
+  return filled({"var": x})["var"]
+
+
+MODELS = {
+  "equinox_encoder": functools.cache(equinox_encoder),
+  "haiku_language_model": functools.cache(haiku_language_model),
+  "nnx_convnet": functools.cache(nnx_convnet),
+}

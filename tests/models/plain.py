@@ -1,0 +1,415 @@
+"""Programs of plain JAX, in float32, as people write them who use no library of layers.
+
+Each is `(params, batch) -> (loss, outputs)`. None of them names a dtype or knows of mpjax.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.models.values import integers, normal
+
+
+def dense(rows: int, columns: int, seed: int = 0, *stack: int) -> Any:
+  """Returns a matrix (or a stack of them) about as long as it finds its input."""
+  return normal(*stack, rows, columns, seed=seed) / np.sqrt(rows, dtype=np.float32)
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+  logp = logits - jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
+  return -jnp.take_along_axis(logp, labels[..., None], axis=-1).mean()
+
+
+# Attention in blocks of keys, with a backward pass of its own: memory linear in the length.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def blockwise_attention(q, k, v, block):
+  return _attend_forward(q, k, v, block)[0]
+
+
+def _attend_forward(q, k, v, block):
+  scale = q.shape[-1] ** -0.5
+
+  def step(carry, now):
+    out, largest, total = carry
+    k, v = now
+    scores = jnp.einsum("bqd,bkd->bqk", q, k) * scale
+    higher = jnp.maximum(largest, scores.max(-1, keepdims=True))
+    weights, shrink = jnp.exp(scores - higher), jnp.exp(largest - higher)
+    total = total * shrink + weights.sum(-1, keepdims=True)
+    return (out * shrink + jnp.einsum("bqk,bkd->bqd", weights, v), higher, total), None
+
+  rows = (*q.shape[:-1], 1)
+  start = (jnp.zeros(q.shape), jnp.full(rows, -jnp.inf), jnp.zeros(rows))
+  (out, largest, total), _ = jax.lax.scan(step, start, _blocks(block, k, v))
+  out = out / total
+  return out, (q, k, v, out, largest + jnp.log(total))
+
+
+def _blocks(block, *keys):
+  def split(x):
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, block, x.shape[-1]), 1, 0)
+
+  return tuple(split(x) for x in keys)
+
+
+def _attend_backward(block, kept, out_bar):
+  q, k, v, out, log_total = kept
+  scale = q.shape[-1] ** -0.5
+  inner = jnp.sum(out * out_bar, axis=-1, keepdims=True)
+
+  def step(q_bar, now):
+    k, v = now
+    weights = jnp.exp(jnp.einsum("bqd,bkd->bqk", q, k) * scale - log_total)
+    scores_bar = weights * (jnp.einsum("bqd,bkd->bqk", out_bar, v) - inner) * scale
+    q_bar = q_bar + jnp.einsum("bqk,bkd->bqd", scores_bar, k)
+    k_bar = jnp.einsum("bqk,bqd->bkd", scores_bar, q)
+    return q_bar, (k_bar, jnp.einsum("bqk,bqd->bkd", weights, out_bar))
+
+  q_bar, bars = jax.lax.scan(step, jnp.zeros_like(q), _blocks(block, k, v))
+  k_bar, v_bar = (jnp.moveaxis(x, 0, 1).reshape(k.shape) for x in bars)
+  return q_bar, k_bar, v_bar
+
+
+blockwise_attention.defvjp(_attend_forward, _attend_backward)
+
+
+def attend_blockwise(params, batch):
+  q, k, v = (batch["x"] @ params[name] for name in ("query", "key", "value"))
+  out = blockwise_attention(q, k, v, 4) @ params["out"]
+  return jnp.mean((out - batch["y"]) ** 2), out
+
+
+def attention_params() -> Any:
+  names = ("query", "key", "value", "out")
+  return {name: dense(8, 8, seed) for seed, name in enumerate(names)}
+
+
+def attention_batch() -> Any:
+  return {"x": normal(2, 12, 8, seed=9), "y": normal(2, 12, 8, seed=10)}
+
+
+# The same, with a derivative rule that goes forward.
+
+
+@jax.custom_jvp
+def attention_core(q, k, v):
+  weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / np.sqrt(q.shape[-1]))
+  return jnp.einsum("bqk,bkd->bqd", weights, v)
+
+
+@attention_core.defjvp
+def _attention_core_jvp(primals, tangents):
+  (q, k, v), (q_dot, k_dot, v_dot) = primals, tangents
+  scale = 1 / np.sqrt(q.shape[-1])
+  weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) * scale)
+  change = jnp.einsum("bqd,bkd->bqk", q_dot, k) + jnp.einsum("bqd,bkd->bqk", q, k_dot)
+  change = change * scale
+  weights_dot = weights * (change - jnp.sum(weights * change, axis=-1, keepdims=True))
+  out_dot = jnp.einsum("bqk,bkd->bqd", weights_dot, v)
+  return jnp.einsum("bqk,bkd->bqd", weights, v), out_dot + jnp.einsum(
+    "bqk,bkd->bqd", weights, v_dot
+  )
+
+
+def attend_by_jvp(params, batch):
+  q, k, v = (batch["x"] @ params[name] for name in ("query", "key", "value"))
+  out = attention_core(q, k, v) @ params["out"]
+  return jnp.mean((out - batch["y"]) ** 2), out
+
+
+# A decoder: layers stacked under `scan` and `checkpoint`, one table at both ends.
+
+
+def rms_norm(x, scale):
+  return scale * x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def decoder_layer(x, layer):
+  heads, length = 2, x.shape[1]
+  h = rms_norm(x, layer["norm_1"])
+  q, k, v = jnp.split(h @ layer["qkv"], 3, axis=-1)
+  q, k, v = (t.reshape(*t.shape[:2], heads, -1) for t in (q, k, v))
+  scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+  seen = np.tril(np.ones((length, length), bool))
+  weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min))
+  x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ layer["out"]
+  h = rms_norm(x, layer["norm_2"])
+  return x + (jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])) @ layer["down"], None
+
+
+def decoder(params, batch):
+  x = jnp.take(params["table"], batch["ids"], axis=0) + params["positions"]
+  x, _ = jax.lax.scan(decoder_layer, x, params["layers"])
+  logits = rms_norm(x, params["norm"]) @ params["table"].T
+  return cross_entropy(logits[:, :-1], batch["ids"][:, 1:]), logits
+
+
+def decoder_params() -> Any:
+  layers = {
+    "norm_1": np.ones((3, 8), np.float32),
+    "norm_2": np.ones((3, 8), np.float32),
+    "qkv": dense(8, 24, 1, 3),
+    "out": dense(8, 8, 2, 3),
+    "gate": dense(8, 16, 3, 3),
+    "up": dense(8, 16, 4, 3),
+    "down": dense(16, 8, 5, 3),
+  }
+  return {
+    "table": normal(17, 8),
+    "positions": normal(6, 8, seed=7) / 4,
+    "layers": layers,
+    "norm": np.ones(8, np.float32),
+  }
+
+
+def decoder_batch() -> Any:
+  return {"ids": integers(3, 6, below=17)}
+
+
+# Differential equations: the state and the time are added up over many steps.
+
+
+def vector_field(params, y):
+  return jnp.tanh(y @ params["in"] + params["bias"]) @ params["out"] - 0.5 * y
+
+
+def solve_adaptively(params, batch, until=2.0, tolerance=3e-2):
+  """Heun's method, whose step is chosen by its distance from Euler's."""
+
+  def unfinished(state):
+    return (state["t"] < until) & (state["steps"] < 64)
+
+  def advance(state):
+    y, t = state["y"], state["t"]
+    h = jnp.minimum(state["h"], until - t)
+    slope = vector_field(params, y)
+    other = vector_field(params, y + h * slope)
+    off = jnp.sqrt(jnp.mean((0.5 * h * (other - slope)) ** 2)) / tolerance
+    good = off < 1
+    return {
+      "y": jnp.where(good, y + 0.5 * h * (slope + other), y),
+      "t": jnp.where(good, t + h, t),
+      "h": h * jnp.clip(0.9 * off**-0.5, 0.3, 2.0),
+      "steps": state["steps"] + 1,
+    }
+
+  start = {"y": batch["y"], "t": jnp.zeros(()), "h": jnp.asarray(0.2), "steps": 0}
+  final = jax.lax.while_loop(unfinished, advance, start)
+  return jnp.mean(final["y"] ** 2), {"y": final["y"], "t": final["t"]}
+
+
+def solve_by_fixed_steps(params, batch, steps=6, h=0.25):
+  """Runge and Kutta's method of fourth order, each step saved."""
+
+  def advance(y, _):
+    k1 = vector_field(params, y)
+    k2 = vector_field(params, y + h / 2 * k1)
+    k3 = vector_field(params, y + h / 2 * k2)
+    k4 = vector_field(params, y + h * k3)
+    y = y + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+    return y, y
+
+  _, path = jax.lax.scan(advance, batch["y"], None, length=steps)
+  return jnp.mean((path[-1] - batch["goal"]) ** 2), path
+
+
+def solver_params() -> Any:
+  return {"in": dense(4, 8), "bias": normal(8, seed=3) / 4, "out": dense(8, 4, 1)}
+
+
+def solver_batch() -> Any:
+  return {"y": normal(5, 4, seed=2), "goal": normal(5, 4, seed=4)}
+
+
+# Experts: one branch for each, and all at once.
+
+
+def experts_by_branch(params, batch):
+  """Each token goes to the expert of its choice, unless a gate lets it pass as it is."""
+  branches = [lambda x, i=i: jax.nn.relu(x @ params["up"][i]) @ params["down"][i] for i in range(3)]
+
+  def one(x):
+    gates = jax.nn.softmax(x @ params["router"])
+    chosen = jnp.argmax(gates)
+
+    def through(x):
+      return jax.lax.switch(chosen, branches, x) * gates[chosen]
+
+    return x + jax.lax.cond(jnp.max(gates) > 0.4, through, lambda x: 0.5 * x, x)
+
+  out = jax.lax.map(one, batch["x"])
+  return jnp.mean((out - batch["y"]) ** 2), out
+
+
+def experts_by_group(params, batch):
+  """Tokens sorted by expert, one grouped product for all."""
+  x = batch["x"]
+  gates = jax.nn.softmax(x @ params["router"])
+  chosen = jnp.argmax(gates, axis=-1)
+  order = jnp.argsort(chosen)
+  sizes = jnp.bincount(chosen, length=3).astype(jnp.int32)
+  h = jax.nn.gelu(jax.lax.ragged_dot(x[order], params["up"], sizes))
+  h = jax.lax.ragged_dot(h, params["down"], sizes)
+  picked = jnp.take_along_axis(gates, chosen[:, None], axis=-1)
+  out = x + jnp.zeros_like(x).at[order].add(h) * picked
+  balance = 3 * jnp.mean(gates.mean(0) * (sizes / x.shape[0]))
+  return jnp.mean((out - batch["y"]) ** 2) + 0.01 * balance, out
+
+
+def experts_params() -> Any:
+  return {"router": dense(8, 3, 3), "up": dense(8, 16, 0, 3), "down": dense(16, 8, 1, 3)}
+
+
+def experts_batch() -> Any:
+  return {"x": normal(7, 8, seed=5), "y": normal(7, 8, seed=6)}
+
+
+# A convolutional network, its batch normalisation written out.
+
+
+def batch_norm(x, scale, offset, running):
+  mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
+  x = (x - mean) / jnp.sqrt(variance + 1e-5) * scale + offset
+  return x, jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, running, (mean, variance))
+
+
+def convolve(x, kernel, stride=1):
+  numbers = ("NHWC", "HWIO", "NHWC")
+  return jax.lax.conv_general_dilated(
+    x, kernel, (stride, stride), "SAME", dimension_numbers=numbers
+  )
+
+
+def convnet(params, batch):
+  x, running = batch["images"] / 2.0, []
+  for i, stride in enumerate((1, 2)):
+    layer = params["layers"][i]
+    x = convolve(x, layer["kernel"], stride)
+    x, new = batch_norm(x, layer["scale"], layer["offset"], batch["running"][i])
+    running.append(new)
+    x = jax.nn.relu(x)
+  x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+  logits = x.reshape(x.shape[0], -1) @ params["head"] + params["bias"]
+  return cross_entropy(logits, batch["labels"]), (logits, running)
+
+
+def convnet_params() -> Any:
+  def layer(inputs, seed):
+    return {
+      "kernel": normal(3, 3, inputs, 4, seed=seed) / np.sqrt(9 * inputs, dtype=np.float32),
+      "scale": np.ones(4, np.float32),
+      "offset": normal(4, seed=seed) / 4,
+    }
+
+  return {"layers": [layer(3, 0), layer(4, 1)], "head": dense(16, 5, 2), "bias": normal(5) / 4}
+
+
+def convnet_batch() -> Any:
+  running = [(np.zeros(4, np.float32), np.ones(4, np.float32)) for _ in range(2)]
+  return {
+    "images": normal(6, 8, 8, 3, seed=5),  # no two are equal after rounding where pooling chooses
+    "labels": integers(6, below=5),
+    "running": running,
+  }
+
+
+# Two players: a step of both, gradients and all.
+
+
+def generate(params, noise):
+  return jnp.tanh(jax.nn.leaky_relu(noise @ params["in"]) @ params["out"])
+
+
+def judge(params, x):
+  return (jax.nn.leaky_relu(x @ params["in"]) @ params["out"])[:, 0]
+
+
+def gan_step(params, batch):
+  """Returns the loss of both players, and the parameters of both after a step."""
+
+  def judges_loss(judge_params):
+    made = generate(params["generator"], batch["noise"])
+    real, fake = judge(judge_params, batch["real"]), judge(judge_params, made)
+    return jnp.mean(jax.nn.softplus(-real)) + jnp.mean(jax.nn.softplus(fake))
+
+  def generators_loss(generator_params):
+    made = generate(generator_params, batch["noise"])
+    return jnp.mean(jax.nn.softplus(-judge(params["judge"], made)))
+
+  first, judge_grads = jax.value_and_grad(judges_loss)(params["judge"])
+  second, generator_grads = jax.value_and_grad(generators_loss)(params["generator"])
+  grads = {"judge": judge_grads, "generator": generator_grads}
+  return first + second, jax.tree.map(lambda p, g: p - g, params, grads)
+
+
+def gan_params() -> Any:
+  return {
+    "generator": {"in": dense(4, 8), "out": dense(8, 6, 1)},
+    "judge": {"in": dense(6, 8, 2), "out": dense(8, 1, 3)},
+  }
+
+
+def gan_batch() -> Any:
+  return {"noise": normal(9, 4, seed=4), "real": np.tanh(normal(9, 6, seed=5))}
+
+
+# Sums that grow over a loop.
+
+
+def cluster(params, batch):
+  """Three rounds of k-means: the nearest centre by products, its new place by a segment sum."""
+  x, count = batch["x"] @ params["project"], params["centres"].shape[0]
+
+  def refine(_, state):
+    centres, _ = state
+    distances = jnp.sum(centres * centres, axis=-1) - 2 * x @ centres.T
+    nearest = jnp.argmin(distances, axis=-1)
+    sizes = jax.ops.segment_sum(jnp.ones(nearest.shape), nearest, count)
+    sums = jax.ops.segment_sum(x, nearest, count)
+    moved = jnp.where(sizes[:, None] > 0, sums / jnp.maximum(sizes, 1)[:, None], centres)
+    return moved, jnp.mean(jnp.min(distances, axis=-1))
+
+  centres, loss = jax.lax.fori_loop(0, 3, refine, (params["centres"], 0.0))
+  return loss, centres
+
+
+def cluster_params() -> Any:
+  corners = np.asarray([[-3, -3], [-3, 3], [3, -3], [3, 3]], np.float32)
+  return {"project": np.eye(4, 2, dtype=np.float32), "centres": corners / 2}
+
+
+def cluster_batch() -> Any:
+  corners = np.asarray([[-3, -3, 0, 0], [-3, 3, 0, 0], [3, -3, 0, 0], [3, 3, 0, 0]], np.float32)
+  return {"x": np.repeat(corners, 6, axis=0) + 0.5 * normal(24, 4)}
+
+
+def online_softmax(params, batch):
+  """A softmax over a vocabulary that is seen in slices, largest logit and sum kept up to date."""
+  x, slices = jnp.tanh(batch["x"] @ params["in"]), params["out"]
+
+  def see(i, state):
+    largest, total = state
+    logits = x @ slices[i]
+    higher = jnp.maximum(largest, logits.max(-1))
+    total = total * jnp.exp(largest - higher) + jnp.exp(logits - higher[:, None]).sum(-1)
+    return higher, total
+
+  start = (jnp.full(x.shape[:1], -1e30), jnp.zeros(x.shape[:1]))
+  largest, total = jax.lax.fori_loop(0, slices.shape[0], see, start)
+  log_total = largest + jnp.log(total)
+  wanted = jnp.moveaxis(slices, 0, 1).reshape(x.shape[-1], -1)[:, batch["labels"]]
+  return jnp.mean(log_total - jnp.sum(x * wanted.T, axis=-1)), log_total
+
+
+def online_softmax_params() -> Any:
+  return {"in": dense(6, 8), "out": 2 * dense(8, 5, 1, 4)}
+
+
+def online_softmax_batch() -> Any:
+  return {"x": normal(9, 6, seed=2), "labels": integers(9, below=20)}
