@@ -8,6 +8,7 @@ import functools
 import io
 import pathlib
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -30,6 +31,10 @@ TX = mpjax.loss_scaling(
   mpjax.DynamicLossScale(**SCALE, hysteresis=2),
 )
 LABEL = "dynamic(growth_interval=3,min_scale=4,max_scale=4096,hysteresis=2)"
+
+# Orbax numbers its operations for the whole process: two saves in two threads can remove each
+# other's folder while it is made.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def jobs(small: bool, guard: bool) -> list[Job]:
@@ -162,7 +167,7 @@ def on_disk(target: Any, restore: Any) -> Iterator[tuple[str, Callable[[], Any],
   with tempfile.TemporaryDirectory() as folder:
     for number, (text, tree) in enumerate(wrong.items()):
       path = pathlib.Path(folder) / str(number)
-      with ocp.StandardCheckpointer() as checkpointer:
+      with _ONE_AT_A_TIME, ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, tree)
       yield text, functools.partial(restore, params, path, cast=False), "w1"
     nowhere = pathlib.Path(folder) / "nowhere"
