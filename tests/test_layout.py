@@ -31,6 +31,7 @@ RANKS = {
   # rank 3
   "_rules": 3,
   "_leaves": 3,
+  "_adapter": 3,
   # rank 4: engines, none of which imports another
   "_loss_scale": 4,
   "_autocast": 4,

@@ -4,13 +4,8 @@
 >>> model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
 """
 
-from mpjax.linen._adapters import (
-  Adapter,
-  cast_inputs,
-  cast_outputs,
-  default_adapters,
-  set_dtype,
-)
+from mpjax._adapter import Adapter, cast_inputs, cast_outputs, set_dtype
+from mpjax.linen._adapters import default_adapters
 from mpjax.linen._with_policy import policy_scope, with_policy
 
 __all__ = [

@@ -1,171 +1,25 @@
 """What is known about single module classes: the one place that names Flax's layers."""
 
-import dataclasses
 import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._dtypes import scalar_type
-from mpjax._errors import MpjaxTypeError, message
-from mpjax._tree import cast_leaf
-from mpjax._types import PyTree
-
-Cast: TypeAlias = Callable[[PyTree], PyTree]
-"""Casts the floating arrays of a tree to one dtype."""
-
-Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and the keyword arguments of a method."""
-
-
-def cast_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call:
-  """Returns the arguments of a call with every floating array cast: what most modules need.
-
-  Args:
-    module: the bound module.
-    method: the name of the method that is called.
-    call: its positional and keyword arguments.
-    cast: casts a tree to the compute dtype.
-
-  >>> import jax, jax.numpy as jnp, mpjax
-  >>> call = ((jnp.ones(2), 3), {"train": True})
-  >>> half = lambda x: x.astype(jnp.bfloat16) if hasattr(x, "dtype") else x
-  >>> mpjax.linen.cast_inputs(None, "__call__", call, lambda t: jax.tree.map(half, t))
-  ((Array([1, 1], dtype=bfloat16), 3), {'train': True})
-  """
-  args, kwargs = call
-  return tuple(cast(x) for x in args), {k: cast(x) for k, x in kwargs.items()}
-
-
-def cast_outputs(module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast) -> Any:
-  """Returns what a call gave with every floating array cast: what most modules need.
-
-  Args:
-    module: the bound module.
-    method: the name of the method that was called.
-    call: its arguments, as they came in.
-    outputs: what it returned.
-    cast: casts a tree to the dtype that is handed on.
-
-  >>> import jax.numpy as jnp, mpjax
-  >>> mpjax.linen.cast_outputs(None, "__call__", ((), {}), jnp.ones(2), lambda t: t.astype("int8"))
-  Array([1, 1], dtype=int8)
-  """
-  return cast(outputs)
-
-
-def set_dtype(module: nn.Module, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
-  """Returns the field `dtype` to set for the length of a call, if the module has one to set.
-
-  A module whose own dtype (or `param_dtype`) is complex or an integer means what it says, and so
-  does one whose field holds something that is no dtype.
-
-  Args:
-    module: the bound module.
-    method: the name of the method that is called.
-    dtype: the compute dtype.
-
-  >>> import flax.linen as nn, jax.numpy as jnp, mpjax
-  >>> mpjax.linen.set_dtype(nn.Dense(3), "__call__", jnp.dtype("bfloat16"))
-  {'dtype': <class 'jax.numpy.bfloat16'>}
-  """
-  if not any(field.name == "dtype" and field.init for field in dataclasses.fields(module)):
-    return {}
-  own = module.dtype
-  if not (_is_real(own) and _is_real(getattr(module, "param_dtype", None))):
-    return {}
-  # Code compares with `is jnp.bfloat16`, or looks a name up: hand over what it had.
-  return {"dtype": dtype.name if isinstance(own, str) else scalar_type(dtype)}
-
-
-def _is_real(dtype: Any) -> bool:
-  """Whether `dtype` is unset or a floating dtype."""
-  if dtype is None:
-    return True
-  try:
-    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-  except TypeError:
-    return False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Adapter:
-  """How the modules of one class are called under a policy.
-
-  The default fits a module that nothing special is known about. An adapter for a class goes to
-  `with_policy(..., adapters={MyCell: mpjax.linen.Adapter(...)})`; subclasses inherit it.
-
-  Args:
-    params: "compute": parameters are cast at each use; "stored": the module reads them as they
-      are stored, because it knows better when to cast.
-    inputs: `(module, method, (args, kwargs), cast) -> (args, kwargs)`: which arguments to cast.
-    fields: `(module, method, compute_dtype) -> {field: value}`: the module's fields to set for
-      the length of the call.
-    outputs: `(module, method, (args, kwargs), outputs, cast) -> outputs`: which outputs to cast.
-    rounds: what the module returns is not in the compute dtype by itself (the rows of a stored
-      table, a float32 state): cast it even at a root whose policy has no `output_dtype`.
-
-  Raises:
-    MpjaxTypeError: `params` is neither "compute" nor "stored", or another field is no function.
-
-  >>> import mpjax
-  >>> mpjax.linen.Adapter(params="stored").params
-  'stored'
-  """
-
-  params: Literal["compute", "stored"] = "compute"
-  inputs: Callable[[nn.Module, str, Call, Cast], Call] = cast_inputs
-  fields: Callable[[nn.Module, str, np.dtype[Any]], dict[str, Any]] = set_dtype
-  outputs: Callable[[nn.Module, str, Call, Any, Cast], Any] = cast_outputs
-  rounds: bool = False
-
-  def __post_init__(self) -> None:
-    if self.params not in ("compute", "stored"):
-      where, expected = "mpjax.linen.Adapter(params=...)", "'compute' or 'stored'"
-      fix = "Leave it out unless the module casts its own parameters."
-      raise MpjaxTypeError(message(where, expected=expected, got=repr(self.params), fix=fix))
-    for name in ("inputs", "fields", "outputs"):
-      if not callable(getattr(self, name)):
-        where, expected = f"mpjax.linen.Adapter({name}=...)", "a function"
-        fix = "See mpjax.linen.Adapter for its arguments."
-        got = repr(getattr(self, name))
-        raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
-
-
-def like(new: PyTree, old: PyTree) -> PyTree:
-  """Returns `new` with its floating arrays in the dtypes of `old`, where the two agree in shape."""
-  if jax.tree.structure(new) != jax.tree.structure(old):
-    return new
-
-  def leaf(n: Any, o: Any) -> Any:
-    same = hasattr(o, "dtype") and jnp.shape(n) == jnp.shape(o)
-    return cast_leaf(n, o.dtype) if same and _is_real(o.dtype) else n
-
-  return jax.tree.map(leaf, new, old)
-
-
-def keep_carry_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call:
-  """Returns a cell's arguments with all but the carry cast."""
-  args, kwargs = call
-  if method != "__call__":
-    return args, kwargs
-  kept = {k: x if k == "carry" else cast(x) for k, x in kwargs.items()}
-  return (*args[:1], *(cast(x) for x in args[1:])), kept
-
-
-def keep_carry_outputs(module: nn.Module, method: str, call: Call, outputs: Any, cast: Cast) -> Any:
-  """Returns `(carry, outputs)` with the carry in the dtypes it came in and the outputs cast."""
-  args, kwargs = call
-  if method != "__call__" or not (isinstance(outputs, tuple) and len(outputs) == 2):
-    return outputs if method != "__call__" else cast(outputs)
-  carry = args[0] if args else kwargs.get("carry")
-  return like(outputs[0], carry), cast(outputs[1])
+from mpjax._adapter import (
+  Adapter,
+  Call,
+  Cast,
+  cast_inputs,
+  keep_carry_inputs,
+  keep_carry_outputs,
+  set_dtype,
+)
 
 
 def _rnn_inputs(module: nn.Module, method: str, call: Call, cast: Cast) -> Call:

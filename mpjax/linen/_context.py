@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from flax.core import Scope
 
+from mpjax._adapter import Adapter
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._policy import Policy, PolicyLike
 from mpjax._rules import Rule, default_rules, first_match, goes_by_place, parse_rules
-from mpjax.linen._adapters import Adapter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,17 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._adapter import Adapter, like
 from mpjax._errors import MpjaxTypeError
 from mpjax._policy import Policy
 from mpjax._rules import first_match
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
-from mpjax.linen._adapters import (
-  Adapter,
-  find_adapter,
-  like,
-  product_field,
-)
+from mpjax.linen._adapters import find_adapter, product_field
 from mpjax.linen._context import (
   ACTIVE,
   Active,

@@ -11,12 +11,12 @@ import flax.linen as nn
 import jax
 from flax.core import FrozenDict
 
+from mpjax._adapter import Adapter
 from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
 from mpjax._policy import PolicyLike
 from mpjax._rules import Rule, unmatched_error
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
-from mpjax.linen._adapters import Adapter
 from mpjax.linen._context import ACTIVE, OFF, Given, Visits, begin, give
 from mpjax.linen._intercept import activate, hold
 from mpjax.linen._params import COLLECTIONS, strip

@@ -1,7 +1,6 @@
 """What is known about single classes: Flax's own layers, and what a user adds for theirs."""
 
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -10,9 +9,8 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.linen import Adapter, cast_inputs, cast_outputs, default_adapters, set_dtype
-from mpjax.linen._adapters import find_adapter, keep_carry_inputs, keep_carry_outputs, like
-from tests.errors import check_error
+from mpjax.linen import Adapter, default_adapters
+from mpjax.linen._adapters import find_adapter
 from tests.linen.probes import HALF, KEY, X, calls, dtypes
 from tests.programs import bits, products
 
@@ -52,144 +50,6 @@ def values_of(program, *primitives):
 
   walk(program.jaxpr)
   return found
-
-
-# The pieces
-
-
-def test_cast_inputs_casts_all_arguments():
-  args, kwargs = cast_inputs(nn.Dense(2), "__call__", ((X, 3), {"y": X, "n": 1}), to_half)
-  assert args[0].dtype == kwargs["y"].dtype == BF16
-  assert args[1] == 3
-  assert kwargs["n"] == 1
-
-
-def test_cast_outputs_casts_what_came():
-  assert cast_outputs(nn.Dense(2), "__call__", ((), {}), (X, 3), to_half)[0].dtype == BF16
-
-
-class NoDtype(nn.Module):
-  features: int = 2
-
-
-class DtypeProperty(nn.Module):
-  """Its dtype is not a field that could be set."""
-
-  @property
-  def dtype(self):
-    return jnp.float32
-
-
-class HasDtype(nn.Module):
-  dtype: Any = None
-  param_dtype: Any = jnp.float32
-
-
-@pytest.mark.case("B099", "A108")
-@pytest.mark.parametrize(
-  ("module", "wanted"),
-  [
-    (NoDtype(), {}),
-    (DtypeProperty(), {}),
-    (HasDtype(), {"dtype": jnp.bfloat16}),
-    (HasDtype(jnp.float16), {"dtype": jnp.bfloat16}),
-    (HasDtype("float32"), {"dtype": "bfloat16"}),
-    (HasDtype(np.dtype("float32")), {"dtype": jnp.bfloat16}),
-    (HasDtype(jnp.int32), {}),
-    (HasDtype(jnp.complex64), {}),
-    (HasDtype("anything"), {}),
-    (HasDtype(None, jnp.complex64), {}),
-    (HasDtype(None, jnp.int8), {}),
-  ],
-  ids=[
-    "none",
-    "property",
-    "unset",
-    "half",
-    "string",
-    "dtype",
-    "integer",
-    "complex",
-    "no dtype",
-    "complex parameters",
-    "integer parameters",
-  ],
-)
-def test_set_dtype(module, wanted):
-  found = set_dtype(module, "__call__", BF16)
-  assert found == wanted
-  if "dtype" in wanted and not isinstance(wanted["dtype"], str):
-    # Code compares with `is jnp.bfloat16`.
-    assert found["dtype"] is jnp.bfloat16
-
-
-def test_like_follows_dtypes_where_shapes_agree():
-  old = {"c": X, "n": jnp.arange(2), "h": X.astype("float16")}
-  new = {"c": X.astype("bfloat16"), "n": jnp.arange(2), "h": X}
-  assert dtypes(like(new, old)) == {"c": "float32", "n": "int32", "h": "float16"}
-  assert like(X.astype("bfloat16"), X[0]).dtype == BF16
-  other = {"another": X.astype("bfloat16")}
-  assert like(other, old) is other
-  assert like(X.astype("bfloat16"), jnp.ones(X.shape, jnp.complex64)).dtype == BF16
-
-
-def test_cells_keep_their_carry():
-  call = ((X, X), {})
-  args, _ = keep_carry_inputs(nn.GRUCell(3), "__call__", call, to_half)
-  assert [x.dtype for x in args] == [F32, BF16]
-  by_keyword = ((), {"carry": X, "inputs": X})
-  args, kwargs = keep_carry_inputs(nn.GRUCell(3), "__call__", by_keyword, to_half)
-  assert args == ()
-  assert kwargs["carry"].dtype == F32
-  assert kwargs["inputs"].dtype == BF16
-  assert keep_carry_inputs(nn.GRUCell(3), "other", call, to_half) == call
-  for made in (call, by_keyword):
-    half = X.astype("bfloat16")
-    carry, out = keep_carry_outputs(nn.GRUCell(3), "__call__", made, (half, X), to_half)
-    assert carry.dtype == F32
-    assert out.dtype == BF16
-  assert keep_carry_outputs(nn.GRUCell(3), "__call__", call, X, to_half).dtype == BF16
-  assert keep_carry_outputs(nn.GRUCell(3), "other", call, X, to_half) is X
-
-
-# Errors
-
-
-@pytest.mark.parametrize("value", ["half", None, jnp.float32], ids=["string", "none", "type"])
-def test_adapter_params_is_one_of_two(value):
-  with pytest.raises(TypeError) as excinfo:
-    Adapter(params=value)
-  check_error(
-    excinfo,
-    where="mpjax.linen.Adapter(params=...)",
-    expected="'compute' or 'stored'",
-    got=repr(value),
-    fix="Leave it out",
-    builtin=TypeError,
-  )
-
-
-@pytest.mark.parametrize("name", ["inputs", "fields", "outputs"])
-@pytest.mark.parametrize("value", [None, "cast", {}], ids=str)
-def test_adapter_fields_are_functions(name, value):
-  with pytest.raises(TypeError) as excinfo:
-    Adapter(**{name: value})
-  check_error(
-    excinfo,
-    where=f"mpjax.linen.Adapter({name}=...)",
-    expected="a function",
-    got=repr(value),
-    fix="See mpjax.linen.Adapter",
-    builtin=TypeError,
-  )
-
-
-def test_an_adapter_is_a_value():
-  assert Adapter() == Adapter()
-  assert hash(Adapter(params="stored")) == hash(Adapter(params="stored"))
-  assert Adapter() != Adapter(params="stored")
-  with pytest.raises(AttributeError):
-    Adapter().params = "stored"
 
 
 # Which adapter
