@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpjax._autocast import autocast
 from mpjax._errors import (
   MpjaxError,
   MpjaxRuntimeError,
@@ -10,6 +11,7 @@ from mpjax._errors import (
   MpjaxValueError,
   UnmatchedRuleError,
 )
+from mpjax._full_precision import full_precision
 from mpjax._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
 from mpjax._named_arrays import to_arrays
 from mpjax._op_lists import OpLists
@@ -57,9 +59,11 @@ __all__ = [
   "accumulate",
   "all_finite",
   "apply_updates",
+  "autocast",
   "check_progress",
   "commit",
   "default_rules",
+  "full_precision",
   "linen",
   "loss_scaling",
   "loss_scaling_metrics",

@@ -21,6 +21,11 @@ def is_floating(x: Any) -> bool:
   ) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def is_half(x: Any) -> bool:
+  """Whether `x` is an array in float16 or bfloat16."""
+  return hasattr(x, "dtype") and x.dtype.name in ("bfloat16", "float16")
+
+
 def cast_leaf(x: Any, dtype: np.dtype[Any]) -> Any:
   """Returns `x` in `dtype` if it is a floating array, else `x` itself.
 

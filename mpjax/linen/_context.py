@@ -3,16 +3,17 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import flax.linen as nn
-import jax
 import numpy as np
 from flax.core import Scope
 
 from mpjax._adapter import Adapter
+from mpjax._autocast import float32_operations
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._op_lists import OpLists
 from mpjax._policy import Policy, PolicyLike
 from mpjax._rules import Rule, default_rules, first_match, goes_by_place, parse_rules
 
@@ -26,11 +27,12 @@ class Given:
   defaults: tuple[Rule, ...]
   adapters: tuple[tuple[type[Any], Adapter], ...]
   unmatched: str
+  ops: OpLists | None
   hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
   def __post_init__(self) -> None:
     # JAX hashes the value of a user context at each call of a jitted function.
-    key = (self.policy, self.rules, self.defaults, self.adapters, self.unmatched)
+    key = (self.policy, self.rules, self.defaults, self.adapters, self.unmatched, self.ops)
     object.__setattr__(self, "hash", hash(key))
 
   def __hash__(self) -> int:
@@ -120,10 +122,10 @@ class Active:
   def __hash__(self) -> int:
     return self.hash
 
+  def off(self) -> "Active | None":
+    """Returns the state in which no policy is in force; None if this is one."""
+    return None if self.given is None else OFF
 
-# The one mechanism JAX has for a value that is part of every jit cache key; it is local to the
-# thread and restored when its `with` block is left.
-ACTIVE = jax.make_user_context(None)
 
 OFF = Active(given=None)
 
@@ -146,12 +148,14 @@ def give(
   """Returns the checked arguments that `with_policy` and `policy_scope` share.
 
   Raises:
-    MpjaxTypeError: rules or adapters of the wrong type.
-    MpjaxValueError: an unknown policy or value of `unmatched`, or operation lists.
+    MpjaxTypeError: rules, adapters or operation lists of the wrong type.
+    MpjaxValueError: an unknown policy or value of `unmatched`.
   """
-  if ops is not None:
-    fix = "Leave it out; operation lists come with mpjax.autocast in a later version."
-    raise MpjaxValueError(message(f"{where}(ops=...)", expected="None", got=repr(ops), fix=fix))
+  lists = OpLists() if ops == "float32" else ops
+  if lists is not None and not isinstance(lists, OpLists):
+    fix = 'Write ops="float32" for the standard list, or pass an edited mpjax.OpLists().'
+    expected = "None, 'float32' or an mpjax.OpLists"
+    raise MpjaxTypeError(message(f"{where}(ops=...)", expected=expected, got=repr(ops), fix=fix))
   if unmatched not in ("raise", "warn", "ignore"):
     fix = "It says what init does about a rule that picks out no module."
     expected = "'raise', 'warn' or 'ignore'"
@@ -165,7 +169,14 @@ def give(
     else parse_rules(defaults, f"{where}(defaults=...)"),
     adapters=_parse_adapters(adapters, f"{where}(adapters=...)"),
     unmatched=unmatched,
+    ops=lists,
   )
+
+
+def with_ops(given: Given, fun: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `fun` with its operations in float32 where the lists that were given ask for it."""
+  where = "mpjax.linen.with_policy(ops=...)"
+  return fun if given.ops is None else float32_operations(fun, given.ops, where)
 
 
 def _parse_adapters(adapters: Any, where: str) -> tuple[tuple[type[Any], Adapter], ...]:

@@ -14,13 +14,13 @@ import numpy as np
 
 from mpjax._adapter import Adapter, like
 from mpjax._errors import MpjaxTypeError
+from mpjax._full_precision import ACTIVE
 from mpjax._policy import Policy
 from mpjax._rules import first_match
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
 from mpjax.linen._adapters import find_adapter, product_field
 from mpjax.linen._context import (
-  ACTIVE,
   Active,
   Given,
   Held,
@@ -44,7 +44,9 @@ _COTANGENT = np.dtype("float32")
 def activate(state: Active) -> Generator[None]:
   """Puts a state in force, in this thread, for the length of a `with` block."""
   # One interceptor serves all states; it must not run twice when one is given inside another.
-  stack = contextlib.nullcontext() if ACTIVE.value is not None else nn.intercept_methods(intercept)
+  # The state of an NNX model that calls this one came without it.
+  ours = isinstance(ACTIVE.value, Active)
+  stack = contextlib.nullcontext() if ours else nn.intercept_methods(intercept)
   with ACTIVE(state), stack:
     yield
 
@@ -58,7 +60,7 @@ def hold(state: Active) -> Generator[None]:
   """
   _fall_back()
   before = ACTIVE.value
-  if before is None:
+  if not isinstance(before, Active):
     interceptor = contextlib.ExitStack()
     interceptor.enter_context(nn.intercept_methods(intercept))
   else:

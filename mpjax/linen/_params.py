@@ -14,10 +14,11 @@ from flax.core import FrozenDict, Scope, freeze
 from flax.core.meta import AxisMetadata, is_axis_metadata
 
 from mpjax._dtypes import scalar_type
+from mpjax._full_precision import ACTIVE
 from mpjax._rules import place_of
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
-from mpjax.linen._context import ACTIVE, Active
+from mpjax.linen._context import Active
 
 COLLECTIONS = ("params", "cache")
 """What is cast. Statistics, intermediates and all that users keep in other collections never is."""

@@ -5,19 +5,21 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 from flax.core import FrozenDict
 
 from mpjax._adapter import Adapter
-from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
+from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError, message
+from mpjax._full_precision import ACTIVE
+from mpjax._op_lists import OpLists
 from mpjax._policy import PolicyLike
 from mpjax._rules import Rule, unmatched_error
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
-from mpjax.linen._context import ACTIVE, OFF, Given, Visits, begin, give
+from mpjax.linen._context import OFF, Given, Visits, begin, give, with_ops
 from mpjax.linen._intercept import activate, hold
 from mpjax.linen._params import COLLECTIONS, strip
 
@@ -29,7 +31,7 @@ def with_policy(
   *,
   defaults: Iterable[Rule] | None = None,
   adapters: Mapping[type[nn.Module], Adapter] | None = None,
-  ops: None = None,
+  ops: Literal["float32"] | OpLists | None = None,
   unmatched: str = "raise",
 ) -> "PolicyModule":
   """Returns an unmodified Linen model that runs under a policy.
@@ -45,7 +47,10 @@ def with_policy(
     rules: tried in order for each module; the first that matches wins.
     defaults: tried after `rules`; `mpjax.default_rules()` if None.
     adapters: what is known about single classes, added to `mpjax.linen.default_adapters()`.
-    ops: reserved for operation lists; only None.
+    ops: "float32" computes in float32 what the modules' own code does in half though it should
+      not: the exponentials, logarithms and sums of `mpjax.OpLists().float32`, and differences that
+      only these read. The rest of the program stays as it is. An edited `OpLists` counts by its
+      float32 part. float16 overflows where bfloat16 does not: advisable there.
     unmatched: "raise", "warn" or "ignore": what `init` and `tabulate` do about a rule that picks
       out no module.
 
@@ -103,7 +108,7 @@ def policy_scope(
     rules: as for `with_policy`; a rule that picks out nothing is never an error here.
     defaults: as for `with_policy`.
     adapters: as for `with_policy`.
-    ops: reserved for operation lists; only None.
+    ops: only None: the programs of calls inside are not this scope's to rewrite.
     unmatched: accepted as for `with_policy`.
 
   Raises:
@@ -118,14 +123,12 @@ def policy_scope(
   ...   print(model.apply(variables, jnp.ones((1, 3))).dtype)
   bfloat16
   """
+  where = "mpjax.linen.policy_scope"
+  if ops is not None:
+    fix = "Wrap the model: mpjax.linen.with_policy(model, policy, ops=...)."
+    raise MpjaxValueError(message(f"{where}(ops=...)", expected="None", got=repr(ops), fix=fix))
   given = give(
-    "mpjax.linen.policy_scope",
-    policy,
-    rules,
-    defaults=defaults,
-    adapters=adapters,
-    ops=ops,
-    unmatched=unmatched,
+    where, policy, rules, defaults=defaults, adapters=adapters, ops=None, unmatched=unmatched
   )
   return _scope(given)
 
@@ -165,7 +168,8 @@ class PolicyModule:
       **kwargs: further arguments of `nn.Module.apply` and of the method.
     """
     with activate(begin(self.given)):
-      return strip(self.module.apply(variables, *args, mutable=mutable, **kwargs))
+      call = with_ops(self.given, lambda *a, **kw: strip(self.module.apply(*a, **kw)))
+      return call(variables, *args, mutable=mutable, **kwargs)
 
   def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the model's own initial variables, parameters cast to the policy's `param_dtype`.
@@ -200,7 +204,8 @@ class PolicyModule:
     visits = Visits()
     ours = self._traced_init(visits, rngs, *args, **kwargs)
     self._check_rules(visits)
-    outputs, _ = self._init_under_policy(None, rngs, *args, **kwargs)
+    call = with_ops(self.given, functools.partial(self._init_under_policy, None))
+    outputs, _ = call(rngs, *args, **kwargs)
     return outputs, self._merge(self._plain_init(rngs, *args, **kwargs), ours)
 
   def lazy_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -372,7 +377,7 @@ class BoundPolicyModule:
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
       with activate(begin(self._given)):
-        return strip(fun(*args, **kwargs))
+        return strip(with_ops(self._given, fun)(*args, **kwargs))
 
     return call
 

@@ -8,9 +8,8 @@ import numpy as np
 import optax
 
 from mpjax._errors import MpjaxValueError, listed, message, nearest
-from mpjax._tree import tree_differences
+from mpjax._tree import is_half, tree_differences
 from mpjax._types import Array, PyTree
-from mpjax.transforms._wrapper_trees import is_half
 
 _ROUNDINGS = ("nearest", "stochastic")
 

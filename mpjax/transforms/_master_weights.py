@@ -8,7 +8,7 @@ import optax
 from jax.core import Tracer
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
-from mpjax._tree import is_floating, round_to
+from mpjax._tree import is_floating, is_half, round_to
 from mpjax._types import PyTree
 from mpjax.transforms._checks import (
   check_inner,
@@ -20,7 +20,6 @@ from mpjax.transforms._checks import (
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
   float32_view,
-  is_half,
   place_like,
   strong,
 )

@@ -11,10 +11,8 @@ from jax.core import Tracer
 
 from mpjax._errors import MpjaxValueError, listed, message
 from mpjax._named_arrays import is_key
-from mpjax._tree import is_array_like, is_inexact, tree_differences
+from mpjax._tree import is_array_like, is_half, is_inexact, tree_differences
 from mpjax._types import PyTree
-
-_HALF = ("float16", "bfloat16")
 
 
 def float32_view(tree: PyTree) -> PyTree:
@@ -33,11 +31,6 @@ def float32_view(tree: PyTree) -> PyTree:
     return jnp.asarray(x, jnp.float32) if is_half(x) else x
 
   return jax.tree.map(see, tree)
-
-
-def is_half(x: Any) -> bool:
-  """Whether `x` is an array in float16 or bfloat16."""
-  return hasattr(x, "dtype") and x.dtype.name in _HALF
 
 
 def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax.linen._context import ACTIVE
+from mpjax._full_precision import ACTIVE
 from tests.errors import check_error
 from tests.linen.probes import KEY, X
 
@@ -113,17 +113,30 @@ def test_unmatched(name, way, value):
   )
 
 
-@both
-@pytest.mark.parametrize("value", ["float32", {}, ()], ids=str)
-def test_ops(name, way, value):
-  with pytest.raises(ValueError) as excinfo:
-    way(ops=value)
+@pytest.mark.parametrize("value", ["float16", {}, ("exp",)], ids=str)
+def test_ops(value):
+  with pytest.raises(TypeError) as excinfo:
+    with_policy(nn.Dense(2), "mixed_bfloat16", ops=value)
   check_error(
     excinfo,
-    where=f"{name}(ops=...)",
+    where="mpjax.linen.with_policy(ops=...)",
+    expected="None, 'float32' or an mpjax.OpLists",
+    got=repr(value),
+    fix='ops="float32"',
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("value", ["float32", mpjax.OpLists()], ids=["name", "lists"])
+def test_a_scope_has_no_operation_lists(value):
+  with pytest.raises(ValueError) as excinfo:
+    enter("mixed_bfloat16", ops=value)
+  check_error(
+    excinfo,
+    where="mpjax.linen.policy_scope(ops=...)",
     expected="None",
     got=repr(value),
-    fix="a later version",
+    fix="with_policy(model, policy, ops=...)",
     builtin=ValueError,
   )
 

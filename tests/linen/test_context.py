@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax.linen._context import ACTIVE, OFF, Active, begin, give
+from mpjax._full_precision import ACTIVE
+from mpjax.linen._context import OFF, Active, begin, give
 from tests.linen.probes import KEY, Probe, X, calls, note, seen, seen_under
 
 Rule = mpjax.Rule

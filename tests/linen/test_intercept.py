@@ -13,7 +13,7 @@ from flax.core import FrozenDict
 from flax.linen import module as linen_module
 
 import mpjax
-from mpjax.linen._context import ACTIVE
+from mpjax._full_precision import ACTIVE
 from tests.linen.probes import HALF, KEY, Probe, X, calls, dtypes, note, seen, seen_under, text
 from tests.programs import bits, products
 

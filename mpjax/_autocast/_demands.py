@@ -1,0 +1,102 @@
+"""What the readers of each value want: looked up backwards, before a program is rewritten."""
+
+import functools
+from collections.abc import Sequence
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from mpjax._autocast._values import Settings
+from mpjax._jaxpr import BODIES
+
+FULL = 1
+"""Some operation of the float32 list reads it, at once or behind others without an opinion."""
+
+HALF = 2
+"""Some operation of the half list does."""
+
+BEHIND = 4
+"""Some operation of the float32 list reads it, but another operation stands between."""
+
+Demands = dict[object, int]
+
+
+def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
+  """Returns what the readers of each variable want: a sum of `FULL`, `HALF` and `BEHIND`.
+
+  Args:
+    jaxpr: a program.
+    wanted: what is wanted of each of its results, outside.
+    settings: for the lists.
+  """
+  found: Demands = {}
+  for atom, want in zip(jaxpr.outvars, wanted, strict=True):
+    if want and not isinstance(atom, Literal):
+      found[atom] = found.get(atom, 0) | want
+  parts = settings.ops.part_of
+  for eqn in reversed(jaxpr.eqns):
+    name = eqn.primitive.name
+    if name in BODIES:
+      wants = _of_operands(eqn, tuple(found.get(v, 0) for v in eqn.outvars), settings)
+      for atom, want in zip(eqn.invars, wants, strict=True):
+        if want and not isinstance(atom, Literal):
+          found[atom] = found.get(atom, 0) | want
+      continue
+    part = parts(name, eqn.params)
+    if part == "half":
+      want = HALF
+    elif part == "promote" or part == "keep":
+      want = 0
+      for v in eqn.outvars:
+        want |= found.get(v, 0)
+      if want & FULL:
+        want |= BEHIND
+    else:
+      want = FULL
+    if want:
+      for atom in eqn.invars:
+        if not isinstance(atom, Literal):
+          found[atom] = found.get(atom, 0) | want
+  return found
+
+
+def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
+  """What an equation that holds programs wants of each operand."""
+  name, params = eqn.primitive.name, eqn.params
+  if name == "scan":
+    consts, carry = params["num_consts"], params["num_carry"]
+    body = params["jaxpr"].jaxpr
+    return of_inputs(body, of_loop(body, consts, carry, outs, settings), settings)
+  if name == "while":
+    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+    turned = params["body_jaxpr"].jaxpr
+    body = of_inputs(turned, of_loop(turned, of_body, len(outs), outs, settings), settings)
+    test = of_inputs(params["cond_jaxpr"].jaxpr, (0,), settings)
+    carry = [a | b for a, b in zip(body[of_body:], test[of_cond:], strict=True)]
+    return (*test[:of_cond], *body[:of_body], *carry)
+  if name == "cond":
+    branches = [of_inputs(b.jaxpr, outs, settings) for b in params["branches"]]
+    return (0, *(functools.reduce(int.__or__, each) for each in zip(*branches, strict=True)))
+  body = BODIES[name](params)[0][0]
+  jaxpr = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+  if len(jaxpr.invars) != len(eqn.invars) or len(jaxpr.outvars) != len(outs):
+    return (FULL,) * len(eqn.invars)
+  return of_inputs(jaxpr, outs, settings)
+
+
+def of_loop(
+  body: Jaxpr, consts: int, carry: int, wanted: tuple[int, ...], settings: Settings
+) -> tuple[int, ...]:
+  """What is wanted of the results of a loop's body: what the next turn wants counts too."""
+  while True:
+    found = of_inputs(body, wanted, settings)[consts : consts + carry]
+    again = tuple(a | b for a, b in zip(wanted, found, strict=False)) + wanted[carry:]
+    if again == wanted:
+      return wanted
+    wanted = again
+
+
+@functools.lru_cache(maxsize=4096)
+def of_inputs(jaxpr: Jaxpr, wanted: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
+  """What is wanted of the arguments of a program of whose results this is wanted."""
+  found = demands(jaxpr, wanted, settings)
+  return tuple(found.get(v, 0) for v in jaxpr.invars)

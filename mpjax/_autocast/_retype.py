@@ -1,0 +1,60 @@
+"""Parameters of equations that name a dtype, or hold a program that has one."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr
+
+Params = dict[str, Any]
+
+
+def wants_precision(params: Mapping[str, Any]) -> bool:
+  """Whether a product was asked for in more than its operands' usual precision."""
+  precision = params.get("precision")
+  each = precision if isinstance(precision, tuple) else (precision,)
+  return any(p is not None and p != jax.lax.Precision.DEFAULT for p in each)
+
+
+def retype(name: str, params: Params, dtype: np.dtype[Any]) -> Params:
+  """Returns the parameters that the primitive `name` has when it computes in `dtype`."""
+  if name in _RETYPE:
+    return _RETYPE[name](params, dtype)
+  return params
+
+
+def _product(params: Params, dtype: np.dtype[Any]) -> Params:
+  if params["preferred_element_type"] is None:
+    return params
+  return {**params, "preferred_element_type": dtype}
+
+
+def _scatter(params: Params, dtype: np.dtype[Any]) -> Params:
+  """Retypes the operation on two numbers that combines an update with what is there."""
+  jaxpr = params["update_jaxpr"]
+  if jaxpr is None:
+    return params
+  closed = ClosedJaxpr(jaxpr, params["update_consts"])
+
+  def combine(*args: Any) -> Any:
+    return eval_jaxpr(closed.jaxpr, closed.consts, *args)
+
+  scalar = jax.ShapeDtypeStruct((), dtype)
+  new = jax.make_jaxpr(combine)(*[scalar] * len(jaxpr.invars))
+  return {**params, "update_jaxpr": new.jaxpr, "update_consts": tuple(new.consts)}
+
+
+_RETYPE: Mapping[str, Callable[[Params, np.dtype[Any]], Params]] = {
+  "conv_general_dilated": _product,
+  "dot_general": _product,
+  "ragged_dot": _product,
+  "ragged_dot_general": _product,
+  **dict.fromkeys(
+    ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"), _scatter
+  ),
+  **dict.fromkeys(
+    ("scatter_add", "scatter_mul", "scatter_min", "scatter_max", "scatter_sub"), _scatter
+  ),
+}

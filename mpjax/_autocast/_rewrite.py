@@ -1,0 +1,345 @@
+"""Writing a program anew with other dtypes: one equation after the other, nothing is executed."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
+from jax.extend.core.primitives import convert_element_type_p
+
+from mpjax._autocast._demands import BEHIND, FULL, HALF, demands
+from mpjax._autocast._retype import retype, wants_precision
+from mpjax._autocast._scopes import names_of, region
+from mpjax._autocast._values import (
+  FLOAT32,
+  FLOATS,
+  HALVES,
+  Dtype,
+  Kind,
+  Scope,
+  Settings,
+  Value,
+  dtype_of,
+  literal_as,
+  literal_value,
+  retyped,
+)
+
+_EXACT = frozenset(
+  {
+    "abs",
+    "argmax",
+    "argmin",
+    "broadcast_in_dim",
+    "concatenate",
+    "copy",
+    "copy_p",
+    "cummax",
+    "cummin",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "expand_dims",
+    "gather",
+    "max",
+    "min",
+    "neg",
+    "optimization_barrier",
+    "pad",
+    "pvary",
+    "reduce_max",
+    "reduce_min",
+    "reshape",
+    "reshard",
+    "rev",
+    "scatter",
+    "scatter-max",
+    "scatter-min",
+    "select_n",
+    "sharding_constraint",
+    "sign",
+    "slice",
+    "sort",
+    "split",
+    "squeeze",
+    "stop_gradient",
+    "top_k",
+    "transpose",
+  }
+)
+"""They choose and move numbers, and compute none: in half they lose nothing, whatever follows."""
+
+
+class Rewritten(NamedTuple):
+  """A program, and the kinds of its results: None for what is no floating value of ours."""
+
+  jaxpr: Jaxpr
+  outs: tuple[Kind | None, ...]
+
+
+class Rewriter:
+  """The rewriting of one program; those inside of its equations are rewritten by others.
+
+  Fields:
+    settings: what was asked for.
+    wanted: what the readers of each variable want, see `demands`.
+    eqns: what is written so far.
+  """
+
+  def __init__(self, jaxpr: Jaxpr, settings: Settings, scope: Scope, wanted: Sequence[int]) -> None:
+    self.settings = settings
+    self.wanted = demands(jaxpr, wanted, settings)
+    self.eqns: list[JaxprEqn] = []
+    self._scope = scope
+    # The floating values by the variables that held them. Variables of other dtypes stay the same.
+    self._env: dict[Any, Value] = {}
+    self._part_of = settings.ops.part_of
+    self._places: dict[int, tuple[Scope, Dtype | None]] = {}
+
+  # Values.
+
+  def define(self, var: Any, kind: Kind, *, scope: Scope | None, once: bool = True) -> Any:
+    """Notes what a variable holds from now on, and returns the one that holds it."""
+    dtype, neutral = kind
+    atom = var if dtype == var.aval.dtype else retyped(var, dtype)
+    once = once or not neutral
+    self._env[var] = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once)
+    return atom
+
+  def value(self, atom: Any, half: Dtype) -> Value | None:
+    """Returns what is known of a floating operand; None for everything else.
+
+    Args:
+      atom: a variable or literal of the program as it was.
+      half: the dtype in which it is about to be read, perhaps: some literals do not survive that.
+    """
+    if type(atom) is not Literal:
+      found = self._env.get(atom)
+      if found is None and dtype_of(atom) in HALVES:
+        found = self._env[atom] = Value(atom, dtype_of(atom), wanted=self.wanted.get(atom, 0))
+      return found
+    dtype = dtype_of(atom)
+    if dtype == FLOAT32:
+      return literal_value(atom, half) if self.settings.lower else None
+    return Value(atom, dtype, neutral=True) if dtype in HALVES else None
+
+  def view(self, value: Value, dtype: Dtype, eqn: JaxprEqn | None) -> Any:
+    """Returns what holds a value in `dtype`, after a cast if need be."""
+    if value.held == dtype:
+      return value.atom
+    if type(value.atom) is Literal:
+      return literal_as(value.atom, dtype)
+    views = value.views
+    found = None if views is None else views.get(dtype)
+    if found is None:
+      found = self.cast(value.atom, retyped(value.atom, dtype), eqn)
+      if value.once:
+        value.views = {dtype: found} if views is None else {**views, dtype: found}
+    return found
+
+  def cast(self, atom: Any, var: Var, eqn: JaxprEqn | None) -> Var:
+    """Writes a cast of `atom` to the dtype of `var`, in the place of an equation that reads it."""
+    aval: Any = var.aval
+    params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+    place = () if eqn is None else (eqn.source_info, eqn.ctx)
+    self.eqns.append(
+      new_jaxpr_eqn([atom], [var], convert_element_type_p, params, no_effects, *place)
+    )
+    return var
+
+  def place(self, eqn: JaxprEqn) -> tuple[Scope, Dtype | None]:
+    """Returns the scope of an equation, and the half dtype there; None where nothing changes."""
+    stack = eqn.source_info.name_stack
+    found = self._places.get(id(stack))
+    if found is None:
+      scope = self._scope + names_of(str(stack))
+      found = self._places[id(stack)] = (scope, region(scope, self.settings))
+    return found
+
+  def read(self, atom: Any, eqn: JaxprEqn, scope: Scope, half: Dtype) -> Value | None:
+    """Returns an operand as an operation without an opinion sees it."""
+    return self.handed_on(self.value(atom, half), eqn, scope, half)
+
+  def handed_on(
+    self, value: Value | None, eqn: JaxprEqn, scope: Scope, half: Dtype
+  ) -> Value | None:
+    """Returns a value as a scope other than its own sees it.
+
+    A float32 value that has left the scope in which it was made, on its way to some half operation,
+    is handed on in half, as the layers of Flax do it: it keeps activations as small as theirs.
+    """
+    if value is None or not value.scope or value.dtype != FLOAT32:
+      return value
+    made = value.scope
+    if (
+      scope[: len(made)] == made
+      or not value.wanted & HALF
+      or value.atom.aval.ndim == 0
+      or not self.settings.lower
+      or region(made, self.settings) is None
+    ):
+      return value
+    value.once = True
+    return Value(self.view(value, half, eqn), half, wanted=value.wanted)
+
+  # Equations.
+
+  def write(
+    self,
+    eqn: JaxprEqn,
+    operands: list[Any],
+    kinds: Sequence[Kind | None],
+    params: Any = None,
+    *,
+    once: bool = True,
+  ) -> None:
+    """Writes an equation with new operands and results.
+
+    Args:
+      eqn: the equation as it was.
+      operands: variables and literals.
+      kinds: those of the results.
+      params: its parameters, where they are other ones.
+      once: one cast of a neutral result is enough. Not so if it is a parameter that was moved or
+        scaled.
+    """
+    scope = self.place(eqn)[0]
+    outs = [
+      v if kind is None else self.define(v, kind, scope=scope, once=once or not kind.neutral)
+      for v, kind in zip(eqn.outvars, kinds, strict=True)
+    ]
+    self.eqns.append(eqn.replace(invars=operands, outvars=outs, params=params))
+
+  def untouched(self, eqn: JaxprEqn) -> None:
+    """Writes an equation as it was, in the dtypes that it was traced with."""
+    operands = [self.original(atom, eqn) for atom in eqn.invars]
+    self.write(eqn, operands, [self.kind_of(v) for v in eqn.outvars])
+
+  def original(self, atom: Any, eqn: JaxprEqn) -> Any:
+    """Returns an operand in the dtype that it was traced with."""
+    value = None if isinstance(atom, Literal) else self._env.get(atom)
+    return atom if value is None else self.view(value, dtype_of(atom), eqn)
+
+  def kind_of(self, var: Any, neutral: bool = False) -> Kind | None:
+    """The kind of something that has the dtype it was traced with."""
+    dtype = dtype_of(var)
+    ours = FLOATS if self.settings.lower else HALVES
+    return Kind(dtype, neutral) if dtype is not None and dtype in ours else None
+
+  def first_order(self, eqn: JaxprEqn) -> None:
+    """Writes an equation that holds no program."""
+    name = eqn.primitive.name
+    part = self._part_of(name, eqn.params)
+    scope, half = self.place(eqn)
+    if half is None or part is None or part == "opaque":
+      return self.untouched(eqn)
+    if name == "convert_element_type":
+      return self._convert(eqn, scope, half)
+    values, once, wide, known = [], True, False, False
+    for atom in eqn.invars:
+      value = self.value(atom, half)
+      values.append(value)
+      if value is not None:
+        known = True
+        once = once and value.once
+        if dtype_of(atom) == FLOAT32:
+          wide = True
+        else:
+          half = dtype_of(atom)  # The user's own choice.
+    if wide and not self.settings.lower:
+      return self.untouched(eqn)
+    neutral = False
+    if part == "half":
+      if not wide or wants_precision(eqn.params):
+        return self.untouched(eqn)
+      dtype = half
+    elif part == "float32":
+      dtype = FLOAT32
+    else:
+      values = [self.handed_on(value, eqn, scope, half) for value in values]
+      if eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
+        return self._each_for_itself(eqn, values)
+      deciding = values
+      if part == "keep" and len(values) > 1:  # A buffer that is written to keeps its dtype.
+        deciding = [v for v in values if v is not None][:1]
+      dtype, neutral = self._common(eqn, deciding, wide, half)
+    operands = [
+      atom if value is None else self.view(value, dtype, eqn)
+      for atom, value in zip(eqn.invars, values, strict=True)
+    ]
+    kind = Kind(dtype, neutral)
+    outs = [kind if dtype_of(v) in FLOATS else None for v in eqn.outvars]
+    params = eqn.params
+    if known and wide != (dtype == FLOAT32):
+      params = retype(name, params, dtype)
+    self.write(eqn, operands, outs, params, once=once)
+    if dtype == FLOAT32 and known and not wide:
+      self._round(eqn, half)
+    return None
+
+  def _common(
+    self, eqn: JaxprEqn, values: Sequence[Value | None], wide: bool, half: Dtype
+  ) -> tuple[Dtype, bool]:
+    """The dtype of an operation without an opinion, and whether its result is neutral."""
+    halves = decided = False
+    for value in values:
+      if value is not None and value.dtype == FLOAT32:
+        decided = decided or not value.neutral
+      elif value is not None:
+        halves = True
+    if not halves or (wide and decided):
+      return FLOAT32, not decided
+    wanted = 0
+    for var in eqn.outvars:
+      wanted |= self.wanted.get(var, 0)
+    # What is read in float32 anyway is computed in it, like the difference that exp reads.
+    lift = self._is_full(wanted) and eqn.primitive.name not in _EXACT
+    return (FLOAT32 if lift else half), False
+
+  def _is_full(self, wanted: int) -> bool:
+    """Whether all readers are float32; where all else is to stay, with nothing between."""
+    return (wanted & ~BEHIND if self.settings.lower else wanted) == FULL
+
+  def _round(self, eqn: JaxprEqn, half: Dtype) -> None:
+    """Takes float32 results of half operands back to half, but for readers that are float32 too."""
+    for var in eqn.outvars:
+      value = self._env.get(var)
+      if value is not None and value.dtype == FLOAT32 and not self._is_full(value.wanted):
+        rounded = Value(self.view(value, half, eqn), half, scope=value.scope, wanted=value.wanted)
+        rounded.views = {FLOAT32: value.atom}
+        self._env[var] = rounded
+
+  def _each_for_itself(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> None:
+    """Writes an operation whose results are its operands, moved: each keeps its own dtype."""
+    operands: list[Any] = []
+    kinds: list[Kind | None] = []
+    for atom, value, var in zip(eqn.invars, values, eqn.outvars, strict=True):
+      operands.append(atom if value is None else self.view(value, value.dtype, eqn))
+      kinds.append(value.kind if value is not None and dtype_of(var) in FLOATS else None)
+    self.write(eqn, operands, kinds, once=all(v is None or v.once for v in values))
+
+  def _convert(self, eqn: JaxprEqn, scope: Scope, half: Dtype) -> None:
+    """Writes a cast of the user's, or of the rules of promotion; none to a dtype that is there."""
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    target = eqn.params["new_dtype"]
+    value = self.read(atom, eqn, scope, half)
+    if value is None or target not in FLOATS:
+      # An integer or a mask that becomes a number does not decide the dtype of what it meets.
+      operand = atom if value is None else self.view(value, value.dtype, eqn)
+      return self.write(eqn, [operand], [self.kind_of(var, neutral=target == FLOAT32)])
+    if dtype_of(atom) == target:  # Only the weak type goes.
+      value.wanted |= self.wanted.get(var, 0)
+      self._env[var] = value
+      return None
+    made = Value(
+      value.atom,
+      target,
+      neutral=value.neutral and target == FLOAT32,
+      scope=scope,
+      wanted=self.wanted.get(var, 0),
+      once=value.once,
+      held=value.held,
+    )
+    if target != FLOAT32 or FLOAT32 in (value.views or ()):
+      # To half it is rounded here, whoever reads it; to float32 only where float32 is read.
+      made.atom, made.held = self.view(value, target, eqn), target
+    self._env[var] = made
+    return None

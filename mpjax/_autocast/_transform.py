@@ -1,0 +1,210 @@
+"""`autocast`: mixed precision for any JAX function, by lists of operations."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
+
+from mpjax._autocast._bodies import rewrite
+from mpjax._autocast._call import run
+from mpjax._autocast._scopes import check_rules_match
+from mpjax._autocast._values import FLOAT32, FLOATS, HALVES, Kind, Settings, dtype_of
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._op_lists import OpLists
+from mpjax._policy import Policy, PolicyLike
+from mpjax._rules import Rule, parse_rules
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def autocast(
+  fn: Callable[P, R],
+  policy: PolicyLike = "mixed_bfloat16",
+  *,
+  ops: OpLists | None = None,
+  rules: Iterable[Rule] = (),
+) -> Callable[P, R]:
+  """Returns a function that computes what `fn` does, with a dtype chosen for each operation.
+
+  `fn` is traced as it is, in float32, and its program is rewritten: matrix products and
+  convolutions run in half, exponentials, logarithms, sums and losses in float32, and what lies
+  between in the widest dtype of its operands (`mpjax.OpLists`, docs/op_lists.md). Arguments,
+  constants and literals do not count there, so that a float32 bias does not widen its layer.
+  Results have the dtypes that `fn` gives them. All of JAX may be used inside and around:
+  `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
+
+  Parameters are cast where they are used, and their gradients added in float32. A float32 value
+  that leaves the `jax.named_scope` that made it, on its way to a product, is handed on in half;
+  each module of Flax is such a scope. The programs inside of `jit`, `scan`, `cond`, `remat`,
+  `custom_vjp`, `shard_map` and so on are rewritten as well. A loop keeps its state in float32 if it
+  starts in float32. Casts to half in `fn`, `precision="highest"`, integers, complex numbers,
+  float64 and random keys stay as they are.
+
+  Args:
+    fn: a function of trees of arrays. What is no array (strings, Python numbers, functions) is
+      handed to it as it is. It must not change its arguments in place.
+    policy: of which only `compute_dtype` counts: parameters are yours to store, and results keep
+      their dtypes. In float32 `fn` itself is returned.
+    ops: the lists, an edited `OpLists()`; None for the standard.
+    rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path. The names
+      are those of a profile: the class of a Flax model comes first, so write "**/head". The
+      innermost scope that a rule matches decides, and there the first rule. None or a float32
+      policy leaves everything inside as it was traced.
+
+  Returns:
+    A function with the signature of `fn`. Like `fn`, it can be jitted, differentiated, mapped,
+    sharded and exported.
+
+  Raises:
+    MpjaxTypeError: an argument has the wrong type; when called: `fn` changed an argument.
+    MpjaxValueError: the policy, or that of a rule, computes in neither float32 nor half, or a rule
+      has something else than a path.
+    UnmatchedRuleError: when called: no scope has the path of a rule.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> def loss_fn(w, x):
+  ...   return jnp.mean(jax.nn.softmax(x @ w) ** 2)
+  >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
+  >>> for eqn in jax.make_jaxpr(mpjax.autocast(lambda w, x: jnp.exp(x @ w)))(w, x).eqns:
+  ...   print(eqn.primitive, eqn.outvars[0].aval.dtype)
+  convert_element_type bfloat16
+  convert_element_type bfloat16
+  dot_general bfloat16
+  convert_element_type float32
+  exp float32
+  >>> loss, grads = jax.value_and_grad(mpjax.autocast(loss_fn))(w, x)
+  >>> loss.dtype, grads.dtype
+  (dtype('float32'), dtype('float32'))
+  """
+  settings = _settings(fn, policy, ops, rules)
+  dtypes = [settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy)]
+  if all(dtype == FLOAT32 for dtype in dtypes):
+    return fn
+  return with_settings(fn, settings, "mpjax.autocast(fn)")
+
+
+def _settings(fn: Any, policy: PolicyLike, ops: Any, rules: Iterable[Rule]) -> Settings:
+  if not callable(fn):
+    expected, fix = "a function", 'Write mpjax.autocast(fn, "mixed_bfloat16").'
+    where = "mpjax.autocast(fn)"
+    raise MpjaxTypeError(message(where, expected=expected, got=repr(fn), fix=fix))
+  if ops is not None and not isinstance(ops, OpLists):
+    fix = 'Write ops=mpjax.OpLists().with_(float32=["tanh"]).'
+    where = "mpjax.autocast(ops=...)"
+    raise MpjaxTypeError(message(where, expected="an mpjax.OpLists", got=repr(ops), fix=fix))
+  given = parse_rules(rules, "mpjax.autocast(rules=...)")
+  for rule in given:
+    if rule.path is None:
+      raise MpjaxValueError(
+        message(
+          "mpjax.autocast(rules=...)",
+          expected="rules with path=",
+          got=repr(rule),
+          fix="A traced function has no modules, only named scopes: see jax.named_scope. For rules "
+          "by class or instance put a policy on the model with mpjax.linen.with_policy.",
+        )
+      )
+  parsed = Policy.parse(policy)
+  for one, where in [(parsed, "policy"), *((r.policy, "rules=...") for r in given)]:
+    if one is not None and one.compute_dtype not in FLOATS:
+      raise MpjaxValueError(
+        message(
+          f"mpjax.autocast({where})",
+          expected="a policy that computes in bfloat16, float16 or float32",
+          got=str(one),
+          fix="Operations in other dtypes are left as they are; no policy is needed for them.",
+        )
+      )
+  return Settings(compute=parsed.compute_dtype, ops=OpLists() if ops is None else ops, rules=given)
+
+
+def with_settings(fn: Callable[..., R], settings: Settings, where: str) -> Callable[..., R]:
+  """Returns `fn`, traced and rewritten at each call.
+
+  Args:
+    fn: a function of trees of arrays.
+    settings: how to rewrite.
+    where: the public call, for errors.
+  """
+
+  @functools.wraps(fn)
+  def wrapped(*args: Any, **kwargs: Any) -> R:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
+    results: list[Any] = []
+
+    def flat(*traced: Any) -> list[Any]:
+      given = dict(zip(arrays, traced, strict=True))
+      call: Any = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+      outs, out_tree = jax.tree.flatten(fn(*call[0], **call[1]))
+      _check_unchanged(call, len(leaves), given, where)
+      computed = {i: x for i, x in enumerate(outs) if isinstance(x, jax.Array)}
+      # A tracer of the trace that is over may not be kept.
+      rest = [None if i in computed else x for i, x in enumerate(outs)]
+      results.append((rest, out_tree, list(computed)))
+      return list(computed.values())
+
+    given = (leaves[i] for i in arrays)
+    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in given]
+    program = jax.make_jaxpr(flat)(*operands)
+    outs, out_tree, computed = results.pop()
+    name = getattr(fn, "__name__", type(fn).__name__)
+    found = run(rewritten(program, settings, where), program.consts, operands, name)
+    for i, x in zip(computed, found, strict=True):
+      outs[i] = x
+    return jax.tree.unflatten(out_tree, outs)
+
+  return wrapped
+
+
+def _is_array(x: Any) -> bool:
+  """Whether a leaf is traced. A Python number is not: `fn` may use it as a shape or a flag."""
+  if isinstance(x, (np.ndarray, np.generic)):
+    return np.issubdtype(x.dtype, np.number) or x.dtype == bool or x.dtype in HALVES
+  return isinstance(x, jax.Array)
+
+
+def _check_unchanged(call: Any, count: int, given: Mapping[int, Any], where: str) -> None:
+  """Raises if `fn` changed an argument, a mutable tree: it had a copy, and loses the change."""
+  now = jax.tree.leaves(call)
+  same = len(now) == count and all(now[i] is x for i, x in given.items())
+  if not same:
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="a function that returns what it computes",
+        got="one that changed an argument in place, which would be lost",
+        fix="Return the new values. With flax.nnx, split the model outside and merge it inside: "
+        "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
+      )
+    )
+
+
+def rewritten(program: ClosedJaxpr, settings: Settings, where: str) -> Any:
+  """Returns a whole program rewritten: its arguments and results have the dtypes that they had."""
+  jaxpr = program.jaxpr
+  if settings.rules:
+    check_rules_match(jaxpr, settings.rules, where)
+  ours = FLOATS if settings.lower else HALVES
+  dtypes = [[dtype_of(v) for v in each] for each in (jaxpr.invars, jaxpr.outvars)]
+  ins = tuple(Kind(d, settings.lower) if d in ours else None for d in dtypes[0])
+  outs = [d if d in ours else None for d in dtypes[1]]
+  once = not any(isinstance(c, Tracer) for c in program.consts)
+  return rewrite(jaxpr, ins, outs, (0,) * len(outs), settings, (), once=once).jaxpr
+
+
+def float32_operations(fn: Callable[..., R], ops: OpLists, where: str) -> Callable[..., R]:
+  """Returns `fn` with what it does in half of the float32 list done in float32, and all else as is.
+
+  Args:
+    fn: a function of trees of arrays.
+    ops: the lists.
+    where: the public call, for errors.
+  """
+  return with_settings(fn, Settings(compute=np.dtype("float16"), ops=ops, lower=False), where)

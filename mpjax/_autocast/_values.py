@@ -1,0 +1,130 @@
+"""What autocast knows of a value while it rewrites a program."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal, Var
+
+from mpjax._op_lists import OpLists
+from mpjax._rules import Rule
+
+FLOAT32 = np.dtype("float32")
+
+HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
+
+FLOATS = HALVES | {FLOAT32}
+
+Dtype: TypeAlias = np.dtype[Any]
+
+Scope = tuple[str, ...]
+"""The names of `jax.named_scope`s, the outermost first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """What was asked for; part of the key under which a rewritten program is kept.
+
+  Fields:
+    compute: the dtype that float32 gives way to where no rule says something else. Float32 itself
+      leaves everything as it is there.
+    ops: the lists.
+    rules: tried in order against scopes; the policy of the first that matches is in force there.
+    lower: float32 values are taken to half. If not, half operations of the float32 list are done in
+      float32, and all else is left as it is.
+  """
+
+  compute: Dtype
+  ops: OpLists
+  rules: tuple[Rule, ...] = ()
+  lower: bool = True
+
+
+class Kind(NamedTuple):
+  """How a value comes into a program, or leaves it.
+
+  Fields:
+    dtype: the dtype it has.
+    neutral: it was made from inputs, constants and literals alone, by operations that have no
+      opinion: it takes the dtype of what it meets.
+  """
+
+  dtype: Dtype
+  neutral: bool = False
+
+
+class Value:
+  """A floating value of the program being written.
+
+  Fields:
+    atom: the variable or literal that holds it.
+    held: the dtype of `atom`.
+    dtype: the dtype in which it counts where operands decide; a cast to it may still be to come.
+    neutral: as in `Kind`.
+    scope: where it was made; None for what came in from outside.
+    wanted: what its readers are, see `demands`.
+    once: casts are made once for all readers. Not so for a parameter, whose gradients, one from
+      each cast, are then added in float32.
+    views: variables that hold it in other dtypes.
+  """
+
+  __slots__ = ("atom", "dtype", "held", "neutral", "once", "scope", "views", "wanted")
+
+  def __init__(
+    self,
+    atom: Any,
+    dtype: Dtype,
+    neutral: bool = False,
+    scope: Scope | None = None,
+    wanted: int = 0,
+    once: bool = True,
+    held: Dtype | None = None,
+  ) -> None:
+    self.atom = atom
+    self.held = dtype if held is None else held
+    self.dtype = dtype
+    self.neutral = neutral
+    self.scope = scope
+    self.wanted = wanted
+    self.once = once
+    self.views: dict[Dtype, Any] | None = None  # Most never need one.
+
+  @property
+  def kind(self) -> Kind:
+    return Kind(self.dtype, self.neutral)
+
+
+def dtype_of(atom: Any) -> Any:
+  """Returns the dtype of a variable or literal; None for tokens and the like."""
+  return getattr(atom.aval, "dtype", None)
+
+
+def retyped(var: Any, dtype: Dtype) -> Var:
+  """Returns a new variable like `var` of another dtype."""
+  return Var(_retyped(var.aval, dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _retyped(aval: Any, dtype: Dtype) -> Any:
+  return aval.update(dtype=dtype, weak_type=False)
+
+
+def survives(number: Any, dtype: Dtype) -> bool:
+  """Whether a number is still one of its size in a half type: not inf, not zero or subnormal."""
+  size = abs(float(number))
+  if size == 0 or not np.isfinite(size):
+    return True
+  limits = jnp.finfo(dtype)
+  return float(limits.tiny) <= size <= float(limits.max)
+
+
+def literal_value(literal: Literal, half: Dtype) -> Value:
+  """Returns the value of a float32 literal: neutral if it survives in `half`."""
+  return Value(literal, FLOAT32, neutral=survives(literal.val, half))
+
+
+def literal_as(literal: Literal, dtype: Dtype) -> Literal:
+  aval: Any = literal.aval
+  return Literal(np.asarray(literal.val, dtype), aval.update(dtype=dtype, weak_type=False))

@@ -1,0 +1,21 @@
+"""What depends on the version of JAX: names of things that it shows but does not promise."""
+
+import contextlib
+from typing import Any
+
+from jax.core import Tracer
+
+
+def is_in_program(x: Any) -> bool:
+  """Whether a value stands for one of a program that JAX is tracing at this moment.
+
+  False for a concrete value, and for one that is being differentiated or batched. Should JAX
+  rename its class, nothing is ever found to be in a program, which costs time and nothing else.
+  """
+  return isinstance(x, Tracer) and type(x).__name__ == "DynamicJaxprTracer"
+
+
+def context_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+  """Returns the context in which an equation was traced: its mesh and what `with` blocks set."""
+  context = getattr(eqn, "ctx", None)
+  return contextlib.nullcontext() if context is None else context.manager

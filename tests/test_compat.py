@@ -1,0 +1,40 @@
+"""What depends on the version of JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax import _compat
+
+
+@pytest.mark.parametrize(
+  ("under", "expected"),
+  [(jax.make_jaxpr, True), (jax.jit, True), (jax.vmap, False), (jax.grad, False)],
+  ids=["make_jaxpr", "jit", "vmap", "grad"],
+)
+def test_is_in_program(under, expected):
+  seen = []
+
+  def fn(x):
+    seen.append(_compat.is_in_program(x))
+    return jnp.sum(x)
+
+  under(fn)(jnp.ones(()) if under is jax.grad else jnp.ones(2))
+  assert seen == [expected]
+
+
+@pytest.mark.parametrize("x", [1.0, np.ones(2), jnp.ones(2)], ids=["number", "numpy", "jax"])
+def test_a_concrete_value_is_in_no_program(x):
+  assert not _compat.is_in_program(x)
+
+
+def test_context_of_has_the_mesh_of_the_equation(devices):
+  mesh = jax.sharding.Mesh(np.asarray(devices), ("d",))
+  with jax.set_mesh(mesh):
+    program = jax.make_jaxpr(lambda x: x + 1)(jnp.ones(2))
+  assert jax.sharding.get_abstract_mesh().empty
+  with _compat.context_of(program.eqns[-1]):
+    assert jax.sharding.get_abstract_mesh().axis_names == ("d",)
+  with _compat.context_of(object()):
+    assert jax.sharding.get_abstract_mesh().empty
