@@ -1,0 +1,218 @@
+"""One call of each primitive that autocast has an opinion of, by the name that jaxprs print.
+
+A call is a function of float32 arrays, made with what JAX exports. Values are such that nothing
+overflows or is undefined, before and after rounding to half.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.shard_alike import shard_alike
+from jax.sharding import AxisType
+
+
+class Sample(NamedTuple):
+  """One call.
+
+  Fields:
+    fun: a function of `args`, in any one floating type.
+    args: float32 arrays.
+    smooth: the positions of the arguments that JAX can differentiate; None for all.
+  """
+
+  fun: Callable[..., Any]
+  args: tuple[Any, ...]
+  smooth: tuple[int, ...] | None = None
+
+
+def unit(*shape: int, seed: int = 0) -> Any:
+  """Returns float32 numbers between 0.1 and 0.9, nearly all of which a half type must round."""
+  return np.random.default_rng(seed).uniform(0.1, 0.9, shape).astype(np.float32)
+
+
+def _elementwise(fun: Callable[..., Any], *offsets: float, smooth: Any = None) -> Sample:
+  offsets = offsets or (0.0,)
+  args = tuple(unit(3, 4, seed=i) + np.float32(offset) for i, offset in enumerate(offsets))
+  return Sample(fun, args, smooth)
+
+
+def _on_two_devices(fun: Any, ins: Any, outs: Any, **options: Any) -> Any:
+  def both(*args):
+    devices = jax.devices("cpu")[:2]
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=devices)
+    return jax.shard_map(fun, mesh=mesh, in_specs=ins, out_specs=outs, **options)(*args)
+
+  return both
+
+
+_ROWS, _ALL = jax.P("data"), jax.P()
+
+# Half.
+
+
+def _convolve(x: Any, kernel: Any) -> Any:
+  return lax.conv_general_dilated(
+    x, kernel, (2, 1), "SAME", rhs_dilation=(1, 2), dimension_numbers=("NHWC", "HWIO", "NHWC")
+  )
+
+
+def _ragged(x: Any, w: Any) -> Any:
+  return lax.ragged_dot(x, w, jnp.asarray([2, 0, 3], jnp.int32))
+
+
+HALF: dict[str, Sample] = {
+  "dot_general": Sample(
+    lambda x, y: lax.dot_general(x, y, (((1,), (2,)), ((0,), (0,)))), (unit(2, 5, 3), unit(2, 4, 5))
+  ),
+  "conv_general_dilated": Sample(_convolve, (unit(2, 5, 6, 3), unit(3, 2, 3, 4, seed=1))),
+  "ragged_dot_general": Sample(_ragged, (unit(5, 4), unit(3, 4, 2, seed=1))),
+}
+
+# Float32.
+
+
+def _scatter(kind: str) -> Sample:
+  places = jnp.asarray([[1], [3], [1]], jnp.int32)
+  numbers = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+
+  def fun(buffer, updates):
+    unique = {"unique_indices": True} if kind == "scatter_mul" else {}
+    at = places[:2] if unique else places
+    return getattr(lax, kind)(buffer, at, updates[: len(at)], numbers, **unique)
+
+  return Sample(fun, (unit(4, 3), unit(3, 3, seed=1)))
+
+
+def _max_pool_gradient(grads: Any, x: Any) -> Any:
+  def pool(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID")
+
+  return jax.vjp(pool, x)[1](grads)[0]
+
+
+def _sum_of_gradients(a: Any, b: Any) -> Any:
+  return jax.vjp(lambda x: (x, x), jnp.zeros_like(a))[1]((a, b))[0]
+
+
+def _unreduced_sum(x: Any) -> Any:
+  _, pull = jax.vjp(lambda w: lax.pcast(w, "data", to="reduced"), jnp.zeros(x.shape, x.dtype))
+  return pull(lax.pcast(x, "data", to="unreduced"))[0]
+
+
+def _unreduced_scatter(x: Any) -> Any:
+  def gather(w):
+    return lax.all_gather(w, "data", tiled=True, to="reduced")
+
+  half = lax.pcast(jnp.zeros((x.shape[0] // 2, *x.shape[1:]), x.dtype), "data", to="varying")
+  return jax.vjp(gather, half)[1](lax.pcast(x, "data", to="unreduced"))[0]
+
+
+FLOAT32: dict[str, Sample] = {
+  "acos": _elementwise(lax.acos),
+  "acosh": _elementwise(lax.acosh, 1.0),
+  "add_any": _elementwise(_sum_of_gradients, 0.0, 0.0),
+  "asin": _elementwise(lax.asin),
+  "atanh": _elementwise(lax.atanh),
+  "bessel_i0e": _elementwise(lax.bessel_i0e),
+  "bessel_i1e": _elementwise(lax.bessel_i1e),
+  "cos": _elementwise(lax.cos),
+  "cosh": _elementwise(lax.cosh),
+  "cumlogsumexp": _elementwise(lambda x: lax.cumlogsumexp(x, 1)),
+  "cumprod": _elementwise(lambda x: lax.cumprod(x, 1)),
+  "cumsum": _elementwise(lambda x: lax.cumsum(x, 1, reverse=True)),
+  "digamma": _elementwise(lax.digamma, 1.0),
+  "erf_inv": _elementwise(lax.erf_inv),
+  "exp": _elementwise(lax.exp),
+  "exp2": _elementwise(lax.exp2),
+  "expm1": _elementwise(lax.expm1),
+  "igamma": _elementwise(lax.igamma, 1.0, 0.0),
+  "igamma_grad_a": _elementwise(lax.igamma_grad_a, 1.0, 0.0, smooth=()),
+  "igammac": _elementwise(lax.igammac, 1.0, 0.0),
+  "lgamma": _elementwise(lax.lgamma, 1.0),
+  "log": _elementwise(lax.log),
+  "log1p": _elementwise(lax.log1p),
+  "polygamma": Sample(lax.polygamma, (np.ones((3, 4), np.float32), 1 + unit(3, 4)), smooth=(1,)),
+  "pow": _elementwise(lax.pow, 0.0, 1.0),
+  "psum": Sample(
+    _on_two_devices(lambda x: lax.psum(x, "data"), _ROWS, _ALL, check_vma=False), (unit(4, 3),)
+  ),
+  "psum_invariant": Sample(
+    _on_two_devices(lambda x: lax.psum(x, "data"), _ROWS, _ALL), (unit(4, 3),)
+  ),
+  "reduce_prod": _elementwise(lambda x: lax.reduce_prod(x, (1,))),
+  "reduce_scatter": Sample(
+    _on_two_devices(lambda x: lax.psum_scatter(x, "data", tiled=True), _ROWS, _ROWS), (unit(4, 3),)
+  ),
+  "reduce_sum": _elementwise(lambda x: lax.reduce_sum(x, (0,))),
+  "reduce_window_sum": _elementwise(
+    lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 2), (1, 1), "SAME")
+  ),
+  "regularized_incomplete_beta": _elementwise(lax.betainc, 1.0, 1.0, 0.0, smooth=(2,)),
+  "rsqrt": _elementwise(lax.rsqrt),
+  "scatter-add": _scatter("scatter_add"),
+  "scatter-mul": _scatter("scatter_mul"),
+  "scatter-sub": _scatter("scatter_sub"),
+  "select_and_scatter_add": Sample(
+    _max_pool_gradient, (unit(2, 3), unit(4, 6, seed=1)), smooth=(0,)
+  ),
+  "sin": _elementwise(lax.sin),
+  "sinh": _elementwise(lax.sinh),
+  "tan": _elementwise(lax.tan),
+  "unreduced_psum": Sample(_on_two_devices(_unreduced_sum, _ROWS, _ALL), (unit(4, 3),), smooth=()),
+  "unreduced_reduce_scatter": Sample(
+    _on_two_devices(_unreduced_scatter, _ROWS, _ROWS), (unit(4, 3),), smooth=()
+  ),
+  "zeta": _elementwise(lax.zeta, 2.0, 1.0, smooth=()),
+}
+
+# Promote: two operands or more.
+
+
+def _primitive(name: str) -> Any:
+  return getattr(jax.extend.core.primitives, f"{name}_p").bind
+
+
+PROMOTE: dict[str, Sample] = {
+  "add": _elementwise(lax.add, 0.0, 0.0),
+  "atan2": _elementwise(lax.atan2, 0.0, 0.0),
+  "clamp": _elementwise(lax.clamp, 0.0, 0.2, 0.4),
+  "concatenate": _elementwise(lambda x, y: lax.concatenate([x, y], 1), 0.0, 0.0),
+  "device_put": _elementwise(lambda x, y: jax.device_put((x, y)), 0.0, 0.0),
+  "div": _elementwise(lax.div, 0.0, 0.0),
+  "eq": _elementwise(lax.eq, 0.0, 0.0, smooth=()),
+  "eq_to": _elementwise(_primitive("eq_to"), 0.0, 0.0, smooth=()),
+  "ge": _elementwise(lax.ge, 0.0, 0.0, smooth=()),
+  "gt": _elementwise(lax.gt, 0.0, 0.0, smooth=()),
+  "le": _elementwise(lax.le, 0.0, 0.0, smooth=()),
+  "le_to": _elementwise(_primitive("le_to"), 0.0, 0.0, smooth=()),
+  "lt": _elementwise(lax.lt, 0.0, 0.0, smooth=()),
+  "lt_to": _elementwise(_primitive("lt_to"), 0.0, 0.0, smooth=()),
+  "max": _elementwise(lax.max, 0.0, 0.0),
+  "min": _elementwise(lax.min, 0.0, 0.0),
+  "mul": _elementwise(lax.mul, 0.0, 0.0),
+  "ne": _elementwise(lax.ne, 0.0, 0.0, smooth=()),
+  "optimization_barrier": _elementwise(lambda x, y: lax.optimization_barrier((x, y)), 0.0, 0.0),
+  "pad": Sample(lambda x, fill: lax.pad(x, fill, ((1, 1, 0), (0, 2, 1))), (unit(3, 4), unit())),
+  "rem": _elementwise(lax.rem, 1.0, 0.0),
+  "select_n": _elementwise(
+    lambda x, y: lax.select_n(jnp.asarray(np.eye(3, 4, dtype=bool)), x, y), 0.0, 0.0
+  ),
+  "shard_alike": _elementwise(lambda x, y: shard_alike(x, y), 0.0, 0.0),
+  "sort": _elementwise(lambda x, y: lax.sort((x, y), num_keys=1), 0.0, 0.0),
+  "stack": _elementwise(lambda x, y: lax.stack([x, y]), 0.0, 0.0),
+  "sub": _elementwise(lax.sub, 0.0, 0.0),
+}
+
+NO_SAMPLE = {
+  "ragged_all_to_all": "has no implementation on CPU devices",
+  "tie": "is made by no function that JAX exports",
+}
+"""Primitives that promote and cannot be called here, and why."""
+
+PASSED_ON = ("device_put", "optimization_barrier", "shard_alike", "sort")
+"""Primitives that promote nothing, since each operand comes out as itself."""
