@@ -76,6 +76,63 @@ def test_full_precision_does_nothing_without_a_policy():
   assert ours == theirs
 
 
+# What each kind of layer runs in.
+
+
+def mean_squared_error(x):
+  return jnp.mean((x - 1.0) ** 2)
+
+
+LAYERS = {
+  # name: a layer of one array, the primitive that does the work, and its dtype behind a product
+  "linear": (lambda x: x @ W.astype(x.dtype), "dot_general", "half"),
+  "convolution": (
+    lambda x: jax.lax.conv_general_dilated(x[None], W[:3, :3, None].astype(x.dtype), (1,), "SAME"),
+    "conv_general_dilated",
+    "half",
+  ),
+  "softmax": (jax.nn.softmax, "exp", "float32"),
+  "log softmax": (jax.nn.log_softmax, "log", "float32"),
+  "normalisation": (jax.nn.standardize, "rsqrt", "float32"),
+  "mean squared error": (mean_squared_error, "reduce_sum", "float32"),
+  "power": (lambda x: jnp.abs(x) ** 1.5, "pow", "float32"),
+  "sum": (jnp.sum, "reduce_sum", "float32"),
+  "relu": (jax.nn.relu, "max", "half"),
+  "tanh": (jnp.tanh, "tanh", "half"),
+}
+
+
+@pytest.mark.case("A77")
+@BOTH
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_kind_of_layer_runs_in_its_type(name, half):
+  layer, primitive, dtype = LAYERS[name]
+  program = jaxpr(lambda x, w: layer(x @ w), X, W, half=half)
+  wanted = half if dtype == "half" else dtype
+  assert set(results(program, primitive)) == {wanted}
+
+
+@pytest.mark.case("A77")
+@BOTH
+@pytest.mark.parametrize("name", ["relu", "tanh"])
+def test_an_activation_follows_its_input(name, half):
+  layer, primitive, _ = LAYERS[name]
+  program = jaxpr(lambda x, w: layer(widened(x)) @ w, X, W, half=half)
+  assert results(program, primitive) == ["float32"]
+
+
+@pytest.mark.case("A77")
+@BOTH
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_gradient_of_an_input_has_the_dtype_of_the_input(name, half):
+  def loss(x):
+    return jnp.sum(mpjax.autocast(LAYERS[name][0], half)(x).astype(jnp.float32))
+
+  for dtype in ("float32", half):
+    x = jax.ShapeDtypeStruct(X.shape, dtype)
+    assert jax.eval_shape(jax.grad(loss), x).dtype == dtype
+
+
 # Types that meet.
 
 
@@ -427,13 +484,6 @@ def double(x_ref, y_ref):
   y_ref[...] = x_ref[...] + x_ref[...]
 
 
-@jax.custom_batching.custom_vmap
-def ruled(x, w):
-  return x @ w
-
-
-ruled.def_vmap(lambda size, batched, x, w: (jnp.einsum("bij,jk->bik", x, w), True))
-
 CALLS = {
   "jit": lambda x, w: jax.jit(jnp.matmul)(x, w),
   "remat2": lambda x, w: jax.checkpoint(jnp.matmul)(x, w),
@@ -451,7 +501,6 @@ CALLS = {
 }
 
 LEFT = {
-  "custom_vmap_call": ruled,
   "composite": lambda x, w: jax.lax.composite(jnp.matmul, "mine.matmul")(x, w),
   "custom_linear_solve": lambda x, w: jax.lax.custom_linear_solve(
     lambda v: v @ (w @ w.T + jnp.eye(4)), x[0], lambda _, b: b, symmetric=True
