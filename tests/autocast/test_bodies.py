@@ -1,0 +1,603 @@
+"""Programs inside of programs: the dtypes that they are handed, and those that they hand on."""
+
+import collections
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+
+import mpjax
+from tests import programs
+
+BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+
+W = jnp.eye(3)
+X = jnp.arange(6.0).reshape(2, 3)
+
+
+def cast(fun, *args, half="bfloat16"):
+  """Returns the jaxpr of `fun` under autocast."""
+  return jax.make_jaxpr(mpjax.autocast(fun, half))(*args)
+
+
+def find(program, name):
+  """Returns the equations of one name, in all bodies."""
+  found = [eqn for eqn in program.eqns if eqn.primitive.name == name]
+  for eqn in program.eqns:
+    for body in programs.inner_jaxprs(eqn.params):
+      found += find(body, name)
+  return found
+
+
+def one(program, name):
+  (eqn,) = find(program, name)
+  return eqn
+
+
+def dtypes(variables):
+  return [str(v.aval.dtype) for v in variables]
+
+
+def products(program):
+  return {t for p in programs.products(program) for t in (*p.dtypes, p.result.partition("[")[0])}
+
+
+def same(fun, *args):
+  """Asserts equal values and dtypes with and without autocast, for numbers that half types hold."""
+  ours, theirs = programs.run(mpjax.autocast(fun), *args), programs.run(fun, *args)
+  assert programs.bits(ours) == programs.bits(theirs)
+
+
+# Bodies that run once.
+
+
+def test_jit_takes_and_gives_half():
+  @jax.jit
+  def inner(y, w):
+    return jnp.tanh(y @ w)
+
+  def fun(w, x):
+    return inner(x @ w, w) @ w
+
+  program = cast(fun, W, X)
+  eqn = one(program, "jit")
+  assert dtypes(eqn.invars) == ["bfloat16", "float32"]
+  assert dtypes(eqn.outvars) == ["bfloat16"]
+  assert eqn.params["name"] == "inner"
+  assert products(program) == {"bfloat16"}
+
+
+def test_parameters_of_jit_stay_what_they_are():
+  inner = jax.jit(lambda x, w, unused: x @ w, keep_unused=True)
+
+  def fun(w, x):
+    return inner(x, w, x)
+
+  plain, ours = (one(p, "jit").params for p in (jax.make_jaxpr(fun)(W, X), cast(fun, W, X)))
+  assert plain["keep_unused"]
+  assert {**ours, "jaxpr": None} == {**plain, "jaxpr": None}
+  assert len(ours["jaxpr"].jaxpr.invars) == 3
+
+
+def test_a_donated_argument_is_handed_over_in_its_own_type():
+  inner = jax.jit(lambda y, w: (y * 2, y @ w), donate_argnums=0)
+
+  def fun(w, x):
+    return inner(x @ w, w)
+
+  eqn = one(cast(fun, W, X), "jit")
+  assert dtypes(eqn.invars) == ["float32", "float32"]
+  assert eqn.params["donated_invars"] == (True, False)
+  mine = X + 0
+  total = mpjax.autocast(inner)(mine, W)[0]
+  np.testing.assert_array_equal(total, 2 * np.asarray(X))
+  assert mine.is_deleted()
+
+
+def test_what_jit_returns_of_parameters_alone_stays_exact():
+  bias = jax.jit(lambda b: b[None] * 1.0)
+
+  def fun(w, x, b):
+    return x @ w + bias(b), bias(b)
+
+  program = cast(fun, W, X, jnp.ones(3))
+  assert {t for e in find(program, "jit") for t in dtypes(e.outvars)} == {"float32"}
+  assert dtypes(one(program, "add").invars) == ["bfloat16"] * 2, "it decides nothing outside"
+
+
+def test_a_program_in_jit_knows_who_reads_its_results():
+  @jax.jit
+  def twice(y):
+    return y + y
+
+  assert dtypes(one(cast(lambda w, x: jnp.exp(twice(x @ w)), W, X), "add").outvars) == ["float32"]
+  assert dtypes(one(cast(lambda w, x: twice(x @ w) @ w, W, X), "add").outvars) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", None])
+def test_checkpoint_keeps_its_policy(policy):
+  policy = policy and getattr(jax.checkpoint_policies, policy)
+
+  def fun(w, x):
+    return jax.checkpoint(lambda y: jnp.sin(y @ w), policy=policy, prevent_cse=False)(x).sum()
+
+  eqn = one(cast(fun, W, X), "remat2")
+  assert eqn.params["policy"] is policy
+  assert not eqn.params["prevent_cse"]
+  assert not eqn.params["differentiated"]
+  program = jax.make_jaxpr(jax.grad(mpjax.autocast(fun)))(W, X)
+  assert products(program) == {"bfloat16"}
+  again = one(program, "remat2")
+  assert again.params["differentiated"]
+  # With dots_saveable the product is not there again, but for the gradient.
+  assert len(programs.products(program)) == {jax.checkpoint_policies.dots_saveable: 2}.get(
+    policy, 3
+  )
+
+
+def test_a_name_for_what_is_saved_stays():
+  def fun(w, x):
+    policy = jax.checkpoint_policies.save_only_these_names("logits")
+
+    def inner(x):
+      return jnp.sin(checkpoint_name(x @ w, "logits"))
+
+    return jax.checkpoint(inner, policy=policy)(x).sum()
+
+  program = jax.make_jaxpr(jax.grad(mpjax.autocast(fun)))(W, X)
+  assert len(programs.products(program)) == 2, "the product is saved by its name"
+
+
+# Branches.
+
+
+BRANCHES = {
+  # name: (branches of y, which is half, and w; dtype of the result)
+  "both in half": ((lambda y, w: y @ w, lambda y, w: jnp.tanh(y)), "bfloat16"),
+  "one in float32": ((lambda y, w: y @ w, lambda y, w: jnp.exp(y)), "float32"),
+  "the identity": ((lambda y, w: y @ w, lambda y, w: y), "bfloat16"),
+  "a constant": ((lambda y, w: y @ w, lambda y, w: jnp.zeros((2, 3))), "bfloat16"),
+  "a constant that half has not": (
+    (lambda y, w: y @ w, lambda y, w: jnp.full((2, 3), 3.4e38)),
+    "float32",
+  ),
+  "three": ((lambda y, w: y @ w, lambda y, w: y.sum() * y, lambda y, w: y + 1), "float32"),
+}
+
+
+@pytest.mark.case("B070")
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branches_agree(name):
+  branches, dtype = BRANCHES[name]
+
+  def fun(w, x, which):
+    return lax.switch(which, branches, x @ w, w)
+
+  program = cast(fun, W, X, 1)
+  eqn = one(program, "cond")
+  assert dtypes(eqn.outvars) == [dtype]
+  assert {t for b in eqn.params["branches"] for t in dtypes(b.jaxpr.outvars)} == {dtype}
+  for which in range(len(branches)):
+    want = jax.tree.map(np.asarray, fun(W, X, which))
+    rtol = 1e-2 if name in ("both in half", "one in float32") else 1e-6
+    got = programs.run(mpjax.autocast(fun), W, X, which)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, want, rtol=rtol)
+
+
+def test_each_result_of_a_branch_has_a_type_of_its_own():
+  def fun(w, x, flag):
+    return lax.cond(
+      flag, lambda y: (y @ w, y.sum(), 1, flag), lambda y: (y, y[0, 0], 2, ~flag), x @ w
+    )
+
+  eqn = one(cast(fun, W, X, jnp.asarray(True)), "cond")
+  assert dtypes(eqn.outvars) == ["bfloat16", "float32", "int32", "bool"]
+  same(fun, W, X, jnp.asarray(True))
+  same(fun, W, X, jnp.asarray(False))
+
+
+def test_a_branch_of_parameters_alone_is_exact():
+  def fun(x, flag):
+    return lax.cond(flag, lambda: x * 1.0, lambda: x[::-1])
+
+  program = cast(fun, X, True)
+  assert programs.converts(program) == {}
+  same(fun, X + np.float32(1e-6), True)
+
+
+# Loops.
+
+
+@pytest.mark.case("B051")
+@BOTH
+@pytest.mark.parametrize("loop", ["scan", "fori", "while"])
+def test_a_sum_from_zero_is_exact(loop, half):
+  """Of 5000 products in half: bfloat16 counts to 256, float16 to 2048."""
+  n = 5000
+
+  def fun(x):
+    if loop == "scan":
+      return lax.scan(lambda total, _: (total + x @ x, None), jnp.zeros((1, 1)), None, length=n)[0]
+    if loop == "fori":
+      return lax.fori_loop(0, n, lambda i, total: total + x @ x, jnp.zeros((1, 1)))
+    state = lax.while_loop(
+      lambda s: s[0] < n, lambda s: (s[0] + 1, s[1] + x @ x), (0, jnp.zeros((1, 1)))
+    )
+    return state[1]
+
+  x = jnp.ones((1, 1))
+  assert programs.run(mpjax.autocast(fun, half), x) == n
+  assert products(cast(fun, x, half=half)) == {half}
+
+
+def test_a_sum_beside_a_stream_is_exact_too():
+  def fun(w, x):
+    def step(carry, _):
+      y, total = carry
+      y = y @ w
+      return (y, total + y[0, 1]), y.sum()
+
+    return lax.scan(step, (x @ w, 0.0), None, length=1000)
+
+  eqn = one(cast(fun, W, X), "scan")
+  assert dtypes(eqn.outvars) == ["bfloat16", "float32", "float32"]
+  (_, total), _ = programs.run(mpjax.autocast(fun), W, X)
+  assert total == 1000
+
+
+@pytest.mark.parametrize("loop", ["scan", "fori", "while"])
+def test_a_stream_that_starts_in_half_stays_in_half(loop):
+  def fun(w, x):
+    y = x @ w
+
+    def step(y):
+      return y + jnp.tanh(y @ w)
+
+    if loop == "scan":
+      return lax.scan(lambda y, _: (step(y), None), y, None, length=2)[0]
+    if loop == "fori":
+      return lax.fori_loop(0, jnp.int32(x.shape[0]), lambda i, y: step(y), y)
+    return lax.while_loop(lambda y: y[0, 0] < 1, step, y)
+
+  program = cast(fun, W, X)
+  assert "bfloat16" in dtypes(one(program, "scan" if loop == "scan" else "while").outvars)
+  assert programs.dtypes_of(program, "tanh", "add") <= {"bfloat16", "int32"}
+  # Parameters twice before, in each turn once, and the result.
+  assert programs.converts(program)["bfloat16->float32"] == 1
+
+
+def test_a_stream_that_goes_on_in_float32_is_float32_from_the_start():
+  def fun(w, x):
+    return lax.scan(lambda y, _: (jnp.exp(y @ w), y), x @ w, None, length=2)
+
+  eqn = one(cast(fun, W, X), "scan")
+  assert dtypes(eqn.invars) == ["float32", "float32"]
+  assert dtypes(eqn.outvars) == ["float32", "float32"]
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_what_the_next_turn_reads_in_float32_is_computed_in_it(loop):
+  """The product by 3 is read by nothing here but exp, one turn later."""
+
+  def fun(w, x):
+    def turn(c):
+      return (x @ w) * 3.0, jnp.exp(c)
+
+    if loop == "scan":
+      return lax.scan(lambda c, _: turn(c), x @ w, None, length=2)[1]
+    return lax.while_loop(lambda s: s[1][0, 0] > 2, lambda s: turn(s[0]), (x @ w, x))[1]
+
+  program = cast(fun, W, X)
+  assert programs.dtypes_of(program, "mul") == {"float32"}
+  assert products(program) == {"bfloat16"}
+
+
+def test_types_of_a_carry_that_is_passed_around_settle():
+  """The first becomes float32 at once, the second after a turn, the third after two."""
+
+  def fun(w, x):
+    def turn(carry, _):
+      a, b, _, d = carry
+      return (a.sum() + a, a, b, d @ w), None
+
+    y = x @ w
+    return lax.scan(turn, (y, y, y, y), None, length=2)[0]
+
+  eqn = one(cast(fun, W, X), "scan")
+  assert dtypes(eqn.outvars) == ["float32", "float32", "float32", "bfloat16"]
+  body = eqn.params["jaxpr"].jaxpr
+  assert dtypes(body.outvars) == dtypes(body.invars[-4:])
+
+
+@BOTH
+def test_the_state_of_a_solver_stays_in_float32(half):
+  """Each step is below the last place of a half type: nothing would move there."""
+
+  def fun(w, x):
+    def step(y, _):
+      return y + 2.0**-14 * jnp.tanh(y @ w) * 0 + 2.0**-14, None
+
+    return lax.scan(step, x, None, length=8)[0]
+
+  program = cast(fun, W, X, half=half)
+  assert dtypes(one(program, "scan").outvars) == ["float32"]
+  assert products(program) == {half}
+  x = jnp.ones((2, 3))
+  np.testing.assert_array_equal(programs.run(mpjax.autocast(fun, half), W, x), 1 + 2.0**-11)
+
+
+@pytest.mark.case("B054")
+def test_parameters_of_a_loop_are_cast_inside_so_that_gradients_add_in_float32():
+  """1000 times one, and half types do not count so far."""
+
+  def fun(w, x):
+    return lax.scan(lambda total, _: (total + (x @ w).sum(), None), 0.0, None, length=1000)[0]
+
+  program = cast(fun, W, X)
+  eqn = one(program, "scan")
+  assert {"float32"} == set(dtypes(eqn.invars))
+  x = jnp.asarray([[1.0, 0.0, 0.0]])
+  grad = programs.run(jax.grad(mpjax.autocast(fun)), W, x)
+  np.testing.assert_array_equal(grad, [[1000.0] * 3, [0.0] * 3, [0.0] * 3])
+
+
+def test_layers_stacked_for_a_scan_are_sliced_in_float32_and_used_in_half():
+  def fun(ws, x):
+    return lax.scan(lambda y, w: (y @ w, y), x @ ws[0], ws)
+
+  program = cast(fun, jnp.stack([W, W]), X)
+  eqn = one(program, "scan")
+  assert dtypes(eqn.invars) == ["bfloat16", "float32"]
+  assert dtypes(eqn.outvars) == ["bfloat16", "bfloat16"]
+  assert products(program) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scan_keeps_its_order_length_and_types(reverse):
+  steps = jnp.arange(4)
+  keys = jax.random.split(jax.random.key(0), 4)
+
+  def fun(w, x, steps, keys):
+    def step(carry, xs):
+      count, y = carry
+      i, key, row = xs
+      y = (y @ w) + i.astype("float32")
+      return (count + i, y), (i * 2, jax.random.fold_in(key, 0), y, -row, jnp.exp(row))
+
+    rows = jnp.stack([x[0]] * 4) @ w
+    return lax.scan(step, (0, x @ w), (steps, keys, rows), reverse=reverse, unroll=2)
+
+  eqn = one(cast(fun, W, X, steps, keys), "scan")
+  assert eqn.params["reverse"] == reverse
+  assert (eqn.params["length"], eqn.params["unroll"]) == (4, 2)
+  outs = dtypes(eqn.outvars)
+  assert outs == ["int32", "bfloat16", "int32", "key<fry>", "bfloat16", "bfloat16", "float32"]
+  (count, stream), (twice, folded, each, _, _) = programs.run(
+    mpjax.autocast(fun), W, X, steps, keys
+  )
+  assert count == 6
+  np.testing.assert_array_equal(stream, np.asarray(X) + 6)
+  np.testing.assert_array_equal(twice, [0, 2, 4, 6])
+  want = jax.vmap(lambda key: jax.random.fold_in(key, 0))(keys)
+  np.testing.assert_array_equal(jax.random.key_data(folded), jax.random.key_data(want))
+  order = [6, 6, 5, 3] if reverse else [0, 1, 3, 6]
+  np.testing.assert_array_equal(each, [np.asarray(X) + i for i in order])
+
+
+def test_weak_types_of_a_carry_are_kept():
+  def fun(x):
+    return lax.scan(lambda c, row: (c * 2, row * c), 1.0, x)
+
+  plain, ours = jax.make_jaxpr(fun)(X), cast(fun, X)
+  assert [v.weak_type for v in ours.out_avals] == [v.weak_type for v in plain.out_avals]
+  assert plain.out_avals[0].weak_type
+  same(fun, X)
+
+
+def test_a_while_loop_tests_what_it_carries():
+  def fun(w, x):
+    limit = jnp.exp(x[0, 0])
+
+    def go_on(state):
+      i, y = state
+      return (y.sum() < 100 * limit) & (i < 20)
+
+    return lax.while_loop(go_on, lambda s: (s[0] + 1, s[1] @ (2 * w)), (0, x @ w))
+
+  program = cast(fun, W, X)
+  eqn = one(program, "while")
+  assert dtypes(eqn.outvars) == ["int32", "bfloat16"]
+  assert programs.dtypes_of(program, "reduce_sum") == {"float32"}
+  same(fun, W, X)
+
+
+def test_loops_in_loops():
+  def fun(w, x):
+    def inner(carry, _):
+      y, total = carry
+      return (y @ w, total + 1.0), None
+
+    def outer(carry, _):
+      carry, _ = lax.scan(inner, carry, None, length=20)
+      return lax.fori_loop(0, 20, lambda i, c: inner(c, None)[0], carry), carry[1]
+
+    return lax.scan(outer, (x @ w, 0.0), None, length=20)
+
+  program = cast(fun, W, X)
+  # A fori_loop of known length is a scan, which carries its counter too.
+  kinds = [tuple(t for t in dtypes(e.outvars) if t != "int32") for e in find(program, "scan")]
+  assert sorted(map(len, kinds)) == [2, 2, 3]
+  assert {types[:2] for types in kinds} == {("bfloat16", "float32")}
+  (y, total), _ = programs.run(mpjax.autocast(fun), W, X)
+  assert total == 800
+  np.testing.assert_array_equal(y, X)
+
+
+def test_associative_scan():
+
+  def fun(x):
+    return lax.associative_scan(jnp.maximum, x @ x)
+
+  x = jnp.diag(jnp.arange(5.0))
+  same(fun, x)
+  assert programs.dtypes_of(cast(fun, x), "max") == {"bfloat16"}
+
+
+def test_map():
+  def fun(w, x):
+    return lax.map(lambda row: row @ w, x @ w)
+
+  program = cast(fun, W, X)
+  assert dtypes(one(program, "scan").invars) == ["float32", "bfloat16"]
+  same(fun, W, X)
+
+
+# Devices.
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(devices, check_vma):
+  mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=devices)
+
+  def local(w, x):
+    y = x @ w
+    return y, lax.psum(y.sum(), "d")
+
+  def fun(w, x):
+    return jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(jax.P(), jax.P("d")),
+      out_specs=(jax.P("d"), jax.P()),
+      check_vma=check_vma,
+    )(w, x)
+
+  x = jnp.ones((400, 3))
+  program = cast(fun, W, x)
+  eqn = one(program, "shard_map")
+  assert dtypes(eqn.outvars) == ["bfloat16", "float32"]
+  assert eqn.params["check_vma"] == check_vma
+  sums = [e for n in ("psum", "psum_invariant") for e in find(program, n)]
+  assert {t for e in sums for t in dtypes([*e.invars, *e.outvars])} == {"float32"}
+  y, total = programs.run(mpjax.autocast(fun), W, x)
+  np.testing.assert_array_equal(y, x)
+  assert total == 1200
+
+  grad = programs.run(jax.grad(lambda w: mpjax.autocast(fun)(w, x)[1]), W)
+  np.testing.assert_array_equal(grad, [[400.0] * 3] * 3)
+
+
+# Other bodies.
+
+
+def test_solvers_of_equations_are_left_as_they_were_traced():
+  def solve(a, b):
+    return lax.custom_linear_solve(
+      lambda v: a @ v, b, solve=lambda matvec, b: b / jnp.diag(a), symmetric=True
+    )
+
+  def fun(a, b):
+    return solve(a @ a, b) @ a
+
+  a, b = 3 * jnp.eye(3), jnp.ones(3)
+  program = cast(fun, a, b)
+  eqn = one(program, "custom_linear_solve")
+  assert set(dtypes([*eqn.invars, *eqn.outvars])) == {"float32"}
+  np.testing.assert_allclose(programs.run(mpjax.autocast(fun), a, b), 1 / 3, rtol=2**-8)
+  grad = programs.run(jax.grad(lambda b: mpjax.autocast(fun)(a, b).sum()), b)
+  np.testing.assert_allclose(grad, 1 / 3, rtol=2**-8)
+
+  def root(a):
+    return lax.custom_root(
+      lambda y: y * y - a,
+      1.0,
+      lambda f, y: lax.fori_loop(0, 20, lambda i, y: (y + a / y) / 2, y),
+      lambda g, y: y / g(1.0),
+    )
+
+  assert programs.run(mpjax.autocast(root), 9.0) == 3
+  np.testing.assert_allclose(programs.run(jax.grad(mpjax.autocast(root)), 9.0), 1 / 6, rtol=1e-6)
+
+
+def test_a_rule_for_batches_is_the_users():
+  """It says seven whatever comes."""
+
+  @jax.custom_batching.custom_vmap
+  def product(x, y):
+    return x @ y
+
+  @product.def_vmap
+  def _(size, in_batched, x, y):
+    return jnp.full((size, 2, 3), 7.0), True
+
+  def fun(w, x):
+    return product(x @ w, w)
+
+  same(fun, W, X)
+  for batched in (jax.vmap(mpjax.autocast(fun)), mpjax.autocast(jax.vmap(fun))):
+    found = programs.run(batched, W[None], X[None])
+    np.testing.assert_array_equal(found, np.full((1, 2, 3), 7.0, np.float32))
+
+
+# Once.
+
+
+def test_the_same_function_is_rewritten_once():
+  @jax.jit
+  def layer(y, w):
+    return jnp.tanh(y @ w)
+
+  def fun(w, x):
+    y = layer(layer(x @ w, w), w) @ w
+    return lax.cond(x[0, 0] > 0, lambda y: layer(y, w) @ w, lambda y: y, y)
+
+  calls = find(cast(fun, W, X), "jit")
+  assert len(calls) == 3
+  assert len({id(eqn.params["jaxpr"]) for eqn in calls}) == 1
+  assert jax.jit(mpjax.autocast(fun)).lower(W, X).as_text().count("func.func private @layer") == 1
+
+  # It is another program for an argument in another type.
+  def mixed(w, x):
+    return layer(layer(x, w), w)
+
+  assert len({id(eqn.params["jaxpr"]) for eqn in find(cast(mixed, W, X), "jit")}) == 2
+
+
+@pytest.fixture
+def compilations():
+  """Counts compilations by the events that JAX reports; a listener cannot be taken away alone."""
+  counts: collections.Counter[str] = collections.Counter()
+  listening = [True]
+
+  def listen(event, duration, **_):
+    if listening[0]:
+      counts[event] += duration >= 0
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield lambda: counts["/jax/core/compile/backend_compile_duration"]
+  listening[0] = False
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_calling_again_without_jit_compiles_nothing(differentiated, compilations):
+  @jax.jit
+  def layer(w, x):
+    y = jax.nn.softmax(jax.nn.relu(x @ w))
+    return lax.scan(lambda y, _: (y @ w, None), y, None, length=2)[0]
+
+  def fun(w, x):
+    return layer(w, layer(w, x)).sum()
+
+  cast = mpjax.autocast(fun)
+  run = jax.grad(cast) if differentiated else cast
+  jax.block_until_ready(run(W, X))
+  before = compilations()
+  assert before > 0, "the event has another name"
+  jax.block_until_ready(run(W, X))
+  assert compilations() == before
