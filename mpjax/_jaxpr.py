@@ -125,7 +125,7 @@ def _bodies(eqn: JaxprEqn) -> list[Body]:
   name = eqn.primitive.name
   if name in BODIES:
     return BODIES[name](eqn.params)
-  if name in OPAQUE or not _holds_program(eqn.params.values()):
+  if name in OPAQUE or not holds_program(eqn.params.values()):
     return []
   raise MpjaxValueError(
     message(
@@ -138,11 +138,12 @@ def _bodies(eqn: JaxprEqn) -> list[Body]:
   )
 
 
-def _holds_program(values: Iterable[Any]) -> bool:
+def holds_program(values: Iterable[Any]) -> bool:
+  """Whether one of the parameters of an equation is a program, or a sequence with one in it."""
   for value in values:
     if isinstance(value, (Jaxpr, ClosedJaxpr)):
       return True
-    if isinstance(value, (tuple, list)) and _holds_program(value):
+    if isinstance(value, (tuple, list)) and holds_program(value):
       return True
   return False
 

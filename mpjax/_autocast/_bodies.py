@@ -175,9 +175,20 @@ def _call(self: Rewriter, eqn: JaxprEqn) -> None:
   self.write(eqn, atoms, new.outs, params, once=_once(self, eqn))
 
 
+def _composite(self: Rewriter, eqn: JaxprEqn) -> None:
+  """A program that a compiler may replace by a kernel: outside it has the types that this has."""
+  body = eqn.params["jaxpr"]
+  atoms = [self.original(atom, eqn) for atom in eqn.invars]
+  ins = tuple(self.kind_of(v, neutral=True) for v in eqn.invars)
+  kinds = [self.kind_of(v) for v in eqn.outvars]
+  outs = tuple(None if k is None else k.dtype for k in kinds)
+  new = _inside(body.jaxpr, ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
+  self.write(eqn, atoms, kinds, {**eqn.params, "jaxpr": _replaced(body, new.jaxpr)})
+
+
 def _custom(self: Rewriter, eqn: JaxprEqn) -> None:
-  """A function with a derivative rule of its own."""
-  body = eqn.params["call_jaxpr"]
+  """A function with a rule of its own for derivatives or batches."""
+  body: Any = BODIES[eqn.primitive.name](eqn.params)[0][0]
   atoms, ins = _operands(self, eqn)
   settings, scope = self.settings, _scope(self, eqn)
   outs = (None,) * len(eqn.outvars)
@@ -288,7 +299,8 @@ def _while(self: Rewriter, eqn: JaxprEqn) -> None:
 
 _RULES: Mapping[str, Callable[[Rewriter, JaxprEqn], None]] = {
   **dict.fromkeys(("call", "checkpoint", "closed_call", "jit", "remat2", "shard_map"), _call),
-  **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _custom),
+  **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"), _custom),
+  "composite": _composite,
   "cond": _cond,
   "scan": _scan,
   "while": _while,

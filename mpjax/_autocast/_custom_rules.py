@@ -1,8 +1,8 @@
-"""Functions with derivative rules of their own: the rule is called, and rewritten where it is used.
+"""Functions with rules of their own for derivatives or batches: the rule is called, and rewritten.
 
-The rule of an equation is reached by differentiating the equation itself, with `jax.jvp` or
-`jax.vjp`, inside of a function that has the rewritten program as its body. Nothing is traced before
-JAX asks for the derivative: only then the axes of a `shard_map` are bound.
+The rule of an equation is reached by transforming the equation itself, with `jax.jvp`, `jax.vjp` or
+`jax.vmap`, inside of a function that has the rewritten program as its body. Nothing is traced
+before JAX asks for the rule: only then the axes of a `shard_map` are bound.
 """
 
 import dataclasses
@@ -43,7 +43,8 @@ class Rule(NamedTuple):
 
 def with_rule(rule: Rule, operands: Sequence[Any], body: Jaxpr) -> JaxprEqn:
   """Returns the equation with a new body, and its own derivative rule rewritten too."""
-  closed = ClosedJaxpr(body, rule.eqn.params["call_jaxpr"].consts)
+  key, old = _body(rule)
+  closed = ClosedJaxpr(body, old.consts)
 
   def call(*operands: Any) -> list[Any]:
     return called(closed, operands, rule.eqn.primitive.name)
@@ -51,7 +52,13 @@ def with_rule(rule: Rule, operands: Sequence[Any], body: Jaxpr) -> JaxprEqn:
   custom = _CUSTOM[rule.eqn.primitive.name](rule, call)
   with context_of(rule.eqn):
     made = jax.make_jaxpr(custom)(*(a.aval for a in operands)).jaxpr.eqns[-1]
-  return rule.eqn.replace(invars=list(operands), params={**made.params, "call_jaxpr": closed})
+  return rule.eqn.replace(invars=list(operands), params={**made.params, key: closed})
+
+
+def _body(rule: Rule) -> tuple[str, ClosedJaxpr]:
+  """The parameter that holds the program of a function with a rule, and that program."""
+  key = "call" if rule.eqn.primitive.name == "custom_vmap_call" else "call_jaxpr"
+  return key, rule.eqn.params[key]
 
 
 def _as_traced(rule: Rule, operands: Sequence[Any]) -> list[Any]:
@@ -59,7 +66,7 @@ def _as_traced(rule: Rule, operands: Sequence[Any]) -> list[Any]:
   # New variables: an operand may be there twice, or be a literal.
   variables: list[Any] = [Var(a.aval) for a in rule.eqn.invars]
   alone = rule.eqn.replace(invars=variables)
-  body = rule.eqn.params["call_jaxpr"].jaxpr  # Of the same arguments and results, with names.
+  body = _body(rule)[1].jaxpr  # Of the same arguments and results, with names.
   one = body.replace(
     constvars=[], invars=variables, outvars=alone.outvars, eqns=[alone], effects=alone.effects
   )
@@ -218,7 +225,28 @@ def _instantiated(cotangent: Any) -> Any:
   return cotangent
 
 
+def _custom_vmap(rule: Rule, call: Callable[..., list[Any]]) -> Callable[..., Any]:
+  custom = jax.custom_batching.custom_vmap(call)
+  custom.def_vmap(functools.partial(_batch, rule))
+  return custom
+
+
+def _batch(rule: Rule, size: int, batched: Sequence[bool], *operands: Any) -> Any:
+  axes = [0 if each else None for each in batched]
+
+  def traced(*operands: Any) -> Any:
+    return jax.vmap(lambda *a: _as_traced(rule, a), in_axes=axes, axis_size=size)(*operands)
+
+  avals = [_traced_aval(v, x) for v, x in zip(rule.eqn.invars, operands, strict=True)]
+  program = jax.make_jaxpr(traced)(*avals)
+  fixed = [None if k is None else k.dtype for k in rule.outs]
+  new = rule.rewrite(program.jaxpr, rule.ins, fixed)
+  found = eval_jaxpr(new.jaxpr, program.consts, *operands)
+  return found, [True] * len(found)
+
+
 _CUSTOM: Mapping[str, Callable[[Rule, Callable[..., list[Any]]], Callable[..., Any]]] = {
   "custom_jvp_call": _custom_jvp,
   "custom_vjp_call": _custom_vjp,
+  "custom_vmap_call": _custom_vmap,
 }

@@ -48,7 +48,7 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
       want = 0
       for v in eqn.outvars:
         want |= found.get(v, 0)
-      if want & FULL:
+      if want & FULL and name != "convert_element_type":
         want |= BEHIND
     else:
       want = FULL

@@ -1,5 +1,6 @@
 """Writing a program anew with other dtypes: one equation after the other, nothing is executed."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from mpjax._autocast._values import (
   literal_value,
   retyped,
 )
+from mpjax._jaxpr import holds_program
 
 _EXACT = frozenset(
   {
@@ -66,6 +68,16 @@ _EXACT = frozenset(
   }
 )
 """They choose and move numbers, and compute none: in half they lose nothing, whatever follows."""
+
+
+def _warn_of(eqn: JaxprEqn) -> None:
+  warnings.warn(
+    f"mpjax.autocast: the primitive {eqn.primitive.name!r} holds a program in its parameters "
+    f"{sorted(eqn.params)}, and this version does not know how to enter it. It runs as it was "
+    "traced, in the dtypes that it was traced with.",
+    UserWarning,
+    stacklevel=2,
+  )
 
 
 class Rewritten(NamedTuple):
@@ -230,6 +242,8 @@ class Rewriter:
     part = self._part_of(name, eqn.params)
     scope, half = self.place(eqn)
     if half is None or part is None or part == "opaque":
+      if part is None and holds_program(eqn.params.values()):
+        _warn_of(eqn)
       return self.untouched(eqn)
     if name == "convert_element_type":
       return self._convert(eqn, scope, half)
@@ -303,9 +317,10 @@ class Rewriter:
     for var in eqn.outvars:
       value = self._env.get(var)
       if value is not None and value.dtype == FLOAT32 and not self._is_full(value.wanted):
-        rounded = Value(self.view(value, half, eqn), half, scope=value.scope, wanted=value.wanted)
-        rounded.views = {FLOAT32: value.atom}
-        self._env[var] = rounded
+        # The cast is written where it is first read in half.
+        self._env[var] = Value(
+          value.atom, half, scope=value.scope, wanted=value.wanted, held=FLOAT32
+        )
 
   def _each_for_itself(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> None:
     """Writes an operation whose results are its operands, moved: each keeps its own dtype."""
@@ -321,12 +336,17 @@ class Rewriter:
     (atom,), (var,) = eqn.invars, eqn.outvars
     target = eqn.params["new_dtype"]
     value = self.read(atom, eqn, scope, half)
+    wanted = self.wanted.get(var, 0)
+    if not self.settings.lower and dtype_of(atom) == FLOAT32 and self._is_full(wanted):
+      # jax.numpy rounds a float32 sum to the dtype that came in; nobody here reads it in that.
+      self._env[var] = Value(atom, FLOAT32, scope=scope, wanted=wanted)
+      return None
     if value is None or target not in FLOATS:
       # An integer or a mask that becomes a number does not decide the dtype of what it meets.
       operand = atom if value is None else self.view(value, value.dtype, eqn)
       return self.write(eqn, [operand], [self.kind_of(var, neutral=target == FLOAT32)])
     if dtype_of(atom) == target:  # Only the weak type goes.
-      value.wanted |= self.wanted.get(var, 0)
+      value.wanted |= wanted
       self._env[var] = value
       return None
     made = Value(
@@ -334,7 +354,7 @@ class Rewriter:
       target,
       neutral=value.neutral and target == FLOAT32,
       scope=scope,
-      wanted=self.wanted.get(var, 0),
+      wanted=wanted,
       once=value.once,
       held=value.held,
     )
