@@ -37,7 +37,7 @@ from mpjax.transforms import (
 )
 
 if TYPE_CHECKING:
-  from mpjax import linen
+  from mpjax import linen, nnx
   from mpjax.checkpoints import restore_like
 
 __version__ = "0.1.0"
@@ -70,6 +70,7 @@ __all__ = [
   "make_train_step",
   "master_params",
   "master_weights",
+  "nnx",
   "opt_level",
   "restore_like",
   "scale_loss",
@@ -80,7 +81,7 @@ __all__ = [
   "value_and_grad",
 ]
 
-_ON_FIRST_USE = {"linen": "linen", "restore_like": "checkpoints"}
+_ON_FIRST_USE = {"linen": "linen", "nnx": "nnx", "restore_like": "checkpoints"}
 """Names by module, of those that import Flax or Orbax, which others need not wait for."""
 
 

@@ -263,8 +263,9 @@ def _is_users_norm(module: Any) -> bool:
   cls = _class_of(module)
   if not cls.__name__.endswith("Norm") or cls.__module__.split(".")[0] == "flax":
     return False
-  variables = getattr(module, "variables", {})
-  params = variables.get("params", {}) if isinstance(variables, Mapping) else {}
+  # A bound Linen module shows its variables; an NNX module is itself the tree of its own.
+  variables = getattr(module, "variables", None)
+  params = variables.get("params", {}) if isinstance(variables, Mapping) else module
   return all(np.ndim(leaf) <= 1 for leaf in jax.tree.leaves(params))
 
 

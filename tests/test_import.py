@@ -45,11 +45,12 @@ def test_restore_like_loads_orbax_on_first_use():
   ]
 
 
-def test_linen_loads_on_first_use():
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_each_side_of_flax_loads_on_first_use(api):
   done = run(
     "import sys, mpjax\n"
-    "print('linen' in dir(mpjax), 'mpjax.linen' in sys.modules)\n"
-    "print(mpjax.linen is sys.modules['mpjax.linen'], 'flax.linen' in sys.modules)"
+    f"print('{api}' in dir(mpjax), 'mpjax.{api}' in sys.modules)\n"
+    f"print(mpjax.{api} is sys.modules['mpjax.{api}'], 'flax.{api}' in sys.modules)"
   )
   assert done.stdout.split() == ["True", "False", "True", "True"], done.stderr
 

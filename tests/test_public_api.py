@@ -41,6 +41,7 @@ PUBLIC = {
     "make_train_step",
     "master_params",
     "master_weights",
+    "nnx",
     "opt_level",
     "restore_like",
     "scale_loss",
@@ -49,6 +50,14 @@ PUBLIC = {
     "to_arrays",
     "unscale",
     "value_and_grad",
+  ],
+  "mpjax.nnx": [
+    "Adapter",
+    "cast_inputs",
+    "cast_outputs",
+    "default_adapters",
+    "set_dtype",
+    "with_policy",
   ],
   "mpjax.linen": [
     "Adapter",

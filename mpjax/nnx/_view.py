@@ -1,0 +1,357 @@
+"""The classes of which a view's modules are: a user's class, made to run under a policy.
+
+A module of a view is an object of its own that holds the variables of the user's module. Its class
+is a subclass of the user's, one for each policy: so the policy is part of the graph definition, and
+of every key that JAX and NNX cache by.
+"""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mpjax._adapter import Adapter, like
+from mpjax._errors import MpjaxTypeError
+from mpjax._full_precision import ACTIVE
+from mpjax._policy import Policy
+from mpjax._tree import cast_leaf, is_floating
+from mpjax._types import PyTree
+from mpjax.nnx._active import Active, current
+from mpjax.nnx._variables import CAST, in_use, is_node, map_leaves, stored, strip
+
+_CONTAINERS = (nnx.List, nnx.Dict)
+_NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, *_CONTAINERS)
+"""Classes whose methods are no part of a model."""
+
+_OF_FLAX = ("__call__", "attend")
+"""What the layers of NNX compute with; their other methods set them up."""
+
+_SEE_AS_STORED = ("sow", "perturb", "initialize_carry")
+"""Methods that variables are not cast for: two of NNX look for them by their very type, and what a
+cell starts with, learned or not, is in the dtype it is stored in."""
+
+SPEC = "mpjax_spec"
+"""The class attribute that says how a view's modules run."""
+
+LINK = "_mpjax_link"
+"""The attribute that leads from a view's module to the user's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+  """How the modules of one class run. Fixed when the view is made.
+
+  Fields:
+    policy: the policy; None leaves the module as it is.
+    output_dtype: what is handed on if this module is the outermost one called; None as computed.
+    picked: a rule or a field of its own gave the module its policy, not a module around it.
+    adapter: what is known about its class.
+    fields: names and values of the fields that the policy sets.
+    path: where it stands, for errors; not compared.
+  """
+
+  policy: Policy | None
+  output_dtype: np.dtype[Any] | None
+  picked: bool
+  adapter: Adapter
+  fields: tuple[tuple[str, Any], ...]
+  path: str = dataclasses.field(compare=False)
+
+
+class Link:
+  """Leads from a module of a view to the user's module, as long as both are there.
+
+  All links are equal: whose view it is makes no difference to a program. A copy of the module that
+  a transform made is not the module that the link was made for, and its link leads nowhere.
+  """
+
+  def __init__(self, view: Any = None, model: Any = None) -> None:
+    self.view = weakref.ref(view) if view is not None else None
+    self.model = weakref.ref(model) if model is not None else None
+
+  def of(self, view: Any) -> Any:
+    """Returns the user's module for the module `view`, or None."""
+    if self.view is None or self.model is None or self.view() is not view:
+      return None
+    return self.model()
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Link)
+
+  def __hash__(self) -> int:
+    return 0
+
+  def __reduce__(self) -> Any:
+    return Link, ()
+
+
+def is_view(module: Any) -> bool:
+  """Whether a module is one of a view's."""
+  return hasattr(type(module), SPEC)
+
+
+def _overrides(cls: Any) -> dict[str, Any]:
+  """Returns what the modules of a view do otherwise than those of `cls`, the user's class.
+
+  These are functions, not the methods of a second base: with one, objects would have another layout
+  than those of `cls`, and could not take the class.
+  """
+
+  def __getattribute__(self: Any, name: str) -> Any:
+    value = cls.__getattribute__(self, name)
+    if name.startswith("__"):
+      return value
+    active = current()
+    if active is None or not active.on:
+      return value
+    fields = type(self).mpjax_fields
+    if active.fields and name in fields:
+      return fields[name]
+    if active.use_dtype is None:
+      return value
+    return _as_stored(value) if name in _SEE_AS_STORED else _variables_in_use(value)
+
+  def __setattr__(self: Any, name: str, value: Any) -> None:
+    value = _born(stored(value)) if isinstance(value, nnx.Variable) else value
+    cls.__setattr__(self, name, value)
+    model = _model_of(self)
+    if model is not None and isinstance(value, (nnx.Variable, jax.Array)):
+      setattr(model, name, value)
+
+  def __delattr__(self: Any, name: str) -> None:
+    model, gone = _model_of(self), vars(self).get(name)
+    cls.__delattr__(self, name)
+    if isinstance(gone, nnx.Variable) and model is not None and vars(model).get(name) is gone:
+      delattr(model, name)
+
+  def __reduce__(self: Any) -> Any:
+    return _rebuild, (cls, is_tree(self), type(self).mpjax_spec), dict(vars(self))
+
+  return {
+    "__getattribute__": __getattribute__,
+    "__setattr__": __setattr__,
+    "__delattr__": __delattr__,
+    "__reduce__": __reduce__,
+  }
+
+
+def _rebuild(cls: type[Any], tree: bool, spec: Spec) -> Any:
+  return object.__new__(view_class(cls, tree, spec))
+
+
+def is_tree(module: Any) -> bool:
+  """Whether a module is a pytree to JAX, which its class may decline."""
+  return not jax.tree_util.all_leaves([module])
+
+
+@functools.cache
+def view_class(cls: Any, tree: bool, spec: Spec) -> Any:
+  """Returns the subclass of `cls` whose modules run as `spec` says.
+
+  Args:
+    cls: the user's class.
+    tree: whether its modules are pytrees.
+    spec: how they run.
+  """
+  names: dict[str, Any] = {
+    "__module__": cls.__module__,
+    "__qualname__": cls.__qualname__,
+    "__doc__": cls.__doc__,
+    SPEC: spec,
+    "mpjax_fields": dict(spec.fields),
+    **_overrides(cls),
+    **{name: _method(name, own) for name, own in _methods(cls)},
+  }
+  return type(cls)(cls.__name__, (cls,), names, pytree=tree)
+
+
+def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
+  """Yields the methods of a class that are part of a model, each as the MRO finds it."""
+  found: set[str] = set()
+  for base in cls.__mro__:
+    library = base.__module__.split(".")[0]
+    if base in _NOT_MODULES or library in ("builtins", "typing", "abc", "collections"):
+      continue
+    for name, own in vars(base).items():
+      if name in found:
+        continue
+      found.add(name)
+      if name in _SEE_AS_STORED or (library == "flax" and name not in _OF_FLAX):
+        continue
+      dunder = name.startswith("__") and name != "__call__"
+      is_method = callable(own) and hasattr(own, "__get__")
+      if is_method and not dunder and not isinstance(own, (type, staticmethod, classmethod)):
+        yield name, own
+
+
+def _method(name: str, own: Any) -> Callable[..., Any]:
+  @functools.wraps(own)
+  def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _call(self, name, own.__get__(self, type(self)), args, kwargs)
+
+  return method
+
+
+def _call(
+  module: Any, name: str, bound: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+  """Calls a method under the policy of its module."""
+  active, spec = current(), type(module).mpjax_spec
+  if active is not None and not active.on:
+    return bound(*args, **kwargs)
+  policy, adapter = spec.policy, spec.adapter
+  finish = strip if active is None else lambda outputs: outputs
+  if policy is None:
+    with ACTIVE(Active()):
+      return finish(_name_in_errors(bound, args, kwargs, spec))
+  compute = policy.compute_dtype
+  call = adapter.inputs(module, name, (args, kwargs), _cast_to(compute))
+  inside = Active(
+    policy=policy,
+    use_dtype=compute if adapter.params == "compute" else None,
+    fields=not _any_complex(call),
+  )
+  with ACTIVE(inside):
+    outputs = _name_in_errors(bound, call[0], call[1], spec)
+  handed_on = _handed_on(active, spec, policy)
+  if handed_on is None and not adapter.rounds:
+    return finish(outputs)
+  cast = _cast_to(handed_on or compute)
+  new = adapter.outputs(module, name, (args, kwargs), outputs, cast)
+  if active is not None and _is_carry(outputs, args):
+    new = (like(outputs[0], args[0]), *new[1:])
+  return finish(new)
+
+
+def _handed_on(active: Active | None, spec: Spec, policy: Policy) -> Any:
+  """Returns the dtype of what a module hands on; None leaves what was computed."""
+  if active is None:
+    return spec.output_dtype
+  if spec.picked and policy != active.policy:
+    surrounding = None if active.policy is None else active.policy.compute_dtype
+    return policy.output_dtype or surrounding
+  return policy.compute_dtype
+
+
+def _is_carry(outputs: Any, args: tuple[Any, ...]) -> bool:
+  """Whether a call looks like a step of a loop: what it hands on first is what it was given first.
+
+  NNX does not say what a function is called by. A loop compares the types of what it carries, and
+  a carry that starts in float32 has to stay in it.
+  """
+  if not (args and type(outputs) is tuple and len(outputs) == 2):
+    return False
+  return not is_node(args[0]) and bool(jax.tree.leaves(args[0])) and _same(outputs[0], args[0])
+
+
+def _same(new: PyTree, old: PyTree) -> bool:
+  try:
+    pairs = jax.tree.leaves(jax.tree.map(lambda a, b: jnp.shape(a) == jnp.shape(b), new, old))
+  except (TypeError, ValueError):
+    return False
+  return all(pairs)
+
+
+def _cast_to(dtype: np.dtype[Any]) -> Callable[[PyTree], PyTree]:
+  def cast(tree: PyTree) -> PyTree:
+    if tree is None or is_node(tree) or isinstance(tree, (bool, int, str)):
+      return tree
+    needed = False
+
+    def leaf(x: Any) -> Any:
+      nonlocal needed
+      if is_node(x) or not is_floating(x) or x.dtype == dtype:
+        return x
+      needed = True
+      return cast_leaf(x, dtype)
+
+    new = map_leaves(leaf, tree)
+    return new if needed else tree  # The same object: containers stay themselves.
+
+  return cast
+
+
+def _any_complex(call: Any) -> bool:
+  """Whether an argument is a complex array: a half `dtype` would drop its imaginary part."""
+  args, kwargs = call
+  return any(
+    isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.complexfloating)
+    for x in (*args, *kwargs.values())
+  )
+
+
+def _variables_in_use(value: Any) -> Any:
+  if isinstance(value, nnx.Variable):
+    return in_use(value)
+  if type(value) in (list, tuple, dict):
+    found = jax.tree.leaves(value, is_leaf=is_node)
+    if any(isinstance(x, CAST) for x in found):
+      return map_leaves(lambda x: in_use(x) if isinstance(x, nnx.Variable) else x, value)
+  return value
+
+
+def _born(variable: Any) -> Any:
+  """Returns a variable that a module keeps; made during a call, it gets the storage dtype.
+
+  What a cache or an intermediate value is in is what the module gives it.
+  """
+  active = current()
+  kept = (nnx.Cache, nnx.Intermediate, nnx.Perturbation)
+  if active is None or active.policy is None or isinstance(variable, kept):
+    return variable
+  compute, param = active.policy.compute_dtype, active.policy.param_dtype
+
+  def leaf(x: Any) -> Any:
+    return cast_leaf(x, param) if is_floating(x) and x.dtype == compute else x
+
+  raw = variable.get_raw_value()
+  new = jax.tree.map(leaf, raw)
+  if any(a is not b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(raw), strict=True)):
+    variable.set_raw_value(new)
+  return variable
+
+
+def _model_of(module: Any) -> Any:
+  link = vars(module).get(LINK)
+  return link.of(module) if isinstance(link, Link) else None
+
+
+def _as_stored(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a method that sees variables as they are, not as the module uses them."""
+
+  @functools.wraps(method)
+  def call(*args: Any, **kwargs: Any) -> Any:
+    active = current() or Active()
+    with ACTIVE(dataclasses.replace(active, use_dtype=None)):
+      return method(*args, **kwargs)
+
+  return call
+
+
+_NOTE = "mpjax: raised inside"
+
+
+def _name_in_errors(
+  bound: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec
+) -> Any:
+  """Calls a method; a TypeError out of it is told which module was running, and under what."""
+  try:
+    return bound(*args, **kwargs)
+  except TypeError as error:
+    noted = isinstance(error, MpjaxTypeError) or any(
+      note.startswith(_NOTE) for note in getattr(error, "__notes__", ())
+    )
+    if spec.policy is not None and not noted and not isinstance(error, jax.errors.JAXTypeError):
+      error.add_note(
+        f"{_NOTE} {spec.path or 'the root'!r}, which runs under the policy {str(spec.policy)!r}. "
+        "If it is about dtypes, the module's own code mixes them where jax.numpy would promote; "
+        "start what a loop carries in the dtype of what it meets (x.dtype), or leave the module as "
+        f"it is with mpjax.Rule(None, path={spec.path or '**'!r})."
+      )
+    raise

@@ -1,0 +1,228 @@
+"""`with_policy`: a view of an NNX model that runs under a policy."""
+
+import functools
+import types
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from mpjax._adapter import Adapter
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._policy import Policy, PolicyLike
+from mpjax._rules import Rule, default_rules, first_match, parse_rules, unmatched_error
+from mpjax.nnx._adapters import find_adapter
+from mpjax.nnx._view import LINK, SPEC, Link, Spec, is_tree, is_view, view_class
+
+M = TypeVar("M", bound=nnx.Module)
+
+_WHERE = "mpjax.nnx.with_policy"
+
+
+def with_policy(
+  model: M,
+  policy: PolicyLike | None,
+  rules: Iterable[Rule] = (),
+  *,
+  defaults: Iterable[Rule] | None = None,
+  adapters: Mapping[type[nnx.Module], Adapter] | None = None,
+  ops: None = None,
+  unmatched: str = "raise",
+) -> M:
+  """Returns a view of an NNX model that runs under a policy; the model itself is not changed.
+
+  The view's modules hold the very variables of the model, in the dtypes they are stored in: state,
+  gradients, optimizers and checkpoints of the one are those of the other. Each module's inputs, its
+  parameters where they are used, and its `dtype` are in its `compute_dtype`; norms' statistics stay
+  in float32. `output_dtype` is for what the outermost method that is called returns. A view costs
+  no array: keep it, or make it anew inside each step. It is an object of the model's own class.
+
+  Args:
+    model: an NNX module.
+    policy: a `mpjax.Policy` or its string ("mixed_bfloat16"); None leaves every module as it is
+      but for those that rules pick out.
+    rules: tried in order for each module; the first that matches wins. A path is made of attributes
+      and indices: "blocks/0/attention".
+    defaults: tried after `rules`; `mpjax.default_rules()` if None.
+    adapters: what is known about single classes, added to `mpjax.nnx.default_adapters()`.
+    ops: reserved for operation lists; only None.
+    unmatched: "raise", "warn" or "ignore": what to do about a rule that picks out no module.
+
+  Returns:
+    The view. What was set on the model's modules (a mode such as `eval()`, a new layer) after it
+    was made is not seen by it, but for the values of variables.
+
+  Raises:
+    MpjaxTypeError: `model` is not an NNX module, is a view already, or rules or adapters have the
+      wrong type.
+    MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
+    UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> from flax import nnx
+  >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  >>> view = mpjax.nnx.with_policy(model, "c=bf16")
+  >>> view(jnp.ones((1, 3))).dtype, view.kernel is model.kernel, model.kernel.dtype
+  (dtype(bfloat16), True, dtype('float32'))
+  """
+  _check_model(model)
+  given = _Given(policy, rules, defaults, adapters, ops, unmatched)
+  view = nnx.clone(model, variables=False, graph=True)
+  modules, copies = _modules(model), _modules(view)
+  specs = _resolve(modules, given)
+  for path, copy in copies.items():
+    if specs[path] is not None:
+      object.__setattr__(copy, "__class__", view_class(type(copy), is_tree(copy), specs[path]))
+    _rebind(copy, modules, copies)
+    if not isinstance(copy, (nnx.List, nnx.Dict)):
+      object.__setattr__(copy, LINK, Link(copy, modules[path]))
+  return view
+
+
+class _Given:
+  """What the user gave, checked."""
+
+  def __init__(
+    self, policy: Any, rules: Any, defaults: Any, adapters: Any, ops: Any, unmatched: Any
+  ) -> None:
+    if ops is not None:
+      fix = "Leave it out, or put mpjax.autocast around the function that calls the model."
+      raise MpjaxValueError(message(f"{_WHERE}(ops=...)", expected="None", got=repr(ops), fix=fix))
+    if unmatched not in ("raise", "warn", "ignore"):
+      where, expected = f"{_WHERE}(unmatched=...)", "'raise', 'warn' or 'ignore'"
+      fix = "It says what to do about a rule that picks out no module."
+      raise MpjaxValueError(message(where, expected=expected, got=repr(unmatched), fix=fix))
+    self.policy = None if policy is None else Policy.parse(policy)
+    self.rules = parse_rules(rules, f"{_WHERE}(rules=...)")
+    self.defaults = (
+      default_rules() if defaults is None else parse_rules(defaults, f"{_WHERE}(defaults=...)")
+    )
+    self.adapters = _parse_adapters(adapters)
+    self.unmatched = unmatched
+
+
+def _check_model(model: Any) -> None:
+  where, expected = f"{_WHERE}(model)", "a flax.nnx.Module"
+  if is_view(model):
+    got = f"a view already ({type(model).__name__} under {str(vars(type(model))[SPEC].policy)!r})"
+    fix = "Make a view of the plain model: its variables are the view's."
+    raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
+  if not isinstance(model, nnx.Module):
+    got = f"the class {model.__name__}" if isinstance(model, type) else repr(type(model))
+    fix = "Pass an instance, such as with_policy(MyModel(rngs=nnx.Rngs(0)), ...)."
+    raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
+
+
+def _parse_adapters(adapters: Any) -> Mapping[type[Any], Adapter]:
+  items = tuple(adapters.items()) if isinstance(adapters, Mapping) else ((adapters, None),)
+  for cls, adapter in () if adapters is None else items:
+    if not (isinstance(cls, type) and isinstance(adapter, Adapter)):
+      raise MpjaxTypeError(
+        message(
+          f"{_WHERE}(adapters=...)",
+          expected="a mapping from module classes to mpjax.nnx.Adapter",
+          got=repr(adapters),
+          fix="Write adapters={MyCell: mpjax.nnx.Adapter(...)}.",
+        )
+      )
+  return {} if adapters is None else dict(items)
+
+
+def _modules(model: Any) -> dict[tuple[Any, ...], Any]:
+  """Returns the modules of a model by path, outer ones first; one that is shared has one path."""
+  found = {path: node for path, node in nnx.iter_graph(model, graph=True) if _is_module(node)}
+  return {path: found[path] for path in sorted(found, key=len)}
+
+
+def _is_module(node: Any) -> bool:
+  """Whether a node runs under a policy: a module, or an object of a class of the user's own."""
+  users = isinstance(node, nnx.Pytree) and type(node).__module__.split(".")[0] != "flax"
+  return isinstance(node, nnx.Module) or users
+
+
+def _resolve(modules: Mapping[tuple[Any, ...], Any], given: _Given) -> dict[Any, Spec | None]:
+  """Returns how each module runs; None for those of a view inside, which run as they were told.
+
+  A policy in the module's own attribute beats rules, the first matching rule wins, and a module
+  that nothing picks has that of the nearest enclosing module.
+  """
+  specs: dict[Any, Spec | None] = {}
+  exempt: set[Any] = set()
+  matched: set[Rule] = set()
+  names: dict[str, str] = {}
+  for path, module in modules.items():
+    if is_view(module):
+      specs[path] = None
+      continue
+    text = "/".join(map(str, path))
+    names[text] = type(module).__name__
+    matched.update(rule for rule in given.rules if first_match((rule,), module, text))
+    around = next((path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in modules), None)
+    enclosing = None if around is None else specs[around]
+    policy = given.policy if enclosing is None else enclosing.policy
+    picked = False
+    if around in exempt:
+      exempt.add(path)
+    else:
+      own = vars(module).get("policy")
+      rule = first_match((*given.rules, *given.defaults), module, text)
+      if isinstance(own, Policy):
+        policy, picked = own, True
+      elif rule is not None:
+        policy, picked = rule.policy, True
+        if policy is None:
+          exempt.add(path)
+    specs[path] = _spec(module, text, policy, picked, given)
+  _check_rules(given, matched, names)
+  return specs
+
+
+def _spec(module: Any, text: str, policy: Policy | None, picked: bool, given: _Given) -> Spec:
+  adapter = find_adapter(given.adapters, type(module))
+  if policy is None:
+    return Spec(
+      policy=None, output_dtype=None, picked=picked, adapter=adapter, fields=(), path=text
+    )
+  fields = adapter.fields(module, "__call__", policy.compute_dtype)
+  return Spec(
+    policy=policy,
+    output_dtype=policy.output_dtype or (given.policy and given.policy.output_dtype),
+    picked=picked,
+    adapter=adapter,
+    fields=tuple(sorted(fields.items())),
+    path=text,
+  )
+
+
+def _check_rules(given: _Given, matched: set[Rule], names: dict[str, str]) -> None:
+  for rule in given.rules if given.unmatched != "ignore" else ():
+    if rule not in matched:
+      error = unmatched_error(rule, tuple(names), tuple(names.values()))
+      if given.unmatched == "raise":
+        raise error
+      warnings.warn(str(error), stacklevel=4)
+
+
+def _rebind(copy: Any, modules: Mapping[Any, Any], copies: Mapping[Any, Any]) -> None:
+  """Lets methods of the user's modules that are kept as attributes be those of the view's."""
+
+  def counterpart(value: Any) -> Any:
+    return next((copies[path] for path, module in modules.items() if module is value), None)
+
+  def rebound(value: Any) -> Any:
+    if isinstance(value, types.MethodType):
+      to = counterpart(value.__self__)
+      return value if to is None else getattr(to, value.__name__)
+    if isinstance(value, functools.partial):
+      return functools.partial(
+        rebound(value.func),
+        *map(rebound, value.args),
+        **{name: rebound(x) for name, x in value.keywords.items()},
+      )
+    to = counterpart(value) if isinstance(value, nnx.Pytree) else None
+    return value if to is None else to
+
+  for name, value in list(vars(copy).items()):
+    if isinstance(value, (types.MethodType, functools.partial)):
+      object.__setattr__(copy, name, rebound(value))

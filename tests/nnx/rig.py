@@ -1,0 +1,76 @@
+"""NNX models without running their initialisers, and what a policy makes of their programs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import mpjax
+from tests.models.values import filled
+
+
+def shapes(make: Callable[[nnx.Rngs], nnx.Module]) -> Any:
+  """Returns a model whose variables are only shapes and dtypes; keys are real."""
+  return nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+
+
+def split(make: Callable[[nnx.Rngs], nnx.Module], seed: int = 0) -> tuple[Any, Any, Any]:
+  """Returns graph definition, parameters and all other variables, with values made by NumPy."""
+  try:
+    abstract = shapes(make)
+  except ValueError:
+    abstract = make(nnx.Rngs(0))  # Layers that keep plain arrays are no result of `eval_shape`.
+  graphdef, params, keys, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+  keys = jax.tree.map(_key_or_count, keys)
+  return graphdef, filled(params, seed), nnx.merge_state(keys, filled(rest, seed))
+
+
+def _key_or_count(x: Any) -> Any:
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return jnp.broadcast_to(jax.random.key(1), x.shape)
+  return jnp.zeros(x.shape, x.dtype)
+
+
+def model(make: Callable[[nnx.Rngs], nnx.Module], seed: int = 0) -> Any:
+  """Returns a model with values made by NumPy."""
+  return nnx.merge(*split(make, seed))
+
+
+def under(plain: Any, policy: Any, **options: Any) -> Any:
+  """Returns the view of a model; the model itself where there is no policy."""
+  return plain if policy is None else mpjax.nnx.with_policy(plain, policy, **options)
+
+
+def is_float(x: Any) -> bool:
+  return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def total(tree: Any) -> Any:
+  """Returns a float32 loss of all floating outputs; their dtypes stay visible beside it."""
+  leaves = [x for x in jax.tree.leaves(tree) if is_float(x)]
+  return sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves), tree
+
+
+def functions(graphdef: Any, policy: Any, run: Any, **options: Any) -> tuple[Any, Any]:
+  """Returns pure functions of (params, rest, inputs): forward, and with gradients.
+
+  Forward returns the outputs and the state afterwards; the other one both and the gradients of
+  parameters and inputs.
+  """
+
+  def forward(params, rest, inputs):
+    plain = nnx.merge(graphdef, params, rest, copy=True)
+    out = run(under(plain, policy, **options), *inputs)
+    return out, nnx.state(plain, nnx.Not(nnx.Param))
+
+  def both(params, rest, inputs):
+    def loss(params, inputs):
+      out, state = forward(params, rest, inputs)
+      return total(out)[0], (out, state)
+
+    grads, found = jax.grad(loss, (0, 1), has_aux=True, allow_int=True)(params, inputs)
+    return found, grads
+
+  return forward, both

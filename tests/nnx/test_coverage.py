@@ -1,0 +1,107 @@
+"""Every product in half: for each layer of NNX, and in each situation that models are run in.
+
+Products are counted in the traced program of loss and gradients, by `tests.programs`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import mpjax
+from tests import programs
+from tests.nnx.layers import EXEMPT, LAYERS
+from tests.nnx.rig import functions, split
+
+BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+ATTENTION = [name for name in LAYERS if name.startswith("attention")]
+
+
+@functools.cache
+def layer_programs(name: str, policy: Any) -> tuple[Any, Any, Any]:
+  """Returns forward program, program with gradients, and the shapes of what that one returns."""
+  layer = {**LAYERS, **EXEMPT}[name]
+  graphdef, params, rest = split(layer.make)
+  forward, both = functions(graphdef, policy, lambda view, *args: view(*args, **layer.kwargs))
+  return (
+    jax.make_jaxpr(forward)(params, rest, layer.inputs),
+    *jax.make_jaxpr(both, return_shape=True)(params, rest, layer.inputs),
+  )
+
+
+def in_half(product: programs.Product) -> bool:
+  """Whether a product is one of half numbers: of its operands, or by the algorithm it names.
+
+  `jax.nn.dot_product_attention`, which NNX calls, asks for float32 logits from half operands. In
+  the backward pass their float32 gradient is an operand, and the algorithm says to round it.
+  """
+  return product.is_half or any(f"{a}_{a}_F32" in product.layout for a in ("BF16", "F16"))
+
+
+@pytest.mark.case("B085", "B089")
+@BOTH
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name, half):
+  forward, both, ((out, state), grads) = layer_programs(name, f"mixed_{half}")
+  if LAYERS[name].products:
+    assert programs.half_share(forward) == 1
+    assert programs.products(both)
+    assert all(map(in_half, programs.products(both)))
+    # Only attention has products that are in half by their algorithm.
+    assert programs.half_share(both) == 1 or name in ATTENTION
+  else:
+    assert programs.products(both) == []
+  floats = [x for x in jax.tree.leaves((out, grads)) if x.dtype != jax.dtypes.float0]
+  assert {x.dtype for x in floats} == {np.dtype("float32")}
+  _, _, rest = split(LAYERS[name].make)
+  assert [x.dtype for x in jax.tree.leaves(state)] == [x.dtype for x in jax.tree.leaves(rest)]
+
+
+@pytest.mark.case("A80")
+@BOTH
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_hand_on_half_and_keep_a_float32_carry(name, half):
+  _, _, ((out, _), grads) = layer_programs(name, mpjax.Policy(compute_dtype=half))
+  floats = [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
+  assert {str(x.dtype) for x in floats} <= {"float32"}  # as what they belong to
+  carry, out = out if name.endswith("_cell") else ((), out)
+  assert {str(x.dtype) for x in jax.tree.leaves(out)} == {half}
+  assert {str(x.dtype) for x in jax.tree.leaves(carry)} <= {"float32"}
+
+
+NORMS = [name for name in LAYERS if name.endswith("_norm") and name != "weight_norm"]
+
+
+@pytest.mark.case("B083", "B084")
+@BOTH
+@pytest.mark.parametrize("name", [*NORMS, "batch_norm_running"])
+def test_norms_compute_their_statistics_in_float32_and_round_once(name, half):
+  forward, _, _ = layer_programs(name, mpjax.Policy(compute_dtype=half))
+  assert programs.dtypes_of(forward, "rsqrt") == {"float32"}
+  if name != "batch_norm_running":
+    assert programs.dtypes_of(forward, "reduce_sum") == {"float32"}
+  assert programs.converts(forward) == {f"float32->{half}": 1}
+
+
+@pytest.mark.case("B088")
+@BOTH
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_takes_its_softmax_in_float32(name, half):
+  _, both, _ = layer_programs(name, f"mixed_{half}")
+  assert programs.dtypes_of(both, "exp") == {"float32"}
+
+
+@pytest.mark.case("B094")
+@BOTH
+def test_spectral_norm_iterates_in_float32_and_multiplies_in_half(half):
+  forward, both, ((_, state), _) = layer_programs("spectral_norm", f"mixed_{half}")
+  for program, wanted in ((forward, 1), (both, 3)):
+    # The layer's own product, and its two in the backward pass, are those of three examples.
+    mine = [p for p in programs.products(program) if any("[3," in shape for shape in p.operands)]
+    assert len(mine) == wanted
+    assert all(p.is_half for p in mine)
+    rest = [p for p in programs.products(program) if p not in mine]
+    assert {dtype for p in rest for dtype in p.dtypes} == {"float32"}
+  assert {str(x.dtype) for x in jax.tree.leaves(state)} == {"float32"}

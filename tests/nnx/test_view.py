@@ -1,0 +1,490 @@
+"""What the modules of a view do: at each call, and with what is written during one."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax.nnx._view import LINK, Link, is_tree, is_view
+from tests.nnx import rig
+from tests.programs import half_share, products
+
+Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
+BF16 = np.dtype("bfloat16")
+HALF = "params=float32,compute=bfloat16"
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+def linear(features=4):
+  return nnx.Linear(4, features, rngs=nnx.Rngs(0))
+
+
+def dtypes(tree):
+  return [str(x.dtype) for x in jax.tree.leaves(tree)]
+
+
+# Arguments and outputs
+
+
+class Echo(nnx.Module):
+  """Returns what it was given."""
+
+  def __call__(self, *args, **kwargs):
+    return args, kwargs
+
+  def named(self, x):
+    return x
+
+  @staticmethod
+  def static(x):
+    return x
+
+  @classmethod
+  def of_class(cls, x):
+    return x
+
+  @property
+  def value(self):
+    return X
+
+  @jax.jit
+  def jitted(self, x):
+    return self.named(x)
+
+  @nnx.jit
+  def nnx_jitted(self, x):
+    return self.named(x)
+
+
+@pytest.mark.case("A71", "A73")
+def test_only_floating_arrays_are_cast():
+  echo = with_policy(Echo(), HALF)
+  module, variable, flags = linear(), nnx.Param(X), (True, 3, "s", None)
+  given = (X, jnp.arange(2), jax.random.key(0), X > 0, X.astype(jnp.complex64), 1.5, flags)
+  out, kwargs = echo(*given, {"a": [X]}, module=module, variable=variable, np=np.ones(2, "f4"))
+  kept = ["bfloat16", "int32", "key<fry>", "bool", "complex64"]
+  assert [str(x.dtype) for x in out[:5]] == kept
+  assert out[5] == 1.5
+  assert out[6] is flags
+  assert out[7]["a"][0].dtype == BF16
+  assert kwargs["module"] is module
+  assert kwargs["variable"] is variable
+  assert kwargs["np"].dtype == BF16
+  assert isinstance(kwargs["np"], np.ndarray)
+
+
+def test_containers_without_anything_to_cast_are_the_same_objects():
+  echo = with_policy(Echo(), HALF)
+  tree, odd = {"a": jnp.arange(2)}, {1: X, "b": X}
+  (out, same), _ = echo(tree, odd)
+  assert out is tree
+  assert same is odd  # keys that do not sort: no tree to JAX
+
+
+def test_every_method_runs_under_the_policy():
+  echo = with_policy(Echo(), HALF)
+  assert echo.named(X).dtype == echo.jitted(X).dtype == echo.nnx_jitted(X).dtype == BF16
+  assert echo.static(X).dtype == echo.of_class(X).dtype == echo.value.dtype == jnp.float32
+
+
+def test_a_class_attribute_that_can_be_called_is_no_method():
+  class Made(nnx.Module):
+    make = nnx.Linear
+    act = jax.tree_util.Partial(jnp.tanh)
+
+    def __call__(self, x):
+      assert self.make is nnx.Linear
+      return self.act(x)
+
+  assert with_policy(Made(), HALF)(X).dtype == BF16
+
+
+def test_a_complex_argument_is_computed_in_complex():
+  out = with_policy(linear(), HALF)(X.astype(jnp.complex64) * 1j)
+  assert out.dtype == jnp.complex64
+  np.testing.assert_allclose(out, linear()(X.astype(jnp.complex64) * 1j), atol=0.01)
+
+
+def test_fields_are_set_in_calls_and_nowhere_else():
+  seen = []
+
+  class Reader(nnx.Module):
+    def __init__(self):
+      self.dtype, self.layer = jnp.float32, linear()
+
+    def __call__(self, x):
+      seen.extend([self.dtype, self.layer.dtype])
+      return x.astype(self.dtype)
+
+  view = with_policy(Reader(), HALF)
+  assert view(X).dtype == BF16
+  assert seen == [jnp.bfloat16, jnp.bfloat16]
+  assert seen[0] is jnp.bfloat16  # what code compares by `is`
+  assert view.dtype is jnp.float32
+  assert view.layer.dtype is None
+
+
+# Loops
+
+
+class Cell(nnx.Module):
+  def __init__(self):
+    self.a, self.w = linear(), nnx.Param(jnp.eye(4))
+
+  def __call__(self, state, x):
+    state = jnp.tanh(self.a(x) + state @ self.w)
+    return state, state
+
+
+class OverTime(nnx.Module):
+  """A cell of the author's own, from a float32 state."""
+
+  def __init__(self):
+    self.cell = Cell()
+
+  def __call__(self, x):
+    scan = nnx.scan(
+      lambda cell, s, x: cell(s, x), in_axes=(None, nnx.Carry, 0), out_axes=(nnx.Carry, 0)
+    )
+    return scan(self.cell, jnp.zeros((4,)), x)[1]
+
+
+@pytest.mark.case("B092")
+def test_a_carry_that_starts_in_float32_stays_in_it():
+  graphdef, state = nnx.split(OverTime())
+  program = jax.make_jaxpr(lambda s, x: with_policy(nnx.merge(graphdef, s), HALF)(x))(state, X)
+  assert half_share(program) == 1
+  (scan,) = [e for e in program.eqns if e.primitive.name == "scan"]
+  assert "float32" in {str(v.aval.dtype) for v in scan.outvars}
+
+
+def test_what_looks_like_a_carry_at_the_root_is_an_output():
+  assert dtypes(with_policy(Cell(), "bfloat16")(jnp.ones(4), X[0])) == ["bfloat16"] * 2
+
+
+def test_an_error_of_mixed_dtypes_names_the_module():
+  class Mixes(nnx.Module):
+    def __call__(self, x):
+      return jax.lax.add(x, jnp.ones((2, 4)))
+
+  view = with_policy(nnx.Sequential(Mixes()), HALF)
+  with pytest.raises(TypeError) as excinfo:
+    view(X)
+  (note,) = [note for note in excinfo.value.__notes__ if note.startswith("mpjax")]
+  assert "'layers/0'" in note
+  assert "params=float32,compute=bfloat16" in note
+  assert "Rule(None, path='layers/0')" in note
+  with pytest.raises(TypeError) as excinfo:
+    with_policy(Mixes(), None)(X.astype(BF16))
+  assert "mpjax" not in str(getattr(excinfo.value, "__notes__", ""))
+
+
+# What is written
+
+
+class Writes(nnx.Module):
+  """Makes variables, arrays and attributes while it runs."""
+
+  def __init__(self):
+    self.stat = nnx.BatchStat(jnp.zeros(4))
+    self.layer = linear()
+    self.mode = "train"
+
+  def __call__(self, x):
+    x = self.layer(x)
+    self.stat.set_value(x.mean(0))
+    self.fresh = nnx.BatchStat(x.mean(0))
+    self.cached = nnx.Cache(x)
+    self.kl = nnx.Intermediate(x.sum())
+    self.tied = self.layer.kernel
+    self.loss = x.sum()
+    return x
+
+
+@pytest.mark.case("A61")
+def test_variables_that_a_call_makes_or_changes_are_the_models():
+  model = Writes()
+  view = with_policy(model, HALF)
+  view(X)
+  assert model.stat[...].any()
+  for name, dtype in {
+    "stat": "float32",
+    "fresh": "float32",
+    "cached": "bfloat16",
+    "kl": "bfloat16",
+  }.items():
+    assert getattr(model, name) is getattr(view, name)
+    assert getattr(model, name)[...].dtype == dtype, name
+  assert model.tied is model.layer.kernel
+  assert model.loss is view.loss
+  view.mode = "eval"
+  assert model.mode == "train"
+
+
+class MakesVariables(nnx.Module):
+  def __init__(self):
+    self.stat = nnx.BatchStat(jnp.zeros(4))
+
+  def __call__(self, x):
+    self.stat[...] = x.mean(0)
+    self.fresh = nnx.BatchStat(x.mean(0))
+    return x
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_view_made_inside_a_compiled_step_writes_to_the_model(calls):
+  model = MakesVariables()
+  step = nnx.jit(lambda model, x: with_policy(model, HALF)(x))
+  for i in range(calls):
+    step(model, X + i)
+  np.testing.assert_array_equal(model.fresh[...], model.stat[...])
+  np.testing.assert_allclose(model.stat[...], np.mean(X + i, 0), rtol=0.01)
+  assert model.fresh.dtype == model.stat.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_view_that_is_an_argument_of_a_compiled_step_keeps_what_is_new(calls):
+  model = MakesVariables()
+  view = with_policy(model, HALF)
+  step = nnx.jit(lambda view, x: view(x))
+  for i in range(calls):
+    step(view, X + i)
+  np.testing.assert_allclose(model.stat[...], np.mean(X + i, 0), rtol=0.01)
+  assert view.stat is model.stat
+  # NNX puts a new variable where it found its module, which is the view.
+  assert view.fresh.dtype == jnp.float32
+  assert not hasattr(model, "fresh")
+
+
+def test_what_is_taken_out_of_a_view_is_taken_out_of_the_model():
+  model = Writes()
+  view = with_policy(model, HALF)
+  view(X)
+  popped = nnx.pop(view, nnx.Intermediate)
+  assert list(nnx.to_pure_dict(popped)) == ["kl"]
+  assert not hasattr(model, "kl")
+  del view.fresh
+  assert not hasattr(model, "fresh")
+  model.stat = nnx.BatchStat(jnp.ones(1))
+  del view.stat  # another variable by now
+  assert model.stat[...] == 1
+
+
+def test_links_are_equal_hold_nothing_and_lead_from_one_view_only():
+  model = linear()
+  view = with_policy(model, HALF)
+  link = vars(view)[LINK]
+  assert link.of(view) is model
+  assert link.of(nnx.clone(view)) is None
+  assert link == Link()
+  assert hash(link) == hash(Link())
+  assert Link().of(view) is None
+  alive = weakref.ref(model)
+  del model
+  gc.collect()
+  assert alive() is None
+  assert link.of(view) is None
+  assert view(X).dtype == BF16
+
+
+def test_names_of_views():
+  model = linear()
+  assert is_view(with_policy(model, HALF))
+  assert not is_view(model)
+  assert is_tree(model)
+  assert "mpjax" not in repr(with_policy(model, HALF))
+
+
+class Sows(nnx.Module):
+  def __init__(self):
+    self.layer = linear()
+
+  def __call__(self, x):
+    x = self.perturb("before", self.layer(x))
+    self.sow(nnx.Intermediate, "hidden", x)
+    return x
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_sow_and_perturb():
+  model = Sows()
+  view = with_policy(model, HALF)
+  for _ in range(2):
+    view(X)
+  assert dtypes(model.hidden.get_value()) == ["bfloat16"] * 2
+  assert model.before.dtype == BF16
+
+
+def test_capture():
+  model = Sows()
+  view = with_policy(model, HALF)
+  out, seen = nnx.capture(view, nnx.Intermediate)(X)
+  np.testing.assert_array_equal(out, seen["hidden"].get_value()[0])
+  (out, outputs) = nnx.capture(view, nnx.Intermediate, method_outputs=nnx.Intermediate)(X)
+  assert outputs["layer"]["__call__"].get_value()[0].dtype == BF16
+  out, perturbations = nnx.capture(view, nnx.Perturbation)(X)
+  run = nnx.capture(view, nnx.Intermediate, init=perturbations)
+  assert dtypes(run(X)) == ["bfloat16", "bfloat16"]
+
+
+# Containers
+
+
+class Containers(nnx.Module):
+  def __init__(self):
+    self.plain = nnx.data({"w": nnx.Param(jnp.eye(4)), "layers": [linear()]})
+    self.named = nnx.Dict(w=nnx.Param(jnp.eye(4)), layer=linear())
+    self.listed = nnx.List([nnx.Param(jnp.eye(4)), linear()])
+    self.stats = nnx.data([nnx.BatchStat(jnp.zeros(()))])
+
+  def __call__(self, x):
+    assert set(self.named) == {"w", "layer"}
+    assert len(self.listed) == 2
+    self.stats[0][...] += x.astype(jnp.float32).sum()
+    x = self.plain["layers"][0](x @ self.plain["w"])
+    x = self.named["layer"](x @ self.named["w"])
+    return self.listed[1](x @ self.listed[0])
+
+
+def test_parameters_in_containers_are_cast_at_use():
+  model = Containers()
+  graphdef, state = nnx.split(model)
+  program = jax.make_jaxpr(lambda s, x: with_policy(nnx.merge(graphdef, s, copy=True), HALF)(x))(
+    state, X
+  )
+  assert len(products(program)) == 6
+  assert half_share(program) == 1
+  with_policy(model, HALF)(X)
+  assert model.stats[0].dtype == jnp.float32
+
+
+# Transforms, around a view and inside it
+
+
+class Stack(nnx.Module):
+  """Layers made by vmap and run by scan, some under remat."""
+
+  def __init__(self, rngs, remat=False):
+    make = nnx.vmap(lambda rngs: Block(rngs), in_axes=0)
+    self.blocks = make(rngs.split(3))
+    self.remat = remat
+
+  def __call__(self, x):
+    def step(x, block):
+      return block(x)
+
+    step = nnx.remat(step, prevent_cse=False) if self.remat else step
+    return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+
+
+class Block(nnx.Module):
+  def __init__(self, rngs):
+    self.norm = nnx.LayerNorm(4, rngs=rngs)
+    self.layer = nnx.Linear(4, 4, rngs=rngs)
+    self.out = nnx.Param(nnx.initializers.normal(0.3)(rngs.params(), (4, 4)))
+    self.drop = nnx.Dropout(0.2, rngs=rngs)
+    self.count = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+  def __call__(self, x):
+    self.count[...] += 1
+    return x + self.drop(nnx.relu(self.layer(self.norm(x)))) @ self.out
+
+
+class Conditional(nnx.Module):
+  def __init__(self, rngs):
+    self.one, self.two = Block(rngs), Block(rngs)
+
+  def __call__(self, x):
+    return nnx.cond(x.sum() > 0, lambda m, x: m.one(x), lambda m, x: m.two(x), self, x)
+
+
+class Loop(nnx.Module):
+  def __init__(self, rngs):
+    self.layer = nnx.Linear(4, 4, rngs=rngs)
+
+  def __call__(self, x):
+    return nnx.fori_loop(0, 3, lambda i, both: (both[0], both[0](both[1])), (self.layer, x))[1]
+
+
+class Mapped(nnx.Module):
+  """Experts, all on the same input."""
+
+  def __init__(self, rngs):
+    self.experts = nnx.vmap(lambda rngs: Block(rngs), in_axes=0)(rngs.split(2))
+
+  def __call__(self, x):
+    return nnx.vmap(lambda block, x: block(x), in_axes=(0, None))(self.experts, x)
+
+
+MODELS = {
+  "scan": Stack,
+  "scan_remat": lambda rngs: Stack(rngs, remat=True),
+  "cond": Conditional,
+  "vmap": Mapped,
+  "fori_loop": Loop,
+}
+AROUND = {
+  "plain": lambda fun: fun,
+  "nnx.jit": nnx.jit,
+  "nnx.remat": nnx.remat,
+  "nnx.vmap": lambda fun: lambda m, x: nnx.vmap(fun, in_axes=(None, 0))(m, x[None])[0],
+}
+
+
+@pytest.mark.case("A76", "B073", "B082")
+@pytest.mark.parametrize(
+  ("name", "around"),
+  # Under vmap what is written has no axis to go to.
+  [(n, a) for n in MODELS for a in AROUND if a != "nnx.vmap" or n == "fori_loop"],
+)
+def test_transforms(name, around):
+  graphdef, params, rest = rig.split(MODELS[name])
+  call = AROUND[around](lambda view, x: view(x))
+
+  def forward(params, x):
+    plain = nnx.merge(graphdef, params, rest, copy=True)
+    out = call(with_policy(plain, "mixed_bfloat16"), x)
+    return out, nnx.state(plain, nnx.Not(nnx.Param))
+
+  def loss(params, x):
+    out, state = forward(params, x)
+    return jnp.sum(out**2), (out, state)
+
+  fun = jax.grad(loss, has_aux=True) if name != "fori_loop" else forward
+  program, (found, other) = jax.make_jaxpr(fun, return_shape=True)(params, X)
+  assert half_share(program) == 1
+  if name != "fori_loop":
+    out, state = other
+    assert out.dtype == jnp.float32
+    assert set(dtypes(found)) == {"float32"}
+    assert dtypes(state) == dtypes(rest)
+
+
+def test_gradients_with_respect_to_a_view_are_those_of_the_model():
+  model = nnx.Sequential(linear(), nnx.relu, linear())
+  view = with_policy(model, "mixed_bfloat16")
+  of_view = nnx.grad(lambda view: view(X).sum())(view)
+  of_model = nnx.grad(lambda model: with_policy(model, "mixed_bfloat16")(X).sum())(model)
+  assert jax.tree.structure(of_view) == jax.tree.structure(of_model)
+  for x, y in zip(jax.tree.leaves(of_view), jax.tree.leaves(of_model), strict=True):
+    np.testing.assert_array_equal(x, y)
+    assert x.dtype == jnp.float32
+
+
+@pytest.mark.case("B082")
+def test_a_weight_used_often_adds_up_its_gradient_in_float32():
+  class Often(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+      return jax.lax.fori_loop(0, 1000, lambda _, y: y + self.w * x, x)
+
+  view = with_policy(Often(), "mixed_bfloat16")
+  gradient = nnx.grad(lambda view: view(jnp.ones(())))(view)
+  assert gradient["w"][...] == 1000  # in bfloat16 it stops at 256

@@ -1,0 +1,485 @@
+"""The view of a model: what it shares with it, which policy each module has, what is an error."""
+
+import copy
+import functools
+import pickle
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.errors import check_error
+from tests.nnx import rig
+
+Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+HALF = "params=float32,compute=bfloat16"
+
+
+class Probe(nnx.Module):
+  """Hands on what it is given, and notes in which dtype its parameter and its input come."""
+
+  def __init__(self, log, name):
+    self.scale = nnx.Param(jnp.ones(()))
+    self.note = functools.partial(log.setdefault, name)
+
+  def __call__(self, x):
+    self.note((str(self.scale[...].dtype), str(x.dtype)))
+    return x * self.scale
+
+
+class Block(nnx.Module):
+  def __init__(self, log, name):
+    self.leaf = Probe(log, f"{name}/leaf")
+    self.scale = nnx.Param(jnp.ones(()))
+    self.note = functools.partial(log.setdefault, name)
+
+  def __call__(self, x):
+    self.note((str(self.scale[...].dtype), str(x.dtype)))
+    return self.leaf(x)
+
+
+class Net(nnx.Module):
+  """Two equal blocks in a list, a leaf between them, a leaf in a plain dict."""
+
+  def __init__(self, log):
+    self.blocks = nnx.List([Block(log, "blocks/0"), Block(log, "blocks/1")])
+    self.between = Probe(log, "between")
+    self.plain = nnx.data({"leaf": Probe(log, "plain/leaf")})
+
+  def __call__(self, x):
+    return self.plain["leaf"](self.blocks[1](self.between(self.blocks[0](x))))
+
+
+PATHS = ("blocks/0", "blocks/0/leaf", "between", "blocks/1", "blocks/1/leaf", "plain/leaf")
+
+
+def used(policy, rules=(), net=Net, **options):
+  """Returns the dtype that each module uses its parameter in."""
+  log = {}
+  view = with_policy(net(log), policy, rules, **options)
+  jax.eval_shape(view, X)
+  return {path: dtype for path, (dtype, _) in log.items()}
+
+
+def everywhere(dtype, **others):
+  return {**dict.fromkeys(PATHS, dtype), **{k.replace("__", "/"): v for k, v in others.items()}}
+
+
+# What is shared
+
+
+def test_a_view_holds_the_very_variables_and_leaves_the_model_alone():
+  model = Net({})
+  before = nnx.graphdef(model)
+  attributes = [dict(vars(m)) for _, m in nnx.iter_modules(model)]
+  view = with_policy(model, "mixed_bfloat16")
+  view(X)
+  assert view.blocks[1].leaf.scale is model.blocks[1].leaf.scale
+  assert view.plain["leaf"].scale is model.plain["leaf"].scale
+  assert isinstance(view, Net)
+  assert type(view).__name__ == "Net"
+  assert nnx.graphdef(model) == before
+  for (_, module), old in zip(nnx.iter_modules(model), attributes, strict=True):
+    assert vars(module).keys() == old.keys()
+    assert all(vars(module)[name] is value for name, value in old.items())
+
+
+def test_state_of_a_view_is_the_state_of_the_model():
+  model = Net({})
+  view = with_policy(model, "mixed_float16")
+  ours, plain = nnx.state(view), nnx.state(model)
+  assert jax.tree.structure(ours) == jax.tree.structure(plain)
+  assert all(x is y for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True))
+  model.between.scale[...] = jnp.asarray(3.0)
+  assert view.between.scale[...] == 3
+
+
+def test_parameters_that_arrive_in_half_are_used_as_they_are():
+  model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+  policy = mpjax.Policy.parse("bfloat16")
+  nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
+  assert model.kernel.dtype == jnp.bfloat16
+  program = jax.make_jaxpr(lambda x: with_policy(model, policy)(x))(X.astype("bfloat16"))
+  assert "convert_element_type" not in str(program)
+
+
+# Which policy
+
+
+@pytest.mark.case("A98", "A99")
+@pytest.mark.parametrize(
+  ("rules", "wanted"),
+  [
+    ([], everywhere("bfloat16")),
+    (
+      [Rule("float16", path="blocks/0")],
+      everywhere("bfloat16", blocks__0="float16", blocks__0__leaf="float16"),
+    ),
+    (
+      [Rule("float16", path="blocks")],
+      everywhere("float16", between="bfloat16", plain__leaf="bfloat16"),
+    ),
+    (
+      [Rule("float16", path="blocks/*"), Rule("float32", path="**/leaf")],
+      everywhere("float32", blocks__0="float16", blocks__1="float16", between="bfloat16"),
+    ),
+    (
+      [Rule("float32", path=re.compile("blocks/[1-9]/leaf"))],
+      everywhere("bfloat16", blocks__1__leaf="float32"),
+    ),
+    (
+      [Rule("float16", module=Probe)],
+      everywhere("float16", blocks__0="bfloat16", blocks__1="bfloat16"),
+    ),
+    (
+      [Rule("float16", where=lambda m: hasattr(m, "leaf")), Rule("float32", module=Block)],
+      everywhere("float16", between="bfloat16", plain__leaf="bfloat16"),
+    ),
+    (
+      [Rule(None, path="blocks/1"), Rule("float16", path="blocks/1/leaf")],
+      everywhere("bfloat16", blocks__1="float32", blocks__1__leaf="float32"),
+    ),
+    ([Rule("float16", path="**")], everywhere("float16")),
+  ],
+  ids=["none", "index", "list", "globs", "regex", "class", "where", "left alone", "root"],
+)
+def test_rules(rules, wanted):
+  assert used(HALF, rules, unmatched="ignore") == wanted
+
+
+def test_none_leaves_all_but_what_rules_pick():
+  assert used(None, [Rule(HALF, path="between")]) == everywhere("float32", between="bfloat16")
+
+
+def test_a_policy_in_a_modules_own_attribute_beats_rules():
+  def net(log):
+    made = Net(log)
+    made.between.policy = mpjax.Policy(compute_dtype="float16")
+    return made
+
+  rules = [Rule("float32", path="between")]
+  assert used(HALF, rules, net) == everywhere("bfloat16", between="float16")
+
+
+class UserNorm(nnx.Module):
+  def __init__(self, width):
+    self.scale = nnx.Param(jnp.ones(width))
+    self.seen = nnx.static([])
+
+  def __call__(self, x):
+    self.seen.append(str(x.dtype))
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True)) * self.scale[None]
+
+
+class MixerNorm(UserNorm):
+  """It has a matrix: not only a norm."""
+
+  def __init__(self, width):
+    super().__init__(width)
+    self.mix = nnx.Param(jnp.ones((width, width)))
+
+
+class Normed(nnx.Module):
+  def __init__(self, norm):
+    self.first, self.norm = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), norm
+
+  def __call__(self, x):
+    return self.norm(self.first(x))
+
+
+@pytest.mark.parametrize(
+  ("norm", "defaults", "inside"),
+  [(UserNorm, None, "float32"), (UserNorm, (), "bfloat16"), (MixerNorm, None, "bfloat16")],
+)
+def test_norms_of_the_users_own_compute_in_float32_and_hand_on_half(norm, defaults, inside):
+  model = Normed(norm(4))
+  view = with_policy(model, HALF, defaults=defaults)
+  assert jax.eval_shape(view, X).dtype == jnp.bfloat16
+  assert model.norm.seen == [inside]
+
+
+class Watched(nnx.Module):
+  """Notes what its layer hands on."""
+
+  def __init__(self):
+    self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.seen = nnx.static([])
+
+  def __call__(self, x):
+    x = self.layer(x)
+    self.seen.append(str(x.dtype))
+    return x
+
+
+@pytest.mark.parametrize(
+  ("policy", "rules", "inside", "outside"),
+  [
+    ("mixed_bfloat16", [], "bfloat16", "float32"),
+    (HALF, [], "bfloat16", "bfloat16"),
+    (HALF + ",output=float16", [], "bfloat16", "float16"),
+    # What a rule picks hands on its own output dtype, or else the surrounding compute dtype.
+    (HALF, [Rule("float32", path="layer")], "float32", "float32"),
+    (HALF, [Rule("c=float32", path="layer")], "bfloat16", "bfloat16"),
+    (None, [Rule("mixed_bfloat16", path="layer")], "float32", "float32"),
+    (None, [Rule(HALF, path="layer")], "bfloat16", "bfloat16"),
+    # A rule for the root is another policy for the same begin.
+    ("mixed_bfloat16", [Rule("c=f16", path="**")], "float16", "float32"),
+  ],
+)
+def test_output_dtype_is_for_where_a_policy_begins(policy, rules, inside, outside):
+  model = Watched()
+  out = jax.eval_shape(with_policy(model, policy, rules), X)
+  assert (model.seen, str(out.dtype)) == ([inside], outside)
+
+
+def test_a_submodule_called_by_itself_is_the_outermost():
+  view = with_policy(Net({}), "mixed_bfloat16")
+  assert view.blocks[0](X).dtype == jnp.float32
+  assert view.plain["leaf"](X).dtype == jnp.float32
+  assert with_policy(Net({}), HALF).between(X).dtype == jnp.bfloat16
+
+
+@pytest.mark.case("B140")
+@pytest.mark.parametrize(
+  "rule", [Rule("float32", path="blocks/2"), Rule("float32", module=nnx.Conv)]
+)
+def test_a_rule_that_picks_out_nothing(rule):
+  with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
+    with_policy(Net({}), HALF, [rule])
+  check_error(
+    excinfo,
+    where=f"rules: {rule}",
+    expected="at least one module",
+    got="none of the 8 modules",
+    fix="'blocks/0'" if rule.path else "The model's classes: Block, List, Net, Probe",
+    builtin=ValueError,
+  )
+  with pytest.warns(UserWarning, match="none of the 8 modules"):
+    with_policy(Net({}), HALF, [rule], unmatched="warn")
+  with_policy(Net({}), HALF, [rule], unmatched="ignore")
+
+
+# Models that are put together in unusual ways
+
+
+class Shared(nnx.Module):
+  def __init__(self):
+    self.a = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.b = self.a
+
+  def __call__(self, x):
+    return self.b(self.a(x))
+
+
+def test_a_shared_module_stays_shared():
+  model = Shared()
+  view = with_policy(model, HALF, [Rule("float16", path="a")])
+  assert view.a is view.b
+  assert len(jax.tree.leaves(nnx.state(view))) == 2
+  with pytest.raises(mpjax.UnmatchedRuleError):
+    with_policy(model, HALF, [Rule("float16", path="b")])
+
+
+class Escaping(nnx.Module):
+  """Keeps methods of its layers, bare and in a partial function."""
+
+  def __init__(self):
+    self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.bare = self.layer.__call__
+    self.partial = functools.partial(apply, self.layer.__call__)
+
+  def __call__(self, x):
+    return self.partial(self.bare(x))
+
+
+def apply(fun, x):
+  return fun(x)
+
+
+@pytest.mark.case("A110")
+def test_methods_kept_as_attributes_run_under_the_policy():
+  program = jax.make_jaxpr(with_policy(Escaping(), HALF))(X)
+  products = [e for e in program.eqns if e.primitive.name == "dot_general"]
+  assert [str(e.invars[1].aval.dtype) for e in products] == ["bfloat16"] * 2
+
+
+def test_a_view_inside_a_model_keeps_its_policy():
+  log = {}
+  inner = with_policy(Block(log, "inner"), "c=float16")
+  model = nnx.Sequential(inner, Probe(log, "outer"))
+  view = with_policy(model, HALF)
+  assert jax.eval_shape(view, X).dtype == jnp.bfloat16
+  assert log == {
+    "inner": ("float16", "float16"),
+    "inner/leaf": ("float16", "float16"),
+    "outer": ("bfloat16", "bfloat16"),
+  }
+
+
+class Raw(nnx.Pytree):
+  """Not a module, but an object with parameters and a method."""
+
+  def __init__(self):
+    self.w = nnx.Param(jnp.ones((4, 4)))
+
+  def apply(self, x):
+    return x @ self.w
+
+
+class HoldsRaw(nnx.Module):
+  def __init__(self):
+    self.raw = Raw()
+
+  def __call__(self, x):
+    return self.raw.apply(x)
+
+
+class NoTree(nnx.Module, pytree=False):
+  def __init__(self):
+    self.layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(0))]
+
+  def __call__(self, x):
+    return self.layers[0](x)
+
+
+@pytest.mark.parametrize("make", [HoldsRaw, NoTree])
+def test_other_objects_than_modules(make):
+  (out,) = jax.make_jaxpr(with_policy(make(), HALF))(X).out_avals
+  assert out.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v)), nnx.clone])
+def test_copies_of_a_view_run_under_the_policy(how):
+  view = with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF)
+  again = how(view)
+  assert again.kernel is not view.kernel
+  assert type(again) is type(view)
+  assert again(X).dtype == jnp.bfloat16
+  np.testing.assert_array_equal(again(X), view(X))
+
+
+# Programs and caches
+
+
+@pytest.mark.case("I8")
+def test_a_float32_policy_changes_no_program():
+  def make(rngs):
+    rnn = nnx.RNN(nnx.GRUCell(4, 4, rngs=rngs))
+    return nnx.Sequential(nnx.Embed(5, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs), rnn)
+
+  graphdef, params, rest = rig.split(make)
+  ids = jnp.zeros((2, 3), jnp.int32)
+
+  def program(policy):
+    _, both = rig.functions(graphdef, policy, lambda view, *args: view(*args))
+    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(both)(params, rest, (ids,))))
+
+  assert program("float32") == program(None)
+
+
+@pytest.mark.case("I9", "I4")
+def test_one_trace_for_views_that_are_made_anew_and_another_for_another_policy():
+  model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+  traces = []
+
+  @nnx.jit
+  def forward(view, x):
+    traces.append(1)
+    return view(x)
+
+  for _ in range(2):
+    assert forward(with_policy(model, HALF), X).dtype == jnp.bfloat16
+  assert len(traces) == 1
+  assert forward(with_policy(model, "c=f16"), X).dtype == jnp.float16
+  assert forward(model, X).dtype == jnp.float32
+  assert forward(with_policy(model, HALF), X).dtype == jnp.bfloat16
+  assert len(traces) == 3
+
+
+@pytest.mark.case("A106")
+def test_threads_do_not_meet():
+  model = Net({})
+  views = {dtype: with_policy(model, f"c={dtype}") for dtype in ("float16", "bfloat16")}
+  found = {dtype: [] for dtype in views}
+
+  def work(dtype):
+    for _ in range(10):
+      found[dtype].append(jax.eval_shape(views[dtype], X).dtype)
+
+  threads = [threading.Thread(target=work, args=(dtype,)) for dtype in views]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert {k: {str(d) for d in v} for k, v in found.items()} == {k: {k} for k in found}
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+  ("model", "got"),
+  [
+    (nnx.Linear, "the class Linear"),
+    (jnp.tanh, "class"),
+    (None, "NoneType"),
+    ({"a": 1}, "dict"),
+  ],
+  ids=["class", "function", "none", "dict"],
+)
+def test_what_is_no_module_is_refused(model, got):
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    with_policy(model, HALF)
+  check_error(
+    excinfo,
+    where="mpjax.nnx.with_policy(model)",
+    expected="a flax.nnx.Module",
+    got=got,
+    fix="Pass an instance",
+    builtin=TypeError,
+  )
+
+
+def test_a_view_of_a_view_is_refused():
+  view = with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF)
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    with_policy(view, "float32")
+  check_error(
+    excinfo,
+    where="mpjax.nnx.with_policy(model)",
+    expected="a flax.nnx.Module",
+    got="a view already (Linear under 'params=float32,compute=bfloat16')",
+    fix="Make a view of the plain model",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize(
+  ("options", "where", "expected", "got", "fix", "builtin"),
+  [
+    ({"ops": "float32"}, "ops=...", "None", "'float32'", "mpjax.autocast", ValueError),
+    ({"unmatched": "no"}, "unmatched=...", "'warn' or 'ignore'", "'no'", "picks out", ValueError),
+    ({"rules": ["x"]}, "rules=...", "mpjax.Rule", "'x'", "Write [", TypeError),
+    ({"defaults": [1]}, "defaults=...", "mpjax.Rule", "1", "Write [", TypeError),
+    ({"adapters": {"a": 1}}, "adapters=...", "mapping", "{'a': 1}", "mpjax.nnx.Adapter", TypeError),
+    ({"adapters": 3}, "adapters=...", "mapping", "3", "mpjax.nnx.Adapter", TypeError),
+  ],
+  ids=["ops", "unmatched", "rules", "defaults", "adapters", "no mapping"],
+)
+def test_bad_arguments(options, where, expected, got, fix, builtin):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF, **options)
+  check_error(
+    excinfo,
+    where=f"mpjax.nnx.with_policy({where})",
+    expected=expected,
+    got=got,
+    fix=fix,
+    builtin=builtin,
+  )
