@@ -1,4 +1,4 @@
-"""Timing by turns, and what can be counted without a clock."""
+"""Timing by turns, and what can be counted without a clock. Nothing but JAX and NumPy is needed."""
 
 import collections
 import dataclasses
@@ -14,9 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-
-import mpjax
-from mpjax import _jaxpr
 
 HLO_OPERATIONS = ("convert", "dot", "convolution", "custom-call", "fusion")
 
@@ -106,20 +103,6 @@ def ratio(times: Sequence[float], to: Sequence[float]) -> Ratio:
   return Ratio(median=float(median), low=float(low), high=float(high))
 
 
-def count_program(fun: Callable[..., Any], *args: Any) -> dict[str, Any]:
-  """Returns what the traced program holds, before any compiler saw it."""
-  program = jax.make_jaxpr(fun)(*args)
-  counts = _jaxpr.count_operations(program)
-  found = _jaxpr.products(program)
-  return {
-    "equations": sum(counts.values()),
-    "converts": counts["convert_element_type"],
-    "products": len(found),
-    "half_share": _jaxpr.half_share(found),
-    "flops": sum(p.flops * p.times for p in found),
-  }
-
-
 def count_compiled(compiled: Any) -> dict[str, int]:
   """Returns operations in the optimized program, and the bytes it needs."""
   found = count_hlo(compiled.as_text())
@@ -135,14 +118,20 @@ def count_hlo(text: str) -> collections.Counter[str]:
   return collections.Counter(re.findall(r"^ .*? = (?:\(.*?\)|\S+) ([\w-]+)\(", text, re.MULTILINE))
 
 
-def environment() -> dict[str, Any]:
-  """Returns what a figure depends on, without naming the machine."""
-  packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+def environment(
+  own: Mapping[str, str] | None = None, packages: Sequence[str] = ("jax", "jaxlib", "numpy")
+) -> dict[str, Any]:
+  """Returns what a figure depends on, without naming the machine.
+
+  Args:
+    own: versions of what is measured, if that is not installed.
+    packages: whose installed versions matter.
+  """
   versions = {name: importlib.metadata.version(name) for name in packages}
   return {
     "date": datetime.date.today().isoformat(),
     "python": platform.python_version(),
-    "versions": {"mpjax": mpjax.__version__, **versions},
+    "versions": {**(own or {}), **versions},
     "backend": jax.default_backend(),
     "hardware": hardware(),
     "load_average": [round(x, 1) for x in os.getloadavg()],

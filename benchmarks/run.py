@@ -73,6 +73,20 @@ def flax_step(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, 
   return (kept, scale), value
 
 
+def count_program(fun: Callable[..., Any], *args: Any) -> dict[str, Any]:
+  """Returns what the traced program holds, before any compiler saw it."""
+  program = jax.make_jaxpr(fun)(*args)
+  counts = _jaxpr.count_operations(program)
+  found = _jaxpr.products(program)
+  return {
+    "equations": sum(counts.values()),
+    "converts": counts["convert_element_type"],
+    "products": len(found),
+    "half_share": _jaxpr.half_share(found),
+    "flops": sum(p.flops * p.times for p in found),
+  }
+
+
 def first_state(case: Case, tx: optax.GradientTransformation) -> tuple[Any, Any, Any]:
   """Returns parameters, other collections and optimizer state; the same for every variant."""
   variables = dict(jax.jit(case.make().init)(jax.random.key(0), case.data()[0]))
@@ -117,7 +131,7 @@ def compare_precisions(case: Case, half: str, rounds: int) -> dict[str, Any]:
     loss = functools.partial(loss_fn, apply)
     figures[name] = {
       "seconds": times[name],
-      "traced": measure.count_program(functools.partial(plain_step, apply), state, *batch),
+      "traced": count_program(functools.partial(plain_step, apply), state, *batch),
       "residual_bytes": _jaxpr.residual_bytes(lambda p, f=loss: f(p, rest, *batch)[0], params),
       "compiled": measure.count_compiled(steps[name].compiled),
     }
@@ -174,7 +188,10 @@ def main(
   console = console or Console()
   size = size or ("cpu" if jax.default_backend() == "cpu" else "gpu")
   settings = {"size": size, "half": half, "rounds": rounds}
-  results: dict[str, Any] = {"environment": measure.environment(), "settings": settings}
+  environment = measure.environment(
+    {"mpjax": mpjax.__version__}, ("jax", "jaxlib", "flax", "optax", "numpy")
+  )
+  results: dict[str, Any] = {"environment": environment, "settings": settings}
   results |= {"precision": {}, "scaling": {}}
   for model in models:
     case = SIZES[size][model]
