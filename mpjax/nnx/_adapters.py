@@ -50,7 +50,8 @@ def _table_as_stored(promote_dtype: Callable[..., Any]) -> Callable[..., Any]:
 
 def _attention_fields(module: Any, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
   fields = set_dtype(module, method, dtype)
-  if fields and module.attention_fn is nnx.dot_product_attention:
+  own = module.attention_fn is nnx.dot_product_attention
+  if fields and own and dtype.itemsize < np.dtype(np.float32).itemsize:
     fields["attention_fn"] = attention
   return fields
 

@@ -1,4 +1,4 @@
-"""Attention with weights that are looked at: products in half, softmax in float32."""
+"""Attention where NNX's own will not do: products in half, softmax in float32."""
 
 from typing import Any
 
@@ -28,7 +28,8 @@ def attention(
   """Returns what `nnx.dot_product_attention` does, with a softmax that is always in float32.
 
   NNX leaves attention to `jax.nn`, which takes the softmax in float32, unless there is dropout or
-  the weights are sown. Then it takes it in the dtype of the products.
+  the weights are sown. Then it takes it in the dtype of the products. And in float16 `jax.nn` (of
+  jax 0.10) asks for a kind of product that a CPU does not have.
 
   Args:
     query: [..., T, N, H]; N is a multiple of K.
@@ -44,16 +45,16 @@ def attention(
     module: sows the weights, if it is not None.
     is_causal: position t sees none after t.
   """
-  if dropout_rate == 0.0 and module is None:
+  if dropout_rate == 0.0 and module is None and jnp.dtype(dtype) != jnp.float16:
     return nnx.dot_product_attention(
       query, key, value, mask=mask, dtype=dtype, precision=precision, is_causal=is_causal
     )
   query, key, value = (cast_leaf(x, dtype) for x in (query, key, value))
-  groups = query.shape[-2] // key.shape[-2]
+  heads = query.shape[-2] // key.shape[-2]
+  key, value = (x if heads == 1 else jnp.repeat(x, heads, axis=-2) for x in (key, value))
   query = query / jnp.sqrt(query.shape[-1]).astype(dtype)
-  query = query.reshape(*query.shape[:-2], key.shape[-2], groups, query.shape[-1])
-  logits = jnp.einsum("...tkgh,...skh->...kgts", query, key, precision=precision)
-  logits = logits.reshape(*logits.shape[:-4], -1, *logits.shape[-2:]).astype(jnp.float32)
+  logits = jnp.einsum("...thd,...shd->...hts", query, key, precision=precision)
+  logits = logits.astype(jnp.float32)
   seen = nnx.combine_masks(mask, _causal(logits) if is_causal else None, dtype=jnp.bool_)
   if seen is not None:
     logits = jnp.where(seen, logits, jnp.finfo(jnp.float32).min)
@@ -64,9 +65,7 @@ def attention(
     batches = (1,) * (weights.ndim - 2) if broadcast_dropout else weights.shape[:-2]
     keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, (*batches, *weights.shape[-2:]))
     weights = weights * (keep.astype(dtype) / jnp.asarray(1.0 - dropout_rate, dtype))
-  weights = weights.reshape(*weights.shape[:-3], key.shape[-2], groups, *weights.shape[-2:])
-  mixed = jnp.einsum("...kgts,...skd->...tkgd", weights, value, precision=precision)
-  return mixed.reshape(*mixed.shape[:-3], -1, mixed.shape[-1])
+  return jnp.einsum("...hts,...shd->...thd", weights, value, precision=precision)
 
 
 def _causal(logits: Array) -> Array:

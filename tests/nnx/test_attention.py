@@ -8,7 +8,7 @@ from flax import nnx
 
 from mpjax.nnx._attention import attention
 from tests.models.values import normal
-from tests.programs import dtypes_of, products
+from tests.programs import dtypes_of, products, run
 
 MASK = np.random.default_rng(0).random((2, 1, 5, 5)) < 0.6
 MASK[..., 0] = True
@@ -55,15 +55,18 @@ def test_against_numpy(name):
     normal(2, 5, 4 // heads, 8, seed=1),
     normal(2, 5, 4 // heads, 8, seed=2),
   )
-  sown = Sown()
-  out = call(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), module=sown, **options)
+
+  def forward(q, k, v):
+    sown = Sown()
+    return call(q, k, v, module=sown, **options), sown.weights, call(q, k, v, **options)
+
+  out, sown, plain = run(forward, q, k, v)
   seen = options.get("mask", True) & (
     np.tril(np.ones((5, 5), bool)) | (not options.get("is_causal"))
   )
   weights, wanted = by_numpy(q, k, v, seen)
   np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(sown.weights, weights, rtol=1e-5, atol=1e-7)
-  plain = call(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), **options)
+  np.testing.assert_allclose(sown, weights, rtol=1e-5, atol=1e-7)
   np.testing.assert_allclose(plain, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -72,13 +75,16 @@ def test_dropout_is_that_of_flax(broadcast):
   q, k, v = (jnp.asarray(normal(2, 5, 2, 8, seed=i)) for i in range(3))
   options = {"dropout_rng": jax.random.key(3), "dropout_rate": 0.4, "deterministic": False}
   options["broadcast_dropout"] = broadcast
-  ours = call(q, k, v, **options)
-  np.testing.assert_allclose(
-    ours, nnx.dot_product_attention(q, k, v, **options), rtol=1e-5, atol=1e-6
-  )
-  assert not np.allclose(ours, call(q, k, v))
-  options["deterministic"] = True
-  np.testing.assert_allclose(call(q, k, v, **options), call(q, k, v), rtol=1e-5, atol=1e-6)
+
+  def forward(q, k, v):
+    flax = nnx.dot_product_attention(q, k, v, **options)
+    kept = {**options, "deterministic": True}
+    return call(q, k, v, **options), flax, call(q, k, v, **kept), call(q, k, v)
+
+  ours, flax, kept, plain = run(forward, q, k, v)
+  np.testing.assert_allclose(ours, flax, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(kept, plain, rtol=1e-5, atol=1e-6)
+  assert not np.allclose(ours, plain)
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
