@@ -10,7 +10,7 @@ from mpjax._autocast._custom_rules import Rule, with_rule
 from mpjax._autocast._demands import of_loop
 from mpjax._autocast._rewrite import Rewriter, Rewritten
 from mpjax._autocast._scopes import names_of, region
-from mpjax._autocast._values import Dtype, Kind, Scope, Settings, dtype_of
+from mpjax._autocast._values import FLOAT32, Dtype, Kind, Scope, Settings, dtype_of
 from mpjax._jaxpr import BODIES
 
 Kinds = tuple[Kind | None, ...]
@@ -287,6 +287,14 @@ def _while(self: Rewriter, eqn: JaxprEqn) -> None:
   atoms, ins = _operands(self, eqn)
   body, test = params["body_jaxpr"], params["cond_jaxpr"]
   scope = _scope(self, eqn)
+  # Nothing is kept of it for a backward pass, and whether it ends may depend on its last bits.
+  ins = (
+    *ins[: of_cond + of_body],
+    *(
+      Kind(FLOAT32) if kind is not None and dtype_of(atom) == FLOAT32 else kind
+      for atom, kind in zip(eqn.invars[of_cond + of_body :], ins[of_cond + of_body :], strict=True)
+    ),
+  )
   wanted = of_loop(body.jaxpr, of_body, carry, _wanted(self, eqn), self.settings)
   new, inner = _carry(self, body.jaxpr, ins[of_cond:], of_body, carry, wanted, scope)
   ins = (*ins[:of_cond], *inner)

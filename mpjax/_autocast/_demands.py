@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from mpjax._autocast._values import Settings
+from mpjax._autocast._values import FLOATS, Settings, dtype_of
 from mpjax._jaxpr import BODIES
 
 FULL = 1
@@ -47,7 +47,8 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
     elif part == "promote" or part == "keep":
       want = 0
       for v in eqn.outvars:
-        want |= found.get(v, 0)
+        if dtype_of(v) in FLOATS:  # Who reads a comparison does not read what was compared.
+          want |= found.get(v, 0)
       if want & FULL and name != "convert_element_type":
         want |= BEHIND
     else:

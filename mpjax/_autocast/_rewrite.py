@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core.primitives import broadcast_in_dim_p, convert_element_type_p
 
 from mpjax._autocast._demands import BEHIND, FULL, HALF, demands
 from mpjax._autocast._retype import retype, wants_precision
@@ -23,6 +23,7 @@ from mpjax._autocast._values import (
   literal_as,
   literal_value,
   retyped,
+  shape_of,
 )
 from mpjax._jaxpr import holds_program
 
@@ -85,6 +86,14 @@ class Rewritten(NamedTuple):
 
   jaxpr: Jaxpr
   outs: tuple[Kind | None, ...]
+
+
+def _is_statistic(shape: tuple[int, ...]) -> bool:
+  """Whether a result is of the shape of a mean or a norm: a number, or kept axes of size 1.
+
+  The first axis does not count: a batch may have one row.
+  """
+  return not shape or 1 in shape[1:]
 
 
 class Rewriter:
@@ -184,7 +193,7 @@ class Rewriter:
     if (
       scope[: len(made)] == made
       or not value.wanted & HALF
-      or value.atom.aval.ndim == 0
+      or _is_statistic(value.atom.aval.shape)
       or not self.settings.lower
       or region(made, self.settings) is None
     ):
@@ -276,7 +285,7 @@ class Rewriter:
         deciding = [v for v in values if v is not None][:1]
       dtype, neutral = self._common(eqn, deciding, wide, half)
     operands = [
-      atom if value is None else self.view(value, dtype, eqn)
+      atom if value is None else self.view(self._spread(value, dtype, eqn), dtype, eqn)
       for atom, value in zip(eqn.invars, values, strict=True)
     ]
     kind = Kind(dtype, neutral)
@@ -288,6 +297,28 @@ class Rewriter:
     if dtype == FLOAT32 and known and not wide:
       self._round(eqn, half)
     return None
+
+  def _spread(self, value: Value, dtype: Dtype, eqn: JaxprEqn) -> Value:
+    """Repeats a parameter that is added before its cast: its gradient is then a float32 sum."""
+    aval, out = value.atom.aval, shape_of(eqn.outvars[0])
+    if (
+      value.once
+      or dtype == FLOAT32
+      or value.held != FLOAT32
+      or eqn.primitive.name not in ("add", "sub")
+      or aval.shape == out
+      or not (aval.sharding.mesh.empty or aval.sharding.mesh.are_all_axes_auto)
+    ):
+      return value
+    var = Var(aval.update(shape=out, weak_type=False))
+    axes = tuple(range(aval.ndim))
+    params = {"shape": out, "broadcast_dimensions": axes, "sharding": None}
+    self.eqns.append(
+      new_jaxpr_eqn(
+        [value.atom], [var], broadcast_in_dim_p, params, no_effects, eqn.source_info, eqn.ctx
+      )
+    )
+    return Value(var, FLOAT32, once=False)
 
   def _common(
     self, eqn: JaxprEqn, values: Sequence[Value | None], wide: bool, half: Dtype

@@ -101,6 +101,11 @@ def dtype_of(atom: Any) -> Any:
   return getattr(atom.aval, "dtype", None)
 
 
+def shape_of(var: Any) -> tuple[int, ...]:
+  """Returns the shape of a variable."""
+  return var.aval.shape
+
+
 def retyped(var: Any, dtype: Dtype) -> Var:
   """Returns a new variable like `var` of another dtype."""
   return Var(_retyped(var.aval, dtype))
@@ -111,11 +116,20 @@ def _retyped(aval: Any, dtype: Dtype) -> Any:
   return aval.update(dtype=dtype, weak_type=False)
 
 
+_NEAR_ONE = 2.0**-6
+"""A decay this close to 1 is about its distance from it: 0.999 is 1 in bfloat16, 0.99 is 0.988."""
+
+
 def survives(number: Any, dtype: Dtype) -> bool:
-  """Whether a number is still one of its size in a half type: not inf, not zero or subnormal."""
+  """Whether a number is still what it was in a half type, but for its last digits.
+
+  It must not become inf, zero or subnormal, nor a decay like 0.999 another one.
+  """
   size = abs(float(number))
   if size == 0 or not np.isfinite(size):
     return True
+  if size != 1 and abs(1 - size) < _NEAR_ONE:
+    return False
   limits = jnp.finfo(dtype)
   return float(limits.tiny) <= size <= float(limits.max)
 
