@@ -55,6 +55,7 @@ PUBLIC = {
     "Adapter",
     "cast_inputs",
     "cast_outputs",
+    "convert",
     "default_adapters",
     "set_dtype",
     "with_policy",

@@ -7,12 +7,14 @@
 
 from mpjax._adapter import Adapter, cast_inputs, cast_outputs, set_dtype
 from mpjax.nnx._adapters import default_adapters
+from mpjax.nnx._convert import convert
 from mpjax.nnx._with_policy import with_policy
 
 __all__ = [
   "Adapter",
   "cast_inputs",
   "cast_outputs",
+  "convert",
   "default_adapters",
   "set_dtype",
   "with_policy",

@@ -1,0 +1,63 @@
+"""`convert`: a view for inference, with its parameters stored in what they are used in."""
+
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from mpjax._errors import MpjaxTypeError, message
+from mpjax._storage import used_dtypes
+from mpjax._tree import cast_leaf
+from mpjax.nnx._view import is_view
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def convert(view: M, *args: Any, **kwargs: Any) -> M:
+  """Returns a copy of a view whose parameters are stored in half where only half is made of them.
+
+  The program of `view(*args, **kwargs)` says so: a parameter that it does nothing with but round it
+  to one half dtype is stored in that dtype, and results stay the same to the bit. One that any
+  operation uses in float32 (a norm's scale; a table that two modules share, one of them under a
+  float32 rule) stays as it is, and so does one that the call does not use.
+
+  MXNet converts its symbols for inference by the same rule.
+
+  Args:
+    view: what `mpjax.nnx.with_policy` returned; it is not changed.
+    args: what it is called with. Arrays may have any values.
+    kwargs: further arguments.
+
+  Returns:
+    A view of the same class with variables of its own: for inference, since training needs the
+    parameters as they were stored.
+
+  Raises:
+    MpjaxTypeError: `view` is no view.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> from flax import nnx
+  >>> rngs = nnx.Rngs(0)
+  >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs))
+  >>> view = mpjax.nnx.convert(mpjax.nnx.with_policy(model, "mixed_bfloat16"), jnp.ones((1, 3)))
+  >>> view.layers[0].kernel.dtype, view.layers[1].scale.dtype
+  (dtype(bfloat16), dtype('float32'))
+  """
+  if not is_view(view):
+    raise MpjaxTypeError(
+      message(
+        "mpjax.nnx.convert(view)",
+        expected="a view that mpjax.nnx.with_policy returned",
+        got=f"a {type(view).__name__}",
+        fix="Write convert(with_policy(model, policy), *inputs): the policy says what is in half.",
+      )
+    )
+  graphdef, params, rest = nnx.split(view, nnx.Param, ...)
+
+  def call(params: Any) -> Any:
+    return nnx.merge(graphdef, params, rest, copy=True)(*args, **kwargs)
+
+  leaves, treedef = jax.tree.flatten(params)
+  dtypes = used_dtypes(call, params)
+  new = [x if d is None else cast_leaf(x, d) for x, d in zip(leaves, dtypes, strict=True)]
+  return nnx.merge(graphdef, jax.tree.unflatten(treedef, new), rest, copy=True)
