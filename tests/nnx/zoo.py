@@ -1,0 +1,364 @@
+"""Models as research code writes them in NNX: raw parameters, own attention, tied heads, loops.
+
+None of them names a dtype or knows of mpjax. `MODELS` holds for each how it is made, its inputs,
+and how it is run (`model(*inputs)`, unless said otherwise).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests.models.values import integers, normal
+
+NORMAL = nnx.initializers.normal(0.2)
+
+
+class Model(NamedTuple):
+  """One model and how it is run.
+
+  Fields:
+    make: returns the module, given `nnx.Rngs`.
+    inputs: its arguments.
+    run: `(model, *inputs) -> outputs`.
+  """
+
+  make: Callable[[nnx.Rngs], nnx.Module]
+  inputs: tuple[Any, ...]
+  run: Callable[..., Any] = lambda model, *inputs: model(*inputs)
+
+
+def raw(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
+  return nnx.Param(NORMAL(rngs.params(), shape))
+
+
+class Norm(nnx.Module):
+  """Root-mean-square normalisation, written by the model's author."""
+
+  def __init__(self, width):
+    self.scale = nnx.Param(jnp.ones((1, 1, width)))
+
+  def __call__(self, x):
+    return self.scale * x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+class CausalAttention(nnx.Module):
+  """Fused projection in one raw parameter, a -1e9 mask, a cache in variables of its own."""
+
+  def __init__(self, width, heads, length, rngs):
+    self.qkv, self.out = (
+      raw(rngs, width, 3, heads, width // heads),
+      raw(rngs, heads, width // heads, width),
+    )
+    self.length = length
+
+  def start(self, batch):
+    shape = (batch, self.length, *self.out.shape[:2])
+    self.keys, self.values = nnx.Cache(jnp.zeros(shape)), nnx.Cache(jnp.zeros(shape))
+
+  def __call__(self, x, index=None):
+    q, k, v = jnp.moveaxis(jnp.einsum("btd,dnhk->btnhk", x, self.qkv[...]), 2, 0)
+    if index is None:
+      seen = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool))
+    else:
+      self.keys[...] = k = self.keys.at[:, index].set(k[:, 0])
+      self.values[...] = v = self.values.at[:, index].set(v[:, 0])
+      seen = (jnp.arange(self.length) <= index)[None, None, None]
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e9), axis=-1)
+    return jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, self.out[...])
+
+
+class Gpt(nnx.Module):
+  """Decoder with learned positions; the head reads the table of the embedding."""
+
+  def __init__(self, rngs, vocabulary=17, width=16, layers=2):
+    self.wte = nnx.Embed(vocabulary, width, rngs=rngs)
+    self.positions = raw(rngs, 8, width)
+    self.attention = nnx.List([CausalAttention(width, 2, 8, rngs) for _ in range(layers)])
+    self.mlp = nnx.List(
+      [
+        nnx.Sequential(nnx.Linear(width, 32, rngs=rngs), nnx.gelu, nnx.Linear(32, width, rngs=rngs))
+        for _ in range(layers)
+      ]
+    )
+    self.norms = nnx.List([Norm(width) for _ in range(2 * layers + 1)])
+
+  def start(self, batch):
+    for attention in self.attention:
+      attention.start(batch)
+
+  def __call__(self, ids, index=None):
+    at = self.positions[: ids.shape[1]] if index is None else self.positions[index][None]
+    x = self.wte(ids) + at[None]
+    for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
+      x = x + attention(self.norms[2 * i](x), index)
+      x = x + mlp(self.norms[2 * i + 1](x))
+    return self.norms[-1](x) @ self.wte.embedding.T
+
+
+def generate(model: Any, ids: Any) -> Any:
+  """Writes tokens chosen greedily, through float32 caches."""
+  model.start(ids.shape[0])
+  token, found = ids[:, :1], []
+  for index in range(3):
+    logits = model(token, index)
+    token = jnp.argmax(logits[:, -1:], axis=-1).astype(token.dtype)
+    found.append(logits)
+  return found
+
+
+class Experts(nnx.Module):
+  """Feed-forward experts: top-1 routing, dispatch by einsum, a balancing loss as a variable."""
+
+  def __init__(self, rngs, width=16, experts=4):
+    self.router = raw(rngs, width, experts)
+    self.up, self.down = raw(rngs, experts, width, 32), raw(rngs, experts, 32, width)
+
+  def __call__(self, x):
+    gates = jax.nn.softmax(x @ self.router)
+    chosen = jax.nn.one_hot(jnp.argmax(gates, -1), gates.shape[-1], dtype=x.dtype)
+    self.balance = nnx.Intermediate(jnp.mean(gates.mean(1) * chosen.mean(1)))
+    inside = jnp.einsum("bte,btd->betd", chosen, x)
+    inside = nnx.relu(jnp.einsum("betd,edf->betf", inside, self.up[...]))
+    inside = jnp.einsum("betf,efd->betd", inside, self.down[...])
+    return jnp.einsum("bte,betd->btd", chosen * gates, inside)
+
+
+class Switch(nnx.Module):
+  def __init__(self, rngs):
+    self.embed, self.experts = (
+      nnx.Embed(17, 16, rngs=rngs),
+      nnx.List([Experts(rngs), Experts(rngs)]),
+    )
+    self.head = nnx.Linear(16, 17, rngs=rngs)
+
+  def __call__(self, ids):
+    x = self.embed(ids)
+    for expert in self.experts:
+      x = x + expert(nnx.standardize(x))
+    return self.head(x)
+
+
+def with_balance(model: Any, ids: Any) -> Any:
+  out = model(ids)
+  return out, nnx.as_pure(nnx.pop(model, nnx.Intermediate))
+
+
+class SelfAttention(nnx.Module):
+  def __init__(self, rngs, heads=2):
+    self.to_qkv = nnx.Linear(16, 48, use_bias=False, rngs=rngs)
+    self.to_out = nnx.Linear(16, 16, rngs=rngs)
+    self.heads = heads
+
+  def __call__(self, x):
+    q, k, v = (
+      t.reshape(*t.shape[:2], self.heads, -1) for t in jnp.split(self.to_qkv(x), 3, axis=-1)
+    )
+    weights = nnx.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5)
+    out = jnp.einsum("bhij,bjhd->bihd", weights, v)
+    return self.to_out(out.reshape(x.shape))
+
+
+class Vit(nnx.Module):
+  """A transformer on patches with a class token, its attention under remat."""
+
+  def __init__(self, rngs):
+    self.patches = nnx.Conv(3, 16, (4, 4), strides=(4, 4), rngs=rngs)
+    self.token, self.positions = raw(rngs, 1, 1, 16), raw(rngs, 1, 5, 16)
+    self.attention = nnx.List([SelfAttention(rngs) for _ in range(2)])
+    self.norms = nnx.List([nnx.LayerNorm(16, rngs=rngs) for _ in range(3)])
+    self.head = nnx.Linear(16, 10, rngs=rngs)
+
+  def __call__(self, images):
+    x = self.patches(images)
+    x = x.reshape(x.shape[0], -1, 16)
+    x = jnp.concatenate([jnp.tile(self.token[...], (x.shape[0], 1, 1)), x], axis=1)
+    x = x + self.positions
+    for attention, norm in zip(self.attention, self.norms, strict=False):
+      x = x + nnx.remat(lambda m, y: m(y))(attention, norm(x))
+    return self.head(self.norms[-1](x)[:, 0])
+
+
+class ResidualBlock(nnx.Module):
+  def __init__(self, into, features, rngs):
+    self.norms = nnx.List([nnx.GroupNorm(n, 2, rngs=rngs) for n in (into, features)])
+    self.first = nnx.Conv(into, features, (3, 3), rngs=rngs)
+    self.second = nnx.Conv(features, features, (3, 3), rngs=rngs)
+    self.time = nnx.Linear(16, features, rngs=rngs)
+    self.drop = nnx.Dropout(0.1, rngs=rngs)
+    self.short = nnx.Linear(into, features, rngs=rngs) if into != features else None
+
+  def __call__(self, x, t):
+    h = self.first(nnx.swish(self.norms[0](x)))
+    h = h + self.time(nnx.swish(t))[:, None, None]
+    h = self.second(self.drop(nnx.swish(self.norms[1](h))))
+    return h + (x if self.short is None else self.short(x))
+
+
+class UNet(nnx.Module):
+  """Predicts the noise in an image, given a time: down, up, and a skip connection."""
+
+  def __init__(self, rngs):
+    self.time = nnx.Linear(16, 16, rngs=rngs)
+    self.stem, self.out = (nnx.Conv(a, b, (3, 3), rngs=rngs) for a, b in ((3, 8), (8, 3)))
+    self.down = ResidualBlock(8, 8, rngs)
+    self.pool = nnx.Conv(8, 8, (3, 3), strides=(2, 2), rngs=rngs)
+    self.middle, self.up = ResidualBlock(8, 16, rngs), ResidualBlock(24, 8, rngs)
+    self.norm = nnx.GroupNorm(8, 2, rngs=rngs)
+
+  def __call__(self, x, t):
+    # Sines and cosines of the time, at frequencies made by NumPy in float32.
+    frequencies = np.exp(-np.log(10000.0) * np.arange(8, dtype=np.float32) / 8)
+    angles = t[:, None] * frequencies[None]
+    t = self.time(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1))
+    skip = self.down(self.stem(x), t)
+    h = self.middle(self.pool(skip), t)
+    h = jnp.repeat(jnp.repeat(h, 2, axis=1), 2, axis=2)
+    h = self.up(jnp.concatenate([h, skip], axis=-1), t)
+    return self.out(nnx.swish(self.norm(h)))
+
+
+class Vae(nnx.Module):
+  """A variational autoencoder: several methods, noise of its own, its divergence in a variable."""
+
+  def __init__(self, rngs):
+    self.encoder = nnx.Sequential(nnx.Conv(3, 4, (3, 3), strides=(2, 2), rngs=rngs), nnx.relu)
+    self.statistics = nnx.Linear(64, 8, rngs=rngs)
+    self.decoder = nnx.Sequential(
+      nnx.Linear(4, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 192, rngs=rngs)
+    )
+    self.rngs = rngs.fork()
+
+  def encode(self, x):
+    h = self.encoder(x)
+    return jnp.split(self.statistics(h.reshape(h.shape[0], -1)), 2, axis=-1)
+
+  def decode(self, z):
+    return jax.nn.sigmoid(self.decoder(z)).reshape(-1, 8, 8, 3)
+
+  def __call__(self, x):
+    mean, log_variance = self.encode(x)
+    kl = 0.5 * jnp.mean(mean**2 + jnp.exp(log_variance) - log_variance - 1)
+    self.kl = nnx.Intermediate(kl)
+    noise = jax.random.normal(self.rngs.noise(), mean.shape)
+    return self.decode(mean + jnp.exp(log_variance / 2) * noise)
+
+
+def with_divergence(model: Any, x: Any) -> Any:
+  return model(x), nnx.as_pure(nnx.pop(model, nnx.Intermediate)), model.decode(model.encode(x)[0])
+
+
+class WaveNet(nnx.Module):
+  """Dilated causal convolutions from raw parameters, gated, with skip connections."""
+
+  def __init__(self, rngs):
+    self.first, self.out = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+    self.kernels = nnx.data([(raw(rngs, 2, 8, 8), raw(rngs, 2, 8, 8)) for _ in range(3)])
+    self.mix = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
+
+  def __call__(self, x):
+    def causal(x, kernel, dilation):
+      x = jnp.pad(x, ((0, 0), (dilation, 0), (0, 0)))
+      numbers = ("NWC", "WIO", "NWC")
+      return jax.lax.conv_general_dilated(
+        x, kernel, (1,), "VALID", None, (dilation,), dimension_numbers=numbers
+      )
+
+    x, skips = self.first(x), 0.0
+    for i, (gate, value) in enumerate(self.kernels):
+      h = jnp.tanh(causal(x, value[...], 2**i)) * jax.nn.sigmoid(causal(x, gate[...], 2**i))
+      skips = skips + h
+      x = x + self.mix[i](h)
+    return self.out(nnx.relu(skips))
+
+
+class StateSpace(nnx.Module):
+  """A diagonal state space with input-dependent gates, its state float32 through `lax.scan`."""
+
+  def __init__(self, rngs, width=8, states=4):
+    self.log_decay = nnx.Param(jnp.log(jnp.arange(1.0, states + 1)))
+    self.readout = raw(rngs, states, width)
+    self.step, self.drive = (nnx.Linear(width, n, rngs=rngs) for n in (width, states))
+
+  def __call__(self, u):
+    step, drive = jax.nn.softplus(self.step(u)), self.drive(u)
+    decay = jnp.exp(-step[..., None] * jnp.exp(self.log_decay[...])[None, None, None])
+
+    def advance(state, now):
+      decay, step, u, drive = now
+      state = state * decay + (step * u)[..., None] * drive[:, None]
+      return state, state.astype(u.dtype)
+
+    start = jnp.zeros((u.shape[0], *decay.shape[2:]))
+    over_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (decay, step, u, drive))
+    _, states = jax.lax.scan(advance, start, over_time)
+    return jnp.einsum("tbds,sd->btd", states, self.readout[...])
+
+
+class GraphNetwork(nnx.Module):
+  """Messages along edges, added up by segment."""
+
+  def __init__(self, rngs):
+    self.encode, self.out = nnx.Linear(5, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+    self.message, self.update = nnx.Linear(18, 8, rngs=rngs), nnx.GRUCell(8, 8, rngs=rngs)
+
+  def __call__(self, nodes, edges, senders, receivers):
+    h = self.encode(nodes)
+    for _ in range(2):
+      both = jnp.concatenate([h[senders], h[receivers], edges], axis=-1)
+      total = jax.ops.segment_sum(nnx.relu(self.message(both)), receivers, h.shape[0])
+      h, _ = self.update(h, total)
+    return self.out(h)
+
+
+class Field(nnx.Module):
+  """A network of coordinates, whose derivatives the loss looks at."""
+
+  def __init__(self, rngs):
+    self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in ((2, 8), (8, 8), (8, 1))])
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = nnx.tanh(layer(x))
+    return x[..., 0]
+
+
+def slopes(model: Any, points: Any) -> Any:
+  graphdef, state = nnx.split(model)
+  return jax.vmap(jax.grad(lambda point: nnx.merge(graphdef, state)(point)))(points)
+
+
+class Hypernetwork(nnx.Module):
+  """Makes the weights of another network."""
+
+  def __init__(self, rngs):
+    self.code, self.target = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(2, 4, rngs=rngs)
+
+  def __call__(self, conditions, points):
+    kernel = self.code(conditions.mean(0)).reshape(2, 4)
+    graphdef, params = nnx.split(self.target)
+    params = jax.tree.map(lambda x: x, params)
+    params["kernel"][...] = kernel
+    return nnx.tanh(nnx.merge(graphdef, params)(points))
+
+
+MODELS: dict[str, Model] = {
+  "gpt": Model(Gpt, (integers(2, 8, below=17),)),
+  "gpt_decode": Model(Gpt, (integers(2, 8, below=17),), generate),
+  "experts": Model(Switch, (integers(2, 8, below=17),), with_balance),
+  "vit": Model(Vit, (normal(3, 8, 8, 3),)),
+  "unet": Model(UNet, (normal(2, 8, 8, 3), normal(2) * 100)),
+  "vae": Model(Vae, (normal(3, 8, 8, 3),), with_divergence),
+  "wavenet": Model(WaveNet, (normal(3, 12, 4),)),
+  "state_space": Model(StateSpace, (normal(3, 12, 8),)),
+  "graph_network": Model(
+    GraphNetwork,
+    (normal(7, 5), normal(12, 2), integers(12, below=7), integers(12, below=7, seed=1)),
+  ),
+  "field_by_its_gradient": Model(Field, (normal(20, 2),), slopes),
+  "hypernetwork": Model(Hypernetwork, (normal(3, 6), normal(5, 2))),
+}
