@@ -56,7 +56,8 @@ def with_policy(
   Raises:
     MpjaxTypeError: `model` is not an NNX module, is a view already, or rules or adapters have the
       wrong type.
-    MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
+    MpjaxValueError: an unknown policy, one with a `weight_grad_dtype` (which is not there for NNX
+      yet), or a value of an argument that is not listed.
     UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
 
   >>> import jax.numpy as jnp, mpjax
@@ -178,12 +179,27 @@ def _resolve(modules: Mapping[tuple[Any, ...], Any], given: _Given) -> dict[Any,
   return specs
 
 
+def _check_policy(policy: Policy, text: str) -> None:
+  """Refuses what NNX modules cannot do yet: left undone, nobody would notice."""
+  wide = policy.weight_grad_dtype
+  if wide is not None and wide != policy.compute_dtype:
+    raise MpjaxValueError(
+      message(
+        f"{_WHERE}(policy) for the module {text or 'at the root'!r}",
+        expected="a policy without weight_grad_dtype",
+        got=repr(str(policy)),
+        fix="Leave it out; only Linen layers make weight gradients in another dtype so far.",
+      )
+    )
+
+
 def _spec(module: Any, text: str, policy: Policy | None, picked: bool, given: _Given) -> Spec:
   adapter = find_adapter(given.adapters, type(module))
   if policy is None:
     return Spec(
       policy=None, output_dtype=None, picked=picked, adapter=adapter, fields=(), path=text
     )
+  _check_policy(policy, text)
   fields = adapter.fields(module, "__call__", policy.compute_dtype)
   return Spec(
     policy=policy,
