@@ -12,6 +12,10 @@ PAGE = pathlib.Path(__file__).parent.parent / "docs" / "op_lists.md"
 BEGIN, END = "<!-- lists -->", "<!-- end of lists -->"
 
 
+NOT_ENTERED = {"custom_linear_solve", "linear_call"}
+"""Of `BODIES`, which serves other walks too, those that autocast leaves as they are."""
+
+
 def tables() -> str:
   """Returns what stands between the marks: a table for each part, and one for what depends."""
   lines: list[str] = []
@@ -25,8 +29,13 @@ def tables() -> str:
   lines += ["### conditional", "", "The part depends on the parameters of the equation.", ""]
   lines += ["| primitive | part | why |", "|---|---|---|"]
   lines += [f"| `{c.name}` | {c.text} | {c.reason} |" for c in CONDITIONS]
-  lines += ["", "### higher-order", "", "The programs that these hold are entered.", ""]
-  lines += [_code(sorted(BODIES))]
+  lines += ["", "### higher-order", "", "The programs that these hold are entered:", ""]
+  lines += [_code(sorted(set(BODIES) - NOT_ENTERED)), ""]
+  lines += [
+    "Those of these run as they were traced, since they come with others that must agree:",
+    "",
+  ]
+  lines += [_code(sorted(NOT_ENTERED))]
   return "\n".join(lines)
 
 

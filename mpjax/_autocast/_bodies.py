@@ -1,16 +1,15 @@
 """Programs inside programs: each is rewritten for the dtypes in which its operands come."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._autocast._custom_rules import Rule, with_rule
-from mpjax._autocast._demands import of_loop
+from mpjax._autocast._demands import HALF, RESULT, of_loop
 from mpjax._autocast._rewrite import Rewriter, Rewritten
 from mpjax._autocast._scopes import names_of, region
-from mpjax._autocast._values import FLOAT32, Dtype, Kind, Scope, Settings, dtype_of
+from mpjax._autocast._values import FLOAT32, Dtype, Kind, Scope, Settings, dtype_of, kept
 from mpjax._jaxpr import BODIES
 
 Kinds = tuple[Kind | None, ...]
@@ -46,6 +45,7 @@ def rewrite(
     var if kind is None else self.define(var, kind, scope=None, once=not kind.neutral)
     for var, kind in zip(jaxpr.invars, ins, strict=True)
   ]
+  self.given(jaxpr.invars)
   for eqn in jaxpr.eqns:
     if eqn.primitive.name in BODIES:
       _enter(self, eqn)
@@ -54,7 +54,8 @@ def rewrite(
   pairs = [_result(self, *each, jaxpr) for each in zip(jaxpr.outvars, outs, strict=True)]
   results, kinds = [p[0] for p in pairs], [p[1] for p in pairs]
   new = jaxpr.replace(invars=invars, outvars=results, eqns=self.eqns)
-  return Rewritten(new, tuple(kinds))
+  closed = None if new.constvars else ClosedJaxpr(new, ())
+  return Rewritten(new, tuple(kinds), closed)
 
 
 def _result(
@@ -72,7 +73,7 @@ def _result(
   return found, value.kind if dtype == value.dtype else Kind(dtype)
 
 
-@functools.lru_cache(maxsize=4096)
+@kept
 def _inside(
   jaxpr: Jaxpr,
   ins: Kinds,
@@ -104,7 +105,7 @@ def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
   )
 
 
-@functools.lru_cache(maxsize=4096)
+@kept
 def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
   places = [(eqn, scope + names_of(str(eqn.source_info.name_stack))) for eqn in jaxpr.eqns]
   return any(
@@ -145,16 +146,10 @@ def _scope(self: Rewriter, eqn: JaxprEqn) -> Scope:
   return self.place(eqn)[0] if self.settings.rules else ()
 
 
-def _replaced(old: Any, new: Jaxpr) -> Any:
+def _replaced(old: Any, new: Rewritten) -> Any:
   if not isinstance(old, ClosedJaxpr):
-    return new
-  return ClosedJaxpr(new, old.consts) if old.consts else _closed(new)
-
-
-@functools.lru_cache(maxsize=4096)
-def _closed(jaxpr: Jaxpr) -> ClosedJaxpr:
-  """A program without constants. JAX compiles the same object once, and an equal one again."""
-  return ClosedJaxpr(jaxpr, ())
+    return new.jaxpr
+  return ClosedJaxpr(new.jaxpr, old.consts) if old.consts else new.closed
 
 
 def _call(self: Rewriter, eqn: JaxprEqn) -> None:
@@ -171,7 +166,7 @@ def _call(self: Rewriter, eqn: JaxprEqn) -> None:
         ins = (*ins[:i], Kind(dtype_of(jaxpr.invars[i])), *ins[i + 1 :])
   outs = (None,) * len(eqn.outvars)
   new = _inside(jaxpr, ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
-  params = {**eqn.params, key: _replaced(body, new.jaxpr)}
+  params = {**eqn.params, key: _replaced(body, new)}
   self.write(eqn, atoms, new.outs, params, once=_once(self, eqn))
 
 
@@ -183,7 +178,7 @@ def _composite(self: Rewriter, eqn: JaxprEqn) -> None:
   kinds = [self.kind_of(v) for v in eqn.outvars]
   outs = tuple(None if k is None else k.dtype for k in kinds)
   new = _inside(body.jaxpr, ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
-  self.write(eqn, atoms, kinds, {**eqn.params, "jaxpr": _replaced(body, new.jaxpr)})
+  self.write(eqn, atoms, kinds, {**eqn.params, "jaxpr": _replaced(body, new)})
 
 
 def _custom(self: Rewriter, eqn: JaxprEqn) -> None:
@@ -211,15 +206,17 @@ def _cond(self: Rewriter, eqn: JaxprEqn) -> None:
     return [_inside(b.jaxpr, ins[1:], outs, wanted, self.settings, scope) for b in branches]
 
   free = every((None,) * len(eqn.outvars))
-  kinds = [_agreed(each) for each in zip(*(b.outs for b in free), strict=True)]
+  kinds = [_agreed(each, want) for want, *each in zip(wanted, *(b.outs for b in free), strict=True)]
   new = every(tuple(None if k is None else k.dtype for k in kinds))
-  closed = tuple(_replaced(b, n.jaxpr) for b, n in zip(branches, new, strict=True))
+  closed = tuple(_replaced(b, n) for b, n in zip(branches, new, strict=True))
   self.write(eqn, atoms, kinds, {**eqn.params, "branches": closed}, once=_once(self, eqn))
 
 
-def _agreed(kinds: Sequence[Kind | None]) -> Kind | None:
+def _agreed(kinds: Sequence[Kind | None], wanted: int) -> Kind | None:
   """The kind of a result that comes from one of several branches."""
   known = [k for k in kinds if k is not None]
+  if wanted & RESULT and not wanted & HALF and any(k.dtype == FLOAT32 for k in known):
+    return Kind(FLOAT32, all(k.neutral for k in known))  # An argument that may come back unchanged.
   # By name, should there be two half types.
   order = sorted(known, key=lambda k: (k.neutral, -k.dtype.itemsize, k.dtype.name))
   return order[0] if order else None
@@ -277,7 +274,7 @@ def _scan(self: Rewriter, eqn: JaxprEqn) -> None:
   wanted = of_loop(body.jaxpr, consts, carry, _wanted(self, eqn), self.settings)
   new, ins = _carry(self, body.jaxpr, ins, consts, carry, wanted, _scope(self, eqn))
   atoms = _carried(self, eqn, atoms, ins, consts)
-  self.write(eqn, atoms, new.outs, {**params, "jaxpr": _replaced(body, new.jaxpr)})
+  self.write(eqn, atoms, new.outs, {**params, "jaxpr": _replaced(body, new)})
 
 
 def _while(self: Rewriter, eqn: JaxprEqn) -> None:
@@ -301,7 +298,7 @@ def _while(self: Rewriter, eqn: JaxprEqn) -> None:
   state = ins[of_cond + of_body :]
   atoms = _carried(self, eqn, atoms, ins, of_cond + of_body)
   tested = _inside(test.jaxpr, (*ins[:of_cond], *state), (None,), (0,), self.settings, scope)
-  both = {"body_jaxpr": _replaced(body, new.jaxpr), "cond_jaxpr": _replaced(test, tested.jaxpr)}
+  both = {"body_jaxpr": _replaced(body, new), "cond_jaxpr": _replaced(test, tested)}
   self.write(eqn, atoms, new.outs, {**params, **both})
 
 

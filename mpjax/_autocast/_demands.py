@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from mpjax._autocast._values import FLOATS, Settings, dtype_of
+from mpjax._autocast._values import FLOATS, Settings, dtype_of, kept
 from mpjax._jaxpr import BODIES
 
 FULL = 1
@@ -17,11 +17,14 @@ HALF = 2
 BEHIND = 4
 """Some operation of the float32 list reads it, but another operation stands between."""
 
+RESULT = 8
+"""It becomes a float32 result of the whole function, at once or behind such operations."""
+
 Demands = dict[object, int]
 
 
 def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
-  """Returns what the readers of each variable want: a sum of `FULL`, `HALF` and `BEHIND`.
+  """Returns what the readers of each variable want: a sum of the above.
 
   Args:
     jaxpr: a program.
@@ -96,7 +99,7 @@ def of_loop(
     wanted = again
 
 
-@functools.lru_cache(maxsize=4096)
+@kept
 def of_inputs(jaxpr: Jaxpr, wanted: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
   """What is wanted of the arguments of a program of whose results this is wanted."""
   found = demands(jaxpr, wanted, settings)

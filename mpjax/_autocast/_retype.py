@@ -12,7 +12,10 @@ Params = dict[str, Any]
 
 
 def wants_precision(params: Mapping[str, Any]) -> bool:
-  """Whether a product was asked for in more than its operands' usual precision."""
+  """Whether a product was asked for in a precision, or with a result, that is not the usual one."""
+  result = params.get("preferred_element_type")
+  if result is not None and result != np.float32:
+    return True
   precision = params.get("precision")
   each = precision if isinstance(precision, tuple) else (precision,)
   return any(p is not None and p != jax.lax.Precision.DEFAULT for p in each)

@@ -4,10 +4,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import broadcast_in_dim_p, convert_element_type_p
 
-from mpjax._autocast._demands import BEHIND, FULL, HALF, demands
+from mpjax._autocast._demands import FULL, HALF, RESULT, demands
 from mpjax._autocast._retype import retype, wants_precision
 from mpjax._autocast._scopes import names_of, region
 from mpjax._autocast._values import (
@@ -28,45 +28,10 @@ from mpjax._autocast._values import (
 from mpjax._jaxpr import holds_program
 
 _EXACT = frozenset(
-  {
-    "abs",
-    "argmax",
-    "argmin",
-    "broadcast_in_dim",
-    "concatenate",
-    "copy",
-    "copy_p",
-    "cummax",
-    "cummin",
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "expand_dims",
-    "gather",
-    "max",
-    "min",
-    "neg",
-    "optimization_barrier",
-    "pad",
-    "pvary",
-    "reduce_max",
-    "reduce_min",
-    "reshape",
-    "reshard",
-    "rev",
-    "scatter",
-    "scatter-max",
-    "scatter-min",
-    "select_n",
-    "sharding_constraint",
-    "sign",
-    "slice",
-    "sort",
-    "split",
-    "squeeze",
-    "stop_gradient",
-    "top_k",
-    "transpose",
-  }
+  """abs argmax argmin broadcast_in_dim concatenate copy cummax cummin dynamic_slice
+  dynamic_update_slice gather max min neg optimization_barrier pad pvary reduce_max reduce_min
+  reshape reshard rev scatter scatter-max scatter-min select_n sharding_constraint sign slice
+  sort split squeeze stop_gradient top_k transpose""".split()  # noqa: SIM905
 )
 """They choose and move numbers, and compute none: in half they lose nothing, whatever follows."""
 
@@ -82,10 +47,18 @@ def _warn_of(eqn: JaxprEqn) -> None:
 
 
 class Rewritten(NamedTuple):
-  """A program, and the kinds of its results: None for what is no floating value of ours."""
+  """A program as it is now.
+
+  Fields:
+    jaxpr: the program.
+    outs: the kinds of its results: None for what is no floating value of ours.
+    closed: the same, closed over no constants; None if it has some. JAX compiles an object once,
+      and an equal one again.
+  """
 
   jaxpr: Jaxpr
   outs: tuple[Kind | None, ...]
+  closed: ClosedJaxpr | None
 
 
 def _is_statistic(shape: tuple[int, ...]) -> bool:
@@ -124,6 +97,12 @@ class Rewriter:
     once = once or not neutral
     self._env[var] = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once)
     return atom
+
+  def given(self, variables: Sequence[Any]) -> None:
+    """Notes which values are arguments."""
+    for var in variables:
+      if var in self._env:
+        self._env[var].given = self._env[var].neutral
 
   def value(self, atom: Any, half: Dtype) -> Value | None:
     """Returns what is known of a floating operand; None for everything else.
@@ -168,7 +147,7 @@ class Rewriter:
 
   def place(self, eqn: JaxprEqn) -> tuple[Scope, Dtype | None]:
     """Returns the scope of an equation, and the half dtype there; None where nothing changes."""
-    stack = eqn.source_info.name_stack
+    stack = eqn.source_info.name_stack  # Alive as long as the jaxpr is, and so its id is its own.
     found = self._places.get(id(stack))
     if found is None:
       scope = self._scope + names_of(str(stack))
@@ -271,7 +250,7 @@ class Rewriter:
       return self.untouched(eqn)
     neutral = False
     if part == "half":
-      if not wide or wants_precision(eqn.params):
+      if not wide or wants_precision(eqn.params):  # The user's own choice, again.
         return self.untouched(eqn)
       dtype = half
     elif part == "float32":
@@ -294,6 +273,11 @@ class Rewriter:
     if known and wide != (dtype == FLOAT32):
       params = retype(name, params, dtype)
     self.write(eqn, operands, outs, params, once=once)
+    if neutral:
+      shapes = {shape_of(v.atom) for v in values if v is not None and v.given}
+      for var in eqn.outvars:
+        if var in self._env:
+          self._env[var].given = shape_of(var) in shapes
     if dtype == FLOAT32 and known and not wide:
       self._round(eqn, half)
     return None
@@ -324,10 +308,11 @@ class Rewriter:
     self, eqn: JaxprEqn, values: Sequence[Value | None], wide: bool, half: Dtype
   ) -> tuple[Dtype, bool]:
     """The dtype of an operation without an opinion, and whether its result is neutral."""
-    halves = decided = False
+    halves = decided = given = False
     for value in values:
       if value is not None and value.dtype == FLOAT32:
         decided = decided or not value.neutral
+        given = given or (value.given and shape_of(value.atom) == shape_of(eqn.outvars[0]))
       elif value is not None:
         halves = True
     if not halves or (wide and decided):
@@ -335,13 +320,16 @@ class Rewriter:
     wanted = 0
     for var in eqn.outvars:
       wanted |= self.wanted.get(var, 0)
+    if given and wide and wanted & RESULT and not wanted & HALF:
+      # An argument that comes back changed: a parameter after its update, a count, a moment.
+      return FLOAT32, False
     # What is read in float32 anyway is computed in it, like the difference that exp reads.
     lift = self._is_full(wanted) and eqn.primitive.name not in _EXACT
     return (FLOAT32 if lift else half), False
 
   def _is_full(self, wanted: int) -> bool:
     """Whether all readers are float32; where all else is to stay, with nothing between."""
-    return (wanted & ~BEHIND if self.settings.lower else wanted) == FULL
+    return (wanted & (FULL | HALF) if self.settings.lower else wanted) == FULL
 
   def _round(self, eqn: JaxprEqn, half: Dtype) -> None:
     """Takes float32 results of half operands back to half, but for readers that are float32 too."""

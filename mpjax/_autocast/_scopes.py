@@ -12,13 +12,30 @@ from mpjax._full_precision import SCOPE as FULL_PRECISION
 from mpjax._jaxpr import BODIES
 from mpjax._rules import Rule, first_match
 
-_TRANSFORMS = re.compile(r"[\w.<>]+\(|\)")
+_TRANSFORM = re.compile(
+  r"(jvp|transpose|vmap|pmap|linearize|checkpoint|remat|rematted_computation)\("
+)
 
 
 @functools.lru_cache(maxsize=4096)
 def names_of(stack: str) -> Scope:
-  """Returns the scopes in a name stack such as "transpose(jvp(Net))/head"."""
-  return tuple(name for name in _TRANSFORMS.sub("", stack).split("/") if name)
+  """Returns the scopes in a name stack such as "transpose(jvp(Net))/head".
+
+  Brackets of the user's own, as in "block(1)", belong to the name.
+  """
+  text, place, own = [], 0, []
+  while place < len(stack):
+    found = _TRANSFORM.match(stack, place)
+    if found:
+      own.append(False)
+      place = found.end()
+      continue
+    if stack[place] == "(":
+      own.append(True)
+    if stack[place] != ")" or not own or own.pop():
+      text.append(stack[place])
+    place += 1
+  return tuple(name for name in "".join(text).split("/") if name)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -52,7 +69,9 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
           f"{where}: {rule}",
           expected="a rule that picks out at least one named scope",
           got=f"none of the {len(paths)} scopes of the program",
-          fix=f"The nearest: {near}. A Flax model is the outermost scope, by its class: begin the "
+          fix="The program has none: write `with jax.named_scope(...):` where the rule is to hold."
+          if paths == [""]
+          else f"The nearest: {near}. A Flax model is the outermost scope, by its class: begin the "
           'path with "**/".',
         )
       )

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast._bodies import rewrite
 from mpjax._autocast._call import run
+from mpjax._autocast._demands import RESULT
 from mpjax._autocast._scopes import check_rules_match
 from mpjax._autocast._values import FLOAT32, FLOATS, HALVES, Kind, Settings, dtype_of
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
@@ -152,9 +153,10 @@ def with_settings(fn: Callable[..., R], settings: Settings, where: str) -> Calla
 
     given = (leaves[i] for i in arrays)
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in given]
+    name = getattr(fn, "__name__", type(fn).__name__)
+    flat.__name__ = name  # It is what JAX's errors say.
     program = jax.make_jaxpr(flat)(*operands)
     outs, out_tree, computed = results.pop()
-    name = getattr(fn, "__name__", type(fn).__name__)
     found = run(rewritten(program, settings, where), program.consts, operands, name)
     for i, x in zip(computed, found, strict=True):
       outs[i] = x
@@ -164,9 +166,12 @@ def with_settings(fn: Callable[..., R], settings: Settings, where: str) -> Calla
 
 
 def _is_array(x: Any) -> bool:
-  """Whether a leaf is traced. A Python number is not: `fn` may use it as a shape or a flag."""
+  """Whether a leaf is traced. A number or flag is not: `fn` may use it as a shape, or ask it."""
   if isinstance(x, (np.ndarray, np.generic)):
-    return np.issubdtype(x.dtype, np.number) or x.dtype == bool or x.dtype in HALVES
+    exact = np.issubdtype(x.dtype, np.integer) or x.dtype == bool
+    if exact and isinstance(x, np.generic):
+      return False
+    return exact or np.issubdtype(x.dtype, np.number) or x.dtype in HALVES
   return isinstance(x, jax.Array)
 
 
@@ -195,8 +200,9 @@ def rewritten(program: ClosedJaxpr, settings: Settings, where: str) -> Any:
   dtypes = [[dtype_of(v) for v in each] for each in (jaxpr.invars, jaxpr.outvars)]
   ins = tuple(Kind(d, settings.lower) if d in ours else None for d in dtypes[0])
   outs = [d if d in ours else None for d in dtypes[1]]
+  wanted = [RESULT if d == FLOAT32 and settings.lower else 0 for d in dtypes[1]]
   once = not any(isinstance(c, Tracer) for c in program.consts)
-  return rewrite(jaxpr, ins, outs, (0,) * len(outs), settings, (), once=once).jaxpr
+  return rewrite(jaxpr, ins, outs, wanted, settings, (), once=once).jaxpr
 
 
 def float32_operations(fn: Callable[..., R], ops: OpLists, where: str) -> Callable[..., R]:

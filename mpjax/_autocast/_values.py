@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypeAlias
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
 from mpjax._op_lists import OpLists
 from mpjax._rules import Rule
@@ -18,6 +20,8 @@ HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 FLOATS = HALVES | {FLOAT32}
 
 Dtype: TypeAlias = np.dtype[Any]
+
+R = TypeVar("R")
 
 Scope = tuple[str, ...]
 """The names of `jax.named_scope`s, the outermost first."""
@@ -67,10 +71,11 @@ class Value:
     wanted: what its readers are, see `demands`.
     once: casts are made once for all readers. Not so for a parameter, whose gradients, one from
       each cast, are then added in float32.
+    given: it is an argument, or of the shape of one from which it was made.
     views: variables that hold it in other dtypes.
   """
 
-  __slots__ = ("atom", "dtype", "held", "neutral", "once", "scope", "views", "wanted")
+  __slots__ = ("atom", "dtype", "given", "held", "neutral", "once", "scope", "views", "wanted")
 
   def __init__(
     self,
@@ -89,11 +94,29 @@ class Value:
     self.scope = scope
     self.wanted = wanted
     self.once = once
+    self.given = False
     self.views: dict[Dtype, Any] | None = None  # Most never need one.
 
   @property
   def kind(self) -> Kind:
     return Kind(self.dtype, self.neutral)
+
+
+def kept(fun: Callable[..., R]) -> Callable[..., R]:
+  """Returns a function of a jaxpr, and of more, that remembers its results as long as the jaxpr is.
+
+  So what a program closes over lives no longer than it would without.
+  """
+  known: weakref.WeakKeyDictionary[Jaxpr, dict[Any, R]] = weakref.WeakKeyDictionary()
+
+  @functools.wraps(fun)
+  def remembering(jaxpr: Jaxpr, *key: Any) -> R:
+    results = known.setdefault(jaxpr, {})
+    if key not in results:
+      results[key] = fun(jaxpr, *key)
+    return results[key]
+
+  return remembering
 
 
 def dtype_of(atom: Any) -> Any:
@@ -136,7 +159,8 @@ def survives(number: Any, dtype: Dtype) -> bool:
 
 def literal_value(literal: Literal, half: Dtype) -> Value:
   """Returns the value of a float32 literal: neutral if it survives in `half`."""
-  return Value(literal, FLOAT32, neutral=survives(literal.val, half))
+  whole = np.ndim(literal.val) > 0  # An array that is written out is a constant like any other.
+  return Value(literal, FLOAT32, neutral=whole or survives(literal.val, half))
 
 
 def literal_as(literal: Literal, dtype: Dtype) -> Literal:
