@@ -53,7 +53,6 @@ class Spec:
     picked: a rule or a field of its own gave the module its policy, not a module around it.
     adapter: what is known about its class.
     fields: names and values of the fields that the policy sets.
-    path: where it stands, for errors; not compared.
   """
 
   policy: Policy | None
@@ -61,7 +60,6 @@ class Spec:
   picked: bool
   adapter: Adapter
   fields: tuple[tuple[str, Any], ...]
-  path: str = dataclasses.field(compare=False)
 
 
 class Link:
@@ -69,9 +67,13 @@ class Link:
 
   All links are equal: whose view it is makes no difference to a program. A copy of the module that
   a transform made is not the module that the link was made for, and its link leads nowhere.
+
+  Attributes:
+    path: where the module stands in the model, for errors.
   """
 
-  def __init__(self, view: Any = None, model: Any = None) -> None:
+  def __init__(self, path: str, view: Any = None, model: Any = None) -> None:
+    self.path = path
     self.view = weakref.ref(view) if view is not None else None
     self.model = weakref.ref(model) if model is not None else None
 
@@ -88,7 +90,7 @@ class Link:
     return 0
 
   def __reduce__(self) -> Any:
-    return Link, ()
+    return Link, (self.path,)
 
 
 def is_view(module: Any) -> bool:
@@ -209,7 +211,7 @@ def _call(
   finish = strip if active is None else lambda outputs: outputs
   if policy is None:
     with ACTIVE(Active()):
-      return finish(_name_in_errors(bound, args, kwargs, spec))
+      return finish(_name_in_errors(bound, args, kwargs, module))
   compute = policy.compute_dtype
   call = adapter.inputs(module, name, (args, kwargs), _cast_to(compute))
   inside = Active(
@@ -218,7 +220,7 @@ def _call(
     fields=not _any_complex(call),
   )
   with ACTIVE(inside):
-    outputs = _name_in_errors(bound, call[0], call[1], spec)
+    outputs = _name_in_errors(bound, call[0], call[1], module)
   handed_on = _handed_on(active, spec, policy)
   if handed_on is None and not adapter.rounds:
     return finish(outputs)
@@ -338,7 +340,7 @@ _NOTE = "mpjax: raised inside"
 
 
 def _name_in_errors(
-  bound: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec
+  bound: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: Any
 ) -> Any:
   """Calls a method; a TypeError out of it is told which module was running, and under what."""
   try:
@@ -347,11 +349,13 @@ def _name_in_errors(
     noted = isinstance(error, MpjaxTypeError) or any(
       note.startswith(_NOTE) for note in getattr(error, "__notes__", ())
     )
-    if spec.policy is not None and not noted and not isinstance(error, jax.errors.JAXTypeError):
+    policy, link = type(module).mpjax_spec.policy, vars(module).get(LINK)
+    path = link.path if isinstance(link, Link) else type(module).__name__
+    if policy is not None and not noted and not isinstance(error, jax.errors.JAXTypeError):
       error.add_note(
-        f"{_NOTE} {spec.path or 'the root'!r}, which runs under the policy {str(spec.policy)!r}. "
-        "If it is about dtypes, the module's own code mixes them where jax.numpy would promote; "
-        "start what a loop carries in the dtype of what it meets (x.dtype), or leave the module as "
-        f"it is with mpjax.Rule(None, path={spec.path or '**'!r})."
+        f"{_NOTE} {path or 'the root'!r} ({type(module).__name__}), which runs under the policy "
+        f"{str(policy)!r}. If it is about dtypes, the module's own code mixes them where jax.numpy "
+        "would promote; start what a loop carries in the dtype of what it meets (x.dtype), or "
+        f"leave the module as it is with mpjax.Rule(None, path={path or '**'!r})."
       )
     raise

@@ -77,7 +77,7 @@ def with_policy(
       object.__setattr__(copy, "__class__", view_class(type(copy), is_tree(copy), specs[path]))
     _rebind(copy, modules, copies)
     if not isinstance(copy, (nnx.List, nnx.Dict)):
-      object.__setattr__(copy, LINK, Link(copy, modules[path]))
+      object.__setattr__(copy, LINK, Link(_text(path), copy, modules[path]))
   return view
 
 
@@ -136,6 +136,10 @@ def _modules(model: Any) -> dict[tuple[Any, ...], Any]:
   return {path: found[path] for path in sorted(found, key=len)}
 
 
+def _text(path: tuple[Any, ...]) -> str:
+  return "/".join(map(str, path))
+
+
 def _is_module(node: Any) -> bool:
   """Whether a node runs under a policy: a module, or an object of a class of the user's own."""
   users = isinstance(node, nnx.Pytree) and type(node).__module__.split(".")[0] != "flax"
@@ -156,7 +160,7 @@ def _resolve(modules: Mapping[tuple[Any, ...], Any], given: _Given) -> dict[Any,
     if is_view(module):
       specs[path] = None
       continue
-    text = "/".join(map(str, path))
+    text = _text(path)
     names[text] = type(module).__name__
     matched.update(rule for rule in given.rules if first_match((rule,), module, text))
     around = next((path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in modules), None)
@@ -196,9 +200,7 @@ def _check_policy(policy: Policy, text: str) -> None:
 def _spec(module: Any, text: str, policy: Policy | None, picked: bool, given: _Given) -> Spec:
   adapter = find_adapter(given.adapters, type(module))
   if policy is None:
-    return Spec(
-      policy=None, output_dtype=None, picked=picked, adapter=adapter, fields=(), path=text
-    )
+    return Spec(policy=None, output_dtype=None, picked=picked, adapter=adapter, fields=())
   _check_policy(policy, text)
   fields = adapter.fields(module, "__call__", policy.compute_dtype)
   return Spec(
@@ -207,7 +209,6 @@ def _spec(module: Any, text: str, policy: Policy | None, picked: bool, given: _G
     picked=picked,
     adapter=adapter,
     fields=tuple(sorted(fields.items())),
-    path=text,
   )
 
 

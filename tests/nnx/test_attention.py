@@ -87,12 +87,13 @@ def test_dropout_is_that_of_flax(broadcast):
   assert not np.allclose(ours, plain)
 
 
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all seen", "masked"])
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_products_are_in_half_and_the_softmax_in_float32(half):
+def test_products_are_in_half_and_the_softmax_in_float32(half, mask):
   q, k, v = (jnp.asarray(normal(2, 5, 2, 8, seed=i), half) for i in range(3))
 
   def loss(q, k, v):
-    out = call(q, k, v, mask=MASK, module=Sown())
+    out = call(q, k, v, mask=mask, module=Sown())
     assert out.dtype == half
     return out.astype(jnp.float32).sum()
 

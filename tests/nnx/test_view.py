@@ -172,13 +172,15 @@ def test_an_error_of_mixed_dtypes_names_the_module():
     def __call__(self, x):
       return jax.lax.add(x, jnp.ones((2, 4)))
 
-  view = with_policy(nnx.Sequential(Mixes()), HALF)
+  # Equal modules have one class between them, and each has its own place.
+  with_policy(Mixes(), HALF)
+  view = with_policy(nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), Mixes()), HALF)
   with pytest.raises(TypeError) as excinfo:
-    view(X)
+    nnx.jit(lambda view: view(X))(view)
   (note,) = [note for note in excinfo.value.__notes__ if note.startswith("mpjax")]
-  assert "'layers/0'" in note
+  assert "'layers/1' (Mixes)" in note
   assert "params=float32,compute=bfloat16" in note
-  assert "Rule(None, path='layers/0')" in note
+  assert "Rule(None, path='layers/1')" in note
   with pytest.raises(TypeError) as excinfo:
     with_policy(Mixes(), None)(X.astype(BF16))
   assert "mpjax" not in str(getattr(excinfo.value, "__notes__", ""))
@@ -281,9 +283,9 @@ def test_links_are_equal_hold_nothing_and_lead_from_one_view_only():
   link = vars(view)[LINK]
   assert link.of(view) is model
   assert link.of(nnx.clone(view)) is None
-  assert link == Link()
-  assert hash(link) == hash(Link())
-  assert Link().of(view) is None
+  assert link == Link("elsewhere")
+  assert hash(link) == hash(Link("elsewhere"))
+  assert Link("").of(view) is None
   alive = weakref.ref(model)
   del model
   gc.collect()
@@ -320,6 +322,51 @@ def test_sow_and_perturb():
   assert model.before.dtype == BF16
 
 
+class Metric(nnx.Variable):
+  """A kind of variable of the user's own."""
+
+
+class Sampler(nnx.Module):
+  """Sows a kind of its own, and asks its cell for a start, which is learned."""
+
+  def __init__(self):
+    self.w = nnx.Param(jnp.ones(4))
+
+  def initialize_carry(self):
+    return self.w[...]
+
+  def start(self):
+    return {"carry": self.initialize_carry().dtype, "use": self.w[...].dtype}
+
+  def __call__(self, x):
+    self.sow(Metric, "largest", x.max())
+    return x
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_variables_are_seen_as_stored_where_their_type_or_dtype_counts():
+  view = with_policy(Sampler(), HALF)
+  for _ in range(2):
+    view(X)
+  assert len(view.largest.get_value()) == 2
+  assert type(view.largest) is Metric
+  assert view.start() == {"carry": np.dtype("float32"), "use": BF16}
+
+
+def test_what_leaves_a_view_is_the_variable_itself():
+  class Shows(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(X)
+
+    def __call__(self):
+      return {"w": self.w, "x": self.w[...]}
+
+  model = Shows()
+  out = with_policy(model, HALF)()
+  assert out["w"] is model.w
+  assert out["x"].dtype == BF16
+
+
 def test_capture():
   model = Sows()
   view = with_policy(model, HALF)
@@ -349,6 +396,21 @@ class Containers(nnx.Module):
     x = self.plain["layers"][0](x @ self.plain["w"])
     x = self.named["layer"](x @ self.named["w"])
     return self.listed[1](x @ self.listed[0])
+
+
+def test_a_container_with_methods_of_its_own():
+  class Stacked(nnx.List):
+    def __call__(self, x):
+      assert len(self) == 2
+      for layer in self:
+        x = layer(x)
+      return jax.lax.add(x, x.astype(BF16))
+
+  view = with_policy(Stacked([linear(), linear()]), HALF)
+  assert view(X).dtype == BF16
+  with pytest.raises(TypeError) as excinfo:
+    with_policy(Stacked([linear(), linear()]), "c=f16")(X)
+  assert any("'Stacked'" in note for note in excinfo.value.__notes__)
 
 
 def test_parameters_in_containers_are_cast_at_use():
