@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+JAXAMP := .venv-jaxamp
 
-.PHONY: help demo test lint format bench flax-suite campaign mutations soak clean
+.PHONY: help demo test lint format bench bench-autocast flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -12,6 +13,7 @@ help:
 	@echo "make lint        ruff and pyright"
 	@echo "make format      let ruff repair what it can"
 	@echo "make bench       measure cost against float32 and hand-written half"
+	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
 	@echo "make mutations   break our own code in 40 ways: does the test of each notice?"
@@ -48,6 +50,18 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(RUN) benchmarks/run.py
 
+# jaxamp is given the newest JAX with which it can trace every program, beside the one that we need.
+$(JAXAMP)/.installed: Makefile
+	$(PYTHON) -m venv $(JAXAMP)
+	$(JAXAMP)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  jaxamp==0.0.4 jax==0.6.2 jaxlib==0.6.2
+	@touch $@
+
+bench-autocast: export JAX_PLATFORMS ?= cpu
+bench-autocast: $(STAMP) $(JAXAMP)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	PYTHONPATH=. $(RUN) benchmarks/autocast.py --jaxamp-python $(JAXAMP)/bin/python
+
 flax-suite: $(STAMP)
 	$(RUN) tests/flax_suite/run.py
 
@@ -64,5 +78,5 @@ soak: $(STAMP)
 	$(RUN) -m tests.soak
 
 clean:
-	rm -rf $(VENV) build dist .cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(JAXAMP) build dist .cache .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

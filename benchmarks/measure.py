@@ -53,7 +53,11 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def trace_turns(
-  functions: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]], *, rounds: int, cold: bool
+  functions: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]],
+  *,
+  rounds: int,
+  cold: bool,
+  own_garbage: bool = False,
 ) -> dict[str, list[float]]:
   """Returns processor seconds to trace each function, once for each round, taken by turns.
 
@@ -64,6 +68,9 @@ def trace_turns(
     rounds: how many measurements of each.
     cold: JAX's caches are emptied before each, as in a new process. Otherwise only the function
       itself is new to it, as after a change of a model in a notebook.
+    own_garbage: Python's collector looks only at what the tracing itself makes. Otherwise one of
+      the functions may be charged with a walk over all that the process holds: whichever happens
+      to make the last of so many objects.
   """
   names = list(functions)
   times: dict[str, list[float]] = {name: [] for name in names}
@@ -75,9 +82,12 @@ def trace_turns(
       if cold:
         jax.clear_caches()
       gc.collect()
+      if own_garbage:
+        gc.freeze()
       start = time.process_time()
       _trace(*functions[name])
       times[name].append(time.process_time() - start)
+      gc.unfreeze()
   return times
 
 

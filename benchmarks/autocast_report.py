@@ -1,0 +1,218 @@
+"""Recorded figures of autocast as the tables of docs/autocast_measured.md.
+
+python benchmarks/autocast_report.py    writes the tables anew, from results/autocast/
+"""
+
+import json
+import pathlib
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autocast_programs import PROGRAMS
+from autocast_tools import BOUNDS
+from measure import ratio
+
+FOLDER = pathlib.Path(__file__).parent
+RECORDED = FOLDER / "results" / "autocast" / "cpu.json"
+PAGE = FOLDER.parent / "docs" / "autocast_measured.md"
+
+Figures = Mapping[str, Any]
+
+
+def table(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+  """Returns rows, the first of which is the heading, in Markdown; the first columns are text."""
+  heading = rows[0]
+  line = ["---"] * texts + ["--:"] * (len(heading) - texts)
+  return "\n".join("| " + " | ".join(row) + " |" for row in [heading, line, *rows[1:]])
+
+
+def size(count: float) -> str:
+  """Returns a number of bytes with three digits or more."""
+  for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+    if count >= factor:
+      return f"{count / factor:.2f} {unit}"
+  return f"{count / 1e3:.1f} kB"
+
+
+def _half_types(results: Figures, part: str) -> list[str]:
+  return results[part]["settings"]["halves"]
+
+
+def _halves(results: Figures, part: str) -> list[tuple[str, str, Figures]]:
+  """Returns (program, half type, figures); one entry for both types where they say the same."""
+  per_half = {half: results["memory"][half][part] for half in _half_types(results, "memory")}
+  rows = []
+  for name in next(iter(per_half.values())):
+    seen: dict[str, list[str]] = {}
+    for half, found in per_half.items():
+      seen.setdefault(json.dumps(found[name]), []).append(half)
+    rows += [(name, ", ".join(halves), json.loads(text)) for text, halves in seen.items()]
+  return rows
+
+
+def memory(results: Figures) -> str:
+  """Returns the models of Flax: bytes without and with the arguments that are needed again."""
+  heads = ("float32", "by hand", "autocast", "autocast / by hand")
+  rows = [["model", "half", *heads, *(f"{h}, with arguments" for h in heads[1:])]]
+  for name, half, found in _halves(results, "models"):
+    cells = [size(found["float32"]["own"])]
+    for key in ("own", "all"):
+      hand, cast = found["by hand"][key], found["autocast"][key]
+      cells += [size(hand), size(cast), f"{cast / hand:.3f}"]
+    rows.append([name, half, *cells])
+  return table(rows, 2)
+
+
+def memory_without_scopes(results: Figures) -> str:
+  """Returns the plain programs: bytes without scopes, and with scopes around norms."""
+  rows = [["program", "half", "float32", "by hand", "autocast", "/ hand", "with scopes", "/ hand"]]
+  for name, half, found in _halves(results, "programs"):
+    plain, hand = found["float32"]["own"], found["by hand"]["own"]
+    cells = [size(plain), size(hand)]
+    for variant in ("autocast", "autocast, scopes"):
+      cells += [size(found[variant]["own"]), f"{found[variant]['own'] / hand:.3f}"]
+    rows.append([name, half, *cells])
+  return table(rows, 2)
+
+
+def tracing(results: Figures) -> str:
+  """Returns how long tracing takes, by kind and number of equations."""
+  rows = [["program", "equations", "plain, µs each", "autocast, µs each", "autocast / plain"]]
+  for kind, found in results["tracing"]["kinds"].items():
+    name = kind
+    for one in found:
+      count = f"{one['equations']:,}{', empty caches' if one['cold'] else ''}"
+      each = (
+        1e6 * statistics.median(one[variant]) / one["equations"]
+        for variant in ("plain", "autocast")
+      )
+      cells = [*(f"{x:.0f}" for x in each), str(ratio(one["autocast"], one["plain"]))]
+      rows.append([name, count, *cells])
+      name = ""
+  return table(rows)
+
+
+def columns(results: Figures, half: str) -> dict[str, tuple[Figures, str]]:
+  """Returns for each column what was measured where, and the tool."""
+  found = results["tools"][half]
+  here = found["here"]
+  version = here["environment"]["versions"]["jax"]
+  made = {"by hand": (here, "by hand"), "mpjax": (here, "mpjax")}
+  made[f"jaxamp, JAX {version}"] = (here, "jaxamp")
+  if "there" in found:
+    older = found["there"]["environment"]["versions"]["jax"]
+    made[f"jaxamp, JAX {older}"] = (found["there"], "jaxamp")
+  return made
+
+
+def tools(results: Figures) -> str:
+  """Returns for each half type what each tool makes of each program, where it made something."""
+  pieces = []
+  for half in _half_types(results, "tools"):
+    rows = [
+      ["program", "", "forward in half", "gradient in half", "gradient error", "trace / float32"]
+    ]
+    rows[0] += ["kept for backward", "converts, HLO", "dots, HLO"]
+    made = columns(results, half)
+    for name in next(iter(made.values()))[0]["programs"]:
+      label = name
+      for heading, (where, tool) in made.items():
+        figures = where["programs"][name]
+        one = figures[tool]
+        if "failed" not in one:
+          hand = figures["by hand"]["compiled"]
+          rows.append([label, heading, *_cells(one, figures["float32"], hand)])
+          label = ""
+    pieces += [f"**{half}**", table(rows, 2)]
+  return "\n\n".join(pieces)
+
+
+def _cells(one: Figures, plain: Figures, hand: Figures) -> list[str]:
+  counts = one["compiled"]
+  converts = str(counts["convert"])
+  dots = counts["dot"] + counts["convolution"] + counts["custom_call"]
+  if counts is not hand:
+    converts += f" ({hand['convert']})"
+  return [
+    f"{one['forward_half']:.0%}",
+    f"{one['gradient_half']:.0%}",
+    f"{one['error']:.1e}",
+    str(ratio(one["trace_seconds"], plain["trace_seconds"])),
+    f"{size(one['saved_bytes'])} ({size(plain['saved_bytes'])})",
+    converts,
+    str(dots),
+  ]
+
+
+def failures(results: Figures) -> str:
+  """Returns what each tool failed on: an error, products left in float32, too large an error."""
+  pieces = []
+  for half in _half_types(results, "tools"):
+    made = columns(results, half)
+    rows = [["program", *made]]
+    for name in next(iter(made.values()))[0]["programs"]:
+      cells = [_failure(where["programs"][name][tool], name, half) for where, tool in made.values()]
+      rows.append([name, *cells])
+    pieces += [f"**{half}**", table(rows, 1 + len(made))]
+  return "\n\n".join(pieces)
+
+
+def _failure(one: Figures, name: str, half: str) -> str:
+  if "failed" in one:
+    return one["failed"]
+  bound = BOUNDS[half] * (2 if PROGRAMS[name].attention else 1)
+  wrong = []
+  shares = {"forward": 1 - one["forward_half"], "gradient": 1 - one["gradient_half"]}
+  if max(shares.values()) > 5e-4:
+    wrong.append("in float32: " + ", ".join(f"{x:.0%} {what}" for what, x in shares.items()))
+  if not one["error"] <= bound:
+    wrong.append(f"error {one['error']:.1e}, bound {bound:.1e}")
+  return "; ".join(wrong) or "-"
+
+
+def conditions(results: Figures) -> str:
+  """Returns under what the figures were taken, as sentences."""
+  parts = [results[part] for part in ("memory", "tracing", "tools")]
+  where, rounds = parts[-1]["environment"], parts[-1]["settings"]["rounds"]
+  versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+  first = next(iter(_half_types(results, "tools")))
+  other = results["tools"][first].get("there")
+  there = f"; jaxamp with {_versions(other)} too" if other else ""
+  loads = ", ".join(str(part["environment"]["load_average"][0]) for part in parts)
+  return (
+    f"{where['date']}, {where['hardware']}, Python {where['python']}, {versions}{there}; "
+    f"{rounds} rounds by turns (of tracing more than 1,000 equations half as many): median "
+    f"(quartiles) of the ratios of each round. Load average at the start of each part: {loads}."
+  )
+
+
+def _versions(part: Figures) -> str:
+  return ", ".join(f"{k} {v}" for k, v in part["environment"]["versions"].items() if k != "numpy")
+
+
+PARTS: Mapping[str, Callable[[Figures], str]] = {
+  "conditions": conditions,
+  "memory": memory,
+  "memory without scopes": memory_without_scopes,
+  "tracing": tracing,
+  "tools": tools,
+  "failures": failures,
+}
+
+
+def updated(page: str, results: Figures) -> str:
+  """Returns the text of the page with its tables made from the recorded figures."""
+  for name, make in PARTS.items():
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    text = f"{begin}\n\n{make(results)}\n\n{end}"
+    page, count = re.subn(f"{begin}.*?{end}", lambda _, t=text: t, page, flags=re.DOTALL)
+    if count != 1:
+      raise ValueError(f"the page has {count} places for {name!r}")
+  return page
+
+
+if __name__ == "__main__":
+  recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+  PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), recorded), encoding="utf-8")
