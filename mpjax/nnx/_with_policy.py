@@ -109,6 +109,10 @@ def _check_model(model: Any) -> None:
     got = f"a view already ({type(model).__name__} under {str(vars(type(model))[SPEC].policy)!r})"
     fix = "Make a view of the plain model: its variables are the view's."
     raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
+  if isinstance(model, nnx.bridge.ToNNX):
+    got = f"a Linen module ({type(model.to_nnx__module).__name__}) inside nnx.bridge.ToNNX"
+    fix = "Call it inside mpjax.linen.policy_scope(policy)."
+    raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
   if not isinstance(model, nnx.Module):
     got = f"the class {model.__name__}" if isinstance(model, type) else repr(type(model))
     fix = "Pass an instance, such as with_policy(MyModel(rngs=nnx.Rngs(0)), ...)."
@@ -141,7 +145,12 @@ def _text(path: tuple[Any, ...]) -> str:
 
 
 def _is_module(node: Any) -> bool:
-  """Whether a node runs under a policy: a module, or an object of a class of the user's own."""
+  """Whether a node runs under a policy: a module, or an object of a class of the user's own.
+
+  A Linen module in the clothes of an NNX one does not: it takes its parameters out by itself.
+  """
+  if isinstance(node, nnx.bridge.ToNNX):
+    return False
   users = isinstance(node, nnx.Pytree) and type(node).__module__.split(".")[0] != "flax"
   return isinstance(node, nnx.Module) or users
 

@@ -6,6 +6,7 @@ import pickle
 import re
 import threading
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -504,3 +505,34 @@ def test_weight_gradients_in_another_dtype_are_refused(policy, rules, where):
     builtin=ValueError,
   )
   with_policy(Net({}), "c=bf16,w=bf16")
+
+
+class HoldsLinen(nnx.Module):
+  def __init__(self, rngs):
+    self.linen = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs).lazy_init(X)
+    self.after = nnx.Linear(4, 3, rngs=rngs)
+
+  def __call__(self, x):
+    return self.after(self.linen(x))
+
+
+def test_a_linen_module_inside_is_left_as_it_is():
+  model = HoldsLinen(nnx.Rngs(0))
+  graphdef, state = nnx.split(model)
+  program = jax.make_jaxpr(lambda s: with_policy(nnx.merge(graphdef, s, copy=True), HALF)(X))(state)
+  products = [e for e in program.eqns if e.primitive.name == "dot_general"]
+  first, second = ([str(v.aval.dtype) for v in e.invars] for e in products)
+  assert first == ["float32", "float32"]
+  assert second == ["bfloat16", "bfloat16"]
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    with_policy(model.linen, HALF)
+  check_error(
+    excinfo,
+    where="mpjax.nnx.with_policy(model)",
+    expected="a flax.nnx.Module",
+    got="a Linen module (Dense) inside nnx.bridge.ToNNX",
+    fix="mpjax.linen.policy_scope",
+    builtin=TypeError,
+  )
+  with mpjax.linen.policy_scope("bfloat16"):
+    assert model.linen(X).dtype == jnp.bfloat16
