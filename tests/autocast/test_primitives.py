@@ -177,7 +177,8 @@ def test_a_parameter_does_not_decide_what_promotes(name, half):
 
   def between(first, parameter):
     # As the result of the whole, it would be a parameter that comes back changed: float32.
-    found = jnp.ravel(sample.fun(behind_a_product(first), parameter))
+    results = jax.tree.leaves(sample.fun(behind_a_product(first), parameter))
+    found = jnp.concatenate([jnp.ravel(x) for x in results])
     return found[None] @ found[:, None] if found.dtype != bool else found
 
   program = jax.make_jaxpr(mpjax.autocast(between, half))(*sample.args)
