@@ -35,7 +35,6 @@ _MASTERS = "mpjax/transforms/_master_weights.py"
 _STEP = "mpjax/training/_train_step.py"
 _GRADIENTS = "mpjax/training/_gradients.py"
 _LEAVES = "mpjax/_leaves.py"
-_CONTEXT = "mpjax/linen/_context.py"
 _INTERCEPT = "mpjax/linen/_intercept.py"
 _PARAMS = "mpjax/linen/_params.py"
 _ADAPTERS = "mpjax/linen/_adapters.py"
@@ -381,7 +380,7 @@ _POLICIES = (
   Mutation(
     number=34,
     breaks="the policy in force is a global, which no cache of jit knows of",
-    file=_CONTEXT,
+    file="mpjax/_full_precision.py",
     old="ACTIVE = jax.make_user_context(None)\n",
     new="""
 class _Global:
