@@ -42,7 +42,7 @@ def rewrite(
     if kind is not None:
       self.define(var, kind, scope=None, once=once)
   invars = [
-    var if kind is None else self.define(var, kind, scope=None, once=not kind.neutral)
+    var if kind is None else self.define(var, kind, scope=None, once=False)
     for var, kind in zip(jaxpr.invars, ins, strict=True)
   ]
   self.given(jaxpr.invars)

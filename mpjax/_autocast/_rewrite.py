@@ -33,7 +33,7 @@ _EXACT = frozenset(
   reshape reshard rev scatter scatter-max scatter-min select_n sharding_constraint sign slice
   sort split squeeze stop_gradient top_k transpose""".split()  # noqa: SIM905
 )
-"""They choose and move numbers, and compute none: in half they lose nothing, whatever follows."""
+"""They choose and move numbers, and compute none: of half operands they lose nothing in half."""
 
 
 def _warn_of(eqn: JaxprEqn) -> None:
@@ -203,7 +203,7 @@ class Rewriter:
     """
     scope = self.place(eqn)[0]
     outs = [
-      v if kind is None else self.define(v, kind, scope=scope, once=once or not kind.neutral)
+      v if kind is None else self.define(v, kind, scope=scope, once=once)
       for v, kind in zip(eqn.outvars, kinds, strict=True)
     ]
     self.eqns.append(eqn.replace(invars=operands, outvars=outs, params=params))

@@ -43,13 +43,14 @@ def autocast(
   Parameters are cast where they are used, and their gradients added in float32. A float32 value
   that leaves the `jax.named_scope` that made it, on its way to a product, is handed on in half;
   each module of Flax is such a scope. The programs inside of `jit`, `scan`, `cond`, `remat`,
-  `custom_vjp`, `shard_map` and so on are rewritten as well. A loop keeps its state in float32 if it
-  starts in float32. Casts to half in `fn`, `precision="highest"`, integers, complex numbers,
+  `custom_vjp`, `shard_map` and so on are rewritten as well. A scan keeps its state in float32 if it
+  starts in float32, a `while_loop` always. A result that is one of the arguments, changed, is
+  computed in float32 too. Casts to half in `fn`, `precision="highest"`, integers, complex numbers,
   float64 and random keys stay as they are.
 
   Args:
-    fn: a function of trees of arrays. What is no array (strings, Python numbers, functions) is
-      handed to it as it is. It must not change its arguments in place.
+    fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
+      and integers of NumPy) is handed to it as it is. It must not change its arguments in place.
     policy: of which only `compute_dtype` counts: parameters are yours to store, and results keep
       their dtypes. In float32 `fn` itself is returned.
     ops: the lists, an edited `OpLists()`; None for the standard.
