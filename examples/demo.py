@@ -10,8 +10,8 @@ import argparse
 import digits
 import jax
 import numpy as np
+import side_by_side
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -83,14 +83,8 @@ def notes() -> Table:
 def main(steps: int = digits.STEPS, console: Console | None = None) -> dict[str, dict[str, float]]:
   """Runs the comparison, prints it, and returns its rows."""
   console = console or Console()
-  columns = (
-    TextColumn("{task.description:<16}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeElapsedColumn(),
-  )
   rows = {}
-  with Progress(*columns, console=console) as progress:
+  with side_by_side.progress_bar(console) as progress:
     for policy in digits.LOSS_SCALES:
       task = progress.add_task(policy, total=steps)
       result = digits.main(policy, steps, on_step=lambda task=task: progress.advance(task))

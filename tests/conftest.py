@@ -8,6 +8,7 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}8".strip()
 
 import contextlib
+import importlib
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,6 +93,13 @@ def set_flag() -> Iterator[Callable[[str, object], None]]:
   yield set_flag
   for name, old in before.items():
     jax.config.update(name, old)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+  """Returns `example(name)`, which imports a script of examples/ as it is when it is run."""
+  monkeypatch.syspath_prepend(str(_TESTS.parent / "examples"))
+  return importlib.import_module
 
 
 @pytest.fixture

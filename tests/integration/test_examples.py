@@ -1,6 +1,5 @@
 """The examples run, and show what they say they show."""
 
-import importlib
 import io
 import os
 import pathlib
@@ -22,19 +21,18 @@ EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture
-def digits(monkeypatch) -> Any:
-  monkeypatch.syspath_prepend(str(EXAMPLES))
-  return importlib.import_module("digits")
+def digits(example) -> Any:
+  return example("digits")
 
 
 @pytest.fixture
-def demo(digits) -> Any:
-  return importlib.import_module("demo")
+def demo(example) -> Any:
+  return example("demo")
 
 
 @pytest.fixture
-def overflow_recovery(digits) -> Any:
-  return importlib.import_module("overflow_recovery")
+def overflow_recovery(example) -> Any:
+  return example("overflow_recovery")
 
 
 def assert_equal(new, old):
