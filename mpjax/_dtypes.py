@@ -23,7 +23,7 @@ _FLOAT8 = (
 _NAMES: dict[str, str] = {
   **{name: name for name in ("float16", "bfloat16", "float32", "float64", *_FLOAT8)},
   **{"f16": "float16", "fp16": "float16", "half": "float16", "bf16": "bfloat16"},
-  **{"f32": "float32", "fp32": "float32", "f64": "float64", "fp64": "float64"},
+  **{"f32": "float32", "fp32": "float32", "full": "float32", "f64": "float64", "fp64": "float64"},
 }
 """Every accepted spelling. "float", "double" and None mean float64 to NumPy: too easy to write
 by accident, so they are not here."""

@@ -15,7 +15,7 @@ EXPECTED = "a floating dtype such as 'float32'"
 SPELLINGS = {
   "float16": ["float16", "f16", "fp16", "half", jnp.float16, np.float16, np.dtype("float16")],
   "bfloat16": ["bfloat16", "bf16", jnp.bfloat16, ml_dtypes.bfloat16, jnp.dtype("bfloat16")],
-  "float32": ["float32", "f32", "fp32", jnp.float32, np.float32, np.dtype("float32")],
+  "float32": ["float32", "f32", "fp32", "full", jnp.float32, np.float32, np.dtype("float32")],
 }
 FLOAT8 = sorted(name for name in dir(ml_dtypes) if name.startswith("float8_"))
 

@@ -8,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -73,6 +74,12 @@ def test_all_triples_by_long_and_by_short_keys(keys):
     text = ",".join(f"{key}={name}" for key, name in zip(keys, triple, strict=True))
     assert dtypes(mpjax.Policy.parse(text)) == tuple(map(jnp.dtype, triple))
   # The fourth of 4^3: float64, where JAX has it.
+
+
+def test_what_jmp_prints_is_read():
+  for triple in itertools.product([jnp.float32, jnp.bfloat16, jnp.float16], repeat=3):
+    theirs = jmp.Policy(*triple)
+    assert dtypes(mpjax.Policy.parse(str(theirs))) == tuple(map(jnp.dtype, triple))
 
 
 @pytest.mark.case("A95", "B044")
