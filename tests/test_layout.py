@@ -32,6 +32,7 @@ RANKS = {
   "_rules": 3,
   "_leaves": 3,
   "_adapter": 3,
+  "_weight_grads": 3,
   "_storage": 3,
   "_full_precision": 3,
   # rank 4: engines, none of which imports another

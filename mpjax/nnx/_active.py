@@ -20,6 +20,7 @@ class Active:
     policy: that of the module being called; None leaves it as it is.
     use_dtype: what parameters and caches are cast to when they are read; None as stored.
     fields: whether modules show the fields that the policy gives them, such as `dtype`.
+    wide: whether it is a layer of NNX that shows those for weight gradients in a wider dtype.
     on: policies are in force; they are not inside `mpjax.full_precision`.
     given: always None, as are the two that follow: what a Linen module looks at, to find that no
       policy of its own is in force.
@@ -30,6 +31,7 @@ class Active:
   policy: Policy | None = None
   use_dtype: np.dtype[Any] | None = None
   fields: bool = True
+  wide: bool = False
   on: bool = True
   given: None = None
   held: None = None

@@ -19,11 +19,13 @@ from flax import nnx
 from mpjax._adapter import Adapter, like
 from mpjax._errors import MpjaxTypeError
 from mpjax._full_precision import ACTIVE
+from mpjax._op_lists import OpLists
 from mpjax._policy import Policy
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
 from mpjax.nnx._active import Active, current
 from mpjax.nnx._variables import CAST, in_use, is_node, map_leaves, stored, strip
+from mpjax.nnx._weight_grads import product_fields
 
 _CONTAINERS = (nnx.List, nnx.Dict)
 _NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, *_CONTAINERS)
@@ -53,6 +55,9 @@ class Spec:
     picked: a rule or a field of its own gave the module its policy, not a module around it.
     adapter: what is known about its class.
     fields: names and values of the fields that the policy sets.
+    product: the field that holds the product of a layer of NNX, if its weight gradients are to be
+      in the policy's `weight_grad_dtype`.
+    ops: in what operations of the outermost call stay in float32; None leaves them.
   """
 
   policy: Policy | None
@@ -60,6 +65,8 @@ class Spec:
   picked: bool
   adapter: Adapter
   fields: tuple[tuple[str, Any], ...]
+  product: str | None = None
+  ops: OpLists | None = None
 
 
 class Link:
@@ -112,6 +119,8 @@ def _overrides(cls: Any) -> dict[str, Any]:
     active = current()
     if active is None or not active.on:
       return value
+    if active.wide and name in type(self).mpjax_wide:
+      return type(self).mpjax_wide[name]
     fields = type(self).mpjax_fields
     if active.fields and name in fields:
       return fields[name]
@@ -167,10 +176,16 @@ def view_class(cls: Any, tree: bool, spec: Spec) -> Any:
     "__doc__": cls.__doc__,
     SPEC: spec,
     "mpjax_fields": dict(spec.fields),
+    "mpjax_wide": _wide_fields(spec),
     **_overrides(cls),
     **{name: _method(name, own) for name, own in _methods(cls)},
   }
   return type(cls)(cls.__name__, (cls,), names, pytree=tree)
+
+
+def _wide_fields(spec: Spec) -> dict[str, Any]:
+  wide = None if spec.policy is None else spec.policy.weight_grad_dtype
+  return {} if spec.product is None or wide is None else product_fields(spec.product, wide)
 
 
 def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
@@ -214,11 +229,10 @@ def _call(
       return finish(_name_in_errors(bound, args, kwargs, module))
   compute = policy.compute_dtype
   call = adapter.inputs(module, name, (args, kwargs), _cast_to(compute))
-  inside = Active(
-    policy=policy,
-    use_dtype=compute if adapter.params == "compute" else None,
-    fields=not _any_complex(call),
-  )
+  fields = not _any_complex(call)
+  wide = fields and name == "__call__" and spec.product is not None
+  as_stored = wide or adapter.params == "stored"
+  inside = Active(policy=policy, use_dtype=None if as_stored else compute, fields=fields, wide=wide)
   with ACTIVE(inside):
     outputs = _name_in_errors(bound, call[0], call[1], module)
   handed_on = _handed_on(active, spec, policy)

@@ -11,9 +11,17 @@ from flax import nnx
 from mpjax._adapter import Adapter
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._policy import Policy, PolicyLike
-from mpjax._rules import Rule, default_rules, first_match, parse_rules, unmatched_error
+from mpjax._rules import (
+  Rule,
+  default_rules,
+  first_match,
+  parse_rules,
+  parse_unmatched,
+  unmatched_error,
+)
 from mpjax.nnx._adapters import find_adapter
 from mpjax.nnx._view import LINK, SPEC, Link, Spec, is_tree, is_view, view_class
+from mpjax.nnx._weight_grads import product_field
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -56,8 +64,7 @@ def with_policy(
   Raises:
     MpjaxTypeError: `model` is not an NNX module, is a view already, or rules or adapters have the
       wrong type.
-    MpjaxValueError: an unknown policy, one with a `weight_grad_dtype` (which is not there for NNX
-      yet), or a value of an argument that is not listed.
+    MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
     UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
 
   >>> import jax.numpy as jnp, mpjax
@@ -90,17 +97,13 @@ class _Given:
     if ops is not None:
       fix = "Leave it out, or put mpjax.autocast around the function that calls the model."
       raise MpjaxValueError(message(f"{_WHERE}(ops=...)", expected="None", got=repr(ops), fix=fix))
-    if unmatched not in ("raise", "warn", "ignore"):
-      where, expected = f"{_WHERE}(unmatched=...)", "'raise', 'warn' or 'ignore'"
-      fix = "It says what to do about a rule that picks out no module."
-      raise MpjaxValueError(message(where, expected=expected, got=repr(unmatched), fix=fix))
     self.policy = None if policy is None else Policy.parse(policy)
     self.rules = parse_rules(rules, f"{_WHERE}(rules=...)")
     self.defaults = (
       default_rules() if defaults is None else parse_rules(defaults, f"{_WHERE}(defaults=...)")
     )
     self.adapters = _parse_adapters(adapters)
-    self.unmatched = unmatched
+    self.unmatched = parse_unmatched(unmatched, _WHERE)
 
 
 def _check_model(model: Any) -> None:
@@ -187,30 +190,26 @@ def _resolve(modules: Mapping[tuple[Any, ...], Any], given: _Given) -> dict[Any,
         policy, picked = rule.policy, True
         if policy is None:
           exempt.add(path)
-    specs[path] = _spec(module, text, policy, picked, given)
+    specs[path] = _spec(module, policy, picked, given)
   _check_rules(given, matched, names)
   return specs
 
 
-def _check_policy(policy: Policy, text: str) -> None:
-  """Refuses what NNX modules cannot do yet: left undone, nobody would notice."""
+def _product(module: Any, policy: Policy, adapter: Adapter, fields: Mapping[str, Any]) -> Any:
+  """Returns the field that holds a layer's product, if its weight gradients are to be wide."""
   wide = policy.weight_grad_dtype
-  if wide is not None and wide != policy.compute_dtype:
-    raise MpjaxValueError(
-      message(
-        f"{_WHERE}(policy) for the module {text or 'at the root'!r}",
-        expected="a policy without weight_grad_dtype",
-        got=repr(str(policy)),
-        fix="Leave it out; only Linen layers make weight gradients in another dtype so far.",
-      )
-    )
+  if wide is None or wide == policy.compute_dtype:
+    return None
+  if adapter.params == "stored" or "dtype" not in fields:
+    return None
+  found = product_field(module)
+  return None if found in fields or "promote_dtype" in fields else found
 
 
-def _spec(module: Any, text: str, policy: Policy | None, picked: bool, given: _Given) -> Spec:
+def _spec(module: Any, policy: Policy | None, picked: bool, given: _Given) -> Spec:
   adapter = find_adapter(given.adapters, type(module))
   if policy is None:
     return Spec(policy=None, output_dtype=None, picked=picked, adapter=adapter, fields=())
-  _check_policy(policy, text)
   fields = adapter.fields(module, "__call__", policy.compute_dtype)
   return Spec(
     policy=policy,
@@ -218,13 +217,14 @@ def _spec(module: Any, text: str, policy: Policy | None, picked: bool, given: _G
     picked=picked,
     adapter=adapter,
     fields=tuple(sorted(fields.items())),
+    product=_product(module, policy, adapter, fields),
   )
 
 
 def _check_rules(given: _Given, matched: set[Rule], names: dict[str, str]) -> None:
   for rule in given.rules if given.unmatched != "ignore" else ():
     if rule not in matched:
-      error = unmatched_error(rule, tuple(names), tuple(names.values()))
+      error = unmatched_error(rule, tuple(names), tuple(names.values()), origin="of the model")
       if given.unmatched == "raise":
         raise error
       warnings.warn(str(error), stacklevel=4)

@@ -486,27 +486,6 @@ def test_bad_arguments(options, where, expected, got, fix, builtin):
   )
 
 
-@pytest.mark.parametrize(
-  ("policy", "rules", "where"),
-  [
-    ("w=f32,c=bf16", (), "'at the root'"),
-    (HALF, [Rule("c=f16,w=f32", path="between")], "'between'"),
-  ],
-)
-def test_weight_gradients_in_another_dtype_are_refused(policy, rules, where):
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-    with_policy(Net({}), policy, rules)
-  check_error(
-    excinfo,
-    where=f"mpjax.nnx.with_policy(policy) for the module {where}",
-    expected="without weight_grad_dtype",
-    got="weight_grad=float32",
-    fix="Leave it out",
-    builtin=ValueError,
-  )
-  with_policy(Net({}), "c=bf16,w=bf16")
-
-
 class HoldsLinen(nnx.Module):
   def __init__(self, rngs):
     self.linen = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs).lazy_init(X)
