@@ -244,6 +244,19 @@ def unmatched_error(rule: Rule, paths: Sequence[str], classes: Sequence[str]) ->
   )
 
 
+def parse_unmatched(unmatched: Any, where: str) -> str:
+  """Returns what to do about rules that match nothing.
+
+  Raises:
+    MpjaxValueError: not one of the three.
+  """
+  if unmatched not in ("raise", "warn", "ignore"):
+    where, expected = f"{where}(unmatched=...)", "'raise', 'warn' or 'ignore'"
+    fix = "It says what to do about a rule that picks out no module."
+    raise MpjaxValueError(message(where, expected=expected, got=repr(unmatched), fix=fix))
+  return unmatched
+
+
 def _class_of(module: Any) -> type[Any]:
   """Returns the class that was written: a lifted transform (nn.scan, nn.remat) makes another."""
   return next(c for c in type(module).__mro__ if c.__module__ != "flax.linen.transforms")
