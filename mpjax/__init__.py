@@ -18,6 +18,7 @@ from mpjax._op_lists import OpLists
 from mpjax._policy import Policy
 from mpjax._rules import Rule, default_rules
 from mpjax._tree import all_finite
+from mpjax.conversion import ConversionReport, LeafReport, conversion_report, convert
 from mpjax.levels import OptLevel, opt_level
 from mpjax.training import TrainState, make_train_step
 from mpjax.transforms import (
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+  "ConversionReport",
   "DynamicLossScale",
+  "LeafReport",
   "MpjaxError",
   "MpjaxRuntimeError",
   "MpjaxTypeError",
@@ -62,6 +65,8 @@ __all__ = [
   "autocast",
   "check_progress",
   "commit",
+  "conversion_report",
+  "convert",
   "default_rules",
   "full_precision",
   "linen",

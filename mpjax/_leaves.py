@@ -1,5 +1,6 @@
-"""One leaf that was saved: whether it is what is wanted, and how it becomes that."""
+"""Leaves that change their dtype: whether one is what is wanted, and how it becomes that."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mpjax._errors import MpjaxValueError, listed, message
 from mpjax._named_arrays import is_key
 from mpjax._tree import is_array_like
 
@@ -76,6 +78,32 @@ def overflows(before: Any, after: Any) -> bool:
     return False
   finite = np.isfinite if isinstance(before, np.ndarray) else jnp.isfinite
   return not bool((finite(after) | ~finite(before)).all())
+
+
+def refuse_overflow(casts: Mapping[str, tuple[Any, Any]], where: str) -> None:
+  """Raises if a finite number became an inf or a NaN.
+
+  Args:
+    casts: the leaves before and after, by path. Traced and abstract ones cannot be looked at.
+    where: the public call.
+
+  Raises:
+    MpjaxValueError: some did; all their leaves are named.
+  """
+  wrong = [
+    f"{before.dtype} beyond {after.dtype} at {path or 'the root'}"
+    for path, (before, after) in casts.items()
+    if not isinstance(after, (Tracer, jax.ShapeDtypeStruct)) and overflows(before, after)
+  ]
+  if wrong:
+    raise MpjaxValueError(
+      message(
+        where,
+        expected="values that the new dtype can hold",
+        got=listed(wrong),
+        fix="They would be inf or NaN: keep these leaves in float32 or bfloat16.",
+      )
+    )
 
 
 def place(x: Any, sharding: jax.sharding.Sharding | None, *, alias: bool) -> jax.Array:

@@ -219,13 +219,22 @@ def parse_rules(rules: Any, where: str) -> tuple[Rule, ...]:
   return found
 
 
-def unmatched_error(rule: Rule, paths: Sequence[str], classes: Sequence[str]) -> UnmatchedRuleError:
+def unmatched_error(
+  rule: Rule,
+  paths: Sequence[str],
+  classes: Sequence[str],
+  *,
+  kind: str = "module",
+  origin: str = "that init passed",
+) -> UnmatchedRuleError:
   """Returns the error for a rule that picked out none of the modules at `paths`.
 
   Args:
     rule: the rule.
     paths: the paths of the model's modules, "" for the root.
     classes: the names of their classes.
+    kind: what is at these paths.
+    origin: which of them these are.
   """
   if rule.module is not None:
     near = f"The model's classes: {', '.join(sorted(set(classes)))}."
@@ -233,12 +242,12 @@ def unmatched_error(rule: Rule, paths: Sequence[str], classes: Sequence[str]) ->
     # What a predicate looks for is unknown: the model's own paths are the best there is to show.
     sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
     shown = sorted(set(paths))[:3] if sought is None else nearest(sought, set(paths))
-    near = f"The nearest module paths: {', '.join(repr(p) for p in shown)}."
+    near = f"The nearest {kind} paths: {', '.join(repr(p) for p in shown)}."
   return UnmatchedRuleError(
     message(
       f"rules: {rule}",
-      expected="a rule that picks out at least one module",
-      got=f"none of the {len(paths)} modules that init passed",
+      expected=f"a rule that picks out at least one {kind}",
+      got=f"none of the {len(paths)} {kind}s {origin}",
       fix=f'{near} Mend the selector, or pass unmatched="ignore".',
     )
   )

@@ -1,6 +1,6 @@
-"""In which dtype a program uses what it is given: what may be stored in less, at no change."""
+"""In which dtype a program uses what it is given, and storing it in that: less, at no change."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from mpjax._leaves import refuse_overflow
+from mpjax._named_arrays import path_text
+from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
 
 _MOVES = frozenset(
@@ -54,6 +57,90 @@ def used_dtypes(fun: Callable[..., Any], tree: PyTree, *args: Any) -> list[np.dt
   program = jax.make_jaxpr(fun)(tree, *args)
   count = len(jax.tree.leaves(tree))
   return [_only(_uses(program.jaxpr, v)) for v in program.jaxpr.invars[:count]]
+
+
+def store_as_used(
+  fun: Callable[..., Any],
+  params: PyTree,
+  args: tuple[Any, ...],
+  kwargs: Mapping[str, Any],
+  where: str,
+) -> PyTree:
+  """Returns parameters with each in the dtype that `fun(params, *args, **kwargs)` rounds it to.
+
+  Args:
+    fun: a function of trees of arrays.
+    params: a tree of arrays, or of their shapes and dtypes.
+    args: arguments. Arrays may have any values, or none; all else is given to `fun` as it is.
+    kwargs: further arguments.
+    where: the public call, for the error.
+
+  Raises:
+    MpjaxValueError: a finite value does not fit into the new dtype.
+  """
+  leaves, treedef = jax.tree.flatten((args, kwargs))
+  kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+  arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, kinds)}
+
+  def call(params: PyTree, arrays: Any) -> Any:
+    given = [arrays.get(i, x) for i, x in enumerate(leaves)]
+    args, kwargs = jax.tree.unflatten(treedef, given)
+    return fun(params, *args, **kwargs)
+
+  return cast_leaves(params, used_dtypes(call, params, arrays), where)
+
+
+def cast_leaves(tree: PyTree, dtypes: Sequence[np.dtype[Any] | None], where: str) -> PyTree:
+  """Returns a tree with each floating leaf in its dtype; an array that is at two places stays one.
+
+  If two dtypes are asked of one array, it gets one that holds both.
+
+  Args:
+    tree: any tree. Arrays keep their sharding, and NumPy's stay NumPy's.
+    dtypes: one for each leaf; None leaves it as it is.
+    where: the public call, for the error.
+
+  Raises:
+    MpjaxValueError: a finite value does not fit into the new dtype.
+  """
+  paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+  leaves = [x for _, x in paths]
+  casts: dict[str, tuple[Any, Any]] = {}
+  found = list(leaves)
+  for places in ties(leaves):
+    old = leaves[places[0]]
+    if is_floating(old):
+      asked = [dtypes[i] for i in places]
+      wanted = [old.dtype if dtype is None else dtype for dtype in asked]
+      new = cast_leaf(old, _holding(wanted))
+      casts[path_text(paths[places[0]][0])] = (old, new)
+      for i in places:
+        found[i] = new
+  refuse_overflow(casts, where)
+  return jax.tree.unflatten(treedef, found)
+
+
+def _holding(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
+  """Returns the dtype that holds the values of all floating `dtypes`."""
+  distinct = set(dtypes)
+  if len(distinct) == 1:
+    return distinct.pop()
+  # Of two narrow types neither holds the other: bfloat16 and float16, say.
+  return max(*distinct, np.dtype("float32"), key=lambda dtype: dtype.itemsize)
+
+
+def ties(leaves: Sequence[Any]) -> list[list[int]]:
+  """Returns the positions of each array among the leaves: several for weights that are tied."""
+  alike: dict[Any, list[list[int]]] = {}
+  for i, x in enumerate(leaves):
+    if hasattr(x, "dtype"):
+      groups = alike.setdefault((x.shape, x.dtype), [])
+      group = next((group for group in groups if leaves[group[0]] is x), None)
+      if group is None:
+        groups.append([i])
+      else:
+        group.append(i)
+  return [group for groups in alike.values() for group in groups]
 
 
 def _only(uses: set[Any]) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mpjax._errors import MpjaxValueError, listed, message
-from mpjax._leaves import are_floating, as_array, convert, misfit, overflows, place
+from mpjax._leaves import are_floating, as_array, convert, misfit, place, refuse_overflow
 from mpjax._loss_scale import LossScaleState
 from mpjax._named_arrays import check_leaves, decode, is_key, leaves_by_path, path_text, same_path
 from mpjax._types import PyTree
@@ -74,7 +74,8 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
     restored = _read(os.fspath(restored), target, wanted, cast)
   found = _match(target, wanted, restored, cast)
   converted = {path: convert(found[path], want.dtype) for path, want in wanted.items()}
-  _refuse_overflow(found, converted)
+  casts = {path: (found[path], x) for path, x in converted.items()}
+  refuse_overflow(casts, "mpjax.restore_like(cast=True)")
   leaves = [place(converted[path], want.sharding, alias=own) for path, want in wanted.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), leaves)
   _refuse_broken_scales(result)
@@ -229,23 +230,6 @@ def _advice(pairs: list[tuple[Any, jax.ShapeDtypeStruct]]) -> str:
     "Build target as the state was when it was saved: cast=True is for floating dtypes alone, "
     "shapes, integers, booleans and keys never change."
   )
-
-
-def _refuse_overflow(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-  wrong = [
-    f"{before[path].dtype} beyond {y.dtype} at {path or 'the root'}"
-    for path, y in after.items()
-    if overflows(before[path], y)
-  ]
-  if wrong:
-    raise MpjaxValueError(
-      message(
-        "mpjax.restore_like(cast=True)",
-        expected="values that the dtype of target can hold",
-        got=listed(wrong),
-        fix="They would be inf or NaN: keep these leaves in float32 or bfloat16.",
-      )
-    )
 
 
 def _refuse_other_configuration(target: PyTree, found: Mapping[str, Any]) -> None:

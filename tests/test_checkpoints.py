@@ -284,7 +284,7 @@ def test_a_cast_that_overflows_is_an_error(through, tmp_path):
   check_error(
     excinfo,
     where="mpjax.restore_like(cast=True)",
-    expected="values that the dtype of target can hold",
+    expected="values that the new dtype can hold",
     got="float32 beyond float16 at w. ",
     fix="keep these leaves in float32",
   )

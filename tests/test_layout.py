@@ -33,10 +33,10 @@ RANKS = {
   "_leaves": 3,
   "_adapter": 3,
   "_weight_grads": 3,
-  "_storage": 3,
   "_full_precision": 3,
   # rank 4: engines, none of which imports another
   "_loss_scale": 4,
+  "_storage": 4,
   "_autocast": 4,
   "_fp8": 4,
   "_audit": 4,
@@ -48,7 +48,7 @@ RANKS = {
   # rank 6: composition
   "training": 6,
   "levels": 6,
-  "convert": 6,
+  "conversion": 6,
   "checkpoints": 6,
   # the table of contents
   "__init__": 7,
@@ -74,6 +74,7 @@ TESTS_OF_THE_WHOLE = {
   "test_docs",
   "test_import",
   "test_layout",
+  "test_migrating",
   "test_public_api",
   "test_pytrees",
   "test_uncovered_cases",

@@ -14,7 +14,9 @@ import mpjax
 
 PUBLIC = {
   "mpjax": [
+    "ConversionReport",
     "DynamicLossScale",
+    "LeafReport",
     "MpjaxError",
     "MpjaxRuntimeError",
     "MpjaxTypeError",
@@ -33,6 +35,8 @@ PUBLIC = {
     "autocast",
     "check_progress",
     "commit",
+    "conversion_report",
+    "convert",
     "default_rules",
     "full_precision",
     "linen",

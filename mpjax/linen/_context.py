@@ -12,10 +12,17 @@ from flax.core import Scope
 
 from mpjax._adapter import Adapter
 from mpjax._autocast import float32_operations
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
-from mpjax._op_lists import OpLists
+from mpjax._errors import MpjaxTypeError, message
+from mpjax._op_lists import OpLists, parse_ops
 from mpjax._policy import Policy, PolicyLike
-from mpjax._rules import Rule, default_rules, first_match, goes_by_place, parse_rules
+from mpjax._rules import (
+  Rule,
+  default_rules,
+  first_match,
+  goes_by_place,
+  parse_rules,
+  parse_unmatched,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,16 +158,6 @@ def give(
     MpjaxTypeError: rules, adapters or operation lists of the wrong type.
     MpjaxValueError: an unknown policy or value of `unmatched`.
   """
-  lists = OpLists() if ops == "float32" else ops
-  if lists is not None and not isinstance(lists, OpLists):
-    fix = 'Write ops="float32" for the standard list, or pass an edited mpjax.OpLists().'
-    expected = "None, 'float32' or an mpjax.OpLists"
-    raise MpjaxTypeError(message(f"{where}(ops=...)", expected=expected, got=repr(ops), fix=fix))
-  if unmatched not in ("raise", "warn", "ignore"):
-    fix = "It says what init does about a rule that picks out no module."
-    expected = "'raise', 'warn' or 'ignore'"
-    got = repr(unmatched)
-    raise MpjaxValueError(message(f"{where}(unmatched=...)", expected=expected, got=got, fix=fix))
   return Given(
     policy=None if policy is None else Policy.parse(policy),
     rules=parse_rules(rules, f"{where}(rules=...)"),
@@ -168,8 +165,8 @@ def give(
     if defaults is None
     else parse_rules(defaults, f"{where}(defaults=...)"),
     adapters=_parse_adapters(adapters, f"{where}(adapters=...)"),
-    unmatched=unmatched,
-    ops=lists,
+    unmatched=parse_unmatched(unmatched, where),
+    ops=parse_ops(ops, where),
   )
 
 

@@ -2,13 +2,11 @@
 
 from typing import Any, TypeVar
 
-import jax
 from flax import nnx
 
 from mpjax._errors import MpjaxTypeError, message
-from mpjax._storage import used_dtypes
-from mpjax._tree import cast_leaf
-from mpjax.nnx._view import is_view
+from mpjax._storage import store_as_used
+from mpjax.nnx._spec import is_view
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -25,7 +23,7 @@ def convert(view: M, *args: Any, **kwargs: Any) -> M:
 
   Args:
     view: what `mpjax.nnx.with_policy` returned; it is not changed.
-    args: what it is called with. Arrays may have any values.
+    args: what it is called with, arrays or `jax.ShapeDtypeStruct`.
     kwargs: further arguments.
 
   Returns:
@@ -34,6 +32,7 @@ def convert(view: M, *args: Any, **kwargs: Any) -> M:
 
   Raises:
     MpjaxTypeError: `view` is no view.
+    MpjaxValueError: a finite value that the half dtype cannot hold.
 
   >>> import jax.numpy as jnp, mpjax
   >>> from flax import nnx
@@ -54,10 +53,8 @@ def convert(view: M, *args: Any, **kwargs: Any) -> M:
     )
   graphdef, params, rest = nnx.split(view, nnx.Param, ...)
 
-  def call(params: Any) -> Any:
+  def call(params: Any, *args: Any, **kwargs: Any) -> Any:
     return nnx.merge(graphdef, params, rest, copy=True)(*args, **kwargs)
 
-  leaves, treedef = jax.tree.flatten(params)
-  dtypes = used_dtypes(call, params)
-  new = [x if d is None else cast_leaf(x, d) for x, d in zip(leaves, dtypes, strict=True)]
-  return nnx.merge(graphdef, jax.tree.unflatten(treedef, new), rest, copy=True)
+  new = store_as_used(call, params, args, kwargs, "mpjax.nnx.convert(view)")
+  return nnx.merge(graphdef, new, rest, copy=True)

@@ -38,7 +38,7 @@ _LEAVES = "mpjax/_leaves.py"
 _INTERCEPT = "mpjax/linen/_intercept.py"
 _PARAMS = "mpjax/linen/_params.py"
 _ADAPTERS = "mpjax/linen/_adapters.py"
-_WITH_POLICY = "mpjax/linen/_with_policy.py"
+_POLICY_MODULE = "mpjax/linen/_policy_module.py"
 
 _TEST_SCALE = "tests/test_loss_scale.py::"
 _TEST_SCALING = "tests/transforms/test_loss_scaling.py::"
@@ -480,7 +480,7 @@ _STORED = (
     number=40,
     letter="b",
     breaks="a rule that picks out no module is ignored",
-    file=_WITH_POLICY,
+    file=_POLICY_MODULE,
     old='    if self.given.unmatched == "ignore":\n',
     new='    if self.given.unmatched != "warn":\n',
     test="tests/linen/test_with_policy.py"

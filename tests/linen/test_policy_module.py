@@ -1,0 +1,138 @@
+"""Conversion of a policied Linen model: what is stored in half, and that results stay the same."""
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from tests.errors import check_error
+from tests.models.values import integers, normal
+from tests.programs import bits, converts
+
+Rule, with_policy = mpjax.Rule, mpjax.linen.with_policy
+BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+
+
+class MyNorm(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    g = self.param("g", nn.initializers.ones, (x.shape[-1],))
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g[None, None]
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return nn.Dense(8)(MyNorm()(x)), None
+
+
+class Tagger(nn.Module):
+  """A table at both ends, stacked layers, a cell over time, statistics, a cache of its own."""
+
+  @nn.compact
+  def __call__(self, ids, train=False):
+    embed = nn.Embed(11, 8)
+    x = embed(ids)
+    blocks = nn.scan(Block, {"params": 0}, split_rngs={"params": True}, length=2)
+    x, _ = blocks(name="blocks")(x, None)
+    x = nn.RNN(nn.GRUCell(8), name="rnn")(x)
+    x = nn.BatchNorm(use_running_average=not train)(x)
+    x = x @ self.param("mix", nn.initializers.ones, (8, 8))
+    return embed.attend(nn.LayerNorm()(x))
+
+
+IDS = integers(2, 5, below=11)
+
+
+def stored(variables):
+  leaves = flax.traverse_util.flatten_dict(flax.core.unfreeze(variables), sep="/")
+  return {path: str(x.dtype) for path, x in leaves.items()}
+
+
+@pytest.fixture(scope="module")
+def variables():
+  found = Tagger().init(jax.random.key(0), IDS)
+  found["params"]["unused"] = jnp.ones(3)
+  return found
+
+
+@pytest.mark.case("A84", "A81")
+@BOTH
+def test_what_only_half_is_made_of_is_stored_in_half(half, variables):
+  model = with_policy(Tagger(), f"mixed_{half}")
+  found = model.convert(variables, IDS)
+  dtypes = stored(found)
+  in_float32 = {path for path, dtype in dtypes.items() if dtype == "float32"}
+  cell = {path for path in dtypes if "rnn/cell" in path and path.endswith("h/bias")}
+  norms = {path for path in dtypes if "Norm" in path}
+  assert norms <= in_float32
+  assert in_float32 - norms - cell == {"params/unused"}
+  assert set(dtypes.values()) == {"float32", half}
+  assert set(stored(variables).values()) == {"float32"}
+  assert jax.tree.structure(found) == jax.tree.structure(variables)
+  apply = jax.jit(model.apply)
+  assert bits(apply(found, IDS)) == bits(apply(variables, IDS))
+  before, after = (
+    converts(jax.make_jaxpr(model.apply)(v, IDS)).total() for v in (variables, found)
+  )
+  assert after < before
+
+
+@pytest.mark.case("A84")
+def test_a_float32_rule_counts_also_for_what_is_shared(variables):
+  def found(*rules):
+    model = with_policy(Tagger(), "mixed_bfloat16", rules)
+    return {p for p, d in stored(model.convert(variables, IDS)).items() if d == "float32"}
+
+  plain = found()
+  assert found(Rule("float32", path="blocks/Dense_0")) - plain == {
+    "params/blocks/Dense_0/kernel",
+    "params/blocks/Dense_0/bias",
+  }
+  # The table is gathered from and multiplied by: one module, used in float32 at both ends.
+  assert found(Rule("float32", module=nn.Embed)) - plain == {"params/Embed_0/embedding"}
+
+
+def test_flags_methods_and_abstract_arguments(variables):
+  model = with_policy(Tagger(), "mixed_bfloat16")
+  wanted = stored(model.convert(variables, IDS))
+  abstract = jax.ShapeDtypeStruct(IDS.shape, IDS.dtype)
+  assert stored(model.convert(variables, abstract)) == wanted
+  assert stored(model.convert(jax.eval_shape(lambda: variables), abstract)) == wanted
+  frozen = model.convert(flax.core.freeze(variables), IDS, train=True, mutable=["batch_stats"])
+  assert isinstance(frozen, flax.core.FrozenDict)
+  assert stored(frozen) == wanted
+
+
+def test_a_decode_cache_is_left_alone():
+  model = with_policy(nn.MultiHeadDotProductAttention(2, decode=True), "mixed_bfloat16")
+  x = normal(1, 6, 4)
+  found = model.init(jax.random.key(0), x)
+  half = model.convert(found, x[:, :1], mutable=["cache"])
+  assert {x.dtype for x in jax.tree.leaves(half["params"])} == {np.dtype("bfloat16")}
+  assert half["cache"] is found["cache"]
+  step = jax.jit(lambda v: model.apply(v, x[:, :1], mutable=["cache"]))
+  assert bits(step(half)) == bits(step(found))
+
+
+def test_a_model_without_parameters_and_a_policy_without_half(variables):
+  assert with_policy(nn.Sequential([nn.relu]), "mixed_float16").convert({}, jnp.ones(2)) == {}
+  same = with_policy(Tagger(), "float32").convert(variables, IDS)
+  assert all(x is y for x, y in zip(jax.tree.leaves(same), jax.tree.leaves(variables), strict=True))
+
+
+def test_values_that_do_not_fit():
+  model = with_policy(nn.Dense(1, use_bias=False), "mixed_float16")
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    model.convert({"params": {"kernel": jnp.full((2, 1), 7e4)}}, jnp.ones((1, 2)))
+  check_error(
+    excinfo,
+    where="mpjax.linen.with_policy(model, policy).convert(variables)",
+    expected="values that the new dtype can hold",
+    got="float32 beyond float16 at kernel",
+    fix="keep these leaves in float32 or bfloat16",
+    builtin=ValueError,
+  )

@@ -1,0 +1,302 @@
+"""Conversion of parameter trees: which leaves change, to what, and that nothing else does."""
+
+import re
+import warnings
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.errors import check_error
+
+Rule, convert = mpjax.Rule, mpjax.convert
+NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+BOTH = pytest.mark.parametrize("half", NUMPY)
+
+
+def values(*shape, seed=0):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def dense(inputs=3, outputs=4):
+  return {"kernel": jnp.asarray(values(inputs, outputs)), "bias": jnp.asarray(values(outputs))}
+
+
+def params():
+  return {
+    "encoder": {
+      "attention": {"query": dense(), "norm_query": {"scale": jnp.ones(4)}},
+      "LayerNorm_0": {"scale": jnp.ones(4), "bias": jnp.zeros(4)},
+      "scanned": {"scale": jnp.ones((5, 4)), "bias": jnp.zeros((5, 4))},
+      "old": {"gamma": jnp.ones(4), "beta": jnp.zeros(4), "mean": jnp.zeros(4)},
+    },
+    "head": dense(4, 2),
+    "cls": jnp.ones((1, 1, 4)),
+  }
+
+
+def stored(tree):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(p, simple=True, separator="/"): str(x.dtype) for p, x in leaves}
+
+
+def in_float32(tree):
+  return {path for path, dtype in stored(tree).items() if dtype == "float32"}
+
+
+NORMS = {
+  *("encoder/attention/norm_query/scale", "encoder/LayerNorm_0/scale", "encoder/LayerNorm_0/bias"),
+  *("encoder/scanned/scale", "encoder/scanned/bias"),
+  *("encoder/old/gamma", "encoder/old/beta", "encoder/old/mean"),
+}
+HEAD = {"head/kernel", "head/bias"}
+
+
+@BOTH
+@pytest.mark.parametrize("policy", ["{}", "mixed_{}", "params=float32,compute={}"])
+def test_all_but_norms_are_rounded_to_the_compute_dtype(half, policy):
+  before = params()
+  after = convert(before, policy.format(half))
+  assert in_float32(after) == NORMS
+  assert set(stored(after).values()) == {"float32", half}
+  for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+    wanted = x if y.dtype == x.dtype else np.asarray(x).astype(NUMPY[half])
+    assert np.asarray(y).tobytes() == np.asarray(wanted).tobytes()
+  assert set(stored(before).values()) == {"float32"}
+
+
+@pytest.mark.parametrize(
+  ("rules", "wanted"),
+  [
+    ([Rule("float32", path="head")], NORMS | HEAD),
+    (
+      [Rule("float32", path="**/kernel")],
+      NORMS | {"head/kernel", "encoder/attention/query/kernel"},
+    ),
+    ([Rule("float32", path=re.compile("head/.*"))], NORMS | HEAD),
+    ([Rule("bfloat16", path="**")], set()),
+    ([Rule("bfloat16", path="encoder/old")], {p for p in NORMS if "old" not in p}),
+    ([Rule(None, path="head/bias"), Rule("bfloat16", path="head")], NORMS | {"head/bias"}),
+    # The innermost place counts, whatever the order of the rules.
+    ([Rule("float32", path="head"), Rule("bfloat16", path="head/bias")], NORMS | {"head/kernel"}),
+    ([Rule("float32", path="**")], set(stored(params()))),
+  ],
+)
+def test_rules_by_path(rules, wanted):
+  assert in_float32(convert(params(), "bfloat16", rules)) == wanted
+
+
+def test_what_only_looks_like_a_norm():
+  tree = {
+    "norm_block": {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)},
+    "Dense_0": {"bias": jnp.ones(2)},
+    "w": jnp.ones(2),
+  }
+  assert in_float32(convert(tree, "bfloat16")) == set()
+
+
+def test_what_is_not_floating_is_the_same_object():
+  tree = {"n": jnp.arange(3), "mask": np.ones(2, bool), "key": jax.random.key(0), "none": None}
+  tree |= {"text": "relu", "number": 0.5, "complex": jnp.ones(2, jnp.complex64)}
+  found = convert(tree, "float16")
+  assert all(found[name] is x for name, x in tree.items())
+
+
+def test_an_array_in_the_right_dtype_is_the_same_object():
+  tree = {"w": jnp.ones(3, jnp.bfloat16)}
+  assert convert(tree, "bfloat16")["w"] is tree["w"]
+
+
+def test_tied_leaves_stay_tied_in_the_wider_dtype():
+  table, other = jnp.ones((5, 4)), jnp.ones((5, 4))
+  tree = {"embed": {"embedding": table}, "head": {"kernel": table}, "other": {"kernel": other}}
+  half = convert(tree, "bfloat16")
+  assert half["embed"]["embedding"] is half["head"]["kernel"]
+  assert half["other"]["kernel"] is not half["head"]["kernel"]
+  mixed = convert(tree, "bfloat16", [Rule("float32", path="head")])
+  assert mixed["embed"]["embedding"] is mixed["head"]["kernel"] is table
+  assert mixed["other"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_shardings_are_kept(devices):
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+  placed = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("data")))
+  host = np.ones((2, 2), np.float32)
+  found = convert({"a": placed, "b": host}, "bfloat16")
+  assert found["a"].sharding == placed.sharding
+  assert (found["a"].dtype, type(found["b"])) == (jnp.bfloat16, np.ndarray)
+  abstract = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=placed.sharding)
+  assert convert([abstract], "bfloat16")[0] == abstract.update(dtype=jnp.bfloat16)
+
+
+@BOTH
+def test_there_and_back_is_rounding_and_nothing_else(half):
+  before = params()
+  there = convert(before, half)
+  back = convert(there, "float32")
+  assert set(stored(back).values()) == {"float32"}
+  for x, y in zip(jax.tree.leaves(there), jax.tree.leaves(back), strict=True):
+    assert np.asarray(x, np.float32).tobytes() == np.asarray(y).tobytes()
+  again = convert(back, half)
+  assert stored(again) == stored(there)
+  for x, y in zip(jax.tree.leaves(there), jax.tree.leaves(again), strict=True):
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+class Small(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    partitioned = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    x = nn.Dense(4, kernel_init=partitioned)(x)
+    return nn.BatchNorm(use_running_average=True)(x)
+
+
+def test_variables_of_a_linen_model():
+  variables = Small().init(jax.random.key(0), jnp.ones((2, 3)))
+  rules = [Rule("float32", path="Dense_0/bias")]
+  for given in (variables, flax.core.freeze(variables)):
+    found = convert(given, "float16", rules)
+    assert jax.tree.structure(found) == jax.tree.structure(given)
+    kernel = found["params"]["Dense_0"]["kernel"]
+    assert (kernel.names, kernel.value.dtype) == ((None, "model"), jnp.float16)
+    rest = jax.tree.leaves((found["batch_stats"], found["params"]["BatchNorm_0"]))
+    assert {x.dtype for x in rest} == {np.dtype("float32")}
+    assert found["params"]["Dense_0"]["bias"].dtype == jnp.float32
+
+
+def test_state_of_an_nnx_model():
+  layers = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+  model = nnx.Sequential(*layers)
+  nnx.update(model, convert(nnx.state(model), "bfloat16", [Rule(None, path="layers/0/bias")]))
+  assert [x.kernel.dtype for x in model.layers[:1]] == [jnp.bfloat16]
+  assert model.layers[0].bias.dtype == model.layers[1].scale.dtype == jnp.float32
+
+
+def test_under_jit_and_abstract():
+  tree = params()
+  wanted = stored(convert(tree, "float16"))
+  assert stored(jax.jit(lambda t: convert(t, "float16"))(tree)) == wanted
+  assert stored(convert(jax.eval_shape(lambda: tree), "float16")) == wanted
+
+
+def test_values_that_do_not_fit():
+  tree = {"a": {"w": jnp.array([1.0, 7e4])}, "b": jnp.array([jnp.inf, 1.0])}
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    convert(tree, "float16")
+  check_error(
+    excinfo,
+    where="mpjax.convert(params)",
+    expected="values that the new dtype can hold",
+    got="float32 beyond float16 at a/w. ",
+    fix="keep these leaves in float32 or bfloat16",
+    builtin=ValueError,
+  )
+  assert bool(jnp.isinf(convert(tree["b"], "float16")[0]))
+  assert convert(tree, "bfloat16")["a"]["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.case("B140")
+def test_a_rule_that_matches_nothing():
+  rule = Rule("float32", path="hed")
+  with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
+    convert(params(), "bfloat16", [rule])
+  check_error(
+    excinfo,
+    where=f"rules: {rule}",
+    expected="a rule that picks out at least one node",
+    got="none of the 22 nodes in the tree",
+    fix="The nearest node paths: 'head', ",
+    builtin=ValueError,
+  )
+  with pytest.warns(UserWarning, match="nearest node paths: 'head'") as record:
+    convert(params(), "bfloat16", [rule], unmatched="warn")
+  assert record[0].filename == __file__
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    convert(params(), "bfloat16", [rule], unmatched="ignore")
+  with pytest.raises(
+    mpjax.MpjaxValueError, match=r"mpjax.convert\(unmatched=...\): expected 'raise'"
+  ):
+    convert(params(), "bfloat16", unmatched="no")
+
+
+def test_a_rule_that_needs_modules():
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    convert(params(), "bfloat16", [Rule("float32", module=nn.Dense)])
+  check_error(
+    excinfo,
+    where="mpjax.convert(rules=...)",
+    expected="rules with path=",
+    got="module=<class 'flax.linen.linear.Dense'>",
+    fix="mpjax.linen.with_policy(model, policy, rules).convert(variables, *args)",
+    builtin=ValueError,
+  )
+
+
+def apply(tree, x):
+  return {"y": x @ tree["kernel"] + tree["bias"][None], "n": 3}
+
+
+@pytest.mark.standard_promotion
+def test_the_report_counts_and_compares():
+  table = jnp.asarray(values(4, 4))
+  before = {
+    "kernel": table,
+    "tied": table,
+    "bias": jnp.array([1e-30, 0.0, 2.0, 3.0]),
+    "n": jnp.arange(2),
+  }
+  after = convert(before, "float16")
+  x = values(2, 4, seed=1)
+  report = mpjax.conversion_report(before, after, apply, x)
+  # The table once: 16 numbers, 4 of the bias, and two integers.
+  assert (report.bytes_before, report.bytes_after, report.bytes_saved) == (88, 48, 40)
+  rows = {leaf.path: leaf for leaf in report.leaves}
+  assert set(rows) == {"kernel", "tied", "bias"}
+  assert (rows["bias"].shape, rows["bias"].lost, rows["kernel"].lost) == ((4,), 1, 0)
+  assert (rows["bias"].before, rows["bias"].after) == (np.dtype("float32"), np.dtype("float16"))
+  old, new = (np.asarray(tree["kernel"], np.float64) for tree in (before, after))
+  np.testing.assert_allclose(rows["kernel"].error, abs(old - new).max() / abs(old).max(), rtol=1e-6)
+  wide, narrow = (np.asarray(apply(tree, x)["y"], np.float64) for tree in (before, after))
+  error = abs(wide - narrow).max() / abs(wide).max()
+  np.testing.assert_allclose(report.output_error, error, rtol=1e-5)
+  text = str(report)
+  assert "88 bytes → 48 (45.5% saved), output error" in text
+  assert re.search(r"kernel +│ 4x4 +│ +float32 → float16 │ +\d\.\de-0\d │ +0 │", text)
+  assert re.search(r"bias +│ 4 +│ .* +1 │", text)
+
+
+def test_the_report_of_nothing():
+  report = mpjax.conversion_report({"n": 3}, {"n": 3}, lambda tree: jnp.ones(2))
+  assert (report.leaves, report.bytes_saved, report.output_error) == ((), 0, 0.0)
+  assert mpjax.conversion_report({}, {}).output_error is None
+
+
+@pytest.mark.standard_promotion
+def test_an_output_that_is_no_longer_finite_is_an_infinite_error():
+  before, after = {"w": jnp.array([300.0])}, {"w": jnp.array([300.0], jnp.float16)}
+  found = mpjax.conversion_report(before, after, lambda tree: tree["w"] * 300)
+  assert found.output_error == np.inf
+  same = mpjax.conversion_report(
+    before, before, lambda tree: tree["w"] * jnp.array([jnp.nan, jnp.inf])
+  )
+  assert same.output_error == 0
+
+
+def test_trees_that_are_not_alike_are_not_compared():
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.conversion_report({"w": jnp.ones(3)}, {"w": jnp.ones(4)})
+  check_error(
+    excinfo,
+    where="mpjax.conversion_report(before, after)",
+    expected="two trees that differ in dtypes only",
+    got="shape [4] for shape [3] at ['w']",
+    fix="Pass what was converted",
+    builtin=ValueError,
+  )
