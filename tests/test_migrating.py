@@ -1,0 +1,304 @@
+"""The guides for those who come from another system: each feature has a line and a test, or a why.
+
+A feature table is one whose last two columns are "mpjax" and "test id". The pages themselves are
+run by test_docs.py.
+"""
+
+import ast
+import functools
+import inspect
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import flax.training.dynamic_scale
+import haiku as hk
+import jmp
+import pytest
+
+from tests.test_public_api import NAMES, resolve
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = sorted(ROOT.glob("docs/migrating/*.md"))
+BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+
+NONE = "—"
+"""In a cell of a system that does not have the feature, and where no test can be."""
+
+ENDING = ("mpjax", "test id")
+
+WANTED = {
+  "features": """scale_loss init_trainer GradScaler init fp32_ops conditional_fp32_ops
+    convert_hybrid_block multi_precision keep_batchnorm_fp32 opt_level level add_flags_recursive
+    to_float FixedLossScaleManager DynamicLossScaleManager DynamicLossScalingUpdater scaling_factor
+    N clear_buffer accum_grad weight_decay comm grads data_feeder solver loss scale cast
+    drop_overflow_update master_weights num_losses excluded_sym_names""",
+  "torch_amp": """autocast device_type dtype enabled cache_enabled custom_fwd custom_bwd GradScaler
+    init_scale growth_factor backoff_factor growth_interval scale unscale_ step return_found_inf
+    update new_scale get_scale set_growth_factor set_backoff_factor set_growth_interval is_enabled
+    state_dict load_state_dict initialize opt_level cast_model_type patch_torch_functions
+    keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses loss_id verbosity
+    min_loss_scale max_loss_scale scale_loss delay_unscale delay_overflow_check master_params
+    disable_casts half_function float_function promote_function register_half_function
+    register_float_function register_promote_function FP16_Optimizer static_loss_scale
+    dynamic_loss_scale dynamic_loss_args backward update_master_grads clip_master_grads
+    inspect_master_grad_data network_to_half convert_network FP16Model prep_param_lists
+    DistributedDataParallel allreduce_always_fp32 gradient_average gradient_predivide_factor
+    message_size delay_allreduce allreduce_trigger_params retain_allreduce_buffers
+    num_allreduce_streams allreduce_communicators O0 O1 O2 O3""",
+  "mxnet": """init target_dtype target_precision_ops fp32_ops conditional_fp32_ops
+    layout_optimization init_trainer scale_loss unscale amp_loss_scale convert_model
+    convert_hybrid_block convert_symbol convert_bucketing_module target_dtype_ops excluded_sym_names
+    cast_optional_params cast_params_offline data_names input_dtypes param_dtypes data_example
+    device list_lp16_ops list_fp32_ops list_lp16_fp32_ops list_conditional_fp32_ops
+    list_widest_type_cast list_loss_output_functions list_lp16_use_fp32_params amp_cast
+    amp_multicast remove_amp_cast cast multi_precision rescale_grad""",
+  "mindspore": """auto_mixed_precision build_train_network amp_level level O0 O1 O2 O3 auto dtype
+    boost_level cast_model_type keep_batchnorm_fp32 loss_scale_manager custom_mixed_precision
+    white_list black_list get_white_list get_black_list to_float add_flags_recursive
+    FixedLossScaleManager loss_scale drop_overflow_update DynamicLossScaleManager init_loss_scale
+    scale_factor scale_window get_loss_scale update_loss_scale get_update_cell
+    get_drop_overflow_update DynamicLossScaler StaticLossScaler unscale adjust all_finite
+    init_status TrainOneStepWithLossScaleCell set_sense_scale DynamicLossScaleUpdateCell
+    FixedLossScaleUpdateCell""",
+  "nnabla": """type_config context_scope backward scale_grad check_inf_or_nan_grad check_inf_grad
+    check_nan_grad clip_grad_by_norm DynamicLossScalingUpdater solver loss data_feeder scale
+    scaling_factor N clear_buffer accum_grad weight_decay comm grads update channel_last save_states
+    load_states pre_hook post_hook""",
+  "keras": """set_global_policy set_dtype_policy global_policy dtype_policy set_floatx DTypePolicy
+    compute_dtype variable_dtype name quantization_mode convert_input DTypePolicyMap default_policy
+    policy_map autocast add_weight LossScaleOptimizer inner_optimizer initial_scale
+    dynamic_growth_steps scale_loss dynamic_scale loss_scale_factor auto_scale_loss iterations
+    get_config""",
+  "jmp": [
+    *jmp.__all__,
+    *(name for name in vars(jmp.Policy) if not name.startswith("_")),
+    *inspect.signature(jmp.Policy).parameters,
+    *inspect.signature(jmp.DynamicLossScale).parameters,
+    *("scale", "unscale", "adjust"),
+  ],
+  "haiku": [name for name in vars(hk.mixed_precision) if name.endswith("_policy")],
+  "flax_dynamic_scale": [
+    *("DynamicScale", "DynamicScaleResult", "value_and_grad"),
+    *inspect.signature(flax.training.dynamic_scale.DynamicScale).parameters,
+    *inspect.signature(flax.training.dynamic_scale.DynamicScale.value_and_grad).parameters,
+  ],
+}
+"""What each system has, as its source has it: the words that the features of its page must name.
+
+The systems that the tests have installed are asked; of the others, the list was read off PyTorch
+2.6, Apex before amp was taken out of it, MXNet 1.9 and 2.0, MindSpore 2.x, NNabla 1.39, Keras 3.
+"""
+
+
+class Row(NamedTuple):
+  """One feature: its number of the line, and its cells by the words of the header."""
+
+  line: int
+  header: tuple[str, ...]
+  cells: tuple[str, ...]
+
+
+def split(line: str) -> tuple[str, ...]:
+  r"""Returns the cells of a row of a table; `\|` is a bar within one."""
+  cells = re.split(r"(?<!\\)\|", line.strip())
+  return tuple(cell.strip().replace(r"\|", "|") for cell in cells[1:-1])
+
+
+def rows(markdown: str) -> Iterator[Row]:
+  """Yields the rows of the feature tables of a page."""
+  header: tuple[str, ...] = ()
+  fenced = False
+  for number, line in enumerate(markdown.splitlines(), 1):
+    fenced ^= line.startswith("```")
+    if fenced or not line.startswith("|"):
+      header = ()
+    elif not header:
+      header = split(line)
+    elif header[-2:] == ENDING and not set(line) <= set("|-: "):
+      yield Row(number, header, split(line))
+
+
+@functools.cache
+def functions(path: str) -> frozenset[str]:
+  """The names of the functions of a test file; none if there is no such file."""
+  file = ROOT / path
+  if not re.fullmatch(r"tests/(\w+/)*test_\w+\.py", path) or not file.exists():
+    return frozenset()
+  body = ast.parse(file.read_text(encoding="utf-8")).body
+  return frozenset(node.name for node in body if isinstance(node, ast.FunctionDef))
+
+
+def is_test(name: str) -> bool:
+  """Whether `name` is the id of a test, as pytest has it, without parameters."""
+  path, _, function = name.partition("::")
+  return function.startswith("test_") and function in functions(path)
+
+
+def spans(cell: str) -> list[str]:
+  return re.findall(r"`([^`]+)`", cell)
+
+
+def dotted(node: ast.AST) -> str:
+  """Returns `a.b.c` for such an expression, else an empty text."""
+  if isinstance(node, ast.Name):
+    return node.id
+  if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+    return f"{before}.{node.attr}"
+  return ""
+
+
+def public(name: str) -> Any:
+  """Returns what a public name, or an attribute of one, stands for; None if it is neither."""
+  pieces = name.split(".")
+  if not any(".".join(pieces[:n]) in NAMES for n in range(2, len(pieces) + 1)):
+    return None
+  return resolve(name) if _resolves(name) else None
+
+
+def _resolves(name: str) -> bool:
+  try:
+    resolve(name)
+  except AttributeError:
+    return False
+  return True
+
+
+def code_faults(code: str) -> Iterator[str]:
+  """Yields what is wrong with a line of code: its syntax, a name, an argument."""
+  try:
+    tree = ast.parse(f"{code}\n  pass" if code.endswith(":") else code)
+  except SyntaxError:
+    yield f"{code!r} is no Python"
+    return
+  inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+  for node in ast.walk(tree):
+    name = dotted(node)
+    if id(node) not in inner and name.startswith("mpjax.") and public(name) is None:
+      yield f"{name} is not public"
+    if isinstance(node, ast.Call) and callable(target := public(dotted(node.func))):
+      yield from call_faults(dotted(node.func), target, node)
+
+
+def call_faults(name: str, target: Any, call: ast.Call) -> Iterator[str]:
+  """Yields why a call could not be made; `...` stands for arguments that do not matter."""
+  elided = [a for a in call.args if isinstance(a, ast.Constant) and a.value is Ellipsis]
+  keywords = {k.arg: None for k in call.keywords if k.arg is not None}
+  signature = inspect.signature(target)
+  bind = signature.bind_partial if elided else signature.bind
+  try:
+    bind(*[None] * (len(call.args) - len(elided)), **keywords)
+  except TypeError as error:
+    yield f"{name}: {error}"
+
+
+def faults(row: Row) -> list[str]:
+  """Returns what is wrong with a row, if anything."""
+  if len(row.cells) != len(row.header):
+    return [f"{len(row.cells)} cells under {len(row.header)} headings"]
+  found = [f"nothing under {h!r}" for h, c in zip(row.header, row.cells, strict=True) if not c]
+  *systems, line, test = row.cells
+  if not any(spans(cell) or len(cell) > 3 for cell in systems):
+    found.append("no system has it")
+  if line.startswith("not offered"):
+    if len(line.removeprefix("not offered: ").split()) < 4 or not line.startswith("not offered: "):
+      found.append("no reason")
+    return found if test == NONE else [*found, "a test of what is not offered"]
+  if not spans(line):
+    found.append("no line of code")
+  found += [fault for code in spans(line) for fault in code_faults(code)]
+  if not spans(test):
+    found.append("no test")
+  return found + [f"{name} is no test" for name in spans(test) if not is_test(name)]
+
+
+def missing(markdown: str, wanted: set[str]) -> set[str]:
+  """Returns the words that no feature of a page has in its code."""
+  cells = [cell for row in rows(markdown) for cell in row.cells[:-2]]
+  return wanted - {
+    word for cell in cells for code in spans(cell) for word in re.findall(r"\w+", code)
+  }
+
+
+@BY_PAGE
+def test_every_row_has_a_line_and_a_test_or_a_reason(page):
+  found = list(rows(page.read_text(encoding="utf-8")))
+  assert len(found) > 3
+  wrong = {row.line: faults(row) for row in found}
+  assert {line: what for line, what in wrong.items() if what} == {}
+
+
+@BY_PAGE
+def test_every_feature_of_the_system_has_a_row(page):
+  wanted = WANTED[page.stem]
+  wanted = set(wanted.split() if isinstance(wanted, str) else wanted) - {"self"}
+  assert missing(page.read_text(encoding="utf-8"), wanted) == set()
+
+
+def test_every_system_has_a_page():
+  assert sorted(WANTED) == [page.stem for page in PAGES]
+  readme = (ROOT / "README.md").read_text(encoding="utf-8")
+  overview = (ROOT / "docs/migrating/features.md").read_text(encoding="utf-8")
+  assert "(docs/migrating/features.md)" in readme
+  assert [page.name for page in PAGES if f"({page.name})" not in overview] == ["features.md"]
+
+
+ID = "tests/test_migrating.py::test_a_good_row_has_no_fault"
+LINE = "`mpjax.scale_loss(loss, opt_state)`"
+GOOD = f"| `scale(loss)` | {LINE} | `{ID}` |"
+TABLE = f"""
+| feature | mpjax | test id |
+|---|---|---|
+{GOOD}
+| `a` | not offered: JAX has no such thing | — |
+| `b` | `mpjax.DynamicLossScale(init=2**16)`, in `with mpjax.linen.policy_scope(p):` | `{ID}` |
+| `c` | `mpjax.make_train_step(..., accumulate=4)`, `mpjax.Policy.parse("p=f32")` | `{ID}` |
+
+| feature | more | test |
+|---|---|---|
+| no table | of features | |
+"""
+
+
+def test_a_good_row_has_no_fault():
+  found = list(rows(TABLE))
+  assert [row.line for row in found] == [4, 5, 6, 7]
+  assert [faults(row) for row in found] == [[], [], [], []]
+  assert list(rows(f"```text\n{TABLE}\n```")) == []
+
+
+@pytest.mark.parametrize(
+  ("old", "new", "fault"),
+  [
+    ("`scale(loss)`", "", "nothing under 'feature'"),
+    ("`scale(loss)`", "—", "no system has it"),
+    ("`scale(loss)` |", "`scale(loss)` | |", "4 cells under 3 headings"),
+    (f"`{ID}`", "", "nothing under 'test id'"),
+    (f"`{ID}`", "—", "no test"),
+    (ID, ID + "_x", f"{ID}_x is no test"),
+    (ID, ID.replace("tests/", ""), f"{ID.replace('tests/', '')} is no test"),
+    (LINE, "", "nothing under 'mpjax'"),
+    (LINE, "the usual way", "no line of code"),
+    (LINE, "not offered", "no reason"),
+    (LINE, "not offered: why", "no reason"),
+    (LINE, "not offered: for a good reason", "a test of what is not offered"),
+    ("scale_loss(loss, opt_state)", "scale_loss(loss", "'mpjax.scale_loss(loss' is no Python"),
+    ("scale_loss(", "scaled_loss(", "mpjax.scaled_loss is not public"),
+    ("scale_loss(", "transforms.scale_loss(", "mpjax.transforms.scale_loss is not public"),
+    ("scale_loss(", "Policy.read(", "mpjax.Policy.read is not public"),
+    ("(loss, opt_state)", "(loss)", "mpjax.scale_loss: missing a required argument: 'opt_state'"),
+    ("opt_state)", "state=s)", "mpjax.scale_loss: missing a required argument: 'opt_state'"),
+    ("opt_state)", "s, nam=n)", "mpjax.scale_loss: got an unexpected keyword argument 'nam'"),
+  ],
+)
+def test_a_wrong_row_is_found(old, new, fault):
+  assert GOOD.count(old) == 1
+  (row,) = [row for row in rows(TABLE.replace(GOOD, GOOD.replace(old, new))) if row.line == 4]
+  assert fault in faults(row)
+
+
+def test_a_feature_without_a_row_is_found():
+  assert missing(TABLE, {"scale", "loss", "a"}) == set()
+  # Neither a part of a word, nor our own line, nor a table of something else.
+  assert missing(TABLE, {"scal", "accumulate", "table"}) == {"scal", "accumulate", "table"}
