@@ -21,9 +21,15 @@ from mpjax._types import PyTree
 
 Program: TypeAlias = Jaxpr | ClosedJaxpr
 
+
 Body: TypeAlias = tuple[Program, int | None]
 """A program inside an equation, and how often it runs each time; None where that depends on
 values."""
+
+
+def opened(program: Program) -> Jaxpr:
+  """Returns a program without the constants that it may come with."""
+  return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
 def _called(name: str) -> Callable[[Mapping[str, Any]], list[Body]]:
@@ -112,8 +118,7 @@ def walk(program: Program) -> Iterator[Visit]:
 
 
 def _walk(program: Program, times: int, certain: bool) -> Iterator[Visit]:
-  jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-  for eqn in jaxpr.eqns:
+  for eqn in opened(program).eqns:
     yield Visit(eqn, times, certain)
     for body, turns in _bodies(eqn):
       yield from _walk(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from mpjax._jaxpr import opened
 from mpjax._leaves import refuse_overflow
 from mpjax._named_arrays import path_text
 from mpjax._tree import cast_leaf, is_floating
@@ -205,13 +206,13 @@ def _inside(eqn: JaxprEqn, places: Sequence[int]) -> list[tuple[Jaxpr | None, in
   if name in _ALIGNED:
     bodies = [v for v in params.values() if isinstance(v, (ClosedJaxpr, Jaxpr))]
     if len(bodies) == 1:
-      return [(_open(bodies[0]), place) for place in places]
+      return [(opened(bodies[0]), place) for place in places]
   if name == "scan":
     carried = range(params["num_consts"], params["num_consts"] + params["num_carry"])
-    body = _open(params["jaxpr"])
+    body = opened(params["jaxpr"])
     return [(None if place in carried else body, place) for place in places]
   if name == "cond":
-    branches = [_open(branch) for branch in params["branches"]]
+    branches = [opened(branch) for branch in params["branches"]]
     return [(branch if place > 0 else None, place - 1) for place in places for branch in branches]
   if name == "while":
     return [_inside_while(params, place) for place in places]
@@ -221,15 +222,11 @@ def _inside(eqn: JaxprEqn, places: Sequence[int]) -> list[tuple[Jaxpr | None, in
 def _inside_while(params: Any, place: int) -> tuple[Jaxpr | None, int]:
   of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
   if place < of_condition:
-    return _open(params["cond_jaxpr"]), place
+    return opened(params["cond_jaxpr"]), place
   if place < of_condition + of_body:
-    return _open(params["body_jaxpr"]), place - of_condition
+    return opened(params["body_jaxpr"]), place - of_condition
   return None, place
 
 
 def _dtype(operand: Any) -> Any:
   return operand.aval.dtype
-
-
-def _open(program: Any) -> Jaxpr:
-  return program.jaxpr if isinstance(program, ClosedJaxpr) else program

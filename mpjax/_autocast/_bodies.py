@@ -10,7 +10,7 @@ from mpjax._autocast._demands import HALF, RESULT, of_loop
 from mpjax._autocast._rewrite import Rewriter, Rewritten
 from mpjax._autocast._scopes import names_of, region
 from mpjax._autocast._values import FLOAT32, Dtype, Kind, Scope, Settings, dtype_of, kept
-from mpjax._jaxpr import BODIES
+from mpjax._jaxpr import BODIES, opened
 
 Kinds = tuple[Kind | None, ...]
 
@@ -100,9 +100,7 @@ def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
   if not settings.rules:
     return False
   bodies = [body for body, _ in BODIES[eqn.primitive.name](eqn.params)]
-  return any(
-    _entered(b.jaxpr if isinstance(b, ClosedJaxpr) else b, scope, settings) for b in bodies
-  )
+  return any(_entered(opened(body), scope, settings) for body in bodies)
 
 
 @kept
@@ -156,7 +154,7 @@ def _call(self: Rewriter, eqn: JaxprEqn) -> None:
   """A program that runs once, between the operands and the results."""
   body = BODIES[eqn.primitive.name](eqn.params)[0][0]
   key = next(k for k, v in eqn.params.items() if v is body)
-  jaxpr = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+  jaxpr = opened(body)
   atoms, ins = _operands(self, eqn)
   donated = eqn.params.get("donated_invars") or (False,) * len(atoms)
   if any(donated):

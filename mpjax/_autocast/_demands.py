@@ -3,10 +3,10 @@
 import functools
 from collections.abc import Sequence
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from mpjax._autocast._values import FLOATS, Settings, dtype_of, kept
-from mpjax._jaxpr import BODIES
+from mpjax._jaxpr import BODIES, opened
 
 FULL = 1
 """Some operation of the float32 list reads it, at once or behind others without an opinion."""
@@ -80,8 +80,7 @@ def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Se
   if name == "cond":
     branches = [of_inputs(b.jaxpr, outs, settings) for b in params["branches"]]
     return (0, *(functools.reduce(int.__or__, each) for each in zip(*branches, strict=True)))
-  body = BODIES[name](params)[0][0]
-  jaxpr = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+  jaxpr = opened(BODIES[name](params)[0][0])
   if len(jaxpr.invars) != len(eqn.invars) or len(jaxpr.outvars) != len(outs):
     return (FULL,) * len(eqn.invars)
   return of_inputs(jaxpr, outs, settings)

@@ -4,12 +4,12 @@ import functools
 import re
 from collections.abc import Sequence
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from mpjax._autocast._values import FLOAT32, Dtype, Scope, Settings
 from mpjax._errors import UnmatchedRuleError, message, nearest
 from mpjax._full_precision import SCOPE as FULL_PRECISION
-from mpjax._jaxpr import BODIES
+from mpjax._jaxpr import BODIES, opened
 from mpjax._rules import Rule, first_match
 
 _TRANSFORM = re.compile(
@@ -83,4 +83,4 @@ def _collect(jaxpr: Jaxpr, scope: Scope, found: set[Scope]) -> None:
     found.add(here)
     bodies = BODIES[eqn.primitive.name](eqn.params) if eqn.primitive.name in BODIES else []
     for body, _ in bodies:
-      _collect(body.jaxpr if isinstance(body, ClosedJaxpr) else body, here, found)
+      _collect(opened(body), here, found)
