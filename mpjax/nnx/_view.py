@@ -7,7 +7,6 @@ of every key that JAX and NNX cache by.
 
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,14 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax._adapter import Adapter, like
+from mpjax._adapter import like
 from mpjax._errors import MpjaxTypeError
 from mpjax._full_precision import ACTIVE
-from mpjax._op_lists import OpLists
 from mpjax._policy import Policy
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
 from mpjax.nnx._active import Active, current
+from mpjax.nnx._ops import with_ops
+from mpjax.nnx._spec import LINK, SPEC, Link, Spec, model_of
 from mpjax.nnx._variables import CAST, in_use, is_node, map_leaves, stored, strip
 from mpjax.nnx._weight_grads import product_fields
 
@@ -37,72 +37,6 @@ _OF_FLAX = ("__call__", "attend")
 _SEE_AS_STORED = ("sow", "perturb", "initialize_carry")
 """Methods that variables are not cast for: two of NNX look for them by their very type, and what a
 cell starts with, learned or not, is in the dtype it is stored in."""
-
-SPEC = "mpjax_spec"
-"""The class attribute that says how a view's modules run."""
-
-LINK = "_mpjax_link"
-"""The attribute that leads from a view's module to the user's."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec:
-  """How the modules of one class run. Fixed when the view is made.
-
-  Fields:
-    policy: the policy; None leaves the module as it is.
-    output_dtype: what is handed on if this module is the outermost one called; None as computed.
-    picked: a rule or a field of its own gave the module its policy, not a module around it.
-    adapter: what is known about its class.
-    fields: names and values of the fields that the policy sets.
-    product: the field that holds the product of a layer of NNX, if its weight gradients are to be
-      in the policy's `weight_grad_dtype`.
-    ops: in what operations of the outermost call stay in float32; None leaves them.
-  """
-
-  policy: Policy | None
-  output_dtype: np.dtype[Any] | None
-  picked: bool
-  adapter: Adapter
-  fields: tuple[tuple[str, Any], ...]
-  product: str | None = None
-  ops: OpLists | None = None
-
-
-class Link:
-  """Leads from a module of a view to the user's module, as long as both are there.
-
-  All links are equal: whose view it is makes no difference to a program. A copy of the module that
-  a transform made is not the module that the link was made for, and its link leads nowhere.
-
-  Attributes:
-    path: where the module stands in the model, for errors.
-  """
-
-  def __init__(self, path: str, view: Any = None, model: Any = None) -> None:
-    self.path = path
-    self.view = weakref.ref(view) if view is not None else None
-    self.model = weakref.ref(model) if model is not None else None
-
-  def of(self, view: Any) -> Any:
-    """Returns the user's module for the module `view`, or None."""
-    if self.view is None or self.model is None or self.view() is not view:
-      return None
-    return self.model()
-
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, Link)
-
-  def __hash__(self) -> int:
-    return 0
-
-  def __reduce__(self) -> Any:
-    return Link, (self.path,)
-
-
-def is_view(module: Any) -> bool:
-  """Whether a module is one of a view's."""
-  return hasattr(type(module), SPEC)
 
 
 def _overrides(cls: Any) -> dict[str, Any]:
@@ -131,12 +65,12 @@ def _overrides(cls: Any) -> dict[str, Any]:
   def __setattr__(self: Any, name: str, value: Any) -> None:
     value = _born(stored(value)) if isinstance(value, nnx.Variable) else value
     cls.__setattr__(self, name, value)
-    model = _model_of(self)
+    model = model_of(self)
     if model is not None and isinstance(value, (nnx.Variable, jax.Array)):
       setattr(model, name, value)
 
   def __delattr__(self: Any, name: str) -> None:
-    model, gone = _model_of(self), vars(self).get(name)
+    model, gone = model_of(self), vars(self).get(name)
     cls.__delattr__(self, name)
     if isinstance(gone, nnx.Variable) and model is not None and vars(model).get(name) is gone:
       delattr(model, name)
@@ -210,16 +144,18 @@ def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
 def _method(name: str, own: Any) -> Callable[..., Any]:
   @functools.wraps(own)
   def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return _call(self, name, own.__get__(self, type(self)), args, kwargs)
+    ops = type(self).mpjax_spec.ops
+    if ops is None or current() is not None:
+      return _call(self, name, own, args, kwargs)
+    return with_ops(ops, lambda m, *call: _call(m, name, own, *call), name, self, args, kwargs)
 
   return method
 
 
-def _call(
-  module: Any, name: str, bound: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
   """Calls a method under the policy of its module."""
   active, spec = current(), type(module).mpjax_spec
+  bound = own.__get__(module, type(module))
   if active is not None and not active.on:
     return bound(*args, **kwargs)
   policy, adapter = spec.policy, spec.adapter
@@ -331,11 +267,6 @@ def _born(variable: Any) -> Any:
   if any(a is not b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(raw), strict=True)):
     variable.set_raw_value(new)
   return variable
-
-
-def _model_of(module: Any) -> Any:
-  link = vars(module).get(LINK)
-  return link.of(module) if isinstance(link, Link) else None
 
 
 def _as_stored(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,12 +4,13 @@ import functools
 import types
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from flax import nnx
 
 from mpjax._adapter import Adapter
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxTypeError, message
+from mpjax._op_lists import OpLists, parse_ops
 from mpjax._policy import Policy, PolicyLike
 from mpjax._rules import (
   Rule,
@@ -20,7 +21,8 @@ from mpjax._rules import (
   unmatched_error,
 )
 from mpjax.nnx._adapters import find_adapter
-from mpjax.nnx._view import LINK, SPEC, Link, Spec, is_tree, is_view, view_class
+from mpjax.nnx._spec import LINK, SPEC, Link, Spec, is_view
+from mpjax.nnx._view import is_tree, view_class
 from mpjax.nnx._weight_grads import product_field
 
 M = TypeVar("M", bound=nnx.Module)
@@ -35,7 +37,7 @@ def with_policy(
   *,
   defaults: Iterable[Rule] | None = None,
   adapters: Mapping[type[nnx.Module], Adapter] | None = None,
-  ops: None = None,
+  ops: Literal["float32"] | OpLists | None = None,
   unmatched: str = "raise",
 ) -> M:
   """Returns a view of an NNX model that runs under a policy; the model itself is not changed.
@@ -54,7 +56,10 @@ def with_policy(
       and indices: "blocks/0/attention".
     defaults: tried after `rules`; `mpjax.default_rules()` if None.
     adapters: what is known about single classes, added to `mpjax.nnx.default_adapters()`.
-    ops: reserved for operation lists; only None.
+    ops: "float32" computes in float32 what the modules' own code does in half though it should
+      not: the exponentials, logarithms and sums of `mpjax.OpLists().float32`, and differences that
+      only these read. The rest of the program stays as it is. An edited `OpLists` counts by its
+      float32 part. The outermost method that is called is traced for it, as by `nnx.jit`.
     unmatched: "raise", "warn" or "ignore": what to do about a rule that picks out no module.
 
   Returns:
@@ -94,15 +99,13 @@ class _Given:
   def __init__(
     self, policy: Any, rules: Any, defaults: Any, adapters: Any, ops: Any, unmatched: Any
   ) -> None:
-    if ops is not None:
-      fix = "Leave it out, or put mpjax.autocast around the function that calls the model."
-      raise MpjaxValueError(message(f"{_WHERE}(ops=...)", expected="None", got=repr(ops), fix=fix))
     self.policy = None if policy is None else Policy.parse(policy)
     self.rules = parse_rules(rules, f"{_WHERE}(rules=...)")
     self.defaults = (
       default_rules() if defaults is None else parse_rules(defaults, f"{_WHERE}(defaults=...)")
     )
     self.adapters = _parse_adapters(adapters)
+    self.ops = parse_ops(ops, _WHERE)
     self.unmatched = parse_unmatched(unmatched, _WHERE)
 
 
@@ -209,7 +212,9 @@ def _product(module: Any, policy: Policy, adapter: Adapter, fields: Mapping[str,
 def _spec(module: Any, policy: Policy | None, picked: bool, given: _Given) -> Spec:
   adapter = find_adapter(given.adapters, type(module))
   if policy is None:
-    return Spec(policy=None, output_dtype=None, picked=picked, adapter=adapter, fields=())
+    return Spec(
+      policy=None, output_dtype=None, picked=picked, adapter=adapter, fields=(), ops=given.ops
+    )
   fields = adapter.fields(module, "__call__", policy.compute_dtype)
   return Spec(
     policy=policy,
@@ -218,6 +223,7 @@ def _spec(module: Any, policy: Policy | None, picked: bool, given: _Given) -> Sp
     adapter=adapter,
     fields=tuple(sorted(fields.items())),
     product=_product(module, policy, adapter, fields),
+    ops=given.ops,
   )
 
 

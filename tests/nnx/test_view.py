@@ -1,8 +1,5 @@
 """What the modules of a view do: at each call, and with what is written during one."""
 
-import gc
-import weakref
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +7,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.nnx._view import LINK, Link, is_tree, is_view
+from mpjax.nnx._view import is_tree
 from tests.nnx import rig
 from tests.programs import half_share, products
 
@@ -277,27 +274,8 @@ def test_what_is_taken_out_of_a_view_is_taken_out_of_the_model():
   assert model.stat[...] == 1
 
 
-def test_links_are_equal_hold_nothing_and_lead_from_one_view_only():
-  model = linear()
-  view = with_policy(model, HALF)
-  link = vars(view)[LINK]
-  assert link.of(view) is model
-  assert link.of(nnx.clone(view)) is None
-  assert link == Link("elsewhere")
-  assert hash(link) == hash(Link("elsewhere"))
-  assert Link("").of(view) is None
-  alive = weakref.ref(model)
-  del model
-  gc.collect()
-  assert alive() is None
-  assert link.of(view) is None
-  assert view(X).dtype == BF16
-
-
 def test_names_of_views():
   model = linear()
-  assert is_view(with_policy(model, HALF))
-  assert not is_view(model)
   assert is_tree(model)
   assert "mpjax" not in repr(with_policy(model, HALF))
 

@@ -464,7 +464,7 @@ def test_a_view_of_a_view_is_refused():
 @pytest.mark.parametrize(
   ("options", "where", "expected", "got", "fix", "builtin"),
   [
-    ({"ops": "float32"}, "ops=...", "None", "'float32'", "mpjax.autocast", ValueError),
+    ({"ops": "float16"}, "ops=...", "mpjax.OpLists", "'float16'", 'ops="float32"', TypeError),
     ({"unmatched": "no"}, "unmatched=...", "'warn' or 'ignore'", "'no'", "picks out", ValueError),
     ({"rules": ["x"]}, "rules=...", "mpjax.Rule", "'x'", "Write [", TypeError),
     ({"defaults": [1]}, "defaults=...", "mpjax.Rule", "1", "Write [", TypeError),
