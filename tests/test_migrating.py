@@ -34,19 +34,20 @@ WANTED = {
     to_float FixedLossScaleManager DynamicLossScaleManager DynamicLossScalingUpdater scaling_factor
     N clear_buffer accum_grad weight_decay comm grads data_feeder solver loss scale cast
     drop_overflow_update master_weights num_losses excluded_sym_names""",
-  "torch_amp": """autocast device_type dtype enabled cache_enabled custom_fwd custom_bwd GradScaler
-    init_scale growth_factor backoff_factor growth_interval scale unscale_ step return_found_inf
-    update new_scale get_scale set_growth_factor set_backoff_factor set_growth_interval is_enabled
-    state_dict load_state_dict initialize opt_level cast_model_type patch_torch_functions
-    keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses loss_id verbosity
-    min_loss_scale max_loss_scale scale_loss delay_unscale delay_overflow_check master_params
-    disable_casts half_function float_function promote_function register_half_function
-    register_float_function register_promote_function FP16_Optimizer static_loss_scale
-    dynamic_loss_scale dynamic_loss_args backward update_master_grads clip_master_grads
-    inspect_master_grad_data network_to_half convert_network FP16Model prep_param_lists
-    DistributedDataParallel allreduce_always_fp32 gradient_average gradient_predivide_factor
-    message_size delay_allreduce allreduce_trigger_params retain_allreduce_buffers
-    num_allreduce_streams allreduce_communicators O0 O1 O2 O3""",
+  "torch_amp": """autocast device_type dtype enabled cache_enabled is_autocast_enabled
+    get_autocast_dtype is_autocast_available custom_fwd custom_bwd GradScaler init_scale
+    growth_factor backoff_factor growth_interval scale unscale_ step update new_scale get_scale
+    set_growth_factor set_backoff_factor set_growth_interval is_enabled state_dict
+    load_state_dict initialize opt_level cast_model_type patch_torch_functions
+    keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses loss_id
+    verbosity min_loss_scale max_loss_scale scale_loss delay_unscale delay_overflow_check
+    master_params disable_casts half_function float_function promote_function
+    register_half_function register_float_function register_promote_function FP16_Optimizer
+    static_loss_scale dynamic_loss_scale dynamic_loss_args backward update_master_grads
+    clip_master_grads inspect_master_grad_data network_to_half convert_network FP16Model
+    prep_param_lists DistributedDataParallel allreduce_always_fp32 gradient_average
+    gradient_predivide_factor message_size delay_allreduce allreduce_trigger_params
+    retain_allreduce_buffers num_allreduce_streams allreduce_communicators O0 O1 O2 O3""",
   "mxnet": """init target_dtype target_precision_ops fp32_ops conditional_fp32_ops
     layout_optimization init_trainer scale_loss unscale amp_loss_scale convert_model
     convert_hybrid_block convert_symbol convert_bucketing_module target_dtype_ops excluded_sym_names
@@ -87,8 +88,9 @@ WANTED = {
 }
 """What each system has, as its source has it: the words that the features of its page must name.
 
-The systems that the tests have installed are asked; of the others, the list was read off PyTorch
-2.6, Apex before amp was taken out of it, MXNet 1.9 and 2.0, MindSpore 2.x, NNabla 1.39, Keras 3.
+The systems that the tests have installed are asked; of the others, the list was read off the source
+of PyTorch 2, Apex before amp was taken out of it, MXNet 1.9 and 2.0, MindSpore 2, NNabla 1.40 and
+Keras 3.16.
 """
 
 
