@@ -54,6 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+  """Compiles a program once that several tests trace, each for itself: a fifth of all the time.
+
+  Each worker has a cache of its own, since one that reads what another is writing would fail.
+  """
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 @pytest.fixture(autouse=True)
 def _strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
   """Makes silent promotion an error: of ranks everywhere, of dtypes for what is only ours.
