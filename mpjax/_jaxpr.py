@@ -21,7 +21,6 @@ from mpjax._types import PyTree
 
 Program: TypeAlias = Jaxpr | ClosedJaxpr
 
-
 Body: TypeAlias = tuple[Program, int | None]
 """A program inside an equation, and how often it runs each time; None where that depends on
 values."""
