@@ -24,7 +24,13 @@ def split(make: Callable[[nnx.Rngs], nnx.Module], seed: int = 0) -> tuple[Any, A
     abstract = make(nnx.Rngs(0))  # Layers that keep plain arrays are no result of `eval_shape`.
   graphdef, params, keys, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
   keys = jax.tree.map(_key_or_count, keys)
-  return graphdef, filled(params, seed), nnx.merge_state(keys, filled(rest, seed))
+  return graphdef, by_name(params, seed), nnx.merge_state(keys, by_name(rest, seed))
+
+
+def by_name(state: Any, seed: int) -> Any:
+  """Returns a state with values that go by the names of its variables."""
+  values = filled(nnx.to_pure_dict(state), seed)
+  return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(values))
 
 
 def _key_or_count(x: Any) -> Any:

@@ -183,6 +183,37 @@ def test_an_error_of_mixed_dtypes_names_the_module():
   assert "mpjax" not in str(getattr(excinfo.value, "__notes__", ""))
 
 
+class Loops(nnx.Module):
+  """Loops and branches that start from a float32 literal, each around a function."""
+
+  def __init__(self, kind):
+    self.layer, self.kind = linear(), kind
+
+  def __call__(self, x):
+    start, layer = jnp.zeros(4), self.layer
+    if self.kind == "jax.lax.scan":
+      return jax.lax.scan(lambda c, x: (layer(c + x), None), start, x)[0]
+    if self.kind == "nnx.scan":
+      scan = nnx.scan(lambda c, m, x: m(c + x), in_axes=(nnx.Carry, None, 0), out_axes=nnx.Carry)
+      return scan(start, layer, x)
+    if self.kind == "nnx.cond":
+      return nnx.cond(True, lambda m, x: m(x), lambda m, x: start, layer, x[0])
+    more = lambda both: both[1].sum() < 3  # noqa: E731
+    return nnx.while_loop(more, lambda both: (both[0], both[0](both[1])), (layer, start))[1]
+
+
+@pytest.mark.parametrize("kind", ["jax.lax.scan", "nnx.scan", "nnx.cond", "nnx.while_loop"])
+def test_a_loop_that_starts_from_a_float32_literal_is_told_where_and_what_to_do(kind):
+  model = nnx.Sequential(Loops(kind))
+  with pytest.raises(TypeError, match="equal") as excinfo:
+    nnx.eval_shape(lambda view: view(X), with_policy(model, HALF))
+  (note,) = [note for note in excinfo.value.__notes__ if note.startswith("mpjax")]
+  assert "'layers/0' (Loops)" in note
+  assert "in the dtype of what it meets (x.dtype)" in note
+  left = with_policy(model, HALF, [Rule(None, path="layers/0")])
+  assert nnx.eval_shape(lambda view: view(X), left).dtype == jnp.float32
+
+
 # What is written
 
 
