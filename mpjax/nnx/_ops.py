@@ -66,7 +66,7 @@ def _kept(tree: Any) -> list[Any]:
   found: list[Any] = []
   for _, node in nnx.iter_graph(tree, graph=True):
     if isinstance(node, nnx.Variable):
-      found += [node, *jax.tree.leaves(node.get_raw_value())]
+      found += [node, *node.get_metadata().values(), *jax.tree.leaves(node.get_raw_value())]
     elif isinstance(node, nnx.Pytree):
       found += [node, *vars(node), *vars(node).values()]
   return found

@@ -1,4 +1,4 @@
-"""The mutations: 40 mistakes that a developer of this project could really make.
+"""The mutations: mistakes that a developer of this project could really make.
 
 Most of them have been made, in this kind of library. Where our code has no place for one, the
 nearest mistake that it has a place for stands here, and its description says so. A number that
@@ -38,6 +38,7 @@ _LEAVES = "mpjax/_leaves.py"
 _INTERCEPT = "mpjax/linen/_intercept.py"
 _PARAMS = "mpjax/linen/_params.py"
 _ADAPTERS = "mpjax/linen/_adapters.py"
+_VARIABLES = "mpjax/nnx/_variables.py"
 _POLICY_MODULE = "mpjax/linen/_policy_module.py"
 
 _TEST_SCALE = "tests/test_loss_scale.py::"
@@ -488,4 +489,67 @@ _STORED = (
   ),
 )
 
-MUTATIONS = (*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES, *_POLICIES, *_STORED)
+_NNX = (
+  Mutation(
+    number=41,
+    breaks="a variable is cast whole, and then indexed: a gathered table adds up in half",
+    file=_VARIABLES,
+    old="_cast_to_use(stored(self), _owner(self).get_value(**options))",
+    new="_cast_to_use(stored(self), _owner(self).get_value())[options.get('index', ...)]",
+    test="tests/nnx/test_variables.py"
+    "::test_a_gathered_table_adds_up_its_gradient_in_the_stored_dtype",
+  ),
+  Mutation(
+    number=42,
+    breaks="a cache is written in half",
+    file=_VARIABLES,
+    old="kept = like_stored(value, stored(self).get_raw_value())",
+    new="kept = value",
+    test="tests/nnx/test_variables.py::test_what_is_written_has_the_stored_dtype",
+  ),
+  Mutation(
+    number=43,
+    breaks="batch statistics are cast where they are read",
+    file=_VARIABLES,
+    old="CAST = (nnx.Param, nnx.Cache)\n",
+    new="CAST = (nnx.Param, nnx.Cache, nnx.BatchStat)\n",
+    test="tests/nnx/test_variables.py::test_all_other_variables_are_not",
+  ),
+  Mutation(
+    number=44,
+    breaks="the user's model itself becomes the view",
+    file="mpjax/nnx/_with_policy.py",
+    old="view = nnx.clone(model, variables=False, graph=True)",
+    new="view = model",
+    test="tests/nnx/test_with_policy.py"
+    "::test_a_view_holds_the_very_variables_and_leaves_the_model_alone",
+  ),
+  Mutation(
+    number=45,
+    breaks="the output dtype is for every module, not for the outermost one called",
+    file="mpjax/nnx/_view.py",
+    old="  if active is None:\n    return spec.output_dtype\n",
+    new="  if active is None or spec.output_dtype is not None:\n    return spec.output_dtype\n",
+    test="tests/nnx/test_with_policy.py::test_output_dtype_is_for_where_a_policy_begins",
+  ),
+  Mutation(
+    number=46,
+    breaks="with wide weight gradients, every method of a layer sees its kernel in float32",
+    file="mpjax/nnx/_view.py",
+    old='wide = fields and name == "__call__" and spec.product is not None',
+    new="wide = fields and spec.product is not None",
+    test="tests/nnx/test_weight_grads.py"
+    "::test_only_the_layers_own_call_sees_parameters_as_they_are_stored",
+  ),
+  Mutation(
+    number=47,
+    breaks="with rewritten operations, what a call did to variables is lost",
+    file="mpjax/nnx/_ops.py",
+    old="    return changed or nodes, nnx.to_tree(",
+    new="    return nodes, nnx.to_tree(",
+    test="tests/nnx/test_ops.py"
+    "::test_statistics_and_counters_move_where_nothing_but_arrays_comes_out",
+  ),
+)
+
+MUTATIONS = (*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES, *_POLICIES, *_STORED, *_NNX)

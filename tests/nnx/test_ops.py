@@ -135,6 +135,7 @@ class Busy(nnx.Module):
     self.held["cache"].append(nnx.Cache(x))
     self.tied = self.fresh
     self.plain = x[0, 0]
+    self.largest.set_metadata("unit", "volt")
     self.calls += 1
     if hasattr(self, "first"):
       del self.first
@@ -182,7 +183,18 @@ def test_what_a_call_does_to_variables_is_what_it_does_without(name):
       ours, plain = jax.random.key_data(ours), jax.random.key_data(plain)
     assert bits(ours) == bits(plain), path
   assert models[0].layer is models[0].again
+  assert models[0].largest.get_metadata() == models[1].largest.get_metadata()
   assert hasattr(models[0], "first") == hasattr(models[1], "first")
+
+
+def test_statistics_and_counters_move_where_nothing_but_arrays_comes_out():
+  models = [nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))]
+  plain = [nnx.clone(model) for model in models]
+  for ours, other in zip(models, plain, strict=True):
+    out = with_policy(ours, "c=bf16", ops="float32")(X4)
+    assert bits(out) == bits(with_policy(other, "c=bf16")(X4))
+  assert bits(models[0].mean[...]) == bits(plain[0].mean[...]) != bits(jnp.zeros(4))
+  assert int(models[1].rngs.count[...]) == 1
 
 
 def test_modules_and_variables_among_the_arguments():

@@ -130,6 +130,15 @@ def test_a_gradient_adds_up_in_the_stored_dtype():
   assert gradient == 258  # 256 + 1 is 256 in bfloat16
 
 
+def test_a_gathered_table_adds_up_its_gradient_in_the_stored_dtype():
+  def loss(table):
+    used = in_use(nnx.Param(table))
+    with ACTIVE(USING):
+      return used[np.zeros(300, np.int32)].sum().astype(jnp.float32)
+
+  np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(2)), [300, 0])  # in bfloat16 it is 256
+
+
 def test_trees_see_the_stored_array():
   variable = param()
   used = in_use(variable)
