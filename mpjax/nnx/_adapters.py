@@ -1,6 +1,6 @@
 """What is known about single module classes: the one place that names the layers of NNX."""
 
-import functools
+import dataclasses
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,17 +35,20 @@ def _embed_fields(module: Any, method: str, dtype: np.dtype[Any]) -> dict[str, A
   # With a half dtype the whole table is cast before the gather, and the gradient of a frequent
   # token adds up in half. Gather what is stored; the rows are cast as outputs.
   fields = set_dtype(module, method, dtype)
-  return {**fields, "promote_dtype": _table_as_stored(module.promote_dtype)} if fields else {}
+  return {**fields, "promote_dtype": _TableAsStored(module.promote_dtype)} if fields else {}
 
 
-@functools.cache
-def _table_as_stored(promote_dtype: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a function that leaves a table alone; to multiply with, it is cast as before."""
+@dataclasses.dataclass(frozen=True)
+class _TableAsStored:
+  """Leaves a table alone; to multiply with, it is cast as before.
 
-  def promote(args: tuple[Any, ...], /, **options: Any) -> Any:
-    return _as_they_are(args) if len(args) == 1 else promote_dtype(args, **options)
+  It is part of a view's class: compared by value, and pickled with it.
+  """
 
-  return promote
+  promote_dtype: Callable[..., Any]
+
+  def __call__(self, args: tuple[Any, ...], /, **options: Any) -> Any:
+    return _as_they_are(args) if len(args) == 1 else self.promote_dtype(args, **options)
 
 
 def _attention_fields(module: Any, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
