@@ -89,7 +89,7 @@ class Training(NamedTuple):
   shard: Callable[..., Any]  # puts a batch onto the devices
 
 
-def prepare(policy, loss_scale, steps=STEPS, network=NETWORK, devices=1, accumulate=1):
+def prepare(policy, loss_scale, steps=STEPS, network=NETWORK, devices=1, accumulate=1, seed=0):
   """Returns the training of a network under a policy, on some devices."""
   model = mpjax.linen.with_policy(network, policy)  # 1
   tx = optax.adamw(optax.cosine_decay_schedule(3e-3, steps), weight_decay=1e-2)
@@ -121,7 +121,7 @@ def prepare(policy, loss_scale, steps=STEPS, network=NETWORK, devices=1, accumul
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     return model.apply(variables, images, train=False).argmax(-1)
 
-  variables = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)), train=False)
+  variables = model.init(jax.random.key(seed), jnp.zeros((1, 8, 8, 1)), train=False)
   variables = jax.device_put(variables, replicated)
   params, batch_stats = variables["params"], variables.get("batch_stats", {})
   state = State(params, batch_stats, tx.init(params))
@@ -147,9 +147,9 @@ def load_data():
   return Data(train, parts[2]), Data(test, parts[3])
 
 
-def batches(data, steps, parts=1):
-  """Yields random batches of images and labels, the same ones in every run, cut into parts."""
-  rng = np.random.default_rng(0)
+def batches(data, steps, parts=1, seed=0):
+  """Yields random batches of images and labels, the same ones for the same seed, cut into parts."""
+  rng = np.random.default_rng(seed)
   for _ in range(steps):
     for chosen in np.split(rng.choice(len(data.labels), BATCH, replace=False), parts):
       yield data.images[chosen], data.labels[chosen]
