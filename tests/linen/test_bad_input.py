@@ -108,7 +108,7 @@ def test_unmatched(name, way, value):
     where=f"{name}(unmatched=...)",
     expected="'raise', 'warn' or 'ignore'",
     got=repr(value),
-    fix="what init does",
+    fix="what to do about a rule that picks out no module",
     builtin=ValueError,
   )
 
