@@ -126,10 +126,14 @@ class PolicyModule:
     """Returns variables for inference: in half what is only ever used in half.
 
     The program of `apply(variables, *args, **kwargs)` says so: a parameter that it does nothing
-    with but round it to one half dtype is stored in that dtype, and the results stay the same to
-    the bit. One that any operation uses in float32 (a norm's scale, a layer under a float32 rule,
+    with but round it to one half dtype is stored in that dtype, and the program computes the
+    same. One that any operation uses in float32 (a norm's scale, a layer under a float32 rule,
     a table that two modules share, one of them in float32) stays as it is, and so do parameters
     that the call does not use, and all other collections.
+
+    Under `jit` XLA may leave a rounding out where it pleases (`xla_allow_excess_precision`, on
+    CPUs): of parameters stored in float32, not of those that are rounded already. With that option
+    off the results are the same to the bit.
 
     MXNet converts its symbols for inference by the same rule.
 

@@ -15,9 +15,13 @@ def convert(view: M, *args: Any, **kwargs: Any) -> M:
   """Returns a copy of a view whose parameters are stored in half where only half is made of them.
 
   The program of `view(*args, **kwargs)` says so: a parameter that it does nothing with but round it
-  to one half dtype is stored in that dtype, and results stay the same to the bit. One that any
+  to one half dtype is stored in that dtype, and the program computes the same. One that any
   operation uses in float32 (a norm's scale; a table that two modules share, one of them under a
   float32 rule) stays as it is, and so does one that the call does not use.
+
+  Under `jit` XLA may leave a rounding out where it pleases (`xla_allow_excess_precision`, on CPUs):
+  of parameters stored in float32, not of those that are rounded already. With that option off the
+  results are the same to the bit.
 
   MXNet converts its symbols for inference by the same rule.
 

@@ -73,9 +73,9 @@ def make_train_step(
       inside of a `jax.shard_map` or `jax.pmap` with replicated parameters; to donate is then up to
       the `jax.jit` around it. Under automatic sharding leave it out.
     max_retries: run the same batch again, up to this many times, at the lower scale that a skipped
-      step leaves behind (NNabla runs it again with a new batch). Off by default: a lost batch is cheaper. A batch
-      whose loss or model state is not finite is not run again, since no scale can help there; if no
-      run helped, it counts as one skipped step.
+      step leaves behind (NNabla runs it again with a new batch). Off by default: a lost batch is
+      cheaper. A batch whose loss or model state is not finite is not run again, since no scale can
+      help there; if no run helped, it counts as one skipped step.
     ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step.
     donate: let the new state take over the memory of the old one, which must not be used again.
     rounding: how half parameters without a master are rounded, see `mpjax.apply_updates`. The keys
