@@ -108,6 +108,9 @@ def test_average_precision_by_hand(ssd):
   overlaps = np.array([[[0.7], [0.9], [0.9]], [[0.5], [1.0], [0.0]]])
   present = np.array([[True], [True]])
   assert ssd.average_precision(scores, overlaps, present) == pytest.approx((1 + 2 / 3) / 2)
+  # After a false alarm: at the recall of the first hit, the better precision of the second counts.
+  alarm = np.array([[0.9, 0.8, 0.0], [0.7, 0.0, 0.0]]), np.array([[[0.1], [0.9], [0]], [[0.5]] * 3])
+  assert ssd.average_precision(*alarm, present) == pytest.approx(2 / 3)
   # Nothing counts without a score, or below half.
   assert ssd.average_precision(0 * scores, overlaps, present) == 0
   assert ssd.average_precision(scores, 0.49 * overlaps, present) == 0
