@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 JAXAMP := .venv-jaxamp
 
-.PHONY: help demo test lint format bench bench-autocast flax-suite campaign mutations soak clean
+.PHONY: help demo test lint format bench bench-autocast parity flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -14,9 +14,10 @@ help:
 	@echo "make format      let ruff repair what it can"
 	@echo "make bench       measure cost against float32 and hand-written half"
 	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
+	@echo "make parity      train four models from many seeds: is half as good as float32?"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
-	@echo "make mutations   break our own code in 40 ways: does the test of each notice?"
+	@echo "make mutations   break our own code in 47 ways: does the test of each notice?"
 	@echo "make soak        train for a million steps with faults, in both half types"
 	@echo "make clean       remove .venv and caches"
 
@@ -61,6 +62,10 @@ bench-autocast: export JAX_PLATFORMS ?= cpu
 bench-autocast: $(STAMP) $(JAXAMP)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	PYTHONPATH=. $(RUN) benchmarks/autocast.py --jaxamp-python $(JAXAMP)/bin/python
+
+parity: export JAX_PLATFORMS ?= cpu
+parity: $(STAMP)
+	PYTHONPATH=.:examples $(RUN) benchmarks/parity.py
 
 flax-suite: $(STAMP)
 	$(RUN) tests/flax_suite/run.py
