@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 
 from mpjax._autocast import float32_operations
+from mpjax._errors import MpjaxTypeError, message
 from mpjax._op_lists import OpLists
 from mpjax.nnx._spec import is_view, model_of
 from mpjax.nnx._variables import is_node
@@ -34,13 +35,17 @@ def with_ops(
     module: a module of a view.
     args: trees of arrays, modules and variables.
     kwargs: the same.
+
+  Raises:
+    MpjaxTypeError: `fun` changed a list, a dict or another mutable tree among the arguments.
   """
 
   def program(copied: Any) -> tuple[bool, Any]:
     given = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
-    before = _kept(given)
+    before, arguments = _kept(given), _flat(given[1:])
     outputs = fun(*given)
     now = _kept(given)
+    _check_unchanged(arguments, _flat(given[1:]), name)
     changed = len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
     # What is only read may belong to a function that is traced further out: nobody may write it.
     nodes = any(map(is_node, jax.tree.leaves(outputs, is_leaf=is_node)))
@@ -70,6 +75,25 @@ def _kept(tree: Any) -> list[Any]:
     elif isinstance(node, nnx.Pytree):
       found += [node, *vars(node), *vars(node).values()]
   return found
+
+
+def _flat(tree: Any) -> tuple[list[Any], Any]:
+  """Returns leaves and structure; what modules and variables hold comes back, and is no part."""
+  return jax.tree.flatten(tree, is_leaf=is_node)
+
+
+def _check_unchanged(before: tuple[list[Any], Any], now: tuple[list[Any], Any], name: str) -> None:
+  same = before[1] == now[1] and all(a is b for a, b in zip(before[0], now[0], strict=True))
+  if not same:
+    raise MpjaxTypeError(
+      message(
+        _WHERE,
+        expected=f"{name!r} to return what it computes",
+        got="a list, a dict or another tree that it changed in place, which would be lost",
+        fix="Return the new values, or keep them in a nnx.Variable or a nnx.List: the call is made "
+        "with copies of its arguments, and of those only modules and variables are put back.",
+      )
+    )
 
 
 def _hand_on(module: Any, before: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from tests.errors import check_error
 from tests.integration import test_ops_in_modules as in_linen
 from tests.integration.test_ops_in_modules import FLOAT32_LIST, counts, dtypes_of
 from tests.models.values import normal
@@ -210,6 +211,46 @@ def test_modules_and_variables_among_the_arguments():
   np.testing.assert_array_equal(variable[...], layer(X4.astype("bfloat16")).sum())
   assert int(rngs.default.count[...]) == 1
   assert out.dtype == jnp.float32  # the layer has no policy: it is not the view's
+
+
+@pytest.mark.parametrize("change", ["append", "none", "rename", "replace"])
+def test_an_argument_that_is_changed_in_place_is_refused(change):
+  class Taps(nnx.Module):
+    def __call__(self, x, taps, *, named):
+      changes = {
+        "append": lambda: taps.append(x),
+        "none": lambda: taps.append(None),
+        "rename": lambda: named.update(b=named.pop("a")),
+        "replace": lambda: named.update(a=x),
+      }
+      changes[change]()
+      return x
+
+  view = with_policy(Taps(), "c=bf16", ops="float32")
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    view(X4, [], named={"a": 1})
+  check_error(
+    excinfo,
+    where="mpjax.nnx.with_policy(ops=...)",
+    expected="'__call__' to return what it computes",
+    got="a list, a dict or another tree that it changed in place, which would be lost",
+    fix="Return the new values",
+    builtin=TypeError,
+  )
+
+
+def test_an_argument_that_nnx_holds_may_be_changed_in_place():
+  class Taps(nnx.Module):
+    def __call__(self, x, taps, layers, state):
+      taps.append(nnx.Cache(x))
+      layers[0].kernel[...] += 1
+      return x * state["scale"]
+
+  taps, layers = nnx.List([]), [nnx.Linear(4, 4, rngs=nnx.Rngs(0))]
+  before = layers[0].kernel[...]
+  with_policy(Taps(), "c=bf16", ops="float32")(X4, taps, layers, {"scale": X4})
+  assert bits(taps[0][...]) == bits(X4.astype("bfloat16"))
+  assert bits(layers[0].kernel[...]) == bits(before + 1)
 
 
 def test_who_only_reads_may_be_closed_over():
