@@ -22,6 +22,7 @@ import optax
 import pytest
 
 import mpjax
+from tests.migrating_lines import NOT_RUN, failures, source, worlds
 from tests.test_public_api import NAMES, resolve
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -175,7 +176,7 @@ def _resolves(name: str) -> bool:
 def code_faults(code: str) -> Iterator[str]:
   """Yields what is wrong with a line of code: its syntax, a name, an argument."""
   try:
-    tree = ast.parse(f"{code}\n  pass" if code.endswith(":") else code)
+    tree = ast.parse(source(code))
   except SyntaxError:
     yield f"{code!r} is no Python"
     return
@@ -241,6 +242,45 @@ def test_every_feature_of_the_system_has_a_row(page):
   wanted = WANTED[page.stem]
   wanted = set(wanted.split() if isinstance(wanted, str) else wanted) - {"self"}
   assert missing(page.read_text(encoding="utf-8"), wanted) == set()
+
+
+@pytest.fixture(name="objects", scope="module")
+def make_objects() -> list[dict[str, Any]]:
+  with jax.numpy_dtype_promotion("standard"):  # NNX promotes when it makes a layer
+    return worlds()
+
+
+@pytest.mark.filterwarnings("ignore:mpjax.opt_level")
+def test_the_lines_of_the_tables_run(objects):
+  found: dict[str, list[str]] = {}
+  with jax.numpy_dtype_promotion("standard"):
+    for page in PAGES:
+      for row in rows(page.read_text(encoding="utf-8")):
+        if not row.cells[-2].startswith("not offered"):
+          found |= failures(spans(row.cells[-2]), objects)
+  assert {code: why for code, why in found.items() if code not in NOT_RUN} == {}
+  assert set(NOT_RUN) == set(found)
+
+
+@pytest.mark.parametrize(
+  ("code", "error"),
+  [
+    ("tx.update(grads, params)", "MpjaxTypeError"),
+    ("tx.init(params)._replace(inner=opt_state.inner_state)", "ValueError"),
+    ("mpjax.loss_scaling_metrics(opt_state)['scale']", "KeyError"),
+    ("mpjax.scale_loss(loss, params)", "MpjaxTypeError"),
+    ("tx.update(grads, state_of_mine)", "NameError"),
+  ],
+)
+def test_a_line_that_does_not_run_is_found(objects, code, error):
+  assert failures(["tx", "state_of_mine", code], objects).keys() == {code}
+  assert any(why.startswith(error) for why in failures([code], objects)[code])
+
+
+def test_a_line_sees_the_names_of_those_before_it_in_its_row(objects):
+  lines = ["new_tx = mpjax.loss_scaling(tx)", "new_tx.init(weights)"]
+  assert failures(lines, objects) == {}
+  assert failures(lines[1:], objects).keys() == {lines[1]}
 
 
 def test_the_scale_stays_when_its_growth_is_changed():
