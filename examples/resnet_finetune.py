@@ -18,8 +18,8 @@ The lines marked 1 to 3 are all that mixed precision adds. Where they stand in M
 
 Half the memory, so twice the batch: the forward pass keeps the outputs of the convolutions for the
 backward pass, and all else is computed again (4); so what it keeps is in half. The table counts it
-for the full ResNet-50, in the program as it is traced. What is compiled for a CPU says nothing: XLA
-computes convolutions of half numbers in float32 there. `--memory` compiles for your device.
+for the full ResNet-50, 224 x 224 pixels, in the traced program. What is compiled for a CPU would
+say nothing: XLA computes half convolutions in float32 there. `--memory` compiles for your device.
 """
 
 import argparse
@@ -275,16 +275,16 @@ def main(
       found = Result(training, first, state, accuracy(training, state, test), kept)
       metrics = mpjax.loss_scaling_metrics(state.opt_state)
       figures = {
-        "pretrained in float32: accuracy on the digits 0 to 4": f"{before:.2%}",
-        "fine-tuned: accuracy on the digits 5 to 9": f"{found.accuracy:.2%}",
-        "final loss (mean of 20 batches, smoothed labels)": f"{losses[-20:].mean():.4f}",
+        "pretrained, digits 0 to 4": f"{before:.2%}",
+        "fine-tuned, digits 5 to 9": f"{found.accuracy:.2%}",
+        "final loss (20 batches)": f"{losses[-20:].mean():.4f}",
         "skipped steps": f"{int(metrics['skipped'])}",
         "final loss scale": f"{float(metrics['loss_scale']):.0f}",
-        "kept for backward by ResNet-50, 224 x 224, an image": f"{kept / 64e6:.1f} MB",
+        "kept by ResNet-50, for an image": f"{kept / 64e6:.1f} MB",
       }
       return side_by_side.Run(losses, figures, found)
 
-    return side_by_side.compare("ResNet, fine-tuned", train, steps, path, policies, console)
+    return side_by_side.compare("Accuracy of a ResNet", train, steps, path, policies, console)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ def test_half_is_fine_tuned_like_float32(resnet, tmp_path):
     assert run.losses[-5:].mean() < 0.6 * run.losses[0]
     assert run.state.accuracy > 0.8
     assert f"{run.state.accuracy:.2%}" in text.getvalue()
-  assert abs(plain.accuracy - mixed.accuracy) < 0.05
+  # In float32 it ends between 0.90 and 0.93, from five initial weights.
+  assert abs(plain.accuracy - mixed.accuracy) < 0.03
 
   begins_with_what_was_saved(resnet, plain, mixed)
   is_half_where_it_should_be(resnet, mixed)
