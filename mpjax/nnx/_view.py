@@ -16,14 +16,14 @@ import numpy as np
 from flax import nnx
 
 from mpjax._adapter import like
-from mpjax._errors import MpjaxTypeError
 from mpjax._full_precision import ACTIVE
 from mpjax._policy import Policy
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
 from mpjax.nnx._active import Active, current
+from mpjax.nnx._bodies import finished, run
 from mpjax.nnx._ops import with_ops
-from mpjax.nnx._spec import LINK, SPEC, Link, Spec, model_of
+from mpjax.nnx._spec import SPEC, Spec, model_of
 from mpjax.nnx._variables import CAST, in_use, is_node, map_leaves, stored, strip
 from mpjax.nnx._weight_grads import product_fields
 
@@ -161,24 +161,29 @@ def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[
   policy, adapter = spec.policy, spec.adapter
   finish = strip if active is None else lambda outputs: outputs
   if policy is None:
-    with ACTIVE(Active()):
-      return finish(_name_in_errors(bound, args, kwargs, module))
+    inside = Active()
+    outputs = run(module, inside, bound, args, kwargs)
+    return finished(module, name, inside, outputs, lambda x: x, finish)
   compute = policy.compute_dtype
-  call = adapter.inputs(module, name, (args, kwargs), _cast_to(compute))
+  cast_in = _cast_to(compute)
+  call = adapter.inputs(module, name, (args, kwargs), cast_in)
   fields = not _any_complex(call)
   wide = fields and name == "__call__" and spec.product is not None
   as_stored = wide or adapter.params == "stored"
   inside = Active(policy=policy, use_dtype=None if as_stored else compute, fields=fields, wide=wide)
-  with ACTIVE(inside):
-    outputs = _name_in_errors(bound, call[0], call[1], module)
+  outputs = run(module, inside, bound, *call)
   handed_on = _handed_on(active, spec, policy)
-  if handed_on is None and not adapter.rounds:
-    return finish(outputs)
-  cast = _cast_to(handed_on or compute)
-  new = adapter.outputs(module, name, (args, kwargs), outputs, cast)
-  if active is not None and _is_carry(outputs, args):
-    new = (like(outputs[0], args[0]), *new[1:])
-  return finish(new)
+  cast_out = _cast_to(handed_on or compute)
+
+  def cast_and_finish(outputs: Any) -> Any:
+    if handed_on is None and not adapter.rounds:
+      return finish(outputs)
+    new = adapter.outputs(module, name, (args, kwargs), outputs, cast_out)
+    if active is not None and _is_carry(outputs, args):
+      new = (like(outputs[0], args[0]), *new[1:])
+    return finish(new)
+
+  return finished(module, name, inside, outputs, cast_in, cast_and_finish)
 
 
 def _handed_on(active: Active | None, spec: Spec, policy: Policy) -> Any:
@@ -279,28 +284,3 @@ def _as_stored(method: Callable[..., Any]) -> Callable[..., Any]:
       return method(*args, **kwargs)
 
   return call
-
-
-_NOTE = "mpjax: raised inside"
-
-
-def _name_in_errors(
-  bound: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: Any
-) -> Any:
-  """Calls a method; a TypeError out of it is told which module was running, and under what."""
-  try:
-    return bound(*args, **kwargs)
-  except TypeError as error:
-    noted = isinstance(error, MpjaxTypeError) or any(
-      note.startswith(_NOTE) for note in getattr(error, "__notes__", ())
-    )
-    policy, link = type(module).mpjax_spec.policy, vars(module).get(LINK)
-    path = link.path if isinstance(link, Link) else type(module).__name__
-    if policy is not None and not noted and not isinstance(error, jax.errors.JAXTypeError):
-      error.add_note(
-        f"{_NOTE} {path or 'the root'!r} ({type(module).__name__}), which runs under the policy "
-        f"{str(policy)!r}. If it is about dtypes, the module's own code mixes them where jax.numpy "
-        "would promote; start what a loop carries in the dtype of what it meets (x.dtype), or "
-        f"leave the module as it is with mpjax.Rule(None, path={path or '**'!r})."
-      )
-    raise

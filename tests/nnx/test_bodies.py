@@ -1,0 +1,114 @@
+"""Methods whose bodies run later than the call: generators and async methods."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.errors import check_error
+
+Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
+BF16 = np.dtype("bfloat16")
+HALF = "params=float32,compute=bfloat16"
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+class Steps(nnx.Module):
+  """Generators: each step computes; what is sent and thrown in comes to it."""
+
+  def __init__(self):
+    self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.log = nnx.static([])
+
+  def steps(self, x):
+    try:
+      while x is not None:
+        self.log.append((str(x.dtype), str(self.layer.kernel.dtype)))
+        x = yield self.layer(x)
+    except KeyError:
+      yield jnp.zeros(2)
+    finally:
+      self.log.append("closed")
+    return jnp.ones(2)
+
+  def layers(self):
+    yield self.layer
+
+  def __call__(self, x):
+    for layer in self.layers():
+      x = layer(x)
+    return next(self.steps(x))
+
+  def mixes(self, x):
+    yield jax.lax.add(x, X)
+
+  async def waits(self, x):
+    return self.layer(x)
+
+  async def streams(self, x):
+    yield self.layer(x)
+
+
+def test_every_step_of_a_generator_runs_under_the_policy():
+  model = Steps()
+  view = with_policy(model, "mixed_bfloat16")
+  steps = view.steps(X)
+  outs = [next(steps), steps.send(X)]
+  with pytest.raises(StopIteration) as stop:
+    steps.send(None)
+  assert model.log == [("bfloat16", "bfloat16")] * 2 + ["closed"]
+  assert {str(x.dtype) for x in (*outs, stop.value.value)} == {"float32"}
+  np.testing.assert_array_equal(outs, [view.layer(X)] * 2)
+
+
+def test_a_generator_is_closed_and_told_of_errors():
+  model = Steps()
+  steps = with_policy(model, HALF).steps(X)
+  assert next(steps).dtype == BF16
+  assert steps.throw(KeyError()).shape == (2,)
+  steps.close()
+  assert model.log[1:] == ["closed"]
+  with pytest.raises(TypeError) as excinfo:
+    next(with_policy(model, HALF).mixes(X))
+  assert any("(Steps)" in note for note in excinfo.value.__notes__)
+
+
+@pytest.mark.parametrize("ops", [None, "float32"])
+def test_a_generator_inside_a_call(ops):
+  model = Steps()
+  assert with_policy(model, HALF, ops=ops)(X).dtype == BF16
+  assert model.log[0] == ("bfloat16", "bfloat16")
+
+
+def test_a_generator_of_a_module_without_a_policy():
+  model = nnx.Sequential(Steps())
+  view = with_policy(model, "mixed_bfloat16", [Rule(None, path="layers/0")])
+  (layer,) = view.layers[0].layers()
+  assert layer.kernel is model.layers[0].layer.kernel
+  steps = view.layers[0].steps(X)
+  assert next(steps).dtype == steps.send(X).dtype == jnp.float32
+  assert model.layers[0].log == [("float32", "float32")] * 2
+
+
+@pytest.mark.parametrize(
+  ("name", "ops", "got", "fix"),
+  [
+    ("steps", "float32", "a generator, whose body would run later", "Return a list"),
+    ("waits", None, "an async method, whose body would run later", "Write the async function"),
+    ("streams", None, "an async method, whose body would run later", "Write the async function"),
+  ],
+)
+def test_a_method_whose_body_runs_later_is_refused_when_it_is_called(name, ops, got, fix):
+  view = with_policy(Steps(), HALF, ops=ops)
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    getattr(view, name)(X)
+  check_error(
+    excinfo,
+    where=f"Steps.{name}, a method of a view of mpjax.nnx.with_policy",
+    expected="a method that has run when it returns",
+    got=got,
+    fix=fix,
+    builtin=TypeError,
+  )
