@@ -113,7 +113,10 @@ def _check_model(model: Any) -> None:
   where, expected = f"{_WHERE}(model)", "a flax.nnx.Module"
   if is_view(model):
     got = f"a view already ({type(model).__name__} under {str(vars(type(model))[SPEC].policy)!r})"
-    fix = "Make a view of the plain model: its variables are the view's."
+    fix = (
+      "Call it as it is: a view is ready, also one that mpjax.nnx.convert returned. For another "
+      "policy make a view of the plain model."
+    )
     raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
   if isinstance(model, nnx.bridge.ToNNX):
     got = f"a Linen module ({type(model.to_nnx__module).__name__}) inside nnx.bridge.ToNNX"

@@ -451,8 +451,11 @@ def test_what_is_no_module_is_refused(model, got):
   )
 
 
-def test_a_view_of_a_view_is_refused():
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_view_of_a_view_is_refused(converted):
   view = with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF)
+  if converted:
+    view = mpjax.nnx.convert(view, X)
   with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
     with_policy(view, "float32")
   check_error(
@@ -460,7 +463,7 @@ def test_a_view_of_a_view_is_refused():
     where="mpjax.nnx.with_policy(model)",
     expected="a flax.nnx.Module",
     got="a view already (Linear under 'params=float32,compute=bfloat16')",
-    fix="Make a view of the plain model",
+    fix="Call it as it is: a view is ready, also one that mpjax.nnx.convert returned.",
     builtin=TypeError,
   )
 
