@@ -1,5 +1,7 @@
 """Methods whose bodies run later than the call: generators and async methods."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,7 @@ class Steps(nnx.Module):
       yield jnp.zeros(2)
     finally:
       self.log.append("closed")
-    return jnp.ones(2)
+    return jnp.ones(2, BF16)
 
   def layers(self):
     yield self.layer
@@ -100,7 +102,7 @@ def test_a_generator_of_a_module_without_a_policy():
     ("streams", None, "an async method, whose body would run later", "Write the async function"),
   ],
 )
-def test_a_method_whose_body_runs_later_is_refused_when_it_is_called(name, ops, got, fix):
+def test_a_method_whose_body_runs_later_is_refused_when_it_is_called(name, ops, got, fix, recwarn):
   view = with_policy(Steps(), HALF, ops=ops)
   with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
     getattr(view, name)(X)
@@ -112,3 +114,6 @@ def test_a_method_whose_body_runs_later_is_refused_when_it_is_called(name, ops, 
     fix=fix,
     builtin=TypeError,
   )
+  del excinfo
+  gc.collect()
+  assert not recwarn.list  # such as that a coroutine was never awaited
