@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mpjax._autocast import autocast
+from mpjax._conversion_report import ConversionReport, LeafReport, conversion_report
 from mpjax._errors import (
   MpjaxError,
   MpjaxRuntimeError,
@@ -18,7 +19,7 @@ from mpjax._op_lists import OpLists
 from mpjax._policy import Policy
 from mpjax._rules import Rule, default_rules
 from mpjax._tree import all_finite
-from mpjax.conversion import ConversionReport, LeafReport, conversion_report, convert
+from mpjax.conversion import convert
 from mpjax.levels import OptLevel, opt_level
 from mpjax.training import TrainState, make_train_step
 from mpjax.transforms import (

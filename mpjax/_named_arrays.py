@@ -1,7 +1,7 @@
 """The leaves of a tree by path, as text and as NumPy arrays that any file format can hold."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from mpjax._tree import is_array_like
 from mpjax._types import PyTree
 
 _KEY = "key:"
+
+Place: TypeAlias = tuple[str, ...]
+"""The names on the way to a leaf or a node of a tree."""
 
 
 def to_arrays(tree: PyTree) -> dict[str, np.ndarray[Any, Any]]:
@@ -56,6 +59,23 @@ def to_arrays(tree: PyTree) -> dict[str, np.ndarray[Any, Any]]:
 def path_text(path: Any) -> str:
   """Returns a path of JAX as text, the same whatever the containers are."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def places(tree: PyTree) -> list[Place]:
+  """Returns where each leaf is. What a box holds is where the box is.
+
+  `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A
+  name with slashes in it, as Haiku's are, is several.
+  """
+
+  def is_box(x: Any) -> bool:
+    return hasattr(type(x), "replace_boxed") or hasattr(type(x), "get_raw_value")
+
+  found: list[Place] = []
+  for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
+    place = tuple(path_text(path).split("/")) if path else ()
+    found += [place] * len(jax.tree.leaves(node))
+  return found
 
 
 def leaves_by_path(tree: PyTree, where: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """In which dtype a program uses what it is given, and storing it in that: less, at no change."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,31 +17,23 @@ from mpjax._types import PyTree
 
 _MOVES = frozenset(
   {
-    *(
-      "broadcast_in_dim",
-      "concatenate",
-      "copy",
-      "copy_p",
-      "dynamic_slice",
-      "expand_dims",
-      "gather",
-    ),
-    *("optimization_barrier", "reshape", "rev", "select_n", "sharding_constraint", "slice"),
-    *("split", "squeeze", "transpose"),
+    *("broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "expand_dims"),
+    *("gather", "optimization_barrier", "reshape", "rev", "select_n", "sharding_constraint"),
+    *("slice", "split", "squeeze", "transpose"),
   }
 )
 """Operations that move numbers about and leave each as it is: rounding may as well come before."""
 
 _ALIGNED = frozenset(
   {
-    *("call", "checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"),
-    *("custom_vmap_call", "shard_map"),
+    *("call", "checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call"),
+    *("custom_vmap_call", "jit", "remat2", "shard_map"),
   }
 )
 """Primitives whose operands are the inputs of the one program inside them, in order."""
 
-
 _HandedOn: TypeAlias = Callable[[int], set[Any]]
+_Readers: TypeAlias = Callable[[Jaxpr], Mapping[Any, Sequence[tuple[JaxprEqn, list[int]]]]]
 
 
 def used_dtypes(fun: Callable[..., Any], tree: PyTree, *args: Any) -> list[np.dtype[Any] | None]:
@@ -57,7 +50,8 @@ def used_dtypes(fun: Callable[..., Any], tree: PyTree, *args: Any) -> list[np.dt
   """
   program = jax.make_jaxpr(fun)(tree, *args)
   count = len(jax.tree.leaves(tree))
-  return [_only(_uses(program.jaxpr, v)) for v in program.jaxpr.invars[:count]]
+  readers = functools.cache(_readers)
+  return [_only(_uses(program.jaxpr, v, readers)) for v in program.jaxpr.invars[:count]]
 
 
 def store_as_used(
@@ -86,7 +80,8 @@ def store_as_used(
   def call(params: PyTree, arrays: Any) -> Any:
     given = [arrays.get(i, x) for i, x in enumerate(leaves)]
     args, kwargs = jax.tree.unflatten(treedef, given)
-    return fun(params, *args, **kwargs)
+    # What else a model returns, such as the name of something, is no result of a program.
+    return [x for x in jax.tree.leaves(fun(params, *args, **kwargs)) if hasattr(x, "dtype")]
 
   return cast_leaves(params, used_dtypes(call, params, arrays), where)
 
@@ -148,31 +143,47 @@ def _only(uses: set[Any]) -> Any:
   return next(iter(uses)) if len(uses) == 1 else None
 
 
-def _uses(jaxpr: Jaxpr, var: Any, handed_on: _HandedOn = lambda _: {None}) -> set[Any]:
+def _readers(jaxpr: Jaxpr) -> dict[Any, list[tuple[JaxprEqn, list[int]]]]:
+  """Returns for each variable the equations that read it, and as which of their operands."""
+  found: dict[Any, list[tuple[JaxprEqn, list[int]]]] = {}
+  for eqn in jaxpr.eqns:
+    places: dict[Any, list[int]] = {}
+    for i, operand in enumerate(eqn.invars):
+      if isinstance(operand, Var):
+        places.setdefault(operand, []).append(i)
+    for var, where in places.items():
+      found.setdefault(var, []).append((eqn, where))
+  return found
+
+
+def _uses(
+  jaxpr: Jaxpr, var: Any, readers: _Readers, handed_on: _HandedOn = lambda _: {None}
+) -> set[Any]:
   """Returns the dtypes that a variable is rounded to; None is among them for any other use.
 
   Args:
     jaxpr: the program that it is a variable of.
     var: the variable.
+    readers: returns who reads which variable of a program.
     handed_on: returns the uses of a result of the program, by its position.
   """
   found: set[Any] = set()
   for i, out in enumerate(jaxpr.outvars):
     if out is var:
       found |= handed_on(i)
-  for eqn in jaxpr.eqns:
-    places = [i for i, operand in enumerate(eqn.invars) if operand is var]
-    if places:
-      found |= _uses_in(jaxpr, eqn, places, handed_on)
+  for eqn, places in readers(jaxpr).get(var, ()):
+    found |= _uses_in(jaxpr, eqn, places, readers, handed_on)
   return found
 
 
-def _uses_in(jaxpr: Jaxpr, eqn: JaxprEqn, places: Sequence[int], handed_on: _HandedOn) -> set[Any]:
+def _uses_in(
+  jaxpr: Jaxpr, eqn: JaxprEqn, places: Sequence[int], readers: _Readers, handed_on: _HandedOn
+) -> set[Any]:
   name, params = eqn.primitive.name, eqn.params
 
   def result(i: int) -> set[Any]:
     out = eqn.outvars[i]
-    return _uses(jaxpr, out, handed_on) if isinstance(out, Var) else set()
+    return _uses(jaxpr, out, readers, handed_on) if isinstance(out, Var) else set()
 
   if name == "convert_element_type":
     new, old = np.dtype(params["new_dtype"]), _dtype(eqn.invars[0])
@@ -185,9 +196,9 @@ def _uses_in(jaxpr: Jaxpr, eqn: JaxprEqn, places: Sequence[int], handed_on: _Han
     if inner is None:
       found.add(None)
     elif name in _ALIGNED:
-      found |= _uses(inner, inner.invars[position], result)
+      found |= _uses(inner, inner.invars[position], readers, result)
     else:
-      found |= _uses(inner, inner.invars[position])
+      found |= _uses(inner, inner.invars[position], readers)
   return found
 
 

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from typing import Any, NamedTuple
 
 import flax
 import flax.linen as nn
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -92,6 +94,21 @@ def test_rules_by_path(rules, wanted):
   assert in_float32(convert(params(), "bfloat16", rules)) == wanted
 
 
+@pytest.mark.parametrize(
+  ("name", "arrays"),
+  [
+    ("bn", {"scale": (5, 4), "bias": (5, 4), "mean": (5, 4), "var": (5, 4)}),  # nnx.vmap
+    ("layer_norm", {"scale": (5, 4), "offset": (5, 4)}),  # Haiku, stacked
+    ("norm", {"weight": (3, 4), "bias": (3, 4)}),  # Equinox, over two axes
+    ("ln", {"weight": (4,), "bias": (4,)}),
+    ("RMSNorm_0", {"g": (4,)}),
+  ],
+)
+def test_norms_of_other_kinds(name, arrays):
+  tree = {name: {key: jnp.ones(shape) for key, shape in arrays.items()}}
+  assert in_float32(convert(tree, "bfloat16")) == {f"{name}/{key}" for key in arrays}
+
+
 def test_what_only_looks_like_a_norm():
   tree = {
     "norm_block": {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)},
@@ -99,6 +116,30 @@ def test_what_only_looks_like_a_norm():
     "w": jnp.ones(2),
   }
   assert in_float32(convert(tree, "bfloat16")) == set()
+
+
+def test_float8_stays_unless_a_rule_names_it():
+  tree = {"kernel": jnp.ones((2, 2), jnp.float8_e4m3fn), "bias": jnp.ones(2)}
+  assert stored(convert(tree, "bfloat16")) == {"kernel": "float8_e4m3fn", "bias": "bfloat16"}
+  assert stored(convert(tree, "float32")) == {"kernel": "float8_e4m3fn", "bias": "float32"}
+  named = convert(tree, "bfloat16", [Rule("bfloat16", path="kernel")])
+  assert stored(named)["kernel"] == "bfloat16"
+
+
+def test_names_of_haiku_are_paths():
+  tree = {"body/~/linear_0": {"w": jnp.ones((2, 2))}, "head": {"w": jnp.ones((2, 2))}}
+  found = convert(tree, "bfloat16", [Rule("float32", path="body")])
+  assert in_float32(found) == {"body/~/linear_0/w"}
+
+
+def test_an_attribute_called_value_is_a_leaf_like_any():
+  class Attention(NamedTuple):
+    value: Any
+    key: Any
+
+  tree = {"attention": Attention(jnp.ones((2, 2)), jnp.ones((2, 2)))}
+  found = convert(tree, "bfloat16", [Rule("float32", path="attention/value")])["attention"]
+  assert (found.value.dtype, found.key.dtype) == (jnp.float32, jnp.bfloat16)
 
 
 def test_what_is_not_floating_is_the_same_object():
@@ -178,6 +219,35 @@ def test_state_of_an_nnx_model():
   assert model.layers[0].bias.dtype == model.layers[1].scale.dtype == jnp.float32
 
 
+def test_a_state_with_an_attribute_called_params():
+  class Model(nnx.Module):
+    def __init__(self):
+      self.params, self.other = nnx.Param(jnp.ones((2, 2))), nnx.Param(jnp.ones((2, 2)))
+
+  found = convert(nnx.state(Model()), "bfloat16")
+  assert {x.dtype for x in jax.tree.leaves(found)} == {np.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("kind", ["NNX module", "model", "training state"])
+def test_what_is_no_tree_of_parameters(kind):
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  given, fix = {
+    "NNX module": (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "Pass nnx.state(model), or write"),
+    "model": (mpjax.linen.with_policy(Small(), "float16"), "Pass its variables, or write"),
+    "training state": (mpjax.TrainState.create({"w": jnp.ones(2)}, tx), "Pass state.params"),
+  }[kind]
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    convert(given, "float16")
+  check_error(
+    excinfo,
+    where="mpjax.convert(params)",
+    expected="a tree of parameters",
+    got=kind,
+    fix=fix,
+    builtin=TypeError,
+  )
+
+
 def test_under_jit_and_abstract():
   tree = params()
   wanted = stored(convert(tree, "float16"))
@@ -235,68 +305,5 @@ def test_a_rule_that_needs_modules():
     expected="rules with path=",
     got="module=<class 'flax.linen.linear.Dense'>",
     fix="mpjax.linen.with_policy(model, policy, rules).convert(variables, *args)",
-    builtin=ValueError,
-  )
-
-
-def apply(tree, x):
-  return {"y": x @ tree["kernel"] + tree["bias"][None], "n": 3}
-
-
-@pytest.mark.standard_promotion
-def test_the_report_counts_and_compares():
-  table = jnp.asarray(values(4, 4))
-  before = {
-    "kernel": table,
-    "tied": table,
-    "bias": jnp.array([1e-30, 0.0, 2.0, 3.0]),
-    "n": jnp.arange(2),
-  }
-  after = convert(before, "float16")
-  x = values(2, 4, seed=1)
-  report = mpjax.conversion_report(before, after, apply, x)
-  # The table once: 16 numbers, 4 of the bias, and two integers.
-  assert (report.bytes_before, report.bytes_after, report.bytes_saved) == (88, 48, 40)
-  rows = {leaf.path: leaf for leaf in report.leaves}
-  assert set(rows) == {"kernel", "tied", "bias"}
-  assert (rows["bias"].shape, rows["bias"].lost, rows["kernel"].lost) == ((4,), 1, 0)
-  assert (rows["bias"].before, rows["bias"].after) == (np.dtype("float32"), np.dtype("float16"))
-  old, new = (np.asarray(tree["kernel"], np.float64) for tree in (before, after))
-  np.testing.assert_allclose(rows["kernel"].error, abs(old - new).max() / abs(old).max(), rtol=1e-6)
-  wide, narrow = (np.asarray(apply(tree, x)["y"], np.float64) for tree in (before, after))
-  error = abs(wide - narrow).max() / abs(wide).max()
-  np.testing.assert_allclose(report.output_error, error, rtol=1e-5)
-  text = str(report)
-  assert "88 bytes → 48 (45.5% saved), output error" in text
-  assert re.search(r"kernel +│ 4x4 +│ +float32 → float16 │ +\d\.\de-0\d │ +0 │", text)
-  assert re.search(r"bias +│ 4 +│ .* +1 │", text)
-
-
-def test_the_report_of_nothing():
-  report = mpjax.conversion_report({"n": 3}, {"n": 3}, lambda tree: jnp.ones(2))
-  assert (report.leaves, report.bytes_saved, report.output_error) == ((), 0, 0.0)
-  assert mpjax.conversion_report({}, {}).output_error is None
-
-
-@pytest.mark.standard_promotion
-def test_an_output_that_is_no_longer_finite_is_an_infinite_error():
-  before, after = {"w": jnp.array([300.0])}, {"w": jnp.array([300.0], jnp.float16)}
-  found = mpjax.conversion_report(before, after, lambda tree: tree["w"] * 300)
-  assert found.output_error == np.inf
-  same = mpjax.conversion_report(
-    before, before, lambda tree: tree["w"] * jnp.array([jnp.nan, jnp.inf])
-  )
-  assert same.output_error == 0
-
-
-def test_trees_that_are_not_alike_are_not_compared():
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-    mpjax.conversion_report({"w": jnp.ones(3)}, {"w": jnp.ones(4)})
-  check_error(
-    excinfo,
-    where="mpjax.conversion_report(before, after)",
-    expected="two trees that differ in dtypes only",
-    got="shape [4] for shape [3] at ['w']",
-    fix="Pass what was converted",
     builtin=ValueError,
   )

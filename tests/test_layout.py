@@ -49,6 +49,7 @@ RANKS = {
   "training": 6,
   "levels": 6,
   "conversion": 6,
+  "_conversion_report": 6,
   "checkpoints": 6,
   # the table of contents
   "__init__": 7,

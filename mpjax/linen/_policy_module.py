@@ -36,9 +36,7 @@ class PolicyModule:
       mutable: which collections are returned changed, as for `nn.Module.apply`.
       **kwargs: further arguments of `nn.Module.apply` and of the method.
     """
-    with activate(begin(self.given)):
-      call = with_ops(self.given, lambda *a, **kw: strip(self.module.apply(*a, **kw)))
-      return call(variables, *args, mutable=mutable, **kwargs)
+    return self._apply(None, variables, *args, mutable=mutable, **kwargs)
 
   def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the model's own initial variables, parameters cast to the policy's `param_dtype`.
@@ -127,9 +125,10 @@ class PolicyModule:
 
     The program of `apply(variables, *args, **kwargs)` says so: a parameter that it does nothing
     with but round it to one half dtype is stored in that dtype, and the program computes the
-    same. One that any operation uses in float32 (a norm's scale, a layer under a float32 rule,
-    a table that two modules share, one of them in float32) stays as it is, and so do parameters
-    that the call does not use, and all other collections.
+    same. One that any operation uses in float32 (a norm's scale, the kernel of a layer under a
+    float32 rule, a table that two modules share, one of them in float32) stays as it is, and so do
+    parameters that the call does not use, and all other collections. Rows of a table are only
+    moved: the table goes by what they are rounded to.
 
     Under `jit` XLA may leave a rounding out where it pleases (`xla_allow_excess_precision`, on
     CPUs): of parameters stored in float32, not of those that are rounded already. With that option
@@ -143,7 +142,10 @@ class PolicyModule:
       **kwargs: further arguments of `apply`.
 
     Raises:
+      MpjaxTypeError: `variables` is not a mapping of collections with "params" in it.
       MpjaxValueError: a finite value that the half dtype cannot hold.
+      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`), and the call was
+        not limited to a `method`.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
     >>> model = mpjax.linen.with_policy(nn.Sequential([nn.Dense(2), nn.LayerNorm()]), "c=bf16")
@@ -152,13 +154,27 @@ class PolicyModule:
     >>> half["layers_0"]["kernel"].dtype, half["layers_1"]["scale"].dtype
     (dtype(bfloat16), dtype('float32'))
     """
+    where = "mpjax.linen.with_policy(model, policy).convert(variables)"
+    if not isinstance(variables, Mapping) or (variables and "params" not in variables):
+      got = f"keys {', '.join(map(repr, variables))}" if isinstance(variables, Mapping) else None
+      raise MpjaxTypeError(
+        message(
+          where,
+          expected="the variables of the model, a mapping with 'params' in it",
+          got=got or f"a {type(variables).__name__}",
+          fix='Write model.convert({"params": params}, x).',
+        )
+      )
+    visits = Visits()
 
     def call(params: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-      return self.apply(_with_params(variables, params), *args, **kwargs)
+      return self._apply(visits, _with_params(variables, params), *args, **kwargs)
 
-    where = "mpjax.linen.with_policy(model, policy).convert(variables)"
-    params = store_as_used(call, variables.get("params", {}), (variables, *args), kwargs, where)
-    return _with_params(variables, params)
+    params = variables.get("params", {})
+    new = store_as_used(call, params, (variables, *args), kwargs, where)
+    if kwargs.get("method") is None:
+      self._check_rules(visits, "that this call passed")
+    return _with_params(variables, new)
 
   def clone(self, **updates: Any) -> "PolicyModule":
     """Returns the model with other fields, under the same policy.
@@ -196,6 +212,11 @@ class PolicyModule:
       )
     )
 
+  def _apply(self, visits: Visits | None, *args: Any, **kwargs: Any) -> Any:
+    with activate(begin(self.given, visits)):
+      call = with_ops(self.given, lambda *a, **kw: strip(self.module.apply(*a, **kw)))
+      return call(*args, **kwargs)
+
   def _plain_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     with activate(OFF):
       return self.module.init(rngs, *args, **kwargs)
@@ -218,13 +239,15 @@ class PolicyModule:
     with activate(begin(self.given, visits)):
       return strip(self.module.init_with_output(rngs, *args, **kwargs))
 
-  def _check_rules(self, visits: Visits) -> None:
+  def _check_rules(self, visits: Visits, origin: str = "that init passed") -> None:
     """Looks for rules that picked out none of the modules passed."""
     if self.given.unmatched == "ignore":
       return
     for rule in self.given.rules:
       if rule not in visits.matched:
-        error = unmatched_error(rule, tuple(visits.classes), tuple(visits.classes.values()))
+        error = unmatched_error(
+          rule, tuple(visits.classes), tuple(visits.classes.values()), origin=origin
+        )
         if self.given.unmatched == "raise":
           raise error
         warnings.warn(str(error), stacklevel=3)

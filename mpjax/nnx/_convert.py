@@ -11,7 +11,7 @@ from mpjax.nnx._spec import is_view
 M = TypeVar("M", bound=nnx.Module)
 
 
-def convert(view: M, *args: Any, **kwargs: Any) -> M:
+def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
   """Returns a copy of a view whose parameters are stored in half where only half is made of them.
 
   The program of `view(*args, **kwargs)` says so: a parameter that it does nothing with but round it
@@ -28,6 +28,8 @@ def convert(view: M, *args: Any, **kwargs: Any) -> M:
   Args:
     view: what `mpjax.nnx.with_policy` returned; it is not changed.
     args: what it is called with, arrays or `jax.ShapeDtypeStruct`.
+    method: the name of the method that is called with them. What one method uses in half is
+      rounded for all others too.
     kwargs: further arguments.
 
   Returns:
@@ -58,7 +60,7 @@ def convert(view: M, *args: Any, **kwargs: Any) -> M:
   graphdef, params, rest = nnx.split(view, nnx.Param, ...)
 
   def call(params: Any, *args: Any, **kwargs: Any) -> Any:
-    return nnx.merge(graphdef, params, rest, copy=True)(*args, **kwargs)
+    return getattr(nnx.merge(graphdef, params, rest, copy=True), method)(*args, **kwargs)
 
   new = store_as_used(call, params, args, kwargs, "mpjax.nnx.convert(view)")
   return nnx.merge(graphdef, new, rest, copy=True)

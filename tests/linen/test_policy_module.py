@@ -69,10 +69,9 @@ def test_what_only_half_is_made_of_is_stored_in_half(half, variables):
   found = model.convert(variables, IDS)
   dtypes = stored(found)
   in_float32 = {path for path, dtype in dtypes.items() if dtype == "float32"}
-  cell = {path for path in dtypes if "rnn/cell" in path and path.endswith("h/bias")}
   norms = {path for path in dtypes if "Norm" in path}
   assert norms <= in_float32
-  assert in_float32 - norms - cell == {"params/unused"}
+  assert in_float32 - norms == {"params/unused"}
   assert set(dtypes.values()) == {"float32", half}
   assert set(stored(variables).values()) == {"float32"}
   assert jax.tree.structure(found) == jax.tree.structure(variables)
@@ -139,3 +138,56 @@ def test_values_that_do_not_fit():
     fix="keep these leaves in float32 or bfloat16",
     builtin=ValueError,
   )
+
+
+def test_an_argument_without_parameters():
+  model = with_policy(nn.Dense(1), "mixed_float16")
+  for given, got in (({"kernel": 1}, "keys 'kernel'"), (jnp.ones(2), "a ArrayImpl")):
+    with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+      model.convert(given, jnp.ones((1, 2)))
+    check_error(
+      excinfo,
+      where="mpjax.linen.with_policy(model, policy).convert(variables)",
+      expected="a mapping with 'params' in it",
+      got=got,
+      fix='Write model.convert({"params": params}, x).',
+      builtin=TypeError,
+    )
+
+
+class Coder(nn.Module):
+  """Two methods that use a table of their own each, and something that is no array."""
+
+  def setup(self):
+    self.encoder, self.decoder = nn.Dense(2), nn.Dense(3)
+
+  def __call__(self, x):
+    return self.decode(self.encode(x)), {"name": "coder"}
+
+  def encode(self, x):
+    return self.encoder(x)
+
+  def decode(self, x):
+    return self.decoder(x)
+
+
+@pytest.mark.case("B140")
+def test_rules_are_checked_where_the_whole_model_is_called():
+  x = jnp.ones((1, 3))
+  variables = Coder().init(jax.random.key(0), x)
+  model = with_policy(Coder(), "mixed_bfloat16", [Rule("float32", path="decodr")])
+  with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
+    model.convert(variables, x)
+  check_error(
+    excinfo,
+    where="rules: Rule(",
+    expected="at least one module",
+    got="none of the 3 modules that this call passed",
+    fix="The nearest module paths: 'decoder', ",
+    builtin=ValueError,
+  )
+  # Of one method nobody knows what is in the rest of the model.
+  half = with_policy(Coder(), "mixed_bfloat16", [Rule("float32", path="decoder")])
+  found = stored(half.convert(variables, x, method="encode"))
+  assert {path.split("/")[1] for path, d in found.items() if d == "bfloat16"} == {"encoder"}
+  assert stored(half.convert(variables, x)) == found

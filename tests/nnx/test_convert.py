@@ -88,6 +88,18 @@ def test_what_a_float32_operation_uses_too_stays_also_when_it_is_shared():
   assert half.a.kernel is not model.a.kernel
 
 
+def test_a_method_and_what_is_no_array():
+  class Coder(nnx.Module):
+    def __init__(self, rngs):
+      self.encoder, self.decoder = nnx.Linear(3, 2, rngs=rngs), nnx.Linear(2, 3, rngs=rngs)
+
+    def encode(self, x):
+      return self.encoder(x), {"name": "coder"}
+
+  found = stored(convert(with_policy(rig.model(Coder), "c=bf16"), normal(1, 3), method="encode"))
+  assert {path.split("/")[0] for path, dtype in found.items() if dtype == "bfloat16"} == {"encoder"}
+
+
 def test_under_float32_nothing_is_narrowed():
   model = rig.model(Tagger)
   found = convert(with_policy(model, "float32"), IDS)
