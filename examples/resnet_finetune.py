@@ -16,10 +16,11 @@ The lines marked 1 to 3 are all that mixed precision adds. Where they stand in M
      are their own masters), and a loss scale that one has to choose
   3  the loss in float32, scaled; a step that overflows leaves no trace, in batch statistics either
 
-Half the memory, so twice the batch: the forward pass keeps the outputs of the convolutions for the
-backward pass, and all else is computed again (4); so what it keeps is in half. The table counts it
-for the full ResNet-50, 224 x 224 pixels, in the traced program. What is compiled for a CPU would
-say nothing: XLA computes half convolutions in float32 there. `--memory` compiles for your device.
+Half the memory, so twice the batch: of the forward pass the outputs of the convolutions are kept,
+which are half, and all else is computed again (4). The table counts that for the full ResNet-50 and
+224 x 224 pixels, as traced. Compiled for a TPU v5e, its step needs 4.1 GB for 64 images in float32,
+and 3.5 GB for 128 in mixed_bfloat16. `--memory` compiles for your device; a CPU would say nothing,
+since XLA computes half convolutions in float32 there.
 """
 
 import argparse
@@ -40,9 +41,7 @@ from sklearn.model_selection import train_test_split
 
 import mpjax
 
-STEPS = 120
-BATCH = 32
-CLASSES = 5
+STEPS, BATCH, CLASSES = 120, 32, 5
 
 LOSS_SCALES = {
   # bfloat16 has the range of float32: nothing underflows, and nothing has to be scaled.
@@ -239,7 +238,7 @@ def print_memory(policies, batch=64):
       memory = training.step.lower(state, data).compile().memory_analysis()
       print(f"{policy}, {images} images: {memory.temp_size_in_bytes / 1e9:.2f} GB")
   if jax.default_backend() == "cpu":
-    print("XLA for CPUs computes convolutions of half numbers in float32: look at a GPU or a TPU.")
+    print("XLA for CPUs computes half convolutions in float32: look at a GPU or a TPU.")
 
 
 class Result(NamedTuple):
