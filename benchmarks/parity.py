@@ -114,7 +114,7 @@ TASKS = {
   "digits CNN": Task(digits_cnn, steps=200, seeds=10),
   "LeNet-5": Task(lenet5, steps=200, seeds=10),
   "LSTM": Task(LSTM, steps=200, seeds=5),
-  "GPT": Task(GPT, steps=200, seeds=5),
+  "GPT": Task(GPT, steps=500, seeds=5),
 }
 
 
