@@ -4,6 +4,7 @@ Read right after the pass that partitions. Later passes of the CPU backend widen
 float32, so that the final text says nothing about what another backend sends.
 """
 
+import itertools
 import pathlib
 import re
 import tempfile
@@ -16,6 +17,9 @@ _COLLECTIVE = re.compile(
   r"(?P<op>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
 _TYPE = re.compile(r"(?P<dtype>[a-z]+\d+\w*|pred)\[(?P<shape>[\d,]*)\]")
+
+
+_NUMBERS = itertools.count(33)
 
 
 class Collective(NamedTuple):
@@ -36,7 +40,13 @@ def partitioned(fun: Any, *args: Any) -> str:
   """
   jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
   with tempfile.TemporaryDirectory() as folder:
-    options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+    # What was compiled before would come from a cache, and leave no text: with another number, which
+    # splits machine code into so many parts, it is another program.
+    options = {
+      "xla_dump_to": folder,
+      "xla_dump_hlo_pass_re": "spmd-partitioning",
+      "xla_cpu_parallel_codegen_split_count": next(_NUMBERS),
+    }
     jitted.lower(*args).compile(compiler_options=options)
     found = sorted(pathlib.Path(folder).glob("*after_spmd-partitioning*.txt"))
     assert len(found) == 1, f"the partitioner ran {len(found)} times: are the arguments sharded?"
