@@ -8,6 +8,7 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}8".strip()
 
 import contextlib
+import gc
 import importlib
 import pathlib
 from collections.abc import Callable, Iterator
@@ -22,6 +23,10 @@ pytest.register_assert_rewrite("tests.errors")
 # One seed for all: a failure in continuous integration is the same failure here.
 hypothesis.settings.register_profile("mpjax", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("mpjax")
+
+# Tracing makes many small objects that live long. To look for garbage among them every 700, as
+# Python does, takes a twentieth of the time of these tests.
+gc.set_threshold(200_000, 20, 50)
 
 _TESTS = pathlib.Path(__file__).parent
 
