@@ -40,8 +40,8 @@ def partitioned(fun: Any, *args: Any) -> str:
   """
   jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
   with tempfile.TemporaryDirectory() as folder:
-    # What was compiled before would come from a cache, and leave no text: with another number, which
-    # splits machine code into so many parts, it is another program.
+    # What was compiled before would come from a cache, and leave no text: with another number,
+    # that of the parts into which machine code is split, it is another program.
     options = {
       "xla_dump_to": folder,
       "xla_dump_hlo_pass_re": "spmd-partitioning",
