@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-  """Compiles a program once that several tests trace, each for itself: a fifth of all the time.
+  """Compiles a program once that several tests trace, each for itself: up to a fifth of the time.
 
   Each worker has a cache of its own, since one that reads what another is writing would fail.
   """

@@ -11,7 +11,8 @@ import jax
 from flax.core import FrozenDict
 
 from mpjax._errors import MpjaxTypeError, message
-from mpjax._rules import unmatched_error
+from mpjax._named_arrays import places
+from mpjax._rules import Rule, unmatched_error
 from mpjax._storage import store_as_used
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
@@ -144,8 +145,8 @@ class PolicyModule:
     Raises:
       MpjaxTypeError: `variables` is not a mapping of collections with "params" in it.
       MpjaxValueError: a finite value that the half dtype cannot hold.
-      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`), and the call was
-        not limited to a `method`.
+      UnmatchedRuleError: a rule picked out no module that the call passed, nor by its path one
+        that has parameters (with `unmatched="raise"`); not checked if a `method` is named.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
     >>> model = mpjax.linen.with_policy(nn.Sequential([nn.Dense(2), nn.LayerNorm()]), "c=bf16")
@@ -173,6 +174,7 @@ class PolicyModule:
     params = variables.get("params", {})
     new = store_as_used(call, params, (variables, *args), kwargs, where)
     if kwargs.get("method") is None:
+      visits.matched |= self._rules_about(params)
       self._check_rules(visits, "that this call passed")
     return _with_params(variables, new)
 
@@ -238,6 +240,13 @@ class PolicyModule:
   ) -> tuple[Any, Any]:
     with activate(begin(self.given, visits)):
       return strip(self.module.init_with_output(rngs, *args, **kwargs))
+
+  def _rules_about(self, params: PyTree) -> set[Rule]:
+    """Returns the rules whose path has parameters, also of a module that only training calls."""
+    names = places(params)
+    nodes = {"/".join(name[:n]) for name in names for n in range(len(name))}
+    rules = (rule for rule in self.given.rules if rule.path is not None)
+    return {rule for rule in rules if any(rule.matches(None, node) for node in nodes)}
 
   def _check_rules(self, visits: Visits, origin: str = "that init passed") -> None:
     """Looks for rules that picked out none of the modules passed."""

@@ -171,6 +171,13 @@ class Coder(nn.Module):
     return self.decoder(x)
 
 
+class AuxiliaryHead(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=False):
+    y = nn.Dense(2, name="body")(x)
+    return y + nn.Dense(2, name="aux")(x) if train else y
+
+
 @pytest.mark.case("B140")
 def test_rules_are_checked_where_the_whole_model_is_called():
   x = jnp.ones((1, 3))
@@ -186,6 +193,11 @@ def test_rules_are_checked_where_the_whole_model_is_called():
     fix="The nearest module paths: 'decoder', ",
     builtin=ValueError,
   )
+  # A module that this call does not pass is there all the same.
+  head = with_policy(AuxiliaryHead(), "mixed_bfloat16", [Rule("float32", path="aux")])
+  variables_of_head = head.init(jax.random.key(0), x, train=True)
+  kept = stored(head.convert(variables_of_head, x))
+  assert {path.split("/")[1] for path, d in kept.items() if d == "float32"} == {"aux"}
   # Of one method nobody knows what is in the rest of the model.
   half = with_policy(Coder(), "mixed_bfloat16", [Rule("float32", path="decoder")])
   found = stored(half.convert(variables, x, method="encode"))
