@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import io
 import json
 import pathlib
@@ -175,6 +176,32 @@ def test_a_seed_is_an_order_of_batches(bench):
   ]
   assert by_seed[0] == by_seed[1]
   assert all(a != b for a, b in zip(by_seed[0], by_seed[2], strict=True))
+
+
+@pytest.mark.parametrize(("example", "run"), [("digits", "digits_cnn"), ("lenet", "lenet5")])
+def test_a_run_hands_its_seed_on(bench, monkeypatch, example, run):
+  """To what makes the first parameters, and to what chooses the batches."""
+  module, asked = getattr(bench, example), {"prepare": [], "batches": []}
+
+  def spy(name):
+    plain = getattr(module, name)
+
+    def call(*args, **kwargs):
+      given = inspect.signature(plain).bind(*args, **kwargs)
+      given.apply_defaults()
+      asked[name].append(given.arguments["seed"])
+      if name == "batches":
+        raise KeyboardInterrupt  # It is known by now.
+      return plain(*args, **kwargs)
+
+    return call
+
+  for name in asked:
+    monkeypatch.setattr(module, name, spy(name))
+  with pytest.raises(KeyboardInterrupt):
+    getattr(bench, run)("float32", 1, 7, lambda: None)
+  assert 7 in asked["prepare"]  # The step, which all seeds share, is another's.
+  assert asked["batches"] == [7]
 
 
 def bits(tree):
