@@ -9,89 +9,15 @@ import dataclasses
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 
-from mpjax._errors import MpjaxValueError, message
+from mpjax._inner_jaxprs import HIGHER_ORDER, Program, inner_jaxprs, opened, warn_not_entered
 from mpjax._types import PyTree
-
-Program: TypeAlias = Jaxpr | ClosedJaxpr
-
-Body: TypeAlias = tuple[Program, int | None]
-"""A program inside an equation, and how often it runs each time; None where that depends on
-values."""
-
-
-def opened(program: Program) -> Jaxpr:
-  """Returns a program without the constants that it may come with."""
-  return program.jaxpr if isinstance(program, ClosedJaxpr) else program
-
-
-def _called(name: str) -> Callable[[Mapping[str, Any]], list[Body]]:
-  return lambda params: [(params[name], 1)]
-
-
-def _while(params: Mapping[str, Any]) -> list[Body]:
-  return [(params["cond_jaxpr"], None), (params["body_jaxpr"], None)]
-
-
-def _shard_map(params: Mapping[str, Any]) -> list[Body]:
-  # The body is written for one device; the others run it too.
-  sizes = params["mesh"].shape
-  return [(params["jaxpr"], math.prod(sizes[axis] for axis in params["newly_manual_axes"]))]
-
-
-# By name: not every primitive is exported. `remat2` and `checkpoint` are one primitive, which has
-# been called both.
-BODIES: Mapping[str, Callable[[Mapping[str, Any]], list[Body]]] = types.MappingProxyType(
-  {
-    "call": _called("call_jaxpr"),
-    "checkpoint": _called("jaxpr"),
-    "closed_call": _called("call_jaxpr"),
-    "composite": _called("jaxpr"),
-    "cond": lambda params: [(branch, None) for branch in params["branches"]],
-    # Differentiating a program replaces these two; in one that was not, the plain body runs.
-    "custom_jvp_call": _called("call_jaxpr"),
-    "custom_vjp_call": _called("call_jaxpr"),
-    # Of its four programs the others are for differentiating and checking.
-    "custom_linear_solve": lambda params: [(params["jaxprs"].solve, 1)],
-    "custom_vmap_call": _called("call"),
-    "jit": _called("jaxpr"),
-    "linear_call": _called("callee"),
-    "remat2": _called("jaxpr"),
-    "scan": lambda params: [(params["jaxpr"], params["length"])],
-    "shard_map": _shard_map,
-    "while": _while,
-  }
-)
-"""The higher-order primitives, and the programs that run inside them."""
-
-OPAQUE = frozenset(
-  {
-    # These hold the operation on two numbers by which they combine elements.
-    "reduce",
-    "reduce_window",
-    "scatter",
-    "scatter-add",
-    "scatter-max",
-    "scatter-min",
-    "scatter-mul",
-    "scatter-sub",
-    "scatter_max",
-    "scatter_min",
-    "scatter_mul",
-    "scatter_add",
-    "scatter_sub",
-    "select_and_scatter",
-    # A kernel written by hand, on blocks in memory of its own choice.
-    "pallas_call",
-  }
-)
-"""Primitives whose programs are deliberately not entered."""
 
 
 class Visit(NamedTuple):
@@ -100,62 +26,43 @@ class Visit(NamedTuple):
   eqn: JaxprEqn
   times: int  # how often it runs, as far as the program says
   certain: bool  # False inside a `while`, which may turn more often, or a branch of a `cond`
+  entered: bool = True  # False if it holds jaxprs, and how they run is not known
 
 
 def walk(program: Program) -> Iterator[Visit]:
   """Yields every equation of a program, those inside of others after the one that holds them.
 
-  Every branch of a `cond` is walked, and the body of a `while` once; neither is certain.
+  Every branch of a `cond` is walked, and the body of a `while` once; neither is certain. A
+  primitive of a newer JAX or of another library, of which it is not known how it runs the jaxprs
+  that it holds, is not entered.
 
   Args:
     program: a jaxpr, closed or not, such as `jax.make_jaxpr` returns.
-
-  Raises:
-    MpjaxValueError: a primitive that is not in `BODIES` holds a program.
   """
   return _walk(program, 1, True)
 
 
 def _walk(program: Program, times: int, certain: bool) -> Iterator[Visit]:
   for eqn in opened(program).eqns:
-    yield Visit(eqn, times, certain)
-    for body, turns in _bodies(eqn):
-      yield from _walk(
-        body, times if turns is None else times * turns, certain and turns is not None
-      )
+    found = inner_jaxprs(eqn)
+    yield Visit(eqn, times, certain, entered=found is not None)
+    for inner in found or ():
+      known = inner.times is not None
+      yield from _walk(inner.program, times * inner.times if known else times, certain and known)
 
 
-def _bodies(eqn: JaxprEqn) -> list[Body]:
-  name = eqn.primitive.name
-  if name in BODIES:
-    return BODIES[name](eqn.params)
-  if name in OPAQUE or not holds_program(eqn.params.values()):
-    return []
-  raise MpjaxValueError(
-    message(
-      f"walking a program: the primitive {name!r}",
-      expected="one of the higher-order primitives " + ", ".join(sorted(BODIES)),
-      got=f"one that holds a program in its parameters {sorted(eqn.params)}",
-      fix="Leave the function that uses it out of what is traced here, and report the name: how "
-      "often its program runs has to be known.",
-    )
-  )
-
-
-def holds_program(values: Iterable[Any]) -> bool:
-  """Whether one of the parameters of an equation is a program, or a sequence with one in it."""
-  for value in values:
-    if isinstance(value, (Jaxpr, ClosedJaxpr)):
-      return True
-    if isinstance(value, (tuple, list)) and holds_program(value):
-      return True
-  return False
+def _counted(program: Program) -> Iterator[Visit]:
+  """Walks a program, and warns of what is not in the count."""
+  for visit in walk(program):
+    if not visit.entered:
+      warn_not_entered(visit.eqn, "counting operations", "What it runs is not counted.")
+    yield visit
 
 
 def count_operations(program: Program) -> collections.Counter[str]:
   """Returns how often each first-order primitive is written in a program, loops counted once."""
-  names = (visit.eqn.primitive.name for visit in walk(program))
-  return collections.Counter(name for name in names if name not in BODIES)
+  names = (visit.eqn.primitive.name for visit in _counted(program))
+  return collections.Counter(name for name in names if name not in HIGHER_ORDER)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +103,7 @@ def products(program: Program) -> tuple[Product, ...]:
     program: a jaxpr, closed or not.
   """
   found = []
-  for eqn, times, certain in walk(program):
+  for eqn, times, certain, _ in _counted(program):
     name = eqn.primitive.name
     if name not in _FLOPS:
       continue

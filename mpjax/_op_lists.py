@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from jax.extend.core import Primitive
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message, nearest
-from mpjax._jaxpr import BODIES
+from mpjax._inner_jaxprs import HIGHER_ORDER
 from mpjax._op_reasons import CONDITIONS, GROUPS, PARTS, Predicate
 
 Ops: TypeAlias = Iterable[str | Primitive]
@@ -70,7 +70,7 @@ class OpLists:
     for part, entries in self._entries().items():
       where = f"OpLists({part}=...)"
       for name, entry in entries:
-        if name in BODIES:
+        if name in HIGHER_ORDER:
           raise _higher_order(where, name)
         if name in parts:
           raise MpjaxValueError(
@@ -221,7 +221,7 @@ class OpLists:
   def _known(self, where: str, op: str | Primitive) -> str:
     """Returns the name of a primitive that may be moved."""
     name = op.name if isinstance(op, Primitive) else op
-    if name in BODIES:
+    if name in HIGHER_ORDER:
       raise _higher_order(where, name)
     if name in _FIXED:
       raise MpjaxValueError(

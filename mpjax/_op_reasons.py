@@ -2,7 +2,7 @@
 
 `mpjax.OpLists` is made of these groups, and so is the page docs/op_lists.md. Names are those that
 `jax.make_jaxpr` prints. The higher-order primitives are not here: their bodies are entered, see
-`BODIES` in `_jaxpr.py`. Nor are the instructions of a Pallas kernel: a kernel is not entered.
+`_inner_jaxprs.py`. Nor are the instructions of a Pallas kernel: a kernel is not entered.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ GROUPS: tuple[Group, ...] = (
   ),
   _group(
     "float32",
-    "log log1p",
+    "log log1p log2",
     "Near 1 a rounding of the operand is all of the result; and the gradient 1/x of a small "
     "operand overflows float16.",
   ),
@@ -91,6 +91,11 @@ GROUPS: tuple[Group, ...] = (
     "Their operands are angles, often thousands of radians (positions times frequencies). The "
     "absolute error of the angle is the error of the result, and half types round 1000 to a "
     "multiple of 0.5 or of 4.",
+  ),
+  _group(
+    "float32",
+    "polynomial",
+    "It is a sum of powers, of large terms that cancel where it approximates a function.",
   ),
   _group(
     "float32",
@@ -193,14 +198,14 @@ GROUPS: tuple[Group, ...] = (
   ),
   _group(
     "keep",
-    "square",
-    "Exact but for one rounding; part of activation functions. Before a sum it runs in float32, "
-    "because its reader does.",
+    "one_minus_square square",
+    "Exact but for one rounding; part of activation functions and of their gradients. Before a sum "
+    "they run in float32, because their reader does.",
   ),
   _group(
     "keep",
     "approx_top_k argmax argmin cummax cummin pmax pmin reduce_max reduce_min reduce_window_max "
-    "reduce_window_min top_k",
+    "reduce_window_min top_k unreduced_pmax unreduced_pmin",
     "They choose among the values of their operand, exactly in its own type.",
   ),
   _group(
@@ -211,13 +216,14 @@ GROUPS: tuple[Group, ...] = (
   ),
   _group(
     "keep",
-    "layout_constraint reshard sharding_constraint with_memory_space_constraint",
+    "layout_constraint relayout reshard sharding_constraint with_memory_space_constraint",
     "They say where numbers are to be.",
   ),
   _group(
     "keep",
-    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute preduced "
-    "pvary reduced_vary_cast_p vary_unreduced_cast_p",
+    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast "
+    "pbroadcast_dynamic ppermute preduced pvary reduced_vary_cast reduced_vary_cast_p "
+    "vary_unreduced_cast vary_unreduced_cast_p",
     "They move numbers between devices and compute none; half sends half the bytes.",
   ),
   _group(
@@ -340,14 +346,14 @@ GROUPS: tuple[Group, ...] = (
   _group(
     "opaque",
     "call_exported call_hi_primitive call_hi_primitive_linearized compute_on core_map "
-    "cudnn_fusion custom_jvp_call_jaxpr custom_partitioning eval_jaxpr fused_call pallas_call "
+    "cudnn_fusion custom_jvp_call_jaxpr custom_partitioning fused_call pallas_call "
     "remat_opt run_state xla_metadata_call",
     "They hold a program of their own that is deliberately not entered: a kernel written by hand, "
     "or one that has been compiled or placed elsewhere.",
     fixed=True,
   ),
 )
-"""Every first-order primitive of JAX in exactly one place, with those of `CONDITIONS`."""
+"""Every first-order primitive of each supported JAX in exactly one place, with `CONDITIONS`."""
 
 
 def integer_pow_part(params: Mapping[str, Any]) -> Part:

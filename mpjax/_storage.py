@@ -1,15 +1,15 @@
 """In which dtype a program uses what it is given, and storing it in that: less, at no change."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from mpjax._jaxpr import opened
+from mpjax._inner_jaxprs import Inner, inner_jaxprs
 from mpjax._leaves import refuse_overflow
 from mpjax._named_arrays import path_text
 from mpjax._tree import cast_leaf, is_floating
@@ -23,14 +23,6 @@ _MOVES = frozenset(
   }
 )
 """Operations that move numbers about and leave each as it is: rounding may as well come before."""
-
-_ALIGNED = frozenset(
-  {
-    *("call", "checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call"),
-    *("custom_vmap_call", "jit", "remat2", "shard_map"),
-  }
-)
-"""Primitives whose operands are the inputs of the one program inside them, in order."""
 
 _HandedOn: TypeAlias = Callable[[int], set[Any]]
 _Readers: TypeAlias = Callable[[Jaxpr], Mapping[Any, Sequence[tuple[JaxprEqn, list[int]]]]]
@@ -195,10 +187,10 @@ def _uses_in(
   for inner, position in _inside(eqn, places):
     if inner is None:
       found.add(None)
-    elif name in _ALIGNED:
-      found |= _uses(inner, inner.invars[position], readers, result)
+    elif inner.times is None or inner.carry:
+      found |= _uses(inner.jaxpr, inner.jaxpr.invars[position], readers)
     else:
-      found |= _uses(inner, inner.invars[position], readers)
+      found |= _uses(inner.jaxpr, inner.jaxpr.invars[position], readers, result)
   return found
 
 
@@ -208,35 +200,18 @@ def _one_kind(eqn: JaxprEqn) -> bool:
   return all(v is floating[0] for v in floating)
 
 
-def _inside(eqn: JaxprEqn, places: Sequence[int]) -> list[tuple[Jaxpr | None, int]]:
-  """Returns the programs inside an equation that read the operands at `places`, and where.
+def _inside(eqn: JaxprEqn, places: Sequence[int]) -> Iterator[tuple[Inner | None, int]]:
+  """Yields the jaxprs inside an equation that read the operands at `places`, and where.
 
   None stands for a use that is not known, or one that may not change its dtype: a loop's carry.
   """
-  name, params = eqn.primitive.name, eqn.params
-  if name in _ALIGNED:
-    bodies = [v for v in params.values() if isinstance(v, (ClosedJaxpr, Jaxpr))]
-    if len(bodies) == 1:
-      return [(opened(bodies[0]), place) for place in places]
-  if name == "scan":
-    carried = range(params["num_consts"], params["num_consts"] + params["num_carry"])
-    body = opened(params["jaxpr"])
-    return [(None if place in carried else body, place) for place in places]
-  if name == "cond":
-    branches = [opened(branch) for branch in params["branches"]]
-    return [(branch if place > 0 else None, place - 1) for place in places for branch in branches]
-  if name == "while":
-    return [_inside_while(params, place) for place in places]
-  return [(None, place) for place in places]
-
-
-def _inside_while(params: Any, place: int) -> tuple[Jaxpr | None, int]:
-  of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
-  if place < of_condition:
-    return opened(params["cond_jaxpr"]), place
-  if place < of_condition + of_body:
-    return opened(params["body_jaxpr"]), place - of_condition
-  return None, place
+  found = inner_jaxprs(eqn) or ()
+  for place in places:
+    known = [(i, i.operands.index(place)) for i in found if place in (i.operands or ())]
+    for inner, position in known:
+      yield (None if position in inner.carry else inner), position
+    if not known:
+      yield None, place
 
 
 def _dtype(operand: Any) -> Any:

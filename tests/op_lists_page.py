@@ -5,7 +5,7 @@ python -m tests.op_lists_page
 
 import pathlib
 
-from mpjax._jaxpr import BODIES
+from mpjax._inner_jaxprs import HIGHER_ORDER
 from mpjax._op_reasons import CONDITIONS, GROUPS, PARTS
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "op_lists.md"
@@ -13,7 +13,7 @@ BEGIN, END = "<!-- lists -->", "<!-- end of lists -->"
 
 
 NOT_ENTERED = {"custom_linear_solve", "linear_call"}
-"""Of `BODIES`, which serves other walks too, those that autocast leaves as they are."""
+"""Of `HIGHER_ORDER`, which serves other walks too, those that autocast leaves as they are."""
 
 
 def tables() -> str:
@@ -30,7 +30,7 @@ def tables() -> str:
   lines += ["| primitive | part | why |", "|---|---|---|"]
   lines += [f"| `{c.name}` | {c.text} | {c.reason} |" for c in CONDITIONS]
   lines += ["", "### higher-order", "", "The programs that these hold are entered:", ""]
-  lines += [_code(sorted(set(BODIES) - NOT_ENTERED)), ""]
+  lines += [_code(sorted(set(HIGHER_ORDER) - NOT_ENTERED)), ""]
   lines += [
     "Those of these run as they were traced, since they come with others that must agree:",
     "",

@@ -7,6 +7,7 @@ while (once, since nobody knows how often it runs), remat, custom derivatives, s
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -154,6 +155,7 @@ def dtypes_of(program: ClosedJaxpr, *primitives: str) -> set[str]:
 _UNOPTIMIZED = {
   "xla_backend_optimization_level": 0,
   "xla_llvm_disable_expensive_passes": True,
+  # Of jaxlib 0.10; later ones have but one way to write a fusion.
   "xla_cpu_use_fusion_emitters": False,
   # Or else the rounding of a bfloat16 result is left out where float32 reads it.
   "xla_allow_excess_precision": False,
@@ -179,7 +181,25 @@ def jitted(fun: Any) -> Any:
 
 
 def _options() -> dict[str, Any] | None:
-  return _UNOPTIMIZED if jax.default_backend() == "cpu" else None
+  return _known() if jax.default_backend() == "cpu" else None
+
+
+@functools.cache
+def _known() -> dict[str, Any]:
+  """The options that this jaxlib has. Without the one about rounding results would differ."""
+  found = {k: v for k, v in _UNOPTIMIZED.items() if _compiles({k: v})}
+  assert "xla_allow_excess_precision" in found
+  return found
+
+
+def _compiles(options: dict[str, Any]) -> bool:
+  try:
+    jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    return True
+  except jax.errors.JaxRuntimeError as error:
+    if "No such compile option" not in str(error):
+      raise
+    return False
 
 
 def bits(tree: Any) -> list[bytes]:

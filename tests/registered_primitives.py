@@ -2,9 +2,10 @@
 
 python -m tests.registered_primitives
 
-The first are those that exist once every public module of JAX is imported, but for Pallas and
-Mosaic: most of theirs are instructions of a kernel. The second are those after `import
-jax.experimental.pallas` too. In a process of its own, since a test may make primitives as well.
+The first are those that exist once every public module of JAX is imported, but for Pallas,
+Mosaic and Thunky: most of theirs are instructions of a kernel or an executable. The second are
+those after `import jax.experimental.pallas` too. In a process of its own, since a test may make
+primitives as well.
 """
 
 import gc
@@ -17,8 +18,8 @@ from collections.abc import Iterable, Iterator
 import jax
 from jax.extend.core import Primitive
 
-NOT_IMPORTED = ("_src", "collect_profile", "jax2tf", "mosaic", "pallas", "tools")
-"""Internals; scripts; what needs TensorFlow; kernels."""
+NOT_IMPORTED = ("_src", "collect_profile", "jax2tf", "mosaic", "pallas", "thunky", "tools")
+"""Internals; scripts; what needs TensorFlow; kernels and the steps of an executable."""
 
 
 def alive() -> set[str]:

@@ -17,6 +17,7 @@ RANKS = {
   # rank 0: nothing of ours
   "_compat": 0,
   "_errors": 0,
+  "_inner_jaxprs": 0,
   "_types": 0,
   # rank 1: values, trees, programs
   "_dtypes": 1,
@@ -241,6 +242,38 @@ def check_versions_in_compat(sources: Sources) -> list[str]:
   return wrong
 
 
+def check_parameters_in_the_reader(sources: Sources) -> list[str]:
+  """Returns where another module looks up a parameter of a higher-order primitive.
+
+  That is a subscript, the key of a dict, or an argument of `get` and `pop`, of one of their names.
+  """
+  wrong = []
+  for path, source in sources.items():
+    if part(path) == "_inner_jaxprs":
+      continue
+    for node in ast.walk(ast.parse(source)):
+      keys: list[ast.expr | None] = []
+      if isinstance(node, ast.Subscript):
+        keys = [node.slice]
+      elif isinstance(node, ast.Dict):
+        keys = list(node.keys)
+      elif isinstance(node, ast.Call) and called(node) in ("get", "pop"):
+        keys = list(node.args[:1])
+      wrong += [
+        f"{path}:{node.lineno}: the parameter {key.value!r}; ask mpjax/_inner_jaxprs.py"
+        for key in keys
+        if isinstance(key, ast.Constant) and key.value in INNER_PARAMETERS
+      ]
+  return wrong
+
+
+INNER_PARAMETERS = {
+  *("_prim", "body_jaxpr", "body_nconsts", "branches", "call", "call_jaxpr", "callee"),
+  *("cond_jaxpr", "cond_nconsts", "const_lengths", "donated_invars", "ft_in", "ft_out", "jaxpr"),
+  *("jaxprs", "length", "linear", "newly_manual_axes", "num_carry", "num_consts"),
+}
+
+
 def own_private_names(sources: Sources) -> set[str]:
   """Returns the private names that mpjax itself defines: functions, fields, attributes of self."""
   found = set(NAMEDTUPLE_METHODS)
@@ -444,6 +477,12 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
     "version": {"mpjax/_tree.py": "import jax\nif jax.__version__ > '0.10': pass"},
     "hasattr": {"mpjax/_tree.py": "import jax.numpy as jnp\nhasattr(jnp, 'float8')"},
   },
+  check_parameters_in_the_reader: {
+    "a subscript": {"mpjax/_tree.py": "def f(eqn):\n  return eqn.params['num_carry']"},
+    "of a name": {"mpjax/_autocast/_x.py": "def f(params):\n  return params['ft_in'].unpack()"},
+    "get": {"mpjax/_tree.py": "def f(eqn):\n  return eqn.params.get('branches', ())"},
+    "a new dict": {"mpjax/_tree.py": "def f(eqn, new):\n  return {**eqn.params, 'jaxpr': new}"},
+  },
   check_no_private_names_of_others: {
     "import": {"mpjax/linen/_x.py": "from flax.linen.module import _context"},
     "module": {"mpjax/linen/_x.py": "from flax._x import f"},
@@ -519,10 +558,12 @@ def test_checks_accept_what_is_allowed():
       "def h(x) -> MpjaxTypeError:\n"
       "  return MpjaxTypeError(message('g', expected='', got=x, fix=''))\n"
       "def i(x):\n  e = h(x)\n  if x:\n    raise e\n  raise h(x)\n"
-      "def f(p, t):\n  p._replace()\n  return p._x, hasattr(p, 'dtype')"
+      "def f(p, t):\n  p._replace()\n  return p._x, hasattr(p, 'dtype'), p.params['dimension']"
     ),
+    "mpjax/_inner_jaxprs.py": "def f(eqn):\n  return eqn.params['jaxpr']",
     "mpjax/linen/_params.py": "from mpjax._policy import P",
     "tests/test_errors.py": "",
+    "tests/test_inner_jaxprs.py": "",
     "tests/test_policy.py": "",
     "tests/linen/test_intercept.py": "",
     "tests/linen/test_params.py": "",

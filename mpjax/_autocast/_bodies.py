@@ -10,7 +10,7 @@ from mpjax._autocast._demands import HALF, RESULT, of_loop
 from mpjax._autocast._rewrite import Rewriter, Rewritten
 from mpjax._autocast._scopes import names_of, region
 from mpjax._autocast._values import FLOAT32, Dtype, Kind, Scope, Settings, dtype_of, kept
-from mpjax._jaxpr import BODIES, opened
+from mpjax._inner_jaxprs import HIGHER_ORDER, Inner, donated, inner_jaxprs, with_inner
 
 Kinds = tuple[Kind | None, ...]
 
@@ -47,7 +47,7 @@ def rewrite(
   ]
   self.given(jaxpr.invars)
   for eqn in jaxpr.eqns:
-    if eqn.primitive.name in BODIES:
+    if eqn.primitive.name in HIGHER_ORDER:
       _enter(self, eqn)
     else:
       self.first_order(eqn)
@@ -89,26 +89,27 @@ def _inside(
 def _enter(self: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds programs."""
   scope, half = self.place(eqn)
+  found = inner_jaxprs(eqn)
+  if found is None:
+    return self.not_entered(eqn)
   rule = _RULES.get(eqn.primitive.name)
   if rule is None or (half is None and not _entered_inside(eqn, scope, self.settings)):
     return self.untouched(eqn)
-  return rule(self, eqn)
+  return rule(self, eqn, found)
 
 
 def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
   """Whether some scope inside of an equation that stays as it is has a rule of its own."""
   if not settings.rules:
     return False
-  bodies = [body for body, _ in BODIES[eqn.primitive.name](eqn.params)]
-  return any(_entered(opened(body), scope, settings) for body in bodies)
+  return any(_entered(i.jaxpr, scope, settings) for i in inner_jaxprs(eqn) or ())
 
 
 @kept
 def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
   places = [(eqn, scope + names_of(str(eqn.source_info.name_stack))) for eqn in jaxpr.eqns]
   return any(
-    region(place, settings) is not None
-    or (eqn.primitive.name in BODIES and _entered_inside(eqn, place, settings))
+    region(place, settings) is not None or _entered_inside(eqn, place, settings)
     for eqn, place in places
   )
 
@@ -150,42 +151,37 @@ def _replaced(old: Any, new: Rewritten) -> Any:
   return ClosedJaxpr(new.jaxpr, old.consts) if old.consts else new.closed
 
 
-def _call(self: Rewriter, eqn: JaxprEqn) -> None:
+def _call(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   """A program that runs once, between the operands and the results."""
-  body = BODIES[eqn.primitive.name](eqn.params)[0][0]
-  key = next(k for k, v in eqn.params.items() if v is body)
-  jaxpr = opened(body)
+  body, jaxpr = found[0].program, found[0].jaxpr
   atoms, ins = _operands(self, eqn)
-  donated = eqn.params.get("donated_invars") or (False,) * len(atoms)
-  if any(donated):
-    for i, gone in enumerate(donated):
-      if gone and ins[i] is not None:  # Its memory is to be taken over: that has the old size.
-        atoms[i] = self.original(eqn.invars[i], eqn)
-        ins = (*ins[:i], Kind(dtype_of(jaxpr.invars[i])), *ins[i + 1 :])
+  for i, gone in enumerate(donated(eqn)):
+    if gone and ins[i] is not None:  # Its memory is to be taken over: that has the old size.
+      atoms[i] = self.original(eqn.invars[i], eqn)
+      ins = (*ins[:i], Kind(dtype_of(jaxpr.invars[i])), *ins[i + 1 :])
   outs = (None,) * len(eqn.outvars)
   new = _inside(jaxpr, ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
-  params = {**eqn.params, key: _replaced(body, new)}
+  params = with_inner(eqn, [_replaced(body, new)])
   self.write(eqn, atoms, new.outs, params, once=_once(self, eqn))
 
 
-def _composite(self: Rewriter, eqn: JaxprEqn) -> None:
+def _composite(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   """A program that a compiler may replace by a kernel: outside it has the types that this has."""
-  body = eqn.params["jaxpr"]
+  body = found[0].program
   atoms = [self.original(atom, eqn) for atom in eqn.invars]
   ins = tuple(self.kind_of(v, neutral=True) for v in eqn.invars)
   kinds = [self.kind_of(v) for v in eqn.outvars]
   outs = tuple(None if k is None else k.dtype for k in kinds)
-  new = _inside(body.jaxpr, ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
-  self.write(eqn, atoms, kinds, {**eqn.params, "jaxpr": _replaced(body, new)})
+  new = _inside(found[0].jaxpr, ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
+  self.write(eqn, atoms, kinds, with_inner(eqn, [_replaced(body, new)]))
 
 
-def _custom(self: Rewriter, eqn: JaxprEqn) -> None:
+def _custom(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   """A function with a rule of its own for derivatives or batches."""
-  body: Any = BODIES[eqn.primitive.name](eqn.params)[0][0]
   atoms, ins = _operands(self, eqn)
   settings, scope = self.settings, _scope(self, eqn)
   outs = (None,) * len(eqn.outvars)
-  new = _inside(body.jaxpr, ins, outs, _wanted(self, eqn), settings, scope)
+  new = _inside(found[0].jaxpr, ins, outs, _wanted(self, eqn), settings, scope)
 
   def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[Dtype | None]) -> Rewritten:
     return rewrite(jaxpr, ins, outs, (0,) * len(outs), settings, scope)
@@ -194,20 +190,19 @@ def _custom(self: Rewriter, eqn: JaxprEqn) -> None:
   self.write(made, made.invars, new.outs, once=_once(self, eqn))
 
 
-def _cond(self: Rewriter, eqn: JaxprEqn) -> None:
+def _cond(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   """Branches that must agree: where one hands on float32, all do."""
   atoms, ins = _operands(self, eqn)
   wanted, scope = _wanted(self, eqn), _scope(self, eqn)
-  branches = eqn.params["branches"]
 
   def every(outs: tuple[Dtype | None, ...]) -> list[Rewritten]:
-    return [_inside(b.jaxpr, ins[1:], outs, wanted, self.settings, scope) for b in branches]
+    return [_inside(b.jaxpr, _ins(b, ins), outs, wanted, self.settings, scope) for b in found]
 
   free = every((None,) * len(eqn.outvars))
   kinds = [_agreed(each, want) for want, *each in zip(wanted, *(b.outs for b in free), strict=True)]
   new = every(tuple(None if k is None else k.dtype for k in kinds))
-  closed = tuple(_replaced(b, n) for b, n in zip(branches, new, strict=True))
-  self.write(eqn, atoms, kinds, {**eqn.params, "branches": closed}, once=_once(self, eqn))
+  closed = [_replaced(b.program, n) for b, n in zip(found, new, strict=True)]
+  self.write(eqn, atoms, kinds, with_inner(eqn, closed), once=_once(self, eqn))
 
 
 def _agreed(kinds: Sequence[Kind | None], wanted: int) -> Kind | None:
@@ -220,32 +215,42 @@ def _agreed(kinds: Sequence[Kind | None], wanted: int) -> Kind | None:
   return order[0] if order else None
 
 
-def _carry(
-  self: Rewriter,
-  body: Jaxpr,
-  ins: Kinds,
-  before: int,
-  carry: int,
-  wanted: tuple[int, ...],
-  scope: Scope,
+def _ins(inner: Inner, ins: Kinds) -> Kinds:
+  """The kinds of the inputs of an inner jaxpr, of those of the operands of the equation."""
+  return tuple(ins[place] for place in inner.operands or ())
+
+
+def _loop(
+  self: Rewriter, eqn: JaxprEqn, body: Inner, ins: Kinds, wanted: tuple[int, ...]
 ) -> tuple[Rewritten, Kinds]:
   """Rewrites the body of a loop. What it carries is half if it starts and goes on in half.
 
+  Args:
+    self: the rewriting that the loop is part of.
+    eqn: the loop.
+    body: its body.
+    ins: the kinds of its operands.
+    wanted: what is wanted of its results.
+
   Returns:
-    The body, and the kinds of what comes in, of which the carry has those it has at each turn.
+    The body, and the kinds of the operands, of which the carry has those it has in each iteration.
   """
-  start = ins[before : before + carry]
-  state = [k if k is None else Kind(k.dtype) for k in start]
+  jaxpr, carry, scope = body.jaxpr, body.carry, _scope(self, eqn)
+  wanted = of_loop(jaxpr, carry.start, len(carry), wanted, self.settings)
+  free = (None,) * len(jaxpr.outvars)
+  given = _ins(body, ins)
+  state = [k if k is None else Kind(k.dtype) for k in given[carry.start : carry.stop]]
   while True:
-    ins = (*ins[:before], *state, *ins[before + carry :])
-    free = (None,) * len(body.outvars)
-    new = _inside(body, ins, free, wanted, self.settings, scope)
-    back = [_wider(*each) for each in zip(state, new.outs[:carry], strict=True)]
+    given = (*given[: carry.start], *state, *given[carry.stop :])
+    new = _inside(jaxpr, given, free, wanted, self.settings, scope)
+    back = [_wider(*each) for each in zip(state, new.outs[: len(carry)], strict=True)]
     if back == state:
       break
     state = back
-  fixed = (*(None if k is None else k.dtype for k in state), *free[carry:])
-  return _inside(body, ins, fixed, wanted, self.settings, scope), ins
+  fixed = (*(None if k is None else k.dtype for k in state), *free[len(carry) :])
+  new = _inside(jaxpr, given, fixed, wanted, self.settings, scope)
+  kinds = dict(zip(body.operands or (), given, strict=True))
+  return new, tuple(kinds.get(i, kind) for i, kind in enumerate(ins))
 
 
 def _wider(state: Kind | None, handed_on: Kind | None) -> Kind | None:
@@ -254,54 +259,44 @@ def _wider(state: Kind | None, handed_on: Kind | None) -> Kind | None:
   return Kind(handed_on.dtype)
 
 
-def _carried(self: Rewriter, eqn: JaxprEqn, atoms: list[Any], ins: Kinds, first: int) -> list[Any]:
-  """The operands, with the start of the carry in the dtype that it has at each turn."""
+def _carried(self: Rewriter, eqn: JaxprEqn, body: Inner, atoms: list[Any], ins: Kinds) -> list[Any]:
+  """The operands, with the start of the carry in the dtype that it has in each iteration."""
   made = list(atoms)
-  for i, kind in enumerate(ins[first:], start=first):
+  for i in (body.operands or ())[body.carry.start : body.carry.stop]:
+    kind = ins[i]
     if kind is not None and made[i].aval.dtype != kind.dtype:
       value = self.value(eqn.invars[i], kind.dtype)
       made[i] = made[i] if value is None else self.view(value, kind.dtype, eqn)
   return made
 
 
-def _scan(self: Rewriter, eqn: JaxprEqn) -> None:
-  params = eqn.params
-  consts, carry = params["num_consts"], params["num_carry"]
+def _scan(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+  (body,) = found
   atoms, ins = _operands(self, eqn)
-  body = params["jaxpr"]
-  wanted = of_loop(body.jaxpr, consts, carry, _wanted(self, eqn), self.settings)
-  new, ins = _carry(self, body.jaxpr, ins, consts, carry, wanted, _scope(self, eqn))
-  atoms = _carried(self, eqn, atoms, ins, consts)
-  self.write(eqn, atoms, new.outs, {**params, "jaxpr": _replaced(body, new)})
+  new, ins = _loop(self, eqn, body, ins, _wanted(self, eqn))
+  atoms = _carried(self, eqn, body, atoms, ins)
+  self.write(eqn, atoms, new.outs, with_inner(eqn, [_replaced(body.program, new)]))
 
 
-def _while(self: Rewriter, eqn: JaxprEqn) -> None:
-  params = eqn.params
-  of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-  carry = len(eqn.outvars)
-  atoms, ins = _operands(self, eqn)
-  body, test = params["body_jaxpr"], params["cond_jaxpr"]
-  scope = _scope(self, eqn)
+def _while(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+  test, body = found
+  atoms, given = _operands(self, eqn)
   # Nothing is kept of it for a backward pass, and whether it ends may depend on its last bits.
-  ins = (
-    *ins[: of_cond + of_body],
-    *(
-      Kind(FLOAT32) if kind is not None and dtype_of(atom) == FLOAT32 else kind
-      for atom, kind in zip(eqn.invars[of_cond + of_body :], ins[of_cond + of_body :], strict=True)
-    ),
-  )
-  wanted = of_loop(body.jaxpr, of_body, carry, _wanted(self, eqn), self.settings)
-  new, inner = _carry(self, body.jaxpr, ins[of_cond:], of_body, carry, wanted, scope)
-  ins = (*ins[:of_cond], *inner)
-  state = ins[of_cond + of_body :]
-  atoms = _carried(self, eqn, atoms, ins, of_cond + of_body)
-  tested = _inside(test.jaxpr, (*ins[:of_cond], *state), (None,), (0,), self.settings, scope)
-  both = {"body_jaxpr": _replaced(body, new), "cond_jaxpr": _replaced(test, tested)}
-  self.write(eqn, atoms, new.outs, {**params, **both})
+  ins = list(given)
+  for i in (body.operands or ())[body.carry.start : body.carry.stop]:
+    if ins[i] is not None and dtype_of(eqn.invars[i]) == FLOAT32:
+      ins[i] = Kind(FLOAT32)
+  new, given = _loop(self, eqn, body, tuple(ins), _wanted(self, eqn))
+  atoms = _carried(self, eqn, body, atoms, given)
+  scope = _scope(self, eqn)
+  tested = _inside(test.jaxpr, _ins(test, given), (None,), (0,), self.settings, scope)
+  both = [_replaced(test.program, tested), _replaced(body.program, new)]
+  self.write(eqn, atoms, new.outs, with_inner(eqn, both))
 
 
-_RULES: Mapping[str, Callable[[Rewriter, JaxprEqn], None]] = {
-  **dict.fromkeys(("call", "checkpoint", "closed_call", "jit", "remat2", "shard_map"), _call),
+_RULES: Mapping[str, Callable[[Rewriter, JaxprEqn, tuple[Inner, ...]], None]] = {
+  **dict.fromkeys(("call", "checkpoint", "closed_call", "eval_jaxpr", "jit"), _call),
+  **dict.fromkeys(("program_order", "remat2", "shard_map"), _call),
   **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"), _custom),
   "composite": _composite,
   "cond": _cond,

@@ -9,6 +9,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mpjax._compat import is_in_program
+from mpjax._inner_jaxprs import with_inner
 
 _LONG = 64
 """Equations. A shorter program is written out: for the eye, and since a call costs time too."""
@@ -48,5 +49,5 @@ def called(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]
   placeholder.__name__ = name
   program = jax.make_jaxpr(jax.jit(placeholder))(*operands).jaxpr
   call = program.eqns[-1]
-  call = call.replace(params={**call.params, "jaxpr": closed}, effects=closed.effects)
+  call = call.replace(params=with_inner(call, [closed]), effects=closed.effects)
   return eval_jaxpr(program.replace(eqns=[call], effects=closed.effects), (), *operands)

@@ -20,6 +20,7 @@ from mpjax._autocast._call import called
 from mpjax._autocast._rewrite import Rewritten
 from mpjax._autocast._values import FLOATS, Dtype, Kind
 from mpjax._compat import context_of
+from mpjax._inner_jaxprs import closed_over, inner_jaxprs, with_inner
 
 Rewrite: TypeAlias = Callable[[Jaxpr, tuple[Kind | None, ...], Sequence[Dtype | None]], Rewritten]
 """Rewrites a program for kinds of arguments and dtypes of results, of which None is free."""
@@ -43,8 +44,7 @@ class Rule(NamedTuple):
 
 def with_rule(rule: Rule, operands: Sequence[Any], body: Jaxpr) -> JaxprEqn:
   """Returns the equation with a new body, and its own derivative rule rewritten too."""
-  key, old = _body(rule)
-  closed = ClosedJaxpr(body, old.consts)
+  closed = ClosedJaxpr(body, _closed(rule).consts)
 
   def call(*operands: Any) -> list[Any]:
     return called(closed, operands, rule.eqn.primitive.name)
@@ -52,13 +52,13 @@ def with_rule(rule: Rule, operands: Sequence[Any], body: Jaxpr) -> JaxprEqn:
   custom = _CUSTOM[rule.eqn.primitive.name](rule, call)
   with context_of(rule.eqn):
     made = jax.make_jaxpr(custom)(*(a.aval for a in operands)).jaxpr.eqns[-1]
-  return rule.eqn.replace(invars=list(operands), params={**made.params, key: closed})
+  return rule.eqn.replace(invars=list(operands), params=with_inner(made, [closed]))
 
 
-def _body(rule: Rule) -> tuple[str, ClosedJaxpr]:
-  """The parameter that holds the program of a function with a rule, and that program."""
-  key = "call" if rule.eqn.primitive.name == "custom_vmap_call" else "call_jaxpr"
-  return key, rule.eqn.params[key]
+def _closed(rule: Rule) -> Any:
+  """The program of a function with a rule."""
+  (inner,) = inner_jaxprs(rule.eqn) or ()
+  return inner.program
 
 
 def _as_traced(rule: Rule, operands: Sequence[Any]) -> list[Any]:
@@ -66,7 +66,7 @@ def _as_traced(rule: Rule, operands: Sequence[Any]) -> list[Any]:
   # New variables: an operand may be there twice, or be a literal.
   variables: list[Any] = [Var(a.aval) for a in rule.eqn.invars]
   alone = rule.eqn.replace(invars=variables)
-  body = _body(rule)[1].jaxpr  # Of the same arguments and results, with names.
+  body = _closed(rule).jaxpr  # Of the same arguments and results, with names.
   one = body.replace(
     constvars=[], invars=variables, outvars=alone.outvars, eqns=[alone], effects=alone.effects
   )
@@ -146,17 +146,12 @@ class _Static:
 def _custom_vjp(rule: Rule, call: Callable[..., list[Any]]) -> Callable[..., Any]:
   custom = jax.custom_vjp(call)
   forward, backward = functools.partial(_forward, rule), functools.partial(_backward, rule)
-  custom.defvjp(forward, backward, symbolic_zeros=_closes_over(rule) > 0)
+  custom.defvjp(forward, backward, symbolic_zeros=closed_over(rule.eqn) > 0)
   return custom
 
 
-def _closes_over(rule: Rule) -> int:
-  """The number of operands, the first ones, that the user's function closes over."""
-  return rule.eqn.params["num_consts"]
-
-
 def _forward(rule: Rule, *operands: Any) -> Any:
-  if _closes_over(rule):
+  if closed_over(rule.eqn):
     # No gradient may flow to them. If one does, JAX's own error comes from the user's rule.
     moving = tuple(i for i, p in enumerate(operands) if p.perturbed)
     primals = [p.value for p in operands]

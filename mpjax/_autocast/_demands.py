@@ -1,12 +1,11 @@
 """What the readers of each value want: looked up backwards, before a program is rewritten."""
 
-import functools
 from collections.abc import Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from mpjax._autocast._values import FLOATS, Settings, dtype_of, kept
-from mpjax._jaxpr import BODIES, opened
+from mpjax._inner_jaxprs import HIGHER_ORDER, inner_jaxprs
 
 FULL = 1
 """Some operation of the float32 list reads it, at once or behind others without an opinion."""
@@ -38,7 +37,7 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
   parts = settings.ops.part_of
   for eqn in reversed(jaxpr.eqns):
     name = eqn.primitive.name
-    if name in BODIES:
+    if name in HIGHER_ORDER:
       wants = _of_operands(eqn, tuple(found.get(v, 0) for v in eqn.outvars), settings)
       for atom, want in zip(eqn.invars, wants, strict=True):
         if want and not isinstance(atom, Literal):
@@ -65,25 +64,18 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
 
 def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
   """What an equation that holds programs wants of each operand."""
-  name, params = eqn.primitive.name, eqn.params
-  if name == "scan":
-    consts, carry = params["num_consts"], params["num_carry"]
-    body = params["jaxpr"].jaxpr
-    return of_inputs(body, of_loop(body, consts, carry, outs, settings), settings)
-  if name == "while":
-    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-    turned = params["body_jaxpr"].jaxpr
-    body = of_inputs(turned, of_loop(turned, of_body, len(outs), outs, settings), settings)
-    test = of_inputs(params["cond_jaxpr"].jaxpr, (0,), settings)
-    carry = [a | b for a, b in zip(body[of_body:], test[of_cond:], strict=True)]
-    return (*test[:of_cond], *body[:of_body], *carry)
-  if name == "cond":
-    branches = [of_inputs(b.jaxpr, outs, settings) for b in params["branches"]]
-    return (0, *(functools.reduce(int.__or__, each) for each in zip(*branches, strict=True)))
-  jaxpr = opened(BODIES[name](params)[0][0])
-  if len(jaxpr.invars) != len(eqn.invars) or len(jaxpr.outvars) != len(outs):
+  found = inner_jaxprs(eqn)
+  if not found or any(inner.operands is None for inner in found):
     return (FULL,) * len(eqn.invars)
-  return of_inputs(jaxpr, outs, settings)
+  wants = [0] * len(eqn.invars)
+  for inner in found:
+    jaxpr = inner.jaxpr
+    wanted = outs if inner.returns else (0,) * len(jaxpr.outvars)
+    if inner.carry:
+      wanted = of_loop(jaxpr, inner.carry.start, len(inner.carry), wanted, settings)
+    for place, want in zip(inner.operands or (), of_inputs(jaxpr, wanted, settings), strict=True):
+      wants[place] |= want
+  return wants
 
 
 def of_loop(

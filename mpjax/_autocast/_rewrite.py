@@ -1,6 +1,5 @@
 """Writing a program anew with other dtypes: one equation after the other, nothing is executed."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from mpjax._autocast._values import (
   retyped,
   shape_of,
 )
-from mpjax._jaxpr import holds_program
+from mpjax._inner_jaxprs import inner_jaxprs, warn_not_entered
 
 _EXACT = frozenset(
   """abs argmax argmin broadcast_in_dim concatenate copy cummax cummin dynamic_slice
@@ -34,16 +33,6 @@ _EXACT = frozenset(
   sort split squeeze stop_gradient top_k transpose""".split()  # noqa: SIM905
 )
 """They choose and move numbers, and compute none: of half operands they lose nothing in half."""
-
-
-def _warn_of(eqn: JaxprEqn) -> None:
-  warnings.warn(
-    f"mpjax.autocast: the primitive {eqn.primitive.name!r} holds a program in its parameters "
-    f"{sorted(eqn.params)}, and this version does not know how to enter it. It runs as it was "
-    "traced, in the dtypes that it was traced with.",
-    UserWarning,
-    stacklevel=2,
-  )
 
 
 class Rewritten(NamedTuple):
@@ -213,6 +202,12 @@ class Rewriter:
     operands = [self.original(atom, eqn) for atom in eqn.invars]
     self.write(eqn, operands, [self.kind_of(v) for v in eqn.outvars])
 
+  def not_entered(self, eqn: JaxprEqn) -> None:
+    """Writes an equation as it was, since it is not known how it runs the jaxprs that it holds."""
+    instead = "It runs as it was traced, in the dtypes that it was traced with."
+    warn_not_entered(eqn, "mpjax.autocast", instead)
+    self.untouched(eqn)
+
   def original(self, atom: Any, eqn: JaxprEqn) -> Any:
     """Returns an operand in the dtype that it was traced with."""
     value = None if isinstance(atom, Literal) else self._env.get(atom)
@@ -230,9 +225,8 @@ class Rewriter:
     part = self._part_of(name, eqn.params)
     scope, half = self.place(eqn)
     if half is None or part is None or part == "opaque":
-      if part is None and holds_program(eqn.params.values()):
-        _warn_of(eqn)
-      return self.untouched(eqn)
+      unknown = part is None and inner_jaxprs(eqn) is None
+      return self.not_entered(eqn) if unknown else self.untouched(eqn)
     if name == "convert_element_type":
       return self._convert(eqn, scope, half)
     values, once, wide, known = [], True, False, False

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr
 from mpjax._autocast._values import FLOAT32, Dtype, Scope, Settings
 from mpjax._errors import UnmatchedRuleError, message, nearest
 from mpjax._full_precision import SCOPE as FULL_PRECISION
-from mpjax._jaxpr import BODIES, opened
+from mpjax._inner_jaxprs import inner_jaxprs
 from mpjax._rules import Rule, first_match
 
 _TRANSFORM = re.compile(
@@ -81,6 +81,5 @@ def _collect(jaxpr: Jaxpr, scope: Scope, found: set[Scope]) -> None:
   for eqn in jaxpr.eqns:
     here = scope + names_of(str(eqn.source_info.name_stack))
     found.add(here)
-    bodies = BODIES[eqn.primitive.name](eqn.params) if eqn.primitive.name in BODIES else []
-    for body, _ in bodies:
-      _collect(opened(body), here, found)
+    for inner in inner_jaxprs(eqn) or ():
+      _collect(inner.jaxpr, here, found)

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from mpjax._errors import MpjaxValueError
 from mpjax._jaxpr import walk
 from mpjax._loss_scale_config import INT32_MAX
 from mpjax._tree import all_finite
@@ -237,11 +236,8 @@ def _warn_without_float16(
   part = jax.eval_shape(lambda b: first_micro_batch(b, accumulate), batch)
   traced = checked(loss_fn)
   program = jax.make_jaxpr(traced)(state.params, state.model_state, part, state.rng)
-  try:
-    float16 = any(_in_float16(visit.eqn) for visit in walk(program))
-  except MpjaxValueError:  # A primitive unknown to this version: it may hold anything.
-    return
-  if not float16:
+  # A primitive that this version cannot enter may hold anything.
+  if not any(_in_float16(visit.eqn) or not visit.entered for visit in walk(program)):
     warnings.warn(
       "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "
       "float16. bfloat16 and float32 have the range to do without: StaticLossScale(1) skips bad "

@@ -4,6 +4,7 @@ A call is a function of float32 arrays, made with what JAX exports. Values are s
 overflows or is undefined, before and after rounding to half.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType
 
 
@@ -170,6 +170,12 @@ FLOAT32: dict[str, Sample] = {
   "zeta": _elementwise(lax.zeta, 2.0, 1.0, smooth=()),
 }
 
+if hasattr(lax, "polynomial"):  # From jax 0.12 on.
+  FLOAT32 |= {
+    "log2": _elementwise(lax.log2),
+    "polynomial": _elementwise(lambda x: lax.polynomial(x, [0.25, 1.5, -2.0])),
+  }
+
 # Promote: two operands or more.
 
 
@@ -202,11 +208,16 @@ PROMOTE: dict[str, Sample] = {
   "select_n": _elementwise(
     lambda x, y: lax.select_n(jnp.asarray(np.eye(3, 4, dtype=bool)), x, y), 0.0, 0.0
   ),
-  "shard_alike": _elementwise(lambda x, y: shard_alike(x, y), 0.0, 0.0),
   "sort": _elementwise(lambda x, y: lax.sort((x, y), num_keys=1), 0.0, 0.0),
   "stack": _elementwise(lambda x, y: lax.stack([x, y]), 0.0, 0.0),
   "sub": _elementwise(lax.sub, 0.0, 0.0),
 }
+
+try:  # Until jax 0.11.
+  shard_alike = importlib.import_module("jax.experimental.shard_alike").shard_alike
+  PROMOTE["shard_alike"] = _elementwise(lambda x, y: shard_alike(x, y), 0.0, 0.0)
+except ImportError:
+  pass
 
 NO_SAMPLE = {
   "ragged_all_to_all": "has no implementation on CPU devices",
@@ -214,5 +225,7 @@ NO_SAMPLE = {
 }
 """Primitives that promote and cannot be called here, and why."""
 
-PASSED_ON = ("device_put", "optimization_barrier", "shard_alike", "sort")
+PASSED_ON = [
+  name for name in PROMOTE if name in ("device_put", "optimization_barrier", "shard_alike", "sort")
+]
 """Primitives that promote nothing, since each operand comes out as itself."""
