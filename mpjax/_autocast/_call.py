@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -31,9 +32,17 @@ def run(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], name: str)
   values = [*consts, *operands]
   tracers = [x for x in values if isinstance(x, Tracer)]
   if len(jaxpr.eqns) < _LONG or not tracers or not all(map(is_in_program, tracers)):
-    return eval_jaxpr(jaxpr, consts, *operands)
+    outs = eval_jaxpr(jaxpr, consts, *operands)
+    # A literal comes back as a number of Python's or NumPy's.
+    return [_array(x, v.aval) for x, v in zip(outs, jaxpr.outvars, strict=True)]
   whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
   return called(ClosedJaxpr(whole, ()), values, name)
+
+
+def _array(x: Any, aval: Any) -> Any:
+  if isinstance(x, jax.Array):
+    return x
+  return jnp.asarray(np.asarray(x).item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
 
 
 def called(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]:

@@ -124,3 +124,33 @@ def test_inside_of_shard_map(devices):
 def test_a_program_by_hand():
   jaxpr = jax.make_jaxpr(lambda x, y: (x + y, 3.0))(1.0, 2.0).jaxpr
   assert run(jaxpr, (), [jnp.float32(1), jnp.float32(2)], "f") == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_results_are_arrays_and_have_the_types_that_they_have_without(outside):
+  """A constant result is a literal of the program, which JAX keeps as a number of its own class."""
+
+  def loss(w):
+    aux = {
+      "weak": jnp.asarray(0.5),
+      "number": jnp.float32(3),
+      "count": jnp.int32(7),
+      "flag": jnp.asarray(True),
+      "matrix": jnp.zeros((2, 2)),
+    }
+    seen.append(aux["number"].shape)
+    return (w @ w).sum(), aux
+
+  seen = []
+  _, want = loss(X[:, :2])
+  (_, aux), _ = outside(jax.value_and_grad(mpjax.autocast(loss), has_aux=True))(X[:, :2])
+  for name, x in aux.items():
+    assert isinstance(x, jax.Array), name
+    assert jax.typeof(x) == jax.typeof(want[name]), name
+    np.testing.assert_array_equal(x, want[name])
+  assert seen == [()] * 2
+
+
+def test_a_constant_result_can_be_used_as_an_array_inside_of_jit():
+  cast = mpjax.autocast(lambda x: jnp.float32(3))
+  assert jax.jit(lambda x: cast(x).astype("int32").at[...].add(1))(X) == 4
