@@ -215,6 +215,13 @@ def closed_over(eqn: JaxprEqn) -> int:
   return eqn.params.get("num_consts", 0)
 
 
+def name_of(eqn: JaxprEqn) -> str:
+  """Returns the name, file and line of the function that an equation calls, where it is known."""
+  found = inner_jaxprs(eqn)
+  debug = getattr(found[0].jaxpr, "debug_info", None) if found else None
+  return getattr(debug, "func_src_info", None) or eqn.primitive.name
+
+
 def warn_not_entered(eqn: JaxprEqn, what: str, instead: str) -> None:
   """Warns that the jaxprs of an equation are not entered.
 

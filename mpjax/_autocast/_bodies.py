@@ -91,7 +91,7 @@ def _enter(self: Rewriter, eqn: JaxprEqn) -> None:
   scope, half = self.place(eqn)
   found = inner_jaxprs(eqn)
   if found is None:
-    return self.not_entered(eqn)
+    return self.untouched(eqn) if half is None else self.not_entered(eqn)
   rule = _RULES.get(eqn.primitive.name)
   if rule is None or (half is None and not _entered_inside(eqn, scope, self.settings)):
     return self.untouched(eqn)
@@ -100,6 +100,8 @@ def _enter(self: Rewriter, eqn: JaxprEqn) -> None:
 
 def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
   """Whether some scope inside of an equation that stays as it is has a rule of its own."""
+  if settings.precision is not None:
+    return True  # What is left as it is needs the precision that was taken from it.
   if not settings.rules:
     return False
   return any(_entered(i.jaxpr, scope, settings) for i in inner_jaxprs(eqn) or ())
@@ -141,8 +143,9 @@ def _wanted(self: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def _scope(self: Rewriter, eqn: JaxprEqn) -> Scope:
-  """Where the programs inside stand. It matters to rules alone, and would split the cache."""
-  return self.place(eqn)[0] if self.settings.rules else ()
+  """Where the programs inside stand. It seldom matters, and would split the cache."""
+  settings = self.settings
+  return self.place(eqn)[0] if settings.rules or settings.precision is not None else ()
 
 
 def _replaced(old: Any, new: Rewritten) -> Any:

@@ -17,10 +17,12 @@ from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._autocast._call import called
+from mpjax._autocast._closures import evaluated
+from mpjax._autocast._retype import traced
 from mpjax._autocast._rewrite import Rewritten
 from mpjax._autocast._values import FLOATS, Dtype, Kind
 from mpjax._compat import context_of
-from mpjax._inner_jaxprs import closed_over, inner_jaxprs, with_inner
+from mpjax._inner_jaxprs import closed_over, inner_jaxprs, name_of, with_inner
 
 Rewrite: TypeAlias = Callable[[Jaxpr, tuple[Kind | None, ...], Sequence[Dtype | None]], Rewritten]
 """Rewrites a program for kinds of arguments and dtypes of results, of which None is free."""
@@ -73,6 +75,10 @@ def _as_traced(rule: Rule, operands: Sequence[Any]) -> list[Any]:
   return eval_jaxpr(one, (), *operands)
 
 
+def _evaluated(rule: Rule, new: Rewritten, program: ClosedJaxpr, *operands: Any) -> list[Any]:
+  return evaluated(new.jaxpr, program.consts, operands, name_of(rule.eqn))
+
+
 def _custom_jvp(rule: Rule, call: Callable[..., list[Any]]) -> Callable[..., Any]:
   custom = jax.custom_jvp(call)
   custom.defjvp(functools.partial(_jvp, rule))
@@ -83,7 +89,7 @@ def _jvp(rule: Rule, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
   moving = [i for i, t in enumerate(tangents) if t.dtype != jax.dtypes.float0]
   whole = [i for i, v in enumerate(rule.eqn.outvars) if not _is_inexact(v.aval)]
 
-  def traced(primals: Sequence[Any], some: Sequence[Any]) -> Any:
+  def of_rule(primals: Sequence[Any], some: Sequence[Any]) -> Any:
     given = dict(zip(moving, some, strict=True))
     all_tangents = [given.get(i, t) for i, t in enumerate(tangents)]
     outs, changes = jax.jvp(lambda *a: _as_traced(rule, a), list(primals), all_tangents)
@@ -92,14 +98,14 @@ def _jvp(rule: Rule, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
   some = [tangents[i] for i in moving]
   avals = [_traced_aval(v, p) for v, p in zip(rule.eqn.invars, primals, strict=True)]
   changes = [_traced_aval(rule.eqn.invars[i], tangents[i]) for i in moving]
-  program = jax.make_jaxpr(traced)(avals, changes)
+  program = traced(of_rule)(avals, changes)
   outs = [*rule.outs, *(k for i, k in enumerate(rule.outs) if i not in whole)]
   new = rule.rewrite(
     program.jaxpr,
     (*rule.ins, *(rule.ins[i] for i in moving)),
     [None if k is None else k.dtype for k in outs],
   )
-  found = eval_jaxpr(new.jaxpr, program.consts, *primals, *some)
+  found = _evaluated(rule, new, program, *primals, *some)
   values, rest = found[: len(rule.outs)], iter(found[len(rule.outs) :])
   return values, [
     np.zeros(np.shape(v), jax.dtypes.float0) if i in whole else next(rest)
@@ -160,7 +166,7 @@ def _forward(rule: Rule, *operands: Any) -> Any:
     primals = list(operands)
   trees = []
 
-  def traced(*primals: Any) -> Any:
+  def of_rule(*primals: Any) -> Any:
     def of_moving(*some: Any) -> list[Any]:
       given = dict(zip(moving, some, strict=True))
       return _as_traced(rule, [given.get(i, p) for i, p in enumerate(primals)])
@@ -171,11 +177,11 @@ def _forward(rule: Rule, *operands: Any) -> Any:
     return outs, leaves
 
   avals = [_traced_aval(v, p) for v, p in zip(rule.eqn.invars, primals, strict=True)]
-  program = jax.make_jaxpr(traced)(*avals)
+  program = traced(of_rule)(*avals)
   fixed = [None if k is None else k.dtype for k in rule.outs]
   free = [None] * (len(program.jaxpr.outvars) - len(fixed))
   new = rule.rewrite(program.jaxpr, rule.ins, [*fixed, *free])
-  found = eval_jaxpr(new.jaxpr, program.consts, *primals)
+  found = _evaluated(rule, new, program, *primals)
   count = len(fixed)
   kept = [
     _Kept(array, var.aval.dtype, kind is not None and kind.neutral)
@@ -193,13 +199,13 @@ def _backward(rule: Rule, residuals: Any, cotangents: Sequence[Any]) -> tuple[An
   whole = [i for i, c in enumerate(changes) if c.dtype == jax.dtypes.float0]
   some = [c for i, c in enumerate(changes) if i not in whole]
 
-  def traced(leaves: Sequence[Any], some: Sequence[Any]) -> Any:
+  def of_rule(leaves: Sequence[Any], some: Sequence[Any]) -> Any:
     rest = iter(some)
     all_changes = [c if i in whole else next(rest) for i, c in enumerate(changes)]
     return jax.tree.unflatten(tree, leaves)(all_changes)
 
   outs = [v for i, v in enumerate(rule.eqn.outvars) if i not in whole]
-  program = jax.make_jaxpr(traced)(
+  program = traced(of_rule)(
     [jax.typeof(k.array).update(dtype=k.dtype, weak_type=False) for k in kept],
     [_traced_aval(v, c) for v, c in zip(outs, some, strict=True)],
   )
@@ -208,7 +214,7 @@ def _backward(rule: Rule, residuals: Any, cotangents: Sequence[Any]) -> tuple[An
   ]
   fixed = [rule.ins[i] for i in moving]
   new = rule.rewrite(program.jaxpr, tuple(ins), [None if k is None else k.dtype for k in fixed])
-  found = eval_jaxpr(new.jaxpr, program.consts, *(k.array for k in kept), *some)
+  found = _evaluated(rule, new, program, *(k.array for k in kept), *some)
   given = dict(zip(moving, found, strict=True))
   return tuple(given.get(i) for i in range(len(rule.ins)))
 
@@ -229,14 +235,14 @@ def _custom_vmap(rule: Rule, call: Callable[..., list[Any]]) -> Callable[..., An
 def _batch(rule: Rule, size: int, batched: Sequence[bool], *operands: Any) -> Any:
   axes = [0 if each else None for each in batched]
 
-  def traced(*operands: Any) -> Any:
+  def of_rule(*operands: Any) -> Any:
     return jax.vmap(lambda *a: _as_traced(rule, a), in_axes=axes, axis_size=size)(*operands)
 
   avals = [_traced_aval(v, x) for v, x in zip(rule.eqn.invars, operands, strict=True)]
-  program = jax.make_jaxpr(traced)(*avals)
+  program = traced(of_rule)(*avals)
   fixed = [None if k is None else k.dtype for k in rule.outs]
   new = rule.rewrite(program.jaxpr, rule.ins, fixed)
-  found = eval_jaxpr(new.jaxpr, program.consts, *operands)
+  found = _evaluated(rule, new, program, *operands)
   return found, [True] * len(found)
 
 

@@ -4,11 +4,36 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr
 
 Params = dict[str, Any]
+
+
+def traced(fun: Callable[..., Any]) -> Callable[..., ClosedJaxpr]:
+  """Returns `jax.make_jaxpr(fun)`, with a precision only where the function itself asks for one.
+
+  `jax_default_matmul_precision` is a setting for a whole process, such as TensorFloat-32 for what
+  is in float32, and says nothing of one matmul. Those that are left as they are get it back.
+  """
+  if jax.config.jax_default_matmul_precision is None:
+    return jax.make_jaxpr(fun)
+
+  def trace(*args: Any) -> ClosedJaxpr:
+    with jax.default_matmul_precision(None):
+      return jax.make_jaxpr(fun)(*args)
+
+  return trace
+
+
+def default_precision() -> Any:
+  """Returns the parameter that `jax_default_matmul_precision` gives a matmul; None if unset."""
+  if jax.config.jax_default_matmul_precision is None:
+    return None
+  number = jax.ShapeDtypeStruct((1,), np.float32)
+  return jax.make_jaxpr(jnp.dot)(number, number).eqns[-1].params["precision"]
 
 
 def wants_precision(params: Mapping[str, Any]) -> bool:

@@ -195,6 +195,11 @@ class Rewriter:
       v if kind is None else self.define(v, kind, scope=scope, once=once)
       for v, kind in zip(eqn.outvars, kinds, strict=True)
     ]
+    params = eqn.params if params is None else params
+    default = self.settings.precision
+    unset = default is not None and params.get("precision", default) is None
+    if unset and dtype_of(operands[0]) == dtype_of(eqn.invars[0]):  # It is left as it is.
+      params = {**params, "precision": default}
     self.eqns.append(eqn.replace(invars=operands, outvars=outs, params=params))
 
   def untouched(self, eqn: JaxprEqn) -> None:
@@ -224,8 +229,9 @@ class Rewriter:
     name = eqn.primitive.name
     part = self._part_of(name, eqn.params)
     scope, half = self.place(eqn)
-    if half is None or part is None or part == "opaque":
-      unknown = part is None and inner_jaxprs(eqn) is None
+    # A multiplication that names its own dtype is the user's choice too.
+    if half is None or part is None or part == "opaque" or eqn.params.get("out_dtype") is not None:
+      unknown = half is not None and part is None and inner_jaxprs(eqn) is None
       return self.not_entered(eqn) if unknown else self.untouched(eqn)
     if name == "convert_element_type":
       return self._convert(eqn, scope, half)

@@ -1,5 +1,6 @@
 """`autocast`: mixed precision for any JAX function, by lists of operations."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -12,7 +13,9 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast._bodies import rewrite
 from mpjax._autocast._call import run
+from mpjax._autocast._closures import closes_over, differentiated_at_once
 from mpjax._autocast._demands import RESULT
+from mpjax._autocast._retype import default_precision, traced
 from mpjax._autocast._scopes import check_rules_match
 from mpjax._autocast._values import FLOAT32, FLOATS, HALVES, Kind, Settings, dtype_of
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
@@ -141,8 +144,8 @@ def with_settings(fn: Callable[..., R], settings: Settings, where: str) -> Calla
     arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
     results: list[Any] = []
 
-    def flat(*traced: Any) -> list[Any]:
-      given = dict(zip(arrays, traced, strict=True))
+    def flat(*operands: Any) -> list[Any]:
+      given = dict(zip(arrays, operands, strict=True))
       call: Any = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
       outs, out_tree = jax.tree.flatten(fn(*call[0], **call[1]))
       _check_unchanged(call, len(leaves), given, where)
@@ -156,10 +159,20 @@ def with_settings(fn: Callable[..., R], settings: Settings, where: str) -> Calla
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in given]
     name = getattr(fn, "__name__", type(fn).__name__)
     flat.__name__ = name  # It is what JAX's errors say.
-    program = jax.make_jaxpr(flat)(*operands)
+    program = traced(flat)(*operands)
     outs, out_tree, computed = results.pop()
-    found = run(rewritten(program, settings, where), program.consts, operands, name)
-    for i, x in zip(computed, found, strict=True):
+    now = dataclasses.replace(settings, precision=default_precision())
+    new = rewritten(program, now, where)
+
+    def call(*operands: Any) -> list[Any]:
+      return run(new, program.consts, operands, name)
+
+    kinds = closes_over(program)
+    if kinds:
+      call = differentiated_at_once(
+        call, flat, kinds, lambda fun: with_settings(fun, settings, where)
+      )
+    for i, x in zip(computed, call(*operands), strict=True):
       outs[i] = x
     return jax.tree.unflatten(out_tree, outs)
 

@@ -38,12 +38,15 @@ class Settings:
     rules: tried in order against scopes; the policy of the first that matches is in force there.
     lower: float32 values are taken to half. If not, half operations of the float32 list are done in
       float32, and all else is left as it is.
+    precision: that of a matmul or convolution of which the function says nothing, and which is left
+      as it is: what `jax_default_matmul_precision` asks for.
   """
 
   compute: Dtype
   ops: OpLists
   rules: tuple[Rule, ...] = ()
   lower: bool = True
+  precision: Any = None
 
 
 class Kind(NamedTuple):

@@ -1,5 +1,7 @@
 """Parameters of equations that name a dtype."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+import mpjax
 from mpjax._autocast._retype import retype, wants_precision
+from mpjax._jaxpr import walk
 
 HIGHEST = lax.Precision.HIGHEST
 X = jnp.ones((3, 3))
@@ -109,3 +113,85 @@ def test_scatter_without_a_program_is_left():
 def test_the_parameters_of_everything_else_are_left():
   params = {"axes": (0,)}
   assert retype("reduce_max", params, HALVES[0]) is params
+
+
+MATMULS = {
+  "dot_general": lambda x: x @ x,
+  "conv_general_dilated": lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"),
+  "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.asarray([3])),
+}
+
+
+def matmuls(fun, *args):
+  """The dtype and the precision of each matmul of a function."""
+  eqns = [visit.eqn for visit in walk(jax.make_jaxpr(fun)(*args)) if is_product(visit.eqn)]
+  return [(str(e.invars[0].aval.dtype), e.params["precision"]) for e in eqns]
+
+
+@pytest.mark.parametrize("setting", ["high", "tensorfloat32", "highest", "BF16_BF16_F32_X3"])
+@pytest.mark.parametrize("name", MATMULS)
+def test_a_setting_for_the_whole_process_does_not_switch_autocast_off(name, setting):
+  fun = MATMULS[name]
+  with jax.default_matmul_precision(setting):
+    ((dtype, asked),) = matmuls(fun, X)
+    assert (dtype, wants_precision({"precision": asked})) == ("float32", True)
+    assert matmuls(mpjax.autocast(fun), X) == [("bfloat16", None)]
+    # What is left in float32 has the precision that it has without autocast.
+    assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), X) == [("float32", asked)]
+    ops = mpjax.OpLists().with_(float32=[name])
+    assert matmuls(mpjax.autocast(fun, ops=ops), X) == [("float32", asked)]
+  assert matmuls(mpjax.autocast(fun), X) == [("bfloat16", None)]
+  assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), X) == [("float32", None)]
+
+
+def test_a_precision_at_the_call_counts_under_any_setting():
+  def fun(x):
+    return jnp.dot(x, x, precision="highest"), x @ x
+
+  for setting in ("high", "highest"):
+    with jax.default_matmul_precision(setting):
+      found = matmuls(mpjax.autocast(fun), X)
+    assert found == [("float32", (HIGHEST, HIGHEST)), ("bfloat16", None)]
+
+
+LEFT = {
+  "jit": jax.jit(lambda x: x @ x),
+  "scan": lambda x: lax.scan(lambda c, _: (c @ x, None), x, length=2)[0],
+  "while": lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ x, x),
+  "cond": lambda x: lax.cond(x[0, 0] > 0, lambda y: y @ x, lambda y: y, x),
+  "remat": jax.checkpoint(lambda x: x @ x),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_inside_of_other_programs_has_its_setting_too(name):
+  with jax.default_matmul_precision("highest"):
+    fun = mpjax.autocast(mpjax.full_precision(LEFT[name]))
+    assert matmuls(fun, X) == [("float32", (HIGHEST, HIGHEST))]
+    assert matmuls(mpjax.autocast(LEFT[name]), X) == [("bfloat16", None)]
+    rules = [mpjax.Rule(None, path="exact")]
+    named = mpjax.autocast(jax.named_scope("exact")(LEFT[name]), rules=rules)
+    assert matmuls(named, X) == [("float32", (HIGHEST, HIGHEST))]
+
+
+def test_derivative_rules_under_a_setting_run_in_half_too():
+  @jax.custom_vjp
+  def product(x):
+    return x @ x
+
+  product.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x,))
+  with jax.default_matmul_precision("high"):
+    found = matmuls(jax.grad(lambda x: mpjax.autocast(product)(x).sum()), X)
+  assert found == [("bfloat16", None)] * 2
+
+
+def test_a_multiplication_that_names_its_dtype_is_the_users_choice():
+  if "out_dtype" not in inspect.signature(lax.mul).parameters:
+    pytest.skip("jax.lax.mul has no out_dtype before jax 0.12")
+
+  def fun(x, y):
+    return lax.mul(x @ y, x @ y, out_dtype=jnp.float32)
+
+  program = jax.make_jaxpr(mpjax.autocast(fun))(X, X)
+  (eqn,) = (e for e in program.eqns if e.primitive.name == "mul")
+  assert [str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)] == ["float32"] * 3
