@@ -82,6 +82,14 @@ def inner_jaxprs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
       yield from inner_jaxprs(item)
 
 
+def parts_of_scan(eqn: Any) -> tuple[int, int]:
+  """Returns the numbers of the constants of a scan, its first operands, and of its carry."""
+  if "ft_in" in eqn.params:  # From jax 0.11 on.
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+  return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
 def products(program: ClosedJaxpr) -> list[Product]:
   """Returns the products of floating numbers."""
   return [

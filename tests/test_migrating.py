@@ -266,7 +266,7 @@ def test_the_lines_of_the_tables_run(objects):
   ("code", "error"),
   [
     ("tx.update(grads, params)", "MpjaxTypeError"),
-    ("tx.init(params)._replace(inner=opt_state.inner_state)", "ValueError"),
+    ("tx.init(params)._replace(inner=opt_state.inner_state)", ("ValueError", "TypeError")),
     ("mpjax.loss_scaling_metrics(opt_state)['scale']", "KeyError"),
     ("mpjax.scale_loss(loss, params)", "MpjaxTypeError"),
     ("tx.update(grads, state_of_mine)", "NameError"),

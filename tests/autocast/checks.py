@@ -134,7 +134,8 @@ def _bodies(eqn: Any, operands: list[Value]) -> Iterator[tuple[Jaxpr, list[Value
   """Yields the bodies of a loop or a branch, with what comes in; what is carried is new there."""
   name, params = eqn.primitive.name, eqn.params
   if name == "scan":
-    first, end = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, count = programs.parts_of_scan(eqn)
+    end = first + count
     carry = [Value(given=False) for _ in operands[first:end]]
     yield _open(params["jaxpr"]), [*operands[:first], *carry, *operands[end:]]
   elif name == "while":

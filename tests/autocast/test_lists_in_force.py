@@ -19,7 +19,7 @@ def operands(fn, name, ops, *args):
   program = jax.make_jaxpr(autocast(fn, "mixed_bfloat16", ops=ops))(*args)
   return [
     atom.aval.dtype
-    for eqn, _, _ in walk(program)
+    for eqn, *_ in walk(program)
     if eqn.primitive.name == name
     for atom in eqn.invars
     if jnp.issubdtype(atom.aval.dtype, jnp.floating)

@@ -77,7 +77,7 @@ def loops(program):
   """Yields the dtypes of what each loop over time carries, and of what it reads at each step."""
   for eqn in program.eqns:
     if eqn.primitive.name == "scan":
-      constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+      constants, carried = programs.parts_of_scan(eqn)
       dtypes = [var.aval.dtype.name for var in eqn.invars]
       yield set(dtypes[constants : constants + carried]), set(dtypes[:constants])
     for inner in programs.inner_jaxprs(eqn.params):
