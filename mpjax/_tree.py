@@ -116,7 +116,7 @@ def tree_differences(
   if missing or extra:
     return missing + extra
   if wanted_def != given_def:
-    return [f"other containers: {given_def} for {wanted_def}"]
+    return [_other_container(wanted, given)]
   found = []
   for path, want in wanted_leaves.items():
     want_text, give_text = (_describe(x, dtypes) for x in (want, given_leaves[path]))
@@ -125,8 +125,32 @@ def tree_differences(
   return found
 
 
+def _other_container(wanted: PyTree, given: PyTree) -> str:
+  """Returns the first place where two trees with the same paths are made of other containers."""
+  path = ""
+  while True:
+    kinds = [type(tree).__name__ for tree in (given, wanted)]
+    if kinds[0] != kinds[1]:
+      return f"other containers: {kinds[0]} for {kinds[1]} at {path or 'the root'}"
+    inside = [_children(tree) for tree in (wanted, given)]
+    for (key, want), (_, give) in zip(*inside, strict=True):
+      if jax.tree.structure(want, is_leaf=_is_none) != jax.tree.structure(give, is_leaf=_is_none):
+        path, wanted, given = path + jax.tree_util.keystr(key), want, give
+        break
+    else:
+      return f"other static parts of a {kinds[0]} at {path or 'the root'}"
+
+
+def _children(tree: PyTree) -> list[tuple[Any, Any]]:
+  return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+
+
+def _is_none(x: Any) -> bool:
+  return x is None
+
+
 def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:
-  leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
   return {jax.tree_util.keystr(path) or "the root": x for path, x in leaves}, treedef
 
 

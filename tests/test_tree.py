@@ -416,3 +416,11 @@ def test_differences_between_containers():
   assert tree_differences([None], [1.0], dtypes=True, none_fits=True) == [
     "float32[] for None at [0]"
   ]
+
+
+def test_other_containers_are_named_where_they_begin():
+  wanted = {f"layer{i}": {"w": [1.0, 2.0]} for i in range(500)}
+  given = {key: {"w": list(value["w"])} for key, value in wanted.items()}
+  given["layer7"]["w"] = tuple(given["layer7"]["w"])
+  found = tree_differences(wanted, given, dtypes=False)
+  assert found == ["other containers: tuple for list at ['layer7']['w']"]
