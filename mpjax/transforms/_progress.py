@@ -1,14 +1,17 @@
 """What happened to the last step: metrics, the flag for other state, an alarm for the host."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 
 from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
-from mpjax._tree import select
+from mpjax._tree import is_inexact, select
 from mpjax._types import Array, PyTree
-from mpjax.transforms._loss_scale_access import find_scale
+from mpjax.transforms._loss_scale_access import Found, LossScalingState, find_scale, scales_in
 
 
 def loss_scaling_metrics(opt_state: PyTree, *, name: str | None = None) -> dict[str, Array]:
@@ -65,15 +68,20 @@ def check_progress(
   A few skipped steps are the way a dynamic scale finds its value. Many in a row mean that no scale
   helps: the loss, the data or the model itself makes an inf or a NaN.
 
+  `NoLossScale` skips nothing, and what came of a NaN is looked for: in the state of the optimizer
+  and in the parameters. With an optimizer that keeps no moments only the parameters show it.
+
   Args:
     opt_state: a state that holds a loss scale, concrete.
     max_consecutive_skips: this many skipped steps in a row are an error.
-    params: the tree that is trained, so that the error can name the gradient by its path.
+    params: the tree that is trained, so that the error can name the gradient by its path. A train
+      state with `params` need not be told.
     name: which of several loss scales to check.
 
   Raises:
     MpjaxRuntimeError: that many steps in a row were skipped, or the scale itself is no positive
-      finite number (a damaged checkpoint).
+      finite number (a damaged checkpoint); under `NoLossScale`, the optimizer's state or the
+      parameters hold a NaN.
     MpjaxTypeError: the state is traced, has no scale, or has two.
     MpjaxValueError: no scale is called `name`.
 
@@ -82,18 +90,13 @@ def check_progress(
   >>> mpjax.check_progress(opt_state)
   """
   where = "mpjax.check_progress(opt_state)"
-  state = find_scale(opt_state, where, name).state
+  found = find_scale(opt_state, where, name)
+  state = found.state
+  params = getattr(opt_state, "params", None) if params is None else params
   if state is None:
+    _refuse_nan({"the optimizer's state": found.owner.inner_state, "params": params}, where)
     return
-  if isinstance(state.scale, Tracer):
-    raise MpjaxTypeError(
-      message(
-        where,
-        expected="a concrete state",
-        got=f"a traced one ({state.scale})",
-        fix="Call it on the host, after the jitted step has returned.",
-      )
-    )
+  _refuse_tracers(state.scale, where)
   # Several values where the state is vmapped (an ensemble): the worst member counts.
   scales, skips = np.atleast_1d(state.scale), np.atleast_1d(state.consecutive_skips)
   if not np.all(np.isfinite(scales) & (scales > 0)):
@@ -107,26 +110,121 @@ def check_progress(
     )
   worst = int(np.argmax(skips))
   if skips[worst] >= max_consecutive_skips:
-    first_bad = int(np.atleast_1d(state.first_bad)[worst])
     raise MpjaxRuntimeError(
       message(
         where,
         expected=f"fewer than {max_consecutive_skips} skipped steps in a row",
         got=f"{skips[worst]}, at loss scale {scales[worst]:.9g}; the last step's first non-finite "
-        f"value was in {_name_leaf(first_bad, params)}",
+        f"value was in {_first_bad(opt_state, found, worst, params)}",
         fix="At a small scale the cause is not the scale: look for an inf or NaN in the data and "
         "the loss, log(0), a division by 0, or a learning rate that is too high.",
       )
     )
 
 
-def _name_leaf(position: int, params: PyTree) -> str:
+def _refuse_tracers(x: Any, where: str) -> None:
+  if isinstance(x, Tracer):
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="a concrete state",
+        got=f"a traced one ({x})",
+        fix="Call it on the host, after the jitted step has returned.",
+      )
+    )
+
+
+def _refuse_nan(trees: dict[str, PyTree], where: str) -> None:
+  """Raises if a leaf holds a NaN. An inf may be meant: a best value so far, a mask."""
+  for kind, tree in trees.items():
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+      _refuse_tracers(x, where)
+      if is_inexact(x) and bool(jnp.any(jnp.isnan(x))):
+        raise MpjaxRuntimeError(
+          message(
+            where,
+            expected="no NaN after steps that NoLossScale() does not check",
+            got=f"one in {kind} at {jax.tree_util.keystr(path) or 'the root'}",
+            fix="Go back to a checkpoint, and train with mpjax.StaticLossScale(1): it skips such "
+            "steps, and says where they begin.",
+          )
+        )
+
+
+def _first_bad(opt_state: PyTree, found: Found, member: int, params: PyTree) -> str:
+  """Returns where the last step's first non-finite value was."""
+
+  def position(label: str) -> int:
+    return int(np.atleast_1d(found.owner.loss_scale[label].first_bad)[member])
+
+  own, paths = position(found.label), _paths(opt_state, found.owner, params)
+  if paths is None:
+    hint = "params= gives its path" if params is None else "those that this loss scale sees"
+    leaf = f"gradient leaf {own} (in the order of jax.tree.leaves; {hint})"
+    others = [one for one in found.owner.loss_scale if position(one) < own]
+    # Beyond the last leaf it is no gradient of this loss; without params nothing says how many.
+    return leaf + "".join(
+      f", or leaf {position(one)} of the loss {Found(found.owner, one).name!r}" for one in others
+    )
+  if own < len(paths):
+    return f"the gradient of {paths[own]}"
+  for label in found.owner.loss_scale:
+    if (other := position(label)) < len(paths):
+      return f"the gradient of {paths[other]}, of the loss {Found(found.owner, label).name!r}"
+  return "the loss, the model state or the updates, not the gradients"
+
+
+def _paths(opt_state: PyTree, owner: LossScalingState, params: PyTree) -> list[str] | None:
+  """Returns the paths of the parameters that `owner` sees, or None if they cannot be known."""
   if params is None:
-    return f"gradient leaf {position} (in the order of jax.tree.leaves; params= gives its path)"
-  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-  if position >= len(paths):
-    return "the loss, the model state or the updates, not the gradients"
-  return f"the gradient of {jax.tree_util.keystr(paths[position]) or 'the root'}"
+    return None
+  masks = (optax.MaskedState, optax.PartitionState)
+  outside = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, masks))
+  if not any(isinstance(x, masks) and any(y is owner for y in _owners(x)) for x in outside):
+    return _keystrs(jax.tree_util.tree_leaves_with_path(params))
+  inside = jax.tree.leaves(owner.inner_state, is_leaf=lambda x: isinstance(x, masks))
+  # The marks in there may be those of other masks, or hide integers from the optimizer.
+  if any(isinstance(x, masks) for x in inside) or not all(map(is_inexact, jax.tree.leaves(params))):
+    return None
+
+  def seen(moments: PyTree) -> list[str] | None:
+    return _unmasked(moments, params)
+
+  moments = jax.tree.leaves(owner.inner_state, is_leaf=lambda x: seen(x) is not None)
+  return next(filter(None, map(seen, moments)), None)
+
+
+def _unmasked(moments: PyTree, params: PyTree) -> list[str] | None:
+  """Returns the paths of `params` that have a leaf in `moments`; None if those are another tree.
+
+  What optax masks out, a leaf or a subtree, has its mark in the moments.
+  """
+  fits = []
+
+  def kept(m: Any, p: PyTree) -> PyTree:
+    fits.append(_is_mask(m) or jax.tree_util.all_leaves([p]))
+    return jax.tree.map(lambda _: not _is_mask(m), p)
+
+  try:
+    flags = jax.tree.leaves(jax.tree.map(kept, moments, params, is_leaf=_is_mask))
+  except ValueError:
+    return None
+  if not all(fits):
+    return None
+  pairs = jax.tree_util.tree_leaves_with_path(params)
+  return _keystrs([pair for pair, flag in zip(pairs, flags, strict=True) if flag])
+
+
+def _owners(tree: PyTree) -> list[LossScalingState]:
+  return [one.owner for one in scales_in(tree)]
+
+
+def _is_mask(x: Any) -> bool:
+  return isinstance(x, optax.MaskedNode)
+
+
+def _keystrs(pairs: list[tuple[Any, Any]]) -> list[str]:
+  return [jax.tree_util.keystr(path) or "the root" for path, _ in pairs]
 
 
 def commit(finite: Array, new: PyTree, old: PyTree) -> PyTree:

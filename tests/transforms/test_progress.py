@@ -105,6 +105,82 @@ def test_check_progress_does_not_blame_the_gradients_for_what_they_did_not_do(wh
   assert mpjax.loss_scaling_metrics(state)["bad_updates"] == (1 if why == "updates" else 0)
 
 
+NETS = {"critic": {"b": jnp.ones(1), "w": jnp.ones(2)}, "generator": {"b": jnp.ones(1)}}
+
+
+@pytest.mark.case("B034")
+@pytest.mark.parametrize(
+  ("optimizer", "got"),
+  [
+    (optax.adam(0.1), "the gradient of ['generator']['b']"),
+    (optax.sgd(0.1), "gradient leaf 0 (in the order of jax.tree.leaves; those that this loss"),
+  ],
+  ids=["moments", "no moments"],
+)
+def test_check_progress_blames_the_network_that_is_to_blame(optimizer, got):
+  """Each optimizer sees its part of the parameters, where the first gradient is another one."""
+  tx = optax.multi_transform(
+    {name: mpjax.loss_scaling(optimizer, name=name) for name in NETS}, {name: name for name in NETS}
+  )
+  bad = jax.tree.map(jnp.ones_like, NETS) | {"generator": {"b": jnp.full(1, jnp.nan)}}
+  _, state = tx.update(bad, tx.init(NETS), NETS)
+  mpjax.check_progress(state, 1, params=NETS, name="critic")
+  with pytest.raises(RuntimeError) as error:
+    mpjax.check_progress(state, 1, params=NETS, name="generator")
+  check_error(error, where="check_progress", expected="fewer than 1", got=got, fix="look for")
+
+
+@pytest.mark.case("B034")
+def test_check_progress_names_the_other_loss_whose_gradients_were_bad():
+  scales = {"box": mpjax.StaticLossScale(2), "class": mpjax.StaticLossScale(2)}
+  tx = mpjax.loss_scaling(optax.sgd(0.1), scales)
+  _, state = tx.update({"box": GOOD, "class": BAD}, tx.init(PARAMS), PARAMS)
+  for params, got in (
+    (PARAMS, "the gradient of ['x'], of the loss 'class'"),
+    (None, "params= gives its path), or leaf 1 of the loss 'class'"),
+  ):
+    with pytest.raises(RuntimeError) as error:
+      mpjax.check_progress(state, 1, params=params, name="box")
+    check_error(error, where="check_progress", expected="fewer than 1", got=got, fix="look for")
+  with pytest.raises(RuntimeError, match=r"in the gradient of \['x'\]\. "):
+    mpjax.check_progress(state, 1, params=PARAMS, name="class")
+
+
+def test_check_progress_takes_the_parameters_of_a_train_state():
+  state = mpjax.TrainState.create(PARAMS, TX)
+  state = state._replace(opt_state=after(BAD, BAD))
+  with pytest.raises(RuntimeError, match=r"the gradient of \['x'\]"):
+    mpjax.check_progress(state, 2)
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "params", "got"),
+  [
+    (optax.adam(0.1), None, "one in the optimizer's state at [0].mu['x']"),
+    (optax.sgd(0.1), PARAMS | {"x": jnp.asarray([0.0, jnp.nan])}, "one in params at ['x']"),
+  ],
+  ids=["moments", "parameters"],
+)
+def test_check_progress_sees_the_nan_of_a_run_without_loss_scaling(optimizer, params, got):
+  tx = mpjax.loss_scaling(optimizer, mpjax.NoLossScale())
+  _, state = tx.update(GOOD, tx.init(PARAMS), PARAMS)
+  # An inf is not yet a NaN, and may be meant: a mask, or the best value so far.
+  mpjax.check_progress(state, params=PARAMS | {"x": jnp.full(2, -jnp.inf)})
+  _, state = tx.update(BAD, state, PARAMS)
+  with pytest.raises(RuntimeError) as error:
+    mpjax.check_progress(state, params=params)
+  check_error(
+    error,
+    where="mpjax.check_progress(opt_state)",
+    expected="no NaN",
+    got=got,
+    fix="mpjax.StaticLossScale(1)",
+    builtin=RuntimeError,
+  )
+  with pytest.raises(TypeError, match="got a traced one"):
+    jax.jit(lambda s: mpjax.check_progress(s, params=PARAMS["w"] * 1))(state)
+
+
 @pytest.mark.case("B125")
 @pytest.mark.parametrize("scale", [np.nan, np.inf, 0.0, -1.0])
 def test_check_progress_finds_a_damaged_scale(scale):
