@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._loss_scale import LossScaleState, unscale_tree
@@ -78,6 +79,7 @@ def find_scale(opt_state: PyTree, where: str, name: str | None) -> Found:
         "not tx. A checkpoint is restored into that structure.",
       )
     )
+  _refuse_outside(opt_state, where)
   names = [one.name for one in found]
   if name is not None and name not in names:
     raise MpjaxValueError(
@@ -100,6 +102,41 @@ def find_scale(opt_state: PyTree, where: str, name: str | None) -> Found:
       )
     )
   return picked[0]
+
+
+_OUTSIDE: dict[type[Any], tuple[str, str]] = {
+  optax.ApplyIfFiniteState: ("optax.apply_if_finite", "loss_scaling(inner), which skips by itself"),
+  optax.MultiStepsState: ("optax.MultiSteps", "loss_scaling(mpjax.accumulate(inner, every))"),
+  optax.InjectStatefulHyperparamsState: (
+    "optax.inject_hyperparams with a schedule",
+    "loss_scaling(optax.inject_hyperparams(optax.sgd)(schedule))",
+  ),
+  optax.LookaheadState: ("optax.lookahead", "loss_scaling(optax.lookahead(fast, ...))"),
+}
+"""What must not be outside of a loss scale: it would see scaled gradients, or count skipped steps.
+
+With each, its name and the right order.
+"""
+
+
+def _refuse_outside(opt_state: PyTree, where: str) -> None:
+  """Raises if a scale is inside of what works with true gradients and applied steps alone."""
+
+  def is_outside(x: Any) -> bool:
+    # Of injected hyperparameters only schedules count steps.
+    return isinstance(x, tuple(_OUTSIDE)) and bool(getattr(x, "hyperparams_states", True))
+
+  for x in jax.tree.leaves(opt_state, is_leaf=is_outside):
+    if is_outside(x) and any(one.state is not None for one in scales_in(x)):
+      outside, order = _OUTSIDE[type(x)]
+      raise MpjaxTypeError(
+        message(
+          where,
+          expected="mpjax.loss_scaling around the optimizer",
+          got=f"one inside of {outside}, which would see scaled gradients or count skipped steps",
+          fix=f"Write {order}.",
+        )
+      )
 
 
 def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Array:
@@ -139,6 +176,8 @@ def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Ar
 def check_loss(loss: Any, where: str) -> None:
   """Raises unless `loss` is a floating scalar."""
   fix = "Return one number to minimise, such as jnp.mean(losses)."
+  if isinstance(loss, (tuple, list)) and len(loss) == 2:
+    fix += " If it returns (loss, aux), pass has_aux=True."
   is_number = isinstance(loss, float) or hasattr(loss, "dtype")
   if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
     got = str(jax.typeof(loss)) if hasattr(loss, "dtype") else f"a {type(loss).__name__}"

@@ -26,8 +26,6 @@ def nests():
     "partition": optax.partition({"a": SCALED, "b": optax.set_to_zero()}, first),
     "inject": optax.inject_hyperparams(lambda lr: optax.chain(optax.scale(lr), SCALED))(lr=0.1),
     "flatten": optax.flatten(SCALED),
-    "multi steps": optax.MultiSteps(SCALED, 2).gradient_transformation(),
-    "apply if finite": optax.apply_if_finite(SCALED, 3),
     "conditionally": optax.conditionally_transform(SCALED, lambda step: step < 3),
   }
 
@@ -134,6 +132,47 @@ def test_a_state_without_a_scale(call, state):
     fix="tx = mpjax.loss_scaling(tx)",
     builtin=TypeError,
   )
+
+
+OUTSIDE = {
+  "optax.apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 3), "which skips by itself"),
+  "optax.MultiSteps": (
+    lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "loss_scaling(mpjax.accumulate(inner, every))",
+  ),
+  "optax.inject_hyperparams with a schedule": (
+    lambda tx: optax.inject_hyperparams(lambda lr: optax.chain(optax.scale(lr), tx))(
+      lr=optax.linear_schedule(1.0, 0.0, 10)
+    ),
+    "loss_scaling(optax.inject_hyperparams(",
+  ),
+  "optax.lookahead": (lambda tx: optax.lookahead(tx, 2, 0.5), "loss_scaling(optax.lookahead("),
+}
+
+
+@pytest.mark.case("B146")
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_what_would_see_scaled_gradients_or_count_skipped_steps_is_refused(outside, call):
+  wrap, order = OUTSIDE[outside]
+  params = optax.LookaheadParams.init_synced(PARAMS) if "lookahead" in outside else PARAMS
+  state = {"a": wrap(optax.chain(optax.identity(), SCALED)).init(params)}
+  with pytest.raises(TypeError) as error:
+    CALLS[call](state)
+  check_error(
+    error,
+    where=f"mpjax.{call}(opt_state)",
+    expected="mpjax.loss_scaling around the optimizer",
+    got=f"one inside of {outside}",
+    fix=order,
+    builtin=TypeError,
+  )
+  # Without a scale there is nothing to see or to count.
+  off = wrap(mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale())).init(params)
+  assert mpjax.loss_scaling_metrics(off)["loss_scale"] == 1
+  # And inside is where they belong.
+  inside = mpjax.loss_scaling(wrap(optax.sgd(0.1)), mpjax.StaticLossScale(8)).init(params)
+  assert mpjax.loss_scaling_metrics(inside)["loss_scale"] == 8
 
 
 @pytest.mark.case("A60", "B146")

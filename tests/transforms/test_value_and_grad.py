@@ -287,3 +287,17 @@ def test_a_state_without_a_scale_is_refused_before_the_call():
     fix="Wrap the optimizer",
     builtin=TypeError,
   )
+
+
+def test_an_aux_that_was_not_announced_is_told_how():
+  state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
+  with pytest.raises(TypeError) as error:
+    mpjax.value_and_grad(lambda p: (jnp.sum(p), {}), state)(jnp.ones(2))
+  check_error(
+    error,
+    where="mpjax.value_and_grad(fun): the loss",
+    expected="a floating scalar",
+    got="a tuple",
+    fix="pass has_aux=True",
+    builtin=TypeError,
+  )
