@@ -13,7 +13,13 @@ from mpjax.transforms._branch import step_or_skip
 from mpjax.transforms._checks import check_inner, check_state, init_inner, refuse_integers
 from mpjax.transforms._loss_scale_access import scales_in
 from mpjax.transforms._master_weights import adopt_masters, reach_masters
-from mpjax.transforms._wrapper_trees import align_gradients, float32_view, place_like, strong
+from mpjax.transforms._wrapper_trees import (
+  align_gradients,
+  arrays_only,
+  float32_view,
+  place_like,
+  strong,
+)
 
 
 class AccumulateState(NamedTuple):
@@ -71,6 +77,7 @@ def accumulate(
 
   def init(params: PyTree) -> AccumulateState:
     refuse_integers(params, f"{where}.init(params)")
+    params = arrays_only(params)
     view = float32_view(params)
     inner_state = init_inner(inner, view, where)
     if scales_in(inner_state):
@@ -92,6 +99,7 @@ def accumulate(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
   ) -> tuple[PyTree, AccumulateState]:
     check_state(state, AccumulateState, f"{where}.update(state)")
+    params = arrays_only(params)
     # Without parameters the sum knows what the gradients have to be like.
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))

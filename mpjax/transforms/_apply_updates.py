@@ -8,7 +8,8 @@ import numpy as np
 import optax
 
 from mpjax._errors import MpjaxValueError, listed, message, nearest
-from mpjax._tree import is_half, tree_differences
+from mpjax._named_arrays import is_key
+from mpjax._tree import is_array_like, is_half, tree_differences
 from mpjax._types import Array, PyTree
 
 _ROUNDINGS = ("nearest", "stochastic")
@@ -36,7 +37,8 @@ def apply_updates(
 
   Args:
     params: the parameters. Those in float16 and bfloat16 are rounded, others are added to.
-    updates: a tree like `params`, in float32 (as all of mpjax gives) or any dtype.
+    updates: a tree like `params`, in float32 (as all of mpjax gives) or any dtype. Keys and what is
+      no array stay as they are, and may have None here.
     master: `mpjax.master_params(opt_state)` after `update`: each half parameter becomes its rounded
       master, bit for bit, and its update is not looked at.
     rounding: "nearest" (ties to even) or "stochastic".
@@ -59,6 +61,7 @@ def apply_updates(
   """
   call = "mpjax.apply_updates"
   _check_rounding(call, master, rounding, key)
+  updates = _spell_out(params, updates)
   problems = tree_differences(params, updates, dtypes=False)
   if problems:
     expected, fix = (
@@ -126,6 +129,23 @@ def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) ->
   return jax.tree.map(one, master, params, updates, is_leaf=_is_none)
 
 
+def _is_untrained(param: Any) -> bool:
+  """Whether nothing can be added to a leaf: a key, or no array at all (a function in a model)."""
+  return not is_array_like(param) or is_key(jnp.result_type(param))
+
+
+def _spell_out(params: PyTree, updates: PyTree) -> PyTree:
+  """Returns `updates` with the parameter itself for a None where it cannot be trained."""
+
+  def one(p: Any, u: Any) -> Any:
+    return p if u is None and p is not None and _is_untrained(p) else u
+
+  try:
+    return jax.tree.map(one, params, updates, is_leaf=_is_none)
+  except ValueError:  # Another tree: the caller says where.
+    return updates
+
+
 def _fill(master: PyTree, params: PyTree) -> PyTree:
   return jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=_is_none)
 
@@ -135,6 +155,8 @@ def _is_none(x: Any) -> bool:
 
 
 def _add(param: Any, update: Any, key: Array | None) -> Array:
+  if _is_untrained(param):
+    return cast("Array", param)
   if not is_half(param):
     return cast("Array", optax.apply_updates(param, update))
   # A weakly typed update would be added, and lost, in half.

@@ -24,12 +24,18 @@ from mpjax.transforms._loss_scaling_checks import (
   check_arguments,
   label_configs,
   own_scales,
+  refuse_apply_to_parts,
   refuse_nesting,
+  transformation,
 )
 from mpjax.transforms._master_weights import adopt_masters, merged_masters, reach_masters
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
+  arrays_only,
+  fill_gradients,
   float32_view,
+  hide_untrained,
+  keep_half,
   merge_updates,
   place_like,
   strong,
@@ -73,7 +79,9 @@ def loss_scaling(
   all the rest. Their `grad=` is unscaled like the gradients. `loss=`, scaled or not, only has to be
   finite as well. With `apply=`, a function of parameters, updates and the new state of `inner`,
   `update` returns what that returns, new parameters, in the place of updates, or the old ones where
-  it skips: updates that are applied where they are made need not be stored.
+  it skips: updates that are applied where they are made need not be stored. Outside of this
+  there must be no other transformation, which would take them for updates: `optax.chain`, masks and
+  `mpjax.master_weights` around it are refused, others cannot be seen from here.
 
   Several losses into one optimizer have a scale each, `loss_scaling(inner, {"a": ..., "b": ...})`:
   differentiate one after the other with `mpjax.value_and_grad(..., name="a")`, and give `update`
@@ -121,6 +129,7 @@ def loss_scaling(
 
   def init(params: PyTree) -> LossScalingState:
     where = "mpjax.loss_scaling(inner)"
+    params = arrays_only(params)
     inner_state = adopt_masters(params, init_inner(inner, float32_view(params), where), where)
     warn_of_half(params, merged_masters(inner_state))
     refuse_nesting(inner_state)
@@ -138,6 +147,9 @@ def loss_scaling(
   ) -> tuple[PyTree, LossScalingState]:
     old = own_scales(state, configs)
     where = "mpjax.loss_scaling(inner).update"
+    if apply is not None:
+      refuse_apply_to_parts(params)
+    params = arrays_only(params)
     grads = {
       label: align_gradients(g, params, f"{where}(updates)")
       for label, g in by_loss(updates, configs, several, f"{where}(updates)").items()
@@ -204,7 +216,7 @@ def loss_scaling(
     )
     return result, new_state
 
-  return optax.GradientTransformationExtraArgs(init, update)
+  return transformation(init, update)
 
 
 def _unscaled_sum(grads: dict[str, PyTree], old: dict[str, LossScaleState]) -> PyTree:
@@ -235,10 +247,13 @@ def _plain_sum(grads: dict[str, PyTree], params: PyTree, where: str) -> PyTree:
 def _pass_through(
   inner: optax.GradientTransformationExtraArgs, configs: dict[str, LossScale], several: bool
 ) -> optax.GradientTransformationExtraArgs:
-  """`inner` itself, in a state that the functions of this package recognise."""
+  """`inner` itself, in a state that the functions of this package recognise.
+
+  It takes the trees that a scaled optimizer takes. For floating ones nothing is done to them.
+  """
 
   def init(params: PyTree) -> LossScalingState:
-    inner_state = init_inner(inner, params, "mpjax.loss_scaling(inner)")
+    inner_state = init_inner(inner, hide_untrained(params), "mpjax.loss_scaling(inner)")
     refuse_nesting(inner_state)
     return LossScalingState(dict.fromkeys(configs, ()), inner_state)
 
@@ -248,10 +263,13 @@ def _pass_through(
     params: PyTree = None,
     *,
     loss: PyTree = None,
+    apply: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None,
     **extra_args: Any,
   ) -> tuple[PyTree, LossScalingState]:
     del loss
     own_scales(state, configs)
+    if apply is not None:
+      refuse_apply_to_parts(params)
     # NumPy scalars: as constants they add no operation, unless inner uses them.
     extra_args = _extend(inner, extra_args, np.bool_(True), np.float32(1))
     where = "mpjax.loss_scaling(inner).update(updates)"
@@ -260,10 +278,18 @@ def _pass_through(
       where = "mpjax.loss_scaling(inner).update(grad)"
       given = by_loss(extra_args["grad"], configs, several, where)
       extra_args["grad"] = _plain_sum(given, params, where)
-    updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
-    return updates, LossScalingState(dict.fromkeys(configs, ()), inner_state)
+    grads, view = fill_gradients(grads, params), hide_untrained(params)
+    # None of `params` can be hidden without a mark in its place, so the structures tell.
+    hidden = jax.tree.structure(view) != jax.tree.structure(params)
+    seen = hide_untrained(grads, params) if hidden else grads
+    updates, inner_state = inner.update(seen, state.inner_state, view, **extra_args)
+    if hidden:
+      updates = merge_updates(grads, updates, arrays_only(params))
+    inner_state = keep_half(state.inner_state, inner_state)
+    result = updates if apply is None else apply(params, updates, inner_state)
+    return result, LossScalingState(dict.fromkeys(configs, ()), inner_state)
 
-  return optax.GradientTransformationExtraArgs(init, update)
+  return transformation(init, update)
 
 
 def _extend(
@@ -274,10 +300,10 @@ def _extend(
   if "value_fn" in extra_args:
     return extra_args
   # optax asks all transformations with extra arguments to take any; optax.contrib.sam does not.
-  parameters = inspect.signature(inner.update).parameters.values()
-  open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+  parameters = inspect.signature(inner.update).parameters
+  open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
   ours = {"grads_finite": finite, "loss_scale": scale}
-  return ours | extra_args if open_ended else extra_args
+  return {k: v for k, v in ours.items() if open_ended or k in parameters} | extra_args
 
 
 def _unless_skipped(

@@ -1,7 +1,11 @@
 """What `mpjax.loss_scaling` may be called with: its arguments, its state, and several losses."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
+import optax
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._loss_scale_config import (
@@ -167,3 +171,51 @@ def refuse_nesting(inner_state: PyTree) -> None:
         fix="Wrap once, outermost: the inner one would divide by its scale again.",
       )
     )
+
+
+class _Transformation(optax.GradientTransformationExtraArgs):
+  """An optax transformation whose `update` takes `apply=` only where it is called by name.
+
+  `optax.chain` unpacks its transformations: what it gets refuses `apply=`, since the next one in
+  the chain would take new parameters for updates.
+  """
+
+  @property
+  def update(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    return getattr(self[1], "__wrapped__", self[1])
+
+
+def transformation(
+  init: Callable[..., Any], update: Callable[..., Any]
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the optax transformation of these two functions, of which `update` takes `apply=`."""
+
+  @functools.wraps(update)
+  def in_a_chain(*args: Any, apply: Any = None, **kwargs: Any) -> Any:
+    if apply is not None:
+      raise _not_outermost("one that is part of an optax.chain")
+    return update(*args, **kwargs)
+
+  return _Transformation(init, in_a_chain)
+
+
+def refuse_apply_to_parts(params: PyTree) -> None:
+  """Raises if `params` are what `optax.masked` or `multi_transform` left of the parameters."""
+
+  def is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+  if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+    raise _not_outermost("one that sees a part of the parameters (optax.masked, multi_transform)")
+
+
+def _not_outermost(got: str) -> MpjaxTypeError:
+  return MpjaxTypeError(
+    message(
+      "mpjax.loss_scaling(inner).update(apply)",
+      expected="mpjax.loss_scaling to be outermost",
+      got=got,
+      fix="What is outside would take the new parameters for updates. Write "
+      "mpjax.loss_scaling(optax.chain(...)), or leave apply= out and apply the updates.",
+    )
+  )

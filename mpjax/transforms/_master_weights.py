@@ -19,6 +19,7 @@ from mpjax.transforms._checks import (
 )
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
+  arrays_only,
   float32_view,
   place_like,
   strong,
@@ -77,6 +78,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
   def init(params: PyTree) -> MasterWeightsState:
     refuse_integers(params, f"{where}.init(params)")
+    params = arrays_only(params)
     master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32) if is_half(p) else None, params)
     inner_state = init_inner(inner, _trained(master, params), where)
     return place_like(params, MasterWeightsState(master, jax.tree.map(strong, inner_state)))
@@ -86,6 +88,17 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
   ) -> tuple[PyTree, MasterWeightsState]:
     check_state(state, MasterWeightsState, f"{where}.update(state)")
     check_params(params, f"{where}.update(params)")
+    if "apply" in extra_args:
+      raise MpjaxTypeError(
+        message(
+          f"{where}.update(apply)",
+          expected="no apply=, which is mpjax.loss_scaling's alone",
+          got="one",
+          fix="Its new parameters would be taken for updates here. Put the loss scaling outside, "
+          "loss_scaling(master_weights(inner)), or leave apply= out and apply the updates.",
+        )
+      )
+    params = arrays_only(params)
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
     trained = _trained(state.master, params)
     new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)

@@ -33,8 +33,58 @@ def float32_view(tree: PyTree) -> PyTree:
   return jax.tree.map(see, tree)
 
 
+def _is_none(x: Any) -> bool:
+  return x is None
+
+
+def arrays_only(params: PyTree) -> PyTree:
+  """Returns `params` with None for what is no array: the functions in a model of Equinox."""
+  return jax.tree.map(lambda x: x if is_array_like(x) else None, params)
+
+
+def hide_untrained(tree: PyTree, params: PyTree = None) -> PyTree:
+  """Returns `tree` with an `optax.MaskedNode` for each array that is no floating or complex one.
+
+  Args:
+    tree: the parameters, or a tree like them.
+    params: the parameters, to decide by them.
+  """
+
+  def hide(x: Any, p: Any) -> Any:
+    return optax.MaskedNode() if is_array_like(p) and not is_inexact(p) else x
+
+  decisive = tree if params is None else arrays_only(params)
+  return jax.tree.map(hide, tree, decisive)
+
+
+def fill_gradients(grads: PyTree, params: PyTree) -> PyTree:
+  """Returns what `align_gradients` does, without a check: trees that differ come back as given."""
+  if params is None:
+    return grads
+  try:
+    grads = _spell_out(grads, params)
+    return jax.tree.map(_align_leaf, grads, arrays_only(params), is_leaf=_is_none)
+  except ValueError:
+    return grads
+
+
+def keep_half(old: PyTree, new: PyTree) -> PyTree:
+  """Returns `new` with half leaves where `old` has them.
+
+  An optimizer in half makes float32 moments of float32 gradients; as a new type they would be a new
+  trace.
+  """
+  if jax.tree.structure(old) != jax.tree.structure(new):
+    return new
+
+  def keep(o: Any, n: Any) -> Any:
+    return n.astype(o.dtype) if is_half(o) and is_inexact(n) and n.dtype != o.dtype else n
+
+  return jax.tree.map(keep, old, new)
+
+
 def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:
-  """Returns `grads` with a zero wherever it has None and `params` an array.
+  """Returns `grads` with a zero wherever it has None and `params` an array, or a tree of them.
 
   A gradient is 64-bit exactly where its parameter is: the moments, made from the parameters by
   `init`, then never change dtype.
@@ -50,9 +100,13 @@ def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:
   """
   if params is None:
     return grads
+  if isinstance(params, optax.LookaheadParams):
+    params = params.fast  # The gradients of optax.lookahead are those of one of its two trees.
+  if grads is not None:
+    grads = _spell_out(grads, params)
   problems = tree_differences(params, grads, dtypes=False, none_fits=True)
   if not problems:
-    pairs = jax.tree_util.tree_map_with_path(_misfit, params, grads, is_leaf=lambda x: x is None)
+    pairs = jax.tree_util.tree_map_with_path(_misfit, params, grads, is_leaf=_is_none)
     problems = jax.tree.leaves(pairs)
   if problems:
     raise MpjaxValueError(
@@ -63,7 +117,22 @@ def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:
         fix="Differentiate with respect to the very tree that is passed as params.",
       )
     )
-  return jax.tree.map(_align_leaf, grads, params, is_leaf=lambda x: x is None)
+  return jax.tree.map(_align_leaf, grads, params, is_leaf=_is_none)
+
+
+def _spell_out(grads: PyTree, params: PyTree) -> PyTree:
+  """Returns `grads` with a None for each leaf of `params` where it has one for all of them."""
+  if all(g is not None for g in jax.tree.leaves(grads, is_leaf=_is_none)):
+    return grads
+  try:
+    return jax.tree.map(
+      lambda g, p: jax.tree.map(lambda _: None, p) if g is None else g,
+      grads,
+      params,
+      is_leaf=_is_none,
+    )
+  except ValueError:  # Another tree: the caller says where.
+    return grads
 
 
 def _misfit(path: Any, p: Any, g: Any) -> str | None:
@@ -91,18 +160,24 @@ def merge_updates(grads: PyTree, updates: PyTree, params: PyTree) -> PyTree:
   """Returns `updates` with something in place of what was hidden from the inner optimizer.
 
   That is a zero of the parameter's own dtype, which `optax.apply_updates` can add; without
-  parameters, and for keys, the leaf that came as the gradient.
+  parameters, and for keys, the leaf that came as the gradient. Of a key that had none it is None,
+  which `mpjax.apply_updates` and Equinox leave alone; optax can add nothing to a key.
   """
 
   def merge(g: Any, u: Any, p: Any) -> Any:
     if not isinstance(u, optax.MaskedNode) or isinstance(g, optax.MaskedNode):
       return u
-    if p is None or jnp.issubdtype(jnp.result_type(p), jax.dtypes.extended):
+    if p is None:
       return g
+    if is_key(jnp.result_type(p)):
+      return None if is_key(jnp.result_type(g)) else g
     return jnp.zeros(jnp.shape(p), jnp.result_type(p))
 
   if params is None:
     return jax.tree.map(lambda g, u: merge(g, u, None), grads, updates)
+  if isinstance(params, optax.LookaheadParams):
+    parts = zip(updates, params, strict=True)
+    return type(params)(*(merge_updates(grads, u, p) for u, p in parts))
   return jax.tree.map(merge, grads, updates, params)
 
 

@@ -497,3 +497,15 @@ def test_arguments_that_contradict_each_other(arguments, where, expected, got, f
       apply(PARAMS)
     where_ = f"mpjax.apply_updates{where}"
     check_error(error, where=where_, expected=expected, got=got, fix=fix, builtin=ValueError)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("none", [None, np.zeros((), jax.dtypes.float0)], ids=["None", "float0"])
+def test_keys_among_the_parameters_stay_as_they_are(rounding, none):
+  params = {"a": jnp.ones(2, jnp.bfloat16), "key": jax.random.key(7), "z": jnp.ones(1)}
+  key = jax.random.key(1) if rounding == "stochastic" else None
+  updates = {"a": jnp.ones(2), "key": none, "z": jnp.ones(1)}
+  found = mpjax.apply_updates(params, updates, rounding=rounding, key=key)
+  assert found["key"] is params["key"]
+  assert found["a"].tolist() == [2, 2]
+  assert found["z"].tolist() == [2]

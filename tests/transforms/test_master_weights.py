@@ -519,3 +519,18 @@ def test_masters_of_another_structure_are_not_adopted():
     fix="optax.flatten",
     builtin=TypeError,
   )
+
+
+def test_masters_do_not_take_the_new_parameters_of_apply_for_updates():
+  params = jnp.ones(2, jnp.bfloat16)
+  tx = mpjax.master_weights(mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(1)))
+  with pytest.raises(TypeError) as error:
+    tx.update(jnp.ones(2), tx.init(params), params, apply=lambda p, u, s: p)
+  check_error(
+    error,
+    where="mpjax.master_weights(inner).update(apply)",
+    expected="no apply=",
+    got="one",
+    fix="loss_scaling(master_weights(inner))",
+    builtin=TypeError,
+  )
