@@ -51,6 +51,15 @@ def round_to(x: Array, dtype: np.dtype[Any]) -> Array:
   return x if x.dtype == dtype else jax.lax.optimization_barrier(x.astype(dtype))
 
 
+def saturate(x: Array, dtype: np.dtype[Any]) -> Array:
+  """Returns `x` with finite numbers beyond the range of `dtype` brought back to its limits.
+
+  An inf or NaN stays what it is.
+  """
+  largest = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
+  return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+
+
 def is_inexact(x: Any) -> bool:
   """Whether `x` holds floating or complex numbers: a Python number or an array of any kind."""
   if isinstance(x, (float, complex)):

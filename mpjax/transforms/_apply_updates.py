@@ -9,7 +9,7 @@ import optax
 
 from mpjax._errors import MpjaxValueError, listed, message, nearest
 from mpjax._named_arrays import is_key
-from mpjax._tree import is_array_like, is_half, tree_differences
+from mpjax._tree import is_array_like, is_half, saturate, tree_differences
 from mpjax._types import Array, PyTree
 
 _ROUNDINGS = ("nearest", "stochastic")
@@ -40,7 +40,8 @@ def apply_updates(
     updates: a tree like `params`, in float32 (as all of mpjax gives) or any dtype. Keys and what is
       no array stay as they are, and may have None here.
     master: `mpjax.master_params(opt_state)` after `update`: each half parameter becomes its rounded
-      master, bit for bit, and its update is not looked at.
+      master, bit for bit (beyond the range of its dtype the largest number, not inf), and its
+      update is not looked at.
     rounding: "nearest" (ties to even) or "stochastic".
     key: a PRNG key, typed or raw, for stochastic rounding; another one for each step.
 
@@ -110,7 +111,7 @@ def _check_rounding(call: str, master: PyTree, rounding: Any, key: Any) -> None:
 def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) -> PyTree:
   def one(m: Any, p: Any, u: Any) -> Any:
     if m is not None and is_half(p):
-      return jnp.asarray(m).astype(p.dtype)
+      return saturate(jnp.asarray(m), p.dtype).astype(p.dtype)
     return jax.tree.map(lambda p, u: _add(p, u, None), p, u)  # One hole may stand for a subtree.
 
   try:

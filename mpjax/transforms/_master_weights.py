@@ -8,7 +8,7 @@ import optax
 from jax.core import Tracer
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
-from mpjax._tree import is_floating, is_half, round_to
+from mpjax._tree import is_floating, is_half, round_to, saturate
 from mpjax._types import PyTree
 from mpjax.transforms._checks import (
   check_inner,
@@ -45,7 +45,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
   that come out lead each half parameter to the rounded master. `mpjax.apply_updates(params,
   updates, master=mpjax.master_params(opt_state))` makes the two equal bit for bit;
   `optax.apply_updates` does so but for the sign of zero, and for steps so large that a float32
-  `p + u` cannot reach the master, where the parameter follows on the next step.
+  `p + u` cannot reach the master, where the parameter follows on the next step. Where a finite
+  master is beyond the range of a parameter's dtype, the parameter is the largest number there.
 
   Parameters in float32 (norms, say) are trained as without this wrapper, and have no copy. It may
   stand inside `mpjax.loss_scaling` or around it, and inside `optax.masked` and
@@ -186,7 +187,8 @@ def reach_masters(params: PyTree, updates: PyTree, opt_state: PyTree) -> PyTree:
 def _reach(master: Any, param: Any, update: Any) -> Any:
   if _is_hole(master):
     return update
-  goal = round_to(master, param.dtype).astype(jnp.float32)
+  # An inf in the parameter could never be left again: no update leads from it to a number.
+  goal = round_to(saturate(master, param.dtype), param.dtype).astype(jnp.float32)
   old = param.astype(jnp.float32)
   # The one addend that leaves a parameter's bits alone, where it is there already.
   return jnp.where(goal == old, jnp.asarray(-0.0, jnp.float32), goal - old)

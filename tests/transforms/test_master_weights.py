@@ -179,6 +179,42 @@ def test_inner_reads_masters_and_gets_extra_arguments():
   assert extra_args == {"value": 3}
 
 
+@BOTH
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("applied", ["optax", "mpjax"])
+def test_a_parameter_beyond_its_range_comes_back_when_its_master_does(half, sign, applied):
+  """It is the largest number of its dtype meanwhile; as an inf it could never be left again."""
+  largest = sign * float(jnp.finfo(half).max)
+  tx = mpjax.master_weights(optax.sgd(1.0))
+  params = jnp.full(2, largest, half)
+  state = tx.init(params)
+  found = []
+  for share in (-0.003, 0.004, 0.5):  # bfloat16 ends 0.004 before float32 does.
+    updates, state = tx.update(jnp.full(2, F32(share * largest)), state, params)
+    if applied == "optax":
+      params = optax.apply_updates(params, updates)
+    else:
+      params = apply_from_master(params, updates, state)
+    wide = np.asarray(mpjax.master_params(state), np.float64)
+    assert np.all(np.isfinite(wide))
+    expected = np.clip(wide, -abs(largest), abs(largest)).astype(F32).astype(jnp.dtype(half))
+    np.testing.assert_array_equal(params, expected)
+    found.append(np.abs(wide[0]) > abs(largest))
+  assert found == [True, False, False]
+  assert abs(float(params[0])) < 0.6 * abs(largest)
+
+
+@BOTH
+def test_a_master_that_is_not_finite_shows(half):
+  params = jnp.ones(3, half)
+  state = mpjax.master_weights(optax.sgd(1.0)).init(params)
+  state = mpjax.set_master_params(state, jnp.asarray([jnp.inf, -jnp.inf, jnp.nan]))
+  found = apply_from_master(params, jnp.zeros(3), state)
+  np.testing.assert_array_equal(found.astype(F32), [np.inf, -np.inf, np.nan])
+  reached = reach_masters(params, jnp.zeros(3), state)
+  np.testing.assert_array_equal(reached, [np.inf, -np.inf, np.nan])
+
+
 def test_python_numbers_in_the_state_of_inner_are_strong_from_the_start():
   inner = optax.GradientTransformation(
     lambda params: {"rate": 0.5, "count": 0},
