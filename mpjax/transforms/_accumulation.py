@@ -9,14 +9,15 @@ import optax
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._types import Array, PyTree
-from mpjax.transforms._branch import step_or_skip
+from mpjax.transforms._branch import hold, step_or_skip
 from mpjax.transforms._checks import check_inner, check_state, init_inner, refuse_integers
 from mpjax.transforms._loss_scale_access import scales_in
-from mpjax.transforms._master_weights import adopt_masters, reach_masters
+from mpjax.transforms._master_weights import adopt_masters, keep_masters, reach_masters
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
   arrays_only,
   float32_view,
+  frozen_leaves,
   place_like,
   strong,
 )
@@ -103,6 +104,7 @@ def accumulate(
     # Without parameters the sum knows what the gradients have to be like.
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
+    frozen = frozen_leaves([updates], like)
     view = None if params is None else float32_view(params)
     total = jax.tree.map(jnp.add, state.total, grads)
     count = state.micro_batches + 1
@@ -113,7 +115,8 @@ def accumulate(
     def step(inner_state: PyTree) -> tuple[PyTree, PyTree, Array]:
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
       new_updates, new_inner = inner.update(mean, inner_state, view, **extra_args)
-      return reach_masters(params, new_updates, new_inner), new_inner, full
+      new_inner = keep_masters(frozen, inner_state, new_inner)
+      return hold(frozen, reach_masters(params, new_updates, new_inner)), new_inner, full
 
     new_updates, inner_state, _ = step_or_skip(full, step, state.inner_state)
     return new_updates, AccumulateState(

@@ -53,6 +53,18 @@ def nothing_like(updates: PyTree) -> PyTree:
   return jax.tree.map(lambda u: jnp.full_like(u, nothing(u.dtype)), updates)
 
 
+def hold(frozen: PyTree, updates: PyTree) -> PyTree:
+  """Returns `updates` that leave alone what is frozen.
+
+  Args:
+    frozen: a tree of bools like the parameters, or None for nothing.
+    updates: a tree like it, in which optax may have masked parts.
+  """
+  if frozen is None:
+    return updates
+  return jax.tree.map(lambda f, u: nothing_like(u) if f else u, frozen, updates)
+
+
 def _unchanged(old: PyTree, shapes: PyTree) -> PyTree:
   """Returns `old`, as what the other branch returns: varying over the same axes of a `shard_map`.
 

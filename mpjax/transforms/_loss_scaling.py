@@ -16,7 +16,7 @@ from mpjax._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
 from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, label_limits
 from mpjax._tree import first_nonfinite, is_inexact, select
 from mpjax._types import Array, PyTree
-from mpjax.transforms._branch import Step, nothing_like, one_at_a_time, step_or_skip
+from mpjax.transforms._branch import Step, hold, nothing_like, one_at_a_time, step_or_skip
 from mpjax.transforms._checks import init_inner
 from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
 from mpjax.transforms._loss_scaling_checks import (
@@ -28,12 +28,18 @@ from mpjax.transforms._loss_scaling_checks import (
   refuse_nesting,
   transformation,
 )
-from mpjax.transforms._master_weights import adopt_masters, merged_masters, reach_masters
+from mpjax.transforms._master_weights import (
+  adopt_masters,
+  keep_masters,
+  merged_masters,
+  reach_masters,
+)
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
   arrays_only,
   fill_gradients,
   float32_view,
+  frozen_leaves,
   hide_untrained,
   keep_half,
   merge_updates,
@@ -71,7 +77,8 @@ def loss_scaling(
   `inner` always works in float32: half parameters are cast before it sees them, its state is
   float32, and so are the updates (`optax.apply_updates` adds in float32 and rounds once). Integer
   parameters, booleans and keys are hidden from it and stay as they are. A None in place of the
-  gradient of a parameter counts as zero.
+  gradient of a parameter (in those of all losses) freezes it for this step: it keeps its bits, and so
+  does its master, whatever decay or momentum would do with a zero.
 
   `update(updates, state, params=None, *, loss=None, **extra_args)` hands its extra arguments on to
   `inner`, with `grads_finite` (scalar bool) and `loss_scale` (scalar float32, the one that these
@@ -154,6 +161,7 @@ def loss_scaling(
       label: align_gradients(g, params, f"{where}(updates)")
       for label, g in by_loss(updates, configs, several, f"{where}(updates)").items()
     }
+    frozen = frozen_leaves(by_loss(updates, configs, several, where).values(), params)
     if "grad" in extra_args:
       given = by_loss(extra_args["grad"], configs, several, f"{where}(grad)")
       extra_args["grad"] = _unscaled_sum(given, old)
@@ -181,7 +189,8 @@ def loss_scaling(
       # In here, where an optimizer reads it, a quotient is never stored.
       gradient = _unscaled_sum(grads, old) if total is None else total
       new_updates, new_inner = inner.update(gradient, inner_state, view, **extra_args)
-      new_updates = reach_masters(params, new_updates, new_inner)
+      new_inner = keep_masters(frozen, inner_state, new_inner)
+      new_updates = hold(frozen, reach_masters(params, new_updates, new_inner))
       if not check_updates:
         return new_updates, new_inner, all_finite
       good = _all_finite(new_updates, axis_name)
@@ -273,7 +282,8 @@ def _pass_through(
     # NumPy scalars: as constants they add no operation, unless inner uses them.
     extra_args = _extend(inner, extra_args, np.bool_(True), np.float32(1))
     where = "mpjax.loss_scaling(inner).update(updates)"
-    grads = _plain_sum(by_loss(updates, configs, several, where), params, where)
+    by_label = by_loss(updates, configs, several, where)
+    frozen, grads = frozen_leaves(by_label.values(), params), _plain_sum(by_label, params, where)
     if "grad" in extra_args:
       where = "mpjax.loss_scaling(inner).update(grad)"
       given = by_loss(extra_args["grad"], configs, several, where)
@@ -285,7 +295,8 @@ def _pass_through(
     updates, inner_state = inner.update(seen, state.inner_state, view, **extra_args)
     if hidden:
       updates = merge_updates(grads, updates, arrays_only(params))
-    inner_state = keep_half(state.inner_state, inner_state)
+    inner_state = keep_masters(frozen, state.inner_state, keep_half(state.inner_state, inner_state))
+    updates = hold(frozen, updates)
     result = updates if apply is None else apply(params, updates, inner_state)
     return result, LossScalingState(dict.fromkeys(configs, ()), inner_state)
 

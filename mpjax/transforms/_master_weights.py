@@ -10,6 +10,7 @@ from jax.core import Tracer
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
 from mpjax._tree import is_floating, is_half, round_to, saturate
 from mpjax._types import PyTree
+from mpjax.transforms._branch import hold
 from mpjax.transforms._checks import (
   check_inner,
   check_params,
@@ -21,6 +22,7 @@ from mpjax.transforms._wrapper_trees import (
   align_gradients,
   arrays_only,
   float32_view,
+  frozen_leaves,
   place_like,
   strong,
 )
@@ -103,6 +105,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
     trained = _trained(state.master, params)
     new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)
+    new_updates = hold(frozen_leaves([updates], params), new_updates)
     moved = optax.apply_updates(trained, new_updates)
     master = jax.tree.map(
       lambda m, new: m if _is_hole(m) else new, state.master, moved, is_leaf=_is_hole
@@ -182,6 +185,25 @@ def reach_masters(params: PyTree, updates: PyTree, opt_state: PyTree) -> PyTree:
   for state in _find(opt_state):
     updates = jax.tree.map(_reach, state.master, params, updates, is_leaf=_is_hole)
   return updates
+
+
+def keep_masters(frozen: PyTree, old: PyTree, new: PyTree) -> PyTree:
+  """Returns the state `new` with the masters of `old` for parameters that are frozen.
+
+  Args:
+    frozen: what `frozen_leaves` returned.
+    old: the state before an update, of whatever is inside.
+    new: the state after it.
+  """
+  if frozen is None:
+    return new
+  masters = iter([state.master for state in _find(old)])
+
+  def keep(moved: PyTree) -> PyTree:
+    pick = lambda n, o, f: o if f is True else n  # noqa: E731 (of a hole f is a subtree)
+    return jax.tree.map(pick, moved, next(masters), frozen, is_leaf=_is_hole)
+
+  return _map_masters(keep, new)
 
 
 def _reach(master: Any, param: Any, update: Any) -> Any:

@@ -1,6 +1,7 @@
 """What the wrappers do to trees before and after the inner optimizer sees them."""
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -133,6 +134,32 @@ def _spell_out(grads: PyTree, params: PyTree) -> PyTree:
     )
   except ValueError:  # Another tree: the caller says where.
     return grads
+
+
+def frozen_leaves(given: Iterable[PyTree], params: PyTree) -> PyTree:
+  """Returns which parameters have None for a gradient in all of `given`, or None if no one has.
+
+  Such a parameter is to stay as it is: weight decay or momentum would move it by a zero gradient.
+
+  Args:
+    given: trees of gradients.
+    params: the tree that they belong to; with None nothing is known.
+  """
+  given = list(given)
+  if params is None or not any(map(_is_none, jax.tree.leaves(given, is_leaf=_is_none))):
+    return None
+  if isinstance(params, optax.LookaheadParams):
+    frozen = frozen_leaves(given, params.fast)
+    return None if frozen is None else type(params)(frozen, frozen)
+
+  def missing(p: Any, *gs: Any) -> bool:
+    return is_inexact(p) and all(map(_is_none, gs))
+
+  try:
+    frozen = jax.tree.map(missing, params, *(_spell_out(grads, params) for grads in given))
+  except ValueError:  # Another tree: the caller says where.
+    return None
+  return frozen if any(jax.tree.leaves(frozen)) else None
 
 
 def _misfit(path: Any, p: Any, g: Any) -> str | None:

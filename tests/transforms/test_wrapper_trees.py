@@ -17,6 +17,7 @@ from mpjax.transforms._wrapper_trees import (
   strong,
 )
 from tests.errors import check_error
+from tests.programs import bits
 
 HALF = [jnp.float16, jnp.bfloat16]
 ADAM = mpjax.loss_scaling(optax.adam(0.1))
@@ -347,3 +348,78 @@ def test_none_for_the_gradients_of_a_whole_subtree():
   losses = {"p": grads, "v": {"policy": None, "value": params["value"]}}
   updates, _ = several.update(losses, several.init(params), params)
   assert [x.tolist() for x in jax.tree.leaves(updates)] == [[-0.5] * n for n in (2, 1, 2)]
+# Parameters without a gradient are frozen.
+
+DECAYS = {
+  "adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
+  "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+  "accumulate": lambda: mpjax.accumulate(optax.adamw(0.1, weight_decay=0.1), 2),
+}
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "masters"])
+@pytest.mark.parametrize("config", [None, mpjax.StaticLossScale(4), mpjax.NoLossScale()], ids=str)
+@pytest.mark.parametrize("name", DECAYS)
+def test_a_parameter_without_a_gradient_does_not_move_whatever_decays(name, config, half):
+  """Where optax raises, a zero in its place let adamw decay a frozen parameter to nothing."""
+  inner = DECAYS[name]()
+  if half:
+    inner = mpjax.master_weights(inner)
+  elif config is None and name != "accumulate":
+    inner = mpjax.accumulate(inner, 1)  # of what checks gradients, all but loss_scaling
+  tx = inner if config is None else mpjax.loss_scaling(inner, config)
+  dtype = jnp.bfloat16 if half else jnp.float32
+  value = jnp.asarray([1.0, -0.0, 3e-3], dtype)
+  params = {"lora": value, "frozen": {"w": value, "b": value}}
+  state = tx.init(params)
+  update = jax.jit(tx.update)
+  for i in range(6):
+    # At first all have one, so that there is momentum to move by.
+    frozen = {"w": value, "b": value} if i < 2 else {"w": None, "b": None}
+    before = params
+    updates, state = update({"lora": value, "frozen": frozen}, state, params)
+    if half:
+      params = mpjax.apply_updates(params, updates, master=mpjax.master_params(state))
+    else:
+      params = optax.apply_updates(params, updates)
+    masters = mpjax.master_params(state) if half else ()
+    if i == 1:
+      assert not jnp.array_equal(params["frozen"]["w"], value)
+      kept = params["frozen"], masters["frozen"] if half else ()
+    if i >= 2:
+      found = params["frozen"], masters["frozen"] if half else ()
+      assert bits(found) == bits(kept)
+      for u in jax.tree.leaves(updates["frozen"]):
+        assert np.all(np.signbit(u)), "-0.0, which leaves even a -0.0 alone"
+    moves = name != "accumulate" or i % 2
+    assert (bits(params["lora"]) != bits(before["lora"])) == bool(moves)
+
+
+def test_none_may_stand_for_a_part_of_the_tree():
+  params = {"pi": {"w": jnp.ones(2), "b": jnp.ones(1)}, "v": {"w": jnp.ones(2)}}
+  config = mpjax.StaticLossScale(2)
+  tx = mpjax.loss_scaling(optax.adamw(0.1), {"pi": config, "v": config})
+  pi, v = ({name: jax.tree.map(lambda p: 2 * p, params[name])} for name in params)
+  whole = {"pi": {**pi, "v": {"w": None}}, "v": {**v, "pi": {"w": None, "b": None}}}
+  parts = {"pi": {**pi, "v": None}, "v": {**v, "pi": None}}
+  zeros = {
+    "pi": {**pi, "v": jax.tree.map(jnp.zeros_like, params["v"])},
+    "v": {**v, "pi": jax.tree.map(jnp.zeros_like, params["pi"])},
+  }
+  results = [tx.update(grads, tx.init(params), params) for grads in (whole, parts, zeros)]
+  assert bits(results[0]) == bits(results[2]), "frozen is only what no loss reaches"
+  assert bits(results[1]) == bits(results[2])
+  # What neither reaches stays, decay or not.
+  nowhere = {"pi": {"pi": None, "v": params["v"]}, "v": {"pi": None, "v": None}}
+  updates, _ = tx.update(nowhere, tx.init(params), params)
+  assert not any(np.any(u) for u in jax.tree.leaves(updates["pi"]))
+  assert np.all(updates["v"]["w"])
+
+
+def test_a_frozen_parameter_that_inner_masks_out():
+  params = {"a": jnp.ones(2), "b": {"c": jnp.ones(2)}}
+  freeze = optax.partition({"t": optax.adamw(0.1), "f": optax.set_to_zero()}, {"a": "t", "b": "f"})
+  tx = mpjax.loss_scaling(freeze, mpjax.StaticLossScale(2))
+  updates, _ = tx.update({"a": jnp.ones(2), "b": None}, tx.init(params), params)
+  assert updates["b"]["c"].tolist() == [0, 0]
+  assert np.all(updates["a"])
