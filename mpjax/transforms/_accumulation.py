@@ -112,13 +112,13 @@ def accumulate(
     # >=, not ==: a state restored into a shorter window may be past it already.
     full = count >= window
 
-    def step(inner_state: PyTree) -> tuple[PyTree, PyTree, Array]:
+    def step(inner_state: PyTree) -> tuple[PyTree, PyTree]:
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
       new_updates, new_inner = inner.update(mean, inner_state, view, **extra_args)
       new_inner = keep_masters(frozen, inner_state, new_inner)
-      return hold(frozen, reach_masters(params, new_updates, new_inner)), new_inner, full
+      return hold(frozen, reach_masters(params, new_updates, new_inner)), new_inner
 
-    new_updates, inner_state, _ = step_or_skip(full, step, state.inner_state)
+    new_updates, inner_state = step_or_skip(full, step, state.inner_state)
     return new_updates, AccumulateState(
       micro_batches=jnp.where(full, 0, count),
       updates_done=jnp.where(full, optax.safe_increment(state.updates_done), state.updates_done),

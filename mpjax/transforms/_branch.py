@@ -9,11 +9,11 @@ from jax.core import Tracer
 
 from mpjax._types import Array, PyTree
 
-Step: TypeAlias = Callable[[PyTree], tuple[PyTree, PyTree, Array]]
-"""From an old state to updates, a new state, and whether the two apply (scalar bool)."""
+Step: TypeAlias = Callable[[PyTree], tuple[PyTree, PyTree]]
+"""From an old state to updates and a new state."""
 
 
-def step_or_skip(condition: Array, step: Step, old: PyTree) -> tuple[PyTree, PyTree, Array]:
+def step_or_skip(condition: Array, step: Step, old: PyTree) -> tuple[PyTree, PyTree]:
   """Returns `step(old)`, or updates that change nothing and the old state.
 
   By `jax.lax.cond`, but outside of `jit` by a plain call: `cond` would compile both branches again
@@ -28,18 +28,18 @@ def step_or_skip(condition: Array, step: Step, old: PyTree) -> tuple[PyTree, PyT
     if condition:
       return step(old)
     shapes = jax.eval_shape(step, old)
-    return nothing_like(shapes[0]), old, jnp.asarray(False)
+    return nothing_like(shapes[0]), old
   seen = []
 
-  def noted(old: PyTree) -> tuple[PyTree, PyTree, Array]:
+  def noted(old: PyTree) -> tuple[PyTree, PyTree]:
     out = step(old)
     seen.append(jax.eval_shape(lambda: out))
     return out
 
-  def skip(old: PyTree) -> tuple[PyTree, PyTree, Array]:
+  def skip(old: PyTree) -> tuple[PyTree, PyTree]:
     # `cond` traces its branches in turn; should it begin with this one, that costs another trace.
     shapes = seen[0] if seen else jax.eval_shape(step, old)
-    return nothing_like(shapes[0]), _unchanged(old, shapes[1]), jnp.full_like(shapes[2], False)
+    return nothing_like(shapes[0]), _unchanged(old, shapes[1])
 
   return jax.lax.cond(condition, noted, skip, old)
 

@@ -77,8 +77,8 @@ def loss_scaling(
   `inner` always works in float32: half parameters are cast before it sees them, its state is
   float32, and so are the updates (`optax.apply_updates` adds in float32 and rounds once). Integer
   parameters, booleans and keys are hidden from it and stay as they are. A None in place of the
-  gradient of a parameter (in those of all losses) freezes it for this step: it keeps its bits, and so
-  does its master, whatever decay or momentum would do with a zero.
+  gradient of a parameter (in those of all losses) freezes it for this step: it keeps its bits, and
+  so does its master, whatever decay or momentum would do with a zero.
 
   `update(updates, state, params=None, *, loss=None, **extra_args)` hands its extra arguments on to
   `inner`, with `grads_finite` (scalar bool) and `loss_scale` (scalar float32, the one that these
@@ -102,7 +102,9 @@ def loss_scaling(
     axis_name: the mapped axis, or axes, over which all devices must decide alike (`shard_map`,
       `pmap`, `vmap`). Averaging the gradients over it remains yours to do, before `update`.
     check_updates: skip as well when the gradients were finite but the updates are not; counted
-      as `bad_updates`, and the scale does not back off.
+      as `bad_updates`, and the scale does not back off. The updates are computed once to look at
+      them and once more to apply them, so that no memory is needed (on a GPU XLA may compute them
+      once, and keep old and new). Without it such a step is applied.
     name: tells several loss scales in one state apart.
     **unknown: refused. What shapes gradients or updates is set on `inner`.
 
@@ -184,37 +186,36 @@ def loss_scaling(
     loss_scales = scales if several else next(iter(scales.values()))
     extra_args = _extend(inner, extra_args, all_finite, loss_scales)
 
-    def step(inner_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, Array]:
+    def step(inner_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
       view = None if params is None else float32_view(params)
       # In here, where an optimizer reads it, a quotient is never stored.
       gradient = _unscaled_sum(grads, old) if total is None else total
       new_updates, new_inner = inner.update(gradient, inner_state, view, **extra_args)
       new_inner = keep_masters(frozen, inner_state, new_inner)
-      new_updates = hold(frozen, reach_masters(params, new_updates, new_inner))
-      if not check_updates:
-        return new_updates, new_inner, all_finite
-      good = _all_finite(new_updates, axis_name)
-      return new_updates, new_inner, jnp.logical_and(all_finite, good)
+      return hold(frozen, reach_masters(params, new_updates, new_inner)), new_inner
 
     def merged(new_updates: PyTree, params: PyTree) -> PyTree:
       return merge_updates(next(iter(grads.values())), new_updates, params)
 
     kept, where = state.inner_state, f"{where}: the state of inner"
+    applied = all_finite
+    if check_updates:
+      # Once to look at, and once more to apply: to decide first, by updates that are never stored,
+      # takes less memory than to have the old and the new of everything until the decision.
+      good = _all_finite(step(kept, params)[0], axis_name)
+      applied = jnp.logical_and(all_finite, good)
     if apply is None:
-      new_updates, new_inner, applied = _unless_skipped(
-        lambda kept: step(kept, params), kept, all_finite, check_updates, where
+      new_updates, new_inner = _unless_skipped(
+        lambda kept: step(kept, params), kept, applied, where
       )
       result = merged(new_updates, params)
     else:
 
-      def step_and_apply(kept: PyTree) -> tuple[PyTree, PyTree, Array]:
-        new_updates, new_inner, applied = step(*kept)
-        new_params = apply(kept[1], merged(new_updates, kept[1]), new_inner)
-        return (), (new_inner, new_params), applied
+      def step_and_apply(kept: PyTree) -> tuple[PyTree, PyTree]:
+        new_updates, new_inner = step(*kept)
+        return (), (new_inner, apply(kept[1], merged(new_updates, kept[1]), new_inner))
 
-      _, (new_inner, result), applied = _unless_skipped(
-        step_and_apply, (kept, params), all_finite, check_updates, where
-      )
+      _, (new_inner, result) = _unless_skipped(step_and_apply, (kept, params), applied, where)
     flags = {"all_finite": all_finite, "applied": applied}
     new_state = LossScalingState(
       {
@@ -317,24 +318,21 @@ def _extend(
   return {k: v for k, v in ours.items() if open_ended or k in parameters} | extra_args
 
 
-def _unless_skipped(
-  step: Step, old: PyTree, finite: Array, check_updates: bool, where: str
-) -> tuple[PyTree, PyTree, Array]:
-  """Returns updates, state and whether they apply; nothing and the old state where they do not."""
-  traced = isinstance(finite, Tracer)
+def _unless_skipped(step: Step, old: PyTree, applied: Array, where: str) -> tuple[PyTree, PyTree]:
+  """Returns updates and state of `step(old)`; nothing and the old state where it does not apply."""
+  traced = isinstance(applied, Tracer)
   cpu = one_at_a_time() if traced else False
-  # In a branch that is only taken when the gradients are finite, there is nothing to select.
-  known = jnp.logical_and(cpu, not check_updates)
+  # In a branch that is only taken when the step applies, there is nothing to select.
+  keep = jnp.logical_or(applied, cpu)
 
-  def selected(old: PyTree) -> tuple[PyTree, PyTree, Array]:
-    updates, new, applied = step(old)
-    keep = jnp.logical_or(applied, known)
+  def selected(old: PyTree) -> tuple[PyTree, PyTree]:
+    updates, new = step(old)
     kept = jax.tree.map(lambda u, n: jnp.where(keep, u, n), updates, nothing_like(updates))
-    return kept, select(keep, new, old, where), applied
+    return kept, select(keep, new, old, where)
 
   if not traced:
     return selected(old)
-  return step_or_skip(jnp.logical_or(finite, jnp.logical_not(cpu)), selected, old)
+  return step_or_skip(jnp.logical_or(applied, jnp.logical_not(cpu)), selected, old)
 
 
 def _all_finite(tree: PyTree, axis_name: AxisName | None) -> Array:

@@ -39,14 +39,14 @@ def loss_of(params, x, dtype):
   return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def ours(inner, stored, dtype, *, config=None, ema=False, **options):
+def ours(inner, stored, dtype, *, config=None, ema=False, check=False, **options):
   """Returns the memory of our step, its state and its metrics (as shapes)."""
 
   def loss_fn(params, model_state, batch, rng):
     del rng
     return loss_of(params, batch, dtype), (model_state, {})
 
-  tx = mpjax.loss_scaling(inner, config or mpjax.DynamicLossScale())
+  tx = mpjax.loss_scaling(inner, config or mpjax.DynamicLossScale(), check_updates=check)
   step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5 if ema else None, **options)
   state = mpjax.TrainState.create(parameters(stored), tx, ema=ema)
   lowered = step.lower(state, BATCH)
@@ -106,6 +106,16 @@ def test_a_step_holds_its_state_and_one_more_gradient(name):
   check_held(found, state, metrics)
   limit = plain(inner, dtype, options.get("accumulate", 1)) + TREE + SLACK
   assert found.temp_size_in_bytes <= limit
+
+
+@pytest.mark.parametrize("inner", [ADAMW, CLIPPED], ids=["adamw", "clipped"])
+def test_to_check_the_updates_takes_no_memory(inner):
+  """They are looked at before the decision, and computed again to be applied."""
+  found, without = (
+    ours(inner, jnp.float32, jnp.float16, check=check)[0].temp_size_in_bytes
+    for check in (True, False)
+  )
+  assert found <= without + SLACK
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")

@@ -235,8 +235,8 @@ _CHECKS = (
     number=20,
     breaks="a skipped step keeps the parameters and moves the optimizer",
     file=_SCALING,
-    old="return kept, select(keep, new, old, where), applied",
-    new="return kept, new, applied",
+    old="return kept, select(keep, new, old, where)",
+    new="return kept, new",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
   Mutation(
@@ -260,10 +260,10 @@ _CHECKS = (
     letter="a",
     breaks="the counts of schedules go on at a skipped step",
     file=_SCALING,
-    old="    return kept, select(keep, new, old, where), applied\n",
+    old="    return kept, select(keep, new, old, where)\n",
     new="""    held = select(keep, new, old, where)
     counted = jax.tree.map(lambda n, h: n if n.dtype == jnp.int32 else h, new, held)
-    return kept, counted, applied
+    return kept, counted
 """,
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
@@ -288,8 +288,8 @@ _CHECKS = (
     number=25,
     breaks="check_updates looks at nothing, unless there are several losses",
     file=_SCALING,
-    old="      if not check_updates:\n",
-    new="      if not (check_updates and several):\n",
+    old="    if check_updates:\n",
+    new="    if check_updates and several:\n",
     test=_TEST_SCALING + "test_updates_that_are_not_finite",
   ),
 )
@@ -318,11 +318,11 @@ _ACCUMULATIONS = (
     number=28,
     breaks="a bad micro-batch is counted, though nothing of it is in the sum",
     file=_SCALING,
-    old="    return kept, select(keep, new, old, where), applied\n",
+    old="    return kept, select(keep, new, old, where)\n",
     new="""    held = select(keep, new, old, where)
     if hasattr(new, "micro_batches"):
       held = held._replace(micro_batches=new.micro_batches)
-    return kept, held, applied
+    return kept, held
 """,
     test="tests/integration/test_scale_inside_a_window.py::test_a_bad_micro_batch_in_each_place",
   ),

@@ -26,7 +26,7 @@ class Counted:
   def __call__(self, old):
     self.calls += 1
     new = {"x": jnp.exp(old["x"]), "n": old["n"] + 1, "key": jax.random.fold_in(old["key"], 1)}
-    return KINDS, new, jnp.asarray(True)
+    return KINDS, new
 
 
 def data(state):
@@ -48,9 +48,8 @@ def run(how, condition, step):
 def test_the_step_or_nothing(how):
   for condition in (True, False):
     step = Counted()
-    updates, state, applied = run(how, condition, step)
+    updates, state = run(how, condition, step)
     assert step.calls == 1, "the shapes of the branch that skips are those of the same trace"
-    assert bool(applied) == condition
     assert jax.tree.map(lambda x: x.dtype.name, updates) == {name: name for name in KINDS}
     if condition:
       assert bits(updates) == bits(KINDS)
@@ -69,7 +68,7 @@ def test_outside_of_jit_what_is_skipped_does_not_run():
 
   run("eager", False, step)
   assert seen == [True], "only looked at for its shapes"
-  _, state, _ = run("eager", False, step)
+  _, state = run("eager", False, step)
   assert state is OLD
 
 
@@ -90,11 +89,11 @@ def test_in_a_shard_map_where_the_new_state_varies(devices, check_vma):
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
 
   def step(old, shard):
-    return shard * 2, {"x": old["x"] + shard, "n": old["n"]}, jnp.asarray(True)
+    return shard * 2, {"x": old["x"] + shard, "n": old["n"]}
 
   def one_device(condition, shard):
     old = {"x": jnp.ones(2), "n": jnp.asarray(0)}
-    updates, state, _ = step_or_skip(condition, lambda old: step(old, shard), old)
+    updates, state = step_or_skip(condition, lambda old: step(old, shard), old)
     return updates, state["x"]
 
   mapped = jax.jit(
