@@ -1,5 +1,6 @@
 """The checks that the wrappers of optimizers share."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -23,7 +24,28 @@ def check_inner(inner: Any, where: str) -> optax.GradientTransformationExtraArgs
         "gradient_transformation().",
       )
     )
-  return optax.with_extra_args_support(inner)
+  return take_extra_args(inner)
+
+
+def take_extra_args(
+  inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns `inner`, made to ignore extra arguments that its `update` does not name.
+
+  optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it knows.
+  """
+  inner = optax.with_extra_args_support(inner)
+  parameters = inspect.signature(inner.update).parameters
+  if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+    return inner
+
+  def update(
+    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+  ) -> tuple[PyTree, PyTree]:
+    named = {name: value for name, value in extra_args.items() if name in parameters}
+    return inner.update(updates, state, params, **named)
+
+  return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, where: str) -> PyTree:

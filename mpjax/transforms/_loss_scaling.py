@@ -1,7 +1,6 @@
 """The optax wrapper that unscales gradients, and skips the steps that overflowed."""
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Never
 
@@ -17,7 +16,7 @@ from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, l
 from mpjax._tree import first_nonfinite, is_inexact, select
 from mpjax._types import Array, PyTree
 from mpjax.transforms._branch import Step, hold, nothing_like, one_at_a_time, step_or_skip
-from mpjax.transforms._checks import init_inner
+from mpjax.transforms._checks import init_inner, take_extra_args
 from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
 from mpjax.transforms._loss_scaling_checks import (
   by_loss,
@@ -80,15 +79,18 @@ def loss_scaling(
   gradient of a parameter (in those of all losses) freezes it for this step: it keeps its bits, and
   so does its master, whatever decay or momentum would do with a zero.
 
-  `update(updates, state, params=None, *, loss=None, **extra_args)` hands its extra arguments on to
-  `inner`, with `grads_finite` (scalar bool) and `loss_scale` (scalar float32, the one that these
-  gradients were divided by) added, except beside `value_fn=`: line searches call that function with
-  all the rest. Their `grad=` is unscaled like the gradients. `loss=`, scaled or not, only has to be
-  finite as well. With `apply=`, a function of parameters, updates and the new state of `inner`,
-  `update` returns what that returns, new parameters, in the place of updates, or the old ones where
-  it skips: updates that are applied where they are made need not be stored. Outside of this
-  there must be no other transformation, which would take them for updates: `optax.chain`, masks and
-  `mpjax.master_weights` around it are refused, others cannot be seen from here.
+  `update(updates, state, params=None, *, loss=None, **extra_args)` passes its extra arguments on to
+  `inner`, those that it takes, with `grads_finite` (scalar bool) and `loss_scale` (scalar float32,
+  the one that these gradients were divided by) added, except beside `value_fn=`: line searches call
+  that function with all the rest. `grad=` of line searches and what `grad_fn=` of
+  `optax.contrib.sam` returns are unscaled like the gradients: give them as `mpjax.value_and_grad`
+  makes them. Where a gradient of `grad_fn` is not finite, the step is skipped as well. `loss=`,
+  scaled or not, only has to be finite. With `apply=`, a function of parameters, updates and the new
+  state of `inner`, `update` returns what that returns, new parameters, in the place of updates, or
+  the old ones where it skips: updates that are applied where they are made need not be stored.
+  Outside of this there must be no other transformation, which would take them for updates:
+  `optax.chain`, masks and `mpjax.master_weights` around it are refused, others cannot be seen from
+  here.
 
   Several losses into one optimizer have a scale each, `loss_scaling(inner, {"a": ..., "b": ...})`:
   differentiate one after the other with `mpjax.value_and_grad(..., name="a")`, and give `update`
@@ -131,7 +133,7 @@ def loss_scaling(
   """
   check_arguments(inner, loss_scale, axis_name, check_updates, name, unknown)
   labels, several = label_configs(loss_scale, name), isinstance(loss_scale, Mapping)
-  inner = optax.with_extra_args_support(inner)
+  inner = take_extra_args(inner)
   configs = {k: v for k, v in labels.items() if not isinstance(v, NoLossScale)}
   if not configs:
     return _pass_through(inner, labels, several)
@@ -167,8 +169,9 @@ def loss_scaling(
     if "grad" in extra_args:
       given = by_loss(extra_args["grad"], configs, several, f"{where}(grad)")
       extra_args["grad"] = _unscaled_sum(given, old)
+    grad_fn = extra_args.get("grad_fn")
     losses = by_loss(loss, configs, several, f"{where}(loss)") if loss is not None else {}
-    first_bad, finite = {}, {}
+    first_bad, finite, number = {}, {}, {}
     # In a whole step nobody else has the gradients, and their quotients take over the memory.
     total = None if apply is None else _unscaled_sum(grads, old)
     for label, g in grads.items():
@@ -178,31 +181,55 @@ def loss_scaling(
       seen = g if total is None and not below_one else unscale_tree(g, old[label].scale)
       watched = jax.tree.leaves((seen, losses.get(label)))
       first_bad[label] = _agree(first_nonfinite(watched), axis_name)
-      finite[label] = first_bad[label] == len(watched)
+      number[label] = len(watched)
+      finite[label] = first_bad[label] == number[label]
     all_finite = functools.reduce(jnp.logical_and, finite.values())
     if several:  # The sum of finite gradients may overflow; no single scale is to blame for that.
       all_finite = jnp.logical_and(all_finite, _all_finite(_unscaled_sum(grads, old), axis_name))
     scales = {Found(state, label).name: one.scale for label, one in old.items()}
     loss_scales = scales if several else next(iter(scales.values()))
-    extra_args = _extend(inner, extra_args, all_finite, loss_scales)
+    extra_args = _extend(extra_args, all_finite, loss_scales)
 
-    def step(inner_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def step(
+      inner_state: PyTree, params: PyTree, seen: list[dict[str, Array]] | None = None
+    ) -> tuple[PyTree, PyTree]:
       view = None if params is None else float32_view(params)
       # In here, where an optimizer reads it, a quotient is never stored.
       gradient = _unscaled_sum(grads, old) if total is None else total
-      new_updates, new_inner = inner.update(gradient, inner_state, view, **extra_args)
+      more = extra_args if grad_fn is None else {**extra_args, "grad_fn": unscaled_by(seen)}
+      new_updates, new_inner = inner.update(gradient, inner_state, view, **more)
       new_inner = keep_masters(frozen, inner_state, new_inner)
       return hold(frozen, reach_masters(params, new_updates, new_inner)), new_inner
+
+    def unscaled_by(seen: list[dict[str, Array]] | None) -> Callable[..., PyTree]:
+      """`grad_fn` that returns plain gradients, and notes where they are not finite."""
+
+      def unscaled(*args: Any, **kwargs: Any) -> PyTree:
+        call = "mpjax.loss_scaling(inner).update(grad_fn)"
+        given = by_loss(grad_fn(*args, **kwargs), configs, several, call)
+        given = {label: align_gradients(g, params, call) for label, g in given.items()}
+        if seen is not None:
+          watched = {k: (unscale_tree(g, old[k].scale), losses.get(k)) for k, g in given.items()}
+          seen.append({k: first_nonfinite(jax.tree.leaves(w)) for k, w in watched.items()})
+        return _unscaled_sum(given, old)
+
+      return unscaled
 
     def merged(new_updates: PyTree, params: PyTree) -> PyTree:
       return merge_updates(next(iter(grads.values())), new_updates, params)
 
     kept, where = state.inner_state, f"{where}: the state of inner"
     applied = all_finite
-    if check_updates:
+    if check_updates or grad_fn is not None:
       # Once to look at, and once more to apply: to decide first, by updates that are never stored,
       # takes less memory than to have the old and the new of everything until the decision.
-      good = _all_finite(step(kept, params)[0], axis_name)
+      seen: list[dict[str, Array]] = []
+      looked_at, _ = step(kept, params, seen)
+      for label, first in (pair for one in seen for pair in one.items()):
+        first_bad[label] = jnp.minimum(first_bad[label], _agree(first, axis_name))
+        finite[label] = first_bad[label] == number[label]
+        all_finite = jnp.logical_and(all_finite, finite[label])
+      good = _all_finite(looked_at, axis_name) if check_updates else True
       applied = jnp.logical_and(all_finite, good)
     if apply is None:
       new_updates, new_inner = _unless_skipped(
@@ -281,7 +308,7 @@ def _pass_through(
     if apply is not None:
       refuse_apply_to_parts(params)
     # NumPy scalars: as constants they add no operation, unless inner uses them.
-    extra_args = _extend(inner, extra_args, np.bool_(True), np.float32(1))
+    extra_args = _extend(extra_args, np.bool_(True), np.float32(1))
     where = "mpjax.loss_scaling(inner).update(updates)"
     by_label = by_loss(updates, configs, several, where)
     frozen, grads = frozen_leaves(by_label.values(), params), _plain_sum(by_label, params, where)
@@ -289,6 +316,11 @@ def _pass_through(
       where = "mpjax.loss_scaling(inner).update(grad)"
       given = by_loss(extra_args["grad"], configs, several, where)
       extra_args["grad"] = _plain_sum(given, params, where)
+    if several and "grad_fn" in extra_args:
+      grad_fn, call = extra_args["grad_fn"], "mpjax.loss_scaling(inner).update(grad_fn)"
+      extra_args["grad_fn"] = lambda *args: _plain_sum(
+        by_loss(grad_fn(*args), configs, several, call), params, call
+      )
     grads, view = fill_gradients(grads, params), hide_untrained(params)
     # None of `params` can be hidden without a mark in its place, so the structures tell.
     hidden = jax.tree.structure(view) != jax.tree.structure(params)
@@ -304,18 +336,12 @@ def _pass_through(
   return transformation(init, update)
 
 
-def _extend(
-  inner: optax.GradientTransformationExtraArgs, extra_args: dict[str, Any], finite: Any, scale: Any
-) -> dict[str, Any]:
+def _extend(extra_args: dict[str, Any], finite: Any, scale: Any) -> dict[str, Any]:
   """`extra_args` with the flag and the scale, where they are welcome."""
   # A line search calls value_fn with every argument that has another name.
   if "value_fn" in extra_args:
     return extra_args
-  # optax asks all transformations with extra arguments to take any; optax.contrib.sam does not.
-  parameters = inspect.signature(inner.update).parameters
-  open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-  ours = {"grads_finite": finite, "loss_scale": scale}
-  return {k: v for k, v in ours.items() if open_ended or k in parameters} | extra_args
+  return {"grads_finite": finite, "loss_scale": scale} | extra_args
 
 
 def _unless_skipped(step: Step, old: PyTree, applied: Array, where: str) -> tuple[PyTree, PyTree]:

@@ -220,3 +220,99 @@ def test_the_docs_say_what_is_not_offered():
   doc = " ".join(mpjax.DynamicLossScale.__doc__.split())
   assert "A step that overflowed is skipped, not run again." in doc
   assert "a finite step alone restores nothing (in Apex it does)" in doc
+
+
+# Sharpness-aware minimisation: transparent, with a cache in its state, and opaque, with grad_fn.
+
+
+def sam(opaque):
+  adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+  return optax.contrib.sam(optax.sgd(0.1), adversary, opaque_mode=opaque)
+
+
+def in_float16(params):
+  return jnp.sum(jnp.square(params.astype(jnp.float16)).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("check", [True, False])
+def test_opaque_sam_takes_the_gradient_function_of_the_step(jit, check):
+  """What it returns was taken for unscaled gradients: steps 1024 times too large."""
+  params = jnp.asarray([1.0, -2.0])
+  tx = mpjax.loss_scaling(sam(True), STATIC, check_updates=check)
+
+  def step(params, state):
+    differentiate = mpjax.value_and_grad(in_float16, state)
+    grads = differentiate(params)[1]
+    return tx.update(grads, state, params, grad_fn=lambda p, _: differentiate(p)[1])
+
+  updates, state = (jax.jit(step) if jit else step)(params, tx.init(params))
+  grad = jax.grad(in_float16)
+  expected, _ = sam(True).update(
+    grad(params), sam(True).init(params), params, grad_fn=lambda p, _: grad(p)
+  )
+  np.testing.assert_allclose(updates, expected, rtol=1e-6)
+  assert mpjax.loss_scaling_metrics(state)["finite"]
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_gradient_that_overflows_inside_of_sam_skips_the_step_and_backs_off(jit):
+  """clip makes a finite update of an inf: only the gradient itself shows it."""
+  params = jnp.asarray([1.0, -2.0])
+  adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+  inner = optax.contrib.sam(
+    optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), adversary, opaque_mode=True
+  )
+  tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(init=8))
+
+  def step(params, state, inside):
+    def grad_fn(params, _):
+      return jnp.stack([params[0] * 8, inside])
+
+    return tx.update(jnp.asarray([8.0, 8.0]), state, params, grad_fn=grad_fn)
+
+  step = jax.jit(step) if jit else step
+  updates, good = step(params, tx.init(params), 8.0)
+  assert np.all(updates)
+  for bad in (jnp.inf, jnp.nan):
+    updates, state = step(params, good, bad)
+    assert np.all(np.signbit(updates))
+    assert not np.any(updates)
+    assert bits(state.inner_state) == bits(good.inner_state)
+    metrics = mpjax.loss_scaling_metrics(state)
+    assert (metrics["loss_scale"], metrics["skipped"], metrics["bad_updates"]) == (4, 1, 0)
+    with pytest.raises(mpjax.MpjaxRuntimeError, match="in the gradient of the root"):
+      mpjax.check_progress(state, 1, params=params)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_opaque_sam_with_several_losses(scaled):
+  config = mpjax.StaticLossScale(4) if scaled else mpjax.NoLossScale()
+  tx = mpjax.loss_scaling(sam(True), {"a": config, "b": config})
+  params = jnp.asarray([1.0, -2.0])
+  factor = 4.0 if scaled else 1.0
+
+  def both(params, _=None):
+    return {"a": factor * params, "b": factor * params**2}
+
+  updates, _ = tx.update(both(params), tx.init(params), params, grad_fn=both)
+  total = lambda p, _=None: p + p**2  # noqa: E731
+  plain = sam(True)
+  expected, _ = plain.update(total(params), plain.init(params), params, grad_fn=total)
+  np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+
+def test_sam_in_a_training_step_which_hands_it_a_value_it_does_not_know():
+  params = jnp.asarray([1.0, -2.0])
+  tx = mpjax.loss_scaling(mpjax.accumulate(sam(False), 1), mpjax.StaticLossScale(4))
+  step = mpjax.make_train_step(lambda p, ms, b, rng: (in_float16(p) * b, (ms, {})), tx)
+  state = mpjax.TrainState.create(params, tx)
+  plain, control = sam(False), params
+  plain_state = plain.init(params)
+  for factor in (1.0, np.inf, 1.0, 1.0, 1.0):
+    state, _ = step(state, jnp.asarray(factor))
+    if np.isfinite(factor):
+      updates, plain_state = plain.update(jax.grad(in_float16)(control), plain_state, control)
+      control = optax.apply_updates(control, updates)
+    np.testing.assert_allclose(state.params, control, rtol=1e-5)
+  assert state.step == 4

@@ -119,12 +119,12 @@ _DYNAMICS = (
     number=9,
     breaks="gradients are divided by the scale of the next step",
     file=_SCALING,
-    old="""      new_updates, new_inner = inner.update(gradient, inner_state, view, **extra_args)
+    old="""      new_updates, new_inner = inner.update(gradient, inner_state, view, **more)
 """,
     new="""      flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
       moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
       gradient = _unscaled_sum(grads, moved)
-      new_updates, new_inner = inner.update(gradient, inner_state, view, **extra_args)
+      new_updates, new_inner = inner.update(gradient, inner_state, view, **more)
 """,
     test=_TEST_SCALING + "test_momentum_is_exact_while_the_scale_changes_every_step",
   ),
@@ -223,10 +223,10 @@ _CHECKS = (
     number=19,
     breaks="clipping, inside, sees scaled gradients; its result is unscaled",
     file=_SCALING,
-    old="""      new_updates, new_inner = inner.update(gradient, inner_state, view, **extra_args)
+    old="""      new_updates, new_inner = inner.update(gradient, inner_state, view, **more)
 """,
     new="""      scaled = _sum(grads.values())
-      new_updates, new_inner = inner.update(scaled, inner_state, view, **extra_args)
+      new_updates, new_inner = inner.update(scaled, inner_state, view, **more)
       new_updates = _unscaled_sum({label: new_updates for label in grads}, old)
 """,
     test=_TEST_SCALING + "test_clipping_does_not_depend_on_the_scale",
@@ -288,8 +288,8 @@ _CHECKS = (
     number=25,
     breaks="check_updates looks at nothing, unless there are several losses",
     file=_SCALING,
-    old="    if check_updates:\n",
-    new="    if check_updates and several:\n",
+    old="if check_updates else True\n",
+    new="if check_updates and several else True\n",
     test=_TEST_SCALING + "test_updates_that_are_not_finite",
   ),
 )

@@ -172,3 +172,19 @@ def test_our_own_errors_come_through_as_they_are():
   inner = mpjax.accumulate(branches(labels_of), 2)
   with pytest.raises(ValueError, match=r"^mpjax.accumulate\(inner\).init\(params\): expected"):
     mpjax.loss_scaling(inner).init(PARAMS)
+
+
+@pytest.mark.parametrize("scale", [mpjax.StaticLossScale(8), mpjax.NoLossScale()])
+def test_extra_arguments_reach_only_an_update_that_names_them(scale):
+  seen = {}
+
+  def update(updates, state, params=None, *, grads_finite, loss_scale, value):
+    seen.update(finite=bool(grads_finite), scale=float(loss_scale), value=float(value))
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+  tx = mpjax.loss_scaling(mpjax.accumulate(mpjax.master_weights(inner), 1), scale)
+  params = jnp.ones(2)
+  tx.update(params, tx.init(params), params, value=3.0, unknown="to it")
+  used = 8.0 if isinstance(scale, mpjax.StaticLossScale) else 1.0
+  assert seen == {"finite": True, "scale": used, "value": 3.0}
