@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._types import Array, PyTree
@@ -30,6 +32,7 @@ class AccumulateState(NamedTuple):
   updates_done: Array  # int32: updates of the inner optimizer, which its schedules count as well
   total: PyTree  # float32: the sum of the window's gradients
   inner_state: Any
+  value: Array | None = None  # float32: the sum of the window's value=, if inner reads it
 
 
 def accumulate(
@@ -39,7 +42,9 @@ def accumulate(
 
   Until the window is full the updates are -0.0, which changes no parameter's bits, and nothing of
   the inner optimizer moves: its schedules count real updates. Gradients are added in float32, and
-  the sum is divided once.
+  the sum is divided once, and so is that of the losses that come as `value=`, if `inner` reads them
+  (`optax.polyak_sgd`, `reduce_on_plateau`). Other extra arguments are those of the micro-batch that
+  ends the window; what a line search or opaque sam needs would be of that one alone: refused.
 
   With loss scaling the order is `loss_scaling(accumulate(inner, every))`. The sum then holds
   unscaled gradients, so that the scale may move inside a window, and a micro-batch that is not
@@ -50,7 +55,8 @@ def accumulate(
   Args:
     inner: the optimizer.
     every: how many micro-batches make a window, or a function from the number of updates done
-      (int32) to that.
+      (int32) to that (under `jit`, where no value is known, a fraction is rounded up, and less than
+      1 is 1).
 
   Returns:
     An optax transformation. Its state holds the sum, one float32 tree like the parameters.
@@ -58,8 +64,9 @@ def accumulate(
   Raises:
     MpjaxTypeError: `inner` is no optax transformation, or `every` no integer; `init`: there is a
       `loss_scaling` inside, or a parameter is no floating array; `update`: the state is not one of
-      this transformation.
-    MpjaxValueError: `every` is less than 1; `update`: the gradients do not match the parameters.
+      this transformation, or there is a `grad`, `value_fn` or `grad_fn`.
+    MpjaxValueError: `every` is less than 1; `update`: the gradients do not match the parameters, or
+      `value` is no scalar.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(mpjax.accumulate(optax.sgd(1.0), 2), mpjax.StaticLossScale(8))
@@ -91,16 +98,18 @@ def accumulate(
           "gradients, and no inf or NaN.",
         )
       )
-    inner_state = adopt_masters(params, inner_state, where)
+    inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, where))
     zero = jnp.zeros((), jnp.int32)
     total = jax.tree.map(jnp.zeros_like, view)
-    return place_like(params, AccumulateState(zero, zero, total, jax.tree.map(strong, inner_state)))
+    value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, inner_state) else None
+    return place_like(params, AccumulateState(zero, zero, total, inner_state, value))
 
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
   ) -> tuple[PyTree, AccumulateState]:
     check_state(state, AccumulateState, f"{where}.update(state)")
     params = arrays_only(params)
+    _check_extra(extra_args, f"{where}.update")
     # Without parameters the sum knows what the gradients have to be like.
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
@@ -108,9 +117,13 @@ def accumulate(
     view = None if params is None else float32_view(params)
     total = jax.tree.map(jnp.add, state.total, grads)
     count = state.micro_batches + 1
-    window = every(state.updates_done) if callable(every) else every
+    window = _check_window(every(state.updates_done)) if callable(every) else every
     # >=, not ==: a state restored into a shorter window may be past it already.
     full = count >= window
+    given, value = extra_args.pop("value", None), state.value
+    if value is not None and given is not None:
+      value = value + jnp.asarray(given, jnp.float32)
+      extra_args["value"] = value / count.astype(jnp.float32)
 
     def step(inner_state: PyTree) -> tuple[PyTree, PyTree]:
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
@@ -124,6 +137,7 @@ def accumulate(
       updates_done=jnp.where(full, optax.safe_increment(state.updates_done), state.updates_done),
       total=jax.tree.map(lambda t: jnp.where(full, jnp.zeros_like(t), t), total),
       inner_state=inner_state,
+      value=None if value is None else jnp.where(full, jnp.zeros_like(value), value),
     )
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -140,3 +154,57 @@ def _check_every(every: Any) -> None:
     raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
   if every < 1:
     raise MpjaxValueError(message(where, expected=expected, got=repr(every), fix=fix))
+
+
+def _check_window(window: Any) -> Any:
+  """Returns what the function `every` returned; raises if that is seen to be no number."""
+  if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
+    raise MpjaxValueError(
+      message(
+        "mpjax.accumulate(every)",
+        expected="a function that returns an integer, at least 1",
+        got=str(window),
+        fix="Round it, and return 1 for an update with each micro-batch.",
+      )
+    )
+  return window
+
+
+def _check_extra(extra_args: dict[str, Any], where: str) -> None:
+  """Raises if an extra argument belongs to one micro-batch where that of the window is needed."""
+  alone = [name for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
+  if alone:
+    raise MpjaxTypeError(
+      message(
+        f"{where}({', '.join(f'{name}=' for name in alone)})",
+        expected="value= and what does not depend on the batch",
+        got="a gradient or a function of one micro-batch, for an update from all of a window",
+        fix="Leave them out, if inner is no line search and no sam; else add the gradients up "
+        "yourself, and give inner, without accumulate, functions of the whole batch.",
+      )
+    )
+  if "value" in extra_args and jnp.shape(extra_args["value"]) != ():
+    got = f"an array of shape {jnp.shape(extra_args['value'])}"
+    expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
+    raise MpjaxValueError(message(f"{where}(value)", expected=expected, got=got, fix=fix))
+
+
+def _reads_value(
+  inner: optax.GradientTransformationExtraArgs, params: PyTree, inner_state: PyTree
+) -> bool:
+  """Whether `inner` reads `value=`; only then the state holds a sum of it.
+
+  A chain takes any extra argument, so that no signature says it, but the traced program does.
+  """
+  ours = {"grads_finite": True, "loss_scale": np.float32(1)}
+
+  def update(params: PyTree, state: PyTree, value: Array) -> PyTree:
+    return inner.update(params, state, params, value=value, **ours)
+
+  try:
+    program = jax.make_jaxpr(update)(params, inner_state, np.float32(1)).jaxpr
+  except Exception:  # It wants more arguments, which only update will have.
+    return True
+  value = program.invars[-1]
+  used = [v for eqn in program.eqns for v in eqn.invars]
+  return any(v is value for v in (*used, *program.outvars))

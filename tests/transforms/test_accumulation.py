@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 import mpjax
@@ -204,6 +205,92 @@ def test_in_64_bits(set_flag):
   assert {x.dtype.name for x in (state.micro_batches, state.updates_done)} == {"int32"}
 
 
+READ_VALUE = {
+  "polyak": lambda: optax.polyak_sgd(),
+  "momo": lambda: optax.contrib.momo(),
+  "momo adam": lambda: optax.contrib.momo_adam(),
+  "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+}
+
+
+@pytest.mark.parametrize("name", READ_VALUE)
+def test_the_loss_that_an_optimizer_reads_is_the_mean_over_the_window(name):
+  """It was that of the last micro-batch: polyak stepped by a third of what one batch steps."""
+  inner = READ_VALUE[name]()
+  tx = mpjax.loss_scaling(mpjax.accumulate(inner, 2), mpjax.StaticLossScale(8))
+  params = jnp.ones(2)
+  state, plain = tx.init(params), inner.init(params)
+  update, control = jax.jit(tx.update), jax.jit(inner.update)
+  for losses in ((10.0, np.nan, 2.0), (1.0, 5.0), (8.0, 6.0)):
+    for value in losses:
+      loss = jnp.asarray(value, jnp.float16)  # A bad micro-batch leaves no trace in the sum either.
+      updates, state = update(jnp.full(2, 80.0), state, params, value=loss, loss=loss)
+    mean = jnp.float32(np.nanmean(losses))
+    expected, plain = control(jnp.full(2, 10.0), plain, params, value=mean)
+    np.testing.assert_array_equal(updates, expected)
+  assert state.inner_state.value == 0
+  assert bits(state.inner_state.inner_state) == bits(plain)
+
+
+@pytest.mark.parametrize("inner", [optax.adamw(0.1), mpjax.master_weights(optax.sgd(0.1))])
+def test_an_optimizer_that_reads_no_loss_has_the_state_that_it_had(inner):
+  tx = mpjax.accumulate(inner, 2)
+  state = tx.init(PARAMS)
+  assert state.value is None
+  _, new = tx.update(PARAMS, state, PARAMS, value=jnp.float32(1))
+  assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("name", ["grad", "value_fn", "grad_fn"])
+def test_what_a_line_search_would_see_of_one_micro_batch_is_refused(name):
+  tx = mpjax.accumulate(optax.lbfgs(), 2)
+  with pytest.raises(TypeError) as error:
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0, **{name: PARAMS})
+  check_error(
+    error,
+    where=f"mpjax.accumulate(inner).update({name}=)",
+    expected="value= and what does not depend on the batch",
+    got="of one micro-batch",
+    fix="add the gradients up yourself",
+  )
+
+
+def test_a_loss_of_each_example_is_refused():
+  tx = mpjax.accumulate(optax.polyak_sgd(), 2)
+  with pytest.raises(ValueError) as error:
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.ones(3))
+  check_error(
+    error,
+    where="mpjax.accumulate(inner).update(value)",
+    expected="a scalar",
+    got="shape (3,)",
+    fix="Pass its mean",
+  )
+
+
+@pytest.mark.parametrize(
+  ("every", "got"),
+  [
+    (lambda n: 0, "0"),
+    (lambda n: n - 1, "-1"),
+    (lambda n: 2.5, "2.5"),
+    (lambda n: n + 1.5, "1.5"),
+    (lambda n: n > 1, "False"),
+  ],
+)
+def test_a_function_that_returns_no_number_of_micro_batches(every, got):
+  tx = mpjax.accumulate(optax.sgd(0.1), every)
+  with pytest.raises(ValueError) as error:
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+  check_error(
+    error,
+    where="mpjax.accumulate(every)",
+    expected="a function that returns an integer, at least 1",
+    got=got,
+    fix="Round it",
+  )
+
+
 def test_extra_arguments_reach_the_inner_optimizer():
   def update(updates, state, params=None, *, value, **extra_args):
     return jax.tree.map(lambda u: u * value, updates), state
@@ -216,7 +303,7 @@ def test_extra_arguments_reach_the_inner_optimizer():
   for value in (1.0, 2.0, 3.0, 4.0):
     updates, state = step(jnp.ones(()), state, value=value)
     moved.append(float(updates))
-  assert moved == [0, 2, 0, 4], "of the micro-batch that ends the window"
+  assert moved == [0, 1.5, 0, 3.5], "the mean over the window"
 
 
 def test_the_state_is_strongly_typed_and_counts_do_not_wrap():
