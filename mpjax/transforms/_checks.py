@@ -56,8 +56,9 @@ def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, whe
   labels that was fixed beforehand fails even without parameters, and then no path can be told.
 
   Raises:
-    MpjaxValueError: `init` raises a ValueError.
+    MpjaxValueError: `init` raises a ValueError, or there are parameters that no optimizer moves.
   """
+  _refuse_overwritten(params, where)
   try:
     return inner.init(params)
   except MpjaxError:
@@ -90,6 +91,25 @@ def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, whe
         fix=fix,
       )
     ) from error
+
+
+_OVERWRITTEN = "_overwrite_with_gradient"
+"""The collection of Flax's float8 layers; what comes as its gradient is its next value."""
+
+
+def _refuse_overwritten(params: PyTree, where: str) -> None:
+  """Raises if `params` holds the scales of float8 layers, which Adam would move as it pleases."""
+  for path, _ in jax.tree_util.tree_leaves_with_path(params):
+    if any(getattr(entry, "key", None) == _OVERWRITTEN for entry in path):
+      raise MpjaxValueError(
+        message(
+          f"{where}.init(params)",
+          expected="parameters that follow their gradients",
+          got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
+          fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
+          f"mpjax.commit(finite, grads[{_OVERWRITTEN!r}], variables[{_OVERWRITTEN!r}]).",
+        )
+      )
 
 
 def check_state(state: Any, kind: type[Any], where: str) -> None:
