@@ -1,6 +1,6 @@
 """Casting, selecting and checking the leaves of trees."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,37 @@ def cast_leaf(x: Any, dtype: np.dtype[Any]) -> Any:
     # JAX would narrow float64 first; rounding twice is then what the same input gives anywhere.
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype)).astype(dtype)
   return x.astype(dtype)
+
+
+def is_nnx_object(x: Any) -> bool:
+  """Whether `x` is a module, a container, a variable or another object of Flax NNX.
+
+  Such an object may be a tree to JAX, but it is what others hold and write to: a mapped copy of it
+  loses what is written. Its class tells, so that nothing here needs NNX installed.
+  """
+  names = (c.__module__ for c in type(x).__mro__ if c.__name__ in ("Pytree", "Variable"))
+  return any(name.startswith("flax.nnx.") for name in names)
+
+
+def map_arrays(
+  fun: Callable[[Any], Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> PyTree:
+  """Returns `tree` with `fun` of its leaves, and objects of Flax NNX as they are.
+
+  Where `fun` changes nothing the result is `tree` itself: containers stay the same objects, and
+  static arguments stay equal. So does what is no tree to JAX (a dict whose keys do not sort).
+  """
+
+  def stop(x: Any) -> bool:
+    return is_nnx_object(x) or (is_leaf is not None and is_leaf(x))
+
+  try:
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=stop)
+  except (TypeError, ValueError):
+    return tree
+  new = [x if is_nnx_object(x) else fun(x) for x in leaves]
+  same = all(a is b for a, b in zip(new, leaves, strict=True))
+  return tree if same else jax.tree.unflatten(treedef, new)
 
 
 def round_to(x: Array, dtype: np.dtype[Any]) -> Array:

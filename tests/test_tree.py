@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 import mpjax
+from mpjax import _tree
 from mpjax._tree import (
   cast_leaf,
   first_nonfinite,
@@ -424,3 +426,22 @@ def test_other_containers_are_named_where_they_begin():
   given["layer7"]["w"] = tuple(given["layer7"]["w"])
   found = tree_differences(wanted, given, dtypes=False)
   assert found == ["other containers: tuple for list at ['layer7']['w']"]
+
+
+def test_objects_of_nnx_are_known_without_importing_it():
+  linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  objects = [linear, linear.kernel, nnx.List([linear]), nnx.Rngs(0), nnx.Param(jnp.ones(2))]
+  assert all(map(_tree.is_nnx_object, objects))
+  others = [jnp.ones(2), linen.Dense(2), nnx.state(linear), {"a": 1}, None, nnx.Linear, 3]
+  assert not any(map(_tree.is_nnx_object, others))
+
+
+def test_a_mapped_tree_is_itself_where_nothing_changes():
+  linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  tree = {"module": linear, "list": [jnp.arange(2)], "none": None}
+  assert _tree.map_arrays(lambda x: x, tree) is tree
+  unsortable = {1: jnp.ones(2), "b": jnp.ones(2)}
+  assert _tree.map_arrays(lambda x: x + 1, unsortable) is unsortable
+  new = _tree.map_arrays(lambda x: x + 1, tree)
+  assert new["module"] is linear
+  assert new["list"][0].tolist() == [1, 2]

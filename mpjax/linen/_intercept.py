@@ -17,7 +17,7 @@ from mpjax._errors import MpjaxTypeError
 from mpjax._full_precision import ACTIVE
 from mpjax._policy import Policy
 from mpjax._rules import first_match
-from mpjax._tree import cast_leaf, is_floating
+from mpjax._tree import cast_leaf, map_arrays
 from mpjax._types import PyTree
 from mpjax.linen._adapters import find_adapter, product_field
 from mpjax.linen._context import (
@@ -29,7 +29,7 @@ from mpjax.linen._context import (
   module_path,
   resolve,
 )
-from mpjax.linen._params import CastScope, LazyParam, attach, is_lazy
+from mpjax.linen._params import CastScope, attach, is_lazy
 from mpjax.linen._weight_grads import product_fields
 
 # Lifted transforms as they show in a scope's debug path; the first ones hand their body's types on.
@@ -242,15 +242,7 @@ def _with_carry(adapter: Adapter) -> Adapter:
 
 def _cast_to(dtype: np.dtype[Any]) -> Callable[[PyTree], PyTree]:
   def cast(tree: PyTree) -> PyTree:
-    if tree is None or isinstance(tree, (nn.Module, LazyParam, bool, int, str)):
-      return tree
-    try:
-      leaves = jax.tree.leaves(tree, is_leaf=is_lazy)
-    except (TypeError, ValueError):
-      return tree  # Not a tree to JAX (keys that do not sort, say): nothing in it is cast.
-    if not any(is_floating(x) and x.dtype != dtype for x in leaves):
-      return tree  # The same object: static arguments stay equal, containers stay themselves.
-    return jax.tree.map(lambda x: x if is_lazy(x) else cast_leaf(x, dtype), tree, is_leaf=is_lazy)
+    return map_arrays(lambda x: x if is_lazy(x) else cast_leaf(x, dtype), tree, is_lazy)
 
   return cast
 

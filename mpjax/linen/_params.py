@@ -158,9 +158,20 @@ def _cast(x: Any, dtype: Any) -> Any:
 def _like_stored(value: PyTree, stored: PyTree) -> PyTree:
   if jax.tree.structure(value) != jax.tree.structure(stored):
     return value
-  return jax.tree.map(
-    lambda new, old: cast_leaf(new, old.dtype) if is_floating(old) else new, value, stored
-  )
+  return jax.tree.map(_written, value, stored)
+
+
+def _written(new: Any, old: Any) -> Any:
+  """Returns what is stored where `new` is written over `old`: `old` where that was only rounded.
+
+  An NNX model inside of Linen writes all of its parameters back, changed or not.
+  """
+  if not (is_floating(old) and is_floating(new)) or new.dtype == old.dtype:
+    return new
+  wide = cast_leaf(new, old.dtype)
+  if jnp.shape(new) != jnp.shape(old) or new.dtype.itemsize >= old.dtype.itemsize:
+    return wide
+  return jnp.where(new == cast_leaf(old, new.dtype), old, wide)
 
 
 def _lazy(tree: PyTree, active: Active) -> PyTree:

@@ -18,7 +18,7 @@ from flax import nnx
 from mpjax._adapter import like
 from mpjax._full_precision import ACTIVE
 from mpjax._policy import Policy
-from mpjax._tree import cast_leaf, is_floating
+from mpjax._tree import cast_leaf, is_floating, map_arrays
 from mpjax._types import PyTree
 from mpjax.nnx._active import Active, current
 from mpjax.nnx._bodies import finished, run
@@ -216,22 +216,7 @@ def _same(new: PyTree, old: PyTree) -> bool:
 
 
 def _cast_to(dtype: np.dtype[Any]) -> Callable[[PyTree], PyTree]:
-  def cast(tree: PyTree) -> PyTree:
-    if tree is None or is_node(tree) or isinstance(tree, (bool, int, str)):
-      return tree
-    needed = False
-
-    def leaf(x: Any) -> Any:
-      nonlocal needed
-      if is_node(x) or not is_floating(x) or x.dtype == dtype:
-        return x
-      needed = True
-      return cast_leaf(x, dtype)
-
-    new = map_leaves(leaf, tree)
-    return new if needed else tree  # The same object: containers stay themselves.
-
-  return cast
+  return lambda tree: map_arrays(lambda x: cast_leaf(x, dtype), tree)
 
 
 def _any_complex(call: Any) -> bool:

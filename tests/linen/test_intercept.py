@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax.core import FrozenDict
 from flax.linen import module as linen_module
 
@@ -1141,3 +1142,86 @@ def test_what_is_pulled_back_takes_a_float32_cotangent(policy, body):
   np.testing.assert_allclose(gradient, np.broadcast_to(expected, X.shape), rtol=2e-2)
   found = operands(with_policy(model, policy).apply, variables, X)
   assert all(dtypes == (policy[6:],) * 2 for dtypes in found)
+
+
+# NNX modules that pass through a Linen method
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("scoped", [False, True])
+def test_a_model_of_nnx_inside_linen_stores_and_trains_in_float32(half, scoped):
+  model = nnx.bridge.to_linen(nnx.Linear, 3, 4)
+  plain = model.init(KEY, X)
+  if scoped:
+    with scope(f"mixed_{half}"):
+      variables = model.init(KEY, X)
+      found = operands(model.apply, variables, X)
+  else:
+    policied = with_policy(model, f"mixed_{half}")
+    variables = policied.init(KEY, X)
+    found = operands(policied.apply, variables, X)
+    _, new = policied.apply(variables, X, mutable=True)
+    assert bits(new["params"]) == bits(plain["params"])
+  assert bits(variables["params"]) == bits(plain["params"])
+  assert found == [(half, half)]
+
+
+def test_statistics_of_a_nnx_model_inside_linen_stay_in_float32():
+  model = nnx.bridge.to_linen(nnx.BatchNorm, 3, momentum=0.99)
+  policied = with_policy(model, "mixed_bfloat16")
+  variables, x = policied.init(KEY, X), jnp.ones((2, 3)).at[0].set(19.0)
+  step = jax.jit(lambda stats, x: policied.apply({**variables, **stats}, x, mutable="batch_stats"))
+  stats = {"batch_stats": variables["batch_stats"]}
+  for _ in range(50):
+    stats = step(stats, x)[1]
+  # In bfloat16 the mean would stop where a hundredth of the distance is less than half a step.
+  wanted = np.full(3, 10 * (1 - 0.99**50))
+  np.testing.assert_allclose(stats["batch_stats"]["mean"], wanted, rtol=1e-5)
+
+
+def test_a_nnx_module_given_to_a_linen_module_keeps_what_it_writes():
+  class Reads(nn.Module):
+    @nn.compact
+    def __call__(self, norm, x):
+      return norm(nn.Dense(3)(x))
+
+  norm = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
+  model = with_policy(Reads(), "mixed_bfloat16")
+  variables = Reads().init(KEY, nnx.BatchNorm(3, rngs=nnx.Rngs(0)), X)
+  variables["params"]["Dense_0"]["bias"] = jnp.full(3, 8.0)
+  model.apply(variables, norm, X * 0)
+  assert norm.mean[...].tolist() == [4.0] * 3
+
+
+class Tanh(nn.Module):
+  @nn.compact
+  def __call__(self, carry, x):
+    carry = jnp.tanh(nn.Dense(8)(x) + carry)
+    return carry, carry
+
+
+class Maps(nn.Module):
+  """Scans over a cell that is mapped, from a float32 start."""
+
+  remat: bool = False
+
+  @nn.compact
+  def __call__(self, xs):
+    cell = nn.vmap(Tanh, variable_axes={"params": 0}, split_rngs={"params": True})
+    if self.remat:
+      cell = nn.remat(cell)
+    scan = nn.scan(cell, variable_broadcast="params", split_rngs={"params": False})
+    return scan()(jnp.zeros((2, 8)), xs)
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_scan_over_a_mapped_cell_keeps_its_float32_carry(half, remat):
+  xs = jnp.linspace(-1.0, 1.0, 30).reshape(5, 2, 3)
+  model, policy = Maps(remat), f"params=float32,compute={half}"
+  variables = with_policy(model, policy).init(KEY, xs)
+  assert bits(variables) == bits(model.init(KEY, xs))
+  (carry, ys) = with_policy(model, policy).apply(variables, xs)
+  assert (str(carry.dtype), str(ys.dtype)) == ("float32", half)
+  assert set(operands(with_policy(model, policy).apply, variables, xs)) == {(half, half)}
+  np.testing.assert_allclose(ys, model.apply(variables, xs)[1], atol=0.02)
