@@ -1,5 +1,6 @@
 """`full_precision`: a function that runs as it was written, whatever is in force around it."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -7,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from mpjax._tree import cast_leaf, is_half
+from mpjax._tree import cast_leaf, is_half, map_arrays
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -18,8 +19,36 @@ SCOPE = "mpjax.full_precision"
 # The one mechanism JAX has for a value that is part of every jit cache key; it is local to the
 # thread and restored when its `with` block is left.
 ACTIVE = jax.make_user_context(None)
-"""The state of the policy in force in this thread, or None. A state has a method `off`, which
-returns the state that switches it off, or None if it is off already."""
+"""The state of the policy in force in this thread, or None. A state has a property `on` (a policy
+is in force) and a method `region`, which returns the state inside of `full_precision`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+  """The state inside of `full_precision` where no policy was in force around it.
+
+  Fields:
+    in_region: always True. The states of Linen and NNX have it as well.
+    on: always False: no policy is in force.
+    given: always None, as are the two that follow: what a Linen module looks at.
+    held: always None.
+    entered: always False.
+  """
+
+  in_region: bool = True
+  on: bool = False
+  given: None = None
+  held: None = None
+  entered: bool = False
+
+  def region(self) -> "Region":
+    """Returns the state itself."""
+    return self
+
+
+def in_region() -> bool:
+  """Whether this runs inside of `full_precision`, where no policy and no autocast begins."""
+  return ACTIVE.value is not None and ACTIVE.value.in_region
 
 
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
@@ -27,8 +56,13 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
 
   Under `mpjax.autocast` everything inside runs in the dtypes in which it is written. Under a policy
   the modules called inside run without it, and half arrays among the arguments come in as float32.
-  Where nothing is in force, nothing changes. As a decorator it marks a loss, a numerically delicate
-  layer, a physical simulation; the results are float32, and what reads them decides anew.
+  A policy or an autocast that is given inside does not begin either: `full_precision(view)(x)` and
+  `full_precision(autocast(f))(x)` run as the model and `f` do. As a decorator it marks a loss, a
+  numerically delicate layer, a physical simulation; the results are float32, and what reads them
+  decides anew.
+
+  NNX modules and variables among the arguments are passed as they are, and so are containers that
+  hold nothing in half: what `fn` writes to them stays.
 
   It does what PyTorch's `custom_fwd(cast_inputs=torch.float32)` is for.
 
@@ -51,13 +85,13 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
 
   @functools.wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-    off = None if ACTIVE.value is None else ACTIVE.value.off()
-    with jax.named_scope(SCOPE):
-      if off is None:
-        return fn(*args, **kwargs)
-      wide: Any = jax.tree.map(_widen, (args, kwargs))
-      with ACTIVE(off):
-        return call(*wide[0], **wide[1])
+    around = ACTIVE.value
+    given, named = (args, kwargs)
+    if around is not None and around.on:
+      given = tuple(map_arrays(_widen, x) for x in args)
+      named = {name: map_arrays(_widen, x) for name, x in kwargs.items()}
+    with jax.named_scope(SCOPE), ACTIVE(Region() if around is None else around.region()):
+      return call(*given, **named)
 
   return wrapped
 

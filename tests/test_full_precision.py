@@ -3,7 +3,9 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 import mpjax
 from tests import programs
@@ -90,3 +92,93 @@ def test_the_policy_is_in_force_again_afterwards():
   model = mpjax.linen.with_policy(Model(), "mixed_bfloat16")
   variables = model.init(jax.random.key(0), X)
   assert products(model.apply, variables, X) == [("float32",) * 2, ("bfloat16",) * 2]
+
+
+class Normed(nnx.Module):
+  """A batch norm and a dropout behind a method that is a region."""
+
+  def __init__(self):
+    self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=nnx.Rngs(0))
+    self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+  @mpjax.full_precision
+  def head(self, x):
+    return self.drop(self.norm(x))
+
+  def __call__(self, x):
+    return self.head(x)
+
+
+@pytest.mark.parametrize("as_argument", [False, True])
+def test_what_nnx_modules_among_the_arguments_write_stays(as_argument):
+  class Given(Normed):
+    def __call__(self, x):
+      call = mpjax.full_precision(lambda norm, drop, x: drop(norm(x)))
+      return call(self.norm, self.drop, x)
+
+  model = Given() if as_argument else Normed()
+  view = mpjax.nnx.with_policy(model, "mixed_bfloat16")
+  masks = [view(X.at[0].set(5.0)) == 0 for _ in range(4)]
+  # Half of the distance to the mean, four times: what NumPy says of a float32 mean of 5 and 1.
+  np.testing.assert_allclose(model.norm.mean[...], np.full(4, 3 * (1 - 0.5**4)), rtol=1e-6)
+  assert model.norm.mean.dtype == jnp.float32
+  assert len({np.asarray(mask).tobytes() for mask in masks}) > 1
+
+
+def test_a_list_that_the_function_appends_to_is_the_callers_own():
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      log = []
+      mpjax.full_precision(lambda log, x: log.append(x.dtype))(log, nn.Dense(2)(x))
+      assert log == [jnp.float32]
+      return x
+
+  mpjax.linen.with_policy(Model(), "mixed_bfloat16").init(jax.random.key(0), X)
+
+
+def dense(policy="bfloat16"):
+  model = nn.Dense(4)
+  return mpjax.linen.with_policy(model, policy), model.init(jax.random.key(0), X)
+
+
+def view(policy="bfloat16", **options):
+  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  return mpjax.nnx.with_policy(model, policy, **options)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize("inside", [False, True], ids=["outermost", "in autocast"])
+def test_nothing_that_is_given_inside_a_region_begins(wrap, inside):
+  model, variables = dense()
+
+  def scoped(x):
+    with mpjax.linen.policy_scope("bfloat16"):
+      return nn.Dense(4).apply(variables, x)
+
+  def bound(x):
+    return model.bind(variables)(x)
+
+  calls = {
+    "apply": lambda x: model.apply(variables, x),
+    "init_with_output": lambda x: model.init_with_output(jax.random.key(0), x)[0],
+    "bound": bound,
+    "scope": scoped,
+    "view": view(),
+    "view with ops": view(ops="float32"),
+    "autocast": mpjax.autocast(lambda x: x @ x.T, "bfloat16"),
+  }
+  for name, call in calls.items():
+    assert ("bfloat16",) * 2 in products(call, X), name
+    region = mpjax.full_precision(wrap(call))
+    fn = mpjax.autocast(lambda x, region=region: region(x)) if inside else region
+    assert set(products(fn, X)) == {("float32",) * 2}, name
+    assert ("bfloat16",) * 2 in products(call, X), name
+
+
+def test_init_inside_a_region_stores_what_the_policy_says():
+  model, _ = dense()
+  variables = mpjax.full_precision(model.init)(jax.random.key(0), X)
+  assert variables["params"]["kernel"].dtype == jnp.bfloat16
+  outputs, variables = mpjax.full_precision(model.init_with_output)(jax.random.key(0), X)
+  assert (outputs.dtype, variables["params"]["kernel"].dtype) == (jnp.float32, jnp.bfloat16)

@@ -19,6 +19,7 @@ from mpjax._autocast._retype import default_precision, traced
 from mpjax._autocast._scopes import check_rules_match
 from mpjax._autocast._values import FLOAT32, FLOATS, HALVES, Kind, Settings, dtype_of
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._full_precision import in_region
 from mpjax._op_lists import OpLists
 from mpjax._policy import Policy, PolicyLike
 from mpjax._rules import Rule, parse_rules
@@ -140,6 +141,8 @@ def with_settings(fn: Callable[..., R], settings: Settings, where: str) -> Calla
 
   @functools.wraps(fn)
   def wrapped(*args: Any, **kwargs: Any) -> R:
+    if in_region():
+      return fn(*args, **kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
     results: list[Any] = []

@@ -95,6 +95,7 @@ class Active:
     visits: where to note the modules passed, during `init`.
     root: the scope of the root; it tells a model that is applied inside from the root itself.
     held: the user's scope that this state belongs to, if any.
+    in_region: it is that inside of `mpjax.full_precision`.
     key: what of all this is compared.
     hash: that of the key.
   """
@@ -111,13 +112,14 @@ class Active:
   # Compared, these two would make every call another program.
   root: weakref.ref[Scope] | None = None
   held: "Held | None" = None
+  in_region: bool = False
   key: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
   hash: int = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self) -> None:
     # Compared and hashed at each call of a function that is jitted, jax.numpy's own included.
     key = (self.given, self.policy, self.root_policy, self.exempt, self.entered)
-    key += (self.use_dtype, self.own_dtype, self.loop, self.visits)
+    key += (self.use_dtype, self.own_dtype, self.loop, self.visits, self.in_region)
     object.__setattr__(self, "key", key)
     object.__setattr__(self, "hash", hash(key))
 
@@ -129,12 +131,18 @@ class Active:
   def __hash__(self) -> int:
     return self.hash
 
-  def off(self) -> "Active | None":
-    """Returns the state in which no policy is in force; None if this is one."""
-    return None if self.given is None else OFF
+  @property
+  def on(self) -> bool:
+    """Whether a policy is in force."""
+    return self.given is not None
+
+  def region(self) -> "Active":
+    """Returns the state inside of `mpjax.full_precision`."""
+    return _REGION
 
 
 OFF = Active(given=None)
+_REGION = Active(given=None, in_region=True)
 
 
 def begin(given: Given, visits: Visits | None = None) -> Active:

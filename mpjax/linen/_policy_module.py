@@ -11,6 +11,7 @@ import jax
 from flax.core import FrozenDict
 
 from mpjax._errors import MpjaxTypeError, message
+from mpjax._full_precision import in_region
 from mpjax._named_arrays import places
 from mpjax._rules import Rule, unmatched_error
 from mpjax._storage import store_as_used
@@ -72,7 +73,10 @@ class PolicyModule:
     visits = Visits()
     ours = self._traced_init(visits, rngs, *args, **kwargs)
     self._check_rules(visits)
-    call = with_ops(self.given, functools.partial(self._init_under_policy, None))
+    if in_region():
+      call = self.module.init_with_output
+    else:
+      call = with_ops(self.given, functools.partial(self._init_under_policy, None))
     outputs, _ = call(rngs, *args, **kwargs)
     return outputs, self._merge(self._plain_init(rngs, *args, **kwargs), ours)
 
@@ -215,6 +219,8 @@ class PolicyModule:
     )
 
   def _apply(self, visits: Visits | None, *args: Any, **kwargs: Any) -> Any:
+    if in_region():
+      return self.module.apply(*args, **kwargs)
     with activate(begin(self.given, visits)):
       call = with_ops(self.given, lambda *a, **kw: strip(self.module.apply(*a, **kw)))
       return call(*args, **kwargs)
@@ -325,6 +331,8 @@ class BoundPolicyModule:
   def _under_policy(self, fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
+      if in_region():
+        return fun(*args, **kwargs)
       with activate(begin(self._given)):
         return strip(with_ops(self._given, fun)(*args, **kwargs))
 

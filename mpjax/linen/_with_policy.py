@@ -8,7 +8,7 @@ import flax.linen as nn
 
 from mpjax._adapter import Adapter
 from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError, message
-from mpjax._full_precision import ACTIVE
+from mpjax._full_precision import ACTIVE, in_region
 from mpjax._op_lists import OpLists
 from mpjax._policy import PolicyLike
 from mpjax._rules import Rule
@@ -127,8 +127,11 @@ def policy_scope(
 
 
 @contextlib.contextmanager
-def _scope(given: Given) -> Generator[None]:
-  """Enters a scope, which a module may not do while it is running."""
+def _entered(given: Given) -> Generator[None]:
+  """Enters a scope once, which a module may not do while it is running."""
+  if in_region():
+    yield
+    return
   active = ACTIVE.value
   if active is not None and active.entered:
     raise MpjaxRuntimeError(

@@ -21,7 +21,8 @@ class Active:
     use_dtype: what parameters and caches are cast to when they are read; None as stored.
     fields: whether modules show the fields that the policy gives them, such as `dtype`.
     wide: whether it is a layer of NNX that shows those for weight gradients in a wider dtype.
-    on: policies are in force; they are not inside `mpjax.full_precision`.
+    on: policies are in force.
+    in_region: it is the state inside of `mpjax.full_precision`, where none is.
     given: always None, as are the two that follow: what a Linen module looks at, to find that no
       policy of its own is in force.
     held: always None.
@@ -33,16 +34,17 @@ class Active:
   fields: bool = True
   wide: bool = False
   on: bool = True
+  in_region: bool = False
   given: None = None
   held: None = None
   entered: bool = False
 
-  def off(self) -> "Active | None":
-    """Returns the state in which no policy is in force; None if this is one."""
-    return OFF if self.on else None
+  def region(self) -> "Active":
+    """Returns the state inside of `mpjax.full_precision`."""
+    return _REGION
 
 
-OFF = Active(on=False)
+_REGION = Active(on=False, in_region=True)
 
 
 def current() -> Active | None:

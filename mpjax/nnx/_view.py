@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax._adapter import like
-from mpjax._full_precision import ACTIVE
+from mpjax._full_precision import ACTIVE, in_region
 from mpjax._policy import Policy
 from mpjax._tree import cast_leaf, is_floating, map_arrays
 from mpjax._types import PyTree
@@ -144,6 +144,8 @@ def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
 def _method(name: str, own: Any) -> Callable[..., Any]:
   @functools.wraps(own)
   def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if in_region():
+      return own.__get__(self, type(self))(*args, **kwargs)
     ops = type(self).mpjax_spec.ops
     if ops is None or current() is not None:
       return _call(self, name, own, args, kwargs)
@@ -156,8 +158,6 @@ def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[
   """Calls a method under the policy of its module."""
   active, spec = current(), type(module).mpjax_spec
   bound = own.__get__(module, type(module))
-  if active is not None and not active.on:
-    return bound(*args, **kwargs)
   policy, adapter = spec.policy, spec.adapter
   finish = strip if active is None else lambda outputs: outputs
   if policy is None:

@@ -8,7 +8,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._full_precision import ACTIVE
-from mpjax.nnx._active import OFF, Active, current
+from mpjax.nnx._active import Active, current
 
 BF16 = np.dtype("bfloat16")
 X = jnp.ones((2, 4))
@@ -21,9 +21,10 @@ def test_equal_states_are_one_key():
   assert states[0] != Active(use_dtype=BF16)
 
 
-def test_off_switches_off_once():
-  assert Active().off() is OFF
-  assert OFF.off() is None
+def test_a_region_inside_a_region_is_the_same_state():
+  region = Active().region()
+  assert (Active().on, region.on, region.in_region) == (True, False, True)
+  assert region.region() is region
 
 
 def test_current_is_what_is_in_force_here_and_nothing_elsewhere():
