@@ -1,8 +1,9 @@
 """`with_policy` and `policy_scope`: the two ways to put a policy onto Linen models."""
 
 import contextlib
+import threading
 from collections.abc import Generator, Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 
@@ -123,7 +124,26 @@ def policy_scope(
   given = give(
     where, policy, rules, defaults=defaults, adapters=adapters, ops=None, unmatched=unmatched
   )
-  return _scope(given)
+  return _Scope(given)
+
+
+class _Scope(contextlib.ContextDecorator):
+  """A scope, to be entered as often as one likes: in turn, inside itself, in several threads."""
+
+  def __init__(self, given: Given) -> None:
+    self._given = given
+    self._entered: list[tuple[int, contextlib.AbstractContextManager[None]]] = []
+
+  def __enter__(self) -> None:
+    entered = _entered(self._given)
+    entered.__enter__()
+    self._entered.append((threading.get_ident(), entered))
+
+  def __exit__(self, *exception: Any) -> None:
+    here = threading.get_ident()
+    last = next((x for x in reversed(self._entered) if x[0] == here), self._entered[-1])
+    self._entered.remove(last)
+    last[1].__exit__(*exception)
 
 
 @contextlib.contextmanager

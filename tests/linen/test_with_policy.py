@@ -1,8 +1,10 @@
 """The wrapper and the scope: what users call, and what comes back."""
 
+import concurrent.futures
 import copy
 import functools
 import pickle
+import threading
 from typing import Any
 
 import flax.linen as nn
@@ -730,3 +732,42 @@ def test_a_predicate_that_raises_is_named():
   with pytest.raises(AttributeError) as excinfo:
     model.init(KEY, X)
   assert any("the root has no name" in note for note in excinfo.value.__notes__)
+
+
+def test_a_scope_can_be_entered_again():
+  model, entered = nn.Dense(2), scope("bfloat16")
+  variables = model.init(KEY, X)
+
+  @entered
+  def decorated():
+    return model.apply(variables, X).dtype
+
+  for _ in range(2):
+    with entered:
+      assert model.apply(variables, X).dtype == BF16
+      with entered:
+        assert model.apply(variables, X).dtype == BF16
+      assert model.apply(variables, X).dtype == BF16
+    assert model.apply(variables, X).dtype == F32
+    assert decorated() == BF16
+    assert model.apply(variables, X).dtype == F32
+
+
+def test_one_scope_holds_in_each_thread_that_is_inside_it():
+  model, entered, inside = nn.Dense(2), scope("bfloat16"), threading.Barrier(2, timeout=60)
+  variables = model.init(KEY, X)
+
+  def run(leaves_first):
+    with entered:
+      inside.wait()
+      if not leaves_first:
+        inside.wait()
+      found = model.apply(variables, X).dtype
+    after = model.apply(variables, X).dtype
+    if leaves_first:
+      inside.wait()
+    return found, after
+
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    found = [run.result() for run in [pool.submit(run, first) for first in (True, False)]]
+  assert found == [(BF16, F32)] * 2
