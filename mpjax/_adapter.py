@@ -1,6 +1,7 @@
 """`Adapter`: how the modules of one class are called under a policy, and the pieces of adapters."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -73,8 +74,8 @@ def set_dtype(module: Any, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
   """
   if not _has_dtype(module):
     return {}
-  own = module.dtype
-  if not (_is_real(own) and _is_real(getattr(module, "param_dtype", None))):
+  own = plain_attribute(module, "dtype")
+  if not (_is_real(own) and _is_real(plain_attribute(module, "param_dtype"))):
     return {}
   # Code compares with `is jnp.bfloat16`, or looks a name up: hand over what it had.
   return {"dtype": dtype.name if isinstance(own, str) else scalar_type(dtype)}
@@ -84,7 +85,20 @@ def _has_dtype(module: Any) -> bool:
   """Whether a module has a field `dtype`; where its class declares no fields, an attribute."""
   if dataclasses.is_dataclass(module):
     return any(field.name == "dtype" and field.init for field in dataclasses.fields(module))
-  return hasattr(module, "dtype") and not isinstance(getattr(type(module), "dtype", None), property)
+  return plain_attribute(module, "dtype", _MISSING) is not _MISSING
+
+
+_MISSING = object()
+
+
+def plain_attribute(module: Any, name: str, default: Any = None) -> Any:
+  """Returns an attribute that is a value, without running code of the user's; else `default`.
+
+  A property of a module may call one of its methods, read a parameter, or set up submodules. It
+  computes a dtype rather than holding one, so that there is nothing in it to set.
+  """
+  value = inspect.getattr_static(module, name, default)
+  return default if hasattr(type(value), "__get__") else value
 
 
 def _is_real(dtype: Any) -> bool:

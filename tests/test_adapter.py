@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import mpjax
 from mpjax._adapter import (
   Adapter,
   cast_inputs,
@@ -19,6 +21,7 @@ from mpjax._adapter import (
   set_dtype,
 )
 from tests.errors import check_error
+from tests.programs import bits, products
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 X = jnp.ones((2, 3))
@@ -175,3 +178,106 @@ def test_an_adapter_is_a_value():
   assert Adapter() != Adapter(params="stored")
   with pytest.raises(AttributeError):
     Adapter().params = "stored"
+
+
+class Called(nn.Module):
+  """Its `param_dtype` is a property that calls a method, which a policy intercepts."""
+
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(2, dtype=self.dtype, param_dtype=self.param_dtype)(x)
+
+  @property
+  def param_dtype(self):
+    return self.storage()
+
+  def storage(self):
+    return jnp.float32
+
+
+class Reads(nn.Module):
+  """Its `param_dtype` is that of a parameter, which `setup` makes."""
+
+  dtype: Any = jnp.float32
+
+  def setup(self):
+    self.w = self.param("w", nn.initializers.lecun_normal(), (3, 2))
+
+  @property
+  def param_dtype(self):
+    return self.w.dtype
+
+  def __call__(self, x):
+    return x @ self.w
+
+
+class Exempt(nn.Module):
+  """A module that a rule leaves alone, and whose `dtype` is a property that calls a method."""
+
+  @property
+  def dtype(self):
+    return self.own()
+
+  def own(self):
+    return jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(2, dtype=self.dtype)(x)
+
+
+class Outer(nn.Module):
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    return Exempt(name="inner")(x)
+
+
+@pytest.mark.parametrize(
+  ("model", "rules", "wanted"),
+  [
+    (Called(), [], "bfloat16"),
+    (Reads(), [], "bfloat16"),
+    (Outer(), [], "bfloat16"),
+    (Outer(), [mpjax.Rule(None, path="inner")], "float32"),
+  ],
+  ids=["method", "parameter", "own dtype", "exempt"],
+)
+@pytest.mark.standard_promotion
+def test_a_linen_module_whose_dtypes_are_properties(model, rules, wanted):
+  x = jnp.ones((2, 3))
+  policied = mpjax.linen.with_policy(model, "mixed_bfloat16", rules)
+  variables = policied.init(jax.random.key(0), x)
+  assert bits(variables) == bits(model.init(jax.random.key(0), x))
+  found = products(jax.make_jaxpr(policied.apply)(variables, x))
+  assert [product.dtypes for product in found] == [(wanted, wanted)]
+
+
+class Computed(nnx.Module):
+  """Its dtypes are properties, one of which cannot be asked for yet."""
+
+  def __init__(self):
+    self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+  @property
+  def dtype(self):
+    raise RuntimeError("not before the first call")
+
+  @property
+  def param_dtype(self):
+    return self.storage()
+
+  def storage(self):
+    return self.layer.kernel.dtype
+
+  def __call__(self, x):
+    return self.layer(x)
+
+
+def test_a_nnx_module_whose_dtypes_are_properties():
+  view = mpjax.nnx.with_policy(Computed(), "mixed_bfloat16")
+  found = products(jax.make_jaxpr(view)(jnp.ones((2, 3))))
+  assert [product.dtypes for product in found] == [("bfloat16", "bfloat16")]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._adapter import Adapter, like
+from mpjax._adapter import Adapter, like, plain_attribute
 from mpjax._errors import MpjaxTypeError
 from mpjax._full_precision import ACTIVE
 from mpjax._policy import Policy
@@ -261,7 +261,7 @@ def _inherited_dtype(module: nn.Module, active: Active) -> bool:
 
   It was then handed that dtype, where without the policy it would have been handed the other.
   """
-  own = getattr(module, "dtype", None)
+  own = plain_attribute(module, "dtype")
   if not active.own_dtype or active.policy is None or own is None:
     return False
   try:
