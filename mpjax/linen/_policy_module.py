@@ -234,12 +234,14 @@ class PolicyModule:
 
     The record of modules passed keeps every cached program out: it is only ever there in a trace.
     """
+    # What the model returns is nobody's here, and may be no type of JAX.
+    def variables() -> Any:
+      return self._init_under_policy(visits, rngs, *args, **kwargs)[1]
+
     try:
-      _, ours = jax.eval_shape(lambda: self._init_under_policy(visits, rngs, *args, **kwargs))
+      return jax.eval_shape(variables)
     except jax.errors.JAXTypeError:
-      # The model looks at values while it is initialised: let it.
-      _, ours = self._init_under_policy(visits, rngs, *args, **kwargs)
-    return ours
+      return variables()  # The model looks at values while it is initialised: let it.
 
   def _init_under_policy(
     self, visits: Visits | None, rngs: Any, *args: Any, **kwargs: Any

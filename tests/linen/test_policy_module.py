@@ -203,3 +203,31 @@ def test_rules_are_checked_where_the_whole_model_is_called():
   found = stored(half.convert(variables, x, method="encode"))
   assert {path.split("/")[1] for path, d in found.items() if d == "bfloat16"} == {"encoder"}
   assert stored(half.convert(variables, x)) == found
+
+
+class Prediction:
+  """No tree to JAX: a distribution, say."""
+
+  def __init__(self, logits):
+    self.logits = logits
+
+
+class Predicts(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return Prediction(nn.Dense(4)(x)), str, "text"
+
+
+def test_init_of_a_model_that_returns_a_plain_object():
+  model, x = mpjax.linen.with_policy(Predicts(), "bfloat16"), jnp.ones((2, 3))
+  plain = Predicts().init(jax.random.key(0), x)
+  wanted = jax.tree.map(lambda p: p.astype(jnp.bfloat16), plain)
+  for made in (model.init(jax.random.key(0), x), jax.jit(model.init)(jax.random.key(0), x)):
+    assert bits(made) == bits(wanted)
+  (prediction, *rest), made = model.init_with_output(jax.random.key(0), x)
+  assert (prediction.logits.dtype, rest) == (jnp.bfloat16, [str, "text"])
+  assert bits(made) == bits(wanted)
+  with pytest.raises(mpjax.UnmatchedRuleError):
+    mpjax.linen.with_policy(Predicts(), "bfloat16", [mpjax.Rule(None, path="typo")]).init(
+      jax.random.key(0), x
+    )
