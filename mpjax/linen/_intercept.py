@@ -218,10 +218,15 @@ def _place(module: nn.Module) -> str:
 
 
 def _lifted_by(module: nn.Module) -> str:
-  """Returns the lifted transform whose body this module's scope was made for, or ""."""
+  """Returns the lifted transform whose body this module's scope was made for, or "".
+
+  A method that is mapped inside a loop carries what the loop carries.
+  """
   debug_path = module.scope.debug_path if module.scope is not None else ()
   names = re.findall(r"(\w+)\(", debug_path[-1]) if debug_path else []
-  return next((name for name in names if name not in _TRANSPARENT), "")
+  found = [name for name in names if name not in _TRANSPARENT]
+  loop = next((name for name in found if name != "vmap"), "")
+  return loop if loop in _LOOPS else next(iter(found), "")
 
 
 def _with_carry(adapter: Adapter) -> Adapter:
