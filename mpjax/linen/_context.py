@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -44,6 +45,11 @@ class Given:
 
   def __hash__(self) -> int:
     return self.hash
+
+  def __reduce__(self) -> Any:
+    # Another process hashes strings and classes in another way.
+    values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+    return functools.partial(Given, **values), ()
 
   @property
   def by_place(self) -> bool:

@@ -1,7 +1,11 @@
 """Which policy is in force for which module."""
 
+import copy
 import dataclasses
+import os
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import flax.linen as nn
@@ -527,3 +531,25 @@ def test_no_state_is_in_force_to_begin_with():
   assert given(rules=[Rule(None, where=callable)]).by_place
   assert not given(rules=[Rule(None, module=Block)]).by_place
   assert pickle.loads(pickle.dumps(mpjax.Policy())) == mpjax.Policy()
+
+
+def test_what_was_given_is_hashed_anew_where_it_is_unpickled():
+  model = mpjax.linen.with_policy(nn.Dropout(0.5), "bfloat16", [Rule(None, path="a")])
+  program = (
+    "import pickle, sys, flax.linen as nn, mpjax\n"
+    "there = pickle.load(sys.stdin.buffer)\n"
+    "rules = [mpjax.Rule(None, path='a')]\n"
+    "here = mpjax.linen.with_policy(nn.Dropout(0.5), 'bfloat16', rules)\n"
+    "assert there.given == here.given\n"
+    "assert hash(there.given) == hash(here.given), 'equal, with two hashes'\n"
+  )
+  environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+  run = subprocess.run(
+    [sys.executable, "-c", program],
+    input=pickle.dumps(model),
+    env=environment,
+    capture_output=True,
+    check=False,
+  )
+  assert run.returncode == 0, run.stderr.decode()
+  assert hash(copy.deepcopy(model)) == hash(model)
