@@ -114,7 +114,18 @@ def view_class(cls: Any, tree: bool, spec: Spec) -> Any:
     **_overrides(cls),
     **{name: _method(name, own) for name, own in _methods(cls)},
   }
-  return type(cls)(cls.__name__, (cls,), names, pytree=tree)
+  if not any("__init_subclass__" in vars(base) for base in cls.__mro__ if not _is_library(base)):
+    return type(cls)(cls.__name__, (cls,), names, pytree=tree)
+  # A hook of the user's own is for the user's classes: it may put each into a table, or ask for
+  # keywords. So the class is made as a subclass of NNX's, and the user's is its base afterwards.
+  of_flax = next(base for base in cls.__mro__ if _is_library(base))
+  made = type(cls)(cls.__name__, (of_flax,), names, pytree=tree)
+  made.__bases__ = (cls,)
+  return made
+
+
+def _is_library(cls: type[Any]) -> bool:
+  return cls.__module__.split(".")[0] in ("flax", "builtins", "typing", "abc", "collections")
 
 
 def _wide_fields(spec: Spec) -> dict[str, Any]:
@@ -180,7 +191,7 @@ def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[
       return finish(outputs)
     new = adapter.outputs(module, name, (args, kwargs), outputs, cast_out)
     if active is not None and _is_carry(outputs, args):
-      new = (like(outputs[0], args[0]), *new[1:])
+      new = (_as_wide(new[0], like(outputs[0], args[0])), *new[1:])
     return finish(new)
 
   return finished(module, name, inside, outputs, cast_in, cast_and_finish)
@@ -200,11 +211,22 @@ def _is_carry(outputs: Any, args: tuple[Any, ...]) -> bool:
   """Whether a call looks like a step of a loop: what it hands on first is what it was given first.
 
   NNX does not say what a function is called by. A loop compares the types of what it carries, and
-  a carry that starts in float32 has to stay in it.
+  a carry that starts in float32 has to stay in it. An output that is no carry may look like one: it
+  is never made narrower than it is.
   """
   if not (args and type(outputs) is tuple and len(outputs) == 2):
     return False
   return not is_node(args[0]) and bool(jax.tree.leaves(args[0])) and _same(outputs[0], args[0])
+
+
+def _as_wide(new: PyTree, carry: PyTree) -> PyTree:
+  """Returns `carry`, but for leaves that are wider in `new`."""
+
+  def leaf(a: Any, b: Any) -> Any:
+    floating = is_floating(a) and is_floating(b)
+    return a if floating and jnp.promote_types(a.dtype, b.dtype) == a.dtype else b
+
+  return jax.tree.map(leaf, new, carry)
 
 
 def _same(new: PyTree, old: PyTree) -> bool:

@@ -46,7 +46,7 @@ def with_policy(
   gradients, optimizers and checkpoints of the one are those of the other. Each module's inputs, its
   parameters where they are used, and its `dtype` are in its `compute_dtype`; norms' statistics stay
   in float32. `output_dtype` is for what the outermost method that is called returns. A view costs
-  no array: keep it, or make it anew inside each step. It is an object of the model's own class.
+  no array: keep it, or make it anew inside each step. Its modules are of subclasses of the model's.
 
   Args:
     model: an NNX module.

@@ -1,5 +1,8 @@
 """What the modules of a view do: at each call, and with what is written during one."""
 
+import pickle
+from typing import Generic, TypeVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -561,3 +564,80 @@ def test_a_weight_used_often_adds_up_its_gradient_in_float32():
   view = with_policy(Often(), "mixed_bfloat16")
   gradient = nnx.grad(lambda view: view(jnp.ones(())))(view)
   assert gradient["w"][...] == 1000  # in bfloat16 it stops at 256
+
+
+class WithLoss(nnx.Module):
+  """Returns what looks like a carry: an output of its input's shape, and a loss."""
+
+  def __init__(self):
+    self.layer = linear()
+
+  def __call__(self, x):
+    y = self.layer(x)
+    return y, jnp.mean(y)
+
+
+class Chain(nnx.Module):
+  def __init__(self):
+    self.first, self.flow, self.log = linear(), WithLoss(), nnx.static([])
+
+  def __call__(self, x):
+    y, loss = self.flow(self.first(x))
+    self.log.append((y, loss))
+    return y
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_a_float32_module_that_returns_its_output_and_a_loss_returns_float32(half):
+  model = Chain()
+  out = with_policy(model, f"mixed_{half}", [Rule("float32", path="flow")])(X)
+  y, loss = model.log[0]
+  assert (y.dtype, loss.dtype) == (np.dtype("float32"),) * 2
+  # The layer's own float32 result, not one that was rounded on its way out.
+  rounded = with_policy(model.first, f"params=float32,compute={half}")(X)
+  exact = np.asarray(rounded, np.float32) @ np.asarray(model.flow.layer.kernel[...])
+  np.testing.assert_allclose(y, exact, rtol=1e-6)
+  np.testing.assert_array_equal(out, y)
+
+
+REGISTRY = {}
+
+
+class Registered(nnx.Module):
+  """A base with a hook: it keeps a table of its subclasses, and sets flags on them."""
+
+  def __init_subclass__(cls, *, key, gated=False, **kwargs):
+    super().__init_subclass__(**kwargs)
+    cls.gated = gated
+    assert key not in REGISTRY
+    REGISTRY[key] = cls
+
+
+class Gated(Registered, Generic[TypeVar("T")], key="gated", gated=True):
+  def __init__(self):
+    self.layer = linear()
+
+  def __call__(self, x):
+    return self.layer(x) * (2.0 if self.gated else 0.0)
+
+
+class OfNnx(nnx.Linear, Registered, key="linear"):
+  """A layer of NNX under the hook."""
+
+
+def test_a_view_does_not_run_the_hook_of_the_users_classes():
+  model = Gated()
+  view = with_policy(model, "mixed_bfloat16")
+  assert REGISTRY == {"gated": Gated, "linear": OfNnx}
+  assert isinstance(view, Gated)
+  assert view.gated
+  np.testing.assert_allclose(view(X), model(X), atol=0.05)
+  # All that a view can do, its class can do.
+  for again in (pickle.loads(pickle.dumps(view)), nnx.merge(*nnx.split(view)), nnx.clone(view)):
+    np.testing.assert_array_equal(again(X), view(X))
+  np.testing.assert_array_equal(nnx.jit(lambda view, x: view(x))(view, X), view(X))
+  grads = nnx.grad(lambda view: view(X).sum())(view)
+  assert grads["layer"]["kernel"][...].dtype == jnp.float32
+  layer = with_policy(OfNnx(4, 4, rngs=nnx.Rngs(0)), HALF)
+  assert layer(X).dtype == BF16
+  assert REGISTRY == {"gated": Gated, "linear": OfNnx}
