@@ -522,3 +522,75 @@ def test_a_linen_module_inside_is_left_as_it_is():
   )
   with mpjax.linen.policy_scope("bfloat16"):
     assert model.linen(X).dtype == jnp.bfloat16
+
+
+class RMSNorm(nnx.Module):
+  """As its author wrote it: the squares of 300 overflow in float16."""
+
+  def __init__(self, rngs, with_bias=False):
+    del rngs
+    self.scale = nnx.Param(jnp.ones(4))
+    self.bias = nnx.Param(jnp.zeros(4)) if with_bias else None
+
+  def __call__(self, x):
+    y = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * self.scale[None]
+    return y if self.bias is None else y + self.bias[None]
+
+
+class Stack(nnx.Module):
+  """Its norms were made by `nnx.vmap`, and are scanned over."""
+
+  def __init__(self, with_bias, twice):
+    make = nnx.vmap(lambda rngs: RMSNorm(rngs, with_bias))
+    make = nnx.vmap(make) if twice else make
+    self.norms = make(nnx.Rngs(0).split((3, 2) if twice else 2))
+    self.twice = twice
+
+  def __call__(self, x):
+    axes = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
+    scan = nnx.scan(lambda norm, x: norm(x), **axes)
+    return nnx.scan(scan, **axes)(self.norms, x) if self.twice else scan(self.norms, x)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_norms_of_stacked_layers_compute_in_float32(with_bias, twice):
+  x = X * 300
+  found = with_policy(Stack(with_bias, twice), "mixed_float16")(x)
+  wanted = np.asarray(x, np.float64) / np.sqrt(np.mean(np.square(x, dtype=np.float64), -1))[:, None]
+  np.testing.assert_allclose(found, wanted, rtol=4e-3)
+
+
+class HoldingNorm(nnx.Module, pytree=False):
+  """A norm by its name, with something inside, that is no tree to JAX."""
+
+  def __init__(self, inside):
+    self.scale, self.inside = nnx.Param(jnp.ones(4)), inside
+
+  def __call__(self, x):
+    return self.inside(x) * self.scale[None]
+
+
+@pytest.mark.parametrize(
+  ("inside", "wanted"),
+  [
+    (lambda rngs: nnx.Linear(4, 4, rngs=rngs), "bfloat16"),
+    (lambda rngs: nnx.Linear(1, 4, use_bias=False, rngs=rngs), "bfloat16"),
+    (lambda rngs: nnx.LayerNorm(4, rngs=rngs), "float32"),
+    (lambda rngs: nnx.Dropout(0.5, rngs=rngs), "float32"),
+    (lambda rngs: nnx.List([nnx.RMSNorm(4, rngs=rngs)]), "float32"),
+  ],
+  ids=["linear", "narrow", "norm", "dropout", "list"],
+)
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_norm_that_holds_a_layer_is_no_norm(inside, wanted, tree):
+  cls = HoldingNorm
+
+  class TreeNorm(nnx.Module):
+    def __init__(self, inside):
+      self.scale, self.inside = nnx.Param(jnp.ones(4)), inside
+
+  model = (TreeNorm if tree else cls)(inside(nnx.Rngs(0)))
+  model.inside_again = model  # A pointer back is no layer.
+  view = with_policy(model, HALF)
+  assert type(view).mpjax_spec.policy.compute_dtype == wanted
