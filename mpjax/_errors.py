@@ -83,3 +83,28 @@ def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> list[str]:
   scored = [(difflib.SequenceMatcher(None, name.lower(), v.lower()).ratio(), v) for v in valid]
   scored.sort(key=lambda pair: (-pair[0], pair[1]))
   return [v for _, v in scored[:count]]
+
+
+_NOTE = "mpjax: raised inside"
+
+
+def has_note(error: BaseException) -> bool:
+  """Whether an error was told already which module was running."""
+  return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+
+
+def mixed_dtypes_note(path: str, name: str, policy: str) -> str:
+  """Returns what a TypeError is told that a module under a policy raised.
+
+  Args:
+    path: that of the module, "" for the root.
+    name: that of its class.
+    policy: the policy that it ran under.
+  """
+  # A rule that leaves the root as it is leaves everything as it is.
+  rule = f", or leave the module as it is with mpjax.Rule(None, path={path!r})" if path else ""
+  return (
+    f"{_NOTE} {path or 'the root'!r} ({name}), which runs under the policy {policy!r}. If it is "
+    "about dtypes, the module's own code mixes them where jax.numpy would promote: cast there, and "
+    f"start what a loop carries in the dtype of what it meets (x.dtype){rule}."
+  )

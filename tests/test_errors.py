@@ -1,6 +1,12 @@
 """The contract of errors: one class for all, the builtin too, and a text of four parts."""
 
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import mpjax
 from mpjax._errors import listed, message, nearest
@@ -74,3 +80,37 @@ def test_a_list_of_problems_has_an_end():
   assert listed(list("abc"), most=2) == "a; b; and 1 more"
   text = listed([f"a leaf at {i}" for i in range(1000)])
   assert text.endswith("; a leaf at 19; and 980 more")
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_no_note_advises_to_switch_the_whole_model_off(library, inside):
+  def mixed(x):
+    return jax.lax.select(x > 0, x, jnp.zeros(x.shape, jnp.float32))
+
+  if library == "linen":
+
+    class Mixes(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        return mixed(x)
+
+    model = nn.Sequential([Mixes()]) if inside else Mixes()
+    call = functools.partial(mpjax.linen.with_policy(model, "bfloat16").apply, {})
+    path = "layers_0"
+  else:
+
+    class MixesNnx(nnx.Module):
+      def __call__(self, x):
+        return mixed(x)
+
+    model = nnx.Sequential(MixesNnx()) if inside else MixesNnx()
+    call, path = mpjax.nnx.with_policy(model, "bfloat16"), "layers/0"
+  with pytest.raises(TypeError) as excinfo:
+    call(jnp.ones(2))
+  (note,) = [n for n in excinfo.value.__notes__ if n.startswith("mpjax")]
+  assert repr(path if inside else "the root") in note
+  assert "cast there" in note
+  assert (f"mpjax.Rule(None, path={path!r})" in note) == inside
+  assert "**" not in note

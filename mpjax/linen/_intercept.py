@@ -12,8 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._adapter import Adapter, like, plain_attribute
-from mpjax._errors import MpjaxTypeError
+from mpjax._adapter import (
+  Adapter,
+  call_fields,
+  call_inputs,
+  call_outputs,
+  like,
+  plain_attribute,
+)
+from mpjax._errors import MpjaxTypeError, has_note, mixed_dtypes_note
 from mpjax._full_precision import ACTIVE
 from mpjax._policy import Policy
 from mpjax._rules import first_match
@@ -320,9 +327,6 @@ def _visit(visits: Visits, given: Given, module: nn.Module) -> None:
   visits.matched.update(rule for rule in given.rules if first_match((rule,), module, path))
 
 
-_NOTE = "mpjax: raised inside"
-
-
 def _name_in_errors(
   next_fun: Callable[..., Any],
   args: tuple[Any, ...],
@@ -334,14 +338,7 @@ def _name_in_errors(
   try:
     return next_fun(*args, **kwargs)
   except TypeError as error:
-    noted = isinstance(error, MpjaxTypeError) or any(
-      note.startswith(_NOTE) for note in getattr(error, "__notes__", ())
-    )
+    noted = isinstance(error, MpjaxTypeError) or has_note(error)
     if policy is not None and not noted and not isinstance(error, jax.errors.JAXTypeError):
-      path = module_path(module)
-      error.add_note(
-        f"{_NOTE} {path or 'the root'!r} ({type(module).__name__}), which runs under the policy "
-        f"{str(policy)!r}. If it is about dtypes, the module's own code mixes them where jax.numpy "
-        f"would promote; leave the module as it is with mpjax.Rule(None, path={path or '**'!r})."
-      )
+      error.add_note(mixed_dtypes_note(module_path(module), type(module).__name__, str(policy)))
     raise

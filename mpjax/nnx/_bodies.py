@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from mpjax._errors import MpjaxTypeError, message
+from mpjax._errors import MpjaxTypeError, has_note, message, mixed_dtypes_note
 from mpjax._full_precision import ACTIVE
 from mpjax.nnx._active import Active, current
 from mpjax.nnx._spec import LINK, Link
@@ -96,9 +96,6 @@ def _runs_later(module: Any, name: str, what: str, where: str, fix: str) -> Mpja
   )
 
 
-_NOTE = "mpjax: raised inside"
-
-
 def _name_in_errors(
   module: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -106,16 +103,9 @@ def _name_in_errors(
   try:
     return function(*args, **kwargs)
   except TypeError as error:
-    noted = isinstance(error, MpjaxTypeError) or any(
-      note.startswith(_NOTE) for note in getattr(error, "__notes__", ())
-    )
+    noted = isinstance(error, MpjaxTypeError) or has_note(error)
     policy, link = type(module).mpjax_spec.policy, vars(module).get(LINK)
     path = link.path if isinstance(link, Link) else type(module).__name__
     if policy is not None and not noted and not isinstance(error, jax.errors.JAXTypeError):
-      error.add_note(
-        f"{_NOTE} {path or 'the root'!r} ({type(module).__name__}), which runs under the policy "
-        f"{str(policy)!r}. If it is about dtypes, the module's own code mixes them where jax.numpy "
-        "would promote; start what a loop carries in the dtype of what it meets (x.dtype), or "
-        f"leave the module as it is with mpjax.Rule(None, path={path or '**'!r})."
-      )
+      error.add_note(mixed_dtypes_note(path, type(module).__name__, str(policy)))
     raise
