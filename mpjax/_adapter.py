@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -148,12 +148,85 @@ class Adapter:
       where, expected = "Adapter(params=...)", "'compute' or 'stored'"
       fix = "Leave it out unless the module casts its own parameters."
       raise MpjaxTypeError(message(where, expected=expected, got=repr(self.params), fix=fix))
-    for name in ("inputs", "fields", "outputs"):
-      if not callable(getattr(self, name)):
-        where, expected = f"Adapter({name}=...)", "a function"
-        fix = "See mpjax.linen.Adapter for its arguments."
-        got = repr(getattr(self, name))
-        raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
+    for name, arguments in _ARGUMENTS.items():
+      function = getattr(self, name)
+      if not _takes(function, len(arguments)):
+        where, expected = f"Adapter({name}=...)", f"a function of ({', '.join(arguments)})"
+        fix = "See mpjax.linen.Adapter for what it is given and returns."
+        raise MpjaxTypeError(message(where, expected=expected, got=repr(function), fix=fix))
+
+
+_ARGUMENTS = {
+  "inputs": ("module", "method", "(args, kwargs)", "cast"),
+  "fields": ("module", "method", "compute_dtype"),
+  "outputs": ("module", "method", "(args, kwargs)", "outputs", "cast"),
+}
+
+
+def call_inputs(adapter: Adapter, module: Any, method: str, call: Call, cast: Cast) -> Call:
+  """Returns what `inputs` makes of the arguments of a call.
+
+  Raises:
+    MpjaxTypeError: it is no pair of positional and keyword arguments.
+  """
+  new: Any = adapter.inputs(module, method, call, cast)
+  pair = isinstance(new, tuple) and len(new) == 2
+  if not (pair and isinstance(new[0], (tuple, list)) and isinstance(new[1], Mapping)):
+    fix = "Return tuple(cast(x) for x in args), kwargs."
+    raise _wrong_result(module, "inputs", "(args, kwargs), a tuple and a dict", new, fix)
+  return tuple(new[0]), dict(new[1])
+
+
+def call_fields(adapter: Adapter, module: Any, method: str, dtype: np.dtype[Any]) -> dict[str, Any]:
+  """Returns the fields to set for the length of a call.
+
+  Raises:
+    MpjaxTypeError: they are no dict, or the module has no field of such a name.
+  """
+  new: Any = adapter.fields(module, method, dtype)
+  known = isinstance(new, Mapping)
+  missing = [name for name in new if not _has(module, name)] if known else []
+  if not known or missing:
+    got: Any = f"no such field: {', '.join(map(repr, missing))}" if missing else new
+    fix = 'Return {"dtype": dtype}, or {} to set nothing.'
+    raise _wrong_result(module, "fields", "a dict by names of the module's fields", got, fix)
+  return dict(new)
+
+
+def call_outputs(
+  adapter: Adapter, module: Any, method: str, call: Call, outputs: Any, cast: Cast
+) -> Any:
+  """Returns what `outputs` makes of the outputs of a call.
+
+  Raises:
+    MpjaxTypeError: it is None, where the module returned something.
+  """
+  new = adapter.outputs(module, method, call, outputs, cast)
+  if new is None and outputs is not None:
+    fix = "Return cast(outputs), or outputs as they are."
+    raise _wrong_result(module, "outputs", "the outputs of the module", new, fix)
+  return new
+
+
+def _has(module: Any, name: str) -> bool:
+  return inspect.getattr_static(module, name, _MISSING) is not _MISSING
+
+
+def _takes(function: Any, count: int) -> bool:
+  """Whether something can be called with so many arguments, as far as it says."""
+  try:
+    inspect.signature(function).bind(*range(count))
+  except TypeError:
+    return False
+  except ValueError:
+    return True  # Something built in that does not say.
+  return True
+
+
+def _wrong_result(module: Any, name: str, expected: str, got: Any, fix: str) -> MpjaxTypeError:
+  where = f"Adapter({name}=...) for {type(module).__name__}: what it returned"
+  shown = got if isinstance(got, str) else repr(got)[:200]
+  return MpjaxTypeError(message(where, expected=expected, got=shown, fix=fix))
 
 
 def like(new: PyTree, old: PyTree) -> PyTree:

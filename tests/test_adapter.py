@@ -281,3 +281,64 @@ def test_a_nnx_module_whose_dtypes_are_properties():
   view = mpjax.nnx.with_policy(Computed(), "mixed_bfloat16")
   found = products(jax.make_jaxpr(view)(jnp.ones((2, 3))))
   assert [product.dtypes for product in found] == [("bfloat16", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+  ("name", "function", "arguments"),
+  [
+    ("inputs", lambda module, call: call, "(module, method, (args, kwargs), cast)"),
+    ("fields", lambda module, method, dtype, more: {}, "(module, method, compute_dtype)"),
+    ("outputs", lambda out: out, "(module, method, (args, kwargs), outputs, cast)"),
+  ],
+  ids=["inputs", "fields", "outputs"],
+)
+def test_adapter_functions_take_what_they_are_given(name, function, arguments):
+  with pytest.raises(TypeError) as excinfo:
+    Adapter(**{name: function})
+  check_error(
+    excinfo,
+    where=f"Adapter({name}=...)",
+    expected=f"a function of {arguments}",
+    got="<function",
+    fix="See mpjax.linen.Adapter",
+    builtin=TypeError,
+  )
+  # Defaults, stars and classes whose signature is not known are as good as names.
+  Adapter(**{name: lambda *args: None})
+  Adapter(**{name: lambda *args, extra=1: None})
+  Adapter(**{name: dict})
+
+
+LAYERS = {
+  "linen": lambda options: mpjax.linen.with_policy(
+    nn.Dense(2), "bfloat16", adapters={nn.Dense: Adapter(**options)}
+  ).init(jax.random.key(0), X),
+  "nnx": lambda options: mpjax.nnx.with_policy(
+    nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "bfloat16", adapters={nnx.Linear: Adapter(**options)}
+  )(X),
+}
+
+
+@pytest.mark.parametrize("library", LAYERS)
+@pytest.mark.parametrize(
+  ("options", "expected", "got"),
+  [
+    ({"inputs": lambda *args: args[2][0]}, "(args, kwargs)", "["),
+    ({"inputs": lambda *args: None}, "(args, kwargs)", "None"),
+    ({"fields": lambda *args: None}, "a dict", "None"),
+    ({"fields": lambda *args: {"features_typo": 1}}, "fields", "no such field: 'features_typo'"),
+    ({"outputs": lambda *args: None}, "the outputs", "None"),
+  ],
+  ids=["no pair", "no inputs", "no fields", "misspelt", "no outputs"],
+)
+def test_adapter_functions_return_what_is_asked_of_them(library, options, expected, got):
+  with pytest.raises(TypeError) as excinfo:
+    LAYERS[library](options)
+  check_error(
+    excinfo,
+    where=f"Adapter({next(iter(options))}=...) for {'Dense' if library == 'linen' else 'Linear'}",
+    expected=expected,
+    got=got if got != "[" else "(",
+    fix="Return",
+    builtin=TypeError,
+  )

@@ -138,8 +138,8 @@ def _method(
   adapter = find_adapter(given.adapters, type(module))
   if _carries(module, args, active):
     adapter = _with_carry(adapter)
-  call = adapter.inputs(module, name, (args, kwargs), _cast_to(compute))
-  fields = {} if _any_complex(call) else adapter.fields(module, name, compute)
+  call = call_inputs(adapter, module, name, (args, kwargs), _cast_to(compute))
+  fields = {} if _any_complex(call) else call_fields(adapter, module, name, compute)
   if adapter.params == "compute":
     wide = _wide_gradients(context, policy, fields)
     fields = {**fields, **wide}
@@ -155,7 +155,9 @@ def _method(
     handed_on = _COTANGENT
   if handed_on is None and not adapter.rounds:
     return outputs
-  return adapter.outputs(module, name, (args, kwargs), outputs, _cast_to(handed_on or compute))
+  return call_outputs(
+    adapter, module, name, (args, kwargs), outputs, _cast_to(handed_on or compute)
+  )
 
 
 def _wide_gradients(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax._adapter import like
+from mpjax._adapter import call_inputs, call_outputs, like
 from mpjax._full_precision import ACTIVE, in_region
 from mpjax._policy import Policy
 from mpjax._tree import cast_leaf, is_floating, map_arrays
@@ -177,7 +177,7 @@ def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[
     return finished(module, name, inside, outputs, lambda x: x, finish)
   compute = policy.compute_dtype
   cast_in = _cast_to(compute)
-  call = adapter.inputs(module, name, (args, kwargs), cast_in)
+  call = call_inputs(adapter, module, name, (args, kwargs), cast_in)
   fields = not _any_complex(call)
   wide = fields and name == "__call__" and spec.product is not None
   as_stored = wide or adapter.params == "stored"
@@ -189,7 +189,7 @@ def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[
   def cast_and_finish(outputs: Any) -> Any:
     if handed_on is None and not adapter.rounds:
       return finish(outputs)
-    new = adapter.outputs(module, name, (args, kwargs), outputs, cast_out)
+    new = call_outputs(adapter, module, name, (args, kwargs), outputs, cast_out)
     if active is not None and _is_carry(outputs, args):
       new = (_as_wide(new[0], like(outputs[0], args[0])), *new[1:])
     return finish(new)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from flax import nnx
 
-from mpjax._adapter import Adapter
+from mpjax._adapter import Adapter, call_fields
 from mpjax._errors import MpjaxTypeError, message
 from mpjax._op_lists import OpLists, parse_ops
 from mpjax._policy import Policy, PolicyLike
@@ -218,7 +218,7 @@ def _spec(module: Any, policy: Policy | None, picked: bool, given: _Given) -> Sp
     return Spec(
       policy=None, output_dtype=None, picked=picked, adapter=adapter, fields=(), ops=given.ops
     )
-  fields = adapter.fields(module, "__call__", policy.compute_dtype)
+  fields = call_fields(adapter, module, "__call__", policy.compute_dtype)
   return Spec(
     policy=policy,
     output_dtype=policy.output_dtype or (given.policy and given.policy.output_dtype),
