@@ -5,8 +5,10 @@ import weakref
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from mpjax._adapter import Adapter
+from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
 from mpjax._op_lists import OpLists
 from mpjax._policy import Policy
 
@@ -49,12 +51,16 @@ class Link:
 
   Attributes:
     path: where the module stands in the model, for errors.
+    modes: the flags of the user's module (`deterministic`, say) as they were when the view was
+      made, but for those that were set on the view since.
   """
 
   def __init__(self, path: str, view: Any = None, model: Any = None) -> None:
     self.path = path
     self.view = weakref.ref(view) if view is not None else None
     self.model = weakref.ref(model) if model is not None else None
+    flags = {} if model is None else vars(model)
+    self.modes = {name: flag for name, flag in flags.items() if isinstance(flag, bool)}
 
   def of(self, view: Any) -> Any:
     """Returns the user's module for the module `view`, or None."""
@@ -80,3 +86,45 @@ def is_view(module: Any) -> bool:
 def model_of(module: Any) -> Any:
   link = vars(module).get(LINK)
   return link.of(module) if isinstance(link, Link) else None
+
+
+def check_modes(module: Any) -> None:
+  """Raises MpjaxRuntimeError if a flag was set on the user's module alone since the view was made.
+
+  That is what `model.eval()` does: the view would go on training.
+  """
+  model, link = model_of(module), vars(module).get(LINK)
+  if model is None:
+    return
+  now = vars(model)
+  for name, flag in link.modes.items():
+    if now.get(name) is not flag:
+      raise MpjaxRuntimeError(
+        message(
+          f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.nnx.with_policy",
+          expected="no flag of the model to change after the view was made",
+          got=f"{name}={now.get(name)} on the model, and {name}={flag} still on the view",
+          fix="Call eval() or train() on the view as well, or make it anew after it was called on "
+          "the model: with_policy(model, policy).",
+        )
+      )
+
+
+def check_set(module: Any, name: str, value: Any) -> None:
+  """Raises MpjaxTypeError if a module with parameters that is none of a view's is set on one.
+
+  It would run without the policy, and the user's model would not have its parameters.
+  """
+  if not isinstance(value, nnx.Module) or is_view(value) or isinstance(value, nnx.bridge.ToNNX):
+    return
+  if any(isinstance(node, nnx.Param) for _, node in nnx.iter_graph(value, graph=True)):
+    raise MpjaxTypeError(
+      message(
+        f"{type(module).__name__}.{name}, set on a view of mpjax.nnx.with_policy",
+        expected="a variable, an array, or a module of the view",
+        got=f"a new {type(value).__name__}, which would run without the policy and which the model "
+        "would not have",
+        fix="Make it in __init__, or set it on the model, and then make the view anew: "
+        "with_policy(model, policy).",
+      )
+    )

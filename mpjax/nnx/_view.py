@@ -23,7 +23,7 @@ from mpjax._types import PyTree
 from mpjax.nnx._active import Active, current
 from mpjax.nnx._bodies import finished, run
 from mpjax.nnx._ops import with_ops
-from mpjax.nnx._spec import SPEC, Spec, model_of
+from mpjax.nnx._spec import LINK, SPEC, Spec, check_modes, check_set, model_of
 from mpjax.nnx._variables import CAST, in_use, is_node, map_leaves, stored, strip
 from mpjax.nnx._weight_grads import product_fields
 
@@ -63,9 +63,12 @@ def _overrides(cls: Any) -> dict[str, Any]:
     return _as_stored(value) if name in _SEE_AS_STORED else _variables_in_use(value)
 
   def __setattr__(self: Any, name: str, value: Any) -> None:
+    check_set(self, name, value)
     value = _born(stored(value)) if isinstance(value, nnx.Variable) else value
     cls.__setattr__(self, name, value)
     model = model_of(self)
+    if model is not None and isinstance(value, bool):
+      vars(self)[LINK].modes.pop(name, None)
     if model is not None and isinstance(value, (nnx.Variable, jax.Array)):
       setattr(model, name, value)
 
@@ -167,6 +170,7 @@ def _method(name: str, own: Any) -> Callable[..., Any]:
 
 def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
   """Calls a method under the policy of its module."""
+  check_modes(module)
   active, spec = current(), type(module).mpjax_spec
   bound = own.__get__(module, type(module))
   policy, adapter = spec.policy, spec.adapter

@@ -63,8 +63,9 @@ def with_policy(
     unmatched: "raise", "warn" or "ignore": what to do about a rule that picks out no module.
 
   Returns:
-    The view. What was set on the model's modules (a mode such as `eval()`, a new layer) after it
-    was made is not seen by it, but for the values of variables.
+    The view. What is set on the model's modules (a mode such as `eval()`, a new layer) after it
+    was made is not seen by it, but for the values of variables; where a mode was, a call of the
+    view is an error. No new layer can be set on a view.
 
   Raises:
     MpjaxTypeError: `model` is not an NNX module, is a view already, or rules or adapters have the

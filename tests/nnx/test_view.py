@@ -600,7 +600,7 @@ def test_a_float32_module_that_returns_its_output_and_a_loss_returns_float32(hal
   np.testing.assert_array_equal(out, y)
 
 
-REGISTRY = {}
+registered = {}
 
 
 class Registered(nnx.Module):
@@ -609,8 +609,8 @@ class Registered(nnx.Module):
   def __init_subclass__(cls, *, key, gated=False, **kwargs):
     super().__init_subclass__(**kwargs)
     cls.gated = gated
-    assert key not in REGISTRY
-    REGISTRY[key] = cls
+    assert key not in registered
+    registered[key] = cls
 
 
 class Gated(Registered, Generic[TypeVar("T")], key="gated", gated=True):
@@ -628,7 +628,7 @@ class OfNnx(nnx.Linear, Registered, key="linear"):
 def test_a_view_does_not_run_the_hook_of_the_users_classes():
   model = Gated()
   view = with_policy(model, "mixed_bfloat16")
-  assert REGISTRY == {"gated": Gated, "linear": OfNnx}
+  assert registered == {"gated": Gated, "linear": OfNnx}
   assert isinstance(view, Gated)
   assert view.gated
   np.testing.assert_allclose(view(X), model(X), atol=0.05)
@@ -640,4 +640,4 @@ def test_a_view_does_not_run_the_hook_of_the_users_classes():
   assert grads["layer"]["kernel"][...].dtype == jnp.float32
   layer = with_policy(OfNnx(4, 4, rngs=nnx.Rngs(0)), HALF)
   assert layer(X).dtype == BF16
-  assert REGISTRY == {"gated": Gated, "linear": OfNnx}
+  assert registered == {"gated": Gated, "linear": OfNnx}
