@@ -11,6 +11,7 @@ import numpy as np
 
 from mpjax._dtypes import scalar_type
 from mpjax._errors import MpjaxTypeError, message
+from mpjax._functions import identity
 from mpjax._tree import cast_leaf
 from mpjax._types import PyTree
 
@@ -154,6 +155,16 @@ class Adapter:
         where, expected = f"Adapter({name}=...)", f"a function of ({', '.join(arguments)})"
         fix = "See mpjax.linen.Adapter for what it is given and returns."
         raise MpjaxTypeError(message(where, expected=expected, got=repr(function), fix=fix))
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Adapter) and self._key() == other._key()
+
+  def __hash__(self) -> int:
+    return hash(self._key())
+
+  def _key(self) -> tuple[Any, ...]:
+    functions = map(identity, (self.inputs, self.fields, self.outputs))
+    return (self.params, *functions, self.rounds)
 
 
 _ARGUMENTS = {

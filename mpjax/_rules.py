@@ -19,6 +19,7 @@ from mpjax._errors import (
   message,
   nearest,
 )
+from mpjax._functions import identity
 from mpjax._policy import Policy, PolicyLike
 from mpjax._tree import is_floating, is_nnx_object
 
@@ -36,7 +37,9 @@ class Rule:
       crosses levels and matches the root), or a compiled regular expression. It is matched in
       full against the names from the wrapped root, joined by "/".
     module: a module class, or a tuple of them; subclasses count.
-    where: a predicate on the bound module. It is asked about every module of the model.
+    where: a predicate on the bound module. It is asked about every module of the model. Two that
+      are made at one place in the code with equal values are equal, so that a rule may be made anew
+      for each call; one that is made with an array or a list is compiled for anew.
 
   Raises:
     MpjaxValueError: no selector or several, or a malformed glob.
@@ -83,6 +86,16 @@ class Rule:
     object.__setattr__(self, "policy", None if policy is None else Policy.parse(policy))
     for name, value in selectors.items():
       object.__setattr__(self, name, value)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Rule) and self._key() == other._key()
+
+  def __hash__(self) -> int:
+    return hash(self._key())
+
+  def _key(self) -> tuple[Any, ...]:
+    # Not kept: what a predicate was made with may get another value.
+    return (self.policy, self.path, self.module, identity(self.where))
 
   def __repr__(self) -> str:
     names = ("path", "module", "where")

@@ -21,6 +21,7 @@ RANKS = {
   "_types": 0,
   # rank 1: values, trees, programs
   "_dtypes": 1,
+  "_functions": 1,
   "_tree": 1,
   "_jaxpr": 1,
   "_op_reasons": 1,

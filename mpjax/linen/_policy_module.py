@@ -234,6 +234,7 @@ class PolicyModule:
 
     The record of modules passed keeps every cached program out: it is only ever there in a trace.
     """
+
     # What the model returns is nobody's here, and may be no type of JAX.
     def variables() -> Any:
       return self._init_under_policy(visits, rngs, *args, **kwargs)[1]
