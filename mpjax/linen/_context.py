@@ -102,6 +102,7 @@ class Active:
     root: the scope of the root; it tells a model that is applied inside from the root itself.
     held: the user's scope that this state belongs to, if any.
     in_region: it is that inside of `mpjax.full_precision`.
+    met: where to note the paths of the modules met; those inside a cached program are not.
     key: what of all this is compared.
     hash: that of the key.
   """
@@ -115,10 +116,11 @@ class Active:
   own_dtype: tuple[Any, ...] = ()
   loop: str | None = None
   visits: Visits | None = None
-  # Compared, these two would make every call another program.
+  # Compared, these would make every call another program.
   root: weakref.ref[Scope] | None = None
   held: "Held | None" = None
   in_region: bool = False
+  met: set[str] | None = None
   key: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
   hash: int = dataclasses.field(init=False, repr=False)
 
@@ -151,9 +153,10 @@ OFF = Active(given=None)
 _REGION = Active(given=None, in_region=True)
 
 
-def begin(given: Given, visits: Visits | None = None) -> Active:
+def begin(given: Given, visits: Visits | None = None, met: set[str] | None = None) -> Active:
   """Returns the state at the root of a model that `given` was given to."""
-  return Active(given=given, policy=given.policy, root_policy=given.policy, visits=visits)
+  policy = given.policy
+  return Active(given=given, policy=policy, root_policy=policy, visits=visits, met=met)
 
 
 def give(

@@ -118,6 +118,8 @@ def _method(
 ) -> Any:
   module, name = context.module, context.method_name
   policy, picked, exempt = resolve(active, given, module)
+  if active.met is not None:
+    active.met.add(module_path(module))
   if active.visits is not None:
     _visit(active.visits, given, module)
   inside = dataclasses.replace(

@@ -28,9 +28,13 @@ class PolicyModule:
 
   module: nn.Module
   given: Given
+  _checked: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
 
   def apply(self, variables: Any, *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
     """Calls the model's `apply` under the policy; same arguments, same results.
+
+    The first call (of `__call__`) warns of a rule whose path is none of the modules that it met or
+    that have variables, unless the model was wrapped with `unmatched="ignore"`.
 
     Args:
       variables: the model's variables, in any floating dtype.
@@ -38,7 +42,14 @@ class PolicyModule:
       mutable: which collections are returned changed, as for `nn.Module.apply`.
       **kwargs: further arguments of `nn.Module.apply` and of the method.
     """
-    return self._apply(None, variables, *args, mutable=mutable, **kwargs)
+    if kwargs.get("method") is not None or self.given.unmatched == "ignore" or self._checked:
+      return self._apply(None, variables, *args, mutable=mutable, **kwargs)
+    met: set[str] = set()
+    outputs = self._apply(None, variables, *args, mutable=mutable, met=met, **kwargs)
+    object.__setattr__(self, "_checked", True)
+    if met and isinstance(variables, Mapping):
+      self._warn_unmatched(met | set().union(*map(_nodes, variables.values())))
+    return outputs
 
   def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the model's own initial variables, parameters cast to the policy's `param_dtype`.
@@ -218,10 +229,12 @@ class PolicyModule:
       )
     )
 
-  def _apply(self, visits: Visits | None, *args: Any, **kwargs: Any) -> Any:
+  def _apply(
+    self, visits: Visits | None, *args: Any, met: set[str] | None = None, **kwargs: Any
+  ) -> Any:
     if in_region():
       return self.module.apply(*args, **kwargs)
-    with activate(begin(self.given, visits)):
+    with activate(begin(self.given, visits, met)):
       call = with_ops(self.given, lambda *a, **kw: strip(self.module.apply(*a, **kw)))
       return call(*args, **kwargs)
 
@@ -252,10 +265,19 @@ class PolicyModule:
 
   def _rules_about(self, params: PyTree) -> set[Rule]:
     """Returns the rules whose path has parameters, also of a module that only training calls."""
-    names = places(params)
-    nodes = {"/".join(name[:n]) for name in names for n in range(len(name))}
+    nodes = _nodes(params)
     rules = (rule for rule in self.given.rules if rule.path is not None)
     return {rule for rule in rules if any(rule.matches(None, node) for node in nodes)}
+
+  def _warn_unmatched(self, paths: set[str]) -> None:
+    """Warns of rules with a path that is none of `paths`.
+
+    It is no error: a module without variables may be there that this call had no use for.
+    """
+    for rule in self.given.rules:
+      if rule.path is not None and not any(rule.matches(None, path) for path in paths):
+        origin = "that this call met or that have variables"
+        warnings.warn(str(unmatched_error(rule, tuple(paths), (), origin=origin)), stacklevel=3)
 
   def _check_rules(self, visits: Visits, origin: str = "that init passed") -> None:
     """Looks for rules that picked out none of the modules passed."""
@@ -281,6 +303,11 @@ class PolicyModule:
       if col in plain and jax.tree.structure(plain[col]) == jax.tree.structure(ours.get(col))
     }
     return _updated(plain, cast)
+
+
+def _nodes(collection: PyTree) -> set[str]:
+  """Returns the paths of the modules that have variables in a collection, and of those around."""
+  return {"/".join(name[:n]) for name in places(collection) for n in range(len(name))}
 
 
 def _with_params(variables: Any, params: Any) -> Any:

@@ -1,5 +1,8 @@
 """Conversion of a policied Linen model: what is stored in half, and that results stay the same."""
 
+import functools
+import re
+
 import flax
 import flax.linen as nn
 import jax
@@ -231,3 +234,67 @@ def test_init_of_a_model_that_returns_a_plain_object():
     mpjax.linen.with_policy(Predicts(), "bfloat16", [mpjax.Rule(None, path="typo")]).init(
       jax.random.key(0), x
     )
+
+
+class Parts(nn.Module):
+  """A part without parameters, one that only training calls, one that another method calls."""
+
+  def setup(self):
+    self.body, self.auxiliary, self.other = nn.Dense(3), nn.Dense(3), nn.Dense(3)
+    self.drop = nn.Dropout(0.5)
+
+  def everything(self, x):
+    return self.body(x) + self.auxiliary(x) + self.other(x)
+
+  def decode(self, x):
+    return self.other(x)
+
+  def __call__(self, x, train=False):
+    x = self.drop(self.body(x), deterministic=not train)
+    return self.auxiliary(x) if train else x
+
+
+@functools.cache
+def parts():
+  x = jnp.ones((2, 3))
+  return x, Parts().init(jax.random.key(0), x, method="everything")
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_misspelt_rule_is_warned_of_where_only_apply_is_called(jitted):
+  x, variables = parts()
+  rules = [Rule("float32", path="boddy"), Rule("float32", path="body")]
+  model = with_policy(Parts(), "mixed_bfloat16", rules)
+  apply = jax.jit(model.apply) if jitted else model.apply
+  with pytest.warns(UserWarning, match="boddy") as caught:
+    apply(variables, x)
+  (warning,) = caught
+  text = str(warning.message)
+  for part in ("path='boddy'", "that this call met or that have variables", "'body'", "ignore"):
+    assert part in text
+  assert jitted or warning.filename == __file__
+  apply(variables, x)  # Once is enough: warnings are errors here.
+  model.apply(variables, x + 1)
+
+
+@pytest.mark.parametrize(
+  ("rule", "options", "call"),
+  [
+    (Rule(None, path="drop"), {}, {}),
+    (Rule(None, path="auxiliary"), {}, {}),
+    (Rule(None, path="other"), {}, {}),
+    (Rule(None, path=re.compile("(body|typo)")), {}, {}),
+    (Rule("float32", path="**"), {}, {}),
+    (Rule("float32", module=nn.Conv), {}, {}),
+    (Rule("float32", where=lambda m: False), {}, {}),
+    (Rule(None, path="typo"), {"unmatched": "ignore"}, {}),
+    (Rule(None, path="typo"), {}, {"method": "decode"}),
+  ],
+  ids=["no parameters", "training", "method", "regex", "all", "class", "where", "ignored", "part"],
+)
+def test_no_rule_is_warned_of_that_may_pick_out_a_module(rule, options, call):
+  x, variables = parts()
+  model = with_policy(Parts(), "mixed_bfloat16", [rule], **options)
+  for given in (variables, flax.core.freeze(variables)):
+    model.apply(given, x, **call)
+  assert model == with_policy(Parts(), "mixed_bfloat16", [rule], **options)
