@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -12,7 +13,7 @@ import numpy as np
 from mpjax._dtypes import scalar_type
 from mpjax._errors import MpjaxTypeError, message
 from mpjax._functions import identity
-from mpjax._tree import cast_leaf
+from mpjax._tree import cast_leaf, is_floating, is_nnx_object
 from mpjax._types import PyTree
 
 Cast: TypeAlias = Callable[[PyTree], PyTree]
@@ -217,6 +218,33 @@ def call_outputs(
     fix = "Return cast(outputs), or outputs as they are."
     raise _wrong_result(module, "outputs", "the outputs of the module", new, fix)
   return new
+
+
+def warn_of_uncast(module: Any, outputs: Any, dtype: np.dtype[Any]) -> None:
+  """Warns if arrays in another dtype are returned inside of an object that is no tree to JAX.
+
+  Args:
+    module: the outermost module, whose policy has an output dtype.
+    outputs: what it returned, cast.
+    dtype: the output dtype.
+  """
+  try:
+    leaves = jax.tree.leaves(outputs, is_leaf=is_nnx_object)
+  except (TypeError, ValueError):
+    leaves = [outputs]
+  for x in leaves:
+    fields = {} if is_nnx_object(x) or isinstance(x, type) else getattr(x, "__dict__", {})
+    kept = [name for name, v in fields.items() if is_floating(v) and v.dtype != dtype]
+    if kept and not hasattr(x, "dtype") and not callable(x):
+      warnings.warn(
+        message(
+          f"{type(module).__name__} under a policy with output_dtype={dtype.name}",
+          expected="outputs that are arrays, or trees of them to JAX",
+          got=f"a {type(x).__name__}, of which {', '.join(kept)} stay in {fields[kept[0]].dtype}",
+          fix="Register its class (jax.tree_util.register_dataclass), or cast them in the module.",
+        ),
+        stacklevel=2,
+      )
 
 
 def _has(module: Any, name: str) -> bool:

@@ -1,5 +1,7 @@
 """`Adapter` and the pieces that adapters are made of."""
 
+import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -342,3 +344,41 @@ def test_adapter_functions_return_what_is_asked_of_them(library, options, expect
     fix="Return",
     builtin=TypeError,
   )
+
+
+@dataclasses.dataclass
+class Prediction:
+  """No tree to JAX."""
+
+  logits: Any
+  label: str = "cat"
+
+
+class Predicts(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return {"prediction": Prediction(nn.Dense(2)(x))}
+
+
+class PredictsNnx(nnx.Module):
+  def __init__(self):
+    self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return {"prediction": Prediction(self.layer(x))}
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize(
+  ("policy", "warned"), [("mixed_bfloat16", True), ("bfloat16", False), ("float32", False)]
+)
+def test_arrays_in_an_output_that_is_no_tree_are_warned_of(library, policy, warned):
+  if library == "linen":
+    model = mpjax.linen.with_policy(Predicts(), policy)
+    call = functools.partial(model.apply, model.init(jax.random.key(0), X))
+  else:
+    call = mpjax.nnx.with_policy(PredictsNnx(), policy)
+  found = pytest.warns(UserWarning, match="a Prediction, of which logits stay in bfloat16")
+  with found if warned else contextlib.nullcontext():
+    out = call(X)
+  assert out["prediction"].logits.dtype == ("float32" if policy == "float32" else "bfloat16")

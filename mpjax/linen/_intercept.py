@@ -19,6 +19,7 @@ from mpjax._adapter import (
   call_outputs,
   like,
   plain_attribute,
+  warn_of_uncast,
 )
 from mpjax._errors import MpjaxTypeError, has_note, mixed_dtypes_note
 from mpjax._full_precision import ACTIVE
@@ -157,9 +158,11 @@ def _method(
     handed_on = _COTANGENT
   if handed_on is None and not adapter.rounds:
     return outputs
-  return call_outputs(
-    adapter, module, name, (args, kwargs), outputs, _cast_to(handed_on or compute)
-  )
+  cast = _cast_to(handed_on or compute)
+  new = call_outputs(adapter, module, name, (args, kwargs), outputs, cast)
+  if handed_on is not None and not active.entered and active.visits is None:
+    warn_of_uncast(module, new, handed_on)
+  return new
 
 
 def _wide_gradients(

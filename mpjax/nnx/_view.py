@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax._adapter import call_inputs, call_outputs, like
+from mpjax._adapter import call_inputs, call_outputs, like, warn_of_uncast
 from mpjax._full_precision import ACTIVE, in_region
 from mpjax._policy import Policy
 from mpjax._tree import cast_leaf, is_floating, map_arrays
@@ -194,7 +194,9 @@ def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[
     if handed_on is None and not adapter.rounds:
       return finish(outputs)
     new = call_outputs(adapter, module, name, (args, kwargs), outputs, cast_out)
-    if active is not None and _is_carry(outputs, args):
+    if active is None and handed_on is not None:
+      warn_of_uncast(module, new, handed_on)
+    elif active is not None and _is_carry(outputs, args):
       new = (_as_wide(new[0], like(outputs[0], args[0])), *new[1:])
     return finish(new)
 
