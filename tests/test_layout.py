@@ -22,6 +22,7 @@ RANKS = {
   # rank 1: values, trees, programs
   "_dtypes": 1,
   "_functions": 1,
+  "_frameworks": 1,
   "_tree": 1,
   "_jaxpr": 1,
   "_op_reasons": 1,

@@ -9,6 +9,7 @@ import flax.linen as nn
 
 from mpjax._adapter import Adapter
 from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError, message
+from mpjax._frameworks import not_a_model
 from mpjax._full_precision import ACTIVE, in_region
 from mpjax._op_lists import OpLists
 from mpjax._policy import PolicyLike
@@ -70,8 +71,7 @@ def with_policy(
     fix = "Wrap the plain model once; of nested policies only the innermost would count."
     raise MpjaxTypeError(message(f"{where}(model)", expected=expected, got=got, fix=fix))
   if not isinstance(model, nn.Module):
-    got = f"the class {model.__name__}" if isinstance(model, type) else repr(type(model))
-    fix = "Pass an instance, such as with_policy(MyModel(features=8), ...)."
+    got, fix = not_a_model(model, "Linen", "MyModel(features=8)")
     raise MpjaxTypeError(message(f"{where}(model)", expected=expected, got=got, fix=fix))
   if model.scope is not None:
     got = f"one that is bound at {'/'.join(model.path)!r}"

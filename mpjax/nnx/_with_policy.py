@@ -10,6 +10,7 @@ from flax import nnx
 
 from mpjax._adapter import Adapter, call_fields
 from mpjax._errors import MpjaxTypeError, message
+from mpjax._frameworks import not_a_model
 from mpjax._op_lists import OpLists, parse_ops
 from mpjax._policy import Policy, PolicyLike
 from mpjax._rules import (
@@ -124,8 +125,7 @@ def _check_model(model: Any) -> None:
     fix = "Call it inside mpjax.linen.policy_scope(policy)."
     raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
   if not isinstance(model, nnx.Module):
-    got = f"the class {model.__name__}" if isinstance(model, type) else repr(type(model))
-    fix = "Pass an instance, such as with_policy(MyModel(rngs=nnx.Rngs(0)), ...)."
+    got, fix = not_a_model(model, "NNX", "MyModel(rngs=nnx.Rngs(0))")
     raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
 
 
