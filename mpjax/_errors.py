@@ -1,7 +1,13 @@
 """The exceptions that mpjax raises, and the one way their text is put together."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class MpjaxError(Exception):
@@ -108,3 +114,35 @@ def mixed_dtypes_note(path: str, name: str, policy: str) -> str:
     "about dtypes, the module's own code mixes them where jax.numpy would promote: cast there, and "
     f"start what a loop carries in the dtype of what it meets (x.dtype){rule}."
   )
+
+
+def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+  """Returns a decorator: a call that does not fit the signature is an error of four parts.
+
+  For signatures that are easily taken for another's. The type and the documentation stay as they
+  are, which catching everything in `*args` would cost.
+
+  Args:
+    where: the public call.
+    fix: a call that fits.
+  """
+
+  def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+    signature = inspect.signature(fn)
+
+    @functools.wraps(fn)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+      try:
+        signature.bind(*args, **kwargs)
+      except TypeError as error:
+        names = [name for name in signature.parameters if name != "self"]
+        meant = [nearest(name, names, count=1)[0] for name in kwargs if name not in names]
+        near = f"Did you mean {' and '.join(f'{name}=' for name in meant)}? " if meant else ""
+        raise MpjaxTypeError(
+          message(where, expected=f"arguments {', '.join(names)}", got=str(error), fix=near + fix)
+        ) from None
+      return fn(*args, **kwargs)
+
+    return checked
+
+  return decorate

@@ -48,7 +48,13 @@ class Found(NamedTuple):
   def state(self) -> LossScaleState | None:
     """The numbers, or None under `NoLossScale`."""
     value = self.owner.loss_scale[self.label]
-    return value if isinstance(value, LossScaleState) else None
+    return LossScaleState(*map(plain_array, value)) if isinstance(value, LossScaleState) else None
+
+
+def plain_array(x: Any) -> Any:
+  """Returns the array that a variable holds (`nnx.Optimizer` keeps its state in some), or `x`."""
+  variable = hasattr(x, "__jax_array__") and not isinstance(x, jax.Array)
+  return x.__jax_array__() if variable else x
 
 
 def scales_in(tree: PyTree) -> list[Found]:
@@ -176,8 +182,6 @@ def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Ar
 def check_loss(loss: Any, where: str) -> None:
   """Raises unless `loss` is a floating scalar."""
   fix = "Return one number to minimise, such as jnp.mean(losses)."
-  if isinstance(loss, (tuple, list)) and len(loss) == 2:
-    fix += " If it returns (loss, aux), pass has_aux=True."
   is_number = isinstance(loss, float) or hasattr(loss, "dtype")
   if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
     got = str(jax.typeof(loss)) if hasattr(loss, "dtype") else f"a {type(loss).__name__}"

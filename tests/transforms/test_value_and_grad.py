@@ -1,11 +1,15 @@
 import functools
+import gc
+import weakref
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.errors import check_error
@@ -289,15 +293,256 @@ def test_a_state_without_a_scale_is_refused_before_the_call():
   )
 
 
-def test_an_aux_that_was_not_announced_is_told_how():
-  state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
-  with pytest.raises(TypeError) as error:
-    mpjax.value_and_grad(lambda p: (jnp.sum(p), {}), state)(jnp.ones(2))
+# A gradient function that was built once, outside of the step
+
+
+DYNAMIC = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init=64, growth_interval=2))
+FIX = "mpjax.value_and_grad(loss_fn, opt_state)(params, batch)"
+
+
+def square(p, x=1.0):
+  return jnp.sum(p**2) * x
+
+
+def test_built_once_before_a_loop_is_refused_at_the_second_step():
+  """It would scale by 64 for ever, while update divides by 64, 64, 128, 128, 256, ..."""
+  params = jnp.asarray([1.0])
+  opt_state = DYNAMIC.init(params)
+  grad_fn = mpjax.value_and_grad(square, opt_state)
+  for _ in range(2):  # micro-batches: the same state
+    _, grads = grad_fn(params)
+    assert grads == 128
+  updates, opt_state = DYNAMIC.update(grads, opt_state, params)
+  params = optax.apply_updates(params, updates)
+  with pytest.raises(mpjax.MpjaxRuntimeError) as error:
+    grad_fn(params)
+  check_error(
+    error,
+    where="mpjax.value_and_grad(fun, opt_state)",
+    expected="the state that this step updates",
+    got="replaced since the first call",
+    fix=FIX,
+    builtin=RuntimeError,
+  )
+
+
+def test_setting_the_scale_makes_a_gradient_function_old_as_well():
+  opt_state = DYNAMIC.init(jnp.ones(1))
+  grad_fn = mpjax.value_and_grad(square, opt_state)
+  grad_fn(jnp.ones(1))
+  opt_state = mpjax.set_loss_scale(opt_state, 8)
+  with pytest.raises(mpjax.MpjaxRuntimeError, match="replaced since the first call"):
+    grad_fn(jnp.ones(1))
+
+
+@pytest.mark.parametrize("how", ["jit", "scan", "jit of vmap", "lowered"])
+def test_built_outside_of_a_compiled_step_is_refused(how):
+  """There the scale of the first step would be a constant of the program."""
+  opt_state = DYNAMIC.init(jnp.ones(1))
+  grad_fn = mpjax.value_and_grad(square, opt_state)
+  calls = {
+    "jit": lambda: jax.jit(grad_fn)(jnp.ones(1)),
+    "scan": lambda: jax.lax.scan(lambda p, x: (p, grad_fn(p, x)[1]), jnp.ones(1), jnp.ones(2)),
+    "jit of vmap": lambda: jax.jit(jax.vmap(grad_fn))(jnp.ones((2, 1))),
+    "lowered": lambda: jax.jit(lambda p: grad_fn(p)[1]).lower(jnp.ones(1)),
+  }
+  with pytest.raises(mpjax.MpjaxRuntimeError) as error:
+    calls[how]()
+  check_error(
+    error,
+    where="mpjax.value_and_grad(fun, opt_state)",
+    expected="the dynamic loss scale",
+    got="outside of the traced program",
+    fix=FIX,
+    builtin=RuntimeError,
+  )
+
+
+def test_built_in_the_step_is_never_refused():
+  """In eager code, in jit, over micro-batches in a scan, under vmap and grad, and of a new state."""
+  params = jnp.asarray([1.0, 2.0])
+
+  def step(params, opt_state):
+    grad_fn = mpjax.value_and_grad(square, opt_state)
+    body = lambda total, x: (total + grad_fn(params, x)[1], None)  # noqa: E731
+    grads, _ = jax.lax.scan(body, jnp.zeros(2), jnp.asarray([0.25, 0.75]))
+    updates, opt_state = DYNAMIC.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  def run(step):
+    p, state = params, DYNAMIC.init(params)
+    for _ in range(5):
+      p, state = step(p, state)
+    return p
+
+  np.testing.assert_allclose(run(step), params * 0.8**5, rtol=1e-6)
+  np.testing.assert_allclose(run(jax.jit(step)), params * 0.8**5, rtol=1e-6)
+  np.testing.assert_allclose(
+    jax.jit(lambda p: step(p, DYNAMIC.init(p))[0])(params), params * 0.8, rtol=1e-6
+  )
+  state = DYNAMIC.init(params)
+  grad_fn = mpjax.value_and_grad(square, state)
+  assert jax.vmap(grad_fn)(params)[1].tolist() == [128, 256]
+  assert jax.grad(lambda p: grad_fn(p)[0])(params).tolist() == [2, 4]
+  # A state that nobody keeps, to look at gradients: the first call may come after it.
+  look = mpjax.value_and_grad(square, DYNAMIC.init(params))
+  assert look(params)[1].tolist() == look(params + 0)[1].tolist() == [128, 256]
+
+
+@pytest.mark.parametrize("config", [mpjax.StaticLossScale(8), mpjax.NoLossScale()])
+def test_a_scale_that_never_moves_may_be_built_in_once(config):
+  tx = mpjax.loss_scaling(optax.sgd(0.1), config)
+  params = jnp.asarray([1.0])
+  state = tx.init(params)
+  grad_fn = mpjax.value_and_grad(square, state)
+  for wrap in (jax.jit, lambda f: f):
+    for _ in range(3):
+      updates, state = tx.update(wrap(grad_fn)(params)[1], state, params)
+      np.testing.assert_allclose(updates, -0.2 * params, rtol=1e-6)
+      params = optax.apply_updates(params, updates)
+
+
+def test_the_function_keeps_no_moments_alive():
+  tx = mpjax.loss_scaling(optax.adam(0.1))
+  state = tx.init(PARAMS)
+  moment = weakref.ref(state.inner_state[0].mu["w"])
+  grad_fn = mpjax.value_and_grad(mlp, state)
+  del state
+  gc.collect()
+  assert moment() is None
+  assert grad_fn(PARAMS, X)[1]["w"].shape == PARAMS["w"].shape
+
+
+# Other ways to differentiate
+
+
+class Equinox(eqx.Module):
+  """A model with a function among its leaves, and a layer that is used twice."""
+
+  first: eqx.nn.Linear
+  activation: object
+
+  def __init__(self):
+    self.first = eqx.nn.Linear(5, 5, key=jax.random.key(0))
+    self.activation = jnp.tanh
+
+  def __call__(self, x):
+    return self.first(self.activation(self.first(x)))
+
+
+def mean_square(model, x):
+  return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_equinox_differentiates_an_equinox_model(has_aux):
+  model = Equinox()
+  fun = (lambda m, x: (mean_square(m, x), "aux")) if has_aux else mean_square
+  differentiator = eqx.filter_value_and_grad
+  grad_fn = mpjax.value_and_grad(fun, STATE, has_aux=has_aux, differentiator=differentiator)
+  found, grads = eqx.filter_jit(grad_fn)(model, X)
+  expected, plain = eqx.filter_jit(differentiator(fun, has_aux=has_aux))(model, X)
+  assert found == expected
+  assert grads.activation is None
+  assert_trees_bit_equal(grads, jax.tree.map(lambda g: g * SCALE, plain))
+
+
+def test_float16_trains_an_equinox_model():
+  """Gradients of 1e-6 and less, which float16 has no digits for, come out right to 1 %."""
+  model = Equinox()
+  params = eqx.filter(model, eqx.is_inexact_array)
+  loss_fn = mpjax.autocast(lambda m, x: mean_square(m, x) * 1e-6, "mixed_float16")
+  tx = mpjax.loss_scaling(optax.sgd(1e5))
+  opt_state = tx.init(params)
+
+  @eqx.filter_jit
+  def step(model, opt_state, x):
+    grad_fn = mpjax.value_and_grad(loss_fn, opt_state, differentiator=eqx.filter_value_and_grad)
+    loss, grads = grad_fn(model, x)
+    updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+    return eqx.apply_updates(model, updates), opt_state, loss
+
+  losses = []
+  for _ in range(20):
+    exact = eqx.filter_grad(mean_square)(model, X)
+    new, opt_state, loss = step(model, opt_state, X)
+    moved = new.first.weight - model.first.weight
+    np.testing.assert_allclose(moved, -0.1 * exact.first.weight, rtol=2e-2, atol=2e-4)
+    model = new
+    losses.append(float(loss))
+  assert losses[-1] < 0.3 * losses[0]
+  assert mpjax.loss_scaling_metrics(opt_state)["skipped"] == 0
+  assert "f16" in str(jax.make_jaxpr(loss_fn)(eqx.nn.Linear(5, 5, key=jax.random.key(0)), X))
+
+
+@pytest.mark.parametrize(
+  ("model", "got", "fix"),
+  [
+    (Equinox(), "a model of Equinox (Equinox)", "differentiator=equinox.filter_value_and_grad"),
+    (nnx.Linear(5, 2, rngs=nnx.Rngs(0)), "a model of NNX (Linear)", "mpjax.nnx.value_and_grad"),
+  ],
+)
+def test_a_model_is_told_who_differentiates_it(model, got, fix):
+  with pytest.raises(mpjax.MpjaxTypeError) as error:
+    mpjax.value_and_grad(mean_square, STATE)(model, X)
+  check_error(
+    error,
+    where="mpjax.value_and_grad(fun, opt_state)(params)",
+    expected="a tree of floating arrays",
+    got=got,
+    fix=fix,
+    builtin=TypeError,
+  )
+
+
+def test_a_partitioned_equinox_model_is_a_tree_of_arrays():
+  params, static = eqx.partition(Equinox(), eqx.is_inexact_array)
+  fun = lambda p: mean_square(eqx.combine(p, static), X)  # noqa: E731
+  _, grads = mpjax.value_and_grad(fun, STATE)(params)
+  assert_trees_bit_equal(grads, jax.tree.map(lambda g: g * SCALE, jax.grad(fun)(params)))
+
+
+# Calls that do not fit
+
+
+def test_has_aux_forgotten():
+  with pytest.raises(mpjax.MpjaxTypeError) as error:
+    mpjax.value_and_grad(lambda p: (jnp.sum(p), {"aux": 1}), STATE)(jnp.ones(2))
   check_error(
     error,
     where="mpjax.value_and_grad(fun): the loss",
     expected="a floating scalar",
-    got="a tuple",
-    fix="pass has_aux=True",
+    got="a tuple of two",
+    fix="has_aux=True",
+  )
+
+
+@pytest.mark.parametrize(
+  ("call", "expected", "got"),
+  [
+    (lambda: mpjax.value_and_grad(mlp), "arguments fun, opt_state", "'opt_state'"),
+    (lambda: mpjax.value_and_grad(mlp, STATE, aux=True), "has_aux", "'aux'"),
+    (lambda: mpjax.value_and_grad(STATE, mlp), "first argument", "a LossScalingState"),
+    (lambda: mpjax.value_and_grad(TX, STATE), "first argument", "a GradientTransformation"),
+  ],
+)
+def test_a_call_with_arguments_missing_unknown_or_swapped(call, expected, got):
+  with pytest.raises(mpjax.MpjaxTypeError) as error:
+    call()
+  fix = "mpjax.value_and_grad(loss_fn, opt_state)(params, batch)"
+  check_error(
+    error,
+    where="mpjax.value_and_grad(fun",
+    expected=expected,
+    got=got,
+    fix=fix,
     builtin=TypeError,
+  )
+
+
+def test_tx_for_its_state():
+  with pytest.raises(mpjax.MpjaxTypeError) as error:
+    mpjax.value_and_grad(mlp, TX)
+  check_error(
+    error, where="opt_state", expected="state", got="a GradientTransformation", fix="tx.init(params)"
   )
