@@ -62,6 +62,7 @@ PUBLIC = {
     "convert",
     "default_adapters",
     "set_dtype",
+    "value_and_grad",
     "with_policy",
   ],
   "mpjax.linen": [

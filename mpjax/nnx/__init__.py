@@ -8,6 +8,7 @@
 from mpjax._adapter import Adapter, cast_inputs, cast_outputs, set_dtype
 from mpjax.nnx._adapters import default_adapters
 from mpjax.nnx._convert import convert
+from mpjax.nnx._value_and_grad import value_and_grad
 from mpjax.nnx._with_policy import with_policy
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
   "convert",
   "default_adapters",
   "set_dtype",
+  "value_and_grad",
   "with_policy",
 ]

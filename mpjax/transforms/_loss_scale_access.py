@@ -281,6 +281,8 @@ def replace_scale(opt_state: PyTree, found: Found, new: LossScaleState) -> PyTre
   def replace(x: Any) -> Any:
     if x is not found.owner:
       return x
-    return x._replace(loss_scale={**x.loss_scale, found.label: new})
+    # In the structure of the old one: an `nnx.Optimizer` goes on with variables.
+    like_old = jax.tree.unflatten(jax.tree.structure(x.loss_scale[found.label]), new)
+    return x._replace(loss_scale={**x.loss_scale, found.label: like_old})
 
   return jax.tree.map(replace, opt_state, is_leaf=_is_state)

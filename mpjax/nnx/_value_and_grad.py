@@ -1,0 +1,80 @@
+"""`nnx.value_and_grad` with the loss scaled on the inside."""
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import nnx
+
+from mpjax._errors import MpjaxTypeError, check_call, message
+from mpjax._types import PyTree
+from mpjax.transforms import value_and_grad as scaled_value_and_grad
+
+_WHERE = "mpjax.nnx.value_and_grad(fun, optimizer)"
+_CALL = "Write mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch), inside of the step."
+
+
+@check_call(_WHERE, fix=_CALL)
+def value_and_grad(
+  fun: Callable[..., Any],
+  optimizer: nnx.Optimizer[Any] | PyTree,
+  argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+  has_aux: bool = False,
+  *,
+  name: str | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+  """Like `nnx.value_and_grad`, for a loss that is scaled before it is differentiated.
+
+  The gradients go to `optimizer.update(model, grads)`, which unscales them and skips a step that
+  overflowed. Batch statistics, random counters and new variables move as under
+  `nnx.value_and_grad`: on a skipped step too (`mpjax.commit` takes them back).
+
+  Args:
+    fun: a function of a model that returns a floating scalar, or that and anything else if
+      `has_aux`. Call the model under a policy inside: `mpjax.nnx.with_policy(model, policy)(x)`.
+    optimizer: an `nnx.Optimizer` around a transformation wrapped by `mpjax.loss_scaling`, or a
+      state of such a transformation. The scale of an `nnx.Optimizer` is read at each call.
+    argnums: which positional arguments to differentiate with respect to, as integers or as
+      `nnx.DiffState`; of a model its `nnx.Param` if an integer.
+    has_aux: `fun` returns a pair of the loss and something else, which is returned as it is.
+    name: which of several loss scales to use.
+
+  Returns:
+    A function of the arguments of `fun` that returns the loss as `fun` computed it (unscaled, in
+    its own dtype; or `(loss, aux)`) and the *scaled* gradients, an `nnx.State`.
+
+  Raises:
+    MpjaxTypeError: `fun` is no function, or a method of a model, or the optimizer has no scale, or
+      has two; when called: the loss is not a floating number, or `fun` returns no pair under
+      `has_aux`.
+    MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
+    MpjaxRuntimeError: when called: the optimizer is one from outside of the function that is
+      compiled.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> from flax import nnx
+  >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+  >>> optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
+  >>> def loss_fn(model, x):
+  ...   return jnp.mean(mpjax.nnx.with_policy(model, "mixed_float16")(x) ** 2)
+  >>> @nnx.jit
+  ... def step(model, optimizer, x):
+  ...   loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, x)
+  ...   optimizer.update(model, grads)
+  ...   return loss
+  >>> losses = [float(step(model, optimizer, jnp.ones((2, 3)))) for _ in range(5)]
+  >>> losses[-1] < losses[0]
+  True
+  """
+  if isinstance(fun, types.MethodType) and isinstance(fun.__self__, nnx.Module):
+    raise MpjaxTypeError(
+      message(
+        _WHERE,
+        expected="a function that is given the model as an argument",
+        got=f"a method of the model ({fun.__qualname__})",
+        fix="Write lambda model, x: model.loss(x), so that the model is differentiated.",
+      )
+    )
+  return scaled_value_and_grad(
+    fun, optimizer, argnums, has_aux, name=name, differentiator=nnx.value_and_grad
+  )

@@ -1,0 +1,237 @@
+"""`mpjax.nnx.value_and_grad`: float16 in three lines, and everything else as NNX does it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.errors import check_error
+
+SCALE = 2.0**10
+TX = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(SCALE))
+
+
+class Net(nnx.Module):
+  """A layer, statistics, dropout, a head."""
+
+  def __init__(self, rngs):
+    self.first = nnx.Linear(4, 8, rngs=rngs)
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.drop = nnx.Dropout(0.2, rngs=rngs)
+    self.head = nnx.Linear(8, 3, rngs=rngs)
+
+  def __call__(self, x):
+    return self.head(self.drop(nnx.relu(self.norm(self.first(x)))))
+
+  def loss(self, x):
+    return jnp.mean(self(x) ** 2)
+
+
+X = jax.random.normal(jax.random.key(1), (8, 4))
+
+
+def loss_fn(model, x):
+  return jnp.mean(model(x) ** 2)
+
+
+def loss_and_aux(model, x):
+  out = model(x)
+  return jnp.mean(out**2), {"out": out}
+
+
+def numbers(tree):
+  return [np.asarray(x) for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(tree, nnx.Not(KEY))))]
+
+
+KEY = nnx.RngKey
+
+
+def assert_equal(found, expected):
+  assert len(found) == len(expected) > 0
+  for a, b in zip(found, expected, strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_it_is_nnx_value_and_grad_with_scaled_gradients(wrap, has_aux):
+  """Loss, aux, gradients, batch statistics and random counters, all equal to the bit."""
+  fun = loss_and_aux if has_aux else loss_fn
+  ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(ours, TX, wrt=nnx.Param)
+  call = wrap(lambda m, o, x: mpjax.nnx.value_and_grad(fun, o, has_aux=has_aux)(m, x))
+  found, grads = call(ours, optimizer, X)
+  expected, plain = wrap(lambda m, x: nnx.value_and_grad(fun, has_aux=has_aux)(m, x))(theirs, X)
+  assert_equal(jax.tree.leaves(found), jax.tree.leaves(expected))
+  assert isinstance(grads, nnx.State)
+  assert jax.tree.structure(grads) == jax.tree.structure(plain)
+  assert_equal(jax.tree.leaves(grads), [g * SCALE for g in jax.tree.leaves(plain)])
+  assert_equal(numbers(ours), numbers(theirs))
+  assert int(ours.drop.rngs.count[...]) == 1
+  assert np.any(np.asarray(ours.norm.mean[...]))
+
+
+@pytest.mark.parametrize("filter_", [nnx.Param, nnx.PathContains("head")])
+def test_diff_state_says_what_is_differentiated(filter_):
+  ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(ours, TX, wrt=filter_)
+  argnums = nnx.DiffState(1, filter_)
+  fun = lambda x, model: loss_fn(model, x)  # noqa: E731
+  _, grads = mpjax.nnx.value_and_grad(fun, optimizer, argnums=argnums)(X, ours)
+  _, plain = nnx.value_and_grad(fun, argnums=argnums)(X, theirs)
+  assert jax.tree.structure(grads) == jax.tree.structure(plain)
+  assert_equal(jax.tree.leaves(grads), [g * SCALE for g in jax.tree.leaves(plain)])
+  optimizer.update(ours, grads)
+
+
+def train(tx, policy, steps=30):
+  model = Net(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  labels = jnp.arange(8) % 3
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    def loss_fn(model):
+      logits = mpjax.nnx.with_policy(model, policy)(x)
+      return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model)
+    optimizer.update(model, grads)
+    return loss
+
+  return model, optimizer, step, [float(step(model, optimizer, X)) for _ in range(steps)]
+
+
+def test_float16_trains_as_float32_does():
+  wide = mpjax.loss_scaling(optax.adam(0.02), mpjax.NoLossScale())
+  _, _, _, expected = train(wide, "float32")
+  config = mpjax.DynamicLossScale(init=2**8, growth_interval=5)
+  model, optimizer, step, losses = train(mpjax.loss_scaling(optax.adam(0.02), config), "mixed_float16")
+  np.testing.assert_allclose(losses, expected, rtol=2e-2)
+  assert losses[-1] < 0.7 * losses[0]
+  assert model.first.kernel.dtype == jnp.float32
+  # The scale grew five or six times, and the optimizer itself says so, in arrays.
+  metrics = mpjax.loss_scaling_metrics(optimizer)
+  assert all(isinstance(x, jax.Array) for x in metrics.values())
+  assert metrics["loss_scale"] == 2**14
+  assert metrics["total"] == 30
+  mpjax.check_progress(optimizer)
+  before = numbers(nnx.state(model, nnx.Param))
+  step(model, optimizer, X * jnp.inf)
+  assert not mpjax.loss_scaling_metrics(optimizer)["finite"]
+  assert_equal(numbers(nnx.state(model, nnx.Param)), before)
+  for _ in range(3):
+    step(model, optimizer, X * jnp.inf)
+  with pytest.raises(mpjax.MpjaxRuntimeError, match="skipped steps in a row"):
+    mpjax.check_progress(optimizer, 4)
+
+
+def test_a_view_is_differentiated_like_its_model():
+  """The one-line way: a view before everything, the optimizer and the gradients of it."""
+  view = mpjax.nnx.with_policy(Net(nnx.Rngs(0)), "mixed_float16")
+  optimizer = nnx.Optimizer(view, TX, wrt=nnx.Param)
+  model = Net(nnx.Rngs(0))
+  inside = lambda m, x: loss_fn(mpjax.nnx.with_policy(m, "mixed_float16"), x)  # noqa: E731
+  loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(view, X)
+  expected, plain = mpjax.nnx.value_and_grad(inside, optimizer)(model, X)
+  assert loss == expected
+  assert_equal(jax.tree.leaves(grads), jax.tree.leaves(plain))
+  assert_equal([np.asarray(view.norm.mean[...])], [np.asarray(model.norm.mean[...])])
+  optimizer.update(view, grads)
+
+
+def test_the_scale_of_an_optimizer_is_read_at_each_call():
+  """Built once, outside of the loop, it follows the scale: 4, 4, 8, 8, 16."""
+  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init=4, growth_interval=2))
+  model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  grad_fn = mpjax.nnx.value_and_grad(lambda m: jnp.sum(m(jnp.ones((1, 2)))), optimizer)
+  seen = []
+  for _ in range(5):
+    _, grads = grad_fn(model)
+    seen.append(float(grads["kernel"][...][0, 0]))
+    optimizer.update(model, grads)
+  assert seen == [4, 4, 8, 8, 16]
+
+
+def test_an_optimizer_from_outside_of_a_compiled_step_is_refused():
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  model = Net(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  grad_fn = mpjax.nnx.value_and_grad(loss_fn, optimizer)
+  with pytest.raises(mpjax.MpjaxRuntimeError) as excinfo:
+    nnx.jit(grad_fn)(model, X)
+  check_error(
+    excinfo,
+    where="mpjax.value_and_grad(fun, opt_state)",
+    expected="the state that this step updates",
+    got="outside of the traced program",
+    fix="inside of the step",
+  )
+
+
+@pytest.mark.parametrize("state", ["pure", "optax"])
+def test_a_state_will_do(state):
+  model = Net(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  pure = nnx.as_pure(optimizer.opt_state)
+  given = pure if state == "pure" else TX.init({"w": jnp.ones(2)})
+  _, grads = mpjax.nnx.value_and_grad(loss_fn, given)(model, X)
+  _, plain = nnx.value_and_grad(loss_fn)(Net(nnx.Rngs(0)), X)
+  assert_equal(jax.tree.leaves(grads), [g * SCALE for g in jax.tree.leaves(plain)])
+
+
+def test_the_scale_of_an_optimizer_can_be_set():
+  model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+  tx = mpjax.loss_scaling(optax.sgd(0.5))
+  optimizer = mpjax.set_loss_scale(nnx.Optimizer(model, tx, wrt=nnx.Param), 16)
+  _, grads = mpjax.nnx.value_and_grad(lambda m: jnp.sum(m(jnp.ones((1, 2)))), optimizer)(model)
+  assert grads["kernel"][...].tolist() == [[16], [16]]
+  before = model.kernel[...]
+  optimizer.update(model, grads)
+  np.testing.assert_allclose(model.kernel[...], before - 0.5, rtol=1e-6)
+  assert mpjax.loss_scaling_metrics(optimizer)["total"] == 1
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+  ("call", "where", "expected", "got", "fix"),
+  [
+    (
+      lambda m, o: mpjax.nnx.value_and_grad(m.loss, o),
+      "mpjax.nnx.value_and_grad(fun, optimizer)",
+      "given the model as an argument",
+      "a method of the model (Net.loss)",
+      "lambda model, x: model.loss(x)",
+    ),
+    (
+      lambda m, o: mpjax.nnx.value_and_grad(loss_fn),
+      "mpjax.nnx.value_and_grad(fun, optimizer)",
+      "arguments fun, optimizer",
+      "'optimizer'",
+      "mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch)",
+    ),
+    (
+      lambda m, o: mpjax.nnx.value_and_grad(loss_fn, nnx.Optimizer(m, optax.sgd(1), wrt=nnx.Param)),
+      "opt_state",
+      "mpjax.loss_scaling",
+      "a Optimizer without a loss scale",
+      "Wrap the optimizer",
+    ),
+  ],
+  ids=["method", "no optimizer", "no scale"],
+)
+def test_mistakes(call, where, expected, got, fix):
+  model = Net(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    call(model, optimizer)
+  check_error(
+    excinfo, where=where, expected=expected, got=got, fix=fix, builtin=TypeError
+  )
