@@ -20,7 +20,7 @@ _FLOAT8 = (
   "float8_e8m0fnu",
 )
 
-_NAMES: dict[str, str] = {
+NAMES: dict[str, str] = {
   **{name: name for name in ("float16", "bfloat16", "float32", "float64", *_FLOAT8)},
   **{"f16": "float16", "fp16": "float16", "half": "float16", "bf16": "bfloat16"},
   **{"f32": "float32", "fp32": "float32", "full": "float32", "f64": "float64", "fp64": "float64"},
@@ -42,15 +42,15 @@ def parse_dtype(dtype: DTypeLike, where: str) -> np.dtype[Any]:
   """
   expected = "a floating dtype such as 'float32', 'bfloat16' or 'float16'"
   if isinstance(dtype, str):
-    if dtype in _NAMES:
-      found = jnp.dtype(_NAMES[dtype])
+    if dtype in NAMES:
+      found = jnp.dtype(NAMES[dtype])
     elif dtype in ("float", "double"):
       fix = "NumPy reads this name as float64; write 'float32' (or 'float64' with jax_enable_x64)."
       raise MpjaxValueError(message(where, expected=expected, got=repr(dtype), fix=fix))
     else:
       found = _other_dtype(dtype)
       if found is None:
-        near = " or ".join(map(repr, nearest(dtype, _NAMES)))
+        near = " or ".join(map(repr, nearest(dtype, NAMES)))
         fix = f"Did you mean {near}?"
         raise MpjaxValueError(message(where, expected=expected, got=repr(dtype), fix=fix))
   elif dtype is None or dtype is float:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._dtypes import is_float8, parse_dtype
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message, nearest
+from mpjax._dtypes import NAMES, is_float8, parse_dtype
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, check_call, message, nearest
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import DTypeLike, PyTree
 
@@ -21,6 +21,11 @@ _PRESETS: dict[str, tuple[str, str, str]] = {
 }
 """Name: (param_dtype, compute_dtype, output_dtype). The mixed ones hand on float32, so that the
 loss is computed in it."""
+
+_AS_STRING = (
+  'A name or a string of dtypes goes to mpjax.Policy.parse("mixed_bfloat16"), and wherever a policy '
+  "is taken; dtypes go here by keyword: mpjax.Policy(compute_dtype='bfloat16')."
+)
 
 _KEYS = {
   **{"params": "param_dtype", "p": "param_dtype"},
@@ -66,6 +71,7 @@ class Policy:
   output_dtype: np.dtype[Any] | None
   weight_grad_dtype: np.dtype[Any] | None
 
+  @check_call("mpjax.Policy(...)", fix=_AS_STRING)
   def __init__(
     self,
     *,
@@ -113,7 +119,8 @@ class Policy:
     """Returns the policy that a string names; a `Policy` is returned as it is.
 
     Args:
-      policy: a preset ("float32", "bfloat16", "float16": all three dtypes; "mixed_bfloat16",
+      policy: a preset ("float32", "bfloat16", "float16": all three dtypes, by any name that a dtype
+        has here: "full", "half", "bf16"; "mixed_bfloat16",
         "mixed_float16": float32 parameters, half compute, float32 output), or dtypes by key
         ("params=float32,compute=float16,output=float32", or short "p=f32,c=bf16,o=f32").
         A missing output is None.
@@ -134,6 +141,7 @@ class Policy:
       fix = "Pass a string or a mpjax.Policy."
       raise MpjaxTypeError(message(where, expected=expected, got=repr(policy), fix=fix))
     name = policy.strip()
+    name = NAMES.get(name, name)
     if name in _PRESETS:
       param, compute, output = _PRESETS[name]
       return cls(param_dtype=param, compute_dtype=compute, output_dtype=output)

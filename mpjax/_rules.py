@@ -16,6 +16,7 @@ from mpjax._errors import (
   MpjaxTypeError,
   MpjaxValueError,
   UnmatchedRuleError,
+  check_call,
   message,
   nearest,
 )
@@ -55,6 +56,7 @@ class Rule:
   module: type[Any] | tuple[type[Any], ...] | None
   where: Callable[[Any], bool] | None
 
+  @check_call("mpjax.Rule(...)", fix='Write mpjax.Rule("float32", path="head").')
   def __init__(
     self,
     policy: PolicyLike | None,

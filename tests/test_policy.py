@@ -101,11 +101,41 @@ def test_triples_with_float64(set_flag):
     ("  p = f32 , c=bf16,o =f32 ", "mixed_bfloat16"),
     (" mixed_bfloat16 ", "mixed_bfloat16"),
     ("p=half,c=half,o=half", "float16"),
+    *((name, "float16") for name in ("half", "f16", "fp16")),
+    *((name, "float32") for name in ("full", "f32", "fp32")),
+    ("bf16", "bfloat16"),
   ],
 )
 @pytest.mark.case("B138")
 def test_other_ways_to_write_the_presets(text, same):
-  assert mpjax.Policy.parse(text) == mpjax.Policy.parse(same)
+  policy = mpjax.Policy.parse(text)
+  assert policy == mpjax.Policy.parse(same)
+  assert mpjax.Policy.parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+  ("call", "got", "fix"),
+  [
+    (lambda: mpjax.Policy("bfloat16"), "too many positional arguments", 'parse("mixed_bfloat16")'),
+    (
+      lambda: mpjax.Policy(param="float32", compute="bfloat16"),
+      "unexpected keyword argument 'param'",
+      "Did you mean param_dtype= and compute_dtype=?",
+    ),
+    (lambda: mpjax.Policy(compute_type="f16"), "'compute_type'", "Did you mean compute_dtype=?"),
+  ],
+)
+def test_a_policy_written_otherwise_is_told_how(call, got, fix):
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    call()
+  check_error(
+    excinfo,
+    where="mpjax.Policy(...)",
+    expected="arguments param_dtype, compute_dtype, output_dtype, weight_grad_dtype",
+    got=got,
+    fix=fix,
+    builtin=TypeError,
+  )
 
 
 @pytest.mark.case("A96", "B137")
@@ -114,7 +144,8 @@ def test_other_ways_to_write_the_presets(text, same):
   [
     ("mixed_bflota16", "'mixed_bfloat16'"),
     ("mixed_f16", "'mixed_float16'"),
-    ("bf16", "'bfloat16'"),
+    ("bf61", "'bfloat16'"),
+    ("f64", "'float16'"),
     ("MIXED_FLOAT16", "'mixed_float16'"),
     ("float61", "'float16'"),
     ("mixed", "'mixed_float16'"),

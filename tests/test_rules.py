@@ -573,3 +573,26 @@ def test_places_differ_only_where_a_glob_can_tell():
   assert places["encoder/a"] == places["encoder/b/c"]
   assert places["x"] not in (places[""], places["encoder"])
   assert place_of(rules, "x") == place_of(rules, "y/z")
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda: mpjax.Rule("head", "float32"),
+    lambda: mpjax.Rule("float32", "head"),
+    lambda: mpjax.Rule("float32", "head", nn.Dense),
+    lambda: mpjax.Rule(path="head"),
+    lambda: mpjax.Rule("float32", paths="head"),
+  ],
+)
+def test_a_rule_written_otherwise_is_told_how(call):
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    call()
+  check_error(
+    excinfo,
+    where="mpjax.Rule(...)",
+    expected="arguments policy, path, module, where",
+    got="argument",
+    fix='mpjax.Rule("float32", path="head")',
+    builtin=TypeError,
+  )
