@@ -5,6 +5,8 @@ Models are known by the public classes that they inherit from, by name: nothing 
 
 from typing import Any
 
+from mpjax._errors import MpjaxTypeError, message
+
 _BASES = {
   ("flax.linen", "Module"): "Linen",
   ("mpjax.linen", "PolicyModule"): "Linen",
@@ -54,3 +56,19 @@ def not_a_model(x: Any, framework: str, example: str) -> tuple[str, str]:
   if callable(x):
     instance += ' For a function of arrays use mpjax.autocast(fn, "mixed_bfloat16").'
   return repr(type(x)), instance
+
+
+def check_no_linen_model(fn: Any, where: str) -> None:
+  """Raises for a Linen model in the place of a function: it cannot be called without variables."""
+  if framework_of(fn) != "Linen" or isinstance(fn, type):
+    return
+  if getattr(fn, "scope", None) is None and getattr(fn, "parent", None) is None:
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="a function of arrays",
+        got=f"a model of Linen ({type(fn).__name__}) without its variables",
+        fix="Pass model.apply. For a policy on its modules: "
+        'mpjax.linen.with_policy(model, "mixed_bfloat16").',
+      )
+    )

@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
+from mpjax._frameworks import check_no_linen_model
 from mpjax._tree import cast_leaf, is_half, map_arrays
 
 P = ParamSpec("P")
@@ -72,6 +73,9 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   Returns:
     A function with the signature of `fn`.
 
+  Raises:
+    MpjaxTypeError: `fn` is a Linen model without variables.
+
   >>> import jax, jax.numpy as jnp, mpjax
   >>> @mpjax.full_precision
   ... def precise(x, w):
@@ -81,6 +85,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   >>> [str(e.outvars[0].aval.dtype) for e in program.eqns if e.primitive.name == "dot_general"]
   ['bfloat16', 'float32']
   """
+  check_no_linen_model(fn, "mpjax.full_precision(fn)")
   call: Callable[..., R] = fn
 
   @functools.wraps(fn)

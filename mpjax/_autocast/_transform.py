@@ -18,7 +18,8 @@ from mpjax._autocast._demands import RESULT
 from mpjax._autocast._retype import default_precision, traced
 from mpjax._autocast._scopes import check_rules_match
 from mpjax._autocast._values import FLOAT32, FLOATS, HALVES, Kind, Settings, dtype_of
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, check_call, message
+from mpjax._frameworks import check_no_linen_model, framework_of
 from mpjax._full_precision import in_region
 from mpjax._op_lists import OpLists
 from mpjax._policy import Policy, PolicyLike
@@ -27,7 +28,14 @@ from mpjax._rules import Rule, parse_rules
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_AS_FUNCTION = (
+  'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
+  '@functools.partial(mpjax.autocast, policy="mixed_bfloat16"). It is no context manager: code that '
+  "calls Linen models runs under a policy in mpjax.linen.policy_scope."
+)
 
+
+@check_call("mpjax.autocast(fn)", fix=_AS_FUNCTION)
 def autocast(
   fn: Callable[P, R],
   policy: PolicyLike = "mixed_bfloat16",
@@ -92,14 +100,38 @@ def autocast(
   dtypes = [settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy)]
   if all(dtype == FLOAT32 for dtype in dtypes):
     return fn
-  return with_settings(fn, settings, "mpjax.autocast(fn)")
+  cast = with_settings(fn, settings, "mpjax.autocast(fn)")
+  return _nnx_model(cast) if framework_of(fn) == "NNX" else cast
+
+
+def _nnx_model(cast: Callable[P, R]) -> Callable[P, R]:
+  """Returns an NNX model under autocast that says why it cannot write to its variables."""
+
+  @functools.wraps(cast)
+  def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    try:
+      return cast(*args, **kwargs)
+    except Exception as error:
+      if type(error).__name__ != "TraceContextError":
+        raise
+      raise MpjaxTypeError(
+        message(
+          "mpjax.autocast(fn)",
+          expected="a function that returns what it computes",
+          got="a model of NNX that writes to its variables (statistics, random counters)",
+          fix='Use mpjax.nnx.with_policy(model, "mixed_bfloat16").',
+        )
+      ) from error
+
+  return call
 
 
 def _settings(fn: Any, policy: PolicyLike, ops: Any, rules: Iterable[Rule]) -> Settings:
   if not callable(fn):
-    expected, fix = "a function", 'Write mpjax.autocast(fn, "mixed_bfloat16").'
     where = "mpjax.autocast(fn)"
-    raise MpjaxTypeError(message(where, expected=expected, got=repr(fn), fix=fix))
+    got = repr(fn)
+    raise MpjaxTypeError(message(where, expected="a function", got=got, fix=_AS_FUNCTION))
+  check_no_linen_model(fn, "mpjax.autocast(fn)")
   if ops is not None and not isinstance(ops, OpLists):
     fix = 'Write ops=mpjax.OpLists().with_(float32=["tanh"]).'
     where = "mpjax.autocast(ops=...)"

@@ -338,6 +338,60 @@ def test_a_flax_model_is_a_tree_of_scopes():
 # Errors.
 
 
+@pytest.mark.parametrize(
+  ("call", "expected", "got"),
+  [
+    (lambda: mpjax.autocast("float16"), "a function", "'float16'"),
+    (lambda: mpjax.autocast(policy="mixed_float16"), "arguments fn, policy", "'fn'"),
+    (lambda: mpjax.autocast(), "arguments fn, policy", "'fn'"),
+    (lambda: mpjax.autocast(jnp.tanh, dtype="float16"), "arguments fn, policy", "'dtype'"),
+  ],
+)
+def test_a_decorator_with_arguments_or_a_context_manager(call, expected, got):
+  """`@autocast("float16")`, `@autocast(policy=...)`, `with autocast(...)`."""
+  with pytest.raises(mpjax.MpjaxTypeError) as error:
+    call()
+  check_error(
+    error,
+    where="mpjax.autocast(fn)",
+    expected=expected,
+    got=got,
+    fix="@functools.partial(mpjax.autocast, policy=",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("call", [mpjax.autocast, mpjax.full_precision])
+def test_a_linen_model_without_variables_is_told_apply(call, wrapped):
+  model = nn.Dense(3)
+  given = mpjax.linen.with_policy(model, "bfloat16") if wrapped else model
+  with pytest.raises(mpjax.MpjaxTypeError) as error:
+    call(given)
+  check_error(
+    error,
+    where=f"mpjax.{call.__name__}(fn)",
+    expected="a function of arrays",
+    got="a model of Linen",
+    fix="Pass model.apply",
+  )
+  variables = model.init(jax.random.key(0), X)
+  assert call(model.apply)(variables, X).shape == call(model.bind(variables))(X).shape
+
+
+def test_an_nnx_model_that_writes_to_its_variables():
+  model = nnx.BatchNorm(X.shape[-1], rngs=nnx.Rngs(0))
+  with pytest.raises(mpjax.MpjaxTypeError) as error:
+    mpjax.autocast(model)(X)
+  check_error(
+    error,
+    where="mpjax.autocast(fn)",
+    expected="a function that returns what it computes",
+    got="writes to its variables",
+    fix="mpjax.nnx.with_policy",
+  )
+
+
 def test_what_is_no_function():
   with pytest.raises(TypeError) as error:
     mpjax.autocast(W)  # pyright: ignore[reportArgumentType]

@@ -110,7 +110,9 @@ def test_float16_trains_as_float32_does():
   wide = mpjax.loss_scaling(optax.adam(0.02), mpjax.NoLossScale())
   _, _, _, expected = train(wide, "float32")
   config = mpjax.DynamicLossScale(init=2**8, growth_interval=5)
-  model, optimizer, step, losses = train(mpjax.loss_scaling(optax.adam(0.02), config), "mixed_float16")
+  model, optimizer, step, losses = train(
+    mpjax.loss_scaling(optax.adam(0.02), config), "mixed_float16"
+  )
   np.testing.assert_allclose(losses, expected, rtol=2e-2)
   assert losses[-1] < 0.7 * losses[0]
   assert model.first.kernel.dtype == jnp.float32
@@ -232,6 +234,4 @@ def test_mistakes(call, where, expected, got, fix):
   optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
   with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
     call(model, optimizer)
-  check_error(
-    excinfo, where=where, expected=expected, got=got, fix=fix, builtin=TypeError
-  )
+  check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=TypeError)

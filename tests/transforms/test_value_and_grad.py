@@ -544,5 +544,9 @@ def test_tx_for_its_state():
   with pytest.raises(mpjax.MpjaxTypeError) as error:
     mpjax.value_and_grad(mlp, TX)
   check_error(
-    error, where="opt_state", expected="state", got="a GradientTransformation", fix="tx.init(params)"
+    error,
+    where="opt_state",
+    expected="state",
+    got="a GradientTransformation",
+    fix="tx.init(params)",
   )
