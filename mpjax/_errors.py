@@ -61,8 +61,14 @@ class UnmatchedRuleError(MpjaxValueError):
   """
 
 
+LONGEST = 1900
+"""The longest text of an error, in characters: it is read in a terminal."""
+
+
 def message(where: str, *, expected: str, got: str, fix: str) -> str:
   """Returns the text of an error: where it was, what was expected, what came, what to do.
+
+  Of a part that is very long, such as the `repr` of a model, the middle is left out.
 
   Args:
     where: the public call, and the argument or the module or tree path.
@@ -70,7 +76,23 @@ def message(where: str, *, expected: str, got: str, fix: str) -> str:
     got: what was given instead.
     fix: one thing that the reader can do.
   """
+  parts = [where, expected, got, fix]
+  lengths, limit = [len(part) for part in parts], LONGEST - len(": expected , got . ")
+  # The longest parts are cut, to one length: what a reader needs most is short.
+  most = limit
+  while sum(min(length, most) for length in lengths) > limit:
+    most -= 1
+  where, expected, got, fix = (shortened(part, most) for part in parts)
   return f"{where}: expected {expected}, got {got}. {fix}"
+
+
+def shortened(text: str, most: int) -> str:
+  """Returns `text` with its middle left out, if it is longer than `most` characters."""
+  if len(text) <= most:
+    return text
+  gap = f" … {len(text)} characters … "
+  head = (most - len(gap)) * 2 // 3
+  return text[:head] + gap + text[len(text) - (most - len(gap) - head) :]
 
 
 def listed(problems: Sequence[str], *, most: int = 20) -> str:

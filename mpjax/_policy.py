@@ -23,8 +23,8 @@ _PRESETS: dict[str, tuple[str, str, str]] = {
 loss is computed in it."""
 
 _AS_STRING = (
-  'A name or a string of dtypes goes to mpjax.Policy.parse("mixed_bfloat16"), and wherever a policy '
-  "is taken; dtypes go here by keyword: mpjax.Policy(compute_dtype='bfloat16')."
+  'A name or a string of dtypes goes to mpjax.Policy.parse("mixed_bfloat16"), and wherever a '
+  "policy is taken; dtypes go here by keyword: mpjax.Policy(compute_dtype='bfloat16')."
 )
 
 _KEYS = {

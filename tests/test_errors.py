@@ -1,15 +1,17 @@
 """The contract of errors: one class for all, the builtin too, and a text of four parts."""
 
 import functools
+import inspect
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from flax.core import FrozenDict
 
 import mpjax
-from mpjax._errors import listed, message, nearest
+from mpjax._errors import check_call, listed, message, nearest
 from tests.errors import check_error
 
 CLASSES = {
@@ -114,3 +116,80 @@ def test_no_note_advises_to_switch_the_whole_model_off(library, inside):
   assert "cast there" in note
   assert (f"mpjax.Rule(None, path={path!r})" in note) == inside
   assert "**" not in note
+
+
+LONG = "x" * 30_000
+
+
+@pytest.mark.parametrize(
+  "long", [["got"], ["expected", "fix"], ["where", "expected", "got", "fix"]]
+)
+def test_a_long_message_is_cut_in_its_longest_parts_only(long):
+  parts = {name: LONG if name in long else f"the {name}" for name in PARTS}
+  text = message(**parts)
+  assert 1500 < len(text) < 2000
+  assert all(part in text for name, part in parts.items() if name not in long)
+  assert text.count("… 30000 characters …") == len(long)
+  assert text.count(": expected ") == text.count(", got ") == 1
+  assert text.endswith("x" if "fix" in long else "the fix")
+
+
+def test_a_message_that_fits_is_left_alone():
+  parts = dict.fromkeys(PARTS, "x" * 450)
+  assert message(**parts).count("x") == 4 * 450 + 1, "and the one in 'expected'"
+
+
+def big(leaf=0.0, container=dict, count=500):
+  return {"net": container({f"layer_{i:03}": {"kernel": leaf} for i in range(count)})}
+
+
+@pytest.mark.parametrize("make", ["containers", "missing", "dtypes"])
+def test_trees_of_500_leaves_that_differ_make_a_short_message(make):
+  new, got = {
+    "containers": (big(container=FrozenDict), "FrozenDict for dict at ['net']"),
+    "missing": (big(count=1), "nothing at ['net']['layer_001']['kernel']"),
+    "dtypes": (big(1), "for float32[] at ['net']['layer_000']['kernel']"),
+  }[make]
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.commit(True, new, big())
+  check_error(
+    excinfo,
+    where="mpjax.commit(finite, new, old)",
+    expected="the new tree to be like the old one",
+    got=got,
+    fix="Give both the same structure, shapes and dtypes: nothing is cast or broadcast here.",
+  )
+  assert len(str(excinfo.value)) < 2000
+
+
+def test_a_model_with_a_long_repr_makes_a_short_message():
+  model = nn.Sequential([nn.Dense(i + 1) for i in range(500)])
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    mpjax.linen.with_policy(mpjax.linen.with_policy(model, "bfloat16"), "bfloat16")
+  assert len(repr(model)) > 30_000
+  check_error(
+    excinfo,
+    where="mpjax.linen.with_policy(model)",
+    expected="an unbound flax.linen.Module",
+    got="wrapped already (with_policy(Sequential(",
+    fix="Wrap the plain model once; of nested policies only the innermost would count.",
+  )
+  assert len(str(excinfo.value)) < 2000
+
+
+def test_check_call_keeps_signature_and_documentation():
+  @check_call("f(...)", fix="Write f(1).")
+  def f(first: int, *, second: int = 2) -> int:
+    """Adds."""
+    return first + second
+
+  assert f(1) == 3
+  assert f.__doc__ == "Adds."
+  assert list(inspect.signature(f).parameters) == ["first", "second"]
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    f(1, scond=3)
+  check_error(
+    excinfo, where="f(...)", expected="arguments first, second", got="'scond'", fix="second=? Write"
+  )
+  with pytest.raises(TypeError, match="inside"):  # of the function's own, left alone
+    check_call("g", fix="")(lambda: (_ for _ in ()).throw(TypeError("inside")))()

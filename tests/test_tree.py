@@ -1,5 +1,6 @@
 """Which leaves are cast; whether all is finite; selection; how trees differ."""
 
+import dataclasses
 import functools
 
 import jax
@@ -34,6 +35,15 @@ BF16 = jnp.dtype("bfloat16")
 
 class Odd:
   """Neither an array nor a number."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["kind"])
+@dataclasses.dataclass
+class OnlyAux:
+  """Two of a kind differ in what is no leaf."""
+
+  x: float
+  kind: int
 
 
 # (leaf, whether it is cast)
@@ -412,8 +422,14 @@ def test_differences_between_containers():
   assert tree_differences(jnp.ones(2), jnp.ones(3), dtypes=False) == [
     "shape [3] for shape [2] at the root"
   ]
-  (text,) = tree_differences((1.0, 2.0), [1.0, 2.0], dtypes=True)
-  assert text.startswith("other containers")
+  for wanted, given, text in [
+    ((1.0, 2.0), [1.0, 2.0], "list for tuple, around [0]"),
+    ({"a": 1.0, "b": (2.0,)}, {"a": 1.0, "b": [2.0]}, "list for tuple, around ['b'][0]"),
+    ({"a": 1.0, "b": ()}, {"a": 1.0, "b": []}, "list for tuple, around no leaf"),
+  ]:
+    assert tree_differences(wanted, given, dtypes=True) == [f"other containers: {text}"]
+  (text,) = tree_differences([OnlyAux(1.0, 3)], [OnlyAux(1.0, 4)], dtypes=True)
+  assert text == "other containers: OnlyAux(4,) for OnlyAux(3,), around [0].x"
   assert tree_differences([1.0], [None], dtypes=True, none_fits=True) == []
   assert tree_differences([None], [1.0], dtypes=True, none_fits=True) == [
     "float32[] for None at [0]"

@@ -30,8 +30,8 @@ R = TypeVar("R")
 
 _AS_FUNCTION = (
   'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
-  '@functools.partial(mpjax.autocast, policy="mixed_bfloat16"). It is no context manager: code that '
-  "calls Linen models runs under a policy in mpjax.linen.policy_scope."
+  '@functools.partial(mpjax.autocast, policy="mixed_bfloat16"). It is no context manager: code '
+  "that calls Linen models runs under a policy in mpjax.linen.policy_scope."
 )
 
 

@@ -40,8 +40,8 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
   """Like `jax.value_and_grad`, for a loss that is scaled before it is differentiated.
 
-  **Build it in the step**, from the state that the step is given. What it returns keeps the scale of
-  `opt_state`: after an update it would scale by the old one, and `update` would divide by the new.
+  **Build it in the step**, from the state that the step is given. The function keeps the scale of
+  `opt_state`: after an update it would multiply by the old one, and `update` divide by the new one.
   With a dynamic scale that is an error where it can be seen.
 
   Args:

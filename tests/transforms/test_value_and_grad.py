@@ -359,7 +359,7 @@ def test_built_outside_of_a_compiled_step_is_refused(how):
 
 
 def test_built_in_the_step_is_never_refused():
-  """In eager code, in jit, over micro-batches in a scan, under vmap and grad, and of a new state."""
+  """In eager code, in jit, over micro-batches in a scan, under vmap and grad, of a new state."""
   params = jnp.asarray([1.0, 2.0])
 
   def step(params, opt_state):
