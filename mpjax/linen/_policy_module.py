@@ -13,7 +13,8 @@ from flax.core import FrozenDict
 from mpjax._errors import MpjaxTypeError, message
 from mpjax._full_precision import in_region
 from mpjax._named_arrays import places
-from mpjax._rules import Rule, unmatched_error
+from mpjax._op_lists import OpLists
+from mpjax._rules import Rule, default_rules, unmatched_error
 from mpjax._storage import store_as_used
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
@@ -325,8 +326,18 @@ def _cast_like(tree: PyTree, dtypes: PyTree) -> PyTree:
 
 
 def _shown(given: Given) -> str:
-  policy = None if given.policy is None else str(given.policy)
-  return f"{policy!r}" + (f", rules={list(given.rules)!r}" if given.rules else "")
+  """Returns the arguments of `with_policy` that were given, those that say nothing left out."""
+  shown = [repr(None if given.policy is None else str(given.policy))]
+  if given.rules:
+    shown.append(f"rules={list(given.rules)!r}")
+  if given.defaults != default_rules():
+    shown.append(f"defaults={given.defaults!r}")
+  if given.adapters:
+    shown.append(f"adapters={{{', '.join(f'{cls.__name__}: ...' for cls, _ in given.adapters)}}}")
+  if given.ops is not None:
+    ops = "float32" if given.ops == OpLists() else given.ops
+    shown.append(f"ops={ops!r}")
+  return ", ".join(shown)
 
 
 class BoundPolicyModule:

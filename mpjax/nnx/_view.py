@@ -78,6 +78,13 @@ def _overrides(cls: Any) -> dict[str, Any]:
     if isinstance(gone, nnx.Variable) and model is not None and vars(model).get(name) is gone:
       delattr(model, name)
 
+  def shown(text: Callable[[Any], str]) -> Callable[[Any], str]:
+    def with_its_policy(self: Any) -> str:
+      policy = type(self).mpjax_spec.policy
+      return f"with_policy({text(self)}, {None if policy is None else str(policy)!r})"
+
+    return with_its_policy
+
   def __reduce__(self: Any) -> Any:
     return _rebuild, (cls, is_tree(self), type(self).mpjax_spec), dict(vars(self))
 
@@ -85,6 +92,8 @@ def _overrides(cls: Any) -> dict[str, Any]:
     "__getattribute__": __getattribute__,
     "__setattr__": __setattr__,
     "__delattr__": __delattr__,
+    "__repr__": shown(cls.__repr__),
+    "__str__": shown(cls.__str__),
     "__reduce__": __reduce__,
   }
 

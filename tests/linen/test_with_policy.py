@@ -204,6 +204,16 @@ def test_the_text_of_a_wrapper():
   assert "None)" in repr(with_policy(nn.Dense(2), None))
 
 
+def test_the_text_of_a_wrapper_shows_all_that_was_given():
+  given = {"ops": "float32", "adapters": {nn.Dense: mpjax.linen.Adapter()}, "defaults": ()}
+  model = with_policy(nn.Dense(2), "bfloat16", **given)
+  end = ", defaults=(), adapters={Dense: ...}, ops='float32')"
+  for shown in (repr(model), repr(model.bind({"params": {}}))):
+    assert shown.endswith(f"'params=bfloat16,compute=bfloat16,output=bfloat16'{end}")
+  edited = mpjax.OpLists().with_(float32=["tanh"])
+  assert repr(with_policy(nn.Dense(2), None, ops=edited)).endswith(f"None, ops={edited!r})")
+
+
 def test_the_model_is_not_changed():
   model = Net()
   before = {name: getattr(model, name) for name in model.__dataclass_fields__}

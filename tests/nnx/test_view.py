@@ -316,6 +316,23 @@ def test_names_of_views():
   assert "mpjax" not in repr(with_policy(model, HALF))
 
 
+def test_a_view_shows_its_policy():
+  model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+  view = with_policy(model, "c=bf16", [mpjax.Rule(None, path="layers/1")])
+  policy = "'params=float32,compute=bfloat16'"
+  for ours, theirs, shown in [
+    (view, model, policy),
+    (view.layers[0], model.layers[0], policy),
+    (view.layers[1], model.layers[1], "None"),
+  ]:
+    text = repr(ours)
+    assert text == str(ours)
+    inside = text.removeprefix("with_policy(").removesuffix(f", {shown})")
+    # NNX clones attributes in alphabetical order.
+    assert sorted(inside.replace(",", "").split()) == sorted(repr(theirs).replace(",", "").split())
+  assert repr(pickle.loads(pickle.dumps(view))) == repr(view)
+
+
 class Sows(nnx.Module):
   def __init__(self):
     self.layer = linear()
