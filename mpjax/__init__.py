@@ -99,4 +99,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *_ON_FIRST_USE})
+  return sorted([*__all__, "__version__"])

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
+from mpjax._frameworks import framework_of
 from mpjax._jaxpr import tree_bytes
 from mpjax._named_arrays import check_leaves, is_key, path_text, places
 from mpjax._storage import ties
@@ -112,7 +113,8 @@ def conversion_report(
 
   Raises:
     MpjaxValueError: the trees differ in more than dtypes; `fn` returns nothing to compare.
-    MpjaxTypeError: `fn` is no function; an array is traced or abstract.
+    MpjaxTypeError: `fn` is no function; an array is traced or abstract; a Linen model in the place
+      of its parameters.
 
   >>> import jax.numpy as jnp, mpjax
   >>> params = {"kernel": jnp.linspace(0, 1, 6).reshape(3, 2)}
@@ -134,6 +136,15 @@ def conversion_report(
 
 def _check_report(before: PyTree, after: PyTree, fn: Any) -> None:
   where = "mpjax.conversion_report(before, after)"
+  if framework_of(before) == "Linen":
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="the parameters of a model, before and after a conversion",
+        got=f"a model of Linen ({type(before).__name__}), which holds none",
+        fix="Pass variables, and what model.convert(variables, x) returned.",
+      )
+    )
   problems = tree_differences(before, after, dtypes=False)
   if problems:
     raise MpjaxValueError(

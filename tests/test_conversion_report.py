@@ -2,6 +2,7 @@
 
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,3 +128,17 @@ def test_what_cannot_be_compared(wrong):
   builtin = ValueError if wrong == "nothing to compare" else TypeError
   where = f"mpjax.conversion_report{where}"
   check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_linen_model_in_the_place_of_its_variables(wrapped):
+  model = mpjax.linen.with_policy(nn.Dense(3), "bfloat16") if wrapped else nn.Dense(3)
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    mpjax.conversion_report(model, model)
+  check_error(
+    excinfo,
+    where="mpjax.conversion_report(before, after)",
+    expected="the parameters of a model",
+    got="a model of Linen",
+    fix="model.convert(variables, x)",
+  )

@@ -150,6 +150,10 @@ def test_all_is_the_reviewed_list(module):
   assert set(thing.__all__) <= set(dir(thing))
 
 
+def test_dir_offers_the_public_names_alone():
+  assert dir(mpjax) == sorted([*PUBLIC["mpjax"], "__version__"])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_public_name_is_documented_with_an_example(name):
   assert ">>> " in (inspect.getdoc(resolve(name)) or "")
