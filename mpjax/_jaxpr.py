@@ -180,6 +180,30 @@ _FLOPS: Mapping[str, Callable[[Any, Any, Any, Mapping[str, Any]], int]] = types.
 )
 
 
+def passed_through(program: Program) -> list[int | None]:
+  """Returns, for each result of a program, which argument it is; None for what is computed.
+
+  Programs inside are entered where they run once, as those of `jit` and `checkpoint` do.
+
+  Args:
+    program: a jaxpr, closed or not.
+  """
+  jaxpr = opened(program)
+  origins = {v: position for position, v in enumerate(jaxpr.invars)}
+  for eqn in jaxpr.eqns:
+    bodies = _bodies(eqn) if eqn.primitive.name in BODIES else []
+    if len(bodies) != 1 or bodies[0][1] != 1:
+      continue
+    body = bodies[0][0]
+    if len(opened(body).invars) != len(eqn.invars):
+      continue
+    for v, inner in zip(eqn.outvars, passed_through(body), strict=True):
+      source = None if inner is None else eqn.invars[inner]
+      if source is not None and not isinstance(source, Literal) and source in origins:
+        origins[v] = origins[source]
+  return [None if isinstance(v, Literal) else origins.get(v) for v in jaxpr.outvars]
+
+
 def residual_bytes(fun: Callable[..., Any], *args: PyTree) -> int:
   """Returns how many bytes a function keeps from its forward pass for its backward pass.
 
