@@ -191,14 +191,11 @@ def passed_through(program: Program) -> list[int | None]:
   jaxpr = opened(program)
   origins = {v: position for position, v in enumerate(jaxpr.invars)}
   for eqn in jaxpr.eqns:
-    bodies = _bodies(eqn) if eqn.primitive.name in BODIES else []
-    if len(bodies) != 1 or bodies[0][1] != 1:
+    found = inner_jaxprs(eqn) or ()
+    if len(found) != 1 or found[0].times != 1 or found[0].operands is None:
       continue
-    body = bodies[0][0]
-    if len(opened(body).invars) != len(eqn.invars):
-      continue
-    for v, inner in zip(eqn.outvars, passed_through(body), strict=True):
-      source = None if inner is None else eqn.invars[inner]
+    for v, position in zip(eqn.outvars, passed_through(found[0].program), strict=True):
+      source = None if position is None else eqn.invars[found[0].operands[position]]
       if source is not None and not isinstance(source, Literal) and source in origins:
         origins[v] = origins[source]
   return [None if isinstance(v, Literal) else origins.get(v) for v in jaxpr.outvars]

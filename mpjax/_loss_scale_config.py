@@ -242,8 +242,11 @@ def label_limits(label: str) -> tuple[float, float]:
   """Returns the smallest and the largest scale that the configuration behind `label` allows."""
   if not label.startswith("dynamic"):
     return SMALLEST, LARGEST
+  return label_number(label, "min_scale"), label_number(label, "max_scale")
+
+
+def label_number(label: str, field: str) -> float:
+  """Returns a number of the `DynamicLossScale` behind `label`."""
   given = dict(re.findall(r"(\w+)=([^,)]+)", label))
-  low = given.get("min_scale", DynamicLossScale.min_scale)
-  high = given.get("max_scale", DynamicLossScale.max_scale)
-  # Nine digits tell all float32 values apart, so this gives back the very limit.
-  return float(np.float32(low)), float(np.float32(high))
+  # Nine digits tell all float32 values apart, so this gives back the very number.
+  return float(np.float32(given.get(field, getattr(DynamicLossScale, field))))

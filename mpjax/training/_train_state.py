@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
+from mpjax._named_arrays import path_text
 from mpjax._types import Array, PyTree
 from mpjax.transforms import master_params
+from mpjax.transforms._accumulation import AccumulateState
 from mpjax.transforms._checks import refuse_integers
 from mpjax.transforms._loss_scale_access import Found, LossScalingState, find_scale, scales_in
 from mpjax.transforms._master_weights import MasterWeightsState, merged_masters
@@ -66,8 +68,9 @@ class TrainState(NamedTuple):
       A state that shares no memory with the arguments. On a mesh, what is new is replicated.
 
     Raises:
-      MpjaxTypeError: a parameter is no floating array, `rng` is no PRNG key, or `tx` is not
-        `loss_scaling` of one loss (`master_weights` may stand around it).
+      MpjaxTypeError: a parameter is no floating array, `params` holds variables of NNX besides
+        `nnx.Param`, `rng` is no PRNG key, or `tx` is not `loss_scaling` of one loss
+        (`master_weights` may stand around it).
       MpjaxValueError: `params` holds whole collections of variables.
 
     >>> import jax.numpy as jnp, mpjax, optax
@@ -90,6 +93,23 @@ def averaged(params: PyTree, opt_state: PyTree) -> PyTree:
   """Returns what an average follows: the parameters in float32, their masters where there are."""
   has_masters = merged_masters(opt_state) is not None
   return float32_view(master_params(opt_state, params) if has_masters else params)
+
+
+def updated_parameters(opt_state: PyTree) -> dict[str, Array]:
+  """Returns whether parameters were updated by the last step, by path.
+
+  Only those that `mpjax.accumulate` trains are in it: between its updates they stay as they are.
+  """
+
+  def is_window(x: Any) -> bool:
+    return isinstance(x, AccumulateState)
+
+  windows = [x for x in jax.tree.leaves(opt_state, is_leaf=is_window) if is_window(x)]
+  return {
+    path_text(path): window.micro_batches == 0
+    for window in windows
+    for path, _ in jax.tree_util.tree_leaves_with_path(window.total)
+  }
 
 
 def own_scale(opt_state: PyTree, where: str) -> Found:
@@ -132,7 +152,43 @@ def _check_params(params: PyTree, where: str) -> None:
         fix='Pass variables["params"], and the other collections as model_state.',
       )
     )
-  refuse_integers(params, where)
+  _refuse_other_variables(params, where)
+  refuse_integers(
+    params,
+    where,
+    fix="Keep counters, tables of integers and keys in model_state, from where loss_fn takes them.",
+  )
+
+
+def _refuse_other_variables(params: PyTree, where: str) -> None:
+  """Raises if variables of NNX that nobody trains are among those that are trained.
+
+  Only nnx.Param is known to be trained, so a tree of other variables alone is left to the caller.
+  """
+
+  def is_variable(x: Any) -> bool:
+    return hasattr(type(x), "get_raw_value")
+
+  def is_param(x: Any) -> bool:
+    return any(kind.__name__ == "Param" for kind in type(x).__mro__)
+
+  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
+  variables = [(path, x) for path, x in leaves if is_variable(x)]
+  others = [
+    f"{type(x).__name__} at {path_text(path) or 'the root'}"
+    for path, x in variables
+    if not is_param(x)
+  ]
+  if others and len(others) < len(variables):
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="the parameters alone: weight decay would act on running statistics too",
+        got=f"variables of NNX with {listed(others)}",
+        fix="graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes them apart: pass "
+        "nnx.as_pure(params), and nnx.as_pure(rest) as model_state.",
+      )
+    )
 
 
 def _check_key(rng: Any, where: str) -> None:

@@ -1,33 +1,42 @@
 """A whole training step: everything that it changes commits together, or not at all."""
 
-import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from mpjax._jaxpr import walk
 from mpjax._loss_scale_config import INT32_MAX
-from mpjax._tree import all_finite
+from mpjax._named_arrays import path_text
+from mpjax._tree import all_finite, is_half
 from mpjax._types import Array, PyTree
-from mpjax.training._gradients import (
-  LossFn,
-  Metrics,
-  batch_gradients,
-  checked,
-  first_micro_batch,
+from mpjax.training._across_devices import IntegerState, check_integer_state
+from mpjax.training._gradients import Metrics, batch_gradients
+from mpjax.training._loss_program import LossFn, check_signature
+from mpjax.training._retries import retried
+from mpjax.training._train_state import (
+  TrainState,
+  applies_updates,
+  averaged,
+  own_scale,
+  updated_parameters,
 )
-from mpjax.training._train_state import TrainState, applies_updates, averaged, own_scale
 from mpjax.training._train_step_checks import (
   check_arguments,
   check_axes,
   check_call,
-  check_dtypes,
+  check_decision,
+  check_shardings,
+  checked_update,
 )
-from mpjax.transforms import apply_updates, commit, loss_scaling_metrics, unscale
+from mpjax.transforms import (
+  apply_updates,
+  commit,
+  loss_scaling_metrics,
+  master_params,
+  unscale,
+)
 from mpjax.transforms._apply_updates import check_rounding
-from mpjax.transforms._loss_scale_access import replace_scale
 from mpjax.transforms._loss_scaling import AxisName
 from mpjax.transforms._master_weights import merged_masters
 
@@ -41,6 +50,7 @@ def make_train_step(
   *,
   accumulate: int = 1,
   axis_name: AxisName | None = None,
+  integer_state: IntegerState = None,
   max_retries: int = 0,
   ema_decay: float | None = None,
   donate: bool = True,
@@ -49,9 +59,10 @@ def make_train_step(
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
   """Returns a jitted step: scaled gradients, micro-batches, and one decision for everything.
 
-  If a gradient, the loss or the new model state is not finite, the step is skipped: parameters,
-  optimizer, model state, average and `step` keep their bits, and only the loss scale moves. Half
-  parameters with `mpjax.master_weights` are set to their rounded masters.
+  If a gradient or the loss is not finite, or a number of the model state becomes so that was not so
+  before, the step is skipped: parameters, optimizer, model state, average and `step` keep their
+  bits, and only the loss scale moves. Half parameters with `mpjax.master_weights` are set to their
+  rounded masters. `loss_fn` is traced once.
 
   The key that `loss_fn` gets is folded from `state.rng` and `state.step` (and the device, under
   `axis_name`; and the micro-batch), so that a skipped step leaves no trace in later ones either.
@@ -70,12 +81,19 @@ def make_train_step(
     axis_name: the mapped axis, or axes, over which gradients, loss, floating model state and
       metrics are averaged in float32 (integers are summed in metrics). The step is then called
       inside of a `jax.shard_map` or `jax.pmap` with replicated parameters; to donate is then up to
-      the `jax.jit` around it. Under automatic sharding leave it out.
-    max_retries: run the same batch again, up to this many times, at the lower scale that a skipped
-      step leaves behind (NNabla runs it again with a new batch). Off by default: a lost batch is
-      cheaper. A batch whose loss or model state is not finite is not run again, since no scale can
-      help there; if no run helped, it counts as one skipped step.
-    ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step.
+      the `jax.jit` around it. A loss that `loss_fn` has averaged over the axis itself will do as
+      well. Under automatic sharding leave it out.
+    integer_state: what becomes, under `axis_name`, of integers and booleans in `model_state` that
+      `loss_fn` changes. "sum" adds the changes of all devices to the old value, for what counts
+      rows or tokens; "same" is for what is the same on all devices, such as a count of steps. Or a
+      dict from paths of leaves or branches to these, `{"counts/tokens": "sum"}`. Of booleans both
+      are true where one device says so. What passes through unchanged needs no word, nor do keys.
+    max_retries: run the same batch again, up to this many times, each time at a lower scale,
+      whatever the hysteresis (NNabla runs it again with a new batch). Off by default: a lost batch
+      is cheaper. A batch whose loss or model state is not finite is not run again, since no scale
+      can help there; if no run helped, it counts as one skipped step.
+    ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step; of
+      parameters in `mpjax.accumulate`, after each update.
     donate: let the new state take over the memory of the old one, which must not be used again.
     rounding: how half parameters without a master are rounded, see `mpjax.apply_updates`. The keys
       of "stochastic" are folded from `state.rng`.
@@ -93,10 +111,12 @@ def make_train_step(
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: the state is no `TrainState`, or
-      has not one loss scale, or `loss_fn` returns something else.
+      has not one loss scale or that of another optimizer, `loss_fn` returns something else or wants
+      a key that the state lacks, or `tx` needs other arguments.
     MpjaxValueError: an argument is out of range; when called: a batch that cannot be cut, a model
-      state that changes its structure, shapes or dtypes, an unbound `axis_name`, parameters that
-      differ along it, or an average that is kept but not updated, or the other way round.
+      state that changes its structure, shapes or dtypes, an unbound or a missing `axis_name`,
+      parameters that differ along it, integers that change without `integer_state`, or an average
+      that is kept but not updated, or the other way round.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> def loss_fn(params, model_state, batch, rng):
@@ -111,6 +131,8 @@ def make_train_step(
   [0.1 0.3] 5.0 3.1622777 1
   """
   check_arguments(loss_fn, tx, accumulate, max_retries, ema_decay, donate)
+  check_signature(loss_fn)
+  check_integer_state(integer_state)
   check_rounding("mpjax.make_train_step", rounding)
   several = isinstance(axis_name, (tuple, list))
   axes: tuple[Hashable, ...] = () if axis_name is None else (axis_name,)
@@ -121,9 +143,10 @@ def make_train_step(
     rng = key
     if axes and rng is not None:
       rng = jax.random.fold_in(rng, jax.lax.axis_index(axes))
-    loss, model_state, metrics, grads = batch_gradients(
-      loss_fn, state, batch, rng, accumulate, axes
+    loss, model_state, metrics, grads, watched = batch_gradients(
+      loss_fn, state, batch, rng, accumulate, axes, integer_state
     )
+    forward = (loss, watched)
     norm = _norm(unscale(grads, state.opt_state))
 
     def apply(params: PyTree, updates: PyTree, opt_state: PyTree) -> PyTree:
@@ -135,35 +158,37 @@ def make_train_step(
         key=None if key is None or rounding == "nearest" else jax.random.fold_in(key, _ROUNDING),
       )
 
-    watched = {"loss": (loss, model_state), "value": loss}
+    scaled = own_scale(state.opt_state, "").state is not None
+    extra = {"loss": forward, "value": loss}
     applied = applies_updates(state.opt_state)
     if applied:
-      params, opt_state = tx.update(grads, state.opt_state, state.params, **watched, apply=apply)
+      params, opt_state = checked_update(tx, grads, state, **extra, apply=apply)
     else:
-      updates, opt_state = tx.update(grads, state.opt_state, state.params, **watched)
+      grads = grads if scaled else _as_stored(grads, state)
+      updates, opt_state = checked_update(tx, grads, state, **extra)
       params = apply(state.params, updates, opt_state)
-    check_dtypes(opt_state, state.opt_state)
+    if scaled and not axes:
+      check_decision(opt_state, state.opt_state)
     scaling = loss_scaling_metrics(opt_state)
     step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops there, as all counters do.
     new = TrainState(step, params, opt_state, model_state, state.ema, state.rng)
     if ema_decay is not None:
       target = averaged(params, opt_state)
-      new = new._replace(ema=_average(state.ema, target, ema_decay))
-    if own_scale(opt_state, "").state is not None:  # Else nothing is checked or skipped.
+      new = new._replace(ema=_average(state.ema, target, ema_decay, updated_parameters(opt_state)))
+    if scaled:  # Else nothing is checked or skipped.
       # Parameters too: -0.0 leaves them alone, but for subnormals, which a CPU flushes to 0.
       kept = ("step", "model_state", "ema", *(() if applied else ("params",)))
       pair = ({name: getattr(one, name) for name in kept} for one in (new, state))
       new = new._replace(**commit(scaling["finite"], *pair))
-    forward = all_finite((loss, model_state))
-    return new, {**metrics, "loss": loss, "grad_norm": norm, **scaling}, forward
+    return new, {**metrics, "loss": loss, "grad_norm": norm, **scaling}, all_finite(forward)
 
   def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     check_axes(axes)
     check_call(state, batch, accumulate, max_retries, ema_decay, rounding)
-    _warn_without_float16(loss_fn, state, batch, accumulate)
+    check_shardings(state_shardings, state)
     if not max_retries:
       return attempt(state, batch)[:2]
-    return _retried(attempt, state, batch, max_retries)
+    return retried(attempt, state, batch, max_retries)
 
   return jax.jit(
     train_step,
@@ -177,75 +202,22 @@ def _norm(grads: PyTree) -> Array:
   return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
-def _average(old: PyTree, new: PyTree, decay: float) -> PyTree:
-  return jax.tree.map(lambda e, p: e + (p - e) * jnp.asarray(1 - decay, e.dtype), old, new)
+def _average(old: PyTree, new: PyTree, decay: float, updated: dict[str, Array]) -> PyTree:
+  """Returns the average one step later; `updated` says which parameters wait for their update."""
+
+  def one(path: Any, e: Array, p: Array) -> Array:
+    moved = e + (p - e) * jnp.asarray(1 - decay, e.dtype)
+    flag = updated.get(path_text(path))
+    return moved if flag is None else jnp.where(flag, moved, e)
+
+  return jax.tree_util.tree_map_with_path(one, old, new)
 
 
-_Attempt: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, Metrics, Array]]
-"""Returns the state, the metrics, and whether loss and model state were finite."""
+def _as_stored(grads: PyTree, state: TrainState) -> PyTree:
+  """Returns gradients in the dtypes of what they train, as plain optax takes them.
 
-
-def _retried(
-  attempt: _Attempt, state: TrainState, batch: PyTree, max_retries: int
-) -> tuple[TrainState, Metrics]:
-  """Runs a batch until a step is applied, or `max_retries` more times while that may help.
-
-  It does not where the forward pass is not finite, which is not scaled; where the scale is at its
-  floor; or where the updates alone were bad. Where no run helped, one was skipped: the batch is to
-  blame, not the scale, which then is as after a single skip.
+  Without a loss scale the optimizer is called as it is: its moments of half parameters are half.
   """
-  shapes = jax.eval_shape(attempt, state, batch)[1]
-  # Of these only `finite` is read: no step was applied yet.
-  nothing = jax.tree.map(lambda x: jnp.full_like(x, 0), shapes)
-
-  def again(carry: tuple[TrainState, Metrics, Any, Array, Array]) -> Array:
-    _, metrics, _, runs, futile = carry
-    failed = jnp.logical_not(jnp.logical_or(metrics["finite"], futile))
-    return jnp.logical_and(failed, runs <= max_retries)
-
-  def run(carry: tuple[TrainState, Metrics, Any, Array, Array]) -> Any:
-    state, _, first, runs, _ = carry
-    new, metrics, forward = attempt(state, batch)
-    before, after = (_scale(s) for s in (state, new))
-    first = jax.tree.map(lambda a, f: jnp.where(runs == 0, a, f), after, first)
-    stuck = jnp.logical_or(
-      after.floor_hits > before.floor_hits, after.bad_updates > before.bad_updates
-    )
-    return new, metrics, first, runs + 1, jnp.logical_or(stuck, jnp.logical_not(forward))
-
-  zero, no = jnp.zeros((), jnp.int32), jnp.asarray(False)
-  start = (state, nothing, _scale(state), zero, no)
-  state, metrics, first, runs, _ = jax.lax.while_loop(again, run, start)
-  found = own_scale(state.opt_state, "")
-  kept = jax.tree.map(lambda a, f: jnp.where(metrics["finite"], a, f), _scale(state), first)
-  state = state._replace(opt_state=replace_scale(state.opt_state, found, kept))
-  metrics = metrics | loss_scaling_metrics(state.opt_state)
-  return state, {**metrics, "retries": runs - 1}
-
-
-def _scale(state: TrainState) -> Any:
-  return own_scale(state.opt_state, "").state
-
-
-def _warn_without_float16(
-  loss_fn: LossFn, state: TrainState, batch: PyTree, accumulate: int
-) -> None:
-  """Warns, when the step is traced, if a dynamic scale protects no float16."""
-  if not own_scale(state.opt_state, "").config.startswith("dynamic"):
-    return
-  part = jax.eval_shape(lambda b: first_micro_batch(b, accumulate), batch)
-  traced = checked(loss_fn)
-  program = jax.make_jaxpr(traced)(state.params, state.model_state, part, state.rng)
-  # A primitive that this version cannot enter may hold anything.
-  if not any(_in_float16(visit.eqn) or not visit.entered for visit in walk(program)):
-    warnings.warn(
-      "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "
-      "float16. bfloat16 and float32 have the range to do without: StaticLossScale(1) skips bad "
-      "steps without scaling, NoLossScale() does not even look for them.",
-      UserWarning,
-      stacklevel=2,
-    )
-
-
-def _in_float16(eqn: Any) -> bool:
-  return any(getattr(v.aval, "dtype", None) == jnp.float16 for v in (*eqn.invars, *eqn.outvars))
+  has_masters = merged_masters(state.opt_state) is not None
+  trained = master_params(state.opt_state, state.params) if has_masters else state.params
+  return jax.tree.map(lambda g, p: g.astype(p.dtype) if is_half(p) else g, grads, trained)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
+from mpjax._errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed, message
 from mpjax._tree import tree_differences
 from mpjax._types import PyTree
 from mpjax.training._train_state import TrainState, own_scale
@@ -83,19 +83,99 @@ def check_call(
     _check_batch(batch, accumulate)
 
 
-def check_dtypes(new: PyTree, old: PyTree) -> None:
-  """Raises if the state of the optimizer is not what it was before the step."""
-  problems = tree_differences(old, new, dtypes=True)
-  if problems:
+def check_shardings(shardings: PyTree, state: TrainState) -> None:
+  """Raises unless `shardings` has an entry for each part of `state`."""
+  try:
+    jax.tree.broadcast(shardings, state, is_leaf=lambda x: x is None)
+  except ValueError as error:
     raise MpjaxValueError(
       message(
-        "mpjax.make_train_step(tx): the state of the optimizer",
+        "mpjax.make_train_step(state_shardings)",
+        expected="the structure of the state, or of its upper part",
+        got=f"another one ({' '.join(str(error).split())[:300]})",
+        fix="Pass jax.tree.map(lambda x: x.sharding, state), made of the state that you pass.",
+      )
+    ) from error
+
+
+def checked_update(
+  tx: Any, grads: PyTree, state: TrainState, **extra: Any
+) -> tuple[PyTree, PyTree]:
+  """Returns what `tx.update` does, and raises if it fails or gives another kind of state."""
+  where = "mpjax.make_train_step(tx)"
+  try:
+    result, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
+  except (TypeError, ValueError, AttributeError) as error:
+    if isinstance(error, (MpjaxError, jax.errors.JAXTypeError)):
+      raise
+    _check_own_state(tx, state, error)
+    raise MpjaxTypeError(
+      message(
+        f"{where}: tx.update",
+        expected="an optimizer that needs the parameters, the gradients of the mean loss and "
+        "value=, and no more",
+        got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        fix="What evaluates the loss by itself (lbfgs and other line searches, SAM in opaque mode) "
+        "or takes gradients of another shape (dpsgd, lookahead) has to be called in a loop of your "
+        "own: mpjax.value_and_grad, and tx.update with the arguments that it wants.",
+      )
+    ) from error
+  problems = tree_differences(state.opt_state, opt_state, dtypes=True)
+  if problems:
+    _check_own_state(tx, state, None)
+    raise MpjaxValueError(
+      message(
+        f"{where}: the state of the optimizer",
         expected="the structure, shapes and dtypes that it had before the step",
         got=listed(problems),
         fix="Parameters stored in half need mpjax.master_weights, or a loss scale other than "
         "NoLossScale, for their moments to be float32.",
       )
     )
+  return result, opt_state
+
+
+def _check_own_state(tx: Any, state: TrainState, error: Exception | None) -> None:
+  """Raises if the state is that of another optimizer."""
+  made = jax.eval_shape(tx.init, state.params)
+  problems = tree_differences(made, state.opt_state, dtypes=False)
+  if jax.tree.structure(made) == jax.tree.structure(state.opt_state):
+    return
+  raise MpjaxTypeError(
+    message(
+      "mpjax.make_train_step(tx): step(state)",
+      expected="a state that was created with this very tx",
+      got=f"one of another optimizer: {listed(problems)}",
+      fix="Give TrainState.create and make_train_step the same tx, wrapped by mpjax.loss_scaling.",
+    )
+  ) from error
+
+
+def check_decision(new: PyTree, old: PyTree) -> None:
+  """Raises if devices that had one state decide differently, each by its own loss.
+
+  A `shard_map` with `check_vma=False`, and a `pmap`, do not tell.
+  """
+  found, before = (own_scale(x, "").state for x in (new, old))
+  names = jax.sharding.get_abstract_mesh().manual_axes
+  apart = [n for n in names if _varies(found.finite, n) and not _varies(before.finite, n)]
+  if apart:
+    raise MpjaxValueError(
+      message(
+        "mpjax.make_train_step(axis_name=None)",
+        expected=f"the name of the axis that the batch is divided over, one of {apart}",
+        got="None inside of a shard_map: each device would take a step of its own",
+        fix=f"Pass axis_name={apart[0]!r}, and gradients, loss and state are averaged over it.",
+      )
+    )
+
+
+def _varies(x: Any, axis: Hashable) -> bool:
+  try:
+    jax.lax.pcast(x, axis, to="varying")
+  except ValueError:
+    return True
+  return False
 
 
 def _check_batch(batch: PyTree, accumulate: int) -> None:

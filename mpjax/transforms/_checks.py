@@ -139,7 +139,12 @@ def check_params(params: PyTree, where: str) -> None:
     )
 
 
-def refuse_integers(params: PyTree, where: str) -> None:
+def refuse_integers(
+  params: PyTree,
+  where: str,
+  fix: str = "Keep counters, tables of integers and keys out of params (in model_state, say), or "
+  "wrap with optax.masked.",
+) -> None:
   """Raises if a leaf of `params` is an array that cannot be trained."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
   found = [
@@ -153,7 +158,6 @@ def refuse_integers(params: PyTree, where: str) -> None:
         where,
         expected="floating parameters",
         got=listed(found),
-        fix="Keep counters, tables of integers and keys out of params (in model_state, say), or "
-        "wrap with optax.masked.",
+        fix=fix,
       )
     )

@@ -171,6 +171,11 @@ def _first_bad(opt_state: PyTree, found: Found, member: int, params: PyTree) -> 
   for label in found.owner.loss_scale:
     if (other := position(label)) < len(paths):
       return f"the gradient of {paths[other]}, of the loss {Found(found.owner, label).name!r}"
+  # Beyond the gradients `make_train_step` has the loss and the leaves of the model state.
+  state = _keystrs(jax.tree_util.tree_leaves_with_path(getattr(opt_state, "model_state", ())))
+  index = own - len(paths) - 1
+  if 0 <= index < len(state):
+    return f"the model state at {state[index]}"
   return "the loss, the model state or the updates, not the gradients"
 
 

@@ -111,8 +111,8 @@ _DYNAMICS = (
     breaks="min_scale is its default again once it is read from the structure of a state "
     "(the list: reset in tree_unflatten; our limits are no leaves, but part of the structure)",
     file=_CONFIG,
-    old='low = given.get("min_scale", DynamicLossScale.min_scale)',
-    new="low = DynamicLossScale.min_scale",
+    old='return label_number(label, "min_scale"), ',
+    new="return DynamicLossScale.min_scale, ",
     test="tests/test_loss_scale_config.py::test_label_keeps_the_limits_exactly",
   ),
   Mutation(

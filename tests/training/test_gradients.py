@@ -194,7 +194,7 @@ def test_metrics(devices, how):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_model_state_of_any_kind_agrees(devices, check_vma):
-  """Floating leaves are averaged in float32; what is not floating is the same anyway."""
+  """Floating leaves are averaged in float32; what is not floating is the same, as is said."""
   mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
   before = {
     "mean": jnp.zeros(()),
@@ -219,7 +219,7 @@ def test_model_state_of_any_kind_agrees(devices, check_vma):
     }
     return jnp.sum(params), (new, {})
 
-  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", max_retries=0)
+  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", integer_state="same")
   specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
   step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
   state = mpjax.TrainState.create(jnp.zeros(3), SGD, model_state=before)

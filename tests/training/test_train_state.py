@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.errors import check_error
@@ -189,3 +190,41 @@ def test_a_state_for_one_device_is_there_altogether():
   state = mpjax.TrainState.create(params, mpjax.loss_scaling(optax.adam(0.1)))
   assert {x.committed for x in jax.tree.leaves(state)} == {True}
   assert {d for x in jax.tree.leaves(state) for d in x.devices()} == {device}
+
+
+# --- variables of NNX ----------------------------------------------------------------------------
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(3, 2, rngs=rngs)
+    self.norm = nnx.BatchNorm(2, rngs=rngs)
+
+
+@pytest.mark.parametrize("kind", ["module", "state", "inside a dict"])
+def test_running_statistics_of_nnx_are_no_parameters(kind):
+  """Weight decay would act on a running mean."""
+  model = Net(nnx.Rngs(0))
+  params = {"module": model, "state": nnx.state(model), "inside a dict": {"a": model}}[kind]
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.TrainState.create(params, mpjax.loss_scaling(optax.adamw(0.1)))
+  check_error(
+    excinfo,
+    where="mpjax.TrainState.create(params)",
+    expected="the parameters alone",
+    got="BatchStat at " + ("a/" if kind == "inside a dict" else "") + "norm/mean",
+    fix="graphdef, params, rest = nnx.split(model, nnx.Param, ...)",
+    builtin=TypeError,
+  )
+
+
+class Trained(nnx.Variable):
+  pass
+
+
+def test_variables_that_are_trained_may_be_parameters():
+  model, tx = Net(nnx.Rngs(0)), mpjax.loss_scaling(optax.adamw(0.1))
+  _, params, _ = nnx.split(model, nnx.Param, ...)
+  assert len(jax.tree.leaves(mpjax.TrainState.create(params, tx).params)) == 4
+  assert len(jax.tree.leaves(mpjax.TrainState.create(nnx.as_pure(params), tx).params)) == 4
+  assert mpjax.TrainState.create({"own": Trained(jnp.ones(2))}, tx).step == 0

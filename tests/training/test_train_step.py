@@ -221,19 +221,22 @@ def retry_oracle(config, largest, max_retries):
   """NNabla's updater in plain Python: back off and run again, as often as is allowed and may help.
 
   Returns (applied, retries, scale) for each batch; the gradient is the scale times its largest
-  value. Where NNabla raises after 100 runs in vain, the step counts as one that was skipped.
+  value. Where NNabla raises after 100 runs in vain, the step counts as one that was skipped. Each
+  run again is at a lower scale, whatever the hysteresis: at the same one the same overflows.
   """
   oracle, history = Oracle(**config), []
   for value in largest:
     retries, applied, futile, once = -1, False, False, None
     while not applied and not futile and retries < max_retries:
       retries += 1
-      hits = oracle.floor_hits
-      applied = bool(oracle.scale * value < 65520)  # From here on float16 rounds to inf.
+      scale = oracle.scale
+      applied = bool(scale * value < 65520)  # From here on float16 rounds to inf.
       oracle.step(applied)
       once = once or copy.copy(oracle)
       # No scale mends an inf in the data, and none is below the smallest.
-      futile = np.isinf(value) or oracle.floor_hits > hits
+      futile = np.isinf(value) or scale == config["min_scale"]
+      if not applied and oracle.scale == scale:
+        oracle.scale = max(scale / 2, config["min_scale"])
     oracle = oracle if applied else once
     history.append((applied, retries, oracle.numbers()))
   return history
@@ -702,3 +705,185 @@ def test_the_new_state_is_where_it_should_be(pinned, devices):
   stays = jax.tree.map(lambda x: x.sharding.spec, state) == before
   assert stays == pinned, "if XLA leaves it in place by itself, this test needs another model"
   assert metrics["total"] == 2
+
+
+# --- what was not finite before the step ---------------------------------------------------------
+
+MASK = jnp.asarray([[0.0, -np.inf], [np.nan, 0.0]])
+
+
+def with_constants(params, old, batch, rng):
+  """A mask that is only read, the best loss so far, and a running mean."""
+  del rng
+  kept = jnp.where(jnp.isfinite(old["mask"]), batch @ params, 0)
+  loss = jnp.mean(kept**2)
+  new = old | {"best": jnp.minimum(old["best"], loss), "mean": old["mean"] * 0.5 + jnp.mean(batch)}
+  return loss, (new, {})
+
+
+def constants():
+  return {"mask": MASK, "best": jnp.float32(np.inf), "low": jnp.float32(-np.inf), "mean": 0.0}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["passed through", "computed anew"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_was_infinite_before_skips_no_step(copied, accumulate):
+  def loss_fn(params, old, batch, rng):
+    if copied:
+      old = old | {"mask": old["mask"] * 1.0, "low": jnp.maximum(old["low"], -jnp.inf)}
+    return with_constants(params, old, batch, rng)
+
+  step = mpjax.make_train_step(loss_fn, SGD, accumulate=accumulate)
+  state = create(SGD, jnp.full((2, 2), 0.5), model_state=constants())
+  batch = jnp.ones((2 * accumulate, 2))
+  for count in range(1, 4):
+    state, metrics = step(state, batch)
+    assert metrics["finite"]
+    assert state.step == count
+  np.testing.assert_array_equal(state.model_state["mask"], MASK)
+  assert np.isfinite(state.model_state["best"])
+  mpjax.check_progress(state, 1)
+
+
+@pytest.mark.parametrize(
+  ("name", "value", "path"),
+  [("mean", np.inf, "['mean']"), ("low", np.nan, "['low']"), ("low", np.inf, "['low']")],
+)
+def test_what_becomes_infinite_skips_the_step_and_is_named(name, value, path):
+  """Also where it was infinite in another way."""
+
+  def loss_fn(params, old, batch, rng):
+    loss, (new, _) = with_constants(params, old, jnp.ones((2, 2)), rng)
+    return loss, (new | {name: old[name] * 0 + batch if name == "mean" else batch}, {})
+
+  step = mpjax.make_train_step(loss_fn, SGD, donate=False)
+  state = create(SGD, jnp.full((2, 2), 0.5), model_state=constants())
+  before = without_scale(state)
+  state, metrics = step(state, jnp.float32(value))
+  assert not metrics["finite"]
+  assert np.isfinite(metrics["loss"])
+  assert without_scale(state) == before
+  with pytest.raises(mpjax.MpjaxRuntimeError) as excinfo:
+    mpjax.check_progress(state, 1, params=state.params)
+  check_error(
+    excinfo,
+    where="mpjax.check_progress",
+    expected="fewer than 1",
+    got=f"was in the model state at {path}",
+    fix="look for an inf or NaN",
+    builtin=RuntimeError,
+  )
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_the_average_moves_with_updates_not_with_micro_batches(every):
+  """As if each window were one batch: NumPy, in float64."""
+  tx = mpjax.loss_scaling(mpjax.accumulate(optax.sgd(0.25), every), STATIC)
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.sum((params - batch) ** 2), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.75)
+  state = create(tx, jnp.ones(1), ema=True)
+  params = average = 1.0
+  for window in range(5):
+    for micro_batch in range(every):
+      state, _ = step(state, jnp.full(1, float(window)))
+      if micro_batch == every // 2:  # What is skipped is no part of the window.
+        state, metrics = step(state, jnp.full(1, np.nan))
+        assert not metrics["finite"]
+    params = params - 0.5 * (params - window)
+    average = 0.75 * average + 0.25 * params
+    np.testing.assert_allclose(state.params, [params], rtol=1e-6)
+    np.testing.assert_allclose(state.ema, [average], rtol=1e-6)
+
+
+def test_the_average_of_what_is_not_accumulated_moves_each_time():
+  inner = optax.multi_transform(
+    {"slow": mpjax.accumulate(optax.sgd(0.25), 2), "fast": optax.sgd(0.25)},
+    {"a": "slow", "b": "fast"},
+  )
+  tx = mpjax.loss_scaling(inner, STATIC)
+
+  def loss_fn(params, model_state, batch, rng):
+    del batch, rng
+    return params["a"] + params["b"], (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5)
+  state = create(tx, {"a": jnp.ones(()), "b": jnp.ones(())}, ema=True)
+  found = []
+  for _ in range(4):
+    state, _ = step(state, 0.0)
+    found.append((float(state.ema["a"]), float(state.ema["b"])))
+  slow, fast = zip(*found, strict=True)
+  assert fast == (0.875, 0.6875, 0.46875, 0.234375)
+  assert slow == (1.0, 0.875, 0.875, 0.6875)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_half_parameters_without_a_scale_are_plain_optax(accumulate):
+  """opt_level("O3") in bfloat16: moments are half, as optax makes them."""
+  level = mpjax.opt_level("O3")
+  inner = optax.adamw(2.0**-4)
+  tx = mpjax.loss_scaling(inner, level.loss_scale)
+
+  def loss_of(params, batch):
+    return jnp.mean((batch.astype(jnp.bfloat16) @ params).astype(jnp.float32) ** 2)
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return loss_of(params, batch), (model_state, {})
+
+  params = jnp.asarray([1.0, -2.0, 0.5], jnp.bfloat16)
+  state = create(tx, params)
+  step = mpjax.make_train_step(loss_fn, tx, accumulate=accumulate)
+  opt_state = inner.init(params)
+  batch = jnp.tile(jnp.asarray([[1.0, 0.5, 0.25]]), (2, 1))  # Both micro-batches are alike.
+  for _ in range(3):
+    state, metrics = step(state, batch)
+    updates, opt_state = inner.update(jax.grad(loss_of)(params, batch), opt_state, params)
+    params = optax.apply_updates(params, updates)
+    assert metrics["finite"]
+  assert bits(state.params) == bits(params)
+  assert bits(state.opt_state.inner_state) == bits(opt_state)
+
+
+def test_masters_without_a_scale_take_float32_gradients():
+  """The mean of 1 and 2^-8 has more digits than bfloat16."""
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(1.0)), mpjax.NoLossScale())
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.sum(params.astype(jnp.float32) * batch[0].astype(jnp.float32)), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, tx, accumulate=2)
+  state = create(tx, jnp.zeros(1, jnp.bfloat16))
+  state, _ = step(state, jnp.asarray([[1.0], [2.0**-8]]))
+  np.testing.assert_array_equal(mpjax.master_params(state.opt_state), [-(0.5 + 2.0**-9)])
+
+
+@pytest.mark.standard_promotion
+def test_sam_is_that_of_optax():
+  """Its update names its arguments, and takes no value=."""
+
+  def make():
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    return optax.contrib.sam(optax.sgd(0.1), adversary, sync_period=2)
+
+  tx = mpjax.loss_scaling(make(), STATIC)
+  step = mpjax.make_train_step(quadratic, tx)
+  state, plain = create(tx, jnp.asarray([1.0, -2.0, 0.5])), make()
+  params = jnp.asarray([1.0, -2.0, 0.5])
+  opt_state = plain.init(params)
+  for _ in range(6):
+    state, metrics = step(state, rows(8))
+    assert metrics["finite"]
+    grads = jax.grad(lambda p: quadratic(p, (), rows(8), None)[0])(params)
+    updates, opt_state = plain.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(state.params, params, rtol=1e-6)

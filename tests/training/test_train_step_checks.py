@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.training._train_step_checks import check_call, check_dtypes
+from mpjax.training._train_step_checks import check_call
 from tests.errors import check_error
 
 
@@ -15,14 +15,20 @@ def loss_fn(params, model_state, batch, rng):
   return jnp.mean((batch @ params.astype(batch.dtype)) ** 2), (model_state, {})
 
 
+def one_step(loss_fn, tx, params, batch, **options):
+  state = mpjax.TrainState.create(params, tx)
+  return mpjax.make_train_step(loss_fn, tx, donate=False, **options)(state, batch)
+
+
 @pytest.mark.standard_promotion
-@pytest.mark.filterwarnings("ignore:.*stored in half")
 def test_moments_that_would_change_their_dtype():
-  """Without a scale the optimizer sees half parameters as they are, and float32 gradients."""
-  tx = mpjax.loss_scaling(optax.adam(0.5), mpjax.NoLossScale())
-  state = mpjax.TrainState.create(jnp.ones(3, jnp.bfloat16), tx)
+  def init(params):
+    return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
+
+  inner = optax.GradientTransformation(init, lambda g, state, params=None: (g, g))
+  tx = mpjax.loss_scaling(inner, mpjax.NoLossScale())
   with pytest.raises(mpjax.MpjaxError) as excinfo:
-    mpjax.make_train_step(loss_fn, tx)(state, jnp.ones((2, 3)))
+    one_step(loss_fn, tx, jnp.ones(3), jnp.ones((2, 3)))
   check_error(
     excinfo,
     where="mpjax.make_train_step(tx): the state of the optimizer",
@@ -33,9 +39,82 @@ def test_moments_that_would_change_their_dtype():
   )
 
 
-def test_a_state_of_the_same_kind_is_left_alone():
-  state = {"mu": jnp.ones(3), "count": jnp.int32(0)}
-  check_dtypes(jax.tree.map(lambda x: x + x, state), state)
+UNWRAPPED = {
+  "sgd": optax.sgd(0.1),
+  "momentum": optax.sgd(0.1, momentum=0.9),
+  "adam": optax.adam(0.1),
+  "another": mpjax.loss_scaling(optax.adam(0.1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
+@pytest.mark.parametrize("name", UNWRAPPED)
+def test_an_optimizer_that_did_not_make_the_state(name):
+  """Of an unwrapped sgd both accept the other: it would never unscale."""
+  state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.1)))
+  step = mpjax.make_train_step(loss_fn, UNWRAPPED[name])
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    step(state, jnp.ones((2, 3)))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(tx): step(state)",
+    expected="a state that was created with this very tx",
+    got="one of another optimizer",
+    fix="the same tx, wrapped by mpjax.loss_scaling",
+    builtin=TypeError,
+  )
+
+
+STATIC = mpjax.StaticLossScale(8)
+ALONE = {
+  "lbfgs": (lambda: optax.lbfgs(), "missing 2 required keyword-only arguments"),
+  "backtracking": (
+    lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+    "missing",
+  ),
+  "opaque SAM": (
+    lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
+    "grad_fn must be provided",
+  ),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", ALONE)
+def test_optimizers_that_evaluate_the_loss_themselves(name):
+  make, got = ALONE[name]
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    one_step(loss_fn, mpjax.loss_scaling(make(), STATIC), jnp.ones(3), jnp.ones((2, 3)))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(tx): tx.update",
+    expected="an optimizer that needs the parameters, the gradients of the mean loss and value=",
+    got=got,
+    fix="in a loop of your own: mpjax.value_and_grad",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("given", [{"a": None}, (None, None)], ids=["dict", "pair"])
+def test_shardings_of_another_structure(given):
+  tx = mpjax.loss_scaling(optax.sgd(0.5), STATIC)
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    one_step(loss_fn, tx, jnp.ones(3), jnp.ones((2, 3)), state_shardings=given)
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(state_shardings)",
+    expected="the structure of the state",
+    got="another one",
+    fix="jax.tree.map(lambda x: x.sharding, state)",
+    builtin=ValueError,
+  )
+
+
+def test_one_sharding_for_the_whole_state():
+  tx = mpjax.loss_scaling(optax.sgd(0.5), STATIC)
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  state, _ = one_step(loss_fn, tx, jnp.ones(3), jnp.ones((2, 3)), state_shardings=one)
+  assert {x.sharding for x in jax.tree.leaves(state)} == {one}
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])

@@ -1,0 +1,292 @@
+"""The loss function is called once, and its program says what a warning needs to know."""
+
+import functools
+import inspect
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+
+AUTO = jax.sharding.AxisType.Auto
+
+
+def counted(loss_fn):
+  calls = []
+
+  @functools.wraps(loss_fn)
+  def counting(*args):
+    calls.append(1)
+    return loss_fn(*args)
+
+  return counting, calls
+
+
+def product(params, model_state, batch, rng):
+  del rng
+  out = batch.astype(jnp.float16) @ params.astype(jnp.float16)
+  return jnp.mean(out.astype(jnp.float32) ** 2), (model_state, {"largest": jnp.max(out)})
+
+
+OPTIONS = {
+  "plain": {},
+  "retries": {"max_retries": 2},
+  "micro-batches": {"accumulate": 2},
+  "average": {"ema_decay": 0.9},
+  "all": {"max_retries": 2, "accumulate": 2, "ema_decay": 0.9},
+}
+
+
+@pytest.mark.case("I4")
+@pytest.mark.parametrize("how", ["jit", "shard_map", "shard_map without check_vma", "vmap"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_step_with_a_dynamic_scale_calls_loss_fn_once(name, how, devices):
+  loss_fn, calls = counted(product)
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  axis = None if how == "jit" else "data"
+  step = mpjax.make_train_step(loss_fn, tx, axis_name=axis, donate=False, **OPTIONS[name])
+  batch = jnp.ones((8, 3))
+  if how == "vmap":
+    step = jax.vmap(step, in_axes=(None, 0), axis_name="data")
+    batch = batch.reshape(4, 2, 3)
+  elif how != "jit":
+    mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    step = jax.shard_map(step, mesh=mesh, check_vma=how == "shard_map", **specs)
+  ema = "ema_decay" in OPTIONS[name]
+  state = mpjax.TrainState.create(jnp.ones(3), tx, ema=ema)
+  jax.jit(step).lower(state, batch)
+  assert len(calls) == 1
+
+
+def first_state(params, model_state, batch, rng):
+  """An RNN whose first state is learned."""
+  del rng
+  h0 = jnp.broadcast_to(params["h0"], batch.shape[1:]).astype(jnp.float16)
+  w = params["w"].astype(jnp.float16)
+  last, _ = jax.lax.scan(lambda h, x: (jnp.tanh(x.astype(jnp.float16) @ w + h), None), h0, batch)
+  return jnp.mean(last.astype(jnp.float32) ** 2), (model_state, {})
+
+
+def carried_state(params, model_state, batch, rng):
+  """Statistics that a scan carries."""
+  del rng
+  w = params["w"].astype(jnp.float16)
+
+  def body(mean, x):
+    out = x.astype(jnp.float16) @ w
+    return mean * 0.5 + jnp.mean(out.astype(jnp.float32)), out
+
+  mean, out = jax.lax.scan(body, model_state, batch)
+  return jnp.mean(out.astype(jnp.float32) ** 2), (mean, {})
+
+
+@pytest.mark.parametrize("loss_fn", [first_state, carried_state])
+def test_what_runs_with_a_static_scale_in_a_shard_map_runs_with_a_dynamic_one(loss_fn, devices):
+  mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
+  found = []
+  for config in (mpjax.StaticLossScale(2**15), mpjax.DynamicLossScale()):
+    tx = mpjax.loss_scaling(optax.sgd(0.1), config)
+    step = jax.shard_map(
+      mpjax.make_train_step(loss_fn, tx, axis_name="data"),
+      mesh=mesh,
+      in_specs=(jax.P(), jax.P(None, "data")),
+      out_specs=jax.P(),
+    )
+    params = {"w": jnp.eye(4), "h0": jnp.zeros(4)}
+    state = mpjax.TrainState.create(params, tx, model_state=jnp.zeros(()))
+    state, metrics = jax.jit(step)(state, jnp.ones((5, 8, 4)))
+    assert metrics["finite"]
+    found.append([x.tobytes() for x in jax.tree.leaves((state.params, state.model_state))])
+  assert found[0] == found[1]
+
+
+def test_a_mesh_that_is_partly_manual(devices):
+  mesh = jax.make_mesh((2, 2), ("rows", "columns"), (AUTO, AUTO), devices=devices)
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  step = jax.shard_map(
+    mpjax.make_train_step(product, tx, axis_name="rows"),
+    mesh=mesh,
+    in_specs=(jax.P(), jax.P("rows")),
+    out_specs=jax.P(),
+    axis_names={"rows"},
+  )
+  columns = jax.NamedSharding(mesh, jax.P(None, "columns"))
+  state = mpjax.TrainState.create(jax.device_put(jnp.eye(4), columns), tx)
+  _, metrics = jax.jit(step)(state, jnp.ones((8, 4)))
+  assert metrics["finite"]
+  assert metrics["loss"] == 1
+
+
+# --- the warning ---------------------------------------------------------------------------------
+
+
+def in_bfloat16(params, model_state, batch, rng):
+  del batch, rng
+  return jnp.sum(params.astype(jnp.bfloat16)).astype(jnp.float32), (model_state, {})
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_warning_names_the_line_of_the_loss_function(options):
+  """Not one of ours, which the reader has not written."""
+  tx = mpjax.loss_scaling(optax.sgd(0.5))
+  state = mpjax.TrainState.create(jnp.ones(2), tx, ema="ema_decay" in options)
+  for loss_fn in (in_bfloat16, jax.jit(in_bfloat16)):
+    with pytest.warns(UserWarning, match="nothing in loss_fn") as found:
+      mpjax.make_train_step(loss_fn, tx, donate=False, **options)(state, jnp.ones(2))
+    line = inspect.getsourcelines(in_bfloat16)[1]
+    assert [(w.filename, w.lineno) for w in found] == [(__file__, line)]
+
+
+class Loss:
+  def __call__(self, *args):
+    return in_bfloat16(*args)
+
+
+@pytest.mark.parametrize(
+  "loss_fn", [Loss(), functools.partial(in_bfloat16)], ids=["object", "partial"]
+)
+def test_the_warning_comes_without_a_line_too(loss_fn):
+  tx = mpjax.loss_scaling(optax.sgd(0.5))
+  with pytest.warns(UserWarning, match="nothing in loss_fn"):
+    mpjax.make_train_step(loss_fn, tx)(mpjax.TrainState.create(jnp.ones(2), tx), jnp.ones(2))
+
+
+@jax.custom_vjp
+def backward_in_float16(x):
+  return jnp.sum(x)
+
+
+backward_in_float16.defvjp(
+  lambda x: (jnp.sum(x), x),
+  lambda x, ct: ((ct * x.astype(jnp.float16).astype(jnp.float32)),),
+)
+
+
+def test_no_warning_where_a_rule_of_the_user_may_compute_in_float16():
+  def loss_fn(params, model_state, batch, rng):
+    del batch, rng
+    return backward_in_float16(params), (model_state, {})
+
+  tx = mpjax.loss_scaling(optax.sgd(0.5))
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    mpjax.make_train_step(loss_fn, tx)(mpjax.TrainState.create(jnp.ones(2), tx), jnp.ones(2))
+
+
+# --- what a loss function may be -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("loss_fn", "got"),
+  [
+    (lambda params, batch: jnp.sum(params * batch), "one of (params, batch) (too many"),
+    (lambda params, model_state, batch, rng, extra: 0, "(missing a required argument: 'extra')"),
+    (lambda params, model_state, batch, *, rng: 0, "(too many positional arguments)"),
+  ],
+  ids=["two", "five", "keyword"],
+)
+def test_a_loss_function_of_other_arguments(loss_fn, got):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.make_train_step(loss_fn, mpjax.loss_scaling(optax.sgd(0.5)))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(loss_fn)",
+    expected="a function of four arguments, loss_fn(params, model_state, batch, rng)",
+    got=got,
+    fix="Take all four",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize(
+  "loss_fn",
+  [
+    lambda *args: product(*args),
+    lambda params, model_state, batch, rng=None, extra=3: product(params, model_state, batch, rng),
+    functools.partial(lambda k, *args: product(*args), 2),
+    jax.jit(product),
+  ],
+  ids=["any", "defaults", "partial", "jit"],
+)
+def test_functions_that_take_four(loss_fn):
+  tx = mpjax.loss_scaling(optax.sgd(0.5))
+  state = mpjax.TrainState.create(jnp.ones(3), tx)
+  _, metrics = mpjax.make_train_step(loss_fn, tx)(state, jnp.ones((2, 3)))
+  assert metrics["loss"] == 9
+
+
+def dropout_by_hand(params, model_state, batch, rng):
+  kept = jax.random.bernoulli(rng, 0.5, batch.shape)
+  return jnp.mean(jnp.where(kept, batch * params, 0)), (model_state, {})
+
+
+def dropout_of_flax(params, model_state, batch, rng):
+  out = nn.Dropout(0.5, deterministic=False).apply({}, batch * params, rngs={"dropout": rng})
+  return jnp.mean(out), (model_state, {})
+
+
+@pytest.mark.parametrize("loss_fn", [dropout_by_hand, dropout_of_flax])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_key_that_is_wanted_and_not_there(loss_fn, accumulate):
+  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
+  step = mpjax.make_train_step(loss_fn, tx, accumulate=accumulate)
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    step(mpjax.TrainState.create(jnp.ones(()), tx), jnp.ones(4))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(loss_fn): rng",
+    expected="a PRNG key in the state",
+    got="None (",
+    fix="TrainState.create(..., rng=jax.random.key(0))",
+    builtin=TypeError,
+  )
+
+
+def test_other_errors_of_a_loss_function_are_its_own():
+  def loss_fn(params, model_state, batch, rng):
+    raise KeyError("labels")
+
+  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
+  with pytest.raises(KeyError, match="labels"):
+    mpjax.make_train_step(loss_fn, tx)(mpjax.TrainState.create(jnp.ones(()), tx), jnp.ones(4))
+
+
+def test_metrics_whose_names_are_no_strings():
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.mean(params * batch), (model_state, {0: jnp.ones(()), "a": 1.0})
+
+  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.make_train_step(loss_fn, tx)(mpjax.TrainState.create(jnp.ones(()), tx), jnp.ones(()))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(loss_fn): metrics",
+    expected="strings for names",
+    got="[0]",
+    fix="Name each number",
+    builtin=TypeError,
+  )
+
+
+def test_constants_come_out_as_arrays():
+  """A program returns them as NumPy values, or as literals of JAX."""
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng, batch, model_state
+    return jnp.sum(params), (3, {"half": 0.5, "table": np.arange(2), "flag": True})
+
+  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
+  state = mpjax.TrainState.create(jnp.ones(2), tx, model_state=0)
+  with jax.disable_jit():
+    state, metrics = mpjax.make_train_step(loss_fn, tx)(state, jnp.ones(()))
+  assert all(type(x) is type(jnp.ones(())) for x in jax.tree.leaves((state, metrics)))
+  assert (state.model_state, metrics["half"], metrics["flag"]) == (3, 0.5, 1)
+  np.testing.assert_array_equal(metrics["table"], [0, 1])
