@@ -165,7 +165,7 @@ def prepare(engine, devices, fn=loss_fn):
 
   params = start().astype(stored)
   axis = "data" if engine is not None and engine.mapped else None
-  step = mpjax.make_train_step(fn, tx, axis_name=axis, ema_decay=0.5)
+  step = mpjax.make_train_step(fn, tx, axis_name=axis, integer_state="same", ema_decay=0.5)
   if engine is None:
     return create(jnp.asarray(params)), step, lambda batch: batch
   if engine.mapped == "pmap":

@@ -1,6 +1,7 @@
 """What devices have in common: gradients of a loss in any form, and the state after a step."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -321,3 +322,35 @@ def test_devices_that_train_models_of_their_own_need_no_axis(devices):
   for i, params in enumerate(states.params):
     gradient, _ = by_numpy([slice(2 * i, 2 * i + 2)])
     np.testing.assert_allclose(params, WEIGHTS - gradient, rtol=1e-6)
+
+
+# --- the loop by hand of docs/distribution.md ----------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize("form", LOSSES)
+def test_a_loop_by_hand_takes_the_same_gradient(form, mode, devices):
+  """The loss varies over devices before it is differentiated, as the page has it."""
+  loss_of, (gradient, loss) = LOSSES[form]
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8), axis_name="data")
+
+  def by_hand(state, batch):
+    params, opt_state = state
+    local = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+    zero = jax.lax.pcast(0.0, "data", to="varying")
+    value, grads = mpjax.value_and_grad(lambda p: loss_of(p, batch) + zero, opt_state)(local)
+    grads = jax.tree.map(lambda g: jax.lax.pmean(g.astype(jnp.float32), "data"), grads)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), jax.lax.pmean(value, "data")
+
+  params = jnp.float32(WEIGHTS)
+  run = on_devices(by_hand, mode, devices)
+  params, value = run((params, tx.init(params)), (jnp.float32(X), jnp.float32(MASK)))
+  np.testing.assert_allclose(value, loss, rtol=1e-6)
+  np.testing.assert_allclose(params, WEIGHTS - gradient, rtol=1e-6)
+
+
+def test_the_page_has_the_recipe_that_is_tested():
+  page = (pathlib.Path(__file__).parents[2] / "docs" / "distribution.md").read_text()
+  assert 'zero = jax.lax.pcast(0.0, "data", to="varying")' in page
+  assert "loss_fn(p, (), batch, None)[0] + zero" in page
