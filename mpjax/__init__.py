@@ -25,6 +25,7 @@ from mpjax.training import TrainState, make_train_step
 from mpjax.transforms import (
   accumulate,
   apply_updates,
+  check_loss_scaling,
   check_progress,
   commit,
   loss_scaling,
@@ -64,6 +65,7 @@ __all__ = [
   "all_finite",
   "apply_updates",
   "autocast",
+  "check_loss_scaling",
   "check_progress",
   "commit",
   "conversion_report",

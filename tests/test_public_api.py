@@ -33,6 +33,7 @@ PUBLIC = {
     "all_finite",
     "apply_updates",
     "autocast",
+    "check_loss_scaling",
     "check_progress",
     "commit",
     "conversion_report",

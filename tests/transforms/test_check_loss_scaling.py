@@ -1,0 +1,236 @@
+"""Right loops of many kinds pass, and each way to scale wrongly is named."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+OPTIMIZERS = {
+  "sgd": optax.sgd(1e-3),
+  "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
+  "adam": optax.adam(1e-3),
+  "adamw": optax.adamw(1e-3),
+  "clip and adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
+  "clip and sgd": optax.chain(optax.clip(0.01), optax.sgd(0.1)),
+}
+
+
+def network(params, x, dtype):
+  params = jax.tree.map(lambda p: p.astype(dtype), params)
+  hidden = jnp.tanh(x.astype(dtype) @ params["w"] + params["b"])
+  return (hidden @ params["v"])[:, 0] + params["scalar"]
+
+
+def data(rows=6, small=1.0):
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+  params = {"w": draw(4, 8) * 0.5, "b": jnp.zeros((1, 8)), "v": draw(8, 1) * 0.5, "scalar": draw()}
+  return params, (draw(rows, 4) * small, draw(rows))
+
+
+def loss_fn(params, batch, dtype=jnp.float32):
+  x, y = batch
+  return jnp.mean((network(params, x, dtype).astype(jnp.float32) - y) ** 2)
+
+
+def make_step(tx, gradients, dtype=jnp.float32):
+  """A loop by hand; `gradients(params, opt_state, batch, loss_fn)` is where mistakes are made."""
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    loss, grads = gradients(params, opt_state, batch, functools.partial(loss_fn, dtype=dtype))
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  return step
+
+
+def right(params, opt_state, batch, loss_fn):
+  return mpjax.value_and_grad(loss_fn, opt_state)(params, batch)
+
+
+def never(params, opt_state, batch, loss_fn):
+  return jax.value_and_grad(loss_fn)(params, batch)
+
+
+def twice(params, opt_state, batch, loss_fn):
+  loss, grads = right(params, opt_state, batch, loss_fn)
+  return loss, mpjax.unscale(grads, opt_state)
+
+
+def clipped_outside(params, opt_state, batch, loss_fn):
+  loss, grads = right(params, opt_state, batch, loss_fn)
+  clip = optax.clip_by_global_norm(1.0)
+  return loss, clip.update(grads, clip.init(params))[0]
+
+
+def unscaled_and_clipped(params, opt_state, batch, loss_fn):
+  """As in PyTorch: unscale_, clip, step."""
+  loss, grads = twice(params, opt_state, batch, loss_fn)
+  clip = optax.clip_by_global_norm(1.0)
+  return loss, clip.update(grads, clip.init(params))[0]
+
+
+def scaled_twice(params, opt_state, batch, loss_fn):
+  def scaled(params, batch):
+    return mpjax.scale_loss(loss_fn(params, batch), opt_state)
+
+  return mpjax.value_and_grad(scaled, opt_state)(params, batch)
+
+
+RIGHT = [(name, jnp.float16, 1e-6) for name in OPTIMIZERS]
+RIGHT += [("clip and adamw", dtype, 1.0) for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("name", "dtype", "small"), RIGHT)
+def test_right_loops_pass(name, dtype, small):
+  """Also where the gradients of float16 are subnormal, or lost, at most scales."""
+  params, batch = data(small=small)
+  tx = mpjax.loss_scaling(OPTIMIZERS[name])
+  step, opt_state = make_step(tx, right, dtype), tx.init(params)
+  params, opt_state, _ = step(params, opt_state, batch)
+  assert mpjax.check_loss_scaling(step)(params, opt_state, batch) is None
+
+
+def thirds(p):
+  """Their binary digits repeat: what float16 rounds away goes as 1/scale, exactly."""
+  return jnp.sum(p.astype(jnp.float16) * jnp.asarray(2.0**-20, jnp.float16) / 3)
+
+
+def test_subnormal_gradients_whose_rounding_goes_as_the_inverse_of_the_scale_pass():
+  tx, params = mpjax.loss_scaling(optax.sgd(1.0)), jnp.zeros(1)
+  step = make_step(tx, lambda p, s, b, f: mpjax.value_and_grad(thirds, s)(p))
+  mpjax.check_loss_scaling(step)(params, tx.init(params), None)
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing in loss_fn")
+@pytest.mark.parametrize("kind", ["masters", "accumulate", "ema", "cut and retried", "none"])
+def test_right_steps_of_make_train_step_pass(kind):
+  """Donated, with metrics among which are the scale and its counters."""
+  params, batch = data(rows=8)
+  if kind == "masters":
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+  inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
+  inner = {"masters": mpjax.master_weights, "accumulate": lambda tx: mpjax.accumulate(tx, 2)}.get(
+    kind, lambda tx: tx
+  )(inner)
+  config = mpjax.NoLossScale() if kind == "none" else mpjax.DynamicLossScale()
+  tx = mpjax.loss_scaling(inner, config)
+
+  def model(params, model_state, batch, rng):
+    return loss_fn(params, batch, jnp.float16), (model_state, {})
+
+  more = {"ema": {"ema_decay": 0.9}, "cut and retried": {"accumulate": 2, "max_retries": 2}}
+  step = mpjax.make_train_step(model, tx, **more.get(kind, {}))
+  state = mpjax.TrainState.create(params, tx, ema=kind == "ema")
+  mpjax.check_loss_scaling(step)(state, batch=batch)
+  step(state, batch)  # What was donated were copies.
+
+
+def test_what_is_only_logged_may_carry_the_scale():
+  params, batch = data()
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, batch)
+    scale = mpjax.loss_scaling_metrics(opt_state)["loss_scale"]
+    log = {"grads": grads, "scale": scale, "inverse": 1 / scale, "scaled": loss * scale}
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return log, optax.apply_updates(params, updates), opt_state
+
+  mpjax.check_loss_scaling(step)(params, tx.init(params), batch)
+
+
+MISTAKES = {
+  "never": (never, "gradients that were never scaled"),
+  "twice": (twice, "gradients that were unscaled twice"),
+  "torch": (unscaled_and_clipped, "gradients that were unscaled twice"),
+  "clip outside": (clipped_outside, "clipped (or normalised) while they were scaled"),
+  "scaled twice": (scaled_twice, "carry it twice"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(("name", "dtype"), [("sgd", jnp.float16), ("adam", jnp.bfloat16)])
+def test_each_mistake_is_named(mistake, name, dtype):
+  params, batch = data()
+  gradients, got = MISTAKES[mistake]
+  tx = mpjax.loss_scaling(OPTIMIZERS[name])
+  with pytest.raises(ValueError) as error:
+    mpjax.check_loss_scaling(make_step(tx, gradients, dtype))(params, tx.init(params), batch)
+  check_error(
+    error,
+    where="mpjax.check_loss_scaling(step)",
+    expected="the same at every loss scale",
+    got=got,
+    fix="mpjax.value_and_grad(loss_fn, opt_state)",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.StaticLossScale(2.0**20)])
+def test_any_scale_will_do(config):
+  """At scale 1 the mistake does no harm yet, and is found all the same."""
+  params, batch = data()
+  tx = mpjax.loss_scaling(optax.sgd(0.1), config)
+  mpjax.check_loss_scaling(make_step(tx, right))(params, tx.init(params), batch)
+  with pytest.raises(ValueError, match="unscaled twice"):
+    mpjax.check_loss_scaling(make_step(tx, twice))(params, tx.init(params), batch)
+
+
+@pytest.mark.parametrize("wrong", [None, "a", "b"])
+def test_the_loss_whose_gradients_are_wrong_is_named(wrong):
+  params, batch = data()
+  tx = mpjax.loss_scaling(optax.adam(0.1), dict.fromkeys("ab", mpjax.StaticLossScale(1024)))
+
+  @jax.jit
+  def step(params, opt_state, batch):
+    grads = {}
+    for name in "ab":
+      grad_fn = mpjax.value_and_grad(loss_fn, opt_state, name=name)
+      grads[name] = (jax.value_and_grad(loss_fn) if name == wrong else grad_fn)(params, batch)[1]
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  check = mpjax.check_loss_scaling(step)
+  if wrong is None:
+    check(params, tx.init(params), batch)
+    return
+  with pytest.raises(ValueError) as error:
+    check(params, tx.init(params), batch)
+  check_error(
+    error,
+    where="mpjax.check_loss_scaling(step)",
+    expected=f"at every loss scale of the loss '{wrong}'",
+    got="never scaled",
+    fix="tx.update",
+  )
+
+
+def test_what_cannot_be_checked():
+  params, batch = data()
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  step = make_step(tx, right)
+  with pytest.raises(TypeError) as error:
+    mpjax.check_loss_scaling(step)(params, params, batch)
+  where = "mpjax.check_loss_scaling(step)"
+  check_error(
+    error, where=where, expected="made by mpjax.loss_scaling", got="the arguments", fix="Wrap"
+  )
+  with pytest.raises(TypeError) as error:
+    mpjax.check_loss_scaling(lambda *args: step(*args)[0])(params, tx.init(params), batch)
+  check_error(
+    error, where=where, expected="made by", got="none in what step returned", fix="Return"
+  )
+  broken = batch[0] * jnp.nan, batch[1]
+  with pytest.raises(ValueError) as error:
+    mpjax.check_loss_scaling(step)(params, tx.init(params), broken)
+  check_error(error, where=where, expected="finite at some", got="every scale", fix="another batch")
