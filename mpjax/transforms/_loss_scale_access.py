@@ -53,8 +53,8 @@ class Found(NamedTuple):
 
 def plain_array(x: Any) -> Any:
   """Returns the array that a variable holds (`nnx.Optimizer` keeps its state in some), or `x`."""
-  variable = hasattr(x, "__jax_array__") and not isinstance(x, jax.Array)
-  return x.__jax_array__() if variable else x
+  held = None if isinstance(x, jax.Array) else getattr(x, "__jax_array__", None)
+  return x if held is None else held()
 
 
 def scales_in(tree: PyTree) -> list[Found]:
