@@ -21,6 +21,11 @@ EVERY = {**LAYERS, **EXEMPT}
 TWICE = {name for name in LAYERS if name.startswith("attention")} | {"gru_cell"}
 """Layers whose gradients may be off by twice as much as the others'."""
 
+if hasattr(jax.lax, "one_minus_square"):
+  # From jax 0.12 on the derivative of tanh is rounded once less, and elsewhere: 1.67e-2 in bfloat16
+  # for one seed of five, where it was 1.28e-2.
+  TWICE.add("optimized_lstm_rnn")
+
 
 @functools.cache
 def measured(name: str) -> dict[str, tuple[Any, Any]]:

@@ -37,6 +37,13 @@ def test_every_product_is_in_half(name, half):
   assert {x.dtype for x in leaves(grads)} == {np.dtype("float32")}
 
 
+def rms(got, want):
+  """The root of the mean square of all differences: one rounding of one number decides nothing."""
+  pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+  flat = [np.ravel(np.asarray(x, np.float64) - np.asarray(y, np.float64)) for x, y in pairs]
+  return np.sqrt(np.mean(np.square(np.concatenate(flat))))
+
+
 @pytest.mark.parametrize(
   ("name", "half"),
   [
@@ -68,5 +75,5 @@ def test_gradients_err_no_more_than_with_all_cast_outside(name, half):
     return [fun(*args)[1] for fun in (true, ours, by_hand)]
 
   exact, got, control = map(leaves, programs.run(every, params, rest, model.inputs))
-  # Measured, ours to theirs: 0.72 for the transformer, 1.00 for the others.
-  assert programs.error(got, exact) <= 1.05 * programs.error(control, exact)
+  # Measured, ours to theirs: 0.98 for the transformer, 0.99 for the graphs, 1.00 for the others.
+  assert rms(got, exact) <= 1.05 * rms(control, exact)
