@@ -348,6 +348,8 @@ def test_none_for_the_gradients_of_a_whole_subtree():
   losses = {"p": grads, "v": {"policy": None, "value": params["value"]}}
   updates, _ = several.update(losses, several.init(params), params)
   assert [x.tolist() for x in jax.tree.leaves(updates)] == [[-0.5] * n for n in (2, 1, 2)]
+
+
 # Parameters without a gradient are frozen.
 
 DECAYS = {
