@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._loss_scale import LossScaleState
 from mpjax._tree import is_inexact
 from mpjax._types import Array, PyTree
 from mpjax.transforms._loss_scale_access import Found, LossScalingState, replace_scale, scales_in
@@ -89,15 +90,15 @@ def check_loss_scaling(step: Callable[..., Any]) -> Callable[..., None]:
       raise _no_scale("the arguments", "Wrap the optimizer, tx = mpjax.loss_scaling(tx).")
     for one in found:
       if one.state is not None:
-        _check_one(step, args, kwargs, one)
+        _check_one(step, args, kwargs, one, one.state)
 
   return check
 
 
-def _check_one(step: Callable[..., Any], args: Any, kwargs: Any, found: Found) -> None:
+def _check_one(
+  step: Callable[..., Any], args: Any, kwargs: Any, found: Found, state: LossScaleState
+) -> None:
   """Checks the step's use of one of the loss scales in its arguments."""
-  assert found.state is not None
-  state = found.state
 
   def run(scale: float) -> _Run:
     moved = state._replace(scale=jnp.full_like(state.scale, scale))
@@ -133,7 +134,7 @@ def _check_one(step: Callable[..., Any], args: Any, kwargs: Any, found: Found) -
   if powers:
     # Beside those that fall with the scale others may rise: an epsilon makes them.
     rises, path = min(powers, key=lambda one: one[0])
-    raise _error(found, path, _what_happened(rises, run))
+    raise _wrong_step(found, path, _what_happened(rises, run))
 
 
 def _copy(x: Any) -> Any:
@@ -198,7 +199,7 @@ def _what_happened(rises: bool, run: Callable[[float], _Run]) -> str:
   return "gradients that were unscaled twice, or clipped (or normalised) while they were scaled"
 
 
-def _error(found: Found, path: str, what: str) -> MpjaxValueError:
+def _wrong_step(found: Found, path: str, what: str) -> MpjaxValueError:
   name = "" if found.name is None else f" of the loss {found.name!r}"
   return MpjaxValueError(
     message(

@@ -155,7 +155,8 @@ def _first_bad(opt_state: PyTree, found: Found, member: int, params: PyTree) -> 
   """Returns where the last step's first non-finite value was."""
 
   def position(label: str) -> int:
-    return int(np.atleast_1d(found.owner.loss_scale[label].first_bad)[member])
+    state = Found(found.owner, label).state
+    return 0 if state is None else int(np.atleast_1d(state.first_bad)[member])
 
   own, paths = position(found.label), _paths(opt_state, found.owner, params)
   if paths is None:
