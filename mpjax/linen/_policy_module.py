@@ -25,7 +25,11 @@ from mpjax.linen._params import COLLECTIONS, strip
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PolicyModule:
-  """A Linen model under a policy, as `with_policy` returns it."""
+  """A Linen model under a policy, as `with_policy` returns it.
+
+  Other attributes are those of the model: fields of its own that are called `module` or `given` are
+  `wrapped.module.module` and `wrapped.module.given`.
+  """
 
   module: nn.Module
   given: Given

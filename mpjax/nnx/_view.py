@@ -145,6 +145,11 @@ def _wide_fields(spec: Spec) -> dict[str, Any]:
   return {} if spec.product is None or wide is None else product_fields(spec.product, wide)
 
 
+_NO_METHODS = (type, staticmethod, classmethod, functools.partial)
+"""What a class holds that can be called and is not given the module. A partial of Python 3.13 has
+the looks of a method, and warns that it will be one."""
+
+
 def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
   """Yields the methods of a class that are part of a model, each as the MRO finds it."""
   found: set[str] = set()
@@ -160,7 +165,7 @@ def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
         continue
       dunder = name.startswith("__") and name != "__call__"
       is_method = callable(own) and hasattr(own, "__get__")
-      if is_method and not dunder and not isinstance(own, (type, staticmethod, classmethod)):
+      if is_method and not dunder and not isinstance(own, _NO_METHODS):
         yield name, own
 
 

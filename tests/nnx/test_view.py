@@ -92,7 +92,7 @@ def test_every_method_runs_under_the_policy():
   assert echo.static(X).dtype == echo.of_class(X).dtype == echo.value.dtype == jnp.float32
 
 
-# Python 3.13 says of every such attribute that it will be a method in a later version.
+# Python 3.13 says it of the plain model as well.
 @pytest.mark.filterwarnings("ignore:functools.partial will be a method:FutureWarning")
 def test_a_class_attribute_that_can_be_called_is_no_method():
   class Made(nnx.Module):
