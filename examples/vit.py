@@ -8,8 +8,8 @@ token and the positions are raw `nnx.Param`s, then come pre-norm blocks with att
 The lines marked 1 to 5 are all that mixed precision adds to the script:
 
   1  the optimizer with a loss scale in its state
-  2  the loss, times that scale
-  3  the forward pass of a view of the model: same variables, half compute
+  2  the forward pass of a view of the model: same variables, half compute
+  3  the gradients, of the loss times that scale
   4  what the optimizer does not hold (the counters of dropout) skips bad steps too
   5  for inference: parameters stored in half where only half is made of them
 
@@ -98,17 +98,14 @@ def prepare(policy, steps, *, seed=0, **sizes):
 
   @nnx.jit
   def step(model, optimizer, images, labels):
-    opt_state = nnx.as_pure(optimizer.opt_state)
-
     def loss_fn(model):
-      logits = mpjax.nnx.with_policy(model, policy)(images)  # 3
-      loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-      return mpjax.scale_loss(loss, opt_state), loss  # 2
+      logits = mpjax.nnx.with_policy(model, policy)(images)  # 2
+      return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     old = nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
-    grads, loss = nnx.grad(loss_fn, has_aux=True)(model)
+    loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model)  # 3
     optimizer.update(model, grads)
-    finite = mpjax.loss_scaling_metrics(nnx.as_pure(optimizer.opt_state))["finite"]
+    finite = mpjax.loss_scaling_metrics(optimizer)["finite"]
     new = nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
     nnx.update(model, mpjax.commit(finite, new, old))  # 4
     return loss
@@ -124,9 +121,8 @@ def train(policy, steps, on_step, *, seed=0, **sizes):
   for images, labels in digits.batches(train_data, steps):
     losses.append(float(step(model, optimizer, images, labels)))
     on_step()
-  opt_state = nnx.as_pure(optimizer.opt_state)
-  mpjax.check_progress(opt_state)
-  metrics = mpjax.loss_scaling_metrics(opt_state)
+  mpjax.check_progress(optimizer)
+  metrics = mpjax.loss_scaling_metrics(optimizer)
 
   model.eval()
   view = mpjax.nnx.with_policy(model, policy)
