@@ -4,12 +4,16 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 JAXAMP := .venv-jaxamp
+# JAX 0.10 is the last for Python 3.11; later versions of Python get the newest.
+OLDEST ?= 3.11
+NEWEST ?= 3.13 3.12
 
-.PHONY: help demo test lint format bench bench-autocast parity flax-suite campaign mutations soak clean
+.PHONY: help demo test compat lint format bench bench-autocast parity flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
 	@echo "make test        run the tests (PYTEST_ARGS='-k policy' to choose)"
+	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
 	@echo "make lint        ruff and pyright"
 	@echo "make format      let ruff repair what it can"
 	@echo "make bench       measure cost against float32 and hand-written half"
@@ -38,6 +42,16 @@ demo: $(STAMP)
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)
 	$(RUN) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+# Each has a venv of its own. A Python that is missing is an error before any test is run.
+compat:
+	@oldest=$$(.ci/find-python $(OLDEST)) && newest=$$(.ci/find-python $(NEWEST)) || exit 1; \
+	for each in "$$oldest .venv-oldest" "$$newest .venv-newest"; do \
+	  set -- $$each; \
+	  $(MAKE) --no-print-directory $$2/.installed PYTHON=$$1 VENV=$$2 || exit 1; \
+	  echo "$$($$1 --version), jax $$($$2/bin/python -c 'import jax; print(jax.__version__)'):"; \
+	  $(MAKE) --no-print-directory test PYTHON=$$1 VENV=$$2 || exit 1; \
+	done
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -83,5 +97,5 @@ soak: $(STAMP)
 	$(RUN) -m tests.soak
 
 clean:
-	rm -rf $(VENV) $(JAXAMP) build dist .cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) build dist .cache .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
