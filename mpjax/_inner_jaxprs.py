@@ -61,12 +61,12 @@ class _Layout(NamedTuple):
   """Where a primitive keeps its jaxprs.
 
   Fields:
-    read: from the parameters and the number of operands to the inner jaxprs.
+    read: from the parameters and the number of operands to the inner jaxprs; None if not known.
     write: from the parameters and new jaxprs, in the order of `read`, to new parameters; None for a
       primitive whose jaxprs are not replaced.
   """
 
-  read: Callable[[Params, int], tuple[Inner, ...]]
+  read: Callable[[Params, int], tuple[Inner, ...] | None]
   write: Callable[[Params, Sequence[Program]], dict[str, Any]] | None
 
 
@@ -104,6 +104,13 @@ def _read_while(params: Params, count: int) -> tuple[Inner, ...]:
   )
 
 
+def _read_object(params: Params, count: int) -> tuple[Inner, ...] | None:
+  del count
+  # What is in the object differs between versions of JAX, and is private to it. The search for a
+  # root is in no network, and is left alone like `custom_linear_solve`.
+  return () if type(params["_prim"]).__name__ == "CustomRoot" else None
+
+
 def _read_cond(params: Params, count: int) -> tuple[Inner, ...]:
   # The first operand is the number of the branch.
   return tuple(Inner(branch, None, tuple(range(1, count))) for branch in params["branches"])
@@ -119,6 +126,8 @@ def _read_shard_map(params: Params, count: int) -> tuple[Inner, ...]:
 _LAYOUTS: Mapping[str, _Layout] = types.MappingProxyType(
   {
     "call": _one("call_jaxpr"),
+    # `jax.checkpoint` and `jax.custom_vjp` with `jax_remat3` and `jax_custom_vjp3` are such.
+    "call_hi_primitive": _Layout(_read_object, None),
     # `remat2` and `checkpoint` are one primitive, which has been called both.
     "checkpoint": _one("jaxpr"),
     "closed_call": _one("call_jaxpr"),
@@ -147,7 +156,7 @@ _LAYOUTS: Mapping[str, _Layout] = types.MappingProxyType(
 
 # By name: not every primitive is exported.
 HIGHER_ORDER = frozenset(_LAYOUTS)
-"""The higher-order primitives whose jaxprs are entered."""
+"""The higher-order primitives; `inner_jaxprs` is None for what cannot be entered."""
 
 OPAQUE = frozenset(
   {
@@ -185,7 +194,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
     return () if name in OPAQUE or not holds_jaxpr(eqn.params.values()) else None
   try:
     found = _LAYOUTS[name].read(eqn.params, len(eqn.invars))
-    return found if all(_fits(inner, eqn) for inner in found) else None
+    return None if found is None or not all(_fits(inner, eqn) for inner in found) else found
   except (KeyError, AttributeError, TypeError, ValueError):  # A newer JAX keeps them elsewhere.
     return None
 

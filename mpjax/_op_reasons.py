@@ -345,7 +345,7 @@ GROUPS: tuple[Group, ...] = (
   ),
   _group(
     "opaque",
-    "call_exported call_hi_primitive call_hi_primitive_linearized compute_on core_map "
+    "call_exported call_hi_primitive_linearized compute_on core_map "
     "cudnn_fusion custom_jvp_call_jaxpr custom_partitioning fused_call pallas_call "
     "remat_opt run_state xla_metadata_call",
     "They hold a program of their own that is deliberately not entered: a kernel written by hand, "

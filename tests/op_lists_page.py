@@ -12,7 +12,7 @@ PAGE = pathlib.Path(__file__).parent.parent / "docs" / "op_lists.md"
 BEGIN, END = "<!-- lists -->", "<!-- end of lists -->"
 
 
-NOT_ENTERED = {"custom_linear_solve", "linear_call"}
+NOT_ENTERED = {"call_hi_primitive", "custom_linear_solve", "linear_call"}
 """Of `HIGHER_ORDER`, which serves other walks too, those that autocast leaves as they are."""
 
 
@@ -32,7 +32,7 @@ def tables() -> str:
   lines += ["", "### higher-order", "", "The programs that these hold are entered:", ""]
   lines += [_code(sorted(set(HIGHER_ORDER) - NOT_ENTERED)), ""]
   lines += [
-    "Those of these run as they were traced, since they come with others that must agree:",
+    "These run as they were traced: they come with others that must agree, or are objects of JAX:",
     "",
   ]
   lines += [_code(sorted(NOT_ENTERED))]

@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Primitive
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 
 import mpjax
+from mpjax._autocast._transform import rewritten
+from mpjax._autocast._values import Settings
 from tests import programs
 
 BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
@@ -83,3 +86,44 @@ def test_a_stranger_runs_as_it_was_traced_and_is_reported(stranger, half):
   assert str(first.outvars[0].aval.dtype) == str(last.outvars[0].aval.dtype) == half
   found = jax.jit(cast)(X[0], W)  # JAX still has the program.
   np.testing.assert_allclose(found, X[0] @ W @ W @ W, rtol=0.1, atol=0.1)
+
+
+@pytest.fixture
+def newer():
+  """`jax.checkpoint` and `jax.custom_vjp` as a later JAX has them: each is an object."""
+  flags = ("jax_remat3", "jax_custom_vjp3")
+  for flag in flags:
+    jax.config.update(flag, True)
+  yield
+  for flag in flags:
+    jax.config.update(flag, False)
+
+
+@pytest.mark.case("B075")
+def test_checkpoint_of_a_later_jax_runs_as_it_was_traced_and_is_reported(newer):
+  def fn(x, w):
+    return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x) @ w
+
+  cast = mpjax.autocast(fn)
+  with pytest.warns(UserWarning, match="'call_hi_primitive' holds a program"):
+    found = cast(X[0], W)
+  np.testing.assert_allclose(found, fn(X[0], W), rtol=0.05, atol=0.05)
+  with pytest.warns(UserWarning, match="call_hi_primitive"):
+    program = jax.make_jaxpr(cast)(X[0], W)
+  assert [p.dtypes for p in programs.products(program)] == [("bfloat16", "bfloat16")]
+  # What the user leaves alone on purpose is no news.
+  mpjax.autocast(mpjax.full_precision(fn))(X[0], W)
+
+
+@pytest.mark.case("B075")
+def test_a_scan_of_a_later_jax_is_no_key_error():
+  """An equation whose parameters this version cannot read, under a name that it knows."""
+  program = jax.make_jaxpr(lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=2)[0])
+  eqns = program(X[0], W).eqns
+  odd = eqns[-1].replace(params={**eqns[-1].params, "ft_in": None, "jaxpr": None})
+  jaxpr = program(X[0], W).jaxpr.replace(eqns=[*eqns[:-1], odd])
+  settings = Settings(compute=np.dtype(jnp.bfloat16), ops=mpjax.OpLists())
+  closed = ClosedJaxpr(jaxpr, ())
+  with pytest.warns(UserWarning, match="'scan' holds a program in its parameters"):
+    new = rewritten(closed, settings, "here")
+  assert new.eqns[-1].params == odd.params
