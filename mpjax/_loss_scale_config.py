@@ -250,3 +250,9 @@ def label_number(label: str, field: str) -> float:
   given = dict(re.findall(r"(\w+)=([^,)]+)", label))
   # Nine digits tell all float32 values apart, so this gives back the very number.
   return float(np.float32(given.get(field, getattr(DynamicLossScale, field))))
+
+
+def largest_scale(label: str) -> float:
+  """Returns the largest scale that training by the configuration behind `label` comes to."""
+  static = re.fullmatch(r"static\(scale=(.+)\)", label)
+  return float(static[1]) if static else label_limits(label)[1]

@@ -1,5 +1,6 @@
 """The loss scale in an optimizer state: finding it, using it, setting it."""
 
+import warnings
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -8,7 +9,12 @@ import optax
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._loss_scale import LossScaleState, unscale_tree
-from mpjax._loss_scale_config import label_limits, positive_scale, warn_unless_power_of_two
+from mpjax._loss_scale_config import (
+  label_limits,
+  largest_scale,
+  positive_scale,
+  warn_unless_power_of_two,
+)
 from mpjax._types import Array, PyTree
 
 LossScales: TypeAlias = dict[str, LossScaleState | tuple[()]]
@@ -148,8 +154,10 @@ def _refuse_outside(opt_state: PyTree, where: str) -> None:
 def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Array:
   """Returns `loss` times the loss scale of `opt_state`, to be differentiated.
 
-  A loss in half is cast to float32 before it is multiplied: 5 * 2^15 is inf in float16.
-  `mpjax.value_and_grad` does this for you and returns the plain loss as well.
+  A loss in low precision is cast to float32 before it is multiplied: 5 * 2^15 is inf in float16.
+  The way back casts the scale to the dtype of the loss: where that is float16 and the scale may
+  exceed 2^15, there is a warning. `mpjax.value_and_grad` does all this and returns the plain loss
+  as well.
 
   Args:
     loss: a floating scalar.
@@ -165,18 +173,35 @@ def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Ar
     MpjaxValueError: the loss is not a scalar, or no scale is called `name`.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(max_scale=2**15))
   >>> mpjax.scale_loss(jnp.asarray(5.0, jnp.float16), tx.init(jnp.ones(3)))
   Array(163840., dtype=float32)
   """
   where = "mpjax.scale_loss(loss)"
-  state = find_scale(opt_state, "mpjax.scale_loss(opt_state)", name).state
+  found = find_scale(opt_state, "mpjax.scale_loss(opt_state)", name)
+  state = found.state
   check_loss(loss, where)
   if state is None:
     return loss
   loss = jnp.asarray(loss)
+  _warn_of_float16(loss, found)
   dtype = jnp.float64 if loss.dtype == jnp.float64 else jnp.float32
   return loss.astype(dtype) * state.scale.astype(dtype)
+
+
+def _warn_of_float16(loss: Array, found: Found) -> None:
+  """Warns if the scale, which is the cotangent of the loss, may become too large for its dtype."""
+  largest = largest_scale(found.config)
+  if loss.dtype != jnp.float16 or largest <= float(jnp.finfo(jnp.float16).max):
+    return
+  warnings.warn(
+    "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, which "
+    f"in float16 is inf from 2^16 on, and this one may be {largest:.9g}: such steps are all "
+    "skipped. Cast to float32 in the loss function, before the mean (losses.astype(jnp.float32), "
+    'or output_dtype="float32" in the policy), or stay below, DynamicLossScale(max_scale=2**15).',
+    UserWarning,
+    stacklevel=3,
+  )
 
 
 def check_loss(loss: Any, where: str) -> None:

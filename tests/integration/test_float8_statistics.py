@@ -1,4 +1,4 @@
-"""Flax's float8 layers: the gradient of their statistics is the next value of these."""
+"""Flax's float8 layers: what comes as the gradient of their statistics is their next value."""
 
 import flax.linen as nn
 import jax

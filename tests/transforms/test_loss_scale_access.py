@@ -52,6 +52,7 @@ def test_a_train_state_will_do():
 
 @pytest.mark.case("A37", "B026")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.filterwarnings("ignore:.*the loss is float16")
 def test_half_loss_is_cast_before_it_is_multiplied(wrap):
   state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
   scale = wrap(mpjax.scale_loss)
@@ -64,7 +65,62 @@ def test_half_loss_is_cast_before_it_is_multiplied(wrap):
   assert scale(5.0, state) == 163840
 
 
+FAULTY = {
+  "the default": mpjax.DynamicLossScale(),
+  "static": mpjax.StaticLossScale(2**16),
+  "a low start": mpjax.DynamicLossScale(init=1, max_scale=2**16),
+}
+RIGHT = {
+  "limited": mpjax.DynamicLossScale(max_scale=2**15),
+  "static": mpjax.StaticLossScale(2**15),
+  "no scale": mpjax.NoLossScale(),
+}
+
+
+@pytest.mark.parametrize("how", ["scale_loss", "value_and_grad", "several"])
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once(name, how):
+  """The cotangent of a float16 loss is the scale in float16, inf from 2^16 on: a step lost for
+  each growth, for ever, or all of them."""
+  other = mpjax.StaticLossScale(1)
+  config = {"a": FAULTY[name], "b": other} if how == "several" else FAULTY[name]
+  state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
+  which = "a" if how == "several" else None
+
+  def fun(params):
+    return jnp.mean(params["w"].astype(jnp.float16))
+
+  use = mpjax.value_and_grad(fun, state, name=which)
+  if how == "scale_loss":
+    use = lambda params: mpjax.scale_loss(fun(params), state)  # noqa: E731
+  with pytest.warns(UserWarning, match="the loss is float16.*Cast to float32") as found:
+    jax.jit(use)(PARAMS)
+  assert len(found) == 1
+  # What it says is so: at 2^16 the gradient is not finite.
+  high = mpjax.set_loss_scale(state, 2**16, name=which)
+  with pytest.warns(UserWarning, match="the loss is float16"):
+    _, grads = mpjax.value_and_grad(fun, high, name=which)(PARAMS)
+  assert not mpjax.all_finite(grads)
+  # The cure cures.
+  right = mpjax.value_and_grad(
+    lambda p: jnp.mean(p["w"].astype(jnp.float16), dtype="float32"), high, name=which
+  )
+  assert mpjax.all_finite(right(PARAMS)[1])
+  if how == "several":
+    mpjax.value_and_grad(fun, state, name="b")(PARAMS)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_float16_loss_within_its_range_is_no_matter(name):
+  state = mpjax.loss_scaling(optax.sgd(0.1), RIGHT[name]).init(PARAMS)
+  mpjax.value_and_grad(lambda p: jnp.mean(p["w"].astype(jnp.float16)), state)(PARAMS)
+  wide = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
+  for dtype in (jnp.float32, jnp.bfloat16):
+    mpjax.value_and_grad(lambda p, d=dtype: jnp.mean(p["w"]).astype(d), wide)(PARAMS)
+
+
 @pytest.mark.case("B046")
+@pytest.mark.filterwarnings("ignore:.*the loss is float16")
 def test_under_strict_promotion():
   with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
     state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
