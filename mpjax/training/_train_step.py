@@ -27,6 +27,7 @@ from mpjax.training._train_step_checks import (
   check_call,
   check_decision,
   check_shardings,
+  check_updates,
   checked_update,
 )
 from mpjax.transforms import (
@@ -150,6 +151,7 @@ def make_train_step(
     norm = _norm(unscale(grads, state.opt_state))
 
     def apply(params: PyTree, updates: PyTree, opt_state: PyTree) -> PyTree:
+      check_updates(params, updates)
       return apply_updates(
         params,
         updates,

@@ -109,17 +109,7 @@ def checked_update(
     if isinstance(error, (MpjaxError, jax.errors.JAXTypeError)):
       raise
     _check_own_state(tx, state, error)
-    raise MpjaxTypeError(
-      message(
-        f"{where}: tx.update",
-        expected="an optimizer that needs the parameters, the gradients of the mean loss and "
-        "value=, and no more",
-        got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-        fix="What evaluates the loss by itself (lbfgs and other line searches, SAM in opaque mode) "
-        "or takes gradients of another shape (dpsgd, lookahead) has to be called in a loop of your "
-        "own: mpjax.value_and_grad, and tx.update with the arguments that it wants.",
-      )
-    ) from error
+    raise _needs_more(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
   problems = tree_differences(state.opt_state, opt_state, dtypes=True)
   if problems:
     _check_own_state(tx, state, None)
@@ -133,6 +123,27 @@ def checked_update(
       )
     )
   return result, opt_state
+
+
+def check_updates(params: PyTree, updates: PyTree) -> None:
+  """Raises unless the optimizer has made updates like the parameters."""
+  problems = tree_differences(params, updates, dtypes=False)
+  if problems:
+    raise _needs_more(f"updates with {listed(problems)}")
+
+
+def _needs_more(got: str) -> MpjaxTypeError:
+  return MpjaxTypeError(
+    message(
+      "mpjax.make_train_step(tx): tx.update",
+      expected="an optimizer that needs the parameters, the gradients of the mean loss and "
+      "value=, and no more",
+      got=got,
+      fix="What evaluates the loss by itself (lbfgs and other line searches, SAM in opaque mode) "
+      "or takes gradients of another shape (dpsgd, lookahead) has to be called in a loop of your "
+      "own: mpjax.value_and_grad, and tx.update with the arguments that it wants.",
+    )
+  )
 
 
 def _check_own_state(tx: Any, state: TrainState, error: Exception | None) -> None:

@@ -107,7 +107,7 @@ def mapped(setup: Setup, devices: int, guard: bool) -> Any:
   """Returns a run by `shard_map`; JAX checks that what comes out is the same everywhere."""
   return jax.jit(
     jax.shard_map(
-      unmapped(setup, guard, axis_name="data"),
+      unmapped(setup, guard, axis_name="data", integer_state="same"),
       mesh=mesh_of(devices),
       in_specs=(jax.P(), jax.P(), jax.P(None, "data")),
       out_specs=jax.P(),

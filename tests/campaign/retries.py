@@ -119,11 +119,13 @@ def follow(setup: Setup, faults: Faults, run: int) -> list[Step]:
     forward = place != LOSS
     after = []
     for _ in range(1 + MAX_RETRIES):
-      scale, floor_hits = oracle.scale, oracle.floor_hits
+      scale = oracle.scale
       finite = bool(forward and scale * slope < 2.0**16)  # False for a NaN.
       after.append(copy.copy(oracle.step(finite)))
-      if finite or not forward or oracle.floor_hits > floor_hits:
+      if finite or not forward or scale == oracle.limits[0]:
         break
+      if oracle.scale == scale:  # Hysteresis withheld it, and the same would overflow again.
+        oracle.scale = scale * oracle.factors[1]
     if not finite:  # Nothing helped: the batch was to blame, and costs one step of the scale.
       oracle = after[0]
     steps.append(Step(len(after) > 1 or not finite, finite, scale, oracle_numbers(oracle)))

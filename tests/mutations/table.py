@@ -552,4 +552,53 @@ _NNX = (
   ),
 )
 
-MUTATIONS = (*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES, *_POLICIES, *_STORED, *_NNX)
+_STEPS = (
+  Mutation(
+    number=48,
+    breaks="a loss that loss_fn has averaged over devices is differentiated as one number for all",
+    file=_GRADIENTS,
+    old="      return vary(loss), aux\n",
+    new="      return loss, aux\n",
+    test="tests/training/test_across_devices.py"
+    "::test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient",
+  ),
+  Mutation(
+    number=49,
+    breaks="a counter of local tokens becomes the largest of all devices",
+    file="mpjax/training/_across_devices.py",
+    old='if how == "sum" else',
+    new='if how == "both" else',
+    test="tests/training/test_across_devices.py::test_a_token_counter_beside_a_step_counter",
+  ),
+  Mutation(
+    number=50,
+    breaks="a mask that holds -inf skips every step",
+    file=_GRADIENTS,
+    old="  return jnp.where(jnp.logical_or(new == old, both_nan), jnp.zeros_like(new), new)\n",
+    new="  return jnp.where(both_nan, jnp.zeros_like(new), new)\n",
+    test="tests/training/test_train_step.py::test_what_was_infinite_before_skips_no_step",
+  ),
+  Mutation(
+    number=51,
+    breaks="the average of parameters that accumulate trains moves with each micro-batch",
+    file=_STEP,
+    old="return moved if flag is None else jnp.where(flag, moved, e)",
+    new="return moved",
+    test="tests/training/test_train_step.py"
+    "::test_the_average_moves_with_updates_not_with_micro_batches",
+  ),
+  Mutation(
+    number=52,
+    breaks="with hysteresis a batch is run again at the same scale",
+    file="mpjax/training/_retries.py",
+    old="jnp.where(withheld, lower, after.scale)",
+    new="after.scale",
+    test="tests/training/test_retries.py"
+    "::test_each_run_is_at_a_lower_scale_whatever_the_hysteresis",
+  ),
+)
+
+MUTATIONS = (
+  *(*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES),
+  *(*_POLICIES, *_STORED, *_NNX, *_STEPS),
+)

@@ -76,6 +76,10 @@ ALONE = {
     lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
     "grad_fn must be provided",
   ),
+  "private": (
+    lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
+    "updates with shape [] for",
+  ),
 }
 
 

@@ -783,3 +783,18 @@ def test_an_update_that_names_the_flag_alone_is_given_it():
     tx = mpjax.loss_scaling(inner, config)
     tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
   assert seen == [True, True]
+
+
+def test_an_inner_optimizer_gets_the_arguments_that_it_names():
+  """Like optax.contrib.sam, whose update takes no others; any optax transformation may."""
+  seen = []
+
+  def update(updates, state, params=None, *, loss_scale, value=None):
+    seen.append((float(loss_scale), value))
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+  tx = mpjax.loss_scaling(inner, STATIC4)
+  params = jnp.ones(2)
+  tx.update(params, tx.init(params), params, value=3, other=4)
+  assert seen == [(4.0, 3)]
