@@ -167,9 +167,10 @@ def check_decision(new: PyTree, old: PyTree) -> None:
 
   A `shard_map` with `check_vma=False`, and a `pmap`, do not tell.
   """
-  found, before = (own_scale(x, "").state for x in (new, old))
+  decisions = [own_scale(x, "").state for x in (new, old)]
+  after, before = (scale.finite for scale in decisions if scale is not None)
   names = jax.sharding.get_abstract_mesh().manual_axes
-  apart = [n for n in names if _varies(found.finite, n) and not _varies(before.finite, n)]
+  apart = [name for name in names if _varies(after, name) and not _varies(before, name)]
   if apart:
     raise MpjaxValueError(
       message(
