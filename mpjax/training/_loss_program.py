@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from mpjax._errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed, message
@@ -44,9 +45,9 @@ def trace_loss(
 
   A step that is differentiated, looked at and run again would otherwise call it for each of these.
   """
-  args = (params, model_state, batch, rng)
+  args, checked = (params, model_state, batch, rng), _checked(loss_fn)
   try:
-    jaxpr, shapes = jax.make_jaxpr(_checked(loss_fn), return_shape=True)(*args)
+    jaxpr, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
   except Exception as error:
     if rng is None and not isinstance(error, MpjaxError):
       _raise_if_a_key_helps(loss_fn, args, error)
@@ -67,7 +68,13 @@ def trace_loss(
   before, count = len(jax.tree.leaves(params)), len(jax.tree.leaves(model_state))
   origins = passed_through(jaxpr)[1 : 1 + count]
   unchanged = [origin == before + i for i, origin in enumerate(origins)]
-  return LossProgram(fun, jaxpr, jax.tree.unflatten(jax.tree.structure(model_state), unchanged))
+  # Who has switched jit off wants to look at values inside of loss_fn.
+  traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+  return LossProgram(
+    fun if traced else checked,
+    jaxpr,
+    jax.tree.unflatten(jax.tree.structure(model_state), unchanged),
+  )
 
 
 def _raise_if_a_key_helps(loss_fn: LossFn, args: Any, error: Exception) -> None:

@@ -276,7 +276,8 @@ def test_metrics_whose_names_are_no_strings():
   )
 
 
-def test_constants_come_out_as_arrays():
+@pytest.mark.parametrize("jit", [True, False])
+def test_constants_come_out_as_arrays(jit):
   """A program returns them as NumPy values, or as literals of JAX."""
 
   def loss_fn(params, model_state, batch, rng):
@@ -285,8 +286,25 @@ def test_constants_come_out_as_arrays():
 
   tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
   state = mpjax.TrainState.create(jnp.ones(2), tx, model_state=0)
-  with jax.disable_jit():
+  with jax.disable_jit(not jit):
     state, metrics = mpjax.make_train_step(loss_fn, tx)(state, jnp.ones(()))
   assert all(type(x) is type(jnp.ones(())) for x in jax.tree.leaves((state, metrics)))
   assert (state.model_state, metrics["half"], metrics["flag"]) == (3, 0.5, 1)
   np.testing.assert_array_equal(metrics["table"], [0, 1])
+
+
+def test_values_can_be_looked_at_where_jit_is_off():
+  seen = []
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    loss = jnp.mean(params * batch)
+    if not isinstance(batch, jax.core.Tracer):
+      seen.append(float(batch))
+    return loss, (model_state, {})
+
+  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
+  state = mpjax.TrainState.create(jnp.ones(()), tx)
+  with jax.disable_jit():
+    mpjax.make_train_step(loss_fn, tx)(state, jnp.asarray(3.0))
+  assert seen == [3.0]
