@@ -328,7 +328,8 @@ def _pass_through(
     updates, inner_state = inner.update(seen, state.inner_state, view, **extra_args)
     if hidden:
       updates = merge_updates(grads, updates, arrays_only(params))
-    inner_state = keep_masters(frozen, state.inner_state, keep_half(state.inner_state, inner_state))
+    inner_state = keep_half(state.inner_state, inner_state, params)
+    inner_state = keep_masters(frozen, state.inner_state, inner_state)
     updates = hold(frozen, updates)
     result = updates if apply is None else apply(params, updates, inner_state)
     return result, LossScalingState(dict.fromkeys(configs, ()), inner_state)

@@ -173,7 +173,7 @@ def refuse_nesting(inner_state: PyTree) -> None:
     )
 
 
-class _Transformation(optax.GradientTransformationExtraArgs):
+class LossScalingTransformation(optax.GradientTransformationExtraArgs):
   """An optax transformation whose `update` takes `apply=` only where it is called by name.
 
   `optax.chain` unpacks its transformations: what it gets refuses `apply=`, since the next one in
@@ -196,7 +196,7 @@ def transformation(
       raise _not_outermost("one that is part of an optax.chain")
     return update(*args, **kwargs)
 
-  return _Transformation(init, in_a_chain)
+  return LossScalingTransformation(init, in_a_chain)
 
 
 def refuse_apply_to_parts(params: PyTree) -> None:

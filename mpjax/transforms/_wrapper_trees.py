@@ -69,13 +69,14 @@ def fill_gradients(grads: PyTree, params: PyTree) -> PyTree:
     return grads
 
 
-def keep_half(old: PyTree, new: PyTree) -> PyTree:
-  """Returns `new` with half leaves where `old` has them.
+def keep_half(old: PyTree, new: PyTree, params: PyTree) -> PyTree:
+  """Returns the state `new` with half leaves where `old` has them, if there are half parameters.
 
-  An optimizer in half makes float32 moments of float32 gradients; as a new type they would be a new
+  Their optimizer makes float32 moments of float32 gradients; as a new type they would be a new
   trace.
   """
-  if jax.tree.structure(old) != jax.tree.structure(new):
+  half = any(map(is_half, jax.tree.leaves(params)))
+  if not half or jax.tree.structure(old) != jax.tree.structure(new):
     return new
 
   def keep(o: Any, n: Any) -> Any:

@@ -524,7 +524,7 @@ def test_has_aux_forgotten():
     (lambda: mpjax.value_and_grad(mlp), "arguments fun, opt_state", "'opt_state'"),
     (lambda: mpjax.value_and_grad(mlp, STATE, aux=True), "has_aux", "'aux'"),
     (lambda: mpjax.value_and_grad(STATE, mlp), "first argument", "a LossScalingState"),
-    (lambda: mpjax.value_and_grad(TX, STATE), "first argument", "a GradientTransformation"),
+    (lambda: mpjax.value_and_grad(TX, STATE), "first argument", "a LossScalingTransformation"),
   ],
 )
 def test_a_call_with_arguments_missing_unknown_or_swapped(call, expected, got):
@@ -548,6 +548,6 @@ def test_tx_for_its_state():
     error,
     where="opt_state",
     expected="state",
-    got="a GradientTransformation",
+    got="a LossScalingTransformation",
     fix="tx.init(params)",
   )
