@@ -47,8 +47,9 @@ def _walk(program: Program, times: int, certain: bool) -> Iterator[Visit]:
     found = inner_jaxprs(eqn)
     yield Visit(eqn, times, certain, entered=found is not None)
     for inner in found or ():
-      known = inner.times is not None
-      yield from _walk(inner.program, times * inner.times if known else times, certain and known)
+      runs = 1 if inner.times is None else inner.times
+      known = certain and inner.times is not None
+      yield from _walk(inner.program, times * runs, known)
 
 
 def _counted(program: Program) -> Iterator[Visit]:

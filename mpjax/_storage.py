@@ -207,7 +207,7 @@ def _inside(eqn: JaxprEqn, places: Sequence[int]) -> Iterator[tuple[Inner | None
   """
   found = inner_jaxprs(eqn) or ()
   for place in places:
-    known = [(i, i.operands.index(place)) for i in found if place in (i.operands or ())]
+    known = [(i, i.operands.index(place)) for i in found if i.operands and place in i.operands]
     for inner, position in known:
       yield (None if position in inner.carry else inner), position
     if not known:

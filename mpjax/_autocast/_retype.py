@@ -18,7 +18,7 @@ def traced(fun: Callable[..., Any]) -> Callable[..., ClosedJaxpr]:
   `jax_default_matmul_precision` is a setting for a whole process, such as TensorFloat-32 for what
   is in float32, and says nothing of one matmul. Those that are left as they are get it back.
   """
-  if jax.config.jax_default_matmul_precision is None:
+  if not _is_precision_set():
     return jax.make_jaxpr(fun)
 
   def trace(*args: Any) -> ClosedJaxpr:
@@ -28,9 +28,14 @@ def traced(fun: Callable[..., Any]) -> Callable[..., ClosedJaxpr]:
   return trace
 
 
+def _is_precision_set() -> bool:
+  config: Any = jax.config  # Its attributes have no types.
+  return config.jax_default_matmul_precision is not None
+
+
 def default_precision() -> Any:
   """Returns the parameter that `jax_default_matmul_precision` gives a matmul; None if unset."""
-  if jax.config.jax_default_matmul_precision is None:
+  if not _is_precision_set():
     return None
   number = jax.ShapeDtypeStruct((1,), np.float32)
   return jax.make_jaxpr(jnp.dot)(number, number).eqns[-1].params["precision"]
