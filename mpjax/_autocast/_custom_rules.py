@@ -59,8 +59,8 @@ def with_rule(rule: Rule, operands: Sequence[Any], body: Jaxpr) -> JaxprEqn:
 
 def _closed(rule: Rule) -> Any:
   """The program of a function with a rule."""
-  (inner,) = inner_jaxprs(rule.eqn) or ()
-  return inner.program
+  found = inner_jaxprs(rule.eqn)
+  return found[0].program if found else None
 
 
 def _as_traced(rule: Rule, operands: Sequence[Any]) -> list[Any]:
