@@ -325,6 +325,8 @@ def _pass_through(
     # None of `params` can be hidden without a mark in its place, so the structures tell.
     hidden = jax.tree.structure(view) != jax.tree.structure(params)
     seen = hide_untrained(grads, params) if hidden else grads
+    if hidden and "grad" in extra_args:
+      extra_args["grad"] = hide_untrained(extra_args["grad"], params)
     updates, inner_state = inner.update(seen, state.inner_state, view, **extra_args)
     if hidden:
       updates = merge_updates(grads, updates, arrays_only(params))

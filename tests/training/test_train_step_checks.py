@@ -21,6 +21,26 @@ def one_step(loss_fn, tx, params, batch, **options):
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+def test_half_moments_without_a_scale_stay_half():
+  """The optimizer sees half parameters as they are, and float32 gradients."""
+  inner = optax.sgd(0.5, momentum=0.5)
+  tx = mpjax.loss_scaling(inner, mpjax.NoLossScale())
+  params = jnp.ones(3, jnp.bfloat16)
+  state = mpjax.TrainState.create(params, tx)
+  trace = state.opt_state.inner_state[0].trace
+  assert trace.dtype == jnp.bfloat16
+  step = mpjax.make_train_step(loss_fn, tx, donate=False)
+  for _ in range(2):
+    before, (state, _) = state, step(state, jnp.ones((2, 3)))
+    gradient = 2 * jnp.sum(before.params.astype(jnp.float32))
+    expected = gradient + 0.5 * before.opt_state.inner_state[0].trace.astype(jnp.float32)
+    assert jnp.array_equal(state.opt_state.inner_state[0].trace, expected.astype(jnp.bfloat16))
+    moved = before.params.astype(jnp.float32) - 0.5 * expected
+    assert jnp.array_equal(state.params, moved.astype(jnp.bfloat16))
+  assert step._cache_size() == 1
+
+
 def test_moments_that_would_change_their_dtype():
   def init(params):
     return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
