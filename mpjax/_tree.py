@@ -205,7 +205,14 @@ def is_array_like(x: Any) -> bool:
   return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
-def select(condition: Array, on_true: PyTree, on_false: PyTree, where: str) -> PyTree:
+def select(
+  condition: Array,
+  on_true: PyTree,
+  on_false: PyTree,
+  where: str,
+  *,
+  fix: str = "Give both the same structure, shapes and dtypes: nothing is cast or broadcast here.",
+) -> PyTree:
   """Returns `on_true` where the scalar `condition` holds and `on_false` where it does not.
 
   Never a product with a mask: 0 * NaN is NaN.
@@ -215,6 +222,7 @@ def select(condition: Array, on_true: PyTree, on_false: PyTree, where: str) -> P
     on_true: a tree of arrays.
     on_false: a tree with the same structure, shapes and dtypes.
     where: the public call, for the error.
+    fix: what to do where the trees differ.
 
   Raises:
     MpjaxValueError: `condition` is not a scalar, or the trees differ in structure, or a leaf in
@@ -236,7 +244,7 @@ def select(condition: Array, on_true: PyTree, on_false: PyTree, where: str) -> P
         where,
         expected="the new tree to be like the old one",
         got=listed(problems),
-        fix="Give both the same structure, shapes and dtypes: nothing is cast or broadcast here.",
+        fix=fix,
       )
     )
 

@@ -12,7 +12,13 @@ from jax.core import Tracer
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._types import Array, PyTree
 from mpjax.transforms._branch import hold, step_or_skip
-from mpjax.transforms._checks import check_inner, check_state, init_inner, refuse_integers
+from mpjax.transforms._checks import (
+  check_inner,
+  check_state,
+  init_inner,
+  refuse_integers,
+  update_inner,
+)
 from mpjax.transforms._loss_scale_access import scales_in
 from mpjax.transforms._master_weights import adopt_masters, keep_masters, reach_masters
 from mpjax.transforms._wrapper_trees import (
@@ -127,7 +133,9 @@ def accumulate(
 
     def step(inner_state: PyTree) -> tuple[PyTree, PyTree]:
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
-      new_updates, new_inner = inner.update(mean, inner_state, view, **extra_args)
+      new_updates, new_inner = update_inner(
+        inner, mean, inner_state, view, extra_args, f"{where}.update"
+      )
       new_inner = keep_masters(frozen, inner_state, new_inner)
       return hold(frozen, reach_masters(params, new_updates, new_inner)), new_inner
 

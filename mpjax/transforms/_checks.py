@@ -93,6 +93,45 @@ def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, whe
     ) from error
 
 
+def update_inner(
+  inner: optax.GradientTransformationExtraArgs,
+  grads: PyTree,
+  state: PyTree,
+  params: PyTree,
+  extra_args: dict[str, Any],
+  where: str,
+) -> tuple[PyTree, PyTree]:
+  """Returns `inner.update(...)`; where that fails because the state is another's, says so.
+
+  Raises:
+    MpjaxTypeError: `state` has not the structure of `inner.init(params)`, and `update` raises.
+  """
+  try:
+    return inner.update(grads, state, params, **extra_args)
+  except MpjaxError:
+    raise
+  except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    own = _init_structure(inner, grads if params is None else params)
+    if own is None or own == jax.tree.structure(state):
+      raise
+    raise MpjaxTypeError(
+      message(
+        f"{where}(state)",
+        expected=f"the state that init of this very transformation made, {own}"[:500],
+        got=f"{jax.tree.structure(state)}"[:500],
+        fix="Pass the tx that made it, wrapped and configured alike, or make a new state.",
+      )
+    ) from error
+
+
+def _init_structure(inner: optax.GradientTransformationExtraArgs, params: PyTree) -> Any:
+  """Returns the structure of the state that `inner` starts from, or None if it cannot be told."""
+  try:
+    return jax.tree.structure(jax.eval_shape(inner.init, params))
+  except Exception:
+    return None
+
+
 _OVERWRITTEN = "_overwrite_with_gradient"
 """The collection of Flax's float8 layers; what comes as its gradient is its next value."""
 

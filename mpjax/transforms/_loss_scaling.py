@@ -16,7 +16,7 @@ from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, l
 from mpjax._tree import first_nonfinite, is_inexact, select
 from mpjax._types import Array, PyTree
 from mpjax.transforms._branch import Step, hold, nothing_like, one_at_a_time, step_or_skip
-from mpjax.transforms._checks import init_inner, take_extra_args
+from mpjax.transforms._checks import init_inner, take_extra_args, update_inner
 from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
 from mpjax.transforms._loss_scaling_checks import (
   by_loss,
@@ -36,6 +36,8 @@ from mpjax.transforms._master_weights import (
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
   arrays_only,
+  by_part,
+  differentiated,
   fill_gradients,
   float32_view,
   frozen_leaves,
@@ -45,6 +47,11 @@ from mpjax.transforms._wrapper_trees import (
   place_like,
   strong,
   warn_of_half,
+)
+
+_STATE_FIX = (
+  "Let inner return the same structure, shapes and dtypes as its init makes: nothing is cast or "
+  "broadcast here. optax.monitor begins with an empty state; optax.snapshot measures in init."
 )
 
 AxisName = Hashable | Sequence[Hashable]
@@ -157,15 +164,15 @@ def loss_scaling(
     **extra_args: Any,
   ) -> tuple[PyTree, LossScalingState]:
     old = own_scales(state, configs)
-    where = "mpjax.loss_scaling(inner).update"
+    call = where = "mpjax.loss_scaling(inner).update"
     if apply is not None:
       refuse_apply_to_parts(params)
     params = arrays_only(params)
-    grads = {
-      label: align_gradients(g, params, f"{where}(updates)")
-      for label, g in by_loss(updates, configs, several, f"{where}(updates)").items()
-    }
-    frozen = frozen_leaves(by_loss(updates, configs, several, where).values(), params)
+    own = differentiated(params)
+    given = by_loss(updates, configs, several, f"{where}(updates)")
+    given = {label: differentiated(g) for label, g in given.items()}
+    grads = {k: align_gradients(g, own, f"{where}(updates)") for k, g in given.items()}
+    frozen = frozen_leaves(given.values(), own)
     if "grad" in extra_args:
       given = by_loss(extra_args["grad"], configs, several, f"{where}(grad)")
       extra_args["grad"] = _unscaled_sum(given, old)
@@ -197,17 +204,18 @@ def loss_scaling(
       # In here, where an optimizer reads it, a quotient is never stored.
       gradient = _unscaled_sum(grads, old) if total is None else total
       more = extra_args if grad_fn is None else {**extra_args, "grad_fn": unscaled_by(seen)}
-      new_updates, new_inner = inner.update(gradient, inner_state, view, **more)
+      new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
       new_inner = keep_masters(frozen, inner_state, new_inner)
-      return hold(frozen, reach_masters(params, new_updates, new_inner)), new_inner
+      new_updates = reach_masters(params, new_updates, new_inner)
+      return by_part(lambda u, _: hold(frozen, u), new_updates, params), new_inner
 
     def unscaled_by(seen: list[dict[str, Array]] | None) -> Callable[..., PyTree]:
       """`grad_fn` that returns plain gradients, and notes where they are not finite."""
 
       def unscaled(*args: Any, **kwargs: Any) -> PyTree:
-        call = "mpjax.loss_scaling(inner).update(grad_fn)"
-        given = by_loss(grad_fn(*args, **kwargs), configs, several, call)
-        given = {label: align_gradients(g, params, call) for label, g in given.items()}
+        at = f"{call}(grad_fn)"
+        given = by_loss(grad_fn(*args, **kwargs), configs, several, at)
+        given = {k: align_gradients(differentiated(g), own, at) for k, g in given.items()}
         if seen is not None:
           watched = {k: (unscale_tree(g, old[k].scale), losses.get(k)) for k, g in given.items()}
           seen.append({k: first_nonfinite(jax.tree.leaves(w)) for k, w in watched.items()})
@@ -216,7 +224,8 @@ def loss_scaling(
       return unscaled
 
     def merged(new_updates: PyTree, params: PyTree) -> PyTree:
-      return merge_updates(next(iter(grads.values())), new_updates, params)
+      grad = next(iter(grads.values()))
+      return by_part(lambda u, p: merge_updates(grad, u, p), new_updates, params)
 
     kept, where = state.inner_state, f"{where}: the state of inner"
     applied = all_finite
@@ -311,7 +320,8 @@ def _pass_through(
     extra_args = _extend(extra_args, np.bool_(True), np.float32(1))
     where = "mpjax.loss_scaling(inner).update(updates)"
     by_label = by_loss(updates, configs, several, where)
-    frozen, grads = frozen_leaves(by_label.values(), params), _plain_sum(by_label, params, where)
+    frozen = frozen_leaves(map(differentiated, by_label.values()), differentiated(params))
+    grads = _plain_sum(by_label, params, where)
     if "grad" in extra_args:
       where = "mpjax.loss_scaling(inner).update(grad)"
       given = by_loss(extra_args["grad"], configs, several, where)
@@ -329,10 +339,10 @@ def _pass_through(
       extra_args["grad"] = hide_untrained(extra_args["grad"], params)
     updates, inner_state = inner.update(seen, state.inner_state, view, **extra_args)
     if hidden:
-      updates = merge_updates(grads, updates, arrays_only(params))
+      updates = by_part(lambda u, p: merge_updates(grads, u, p), updates, arrays_only(params))
     inner_state = keep_half(state.inner_state, inner_state, params)
     inner_state = keep_masters(frozen, state.inner_state, inner_state)
-    updates = hold(frozen, updates)
+    updates = by_part(lambda u, _: hold(frozen, u), updates, params)
     result = updates if apply is None else apply(params, updates, inner_state)
     return result, LossScalingState(dict.fromkeys(configs, ()), inner_state)
 
@@ -357,7 +367,7 @@ def _unless_skipped(step: Step, old: PyTree, applied: Array, where: str) -> tupl
   def selected(old: PyTree) -> tuple[PyTree, PyTree]:
     updates, new = step(old)
     kept = jax.tree.map(lambda u, n: jnp.where(keep, u, n), updates, nothing_like(updates))
-    return kept, select(keep, new, old, where)
+    return kept, select(keep, new, old, where, fix=_STATE_FIX)
 
   if not traced:
     return selected(old)

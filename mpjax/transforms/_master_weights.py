@@ -17,6 +17,7 @@ from mpjax.transforms._checks import (
   check_state,
   init_inner,
   refuse_integers,
+  update_inner,
 )
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
@@ -104,7 +105,9 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     params = arrays_only(params)
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
     trained = _trained(state.master, params)
-    new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)
+    new_updates, inner_state = update_inner(
+      inner, grads, state.inner_state, trained, extra_args, f"{where}.update"
+    )
     new_updates = hold(frozen_leaves([updates], params), new_updates)
     moved = optax.apply_updates(trained, new_updates)
     master = jax.tree.map(

@@ -1,7 +1,7 @@
 """What the wrappers do to trees before and after the inner optimizer sees them."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -102,8 +102,6 @@ def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:
   """
   if params is None:
     return grads
-  if isinstance(params, optax.LookaheadParams):
-    params = params.fast  # The gradients of optax.lookahead are those of one of its two trees.
   if grads is not None:
     grads = _spell_out(grads, params)
   problems = tree_differences(params, grads, dtypes=False, none_fits=True)
@@ -111,13 +109,13 @@ def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:
     pairs = jax.tree_util.tree_map_with_path(_misfit, params, grads, is_leaf=_is_none)
     problems = jax.tree.leaves(pairs)
   if problems:
-    raise MpjaxValueError(
-      message(
-        where,
-        expected="gradients with the leaves of params",
-        got=listed(problems),
-        fix="Differentiate with respect to the very tree that is passed as params.",
+    fix = "Differentiate with respect to the very tree that is passed as params."
+    if _per_example(grads, params):
+      fix = (
+        "Take the mean over the examples; for optax.contrib.dpsgd, which does, leave params out."
       )
+    raise MpjaxValueError(
+      message(where, expected="gradients with the leaves of params", got=listed(problems), fix=fix)
     )
   return jax.tree.map(_align_leaf, grads, params, is_leaf=_is_none)
 
@@ -137,6 +135,29 @@ def _spell_out(grads: PyTree, params: PyTree) -> PyTree:
     return grads
 
 
+def _per_example(grads: PyTree, params: PyTree) -> bool:
+  """Whether each gradient has one axis more than its parameter, of examples."""
+  shapes, wanted = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (grads, params))
+  return len(shapes) == len(wanted) and all(
+    len(s) > 0 and s[1:] == w for s, w in zip(shapes, wanted, strict=True)
+  )
+
+
+def differentiated(tree: PyTree) -> PyTree:
+  """Returns that part of parameters, or of their gradients, that optax differentiates.
+
+  Of `optax.lookahead` it is the fast parameters.
+  """
+  return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
+
+
+def by_part(f: Callable[..., PyTree], updates: PyTree, params: PyTree) -> PyTree:
+  """Returns `f(updates, params)`, for the fast and the slow parameters of lookahead in turn."""
+  if not isinstance(updates, optax.LookaheadParams):
+    return f(updates, params)
+  return optax.LookaheadParams(f(updates.fast, params.fast), f(updates.slow, params.slow))
+
+
 def frozen_leaves(given: Iterable[PyTree], params: PyTree) -> PyTree:
   """Returns which parameters have None for a gradient in all of `given`, or None if no one has.
 
@@ -149,10 +170,6 @@ def frozen_leaves(given: Iterable[PyTree], params: PyTree) -> PyTree:
   given = list(given)
   if params is None or not any(map(_is_none, jax.tree.leaves(given, is_leaf=_is_none))):
     return None
-  if isinstance(params, optax.LookaheadParams):
-    frozen = frozen_leaves(given, params.fast)
-    return None if frozen is None else type(params)(frozen, frozen)
-
   def missing(p: Any, *gs: Any) -> bool:
     return is_inexact(p) and all(map(_is_none, gs))
 
@@ -203,9 +220,6 @@ def merge_updates(grads: PyTree, updates: PyTree, params: PyTree) -> PyTree:
 
   if params is None:
     return jax.tree.map(lambda g, u: merge(g, u, None), grads, updates)
-  if isinstance(params, optax.LookaheadParams):
-    parts = zip(updates, params, strict=True)
-    return type(params)(*(merge_updates(grads, u, p) for u, p in parts))
   return jax.tree.map(merge, grads, updates, params)
 
 

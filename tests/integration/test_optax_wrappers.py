@@ -87,21 +87,39 @@ def test_inside_every_wrapper_works_and_skips(name):
 
 
 @pytest.mark.case("B117")
-def test_lookahead_works_on_its_own_parameters():
-  """Its gradients have the structure of the fast parameters alone."""
-  both = plain = optax.LookaheadParams.init_synced(PARAMS)
-  inner = optax.lookahead(optax.sgd(0.125), 2, 0.5)
+@pytest.mark.parametrize("both", [True, False], ids=["gradients of both", "gradients of fast"])
+def test_lookahead_works_inside_where_a_skipped_step_does_not_count(both):
+  """Its gradients have the structure of the fast parameters alone, or zeros for the slow ones."""
+  inner = optax.lookahead(optax.sgd(0.1), 2, 0.5)
   tx = mpjax.loss_scaling(inner, STATIC)
-  state, control = tx.init(both), inner.init(plain)
-  for _ in range(3):
-    updates, state = tx.update(scaled(GRADS), state, both)
-    both = optax.apply_updates(both, updates)
-    updates, control = inner.update(GRADS, control, plain)
-    plain = optax.apply_updates(plain, updates)
-  assert bits(both) == bits(plain)
-  updates, after = tx.update(scaled(GRADS, np.nan), state, both)
-  assert bits(optax.apply_updates(both, updates)) == bits(both)
-  assert bits(after.inner_state) == bits(state.inner_state)
+  params = control = optax.LookaheadParams.init_synced(PARAMS)
+  state, plain = tx.init(params), inner.init(params)
+
+  def given(grads):
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    return optax.LookaheadParams(grads, zeros) if both else grads
+
+  for bad in (None, np.inf, None, None, np.nan, None):
+    updates, state = tx.update(given(scaled(GRADS, bad)), state, params)
+    params = optax.apply_updates(params, updates)
+    if bad is None:
+      updates, plain = inner.update(GRADS, plain, control)
+      control = optax.apply_updates(control, updates)
+    assert bits(params) == bits(control)
+  assert bits(state.inner_state) == bits(plain)
+  assert isinstance(params, optax.LookaheadParams)
+
+
+def test_lookahead_in_a_training_step():
+  tx = mpjax.loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5), STATIC)
+  step = mpjax.make_train_step(lambda p, ms, b, rng: (quadratic(p.fast) * b, (ms, {})), tx)
+  state = mpjax.TrainState.create(optax.LookaheadParams.init_synced(PARAMS), tx)
+  for factor in (1.0, np.inf, 1.0):
+    state, _ = step(state, jnp.asarray(factor))
+  # Twice by 0.9, and then half way back to where it began.
+  for name, start in PARAMS.items():
+    for found in (state.params.fast[name], state.params.slow[name]):
+      np.testing.assert_allclose(found, start * (1 + 0.81) / 2, rtol=1e-6)
 
 
 @pytest.mark.case("B106", "B146")

@@ -119,12 +119,12 @@ _DYNAMICS = (
     number=9,
     breaks="gradients are divided by the scale of the next step",
     file=_SCALING,
-    old="""      new_updates, new_inner = inner.update(gradient, inner_state, view, **more)
-""",
+    old="      new_updates, new_inner = "
+    "update_inner(inner, gradient, inner_state, view, more, call)\n",
     new="""      flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
       moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
       gradient = _unscaled_sum(grads, moved)
-      new_updates, new_inner = inner.update(gradient, inner_state, view, **more)
+      new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
 """,
     test=_TEST_SCALING + "test_momentum_is_exact_while_the_scale_changes_every_step",
   ),
@@ -223,10 +223,10 @@ _CHECKS = (
     number=19,
     breaks="clipping, inside, sees scaled gradients; its result is unscaled",
     file=_SCALING,
-    old="""      new_updates, new_inner = inner.update(gradient, inner_state, view, **more)
-""",
+    old="      new_updates, new_inner = "
+    "update_inner(inner, gradient, inner_state, view, more, call)\n",
     new="""      scaled = _sum(grads.values())
-      new_updates, new_inner = inner.update(scaled, inner_state, view, **more)
+      new_updates, new_inner = update_inner(inner, scaled, inner_state, view, more, call)
       new_updates = _unscaled_sum({label: new_updates for label in grads}, old)
 """,
     test=_TEST_SCALING + "test_clipping_does_not_depend_on_the_scale",
@@ -235,7 +235,7 @@ _CHECKS = (
     number=20,
     breaks="a skipped step keeps the parameters and moves the optimizer",
     file=_SCALING,
-    old="return kept, select(keep, new, old, where)",
+    old="return kept, select(keep, new, old, where, fix=_STATE_FIX)",
     new="return kept, new",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
@@ -260,8 +260,8 @@ _CHECKS = (
     letter="a",
     breaks="the counts of schedules go on at a skipped step",
     file=_SCALING,
-    old="    return kept, select(keep, new, old, where)\n",
-    new="""    held = select(keep, new, old, where)
+    old="    return kept, select(keep, new, old, where, fix=_STATE_FIX)\n",
+    new="""    held = select(keep, new, old, where, fix=_STATE_FIX)
     counted = jax.tree.map(lambda n, h: n if n.dtype == jnp.int32 else h, new, held)
     return kept, counted
 """,
@@ -318,8 +318,8 @@ _ACCUMULATIONS = (
     number=28,
     breaks="a bad micro-batch is counted, though nothing of it is in the sum",
     file=_SCALING,
-    old="    return kept, select(keep, new, old, where)\n",
-    new="""    held = select(keep, new, old, where)
+    old="    return kept, select(keep, new, old, where, fix=_STATE_FIX)\n",
+    new="""    held = select(keep, new, old, where, fix=_STATE_FIX)
     if hasattr(new, "micro_batches"):
       held = held._replace(micro_batches=new.micro_batches)
     return kept, held

@@ -188,3 +188,36 @@ def test_extra_arguments_reach_only_an_update_that_names_them(scale):
   tx.update(params, tx.init(params), params, value=3.0, unknown="to it")
   used = 8.0 if isinstance(scale, mpjax.StaticLossScale) else 1.0
   assert seen == {"finite": True, "scale": used, "value": 3.0}
+
+
+OTHER_STATES = {
+  "unwrapped": lambda params: optax.sgd(0.1).init(params),
+  "of another optimizer": lambda params: optax.sgd(0.1, momentum=0.9).init(params),
+}
+
+
+@ALL
+@pytest.mark.parametrize("other", OTHER_STATES)
+def test_a_tx_that_is_not_the_one_of_the_state_inside(name, other):
+  """JAX's own error was that a tuple or dict has no attribute mu."""
+  tx = WRAPPERS[name](optax.adam(0.1))
+  state = tx.init(PARAMS)._replace(inner_state=OTHER_STATES[other](PARAMS))
+  with pytest.raises(TypeError) as error:
+    tx.update(PARAMS, state, PARAMS)
+  check_error(
+    error,
+    where=f"{name}.update(state)",
+    expected="the state that init of this very transformation made",
+    got="PyTreeDef",
+    fix="Pass the tx that made it",
+  )
+
+
+@ALL
+def test_an_error_of_the_optimizer_itself_comes_through(name):
+  def update(updates, state, params=None):
+    raise ValueError("of its own")
+
+  tx = WRAPPERS[name](optax.GradientTransformation(lambda p: optax.EmptyState(), update))
+  with pytest.raises(ValueError, match="of its own"):
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
