@@ -38,7 +38,7 @@ class AccumulateState(NamedTuple):
   updates_done: Array  # int32: updates of the inner optimizer, which its schedules count as well
   total: PyTree  # float32: the sum of the window's gradients
   inner_state: Any
-  value: Array | None = None  # float32: the sum of the window's value=, if inner reads it
+  value: Any = None  # float32: the sum of the window's value=, if inner reads it
 
 
 def accumulate(

@@ -176,7 +176,7 @@ def loss_scaling(
     if "grad" in extra_args:
       given = by_loss(extra_args["grad"], configs, several, f"{where}(grad)")
       extra_args["grad"] = _unscaled_sum(given, old)
-    grad_fn = extra_args.get("grad_fn")
+    grad_fn: Any = extra_args.get("grad_fn")
     losses = by_loss(loss, configs, several, f"{where}(loss)") if loss is not None else {}
     first_bad, finite, number = {}, {}, {}
     # In a whole step nobody else has the gradients, and their quotients take over the memory.
