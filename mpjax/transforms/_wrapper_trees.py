@@ -170,6 +170,7 @@ def frozen_leaves(given: Iterable[PyTree], params: PyTree) -> PyTree:
   given = list(given)
   if params is None or not any(map(_is_none, jax.tree.leaves(given, is_leaf=_is_none))):
     return None
+
   def missing(p: Any, *gs: Any) -> bool:
     return is_inexact(p) and all(map(_is_none, gs))
 

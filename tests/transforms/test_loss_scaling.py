@@ -730,16 +730,6 @@ def test_apply_returns_parameters_in_the_place_of_updates(jit):
   assert_bit_equal((skipped, after.inner_state), (params, state.inner_state))
 
 
-def test_apply_works_without_loss_scaling():
-  params, grads = jnp.ones(2), jnp.asarray([1.0, 2.0])
-  found = []
-  for config in (mpjax.StaticLossScale(1), mpjax.NoLossScale()):
-    tx = mpjax.loss_scaling(optax.sgd(0.5), config)
-    apply = lambda params, updates, state: params + updates  # noqa: E731
-    found.append(tx.update(grads, tx.init(params), params, apply=apply)[0].tolist())
-  assert found == [[0.5, 0.0]] * 2
-
-
 @pytest.mark.parametrize("config", [STATIC4, mpjax.NoLossScale()], ids=["scaled", "not scaled"])
 @pytest.mark.parametrize("outside", ["chain", "masked", "multi_transform"])
 def test_apply_inside_of_another_transformation_is_refused(outside, config):
@@ -769,20 +759,6 @@ def test_apply_inside_of_another_transformation_is_refused(outside, config):
 
 def scale_of(config):
   return 1 if isinstance(config, mpjax.NoLossScale) else config.scale
-
-
-def test_an_update_that_names_the_flag_alone_is_given_it():
-  seen = []
-
-  def update(updates, state, params=None, *, grads_finite):
-    seen.append(bool(grads_finite))
-    return updates, state
-
-  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
-  for config in (STATIC4, mpjax.NoLossScale()):
-    tx = mpjax.loss_scaling(inner, config)
-    tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-  assert seen == [True, True]
 
 
 def test_an_inner_optimizer_gets_the_arguments_that_it_names():

@@ -1,0 +1,77 @@
+"""`NoLossScale` is a drop-in: what works with a scale works without one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+
+
+@pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.NoLossScale()], ids=str)
+def test_none_and_integers_and_keys_work_with_a_scale_and_without(config):
+  """`NoLossScale` is a drop-in: what a scaled optimizer takes it takes as well."""
+  params = {"n": jnp.arange(2), "key": jax.random.key(0), "w": jnp.ones(2), "frozen": jnp.ones(1)}
+  grads = {"n": np.zeros(2, jax.dtypes.float0), "key": None, "w": jnp.ones(2), "frozen": None}
+  plain = optax.sgd(0.5, momentum=0.5)
+  tx = mpjax.loss_scaling(plain, config)
+  state, control = tx.init(params), plain.init(params["w"])
+  for _ in range(2):
+    updates, state = tx.update(grads, state, params)
+    expected, control = plain.update(jnp.ones(2), control, params["w"])
+    assert jnp.array_equal(updates["w"], expected)
+    params = mpjax.apply_updates(params, updates)
+  assert params["n"].tolist() == [0, 1]
+  assert params["frozen"].tolist() == [1]
+  assert jax.random.key_data(params["key"]).tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.NoLossScale()], ids=str)
+def test_half_parameters_with_float32_gradients_compile_once(config):
+  tx, params = mpjax.loss_scaling(optax.adam(0.1), config), jnp.ones(2, jnp.bfloat16)
+  state, update = tx.init(params), jax.jit(tx.update)
+  for _ in range(2):
+    before = jax.tree.map(jax.typeof, state)
+    _, state = update(jnp.ones(2), state, params)
+    assert jax.tree.map(jax.typeof, state) == before
+
+
+@pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.NoLossScale()], ids=str)
+@pytest.mark.parametrize("wrap", [lambda tx: tx, mpjax.master_weights], ids=["plain", "masters"])
+def test_functions_among_the_parameters_are_left_alone(wrap, config):
+  """As in Equinox: the model is the tree, and its gradients are None where it has functions."""
+  model = {"activation": jnp.tanh, "w": jnp.ones(2)}
+  grads = {"activation": None, "w": jnp.ones(2)}
+  tx = wrap(mpjax.loss_scaling(optax.adamw(0.5), config))
+  updates, _ = tx.update(grads, tx.init(model | {"activation": None}), model)
+  plain = optax.adamw(0.5)
+  expected, _ = plain.update(jnp.ones(2), plain.init(jnp.ones(2)), jnp.ones(2))
+  assert updates["activation"] is None
+  assert jnp.array_equal(updates["w"], expected)
+  assert mpjax.apply_updates(model, updates)["activation"] is jnp.tanh
+
+
+def test_apply_works_without_loss_scaling():
+  params, grads = jnp.ones(2), jnp.asarray([1.0, 2.0])
+  found = []
+  for config in (mpjax.StaticLossScale(1), mpjax.NoLossScale()):
+    tx = mpjax.loss_scaling(optax.sgd(0.5), config)
+    apply = lambda params, updates, state: params + updates  # noqa: E731
+    found.append(tx.update(grads, tx.init(params), params, apply=apply)[0].tolist())
+  assert found == [[0.5, 0.0]] * 2
+
+
+def test_an_update_that_names_the_flag_alone_is_given_it():
+  seen = []
+
+  def update(updates, state, params=None, *, grads_finite):
+    seen.append(bool(grads_finite))
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+  for config in (mpjax.StaticLossScale(4), mpjax.NoLossScale()):
+    tx = mpjax.loss_scaling(inner, config)
+    tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+  assert seen == [True, True]
