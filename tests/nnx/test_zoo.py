@@ -75,5 +75,5 @@ def test_gradients_err_no_more_than_with_all_cast_outside(name, half):
     return [fun(*args)[1] for fun in (true, ours, by_hand)]
 
   exact, got, control = map(leaves, programs.run(every, params, rest, model.inputs))
-  # Measured, ours to theirs: 0.98 for the transformer, 0.99 for the graphs, 1.00 for the others.
-  assert rms(got, exact) <= 1.05 * rms(control, exact)
+  # Measured, ours to theirs: 0.98 for the transformer, 0.99 for the graphs, 1 for the others.
+  assert rms(got, exact) <= rms(control, exact)
