@@ -21,7 +21,7 @@ help:
 	@echo "make parity      train four models from many seeds: is half as good as float32?"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
-	@echo "make mutations   break our own code in 47 ways: does the test of each notice?"
+	@echo "make mutations   break our own code in 52 ways: does the test of each notice?"
 	@echo "make soak        train for a million steps with faults, in both half types"
 	@echo "make clean       remove .venv and caches"
 
