@@ -109,7 +109,7 @@ def loss_scaling(
       `pmap`, `vmap`). Averaging the gradients over it remains yours to do, before `update`.
     check_updates: skip as well when the gradients were finite but the updates are not; counted
       as `bad_updates`, and the scale does not back off. The updates are computed once to look at
-      them and once more to apply them, so that no memory is needed (on a GPU XLA may compute them
+      them and once more to apply them, so that they need not be kept (on a GPU XLA may compute them
       once, and keep old and new). Without it such a step is applied.
     name: tells several loss scales in one state apart.
     **unknown: refused. What shapes gradients or updates is set on `inner`.
