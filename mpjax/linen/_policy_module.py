@@ -358,7 +358,10 @@ class BoundPolicyModule:
   def unbind(self) -> tuple[PolicyModule, Any]:
     """Returns the model without its variables, under the same policy, and the variables."""
     module, variables = self._module.unbind()
-    return PolicyModule(module, self._given), variables
+    model = PolicyModule(module, self._given)
+    if self._module.path:  # The paths of rules begin at the root, which is elsewhere.
+      object.__setattr__(model, "_checked", True)
+    return model, variables
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     return self._under_policy(self._module)(*args, **kwargs)
