@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._loss_scale import LossScaleState, unscale_tree
@@ -155,9 +156,9 @@ def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Ar
   """Returns `loss` times the loss scale of `opt_state`, to be differentiated.
 
   A loss in low precision is cast to float32 before it is multiplied: 5 * 2^15 is inf in float16.
-  The way back casts the scale to the dtype of the loss: where that is float16 and the scale may
-  exceed 2^15, there is a warning. `mpjax.value_and_grad` does all this and returns the plain loss
-  as well.
+  Its derivative starts with the scale in its own dtype: where that is float16 and the scale may
+  exceed 2^15, there is a warning. `mpjax.value_and_grad` does without it, and returns the plain
+  loss as well.
 
   Args:
     loss: a floating scalar.
@@ -173,35 +174,52 @@ def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Ar
     MpjaxValueError: the loss is not a scalar, or no scale is called `name`.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(max_scale=2**15))
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
   >>> mpjax.scale_loss(jnp.asarray(5.0, jnp.float16), tx.init(jnp.ones(3)))
   Array(163840., dtype=float32)
   """
-  where = "mpjax.scale_loss(loss)"
   found = find_scale(opt_state, "mpjax.scale_loss(opt_state)", name)
+  check_loss(loss, "mpjax.scale_loss(loss)")
+  if isinstance(loss, Tracer) and _may_overflow(loss, found):
+    warnings.warn(
+      "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, "
+      f"which in float16 is inf from 2^16 on, and this one may be {largest_scale(found.config):.9g}"
+      ": such steps are all skipped. Let mpjax.value_and_grad scale it, cast to float32 in the loss "
+      "function, before the mean (losses.astype(jnp.float32)), or stay below, "
+      "DynamicLossScale(max_scale=2**15).",
+      UserWarning,
+      stacklevel=2,
+    )
   state = found.state
-  check_loss(loss, where)
+  return loss if state is None else _times(jnp.asarray(loss), state.scale)
+
+
+def scale_in_range(loss: Array, opt_state: PyTree, name: str | None) -> tuple[Array, Array | None]:
+  """Returns the loss times a scale, and what the gradients are then to be multiplied by.
+
+  The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16 on. So
+  no more than 2^15 of it is multiplied there. None: gradients need not be multiplied.
+  """
+  found = find_scale(opt_state, "mpjax.value_and_grad(opt_state)", name)
+  state = found.state
   if state is None:
-    return loss
+    return loss, None
   loss = jnp.asarray(loss)
-  _warn_of_float16(loss, found)
+  if not _may_overflow(loss, found):
+    return _times(loss, state.scale), None
+  within = jnp.minimum(state.scale, jnp.float32(2**15))
+  return _times(loss, within), state.scale / within
+
+
+def _may_overflow(loss: Array, found: Found) -> bool:
+  """Whether the scale, as the cotangent of the loss, may become too large for its dtype."""
+  too_large = largest_scale(found.config) > float(jnp.finfo(jnp.float16).max)
+  return found.state is not None and jnp.result_type(loss) == jnp.float16 and too_large
+
+
+def _times(loss: Array, scale: Array) -> Array:
   dtype = jnp.float64 if loss.dtype == jnp.float64 else jnp.float32
-  return loss.astype(dtype) * state.scale.astype(dtype)
-
-
-def _warn_of_float16(loss: Array, found: Found) -> None:
-  """Warns if the scale, which is the cotangent of the loss, may become too large for its dtype."""
-  largest = largest_scale(found.config)
-  if loss.dtype != jnp.float16 or largest <= float(jnp.finfo(jnp.float16).max):
-    return
-  warnings.warn(
-    "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, which "
-    f"in float16 is inf from 2^16 on, and this one may be {largest:.9g}: such steps are all "
-    "skipped. Cast to float32 in the loss function, before the mean (losses.astype(jnp.float32), "
-    'or output_dtype="float32" in the policy), or stay below, DynamicLossScale(max_scale=2**15).',
-    UserWarning,
-    stacklevel=3,
-  )
+  return loss.astype(dtype) * scale.astype(dtype)
 
 
 def check_loss(loss: Any, where: str) -> None:

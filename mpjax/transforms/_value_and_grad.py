@@ -6,19 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, check_call, message
 from mpjax._frameworks import framework_of
-from mpjax._tree import is_inexact
-from mpjax._types import PyTree
+from mpjax._tree import is_half, is_inexact
+from mpjax._types import Array, PyTree
 from mpjax.transforms._loss_scale_access import (
   Found,
   LossScalingState,
   check_loss,
   find_scale,
   plain_array,
-  scale_loss,
+  scale_in_range,
 )
 
 _BUILD_IN_THE_STEP = (
@@ -89,8 +90,9 @@ def value_and_grad(
   def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
     loss: Any
     loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
+    product, rest = scale_in_range(loss, scaled_by, name)
     # The plain loss leaves as aux: dividing the scaled one again would round or overflow.
-    return scale_loss(loss, scaled_by, name=name), (loss, aux)
+    return product, (loss, aux, rest)
 
   differentiate = differentiator(scaled, has_aux=True, **options)
 
@@ -100,10 +102,20 @@ def value_and_grad(
     check_current(wanted)
     if differentiator is jax.value_and_grad:
       _check_library(wanted, allow_int)
-    (_, (loss, aux)), grads = differentiate(*args, **kwargs)
+    (_, (loss, aux, rest)), grads = differentiate(*args, **kwargs)
+    if rest is not None:
+      grads = jax.tree.map(lambda g: _times(g, rest), grads)
     return ((loss, aux) if has_aux else loss), grads
 
   return wrapper
+
+
+def _times(grad: Any, factor: Array) -> Any:
+  """Returns a gradient times a factor, multiplied in float32 at least."""
+  if not is_inexact(grad):
+    return grad
+  wide = grad.astype(jnp.float32) if is_half(grad) else grad
+  return (wide * factor.astype(wide.real.dtype)).astype(grad.dtype)
 
 
 def _check_fun(fun: Any) -> None:

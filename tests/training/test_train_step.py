@@ -597,8 +597,10 @@ def test_a_retry_in_vain_counts_once():
 def test_loss_fn_only_ever_sees_micro_batches():
   def loss_fn(params, model_state, batch, rng):
     assert batch.shape == (2, 3)
-    found = batch.astype(jnp.float16) @ params.astype(jnp.float16)
-    return jnp.mean(found.astype(jnp.float32) ** 2), (model_state, {})
+    return jnp.mean((batch.astype(jnp.float16) @ params.astype(jnp.float16)) ** 2), (
+      model_state,
+      {},
+    )
 
   tx = mpjax.loss_scaling(optax.sgd(0.5))
   mpjax.make_train_step(loss_fn, tx, accumulate=4)(create(tx), jnp.ones((8, 3)))

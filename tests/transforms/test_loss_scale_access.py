@@ -1,4 +1,5 @@
 import pickle
+import warnings
 
 import flax.training.train_state
 import jax
@@ -77,37 +78,45 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("how", ["scale_loss", "value_and_grad", "several"])
 @pytest.mark.parametrize("name", FAULTY)
-def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once(name, how):
-  """The cotangent of a float16 loss is the scale in float16, inf from 2^16 on: a step lost for
-  each growth, for ever, or all of them."""
-  other = mpjax.StaticLossScale(1)
-  config = {"a": FAULTY[name], "b": other} if how == "several" else FAULTY[name]
-  state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
-  which = "a" if how == "several" else None
+def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once(name):
+  """The cotangent of a float16 loss is the scale in float16, inf from 2^16 on."""
+  state = mpjax.loss_scaling(optax.sgd(0.1), FAULTY[name]).init(PARAMS)
+
+  def scaled(params, state):
+    return mpjax.scale_loss(jnp.mean(params["w"].astype(jnp.float16)), state)
+
+  with pytest.warns(UserWarning, match="the loss is float16.*cast to float32") as found:
+    jax.jit(jax.grad(scaled))(PARAMS, state)
+  assert len(found) == 1
+  # What it says is so.
+  with pytest.warns(UserWarning, match="the loss is float16"):
+    grads = jax.grad(scaled)(PARAMS, mpjax.set_loss_scale(state, 2**16))
+  assert not mpjax.all_finite(grads)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one loss", "several"])
+@pytest.mark.parametrize("scale", [2.0**14, 2.0**16, 2.0**24])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_value_and_grad_of_a_float16_loss_takes_any_scale(dtype, scale, several):
+  """A step was lost at each growth beyond 2^15, for ever."""
+  wide, other = mpjax.DynamicLossScale(init=scale), mpjax.StaticLossScale(1)
+  config = {"a": wide, "b": other} if several else wide
+  params = {"w": jnp.asarray([1.0, 3.0], dtype)}
+  with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", ".*stored in half")
+    state = mpjax.loss_scaling(optax.sgd(0.1), config).init(params)
 
   def fun(params):
-    return jnp.mean(params["w"].astype(jnp.float16))
+    return jnp.sum(params["w"].astype(jnp.float16) ** 2 / 2**14)
 
-  use = mpjax.value_and_grad(fun, state, name=which)
-  if how == "scale_loss":
-    use = lambda params: mpjax.scale_loss(fun(params), state)  # noqa: E731
-  with pytest.warns(UserWarning, match="the loss is float16.*Cast to float32") as found:
-    jax.jit(use)(PARAMS)
-  assert len(found) == 1
-  # What it says is so: at 2^16 the gradient is not finite.
-  high = mpjax.set_loss_scale(state, 2**16, name=which)
-  with pytest.warns(UserWarning, match="the loss is float16"):
-    _, grads = mpjax.value_and_grad(fun, high, name=which)(PARAMS)
-  assert not mpjax.all_finite(grads)
-  # The cure cures.
-  right = mpjax.value_and_grad(
-    lambda p: jnp.mean(p["w"].astype(jnp.float16), dtype="float32"), high, name=which
-  )
-  assert mpjax.all_finite(right(PARAMS)[1])
-  if how == "several":
-    mpjax.value_and_grad(fun, state, name="b")(PARAMS)
+  name = "a" if several else None
+  grad_fn = jax.jit(lambda p, s: mpjax.value_and_grad(fun, s, name=name)(p))
+  loss, grads = grad_fn(params, state)
+  assert loss.dtype == jnp.float16
+  expected = np.asarray([1.0, 3.0]) * 2 / 2**14 * scale
+  np.testing.assert_array_equal(grads["w"], expected.astype(dtype))
+  assert grads["w"].dtype == dtype
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -120,7 +129,6 @@ def test_a_float16_loss_within_its_range_is_no_matter(name):
 
 
 @pytest.mark.case("B046")
-@pytest.mark.filterwarnings("ignore:.*the loss is float16")
 def test_under_strict_promotion():
   with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
     state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)

@@ -115,7 +115,6 @@ def test_loss_comes_back_in_its_own_dtype(dtype):
 
 @pytest.mark.case("A38")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.filterwarnings("ignore:.*the loss is float16")
 def test_half_loss_trains_to_the_same_weight(dtype):
   tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.DynamicLossScale(init=2.0**10, growth_interval=2))
 
