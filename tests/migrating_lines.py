@@ -50,7 +50,7 @@ def worlds() -> list[dict[str, Any]]:
     **{"opt_state": state.opt_state, "state": state, "path": state, "loss": jnp.float32(1)},
     **{"policy": mpjax.Policy(), "level": mpjax.opt_level("O1", "float16"), "primitive": "tanh"},
     **dict.fromkeys(("fn", "loss_fn", "forward"), jnp.sum),
-    "keep": lambda module, args, kwargs: (args, kwargs),
+    "keep": lambda module, method, call, cast: call,
     "loss_scale": mpjax.NoLossScale(),
     "view": mpjax.nnx.with_policy(layer_of_nnx, "mixed_float16"),
   }

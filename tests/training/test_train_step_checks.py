@@ -63,7 +63,6 @@ UNWRAPPED = {
   "sgd": optax.sgd(0.1),
   "momentum": optax.sgd(0.1, momentum=0.9),
   "adam": optax.adam(0.1),
-  "another": mpjax.loss_scaling(optax.adam(0.1)),
 }
 
 
@@ -81,6 +80,22 @@ def test_an_optimizer_that_did_not_make_the_state(name):
     expected="a state that was created with this very tx",
     got="one of another optimizer",
     fix="the same tx, wrapped by mpjax.loss_scaling",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
+def test_a_scaled_optimizer_that_did_not_make_the_state():
+  state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.1)))
+  step = mpjax.make_train_step(loss_fn, mpjax.loss_scaling(optax.adam(0.1)))
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    step(state, jnp.ones((2, 3)))
+  check_error(
+    excinfo,
+    where="mpjax.loss_scaling(inner).update(state)",
+    expected="ScaleByAdamState",
+    got="EmptyState",
+    fix="Pass the tx that made it",
     builtin=TypeError,
   )
 
