@@ -54,7 +54,8 @@ def check_loss_scaling(step: Callable[..., Any]) -> Callable[..., None]:
 
   Args:
     step: any function that takes a state of `mpjax.loss_scaling`, anywhere among its arguments, and
-      returns the new one, anywhere: the step of a loop, jitted or not, donating or not.
+      returns the new one, anywhere, or writes it to an `nnx.Optimizer` among its arguments: the
+      step of a loop, jitted or not, donating or not.
 
   Returns:
     A function of the arguments of `step` that returns None. The arguments are not changed, nor
@@ -103,7 +104,9 @@ def _check_one(
   def run(scale: float) -> _Run:
     moved = state._replace(scale=jnp.full_like(state.scale, scale))
     copies = jax.tree.map(_copy, replace_scale((args, kwargs), found, moved))
-    return _outcome(step(*copies[0], **copies[1]), found.label)
+    out = step(*copies[0], **copies[1])
+    # A step of NNX writes to its arguments, which are copies here.
+    return _outcome(out if scales_in(out) else copies, found.label)
 
   start = max(_START, float(np.max(state.scale)))
   first = run(start)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.errors import check_error
@@ -234,3 +235,28 @@ def test_what_cannot_be_checked():
   with pytest.raises(ValueError) as error:
     mpjax.check_loss_scaling(step)(params, tx.init(params), broken)
   check_error(error, where=where, expected="finite at some", got="every scale", fix="another batch")
+
+
+@pytest.mark.parametrize("kind", ["right", "never scaled", "unscaled twice"])
+def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
+  model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(0.1)), wrt=nnx.Param)
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    def loss_fn(model):
+      return jnp.mean(model(x) ** 2)
+
+    scaled = mpjax.nnx.value_and_grad(loss_fn, optimizer)
+    loss, grads = (nnx.value_and_grad(loss_fn) if kind == "never scaled" else scaled)(model)
+    optimizer.update(model, mpjax.unscale(grads, optimizer) if kind == "unscaled twice" else grads)
+    return loss
+
+  before = jnp.copy(model.kernel[...])
+  check = mpjax.check_loss_scaling(step)
+  if kind == "right":
+    check(model, optimizer, jnp.ones((2, 3)))
+  else:
+    with pytest.raises(mpjax.MpjaxValueError, match=kind):
+      check(model, optimizer, jnp.ones((2, 3)))
+  assert jnp.array_equal(model.kernel[...], before)
