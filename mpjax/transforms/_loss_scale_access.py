@@ -181,12 +181,12 @@ def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Ar
   found = find_scale(opt_state, "mpjax.scale_loss(opt_state)", name)
   check_loss(loss, "mpjax.scale_loss(loss)")
   if isinstance(loss, Tracer) and _may_overflow(loss, found):
+    largest = largest_scale(found.config)
     warnings.warn(
       "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, "
-      f"which in float16 is inf from 2^16 on, and this one may be {largest_scale(found.config):.9g}"
-      ": such steps are all skipped. Let mpjax.value_and_grad scale it, cast to float32 in the loss "
-      "function, before the mean (losses.astype(jnp.float32)), or stay below, "
-      "DynamicLossScale(max_scale=2**15).",
+      f"which in float16 is inf from 2^16 on, and this one may be {largest:.9g}: such steps are all "
+      "skipped. Let mpjax.value_and_grad scale it, cast to float32 in the loss function, before the "
+      "mean (losses.astype(jnp.float32)), or stay below, DynamicLossScale(max_scale=2**15).",
       UserWarning,
       stacklevel=2,
     )

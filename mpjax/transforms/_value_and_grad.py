@@ -87,7 +87,7 @@ def value_and_grad(
   options |= {"allow_int": True} if allow_int else {}
 
   @functools.wraps(fun, updated=())
-  def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+  def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any, Any]]:
     loss: Any
     loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
     product, rest = scale_in_range(loss, scaled_by, name)
