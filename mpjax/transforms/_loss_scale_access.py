@@ -184,9 +184,9 @@ def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Ar
     largest = largest_scale(found.config)
     warnings.warn(
       "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, "
-      f"which in float16 is inf from 2^16 on, and this one may be {largest:.9g}: such steps are all "
-      "skipped. Let mpjax.value_and_grad scale it, cast to float32 in the loss function, before the "
-      "mean (losses.astype(jnp.float32)), or stay below, DynamicLossScale(max_scale=2**15).",
+      f"which in float16 is inf from 2^16 on, and this one may be {largest:.9g}: such steps are "
+      "skipped. Let mpjax.value_and_grad scale it, cast to float32 in the loss function, before "
+      "the mean (losses.astype(jnp.float32)), or pass DynamicLossScale(max_scale=2**15).",
       UserWarning,
       stacklevel=2,
     )
