@@ -1,7 +1,8 @@
 """The optax wrapper that adds up gradients of several micro-batches for one update."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.core import Tracer
 
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._types import Array, PyTree
-from mpjax.transforms._branch import hold, step_or_skip
+from mpjax.transforms._branch import hold, nothing_like, step_or_skip
 from mpjax.transforms._checks import (
   check_inner,
   check_state,
@@ -21,6 +22,7 @@ from mpjax.transforms._checks import (
 )
 from mpjax.transforms._loss_scale_access import scales_in
 from mpjax.transforms._master_weights import adopt_masters, keep_masters, reach_masters
+from mpjax.transforms._windows import AccumulateState, leave_to_window
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
   arrays_only,
@@ -29,16 +31,6 @@ from mpjax.transforms._wrapper_trees import (
   place_like,
   strong,
 )
-
-
-class AccumulateState(NamedTuple):
-  """The state of `mpjax.accumulate`."""
-
-  micro_batches: Array  # int32: those in the open window
-  updates_done: Array  # int32: updates of the inner optimizer, which its schedules count as well
-  total: PyTree  # float32: the sum of the window's gradients
-  inner_state: Any
-  value: Any = None  # float32: the sum of the window's value=, if inner reads it
 
 
 def accumulate(
@@ -51,6 +43,8 @@ def accumulate(
   the sum is divided once, and so is that of the losses that come as `value=`, if `inner` reads them
   (`optax.polyak_sgd`, `reduce_on_plateau`). Other extra arguments are those of the micro-batch that
   ends the window; what a line search or opaque sam needs would be of that one alone: refused.
+  A None in place of a gradient counts as a zero; a parameter that has None in every micro-batch of
+  a window is frozen: it keeps its bits.
 
   With loss scaling the order is `loss_scaling(accumulate(inner, every))`. The sum then holds
   unscaled gradients, so that the scale may move inside a window, and a micro-batch that is not
@@ -106,7 +100,7 @@ def accumulate(
       )
     inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, where))
     zero = jnp.zeros((), jnp.int32)
-    total = jax.tree.map(jnp.zeros_like, view)
+    total = nothing_like(view)
     value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, inner_state) else None
     return place_like(params, AccumulateState(zero, zero, total, inner_state, value))
 
@@ -119,9 +113,9 @@ def accumulate(
     # Without parameters the sum knows what the gradients have to be like.
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
-    frozen = frozen_leaves([updates], like)
+    missing = frozen_leaves([updates], like)
     view = None if params is None else float32_view(params)
-    total = jax.tree.map(jnp.add, state.total, grads)
+    total = _add(state.total, grads, missing)
     count = state.micro_batches + 1
     window = _check_window(every(state.updates_done)) if callable(every) else every
     # >=, not ==: a state restored into a shorter window may be past it already.
@@ -133,22 +127,49 @@ def accumulate(
 
     def step(inner_state: PyTree) -> tuple[PyTree, PyTree]:
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
+      idle, mean = leave_to_window(_never_given(total, missing), mean, inner_state)
       new_updates, new_inner = update_inner(
         inner, mean, inner_state, view, extra_args, f"{where}.update"
       )
-      new_inner = keep_masters(frozen, inner_state, new_inner)
-      return hold(frozen, reach_masters(params, new_updates, new_inner)), new_inner
+      new_inner = keep_masters(idle, inner_state, new_inner)
+      return hold(idle, reach_masters(params, new_updates, new_inner)), new_inner
 
     new_updates, inner_state = step_or_skip(full, step, state.inner_state)
     return new_updates, AccumulateState(
       micro_batches=jnp.where(full, 0, count),
       updates_done=jnp.where(full, optax.safe_increment(state.updates_done), state.updates_done),
-      total=jax.tree.map(lambda t: jnp.where(full, jnp.zeros_like(t), t), total),
+      total=jax.tree.map(lambda t, n: jnp.where(full, n, t), total, nothing_like(total)),
       inner_state=inner_state,
       value=None if value is None else jnp.where(full, jnp.zeros_like(value), value),
     )
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _add(total: PyTree, grads: PyTree, missing: PyTree) -> PyTree:
+  """Returns the sum of both, in which -0.0 tells apart what had no gradient in the whole window.
+
+  No sum but that of -0.0 alone is -0.0, and a gradient that is one is added as 0.0.
+  """
+
+  def add(t: Array, g: Array, absent: bool) -> Array:
+    return t if absent else t + jnp.where(g == 0, jnp.zeros_like(g), g)
+
+  if missing is None:
+    return jax.tree.map(lambda t, g: add(t, g, False), total, grads)
+  return jax.tree.map(add, total, grads, missing)
+
+
+def _never_given(total: PyTree, missing: PyTree) -> PyTree:
+  """Returns where a parameter is frozen: those without a gradient now, that had none before."""
+
+  def idle(t: Array, absent: bool) -> Any:
+    if not absent:
+      return False
+    parts = (t.real, t.imag) if jnp.iscomplexobj(t) else (t,)
+    return functools.reduce(jnp.logical_and, map(jnp.signbit, parts), t == 0)
+
+  return None if missing is None else jax.tree.map(idle, total, missing)
 
 
 def _check_every(every: Any) -> None:

@@ -57,12 +57,19 @@ def hold(frozen: PyTree, updates: PyTree) -> PyTree:
   """Returns `updates` that leave alone what is frozen.
 
   Args:
-    frozen: a tree of bools like the parameters, or None for nothing.
+    frozen: a tree like the parameters of bools, or of arrays of them, one for each element; or None
+      for nothing.
     updates: a tree like it, in which optax may have masked parts.
   """
   if frozen is None:
     return updates
-  return jax.tree.map(lambda f, u: nothing_like(u) if f else u, frozen, updates)
+
+  def kept(f: Any, u: PyTree) -> PyTree:
+    if isinstance(f, bool):
+      return nothing_like(u) if f else u
+    return jax.tree.map(lambda n, x: jnp.where(f, n, x), nothing_like(u), u)
+
+  return jax.tree.map(kept, frozen, updates)
 
 
 def _unchanged(old: PyTree, shapes: PyTree) -> PyTree:

@@ -33,6 +33,7 @@ from mpjax.transforms._master_weights import (
   reach_masters,
 )
 from mpjax.transforms._no_loss_scale import flag_and_scale, without_loss_scale
+from mpjax.transforms._windows import leave_to_window
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
   arrays_only,
@@ -81,7 +82,9 @@ def loss_scaling(
   float32, and so are the updates (`optax.apply_updates` adds in float32 and rounds once). Integer
   parameters, booleans and keys are hidden from it and stay as they are. A None in place of the
   gradient of a parameter (in those of all losses) freezes it for this step: it keeps its bits, and
-  so does its master, whatever decay or momentum would do with a zero.
+  so does its master, whatever decay or momentum would do with a zero. If `inner` adds up several
+  micro-batches, a None is a zero to it, and only `mpjax.accumulate` (or `mpjax.master_weights` of
+  it) directly inside freezes what has None in all of a window.
 
   `update(updates, state, params=None, *, loss=None, **extra_args)` passes its extra arguments on to
   `inner`, those that it takes, with `grads_finite` (scalar bool) and `loss_scale` (scalar float32,
@@ -200,11 +203,12 @@ def loss_scaling(
       view = None if params is None else float32_view(params)
       # In here, where an optimizer reads it, a quotient is never stored.
       gradient = _unscaled_sum(grads, old) if total is None else total
+      held, gradient = leave_to_window(frozen, gradient, inner_state)
       more = extra_args if grad_fn is None else {**extra_args, "grad_fn": unscaled_by(seen)}
       new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
-      new_inner = keep_masters(frozen, inner_state, new_inner)
+      new_inner = keep_masters(held, inner_state, new_inner)
       new_updates = reach_masters(params, new_updates, new_inner)
-      return by_part(lambda u, _: hold(frozen, u), new_updates, params), new_inner
+      return by_part(lambda u, _: hold(held, u), new_updates, params), new_inner
 
     def unscaled_by(seen: list[dict[str, Array]] | None) -> Callable[..., PyTree]:
       """`grad_fn` that returns plain gradients, and notes where they are not finite."""

@@ -1,6 +1,6 @@
 """The optax wrapper that keeps a float32 copy of parameters that are stored in half."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from mpjax.transforms._checks import (
   refuse_integers,
   update_inner,
 )
+from mpjax.transforms._windows import MasterWeightsState, leave_to_window
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
   arrays_only,
@@ -27,17 +28,6 @@ from mpjax.transforms._wrapper_trees import (
   place_like,
   strong,
 )
-
-
-class MasterWeightsState(NamedTuple):
-  """The state of `mpjax.master_weights`.
-
-  `master` is like the parameters, with None in place of those that are not stored in half: they are
-  their own master, and a second copy would be memory for nothing.
-  """
-
-  master: PyTree  # float32
-  inner_state: Any
 
 
 def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -105,10 +95,11 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     params = arrays_only(params)
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
     trained = _trained(state.master, params)
+    frozen, grads = leave_to_window(frozen_leaves([updates], params), grads, state.inner_state)
     new_updates, inner_state = update_inner(
       inner, grads, state.inner_state, trained, extra_args, f"{where}.update"
     )
-    new_updates = hold(frozen_leaves([updates], params), new_updates)
+    new_updates = hold(frozen, new_updates)
     moved = optax.apply_updates(trained, new_updates)
     master = jax.tree.map(
       lambda m, new: m if _is_hole(m) else new, state.master, moved, is_leaf=_is_hole
@@ -194,7 +185,7 @@ def keep_masters(frozen: PyTree, old: PyTree, new: PyTree) -> PyTree:
   """Returns the state `new` with the masters of `old` for parameters that are frozen.
 
   Args:
-    frozen: what `frozen_leaves` returned.
+    frozen: what `hold` takes.
     old: the state before an update, of whatever is inside.
     new: the state after it.
   """
@@ -202,8 +193,12 @@ def keep_masters(frozen: PyTree, old: PyTree, new: PyTree) -> PyTree:
     return new
   masters = iter([state.master for state in _find(old)])
 
+  def pick(n: Any, o: Any, f: Any) -> Any:
+    if _is_hole(n) or f is False:  # Of a hole f may be a subtree.
+      return n
+    return o if f is True else jnp.where(f, o, n)
+
   def keep(moved: PyTree) -> PyTree:
-    pick = lambda n, o, f: o if f is True else n  # noqa: E731 (of a hole f is a subtree)
     return jax.tree.map(pick, moved, next(masters), frozen, is_leaf=_is_hole)
 
   return _map_masters(keep, new)

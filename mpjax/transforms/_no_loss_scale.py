@@ -23,6 +23,7 @@ from mpjax.transforms._loss_scaling_checks import (
   transformation,
 )
 from mpjax.transforms._master_weights import keep_masters
+from mpjax.transforms._windows import leave_to_window
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
   arrays_only,
@@ -82,6 +83,7 @@ def without_loss_scale(
     # None of `params` can be hidden without a mark in its place, so the structures tell.
     hidden = jax.tree.structure(view) != jax.tree.structure(params)
     seen = hide_untrained(grads, params) if hidden else grads
+    frozen, seen = leave_to_window(frozen, seen, state.inner_state)
     if hidden and "grad" in extra_args:
       extra_args["grad"] = hide_untrained(extra_args["grad"], params)
     updates, inner_state = inner.update(seen, state.inner_state, view, **extra_args)

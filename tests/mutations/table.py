@@ -331,7 +331,7 @@ _ACCUMULATIONS = (
     breaks="the sum is not cleared when a window ends "
     "(the list: when it is dropped; ours is never dropped, it waits)",
     file=_ACCUMULATION,
-    old="total=jax.tree.map(lambda t: jnp.where(full, jnp.zeros_like(t), t), total),",
+    old="total=jax.tree.map(lambda t, n: jnp.where(full, n, t), total, nothing_like(total)),",
     new="total=total,",
     test=_TEST_ACCUMULATION + "test_nothing_moves_until_the_last_micro_batch_and_then_by_the_mean",
   ),
