@@ -120,9 +120,9 @@ def accumulate(
     window = _check_window(every(state.updates_done)) if callable(every) else every
     # >=, not ==: a state restored into a shorter window may be past it already.
     full = count >= window
-    given, value = extra_args.pop("value", None), state.value
-    if value is not None and given is not None:
-      value = value + jnp.asarray(given, jnp.float32)
+    value = state.value
+    if value is not None and extra_args.get("value") is not None:
+      value = value + jnp.asarray(extra_args["value"], jnp.float32)
       extra_args["value"] = value / count.astype(jnp.float32)
 
     def step(inner_state: PyTree) -> tuple[PyTree, PyTree]:

@@ -356,6 +356,20 @@ def test_extra_arguments_reach_the_inner_optimizer():
   assert moved == [0, 1.5, 0, 3.5], "the mean over the window"
 
 
+def test_a_loss_that_inner_names_but_does_not_read_reaches_it():
+  def update(updates, state, params=None, *, value):
+    del value
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+  tx = mpjax.accumulate(inner, 2)
+  state = tx.init(jnp.zeros(()))
+  assert state.value is None
+  for value in (1.0, 2.0):
+    updates, state = tx.update(jnp.ones(()), state, value=value)
+  assert updates == 1
+
+
 def test_the_state_is_strongly_typed_and_counts_do_not_wrap():
   inner = optax.GradientTransformation(
     lambda params: {"rate": 0.5, "count": 0},
