@@ -67,25 +67,27 @@ def without_loss_scale(
     # NumPy scalars: as constants they add no operation, unless inner uses them.
     extra_args = flag_and_scale(extra_args, np.bool_(True), np.float32(1))
     where = "mpjax.loss_scaling(inner).update(updates)"
+    own = differentiated(params)
     by_label = by_loss(updates, configs, several, where)
-    frozen = frozen_leaves(map(differentiated, by_label.values()), differentiated(params))
-    grads = _plain_sum(by_label, params, where)
+    by_label = {label: differentiated(g) for label, g in by_label.items()}
+    frozen = frozen_leaves(by_label.values(), own)
+    grads = _plain_sum(by_label, own, where)
     if "grad" in extra_args:
       where = "mpjax.loss_scaling(inner).update(grad)"
       given = by_loss(extra_args["grad"], configs, several, where)
-      extra_args["grad"] = _plain_sum(given, params, where)
+      extra_args["grad"] = _plain_sum(given, own, where)
     if several and "grad_fn" in extra_args:
       grad_fn, call = extra_args["grad_fn"], "mpjax.loss_scaling(inner).update(grad_fn)"
       extra_args["grad_fn"] = lambda *args: _plain_sum(
-        by_loss(grad_fn(*args), configs, several, call), params, call
+        by_loss(grad_fn(*args), configs, several, call), own, call
       )
-    grads, view = fill_gradients(grads, params), hide_untrained(params)
+    grads, view = fill_gradients(grads, own), hide_untrained(params)
     # None of `params` can be hidden without a mark in its place, so the structures tell.
     hidden = jax.tree.structure(view) != jax.tree.structure(params)
-    seen = hide_untrained(grads, params) if hidden else grads
+    seen = hide_untrained(grads, own) if hidden else grads
     frozen, seen = leave_to_window(frozen, seen, state.inner_state)
     if hidden and "grad" in extra_args:
-      extra_args["grad"] = hide_untrained(extra_args["grad"], params)
+      extra_args["grad"] = hide_untrained(extra_args["grad"], own)
     updates, inner_state = inner.update(seen, state.inner_state, view, **extra_args)
     if hidden:
       updates = by_part(lambda u, p: merge_updates(grads, u, p), updates, arrays_only(params))

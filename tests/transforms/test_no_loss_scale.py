@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import mpjax
+from tests.programs import bits
 
 
 @pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.NoLossScale()], ids=str)
@@ -25,6 +26,23 @@ def test_none_and_integers_and_keys_work_with_a_scale_and_without(config):
   assert params["n"].tolist() == [0, 1]
   assert params["frozen"].tolist() == [1]
   assert jax.random.key_data(params["key"]).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.NoLossScale()], ids=str)
+@pytest.mark.parametrize("odd", ["none", "integer"])
+def test_none_and_integers_work_under_lookahead(odd, config):
+  """Without a scale it was a ValueError of jax.tree.map."""
+  params = {"w": jnp.ones(2), "b": jnp.arange(2) if odd == "integer" else jnp.ones(2)}
+  grads = {"w": jnp.ones(2), "b": np.zeros(2, jax.dtypes.float0) if odd == "integer" else None}
+  tx = mpjax.loss_scaling(optax.lookahead(optax.sgd(0.5), 2, 0.5), config)
+  both = optax.LookaheadParams.init_synced(params)
+  state, update = tx.init(both), jax.jit(tx.update)
+  for _ in range(2):
+    updates, state = update(grads, state, both)
+    both = mpjax.apply_updates(both, updates)
+  for part in both:  # Twice by 0.5, and then half way back to where it began.
+    assert part["w"].tolist() == [0.5, 0.5]
+    assert bits(part["b"]) == bits(params["b"])
 
 
 @pytest.mark.filterwarnings("ignore:.*stored in half")
