@@ -182,21 +182,25 @@ class LossScalingTransformation(optax.GradientTransformationExtraArgs):
 
   @property
   def update(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-    return getattr(self[1], "__wrapped__", self[1])
+    # Not what somebody has put in its place (`_replace`), whatever that wraps.
+    held = self[1]
+    ours = isinstance(held, functools.partial) and held.func is _update_in_a_chain
+    return held.args[0] if ours else held
 
 
 def transformation(
   init: Callable[..., Any], update: Callable[..., Any]
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the optax transformation of these two functions, of which `update` takes `apply=`."""
+  return LossScalingTransformation(init, functools.partial(_update_in_a_chain, update))
 
-  @functools.wraps(update)
-  def in_a_chain(*args: Any, apply: Any = None, **kwargs: Any) -> Any:
-    if apply is not None:
-      raise _not_outermost("one that is part of an optax.chain")
-    return update(*args, **kwargs)
 
-  return LossScalingTransformation(init, in_a_chain)
+def _update_in_a_chain(
+  update: Callable[..., Any], *args: Any, apply: Any = None, **kwargs: Any
+) -> Any:
+  if apply is not None:
+    raise _not_outermost("one that is part of an optax.chain, or was unpacked")
+  return update(*args, **kwargs)
 
 
 def refuse_apply_to_parts(params: PyTree) -> None:
@@ -216,6 +220,7 @@ def _not_outermost(got: str) -> MpjaxTypeError:
       expected="mpjax.loss_scaling to be outermost",
       got=got,
       fix="What is outside would take the new parameters for updates. Write "
-      "mpjax.loss_scaling(optax.chain(...)), or leave apply= out and apply the updates.",
+      "mpjax.loss_scaling(optax.chain(...)) and call tx.update, or leave apply= out and apply the "
+      "updates.",
     )
   )

@@ -731,7 +731,7 @@ def test_apply_returns_parameters_in_the_place_of_updates(jit):
 
 
 @pytest.mark.parametrize("config", [STATIC4, mpjax.NoLossScale()], ids=["scaled", "not scaled"])
-@pytest.mark.parametrize("outside", ["chain", "masked", "multi_transform"])
+@pytest.mark.parametrize("outside", ["chain", "unpacked", "masked", "multi_transform"])
 def test_apply_inside_of_another_transformation_is_refused(outside, config):
   """It would take the new parameters for updates."""
   tx = mpjax.loss_scaling(optax.sgd(0.5), config)
@@ -739,6 +739,7 @@ def test_apply_inside_of_another_transformation_is_refused(outside, config):
   other = optax.scale(0.5)
   wrapped = {
     "chain": optax.chain(tx, other),
+    "unpacked": optax.GradientTransformationExtraArgs(*tx),
     "masked": optax.masked(tx, {"a": True, "b": False}),
     "multi_transform": optax.multi_transform({"a": tx, "b": other}, {"a": "a", "b": "b"}),
   }[outside]
@@ -749,12 +750,42 @@ def test_apply_inside_of_another_transformation_is_refused(outside, config):
     error,
     where="mpjax.loss_scaling(inner).update(apply)",
     expected="to be outermost",
-    got="optax.chain" if outside == "chain" else "a part of the parameters",
+    got="a part of the parameters"
+    if outside in ("masked", "multi_transform")
+    else "one that is part of an optax.chain, or was unpacked",
     fix="mpjax.loss_scaling(optax.chain(...))",
     builtin=TypeError,
   )
   updates, _ = wrapped.update(params, state, params)
   assert updates["a"].tolist() == [-0.5 / scale_of(config) * (0.5 if outside == "chain" else 1)] * 2
+
+
+@pytest.mark.parametrize("config", [STATIC4, mpjax.NoLossScale()], ids=["scaled", "not scaled"])
+@pytest.mark.parametrize("wrap", ["wraps", "jit", "partial", "new"])
+def test_what_replaces_update_is_what_is_called(wrap, config):
+  tx = mpjax.loss_scaling(optax.sgd(0.5), config)
+  calls = []
+
+  def logged(*args, **kwargs):
+    calls.append(1)
+    return tx.update(*args, **kwargs)
+
+  update = {
+    "wraps": lambda: functools.wraps(tx.update)(logged),
+    "jit": lambda: jax.jit(functools.wraps(tx[1])(logged)),
+    "partial": lambda: functools.partial(logged, loss=None),
+    "new": lambda: logged,
+  }[wrap]()
+  replaced = tx._replace(update=update)
+  params = jnp.ones(2)
+  updates, _ = replaced.update(params, replaced.init(params), params)
+  assert len(calls) == 1
+  assert updates.tolist() == [-0.5 / scale_of(config)] * 2
+  # With another init it is still the optimizer that it was.
+  apply = lambda p, u, s: p + u  # noqa: E731
+  again = tx._replace(init=lambda params: tx.init(params))
+  found, _ = again.update(params, again.init(params), params, apply=apply)
+  assert found.tolist() == [1 - 0.5 / scale_of(config)] * 2
 
 
 def scale_of(config):
