@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 
-from mpjax._errors import MpjaxValueError, message
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
 from mpjax._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
 from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, label_limits
 from mpjax._tree import first_nonfinite, select
@@ -91,7 +92,8 @@ def loss_scaling(
   the one that these gradients were divided by) added, except beside `value_fn=`: line searches call
   that function with all the rest. `grad=` of line searches and what `grad_fn=` of
   `optax.contrib.sam` returns are unscaled like the gradients: give them as `mpjax.value_and_grad`
-  makes them. Where a gradient of `grad_fn` is not finite, the step is skipped as well. `loss=`,
+  makes them. Where a gradient of `grad_fn`, which `inner` has to call in Python, is not finite, the
+  step is skipped as well. `loss=`,
   scaled or not, only has to be finite. With `apply=`, a function of parameters, updates and the new
   state of `inner`, `update` returns what that returns, new parameters, in the place of updates, or
   the old ones where it skips: updates that are applied where they are made need not be stored.
@@ -123,7 +125,8 @@ def loss_scaling(
 
   Raises:
     MpjaxTypeError: an argument has the wrong type or is unknown; `init`: there is another
-      `loss_scaling` inside; `update`: the state is not one of this transformation.
+      `loss_scaling` inside; `update`: the state is not one of this transformation, or `inner` calls
+      `grad_fn` in a loop or branch that JAX traces.
     MpjaxValueError: arguments contradict each other; `update`: the gradients do not match the
       parameters, the state was made with another configuration, or `axis_name` is not bound.
 
@@ -212,6 +215,7 @@ def loss_scaling(
 
     def unscaled_by(seen: list[dict[str, Array]] | None) -> Callable[..., PyTree]:
       """`grad_fn` that returns plain gradients, and notes where they are not finite."""
+      outside = get_opaque_trace_state()
 
       def unscaled(*args: Any, **kwargs: Any) -> PyTree:
         at = f"{call}(grad_fn)"
@@ -219,7 +223,10 @@ def loss_scaling(
         given = {k: align_gradients(differentiated(g), own, at) for k, g in given.items()}
         if seen is not None:
           watched = {k: (unscale_tree(g, old[k].scale), losses.get(k)) for k, g in given.items()}
-          seen.append({k: first_nonfinite(jax.tree.leaves(w)) for k, w in watched.items()})
+          first = {k: first_nonfinite(jax.tree.leaves(w)) for k, w in watched.items()}
+          if get_opaque_trace_state() != outside:
+            _refuse_traced(first)
+          seen.append(first)
         return _unscaled_sum(given, old)
 
       return unscaled
@@ -295,6 +302,20 @@ def _unless_skipped(step: Step, old: PyTree, applied: Array, where: str) -> tupl
 def _all_finite(tree: PyTree, axis_name: AxisName | None) -> Array:
   leaves = jax.tree.leaves(tree)
   return _agree(first_nonfinite(leaves), axis_name) == len(leaves)
+
+
+def _refuse_traced(first: Any) -> None:
+  """Raises if it is a value of a trace inside of `inner`, where it cannot be looked at later."""
+  if any(isinstance(x, Tracer) for x in jax.tree.leaves(first)):
+    raise MpjaxTypeError(
+      message(
+        "mpjax.loss_scaling(inner).update(grad_fn)",
+        expected="inner to call it in Python, where its gradients can be looked at",
+        got="a call inside of a loop, a branch or a function that inner gives to JAX to trace",
+        fix="Call it outside of jax.lax.scan, cond and the like in inner, or use NoLossScale(), "
+        "which looks at nothing.",
+      )
+    )
 
 
 def _agree(first_bad: Array, axis_name: AxisName | None) -> Array:

@@ -8,6 +8,7 @@ import optax.contrib
 import pytest
 
 import mpjax
+from tests.errors import check_error
 
 STATIC = mpjax.StaticLossScale(1024)
 PARAMS = {"w": jnp.asarray([1.0, -2.0]), "b": jnp.asarray([0.5])}
@@ -301,6 +302,44 @@ def test_a_gradient_that_overflows_inside_of_sam_skips_the_step_and_backs_off(ji
     assert (metrics["loss_scale"], metrics["skipped"], metrics["bad_updates"]) == (4, 1, 0)
     with pytest.raises(mpjax.MpjaxRuntimeError, match="in the gradient of the root"):
       mpjax.check_progress(state, 1, params=params)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("where", ["cond", "scan", "vmap", "jit"])
+def test_a_gradient_function_that_is_called_in_a_loop_or_branch_is_refused(where, jit):
+  """It was an UnexpectedTracerError, which named nothing of the user's."""
+
+  def update(updates, state, params=None, *, grad_fn, **_):
+    call = lambda p, _=None: (grad_fn(p, 0), 0.0)  # noqa: E731
+    inside = {
+      "cond": lambda: jax.lax.cond(jnp.sum(params) < 9, call, lambda p: (p, 0.0), params)[0],
+      "scan": lambda: jax.lax.scan(call, params, jnp.arange(2))[0],
+      "vmap": lambda: jax.vmap(call)(params[None])[0][0],
+      "jit": lambda: jax.jit(call)(params)[0],
+    }
+    return jax.tree.map(jnp.add, updates, inside[where]()), state
+
+  inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+  params = jnp.asarray([1.0, -2.0])
+
+  def step(tx, state):
+    return tx.update(params, state, params, grad_fn=lambda p, _: p * 2)[0]
+
+  def run(config):
+    tx = mpjax.loss_scaling(inner, config)
+    return (jax.jit(step, static_argnums=0) if jit else step)(tx, tx.init(params))
+
+  with pytest.raises(TypeError) as error:
+    run(STATIC)
+  check_error(
+    error,
+    where="mpjax.loss_scaling(inner).update(grad_fn)",
+    expected="inner to call it in Python",
+    got="a loop, a branch",
+    fix="Call it outside of jax.lax.scan",
+    builtin=TypeError,
+  )
+  assert run(mpjax.NoLossScale()).tolist() == [5, -10] if where == "scan" else [3, -6]
 
 
 @pytest.mark.parametrize("scaled", [True, False])
