@@ -66,8 +66,10 @@ def value_and_grad(
       loss is not a floating number, `fun` returns no pair under `has_aux`, or a model has to be
       differentiated by the function of its own library.
     MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
-    MpjaxRuntimeError: when called: the dynamic scale would be a constant of a compiled program, or
-      the state that it came from is gone.
+    MpjaxRuntimeError: when called: the dynamic scale would be a constant of a program that is
+      traced with the parameters as its arguments (also for `jax.checkpoint`, `jax.eval_shape` and
+      loops outside of `jit`, where it would do no harm: that cannot be seen), or the state that it
+      came from was there at the first call and is gone.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
@@ -163,16 +165,17 @@ def _check_of_currency(found: Found) -> Callable[[PyTree], None]:
     if there is not None:
       seen = seen or there() is not None
       if seen and there() is None:
-        got = "one whose state has been replaced since the first call, by an update"
+        got = "one of a state that is gone since the first call"
     if not isinstance(scale, Tracer) and _is_staged(wanted, scale):
-      got = "one from outside of the traced program, where it would be a constant for ever"
+      got = "one from outside of the program that is being traced, where it would be a constant"
     if got is not None:
       raise MpjaxRuntimeError(
         message(
           "mpjax.value_and_grad(fun, opt_state)",
           expected="the dynamic loss scale of the state that this step updates",
           got=got,
-          fix=_BUILD_IN_THE_STEP,
+          fix=f"{_BUILD_IN_THE_STEP} To jit, scan, checkpoint or eval_shape that is an argument or "
+          "the carry, as the parameters are.",
         )
       )
 

@@ -320,7 +320,7 @@ def test_built_once_before_a_loop_is_refused_at_the_second_step():
     error,
     where="mpjax.value_and_grad(fun, opt_state)",
     expected="the state that this step updates",
-    got="replaced since the first call",
+    got="a state that is gone since the first call",
     fix=FIX,
     builtin=RuntimeError,
   )
@@ -331,11 +331,11 @@ def test_setting_the_scale_makes_a_gradient_function_old_as_well():
   grad_fn = mpjax.value_and_grad(square, opt_state)
   grad_fn(jnp.ones(1))
   opt_state = mpjax.set_loss_scale(opt_state, 8)
-  with pytest.raises(mpjax.MpjaxRuntimeError, match="replaced since the first call"):
+  with pytest.raises(mpjax.MpjaxRuntimeError, match="gone since the first call"):
     grad_fn(jnp.ones(1))
 
 
-@pytest.mark.parametrize("how", ["jit", "scan", "jit of vmap", "lowered"])
+@pytest.mark.parametrize("how", ["jit", "scan", "jit of vmap", "lowered", "eval_shape", "remat"])
 def test_built_outside_of_a_compiled_step_is_refused(how):
   """There the scale of the first step would be a constant of the program."""
   opt_state = DYNAMIC.init(jnp.ones(1))
@@ -345,6 +345,8 @@ def test_built_outside_of_a_compiled_step_is_refused(how):
     "scan": lambda: jax.lax.scan(lambda p, x: (p, grad_fn(p, x)[1]), jnp.ones(1), jnp.ones(2)),
     "jit of vmap": lambda: jax.jit(jax.vmap(grad_fn))(jnp.ones((2, 1))),
     "lowered": lambda: jax.jit(lambda p: grad_fn(p)[1]).lower(jnp.ones(1)),
+    "eval_shape": lambda: jax.eval_shape(grad_fn, jnp.ones(1)),
+    "remat": lambda: jax.checkpoint(grad_fn)(jnp.ones(1)),
   }
   with pytest.raises(mpjax.MpjaxRuntimeError) as error:
     calls[how]()
@@ -352,8 +354,8 @@ def test_built_outside_of_a_compiled_step_is_refused(how):
     error,
     where="mpjax.value_and_grad(fun, opt_state)",
     expected="the dynamic loss scale",
-    got="outside of the traced program",
-    fix=FIX,
+    got="outside of the program that is being traced",
+    fix="that is an argument or the carry",
     builtin=RuntimeError,
   )
 
@@ -384,6 +386,12 @@ def test_built_in_the_step_is_never_refused():
   grad_fn = mpjax.value_and_grad(square, state)
   assert jax.vmap(grad_fn)(params)[1].tolist() == [128, 256]
   assert jax.grad(lambda p: grad_fn(p)[0])(params).tolist() == [2, 4]
+  # With the state as an argument, where a constant one is refused.
+  of_both = lambda p, s: mpjax.value_and_grad(square, s)(p)[1]  # noqa: E731
+  assert jax.eval_shape(of_both, params, state).shape == (2,)
+  assert jax.checkpoint(of_both)(params, state).tolist() == [128, 256]
+  loop = lambda i, carry: (of_both(*carry) / 64, carry[1])  # noqa: E731
+  assert jax.lax.fori_loop(0, 2, loop, (params, state))[0].tolist() == [4, 8]
   # A state that nobody keeps, to look at gradients: the first call may come after it.
   look = mpjax.value_and_grad(square, DYNAMIC.init(params))
   assert look(params)[1].tolist() == look(params + 0)[1].tolist() == [128, 256]
