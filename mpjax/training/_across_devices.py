@@ -53,7 +53,8 @@ def common_state(
   """Returns the model state that all devices continue with.
 
   What no device has changed is what it was. Floating leaves are averaged in float32, keys are the
-  same everywhere, and of integers and booleans `integer_state` says which they are.
+  same everywhere, and of integers and booleans `integer_state` says which they are. "sum" adds what
+  each device has added: a counter that is set back would go down once for each device.
 
   Args:
     new: the model state of each device.

@@ -86,9 +86,10 @@ def make_train_step(
       well. Under automatic sharding leave it out.
     integer_state: what becomes, under `axis_name`, of integers and booleans in `model_state` that
       `loss_fn` changes. "sum" adds the changes of all devices to the old value, for what counts
-      rows or tokens; "same" is for what is the same on all devices, such as a count of steps. Or a
-      dict from paths of leaves or branches to these, `{"counts/tokens": "sum"}`. Of booleans both
-      are true where one device says so. What passes through unchanged needs no word, nor do keys.
+      rows or tokens and is not set back; "same" is for what is the same on all devices, such as a
+      count of steps. Or a dict from paths of leaves or branches to these, `{"counts/tokens":
+      "sum"}`. Of booleans both are true where one device says so. What passes through unchanged
+      needs no word, nor do keys.
     max_retries: run the same batch again, up to this many times, each time at a lower scale,
       whatever the hysteresis (NNabla runs it again with a new batch). Off by default: a lost batch
       is cheaper. A batch whose loss or model state is not finite is not run again, since no scale
