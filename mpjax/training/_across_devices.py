@@ -91,14 +91,19 @@ def common_state(
   return structure.unflatten(found)
 
 
+def at_least_float32(x: Any) -> Array:
+  """Returns `x` as float32 if it is floating and narrower (float8 too), or a Python number."""
+  x = jnp.asarray(x)
+  narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+  return x.astype(jnp.float32) if narrow else x
+
+
 def _combine(x: Array, old: Array, how: str | None, axes: tuple[Hashable, ...]) -> Array:
   if is_key(x.dtype):
     data = jax.lax.pmax(jax.random.key_data(x), axes)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   if is_inexact(x):
-    half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    wide = x.astype(jnp.float32) if half else x
-    return jax.lax.pmean(wide, axes).astype(x.dtype)
+    return jax.lax.pmean(at_least_float32(x), axes).astype(x.dtype)
   if x.dtype == jnp.bool_:
     return jax.lax.pmax(x.astype(jnp.int32), axes).astype(jnp.bool_)
   return old + jax.lax.psum(x - old, axes) if how == "sum" else jax.lax.pmax(x, axes)

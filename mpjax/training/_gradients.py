@@ -10,7 +10,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from mpjax._tree import is_inexact
 from mpjax._types import Array, PyTree
-from mpjax.training._across_devices import IntegerState, common_state, localise
+from mpjax.training._across_devices import (
+  IntegerState,
+  at_least_float32,
+  common_state,
+  localise,
+)
 from mpjax.training._loss_program import LossFn, trace_loss, warn_without_float16
 from mpjax.training._train_state import TrainState, own_scale
 from mpjax.transforms import value_and_grad
@@ -59,7 +64,7 @@ def batch_gradients(
     (loss, (new, metrics)), grads = differentiate(params, model_state, batch, rng)
     metrics = jax.tree.map(_metric, metrics)
     new = jax.tree.map(strong, new)
-    return _float32(loss), vary(new), metrics, jax.tree.map(_float32, grads)
+    return at_least_float32(loss), vary(new), metrics, jax.tree.map(at_least_float32, grads)
 
   model_state = vary(state.model_state)
   if accumulate == 1:
@@ -73,7 +78,7 @@ def batch_gradients(
       loss, model_state, metrics, grads = run(model_state, micro_batch, key)
       return (model_state, jax.tree.map(jnp.add, total, grads)), (loss, metrics)
 
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(_float32(p)), params)
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(at_least_float32(p)), params)
     micro_batches = jax.tree.map(lambda x: _cut(x, accumulate), batch)
     (model_state, total), (losses, each) = jax.lax.scan(
       body, (model_state, zeros), (jnp.arange(accumulate), micro_batches)
@@ -113,20 +118,13 @@ def _unless_there_before(new: Array, old: Array, unchanged: bool) -> Any:
   return jnp.where(jnp.logical_or(new == old, both_nan), jnp.zeros_like(new), new)
 
 
-def _float32(x: Any) -> Array:
-  """`x` as float32 if it is half or a Python number."""
-  x = jnp.asarray(x)
-  half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-  return x.astype(jnp.float32) if half else x
-
-
 def _cut(x: Array, parts: int) -> Array:
   return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
 
 
 def _metric(x: Any) -> Array:
   """`x` in the dtype in which it is added up: at least float32, or int32 (as bool is counted)."""
-  x = _float32(x)
+  x = at_least_float32(x)
   return x if is_inexact(x) or x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
 

@@ -371,8 +371,8 @@ _DEVICES = (
     number=33,
     breaks="gradients are averaged over devices in the dtype that they came in",
     file=_GRADIENTS,
-    old="return _float32(loss), vary(new), metrics, jax.tree.map(_float32, grads)",
-    new="return _float32(loss), vary(new), metrics, grads",
+    old="return at_least_float32(loss), vary(new), metrics, jax.tree.map(at_least_float32, grads)",
+    new="return at_least_float32(loss), vary(new), metrics, grads",
     test="tests/training/test_gradients.py::test_sums_are_float32",
   ),
 )
