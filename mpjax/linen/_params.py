@@ -168,10 +168,21 @@ def _written(new: Any, old: Any) -> Any:
   """
   if not (is_floating(old) and is_floating(new)) or new.dtype == old.dtype:
     return new
-  wide = cast_leaf(new, old.dtype)
   if jnp.shape(new) != jnp.shape(old) or new.dtype.itemsize >= old.dtype.itemsize:
-    return wide
-  return jnp.where(new == cast_leaf(old, new.dtype), old, wide)
+    return cast_leaf(new, old.dtype)
+  return _unrounded(new, old)
+
+
+@jax.custom_jvp
+def _unrounded(new: Any, old: Any) -> Any:
+  return jnp.where(new == cast_leaf(old, new.dtype), old, cast_leaf(new, old.dtype))
+
+
+@_unrounded.defjvp
+def _unrounded_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+  """The derivative of the cast: what was computed may be equal to what it replaces by chance."""
+  new, old = primals
+  return _unrounded(new, old), cast_leaf(tangents[0], old.dtype)
 
 
 def _lazy(tree: PyTree, active: Active) -> PyTree:

@@ -444,6 +444,30 @@ def test_a_parameter_written_in_a_call_keeps_its_dtype():
     assert dtypes(changed) == {"params": {"w": "float32", "v": "float32"}}
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_what_is_written_has_its_gradient_where_it_equals_what_was_there(policy):
+  class Remembers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      w = self.param("w", nn.initializers.ones, (3,))
+      kept = self.variable("cache", "kept", jnp.zeros, (3,))
+      kept.value = x * w
+      return kept.value
+
+  def gradients(model, x, kept):
+    def loss(x, w, kept):
+      variables = {"params": {"w": w}, "cache": {"kept": kept}}
+      return model.apply(variables, x, mutable=["cache"])[0].sum()
+
+    return jax.tree.map(np.asarray, jax.grad(loss, (0, 1, 2))(x, jnp.full(3, 2.0), kept))
+
+  x = jnp.array([0.0, 1.5, 4.0])
+  for kept in (jnp.zeros(3), 2 * x, 2 * x + 2.0**-20):  # The last is equal once it is rounded.
+    found = gradients(with_policy(Remembers(), policy), x, kept)
+    # By mathematics: of x * w the gradients are w and x, and nothing of what was there is left.
+    np.testing.assert_array_equal(found, [np.full(3, 2.0), x, np.zeros(3)])
+
+
 def test_put_variable_of_another_structure_is_stored_as_it_is():
   class Replaces(nn.Module):
     @nn.compact
