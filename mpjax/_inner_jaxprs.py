@@ -214,6 +214,35 @@ def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
   return dict(eqn.params) if write is None else write(eqn.params, new)
 
 
+def with_each(eqn: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
+  """Returns the parameters of an equation with every jaxpr in them changed.
+
+  Also those that `inner_jaxprs` leaves out: of derivatives, of primitives that are not known.
+
+  Args:
+    eqn: an equation.
+    change: from a jaxpr, closed or not, to one like it of the same inputs and outputs.
+  """
+  new = {name: _changed(value, change) for name, value in eqn.params.items()}
+  return new if any(new[name] is not value for name, value in eqn.params.items()) else eqn.params
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+  if isinstance(value, (Jaxpr, ClosedJaxpr)):
+    return change(value)
+  if not isinstance(value, (tuple, list)) or not holds_jaxpr(value):
+    return value
+  new = [_changed(each, change) for each in value]
+  if all(a is b for a, b in zip(new, value, strict=True)):
+    return value
+  return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+
+
+def is_object(eqn: JaxprEqn) -> bool:
+  """Whether an equation keeps what it runs in an object, of which nothing can be changed."""
+  return eqn.primitive.name == "call_hi_primitive"
+
+
 def donated(eqn: JaxprEqn) -> tuple[bool, ...]:
   """Returns for each operand whether its memory may be taken over by the results."""
   return eqn.params.get("donated_invars") or (False,) * len(eqn.invars)

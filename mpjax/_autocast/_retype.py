@@ -1,5 +1,6 @@
 """Parameters of equations that name a dtype, or hold a program that has one."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,7 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from mpjax._autocast._values import kept
+from mpjax._inner_jaxprs import Program, holds_jaxpr, is_object, opened, with_each
+from mpjax._jaxpr import walk
 
 Params = dict[str, Any]
 
@@ -23,9 +28,23 @@ def traced(fun: Callable[..., Any]) -> Callable[..., ClosedJaxpr]:
 
   def trace(*args: Any) -> ClosedJaxpr:
     with jax.default_matmul_precision(None):
-      return jax.make_jaxpr(fun)(*args)
+      program = jax.make_jaxpr(fun)(*args)
+    if not any(is_object(visit.eqn) for visit in walk(program)):
+      return program
+    # What is in the object is left alone, and its precision cannot be set later.
+    if wants_precision({"precision": default_precision()}):
+      warnings.warn(_OBJECT, UserWarning, stacklevel=2)
+    return jax.make_jaxpr(fun)(*args)
 
   return trace
+
+
+_OBJECT = (
+  "mpjax.autocast: jax_default_matmul_precision is set, and this version of JAX keeps the matmuls "
+  "of a jax.lax.custom_root or the like where the setting cannot be given back to them alone. So "
+  "it holds for all matmuls of the function, and they run in float32. Call custom_root outside of "
+  "what is autocast, or set precision= at its matmuls instead."
+)
 
 
 def _is_precision_set() -> bool:
@@ -39,6 +58,30 @@ def default_precision() -> Any:
     return None
   number = jax.ShapeDtypeStruct((1,), np.float32)
   return jax.make_jaxpr(jnp.dot)(number, number).eqns[-1].params["precision"]
+
+
+def in_precision(eqn: JaxprEqn, precision: Any) -> Params:
+  """Returns the parameters of an equation with a precision for each matmul that has none.
+
+  Args:
+    eqn: a matmul or convolution, or an equation that holds programs, which are left as they are.
+    precision: what `default_precision` returns, not None.
+  """
+  params = eqn.params
+  if holds_jaxpr(params.values()):
+    params = with_each(eqn, lambda program: _all_in_precision(program, precision))
+  return {**params, "precision": precision} if params.get("precision", 0) is None else params
+
+
+@kept
+def _all_in_precision(program: Program, precision: Any) -> Program:
+  jaxpr = opened(program)
+  params = [in_precision(eqn, precision) for eqn in jaxpr.eqns]
+  if all(new is eqn.params for eqn, new in zip(jaxpr.eqns, params, strict=True)):
+    return program
+  eqns = [eqn.replace(params=new) for eqn, new in zip(jaxpr.eqns, params, strict=True)]
+  new = jaxpr.replace(eqns=eqns)
+  return ClosedJaxpr(new, program.consts) if isinstance(program, ClosedJaxpr) else new
 
 
 def wants_precision(params: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxp
 from jax.extend.core.primitives import broadcast_in_dim_p, convert_element_type_p
 
 from mpjax._autocast._demands import FULL, HALF, RESULT, demands
-from mpjax._autocast._retype import retype, wants_precision
+from mpjax._autocast._retype import in_precision, retype, wants_precision
 from mpjax._autocast._scopes import names_of, region
 from mpjax._autocast._values import (
   FLOAT32,
@@ -205,7 +205,9 @@ class Rewriter:
   def untouched(self, eqn: JaxprEqn) -> None:
     """Writes an equation as it was, in the dtypes that it was traced with."""
     operands = [self.original(atom, eqn) for atom in eqn.invars]
-    self.write(eqn, operands, [self.kind_of(v) for v in eqn.outvars])
+    default = self.settings.precision
+    params = None if default is None else in_precision(eqn, default)
+    self.write(eqn, operands, [self.kind_of(v) for v in eqn.outvars], params)
 
   def not_entered(self, eqn: JaxprEqn) -> None:
     """Writes an equation as it was, since it is not known how it runs the jaxprs that it holds."""

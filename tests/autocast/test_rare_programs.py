@@ -88,6 +88,19 @@ def test_a_stranger_runs_as_it_was_traced_and_is_reported(stranger, half):
   np.testing.assert_allclose(found, X[0] @ W @ W @ W, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.case("B075")
+def test_a_stranger_has_the_setting_for_the_whole_process(stranger):
+  def fn(x, w):
+    return stranger.bind(x, w, program=jax.make_jaxpr(jnp.dot)(x, w))[0] @ w
+
+  highest = (jax.lax.Precision.HIGHEST,) * 2
+  with jax.default_matmul_precision("highest"), pytest.warns(UserWarning, match="test_stranger"):
+    program = jax.make_jaxpr(mpjax.autocast(fn))(X[0], W)
+  call, last = (e for e in program.eqns if e.primitive.name in ("dot_general", stranger.name))
+  assert [e.params["precision"] for e in call.params["program"].eqns] == [highest]
+  assert last.params["precision"] is None
+
+
 @pytest.fixture
 def newer():
   """`jax.checkpoint` and `jax.custom_vjp` as a later JAX has them: each is an object."""

@@ -1,5 +1,6 @@
 """Parameters of equations that name a dtype."""
 
+import contextlib
 import inspect
 
 import jax
@@ -12,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 import mpjax
 from mpjax._autocast._retype import retype, wants_precision
 from mpjax._jaxpr import walk
+from tests import programs
 
 HIGHEST = lax.Precision.HIGHEST
 X = jnp.ones((3, 3))
@@ -172,6 +174,82 @@ def test_what_is_left_inside_of_other_programs_has_its_setting_too(name):
     rules = [mpjax.Rule(None, path="exact")]
     named = mpjax.autocast(jax.named_scope("exact")(LEFT[name]), rules=rules)
     assert matmuls(named, X) == [("float32", (HIGHEST, HIGHEST))]
+
+
+def linear_call(a, b):
+  return jax.custom_derivatives.linear_call(lambda a, b: 2 * a @ b, lambda a, b: b @ a, a, b)
+
+
+def linear_solve(a, b):
+  back = lax.cond(b[0] > 0, lambda b: b @ a, lambda b: a @ b, b)
+  return lax.custom_linear_solve(lambda x: a @ x, back, lambda _, b: b @ a, lambda _, b: b @ a.T)
+
+
+SOLVERS = {
+  "linear_call": linear_call,
+  "custom_linear_solve": linear_solve,
+  "cg": lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: jax.jit(jnp.dot)(a, x), b, maxiter=2)[0],
+}
+
+
+def all_matmuls(fun, *args):
+  """The dtype and the precision of each matmul, also of programs for derivatives."""
+  eqns = [e for e, _ in programs.equations(jax.make_jaxpr(fun)(*args)) if is_product(e)]
+  return [(str(e.invars[0].aval.dtype), e.params["precision"]) for e in eqns]
+
+
+@pytest.mark.parametrize("setting", ["highest", "high"])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_programs_that_are_left_alone_have_the_setting_for_the_whole_process(name, setting):
+  def gradient(fun):
+    return lambda a, b: jax.grad(lambda b: fun(a, b).sum())(b)
+
+  fun, args = SOLVERS[name], (X, X[0])
+  for wrapped in (lambda f: f, gradient):
+    with jax.default_matmul_precision(setting):
+      plain = all_matmuls(wrapped(fun), *args)
+      found = all_matmuls(wrapped(mpjax.autocast(fun)), *args)
+      left = all_matmuls(wrapped(mpjax.autocast(mpjax.full_precision(fun))), *args)
+    assert ("float32", (lax.Precision(setting),) * 2) in plain
+    assert plain == left
+    assert {each for each in found if each[0] == "float32"} == set(plain)
+    assert (("bfloat16", None) in found) == (name == "custom_linear_solve")
+  # Without a setting nothing is written anew.
+  assert all_matmuls(mpjax.autocast(mpjax.full_precision(fun)), *args) == all_matmuls(fun, *args)
+
+
+def root(a, b):
+  def solve(f, x):
+    return x - f(x)
+
+  return lax.custom_root(lambda x: a @ x - b, b, solve, lambda g, y: y / g(jnp.ones_like(y)))
+
+
+def is_left_in_an_object():
+  visits = walk(jax.make_jaxpr(root)(X, X[0]))
+  return any(visit.eqn.primitive.name == "call_hi_primitive" for visit in visits)
+
+
+def lowered_matmuls(fun, *args):
+  lines = jax.jit(fun).lower(*args).as_text().splitlines()
+  return [("bf16" in line, "HIGHEST" in line) for line in lines if "dot_general" in line]
+
+
+def test_a_root_that_is_left_alone_has_the_setting_for_the_whole_process():
+  def fun(a, b):
+    return root(a, a @ b)
+
+  warned = (
+    pytest.warns(UserWarning, match="jax_default_matmul_precision is set.*custom_root")
+    if is_left_in_an_object()
+    else contextlib.nullcontext()
+  )
+  with jax.default_matmul_precision("highest"), warned:
+    found = lowered_matmuls(mpjax.autocast(fun), X, X[0])
+  assert found
+  assert all(highest or half for half, highest in found)
+  with jax.default_matmul_precision("bfloat16"):  # As fast as can be: nothing to give back.
+    assert (True, False) in lowered_matmuls(mpjax.autocast(fun), X, X[0])
 
 
 def test_derivative_rules_under_a_setting_run_in_half_too():
