@@ -126,7 +126,8 @@ def test_cells_agree_with_an_all_half_cell_for_eight_mixes_of_dtypes(name, half)
       mix: model.apply({"params": cast(params, mix[0])}, cast(carry, mix[1]), cast(x, mix[2]))
       for mix in mixes
     }
-    all_half = cell(8, dtype=jnp.dtype(half).type, param_dtype=half)
+    # No param_dtype=half: it only says how to draw parameters, and jax 0.12 draws none in half.
+    all_half = cell(8, dtype=jnp.dtype(half).type)
     control = all_half.apply({"params": cast(params, half)}, cast(carry, half), cast(x, half))
     return found, control
 

@@ -130,12 +130,13 @@ PINNED = {
   "language_model": (36, 45, 36),
 }
 
+RECURRENT = ("lstm", "gru")
+"""As many casts as by hand, to one; the numbers are of jax 0.10. By hand too jax 0.12 has 3 and 10
+casts to half less."""
 
-@pytest.mark.case("A83")
-@BOTH
-@pytest.mark.parametrize("name", MODELS)
-def test_numbers_of_casts_and_half_products_are_pinned(name, half):
-  jaxpr = traced(name, "policy", half).jaxpr
+
+def numbers_of(name: str, who: str, half: str) -> tuple[int, int, int]:
+  jaxpr = traced(name, who, half).jaxpr
   casts = programs.converts(jaxpr)
   half_products = sum(
     runs
@@ -143,11 +144,19 @@ def test_numbers_of_casts_and_half_products_are_pinned(name, half):
     if eqn.primitive.name in programs.PRODUCTS and str(eqn.invars[0].aval.dtype) == half
   )
   assert set(casts) == {f"float32->{half}", f"{half}->float32"}
-  assert (
-    half_products,
-    casts[f"float32->{half}"],
-    casts[f"{half}->float32"],
-  ) == PINNED[name]
+  return half_products, casts[f"float32->{half}"], casts[f"{half}->float32"]
+
+
+@pytest.mark.case("A83")
+@BOTH
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_of_casts_and_half_products_are_pinned(name, half):
+  found = numbers_of(name, "policy", half)
+  if name in RECURRENT:
+    assert found == numbers_of(name, "careful", half)
+    if jax.__version_info__ >= (0, 11):
+      return
+  assert found == PINNED[name]
 
 
 @pytest.mark.case("A76")
