@@ -136,7 +136,7 @@ def by_hand(grads, faults, length):
   """Micro-batches in the window, updates done, the sum and the parameters, after each step."""
   params = dict(PARAMS)
   trace = {name: np.zeros_like(x) for name, x in params.items()}
-  total = {name: np.zeros_like(x) for name, x in params.items()}
+  total = {name: -np.zeros_like(x) for name, x in params.items()}
   count, done, after = 0, 0, []
   for t, fault in enumerate(faults):
     if np.isfinite(fault):
@@ -146,7 +146,7 @@ def by_hand(grads, faults, length):
         for name, x in total.items():
           trace[name] = x / F32(count) + trace[name] / 2
           params[name] = params[name] - trace[name] / 8
-        total = {name: np.zeros_like(x) for name, x in params.items()}
+        total = {name: -np.zeros_like(x) for name, x in params.items()}
         count, done = 0, done + 1
     after.append((count, done, total, dict(params)))
   return after

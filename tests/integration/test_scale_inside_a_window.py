@@ -24,8 +24,8 @@ class ByHand:
   def __init__(self, every):
     self.every, self.inside, self.done = every, 0, 0
     self.params = jax.tree.map(lambda p: np.asarray(p, np.float64), PARAMS)
-    self.total = jax.tree.map(np.zeros_like, self.params)
-    self.momentum = self.total
+    self.total = jax.tree.map(lambda x: -np.zeros_like(x), self.params)  # the sum of nothing
+    self.momentum = jax.tree.map(np.zeros_like, self.params)
 
   def add(self, grads):
     self.total = jax.tree.map(np.add, self.total, grads)
@@ -34,7 +34,7 @@ class ByHand:
       mean = jax.tree.map(lambda t: t / self.every, self.total)
       self.momentum = jax.tree.map(lambda m, g: 0.5 * m + g, self.momentum, mean)
       self.params = jax.tree.map(lambda p, m: p - 0.5 * m, self.params, self.momentum)
-      self.total = jax.tree.map(np.zeros_like, self.total)
+      self.total = jax.tree.map(lambda x: -np.zeros_like(x), self.total)
       self.inside, self.done = 0, self.done + 1
 
 
