@@ -1,6 +1,7 @@
 """`Adapter`: how the modules of one class are called under a policy, and the pieces of adapters."""
 
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -158,11 +159,16 @@ class Adapter:
         raise MpjaxTypeError(message(where, expected=expected, got=repr(function), fix=fix))
 
   def __eq__(self, other: object) -> bool:
-    return isinstance(other, Adapter) and self._key() == other._key()
+    return isinstance(other, Adapter) and self._key == other._key
 
   def __hash__(self) -> int:
-    return hash(self._key())
+    return hash(self._key)
 
+  def __reduce__(self) -> Any:
+    fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    return functools.partial(type(self), **fields), ()
+
+  @functools.cached_property
   def _key(self) -> tuple[Any, ...]:
     functions = map(identity, (self.inputs, self.fields, self.outputs))
     return (self.params, *functions, self.rounds)

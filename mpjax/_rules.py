@@ -40,7 +40,9 @@ class Rule:
     module: a module class, or a tuple of them; subclasses count.
     where: a predicate on the bound module. It is asked about every module of the model. Two that
       are made at one place in the code with equal values are equal, so that a rule may be made anew
-      for each call; one that is made with an array or a list is compiled for anew.
+      for each call; one that is made with an array or a list is compiled for anew. Globals that it
+      reads count with the values that they have when the rule is first used: after a change of one,
+      make the rule anew.
 
   Raises:
     MpjaxValueError: no selector or several, or a malformed glob.
@@ -90,13 +92,17 @@ class Rule:
       object.__setattr__(self, name, value)
 
   def __eq__(self, other: object) -> bool:
-    return isinstance(other, Rule) and self._key() == other._key()
+    return isinstance(other, Rule) and self._key == other._key
 
   def __hash__(self) -> int:
-    return hash(self._key())
+    return hash(self._key)
 
+  def __reduce__(self) -> Any:
+    return _rule, (self.policy, self.path, self.module, self.where)
+
+  @functools.cached_property
   def _key(self) -> tuple[Any, ...]:
-    # Not kept: what a predicate was made with may get another value.
+    # Kept: a rule that a cache holds must not become equal to one whose predicate reads new values.
     return (self.policy, self.path, self.module, identity(self.where))
 
   def __repr__(self) -> str:
@@ -132,6 +138,10 @@ class Rule:
         f"({type(module).__name__}). It is asked about every module; the root has no name."
       )
       raise
+
+
+def _rule(policy: Any, path: Any, module: Any, where: Any) -> Rule:
+  return Rule(policy, path=path, module=module, where=where)
 
 
 def _wrong_selector(name: str, expected: str, got: Any) -> MpjaxTypeError:

@@ -1,6 +1,7 @@
 """When two functions are the same."""
 
 import functools
+import pickle
 
 import flax.linen as nn
 import jax
@@ -50,6 +51,57 @@ def test_what_is_no_plain_function_is_itself():
   for function in (len, functools.partial(len), "a".join, nn.Dense, None):
     assert identity(function) is function
   assert identity(equals("a")) != identity(defaulted("a"))
+
+
+TARGET, TARGETS = "a", ["a"]
+
+
+def is_target(module):
+  return module.name == TARGET
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: lambda m: m.name == TARGET,
+    lambda: lambda m: any(m.name == wanted for wanted in (TARGET,)),
+    lambda: lambda m: is_target(m),
+    lambda: is_target,
+  ],
+  ids=["global", "nested", "helper", "function"],
+)
+def test_a_predicate_that_reads_a_global_runs_with_its_new_value(make, monkeypatch):
+  model, x = Pair(), jnp.ones((2, 4))
+  variables = model.init(jax.random.key(0), x)
+  step = jax.jit(lambda model, variables: model.apply(variables, x), static_argnums=0)
+
+  def dtype():
+    rules = [mpjax.Rule("float32", where=make())]
+    return str(step(mpjax.linen.with_policy(model, "c=bf16", rules), variables).dtype)
+
+  assert dtype() == "bfloat16"
+  assert mpjax.Rule(None, where=make()) == mpjax.Rule(None, where=make())
+  monkeypatch.setitem(globals(), "TARGET", "b")
+  assert dtype() == "float32"
+  monkeypatch.setitem(globals(), "TARGET", "a")
+  assert dtype() == "bfloat16"
+
+
+def test_a_global_without_a_hash_is_compared_as_the_object_it_is(monkeypatch):
+  def reads(m):
+    return m.name in TARGETS
+
+  before = mpjax.Rule(None, where=reads)
+  assert before == mpjax.Rule(None, where=reads)
+  assert hash(before) == hash(mpjax.Rule(None, where=reads))
+  monkeypatch.setitem(globals(), "TARGETS", ["b"])
+  assert before != mpjax.Rule(None, where=reads)
+
+
+def test_a_rule_with_a_predicate_is_pickled_by_its_name():
+  rule = mpjax.Rule("float32", where=is_target)
+  assert hash(rule) is not None
+  assert pickle.loads(pickle.dumps(rule)) == rule
 
 
 def test_other_code_in_one_place_is_another_function():
