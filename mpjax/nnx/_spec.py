@@ -1,4 +1,4 @@
-"""How a module of a view runs, and how it is told from others and led back to the user's."""
+"""How a module of a view runs, and how it is told from others and mapped back to the user's."""
 
 import dataclasses
 import weakref
@@ -14,6 +14,9 @@ from mpjax._policy import Policy
 
 SPEC = "mpjax_spec"
 """The class attribute that says how a view's modules run."""
+
+MODES = ("deterministic", "use_running_average")
+"""What `train()` and `eval()` of NNX set. Other flags are a module's own business."""
 
 LINK = "_mpjax_link"
 """The attribute that leads from a view's module to the user's."""
@@ -51,8 +54,8 @@ class Link:
 
   Attributes:
     path: where the module stands in the model, for errors.
-    modes: the flags of the user's module (`deterministic`, say) as they were when the view was
-      made, but for those that were set on the view since.
+    modes: those of the user's module (`deterministic`, say) as they were when the view was made,
+      but for those that were set on the view since.
   """
 
   def __init__(self, path: str, view: Any = None, model: Any = None) -> None:
@@ -60,7 +63,7 @@ class Link:
     self.view = weakref.ref(view) if view is not None else None
     self.model = weakref.ref(model) if model is not None else None
     flags = {} if model is None else vars(model)
-    self.modes = {name: flag for name, flag in flags.items() if isinstance(flag, bool)}
+    self.modes = {name: flags[name] for name in MODES if isinstance(flags.get(name), bool)}
 
   def of(self, view: Any) -> Any:
     """Returns the user's module for the module `view`, or None."""
@@ -89,9 +92,10 @@ def model_of(module: Any) -> Any:
 
 
 def check_modes(module: Any) -> None:
-  """Raises MpjaxRuntimeError if a flag was set on the user's module alone since the view was made.
+  """Raises MpjaxRuntimeError if a mode was set on the user's module alone since the view was made.
 
-  That is what `model.eval()` does: the view would go on training.
+  That is what `model.eval()` does: the view would go on training. A mode that was set on the view is
+  the view's own: a view for evaluation stays one while the model goes on training.
   """
   model, link = model_of(module), vars(module).get(LINK)
   if model is None:
@@ -102,10 +106,10 @@ def check_modes(module: Any) -> None:
       raise MpjaxRuntimeError(
         message(
           f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.nnx.with_policy",
-          expected="no flag of the model to change after the view was made",
+          expected="no mode of the model to change after the view was made",
           got=f"{name}={now.get(name)} on the model, and {name}={flag} still on the view",
-          fix="Call eval() or train() on the view as well, or make it anew after it was called on "
-          "the model: with_policy(model, policy).",
+          fix="Write view.eval() or view.train(), once: a mode that was set on the view is its own "
+          "from then on. Or make the view anew: with_policy(model, policy).",
         )
       )
 

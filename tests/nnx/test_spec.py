@@ -79,15 +79,43 @@ def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
     check_error(
       excinfo,
       where="drop (Dropout) of a view of mpjax.nnx.with_policy",
-      expected="no flag of the model to change",
+      expected="no mode of the model to change",
       got="deterministic=True on the model, and deterministic=False still on the view",
-      fix="Call eval() or train() on the view",
+      fix="Write view.eval() or view.train()",
       builtin=RuntimeError,
     )
   view.eval()
   np.testing.assert_array_equal(view(X), mpjax.nnx.with_policy(model, "mixed_bfloat16")(X))
   view.train()  # What was said of the view counts.
   assert not np.array_equal(view(X), training)
+
+
+def test_a_view_for_evaluation_stays_one_while_the_model_goes_on_training():
+  model = Drops()
+  view = mpjax.nnx.with_policy(model, "mixed_bfloat16")
+  view.eval()
+  wanted = view(X)
+  for mode in ("train", "eval", "train"):
+    getattr(model, mode)()
+    np.testing.assert_array_equal(view(X), wanted)
+
+
+class Builds(nnx.Module):
+  """Says of itself, in its first call, that it is built."""
+
+  def __init__(self):
+    self.built, self.layer = False, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    self.built = True
+    return self.layer(x)
+
+
+def test_a_flag_that_is_no_mode_is_no_error():
+  model = Builds()
+  view = mpjax.nnx.with_policy(model, "mixed_bfloat16")
+  model(X)
+  np.testing.assert_array_equal(view(X), view(X))
 
 
 def test_modes_that_belong_together_are_no_error():
