@@ -155,8 +155,6 @@ class PolicyModule:
     CPUs): of parameters stored in float32, not of those that are rounded already. With that option
     off the results are the same to the bit.
 
-    MXNet converts its symbols for inference by the same rule.
-
     Args:
       variables: the model's variables, arrays or `jax.ShapeDtypeStruct`.
       *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
@@ -253,7 +251,7 @@ class PolicyModule:
     The record of modules passed keeps every cached program out: it is only ever there in a trace.
     """
 
-    # What the model returns is nobody's here, and may be no type of JAX.
+    # The output is not used here, and may not be a JAX type.
     def variables() -> Any:
       return self._init_under_policy(visits, rngs, *args, **kwargs)[1]
 
@@ -282,7 +280,8 @@ class PolicyModule:
     for rule in self.given.rules:
       if rule.path is not None and not any(rule.matches(None, path) for path in paths):
         origin = "that this call met or that have variables"
-        warnings.warn(str(unmatched_error(rule, tuple(paths), (), origin=origin)), stacklevel=3)
+        text = f"{unmatched_error(rule, tuple(paths), (), origin=origin)} {_MAY_BE_RIGHT}"
+        warnings.warn(text, stacklevel=3)
 
   def _check_rules(self, visits: Visits, origin: str = "that init passed") -> None:
     """Looks for rules that picked out none of the modules passed."""
@@ -308,6 +307,11 @@ class PolicyModule:
       if col in plain and jax.tree.structure(plain[col]) == jax.tree.structure(ours.get(col))
     }
     return _updated(plain, cast)
+
+
+_MAY_BE_RIGHT = (
+  "If the module is one that this call leaves out (only training calls it), it is fine."
+)
 
 
 def _nodes(collection: PyTree) -> set[str]:

@@ -128,7 +128,7 @@ def policy_scope(
 
 
 class _Scope(contextlib.ContextDecorator):
-  """A scope, to be entered as often as one likes: in turn, inside itself, in several threads."""
+  """A scope, to be entered any number of times: in turn, inside itself, in several threads."""
 
   def __init__(self, given: Given) -> None:
     self._given = given
