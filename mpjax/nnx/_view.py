@@ -146,8 +146,8 @@ def _wide_fields(spec: Spec) -> dict[str, Any]:
 
 
 _NO_METHODS = (type, staticmethod, classmethod, functools.partial)
-"""What a class holds that can be called and is not given the module. A partial of Python 3.13 has
-the looks of a method, and warns that it will be one."""
+"""What a class holds that can be called and is not given the module. A partial of Python 3.13
+looks like a method, and warns that it will be one."""
 
 
 def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
