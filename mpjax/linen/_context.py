@@ -256,3 +256,18 @@ def is_new_root(active: Active, module: nn.Module) -> bool:
 
 def _has_policy_field(cls: type[Any]) -> bool:
   return "policy" in getattr(cls, "__dataclass_fields__", {})
+
+
+def shown(given: Given) -> str:
+  """Returns the arguments of `with_policy` that were given, those that say nothing left out."""
+  parts = [repr(None if given.policy is None else str(given.policy))]
+  if given.rules:
+    parts.append(f"rules={list(given.rules)!r}")
+  if given.defaults != default_rules():
+    parts.append(f"defaults={given.defaults!r}")
+  if given.adapters:
+    parts.append(f"adapters={{{', '.join(f'{cls.__name__}: ...' for cls, _ in given.adapters)}}}")
+  if given.ops is not None:
+    ops = "float32" if given.ops == OpLists() else given.ops
+    parts.append(f"ops={ops!r}")
+  return ", ".join(parts)

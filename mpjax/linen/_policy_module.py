@@ -13,12 +13,11 @@ from flax.core import FrozenDict
 from mpjax._errors import MpjaxTypeError, message
 from mpjax._full_precision import in_region
 from mpjax._named_arrays import places
-from mpjax._op_lists import OpLists
-from mpjax._rules import Rule, default_rules, unmatched_error
+from mpjax._rules import Rule, unmatched_error
 from mpjax._storage import store_as_used
 from mpjax._tree import cast_leaf, is_floating
 from mpjax._types import PyTree
-from mpjax.linen._context import OFF, Given, Visits, begin, with_ops
+from mpjax.linen._context import OFF, Given, Visits, begin, shown, with_ops
 from mpjax.linen._intercept import activate
 from mpjax.linen._params import COLLECTIONS, strip
 
@@ -155,6 +154,8 @@ class PolicyModule:
     CPUs): of parameters stored in float32, not of those that are rounded already. With that option
     off the results are the same to the bit.
 
+    MXNet converts its symbols for inference by the same rule.
+
     Args:
       variables: the model's variables, arrays or `jax.ShapeDtypeStruct`.
       *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
@@ -220,7 +221,7 @@ class PolicyModule:
     return getattr(self.module, name)
 
   def __repr__(self) -> str:
-    return f"with_policy({self.module!r}, {_shown(self.given)})"
+    return f"with_policy({self.module!r}, {shown(self.given)})"
 
   def _not_a_submodule(self, call: str) -> MpjaxTypeError:
     return MpjaxTypeError(
@@ -333,21 +334,6 @@ def _cast_like(tree: PyTree, dtypes: PyTree) -> PyTree:
   return jax.tree.map(lambda x, d: cast_leaf(x, d.dtype) if is_floating(x) else x, tree, dtypes)
 
 
-def _shown(given: Given) -> str:
-  """Returns the arguments of `with_policy` that were given, those that say nothing left out."""
-  shown = [repr(None if given.policy is None else str(given.policy))]
-  if given.rules:
-    shown.append(f"rules={list(given.rules)!r}")
-  if given.defaults != default_rules():
-    shown.append(f"defaults={given.defaults!r}")
-  if given.adapters:
-    shown.append(f"adapters={{{', '.join(f'{cls.__name__}: ...' for cls, _ in given.adapters)}}}")
-  if given.ops is not None:
-    ops = "float32" if given.ops == OpLists() else given.ops
-    shown.append(f"ops={ops!r}")
-  return ", ".join(shown)
-
-
 class BoundPolicyModule:
   """A Linen model bound to variables, or one of its submodules, under a policy."""
 
@@ -378,7 +364,7 @@ class BoundPolicyModule:
     return self._wrap(found)
 
   def __repr__(self) -> str:
-    return f"with_policy({self._module!r}, {_shown(self._given)})"
+    return f"with_policy({self._module!r}, {shown(self._given)})"
 
   def _under_policy(self, fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fun)

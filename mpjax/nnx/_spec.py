@@ -94,8 +94,8 @@ def model_of(module: Any) -> Any:
 def check_modes(module: Any) -> None:
   """Raises MpjaxRuntimeError if a mode was set on the user's module alone since the view was made.
 
-  That is what `model.eval()` does: the view would go on training. A mode that was set on the view is
-  the view's own: a view for evaluation stays one while the model goes on training.
+  That is what `model.eval()` does: the view would go on training. A mode that was set on the view
+  is its own: a view for evaluation stays one while the model goes on training.
   """
   model, link = model_of(module), vars(module).get(LINK)
   if model is None:
