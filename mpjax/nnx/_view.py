@@ -126,14 +126,34 @@ def view_class(cls: Any, tree: bool, spec: Spec) -> Any:
     **_overrides(cls),
     **{name: _method(name, own) for name, own in _methods(cls)},
   }
-  if not any("__init_subclass__" in vars(base) for base in cls.__mro__ if not _is_library(base)):
-    return type(cls)(cls.__name__, (cls,), names, pytree=tree)
-  # A hook of the user's own is for the user's classes: it may put each into a table, or ask for
-  # keywords. So the class is made as a subclass of NNX's, and the user's is its base afterwards.
-  of_flax = next(base for base in cls.__mro__ if _is_library(base))
-  made = type(cls)(cls.__name__, (of_flax,), names, pytree=tree)
-  made.__bases__ = (cls,)
-  return made
+  hooks = any("__init_subclass__" in vars(base) for base in cls.__mro__ if not _is_library(base))
+  for first in _WITHOUT_HOOKS if hooks else ():
+    made = type(cls)(cls.__name__, (first, cls), names, pytree=tree)
+    try:
+      object.__setattr__(object.__new__(cls), "__class__", made)
+    except TypeError:  # Objects of the two are laid out differently.
+      continue
+    return made
+  return type(cls)(cls.__name__, (cls,), names, pytree=tree)
+
+
+def _init_subclass(cls: Any, **kwargs: Any) -> None:
+  """Does what NNX does with a new class, and nothing that the user's own hooks would do.
+
+  Those are for the user's classes: they may put each into a table, or ask for keywords.
+  """
+  hook: Any = nnx.Module.__init_subclass__
+  hook.__func__(cls, **kwargs)
+
+
+_HOOK = {"__init_subclass__": classmethod(_init_subclass), "__module__": __name__}
+_WITHOUT_HOOKS: tuple[Any, ...] = (
+  type(nnx.Module)("OfNnxWithoutHooks", (nnx.Module,), dict(_HOOK)),
+  type("WithoutHooks", (), dict(_HOOK)),
+)
+"""First bases for views of classes with hooks; which one fits depends on the order of their bases.
+
+Where neither does (an abstract or generic class before the one with the hook), the hook is run."""
 
 
 def _is_library(cls: type[Any]) -> bool:

@@ -1,6 +1,8 @@
 """What the modules of a view do: at each call, and with what is written during one."""
 
+import abc
 import pickle
+import types
 from typing import Generic, TypeVar
 
 import jax
@@ -658,3 +660,57 @@ def test_a_view_does_not_run_the_hook_of_the_users_classes():
   layer = with_policy(OfNnx(4, 4, rngs=nnx.Rngs(0)), HALF)
   assert layer(X).dtype == BF16
   assert registered == {"gated": Gated, "linear": OfNnx}
+
+
+T = TypeVar("T")
+listed = {}
+
+
+class WithHook:
+  """A mixin with a hook, which knows nothing of NNX."""
+
+  def __init_subclass__(cls, **kwargs):
+    super().__init_subclass__(**kwargs)
+    listed.setdefault(cls.__name__, cls)
+
+
+class HookOfNnx(nnx.Module):
+  def __init_subclass__(cls, **kwargs):
+    super().__init_subclass__(**kwargs)
+    listed.setdefault(cls.__name__, cls)
+
+
+class Plain:
+  pass
+
+
+ORDERS = {
+  "mixin first": (WithHook, nnx.Module),
+  "after a plain mixin": (Plain, HookOfNnx),
+  "before a plain mixin": (HookOfNnx, Plain),
+  "abstract first": (abc.ABC, HookOfNnx),
+  "generic last": (HookOfNnx, Generic[T]),
+  "generic first": (Generic[T], HookOfNnx),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_views_of_classes_with_a_hook_in_any_order_of_bases(order):
+  def __init__(self):
+    self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.layer(x)
+
+  name = f"In{order.title().replace(' ', '')}"
+  namespace = {"__init__": __init__, "__call__": __call__}
+  cls = types.new_class(name, ORDERS[order], exec_body=lambda ns: ns.update(namespace))
+  assert listed.pop(name) is cls
+  view = with_policy(cls(), "mixed_bfloat16")
+  # An object of such a class is laid out unlike one of a class with another first base.
+  assert name not in listed or order in ("abstract first", "generic first")
+  listed.clear()
+  assert isinstance(view, cls)
+  x = jnp.ones((1, 3))
+  np.testing.assert_allclose(view(x), cls()(x), atol=0.05)
+  np.testing.assert_array_equal(nnx.jit(lambda view, x: view(x))(view, x), view(x))
