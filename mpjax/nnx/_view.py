@@ -7,6 +7,7 @@ of every key that JAX and NNX cache by.
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,8 +149,8 @@ def _init_subclass(cls: Any, **kwargs: Any) -> None:
 
 _HOOK = {"__init_subclass__": classmethod(_init_subclass), "__module__": __name__}
 _WITHOUT_HOOKS: tuple[Any, ...] = (
-  type(nnx.Module)("OfNnxWithoutHooks", (nnx.Module,), dict(_HOOK)),
-  type("WithoutHooks", (), dict(_HOOK)),
+  types.new_class("OfNnxWithoutHooks", (nnx.Module,), exec_body=lambda names: names.update(_HOOK)),
+  types.new_class("WithoutHooks", (), exec_body=lambda names: names.update(_HOOK)),
 )
 """First bases for views of classes with hooks; which one fits depends on the order of their bases.
 

@@ -183,7 +183,7 @@ class LossScalingTransformation(optax.GradientTransformationExtraArgs):
   @property
   def update(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
     # Not what somebody has put in its place (`_replace`), whatever that wraps.
-    held = self[1]
+    held: Any = self[1]
     ours = isinstance(held, functools.partial) and held.func is _update_in_a_chain
     return held.args[0] if ours else held
 

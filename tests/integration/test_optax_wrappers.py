@@ -314,7 +314,7 @@ def test_a_gradient_function_that_is_called_in_a_loop_or_branch_is_refused(where
     inside = {
       "cond": lambda: jax.lax.cond(jnp.sum(params) < 9, call, lambda p: (p, 0.0), params)[0],
       "scan": lambda: jax.lax.scan(call, params, jnp.arange(2))[0],
-      "vmap": lambda: jax.vmap(call)(params[None])[0][0],
+      "vmap": lambda: jax.vmap(call)(jnp.expand_dims(params, 0))[0][0],
       "jit": lambda: jax.jit(call)(params)[0],
     }
     return jax.tree.map(jnp.add, updates, inside[where]()), state

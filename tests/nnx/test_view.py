@@ -662,7 +662,7 @@ def test_a_view_does_not_run_the_hook_of_the_users_classes():
   assert registered == {"gated": Gated, "linear": OfNnx}
 
 
-T = TypeVar("T")
+OF_T = Generic[TypeVar("T")]
 listed = {}
 
 
@@ -689,8 +689,8 @@ ORDERS = {
   "after a plain mixin": (Plain, HookOfNnx),
   "before a plain mixin": (HookOfNnx, Plain),
   "abstract first": (abc.ABC, HookOfNnx),
-  "generic last": (HookOfNnx, Generic[T]),
-  "generic first": (Generic[T], HookOfNnx),
+  "generic last": (HookOfNnx, OF_T),
+  "generic first": (OF_T, HookOfNnx),
 }
 
 
