@@ -7,6 +7,8 @@ JAXAMP := .venv-jaxamp
 # JAX 0.10 is the last for Python 3.11; later versions of Python get the newest.
 OLDEST ?= 3.11
 NEWEST ?= 3.13 3.12
+# Which tests `make compat` runs on the newest: all of them.
+NEWEST_TESTS ?= tests
 
 .PHONY: help demo test compat lint format bench bench-autocast parity flax-suite campaign mutations soak clean
 
@@ -46,11 +48,11 @@ test: $(STAMP)
 # Each has a venv of its own. A Python that is missing is an error before any test is run.
 compat:
 	@oldest=$$(.ci/find-python $(OLDEST)) && newest=$$(.ci/find-python $(NEWEST)) || exit 1; \
-	for each in "$$oldest .venv-oldest" "$$newest .venv-newest"; do \
-	  set -- $$each; \
-	  $(MAKE) --no-print-directory $$2/.installed PYTHON=$$1 VENV=$$2 || exit 1; \
-	  echo "$$($$1 --version), jax $$($$2/bin/python -c 'import jax; print(jax.__version__)'):"; \
-	  $(MAKE) --no-print-directory test PYTHON=$$1 VENV=$$2 || exit 1; \
+	for each in "$$newest .venv-newest $(NEWEST_TESTS)" "$$oldest .venv-oldest tests"; do \
+	  set -- $$each; python=$$1; venv=$$2; shift 2; \
+	  $(MAKE) --no-print-directory $$venv/.installed PYTHON=$$python VENV=$$venv || exit 1; \
+	  echo "$$($$python --version), jax $$($$venv/bin/python -c 'import jax; print(jax.__version__)'):"; \
+	  $(MAKE) --no-print-directory test PYTHON=$$python VENV=$$venv PYTEST_ARGS="$$*" || exit 1; \
 	done
 
 lint: $(STAMP)
