@@ -106,7 +106,9 @@ def _check_one(
     copies = jax.tree.map(_copy, replace_scale((args, kwargs), found, moved))
     out = step(*copies[0], **copies[1])
     # A step of NNX writes to its arguments, which are copies here.
-    return _outcome(out if scales_in(out) else copies, found.label)
+    counts = [one.state.total for one in scales_in(copies) if one.state is not None]
+    written = any(not np.array_equal(count, state.total) for count in counts)
+    return _outcome(copies if written and not scales_in(out) else out, found.label)
 
   start = max(_START, float(np.max(state.scale)))
   first = run(start)
