@@ -150,8 +150,8 @@ _DYNAMICS = (
     number=12,
     breaks="a half loss is multiplied in half",
     file=_ACCESS,
-    old="return loss.astype(dtype) * state.scale.astype(dtype)",
-    new="return (loss * state.scale.astype(loss.dtype)).astype(dtype)",
+    old="return loss.astype(dtype) * scale.astype(dtype)",
+    new="return (loss * scale.astype(loss.dtype)).astype(dtype)",
     test="tests/transforms/test_loss_scale_access.py"
     "::test_half_loss_is_cast_before_it_is_multiplied",
   ),
