@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from mpjax._tree import is_inexact
 from mpjax._types import Array, PyTree
@@ -92,22 +91,7 @@ def batch_gradients(
     metrics = jax.tree.map(lambda x: mean(x) if is_inexact(x) else jax.lax.psum(x, axes), metrics)
     loss, grads = mean(loss), jax.tree.map(mean, grads)
   watched = jax.tree.map(_unless_there_before, model_state, state.model_state, unchanged)
-  return BatchResult(loss, model_state, metrics, _row_major(grads), watched)
-
-
-def _row_major(grads: PyTree) -> PyTree:
-  """Returns gradients that are laid out as their parameters are, where XLA compiles for CPU.
-
-  It leaves the gradient of a matrix transposed, and then copies all of them at once into the branch
-  that applies them, and again for their norm: up to a whole tree of temporaries.
-  """
-
-  def constrained(grads: PyTree) -> PyTree:
-    return jax.tree.map(
-      lambda g: with_layout_constraint(g, Layout(tuple(range(g.ndim)))) if g.ndim > 1 else g, grads
-    )
-
-  return jax.lax.platform_dependent(grads, cpu=constrained, default=lambda grads: grads)
+  return BatchResult(loss, model_state, metrics, grads, watched)
 
 
 def _unless_there_before(new: Array, old: Array, unchanged: bool) -> Any:
