@@ -18,6 +18,7 @@ from mpjax.training._across_devices import (
 from mpjax.training._loss_program import LossFn, trace_loss, warn_without_float16
 from mpjax.training._train_state import TrainState, own_scale
 from mpjax.transforms import value_and_grad
+from mpjax.transforms._branch import stored_first
 from mpjax.transforms._wrapper_trees import strong
 
 Metrics: TypeAlias = dict[str, Any]
@@ -91,7 +92,7 @@ def batch_gradients(
     metrics = jax.tree.map(lambda x: mean(x) if is_inexact(x) else jax.lax.psum(x, axes), metrics)
     loss, grads = mean(loss), jax.tree.map(mean, grads)
   watched = jax.tree.map(_unless_there_before, model_state, state.model_state, unchanged)
-  return BatchResult(loss, model_state, metrics, grads, watched)
+  return BatchResult(loss, model_state, metrics, stored_first(grads), watched)
 
 
 def _unless_there_before(new: Array, old: Array, unchanged: bool) -> Any:

@@ -106,3 +106,16 @@ def one_at_a_time() -> Array:
   return jax.lax.platform_dependent(
     cpu=lambda: jnp.asarray(True), default=lambda: jnp.asarray(False)
   )
+
+
+def stored_first(grads: PyTree) -> PyTree:
+  """Returns `grads`, each computed and stored on a CPU before anything reads it.
+
+  Else XLA for CPU keeps the transposed gradient of a matrix product and copies it for each of its
+  readers (the branch, the check, the norm), and all copies of all gradients are there at once.
+  """
+  return jax.lax.platform_dependent(
+    grads,
+    cpu=lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree),
+    default=lambda tree: tree,
+  )

@@ -15,7 +15,14 @@ from mpjax._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
 from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, label_limits
 from mpjax._tree import first_nonfinite, select
 from mpjax._types import Array, PyTree
-from mpjax.transforms._branch import Step, hold, nothing_like, one_at_a_time, step_or_skip
+from mpjax.transforms._branch import (
+  Step,
+  hold,
+  nothing_like,
+  one_at_a_time,
+  step_or_skip,
+  stored_first,
+)
 from mpjax.transforms._checks import init_inner, take_extra_args, update_inner
 from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
 from mpjax.transforms._loss_scaling_checks import (
@@ -183,7 +190,7 @@ def loss_scaling(
     losses = by_loss(loss, configs, several, f"{where}(loss)") if loss is not None else {}
     first_bad, finite, number = {}, {}, {}
     # In a whole step nobody else has the gradients, and their quotients take over the memory.
-    total = None if apply is None else _unscaled_sum(grads, old)
+    total = None if apply is None else stored_first(_unscaled_sum(grads, old))
     for label, g in grads.items():
       # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
       # gradients themselves: then no quotient has to be kept in memory until the decision.

@@ -109,13 +109,13 @@ def test_a_step_holds_its_state_and_one_more_gradient(name):
 
 
 @pytest.mark.parametrize("inner", [ADAMW, CLIPPED], ids=["adamw", "clipped"])
-def test_to_check_the_updates_takes_no_memory(inner):
+def test_to_check_the_updates_takes_a_byte_for_each_number_of_one_layer(inner):
   """They are looked at one by one before the decision, and computed again to be applied."""
   found, without = (
     ours(inner, jnp.float32, jnp.float16, check=check)[0].temp_size_in_bytes
     for check in (True, False)
   )
-  assert found <= without + SLACK
+  assert found <= without + WIDTH * WIDTH + SLACK
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
