@@ -174,7 +174,7 @@ def _other_container(wanted: PyTree, given: PyTree) -> str:
       return f"other containers: {kinds[0]} for {kinds[1]} at {path or 'the root'}"
     inside = [_children(tree) for tree in (wanted, given)]
     for (key, want), (_, give) in zip(*inside, strict=True):
-      if jax.tree.structure(want, is_leaf=_is_none) != jax.tree.structure(give, is_leaf=_is_none):
+      if jax.tree.structure(want, is_leaf=is_none) != jax.tree.structure(give, is_leaf=is_none):
         path, wanted, given = path + jax.tree_util.keystr(key), want, give
         break
     else:
@@ -185,12 +185,13 @@ def _children(tree: PyTree) -> list[tuple[Any, Any]]:
   return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
-def _is_none(x: Any) -> bool:
+def is_none(x: Any) -> bool:
+  """Whether `x` is None, for `is_leaf`: to JAX it is a tree without leaves."""
   return x is None
 
 
 def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:
-  leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
   return {jax.tree_util.keystr(path) or "the root": x for path, x in leaves}, treedef
 
 

@@ -23,7 +23,6 @@ from mpjax.training._train_state import (
 )
 from mpjax.training._train_step_checks import (
   check_arguments,
-  check_axes,
   check_call,
   check_decision,
   check_shardings,
@@ -38,6 +37,7 @@ from mpjax.transforms import (
   unscale,
 )
 from mpjax.transforms._apply_updates import check_rounding
+from mpjax.transforms._checks import check_axes
 from mpjax.transforms._loss_scaling import AxisName
 from mpjax.transforms._master_weights import merged_masters
 
@@ -186,7 +186,12 @@ def make_train_step(
     return new, {**metrics, "loss": loss, "grad_norm": norm, **scaling}, all_finite(forward)
 
   def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    check_axes(axes)
+    check_axes(
+      axes,
+      f"mpjax.make_train_step(axis_name={axis_name!r})",
+      call="the step",
+      fix="Call the step inside the jax.shard_map of that axis. Under automatic sharding",
+    )
     check_call(state, batch, accumulate, max_retries, ema_decay, rounding)
     check_shardings(state_shardings, state)
     if not max_retries:

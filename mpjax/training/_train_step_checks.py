@@ -13,24 +13,6 @@ from mpjax._types import PyTree
 from mpjax.training._train_state import TrainState, own_scale
 
 
-def check_axes(axes: tuple[Hashable, ...]) -> None:
-  """Raises unless all `axes` are mapped here."""
-  for name in axes:
-    try:
-      jax.lax.axis_size(name)
-    except NameError as error:
-      names = jax.sharding.get_abstract_mesh().axis_names
-      raise MpjaxValueError(
-        message(
-          f"mpjax.make_train_step(axis_name={name!r})",
-          expected="the name of an axis that is mapped where the step is called",
-          got=f"none of that name ({error}; the axes of the mesh here: {names})",
-          fix="Call the step inside the jax.shard_map of that axis. Under automatic sharding leave "
-          "axis_name out: one program already sees all devices.",
-        )
-      ) from error
-
-
 def check_call(
   state: Any,
   batch: PyTree,

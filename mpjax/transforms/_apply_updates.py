@@ -9,7 +9,7 @@ import optax
 
 from mpjax._errors import MpjaxValueError, listed, message, nearest
 from mpjax._named_arrays import is_key
-from mpjax._tree import is_array_like, is_half, saturate, tree_differences
+from mpjax._tree import is_array_like, is_half, is_none, saturate, tree_differences
 from mpjax._types import Array, PyTree
 
 _ROUNDINGS = ("nearest", "stochastic")
@@ -127,7 +127,7 @@ def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) ->
         fix="Pass mpjax.master_params(opt_state) with the state that update returned.",
       )
     )
-  return jax.tree.map(one, master, params, updates, is_leaf=_is_none)
+  return jax.tree.map(one, master, params, updates, is_leaf=is_none)
 
 
 def _is_untrained(param: Any) -> bool:
@@ -142,17 +142,13 @@ def _spell_out(params: PyTree, updates: PyTree) -> PyTree:
     return p if u is None and p is not None and _is_untrained(p) else u
 
   try:
-    return jax.tree.map(one, params, updates, is_leaf=_is_none)
+    return jax.tree.map(one, params, updates, is_leaf=is_none)
   except ValueError:  # Another tree: the caller says where.
     return updates
 
 
 def _fill(master: PyTree, params: PyTree) -> PyTree:
-  return jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=_is_none)
-
-
-def _is_none(x: Any) -> bool:
-  return x is None
+  return jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
 
 
 def _add(param: Any, update: Any, key: Array | None) -> Array:

@@ -1,6 +1,7 @@
 """The checks that the wrappers of optimizers share."""
 
 import inspect
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
@@ -10,6 +11,30 @@ import optax
 from mpjax._errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed, message
 from mpjax._tree import is_array_like, is_inexact
 from mpjax._types import PyTree
+
+
+def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:
+  """Raises unless all `axes` are mapped here: `pmin` itself fails with an AssertionError.
+
+  Args:
+    axes: names of axes.
+    where: how they were given.
+    call: what has to be called inside of what maps them.
+    fix: what to do.
+  """
+  for name in axes:
+    try:
+      jax.lax.axis_size(name)
+    except NameError as error:
+      names = jax.sharding.get_abstract_mesh().axis_names
+      raise MpjaxValueError(
+        message(
+          where,
+          expected=f"the name of an axis that is mapped where {call} is called",
+          got=f"none of that name ({error}; the axes of the mesh here: {names})",
+          fix=f"{fix} leave axis_name out: one program already sees all devices.",
+        )
+      ) from error
 
 
 def check_inner(inner: Any, where: str) -> optax.GradientTransformationExtraArgs:

@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxTypeError, message
 from mpjax._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
 from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, label_limits
 from mpjax._tree import first_nonfinite, select
@@ -23,7 +23,7 @@ from mpjax.transforms._branch import (
   step_or_skip,
   stored_first,
 )
-from mpjax.transforms._checks import init_inner, take_extra_args, update_inner
+from mpjax.transforms._checks import check_axes, init_inner, take_extra_args, update_inner
 from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
 from mpjax.transforms._loss_scaling_checks import (
   by_loss,
@@ -330,18 +330,10 @@ def _agree(first_bad: Array, axis_name: AxisName | None) -> Array:
   if axis_name is None:
     return first_bad
   names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
-  try:
-    for one in names:
-      jax.lax.axis_size(one)  # pmin itself fails under shard_map with an AssertionError
-  except NameError as error:
-    mesh = jax.sharding.get_abstract_mesh()
-    raise MpjaxValueError(
-      message(
-        f"mpjax.loss_scaling(axis_name={axis_name!r})",
-        expected="the name of an axis that is mapped where update is called",
-        got=f"none of that name ({error}; the axes of the mesh here: {mesh.axis_names})",
-        fix="Call update inside the shard_map, pmap or vmap of that axis. Under plain jit leave "
-        "axis_name out: one program already sees all devices.",
-      )
-    ) from error
+  check_axes(
+    names,
+    f"mpjax.loss_scaling(axis_name={axis_name!r})",
+    call="update",
+    fix="Call update inside the shard_map, pmap or vmap of that axis. Under plain jit",
+  )
   return jax.lax.pmin(first_bad, tuple(names))

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from mpjax._errors import MpjaxValueError, listed, message
 from mpjax._named_arrays import is_key
-from mpjax._tree import is_array_like, is_half, is_inexact, tree_differences
+from mpjax._tree import is_array_like, is_half, is_inexact, is_none, tree_differences
 from mpjax._types import PyTree
 
 
@@ -32,10 +32,6 @@ def float32_view(tree: PyTree) -> PyTree:
     return jnp.asarray(x, jnp.float32) if is_half(x) else x
 
   return jax.tree.map(see, tree)
-
-
-def _is_none(x: Any) -> bool:
-  return x is None
 
 
 def arrays_only(params: PyTree) -> PyTree:
@@ -64,7 +60,7 @@ def fill_gradients(grads: PyTree, params: PyTree) -> PyTree:
     return grads
   try:
     grads = _spell_out(grads, params)
-    return jax.tree.map(_align_leaf, grads, arrays_only(params), is_leaf=_is_none)
+    return jax.tree.map(_align_leaf, grads, arrays_only(params), is_leaf=is_none)
   except ValueError:
     return grads
 
@@ -106,7 +102,7 @@ def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:
     grads = _spell_out(grads, params)
   problems = tree_differences(params, grads, dtypes=False, none_fits=True)
   if not problems:
-    pairs = jax.tree_util.tree_map_with_path(_misfit, params, grads, is_leaf=_is_none)
+    pairs = jax.tree_util.tree_map_with_path(_misfit, params, grads, is_leaf=is_none)
     problems = jax.tree.leaves(pairs)
   if problems:
     fix = "Differentiate with respect to the very tree that is passed as params."
@@ -117,19 +113,19 @@ def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:
     raise MpjaxValueError(
       message(where, expected="gradients with the leaves of params", got=listed(problems), fix=fix)
     )
-  return jax.tree.map(_align_leaf, grads, params, is_leaf=_is_none)
+  return jax.tree.map(_align_leaf, grads, params, is_leaf=is_none)
 
 
 def _spell_out(grads: PyTree, params: PyTree) -> PyTree:
   """Returns `grads` with a None for each leaf of `params` where it has one for all of them."""
-  if all(g is not None for g in jax.tree.leaves(grads, is_leaf=_is_none)):
+  if all(g is not None for g in jax.tree.leaves(grads, is_leaf=is_none)):
     return grads
   try:
     return jax.tree.map(
       lambda g, p: jax.tree.map(lambda _: None, p) if g is None else g,
       grads,
       params,
-      is_leaf=_is_none,
+      is_leaf=is_none,
     )
   except ValueError:  # Another tree: the caller says where.
     return grads
@@ -168,11 +164,11 @@ def frozen_leaves(given: Iterable[PyTree], params: PyTree) -> PyTree:
     params: the tree that they belong to; with None nothing is known.
   """
   given = list(given)
-  if params is None or not any(map(_is_none, jax.tree.leaves(given, is_leaf=_is_none))):
+  if params is None or not any(map(is_none, jax.tree.leaves(given, is_leaf=is_none))):
     return None
 
   def missing(p: Any, *gs: Any) -> bool:
-    return is_inexact(p) and all(map(_is_none, gs))
+    return is_inexact(p) and all(map(is_none, gs))
 
   try:
     frozen = jax.tree.map(missing, params, *(_spell_out(grads, params) for grads in given))
