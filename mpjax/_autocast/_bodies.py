@@ -6,7 +6,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._autocast._custom_rules import Rule, with_rule
-from mpjax._autocast._demands import HALF, RESULT, of_loop
+from mpjax._autocast._demands import HALF, RESULT, of_loop, of_operands
 from mpjax._autocast._rewrite import Rewriter, Rewritten
 from mpjax._autocast._scopes import names_of, region
 from mpjax._autocast._values import FLOAT32, Dtype, Kind, Scope, Settings, dtype_of, kept
@@ -120,13 +120,14 @@ def _operands(self: Rewriter, eqn: JaxprEqn) -> tuple[list[Any], Kinds]:
   """The operands as they are handed in, and their kinds."""
   scope, half = self.place(eqn)
   atoms, kinds = [], []
-  for atom in eqn.invars:
+  wants = of_operands(eqn, _wanted(self, eqn), self.settings)
+  for atom, want in zip(eqn.invars, wants, strict=True):
     if half is None:  # Nothing changes here, only in some scope inside.
       value = self.value(atom, self.settings.compute)
       atoms.append(self.original(atom, eqn))
       kinds.append(None if value is None else Kind(dtype_of(atom), value.neutral))
       continue
-    value = self.read(atom, eqn, scope, half)
+    value = self.outside(self.value(atom, half), eqn, scope, half, want)
     atoms.append(atom if value is None else self.view(value, value.dtype, eqn))
     kinds.append(None if value is None else value.kind)
   return atoms, tuple(kinds)

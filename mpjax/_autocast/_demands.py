@@ -38,7 +38,7 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
   for eqn in reversed(jaxpr.eqns):
     name = eqn.primitive.name
     if name in HIGHER_ORDER:
-      wants = _of_operands(eqn, tuple(found.get(v, 0) for v in eqn.outvars), settings)
+      wants = of_operands(eqn, tuple(found.get(v, 0) for v in eqn.outvars), settings)
       for atom, want in zip(eqn.invars, wants, strict=True):
         if want and not isinstance(atom, Literal):
           found[atom] = found.get(atom, 0) | want
@@ -62,7 +62,7 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
   return found
 
 
-def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
+def of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
   """What an equation that holds programs wants of each operand."""
   found = inner_jaxprs(eqn)
   if not found or any(inner.operands is None for inner in found):

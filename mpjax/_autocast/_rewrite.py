@@ -1,5 +1,7 @@
 """Writing a program anew with other dtypes: one equation after the other, nothing is executed."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -143,24 +145,28 @@ class Rewriter:
       found = self._places[id(stack)] = (scope, region(scope, self.settings))
     return found
 
-  def read(self, atom: Any, eqn: JaxprEqn, scope: Scope, half: Dtype) -> Value | None:
-    """Returns an operand as an operation without an opinion sees it."""
-    return self.handed_on(self.value(atom, half), eqn, scope, half)
-
-  def handed_on(
-    self, value: Value | None, eqn: JaxprEqn, scope: Scope, half: Dtype
+  def outside(
+    self, value: Value | None, eqn: JaxprEqn, scope: Scope, half: Dtype, wanted: int
   ) -> Value | None:
-    """Returns a value as a scope other than its own sees it.
+    """Returns a value as an operation in another scope than its own reads it.
 
     A float32 value that has left the scope in which it was made, on its way to some half operation,
-    is handed on in half, as the layers of Flax do it: it keeps activations as small as theirs.
+    is rounded to half, as the layers of Flax do it: it keeps activations as small as theirs. Another
+    operation, whose result only float32 operations read, reads it as it is.
+
+    Args:
+      value: an operand; None for what is no floating value.
+      eqn: the equation that reads it.
+      scope: that of the equation.
+      half: the half dtype there.
+      wanted: what the readers of that which the equation makes of it want, see `demands`.
     """
     if value is None or not value.scope or value.dtype != FLOAT32:
       return value
     made = value.scope
     if (
       scope[: len(made)] == made
-      or not value.wanted & HALF
+      or not wanted & HALF
       or _is_statistic(value.atom.aval.shape)
       or not self.settings.lower
       or region(made, self.settings) is None
@@ -258,7 +264,8 @@ class Rewriter:
     elif part == "float32":
       dtype = FLOAT32
     else:
-      values = [self.handed_on(value, eqn, scope, half) for value in values]
+      wanted = self.wanted_of(eqn)
+      values = [self.outside(value, eqn, scope, half, wanted) for value in values]
       if eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
         return self._each_for_itself(eqn, values)
       deciding = values
@@ -319,15 +326,17 @@ class Rewriter:
         halves = True
     if not halves or (wide and decided):
       return FLOAT32, not decided
-    wanted = 0
-    for var in eqn.outvars:
-      wanted |= self.wanted.get(var, 0)
+    wanted = self.wanted_of(eqn)
     if given and wide and wanted & RESULT and not wanted & HALF:
       # An argument that comes back changed: a parameter after its update, a count, a moment.
       return FLOAT32, False
     # What is read in float32 anyway is computed in it, like the difference that exp reads.
     lift = self._is_full(wanted) and eqn.primitive.name not in _EXACT
     return (FLOAT32 if lift else half), False
+
+  def wanted_of(self, eqn: JaxprEqn) -> int:
+    """What the readers of all results of an equation want."""
+    return functools.reduce(operator.or_, (self.wanted.get(v, 0) for v in eqn.outvars), 0)
 
   def _is_full(self, wanted: int) -> bool:
     """Whether all readers are float32; where all else is to stay, with nothing between."""
@@ -356,8 +365,8 @@ class Rewriter:
     """Writes a cast of the user's, or of the rules of promotion; none to a dtype that is there."""
     (atom,), (var,) = eqn.invars, eqn.outvars
     target = eqn.params["new_dtype"]
-    value = self.read(atom, eqn, scope, half)
     wanted = self.wanted.get(var, 0)
+    value = self.outside(self.value(atom, half), eqn, scope, half, wanted)
     if not self.settings.lower and dtype_of(atom) == FLOAT32 and self._is_full(wanted):
       # jax.numpy rounds a float32 sum to the dtype that came in; nobody here reads it in that.
       self._env[var] = Value(atom, FLOAT32, scope=scope, wanted=wanted)

@@ -479,6 +479,28 @@ def test_what_leaves_its_scope_for_a_product_is_handed_on_in_half():
   assert types(cast(no_product, W, X), "tanh") == [("float32",) * 2]
 
 
+@BOTH
+def test_what_leaves_its_scope_is_read_as_it_is_on_the_way_to_float32(half):
+  """Points go into a product, and behind a multiplication into sines, as in a radiance field."""
+
+  def fun(w, origin, direction, t):
+    with jax.named_scope("sample"):
+      points = origin + direction * t
+    with jax.named_scope("encode"):
+      waves = [g(points * 2.0**k) for k in range(10) for g in (jnp.sin, jnp.cos)]
+      return jnp.concatenate([points, *waves], -1) @ w
+
+  rng = np.random.default_rng(0)
+  args = [rng.uniform(size=shape).astype(np.float32) for shape in ((64, 3), (64, 3), (64, 1))]
+  w = rng.normal(size=(63, 8)).astype(np.float32)
+  whole = (x.astype(np.float64) for x in args)
+  points = next(whole) + next(whole) * next(whole)
+  waves = [g(points * 2.0**k) for k in range(10) for g in (np.sin, np.cos)]
+  exact = np.concatenate([points, *waves], -1) @ w
+  found = np.asarray(mpjax.autocast(fun, half)(w, *args))
+  assert np.linalg.norm(found - exact) <= 0.005 * np.linalg.norm(exact)
+
+
 def test_inside_of_its_scope_a_float32_value_stays():
   def fun(w, x):
     with jax.named_scope("block"):
