@@ -42,7 +42,7 @@ PARTS: Mapping[Part, str] = types.MappingProxyType(
   {
     "half": "Its operands are cast to the half type, and its result is in the half type.",
     "float32": "Its operands are cast to float32, and its result is float32.",
-    "promote": "It runs in the widest type among its operands. Parameters, constants, and "
+    "promote": "It runs in the widest type among its operands. Parameters, masks, and "
     "literals that survive in half do not count.",
     "keep": "It runs in the type that its operand has. Where it writes into a buffer, that is the "
     "first operand, and what is written is cast.",

@@ -3,13 +3,24 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._autocast._custom_rules import Rule, with_rule
 from mpjax._autocast._demands import HALF, RESULT, of_loop, of_operands
 from mpjax._autocast._rewrite import Rewriter, Rewritten
 from mpjax._autocast._scopes import names_of, region
-from mpjax._autocast._values import FLOAT32, Dtype, Kind, Scope, Settings, dtype_of, kept
+from mpjax._autocast._values import (
+  FLOAT32,
+  Dtype,
+  Kind,
+  Scope,
+  Settings,
+  dtype_of,
+  is_neutral_constant,
+  kept,
+  shape_of,
+)
 from mpjax._inner_jaxprs import HIGHER_ORDER, Inner, donated, inner_jaxprs, with_inner
 
 Kinds = tuple[Kind | None, ...]
@@ -22,8 +33,7 @@ def rewrite(
   wanted: Sequence[int],
   settings: Settings,
   scope: Scope,
-  *,
-  once: bool = False,
+  consts: Sequence[Any] | None = None,
 ) -> Rewritten:
   """Returns a program rewritten.
 
@@ -34,13 +44,20 @@ def rewrite(
     wanted: what is wanted of its results, see `demands`.
     settings: what was asked for.
     scope: where it stands.
-    once: its constants are known: no gradient flows to them, and one cast is enough.
+    consts: the values of its constants; None where they are not at hand.
   """
   self = Rewriter(jaxpr, settings, scope, wanted)
-  for var in jaxpr.constvars:
-    kind = self.kind_of(var, neutral=True)
-    if kind is not None:
-      self.define(var, kind, scope=None, once=once)
+  for position, var in enumerate(jaxpr.constvars):
+    if self.kind_of(var) is None:
+      continue
+    const = None if consts is None else consts[position]
+    if isinstance(const, Tracer):  # A value of a trace around this one: like an argument.
+      neutral, once = True, False
+    elif const is None:
+      neutral, once = not shape_of(var), False
+    else:  # No gradient flows to it, and one cast is enough.
+      neutral, once = is_neutral_constant(const, settings.compute), True
+    self.define(var, Kind(dtype_of(var), neutral), scope=None, once=once)
   invars = [
     var if kind is None else self.define(var, kind, scope=None, once=False)
     for var, kind in zip(jaxpr.invars, ins, strict=True)

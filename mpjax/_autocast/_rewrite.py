@@ -5,6 +5,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import broadcast_in_dim_p, convert_element_type_p
 
@@ -151,8 +152,8 @@ class Rewriter:
     """Returns a value as an operation in another scope than its own reads it.
 
     A float32 value that has left the scope in which it was made, on its way to some half operation,
-    is rounded to half, as the layers of Flax do it: it keeps activations as small as theirs. Another
-    operation, whose result only float32 operations read, reads it as it is.
+    is rounded to half, as the layers of Flax do it: it keeps activations as small as theirs. An
+    operation whose result only float32 operations read reads it as it is.
 
     Args:
       value: an operand; None for what is no floating value.
@@ -372,9 +373,10 @@ class Rewriter:
       self._env[var] = Value(atom, FLOAT32, scope=scope, wanted=wanted)
       return None
     if value is None or target not in FLOATS:
-      # An integer or a mask that becomes a number does not decide the dtype of what it meets.
+      # An index or a count is more than half can hold; of a mask it holds both numbers.
+      neutral = target == FLOAT32 and dtype_of(atom) == np.bool_
       operand = atom if value is None else self.view(value, value.dtype, eqn)
-      return self.write(eqn, [operand], [self.kind_of(var, neutral=target == FLOAT32)])
+      return self.write(eqn, [operand], [self.kind_of(var, neutral=neutral)])
     if dtype_of(atom) == target:  # Only the weak type goes.
       value.wanted |= wanted
       self._env[var] = value

@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast._bodies import rewrite
@@ -42,14 +41,16 @@ def autocast(
   *,
   ops: OpLists | None = None,
   rules: Iterable[Rule] = (),
+  data_argnums: int | Sequence[int] = (),
 ) -> Callable[P, R]:
   """Returns a function that computes what `fn` does, with a dtype chosen for each operation.
 
   `fn` is traced as it is, in float32, and its program is rewritten: matrix products and
   convolutions run in half, exponentials, logarithms, sums and losses in float32, and what lies
-  between in the widest dtype of its operands (`mpjax.OpLists`, docs/op_lists.md). Arguments,
-  constants and literals do not count there, so that a float32 bias does not widen its layer.
-  Results have the dtypes that `fn` gives them. All of JAX may be used inside and around:
+  between in the widest dtype of its operands (`mpjax.OpLists`, docs/op_lists.md). Arguments and
+  literals do not count there, so that a float32 bias does not widen its layer; constant arrays,
+  computed grids and integers that become floats do, and so do the arguments that `data_argnums`
+  names. Results have the dtypes that `fn` gives them. All of JAX may be used inside and around:
   `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
 
   Parameters are cast where they are used, and their gradients added in float32. A float32 value
@@ -70,6 +71,8 @@ def autocast(
       are those of a profile: the class of a Flax model comes first, so write "**/head". The
       innermost scope that a rule matches decides, and there the first rule. None or a float32
       policy leaves everything inside as it was traced.
+    data_argnums: the positions of arguments that are no parameters, such as coordinates, box
+      anchors and timesteps: float32 arrays in them stay float32 until a matmul, as constants do.
 
   Returns:
     A function with the signature of `fn`. Like `fn`, it can be jitted, differentiated, mapped,
@@ -78,7 +81,8 @@ def autocast(
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: `fn` changed an argument.
     MpjaxValueError: the policy, or that of a rule, computes in neither float32 nor half, or a rule
-      has something else than a path.
+      has something else than a path; when called: no positional argument is at one of
+      `data_argnums`.
     UnmatchedRuleError: when called: no scope has the path of a rule.
 
   >>> import jax, jax.numpy as jnp, mpjax
@@ -97,10 +101,11 @@ def autocast(
   (dtype('float32'), dtype('float32'))
   """
   settings = _settings(fn, policy, ops, rules)
+  data = _data_argnums(data_argnums)
   dtypes = [settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy)]
   if all(dtype == FLOAT32 for dtype in dtypes):
     return fn
-  cast = with_settings(fn, settings, "mpjax.autocast(fn)")
+  cast = with_settings(fn, settings, "mpjax.autocast(fn)", data)
   return _nnx_model(cast) if framework_of(fn) == "NNX" else cast
 
 
@@ -162,13 +167,30 @@ def _settings(fn: Any, policy: PolicyLike, ops: Any, rules: Iterable[Rule]) -> S
   return Settings(compute=parsed.compute_dtype, ops=OpLists() if ops is None else ops, rules=given)
 
 
-def with_settings(fn: Callable[..., R], settings: Settings, where: str) -> Callable[..., R]:
+def _data_argnums(given: Any) -> tuple[int, ...]:
+  numbers = tuple(given) if isinstance(given, Sequence) else (given,)
+  if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+    raise MpjaxTypeError(
+      message(
+        "mpjax.autocast(data_argnums=...)",
+        expected="the position of a positional argument, counted from 0, or several",
+        got=repr(given),
+        fix="Write data_argnums=(1,) for x in a function of (params, x).",
+      )
+    )
+  return numbers
+
+
+def with_settings(
+  fn: Callable[..., R], settings: Settings, where: str, data_argnums: tuple[int, ...] = ()
+) -> Callable[..., R]:
   """Returns `fn`, traced and rewritten at each call.
 
   Args:
     fn: a function of trees of arrays.
     settings: how to rewrite.
     where: the public call, for errors.
+    data_argnums: the positions of arguments that decide the dtype of what they meet.
   """
 
   @functools.wraps(fn)
@@ -197,7 +219,7 @@ def with_settings(fn: Callable[..., R], settings: Settings, where: str) -> Calla
     program = traced(flat)(*operands)
     outs, out_tree, computed = results.pop()
     now = dataclasses.replace(settings, precision=default_precision())
-    new = rewritten(program, now, where)
+    new = rewritten(program, now, where, _are_data(args, arrays, data_argnums))
 
     def call(*operands: Any) -> list[Any]:
       return run(new, program.consts, operands, name)
@@ -212,6 +234,31 @@ def with_settings(fn: Callable[..., R], settings: Settings, where: str) -> Calla
     return jax.tree.unflatten(out_tree, outs)
 
   return wrapped
+
+
+def _are_data(
+  args: tuple[Any, ...], arrays: list[int], data_argnums: tuple[int, ...]
+) -> Sequence[bool] | None:
+  """Returns for each leaf that is traced whether it is in an argument of `data_argnums`.
+
+  Args:
+    args: the positional arguments; their leaves come first.
+    arrays: the positions of the traced leaves.
+    data_argnums: positions in `args`.
+  """
+  if not data_argnums:
+    return None
+  if max(data_argnums) >= len(args):
+    raise MpjaxValueError(
+      message(
+        "mpjax.autocast(data_argnums=...)",
+        expected="positions of arguments that the function is called with by position",
+        got=f"{max(data_argnums)}, and {len(args)} positional arguments",
+        fix="Pass that argument by position, or take its number out of data_argnums.",
+      )
+    )
+  data = [i in data_argnums for i, x in enumerate(args) for _ in jax.tree.leaves(x)]
+  return [i < len(data) and data[i] for i in arrays]
 
 
 def _is_array(x: Any) -> bool:
@@ -240,18 +287,27 @@ def _check_unchanged(call: Any, count: int, given: Mapping[int, Any], where: str
     )
 
 
-def rewritten(program: ClosedJaxpr, settings: Settings, where: str) -> Any:
-  """Returns a whole program rewritten: its arguments and results have the dtypes that they had."""
+def rewritten(
+  program: ClosedJaxpr, settings: Settings, where: str, data: Sequence[bool] | None = None
+) -> Any:
+  """Returns a whole program rewritten: its arguments and results have the dtypes that they had.
+
+  Args:
+    program: the program.
+    settings: how to rewrite.
+    where: the public call, for errors.
+    data: whether each argument decides the dtype of what it meets; None if none does.
+  """
   jaxpr = program.jaxpr
   if settings.rules:
     check_rules_match(jaxpr, settings.rules, where)
   ours = FLOATS if settings.lower else HALVES
   dtypes = [[dtype_of(v) for v in each] for each in (jaxpr.invars, jaxpr.outvars)]
-  ins = tuple(Kind(d, settings.lower) if d in ours else None for d in dtypes[0])
+  neutral = [settings.lower and not each for each in data or [False] * len(jaxpr.invars)]
+  ins = tuple(Kind(d, n) if d in ours else None for d, n in zip(dtypes[0], neutral, strict=True))
   outs = [d if d in ours else None for d in dtypes[1]]
   wanted = [RESULT if d == FLOAT32 and settings.lower else 0 for d in dtypes[1]]
-  once = not any(isinstance(c, Tracer) for c in program.consts)
-  return rewrite(jaxpr, ins, outs, wanted, settings, (), once=once).jaxpr
+  return rewrite(jaxpr, ins, outs, wanted, settings, (), program.consts).jaxpr
 
 
 def float32_operations(fn: Callable[..., R], ops: OpLists, where: str) -> Callable[..., R]:

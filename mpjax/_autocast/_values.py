@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
   Fields:
     dtype: the dtype it has.
-    neutral: it was made from inputs, constants and literals alone, by operations that have no
+    neutral: it was made from arguments, numbers and masks alone, by operations that have no
       opinion: it takes the dtype of what it meets.
   """
 
@@ -160,10 +160,17 @@ def survives(number: Any, dtype: Dtype) -> bool:
   return float(limits.tiny) <= size <= float(limits.max)
 
 
+def is_neutral_constant(number: Any, half: Dtype) -> bool:
+  """Whether a float32 constant is a single number, and survives in `half`.
+
+  An array may be a grid of coordinates, whose distances half does not hold once something is added.
+  """
+  return np.ndim(number) == 0 and survives(number, half)
+
+
 def literal_value(literal: Literal, half: Dtype) -> Value:
-  """Returns the value of a float32 literal: neutral if it survives in `half`."""
-  whole = np.ndim(literal.val) > 0  # An array that is written out is a constant like any other.
-  return Value(literal, FLOAT32, neutral=whole or survives(literal.val, half))
+  """Returns the value of a float32 literal."""
+  return Value(literal, FLOAT32, neutral=is_neutral_constant(literal.val, half))
 
 
 def literal_as(literal: Literal, dtype: Dtype) -> Literal:

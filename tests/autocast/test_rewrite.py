@@ -199,13 +199,53 @@ def test_a_float32_bias_does_not_widen_its_layer():
   assert types(program, "tanh") == [("bfloat16",) * 2]
 
 
-def test_a_number_made_from_integers_decides_nothing():
+def test_a_mask_that_becomes_a_number_decides_nothing():
   mask = jnp.arange(3) > 0
 
   def fun(w, x, mask):
     return (x @ w) * mask.astype("float32")[None]
 
   assert types(cast(fun, W, X, mask), "mul") == [("bfloat16",) * 3]
+
+
+GRID = jnp.arange(512.0)
+GRIDS = {
+  "numpy": lambda n: np.arange(n, dtype=np.float32),
+  "integers": lambda n: jnp.arange(n).astype("float32"),
+  "computed": lambda n: jnp.arange(n, dtype="float32"),
+  "closed over": lambda n: GRID[:n],
+}
+
+
+def interpolated(xp, grid, rows, offset):
+  """Returns rows read at positions between them: a grid, and an offset that a layer predicts."""
+  place = grid + offset
+  whole = xp.floor(place)
+  rest = (place - whole)[:, None]
+  row = xp.clip(whole.astype(int), 0, len(rows) - 2)
+  return rows[row] * (1 - rest) + rows[row + 1] * rest
+
+
+@BOTH
+@pytest.mark.parametrize("name", [*GRIDS, "argument"])
+def test_positions_on_a_grid_are_not_rounded(name, half):
+  rng = np.random.default_rng(0)
+  rows = rng.normal(size=(512, 8)).astype(np.float32)
+  w = (0.3 * rng.normal(size=(8, 1))).astype(np.float32)
+  # A matmul of exact operands gives the offsets that the oracle has, but for their last digits.
+  rows, w = (np.asarray(jnp.asarray(x, half).astype("float32")) for x in (rows, w))
+
+  def fun(rows, w, grid):
+    made = grid if name == "argument" else GRIDS[name](512)
+    return interpolated(jnp, made, rows, (rows @ w)[:, 0]) @ jnp.eye(8)
+
+  given = jnp.arange(512.0)
+  options = {"data_argnums": 2} if name == "argument" else {}
+  found = np.asarray(mpjax.autocast(fun, half, **options)(rows, w, given))
+  exact = interpolated(
+    np, np.arange(512.0), rows.astype(np.float64), (rows @ w.astype(float))[:, 0]
+  )
+  assert np.linalg.norm(found - exact) <= 0.01 * np.linalg.norm(exact)
 
 
 def test_a_sum_decides():

@@ -608,3 +608,44 @@ def test_the_name_of_the_function_is_that_of_the_program():
     return x @ W
 
   assert "jit_my_loss" in jax.jit(mpjax.autocast(my_loss)).lower(X).as_text()
+
+
+# Arguments that are data.
+
+
+def test_data_arguments_decide_and_others_do_not():
+  def fun(params, x, extra):
+    return [(x @ params["w"] + params["b"][None]), x @ params["w"] + extra["grid"][None]]
+
+  params = {"w": W, "b": jnp.ones(3)}
+  traced = jax.make_jaxpr(mpjax.autocast(fun, data_argnums=[1, 2]))(
+    params, X, {"grid": jnp.ones(3)}
+  )
+  added = [e for e, _ in programs.equations(traced) if e.primitive.name == "add"]
+  assert [str(e.outvars[0].aval.dtype) for e in added] == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("given", [-1, "x", (0, 1.0), True, None])
+def test_wrong_data_argnums(given):
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    mpjax.autocast(lambda w, x: w @ x, data_argnums=given)
+  check_error(
+    excinfo,
+    where="mpjax.autocast(data_argnums=...)",
+    expected="the position of a positional argument, counted from 0, or several",
+    got=repr(given),
+    fix="Write data_argnums=(1,)",
+  )
+
+
+def test_data_arguments_that_are_not_there():
+  cast = mpjax.autocast(lambda w, x: x @ w, data_argnums=1)
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    cast(W, x=X)
+  check_error(
+    excinfo,
+    where="mpjax.autocast(data_argnums=...)",
+    expected="called with by position",
+    got="1, and 1 positional arguments",
+    fix="Pass that argument by position",
+  )
