@@ -157,11 +157,16 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
       try:
         signature.bind(*args, **kwargs)
       except TypeError as error:
-        names = [name for name in signature.parameters if name != "self"]
+        names = [name for name in signature.parameters if name not in ("self", "cls")]
         meant = [nearest(name, names, count=1)[0] for name in kwargs if name not in names]
         near = f"Did you mean {' and '.join(f'{name}=' for name in meant)}? " if meant else ""
         raise MpjaxTypeError(
-          message(where, expected=f"arguments {', '.join(names)}", got=str(error), fix=near + fix)
+          message(
+            where,
+            expected=f"arguments {', '.join(names)}",
+            got=str(error).removeprefix("got "),
+            fix=near + fix,
+          )
         ) from None
       return fn(*args, **kwargs)
 

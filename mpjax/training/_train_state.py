@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
+from mpjax._errors import MpjaxTypeError, MpjaxValueError, check_call, listed, message
+from mpjax._frameworks import framework_of
 from mpjax._named_arrays import path_text
 from mpjax._types import Array, PyTree
 from mpjax.transforms import master_params
@@ -45,6 +46,7 @@ class TrainState(NamedTuple):
   rng: Array | None
 
   @classmethod
+  @check_call("mpjax.TrainState.create", fix="Write mpjax.TrainState.create(params, tx).")
   def create(
     cls,
     params: PyTree,
@@ -79,6 +81,7 @@ class TrainState(NamedTuple):
     0
     """
     where = "mpjax.TrainState.create"
+    _check_tx(tx, f"{where}(tx)")
     _check_params(params, f"{where}(params)")
     _check_key(rng, f"{where}(rng)")
     params = jax.tree.map(strong, params)
@@ -142,6 +145,19 @@ def applies_updates(opt_state: PyTree) -> bool:
   return any(found.state is not None for found in scales or ())
 
 
+def _check_tx(tx: Any, where: str) -> None:
+  if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="the optimizer, an optax transformation",
+        got=f"a {type(tx).__name__}",
+        fix="Write mpjax.TrainState.create(params, tx), with what loss_scaling returned as tx, "
+        "not its state.",
+      )
+    )
+
+
 def _check_params(params: PyTree, where: str) -> None:
   if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
     raise MpjaxValueError(
@@ -185,10 +201,24 @@ def _refuse_other_variables(params: PyTree, where: str) -> None:
         where,
         expected="the parameters alone: weight decay would act on running statistics too",
         got=f"variables of NNX with {listed(others)}",
-        fix="graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes them apart: pass "
-        "nnx.as_pure(params), and nnx.as_pure(rest) as model_state.",
+        fix=_SPLIT,
       )
     )
+  if framework_of(params) == "NNX":
+    raise MpjaxTypeError(
+      message(
+        where,
+        expected="a tree of arrays, which the step returns anew",
+        got=f"a model of NNX ({type(params).__name__})",
+        fix=_SPLIT,
+      )
+    )
+
+
+_SPLIT = (
+  "graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes it apart: pass "
+  "nnx.as_pure(params), and nnx.as_pure(rest) as model_state."
+)
 
 
 def _check_key(rng: Any, where: str) -> None:

@@ -173,21 +173,37 @@ def _varies(x: Any, axis: Hashable) -> bool:
 
 
 def _check_batch(batch: PyTree, accumulate: int) -> None:
+  where = f"mpjax.make_train_step(accumulate={accumulate}): step(batch)"
   problems = []
-  for path, x in jax.tree_util.tree_leaves_with_path(batch):
+  paths = [(jax.tree_util.keystr(path) or "the root", x) for path, x in _leaves(batch)]
+  for path, x in paths:
     shape, parts = jnp.shape(x), accumulate * _devices_of_rows(x)
     if not shape or shape[0] % parts:
-      problems.append(f"shape {list(shape)} at {jax.tree_util.keystr(path) or 'the root'}")
+      problems.append(f"shape {list(shape)} at {path}")
+  if not problems and len({jnp.shape(x)[0] for _, x in paths}) > 1:
+    raise MpjaxValueError(
+      message(
+        where,
+        expected="leaves with one first axis, that of the examples: all are cut along it",
+        got=listed([f"shape {list(jnp.shape(x))} at {path}" for path, x in paths]),
+        fix="What belongs to the whole batch (a mask, class weights) is no part of it: let loss_fn "
+        "close over it, or keep it in model_state. What has several rows for each example can be "
+        "reshaped to one.",
+      )
+    )
   if problems:
     raise MpjaxValueError(
       message(
-        f"mpjax.make_train_step(accumulate={accumulate}): step(batch)",
+        where,
         expected=f"leaves whose first axis can be cut into {accumulate} micro-batches (each of "
         "which fills all devices that the rows are sharded over)",
         got=listed(problems),
         fix="Choose a batch size that is a multiple, and drop or pad the last batch.",
       )
     )
+
+
+_leaves = jax.tree_util.tree_leaves_with_path
 
 
 def _devices_of_rows(x: Any) -> int:

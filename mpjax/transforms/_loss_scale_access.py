@@ -16,6 +16,7 @@ from mpjax._loss_scale_config import (
   positive_scale,
   warn_unless_power_of_two,
 )
+from mpjax._tree import is_nnx_object
 from mpjax._types import Array, PyTree
 
 LossScales: TypeAlias = dict[str, LossScaleState | tuple[()]]
@@ -88,7 +89,9 @@ def find_scale(opt_state: PyTree, where: str, name: str | None) -> Found:
         where,
         expected="the state of an optimizer made by mpjax.loss_scaling",
         got=f"a {type(opt_state).__name__} without a loss scale",
-        fix="Wrap the optimizer, tx = mpjax.loss_scaling(tx); pass opt_state = tx.init(params), "
+        fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
+        if is_nnx_object(opt_state)
+        else "Wrap the optimizer, tx = mpjax.loss_scaling(tx); pass opt_state = tx.init(params), "
         "not tx. A checkpoint is restored into that structure.",
       )
     )

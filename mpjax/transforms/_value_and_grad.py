@@ -24,7 +24,8 @@ from mpjax.transforms._loss_scale_access import (
 
 _BUILD_IN_THE_STEP = (
   "Build it inside of the step, from the state that the step is given: "
-  "mpjax.value_and_grad(loss_fn, opt_state)(params, batch)."
+  "mpjax.value_and_grad(loss_fn, opt_state)(params, batch), or with NNX "
+  "mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch)."
 )
 
 

@@ -224,10 +224,17 @@ def test_the_scale_of_an_optimizer_can_be_set():
       "opt_state",
       "mpjax.loss_scaling",
       "a Optimizer without a loss scale",
-      "Wrap the optimizer",
+      "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)",
+    ),
+    (
+      lambda m, o: mpjax.nnx.value_and_grad(loss_fn, m),
+      "opt_state",
+      "mpjax.loss_scaling",
+      "a Net without a loss scale",
+      "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)",
     ),
   ],
-  ids=["method", "no optimizer", "no scale"],
+  ids=["method", "no optimizer", "no scale", "the model"],
 )
 def test_mistakes(call, where, expected, got, fix):
   model = Net(nnx.Rngs(0))

@@ -228,3 +228,48 @@ def test_variables_that_are_trained_may_be_parameters():
   assert len(jax.tree.leaves(mpjax.TrainState.create(params, tx).params)) == 4
   assert len(jax.tree.leaves(mpjax.TrainState.create(nnx.as_pure(params), tx).params)) == 4
   assert mpjax.TrainState.create({"own": Trained(jnp.ones(2))}, tx).step == 0
+
+
+class Plain(nnx.Module):
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(3, 2, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+  ("call", "where", "expected", "got", "fix"),
+  [
+    (
+      lambda p, tx: mpjax.TrainState.create(Plain(nnx.Rngs(0)), tx),
+      "mpjax.TrainState.create(params)",
+      "a tree of arrays, which the step returns anew",
+      "a model of NNX (Plain)",
+      "graphdef, params, rest = nnx.split(model, nnx.Param, ...)",
+    ),
+    (
+      lambda p, tx: mpjax.TrainState.create(p, tx.init(p)),
+      "mpjax.TrainState.create(tx)",
+      "the optimizer, an optax transformation",
+      "a LossScalingState",
+      "mpjax.TrainState.create(params, tx)",
+    ),
+    (
+      lambda p, tx: mpjax.TrainState.create(tx, p),
+      "mpjax.TrainState.create(tx)",
+      "the optimizer, an optax transformation",
+      "a dict",
+      "mpjax.TrainState.create(params, tx)",
+    ),
+    (
+      lambda p, tx: mpjax.TrainState.create(apply_fn=print, params=p, tx=tx),
+      "mpjax.TrainState.create",
+      "arguments params, tx, model_state, rng, ema",
+      "an unexpected keyword argument 'apply_fn'",
+      "Write mpjax.TrainState.create(params, tx)",
+    ),
+  ],
+  ids=["module", "state for tx", "other order", "as in Flax"],
+)
+def test_arguments_that_are_taken_for_others(call, where, expected, got, fix):
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    call({"w": jnp.ones(2)}, mpjax.loss_scaling(optax.sgd(0.1)))
+  check_error(excinfo, where=where, expected=expected, got=got, fix=fix)

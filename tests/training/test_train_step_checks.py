@@ -181,3 +181,21 @@ def test_rows_of_a_micro_batch_fill_the_devices_that_their_type_names(devices, a
     fix="Choose a batch size that is a multiple",
     builtin=ValueError,
   )
+
+
+@pytest.mark.parametrize(("name", "rows"), [("weights", 4), ("mask", 8), ("labels", 32)])
+def test_what_has_another_first_axis_is_not_cut_into_micro_batches(name, rows):
+  """Class weights lost their last classes, and a causal mask its last rows, with a finite loss."""
+  state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.5)))
+  batch = {"x": np.ones((16, 3), np.float32), name: np.ones((rows, 8), np.float32)}
+  check_call(state, batch, 1, 0, None, "nearest")
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    check_call(state, batch, 4, 0, None, "nearest")
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(accumulate=4): step(batch)",
+    expected="leaves with one first axis, that of the examples",
+    got=f"shape [{rows}, 8] at ['{name}']",
+    fix="let loss_fn close over it, or keep it in model_state",
+    builtin=ValueError,
+  )
