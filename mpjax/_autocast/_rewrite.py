@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
-from jax.extend.core.primitives import broadcast_in_dim_p, convert_element_type_p
+from jax.extend.core.primitives import convert_element_type_p
+from jax.sharding import AxisType
 
 from mpjax._autocast._demands import FULL, HALF, RESULT, demands
-from mpjax._autocast._retype import in_precision, retype, wants_precision
+from mpjax._autocast._retype import broadcast, in_precision, retype, wants_precision
 from mpjax._autocast._scopes import names_of, region
 from mpjax._autocast._values import (
+  BROADCASTING,
+  EXACT,
   FLOAT32,
   FLOATS,
   HALVES,
@@ -28,14 +31,6 @@ from mpjax._autocast._values import (
   shape_of,
 )
 from mpjax._inner_jaxprs import inner_jaxprs, warn_not_entered
-
-_EXACT = frozenset(
-  """abs argmax argmin broadcast_in_dim concatenate copy cummax cummin dynamic_slice
-  dynamic_update_slice gather max min neg optimization_barrier pad pvary reduce_max reduce_min
-  reshape reshard rev scatter scatter-max scatter-min select_n sharding_constraint sign slice
-  sort split squeeze stop_gradient top_k transpose""".split()  # noqa: SIM905
-)
-"""They choose and move numbers, and compute none: of half operands they lose nothing in half."""
 
 
 class Rewritten(NamedTuple):
@@ -244,7 +239,8 @@ class Rewriter:
       return self.not_entered(eqn) if unknown else self.untouched(eqn)
     if name == "convert_element_type":
       return self._convert(eqn, scope, half)
-    values, once, wide, known = [], True, False, False
+    values: list[Value | None] = []
+    once, wide, known = True, False, False
     for atom in eqn.invars:
       value = self.value(atom, half)
       values.append(value)
@@ -257,7 +253,7 @@ class Rewriter:
           half = dtype_of(atom)  # The user's own choice.
     if wide and not self.settings.lower:
       return self.untouched(eqn)
-    neutral = False
+    neutral, rounded, before = False, None, values
     if part == "half":
       if not wide or wants_precision(eqn.params):  # The user's own choice, again.
         return self.untouched(eqn)
@@ -273,46 +269,53 @@ class Rewriter:
       if part == "keep" and len(values) > 1:  # A buffer that is written to keeps its dtype.
         deciding = [v for v in values if v is not None][:1]
       dtype, neutral = self._common(eqn, deciding, wide, half)
+      if name == "broadcast_in_dim" and dtype != FLOAT32 and self._is_widened(eqn.invars[0]):
+        values, rounded, dtype = before, dtype, FLOAT32
     operands = [
-      atom if value is None else self.view(self._spread(value, dtype, eqn), dtype, eqn)
-      for atom, value in zip(eqn.invars, values, strict=True)
+      atom if value is None else self.view(self._widen(value, whole, dtype, eqn), dtype, eqn)
+      for atom, value, whole in zip(eqn.invars, values, before, strict=True)
     ]
-    kind = Kind(dtype, neutral)
-    outs = [kind if dtype_of(v) in FLOATS else None for v in eqn.outvars]
-    params = eqn.params
-    if known and wide != (dtype == FLOAT32):
-      params = retype(name, params, dtype)
+    outs = [Kind(dtype, neutral) if dtype_of(v) in FLOATS else None for v in eqn.outvars]
+    changed = known and wide != (dtype == FLOAT32)
+    params = retype(name, eqn.params, dtype) if changed else eqn.params
     self.write(eqn, operands, outs, params, once=once)
     if neutral:
       shapes = {shape_of(v.atom) for v in values if v is not None and v.given}
       for var in eqn.outvars:
         if var in self._env:
           self._env[var].given = shape_of(var) in shapes
-    if dtype == FLOAT32 and known and not wide:
-      self._round(eqn, half)
+    if rounded is not None or (dtype == FLOAT32 and known and not wide):
+      self._round(eqn, rounded or half)
     return None
 
-  def _spread(self, value: Value, dtype: Dtype, eqn: JaxprEqn) -> Value:
-    """Repeats a parameter that is added before its cast: its gradient is then a float32 sum."""
-    aval, out = value.atom.aval, shape_of(eqn.outvars[0])
+  def _widen(self, value: Value, whole: Value | None, dtype: Dtype, eqn: JaxprEqn) -> Value:
+    """Broadcasts an operand in float32, before its cast: its gradient is then a float32 sum.
+
+    Args:
+      value: the operand.
+      whole: the same before it was rounded for having left its scope.
+      dtype: that of the operation.
+      eqn: the operation.
+    """
+    out = shape_of(eqn.outvars[0])
     if (
-      value.once
+      (value.once and value.neutral)
       or dtype == FLOAT32
-      or value.held != FLOAT32
-      or eqn.primitive.name not in ("add", "sub")
-      or aval.shape == out
-      or not (aval.sharding.mesh.empty or aval.sharding.mesh.are_all_axes_auto)
+      or eqn.primitive.name not in BROADCASTING
+      or shape_of(value.atom) == out
+      or not self._is_widened(value.atom)
     ):
       return value
-    var = Var(aval.update(shape=out, weak_type=False))
-    axes = tuple(range(aval.ndim))
-    params = {"shape": out, "broadcast_dimensions": axes, "sharding": None}
-    self.eqns.append(
-      new_jaxpr_eqn(
-        [value.atom], [var], broadcast_in_dim_p, params, no_effects, eqn.source_info, eqn.ctx
-      )
-    )
-    return Value(var, FLOAT32, once=False)
+    wide = whole if whole is not None and whole.held == FLOAT32 else value
+    self.eqns.append(broadcast(self.view(wide, FLOAT32, eqn), out, eqn))
+    return Value(self.eqns[-1].outvars[0], FLOAT32, once=False)
+
+  def _is_widened(self, atom: Any) -> bool:
+    """Whether an operand is broadcast in float32: the transpose is a sum."""
+    if type(atom) is Literal or not self.settings.lower:
+      return False
+    # An explicit sharding would have to be said of the result.
+    return AxisType.Explicit not in atom.aval.sharding.mesh.axis_types
 
   def _common(
     self, eqn: JaxprEqn, values: Sequence[Value | None], wide: bool, half: Dtype
@@ -332,7 +335,7 @@ class Rewriter:
       # An argument that comes back changed: a parameter after its update, a count, a moment.
       return FLOAT32, False
     # What is read in float32 anyway is computed in it, like the difference that exp reads.
-    lift = self._is_full(wanted) and eqn.primitive.name not in _EXACT
+    lift = self._is_full(wanted) and eqn.primitive.name not in EXACT
     return (FLOAT32 if lift else half), False
 
   def wanted_of(self, eqn: JaxprEqn) -> int:

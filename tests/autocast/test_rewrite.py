@@ -267,7 +267,7 @@ def test_what_exp_reads_is_computed_in_float32():
     return jnp.exp(y - lax.stop_gradient(y.max(-1, keepdims=True)))
 
   program = cast(fun, W, X)
-  assert types(program, "reduce_max") == [("bfloat16",) * 2], "it only chooses"
+  assert types(program, "reduce_max") == [("float32",) * 2]
   assert types(program, "sub") == [("float32",) * 3]
   assert types(program, "exp") == [("float32",) * 2]
 
@@ -491,6 +491,56 @@ def test_operations_of_no_list_stay_in_the_types_they_were_traced_with():
   assert types(program, "cholesky") == [("float32", "float32")]
   assert types(program, "reduce_precision") == [("float32", "float32")]
   assert {t for each in types(program, "dot_general") for t in each} == {"bfloat16"}
+
+
+# Sums of what was broadcast.
+
+ROWS = 4096
+
+
+def summed(fun, *args):
+  """Returns the dtypes of what is added up."""
+  eqns = [eqn for eqn, _ in programs.equations(jax.make_jaxpr(fun)(*args))]
+  return {str(e.invars[0].aval.dtype) for e in eqns if e.primitive.name == "reduce_sum"}
+
+
+@BOTH
+@pytest.mark.parametrize(
+  "add",
+  [
+    lambda y, b: y + b[None],
+    lambda y, b: y * b[None],
+    lambda y, b: y - jnp.broadcast_to(b, y.shape),
+    lambda y, b: jnp.maximum(y, b[None]),
+    lambda y, b: y + (jnp.ones((1, 3)) @ jnp.diag(b)),
+    lambda y, b: y * jnp.tanh(jnp.ones((1, 3)) @ jnp.diag(b))[:, None][0],
+  ],
+  ids=["bias", "scale", "repeated", "maximum", "row of a matmul", "activation"],
+)
+def test_the_gradient_of_what_is_broadcast_is_a_float32_sum(add, half):
+  """Of 4,096 rows half would lose the later ones: 256 + 1 is 256 in bfloat16."""
+
+  def fun(b, x):
+    return jnp.sum((add(x @ jnp.eye(3), b) @ jnp.eye(3)) * 2.0**-8)
+
+  b, x = jnp.full(3, 0.5), jnp.ones((ROWS, 3))
+  # The derivative of the loss with respect to an element is 2^-8, exactly; so is each partial sum.
+  found = programs.run(jax.grad(mpjax.autocast(fun, half)), b, x)
+  plain = programs.run(jax.grad(fun), b, x)
+  np.testing.assert_allclose(found, plain, rtol=float(jnp.finfo(half).eps))
+  assert summed(jax.grad(mpjax.autocast(fun, half)), b, x) == {"float32"}
+
+
+@BOTH
+def test_the_maximum_of_an_axis_counts_its_places_in_float32(half):
+  def fun(w, x):
+    return jnp.exp((x @ w).max(0) * 1.0).sum()
+
+  gradient = jax.grad(mpjax.autocast(fun, half), argnums=1)
+  x = jnp.ones((1001, 3))
+  assert summed(gradient, W, x) == {"float32"}
+  found = programs.run(gradient, W, x)
+  np.testing.assert_allclose(found, np.full((1001, 3), np.e / 1001), rtol=2 * jnp.finfo(half).eps)
 
 
 # Scopes.
