@@ -95,7 +95,7 @@ def find_scale(opt_state: PyTree, where: str, name: str | None) -> Found:
         "not tx. A checkpoint is restored into that structure.",
       )
     )
-  _refuse_outside(opt_state, where)
+  refuse_outside(opt_state, where)
   names = [one.name for one in found]
   if name is not None and name not in names:
     raise MpjaxValueError(
@@ -135,7 +135,7 @@ With each, its name and the right order.
 """
 
 
-def _refuse_outside(opt_state: PyTree, where: str) -> None:
+def refuse_outside(opt_state: PyTree, where: str) -> None:
   """Raises if a scale is inside of what works with true gradients and applied steps alone."""
 
   def is_outside(x: Any) -> bool:

@@ -260,3 +260,295 @@ def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
     with pytest.raises(mpjax.MpjaxValueError, match=kind):
       check(model, optimizer, jnp.ones((2, 3)))
   assert jnp.array_equal(model.kernel[...], before)
+
+
+INCONCLUSIVE = (
+  r"check_loss_scaling\(step\): expected a step whose gradients.* change what it .*, got "
+)
+ZERO_OR_NEVER = INCONCLUSIVE + ".*never scaled, or all are zero.*Let mpjax.value_and_grad"
+
+
+def warmup(inner=optax.sgd):
+  return mpjax.loss_scaling(inner(optax.linear_schedule(0.0, 0.1, 100)))
+
+
+def test_a_warmup_from_zero_is_inconclusive_at_its_first_step_and_found_after_it():
+  """Plain SGD with a learning rate of zero returns the same for any gradients."""
+  params, batch = data()
+  tx = warmup()
+  opt_state = tx.init(params)
+  step = make_step(tx, right, jnp.float16)
+  with pytest.warns(
+    UserWarning, match=f"{INCONCLUSIVE}.*applied and one skipped.*step that was applied"
+  ):
+    assert mpjax.check_loss_scaling(step)(params, opt_state, batch) is None
+  forgetful = make_step(tx, never, jnp.float16)
+  with pytest.warns(UserWarning, match=ZERO_OR_NEVER) as caught:
+    mpjax.check_loss_scaling(forgetful)(params, opt_state, batch)
+  assert [one.filename for one in caught] == [__file__]
+  for _ in range(3):  # In float16 the first may overflow: a skipped step does not warm up.
+    params, opt_state, _ = step(params, opt_state, batch)
+  mpjax.check_loss_scaling(step)(params, opt_state, batch)
+  with pytest.raises(mpjax.MpjaxValueError, match="never scaled"):
+    mpjax.check_loss_scaling(forgetful)(params, opt_state, batch)
+
+
+def test_a_warmup_with_moments_is_conclusive_at_its_first_step():
+  params, batch = data()
+  tx = warmup(optax.adam)
+  mpjax.check_loss_scaling(make_step(tx, right))(params, tx.init(params), batch)
+  with pytest.raises(mpjax.MpjaxValueError, match="never scaled"):
+    mpjax.check_loss_scaling(make_step(tx, never))(params, tx.init(params), batch)
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["dict", "bare"])
+def test_scalar_parameters_that_start_at_zero(bare):
+  """They go as 1/scale and are nothing else, as the logged inverse of the scale does."""
+  x = jnp.arange(8.0)
+
+  def line(params, batch):
+    w = params if bare else params["w"] + params["b"]
+    return jnp.mean((w * x - 3 * x - 1) ** 2)
+
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  params = jnp.zeros(()) if bare else {"w": jnp.zeros(()), "b": jnp.zeros(())}
+
+  def make(gradients):
+    @jax.jit
+    def step(params, opt_state):
+      inverse = 1 / mpjax.loss_scaling_metrics(opt_state)["loss_scale"]
+      _, grads = gradients(params, opt_state, None, line)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return {"inverse": inverse}, optax.apply_updates(params, updates), opt_state
+
+    return step
+
+  mpjax.check_loss_scaling(make(right))(params, tx.init(params))
+  with pytest.raises(mpjax.MpjaxValueError, match=r"never scaled: what is returned at \[1\]"):
+    mpjax.check_loss_scaling(make(never))(params, tx.init(params))
+  with pytest.warns(UserWarning, match=INCONCLUSIVE):  # It cannot be told from a logged number.
+    mpjax.check_loss_scaling(make(twice))(params, tx.init(params))
+
+
+def test_scaled_twice_from_zero_under_plain_sgd_is_inconclusive():
+  """All that is returned goes as the scale, as gradients that are logged do."""
+  params, batch = jnp.zeros(3), None
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+
+  def linear(params, batch):
+    return jnp.sum(params)
+
+  def make(gradients):
+    return make_step(tx, lambda p, s, b, _: gradients(p, s, b, linear))
+
+  mpjax.check_loss_scaling(make(right))(params, tx.init(params), batch)
+  with pytest.warns(UserWarning, match=INCONCLUSIVE):
+    mpjax.check_loss_scaling(make(scaled_twice))(params, tx.init(params), batch)
+
+
+@pytest.mark.parametrize(
+  "inner", [optax.sign_sgd(0.1), optax.chain(optax.clip(1e-9), optax.sgd(1))]
+)
+def test_an_optimizer_to_which_all_gradients_are_alike_does_not_hide_that_they_were_not_scaled(
+  inner,
+):
+  params, batch = data()
+  tx = mpjax.loss_scaling(inner)
+  mpjax.check_loss_scaling(make_step(tx, right, jnp.float16))(params, tx.init(params), batch)
+  with pytest.raises(mpjax.MpjaxValueError, match="never scaled"):
+    mpjax.check_loss_scaling(make_step(tx, never, jnp.float16))(params, tx.init(params), batch)
+
+
+@pytest.mark.parametrize("gradients", [right, never])
+@pytest.mark.parametrize(
+  "loss_fn",
+  [lambda params, batch: 0.0 * loss_fn(params, batch), lambda params, batch: jnp.float32(1)],
+  ids=["dead", "unused"],
+)
+def test_gradients_that_are_all_zero_are_inconclusive(gradients, loss_fn):
+  params, batch = data()
+  tx = mpjax.loss_scaling(optax.adam(0.1))
+  step = make_step(tx, lambda p, s, b, _: gradients(p, s, b, loss_fn))
+  with pytest.warns(UserWarning, match=f"{INCONCLUSIVE}.*all gradients are zero"):
+    mpjax.check_loss_scaling(step)(params, tx.init(params), batch)
+
+
+def test_updates_that_parameters_of_low_precision_lose_are_inconclusive():
+  params, batch = data()
+  params = jax.tree.map(lambda p: jnp.ones_like(p, jnp.bfloat16), params)
+  tx = mpjax.loss_scaling(optax.sgd(1e-9))
+  with pytest.warns(UserWarning, match="mpjax.master_weights"):
+    opt_state = tx.init(params)
+  with pytest.warns(UserWarning, match=f"{INCONCLUSIVE}.*low precision"):
+    mpjax.check_loss_scaling(make_step(tx, right))(params, opt_state, batch)
+  with pytest.raises(mpjax.MpjaxValueError, match="never scaled"):
+    mpjax.check_loss_scaling(make_step(tx, never))(params, opt_state, batch)
+
+
+ADDED = [(name, dtype) for name in ("sgd", "adamw") for dtype in DTYPES]
+ADDED += [("momentum", jnp.float16), ("clip and adamw", jnp.float32)]
+ADDED += [("clip and adamw", jnp.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), ADDED)
+def test_plain_gradients_added_to_scaled_ones_are_found(name, dtype):
+  """A penalty that was differentiated by itself is 2^15 times too weak."""
+  params, batch = data()
+  tx = mpjax.loss_scaling(OPTIMIZERS[name])
+
+  def penalty(params):
+    return 0.05 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+  def penalised(params, opt_state, batch, loss_fn):
+    return right(params, opt_state, batch, lambda p, b: loss_fn(p, b) + penalty(p))
+
+  def beside(params, opt_state, batch, loss_fn):
+    loss, grads = right(params, opt_state, batch, loss_fn)
+    return loss, jax.tree.map(jnp.add, grads, jax.grad(penalty)(params))
+
+  mpjax.check_loss_scaling(make_step(tx, penalised, dtype))(params, tx.init(params), batch)
+  with pytest.raises(ValueError) as error:
+    mpjax.check_loss_scaling(make_step(tx, beside, dtype))(params, tx.init(params), batch)
+  check_error(
+    error,
+    where="mpjax.check_loss_scaling(step)",
+    expected="the same at every loss scale",
+    got="some that were never scaled among others",
+    fix="penalties inside of loss_fn",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "clip and adamw"])
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_right_loops_pass_whatever_the_size_of_the_loss(name, size, dtype):
+  """With dropout, before a first step and after one."""
+  params, batch = data()
+  tx = mpjax.loss_scaling(OPTIMIZERS[name])
+
+  def dropped(params, opt_state, batch, loss_fn):
+    batch, key = batch
+
+    def small_or_large(params, batch):
+      keep = jax.random.bernoulli(key, 0.5, params["w"].shape)
+      return size * loss_fn({**params, "w": jnp.where(keep, 2 * params["w"], 0)}, batch)
+
+    return right(params, opt_state, batch, small_or_large)
+
+  step, opt_state = make_step(tx, dropped, dtype), tx.init(params)
+  batch = batch, jax.random.key(1)
+  mpjax.check_loss_scaling(step)(params, opt_state, batch)
+  params, opt_state, _ = step(params, opt_state, batch)
+  mpjax.check_loss_scaling(step)(params, opt_state, batch)
+
+
+def test_a_right_step_that_is_tried_again_until_it_is_finite_passes():
+  """Then no scale is skipped, not even inf."""
+  params, batch = data()
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+
+  def model(params, model_state, batch, rng):
+    return loss_fn(params, batch, jnp.float16), (model_state, {})
+
+  step = mpjax.make_train_step(model, tx, max_retries=30)
+  mpjax.check_loss_scaling(step)(mpjax.TrainState.create(params, tx), batch)
+
+
+def test_a_right_step_passes_while_jax_looks_for_nans():
+  params, batch = data()
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  step = make_step(tx, lambda *args: right(*args))
+  with jax.debug_nans(True), jax.disable_jit():
+    mpjax.check_loss_scaling(step)(params, tx.init(params), batch)
+
+
+def test_of_two_optimizers_the_step_may_update_one():
+  params, batch = data()
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  step = make_step(tx, right)
+
+  def one_of_two(params, opt_states, batch):
+    new_params, mine, _ = step(params, opt_states[0], batch)
+    return new_params, (mine, opt_states[1])
+
+  opt_states = tx.init(params), tx.init(params)
+  mpjax.check_loss_scaling(one_of_two)(params, opt_states, batch)
+  keep = lambda params, opt_state, batch: (step(params, opt_state, batch)[0], opt_state)  # noqa: E731
+  with pytest.warns(UserWarning, match=f"{INCONCLUSIVE}an opt_state .* as it was.*Return the new"):
+    mpjax.check_loss_scaling(keep)(params, tx.init(params), batch)
+
+
+@pytest.mark.parametrize("gradients", [right, never])
+def test_a_wrapper_that_must_not_be_outside_is_refused_as_value_and_grad_does(gradients):
+  params, batch = data()
+  tx = optax.MultiSteps(mpjax.loss_scaling(optax.sgd(0.1)), 2)
+  with pytest.raises(TypeError) as error:
+    mpjax.check_loss_scaling(make_step(tx, gradients))(params, tx.init(params), batch)
+  check_error(
+    error,
+    where="mpjax.check_loss_scaling(step)",
+    expected="mpjax.loss_scaling around the optimizer",
+    got="inside of optax.MultiSteps",
+    fix="mpjax.accumulate(inner, every)",
+  )
+
+
+def test_a_step_that_updates_with_the_optimizer_that_was_wrapped():
+  params, batch = data()
+  sgd = optax.sgd(0.1)
+  opt_state = mpjax.loss_scaling(sgd).init(params)
+  with pytest.raises(TypeError) as error:
+    mpjax.check_loss_scaling(make_step(sgd, right))(params, opt_state, batch)
+  check_error(
+    error,
+    where="mpjax.check_loss_scaling(step)",
+    expected="made by mpjax.loss_scaling",
+    got="the update of another optimizer",
+    fix="Update with the tx that mpjax.loss_scaling returned",
+  )
+
+
+def test_the_arguments_of_the_step_come_in_a_second_call():
+  params, batch = data()
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  with pytest.raises(TypeError) as error:
+    mpjax.check_loss_scaling(make_step(tx, right), params, tx.init(params), batch)
+  check_error(
+    error,
+    where="mpjax.check_loss_scaling(step)",
+    expected="arguments step",
+    got="too many positional arguments",
+    fix="mpjax.check_loss_scaling(step)(*args)",
+  )
+
+
+@pytest.mark.parametrize("kind", ["plain", "plain warmup", "unused argument", "no update"])
+def test_what_users_of_nnx_are_told_names_their_functions(kind):
+  model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+  tx = warmup() if kind == "plain warmup" else mpjax.loss_scaling(optax.sgd(0.1))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+  @nnx.jit
+  def step(model, optimizer):
+    other = nnx.Linear(3, 1, rngs=nnx.Rngs(0)) if kind == "unused argument" else None
+
+    def loss_fn(model):
+      return jnp.mean((other or model)(jnp.ones((2, 3))) ** 2)
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    if kind == "unused argument":
+      loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model)
+    if kind != "no update":
+      optimizer.update(model, grads)
+    return loss
+
+  told = r"mpjax\.nnx\.value_and_grad\(loss_fn, optimizer\)"
+  check = functools.partial(mpjax.check_loss_scaling(step), model, optimizer)
+  if kind in ("plain warmup", "unused argument"):
+    with pytest.warns(UserWarning, match=f"{INCONCLUSIVE}.*never scaled, or all are zero.*{told}"):
+      check()
+    return
+  wanted = r"optimizer\.update\(model, grads\)" if kind == "no update" else f"never.*{told}"
+  with pytest.raises(mpjax.MpjaxError, match=wanted):
+    check()
