@@ -136,6 +136,7 @@ def _check_one(
   Returns:
     None, or what came where nothing depends on the gradients.
   """
+  others = [one.state for one in scales_in((args, kwargs)) if one.owner is not found.owner]
 
   def run(scale: float) -> _Run:
     moved = state._replace(scale=jnp.full_like(state.scale, scale))
@@ -145,7 +146,7 @@ def _check_one(
     # A step of NNX writes to its arguments, which are copies here.
     counts = [one.state.total for one in scales_in(copies) if one.state is not None]
     written = any(not np.array_equal(count, state.total) for count in counts)
-    return _outcome(copies if written and not scales_in(out) else out, found, moved)
+    return _outcome(copies if written and not scales_in(out) else out, found, moved, others)
 
   start = max(_START, float(np.max(state.scale)))
   first = run(start)
@@ -202,14 +203,20 @@ def _copy(x: Any) -> Any:
   return jnp.copy(x) if isinstance(x, jax.Array) else x
 
 
-def _outcome(out: PyTree, found: Found, given: LossScaleState) -> _Run:
+def _outcome(
+  out: PyTree, found: Found, given: LossScaleState, others: list[LossScaleState | None]
+) -> _Run:
   scales = [one.state for one in scales_in(out) if one.label == found.label]
   own = [state for state in scales if state is not None]
   if not own:
     raise _no_scale(*_none_returned(out, found))
-  finite = all(bool(np.all(state.finite)) for state in own)
+  # Another optimizer that was not updated may have been skipped before.
+  active = [
+    s for s in own if not any(one is not None and _same(s, one) for one in (given, *others))
+  ]
+  finite = all(bool(np.all(state.finite)) for state in active or own)
   skipped = sum(int(np.sum(state.skipped)) for state in own)
-  untouched = any(all(map(np.array_equal, state, given)) for state in own)
+  untouched = any(_same(state, given) for state in own)
   leaves = []
   pairs = jax.tree_util.tree_leaves_with_path(out, is_leaf=_is_state)
   for path, node in pairs:
@@ -219,6 +226,10 @@ def _outcome(out: PyTree, found: Found, given: LossScaleState) -> _Run:
         name = jax.tree_util.keystr((*path, *rest)) or "the root"
         leaves.append(_Leaf(name, x, inside))
   return _Run(finite, skipped, untouched, leaves)
+
+
+def _same(a: LossScaleState, b: LossScaleState) -> bool:
+  return all(map(np.array_equal, a, b))
 
 
 def _is_state(x: Any) -> bool:

@@ -474,6 +474,8 @@ def test_of_two_optimizers_the_step_may_update_one():
 
   opt_states = tx.init(params), tx.init(params)
   mpjax.check_loss_scaling(one_of_two)(params, opt_states, batch)
+  skipped = step(params, opt_states[1], (batch[0] * jnp.nan, batch[1]))[1]
+  mpjax.check_loss_scaling(one_of_two)(params, (opt_states[0], skipped), batch)
   keep = lambda params, opt_state, batch: (step(params, opt_state, batch)[0], opt_state)  # noqa: E731
   with pytest.warns(UserWarning, match=f"{INCONCLUSIVE}an opt_state .* as it was.*Return the new"):
     mpjax.check_loss_scaling(keep)(params, tx.init(params), batch)
