@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from mpjax._rules import Rule, parse_rules
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+DataLeaves: TypeAlias = Callable[[tuple[Any, ...]], list[bool]]
+"""From positional arguments to whether each of their leaves decides the dtype of what it meets."""
 
 _AS_FUNCTION = (
   'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
@@ -101,7 +104,7 @@ def autocast(
   (dtype('float32'), dtype('float32'))
   """
   settings = _settings(fn, policy, ops, rules)
-  data = _data_argnums(data_argnums)
+  data = _in_arguments(_data_argnums(data_argnums))
   dtypes = [settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy)]
   if all(dtype == FLOAT32 for dtype in dtypes):
     return fn
@@ -182,7 +185,7 @@ def _data_argnums(given: Any) -> tuple[int, ...]:
 
 
 def with_settings(
-  fn: Callable[..., R], settings: Settings, where: str, data_argnums: tuple[int, ...] = ()
+  fn: Callable[..., R], settings: Settings, where: str, data: DataLeaves | None = None
 ) -> Callable[..., R]:
   """Returns `fn`, traced and rewritten at each call.
 
@@ -190,7 +193,8 @@ def with_settings(
     fn: a function of trees of arrays.
     settings: how to rewrite.
     where: the public call, for errors.
-    data_argnums: the positions of arguments that decide the dtype of what they meet.
+    data: says of the positional arguments which of their leaves decide the dtype of what they meet;
+      None if none does.
   """
 
   @functools.wraps(fn)
@@ -219,15 +223,18 @@ def with_settings(
     program = traced(flat)(*operands)
     outs, out_tree, computed = results.pop()
     now = dataclasses.replace(settings, precision=default_precision())
-    new = rewritten(program, now, where, _are_data(args, arrays, data_argnums))
+    marks = [] if data is None else data(args)  # The leaves of these come first.
+    decides = [i < len(marks) and marks[i] for i in arrays]
+    new = rewritten(program, now, where, decides)
 
     def call(*operands: Any) -> list[Any]:
       return run(new, program.consts, operands, name)
 
     kinds = closes_over(program)
     if kinds:
+      decided = _numbered(i for i, each in enumerate(decides) if each)
       call = differentiated_at_once(
-        call, flat, kinds, lambda fun: with_settings(fun, settings, where)
+        call, flat, kinds, lambda fun: with_settings(fun, settings, where, decided)
       )
     for i, x in zip(computed, call(*operands), strict=True):
       outs[i] = x
@@ -236,29 +243,30 @@ def with_settings(
   return wrapped
 
 
-def _are_data(
-  args: tuple[Any, ...], arrays: list[int], data_argnums: tuple[int, ...]
-) -> Sequence[bool] | None:
-  """Returns for each leaf that is traced whether it is in an argument of `data_argnums`.
-
-  Args:
-    args: the positional arguments; their leaves come first.
-    arrays: the positions of the traced leaves.
-    data_argnums: positions in `args`.
-  """
+def _in_arguments(data_argnums: tuple[int, ...]) -> DataLeaves | None:
+  """Returns what says which leaves are in the arguments at these positions."""
   if not data_argnums:
     return None
-  if max(data_argnums) >= len(args):
-    raise MpjaxValueError(
-      message(
-        "mpjax.autocast(data_argnums=...)",
-        expected="positions of arguments that the function is called with by position",
-        got=f"{max(data_argnums)}, and {len(args)} positional arguments",
-        fix="Pass that argument by position, or take its number out of data_argnums.",
+
+  def leaves(args: tuple[Any, ...]) -> list[bool]:
+    if max(data_argnums) >= len(args):
+      raise MpjaxValueError(
+        message(
+          "mpjax.autocast(data_argnums=...)",
+          expected="positions of arguments that the function is called with by position",
+          got=f"{max(data_argnums)}, and {len(args)} positional arguments",
+          fix="Pass that argument by position, or take its number out of data_argnums.",
+        )
       )
-    )
-  data = [i in data_argnums for i, x in enumerate(args) for _ in jax.tree.leaves(x)]
-  return [i < len(data) and data[i] for i in arrays]
+    return [i in data_argnums for i, x in enumerate(args) for _ in jax.tree.leaves(x)]
+
+  return leaves
+
+
+def _numbered(positions: Iterable[int]) -> DataLeaves:
+  """Returns the same of a derivative, whose first arguments are two dicts of operands by number."""
+  data = frozenset(positions)
+  return lambda args: [number in data for part in args[:2] for number in sorted(part)]
 
 
 def _is_array(x: Any) -> bool:
@@ -288,7 +296,7 @@ def _check_unchanged(call: Any, count: int, given: Mapping[int, Any], where: str
 
 
 def rewritten(
-  program: ClosedJaxpr, settings: Settings, where: str, data: Sequence[bool] | None = None
+  program: ClosedJaxpr, settings: Settings, where: str, data: Sequence[bool] = ()
 ) -> Any:
   """Returns a whole program rewritten: its arguments and results have the dtypes that they had.
 
@@ -296,7 +304,7 @@ def rewritten(
     program: the program.
     settings: how to rewrite.
     where: the public call, for errors.
-    data: whether each argument decides the dtype of what it meets; None if none does.
+    data: whether each argument decides the dtype of what it meets; () if none does.
   """
   jaxpr = program.jaxpr
   if settings.rules:

@@ -129,3 +129,18 @@ def test_a_value_that_only_the_rule_closes_over_is_named():
     builtin=TypeError,
   )
   np.testing.assert_array_equal(mpjax.autocast(jax.grad(of_sum(fun)))(X, W), X_GRAD)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_arguments_that_are_data_are_so_in_the_derivative(rule):
+  """The derivative is the fractional part of a position, which half does not hold at 4,096."""
+  product = RULES[rule](1.0)
+
+  def loss(x, w, grid):
+    place = grid + product(x, w)
+    rest = place - jax.lax.stop_gradient(jnp.floor(place))
+    return 0.5 * (rest**2).sum() + 0.0 * (rest @ w).sum()
+
+  w, grid = np.eye(3, dtype=np.float32), np.full((2, 3), 4096, np.float32)
+  grad = jax.grad(mpjax.autocast(loss, data_argnums=2))(HALF, w, grid)
+  np.testing.assert_array_equal(grad, HALF - np.floor(HALF))
