@@ -204,15 +204,21 @@ def _refuse_other_variables(params: PyTree, where: str) -> None:
         fix=_SPLIT,
       )
     )
-  if framework_of(params) == "NNX":
+  nodes = jax.tree.leaves(params, is_leaf=_is_nnx_model)
+  model = next(filter(_is_nnx_model, nodes), None)
+  if model is not None:
     raise MpjaxTypeError(
       message(
         where,
         expected="a tree of arrays, which the step returns anew",
-        got=f"a model of NNX ({type(params).__name__})",
+        got=f"a model of NNX ({type(model).__name__})",
         fix=_SPLIT,
       )
     )
+
+
+def _is_nnx_model(x: Any) -> bool:
+  return framework_of(x) == "NNX"
 
 
 _SPLIT = (

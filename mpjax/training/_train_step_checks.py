@@ -175,7 +175,8 @@ def _varies(x: Any, axis: Hashable) -> bool:
 def _check_batch(batch: PyTree, accumulate: int) -> None:
   where = f"mpjax.make_train_step(accumulate={accumulate}): step(batch)"
   problems = []
-  paths = [(jax.tree_util.keystr(path) or "the root", x) for path, x in _leaves(batch)]
+  leaves = jax.tree_util.tree_leaves_with_path(batch)
+  paths = [(jax.tree_util.keystr(path) or "the root", x) for path, x in leaves]
   for path, x in paths:
     shape, parts = jnp.shape(x), accumulate * _devices_of_rows(x)
     if not shape or shape[0] % parts:
@@ -201,9 +202,6 @@ def _check_batch(batch: PyTree, accumulate: int) -> None:
         fix="Choose a batch size that is a multiple, and drop or pad the last batch.",
       )
     )
-
-
-_leaves = jax.tree_util.tree_leaves_with_path
 
 
 def _devices_of_rows(x: Any) -> int:

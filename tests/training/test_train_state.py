@@ -246,6 +246,13 @@ class Plain(nnx.Module):
       "graphdef, params, rest = nnx.split(model, nnx.Param, ...)",
     ),
     (
+      lambda p, tx: mpjax.TrainState.create({"m": Plain(nnx.Rngs(0)), **p}, tx),
+      "mpjax.TrainState.create(params)",
+      "a tree of arrays, which the step returns anew",
+      "a model of NNX (Plain)",
+      "graphdef, params, rest = nnx.split(model, nnx.Param, ...)",
+    ),
+    (
       lambda p, tx: mpjax.TrainState.create(p, tx.init(p)),
       "mpjax.TrainState.create(tx)",
       "the optimizer, an optax transformation",
@@ -267,7 +274,7 @@ class Plain(nnx.Module):
       "Write mpjax.TrainState.create(params, tx)",
     ),
   ],
-  ids=["module", "state for tx", "other order", "as in Flax"],
+  ids=["module", "module in a dict", "state for tx", "other order", "as in Flax"],
 )
 def test_arguments_that_are_taken_for_others(call, where, expected, got, fix):
   with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
