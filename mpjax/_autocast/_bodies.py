@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._autocast._custom_rules import Rule, with_rule
@@ -12,14 +11,14 @@ from mpjax._autocast._rewrite import Rewriter, Rewritten
 from mpjax._autocast._scopes import names_of, region
 from mpjax._autocast._values import (
   FLOAT32,
+  Constant,
   Dtype,
   Kind,
   Scope,
   Settings,
+  constants,
   dtype_of,
-  is_neutral_constant,
   kept,
-  shape_of,
 )
 from mpjax._inner_jaxprs import HIGHER_ORDER, Inner, donated, inner_jaxprs, with_inner
 
@@ -33,7 +32,7 @@ def rewrite(
   wanted: Sequence[int],
   settings: Settings,
   scope: Scope,
-  consts: Sequence[Any] | None = None,
+  consts: Sequence[Constant] | None = None,
 ) -> Rewritten:
   """Returns a program rewritten.
 
@@ -44,20 +43,14 @@ def rewrite(
     wanted: what is wanted of its results, see `demands`.
     settings: what was asked for.
     scope: where it stands.
-    consts: the values of its constants; None where they are not at hand.
+    consts: how its constants come in; None where their values are not at hand.
   """
   self = Rewriter(jaxpr, settings, scope, wanted)
-  for position, var in enumerate(jaxpr.constvars):
-    if self.kind_of(var) is None:
-      continue
-    const = None if consts is None else consts[position]
-    if isinstance(const, Tracer):  # A value of a trace around this one: like an argument.
-      neutral, once = True, False
-    elif const is None:
-      neutral, once = not shape_of(var), False
-    else:  # No gradient flows to it, and one cast is enough.
-      neutral, once = is_neutral_constant(const, settings.compute), True
-    self.define(var, Kind(dtype_of(var), neutral), scope=None, once=once)
+  if consts is None:
+    consts = [Constant(neutral=False, once=False)] * len(jaxpr.constvars)
+  for var, const in zip(jaxpr.constvars, consts, strict=True):
+    if self.kind_of(var) is not None:
+      self.define(var, Kind(dtype_of(var), const.neutral), scope=None, once=const.once)
   invars = [
     var if kind is None else self.define(var, kind, scope=None, once=False)
     for var, kind in zip(jaxpr.invars, ins, strict=True)
@@ -90,17 +83,32 @@ def _result(
   return found, value.kind if dtype == value.dtype else Kind(dtype)
 
 
-@kept
 def _inside(
-  jaxpr: Jaxpr,
+  inner: Inner,
   ins: Kinds,
   outs: tuple[Dtype | None, ...],
   wanted: tuple[int, ...],
   settings: Settings,
   scope: Scope,
 ) -> Rewritten:
+  """Returns a jaxpr inside of an equation rewritten."""
+  values = inner.program.consts if isinstance(inner.program, ClosedJaxpr) else None
+  consts = None if values is None else constants(values, settings)
+  return _kept_rewrite(inner.jaxpr, ins, outs, wanted, settings, scope, consts)
+
+
+@kept
+def _kept_rewrite(
+  jaxpr: Jaxpr,
+  ins: Kinds,
+  outs: tuple[Dtype | None, ...],
+  wanted: tuple[int, ...],
+  settings: Settings,
+  scope: Scope,
+  consts: tuple[Constant, ...] | None,
+) -> Rewritten:
   """`rewrite`, kept: the same function called twice is rewritten once, and compiled once."""
-  return rewrite(jaxpr, ins, outs, wanted, settings, scope)
+  return rewrite(jaxpr, ins, outs, wanted, settings, scope, consts)
 
 
 def _enter(self: Rewriter, eqn: JaxprEqn) -> None:
@@ -181,7 +189,7 @@ def _call(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
       atoms[i] = self.original(eqn.invars[i], eqn)
       ins = (*ins[:i], Kind(dtype_of(jaxpr.invars[i])), *ins[i + 1 :])
   outs = (None,) * len(eqn.outvars)
-  new = _inside(jaxpr, ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
+  new = _inside(found[0], ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
   params = with_inner(eqn, [_replaced(body, new)])
   self.write(eqn, atoms, new.outs, params, once=_once(self, eqn))
 
@@ -193,7 +201,7 @@ def _composite(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   ins = tuple(self.kind_of(v, neutral=True) for v in eqn.invars)
   kinds = [self.kind_of(v) for v in eqn.outvars]
   outs = tuple(None if k is None else k.dtype for k in kinds)
-  new = _inside(found[0].jaxpr, ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
+  new = _inside(found[0], ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
   self.write(eqn, atoms, kinds, with_inner(eqn, [_replaced(body, new)]))
 
 
@@ -202,7 +210,7 @@ def _custom(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   atoms, ins = _operands(self, eqn)
   settings, scope = self.settings, _scope(self, eqn)
   outs = (None,) * len(eqn.outvars)
-  new = _inside(found[0].jaxpr, ins, outs, _wanted(self, eqn), settings, scope)
+  new = _inside(found[0], ins, outs, _wanted(self, eqn), settings, scope)
 
   def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[Dtype | None]) -> Rewritten:
     return rewrite(jaxpr, ins, outs, (0,) * len(outs), settings, scope)
@@ -217,7 +225,7 @@ def _cond(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   wanted, scope = _wanted(self, eqn), _scope(self, eqn)
 
   def every(outs: tuple[Dtype | None, ...]) -> list[Rewritten]:
-    return [_inside(b.jaxpr, _ins(b, ins), outs, wanted, self.settings, scope) for b in found]
+    return [_inside(b, _ins(b, ins), outs, wanted, self.settings, scope) for b in found]
 
   free = every((None,) * len(eqn.outvars))
   kinds = [_agreed(each, want) for want, *each in zip(wanted, *(b.outs for b in free), strict=True)]
@@ -263,13 +271,13 @@ def _loop(
   state = [k if k is None else Kind(k.dtype) for k in given[carry.start : carry.stop]]
   while True:
     given = (*given[: carry.start], *state, *given[carry.stop :])
-    new = _inside(jaxpr, given, free, wanted, self.settings, scope)
+    new = _inside(body, given, free, wanted, self.settings, scope)
     back = [_wider(*each) for each in zip(state, new.outs[: len(carry)], strict=True)]
     if back == state:
       break
     state = back
   fixed = (*(None if k is None else k.dtype for k in state), *free[len(carry) :])
-  new = _inside(jaxpr, given, fixed, wanted, self.settings, scope)
+  new = _inside(body, given, fixed, wanted, self.settings, scope)
   kinds = dict(zip(body.operands or (), given, strict=True))
   return new, tuple(kinds.get(i, kind) for i, kind in enumerate(ins))
 
@@ -310,7 +318,7 @@ def _while(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   new, given = _loop(self, eqn, body, tuple(ins), _wanted(self, eqn))
   atoms = _carried(self, eqn, body, atoms, given)
   scope = _scope(self, eqn)
-  tested = _inside(test.jaxpr, _ins(test, given), (None,), (0,), self.settings, scope)
+  tested = _inside(test, _ins(test, given), (None,), (0,), self.settings, scope)
   both = [_replaced(test.program, tested), _replaced(body.program, new)]
   self.write(eqn, atoms, new.outs, with_inner(eqn, both))
 

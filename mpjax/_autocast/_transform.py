@@ -16,7 +16,7 @@ from mpjax._autocast._closures import closes_over, differentiated_at_once
 from mpjax._autocast._demands import RESULT
 from mpjax._autocast._retype import default_precision, traced
 from mpjax._autocast._scopes import check_rules_match
-from mpjax._autocast._values import FLOAT32, FLOATS, HALVES, Kind, Settings, dtype_of
+from mpjax._autocast._values import FLOAT32, FLOATS, HALVES, Kind, Settings, constants, dtype_of
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, check_call, message
 from mpjax._frameworks import check_no_linen_model, framework_of
 from mpjax._full_precision import in_region
@@ -172,7 +172,8 @@ def _settings(fn: Any, policy: PolicyLike, ops: Any, rules: Iterable[Rule]) -> S
 
 def _data_argnums(given: Any) -> tuple[int, ...]:
   numbers = tuple(given) if isinstance(given, Sequence) else (given,)
-  if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+  integers = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
+  if not integers or min(numbers, default=0) < 0:
     raise MpjaxTypeError(
       message(
         "mpjax.autocast(data_argnums=...)",
@@ -181,7 +182,7 @@ def _data_argnums(given: Any) -> tuple[int, ...]:
         fix="Write data_argnums=(1,) for x in a function of (params, x).",
       )
     )
-  return numbers
+  return tuple(map(int, numbers))
 
 
 def with_settings(
@@ -315,7 +316,8 @@ def rewritten(
   ins = tuple(Kind(d, n) if d in ours else None for d, n in zip(dtypes[0], neutral, strict=True))
   outs = [d if d in ours else None for d in dtypes[1]]
   wanted = [RESULT if d == FLOAT32 and settings.lower else 0 for d in dtypes[1]]
-  return rewrite(jaxpr, ins, outs, wanted, settings, (), program.consts).jaxpr
+  consts = constants(program.consts, settings)
+  return rewrite(jaxpr, ins, outs, wanted, settings, (), consts).jaxpr
 
 
 def float32_operations(fn: Callable[..., R], ops: OpLists, where: str) -> Callable[..., R]:

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
 from mpjax._op_lists import OpLists
@@ -28,8 +29,9 @@ EXACT = frozenset(
 """Operations that choose and move numbers, and compute none: of half operands they lose nothing in
 half. Not the maximum of an axis: its derivative counts the places that have it."""
 
-BROADCASTING = frozenset({"add", "sub", "mul", "div", "max", "min"})
-"""Operations that may repeat an operand along axes of size 1."""
+BROADCASTING = frozenset({"add", "sub"})
+"""Operations that may repeat an operand along axes of size 1, and save none for their derivative: a
+factor that was broadcast beforehand would be kept as large as what it multiplies."""
 
 Dtype: TypeAlias = np.dtype[Any]
 
@@ -172,12 +174,38 @@ def survives(number: Any, dtype: Dtype) -> bool:
   return float(limits.tiny) <= size <= float(limits.max)
 
 
-def is_neutral_constant(number: Any, half: Dtype) -> bool:
-  """Whether a float32 constant is a single number, and survives in `half`.
+def is_neutral_constant(number: Any, *halves: Dtype) -> bool:
+  """Whether a float32 constant is a single number, and survives in each of `halves`.
 
   An array may be a grid of coordinates, whose distances half does not hold once something is added.
   """
-  return np.ndim(number) == 0 and survives(number, half)
+  return np.ndim(number) == 0 and all(survives(number, half) for half in halves)
+
+
+class Constant(NamedTuple):
+  """How a constant comes into a program.
+
+  Fields:
+    neutral: as in `Kind`.
+    once: no gradient flows to it, and one cast is enough.
+  """
+
+  neutral: bool
+  once: bool
+
+
+def constants(values: Sequence[Any], settings: Settings) -> tuple[Constant, ...]:
+  """Returns how the constants of a program come in, of their values."""
+  dtypes = (settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy))
+  halves = [dtype for dtype in dtypes if dtype in HALVES]
+
+  def one(value: Any) -> Constant:
+    if isinstance(value, Tracer):  # A value of a trace around this one: like an argument.
+      return Constant(True, False)
+    dtype = getattr(value, "dtype", None)
+    return Constant(dtype == FLOAT32 and is_neutral_constant(value, *halves), True)
+
+  return tuple(one(value) for value in values)
 
 
 def literal_value(literal: Literal, half: Dtype) -> Value:
