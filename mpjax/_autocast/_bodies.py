@@ -142,7 +142,7 @@ def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
 
 
 def _operands(self: Rewriter, eqn: JaxprEqn) -> tuple[list[Any], Kinds]:
-  """The operands as they are handed in, and their kinds."""
+  """The operands as the jaxprs inside read them, and their kinds."""
   scope, half = self.place(eqn)
   atoms, kinds = [], []
   wants = of_operands(eqn, _wanted(self, eqn), self.settings)
@@ -220,7 +220,7 @@ def _custom(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
 
 
 def _cond(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
-  """Branches that must agree: where one hands on float32, all do."""
+  """Branches that must agree: where one returns float32, all do."""
   atoms, ins = _operands(self, eqn)
   wanted, scope = _wanted(self, eqn), _scope(self, eqn)
 

@@ -57,7 +57,7 @@ def autocast(
   `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
 
   Parameters are cast where they are used, and their gradients added in float32. A float32 value
-  that leaves the `jax.named_scope` that made it, on its way to a product, is handed on in half;
+  that leaves the `jax.named_scope` that made it, on its way to a product, is rounded to half;
   each module of Flax is such a scope. The programs inside of `jit`, `scan`, `cond`, `remat`,
   `custom_vjp`, `shard_map` and so on are rewritten as well. A scan keeps its state in float32 if it
   starts in float32, a `while_loop` always. A result that is one of the arguments, changed, is
