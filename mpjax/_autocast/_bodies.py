@@ -97,18 +97,8 @@ def _inside(
   return _kept_rewrite(inner.jaxpr, ins, outs, wanted, settings, scope, consts)
 
 
-@kept
-def _kept_rewrite(
-  jaxpr: Jaxpr,
-  ins: Kinds,
-  outs: tuple[Dtype | None, ...],
-  wanted: tuple[int, ...],
-  settings: Settings,
-  scope: Scope,
-  consts: tuple[Constant, ...] | None,
-) -> Rewritten:
-  """`rewrite`, kept: the same function called twice is rewritten once, and compiled once."""
-  return rewrite(jaxpr, ins, outs, wanted, settings, scope, consts)
+_kept_rewrite = kept(rewrite)
+"""The same function called twice is rewritten once, and compiled once."""
 
 
 def _enter(self: Rewriter, eqn: JaxprEqn) -> None:

@@ -539,7 +539,6 @@ def summed(fun, *args):
   ids=["bias", "repeated", "row of a matmul", "activation"],
 )
 def test_the_gradient_of_what_is_added_to_each_row_is_a_float32_sum(add, half):
-
   def fun(b, x):
     return jnp.sum((add(x @ jnp.eye(3), b) @ jnp.eye(3)) * 2.0**-8)
 
