@@ -42,8 +42,12 @@ def optimizer() -> optax.GradientTransformation:
 
 def plain_step(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
   """A training step as JAX and optax have it."""
+  return step_of(functools.partial(loss_fn, apply), state, *batch)
+
+
+def step_of(loss: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
+  """The same, with the loss as a function of parameters, other collections and the batch."""
   params, rest, opt_state = state
-  loss = functools.partial(loss_fn, apply)
   (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, *batch)
   updates, opt_state = optimizer().update(grads, opt_state, params)
   return (optax.apply_updates(params, updates), rest, opt_state), value
