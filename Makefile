@@ -4,13 +4,14 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 JAXAMP := .venv-jaxamp
+GPU_HLO := .venv-gpu-hlo
 # JAX 0.10 is the last for Python 3.11; later versions of Python get the newest.
 OLDEST ?= 3.11
 NEWEST ?= 3.13 3.12
 # Which tests `make compat` runs on the newest: all of them.
 NEWEST_TESTS ?= tests
 
-.PHONY: help demo test compat lint format bench bench-autocast parity flax-suite campaign mutations soak clean
+.PHONY: help demo test compat lint format bench bench-autocast gpu-hlo parity flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -20,6 +21,7 @@ help:
 	@echo "make format      let ruff repair what it can"
 	@echo "make bench       measure cost against float32 and hand-written half"
 	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
+	@echo "make gpu-hlo     compile for an H200 that is not there, and count kernels and bytes (ARGS=...)"
 	@echo "make parity      train four models from many seeds: is half as good as float32?"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
@@ -79,6 +81,22 @@ bench-autocast: $(STAMP) $(JAXAMP)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	PYTHONPATH=. $(RUN) benchmarks/autocast.py --jaxamp-python $(JAXAMP)/bin/python
 
+# The compiler for CUDA, 0.5 GB, is installed beside the newest JAX that this Python gets.
+$(GPU_HLO)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(GPU_HLO)
+	$(GPU_HLO)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	@version=$$($(GPU_HLO)/bin/python -c 'import jax; print(jax.__version__)'); \
+	$(GPU_HLO)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version || { \
+	  echo "make gpu-hlo needs jax-cuda12-plugin and jax-cuda12-pjrt $$version, which pip did not get." >&2; \
+	  echo "For this CPU instead: PYTHONPATH=. $(GPU_HLO)/bin/python benchmarks/gpu_hlo.py --gpu none" >&2; exit 1; }
+	@touch $@
+
+# No GPU is looked for: the program is compiled, and never run.
+gpu-hlo: export JAX_PLATFORMS = cpu
+gpu-hlo: $(GPU_HLO)/.installed
+	PYTHONPATH=. $(GPU_HLO)/bin/python benchmarks/gpu_hlo.py $(ARGS)
+
 parity: export JAX_PLATFORMS ?= cpu
 parity: $(STAMP)
 	PYTHONPATH=.:examples $(RUN) benchmarks/parity.py
@@ -99,5 +117,5 @@ soak: $(STAMP)
 	$(RUN) -m tests.soak
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) build dist .cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) $(GPU_HLO) build dist .cache .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

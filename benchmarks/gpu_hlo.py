@@ -1,0 +1,283 @@
+"""Compile the benchmark models for a GPU that is not there, and count what it would run.
+
+  make gpu-hlo
+  make gpu-hlo ARGS="--models gpt --depth 2"    a quick one
+  python benchmarks/gpu_hlo.py --gpu none       for this machine's CPU, at the sizes of a CPU
+
+One whole training step of each model: float32, dtypes by hand, under a policy, and with autocast
+around its loss, all from the same float32 parameters and inputs. Kernels, bytes moved and
+temporaries are those of the optimized program. Nothing runs, so there are no times, and no
+autotuner chooses among kernels.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import hlo
+import jax
+import jax.numpy as jnp
+import measure
+import run
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from models import SIZES, Case
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import mpjax
+from mpjax import _jaxpr
+
+FOLDER = pathlib.Path(__file__).parent
+OUT = FOLDER.parent / "out" / "gpu_hlo.json"
+GPUS = {file.stem: file for file in sorted((FOLDER / "targets").glob("*.txtpb"))}
+"""Facts about chips, as XLA reads them: which one it compiles for."""
+
+HALVES = {"resnet": "float16", "gpt": "bfloat16", "mlp": "bfloat16"}
+OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+"""The autotuner would have to run kernels to choose one: every product is a call of cuBLAS."""
+
+VERSIONS = ("float32", "by hand", "by hand, exact", "policy", "autocast")
+"""All take float32 parameters and inputs. `by hand, exact` sums the gradients of biases in float32,
+as a policy does: what that costs is no cost of ours."""
+
+
+def exact_biases(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+  """An interceptor for dense layers: their biases are broadcast in float32, and then cast.
+
+  With Flax's `dtype` they are cast first, and so their gradients add up in half, over the batch.
+  """
+  layer = context.module
+  if not (isinstance(layer, (nn.Dense, nn.DenseGeneral)) and layer.use_bias):
+    return next_fun(*args, **kwargs)
+  product = layer.clone(parent=None, use_bias=False)
+  out = product.apply({"params": {"kernel": layer.get_variable("params", "kernel")}}, *args)
+  bias = jnp.broadcast_to(layer.get_variable("params", "bias"), out.shape)
+  return out + bias.astype(out.dtype)
+
+
+def losses(case: Case, half: str) -> dict[str, Callable[..., Any]]:
+  """Returns the loss of `run.loss_fn` in every one of `VERSIONS`."""
+  float32, by_hand, policy = (
+    functools.partial(run.loss_fn, apply) for apply in run.variants(case, half).values()
+  )
+
+  def by_hand_exact(*args: Any) -> Any:
+    with nn.intercept_methods(exact_biases):
+      return by_hand(*args)
+
+  found = (float32, by_hand, by_hand_exact, policy, mpjax.autocast(float32, half))
+  return dict(zip(VERSIONS, found, strict=True))
+
+
+def shallower(case: Case, depth: int | None) -> Case:
+  """Returns the case with at most `depth` layers, or blocks in each stage."""
+  if depth is None:
+    return case
+  least: int = depth
+
+  def make(dtype: Any = None) -> Any:
+    model = case.make(dtype)
+    if hasattr(model, "stages"):
+      return model.clone(stages=tuple(min(least, blocks) for blocks in model.stages))
+    return model.clone(layers=min(least, model.layers))
+
+  return Case(make=make, inputs=case.inputs, classes=case.classes, outputs=case.outputs)
+
+
+def gpu_device(name: str) -> Any:
+  """Returns a device that programs can be compiled for and not run on.
+
+  Raises:
+    RuntimeError: jax's plugin for CUDA is not installed beside jax.
+  """
+  target = GPUS[name].read_text(encoding="utf-8")
+  try:
+    topology = topologies.get_topology_desc(
+      platform="cuda", topology_name="", topology="1x1x1", target_config=target
+    )
+  except Exception as error:
+    raise RuntimeError(
+      f"cannot compile for {name}: jax {jax.__version__} found no compiler for CUDA. Install "
+      f"jax-cuda12-plugin and jax-cuda12-pjrt, both {jax.__version__}, beside it: `make gpu-hlo` "
+      "does so in an environment of its own. Without them, `--gpu none` compiles for this CPU."
+    ) from error
+  return topology.devices[0]
+
+
+def arguments_of(case: Case, device: Any) -> tuple[Any, ...]:
+  """Returns shapes of state and batch, the same for every version, on the device."""
+  variables = dict(jax.eval_shape(case.make().init, jax.random.key(0), case.inputs))
+  params = variables.pop("params")
+  state = (params, variables, jax.eval_shape(run.optimizer().init, params))
+  sharding = SingleDeviceSharding(device)
+  args = (state, case.inputs, jax.ShapeDtypeStruct(case.outputs, jnp.int32))
+  place = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+  return jax.tree.map(lambda x: place(x.shape, x.dtype), args)
+
+
+def compiled_step(
+  loss: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
+  """Returns the figures of a training step with this loss, and the text of its program."""
+  start = time.perf_counter()
+  step = jax.jit(functools.partial(run.step_of, loss), donate_argnums=0)
+  traced = step.trace(*args)
+  compiled = traced.lower().compile(compiler_options=dict(options))
+  seconds = time.perf_counter() - start
+  text = compiled.as_text() or ""
+  program = hlo.parse(text)
+  kernels = list(program.kernels())
+  figures = {
+    "kernels": len(kernels),
+    "bytes": sum(program.moved(each) for each in kernels),
+    "temp_bytes": int(compiled.memory_analysis().temp_size_in_bytes),
+    "products": dict(program.products()),
+    # A compiler for a CPU makes float32 products of half ones.
+    "half_share_traced": _jaxpr.half_share(_jaxpr.products(traced.jaxpr)),
+    "compile_seconds": round(seconds, 1),
+  }
+  return figures, text
+
+
+def main(
+  models: Sequence[str] = tuple(HALVES),
+  gpu: str | None = "h200",
+  size: str | None = None,
+  depth: int | None = None,
+  half: str | None = None,
+  versions: Sequence[str] = VERSIONS,
+  triton: bool = False,
+  differences: int = 0,
+  texts: pathlib.Path | None = None,
+  out: pathlib.Path = OUT,
+  console: Console | None = None,
+) -> dict[str, Any]:
+  """Compiles, prints tables, writes JSON, and returns what it wrote.
+
+  Args:
+    models: names of `SIZES`.
+    gpu: one of `GPUS`; None compiles for this machine's CPU.
+    size: one of `SIZES`; by default the one for what is compiled for.
+    depth: at most so many layers, or blocks in a stage.
+    half: of every model; by default of each its own, see `HALVES`.
+    versions: which of `VERSIONS`.
+    triton: whether Triton may take products from cuBLAS, and fuse what stands around them.
+    differences: how many lines about what a version has more or less than the one by hand.
+    texts: a folder for the text of every compiled program.
+    out: the file for all figures.
+    console: where to print.
+  """
+  console = console or Console()
+  size = size or ("cpu" if gpu is None else "gpu")
+  options = {} if gpu is None else OPTIONS | {"xla_gpu_enable_triton_gemm": triton}
+  device = jax.devices("cpu")[0] if gpu is None else gpu_device(gpu)
+  environment = measure.environment(
+    {"mpjax": mpjax.__version__}, ("jax", "jaxlib", "flax", "optax", "numpy")
+  )
+  for left_out in ("load_average", "backend", "hardware"):  # nothing runs on this machine
+    environment.pop(left_out)
+  settings = {"target": gpu or "cpu", "size": size, "depth": depth, "options": options}
+  results: dict[str, Any] = {"environment": environment, "settings": settings, "models": {}}
+  programs: dict[tuple[str, str], hlo.Module] = {}
+  columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+  with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+    task = bar.add_task("compile", total=len(models) * len(versions))
+    for model in models:
+      case = shallower(SIZES[size][model], depth)
+      precision = half or HALVES[model]
+      args = arguments_of(case, device)
+      found = results["models"][model] = {"half": precision, "versions": {}}
+      for name, loss in losses(case, precision).items():
+        if name not in versions:
+          continue
+        bar.update(task, description=f"{model}, {name}")
+        found["versions"][name], text = compiled_step(loss, args, options)
+        programs[model, name] = hlo.parse(text)
+        if texts:
+          texts.mkdir(parents=True, exist_ok=True)
+          file = texts / f"{model}_{name.replace(' ', '_').replace(',', '')}.txt"
+          file.write_text(text, encoding="utf-8")
+        bar.advance(task)
+    bar.update(task, description="compiled")
+  out.parent.mkdir(parents=True, exist_ok=True)
+  out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+  show(results, console)
+  for (model, name), program in programs.items():
+    by_hand = programs.get((model, "by hand"))
+    if differences and by_hand is not None and name in ("policy", "autocast"):
+      show_differences(f"{model}: {name} minus by hand", program, by_hand, differences, console)
+  console.print(f"All figures: {out}")
+  return results
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+  """Prints a row for each version of each model, with its ratios to the one by hand."""
+  table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+  table.add_column("")
+  for name in ("kernels", "GB moved", "GB temp", "products"):
+    table.add_column(name, justify="right", no_wrap=True)
+  for model, each in results["models"].items():
+    table.add_row(f"[bold]{model}, {each['half']}")
+    for name, one in each["versions"].items():
+      table.add_row(f"  {name}", *cells(one, each["versions"].get("by hand")))
+    table.add_section()
+  console.print(table)
+  settings, versions = results["settings"], results["environment"]["versions"]
+  depth = "" if settings["depth"] is None else f", at most {settings['depth']} layers or blocks"
+  console.print(
+    f"A training step, for {settings['target']}, sizes {settings['size']!r}{depth}; in parentheses "
+    "against by hand. " + ", ".join(f"{name} {version}" for name, version in versions.items()),
+    highlight=False,
+  )
+
+
+def cells(one: dict[str, Any], by_hand: dict[str, Any] | None) -> list[str]:
+  """Returns the figures of one version as a table has them."""
+  shown = [str(one["kernels"]), *(f"{one[key] / 1e9:.2f}" for key in ("bytes", "temp_bytes"))]
+  if by_hand is not None and one is not by_hand:
+    pairs = zip(shown, ("kernels", "bytes", "temp_bytes"), strict=True)
+    shown = [f"{text} ({one[key] / by_hand[key]:.3f})" for text, key in pairs]
+  return [*shown, ", ".join(f"{count} {kind}" for kind, count in one["products"].items())]
+
+
+def show_differences(
+  title: str, one: hlo.Module, by_hand: hlo.Module, count: int, console: Console
+) -> None:
+  """Prints what makes up the difference of two versions, by the operation it was made of."""
+  found = hlo.differences(hlo.by_source(one), hlo.by_source(by_hand))
+  table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+  for name in ("GB", "kernels"):
+    table.add_column(name, justify="right")
+  table.add_column("made of", overflow="fold")
+  for source, (kernels, moved) in found[:count]:
+    table.add_row(f"{moved / 1e9:+.3f}", f"{kernels:+d}", source)
+  console.print(table, highlight=False)
+
+
+def arguments() -> dict[str, Any]:
+  """Returns what the command line asks for."""
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--models", nargs="+", default=list(HALVES), choices=HALVES)
+  parser.add_argument("--gpu", default="h200", choices=[*GPUS, "none"], help="none: for this CPU")
+  parser.add_argument("--size", choices=list(SIZES), help="default: by what it compiles for")
+  parser.add_argument("--depth", type=int, help="at most so many layers, or blocks in a stage")
+  parser.add_argument("--half", choices=["bfloat16", "float16"], help="default: each its own")
+  parser.add_argument("--versions", nargs="+", default=list(VERSIONS), choices=VERSIONS)
+  parser.add_argument("--triton", action="store_true", help="products by Triton, not cuBLAS")
+  parser.add_argument("--differences", type=int, default=0, help="show what makes them up: lines")
+  parser.add_argument("--texts", type=pathlib.Path, help="a folder for the programs themselves")
+  parser.add_argument("--out", type=pathlib.Path, default=OUT)
+  chosen = vars(parser.parse_args())
+  return chosen | {"gpu": None if chosen["gpu"] == "none" else chosen["gpu"]}
+
+
+if __name__ == "__main__":
+  main(**arguments())

@@ -1,0 +1,184 @@
+"""What the text of a compiled program says: kernels, the bytes they move, dtypes of products.
+
+A fusion, a call of a library, a copy: whatever stands in the entry computation and is more than
+another name for bytes that are there is launched by itself, reads its operands from memory and
+writes its result there.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+FREE = frozenset(
+  ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id")
+)
+"""Operations that no kernel is launched for."""
+
+PRODUCTS = frozenset(("dot", "convolution", "scaled-dot", "ragged-dot"))
+LIBRARY_PRODUCTS = re.compile(r"cublas|cudnn\$(?:conv|fmha)|onednn|matmul|gemm", re.IGNORECASE)
+
+_INSTRUCTION = re.compile(
+  r"^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>\(.*?\)|[^\s(]+) (?P<opcode>[\w-]+)\((?P<rest>.*)$"
+)
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
+_OPERAND = re.compile(r"%([\w.-]+)")
+_BITS = re.compile(r"[a-z]+(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Instruction:
+  """One line of a computation.
+
+  Fields:
+    name: without the percent sign.
+    type: as it is written, a tuple in parentheses.
+    opcode: such as "fusion".
+    operands: names of instructions.
+    attributes: what follows the operands.
+  """
+
+  name: str
+  type: str
+  opcode: str
+  operands: tuple[str, ...]
+  attributes: str
+
+  @property
+  def bytes(self) -> int:
+    """Bytes of the result, all parts of a tuple together."""
+    return type_bytes(self.type)
+
+  @property
+  def target(self) -> str:
+    """The function that a custom call calls; empty for everything else."""
+    return _attribute(r'custom_call_target="([^"]*)"', self.attributes)
+
+  @property
+  def source(self) -> str:
+    """The name stack of the JAX operation that it was made of; empty if XLA made it up."""
+    return _attribute(r'op_name="([^"]*)"', self.attributes)
+
+
+Computation = Mapping[str, Instruction]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Module:
+  """A compiled program.
+
+  Fields:
+    entry: what runs, in the order of the text: the schedule, where there is one.
+    computations: every computation by name, the entry and the bodies of fusions included.
+  """
+
+  entry: Computation
+  computations: Mapping[str, Computation]
+
+  def kernels(self) -> Iterator[Instruction]:
+    """Yields what is launched by itself; the end of something asynchronous is not."""
+    for each in self.entry.values():
+      if each.opcode not in FREE and not each.opcode.endswith("-done"):
+        yield each
+
+  def moved(self, kernel: Instruction) -> int:
+    """Returns the bytes of operands and results; an operand that is given twice is read once."""
+    return kernel.bytes + sum(self.entry[name].bytes for name in dict.fromkeys(kernel.operands))
+
+  def products(self) -> collections.Counter[str]:
+    """Returns how many products there are of each pair of operand dtypes, fusions' included."""
+    found: collections.Counter[str] = collections.Counter()
+    for computation in self.computations.values():
+      for each in computation.values():
+        if each.opcode in PRODUCTS or LIBRARY_PRODUCTS.search(each.target):
+          kinds = [dtype(computation[name].type) for name in each.operands[:2]]
+          found[kinds[0] if len(set(kinds)) == 1 else " x ".join(kinds)] += 1
+    return found
+
+
+def _attribute(pattern: str, text: str) -> str:
+  found = re.search(pattern, text)
+  return found[1] if found else ""
+
+
+def parse(text: str) -> Module:
+  """Returns the computations of an HLO module, as `compiled.as_text()` writes them."""
+  computations: dict[str, dict[str, Instruction]] = {}
+  entry = ""
+  current: dict[str, Instruction] = {}
+  for line in text.splitlines():
+    if head := _COMPUTATION.match(line):
+      current = computations.setdefault(head["name"], {})
+      entry = head["name"] if head["entry"] else entry
+    elif found := _INSTRUCTION.match(line):
+      operands, attributes = _split(found["rest"])
+      current[found["name"]] = Instruction(
+        name=found["name"],
+        type=found["type"],
+        opcode=found["opcode"],
+        operands=tuple(_OPERAND.findall(operands)),
+        attributes=attributes,
+      )
+  if not entry:
+    raise ValueError("this is no text of an HLO module: it has no entry computation")
+  return Module(entry=computations[entry], computations=computations)
+
+
+def _split(rest: str) -> tuple[str, str]:
+  """Returns what is inside of the parentheses that are open, and what follows them."""
+  depth = 1
+  for place, character in enumerate(rest):
+    depth += (character == "(") - (character == ")")
+    if depth == 0:
+      return rest[:place], rest[place + 1 :]
+  return rest, ""
+
+
+def type_bytes(text: str) -> int:
+  """Returns the bytes of a type as HLO writes it: an array, or a tuple of arrays."""
+  total = 0
+  for kind, sizes in _ARRAY.findall(text):
+    count = math.prod(int(size.lstrip("<=")) for size in sizes.split(",") if size)
+    total += (count * _bits(kind) + 7) // 8
+  return total
+
+
+def _bits(kind: str) -> int:
+  if kind == "pred":
+    return 8
+  found = _BITS.match(kind)
+  return int(found[1]) if found else 0  # a token has no bytes
+
+
+def dtype(text: str) -> str:
+  """Returns the dtype of an array type, of the first array in a tuple."""
+  found = _ARRAY.search(text)
+  return found[1] if found else text
+
+
+_INDEX = re.compile(r"_\d+")
+
+
+def by_source(module: Module) -> dict[str, tuple[int, int]]:
+  """Returns kernels and bytes moved by what they were made of, layers of a kind together."""
+  found: dict[str, tuple[int, int]] = {}
+  for each in module.kernels():
+    key = _INDEX.sub("", each.source) or f"({each.opcode} {each.target})".replace(" )", ")")
+    kernels, moved = found.get(key, (0, 0))
+    found[key] = kernels + 1, moved + module.moved(each)
+  return found
+
+
+def differences(
+  one: Mapping[str, tuple[int, int]], other: Mapping[str, tuple[int, int]]
+) -> list[tuple[str, tuple[int, int]]]:
+  """Returns how many more kernels and bytes `one` has of each source; most bytes first."""
+  found = {}
+  for source in dict.fromkeys((*one, *other)):
+    kernels, moved = one.get(source, (0, 0))
+    less_kernels, less_moved = other.get(source, (0, 0))
+    found[source] = kernels - less_kernels, moved - less_moved
+  changed = (each for each in found.items() if any(each[1]))
+  return sorted(changed, key=lambda each: abs(each[1][1]), reverse=True)

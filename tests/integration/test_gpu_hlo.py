@@ -1,0 +1,250 @@
+"""Counting what a compiled program would run, and the script that compiles for a GPU."""
+
+import collections
+import functools
+import importlib
+import io
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from tests import programs
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+FOLDER = ROOT / "benchmarks"
+RECORDED = sorted((FOLDER / "results" / "gpu_hlo").glob("*.json"))
+
+# As XLA writes it for a GPU, shortened. A convolution of cuDNN with its workspace, one of whose
+# operands was copied before; a product within a fusion, whose operand is given twice; bytes of a
+# tuple; names for bytes that are there.
+TEXT = r"""HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[]}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused_dot (p0: bf16[4,4], p1: f32[4,4]) -> (f32[4], bf16[4,4]) {
+  %p0 = bf16[4,4]{1,0} parameter(0)
+  %p1 = f32[4,4]{1,0} parameter(1)
+  %narrow = bf16[4,4]{1,0} convert(%p1), metadata={op_name="jit(f)/convert(x) = y"}
+  %dot.1 = bf16[4,4]{1,0} dot(%p0, %narrow), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %wide = f32[4,4]{1,0} convert(%dot.1)
+  %zero = f32[] constant(0)
+  %reduce.1 = f32[4]{0} reduce(%wide, %zero), dimensions={1}, to_apply=%add
+  ROOT %tuple.1 = (f32[4]{0}, bf16[4,4]{1,0}) tuple(%reduce.1, %dot.1)
+}
+
+ENTRY %main (x: f16[2,8], w: f16[8,3], y: bf16[4,4]) -> (f32[4], bf16[4,4]) {
+  %x = f16[2,8]{1,0} parameter(0)
+  %w = f16[8,3]{1,0} parameter(1)
+  %y = bf16[4,4]{1,0} parameter(2), metadata={op_name="y"}
+  %w.copy = f16[8,3]{0,1} copy(%w)
+  %conv = (f16[2,3]{1,0}, u8[10]{0}) custom-call(%x, %w.copy), dim_labels=bf_io->bf, custom_call_target="__cudnn$convForward", metadata={op_name="jit(f)/jvp(M)/Layer_1/conv"}
+  %sort = f16[2]{0} custom-call(%x), custom_call_target="TopK", metadata={op_name="jit(f)/top"}
+  %first = f16[2,3]{1,0} get-tuple-element(%conv), index=0
+  %same = f16[6]{0} bitcast(%first)
+  %one = f32[4,4]{1,0} constant({...})
+  %start = ((bf16[4,4]{1,0}), bf16[4,4]{1,0}) all-reduce-start(%y), to_apply=%add
+  %done = bf16[4,4]{1,0} all-reduce-done(%start)
+  ROOT %fusion.1 = (f32[4]{0}, bf16[4,4]{1,0}, /*index=2*/pred[5]{0}) fusion(%y, %one, %y), kind=kCustom, calls=%fused_dot, metadata={op_name="jit(f)/jvp(M)/Layer_22/dot_general"}
+}
+"""  # noqa: E501
+
+
+@pytest.fixture
+def hlo(monkeypatch) -> Any:
+  monkeypatch.syspath_prepend(str(FOLDER))
+  return importlib.import_module("hlo")
+
+
+@pytest.fixture
+def gpu_hlo(hlo) -> Any:
+  return importlib.import_module("gpu_hlo")
+
+
+def test_kernels_are_what_is_launched(hlo):
+  kernels = list(hlo.parse(TEXT).kernels())
+  assert [each.name for each in kernels] == ["w.copy", "conv", "sort", "start", "fusion.1"]
+
+
+def test_bytes_are_those_of_operands_and_results(hlo):
+  program = hlo.parse(TEXT)
+  moved = {each.name: program.moved(each) for each in program.kernels()}
+  assert moved["w.copy"] == 2 * 48
+  assert moved["conv"] == 32 + 48 + 12 + 10
+  assert moved["sort"] == 32 + 4
+  assert moved["start"] == 32 + 64
+  # What is given twice is read once.
+  assert moved["fusion.1"] == 32 + 64 + 16 + 32 + 5
+
+
+def test_products_are_found_in_fusions_and_among_calls(hlo):
+  assert hlo.parse(TEXT).products() == {"f16": 1, "bf16": 1}
+
+
+def test_a_product_of_two_dtypes_names_both(hlo):
+  mixed = TEXT.replace("dot(%p0, %narrow)", "dot(%p0, %p1)")
+  assert hlo.parse(mixed).products() == {"f16": 1, "bf16 x f32": 1}
+
+
+def test_sources_of_the_layers_of_a_kind_are_one(hlo):
+  """The number of a layer is left out, and what XLA made up goes by its own name."""
+  found = hlo.by_source(hlo.parse(TEXT))
+  assert found["jit(f)/jvp(M)/Layer/conv"] == (1, 102)
+  assert found["jit(f)/jvp(M)/Layer/dot_general"] == (1, 149)
+  assert found["(copy)"] == (1, 96)
+  assert sum(kernels for kernels, _ in found.values()) == 5
+
+
+def test_differences_are_sorted_by_bytes(hlo):
+  one = {"a": (1, 10), "b": (2, 20), "same": (1, 1)}
+  other = {"a": (2, 5), "c": (1, 40), "same": (1, 1)}
+  assert hlo.differences(one, other) == [("c", (-1, -40)), ("b", (2, 20)), ("a", (-1, 5))]
+
+
+@pytest.mark.parametrize(
+  ("text", "size"),
+  [
+    ("f32[]", 4),
+    ("bf16[3,5]{1,0}", 30),
+    ("pred[7]{0}", 7),
+    ("s4[7]{0:E(4)}", 4),
+    ("f8e4m3fn[6]{0}", 6),
+    ("c64[2]", 16),
+    ("token[]", 0),
+    ("(f32[2]{0}, (f16[3]{0}, u8[0]{0}), s32[<=4]{0})", 30),
+  ],
+)
+def test_bytes_of_a_type(hlo, text, size):
+  assert hlo.type_bytes(text) == size
+
+
+def test_what_is_no_program_is_an_error(hlo):
+  with pytest.raises(ValueError, match="no entry computation"):
+    hlo.parse("HloModule empty\n")
+
+
+def test_operations_of_a_compiled_program_are_read(hlo):
+  """Whatever XLA makes of it here: one product, whose operands and result are 64 bytes each."""
+  compiled = jax.jit(lambda x, y: x @ y).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).compile()
+  program = hlo.parse(compiled.as_text())
+  assert program.products() == {"f32": 1}
+  assert sum(map(program.moved, program.kernels())) == 3 * 64
+
+
+def test_one_version_differs_from_another_by_its_dtypes_alone(gpu_hlo):
+  """All four are the same step of the same float32 state and inputs."""
+  case = gpu_hlo.SIZES["tiny"]["mlp"]
+  args = gpu_hlo.arguments_of(case, jax.devices()[0])
+  assert {x.dtype for x in jax.tree.leaves(args) if x.dtype != jnp.int32} == {jnp.dtype("float32")}
+  losses = gpu_hlo.losses(case, "float16")
+  assert tuple(losses) == gpu_hlo.VERSIONS
+  shares, outs = {}, {}
+  for name, loss in losses.items():
+    step = lambda *args, loss=loss: gpu_hlo.run.step_of(loss, *args)  # noqa: E731
+    traced, out = jax.make_jaxpr(step, return_shape=True)(*args)
+    shares[name] = programs.half_share(traced)
+    outs[name] = jax.tree.map(lambda x: (x.shape, x.dtype), out)
+  assert shares == {name: name != "float32" for name in gpu_hlo.VERSIONS}
+  assert all(out == outs["float32"] for out in outs.values())
+
+
+@pytest.mark.parametrize(("model", "left"), [("mlp", 0), ("gpt", 1)])
+def test_exact_by_hand_sums_the_gradients_of_biases_in_float32(gpu_hlo, model, left):
+  """What is left of the GPT's is the table of places, which the model itself broadcasts in half."""
+  case = gpu_hlo.SIZES["tiny"][model]
+  args = gpu_hlo.arguments_of(case, jax.devices()[0])
+  in_half = {}
+  for name in ("by hand", "by hand, exact"):
+    step = functools.partial(gpu_hlo.run.step_of, gpu_hlo.losses(case, "bfloat16")[name])
+    found = [eqn for eqn, _ in programs.equations(jax.make_jaxpr(step)(*args))]
+    sums = [eqn.invars[0].aval.dtype for eqn in found if eqn.primitive.name == "reduce_sum"]
+    in_half[name] = sums.count(jnp.dtype("bfloat16"))
+  assert in_half["by hand"] > in_half["by hand, exact"] == left
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet", "gpt"])
+def test_a_model_can_be_made_shallower(gpu_hlo, model):
+  case = gpu_hlo.SIZES["gpu"][model]
+  assert gpu_hlo.shallower(case, None) is case
+  full, small = case.make(jnp.float16), gpu_hlo.shallower(case, 1).make(jnp.float16)
+  assert small.dtype == full.dtype == jnp.float16
+  if model == "resnet":
+    assert (full.stages, small.stages) == ((3, 4, 6, 3), (1, 1, 1, 1))
+  else:
+    assert full.layers > small.layers == 1
+
+
+def test_programs_of_this_cpu_are_compared_and_written(gpu_hlo, tmp_path):
+  text = io.StringIO()
+  out = tmp_path / "new" / "figures.json"
+  results = gpu_hlo.main(
+    models=["mlp"],
+    gpu=None,
+    size="tiny",
+    half="float16",
+    differences=3,
+    texts=tmp_path / "texts",
+    out=out,
+    console=Console(file=text, width=80),
+  )
+  assert json.loads(out.read_text()) == results
+  versions = results["models"]["mlp"]["versions"]
+  assert tuple(versions) == gpu_hlo.VERSIONS
+  for name, one in versions.items():
+    # Two dense layers, and no gradient for the first input.
+    assert sum(one["products"].values()) == 5
+    assert one["half_share_traced"] == (name != "float32")
+    assert min(one["kernels"], one["bytes"], one["temp_bytes"]) > 0
+    assert one["half_share_traced"] == (name != "float32")
+  by_hand = gpu_hlo.hlo.parse((tmp_path / "texts" / "mlp_by_hand_exact.txt").read_text())
+  assert len(list(by_hand.kernels())) == versions["by hand, exact"]["kernels"]
+  shown = text.getvalue()
+  assert "mlp, float16" in shown
+  assert "mlp: autocast minus by hand" in shown
+  assert "mlp: float32" not in shown
+  assert f"{versions['float32']['kernels'] / versions['by hand']['kernels']:.3f}" in shown
+  assert max(map(len, shown.splitlines())) <= 80
+  assert "…" not in shown
+
+
+def test_without_a_compiler_for_cuda_it_says_what_to_install(gpu_hlo, monkeypatch):
+  def missing(**given):
+    raise ValueError(f"Backend '{given['platform']}' is not in the list of known backends")
+
+  monkeypatch.setattr(gpu_hlo.topologies, "get_topology_desc", missing)
+  with pytest.raises(RuntimeError) as caught:
+    gpu_hlo.gpu_device("h200")
+  for part in ("h200", "jax-cuda12-plugin", jax.__version__, "make gpu-hlo", "--gpu none"):
+    assert part in str(caught.value)
+
+
+def test_a_target_is_a_chip(gpu_hlo):
+  assert "h200" in gpu_hlo.GPUS
+  for file in gpu_hlo.GPUS.values():
+    lines = file.read_text(encoding="utf-8").splitlines()
+    keys = collections.Counter(line.split(":")[0].strip() for line in lines if ":" in line)
+    assert keys["core_count"] == keys["memory_bandwidth"] == keys["device_memory_size"] == 1
+    assert any(f'"NVIDIA {file.stem.upper()}"' in line for line in lines)
+
+
+def test_figures_for_a_gpu_are_recorded(gpu_hlo):
+  assert RECORDED
+  for file in RECORDED:
+    results = json.loads(file.read_text(encoding="utf-8"))
+    assert results["settings"]["target"] in gpu_hlo.GPUS
+    assert results["settings"]["depth"] is None
+    assert results["environment"]["versions"].keys() > {"mpjax", "jax", "flax", "optax"}
+    assert results["models"].keys() == gpu_hlo.HALVES.keys()
+    for each in results["models"].values():
+      assert tuple(each["versions"]) == gpu_hlo.VERSIONS
+      for name, one in each["versions"].items():
+        short = {"float16": "f16", "bfloat16": "bf16"}[each["half"]]
+        assert one["products"].keys() == {"f32" if name == "float32" else short}
