@@ -275,9 +275,15 @@ def arguments() -> dict[str, Any]:
   parser.add_argument("--differences", type=int, default=0, help="show what makes them up: lines")
   parser.add_argument("--texts", type=pathlib.Path, help="a folder for the programs themselves")
   parser.add_argument("--out", type=pathlib.Path, default=OUT)
+  parser.add_argument("--show", type=pathlib.Path, help="only show figures recorded before")
   chosen = vars(parser.parse_args())
   return chosen | {"gpu": None if chosen["gpu"] == "none" else chosen["gpu"]}
 
 
 if __name__ == "__main__":
-  main(**arguments())
+  given = arguments()
+  recorded = given.pop("show")
+  if recorded:
+    show(json.loads(recorded.read_text(encoding="utf-8")), Console())
+  else:
+    main(**given)
