@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, new_jaxpr_eqn, no_effects
-from jax.extend.core.primitives import broadcast_in_dim_p
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mpjax._autocast._values import kept
 from mpjax._inner_jaxprs import Program, holds_jaxpr, is_object, opened, with_each
@@ -83,14 +82,6 @@ def _all_in_precision(program: Program, precision: Any) -> Program:
   eqns = [eqn.replace(params=new) for eqn, new in zip(jaxpr.eqns, params, strict=True)]
   new = jaxpr.replace(eqns=eqns)
   return ClosedJaxpr(new, program.consts) if isinstance(program, ClosedJaxpr) else new
-
-
-def broadcast(atom: Any, shape: tuple[int, ...], eqn: JaxprEqn) -> JaxprEqn:
-  """Returns an equation that repeats a value along its axes of size 1, where `eqn` reads it."""
-  params = {"shape": shape, "broadcast_dimensions": tuple(range(atom.aval.ndim)), "sharding": None}
-  var = Var(atom.aval.update(shape=shape, weak_type=False))
-  place = (eqn.source_info, eqn.ctx)
-  return new_jaxpr_eqn([atom], [var], broadcast_in_dim_p, params, no_effects, *place)
 
 
 def wants_precision(params: Mapping[str, Any]) -> bool:

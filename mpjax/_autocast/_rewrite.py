@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import convert_element_type_p
-from jax.sharding import AxisType
 
 from mpjax._autocast._demands import FULL, HALF, RESULT, demands
-from mpjax._autocast._retype import broadcast, in_precision, retype, wants_precision
+from mpjax._autocast._retype import in_precision, retype, wants_precision
 from mpjax._autocast._scopes import names_of, region
+from mpjax._autocast._sums import broadcast, is_repeated, is_widened
 from mpjax._autocast._values import (
-  BROADCASTING,
   EXACT,
   FLOAT32,
   FLOATS,
@@ -269,7 +268,8 @@ class Rewriter:
       if part == "keep" and len(values) > 1:  # A buffer that is written to keeps its dtype.
         deciding = [v for v in values if v is not None][:1]
       dtype, neutral = self._common(eqn, deciding, wide, half)
-      if name == "broadcast_in_dim" and dtype != FLOAT32 and self._is_widened(eqn.invars[0]):
+      moved = name == "broadcast_in_dim" and dtype != FLOAT32 and self.settings.lower
+      if moved and is_widened(eqn.invars[0]):
         values, rounded, dtype = before, dtype, FLOAT32
     operands = [
       atom if value is None else self.view(self._widen(value, whole, dtype, eqn), dtype, eqn)
@@ -297,25 +297,11 @@ class Rewriter:
       dtype: that of the operation.
       eqn: the operation.
     """
-    out = shape_of(eqn.outvars[0])
-    if (
-      (value.once and value.neutral)
-      or dtype == FLOAT32
-      or eqn.primitive.name not in BROADCASTING
-      or shape_of(value.atom) == out
-      or not self._is_widened(value.atom)
-    ):
+    if not self.settings.lower or not is_repeated(eqn, value, dtype):
       return value
     wide = whole if whole is not None and whole.held == FLOAT32 else value
-    self.eqns.append(broadcast(self.view(wide, FLOAT32, eqn), out, eqn))
+    self.eqns.append(broadcast(self.view(wide, FLOAT32, eqn), eqn))
     return Value(self.eqns[-1].outvars[0], FLOAT32, once=False)
-
-  def _is_widened(self, atom: Any) -> bool:
-    """Whether an operand is broadcast in float32: the transpose is a sum."""
-    if type(atom) is Literal or not self.settings.lower:
-      return False
-    # An explicit sharding would have to be said of the result.
-    return AxisType.Explicit not in atom.aval.sharding.mesh.axis_types
 
   def _common(
     self, eqn: JaxprEqn, values: Sequence[Value | None], wide: bool, half: Dtype

@@ -29,10 +29,6 @@ EXACT = frozenset(
 """Operations that choose and move numbers, and compute none: of half operands they lose nothing in
 half. Not the maximum of an axis: its derivative counts the places that have it."""
 
-BROADCASTING = frozenset({"add", "sub"})
-"""Operations that may repeat an operand along axes of size 1, and save none for their derivative: a
-factor that was broadcast beforehand would be kept as large as what it multiplies."""
-
 Dtype: TypeAlias = np.dtype[Any]
 
 R = TypeVar("R")
