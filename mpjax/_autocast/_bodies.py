@@ -11,6 +11,7 @@ from mpjax._autocast._rewrite import Rewriter, Rewritten
 from mpjax._autocast._scopes import names_of, region
 from mpjax._autocast._values import (
   FLOAT32,
+  HALVES,
   Constant,
   Dtype,
   Kind,
@@ -291,10 +292,27 @@ def _carried(self: Rewriter, eqn: JaxprEqn, body: Inner, atoms: list[Any], ins: 
 
 def _scan(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   (body,) = found
-  atoms, ins = _operands(self, eqn)
+  atoms, ins = _read_by_all(self, eqn, body.carry.start, *_operands(self, eqn))
   new, ins = _loop(self, eqn, body, ins, _wanted(self, eqn))
   atoms = _carried(self, eqn, body, atoms, ins)
   self.write(eqn, atoms, new.outs, with_inner(eqn, [_replaced(body.program, new)]))
+
+
+def _read_by_all(
+  self: Rewriter, eqn: JaxprEqn, count: int, atoms: list[Any], ins: Kinds
+) -> tuple[list[Any], Kinds]:
+  """The operands with the constants of a scan in float32, to be cast in each of its iterations.
+
+  The derivative with respect to them is the sum over all iterations, and so added up in float32.
+  """
+  kinds = list(ins)
+  half = self.place(eqn)[1] if self.settings.lower else None
+  for i, kind in enumerate(ins[: 0 if half is None else count]):
+    value = None if half is None else self.value(eqn.invars[i], half)
+    if kind is not None and kind.dtype in HALVES and value is not None:
+      atoms[i] = self.view(value, FLOAT32, eqn)
+      kinds[i] = Kind(kind.dtype, held=FLOAT32)
+  return atoms, tuple(kinds)
 
 
 def _while(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:

@@ -78,10 +78,11 @@ class Rewriter:
 
   def define(self, var: Any, kind: Kind, *, scope: Scope | None, once: bool = True) -> Any:
     """Notes what a variable holds from now on, and returns the one that holds it."""
-    dtype, neutral = kind
-    atom = var if dtype == var.aval.dtype else retyped(var, dtype)
+    dtype, neutral, held = kind
+    held = held or dtype
+    atom = var if held == var.aval.dtype else retyped(var, held)
     once = once or not neutral
-    self._env[var] = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once)
+    self._env[var] = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once, held)
     return atom
 
   def given(self, variables: Sequence[Any]) -> None:

@@ -66,10 +66,12 @@ class Kind(NamedTuple):
     dtype: the dtype it has.
     neutral: it was made from arguments, numbers and masks alone, by operations that have no
       opinion: it takes the dtype of what it meets.
+    held: the dtype in which it comes, if that is not yet the one that it has where operands decide.
   """
 
   dtype: Dtype
   neutral: bool = False
+  held: Dtype | None = None
 
 
 class Value:

@@ -49,6 +49,48 @@ def halves_of_float32(program: ClosedJaxpr, primitives: frozenset[str] = FLOAT32
   ]
 
 
+SUMS = frozenset(
+  {
+    *("reduce_sum", "reduce_window_sum", "cumsum", "cumlogsumexp", "scatter-add", "scatter-sub"),
+    *("psum", "psum_invariant", "reduce_scatter"),
+  }
+)
+
+
+def sums(program: ClosedJaxpr) -> list[str]:
+  """Returns the sums of many half numbers, those that the steps of a scan add up among them."""
+  found = []
+  for eqn, _ in programs.equations(program):
+    if eqn.primitive.name in SUMS:
+      aval = eqn.invars[0].aval
+      added = [aval.shape[axis] for axis in eqn.params.get("axes", range(aval.ndim))]
+      if str(aval.dtype) in programs.HALF and any(size != 1 for size in added):
+        found.append(f"{eqn.primitive.name} of {aval.str_short()}")
+  return found + [text for jaxpr in _scans(program.jaxpr) for text in _running_sums(*jaxpr)]
+
+
+def _scans(jaxpr: Jaxpr) -> Iterator[tuple[Jaxpr, int, int]]:
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "scan":
+      yield _open(eqn.params["jaxpr"]), *programs.parts_of_scan(eqn)
+    if eqn.primitive.name not in programs.COMBINING:
+      for inner in programs.inner_jaxprs(eqn.params):
+        yield from _scans(_open(inner))
+
+
+def _running_sums(body: Jaxpr, first: int, count: int) -> Iterator[str]:
+  """Yields what a scan carries only to add something to it that does not depend on it."""
+  made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+  for carried, result in zip(body.invars[first : first + count], body.outvars, strict=False):
+    if str(getattr(carried.aval, "dtype", None)) not in programs.HALF:
+      continue
+    last = None if isinstance(result, Literal) else made.get(result)
+    if last is not None and last.primitive.name == "add_any" and carried in last.invars:
+      uses = [eqn for eqn in body.eqns if carried in eqn.invars]
+      if uses == [last]:
+        yield f"sum over the steps of a scan of {carried.aval.str_short()}"
+
+
 # Casts. A value that crosses into a function called by `jit` is the same value inside. But such a
 # function is a program of its own, rewritten and compiled once for all who call it: what it casts
 # for itself is not made twice because a caller does so too.
@@ -137,7 +179,8 @@ def _bodies(eqn: Any, operands: list[Value]) -> Iterator[tuple[Jaxpr, list[Value
     first, count = programs.parts_of_scan(eqn)
     end = first + count
     carry = [Value(given=False) for _ in operands[first:end]]
-    yield _open(params["jaxpr"]), [*operands[:first], *carry, *operands[end:]]
+    consts = [_read_by_all(x) for x in operands[:first]]
+    yield _open(params["jaxpr"]), [*consts, *carry, *operands[end:]]
   elif name == "while":
     of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
     carry = [Value(given=False) for _ in operands[of_test + of_body :]]
@@ -149,6 +192,12 @@ def _bodies(eqn: Any, operands: list[Value]) -> Iterator[tuple[Jaxpr, list[Value
   else:
     for program in programs.inner_jaxprs(params):
       yield _open(program), [Value(given=False) for _ in _open(program).invars]
+
+
+def _read_by_all(source: Value) -> Value:
+  """A half value enters a scan in float32, and is half inside: its gradients are added so."""
+  widened = len(source.dtypes) == 2 and source.dtypes[1] == "float32"
+  return Value(given=False) if widened else source
 
 
 def _open(program: ClosedJaxpr | Jaxpr) -> Jaxpr:

@@ -90,6 +90,51 @@ def half(x):
   return x.astype(jnp.bfloat16)
 
 
+def read_by_all(x):
+  """Adds up the derivative with respect to `x` over the steps of a scan."""
+  return jax.lax.scan(lambda c, row: (c, row @ x), 0.0, jnp.ones((3, 4), x.dtype))[1].sum()
+
+
+SUMS = {
+  "reduce_sum": lambda x: jax.lax.reduce_sum(x, (0, 1)),
+  "cumsum": lambda x: jax.lax.cumsum(x, 0),
+  "scatter-add": lambda x: x.at[jnp.array([0, 0])].add(x[:2]),
+  "sum over the steps of a scan": jax.grad(read_by_all),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_in_half_is_found_wherever_it_is(name, loop):
+  def fun(x):
+    return x + LOOPS[loop](lambda y: y + SUMS[name](y).sum(dtype=jnp.float32).astype(y.dtype), x)
+
+  assert checks.sums(traced(fun)) == []
+  found = checks.sums(traced(lambda x: fun(half(x))))
+  assert {text.partition(" of bfloat16")[0] for text in found} == {name}
+
+
+def test_what_is_no_sum_of_many_numbers_is_none():
+  def fun(x):
+    x = half(x)
+    row = jax.lax.reduce_sum(x[:1], (0,))  # Of one row.
+    carried = jax.lax.scan(lambda c, _: (c + jnp.tanh(c), None), x, None, length=3)[0]
+    return row + x[0] + carried[0]
+
+  assert checks.sums(traced(fun)) == []
+  assert checks.sums(traced(jax.grad(lambda x: fun(x).astype("float32").sum()))) == []
+
+
+def test_what_a_scan_casts_to_add_up_its_gradients_is_of_use():
+  def fun(x):
+    x = half(x)
+    const = full(x @ x)
+    return jax.lax.scan(lambda c, _: (c @ half(const), None), x, None, length=2)[0]
+
+  assert checks.wasted_casts(traced(fun)) == []
+
+
 def full(x):
   return x.astype(jnp.float32)
 
