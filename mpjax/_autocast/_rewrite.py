@@ -12,7 +12,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from mpjax._autocast._demands import FULL, HALF, RESULT, demands
 from mpjax._autocast._retype import in_precision, retype, wants_precision
 from mpjax._autocast._scopes import names_of, region
-from mpjax._autocast._sums import broadcast, is_repeated, is_widened
+from mpjax._autocast._sums import broadcast, is_linear, is_summed, repeats, with_float32_sums
 from mpjax._autocast._values import (
   EXACT,
   FLOAT32,
@@ -269,16 +269,22 @@ class Rewriter:
       if part == "keep" and len(values) > 1:  # A buffer that is written to keeps its dtype.
         deciding = [v for v in values if v is not None][:1]
       dtype, neutral = self._common(eqn, deciding, wide, half)
-      moved = name == "broadcast_in_dim" and dtype != FLOAT32 and self.settings.lower
-      if moved and is_widened(eqn.invars[0]):
+      if dtype != FLOAT32 and self.settings.lower and repeats(eqn):
         values, rounded, dtype = before, dtype, FLOAT32
+    summed = [
+      value is not None and self.settings.lower and part != "half" and is_summed(eqn, value, dtype)
+      for value in values
+    ]
     operands = [
-      atom if value is None else self.view(self._widen(value, whole, dtype, eqn), dtype, eqn)
-      for atom, value, whole in zip(eqn.invars, values, before, strict=True)
+      atom if value is None else self._operand(value, whole, each, dtype, eqn)
+      for atom, value, whole, each in zip(eqn.invars, values, before, summed, strict=True)
     ]
     outs = [Kind(dtype, neutral) if dtype_of(v) in FLOATS else None for v in eqn.outvars]
     changed = known and wide != (dtype == FLOAT32)
     params = retype(name, eqn.params, dtype) if changed else eqn.params
+    if any(summed) and not is_linear(eqn):
+      made = with_float32_sums(eqn, operands, summed, dtype)
+      return self.write(made, operands, outs)
     self.write(eqn, operands, outs, params, once=once)
     if neutral:
       shapes = {shape_of(v.atom) for v in values if v is not None and v.given}
@@ -289,20 +295,26 @@ class Rewriter:
       self._round(eqn, rounded or half)
     return None
 
-  def _widen(self, value: Value, whole: Value | None, dtype: Dtype, eqn: JaxprEqn) -> Value:
-    """Broadcasts an operand in float32, before its cast: its gradient is then a float32 sum.
+  def _operand(
+    self, value: Value, whole: Value | None, summed: bool, dtype: Dtype, eqn: JaxprEqn
+  ) -> Any:
+    """Returns what holds an operand, as an operation reads it.
 
     Args:
       value: the operand.
       whole: the same before it was rounded for having left its scope.
+      summed: whether its derivative is a sum.
       dtype: that of the operation.
       eqn: the operation.
     """
-    if not self.settings.lower or not is_repeated(eqn, value, dtype):
-      return value
+    if not summed:
+      return self.view(value, dtype, eqn)
+    if not is_linear(eqn):
+      return value.atom if value.neutral else self.view(value, dtype, eqn)
     wide = whole if whole is not None and whole.held == FLOAT32 else value
     self.eqns.append(broadcast(self.view(wide, FLOAT32, eqn), eqn))
-    return Value(self.eqns[-1].outvars[0], FLOAT32, once=False)
+    repeated = self.eqns[-1].outvars[0]
+    return self.cast(repeated, retyped(repeated, dtype), eqn)
 
   def _common(
     self, eqn: JaxprEqn, values: Sequence[Value | None], wide: bool, half: Dtype

@@ -97,6 +97,12 @@ def test_the_float32_list_runs_in_float32(name, half):
 
 @BOTH
 @ALL
+def test_no_sum_is_in_half_forward_and_backward(name, half):
+  assert checks.sums(ran(name, half).whole) == []
+
+
+@BOTH
+@ALL
 def test_no_cast_is_wasted(name, half):
   assert checks.wasted_casts(ran(name, half).forward) == []
 
