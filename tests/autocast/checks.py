@@ -63,8 +63,9 @@ def sums(program: ClosedJaxpr) -> list[str]:
   for eqn, _ in programs.equations(program):
     if eqn.primitive.name in SUMS:
       aval = eqn.invars[0].aval
-      added = [aval.shape[axis] for axis in eqn.params.get("axes", range(aval.ndim))]
-      if str(aval.dtype) in programs.HALF and any(size != 1 for size in added):
+      axes = eqn.params["axes"] if eqn.primitive.name == "reduce_sum" else ()
+      is_one = axes and all(aval.shape[axis] == 1 for axis in axes)
+      if str(aval.dtype) in programs.HALF and not is_one:
         found.append(f"{eqn.primitive.name} of {aval.str_short()}")
   return found + [text for jaxpr in _scans(program.jaxpr) for text in _running_sums(*jaxpr)]
 
