@@ -24,11 +24,13 @@ from mpjax._autocast._values import (
   Settings,
   Value,
   dtype_of,
+  is_statistic,
   literal_as,
   literal_value,
   retyped,
   shape_of,
 )
+from mpjax._autocast._weight_grads import asked, with_wide_gradients
 from mpjax._inner_jaxprs import inner_jaxprs, warn_not_entered
 
 
@@ -45,14 +47,6 @@ class Rewritten(NamedTuple):
   jaxpr: Jaxpr
   outs: tuple[Kind | None, ...]
   closed: ClosedJaxpr | None
-
-
-def _is_statistic(shape: tuple[int, ...]) -> bool:
-  """Whether a result is of the shape of a mean or a norm: a number, or kept axes of size 1.
-
-  The first axis does not count: a batch may have one row.
-  """
-  return not shape or 1 in shape[1:]
 
 
 class Rewriter:
@@ -163,7 +157,7 @@ class Rewriter:
     if (
       scope[: len(made)] == made
       or not wanted & HALF
-      or _is_statistic(value.atom.aval.shape)
+      or is_statistic(value.atom.aval.shape)
       or not self.settings.lower
       or region(made, self.settings) is None
     ):
@@ -257,6 +251,8 @@ class Rewriter:
     if part == "half":
       if not wide or wants_precision(eqn.params):  # The user's own choice, again.
         return self.untouched(eqn)
+      if made := with_wide_gradients(eqn, values, half, asked(scope, self.settings), self.view):
+        return self.write(made, made.invars, [Kind(half)])
       dtype = half
     elif part == "float32":
       dtype = FLOAT32

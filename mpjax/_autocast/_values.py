@@ -50,6 +50,8 @@ class Settings:
       float32, and all else is left as it is.
     precision: that of a matmul or convolution of which the function says nothing, and which is left
       as it is: what `jax_default_matmul_precision` asks for.
+    weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of
+      the matmuls.
   """
 
   compute: Dtype
@@ -57,6 +59,7 @@ class Settings:
   rules: tuple[Rule, ...] = ()
   lower: bool = True
   precision: Any = None
+  weight_grads: Dtype | None = None
 
 
 class Kind(NamedTuple):
@@ -142,6 +145,14 @@ def dtype_of(atom: Any) -> Any:
 def shape_of(var: Any) -> tuple[int, ...]:
   """Returns the shape of a variable."""
   return var.aval.shape
+
+
+def is_statistic(shape: tuple[int, ...]) -> bool:
+  """Whether a result is of the shape of a mean or a norm: a number, or kept axes of size 1.
+
+  The first axis does not count: a batch may have one row.
+  """
+  return not shape or 1 in shape[1:]
 
 
 def retyped(var: Any, dtype: Dtype) -> Var:
