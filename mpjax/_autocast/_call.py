@@ -1,13 +1,13 @@
 """Running a rewritten program."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._compat import is_in_program
 from mpjax._inner_jaxprs import with_inner
@@ -60,3 +60,27 @@ def called(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]
   call = program.eqns[-1]
   call = call.replace(params=with_inner(call, [closed]), effects=closed.effects)
   return eval_jaxpr(program.replace(eqns=[call], effects=closed.effects), (), *operands)
+
+
+def differentiated(
+  body: ClosedJaxpr, rule: Callable[..., Any], avals: Sequence[Any], name: str
+) -> JaxprEqn:
+  """Returns an equation that runs a program, with a derivative of its own.
+
+  The program is not traced: the axes of a `shard_map` are not bound while its jaxpr is rewritten.
+
+  Args:
+    body: the program.
+    rule: for `jax.custom_jvp`, with symbolic zeros.
+    avals: the types of the operands.
+    name: what profiles say.
+  """
+
+  def call(*operands: Any) -> list[Any]:
+    return called(body, operands, name)
+
+  call.__name__ = name
+  fun = jax.custom_jvp(call)
+  fun.defjvp(rule, symbolic_zeros=True)
+  made = jax.make_jaxpr(fun)(*avals).jaxpr.eqns[-1]
+  return made.replace(params=with_inner(made, [body]))

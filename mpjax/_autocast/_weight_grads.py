@@ -32,15 +32,11 @@ from jax.extend.core import (
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._autocast._call import called
+from mpjax._autocast._call import differentiated
 from mpjax._autocast._retype import retype
 from mpjax._autocast._values import Dtype, Scope, Settings, Value, retyped, shape_of
 from mpjax._compat import context_of
-from mpjax._inner_jaxprs import with_inner
 from mpjax._rules import first_match
-
-_NAME = "matmul"
-"""What profiles say."""
 
 Wide: TypeAlias = tuple[Dtype | None, ...]
 """The dtype of the gradient of each operand of a matmul; None for that of the operand."""
@@ -89,10 +85,10 @@ def with_wide_gradients(
     return eqn.primitive.bind(*operands, **params)
 
   body = _body(eqn.replace(params=params), operands, half, each)
-  fun = _differentiable(lambda *args: called(body, args, _NAME)[0], product, half, each)
+  rule = functools.partial(_tangent, product, half, each)
   with context_of(eqn):
-    made = jax.make_jaxpr(fun)(*(a.aval for a in operands)).jaxpr.eqns[-1]
-  return eqn.replace(primitive=made.primitive, invars=operands, params=with_inner(made, [body]))
+    made = differentiated(body, rule, [a.aval for a in operands], "matmul")
+  return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
 
 
 def _body(eqn: JaxprEqn, operands: Sequence[Any], half: Dtype, wide: Wide) -> ClosedJaxpr:
@@ -115,31 +111,21 @@ def _body(eqn: JaxprEqn, operands: Sequence[Any], half: Dtype, wide: Wide) -> Cl
   return ClosedJaxpr(body, ())
 
 
-def _differentiable(
-  call: Callable[..., Any], product: Callable[..., Any], half: Dtype, wide: Wide
-) -> Callable[..., Any]:
-  """Returns `call` with wide gradients.
-
-  Args:
-    call: a matmul of operands that are cast to half first.
-    product: the same of half operands.
-    half: the dtype to multiply in.
-    wide: the dtypes of the gradients.
-  """
-
-  def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    parts = [
-      _product_p.bind(*primals[:i], t, *primals[i + 1 :], product=product, half=half, wide=wide)
-      for i, t in enumerate(tangents)
-      if not isinstance(t, SymbolicZero)
-    ]
-    # The matmul itself, so that policies of `jax.checkpoint` see it.
-    return product(*_in_half(primals, half, wide)), functools.reduce(operator.add, parts)
-
-  call.__name__ = _NAME
-  fun = jax.custom_jvp(call)
-  fun.defjvp(tangent, symbolic_zeros=True)
-  return fun
+def _tangent(
+  product: Callable[..., Any],
+  half: Dtype,
+  wide: Wide,
+  primals: Sequence[Any],
+  tangents: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+  """The derivative of `product`, a function of half operands, in operands that are cast first."""
+  parts = [
+    _product_p.bind(*primals[:i], t, *primals[i + 1 :], product=product, half=half, wide=wide)
+    for i, t in enumerate(tangents)
+    if not isinstance(t, SymbolicZero)
+  ]
+  # The matmul itself, so that policies of `jax.checkpoint` see it.
+  return [product(*_in_half(primals, half, wide))], [functools.reduce(operator.add, parts)]
 
 
 def _in_half(operands: Sequence[Any], half: Dtype, wide: Wide) -> list[Any]:
