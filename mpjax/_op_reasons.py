@@ -385,6 +385,7 @@ CONDITIONS: tuple[Condition, ...] = (
     text="keep for the powers 0 to 3, float32 for others",
     reason="Squares and cubes are part of activation functions (GELU), where float32 would double "
     "the memory of the largest activations. The fourth power overflows float16 from 16 on, and "
-    "negative ones for small operands.",
+    "negative ones for small operands. An activation function with a power in it, also one written "
+    "as x * x, is computed in float32 as a whole, and its slope is kept in half.",
   ),
 )

@@ -7,6 +7,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._autocast._custom_rules import Rule, with_rule
 from mpjax._autocast._demands import HALF, RESULT, of_loop, of_operands
+from mpjax._autocast._powers import Powers, in_float32, powers
 from mpjax._autocast._rewrite import Rewriter, Rewritten
 from mpjax._autocast._scopes import names_of, region
 from mpjax._autocast._values import (
@@ -57,16 +58,41 @@ def rewrite(
     for var, kind in zip(jaxpr.invars, ins, strict=True)
   ]
   self.given(jaxpr.invars)
-  for eqn in jaxpr.eqns:
+  found = powers(jaxpr, settings.ops) if settings.lower else {}
+  done: frozenset[int] = frozenset()
+  for place, eqn in enumerate(jaxpr.eqns):
+    if place in found and _in_float32(self, found[place]):
+      done |= found[place].places
     if eqn.primitive.name in HIGHER_ORDER:
       _enter(self, eqn)
-    else:
+    elif place not in done:
       self.first_order(eqn)
   pairs = [_result(self, *each, jaxpr) for each in zip(jaxpr.outvars, outs, strict=True)]
   results, kinds = [p[0] for p in pairs], [p[1] for p in pairs]
   new = jaxpr.replace(invars=invars, outvars=results, eqns=self.eqns)
   closed = None if new.constvars else ClosedJaxpr(new, ())
   return Rewritten(new, tuple(kinds), closed)
+
+
+def _in_float32(self: Rewriter, found: Powers) -> bool:
+  """Writes what holds powers of a half value as one equation; False if it is to be written as is.
+
+  That is so if float32 operations read all of it, which is then in float32 anyway; and if it is one
+  power that half operations read: it has to fit into half.
+  """
+  scope, half = self.place(found.eqns[0])
+  value = None if half is None else self.value(found.root, half)
+  if half is None or value is None or value.dtype != half:
+    return False
+  wants = [self.wanted.get(v, 0) for v in found.outs]
+  if all(self.is_full(want) or (found.single and want & HALF) for want in wants):
+    return False
+  if any(self.place(eqn)[0] != scope for eqn in found.eqns):
+    return False
+  dtypes = [half if want & HALF else FLOAT32 for want in wants]
+  made = in_float32(found, self.view(value, half, found.eqns[0]), dtypes)
+  self.write(made, made.invars, [Kind(dtype) for dtype in dtypes])
+  return True
 
 
 def _result(

@@ -330,14 +330,14 @@ class Rewriter:
       # An argument that comes back changed: a parameter after its update, a count, a moment.
       return FLOAT32, False
     # What is read in float32 anyway is computed in it, like the difference that exp reads.
-    lift = self._is_full(wanted) and eqn.primitive.name not in EXACT
+    lift = self.is_full(wanted) and eqn.primitive.name not in EXACT
     return (FLOAT32 if lift else half), False
 
   def wanted_of(self, eqn: JaxprEqn) -> int:
     """What the readers of all results of an equation want."""
     return functools.reduce(operator.or_, (self.wanted.get(v, 0) for v in eqn.outvars), 0)
 
-  def _is_full(self, wanted: int) -> bool:
+  def is_full(self, wanted: int) -> bool:
     """Whether all readers are float32; where all else is to stay, with nothing between."""
     return (wanted & (FULL | HALF) if self.settings.lower else wanted) == FULL
 
@@ -345,7 +345,7 @@ class Rewriter:
     """Takes float32 results of half operands back to half, but for readers that are float32 too."""
     for var in eqn.outvars:
       value = self._env.get(var)
-      if value is not None and value.dtype == FLOAT32 and not self._is_full(value.wanted):
+      if value is not None and value.dtype == FLOAT32 and not self.is_full(value.wanted):
         # The cast is written where it is first read in half.
         self._env[var] = Value(
           value.atom, half, scope=value.scope, wanted=value.wanted, held=FLOAT32
@@ -366,7 +366,7 @@ class Rewriter:
     target = eqn.params["new_dtype"]
     wanted = self.wanted.get(var, 0)
     value = self.outside(self.value(atom, half), eqn, scope, half, wanted)
-    if not self.settings.lower and dtype_of(atom) == FLOAT32 and self._is_full(wanted):
+    if not self.settings.lower and dtype_of(atom) == FLOAT32 and self.is_full(wanted):
       # jax.numpy rounds a float32 sum to the dtype that came in; nobody here reads it in that.
       self._env[var] = Value(atom, FLOAT32, scope=scope, wanted=wanted)
       return None
