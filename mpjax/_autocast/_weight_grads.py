@@ -184,8 +184,11 @@ def _transpose(
   def linear(x: Any) -> Any:
     return product(*before, x, *after)
 
-  program = jax.make_jaxpr(jax.linear_transpose(linear, aval.update(dtype=half)))(cotangent)
-  bar = _run(program, cotangent, wide[place])
+  pull, dtype = jax.linear_transpose(linear, aval.update(dtype=half)), wide[place]
+  if dtype is None:
+    (bar,) = pull(cotangent)
+  else:
+    bar = _run(jax.make_jaxpr(pull)(cotangent), cotangent, dtype)
   # Added up over the axes that it lacks, of the mesh too: it is cast last.
   bar = jax.lax.convert_element_type(bar, aval.dtype)
   return [bar if i == place else None for i in range(len(operands))]
@@ -202,7 +205,7 @@ mlir.register_lowering(_product_p, mlir.lower_fun(_evaluate, multiple_results=Fa
 # The transpose of a matmul.
 
 
-def _run(program: Any, cotangent: Any, wide: Dtype | None) -> Any:
+def _run(program: Any, cotangent: Any, wide: Dtype) -> Any:
   """Returns the result of a transposed matmul, which is in `wide` from the matmul on.
 
   Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
@@ -216,12 +219,11 @@ def _run(program: Any, cotangent: Any, wide: Dtype | None) -> Any:
     return atom.val if isinstance(atom, Literal) else found[atom]
 
   for eqn in program.jaxpr.eqns:
-    operands, params = [read(atom) for atom in eqn.invars], eqn.params
-    if wide is not None and "preferred_element_type" in params:
-      params = {**params, "preferred_element_type": wide}
-      made = _dot(eqn, operands, params)
+    operands = [read(atom) for atom in eqn.invars]
+    if "preferred_element_type" in eqn.params:
+      made = _dot(eqn, operands, {**eqn.params, "preferred_element_type": wide})
     else:
-      made = eqn.primitive.bind(*operands, **params)
+      made = eqn.primitive.bind(*operands, **eqn.params)
     made = made if eqn.primitive.multiple_results else [made]
     found.update(zip(eqn.outvars, made, strict=True))
   return read(program.jaxpr.outvars[0])
