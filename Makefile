@@ -21,7 +21,7 @@ help:
 	@echo "make format      let ruff repair what it can"
 	@echo "make bench       measure cost against float32 and hand-written half"
 	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
-	@echo "make gpu-hlo     compile for an H200 that is not there, and count kernels and bytes (ARGS=...)"
+	@echo "make gpu-hlo     what an H200 would run, compiled without one: kernels, bytes and temporaries, by hand and under a policy"
 	@echo "make parity      train four models from many seeds: is half as good as float32?"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"

@@ -1,6 +1,7 @@
 """What depends on the version of JAX: names of things that it shows but does not promise."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 from jax.core import Tracer
@@ -19,3 +20,10 @@ def context_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
   """Returns the context in which an equation was traced: its mesh and what `with` blocks set."""
   context = getattr(eqn, "ctx", None)
   return contextlib.nullcontext() if context is None else context.manager
+
+
+def without_scopes(name_stack: Any, prefix: str) -> Any:
+  """Returns a name stack without the named scopes whose names begin with `prefix`."""
+  kept = tuple(each for each in name_stack.stack if not each.name.startswith(prefix))
+  same = len(kept) == len(name_stack.stack)
+  return name_stack if same else dataclasses.replace(name_stack, stack=kept)

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -173,3 +174,14 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
     return checked
 
   return decorate
+
+
+def line_of_user(error: BaseException) -> str:
+  """Returns the file and line of the user's code that an error came from, with what it says."""
+  frames = traceback.extract_tb(error.__traceback__)
+  own = [f for f in frames if not any(f"/{name}/" in f.filename for name in _LIBRARIES)]
+  frame = (own or frames)[-1]
+  return f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+_LIBRARIES = ("mpjax", "site-packages")

@@ -21,7 +21,8 @@ SCOPE = "mpjax.full_precision"
 # thread and restored when its `with` block is left.
 ACTIVE = jax.make_user_context(None)
 """The state of the policy in force in this thread, or None. A state has a property `on` (a policy
-is in force) and a method `region`, which returns the state inside of `full_precision`."""
+is in force), `tracing` (what runs is being traced, and will be rewritten), and a method `outside`,
+which returns the state inside of `full_precision`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Region:
     given: always None, as are the two that follow: what a Linen module looks at.
     held: always None.
     entered: always False.
+    tracing: always False.
+    region: always "".
   """
 
   in_region: bool = True
@@ -41,8 +44,10 @@ class Region:
   given: None = None
   held: None = None
   entered: bool = False
+  tracing: bool = False
+  region: str = ""
 
-  def region(self) -> "Region":
+  def outside(self) -> "Region":
     """Returns the state itself."""
     return self
 
@@ -95,7 +100,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
     if around is not None and around.on:
       given = tuple(map_arrays(_widen, x) for x in args)
       named = {name: map_arrays(_widen, x) for name, x in kwargs.items()}
-    with jax.named_scope(SCOPE), ACTIVE(Region() if around is None else around.region()):
+    with jax.named_scope(SCOPE), ACTIVE(Region() if around is None else around.outside()):
       return call(*given, **named)
 
   return wrapped

@@ -268,20 +268,6 @@ class OpLists:
     return "\n".join(_row(heading, text) for heading, text in rows.items())
 
 
-def parse_ops(ops: Any, where: str) -> OpLists | None:
-  """Returns the lists that the argument `ops` of a `with_policy` names, or None.
-
-  Raises:
-    MpjaxTypeError: it is none of None, "float32" and an `OpLists`.
-  """
-  lists = OpLists() if ops == "float32" else ops
-  if lists is not None and not isinstance(lists, OpLists):
-    fix = 'Write ops="float32" for the standard list, or pass an edited mpjax.OpLists().'
-    expected = "None, 'float32' or an mpjax.OpLists"
-    raise MpjaxTypeError(message(f"{where}(ops=...)", expected=expected, got=repr(ops), fix=fix))
-  return lists
-
-
 def _row(heading: str, text: str) -> str:
   lines = textwrap.wrap(text or "-", 87, break_long_words=False, break_on_hyphens=False)
   return "\n".join([f"{heading:<13}{lines[0]}", *(" " * 13 + line for line in lines[1:])])

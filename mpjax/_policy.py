@@ -37,17 +37,18 @@ _KEYS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, init=False)
 class Policy:
-  """The dtypes of a module: of its parameters, of its computation, of what it hands on.
+  """The dtypes of a module: of its parameters, of its computation, of its results.
 
   Frozen and hashable, so that a policy can be a module field, a static argument of `jax.jit`
   or a key. The words are those of jmp, Haiku and Keras.
 
   Args:
     param_dtype: the dtype parameters are stored in.
-    compute_dtype: the dtype of inputs and parameters at each use.
-    output_dtype: the dtype handed on where the policy begins (the root call, or the outermost
-      module that a rule picked). None: at the root whatever was computed, under a rule the
-      compute dtype of the surrounding policy.
+    compute_dtype: the dtype of matmuls and convolutions; in NNX that of inputs and parameters at
+      each use.
+    output_dtype: the dtype of results where the policy begins (the root call, or the outermost
+      module that a rule picked). None: whatever was computed; in NNX, under a rule, the compute
+      dtype of the surrounding policy.
     weight_grad_dtype: the dtype that the gradients of a layer's kernel and bias are computed in;
       None (or the compute dtype) leaves them to the products of the layer. With float32 under half
       compute they are neither rounded to half nor added up in it, on one device or on many.

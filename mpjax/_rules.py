@@ -361,11 +361,11 @@ _DEFAULT_RULES = (Rule(Policy(compute_dtype="float32"), where=_is_users_norm),)
 def default_rules() -> tuple[Rule, ...]:
   """Returns the rules that are tried after the user's: what is known to need float32.
 
-  One so far: a norm that the model's author wrote computes in float32 and returns the surrounding
-  dtype. Its class name ends in "Norm", it is not Flax's own, and it owns only parameters of rank 0
-  or 1: no matrix, and no layer. In NNX, where the parameters of stacked layers have one axis more,
-  these count as those of one layer. Flax's own norms need no rule: they reduce in float32 by
-  themselves.
+  One so far: a norm that the model's author wrote computes in float32, and is rounded where its
+  result is used in low precision. Its class name ends in "Norm", it is not Flax's own, and it owns
+  only parameters of rank 0 or 1: no matrix, and no layer. In NNX, where the parameters of stacked
+  layers have one axis more, these count as those of one layer. Flax's own norms need no rule: they
+  reduce in float32 by themselves.
 
   Returns:
     A plain tuple. Pass an edited copy as `defaults=` to replace it, `()` for none.

@@ -20,6 +20,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 HALF = ("bfloat16", "float16")
 
+PROBE = "probe:"
+"""What the scope of a product begins with that only shows in which dtype it is computed."""
+
 COMBINING = (
   *("reduce", "reduce_window", "select_and_scatter", "scatter"),
   *("scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
@@ -91,11 +94,12 @@ def parts_of_scan(eqn: Any) -> tuple[int, int]:
 
 
 def products(program: ClosedJaxpr) -> list[Product]:
-  """Returns the products of floating numbers."""
+  """Returns the products of floating numbers, those of probes left out."""
   return [
     _product(eqn, runs)
     for eqn, runs in equations(program)
     if eqn.primitive.name in PRODUCTS and _floating(eqn.invars[0]) and _floating(eqn.invars[1])
+    if PROBE not in str(eqn.source_info.name_stack)
   ]
 
 

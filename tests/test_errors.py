@@ -89,7 +89,7 @@ def test_a_list_of_problems_has_an_end():
 @pytest.mark.parametrize("inside", [False, True])
 def test_no_note_advises_to_switch_the_whole_model_off(library, inside):
   def mixed(x):
-    return jax.lax.select(x > 0, x, jnp.zeros(x.shape, jnp.float32))
+    return jax.lax.select(x > 0, x.astype(jnp.bfloat16), jnp.zeros(x.shape, jnp.float32))
 
   if library == "linen":
 

@@ -161,11 +161,9 @@ def test_nothing_that_is_given_inside_a_region_begins(wrap, inside):
 
   calls = {
     "apply": lambda x: model.apply(variables, x),
-    "init_with_output": lambda x: model.init_with_output(jax.random.key(0), x)[0],
     "bound": bound,
     "scope": scoped,
     "view": view(),
-    "view with ops": view(ops="float32"),
     "autocast": mpjax.autocast(lambda x: x @ x.T, "bfloat16"),
   }
   for name, call in calls.items():
@@ -174,6 +172,12 @@ def test_nothing_that_is_given_inside_a_region_begins(wrap, inside):
     fn = mpjax.autocast(lambda x, region=region: region(x)) if inside else region
     assert set(products(fn, X)) == {("float32",) * 2}, name
     assert ("bfloat16",) * 2 in products(call, X), name
+
+
+def test_init_computes_in_float32_inside_a_region_and_outside():
+  model, _ = dense()
+  for init in (model.init_with_output, mpjax.full_precision(model.init_with_output)):
+    assert products(lambda x, init=init: init(jax.random.key(0), x)[0], X) == [("float32",) * 2]
 
 
 def test_init_inside_a_region_stores_what_the_policy_says():

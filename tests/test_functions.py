@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import mpjax
 from mpjax._functions import identity
@@ -132,22 +131,3 @@ def test_rules_made_anew_at_each_call_are_traced_once():
   outs = [step(wanted).dtype for wanted in ("b", "b", "b", "a", "b", "a")]
   assert [str(dtype) for dtype in outs] == ["float32"] * 3 + ["bfloat16", "float32", "bfloat16"]
   assert len(traces) == 2
-
-
-def test_adapters_made_anew_at_each_call_are_one_class_of_views():
-  def view(factor):
-    outputs = lambda module, method, call, out, cast: cast(out * factor)  # noqa: E731
-    adapters = {nnx.Linear: mpjax.nnx.Adapter(outputs=outputs)}
-    return mpjax.nnx.with_policy(model, "bfloat16", adapters=adapters)
-
-  model, x, traces = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((2, 4)), []
-
-  @nnx.jit
-  def apply(view, x):
-    traces.append(None)
-    return view(x)
-
-  outs = [apply(view(factor), x) for factor in (2, 2, 3, 2)]
-  assert len(traces) == 2
-  assert type(view(2)) is type(view(2))
-  assert (outs[0] * 3 == outs[2] * 2).all()

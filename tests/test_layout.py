@@ -34,8 +34,7 @@ RANKS = {
   # rank 3
   "_rules": 3,
   "_leaves": 3,
-  "_adapter": 3,
-  "_weight_grads": 3,
+  "_module_dtype": 3,
   "_full_precision": 3,
   # rank 4: engines, none of which imports another
   "_loss_scale": 4,
@@ -44,7 +43,8 @@ RANKS = {
   "_fp8": 4,
   "_audit": 4,
   "_diagnose": 4,
-  # rank 5: the adapter to optax
+  # rank 5: the call of a module under a policy, and the adapter to optax
+  "_regions": 5,
   "transforms": 5,
   # rank 6: adapters, each to one framework for models, neither of which imports the other
   "linen": 6,
@@ -358,17 +358,19 @@ def check_errors_have_four_parts(sources: Sources) -> list[str]:
   makers = {f.name for _, f in functions if f.returns and ast.unparse(f.returns) in OUR_ERRORS}
   built: dict[str, ast.expr | None] = {}
   for path, function in functions:
+    caught = {node.name for node in ast.walk(function) if isinstance(node, ast.ExceptHandler)}
     made = {
       target.id
       for node in ast.walk(function)
-      if isinstance(node, ast.Assign) and called(node.value) in makers
+      if isinstance(node, ast.Assign)
+      if called(node.value) in makers or (names_in(node.value) & caught)
       for target in node.targets
       if isinstance(target, ast.Name)
     }
     for node in ast.walk(function):
       if isinstance(node, ast.Return) and function.name in makers:
         built[f"{path}:{node.lineno}"] = node.value
-      if isinstance(node, ast.Raise) and called(node.exc) not in makers:
+      if isinstance(node, ast.Raise) and called(node.exc) not in {*makers, *SIGNALS}:
         if not (isinstance(node.exc, ast.Name) and node.exc.id in made):
           built[f"{path}:{node.lineno}"] = node.exc
         if function.name == "__getattr__" and called(node.exc) == "AttributeError":
@@ -388,12 +390,21 @@ def check_errors_have_four_parts(sources: Sources) -> list[str]:
 
 
 OUR_ERRORS = ("MpjaxValueError", "MpjaxTypeError", "MpjaxRuntimeError", "UnmatchedRuleError")
+SIGNALS = {"NotTraceable"}
+"""What one module of ours raises for another that catches it: no user sees them."""
 CALLBACKS = {"checkify", "pure_callback", "io_callback"}
 
 
 def called(error: ast.expr | None) -> str:
   """Returns the last name of what is called: "f" for `self.f(x)`."""
   return (dotted(error.func) or [""])[-1] if isinstance(error, ast.Call) else ""
+
+
+def names_in(value: ast.expr) -> set[str]:
+  """Returns the names that a value may be: those of `a or b`; none where something is called."""
+  choices = value.values if isinstance(value, ast.BoolOp) else [value]
+  names = {choice.id for choice in choices if isinstance(choice, ast.Name)}
+  return names if len(names) == len(choices) else set()
 
 
 def has_four_parts(error: ast.expr) -> bool:
@@ -504,6 +515,10 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
       "mpjax/_tree.py": "def f(x):\n  raise MpjaxTypeError(message('f', expected='a', got='b'))"
     },
     "a variable": {"mpjax/_tree.py": "def f(x):\n  e = ValueError(x)\n  raise e"},
+    "another than was caught": {
+      "mpjax/_tree.py": "def f():\n  try:\n    g()\n  except E as e:\n    a = e or ValueError(1)\n"
+      "    raise a"
+    },
     "a maker": {"mpjax/_tree.py": "def f(x) -> MpjaxTypeError:\n  return MpjaxTypeError(x)"},
     "assert": {"mpjax/_tree.py": "def f(x):\n  assert x"},
     "a callback": {"mpjax/_tree.py": "import jax\ndef f(x):\n  jax.pure_callback(print, x)"},
@@ -561,6 +576,8 @@ def test_checks_accept_what_is_allowed():
       "def h(x) -> MpjaxTypeError:\n"
       "  return MpjaxTypeError(message('g', expected='', got=x, fix=''))\n"
       "def i(x):\n  e = h(x)\n  if x:\n    raise e\n  raise h(x)\n"
+      "def j(x):\n  try:\n    f(x, x)\n  except E as e:\n    x = x or e\n    raise x from None\n"
+      "  raise NotTraceable(x)\n"
       "def f(p, t):\n  p._replace()\n  return p._x, hasattr(p, 'dtype'), p.params['dimension']"
     ),
     "mpjax/_inner_jaxprs.py": "def f(eqn):\n  return eqn.params['jaxpr']",

@@ -192,7 +192,8 @@ def test_print():
 
 def test_the_fields_are_what_the_functions_take():
   taken = inspect.signature(mpjax.linen.with_policy).parameters
-  assert {"policy", "rules", "defaults", "ops"} <= set(taken)
+  assert {"policy", "rules", "defaults"} <= set(taken)
+  assert {"policy", "rules", "ops"} <= set(inspect.signature(mpjax.autocast).parameters)
   assert "loss_scale" in inspect.signature(mpjax.loss_scaling).parameters
 
 

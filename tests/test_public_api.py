@@ -56,25 +56,8 @@ PUBLIC = {
     "unscale",
     "value_and_grad",
   ],
-  "mpjax.nnx": [
-    "Adapter",
-    "cast_inputs",
-    "cast_outputs",
-    "convert",
-    "default_adapters",
-    "set_dtype",
-    "value_and_grad",
-    "with_policy",
-  ],
-  "mpjax.linen": [
-    "Adapter",
-    "cast_inputs",
-    "cast_outputs",
-    "default_adapters",
-    "policy_scope",
-    "set_dtype",
-    "with_policy",
-  ],
+  "mpjax.nnx": ["convert", "value_and_grad", "with_policy"],
+  "mpjax.linen": ["policy_scope", "with_policy"],
 }
 """A name is added here on purpose: from then on it cannot change without a deprecation."""
 

@@ -13,6 +13,7 @@ import pytest
 
 import mpjax
 from mpjax._rules import first_match, goes_by_place, parse_rules, place_of, unmatched_error
+from tests import programs
 from tests.errors import check_error
 
 
@@ -474,22 +475,22 @@ class Bare(nn.Module):
 
 
 def compute_dtype_of(cls, **kwargs):
-  """Returns the compute dtype of a module of `cls`: that of the `x` it is called with."""
-  found = []
+  """Returns the compute dtype of a module of `cls`: that of a matmul in it."""
 
   class Spy(cls):
     @nn.compact
     def __call__(self, x):
-      found.append(x.dtype)
-      return super().__call__(x)
+      return super().__call__(x @ jnp.ones((3, 3)))
 
   Spy.__name__ = cls.__name__
   Spy.__module__ = cls.__module__
   x = jnp.ones((2, 3))
   variables = Bare(Spy).init(jax.random.key(0), x)
   model = mpjax.linen.with_policy(Bare(Spy), "mixed_bfloat16", **kwargs)
-  assert jax.eval_shape(model.apply, variables, x).dtype == jnp.float32
-  return found[-1]
+  program = jax.make_jaxpr(model.apply)(variables, x)
+  assert program.out_avals[0].dtype == jnp.float32
+  first, *_ = programs.products(program)
+  return first.dtypes[0]
 
 
 @pytest.mark.parametrize(
@@ -515,21 +516,18 @@ def test_a_default_that_matches_nothing_is_no_mistake():
   assert model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]["kernel"].dtype == jnp.bfloat16
 
 
-def test_norms_hand_on_what_surrounds_them():
-  found = []
-
+def test_what_a_norm_returns_is_rounded_for_a_matmul():
   class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
       x = ScaleNorm()(x)
-      found.append(x.dtype)
-      return x
+      return x, nn.Dense(2)(x)
 
   x = jnp.ones((1, 2))
   variables = Net().init(jax.random.key(0), x)
-  model = mpjax.linen.with_policy(Net(), "mixed_bfloat16")
-  assert jax.eval_shape(model.apply, variables, x).dtype == jnp.float32
-  assert found == [jnp.float32, jnp.bfloat16]
+  model = mpjax.linen.with_policy(Net(), mpjax.Policy(compute_dtype="bfloat16"))
+  norm, dense = jax.eval_shape(model.apply, variables, x)
+  assert (norm.dtype, dense.dtype) == (jnp.float32, jnp.bfloat16)
 
 
 def second(module):

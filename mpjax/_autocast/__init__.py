@@ -1,5 +1,19 @@
 """Mixed precision for any JAX function, by lists of operations."""
 
-from mpjax._autocast._transform import autocast, float32_operations
+from mpjax._autocast._marks import leaving, mark, region_of
+from mpjax._autocast._traceable import NotTraceable, traceable
+from mpjax._autocast._traced import Interface, with_settings
+from mpjax._autocast._transform import autocast
+from mpjax._autocast._values import Settings
 
-__all__ = ["autocast", "float32_operations"]
+__all__ = [
+  "Interface",
+  "NotTraceable",
+  "Settings",
+  "autocast",
+  "leaving",
+  "mark",
+  "region_of",
+  "traceable",
+  "with_settings",
+]

@@ -7,9 +7,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._autocast._custom_rules import Rule, with_rule
 from mpjax._autocast._demands import HALF, RESULT, of_loop, of_operands
+from mpjax._autocast._marks import REGION
 from mpjax._autocast._powers import Powers, in_float32, powers
 from mpjax._autocast._rewrite import Rewriter, Rewritten
-from mpjax._autocast._scopes import names_of, region
+from mpjax._autocast._scopes import marked, names_of, region
 from mpjax._autocast._values import (
   FLOAT32,
   HALVES,
@@ -58,9 +59,9 @@ def rewrite(
     for var, kind in zip(jaxpr.invars, ins, strict=True)
   ]
   self.given(jaxpr.invars)
-  found = powers(jaxpr, settings.ops) if settings.lower else {}
+  found = powers(jaxpr, settings.ops)
   done: frozenset[int] = frozenset()
-  for place, eqn in enumerate(jaxpr.eqns):
+  for place, eqn in enumerate(map(self.shown, jaxpr.eqns)):
     if place in found and _in_float32(self, found[place]):
       done |= found[place].places
     if eqn.primitive.name in HIGHER_ORDER:
@@ -144,8 +145,6 @@ def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
   """Whether some scope inside of an equation that stays as it is has a rule of its own."""
   if settings.precision is not None:
     return True  # What is left as it is needs the precision that was taken from it.
-  if not settings.rules:
-    return False
   return any(_entered(i.jaxpr, scope, settings) for i in inner_jaxprs(eqn) or ())
 
 
@@ -187,8 +186,11 @@ def _wanted(self: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
 
 def _scope(self: Rewriter, eqn: JaxprEqn) -> Scope:
   """Where the programs inside stand. It seldom matters, and would split the cache."""
-  settings = self.settings
-  return self.place(eqn)[0] if settings.rules or settings.precision is not None else ()
+  settings, scope = self.settings, self.place(eqn)[0]
+  if settings.rules or settings.precision is not None:
+    return scope
+  mark = marked(scope)
+  return () if mark is None else (REGION + mark,)
 
 
 def _replaced(old: Any, new: Rewritten) -> Any:
@@ -332,7 +334,7 @@ def _read_by_all(
   The derivative with respect to them is the sum over all iterations, and so added up in float32.
   """
   kinds = list(ins)
-  half = self.place(eqn)[1] if self.settings.lower else None
+  half = self.place(eqn)[1]
   for i, kind in enumerate(ins[: 0 if half is None else count]):
     value = None if half is None else self.value(eqn.invars[i], half)
     if kind is not None and kind.dtype in HALVES and value is not None:

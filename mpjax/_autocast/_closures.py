@@ -21,6 +21,9 @@ from mpjax._errors import MpjaxTypeError, message
 from mpjax._inner_jaxprs import closed_over
 from mpjax._jaxpr import walk
 
+Cast: TypeAlias = Callable[[Callable[..., Any], Callable[[Any], Any] | None], Callable[..., Any]]
+"""From a function, and what says which dtypes its results have, to the function cast."""
+
 _KINDS = ("custom_jvp_call", "custom_vjp_call")
 
 
@@ -44,7 +47,8 @@ def differentiated_at_once(
   call: Callable[..., list[Any]],
   original: Callable[..., list[Any]],
   kinds: set[str],
-  cast: Callable[[Callable[..., Any]], Callable[..., Any]],
+  cast: Cast,
+  dtypes: Sequence[Any] | None = None,
 ) -> Callable[..., list[Any]]:
   """Returns `call`, whose derivative is that of `original`, cast as a whole.
 
@@ -55,10 +59,11 @@ def differentiated_at_once(
     original: the function that it came from.
     kinds: what `closes_over` returned.
     cast: what is to be done to the derivative.
+    dtypes: those of the results of `call`; None if they are those of `original`.
   """
   if "custom_vjp_call" not in kinds:
     with_jvp = jax.custom_jvp(call)
-    with_jvp.defjvp(functools.partial(_jvp, original, cast), symbolic_zeros=True)
+    with_jvp.defjvp(functools.partial(_jvp, original, cast, dtypes), symbolic_zeros=True)
     return with_jvp
 
   def forward(*operands: Any) -> tuple[list[Any], Any]:
@@ -90,7 +95,8 @@ def _of_moving(original: Callable[..., Any], rest: _Numbered) -> Callable[[_Numb
 
 def _jvp(
   original: Callable[..., Any],
-  cast: Callable[..., Any],
+  cast: Cast,
+  dtypes: Sequence[Any] | None,
   primals: Sequence[Any],
   tangents: Sequence[Any],
 ) -> Any:
@@ -99,18 +105,25 @@ def _jvp(
 
   perturbed = [not isinstance(t, SymbolicZero) for t in tangents]
   changes, _ = _parted(tangents, perturbed)
-  return cast(both)(*_parted(primals, perturbed), changes)
+  results = None if dtypes is None else lambda _: [*dtypes, *filter(_moves, dtypes)]
+  return cast(both, results)(*_parted(primals, perturbed), changes)
+
+
+def _moves(dtype: Any) -> bool:
+  """Whether a result has a tangent that is an array."""
+  return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _backward(
-  original: Callable[..., Any], cast: Callable[..., Any], parted: Any, cotangents: Sequence[Any]
+  original: Callable[..., Any], cast: Cast, parted: Any, cotangents: Sequence[Any]
 ) -> tuple[Any, ...]:
   def gradients(moving: _Numbered, rest: _Numbered, changes: list[Any]) -> _Numbered:
     return jax.vjp(_of_moving(original, rest), moving)[1](changes)[0]
 
   changes = [_zeros(c.aval) if isinstance(c, SymbolicZero) else c for c in cotangents]
   moving, rest = parted
-  found = cast(gradients)(moving, rest, changes)
+  dtypes = [moving[i].dtype for i in sorted(moving)]
+  found = cast(gradients, lambda _: dtypes)(moving, rest, changes)
   return tuple(found.get(i) for i in range(len(moving) + len(rest)))
 
 

@@ -22,6 +22,7 @@ from mpjax._autocast._retype import traced
 from mpjax._autocast._rewrite import Rewritten
 from mpjax._autocast._values import FLOATS, Dtype, Kind
 from mpjax._compat import context_of
+from mpjax._full_precision import ACTIVE
 from mpjax._inner_jaxprs import closed_over, inner_jaxprs, name_of, with_inner
 
 Rewrite: TypeAlias = Callable[[Jaxpr, tuple[Kind | None, ...], Sequence[Dtype | None]], Rewritten]
@@ -36,12 +37,14 @@ class Rule(NamedTuple):
     ins: the kinds of its operands now.
     outs: the kinds of its results now.
     rewrite: rewrites a program.
+    state: of policies, in which the equation was traced. The rule is called when that was left.
   """
 
   eqn: JaxprEqn
   ins: tuple[Kind | None, ...]
   outs: tuple[Kind | None, ...]
   rewrite: Rewrite
+  state: Any = None
 
 
 def with_rule(rule: Rule, operands: Sequence[Any], body: Jaxpr) -> JaxprEqn:
@@ -51,10 +54,26 @@ def with_rule(rule: Rule, operands: Sequence[Any], body: Jaxpr) -> JaxprEqn:
   def call(*operands: Any) -> list[Any]:
     return called(closed, operands, rule.eqn.primitive.name)
 
+  rule = rule._replace(state=ACTIVE.value)
+
   custom = _CUSTOM[rule.eqn.primitive.name](rule, call)
   with context_of(rule.eqn):
     made = jax.make_jaxpr(custom)(*(a.aval for a in operands)).jaxpr.eqns[-1]
   return rule.eqn.replace(invars=list(operands), params=with_inner(made, [closed]))
+
+
+def _in_state(rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+  """Returns a decorator: the function is called in the state in which the equation was traced."""
+
+  def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fun)
+    def call(*args: Any) -> Any:
+      with ACTIVE(rule.state):
+        return fun(*args)
+
+    return call
+
+  return decorate
 
 
 def _closed(rule: Rule) -> Any:
@@ -89,6 +108,7 @@ def _jvp(rule: Rule, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
   moving = [i for i, t in enumerate(tangents) if t.dtype != jax.dtypes.float0]
   whole = [i for i, v in enumerate(rule.eqn.outvars) if not _is_inexact(v.aval)]
 
+  @_in_state(rule)
   def of_rule(primals: Sequence[Any], some: Sequence[Any]) -> Any:
     given = dict(zip(moving, some, strict=True))
     all_tangents = [given.get(i, t) for i, t in enumerate(tangents)]
@@ -166,6 +186,7 @@ def _forward(rule: Rule, *operands: Any) -> Any:
     primals = list(operands)
   trees = []
 
+  @_in_state(rule)
   def of_rule(*primals: Any) -> Any:
     def of_moving(*some: Any) -> list[Any]:
       given = dict(zip(moving, some, strict=True))
@@ -199,6 +220,7 @@ def _backward(rule: Rule, residuals: Any, cotangents: Sequence[Any]) -> tuple[An
   whole = [i for i, c in enumerate(changes) if c.dtype == jax.dtypes.float0]
   some = [c for i, c in enumerate(changes) if i not in whole]
 
+  @_in_state(rule)
   def of_rule(leaves: Sequence[Any], some: Sequence[Any]) -> Any:
     rest = iter(some)
     all_changes = [c if i in whole else next(rest) for i, c in enumerate(changes)]
@@ -235,6 +257,7 @@ def _custom_vmap(rule: Rule, call: Callable[..., list[Any]]) -> Callable[..., An
 def _batch(rule: Rule, size: int, batched: Sequence[bool], *operands: Any) -> Any:
   axes = [0 if each else None for each in batched]
 
+  @_in_state(rule)
   def of_rule(*operands: Any) -> Any:
     return jax.vmap(lambda *a: _as_traced(rule, a), in_axes=axes, axis_size=size)(*operands)
 

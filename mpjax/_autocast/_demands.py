@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from mpjax._autocast._scopes import names_of, output_of
 from mpjax._autocast._values import FLOATS, Settings, dtype_of, kept
 from mpjax._inner_jaxprs import HIGHER_ORDER, inner_jaxprs
 
@@ -13,10 +14,7 @@ FULL = 1
 HALF = 2
 """Some operation of the half list does."""
 
-BEHIND = 4
-"""Some operation of the float32 list reads it, but another operation stands between."""
-
-RESULT = 8
+RESULT = 4
 """It becomes a float32 result of the whole function, at once or behind such operations."""
 
 Demands = dict[object, int]
@@ -46,13 +44,13 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
     part = parts(name, eqn.params)
     if part == "half":
       want = HALF
+    elif name == "reduce_precision" and output_of(names_of(str(eqn.source_info.name_stack))):
+      want = found.get(eqn.outvars[0], 0)
     elif part == "promote" or part == "keep":
       want = 0
       for v in eqn.outvars:
         if dtype_of(v) in FLOATS:  # Who reads a comparison does not read what was compared.
           want |= found.get(v, 0)
-      if want & FULL and name != "convert_element_type":
-        want |= BEHIND
     else:
       want = FULL
     if want:

@@ -5,13 +5,14 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import convert_element_type_p
 
+from mpjax._autocast._casts import convert, leave
 from mpjax._autocast._demands import FULL, HALF, RESULT, demands
+from mpjax._autocast._marks import PREFIX
 from mpjax._autocast._retype import in_precision, retype, wants_precision
-from mpjax._autocast._scopes import names_of, region
+from mpjax._autocast._scopes import keeps_float32, names_of, output_of, region, weight_grads
 from mpjax._autocast._sums import broadcast, is_linear, is_summed, repeats, with_float32_sums
 from mpjax._autocast._values import (
   EXACT,
@@ -30,7 +31,8 @@ from mpjax._autocast._values import (
   retyped,
   shape_of,
 )
-from mpjax._autocast._weight_grads import asked, with_wide_gradients
+from mpjax._autocast._weight_grads import with_wide_gradients
+from mpjax._compat import without_scopes
 from mpjax._inner_jaxprs import inner_jaxprs, warn_not_entered
 
 
@@ -67,6 +69,7 @@ class Rewriter:
     self._env: dict[Any, Value] = {}
     self._part_of = settings.ops.part_of
     self._places: dict[int, tuple[Scope, Dtype | None]] = {}
+    self._names: dict[int, Any] = {}
 
   # Values.
 
@@ -78,6 +81,10 @@ class Rewriter:
     once = once or not neutral
     self._env[var] = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once, held)
     return atom
+
+  def hold(self, var: Any, value: Value) -> None:
+    """Notes what a variable holds that nothing is written for."""
+    self._env[var] = value
 
   def given(self, variables: Sequence[Any]) -> None:
     """Notes which values are arguments."""
@@ -99,7 +106,7 @@ class Rewriter:
       return found
     dtype = dtype_of(atom)
     if dtype == FLOAT32:
-      return literal_value(atom, half) if self.settings.lower else None
+      return literal_value(atom, half)
     return Value(atom, dtype, neutral=True) if dtype in HALVES else None
 
   def view(self, value: Value, dtype: Dtype, eqn: JaxprEqn | None) -> Any:
@@ -120,7 +127,7 @@ class Rewriter:
     """Writes a cast of `atom` to the dtype of `var`, in the place of an equation that reads it."""
     aval: Any = var.aval
     params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
-    place = () if eqn is None else (eqn.source_info, eqn.ctx)
+    place = () if eqn is None else (self.shown(eqn).source_info, eqn.ctx)
     self.eqns.append(
       new_jaxpr_eqn([atom], [var], convert_element_type_p, params, no_effects, *place)
     )
@@ -134,6 +141,15 @@ class Rewriter:
       scope = self._scope + names_of(str(stack))
       found = self._places[id(stack)] = (scope, region(scope, self.settings))
     return found
+
+  def shown(self, eqn: JaxprEqn) -> JaxprEqn:
+    """Returns an equation as a profile is to show it, without our marks, and in the same place."""
+    place, stack = self.place(eqn), eqn.source_info.name_stack
+    names = self._names.setdefault(id(stack), without_scopes(stack, PREFIX))
+    if names is stack:
+      return eqn
+    self._places[id(names)] = place
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
   def outside(
     self, value: Value | None, eqn: JaxprEqn, scope: Scope, half: Dtype, wanted: int
@@ -158,8 +174,7 @@ class Rewriter:
       scope[: len(made)] == made
       or not wanted & HALF
       or is_statistic(value.atom.aval.shape)
-      or not self.settings.lower
-      or region(made, self.settings) is None
+      or keeps_float32(made, self.settings)
     ):
       return value
     value.once = True
@@ -219,20 +234,22 @@ class Rewriter:
   def kind_of(self, var: Any, neutral: bool = False) -> Kind | None:
     """The kind of something that has the dtype it was traced with."""
     dtype = dtype_of(var)
-    ours = FLOATS if self.settings.lower else HALVES
-    return Kind(dtype, neutral) if dtype is not None and dtype in ours else None
+    return Kind(dtype, neutral) if dtype is not None and dtype in FLOATS else None
 
   def first_order(self, eqn: JaxprEqn) -> None:
     """Writes an equation that holds no program."""
     name = eqn.primitive.name
     part = self._part_of(name, eqn.params)
     scope, half = self.place(eqn)
+    leaving = output_of(scope) if name == "reduce_precision" else None
+    if leaving is not None:
+      return leave(self, eqn, leaving)
     # A multiplication that names its own dtype is the user's choice too.
     if half is None or part is None or part == "opaque" or eqn.params.get("out_dtype") is not None:
       unknown = half is not None and part is None and inner_jaxprs(eqn) is None
       return self.not_entered(eqn) if unknown else self.untouched(eqn)
     if name == "convert_element_type":
-      return self._convert(eqn, scope, half)
+      return convert(self, eqn, scope, half)
     values: list[Value | None] = []
     once, wide, known = True, False, False
     for atom in eqn.invars:
@@ -245,13 +262,12 @@ class Rewriter:
           wide = True
         else:
           half = dtype_of(atom)  # The user's own choice.
-    if wide and not self.settings.lower:
-      return self.untouched(eqn)
     neutral, rounded, before = False, None, values
     if part == "half":
       if not wide or wants_precision(eqn.params):  # The user's own choice, again.
         return self.untouched(eqn)
-      if made := with_wide_gradients(eqn, values, half, asked(scope, self.settings), self.view):
+      wide_grads = weight_grads(scope, self.settings)
+      if made := with_wide_gradients(eqn, values, half, wide_grads, self.view):
         return self.write(made, made.invars, [Kind(half)])
       dtype = half
     elif part == "float32":
@@ -265,11 +281,10 @@ class Rewriter:
       if part == "keep" and len(values) > 1:  # A buffer that is written to keeps its dtype.
         deciding = [v for v in values if v is not None][:1]
       dtype, neutral = self._common(eqn, deciding, wide, half)
-      if dtype != FLOAT32 and self.settings.lower and repeats(eqn):
+      if dtype != FLOAT32 and repeats(eqn):
         values, rounded, dtype = before, dtype, FLOAT32
     summed = [
-      value is not None and self.settings.lower and part != "half" and is_summed(eqn, value, dtype)
-      for value in values
+      value is not None and part != "half" and is_summed(eqn, value, dtype) for value in values
     ]
     operands = [
       atom if value is None else self._operand(value, whole, each, dtype, eqn)
@@ -338,8 +353,8 @@ class Rewriter:
     return functools.reduce(operator.or_, (self.wanted.get(v, 0) for v in eqn.outvars), 0)
 
   def is_full(self, wanted: int) -> bool:
-    """Whether all readers are float32; where all else is to stay, with nothing between."""
-    return (wanted & (FULL | HALF) if self.settings.lower else wanted) == FULL
+    """Whether all readers are float32."""
+    return wanted & (FULL | HALF) == FULL
 
   def _round(self, eqn: JaxprEqn, half: Dtype) -> None:
     """Takes float32 results of half operands back to half, but for readers that are float32 too."""
@@ -359,37 +374,3 @@ class Rewriter:
       operands.append(atom if value is None else self.view(value, value.dtype, eqn))
       kinds.append(value.kind if value is not None and dtype_of(var) in FLOATS else None)
     self.write(eqn, operands, kinds, once=all(v is None or v.once for v in values))
-
-  def _convert(self, eqn: JaxprEqn, scope: Scope, half: Dtype) -> None:
-    """Writes a cast of the user's, or of the rules of promotion; none to a dtype that is there."""
-    (atom,), (var,) = eqn.invars, eqn.outvars
-    target = eqn.params["new_dtype"]
-    wanted = self.wanted.get(var, 0)
-    value = self.outside(self.value(atom, half), eqn, scope, half, wanted)
-    if not self.settings.lower and dtype_of(atom) == FLOAT32 and self.is_full(wanted):
-      # jax.numpy rounds a float32 sum to the dtype that came in; nobody here reads it in that.
-      self._env[var] = Value(atom, FLOAT32, scope=scope, wanted=wanted)
-      return None
-    if value is None or target not in FLOATS:
-      # An index or a count is more than half can hold; of a mask it holds both numbers.
-      neutral = target == FLOAT32 and dtype_of(atom) == np.bool_
-      operand = atom if value is None else self.view(value, value.dtype, eqn)
-      return self.write(eqn, [operand], [self.kind_of(var, neutral=neutral)])
-    if dtype_of(atom) == target:  # Only the weak type goes.
-      value.wanted |= wanted
-      self._env[var] = value
-      return None
-    made = Value(
-      value.atom,
-      target,
-      neutral=value.neutral and target == FLOAT32,
-      scope=scope,
-      wanted=wanted,
-      once=value.once,
-      held=value.held,
-    )
-    if target != FLOAT32 or FLOAT32 in (value.views or ()):
-      # To half it is rounded here, whoever reads it; to float32 only where float32 is read.
-      made.atom, made.held = self.view(value, target, eqn), target
-    self._env[var] = made
-    return None

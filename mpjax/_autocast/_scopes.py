@@ -4,13 +4,17 @@ import functools
 import re
 from collections.abc import Sequence
 
+import numpy as np
 from jax.extend.core import Jaxpr
 
-from mpjax._autocast._values import FLOAT32, Dtype, Scope, Settings
+from mpjax._autocast._marks import AS_IT_IS, OUTPUT, REGION, WEIGHT_GRADS
+from mpjax._autocast._values import FLOAT32, HALVES, Dtype, Scope, Settings
 from mpjax._errors import UnmatchedRuleError, message, nearest
 from mpjax._full_precision import SCOPE as FULL_PRECISION
 from mpjax._inner_jaxprs import inner_jaxprs
 from mpjax._rules import Rule, first_match
+
+_HALVES = frozenset(dtype.name for dtype in HALVES)
 
 _TRANSFORM = re.compile(
   r"(jvp|transpose|vmap|pmap|linearize|checkpoint|remat|rematted_computation)\("
@@ -42,10 +46,15 @@ def names_of(stack: str) -> Scope:
 def region(scope: Scope, settings: Settings) -> Dtype | None:
   """Returns the half dtype to compute in, in a scope; None if all is to stay as it was traced.
 
-  The innermost scope that a rule matches decides, and there the first of the rules.
+  The innermost mark of a policy decides. Where there is none, it is the innermost scope that a rule
+  matches, and there the first of the rules.
   """
   if FULL_PRECISION in scope:
     return None
+  mark = marked(scope)
+  if mark is not None:
+    name = mark.split(WEIGHT_GRADS)[0]
+    return np.dtype(name) if name in _HALVES else None
   dtype: Dtype | None = settings.compute
   for depth in range(len(scope), -1, -1) if settings.rules else ():
     rule = first_match(settings.rules, None, "/".join(scope[:depth]))
@@ -53,6 +62,41 @@ def region(scope: Scope, settings: Settings) -> Dtype | None:
       dtype = None if rule.policy is None else rule.policy.compute_dtype
       break
   return None if dtype == FLOAT32 else dtype
+
+
+def marked(scope: Scope) -> str | None:
+  """Returns what the innermost mark of a region says; None if there is none."""
+  marks = (name[len(REGION) :] for name in reversed(scope) if name.startswith(REGION))
+  return next(marks, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def weight_grads(scope: Scope, settings: Settings) -> Dtype | None:
+  """Returns the dtype asked for the gradients of weights in a scope; None for the matmuls' own."""
+  mark = marked(scope)
+  if mark is not None:
+    wide = mark.partition(WEIGHT_GRADS)[2]
+    return np.dtype(wide) if wide else None
+  for depth in range(len(scope), -1, -1) if settings.rules else ():
+    rule = first_match(settings.rules, None, "/".join(scope[:depth]))
+    if rule is not None:
+      return None if rule.policy is None else rule.policy.weight_grad_dtype
+  return settings.weight_grads
+
+
+@functools.lru_cache(maxsize=4096)
+def keeps_float32(scope: Scope, settings: Settings) -> bool:
+  """Whether a float32 value stays what it is when it leaves a scope on its way to a product.
+
+  Not so where a policy computes in float32, a norm's say, and says nothing of what it returns.
+  """
+  return region(scope, settings) is None and marked(scope) in (None, AS_IT_IS)
+
+
+def output_of(scope: Scope) -> Dtype | None:
+  """Returns the dtype that an equation right in this scope gives the result of a module, if any."""
+  name = scope[-1] if scope else ""
+  return np.dtype(name[len(OUTPUT) :]) if name.startswith(OUTPUT) else None
 
 
 def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:

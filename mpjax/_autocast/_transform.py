@@ -1,34 +1,22 @@
 """`autocast`: mixed precision for any JAX function, by lists of operations."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-from mpjax._autocast._bodies import rewrite
-from mpjax._autocast._call import run
-from mpjax._autocast._closures import closes_over, differentiated_at_once
-from mpjax._autocast._demands import RESULT
-from mpjax._autocast._retype import default_precision, traced
-from mpjax._autocast._scopes import check_rules_match
-from mpjax._autocast._values import FLOAT32, FLOATS, HALVES, Kind, Settings, constants, dtype_of
+from mpjax._autocast._traced import DataLeaves, Interface, with_settings
+from mpjax._autocast._values import FLOAT32, FLOATS, Settings
 from mpjax._errors import MpjaxTypeError, MpjaxValueError, check_call, message
 from mpjax._frameworks import check_no_linen_model, framework_of
-from mpjax._full_precision import in_region
 from mpjax._op_lists import OpLists
 from mpjax._policy import Policy, PolicyLike
 from mpjax._rules import Rule, parse_rules
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-DataLeaves: TypeAlias = Callable[[tuple[Any, ...]], list[bool]]
-"""From positional arguments to whether each of their leaves decides the dtype of what it meets."""
 
 _AS_FUNCTION = (
   'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
@@ -108,7 +96,7 @@ def autocast(
   dtypes = [settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy)]
   if all(dtype == FLOAT32 for dtype in dtypes):
     return fn
-  cast = with_settings(fn, settings, "mpjax.autocast(fn)", data)
+  cast = with_settings(fn, settings, "mpjax.autocast(fn)", Interface(data=data))
   return _nnx_model(cast) if framework_of(fn) == "NNX" else cast
 
 
@@ -185,65 +173,6 @@ def _data_argnums(given: Any) -> tuple[int, ...]:
   return tuple(map(int, numbers))
 
 
-def with_settings(
-  fn: Callable[..., R], settings: Settings, where: str, data: DataLeaves | None = None
-) -> Callable[..., R]:
-  """Returns `fn`, traced and rewritten at each call.
-
-  Args:
-    fn: a function of trees of arrays.
-    settings: how to rewrite.
-    where: the public call, for errors.
-    data: says of the positional arguments which of their leaves decide the dtype of what they meet;
-      None if none does.
-  """
-
-  @functools.wraps(fn)
-  def wrapped(*args: Any, **kwargs: Any) -> R:
-    if in_region():
-      return fn(*args, **kwargs)
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
-    results: list[Any] = []
-
-    def flat(*operands: Any) -> list[Any]:
-      given = dict(zip(arrays, operands, strict=True))
-      call: Any = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-      outs, out_tree = jax.tree.flatten(fn(*call[0], **call[1]))
-      _check_unchanged(call, len(leaves), given, where)
-      computed = {i: x for i, x in enumerate(outs) if isinstance(x, jax.Array)}
-      # A tracer of the trace that is over may not be kept.
-      rest = [None if i in computed else x for i, x in enumerate(outs)]
-      results.append((rest, out_tree, list(computed)))
-      return list(computed.values())
-
-    given = (leaves[i] for i in arrays)
-    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in given]
-    name = getattr(fn, "__name__", type(fn).__name__)
-    flat.__name__ = name  # It is what JAX's errors say.
-    program = traced(flat)(*operands)
-    outs, out_tree, computed = results.pop()
-    now = dataclasses.replace(settings, precision=default_precision())
-    marks = [] if data is None else data(args)  # The leaves of these come first.
-    decides = [i < len(marks) and marks[i] for i in arrays]
-    new = rewritten(program, now, where, decides)
-
-    def call(*operands: Any) -> list[Any]:
-      return run(new, program.consts, operands, name)
-
-    kinds = closes_over(program)
-    if kinds:
-      decided = _numbered(i for i, each in enumerate(decides) if each)
-      call = differentiated_at_once(
-        call, flat, kinds, lambda fun: with_settings(fun, settings, where, decided)
-      )
-    for i, x in zip(computed, call(*operands), strict=True):
-      outs[i] = x
-    return jax.tree.unflatten(out_tree, outs)
-
-  return wrapped
-
-
 def _in_arguments(data_argnums: tuple[int, ...]) -> DataLeaves | None:
   """Returns what says which leaves are in the arguments at these positions."""
   if not data_argnums:
@@ -262,70 +191,3 @@ def _in_arguments(data_argnums: tuple[int, ...]) -> DataLeaves | None:
     return [i in data_argnums for i, x in enumerate(args) for _ in jax.tree.leaves(x)]
 
   return leaves
-
-
-def _numbered(positions: Iterable[int]) -> DataLeaves:
-  """Returns the same of a derivative, whose first arguments are two dicts of operands by number."""
-  data = frozenset(positions)
-  return lambda args: [number in data for part in args[:2] for number in sorted(part)]
-
-
-def _is_array(x: Any) -> bool:
-  """Whether a leaf is traced. A number or flag is not: `fn` may use it as a shape, or ask it."""
-  if isinstance(x, (np.ndarray, np.generic)):
-    exact = np.issubdtype(x.dtype, np.integer) or x.dtype == bool
-    if exact and isinstance(x, np.generic):
-      return False
-    return exact or np.issubdtype(x.dtype, np.number) or x.dtype in HALVES
-  return isinstance(x, jax.Array)
-
-
-def _check_unchanged(call: Any, count: int, given: Mapping[int, Any], where: str) -> None:
-  """Raises if `fn` changed an argument, a mutable tree: it had a copy, and loses the change."""
-  now = jax.tree.leaves(call)
-  same = len(now) == count and all(now[i] is x for i, x in given.items())
-  if not same:
-    raise MpjaxTypeError(
-      message(
-        where,
-        expected="a function that returns what it computes",
-        got="one that changed an argument in place, which would be lost",
-        fix="Return the new values. With flax.nnx, split the model outside and merge it inside: "
-        "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
-      )
-    )
-
-
-def rewritten(
-  program: ClosedJaxpr, settings: Settings, where: str, data: Sequence[bool] = ()
-) -> Any:
-  """Returns a whole program rewritten: its arguments and results have the dtypes that they had.
-
-  Args:
-    program: the program.
-    settings: how to rewrite.
-    where: the public call, for errors.
-    data: whether each argument decides the dtype of what it meets; () if none does.
-  """
-  jaxpr = program.jaxpr
-  if settings.rules:
-    check_rules_match(jaxpr, settings.rules, where)
-  ours = FLOATS if settings.lower else HALVES
-  dtypes = [[dtype_of(v) for v in each] for each in (jaxpr.invars, jaxpr.outvars)]
-  neutral = [settings.lower and not each for each in data or [False] * len(jaxpr.invars)]
-  ins = tuple(Kind(d, n) if d in ours else None for d, n in zip(dtypes[0], neutral, strict=True))
-  outs = [d if d in ours else None for d in dtypes[1]]
-  wanted = [RESULT if d == FLOAT32 and settings.lower else 0 for d in dtypes[1]]
-  consts = constants(program.consts, settings)
-  return rewrite(jaxpr, ins, outs, wanted, settings, (), consts).jaxpr
-
-
-def float32_operations(fn: Callable[..., R], ops: OpLists, where: str) -> Callable[..., R]:
-  """Returns `fn` with what it does in half of the float32 list done in float32, and all else as is.
-
-  Args:
-    fn: a function of trees of arrays.
-    ops: the lists.
-    where: the public call, for errors.
-  """
-  return with_settings(fn, Settings(compute=np.dtype("float16"), ops=ops, lower=False), where)

@@ -46,8 +46,6 @@ class Settings:
       leaves everything as it is there.
     ops: the lists.
     rules: tried in order against scopes; the policy of the first that matches is in force there.
-    lower: float32 values are taken to half. If not, half operations of the float32 list are done in
-      float32, and all else is left as it is.
     precision: that of a matmul or convolution of which the function says nothing, and which is left
       as it is: what `jax_default_matmul_precision` asks for.
     weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of
@@ -57,7 +55,6 @@ class Settings:
   compute: Dtype
   ops: OpLists
   rules: tuple[Rule, ...] = ()
-  lower: bool = True
   precision: Any = None
   weight_grads: Dtype | None = None
 
@@ -184,11 +181,15 @@ def survives(number: Any, dtype: Dtype) -> bool:
 
 
 def is_neutral_constant(number: Any, *halves: Dtype) -> bool:
-  """Whether a float32 constant is a single number, and survives in each of `halves`.
+  """Whether a float32 constant is a mask, or a single number that survives in each of `halves`.
 
-  An array may be a grid of coordinates, whose distances half does not hold once something is added.
+  Another array may be a grid of coordinates, whose distances half does not hold once something is
+  added.
   """
-  return np.ndim(number) == 0 and all(survives(number, half) for half in halves)
+  if np.ndim(number) > 0:
+    values = np.asarray(number)
+    return bool(np.all((values == 0) | (values == 1)))
+  return all(survives(number, half) for half in halves)
 
 
 class Constant(NamedTuple):

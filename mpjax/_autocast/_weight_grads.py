@@ -34,21 +34,11 @@ from jax.interpreters import ad, batching, mlir
 
 from mpjax._autocast._call import differentiated
 from mpjax._autocast._retype import retype
-from mpjax._autocast._values import Dtype, Scope, Settings, Value, retyped, shape_of
+from mpjax._autocast._values import Dtype, Value, retyped, shape_of
 from mpjax._compat import context_of
-from mpjax._rules import first_match
 
 Wide: TypeAlias = tuple[Dtype | None, ...]
 """The dtype of the gradient of each operand of a matmul; None for that of the operand."""
-
-
-def asked(scope: Scope, settings: Settings) -> Dtype | None:
-  """Returns the dtype asked for the gradients of weights in a scope; None for the matmuls' own."""
-  for depth in range(len(scope), -1, -1) if settings.rules else ():
-    rule = first_match(settings.rules, None, "/".join(scope[:depth]))
-    if rule is not None:
-      return None if rule.policy is None else rule.policy.weight_grad_dtype
-  return settings.weight_grads
 
 
 def with_wide_gradients(
@@ -64,7 +54,7 @@ def with_wide_gradients(
     eqn: the matmul as it was traced.
     values: what is known of its operands.
     half: the dtype to multiply in.
-    wide: the dtype of the gradients, see `asked`.
+    wide: the dtype of the gradients, see `weight_grads` of `_scopes.py`.
     view: casts an operand that is no weight.
 
   Returns:

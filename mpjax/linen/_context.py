@@ -4,17 +4,14 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
-import numpy as np
 from flax.core import Scope
 
-from mpjax._adapter import Adapter
-from mpjax._autocast import float32_operations
-from mpjax._errors import MpjaxTypeError, message
-from mpjax._op_lists import OpLists, parse_ops
+from mpjax._autocast import region_of
+from mpjax._full_precision import ACTIVE
 from mpjax._policy import Policy, PolicyLike
 from mpjax._rules import (
   Rule,
@@ -33,14 +30,12 @@ class Given:
   policy: Policy | None
   rules: tuple[Rule, ...]
   defaults: tuple[Rule, ...]
-  adapters: tuple[tuple[type[Any], Adapter], ...]
   unmatched: str
-  ops: OpLists | None
   hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
   def __post_init__(self) -> None:
     # JAX hashes the value of a user context at each call of a jitted function.
-    key = (self.policy, self.rules, self.defaults, self.adapters, self.unmatched, self.ops)
+    key = (self.policy, self.rules, self.defaults, self.unmatched)
     object.__setattr__(self, "hash", hash(key))
 
   def __hash__(self) -> int:
@@ -52,13 +47,20 @@ class Given:
     return functools.partial(Given, **values), ()
 
   @property
+  def low(self) -> bool:
+    """Whether anything that was given computes in low precision."""
+    rules = (*self.rules, *self.defaults)
+    policies = (self.policy, *(rule.policy for rule in rules))
+    return any(p is not None and p.compute_dtype.itemsize < 4 for p in policies)
+
+  @property
   def by_place(self) -> bool:
     """Whether two equal modules can get different policies for where they stand."""
     return any(map(goes_by_place, (*self.rules, *self.defaults)))
 
 
 class Visits:
-  """The modules that one `init` passed through, and the rules that picked some of them out.
+  """The modules that one `init` passed, the rules that picked some, and the root's output dtype.
 
   It is part of the active context, where it is equal to nothing but itself: no function compiled
   before is reused while it is there, so that no module is missed.
@@ -67,6 +69,7 @@ class Visits:
   def __init__(self) -> None:
     self.classes: dict[str, str] = {}
     self.matched: set[Rule] = set()
+    self.output_dtype: Any = None
 
 
 @dataclasses.dataclass
@@ -84,6 +87,21 @@ class Held:
   left: bool = False
 
 
+@dataclasses.dataclass
+class Again:
+  """A method that is called once more, on a copy of its module, in order to be traced.
+
+  Interceptors of the user's, around ours, see that call too, and have changed what it is given.
+
+  Fields:
+    call: its arguments, as they came to our interceptor.
+    outputs: what it returned there; () until then.
+  """
+
+  call: Any
+  outputs: tuple[Any, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Active:
   """The state in force inside a call. Equal states give equal programs; JAX keys its caches by it.
@@ -94,10 +112,13 @@ class Active:
     root_policy: that of the root of this `init` or `apply`.
     exempt: a rule left the module being called, and all inside it, as it is.
     entered: a module has been entered: the policy began further out.
-    use_dtype: what parameters and caches are cast to when they are read; None as stored.
-    own_dtype: `(dtype,)`: the `dtype` field of the module being called, as it was before it was
-      set; `()` if it was not.
-    loop: the place of the module whose lifted loop has a function as its body, inside that body.
+    tracing: the call is part of one that is traced and will be rewritten.
+    region: what marks the operations of the module being called.
+    cast: modules are called in their compute dtype: arguments, results and `dtype` fields.
+    casting: the classes of modules that are called so, since they raise in float32.
+    as_python: the paths of modules that run as Python, since they look at values.
+    failed: where to note the class of a module that raises.
+    again: the method that is called next, if it was called before.
     visits: where to note the modules passed, during `init`.
     root: the scope of the root; it tells a model that is applied inside from the root itself.
     held: the user's scope that this state belongs to, if any.
@@ -112,22 +133,27 @@ class Active:
   root_policy: Policy | None = None
   exempt: bool = False
   entered: bool = False
-  use_dtype: np.dtype[Any] | None = None
-  own_dtype: tuple[Any, ...] = ()
-  loop: str | None = None
+  tracing: bool = False
+  region: str = ""
+  cast: bool = False
+  casting: frozenset[type[Any]] = frozenset()
+  as_python: frozenset[str] = frozenset()
   visits: Visits | None = None
   # Compared, these would make every call another program.
   root: weakref.ref[Scope] | None = None
   held: "Held | None" = None
   in_region: bool = False
   met: set[str] | None = None
+  failed: list[type[Any]] | None = None
+  again: list[Again] = dataclasses.field(default_factory=list)
   key: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
   hash: int = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self) -> None:
     # Compared and hashed at each call of a function that is jitted, jax.numpy's own included.
     key = (self.given, self.policy, self.root_policy, self.exempt, self.entered)
-    key += (self.use_dtype, self.own_dtype, self.loop, self.visits, self.in_region)
+    key += (self.tracing, self.region, self.cast, self.casting, self.as_python, self.visits)
+    key += (self.in_region,)
     object.__setattr__(self, "key", key)
     object.__setattr__(self, "hash", hash(key))
 
@@ -144,7 +170,7 @@ class Active:
     """Whether a policy is in force."""
     return self.given is not None
 
-  def region(self) -> "Active":
+  def outside(self) -> "Active":
     """Returns the state inside of `mpjax.full_precision`."""
     return _REGION
 
@@ -155,8 +181,20 @@ _REGION = Active(given=None, in_region=True)
 
 def begin(given: Given, visits: Visits | None = None, met: set[str] | None = None) -> Active:
   """Returns the state at the root of a model that `given` was given to."""
-  policy = given.policy
-  return Active(given=given, policy=policy, root_policy=policy, visits=visits, met=met)
+  policy, around = given.policy, ACTIVE.value
+  # A model inside of another that is being traced is rewritten with it.
+  tracing, region = False, region_of(policy)
+  if around is not None and around.tracing:
+    tracing, region = True, around.region
+  return Active(
+    given=given,
+    policy=policy,
+    root_policy=policy,
+    tracing=tracing,
+    region=region,
+    visits=visits,
+    met=met,
+  )
 
 
 def give(
@@ -165,14 +203,12 @@ def give(
   rules: Iterable[Rule],
   *,
   defaults: Iterable[Rule] | None,
-  adapters: Mapping[type[nn.Module], Adapter] | None,
-  ops: Any,
   unmatched: str,
 ) -> Given:
   """Returns the checked arguments that `with_policy` and `policy_scope` share.
 
   Raises:
-    MpjaxTypeError: rules, adapters or operation lists of the wrong type.
+    MpjaxTypeError: rules of the wrong type.
     MpjaxValueError: an unknown policy or value of `unmatched`.
   """
   return Given(
@@ -181,31 +217,8 @@ def give(
     defaults=default_rules()
     if defaults is None
     else parse_rules(defaults, f"{where}(defaults=...)"),
-    adapters=_parse_adapters(adapters, f"{where}(adapters=...)"),
     unmatched=parse_unmatched(unmatched, where),
-    ops=parse_ops(ops, where),
   )
-
-
-def with_ops(given: Given, fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `fun` with its operations in float32 where the lists that were given ask for it."""
-  where = "mpjax.linen.with_policy(ops=...)"
-  return fun if given.ops is None else float32_operations(fun, given.ops, where)
-
-
-def _parse_adapters(adapters: Any, where: str) -> tuple[tuple[type[Any], Adapter], ...]:
-  items = tuple(adapters.items()) if isinstance(adapters, Mapping) else ((adapters, None),)
-  for cls, adapter in () if adapters is None else items:
-    if not (isinstance(cls, type) and isinstance(adapter, Adapter)):
-      raise MpjaxTypeError(
-        message(
-          where,
-          expected="a mapping from module classes to mpjax.linen.Adapter",
-          got=repr(adapters),
-          fix="Write adapters={MyCell: mpjax.linen.Adapter(...)}.",
-        )
-      )
-  return () if adapters is None else items
 
 
 def module_path(module: nn.Module) -> str:
@@ -265,9 +278,4 @@ def shown(given: Given) -> str:
     parts.append(f"rules={list(given.rules)!r}")
   if given.defaults != default_rules():
     parts.append(f"defaults={given.defaults!r}")
-  if given.adapters:
-    parts.append(f"adapters={{{', '.join(f'{cls.__name__}: ...' for cls, _ in given.adapters)}}}")
-  if given.ops is not None:
-    ops = "float32" if given.ops == OpLists() else given.ops
-    parts.append(f"ops={ops!r}")
   return ", ".join(parts)

@@ -15,11 +15,12 @@ from mpjax._full_precision import in_region
 from mpjax._named_arrays import places
 from mpjax._rules import Rule, unmatched_error
 from mpjax._storage import store_as_used
-from mpjax._tree import cast_leaf, is_floating
+from mpjax._tree import cast_leaf, map_arrays
 from mpjax._types import PyTree
-from mpjax.linen._context import OFF, Given, Visits, begin, shown, with_ops
+from mpjax.linen._context import OFF, Given, Visits, begin, shown
+from mpjax.linen._initialize import COMPUTED, cast_like
 from mpjax.linen._intercept import activate
-from mpjax.linen._params import COLLECTIONS, strip
+from mpjax.linen._outermost import applied
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,7 +76,10 @@ class PolicyModule:
     return self._merge(self._plain_init(rngs, *args, **kwargs), ours)
 
   def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Returns the model's output under the policy, and what `init` returns.
+    """Returns the model's output, and what `init` returns.
+
+    Nothing is computed in low precision: the output is that of float32, in the policy's
+    `output_dtype`.
 
     Args:
       rngs: as for `nn.Module.init_with_output`.
@@ -88,12 +92,12 @@ class PolicyModule:
     visits = Visits()
     ours = self._traced_init(visits, rngs, *args, **kwargs)
     self._check_rules(visits)
-    if in_region():
-      call = self.module.init_with_output
-    else:
-      call = with_ops(self.given, functools.partial(self._init_under_policy, None))
-    outputs, _ = call(rngs, *args, **kwargs)
-    return outputs, self._merge(self._plain_init(rngs, *args, **kwargs), ours)
+    with activate(OFF):
+      outputs, plain = self.module.init_with_output(rngs, *args, **kwargs)
+    dtype = visits.output_dtype
+    if dtype is not None and not in_region():
+      outputs = map_arrays(lambda x: cast_leaf(x, dtype), outputs)
+    return outputs, self._merge(plain, ours)
 
   def lazy_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns what `init` returns, from abstract inputs, as `nn.Module.lazy_init` does.
@@ -107,11 +111,11 @@ class PolicyModule:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
     visits = Visits()
-    with activate(begin(self.given, visits)):
-      ours = jax.eval_shape(lambda: self.module.lazy_init(rngs, *args, **kwargs))
+    lazy = functools.partial(self.module.lazy_init, rngs, *args, **kwargs)
+    ours = jax.eval_shape(lambda: self._casting(visits, lazy))
     self._check_rules(visits)
     with activate(OFF):
-      return self._merge(self.module.lazy_init(rngs, *args, **kwargs), ours)
+      return self._merge(lazy(), ours)
 
   def bind(self, variables: Any, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
     """Returns the model bound to variables: its methods and submodules run under the policy.
@@ -135,8 +139,7 @@ class PolicyModule:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
     visits = Visits()
-    with activate(begin(self.given, visits)):
-      table = self.module.tabulate(rngs, *args, **kwargs)
+    table = self._casting(visits, lambda: self.module.tabulate(rngs, *args, **kwargs))
     self._check_rules(visits)
     return table
 
@@ -238,9 +241,11 @@ class PolicyModule:
   ) -> Any:
     if in_region():
       return self.module.apply(*args, **kwargs)
-    with activate(begin(self.given, visits, met)):
-      call = with_ops(self.given, lambda *a, **kw: strip(self.module.apply(*a, **kw)))
-      return call(*args, **kwargs)
+    state = begin(self.given, visits, met)
+    with activate(state):
+      if state.tracing or not self.given.low:
+        return self.module.apply(*args, **kwargs)
+      return applied(self.module, state, activate, args[0], args[1:], kwargs)
 
   def _plain_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     with activate(OFF):
@@ -254,18 +259,28 @@ class PolicyModule:
 
     # The output is not used here, and may not be a JAX type.
     def variables() -> Any:
-      return self._init_under_policy(visits, rngs, *args, **kwargs)[1]
+      return self._casting(visits, lambda: self.module.init_with_output(rngs, *args, **kwargs)[1])
 
     try:
       return jax.eval_shape(variables)
     except jax.errors.JAXTypeError:
       return variables()  # The model looks at values while it is initialised: let it.
 
-  def _init_under_policy(
-    self, visits: Visits | None, rngs: Any, *args: Any, **kwargs: Any
-  ) -> tuple[Any, Any]:
-    with activate(begin(self.given, visits)):
-      return strip(self.module.init_with_output(rngs, *args, **kwargs))
+  def _casting(self, visits: Visits, call: Callable[[], Any]) -> Any:
+    """Returns what a call does in which modules compute in their compute dtype, not only say it.
+
+    Nothing else tells the dtype of a cache. A loop that carries float32 raises then: what it meets
+    in `apply` is float32 too, and so it is here.
+    """
+    state = begin(self.given, visits)
+    try:
+      with activate(dataclasses.replace(state, cast=True)):
+        return call()
+    except jax.errors.JAXTypeError:
+      raise
+    except Exception:
+      with activate(state):
+        return call()
 
   def _rules_about(self, params: PyTree) -> set[Rule]:
     """Returns the rules whose path has parameters, also of a module that only training calls."""
@@ -302,12 +317,8 @@ class PolicyModule:
 
     Those are the dtypes of parameters, of caches, and of what `perturb` adds to activations.
     """
-    cast = {
-      col: _cast_like(plain[col], ours[col])
-      for col in (*COLLECTIONS, "perturbations")
-      if col in plain and jax.tree.structure(plain[col]) == jax.tree.structure(ours.get(col))
-    }
-    return _updated(plain, cast)
+    cast = {c: cast_like(plain[c], ours.get(c)) for c in ("params", *COMPUTED) if c in plain}
+    return _updated(plain, {col: tree for col, tree in cast.items() if tree is not None})
 
 
 _MAY_BE_RIGHT = (
@@ -328,10 +339,6 @@ def _updated(variables: Any, collections: Mapping[str, Any]) -> Any:
   """Returns variables with other collections, in a mapping of the same kind."""
   frozen = isinstance(variables, FrozenDict)
   return variables.copy(collections) if frozen else {**variables, **collections}
-
-
-def _cast_like(tree: PyTree, dtypes: PyTree) -> PyTree:
-  return jax.tree.map(lambda x, d: cast_leaf(x, d.dtype) if is_floating(x) else x, tree, dtypes)
 
 
 class BoundPolicyModule:
@@ -372,7 +379,7 @@ class BoundPolicyModule:
       if in_region():
         return fun(*args, **kwargs)
       with activate(begin(self._given)):
-        return strip(with_ops(self._given, fun)(*args, **kwargs))
+        return fun(*args, **kwargs)
 
     return call
 

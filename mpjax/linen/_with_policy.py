@@ -2,16 +2,14 @@
 
 import contextlib
 import threading
-from collections.abc import Generator, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Generator, Iterable
+from typing import Any
 
 import flax.linen as nn
 
-from mpjax._adapter import Adapter
-from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError, message
+from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
 from mpjax._frameworks import not_a_model
 from mpjax._full_precision import ACTIVE, in_region
-from mpjax._op_lists import OpLists
 from mpjax._policy import PolicyLike
 from mpjax._rules import Rule
 from mpjax.linen._context import Given, begin, give
@@ -25,15 +23,14 @@ def with_policy(
   rules: Iterable[Rule] = (),
   *,
   defaults: Iterable[Rule] | None = None,
-  adapters: Mapping[type[nn.Module], Adapter] | None = None,
-  ops: Literal["float32"] | OpLists | None = None,
   unmatched: str = "raise",
 ) -> PolicyModule:
   """Returns an unmodified Linen model that runs under a policy.
 
-  Parameters keep the policy's `param_dtype`; each module's inputs, its parameters where they are
-  used, and its `dtype` field are in its `compute_dtype`. Norms' statistics and attention's
-  softmax stay in float32. The variables are the same tree as the model's own.
+  Parameters keep the policy's `param_dtype`. Matmuls and convolutions run in the `compute_dtype`;
+  exponentials, logarithms, sums, norms' statistics and softmax run in float32, also in the model's
+  own code. Float32 arguments, constants and state stay float32 until a matmul; parameters take the
+  dtype of what they meet. The variables are the same tree as the model's own.
 
   Args:
     model: an unbound module; it is not changed.
@@ -41,11 +38,6 @@ def with_policy(
       but for those that rules pick out.
     rules: tried in order for each module; the first that matches wins.
     defaults: tried after `rules`; `mpjax.default_rules()` if None.
-    adapters: what is known about single classes, added to `mpjax.linen.default_adapters()`.
-    ops: "float32" computes in float32 what the modules' own code does in half though it should
-      not: the exponentials, logarithms and sums of `mpjax.OpLists().float32`, and differences that
-      only these read. The rest of the program stays as it is. An edited `OpLists` counts by its
-      float32 part. float16 overflows where bfloat16 does not: advisable there.
     unmatched: "raise", "warn" or "ignore": what `init` and `tabulate` do about a rule that picks
       out no module.
 
@@ -54,8 +46,8 @@ def with_policy(
     `bind` and `tabulate`, and with `convert` for inference.
 
   Raises:
-    MpjaxTypeError: `model` is not an unbound Linen module, is wrapped already, or rules or
-      adapters have the wrong type.
+    MpjaxTypeError: `model` is not an unbound Linen module, is wrapped already, or rules
+      have the wrong type.
     MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
 
   >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
@@ -77,9 +69,7 @@ def with_policy(
     got = f"one that is bound at {'/'.join(model.path)!r}"
     fix = "Wrap the root model, and give submodules their policy by rules."
     raise MpjaxTypeError(message(f"{where}(model)", expected=expected, got=got, fix=fix))
-  given = give(
-    where, policy, rules, defaults=defaults, adapters=adapters, ops=ops, unmatched=unmatched
-  )
+  given = give(where, policy, rules, defaults=defaults, unmatched=unmatched)
   return PolicyModule(model, given)
 
 
@@ -88,8 +78,6 @@ def policy_scope(
   rules: Iterable[Rule] = (),
   *,
   defaults: Iterable[Rule] | None = None,
-  adapters: Mapping[type[nn.Module], Adapter] | None = None,
-  ops: None = None,
   unmatched: str = "raise",
 ) -> contextlib.AbstractContextManager[None]:
   """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
@@ -101,12 +89,10 @@ def policy_scope(
     policy: as for `with_policy`.
     rules: as for `with_policy`; a rule that picks out nothing is never an error here.
     defaults: as for `with_policy`.
-    adapters: as for `with_policy`.
-    ops: only None: the programs of calls inside are not this scope's to rewrite.
     unmatched: accepted as for `with_policy`.
 
   Raises:
-    MpjaxTypeError: rules or adapters of the wrong type.
+    MpjaxTypeError: rules of the wrong type.
     MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
     MpjaxRuntimeError: entered by a module that is running under a policy.
 
@@ -118,12 +104,7 @@ def policy_scope(
   bfloat16
   """
   where = "mpjax.linen.policy_scope"
-  if ops is not None:
-    fix = "Wrap the model: mpjax.linen.with_policy(model, policy, ops=...)."
-    raise MpjaxValueError(message(f"{where}(ops=...)", expected="None", got=repr(ops), fix=fix))
-  given = give(
-    where, policy, rules, defaults=defaults, adapters=adapters, ops=None, unmatched=unmatched
-  )
+  given = give(where, policy, rules, defaults=defaults, unmatched=unmatched)
   return _Scope(given)
 
 

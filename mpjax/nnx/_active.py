@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from mpjax._full_precision import ACTIVE
 from mpjax._policy import Policy
 
@@ -18,9 +16,13 @@ class Active:
 
   Fields:
     policy: that of the module being called; None leaves it as it is.
-    use_dtype: what parameters and caches are cast to when they are read; None as stored.
-    fields: whether modules show the fields that the policy gives them, such as `dtype`.
-    wide: whether it is a layer of NNX that shows those for weight gradients in a wider dtype.
+    tracing: the call is part of one that is traced and will be rewritten.
+    region: what marks the operations of the module being called.
+    cast: modules are called in their compute dtype: arguments, results and `dtype` fields.
+    casting: the classes of modules that are called so, since they raise in float32.
+    as_python: the paths of modules that run as Python, since they look at values.
+    failed: where to note the class of a module that raises.
+    outermost: no module has been entered: the next is where a policy begins.
     on: policies are in force.
     in_region: it is the state inside of `mpjax.full_precision`, where none is.
     given: always None, as are the two that follow: what a Linen module looks at, to find that no
@@ -30,16 +32,20 @@ class Active:
   """
 
   policy: Policy | None = None
-  use_dtype: np.dtype[Any] | None = None
-  fields: bool = True
-  wide: bool = False
+  tracing: bool = False
+  region: str = ""
+  cast: bool = False
+  casting: frozenset[type[Any]] = frozenset()
+  as_python: frozenset[str] = frozenset()
+  failed: list[type[Any]] | None = dataclasses.field(default=None, compare=False)
+  outermost: bool = True
   on: bool = True
   in_region: bool = False
   given: None = None
   held: None = None
   entered: bool = False
 
-  def region(self) -> "Active":
+  def outside(self) -> "Active":
     """Returns the state inside of `mpjax.full_precision`."""
     return _REGION
 

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from mpjax._adapter import Adapter
 from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
-from mpjax._op_lists import OpLists
 from mpjax._policy import Policy
 
 SPEC = "mpjax_spec"
@@ -30,20 +28,11 @@ class Spec:
     policy: the policy; None leaves the module as it is.
     output_dtype: what is handed on if this module is the outermost one called; None as computed.
     picked: a rule or a field of its own gave the module its policy, not a module around it.
-    adapter: what is known about its class.
-    fields: names and values of the fields that the policy sets.
-    product: the field that holds the product of a layer of NNX, if its weight gradients are to be
-      in the policy's `weight_grad_dtype`.
-    ops: which operations run in float32, if a method is the outermost one called; None leaves them.
   """
 
   policy: Policy | None
   output_dtype: np.dtype[Any] | None
   picked: bool
-  adapter: Adapter
-  fields: tuple[tuple[str, Any], ...]
-  product: str | None = None
-  ops: OpLists | None = None
 
 
 class Link:
@@ -132,3 +121,14 @@ def check_set(module: Any, name: str, value: Any) -> None:
         "with_policy(model, policy).",
       )
     )
+
+
+def path_of(module: Any) -> str:
+  """Returns where a module is in the model, for rules and errors."""
+  link = vars(module).get(LINK)
+  return link.path if isinstance(link, Link) else type(module).__name__
+
+
+def is_node(x: Any) -> bool:
+  """Whether `x` is a module, a variable or another object of NNX."""
+  return isinstance(x, (nnx.Pytree, nnx.Variable))

@@ -5,28 +5,25 @@ is a subclass of the user's, one for each policy: so the policy is part of the g
 of every key that JAX and NNX cache by.
 """
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from mpjax._adapter import call_inputs, call_outputs, like, warn_of_uncast
+from mpjax._autocast import leaving, region_of
 from mpjax._full_precision import ACTIVE, in_region
-from mpjax._policy import Policy
-from mpjax._tree import cast_leaf, is_floating, map_arrays
-from mpjax._types import PyTree
+from mpjax._module_dtype import dtype_field, warn_of_uncast
+from mpjax._regions import FLOAT32, arguments, is_low, is_wide, returned
 from mpjax.nnx._active import Active, current
 from mpjax.nnx._bodies import finished, run
-from mpjax.nnx._ops import with_ops
-from mpjax.nnx._spec import LINK, SPEC, Spec, check_modes, check_set, model_of
-from mpjax.nnx._variables import CAST, in_use, is_node, map_leaves, stored, strip
-from mpjax.nnx._weight_grads import product_fields
+from mpjax.nnx._outermost import rewritten
+from mpjax.nnx._spec import LINK, SPEC, Spec, check_modes, check_set, model_of, path_of
 
 _CONTAINERS = (nnx.List, nnx.Dict)
 _NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, *_CONTAINERS)
@@ -47,25 +44,9 @@ def _overrides(cls: Any) -> dict[str, Any]:
   than those of `cls`, and could not take the class.
   """
 
-  def __getattribute__(self: Any, name: str) -> Any:
-    value = cls.__getattribute__(self, name)
-    if name.startswith("__"):
-      return value
-    active = current()
-    if active is None or not active.on:
-      return value
-    if active.wide and name in type(self).mpjax_wide:
-      return type(self).mpjax_wide[name]
-    fields = type(self).mpjax_fields
-    if active.fields and name in fields:
-      return fields[name]
-    if active.use_dtype is None:
-      return value
-    return _as_stored(value) if name in _SEE_AS_STORED else _variables_in_use(value)
-
   def __setattr__(self: Any, name: str, value: Any) -> None:
     check_set(self, name, value)
-    value = _born(stored(value)) if isinstance(value, nnx.Variable) else value
+    value = _born(value) if isinstance(value, nnx.Variable) else value
     cls.__setattr__(self, name, value)
     model = model_of(self)
     if model is not None and isinstance(value, bool):
@@ -90,7 +71,6 @@ def _overrides(cls: Any) -> dict[str, Any]:
     return _rebuild, (cls, is_tree(self), type(self).mpjax_spec), dict(vars(self))
 
   return {
-    "__getattribute__": __getattribute__,
     "__setattr__": __setattr__,
     "__delattr__": __delattr__,
     "__repr__": shown(cls.__repr__),
@@ -122,8 +102,6 @@ def view_class(cls: Any, tree: bool, spec: Spec) -> Any:
     "__qualname__": cls.__qualname__,
     "__doc__": cls.__doc__,
     SPEC: spec,
-    "mpjax_fields": dict(spec.fields),
-    "mpjax_wide": _wide_fields(spec),
     **_overrides(cls),
     **{name: _method(name, own) for name, own in _methods(cls)},
   }
@@ -161,11 +139,6 @@ def _is_library(cls: type[Any]) -> bool:
   return cls.__module__.split(".")[0] in ("flax", "builtins", "typing", "abc", "collections")
 
 
-def _wide_fields(spec: Spec) -> dict[str, Any]:
-  wide = None if spec.policy is None else spec.policy.weight_grad_dtype
-  return {} if spec.product is None or wide is None else product_fields(spec.product, wide)
-
-
 _NO_METHODS = (type, staticmethod, classmethod, functools.partial)
 """What a class holds that can be called and is not given the module. A partial of Python 3.13
 looks like a method, and warns that it will be one."""
@@ -191,118 +164,84 @@ def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _method(name: str, own: Any) -> Callable[..., Any]:
+  later = inspect.isgeneratorfunction(own)
+
   @functools.wraps(own)
   def method(self: Any, *args: Any, **kwargs: Any) -> Any:
     if in_region():
       return own.__get__(self, type(self))(*args, **kwargs)
-    ops = type(self).mpjax_spec.ops
-    if ops is None or current() is not None:
-      return _call(self, name, own, args, kwargs)
-    return with_ops(ops, lambda m, *call: _call(m, name, own, *call), name, self, args, kwargs)
+
+    def call(module: Any, args: Any, kwargs: Any) -> Any:
+      return _call(module, name, own, args, kwargs)
+
+    active, around = current(), ACTIVE.value
+    traced = around is not None and around.tracing
+    as_it_is = active is not None and (active.cast or path_of(self) in active.as_python)
+    if traced or as_it_is or later or not is_low(type(self).mpjax_spec.policy):
+      return call(self, args, kwargs)
+    return rewritten(call, name, self, args, kwargs)
 
   return method
 
 
 def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-  """Calls a method under the policy of its module."""
+  """Calls a method in the region of its module."""
   check_modes(module)
-  active, spec = current(), type(module).mpjax_spec
+  around, active, spec = ACTIVE.value, current(), type(module).mpjax_spec
   bound = own.__get__(module, type(module))
-  policy, adapter = spec.policy, spec.adapter
-  finish = strip if active is None else lambda outputs: outputs
+  policy = spec.policy
+  state = active or Active(tracing=around is not None and around.tracing)
+  casts = state.cast or is_wide(policy) or type(module) in state.casting
+  region = region_of(policy)
+  if policy is not None and isinstance(module, nnx.SpectralNorm):
+    region = FLOAT32.name  # Of its own power iteration; the layer inside has its own policy's.
+  inside = dataclasses.replace(state, policy=policy, region=region, cast=casts, outermost=False)
+  call: Any = (args, kwargs)
+  fields: dict[str, Any] = {}
+  if policy is not None:
+    fields = dtype_field(module, policy.compute_dtype if casts else FLOAT32, always=casts)
+    call = arguments(call, policy, casts)
+  with _fields_set(module, fields):
+    outputs = run(module, inside, bound, call)
+  dtype = _returned_dtype(active, spec, casts)
+
+  def finish(outputs: Any) -> Any:
+    if dtype is None:
+      return outputs
+    new = returned(outputs, dtype, state.tracing and not state.cast)
+    # While it is traced all is float32; what hides arrays from JAX is not traced after all.
+    if state.outermost and not state.tracing:
+      warn_of_uncast(module, new, dtype)
+    return new
+
+  return finished(module, name, inside, outputs, lambda x: x, finish)
+
+
+def _returned_dtype(active: Active | None, spec: Spec, casts: bool) -> Any:
+  """Returns the dtype of what a module returns; None leaves what was computed."""
+  policy, dtype = spec.policy, None
   if policy is None:
-    inside = Active()
-    outputs = run(module, inside, bound, args, kwargs)
-    return finished(module, name, inside, outputs, lambda x: x, finish)
-  compute = policy.compute_dtype
-  cast_in = _cast_to(compute)
-  call = call_inputs(adapter, module, name, (args, kwargs), cast_in)
-  fields = not _any_complex(call)
-  wide = fields and name == "__call__" and spec.product is not None
-  as_stored = wide or adapter.params == "stored"
-  inside = Active(policy=policy, use_dtype=None if as_stored else compute, fields=fields, wide=wide)
-  outputs = run(module, inside, bound, *call)
-  handed_on = _handed_on(active, spec, policy)
-  cast_out = _cast_to(handed_on or compute)
-
-  def cast_and_finish(outputs: Any) -> Any:
-    if handed_on is None and not adapter.rounds:
-      return finish(outputs)
-    new = call_outputs(adapter, module, name, (args, kwargs), outputs, cast_out)
-    if active is None and handed_on is not None:
-      warn_of_uncast(module, new, handed_on)
-    elif active is not None and _is_carry(outputs, args):
-      new = (_as_wide(new[0], like(outputs[0], args[0])), *new[1:])
-    return finish(new)
-
-  return finished(module, name, inside, outputs, cast_in, cast_and_finish)
+    return None
+  if active is None or active.outermost:
+    dtype = spec.output_dtype
+  elif spec.picked and policy != active.policy:
+    dtype = policy.output_dtype
+  return policy.compute_dtype if dtype is None and casts else dtype
 
 
-def _handed_on(active: Active | None, spec: Spec, policy: Policy) -> Any:
-  """Returns the dtype of what a module hands on; None leaves what was computed."""
-  if active is None:
-    return spec.output_dtype
-  if spec.picked and policy != active.policy:
-    surrounding = None if active.policy is None else active.policy.compute_dtype
-    return policy.output_dtype or surrounding
-  return policy.compute_dtype
-
-
-def _is_carry(outputs: Any, args: tuple[Any, ...]) -> bool:
-  """Whether a call looks like a step of a loop: what it hands on first is what it was given first.
-
-  NNX does not say what a function is called by. A loop compares the types of what it carries, and
-  a carry that starts in float32 has to stay in it. An output that is no carry may look like one: it
-  is never made narrower than it is.
-  """
-  if not (args and type(outputs) is tuple and len(outputs) == 2):
-    return False
-  return not is_node(args[0]) and bool(jax.tree.leaves(args[0])) and _same(outputs[0], args[0])
-
-
-def _as_wide(new: PyTree, carry: PyTree) -> PyTree:
-  """Returns `carry`, but for leaves that are wider in `new`."""
-
-  def leaf(a: Any, b: Any) -> Any:
-    floating = is_floating(a) and is_floating(b)
-    return a if floating and jnp.promote_types(a.dtype, b.dtype) == a.dtype else b
-
-  return jax.tree.map(leaf, new, carry)
-
-
-def _same(new: PyTree, old: PyTree) -> bool:
+@contextlib.contextmanager
+def _fields_set(module: Any, fields: dict[str, Any]) -> Generator[None]:
+  """Sets attributes of a module for the length of a call."""
+  before = {name: vars(module)[name] for name in fields}
+  vars(module).update(fields)
   try:
-    pairs = jax.tree.leaves(jax.tree.map(lambda a, b: jnp.shape(a) == jnp.shape(b), new, old))
-  except (TypeError, ValueError):
-    return False
-  return all(pairs)
-
-
-def _cast_to(dtype: np.dtype[Any]) -> Callable[[PyTree], PyTree]:
-  return lambda tree: map_arrays(lambda x: cast_leaf(x, dtype), tree)
-
-
-def _any_complex(call: Any) -> bool:
-  """Whether an argument is a complex array: a half `dtype` would drop its imaginary part."""
-  args, kwargs = call
-  return any(
-    isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.complexfloating)
-    for x in (*args, *kwargs.values())
-  )
-
-
-def _variables_in_use(value: Any) -> Any:
-  if isinstance(value, nnx.Variable):
-    return in_use(value)
-  if type(value) in (list, tuple, dict):
-    found = jax.tree.leaves(value, is_leaf=is_node)
-    if any(isinstance(x, CAST) for x in found):
-      return map_leaves(lambda x: in_use(x) if isinstance(x, nnx.Variable) else x, value)
-  return value
+    yield
+  finally:
+    vars(module).update(before)
 
 
 def _born(variable: Any) -> Any:
-  """Returns a variable that a module keeps; made during a call, it gets the storage dtype.
+  """Returns a variable that a module keeps; made in a call, it gets the dtype of storage.
 
   What a cache or an intermediate value is in is what the module gives it.
   """
@@ -310,25 +249,7 @@ def _born(variable: Any) -> Any:
   kept = (nnx.Cache, nnx.Intermediate, nnx.Perturbation)
   if active is None or active.policy is None or isinstance(variable, kept):
     return variable
-  compute, param = active.policy.compute_dtype, active.policy.param_dtype
-
-  def leaf(x: Any) -> Any:
-    return cast_leaf(x, param) if is_floating(x) and x.dtype == compute else x
-
   raw = variable.get_raw_value()
-  new = jax.tree.map(leaf, raw)
-  if any(a is not b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(raw), strict=True)):
-    variable.set_raw_value(new)
+  if active.tracing and isinstance(variable, nnx.Param):
+    variable.set_raw_value(leaving(raw, active.policy.param_dtype))
   return variable
-
-
-def _as_stored(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a method that sees variables as they are, not as the module uses them."""
-
-  @functools.wraps(method)
-  def call(*args: Any, **kwargs: Any) -> Any:
-    active = current() or Active()
-    with ACTIVE(dataclasses.replace(active, use_dtype=None)):
-      return method(*args, **kwargs)
-
-  return call

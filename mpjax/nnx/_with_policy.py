@@ -4,14 +4,12 @@ import functools
 import types
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from flax import nnx
 
-from mpjax._adapter import Adapter, call_fields
 from mpjax._errors import MpjaxTypeError, message
 from mpjax._frameworks import not_a_model
-from mpjax._op_lists import OpLists, parse_ops
 from mpjax._policy import Policy, PolicyLike
 from mpjax._rules import (
   Rule,
@@ -21,10 +19,8 @@ from mpjax._rules import (
   parse_unmatched,
   unmatched_error,
 )
-from mpjax.nnx._adapters import find_adapter
 from mpjax.nnx._spec import LINK, SPEC, Link, Spec, is_view
 from mpjax.nnx._view import is_tree, view_class
-from mpjax.nnx._weight_grads import product_field
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -37,16 +33,14 @@ def with_policy(
   rules: Iterable[Rule] = (),
   *,
   defaults: Iterable[Rule] | None = None,
-  adapters: Mapping[type[nnx.Module], Adapter] | None = None,
-  ops: Literal["float32"] | OpLists | None = None,
   unmatched: str = "raise",
 ) -> M:
   """Returns a view of an NNX model that runs under a policy; the model itself is not changed.
 
   The view's modules hold the very variables of the model, in the dtypes they are stored in: state,
-  gradients, optimizers and checkpoints of the one are those of the other. Each module's inputs, its
-  parameters where they are used, and its `dtype` are in its `compute_dtype`; norms' statistics stay
-  in float32. `output_dtype` is for what the outermost method that is called returns. A view costs
+  gradients, optimizers and checkpoints of the one are those of the other. Matmuls are in the
+  `compute_dtype` of their module; exponentials, sums and norms' statistics are in float32.
+  `output_dtype` is for what the outermost method that is called returns. A view costs
   no array: keep it, or make it anew inside each step. Its modules are of subclasses of the model's.
 
   Args:
@@ -56,11 +50,6 @@ def with_policy(
     rules: tried in order for each module; the first that matches wins. A path is made of attributes
       and indices: "blocks/0/attention".
     defaults: tried after `rules`; `mpjax.default_rules()` if None.
-    adapters: what is known about single classes, added to `mpjax.nnx.default_adapters()`.
-    ops: "float32" computes in float32 what the modules' own code does in half though it should
-      not: the exponentials, logarithms and sums of `mpjax.OpLists().float32`, and differences that
-      only these read. The rest of the program stays as it is. An edited `OpLists` counts by its
-      float32 part. The outermost method that is called is traced for it, as by `nnx.jit`.
     unmatched: "raise", "warn" or "ignore": what to do about a rule that picks out no module.
 
   Returns:
@@ -69,8 +58,7 @@ def with_policy(
     view is an error. No new layer can be set on a view.
 
   Raises:
-    MpjaxTypeError: `model` is not an NNX module, is a view already, or rules or adapters have the
-      wrong type.
+    MpjaxTypeError: `model` is not an NNX module, is a view already, or rules have the wrong type.
     MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
     UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
 
@@ -82,7 +70,7 @@ def with_policy(
   (dtype(bfloat16), True, dtype('float32'))
   """
   _check_model(model)
-  given = _Given(policy, rules, defaults, adapters, ops, unmatched)
+  given = _Given(policy, rules, defaults, unmatched)
   view = nnx.clone(model, variables=False, graph=True)
   modules, copies = _modules(model), _modules(view)
   specs = _resolve(modules, given)
@@ -98,16 +86,12 @@ def with_policy(
 class _Given:
   """What the user gave, checked."""
 
-  def __init__(
-    self, policy: Any, rules: Any, defaults: Any, adapters: Any, ops: Any, unmatched: Any
-  ) -> None:
+  def __init__(self, policy: Any, rules: Any, defaults: Any, unmatched: Any) -> None:
     self.policy = None if policy is None else Policy.parse(policy)
     self.rules = parse_rules(rules, f"{_WHERE}(rules=...)")
     self.defaults = (
       default_rules() if defaults is None else parse_rules(defaults, f"{_WHERE}(defaults=...)")
     )
-    self.adapters = _parse_adapters(adapters)
-    self.ops = parse_ops(ops, _WHERE)
     self.unmatched = parse_unmatched(unmatched, _WHERE)
 
 
@@ -127,21 +111,6 @@ def _check_model(model: Any) -> None:
   if not isinstance(model, nnx.Module):
     got, fix = not_a_model(model, "NNX", "MyModel(rngs=nnx.Rngs(0))")
     raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
-
-
-def _parse_adapters(adapters: Any) -> Mapping[type[Any], Adapter]:
-  items = tuple(adapters.items()) if isinstance(adapters, Mapping) else ((adapters, None),)
-  for cls, adapter in () if adapters is None else items:
-    if not (isinstance(cls, type) and isinstance(adapter, Adapter)):
-      raise MpjaxTypeError(
-        message(
-          f"{_WHERE}(adapters=...)",
-          expected="a mapping from module classes to mpjax.nnx.Adapter",
-          got=repr(adapters),
-          fix="Write adapters={MyCell: mpjax.nnx.Adapter(...)}.",
-        )
-      )
-  return {} if adapters is None else dict(items)
 
 
 def _modules(model: Any) -> dict[tuple[Any, ...], Any]:
@@ -197,38 +166,15 @@ def _resolve(modules: Mapping[tuple[Any, ...], Any], given: _Given) -> dict[Any,
         policy, picked = rule.policy, True
         if policy is None:
           exempt.add(path)
-    specs[path] = _spec(module, policy, picked, given)
+    specs[path] = _spec(policy, picked, given)
   _check_rules(given, matched, names)
   return specs
 
 
-def _product(module: Any, policy: Policy, adapter: Adapter, fields: Mapping[str, Any]) -> Any:
-  """Returns the field that holds a layer's product, if its weight gradients are to be wide."""
-  wide = policy.weight_grad_dtype
-  if wide is None or wide == policy.compute_dtype:
-    return None
-  if adapter.params == "stored" or "dtype" not in fields:
-    return None
-  found = product_field(module)
-  return None if found in fields or "promote_dtype" in fields else found
-
-
-def _spec(module: Any, policy: Policy | None, picked: bool, given: _Given) -> Spec:
-  adapter = find_adapter(given.adapters, type(module))
-  if policy is None:
-    return Spec(
-      policy=None, output_dtype=None, picked=picked, adapter=adapter, fields=(), ops=given.ops
-    )
-  fields = call_fields(adapter, module, "__call__", policy.compute_dtype)
-  return Spec(
-    policy=policy,
-    output_dtype=policy.output_dtype or (given.policy and given.policy.output_dtype),
-    picked=picked,
-    adapter=adapter,
-    fields=tuple(sorted(fields.items())),
-    product=_product(module, policy, adapter, fields),
-    ops=given.ops,
-  )
+def _spec(policy: Policy | None, picked: bool, given: _Given) -> Spec:
+  outer = None if given.policy is None else given.policy.output_dtype
+  dtype = None if policy is None else policy.output_dtype or outer
+  return Spec(policy=policy, output_dtype=dtype, picked=picked)
 
 
 def _check_rules(given: _Given, matched: set[Rule], names: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._autocast._demands import BEHIND, FULL, HALF, demands, of_inputs, of_loop
+from mpjax._autocast._demands import FULL, HALF, demands, of_inputs, of_loop
 from mpjax._autocast._values import Settings
 
 SETTINGS = Settings(compute=np.dtype("float16"), ops=mpjax.OpLists())
@@ -34,7 +34,7 @@ def wants(fun, *args, results=None, ops=None):
     (lambda x: (jnp.exp(x), x @ x), FULL | HALF),
     # Behind operations without an opinion, of any number.
     (lambda x: jnp.tanh(2 * x.T - 1)[:2] @ X, HALF),
-    (lambda x: jnp.exp(jnp.tanh(2 * x.T - 1)[:2]), FULL | BEHIND),
+    (lambda x: jnp.exp(jnp.tanh(2 * x.T - 1)[:2]), FULL),
     (lambda x: lax.concatenate([x, jnp.exp(x)], 0) @ X, FULL | HALF),
     # What stands behind an operation of a list wants nothing of what is before it.
     (lambda x: jnp.exp(x) @ X, FULL),
@@ -56,7 +56,7 @@ def test_of_an_argument(fun, want):
 
 def test_of_what_is_wanted_outside():
   for want in (0, HALF, FULL, HALF | FULL):
-    before = want | (BEHIND if want & FULL else 0)
+    before = want
     assert wants(lambda x: (x * 2, jnp.exp(x) + 0), results=(want, HALF)) == (before | FULL,)
     assert wants(lambda x: x, results=(want,)) == (want,)
     assert wants(jax.jit(lambda x: x + 1), results=(want,)) == (before,)
@@ -84,7 +84,7 @@ def test_of_every_variable_of_a_program():
   jaxpr = jax.make_jaxpr(fun)(X).jaxpr
   found = demands(jaxpr, (0, 0), SETTINGS)
   (x,), (y, z, _) = jaxpr.invars, [eqn.outvars[0] for eqn in jaxpr.eqns]
-  assert found == {x: FULL | BEHIND, y: FULL, z: HALF}
+  assert found == {x: FULL, y: FULL, z: HALF}
 
 
 def chain(x, y, z):

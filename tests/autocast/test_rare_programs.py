@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 
 import mpjax
-from mpjax._autocast._transform import rewritten
+from mpjax._autocast._traced import rewritten
 from mpjax._autocast._values import Settings
 from tests import programs
 

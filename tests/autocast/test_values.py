@@ -124,6 +124,6 @@ def test_settings_are_keys_of_caches():
     {"ops": OpLists().with_(half=["exp"])},
     {"rules": ()},
     {"rules": (Rule("float32", path="a"),)},
-    {"lower": False},
+    {"weight_grads": FLOAT32},
   ):
     assert make(**other) != make()

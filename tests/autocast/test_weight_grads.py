@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._autocast._transform import with_settings
+from mpjax._autocast._traced import Interface, with_settings
 from mpjax._autocast._values import FLOAT32, Settings
 from mpjax._jaxpr import residual_bytes
 from tests.partitioned import collectives
@@ -31,7 +31,7 @@ def cast(fun, half="bfloat16", wide=FLOAT32, rules=()):
     return [i == 1 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
 
   settings = Settings(compute=jnp.dtype(half), ops=mpjax.OpLists(), rules=rules, weight_grads=wide)
-  return with_settings(fun, settings, "a test", is_data)
+  return with_settings(fun, settings, "a test", Interface(data=is_data))
 
 
 def integers(seed, shape, largest):

@@ -1,5 +1,6 @@
 """The benchmarks run, compare like with like, and say what was recorded."""
 
+import collections
 import functools
 import importlib
 import io
@@ -50,37 +51,31 @@ def gradient(bench, case, apply):
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("model", MODELS)
-def test_by_hand_and_by_policy_are_the_same_program(bench, model, half):
-  """The same operations on the same dtypes in the same order, forward and backward."""
+def test_by_hand_and_by_policy_have_the_same_products_and_no_more_casts(bench, model, half):
   case = bench.SIZES["tiny"][model]
   applies = bench.variants(case, half)
   traced = {}
   for name in ("by hand", "policy"):
     fun, args = gradient(bench, case, applies[name])
     traced[name] = jax.make_jaxpr(fun)(*args)
-  listed = {
-    name: [
-      (str(eqn.primitive), [str(v.aval) for v in (*eqn.invars, *eqn.outvars)])
-      for eqn, _ in programs.equations(program)
-    ]
-    for name, program in traced.items()
-  }
-  assert listed["by hand"] == listed["policy"]
+  found = {name: collections.Counter(programs.products(x)) for name, x in traced.items()}
+  assert found["by hand"] == found["policy"]
   assert programs.half_share(traced["by hand"]) == 1
+  casts = {name: programs.converts(program) for name, program in traced.items()}
+  assert casts["policy"] <= casts["by hand"]
 
 
-def test_by_hand_and_by_policy_have_the_same_gradients(bench):
+def test_gradients_by_policy_err_no_more_than_by_hand(bench):
   case = bench.SIZES["tiny"]["mlp"]
   applies = bench.variants(case, "float16")
-  values = []
-  for name in ("by hand", "policy"):
+  values = {}
+  for name in ("float32", "by hand", "policy"):
     fun, _ = gradient(bench, case, applies[name])
     params, rest, _ = bench.first_state(case, bench.optimizer())
-    values.append(jax.jit(fun)(params, rest, *case.data()))
-  for a, b in zip(*map(jax.tree.leaves, values), strict=True):
-    assert a.dtype == b.dtype == jnp.float32
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    assert np.isfinite(a).all()
+    values[name] = jax.jit(fun)(params, rest, *case.data())
+    assert {str(x.dtype) for x in jax.tree.leaves(values[name])} == {"float32"}
+  errors = {name: programs.error(x, values["float32"]) for name, x in values.items()}
+  assert 0 < errors["policy"] <= 1.1 * errors["by hand"] < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -142,8 +137,10 @@ def test_everything_is_measured_and_written(bench, report, tmp_path):
     assert one["compiled"]["argument_bytes"] > one["compiled"]["temp_bytes"] / 1000 > 0
   # A layer of 16 and one of 3; a batch of 4 of 8 features; no gradient for the first input.
   assert figures["float32"]["traced"]["flops"] == 2 * 4 * (2 * 8 * 16 + 3 * 16 * 3)
-  assert figures["policy"]["traced"] == figures["by hand"]["traced"]
-  assert figures["policy"]["compiled"] == figures["by hand"]["compiled"]
+  for of, exact in (("traced", ("products", "half_share", "flops")), ("compiled", ("dot",))):
+    ours, theirs = figures["policy"][of], figures["by hand"][of]
+    assert {key: ours[key] for key in exact} == {key: theirs[key] for key in exact}
+    assert all(ours[key] <= 1.02 * theirs[key] for key in theirs)
   assert list(results["scaling"]["mlp"]) == ["none", "static", "dynamic", "flax"]
   shown = text.getvalue()
   assert "step / hand" in shown

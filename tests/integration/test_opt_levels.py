@@ -26,9 +26,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("name", ["O0", "O2", "O3"])
 def test_a_level_trains(name, dtype):
   level = mpjax.opt_level(name, dtype)
-  model = mpjax.linen.with_policy(
-    Model(), level.policy, level.rules, defaults=level.defaults, ops=level.ops
-  )
+  model = mpjax.linen.with_policy(Model(), level.policy, level.rules, defaults=level.defaults)
   tx = mpjax.master_weights(optax.sgd(0.05)) if level.master_weights else optax.sgd(0.05)
   tx = mpjax.loss_scaling(tx, level.loss_scale)
   variables = model.init(jax.random.key(0), X)

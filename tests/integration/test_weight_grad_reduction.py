@@ -114,11 +114,11 @@ def test_gradients_are_added_up_in_float32(devices, kind, half):
   in_half, in_float32 = found("float32")
   assert not in_half
   assert sizes(in_float32) == sizes((0, 0, x.shape) for x in jax.tree.leaves(params))
-  # Without it, kernels and biases are added up in half; the norm's parameters never were.
+  # Without it, kernels are added up in half; biases and the norm's parameters never are.
   in_half, in_float32 = found(None)
-  layers = [params["Conv_0"], params["Dense_0"]]
-  assert sizes(in_half) == sizes((0, 0, x.shape) for x in jax.tree.leaves(layers))
-  assert sizes(in_float32) == {3: 2}
+  kernels = [params["Conv_0"]["kernel"], params["Dense_0"]["kernel"]]
+  assert sizes(in_half) == sizes((0, 0, x.shape) for x in kernels)
+  assert sizes(in_float32) == {3: 3, 5: 1}
 
 
 def test_no_sum_of_a_transformer_is_in_half(devices):
@@ -153,8 +153,11 @@ def test_the_dtype_asked_for(devices, compute, asked):
   x = jnp.ones((BATCH, 3))
   args = placed(mesh, params_of(model, x)), placed(mesh, x, lambda x: ("data",))
   found = collectives(gradients(model, policy(compute, asked)), *args)
-  assert {(op, dtype) for op, dtype, _ in found} == {("all-reduce", XLA[asked or compute])}
+  assert {op for op, _, _ in found} == {"all-reduce"}
   assert sizes(found) == {15: 1, 5: 1}
+  # The bias has a float32 sum in any case.
+  dtypes = {int(np.prod(shape)): dtype for _, dtype, shape in found}
+  assert dtypes == {15: XLA[asked or compute], 5: "f32"}
 
 
 def test_parameters_in_half_are_rounded_after_the_sum(devices):
@@ -182,7 +185,10 @@ def test_what_is_gathered_of_sharded_parameters_is_half(devices, kind):
     gathered = [c for c in found if c.op == "all-gather"]
     assert {c.dtype for c in gathered} == {"bf16"}
     assert {32} == set(sizes(gathered)), "both kernels, whole"
-    assert {c.dtype for c in found if c.op in ("all-reduce", "reduce-scatter")} == {reduced}
+    sums = [c for c in found if c.op in ("all-reduce", "reduce-scatter")]
+    biases = {params["layers_0"]["bias"].size, params["layers_1"]["bias"].size}
+    assert {c.dtype for c in sums if np.prod(c.shape) not in biases} == {reduced}
+    assert {c.dtype for c in sums if np.prod(c.shape) in biases} == {"f32"}
 
 
 def test_four_devices_and_one_agree(devices):

@@ -1,7 +1,7 @@
-"""A policied model is the program that its author would have written by hand, cast for cast.
+"""A policied model multiplies what its author would multiply by hand, and errs no more.
 
-Two ways to compare: the text of the lowered programs, where equal text is the same program; and
-the products and casts of the jaxprs, counted by `tests.programs`. Both cast their inputs inside.
+The products and casts of the jaxprs are counted by `tests.programs`; the gradients are compared
+with those in float32. Both cast their inputs inside.
 """
 
 import collections
@@ -36,13 +36,12 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any], Any]] = {
 }
 
 NAMED_EXCEPTIONS = ("transformer", "lstm", "gru", "language_model")
-"""Flax's own layer with `dtype=half` rounds elsewhere: softmax in half, an output handed on in
-float32, a table cast before the gather. What is equal is a layer written with care."""
+"""Flax's own layer with `dtype=half` rounds elsewhere: softmax in half, an output returned in
+float32, a table cast before the gather. A layer written with care is the better measure."""
 
 
 class Traced(NamedTuple):
   jaxpr: Any
-  text: str
   run: Any
 
 
@@ -75,7 +74,7 @@ def traced(name: str, who: str, half: str = "bfloat16", **fields: Any) -> Traced
     values = filled(variables)
     return programs.compiled(lowered)(values.pop("params"), values, x)
 
-  return Traced(found.jaxpr, lowered.as_text(), run)
+  return Traced(found.jaxpr, run)
 
 
 def written_with_care(name: str) -> str:
@@ -88,25 +87,75 @@ def counted(name: str, who: str, half: str) -> tuple[collections.Counter[Any], i
   return collections.Counter(programs.products(jaxpr)), programs.converts(jaxpr).total()
 
 
-@pytest.mark.case("B038", "A75")
+MORE_CASTS = {"mixer": 8, "language_model": 5}
+"""A parameter is cast where it is used, so that its gradients add up in float32: two slices of one
+array of kernels, the two ends of one table. A GELU is computed in float32, and rounded once more
+for what its derivative keeps. The scan takes its start in the dtype that it has."""
+
+
+@pytest.mark.case("B038", "A75", "B086")
 @BOTH
 @pytest.mark.parametrize("name", MODELS)
-def test_same_products_and_no_more_casts_than_by_hand(name, half):
+def test_same_products_and_few_casts_more_than_by_hand(name, half):
   ours, our_casts = counted(name, "policy", half)
   theirs, their_casts = counted(name, written_with_care(name), half)
-  assert ours == theirs
+  assert ours == theirs == counted(name, "hand", half)[0]
   assert all(set(product.dtypes) == {half} for product in ours)
-  assert our_casts <= their_casts
+  assert our_casts <= their_casts + MORE_CASTS.get(name, 0)
 
 
+SEEDS = 32
+"""The errors of a model with batch norms differ twofold from one draw to the next."""
+
+
+@functools.cache
+def gradients(name: str, who: str, half: str = "") -> Any:
+  """Returns the gradients of one model for each draw of parameters and inputs, of a scaled loss."""
+  cls, own, x = MODELS[name]
+  plain = cls(**own)
+  model = {
+    "plain": lambda: plain,
+    "policy": lambda: mpjax.linen.with_policy(plain, f"mixed_{half}"),
+    "hand": lambda: plain.clone(half=HALF[half]),
+    "careful": lambda: plain.clone(half=HALF[half], careful=True),
+  }[who]()
+  drawn = [filled(shapes(plain, x), seed) for seed in range(SEEDS)]
+  variables = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
+  many = (SEEDS, *x.shape)
+  inputs = normal(*many) if x.dtype == np.float32 else integers(*many, below=11)
+
+  def loss(params, state, x):
+    # A mask of dropout would be the same for all draws.
+    train = name != "mlp"
+    out, _ = model.apply({"params": params, **state}, x, train=train, mutable=list(state))
+    return 2.0**10 * jnp.mean(jnp.square(out.astype(jnp.float32) - 0.5))
+
+  return programs.run(jax.vmap(jax.grad(loss)), variables.pop("params"), variables, inputs)
+
+
+@functools.cache
+def error_over_by_hand(name: str, half: str) -> float:
+  """Returns the error of the gradients under a policy, over that of the model written by hand.
+
+  What errs by a thousandth and more is measured against float32, which errs by a millionth.
+  """
+  true = gradients(name, "plain")
+  theirs = rms_error(gradients(name, written_with_care(name), half), true)
+  assert theirs > 2e-4
+  return rms_error(gradients(name, "policy", half), true) / theirs
+
+
+@pytest.mark.case("I15")
 @BOTH
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_model_written_by_hand_bit_for_bit(name, half):
-  ours = traced(name, "policy", half)
-  theirs = traced(name, written_with_care(name), half)
-  if ours.text != theirs.text:  # The same text is the same program.
-    assert name == "mixer", "all others lower to the very text; see what has become different"
-    assert programs.bits(ours.run()) == programs.bits(theirs.run())
+def test_gradients_err_no_more_than_those_of_the_model_written_by_hand(name, half):
+  assert error_over_by_hand(name, half) <= 1.1
+
+
+@pytest.mark.case("I15")
+@BOTH
+def test_gradients_err_less_than_by_hand_over_all_models(half):
+  assert np.exp(np.mean([np.log(error_over_by_hand(name, half)) for name in MODELS])) <= 0.9
 
 
 @pytest.mark.case("I8")
@@ -120,19 +169,15 @@ def test_a_float32_policy_leaves_the_program_as_it_is(name):
 
 PINNED = {
   # name: (half products, casts to half, casts to float32), all as often as they run
-  "mlp": (8, 14, 13),
-  "hard_coded": (8, 13, 12),
-  "resnet": (20, 30, 29),
-  "mixer": (17, 12, 11),
-  "transformer": (24, 21, 21),
-  "lstm": (33, 40, 51),
-  "gru": (93, 60, 99),
-  "language_model": (36, 45, 36),
+  "mlp": (8, 14, 11),
+  "hard_coded": (8, 10, 8),
+  "resnet": (20, 25, 20),
+  "mixer": (17, 17, 14),
+  "transformer": (24, 21, 19),
+  "lstm": (33, 37, 46),
+  "gru": (93, 38, 82),
+  "language_model": (36, 50, 36),
 }
-
-RECURRENT = ("lstm", "gru")
-"""As many casts as by hand, to one; the numbers are of jax 0.10. By hand too jax 0.12 has 3 and 10
-casts to half less."""
 
 
 def numbers_of(name: str, who: str, half: str) -> tuple[int, int, int]:
@@ -151,12 +196,7 @@ def numbers_of(name: str, who: str, half: str) -> tuple[int, int, int]:
 @BOTH
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_of_casts_and_half_products_are_pinned(name, half):
-  found = numbers_of(name, "policy", half)
-  if name in RECURRENT:
-    assert found == numbers_of(name, "careful", half)
-    if jax.__version_info__ >= (0, 11):
-      return
-  assert found == PINNED[name]
+  assert numbers_of(name, "policy", half) == PINNED[name]
 
 
 @pytest.mark.case("A76")
@@ -169,29 +209,7 @@ def test_remat_changes_neither_dtypes_nor_gradients():
   assert programs.bits(remat.run()) == programs.bits(kept.run())
 
 
-# What the named exceptions cost and bring, against Flax's own layers with `dtype=half`.
-
-EXTRA_CASTS = {"transformer": 0, "lstm": 10, "gru": 10, "language_model": 0}
-"""Recurrent: an output for each of six steps, forward and backward, is handed on in half, where
-Flax hands all of them on in float32 and the next layer casts them at once."""
-
-
-@pytest.mark.case("B086")
-@BOTH
-@pytest.mark.parametrize("name", NAMED_EXCEPTIONS)
-def test_exceptions_have_the_products_of_flax_own_dtype_and_few_casts_more(name, half):
-  ours, our_casts = counted(name, "policy", half)
-  theirs, their_casts = counted(name, "hand", half)
-  assert ours == theirs
-  assert our_casts - their_casts == EXTRA_CASTS[name]
-
-
-@pytest.mark.case("B086")
-@pytest.mark.parametrize(("name", "half"), [("lstm", "bfloat16"), ("gru", "float16")])
-def test_cells_have_the_gradients_of_flax_own_dtype_bit_for_bit(name, half):
-  # The next layer rounds the float32 that Flax hands on to the very numbers that we hand on.
-  ours, theirs = traced(name, "policy", half), traced(name, "hand", half)
-  assert programs.bits(ours.run()) == programs.bits(theirs.run())
+# What the named exceptions bring, against Flax's own layers with `dtype=half`.
 
 
 @pytest.mark.case("B081")

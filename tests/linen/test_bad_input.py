@@ -75,30 +75,6 @@ def test_rules(name, way, option, value, got):
 
 
 @both
-@pytest.mark.parametrize(
-  ("value", "got"),
-  [
-    ({nn.Dense: "stored"}, "'stored'"),
-    ({"Dense": mpjax.linen.Adapter()}, "'Dense'"),
-    ([mpjax.linen.Adapter()], "[Adapter("),
-    (mpjax.linen.Adapter(), "Adapter("),
-  ],
-  ids=["no adapter", "a name", "a list", "an adapter"],
-)
-def test_adapters(name, way, value, got):
-  with pytest.raises(TypeError) as excinfo:
-    way(adapters=value)
-  check_error(
-    excinfo,
-    where=f"{name}(adapters=...)",
-    expected="a mapping from module classes to mpjax.linen.Adapter",
-    got=got,
-    fix="Write adapters={MyCell: mpjax.linen.Adapter(...)}",
-    builtin=TypeError,
-  )
-
-
-@both
 @pytest.mark.parametrize("value", ["error", None, True], ids=str)
 def test_unmatched(name, way, value):
   with pytest.raises(ValueError) as excinfo:
@@ -109,34 +85,6 @@ def test_unmatched(name, way, value):
     expected="'raise', 'warn' or 'ignore'",
     got=repr(value),
     fix="what to do about a rule that picks out no module",
-    builtin=ValueError,
-  )
-
-
-@pytest.mark.parametrize("value", ["float16", {}, ("exp",)], ids=str)
-def test_ops(value):
-  with pytest.raises(TypeError) as excinfo:
-    with_policy(nn.Dense(2), "mixed_bfloat16", ops=value)
-  check_error(
-    excinfo,
-    where="mpjax.linen.with_policy(ops=...)",
-    expected="None, 'float32' or an mpjax.OpLists",
-    got=repr(value),
-    fix='ops="float32"',
-    builtin=TypeError,
-  )
-
-
-@pytest.mark.parametrize("value", ["float32", mpjax.OpLists()], ids=["name", "lists"])
-def test_a_scope_has_no_operation_lists(value):
-  with pytest.raises(ValueError) as excinfo:
-    enter("mixed_bfloat16", ops=value)
-  check_error(
-    excinfo,
-    where="mpjax.linen.policy_scope(ops=...)",
-    expected="None",
-    got=repr(value),
-    fix="with_policy(model, policy, ops=...)",
     builtin=ValueError,
   )
 

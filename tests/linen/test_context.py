@@ -16,7 +16,7 @@ import pytest
 import mpjax
 from mpjax._full_precision import ACTIVE
 from mpjax.linen._context import OFF, Active, begin, give
-from tests.linen.probes import KEY, Probe, X, calls, note, seen, seen_under
+from tests.linen.probes import KEY, Probe, X, note, noted, seen, seen_under
 
 Rule = mpjax.Rule
 
@@ -37,6 +37,25 @@ class Net(nn.Module):
     x = Block(name="one")(x)
     x = Probe(name="between")(x)
     return Block(name="two")(x)
+
+
+class Gram(nn.Module):
+  """Computes a product, so that what it returns has the dtype of its policy."""
+
+  policy: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    return x @ x.T
+
+
+def returned(model, policy, rules=()):
+  """Returns the dtypes of what a model has sown into "returned", in the order of their names."""
+  variables = model.init(KEY, X)
+  variables.pop("returned", None)
+  wrapped = mpjax.linen.with_policy(model, policy, rules)
+  _, found = jax.eval_shape(lambda v: wrapped.apply(v, X, mutable=["returned"]), variables)
+  return [str(x.dtype) for x in jax.tree.leaves(found["returned"])]
 
 
 PATHS = ("", "one", "one/leaf", "between", "two", "two/leaf")
@@ -135,28 +154,22 @@ def test_a_policy_in_the_modules_own_field_beats_rules():
 
 def test_a_policy_in_a_field_begins_like_a_rule():
   own = mpjax.Policy(compute_dtype="float16", output_dtype="float32")
-  handed = []
 
   class Reads(nn.Module):
     @nn.compact
     def __call__(self, x):
-      handed.append(Chooses(own)(x).dtype)
-      handed.append(Chooses(dataclasses.replace(own, output_dtype=None))(x).dtype)
+      self.sow("returned", "in_its_own", Gram(own)(x))
+      self.sow("returned", "in_no_other", Gram(dataclasses.replace(own, output_dtype=None))(x))
       return x
 
-  seen(mpjax.linen.with_policy(Reads(), "bfloat16").apply, {}, X)
-  assert handed == [jnp.float32, jnp.bfloat16]
+  assert returned(Reads(), "bfloat16") == ["float32", "float16"]
 
 
 @pytest.mark.case("A108", "A86")
 def test_an_exempt_module_stays_exempt_all_the_way_down():
   rules = [Rule(None, path="one"), Rule("float16", path="one/leaf")]
-  # The argument that the block is handed is in half; with no cast it goes on as it came.
-  model, variables = Net(), {}
-  found = seen(
-    mpjax.linen.with_policy(model, "bfloat16", rules, unmatched="ignore").apply, variables, X
-  )
-  assert found == everywhere("bfloat16")
+  found = seen_under(Net(), "bfloat16", rules, unmatched="ignore")
+  assert found == everywhere("bfloat16", one="float32", one__leaf="float32")
 
   class WithPolicyInside(nn.Module):
     @nn.compact
@@ -302,9 +315,8 @@ def test_a_module_called_twice_matches_each_time():
 
   model, variables = Twice(), {}
   wrapped = mpjax.linen.with_policy(model, "bfloat16", [Rule("float16", module=Probe)])
-  found = seen(wrapped.apply, variables, X)
-  assert found == {"block": "bfloat16", "block/leaf": "float16"}
-  assert len(calls) == 4
+  once = [("block", "bfloat16"), ("block/leaf", "float16")]
+  assert noted(wrapped.apply, variables, X) == [*once, *once]
 
 
 class Teacher(nn.Module):
@@ -331,9 +343,7 @@ def test_apply_inside_a_forward_pass_inherits():
   model = mpjax.linen.with_policy(
     Holds(Teacher(in_closure=Block)), "bfloat16", [Rule("float16", path="held")]
   )
-  calls.clear()
-  jax.eval_shape(model.apply, {}, X)
-  assert calls == [
+  assert noted(model.apply, {}, X) == [
     ("", "bfloat16"),
     ("held", "float16"),
     ("", "float16"),
@@ -351,8 +361,7 @@ def test_apply_of_a_named_child_is_at_its_name():
   class Child(nn.Module):
     @nn.compact
     def __call__(self, x):
-      calls.append((self.name, str(x.dtype)))
-      return x
+      return note(self, x)
 
   class Parent(nn.Module):
     def setup(self):
@@ -362,11 +371,9 @@ def test_apply_of_a_named_child_is_at_its_name():
       return self.child.clone(parent=None).apply({}, x)
 
   for rules, wanted in (([], "bfloat16"), ([Rule("float16", path="child")], "float16")):
-    calls.clear()
-    jax.eval_shape(
-      mpjax.linen.with_policy(Parent(), "bfloat16", rules, unmatched="ignore").apply, {}, X
-    )
-    assert calls == [("child", wanted)]
+    model = mpjax.linen.with_policy(Parent(), "bfloat16", rules, unmatched="ignore")
+    # Its path is that of a root; it is the rule that knows its name.
+    assert noted(model.apply, {}, X) == [("", wanted)]
 
 
 @pytest.mark.case("A98", "A99")
@@ -377,19 +384,17 @@ def test_a_wrapper_inside_a_forward_pass_wins_and_is_undone():
       note(self, x)
       inner = mpjax.linen.with_policy(Block(parent=None), "float16", [Rule("float32", path="leaf")])
       x = inner.apply({}, x)
-      calls.append(("handed on", str(x.dtype)))
+      self.sow("returned", "by the inner", x)
       return Probe(name="after")(x)
 
   model = mpjax.linen.with_policy(Mixed(), "bfloat16", [Rule("float32", module=Block)])
-  calls.clear()
-  jax.eval_shape(model.apply, {}, X)
-  assert calls == [
+  assert noted(model.apply, {}, X) == [
     ("", "bfloat16"),
     ("", "float16"),
     ("leaf", "float32"),
-    ("handed on", "float16"),
     ("after", "bfloat16"),
   ]
+  assert returned(Mixed(), "bfloat16", [Rule("float32", module=Block)]) == ["float16"]
   # The rules of the outer do not reach into the inner: the innermost given policy wins whole.
 
 
@@ -411,110 +416,103 @@ def test_the_innermost_given_policy_wins_whole():
 
 @pytest.mark.case("B052")
 def test_output_dtypes_of_nested_policies():
-  model, wrapped = Probe(), mpjax.linen.with_policy
+  model, wrapped = Gram(), mpjax.linen.with_policy
   with mpjax.linen.policy_scope("mixed_bfloat16"):
     assert model.apply({}, X.astype("float16")).dtype == jnp.float32
     assert wrapped(model, "float16").apply({}, X).dtype == jnp.float16
     assert wrapped(model, mpjax.Policy(compute_dtype="float16")).apply({}, X).dtype == jnp.float16
 
 
-HANDED_ON = [
-  # (policy of the root, policy of the rule, what the picked module hands on)
-  ("mixed_bfloat16", mpjax.Policy(compute_dtype="float32"), "bfloat16"),
+RETURNED = [
+  # (policy of the root, policy of the rule, what the picked module returns)
+  # Where it has no output dtype: what it computed.
+  ("mixed_bfloat16", mpjax.Policy(compute_dtype="float32"), "float32"),
   ("mixed_bfloat16", "float32", "float32"),
   ("mixed_bfloat16", "float16", "float16"),
-  ("mixed_bfloat16", mpjax.Policy(compute_dtype="float16"), "bfloat16"),
+  ("mixed_bfloat16", mpjax.Policy(compute_dtype="float16"), "float16"),
   ("mixed_bfloat16", "mixed_float16", "float32"),
-  ("float16", mpjax.Policy(compute_dtype="bfloat16"), "float16"),
+  ("float16", mpjax.Policy(compute_dtype="bfloat16"), "bfloat16"),
   ("c=bf16", mpjax.Policy(compute_dtype="bfloat16", output_dtype="float32"), "float32"),
-  # None surrounds it: what it computed.
+  # None surrounds it.
   (None, mpjax.Policy(compute_dtype="float16"), "float16"),
   (None, "mixed_float16", "float32"),
 ]
 
 
 @pytest.mark.case("B052", "A98")
-@pytest.mark.parametrize(("root", "rule", "wanted"), HANDED_ON, ids=str)
-def test_what_is_handed_on_where_a_policy_begins(root, rule, wanted):
-  handed = []
-
+@pytest.mark.parametrize(("root", "rule", "wanted"), RETURNED, ids=str)
+def test_what_is_returned_where_a_policy_begins(root, rule, wanted):
   class Reads(nn.Module):
     @nn.compact
     def __call__(self, x):
-      x = Block(name="block")(x)
-      handed.append(str(x.dtype))
+      x = Gram(name="block")(x)
+      self.sow("returned", "x", x)
       return x
 
-  model = mpjax.linen.with_policy(Reads(), root, [Rule(rule, path="block")])
-  jax.eval_shape(model.apply, {}, X)
-  assert handed == [wanted]
+  assert returned(Reads(), root, [Rule(rule, path="block")]) == [wanted]
 
 
 class Chain(nn.Module):
+  """Sows what the next of its kind returns; the last computes it."""
+
   depth: int
-  handed: Any
 
   @nn.compact
   def __call__(self, x):
     if self.depth == 0:
-      return x
-    x = Chain(self.depth - 1, self.handed, name="next")(x)
-    self.handed(self.depth - 1, str(x.dtype))
+      return x @ x.T
+    x = Chain(self.depth - 1, name="next")(x)
+    self.sow("returned", f"at_{self.depth - 1}", x)
     return x
 
 
 @pytest.mark.case("B052")
 @pytest.mark.parametrize("by", ["class", "path", "field"])
 def test_nested_matches_of_one_rule_begin_once(by):
-  handed = {}
   rule = {
     "class": Rule("mixed_float16", module=Chain),
     "path": Rule("mixed_float16", path="**"),
     "field": Rule("mixed_float16", path="next/**"),
   }[by]
-  model = mpjax.linen.with_policy(Chain(3, handed.__setitem__), "mixed_bfloat16", [rule])
-  out = jax.eval_shape(model.apply, {}, X)
+  model = mpjax.linen.with_policy(Chain(3), "mixed_bfloat16", [rule])
+  out, state = jax.eval_shape(lambda: model.apply({}, X, mutable=["returned"]))
   assert out.dtype == jnp.float32
-  inside = {0: "float16", 1: "float16"}
-  assert handed == {**inside, 2: "float32" if by == "field" else "float16"}
+  outermost = state["returned"]
+  inner = outermost["next"]
+  assert inner["next"]["at_0"][0].dtype == inner["at_1"][0].dtype == jnp.float16
+  assert outermost["at_2"][0].dtype == (jnp.float32 if by == "field" else jnp.float16)
 
 
 @pytest.mark.case("B052")
 def test_the_output_dtype_is_that_of_the_root_and_of_nothing_inside():
-  handed = []
-
   class Reads(nn.Module):
     @nn.compact
     def __call__(self, x):
       for _ in range(2):
         x = nn.Dense(3)(x)
-        handed.append(str(x.dtype))
+        self.sow("returned", "x", x)
       return x
 
-  variables = Reads().init(KEY, X)
-  handed.clear()
-  model = mpjax.linen.with_policy(Reads(), "mixed_float16")
-  assert jax.eval_shape(model.apply, variables, X).dtype == jnp.float32
-  assert handed == ["float16", "float16"]
-  model = mpjax.linen.with_policy(Reads(), mpjax.Policy(compute_dtype="float16"))
-  assert jax.eval_shape(model.apply, variables, X).dtype == jnp.float16
+  variables = {"params": Reads().init(KEY, X)["params"]}
+  for policy, wanted in (("mixed_float16", "float32"), ("c=f16", "float16")):
+    model = mpjax.linen.with_policy(Reads(), policy)
+    assert jax.eval_shape(model.apply, variables, X).dtype == jnp.dtype(wanted)
+    assert returned(Reads(), policy) == ["float16", "float16"]
 
 
 def given(policy="bfloat16", rules=(), **options):
-  settings = {"defaults": None, "adapters": None, "ops": None, "unmatched": "raise", **options}
+  settings = {"defaults": None, "unmatched": "raise", **options}
   return give("mpjax.f", policy, rules, **settings)
 
 
 @pytest.mark.case("B080")
 def test_equal_states_are_equal_and_hash_alike():
-  adapter = mpjax.linen.Adapter(params="stored")
   make = [
     given,
     lambda: given("mixed_float16"),
     lambda: given(None),
     lambda: given(rules=[Rule(None, path="a")]),
     lambda: given(defaults=()),
-    lambda: given(adapters={Block: adapter}),
     lambda: given(unmatched="warn"),
   ]
   for one in make:

@@ -163,7 +163,7 @@ def by_definition(model, variables, x, cotangent):
   ("model", "shape", "half", "gain"),
   [
     pytest.param(nn.Dense(4), (512, 3), "bfloat16", 10_000, id="Dense in bfloat16"),
-    pytest.param(nn.Dense(4), (512, 3), "float16", 2_000, id="Dense in float16"),
+    pytest.param(nn.Dense(4), (512, 3), "float16", 1_000, id="Dense in float16"),
     pytest.param(nn.Conv(3, (3,)), (8, 64, 2), "bfloat16", 10_000, id="Conv in bfloat16"),
   ],
 )
@@ -186,7 +186,9 @@ def test_error_against_float64(model, shape, half, gain):
   ours = errors("float32")
   # 512 float32 additions, in any order.
   assert (ours <= 512 * 2.0**-24 * terms).all()
-  assert errors(None).mean() > gain * ours.mean()
+  # Biases have float32 sums without it too; the kernel comes last.
+  kernel = slice(-variables["params"]["kernel"].size, None)
+  assert errors(None)[kernel].mean() > gain * ours[kernel].mean()
 
 
 # What is built of layers
@@ -290,8 +292,8 @@ CELLS = {
   "SimpleCell": (nn.RNN(nn.SimpleCell(3)), 2),
   "ConvLSTMCell": (nn.RNN(nn.ConvLSTMCell(3, (1,))), 2),
   "attention": (nn.MultiHeadDotProductAttention(2, qkv_features=4), 4),
-  # Joins the kernels of its four gates and multiplies by itself: no field to set.
-  "OptimizedLSTMCell": (nn.RNN(nn.OptimizedLSTMCell(3)), 0),
+  # Joins the kernels of its four gates and multiplies by itself.
+  "OptimizedLSTMCell": (nn.RNN(nn.OptimizedLSTMCell(3)), 2),
 }
 
 
@@ -328,10 +330,10 @@ def test_layers_inside_of_layers_compute_the_same(name):
 
 
 def test_reparametrized_weights():
-  """The inner layer's kernel is computed in float32, and so is the gradient that it gets."""
+  """The inner layer's kernel is computed in float32 with a norm, and is no parameter then."""
   fun, *args = gradients_of(nn.WeightNorm(nn.Dense(3)), "float32", (4, 3))
   program = products(jax.make_jaxpr(fun)(*args))
-  assert [result_of(p) for p in program].count("float32") == 1
+  assert [result_of(p) for p in program].count("float32") == 0
   assert all(p.is_half for p in program)
 
 
@@ -375,12 +377,14 @@ def test_second_derivatives(model, second):
   assert bits(ours) == bits(run(second(loss(model.apply)), variables))
 
 
-def test_forward_mode_is_refused_by_jax():
+def test_forward_mode():
   model = nn.Dense(2)
   variables, x, _ = setting(model, (3, 2))
-  apply = with_policy(model, policy("bfloat16")).apply
-  with pytest.raises(TypeError, match="forward-mode"):
-    jax.jvp(lambda v: apply(v, x), (variables,), (variables,))
+  tangents = []
+  for wide in ("float32", None):
+    apply = with_policy(model, policy("bfloat16", wide)).apply
+    tangents.append(jax.jvp(lambda v: apply(v, x), (variables,), (variables,)))  # noqa: B023
+  assert bits(tangents[0]) == bits(tangents[1])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -500,19 +504,6 @@ def test_the_compiled_forward_pass_has_the_same_operations():
   assert operations(None)["dot"] == 1
 
 
-def test_what_the_layer_adds_is_minus_zero():
-  """The product has added the bias; 0.0 in its place would turn a sum of -0.0 into 0.0."""
-  model = nn.Dense(2)
-  variables, x, _ = setting(model, (3, 2))
-  program = jax.make_jaxpr(with_policy(model, policy("float16")).apply)(variables, x)
-  (constant,) = (
-    eqn.invars[0].val
-    for eqn, _ in equations(program)
-    if eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
-  )
-  assert np.float16(constant).tobytes() == np.float16(-0.0).tobytes()
-
-
 # Who is asked
 
 
@@ -541,7 +532,7 @@ def test_init_under_the_policy():
   ours = with_policy(model, policy("bfloat16"))
   out, variables = ours.init_with_output(KEY, x)
   assert bits(variables) == bits(model.init(KEY, x))
-  assert bits(out) == bits(ours.apply(variables, x))
+  assert bits(out) == bits(model.apply(variables, x))
 
 
 def product_of_the_user(*args, **kwargs):
@@ -569,7 +560,7 @@ class OtherPromotion(nn.Dense):
   promote_dtype: Any = promotion_of_the_user
 
 
-LEFT_ALONE = {
+OTHERS = {
   "dot_general of the user": nn.Dense(3, dot_general=product_of_the_user),
   "dot_general_cls of the user": nn.Dense(3, dot_general_cls=lambda: product_of_the_user),
   "promote_dtype of the user": nn.DenseGeneral(3, promote_dtype=promotion_of_the_user),
@@ -581,12 +572,28 @@ LEFT_ALONE = {
   "Einsum": nn.Einsum((3, 4), "abc,cd->abd"),
   "ConvTranspose": nn.ConvTranspose(2, (3,)),
   "ConvLocal": nn.ConvLocal(2, (3,)),
-  "an integer param_dtype": nn.Dense(3, param_dtype=jnp.int8, kernel_init=nn.initializers.ones),
 }
 
 
-@pytest.mark.parametrize("model", LEFT_ALONE.values(), ids=LEFT_ALONE)
-def test_who_is_left_alone(model):
+@pytest.mark.parametrize("model", OTHERS.values(), ids=OTHERS)
+def test_every_matmul_of_a_parameter_is_reached(model):
+  x = jnp.ones((4, 3)) if isinstance(model, Own) else jnp.ones((2, 4, 3))
+  variables = jax.eval_shape(model.init, KEY, x)
+
+  def results(weight_grad):
+    apply = with_policy(model, policy("bfloat16", weight_grad)).apply
+    loss = lambda v, x: jnp.sum(apply(v, x))  # noqa: E731
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(variables, x)
+    return sorted(map(result_of, products(program)))
+
+  before, after = results(None), results("float32")
+  assert "float32" not in before
+  assert after.count("float32") == 1
+  assert len(after) == len(before)
+
+
+def test_an_integer_kernel_is_left_alone():
+  model = nn.Dense(3, param_dtype=jnp.int8, kernel_init=nn.initializers.ones)
   x = jnp.ones((4, 3)) if isinstance(model, Own) else jnp.ones((2, 4, 3))
   variables = jax.eval_shape(model.init, KEY, x)
 
@@ -609,18 +616,6 @@ def test_kernels_of_whole_numbers():
     return run(lambda x: jax.vjp(lambda x: apply(variables, x), x)[1](cotangent), x)
 
   assert bits(found("float32")) == bits(found(None))
-
-
-def test_an_adapter_that_sets_the_product_itself():
-  def fields(module, method, dtype):
-    return {**mpjax.linen.set_dtype(module, method, dtype), "dot_general": product_of_the_user}
-
-  model = nn.Dense(3)
-  variables, x, cotangent = setting(model, (4, 3))
-  adapters = {nn.Dense: mpjax.linen.Adapter(fields=fields)}
-  apply = with_policy(model, policy("bfloat16"), adapters=adapters).apply
-  program = jax.make_jaxpr(with_gradients(apply, cotangent))(variables, x)
-  assert {result_of(p) for p in products(program)} == {"bfloat16"}
 
 
 def test_precision_is_handed_on():

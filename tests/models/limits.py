@@ -1,4 +1,4 @@
-"""Models that a policy alone does not bring wholly into half, or not through float16.
+"""Models that cannot be brought wholly into half, or through float16, by casts of their arguments.
 
 Each makes a float32 array in its own body, or a constant that float16 cannot hold.
 """

@@ -26,8 +26,7 @@ class Paper(NamedTuple):
     inputs: what the module is initialised with.
     loss: `(model, params, *inputs) -> scalar`.
     attention: whether there is attention in it.
-    exponentials: whether the model's own body takes a softmax or another exponential, which is in
-      half for now.
+    exponentials: whether the model's own body takes a softmax or another exponential.
     by_hand: whether parameters and inputs cast outside bring the model wholly into half; it takes
       a float32 array that the model makes itself to spoil that (times, coordinates, a cache).
   """

@@ -36,9 +36,8 @@ _STEP = "mpjax/training/_train_step.py"
 _GRADIENTS = "mpjax/training/_gradients.py"
 _LEAVES = "mpjax/_leaves.py"
 _INTERCEPT = "mpjax/linen/_intercept.py"
-_PARAMS = "mpjax/linen/_params.py"
-_ADAPTERS = "mpjax/linen/_adapters.py"
-_VARIABLES = "mpjax/nnx/_variables.py"
+_OUTERMOST = "mpjax/linen/_outermost.py"
+_OUTERMOST_OF_NNX = "mpjax/nnx/_outermost.py"
 _POLICY_MODULE = "mpjax/linen/_policy_module.py"
 
 _TEST_SCALE = "tests/test_loss_scale.py::"
@@ -432,29 +431,32 @@ ACTIVE = _Global()
   ),
   Mutation(
     number=37,
-    breaks="Embed casts its table before it gathers: gradients add up in half",
-    file=_ADAPTERS,
-    old='return {"dtype": None} if method == "__call__" else set_dtype(module, method, dtype)',
-    new="return set_dtype(module, method, dtype)",
-    test="tests/linen/test_adapters.py::test_embed_gathers_what_is_stored_and_casts_the_rows",
+    breaks="a module that is traced is told the compute dtype: Embed casts its table before it "
+    "gathers, and gradients add up in half",
+    file=_INTERCEPT,
+    old="dtype_field(module, policy.compute_dtype if casts else FLOAT32, always=casts)",
+    new="dtype_field(module, policy.compute_dtype, always=True)",
+    test="tests/linen/test_outermost.py::test_the_gradient_of_a_table_adds_up_in_the_stored_dtype",
   ),
   Mutation(
     number=38,
     letter="a",
     breaks="initial values are drawn in the compute dtype",
-    file=_PARAMS,
-    old="return active.own_dtype[0] if is_set else arg",
-    new="return arg",
-    test="tests/linen/test_params.py::test_initial_values_are_drawn_as_without_a_policy",
+    file=_INTERCEPT,
+    old="casts = active.cast or is_wide(policy)",
+    new="casts = active.cast or module.is_initializing() or is_wide(policy)",
+    test="tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32",
   ),
   Mutation(
     number=38,
     letter="b",
-    breaks="the rate of dropout is cast to the compute dtype: the mask is drawn in half",
-    file=_ADAPTERS,
-    old='return {"rate": float(module.rate)} if isinstance(module.rate, np.floating) else {}',
-    new='return {"rate": jnp.asarray(module.rate, dtype)}',
-    test="tests/linen/test_with_policy.py::test_dropout_masks_do_not_depend_on_the_policy",
+    breaks="random numbers drawn by a trace that raised stay counted: the mask of dropout is "
+    "another than without a policy (the list: its rate is cast, and the mask drawn in half)",
+    file=_OUTERMOST,
+    old="        except BaseException:\n          restore()\n          raise\n",
+    new="        except BaseException:\n          raise\n",
+    test="tests/linen/test_outermost.py"
+    "::test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype",
   ),
 )
 
@@ -492,28 +494,28 @@ _STORED = (
 _NNX = (
   Mutation(
     number=41,
-    breaks="a variable is cast whole, and then indexed: a gathered table adds up in half",
-    file=_VARIABLES,
-    old="_cast_to_use(stored(self), _owner(self).get_value(**options))",
-    new="_cast_to_use(stored(self), _owner(self).get_value())[options.get('index', ...)]",
-    test="tests/nnx/test_variables.py"
-    "::test_a_gathered_table_adds_up_its_gradient_in_the_stored_dtype",
+    breaks="a perturbation decides the dtype of what it is added to",
+    file=_OUTERMOST_OF_NNX,
+    old="  neutral = (nnx.Param, nnx.Perturbation)\n",
+    new="  neutral = (nnx.Param,)\n",
+    test="tests/nnx/test_view.py::test_sow_and_perturb",
   ),
   Mutation(
     number=42,
-    breaks="a cache is written in half",
-    file=_VARIABLES,
-    old="kept = like_stored(value, stored(self).get_raw_value())",
-    new="kept = value",
-    test="tests/nnx/test_variables.py::test_what_is_written_has_the_stored_dtype",
+    breaks="a variable that a call writes to takes the dtype that was computed",
+    file=_OUTERMOST_OF_NNX,
+    old="variable.set_raw_value(leaving(new, dtype))",
+    new="variable.set_raw_value(new)",
+    test="tests/nnx/test_view.py::test_variables_that_a_call_makes_or_changes_are_the_models",
   ),
   Mutation(
     number=43,
-    breaks="batch statistics are cast where they are read",
-    file=_VARIABLES,
-    old="CAST = (nnx.Param, nnx.Cache)\n",
-    new="CAST = (nnx.Param, nnx.Cache, nnx.BatchStat)\n",
-    test="tests/nnx/test_variables.py::test_all_other_variables_are_not",
+    breaks="a tracer is left in the user's model",
+    file=_OUTERMOST_OF_NNX,
+    old="if changed and _hides_tracer(given):",
+    new="if False:",
+    test="tests/nnx/test_outermost.py"
+    "::test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model",
   ),
   Mutation(
     number=44,
@@ -528,26 +530,25 @@ _NNX = (
     number=45,
     breaks="the output dtype is for every module, not for the outermost one called",
     file="mpjax/nnx/_view.py",
-    old="  if active is None:\n    return spec.output_dtype\n",
-    new="  if active is None or spec.output_dtype is not None:\n    return spec.output_dtype\n",
-    test="tests/nnx/test_with_policy.py::test_output_dtype_is_for_where_a_policy_begins",
+    old="  if active is None or active.outermost:\n",
+    new="  if active is None or spec.output_dtype is not None:\n",
+    test="tests/nnx/test_with_policy.py::test_a_module_inside_has_no_output_dtype",
   ),
   Mutation(
     number=46,
-    breaks="with wide weight gradients, every method of a layer sees its kernel in float32",
-    file="mpjax/nnx/_view.py",
-    old='wide = fields and name == "__call__" and spec.product is not None',
-    new="wide = fields and spec.product is not None",
-    test="tests/nnx/test_weight_grads.py"
-    "::test_only_the_layers_own_call_sees_parameters_as_they_are_stored",
+    breaks="what a policy says of weight gradients is forgotten where a call is rewritten",
+    file="mpjax/_regions.py",
+    old="weight_grads=wide)",
+    new="weight_grads=None)",
+    test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",
   ),
   Mutation(
     number=47,
-    breaks="with rewritten operations, what a call did to variables is lost",
-    file="mpjax/nnx/_ops.py",
-    old="    return changed or nodes, nnx.to_tree(",
-    new="    return nodes, nnx.to_tree(",
-    test="tests/nnx/test_ops.py"
+    breaks="what a call did to variables is lost",
+    file=_OUTERMOST_OF_NNX,
+    old="      return changed, {} if changed else written, nnx.to_tree(",
+    new="      return nodes, {}, nnx.to_tree(",
+    test="tests/nnx/test_outermost.py"
     "::test_statistics_and_counters_move_where_nothing_but_arrays_comes_out",
   ),
 )

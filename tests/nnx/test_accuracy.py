@@ -17,7 +17,7 @@ from tests.nnx.rig import by_name, split, under
 EVERY = {**LAYERS, **EXEMPT}
 
 # One unit of one seed of the GRU is saturated, and 1 - tanh^2 of it cancels: 2.6e-3 in float16. It
-# does so with a dtype set by hand: that is the same program (`test_zero_cost`).
+# does so with a dtype set by hand too.
 TWICE = {name for name in LAYERS if name.startswith("attention")} | {"gru_cell"}
 """Layers whose gradients may be off by twice as much as the others'."""
 

@@ -1,6 +1,7 @@
 """The state in force inside a call."""
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,22 +10,31 @@ from flax import nnx
 import mpjax
 from mpjax._full_precision import ACTIVE
 from mpjax.nnx._active import Active, current
+from tests.programs import products
 
 BF16 = np.dtype("bfloat16")
 X = jnp.ones((2, 4))
 
 
 def test_equal_states_are_one_key():
-  states = [Active(policy=mpjax.Policy(compute_dtype="f16"), use_dtype=BF16) for _ in range(2)]
+  policy = mpjax.Policy(compute_dtype="f16")
+  # Which class raised is what a call tells the one around it, and no part of the key.
+  states = [Active(policy=policy, region="float16", failed=failed) for failed in ([], [nnx.Linear])]
   assert states[0] == states[1]
   assert hash(states[0]) == hash(states[1])
-  assert states[0] != Active(use_dtype=BF16)
+  for other in (
+    Active(region="float16"),
+    Active(policy=policy),
+    Active(policy=policy, region="float16", tracing=True),
+    Active(policy=policy, region="float16", casting=frozenset({nnx.Linear})),
+  ):
+    assert states[0] != other
 
 
-def test_a_region_inside_a_region_is_the_same_state():
-  region = Active().region()
-  assert (Active().on, region.on, region.in_region) == (True, False, True)
-  assert region.region() is region
+def test_outside_of_policies_inside_of_it_is_the_same_state():
+  outside = Active().outside()
+  assert (Active().on, outside.on, outside.in_region) == (True, False, True)
+  assert outside.outside() is outside
 
 
 def test_current_is_what_is_in_force_here_and_nothing_elsewhere():
@@ -68,8 +78,10 @@ def test_a_linen_model_inside_has_a_policy_of_its_own():
     def __call__(self, x):
       return linen.apply(params, x)
 
-  assert mpjax.nnx.with_policy(Bridge(), None)(X).dtype == jnp.float16
-  assert mpjax.nnx.with_policy(Bridge(), "c=bf16")(X).dtype == jnp.float16
+  for policy in (None, "c=bf16", "float32"):
+    program = jax.make_jaxpr(mpjax.nnx.with_policy(Bridge(), policy))(X)
+    (product,) = products(program)
+    assert product.dtypes == ("float16", "float16"), policy
 
 
 def test_an_nnx_view_inside_a_linen_scope_has_its_own_policy():

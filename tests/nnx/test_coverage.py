@@ -39,25 +39,14 @@ def forward_program(name: str, policy: Any) -> Any:
   return jax.make_jaxpr(forward)(*inputs)
 
 
-def in_half(product: programs.Product) -> bool:
-  """Whether a product is one of half numbers: of its operands, or by the algorithm it names.
-
-  `jax.nn.dot_product_attention`, which NNX calls, asks for float32 logits from half operands. In
-  the backward pass their float32 gradient is an operand, and the algorithm says to round it.
-  """
-  return product.is_half or "BF16_BF16_F32" in product.layout
-
-
 @pytest.mark.case("B085", "B089")
 @BOTH
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name, half):
   both, ((out, state), grads) = with_gradients(name, f"mixed_{half}")
   if LAYERS[name].products:
-    assert programs.products(both)
-    assert all(map(in_half, programs.products(both)))
-    # Only attention has products that are in half by their algorithm.
-    assert programs.half_share(both) == 1 or (name in ATTENTION and half == "bfloat16")
+    assert programs.half_share(both) == 1
+    assert {dtype for p in programs.products(both) for dtype in p.dtypes} == {half}
   else:
     assert programs.products(both) == []
   floats = [x for x in jax.tree.leaves((out, grads)) if x.dtype != jax.dtypes.float0]
@@ -66,25 +55,31 @@ def test_layers(name, half):
   assert [x.dtype for x in jax.tree.leaves(state)] == [x.dtype for x in jax.tree.leaves(rest)]
 
 
+NORMS = [name for name in LAYERS if name.endswith("_norm") and name != "weight_norm"]
+GATED = ("lstm", "optimized_lstm", "gru")
+FLOAT32_AT_THE_END = (
+  *(*NORMS, "batch_norm_running", "embed", "dropout", "prelu", "pooling"),
+  *(f"{gated}_{end}" for gated in GATED for end in ("cell", "rnn")),
+  *("rnn_reversed", "bidirectional"),
+)
+"""Layers that end in an operation of the float32 list, without a product, or in a float32 carry."""
+
+
 @pytest.mark.case("A80")
 @BOTH
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_hand_on_half_and_keep_a_float32_carry(name, half):
+def test_layers_return_the_dtype_that_they_compute(name, half):
   forward, _, inputs = layer(name, mpjax.Policy(compute_dtype=half))
   out, _ = jax.eval_shape(forward, *inputs)
-  carry, out = out if name.endswith("_cell") else ((), out)
-  assert {str(x.dtype) for x in jax.tree.leaves(out)} == {half}
-  assert {str(x.dtype) for x in jax.tree.leaves(carry)} <= {"float32"}
-
-
-NORMS = [name for name in LAYERS if name.endswith("_norm") and name != "weight_norm"]
+  wanted = "float32" if name in FLOAT32_AT_THE_END else half
+  assert {str(x.dtype) for x in jax.tree.leaves(out)} == {wanted}
 
 
 @pytest.mark.case("B083", "B084")
 @BOTH
 @pytest.mark.parametrize("name", [*NORMS, "batch_norm_running"])
 def test_norms_compute_their_statistics_in_float32_and_round_once(name, half):
-  forward = forward_program(name, mpjax.Policy(compute_dtype=half))
+  forward = forward_program(name, mpjax.Policy(compute_dtype=half, output_dtype=half))
   assert programs.dtypes_of(forward, "rsqrt") == {"float32"}
   if name != "batch_norm_running":
     assert programs.dtypes_of(forward, "reduce_sum") == {"float32"}

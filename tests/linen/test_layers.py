@@ -1,4 +1,4 @@
-"""What is known about single classes: Flax's own layers, and what a user adds for theirs."""
+"""Flax's own layers under a policy, one by one."""
 
 import functools
 
@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.linen import Adapter, default_adapters
-from mpjax.linen._adapters import find_adapter
-from tests.linen.probes import HALF, KEY, X, calls, dtypes
+from tests.linen.products import HALF, KEY, X, dtypes, operands, values_of
 from tests.programs import bits, products
 
 # The models are written as their users write them.
@@ -19,40 +17,12 @@ pytestmark = pytest.mark.standard_promotion
 
 Rule, with_policy = mpjax.Rule, mpjax.linen.with_policy
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-to_half = functools.partial(
-  jax.tree.map, lambda x: x.astype("bfloat16") if hasattr(x, "dtype") else x
-)
-
-
-def operands(fun, *args):
-  return [p.dtypes for p in products(jax.make_jaxpr(fun)(*args))]
 
 
 def under(model, policy="mixed_bfloat16", *args, **options):
   """Returns (variables, the policied model) with variables that are only shapes and dtypes."""
   variables = jax.eval_shape(model.init, KEY, *(args or (X,)))
   return variables, with_policy(model, policy, **options)
-
-
-def values_of(program, *primitives):
-  """Returns the dtypes that primitives work on, in a program and all inside it."""
-  found = set()
-
-  def walk(jaxpr):
-    for eqn in jaxpr.eqns:
-      if eqn.primitive.name in primitives:
-        found.add(str(eqn.invars[0].aval.dtype))
-      for value in eqn.params.values():
-        if hasattr(value, "jaxpr"):
-          walk(value.jaxpr)
-        elif hasattr(value, "eqns"):
-          walk(value)
-
-  walk(program.jaxpr)
-  return found
-
-
-# Which adapter
 
 
 class MyNorm(nn.LayerNorm):
@@ -63,83 +33,13 @@ class MyCell(nn.GRUCell):
   """A cell of the user's, derived from Flax's."""
 
 
-def test_the_first_class_of_the_mro_decides():
-  table = default_adapters()
-  assert find_adapter((), MyNorm) == table[nn.LayerNorm]
-  assert find_adapter((), MyCell) == table[nn.RNNCellBase]
-  assert find_adapter((), nn.Dense) == Adapter()
-  assert find_adapter((), nn.SelfAttention) == table[nn.MultiHeadDotProductAttention]
-  mine = Adapter(params="stored")
-  assert find_adapter(((nn.LayerNorm, mine),), MyNorm) == mine
-  assert find_adapter(((nn.Module, mine),), MyNorm) == table[nn.LayerNorm]
-  assert find_adapter(((nn.Module, mine),), nn.Dense) == mine
-  assert find_adapter(((MyNorm, mine),), nn.LayerNorm) == table[nn.LayerNorm]
-  assert find_adapter((), nn.remat(nn.LayerNorm)) == table[nn.LayerNorm]
-
-
-def test_the_table_cannot_be_changed():
-  with pytest.raises(TypeError):
-    default_adapters()[nn.Dense] = Adapter()
-  assert nn.Dense not in default_adapters()
-
-
-class Custom(nn.Module):
-  """A layer with its own ideas: `precision` names the dtype that it computes in."""
-
-  precision: str = "float32"
-
-  @nn.compact
-  def __call__(self, x, scale):
-    calls.append((self.precision, f"{x.dtype} {scale.dtype}"))
-    w = self.param("w", nn.initializers.ones, (3, 2))
-    calls.append(("w", str(w.dtype)))
-    return jnp.dot(x.astype(self.precision), w.astype(self.precision)), scale
-
-
-@pytest.mark.parametrize("way", ["wrapper", "scope"])
-def test_an_adapter_of_the_users_own(way):
-  adapter = Adapter(
-    params="stored",
-    inputs=lambda module, method, call, cast: ((cast(call[0][0]), *call[0][1:]), call[1]),
-    fields=lambda module, method, dtype: {"precision": dtype.name},
-    outputs=lambda module, method, call, outputs, cast: (cast(outputs[0]), outputs[1]),
-  )
-  variables = Custom().init(KEY, X, jnp.ones(()))
-  calls.clear()
-  if way == "wrapper":
-    model = with_policy(Custom(), "mixed_bfloat16", adapters={Custom: adapter})
-    out, scale = model.apply(variables, X, jnp.ones(()))
-  else:
-    with mpjax.linen.policy_scope("mixed_bfloat16", adapters={Custom: adapter}):
-      out, scale = Custom().apply(variables, X, jnp.ones(()))
-  assert calls == [("bfloat16", "bfloat16 float32"), ("w", "float32")]
-  assert out.dtype == F32
-  assert scale.dtype == F32
-  # Without it: the module is called like any other.
-  calls.clear()
-  with_policy(Custom(), "mixed_bfloat16").apply(variables, X, jnp.ones(()))
-  assert calls == [("float32", "bfloat16 bfloat16"), ("w", "bfloat16")]
-
-
-def test_a_users_adapter_comes_before_ours():
-  variables, model = under(nn.LayerNorm(), adapters={nn.LayerNorm: Adapter()})
-  calls.clear()
-  program = jax.make_jaxpr(model.apply)(variables, X)
-  assert "bf16[3] = convert_element_type" in str(program)
-  variables, model = under(nn.LayerNorm())
-  assert "bf16[3] = convert_element_type" not in str(jax.make_jaxpr(model.apply)(variables, X))
-
-
-# Flax's layers
-
-
 @pytest.mark.case("B081")
 @pytest.mark.parametrize("half", HALF)
 def test_embed_gathers_what_is_stored_and_casts_the_rows(half):
   ids = jnp.asarray([[1, 257 % 11, 1]])
   model = nn.Embed(11, 4)
   variables = model.init(KEY, ids)
-  ours = with_policy(model, f"c={half}")
+  ours = with_policy(model, f"c={half},o={half}")
   out = ours.apply(variables, ids)
   assert out.dtype == jnp.dtype(half)
   wanted = np.asarray(variables["params"]["embedding"])[np.asarray(ids)].astype(jnp.dtype(half))
@@ -151,6 +51,10 @@ def test_embed_gathers_what_is_stored_and_casts_the_rows(half):
   weight = jnp.full((300, 4), 1 + 2.0**-7)
   grad = jax.grad(lambda v: (ours.apply(v, many).astype("float32") * weight).sum())(variables)
   np.testing.assert_array_equal(grad["params"]["embedding"][1], np.full(4, 300 * (1 + 2.0**-7)))
+  # Nothing asks for a dtype here: the rows are what is stored.
+  assert bits(with_policy(model, f"c={half}").apply(variables, ids)) == bits(
+    model.apply(variables, ids)
+  )
 
 
 @pytest.mark.case("B082")
@@ -170,6 +74,7 @@ NORMS = {
   "InstanceNorm": nn.InstanceNorm(),
   "BatchNorm": nn.BatchNorm(use_running_average=False),
   "running BatchNorm": nn.BatchNorm(use_running_average=True),
+  "somebody's own": MyNorm(),
 }
 
 
@@ -179,7 +84,7 @@ NORMS = {
 def test_norms_reduce_in_float32(model, half):
   x = jnp.linspace(200.0, 400.0, 24).reshape(2, 4, 3)
   variables = model.init(KEY, x)
-  ours = with_policy(model, f"c={half}")
+  ours = with_policy(model, f"c={half},o={half}")
   mutable = ["batch_stats"]
   program = jax.make_jaxpr(lambda v, x: ours.apply(v, x, mutable=mutable))(
     variables, x.astype(half)
@@ -190,6 +95,8 @@ def test_norms_reduce_in_float32(model, half):
   # 300² is more than float16 holds.
   assert np.all(np.isfinite(np.asarray(out, np.float32)))
   assert set(jax.tree.leaves(dtypes(changed))) <= {"float32"}
+  # At the end of a model without an output dtype it is what was computed.
+  assert with_policy(model, f"c={half}").apply(variables, x, mutable=mutable)[0].dtype == F32
   if changed:
     wanted = model.apply(variables, x.astype(half).astype("float32"), mutable=mutable)[1]
     assert bits(changed) == bits(wanted)
@@ -218,14 +125,19 @@ CELLS = {
 @pytest.mark.case("B085", "B086", "A80", "A74")
 @pytest.mark.parametrize("carry", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
-def test_cells_hand_on_half_and_keep_their_carry(cell, carry):
+def test_cells_multiply_in_half_and_add_up_in_the_dtype_of_their_carry(cell, carry):
   start = jax.tree.map(lambda c: jnp.zeros(c.shape, carry), cell.initialize_carry(KEY, (2, 3)))
   variables = jax.eval_shape(cell.init, KEY, start, X)
   ours = with_policy(cell, "c=bf16")
   new, out = jax.eval_shape(ours.apply, variables, start, X)
-  assert out.dtype == BF16
-  assert dtypes(new) == dtypes(start)
+  # Of a simple cell the next carry is a product alone; the others gate what they carry.
+  wanted = "bfloat16" if isinstance(cell, nn.SimpleCell) else carry
+  assert {str(out.dtype), *jax.tree.leaves(dtypes(new))} == {wanted}
   assert set(operands(ours.apply, variables, start, X)) == {("bfloat16", "bfloat16")}
+  # The policy's output dtype is that of all results, the carry among them.
+  mixed = with_policy(cell, "mixed_bfloat16")
+  results = jax.eval_shape(mixed.apply, variables, start, X)
+  assert set(jax.tree.leaves(dtypes(results))) == {"float32"}
   for dtype in ("float32", "bfloat16"):
     grad = jax.eval_shape(
       jax.grad(lambda x: ours.apply(variables_like(variables), start, x)[1].sum()), X.astype(dtype)
@@ -250,14 +162,37 @@ def test_cells_over_time(cell):
     found = jax.eval_shape(ours.apply, variables, xs)
     if getattr(model, "return_carry", False):
       carry, found = found
-      # `initialize_carry` is never intercepted: the carry is float32, and exact.
+      # `initialize_carry` makes float32: the carry stays so, and is exact.
       assert set(jax.tree.leaves(dtypes(carry))) == {"float32"}
-    assert found.dtype == BF16
+    assert found.dtype == (BF16 if isinstance(cell, nn.SimpleCell) else F32)
     assert set(operands(ours.apply, variables, xs)) == {("bfloat16", "bfloat16")}
     assert set(jax.tree.leaves(dtypes(jax.eval_shape(ours.init, KEY, xs)))) == {"float32"}
 
 
-def test_an_initial_carry_that_is_handed_over_keeps_its_dtype():
+@pytest.mark.parametrize("way", ["init", "lazy_init", "tabulate", "scope"])
+def test_what_is_told_of_a_cell_over_time_before_it_runs(way):
+  """To tell the dtypes of caches modules are called in half there, and a loop starts in float32."""
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, xs):
+      xs = self.perturb("bump", nn.Dense(3)(xs))
+      return nn.RNN(nn.LSTMCell(3))(xs)
+
+  model, xs = Model(), jnp.stack([X] * 4, axis=1)
+  ours, plain = with_policy(model, "mixed_bfloat16"), model.init(KEY, xs)
+  if way == "tabulate":
+    assert "LSTMCell" in ours.tabulate(KEY, xs)
+    return
+  if way == "scope":
+    with mpjax.linen.policy_scope("mixed_bfloat16"):
+      found = model.init(KEY, xs)
+  else:
+    found = getattr(ours, way)(KEY, xs)
+  assert bits(found) == bits(plain)
+
+
+def test_an_initial_carry_that_is_given_keeps_its_dtype():
   xs = jnp.stack([X] * 4, axis=1)
   cell = nn.LSTMCell(3)
   model = nn.RNN(cell, return_carry=True)
@@ -268,7 +203,7 @@ def test_an_initial_carry_that_is_handed_over_keeps_its_dtype():
       lambda v, x, s: ours.apply(v, x, initial_carry=s), variables, xs, start
     )
     assert dtypes(carry) == dtypes(start)
-    assert out.dtype == BF16
+    assert out.dtype == dtype
 
 
 ATTENTION = {
@@ -290,13 +225,9 @@ def test_attention_takes_its_softmax_in_float32(model, others, half):
   program = jax.make_jaxpr(ours.apply)(variables, *args)
   assert values_of(program, "exp") == {"float32"}
   found = [p.dtypes for p in products(program)]
-  in_half = (half, half)
-  if model.precision is None:
-    assert found == [in_half] * len(found)
-  else:
-    # A precision that the user set excludes the einsums of ours: the product with the values stays
-    # in float32, as it does by hand.
-    assert found.count(in_half) == len(found) - 1
+  # What asks for the highest precision keeps it: the projections and both products of attention.
+  wanted = half if model.precision is None else "float32"
+  assert found == [(wanted, wanted)] * len(found)
   assert len(found) == 6
 
 
@@ -318,18 +249,18 @@ def test_a_fully_masked_row_stays_finite(half):
   assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
 
 
-def test_attention_with_a_function_of_the_users_own():
+@pytest.mark.parametrize("half", HALF)
+def test_attention_with_a_function_of_the_users_own(half):
   def attention(query, key, value, **kwargs):
-    calls.append(("query", str(query.dtype)))
     weights = jax.nn.softmax(jnp.einsum("...qhd,...khd->...hqk", query, key))
     return jnp.einsum("...hqk,...khd->...qhd", weights, value)
 
   model = nn.MultiHeadDotProductAttention(2, attention_fn=attention)
   x = jnp.ones((1, 3, 4))
-  variables, ours = under(model, "mixed_bfloat16", x)
-  calls.clear()
-  assert set(operands(ours.apply, variables, x)) == {("bfloat16", "bfloat16")}
-  assert calls == [("query", "bfloat16")]
+  variables, ours = under(model, f"mixed_{half}", x)
+  program = jax.make_jaxpr(ours.apply)(variables, x)
+  assert [p.dtypes for p in products(program)] == [(half, half)] * 6
+  assert values_of(program, "exp") == {"float32"}
 
 
 @pytest.mark.case("B094")

@@ -1,0 +1,63 @@
+"""What `init` stores under a policy: parameters in `param_dtype`, caches as they are computed."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from mpjax._policy import Policy
+from mpjax._tree import cast_leaf, is_floating
+
+COMPUTED = ("cache", "perturbations")
+"""Collections whose entries have the dtype that a model computes them in."""
+
+
+def store(module: nn.Module, policy: Policy | None) -> None:
+  """Casts the parameters of a module that is being initialised, but not those of its submodules.
+
+  Args:
+    module: a bound module.
+    policy: that of the module; None leaves them as they are.
+  """
+  scope = module.scope
+  if policy is None or scope is None or not scope.is_mutable_collection("params"):
+    return
+  for name, value in scope.variables().get("params", {}).items():
+    if scope.name_reserved(name, "params") and not scope.name_reserved(name, ""):
+      new = jax.tree.map(lambda x: cast_leaf(x, policy.param_dtype), value)
+      if any(a is not b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(value), strict=True)):
+        scope.put_variable("params", name, new)
+
+
+def store_computed(module: nn.Module, method: str, call: Any) -> None:
+  """Casts what the root of a model made in collections that have the dtype of what is computed.
+
+  Args:
+    module: the root, bound, which has been initialised. The state in force is one in which modules
+      are called in their compute dtype.
+    method: the one that initialised it.
+    call: its arguments.
+  """
+  scope: Any = module.scope
+  if module.path:
+    return
+  made = {col: tree for col, tree in scope.variables().items() if col in COMPUTED}
+  if not any(map(is_floating, jax.tree.leaves(made))):
+    return
+  args, kwargs = call
+  rngs = {name: rng.as_jax_rng() for name, rng in scope.rngs.items()}
+  plain = module.clone(parent=None)
+  try:
+    shapes = jax.eval_shape(lambda: plain.init(rngs, *args, method=method, **kwargs))
+  except Exception:
+    return  # A loop that carries float32, say: it meets float32 in `apply` too.
+  for col, tree in made.items():
+    for name, value in (cast_like(tree, shapes.get(col)) or {}).items():
+      scope.put_variable(col, name, value)
+
+
+def cast_like(tree: Any, dtypes: Any) -> Any:
+  """Returns a tree of arrays in the dtypes of another; None if the two are not alike."""
+  if jax.tree.structure(tree) != jax.tree.structure(dtypes):
+    return None
+  return jax.tree.map(lambda x, d: cast_leaf(x, d.dtype) if is_floating(x) else x, tree, dtypes)

@@ -1,0 +1,182 @@
+"""The outermost call of a view: traced once as a function of its variables, and rewritten.
+
+A method reads and writes variables while it runs, and a program has only arguments and results. So
+the call is made of copies: of the module and of all that is given to it. What the copies have
+become is a result of the program, and is put back into the objects themselves. NNX's own
+transforms do it in this way, by the same public functions.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+
+from mpjax import _regions as regions
+from mpjax._autocast import NotTraceable, leaving, region_of, traceable
+from mpjax._full_precision import ACTIVE
+from mpjax._tree import is_floating
+from mpjax.nnx._active import Active, current
+from mpjax.nnx._spec import check_modes, is_node, is_view, model_of, path_of
+
+_TAG = "mpjax.policy"
+
+_WHERE = "mpjax.nnx.with_policy(model, policy)"
+
+
+def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwargs: Any) -> Any:
+  """Returns `call(module, args, kwargs)`, with the operations of all modules inside rewritten.
+
+  Args:
+    call: reads and writes the variables of what it is given, and of nothing else.
+    name: that of the method.
+    module: a module of a view.
+    args: trees of arrays, modules and variables.
+    kwargs: the same.
+  """
+  policy = type(module).mpjax_spec.policy
+
+  def attempt(state: Active) -> Any:
+    given = (module, args, kwargs)
+    _check_tree((args, kwargs), "is given")
+    stored = [_dtype(v) for v in _variables(given)]
+
+    def program(copied: Any) -> tuple[bool, dict[int, Any], Any]:
+      given = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
+      variables = _variables(given)
+      held = [v.get_raw_value() for v in variables]
+      before, arguments = _kept(given), _flat(given[1:])
+      with ACTIVE(state):
+        outputs = call(*given)
+      _check_tree(outputs, "returns")
+      now = _kept(given)
+      if not _same(arguments, _flat(given[1:])):
+        raise NotTraceable("changes an argument in place")
+      written = {}
+      for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
+        new = variable.get_raw_value()
+        if new is not old and dtype is not None:
+          variable.set_raw_value(leaving(new, dtype))
+        if new is not old:
+          written[i] = variable.get_raw_value()
+      changed = len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+      # What is only read may belong to a function that is traced further out: nobody may write it.
+      nodes = any(map(is_node, jax.tree.leaves(outputs, is_leaf=is_node)))
+      changed = changed or nodes
+      done = (outputs, given if changed else ())
+      if changed and _hides_tracer(given):
+        raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
+      return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
+
+    program.__name__ = name  # It is what JAX's errors say.
+    views = [
+      (node, dict(vars(node))) for _, node in nnx.iter_graph(module, graph=True) if is_view(node)
+    ]
+    for node, _ in views:
+      check_modes(node)  # The copies lead to no model.
+    with nnx.update_context(_TAG):
+      copied = jax.tree.map(
+        lambda x: jax.tree.map(regions.array, x) if isinstance(x, nnx.Variable) else x,
+        nnx.to_tree(given, ctxtag=_TAG),
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+      )
+      cast = regions.rewritten(traceable(program), policy, _data, _results, _WHERE)
+      with ACTIVE(state):
+        changed, written, done = cast(copied)
+      if not changed:
+        variables = _variables(given)
+        for i, new in written.items():
+          variables[i].set_raw_value(new)
+        return done[0]
+      outputs, _ = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
+    for node, before in views:
+      _hand_on(node, before)
+    return outputs
+
+  def python(state: Active) -> Any:
+    with ACTIVE(state):
+      return call(module, args, kwargs)
+
+  state = dataclasses.replace(current() or Active(), region=region_of(policy))
+  return regions.attempts(attempt, python, state, path_of(module), _WHERE)
+
+
+def _check_tree(x: Any, does: str) -> None:
+  """Raises NotTraceable if JAX cannot flatten a tree: the keys of a dict in it do not sort."""
+  try:
+    jax.tree.leaves(x, is_leaf=is_node)
+  except (TypeError, ValueError) as error:
+    raise NotTraceable(f"{does} a dict whose keys do not sort") from error
+
+
+def _variables(tree: Any) -> list[Any]:
+  """Returns the variables of a tree of modules and arrays, in the order of its graph."""
+  return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Variable)]
+
+
+def _dtype(variable: Any) -> Any:
+  """Returns the dtype that a variable is stored in; None if it holds no floating array."""
+  raw = variable.get_raw_value()
+  return raw.dtype if is_floating(raw) else None
+
+
+def _data(args: tuple[Any, ...]) -> list[bool]:
+  """Whether each array decides the dtype of what it meets.
+
+  Parameters do not, nor do perturbations: they are zeros, there to be differentiated by.
+  """
+  leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable))
+  neutral = (nnx.Param, nnx.Perturbation)
+  return [not isinstance(x, neutral) for x in leaves for _ in jax.tree.leaves(x)]
+
+
+def _results(returned: Any) -> list[None]:
+  """Each result has the dtype that it is computed in."""
+  return [None for x in jax.tree.leaves(returned) if isinstance(x, jax.Array)]
+
+
+def _same(before: tuple[list[Any], Any], now: tuple[list[Any], Any]) -> bool:
+  return before[1] == now[1] and all(a is b for a, b in zip(before[0], now[0], strict=True))
+
+
+def _kept(tree: Any) -> list[Any]:
+  """Returns what the modules and variables of a tree hold: the same objects until it changes.
+
+  The arrays in variables are no part: each variable that is given another one is told by itself.
+  """
+  found: list[Any] = []
+  for _, node in nnx.iter_graph(tree, graph=True):
+    if isinstance(node, nnx.Variable):
+      raw = node.get_raw_value()
+      leaves = [jax.Array] if isinstance(raw, jax.Array) else jax.tree.leaves(raw)
+      found += [node, *node.get_metadata().values(), *leaves]
+    elif isinstance(node, nnx.Pytree):
+      found += [node, *vars(node), *vars(node).values()]
+  return found
+
+
+def _hides_tracer(tree: Any) -> bool:
+  """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
+  known = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
+  nodes = [node for _, node in nnx.iter_graph(tree, graph=True) if isinstance(node, nnx.Pytree)]
+  held = (x for node in nodes for x in vars(node).values() if isinstance(x, Tracer))
+  return any(id(x) not in known for x in held)
+
+
+def _flat(tree: Any) -> tuple[list[Any], Any]:
+  """Returns leaves and structure; what modules and variables hold comes back, and is no part."""
+  return jax.tree.flatten(tree, is_leaf=is_node)
+
+
+def _hand_on(module: Any, before: dict[str, Any]) -> None:
+  """Hands on to the user's module what NNX has put into that of a view, or taken out."""
+  model, now = model_of(module), dict(vars(module))
+  for name in now.keys() | before.keys() if model is not None else ():
+    old, new = before.get(name), now.get(name)
+    if isinstance(new, (nnx.Variable, jax.Array)):
+      if new is not old:
+        setattr(model, name, new)
+    elif isinstance(old, nnx.Variable) and new is None and vars(model).get(name) is old:
+      delattr(model, name)

@@ -1,0 +1,279 @@
+"""What `init` stores under a policy: in which dtype, and drawn from which numbers."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core.meta import is_axis_metadata
+from jax.sharding import Mesh, PartitionSpec
+
+import mpjax
+from mpjax.linen._initialize import cast_like
+from tests.linen.products import HALF, KEY, RAW, X, all_half, dtypes
+from tests.programs import bits
+
+# The models are written as their users write them.
+pytestmark = pytest.mark.standard_promotion
+
+Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+
+
+class DtypeMeansParams(nn.Module):
+  """Makes its parameter in what the user set as its `dtype`."""
+
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    return x @ self.param("w", nn.initializers.lecun_normal(), (3, 4), self.dtype)
+
+
+class Nested(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    w = self.param("w", nn.initializers.normal(), (3, 3))
+    y = nn.BatchNorm(use_running_average=True, name="norm")(DtypeMeansParams(name="inner")(x @ w))
+    count = self.variable("stats", "count", jnp.zeros, (), jnp.int32)
+    return y + count.value
+
+
+WAYS = pytest.mark.parametrize("way", ["wrapper", "scope", "jit"])
+
+
+def init(way, model, policy, *args, rules=()):
+  if way != "scope":
+    found = with_policy(model, policy, rules)
+    return (jax.jit(found.init) if way == "jit" else found.init)(KEY, *args)
+  with scope(policy, rules):
+    return model.init(KEY, *args)
+
+
+@WAYS
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("model", [DtypeMeansParams(), Nested()], ids=["dtype", "nested"])
+def test_initial_values_are_drawn_in_float32(way, half, model):
+  """Drawn in half they would be other numbers, not the rounded ones."""
+  plain = (jax.jit(model.init) if way == "jit" else model.init)(KEY, X)
+  assert bits(init(way, model, f"mixed_{half}", X)) == bits(plain)
+  rounded = {**plain, "params": jax.tree.map(lambda p: p.astype(half), plain["params"])}
+  assert bits(init(way, model, half, X)) == bits(rounded)
+
+
+@WAYS
+def test_each_module_stores_its_own_parameters_in_its_own_dtype(way):
+  rules = [Rule(mpjax.Policy(param_dtype="float16"), path="inner"), Rule(None, path="norm")]
+  found = dtypes(init(way, Nested(), "bfloat16", X, rules=rules))
+  assert found["params"]["w"] == "bfloat16"
+  assert found["params"]["inner"] == {"w": "float16"}
+  assert found["params"]["norm"] == {"scale": "float32", "bias": "float32"}
+  assert found["batch_stats"]["norm"] == {"mean": "float32", "var": "float32"}
+  assert found["stats"] == {"count": "int32"}
+
+
+@WAYS
+@pytest.mark.parametrize("half", HALF)
+def test_a_cache_has_the_dtype_of_what_is_written_to_it(way, half):
+  model = nn.MultiHeadDotProductAttention(2, decode=True)
+  x = jnp.ones((1, 5, 4))
+  found, plain = init(way, model, f"mixed_{half}", x), model.init(KEY, x)
+  wanted = {"cached_key": half, "cached_value": half, "cache_index": "int32"}
+  assert dtypes(found["cache"]) == wanted
+  assert bits(found["params"]) == bits(plain["params"])
+  with scope(f"mixed_{half}"):
+    _, state = model.apply(found, x[:, :1], mutable=["cache"])
+  assert dtypes(state["cache"]) == wanted
+
+
+def test_trees_that_are_not_alike_are_not_cast():
+  half = jax.ShapeDtypeStruct((2,), jnp.bfloat16)
+  tree = {"a": jnp.ones(2), "n": jnp.zeros(2, jnp.int32)}
+  assert dtypes(cast_like(tree, {"a": half, "n": half})) == {"a": "bfloat16", "n": "int32"}
+  assert cast_like(tree, {"a": half}) is None
+  assert cast_like(tree, None) is None
+
+
+# Models with parameters of their own
+
+calls: list[tuple[str, str]] = []
+"""What modules note while they are traced."""
+
+
+class ManyParams(nn.Module):
+  """Its `dtype` is what parameters are made in, as in models ported from elsewhere."""
+
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 4), self.dtype)
+    v = self.param("v", lambda key, dtype: jax.random.normal(key, (4,), dtype), self.dtype)
+    u = self.param("u", nn.initializers.normal(), shape=(4, 2), dtype=self.dtype)
+    return (x @ w + v) @ u
+
+
+@pytest.mark.case("B091", "A108", "I11")
+@pytest.mark.parametrize("how", ["wrapper", "scope"])
+@pytest.mark.parametrize(
+  "dtype", [jnp.float32, "float32", np.dtype("float32"), jnp.float16], ids=str
+)
+def test_a_dtype_field_that_means_the_parameter_dtype(dtype, how):
+  model = ManyParams(dtype)
+  wanted = model.init(KEY, X)
+  if how == "wrapper":
+    found = with_policy(model, "p=f32,c=bf16,o=f32").init(KEY, X)
+  else:
+    with scope("p=f32,c=bf16,o=f32"):
+      found = model.init(KEY, X)
+  assert bits(found) == bits(jax.tree.map(lambda p: p.astype("float32"), wanted))
+  all_half(with_policy(model, "mixed_bfloat16").apply, wanted, X, count=2)
+
+
+@pytest.mark.case("B091", "I11")
+@pytest.mark.parametrize(
+  "model",
+  [*RAW.values(), nn.Dense(4), ManyParams()],
+  ids=[*RAW, "Dense", "dtype means params"],
+)
+def test_initial_values_are_drawn_as_without_a_policy(model):
+  half = "bfloat16"
+  plain = model.init(KEY, X)
+  with scope(f"mixed_{half}"):
+    assert bits(model.init(KEY, X)) == bits(plain)
+  with scope(half):
+    found = model.init(KEY, X)
+  assert bits(found) == bits(jax.tree.map(lambda p: p.astype(half) if p.dtype == F32 else p, plain))
+
+
+def test_an_initialiser_that_asks_for_half_gets_it():
+  """The module's own wish for how parameters are made is no dtype that a policy sets."""
+
+  class Asks(nn.Module):
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+      w = self.param("w", nn.initializers.lecun_normal(), (3, 4), jnp.bfloat16)
+      v = self.param("v", nn.initializers.ones, (4,), self.param_dtype)
+      return x @ w + v
+
+  plain = Asks().init(KEY, X)
+  assert plain["params"]["w"].dtype == BF16
+  found = with_policy(Asks(), "p=f32,c=bf16").init(KEY, X)
+  assert bits(found["params"]["w"]) == bits(plain["params"]["w"].astype("float32"))
+  assert bits(found["params"]["v"]) == bits(plain["params"]["v"])
+
+
+@pytest.mark.case("B099", "A106", "B058")
+def test_complex_and_integer_parameters_are_never_cast():
+  class Odd(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      w = self.param("w", lambda key: jnp.ones(3, jnp.complex64))
+      n = self.param("n", lambda key: jnp.arange(3))
+      flag = self.param("flag", lambda key: jnp.asarray([True, False, True]))
+      key = self.param("key", lambda key: jax.random.key(3))
+      kinds = (w.dtype, n.dtype, flag.dtype, key.dtype)
+      calls.append(("kinds", " ".join(map(str, kinds))))
+      return jnp.fft.ifft(jnp.fft.fft(x.astype("float32")) * w).real
+
+  variables = Odd().init(KEY, X)
+  wanted = ("kinds", "complex64 int32 bool key<fry>")
+  for policy in ("mixed_bfloat16", "float16"):
+    calls.clear()
+    found = with_policy(Odd(), policy).init(KEY, X)
+    with_policy(Odd(), policy).apply(variables, X)
+    assert set(calls) == {wanted}
+    assert dtypes(found) == dtypes(variables)
+
+
+# Metadata boxes
+
+
+class Boxed(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    names = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
+    w = self.param("w", names, (x.shape[-1], 4))
+    box = self.param("w2", names, (4, 4), unbox=False)
+    calls.append((type(box).__name__, str(box.unbox().dtype)))
+    y = nn.Dense(4, kernel_init=names, name="dense")(x @ w)
+    logical = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
+    return y * self.param("scale", logical, (4,))
+
+
+@pytest.mark.parametrize("mesh", [False, True], ids=["no mesh", "mesh"])
+@pytest.mark.parametrize("how", ["wrapper", "scope"])
+@pytest.mark.case("B092", "B065")
+def test_boxed_parameters(devices, how, mesh):
+  model = Boxed()
+  variables = model.init(KEY, X)
+  boxes = jax.tree.leaves(variables, is_leaf=is_axis_metadata)
+  assert any(map(is_axis_metadata, boxes))
+  around = Mesh(np.asarray(devices).reshape(1, 4), ("in", "out"))
+
+  def apply(variables, x):
+    if how == "wrapper":
+      return with_policy(model, "mixed_bfloat16").apply(variables, x)
+    with scope("mixed_bfloat16"):
+      return model.apply(variables, x)
+
+  calls.clear()
+  if mesh:
+    with jax.set_mesh(around):
+      all_half(apply, variables, X, count=2)
+      out = jax.jit(apply)(variables, X)
+  else:
+    all_half(apply, variables, X, count=2)
+    out = apply(variables, X)
+  assert out.dtype == (F32)
+  assert {dtype for _, dtype in calls} <= {"bfloat16", "float32"}
+  with scope("bfloat16"):
+    stored = model.init(KEY, X)
+  assert jax.tree.structure(stored) == jax.tree.structure(variables)
+  assert nn.get_partition_spec(stored)["params"]["w"] == PartitionSpec("in", "out")
+  found = with_policy(model, "mixed_bfloat16").init(KEY, X)
+  assert jax.tree.structure(found) == jax.tree.structure(variables)
+  assert bits(found) == bits(variables)
+
+
+# Caches
+
+
+@pytest.mark.case("B087")
+def test_a_cache_made_under_a_policy_keeps_its_dtype_in_a_scan():
+  model = with_policy(nn.MultiHeadDotProductAttention(2, decode=True), "mixed_bfloat16")
+  x = jnp.ones((1, 4, 4))
+  variables = jax.eval_shape(model.init, KEY, x)
+  # Flax makes the cache in the dtype of the keys.
+  assert dtypes(variables["cache"]) == {
+    "cached_key": "bfloat16",
+    "cached_value": "bfloat16",
+    "cache_index": "int32",
+  }
+
+  def step(cache, x):
+    out, changed = model.apply({**variables, "cache": cache}, x, mutable=["cache"])
+    return changed["cache"], out
+
+  def run(variables, xs):
+    def step(cache, x):
+      out, changed = model.apply({**variables, "cache": cache}, x, mutable=["cache"])
+      return changed["cache"], out
+
+    return jax.lax.scan(step, variables["cache"], xs)
+
+  for kind in ("bfloat16", "float32"):
+    cast = {
+      **variables,
+      "cache": jax.tree.map(
+        lambda c, kind=kind: jax.ShapeDtypeStruct(c.shape, kind if c.dtype == BF16 else c.dtype),
+        variables["cache"],
+      ),
+    }
+    cache, _ = jax.eval_shape(run, cast, jnp.ones((4, 1, 1, 4)))
+    assert dtypes(cache) == dtypes(cast["cache"])

@@ -1,0 +1,193 @@
+"""Code whose numbers are spoilt where a module's arguments and results are rounded: pure functions.
+
+Each is what a user writes inside of a module. Ranks are spelt out; nothing here knows of a policy.
+"""
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.models.values import filled, normal
+
+EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""Half a unit in the last place: the relative error of one rounding."""
+
+ALMOST_ONE = np.float32(1 + 2**-12)
+"""1 in both half types."""
+
+
+def error(got: Any, want: Any) -> float:
+  """Returns the norm of the difference over the norm of `want`, in float64; NaN and inf are not."""
+  got, want = (np.asarray(x, np.float64) for x in (got, want))
+  assert got.shape == want.shape
+  assert np.isfinite(got).all()
+  return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def valued(shapes: Any, **values: Any) -> Any:
+  """Returns the variables of `filled`, but for the leaves whose name is given."""
+
+  def leaf(path: Any, x: Any) -> Any:
+    names = [name for name in values if name in str(path[-1])]
+    return np.full(x.shape, values[names[0]], x.dtype) if names else x
+
+  return jax.tree_util.tree_map_with_path(leaf, filled(shapes))
+
+
+# Positions, times, coordinates.
+
+
+def angles(positions: Any, width: int) -> Any:
+  """Returns the angles of rotary embeddings, up to the positions themselves."""
+  return positions[:, None] * 10000.0 ** (-jnp.arange(width // 2) / (width // 2))[None]
+
+
+def rope(q: Any, angle: Any) -> Any:
+  sin, cos = jnp.sin(angle), jnp.cos(angle)
+  a, b = jnp.split(q, 2, -1)
+  return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def sinusoid(t: Any, width: int = 32) -> Any:
+  """Returns the sines and cosines of timesteps, float or integer."""
+  rates = jnp.exp(-np.log(10000.0) * jnp.arange(width // 2) / (width // 2))
+  angle = t[:, None] * rates[None]
+  return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
+
+
+def rays(origins: Any, directions: Any, t: Any) -> Any:
+  return origins + directions * t[:, None]
+
+
+def encode(points: Any, octaves: int = 8) -> Any:
+  """Returns the positional encoding of a coordinate network, the coordinates themselves first."""
+  waves = [g(points * 2.0**k) for k in range(octaves) for g in (jnp.sin, jnp.cos)]
+  return jnp.concatenate([points, *waves], -1)
+
+
+SIZE = 512
+"""How many places a grid has: too many for bfloat16, and float16 keeps only quarters of them."""
+
+
+def interpolate(features: Any, places: Any) -> Any:
+  """Returns rows between the rows of `features`."""
+  places = jnp.clip(places, 0.0, SIZE - 1.5)
+  low = jnp.floor(places)
+  share = (places - low)[:, None]
+  i = low.astype(jnp.int32)
+  return features[i] * (1 - share) + features[i + 1] * share
+
+
+def decode(anchors: Any, deltas: Any) -> Any:
+  """Returns boxes (centre, size) from anchors and what a network predicts."""
+  centres = anchors[:, :2] + anchors[:, 2:] * 0.1 * deltas[:, :2]
+  return jnp.concatenate([centres, anchors[:, 2:] * jnp.exp(0.2 * deltas[:, 2:])], -1)
+
+
+ANCHORS = np.stack(
+  [*np.divmod(np.arange(SIZE, dtype=np.float32) * 7.3, 23), *np.full((2, SIZE), 16, np.float32)], -1
+).astype(np.float32) * np.asarray([[8, 40, 1, 1]], np.float32)
+"""Boxes of 16 by 16 pixels, their centres up to 1,300 and 900 pixels from the corner."""
+
+ANCHORS_BY = {"np": lambda: ANCHORS, "jnp": lambda: jnp.asarray(ANCHORS)}
+"""Constant anchors, by how they are made inside of a module."""
+
+FEATURES = normal(SIZE, 8, seed=3)
+
+GRIDS = {
+  "np.arange": lambda: np.arange(SIZE, dtype=np.float32),
+  "jnp.arange": lambda: jnp.arange(SIZE, dtype=jnp.float32),
+  "jnp.arange of integers": lambda: jnp.arange(SIZE).astype(jnp.float32),
+}
+"""Constant grids, by how they are made inside of a module."""
+
+
+# Softmax, masks, norms, losses.
+
+
+def softmax(x: Any) -> Any:
+  e = jnp.exp(x - x.max(-1, keepdims=True))
+  return e / e.sum(-1, keepdims=True)
+
+
+BIG = {"-1e9": -1e9, "-2.38e38": float(jnp.finfo(jnp.float32).min) * 0.7}
+"""What a mask puts where nothing may be read."""
+
+VALID = np.asarray([[True, True, True, False], [False] * 4])
+"""Which tokens are there; the second sequence is only padding."""
+
+
+def masked(scores: Any, valid: Any, big: float, style: str) -> Any:
+  """Returns scores with a mask applied in one of three ways; `valid` is float but for "where"."""
+  if style == "where":
+    return jnp.where(valid[:, None] > 0, scores, big)
+  if style == "product":
+    return scores + (1.0 - valid[:, None]) * big
+  return scores + valid[:, None]  # The float32 bias itself was the argument.
+
+
+def mask_argument(big: float, style: str) -> Any:
+  return np.where(VALID, 0, big).astype(np.float32) if style == "bias" else VALID.astype(np.float32)
+
+
+def mean_square_norm(x: Any) -> Any:
+  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+ROWS = 20_000
+LABELS = np.arange(ROWS) % 10
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+  """Returns the sum over all rows, which float16 cannot hold."""
+  logp = jax.nn.log_softmax(logits.astype(jnp.float32))
+  return -jnp.take_along_axis(logp, labels[:, None], 1).sum()
+
+
+ACTIVATIONS = {
+  "gelu, tanh": lambda x: jax.nn.gelu(x, approximate=True),
+  "gelu, erf": lambda x: jax.nn.gelu(x, approximate=False),
+  "cube": lambda x: 1e-6 * x**3,
+  "gelu by hand": lambda x: 0.5 * x * (1 + jnp.tanh(0.79788456 * (x + 0.044715 * x**3))),
+}
+LOUD = np.asarray([[-1000, -60, -3, -0.5], [0, 0.5, 3, 1000]], np.float32)
+"""Inputs of activations, exact in both half types."""
+
+
+# Sums over many rows.
+
+TOKENS = np.repeat([0, 1], [10, 3590])
+"""One token far more often than bfloat16 (256) or float16 (2,048) can count."""
+
+WEIGHTS = 1 + np.random.default_rng(0).integers(0, 8, (4096, 4)).astype(np.float32) / 8
+"""Cotangents that both half types hold, and whose sums float32 holds in any order."""
+
+
+# Kernels that take nothing but half.
+
+
+def half_attention(q: Any, k: Any, v: Any) -> Any:
+  """Attention that refuses float32, as cuDNN's does: (batch, length, heads, features) each."""
+  for x in (q, k, v):
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+      raise NotImplementedError(f"Q, K and V must be fp16/bf16, got {x.dtype}")
+  return any_attention(q, k, v)
+
+
+def any_attention(q: Any, k: Any, v: Any) -> Any:
+  weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5)
+  return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def cudnn_attention(q: Any, k: Any, v: Any) -> Any:
+  return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+
+
+def pretend_cudnn(monkeypatch: Any) -> None:
+  """Lets JAX believe that cuDNN is installed: it asks for its version before it traces a call."""
+  attention = jax.nn.dot_product_attention.__globals__["cudnn_dot_product_attention"]
+  found = types.SimpleNamespace(cudnn_get_version=lambda: 91000)
+  monkeypatch.setitem(attention.__globals__, "cuda_versions", found)

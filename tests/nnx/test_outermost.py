@@ -1,0 +1,513 @@
+"""The outermost call of a view: state, arguments, transforms inside, and errors.
+
+Two models are written in Linen and in NNX, and are the same operations. What a call does to
+variables is what it does without a policy.
+"""
+
+import functools
+import gc
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.models.values import normal
+from tests.nnx import rig
+from tests.programs import bits, dtypes_of, half_share, products, run
+
+pytestmark = pytest.mark.standard_promotion
+
+with_policy = mpjax.nnx.with_policy
+BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+X = jnp.asarray(normal(2, 5, 8))
+FLOAT32_LIST = ("exp", "log", "log1p", "cumsum", "reduce_sum")
+
+
+class Attention(nnx.Module):
+  """Attention whose author took the softmax by hand, in the dtype of the products."""
+
+  def __init__(self, rngs):
+    self.q, self.k, self.v, self.out = (nnx.Linear(8, 8, rngs=rngs) for _ in range(4))
+
+  def __call__(self, x):
+    q, k, v = self.q(x), self.k(x), self.v(x)
+    scores = q @ k.mT * 1.0
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return self.out(weights / weights.sum(-1, keepdims=True) @ v)
+
+
+class Gate(nnx.Module):
+  """Logarithm, exponential and a sum, in an order of the author's own."""
+
+  def __init__(self, rngs):
+    self.into, self.out = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+  def __call__(self, x):
+    x = self.into(x)
+    return self.out(jnp.log1p(jnp.exp(x)) * jnp.cumsum(x, -1))
+
+
+def traced(make, half, x=X):
+  """Returns the program of a model's call, and that of its gradients."""
+  graphdef, params, rest = rig.split(make)
+  run = lambda view, *inputs: view(*inputs)  # noqa: E731
+  policy = None if half is None else f"mixed_{half}"
+  forward, both = rig.functions(graphdef, policy, run)
+  return [jax.make_jaxpr(fun)(params, rest, (x,)) for fun in (forward, both)]
+
+
+class LinenAttention(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    q, k, v = (nn.Dense(8, name=name)(x) for name in "qkv")
+    scores = q @ k.mT * 1.0
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return nn.Dense(8)(weights / weights.sum(-1, keepdims=True) @ v)
+
+
+class LinenGate(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(8)(x)
+    return nn.Dense(4)(jnp.log1p(jnp.exp(x)) * jnp.cumsum(x, -1))
+
+
+MODELS = {"attention": (Attention, LinenAttention()), "gate": (Gate, LinenGate())}
+
+
+@BOTH
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_operations_as_in_linen(name, half):
+  make, module = MODELS[name]
+  model = mpjax.linen.with_policy(module, f"mixed_{half}")
+  theirs = jax.make_jaxpr(model.apply)(jax.eval_shape(module.init, jax.random.key(0), X), X)
+  ours, _ = traced(make, half)
+  for names in (*((n,) for n in FLOAT32_LIST), ("add",), ("mul",), ("sub", "div", "max")):
+    assert dtypes_of(ours, *names) == dtypes_of(theirs, *names), names
+  assert sorted(map(str, products(ours))) == sorted(map(str, products(theirs)))
+  assert dtypes_of(ours, *FLOAT32_LIST) == {"float32"}
+  assert half_share(ours) == 1
+
+
+@BOTH
+def test_gradients_and_their_programs(half):
+  _, both = traced(Attention, half)
+  _, plain = traced(Attention, None)
+  assert dtypes_of(both, "exp") == {"float32"}
+  assert both.out_avals == plain.out_avals  # The policy's output dtype is float32.
+  assert half_share(both) == 1
+
+
+def test_float16_does_not_overflow_where_the_author_forgot_it():
+  """exp(12) is beyond float16; the sum of it is too, and float32 holds both."""
+
+  class Loud(nnx.Module):
+    def __init__(self):
+      self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+      return jnp.log(jnp.sum(jnp.exp(self.layer(x) * 0 + 12)))
+
+  out = with_policy(Loud(), "mixed_float16")(X)
+  np.testing.assert_allclose(out, 12 + np.log(X.size), rtol=1e-3)
+
+
+# What a call does
+
+
+class Metric(nnx.Variable):
+  """A kind of variable of the user's own."""
+
+
+class Busy(nnx.Module):
+  """Reads, writes, makes and takes away variables; without a product nothing is rounded."""
+
+  def __init__(self, rngs):
+    self.layer = nnx.PReLU()
+    self.norm, self.drop = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+    self.first, self.largest = Metric(jnp.zeros(())), Metric(jnp.zeros(()))
+    self.plain = jnp.zeros(())
+    self.held = nnx.data({"cache": [nnx.Cache(jnp.zeros((2, 4)))]})
+    self.calls, self.again = 0, self.layer
+
+  def __call__(self, x, *, scale=1.0, word="loud"):
+    assert (scale, word) == (2.0, "soft")
+    x = self.drop(self.norm(self.again(x)))
+    self.largest[...] = x.max().astype(jnp.float32)
+    self.fresh = Metric(x[0])
+    self.hidden = nnx.Intermediate(x)
+    self.held["cache"][0][...] = x
+    self.held["cache"].append(nnx.Cache(x))
+    self.tied = self.fresh
+    self.plain = x[0, 0]
+    self.largest.set_metadata("unit", "volt")
+    self.calls += 1
+    if hasattr(self, "first"):
+      del self.first
+    return {"x": x, "metric": self.fresh, "word": word, "none": None}
+
+
+def call_busy(model, x):
+  out = model(x, scale=2.0, word="soft")
+  return out["x"], out["word"], out["metric"] is model.fresh is model.tied
+
+
+# Who is called, and by what: the model is an argument, or the view is.
+AROUND = {
+  "the view itself": lambda model, under: call_busy(under(model), X4),
+  "nnx.jit of the model": lambda model, under: nnx.jit(lambda m, x: call_busy(under(m), x)[0])(
+    model, X4
+  ),
+  "nnx.jit of the view": lambda model, under: nnx.jit(lambda v, x: call_busy(v, x)[0])(
+    under(model), X4
+  ),
+  "nnx.remat and nnx.grad": lambda model, under: nnx.grad(
+    nnx.remat(lambda m, x: call_busy(under(m), x)[0].sum())
+  )(model, X4),
+}
+X4 = jnp.asarray(normal(2, 4))
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_a_call_does_to_variables_is_what_it_does_without(name):
+  models = [Busy(nnx.Rngs(0)) for _ in range(2)]
+  unders = [functools.partial(with_policy, policy=policy) for policy in ("c=f16", "c=f32")]
+  ours, plain = (AROUND[name](m, under) for m, under in zip(models, unders, strict=True))
+  assert jax.tree.structure(ours) == jax.tree.structure(plain)
+  numbers = [
+    [x for x in jax.tree.leaves(t) if not isinstance(x, (str, bool))] for t in (ours, plain)
+  ]
+  assert bits(numbers[0]) == bits(numbers[1])
+  states = [nnx.to_flat_state(nnx.state(model)) for model in models]
+  assert [path for path, _ in states[0]] == [path for path, _ in states[1]]
+  for (path, ours), (_, plain) in zip(*states, strict=True):
+    assert type(ours) is type(plain), path
+    ours, plain = (x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in (ours, plain))
+    if jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
+      ours, plain = jax.random.key_data(ours), jax.random.key_data(plain)
+    assert bits(ours) == bits(plain), path
+  assert models[0].layer is models[0].again
+  assert models[0].largest.get_metadata() == models[1].largest.get_metadata()
+  assert hasattr(models[0], "first") == hasattr(models[1], "first")
+
+
+def test_statistics_and_counters_move_where_nothing_but_arrays_comes_out():
+  models = [nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))]
+  plain = [nnx.clone(model) for model in models]
+  for ours, other in zip(models, plain, strict=True):
+    assert bits(with_policy(ours, "c=bf16")(X4)) == bits(other(X4))
+  assert bits(models[0].mean[...]) == bits(plain[0].mean[...]) != bits(jnp.zeros(4))
+  assert int(models[1].rngs.count[...]) == 1
+
+
+def test_modules_and_variables_among_the_arguments():
+  class Takes(nnx.Module):
+    def __call__(self, x, layer, variable, rngs, act):
+      variable[...] = layer(x).sum()
+      return act(layer(x)) + rngs.normal(x.shape), layer
+
+  layer, variable, rngs = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), Metric(jnp.zeros(())), nnx.Rngs(1)
+  view = with_policy(Takes(), "c=bf16")
+  out, same = view(X4, layer, variable, rngs=rngs, act=jnp.exp)
+  assert same is layer
+  # The layer is none of the view's, and its product is one of the view's operations.
+  half = np.asarray(with_policy(layer, "c=bf16")(X4), np.float64)
+  np.testing.assert_allclose(variable[...], half.sum(), rtol=0.02)
+  assert variable[...].dtype == jnp.float32
+  assert int(rngs.default.count[...]) == 1
+  assert out.dtype == jnp.float32  # exp is.
+
+
+@pytest.mark.parametrize("change", ["append", "none", "rename", "replace"])
+def test_an_argument_that_is_changed_in_place_is_changed_by_python(change):
+  class Taps(nnx.Module):
+    def __init__(self):
+      self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+      self.calls = Metric(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, taps, *, named):
+      self.calls[...] += 1
+      y = self.layer(x)
+      changes = {
+        "append": lambda: taps.append(y),
+        "none": lambda: taps.append(None),
+        "rename": lambda: named.update(b=named.pop("a")),
+        "replace": lambda: named.update(a=y),
+      }
+      changes[change]()
+      return y
+
+  model, taps, named = Taps(), [], {"a": 1}
+  with pytest.warns(UserWarning, match="got one that changes an argument in place") as record:
+    out = with_policy(model, "c=bf16")(X4, taps, named=named)
+  assert len(record) == 1
+  assert bits(out) == bits(with_policy(model.layer, "c=bf16")(X4))
+  assert int(model.calls[...]) == 1
+  wanted = {
+    "append": lambda: taps[0] is out and len(taps) == 1,
+    "none": lambda: taps == [None],
+    "rename": lambda: named == {"b": 1},
+    "replace": lambda: named["a"] is out,
+  }
+  assert wanted[change]()
+
+
+def test_an_argument_that_nnx_holds_may_be_changed_in_place():
+  class Taps(nnx.Module):
+    def __call__(self, x, taps, layers, state):
+      taps.append(nnx.Cache(x))
+      layers[0].kernel[...] += 1
+      return layers[0](x) * state["scale"]
+
+  taps, layers = nnx.List([]), [nnx.Linear(4, 4, rngs=nnx.Rngs(0))]
+  before = layers[0].kernel[...]
+  with_policy(Taps(), "c=bf16")(X4, taps, layers, {"scale": X4})
+  assert bits(taps[0][...]) == bits(X4)
+  assert bits(layers[0].kernel[...]) == bits(before + 1)
+
+
+def test_who_only_reads_may_be_closed_over():
+  view = with_policy(rig.model(Attention), "mixed_bfloat16")
+  assert bits(run(lambda x: view(x), X)) == bits(run(jax.vmap(view), X))
+  assert jax.eval_shape(jax.grad(lambda x: view(x).sum()), X).dtype == jnp.float32
+
+
+class Stacked(nnx.Module):
+  """Layers in a loop; a cell over time; experts."""
+
+  def __init__(self, rngs):
+    self.blocks = nnx.vmap(lambda rngs: Attention(rngs))(rngs.split(2))
+    self.rnn = nnx.RNN(nnx.GRUCell(8, 8, rngs=rngs))
+
+  def __call__(self, x):
+    step = nnx.remat(lambda x, block: block(x), prevent_cse=False)
+    x = nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+    x = nnx.vmap(lambda block, x: block(x), in_axes=(0, None))(self.blocks, x).sum(0)
+    return self.rnn(x)
+
+
+def test_transforms_inside():
+  _, plain = traced(Stacked, None)
+  _, both = traced(Stacked, "float16")
+  assert both.out_avals == plain.out_avals
+  assert half_share(both) == 1
+  assert dtypes_of(both, "exp") == {"float32"}
+
+
+def test_every_method_and_every_module_of_a_view_may_be_the_outermost():
+  class Outer(nnx.Module):
+    def __init__(self, rngs):
+      self.inner = Gate(rngs)
+
+    def encode(self, x):
+      return jnp.exp(self.inner.into(x))
+
+  view = with_policy(rig.model(Outer), "c=bf16")
+  for call in (view.inner, view.encode):
+    program = jax.make_jaxpr(call)(X)
+    assert dtypes_of(program, "exp") == {"float32"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_capture_and_conversion():
+  class Sows(Gate):
+    def __call__(self, x):
+      self.sow(nnx.Intermediate, "hidden", self.into(x))
+      return super().__call__(x)
+
+  view = with_policy(rig.model(Sows), "mixed_bfloat16")
+  out, seen = nnx.capture(view, nnx.Intermediate)(X)
+  assert seen["hidden"].get_value()[0].dtype == jnp.bfloat16
+  small = mpjax.nnx.convert(view, X)
+  assert small.into.kernel.dtype == jnp.bfloat16
+  assert bits(small(X)) == bits(out)
+
+
+def test_a_second_call_traces_nothing():
+  calls = []
+
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.layer = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+      calls.append(1)
+      return jnp.exp(self.layer(x))
+
+  model = rig.model(Model)
+  step = nnx.jit(lambda view, x: view(x))
+  for _ in range(2):
+    step(with_policy(model, "mixed_float16"), X)
+  assert calls == [1]
+  step(with_policy(model, "mixed_bfloat16"), X)
+  assert calls == [1, 1]
+
+
+def test_an_error_names_the_method_and_the_module():
+  class Mixes(nnx.Module):
+    def __call__(self, x):
+      return jax.lax.add(x, jnp.ones((2, 4), jnp.int32))
+
+  with pytest.raises(TypeError) as excinfo:
+    with_policy(nnx.Sequential(Mixes()), "c=bf16")(X4)
+  assert any("'layers/0' (Mixes)" in note for note in excinfo.value.__notes__)
+
+
+class Asks(nnx.Module):
+  """Asks for a value, between two layers that can be traced."""
+
+  def __init__(self):
+    self.before, self.after = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+    self.calls = Metric(jnp.zeros((), jnp.int32))
+
+  def __call__(self, x):
+    self.calls[...] += 1
+    x = self.before(x)
+    if float(x.sum()) > 1e9:
+      raise ValueError("too large")
+    return self.after(x)
+
+
+def test_a_body_that_asks_for_values_runs_as_python_and_its_modules_are_rewritten():
+  model = Asks()
+  with pytest.warns(UserWarning, match="test_outermost.py") as record:  # The line that asks.
+    out = with_policy(model, "c=bf16")(X4)
+  assert len(record) == 1
+  before, after = (with_policy(layer, "c=bf16") for layer in (model.before, model.after))
+  assert bits(out) == bits(after(before(X4)))
+  assert out.dtype == jnp.bfloat16
+  assert int(model.calls[...]) == 1
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model(inside):
+  """NNX takes it to be static, and `nnx.jit` leaves a tracer in the model: it needs Python."""
+
+  class Remembers(nnx.Module):
+    def __init__(self):
+      self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+      self.last = self.layer(x)
+      return self.last
+
+  model = nnx.Sequential(Remembers()) if inside else Remembers()
+  view = with_policy(model, "c=bf16")
+  with pytest.warns(UserWarning, match="got one that sets an array as a new attribute"):
+    out = view(X4)
+  of_view, of_model = (m.layers[0] if inside else m for m in (view, model))
+  assert of_model.last is of_view.last
+  assert bits(of_model.last) == bits(out)
+  assert out.dtype == jnp.bfloat16
+
+
+def test_an_array_that_is_an_attribute_from_the_start_may_be_set():
+  class Remembers(nnx.Module):
+    def __init__(self):
+      self.layer, self.last = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.zeros((2, 4))
+
+    def __call__(self, x):
+      self.last = self.layer(x)
+      return self.last
+
+  model = Remembers()
+  view = with_policy(model, "c=bf16")
+  out = view(X4)
+  assert model.last is view.last
+  assert bits(model.last) == bits(out)
+
+
+def test_arrays_of_numpy_are_given_to_a_body_as_they_are():
+  class Slices(nnx.Module):
+    def __init__(self):
+      self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, keep):
+      return self.layer(x[: int(keep.sum())])  # A shape: no tracer can be one.
+
+  model = Slices()
+  out = with_policy(model, "c=bf16")(X4, np.array([True, False]))
+  assert bits(out) == bits(with_policy(model.layer, "c=bf16")(X4[:1]))
+
+
+def test_nothing_of_a_trace_is_kept():
+  """A tracer that outlives its trace is an error of JAX as soon as anyone reads it."""
+  model = Busy(nnx.Rngs(0))
+  view = with_policy(model, "c=f16")
+  with jax.checking_leaks():
+    jax.block_until_ready(call_busy(view, X4)[0])
+  gc.collect()
+  for leaf in jax.tree.leaves((nnx.state(model), nnx.state(view))):
+    assert not isinstance(leaf, jax.core.Tracer)
+
+
+class Dropped(nnx.Module):
+  """Counts random numbers, of an argument, and nothing else."""
+
+  def __init__(self, rngs):
+    self.layer, self.drop = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5)
+
+  def __call__(self, x, rngs):
+    return self.drop(self.layer(x), rngs=rngs)
+
+
+@pytest.mark.parametrize(
+  "transform",
+  [jax.jit, jax.vmap, lambda fun: jax.grad(lambda x: fun(x).astype("float32").sum())],
+  ids=["jit", "vmap", "grad"],
+)
+def test_random_numbers_made_inside_of_a_transform_that_closes_over_the_model(transform):
+  """Only what a call writes is written: the parameters belong to a function further out."""
+  model = rig.model(Dropped)
+  view = with_policy(model, "mixed_bfloat16")
+  ours, plain = (transform(lambda x, m=m: m(x, rngs=nnx.Rngs(3)))(X) for m in (view, model))
+  np.testing.assert_array_equal(ours == 0, plain == 0)
+  np.testing.assert_allclose(ours, plain, rtol=0.02, atol=0.02)
+  rngs = nnx.Rngs(3)
+  view(X, rngs=rngs)
+  assert int(rngs.default.count[...]) == 1
+
+
+class Writes(nnx.Module):
+  """Keeps what it multiplied last."""
+
+  def __init__(self, dtype, rngs):
+    self.layer = nnx.Linear(8, 8, rngs=rngs)
+    self.last = nnx.Cache(jnp.zeros((2, 5, 8), dtype))
+
+  def __call__(self, x):
+    y = self.layer(x)
+    self.last[...] = y
+    return y + self.last
+
+
+@BOTH
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_what_a_call_writes_keeps_its_dtype(half, stored):
+  model = Writes(stored, nnx.Rngs(0))
+  out = with_policy(model, f"c={half}")(X)
+  assert model.last.dtype == stored
+  assert out.dtype == half
+  np.testing.assert_array_equal(model.last[...] * 1, (out / 2).astype(stored) * 1)
+
+
+@BOTH
+def test_an_argument_in_low_precision_counts_as_such(half):
+  view = with_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), f"c={half}")
+  seen = []
+
+  class Adds(nnx.Module):
+    def __init__(self):
+      self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+      seen.append(str(x.dtype))
+      return x + self.layer(x)
+
+  assert view(X.astype(half)).dtype == half
+  assert with_policy(Adds(), f"c={half}")(X.astype(half)).dtype == half
+  assert seen == ["float32"]
