@@ -55,7 +55,7 @@ def test_what_is_returned(fn, fits):
 def test_a_function_that_is_not_defined_yet():
   def fn():
     def first():
-      return second()
+      return second()  # pyright: ignore[reportUndefinedVariable]
 
     return first
     second = None

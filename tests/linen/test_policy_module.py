@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import flax
 import flax.linen as nn
@@ -81,7 +82,7 @@ def test_what_only_half_is_made_of_is_stored_in_half(half, variables):
   apply = jax.jit(model.apply, compiler_options=AS_TOLD)
   assert bits(apply(found, IDS)) == bits(apply(variables, IDS))
   # Casts that only the sums of gradients need are left out where it is compiled.
-  costs = [apply.lower(v, IDS).compile().cost_analysis() for v in (variables, found)]
+  costs: list[Any] = [apply.lower(v, IDS).compile().cost_analysis() for v in (variables, found)]
   before, after = (cost["bytes accessed"] for cost in costs)
   assert after < before
 

@@ -1,5 +1,7 @@
 """Conversion of a view for inference: what is stored in half, and that nothing else changes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +65,7 @@ def test_what_only_half_is_made_of_is_stored_in_half(half):
   call = jax.jit(lambda m: m(IDS), compiler_options=as_told)
   assert bits(call(inference)) == bits(call(view))
   # Casts that only the sums of gradients need are left out where it is compiled.
-  costs = [call.lower(m).compile().cost_analysis() for m in (view, inference)]
+  costs: list[Any] = [call.lower(m).compile().cost_analysis() for m in (view, inference)]
   before, after = (cost["bytes accessed"] for cost in costs)
   assert after < before
 

@@ -5,6 +5,7 @@ import functools
 import pickle
 import re
 import threading
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -128,7 +129,8 @@ def test_parameters_that_arrive_in_half_are_used_as_they_are():
   # A bias is broadcast in float32, so that its gradient is a float32 sum.
   casts = [e for e, _ in equations(program) if e.primitive.name == "convert_element_type"]
   assert {e.invars[0].aval.size for e in casts} <= {3, 6}
-  np.testing.assert_array_equal(with_policy(model, policy)(x), x @ model.kernel + model.bias[None])
+  bias: Any = model.bias
+  np.testing.assert_array_equal(with_policy(model, policy)(x), x @ model.kernel + bias[None])
 
 
 # Which policy
