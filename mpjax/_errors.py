@@ -3,6 +3,9 @@
 import difflib
 import functools
 import inspect
+import os
+import pathlib
+import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
@@ -179,9 +182,20 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
 def line_of_user(error: BaseException) -> str:
   """Returns the file and line of the user's code that an error came from, with what it says."""
   frames = traceback.extract_tb(error.__traceback__)
-  own = [f for f in frames if not any(f"/{name}/" in f.filename for name in _LIBRARIES)]
-  frame = (own or frames)[-1]
+  frame = ([f for f in frames if not _is_library(f.filename)] or frames)[-1]
   return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
-_LIBRARIES = ("mpjax", "site-packages")
+_PACKAGE = str(pathlib.Path(__file__).parent)
+_STANDARD = str(pathlib.Path(os.__file__).parent)
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_BELOW = re.compile(_INSTALLED.pattern + r"(jax|jaxlib|flax|numpy)[/\\]")
+
+
+def _is_library(file: str) -> bool:
+  """Whether a file is of mpjax, of what it is made with, or of Python itself.
+
+  A user's model may be an installed package, and a checkout may be called anything.
+  """
+  standard = file.startswith(_STANDARD) and not _INSTALLED.search(file)
+  return file.startswith(_PACKAGE + os.sep) or standard or bool(_BELOW.search(file))

@@ -11,7 +11,7 @@ from flax import nnx
 from flax.core import FrozenDict
 
 import mpjax
-from mpjax._errors import check_call, listed, message, nearest
+from mpjax._errors import check_call, line_of_user, listed, message, nearest
 from tests.errors import check_error
 
 CLASSES = {
@@ -193,3 +193,16 @@ def test_check_call_keeps_signature_and_documentation():
   )
   with pytest.raises(TypeError, match="inside"):  # of the function's own, left alone
     check_call("g", fix="")(lambda: (_ for _ in ()).throw(TypeError("inside")))()
+
+
+@pytest.mark.parametrize(
+  "file",
+  ["/home/me/mpjax/model.py", "/env/lib/python3.11/site-packages/zoo/net.py", "/srv/jax/train.py"],
+)
+def test_the_line_of_the_user_is_found_wherever_the_code_is(file):
+  """A checkout may be called anything, and a model may be an installed package."""
+  names = {"jax": jax}
+  exec(compile("def ask(x):\n  return 1 if x else 2\n", file, "exec"), names)
+  with pytest.raises(jax.errors.TracerBoolConversionError) as excinfo:
+    jax.jit(names["ask"])(1.0)
+  assert line_of_user(excinfo.value).startswith(f"{file}:2: ")
