@@ -55,19 +55,12 @@ def region(scope: Scope, settings: Settings) -> Dtype | None:
   if mark is not None:
     name = mark.split(WEIGHT_GRADS)[0]
     return np.dtype(name) if name in _HALVES else None
-  dtype: Dtype | None = settings.compute
-  for depth in range(len(scope), -1, -1) if settings.rules else ():
-    rule = first_match(settings.rules, None, "/".join(scope[:depth]))
-    if rule is not None:
-      dtype = None if rule.policy is None else rule.policy.compute_dtype
-      break
+  rule = _rule_for(scope, settings.rules)
+  if rule is None:
+    dtype: Dtype | None = settings.compute
+  else:
+    dtype = None if rule.policy is None else rule.policy.compute_dtype
   return None if dtype == FLOAT32 else dtype
-
-
-def marked(scope: Scope) -> str | None:
-  """Returns what the innermost mark of a region says; None if there is none."""
-  marks = (name[len(REGION) :] for name in reversed(scope) if name.startswith(REGION))
-  return next(marks, None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,11 +70,23 @@ def weight_grads(scope: Scope, settings: Settings) -> Dtype | None:
   if mark is not None:
     wide = mark.partition(WEIGHT_GRADS)[2]
     return np.dtype(wide) if wide else None
-  for depth in range(len(scope), -1, -1) if settings.rules else ():
-    rule = first_match(settings.rules, None, "/".join(scope[:depth]))
-    if rule is not None:
-      return None if rule.policy is None else rule.policy.weight_grad_dtype
-  return settings.weight_grads
+  rule = _rule_for(scope, settings.rules)
+  if rule is None:
+    return settings.weight_grads
+  return None if rule.policy is None else rule.policy.weight_grad_dtype
+
+
+def marked(scope: Scope) -> str | None:
+  """Returns what the innermost mark of a region says; None if there is none."""
+  marks = (name[len(REGION) :] for name in reversed(scope) if name.startswith(REGION))
+  return next(marks, None)
+
+
+def _rule_for(scope: Scope, rules: tuple[Rule, ...]) -> Rule | None:
+  """Returns the rule for the innermost scope that one matches; None if there is none."""
+  depths = range(len(scope), -1, -1) if rules else ()
+  found = (first_match(rules, None, "/".join(scope[:depth])) for depth in depths)
+  return next((rule for rule in found if rule is not None), None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -90,6 +95,8 @@ def keeps_float32(scope: Scope, settings: Settings) -> bool:
 
   Not so where a policy computes in float32, a norm's say, and says nothing of what it returns.
   """
+  if FULL_PRECISION in scope:  # Also inside of a module that has a policy of its own.
+    return True
   return region(scope, settings) is None and marked(scope) in (None, AS_IT_IS)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._autocast._scopes import check_rules_match, names_of, region
+from mpjax._autocast._scopes import check_rules_match, keeps_float32, names_of, region
 from mpjax._autocast._values import Settings
 from tests.errors import check_error
 
@@ -142,3 +142,10 @@ def test_a_rule_that_matches_nothing():
       fix="'net/step'",
     )
     assert 'begin the path with "**/"' in str(error.value)
+
+
+@pytest.mark.parametrize("mark", [(), ("mpjax.region=float16",), ("mpjax.region=float32",)])
+def test_what_full_precision_returns_stays_float32_in_any_region(mark):
+  settings = Settings(compute=BFLOAT16, ops=mpjax.OpLists())
+  assert keeps_float32((*mark, "mpjax.full_precision"), settings)
+  assert not keeps_float32(("mpjax.region=float32",), settings)
