@@ -180,13 +180,20 @@ def survives(number: Any, dtype: Dtype) -> bool:
   return float(limits.tiny) <= size <= float(limits.max)
 
 
+_LARGEST_MASK = 2**24
+"""The size of an array that is looked at for being a mask: one of attention for 4,096 tokens."""
+
+
 def is_neutral_constant(number: Any, *halves: Dtype) -> bool:
   """Whether a float32 constant is a mask, or a single number that survives in each of `halves`.
 
   Another array may be a grid of coordinates, whose distances half does not hold once something is
-  added.
+  added. A large one is taken for such a grid: looking costs time at each trace, and a copy.
   """
   if np.ndim(number) > 0:
+    local = getattr(number, "is_fully_addressable", True)
+    if not local or np.size(number) > _LARGEST_MASK:
+      return False
     values = np.asarray(number)
     return bool(np.all((values == 0) | (values == 1)))
   return all(survives(number, half) for half in halves)

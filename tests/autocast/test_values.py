@@ -13,6 +13,7 @@ from mpjax._autocast._values import (
   Settings,
   Value,
   dtype_of,
+  is_neutral_constant,
   literal_as,
   literal_value,
   retyped,
@@ -127,3 +128,20 @@ def test_settings_are_keys_of_caches():
     {"weight_grads": FLOAT32},
   ):
     assert make(**other) != make()
+
+
+class NotHere:
+  """An array of which this process has a part, as on several hosts: NumPy cannot read it."""
+
+  ndim, size, shape, dtype, is_fully_addressable = 1, 2, (2,), np.dtype("float32"), False
+
+  def __array__(self, *args, **kwargs):
+    raise RuntimeError("spans devices that are not addressable")
+
+
+def test_arrays_that_are_elsewhere_or_very_large_are_not_looked_at():
+  mask = np.zeros(4, np.float32)
+  assert is_neutral_constant(mask, *HALVES)
+  assert not is_neutral_constant(NotHere(), *HALVES)
+  large = np.broadcast_to(np.float32(1), (2**25,))  # One number, in fact.
+  assert not is_neutral_constant(large, *HALVES)
