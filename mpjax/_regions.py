@@ -9,11 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast import Interface, NotTraceable, Settings, leaving, with_settings
+from mpjax._autocast import (
+  Interface,
+  NotTraceable,
+  Settings,
+  leaving,
+  tree_leaves,
+  with_settings,
+)
 from mpjax._errors import MpjaxTypeError, has_note, line_of_user, message, mixed_dtypes_note
 from mpjax._op_lists import OpLists
 from mpjax._policy import Policy
-from mpjax._tree import cast_leaf, is_half, map_arrays
+from mpjax._tree import cast_leaf, is_half, is_nnx_object, map_arrays
 from mpjax._types import PyTree
 
 State = TypeVar("State", bound=Any)
@@ -137,6 +144,7 @@ def rewritten(
 def attempts(
   attempt: Callable[[State], Any],
   python: Callable[[State], Any],
+  call: Any,
   state: State,
   path: str,
   where: str,
@@ -151,6 +159,7 @@ def attempts(
   Args:
     attempt: traces the call and runs it.
     python: makes the call as it is.
+    call: its positional and keyword arguments.
     state: the state in force.
     path: that of the module.
     where: the public call, for the warning.
@@ -160,6 +169,7 @@ def attempts(
   while True:
     failed: list[type[Any]] = []
     try:
+      tree_leaves(call, "is given", is_leaf=is_nnx_object)
       return attempt(dataclasses.replace(state, tracing=True, failed=failed))
     except needs_python as error:
       reason = f"needs the values of arrays: {line_of_user(error)}"

@@ -51,7 +51,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
       raise NotImplementedError("first")
     return "traced"
 
-  assert regions.attempts(attempt, lambda state: None, State(), "", "f") == "traced"
+  assert regions.attempts(attempt, lambda state: None, ((), {}), State(), "", "f") == "traced"
   assert seen == [frozenset(), frozenset({int})]
 
   def always(state):
@@ -59,7 +59,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
     raise NotImplementedError(str(len(state.casting)))
 
   with pytest.raises(NotImplementedError, match="0"):  # The first says what is wrong.
-    regions.attempts(always, lambda state: None, State(), "", "f")
+    regions.attempts(always, lambda state: None, ((), {}), State(), "", "f")
 
 
 def test_what_needs_values_runs_as_python_with_one_warning():
@@ -67,7 +67,7 @@ def test_what_needs_values_runs_as_python_with_one_warning():
     return jax.jit(lambda x: float(x))(1.0)
 
   with pytest.warns(UserWarning, match="f: body: expected a body that can be traced") as caught:
-    found = regions.attempts(attempt, lambda state: state, State(), "body", "f")
+    found = regions.attempts(attempt, lambda state: state, ((), {}), State(), "body", "f")
   assert found == State(as_python=frozenset({"body"}))
   assert len(caught) == 1
 

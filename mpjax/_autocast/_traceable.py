@@ -27,17 +27,31 @@ def traceable(fn: Callable[..., R]) -> Callable[..., R]:
 
   @functools.wraps(fn)
   def checked(*args: Any, **kwargs: Any) -> R:
-    before = jax.tree.leaves((args, kwargs))
+    before = tree_leaves((args, kwargs), "is given")
     returned = fn(*args, **kwargs)
-    now = jax.tree.leaves((args, kwargs))
+    now = tree_leaves((args, kwargs), "is given")
     if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
       raise NotTraceable("changes an argument in place")
-    for x in jax.tree.leaves(returned, is_leaf=_is_generator):
+    for x in tree_leaves(returned, "returns", is_leaf=_is_generator):
       if not isinstance(x, jax.Array) and _holds_tracer(x):
         raise NotTraceable(f"returns a {type(x).__name__} with arrays in it, which is no tree")
     return returned
 
   return checked
+
+
+def tree_leaves(tree: Any, does: str, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+  """Returns the leaves of a tree; raises NotTraceable where JAX cannot flatten it.
+
+  Args:
+    tree: the tree.
+    does: what the function does with it, for the error.
+    is_leaf: as for `jax.tree.leaves`.
+  """
+  try:
+    return jax.tree.leaves(tree, is_leaf=is_leaf)
+  except (TypeError, ValueError) as error:
+    raise NotTraceable(f"{does} a dict whose keys do not sort") from error
 
 
 def _is_generator(x: Any) -> bool:

@@ -23,6 +23,12 @@ from mpjax.linen._places import held_in
 
 _WHERE = "mpjax.linen.with_policy(model, policy)"
 
+_NEUTRAL = ("params", "perturbations")
+"""Collections that take the dtype of what they meet; the others decide it, as arguments do.
+
+Perturbations are zeros, there to be differentiated by.
+"""
+
 _NEEDS_PYTHON = (flax.errors.JaxTransformError, *NEEDS_PYTHON)
 
 Enter: TypeAlias = Callable[[Active], contextlib.AbstractContextManager[None]]
@@ -49,8 +55,8 @@ def applied(
       return model.apply(variables, *args, **kwargs)
 
   def attempt(active: Active) -> Any:
-    rest = {col: tree for col, tree in variables.items() if col != "params"}
-    params = {col: tree for col, tree in variables.items() if col == "params"}
+    rest = {col: tree for col, tree in variables.items() if col not in _NEUTRAL}
+    params = {col: tree for col, tree in variables.items() if col in _NEUTRAL}
 
     def program(params: PyTree, rest: PyTree, args: Any, kwargs: Any) -> Any:
       given = {col: {**params, **rest}[col] for col in variables}
@@ -68,7 +74,7 @@ def applied(
       )
 
   return (
-    attempts(attempt, python, active, "", _WHERE, _NEEDS_PYTHON)
+    attempts(attempt, python, (args, kwargs), active, "", _WHERE, _NEEDS_PYTHON)
     if isinstance(variables, Mapping)
     else python(active)
   )
@@ -126,14 +132,16 @@ def rewritten(
           restore()
           raise
 
-      filters = ("params", True)
+      filters = (_NEUTRAL, True)
       packed = lift.pack(inner, filters, filters, (True,), name="policy", enable_kwargs=True)
       return packed(scopes, *args, **kwargs)
 
     # Checked inside: Flax has counted the names of submodules when it has lifted a method.
     return lift_direct_transform(lifted, (traceable(method),), module, *args, **kwargs)
 
-  return attempts(attempt, python, active, "/".join(module.path), _WHERE, _NEEDS_PYTHON)
+  return attempts(
+    attempt, python, (args, kwargs), active, "/".join(module.path), _WHERE, _NEEDS_PYTHON
+  )
 
 
 def _forget_captured(scope: Scope, method: str, outputs: Any) -> None:

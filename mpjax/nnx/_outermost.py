@@ -15,7 +15,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from mpjax import _regions as regions
-from mpjax._autocast import NotTraceable, leaving, region_of, traceable
+from mpjax._autocast import NotTraceable, leaving, region_of, traceable, tree_leaves
 from mpjax._full_precision import ACTIVE
 from mpjax._tree import is_floating
 from mpjax.nnx._active import Active, current
@@ -40,7 +40,6 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
 
   def attempt(state: Active) -> Any:
     given = (module, args, kwargs)
-    _check_tree((args, kwargs), "is given")
     stored = [_dtype(v) for v in _variables(given)]
 
     def program(copied: Any) -> tuple[bool, dict[int, Any], Any]:
@@ -50,7 +49,7 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
       before, arguments = _kept(given), _flat(given[1:])
       with ACTIVE(state):
         outputs = call(*given)
-      _check_tree(outputs, "returns")
+      tree_leaves(outputs, "returns", is_leaf=is_node)
       now = _kept(given)
       if not _same(arguments, _flat(given[1:])):
         raise NotTraceable("changes an argument in place")
@@ -100,15 +99,7 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
       return call(module, args, kwargs)
 
   state = dataclasses.replace(current() or Active(), region=region_of(policy))
-  return regions.attempts(attempt, python, state, path_of(module), _WHERE)
-
-
-def _check_tree(x: Any, does: str) -> None:
-  """Raises NotTraceable if JAX cannot flatten a tree: the keys of a dict in it do not sort."""
-  try:
-    jax.tree.leaves(x, is_leaf=is_node)
-  except (TypeError, ValueError) as error:
-    raise NotTraceable(f"{does} a dict whose keys do not sort") from error
+  return regions.attempts(attempt, python, (args, kwargs), state, path_of(module), _WHERE)
 
 
 def _variables(tree: Any) -> list[Any]:

@@ -924,3 +924,68 @@ def test_no_tracer_is_left_behind():
   kept.extend(jax.tree.leaves((out, changed)))
   assert not any(isinstance(x, jax.core.Tracer) for x in kept)
   assert dtypes(changed) == {"seen": {"x": ("bfloat16",)}}
+
+
+class TakesDict(nn.Module):
+  """Reads one entry of a dict, and returns a dict of the same keys."""
+
+  @nn.compact
+  def __call__(self, xs):
+    return {key: nn.Dense(2)(x) if key == 1 else x for key, x in xs.items()}
+
+
+@WAYS
+def test_a_dict_whose_keys_do_not_sort_runs_as_python(way):
+  odd, model = {1: X, "b": X}, TakesDict()
+  variables = model.init(KEY, {1: X})
+  with pytest.warns(UserWarning, match="got one that is given a dict whose keys do not sort"):
+    found = call(way, model, "c=bfloat16", variables, odd)
+  expected = call(way, nn.Dense(2), "c=bfloat16", {"params": variables["params"]["Dense_0"]}, X)
+  assert found["b"] is X
+  np.testing.assert_array_equal(bits(found[1]), bits(expected))
+
+
+class Perturbed(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.tanh(self.perturb("bump", nn.Dense(2)(x)))
+
+
+@pytest.mark.parametrize("half", HALF)
+@WAYS
+def test_perturbations_made_without_a_policy_take_the_dtype_of_what_they_meet(way, half):
+  variables = Perturbed().init(KEY, X)
+  assert variables["perturbations"]["bump"].dtype == F32
+  assert call(way, Perturbed(), f"c={half}", variables, X).dtype == half
+
+  def loss(perturbations):
+    given = {**variables, "perturbations": perturbations}
+    return call(way, Perturbed(), f"c={half}", given, X).sum(dtype=F32)
+
+  found = jax.grad(loss)(variables["perturbations"])["bump"]
+  y = np.asarray(call(way, Perturbed(), f"c={half}", variables, X), np.float64)
+  assert found.dtype == F32
+  np.testing.assert_allclose(found, 1 - y**2, atol=2 * float(jnp.finfo(half).eps))
+
+
+class FullPrecisionInside(nn.Module):
+  """What full_precision returns is read by an addition, and that by a matmul."""
+
+  @nn.compact
+  def __call__(self, x):
+    y = mpjax.full_precision(lambda x: x * 3)(nn.Dense(2)(x))
+    return nn.Dense(2)(y + 1e-3 * y)
+
+
+def test_full_precision_is_the_same_in_a_module_that_a_rule_picked():
+  class Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return FullPrecisionInside(name="inner")(x)
+
+  variables = Outer().init(KEY, X)
+  plain, picked = (
+    with_policy(Outer(), "c=float16", rules).apply(variables, X)
+    for rules in ((), [Rule("c=float16", path="inner")])
+  )
+  np.testing.assert_array_equal(bits(plain), bits(picked))
