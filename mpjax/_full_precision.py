@@ -1,6 +1,5 @@
 """`full_precision`: a function that runs as it was written, whatever is in force around it."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
+from mpjax._active import ACTIVE, Active
 from mpjax._frameworks import check_no_linen_model
 from mpjax._tree import cast_leaf, is_half, map_arrays
 
@@ -16,45 +16,6 @@ R = TypeVar("R")
 
 SCOPE = "mpjax.full_precision"
 """The named scope by which autocast knows the region."""
-
-# The one mechanism JAX has for a value that is part of every jit cache key; it is local to the
-# thread and restored when its `with` block is left.
-ACTIVE = jax.make_user_context(None)
-"""The state of the policy in force in this thread, or None. A state has a property `on` (a policy
-is in force), `tracing` (what runs is being traced, and will be rewritten), and a method `outside`,
-which returns the state inside of `full_precision`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-  """The state inside of `full_precision` where no policy was in force around it.
-
-  Fields:
-    in_region: always True. The states of Linen and NNX have it as well.
-    on: always False: no policy is in force.
-    given: always None, as are the two that follow: what a Linen module looks at.
-    held: always None.
-    entered: always False.
-    tracing: always False.
-    region: always "".
-  """
-
-  in_region: bool = True
-  on: bool = False
-  given: None = None
-  held: None = None
-  entered: bool = False
-  tracing: bool = False
-  region: str = ""
-
-  def outside(self) -> "Region":
-    """Returns the state itself."""
-    return self
-
-
-def in_region() -> bool:
-  """Whether this runs inside of `full_precision`, where no policy and no autocast begins."""
-  return ACTIVE.value is not None and ACTIVE.value.in_region
 
 
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
@@ -100,7 +61,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
     if around is not None and around.on:
       given = tuple(map_arrays(_widen, x) for x in args)
       named = {name: map_arrays(_widen, x) for name, x in kwargs.items()}
-    with jax.named_scope(SCOPE), ACTIVE(Region() if around is None else around.outside()):
+    with jax.named_scope(SCOPE), ACTIVE((around or Active()).outside()):
       return call(*given, **named)
 
   return wrapped

@@ -1,29 +1,36 @@
 """A module's call under a policy, of any framework: its arguments, results, and the trace."""
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._active import ACTIVE, Active
 from mpjax._autocast import (
   Interface,
   NotTraceable,
   Settings,
   leaving,
+  mark,
+  region_of,
   tree_leaves,
   with_settings,
 )
 from mpjax._errors import MpjaxTypeError, has_note, line_of_user, message, mixed_dtypes_note
+from mpjax._module_dtype import dtype_field, warn_of_uncast
 from mpjax._op_lists import OpLists
 from mpjax._policy import Policy
 from mpjax._tree import cast_leaf, is_half, is_nnx_object, map_arrays
 from mpjax._types import PyTree
 
-State = TypeVar("State", bound=Any)
+S = TypeVar("S", bound=Active)
+
+Dtype: TypeAlias = np.dtype[Any]
 
 FLOAT32 = np.dtype("float32")
 
@@ -48,35 +55,68 @@ def is_wide(policy: Policy | None) -> bool:
   return policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
 
 
-def arguments(call: PyTree, policy: Policy, casts: bool) -> PyTree:
-  """Returns the arguments of a method as its policy wants them: mostly as they are.
+def inside(
+  state: S, module: Any, policy: Policy | None, *, iterates: bool = False, **more: Any
+) -> S:
+  """Returns the state in which a module's own operations run.
 
   Args:
-    call: positional and keyword arguments.
-    policy: that of the module.
-    casts: the module is called in its compute dtype.
+    state: that in which it is called.
+    module: the module.
+    policy: its policy, which goes on to the modules inside.
+    iterates: the module starts each step from its own last result, which drifts where it is
+      rounded: its own operations are in float32.
+    more: further fields of the state.
   """
+  casts = state.cast or is_wide(policy) or type(module) in state.casting
+  region = FLOAT32.name if iterates and is_low(policy) else region_of(policy)
+  return dataclasses.replace(state, policy=policy, entered=True, region=region, cast=casts, **more)
+
+
+def run(
+  method: Callable[..., Any],
+  call: Any,
+  module: Any,
+  path: str,
+  state: Active,
+  *,
+  initializing: bool = False,
+) -> Any:
+  """Calls a method in a state and in the region that it names; errors of dtypes name the module.
+
+  Args:
+    method: the method, or a step of its body.
+    call: its positional and keyword arguments.
+    module: the module.
+    path: where it is.
+    state: what `inside` returned.
+    initializing: parameters are drawn in the call, perhaps in the dtype that a field says.
+  """
+  policy, around, fields = state.policy, ACTIVE.value, {}
+  if policy is not None:
+    call = _arguments(call, policy, state.cast)
+    if state.cast or not initializing:
+      dtype = policy.compute_dtype if state.cast else FLOAT32
+      fields = dtype_field(module, dtype, always=state.cast)
+  marks = state.tracing and (around is None or around.region != state.region)
+  marked = mark(state.region) if marks else contextlib.nullcontext()
+  with ACTIVE(state), _fields_set(module, fields), marked:
+    try:
+      return method(*call[0], **call[1])
+    except Exception as error:
+      if policy is not None:
+        _note(error, module, path, policy, state.failed)
+      raise
+
+
+def _arguments(call: Any, policy: Policy, casts: bool) -> Any:
+  """Returns the arguments of a method as its policy wants them: mostly as they are."""
   compute = policy.compute_dtype
   if casts and not _any_complex(call):
     return map_arrays(lambda x: cast_leaf(x, compute), call)
   if compute == FLOAT32:
     return map_arrays(lambda x: cast_leaf(x, compute) if is_half(x) else x, call)
   return call
-
-
-def returned(outputs: PyTree, dtype: np.dtype[Any], traced: bool) -> PyTree:
-  """Returns the results of a module in a dtype.
-
-  Args:
-    outputs: the results.
-    dtype: what they are in for all who read them.
-    traced: they are part of a program that will be rewritten.
-  """
-
-  def leaf(x: Any) -> Any:
-    return leaving(x, dtype) if traced and isinstance(x, jax.Array) else cast_leaf(x, dtype)
-
-  return map_arrays(leaf, outputs)
 
 
 def _any_complex(call: Any) -> bool:
@@ -88,34 +128,72 @@ def _any_complex(call: Any) -> bool:
   )
 
 
-def named_in_errors(
-  function: Callable[..., Any],
-  call: Any,
-  module: Any,
-  path: str,
-  policy: Policy | None,
-  failed: list[type[Any]] | None,
-) -> Any:
-  """Calls a method; a TypeError out of it is told which module was running, and under what.
+@contextlib.contextmanager
+def _fields_set(module: Any, fields: Mapping[str, Any]) -> Generator[None]:
+  """Sets attributes of a module for the length of a call, without what its class does then."""
+  attributes = vars(module)
+  before = {name: attributes[name] for name in fields if name in attributes}
+  attributes.update(fields)
+  try:
+    yield
+  finally:
+    for name in fields.keys() - before.keys():
+      attributes.pop(name, None)
+    attributes.update(before)
+
+
+def _note(
+  error: Exception, module: Any, path: str, policy: Policy, failed: list[type[Any]] | None
+) -> None:
+  """Notes which module raised, and tells a TypeError which was running, and under what."""
+  if failed is not None:
+    failed.append(type(module))
+  noted = isinstance(error, MpjaxTypeError) or has_note(error)
+  ours = isinstance(error, TypeError) and not isinstance(error, jax.errors.JAXTypeError)
+  if ours and not noted:
+    error.add_note(mixed_dtypes_note(path, type(module).__name__, str(policy)))
+
+
+def output_dtype(state: Active, policy: Policy, picked: bool, outer: Dtype | None) -> Dtype | None:
+  """Returns the dtype that a module's policy gives its results; None leaves what was computed.
 
   Args:
-    function: the method.
-    call: its positional and keyword arguments.
-    module: the module.
-    path: that of the module.
+    state: that in which the module is called.
     policy: that of the module.
-    failed: where to note the class of a module that raises; None notes nothing.
+    picked: whether it was picked for the module, and does not come from around it.
+    outer: for the outermost module, if its policy names none.
   """
-  try:
-    return function(*call[0], **call[1])
-  except Exception as error:
-    if failed is not None and policy is not None:
-      failed.append(type(module))
-    noted = isinstance(error, MpjaxTypeError) or has_note(error)
-    ours = isinstance(error, TypeError) and not isinstance(error, jax.errors.JAXTypeError)
-    if policy is not None and ours and not noted:
-      error.add_note(mixed_dtypes_note(path, type(module).__name__, str(policy)))
-    raise
+  if not state.entered:
+    return policy.output_dtype or outer
+  return policy.output_dtype if picked and policy != state.policy else None
+
+
+def returned(
+  outputs: PyTree, dtype: Dtype | None, module: Any, state: Active, inner: Active
+) -> PyTree:
+  """Returns the results of a module in a dtype.
+
+  Args:
+    outputs: the results.
+    dtype: what they are in for all who read them; None leaves them as they were computed.
+    module: the module.
+    state: that in which it was called.
+    inner: that in which its own operations ran.
+  """
+  if dtype is None and inner.cast and inner.policy is not None:
+    dtype = inner.policy.compute_dtype
+  if dtype is None:
+    return outputs
+  to, traced = dtype, state.tracing and not state.cast
+
+  def leaf(x: Any) -> Any:
+    return leaving(x, to) if traced and isinstance(x, jax.Array) else cast_leaf(x, to)
+
+  new = map_arrays(leaf, outputs)
+  # While it is traced all is float32 still, and what hides arrays from JAX is not traced after all.
+  if not (state.entered or state.tracing or state.cast):
+    warn_of_uncast(module, new, dtype)
+  return new
 
 
 def rewritten(
@@ -142,10 +220,10 @@ def rewritten(
 
 
 def attempts(
-  attempt: Callable[[State], Any],
-  python: Callable[[State], Any],
+  attempt: Callable[[S], Any],
+  python: Callable[[S], Any],
   call: Any,
-  state: State,
+  state: S,
   path: str,
   where: str,
   needs_python: tuple[type[Exception], ...] = NEEDS_PYTHON,

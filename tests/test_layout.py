@@ -35,29 +35,32 @@ RANKS = {
   "_rules": 3,
   "_leaves": 3,
   "_module_dtype": 3,
-  "_full_precision": 3,
-  # rank 4: engines, none of which imports another
-  "_loss_scale": 4,
-  "_storage": 4,
-  "_autocast": 4,
-  "_fp8": 4,
-  "_audit": 4,
-  "_diagnose": 4,
-  # rank 5: the call of a module under a policy, and the adapter to optax
-  "_regions": 5,
-  "transforms": 5,
-  # rank 6: adapters, each to one framework for models, neither of which imports the other
-  "linen": 6,
-  "nnx": 6,
-  # rank 7: composition
-  "training": 7,
-  "levels": 7,
-  "conversion": 7,
-  "_conversion_report": 7,
-  "checkpoints": 7,
+  "_active": 3,
+  # rank 4: what was asked for, and what is left out of it
+  "_given": 4,
+  "_full_precision": 4,
+  # rank 5: engines, none of which imports another
+  "_loss_scale": 5,
+  "_storage": 5,
+  "_autocast": 5,
+  "_fp8": 5,
+  "_audit": 5,
+  "_diagnose": 5,
+  # rank 6: the call of a module under a policy, and the adapter to optax
+  "_regions": 6,
+  "transforms": 6,
+  # rank 7: adapters, each to one framework for models, neither of which imports the other
+  "linen": 7,
+  "nnx": 7,
+  # rank 8: composition
+  "training": 8,
+  "levels": 8,
+  "conversion": 8,
+  "_conversion_report": 8,
+  "checkpoints": 8,
   # the table of contents
-  "__init__": 8,
-  "__main__": 8,
+  "__init__": 9,
+  "__main__": 9,
 }
 
 ONLY_IN = {

@@ -1,6 +1,6 @@
 """A module's call under a policy: arguments, results, and what is done where tracing raises."""
 
-import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,35 +9,78 @@ import pytest
 
 import mpjax
 from mpjax import _regions as regions
+from mpjax._active import Active
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
 
 
-@dataclasses.dataclass(frozen=True)
-class State:
-  tracing: bool = False
-  failed: list | None = None
-  casting: frozenset = frozenset()
-  as_python: frozenset = frozenset()
+class Layer:
+  """Returns its arguments, and the dtype that its field says then."""
+
+  dtype: Any = jnp.bfloat16
+
+  def __call__(self, *args, **kwargs):
+    return args, kwargs, self.dtype
+
+
+def run(call, policy, **fields):
+  layer = Layer()
+  state = regions.inside(Active(**fields), layer, policy)
+  outputs = regions.run(layer, call, layer, "layer", state)
+  assert vars(layer) == {}, "a field was left behind"
+  return outputs
 
 
 def test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype():
   call = ((jnp.ones(2), jnp.arange(2)), {"y": 1.5})
-  assert regions.arguments(call, HALF, False) is call
-  args, kwargs = regions.arguments(call, HALF, True)
-  assert ([str(x.dtype) for x in args], kwargs) == (["bfloat16", "int32"], {"y": 1.5})
+  args, kwargs, dtype = run(call, HALF)
+  assert all(a is b for a, b in zip(args, call[0], strict=True))
+  assert (kwargs, dtype) == ({"y": 1.5}, jnp.float32)
+  args, kwargs, dtype = run(call, HALF, cast=True)
+  assert ([str(x.dtype) for x in args], kwargs, dtype) == (
+    ["bfloat16", "int32"],
+    {"y": 1.5},
+    jnp.bfloat16,
+  )
+  args, *_ = run(call, HALF, casting=frozenset({Layer}))
+  assert args[0].dtype == jnp.bfloat16
   complex_ = ((jnp.ones(2), jnp.ones(2, "complex64")), {})
-  assert regions.arguments(complex_, HALF, True) is complex_
-  (x,), _ = regions.arguments(((jnp.ones(2, "bfloat16"),), {}), mpjax.Policy(), False)
+  assert run(complex_, HALF, cast=True)[0][0] is complex_[0][0]
+  (x,), _, _ = run(((jnp.ones(2, "bfloat16"),), {}), mpjax.Policy())
   assert x.dtype == "float32"
+  assert run(call, None)[2] is jnp.bfloat16
+
+
+def test_a_module_that_iterates_computes_in_float32_and_tells_those_inside_its_policy():
+  found = regions.inside(Active(), Layer(), HALF, iterates=True)
+  assert (found.region, found.policy, found.entered) == ("float32", HALF, True)
+  assert regions.inside(Active(), Layer(), HALF).region == "bfloat16"
+  assert regions.inside(Active(), Layer(), None, iterates=True).region == "as-it-is"
+
+
+@pytest.mark.parametrize(
+  ("entered", "picked", "wanted"),
+  [(False, False, "float32"), (True, False, None), (True, True, None)],
+)
+def test_where_a_policy_begins_it_says_the_dtype_of_results(entered, picked, wanted):
+  state = Active(policy=HALF, entered=entered)
+  assert regions.output_dtype(state, HALF, picked, None) == wanted
+  other = mpjax.Policy.parse("c=f16,o=f16")
+  assert regions.output_dtype(state, other, True, None) == "float16"
+  named = mpjax.Policy.parse("c=f16")
+  assert regions.output_dtype(Active(), named, False, np.dtype("float32")) == "float32"
 
 
 @pytest.mark.parametrize("traced", [True, False])
 def test_results_are_arrays_in_the_dtype_and_all_else_as_it_is(traced):
   out = {"x": jnp.ones(2, "bfloat16"), "n": jnp.arange(2), "name": "coder"}
-  new = regions.returned(out, np.dtype("float32"), traced)
+  state = Active(tracing=traced)
+  new = regions.returned(out, np.dtype("float32"), Layer(), state, state)
   assert new["name"] == "coder"
   assert [str(new[name].dtype) for name in ("x", "n")] == ["float32", "int32"]
+  assert regions.returned(out, None, Layer(), state, state) is out
+  cast = regions.inside(Active(cast=True), Layer(), mpjax.Policy.parse("c=f16"))
+  assert regions.returned(out, None, Layer(), Active(cast=True), cast)["x"].dtype == "float16"
 
 
 def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice():
@@ -51,7 +94,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
       raise NotImplementedError("first")
     return "traced"
 
-  assert regions.attempts(attempt, lambda state: None, ((), {}), State(), "", "f") == "traced"
+  assert regions.attempts(attempt, lambda state: None, ((), {}), Active(), "", "f") == "traced"
   assert seen == [frozenset(), frozenset({int})]
 
   def always(state):
@@ -59,7 +102,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
     raise NotImplementedError(str(len(state.casting)))
 
   with pytest.raises(NotImplementedError, match="0"):  # The first says what is wrong.
-    regions.attempts(always, lambda state: None, ((), {}), State(), "", "f")
+    regions.attempts(always, lambda state: None, ((), {}), Active(), "", "f")
 
 
 def test_what_needs_values_runs_as_python_with_one_warning():
@@ -67,8 +110,8 @@ def test_what_needs_values_runs_as_python_with_one_warning():
     return jax.jit(lambda x: float(x))(1.0)
 
   with pytest.warns(UserWarning, match="f: body: expected a body that can be traced") as caught:
-    found = regions.attempts(attempt, lambda state: state, ((), {}), State(), "body", "f")
-  assert found == State(as_python=frozenset({"body"}))
+    found = regions.attempts(attempt, lambda state: state, ((), {}), Active(), "body", "f")
+  assert found == Active(as_python=frozenset({"body"}))
   assert len(caught) == 1
 
 

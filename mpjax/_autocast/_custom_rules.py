@@ -16,13 +16,13 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from mpjax._active import ACTIVE
 from mpjax._autocast._call import called
 from mpjax._autocast._closures import evaluated
 from mpjax._autocast._retype import traced
 from mpjax._autocast._rewrite import Rewritten
 from mpjax._autocast._values import FLOATS, Dtype, Kind
 from mpjax._compat import context_of
-from mpjax._full_precision import ACTIVE
 from mpjax._inner_jaxprs import closed_over, inner_jaxprs, name_of, with_inner
 
 Rewrite: TypeAlias = Callable[[Jaxpr, tuple[Kind | None, ...], Sequence[Dtype | None]], Rewritten]

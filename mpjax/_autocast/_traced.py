@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from mpjax._active import in_region
 from mpjax._autocast._bodies import rewrite
 from mpjax._autocast._call import run
 from mpjax._autocast._closures import closes_over, differentiated_at_once
@@ -27,7 +28,6 @@ from mpjax._autocast._values import (
   dtype_of,
 )
 from mpjax._errors import MpjaxTypeError, message
-from mpjax._full_precision import in_region
 
 R = TypeVar("R")
 

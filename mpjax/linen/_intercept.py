@@ -3,19 +3,16 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any
 
 import flax.linen as nn
 
-from mpjax._autocast import mark, region_of
-from mpjax._full_precision import ACTIVE
-from mpjax._module_dtype import dtype_field, warn_of_uncast
-from mpjax._policy import Policy
-from mpjax._regions import FLOAT32, arguments, is_low, is_wide, named_in_errors, returned
-from mpjax._rules import first_match
-from mpjax._types import PyTree
-from mpjax.linen._context import Active, Given, Held, Visits, is_new_root, module_path, resolve
+from mpjax._active import ACTIVE
+from mpjax._autocast import region_of
+from mpjax._given import Given, Resolved, matched_by
+from mpjax._regions import inside, is_low, output_dtype, returned, run
+from mpjax.linen._context import Active, Held, current, is_new_root, module_path, resolve
 from mpjax.linen._initialize import store, store_computed
 from mpjax.linen._outermost import rewritten
 from mpjax.linen._places import held_in, tell_places
@@ -26,8 +23,7 @@ def activate(state: Active) -> Generator[None]:
   """Puts a state in force, in this thread, for the length of a `with` block."""
   # One interceptor serves all states; it must not run twice when one is given inside another.
   # The state of an NNX model that calls this one came without it.
-  ours = isinstance(ACTIVE.value, Active)
-  stack = contextlib.nullcontext() if ours else nn.intercept_methods(intercept)
+  stack = nn.intercept_methods(intercept) if current() is None else contextlib.nullcontext()
   with ACTIVE(state), stack:
     yield
 
@@ -40,13 +36,13 @@ def hold(state: Active) -> Generator[None]:
   was entered. That one stays in force, and when it is left too what was before both is restored.
   """
   _fall_back()
-  before = ACTIVE.value
-  if not isinstance(before, Active):
+  before = current()
+  if before is None:
     interceptor = contextlib.ExitStack()
     interceptor.enter_context(nn.intercept_methods(intercept))
   else:
     interceptor = None if before.held is None else before.held.interceptor
-  held = Held(before, interceptor)
+  held = Held(ACTIVE.value, interceptor)
   ACTIVE(dataclasses.replace(state, held=held)).__enter__()
   try:
     yield
@@ -58,10 +54,10 @@ def hold(state: Active) -> Generator[None]:
 def _fall_back() -> None:
   """Restores what was before the innermost scopes, where they have been left."""
   active = ACTIVE.value
-  while active is not None and active.held is not None and active.held.left:
+  while isinstance(active, Active) and active.held is not None and active.held.left:
     held, active = active.held, active.held.before
     ACTIVE(active).__enter__()
-    if active is None and held.interceptor is not None:
+    if not isinstance(active, Active) and held.interceptor is not None:
       held.interceptor.close()
 
 
@@ -76,14 +72,15 @@ def intercept(
   The function that a lifted transform took shows as a method that its class does not have. It is
   part of the module that calls it.
   """
-  active, module, name = ACTIVE.value, context.module, context.method_name
+  active, module, name = current(), context.module, context.method_name
   if active is None or active.given is None or module.scope is None:
     return next_fun(*args, **kwargs)
   if not callable(getattr(type(module), name, None)):
     return next_fun(*args, **kwargs)
   given: Given = active.given
   tell_places(module, (args, kwargs), given)
-  policy, picked, exempt = resolve(active, given, module)
+  found = resolve(active, given, module)
+  policy = found.policy
   root = weakref.ref(module.scope) if is_new_root(active, module) else active.root
   root_policy = policy if module.path == () else active.root_policy
   initializing = module.is_initializing()
@@ -94,7 +91,6 @@ def intercept(
     args, kwargs = again.call
 
   def call(active: Active) -> Any:
-    found = (policy, picked, exempt)
     outputs = _call(next_fun, (args, kwargs), module, name, active, given, found)
     if again is not None:
       again.outputs = (outputs,)
@@ -117,92 +113,26 @@ def _call(
   name: str,
   active: Active,
   given: Given,
-  found: tuple[Policy | None, bool, bool],
+  found: Resolved,
 ) -> Any:
   """Calls a method in the region of its module."""
-  policy, picked, exempt = found
+  policy, path, initializing = found.policy, module_path(module), module.is_initializing()
   if active.met is not None:
-    active.met.add(module_path(module))
+    active.met.add(path)
   if active.visits is not None:
-    _visit(active.visits, given, module)
-  casts = active.cast or is_wide(policy) or type(module) in active.casting
-  inside = dataclasses.replace(
-    active,
-    policy=policy,
-    exempt=exempt,
-    entered=True,
-    region=_region(module, policy),
-    cast=casts,
-  )
-  fields: dict[str, Any] = {}
-  if policy is not None:
-    if casts or not module.is_initializing():  # It may be what parameters are drawn in.
-      fields = dtype_field(module, policy.compute_dtype if casts else FLOAT32, always=casts)
-    call = arguments(call, policy, casts)
-  marks = active.tracing and active.region != inside.region
-  marked = mark(inside.region) if marks else contextlib.nullcontext()
-  with ACTIVE(inside), _fields_set(module, fields), marked:
-    outputs = named_in_errors(next_fun, call, module, module_path(module), policy, active.failed)
-  if module.is_initializing():
+    active.visits.classes[path] = type(module).__name__
+    active.visits.matched |= matched_by(given, module, path)
+  iterates = isinstance(module, nn.SpectralNorm)
+  inner = inside(active, module, policy, iterates=iterates, exempt=found.exempt)
+  outputs = run(next_fun, call, module, path, inner, initializing=initializing)
+  if initializing:
     store(module, policy)
     if not (active.entered or active.cast or active.visits) and name != "setup":
       with ACTIVE(dataclasses.replace(active, cast=True)):
         store_computed(module, name, call)
   if name == "setup" or policy is None:
     return outputs
-  return _returned(module, outputs, active, given, policy, picked, casts)
-
-
-def _region(module: nn.Module, policy: Policy | None) -> str:
-  """Returns what marks the operations of a module itself; the policy goes on to those inside."""
-  # A power iteration starts from its own result at each step: rounded, it drifts.
-  iterates = isinstance(module, nn.SpectralNorm) and is_low(policy)
-  return FLOAT32.name if iterates else region_of(policy)
-
-
-def _returned(
-  module: nn.Module,
-  outputs: PyTree,
-  active: Active,
-  given: Given,
-  policy: Policy,
-  picked: bool,
-  casts: bool,
-) -> PyTree:
-  """Returns the results of a module in the dtype that its policy, where it begins, says."""
-  compute, dtype = policy.compute_dtype, None
-  if not active.entered:
-    outer = None if given.policy is None else given.policy.output_dtype
-    dtype = policy.output_dtype or outer
-    if active.visits is not None:
-      active.visits.output_dtype = dtype
-  elif picked and policy != active.policy:
-    dtype = policy.output_dtype
-  if dtype is None and casts:
-    dtype = compute
-  if dtype is None:
-    return outputs
-  new = returned(outputs, dtype, active.tracing and not active.cast)
-  # While it is traced all is float32 still, and what hides arrays from JAX is not traced after all.
-  if not (active.entered or active.visits or active.tracing):
-    warn_of_uncast(module, new, dtype)
-  return new
-
-
-@contextlib.contextmanager
-def _fields_set(module: nn.Module, fields: Mapping[str, Any]) -> Generator[None]:
-  """Sets fields of a bound module, which Flax made for this call, and restores them."""
-  before = {name: getattr(module, name) for name in fields}
-  try:
-    for name, value in fields.items():
-      object.__setattr__(module, name, value)
-    yield
-  finally:
-    for name, value in before.items():
-      object.__setattr__(module, name, value)
-
-
-def _visit(visits: Visits, given: Given, module: nn.Module) -> None:
-  path = module_path(module)
-  visits.classes[path] = type(module).__name__
-  visits.matched.update(rule for rule in given.rules if first_match((rule,), module, path))
+  dtype = output_dtype(active, policy, found.picked, given.output_dtype)
+  if active.visits is not None and not active.entered:
+    active.visits.output_dtype = dtype
+  return returned(outputs, dtype, module, active, inner)

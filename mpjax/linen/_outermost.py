@@ -12,8 +12,8 @@ from flax.core import Scope, lift
 from flax.linen.transforms import lift_direct_transform
 
 from mpjax import _regions as regions
+from mpjax._active import ACTIVE
 from mpjax._autocast import traceable
-from mpjax._full_precision import ACTIVE
 from mpjax._named_arrays import path_text
 from mpjax._policy import Policy
 from mpjax._regions import NEEDS_PYTHON, array, attempts

@@ -9,9 +9,9 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope, freeze
 
-from mpjax._full_precision import ACTIVE
+from mpjax._given import Given
 from mpjax._rules import place_of
-from mpjax.linen._context import Given
+from mpjax.linen._context import current
 
 _FLAG = "mpjax_place"
 
@@ -54,7 +54,7 @@ def _placed(scope: Scope) -> Scope:
   # the class. Where no policy is in force nothing about it is different.
   if type(scope) is Scope:
     scope.__class__ = PlacedScope
-  active = ACTIVE.value
+  active = current()
   given = None if active is None else active.given
   if given is not None:
     place = place_of((*given.rules, *given.defaults), "/".join(scope.path))

@@ -10,14 +10,15 @@ import flax.linen as nn
 import jax
 from flax.core import FrozenDict
 
+from mpjax._active import in_region
 from mpjax._errors import MpjaxTypeError, message
-from mpjax._full_precision import in_region
+from mpjax._given import Given, check_matched
 from mpjax._named_arrays import places
 from mpjax._rules import Rule, unmatched_error
 from mpjax._storage import store_as_used
 from mpjax._tree import cast_leaf, map_arrays
 from mpjax._types import PyTree
-from mpjax.linen._context import OFF, Given, Visits, begin, shown
+from mpjax.linen._context import OFF, Visits, begin, shown
 from mpjax.linen._initialize import COMPUTED, cast_like
 from mpjax.linen._intercept import activate
 from mpjax.linen._outermost import applied
@@ -301,16 +302,7 @@ class PolicyModule:
 
   def _check_rules(self, visits: Visits, origin: str = "that init passed") -> None:
     """Looks for rules that picked out none of the modules passed."""
-    if self.given.unmatched == "ignore":
-      return
-    for rule in self.given.rules:
-      if rule not in visits.matched:
-        error = unmatched_error(
-          rule, tuple(visits.classes), tuple(visits.classes.values()), origin=origin
-        )
-        if self.given.unmatched == "raise":
-          raise error
-        warnings.warn(str(error), stacklevel=3)
+    check_matched(self.given, visits.matched, visits.classes, origin, 3)
 
   def _merge(self, plain: Any, ours: Any) -> Any:
     """Returns the variables that the model makes without a policy, in the dtypes that it sets.

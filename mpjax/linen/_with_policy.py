@@ -7,12 +7,13 @@ from typing import Any
 
 import flax.linen as nn
 
+from mpjax._active import in_region
 from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
 from mpjax._frameworks import not_a_model
-from mpjax._full_precision import ACTIVE, in_region
+from mpjax._given import Given, give
 from mpjax._policy import PolicyLike
 from mpjax._rules import Rule
-from mpjax.linen._context import Given, begin, give
+from mpjax.linen._context import begin, current
 from mpjax.linen._intercept import hold
 from mpjax.linen._policy_module import BoundPolicyModule, PolicyModule
 
@@ -133,7 +134,7 @@ def _entered(given: Given) -> Generator[None]:
   if in_region():
     yield
     return
-  active = ACTIVE.value
+  active = current()
   if active is not None and active.entered:
     raise MpjaxRuntimeError(
       message(

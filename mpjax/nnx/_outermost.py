@@ -15,11 +15,10 @@ from flax import nnx
 from jax.core import Tracer
 
 from mpjax import _regions as regions
+from mpjax._active import ACTIVE, Active
 from mpjax._autocast import NotTraceable, leaving, region_of, traceable, tree_leaves
-from mpjax._full_precision import ACTIVE
 from mpjax._tree import is_floating
-from mpjax.nnx._active import Active, current
-from mpjax.nnx._spec import check_modes, is_node, is_view, model_of, path_of
+from mpjax.nnx._spec import check_modes, current, is_node, is_view, model_of, path_of
 
 _TAG = "mpjax.policy"
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from mpjax._active import ACTIVE, Active
 from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
 from mpjax._policy import Policy
 
@@ -26,7 +27,7 @@ class Spec:
 
   Fields:
     policy: the policy; None leaves the module as it is.
-    output_dtype: what is handed on if this module is the outermost one called; None as computed.
+    output_dtype: that of results where a policy begins that names none.
     picked: a rule or a field of its own gave the module its policy, not a module around it.
   """
 
@@ -127,6 +128,12 @@ def path_of(module: Any) -> str:
   """Returns where a module is in the model, for rules and errors."""
   link = vars(module).get(LINK)
   return link.path if isinstance(link, Link) else type(module).__name__
+
+
+def current() -> Active | None:
+  """Returns the state in force in this thread; None outside of every policied method of NNX."""
+  state = ACTIVE.value
+  return state if type(state) is Active else None  # Linen's is of a class of its own.
 
 
 def is_node(x: Any) -> bool:

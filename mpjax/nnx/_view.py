@@ -5,25 +5,21 @@ is a subclass of the user's, one for each policy: so the policy is part of the g
 of every key that JAX and NNX cache by.
 """
 
-import contextlib
-import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from flax import nnx
 
-from mpjax._autocast import leaving, region_of
-from mpjax._full_precision import ACTIVE, in_region
-from mpjax._module_dtype import dtype_field, warn_of_uncast
-from mpjax._regions import FLOAT32, arguments, is_low, is_wide, returned
-from mpjax.nnx._active import Active, current
-from mpjax.nnx._bodies import finished, run
+from mpjax._active import ACTIVE, Active, in_region
+from mpjax._autocast import leaving
+from mpjax._regions import inside, is_low, output_dtype, returned, run
+from mpjax.nnx._bodies import finished
 from mpjax.nnx._outermost import rewritten
-from mpjax.nnx._spec import LINK, SPEC, Spec, check_modes, check_set, model_of, path_of
+from mpjax.nnx._spec import LINK, SPEC, Spec, check_modes, check_set, current, model_of, path_of
 
 _CONTAINERS = (nnx.List, nnx.Dict)
 _NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, *_CONTAINERS)
@@ -32,9 +28,9 @@ _NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, *_CONTAINERS)
 _OF_FLAX = ("__call__", "attend")
 """What the layers of NNX compute with; their other methods set them up."""
 
-_SEE_AS_STORED = ("sow", "perturb", "initialize_carry")
-"""Methods that variables are not cast for: two of NNX look for them by their very type, and what a
-cell starts with, learned or not, is in the dtype it is stored in."""
+_OUTSIDE = ("sow", "perturb", "initialize_carry")
+"""Methods that no policy enters: two note values, and what a cell starts with, learned or
+not, is in the dtype it is stored in."""
 
 
 def _overrides(cls: Any) -> dict[str, Any]:
@@ -155,7 +151,7 @@ def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
       if name in found:
         continue
       found.add(name)
-      if name in _SEE_AS_STORED or (library == "flax" and name not in _OF_FLAX):
+      if name in _OUTSIDE or (library == "flax" and name not in _OF_FLAX):
         continue
       dunder = name.startswith("__") and name != "__call__"
       is_method = callable(own) and hasattr(own, "__get__")
@@ -187,69 +183,25 @@ def _method(name: str, own: Any) -> Callable[..., Any]:
 def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
   """Calls a method in the region of its module."""
   check_modes(module)
-  around, active, spec = ACTIVE.value, current(), type(module).mpjax_spec
+  around, spec = ACTIVE.value, type(module).mpjax_spec
+  state = current() or Active(tracing=around is not None and around.tracing)
+  inner = inside(state, module, spec.policy, iterates=isinstance(module, nnx.SpectralNorm))
   bound = own.__get__(module, type(module))
-  policy = spec.policy
-  state = active or Active(tracing=around is not None and around.tracing)
-  casts = state.cast or is_wide(policy) or type(module) in state.casting
-  region = region_of(policy)
-  if policy is not None and isinstance(module, nnx.SpectralNorm):
-    region = FLOAT32.name  # Of its own power iteration; the layer inside has its own policy's.
-  inside = dataclasses.replace(state, policy=policy, region=region, cast=casts, outermost=False)
-  call: Any = (args, kwargs)
-  fields: dict[str, Any] = {}
-  if policy is not None:
-    fields = dtype_field(module, policy.compute_dtype if casts else FLOAT32, always=casts)
-    call = arguments(call, policy, casts)
-  with _fields_set(module, fields):
-    outputs = run(module, inside, bound, call)
-  dtype = _returned_dtype(active, spec, casts)
+  outputs = run(bound, (args, kwargs), module, path_of(module), inner)
 
   def finish(outputs: Any) -> Any:
-    if dtype is None:
+    if spec.policy is None:
       return outputs
-    new = returned(outputs, dtype, state.tracing and not state.cast)
-    # While it is traced all is float32; what hides arrays from JAX is not traced after all.
-    if state.outermost and not state.tracing:
-      warn_of_uncast(module, new, dtype)
-    return new
+    dtype = output_dtype(state, spec.policy, spec.picked, spec.output_dtype)
+    return returned(outputs, dtype, module, state, inner)
 
-  return finished(module, name, inside, outputs, lambda x: x, finish)
-
-
-def _returned_dtype(active: Active | None, spec: Spec, casts: bool) -> Any:
-  """Returns the dtype of what a module returns; None leaves what was computed."""
-  policy, dtype = spec.policy, None
-  if policy is None:
-    return None
-  if active is None or active.outermost:
-    dtype = spec.output_dtype
-  elif spec.picked and policy != active.policy:
-    dtype = policy.output_dtype
-  return policy.compute_dtype if dtype is None and casts else dtype
-
-
-@contextlib.contextmanager
-def _fields_set(module: Any, fields: dict[str, Any]) -> Generator[None]:
-  """Sets attributes of a module for the length of a call."""
-  before = {name: vars(module)[name] for name in fields}
-  vars(module).update(fields)
-  try:
-    yield
-  finally:
-    vars(module).update(before)
+  return finished(module, name, inner, outputs, finish)
 
 
 def _born(variable: Any) -> Any:
-  """Returns a variable that a module keeps; made in a call, it gets the dtype of storage.
-
-  What a cache or an intermediate value is in is what the module gives it.
-  """
+  """Returns a variable that a module keeps; a parameter made in a call is stored as such."""
   active = current()
-  kept = (nnx.Cache, nnx.Intermediate, nnx.Perturbation)
-  if active is None or active.policy is None or isinstance(variable, kept):
-    return variable
-  raw = variable.get_raw_value()
-  if active.tracing and isinstance(variable, nnx.Param):
-    variable.set_raw_value(leaving(raw, active.policy.param_dtype))
+  policy = active.policy if active is not None and active.tracing else None
+  if policy is not None and isinstance(variable, nnx.Param):
+    variable.set_raw_value(leaving(variable.get_raw_value(), policy.param_dtype))
   return variable

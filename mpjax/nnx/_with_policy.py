@@ -2,7 +2,6 @@
 
 import functools
 import types
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -10,15 +9,9 @@ from flax import nnx
 
 from mpjax._errors import MpjaxTypeError, message
 from mpjax._frameworks import not_a_model
-from mpjax._policy import Policy, PolicyLike
-from mpjax._rules import (
-  Rule,
-  default_rules,
-  first_match,
-  parse_rules,
-  parse_unmatched,
-  unmatched_error,
-)
+from mpjax._given import Given, Resolved, check_matched, give, matched_by, resolved
+from mpjax._policy import PolicyLike
+from mpjax._rules import Rule
 from mpjax.nnx._spec import LINK, SPEC, Link, Spec, is_view
 from mpjax.nnx._view import is_tree, view_class
 
@@ -70,7 +63,7 @@ def with_policy(
   (dtype(bfloat16), True, dtype('float32'))
   """
   _check_model(model)
-  given = _Given(policy, rules, defaults, unmatched)
+  given = give(_WHERE, policy, rules, defaults=defaults, unmatched=unmatched)
   view = nnx.clone(model, variables=False, graph=True)
   modules, copies = _modules(model), _modules(view)
   specs = _resolve(modules, given)
@@ -81,18 +74,6 @@ def with_policy(
     if not isinstance(copy, (nnx.List, nnx.Dict)):
       object.__setattr__(copy, LINK, Link(_text(path), copy, modules[path]))
   return view
-
-
-class _Given:
-  """What the user gave, checked."""
-
-  def __init__(self, policy: Any, rules: Any, defaults: Any, unmatched: Any) -> None:
-    self.policy = None if policy is None else Policy.parse(policy)
-    self.rules = parse_rules(rules, f"{_WHERE}(rules=...)")
-    self.defaults = (
-      default_rules() if defaults is None else parse_rules(defaults, f"{_WHERE}(defaults=...)")
-    )
-    self.unmatched = parse_unmatched(unmatched, _WHERE)
 
 
 def _check_model(model: Any) -> None:
@@ -134,56 +115,25 @@ def _is_module(node: Any) -> bool:
   return isinstance(node, nnx.Module) or users
 
 
-def _resolve(modules: Mapping[tuple[Any, ...], Any], given: _Given) -> dict[Any, Spec | None]:
-  """Returns how each module runs; None for those of a view inside, which run as they were told.
-
-  A policy in the module's own attribute beats rules, the first matching rule wins, and a module
-  that nothing picks has that of the nearest enclosing module.
-  """
+def _resolve(modules: Mapping[tuple[Any, ...], Any], given: Given) -> dict[Any, Spec | None]:
+  """Returns how each module runs; None for those of a view inside, which run as they were told."""
+  found: dict[Any, Resolved] = {}
   specs: dict[Any, Spec | None] = {}
-  exempt: set[Any] = set()
   matched: set[Rule] = set()
-  names: dict[str, str] = {}
   for path, module in modules.items():
     if is_view(module):
       specs[path] = None
       continue
-    text = _text(path)
-    names[text] = type(module).__name__
-    matched.update(rule for rule in given.rules if first_match((rule,), module, text))
-    around = next((path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in modules), None)
-    enclosing = None if around is None else specs[around]
-    policy = given.policy if enclosing is None else enclosing.policy
-    picked = False
-    if around in exempt:
-      exempt.add(path)
-    else:
-      own = vars(module).get("policy")
-      rule = first_match((*given.rules, *given.defaults), module, text)
-      if isinstance(own, Policy):
-        policy, picked = own, True
-      elif rule is not None:
-        policy, picked = rule.policy, True
-        if policy is None:
-          exempt.add(path)
-    specs[path] = _spec(policy, picked, given)
-  _check_rules(given, matched, names)
+    around = next(
+      (found[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in found), None
+    )
+    own, text = vars(module).get("policy"), _text(path)
+    matched |= matched_by(given, module, text)
+    run = found[path] = resolved(given, module, text, own, around or Resolved(given.policy))
+    specs[path] = Spec(policy=run.policy, output_dtype=given.output_dtype, picked=run.picked)
+  classes = {_text(path): type(modules[path]).__name__ for path in found}
+  check_matched(given, matched, classes, "of the model", 3)
   return specs
-
-
-def _spec(policy: Policy | None, picked: bool, given: _Given) -> Spec:
-  outer = None if given.policy is None else given.policy.output_dtype
-  dtype = None if policy is None else policy.output_dtype or outer
-  return Spec(policy=policy, output_dtype=dtype, picked=picked)
-
-
-def _check_rules(given: _Given, matched: set[Rule], names: dict[str, str]) -> None:
-  for rule in given.rules if given.unmatched != "ignore" else ():
-    if rule not in matched:
-      error = unmatched_error(rule, tuple(names), tuple(names.values()), origin="of the model")
-      if given.unmatched == "raise":
-        raise error
-      warnings.warn(str(error), stacklevel=4)
 
 
 def _rebind(copy: Any, modules: Mapping[Any, Any], copies: Mapping[Any, Any]) -> None:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._full_precision import ACTIVE
-from mpjax.linen._context import OFF, Active, begin, give
+from mpjax._active import ACTIVE
+from mpjax._given import give
+from mpjax.linen._context import OFF, Active, begin
 from tests.linen.probes import KEY, Probe, X, note, noted, seen, seen_under
 
 Rule = mpjax.Rule
@@ -524,11 +525,7 @@ def test_equal_states_are_equal_and_hash_alike():
 
 def test_no_state_is_in_force_to_begin_with():
   assert ACTIVE.value is None
-  assert Active(given=None) == OFF
-  assert given(rules=[Rule(None, path="a")]).by_place
-  assert given(rules=[Rule(None, where=callable)]).by_place
-  assert not given(rules=[Rule(None, module=Block)]).by_place
-  assert pickle.loads(pickle.dumps(mpjax.Policy())) == mpjax.Policy()
+  assert Active(on=False) == OFF
 
 
 def test_what_was_given_is_hashed_anew_where_it_is_unpickled():

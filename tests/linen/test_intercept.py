@@ -14,7 +14,7 @@ from flax.core import FrozenDict
 from flax.linen import module as linen_module
 
 import mpjax
-from mpjax._full_precision import ACTIVE
+from mpjax._active import ACTIVE
 from tests.linen.products import HALF, KEY, X, all_half, dtypes, operands, text
 from tests.programs import bits, products
 

@@ -38,7 +38,6 @@ _LEAVES = "mpjax/_leaves.py"
 _INTERCEPT = "mpjax/linen/_intercept.py"
 _OUTERMOST = "mpjax/linen/_outermost.py"
 _OUTERMOST_OF_NNX = "mpjax/nnx/_outermost.py"
-_POLICY_MODULE = "mpjax/linen/_policy_module.py"
 
 _TEST_SCALE = "tests/test_loss_scale.py::"
 _TEST_SCALING = "tests/transforms/test_loss_scaling.py::"
@@ -380,7 +379,7 @@ _POLICIES = (
   Mutation(
     number=34,
     breaks="the policy in force is a global, which no cache of jit knows of",
-    file="mpjax/_full_precision.py",
+    file="mpjax/_active.py",
     old="ACTIVE = jax.make_user_context(None)\n",
     new="""
 class _Global:
@@ -431,20 +430,20 @@ ACTIVE = _Global()
   ),
   Mutation(
     number=37,
-    breaks="a module that is traced is told the compute dtype: Embed casts its table before it "
-    "gathers, and gradients add up in half",
-    file=_INTERCEPT,
-    old="dtype_field(module, policy.compute_dtype if casts else FLOAT32, always=casts)",
-    new="dtype_field(module, policy.compute_dtype, always=True)",
-    test="tests/linen/test_outermost.py::test_the_gradient_of_a_table_adds_up_in_the_stored_dtype",
+    breaks="a module that is traced is told the compute dtype, and rounds what operations decide",
+    file="mpjax/_regions.py",
+    old="fields = dtype_field(module, dtype, always=state.cast)",
+    new="fields = dtype_field(module, policy.compute_dtype, always=True)",
+    test="tests/test_regions.py"
+    "::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype",
   ),
   Mutation(
     number=38,
     letter="a",
     breaks="initial values are drawn in the compute dtype",
     file=_INTERCEPT,
-    old="casts = active.cast or is_wide(policy)",
-    new="casts = active.cast or module.is_initializing() or is_wide(policy)",
+    old="inner = inside(active, module,",
+    new="inner = inside(dataclasses.replace(active, cast=active.cast or initializing), module,",
     test="tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32",
   ),
   Mutation(
@@ -483,9 +482,9 @@ _STORED = (
     number=40,
     letter="b",
     breaks="a rule that picks out no module is ignored",
-    file=_POLICY_MODULE,
-    old='    if self.given.unmatched == "ignore":\n',
-    new='    if self.given.unmatched != "warn":\n',
+    file="mpjax/_given.py",
+    old='if given.unmatched != "ignore" else ()',
+    new='if given.unmatched == "warn" else ()',
     test="tests/linen/test_with_policy.py"
     "::test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed",
   ),
@@ -529,9 +528,9 @@ _NNX = (
   Mutation(
     number=45,
     breaks="the output dtype is for every module, not for the outermost one called",
-    file="mpjax/nnx/_view.py",
-    old="  if active is None or active.outermost:\n",
-    new="  if active is None or spec.output_dtype is not None:\n",
+    file="mpjax/_regions.py",
+    old="  if not state.entered:\n",
+    new="  if not state.entered or outer is not None:\n",
     test="tests/nnx/test_with_policy.py::test_a_module_inside_has_no_output_dtype",
   ),
   Mutation(

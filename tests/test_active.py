@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._full_precision import ACTIVE
-from mpjax.nnx._active import Active, current
+import mpjax.linen._context
+from mpjax._active import ACTIVE, Active, in_region
+from mpjax.nnx._spec import current
 from tests.programs import products
 
 BF16 = np.dtype("bfloat16")
@@ -35,6 +36,16 @@ def test_outside_of_policies_inside_of_it_is_the_same_state():
   outside = Active().outside()
   assert (Active().on, outside.on, outside.in_region) == (True, False, True)
   assert outside.outside() is outside
+  assert not in_region()
+  with ACTIVE(outside):
+    assert in_region()
+
+
+def test_states_of_linen_are_others():
+  linen = mpjax.linen._context.Active()
+  assert linen != Active()
+  assert isinstance(linen.outside(), type(linen))
+  assert linen.outside() != Active().outside()
 
 
 def test_current_is_what_is_in_force_here_and_nothing_elsewhere():
