@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._autocast._call import call_of, called
+from mpjax._autocast._call import call_of, called, typed
 from tests import programs
 
 
@@ -39,6 +39,14 @@ def test_a_call_may_be_written_out(inline, want):
   call = call_of(CLOSED, jaxpr.invars, jaxpr.outvars, "name", inline=inline)
   one = jaxpr.replace(eqns=[call])
   assert names(lambda x, y: jax.core.eval_jaxpr(one, (), x, y), X, X) == want
+
+
+def test_operands_are_returned_where_they_have_the_types_that_are_asked_for():
+  elementwise = jax.make_jaxpr(jnp.tanh)(X)
+  assert names(lambda x: typed(elementwise, [x], "tanh"), X) == []
+  other = jax.make_jaxpr(lambda x: x.astype("bfloat16"))(X)
+  (eqn,) = jax.make_jaxpr(lambda x: typed(other, [x], "name"))(X).eqns
+  assert (eqn.primitive.name, eqn.outvars[0].aval.dtype) == ("jit", "bfloat16")
 
 
 def test_functions_with_rules_run_where_jit_is_disabled():
