@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Primitive
-from jax.interpreters import ad
 from jax.sharding import AxisType
 
 import mpjax
@@ -164,24 +162,6 @@ def test_a_constant_result_can_be_used_as_an_array_inside_of_jit():
 
 # What repeats is differentiated once.
 
-COUNTED = Primitive("counted")
-"""The identity, which notes each time that its derivative is asked for."""
-
-COUNTED.def_impl(lambda x, seen: x)
-COUNTED.def_abstract_eval(lambda x, seen: x)
-
-
-class Seen(list):
-  __hash__ = object.__hash__  # As a parameter of an equation.
-
-
-def _derivative(primals, tangents, seen):
-  seen.append(jax.typeof(primals[0]))
-  return COUNTED.bind(*primals, seen=seen), tangents[0]
-
-
-ad.primitive_jvps[COUNTED] = _derivative
-
 
 def layers(x, w, between=lambda x: x):
   """Six layers, of which the last is like none of the others."""
@@ -192,13 +172,13 @@ def layers(x, w, between=lambda x: x):
 
 
 def test_what_repeats_is_differentiated_once():
-  seen = Seen()
-  cast = mpjax.autocast(functools.partial(layers, between=lambda x: COUNTED.bind(x, seen=seen)))
+  seen = programs.Derivatives()
+  cast = mpjax.autocast(functools.partial(layers, between=seen.of))
   jax.jit(jax.grad(cast)).trace(X, W)
-  assert len(seen) == 2  # Of five layers that are alike, and of the last.
-  seen.clear()
+  assert seen.count == 2  # Of five layers that are alike, and of the last.
+  seen.count = 0
   jax.grad(cast)(X, W)
-  assert len(seen) == 6  # Nothing is compiled that would not be without.
+  assert seen.count == 6  # Nothing is compiled that would not be without.
 
 
 def twice(x, w):
