@@ -4,7 +4,11 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import jax
 from jax.core import Tracer
+
+WRITTEN_OUT: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+"""What a call says that JAX is to write as the equations inside, where it traces a program."""
 
 
 def is_in_program(x: Any) -> bool:
@@ -14,6 +18,16 @@ def is_in_program(x: Any) -> bool:
   rename its class, nothing is ever found to be in a program, which costs time and nothing else.
   """
   return isinstance(x, Tracer) and type(x).__name__ == "DynamicJaxprTracer"
+
+
+def comes_from_program(x: Any) -> bool:
+  """Whether a value is one of a program that JAX is tracing, differentiated or batched perhaps.
+
+  Should JAX rename what these hold, nothing is ever found to be, which costs time and nothing else.
+  """
+  while isinstance(x, Tracer) and not is_in_program(x):
+    x = getattr(x, "primal", getattr(x, "val", None))
+  return is_in_program(x)
 
 
 def context_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:

@@ -214,6 +214,26 @@ def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
   return dict(eqn.params) if write is None else write(eqn.params, new)
 
 
+def call_params(
+  eqn: JaxprEqn, program: Program, operands: int, results: int, name: str
+) -> dict[str, Any]:
+  """Returns the parameters of a call, of those of one with one operand and one result.
+
+  Args:
+    eqn: such a call of a jitted function.
+    program: what to call.
+    operands: the number of its arguments.
+    results: the number of its results.
+    name: that of the call.
+  """
+  params = dict(eqn.params)
+  for key in ("in_shardings", "in_layouts", "donated_invars"):
+    params[key] *= operands
+  for key in ("out_shardings", "out_layouts"):
+    params[key] *= results
+  return {**params, "jaxpr": program, "name": name}
+
+
 def with_each(eqn: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
   """Returns the parameters of an equation with every jaxpr in them changed.
 

@@ -1,48 +1,14 @@
-"""Running a rewritten program."""
+"""Calls of programs, as equations: none is traced again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
-from mpjax._compat import is_in_program
-from mpjax._inner_jaxprs import with_inner
-
-_LONG = 64
-"""Equations. A shorter program is written out: for the eye, and since a call costs time too."""
-
-
-def run(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], name: str) -> list[Any]:
-  """Returns the results of a program.
-
-  Where JAX is tracing a program, a long one is put into it as one call of a jitted function, since
-  to write all its equations once more takes as long as to trace the function it came from. Else it
-  is run as the function would be: operation by operation, or under the transformation in force.
-
-  Args:
-    jaxpr: the program.
-    consts: the values of its constants.
-    operands: its arguments.
-    name: that of the function.
-  """
-  values = [*consts, *operands]
-  tracers = [x for x in values if isinstance(x, Tracer)]
-  if len(jaxpr.eqns) < _LONG or not tracers or not all(map(is_in_program, tracers)):
-    outs = eval_jaxpr(jaxpr, consts, *operands)
-    # A literal comes back as a number of Python's or NumPy's.
-    return [_array(x, v.aval) for x, v in zip(outs, jaxpr.outvars, strict=True)]
-  whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-  return called(ClosedJaxpr(whole, ()), values, name)
-
-
-def _array(x: Any, aval: Any) -> Any:
-  if isinstance(x, jax.Array):
-    return x
-  return jnp.asarray(np.asarray(x).item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
+from mpjax._compat import WRITTEN_OUT
+from mpjax._inner_jaxprs import call_params, with_inner
 
 
 def called(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]:
@@ -50,16 +16,52 @@ def called(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]
 
   The results have the types that `closed` says, and nothing of it is traced again.
   """
+  jaxpr = closed.jaxpr
+  invars, outvars = ([Var(v.aval) for v in each] for each in (jaxpr.invars, jaxpr.outvars))
+  call = call_of(closed, invars, outvars, name)
+  program = jaxpr.replace(invars=invars, outvars=outvars, eqns=[call], effects=closed.effects)
+  return eval_jaxpr(program, (), *operands)
 
-  def placeholder(*operands: Any) -> list[Any]:
-    del operands
-    return [jnp.zeros(()) for _ in closed.jaxpr.outvars]
 
-  placeholder.__name__ = name
-  program = jax.make_jaxpr(jax.jit(placeholder))(*operands).jaxpr
-  call = program.eqns[-1]
-  call = call.replace(params=with_inner(call, [closed]), effects=closed.effects)
-  return eval_jaxpr(program.replace(eqns=[call], effects=closed.effects), (), *operands)
+_trace_call = jax.make_jaxpr(jax.jit(lambda x: x))
+
+
+def call_of(
+  closed: ClosedJaxpr,
+  invars: Sequence[Any],
+  outvars: Sequence[Any],
+  name: str,
+  *,
+  inline: bool = False,
+) -> JaxprEqn:
+  """Returns an equation that calls a program.
+
+  Args:
+    closed: the program.
+    invars: its arguments.
+    outvars: its results.
+    name: that of the call.
+    inline: where JAX traces the call, it writes the equations inside in its place.
+  """
+  with jax.disable_jit(False):  # Where it is disabled, no call is written.
+    call = _trace_call(1.0).eqns[-1]
+  params = call_params(call, closed, len(invars), len(outvars), name)
+  if inline:
+    params["inline"] = WRITTEN_OUT
+  return call.replace(
+    invars=list(invars), outvars=list(outvars), params=params, effects=closed.effects
+  )
+
+
+def typed(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]:
+  """Returns values of the types of what a program returns: operands if they have them.
+
+  The program that JAX is tracing will get another body, and a call takes time to write.
+  """
+  same = {jax.typeof(x): x for x in operands}
+  if all(v.aval in same for v in closed.jaxpr.outvars) and not closed.effects:
+    return [same[v.aval] for v in closed.jaxpr.outvars]
+  return called(closed, operands, name)
 
 
 def differentiated(
@@ -77,7 +79,7 @@ def differentiated(
   """
 
   def call(*operands: Any) -> list[Any]:
-    return called(body, operands, name)
+    return typed(body, operands, name)
 
   call.__name__ = name
   fun = jax.custom_jvp(call)

@@ -17,7 +17,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._active import ACTIVE
-from mpjax._autocast._call import called
+from mpjax._autocast._call import typed
 from mpjax._autocast._closures import evaluated
 from mpjax._autocast._retype import traced
 from mpjax._autocast._rewrite import Rewritten
@@ -52,7 +52,7 @@ def with_rule(rule: Rule, operands: Sequence[Any], body: Jaxpr) -> JaxprEqn:
   closed = ClosedJaxpr(body, _closed(rule).consts)
 
   def call(*operands: Any) -> list[Any]:
-    return called(closed, operands, rule.eqn.primitive.name)
+    return typed(closed, operands, rule.eqn.primitive.name)
 
   rule = rule._replace(state=ACTIVE.value)
 

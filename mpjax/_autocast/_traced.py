@@ -12,10 +12,10 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._active import in_region
 from mpjax._autocast._bodies import rewrite
-from mpjax._autocast._call import run
 from mpjax._autocast._closures import closes_over, differentiated_at_once
 from mpjax._autocast._demands import RESULT
 from mpjax._autocast._retype import default_precision, traced
+from mpjax._autocast._run import run
 from mpjax._autocast._scopes import check_rules_match
 from mpjax._autocast._values import (
   FLOAT32,

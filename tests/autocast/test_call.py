@@ -1,156 +1,60 @@
-"""Running a rewritten program: written out, or as one call where JAX is tracing."""
+"""Calls of programs, as equations: of the types that the program has, and never traced again."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 import mpjax
-from mpjax._autocast._call import run
+from mpjax._autocast._call import call_of, called, typed
 from tests import programs
 
-W = jnp.eye(3)
-X = jnp.arange(6.0).reshape(2, 3)
+
+def program(x, y):
+  return x + 1, x * y
 
 
-def short(x):
-  return jnp.tanh(x @ W)
+X = np.float32(2)
 
-
-def long(x):
-  """A hundred operations on what half types hold exactly."""
-  for _ in range(50):
-    x = -(x @ W)
-  return x, x.sum(), x.astype("float16"), x > 0
+CLOSED = jax.make_jaxpr(program)(X, X)
 
 
 def names(fun, *args):
   return [eqn.primitive.name for eqn in jax.make_jaxpr(fun)(*args).eqns]
 
 
-def test_a_short_program_is_written_out():
-  assert "jit" not in names(mpjax.autocast(short), X)
+def test_a_call_returns_what_the_program_does():
+  def fun(x, y):
+    return called(CLOSED, [x, y], "name")
+
+  (eqn,) = jax.make_jaxpr(fun)(X, X).eqns
+  assert eqn.params["name"] == "name"
+  assert programs.bits(jax.jit(fun)(X, X)) == programs.bits(program(jnp.asarray(X), X))
+  assert jax.grad(lambda x: fun(x, 5.0)[1])(X) == 5
 
 
-def test_a_long_program_is_one_call():
-  program = jax.make_jaxpr(mpjax.autocast(long))(X)
-  (eqn,) = program.eqns
-  assert (eqn.primitive.name, eqn.params["name"]) == ("jit", "long")
-  plain = jax.eval_shape(long, X)
-  found = [(v.aval.dtype, v.aval.shape) for v in program.jaxpr.outvars]
-  assert found == [(x.dtype, x.shape) for x in plain]
-  assert {p.dtypes for p in programs.products(program)} == {("bfloat16", "bfloat16")}
+@pytest.mark.parametrize(("inline", "want"), [(False, ["jit"]), (True, ["add", "mul"])])
+def test_a_call_may_be_written_out(inline, want):
+  jaxpr = CLOSED.jaxpr
+  call = call_of(CLOSED, jaxpr.invars, jaxpr.outvars, "name", inline=inline)
+  one = jaxpr.replace(eqns=[call])
+  assert names(lambda x, y: jax.core.eval_jaxpr(one, (), x, y), X, X) == want
 
 
-def test_values_are_the_same_however_it_is_run():
-  cast = mpjax.autocast(long)
-  want = programs.bits(long(X))
-  for way in (cast, jax.jit(cast), lambda x: jax.tree.map(lambda y: y[0], jax.vmap(cast)(x[None]))):
-    assert programs.bits(way(X)) == want
+def test_operands_are_returned_where_they_have_the_types_that_are_asked_for():
+  elementwise = jax.make_jaxpr(jnp.tanh)(X)
+  assert names(lambda x: typed(elementwise, [x], "tanh"), X) == []
+  other = jax.make_jaxpr(lambda x: x.astype("bfloat16"))(X)
+  (eqn,) = jax.make_jaxpr(lambda x: typed(other, [x], "name"))(X).eqns
+  assert (eqn.primitive.name, eqn.outvars[0].aval.dtype) == ("jit", "bfloat16")
 
 
-def test_without_a_trace_around_it_no_call_is_made(monkeypatch):
-  """A derivative is not a program: what is differentiated is run as it would be without."""
-  calls = []
-  jitted = jax.jit
-  monkeypatch.setattr(jax, "jit", lambda *a, **k: calls.append(a) or jitted(*a, **k))
-  cast = mpjax.autocast(long)
-  cast(X)
-  jax.grad(lambda x: cast(x)[1])(X)
-  assert calls == []
-  jax.make_jaxpr(cast)(X)
-  assert len(calls) == 1
-
-
-@pytest.mark.parametrize(
-  "around", [jax.grad, lambda f: jax.jit(jax.grad(f)), jax.jit], ids=["grad", "jit(grad)", "jit"]
-)
-def test_derivatives_of_a_call(around):
-  fun = around(lambda x: mpjax.autocast(long)(x)[1])
-  want = X.sum() if around is jax.jit else jnp.ones((2, 3))
-  np.testing.assert_array_equal(fun(X), want)
-
-
-def test_constants_are_operands_of_the_call():
-  table = jnp.full((3, 3), 2.0)
-
-  def outer(x, y):
-    def inner(x):
-      for _ in range(70):
-        x = x + y
-      return x @ table
-
-    return mpjax.autocast(inner)(x)
-
-  program = jax.make_jaxpr(outer)(X, X)
-  (eqn,) = program.eqns
-  assert len(eqn.invars) == 3
-  want = (71 * np.asarray(X)).sum(1, keepdims=True) * 2 * np.ones((1, 3))
-  got = programs.run(outer, X, X)
-  # The one rounding, of the product's operand and of its result.
-  np.testing.assert_allclose(got, want, rtol=2**-7)
-  grads = programs.run(jax.grad(lambda x, y: outer(x, y).sum(), (0, 1)), X, X)
-  np.testing.assert_array_equal(grads[0], np.full((2, 3), 6.0))
-  np.testing.assert_array_equal(grads[1], np.full((2, 3), 420.0))
-
-
-def test_effects_are_those_of_the_program():
-  seen = []
-
+def test_functions_with_rules_run_where_jit_is_disabled():
   def fun(x):
-    jax.debug.callback(seen.append, x.shape[0], ordered=True)
-    return long(x)
+    return jax.nn.relu(x @ jnp.eye(3)).sum()
 
-  jitted = jax.jit(mpjax.autocast(fun))
-  assert any("Debug" in str(e) for e in jax.make_jaxpr(jitted)(X).effects)
-  jax.block_until_ready(jitted(X))
-  jax.effects_barrier()
-  assert seen == [2]
-
-
-def test_inside_of_shard_map(devices):
-  mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=devices[:2])
-  fun = jax.shard_map(
-    lambda x: jax.lax.psum(mpjax.autocast(long)(x)[0], "d"),
-    mesh=mesh,
-    in_specs=jax.P("d"),
-    out_specs=jax.P(),
-  )
-  got = programs.run(fun, X)
-  np.testing.assert_array_equal(got, X.sum(0, keepdims=True))
-
-
-def test_a_program_by_hand():
-  jaxpr = jax.make_jaxpr(lambda x, y: (x + y, 3.0))(1.0, 2.0).jaxpr
-  assert run(jaxpr, (), [jnp.float32(1), jnp.float32(2)], "f") == [3.0, 3.0]
-
-
-@pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_results_are_arrays_and_have_the_types_that_they_have_without(outside):
-  """A constant result is a literal of the program, which JAX keeps as a number of its own class."""
-
-  def loss(w):
-    aux = {
-      "weak": jnp.asarray(0.5),
-      "number": jnp.float32(3),
-      "count": jnp.int32(7),
-      "flag": jnp.asarray(True),
-      "matrix": jnp.zeros((2, 2)),
-    }
-    seen.append(aux["number"].shape)
-    return (w @ w).sum(), aux
-
-  seen = []
-  _, want = loss(X[:, :2])
-  (_, aux), _ = outside(jax.value_and_grad(mpjax.autocast(loss), has_aux=True))(X[:, :2])
-  for name, x in aux.items():
-    assert isinstance(x, jax.Array), name
-    assert jax.typeof(x) == jax.typeof(want[name]), name
-    np.testing.assert_array_equal(x, want[name])
-  assert seen == [()] * 2
-
-
-def test_a_constant_result_can_be_used_as_an_array_inside_of_jit():
-  cast = mpjax.autocast(lambda x: jnp.float32(3))
-  assert jax.jit(lambda x: cast(x).astype("int32").at[...].add(1))(X) == 4
+  x = jnp.arange(6.0).reshape(2, 3)
+  with jax.disable_jit():
+    value, grad = jax.value_and_grad(mpjax.autocast(fun))(x)
+  assert value == 15
+  np.testing.assert_array_equal(grad, (x > 0).astype("float32"))

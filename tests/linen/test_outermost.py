@@ -14,7 +14,7 @@ from flax.core import FrozenDict, freeze
 
 import mpjax
 from tests.linen.products import HALF, KEY, RAW, X, all_half, dtypes, operands
-from tests.programs import bits, products
+from tests.programs import Derivatives, bits, products
 
 # The models are written as their users write them.
 pytestmark = pytest.mark.standard_promotion
@@ -989,3 +989,29 @@ def test_full_precision_is_the_same_in_a_module_that_a_rule_picked():
     for rules in ((), [Rule("c=float16", path="inner")])
   )
   np.testing.assert_array_equal(bits(plain), bits(picked))
+
+
+# What repeats
+
+
+@WAYS
+def test_layers_that_are_alike_are_differentiated_once(way):
+  """So tracing a step of a deep model takes little longer than that of a shallow one."""
+  seen = Derivatives()
+
+  class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return x + seen.of(nn.Dense(3)(nn.LayerNorm()(x)))
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for _ in range(8):
+        x = Layer()(x)
+      return x
+
+  variables = Model().init(KEY, X)
+  cast = functools.partial(call, way, Model(), "mixed_bfloat16")
+  jax.jit(jax.grad(lambda v: cast(v, X).sum())).trace(variables)
+  assert 0 < seen.count <= 3  # The first reads an argument, and the last makes the result.

@@ -17,7 +17,7 @@ from flax import nnx
 import mpjax
 from tests.models.values import normal
 from tests.nnx import rig
-from tests.programs import bits, dtypes_of, half_share, products, run
+from tests.programs import Derivatives, bits, dtypes_of, half_share, products, run
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -345,6 +345,23 @@ def test_a_second_call_traces_nothing():
   assert calls == [1]
   step(with_policy(model, "mixed_bfloat16"), X)
   assert calls == [1, 1]
+
+
+def test_layers_that_are_alike_are_differentiated_once():
+  seen = Derivatives()
+
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(8)])
+
+    def __call__(self, x):
+      for layer in self.layers:
+        x = jax.nn.relu(seen.of(layer(x)))
+      return x
+
+  view = with_policy(rig.model(Model), "mixed_bfloat16")
+  nnx.jit(nnx.grad(lambda view, x: view(x).sum())).trace(view, X)
+  assert 0 < seen.count <= 2
 
 
 def test_an_error_names_the_method_and_the_module():
