@@ -36,13 +36,15 @@ FLOAT32 = np.dtype("float32")
 
 _OPS = OpLists()
 
-NEEDS_PYTHON = (
+_NEEDS_VALUES = (
   jax.errors.ConcretizationTypeError,
+  jax.errors.NonConcreteBooleanIndexError,
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
-  NotTraceable,
 )
-"""What is raised where a body looks at values, or does something else that no program can."""
+
+_OF_TRACERS = ("Tracer.__format__", "not available on traced array")
+"""What JAX says where a tracer is formatted, or asked where it is: it has no class for these."""
 
 
 def is_low(policy: Policy | None) -> bool:
@@ -215,7 +217,7 @@ def rewritten(
   low = policy.compute_dtype if policy is not None and is_low(policy) else FLOAT32
   interface = Interface(data=data, results=results, widen=True, arrays_alone=True)
   wide = None if policy is None else policy.weight_grad_dtype
-  settings = Settings(compute=low, ops=_OPS, weight_grads=wide)
+  settings = Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)
   return with_settings(program, settings, where, interface)
 
 
@@ -226,7 +228,7 @@ def attempts(
   state: S,
   path: str,
   where: str,
-  needs_python: tuple[type[Exception], ...] = NEEDS_PYTHON,
+  foreign: type[Exception],
 ) -> Any:
   """Returns the result of a call that is traced, in another way where tracing it raises.
 
@@ -241,7 +243,7 @@ def attempts(
     state: the state in force.
     path: that of the module.
     where: the public call, for the warning.
-    needs_python: what is raised where a call cannot be traced.
+    foreign: what a framework raises where a call changes what is not its own.
   """
   first: Exception | None = None
   while True:
@@ -249,12 +251,10 @@ def attempts(
     try:
       tree_leaves(call, "is given", is_leaf=is_nnx_object)
       return attempt(dataclasses.replace(state, tracing=True, failed=failed))
-    except needs_python as error:
-      reason = f"needs the values of arrays: {line_of_user(error)}"
-      if isinstance(error, NotTraceable):
-        reason = str(error)
-      break
     except Exception as error:
+      reason = _why_not_traced(error, foreign)
+      if reason is not None:
+        break
       first = first or error
       if not failed or failed[0] in state.casting:
         raise first from None
@@ -272,6 +272,20 @@ def attempts(
     stacklevel=2,
   )
   return outputs
+
+
+def _why_not_traced(error: Exception, foreign: type[Exception]) -> str | None:
+  """Returns what a body does that no program can; None for any other error."""
+  if isinstance(error, NotTraceable):
+    return str(error)
+  said = isinstance(error, (TypeError, AttributeError)) and any(
+    t in str(error) for t in _OF_TRACERS
+  )
+  if said or isinstance(error, _NEEDS_VALUES):
+    return f"needs the values of arrays: {line_of_user(error)}"
+  if isinstance(error, foreign):
+    return f"changes what it is not given: {line_of_user(error)}"
+  return None
 
 
 def array(x: Any) -> Any:

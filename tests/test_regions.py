@@ -94,7 +94,10 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
       raise NotImplementedError("first")
     return "traced"
 
-  assert regions.attempts(attempt, lambda state: None, ((), {}), Active(), "", "f") == "traced"
+  assert (
+    regions.attempts(attempt, lambda state: None, ((), {}), Active(), "", "f", LookupError)
+    == "traced"
+  )
   assert seen == [frozenset(), frozenset({int})]
 
   def always(state):
@@ -102,7 +105,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
     raise NotImplementedError(str(len(state.casting)))
 
   with pytest.raises(NotImplementedError, match="0"):  # The first says what is wrong.
-    regions.attempts(always, lambda state: None, ((), {}), Active(), "", "f")
+    regions.attempts(always, lambda state: None, ((), {}), Active(), "", "f", LookupError)
 
 
 def test_what_needs_values_runs_as_python_with_one_warning():
@@ -110,7 +113,9 @@ def test_what_needs_values_runs_as_python_with_one_warning():
     return jax.jit(lambda x: float(x))(1.0)
 
   with pytest.warns(UserWarning, match="f: body: expected a body that can be traced") as caught:
-    found = regions.attempts(attempt, lambda state: state, ((), {}), Active(), "body", "f")
+    found = regions.attempts(
+      attempt, lambda state: state, ((), {}), Active(), "body", "f", LookupError
+    )
   assert found == Active(as_python=frozenset({"body"}))
   assert len(caught) == 1
 

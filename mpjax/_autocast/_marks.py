@@ -53,6 +53,8 @@ def leaving(tree: PyTree, dtype: Any) -> PyTree:
   """
 
   def leaf(x: Any) -> Any:
+    if isinstance(x, jax.Array) and x.dtype == "float64":
+      return x.astype(dtype)  # It stays as it is until here.
     if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
       return x
     with jax.named_scope(OUTPUT + dtype.name):

@@ -73,12 +73,16 @@ def in_precision(eqn: JaxprEqn, precision: Any) -> Params:
   return {**params, "precision": precision} if params.get("precision", 0) is None else params
 
 
-@kept
 def _all_in_precision(program: Program, precision: Any) -> Program:
+  return _kept_in_precision(program, precision) or program
+
+
+@kept
+def _kept_in_precision(program: Program, precision: Any) -> Program | None:
   jaxpr = opened(program)
   params = [in_precision(eqn, precision) for eqn in jaxpr.eqns]
   if all(new is eqn.params for eqn, new in zip(jaxpr.eqns, params, strict=True)):
-    return program
+    return None  # Not the program: what is kept would keep its own key.
   eqns = [eqn.replace(params=new) for eqn, new in zip(jaxpr.eqns, params, strict=True)]
   new = jaxpr.replace(eqns=eqns)
   return ClosedJaxpr(new, program.consts) if isinstance(program, ClosedJaxpr) else new

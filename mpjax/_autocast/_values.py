@@ -50,6 +50,8 @@ class Settings:
       as it is: what `jax_default_matmul_precision` asks for.
     weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of
       the matmuls.
+    modules: parameters are known. What a function closes over decides, whoever made it; without
+      modules a value of a trace around it may be a parameter, and does not.
   """
 
   compute: Dtype
@@ -57,6 +59,7 @@ class Settings:
   rules: tuple[Rule, ...] = ()
   precision: Any = None
   weight_grads: Dtype | None = None
+  modules: bool = False
 
 
 class Kind(NamedTuple):
@@ -217,8 +220,8 @@ def constants(values: Sequence[Any], settings: Settings) -> tuple[Constant, ...]
   halves = [dtype for dtype in dtypes if dtype in HALVES]
 
   def one(value: Any) -> Constant:
-    if isinstance(value, Tracer):  # A value of a trace around this one: like an argument.
-      return Constant(True, False)
+    if isinstance(value, Tracer):  # A value of a trace around this one.
+      return Constant(not settings.modules, False)
     dtype = getattr(value, "dtype", None)
     return Constant(dtype == FLOAT32 and is_neutral_constant(value, *halves), True)
 

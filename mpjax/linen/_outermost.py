@@ -16,20 +16,21 @@ from mpjax._active import ACTIVE
 from mpjax._autocast import traceable
 from mpjax._named_arrays import path_text
 from mpjax._policy import Policy
-from mpjax._regions import NEEDS_PYTHON, array, attempts
+from mpjax._regions import array, attempts
 from mpjax._types import PyTree
 from mpjax.linen._context import Active, Again
 from mpjax.linen._places import held_in
 
 _WHERE = "mpjax.linen.with_policy(model, policy)"
+_SCOPE = "mpjax.linen.policy_scope(policy)"
+
+_FOREIGN = flax.errors.JaxTransformError
 
 _NEUTRAL = ("params", "perturbations")
 """Collections that take the dtype of what they meet; the others decide it, as arguments do.
 
 Perturbations are zeros, there to be differentiated by.
 """
-
-_NEEDS_PYTHON = (flax.errors.JaxTransformError, *NEEDS_PYTHON)
 
 Enter: TypeAlias = Callable[[Active], contextlib.AbstractContextManager[None]]
 """Puts a state in force. A program may be traced again, when the one in force was left."""
@@ -74,7 +75,7 @@ def applied(
       )
 
   return (
-    attempts(attempt, python, (args, kwargs), active, "", _WHERE, _NEEDS_PYTHON)
+    attempts(attempt, python, (args, kwargs), active, "", _WHERE, _FOREIGN)
     if isinstance(variables, Mapping)
     else python(active)
   )
@@ -139,9 +140,8 @@ def rewritten(
     # Checked inside: Flax has counted the names of submodules when it has lifted a method.
     return lift_direct_transform(lifted, (traceable(method),), module, *args, **kwargs)
 
-  return attempts(
-    attempt, python, (args, kwargs), active, "/".join(module.path), _WHERE, _NEEDS_PYTHON
-  )
+  where = _WHERE if active.held is None else _SCOPE
+  return attempts(attempt, python, (args, kwargs), active, "/".join(module.path), where, _FOREIGN)
 
 
 def _forget_captured(scope: Scope, method: str, outputs: Any) -> None:

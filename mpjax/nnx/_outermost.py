@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.errors
 import jax
 from flax import nnx
 from jax.core import Tracer
@@ -45,7 +46,7 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
       given = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
       variables = _variables(given)
       held = [v.get_raw_value() for v in variables]
-      before, arguments = _kept(given), _flat(given[1:])
+      before, arguments, contained = _kept(given), _flat(given[1:]), _contained(given)
       with ACTIVE(state):
         outputs = call(*given)
       tree_leaves(outputs, "returns", is_leaf=is_node)
@@ -59,6 +60,8 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
           variable.set_raw_value(leaving(new, dtype))
         if new is not old:
           written[i] = variable.get_raw_value()
+      if _contained(given) - contained:
+        raise NotTraceable("puts an array into a container that NNX takes to be static")
       changed = len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
       # What is only read may belong to a function that is traced further out: nobody may write it.
       nodes = any(map(is_node, jax.tree.leaves(outputs, is_leaf=is_node)))
@@ -98,7 +101,8 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
       return call(module, args, kwargs)
 
   state = dataclasses.replace(current() or Active(), region=region_of(policy))
-  return regions.attempts(attempt, python, (args, kwargs), state, path_of(module), _WHERE)
+  foreign = flax.errors.TraceContextError
+  return regions.attempts(attempt, python, (args, kwargs), state, path_of(module), _WHERE, foreign)
 
 
 def _variables(tree: Any) -> list[Any]:
@@ -153,6 +157,14 @@ def _hides_tracer(tree: Any) -> bool:
   nodes = [node for _, node in nnx.iter_graph(tree, graph=True) if isinstance(node, nnx.Pytree)]
   held = (x for node in nodes for x in vars(node).values() if isinstance(x, Tracer))
   return any(id(x) not in known for x in held)
+
+
+def _contained(tree: Any) -> set[int]:
+  """Returns the identities of the tracers in plain containers that modules hold."""
+  nodes = [node for _, node in nnx.iter_graph(tree, graph=True) if isinstance(node, nnx.Pytree)]
+  held = [x for node in nodes for x in vars(node).values() if isinstance(x, (list, dict, set))]
+  parts = [part for x in held for part in (x.values() if isinstance(x, dict) else x)]
+  return {id(x) for x in parts if isinstance(x, Tracer)}
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:

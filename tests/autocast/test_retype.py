@@ -1,7 +1,9 @@
 """Parameters of equations that name a dtype."""
 
 import contextlib
+import gc
 import inspect
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import mpjax
-from mpjax._autocast._retype import retype, wants_precision
+from mpjax._autocast._retype import in_precision, retype, wants_precision
 from mpjax._jaxpr import walk
 from tests import programs
 
@@ -273,3 +275,14 @@ def test_a_multiplication_that_names_its_dtype_is_the_users_choice():
   program = jax.make_jaxpr(mpjax.autocast(fun))(X, X)
   (eqn,) = (e for e in program.eqns if e.primitive.name == "mul")
   assert [str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)] == ["float32"] * 3
+
+
+def test_a_program_in_which_a_precision_changes_nothing_is_not_kept():
+  """What is kept for a program is kept as long as the program is: it may not be the program."""
+  (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x + 1.0))(1.0).eqns
+  inner = weakref.ref(eqn.params["jaxpr"])
+  assert in_precision(eqn, HIGHEST)["jaxpr"] is inner()
+  del eqn
+  jax.clear_caches()
+  gc.collect()
+  assert inner() is None

@@ -1015,3 +1015,76 @@ def test_layers_that_are_alike_are_differentiated_once(way):
   cast = functools.partial(call, way, Model(), "mixed_bfloat16")
   jax.jit(jax.grad(lambda v: cast(v, X).sum())).trace(variables)
   assert 0 < seen.count <= 3  # The first reads an argument, and the last makes the result.
+
+
+class Adds(nn.Module):
+  """Adds what is a field of the module to what a layer returns."""
+
+  grid: Any
+
+  @nn.compact
+  def __call__(self, x):
+    return self.grid + nn.Dense(4)(x)
+
+
+@pytest.mark.parametrize("half", HALF)
+@WAYS
+def test_an_array_that_is_closed_over_decides_whoever_traces(way, half):
+  """Coordinates of up to 1,000 are whole numbers in float16, and multiples of 4 in bfloat16."""
+  grid = np.linspace(0.3, 1000, 4, dtype="float32")
+  variables = Adds(grid).init(KEY, X)
+  layer = with_policy(nn.Dense(4), f"c={half}")
+  wanted = grid + np.asarray(layer.apply({"params": variables["params"]["Dense_0"]}, X), np.float32)
+
+  def fun(grid):
+    return call(way, Adds(grid), f"c={half}", variables, X)
+
+  for found in (fun(jnp.asarray(grid)), jax.jit(fun)(grid), jax.jvp(fun, (grid,), (grid,))[0]):
+    assert found.dtype == F32
+    # XLA may leave out the rounding of what the layer returns.
+    np.testing.assert_allclose(found, wanted, atol=0.02)
+
+
+class Reads(nn.Module):
+  """Does with an array what only an array with values can do, in the way that `ask` does."""
+
+  ask: Any
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(4)(x)
+    return x if (found := self.ask(x)) is None else found
+
+
+@pytest.mark.parametrize(
+  "ask",
+  [lambda x: x[x > 0], lambda x: print(f"{x.mean():.3f}"), lambda x: x.sharding and None],
+  ids=["mask", "format", "sharding"],
+)
+@WAYS
+def test_all_that_needs_values_runs_as_python(way, ask):
+  model = Reads(ask)
+  variables = model.init(KEY, X)
+  with pytest.warns(UserWarning, match="needs the values of arrays: .*test_outermost.py"):
+    found = call(way, model, "c=bf16", variables, X)
+  layer = {"params": variables["params"]["Dense_0"]}
+  wanted = call(way, nn.Dense(4), "c=bf16", layer, X)
+  np.testing.assert_array_equal(found, wanted if ask(wanted) is None else wanted[wanted > 0])
+
+
+@WAYS
+def test_the_warning_names_what_the_user_called(way):
+  variables = Looks().init(KEY, X)
+  with pytest.warns(UserWarning, match="expected a body that can be traced") as record:
+    call(way, Looks(), "c=bf16", variables, X, mutable=["counts"])
+  name = "with_policy(model, policy)" if way == "wrapper" else "policy_scope(policy)"
+  assert str(record[0].message).startswith(f"mpjax.linen.{name}: the root: ")
+
+
+@WAYS
+def test_an_output_dtype_holds_for_float64_too(way):
+  """Nothing of float64 is rounded inside: it comes where `jax_enable_x64` is set."""
+  with jax.enable_x64(True):
+    x = jnp.asarray(X, jnp.float64)
+    variables = nn.Dense(2).init(KEY, jnp.asarray(X, jnp.float32))
+    assert call(way, nn.Dense(2), "bfloat16", variables, x).dtype == BF16

@@ -528,3 +528,55 @@ def test_an_argument_in_low_precision_counts_as_such(half):
   assert view(X.astype(half)).dtype == half
   assert with_policy(Adds(), f"c={half}")(X.astype(half)).dtype == half
   assert seen == ["float32"]
+
+
+def test_a_call_that_changes_a_variable_that_is_not_its_own_runs_as_python():
+  layer, norm = (
+    nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
+    nnx.BatchNorm(8, use_running_average=False, rngs=nnx.Rngs(0)),
+  )
+  view = with_policy(nnx.Sequential(layer, lambda x: norm(x)), "c=bfloat16")
+  with pytest.warns(UserWarning, match="changes what it is not given: .*test_outermost.py"):
+    out = view(X)
+  wanted = norm(with_policy(layer, "c=bfloat16")(X))
+  np.testing.assert_array_equal(out, wanted)
+  assert not np.array_equal(norm.mean[...], np.zeros(8))
+
+
+class Logs(nnx.Module):
+  """Keeps what it computed in a dict, which NNX takes to be static."""
+
+  def __init__(self):
+    self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    self.log = nnx.static({})
+
+  def __call__(self, x):
+    self.log["hidden"] = x = self.layer(x)
+    return x
+
+
+def test_what_is_kept_in_a_dict_is_an_array():
+  model = Logs()
+  view = with_policy(model, "c=bfloat16")
+  with pytest.warns(UserWarning, match="puts an array into a container that NNX takes to be"):
+    out = view(X)
+  assert model.log is view.log
+  np.testing.assert_array_equal(model.log["hidden"], out)
+
+
+def test_an_array_that_is_closed_over_decides_whoever_traces():
+  grid = np.linspace(0.3, 1000, 8, dtype="float32")
+  layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+  class Calls(nnx.Module):
+    def __init__(self):
+      self.layer = layer
+
+    def __call__(self, x, then):
+      return then(self.layer(x))
+
+  view = with_policy(Calls(), "c=bfloat16")
+  wanted = grid + np.asarray(with_policy(layer, "c=bfloat16")(X), np.float32)
+  for jit in (lambda f: f, jax.jit):
+    found = jit(lambda grid: view(X, lambda h: h + grid))(jnp.asarray(grid))
+    np.testing.assert_allclose(found, wanted, atol=0.02)  # XLA may leave out a rounding.
