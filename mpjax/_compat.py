@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-WRITTEN_OUT: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+WRITTEN_OUT: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 """What a call says that JAX is to write as the equations inside, where it traces a program."""
 
 

@@ -24,9 +24,28 @@ def test_is_in_program(under, expected):
   assert seen == [expected]
 
 
+def _jvp(fn):
+  return lambda x: jax.jvp(fn, (x,), (x,))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("around", [jax.grad, _jvp, jax.hessian, lambda f: jax.vmap(jax.grad(f))])
+def test_what_is_differentiated_comes_from_a_program_or_does_not(around, inside):
+  seen = []
+
+  def fn(x):
+    seen.append(_compat.comes_from_program(x))
+    return jnp.sum(x * x)
+
+  fun = around(fn)
+  (jax.jit(fun) if inside else fun)(jnp.ones((2, 2)))
+  assert seen == [inside]
+
+
 @pytest.mark.parametrize("x", [1.0, np.ones(2), jnp.ones(2)], ids=["number", "numpy", "jax"])
 def test_a_concrete_value_is_in_no_program(x):
   assert not _compat.is_in_program(x)
+  assert not _compat.comes_from_program(x)
 
 
 def test_context_of_has_the_mesh_of_the_equation(devices):

@@ -65,8 +65,8 @@ class _Part(NamedTuple):
   """
 
   eqns: Sequence[JaxprEqn]
-  invars: Sequence[Any]
-  outvars: Sequence[Any]
+  invars: list[Any]
+  outvars: list[Any]
   key: Any
 
 
