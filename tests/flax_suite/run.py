@@ -26,15 +26,19 @@ from rich.table import Table
 ROOT = pathlib.Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "flax_suite"
 
+_NAME_SCOPES = (
+  "a scope calls the root once more, inside of itself, and Flax makes what `compact_name_scope` "
+  "needs only where no module is around (docs/limits.md)"
+)
 LISTED: dict[str, str] = {
-  "ModuleTest::test_inheritance_dataclass_attribs": "assertEqual on arrays: an output that is cast "
-  "is equal, but not the same object, and equality of arrays has no truth value",
-  "ModuleTest::test_intercept_methods_compact": "likewise, of the arguments an interceptor sees",
-  "ModuleTest::test_intercept_methods_setup": "likewise, of the arguments an interceptor sees",
-  "TransformTest::test_jit_and_sow": "NumPy's own report on an exact comparison that fails cannot "
-  "print a bfloat16 scalar",
-  "TransformTest::test_jvp": "builds tangents from module.variables, whose parameters are nodes of "
-  "the tree while a cast is pending (docs/limits.md)",
+  "AttentionTest::test_autoregressive_decode_with_x64": "the cache is stored in bfloat16, and read "
+  "as float32 where the float64 input is written into it, of which a policy leaves the dtype",
+  "ModuleTest::test_compact_name_scope": _NAME_SCOPES,
+  "ModuleTest::test_compact_name_scope_outside_compact": _NAME_SCOPES,
+  "ModuleTest::test_intercept_methods_compact": "assertEqual on arrays: an argument that is traced "
+  "is not the same object, and equality of arrays has no truth value",
+  "TransformTest::test_nowrap": "counts the modules being called in Flax's internals, where the "
+  "root is there twice",
 }
 """Test (without its file's folders): why it may end in another exception under a half policy."""
 

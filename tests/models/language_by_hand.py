@@ -30,7 +30,8 @@ class Attention(nn.Module):
     if self.causal:
       seen = np.tril(np.ones(scores.shape[-2:], bool))
       scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(value.dtype)
+    wide = jnp.promote_types(scores.dtype, jnp.float32)
+    weights = jax.nn.softmax(scores.astype(wide)).astype(value.dtype)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), dtype=self.half, name="out")(mixed)
 
@@ -49,8 +50,10 @@ class GptBlock(nn.Module):
     return x + nn.Dense(x.shape[-1], dtype=self.half)(nn.gelu(y)), None
 
 
-def _embed(vocabulary, width, half):
-  return nn.Embed(vocabulary, width) if half is None else CarefulEmbed(vocabulary, width, half)
+def _embed(vocabulary, width, half, name="tokens"):
+  if half is None:
+    return nn.Embed(vocabulary, width, name=name)
+  return CarefulEmbed(vocabulary, width, half, name=name)
 
 
 class Gpt(nn.Module):
@@ -86,8 +89,8 @@ class Bert(nn.Module):
 
   @nn.compact
   def __call__(self, ids):
-    places = _embed(ids.shape[1], self.width, self.half)(jnp.arange(ids.shape[1])[None])
-    x = _embed(self.vocabulary, self.width, self.half)(ids) + places
+    places = _embed(ids.shape[1], self.width, self.half, "places")
+    x = _embed(self.vocabulary, self.width, self.half)(ids) + places(jnp.arange(ids.shape[1])[None])
     x = nn.LayerNorm(dtype=self.half)(x)
     for _ in range(self.layers):
       y = Attention(self.heads, causal=False, half=self.half)(x)
@@ -108,5 +111,5 @@ class Lstm(nn.Module):
   def __call__(self, ids):
     cell = nn.OptimizedLSTMCell if self.half is None else CarefulLstm
     x = _embed(self.vocabulary, self.width, self.half)(ids)
-    x = nn.RNN(cell(self.width, dtype=self.half))(x)
+    x = nn.RNN(cell(self.width, dtype=self.half, name="cell"))(x)
     return nn.Dense(self.vocabulary, dtype=self.half)(x)

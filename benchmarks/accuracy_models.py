@@ -1,0 +1,293 @@
+"""Models whose gradients `accuracy.py` measures: those of the tests that are also written by hand.
+
+Each can be computed in four ways, from the same float32 parameters: in float64, under a policy,
+with dtypes that its author wrote, and, where Flax's own layers round more than they need to, with
+layers written with care. To a model that knows of no dtype its author can only give parameters and
+inputs that are cast: that counts as by hand where it brings every matmul into low precision.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import mpjax
+from tests.models import by_hand, classics, language_by_hand, papers, vision
+from tests.models.values import filled, integers, normal, shapes
+from tests.nnx import by_hand as nnx_by_hand
+from tests.nnx import classics as nnx_classics
+from tests.nnx import rig, zoo
+
+SCALE = 2.0**8
+"""What losses are multiplied by, so that float16 holds their gradients."""
+
+Arguments = tuple[Any, Any, tuple[Any, ...]]
+
+
+class Model(NamedTuple):
+  """One model.
+
+  Fields:
+    draw: `seed -> (parameters, other variables, inputs)`, as NumPy's float32 arrays.
+    loss: `(way, dtype) -> function of the three -> scalar`. The ways are "float64", "policy" and
+      those in `by_hand`; the dtype is a low-precision one by name.
+    by_hand: the ways in which its author would write it: "dtype", "care", "cast".
+  """
+
+  draw: Callable[[int], Arguments]
+  loss: Callable[[str, str], Callable[..., Any]]
+  by_hand: tuple[str, ...]
+
+
+def to_scalar(tree: Any) -> Any:
+  """Returns a loss of all floating outputs, added up in float32 or wider."""
+  leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+  return sum(jnp.mean(jnp.square(wide(x) + 0.5)) for x in leaves) * SCALE
+
+
+def wide(x: Any) -> Any:
+  """Returns an array in float32, or in float64 if it is."""
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+  """Returns a tree with its floating arrays cast."""
+  return jax.tree.map(
+    lambda x: x.astype(dtype) if hasattr(x, "dtype") and rig.is_float(x) else x, tree
+  )
+
+
+def redrawn(inputs: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+  """Returns inputs for each seed: normal ones, the given integers shuffled, the same masks."""
+  rng = np.random.default_rng(seed)
+
+  def leaf(x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+      return rng.normal(size=x.shape).astype(x.dtype)
+    return x if x.dtype == bool else rng.permutation(x.ravel()).reshape(x.shape)
+
+  return jax.tree.map(leaf, inputs)
+
+
+def halved(params: Any) -> Any:
+  """Returns parameters with which activations do not grow where nothing normalises them."""
+  return jax.tree.map(lambda x: x * np.float32(0.5), params)
+
+
+# Linen
+
+
+def float64_carries(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext):
+  """An interceptor: `nn.RNN` begins with the carry that it would, in float64.
+
+  Cells make it in their `param_dtype`, and a loop has one dtype from beginning to end.
+  """
+  module = context.module
+  if isinstance(module, nn.RNN) and context.method_name == "__call__":
+    x = args[0]
+    with jax.ensure_compile_time_eval():  # A constant of the program, in float64 alone.
+      carry = module.cell.initialize_carry(jax.random.key(0), (x.shape[0], *x.shape[2:]))
+      kwargs = {**kwargs, "initial_carry": cast(carry, jnp.float64)}
+  return next_fun(*args, **kwargs)
+
+
+def linen(module: Any, *inputs: Any, ways: tuple[str, ...] = ("dtype",), **call: Any) -> Model:
+  """Returns a model that takes the dtype of its layers as `half`."""
+
+  def draw(seed: int) -> Arguments:
+    variables = filled(shapes(module, *inputs), seed)
+    return variables.pop("params"), variables, redrawn(inputs, seed)
+
+  # Of some models there is no other version.
+  careful = {"careful": True} if hasattr(module, "careful") else {}
+
+  def loss(way: str, dtype: str) -> Any:
+    made = {
+      "policy": lambda: mpjax.linen.with_policy(module, f"mixed_{dtype}"),
+      "float64": lambda: module.clone(half=jnp.float64),
+      "dtype": lambda: module.clone(half=jnp.dtype(dtype)),
+      "care": lambda: module.clone(half=jnp.dtype(dtype), **careful),
+    }[way]()
+
+    def fun(params: Any, rest: Any, inputs: Any) -> Any:
+      variables = {"params": params, **rest}
+      reference = nn.intercept_methods(float64_carries)
+      with reference if way == "float64" else nullcontext():
+        out, _ = made.apply(variables, *inputs, **call, mutable=list(rest))
+      return to_scalar(out)
+
+    return fun
+
+  return Model(draw, loss, ways)
+
+
+def without_dropout(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+  """An interceptor: dropout, whose mask is drawn anew in every dtype, keeps all."""
+  return args[0] if isinstance(context.module, nn.Dropout) else next_fun(*args, **kwargs)
+
+
+def casting_layers(dtype: Any) -> Any:
+  """Returns an interceptor: each layer of Flax computes in `dtype`, as with its own field.
+
+  Its parameters are cast already, and so are its inputs now.
+  """
+
+  def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    if hasattr(context.module, "dtype"):
+      args, kwargs = cast((args, kwargs), dtype)
+    return next_fun(*args, **kwargs)
+
+  return interceptor
+
+
+def _outputs(model: Any, variables: Any, *inputs: Any) -> Any:
+  return to_scalar(model.apply(variables, *inputs, mutable=["batch_stats"])[0])
+
+
+def without_dtype(
+  make: Callable[[], Any], inputs: tuple[Any, ...], scalar: Callable[..., Any] = _outputs
+) -> Model:
+  """Returns a Linen model that knows of no dtype; `scalar` is `(model, variables, *inputs)`."""
+
+  def draw(seed: int) -> Arguments:
+    model = make()
+    variables = filled(shapes(getattr(model, "module", model), *inputs), seed)
+    params = halved(variables.pop("params"))
+    return params, variables.get("batch_stats", {}), redrawn(inputs, seed)
+
+  def loss(way: str, dtype: str) -> Any:
+    def fun(params: Any, stats: Any, inputs: Any) -> Any:
+      around: Any = nullcontext()
+      if way == "cast":
+        params, inputs = cast((params, inputs), dtype)
+        around = nn.intercept_methods(casting_layers(dtype))
+      if way == "policy":
+        around = mpjax.linen.policy_scope(f"mixed_{dtype}")
+      with around, nn.intercept_methods(without_dropout):
+        return scalar(
+          make(), {"params": params, **({"batch_stats": stats} if stats else {})}, *inputs
+        )
+
+    return fun
+
+  return Model(draw, loss, ("cast",))
+
+
+def paper(name: str) -> Model:
+  """Returns a model with the loss of its paper."""
+  found = papers.PAPERS[name]
+
+  def scalar(model: Any, variables: Any, *inputs: Any) -> Any:
+    return wide(found.loss(model, variables["params"], *inputs)) * SCALE
+
+  return without_dtype(found.make, found.inputs, scalar)
+
+
+def reconstructed(model: Any, x: Any) -> Any:
+  """Returns what an autoencoder makes of its mean: noise is drawn anew in every dtype."""
+  return model.decode(model.encode(x)[0])
+
+
+def _outputs_without_noise(model: Any, variables: Any, x: Any) -> Any:
+  return to_scalar(model.apply(variables, x, method=reconstructed))
+
+
+# NNX
+
+
+def nnx_model(
+  make: Callable[..., nnx.Module],
+  inputs: tuple[Any, ...],
+  run: Callable[..., Any] = lambda model, *inputs: model(*inputs),
+  ways: tuple[str, ...] = ("cast",),
+) -> Model:
+  """Returns an NNX model, which takes the dtype of its layers as `half` unless `ways` is "cast"."""
+
+  def draw(seed: int) -> Arguments:
+    _, params, rest = rig.split(make, seed)
+    return halved(params) if "cast" in ways else params, rest, redrawn(inputs, seed)
+
+  def loss(way: str, dtype: str) -> Any:
+    written = make
+    if way in ("dtype", "care"):
+      written = functools.partial(make, half=jnp.dtype(dtype), careful=way == "care")
+    graphdef, _, _ = rig.split(written)
+
+    def fun(params: Any, rest: Any, inputs: Any) -> Any:
+      if way == "cast":
+        params, inputs = cast((params, inputs), dtype)
+      model: Any = nnx.merge(graphdef, params, rest, copy=True)
+      # A mask of dropout is drawn anew in every dtype.
+      model.set_attributes(deterministic=True, raise_if_not_found=False)
+      if way == "float64":
+        set_dtypes(model, "param_dtype", "dtype", to=jnp.float64)
+      if way == "cast":
+        set_dtypes(model, "dtype", to=jnp.dtype(dtype))
+      if way == "policy":
+        model = mpjax.nnx.with_policy(model, f"mixed_{dtype}")
+      return to_scalar(run(model, *inputs))
+
+    return fun
+
+  return Model(draw, loss, ways)
+
+
+def set_dtypes(model: Any, *names: str, to: Any) -> None:
+  """Sets what the layers of an NNX model compute in, and what their carries begin with."""
+  for _, node in nnx.iter_graph(model):
+    for name in set(names) & set(vars(node) if isinstance(node, nnx.Module) else ()):
+      setattr(node, name, to)
+    if to == jnp.float64 and isinstance(node, nnx.MultiHeadAttention):
+      node.attention_fn = attention
+
+
+def attention(query: Any, key: Any, value: Any, mask: Any = None, is_causal=False, **_: Any) -> Any:
+  """Attention in the dtype that it is given, which `jax.nn`'s computes in float32."""
+  logits = jnp.einsum("bthd,bshd->bhts", query / np.sqrt(query.shape[-1]), key)
+  seen = jnp.tril(jnp.ones(logits.shape[-2:], bool)) if is_causal else True
+  logits = jnp.where(seen if mask is None else seen & mask, logits, jnp.finfo(logits.dtype).min)
+  return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), value)
+
+
+BOTH = ("dtype", "care")
+_IDS = integers(4, 6, below=11)
+_TOKENS = integers(3, 6, below=17)
+_IS_TOKEN = np.arange(6)[None] < np.array([[6], [4], [5]])
+
+MODELS: Mapping[str, Model] = {
+  "Linen MLP": linen(by_hand.Mlp(), normal(8, 12), train=False),
+  "Linen CNN": linen(by_hand.HardCoded(), normal(2, 6, 6, 3)),
+  "Linen ResNet": linen(by_hand.ResNet(), normal(4, 8, 8, 3)),
+  "Linen MLP-Mixer": linen(by_hand.Mixer(), normal(3, 4, 12)),
+  "Linen transformer block": linen(by_hand.TransformerBlock(), normal(2, 6, 8), ways=BOTH),
+  "Linen LSTM": linen(by_hand.Recurrent(), normal(3, 6, 5), ways=BOTH),
+  "Linen GRU": linen(by_hand.Recurrent(gru=True), normal(3, 6, 5), ways=BOTH),
+  "Linen gated language model": linen(by_hand.TiedLanguageModel(), _IDS, ways=BOTH),
+  "Linen GPT": linen(language_by_hand.Gpt(), _TOKENS, ways=("care",)),
+  "Linen BERT": linen(language_by_hand.Bert(), _TOKENS, ways=("care",)),
+  "Linen LSTM language model": linen(language_by_hand.Lstm(), _TOKENS, ways=("care",)),
+  "Linen ResNet, SiLU": without_dtype(classics.ResNet, (normal(4, 8, 8, 3),)),
+  "Linen BERT, masked": without_dtype(classics.Bert, (_TOKENS, _TOKENS % 2, _IS_TOKEN)),
+  # Of the loop that decodes, and keeps a cache in float32, there is no version in float64.
+  **{f"Linen {name}": paper(name) for name in papers.PAPERS if name != "gpt_decode_loop"},
+  "Linen vae": without_dtype(vision.Vae, (normal(3, 8, 8, 3),), _outputs_without_noise),
+  "NNX MLP": nnx_model(nnx_by_hand.Mlp, (normal(8, 12),), ways=("dtype",)),
+  "NNX CNN": nnx_model(nnx_by_hand.HardCoded, (normal(2, 6, 6, 3),), ways=("dtype",)),
+  "NNX ResNet": nnx_model(nnx_by_hand.ResNet, (normal(4, 8, 8, 3),), ways=("dtype",)),
+  "NNX MLP-Mixer": nnx_model(nnx_by_hand.Mixer, (normal(3, 4, 12),), ways=("dtype",)),
+  "NNX transformer block": nnx_model(nnx_by_hand.TransformerBlock, (normal(2, 6, 8),), ways=BOTH),
+  "NNX LSTM": nnx_model(nnx_by_hand.Recurrent, (normal(3, 6, 5),), ways=BOTH),
+  "NNX GRU": nnx_model(
+    functools.partial(nnx_by_hand.Recurrent, gru=True), (normal(3, 6, 5),), ways=BOTH
+  ),
+  "NNX gated language model": nnx_model(nnx_by_hand.LanguageModel, (_IDS,), ways=BOTH),
+  **{f"NNX {name}": nnx_model(*each) for name, each in zoo.MODELS.items()},
+  **{f"NNX {name}": nnx_model(*each) for name, each in nnx_classics.MODELS.items()},
+  "NNX vae": nnx_model(zoo.Vae, (normal(3, 8, 8, 3),), reconstructed),
+}
