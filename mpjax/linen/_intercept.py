@@ -85,6 +85,8 @@ def intercept(
   root_policy = policy if module.path == () else active.root_policy
   initializing = module.is_initializing()
   outer = dataclasses.replace(active, root=root, root_policy=root_policy)
+  if name == "setup":  # What it calls is a part of it, and no call of its own.
+    outer = dataclasses.replace(outer, again=[], tracing=True)
 
   again = active.again.pop() if active.again and name != "setup" else None
   if again is not None and next(held_in(again.call), None) is None:

@@ -1088,3 +1088,27 @@ def test_an_output_dtype_holds_for_float64_too(way):
     x = jnp.asarray(X, jnp.float64)
     variables = nn.Dense(2).init(KEY, jnp.asarray(X, jnp.float32))
     assert call(way, nn.Dense(2), "bfloat16", variables, x).dtype == BF16
+
+
+class Helped(nn.Module):
+  """Makes layers and a parameter in a method that `setup` calls, with an argument of its own."""
+
+  def setup(self):
+    self.first = nn.Dense(4)
+    self.shift = self.prepared(3.0)
+
+  def prepared(self, factor):
+    self.second = nn.Dense(4)
+    return self.param("shift", nn.initializers.ones, (4,)) * factor
+
+  def __call__(self, x):
+    return self.second(self.first(x)) + self.shift
+
+
+@WAYS
+def test_a_method_that_setup_calls_is_given_its_own_argument(way):
+  x = jnp.arange(8.0).reshape(2, 4)
+  eye = {"kernel": jnp.eye(4), "bias": jnp.zeros(4)}
+  variables = {"params": {"first": eye, "second": eye, "shift": jnp.full(4, 2.0)}}
+  found = call(way, Helped(), "mixed_bfloat16", variables, x)
+  np.testing.assert_array_equal(found, x + 6)
