@@ -338,6 +338,10 @@ class Rewriter:
       eqn: the operation.
     """
     if not summed:
+      if eqn.primitive.name == "sub" and value.held in HALVES and dtype == FLOAT32:
+        # A norm's difference: with a cast of its own, as by hand, XLA groups the sums of its
+        # backward pass so that they read less memory. Forward a compiler makes one cast of both.
+        return self.cast(value.atom, retyped(value.atom, dtype), eqn)
       return self.view(value, dtype, eqn)
     if not is_linear(eqn):
       return value.atom if value.neutral else self.view(value, dtype, eqn)
