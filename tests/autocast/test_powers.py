@@ -85,6 +85,22 @@ def test_of_an_activation_its_slope_is_kept():
   assert residual_bytes(fun, W, x) == 2 * (2 * x.size + 2 * W.size + x.size)
 
 
+@BOTH
+def test_a_slope_is_finished_in_the_forward_pass(half):
+  """A GPU compiler would rather keep the tanh of GELU, in float32, than compute it once more."""
+  _, pull = jax.vjp(mpjax.autocast(between(by_hand), half), W, jnp.ones((64, 8)))
+  forward = jax.make_jaxpr(lambda w, x: jax.vjp(mpjax.autocast(between(by_hand), half), w, x)[1])
+  kept = [
+    v.aval
+    for eqn, _ in equations(forward(W, jnp.ones((64, 8))))
+    if eqn.primitive.name == "optimization_barrier"
+    for v in eqn.outvars
+  ]
+  assert [(str(x.dtype), x.shape) for x in kept] == [(half, (64, 8))]
+  backward = jax.make_jaxpr(pull)(jnp.ones((64, 8)))
+  assert not any(eqn.primitive.name == "tanh" for eqn, _ in equations(backward))
+
+
 POWERS = {
   "x**3": lambda x: x**3,
   "x*x*x": lambda x: x * x * x,

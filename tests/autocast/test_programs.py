@@ -104,6 +104,7 @@ def test_no_sum_is_in_half_forward_and_backward(name, half):
 @BOTH
 @ALL
 def test_no_cast_is_wasted(name, half):
+  """No value is cast to half twice, or there and back; for casts to float32 see `wasted_casts`."""
   assert checks.wasted_casts(ran(name, half).forward) == []
 
 

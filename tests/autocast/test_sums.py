@@ -230,3 +230,115 @@ def test_an_activation_that_every_step_reads_is_saved_in_low_precision(half):
 
   ours, by_hand = saved(fun, half)
   assert ours <= by_hand + 8192
+
+
+# What all examples of a `vmap` share.
+
+PER_EXAMPLE = {
+  "bias": lambda y, b: y + b,
+  "bias of each row": lambda y, b: (jnp.stack([y, 2 * y]) - b[None])[0],
+  "number": lambda y, b: y + b[0],
+  "mask": lambda y, b: jnp.where(y > jnp.array([0.0, 8.0, 0.0]), y, b),
+  "token": lambda y, b: jnp.concatenate([b, y])[2:5],
+  "row that is written": lambda y, b: y.at[1:].set(b[1:]),
+  "scaled bias": lambda y, b: y + 2 * b.reshape(1, 3)[0],
+  "inside of a jit": lambda y, b: jax.jit(lambda y, b: y + b)(y, b),
+  "in each step": lambda y, b: lax.scan(lambda y, _: (y + b, None), y, length=2)[0],
+  "in a branch": lambda y, b: lax.cond(y[0] > 0, lambda y, b: y + b, lambda y, b: y, y, b),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", PER_EXAMPLE)
+def test_a_vmap_around_autocast_adds_up_the_gradients_of_parameters_in_float32(name, half):
+  def loss(fun):
+    def example(b, x):
+      return jnp.sum((PER_EXAMPLE[name](x @ EYE, b) @ EYE) * 2.0**-8)
+
+    return lambda b, xs: jax.vmap(fun(example), (None, 0))(b, xs).sum()
+
+  found = jax.grad(loss(lambda f: mpjax.autocast(f, half)))
+  b, xs = jnp.full(3, 0.5), jnp.ones((ROWS, 3))
+  assert added_in_half(found, b, xs) == []
+  plain = programs.run(jax.grad(loss(lambda f: f)), b, xs)
+  np.testing.assert_allclose(programs.run(found, b, xs), plain, rtol=float(jnp.finfo(half).eps))
+
+
+@BOTH
+def test_a_bias_counts_the_examples_of_a_vmap_exactly(half):
+  """Adding up in low precision one by one stops at 256 or 2,048."""
+
+  def example(b, x):
+    return jnp.sum((x @ EYE + b) @ EYE)
+
+  cast = jax.vmap(mpjax.autocast(example, half), (None, 0))
+  found = jax.grad(lambda b, xs: cast(b, xs).sum())
+  assert added_in_half(found, jnp.zeros(3), jnp.ones((4097, 3))) == []
+  np.testing.assert_array_equal(found(jnp.zeros(3), jnp.ones((4097, 3))), np.full(3, 4097))
+
+
+@BOTH
+def test_the_gradient_of_each_example_is_what_it_is_alone(half):
+  def example(b, x):
+    return jnp.sum(((x @ EYE + b) ** 2) @ EYE)
+
+  gradient = jax.grad(mpjax.autocast(example, half))
+  b, xs = jnp.arange(1.0, 4), jnp.arange(12.0).reshape(4, 3)
+  exact = 2 * (np.asarray(xs) + np.asarray(b))
+  np.testing.assert_array_equal(jax.vmap(gradient, (None, 0))(b, xs), exact)
+  for_each = jax.jacrev(lambda b: jax.vmap(mpjax.autocast(example, half), (None, 0))(b, xs))
+  np.testing.assert_array_equal(for_each(b), exact)
+  pairs = jax.vmap(jax.vmap(gradient, (None, 0)), (0, None))(jnp.stack([b, 2 * b]), xs)
+  np.testing.assert_array_equal(pairs[1], exact + 2 * np.asarray(b))
+
+
+@BOTH
+def test_two_vmaps_around_autocast_add_up_in_float32(half):
+  def example(b, x):
+    return jnp.sum(((x @ EYE + b) ** 2) @ EYE)
+
+  twice = jax.vmap(jax.vmap(mpjax.autocast(example, half), (None, 0)), (None, 1), out_axes=1)
+  gradient = jax.grad(lambda b, xs: twice(b, xs).sum())
+  b, xs = jnp.ones(3), jnp.ones((64, 65, 3))
+  assert added_in_half(gradient, b, xs) == []
+  np.testing.assert_array_equal(programs.run(gradient, b, xs), np.full(3, 4 * 64 * 65))
+
+
+@BOTH
+def test_a_vmap_changes_no_number_of_an_example(half):
+  """The parameter is rounded before it meets the example, as without `vmap`."""
+
+  def example(b, x):
+    return (x @ EYE + b) @ EYE
+
+  cast = mpjax.autocast(example, half)
+  rng = np.random.default_rng(0)
+  b, xs = (jnp.asarray(rng.normal(size=s).astype(np.float32)) for s in [(3,), (8, 3)])
+  low = [np.asarray(jnp.asarray(a, half)) for a in (b, xs)]
+  exact = low[1] + low[0]
+  np.testing.assert_array_equal(jax.vmap(cast, (None, 0))(b, xs), exact.astype(np.float32))
+  np.testing.assert_array_equal([cast(b, x) for x in xs], exact.astype(np.float32))
+
+
+@BOTH
+@pytest.mark.parametrize("axis", [AxisType.Explicit, AxisType.Auto])
+def test_a_vmap_over_devices_adds_up_in_float32(axis, half):
+  mesh = jax.make_mesh((8,), ("data",), (axis,), devices=jax.devices("cpu")[:8])
+
+  def example(b, x):
+    return jnp.sum(((x @ jnp.eye(3) + b) ** 2) @ jnp.eye(3))
+
+  with jax.set_mesh(mesh):
+    xs = jax.device_put(jnp.ones((64, 3)), jax.P("data"))
+    b = jax.device_put(jnp.full(3, 0.5), jax.P())
+    cast = jax.vmap(mpjax.autocast(example, half), (None, 0))
+    found = jax.grad(lambda b, xs: cast(b, xs).sum())
+    assert added_in_half(found, b, xs) == []
+    np.testing.assert_array_equal(jax.jit(found)(b, xs), np.full(3, 64 * 3))
+
+
+@BOTH
+def test_what_is_added_to_a_linear_function_of_itself_can_be_transposed(half):
+  x = jnp.arange(3.0)
+  transposed = jax.linear_transpose(mpjax.autocast(lambda x: x @ (2 * EYE) + x, half), x)
+  np.testing.assert_array_equal(transposed(x)[0], 3 * np.arange(3))

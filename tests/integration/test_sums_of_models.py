@@ -1,79 +1,219 @@
 """JAX's own check finds no sum of low-precision numbers in any model, forward and backward."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpjax
+from tests import programs
 from tests.autocast import checks
-from tests.models.layers import EXEMPT, LAYERS
+from tests.models import layers
 from tests.models.papers import PAPERS
 from tests.models.situations import SITUATIONS
 from tests.models.values import filled, shapes
+from tests.nnx import classics, rig, zoo
+from tests.nnx import layers as nnx_layers
 
 # As people run them: dtypes and ranks are promoted in every other line of other libraries.
 pytestmark = pytest.mark.standard_promotion
 
 RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+LINEN = {**layers.LAYERS, **layers.EXEMPT}
+NNX = {**nnx_layers.LAYERS, **nnx_layers.EXEMPT}
+NNX_MODELS = {**zoo.MODELS, **classics.MODELS}
+POLICIES = ["mixed_bfloat16", "mixed_float16"]
+WAYS = pytest.mark.parametrize("way", ["autocast", *POLICIES])
+BY_POLICY = pytest.mark.parametrize("policy", POLICIES)
 
 
 def squares(tree: Any) -> Any:
-  return sum((x.astype(jnp.float32) ** 2).sum() for x in jax.tree.leaves(tree))
+  floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+  return sum((x.astype(jnp.float32) ** 2).sum() for x in floats)
 
 
-def check_sums(loss: Any, variables: Any, inputs: tuple[Any, ...], backward: bool = True) -> None:
-  """Differentiates with respect to parameters and floating inputs, and looks for sums."""
-  params = {"params": variables.pop("params", {})}
+def check_sums(
+  loss: Callable[..., Any],
+  params: Any,
+  inputs: tuple[Any, ...],
+  state: Any = None,
+  *,
+  way: str = "",
+  backward: bool = True,
+  examples: int = 0,
+) -> None:
+  """Differentiates with respect to parameters and floating inputs, and looks for sums.
+
+  Args:
+    loss: a function of parameters, state, and the inputs.
+    params: the parameters.
+    inputs: the inputs.
+    state: other variables.
+    way: "autocast" casts the loss; else a policy does inside of it.
+    backward: whether there is a gradient.
+    examples: the size of a `vmap` around it all, in which the parameters are shared; 0 for none.
+  """
   leaves, tree = jax.tree.flatten(inputs)
   moving = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
 
   def fun(params, some, state):
     given = dict(zip(moving, some, strict=True))
     now = [given.get(i, x) for i, x in enumerate(leaves)]
-    return loss({**params, **state}, *jax.tree.unflatten(tree, now))
+    return loss(params, state, *jax.tree.unflatten(tree, now))
 
-  cast = mpjax.autocast(fun, data_argnums=(1, 2))
-  gradient = jax.grad(cast, argnums=(0, 1)) if backward else cast
+  some = [leaves[i] for i in moving]
+  cast = mpjax.autocast(fun, data_argnums=(1, 2)) if way == "autocast" else fun
+
+  def each(*args):
+    return jax.vmap(cast, (None, 0, None))(*args).sum()
+
+  whole = each if examples else cast
+  some = [np.stack([x] * examples) if examples else x for x in some]
+  gradient = jax.grad(whole, argnums=(0, 1)) if backward else whole
   with jax.allow_f16_reductions(False):
-    jaxpr = jax.make_jaxpr(gradient)(params, [leaves[i] for i in moving], variables)
+    jaxpr = jax.make_jaxpr(gradient)(params, some, state)
   assert checks.sums(jaxpr) == []
 
 
-@pytest.mark.parametrize("name", [*LAYERS, *EXEMPT])
-def test_no_layer_of_flax_adds_up_in_low_precision(name):
-  layer = {**LAYERS, **EXEMPT}[name]
-  model = layer.make()
-  variables = filled(shapes(model, *layer.inputs, **layer.kwargs))
-  state = [collection for collection in variables if collection != "params"]
-
-  def loss(variables, *inputs):
-    out = model.apply(variables, *inputs, rngs=RNGS, mutable=state, **layer.kwargs)
-    return squares(out[0])
-
-  check_sums(loss, dict(variables), layer.inputs)
+def policied(model: Any, way: str) -> Any:
+  return model if way == "autocast" else mpjax.linen.with_policy(model, way)
 
 
+def check_layer(name: str, way: str, **options: Any) -> None:
+  layer = LINEN[name]
+  plain = layer.make()
+  variables = dict(filled(shapes(plain, *layer.inputs, **layer.kwargs)))
+  model = policied(plain, way)
+
+  def loss(params, state, *inputs):
+    now = {"params": params, **state}
+    return squares(model.apply(now, *inputs, rngs=RNGS, mutable=list(state), **layer.kwargs)[0])
+
+  check_sums(loss, variables.pop("params", {}), layer.inputs, variables, way=way, **options)
+
+
+@WAYS
+@pytest.mark.parametrize("name", LINEN)
+def test_no_layer_of_flax_adds_up_in_low_precision(name, way):
+  check_layer(name, way)
+
+
+EXAMPLE_DIFFERENTIATED = "gradient_of_input_under_vmap"
+"""The gradient of one example, differentiated again, in a `vmap` outside of the policy: its
+backward pass begins with the same low-precision numbers for all examples. See docs/limits.md."""
+
+
+@WAYS
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_no_module_as_people_write_them_adds_up_in_low_precision(name):
+def test_no_module_as_people_write_them_adds_up_in_low_precision(name, way):
   situation = SITUATIONS[name]
-  model = situation.make()
-  variables = filled(jax.eval_shape(model.init, RNGS, *situation.inputs))
+  plain = situation.make()
+  variables = dict(filled(jax.eval_shape(plain.init, RNGS, *situation.inputs)))
+  model = policied(plain, way)
 
-  def loss(variables, *inputs):
-    return squares(situation.run(model, variables, *inputs))
+  def loss(params, state, *inputs):
+    return squares(situation.run(model, {"params": params, **state}, *inputs))
 
-  check_sums(loss, dict(variables), situation.inputs, situation.backward)
+  params = variables.pop("params")
+  check = functools.partial(check_sums, loss, params, situation.inputs, variables, way=way)
+  if name == EXAMPLE_DIFFERENTIATED and way != "autocast":
+    check(backward=False)
+    with pytest.raises(ValueError, match="reduce_sum on operand"):
+      check()
+  else:
+    check(backward=situation.backward)
 
 
-@pytest.mark.parametrize("name", PAPERS)
-def test_no_model_of_a_paper_adds_up_in_low_precision(name):
+def check_paper(name: str, way: str, **options: Any) -> None:
   paper = PAPERS[name]
   model = paper.make()
   params = filled(shapes(getattr(model, "module", model), *paper.inputs))["params"]
 
-  def loss(variables, *inputs):
-    return paper.loss(paper.make(), variables["params"], *inputs)
+  def loss(params, _, *inputs):
+    if way == "autocast":
+      return paper.loss(paper.make(), params, *inputs)
+    with mpjax.linen.policy_scope(way):
+      return paper.loss(paper.make(), params, *inputs)
 
-  check_sums(loss, {"params": params}, paper.inputs)
+  check_sums(loss, params, paper.inputs, way=way, **options)
+
+
+@WAYS
+@pytest.mark.parametrize("name", PAPERS)
+def test_no_model_of_a_paper_adds_up_in_low_precision(name, way):
+  check_paper(name, way)
+
+
+def check_nnx(make: Any, run: Any, inputs: Any, policy: str, **options: Any) -> None:
+  graphdef, params, rest = rig.split(make)
+  forward, _ = rig.functions(graphdef, policy, run)
+
+  def loss(params, _, *inputs):
+    return squares(forward(params, rest, inputs)[0])
+
+  check_sums(loss, params, inputs, **options)
+
+
+@BY_POLICY
+@pytest.mark.parametrize("name", NNX)
+def test_no_layer_of_nnx_adds_up_in_low_precision(name, policy):
+  layer = NNX[name]
+  call = functools.partial(lambda view, *inputs: view(*inputs, **layer.kwargs))
+  check_nnx(layer.make, call, layer.inputs, policy)
+
+
+@BY_POLICY
+@pytest.mark.parametrize("name", NNX_MODELS)
+def test_no_model_of_nnx_adds_up_in_low_precision(name, policy):
+  model = NNX_MODELS[name]
+  check_nnx(model.make, model.run, model.inputs, policy)
+
+
+# A vmap around the model, whose parameters all examples share.
+
+
+@WAYS
+@pytest.mark.parametrize("name", ["dense", "conv", "layer_norm", "attention", "lstm_cell"])
+def test_no_layer_under_vmap_adds_up_in_low_precision(name, way):
+  check_layer(name, way, examples=2)
+
+
+@BY_POLICY
+@pytest.mark.parametrize("name", ["vit", "unet"])
+def test_no_model_under_vmap_adds_up_in_low_precision(name, policy):
+  check_paper(name, policy, examples=2)
+  model = zoo.MODELS[name]
+  check_nnx(model.make, model.run, model.inputs, policy, examples=2)
+
+
+EXAMPLES = 4097
+"""One more than both half types hold: they stop counting at 256 and 2,048."""
+
+
+@BY_POLICY
+def test_the_gradients_of_a_model_under_vmap_count_the_examples_exactly(policy):
+  """One example is a vector: its bias is no broadcast, and its matmul is one of a vector."""
+  wide = mpjax.Policy(
+    compute_dtype=mpjax.Policy.parse(policy).compute_dtype,
+    output_dtype="float32",
+    weight_grad_dtype="float32",
+  )
+  model = mpjax.linen.with_policy(nn.Sequential([nn.Dense(2), nn.Dense(2)]), wide)
+  eye, zero = np.eye(2, dtype=np.float32), np.zeros(2, np.float32)
+  params = {f"layers_{i}": {"kernel": eye, "bias": zero} for i in range(2)}
+  xs = np.ones((EXAMPLES, 2), np.float32)
+
+  def loss(params):
+    return jax.vmap(lambda x: model.apply({"params": params}, x))(xs).sum()
+
+  found = programs.run(jax.grad(loss), params)
+  jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.full(x.shape, EXAMPLES)), found)
+  each = programs.run(
+    jax.vmap(jax.grad(lambda p, x: model.apply({"params": p}, x).sum()), (None, 0)), params, xs[:3]
+  )
+  jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.ones(x.shape)), each)

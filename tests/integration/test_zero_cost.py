@@ -87,10 +87,11 @@ def counted(name: str, who: str, half: str) -> tuple[collections.Counter[Any], i
   return collections.Counter(programs.products(jaxpr)), programs.converts(jaxpr).total()
 
 
-MORE_CASTS = {"mixer": 8, "language_model": 5}
+MORE_CASTS = {"mlp": 2, "mixer": 10, "language_model": 5}
 """A parameter is cast where it is used, so that its gradients add up in float32: two slices of one
 array of kernels, the two ends of one table. A GELU is computed in float32, and rounded once more
-for what its derivative keeps. The scan takes its start in the dtype that it has."""
+for what its derivative keeps. The scan takes its start in the dtype that it has. The zeros of a
+dropout are cast, which a compiler does."""
 
 
 @pytest.mark.case("B038", "A75", "B086")
@@ -169,13 +170,13 @@ def test_a_float32_policy_leaves_the_program_as_it_is(name):
 
 PINNED = {
   # name: (half products, casts to half, casts to float32), all as often as they run
-  "mlp": (8, 14, 11),
+  "mlp": (8, 16, 13),
   "hard_coded": (8, 10, 8),
-  "resnet": (20, 25, 20),
-  "mixer": (17, 17, 14),
+  "resnet": (20, 31, 26),
+  "mixer": (17, 18, 15),
   "transformer": (24, 21, 19),
-  "lstm": (33, 37, 46),
-  "gru": (93, 38, 82),
+  "lstm": (33, 42, 46),
+  "gru": (93, 58, 82),
   "language_model": (36, 50, 36),
 }
 
