@@ -1,11 +1,22 @@
-"""Casts that a jaxpr has already: the user's, those of promotion, those where a policy ends."""
+"""Casts that a jaxpr has already (the user's, of promotion, where a policy ends), or needs not."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
-from mpjax._autocast._values import FLOAT32, FLOATS, Dtype, Scope, Value, dtype_of
+from mpjax._autocast._values import (
+  FLOAT32,
+  FLOATS,
+  Dtype,
+  Kind,
+  Scope,
+  Value,
+  dtype_of,
+  literal_as,
+  retyped,
+)
 
 
 def leave(self: Any, eqn: JaxprEqn, dtype: Dtype) -> None:
@@ -24,6 +35,36 @@ def leave(self: Any, eqn: JaxprEqn, dtype: Dtype) -> None:
   wanted = self.wanted.get(eqn.outvars[0], 0)
   self.hold(eqn.outvars[0], Value(atom, dtype, wanted=wanted, held=held))
   return None
+
+
+def filled(eqn: JaxprEqn, dtype: Dtype, eqns: list[JaxprEqn]) -> Var:
+  """Fills an array with a number in another dtype, as one writes it by hand: no cast of the array.
+
+  Args:
+    eqn: the equation that repeats a literal.
+    dtype: that of the new array.
+    eqns: where to write the new equation.
+  """
+  number: Any = eqn.invars[0]
+  var = retyped(eqn.outvars[0], dtype)
+  eqns.append(eqn.replace(invars=[literal_as(number, dtype), *eqn.invars[1:]], outvars=[var]))
+  return var
+
+
+def each_for_itself(self: Any, eqn: JaxprEqn, values: Sequence[Value | None]) -> None:
+  """Writes an operation whose results are its operands, moved: each keeps its own dtype.
+
+  Args:
+    self: the `Rewriter` of the jaxpr.
+    eqn: the operation.
+    values: its operands.
+  """
+  operands: list[Any] = []
+  kinds: list[Kind | None] = []
+  for atom, value, var in zip(eqn.invars, values, eqn.outvars, strict=True):
+    operands.append(atom if value is None else self.view(value, value.dtype, eqn))
+    kinds.append(value.kind if value is not None and dtype_of(var) in FLOATS else None)
+  self.write(eqn, operands, kinds, once=all(v is None or v.once for v in values))
 
 
 def convert(self: Any, eqn: JaxprEqn, scope: Scope, half: Dtype) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import convert_element_type_p
 
-from mpjax._autocast._casts import convert, leave
+from mpjax._autocast._casts import convert, each_for_itself, filled, leave
 from mpjax._autocast._demands import FULL, HALF, RESULT, demands
 from mpjax._autocast._marks import PREFIX
 from mpjax._autocast._retype import in_precision, retype, wants_precision
@@ -126,7 +126,10 @@ class Rewriter:
     views = value.views
     found = None if views is None else views.get(dtype)
     if found is None:
-      found = self.cast(value.atom, retyped(value.atom, dtype), eqn)
+      if value.filled is None:
+        found = self.cast(value.atom, retyped(value.atom, dtype), eqn)
+      else:
+        found = filled(value.filled, dtype, self.eqns)
       if value.once:
         value.views = {dtype: found} if views is None else {**views, dtype: found}
     return found
@@ -284,7 +287,7 @@ class Rewriter:
       wanted = self.wanted_of(eqn)
       values = [self.outside(value, eqn, scope, half, wanted) for value in values]
       if eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
-        return self._each_for_itself(eqn, values)
+        return each_for_itself(self, eqn, values)
       deciding = values
       if part == "keep" and len(values) > 1:  # A buffer that is written to keeps its dtype.
         deciding = [v for v in values if v is not None][:1]
@@ -309,6 +312,8 @@ class Rewriter:
       made = with_float32_sums(eqn, operands, summed, dtype)
       return self.write(made, operands, outs)
     self.write(eqn, operands, outs, params, once=once)
+    if name == "broadcast_in_dim" and type(operands[0]) is Literal and outs[0] is not None:
+      self._env[eqn.outvars[0]].filled = self.eqns[-1]
     if neutral:
       shapes = {shape_of(v.atom) for v in values if v is not None and v.given}
       for var in eqn.outvars:
@@ -388,12 +393,3 @@ class Rewriter:
         self._env[var] = Value(
           value.atom, half, scope=value.scope, wanted=value.wanted, held=FLOAT32
         )
-
-  def _each_for_itself(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> None:
-    """Writes an operation whose results are its operands, moved: each keeps its own dtype."""
-    operands: list[Any] = []
-    kinds: list[Kind | None] = []
-    for atom, value, var in zip(eqn.invars, values, eqn.outvars, strict=True):
-      operands.append(atom if value is None else self.view(value, value.dtype, eqn))
-      kinds.append(value.kind if value is not None and dtype_of(var) in FLOATS else None)
-    self.write(eqn, operands, kinds, once=all(v is None or v.once for v in values))

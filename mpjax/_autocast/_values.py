@@ -90,10 +90,22 @@ class Value:
     once: casts are made once for all readers. Not so for a parameter, whose gradients, one from
       each cast, are then added in float32.
     given: it is an argument, or of the shape of one from which it was made.
+    filled: the equation that repeats a literal to make it, if that is what it is.
     views: variables that hold it in other dtypes.
   """
 
-  __slots__ = ("atom", "dtype", "given", "held", "neutral", "once", "scope", "views", "wanted")
+  __slots__ = (
+    "atom",
+    "dtype",
+    "filled",
+    "given",
+    "held",
+    "neutral",
+    "once",
+    "scope",
+    "views",
+    "wanted",
+  )
 
   def __init__(
     self,
@@ -113,6 +125,7 @@ class Value:
     self.wanted = wanted
     self.once = once
     self.given = False
+    self.filled: Any = None
     self.views: dict[Dtype, Any] | None = None  # Most never need one.
 
   @property

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mpjax._autocast import Interface, Settings, leaving, with_settings
@@ -47,3 +48,15 @@ def test_what_leaves_a_module_has_its_dtype_for_all_who_read_it(dtype):
 def test_nothing_is_cast_twice():
   program = jax.make_jaxpr(cast(lambda x, w: leaving(x @ w, jnp.dtype("bfloat16"))))(X, W)
   assert converts(program) == {"float32->bfloat16": 2}
+
+
+@pytest.mark.parametrize("number", [0.0, 1.5])
+def test_an_array_of_one_number_is_made_in_the_dtype_that_it_is_read_in(number):
+  def fun(x, w):
+    y = x @ w
+    return jax.lax.select(y > 0, y, jnp.full_like(y, number))
+
+  program = jax.make_jaxpr(cast(fun))(X, W)
+  assert converts(program) == {"float32->bfloat16": 2}  # The operands of the matmul.
+  y = np.asarray(cast(jnp.matmul)(X, W), np.float32)
+  np.testing.assert_array_equal(cast(fun)(X, W), np.where(y > 0, y, np.float32(number)))

@@ -49,13 +49,10 @@ def gradient(bench, case, apply):
   return fun, (params, rest, case.inputs, labels)
 
 
-MORE_CASTS = {"mlp": 1, "resnet": 1, "gpt": 2}
-"""The zeros of relu are cast, which a compiler does, and a GELU is computed in float32."""
-
-
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("model", MODELS)
-def test_by_hand_and_by_policy_have_the_same_products_and_few_more_casts(bench, model, half):
+def test_by_hand_and_by_policy_have_the_same_products_and_no_more_casts(bench, model, half):
+  """But for a GELU, whose cube is float32: one cast into it, and two out, value and slope."""
   case = bench.SIZES["tiny"][model]
   applies = bench.variants(case, half)
   traced = {}
@@ -66,8 +63,8 @@ def test_by_hand_and_by_policy_have_the_same_products_and_few_more_casts(bench, 
   assert found["by hand"] == found["policy"]
   assert programs.half_share(traced["by hand"]) == 1
   casts = {name: programs.converts(program) for name, program in traced.items()}
-  allowed = {kind: count + MORE_CASTS[model] for kind, count in casts["by hand"].items()}
-  assert casts["policy"] <= collections.Counter(allowed)
+  gelu = {f"{half}->float32": 1, f"float32->{half}": 2} if model == "gpt" else {}
+  assert casts["policy"] <= casts["by hand"] + collections.Counter(gelu)
 
 
 def test_gradients_by_policy_err_no_more_than_by_hand(bench):

@@ -537,8 +537,8 @@ _NNX = (
     number=46,
     breaks="what a policy says of weight gradients is forgotten where a call is rewritten",
     file="mpjax/_regions.py",
-    old="weight_grads=wide)",
-    new="weight_grads=None)",
+    old="weight_grads=wide, ",
+    new="weight_grads=None, ",
     test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",
   ),
   Mutation(
