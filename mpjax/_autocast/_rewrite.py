@@ -13,15 +13,7 @@ from mpjax._autocast._demands import FULL, HALF, RESULT, demands
 from mpjax._autocast._marks import PREFIX
 from mpjax._autocast._retype import in_precision, retype, wants_precision
 from mpjax._autocast._scopes import keeps_float32, names_of, output_of, region, weight_grads
-from mpjax._autocast._sums import (
-  broadcast,
-  for_each_example,
-  is_linear,
-  is_product,
-  is_summed,
-  repeats,
-  with_float32_sums,
-)
+from mpjax._autocast._sums import broadcast, is_linear, is_summed, repeats, with_float32_sums
 from mpjax._autocast._values import (
   EXACT,
   FLOAT32,
@@ -294,10 +286,6 @@ class Rewriter:
       dtype, neutral = self._common(eqn, deciding, wide, half)
       if dtype != FLOAT32 and repeats(eqn):
         values, rounded, dtype = before, dtype, FLOAT32
-      if dtype != FLOAT32 and not once and not is_product(eqn):
-        atoms = [a if v is None else v.atom for a, v in zip(eqn.invars, before, strict=True)]
-        shared = [self._shared(eqn, value, atoms) for value in before]
-        values = before = [new or old for new, old in zip(shared, values, strict=True)]
     summed = [
       value is not None and part != "half" and is_summed(eqn, value, dtype) for value in values
     ]
@@ -322,13 +310,6 @@ class Rewriter:
     if rounded is not None or (dtype == FLOAT32 and known and not wide):
       self._round(eqn, rounded or half)
     return None
-
-  def _shared(self, eqn: JaxprEqn, value: Value | None, atoms: Sequence[Any]) -> Value | None:
-    """Returns a parameter so that `jax.vmap` adds up its gradient in float32; None for others."""
-    if value is None or value.once or not value.neutral:
-      return None
-    self.eqns.append(for_each_example(self.view(value, FLOAT32, eqn), atoms, eqn))
-    return Value(self.eqns[-1].outvars[0], FLOAT32, neutral=True, once=False)
 
   def _operand(
     self, value: Value, whole: Value | None, summed: bool, dtype: Dtype, eqn: JaxprEqn

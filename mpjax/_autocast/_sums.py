@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Primitive, Var, new_jaxpr_eqn, no_effects
+from jax.extend.core import JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import broadcast_in_dim_p
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._autocast._values import FLOAT32, Dtype, Value, shape_of
@@ -52,11 +51,6 @@ def is_summed(eqn: JaxprEqn, value: Value, dtype: Dtype) -> bool:
   return name in _CHOOSING
 
 
-def is_product(eqn: JaxprEqn) -> bool:
-  """Whether the derivative with respect to one operand depends on the other ones."""
-  return eqn.primitive.name in _MULTIPLYING
-
-
 def is_linear(eqn: JaxprEqn) -> bool:
   """Whether an operation saves nothing for its derivative."""
   return eqn.primitive.name in _ADDING
@@ -71,58 +65,6 @@ def broadcast(atom: Any, eqn: JaxprEqn) -> JaxprEqn:
   var = Var(aval if sharding is None else aval.update(sharding=sharding))
   place = (eqn.source_info, eqn.ctx)
   return new_jaxpr_eqn([atom], [var], broadcast_in_dim_p, params, no_effects, *place)
-
-
-def for_each_example(atom: Any, operands: Sequence[Any], eqn: JaxprEqn) -> JaxprEqn:
-  """Returns an equation that gives a value itself, repeated for each example of `operands`.
-
-  A `jax.vmap` around the program repeats what all examples share where it meets what they do not,
-  in the dtype that it has there, and its gradient adds up in that.
-
-  Args:
-    atom: a float32 variable.
-    operands: those of `eqn`.
-    eqn: the operation that reads them.
-  """
-  others = [x for x in operands if type(x) is not Literal]
-  place = (eqn.source_info, eqn.ctx)
-  return new_jaxpr_eqn([atom, *others], [Var(atom.aval)], _repeat_p, {}, no_effects, *place)
-
-
-_repeat_p = Primitive("repeat_for_examples")
-"""Returns its first operand. Only `jax.vmap` looks at the others: where one of them differs between
-examples, the result does too."""
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-  return _repeat_p.bind(*primals), tangents[0]
-
-
-def _transpose(cotangent: Any, x: Any, *others: Any) -> list[Any]:
-  return [cotangent if ad.is_undefined_primal(x) else None, *(None for _ in others)]
-
-
-def _batch(operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[Any, int]:
-  (x, *others), (axis, *rest) = operands, dims
-  if axis is None:
-    other, axis = next((y, d) for y, d in zip(others, rest, strict=True) if d is not None)
-    sharding: Any = jax.typeof(other).sharding
-    if AxisType.Explicit in sharding.mesh.axis_types:
-      spec = (sharding.spec[axis], *jax.typeof(x).sharding.spec)
-      sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    else:
-      sharding = None
-    shape = (other.shape[axis], *x.shape)
-    x, axis = lax.broadcast_in_dim(x, shape, range(1, len(shape)), out_sharding=sharding), 0
-  return _repeat_p.bind(x, *others), axis
-
-
-_repeat_p.def_impl(lambda x, *others: x)
-_repeat_p.def_abstract_eval(lambda x, *others: x)
-ad.primitive_jvps[_repeat_p] = _jvp
-ad.primitive_transposes[_repeat_p] = _transpose
-batching.primitive_batchers[_repeat_p] = _batch
-mlir.register_lowering(_repeat_p, lambda ctx, x, *others: [x])
 
 
 def _sharding(aval: Any, eqn: JaxprEqn) -> NamedSharding | None:

@@ -4,14 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import mpjax
-from tests import programs
 from tests.autocast import checks
 from tests.models import layers
 from tests.models.papers import PAPERS
@@ -45,7 +42,6 @@ def check_sums(
   *,
   way: str = "",
   backward: bool = True,
-  examples: int = 0,
 ) -> None:
   """Differentiates with respect to parameters and floating inputs, and looks for sums.
 
@@ -56,7 +52,6 @@ def check_sums(
     state: other variables.
     way: "autocast" casts the loss; else a policy does inside of it.
     backward: whether there is a gradient.
-    examples: the size of a `vmap` around it all, in which the parameters are shared; 0 for none.
   """
   leaves, tree = jax.tree.flatten(inputs)
   moving = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -69,12 +64,7 @@ def check_sums(
   some = [leaves[i] for i in moving]
   cast = mpjax.autocast(fun, data_argnums=(1, 2)) if way == "autocast" else fun
 
-  def each(*args):
-    return jax.vmap(cast, (None, 0, None))(*args).sum()
-
-  whole = each if examples else cast
-  some = [np.stack([x] * examples) if examples else x for x in some]
-  gradient = jax.grad(whole, argnums=(0, 1)) if backward else whole
+  gradient = jax.grad(cast, argnums=(0, 1)) if backward else cast
   with jax.allow_f16_reductions(False):
     jaxpr = jax.make_jaxpr(gradient)(params, some, state)
   assert checks.sums(jaxpr) == []
@@ -129,7 +119,7 @@ def test_no_module_as_people_write_them_adds_up_in_low_precision(name, way):
     check(backward=situation.backward)
 
 
-def check_paper(name: str, way: str, **options: Any) -> None:
+def check_paper(name: str, way: str) -> None:
   paper = PAPERS[name]
   model = paper.make()
   params = filled(shapes(getattr(model, "module", model), *paper.inputs))["params"]
@@ -140,7 +130,7 @@ def check_paper(name: str, way: str, **options: Any) -> None:
     with mpjax.linen.policy_scope(way):
       return paper.loss(paper.make(), params, *inputs)
 
-  check_sums(loss, params, paper.inputs, way=way, **options)
+  check_sums(loss, params, paper.inputs, way=way)
 
 
 @WAYS
@@ -149,14 +139,14 @@ def test_no_model_of_a_paper_adds_up_in_low_precision(name, way):
   check_paper(name, way)
 
 
-def check_nnx(make: Any, run: Any, inputs: Any, policy: str, **options: Any) -> None:
+def check_nnx(make: Any, run: Any, inputs: Any, policy: str) -> None:
   graphdef, params, rest = rig.split(make)
   forward, _ = rig.functions(graphdef, policy, run)
 
   def loss(params, _, *inputs):
     return squares(forward(params, rest, inputs)[0])
 
-  check_sums(loss, params, inputs, **options)
+  check_sums(loss, params, inputs)
 
 
 @BY_POLICY
@@ -172,48 +162,3 @@ def test_no_layer_of_nnx_adds_up_in_low_precision(name, policy):
 def test_no_model_of_nnx_adds_up_in_low_precision(name, policy):
   model = NNX_MODELS[name]
   check_nnx(model.make, model.run, model.inputs, policy)
-
-
-# A vmap around the model, whose parameters all examples share.
-
-
-@WAYS
-@pytest.mark.parametrize("name", ["dense", "conv", "layer_norm", "attention", "lstm_cell"])
-def test_no_layer_under_vmap_adds_up_in_low_precision(name, way):
-  check_layer(name, way, examples=2)
-
-
-@BY_POLICY
-@pytest.mark.parametrize("name", ["vit", "unet"])
-def test_no_model_under_vmap_adds_up_in_low_precision(name, policy):
-  check_paper(name, policy, examples=2)
-  model = zoo.MODELS[name]
-  check_nnx(model.make, model.run, model.inputs, policy, examples=2)
-
-
-EXAMPLES = 4097
-"""One more than both half types hold: they stop counting at 256 and 2,048."""
-
-
-@BY_POLICY
-def test_the_gradients_of_a_model_under_vmap_count_the_examples_exactly(policy):
-  """One example is a vector: its bias is no broadcast, and its matmul is one of a vector."""
-  wide = mpjax.Policy(
-    compute_dtype=mpjax.Policy.parse(policy).compute_dtype,
-    output_dtype="float32",
-    weight_grad_dtype="float32",
-  )
-  model = mpjax.linen.with_policy(nn.Sequential([nn.Dense(2), nn.Dense(2)]), wide)
-  eye, zero = np.eye(2, dtype=np.float32), np.zeros(2, np.float32)
-  params = {f"layers_{i}": {"kernel": eye, "bias": zero} for i in range(2)}
-  xs = np.ones((EXAMPLES, 2), np.float32)
-
-  def loss(params):
-    return jax.vmap(lambda x: model.apply({"params": params}, x))(xs).sum()
-
-  found = programs.run(jax.grad(loss), params)
-  jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.full(x.shape, EXAMPLES)), found)
-  each = programs.run(
-    jax.vmap(jax.grad(lambda p, x: model.apply({"params": p}, x).sum()), (None, 0)), params, xs[:3]
-  )
-  jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.ones(x.shape)), each)

@@ -191,8 +191,9 @@ BUILT = {
   "OptimizedLSTMCell": (rnn(nnx.OptimizedLSTMCell), 2),
   "attention": (lambda rngs: nnx.MultiHeadAttention(1, 3, decode=False, rngs=rngs), 4),
   "Conv with a mask": (
+    # Its kernel is multiplied by an array that decides, in float32, and is no parameter then.
     lambda rngs: nnx.Conv(3, 2, (3,), mask=jnp.tril(jnp.ones((3, 3, 2))), rngs=rngs),
-    1,
+    0,
   ),
   "LoRALinear": (lambda rngs: nnx.LoRALinear(3, 3, lora_rank=2, rngs=rngs), 3),
   # Its kernel is computed in float32 with a norm, and is no parameter then.

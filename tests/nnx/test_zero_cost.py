@@ -84,8 +84,9 @@ def multiplied(products: collections.Counter[Any]) -> collections.Counter[Any]:
   return collections.Counter(product.flops for product in products.elements())
 
 
-CASTS_OF_GELU = {"mlp": 4, "mixer": 4}
-"""Computed in float32, since its cube overflows float16: value and slope are rounded."""
+CASTS_OF_GELU = {"mlp": 8, "mixer": 6}
+"""Computed in float32, since its cube overflows float16: its operand is widened, and both value and
+slope are rounded."""
 
 
 @pytest.mark.case("B038", "A75")
