@@ -5,11 +5,11 @@ python benchmarks/accuracy_report.py    writes the table anew, from results/accu
 
 import json
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import tables
 
 FOLDER = pathlib.Path(__file__).parent
 RECORDED = FOLDER / "results" / "accuracy" / "cpu.json"
@@ -114,9 +114,7 @@ def _cells(one: Comparison | None) -> list[str]:
 
 def table(results: Mapping[str, Any]) -> str:
   """Returns the table in Markdown."""
-  heading, *rest = rows(results)
-  line = ["---"] * 2 + ["--:"] * (len(heading) - 2)
-  return "\n".join("| " + " | ".join(row) + " |" for row in [heading, line, *rest])
+  return tables.table(rows(results), 2)
 
 
 def conditions(results: Mapping[str, Any]) -> str:
@@ -147,14 +145,8 @@ def summary(results: Mapping[str, Any]) -> str:
 
 def updated(page: str, results: Mapping[str, Any]) -> str:
   """Returns the text of the page with the part between its marks made from recorded figures."""
-  begin, end = "<!-- float64 -->", "<!-- end of float64 -->"
-  pieces = (begin, conditions(results), table(results), summary(results), end)
-  page, count = re.subn(
-    f"{begin}.*?{end}", lambda _: "\n\n".join(pieces), page, count=0, flags=re.DOTALL
-  )
-  if count != 1:
-    raise ValueError(f"the page has {count} places for the table")
-  return page
+  pieces = (conditions(results), table(results), summary(results))
+  return tables.replaced(page, "float64", "\n\n".join(pieces))
 
 
 if __name__ == "__main__":

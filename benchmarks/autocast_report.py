@@ -5,27 +5,20 @@ python benchmarks/autocast_report.py    writes the tables anew, from results/aut
 
 import json
 import pathlib
-import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autocast_programs import PROGRAMS
 from autocast_tools import BOUNDS
 from measure import ratio
+from tables import replaced, table
 
 FOLDER = pathlib.Path(__file__).parent
 RECORDED = FOLDER / "results" / "autocast" / "cpu.json"
 PAGE = FOLDER.parent / "docs" / "autocast_measured.md"
 
 Figures = Mapping[str, Any]
-
-
-def table(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
-  """Returns rows, the first of which is the heading, in Markdown; the first columns are text."""
-  heading = rows[0]
-  line = ["---"] * texts + ["--:"] * (len(heading) - texts)
-  return "\n".join("| " + " | ".join(row) + " |" for row in [heading, line, *rows[1:]])
 
 
 def size(count: float) -> str:
@@ -205,11 +198,7 @@ PARTS: Mapping[str, Callable[[Figures], str]] = {
 def updated(page: str, results: Figures) -> str:
   """Returns the text of the page with its tables made from the recorded figures."""
   for name, make in PARTS.items():
-    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    text = f"{begin}\n\n{make(results)}\n\n{end}"
-    page, count = re.subn(f"{begin}.*?{end}", lambda _, t=text: t, page, flags=re.DOTALL)
-    if count != 1:
-      raise ValueError(f"the page has {count} places for {name!r}")
+    page = replaced(page, name, make(results))
   return page
 
 

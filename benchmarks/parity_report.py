@@ -5,12 +5,12 @@ python benchmarks/parity_report.py    writes the table and the plot anew, from r
 
 import json
 import pathlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+import tables
 from matplotlib import pyplot as plt
 
 FOLDER = pathlib.Path(__file__).parent
@@ -90,9 +90,7 @@ def rows(results: Mapping[str, Any]) -> list[list[str]]:
 
 def table(results: Mapping[str, Any]) -> str:
   """Returns the table in Markdown."""
-  heading, *rest = rows(results)
-  line = ["---"] * 3 + ["--:"] * (len(heading) - 3)
-  return "\n".join("| " + " | ".join(row) + " |" for row in [heading, line, *rest])
+  return tables.table(rows(results), 3)
 
 
 def conditions(results: Mapping[str, Any]) -> str:
@@ -114,14 +112,8 @@ def summary(results: Mapping[str, Any]) -> str:
 
 def updated(page: str, results: Mapping[str, Any]) -> str:
   """Returns the text of the page with the part between its marks made from recorded figures."""
-  begin, end = "<!-- parity -->", "<!-- end of parity -->"
-  pieces = (begin, conditions(results), table(results), summary(results), end)
-  page, count = re.subn(
-    f"{begin}.*?{end}", lambda _: "\n\n".join(pieces), page, count=0, flags=re.DOTALL
-  )
-  if count != 1:
-    raise ValueError(f"the page has {count} places for the table")
-  return page
+  pieces = (conditions(results), table(results), summary(results))
+  return tables.replaced(page, "parity", "\n\n".join(pieces))
 
 
 def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
