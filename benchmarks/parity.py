@@ -94,7 +94,7 @@ def classified(logits, labels):
 
 def scaling(opt_state):
   """Returns what happened to the loss scale."""
-  mpjax.check_progress(opt_state)  # raises if the last 50 steps in a row were skipped
+  mpjax.check_skipped_steps(opt_state)  # raises if the last 50 steps in a row were skipped
   metrics = mpjax.loss_scaling_metrics(opt_state)
   return {"skipped": int(metrics["skipped"]), "loss_scale": float(metrics["loss_scale"])}
 

@@ -23,7 +23,7 @@ from models import SIZES, Case
 from rich.console import Console
 
 import mpjax
-from mpjax import _jaxpr
+from mpjax._jaxprs import walk
 
 OUT = pathlib.Path(__file__).parent.parent / "out" / "benchmarks.json"
 
@@ -61,7 +61,7 @@ def mpjax_step(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> t
   (value, new), grads = grad_fn(params, old, *batch)
   updates, opt_state = tx.update(grads, opt_state, params)
   finite = mpjax.loss_scaling_metrics(opt_state)["finite"]
-  rest = mpjax.commit(finite, new, old)
+  rest = mpjax.select_tree(finite, new, old)
   return (optax.apply_updates(params, updates), rest, opt_state), value
 
 
@@ -80,13 +80,13 @@ def flax_step(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, 
 def count_program(fun: Callable[..., Any], *args: Any) -> dict[str, Any]:
   """Returns what the traced program holds, before any compiler saw it."""
   program = jax.make_jaxpr(fun)(*args)
-  counts = _jaxpr.count_operations(program)
-  found = _jaxpr.products(program)
+  counts = walk.count_operations(program)
+  found = walk.products(program)
   return {
     "equations": sum(counts.values()),
     "converts": counts["convert_element_type"],
     "products": len(found),
-    "half_share": _jaxpr.half_share(found),
+    "half_share": walk.half_share(found),
     "flops": sum(p.flops * p.times for p in found),
   }
 
@@ -136,7 +136,7 @@ def compare_precisions(case: Case, half: str, rounds: int) -> dict[str, Any]:
     figures[name] = {
       "seconds": times[name],
       "traced": count_program(functools.partial(plain_step, apply), state, *batch),
-      "residual_bytes": _jaxpr.residual_bytes(lambda p, f=loss: f(p, rest, *batch)[0], params),
+      "residual_bytes": walk.residual_bytes(lambda p, f=loss: f(p, rest, *batch)[0], params),
       "compiled": measure.count_compiled(steps[name].compiled),
     }
   del steps

@@ -94,7 +94,7 @@ def prepare(policy, loss_scale, steps=STEPS, network=NETWORK, devices=1, accumul
   model = mpjax.linen.with_policy(network, policy)  # 1
   tx = optax.adamw(optax.cosine_decay_schedule(3e-3, steps), weight_decay=1e-2)
   if accumulate > 1:
-    tx = mpjax.accumulate(tx, accumulate)  # 6
+    tx = mpjax.accumulate_gradients(tx, accumulate)  # 6
   tx = mpjax.loss_scaling(tx, loss_scale)  # 2
   mesh = jax.make_mesh((devices,), ("data",), (jax.sharding.AxisType.Auto,))  # 5
   replicated, by_rows = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
@@ -112,8 +112,8 @@ def prepare(policy, loss_scale, steps=STEPS, network=NETWORK, devices=1, accumul
     (loss, new_stats), grads = grad_fn(params, batch_stats, images, labels)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    finite = mpjax.loss_scaling_metrics(opt_state)["finite"]
-    batch_stats = mpjax.commit(finite, new_stats, batch_stats)  # 4
+    finite = mpjax.last_step_finite(opt_state)
+    batch_stats = mpjax.select_tree(finite, new_stats, batch_stats)  # 4
     return State(params, batch_stats, opt_state), loss
 
   @jax.jit
@@ -186,7 +186,7 @@ def main(
     losses.append(float(loss))
     if len(losses) % accumulate == 0:
       on_step()
-  mpjax.check_progress(state.opt_state)  # raises if the last 50 steps in a row were skipped
+  mpjax.check_skipped_steps(state.opt_state)  # raises if the last 50 steps in a row were skipped
   accuracy = float((training.predict(state, test.images) == test.labels).mean())
   metrics = jax.device_get(mpjax.loss_scaling_metrics(state.opt_state))
   losses = np.reshape(losses, (steps, accumulate)).mean(1)

@@ -208,7 +208,7 @@ def train(policy, steps, on_step, *, seed=0, model=MODEL, rows=ROWS, devices=1):
     state, metrics = jax.block_until_ready(training.step(state, training.shard(tokens)))
     losses.append(float(metrics["loss"]))
     on_step()
-  mpjax.check_progress(state)  # raises if the last 50 steps in a row were skipped
+  mpjax.check_skipped_steps(state)  # raises if the last 50 steps in a row were skipped
   count = len(text.held_out) // (model.context + 1)
   rest = text.held_out[: count * (model.context + 1)].reshape(count, -1)
   held_out = float(jax.jit(training.loss_fn)(jax.device_get(state.params), (), rest, None)[0])

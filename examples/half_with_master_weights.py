@@ -104,7 +104,7 @@ def train(dtype, steps, on_step, devices, seed=0):
       history.append(jax.device_get(metrics))
       jax.block_until_ready(state)
       on_step()
-    mpjax.check_progress(state)  # raises if the last 50 steps in a row were skipped
+    mpjax.check_skipped_steps(state)  # raises if the last 50 steps in a row were skipped
   return state, history
 
 
@@ -119,7 +119,7 @@ def load(path):
   """Returns the variables of the plain network from a float32 checkpoint, whoever wrote it."""
   init = functools.partial(NETWORK.init, train=False)
   target = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 8, 8, 1)))
-  return mpjax.restore_like(target, path)
+  return mpjax.checkpoints.restore_like(target, path)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -165,7 +165,7 @@ def train(policy, steps, on_step, *, seed=0):
     state, metrics = train_step(state, batch)
     losses.append(float(metrics["loss"]))
     on_step()
-  mpjax.check_progress(state)
+  mpjax.check_skipped_steps(state)
   predict = jax.jit(lambda params, images: model.apply({"params": params}, images).argmax(-1))
   accuracy = float((predict(state.params, test.images) == test.labels).mean())
   figures = {layer: layer_text(products[layer], state.params[layer]) for layer in LAYERS}

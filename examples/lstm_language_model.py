@@ -140,7 +140,7 @@ def train(policy, steps, on_step, *, seed=0, model=MODEL, rows=ROWS, window=WIND
     state, metrics = training.step(state, tokens)
     losses.append(float(metrics["loss"]))
     on_step()
-  mpjax.check_progress(state)  # raises if the last 50 steps in a row were skipped
+  mpjax.check_skipped_steps(state)  # raises if the last 50 steps in a row were skipped
   held_out = held_out_loss(training, state.params, text.held_out)
   scaling = jax.device_get(mpjax.loss_scaling_metrics(state.opt_state))
   figures = {

@@ -69,8 +69,8 @@ def train(apply, tx, steps):
     (loss, new_stats), grads = grad_fn(params, batch_stats, images, labels, weight)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    finite = mpjax.loss_scaling_metrics(opt_state)["finite"]
-    batch_stats = mpjax.commit(finite, new_stats, batch_stats)
+    finite = mpjax.last_step_finite(opt_state)
+    batch_stats = mpjax.select_tree(finite, new_stats, batch_stats)
     return digits.State(params, batch_stats, opt_state), loss
 
   params = variables["params"]
@@ -79,7 +79,7 @@ def train(apply, tx, steps):
   for batch in incidents(steps):
     scale = mpjax.loss_scaling_metrics(state.opt_state)["loss_scale"]
     state, loss = step(state, *batch)
-    finite = mpjax.loss_scaling_metrics(state.opt_state)["finite"]
+    finite = mpjax.last_step_finite(state.opt_state)
     rows.append((float(loss), float(scale), not bool(finite)))
   return History(*(np.array(column) for column in zip(*rows, strict=True)))
 
@@ -92,7 +92,7 @@ def optimizer():
 def protected(steps):
   """Trains under a policy, with a scale that starts too high."""
   model = mpjax.linen.with_policy(digits.NETWORK, "mixed_float16")
-  scale = mpjax.DynamicLossScale(init=2**24, growth_interval=20)
+  scale = mpjax.DynamicLossScale(init_scale=2**24, growth_interval=20)
 
   def apply(variables, images):
     logits, new = model.apply(variables, images, train=True, mutable=["batch_stats"])

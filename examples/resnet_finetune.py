@@ -173,7 +173,7 @@ def fit(training, state, data, steps, on_step):
     state, metrics = training.step(state, Data(data.images[chosen], data.labels[chosen]))
     losses.append(float(metrics["loss"]))
     on_step()
-  mpjax.check_progress(state)  # raises if the last 50 steps in a row were skipped
+  mpjax.check_skipped_steps(state)  # raises if the last 50 steps in a row were skipped
   return state, np.array(losses)
 
 
@@ -201,7 +201,7 @@ def restore(training, path):
   error.
   """
   new = initialise(training.network, jax.random.key(1))
-  saved = mpjax.restore_like(new, path)
+  saved = mpjax.checkpoints.restore_like(new, path)
   saved["params"]["head"] = new["params"]["head"]
   return begin(training, saved)
 

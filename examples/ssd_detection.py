@@ -16,7 +16,7 @@ The lines marked 1 to 3 are all that mixed precision adds. Where they stand in M
 
 The scale doubles after every 20 finite steps, so that it comes to where gradients overflow, loses
 one step there, and halves. Group normalisation keeps no statistics: with batch normalisation
-`mpjax.commit` would keep those of skipped steps out (see digits.py).
+`mpjax.select_tree` would keep those of skipped steps out (see digits.py).
 """
 
 import argparse
@@ -264,7 +264,7 @@ def train(network, params, growth_interval, policy, steps, on_step):
     params, opt_state, loss = step(params, opt_state, make_scenes(digits, BATCH, rng))
     losses.append(float(loss))
     on_step()
-  mpjax.check_progress(opt_state)  # raises if the last 50 steps in a row were skipped
+  mpjax.check_skipped_steps(opt_state)  # raises if the last 50 steps in a row were skipped
   scenes = make_scenes(held_out, 200, np.random.default_rng(1))
   precision = mean_average_precision(model, params, scenes)
   figures = {

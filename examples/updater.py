@@ -63,7 +63,7 @@ UPDATERS = {
   "mixed_float16": {
     # NNabla starts at 8, and doubles after 2000 steps, which is more than this run has.
     "loss_scale": mpjax.DynamicLossScale(  # 2
-      init=8, growth_factor=2, backoff_factor=0.5, growth_interval=10
+      init_scale=8, growth_factor=2, backoff_factor=0.5, growth_interval=10
     ),
     "max_retries": 20,  # 6
   },
@@ -130,7 +130,7 @@ def train(policy, steps, on_step, *, devices=1, accum_grad=ACCUM_GRAD, seed=0):
     state, metrics = jax.block_until_ready(update(state, feed(batch)))  # 7
     rows.append({"retries": 0} | jax.device_get(metrics))
     on_step()
-  mpjax.check_progress(state)
+  mpjax.check_skipped_steps(state)
   metrics = {name: np.array([row[name] for row in rows]) for name in rows[0]}
   predict = jax.jit(lambda params, images: model.apply({"params": params}, images).argmax(-1))
   accuracy = float((predict(state.params, test.images) == test.labels).mean())

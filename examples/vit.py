@@ -105,9 +105,9 @@ def prepare(policy, steps, *, seed=0, **sizes):
     old = nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
     loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model)  # 3
     optimizer.update(model, grads)
-    finite = mpjax.loss_scaling_metrics(optimizer)["finite"]
+    finite = mpjax.last_step_finite(optimizer)
     new = nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
-    nnx.update(model, mpjax.commit(finite, new, old))  # 4
+    nnx.update(model, mpjax.select_tree(finite, new, old))  # 4
     return loss
 
   return model, optimizer, step
@@ -121,7 +121,7 @@ def train(policy, steps, on_step, *, seed=0, **sizes):
   for images, labels in digits.batches(train_data, steps):
     losses.append(float(step(model, optimizer, images, labels)))
     on_step()
-  mpjax.check_progress(optimizer)
+  mpjax.check_skipped_steps(optimizer)
   metrics = mpjax.loss_scaling_metrics(optimizer)
 
   model.eval()

@@ -1,54 +1,61 @@
 """Mixed precision for JAX: policies for models, loss scaling for optimizers, nothing global."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from mpjax._autocast import autocast
-from mpjax._conversion_report import ConversionReport, LeafReport, conversion_report
-from mpjax._errors import (
+from mpjax._core.errors import (
   MpjaxError,
   MpjaxRuntimeError,
   MpjaxTypeError,
   MpjaxValueError,
   UnmatchedRuleError,
 )
-from mpjax._full_precision import full_precision
-from mpjax._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
-from mpjax._named_arrays import to_arrays
-from mpjax._op_lists import OpLists
-from mpjax._policy import Policy
-from mpjax._rules import Rule, default_rules
-from mpjax._tree import all_finite
-from mpjax.conversion import convert
-from mpjax.levels import OptLevel, opt_level
-from mpjax.training import TrainState, make_train_step
+from mpjax._core.full_precision import full_precision
+from mpjax._core.policy import Policy
+from mpjax._core.rules import Rule, default_rules
+from mpjax._core.trees import all_finite
+from mpjax._io.conversion import convert
+from mpjax._io.conversion_report import ConversionReport, LeafReport, conversion_report
+from mpjax._jaxprs.autocast import autocast
+from mpjax._jaxprs.op_lists import OpLists
+from mpjax._opt_level import OptLevel, opt_level
 from mpjax.transforms import (
-  accumulate,
+  AccumulationState,
+  LossScalingState,
+  MasterWeightsState,
+  TrainState,
+  accumulate_gradients,
   apply_updates,
   check_loss_scaling,
-  check_progress,
-  commit,
+  check_skipped_steps,
+  last_step_finite,
   loss_scaling,
   loss_scaling_metrics,
+  make_train_step,
   master_params,
   master_weights,
   scale_loss,
+  select_tree,
   set_loss_scale,
   set_master_params,
   unscale,
   value_and_grad,
 )
+from mpjax.transforms._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
 
 if TYPE_CHECKING:
-  from mpjax import linen, nnx
-  from mpjax.checkpoints import restore_like
+  from mpjax import checkpoints, linen, nnx
 
 __version__ = "0.1.0"
 
 __all__ = [
+  "AccumulationState",
   "ConversionReport",
   "DynamicLossScale",
   "LeafReport",
+  "LossScalingState",
+  "MasterWeightsState",
   "MpjaxError",
   "MpjaxRuntimeError",
   "MpjaxTypeError",
@@ -61,17 +68,18 @@ __all__ = [
   "StaticLossScale",
   "TrainState",
   "UnmatchedRuleError",
-  "accumulate",
+  "accumulate_gradients",
   "all_finite",
   "apply_updates",
   "autocast",
   "check_loss_scaling",
-  "check_progress",
-  "commit",
+  "check_skipped_steps",
+  "checkpoints",
   "conversion_report",
   "convert",
   "default_rules",
   "full_precision",
+  "last_step_finite",
   "linen",
   "loss_scaling",
   "loss_scaling_metrics",
@@ -80,24 +88,22 @@ __all__ = [
   "master_weights",
   "nnx",
   "opt_level",
-  "restore_like",
   "scale_loss",
+  "select_tree",
   "set_loss_scale",
   "set_master_params",
-  "to_arrays",
   "unscale",
   "value_and_grad",
 ]
 
-_ON_FIRST_USE = {"linen": "linen", "nnx": "nnx", "restore_like": "checkpoints"}
-"""Names by module, of those that import Flax or Orbax, which others need not wait for."""
+_ON_FIRST_USE = ("checkpoints", "linen", "nnx")
+"""Modules that import Flax or Orbax, which others need not wait for."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
   if name not in _ON_FIRST_USE:
     raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
-  module = importlib.import_module(f"mpjax.{_ON_FIRST_USE[name]}")
-  return getattr(module, name, module)
+  return importlib.import_module(f"mpjax.{name}")
 
 
 def __dir__() -> list[str]:

@@ -3,9 +3,18 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAG = "--xla_force_host_platform_device_count="
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}8".strip()
+_FLAGS_OF_XLA = {
+  "--xla_force_host_platform_device_count": "8",
+  # Two thirds of the time goes into compiling tiny programs that run once. What the tests say of
+  # dtypes, operations and numbers holds without optimization too; a test of what the optimizer
+  # makes of a program asks for it: `tests.programs.optimized`.
+  "--xla_backend_optimization_level": "0",
+  "--xla_llvm_disable_expensive_passes": "true",
+}
+_given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join(
+  [_given, *(f"{flag}={value}" for flag, value in _FLAGS_OF_XLA.items() if flag not in _given)]
+).strip()
 
 import contextlib
 import gc
@@ -33,6 +42,13 @@ _TESTS = pathlib.Path(__file__).parent
 _ADAPTERS = ("transforms", "linen", "nnx", "integration", "flax_suite")
 """Folders whose tests run Flax and optax, which promote dtypes on purpose
 (`optax.apply_updates` adds bfloat16 and float32): ranks are strict there, dtypes are not."""
+
+_STRICT = (
+  *("test_across_devices.py", "test_gradients.py", "test_loss_program.py", "test_loss_scale.py"),
+  *("test_loss_scale_config.py", "test_retries.py", "test_train_state.py", "test_train_step.py"),
+  "test_train_step_checks.py",
+)
+"""Files of those folders for which dtypes are strict all the same."""
 
 _EXAMPLES = ("test_docs.py", "test_public_api.py")
 """Files that run what users will run, as users will run it."""
@@ -81,7 +97,7 @@ def _strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
   with contextlib.ExitStack() as stack:
     if not free:
       stack.enter_context(jax.numpy_rank_promotion("raise"))
-    if not free and place not in _ADAPTERS:
+    if not free and (place not in _ADAPTERS or request.path.name in _STRICT):
       stack.enter_context(jax.numpy_dtype_promotion("strict"))
     yield
 

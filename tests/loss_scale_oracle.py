@@ -17,7 +17,7 @@ class Oracle:
   def __init__(
     self,
     *,
-    init=2.0**15,
+    init_scale=2.0**15,
     growth_factor=2.0,
     backoff_factor=0.5,
     growth_interval=2000,
@@ -28,7 +28,7 @@ class Oracle:
     self.factors = f32(growth_factor), f32(backoff_factor)
     self.limits = f32(min_scale), f32(max_scale)
     self.interval, self.allowance = growth_interval, hysteresis
-    self.scale = f32(init)
+    self.scale = f32(init_scale)
     self.hysteresis = hysteresis
     self.good_steps = self.total = self.skipped = self.consecutive_skips = 0
     self.floor_hits = self.bad_updates = 0

@@ -5,8 +5,8 @@ python -m tests.op_lists_page
 
 import pathlib
 
-from mpjax._inner_jaxprs import HIGHER_ORDER
-from mpjax._op_reasons import CONDITIONS, GROUPS, PARTS
+from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER
+from mpjax._jaxprs.primitives import CONDITIONS, GROUPS, PARTS
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "op_lists.md"
 BEGIN, END = "<!-- lists -->", "<!-- end of lists -->"

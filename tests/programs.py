@@ -193,6 +193,14 @@ def jitted(fun: Any) -> Any:
   return jax.jit(fun, compiler_options=_options())
 
 
+def optimized(fun: Any) -> Any:
+  """Returns `jax.jit(fun)`, compiled as for users; the tests are compiled without optimization."""
+  return jax.jit(fun, compiler_options=_OPTIMIZED if jax.default_backend() == "cpu" else None)
+
+
+_OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
 def _options() -> dict[str, Any] | None:
   return _known() if jax.default_backend() == "cpu" else None
 

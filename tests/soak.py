@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import mpjax
-from mpjax._loss_scale import LossScaleState
+from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._loss_scale_access import LossScalingState
 from tests.loss_scale_oracle import LIMIT, Oracle
 
@@ -206,7 +206,7 @@ def through_disk(state):
     path = pathlib.Path(folder) / "state"
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
       checkpointer.save(path, state)
-    return mpjax.restore_like(state, path)
+    return mpjax.checkpoints.restore_like(state, path)
 
 
 def peak_memory():

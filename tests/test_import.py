@@ -39,10 +39,10 @@ def test_the_check_sees_both():
   assert loaded("import mpjax\nimport flax.linen, orbax.checkpoint") == ["flax", "orbax"]
 
 
-def test_restore_like_loads_orbax_on_first_use():
-  assert loaded("import mpjax\nassert 'restore_like' in dir(mpjax)\nmpjax.restore_like") == [
-    "orbax"
-  ]
+def test_checkpoints_load_orbax_on_first_use():
+  assert loaded(
+    "import mpjax\nassert 'checkpoints' in dir(mpjax)\nmpjax.checkpoints.restore_like"
+  ) == ["orbax"]
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])

@@ -14,68 +14,33 @@ ROOT = pathlib.Path(__file__).parent.parent
 Sources = Mapping[str, str]
 
 RANKS = {
-  # rank 0: nothing of ours
-  "_compat": 0,
-  "_errors": 0,
-  "_inner_jaxprs": 0,
-  "_types": 0,
-  # rank 1: values, trees, programs
-  "_dtypes": 1,
-  "_functions": 1,
-  "_frameworks": 1,
-  "_tree": 1,
-  "_jaxpr": 1,
-  "_op_reasons": 1,
-  # rank 2: configuration
-  "_policy": 2,
-  "_op_lists": 2,
-  "_loss_scale_config": 2,
-  "_named_arrays": 2,
-  # rank 3
-  "_rules": 3,
-  "_leaves": 3,
-  "_module_dtype": 3,
-  "_active": 3,
-  # rank 4: what was asked for, and what is left out of it
-  "_given": 4,
-  "_full_precision": 4,
-  # rank 5: engines, none of which imports another
-  "_loss_scale": 5,
-  "_storage": 5,
-  "_autocast": 5,
-  "_fp8": 5,
-  "_audit": 5,
-  "_diagnose": 5,
-  # rank 6: the call of a module under a policy, and the adapter to optax
-  "_regions": 6,
-  "transforms": 6,
-  # rank 7: adapters, each to one framework for models, neither of which imports the other
-  "linen": 7,
-  "nnx": 7,
-  # rank 8: composition
-  "training": 8,
-  "levels": 8,
-  "conversion": 8,
-  "_conversion_report": 8,
-  "checkpoints": 8,
-  # the table of contents
-  "__init__": 9,
-  "__main__": 9,
+  "_core": 0,  # nothing of ours
+  "_jaxprs": 1,  # programs: reading them, and the rewriter that casts
+  "transforms": 2,  # the adapter to optax, and the training step
+  "linen": 3,  # adapters, each to one framework for models, neither of which imports the other
+  "nnx": 3,
+  "_io": 4,  # what goes to files, or is made for inference
+  "_opt_level": 5,  # compositions and public faces
+  "checkpoints": 5,
+  "__init__": 6,
 }
+"""The folders of the library, by what may import what: only from a lower rank."""
 
 ONLY_IN = {
   "optax": {"transforms"},
   "flax.linen": {"linen"},
   "flax.nnx": {"nnx"},
   "flax": {"linen", "nnx"},
-  "orbax": {"checkpoints"},
-  "importlib": {"__init__", "_compat"},
+  "orbax": {"_io"},
+  "importlib": {"__init__", "_jaxprs"},
 }
 """Who may import what is not ours; the longest prefix decides."""
 
+MOST_PARTS, MOST_ARROWS = 12, 35
+
 OPTIONAL_DEPENDENCIES = ("sklearn", "matplotlib", "hypothesis", "pytest")
 
-WITHOUT_TESTS = {"__init__", "__main__", "_types"}
+WITHOUT_TESTS = {"__init__", "checkpoints", "types"}
 """Re-exports, and names for types: there is no behaviour to test."""
 
 TESTS_OF_THE_WHOLE = {
@@ -174,6 +139,24 @@ def check_import_direction(sources: Sources) -> list[str]:
   return wrong
 
 
+def check_size_of_the_map(sources: Sources) -> list[str]:
+  """Returns what a newcomer cannot hold in the head: too many parts, or arrows between them."""
+  parts = {part(path) for path in sources}
+  arrows = {
+    (part(path), part(module.replace(".", "/")))
+    for path in sources
+    for _, module in imported_modules(path, sources)
+    if "." in module
+  }
+  arrows = {(a, b) for a, b in arrows if a != b}
+  wrong = []
+  if len(parts) > MOST_PARTS:
+    wrong.append(f"{len(parts)} parts in mpjax/, the limit is {MOST_PARTS}: {sorted(parts)}")
+  if len(arrows) > MOST_ARROWS:
+    wrong.append(f"{len(arrows)} arrows between parts, the limit is {MOST_ARROWS}")
+  return wrong
+
+
 def check_no_cycles(sources: Sources) -> list[str]:
   graph = {
     module_name(path): {module for _, module in imported_modules(path, sources)} - {"mpjax"}
@@ -234,7 +217,7 @@ def check_no_jax_internals(sources: Sources) -> list[str]:
 def check_versions_in_compat(sources: Sources) -> list[str]:
   wrong = []
   for path, source in sources.items():
-    if part(path) == "_compat":
+    if path == "mpjax/_jaxprs/compat.py":
       continue
     tree = ast.parse(source)
     names = aliases(tree)
@@ -255,7 +238,7 @@ def check_parameters_in_the_reader(sources: Sources) -> list[str]:
   """
   wrong = []
   for path, source in sources.items():
-    if part(path) == "_inner_jaxprs":
+    if path == "mpjax/_jaxprs/inner_jaxprs.py":
       continue
     for node in ast.walk(ast.parse(source)):
       keys: list[ast.expr | None] = []
@@ -266,7 +249,7 @@ def check_parameters_in_the_reader(sources: Sources) -> list[str]:
       elif isinstance(node, ast.Call) and called(node) in ("get", "pop"):
         keys = list(node.args[:1])
       wrong += [
-        f"{path}:{node.lineno}: the parameter {key.value!r}; ask mpjax/_inner_jaxprs.py"
+        f"{path}:{node.lineno}: the parameter {key.value!r}; ask mpjax/_jaxprs/inner_jaxprs.py"
         for key in keys
         if isinstance(key, ast.Constant) and key.value in INNER_PARAMETERS
       ]
@@ -345,7 +328,7 @@ def check_no_tricks(sources: Sources) -> list[str]:
 
 
 def check_errors_have_four_parts(sources: Sources) -> list[str]:
-  """Returns the errors that are not `MpjaxXError(message(where, expected=..., got=..., fix=...))`.
+  """Returns the errors that are not `MpjaxXError(where, expected=..., got=..., fix=...)`.
 
   A function whose return annotation is one of our errors may build it instead. Errors are raised
   while Python runs, that is while tracing: none can depend on the data, as long as nothing here
@@ -379,7 +362,7 @@ def check_errors_have_four_parts(sources: Sources) -> list[str]:
         if function.name == "__getattr__" and called(node.exc) == "AttributeError":
           del built[f"{path}:{node.lineno}"]  # what Python asks for
   wrong = [
-    f"{place}: raise one of {OUR_ERRORS} with message(where, expected=...)"
+    f"{place}: raise one of {OUR_ERRORS} as MpjaxXError(where, expected=...)"
     for place, error in built.items()
     if error is not None and not has_four_parts(error)
   ]
@@ -411,14 +394,11 @@ def names_in(value: ast.expr) -> set[str]:
 
 
 def has_four_parts(error: ast.expr) -> bool:
-  if not (isinstance(error, ast.Call) and called(error) in OUR_ERRORS and error.args):
-    return False
-  text = error.args[0]
   return (
-    isinstance(text, ast.Call)
-    and called(text) == "message"
-    and len(text.args) == 1
-    and {keyword.arg for keyword in text.keywords} == {"expected", "got", "fix"}
+    isinstance(error, ast.Call)
+    and called(error) in OUR_ERRORS
+    and len(error.args) == 1
+    and {keyword.arg for keyword in error.keywords} == {"expected", "got", "fix"}
   )
 
 
@@ -455,13 +435,19 @@ def check_tests_mirror(sources: Sources) -> list[str]:
 
 CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
   check_import_direction: {
-    "upwards": {"mpjax/_tree.py": "from mpjax._policy import Policy"},
-    "sideways": {"mpjax/_tree.py": "import mpjax._dtypes"},
+    "upwards": {"mpjax/_core/x.py": "from mpjax._jaxprs.walk import walk"},
+    "sideways": {"mpjax/checkpoints.py": "import mpjax._opt_level"},
     "between adapters": {"mpjax/linen/_x.py": "from mpjax.nnx._y import f"},
-    "the root": {"mpjax/_tree.py": "from mpjax import all_finite"},
-    "the plain root": {"mpjax/_tree.py": "import mpjax"},
+    "the root": {"mpjax/_core/x.py": "from mpjax import all_finite"},
+    "the plain root": {"mpjax/_core/x.py": "import mpjax"},
     "relative": {"mpjax/linen/_x.py": "from . import _y"},
     "no rank": {"mpjax/_new.py": ""},
+  },
+  check_size_of_the_map: {
+    "parts": {f"mpjax/_{k}.py": "" for k in range(MOST_PARTS + 1)},
+    "arrows": {
+      f"mpjax/_{k}.py": "\n".join(f"from mpjax._{j} import f" for j in range(k)) for k in range(9)
+    },
   },
   check_no_cycles: {
     "inside a folder": {
@@ -474,31 +460,33 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
     },
   },
   check_frameworks: {
-    "optax": {"mpjax/_loss_scale.py": "import optax"},
-    "flax": {"mpjax/_tree.py": "from flax.core import meta"},
+    "optax": {"mpjax/_io/restore.py": "import optax"},
+    "flax": {"mpjax/_core/x.py": "from flax.core import meta"},
     "linen in nnx": {"mpjax/nnx/_x.py": "from flax import linen as nn"},
     "nnx in linen": {"mpjax/linen/_x.py": "import flax.nnx"},
     "orbax": {"mpjax/linen/_x.py": "import orbax.checkpoint"},
-    "an extra": {"mpjax/_tree.py": "import matplotlib.pyplot as plt"},
-    "a hidden import": {"mpjax/_tree.py": "import importlib"},
+    "an extra": {"mpjax/_core/x.py": "import matplotlib.pyplot as plt"},
+    "a hidden import": {"mpjax/_core/x.py": "import importlib"},
   },
   check_imports_at_the_top: {
-    "a function": {"mpjax/_tree.py": "def f():\n  import jax\n  return jax"},
+    "a function": {"mpjax/_core/x.py": "def f():\n  import jax\n  return jax"},
   },
   check_no_jax_internals: {
-    "import": {"mpjax/_tree.py": "from jax." + "_src import core"},
-    "the other import": {"mpjax/_tree.py": "from jax import " + "_src"},
-    "attribute": {"mpjax/_tree.py": "import jax\njax." + "_src.core"},
+    "import": {"mpjax/_core/x.py": "from jax." + "_src import core"},
+    "the other import": {"mpjax/_core/x.py": "from jax import " + "_src"},
+    "attribute": {"mpjax/_core/x.py": "import jax\njax." + "_src.core"},
   },
   check_versions_in_compat: {
-    "version": {"mpjax/_tree.py": "import jax\nif jax.__version__ > '0.10': pass"},
-    "hasattr": {"mpjax/_tree.py": "import jax.numpy as jnp\nhasattr(jnp, 'float8')"},
+    "version": {"mpjax/_core/x.py": "import jax\nif jax.__version__ > '0.10': pass"},
+    "hasattr": {"mpjax/_core/x.py": "import jax.numpy as jnp\nhasattr(jnp, 'float8')"},
   },
   check_parameters_in_the_reader: {
-    "a subscript": {"mpjax/_tree.py": "def f(eqn):\n  return eqn.params['num_carry']"},
-    "of a name": {"mpjax/_autocast/_x.py": "def f(params):\n  return params['ft_in'].unpack()"},
-    "get": {"mpjax/_tree.py": "def f(eqn):\n  return eqn.params.get('branches', ())"},
-    "a new dict": {"mpjax/_tree.py": "def f(eqn, new):\n  return {**eqn.params, 'jaxpr': new}"},
+    "a subscript": {"mpjax/_core/x.py": "def f(eqn):\n  return eqn.params['num_carry']"},
+    "of a name": {
+      "mpjax/_jaxprs/autocast/_x.py": "def f(params):\n  return params['ft_in'].unpack()"
+    },
+    "get": {"mpjax/_core/x.py": "def f(eqn):\n  return eqn.params.get('branches', ())"},
+    "a new dict": {"mpjax/_core/x.py": "def f(eqn, new):\n  return {**eqn.params, 'jaxpr': new}"},
   },
   check_no_private_names_of_others: {
     "import": {"mpjax/linen/_x.py": "from flax.linen.module import _context"},
@@ -507,28 +495,30 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
     "getattr": {"mpjax/linen/_x.py": "def f(module):\n  return getattr(module, '_state')"},
   },
   check_no_tricks: {
-    "frames": {"mpjax/_tree.py": "import inspect\ninspect.currentframe()"},
-    "global": {"mpjax/_tree.py": "def f():\n  global x\n  x = 1"},
+    "frames": {"mpjax/_core/x.py": "import inspect\ninspect.currentframe()"},
+    "global": {"mpjax/_core/x.py": "def f():\n  global x\n  x = 1"},
     "patching": {"mpjax/linen/_x.py": "import flax.linen as nn\nnn.Dense.__call__ = None"},
   },
   check_errors_have_four_parts: {
-    "a builtin": {"mpjax/_tree.py": "def f(x):\n  raise ValueError(message('f', got=x))"},
-    "a plain text": {"mpjax/_tree.py": "def f(x):\n  raise MpjaxValueError('no')"},
+    "a builtin": {
+      "mpjax/_core/x.py": "def f(x):\n  raise ValueError('f', expected='a', got=x, fix='')"
+    },
+    "a plain text": {"mpjax/_core/x.py": "def f(x):\n  raise MpjaxValueError('no')"},
     "a part missing": {
-      "mpjax/_tree.py": "def f(x):\n  raise MpjaxTypeError(message('f', expected='a', got='b'))"
+      "mpjax/_core/x.py": "def f(x):\n  raise MpjaxTypeError('f', expected='a', got='b')"
     },
-    "a variable": {"mpjax/_tree.py": "def f(x):\n  e = ValueError(x)\n  raise e"},
+    "a variable": {"mpjax/_core/x.py": "def f(x):\n  e = ValueError(x)\n  raise e"},
     "another than was caught": {
-      "mpjax/_tree.py": "def f():\n  try:\n    g()\n  except E as e:\n    a = e or ValueError(1)\n"
-      "    raise a"
+      "mpjax/_core/x.py": "def f():\n  try:\n    g()\n  except E as e:\n"
+      "    a = e or ValueError(1)\n    raise a"
     },
-    "a maker": {"mpjax/_tree.py": "def f(x) -> MpjaxTypeError:\n  return MpjaxTypeError(x)"},
-    "assert": {"mpjax/_tree.py": "def f(x):\n  assert x"},
-    "a callback": {"mpjax/_tree.py": "import jax\ndef f(x):\n  jax.pure_callback(print, x)"},
+    "a maker": {"mpjax/_core/x.py": "def f(x) -> MpjaxTypeError:\n  return MpjaxTypeError(x)"},
+    "assert": {"mpjax/_core/x.py": "def f(x):\n  assert x"},
+    "a callback": {"mpjax/_core/x.py": "import jax\ndef f(x):\n  jax.pure_callback(print, x)"},
   },
-  check_length: {"401 lines": {"mpjax/_tree.py": "\n" * 401}},
+  check_length: {"401 lines": {"mpjax/_core/x.py": "\n" * 401}},
   check_tests_mirror: {
-    "no test": {"mpjax/_tree.py": ""},
+    "no test": {"mpjax/_core/x.py": ""},
     "no test in its folder": {"mpjax/linen/_tree.py": "", "tests/test_layout.py": ""},
     "no module": {"tests/test_nothing.py": ""},
   },
@@ -568,26 +558,30 @@ def test_check_can_fail(check, sources):
 
 def test_checks_accept_what_is_allowed():
   sources = {
-    "mpjax/__init__.py": "import importlib\nfrom mpjax import linen\nfrom mpjax._policy import P",
-    "mpjax/_errors.py": "class E(Exception): ...",
-    "mpjax/_policy.py": "from mpjax._errors import E\nimport jax\nclass P:\n  _x: int = 0",
+    "mpjax/__init__.py": (
+      "import importlib\nfrom mpjax import linen\nfrom mpjax._core.policy import P"
+    ),
+    "mpjax/_core/errors.py": "class E(Exception): ...",
+    "mpjax/_core/policy.py": (
+      "from mpjax._core.errors import E\nimport jax\nclass P:\n  _x: int = 0"
+    ),
     "mpjax/linen/__init__.py": "from mpjax.linen._intercept import f",
     "mpjax/linen/_intercept.py": (
       "import flax.linen as nn\nfrom flax.core import meta\n"
-      "from mpjax._policy import P\nfrom mpjax.linen import _params\n"
-      "def g(x):\n  raise MpjaxTypeError(message('g', expected='', got=x, fix=''))\n"
+      "from mpjax._core.policy import P\nfrom mpjax.linen import _params\n"
+      "def g(x):\n  raise MpjaxTypeError('g', expected='', got=x, fix='')\n"
       "def h(x) -> MpjaxTypeError:\n"
-      "  return MpjaxTypeError(message('g', expected='', got=x, fix=''))\n"
+      "  return MpjaxTypeError('g', expected='', got=x, fix='')\n"
       "def i(x):\n  e = h(x)\n  if x:\n    raise e\n  raise h(x)\n"
       "def j(x):\n  try:\n    f(x, x)\n  except E as e:\n    x = x or e\n    raise x from None\n"
       "  raise NotTraceable(x)\n"
       "def f(p, t):\n  p._replace()\n  return p._x, hasattr(p, 'dtype'), p.params['dimension']"
     ),
-    "mpjax/_inner_jaxprs.py": "def f(eqn):\n  return eqn.params['jaxpr']",
-    "mpjax/linen/_params.py": "from mpjax._policy import P",
-    "tests/test_errors.py": "",
-    "tests/test_inner_jaxprs.py": "",
-    "tests/test_policy.py": "",
+    "mpjax/_jaxprs/inner_jaxprs.py": "def f(eqn):\n  return eqn.params['jaxpr']",
+    "mpjax/linen/_params.py": "from mpjax._core.policy import P",
+    "tests/core/test_errors.py": "",
+    "tests/jaxprs/test_inner_jaxprs.py": "",
+    "tests/core/test_policy.py": "",
     "tests/linen/test_intercept.py": "",
     "tests/linen/test_params.py": "",
     "tests/integration/test_anything.py": "",

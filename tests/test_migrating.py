@@ -288,7 +288,7 @@ def test_the_scale_stays_when_its_growth_is_changed():
   markdown = (ROOT / "docs/migrating/torch_amp.md").read_text(encoding="utf-8")
   (row,) = [row for row in rows(markdown) if "set_growth_interval" in row.cells[0]]
   params, tx = jnp.ones(3), optax.sgd(0.1, momentum=0.9)
-  old_tx = mpjax.loss_scaling(tx, mpjax.DynamicLossScale(init=1024))
+  old_tx = mpjax.loss_scaling(tx, mpjax.DynamicLossScale(init_scale=1024))
   _, opt_state = old_tx.update(jnp.full(3, 512.0), old_tx.init(params), params)
   opt_state = mpjax.set_loss_scale(opt_state, 64)
   names: dict[str, Any] = {"mpjax": mpjax, "params": params, "tx": tx, "opt_state": opt_state}
@@ -318,7 +318,8 @@ TABLE = f"""
 |---|---|---|
 {GOOD}
 | `a` | not offered: JAX has no such thing | — |
-| `b` | `mpjax.DynamicLossScale(init=2**16)`, in `with mpjax.linen.policy_scope(p):` | `{ID}` |
+| `b` | `mpjax.DynamicLossScale(init_scale=2**16)`, in \
+`with mpjax.linen.policy_scope(p):` | `{ID}` |
 | `c` | `mpjax.make_train_step(..., accumulate=4)`, `mpjax.Policy.parse("p=f32")` | `{ID}` |
 
 | feature | more | test |

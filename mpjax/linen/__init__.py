@@ -4,6 +4,7 @@
 >>> model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
 """
 
+from mpjax.linen._policy_module import PolicyModule
 from mpjax.linen._with_policy import policy_scope, with_policy
 
-__all__ = ["policy_scope", "with_policy"]
+__all__ = ["PolicyModule", "policy_scope", "with_policy"]

@@ -8,12 +8,12 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope
 
-from mpjax import _active
-from mpjax._active import ACTIVE
-from mpjax._autocast import region_of
-from mpjax._given import Given, Resolved, resolved
-from mpjax._policy import Policy
-from mpjax._rules import Rule, default_rules
+from mpjax._core import active
+from mpjax._core.active import ACTIVE
+from mpjax._core.policy import Policy
+from mpjax._core.policy_config import Given, Resolved, resolved
+from mpjax._core.rules import Rule, default_rules
+from mpjax._jaxprs.autocast import region_of
 
 
 class Visits:
@@ -60,7 +60,7 @@ class Again:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Active(_active.Active):
+class Active(active.Active):
   """The state in force inside a call of a Linen module.
 
   Fields:

@@ -5,8 +5,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from mpjax._policy import Policy
-from mpjax._tree import cast_leaf, is_floating
+from mpjax._core.policy import Policy
+from mpjax._core.trees import cast_leaf, is_floating
 
 COMPUTED = ("cache", "perturbations")
 """Collections whose entries have the dtype that a model computes them in."""

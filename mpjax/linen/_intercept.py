@@ -8,10 +8,10 @@ from typing import Any
 
 import flax.linen as nn
 
-from mpjax._active import ACTIVE
-from mpjax._autocast import region_of
-from mpjax._given import Given, Resolved, matched_by
-from mpjax._regions import inside, is_low, output_dtype, returned, run
+from mpjax._core.active import ACTIVE
+from mpjax._core.policy_config import Given, Resolved, matched_by
+from mpjax._jaxprs.autocast import region_of
+from mpjax._jaxprs.module_calls import inside, is_low, output_dtype, returned, run
 from mpjax.linen._context import Active, Held, current, is_new_root, module_path, resolve
 from mpjax.linen._initialize import store, store_computed
 from mpjax.linen._outermost import rewritten

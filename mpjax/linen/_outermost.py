@@ -11,13 +11,13 @@ import jax
 from flax.core import Scope, lift
 from flax.linen.transforms import lift_direct_transform
 
-from mpjax import _regions as regions
-from mpjax._active import ACTIVE
-from mpjax._autocast import traceable
-from mpjax._named_arrays import path_text
-from mpjax._policy import Policy
-from mpjax._regions import array, attempts
-from mpjax._types import PyTree
+from mpjax._core.active import ACTIVE
+from mpjax._core.paths import path_text
+from mpjax._core.policy import Policy
+from mpjax._core.types import PyTree
+from mpjax._jaxprs import module_calls
+from mpjax._jaxprs.autocast import traceable
+from mpjax._jaxprs.module_calls import array, attempts
 from mpjax.linen._context import Active, Again
 from mpjax.linen._places import held_in
 
@@ -189,7 +189,7 @@ def _cast(
   def data(args: tuple[Any, ...]) -> list[bool]:
     return [number > 0 for number, each in enumerate(args) for _ in jax.tree.leaves(each)]
 
-  cast = regions.rewritten(program, policy, data, results, _WHERE)
+  cast = module_calls.rewritten(program, policy, data, results, _WHERE)
 
   def call(params: PyTree, rest: PyTree, *args: Any) -> Any:
     # A checkpoint may come as arrays of NumPy: variables are never constants.

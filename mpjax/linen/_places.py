@@ -9,8 +9,8 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope, freeze
 
-from mpjax._given import Given
-from mpjax._rules import place_of
+from mpjax._core.policy_config import Given
+from mpjax._core.rules import place_of
 from mpjax.linen._context import current
 
 _FLAG = "mpjax_place"

@@ -10,14 +10,14 @@ import flax.linen as nn
 import jax
 from flax.core import FrozenDict
 
-from mpjax._active import in_region
-from mpjax._errors import MpjaxTypeError, message
-from mpjax._given import Given, check_matched
-from mpjax._named_arrays import places
-from mpjax._rules import Rule, unmatched_error
-from mpjax._storage import store_as_used
-from mpjax._tree import cast_leaf, map_arrays
-from mpjax._types import PyTree
+from mpjax._core.active import in_region
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.paths import places
+from mpjax._core.policy_config import Given, check_matched
+from mpjax._core.rules import Rule, unmatched_error
+from mpjax._core.trees import cast_leaf, map_arrays
+from mpjax._core.types import PyTree
+from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.linen._context import OFF, Visits, begin, shown
 from mpjax.linen._initialize import COMPUTED, cast_like
 from mpjax.linen._intercept import activate
@@ -30,6 +30,15 @@ class PolicyModule:
 
   Other attributes are those of the model: fields of its own that are called `module` or `given` are
   `wrapped.module.module` and `wrapped.module.given`.
+
+  Args:
+    module: the unmodified model.
+    given: the policy and the rules.
+
+  >>> import flax.linen as nn, mpjax
+  >>> model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
+  >>> isinstance(model, mpjax.linen.PolicyModule), type(model.module).__name__
+  (True, 'Dense')
   """
 
   module: nn.Module
@@ -182,12 +191,10 @@ class PolicyModule:
     if not isinstance(variables, Mapping) or (variables and "params" not in variables):
       got = f"keys {', '.join(map(repr, variables))}" if isinstance(variables, Mapping) else None
       raise MpjaxTypeError(
-        message(
-          where,
-          expected="the variables of the model, a mapping with 'params' in it",
-          got=got or f"a {type(variables).__name__}",
-          fix='Write model.convert({"params": params}, x).',
-        )
+        where,
+        expected="the variables of the model, a mapping with 'params' in it",
+        got=got or f"a {type(variables).__name__}",
+        fix='Write model.convert({"params": params}, x).',
       )
     visits = Visits()
 
@@ -229,12 +236,10 @@ class PolicyModule:
 
   def _not_a_submodule(self, call: str) -> MpjaxTypeError:
     return MpjaxTypeError(
-      message(
-        f"{type(self.module).__name__} under mpjax.linen.with_policy: {call}",
-        expected="a call of apply, init or bind on the wrapped root model",
-        got="a wrapped model used as a submodule, or called without variables",
-        fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",
-      )
+      f"{type(self.module).__name__} under mpjax.linen.with_policy: {call}",
+      expected="a call of apply, init or bind on the wrapped root model",
+      got="a wrapped model used as a submodule, or called without variables",
+      fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",
     )
 
   def _apply(

@@ -7,12 +7,12 @@ from typing import Any
 
 import flax.linen as nn
 
-from mpjax._active import in_region
-from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
-from mpjax._frameworks import not_a_model
-from mpjax._given import Given, give
-from mpjax._policy import PolicyLike
-from mpjax._rules import Rule
+from mpjax._core.active import in_region
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
+from mpjax._core.frameworks import not_a_model
+from mpjax._core.policy import PolicyLike
+from mpjax._core.policy_config import Given, give
+from mpjax._core.rules import Rule
 from mpjax.linen._context import begin, current
 from mpjax.linen._intercept import hold
 from mpjax.linen._policy_module import BoundPolicyModule, PolicyModule
@@ -62,14 +62,14 @@ def with_policy(
   if isinstance(model, (PolicyModule, BoundPolicyModule)):
     got = f"a model that is wrapped already ({model!r})"
     fix = "Wrap the plain model once; of nested policies only the innermost would count."
-    raise MpjaxTypeError(message(f"{where}(model)", expected=expected, got=got, fix=fix))
+    raise MpjaxTypeError(f"{where}(model)", expected=expected, got=got, fix=fix)
   if not isinstance(model, nn.Module):
     got, fix = not_a_model(model, "Linen", "MyModel(features=8)")
-    raise MpjaxTypeError(message(f"{where}(model)", expected=expected, got=got, fix=fix))
+    raise MpjaxTypeError(f"{where}(model)", expected=expected, got=got, fix=fix)
   if model.scope is not None:
     got = f"one that is bound at {'/'.join(model.path)!r}"
     fix = "Wrap the root model, and give submodules their policy by rules."
-    raise MpjaxTypeError(message(f"{where}(model)", expected=expected, got=got, fix=fix))
+    raise MpjaxTypeError(f"{where}(model)", expected=expected, got=got, fix=fix)
   given = give(where, policy, rules, defaults=defaults, unmatched=unmatched)
   return PolicyModule(model, given)
 
@@ -79,7 +79,6 @@ def policy_scope(
   rules: Iterable[Rule] = (),
   *,
   defaults: Iterable[Rule] | None = None,
-  unmatched: str = "raise",
 ) -> contextlib.AbstractContextManager[None]:
   """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
 
@@ -90,7 +89,6 @@ def policy_scope(
     policy: as for `with_policy`.
     rules: as for `with_policy`; a rule that picks out nothing is never an error here.
     defaults: as for `with_policy`.
-    unmatched: accepted as for `with_policy`.
 
   Raises:
     MpjaxTypeError: rules of the wrong type.
@@ -105,7 +103,7 @@ def policy_scope(
   bfloat16
   """
   where = "mpjax.linen.policy_scope"
-  given = give(where, policy, rules, defaults=defaults, unmatched=unmatched)
+  given = give(where, policy, rules, defaults=defaults, unmatched="ignore")
   return _Scope(given)
 
 
@@ -137,13 +135,11 @@ def _entered(given: Given) -> Generator[None]:
   active = current()
   if active is not None and active.entered:
     raise MpjaxRuntimeError(
-      message(
-        "mpjax.linen.policy_scope(policy)",
-        expected="to be entered outside of a forward pass",
-        got=f"a module that is running already, under the policy {str(active.policy)!r}",
-        fix="Pick submodules out with mpjax.Rule, or apply a model of its own, wrapped by "
-        "mpjax.linen.with_policy.",
-      )
+      "mpjax.linen.policy_scope(policy)",
+      expected="to be entered outside of a forward pass",
+      got=f"a module that is running already, under the policy {str(active.policy)!r}",
+      fix="Pick submodules out with mpjax.Rule, or apply a model of its own, wrapped by "
+      "mpjax.linen.with_policy.",
     )
   with hold(begin(given)):
     yield

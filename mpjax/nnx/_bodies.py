@@ -4,9 +4,9 @@ import types
 from collections.abc import Callable, Generator
 from typing import Any
 
-from mpjax._active import Active
-from mpjax._errors import MpjaxTypeError, message
-from mpjax._regions import run
+from mpjax._core.active import Active
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._jaxprs.module_calls import run
 from mpjax.nnx._spec import path_of
 
 
@@ -33,12 +33,10 @@ def finished(
     if isinstance(outputs, types.CoroutineType):
       outputs.close()  # Else Python warns that nobody awaited it.
     raise MpjaxTypeError(
-      message(
-        f"{type(module).__name__}.{name}, a method of a view of mpjax.nnx.with_policy",
-        expected="a method that has run when it returns",
-        got="an async method, whose body would run later, without the policy",
-        fix="Write the async function around the view, and let it call methods that are not async.",
-      )
+      f"{type(module).__name__}.{name}, a method of a view of mpjax.nnx.with_policy",
+      expected="a method that has run when it returns",
+      got="an async method, whose body would run later, without the policy",
+      fix="Write the async function around the view, and let it call methods that are not async.",
     )
   if not isinstance(outputs, types.GeneratorType):
     return finish(outputs)

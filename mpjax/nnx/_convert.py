@@ -4,8 +4,8 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from mpjax._errors import MpjaxTypeError, message
-from mpjax._storage import store_as_used
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.nnx._spec import is_view
 
 M = TypeVar("M", bound=nnx.Module)
@@ -50,12 +50,10 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
   """
   if not is_view(view):
     raise MpjaxTypeError(
-      message(
-        "mpjax.nnx.convert(view)",
-        expected="a view that mpjax.nnx.with_policy returned",
-        got=f"a {type(view).__name__}",
-        fix="Write convert(with_policy(model, policy), *inputs): the policy says what is in half.",
-      )
+      "mpjax.nnx.convert(view)",
+      expected="a view that mpjax.nnx.with_policy returned",
+      got=f"a {type(view).__name__}",
+      fix="Write convert(with_policy(model, policy), *inputs): the policy says what is in half.",
     )
   graphdef, params, rest = nnx.split(view, nnx.Param, ...)
 

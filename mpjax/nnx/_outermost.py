@@ -15,10 +15,10 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from mpjax import _regions as regions
-from mpjax._active import ACTIVE, Active
-from mpjax._autocast import NotTraceable, leaving, region_of, traceable, tree_leaves
-from mpjax._tree import is_floating
+from mpjax._core.active import ACTIVE, Active
+from mpjax._core.trees import is_floating
+from mpjax._jaxprs import module_calls
+from mpjax._jaxprs.autocast import NotTraceable, leaving, region_of, traceable, tree_leaves
 from mpjax.nnx._spec import check_modes, current, is_node, is_view, model_of, path_of
 
 _TAG = "mpjax.policy"
@@ -79,11 +79,11 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
       check_modes(node)  # The copies lead to no model.
     with nnx.update_context(_TAG):
       copied = jax.tree.map(
-        lambda x: jax.tree.map(regions.array, x) if isinstance(x, nnx.Variable) else x,
+        lambda x: jax.tree.map(module_calls.array, x) if isinstance(x, nnx.Variable) else x,
         nnx.to_tree(given, ctxtag=_TAG),
         is_leaf=lambda x: isinstance(x, nnx.Variable),
       )
-      cast = regions.rewritten(traceable(program), policy, _data, _results, _WHERE)
+      cast = module_calls.rewritten(traceable(program), policy, _data, _results, _WHERE)
       with ACTIVE(state):
         changed, written, done = cast(copied)
       if not changed:
@@ -102,7 +102,9 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
 
   state = dataclasses.replace(current() or Active(), region=region_of(policy))
   foreign = flax.errors.TraceContextError
-  return regions.attempts(attempt, python, (args, kwargs), state, path_of(module), _WHERE, foreign)
+  return module_calls.attempts(
+    attempt, python, (args, kwargs), state, path_of(module), _WHERE, foreign
+  )
 
 
 def _variables(tree: Any) -> list[Any]:

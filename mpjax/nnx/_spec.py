@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from mpjax._active import ACTIVE, Active
-from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
-from mpjax._policy import Policy
+from mpjax._core.active import ACTIVE, Active
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
+from mpjax._core.policy import Policy
 
 SPEC = "mpjax_spec"
 """The class attribute that says how a view's modules run."""
@@ -94,13 +94,11 @@ def check_modes(module: Any) -> None:
   for name, flag in link.modes.items():
     if now.get(name) is not flag:
       raise MpjaxRuntimeError(
-        message(
-          f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.nnx.with_policy",
-          expected="no mode of the model to change after the view was made",
-          got=f"{name}={now.get(name)} on the model, and {name}={flag} still on the view",
-          fix="Write view.eval() or view.train(), once: a mode that was set on the view is its own "
-          "from then on. Or make the view anew: with_policy(model, policy).",
-        )
+        f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.nnx.with_policy",
+        expected="no mode of the model to change after the view was made",
+        got=f"{name}={now.get(name)} on the model, and {name}={flag} still on the view",
+        fix="Write view.eval() or view.train(), once: a mode that was set on the view is its own "
+        "from then on. Or make the view anew: with_policy(model, policy).",
       )
 
 
@@ -113,14 +111,12 @@ def check_set(module: Any, name: str, value: Any) -> None:
     return
   if any(isinstance(node, nnx.Param) for _, node in nnx.iter_graph(value, graph=True)):
     raise MpjaxTypeError(
-      message(
-        f"{type(module).__name__}.{name}, set on a view of mpjax.nnx.with_policy",
-        expected="a variable, an array, or a module of the view",
-        got=f"a new {type(value).__name__}, which would run without the policy and which the model "
-        "would not have",
-        fix="Make it in __init__, or set it on the model, and then make the view anew: "
-        "with_policy(model, policy).",
-      )
+      f"{type(module).__name__}.{name}, set on a view of mpjax.nnx.with_policy",
+      expected="a variable, an array, or a module of the view",
+      got=f"a new {type(value).__name__}, which would run without the policy and which the model "
+      "would not have",
+      fix="Make it in __init__, or set it on the model, and then make the view anew: "
+      "with_policy(model, policy).",
     )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from flax import nnx
 
-from mpjax._errors import MpjaxTypeError, check_call, message
-from mpjax._types import PyTree
+from mpjax._core.errors import MpjaxTypeError, check_call
+from mpjax._core.types import PyTree
 from mpjax.transforms import value_and_grad as scaled_value_and_grad
 
 _WHERE = "mpjax.nnx.value_and_grad(fun, optimizer)"
@@ -27,7 +27,7 @@ def value_and_grad(
 
   The gradients go to `optimizer.update(model, grads)`, which unscales them and skips a step that
   overflowed. Batch statistics, random counters and new variables move as under
-  `nnx.value_and_grad`: on a skipped step too (`mpjax.commit` takes them back).
+  `nnx.value_and_grad`: on a skipped step too (`mpjax.select_tree` takes them back).
 
   Args:
     fun: a function of a model that returns a floating scalar, or that and anything else if
@@ -68,12 +68,10 @@ def value_and_grad(
   """
   if isinstance(fun, types.MethodType) and isinstance(fun.__self__, nnx.Module):
     raise MpjaxTypeError(
-      message(
-        _WHERE,
-        expected="a function that is given the model as an argument",
-        got=f"a method of the model ({fun.__qualname__})",
-        fix="Write lambda model, x: model.loss(x), so that the model is differentiated.",
-      )
+      _WHERE,
+      expected="a function that is given the model as an argument",
+      got=f"a method of the model ({fun.__qualname__})",
+      fix="Write lambda model, x: model.loss(x), so that the model is differentiated.",
     )
   return scaled_value_and_grad(
     fun, optimizer, argnums, has_aux, name=name, differentiator=nnx.value_and_grad

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from mpjax._active import ACTIVE, Active, in_region
-from mpjax._autocast import leaving
-from mpjax._regions import inside, is_low, output_dtype, returned, run
+from mpjax._core.active import ACTIVE, Active, in_region
+from mpjax._jaxprs.autocast import leaving
+from mpjax._jaxprs.module_calls import inside, is_low, output_dtype, returned, run
 from mpjax.nnx._bodies import finished
 from mpjax.nnx._outermost import rewritten
 from mpjax.nnx._spec import LINK, SPEC, Spec, check_modes, check_set, current, model_of, path_of

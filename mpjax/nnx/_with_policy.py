@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from mpjax._errors import MpjaxTypeError, message
-from mpjax._frameworks import not_a_model
-from mpjax._given import Given, Resolved, check_matched, give, matched_by, resolved
-from mpjax._policy import PolicyLike
-from mpjax._rules import Rule
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.frameworks import not_a_model
+from mpjax._core.policy import PolicyLike
+from mpjax._core.policy_config import Given, Resolved, check_matched, give, matched_by, resolved
+from mpjax._core.rules import Rule
 from mpjax.nnx._spec import LINK, SPEC, Link, Spec, is_view
 from mpjax.nnx._view import is_tree, view_class
 
@@ -84,14 +84,14 @@ def _check_model(model: Any) -> None:
       "Call it as it is: a view is ready, also one that mpjax.nnx.convert returned. For another "
       "policy make a view of the plain model."
     )
-    raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   if isinstance(model, nnx.bridge.ToNNX):
     got = f"a Linen module ({type(model.to_nnx__module).__name__}) inside nnx.bridge.ToNNX"
     fix = "Call it inside mpjax.linen.policy_scope(policy)."
-    raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   if not isinstance(model, nnx.Module):
     got, fix = not_a_model(model, "NNX", "MyModel(rngs=nnx.Rngs(0))")
-    raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
 
 def _modules(model: Any) -> dict[tuple[Any, ...], Any]:

@@ -1,25 +1,44 @@
-"""Wrappers of optax optimizers, and the functions that read their state."""
+"""Wrappers of optax optimizers, the functions that read their state, and the training step."""
 
-from mpjax.transforms._accumulation import accumulate
+from mpjax.transforms._accumulation import accumulate_gradients
 from mpjax.transforms._apply_updates import apply_updates
 from mpjax.transforms._check_loss_scaling import check_loss_scaling
-from mpjax.transforms._loss_scale_access import scale_loss, set_loss_scale, unscale
+from mpjax.transforms._loss_scale_access import (
+  LossScalingState,
+  scale_loss,
+  set_loss_scale,
+  unscale,
+)
 from mpjax.transforms._loss_scaling import loss_scaling
 from mpjax.transforms._master_weights import master_params, master_weights, set_master_params
-from mpjax.transforms._progress import check_progress, commit, loss_scaling_metrics
+from mpjax.transforms._progress import (
+  check_skipped_steps,
+  last_step_finite,
+  loss_scaling_metrics,
+  select_tree,
+)
+from mpjax.transforms._train_state import TrainState
+from mpjax.transforms._train_step import make_train_step
 from mpjax.transforms._value_and_grad import value_and_grad
+from mpjax.transforms._windows import AccumulationState, MasterWeightsState
 
 __all__ = [
-  "accumulate",
+  "AccumulationState",
+  "LossScalingState",
+  "MasterWeightsState",
+  "TrainState",
+  "accumulate_gradients",
   "apply_updates",
   "check_loss_scaling",
-  "check_progress",
-  "commit",
+  "check_skipped_steps",
+  "last_step_finite",
   "loss_scaling",
   "loss_scaling_metrics",
+  "make_train_step",
   "master_params",
   "master_weights",
   "scale_loss",
+  "select_tree",
   "set_loss_scale",
   "set_master_params",
   "unscale",

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
-from mpjax._types import Array, PyTree
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
+from mpjax._core.types import Array, PyTree
 from mpjax.transforms._branch import hold, nothing_like, step_or_skip
 from mpjax.transforms._checks import (
   check_inner,
@@ -22,7 +22,7 @@ from mpjax.transforms._checks import (
 )
 from mpjax.transforms._loss_scale_access import scales_in
 from mpjax.transforms._master_weights import adopt_masters, keep_masters, reach_masters
-from mpjax.transforms._windows import AccumulateState, leave_to_window
+from mpjax.transforms._windows import AccumulationState, leave_to_window
 from mpjax.transforms._wrapper_trees import (
   align_gradients,
   arrays_only,
@@ -33,7 +33,7 @@ from mpjax.transforms._wrapper_trees import (
 )
 
 
-def accumulate(
+def accumulate_gradients(
   inner: optax.GradientTransformation, every: int | Callable[[Array], Any]
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it makes one update from the mean gradient of several micro-batches.
@@ -46,11 +46,11 @@ def accumulate(
   A None in place of a gradient counts as a zero; a parameter that has None in every micro-batch of
   a window is frozen: it keeps its bits.
 
-  With loss scaling the order is `loss_scaling(accumulate(inner, every))`. The sum then holds
-  unscaled gradients, so that the scale may move inside a window, and a micro-batch that is not
-  finite is never seen: the window waits for `every` finite ones. Who wants one decision for a whole
-  window has it in `mpjax.make_train_step(accumulate=...)`. As `optax.MultiSteps`, of which it is
-  the part that mixed precision needs.
+  With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`. The sum then
+  holds unscaled gradients, so that the scale may move inside a window, and a micro-batch that is
+  not finite is never seen: the window waits for `every` finite ones. One decision for the entire
+  window is `mpjax.make_train_step(accumulate=...)`. As `optax.MultiSteps`, of which it is the part
+  that mixed precision needs.
 
   Args:
     inner: the optimizer.
@@ -69,7 +69,8 @@ def accumulate(
       `value` is no scalar.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> tx = mpjax.loss_scaling(mpjax.accumulate(optax.sgd(1.0), 2), mpjax.StaticLossScale(8))
+  >>> inner = mpjax.accumulate_gradients(optax.sgd(1.0), 2)
+  >>> tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(8))
   >>> params = jnp.asarray([1.0])
   >>> opt_state = tx.init(params)
   >>> for gradient in (8.0, jnp.inf, 24.0):
@@ -79,35 +80,33 @@ def accumulate(
   [-0.]
   [-2.]
   """
-  where = "mpjax.accumulate(inner)"
+  where = "mpjax.accumulate_gradients(inner)"
   inner = check_inner(inner, where)
   _check_every(every)
 
-  def init(params: PyTree) -> AccumulateState:
+  def init(params: PyTree) -> AccumulationState:
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
     view = float32_view(params)
     inner_state = init_inner(inner, view, where)
     if scales_in(inner_state):
       raise MpjaxTypeError(
-        message(
-          where,
-          expected="an optimizer without a loss scale",
-          got="one that holds mpjax.loss_scaling",
-          fix="Swap the two, loss_scaling(accumulate(inner, every)): a sum must hold unscaled "
-          "gradients, and no inf or NaN.",
-        )
+        where,
+        expected="an optimizer without a loss scale",
+        got="one that holds mpjax.loss_scaling",
+        fix="Swap the two, loss_scaling(accumulate_gradients(inner, every)): a sum must hold "
+        "unscaled gradients, and no inf or NaN.",
       )
     inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, where))
     zero = jnp.zeros((), jnp.int32)
     total = nothing_like(view)
     value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, inner_state) else None
-    return place_like(params, AccumulateState(zero, zero, total, inner_state, value))
+    return place_like(params, AccumulationState(zero, zero, total, inner_state, value))
 
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-  ) -> tuple[PyTree, AccumulateState]:
-    check_state(state, AccumulateState, f"{where}.update(state)")
+  ) -> tuple[PyTree, AccumulationState]:
+    check_state(state, AccumulationState, f"{where}.update(state)")
     params = arrays_only(params)
     _check_extra(extra_args, f"{where}.update")
     # Without parameters the sum knows what the gradients have to be like.
@@ -135,7 +134,7 @@ def accumulate(
       return hold(idle, reach_masters(params, new_updates, new_inner)), new_inner
 
     new_updates, inner_state = step_or_skip(full, step, state.inner_state)
-    return new_updates, AccumulateState(
+    return new_updates, AccumulationState(
       micro_batches=jnp.where(full, 0, count),
       updates_done=jnp.where(full, optax.safe_increment(state.updates_done), state.updates_done),
       total=jax.tree.map(lambda t, n: jnp.where(full, n, t), total, nothing_like(total)),
@@ -173,28 +172,26 @@ def _never_given(total: PyTree, missing: PyTree) -> PyTree:
 
 
 def _check_every(every: Any) -> None:
-  where = "mpjax.accumulate(every)"
+  where = "mpjax.accumulate_gradients(every)"
   if callable(every):
     return
   expected = "an integer, at least 1, or a function of the number of updates"
   fix = "Pass how many micro-batches make one update."
   if isinstance(every, bool) or not isinstance(every, int):
     got = f"{every!r} of type {type(every).__name__}"
-    raise MpjaxTypeError(message(where, expected=expected, got=got, fix=fix))
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   if every < 1:
-    raise MpjaxValueError(message(where, expected=expected, got=repr(every), fix=fix))
+    raise MpjaxValueError(where, expected=expected, got=repr(every), fix=fix)
 
 
 def _check_window(window: Any) -> Any:
   """Returns what the function `every` returned; raises if that is seen to be no number."""
   if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
     raise MpjaxValueError(
-      message(
-        "mpjax.accumulate(every)",
-        expected="a function that returns an integer, at least 1",
-        got=str(window),
-        fix="Round it, and return 1 for an update with each micro-batch.",
-      )
+      "mpjax.accumulate_gradients(every)",
+      expected="a function that returns an integer, at least 1",
+      got=str(window),
+      fix="Round it, and return 1 for an update with each micro-batch.",
     )
   return window
 
@@ -204,18 +201,16 @@ def _check_extra(extra_args: dict[str, Any], where: str) -> None:
   alone = [name for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
   if alone:
     raise MpjaxTypeError(
-      message(
-        f"{where}({', '.join(f'{name}=' for name in alone)})",
-        expected="value= and what does not depend on the batch",
-        got="a gradient or a function of one micro-batch, for an update from all of a window",
-        fix="Leave them out, if inner is no line search and no sam; else add the gradients up "
-        "yourself, and give inner, without accumulate, functions of the whole batch.",
-      )
+      f"{where}({', '.join(f'{name}=' for name in alone)})",
+      expected="value= and what does not depend on the batch",
+      got="a gradient or a function of one micro-batch, for an update from all of a window",
+      fix="Leave them out, if inner is no line search and no sam; else add the gradients up "
+      "yourself, and give inner, without accumulate_gradients, functions of the whole batch.",
     )
   if "value" in extra_args and jnp.shape(extra_args["value"]) != ():
     got = f"an array of shape {jnp.shape(extra_args['value'])}"
     expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
-    raise MpjaxValueError(message(f"{where}(value)", expected=expected, got=got, fix=fix))
+    raise MpjaxValueError(f"{where}(value)", expected=expected, got=got, fix=fix)
 
 
 def _reads_value(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._errors import MpjaxValueError, listed, message, nearest
-from mpjax._named_arrays import is_key
-from mpjax._tree import is_array_like, is_half, is_none, saturate, tree_differences
-from mpjax._types import Array, PyTree
+from mpjax._core.errors import MpjaxValueError, listed, nearest
+from mpjax._core.paths import is_key
+from mpjax._core.trees import is_array_like, is_half, is_none, saturate, tree_differences
+from mpjax._core.types import Array, PyTree
 
 _ROUNDINGS = ("nearest", "stochastic")
 
@@ -70,7 +70,7 @@ def apply_updates(
       "Pass what tx.update returned for these parameters.",
     )
     got = listed(problems)
-    raise MpjaxValueError(message(f"{call}(updates)", expected=expected, got=got, fix=fix))
+    raise MpjaxValueError(f"{call}(updates)", expected=expected, got=got, fix=fix)
   if master is not None:
     return _from_master(params, updates, master, f"{call}(master)")
   leaves, treedef = jax.tree.flatten(params)
@@ -87,7 +87,7 @@ def check_rounding(call: str, rounding: Any) -> None:
     near = " or ".join(map(repr, nearest(str(rounding), _ROUNDINGS)))
     expected, fix = "'nearest' or 'stochastic'", f"Did you mean {near}?"
     where = f"{call}(rounding)"
-    raise MpjaxValueError(message(where, expected=expected, got=repr(rounding), fix=fix))
+    raise MpjaxValueError(where, expected=expected, got=repr(rounding), fix=fix)
 
 
 def _check_rounding(call: str, master: PyTree, rounding: Any, key: Any) -> None:
@@ -96,16 +96,16 @@ def _check_rounding(call: str, master: PyTree, rounding: Any, key: Any) -> None:
   if stochastic and key is None:
     expected, fix = "a PRNG key", "Pass a new one for each step, jax.random.fold_in(key, step)."
     where = f"{call}(rounding='stochastic', key)"
-    raise MpjaxValueError(message(where, expected=expected, got="None", fix=fix))
+    raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
   if key is not None and not stochastic:
     expected, fix = "no key", "Ask for rounding='stochastic', or leave the key out."
     where = f"{call}(rounding='nearest', key)"
-    raise MpjaxValueError(message(where, expected=expected, got="one", fix=fix))
+    raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
   if master is not None and stochastic:
     expected = "no master: the parameters are its rounding to nearest"
     fix = "Use one of the two: a float32 master, or stochastic rounding without one."
     where = f"{call}(rounding='stochastic', master)"
-    raise MpjaxValueError(message(where, expected=expected, got="one", fix=fix))
+    raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
 
 
 def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) -> PyTree:
@@ -120,12 +120,10 @@ def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) ->
     problems = [str(error)]
   if problems:
     raise MpjaxValueError(
-      message(
-        where,
-        expected="a tree like the parameters, with None where there is no master",
-        got=listed(problems),
-        fix="Pass mpjax.master_params(opt_state) with the state that update returned.",
-      )
+      where,
+      expected="a tree like the parameters, with None where there is no master",
+      got=listed(problems),
+      fix="Pass mpjax.master_params(opt_state) with the state that update returned.",
     )
   return jax.tree.map(one, master, params, updates, is_leaf=is_none)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mpjax._types import Array, PyTree
+from mpjax._core.types import Array, PyTree
 
 Step: TypeAlias = Callable[[PyTree], tuple[PyTree, PyTree]]
 """From an old state to updates and a new state."""

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, check_call, message
-from mpjax._loss_scale import LossScaleState
-from mpjax._tree import is_inexact
-from mpjax._types import Array, PyTree
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, message
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import Array, PyTree
+from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._loss_scale_access import (
   Found,
   LossScalingState,
@@ -154,12 +154,10 @@ def _check_one(
     start /= _FACTOR
     if start < 1 / _START:
       raise MpjaxValueError(
-        message(
-          _WHERE,
-          expected="a step whose gradients are finite at some loss scale",
-          got=f"an inf or NaN at every scale down to {start:.9g}",
-          fix="Call it with another batch; mpjax.check_progress says which gradient it is.",
-        )
+        _WHERE,
+        expected="a step whose gradients are finite at some loss scale",
+        got=f"an inf or NaN at every scale down to {start:.9g}",
+        fix="Call it with another batch; mpjax.check_skipped_steps says which gradient it is.",
       )
     first = run(start)
   runs = [first, *(run(start / _FACTOR**k) for k in range(1, _STEPS))]
@@ -313,14 +311,12 @@ def _what_happened(rises: bool, finite_at_inf: bool) -> str:
 def _wrong_step(found: Found, path: str, what: str) -> MpjaxValueError:
   grad_fn, update = _calls(found)
   return MpjaxValueError(
-    message(
-      _WHERE,
-      expected=f"a step that is the same at every loss scale{_of_loss(found)}",
-      got=f"{what}: what is returned at {path} changes with the scale",
-      fix=f"Give what {grad_fn} returned to {update} as it is, with penalties inside of loss_fn, "
-      "and clip inside: tx = mpjax.loss_scaling(optax.chain(clip, optimizer)). What mpjax.unscale "
-      "returns is to look at.",
-    )
+    _WHERE,
+    expected=f"a step that is the same at every loss scale{_of_loss(found)}",
+    got=f"{what}: what is returned at {path} changes with the scale",
+    fix=f"Give what {grad_fn} returned to {update} as it is, with penalties inside of loss_fn, "
+    "and clip inside: tx = mpjax.loss_scaling(optax.chain(clip, optimizer)). What mpjax.unscale "
+    "returns is to look at.",
   )
 
 
@@ -358,9 +354,7 @@ def _in_variables(found: Found) -> bool:
 
 def _no_scale(got: str, fix: str) -> MpjaxTypeError:
   return MpjaxTypeError(
-    message(
-      _WHERE, expected="the state of an optimizer made by mpjax.loss_scaling", got=got, fix=fix
-    )
+    _WHERE, expected="the state of an optimizer made by mpjax.loss_scaling", got=got, fix=fix
   )
 
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed, message
-from mpjax._tree import is_array_like, is_inexact
-from mpjax._types import PyTree
+from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.trees import is_array_like, is_inexact
+from mpjax._core.types import PyTree
 
 
 def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:
@@ -28,12 +28,10 @@ def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> 
     except NameError as error:
       names = jax.sharding.get_abstract_mesh().axis_names
       raise MpjaxValueError(
-        message(
-          where,
-          expected=f"the name of an axis that is mapped where {call} is called",
-          got=f"none of that name ({error}; the axes of the mesh here: {names})",
-          fix=f"{fix} leave axis_name out: one program already sees all devices.",
-        )
+        where,
+        expected=f"the name of an axis that is mapped where {call} is called",
+        got=f"none of that name ({error}; the axes of the mesh here: {names})",
+        fix=f"{fix} leave axis_name out: one program already sees all devices.",
       ) from error
 
 
@@ -41,13 +39,11 @@ def check_inner(inner: Any, where: str) -> optax.GradientTransformationExtraArgs
   """Returns `inner`, made to take extra arguments; raises if it is no optax transformation."""
   if not isinstance(inner, optax.GradientTransformation):
     raise MpjaxTypeError(
-      message(
-        where,
-        expected="an optax.GradientTransformation",
-        got=f"a {type(inner).__name__}",
-        fix="Pass an optimizer such as optax.adamw(1e-3); of optax.MultiSteps its "
-        "gradient_transformation().",
-      )
+      where,
+      expected="an optax.GradientTransformation",
+      got=f"a {type(inner).__name__}",
+      fix="Pass an optimizer such as optax.adamw(1e-3); of optax.MultiSteps its "
+      "gradient_transformation().",
     )
   return take_extra_args(inner)
 
@@ -109,12 +105,10 @@ def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, whe
         "the one without a transformation. Of labels computed from params this names the path."
       )
     raise MpjaxValueError(
-      message(
-        f"{where}.init(params)",
-        expected="parameters that inner takes",
-        got=f"{' '.join(str(error).split())} (for {names or 'all of them together'})",
-        fix=fix,
-      )
+      f"{where}.init(params)",
+      expected="parameters that inner takes",
+      got=f"{' '.join(str(error).split())} (for {names or 'all of them together'})",
+      fix=fix,
     ) from error
 
 
@@ -140,12 +134,10 @@ def update_inner(
     if own is None or own == jax.tree.structure(state):
       raise
     raise MpjaxTypeError(
-      message(
-        f"{where}(state)",
-        expected=f"the state that init of this very transformation made, {own}"[:500],
-        got=f"{jax.tree.structure(state)}"[:500],
-        fix="Pass the tx that made it, wrapped and configured alike, or make a new state.",
-      )
+      f"{where}(state)",
+      expected=f"the state that init of this very transformation made, {own}"[:500],
+      got=f"{jax.tree.structure(state)}"[:500],
+      fix="Pass the tx that made it, wrapped and configured alike, or make a new state.",
     ) from error
 
 
@@ -166,13 +158,11 @@ def _refuse_overwritten(params: PyTree, where: str) -> None:
   for path, _ in jax.tree_util.tree_leaves_with_path(params):
     if any(getattr(entry, "key", None) == _OVERWRITTEN for entry in path):
       raise MpjaxValueError(
-        message(
-          f"{where}.init(params)",
-          expected="parameters that follow their gradients",
-          got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
-          fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
-          f"mpjax.commit(finite, grads[{_OVERWRITTEN!r}], variables[{_OVERWRITTEN!r}]).",
-        )
+        f"{where}.init(params)",
+        expected="parameters that follow their gradients",
+        got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
+        fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
+        f"mpjax.select_tree(finite, grads[{_OVERWRITTEN!r}], variables[{_OVERWRITTEN!r}]).",
       )
 
 
@@ -180,13 +170,11 @@ def check_state(state: Any, kind: type[Any], where: str) -> None:
   """Raises unless `state` is a `kind`, which `init` of the same transformation makes."""
   if not isinstance(state, kind):
     raise MpjaxTypeError(
-      message(
-        where,
-        expected="the state that init made",
-        got=f"a {type(state).__name__}",
-        fix="Pass the opt_state of this very transformation; restore checkpoints into the "
-        "structure of tx.init(params).",
-      )
+      where,
+      expected="the state that init made",
+      got=f"a {type(state).__name__}",
+      fix="Pass the opt_state of this very transformation; restore checkpoints into the "
+      "structure of tx.init(params).",
     )
 
 
@@ -194,12 +182,10 @@ def check_params(params: PyTree, where: str) -> None:
   """Raises if `update` was not given the parameters."""
   if params is None:
     raise MpjaxValueError(
-      message(
-        where,
-        expected="the parameters as the third argument of update",
-        got="None",
-        fix="Write tx.update(grads, opt_state, params).",
-      )
+      where,
+      expected="the parameters as the third argument of update",
+      got="None",
+      fix="Write tx.update(grads, opt_state, params).",
     )
 
 
@@ -217,11 +203,4 @@ def refuse_integers(
     if is_array_like(x) and not is_inexact(x)
   ]
   if found:
-    raise MpjaxTypeError(
-      message(
-        where,
-        expected="floating parameters",
-        got=listed(found),
-        fix=fix,
-      )
-    )
+    raise MpjaxTypeError(where, expected="floating parameters", got=listed(found), fix=fix)

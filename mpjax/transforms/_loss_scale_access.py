@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
-from mpjax._loss_scale import LossScaleState, unscale_tree
-from mpjax._loss_scale_config import (
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
+from mpjax._core.trees import is_nnx_object
+from mpjax._core.types import Array, PyTree
+from mpjax.transforms._loss_scale import LossScaleState, unscale_tree
+from mpjax.transforms._loss_scale_config import (
   label_limits,
   largest_scale,
   positive_scale,
   warn_unless_power_of_two,
 )
-from mpjax._tree import is_nnx_object
-from mpjax._types import Array, PyTree
 
 LossScales: TypeAlias = dict[str, LossScaleState | tuple[()]]
 """Labels and what belongs to them; () for NoLossScale."""
@@ -26,9 +26,16 @@ LossScales: TypeAlias = dict[str, LossScaleState | tuple[()]]
 class LossScalingState(NamedTuple):
   """The state of `mpjax.loss_scaling`.
 
-  `loss_scale` has one entry for each loss. Its key holds the name and the configuration: as part
-  of the tree's structure they are static under `jit`, and a checkpoint of another configuration
-  does not fit.
+  Args:
+    loss_scale: one entry for each loss, of scalars (`scale` in float32, `finite` bool, counts in
+      int32). Its key holds the name and the configuration: as part of the tree's structure they are
+      static under `jit`, and a checkpoint of another configuration does not fit.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
+  >>> isinstance(state, mpjax.LossScalingState), state.inner_state == optax.sgd(0.1).init(None)
+  (True, True)
   """
 
   loss_scale: LossScales
@@ -85,44 +92,41 @@ def find_scale(opt_state: PyTree, where: str, name: str | None) -> Found:
   found = scales_in(opt_state)
   if not found:
     raise MpjaxTypeError(
-      message(
-        where,
-        expected="the state of an optimizer made by mpjax.loss_scaling",
-        got=f"a {type(opt_state).__name__} without a loss scale",
-        fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
-        if is_nnx_object(opt_state)
-        else "Wrap the optimizer, tx = mpjax.loss_scaling(tx); pass opt_state = tx.init(params), "
-        "not tx. A checkpoint is restored into that structure.",
-      )
+      where,
+      expected="the state of an optimizer made by mpjax.loss_scaling",
+      got=f"a {type(opt_state).__name__} without a loss scale",
+      fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
+      if is_nnx_object(opt_state)
+      else "Wrap the optimizer, tx = mpjax.loss_scaling(tx); pass opt_state = tx.init(params), "
+      "not tx. A checkpoint is restored into that structure.",
     )
   refuse_outside(opt_state, where)
   names = [one.name for one in found]
   if name is not None and name not in names:
     raise MpjaxValueError(
-      message(
-        f"{where} with name={name!r}",
-        expected="the name of a loss scale in this state",
-        got=f"one of the names {names}",
-        fix="Use the name that was given to mpjax.loss_scaling(..., name=...).",
-      )
+      f"{where} with name={name!r}",
+      expected="the name of a loss scale in this state",
+      got=f"one of the names {names}",
+      fix="Use the name that was given to mpjax.loss_scaling(..., name=...).",
     )
   picked = [one for one in found if name is None or one.name == name]
   if len(picked) > 1:
     raise MpjaxTypeError(
-      message(
-        where,
-        expected="a state with one loss scale",
-        got=f"one with {len(picked)}, named {names}",
-        fix="Wrap the whole chain once, mpjax.loss_scaling(optax.chain(...)), or tell them apart "
-        "by name=.",
-      )
+      where,
+      expected="a state with one loss scale",
+      got=f"one with {len(picked)}, named {names}",
+      fix="Wrap the whole chain once, mpjax.loss_scaling(optax.chain(...)), or tell them apart "
+      "by name=.",
     )
   return picked[0]
 
 
 _OUTSIDE: dict[type[Any], tuple[str, str]] = {
   optax.ApplyIfFiniteState: ("optax.apply_if_finite", "loss_scaling(inner), which skips by itself"),
-  optax.MultiStepsState: ("optax.MultiSteps", "loss_scaling(mpjax.accumulate(inner, every))"),
+  optax.MultiStepsState: (
+    "optax.MultiSteps",
+    "loss_scaling(mpjax.accumulate_gradients(inner, every))",
+  ),
   optax.InjectStatefulHyperparamsState: (
     "optax.inject_hyperparams with a schedule",
     "loss_scaling(optax.inject_hyperparams(optax.sgd)(schedule))",
@@ -146,12 +150,10 @@ def refuse_outside(opt_state: PyTree, where: str) -> None:
     if is_outside(x) and any(one.state is not None for one in scales_in(x)):
       outside, order = _OUTSIDE[type(x)]
       raise MpjaxTypeError(
-        message(
-          where,
-          expected="mpjax.loss_scaling around the optimizer",
-          got=f"one inside of {outside}, which would see scaled gradients or count skipped steps",
-          fix=f"Write {order}.",
-        )
+        where,
+        expected="mpjax.loss_scaling around the optimizer",
+        got=f"one inside of {outside}, which would see scaled gradients or count skipped steps",
+        fix=f"Write {order}.",
       )
 
 
@@ -231,10 +233,10 @@ def check_loss(loss: Any, where: str) -> None:
   is_number = isinstance(loss, float) or hasattr(loss, "dtype")
   if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
     got = str(jax.typeof(loss)) if hasattr(loss, "dtype") else f"a {type(loss).__name__}"
-    raise MpjaxTypeError(message(where, expected="a floating scalar", got=got, fix=fix))
+    raise MpjaxTypeError(where, expected="a floating scalar", got=got, fix=fix)
   if jnp.shape(loss) != ():
     got = f"an array of shape {jnp.shape(loss)}"
-    raise MpjaxValueError(message(where, expected="a floating scalar", got=got, fix=fix))
+    raise MpjaxValueError(where, expected="a floating scalar", got=got, fix=fix)
 
 
 def unscale(grads: PyTree, opt_state: PyTree, *, name: str | None = None) -> PyTree:
@@ -294,23 +296,19 @@ def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) 
   state = target.state
   if state is None:
     raise MpjaxValueError(
-      message(
-        "mpjax.set_loss_scale(opt_state)",
-        expected="a state with a scale that can move",
-        got="one of NoLossScale(), whose scale is always 1",
-        fix="Build the optimizer with StaticLossScale or DynamicLossScale.",
-      )
+      "mpjax.set_loss_scale(opt_state)",
+      expected="a state with a scale that can move",
+      got="one of NoLossScale(), whose scale is always 1",
+      fix="Build the optimizer with StaticLossScale or DynamicLossScale.",
     )
   scale = positive_scale(value, where)
   low, high = label_limits(target.config)
   if not low <= scale <= high:
     raise MpjaxValueError(
-      message(
-        where,
-        expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
-        got=repr(value),
-        fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
-      )
+      where,
+      expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
+      got=repr(value),
+      fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
     )
   warn_unless_power_of_two(where, {"value": scale}, stacklevel=2)
   # full_like keeps shape (a vmapped state), dtype and placement: the next step does not retrace.

@@ -10,11 +10,9 @@ import optax
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from mpjax._errors import MpjaxTypeError, message
-from mpjax._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
-from mpjax._loss_scale_config import DynamicLossScale, LossScale, NoLossScale, label_limits
-from mpjax._tree import first_nonfinite, select
-from mpjax._types import Array, PyTree
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.trees import first_nonfinite, select
+from mpjax._core.types import Array, PyTree
 from mpjax.transforms._branch import (
   Step,
   hold,
@@ -24,7 +22,14 @@ from mpjax.transforms._branch import (
   stored_first,
 )
 from mpjax.transforms._checks import check_axes, init_inner, take_extra_args, update_inner
+from mpjax.transforms._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
 from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
+from mpjax.transforms._loss_scale_config import (
+  DynamicLossScale,
+  LossScale,
+  NoLossScale,
+  label_limits,
+)
 from mpjax.transforms._loss_scaling_checks import (
   by_loss,
   check_arguments,
@@ -79,7 +84,7 @@ def loss_scaling(
   updates are -0.0 (the one number that changes no parameter's bits when added) and the whole inner
   state stays as it was, counts of schedules included. Then the scale moves. An inf is part of the
   method: `jax_debug_nans` stops at one outside of `jit`, so leave it off and ask
-  `mpjax.check_progress` instead.
+  `mpjax.check_skipped_steps` instead.
 
   Wrap everything that has state or reads the size of gradients, clipping too:
   `loss_scaling(optax.chain(clip, adamw))`. As an element of a chain it protects only what is
@@ -91,8 +96,8 @@ def loss_scaling(
   parameters, booleans and keys are hidden from it and stay as they are. A None in place of the
   gradient of a parameter (in those of all losses) freezes it for this step: it keeps its bits, and
   so does its master, whatever decay or momentum would do with a zero. If `inner` adds up several
-  micro-batches, a None is a zero to it, and only `mpjax.accumulate` (or `mpjax.master_weights` of
-  it) directly inside freezes what has None in all of a window.
+  micro-batches, a None is a zero to it, and only `mpjax.accumulate_gradients` (or
+  `mpjax.master_weights` of it) directly inside freezes what has None in all of a window.
 
   `update(updates, state, params=None, *, loss=None, **extra_args)` passes its extra arguments on to
   `inner`, those that it takes, with `grads_finite` (scalar bool) and `loss_scale` (scalar float32,
@@ -138,7 +143,7 @@ def loss_scaling(
       parameters, the state was made with another configuration, or `axis_name` is not bound.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init=4))
+  >>> tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=4))
   >>> params = jnp.asarray([1.0, 2.0])
   >>> opt_state = tx.init(params)
   >>> updates, opt_state = tx.update(jnp.asarray([4.0, 2.0]), opt_state, params)
@@ -315,13 +320,11 @@ def _refuse_traced(first: Any) -> None:
   """Raises if it is a value of a trace inside of `inner`, where it cannot be looked at later."""
   if any(isinstance(x, Tracer) for x in jax.tree.leaves(first)):
     raise MpjaxTypeError(
-      message(
-        "mpjax.loss_scaling(inner).update(grad_fn)",
-        expected="inner to call it in Python, where its gradients can be looked at",
-        got="a call inside of a loop, a branch or a function that inner gives to JAX to trace",
-        fix="Call it outside of jax.lax.scan, cond and the like in inner, or use NoLossScale(), "
-        "which looks at nothing.",
-      )
+      "mpjax.loss_scaling(inner).update(grad_fn)",
+      expected="inner to call it in Python, where its gradients can be looked at",
+      got="a call inside of a loop, a branch or a function that inner gives to JAX to trace",
+      fix="Call it outside of jax.lax.scan, cond and the like in inner, or use NoLossScale(), "
+      "which looks at nothing.",
     )
 
 

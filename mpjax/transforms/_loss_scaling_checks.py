@@ -7,17 +7,17 @@ from typing import Any
 import jax
 import optax
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, message
-from mpjax._loss_scale_config import (
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
+from mpjax._core.types import PyTree
+from mpjax.transforms._checks import check_inner, check_state
+from mpjax.transforms._loss_scale_access import LossScalingState, scales_in
+from mpjax.transforms._loss_scale_config import (
   DynamicLossScale,
   LossScale,
   NoLossScale,
   StaticLossScale,
   config_label,
 )
-from mpjax._types import PyTree
-from mpjax.transforms._checks import check_inner, check_state
-from mpjax.transforms._loss_scale_access import LossScalingState, scales_in
 
 
 def check_arguments(
@@ -32,33 +32,27 @@ def check_arguments(
   call = "mpjax.loss_scaling"
   if unknown:
     raise MpjaxTypeError(
-      message(
-        f"{call}({', '.join(f'{key}=' for key in unknown)})",
-        expected="loss_scale, axis_name, check_updates or name",
-        got=f"the unknown keyword {', '.join(map(repr, unknown))}",
-        fix="Clipping, decay, averaging and accumulation are set on inner.",
-      )
+      f"{call}({', '.join(f'{key}=' for key in unknown)})",
+      expected="loss_scale, axis_name, check_updates or name",
+      got=f"the unknown keyword {', '.join(map(repr, unknown))}",
+      fix="Clipping, decay, averaging and accumulation are set on inner.",
     )
   check_inner(inner, f"{call}(inner)")
   _check_loss_scale(loss_scale, name)
   if not isinstance(check_updates, bool):
     raise MpjaxTypeError(
-      message(
-        f"{call}(check_updates)",
-        expected="a bool",
-        got=f"{check_updates!r} of type {type(check_updates).__name__}",
-        fix="Pass True or False.",
-      )
+      f"{call}(check_updates)",
+      expected="a bool",
+      got=f"{check_updates!r} of type {type(check_updates).__name__}",
+      fix="Pass True or False.",
     )
   configs = loss_scale.values() if isinstance(loss_scale, Mapping) else (loss_scale,)
   if check_updates and any(isinstance(config, NoLossScale) for config in configs):
     raise MpjaxValueError(
-      message(
-        f"{call}(check_updates)",
-        expected="False with NoLossScale(), which checks nothing",
-        got="True",
-        fix="Use StaticLossScale(1) to check and skip without scaling.",
-      )
+      f"{call}(check_updates)",
+      expected="False with NoLossScale(), which checks nothing",
+      got="True",
+      fix="Use StaticLossScale(1) to check and skip without scaling.",
     )
   if name is not None:
     _check_name(name, f"{call}(name)")
@@ -67,12 +61,10 @@ def check_arguments(
 def _check_name(name: Any, where: str) -> None:
   if not isinstance(name, str) or not name or ":" in name or "/" in name:
     raise MpjaxValueError(
-      message(
-        where,
-        expected="a non-empty string without ':' and '/', or None",
-        got=repr(name),
-        fix="It becomes a key of the state; a plain word such as 'generator' will do.",
-      )
+      where,
+      expected="a non-empty string without ':' and '/', or None",
+      got=repr(name),
+      fix="It becomes a key of the state; a plain word such as 'generator' will do.",
     )
 
 
@@ -83,13 +75,11 @@ def _check_loss_scale(loss_scale: Any, name: Any) -> None:
   for config in configs:
     if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
       raise MpjaxTypeError(
-        message(
-          where,
-          expected="a NoLossScale, StaticLossScale or DynamicLossScale",
-          got=f"{config!r} of type {type(config).__name__}",
-          fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
-          "mpjax.DynamicLossScale(init=1024).",
-        )
+        where,
+        expected="a NoLossScale, StaticLossScale or DynamicLossScale",
+        got=f"{config!r} of type {type(config).__name__}",
+        fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
+        "mpjax.DynamicLossScale(init_scale=1024).",
       )
   if not several:
     return
@@ -98,13 +88,11 @@ def _check_loss_scale(loss_scale: Any, name: Any) -> None:
   scaled = [not isinstance(config, NoLossScale) for config in configs]
   if not configs or name is not None or any(scaled) != all(scaled):
     raise MpjaxValueError(
-      message(
-        where,
-        expected="one scale for each loss, without name=, and either all or none NoLossScale()",
-        got=f"{dict(loss_scale)!r} and name={name!r}",
-        fix="The keys are the names. StaticLossScale(1) leaves one of several losses unscaled, but "
-        "checked.",
-      )
+      where,
+      expected="one scale for each loss, without name=, and either all or none NoLossScale()",
+      got=f"{dict(loss_scale)!r} and name={name!r}",
+      fix="The keys are the names. StaticLossScale(1) leaves one of several losses unscaled, but "
+      "checked.",
     )
 
 
@@ -133,12 +121,10 @@ def by_loss(
   if not isinstance(tree, Mapping) or set(tree) != set(names):
     got = f"one with {sorted(map(str, tree))}" if isinstance(tree, Mapping) else type(tree).__name__
     raise MpjaxValueError(
-      message(
-        where,
-        expected=f"a dict with one entry for each loss, {sorted(names)}",
-        got=got,
-        fix="Differentiate each loss by itself, and pass {name: gradients, ...}.",
-      )
+      where,
+      expected=f"a dict with one entry for each loss, {sorted(names)}",
+      got=got,
+      fix="Differentiate each loss by itself, and pass {name: gradients, ...}.",
     )
   return {label: tree[key] for key, label in names.items()}
 
@@ -149,13 +135,11 @@ def own_scales(state: Any, configs: Mapping[str, LossScale]) -> dict[str, Any]:
   check_state(state, LossScalingState, where)
   if set(state.loss_scale) != set(configs):
     raise MpjaxValueError(
-      message(
-        where,
-        expected=f"a state made with the configuration {', '.join(map(repr, configs))}",
-        got=f"one made with {', '.join(map(repr, state.loss_scale))}",
-        fix="Build the optimizer as it was, or make a new state with init, put the old "
-        "inner_state into it (_replace) and carry the scale over with mpjax.set_loss_scale.",
-      )
+      where,
+      expected=f"a state made with the configuration {', '.join(map(repr, configs))}",
+      got=f"one made with {', '.join(map(repr, state.loss_scale))}",
+      fix="Build the optimizer as it was, or make a new state with init, put the old "
+      "inner_state into it (_replace) and carry the scale over with mpjax.set_loss_scale.",
     )
   return {label: state.loss_scale[label] for label in configs}
 
@@ -164,12 +148,10 @@ def refuse_nesting(inner_state: PyTree) -> None:
   """Raises if what was wrapped has a loss scale already."""
   if scales_in(inner_state):
     raise MpjaxTypeError(
-      message(
-        "mpjax.loss_scaling(inner)",
-        expected="an optimizer without a loss scale",
-        got="one that holds another mpjax.loss_scaling",
-        fix="Wrap once, outermost: the inner one would divide by its scale again.",
-      )
+      "mpjax.loss_scaling(inner)",
+      expected="an optimizer without a loss scale",
+      got="one that holds another mpjax.loss_scaling",
+      fix="Wrap once, outermost: the inner one would divide by its scale again.",
     )
 
 
@@ -215,12 +197,10 @@ def refuse_apply_to_parts(params: PyTree) -> None:
 
 def _not_outermost(got: str) -> MpjaxTypeError:
   return MpjaxTypeError(
-    message(
-      "mpjax.loss_scaling(inner).update(apply)",
-      expected="mpjax.loss_scaling to be outermost",
-      got=got,
-      fix="What is outside would take the new parameters for updates. Write "
-      "mpjax.loss_scaling(optax.chain(...)) and call tx.update, or leave apply= out and apply the "
-      "updates.",
-    )
+    "mpjax.loss_scaling(inner).update(apply)",
+    expected="mpjax.loss_scaling to be outermost",
+    got=got,
+    fix="What is outside would take the new parameters for updates. Write "
+    "mpjax.loss_scaling(optax.chain(...)) and call tx.update, or leave apply= out and apply the "
+    "updates.",
   )

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from mpjax._errors import MpjaxTypeError, MpjaxValueError, listed, message
-from mpjax._tree import is_floating, is_half, round_to, saturate
-from mpjax._types import PyTree
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.trees import is_floating, is_half, round_to, saturate
+from mpjax._core.types import PyTree
 from mpjax.transforms._branch import hold
 from mpjax.transforms._checks import (
   check_inner,
@@ -84,13 +84,11 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     check_params(params, f"{where}.update(params)")
     if "apply" in extra_args:
       raise MpjaxTypeError(
-        message(
-          f"{where}.update(apply)",
-          expected="no apply=, which is mpjax.loss_scaling's alone",
-          got="one",
-          fix="Its new parameters would be taken for updates here. Put the loss scaling outside, "
-          "loss_scaling(master_weights(inner)), or leave apply= out and apply the updates.",
-        )
+        f"{where}.update(apply)",
+        expected="no apply=, which is mpjax.loss_scaling's alone",
+        got="one",
+        fix="Its new parameters would be taken for updates here. Put the loss scaling outside, "
+        "loss_scaling(master_weights(inner)), or leave apply= out and apply the updates.",
       )
     params = arrays_only(params)
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
@@ -164,12 +162,10 @@ def adopt_masters(params: PyTree, opt_state: PyTree, where: str) -> PyTree:
   adopted = _map_masters(adopt, opt_state)
   if problems:
     raise MpjaxTypeError(
-      message(
-        where,
-        expected="master_weights to see the tree of the parameters",
-        got=f"a tree of another structure ({'; '.join(problems)})",
-        fix="Put master_weights around what reshapes the tree, such as optax.flatten.",
-      )
+      where,
+      expected="master_weights to see the tree of the parameters",
+      got=f"a tree of another structure ({'; '.join(problems)})",
+      fix="Put master_weights around what reshapes the tree, such as optax.flatten.",
     )
   return adopted
 
@@ -246,12 +242,10 @@ def master_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
     return _trained(merged, params)
   except ValueError as error:
     raise MpjaxValueError(
-      message(
-        "mpjax.master_params(params)",
-        expected="the tree that the state was made for",
-        got=f"another one ({error})",
-        fix="Pass the parameters that are trained with this state.",
-      )
+      "mpjax.master_params(params)",
+      expected="the tree that the state was made for",
+      got=f"another one ({error})",
+      fix="Pass the parameters that are trained with this state.",
     ) from error
 
 
@@ -301,10 +295,10 @@ def set_master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     )
   except ValueError as error:
     expected, got = "the tree that the state was made for", f"another one ({error})"
-    raise MpjaxValueError(message(where, expected=expected, got=got, fix=fix)) from error
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
   if problems:
     expected, got = "floating arrays in the shapes of the masters", listed(problems)
-    raise MpjaxValueError(message(where, expected=expected, got=got, fix=fix))
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return new_state
 
 
@@ -317,13 +311,11 @@ def _require(opt_state: PyTree, where: str) -> list[MasterWeightsState]:
   found = _find(opt_state)
   if not found:
     raise MpjaxTypeError(
-      message(
-        where,
-        expected="the state of an optimizer with mpjax.master_weights",
-        got=f"a {type(opt_state).__name__} without masters",
-        fix="Wrap the optimizer, tx = mpjax.master_weights(tx); parameters that are stored in "
-        "float32 need none.",
-      )
+      where,
+      expected="the state of an optimizer with mpjax.master_weights",
+      got=f"a {type(opt_state).__name__} without masters",
+      fix="Wrap the optimizer, tx = mpjax.master_weights(tx); parameters that are stored in "
+      "float32 need none.",
     )
   return found
 
@@ -339,12 +331,10 @@ def _merge(a: PyTree, b: PyTree, where: str) -> PyTree:
   b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
   if treedef != other or any(child is a for child in a_children):
     raise MpjaxValueError(
-      message(
-        where,
-        expected="masters of separate parts of one tree",
-        got=f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}",
-        fix="Use master_weights once, or in the branches of one optax.multi_transform.",
-      )
+      where,
+      expected="masters of separate parts of one tree",
+      got=f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}",
+      fix="Use master_weights once, or in the branches of one optax.multi_transform.",
     )
   return treedef.unflatten(
     [_merge(*pair, where) for pair in zip(a_children, b_children, strict=True)]

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._loss_scale_config import LossScale
-from mpjax._tree import is_inexact
-from mpjax._types import PyTree
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import PyTree
 from mpjax.transforms._branch import hold
 from mpjax.transforms._checks import init_inner
 from mpjax.transforms._loss_scale_access import LossScalingState
+from mpjax.transforms._loss_scale_config import LossScale
 from mpjax.transforms._loss_scaling_checks import (
   by_loss,
   own_scales,

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, message
-from mpjax._tree import is_inexact, select
-from mpjax._types import Array, PyTree
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
+from mpjax._core.trees import is_inexact, select
+from mpjax._core.types import Array, PyTree
 from mpjax.transforms._loss_scale_access import Found, LossScalingState, find_scale, scales_in
 
 
@@ -25,8 +25,8 @@ def loss_scaling_metrics(opt_state: PyTree, *, name: str | None = None) -> dict[
     Scalars under these keys:
 
     - `loss_scale` (float32): the factor on the next loss;
-    - `finite` (bool): whether the last step was applied, the flag for `mpjax.commit` (under `jit`
-      it is traced: select with `commit` or `jnp.where`, not with `if`);
+    - `finite` (bool): whether the last step was applied, as `mpjax.last_step_finite` (under `jit`
+      it is traced: select with `select_tree` or `jnp.where`, not with `if`);
     - `good_steps` (int32): finite steps in a row since the scale last moved;
     - `total`, `skipped` (int32): steps so far, and those that were not applied;
     - `consecutive_skips` (int32): skipped steps since the last applied one;
@@ -56,7 +56,33 @@ def loss_scaling_metrics(opt_state: PyTree, *, name: str | None = None) -> dict[
   return {"loss_scale": state.scale, "finite": state.finite, **counts}
 
 
-def check_progress(
+def last_step_finite(opt_state: PyTree, *, name: str | None = None) -> Array:
+  """Returns whether the last step was applied: the flag for `mpjax.select_tree`.
+
+  Args:
+    opt_state: a state that holds a loss scale, after an `update`.
+    name: which of several loss scales to read.
+
+  Returns:
+    A bool of shape (); True before the first step and under `NoLossScale`. Under `jit` it is
+    traced: select with `mpjax.select_tree` or `jnp.where`, not with `if`.
+
+  Raises:
+    MpjaxTypeError: the state has no scale, or has two.
+    MpjaxValueError: no scale is called `name`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
+  >>> params = jnp.ones(2)
+  >>> _, opt_state = tx.update(jnp.asarray([1.0, jnp.inf]), tx.init(params), params)
+  >>> bool(mpjax.last_step_finite(opt_state))
+  False
+  """
+  state = find_scale(opt_state, "mpjax.last_step_finite(opt_state)", name).state
+  return jnp.asarray(True) if state is None else state.finite
+
+
+def check_skipped_steps(
   opt_state: PyTree,
   max_consecutive_skips: int = 50,
   *,
@@ -87,9 +113,9 @@ def check_progress(
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
-  >>> mpjax.check_progress(opt_state)
+  >>> mpjax.check_skipped_steps(opt_state)
   """
-  where = "mpjax.check_progress(opt_state)"
+  where = "mpjax.check_skipped_steps(opt_state)"
   found = find_scale(opt_state, where, name)
   state = found.state
   params = getattr(opt_state, "params", None) if params is None else params
@@ -101,36 +127,30 @@ def check_progress(
   scales, skips = np.atleast_1d(state.scale), np.atleast_1d(state.consecutive_skips)
   if not np.all(np.isfinite(scales) & (scales > 0)):
     raise MpjaxRuntimeError(
-      message(
-        where,
-        expected="a positive finite loss scale",
-        got=str(np.asarray(state.scale)),
-        fix="No step can leave it so: restore another checkpoint, or call mpjax.set_loss_scale.",
-      )
+      where,
+      expected="a positive finite loss scale",
+      got=str(np.asarray(state.scale)),
+      fix="No step can leave it so: restore another checkpoint, or call mpjax.set_loss_scale.",
     )
   worst = int(np.argmax(skips))
   if skips[worst] >= max_consecutive_skips:
     raise MpjaxRuntimeError(
-      message(
-        where,
-        expected=f"fewer than {max_consecutive_skips} skipped steps in a row",
-        got=f"{skips[worst]}, at loss scale {scales[worst]:.9g}; the last step's first non-finite "
-        f"value was in {_first_bad(opt_state, found, worst, params)}",
-        fix="At a small scale the cause is not the scale: look for an inf or NaN in the data and "
-        "the loss, log(0), a division by 0, or a learning rate that is too high.",
-      )
+      where,
+      expected=f"fewer than {max_consecutive_skips} skipped steps in a row",
+      got=f"{skips[worst]}, at loss scale {scales[worst]:.9g}; the last step's first non-finite "
+      f"value was in {_first_bad(opt_state, found, worst, params)}",
+      fix="At a small scale the cause is not the scale: look for an inf or NaN in the data and "
+      "the loss, log(0), a division by 0, or a learning rate that is too high.",
     )
 
 
 def _refuse_tracers(x: Any, where: str) -> None:
   if isinstance(x, Tracer):
     raise MpjaxTypeError(
-      message(
-        where,
-        expected="a concrete state",
-        got=f"a traced one ({x})",
-        fix="Call it on the host, after the jitted step has returned.",
-      )
+      where,
+      expected="a concrete state",
+      got=f"a traced one ({x})",
+      fix="Call it on the host, after the jitted step has returned.",
     )
 
 
@@ -141,13 +161,11 @@ def _refuse_nan(trees: dict[str, PyTree], where: str) -> None:
       _refuse_tracers(x, where)
       if is_inexact(x) and bool(jnp.any(jnp.isnan(x))):
         raise MpjaxRuntimeError(
-          message(
-            where,
-            expected="no NaN after steps that NoLossScale() does not check",
-            got=f"one in {kind} at {jax.tree_util.keystr(path) or 'the root'}",
-            fix="Go back to a checkpoint, and train with mpjax.StaticLossScale(1): it skips such "
-            "steps, and says where they begin.",
-          )
+          where,
+          expected="no NaN after steps that NoLossScale() does not check",
+          got=f"one in {kind} at {jax.tree_util.keystr(path) or 'the root'}",
+          fix="Go back to a checkpoint, and train with mpjax.StaticLossScale(1): it skips such "
+          "steps, and says where they begin.",
         )
 
 
@@ -233,15 +251,15 @@ def _keystrs(pairs: list[tuple[Any, Any]]) -> list[str]:
   return [jax.tree_util.keystr(path) or "the root" for path, _ in pairs]
 
 
-def commit(finite: Array, new: PyTree, old: PyTree) -> PyTree:
+def select_tree(finite: Array, new: PyTree, old: PyTree) -> PyTree:
   """Returns `new` if the step was finite, else `old`: for state that no optimizer holds.
 
   Batch statistics, moving averages and step counters, once updated by a bad batch, stay so; this
   keeps a skipped step out of them, bit for bit.
 
   Args:
-    finite: the scalar bool flag, `mpjax.loss_scaling_metrics(opt_state)["finite"]` after
-      `update`. Combine it with `mpjax.all_finite(new)` where `new` may be non-finite by itself.
+    finite: a bool of shape (): `mpjax.last_step_finite(opt_state)` after `update`. Combine it with
+      `mpjax.all_finite(new)` where `new` may be non-finite by itself.
     new: a tree of arrays, after the step.
     old: the same tree before the step.
 
@@ -250,18 +268,16 @@ def commit(finite: Array, new: PyTree, old: PyTree) -> PyTree:
     MpjaxValueError: `finite` is not a scalar, or the trees differ in structure, shapes or dtypes.
 
   >>> import jax.numpy as jnp, mpjax
-  >>> print(mpjax.commit(jnp.asarray(False), new=jnp.asarray(jnp.nan), old=jnp.asarray(0.5)))
+  >>> print(mpjax.select_tree(jnp.asarray(False), new=jnp.asarray(jnp.nan), old=jnp.asarray(0.5)))
   0.5
   """
-  where = "mpjax.commit(finite, new, old)"
+  where = "mpjax.select_tree(finite, new, old)"
   if not isinstance(finite, bool) and getattr(finite, "dtype", None) != jnp.bool_:
     got = f"a {type(finite).__name__}" if not hasattr(finite, "dtype") else str(finite.dtype)
     raise MpjaxTypeError(
-      message(
-        where,
-        expected="a bool flag as the first argument",
-        got=got,
-        fix='Pass mpjax.loss_scaling_metrics(opt_state)["finite"].',
-      )
+      where,
+      expected="a bool flag as the first argument",
+      got=got,
+      fix="Pass mpjax.last_step_finite(opt_state).",
     )
   return select(jnp.asarray(finite), new, old, where)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mpjax._errors import MpjaxRuntimeError, MpjaxTypeError, check_call, message
-from mpjax._frameworks import framework_of
-from mpjax._tree import is_half, is_inexact
-from mpjax._types import Array, PyTree
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_call
+from mpjax._core.frameworks import framework_of
+from mpjax._core.trees import is_half, is_inexact
+from mpjax._core.types import Array, PyTree
 from mpjax.transforms._loss_scale_access import (
   Found,
   LossScalingState,
@@ -124,12 +124,10 @@ def _times(grad: Any, factor: Array) -> Any:
 def _check_fun(fun: Any) -> None:
   if not callable(fun):
     raise MpjaxTypeError(
-      message(
-        "mpjax.value_and_grad(fun)",
-        expected="the function that computes the loss as the first argument",
-        got=f"a {type(fun).__name__}",
-        fix="Write mpjax.value_and_grad(loss_fn, opt_state)(params, batch).",
-      )
+      "mpjax.value_and_grad(fun)",
+      expected="the function that computes the loss as the first argument",
+      got=f"a {type(fun).__name__}",
+      fix="Write mpjax.value_and_grad(loss_fn, opt_state)(params, batch).",
     )
 
 
@@ -171,13 +169,11 @@ def _check_of_currency(found: Found) -> Callable[[PyTree], None]:
       got = "one from outside of the program that is being traced, where it would be a constant"
     if got is not None:
       raise MpjaxRuntimeError(
-        message(
-          "mpjax.value_and_grad(fun, opt_state)",
-          expected="the dynamic loss scale of the state that this step updates",
-          got=got,
-          fix=f"{_BUILD_IN_THE_STEP} To jit, scan, checkpoint or eval_shape that is an argument or "
-          "the carry, as the parameters are.",
-        )
+        "mpjax.value_and_grad(fun, opt_state)",
+        expected="the dynamic loss scale of the state that this step updates",
+        got=got,
+        fix=f"{_BUILD_IN_THE_STEP} To jit, scan, checkpoint or eval_shape that is an argument or "
+        "the carry, as the parameters are.",
       )
 
   return check
@@ -205,14 +201,12 @@ def _check_library(wanted: Sequence[Any], allow_int: bool) -> None:
     leaves = jax.tree.leaves(model) if framework == "Equinox" and not allow_int else []
     if framework == "NNX" or not all(map(is_inexact, leaves)):
       raise MpjaxTypeError(
-        message(
-          "mpjax.value_and_grad(fun, opt_state)(params)",
-          expected="a tree of floating arrays to differentiate",
-          got=f"a model of {framework} ({type(model).__name__})",
-          fix="Use mpjax.nnx.value_and_grad(loss_fn, optimizer)."
-          if framework == "NNX"
-          else "Pass differentiator=equinox.filter_value_and_grad.",
-        )
+        "mpjax.value_and_grad(fun, opt_state)(params)",
+        expected="a tree of floating arrays to differentiate",
+        got=f"a model of {framework} ({type(model).__name__})",
+        fix="Use mpjax.nnx.value_and_grad(loss_fn, optimizer)."
+        if framework == "NNX"
+        else "Pass differentiator=equinox.filter_value_and_grad.",
       )
 
 
@@ -221,22 +215,18 @@ def _loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
   pair = isinstance(out, (tuple, list)) and len(out) == 2
   if has_aux and not pair:
     raise MpjaxTypeError(
-      message(
-        "mpjax.value_and_grad(fun, has_aux=True)",
-        expected="fun to return a pair (loss, aux)",
-        got=f"a {type(out).__name__}",
-        fix="Return both, or leave has_aux out.",
-      )
+      "mpjax.value_and_grad(fun, has_aux=True)",
+      expected="fun to return a pair (loss, aux)",
+      got=f"a {type(out).__name__}",
+      fix="Return both, or leave has_aux out.",
     )
   if pair and not has_aux:
     raise MpjaxTypeError(
-      message(
-        "mpjax.value_and_grad(fun): the loss",
-        expected="a floating scalar",
-        got=f"a {type(out).__name__} of two",
-        fix="If it is (loss, aux), pass has_aux=True; else return one number to minimise, such as "
-        "jnp.mean(losses).",
-      )
+      "mpjax.value_and_grad(fun): the loss",
+      expected="a floating scalar",
+      got=f"a {type(out).__name__} of two",
+      fix="If it is (loss, aux), pass has_aux=True; else return one number to minimise, such as "
+      "jnp.mean(losses).",
     )
   loss, aux = out if has_aux else (out, None)
   check_loss(loss, "mpjax.value_and_grad(fun): the loss")

@@ -5,27 +5,48 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from mpjax._types import Array, PyTree
+from mpjax._core.types import Array, PyTree
 
 
-class AccumulateState(NamedTuple):
-  """The state of `mpjax.accumulate`."""
+class AccumulationState(NamedTuple):
+  """The state of `mpjax.accumulate_gradients`.
 
-  micro_batches: Array  # int32: those in the open window
-  updates_done: Array  # int32: updates of the inner optimizer, which its schedules count as well
-  total: PyTree  # float32: the sum of the window's gradients; -0.0 where there was none yet
+  Args:
+    micro_batches: int32 of shape (), how many are in the open window.
+    updates_done: int32 of shape (), the updates of the inner optimizer, which schedules count too.
+    total: float32 in the shapes of the parameters, the sum of the window's gradients; -0.0 where
+      there was none yet.
+    inner_state: the state of the inner optimizer.
+    value: float32 of shape (), the sum of the window's `value=`; None unless `inner` takes it.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> state = mpjax.accumulate_gradients(optax.sgd(0.1), 4).init(jnp.ones(2))
+  >>> isinstance(state, mpjax.AccumulationState), int(state.micro_batches), state.total.dtype
+  (True, 0, dtype('float32'))
+  """
+
+  micro_batches: Array
+  updates_done: Array
+  total: PyTree
   inner_state: Any
-  value: Any = None  # float32: the sum of the window's value=, if inner reads it
+  value: Any = None
 
 
 class MasterWeightsState(NamedTuple):
   """The state of `mpjax.master_weights`.
 
-  `master` is like the parameters, with None in place of those that are not stored in half: they are
-  their own master, and a second copy would be memory for nothing.
+  Args:
+    master: float32 in the shapes of the parameters, None for those that are not stored in low
+      precision: they are their own master, and a second copy would be memory for nothing.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> state = mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16))
+  >>> isinstance(state, mpjax.MasterWeightsState), state.master.dtype
+  (True, dtype('float32'))
   """
 
-  master: PyTree  # float32
+  master: PyTree
   inner_state: Any
 
 
@@ -33,7 +54,8 @@ def leave_to_window(frozen: PyTree, grads: PyTree, inner_state: PyTree) -> tuple
   """Returns the parameters that the caller has to leave alone, and the gradients for `inner`.
 
   What ends a window has the gradients of all its micro-batches to apply, so that a None in the last
-  of them says nothing. `mpjax.accumulate` is given the None and decides; others are given a zero.
+  of them says nothing. `mpjax.accumulate_gradients` is given the None and decides; others are given
+  a zero.
 
   Args:
     frozen: what `hold` takes.
@@ -42,10 +64,10 @@ def leave_to_window(frozen: PyTree, grads: PyTree, inner_state: PyTree) -> tuple
   """
 
   def is_window(x: Any) -> bool:
-    return isinstance(x, (AccumulateState, optax.MultiStepsState))
+    return isinstance(x, (AccumulationState, optax.MultiStepsState))
 
   if frozen is None or not any(map(is_window, jax.tree.leaves(inner_state, is_leaf=is_window))):
     return frozen, grads
-  if isinstance(inner_state, (AccumulateState, MasterWeightsState)):
+  if isinstance(inner_state, (AccumulationState, MasterWeightsState)):
     grads = jax.tree.map(lambda f, g: None if f is True else g, frozen, grads)
   return None, grads

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from mpjax._errors import MpjaxValueError, listed, message
-from mpjax._named_arrays import is_key
-from mpjax._tree import is_array_like, is_half, is_inexact, is_none, tree_differences
-from mpjax._types import PyTree
+from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.paths import is_key
+from mpjax._core.trees import is_array_like, is_half, is_inexact, is_none, tree_differences
+from mpjax._core.types import PyTree
 
 
 def float32_view(tree: PyTree) -> PyTree:
@@ -111,7 +111,7 @@ def align_gradients(grads: PyTree, params: PyTree, where: str) -> PyTree:
         "Take the mean over the examples; for optax.contrib.dpsgd, which does, leave params out."
       )
     raise MpjaxValueError(
-      message(where, expected="gradients with the leaves of params", got=listed(problems), fix=fix)
+      where, expected="gradients with the leaves of params", got=listed(problems), fix=fix
     )
   return jax.tree.map(_align_leaf, grads, params, is_leaf=is_none)
 

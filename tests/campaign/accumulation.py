@@ -1,8 +1,8 @@
 """Bad micro-batches in every phase of a window.
 
-With `mpjax.accumulate` a bad one does not count: the window waits. The control is plain optax, fed
-with the means of every so many good ones. With `make_train_step(accumulate=...)` a bad one drops
-the window; that control is the one of `train_steps.py`.
+With `mpjax.accumulate_gradients` a bad one does not count: the window waits. The control is plain
+optax, fed with the means of every so many good ones. With `make_train_step(accumulate=...)` a bad
+one drops the window; that control is the one of `train_steps.py`.
 """
 
 import functools
@@ -135,12 +135,12 @@ def meet(
 
 @functools.cache
 def run_program(setup: Setup, window: str, guard: bool) -> Any:
-  """Returns the jitted runs: each batch is a micro-batch of `mpjax.accumulate`."""
+  """Returns the jitted runs: each batch is a micro-batch of `mpjax.accumulate_gradients`."""
   inner = OPTIMIZERS[setup.optimizer]()
   inner = inner if setup.stored == "float32" else mpjax.master_weights(inner)
   config = mpjax.DynamicLossScale(**scale_arguments(setup))
   tx = mpjax.loss_scaling(
-    mpjax.accumulate(inner, WINDOWS[window]), config if guard else mpjax.NoLossScale()
+    mpjax.accumulate_gradients(inner, WINDOWS[window]), config if guard else mpjax.NoLossScale()
   )
   step = mpjax.make_train_step(network.loss_in(setup.compute), tx)
 

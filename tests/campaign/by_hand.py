@@ -1,4 +1,4 @@
-"""Values that are not finite, in a step that a user writes with `mpjax.loss_scaling` and `commit`.
+"""Values that are not finite, in a step written with `mpjax.loss_scaling` and `select_tree`.
 
 The model is a Flax one, the optimizers are those of everyday, and nothing is exact. So run and
 control share their compiled pieces, as `tests/integration/test_skip_is_deletion.py` explains: the
@@ -215,7 +215,7 @@ apply = jax.jit(jax.vmap(optax.apply_updates))
 @jax.vmap
 def commit(finite, params, stats, rest):
   """What no optimizer holds: batch statistics, an average of the parameters, the step."""
-  return mpjax.commit(finite, (stats, average(rest[1], params), rest[2] + 1), rest)
+  return mpjax.select_tree(finite, (stats, average(rest[1], params), rest[2] + 1), rest)
 
 
 @jax.jit

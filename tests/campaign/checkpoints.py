@@ -1,4 +1,4 @@
-"""Damaged checkpoints, which `mpjax.restore_like` must refuse, and runs that were interrupted.
+"""Damaged checkpoints, which `restore_like` must refuse, and runs that were interrupted.
 
 A damaged one must be refused with the path of what is wrong. An interrupted run, saved to bytes and
 restored in whatever phase it was, must go on bit for bit as the one that was not.
@@ -27,7 +27,7 @@ from tests.campaign.outcome import Job, Outcome, judge, require
 Arrays = dict[str, np.ndarray]
 SCALE = {"init": 64.0, "growth_interval": 3, "min_scale": 4.0, "max_scale": 2.0**12}
 TX = mpjax.loss_scaling(
-  mpjax.accumulate(mpjax.master_weights(optax.adam(2**-4)), 4),
+  mpjax.accumulate_gradients(mpjax.master_weights(optax.adam(2**-4)), 4),
   mpjax.DynamicLossScale(**SCALE, hysteresis=2),
 )
 LABEL = "dynamic(growth_interval=3,min_scale=4,max_scale=4096,hysteresis=2)"
@@ -78,10 +78,12 @@ def damage(stored: str, small: bool, rng: np.random.Generator, *, guard: bool) -
   outcome = Outcome("checkpoints: damaged")
   start = time.perf_counter()
   target = begin(stored)
-  good = mpjax.to_arrays(target)
-  restored = mpjax.restore_like(begin(stored, 1), saved(good))
-  require(same(mpjax.to_arrays(restored), good), "an unharmed checkpoint does not come back")
-  restore = mpjax.restore_like if guard else careless
+  good = mpjax.checkpoints.to_arrays(target)
+  restored = mpjax.checkpoints.restore_like(begin(stored, 1), saved(good))
+  require(
+    same(mpjax.checkpoints.to_arrays(restored), good), "an unharmed checkpoint does not come back"
+  )
+  restore = mpjax.checkpoints.restore_like if guard else careless
   cases = list(damages(good, rng))
   for case in cases[:: 9 if small else 1]:
     call = functools.partial(restore, target, saved(case.arrays), cast=case.cast)
@@ -208,7 +210,9 @@ def interrupt(runs: int, rng: np.random.Generator, *, guard: bool) -> list[Outco
         broken = resumed(broken, run, guard)
       straight, _ = step(straight, batch(pool, index[i], faults, i))
       broken, _ = step(broken, batch(pool, index[i], faults, i))
-      wrong[run, i] = not same(mpjax.to_arrays(broken), mpjax.to_arrays(straight))
+      wrong[run, i] = not same(
+        mpjax.checkpoints.to_arrays(broken), mpjax.checkpoints.to_arrays(straight)
+      )
   judge(outcome, stops, {"the resumed state": wrong}, "float16 with masters, windows of 4")
   everywhere = [set(p) for p in zip(*phases, strict=True)]
   require(everywhere == [{0, 1, 2, 3}, {0, 1, 2}, {True, False}], f"only {phases} was interrupted")
@@ -242,4 +246,4 @@ def resumed(state: mpjax.TrainState, seed: int, guard: bool) -> mpjax.TrainState
   fresh = begin("float16", seed + 100)
   if not guard:
     return fresh._replace(params=state.params)
-  return mpjax.restore_like(fresh, saved(mpjax.to_arrays(state)))
+  return mpjax.checkpoints.restore_like(fresh, saved(mpjax.checkpoints.to_arrays(state)))

@@ -169,7 +169,7 @@ def without_faults(steps: int) -> np.ndarray:
 
 def parts_program(guard: bool) -> Any:
   axis_name = "data" if guard else None
-  config = mpjax.DynamicLossScale(init=16.0, growth_interval=2, max_scale=64.0)
+  config = mpjax.DynamicLossScale(init_scale=16.0, growth_interval=2, max_scale=64.0)
   tx = mpjax.loss_scaling(OPTIMIZERS["adam"](), config, axis_name=axis_name)
 
   def run(params, gradient, first, values, positions):

@@ -147,11 +147,11 @@ def restored(case: Case, rng: np.random.Generator) -> Any:
     "hysteresis": rng.integers(0, config.hysteresis + 1),
     **{"total": many, "skipped": many, "consecutive_skips": many, "floor_hits": many},
   }
-  arrays = mpjax.to_arrays(target)
+  arrays = mpjax.checkpoints.to_arrays(target)
   for path, array in arrays.items():
     field = path.rpartition("/")[2]
     arrays[path] = np.asarray(values.get(field, array), array.dtype)
-  (scale,) = mpjax.restore_like(target, arrays).loss_scale.values()
+  (scale,) = mpjax.checkpoints.restore_like(target, arrays).loss_scale.values()
   return jax.tree.map(np.asarray, scale)
 
 

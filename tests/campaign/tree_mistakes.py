@@ -47,7 +47,7 @@ def damaged(tree: Any) -> Iterator[tuple[str, Any]]:
 def wrong_trees() -> Entries:
   wrappers = {
     "loss_scaling(inner)": TX,
-    "accumulate(inner)": mpjax.accumulate(PLAIN, 2),
+    "accumulate_gradients(inner)": mpjax.accumulate_gradients(PLAIN, 2),
     "master_weights(inner)": mpjax.master_weights(PLAIN),
   }
   for name, tx in wrappers.items():
@@ -75,8 +75,8 @@ def wrong_trees() -> Entries:
   for text, params in damaged(PARAMS):
     call = functools.partial(mpjax.set_master_params, masters, params)
     yield f"set_master_params {text}", call, ValueError, "mpjax.set_master_params(params)"
-    call = functools.partial(mpjax.commit, True, params, PARAMS)
-    yield f"commit {text}", call, ValueError, "mpjax.commit(finite, new, old)"
+    call = functools.partial(mpjax.select_tree, True, params, PARAMS)
+    yield f"commit {text}", call, ValueError, "mpjax.select_tree(finite, new, old)"
   for name in ("accumulate", "master_weights"):
     for dtype in ("int32", "uint8", "bool"):
       arguments = (2,) if name == "accumulate" else ()
@@ -108,19 +108,19 @@ def wrong_wrappers() -> Entries:
     call = functools.partial(mpjax.loss_scaling, PLAIN, **{word: 1})
     yield f"keyword {word}", call, TypeError, f"mpjax.loss_scaling({word}=)", repr(word)
   for every in (0, -1, -7):
-    call = functools.partial(mpjax.accumulate, PLAIN, every)
-    yield f"every {every}", call, ValueError, "mpjax.accumulate(every)", repr(every)
+    call = functools.partial(mpjax.accumulate_gradients, PLAIN, every)
+    yield f"every {every}", call, ValueError, "mpjax.accumulate_gradients(every)", repr(every)
   for every in (1.5, True, None, "2", (2,), 2.0):
-    call = functools.partial(mpjax.accumulate, PLAIN, every)
-    yield f"every {every!r}", call, TypeError, "mpjax.accumulate(every)", repr(every)
+    call = functools.partial(mpjax.accumulate_gradients, PLAIN, every)
+    yield f"every {every!r}", call, TypeError, "mpjax.accumulate_gradients(every)", repr(every)
   for number, nested in enumerate(
     (
       mpjax.loss_scaling(TX),
       mpjax.loss_scaling(optax.chain(optax.clip(1.0), TX)),
       mpjax.loss_scaling(optax.masked(TX, True)),
       mpjax.loss_scaling(TX, mpjax.NoLossScale()),
-      mpjax.accumulate(TX, 2),
-      mpjax.accumulate(optax.chain(TX, optax.clip(1.0)), 2),
+      mpjax.accumulate_gradients(TX, 2),
+      mpjax.accumulate_gradients(optax.chain(TX, optax.clip(1.0)), 2),
     )
   ):
     call = functools.partial(nested.init, PARAMS)
@@ -146,7 +146,7 @@ def wrong_losses() -> Entries:
     "scale_loss": functools.partial(mpjax.scale_loss, jnp.ones(())),
     "unscale": functools.partial(mpjax.unscale, PARAMS),
     "loss_scaling_metrics": mpjax.loss_scaling_metrics,
-    "check_progress": mpjax.check_progress,
+    "check_skipped_steps": mpjax.check_skipped_steps,
     "set_loss_scale": lambda s, **name: mpjax.set_loss_scale(s, 2.0, **name),
     "value_and_grad": functools.partial(mpjax.value_and_grad, jnp.sum),
   }
@@ -168,18 +168,24 @@ def wrong_losses() -> Entries:
 
 def wrong_states() -> Entries:
   for flag in (1, 1.0, None, jnp.ones(()), jnp.ones((), jnp.int32), "yes"):
-    call = functools.partial(mpjax.commit, flag, PARAMS, PARAMS)
-    yield f"commit {flag!r}", call, TypeError, "mpjax.commit(finite, new, old)"
+    call = functools.partial(mpjax.select_tree, flag, PARAMS, PARAMS)
+    yield f"commit {flag!r}", call, TypeError, "mpjax.select_tree(finite, new, old)"
   for shape in ((1,), (2,), (0,)):
-    call = functools.partial(mpjax.commit, jnp.ones(shape, bool), PARAMS, PARAMS)
-    yield f"commit {shape}", call, ValueError, "mpjax.commit(finite, new, old)", str(shape)
+    call = functools.partial(mpjax.select_tree, jnp.ones(shape, bool), PARAMS, PARAMS)
+    yield f"commit {shape}", call, ValueError, "mpjax.select_tree(finite, new, old)", str(shape)
   for skips in (1, 3, 50):
     stuck = TX.init(PARAMS)
     (label,) = stuck.loss_scale
     scale = stuck.loss_scale[label]._replace(consecutive_skips=jnp.asarray(skips, jnp.int32))
     stuck = stuck._replace(loss_scale={label: scale})
-    call = functools.partial(mpjax.check_progress, stuck, skips)
-    yield f"stuck for {skips}", call, RuntimeError, "mpjax.check_progress(opt_state)", str(skips)
+    call = functools.partial(mpjax.check_skipped_steps, stuck, skips)
+    yield (
+      f"stuck for {skips}",
+      call,
+      RuntimeError,
+      "mpjax.check_skipped_steps(opt_state)",
+      str(skips),
+    )
   key = jax.random.key(0)
   rounding = "mpjax.apply_updates(rounding"
   for word in ("Nearest", "stochastc", "up", "", None, 3):
@@ -213,8 +219,8 @@ def wrong_states() -> Entries:
     text = f"masters of {jax.tree.structure(missing)}"
     yield text, call, TypeError, "mpjax.master_params(opt_state)", "without masters"
   for leaf in ("text", object(), None.__class__):
-    call = functools.partial(mpjax.to_arrays, {"a": leaf})
-    yield f"to_arrays {leaf!r}", call, TypeError, "mpjax.to_arrays(tree)", "at a"
+    call = functools.partial(mpjax.checkpoints.to_arrays, {"a": leaf})
+    yield f"to_arrays {leaf!r}", call, TypeError, "mpjax.checkpoints.to_arrays(tree)", "at a"
 
 
 def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:

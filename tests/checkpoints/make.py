@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 import mpjax
 
 FOLDER = pathlib.Path(__file__).parent
-SCALE = mpjax.DynamicLossScale(init=64, growth_interval=4, hysteresis=2)
+SCALE = mpjax.DynamicLossScale(init_scale=64, growth_interval=4, hysteresis=2)
 
 
 class Layout(NamedTuple):
@@ -72,7 +72,7 @@ def step_adam(state: Any, gradient: float) -> Any:
 
 def momentum() -> Any:
   inner = mpjax.master_weights(optax.sgd(0.5, momentum=0.5))
-  return mpjax.loss_scaling(mpjax.accumulate(inner, 4), SCALE)
+  return mpjax.loss_scaling(mpjax.accumulate_gradients(inner, 4), SCALE)
 
 
 def begin_training() -> Any:
@@ -110,7 +110,7 @@ def step_training(state: Any, gradient: float) -> Any:
 
 
 def named(tree: Any) -> dict[str, Any]:
-  return mpjax.to_arrays(tree)
+  return mpjax.checkpoints.to_arrays(tree)
 
 
 LAYOUTS = {

@@ -58,8 +58,8 @@ def big_steps(windows):
 @functools.cache
 def micro_step(k, dtype):
   """The compiled step of one micro-batch, and the state before the first."""
-  config = mpjax.DynamicLossScale(init=2.0**4, max_scale=2.0**6)
-  tx = mpjax.loss_scaling(mpjax.accumulate(optimizer(), k), config)
+  config = mpjax.DynamicLossScale(init_scale=2.0**4, max_scale=2.0**6)
+  tx = mpjax.loss_scaling(mpjax.accumulate_gradients(optimizer(), k), config)
   x, y, w = data()
 
   def step(w, state, x, y, poison):
@@ -171,7 +171,7 @@ def record(tx, carry, now):
 
 def scaled(every, **options):
   config = mpjax.DynamicLossScale(**CONFIG)
-  return mpjax.loss_scaling(mpjax.accumulate(optimizer(), every), config, **options)
+  return mpjax.loss_scaling(mpjax.accumulate_gradients(optimizer(), every), config, **options)
 
 
 @pytest.mark.case("A113", "A112", "B107", "B108", "A44")
@@ -293,7 +293,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @pytest.mark.parametrize("scale", [None, 2])
 def test_the_sum_is_float32_whatever_the_dtypes(scale):
   """4 x 20000 is an inf in float16, and 256 + 1 is 256 in bfloat16."""
-  tx = mpjax.accumulate(optax.sgd(2.0**-4), 4)
+  tx = mpjax.accumulate_gradients(optax.sgd(2.0**-4), 4)
   if scale:
     tx = mpjax.loss_scaling(tx, mpjax.StaticLossScale(scale))
   pairs = {f"{own} {other}": (own, other) for own in DTYPES for other in DTYPES}

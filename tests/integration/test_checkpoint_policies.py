@@ -110,14 +110,16 @@ def test_what_is_saved_for_weights_is_float32(policy, checkpoints):
     raw = checkpointer.restore(checkpoints / policy)
   inner = raw["opt_state"]["inner_state"]
   saved = inner["master"] if policy == "bfloat16" else raw["params"]
-  found = mpjax.restore_like(jax.eval_shape(lambda: training("float32")[0].params), saved)
+  found = mpjax.checkpoints.restore_like(
+    jax.eval_shape(lambda: training("float32")[0].params), saved
+  )
   assert bits(found) == bits(weights(trained(policy)))
 
 
 @pytest.mark.case("A65")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_under_the_same_policy_the_next_five_outputs_are_the_same(policy, checkpoints):
-  restored = mpjax.restore_like(training(policy)[0], checkpoints / policy)
+  restored = mpjax.checkpoints.restore_like(training(policy)[0], checkpoints / policy)
   assert bits(restored) == bits(trained(policy))
   state, outputs = advance(policy, restored, 5)
   straight, wanted = advance(policy, trained(policy), 5)
@@ -134,15 +136,15 @@ def test_any_policy_goes_on_from_any_other(old, new, checkpoints):
   same_layout = old == new or {old, new} == {"float32", "mixed_bfloat16"}
   if not same_layout:
     with pytest.raises(mpjax.MpjaxValueError, match=r"expected (a loss scale|the leaves) of"):
-      mpjax.restore_like(training(new)[0], checkpoints / old, cast=True)
-  restored = mpjax.restore_like(training(old)[0], checkpoints / old)
+      mpjax.checkpoints.restore_like(training(new)[0], checkpoints / old, cast=True)
+  restored = mpjax.checkpoints.restore_like(training(old)[0], checkpoints / old)
   state = begin_from(new, restored)
   assert bits(weights(state)) == bits(weights(trained(old)))
   assert bits(moments(state)) == bits(moments(trained(old)))
   param_dtype = mpjax.Policy.parse(new).param_dtype
   assert {x.dtype for x in jax.tree.leaves(state.params)} == {param_dtype}
   if same_layout and old != "mixed_float16":
-    assert bits(mpjax.restore_like(training(new)[0], checkpoints / old)) == bits(state)
+    assert bits(mpjax.checkpoints.restore_like(training(new)[0], checkpoints / old)) == bits(state)
   # Its own step takes it, without a new trace, and goes on learning.
   before = advance(old, trained(old), 1)[1]
   after, outputs = advance(new, state, 3)
@@ -162,10 +164,10 @@ def test_float32_weights_train_on_in_half_with_exact_masters(half, checkpoints):
   with pytest.raises(
     mpjax.MpjaxValueError, match=rf"float32\[4, 5\] for {half}\[4, 5\] at Dense_1"
   ):
-    mpjax.restore_like(target, raw)
-  params = mpjax.restore_like(target, raw, cast=True)
+    mpjax.checkpoints.restore_like(target, raw)
+  params = mpjax.checkpoints.restore_like(target, raw, cast=True)
   opt_state = mpjax.master_weights(ADAM).init(params)
-  opt_state = mpjax.set_master_params(opt_state, mpjax.restore_like(full, raw))
+  opt_state = mpjax.set_master_params(opt_state, mpjax.checkpoints.restore_like(full, raw))
   saved = trained("float32").params
   assert bits(mpjax.master_params(opt_state)) == bits(saved)
   assert bits(params) == bits(jax.tree.map(lambda x: np.asarray(x).astype(half), saved))

@@ -121,10 +121,10 @@ def fine_tuned(policy, checkpoint):
     return cross_entropy(model.apply({"params": params}, batch), data()[2]), (model_state, {})
 
   half = policy == STORED_IN_HALF
-  params = mpjax.restore_like(target(policy), checkpoint, cast=half)["params"]
+  params = mpjax.checkpoints.restore_like(target(policy), checkpoint, cast=half)["params"]
   first = mpjax.TrainState.create(params, tx)
   if half:
-    weights = mpjax.restore_like(target("float32"), checkpoint)["params"]
+    weights = mpjax.checkpoints.restore_like(target("float32"), checkpoint)["params"]
     first = first._replace(opt_state=mpjax.set_master_params(first.opt_state, weights))
   step = mpjax.make_train_step(loss_fn, tx, donate=False)
   state, losses = first, []
@@ -171,7 +171,7 @@ def test_the_export_of_half_training_is_its_masters(checkpoint, tmp_path):
     assert bits(np.asarray(exported).astype(np.float16)) == bits(param)
     assert bits(np.asarray(param).astype(np.float32)) != bits(exported)
   # The plain model reads it with nothing to cast, and knows what was learned.
-  plain = mpjax.restore_like(target("float32"), tmp_path / "export")
+  plain = mpjax.checkpoints.restore_like(target("float32"), tmp_path / "export")
   assert bits(plain) == bits(raw)
   assert float(plain_loss(plain["params"], data()[1])) < losses[-1] * 1.02
 
@@ -183,12 +183,14 @@ def test_there_and_back_on_disk_is_rounding_and_nothing_else(half, checkpoint, t
   rounded = jax.tree.map(lambda x: np.asarray(x).astype(half), original)
   wide = jax.tree.map(lambda x: x.astype(np.float32), rounded)
   assert bits(wide) != bits(original)
-  there = mpjax.restore_like(target(half), checkpoint, cast=True)
+  there = mpjax.checkpoints.restore_like(target(half), checkpoint, cast=True)
   assert bits(there) == bits(rounded)
-  back = mpjax.restore_like(target("float32"), save(tmp_path / "half", there), cast=True)
+  back = mpjax.checkpoints.restore_like(
+    target("float32"), save(tmp_path / "half", there), cast=True
+  )
   assert bits(back) == bits(wide)
   assert bits(mpjax.convert(there, "float32")) == bits(wide)
-  again = mpjax.restore_like(target(half), save(tmp_path / "again", back), cast=True)
+  again = mpjax.checkpoints.restore_like(target(half), save(tmp_path / "again", back), cast=True)
   assert bits(again) == bits(there)
 
 
@@ -200,8 +202,8 @@ def test_a_new_layer_keeps_its_first_values(checkpoint):
   raw = read(checkpoint)["params"]
   body = {name: layer for name, layer in first.items() if name != "head"}
   with pytest.raises(mpjax.MpjaxValueError, match=r"float32\[10\] for float32\[3\] at head/bias"):
-    mpjax.restore_like(first, raw)
-  params = first | mpjax.restore_like(body, {name: raw[name] for name in body})
+    mpjax.checkpoints.restore_like(first, raw)
+  params = first | mpjax.checkpoints.restore_like(body, {name: raw[name] for name in body})
   assert bits(params["head"]) == bits(first["head"])
   assert bits({name: params[name] for name in body}) == bits({name: raw[name] for name in body})
 
@@ -217,7 +219,7 @@ def fine_tuned_nnx(policy, stored, checkpoint):
   raw = read(checkpoint)["params"]
   weights = {ours: raw[linen] for ours, linen in NAMES.items()}
   like = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  weights = nnx.State(mpjax.restore_like(like, weights))
+  weights = nnx.State(mpjax.checkpoints.restore_like(like, weights))
   nnx.update(model, mpjax.Policy(param_dtype=stored).cast_to_param(weights))
   tx = mpjax.loss_scaling(mpjax.master_weights(ADAM), mpjax.StaticLossScale(256))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -256,5 +258,5 @@ def test_nnx_fine_tunes_and_exports_the_same_checkpoint(stored, checkpoint, tmp_
   )
   plain = NnxNetwork()
   target = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
-  nnx.update(plain, nnx.State(mpjax.restore_like(target, tmp_path / "export")))
+  nnx.update(plain, nnx.State(mpjax.checkpoints.restore_like(target, tmp_path / "export")))
   assert float(cross_entropy(plain(data()[1]), data()[2])) < losses[-1] * 1.05

@@ -19,7 +19,7 @@ WRAPPERS = {
   "loss_scaling": lambda inner: mpjax.loss_scaling(inner),
   "no scale": lambda inner: mpjax.loss_scaling(inner, mpjax.NoLossScale()),
   "master_weights": mpjax.master_weights,
-  "accumulate": lambda inner: mpjax.accumulate(inner, 2),
+  "accumulate": lambda inner: mpjax.accumulate_gradients(inner, 2),
 }
 
 
@@ -41,12 +41,12 @@ def test_float8_statistics_are_not_given_to_the_optimizer(name):
     where=".init(params)",
     expected="parameters that follow their gradients",
     got=f"at ['{OWG}']",
-    fix="mpjax.commit(finite, grads",
+    fix="mpjax.select_tree(finite, grads",
   )
 
 
 def test_the_way_out_takes_them_over_and_a_skipped_step_does_not():
-  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init=2.0**10))
+  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=2.0**10))
   start = variables()
   opt_state = tx.init(start["params"])
 
@@ -55,7 +55,7 @@ def test_the_way_out_takes_them_over_and_a_skipped_step_does_not():
     grads = mpjax.value_and_grad(loss, opt_state)(old, batch)[1]
     updates, opt_state = tx.update(grads["params"], opt_state, old["params"])
     finite = mpjax.loss_scaling_metrics(opt_state)["finite"]
-    taken = mpjax.commit(finite, grads[OWG], old[OWG])
+    taken = mpjax.select_tree(finite, grads[OWG], old[OWG])
     return {"params": optax.apply_updates(old["params"], updates), OWG: taken}, opt_state, grads
 
   new, opt_state, grads = step(start, opt_state, BATCH)

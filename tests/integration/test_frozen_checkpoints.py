@@ -19,7 +19,7 @@ def arrays(name, file):
 
 
 def assert_holds(tree, wanted, inexact=None):
-  found = mpjax.to_arrays(tree)
+  found = mpjax.checkpoints.to_arrays(tree)
   assert sorted(found) == sorted(wanted)
   for path, x in found.items():
     assert (x.dtype, x.shape) == (wanted[path].dtype, wanted[path].shape)
@@ -39,7 +39,7 @@ def test_every_layout_has_its_folder():
 def test_a_frozen_checkpoint_loads_and_goes_on(name, file):
   layout = make.LAYOUTS[name]
   saved = make.FOLDER / name / "state" if file == "orbax" else arrays(name, "state")
-  state = mpjax.restore_like(layout.begin(), saved)
+  state = mpjax.checkpoints.restore_like(layout.begin(), saved)
   assert_holds(state, arrays(name, "state"))
   wanted = arrays(name, "next") | averages(arrays(name, "state"), arrays(name, "next"))
   assert_holds(make.run(layout, state, layout.after), wanted, INEXACT.get(name))
@@ -63,8 +63,8 @@ def averages(state, after):
 
 def test_they_were_saved_in_the_middle_of_everything():
   for name in make.LAYOUTS:
-    state = mpjax.restore_like(make.LAYOUTS[name].begin(), make.FOLDER / name / "state")
-    scaling = mpjax.to_arrays(state)
+    state = mpjax.checkpoints.restore_like(make.LAYOUTS[name].begin(), make.FOLDER / name / "state")
+    scaling = mpjax.checkpoints.to_arrays(state)
     counts = {path.rpartition("/")[2]: x.item() for path, x in scaling.items() if x.ndim == 0}
     assert (counts["scale"], counts["hysteresis"], counts["skipped"]) == (128, 1, 1)
     assert counts["good_steps"] in (2, 3)
@@ -79,16 +79,16 @@ def test_a_field_more_or_less_is_named_and_can_be_mended(name):
   saved[old.replace("first_bad", "overflows")] = saved.pop(old)
   target = make.LAYOUTS[name].begin()
   with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-    mpjax.restore_like(target, saved)
+    mpjax.checkpoints.restore_like(target, saved)
   check_error(
     excinfo,
-    where="mpjax.restore_like(target, restored)",
+    where="mpjax.checkpoints.restore_like(target, restored)",
     expected="the leaves of target and no others",
     got=f"nothing at {old}; an extra leaf at {old.replace('first_bad', 'overflows')}. ",
     fix="add what is missing",
   )
   saved[old] = saved.pop(old.replace("first_bad", "overflows"))
-  assert_holds(mpjax.restore_like(target, saved), arrays(name, "state"))
+  assert_holds(mpjax.checkpoints.restore_like(target, saved), arrays(name, "state"))
 
 
 @pytest.mark.case("B123")
@@ -99,15 +99,15 @@ def test_an_old_state_moves_to_another_configuration():
   start = make.begin_adam()
   tx = mpjax.loss_scaling(optax.adam(0.125, b1=0.5, b2=0.75))
   with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-    mpjax.restore_like({**start, "opt_state": tx.init(start["params"])}, saved)
+    mpjax.checkpoints.restore_like({**start, "opt_state": tx.init(start["params"])}, saved)
   check_error(
     excinfo,
-    where="mpjax.restore_like(target, restored)",
+    where="mpjax.checkpoints.restore_like(target, restored)",
     expected="a loss scale of the configuration 'dynamic' at opt_state",
     got="'dynamic(growth_interval=4,hysteresis=2)'",
     fix="give its inner_state to the new state",
   )
-  old = mpjax.restore_like(start, saved)
+  old = mpjax.checkpoints.restore_like(start, saved)
   scale = float(mpjax.loss_scaling_metrics(old["opt_state"])["loss_scale"])
   new = tx.init(start["params"])._replace(inner_state=old["opt_state"].inner_state)
   new = mpjax.set_loss_scale(new, scale)

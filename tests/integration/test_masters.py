@@ -121,13 +121,13 @@ COMPOSITIONS = {
   "labelled": Composition(lambda: labelled(lambda tx: tx), scaled=False),
   "labelled inside": Composition(lambda: labelled(scaling)),
   "window inside": Composition(
-    lambda: scaling(masters(mpjax.accumulate(optimizer(), 2))), window=2
+    lambda: scaling(masters(mpjax.accumulate_gradients(optimizer(), 2))), window=2
   ),
   "window around": Composition(
-    lambda: scaling(mpjax.accumulate(masters(optimizer()), 2)), window=2
+    lambda: scaling(mpjax.accumulate_gradients(masters(optimizer()), 2)), window=2
   ),
   "window alone": Composition(
-    lambda: mpjax.accumulate(masters(optimizer()), 4), scaled=False, window=4
+    lambda: mpjax.accumulate_gradients(masters(optimizer()), 4), scaled=False, window=4
   ),
 }
 

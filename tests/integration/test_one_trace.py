@@ -10,7 +10,7 @@ import pytest
 
 import mpjax
 
-CONFIG = mpjax.DynamicLossScale(init=2.0**10, growth_interval=3, max_scale=2.0**12)
+CONFIG = mpjax.DynamicLossScale(init_scale=2.0**10, growth_interval=3, max_scale=2.0**12)
 
 
 def avals(tree):

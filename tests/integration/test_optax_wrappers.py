@@ -213,7 +213,9 @@ def test_growing_the_tree_in_the_middle_of_a_run():
   scale = float(mpjax.loss_scaling_metrics(state)["loss_scale"])
   carried = mpjax.set_loss_scale(fresh, scale)
   assert mpjax.loss_scaling_metrics(carried)["loss_scale"] == 2.0**14
-  start = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init=2.0**14)).init(grown)
+  start = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=2.0**14)).init(
+    grown
+  )
   assert jax.tree.structure(carried) == jax.tree.structure(start)
   assert bits(carried) == bits(start), "the rest equals a run that starts there"
   assert "set it in the state that `init` makes" in " ".join(mpjax.set_loss_scale.__doc__.split())
@@ -282,7 +284,7 @@ def test_a_gradient_that_overflows_inside_of_sam_skips_the_step_and_backs_off(ji
   inner = optax.contrib.sam(
     optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), adversary, opaque_mode=True
   )
-  tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(init=8))
+  tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(init_scale=8))
 
   def step(params, state, inside):
     def grad_fn(params, _):
@@ -301,7 +303,7 @@ def test_a_gradient_that_overflows_inside_of_sam_skips_the_step_and_backs_off(ji
     metrics = mpjax.loss_scaling_metrics(state)
     assert (metrics["loss_scale"], metrics["skipped"], metrics["bad_updates"]) == (4, 1, 0)
     with pytest.raises(mpjax.MpjaxRuntimeError, match="in the gradient of the root"):
-      mpjax.check_progress(state, 1, params=params)
+      mpjax.check_skipped_steps(state, 1, params=params)
 
 
 @pytest.mark.parametrize("jit", [True, False])
@@ -361,7 +363,7 @@ def test_opaque_sam_with_several_losses(scaled):
 
 def test_sam_in_a_training_step_which_hands_it_a_value_it_does_not_know():
   params = jnp.asarray([1.0, -2.0])
-  tx = mpjax.loss_scaling(mpjax.accumulate(sam(False), 1), mpjax.StaticLossScale(4))
+  tx = mpjax.loss_scaling(mpjax.accumulate_gradients(sam(False), 1), mpjax.StaticLossScale(4))
   step = mpjax.make_train_step(lambda p, ms, b, rng: (in_float16(p) * b, (ms, {})), tx)
   state = mpjax.TrainState.create(params, tx)
   plain, control = sam(False), params

@@ -20,8 +20,10 @@ import mpjax
 ROOT = pathlib.Path(__file__).parent.parent.parent
 STEPS = 40
 WINDOW = 3
-SCALE = mpjax.DynamicLossScale(init=2**12, growth_interval=4, hysteresis=2)
-TX = mpjax.loss_scaling(mpjax.accumulate(mpjax.master_weights(optax.adam(0.01)), WINDOW), SCALE)
+SCALE = mpjax.DynamicLossScale(init_scale=2**12, growth_interval=4, hysteresis=2)
+TX = mpjax.loss_scaling(
+  mpjax.accumulate_gradients(mpjax.master_weights(optax.adam(0.01)), WINDOW), SCALE
+)
 TOO_LARGE = (7, 8, 21, 33)
 """Steps whose batch overflows in float16, whatever the loss scale is."""
 
@@ -72,10 +74,10 @@ def straight():
   """The run without an interruption: what the state was before each step, and the metrics."""
   state, states, metrics = begin(), [], []
   for k in range(STEPS):
-    states.append(mpjax.to_arrays(state))
+    states.append(mpjax.checkpoints.to_arrays(state))
     state, trail = advance(state, k, k + 1)
     metrics += trail
-  return [*states, mpjax.to_arrays(state)], metrics
+  return [*states, mpjax.checkpoints.to_arrays(state)], metrics
 
 
 def bits(x):
@@ -86,7 +88,7 @@ def bits(x):
 def assert_straight(state, trail, start):
   """Asserts that what follows from `start` is what followed without an interruption."""
   states, metrics = straight()
-  found = mpjax.to_arrays(state)
+  found = mpjax.checkpoints.to_arrays(state)
   assert list(found) == list(states[-1])
   assert [path for path in found if bits(found[path]) != bits(states[-1][path])] == []
   assert jax.tree.map(bits, trail) == jax.tree.map(bits, metrics[start:])
@@ -125,7 +127,7 @@ def through_msgpack(state, folder):
 
 
 def through_npz(state, folder):
-  np.savez(folder / "state.npz", **mpjax.to_arrays(state))
+  np.savez(folder / "state.npz", **mpjax.checkpoints.to_arrays(state))
   with np.load(folder / "state.npz") as file:
     return dict(file)
 
@@ -141,7 +143,7 @@ def through_orbax(state, folder):
 def test_resumed_from_msgpack_at_any_step(k, tmp_path):
   state, _ = advance(begin(), 0, k)
   saved = through_msgpack(state, tmp_path)
-  assert_straight(*advance(mpjax.restore_like(begin(), saved), k, STEPS), k)
+  assert_straight(*advance(mpjax.checkpoints.restore_like(begin(), saved), k, STEPS), k)
 
 
 def phase(k):
@@ -175,7 +177,7 @@ def test_the_chosen_steps_are_in_every_phase():
 def test_resumed_in_each_phase(through, k, tmp_path):
   state, _ = advance(begin(), 0, k)
   target = jax.eval_shape(begin) if k % 2 else begin()
-  restored = mpjax.restore_like(target, through(state, tmp_path))
+  restored = mpjax.checkpoints.restore_like(target, through(state, tmp_path))
   assert_straight(*advance(restored, k, STEPS), k)
 
 
@@ -185,7 +187,7 @@ def test_no_resume_has_traced_the_step_again(tmp_path):
   assert train_step()._cache_size() == 1
   state, _ = advance(begin(), 0, 5)
   for through in (through_msgpack, through_npz, through_orbax):
-    advance(mpjax.restore_like(begin(), through(state, tmp_path)), 5, 7)
+    advance(mpjax.checkpoints.restore_like(begin(), through(state, tmp_path)), 5, 7)
   assert train_step()._cache_size() == 1
 
 
@@ -197,8 +199,8 @@ def test_resumed_in_a_new_process(tmp_path):
     "import sys, numpy, mpjax\n"
     "from tests.integration import test_resume as run\n"
     "saved, k, out = sys.argv[1:]\n"
-    "restored = mpjax.restore_like(run.begin(), saved)\n"
-    "numpy.savez(out, **mpjax.to_arrays(run.advance(restored, int(k), run.STEPS)[0]))"
+    "restored = mpjax.checkpoints.restore_like(run.begin(), saved)\n"
+    "numpy.savez(out, **mpjax.checkpoints.to_arrays(run.advance(restored, int(k), run.STEPS)[0]))"
   )
   out = tmp_path / "out.npz"
   done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 import mpjax
 
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
-CONFIG = mpjax.DynamicLossScale(init=64, growth_interval=3, hysteresis=2)
+CONFIG = mpjax.DynamicLossScale(init_scale=64, growth_interval=3, hysteresis=2)
 TX = mpjax.loss_scaling(optax.adam(0.1), CONFIG)
 
 
@@ -62,7 +62,7 @@ def test_another_configuration_does_not_restore(through, other, tmp_path):
 @pytest.mark.parametrize("through", [by_flax, by_orbax])
 def test_another_start_does(through, tmp_path):
   tx = mpjax.loss_scaling(
-    optax.adam(0.1), mpjax.DynamicLossScale(init=2, growth_interval=3, hysteresis=2)
+    optax.adam(0.1), mpjax.DynamicLossScale(init_scale=2, growth_interval=3, hysteresis=2)
   )
   restored = through(after([0, 0]), tx.init(PARAMS), tmp_path)
   assert mpjax.loss_scaling_metrics(restored)["loss_scale"] == 32

@@ -47,7 +47,7 @@ def test_a_bad_micro_batch_in_each_place(monkeypatch, how, every):
   """Neither it nor the scale, which moves inside each window, can be seen in what is applied."""
   on_cpu = how == "by a branch"
   monkeypatch.setattr(_loss_scaling, "one_at_a_time", lambda: jnp.asarray(on_cpu))
-  inner = mpjax.accumulate(optax.sgd(0.5, momentum=0.5), every)
+  inner = mpjax.accumulate_gradients(optax.sgd(0.5, momentum=0.5), every)
   tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(**CONFIG))
   params, state = PARAMS, tx.init(PARAMS)
   update = tx.update

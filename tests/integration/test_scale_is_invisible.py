@@ -9,7 +9,7 @@ import pytest
 import mpjax
 from tests.integration.rig import OPTIMIZERS, batches, loss_fn, variables
 
-CONFIG = mpjax.DynamicLossScale(init=1, max_scale=2.0**40, growth_interval=2**30)
+CONFIG = mpjax.DynamicLossScale(init_scale=1, max_scale=2.0**40, growth_interval=2**30)
 STEPS = 4
 
 

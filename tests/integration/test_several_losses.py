@@ -159,7 +159,9 @@ def test_only_the_optimizer_with_the_bad_gradients_skips(how):
 def test_two_players_of_one_game():
   """Half compute, losses that read each other's parameters, and a fault in one player's loss."""
   tx = {
-    name: mpjax.loss_scaling(optax.sgd(2.0**-4), mpjax.DynamicLossScale(init=2.0**8), name=name)
+    name: mpjax.loss_scaling(
+      optax.sgd(2.0**-4), mpjax.DynamicLossScale(init_scale=2.0**8), name=name
+    )
     for name in ("generator", "critic")
   }
   noise = jnp.asarray([[1.0, 2.0], [0.5, -1.0]])
@@ -252,13 +254,13 @@ def test_three_scales_after_so_many_overflows_each():
     assert (found["total"], found["skipped"]) == (6, 5), "what was skipped is the step, for all"
 
 
-def two(init=4, inner=None):
-  config = mpjax.DynamicLossScale(init=init)
+def two(init_scale=4, inner=None):
+  config = mpjax.DynamicLossScale(init_scale=init_scale)
   return mpjax.loss_scaling(inner or optax.sgd(1.0, momentum=0.5), {"a": config, "b": config})
 
 
 def test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame():
-  tx = two(init=1)
+  tx = two(init_scale=1)
   params = jnp.asarray([1.0, -0.0])
   state = tx.init(params)
   update = jax.jit(tx.update)
@@ -293,7 +295,7 @@ def test_a_quotient_that_overflows_counts_for_its_own_loss():
   tx = mpjax.loss_scaling(
     optax.sgd(1.0),
     {
-      "a": mpjax.DynamicLossScale(init=0.25, min_scale=0.125),
+      "a": mpjax.DynamicLossScale(init_scale=0.25, min_scale=0.125),
       "b": mpjax.StaticLossScale(0.25),
     },
   )
@@ -392,7 +394,7 @@ def test_integers_and_line_searches_without_scaling():
 def test_all_devices_decide_alike_for_each_loss(devices, check_vma):
   """A NaN in one loss on one device skips the step everywhere, and that scale backs off."""
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
-  config = mpjax.DynamicLossScale(init=4)
+  config = mpjax.DynamicLossScale(init_scale=4)
   tx = mpjax.loss_scaling(optax.sgd(1.0), {"a": config, "b": config}, axis_name="data")
   params = jnp.ones(2)
 
@@ -421,7 +423,7 @@ def test_all_devices_decide_alike_for_each_loss(devices, check_vma):
 
 def test_with_masters_and_windows_inside():
   """Everything at once, by hand: two windows, and a bad micro-batch in the first."""
-  inner = mpjax.accumulate(mpjax.master_weights(optax.sgd(2.0**-12)), 2)
+  inner = mpjax.accumulate_gradients(mpjax.master_weights(optax.sgd(2.0**-12)), 2)
   tx = two(inner=inner)
   params = jnp.ones(3, jnp.bfloat16)
   state = tx.init(params)

@@ -243,7 +243,7 @@ def test_an_overflow_in_an_automatic_reduction_is_seen(eight_devices, axis_type)
   """Under automatic sharding the partitioner sums half gradients in half. The inf is one step that
   is skipped, and a smaller scale for the next."""
   mesh = mesh_of(eight_devices, axis_type)
-  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init=16.0))
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=16.0))
   state = mpjax.TrainState.create(place(mesh, {"w": jnp.zeros((3, 2))}, jax.P()), tx)
   step = mpjax.make_train_step(product(jnp.float16), tx)
   batch = place(mesh, jnp.full((8, 3), 1000.0), jax.P("data"))
@@ -291,7 +291,7 @@ def test_of_sharded_parameters_the_half_copy_travels(eight_devices, axis_type, c
 def test_all_devices_run_a_batch_again(eight_devices, check_vma):
   """A gradient overflows on one device only, at the first two scales."""
   mesh = mesh_of(eight_devices)
-  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init=16.0))
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=16.0))
   step = mpjax.make_train_step(product(jnp.float16), tx, axis_name="data", max_retries=3)
   specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
   step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))

@@ -47,7 +47,7 @@ apply = jax.jit(jax.vmap(optax.apply_updates))
 @jax.vmap
 def commit(finite, params, new_stats, rest):
   """What no optimizer holds: batch statistics, an average of the parameters, the step."""
-  return mpjax.commit(finite, (new_stats, average(rest[1], params), rest[2] + 1), rest)
+  return mpjax.select_tree(finite, (new_stats, average(rest[1], params), rest[2] + 1), rest)
 
 
 @jax.jit

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from tests.autocast import checks
+from tests.jaxprs.autocast import checks
 from tests.models import layers
 from tests.models.papers import PAPERS
 from tests.models.situations import SITUATIONS

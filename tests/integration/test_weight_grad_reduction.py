@@ -217,7 +217,7 @@ def test_an_overflow_in_the_sum_of_finite_parts(devices):
   """Each device finds 32768, which float16 holds; the sum over four, 131072, it does not."""
   model, mesh = nn.Dense(1, use_bias=False), mesh_of(devices)
   x, params = jnp.full((4, 1), 128.0), {"kernel": jnp.ones((1, 1))}
-  tx = mpjax.loss_scaling(optax.sgd(2.0**-12), mpjax.DynamicLossScale(init=256.0))
+  tx = mpjax.loss_scaling(optax.sgd(2.0**-12), mpjax.DynamicLossScale(init_scale=256.0))
 
   def step(weight_grad, params, state, x):
     apply = with_policy(model, policy("float16", weight_grad)).apply

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._active import ACTIVE
+from mpjax._core.active import ACTIVE
 from tests.errors import check_error
 from tests.linen.probes import KEY, X
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._active import ACTIVE
-from mpjax._given import give
+from mpjax._core.active import ACTIVE
+from mpjax._core.policy_config import give
 from mpjax.linen._context import OFF, Active, begin
 from tests.linen.probes import KEY, Probe, X, note, noted, seen, seen_under
 

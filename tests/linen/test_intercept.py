@@ -14,7 +14,7 @@ from flax.core import FrozenDict
 from flax.linen import module as linen_module
 
 import mpjax
-from mpjax._active import ACTIVE
+from mpjax._core.active import ACTIVE
 from tests.linen.products import HALF, KEY, X, all_half, dtypes, operands, text
 from tests.programs import bits, products
 
@@ -818,7 +818,7 @@ def test_map_variables():
       def unit(variables):
         return jax.tree.map(lambda w: w / jnp.linalg.norm(w), variables)
 
-      return nn.map_variables(nn.Dense, "params", unit, init=self.is_initializing())(3)(x)
+      return nn.map_variables(nn.Dense, "params", unit, init_scale=self.is_initializing())(3)(x)
 
   variables = jax.eval_shape(Unit().init, KEY, X)
   assert dtypes(jax.eval_shape(with_policy(Unit(), "mixed_bfloat16").init, KEY, X)) == dtypes(

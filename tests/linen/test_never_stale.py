@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax._active import ACTIVE
+from mpjax._core.active import ACTIVE
 from tests.errors import check_error
 from tests.linen.probes import KEY, Probe, X, calls, note, seen, text
 from tests.programs import products

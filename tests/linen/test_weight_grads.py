@@ -7,6 +7,7 @@ over many rows: those are what float32 weight gradients are for.
 import collections
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._jaxpr import residual_bytes
+from mpjax._jaxprs.walk import residual_bytes
 from tests.linen.probes import HALF, KEY, dtypes, text
 from tests.programs import bits, equations, products, run
 
@@ -163,7 +164,8 @@ def by_definition(model, variables, x, cotangent):
   ("model", "shape", "half", "gain"),
   [
     pytest.param(nn.Dense(4), (512, 3), "bfloat16", 10_000, id="Dense in bfloat16"),
-    pytest.param(nn.Dense(4), (512, 3), "float16", 1_000, id="Dense in float16"),
+    # Of fewer terms, so that the gain does not depend on the order in which a CPU adds them.
+    pytest.param(nn.Dense(4), (128, 3), "float16", 1_000, id="Dense in float16"),
     pytest.param(nn.Conv(3, (3,)), (8, 64, 2), "bfloat16", 10_000, id="Conv in bfloat16"),
   ],
 )
@@ -184,8 +186,8 @@ def test_error_against_float64(model, shape, half, gain):
     return np.abs(np.asarray(jax.flatten_util.ravel_pytree(found)[0], np.float64) - true)
 
   ours = errors("float32")
-  # 512 float32 additions, in any order.
-  assert (ours <= 512 * 2.0**-24 * terms).all()
+  # So many float32 additions, in any order.
+  assert (ours <= math.prod(shape[:-1]) * 2.0**-24 * terms).all()
   # Biases have float32 sums without it too; the kernel comes last.
   kernel = slice(-variables["params"]["kernel"].size, None)
   assert errors(None)[kernel].mean() > gain * ours[kernel].mean()

@@ -25,21 +25,21 @@ class Mutation(NamedTuple):
     return f"{self.number}{self.letter}"
 
 
-_SCALE = "mpjax/_loss_scale.py"
-_CONFIG = "mpjax/_loss_scale_config.py"
-_TREE = "mpjax/_tree.py"
+_SCALE = "mpjax/transforms/_loss_scale.py"
+_CONFIG = "mpjax/transforms/_loss_scale_config.py"
+_TREE = "mpjax/_core/trees.py"
 _ACCESS = "mpjax/transforms/_loss_scale_access.py"
 _SCALING = "mpjax/transforms/_loss_scaling.py"
 _ACCUMULATION = "mpjax/transforms/_accumulation.py"
 _MASTERS = "mpjax/transforms/_master_weights.py"
-_STEP = "mpjax/training/_train_step.py"
-_GRADIENTS = "mpjax/training/_gradients.py"
-_LEAVES = "mpjax/_leaves.py"
+_STEP = "mpjax/transforms/_train_step.py"
+_GRADIENTS = "mpjax/transforms/_gradients.py"
+_LEAVES = "mpjax/_core/leaves.py"
 _INTERCEPT = "mpjax/linen/_intercept.py"
 _OUTERMOST = "mpjax/linen/_outermost.py"
 _OUTERMOST_OF_NNX = "mpjax/nnx/_outermost.py"
 
-_TEST_SCALE = "tests/test_loss_scale.py::"
+_TEST_SCALE = "tests/transforms/test_loss_scale.py::"
 _TEST_SCALING = "tests/transforms/test_loss_scaling.py::"
 
 _TEST_ACCUMULATION = "tests/transforms/test_accumulation.py::"
@@ -111,7 +111,7 @@ _DYNAMICS = (
     file=_CONFIG,
     old='return label_number(label, "min_scale"), ',
     new="return DynamicLossScale.min_scale, ",
-    test="tests/test_loss_scale_config.py::test_label_keeps_the_limits_exactly",
+    test="tests/transforms/test_loss_scale_config.py::test_label_keeps_the_limits_exactly",
   ),
   Mutation(
     number=9,
@@ -132,7 +132,7 @@ _DYNAMICS = (
     file=_CONFIG,
     old="SMALLEST, LARGEST = 2.0**-126, 2.0**126",
     new="SMALLEST, LARGEST = 2.0**-126, 2.0**127",
-    test="tests/test_loss_scale_config.py::test_scales_outside_the_hard_limits",
+    test="tests/transforms/test_loss_scale_config.py::test_scales_outside_the_hard_limits",
   ),
   Mutation(
     number=11,
@@ -157,8 +157,8 @@ _DYNAMICS = (
     number=13,
     breaks="the first scale is weakly typed: the second step is another program",
     file=_SCALE,
-    old="scale=jnp.asarray(config.init if dynamic else config.scale, jnp.float32),",
-    new="scale=jnp.asarray(config.init if dynamic else config.scale),",
+    old="scale=jnp.asarray(config.init_scale if dynamic else config.scale, jnp.float32),",
+    new="scale=jnp.asarray(config.init_scale if dynamic else config.scale),",
     test="tests/integration/test_one_trace.py::test_one_trace_for_a_thousand_steps",
   ),
 )
@@ -310,7 +310,7 @@ _ACCUMULATIONS = (
         lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, grads, params
       )), (loss, metrics)
 """,
-    test="tests/training/test_gradients.py::test_sums_are_float32",
+    test="tests/transforms/test_gradients.py::test_sums_are_float32",
   ),
   Mutation(
     number=28,
@@ -371,7 +371,7 @@ _DEVICES = (
     file=_GRADIENTS,
     old="return at_least_float32(loss), vary(new), metrics, jax.tree.map(at_least_float32, grads)",
     new="return at_least_float32(loss), vary(new), metrics, grads",
-    test="tests/training/test_gradients.py::test_sums_are_float32",
+    test="tests/transforms/test_gradients.py::test_sums_are_float32",
   ),
 )
 
@@ -379,7 +379,7 @@ _POLICIES = (
   Mutation(
     number=34,
     breaks="the policy in force is a global, which no cache of jit knows of",
-    file="mpjax/_active.py",
+    file="mpjax/_core/active.py",
     old="ACTIVE = jax.make_user_context(None)\n",
     new="""
 class _Global:
@@ -417,7 +417,7 @@ ACTIVE = _Global()
     file=_TREE,
     old=") and jnp.issubdtype(x.dtype, jnp.floating)",
     new=") and jnp.issubdtype(x.dtype, jnp.number)",
-    test="tests/test_tree.py::test_no_integer_dtype_is_cast",
+    test="tests/core/test_trees.py::test_no_integer_dtype_is_cast",
   ),
   Mutation(
     number=36,
@@ -426,15 +426,15 @@ ACTIVE = _Global()
     file=_TREE,
     old=") and jnp.issubdtype(x.dtype, jnp.floating)",
     new=") and np.issubdtype(x.dtype, np.floating)",
-    test="tests/test_tree.py::test_every_floating_dtype_is_cast",
+    test="tests/core/test_trees.py::test_every_floating_dtype_is_cast",
   ),
   Mutation(
     number=37,
     breaks="a module that is traced is told the compute dtype, and rounds what operations decide",
-    file="mpjax/_regions.py",
+    file="mpjax/_jaxprs/module_calls.py",
     old="fields = dtype_field(module, dtype, always=state.cast)",
     new="fields = dtype_field(module, policy.compute_dtype, always=True)",
-    test="tests/test_regions.py"
+    test="tests/jaxprs/test_module_calls.py"
     "::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype",
   ),
   Mutation(
@@ -476,13 +476,13 @@ _STORED = (
     file=_LEAVES,
     old="(x.dtype == want.dtype or (cast and are_floating(x, want)))",
     new="(x.dtype == want.dtype or are_floating(x, want))",
-    test="tests/test_checkpoints.py::test_another_dtype_is_an_error_that_names_every_leaf",
+    test="tests/io/test_restore.py::test_another_dtype_is_an_error_that_names_every_leaf",
   ),
   Mutation(
     number=40,
     letter="b",
     breaks="a rule that picks out no module is ignored",
-    file="mpjax/_given.py",
+    file="mpjax/_core/policy_config.py",
     old='if given.unmatched != "ignore" else ()',
     new='if given.unmatched == "warn" else ()',
     test="tests/linen/test_with_policy.py"
@@ -528,7 +528,7 @@ _NNX = (
   Mutation(
     number=45,
     breaks="the output dtype is for every module, not for the outermost one called",
-    file="mpjax/_regions.py",
+    file="mpjax/_jaxprs/module_calls.py",
     old="  if not state.entered:\n",
     new="  if not state.entered or outer is not None:\n",
     test="tests/nnx/test_with_policy.py::test_a_module_inside_has_no_output_dtype",
@@ -536,7 +536,7 @@ _NNX = (
   Mutation(
     number=46,
     breaks="what a policy says of weight gradients is forgotten where a call is rewritten",
-    file="mpjax/_regions.py",
+    file="mpjax/_jaxprs/module_calls.py",
     old="weight_grads=wide, ",
     new="weight_grads=None, ",
     test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",
@@ -559,16 +559,16 @@ _STEPS = (
     file=_GRADIENTS,
     old="      return vary(loss), aux\n",
     new="      return loss, aux\n",
-    test="tests/training/test_across_devices.py"
+    test="tests/transforms/test_across_devices.py"
     "::test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient",
   ),
   Mutation(
     number=49,
     breaks="a counter of local tokens becomes the largest of all devices",
-    file="mpjax/training/_across_devices.py",
+    file="mpjax/transforms/_across_devices.py",
     old='if how == "sum" else',
     new='if how == "both" else',
-    test="tests/training/test_across_devices.py::test_a_token_counter_beside_a_step_counter",
+    test="tests/transforms/test_across_devices.py::test_a_token_counter_beside_a_step_counter",
   ),
   Mutation(
     number=50,
@@ -576,7 +576,7 @@ _STEPS = (
     file=_GRADIENTS,
     old="  return jnp.where(jnp.logical_or(new == old, both_nan), jnp.zeros_like(new), new)\n",
     new="  return jnp.where(both_nan, jnp.zeros_like(new), new)\n",
-    test="tests/training/test_train_step.py::test_what_was_infinite_before_skips_no_step",
+    test="tests/transforms/test_train_step.py::test_what_was_infinite_before_skips_no_step",
   ),
   Mutation(
     number=51,
@@ -584,16 +584,16 @@ _STEPS = (
     file=_STEP,
     old="return moved if flag is None else jnp.where(flag, moved, e)",
     new="return moved",
-    test="tests/training/test_train_step.py"
+    test="tests/transforms/test_train_step.py"
     "::test_the_average_moves_with_updates_not_with_micro_batches",
   ),
   Mutation(
     number=52,
     breaks="with hysteresis a batch is run again at the same scale",
-    file="mpjax/training/_retries.py",
+    file="mpjax/transforms/_retries.py",
     old="jnp.where(withheld, lower, after.scale)",
     new="after.scale",
-    test="tests/training/test_retries.py"
+    test="tests/transforms/test_retries.py"
     "::test_each_run_is_at_a_lower_scale_whatever_the_hysteresis",
   ),
 )

@@ -43,7 +43,7 @@ LABELS = integers(8, below=3, seed=1)
 def step(policy: str) -> Any:
   """Returns graph definition, state, `(state, inputs, poison) -> (state, loss)`, its traces."""
   model = rig.model(Net)
-  tx = mpjax.loss_scaling(optax.adam(0.02), mpjax.DynamicLossScale(init=2**10))
+  tx = mpjax.loss_scaling(optax.adam(0.02), mpjax.DynamicLossScale(init_scale=2**10))
   graphdef, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
 
   traces = []
@@ -63,7 +63,7 @@ def step(policy: str) -> Any:
     assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype("float32")}
     optimizer.update(model, grads)
     finite = mpjax.loss_scaling_metrics(nnx.as_pure(optimizer.opt_state))["finite"]
-    nnx.update(model, mpjax.commit(finite, nnx.as_pure(nnx.state(model, STATE)), old))
+    nnx.update(model, mpjax.select_tree(finite, nnx.as_pure(nnx.state(model, STATE)), old))
     return nnx.state((model, optimizer)), loss
 
   return graphdef, state, jitted(one), traces
@@ -150,12 +150,12 @@ def raw(x: Any) -> Any:
 def test_checkpoints_of_a_view_are_those_of_the_model():
   model = rig.model(Net)
   view = with_policy(model, "mixed_float16")
-  ours, plain = (mpjax.to_arrays(nnx.to_pure_dict(nnx.state(m))) for m in (view, model))
+  ours, plain = (mpjax.checkpoints.to_arrays(nnx.to_pure_dict(nnx.state(m))) for m in (view, model))
   assert ours.keys() == plain.keys()
   assert all(x.tobytes() == plain[name].tobytes() for name, x in ours.items())
   assert {str(x.dtype) for name, x in ours.items() if "rngs" not in name} == {"float32"}
   other = rig.model(Net, seed=1)
   target = nnx.to_pure_dict(nnx.state(other))
-  restored = mpjax.restore_like(target, ours)
+  restored = mpjax.checkpoints.restore_like(target, ours)
   nnx.update(other, nnx.State(restored))
   assert bits(nnx.state(other, nnx.Param)) == bits(nnx.state(model, nnx.Param))

@@ -109,7 +109,7 @@ def train(tx, policy, steps=30):
 def test_float16_trains_as_float32_does():
   wide = mpjax.loss_scaling(optax.adam(0.02), mpjax.NoLossScale())
   _, _, _, expected = train(wide, "float32")
-  config = mpjax.DynamicLossScale(init=2**8, growth_interval=5)
+  config = mpjax.DynamicLossScale(init_scale=2**8, growth_interval=5)
   model, optimizer, step, losses = train(
     mpjax.loss_scaling(optax.adam(0.02), config), "mixed_float16"
   )
@@ -121,7 +121,7 @@ def test_float16_trains_as_float32_does():
   assert all(isinstance(x, jax.Array) for x in metrics.values())
   assert metrics["loss_scale"] == 2**14
   assert metrics["total"] == 30
-  mpjax.check_progress(optimizer)
+  mpjax.check_skipped_steps(optimizer)
   before = numbers(nnx.state(model, nnx.Param))
   step(model, optimizer, X * jnp.inf)
   assert not mpjax.loss_scaling_metrics(optimizer)["finite"]
@@ -129,7 +129,7 @@ def test_float16_trains_as_float32_does():
   for _ in range(3):
     step(model, optimizer, X * jnp.inf)
   with pytest.raises(mpjax.MpjaxRuntimeError, match="skipped steps in a row"):
-    mpjax.check_progress(optimizer, 4)
+    mpjax.check_skipped_steps(optimizer, 4)
 
 
 def test_a_view_is_differentiated_like_its_model():
@@ -148,7 +148,7 @@ def test_a_view_is_differentiated_like_its_model():
 
 def test_the_scale_of_an_optimizer_is_read_at_each_call():
   """Built once, outside of the loop, it follows the scale: 4, 4, 8, 8, 16."""
-  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init=4, growth_interval=2))
+  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init_scale=4, growth_interval=2))
   model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   grad_fn = mpjax.nnx.value_and_grad(lambda m: jnp.sum(m(jnp.ones((1, 2)))), optimizer)

@@ -32,7 +32,7 @@ def signed_zeros(tree):
 @pytest.mark.parametrize(("every", "jit"), [(1, True), (2, False), (3, True), (8, True)])
 def test_nothing_moves_until_the_last_micro_batch_and_then_by_the_mean(every, jit):
   inner = optax.sgd(0.5, momentum=0.5)
-  tx = mpjax.accumulate(inner, every)
+  tx = mpjax.accumulate_gradients(inner, every)
   params, state, expected_inner = PARAMS, tx.init(PARAMS), inner.init(PARAMS)
   update, apply = tx.update, inner.update
   if jit:
@@ -67,7 +67,7 @@ def test_the_mean_is_the_sum_divided_once(every):
 
   By these numbers, but for 7, it is the quotient itself wherever that is a float32.
   """
-  tx = mpjax.accumulate(optax.identity(), every)
+  tx = mpjax.accumulate_gradients(optax.identity(), every)
   update = jax.jit(tx.update)
   rng = np.random.default_rng(1)
   for exact in (True, False):
@@ -95,7 +95,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_length_of_a_window_may_depend_on_the_updates_done(name):
   every = SCHEDULES[name]
-  tx = mpjax.accumulate(optax.identity(), every)
+  tx = mpjax.accumulate_gradients(optax.identity(), every)
   update = jax.jit(tx.update)
   state, inside, done = tx.init(jnp.zeros(())), [], 0
   rng = np.random.default_rng(2)
@@ -118,7 +118,7 @@ def test_schedules_of_the_inner_optimizer_count_updates():
     seen.append(count)
     return jnp.asarray(rates)[count]
 
-  tx = mpjax.accumulate(optax.sgd(schedule), 2)
+  tx = mpjax.accumulate_gradients(optax.sgd(schedule), 2)
   state, moved = tx.init(jnp.zeros(())), []
   for _ in range(6):
     updates, state = tx.update(jnp.ones(()), state)
@@ -138,7 +138,7 @@ def marked():
 
 
 def test_the_inner_optimizer_runs_only_when_the_window_is_full():
-  tx = mpjax.accumulate(marked(), 3)
+  tx = mpjax.accumulate_gradients(marked(), 3)
   state = tx.init(PARAMS)
   program = jax.make_jaxpr(tx.update)(PARAMS, state, PARAMS)
   (choice,) = [eqn for eqn in program.eqns if eqn.primitive.name == "cond"]
@@ -160,11 +160,11 @@ def test_the_inner_optimizer_runs_only_when_the_window_is_full():
 
 
 def test_a_state_restored_into_a_shorter_window_ends_it():
-  long = mpjax.accumulate(optax.sgd(1.0), 5)
+  long = mpjax.accumulate_gradients(optax.sgd(1.0), 5)
   state = long.init(jnp.zeros(2))
   for _ in range(3):
     _, state = long.update(jnp.asarray([1.0, 2.0]), state)
-  short = mpjax.accumulate(optax.sgd(1.0), 2)
+  short = mpjax.accumulate_gradients(optax.sgd(1.0), 2)
   updates, state = short.update(jnp.asarray([5.0, 6.0]), state)
   assert updates.tolist() == [-2, -3], "the mean of all four that are in the sum"
   assert (state.micro_batches, state.updates_done) == (0, 1)
@@ -173,7 +173,7 @@ def test_a_state_restored_into_a_shorter_window_ends_it():
 def test_parameters_that_are_half_complex_or_missing():
   params = {"h": jnp.ones(2, jnp.bfloat16), "z": jnp.ones(1, jnp.complex64), "none": None}
   params |= {"unused": jnp.ones(1)}
-  tx = mpjax.accumulate(optax.sgd(1.0), 2)
+  tx = mpjax.accumulate_gradients(optax.sgd(1.0), 2)
   state = tx.init(params)
   assert jax.tree.map(lambda x: x.dtype.name, state.total) == {
     "h": "float32",
@@ -195,7 +195,7 @@ def test_parameters_that_are_half_complex_or_missing():
 
 def test_in_64_bits(set_flag):
   set_flag("jax_enable_x64", True)
-  tx = mpjax.accumulate(optax.sgd(1.0), 2)
+  tx = mpjax.accumulate_gradients(optax.sgd(1.0), 2)
   params = {"d": jnp.ones(1, jnp.float64), "f": jnp.ones(1, jnp.float32)}
   state = tx.init(params)
   for _ in range(2):
@@ -217,7 +217,7 @@ READ_VALUE = {
 def test_the_loss_that_an_optimizer_reads_is_the_mean_over_the_window(name):
   """It was that of the last micro-batch: polyak stepped by a third of what one batch steps."""
   inner = READ_VALUE[name]()
-  tx = mpjax.loss_scaling(mpjax.accumulate(inner, 2), mpjax.StaticLossScale(8))
+  tx = mpjax.loss_scaling(mpjax.accumulate_gradients(inner, 2), mpjax.StaticLossScale(8))
   params = jnp.ones(2)
   state, plain = tx.init(params), inner.init(params)
   update, control = jax.jit(tx.update), jax.jit(inner.update)
@@ -234,7 +234,7 @@ def test_the_loss_that_an_optimizer_reads_is_the_mean_over_the_window(name):
 
 @pytest.mark.parametrize("inner", [optax.adamw(0.1), mpjax.master_weights(optax.sgd(0.1))])
 def test_an_optimizer_that_reads_no_loss_has_the_state_that_it_had(inner):
-  tx = mpjax.accumulate(inner, 2)
+  tx = mpjax.accumulate_gradients(inner, 2)
   state = tx.init(PARAMS)
   assert state.value is None
   _, new = tx.update(PARAMS, state, PARAMS, value=jnp.float32(1))
@@ -243,12 +243,12 @@ def test_an_optimizer_that_reads_no_loss_has_the_state_that_it_had(inner):
 
 @pytest.mark.parametrize("name", ["grad", "value_fn", "grad_fn"])
 def test_what_a_line_search_would_see_of_one_micro_batch_is_refused(name):
-  tx = mpjax.accumulate(optax.lbfgs(), 2)
+  tx = mpjax.accumulate_gradients(optax.lbfgs(), 2)
   with pytest.raises(TypeError) as error:
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0, **{name: PARAMS})
   check_error(
     error,
-    where=f"mpjax.accumulate(inner).update({name}=)",
+    where=f"mpjax.accumulate_gradients(inner).update({name}=)",
     expected="value= and what does not depend on the batch",
     got="of one micro-batch",
     fix="add the gradients up yourself",
@@ -256,12 +256,12 @@ def test_what_a_line_search_would_see_of_one_micro_batch_is_refused(name):
 
 
 def test_a_loss_of_each_example_is_refused():
-  tx = mpjax.accumulate(optax.polyak_sgd(), 2)
+  tx = mpjax.accumulate_gradients(optax.polyak_sgd(), 2)
   with pytest.raises(ValueError) as error:
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.ones(3))
   check_error(
     error,
-    where="mpjax.accumulate(inner).update(value)",
+    where="mpjax.accumulate_gradients(inner).update(value)",
     expected="a scalar",
     got="shape (3,)",
     fix="Pass its mean",
@@ -279,12 +279,12 @@ def test_a_loss_of_each_example_is_refused():
   ],
 )
 def test_a_function_that_returns_no_number_of_micro_batches(every, got):
-  tx = mpjax.accumulate(optax.sgd(0.1), every)
+  tx = mpjax.accumulate_gradients(optax.sgd(0.1), every)
   with pytest.raises(ValueError) as error:
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
   check_error(
     error,
-    where="mpjax.accumulate(every)",
+    where="mpjax.accumulate_gradients(every)",
     expected="a function that returns an integer, at least 1",
     got=got,
     fix="Round it",
@@ -295,7 +295,7 @@ def test_extra_arguments_reach_the_inner_optimizer():
   def update(updates, state, params=None, *, value, **extra_args):
     return jax.tree.map(lambda u: u * value, updates), state
 
-  tx = mpjax.accumulate(
+  tx = mpjax.accumulate_gradients(
     optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update), 2
   )
   step = jax.jit(tx.update)
@@ -312,7 +312,7 @@ def test_a_loss_that_inner_names_but_does_not_read_reaches_it():
     return updates, state
 
   inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
-  tx = mpjax.accumulate(inner, 2)
+  tx = mpjax.accumulate_gradients(inner, 2)
   state = tx.init(jnp.zeros(()))
   assert state.value is None
   for value in (1.0, 2.0):
@@ -325,7 +325,7 @@ def test_the_state_is_strongly_typed_and_counts_do_not_wrap():
     lambda params: {"rate": 0.5, "count": 0},
     lambda u, s, p=None: (u, s | {"count": s["count"] + jnp.int32(1)}),
   )
-  tx = mpjax.accumulate(inner, 2)
+  tx = mpjax.accumulate_gradients(inner, 2)
   state = tx.init(PARAMS)
   update = jax.jit(tx.update)
   _, new = update(PARAMS, state, PARAMS)
@@ -343,10 +343,10 @@ def test_the_state_is_strongly_typed_and_counts_do_not_wrap():
 @pytest.mark.parametrize("every", [0, -1, -(2**40)])
 def test_a_window_of_nothing(every):
   with pytest.raises(ValueError) as error:
-    mpjax.accumulate(optax.sgd(0.1), every)
+    mpjax.accumulate_gradients(optax.sgd(0.1), every)
   check_error(
     error,
-    where="mpjax.accumulate(every)",
+    where="mpjax.accumulate_gradients(every)",
     expected="an integer, at least 1",
     got=str(every),
     fix="how many micro-batches",
@@ -357,10 +357,10 @@ def test_a_window_of_nothing(every):
 @pytest.mark.parametrize("every", [True, False, 2.0, "2", None, np.ones(1), [2]])
 def test_a_window_of_no_number(every):
   with pytest.raises(TypeError) as error:
-    mpjax.accumulate(optax.sgd(0.1), every)
+    mpjax.accumulate_gradients(optax.sgd(0.1), every)
   check_error(
     error,
-    where="mpjax.accumulate(every)",
+    where="mpjax.accumulate_gradients(every)",
     expected="an integer, at least 1, or a function",
     got=f"{every!r} of type {type(every).__name__}",
     fix="how many micro-batches",
@@ -379,13 +379,13 @@ def test_a_window_of_no_number(every):
 )
 def test_a_loss_scale_inside_is_refused(inner):
   with pytest.raises(TypeError) as error:
-    mpjax.accumulate(inner, 2).init(PARAMS)
+    mpjax.accumulate_gradients(inner, 2).init(PARAMS)
   check_error(
     error,
-    where="mpjax.accumulate(inner)",
+    where="mpjax.accumulate_gradients(inner)",
     expected="an optimizer without a loss scale",
     got="one that holds mpjax.loss_scaling",
-    fix="loss_scaling(accumulate(inner, every))",
+    fix="loss_scaling(accumulate_gradients(inner, every))",
     builtin=TypeError,
   )
 
@@ -393,10 +393,10 @@ def test_a_loss_scale_inside_is_refused(inner):
 @pytest.mark.parametrize("inner", [optax.sgd, None, 3, optax.MultiSteps(optax.sgd(0.1), 2)])
 def test_what_is_no_optimizer(inner):
   with pytest.raises(TypeError) as error:
-    mpjax.accumulate(inner, 2)
+    mpjax.accumulate_gradients(inner, 2)
   check_error(
     error,
-    where="mpjax.accumulate(inner)",
+    where="mpjax.accumulate_gradients(inner)",
     expected="an optax.GradientTransformation",
     got=f"a {type(inner).__name__}",
     fix="gradient_transformation()",
@@ -416,12 +416,12 @@ def test_what_is_no_optimizer(inner):
 )
 @pytest.mark.parametrize("with_params", [True, False])
 def test_gradients_of_another_tree(grads, got, with_params):
-  tx = mpjax.accumulate(optax.sgd(0.1), 2)
+  tx = mpjax.accumulate_gradients(optax.sgd(0.1), 2)
   with pytest.raises(ValueError) as error:
     tx.update(grads, tx.init(PARAMS), PARAMS if with_params else None)
   check_error(
     error,
-    where="mpjax.accumulate(inner).update(updates)",
+    where="mpjax.accumulate_gradients(inner).update(updates)",
     expected="the leaves of params",
     got=got,
     fix="the very tree that is passed as params",
@@ -432,10 +432,10 @@ def test_gradients_of_another_tree(grads, got, with_params):
 @pytest.mark.parametrize("state", [None, (), optax.sgd(0.1).init(PARAMS)])
 def test_a_state_of_something_else(state):
   with pytest.raises(TypeError) as error:
-    mpjax.accumulate(optax.sgd(0.1), 2).update(PARAMS, state, PARAMS)
+    mpjax.accumulate_gradients(optax.sgd(0.1), 2).update(PARAMS, state, PARAMS)
   check_error(
     error,
-    where="mpjax.accumulate(inner).update(state)",
+    where="mpjax.accumulate_gradients(inner).update(state)",
     expected="the state that init made",
     got=f"a {type(state).__name__}",
     fix="tx.init(params)",

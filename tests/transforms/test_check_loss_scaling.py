@@ -119,9 +119,10 @@ def test_right_steps_of_make_train_step_pass(kind):
   if kind == "masters":
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
   inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
-  inner = {"masters": mpjax.master_weights, "accumulate": lambda tx: mpjax.accumulate(tx, 2)}.get(
-    kind, lambda tx: tx
-  )(inner)
+  inner = {
+    "masters": mpjax.master_weights,
+    "accumulate": lambda tx: mpjax.accumulate_gradients(tx, 2),
+  }.get(kind, lambda tx: tx)(inner)
   config = mpjax.NoLossScale() if kind == "none" else mpjax.DynamicLossScale()
   tx = mpjax.loss_scaling(inner, config)
 
@@ -492,7 +493,7 @@ def test_a_wrapper_that_must_not_be_outside_is_refused_as_value_and_grad_does(gr
     where="mpjax.check_loss_scaling(step)",
     expected="mpjax.loss_scaling around the optimizer",
     got="inside of optax.MultiSteps",
-    fix="mpjax.accumulate(inner, every)",
+    fix="mpjax.accumulate_gradients(inner, every)",
   )
 
 

@@ -13,7 +13,7 @@ PARAMS = {"layer": {"w": jnp.ones(2), "b": jnp.ones(1)}, "head": jnp.ones(1)}
 WRAPPERS = {
   "mpjax.loss_scaling(inner)": mpjax.loss_scaling,
   "mpjax.master_weights(inner)": mpjax.master_weights,
-  "mpjax.accumulate(inner)": lambda inner: mpjax.accumulate(inner, 2),
+  "mpjax.accumulate_gradients(inner)": lambda inner: mpjax.accumulate_gradients(inner, 2),
 }
 ALL = pytest.mark.parametrize("name", WRAPPERS)
 OWN_TREES = pytest.mark.parametrize("name", list(WRAPPERS)[1:])
@@ -169,8 +169,10 @@ def test_other_errors_of_the_inner_optimizer_are_its_own(error):
 
 
 def test_our_own_errors_come_through_as_they_are():
-  inner = mpjax.accumulate(branches(labels_of), 2)
-  with pytest.raises(ValueError, match=r"^mpjax.accumulate\(inner\).init\(params\): expected"):
+  inner = mpjax.accumulate_gradients(branches(labels_of), 2)
+  with pytest.raises(
+    ValueError, match=r"^mpjax.accumulate_gradients\(inner\).init\(params\): expected"
+  ):
     mpjax.loss_scaling(inner).init(PARAMS)
 
 
@@ -183,7 +185,7 @@ def test_extra_arguments_reach_only_an_update_that_names_them(scale):
     return updates, state
 
   inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
-  tx = mpjax.loss_scaling(mpjax.accumulate(mpjax.master_weights(inner), 1), scale)
+  tx = mpjax.loss_scaling(mpjax.accumulate_gradients(mpjax.master_weights(inner), 1), scale)
   params = jnp.ones(2)
   tx.update(params, tx.init(params), params, value=3.0, unknown="to it")
   used = 8.0 if isinstance(scale, mpjax.StaticLossScale) else 1.0

@@ -69,7 +69,7 @@ def test_half_loss_is_cast_before_it_is_multiplied(wrap):
 FAULTY = {
   "the default": mpjax.DynamicLossScale(),
   "static": mpjax.StaticLossScale(2**16),
-  "a low start": mpjax.DynamicLossScale(init=1, max_scale=2**16),
+  "a low start": mpjax.DynamicLossScale(init_scale=1, max_scale=2**16),
 }
 RIGHT = {
   "limited": mpjax.DynamicLossScale(max_scale=2**15),
@@ -100,7 +100,7 @@ def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once(name):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_value_and_grad_of_a_float16_loss_takes_any_scale(dtype, scale, several):
   """A step was lost at each growth beyond 2^15, for ever."""
-  wide, other = mpjax.DynamicLossScale(init=scale), mpjax.StaticLossScale(1)
+  wide, other = mpjax.DynamicLossScale(init_scale=scale), mpjax.StaticLossScale(1)
   config = {"a": wide, "b": other} if several else wide
   params = {"w": jnp.asarray([1.0, 3.0], dtype)}
   with warnings.catch_warnings():
@@ -140,8 +140,8 @@ def test_under_strict_promotion():
       )
       mpjax.unscale(grads, new)
       mpjax.loss_scaling_metrics(mpjax.set_loss_scale(new, 2))
-      mpjax.check_progress(new)
-      mpjax.commit(new.loss_scale["dynamic"].finite, PARAMS, PARAMS)
+      mpjax.check_skipped_steps(new)
+      mpjax.select_tree(new.loss_scale["dynamic"].finite, PARAMS, PARAMS)
 
 
 def test_float64_loss_stays_float64(set_flag):
@@ -178,7 +178,7 @@ CALLS = {
   "unscale": lambda state, **kw: mpjax.unscale(jnp.asarray(1.0), state, **kw),
   "set_loss_scale": lambda state, **kw: mpjax.set_loss_scale(state, 4, **kw),
   "loss_scaling_metrics": mpjax.loss_scaling_metrics,
-  "check_progress": mpjax.check_progress,
+  "check_skipped_steps": mpjax.check_skipped_steps,
   "value_and_grad": lambda state, **kw: mpjax.value_and_grad(jnp.sum, state, **kw),
 }
 
@@ -202,7 +202,7 @@ OUTSIDE = {
   "optax.apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 3), "which skips by itself"),
   "optax.MultiSteps": (
     lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    "loss_scaling(mpjax.accumulate(inner, every))",
+    "loss_scaling(mpjax.accumulate_gradients(inner, every))",
   ),
   "optax.inject_hyperparams with a schedule": (
     lambda tx: optax.inject_hyperparams(lambda lr: optax.chain(optax.scale(lr), tx))(
@@ -284,7 +284,7 @@ def test_everything_works_without_a_scale():
   loss = jnp.asarray(3.0)
   assert mpjax.scale_loss(loss, state) is loss
   assert mpjax.unscale(jnp.asarray(3.0, jnp.float16), state).dtype == jnp.float32
-  mpjax.check_progress(state)
+  mpjax.check_skipped_steps(state)
   metrics = mpjax.loss_scaling_metrics(state)
   assert metrics.pop("loss_scale") == 1
   assert metrics.pop("finite")

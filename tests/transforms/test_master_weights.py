@@ -528,7 +528,9 @@ def test_masters_of_another_shape_or_kind(w, got):
   )
 
 
-@pytest.mark.parametrize("wrap", [mpjax.loss_scaling, lambda inner: mpjax.accumulate(inner, 2)])
+@pytest.mark.parametrize(
+  "wrap", [mpjax.loss_scaling, lambda inner: mpjax.accumulate_gradients(inner, 2)]
+)
 def test_what_reshapes_the_tree_cannot_be_around_masters(wrap):
   inner = optax.flatten(mpjax.master_weights(optax.sgd(0.1)))
   with pytest.raises(TypeError) as error:

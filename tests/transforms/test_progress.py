@@ -11,7 +11,7 @@ from tests.errors import check_error
 from tests.loss_scale_oracle import Oracle
 
 PARAMS = {"w": jnp.ones(3), "x": jnp.ones(2)}
-TX = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init=4, growth_interval=2))
+TX = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=4, growth_interval=2))
 GOOD = jax.tree.map(jnp.ones_like, PARAMS)
 BAD = {"w": jnp.ones(3), "x": jnp.asarray([0.0, jnp.nan])}
 
@@ -45,12 +45,12 @@ def test_metrics_are_these_scalars():
 
 @pytest.mark.case("A33", "A54", "A115")
 def test_metrics_equal_the_oracle():
-  state, oracle = TX.init(PARAMS), Oracle(init=4, growth_interval=2)
+  state, oracle = TX.init(PARAMS), Oracle(init_scale=4, growth_interval=2)
   for flag in [1, 0, 0, 0, 1, 1, 1, 0, 1]:
     state = update(GOOD if flag else BAD, state)
     numbers = oracle.step(bool(flag)).numbers()
     metrics = mpjax.loss_scaling_metrics(state)
-    assert bool(metrics.pop("finite")) == bool(flag)
+    assert bool(metrics.pop("finite")) == bool(mpjax.last_step_finite(state)) == bool(flag)
     assert float(metrics.pop("loss_scale")) == numbers.pop("scale")
     numbers.pop("hysteresis")
     assert {key: int(value) for key, value in metrics.items()} == numbers
@@ -60,29 +60,29 @@ def test_metrics_equal_the_oracle():
 @pytest.mark.case("A18", "B034", "B118")
 def test_check_progress_raises_after_so_many_skips():
   state = after(GOOD, *[BAD] * 4)
-  mpjax.check_progress(state)
-  mpjax.check_progress(state, max_consecutive_skips=5)
+  mpjax.check_skipped_steps(state)
+  mpjax.check_skipped_steps(state, max_consecutive_skips=5)
   with pytest.raises(RuntimeError) as error:
-    mpjax.check_progress(state, max_consecutive_skips=4)
+    mpjax.check_skipped_steps(state, max_consecutive_skips=4)
   check_error(
     error,
-    where="mpjax.check_progress(opt_state)",
+    where="mpjax.check_skipped_steps(opt_state)",
     expected="fewer than 4 skipped steps in a row",
     got="4, at loss scale 1; the last step's first non-finite value was in gradient leaf 1",
     fix="look for an inf or NaN in the data",
     builtin=RuntimeError,
   )
-  mpjax.check_progress(after(GOOD, state=state), max_consecutive_skips=1)
+  mpjax.check_skipped_steps(after(GOOD, state=state), max_consecutive_skips=1)
 
 
 @pytest.mark.case("B034")
 def test_check_progress_names_the_gradient_by_its_path():
   for bad, path in ((BAD, "['x']"), (BAD | {"w": jnp.full(3, jnp.inf)}, "['w']")):
     with pytest.raises(RuntimeError) as error:
-      mpjax.check_progress(after(bad, bad), 2, params=PARAMS)
+      mpjax.check_skipped_steps(after(bad, bad), 2, params=PARAMS)
     check_error(
       error,
-      where="mpjax.check_progress(opt_state)",
+      where="mpjax.check_skipped_steps(opt_state)",
       expected="fewer than 2 skipped steps",
       got=f"the gradient of {path}",
       fix="division by 0",
@@ -99,9 +99,9 @@ def test_check_progress_does_not_blame_the_gradients_for_what_they_did_not_do(wh
     state = state._replace(inner_state=damaged)
   _, state = tx.update(GOOD, state, PARAMS, loss=jnp.nan if why == "loss" else None)
   with pytest.raises(RuntimeError) as error:
-    mpjax.check_progress(state, 1, params=PARAMS)
+    mpjax.check_skipped_steps(state, 1, params=PARAMS)
   got = "the loss, the model state or the updates, not the gradients"
-  check_error(error, where="check_progress", expected="fewer than 1", got=got, fix="look for")
+  check_error(error, where="check_skipped_steps", expected="fewer than 1", got=got, fix="look for")
   assert mpjax.loss_scaling_metrics(state)["bad_updates"] == (1 if why == "updates" else 0)
 
 
@@ -124,10 +124,10 @@ def test_check_progress_blames_the_network_that_is_to_blame(optimizer, got):
   )
   bad = jax.tree.map(jnp.ones_like, NETS) | {"generator": {"b": jnp.full(1, jnp.nan)}}
   _, state = tx.update(bad, tx.init(NETS), NETS)
-  mpjax.check_progress(state, 1, params=NETS, name="critic")
+  mpjax.check_skipped_steps(state, 1, params=NETS, name="critic")
   with pytest.raises(RuntimeError) as error:
-    mpjax.check_progress(state, 1, params=NETS, name="generator")
-  check_error(error, where="check_progress", expected="fewer than 1", got=got, fix="look for")
+    mpjax.check_skipped_steps(state, 1, params=NETS, name="generator")
+  check_error(error, where="check_skipped_steps", expected="fewer than 1", got=got, fix="look for")
 
 
 @pytest.mark.case("B034")
@@ -140,17 +140,19 @@ def test_check_progress_names_the_other_loss_whose_gradients_were_bad():
     (None, "params= gives its path), or leaf 1 of the loss 'class'"),
   ):
     with pytest.raises(RuntimeError) as error:
-      mpjax.check_progress(state, 1, params=params, name="box")
-    check_error(error, where="check_progress", expected="fewer than 1", got=got, fix="look for")
+      mpjax.check_skipped_steps(state, 1, params=params, name="box")
+    check_error(
+      error, where="check_skipped_steps", expected="fewer than 1", got=got, fix="look for"
+    )
   with pytest.raises(RuntimeError, match=r"in the gradient of \['x'\]\. "):
-    mpjax.check_progress(state, 1, params=PARAMS, name="class")
+    mpjax.check_skipped_steps(state, 1, params=PARAMS, name="class")
 
 
 def test_check_progress_takes_the_parameters_of_a_train_state():
   state = mpjax.TrainState.create(PARAMS, TX)
   state = state._replace(opt_state=after(BAD, BAD))
   with pytest.raises(RuntimeError, match=r"the gradient of \['x'\]"):
-    mpjax.check_progress(state, 2)
+    mpjax.check_skipped_steps(state, 2)
 
 
 @pytest.mark.parametrize(
@@ -165,20 +167,20 @@ def test_check_progress_sees_the_nan_of_a_run_without_loss_scaling(optimizer, pa
   tx = mpjax.loss_scaling(optimizer, mpjax.NoLossScale())
   _, state = tx.update(GOOD, tx.init(PARAMS), PARAMS)
   # An inf is not yet a NaN, and may be meant: a mask, or the best value so far.
-  mpjax.check_progress(state, params=PARAMS | {"x": jnp.full(2, -jnp.inf)})
+  mpjax.check_skipped_steps(state, params=PARAMS | {"x": jnp.full(2, -jnp.inf)})
   _, state = tx.update(BAD, state, PARAMS)
   with pytest.raises(RuntimeError) as error:
-    mpjax.check_progress(state, params=params)
+    mpjax.check_skipped_steps(state, params=params)
   check_error(
     error,
-    where="mpjax.check_progress(opt_state)",
+    where="mpjax.check_skipped_steps(opt_state)",
     expected="no NaN",
     got=got,
     fix="mpjax.StaticLossScale(1)",
     builtin=RuntimeError,
   )
   with pytest.raises(TypeError, match="got a traced one"):
-    jax.jit(lambda s: mpjax.check_progress(s, params=PARAMS["w"] * 1))(state)
+    jax.jit(lambda s: mpjax.check_skipped_steps(s, params=PARAMS["w"] * 1))(state)
 
 
 @pytest.mark.case("B125")
@@ -188,10 +190,10 @@ def test_check_progress_finds_a_damaged_scale(scale):
   (label,) = state.loss_scale
   damaged = state.loss_scale[label]._replace(scale=jnp.float32(scale))
   with pytest.raises(RuntimeError) as error:
-    mpjax.check_progress(state._replace(loss_scale={label: damaged}))
+    mpjax.check_skipped_steps(state._replace(loss_scale={label: damaged}))
   check_error(
     error,
-    where="mpjax.check_progress(opt_state)",
+    where="mpjax.check_skipped_steps(opt_state)",
     expected="a positive finite loss scale",
     got=str(np.float32(scale)),
     fix="restore another checkpoint",
@@ -201,12 +203,12 @@ def test_check_progress_finds_a_damaged_scale(scale):
 
 def test_check_progress_is_for_the_host():
   def step(state):
-    mpjax.check_progress(state)
+    mpjax.check_skipped_steps(state)
     return state
 
   with pytest.raises(TypeError) as error:
     jax.jit(step)(TX.init(PARAMS))
-  where = "mpjax.check_progress(opt_state)"
+  where = "mpjax.check_skipped_steps(opt_state)"
   fix = "after the jitted step"
   check_error(
     error, where=where, expected="a concrete state", got="traced", fix=fix, builtin=TypeError
@@ -220,9 +222,9 @@ def test_check_progress_looks_at_the_worst_member():
   skips = jnp.asarray([0, 7, 2], jnp.int32)
   member = states.loss_scale[label]._replace(consecutive_skips=skips)
   states = states._replace(loss_scale={label: member})
-  mpjax.check_progress(states, 8)
+  mpjax.check_skipped_steps(states, 8)
   with pytest.raises(RuntimeError, match="got 7, at loss scale 4"):
-    mpjax.check_progress(states, 7)
+    mpjax.check_skipped_steps(states, 7)
 
 
 @pytest.mark.case("A18", "I18")
@@ -240,24 +242,24 @@ YES, NO = jnp.asarray(True), jnp.asarray(False)
 def test_commit_takes_the_one_or_the_other(wrap):
   new = {"mean": jnp.asarray([jnp.nan, 1.0]), "n": jnp.asarray(4), "none": None}
   old = {"mean": jnp.asarray([0.5, -0.0]), "n": jnp.asarray(3), "none": None}
-  kept = wrap(mpjax.commit)(NO, new, old)
+  kept = wrap(mpjax.select_tree)(NO, new, old)
   np.testing.assert_array_equal(
     np.asarray(kept["mean"]).view(np.uint32), np.asarray(old["mean"]).view(np.uint32)
   )
   assert kept["n"] == 3
   assert kept["none"] is None
-  assert wrap(mpjax.commit)(YES, new, old)["n"] == 4
-  both = wrap(lambda new, old: mpjax.commit(YES & mpjax.all_finite(new), new, old))(new, old)
+  assert wrap(mpjax.select_tree)(YES, new, old)["n"] == 4
+  both = wrap(lambda new, old: mpjax.select_tree(YES & mpjax.all_finite(new), new, old))(new, old)
   assert both["n"] == 3
 
 
 @pytest.mark.parametrize("flag", [True, np.bool_(True), np.asarray(True)])
 def test_commit_takes_any_bool(flag):
-  assert mpjax.commit(flag, jnp.asarray(1.0), jnp.asarray(2.0)) == 1
+  assert mpjax.select_tree(flag, jnp.asarray(1.0), jnp.asarray(2.0)) == 1
 
 
 def test_commit_takes_python_numbers():
-  assert mpjax.commit(NO, {"step": 4, "rate": 0.5}, {"step": 3, "rate": 0.25}) == {
+  assert mpjax.select_tree(NO, {"step": 4, "rate": 0.5}, {"step": 3, "rate": 0.25}) == {
     "step": 3,
     "rate": 0.25,
   }
@@ -268,7 +270,7 @@ def test_a_step_counter_by_the_flag():
   step, state = jnp.asarray(0, jnp.int32), TX.init(PARAMS)
   for grads in (GOOD, BAD, GOOD, BAD, BAD):
     state = update(grads, state)
-    step = mpjax.commit(mpjax.loss_scaling_metrics(state)["finite"], step + 1, step)
+    step = mpjax.select_tree(mpjax.last_step_finite(state), step + 1, step)
   assert step == 2
   assert mpjax.loss_scaling_metrics(state)["total"] == 5
 
@@ -276,16 +278,16 @@ def test_a_step_counter_by_the_flag():
 @pytest.mark.case("A32", "B037")
 def test_commit_wants_one_flag():
   with pytest.raises(ValueError) as error:
-    mpjax.commit(jnp.asarray([True, False]), jnp.ones(2), jnp.zeros(2))
+    mpjax.select_tree(jnp.asarray([True, False]), jnp.ones(2), jnp.zeros(2))
   check_error(
     error,
-    where="mpjax.commit(finite, new, old)",
+    where="mpjax.select_tree(finite, new, old)",
     expected="a scalar flag",
     got="shape (2,)",
     fix="jax.vmap",
     builtin=ValueError,
   )
-  found = jax.vmap(mpjax.commit)(jnp.asarray([True, False]), jnp.ones(2), jnp.zeros(2))
+  found = jax.vmap(mpjax.select_tree)(jnp.asarray([True, False]), jnp.ones(2), jnp.zeros(2))
   assert found.tolist() == [1, 0]
 
 
@@ -295,13 +297,13 @@ def test_commit_wants_one_flag():
 )
 def test_commit_wants_a_bool(flag, got):
   with pytest.raises(TypeError) as error:
-    mpjax.commit(flag, jnp.ones(2), jnp.zeros(2))
+    mpjax.select_tree(flag, jnp.ones(2), jnp.zeros(2))
   check_error(
     error,
-    where="mpjax.commit(finite, new, old)",
+    where="mpjax.select_tree(finite, new, old)",
     expected="a bool flag",
     got=got,
-    fix='loss_scaling_metrics(opt_state)["finite"]',
+    fix="mpjax.last_step_finite(opt_state)",
     builtin=TypeError,
   )
 
@@ -316,10 +318,10 @@ def test_commit_wants_a_bool(flag, got):
 )
 def test_commit_wants_trees_alike(new, got):
   with pytest.raises(ValueError) as error:
-    mpjax.commit(YES, new, {"a": jnp.ones(2), "b": jnp.ones(2)})
+    mpjax.select_tree(YES, new, {"a": jnp.ones(2), "b": jnp.ones(2)})
   check_error(
     error,
-    where="mpjax.commit(finite, new, old)",
+    where="mpjax.select_tree(finite, new, old)",
     expected="like the old one",
     got=got,
     fix="same structure",
@@ -331,9 +333,9 @@ def test_commit_wants_trees_alike(new, got):
 def test_if_under_jit_is_answered_by_the_docs():
   @jax.jit
   def step(state):
-    return 1 if mpjax.loss_scaling_metrics(state)["finite"] else 0
+    return 1 if mpjax.last_step_finite(state) else 0
 
   with pytest.raises(jax.errors.TracerBoolConversionError):
     step(TX.init(PARAMS))
   doc = " ".join(mpjax.loss_scaling_metrics.__doc__.split())
-  assert "select with `commit` or `jnp.where`, not with `if`" in doc
+  assert "select with `select_tree` or `jnp.where`, not with `if`" in doc

@@ -13,6 +13,7 @@ from flax import nnx
 
 import mpjax
 from tests.errors import check_error
+from tests.programs import optimized
 
 SCALE = 2.0**10
 TX = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(SCALE))
@@ -116,7 +117,9 @@ def test_loss_comes_back_in_its_own_dtype(dtype):
 @pytest.mark.case("A38")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_loss_trains_to_the_same_weight(dtype):
-  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.DynamicLossScale(init=2.0**10, growth_interval=2))
+  tx = mpjax.loss_scaling(
+    optax.sgd(0.5), mpjax.DynamicLossScale(init_scale=2.0**10, growth_interval=2)
+  )
 
   def train(loss_dtype):
     def fun(w):
@@ -173,10 +176,10 @@ def test_vmap_over_members_and_over_data():
   def one(params, state):
     return mpjax.value_and_grad(mlp, state)(params, X)
 
-  losses, grads = jax.vmap(one)(members, states)
+  losses, grads = optimized(jax.vmap(one))(members, states)
   for i, factor in enumerate([1.0, 4.0, 16.0]):
     member = jax.tree.map(lambda p, i=i: p[i], members)
-    loss, plain = jax.value_and_grad(mlp)(member, X)
+    loss, plain = optimized(jax.value_and_grad(mlp))(member, X)
     np.testing.assert_allclose(losses[i], loss, rtol=1e-6)
     np.testing.assert_allclose(grads["w"][i], plain["w"] * factor, rtol=1e-5, atol=1e-7)
   per_example = jax.vmap(mpjax.value_and_grad(mlp, STATE), in_axes=(None, 0))(PARAMS, X)
@@ -296,7 +299,9 @@ def test_a_state_without_a_scale_is_refused_before_the_call():
 # A gradient function that was built once, outside of the step
 
 
-DYNAMIC = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init=64, growth_interval=2))
+DYNAMIC = mpjax.loss_scaling(
+  optax.sgd(0.1), mpjax.DynamicLossScale(init_scale=64, growth_interval=2)
+)
 FIX = "mpjax.value_and_grad(loss_fn, opt_state)(params, batch)"
 
 

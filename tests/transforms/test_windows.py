@@ -9,11 +9,11 @@ import pytest
 import mpjax
 
 WINDOWS_OF_TWO = {
-  "accumulate": lambda inner: mpjax.accumulate(inner, 2),
-  "of a function": lambda inner: mpjax.accumulate(inner, lambda done: 2),
-  "masters": lambda inner: mpjax.master_weights(mpjax.accumulate(inner, 2)),
-  "of masters": lambda inner: mpjax.accumulate(mpjax.master_weights(inner), 2),
-  "chain": lambda inner: optax.chain(optax.clip(9.0), mpjax.accumulate(inner, 2)),
+  "accumulate": lambda inner: mpjax.accumulate_gradients(inner, 2),
+  "of a function": lambda inner: mpjax.accumulate_gradients(inner, lambda done: 2),
+  "masters": lambda inner: mpjax.master_weights(mpjax.accumulate_gradients(inner, 2)),
+  "of masters": lambda inner: mpjax.accumulate_gradients(mpjax.master_weights(inner), 2),
+  "chain": lambda inner: optax.chain(optax.clip(9.0), mpjax.accumulate_gradients(inner, 2)),
   "MultiSteps": lambda inner: optax.MultiSteps(inner, 2).gradient_transformation(),
 }
 
@@ -26,7 +26,7 @@ def test_none_in_one_micro_batch_does_not_lose_the_gradient_of_the_window(name, 
   if config is not None:
     tx = mpjax.loss_scaling(tx, config)
   elif name in ("chain", "MultiSteps"):
-    tx = mpjax.accumulate(tx, 1)  # optax by itself raises on None
+    tx = mpjax.accumulate_gradients(tx, 1)  # optax by itself raises on None
   half = "masters" in name
   one = jnp.ones(1, jnp.bfloat16 if half else jnp.float32)
   start = {"a": one, "b": one, "z": jnp.ones(1)}
@@ -43,7 +43,7 @@ def test_none_in_one_micro_batch_does_not_lose_the_gradient_of_the_window(name, 
 
 
 def test_a_gradient_of_minus_zero_is_not_taken_for_none():
-  tx = mpjax.accumulate(optax.add_decayed_weights(1.0), 2)
+  tx = mpjax.accumulate_gradients(optax.add_decayed_weights(1.0), 2)
   params = {"w": jnp.ones(2), "z": jnp.ones(1, jnp.complex64)}
   zero = {"w": jnp.asarray([-0.0, 0.0]), "z": -jnp.zeros(1, jnp.complex64)}
   nothing = {"w": None, "z": None}

@@ -311,7 +311,7 @@ def test_none_for_the_gradients_of_a_whole_subtree():
 DECAYS = {
   "adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
   "momentum": lambda: optax.sgd(0.1, momentum=0.9),
-  "accumulate": lambda: mpjax.accumulate(optax.adamw(0.1, weight_decay=0.1), 2),
+  "accumulate": lambda: mpjax.accumulate_gradients(optax.adamw(0.1, weight_decay=0.1), 2),
 }
 
 
@@ -324,7 +324,7 @@ def test_a_parameter_without_a_gradient_does_not_move_whatever_decays(name, conf
   if half:
     inner = mpjax.master_weights(inner)
   elif config is None and name != "accumulate":
-    inner = mpjax.accumulate(inner, 1)  # of what checks gradients, all but loss_scaling
+    inner = mpjax.accumulate_gradients(inner, 1)  # of what checks gradients, all but loss_scaling
   tx = inner if config is None else mpjax.loss_scaling(inner, config)
   dtype = jnp.bfloat16 if half else jnp.float32
   value = jnp.asarray([1.0, -0.0, 3e-3], dtype)

@@ -1,0 +1,1 @@
+"""Errors, dtypes, trees, policies and rules: what everything else is built on."""

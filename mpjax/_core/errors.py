@@ -1,0 +1,214 @@
+"""The exceptions that mpjax raises, and the one way their text is put together."""
+
+import difflib
+import functools
+import inspect
+import os
+import pathlib
+import re
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, Self, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class MpjaxError(Exception):
+  """The base of every error that mpjax raises.
+
+  Each subclass is also the matching builtin, so that ``except ValueError`` and
+  ``except mpjax.MpjaxError`` both work.
+
+  Args:
+    where: the public call, and the argument or the module or tree path.
+    expected: what would have been accepted.
+    got: what was given instead.
+    fix: one thing that the reader can do.
+
+  >>> import mpjax
+  >>> try:
+  ...   mpjax.Policy.parse("float61")
+  ... except mpjax.MpjaxError as error:
+  ...   print(type(error).__name__, error.got)
+  MpjaxValueError 'float61'
+  """
+
+  def __init__(self, where: str, *, expected: str, got: str, fix: str) -> None:
+    super().__init__(message(where, expected=expected, got=got, fix=fix))
+    self.where, self.expected, self.got, self.fix = where, expected, got, fix
+
+  def __reduce__(self) -> tuple[Callable[[], Self], tuple[()], dict[str, object]]:
+    # Exceptions are copied and pickled by calling the class with `args`, which are the text here.
+    parts = {"expected": self.expected, "got": self.got, "fix": self.fix}
+    return functools.partial(type(self), self.where, **parts), (), self.__dict__
+
+
+class MpjaxValueError(MpjaxError, ValueError):
+  """A value of the right type that mpjax cannot work with.
+
+  >>> import mpjax
+  >>> issubclass(mpjax.MpjaxValueError, ValueError)
+  True
+  """
+
+
+class MpjaxTypeError(MpjaxError, TypeError):
+  """A value of a type (or dtype) that mpjax does not take.
+
+  >>> import mpjax
+  >>> issubclass(mpjax.MpjaxTypeError, TypeError)
+  True
+  """
+
+
+class MpjaxRuntimeError(MpjaxError, RuntimeError):
+  """A situation, rather than an argument, that mpjax cannot go on from.
+
+  >>> import mpjax
+  >>> issubclass(mpjax.MpjaxRuntimeError, RuntimeError)
+  True
+  """
+
+
+class UnmatchedRuleError(MpjaxValueError):
+  """A rule picked out no module of the model: most often a misspelt path.
+
+  >>> import mpjax
+  >>> issubclass(mpjax.UnmatchedRuleError, mpjax.MpjaxValueError)
+  True
+  """
+
+
+LONGEST = 1900
+"""The longest text of an error, in characters: it is read in a terminal."""
+
+
+def message(where: str, *, expected: str, got: str, fix: str) -> str:
+  """Returns the text of an error: where it was, what was expected, what came, what to do.
+
+  Of a part that is very long, such as the `repr` of a model, the middle is left out.
+
+  Args:
+    where: the public call, and the argument or the module or tree path.
+    expected: what would have been accepted.
+    got: what was given instead.
+    fix: one thing that the reader can do.
+  """
+  parts = [where, expected, got, fix]
+  lengths, limit = [len(part) for part in parts], LONGEST - len(": expected , got . ")
+  # The longest parts are cut, to one length: what a reader needs most is short.
+  most = limit
+  while sum(min(length, most) for length in lengths) > limit:
+    most -= 1
+  where, expected, got, fix = (shortened(part, most) for part in parts)
+  return f"{where}: expected {expected}, got {got}. {fix}"
+
+
+def shortened(text: str, most: int) -> str:
+  """Returns `text` with its middle left out, if it is longer than `most` characters."""
+  if len(text) <= most:
+    return text
+  gap = f" … {len(text)} characters … "
+  head = (most - len(gap)) * 2 // 3
+  return text[:head] + gap + text[len(text) - (most - len(gap) - head) :]
+
+
+def listed(problems: Sequence[str], *, most: int = 20) -> str:
+  """Returns all problems in one line; of very many the first, and how many more there are.
+
+  Args:
+    problems: one text for each.
+    most: how many are spelt out.
+  """
+  rest = len(problems) - most
+  return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> list[str]:
+  """Returns the `count` strings of `valid` most like `name`, the most alike first."""
+  scored = [(difflib.SequenceMatcher(None, name.lower(), v.lower()).ratio(), v) for v in valid]
+  scored.sort(key=lambda pair: (-pair[0], pair[1]))
+  return [v for _, v in scored[:count]]
+
+
+_NOTE = "mpjax: raised inside"
+
+
+def has_note(error: BaseException) -> bool:
+  """Whether an error was told already which module was running."""
+  return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+
+
+def mixed_dtypes_note(path: str, name: str, policy: str) -> str:
+  """Returns what a TypeError is told that a module under a policy raised.
+
+  Args:
+    path: that of the module, "" for the root.
+    name: that of its class.
+    policy: the policy that it ran under.
+  """
+  # A rule that leaves the root as it is leaves everything as it is.
+  rule = f", or leave the module as it is with mpjax.Rule(None, path={path!r})" if path else ""
+  return (
+    f"{_NOTE} {path or 'the root'!r} ({name}), which runs under the policy {policy!r}. If it is "
+    "about dtypes, the module's own code mixes them where jax.numpy would promote: cast there, and "
+    f"start what a loop carries in the dtype of what it meets (x.dtype){rule}."
+  )
+
+
+def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+  """Returns a decorator: a call that does not fit the signature is an error of four parts.
+
+  For signatures that are easily taken for another's. The type and the documentation stay as they
+  are, which catching everything in `*args` would cost.
+
+  Args:
+    where: the public call.
+    fix: a call that fits.
+  """
+
+  def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+    signature = inspect.signature(fn)
+
+    @functools.wraps(fn)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+      try:
+        signature.bind(*args, **kwargs)
+      except TypeError as error:
+        names = [name for name in signature.parameters if name not in ("self", "cls")]
+        meant = [nearest(name, names, count=1)[0] for name in kwargs if name not in names]
+        near = f"Did you mean {' and '.join(f'{name}=' for name in meant)}? " if meant else ""
+        raise MpjaxTypeError(
+          where,
+          expected=f"arguments {', '.join(names)}",
+          got=str(error).removeprefix("got "),
+          fix=near + fix,
+        ) from None
+      return fn(*args, **kwargs)
+
+    return checked
+
+  return decorate
+
+
+def line_of_user(error: BaseException) -> str:
+  """Returns the file and line of the user's code that an error came from, with what it says."""
+  frames = traceback.extract_tb(error.__traceback__)
+  frame = ([f for f in frames if not _is_library(f.filename)] or frames)[-1]
+  return f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+_PACKAGE = str(pathlib.Path(__file__).parent)
+_STANDARD = str(pathlib.Path(os.__file__).parent)
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_BELOW = re.compile(_INSTALLED.pattern + r"(jax|jaxlib|flax|numpy)[/\\]")
+
+
+def _is_library(file: str) -> bool:
+  """Whether a file is of mpjax, of what it is made with, or of Python itself.
+
+  A user's model may be an installed package, and a checkout may be called anything.
+  """
+  standard = file.startswith(_STANDARD) and not _INSTALLED.search(file)
+  return file.startswith(_PACKAGE + os.sep) or standard or bool(_BELOW.search(file))

@@ -1,0 +1,124 @@
+"""Leaves that change their dtype: whether one is what is wanted, and how it becomes that."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.paths import is_key
+from mpjax._core.trees import is_array_like
+
+
+def as_array(x: Any, want: jax.ShapeDtypeStruct) -> Any:
+  """Returns a Python number as the array that JAX makes of it beside `want`, else `x` itself.
+
+  That is float32 (float64 beside float64), and the integer type of `want`; a number that does not
+  fit into them stays 64-bit.
+  """
+  if hasattr(x, "dtype"):
+    return np.asarray(x) if isinstance(x, np.generic) else x
+  if isinstance(x, int) and not isinstance(x, bool) and jnp.issubdtype(want.dtype, jnp.integer):
+    limits = jnp.iinfo(want.dtype)
+    return np.asarray(x, want.dtype if limits.min <= x <= limits.max else None)
+  if isinstance(x, float) and want.dtype != np.float64:
+    with np.errstate(over="ignore"):
+      narrow = np.asarray(x, np.float32)
+    return narrow if np.isfinite(narrow) or not np.isfinite(x) else np.asarray(x)
+  return np.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
+
+
+def misfit(x: Any, want: jax.ShapeDtypeStruct, *, cast: bool) -> str | None:
+  """Returns how `x` differs from `want`, or None if it does not.
+
+  Args:
+    x: the leaf.
+    want: what it should be. For typed keys plain key data are as good.
+    cast: another floating dtype is no difference.
+  """
+  wanted = f"{want.dtype}{list(want.shape)}"
+  if not is_array_like(x) or isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
+    return f"a {type(x).__name__} for {wanted}"
+  if is_key(want.dtype) and x.dtype == np.uint32:
+    want = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(want.shape, want.dtype))
+  if x.shape == want.shape and (x.dtype == want.dtype or (cast and are_floating(x, want))):
+    return None
+  return f"{x.dtype}{list(x.shape)} for {wanted}"
+
+
+def are_floating(*leaves: Any) -> bool:
+  """Whether all leaves are arrays with a floating dtype."""
+  return all(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+
+
+def convert(x: Any, dtype: Any) -> Any:
+  """Returns `x`, which fits but for its dtype, in `dtype`; key data become keys."""
+  if x.dtype == dtype:
+    return x
+  if is_key(dtype):
+    return jax.random.wrap_key_data(jnp.asarray(x), impl=_generator(dtype))
+  with np.errstate(over="ignore"):
+    return x.astype(dtype)
+
+
+def _generator(dtype: Any) -> Any:
+  """Returns what `jax.random.wrap_key_data` calls the generator of keys of `dtype`."""
+  found: list[Any] = []
+  keys = jax.ShapeDtypeStruct((), dtype)
+  jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), keys)
+  return found[0]
+
+
+def overflows(before: Any, after: Any) -> bool:
+  """Whether a finite number of `before` is an inf or a NaN in `after`, its cast."""
+  if before is after or not are_floating(before, after):
+    return False
+  finite = np.isfinite if isinstance(before, np.ndarray) else jnp.isfinite
+  return not bool((finite(after) | ~finite(before)).all())
+
+
+def refuse_overflow(casts: Mapping[str, tuple[Any, Any]], where: str) -> None:
+  """Raises if a finite number became an inf or a NaN.
+
+  Args:
+    casts: the leaves before and after, by path. Traced and abstract ones cannot be looked at.
+    where: the public call.
+
+  Raises:
+    MpjaxValueError: some did; all their leaves are named.
+  """
+  wrong = [
+    f"{before.dtype} beyond {after.dtype} at {path or 'the root'}"
+    for path, (before, after) in casts.items()
+    if not isinstance(after, (Tracer, jax.ShapeDtypeStruct)) and overflows(before, after)
+  ]
+  if wrong:
+    raise MpjaxValueError(
+      where,
+      expected="values that the new dtype can hold",
+      got=listed(wrong),
+      fix="They would be inf or NaN: keep these leaves in float32 or bfloat16.",
+    )
+
+
+def place(x: Any, sharding: jax.sharding.Sharding | None, *, alias: bool) -> jax.Array:
+  """Returns `x` as a strongly typed array on `sharding`, or uncommitted if that is None.
+
+  Args:
+    x: an array of JAX or NumPy.
+    sharding: where the result is to be.
+    alias: the result may share memory with `x`. If it must not, a step that is given the result
+      to keep leaves `x` alone.
+  """
+  if sharding is not None:
+    placed = jax.device_put(x, sharding, may_alias=alias)
+  elif is_key(x.dtype):
+    data = jnp.array(np.asarray(jax.random.key_data(x)))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  else:
+    # Through the host: nothing else makes an array uncommitted.
+    placed = jnp.array(np.asarray(x))
+  return jnp.asarray(placed, placed.dtype) if jax.typeof(placed).weak_type else placed

@@ -1,0 +1,93 @@
+"""Paths of leaves as text, and the leaves of a tree by path."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.trees import is_array_like
+from mpjax._core.types import PyTree
+
+Place: TypeAlias = tuple[str, ...]
+"""The names on the way to a leaf or a node of a tree."""
+
+
+def path_text(path: Any) -> str:
+  """Returns a path of JAX as text, the same whatever the containers are."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def places(tree: PyTree) -> list[Place]:
+  """Returns where each leaf is. What a box holds is where the box is.
+
+  `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A
+  name with slashes in it, as Haiku's are, is several.
+  """
+
+  def is_box(x: Any) -> bool:
+    return hasattr(type(x), "replace_boxed") or hasattr(type(x), "get_raw_value")
+
+  found: list[Place] = []
+  for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
+    place = tuple(path_text(path).split("/")) if path else ()
+    found += [place] * len(jax.tree.leaves(node))
+  return found
+
+
+def leaves_by_path(tree: PyTree, where: str) -> dict[str, Any]:
+  """Returns the leaves of `tree`, in its order, by path.
+
+  A path does not tell a field of a class from the key of a dict, nor a position from its digits:
+  checkpoints turn one into the other.
+
+  Raises:
+    MpjaxValueError: two leaves have the same path as text.
+  """
+  if isinstance(tree, Mapping) and jax.tree_util.all_leaves([tree]):
+    tree = dict(tree)  # one that JAX does not know, such as numpy.load of an npz file
+  leaves: dict[str, Any] = {}
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    text = path_text(path)
+    if text in leaves:
+      raise same_path(where, text)
+    leaves[text] = x
+  return leaves
+
+
+def same_path(where: str, name: str) -> MpjaxValueError:
+  """Returns the error for two leaves that have the same path."""
+  return MpjaxValueError(
+    where,
+    expected="leaves with different paths",
+    got=f"two at {name!r}",
+    fix="Rename a key that contains '/' or '@'.",
+  )
+
+
+def check_leaves(leaves: Mapping[str, Any], where: str, *, abstract: bool) -> None:
+  """Raises unless all leaves are arrays that are there: not traced, `abstract` only if that is set.
+
+  Raises:
+    MpjaxTypeError: some are not; all of them are named.
+  """
+  refused = (Tracer,) if abstract else (Tracer, jax.ShapeDtypeStruct)
+  wrong = [
+    f"a {type(x).__name__} at {path or 'the root'}"
+    for path, x in leaves.items()
+    if not is_array_like(x) or isinstance(x, refused)
+  ]
+  if wrong:
+    raise MpjaxTypeError(
+      where,
+      expected=f"arrays{' or jax.ShapeDtypeStruct' if abstract else ''} as leaves",
+      got=listed(wrong),
+      fix="Call it on the host, outside of jit, and leave out what is not an array.",
+    )
+
+
+def is_key(dtype: Any) -> bool:
+  """Whether `dtype` is that of typed PRNG keys."""
+  return jnp.issubdtype(dtype, jax.dtypes.prng_key)

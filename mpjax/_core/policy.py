@@ -1,0 +1,218 @@
+"""`Policy`: which dtype parameters are stored in, computed in and handed on in."""
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._core.dtypes import NAMES, is_float8, parse_dtype
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest
+from mpjax._core.trees import cast_leaf, is_floating
+from mpjax._core.types import DTypeLike, PyTree
+
+_PRESETS: dict[str, tuple[str, str, str]] = {
+  "float32": ("float32", "float32", "float32"),
+  "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
+  "float16": ("float16", "float16", "float16"),
+  "mixed_bfloat16": ("float32", "bfloat16", "float32"),
+  "mixed_float16": ("float32", "float16", "float32"),
+}
+"""Name: (param_dtype, compute_dtype, output_dtype). The mixed ones hand on float32, so that the
+loss is computed in it."""
+
+_AS_STRING = (
+  'A name or a string of dtypes goes to mpjax.Policy.parse("mixed_bfloat16"), and wherever a '
+  "policy is taken; dtypes go here by keyword: mpjax.Policy(compute_dtype='bfloat16')."
+)
+
+_KEYS = {
+  **{"params": "param_dtype", "p": "param_dtype"},
+  **{"compute": "compute_dtype", "c": "compute_dtype"},
+  **{"output": "output_dtype", "o": "output_dtype"},
+  **{"weight_grad": "weight_grad_dtype", "w": "weight_grad_dtype"},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, init=False)
+class Policy:
+  """The dtypes of a module: of its parameters, of its computation, of its results.
+
+  Frozen and hashable, so that a policy can be a module field, a static argument of `jax.jit`
+  or a key. The words are those of jmp, Haiku and Keras.
+
+  Args:
+    param_dtype: the dtype parameters are stored in.
+    compute_dtype: the dtype of matmuls and convolutions; in NNX that of inputs and parameters at
+      each use.
+    output_dtype: the dtype of results where the policy begins (the root call, or the outermost
+      module that a rule picked). None: whatever was computed; in NNX, under a rule, the compute
+      dtype of the surrounding policy.
+    weight_grad_dtype: the dtype that the gradients of a layer's kernel and bias are computed in;
+      None (or the compute dtype) leaves them to the products of the layer. With float32 under half
+      compute they are neither rounded to half nor added up in it, on one device or on many.
+
+  Raises:
+    MpjaxValueError: a dtype name is unknown, float64 is asked for without `jax_enable_x64`, or
+      weight gradients are asked for in something other than float32, float64 and the compute dtype,
+      or narrower than it.
+    MpjaxTypeError: a dtype that is not floating, or an 8-bit one outside `param_dtype`.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> policy = mpjax.Policy(compute_dtype=jnp.bfloat16, output_dtype="f32")
+  >>> print(policy)
+  params=float32,compute=bfloat16,output=float32
+  >>> policy == mpjax.Policy.parse("mixed_bfloat16")
+  True
+  """
+
+  param_dtype: np.dtype[Any]
+  compute_dtype: np.dtype[Any]
+  output_dtype: np.dtype[Any] | None
+  weight_grad_dtype: np.dtype[Any] | None
+
+  @check_call("mpjax.Policy(...)", fix=_AS_STRING)
+  def __init__(
+    self,
+    *,
+    param_dtype: DTypeLike = "float32",
+    compute_dtype: DTypeLike = "float32",
+    output_dtype: DTypeLike | None = None,
+    weight_grad_dtype: DTypeLike | None = None,
+  ) -> None:
+    given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
+    optional = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype}
+    for name in optional:
+      object.__setattr__(self, name, None)
+    given.update({name: value for name, value in optional.items() if value is not None})
+    for name, value in given.items():
+      where = f"mpjax.Policy({name}=...)"
+      dtype = parse_dtype(value, where)
+      if is_float8(dtype) and name != "param_dtype":
+        raise MpjaxTypeError(
+          where,
+          expected="a dtype that XLA promotes and adds in, such as 'bfloat16'",
+          got=dtype.name,
+          fix="8-bit formats need a scale for each tensor; here they can only be stored.",
+        )
+      object.__setattr__(self, name, dtype)
+    self._check_weight_grads()
+
+  def _check_weight_grads(self) -> None:
+    wide, compute = self.weight_grad_dtype, self.compute_dtype
+    if wide is None or wide == compute or 4 <= wide.itemsize > compute.itemsize:
+      return
+    raise MpjaxValueError(
+      "mpjax.Policy(weight_grad_dtype=...)",
+      expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
+      got=f"{wide.name} with compute_dtype={compute.name}",
+      fix="Write 'float32' under half compute, and leave it out otherwise: any other dtype would "
+      "only round once more.",
+    )
+
+  @classmethod
+  def parse(cls, policy: "PolicyLike") -> "Policy":
+    """Returns the policy that a string names; a `Policy` is returned as it is.
+
+    Args:
+      policy: a preset ("float32", "bfloat16", "float16": all three dtypes, by any name that a dtype
+        has here: "full", "half", "bf16"; "mixed_bfloat16",
+        "mixed_float16": float32 parameters, half compute, float32 output), or dtypes by key
+        ("params=float32,compute=float16,output=float32", or short "p=f32,c=bf16,o=f32").
+        A missing output is None.
+
+    Raises:
+      MpjaxValueError: an unknown preset, key or dtype, a key given twice, an empty item.
+      MpjaxTypeError: neither a string nor a `Policy`.
+
+    >>> import mpjax
+    >>> mpjax.Policy.parse("c=bf16").output_dtype is None
+    True
+    """
+    where = "mpjax.Policy.parse(policy)"
+    expected = f"a preset ({', '.join(map(repr, _PRESETS))}) or 'params=...,compute=...,output=...'"
+    if isinstance(policy, Policy):
+      return policy
+    if not isinstance(policy, str):
+      fix = "Pass a string or a mpjax.Policy."
+      raise MpjaxTypeError(where, expected=expected, got=repr(policy), fix=fix)
+    name = policy.strip()
+    name = NAMES.get(name, name)
+    if name in _PRESETS:
+      param, compute, output = _PRESETS[name]
+      return cls(param_dtype=param, compute_dtype=compute, output_dtype=output)
+    if "=" not in name:
+      near = " or ".join(map(repr, nearest(name, _PRESETS)))
+      fix = f"Did you mean {near}?"
+      raise MpjaxValueError(where, expected=expected, got=repr(policy), fix=fix)
+    fields: dict[str, str] = {}
+    for position, item in enumerate(name.split(","), start=1):
+      key, equals, value = (part.strip() for part in item.partition("="))
+      got = f"{item.strip()!r} as item {position} of {policy!r}"
+      if not equals or not value:
+        fix = "Write every item as key=dtype, with one comma between items."
+        raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+      if key not in _KEYS:
+        fix = f"Did you mean {' or '.join(map(repr, nearest(key, _KEYS)))}?"
+        raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+      if _KEYS[key] in fields:
+        fix = f"{_KEYS[key]} is given twice; keep one."
+        raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+      fields[_KEYS[key]] = value
+    return cls(**fields)
+
+  def __str__(self) -> str:
+    names = {"param_dtype": "params", "compute_dtype": "compute", "output_dtype": "output"}
+    names["weight_grad_dtype"] = "weight_grad"
+    values = {names[k]: getattr(self, k) for k in names}
+    return ",".join(f"{k}={v.name}" for k, v in values.items() if v is not None)
+
+  def cast_to_param(self, tree: PyTree) -> PyTree:
+    """Returns `tree` with its floating arrays in `param_dtype`.
+
+    Args:
+      tree: any tree; integers, keys, Python numbers and objects are returned as they are.
+
+    >>> import jax.numpy as jnp, mpjax
+    >>> mpjax.Policy.parse("bfloat16").cast_to_param({"w": jnp.ones(2), "step": 3})
+    {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
+    """
+    return _cast(tree, self.param_dtype)
+
+  def cast_to_compute(self, tree: PyTree) -> PyTree:
+    """Returns `tree` with its floating arrays in `compute_dtype`.
+
+    Args:
+      tree: any tree; integers, keys, Python numbers and objects are returned as they are.
+
+    >>> import jax.numpy as jnp, mpjax
+    >>> mpjax.Policy.parse("mixed_float16").cast_to_compute(jnp.ones(2)).dtype
+    dtype('float16')
+    """
+    return _cast(tree, self.compute_dtype)
+
+  def cast_to_output(self, tree: PyTree) -> PyTree:
+    """Returns `tree` with its floating arrays in `output_dtype`; as it is where that is None.
+
+    Args:
+      tree: any tree; integers, keys, Python numbers and objects are returned as they are.
+
+    >>> import jax.numpy as jnp, mpjax
+    >>> mpjax.Policy.parse("mixed_float16").cast_to_output(jnp.ones(2, jnp.float16)).dtype
+    dtype('float32')
+    """
+    return tree if self.output_dtype is None else _cast(tree, self.output_dtype)
+
+
+PolicyLike: TypeAlias = str | Policy
+"""Everywhere a policy is taken, a string is too."""
+
+
+def _cast(tree: PyTree, dtype: Any) -> PyTree:
+  def leaf(x: Any) -> Any:
+    if isinstance(x, (np.ndarray, np.generic)) and is_floating(x):
+      return jnp.asarray(cast_leaf(x, dtype))
+    return cast_leaf(x, dtype)
+
+  return jax.tree.map(leaf, tree)

@@ -1,0 +1,366 @@
+"""`Rule`: a policy for the modules that a path, a class or a predicate picks out."""
+
+import dataclasses
+import fnmatch
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._core.errors import (
+  MpjaxTypeError,
+  MpjaxValueError,
+  UnmatchedRuleError,
+  check_call,
+  nearest,
+)
+from mpjax._core.functions import identity
+from mpjax._core.policy import Policy, PolicyLike
+from mpjax._core.trees import is_floating, is_nnx_object
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """A policy for the modules that exactly one selector picks out.
+
+  The first rule that matches a module wins; a module that none matches has the policy of the
+  nearest enclosing module that has one.
+
+  Args:
+    policy: a policy or its string; None leaves the module and all inside exactly as it is.
+    path: a glob over the module path ("encoder/*/attention"; `*` stays within one level, `**`
+      crosses levels and matches the root), or a compiled regular expression. It is matched in
+      full against the names from the wrapped root, joined by "/".
+    module: a module class, or a tuple of them; subclasses count.
+    where: a predicate on the bound module. It is asked about every module of the model. Two that
+      are made at one place in the code with equal values are equal, so that a rule may be made anew
+      for each call; one that is made with an array or a list is compiled for anew. Globals that it
+      reads count with the values that they have when the rule is first used: after a change of one,
+      make the rule anew.
+
+  Raises:
+    MpjaxValueError: no selector or several, or a malformed glob.
+    MpjaxTypeError: a selector of the wrong type.
+
+  >>> import mpjax
+  >>> mpjax.Rule("float32", path="**/head").path
+  '**/head'
+  """
+
+  policy: Policy | None
+  path: str | re.Pattern[str] | None
+  module: type[Any] | tuple[type[Any], ...] | None
+  where: Callable[[Any], bool] | None
+
+  @check_call("mpjax.Rule(...)", fix='Write mpjax.Rule("float32", path="head").')
+  def __init__(
+    self,
+    policy: PolicyLike | None,
+    *,
+    path: str | re.Pattern[str] | None = None,
+    module: type[Any] | tuple[type[Any], ...] | None = None,
+    where: Callable[[Any], bool] | None = None,
+  ) -> None:
+    selectors = {"path": path, "module": module, "where": where}
+    given = [name for name, value in selectors.items() if value is not None]
+    if len(given) != 1:
+      raise MpjaxValueError(
+        "mpjax.Rule(...)",
+        expected="exactly one of path=, module= and where=",
+        got=" and ".join(f"{name}=" for name in given) or "none of them",
+        fix="Write one rule for each selector; where= can combine conditions.",
+      )
+    if isinstance(path, str):
+      _check_glob(path)
+    elif path is not None and not isinstance(path, re.Pattern):
+      raise _wrong_selector("path", "a glob or a compiled regular expression", path)
+    classes = module if isinstance(module, tuple) else (module,)
+    if module is not None and not (classes and all(isinstance(c, type) for c in classes)):
+      raise _wrong_selector("module", "a class or a non-empty tuple of classes", module)
+    if where is not None and not callable(where):
+      raise _wrong_selector("where", "a predicate on the bound module", where)
+    object.__setattr__(self, "policy", None if policy is None else Policy.parse(policy))
+    for name, value in selectors.items():
+      object.__setattr__(self, name, value)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Rule) and self._key == other._key
+
+  def __hash__(self) -> int:
+    return hash(self._key)
+
+  def __reduce__(self) -> Any:
+    return _rule, (self.policy, self.path, self.module, self.where)
+
+  @functools.cached_property
+  def _key(self) -> tuple[Any, ...]:
+    # Kept: a rule that a cache holds must not become equal to one whose predicate reads new values.
+    return (self.policy, self.path, self.module, identity(self.where))
+
+  def __repr__(self) -> str:
+    names = ("path", "module", "where")
+    selector = next(f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) is not None)
+    policy = None if self.policy is None else str(self.policy)
+    return f"Rule({policy!r}, {selector})"
+
+  def matches(self, module: Any, path: str) -> bool:
+    """Whether this rule picks out a module.
+
+    Args:
+      module: the bound module.
+      path: where it stands, its names joined by "/"; "" is the root.
+
+    >>> import mpjax
+    >>> mpjax.Rule(None, path="blocks_*/mlp").matches(object(), "blocks_3/mlp")
+    True
+    """
+    if self.path is not None:
+      if isinstance(self.path, str):
+        return () in _rest_of_glob(_levels(self.path), _levels(path))
+      return self.path.fullmatch(path) is not None
+    if self.module is not None:
+      return isinstance(module, self.module)
+    if self.where is None:
+      return False
+    try:
+      return bool(self.where(module))
+    except Exception as error:
+      error.add_note(
+        f"mpjax: raised by the predicate of {self} for the module {path or 'at the root'!r} "
+        f"({type(module).__name__}). It is asked about every module; the root has no name."
+      )
+      raise
+
+
+def _rule(policy: Any, path: Any, module: Any, where: Any) -> Rule:
+  return Rule(policy, path=path, module=module, where=where)
+
+
+def _wrong_selector(name: str, expected: str, got: Any) -> MpjaxTypeError:
+  fix = "See mpjax.Rule for what each selector takes."
+  return MpjaxTypeError(f"mpjax.Rule({name}=...)", expected=expected, got=repr(got), fix=fix)
+
+
+_NOT_IN_GLOBS = frozenset(r".\()|+^${}")
+"""Python's path separator, and what shows that a regular expression was meant."""
+
+
+def _check_glob(glob: str) -> None:
+  """Raises MpjaxValueError for a glob that no module path can match as it was meant."""
+  slashes = bool(glob) and "" in glob.split("/")
+  if slashes or glob.count("[") != glob.count("]") or set(glob) & _NOT_IN_GLOBS:
+    raise MpjaxValueError(
+      "mpjax.Rule(path=...)",
+      expected="a glob of module names joined by single slashes, such as 'encoder/*/attention'",
+      got=repr(glob),
+      fix="No leading, trailing or double slash, no dots, brackets closed, no signs of a regular "
+      "expression; for anything else pass re.compile(...).",
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _rest_of_glob(glob: tuple[str, ...], names: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
+  """Returns what may still come of a glob after the names of a path; `()` is a match.
+
+  `**` stands for any number of levels, so that there may be several ways to go on.
+  """
+  if not names:
+    skipped = _rest_of_glob(glob[1:], ()) if glob[:1] == ("**",) else frozenset()
+    return frozenset({glob}) | skipped
+  after: set[tuple[str, ...]] = set()
+  for rest in _rest_of_glob(glob, names[:-1]):
+    if rest[:1] == ("**",):
+      after |= _rest_of_glob(rest, ())
+    elif rest and fnmatch.fnmatchcase(names[-1], rest[0]):
+      after |= _rest_of_glob(rest[1:], ())
+  return frozenset(after)
+
+
+def place_of(rules: Iterable[Rule], path: str) -> str:
+  """Returns text that is equal for two paths if no rule tells apart what is there or inside."""
+  rests: list[Any] = []
+  for rule in rules:
+    if isinstance(rule.path, str):
+      rests.append(sorted(_rest_of_glob(_levels(rule.path), _levels(path))))
+    elif goes_by_place(rule):
+      rests.append(path)
+  return repr(rests)
+
+
+def goes_by_place(rule: Rule) -> bool:
+  """Whether a rule can pick out one of two equal modules and not the other.
+
+  A predicate cannot if its code reads no attribute and calls nothing, `isinstance` excepted.
+  """
+  if rule.where in (_is_users_norm, is_flax_norm):  # A module's class and parameters.
+    return False
+  if not isinstance(rule.where, types.FunctionType):
+    return rule.module is None
+  used = inspect.getclosurevars(rule.where)  # Its `unbound` are the names of attributes.
+  values = {**used.builtins, **used.globals, **used.nonlocals}
+  nested = any(isinstance(value, types.CodeType) for value in rule.where.__code__.co_consts)
+  calls = any(not isinstance(v, type) for name, v in values.items() if name != "isinstance")
+  return nested or calls or bool(used.unbound)
+
+
+def _levels(path: str) -> tuple[str, ...]:
+  return tuple(path.split("/")) if path else ()
+
+
+def first_match(rules: Iterable[Rule], module: Any, path: str) -> Rule | None:
+  """Returns the first of `rules` that picks out `module`, or None."""
+  return next((rule for rule in rules if rule.matches(module, path)), None)
+
+
+def parse_rules(rules: Any, where: str) -> tuple[Rule, ...]:
+  """Returns `rules` as a tuple.
+
+  Raises:
+    MpjaxTypeError: not an iterable of `Rule`.
+  """
+  many = isinstance(rules, Iterable) and not isinstance(rules, str)
+  found: tuple[Any, ...] = tuple(rules) if many else (rules,)
+  wrong = [rule for rule in found if not isinstance(rule, Rule)] if many else found
+  if wrong:
+    raise MpjaxTypeError(
+      where,
+      expected="a sequence of mpjax.Rule",
+      got=repr(wrong[0]),
+      fix='Write [mpjax.Rule("float32", path="head")].',
+    )
+  return found
+
+
+def unmatched_error(
+  rule: Rule,
+  paths: Sequence[str],
+  classes: Sequence[str],
+  *,
+  kind: str = "module",
+  origin: str = "that init passed",
+) -> UnmatchedRuleError:
+  """Returns the error for a rule that picked out none of the modules at `paths`.
+
+  Args:
+    rule: the rule.
+    paths: the paths of the model's modules, "" for the root.
+    classes: the names of their classes.
+    kind: what is at these paths.
+    origin: which of them these are.
+  """
+  if rule.module is not None:
+    near = f"The model's classes: {', '.join(sorted(set(classes)))}."
+  else:
+    # What a predicate looks for is unknown: the model's own paths are the best there is to show.
+    sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
+    shown = sorted(set(paths))[:3] if sought is None else nearest(sought, set(paths))
+    near = f"The nearest {kind} paths: {', '.join(repr(p) for p in shown)}."
+  return UnmatchedRuleError(
+    f"rules: {rule}",
+    expected=f"a rule that picks out at least one {kind}",
+    got=f"none of the {len(paths)} {kind}s {origin}",
+    fix=f'{near} Mend the selector, or pass unmatched="ignore".',
+  )
+
+
+def parse_unmatched(unmatched: Any, where: str) -> str:
+  """Returns what to do about rules that match nothing.
+
+  Raises:
+    MpjaxValueError: not one of the three.
+  """
+  if unmatched not in ("raise", "warn", "ignore"):
+    where, expected = f"{where}(unmatched=...)", "'raise', 'warn' or 'ignore'"
+    fix = "It says what to do about a rule that picks out no module."
+    raise MpjaxValueError(where, expected=expected, got=repr(unmatched), fix=fix)
+  return unmatched
+
+
+def _class_of(module: Any) -> type[Any]:
+  """Returns the class that was written: a lifted transform (nn.scan, nn.remat) makes another."""
+  return next(c for c in type(module).__mro__ if c.__module__ != "flax.linen.transforms")
+
+
+def is_flax_norm(module: Any) -> bool:
+  """Whether `module` is one of Flax's own norms: those that normalise activations, not weights."""
+  cls = _class_of(module)
+  return cls.__module__.split(".")[0] == "flax" and cls.__name__ in _FLAX_NORMS
+
+
+_FLAX_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
+
+
+def _is_users_norm(module: Any) -> bool:
+  """Whether `module` is a norm that its author wrote: "…Norm", with scales and biases only."""
+  cls = _class_of(module)
+  if not cls.__name__.endswith("Norm") or cls.__module__.split(".")[0] == "flax":
+    return False
+  if is_nnx_object(module):
+    shapes = _shapes(module, [])
+    return shapes is not None and _are_scales(shapes)
+  # Inside of a lifted transform a bound Linen module shows the variables of one layer.
+  variables = getattr(module, "variables", None)
+  params = variables.get("params", {}) if isinstance(variables, Mapping) else module
+  return all(np.ndim(leaf) <= 1 for leaf in jax.tree.leaves(params))
+
+
+def _shapes(module: Any, seen: list[Any]) -> list[tuple[int, ...]] | None:
+  """Returns the shapes of an NNX module's floating arrays; None if it holds a layer with some.
+
+  A norm that it holds is a part of it. Modules in `seen` are not looked at again.
+  """
+  seen.append(module)
+  found: list[tuple[int, ...]] = []
+  for x in jax.tree.leaves(list(vars(module).values()), is_leaf=is_nnx_object):
+    if hasattr(x, "get_raw_value"):
+      found += [np.shape(a) for a in jax.tree.leaves(x.get_raw_value()) if is_floating(a)]
+    elif not is_nnx_object(x):
+      found += [np.shape(x)] if is_floating(x) else []
+    elif not any(x is module for module in seen):
+      inner = _shapes(x, seen)
+      is_part = _class_of(x).__name__.endswith("Norm") or type(x).__name__ in ("List", "Dict")
+      if inner is None or (inner and not is_part):
+        return None
+      found += inner
+  return found
+
+
+def _are_scales(shapes: Sequence[tuple[int, ...]]) -> bool:
+  """Whether arrays of such shapes can be scales and biases, of one layer or of a stack of layers.
+
+  In a stack (`nnx.vmap`, `nnx.scan`) all share their first axes. So they may where a matrix meets
+  its bias: there they share the last axis too.
+  """
+  deepest = max(shapes, key=len, default=())
+  stack, last = deepest[:-1], deepest[-1:]
+  if not stack:
+    return True
+  stacked = all(shape[: len(stack)] == stack for shape in shapes)
+  return stacked and not any(shape == (*stack[1:], *last) for shape in shapes)
+
+
+_DEFAULT_RULES = (Rule(Policy(compute_dtype="float32"), where=_is_users_norm),)
+
+
+def default_rules() -> tuple[Rule, ...]:
+  """Returns the rules that are tried after the user's: what is known to need float32.
+
+  One so far: a norm that the model's author wrote computes in float32, and is rounded where its
+  result is used in low precision. Its class name ends in "Norm", it is not Flax's own, and it owns
+  only parameters of rank 0 or 1: no matrix, and no layer. In NNX, where the parameters of stacked
+  layers have one axis more, these count as those of one layer. Flax's own norms need no rule: they
+  reduce in float32 by themselves.
+
+  Returns:
+    A plain tuple. Pass an edited copy as `defaults=` to replace it, `()` for none.
+
+  >>> import mpjax
+  >>> [str(rule.policy) for rule in mpjax.default_rules()]
+  ['params=float32,compute=float32']
+  """
+  return _DEFAULT_RULES

@@ -1,0 +1,251 @@
+"""Casting, selecting and checking the leaves of trees."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.types import Array, PyTree
+
+
+def is_floating(x: Any) -> bool:
+  """Whether `x` is an array (of JAX or NumPy, concrete, traced or abstract) with a floating dtype.
+
+  Python numbers are not arrays: JAX already lets them follow the dtype of what they meet.
+  """
+  return isinstance(
+    x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+  ) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def is_half(x: Any) -> bool:
+  """Whether `x` is an array in float16 or bfloat16."""
+  return hasattr(x, "dtype") and x.dtype.name in ("bfloat16", "float16")
+
+
+def cast_leaf(x: Any, dtype: np.dtype[Any]) -> Any:
+  """Returns `x` in `dtype` if it is a floating array, else `x` itself.
+
+  A NumPy value stays one: code that uses it as a constant (a schedule, a rate) keeps a value
+  that it can look at under `jit`.
+  """
+  if not is_floating(x) or x.dtype == dtype:
+    return x
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x.update(dtype=dtype)
+  if isinstance(x, (np.ndarray, np.generic)):
+    # JAX would narrow float64 first; rounding twice is then what the same input gives anywhere.
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype)).astype(dtype)
+  return x.astype(dtype)
+
+
+def is_nnx_object(x: Any) -> bool:
+  """Whether `x` is a module, a container, a variable or another object of Flax NNX.
+
+  Such an object may be a tree to JAX, but it is what others hold and write to: a mapped copy of it
+  loses what is written. Its class tells, so that nothing here needs NNX installed.
+  """
+  names = (c.__module__ for c in type(x).__mro__ if c.__name__ in ("Pytree", "Variable"))
+  return any(name.startswith("flax.nnx.") for name in names)
+
+
+def map_arrays(
+  fun: Callable[[Any], Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> PyTree:
+  """Returns `tree` with `fun` of its leaves, and objects of Flax NNX as they are.
+
+  Where `fun` changes nothing the result is `tree` itself: containers stay the same objects, and
+  static arguments stay equal. So does what is no tree to JAX (a dict whose keys do not sort).
+  """
+
+  def stop(x: Any) -> bool:
+    return is_nnx_object(x) or (is_leaf is not None and is_leaf(x))
+
+  try:
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=stop)
+  except (TypeError, ValueError):
+    return tree
+  new = [x if is_nnx_object(x) else fun(x) for x in leaves]
+  same = all(a is b for a, b in zip(new, leaves, strict=True))
+  return tree if same else jax.tree.unflatten(treedef, new)
+
+
+def round_to(x: Array, dtype: np.dtype[Any]) -> Array:
+  """Returns `x` rounded to nearest in `dtype`, a rounding that the compiler keeps.
+
+  XLA for GPU may drop the pair when a cast to half is followed by a cast back. `reduce_precision`
+  would stay, but flushes all subnormal numbers of float16 to 0.
+  """
+  return x if x.dtype == dtype else jax.lax.optimization_barrier(x.astype(dtype))
+
+
+def saturate(x: Array, dtype: np.dtype[Any]) -> Array:
+  """Returns `x` with finite numbers beyond the range of `dtype` brought back to its limits.
+
+  An inf or NaN stays what it is.
+  """
+  largest = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
+  return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+
+
+def is_inexact(x: Any) -> bool:
+  """Whether `x` holds floating or complex numbers: a Python number or an array of any kind."""
+  if isinstance(x, (float, complex)):
+    return True
+  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def all_finite(tree: PyTree) -> Array:
+  """Whether no array in `tree` holds an inf or a NaN.
+
+  Each element is looked at by itself: a sum or a norm of finite values may overflow. Integers,
+  booleans, keys, `float0` and leaves that are not arrays are finite; of a complex number both
+  parts must be.
+
+  Args:
+    tree: any tree of arrays, of any shapes and dtypes.
+
+  Returns:
+    A scalar bool array; True for a tree without floating leaves.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> bool(mpjax.all_finite({"w": jnp.ones(3), "step": 7, "nothing": None}))
+  True
+  >>> bool(mpjax.all_finite([jnp.ones(3), jnp.array([0.0, jnp.nan])]))
+  False
+  """
+  finite = jnp.asarray(True)
+  for x in jax.tree.leaves(tree):
+    if is_inexact(x):
+      finite = jnp.logical_and(finite, jnp.all(jnp.isfinite(x)))
+  return finite
+
+
+def first_nonfinite(leaves: Sequence[Any]) -> Array:
+  """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any.
+
+  One int32 says both whether and where. It can be reduced over devices by a minimum, which for
+  integers, unlike for floating values, no NaN gets past.
+  """
+  first = jnp.asarray(len(leaves), jnp.int32)
+  for position in reversed(range(len(leaves))):
+    if is_inexact(leaves[position]):
+      finite = jnp.all(jnp.isfinite(leaves[position]))
+      first = jnp.where(finite, first, jnp.asarray(position, jnp.int32))
+  return first
+
+
+def tree_differences(
+  wanted: PyTree, given: PyTree, *, dtypes: bool, none_fits: bool = False
+) -> list[str]:
+  """Returns what keeps `given` from being like `wanted`: every wrong leaf, by its path.
+
+  Args:
+    wanted: the tree to be like; None counts as a leaf in both.
+    given: the tree that came.
+    dtypes: compare dtypes as well as paths, containers and shapes.
+    none_fits: a None in `given` is like any leaf.
+  """
+  wanted_leaves, wanted_def = _flatten(wanted)
+  given_leaves, given_def = _flatten(given)
+  missing = [f"nothing at {path}" for path in wanted_leaves if path not in given_leaves]
+  extra = [f"an extra leaf at {path}" for path in given_leaves if path not in wanted_leaves]
+  if missing or extra:
+    return missing + extra
+  if wanted_def != given_def:
+    return [_other_container(wanted, given)]
+  found = []
+  for path, want in wanted_leaves.items():
+    want_text, give_text = (_describe(x, dtypes) for x in (want, given_leaves[path]))
+    if want_text != give_text and not (none_fits and give_text == "None"):
+      found.append(f"{give_text} for {want_text} at {path}")
+  return found
+
+
+def _other_container(wanted: PyTree, given: PyTree) -> str:
+  """Returns the first place where two trees with the same paths are made of other containers."""
+  path = ""
+  while True:
+    kinds = [type(tree).__name__ for tree in (given, wanted)]
+    if kinds[0] != kinds[1]:
+      return f"other containers: {kinds[0]} for {kinds[1]} at {path or 'the root'}"
+    inside = [_children(tree) for tree in (wanted, given)]
+    for (key, want), (_, give) in zip(*inside, strict=True):
+      if jax.tree.structure(want, is_leaf=is_none) != jax.tree.structure(give, is_leaf=is_none):
+        path, wanted, given = path + jax.tree_util.keystr(key), want, give
+        break
+    else:
+      return f"other static parts of a {kinds[0]} at {path or 'the root'}"
+
+
+def _children(tree: PyTree) -> list[tuple[Any, Any]]:
+  return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+
+
+def is_none(x: Any) -> bool:
+  """Whether `x` is None, for `is_leaf`: to JAX it is a tree without leaves."""
+  return x is None
+
+
+def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
+  return {jax.tree_util.keystr(path) or "the root": x for path, x in leaves}, treedef
+
+
+def _describe(x: Any, dtypes: bool) -> str:
+  if not is_array_like(x):
+    return "None" if x is None else type(x).__name__
+  return f"{jnp.result_type(x) if dtypes else 'shape '}{list(jnp.shape(x))}"
+
+
+def is_array_like(x: Any) -> bool:
+  """Whether `x` is an array of any kind (keys and `float0` too) or a Python number."""
+  return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+
+
+def select(
+  condition: Array,
+  on_true: PyTree,
+  on_false: PyTree,
+  where: str,
+  *,
+  fix: str = "Give both the same structure, shapes and dtypes: nothing is cast or broadcast here.",
+) -> PyTree:
+  """Returns `on_true` where the scalar `condition` holds and `on_false` where it does not.
+
+  Never a product with a mask: 0 * NaN is NaN.
+
+  Args:
+    condition: a scalar bool.
+    on_true: a tree of arrays.
+    on_false: a tree with the same structure, shapes and dtypes.
+    where: the public call, for the error.
+    fix: what to do where the trees differ.
+
+  Raises:
+    MpjaxValueError: `condition` is not a scalar, or the trees differ in structure, or a leaf in
+      dtype or shape.
+  """
+  if jnp.shape(condition) != ():
+    raise MpjaxValueError(
+      where,
+      expected="a scalar flag",
+      got=f"one of shape {jnp.shape(condition)}",
+      fix="Reduce it first, or jax.vmap the whole call: one flag decides for the whole tree.",
+    )
+  problems = tree_differences(on_false, on_true, dtypes=True)
+  if problems:
+    raise MpjaxValueError(
+      where, expected="the new tree to be like the old one", got=listed(problems), fix=fix
+    )
+
+  def pick(new: Any, old: Any) -> Any:
+    # float0 holds nothing to select, and leaves that are not arrays cannot depend on the flag.
+    if new is old or not is_array_like(new) or getattr(new, "dtype", None) == jax.dtypes.float0:
+      return new
+    return jnp.where(condition, new, old)
+
+  return jax.tree.map(pick, on_true, on_false)

@@ -1,0 +1,164 @@
+"""`convert`: parameters for inference, in half, by the paths in their tree."""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.paths import Place, places
+from mpjax._core.policy import Policy, PolicyLike
+from mpjax._core.rules import Rule, first_match, parse_rules, parse_unmatched, unmatched_error
+from mpjax._core.trees import is_floating
+from mpjax._core.types import PyTree
+from mpjax._jaxprs.used_dtypes import cast_leaves
+from mpjax.transforms._loss_scale import LossScaleState
+
+_WHERE = "mpjax.convert"
+
+_SCALES = frozenset({"scale", "gamma"})
+_BESIDE = frozenset({"bias", "offset", "beta", "mean", "var", "moving_mean", "moving_var"})
+"""What Flax, Haiku and older code call the arrays of a norm: its scale, and what goes with it."""
+
+
+def convert(
+  params: PyTree, policy: PolicyLike, rules: Iterable[Rule] = (), *, unmatched: str = "raise"
+) -> PyTree:
+  """Returns parameters for inference: floating leaves in the compute dtype of a policy.
+
+  The parameters of norms stay in float32. A tree does not say which they are: a node counts as a
+  norm if its arrays have the names of one ("scale" and "bias", "gamma" and "beta", …), or if they
+  are vectors and "norm" is in its own name. `with_policy(model, policy).convert(variables, *args)`
+  knows better, since it looks at what the model does with each leaf. Arrays in float8 stay, too.
+
+  With "float32" it is the way back: half parameters as a float32 checkpoint.
+
+  MXNet's `convert_model` is where excluded names and exceptions come from.
+
+  Args:
+    params: any tree of arrays, abstract ones too; `nnx.state(model)` of an NNX model. Of a dict
+      with "params" in it, the variables of a Linen model, the other collections stay as they are.
+    policy: a `mpjax.Policy` or its string; only its `compute_dtype` counts.
+    rules: `Rule("float32", path="decoder/head")` for a leaf, or a node and all in it; the first
+      that matches wins, the innermost place counts, and both go before what is said of norms.
+      `Rule(None, path=...)` leaves what is there as it is. Only rules with a path.
+    unmatched: "raise", "warn" or "ignore": what to do about a rule that matches nothing.
+
+  Returns:
+    A tree of the same structure. Leaves without a floating dtype are the same objects, an array
+    that is at two places (tied weights) stays one, in the wider dtype if they differ, and all
+    keep their shardings.
+
+  Raises:
+    MpjaxTypeError: rules of the wrong type; a model or a whole training state for `params`.
+    MpjaxValueError: an unknown policy; a rule without a path; a finite value that the new dtype
+      cannot hold (under `jit` nobody can see that: it becomes inf); a value of `unmatched` that is
+      not listed.
+    UnmatchedRuleError: a rule matches nothing in the tree (with `unmatched="raise"`).
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> params = {"layer": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)},
+  ...           "norm": {"scale": jnp.ones(2)}, "head": {"kernel": jnp.ones((2, 1))}}
+  >>> half = mpjax.convert(params, "bfloat16", [mpjax.Rule("float32", path="head")])
+  >>> half["layer"]["kernel"].dtype, half["norm"]["scale"].dtype, half["head"]["kernel"].dtype
+  (dtype(bfloat16), dtype('float32'), dtype('float32'))
+  """
+  base = Policy.parse(policy)
+  given = _parse_rules(rules)
+  _check_params(params)
+  leaves = jax.tree.leaves(params)
+  where: list[Place | None] = list(places(params))
+  # The other collections of a Linen model; a State of NNX may have an attribute of that name.
+  if (isinstance(params, dict) or hasattr(params, "unfreeze")) and "params" in params:
+    where = [place[1:] if place and place[0] == "params" else None for place in where]
+  ours = {place: x for place, x in zip(where, leaves, strict=True) if place is not None}
+  _check_rules(given, ours, unmatched)
+  norms = _norms(ours)
+  dtypes = [
+    None if place is None else _dtype(base, given, place, x, place[:-1] in norms)
+    for place, x in zip(where, leaves, strict=True)
+  ]
+  return cast_leaves(params, dtypes, f"{_WHERE}(params)")
+
+
+def _check_params(params: Any) -> None:
+  """Raises for what has parameters in it and is no tree of them."""
+  nnx = any(c.__module__.startswith("flax.nnx.") for c in type(params).__mro__)
+  got = fix = None
+  if nnx and not isinstance(params, Mapping):
+    got = f"the NNX module {type(params).__name__}"
+    fix = "Pass nnx.state(model), or write mpjax.nnx.convert(view, *inputs)."
+  elif hasattr(params, "apply") and hasattr(params, "init"):
+    got = f"a model ({type(params).__name__})"
+    fix = "Pass its variables, or write with_policy(model, policy).convert(variables, *inputs)."
+  else:
+    states = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, LossScaleState))
+    if any(isinstance(x, LossScaleState) for x in states):
+      got = "a training state: there is a loss scale in it"
+      fix = "Pass state.params: the optimizer's state is not for inference."
+  if got and fix:
+    expected = "a tree of parameters"
+    raise MpjaxTypeError(f"{_WHERE}(params)", expected=expected, got=got, fix=fix)
+
+
+def _parse_rules(rules: Any) -> tuple[Rule, ...]:
+  given = parse_rules(rules, f"{_WHERE}(rules=...)")
+  wrong = [repr(rule) for rule in given if rule.path is None]
+  if wrong:
+    raise MpjaxValueError(
+      f"{_WHERE}(rules=...)",
+      expected="rules with path=",
+      got=listed(wrong),
+      fix="A tree knows no modules: write mpjax.linen.with_policy(model, policy, rules)"
+      ".convert(variables, *args), or mpjax.nnx.convert.",
+    )
+  return given
+
+
+def _norms(leaves: Mapping[Place, Any]) -> set[Place]:
+  """Returns the places of the nodes that seem to be norms, by the leaves right inside them."""
+  inside: dict[Place, dict[str, int]] = {}
+  for place, x in leaves.items():
+    if len(place) > 1 and is_floating(x):
+      inside.setdefault(place[:-1], {})[place[-1]] = x.ndim
+  return {node for node, ranks in inside.items() if _is_norm(node[-1], ranks)}
+
+
+def _is_norm(name: str, ranks: Mapping[str, int]) -> bool:
+  """Whether a node is a norm, by its name and by the names and ranks of its arrays.
+
+  Ranks say little: those of layers that were scanned over are stacked.
+  """
+  names = set(ranks)
+  if names & _SCALES and names <= _SCALES | _BESIDE:
+    return True
+  if "norm" not in name.lower():
+    return len(names) > 1 and names <= _BESIDE | {"weight"} and max(ranks.values()) <= 1
+  return names <= _SCALES | _BESIDE | {"weight"} or max(ranks.values()) <= 1
+
+
+def _dtype(
+  base: Policy, rules: Sequence[Rule], place: Place, x: Any, in_norm: bool
+) -> np.dtype[Any] | None:
+  """Returns what a leaf becomes; None leaves it as it is."""
+  for n in range(len(place), -1, -1):
+    rule = first_match(rules, None, "/".join(place[:n]))
+    if rule is not None:
+      return None if rule.policy is None else rule.policy.compute_dtype
+  if is_floating(x) and x.dtype.itemsize == 1:
+    return None  # It was quantised on purpose, and has a scale somewhere.
+  return np.dtype("float32") if in_norm else base.compute_dtype
+
+
+def _check_rules(rules: Sequence[Rule], leaves: Iterable[Place], unmatched: str) -> None:
+  if parse_unmatched(unmatched, _WHERE) == "ignore":
+    return
+  nodes = sorted({"/".join(place[:n]) for place in leaves for n in range(len(place) + 1)})
+  for rule in rules:
+    if not any(first_match((rule,), None, node) for node in nodes):
+      error = unmatched_error(rule, nodes, (), kind="node", origin="in the tree")
+      if unmatched == "raise":
+        raise error
+      warnings.warn(str(error), stacklevel=3)

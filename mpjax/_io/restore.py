@@ -1,0 +1,271 @@
+"""Saved states: back into a tree that says which dtype, shape and place each leaf has."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.leaves import are_floating, as_array, convert, misfit, place, refuse_overflow
+from mpjax._core.paths import check_leaves, is_key, leaves_by_path, path_text, same_path
+from mpjax._core.types import PyTree
+from mpjax._io.arrays import decode
+from mpjax.transforms._loss_scale import LossScaleState
+from mpjax.transforms._loss_scale_access import LossScalingState
+
+_WHERE = "mpjax.checkpoints.restore_like(target, restored)"
+_TARGET = "mpjax.checkpoints.restore_like(target)"
+
+_Wanted = Mapping[str, jax.ShapeDtypeStruct]
+"""The leaves of target by path; a sharding is one that the result must have, or None."""
+
+
+def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyTree:
+  """Returns what was saved as a tree like `target`; nothing is cast, cut or left out silently.
+
+  Checkpoint libraries do that: Orbax rounds to a half target, and 2.5 to 2 for an integer one;
+  `flax.serialization.from_bytes` hands on the dtypes and shapes of the bytes. Here each leaf that
+  differs is named in an error.
+
+  Leaves are found by path: names of fields, keys of dicts and positions, joined by "/". So
+  `restored` may be like `target`, or may have lost its classes: what Orbax's
+  `StandardCheckpointer().restore(path)` gives without a target, or
+  `flax.serialization.msgpack_restore`, or the arrays of `mpjax.checkpoints.to_arrays`
+  (`numpy.load` of an npz file). Or it is the path of an Orbax checkpoint: that is compared with
+  `target` before anything is read, and each leaf is read straight to its place.
+
+  Args:
+    target: the tree that is wanted, of arrays or of `jax.ShapeDtypeStruct` (`jax.eval_shape`).
+    restored: what was saved, or the path of an Orbax checkpoint, a str or an `os.PathLike`.
+    cast: round floating leaves to the floating dtype of `target`. Integers, booleans, complex
+      numbers and keys are never cast.
+
+  Returns:
+    A tree with the structure of `target`, whose leaves are strongly typed `jax.Array`s of its
+    dtypes: where `target` is committed to devices (or names a sharding) they are there, elsewhere
+    they are uncommitted. So a step that was compiled for `target` is not traced again. For a typed
+    key plain key data will do.
+
+  Raises:
+    MpjaxValueError: leaves are missing, left over, or of another shape or dtype; rounding makes a
+      finite number infinite; the loss scale was saved under another configuration, or is no
+      positive finite number; there is no checkpoint at the path.
+    MpjaxTypeError: a leaf of `target` is not an array.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> saved = {"w": jnp.ones(2, jnp.float32), "b": jnp.zeros(1, jnp.float32)}
+  >>> target = {"w": jnp.zeros(2, jnp.bfloat16), "b": jnp.zeros(1, jnp.float32)}
+  >>> try:
+  ...   mpjax.checkpoints.restore_like(target, saved)
+  ... except mpjax.MpjaxValueError as error:
+  ...   print(error)
+  mpjax.checkpoints.restore_like(target, restored): expected leaves of the dtype and shape of
+  target, got float32[2] for bfloat16[2] at w. Pass cast=True to convert them, or restore into a
+  target with the dtypes of what was saved.
+  >>> mpjax.checkpoints.restore_like(target, saved, cast=True)["w"]
+  Array([1, 1], dtype=bfloat16)
+  """
+  wanted = _wanted(target)
+  own = isinstance(restored, (str, os.PathLike))
+  if own:
+    restored = _read(os.fspath(restored), target, wanted, cast)
+  found = _match(target, wanted, restored, cast)
+  converted = {path: convert(found[path], want.dtype) for path, want in wanted.items()}
+  casts = {path: (found[path], x) for path, x in converted.items()}
+  refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
+  leaves = [place(converted[path], want.sharding, alias=own) for path, want in wanted.items()]
+  result = jax.tree.unflatten(jax.tree.structure(target), leaves)
+  _refuse_broken_scales(result)
+  return result
+
+
+def _wanted(target: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+  leaves = leaves_by_path(target, _TARGET)
+  check_leaves(leaves, _TARGET, abstract=True)
+  # A Python number has the dtype that jit would give it.
+  return {
+    path: jax.ShapeDtypeStruct(
+      np.shape(x), x.dtype if hasattr(x, "dtype") else jnp.result_type(x), sharding=_sharding(x)
+    )
+    for path, x in leaves.items()
+  }
+
+
+def _sharding(x: Any) -> jax.sharding.Sharding | None:
+  """Returns where the leaf `x` of target says that it is; None if that is anywhere."""
+  if isinstance(x, jax.Array):
+    return x.sharding if x.committed else None
+  sharding = getattr(x, "sharding", None)
+  if not isinstance(sharding, jax.sharding.NamedSharding):
+    return sharding
+  if isinstance(sharding.mesh, jax.sharding.Mesh):
+    return sharding
+  # jax.eval_shape of arrays on a mesh with explicit axes knows its shape, not its devices.
+  mesh = jax.sharding.get_mesh()
+  if mesh.empty or mesh.abstract_mesh.shape_tuple != sharding.mesh.shape_tuple:
+    raise MpjaxValueError(
+      _TARGET,
+      expected="shardings on devices",
+      got=f"one on an abstract mesh, {dict(sharding.mesh.shape)}",
+      fix="Call it inside `with jax.set_mesh(mesh)`, or pass arrays as the target.",
+    )
+  return jax.sharding.NamedSharding(mesh, sharding.spec)
+
+
+def _read(path: str, target: PyTree, wanted: _Wanted, cast: bool) -> PyTree:
+  """Returns what the Orbax checkpoint at `path` holds, in its own structure and dtypes.
+
+  What does not fit is refused by its metadata alone. Arrays are read to their place, or to the
+  host where that is anywhere.
+  """
+  path = path if "://" in path else os.path.abspath(path)
+  with ocp.StandardCheckpointer() as checkpointer:
+    try:
+      metadata = checkpointer.metadata(path).item_metadata
+    except OSError:
+      metadata = None
+    if metadata is None:
+      raise MpjaxValueError(
+        "mpjax.checkpoints.restore_like(restored)",
+        expected="the path of an Orbax checkpoint, a folder that holds _METADATA",
+        got=f"{path}, which is none",
+        fix="A CheckpointManager writes to directory/step/default. Read other files first: "
+        "numpy.load(path), flax.serialization.msgpack_restore(bytes).",
+      )
+    stored = jax.tree.map(_stand_in, metadata.tree)
+    _match(target, wanted, stored, cast)
+
+    def where_to(key_path: Any, x: Any) -> Any:
+      want = wanted[_resolve(path_text(key_path), x, wanted)[0]]
+      if not isinstance(x, np.ndarray):
+        return x
+      if is_key(want.dtype):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_everywhere(want.sharding))
+      if want.sharding is None:
+        return x
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=want.sharding)
+
+    return checkpointer.restore(path, jax.tree_util.tree_map_with_path(where_to, stored))
+
+
+def _stand_in(metadata: Any) -> Any:
+  """Returns what has the type, dtype and shape of a stored leaf, in next to no memory."""
+  if isinstance(metadata, ocp.metadata.ScalarMetadata):
+    return np.zeros((), metadata.dtype).item()
+  if isinstance(metadata, ocp.metadata.StringMetadata):
+    return ""
+  return np.broadcast_to(np.zeros((), metadata.dtype), metadata.shape)
+
+
+def _everywhere(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding:
+  """Returns a place for key data, which have one axis more than the keys that `sharding` is for.
+
+  Orbax must read them to a device to tell which generator they belong to.
+  """
+  if isinstance(sharding, jax.sharding.NamedSharding):
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+  return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _match(target: PyTree, wanted: _Wanted, restored: PyTree, cast: bool) -> dict[str, Any]:
+  """Returns the leaves of `restored` by path, or raises if they are not those of `target`."""
+  found: dict[str, Any] = {}
+  for name, leaf in leaves_by_path(restored, _WHERE).items():
+    path, x = _resolve(name, leaf, wanted)
+    if path in found:
+      raise same_path(_WHERE, path)
+    found[path] = x
+  _refuse_other_configuration(target, found)
+  problems = [f"nothing at {path or 'the root'}" for path in wanted if path not in found]
+  problems += [f"an extra leaf at {path or 'the root'}" for path in found if path not in wanted]
+  if problems:
+    raise MpjaxValueError(
+      _WHERE,
+      expected="the leaves of target and no others",
+      got=listed(problems),
+      fix="Build target as the state was when it was saved, or read the checkpoint first, "
+      "StandardCheckpointer().restore(path): then pass a part of it, restored['params'], or add "
+      "what is missing.",
+    )
+  misfits = {path: misfit(found[path], want, cast=cast) for path, want in wanted.items()}
+  wrong = [path for path, text in misfits.items() if text]
+  if wrong:
+    raise MpjaxValueError(
+      _WHERE,
+      expected="leaves of the dtype and shape of target",
+      got=listed([f"{misfits[path]} at {path or 'the root'}" for path in wrong]),
+      fix=_advice([(found[path], wanted[path]) for path in wrong]),
+    )
+  return found
+
+
+def _resolve(name: str, x: Any, wanted: _Wanted) -> tuple[str, Any]:
+  """Returns the path and the leaf that `x`, saved as `name`, stands for."""
+  path, x = (name, x) if name in wanted else decode(name, x)
+  return path, as_array(x, wanted[path]) if path in wanted else x
+
+
+def _advice(pairs: list[tuple[Any, jax.ShapeDtypeStruct]]) -> str:
+  if all(are_floating(x, want) and x.shape == want.shape for x, want in pairs):
+    return (
+      "Pass cast=True to convert them, or restore into a target with the dtypes of what was saved."
+    )
+  if any(getattr(x, "dtype", np.dtype(bool)).type is np.void for x, _ in pairs):
+    return (
+      "NumPy's files forget the name of bfloat16 (void): save what mpjax.checkpoints.to_arrays "
+      "gives, and .view(jnp.bfloat16) what was saved without it."
+    )
+  return (
+    "Build target as the state was when it was saved: cast=True is for floating dtypes alone, "
+    "shapes, integers, booleans and keys never change."
+  )
+
+
+def _refuse_other_configuration(target: PyTree, found: Mapping[str, Any]) -> None:
+  """Raises if a loss scale was saved under another configuration: its name is part of the path."""
+  states = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_scaling)
+  for key_path, state in states:
+    if not _is_scaling(state):
+      continue
+    place = path_text(key_path)
+    inside = [path for path in found if path.startswith(f"{place}/" if place else "")]
+    prefix = f"{place}/loss_scale/".lstrip("/")
+    saved = {path.removeprefix(prefix).split("/")[0] for path in inside if path.startswith(prefix)}
+    wanted = {label for label, value in state.loss_scale.items() if value != ()}
+    if not inside or saved == wanted:
+      continue
+    raise MpjaxValueError(
+      _WHERE,
+      expected=f"a loss scale of the configuration {_names(wanted)} at {place or 'the root'}",
+      got=_names(saved),
+      fix="Restore into a state of the configuration that was saved; then give its inner_state "
+      "to the new state (_replace), and the scale (mpjax.set_loss_scale). What was saved without "
+      "a loss scale is restored into target.inner_state.",
+    )
+
+
+def _is_scaling(x: Any) -> bool:
+  return isinstance(x, LossScalingState)
+
+
+def _names(labels: set[str]) -> str:
+  return " and ".join(map(repr, sorted(labels))) or "none (no loss scale, or NoLossScale)"
+
+
+def _refuse_broken_scales(result: PyTree) -> None:
+  for state in jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, LossScaleState)):
+    if not isinstance(state, LossScaleState):
+      continue
+    scales = np.asarray(state.scale)
+    if not np.all(np.isfinite(scales) & (scales > 0)):
+      raise MpjaxValueError(
+        "mpjax.checkpoints.restore_like(restored)",
+        expected="a positive finite loss scale",
+        got=f"{scales}",
+        fix="No step leaves it so, the file is damaged: restore another checkpoint, or put a "
+        "scale into what was read.",
+      )

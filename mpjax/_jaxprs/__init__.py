@@ -1,0 +1,1 @@
+"""Reading jaxprs, the table of primitives, and the rewriter that casts."""

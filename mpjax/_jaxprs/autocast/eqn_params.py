@@ -1,0 +1,140 @@
+"""Parameters of equations that name a dtype, or hold a program that has one."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from mpjax._jaxprs.autocast.values import kept
+from mpjax._jaxprs.inner_jaxprs import Program, holds_jaxpr, is_object, opened, with_each
+from mpjax._jaxprs.walk import walk
+
+Params = dict[str, Any]
+
+
+def traced(fun: Callable[..., Any]) -> Callable[..., ClosedJaxpr]:
+  """Returns `jax.make_jaxpr(fun)`, with a precision only where the function itself asks for one.
+
+  `jax_default_matmul_precision` is a setting for a whole process, such as TensorFloat-32 for what
+  is in float32, and says nothing of one matmul. Those that are left as they are get it back.
+  """
+  if not _is_precision_set():
+    return jax.make_jaxpr(fun)
+
+  def trace(*args: Any) -> ClosedJaxpr:
+    with jax.default_matmul_precision(None):
+      program = jax.make_jaxpr(fun)(*args)
+    if not any(is_object(visit.eqn) for visit in walk(program)):
+      return program
+    # What is in the object is left alone, and its precision cannot be set later.
+    if wants_precision({"precision": default_precision()}):
+      warnings.warn(_OBJECT, UserWarning, stacklevel=2)
+    return jax.make_jaxpr(fun)(*args)
+
+  return trace
+
+
+_OBJECT = (
+  "mpjax.autocast: jax_default_matmul_precision is set, and this version of JAX keeps the matmuls "
+  "of a jax.lax.custom_root or the like where the setting cannot be given back to them alone. So "
+  "it holds for all matmuls of the function, and they run in float32. Call custom_root outside of "
+  "what is autocast, or set precision= at its matmuls instead."
+)
+
+
+def _is_precision_set() -> bool:
+  config: Any = jax.config  # Its attributes have no types.
+  return config.jax_default_matmul_precision is not None
+
+
+def default_precision() -> Any:
+  """Returns the parameter that `jax_default_matmul_precision` gives a matmul; None if unset."""
+  if not _is_precision_set():
+    return None
+  number = jax.ShapeDtypeStruct((1,), np.float32)
+  return jax.make_jaxpr(jnp.dot)(number, number).eqns[-1].params["precision"]
+
+
+def in_precision(eqn: JaxprEqn, precision: Any) -> Params:
+  """Returns the parameters of an equation with a precision for each matmul that has none.
+
+  Args:
+    eqn: a matmul or convolution, or an equation that holds programs, which are left as they are.
+    precision: what `default_precision` returns, not None.
+  """
+  params = eqn.params
+  if holds_jaxpr(params.values()):
+    params = with_each(eqn, lambda program: _all_in_precision(program, precision))
+  return {**params, "precision": precision} if params.get("precision", 0) is None else params
+
+
+def _all_in_precision(program: Program, precision: Any) -> Program:
+  return _kept_in_precision(program, precision) or program
+
+
+@kept
+def _kept_in_precision(program: Program, precision: Any) -> Program | None:
+  jaxpr = opened(program)
+  params = [in_precision(eqn, precision) for eqn in jaxpr.eqns]
+  if all(new is eqn.params for eqn, new in zip(jaxpr.eqns, params, strict=True)):
+    return None  # Not the program: what is kept would keep its own key.
+  eqns = [eqn.replace(params=new) for eqn, new in zip(jaxpr.eqns, params, strict=True)]
+  new = jaxpr.replace(eqns=eqns)
+  return ClosedJaxpr(new, program.consts) if isinstance(program, ClosedJaxpr) else new
+
+
+def wants_precision(params: Mapping[str, Any]) -> bool:
+  """Whether a product was asked for in a precision, or with a result, that is not the usual one."""
+  result = params.get("preferred_element_type")
+  if result is not None and result != np.float32:
+    return True
+  precision = params.get("precision")
+  each = precision if isinstance(precision, tuple) else (precision,)
+  return any(p is not None and p != jax.lax.Precision.DEFAULT for p in each)
+
+
+def retype(name: str, params: Params, dtype: np.dtype[Any]) -> Params:
+  """Returns the parameters that the primitive `name` has when it computes in `dtype`."""
+  if name in _RETYPE:
+    return _RETYPE[name](params, dtype)
+  return params
+
+
+def _product(params: Params, dtype: np.dtype[Any]) -> Params:
+  if params["preferred_element_type"] is None:
+    return params
+  return {**params, "preferred_element_type": dtype}
+
+
+def _scatter(params: Params, dtype: np.dtype[Any]) -> Params:
+  """Retypes the operation on two numbers that combines an update with what is there."""
+  jaxpr = params["update_jaxpr"]
+  if jaxpr is None:
+    return params
+  closed = ClosedJaxpr(jaxpr, params["update_consts"])
+
+  def combine(*args: Any) -> Any:
+    return eval_jaxpr(closed.jaxpr, closed.consts, *args)
+
+  scalar = jax.ShapeDtypeStruct((), dtype)
+  new = jax.make_jaxpr(combine)(*[scalar] * len(jaxpr.invars))
+  return {**params, "update_jaxpr": new.jaxpr, "update_consts": tuple(new.consts)}
+
+
+_RETYPE: Mapping[str, Callable[[Params, np.dtype[Any]], Params]] = {
+  "conv_general_dilated": _product,
+  "dot_general": _product,
+  "ragged_dot": _product,
+  "ragged_dot_general": _product,
+  **dict.fromkeys(
+    ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"), _scatter
+  ),
+  **dict.fromkeys(
+    ("scatter_add", "scatter_mul", "scatter_min", "scatter_max", "scatter_sub"), _scatter
+  ),
+}

@@ -1,0 +1,88 @@
+"""Calls of programs, as equations: none is traced again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from mpjax._jaxprs.compat import WRITTEN_OUT
+from mpjax._jaxprs.inner_jaxprs import call_params, with_inner
+
+
+def called(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]:
+  """Puts one call into the program that JAX is tracing, as it writes that of a jitted function.
+
+  The results have the types that `closed` says, and nothing of it is traced again.
+  """
+  jaxpr = closed.jaxpr
+  invars, outvars = ([Var(v.aval) for v in each] for each in (jaxpr.invars, jaxpr.outvars))
+  call = call_of(closed, invars, outvars, name)
+  program = jaxpr.replace(invars=invars, outvars=outvars, eqns=[call], effects=closed.effects)
+  return eval_jaxpr(program, (), *operands)
+
+
+_trace_call = jax.make_jaxpr(jax.jit(lambda x: x))
+
+
+def call_of(
+  closed: ClosedJaxpr,
+  invars: Sequence[Any],
+  outvars: Sequence[Any],
+  name: str,
+  *,
+  inline: bool = False,
+) -> JaxprEqn:
+  """Returns an equation that calls a program.
+
+  Args:
+    closed: the program.
+    invars: its arguments.
+    outvars: its results.
+    name: that of the call.
+    inline: where JAX traces the call, it writes the equations inside in its place.
+  """
+  with jax.disable_jit(False):  # Where it is disabled, no call is written.
+    call = _trace_call(1.0).eqns[-1]
+  params = call_params(call, closed, len(invars), len(outvars), name)
+  if inline:
+    params["inline"] = WRITTEN_OUT
+  return call.replace(
+    invars=list(invars), outvars=list(outvars), params=params, effects=closed.effects
+  )
+
+
+def typed(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]:
+  """Returns values of the types of what a program returns: operands if they have them.
+
+  The program that JAX is tracing will get another body, and a call takes time to write.
+  """
+  same = {jax.typeof(x): x for x in operands}
+  if all(v.aval in same for v in closed.jaxpr.outvars) and not closed.effects:
+    return [same[v.aval] for v in closed.jaxpr.outvars]
+  return called(closed, operands, name)
+
+
+def differentiated(
+  body: ClosedJaxpr, rule: Callable[..., Any], avals: Sequence[Any], name: str
+) -> JaxprEqn:
+  """Returns an equation that runs a program, with a derivative of its own.
+
+  The program is not traced: the axes of a `shard_map` are not bound while its jaxpr is rewritten.
+
+  Args:
+    body: the program.
+    rule: for `jax.custom_jvp`, with symbolic zeros.
+    avals: the types of the operands.
+    name: what profiles say.
+  """
+
+  def call(*operands: Any) -> list[Any]:
+    return typed(body, operands, name)
+
+  call.__name__ = name
+  fun = jax.custom_jvp(call)
+  fun.defjvp(rule, symbolic_zeros=True)
+  made = jax.make_jaxpr(fun)(*avals).jaxpr.eqns[-1]
+  return made.replace(params=with_inner(made, [body]))

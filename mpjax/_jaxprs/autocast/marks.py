@@ -1,0 +1,63 @@
+"""Marks in a program: which region of it a policy holds in, and in which dtype a result leaves one.
+
+They are named scopes, so that they go through `jit`, `scan`, `grad` and `vmap` with the operations.
+Rewriting a program takes them out.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+
+from mpjax._core.policy import Policy
+from mpjax._core.types import PyTree
+from mpjax._jaxprs.autocast.values import FLOAT32, FLOATS
+
+PREFIX = "mpjax."
+
+REGION = PREFIX + "region="
+
+OUTPUT = PREFIX + "output="
+
+AS_IT_IS = "as-it-is"
+"""The region of a module that a rule leaves as it is."""
+
+WEIGHT_GRADS = "+"
+"""What stands between the dtype of a region and that of the weight gradients in it."""
+
+_BITS = {"exponent_bits": 8, "mantissa_bits": 23}
+"""Those of float32, which round nothing."""
+
+
+def region_of(policy: Policy | None) -> str:
+  """Returns what marks the region of a module with this policy; None leaves it as it is."""
+  if policy is None:
+    return AS_IT_IS
+  wide = policy.weight_grad_dtype
+  return policy.compute_dtype.name + ("" if wide is None else f"{WEIGHT_GRADS}{wide.name}")
+
+
+def mark(region: str) -> contextlib.AbstractContextManager[Any]:
+  """Returns a context in which operations are traced as part of a region."""
+  return jax.named_scope(REGION + region)
+
+
+def leaving(tree: PyTree, dtype: Any) -> PyTree:
+  """Returns the results of a module where its policy ends: in `dtype` for all who read them.
+
+  What is traced stays float32, with an operation that rounds nothing and stands for the cast.
+
+  Args:
+    tree: results of a module; leaves that are no floating arrays stay.
+    dtype: float32 or a low-precision dtype.
+  """
+
+  def leaf(x: Any) -> Any:
+    if isinstance(x, jax.Array) and x.dtype == "float64":
+      return x.astype(dtype)  # It stays as it is until here.
+    if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
+      return x
+    with jax.named_scope(OUTPUT + dtype.name):
+      return jax.lax.reduce_precision(x.astype(FLOAT32), **_BITS)
+
+  return jax.tree.map(leaf, tree)

@@ -1,0 +1,164 @@
+"""Running a rewritten program, of which JAX differentiates what repeats, such as layers, once.
+
+JAX differentiates one equation after the other, which takes most of the time of tracing a gradient.
+What a jitted function holds, as those of `jax.numpy` are, it differentiates once and remembers; but
+a program that was traced has no such functions any more. Here parts of it become such again.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, no_effects
+
+from mpjax._jaxprs.autocast.evaluate import call_of, called
+from mpjax._jaxprs.compat import comes_from_program, is_in_program, without_scopes
+from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER
+
+_LONG = 64
+"""Equations. A shorter program is written out: for the eye, and since a call costs time too."""
+
+
+def run(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], name: str) -> list[Any]:
+  """Returns the results of a program.
+
+  Where JAX is tracing a program, a long one is put into it as one call of a jitted function, since
+  to write all its equations once more takes as long as to trace the function it came from. Else it
+  is run as the function would be: operation by operation, or under the transformation in force.
+
+  Args:
+    jaxpr: the program.
+    consts: the values of its constants.
+    operands: its arguments.
+    name: that of the function.
+  """
+  values = [*consts, *operands]
+  tracers = [x for x in values if isinstance(x, Tracer)]
+  if len(jaxpr.eqns) < _LONG or not tracers or not all(map(is_in_program, tracers)):
+    if tracers and all(map(comes_from_program, tracers)):
+      jaxpr = with_shared_parts(jaxpr)
+    outs = eval_jaxpr(jaxpr, consts, *operands)
+    # A literal comes back as a number of Python's or NumPy's.
+    return [_array(x, v.aval) for x, v in zip(outs, jaxpr.outvars, strict=True)]
+  whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+  return called(ClosedJaxpr(whole, ()), values, name)
+
+
+def _array(x: Any, aval: Any) -> Any:
+  if isinstance(x, jax.Array):
+    return x
+  return jnp.asarray(np.asarray(x).item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
+
+
+class _Part(NamedTuple):
+  """Equations that follow one another in the same scope.
+
+  Fields:
+    eqns: the equations.
+    invars: the variables that they read.
+    outvars: those of them that others read.
+    key: equal for parts that compute the same of them; None for what is not comparable.
+  """
+
+  eqns: Sequence[JaxprEqn]
+  invars: list[Any]
+  outvars: list[Any]
+  key: Any
+
+
+def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
+  """Returns the same program, with one jaxpr for all parts that are the same.
+
+  They are calls, in the place of which JAX writes the equations inside where it traces a program.
+  So the program that it traces is the same, but for the lines of code that profiles show: each
+  operation has that of the first of its part.
+  """
+  groups = _groups(jaxpr)
+  last: dict[Any, int] = {}
+  for place, group in enumerate(groups):
+    last |= {v: place for eqn in group for v in eqn.invars if type(v) is not Literal}
+  last |= {v: len(groups) for v in jaxpr.outvars if type(v) is not Literal}
+  parts = [_part(group, place, last) for place, group in enumerate(groups)]
+  counts = Counter(part.key for part in parts)
+  calls: dict[Any, JaxprEqn] = {}
+  eqns: list[JaxprEqn] = []
+  for part in parts:
+    if part.key is None or counts[part.key] == 1:
+      eqns += part.eqns
+      continue
+    if part.key not in calls:
+      calls[part.key] = call_of(
+        _closed(part, jaxpr), part.invars, part.outvars, "part", inline=True
+      )
+    first = part.eqns[0]
+    place = {"source_info": first.source_info, "ctx": first.ctx}
+    eqns.append(calls[part.key].replace(invars=part.invars, outvars=part.outvars, **place))
+  return jaxpr.replace(eqns=eqns)
+
+
+def _groups(jaxpr: Jaxpr) -> list[list[JaxprEqn]]:
+  """Returns the equations of a program, together where they may be one part."""
+  groups: list[list[JaxprEqn]] = []
+  before: Any = None
+  for eqn in jaxpr.eqns:
+    place = None if _is_alone(eqn) else (eqn.source_info.name_stack, eqn.ctx)
+    if place is None or place != before:
+      groups.append([])
+    groups[-1].append(eqn)
+    before = place
+  return groups
+
+
+def _is_alone(eqn: JaxprEqn) -> bool:
+  """Whether an equation is part of none: it has effects, or holds programs of its own."""
+  return bool(eqn.effects) or eqn.primitive.name in HIGHER_ORDER
+
+
+def _part(eqns: Sequence[JaxprEqn], place: int, last: Mapping[Any, int]) -> _Part:
+  """Returns what is known of a part.
+
+  Args:
+    eqns: its equations.
+    place: its number.
+    last: the number of the last part that reads each variable.
+  """
+  numbers: dict[Any, int] = {}
+  invars: list[Any] = []
+
+  def number(atom: Any) -> Any:
+    if type(atom) is Literal:
+      return atom.aval, np.asarray(atom.val).tobytes()
+    if atom not in numbers:
+      numbers[atom] = len(numbers)
+      invars.append(atom)
+    return numbers[atom]
+
+  key: list[Any] = [eqns[0].ctx]
+  for eqn in eqns:
+    operands = tuple(map(number, eqn.invars))
+    numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
+    key.append((eqn.primitive, operands, tuple(eqn.params.items())))
+  outvars = [v for eqn in eqns for v in eqn.outvars if last.get(v, -1) > place]
+  key += [(numbers[v], v.aval) for v in (*invars, *outvars)]
+  whole = None if _is_alone(eqns[0]) else tuple(key)
+  try:
+    hash(whole)
+  except TypeError:  # Some parameter is not comparable.
+    whole = None
+  return _Part(eqns, invars, outvars, whole)
+
+
+def _closed(part: _Part, jaxpr: Jaxpr) -> ClosedJaxpr:
+  """Returns the program of a part, which says nothing of the scope that it is in."""
+  eqns = []
+  for eqn in part.eqns:
+    bare = without_scopes(eqn.source_info.name_stack, "")
+    eqns.append(eqn.replace(source_info=eqn.source_info.replace(name_stack=bare)))
+  body = jaxpr.replace(
+    constvars=[], invars=part.invars, outvars=part.outvars, eqns=eqns, effects=no_effects
+  )
+  return ClosedJaxpr(body, ())

@@ -1,0 +1,134 @@
+"""Where an equation stands: its named scopes, and what the rules say of them."""
+
+import functools
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from jax.extend.core import Jaxpr
+
+from mpjax._core.errors import UnmatchedRuleError, nearest
+from mpjax._core.full_precision import SCOPE as FULL_PRECISION
+from mpjax._core.rules import Rule, first_match
+from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, WEIGHT_GRADS
+from mpjax._jaxprs.autocast.values import FLOAT32, HALVES, Dtype, Scope, Settings
+from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
+
+_HALVES = frozenset(dtype.name for dtype in HALVES)
+
+_TRANSFORM = re.compile(
+  r"(jvp|transpose|vmap|pmap|linearize|checkpoint|remat|rematted_computation)\("
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(stack: str) -> Scope:
+  """Returns the scopes in a name stack such as "transpose(jvp(Net))/head".
+
+  Brackets of the user's own, as in "block(1)", belong to the name.
+  """
+  text, place, own = [], 0, []
+  while place < len(stack):
+    found = _TRANSFORM.match(stack, place)
+    if found:
+      own.append(False)
+      place = found.end()
+      continue
+    if stack[place] == "(":
+      own.append(True)
+    if stack[place] != ")" or not own or own.pop():
+      text.append(stack[place])
+    place += 1
+  return tuple(name for name in "".join(text).split("/") if name)
+
+
+@functools.lru_cache(maxsize=4096)
+def region(scope: Scope, settings: Settings) -> Dtype | None:
+  """Returns the half dtype to compute in, in a scope; None if all is to stay as it was traced.
+
+  The innermost mark of a policy decides. Where there is none, it is the innermost scope that a rule
+  matches, and there the first of the rules.
+  """
+  if FULL_PRECISION in scope:
+    return None
+  mark = marked(scope)
+  if mark is not None:
+    name = mark.split(WEIGHT_GRADS)[0]
+    return np.dtype(name) if name in _HALVES else None
+  rule = _rule_for(scope, settings.rules)
+  if rule is None:
+    dtype: Dtype | None = settings.compute
+  else:
+    dtype = None if rule.policy is None else rule.policy.compute_dtype
+  return None if dtype == FLOAT32 else dtype
+
+
+@functools.lru_cache(maxsize=4096)
+def weight_grads(scope: Scope, settings: Settings) -> Dtype | None:
+  """Returns the dtype asked for the gradients of weights in a scope; None for the matmuls' own."""
+  mark = marked(scope)
+  if mark is not None:
+    wide = mark.partition(WEIGHT_GRADS)[2]
+    return np.dtype(wide) if wide else None
+  rule = _rule_for(scope, settings.rules)
+  if rule is None:
+    return settings.weight_grads
+  return None if rule.policy is None else rule.policy.weight_grad_dtype
+
+
+def marked(scope: Scope) -> str | None:
+  """Returns what the innermost mark of a region says; None if there is none."""
+  marks = (name[len(REGION) :] for name in reversed(scope) if name.startswith(REGION))
+  return next(marks, None)
+
+
+def _rule_for(scope: Scope, rules: tuple[Rule, ...]) -> Rule | None:
+  """Returns the rule for the innermost scope that one matches; None if there is none."""
+  depths = range(len(scope), -1, -1) if rules else ()
+  found = (first_match(rules, None, "/".join(scope[:depth])) for depth in depths)
+  return next((rule for rule in found if rule is not None), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def keeps_float32(scope: Scope, settings: Settings) -> bool:
+  """Whether a float32 value stays what it is when it leaves a scope on its way to a product.
+
+  Not so where a policy computes in float32, a norm's say, and says nothing of what it returns.
+  """
+  if FULL_PRECISION in scope:  # Also inside of a module that has a policy of its own.
+    return True
+  return region(scope, settings) is None and marked(scope) in (None, AS_IT_IS)
+
+
+def output_of(scope: Scope) -> Dtype | None:
+  """Returns the dtype that an equation right in this scope gives the result of a module, if any."""
+  name = scope[-1] if scope else ""
+  return np.dtype(name[len(OUTPUT) :]) if name.startswith(OUTPUT) else None
+
+
+def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
+  """Raises UnmatchedRuleError if the path of a rule is that of no scope of the program."""
+  scopes: set[Scope] = set()
+  _collect(jaxpr, (), scopes)
+  paths = sorted({"/".join(s[:depth]) for s in scopes for depth in range(len(s) + 1)})
+  for rule in rules:
+    if not any(rule.matches(None, path) for path in paths):
+      sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else str(rule.path)
+      near = ", ".join(map(repr, nearest(sought, paths)))
+      raise UnmatchedRuleError(
+        f"{where}: {rule}",
+        expected="a rule that picks out at least one named scope",
+        got=f"none of the {len(paths)} scopes of the program",
+        fix="The program has none: write `with jax.named_scope(...):` where the rule is to hold."
+        if paths == [""]
+        else f"The nearest: {near}. A Flax model is the outermost scope, by its class: begin the "
+        'path with "**/".',
+      )
+
+
+def _collect(jaxpr: Jaxpr, scope: Scope, found: set[Scope]) -> None:
+  for eqn in jaxpr.eqns:
+    here = scope + names_of(str(eqn.source_info.name_stack))
+    found.add(here)
+    for inner in inner_jaxprs(eqn) or ():
+      _collect(inner.jaxpr, here, found)

@@ -1,0 +1,114 @@
+"""Sums of derivatives in float32: where one number is read in several places.
+
+The transpose of a broadcast is a sum in the dtype of what is broadcast, that of a gather adds up in
+the dtype of what is gathered, and the derivative of a maximum counts the places that have it. So
+these run in float32, and their result is rounded, which loses nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
+from jax.extend.core.primitives import broadcast_in_dim_p
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mpjax._jaxprs.autocast.values import FLOAT32, Dtype, Value, shape_of
+from mpjax._jaxprs.compat import context_of
+
+_REPEATING = frozenset({"broadcast_in_dim", "broadcast_to", "gather", "tile"})
+
+_ADDING = frozenset({"add", "sub"})
+
+_MULTIPLYING = frozenset({"atan2", "div", "max", "min", "mul", "rem"})
+
+_CHOOSING = frozenset({"reduce_max", "reduce_min"})
+
+
+def repeats(eqn: JaxprEqn) -> bool:
+  """Whether an operation does nothing but move numbers, each perhaps to several places."""
+  return (
+    eqn.primitive.name in _REPEATING
+    and type(eqn.invars[0]) is not Literal
+    and not eqn.params.get("unique_indices")
+  )
+
+
+def is_summed(eqn: JaxprEqn, value: Value, dtype: Dtype) -> bool:
+  """Whether an operation adds up the derivative with respect to one of its operands.
+
+  Args:
+    eqn: an operation, but none that only moves numbers.
+    value: the operand.
+    dtype: that of the operation.
+  """
+  name = eqn.primitive.name
+  if dtype == FLOAT32 or type(value.atom) is Literal or (value.once and value.neutral):
+    return False
+  if name in _ADDING or name in _MULTIPLYING:  # They may broadcast axes of size 1.
+    return shape_of(value.atom) != shape_of(eqn.outvars[0])
+  return name in _CHOOSING
+
+
+def is_linear(eqn: JaxprEqn) -> bool:
+  """Whether an operation saves nothing for its derivative."""
+  return eqn.primitive.name in _ADDING
+
+
+def broadcast(atom: Any, eqn: JaxprEqn) -> JaxprEqn:
+  """Returns an equation that repeats a value to the shape of the result of `eqn`."""
+  shape, sharding = shape_of(eqn.outvars[0]), _sharding(atom.aval, eqn)
+  axes = tuple(range(atom.aval.ndim))
+  params = {"shape": shape, "broadcast_dimensions": axes, "sharding": sharding}
+  aval = atom.aval.update(shape=shape, weak_type=False)
+  var = Var(aval if sharding is None else aval.update(sharding=sharding))
+  place = (eqn.source_info, eqn.ctx)
+  return new_jaxpr_eqn([atom], [var], broadcast_in_dim_p, params, no_effects, *place)
+
+
+def _sharding(aval: Any, eqn: JaxprEqn) -> NamedSharding | None:
+  """Returns the explicit sharding of a value that is repeated to the shape of the result."""
+  out: Any = eqn.outvars[0].aval
+  if AxisType.Explicit not in out.sharding.mesh.axis_types:
+    return None
+  spec = list(out.sharding.spec)
+  for axis, size in enumerate(aval.shape):
+    if size == out.shape[axis]:
+      spec[axis] = aval.sharding.spec[axis]
+  return NamedSharding(out.sharding.mesh, PartitionSpec(*spec))
+
+
+def with_float32_sums(
+  eqn: JaxprEqn, operands: Sequence[Any], summed: Sequence[bool], dtype: Dtype
+) -> JaxprEqn:
+  """Returns an operation whose derivative adds up in float32, and saves nothing but `operands`.
+
+  It is inside of `jax.checkpoint`: what is between the operands and the operation, as large as its
+  result or in float32, is computed again in the backward pass, where a compiler fuses it.
+
+  Args:
+    eqn: the operation.
+    operands: those that are not summed in `dtype`.
+    summed: for which of them the derivative is a sum.
+    dtype: that of the operation.
+  """
+
+  def repeated(x: Any) -> Any:
+    wide = lax.convert_element_type(x, FLOAT32)
+    if eqn.primitive.name in _CHOOSING:
+      return wide
+    sharding = _sharding(jax.typeof(x), eqn)
+    shape = shape_of(eqn.outvars[0])
+    wide = lax.broadcast_in_dim(wide, shape, range(x.ndim), out_sharding=sharding)
+    return lax.convert_element_type(wide, dtype)
+
+  def operation(*operands: Any) -> Any:
+    pairs = zip(operands, summed, strict=True)
+    out = eqn.primitive.bind(*(repeated(x) if each else x for x, each in pairs), **eqn.params)
+    return lax.convert_element_type(out, dtype)
+
+  with context_of(eqn):
+    again = jax.checkpoint(operation, prevent_cse=False)
+    made = jax.make_jaxpr(again)(*(x.aval for x in operands)).eqns[-1]
+  return eqn.replace(primitive=made.primitive, params=made.params, effects=made.effects)

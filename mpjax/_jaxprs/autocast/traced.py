@@ -1,0 +1,194 @@
+"""Tracing a function of trees, rewriting its jaxpr, and running that with the same arguments."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from mpjax._core.active import in_region
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._jaxprs.autocast.closures import closes_over, differentiated_at_once
+from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
+from mpjax._jaxprs.autocast.higher_order import rewrite
+from mpjax._jaxprs.autocast.run import run
+from mpjax._jaxprs.autocast.scopes import check_rules_match
+from mpjax._jaxprs.autocast.uses import RESULT
+from mpjax._jaxprs.autocast.values import (
+  FLOAT32,
+  FLOATS,
+  HALVES,
+  Dtype,
+  Kind,
+  Settings,
+  constants,
+  dtype_of,
+)
+
+R = TypeVar("R")
+
+DataLeaves: TypeAlias = Callable[[tuple[Any, ...]], list[bool]]
+"""From positional arguments to whether each of their leaves decides the dtype of what it meets."""
+
+ResultDtypes: TypeAlias = Callable[[Any], Sequence[Dtype | None]]
+"""From the results of a function to the dtype of each leaf that is an array, of which None is the
+dtype that it was computed in."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interface:
+  """How values come into a function that is rewritten, and leave it.
+
+  Fields:
+    data: which of the leaves decide the dtype of what they meet; None if none does.
+    results: the dtypes of the results; None for those that the function gives them.
+    widen: low-precision arguments are shown to the function as float32, and count as what they are.
+    arrays_alone: only a `jax.Array` is an argument of the program. What NumPy holds is a constant.
+  """
+
+  data: DataLeaves | None = None
+  results: ResultDtypes | None = None
+  widen: bool = False
+  arrays_alone: bool = False
+
+
+def with_settings(
+  fn: Callable[..., R], settings: Settings, where: str, interface: Interface = Interface()
+) -> Callable[..., R]:
+  """Returns `fn`, traced and rewritten at each call.
+
+  Args:
+    fn: a function of trees of arrays.
+    settings: how to rewrite.
+    where: the public call, for errors.
+    interface: how arguments come in and results leave.
+  """
+
+  @functools.wraps(fn)
+  def wrapped(*args: Any, **kwargs: Any) -> R:
+    if in_region():
+      return fn(*args, **kwargs)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_argument = _is_jax_array if interface.arrays_alone else _is_array
+    arrays = [i for i, x in enumerate(leaves) if is_argument(x)]
+    results: list[Any] = []
+
+    def flat(*operands: Any) -> list[Any]:
+      given = dict(zip(arrays, operands, strict=True))
+      call: Any = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+      returned = fn(*call[0], **call[1])
+      outs, out_tree = jax.tree.flatten(returned)
+      _check_unchanged(call, len(leaves), given, where)
+      computed = {i: x for i, x in enumerate(outs) if isinstance(x, jax.Array)}
+      # A tracer of the trace that is over may not be kept.
+      rest = [None if i in computed else x for i, x in enumerate(outs)]
+      dtypes = None if interface.results is None else interface.results(returned)
+      results.append((rest, out_tree, list(computed), dtypes))
+      return list(computed.values())
+
+    given = (leaves[i] for i in arrays)
+    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in given]
+    name = getattr(fn, "__name__", type(fn).__name__)
+    flat.__name__ = name  # It is what JAX's errors say.
+    program = traced(flat)(*map(_as_float32, operands) if interface.widen else operands)
+    outs, out_tree, computed, dtypes = results.pop()
+    now = dataclasses.replace(settings, precision=default_precision())
+    # The leaves of positional arguments come first.
+    marks = [] if interface.data is None else interface.data(args)
+    decides = [i < len(marks) and marks[i] for i in arrays]
+    new = rewritten(program, now, where, decides, [x.dtype for x in operands], dtypes)
+
+    def call(*operands: Any) -> list[Any]:
+      return run(new, program.consts, operands, name)
+
+    kinds = closes_over(program)
+    if kinds:
+      decided = _numbered(i for i, each in enumerate(decides) if each)
+
+      def cast(fun: Callable[..., Any], results: ResultDtypes | None) -> Callable[..., Any]:
+        inside = dataclasses.replace(interface, data=decided, results=results)
+        return with_settings(fun, settings, where, inside)
+
+      found = None if dtypes is None else [v.aval.dtype for v in new.outvars]
+      call = differentiated_at_once(call, flat, kinds, cast, found)
+    for i, x in zip(computed, call(*operands), strict=True):
+      outs[i] = x
+    return jax.tree.unflatten(out_tree, outs)
+
+  return wrapped
+
+
+def _numbered(positions: Iterable[int]) -> DataLeaves:
+  """Returns the same of a derivative, whose first arguments are two dicts of operands by number."""
+  data = frozenset(positions)
+  return lambda args: [number in data for part in args[:2] for number in sorted(part)]
+
+
+def _as_float32(x: Any) -> Any:
+  """Returns the type of an array; float32 for one in half."""
+  aval: Any = jax.typeof(x)
+  return aval.update(dtype=FLOAT32, weak_type=False) if aval.dtype in HALVES else aval
+
+
+def _is_jax_array(x: Any) -> bool:
+  return isinstance(x, jax.Array)
+
+
+def _is_array(x: Any) -> bool:
+  """Whether a leaf is traced. A number or flag is not: `fn` may use it as a shape, or ask it."""
+  if isinstance(x, (np.ndarray, np.generic)):
+    exact = np.issubdtype(x.dtype, np.integer) or x.dtype == bool
+    if exact and isinstance(x, np.generic):
+      return False
+    return exact or np.issubdtype(x.dtype, np.number) or x.dtype in HALVES
+  return isinstance(x, jax.Array)
+
+
+def _check_unchanged(call: Any, count: int, given: Mapping[int, Any], where: str) -> None:
+  """Raises if `fn` changed an argument, a mutable tree: it had a copy, and loses the change."""
+  now = jax.tree.leaves(call)
+  same = len(now) == count and all(now[i] is x for i, x in given.items())
+  if not same:
+    raise MpjaxTypeError(
+      where,
+      expected="a function that returns what it computes",
+      got="one that changed an argument in place, which would be lost",
+      fix="Return the new values. With flax.nnx, split the model outside and merge it inside: "
+      "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
+    )
+
+
+def rewritten(
+  program: ClosedJaxpr,
+  settings: Settings,
+  where: str,
+  data: Sequence[bool] = (),
+  given: Sequence[Dtype] | None = None,
+  results: Sequence[Dtype | None] | None = None,
+) -> Any:
+  """Returns a whole program rewritten.
+
+  Args:
+    program: the program.
+    settings: how to rewrite.
+    where: the public call, for errors.
+    data: whether each argument decides the dtype of what it meets; () if none does.
+    given: the dtypes in which arguments come; None for those that they were traced with.
+    results: the dtypes of the results, of which None is the one that they are computed in; None for
+      those that they were traced with.
+  """
+  jaxpr = program.jaxpr
+  if settings.rules:
+    check_rules_match(jaxpr, settings.rules, where)
+  dtypes = [dtype_of(v) for v in jaxpr.invars] if given is None else given
+  neutral = [not each for each in data or [False] * len(jaxpr.invars)]
+  ins = tuple(Kind(d, n) if d in FLOATS else None for d, n in zip(dtypes, neutral, strict=True))
+  found = [dtype_of(v) for v in jaxpr.outvars] if results is None else results
+  outs = [d if d in FLOATS else None for d in found]
+  wanted = [RESULT if d == FLOAT32 else 0 for d in outs]
+  consts = constants(program.consts, settings)
+  return rewrite(jaxpr, ins, outs, wanted, settings, (), consts).jaxpr

@@ -1,0 +1,183 @@
+"""`autocast`: mixed precision for any JAX function, by lists of operations."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call
+from mpjax._core.frameworks import check_no_linen_model, framework_of
+from mpjax._core.policy import Policy, PolicyLike
+from mpjax._core.rules import Rule, parse_rules
+from mpjax._jaxprs.autocast.traced import DataLeaves, Interface, with_settings
+from mpjax._jaxprs.autocast.values import FLOAT32, FLOATS, Settings
+from mpjax._jaxprs.op_lists import OpLists
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_AS_FUNCTION = (
+  'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
+  '@functools.partial(mpjax.autocast, policy="mixed_bfloat16"). It is no context manager: code '
+  "that calls Linen models runs under a policy in mpjax.linen.policy_scope."
+)
+
+
+@check_call("mpjax.autocast(fn)", fix=_AS_FUNCTION)
+def autocast(
+  fn: Callable[P, R],
+  policy: PolicyLike = "mixed_bfloat16",
+  *,
+  ops: OpLists | None = None,
+  rules: Iterable[Rule] = (),
+  data_argnums: int | Sequence[int] = (),
+) -> Callable[P, R]:
+  """Returns a function that computes what `fn` does, with a dtype chosen for each operation.
+
+  `fn` is traced as it is, in float32, and its program is rewritten: matrix products and
+  convolutions run in half, exponentials, logarithms, sums and losses in float32, and what lies
+  between in the widest dtype of its operands (`mpjax.OpLists`, docs/op_lists.md). Arguments and
+  literals do not count there, so that a float32 bias does not widen its layer; constant arrays,
+  computed grids and integers that become floats do, and so do the arguments that `data_argnums`
+  names. Results have the dtypes that `fn` gives them. All of JAX may be used inside and around:
+  `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
+
+  Parameters are cast where they are used, and their gradients added in float32. A float32 value
+  that leaves the `jax.named_scope` that made it, on its way to a product, is rounded to half;
+  each module of Flax is such a scope. The programs inside of `jit`, `scan`, `cond`, `remat`,
+  `custom_vjp`, `shard_map` and so on are rewritten as well. A scan keeps its state in float32 if it
+  starts in float32, a `while_loop` always. A result that is one of the arguments, changed, is
+  computed in float32 too. Casts to half in `fn`, `precision="highest"`, integers, complex numbers,
+  float64 and random keys stay as they are.
+
+  Args:
+    fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
+      and integers of NumPy) is handed to it as it is. It must not change its arguments in place.
+    policy: of which only `compute_dtype` counts: parameters are yours to store, and results keep
+      their dtypes. In float32 `fn` itself is returned.
+    ops: the lists, an edited `OpLists()`; None for the standard.
+    rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path. The names
+      are those of a profile: the class of a Flax model comes first, so write "**/head". The
+      innermost scope that a rule matches decides, and there the first rule. None or a float32
+      policy leaves everything inside as it was traced.
+    data_argnums: the positions of arguments that are no parameters, such as coordinates, box
+      anchors and timesteps: float32 arrays in them stay float32 until a matmul, as constants do.
+
+  Returns:
+    A function with the signature of `fn`. Like `fn`, it can be jitted, differentiated, mapped,
+    sharded and exported.
+
+  Raises:
+    MpjaxTypeError: an argument has the wrong type; when called: `fn` changed an argument.
+    MpjaxValueError: the policy, or that of a rule, computes in neither float32 nor half, or a rule
+      has something else than a path; when called: no positional argument is at one of
+      `data_argnums`.
+    UnmatchedRuleError: when called: no scope has the path of a rule.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> def loss_fn(w, x):
+  ...   return jnp.mean(jax.nn.softmax(x @ w) ** 2)
+  >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
+  >>> for eqn in jax.make_jaxpr(mpjax.autocast(lambda w, x: jnp.exp(x @ w)))(w, x).eqns:
+  ...   print(eqn.primitive, eqn.outvars[0].aval.dtype)
+  convert_element_type bfloat16
+  convert_element_type bfloat16
+  dot_general bfloat16
+  convert_element_type float32
+  exp float32
+  >>> loss, grads = jax.value_and_grad(mpjax.autocast(loss_fn))(w, x)
+  >>> loss.dtype, grads.dtype
+  (dtype('float32'), dtype('float32'))
+  """
+  settings = _settings(fn, policy, ops, rules)
+  data = _in_arguments(_data_argnums(data_argnums))
+  dtypes = [settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy)]
+  if all(dtype == FLOAT32 for dtype in dtypes):
+    return fn
+  cast = with_settings(fn, settings, "mpjax.autocast(fn)", Interface(data=data))
+  return _nnx_model(cast) if framework_of(fn) == "NNX" else cast
+
+
+def _nnx_model(cast: Callable[P, R]) -> Callable[P, R]:
+  """Returns an NNX model under autocast that says why it cannot write to its variables."""
+
+  @functools.wraps(cast)
+  def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    try:
+      return cast(*args, **kwargs)
+    except Exception as error:
+      if type(error).__name__ != "TraceContextError":
+        raise
+      raise MpjaxTypeError(
+        "mpjax.autocast(fn)",
+        expected="a function that returns what it computes",
+        got="a model of NNX that writes to its variables (statistics, random counters)",
+        fix='Use mpjax.nnx.with_policy(model, "mixed_bfloat16").',
+      ) from error
+
+  return call
+
+
+def _settings(fn: Any, policy: PolicyLike, ops: Any, rules: Iterable[Rule]) -> Settings:
+  if not callable(fn):
+    where = "mpjax.autocast(fn)"
+    got = repr(fn)
+    raise MpjaxTypeError(where, expected="a function", got=got, fix=_AS_FUNCTION)
+  check_no_linen_model(fn, "mpjax.autocast(fn)")
+  if ops is not None and not isinstance(ops, OpLists):
+    fix = 'Write ops=mpjax.OpLists().replace(float32=["tanh"]).'
+    where = "mpjax.autocast(ops=...)"
+    raise MpjaxTypeError(where, expected="an mpjax.OpLists", got=repr(ops), fix=fix)
+  given = parse_rules(rules, "mpjax.autocast(rules=...)")
+  for rule in given:
+    if rule.path is None:
+      raise MpjaxValueError(
+        "mpjax.autocast(rules=...)",
+        expected="rules with path=",
+        got=repr(rule),
+        fix="A traced function has no modules, only named scopes: see jax.named_scope. For rules "
+        "by class or instance put a policy on the model with mpjax.linen.with_policy.",
+      )
+  parsed = Policy.parse(policy)
+  for one, where in [(parsed, "policy"), *((r.policy, "rules=...") for r in given)]:
+    if one is not None and one.compute_dtype not in FLOATS:
+      raise MpjaxValueError(
+        f"mpjax.autocast({where})",
+        expected="a policy that computes in bfloat16, float16 or float32",
+        got=str(one),
+        fix="Operations in other dtypes are left as they are; no policy is needed for them.",
+      )
+  return Settings(compute=parsed.compute_dtype, ops=OpLists() if ops is None else ops, rules=given)
+
+
+def _data_argnums(given: Any) -> tuple[int, ...]:
+  numbers = tuple(given) if isinstance(given, Sequence) else (given,)
+  integers = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
+  if not integers or min(numbers, default=0) < 0:
+    raise MpjaxTypeError(
+      "mpjax.autocast(data_argnums=...)",
+      expected="the position of a positional argument, counted from 0, or several",
+      got=repr(given),
+      fix="Write data_argnums=(1,) for x in a function of (params, x).",
+    )
+  return tuple(map(int, numbers))
+
+
+def _in_arguments(data_argnums: tuple[int, ...]) -> DataLeaves | None:
+  """Returns what says which leaves are in the arguments at these positions."""
+  if not data_argnums:
+    return None
+
+  def leaves(args: tuple[Any, ...]) -> list[bool]:
+    if max(data_argnums) >= len(args):
+      raise MpjaxValueError(
+        "mpjax.autocast(data_argnums=...)",
+        expected="positions of arguments that the function is called with by position",
+        got=f"{max(data_argnums)}, and {len(args)} positional arguments",
+        fix="Pass that argument by position, or take its number out of data_argnums.",
+      )
+    return [i in data_argnums for i, x in enumerate(args) for _ in jax.tree.leaves(x)]
+
+  return leaves

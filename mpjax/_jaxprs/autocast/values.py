@@ -1,0 +1,251 @@
+"""What autocast knows of a value while it rewrites a program."""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Jaxpr, Literal, Var
+
+from mpjax._core.rules import Rule
+from mpjax._jaxprs.op_lists import OpLists
+
+FLOAT32 = np.dtype("float32")
+
+HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
+
+FLOATS = HALVES | {FLOAT32}
+
+EXACT = frozenset(
+  """abs argmax argmin broadcast_in_dim concatenate copy cummax cummin dynamic_slice
+  dynamic_update_slice gather max min neg optimization_barrier pad pvary reshape reshard rev scatter
+  scatter-max scatter-min select_n sharding_constraint sign slice sort split squeeze stop_gradient
+  top_k transpose""".split()  # noqa: SIM905
+)
+"""Operations that choose and move numbers, and compute none: of half operands they lose nothing in
+half. Not the maximum of an axis: its derivative counts the places that have it."""
+
+Dtype: TypeAlias = np.dtype[Any]
+
+R = TypeVar("R")
+
+Scope = tuple[str, ...]
+"""The names of `jax.named_scope`s, the outermost first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """What was asked for; part of the key under which a rewritten program is kept.
+
+  Fields:
+    compute: the dtype that float32 gives way to where no rule says something else. Float32 itself
+      leaves everything as it is there.
+    ops: the lists.
+    rules: tried in order against scopes; the policy of the first that matches is in force there.
+    precision: that of a matmul or convolution of which the function says nothing, and which is left
+      as it is: what `jax_default_matmul_precision` asks for.
+    weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of
+      the matmuls.
+    modules: parameters are known. What a function closes over decides, whoever made it; without
+      modules a value of a trace around it may be a parameter, and does not.
+  """
+
+  compute: Dtype
+  ops: OpLists
+  rules: tuple[Rule, ...] = ()
+  precision: Any = None
+  weight_grads: Dtype | None = None
+  modules: bool = False
+
+
+class Kind(NamedTuple):
+  """How a value comes into a program, or leaves it.
+
+  Fields:
+    dtype: the dtype it has.
+    neutral: it was made from arguments, numbers and masks alone, by operations that have no
+      opinion: it takes the dtype of what it meets.
+    held: the dtype in which it comes, if that is not yet the one that it has where operands decide.
+  """
+
+  dtype: Dtype
+  neutral: bool = False
+  held: Dtype | None = None
+
+
+class Value:
+  """A floating value of the program being written.
+
+  Fields:
+    atom: the variable or literal that holds it.
+    held: the dtype of `atom`.
+    dtype: the dtype in which it counts where operands decide; a cast to it may still be to come.
+    neutral: as in `Kind`.
+    scope: where it was made; None for what came in from outside.
+    wanted: what its readers are, see `demands`.
+    once: casts are made once for all readers. Not so for a parameter, whose gradients, one from
+      each cast, are then added in float32.
+    given: it is an argument, or of the shape of one from which it was made.
+    filled: the equation that repeats a literal to make it, if that is what it is.
+    views: variables that hold it in other dtypes.
+  """
+
+  __slots__ = (
+    "atom",
+    "dtype",
+    "filled",
+    "given",
+    "held",
+    "neutral",
+    "once",
+    "scope",
+    "views",
+    "wanted",
+  )
+
+  def __init__(
+    self,
+    atom: Any,
+    dtype: Dtype,
+    neutral: bool = False,
+    scope: Scope | None = None,
+    wanted: int = 0,
+    once: bool = True,
+    held: Dtype | None = None,
+  ) -> None:
+    self.atom = atom
+    self.held = dtype if held is None else held
+    self.dtype = dtype
+    self.neutral = neutral
+    self.scope = scope
+    self.wanted = wanted
+    self.once = once
+    self.given = False
+    self.filled: Any = None
+    self.views: dict[Dtype, Any] | None = None  # Most never need one.
+
+  @property
+  def kind(self) -> Kind:
+    return Kind(self.dtype, self.neutral)
+
+
+def kept(fun: Callable[..., R]) -> Callable[..., R]:
+  """Returns a function of a jaxpr, and of more, that remembers its results as long as the jaxpr is.
+
+  So what a program closes over lives no longer than it would without.
+  """
+  known: weakref.WeakKeyDictionary[Jaxpr, dict[Any, R]] = weakref.WeakKeyDictionary()
+
+  @functools.wraps(fun)
+  def remembering(jaxpr: Jaxpr, *key: Any) -> R:
+    results = known.setdefault(jaxpr, {})
+    if key not in results:
+      results[key] = fun(jaxpr, *key)
+    return results[key]
+
+  return remembering
+
+
+def dtype_of(atom: Any) -> Any:
+  """Returns the dtype of a variable or literal; None for tokens and the like."""
+  return getattr(atom.aval, "dtype", None)
+
+
+def shape_of(var: Any) -> tuple[int, ...]:
+  """Returns the shape of a variable."""
+  return var.aval.shape
+
+
+def is_statistic(shape: tuple[int, ...]) -> bool:
+  """Whether a result is of the shape of a mean or a norm: a number, or kept axes of size 1.
+
+  The first axis does not count: a batch may have one row.
+  """
+  return not shape or 1 in shape[1:]
+
+
+def retyped(var: Any, dtype: Dtype) -> Var:
+  """Returns a new variable like `var` of another dtype."""
+  return Var(_retyped(var.aval, dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _retyped(aval: Any, dtype: Dtype) -> Any:
+  return aval.update(dtype=dtype, weak_type=False)
+
+
+_NEAR_ONE = 2.0**-6
+"""A decay this close to 1 is about its distance from it: 0.999 is 1 in bfloat16, 0.99 is 0.988."""
+
+
+def survives(number: Any, dtype: Dtype) -> bool:
+  """Whether a number is still what it was in a half type, but for its last digits.
+
+  It must not become inf, zero or subnormal, nor a decay like 0.999 another one.
+  """
+  size = abs(float(number))
+  if size == 0 or not np.isfinite(size):
+    return True
+  if size != 1 and abs(1 - size) < _NEAR_ONE:
+    return False
+  limits = jnp.finfo(dtype)
+  return float(limits.tiny) <= size <= float(limits.max)
+
+
+_LARGEST_MASK = 2**24
+"""The size of an array that is looked at for being a mask: one of attention for 4,096 tokens."""
+
+
+def is_neutral_constant(number: Any, *halves: Dtype) -> bool:
+  """Whether a float32 constant is a mask, or a single number that survives in each of `halves`.
+
+  Another array may be a grid of coordinates, whose distances half does not hold once something is
+  added. A large one is taken for such a grid: looking costs time at each trace, and a copy.
+  """
+  if np.ndim(number) > 0:
+    local = getattr(number, "is_fully_addressable", True)
+    if not local or np.size(number) > _LARGEST_MASK:
+      return False
+    values = np.asarray(number)
+    return bool(np.all((values == 0) | (values == 1)))
+  return all(survives(number, half) for half in halves)
+
+
+class Constant(NamedTuple):
+  """How a constant comes into a program.
+
+  Fields:
+    neutral: as in `Kind`.
+    once: no gradient flows to it, and one cast is enough.
+  """
+
+  neutral: bool
+  once: bool
+
+
+def constants(values: Sequence[Any], settings: Settings) -> tuple[Constant, ...]:
+  """Returns how the constants of a program come in, of their values."""
+  dtypes = (settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy))
+  halves = [dtype for dtype in dtypes if dtype in HALVES]
+
+  def one(value: Any) -> Constant:
+    if isinstance(value, Tracer):  # A value of a trace around this one.
+      return Constant(not settings.modules, False)
+    dtype = getattr(value, "dtype", None)
+    return Constant(dtype == FLOAT32 and is_neutral_constant(value, *halves), True)
+
+  return tuple(one(value) for value in values)
+
+
+def literal_value(literal: Literal, half: Dtype) -> Value:
+  """Returns the value of a float32 literal."""
+  return Value(literal, FLOAT32, neutral=is_neutral_constant(literal.val, half))
+
+
+def literal_as(literal: Literal, dtype: Dtype) -> Literal:
+  aval: Any = literal.aval
+  return Literal(np.asarray(literal.val, dtype), aval.update(dtype=dtype, weak_type=False))

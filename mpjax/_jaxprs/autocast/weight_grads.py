@@ -1,0 +1,243 @@
+"""Weight gradients in a wider dtype than the matmuls: `Policy(weight_grad_dtype=...)`.
+
+A matmul casts its weight to half. JAX makes the gradient of the weight as a matmul in half too, the
+partitioner adds up in half what the devices found, and only the sum is cast to the dtype of the
+weight. Here the matmul takes the weight as it is stored: its gradient is one matmul of the same
+half operands into the wide dtype, and what is added up afterwards is wide.
+
+The rewritten jaxpr holds the matmul inside of a `jax.custom_jvp`, so that everything which reads
+jaxprs finds it. Its derivative is a primitive of our own, linear in each operand as a matmul is, of
+which only the transpose differs: a `jax.custom_vjp` would refuse forward mode, and the transpose of
+`jax.custom_derivatives.linear_call` cannot be batched.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import (
+  ClosedJaxpr,
+  JaxprEqn,
+  Literal,
+  Primitive,
+  Var,
+  new_jaxpr_eqn,
+  no_effects,
+)
+from jax.extend.core.primitives import convert_element_type_p
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._jaxprs.autocast.eqn_params import retype
+from mpjax._jaxprs.autocast.evaluate import differentiated
+from mpjax._jaxprs.autocast.values import Dtype, Value, retyped, shape_of
+from mpjax._jaxprs.compat import context_of
+
+Wide: TypeAlias = tuple[Dtype | None, ...]
+"""The dtype of the gradient of each operand of a matmul; None for that of the operand."""
+
+
+def with_wide_gradients(
+  eqn: JaxprEqn,
+  values: Sequence[Value | None],
+  half: Dtype,
+  wide: Dtype | None,
+  view: Callable[[Value, Dtype, JaxprEqn], Any],
+) -> JaxprEqn | None:
+  """Returns a matmul in half, the same to the bit, with wide gradients of its weights.
+
+  Args:
+    eqn: the matmul as it was traced.
+    values: what is known of its operands.
+    half: the dtype to multiply in.
+    wide: the dtype of the gradients, see `weight_grads` of `_scopes.py`.
+    view: casts an operand that is no weight.
+
+  Returns:
+    None if nothing is asked for, or no operand is a weight: made from parameters alone.
+  """
+  if wide is None or wide.itemsize <= half.itemsize:
+    return None
+  each = tuple(wide if v is not None and v.neutral and not v.once else None for v in values)
+  if not any(each):
+    return None
+  operands = [
+    atom if value is None else value.atom if is_weight else view(value, half, eqn)
+    for atom, value, is_weight in zip(eqn.invars, values, each, strict=True)
+  ]
+  params = retype(eqn.primitive.name, eqn.params, half)
+
+  def product(*operands: Any) -> Any:
+    return eqn.primitive.bind(*operands, **params)
+
+  body = _body(eqn.replace(params=params), operands, half, each)
+  rule = functools.partial(_tangent, product, half, each)
+  with context_of(eqn):
+    made = differentiated(body, rule, [a.aval for a in operands], "matmul")
+  return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
+
+
+def _body(eqn: JaxprEqn, operands: Sequence[Any], half: Dtype, wide: Wide) -> ClosedJaxpr:
+  """Returns the jaxpr of a matmul whose weights are cast first.
+
+  It is not traced, since the axes of a `shard_map` are not bound while its jaxpr is rewritten.
+  """
+  given, views, casts = [Var(a.aval) for a in operands], [], []
+  for var, each in zip(given, wide, strict=True):
+    views.append(var if each is None else retyped(var, half))
+    if each is not None:
+      params = {"new_dtype": half, "weak_type": False, "sharding": None}
+      place = (eqn.source_info, eqn.ctx)
+      casts.append(
+        new_jaxpr_eqn([var], views[-1:], convert_element_type_p, params, no_effects, *place)
+      )
+  made = eqn.replace(invars=views, outvars=[retyped(eqn.outvars[0], half)])
+  like = jax.make_jaxpr(lambda *args: args[0])(*(a.aval for a in operands)).jaxpr
+  body = like.replace(invars=given, outvars=made.outvars, eqns=[*casts, made])
+  return ClosedJaxpr(body, ())
+
+
+def _tangent(
+  product: Callable[..., Any],
+  half: Dtype,
+  wide: Wide,
+  primals: Sequence[Any],
+  tangents: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+  """The derivative of `product`, a function of half operands, in operands that are cast first."""
+  parts = [
+    _product_p.bind(*primals[:i], t, *primals[i + 1 :], product=product, half=half, wide=wide)
+    for i, t in enumerate(tangents)
+    if not isinstance(t, SymbolicZero)
+  ]
+  # The matmul itself, so that policies of `jax.checkpoint` see it.
+  return [product(*_in_half(primals, half, wide))], [functools.reduce(operator.add, parts)]
+
+
+def _in_half(operands: Sequence[Any], half: Dtype, wide: Wide) -> list[Any]:
+  pairs = zip(operands, wide, strict=True)
+  return [x if w is None else jax.lax.convert_element_type(x, half) for x, w in pairs]
+
+
+# The primitive.
+
+_product_p = Primitive("wide_gradient_matmul")
+"""A matmul, linear in each floating operand, with gradients in wide dtypes.
+
+Parameters:
+  product: the matmul, a function of half operands.
+  half: the dtype to multiply in.
+  wide: of operands that are cast to half first, the dtype of their gradients.
+"""
+
+
+def _evaluate(*operands: Any, product: Callable[..., Any], half: Dtype, wide: Wide) -> Any:
+  return product(*_in_half(operands, half, wide))
+
+
+def _abstract(*avals: Any, **params: Any) -> Any:
+  return jax.make_jaxpr(functools.partial(_evaluate, **params))(*avals).jaxpr.outvars[0].aval
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+  parts = [
+    _product_p.bind(*primals[:i], t, *primals[i + 1 :], **params)
+    for i, t in enumerate(tangents)
+    if not isinstance(t, ad.Zero)
+  ]
+  return _product_p.bind(*primals, **params), functools.reduce(operator.add, parts)
+
+
+def _batch(
+  operands: Sequence[Any], dims: Sequence[int | None], product: Callable[..., Any], **params: Any
+) -> tuple[Any, int]:
+  pairs = zip(operands, dims, strict=True)
+  moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
+  batched = jax.vmap(product, in_axes=[None if axis is None else 0 for axis in dims])
+  return _product_p.bind(*moved, product=batched, **params), 0
+
+
+def _transpose(
+  cotangent: Any, *operands: Any, product: Callable[..., Any], half: Dtype, wide: Wide
+) -> list[Any]:
+  (place,) = (i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
+  aval = operands[place].aval
+  if type(cotangent) is ad.Zero:
+    return [ad.Zero(aval) if i == place else None for i in range(len(operands))]
+  before, after = operands[:place], operands[place + 1 :]
+  before, after = _in_half(before, half, wide[:place]), _in_half(after, half, wide[place + 1 :])
+
+  def linear(x: Any) -> Any:
+    return product(*before, x, *after)
+
+  pull, dtype = jax.linear_transpose(linear, aval.update(dtype=half)), wide[place]
+  if dtype is None:
+    (bar,) = pull(cotangent)
+  else:
+    bar = _run(jax.make_jaxpr(pull)(cotangent), cotangent, dtype)
+  # Added up over the axes that it lacks, of the mesh too: it is cast last.
+  bar = jax.lax.convert_element_type(bar, aval.dtype)
+  return [bar if i == place else None for i in range(len(operands))]
+
+
+_product_p.def_impl(_evaluate)
+_product_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[_product_p] = _jvp
+ad.primitive_transposes[_product_p] = _transpose
+batching.primitive_batchers[_product_p] = _batch
+mlir.register_lowering(_product_p, mlir.lower_fun(_evaluate, multiple_results=False))
+
+
+# The transpose of a matmul.
+
+
+def _run(program: Any, cotangent: Any, wide: Dtype) -> Any:
+  """Returns the result of a transposed matmul, which is in `wide` from the matmul on.
+
+  Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
+  its own program is run with another type of result. The other equations in it move elements, or
+  add up over axes of the mesh, and take any type.
+  """
+  found = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+  found[program.jaxpr.invars[0]] = cotangent
+
+  def read(atom: Any) -> Any:
+    return atom.val if isinstance(atom, Literal) else found[atom]
+
+  for eqn in program.jaxpr.eqns:
+    operands = [read(atom) for atom in eqn.invars]
+    if "preferred_element_type" in eqn.params:
+      made = _dot(eqn, operands, {**eqn.params, "preferred_element_type": wide})
+    else:
+      made = eqn.primitive.bind(*operands, **eqn.params)
+    made = made if eqn.primitive.multiple_results else [made]
+    found.update(zip(eqn.outvars, made, strict=True))
+  return read(program.jaxpr.outvars[0])
+
+
+def _dot(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+  """Returns a matmul into a wide dtype, on a CPU as one of batches of matrices.
+
+  XLA's CPU backend (of jax 0.10) leaves some matmuls of bfloat16 into float32 to a library, goes on
+  to turn an operand round, and fails because the library does not take that. It never does so with
+  a batch of matrices, not even under `vmap`.
+  """
+  placed = any(any(jax.typeof(x).sharding.spec) for x in operands)
+  if eqn.primitive.name != "dot_general" or placed or jax.default_backend() != "cpu":
+    return eqn.primitive.bind(*operands, **params)
+  contracted, batch = params["dimension_numbers"]
+  left, right = map(_as_matrices, operands, contracted, batch)
+  params = {**params, "dimension_numbers": (((1,), (1,)), ((0,), (0,)))}
+  return jnp.reshape(eqn.primitive.bind(left, right, **params), shape_of(eqn.outvars[0]))
+
+
+def _as_matrices(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> Any:
+  """Returns `x` with three axes: batch, contracted, and the others."""
+  free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
+  groups = [batch, contracted, free]
+  sizes = [math.prod(x.shape[axis] for axis in group) for group in groups]
+  return jnp.reshape(jax.lax.transpose(x, [axis for group in groups for axis in group]), sizes)

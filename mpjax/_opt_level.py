@@ -1,0 +1,180 @@
+"""`opt_level`: a policy, rules, operation lists and a loss scale that go together, by one name."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+
+from mpjax._core.dtypes import parse_dtype
+from mpjax._core.errors import MpjaxValueError
+from mpjax._core.policy import Policy
+from mpjax._core.rules import Rule, default_rules, is_flax_norm
+from mpjax._core.types import DTypeLike
+from mpjax._jaxprs.op_lists import OpLists
+from mpjax.transforms._loss_scale_config import (
+  DynamicLossScale,
+  LossScale,
+  NoLossScale,
+  StaticLossScale,
+)
+
+LEVELS = ("O0", "O1", "O2", "O3", "auto")
+
+_HALVES = ("bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptLevel:
+  """What one level asks for: values to pass on, one by one, to the functions that take them.
+
+  `mpjax.opt_level` makes it; `dataclasses.replace` changes a field.
+
+  Args:
+    policy: for `mpjax.linen.with_policy` and `mpjax.autocast`.
+    rules: for both, too; levels have none of their own.
+    defaults: rules that are tried after those, for `with_policy`.
+    ops: for `mpjax.autocast`; None where the level needs no operation lists.
+    loss_scale: for `mpjax.loss_scaling`.
+    master_weights: whether the optimizer belongs in `mpjax.master_weights`.
+
+  >>> import dataclasses, mpjax
+  >>> level = mpjax.opt_level("O2", "float16")
+  >>> dataclasses.replace(level, loss_scale=mpjax.StaticLossScale(128)).master_weights
+  True
+  """
+
+  policy: Policy
+  rules: tuple[Rule, ...]
+  defaults: tuple[Rule, ...]
+  ops: OpLists | None
+  loss_scale: LossScale
+  master_weights: bool
+
+  def __str__(self) -> str:
+    fields = {
+      "policy": str(self.policy),
+      "rules": ", ".join(map(_shown, self.rules)) or "none",
+      "defaults": ", ".join(map(_shown, self.defaults)) or "none",
+      "ops": repr(self.ops),
+      "loss_scale": repr(self.loss_scale),
+      "master_weights": repr(self.master_weights),
+    }
+    return "\n".join(f"{name:<14}  {value}" for name, value in fields.items())
+
+
+def _shown(rule: Rule) -> str:
+  """Returns a rule without the address that a predicate has."""
+  name = getattr(rule.where, "__name__", None)
+  return repr(rule) if name is None else f"Rule({str(rule.policy)!r}, where={name})"
+
+
+def opt_level(level: str, dtype: DTypeLike | None = None) -> OptLevel:
+  """Returns the settings that go by the name of a level.
+
+  The levels are those of Apex, and of MindSpore, whose O2 and O3 leave parameters in float32:
+
+  - "O0": float32 throughout.
+  - "O1": float32 parameters, and operations in half or float32 by operation lists: for
+    `mpjax.autocast`.
+  - "O2": parameters and computation in half, but for norms, with float32 master weights.
+  - "O3": everything in half, norms and all, as a limit to compare the speed of the others with.
+  - "auto": O1 in the half type that the first device of `jax.devices()` has units for: bfloat16 on
+    a TPU and from compute capability 8.0 on, float16 on 7.x (Volta and Turing). On a CPU, or a
+    device that is not known, O0. No other level looks at the device.
+
+  float16 comes with a loss scale, bfloat16 with none. In every level a model hands on float32, so
+  that the loss is computed in it.
+
+  Args:
+    level: one of the above.
+    dtype: the half type, "bfloat16" unless given. With "auto" it is used whatever the device is;
+      there is a warning, once in a process, if the device has no units for it. "O0" does not use
+      it.
+
+  Raises:
+    MpjaxValueError: an unknown level, or a dtype that is none of the two half types.
+    MpjaxTypeError: `dtype` is not a floating dtype.
+
+  >>> import mpjax
+  >>> print(mpjax.opt_level("O1", "float16").policy)
+  params=float32,compute=float16,output=float32
+  >>> mpjax.opt_level("O1", "bfloat16").loss_scale
+  NoLossScale()
+  """
+  where = "mpjax.opt_level"
+  if level not in LEVELS:
+    raise MpjaxValueError(
+      f"{where}(level)",
+      expected="one of " + ", ".join(map(repr, LEVELS)),
+      got=repr(level),
+      fix="The first character is the letter O; 'auto' decides by the device.",
+    )
+  half = None if dtype is None else _half(dtype, f"{where}(dtype)")
+  if level == "auto":
+    device = jax.devices()[0]
+    level, half = _for_device(device.platform, getattr(device, "compute_capability", None), half)
+  return _settings(level, half or "bfloat16")
+
+
+def _half(dtype: DTypeLike, where: str) -> str:
+  name = parse_dtype(dtype, where).name
+  if name not in _HALVES:
+    raise MpjaxValueError(
+      where, expected="'bfloat16' or 'float16'", got=repr(name), fix="opt_level('O0') is float32."
+    )
+  return name
+
+
+def _settings(level: str, half: str) -> OptLevel:
+  scaled = half == "float16"
+  dynamic: LossScale = DynamicLossScale() if scaled else NoLossScale()
+  if level == "O0":
+    return _level(Policy(), NoLossScale())
+  if level == "O1":
+    return _level(Policy.parse(f"mixed_{half}"), dynamic, ops=OpLists())
+  policy = Policy(param_dtype=half, compute_dtype=half, output_dtype="float32")
+  if level == "O2":
+    # Flax's norms reduce in float32 whatever they compute in: only their storage is at stake.
+    norms = Rule(Policy(compute_dtype=half), where=is_flax_norm)
+    return _level(policy, dynamic, defaults=(norms, *default_rules()), master_weights=True)
+  # Apex does not scale here. A scale of 1 still skips the steps that float16 overflows in.
+  return _level(policy, StaticLossScale(1) if scaled else NoLossScale(), defaults=())
+
+
+def _level(policy: Policy, loss_scale: LossScale, **changes: Any) -> OptLevel:
+  fields: dict[str, Any] = {"defaults": default_rules(), "ops": None, "master_weights": False}
+  return OptLevel(policy=policy, rules=(), loss_scale=loss_scale, **(fields | changes))
+
+
+def _for_device(platform: str, capability: Any, wanted: str | None) -> tuple[str, str | None]:
+  """Returns the level and the half type for a device.
+
+  Args:
+    platform: "cpu", "gpu" or "tpu", as `jax.Device.platform` says.
+    capability: the compute capability that NVIDIA's devices have, such as "8.0".
+    wanted: the half type that was asked for, if any.
+  """
+  native = _native(platform, capability)
+  if wanted is None:
+    return ("O1", native[0]) if native else ("O0", None)
+  if wanted not in native:
+    kind = f"{platform} {capability}" if capability else platform
+    fix = f"{native[0]} is fast on it" if native else "float32 is as fast on it, as far as is known"
+    # Python shows a warning once for the line that it comes from: here, once in a process.
+    warnings.warn(
+      f"mpjax.opt_level: {wanted} saves memory but no time on this device ({kind}); {fix}.",
+      UserWarning,
+      stacklevel=1,
+    )
+  return "O1", wanted
+
+
+def _native(platform: str, capability: Any) -> tuple[str, ...]:
+  """Returns the half types that a device has units for, the better one first."""
+  if platform == "tpu":
+    return ("bfloat16",)
+  major = str(capability).partition(".")[0]
+  if platform == "cpu" or not major.isdecimal() or int(major) < 7:
+    return ()
+  return ("bfloat16", "float16") if int(major) >= 8 else ("float16",)

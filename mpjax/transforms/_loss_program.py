@@ -1,0 +1,180 @@
+"""The loss function as a program: traced once, checked, and looked at."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.trees import tree_differences
+from mpjax._core.types import Array, PyTree
+from mpjax._jaxprs.walk import passed_through, walk
+from mpjax.transforms._loss_scale_access import check_loss
+
+LossFn: TypeAlias = Callable[[Any, Any, Any, Any], tuple[Any, tuple[Any, Any]]]
+"""`loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`."""
+
+OUR_METRICS = frozenset(
+  {
+    *("loss", "grad_norm", "retries"),
+    *("loss_scale", "finite", "good_steps", "total", "skipped", "consecutive_skips"),
+    *("floor_hits", "bad_updates"),
+  }
+)
+"""The names that a loss function leaves to the step."""
+
+
+class LossProgram(NamedTuple):
+  """A traced loss function."""
+
+  fun: LossFn  # runs the program; the Python function is not called again
+  jaxpr: ClosedJaxpr
+  unchanged: PyTree  # like the model state: whether a leaf is returned as it was given
+
+
+def trace_loss(
+  loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, rng: Array | None
+) -> LossProgram:
+  """Returns `loss_fn` as a program for arguments like these.
+
+  A step that is differentiated, looked at and run again would otherwise call it for each of these.
+  """
+  args, checked = (params, model_state, batch, rng), _checked(loss_fn)
+  try:
+    jaxpr, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
+  except Exception as error:
+    if rng is None and not isinstance(error, MpjaxError):
+      _raise_if_a_key_helps(loss_fn, args, error)
+    raise
+  run, structure = jaxpr_as_fun(jaxpr), jax.tree.structure(shapes)
+
+  def fun(*args: PyTree) -> Any:
+    results = run(*jax.tree.leaves(args))
+    # A constant comes as a NumPy value or as a literal of JAX.
+    arrays = [
+      x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
+      for x, aval in zip(results, jaxpr.out_avals, strict=True)
+    ]
+    return structure.unflatten(arrays)
+
+  # Leaves of the arguments are those of params, then of model_state; of the results, the loss comes
+  # first.
+  before, count = len(jax.tree.leaves(params)), len(jax.tree.leaves(model_state))
+  origins = passed_through(jaxpr)[1 : 1 + count]
+  unchanged = [origin == before + i for i, origin in enumerate(origins)]
+  # Who has switched jit off wants to look at values inside of loss_fn.
+  traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+  return LossProgram(
+    fun if traced else checked,
+    jaxpr,
+    jax.tree.unflatten(jax.tree.structure(model_state), unchanged),
+  )
+
+
+def _raise_if_a_key_helps(loss_fn: LossFn, args: Any, error: Exception) -> None:
+  try:
+    jax.eval_shape(loss_fn, *args[:3], jax.random.key(0))
+  except Exception:
+    return  # Something else is wrong.
+  raise MpjaxTypeError(
+    "mpjax.make_train_step(loss_fn): rng",
+    expected="a PRNG key in the state, since loss_fn uses its argument rng",
+    got=f"None ({type(error).__name__}: {' '.join(str(error).split())[:300]})",
+    fix="Use TrainState.create(..., rng=jax.random.key(0)).",
+  ) from error
+
+
+def check_signature(loss_fn: Any) -> None:
+  """Raises unless `loss_fn` can be called with four arguments."""
+  try:
+    signature = inspect.signature(loss_fn)
+  except (TypeError, ValueError):  # Not every callable has one.
+    return
+  try:
+    signature.bind(None, None, None, None)
+  except TypeError as error:
+    raise MpjaxTypeError(
+      "mpjax.make_train_step(loss_fn)",
+      expected="a function of four arguments, loss_fn(params, model_state, batch, rng)",
+      got=f"one of {signature} ({error})",
+      fix="Take all four, and return (loss, (model_state, metrics)): model_state is () and rng "
+      "is None where TrainState.create was given none.",
+    ) from error
+
+
+def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
+  """Warns if a dynamic scale protects no float16.
+
+  A program says nothing of how the rules of `jax.custom_vjp` compute in it, nor of the inside of a
+  primitive that this version does not know.
+  """
+  if any(
+    visit.eqn.primitive.name == "custom_vjp_call" or not visit.entered or _in_float16(visit.eqn)
+    for visit in walk(jaxpr)
+  ):
+    return
+  text = (
+    "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "
+    "float16. bfloat16 and float32 have the range to do without: StaticLossScale(1) skips bad "
+    "steps without scaling, NoLossScale() does not even look for them."
+  )
+  code = getattr(inspect.unwrap(loss_fn), "__code__", None)
+  if code is None:
+    warnings.warn(text, UserWarning, stacklevel=2)
+  else:
+    # Between the user's call and this one are JAX's, as many as there are: the line to change is
+    # where the function is.
+    warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
+
+
+def _in_float16(eqn: Any) -> bool:
+  return any(getattr(v.aval, "dtype", None) == jnp.float16 for v in (*eqn.invars, *eqn.outvars))
+
+
+def _checked(loss_fn: LossFn) -> LossFn:
+  """`loss_fn`, made to raise where it returns something else than it should."""
+
+  @functools.wraps(loss_fn)
+  def checked(params: PyTree, model_state: PyTree, batch: PyTree, rng: Array | None) -> Any:
+    out: Any = loss_fn(params, model_state, batch, rng)
+    aux: Any = out[1] if isinstance(out, tuple) and len(out) == 2 else None
+    pairs = isinstance(aux, tuple) and len(aux) == 2
+    if not pairs or not isinstance(aux[1], Mapping):
+      raise MpjaxTypeError(
+        "mpjax.make_train_step(loss_fn)",
+        expected="it to return (loss, (model_state, metrics)) with a dict of metrics",
+        got=str(jax.tree.map(jax.typeof, out)),
+        fix="Return (loss, ((), {})) if there is no model state and nothing to report.",
+      )
+    new_state, metrics = aux
+    _check_names(metrics)
+    problems = tree_differences(model_state, new_state, dtypes=True)
+    if problems:
+      raise MpjaxValueError(
+        "mpjax.make_train_step(loss_fn): model_state",
+        expected="the structure, shapes and dtypes that it was given",
+        got=listed(problems),
+        fix="Return the whole new state, cast to the dtypes of the old one.",
+      )
+    check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
+    return out
+
+  return checked
+
+
+def _check_names(metrics: Mapping[Any, Any]) -> None:
+  where = "mpjax.make_train_step(loss_fn): metrics"
+  other = [name for name in metrics if not isinstance(name, str)]
+  if other:
+    expected, fix = "strings for names", "Name each number: ours are beside it in one dict."
+    raise MpjaxTypeError(where, expected=expected, got=repr(other), fix=fix)
+  taken = sorted(set(metrics) & OUR_METRICS)
+  if taken:
+    expected, fix = "metrics with other names than ours", "Rename them."
+    raise MpjaxValueError(where, expected=expected, got=str(taken), fix=fix)

@@ -1,0 +1,135 @@
+"""The arithmetic of loss scaling: the state, how it moves, and how gradients are unscaled."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import Array, PyTree
+from mpjax.transforms._loss_scale_config import INT32_MAX, DynamicLossScale, StaticLossScale
+
+
+class LossScaleState(NamedTuple):
+  """The scale and its counters; every field is a strongly typed scalar array.
+
+  Counters stop at 2^31 - 1 instead of wrapping round.
+  """
+
+  scale: Array  # float32: the factor on the next loss
+  good_steps: Array  # int32: finite steps in a row since the scale last moved
+  hysteresis: Array  # int32: overflows left before the scale backs off
+  total: Array  # int32: calls of update
+  skipped: Array  # int32: steps that were not applied, for whatever reason
+  consecutive_skips: Array  # int32: the skipped steps since the last applied one
+  floor_hits: Array  # int32: overflows that found the scale at its minimum already
+  bad_updates: Array  # int32: steps skipped for their updates alone
+  first_bad: Array  # int32: the last step's first non-finite leaf; their number if none was
+  finite: Array  # bool: the last step was applied
+
+
+def init_scale(config: StaticLossScale | DynamicLossScale) -> LossScaleState:
+  """Returns the state before the first step."""
+  dynamic = isinstance(config, DynamicLossScale)
+  zero = dict.fromkeys(("good_steps", "total", "skipped", "consecutive_skips"), 0)
+  zero |= dict.fromkeys(("floor_hits", "bad_updates", "first_bad"), 0)
+  counters = {field: jnp.asarray(value, jnp.int32) for field, value in zero.items()}
+  return LossScaleState(
+    scale=jnp.asarray(config.init_scale if dynamic else config.scale, jnp.float32),
+    hysteresis=jnp.asarray(config.hysteresis if dynamic else 0, jnp.int32),
+    finite=jnp.asarray(True, jnp.bool_),
+    **counters,
+  )
+
+
+def adjust(
+  config: StaticLossScale | DynamicLossScale,
+  state: LossScaleState,
+  *,
+  finite: Array,
+  applied: Array,
+  first_bad: Array,
+  all_finite: Array | None = None,
+) -> LossScaleState:
+  """Returns the state after a step.
+
+  The scale follows the gradients of its own loss alone; what counts as skipped follows `applied`.
+
+  Args:
+    config: the configuration that made the state.
+    state: the state before the step, with the scale that this step's loss was multiplied by.
+    finite: scalar bool, whether the gradients (and the loss) were finite.
+    applied: scalar bool, whether the step was applied; False wherever a gradient was not finite.
+    first_bad: scalar int32, the position of the first non-finite gradient leaf.
+    all_finite: scalar bool, whether the gradients of all losses were, where there are several.
+  """
+  good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)
+  scale, hysteresis, floor_hits = state.scale, state.hysteresis, state.floor_hits
+  if isinstance(config, DynamicLossScale):
+    low, high = _float32(config.min_scale), _float32(config.max_scale)
+    left = jnp.where(finite, hysteresis, jnp.maximum(hysteresis - 1, 0))
+    back_off = jnp.logical_and(jnp.logical_not(finite), left == 0)
+    # >=, not ==: a state restored into a shorter interval may be past it already.
+    grow = jnp.logical_and(finite, good_steps >= config.growth_interval)
+    factor = jnp.where(
+      grow,
+      _float32(config.growth_factor),
+      jnp.where(back_off, _float32(config.backoff_factor), _float32(1)),
+    )
+    floor_hits = _count_up(floor_hits, jnp.logical_and(back_off, scale <= low))
+    # A product that overflows is inf, one that underflows is 0: the limits catch both.
+    scale = jnp.minimum(jnp.maximum(scale * factor, low), high)
+    hysteresis = jnp.where(grow, config.hysteresis, left)
+    good_steps = jnp.where(grow, 0, good_steps)
+  skip = jnp.logical_not(applied)
+  return LossScaleState(
+    scale=scale,
+    good_steps=good_steps,
+    hysteresis=hysteresis,
+    total=_count_up(state.total, True),
+    skipped=_count_up(state.skipped, skip),
+    consecutive_skips=jnp.where(skip, _count_up(state.consecutive_skips, skip), 0),
+    floor_hits=floor_hits,
+    bad_updates=_count_up(
+      state.bad_updates, jnp.logical_and(finite if all_finite is None else all_finite, skip)
+    ),
+    first_bad=first_bad,
+    finite=applied,
+  )
+
+
+def _float32(value: float) -> Array:
+  return jnp.asarray(value, jnp.float32)
+
+
+def _count_up(count: Array, by_one: Array | bool) -> Array:
+  return jnp.where(jnp.logical_and(by_one, count < INT32_MAX), count + 1, count)
+
+
+def unscale_tree(grads: PyTree, scale: Array | None) -> PyTree:
+  """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves keep their dtype).
+
+  The cast comes first: in half the quotient would underflow. XLA makes a product with 1/scale of
+  the division, which is exact for a power of two and otherwise within 1 ulp of the gradient; the
+  limits of a scale keep the reciprocal a normal number. Leaves that are no floating or complex
+  numbers are handed on as they are.
+
+  Args:
+    grads: a tree of gradients of the scaled loss.
+    scale: the scalar float32 that multiplied the loss; None only casts.
+  """
+  return jax.tree.map(lambda g: _unscale_leaf(g, scale), grads)
+
+
+def _unscale_leaf(g: Any, scale: Array | None) -> Any:
+  if not is_inexact(g):
+    return g
+  g = jnp.asarray(g)
+  if jnp.issubdtype(g.dtype, jnp.complexfloating):
+    if scale is None:
+      return g
+    # Part by part: a complex division squares the scale on the way, which overflows.
+    by = scale.astype(g.real.dtype)
+    return jax.lax.complex(g.real / by, g.imag / by)
+  g = g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)
+  return g if scale is None else g / scale.astype(g.dtype)

@@ -1,0 +1,240 @@
+"""How the loss is scaled: not at all, by a constant, or by a factor that adapts."""
+
+import dataclasses
+import math
+import numbers
+import re
+import warnings
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
+
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+"""Outside, 1/scale or the scale itself is subnormal in float32, and XLA flushes it to 0."""
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoLossScale:
+  """No scaling, no check and no skipped step: nothing is added to the program.
+
+  For float32 and bfloat16, whose gradients do not underflow. The rest of the loss scaling API
+  works with it (the scale reads 1), so that a script can switch scaling off in one place.
+
+  >>> import mpjax
+  >>> mpjax.NoLossScale()
+  NoLossScale()
+  """
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
+  """A scale that stays as it is; steps with non-finite gradients are still skipped.
+
+  Args:
+    scale: the factor on the loss, in [2^-126, 2^126]. Powers of two are exact; another value
+      works and warns once.
+
+  Raises:
+    MpjaxTypeError: `scale` is not a plain number (a bool, an array and a traced value are not).
+    MpjaxValueError: `scale` is NaN, not positive, or outside the limits.
+
+  >>> import mpjax
+  >>> mpjax.StaticLossScale(1024)
+  StaticLossScale(scale=1024.0)
+  """
+
+  scale: float
+
+  def __post_init__(self) -> None:
+    call = "mpjax.StaticLossScale"
+    object.__setattr__(self, "scale", positive_scale(self.scale, f"{call}(scale)"))
+    _warn_unless_powers_of_two(call, {"scale": self.scale})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicLossScale:
+  """A scale that halves on overflow and doubles after a long run of finite steps.
+
+  The scale never leaves [`min_scale`, `max_scale`]. A step that overflowed is skipped, not run
+  again. The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2;
+  hysteresis is that of Megatron-LM, where a finite step alone restores nothing (in Apex it does).
+
+  Args:
+    init_scale: the scale at the first step.
+    growth_factor: what the scale is multiplied by when it grows, above 1.
+    backoff_factor: what the scale is multiplied by on overflow, between 0 and 1.
+    growth_interval: the scale grows when this many steps in a row were finite.
+    min_scale: the floor; below 1 helps where the loss itself overflows.
+    max_scale: the ceiling.
+    hysteresis: how many overflows it takes before the scale backs off. Each overflow after that
+      backs off too, until `growth_interval` finite steps in a row restore the allowance.
+
+  Factors and limits that are powers of two only move the exponent of gradients and are exact.
+  Others work and warn once.
+
+  Raises:
+    MpjaxTypeError: a field is not a plain number, or a count is not an integer.
+    MpjaxValueError: a field is out of its range, or `init_scale` lies outside the limits.
+
+  >>> import mpjax
+  >>> mpjax.DynamicLossScale(growth_interval=500).init_scale
+  32768.0
+  """
+
+  init_scale: float = 2.0**15
+  growth_factor: float = 2.0
+  backoff_factor: float = 0.5
+  growth_interval: int = 2000
+  min_scale: float = 1.0
+  max_scale: float = 2.0**24
+  hysteresis: int = 1
+
+  def __post_init__(self) -> None:
+    call = "mpjax.DynamicLossScale"
+    for field in ("init_scale", "min_scale", "max_scale"):
+      object.__setattr__(self, field, positive_scale(getattr(self, field), f"{call}({field})"))
+    for field in ("growth_factor", "backoff_factor"):
+      object.__setattr__(self, field, _float32(getattr(self, field), f"{call}({field})"))
+    for field in ("growth_interval", "hysteresis"):
+      object.__setattr__(self, field, _count(getattr(self, field), f"{call}({field})"))
+    if not 1.0 < self.growth_factor <= LARGEST:
+      raise MpjaxValueError(
+        f"{call}(growth_factor)",
+        expected="a number above 1 (and at most 2^126)",
+        got=repr(self.growth_factor),
+        fix="Use 2, or StaticLossScale for a scale that never grows.",
+      )
+    if not SMALLEST <= self.backoff_factor < 1.0:
+      raise MpjaxValueError(
+        f"{call}(backoff_factor)",
+        expected="a number below 1 (and at least 2^-126)",
+        got=repr(self.backoff_factor),
+        fix="Use 0.5, or StaticLossScale for a scale that never shrinks.",
+      )
+    if self.min_scale > self.max_scale:
+      raise MpjaxValueError(
+        f"{call}(min_scale)",
+        expected=f"at most max_scale={self.max_scale:.9g}",
+        got=f"{self.min_scale:.9g}",
+        fix="Swap the two, or widen the range.",
+      )
+    if not self.min_scale <= self.init_scale <= self.max_scale:
+      raise MpjaxValueError(
+        f"{call}(init_scale)",
+        expected=f"a scale in [{self.min_scale:.9g}, {self.max_scale:.9g}]",
+        got=f"{self.init_scale:.9g}",
+        fix="Move init_scale into the range, or widen min_scale and max_scale.",
+      )
+    scales = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
+    _warn_unless_powers_of_two(call, {field: getattr(self, field) for field in scales})
+
+
+LossScale: TypeAlias = NoLossScale | StaticLossScale | DynamicLossScale
+"""Any of the three ways to scale a loss."""
+
+
+def positive_scale(value: Any, where: str) -> float:
+  """Returns `value` rounded to float32, or raises if it is no usable scale."""
+  scale = _float32(value, where)
+  if not SMALLEST <= scale <= LARGEST:
+    raise MpjaxValueError(
+      where,
+      expected="a positive number in [2^-126, 2^126]",
+      got=repr(value),
+      fix="Choose a power of two such as 2**15: beyond these limits 1/scale is 0 in float32.",
+    )
+  return scale
+
+
+def _float32(value: Any, where: str) -> float:
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    raise MpjaxTypeError(
+      where,
+      expected="a plain number that is known before tracing",
+      got=f"{value!r} of type {type(value).__name__}",
+      fix="Pass a Python number (float(x) of an array); mpjax.set_loss_scale changes a state.",
+    )
+  with np.errstate(over="ignore", under="ignore"):
+    rounded = float(np.float32(value))
+  if not math.isfinite(rounded):
+    raise MpjaxValueError(
+      where,
+      expected="a finite number that float32 can hold",
+      got=repr(value),
+      fix="Choose a power of two such as 2**15.",
+    )
+  return rounded
+
+
+def _count(value: Any, where: str) -> int:
+  if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    raise MpjaxTypeError(
+      where,
+      expected="an integer that is known before tracing",
+      got=f"{value!r} of type {type(value).__name__}",
+      fix="Pass a Python int.",
+    )
+  count = int(value)
+  if not 1 <= count <= INT32_MAX:
+    raise MpjaxValueError(
+      where,
+      expected="an integer from 1 to 2^31 - 1",
+      got=repr(count),
+      fix="Use 1 to act on every step.",
+    )
+  return count
+
+
+def warn_unless_power_of_two(where: str, values: dict[str, float], stacklevel: int) -> None:
+  """Warns, once for all of `values`, that some are not powers of two."""
+  inexact = [f"{k}={v:.9g}" for k, v in values.items() if math.frexp(v)[0] != 0.5]
+  if inexact:
+    text = f"{where}: {', '.join(inexact)} is not a power of two, so that scaling rounds gradients."
+    warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
+
+
+def _warn_unless_powers_of_two(call: str, values: dict[str, float]) -> None:
+  # The frames between here and the user: this one, __post_init__, and the generated __init__.
+  warn_unless_power_of_two(call, values, stacklevel=4)
+
+
+def config_label(config: LossScale) -> str:
+  """Returns a short text that tells configurations apart, for the structure of a state.
+
+  `init_scale` is left out, since the state's own scale takes its place, and so are defaults: a
+  field that a later version adds does not change the text of older states.
+  """
+  if isinstance(config, NoLossScale):
+    return "none"
+  if isinstance(config, StaticLossScale):
+    return f"static(scale={config.scale:.9g})"
+  changed = [
+    f"{field.name}={getattr(config, field.name):.9g}"
+    for field in dataclasses.fields(config)
+    if field.name != "init_scale" and getattr(config, field.name) != field.default
+  ]
+  return f"dynamic({','.join(changed)})" if changed else "dynamic"
+
+
+def label_limits(label: str) -> tuple[float, float]:
+  """Returns the smallest and the largest scale that the configuration behind `label` allows."""
+  if not label.startswith("dynamic"):
+    return SMALLEST, LARGEST
+  return label_number(label, "min_scale"), label_number(label, "max_scale")
+
+
+def label_number(label: str, field: str) -> float:
+  """Returns a number of the `DynamicLossScale` behind `label`."""
+  given = dict(re.findall(r"(\w+)=([^,)]+)", label))
+  # Nine digits tell all float32 values apart, so this gives back the very number.
+  return float(np.float32(given.get(field, getattr(DynamicLossScale, field))))
+
+
+def largest_scale(label: str) -> float:
+  """Returns the largest scale that training by the configuration behind `label` comes to."""
+  static = re.fullmatch(r"static\(scale=(.+)\)", label)
+  return float(static[1]) if static else label_limits(label)[1]

@@ -1,0 +1,231 @@
+"""What training changes, in one tree."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, listed
+from mpjax._core.frameworks import framework_of
+from mpjax._core.paths import path_text
+from mpjax._core.types import Array, PyTree
+from mpjax.transforms._accumulation import AccumulationState
+from mpjax.transforms._checks import refuse_integers
+from mpjax.transforms._loss_scale_access import Found, LossScalingState, find_scale, scales_in
+from mpjax.transforms._master_weights import MasterWeightsState, master_params, merged_masters
+from mpjax.transforms._wrapper_trees import float32_view, place_like, strong
+
+
+class TrainState(NamedTuple):
+  """What training changes; every leaf is an array.
+
+  Make one with `TrainState.create`, which copies: a donated step gives its input's memory to its
+  output, and no array may be given away twice, or while the caller still holds it.
+
+  Args:
+    step: scalar int32, how many steps were applied.
+    params: the parameters.
+    opt_state: the state of the optimizer, with its loss scale.
+    model_state: batch statistics and whatever else the model changes; () for none.
+    ema: the average of the parameters, in float32; () for none.
+    rng: the key from which the key of each step is folded; None for none.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> state = mpjax.TrainState.create(jnp.ones(2), mpjax.loss_scaling(optax.sgd(0.1)), ema=True)
+  >>> print(state.step, state.ema)
+  0 [1. 1.]
+  """
+
+  step: Array
+  params: PyTree
+  opt_state: PyTree
+  model_state: PyTree
+  ema: PyTree
+  rng: Array | None
+
+  @classmethod
+  @check_call("mpjax.TrainState.create", fix="Write mpjax.TrainState.create(params, tx).")
+  def create(
+    cls,
+    params: PyTree,
+    tx: Any,
+    *,
+    model_state: PyTree = (),
+    rng: Array | None = None,
+    ema: bool = False,
+  ) -> "TrainState":
+    """Returns the state before the first step.
+
+    Args:
+      params: the parameters, on the devices and in the dtypes that they are trained in.
+      tx: the optimizer, wrapped by `mpjax.loss_scaling`.
+      model_state: what the model changes by itself, such as `variables["batch_stats"]`.
+      rng: a PRNG key for what is random in the loss.
+      ema: keep an average of the parameters (of their masters, where they are stored in half);
+        `mpjax.make_train_step` then wants its `ema_decay`.
+
+    Returns:
+      A state that shares no memory with the arguments. On a mesh, what is new is replicated.
+
+    Raises:
+      MpjaxTypeError: a parameter is no floating array, `params` holds variables of NNX besides
+        `nnx.Param`, `rng` is no PRNG key, or `tx` is not `loss_scaling` of one loss
+        (`master_weights` may stand around it).
+      MpjaxValueError: `params` holds whole collections of variables.
+
+    >>> import jax.numpy as jnp, mpjax, optax
+    >>> tx = mpjax.loss_scaling(optax.adam(1e-3))
+    >>> int(mpjax.TrainState.create({"w": jnp.ones(3)}, tx).step)
+    0
+    """
+    where = "mpjax.TrainState.create"
+    _check_tx(tx, f"{where}(tx)")
+    _check_params(params, f"{where}(params)")
+    _check_key(rng, f"{where}(rng)")
+    params = jax.tree.map(strong, params)
+    opt_state = tx.init(params)
+    own_scale(opt_state, f"{where}(tx)")
+    average = averaged(params, opt_state) if ema else ()
+    state = cls(jnp.zeros((), jnp.int32), params, opt_state, model_state, average, rng)
+    return place_like(params, jax.tree.map(lambda x: jnp.copy(strong(x)), state))
+
+
+def averaged(params: PyTree, opt_state: PyTree) -> PyTree:
+  """Returns what an average follows: the parameters in float32, their masters where there are."""
+  has_masters = merged_masters(opt_state) is not None
+  return float32_view(master_params(opt_state, params) if has_masters else params)
+
+
+def updated_parameters(opt_state: PyTree) -> dict[str, Array]:
+  """Returns whether parameters were updated by the last step, by path.
+
+  Only those that `mpjax.accumulate_gradients` trains are in it: between its updates they stay as
+  they are.
+  """
+
+  def is_window(x: Any) -> bool:
+    return isinstance(x, AccumulationState)
+
+  windows = [x for x in jax.tree.leaves(opt_state, is_leaf=is_window) if is_window(x)]
+  return {
+    path_text(path): window.micro_batches == 0
+    for window in windows
+    for path, _ in jax.tree_util.tree_leaves_with_path(window.total)
+  }
+
+
+def own_scale(opt_state: PyTree, where: str) -> Found:
+  """Returns the loss scale of a training step, which has to cover the whole optimizer.
+
+  Raises:
+    MpjaxTypeError: there is none or several, or something stands outside of it.
+  """
+  found = scales_in(opt_state) or [find_scale(opt_state, where, None)]
+  outermost = opt_state
+  while isinstance(outermost, MasterWeightsState):
+    outermost = outermost.inner_state
+  if not isinstance(outermost, LossScalingState) or len(found) > 1:
+    raise MpjaxTypeError(
+      where,
+      expected="mpjax.loss_scaling around the whole optimizer, for one loss",
+      got=f"{len(found)} loss scale(s) inside of a {type(outermost).__name__}",
+      fix="Write mpjax.loss_scaling(optax.chain(...)): what stands outside would see scaled "
+      "gradients, and skipped steps. With several losses write the step with "
+      "mpjax.value_and_grad(..., name=...).",
+    )
+  return found[0]
+
+
+def applies_updates(opt_state: PyTree) -> bool:
+  """Whether the `update` that made this state takes `apply=`: a loss scale outermost, and used."""
+  scales = isinstance(opt_state, LossScalingState) and scales_in(opt_state)
+  return any(found.state is not None for found in scales or ())
+
+
+def _check_tx(tx: Any, where: str) -> None:
+  if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+    raise MpjaxTypeError(
+      where,
+      expected="the optimizer, an optax transformation",
+      got=f"a {type(tx).__name__}",
+      fix="Write mpjax.TrainState.create(params, tx), with what loss_scaling returned as tx, "
+      "not its state.",
+    )
+
+
+def _check_params(params: PyTree, where: str) -> None:
+  if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
+    raise MpjaxValueError(
+      where,
+      expected="the parameters alone",
+      got=f"whole variables, with the collections {sorted(map(str, params))}",
+      fix='Pass variables["params"], and the other collections as model_state.',
+    )
+  _refuse_other_variables(params, where)
+  refuse_integers(
+    params,
+    where,
+    fix="Keep counters, tables of integers and keys in model_state, from where loss_fn takes them.",
+  )
+
+
+def _refuse_other_variables(params: PyTree, where: str) -> None:
+  """Raises if variables of NNX that nobody trains are among those that are trained.
+
+  Only nnx.Param is known to be trained, so a tree of other variables alone is left to the caller.
+  """
+
+  def is_variable(x: Any) -> bool:
+    return hasattr(type(x), "get_raw_value")
+
+  def is_param(x: Any) -> bool:
+    return any(kind.__name__ == "Param" for kind in type(x).__mro__)
+
+  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
+  variables = [(path, x) for path, x in leaves if is_variable(x)]
+  others = [
+    f"{type(x).__name__} at {path_text(path) or 'the root'}"
+    for path, x in variables
+    if not is_param(x)
+  ]
+  if others and len(others) < len(variables):
+    raise MpjaxTypeError(
+      where,
+      expected="the parameters alone: weight decay would act on running statistics too",
+      got=f"variables of NNX with {listed(others)}",
+      fix=_SPLIT,
+    )
+  nodes = jax.tree.leaves(params, is_leaf=_is_nnx_model)
+  model = next(filter(_is_nnx_model, nodes), None)
+  if model is not None:
+    raise MpjaxTypeError(
+      where,
+      expected="a tree of arrays, which the step returns anew",
+      got=f"a model of NNX ({type(model).__name__})",
+      fix=_SPLIT,
+    )
+
+
+def _is_nnx_model(x: Any) -> bool:
+  return framework_of(x) == "NNX"
+
+
+_SPLIT = (
+  "graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes it apart: pass "
+  "nnx.as_pure(params), and nnx.as_pure(rest) as model_state."
+)
+
+
+def _check_key(rng: Any, where: str) -> None:
+  if rng is None:
+    return
+  dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng)
+  typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+  if not typed and not (dtype == jnp.uint32 and len(shape) == 1):
+    raise MpjaxTypeError(
+      where,
+      expected="one PRNG key",
+      got=f"a {type(rng).__name__}" if dtype is None else f"{dtype}{list(shape)}",
+      fix="Pass jax.random.key(0); each step folds its own key from it.",
+    )

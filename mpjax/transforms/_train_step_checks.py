@@ -1,0 +1,231 @@
+"""What a training step may be made of, and called with."""
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.trees import tree_differences
+from mpjax._core.types import PyTree
+from mpjax.transforms._train_state import TrainState, own_scale
+
+
+def check_call(
+  state: Any,
+  batch: PyTree,
+  accumulate: int,
+  max_retries: int,
+  ema_decay: float | None,
+  rounding: str,
+) -> None:
+  """Raises unless a step with these settings can be made of `state` and `batch`."""
+  call = "mpjax.make_train_step(...)"
+  if not isinstance(state, TrainState):
+    raise MpjaxTypeError(
+      f"{call}: step(state)",
+      expected="a mpjax.TrainState",
+      got=f"a {type(state).__name__}",
+      fix="Make one with mpjax.TrainState.create(params, tx).",
+    )
+  has_average = not (isinstance(state.ema, tuple) and not state.ema)
+  if has_average != (ema_decay is not None):
+    raise MpjaxValueError(
+      f"{call}: step(state): ema",
+      expected="an average in the state exactly if ema_decay is given",
+      got=f"ema_decay={ema_decay} and {'one' if has_average else 'none'}",
+      fix="Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999).",
+    )
+  config = own_scale(state.opt_state, f"{call}: step(state)").config
+  if max_retries and not config.startswith("dynamic"):
+    raise MpjaxValueError(
+      "mpjax.make_train_step(max_retries)",
+      expected="0 with a loss scale that does not move",
+      got=f"{max_retries} with {config!r}",
+      fix="Use DynamicLossScale: the same batch at the same scale overflows again.",
+    )
+  if rounding == "stochastic" and state.rng is None:
+    raise MpjaxValueError(
+      "mpjax.make_train_step(rounding='stochastic'): step(state): rng",
+      expected="a PRNG key in the state",
+      got="None",
+      fix="Use TrainState.create(..., rng=jax.random.key(0)).",
+    )
+  if accumulate > 1:
+    _check_batch(batch, accumulate)
+
+
+def check_shardings(shardings: PyTree, state: TrainState) -> None:
+  """Raises unless `shardings` has an entry for each part of `state`."""
+  try:
+    jax.tree.broadcast(shardings, state, is_leaf=lambda x: x is None)
+  except ValueError as error:
+    raise MpjaxValueError(
+      "mpjax.make_train_step(state_shardings)",
+      expected="the structure of the state, or of its upper part",
+      got=f"another one ({' '.join(str(error).split())[:300]})",
+      fix="Pass jax.tree.map(lambda x: x.sharding, state), made of the state that you pass.",
+    ) from error
+
+
+def checked_update(
+  tx: Any, grads: PyTree, state: TrainState, **extra: Any
+) -> tuple[PyTree, PyTree]:
+  """Returns what `tx.update` does, and raises if it fails or gives another kind of state."""
+  where = "mpjax.make_train_step(tx)"
+  try:
+    result, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
+  except (TypeError, ValueError, AttributeError) as error:
+    if isinstance(error, (MpjaxError, jax.errors.JAXTypeError)):
+      raise
+    _check_own_state(tx, state, error)
+    raise _needs_more(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+  problems = tree_differences(state.opt_state, opt_state, dtypes=True)
+  if problems:
+    _check_own_state(tx, state, None)
+    raise MpjaxValueError(
+      f"{where}: the state of the optimizer",
+      expected="the structure, shapes and dtypes that it had before the step",
+      got=listed(problems),
+      fix="Parameters stored in half need mpjax.master_weights, or a loss scale other than "
+      "NoLossScale, for their moments to be float32.",
+    )
+  return result, opt_state
+
+
+def check_updates(params: PyTree, updates: PyTree) -> None:
+  """Raises unless the optimizer has made updates like the parameters."""
+  problems = tree_differences(params, updates, dtypes=False)
+  if problems:
+    raise _needs_more(f"updates with {listed(problems)}")
+
+
+def _needs_more(got: str) -> MpjaxTypeError:
+  return MpjaxTypeError(
+    "mpjax.make_train_step(tx): tx.update",
+    expected="an optimizer that needs the parameters, the gradients of the mean loss and "
+    "value=, and no more",
+    got=got,
+    fix="What evaluates the loss by itself (lbfgs and other line searches, SAM in opaque mode) "
+    "or takes gradients of another shape (dpsgd, lookahead) has to be called in a loop of your "
+    "own: mpjax.value_and_grad, and tx.update with the arguments that it wants.",
+  )
+
+
+def _check_own_state(tx: Any, state: TrainState, error: Exception | None) -> None:
+  """Raises if the state is that of another optimizer."""
+  made = jax.eval_shape(tx.init, state.params)
+  problems = tree_differences(made, state.opt_state, dtypes=False)
+  if jax.tree.structure(made) == jax.tree.structure(state.opt_state):
+    return
+  raise MpjaxTypeError(
+    "mpjax.make_train_step(tx): step(state)",
+    expected="a state that was created with this very tx",
+    got=f"one of another optimizer: {listed(problems)}",
+    fix="Give TrainState.create and make_train_step the same tx, wrapped by mpjax.loss_scaling.",
+  ) from error
+
+
+def check_decision(new: PyTree, old: PyTree) -> None:
+  """Raises if devices that had one state decide differently, each by its own loss.
+
+  A `shard_map` with `check_vma=False`, and a `pmap`, do not tell.
+  """
+  decisions = [own_scale(x, "").state for x in (new, old)]
+  after, before = (scale.finite for scale in decisions if scale is not None)
+  names = jax.sharding.get_abstract_mesh().manual_axes
+  apart = [name for name in names if _varies(after, name) and not _varies(before, name)]
+  if apart:
+    raise MpjaxValueError(
+      "mpjax.make_train_step(axis_name=None)",
+      expected=f"the name of the axis that the batch is divided over, one of {apart}",
+      got="None inside of a shard_map: each device would take a step of its own",
+      fix=f"Pass axis_name={apart[0]!r}, and gradients, loss and state are averaged over it.",
+    )
+
+
+def _varies(x: Any, axis: Hashable) -> bool:
+  try:
+    jax.lax.pcast(x, axis, to="varying")
+  except ValueError:
+    return True
+  return False
+
+
+def _check_batch(batch: PyTree, accumulate: int) -> None:
+  where = f"mpjax.make_train_step(accumulate={accumulate}): step(batch)"
+  problems = []
+  leaves = jax.tree_util.tree_leaves_with_path(batch)
+  paths = [(jax.tree_util.keystr(path) or "the root", x) for path, x in leaves]
+  for path, x in paths:
+    shape, parts = jnp.shape(x), accumulate * _devices_of_rows(x)
+    if not shape or shape[0] % parts:
+      problems.append(f"shape {list(shape)} at {path}")
+  if not problems and len({jnp.shape(x)[0] for _, x in paths}) > 1:
+    raise MpjaxValueError(
+      where,
+      expected="leaves with one first axis, that of the examples: all are cut along it",
+      got=listed([f"shape {list(jnp.shape(x))} at {path}" for path, x in paths]),
+      fix="What belongs to the whole batch (a mask, class weights) is no part of it: let loss_fn "
+      "close over it, or keep it in model_state. What has several rows for each example can be "
+      "reshaped to one.",
+    )
+  if problems:
+    raise MpjaxValueError(
+      where,
+      expected=f"leaves whose first axis can be cut into {accumulate} micro-batches (each of "
+      "which fills all devices that the rows are sharded over)",
+      got=listed(problems),
+      fix="Choose a batch size that is a multiple, and drop or pad the last batch.",
+    )
+
+
+def _devices_of_rows(x: Any) -> int:
+  """How many devices the type of `x` says that its first axis is cut over."""
+  sharding = jax.typeof(x).sharding
+  axes = sharding.spec[0] if len(sharding.spec) else None
+  names = axes if isinstance(axes, tuple) else (axes,)
+  return math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+
+
+def check_arguments(
+  loss_fn: Any, tx: Any, accumulate: Any, max_retries: Any, ema_decay: Any, donate: Any
+) -> None:
+  """Raises unless the arguments of `mpjax.make_train_step` are of the right kind and range."""
+  call = "mpjax.make_train_step"
+  wrong: list[tuple[bool, str, Any, str, str]] = [
+    (not callable(loss_fn), "loss_fn", loss_fn, "a function", "Pass the function itself."),
+    (
+      not callable(getattr(tx, "update", None)),
+      *("tx", tx, "an optax transformation", "Pass mpjax.loss_scaling(optax.adamw(1e-3))."),
+    ),
+    (not _is_int(accumulate), "accumulate", accumulate, "an integer", "Pass a Python int."),
+    (not _is_int(max_retries), "max_retries", max_retries, "an integer", "Pass a Python int."),
+    (
+      ema_decay is not None and not isinstance(ema_decay, float),
+      *("ema_decay", ema_decay, "a float or None", "Pass a number such as 0.999."),
+    ),
+    (not isinstance(donate, bool), "donate", donate, "a bool", "Pass True or False."),
+  ]
+  for is_wrong, name, value, expected, fix in wrong:
+    if is_wrong:
+      got = f"{value!r} of type {type(value).__name__}"
+      raise MpjaxTypeError(f"{call}({name})", expected=expected, got=got, fix=fix)
+  out_of_range = [
+    (accumulate < 1, "accumulate", accumulate, "at least 1", "1 does not cut the batch."),
+    (max_retries < 0, "max_retries", max_retries, "at least 0", "0 never runs a batch again."),
+    (
+      ema_decay is not None and not 0 <= ema_decay < 1,
+      *("ema_decay", ema_decay, "a number in [0, 1)", "0.999 averages over about 1000 steps."),
+    ),
+  ]
+  for is_wrong, name, value, expected, fix in out_of_range:
+    if is_wrong:
+      where = f"{call}({name})"
+      raise MpjaxValueError(where, expected=expected, got=repr(value), fix=fix)
+
+
+def _is_int(x: Any) -> bool:
+  return isinstance(x, int) and not isinstance(x, bool)

@@ -1,0 +1,101 @@
+"""The state in force inside a call."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+import mpjax.linen._context
+from mpjax._core.active import ACTIVE, Active, in_region
+from mpjax.nnx._spec import current
+from tests.programs import products
+
+BF16 = np.dtype("bfloat16")
+X = jnp.ones((2, 4))
+
+
+def test_equal_states_are_one_key():
+  policy = mpjax.Policy(compute_dtype="f16")
+  # Which class raised is what a call tells the one around it, and no part of the key.
+  states = [Active(policy=policy, region="float16", failed=failed) for failed in ([], [nnx.Linear])]
+  assert states[0] == states[1]
+  assert hash(states[0]) == hash(states[1])
+  for other in (
+    Active(region="float16"),
+    Active(policy=policy),
+    Active(policy=policy, region="float16", tracing=True),
+    Active(policy=policy, region="float16", casting=frozenset({nnx.Linear})),
+  ):
+    assert states[0] != other
+
+
+def test_outside_of_policies_inside_of_it_is_the_same_state():
+  outside = Active().outside()
+  assert (Active().on, outside.on, outside.in_region) == (True, False, True)
+  assert outside.outside() is outside
+  assert not in_region()
+  with ACTIVE(outside):
+    assert in_region()
+
+
+def test_states_of_linen_are_others():
+  linen = mpjax.linen._context.Active()
+  assert linen != Active()
+  assert isinstance(linen.outside(), type(linen))
+  assert linen.outside() != Active().outside()
+
+
+def test_current_is_what_is_in_force_here_and_nothing_elsewhere():
+  assert current() is None
+  with ACTIVE(Active()):
+    assert current() == Active()
+  with mpjax.linen.policy_scope("float16"):
+    assert current() is None
+
+
+class Precise(nnx.Module):
+  """A part of it is to run as it was written."""
+
+  def __init__(self):
+    self.a, self.b = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+    self.w = nnx.Param(jnp.ones((4, 4)))
+    self.seen = nnx.static([])
+
+  def precise(self, x):
+    self.seen += [str(t.dtype) for t in (x, self.b(x), self.w[...], self.b.kernel[...])]
+    return self.b(x) @ self.w
+
+  def __call__(self, x):
+    return mpjax.full_precision(self.precise)(self.a(x))
+
+
+@pytest.mark.case("A73")
+def test_full_precision_switches_a_view_off():
+  model = Precise()
+  # Nothing is rounded where the root's policy names no output dtype.
+  assert mpjax.nnx.with_policy(model, "c=bf16")(X).dtype == jnp.float32
+  # The method itself is one of the view's; inside, half arguments have come back as float32.
+  assert model.seen == ["float32"] * 4
+
+
+def test_a_linen_model_inside_has_a_policy_of_its_own():
+  linen = mpjax.linen.with_policy(nn.Dense(3), "c=f16")
+  params = nn.Dense(3).init(nnx.Rngs(0).params(), X)
+
+  class Bridge(nnx.Module):
+    def __call__(self, x):
+      return linen.apply(params, x)
+
+  for policy in (None, "c=bf16", "float32"):
+    program = jax.make_jaxpr(mpjax.nnx.with_policy(Bridge(), policy))(X)
+    (product,) = products(program)
+    assert product.dtypes == ("float16", "float16"), policy
+
+
+def test_an_nnx_view_inside_a_linen_scope_has_its_own_policy():
+  view = mpjax.nnx.with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "c=bf16")
+  with mpjax.linen.policy_scope("float16"):
+    assert view(X).dtype == BF16

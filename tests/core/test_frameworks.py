@@ -1,0 +1,85 @@
+"""Mistakes across libraries: each is told the function that takes what was given."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax._core.frameworks import framework_of
+from tests.errors import check_error
+
+
+class LinenNet(nn.Module):
+  """A user's model: a subclass of a library's class."""
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(2)(x)
+
+
+def models():
+  return {
+    "Linen": LinenNet(),
+    "NNX": nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
+    "Equinox": eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)),
+    "Haiku": hk.transform(lambda x: hk.Linear(2)(x)),
+    "Haiku state": hk.transform_with_state(lambda x: hk.Linear(2)(x)),
+  }
+
+
+FIXES = {
+  "Linen": "mpjax.linen.with_policy(model",
+  "NNX": "mpjax.nnx.with_policy(model",
+  "Equinox": "mpjax.autocast(loss_fn",
+  "Haiku": "mpjax.autocast(transformed.apply",
+}
+
+
+def test_each_model_is_known_and_nothing_else_is():
+  for name, model in models().items():
+    assert framework_of(model) == name.split()[0]
+  for model in (LinenNet(), nnx.Linear, eqx.Module, hk.Module):
+    assert framework_of(model) is not None
+  assert framework_of(mpjax.linen.with_policy(LinenNet(), "bfloat16")) == "Linen"
+  view = mpjax.nnx.with_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "bfloat16")
+  assert framework_of(view) == "NNX"
+  for other in (None, 1, jnp.ones(2), {"a": 1}, lambda x: x, dict, mpjax.Policy(), nnx.Rngs(0)):
+    assert framework_of(other) is None
+
+
+@pytest.mark.parametrize("taken", ["Linen", "NNX"])
+@pytest.mark.parametrize("given", ["Linen", "NNX", "Equinox", "Haiku", "Haiku state"])
+def test_a_model_of_another_library_is_told_the_right_function(taken, given):
+  if given == taken:
+    return
+  with_policy = mpjax.linen.with_policy if taken == "Linen" else mpjax.nnx.with_policy
+  model, name = models()[given], given.split()[0]
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    with_policy(model, "mixed_bfloat16")
+  check_error(
+    excinfo,
+    where=f"mpjax.{taken.lower()}.with_policy(model)",
+    expected=f"flax.{taken.lower()}.Module",
+    got=f"a model of {name} ({type(model).__name__})",
+    fix=FIXES[name],
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize(
+  ("taken", "model", "got", "fix"),
+  [
+    ("linen", nnx.Linear, "the class Linear of NNX", "mpjax.nnx.with_policy"),
+    ("nnx", LinenNet, "the class LinenNet of Linen", "mpjax.linen.with_policy"),
+    ("nnx", jnp.tanh, "class", "mpjax.autocast(fn"),
+    ("linen", lambda x: x, "function", "mpjax.autocast(fn"),
+  ],
+)
+def test_classes_and_functions(taken, model, got, fix):
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    getattr(mpjax, taken).with_policy(model, "mixed_bfloat16")
+  check_error(excinfo, where=f"mpjax.{taken}.with_policy(model)", expected="a", got=got, fix=fix)

@@ -1,0 +1,173 @@
+"""One leaf: does it fit, what is it cast to, where does it go."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax._core.leaves import as_array, convert, misfit, overflows, place
+
+
+def struct(dtype, *shape):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+RBG = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
+
+
+@pytest.mark.case("B124")
+@pytest.mark.parametrize(
+  ("x", "want", "dtype"),
+  [
+    (True, "bool", "bool"),
+    (True, "int32", "bool"),
+    (3, "int32", "int32"),
+    (3, "uint8", "uint8"),
+    (300, "uint8", "int64"),
+    (-1, "uint8", "int64"),
+    (2**40, "int32", "int64"),
+    (3, "float32", "int64"),
+    (0.1, "float32", "float32"),
+    (0.1, "float64", "float64"),
+    (0.1, "bfloat16", "float32"),
+    (0.1, "int32", "float32"),
+    (1e300, "float32", "float64"),
+    (float("inf"), "float32", "float32"),
+    (float("nan"), "float16", "float32"),
+    (1j, "complex64", "complex128"),
+    (np.float64(0.1), "float32", "float64"),
+    (np.int64(3), "int32", "int64"),
+  ],
+)
+def test_a_python_number_is_what_jax_makes_of_it(x, want, dtype):
+  found = as_array(x, struct(want))
+  assert (type(found), found.dtype, found.shape) == (np.ndarray, np.dtype(dtype), ())
+  np.testing.assert_array_equal(found, np.asarray(x, dtype))
+
+
+@pytest.mark.parametrize("x", ["text", None, np.ones(2), jnp.ones(2)], ids=lambda x: str(type(x)))
+def test_what_is_no_python_number_stays_itself(x):
+  assert as_array(x, struct("float32")) is x
+
+
+@pytest.mark.parametrize(
+  ("x", "want", "cast", "text"),
+  [
+    (np.ones(2, "float32"), struct("float32", 2), False, None),
+    (np.ones(2, "float32"), struct("bfloat16", 2), False, "float32[2] for bfloat16[2]"),
+    (np.ones(2, "float32"), struct("bfloat16", 2), True, None),
+    (np.ones(2, "float64"), struct("float32", 2), True, None),
+    (np.ones((), "float32"), struct("float32", 1), True, "float32[] for float32[1]"),
+    (np.ones((2, 1), "float32"), struct("float32", 2), True, "float32[2, 1] for float32[2]"),
+    (np.ones(2, "int32"), struct("float32", 2), True, "int32[2] for float32[2]"),
+    (np.ones(2, "float32"), struct("int32", 2), True, "float32[2] for int32[2]"),
+    (np.ones(2, "int64"), struct("int32", 2), True, "int64[2] for int32[2]"),
+    (np.ones(2, "bool"), struct("int32", 2), True, "bool[2] for int32[2]"),
+    (np.ones(2, "complex64"), struct("float32", 2), True, "complex64[2] for float32[2]"),
+    (np.ones(2, "V2"), struct("bfloat16", 2), True, "|V2[2] for bfloat16[2]"),
+    ("adam", struct("float32"), True, "a str for float32[]"),
+    (struct("float32"), struct("float32"), True, "a ShapeDtypeStruct for float32[]"),
+    (np.zeros(2, "uint32"), KEY, False, None),
+    (np.zeros(3, "uint32"), KEY, True, "uint32[3] for key<fry>[]"),
+    (np.zeros(2, "int32"), KEY, True, "int32[2] for key<fry>[]"),
+    (np.zeros(4, "uint32"), RBG, False, None),
+    (jax.random.key(0), KEY, False, None),
+    (jax.random.key(0), RBG, True, "key<fry>[] for key<rbg>[]"),
+    (jax.random.key(0), struct("uint32", 2), True, "key<fry>[] for uint32[2]"),
+  ],
+  ids=str,
+)
+def test_misfit(x, want, cast, text):
+  assert misfit(x, want, cast=cast) == text
+
+
+def test_a_traced_leaf_does_not_fit():
+  found = []
+  jax.eval_shape(lambda x: found.append(misfit(x, struct("float32"), cast=True)), 1.0)
+  assert found == ["a DynamicJaxprTracer for float32[]"]
+
+
+def nearest_bfloat16(x):
+  """Rounds float32 to 8 bits of mantissa, ties to even, with integers alone."""
+  bits = x.view(np.uint32)
+  rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+  return rounded.astype(np.uint16)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_floating_leaves_are_rounded_once_to_nearest(kind):
+  x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+  ties = np.asarray([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8)], np.float32)
+  x = np.concatenate([x, ties])
+  found = convert(kind(x), np.dtype("bfloat16"))
+  np.testing.assert_array_equal(np.asarray(found).view(np.uint16), nearest_bfloat16(x))
+  assert convert(found, np.dtype("bfloat16")) is found
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_key_data_become_keys(impl):
+  keys = jax.random.split(jax.random.key(1, impl=impl), 3)
+  found = convert(np.asarray(jax.random.key_data(keys)), keys.dtype)
+  assert found.dtype == keys.dtype
+  np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(
+  ("values", "dtype", "found"),
+  [
+    ([65504.0, np.inf, np.nan], "float16", False),
+    ([1.0, 65520.0], "float16", True),
+    ([-1e5], "float16", True),
+    ([1e5], "bfloat16", False),
+    ([448.0], "float8_e4m3fn", False),
+    ([1000.0], "float8_e4m3fn", True),
+    ([1e-20], "float16", False),
+  ],
+)
+def test_a_finite_number_that_becomes_infinite_is_seen(kind, values, dtype, found):
+  x = kind(np.asarray(values, np.float32))
+  assert overflows(x, convert(x, np.dtype(dtype))) is found
+  assert not overflows(x, x)
+
+
+def test_places(devices):
+  mesh = jax.sharding.Mesh(np.asarray(devices), ("d",))
+  sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+  one = jax.sharding.SingleDeviceSharding(devices[1])
+  host = np.arange(8, dtype=np.float32)
+  for x in (host, jnp.asarray(host), jax.device_put(host, one), jax.device_put(host, sharded)):
+    for where in (sharded, one, None):
+      found = place(x, where, alias=False)
+      np.testing.assert_array_equal(found, host)
+      assert found.committed is (where is not None)
+      assert found.sharding == (where or jnp.ones(1).sharding)
+  keys = jax.random.split(jax.random.key(0), 4)
+  for x in (keys, jax.device_put(keys, one)):
+    for where in (sharded, one, None):
+      found = place(x, where, alias=False)
+      np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
+      assert found.committed is (where is not None)
+
+
+@pytest.mark.case("B124")
+def test_a_weak_type_becomes_strong():
+  weak = jnp.asarray(1.5)
+  assert jax.typeof(weak).weak_type
+  for where in (None, jax.sharding.SingleDeviceSharding(jax.devices()[0])):
+    found = place(weak, where, alias=False)
+    assert not jax.typeof(found).weak_type
+    assert (found.dtype, float(found)) == (np.float32, 1.5)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_donated_result_leaves_the_source_alone(kind, committed):
+  x = kind(np.arange(4096, dtype=np.float32))
+  if committed and isinstance(x, jax.Array):
+    x = jax.device_put(x, jax.devices()[0])
+  where = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if committed else None
+  found = place(x, where, alias=False)
+  jax.block_until_ready(jax.jit(lambda y: y * 0, donate_argnums=0)(found))
+  np.testing.assert_array_equal(x, np.arange(4096, dtype=np.float32))

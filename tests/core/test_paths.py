@@ -1,0 +1,19 @@
+"""Paths of leaves."""
+
+from typing import NamedTuple
+
+from mpjax._core.paths import leaves_by_path
+
+
+class Pair(NamedTuple):
+  left: object
+  right: object
+
+
+def test_paths_do_not_tell_classes_apart():
+  tree = {"a": Pair([1, (2,)], {"x": 3, "none": None}), "b": ()}
+  plain = {"a": {"left": {"0": 1, "1": [2]}, "right": {"x": 3}}}
+  paths = {"a/left/0": 1, "a/left/1/0": 2, "a/right/x": 3}
+  assert leaves_by_path(tree, "f") == leaves_by_path(plain, "f") == paths
+  assert leaves_by_path(paths, "f") == paths
+  assert leaves_by_path(7, "f") == {"": 7}

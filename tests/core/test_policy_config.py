@@ -1,0 +1,105 @@
+"""What the user gave, and which policy a module gets of it."""
+
+import pickle
+
+import flax.linen as nn
+import pytest
+
+import mpjax
+from mpjax._core.policy_config import Resolved, check_matched, give, matched_by, resolved
+from tests.errors import check_error
+
+Rule = mpjax.Rule
+HALF, OTHER = mpjax.Policy.parse("c=bf16"), mpjax.Policy.parse("c=f16")
+
+
+def given(policy="c=bf16", rules=(), defaults=(), unmatched="raise"):
+  return give("mpjax.f", policy, rules, defaults=defaults, unmatched=unmatched)
+
+
+def test_what_is_given_is_parsed():
+  found = given("mixed_float16")
+  assert found.policy == mpjax.Policy.parse("mixed_float16")
+  assert (found.output_dtype, given().output_dtype, given(None).output_dtype) == (
+    "float32",
+    None,
+    None,
+  )
+  assert given(defaults=None).defaults == mpjax.default_rules()
+  with pytest.raises(mpjax.MpjaxValueError, match="unmatched"):
+    given(unmatched="never")
+
+
+def test_equal_ones_are_one_key_and_can_be_pickled():
+  first, second = (given(rules=[Rule(None, path="a")]) for _ in range(2))
+  assert first == second
+  assert hash(first) == hash(second)
+  assert pickle.loads(pickle.dumps(first)) == first
+
+
+@pytest.mark.parametrize(
+  ("rule", "by_place"),
+  [({"path": "a"}, True), ({"where": callable}, True), ({"module": nn.Dense}, False)],
+)
+def test_rules_of_classes_do_not_tell_places_apart(rule, by_place):
+  assert given(rules=[Rule(None, **rule)]).by_place == by_place
+
+
+@pytest.mark.parametrize(
+  ("policy", "rules", "low"),
+  [
+    ("c=bf16", (), True),
+    ("float32", (), False),
+    (None, (), False),
+    ("float32", [Rule("c=f16", path="a")], True),
+  ],
+)
+def test_low_is_what_computes_in_low_precision_anywhere(policy, rules, low):
+  assert given(policy, rules).low == low
+
+
+@pytest.mark.parametrize(
+  ("rules", "own", "around", "wanted"),
+  [
+    ([], None, Resolved(HALF), Resolved(HALF)),
+    ([], None, Resolved(HALF, picked=True), Resolved(HALF)),
+    ([Rule(OTHER, path="a")], None, Resolved(HALF), Resolved(OTHER, picked=True)),
+    ([Rule(OTHER, path="b")], None, Resolved(HALF), Resolved(HALF)),
+    # The first that matches.
+    (
+      [Rule(None, module=nn.Dense), Rule(OTHER, path="a")],
+      None,
+      Resolved(HALF),
+      Resolved(None, picked=True, exempt=True),
+    ),
+    # A field of its own beats rules; no field is a policy by chance.
+    ([Rule(None, path="a")], OTHER, Resolved(HALF), Resolved(OTHER, picked=True)),
+    ([], "float16", Resolved(HALF), Resolved(HALF)),
+    # What is inside of an exempt module is exempt.
+    ([Rule(OTHER, path="a")], OTHER, Resolved(None, True, True), Resolved(None, exempt=True)),
+  ],
+)
+def test_which_policy_a_module_gets(rules, own, around, wanted):
+  assert resolved(given(rules=rules), nn.Dense(2), "a", own, around) == wanted
+
+
+def test_a_default_gives_way_to_a_rule():
+  norm, defaults = nn.LayerNorm(), [Rule("float32", module=nn.LayerNorm)]
+  plain, ruled = given(defaults=defaults), given(rules=[Rule(OTHER, path="a")], defaults=defaults)
+  assert resolved(plain, norm, "a", None, Resolved(HALF)).policy.compute_dtype == "float32"
+  assert resolved(ruled, norm, "a", None, Resolved(HALF)).policy == OTHER
+
+
+def test_rules_that_match_nothing():
+  rules = [Rule(OTHER, path="a"), Rule(None, module=nn.Dense), Rule(None, path="headd")]
+  matched = matched_by(given(rules=rules), nn.Dense(2), "a")
+  assert matched == set(rules[:2])
+  with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
+    check_matched(given(rules=rules), matched, {"head": "Dense"}, "of the model", 1)
+  check_error(
+    excinfo, where="headd", expected="at least one module", got="of the model", fix="head"
+  )
+  with pytest.warns(UserWarning, match="headd") as caught:
+    check_matched(given(rules=rules, unmatched="warn"), matched, {"head": "Dense"}, "here", 1)
+  assert caught[0].filename == __file__
+  check_matched(given(rules=rules, unmatched="ignore"), matched, {}, "here", 1)

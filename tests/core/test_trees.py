@@ -1,0 +1,463 @@
+"""Which leaves are cast; whether all is finite; selection; how trees differ."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import mpjax
+from mpjax._core import trees
+from mpjax._core.trees import (
+  cast_leaf,
+  first_nonfinite,
+  is_floating,
+  round_to,
+  select,
+  tree_differences,
+)
+from tests.errors import check_error
+
+FLOATING = [
+  name
+  for name in dir(ml_dtypes)
+  if name.startswith(("float", "bfloat")) and isinstance(getattr(ml_dtypes, name), type)
+]
+INTEGER = ["int1", "int2", "int4", "uint1", "uint2", "uint4"]
+INTEGER = [name for name in INTEGER if hasattr(ml_dtypes, name)]
+PLAIN_FLOATING = ["float16", "float32", "float64"]
+BF16 = jnp.dtype("bfloat16")
+
+
+class Odd:
+  """Neither an array nor a number."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["kind"])
+@dataclasses.dataclass
+class OnlyAux:
+  """Two of a kind differ in what is no leaf."""
+
+  x: float
+  kind: int
+
+
+# (leaf, whether it is cast)
+ODD_LEAVES = {
+  "python float": (1.5, False),
+  "python int": (3, False),
+  "python bool": (True, False),
+  "python complex": (1j, False),
+  "string": ("relu", False),
+  "object": (Odd(), False),
+  "numpy float array": (np.ones(2, np.float32), True),
+  "numpy float scalar": (np.float32(1.5), True),
+  "numpy double scalar": (np.float64(1.5), True),
+  "numpy int": (np.ones(2, np.int32), False),
+  "numpy bool": (np.ones(2, bool), False),
+  "numpy string": (np.asarray(["a"]), False),
+  "numpy object": (np.asarray([None]), False),
+  "jax float": (jnp.ones(2), True),
+  "jax half": (jnp.ones(2, jnp.float16), True),
+  "jax scalar": (jnp.asarray(1.5), True),
+  "jax empty": (jnp.ones((0, 3)), True),
+  "jax int": (jnp.arange(3), False),
+  "jax uint8": (jnp.arange(3, dtype=jnp.uint8), False),
+  "jax bool": (jnp.asarray([True]), False),
+  "jax complex": (jnp.ones(2, jnp.complex64), False),
+  "typed key": (jax.random.key(0), False),
+  "raw key": (jax.random.PRNGKey(0), False),
+  "float0": (np.zeros(3, jax.dtypes.float0), False),
+  "abstract float": (jax.ShapeDtypeStruct((2,), jnp.float32), True),
+  "abstract int": (jax.ShapeDtypeStruct((2,), jnp.int32), False),
+}
+
+
+@pytest.mark.case("A97", "A71", "A106", "B055", "B056", "B058", "B061", "B062", "I10")
+@pytest.mark.parametrize(("leaf", "cast"), ODD_LEAVES.values(), ids=list(ODD_LEAVES))
+def test_which_leaves_are_cast(leaf, cast):
+  assert is_floating(leaf) == cast
+  found = cast_leaf(leaf, BF16)
+  if cast:
+    assert found.dtype == BF16
+    assert found.shape == leaf.shape
+  else:
+    assert found is leaf
+
+
+@pytest.mark.case("B057")
+@pytest.mark.parametrize("name", [*FLOATING, *PLAIN_FLOATING])
+def test_every_floating_dtype_is_cast(name):
+  leaf = np.ones(2, jnp.dtype(name))
+  assert is_floating(leaf)
+  assert cast_leaf(leaf, np.dtype("float32")).dtype == np.float32
+  assert np.asarray(cast_leaf(leaf, np.dtype("float32"))).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.case("B057", "B059", "I10")
+@pytest.mark.parametrize("name", [*INTEGER, "int8", "int16", "int32", "uint8", "uint32", "bool"])
+def test_no_integer_dtype_is_cast(name):
+  leaf = np.zeros(2, jnp.dtype(name))
+  assert not is_floating(leaf)
+  assert cast_leaf(leaf, BF16) is leaf
+
+
+@pytest.mark.case("A97", "B065")
+def test_cast_changes_neither_input_nor_kind(devices):
+  device = jax.device_put(jnp.ones(2), devices[1])
+  tree = {"jax": device, "numpy": np.ones(2, np.float32), "none": None, "t": (jnp.arange(2),)}
+  found = jax.tree.map(lambda x: cast_leaf(x, BF16), tree)
+  assert tree["numpy"].dtype == np.float32
+  assert isinstance(found["numpy"], np.ndarray)
+  assert isinstance(found["jax"], jax.Array)
+  assert found["jax"].devices() == device.devices()
+  assert found["none"] is None
+  assert found["t"][0] is tree["t"][0]
+
+
+def test_cast_to_the_dtype_it_has_is_the_leaf_itself():
+  leaf = jnp.ones(2)
+  assert cast_leaf(leaf, np.dtype("float32")) is leaf
+
+
+def test_numpy_rounds_as_jax_would():
+  """Without 64-bit, JAX reads a double as float32 first; float16 of it may differ by that."""
+  value = np.float64(1 + 2.0**-11 + 2.0**-30)
+  found = cast_leaf(value, np.dtype("float16"))
+  assert found == np.asarray(jnp.asarray(value).astype(jnp.float16))
+
+
+# all_finite
+
+INEXACT = [*FLOATING, *PLAIN_FLOATING, "complex64", "complex128"]
+
+
+def around_every_number(half):
+  """Every finite number of a half type, halfway to the next, and float32 just beside each.
+
+  Left out is what XLA for CPU takes for 0: float32's own subnormal numbers.
+  """
+  numbers = np.arange(2**16, dtype=np.uint16).view(half).astype(np.float32)
+  numbers = np.sort(numbers[np.isfinite(numbers)])
+  found = np.concatenate([numbers, numbers[:-1] + np.diff(numbers / 2)])
+  found = np.concatenate([found, np.nextafter(found, np.inf), np.nextafter(found, -np.inf)])
+  found = found[np.isfinite(found)]
+  return found[(np.abs(found) >= 2.0**-126) | (found == 0)].astype(np.float32)
+
+
+@pytest.mark.case("B049")
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_round_to_is_numpys_rounding_everywhere(half, compiled):
+  half = jnp.dtype(half)
+  exact = around_every_number(half)
+  assert len(exact) > 300_000
+  rounding = functools.partial(round_to, dtype=half)
+  found = np.asarray((jax.jit(rounding) if compiled else rounding)(exact))
+  with np.errstate(over="ignore"):
+    expected = exact.astype(half)
+  np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.case("B049")
+def test_round_to_keeps_the_subnormal_numbers_that_reduce_precision_flushes():
+  codes = np.arange(1, 2**10, dtype=np.uint16)
+  subnormal = np.concatenate([codes, codes | 0x8000]).view(np.float16)
+  wide = jnp.asarray(subnormal.astype(np.float32))
+  assert len(subnormal) == 2046
+  flushed = jax.jit(lambda x: jax.lax.reduce_precision(x, 5, 10))(wide)
+  assert not np.any(flushed)
+  kept = jax.jit(lambda x: round_to(x, jnp.dtype("float16")).astype(jnp.float32))(wide)
+  np.testing.assert_array_equal(kept, wide)
+
+
+def rounded_and_back(x, half):
+  return round_to(x, half).astype(jnp.float32)
+
+
+@pytest.mark.case("B048")
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_round_to_puts_a_barrier_between_the_casts(half):
+  """What a compiler may not look through: without it, a cast and the cast back may both go."""
+  half = jnp.dtype(half)
+  program = jax.make_jaxpr(functools.partial(rounded_and_back, half=half))(jnp.ones(3))
+  names = [eqn.primitive.name for eqn in program.eqns]
+  assert names == ["convert_element_type", "optimization_barrier", "convert_element_type"]
+  lowered = jax.jit(functools.partial(rounded_and_back, half=half)).lower(jnp.ones(3))
+  assert "stablehlo.optimization_barrier" in lowered.as_text()
+  # What has the dtype is handed on as it is.
+  x = jnp.ones(3, half)
+  assert round_to(x, half) is x
+
+
+@pytest.mark.gpu
+@pytest.mark.case("B048")
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_round_to_survives_on_a_gpu(half):
+  half = jnp.dtype(half)
+  exact = around_every_number(half)
+  with np.errstate(over="ignore"):
+    expected = exact.astype(half).astype(np.float32)
+
+  def surrounded(x):
+    rounded = rounded_and_back(x, half)
+    return rounded, rounded - x
+
+  rounded, _ = jax.jit(surrounded)(exact)
+  np.testing.assert_array_equal(rounded, expected)
+
+
+def oracle_finite(tree):
+  """What NumPy says, after widening to a dtype that it knows."""
+  for leaf in jax.tree.leaves(tree):
+    kind = getattr(leaf, "dtype", None)
+    if kind is None or not jnp.issubdtype(kind, jnp.inexact):
+      continue
+    wide = np.complex128 if jnp.issubdtype(kind, jnp.complexfloating) else np.float64
+    if not np.isfinite(np.asarray(leaf).astype(wide)).all():
+      return False
+  return True
+
+
+def plant(rng, leaf):
+  """Puts one of inf, -inf and NaN somewhere into `leaf`, in the real or the imaginary part."""
+  if leaf.size:
+    with np.errstate(invalid="ignore", over="ignore"):
+      bad = rng.choice([np.inf, -np.inf, np.nan])
+      if leaf.dtype.kind == "c" and rng.random() < 0.5:
+        bad = complex(1.0, bad)
+      leaf.reshape(-1)[rng.integers(leaf.size)] = np.asarray(bad).astype(leaf.dtype)
+
+
+@pytest.mark.case("I7", "A27", "A28", "A30", "B014")
+def test_all_finite_equals_numpy_on_5000_random_trees():
+  rng = np.random.default_rng(7)
+  sizes = [0, 1, 2, 3, 31, 128, 257]
+  kinds = ["float16", "bfloat16", "float32", "complex64", "int32", "bool"]
+  kinds += ["float8_e4m3fn", "float8_e5m2", "int4"]
+  trees = bad_trees = 0
+  for _ in range(50):
+    # One structure is compiled once and filled a hundred times.
+    shape = [(rng.choice(kinds), int(rng.choice(sizes))) for _ in range(rng.integers(0, 7))]
+    filled = []
+    for _ in range(100):
+      leaves = [np.asarray(rng.normal(size=n) * 4).astype(jnp.dtype(kind)) for kind, n in shape]
+      floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+      for _ in range(rng.integers(0, 4) if floats else 0):
+        plant(rng, floats[rng.integers(len(floats))])
+      filled.append({"a": leaves[::2], "b": tuple(leaves[1::2]), "n": None})
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *filled)
+    if jax.tree.leaves(stacked):
+      found = jax.jit(jax.vmap(mpjax.all_finite))(stacked).tolist()
+    else:
+      found = [bool(mpjax.all_finite(tree)) for tree in filled]
+    expected = [oracle_finite(tree) for tree in filled]
+    assert found == expected
+    trees += len(expected)
+    bad_trees += expected.count(False)
+  assert trees == 5000
+  assert 1000 < bad_trees < 4000, "the test would not notice a constant answer"
+
+
+@pytest.mark.case("A27", "A30")
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("leaves", [1, 55])
+def test_first_middle_and_last_element_of_every_leaf(bad, leaves):
+  sizes = [1, 3, 17, 64, 255]
+  check = jax.jit(mpjax.all_finite)
+  clean = [np.ones(sizes[i % len(sizes)], np.float32) for i in range(leaves)]
+  assert check(clean)
+  for i in range(leaves):
+    for position in {0, clean[i].size // 2, clean[i].size - 1}:
+      dirty = [x.copy() for x in clean]
+      dirty[i][position] = bad
+      assert not check(dirty)
+
+
+@pytest.mark.case("A31", "B011", "B013")
+@pytest.mark.parametrize(
+  "tree",
+  [
+    None,
+    {},
+    [],
+    (None, {"a": None}),
+    jnp.arange(3),
+    {"k": jax.random.key(0), "r": jax.random.PRNGKey(0)},
+    np.zeros(3, jax.dtypes.float0),
+    jnp.zeros((0, 4)),
+    [True, 7, "text", Odd()],
+    jnp.asarray(1.0),
+    np.asarray([None]),
+  ],
+)
+def test_nothing_to_be_non_finite(tree):
+  found = mpjax.all_finite(tree)
+  assert found.shape == ()
+  assert found.dtype == jnp.bool_
+  assert found
+
+
+@pytest.mark.case("B011")
+@pytest.mark.parametrize(
+  "leaf",
+  [float("inf"), complex(0, float("nan")), np.float64("nan"), jnp.asarray(complex(1, -np.inf))],
+)
+def test_numbers_that_are_not_finite(leaf):
+  assert not mpjax.all_finite({"a": jnp.ones(2), "b": leaf})
+
+
+@pytest.mark.case("B002", "A34", "B003")
+def test_elements_are_checked_and_not_their_sum():
+  """A sum or a squared norm overflows; a maximum drops NaN."""
+  assert mpjax.all_finite(jnp.full(4, 3e38))
+  assert mpjax.all_finite(jnp.full(1000, 65504.0, jnp.float16))
+  assert not mpjax.all_finite(jnp.asarray([1.0, np.nan]))
+  assert not mpjax.all_finite(jnp.asarray([np.inf, -np.inf]))
+
+
+# XLA has no arrays of six-bit numbers.
+@pytest.mark.case("B014")
+@pytest.mark.parametrize("name", [name for name in FLOATING if not name.startswith("float6")])
+def test_every_value_of_the_small_formats(name):
+  dtype = jnp.dtype(name)
+  if dtype.itemsize == 1:
+    values = np.arange(256, dtype=np.uint8).view(dtype)
+  else:
+    values = np.asarray([1, -0.0, np.inf, -np.inf, np.nan], dtype)
+  with np.errstate(invalid="ignore"):
+    wide = values.astype(np.float32)
+  found = jax.vmap(mpjax.all_finite)(jnp.asarray(values))
+  np.testing.assert_array_equal(found, np.isfinite(wide))
+
+
+@pytest.mark.case("B037")
+def test_all_finite_under_jit_and_vmap():
+  x = jnp.asarray([[1.0, 2.0], [jnp.inf, 0.0]])
+  assert not jax.jit(mpjax.all_finite)(x)
+  assert jax.vmap(mpjax.all_finite)(x).tolist() == [True, False]
+
+
+@pytest.mark.case("B034")
+def test_position_of_the_first_bad_leaf():
+  clean, dirty = jnp.ones(2), jnp.asarray([1.0, np.nan])
+  assert first_nonfinite([]) == 0
+  assert first_nonfinite([clean, clean]) == 2
+  assert first_nonfinite([clean, jnp.arange(2), dirty, dirty]) == 2
+  assert first_nonfinite([dirty, clean]) == 0
+  assert first_nonfinite([clean]).dtype == jnp.int32
+
+
+# select
+
+YES, NO = jnp.asarray(True), jnp.asarray(False)
+
+
+@pytest.mark.case("B005", "A32")
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_select_lets_nothing_through_from_the_other_side(bad):
+  new, old = {"a": jnp.full(3, bad), "n": None}, {"a": jnp.asarray([-0.0, 1.0, 2.0]), "n": None}
+  kept = select(NO, new, old, "test")
+  np.testing.assert_array_equal(np.signbit(kept["a"]), [True, False, False])
+  np.testing.assert_array_equal(kept["a"], old["a"])
+  assert kept["n"] is None
+  np.testing.assert_array_equal(select(YES, old, new, "test")["a"], old["a"])
+
+
+@pytest.mark.case("I10", "B055", "B056")
+def test_select_of_leaves_that_are_no_numbers():
+  new = {"key": jax.random.key(1), "nothing": np.zeros(2, jax.dtypes.float0), "text": "a"}
+  old = {"key": jax.random.key(2), "nothing": np.zeros(2, jax.dtypes.float0), "text": "a"}
+  found = select(NO, new, old, "test")
+  assert jnp.array_equal(jax.random.key_data(found["key"]), jax.random.key_data(old["key"]))
+  assert found["nothing"].dtype == jax.dtypes.float0
+  assert found["text"] == "a"
+
+
+@pytest.mark.case("A32")
+def test_select_takes_one_flag():
+  with pytest.raises(ValueError) as error:
+    select(jnp.asarray([True, False]), jnp.ones(2), jnp.zeros(2), "the call")
+  check_error(
+    error,
+    where="the call",
+    expected="a scalar flag",
+    got="shape (2,)",
+    fix="jax.vmap",
+    builtin=ValueError,
+  )
+  found = jax.vmap(functools.partial(select, where="the call"))(
+    jnp.asarray([True, False]), jnp.ones(2), jnp.zeros(2)
+  )
+  assert found.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+  ("new", "got"),
+  [
+    ({"a": jnp.ones(2), "b": jnp.ones(3, jnp.float16)}, "float16[3] for float32[3] at ['b']"),
+    ({"a": jnp.ones(1), "b": jnp.arange(3)}, "float32[1] for float32[2] at ['a']; int32[3]"),
+    ({"a": jnp.ones(2)}, "nothing at ['b']"),
+    ({"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)}, "an extra leaf at ['c']"),
+    ({"a": jnp.ones(2), "b": None}, "None for float32[3] at ['b']"),
+  ],
+)
+def test_select_names_every_leaf_that_differs(new, got):
+  old = {"a": jnp.ones(2), "b": jnp.ones(3)}
+  with pytest.raises(ValueError) as error:
+    select(YES, new, old, "the call")
+  expected = "the new tree to be like the old one"
+  check_error(
+    error, where="the call", expected=expected, got=got, fix="nothing is cast", builtin=ValueError
+  )
+
+
+def test_differences_between_containers():
+  assert tree_differences([1.0], [2.0], dtypes=True) == []
+  assert tree_differences(jnp.ones(2), jnp.ones(2, jnp.int32), dtypes=False) == []
+  assert tree_differences(jnp.ones(2), jnp.ones(3), dtypes=False) == [
+    "shape [3] for shape [2] at the root"
+  ]
+  for wanted, given, text in [
+    ((1.0, 2.0), [1.0, 2.0], "list for tuple at the root"),
+    ({"a": 1.0, "b": (2.0,)}, {"a": 1.0, "b": [2.0]}, "list for tuple at ['b']"),
+    ({"a": 1.0, "b": ()}, {"a": 1.0, "b": []}, "list for tuple at ['b']"),
+  ]:
+    assert tree_differences(wanted, given, dtypes=True) == [f"other containers: {text}"]
+  (text,) = tree_differences([OnlyAux(1.0, 3)], [OnlyAux(1.0, 4)], dtypes=True)
+  assert text == "other static parts of a OnlyAux at [0]"
+  assert tree_differences([1.0], [None], dtypes=True, none_fits=True) == []
+  assert tree_differences([None], [1.0], dtypes=True, none_fits=True) == [
+    "float32[] for None at [0]"
+  ]
+
+
+def test_other_containers_are_named_where_they_begin():
+  wanted = {f"layer{i}": {"w": [1.0, 2.0]} for i in range(500)}
+  given = {key: {"w": list(value["w"])} for key, value in wanted.items()}
+  given["layer7"]["w"] = tuple(given["layer7"]["w"])
+  found = tree_differences(wanted, given, dtypes=False)
+  assert found == ["other containers: tuple for list at ['layer7']['w']"]
+
+
+def test_objects_of_nnx_are_known_without_importing_it():
+  linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  objects = [linear, linear.kernel, nnx.List([linear]), nnx.Rngs(0), nnx.Param(jnp.ones(2))]
+  assert all(map(trees.is_nnx_object, objects))
+  others = [jnp.ones(2), linen.Dense(2), nnx.state(linear), {"a": 1}, None, nnx.Linear, 3]
+  assert not any(map(trees.is_nnx_object, others))
+
+
+def test_a_mapped_tree_is_itself_where_nothing_changes():
+  linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  tree = {"module": linear, "list": [jnp.arange(2)], "none": None}
+  assert trees.map_arrays(lambda x: x, tree) is tree
+  unsortable = {1: jnp.ones(2), "b": jnp.ones(2)}
+  assert trees.map_arrays(lambda x: x + 1, unsortable) is unsortable
+  new = trees.map_arrays(lambda x: x + 1, tree)
+  assert new["module"] is linear
+  assert new["list"][0].tolist() == [1, 2]

@@ -1,0 +1,641 @@
+"""`restore_like`: what was saved comes back exactly, or the error says what does not fit."""
+
+import pathlib
+import re
+from typing import NamedTuple
+
+import flax.serialization
+import flax.struct
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import mpjax
+from tests.errors import check_error
+
+P = jax.sharding.PartitionSpec
+WHERE = "mpjax.checkpoints.restore_like(target, restored)"
+
+
+@flax.struct.dataclass
+class Fields:
+  kernel: object
+  name: str = flax.struct.field(pytree_node=False, default="static")
+
+
+class Everything(NamedTuple):
+  step: object
+  params: object
+  opt_state: object
+  nothing: object
+  keys: object
+
+
+def everything(seed):
+  """A tree with each kind of container, of empty state and of dtype."""
+  rng = np.random.default_rng(seed)
+  half = rng.normal(size=(3, 2)).astype(np.float32)
+  return Everything(
+    step=jnp.asarray(seed, jnp.int32),
+    params={
+      "w": jnp.asarray(half, jnp.bfloat16),
+      "layers": [Fields(jnp.asarray(half[0])), (jnp.asarray(half, jnp.float16),)],
+      "a.b/c@d": jnp.asarray(half > 0),
+      "f8": jnp.asarray(half, jnp.float8_e4m3fn),
+    },
+    opt_state=(
+      optax.EmptyState(),
+      optax.MaskedNode(),
+      optax.ScaleByAdamState(jnp.asarray(seed, jnp.int32), {"w": jnp.asarray(half)}, ()),
+      (),
+    ),
+    nothing=None,
+    keys=jax.random.split(jax.random.key(seed), 2),
+  )
+
+
+SAVED, TARGET = everything(1), everything(2)
+
+
+def save(path, tree):
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(path, tree)
+  return path
+
+
+def as_it_is(tree, path):
+  return tree
+
+
+def orbax_path(tree, path):
+  return save(path, tree)
+
+
+def orbax_raw(tree, path):
+  with ocp.StandardCheckpointer() as checkpointer:
+    return checkpointer.restore(save(path, tree))
+
+
+def data_of_keys(tree):
+  """Keys as plain data, which is all that msgpack can hold."""
+
+  def data(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+  return jax.tree.map(data, tree)
+
+
+def msgpack(tree, path):
+  return flax.serialization.msgpack_restore(flax.serialization.to_bytes(data_of_keys(tree)))
+
+
+def msgpack_into_target(tree, path):
+  data = data_of_keys(tree)
+  return flax.serialization.from_bytes(data, flax.serialization.to_bytes(data))
+
+
+def npz(tree, path):
+  np.savez(path.with_suffix(".npz"), **mpjax.checkpoints.to_arrays(tree))
+  with np.load(path.with_suffix(".npz")) as file:
+    return dict(file)
+
+
+def msgpack_of_arrays(tree, path):
+  packed = flax.serialization.msgpack_serialize(mpjax.checkpoints.to_arrays(tree))
+  return flax.serialization.msgpack_restore(packed)
+
+
+FORMATS = [
+  as_it_is,
+  orbax_path,
+  orbax_raw,
+  msgpack,
+  msgpack_into_target,
+  npz,
+  msgpack_of_arrays,
+]
+
+
+def numpy(x):
+  return np.asarray(jax.random.key_data(x) if x.dtype.name.startswith("key<") else x)
+
+
+def assert_same(new, old):
+  assert jax.tree.structure(new) == jax.tree.structure(old)
+  for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+    assert isinstance(a, jax.Array)
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    assert numpy(a).tobytes() == numpy(b).tobytes()
+    assert not jax.typeof(a).weak_type
+
+
+@pytest.mark.case("B121")
+@pytest.mark.parametrize("through", FORMATS)
+@pytest.mark.parametrize("abstract", [False, True], ids=["arrays", "shapes"])
+def test_everything_comes_back(through, abstract, tmp_path):
+  target = jax.eval_shape(lambda: TARGET) if abstract else TARGET
+  assert_same(mpjax.checkpoints.restore_like(target, through(SAVED, tmp_path / "state")), SAVED)
+
+
+def test_a_single_array_is_a_tree(tmp_path):
+  for through in (as_it_is, npz, msgpack):
+    assert_same(
+      mpjax.checkpoints.restore_like(jnp.zeros(2), through(jnp.ones(2), tmp_path / "x")),
+      jnp.ones(2),
+    )
+
+
+def test_a_path_may_be_a_text_or_relative(tmp_path, monkeypatch):
+  path = save(tmp_path / "state", {"w": jnp.ones(2)})
+  monkeypatch.chdir(tmp_path)
+  for spelt in (str(path), "state", pathlib.Path("state")):
+    assert_same(mpjax.checkpoints.restore_like({"w": jnp.zeros(2)}, spelt), {"w": jnp.ones(2)})
+
+
+def test_steps_of_a_manager_are_checkpoints(tmp_path):
+  with ocp.CheckpointManager(tmp_path) as manager:
+    manager.save(40, args=ocp.args.StandardSave(SAVED))
+    manager.wait_until_finished()
+    restored = manager.restore(40, args=ocp.args.StandardRestore())
+  assert_same(mpjax.checkpoints.restore_like(TARGET, restored), SAVED)
+  assert_same(mpjax.checkpoints.restore_like(TARGET, tmp_path / "40" / "default"), SAVED)
+
+
+@pytest.mark.case("B124")
+@pytest.mark.parametrize("through", [as_it_is, orbax_path, orbax_raw, npz])
+@pytest.mark.parametrize("device", [None, 1])
+def test_python_numbers_become_arrays(through, device, tmp_path):
+  target = {"count": jnp.asarray(0, jnp.int32), "rate": jnp.zeros(()), "on": jnp.asarray(True)}
+  if device is not None:
+    target = jax.device_put(target, jax.devices()[device])
+  path = tmp_path / "state"
+  saved = {"count": 3, "rate": 0.1, "on": False}
+  restored = mpjax.checkpoints.restore_like(target, through(saved, path))
+  expected = {"count": np.int32(3), "rate": np.float32(0.1), "on": np.bool_(False)}
+  assert_same(restored, jax.tree.map(jnp.asarray, expected))
+  assert {x.committed for x in jax.tree.leaves(restored)} == {device is not None}
+
+
+def test_a_text_in_a_checkpoint_is_an_error(tmp_path):
+  ocp.PyTreeCheckpointer().save(tmp_path / "state", {"w": jnp.ones(2), "name": "adam"})
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like(
+      {"w": jnp.ones(2), "name": jnp.ones(2)}, tmp_path / "state", cast=True
+    )
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="the dtype and shape of target",
+    got="a str for float32[2] at name. ",
+    fix="Build target as",
+  )
+
+
+# Dtypes and shapes.
+
+WIDE = {"a": jnp.asarray([1 / 3, 2.5]), "b": [jnp.zeros(3)], "c": jnp.ones((2, 2))}
+HALF = {"a": jnp.zeros(2, jnp.bfloat16), "b": [jnp.zeros(3)], "c": jnp.zeros((2, 2), jnp.float16)}
+
+
+@pytest.mark.case("B119", "B120")
+@pytest.mark.parametrize("through", FORMATS)
+def test_another_dtype_is_an_error_that_names_every_leaf(through, tmp_path):
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like(HALF, through(WIDE, tmp_path / "state"))
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="the dtype and shape of target",
+    got="float32[2] for bfloat16[2] at a; float32[2, 2] for float16[2, 2] at c. ",
+    fix="Pass cast=True",
+  )
+
+
+@pytest.mark.case("B120")
+@pytest.mark.parametrize("through", FORMATS)
+def test_a_cast_that_is_asked_for_rounds_to_nearest(through, tmp_path):
+  found = mpjax.checkpoints.restore_like(HALF, through(WIDE, tmp_path / "state"), cast=True)
+  expected = {
+    "a": np.asarray([1 / 3, 2.5], np.float32).astype(ml_dtypes.bfloat16),
+    "b": [np.zeros(3, np.float32)],
+    "c": np.ones((2, 2), np.float16),
+  }
+  assert_same(found, expected)
+  # And back: exactly the rounded numbers.
+  back = mpjax.checkpoints.restore_like(WIDE, through(found, tmp_path / "half"), cast=True)
+  assert_same(back, jax.tree.map(lambda x: x.astype(np.float32), expected))
+
+
+def test_what_others_do_with_another_dtype(tmp_path):
+  # The reason for restore_like; should one of these ever raise, the documentation has to change.
+  path = save(tmp_path / "state", {"w": jnp.asarray([1 / 3, 2.5])})
+  with ocp.StandardCheckpointer() as checkpointer:
+    for dtype, found in ((jnp.bfloat16, 0.333984375), (jnp.int32, 0)):
+      assert checkpointer.restore(path, {"w": jnp.zeros(2, dtype)})["w"][0] == found
+  packed = flax.serialization.to_bytes({"w": jnp.ones((2, 2), jnp.bfloat16)})
+  assert flax.serialization.from_bytes({"w": jnp.zeros(3)}, packed)["w"].dtype == jnp.bfloat16
+
+
+def test_a_misfit_is_seen_before_anything_is_read(tmp_path, monkeypatch):
+  path = save(tmp_path / "state", WIDE)
+
+  def restore(*_):
+    raise NotImplementedError
+
+  monkeypatch.setattr(ocp.StandardCheckpointer, "restore", restore)
+  with pytest.raises(NotImplementedError):
+    mpjax.checkpoints.restore_like(WIDE, path)
+  with pytest.raises(mpjax.MpjaxValueError, match="float32\\[2\\] for bfloat16\\[2\\] at a"):
+    mpjax.checkpoints.restore_like(HALF, path)
+
+
+@pytest.mark.case("B119")
+@pytest.mark.parametrize("through", FORMATS)
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(
+  ("saved", "target", "got"),
+  [
+    (np.ones((2, 2), "float32"), np.ones(4, "float32"), "float32[2, 2] for float32[4]"),
+    (np.ones(1, "float32"), np.ones((), "float32"), "float32[1] for float32[]"),
+    (np.ones(2, "int32"), np.ones(2, "float32"), "int32[2] for float32[2]"),
+    (np.ones(2, "float32"), np.ones(2, "int32"), "float32[2] for int32[2]"),
+    (np.ones(2, "int16"), np.ones(2, "int32"), "int16[2] for int32[2]"),
+    (np.ones(2, "bool"), np.ones(2, "int32"), "bool[2] for int32[2]"),
+  ],
+  ids=str,
+)
+def test_what_is_never_cast(through, cast, saved, target, got, tmp_path):
+  restored = through({"x": jnp.asarray(saved)}, tmp_path / "state")
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like({"x": jnp.asarray(target)}, restored, cast=cast)
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="the dtype and shape of target",
+    got=f"{got} at x",
+    fix="cast=True is for floating dtypes alone",
+  )
+
+
+@pytest.mark.parametrize("through", [as_it_is, orbax_path, npz])
+def test_a_cast_that_overflows_is_an_error(through, tmp_path):
+  saved = {"w": jnp.asarray([1.0, 1e5]), "ok": jnp.asarray([jnp.inf])}
+  target = jax.tree.map(lambda x: x.astype(jnp.float16), saved)
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like(target, through(saved, tmp_path / "state"), cast=True)
+  check_error(
+    excinfo,
+    where="mpjax.checkpoints.restore_like(cast=True)",
+    expected="values that the new dtype can hold",
+    got="float32 beyond float16 at w. ",
+    fix="keep these leaves in float32",
+  )
+
+
+@pytest.mark.case("B121")
+def test_bfloat16_without_a_name_is_an_error(tmp_path):
+  np.savez(tmp_path / "x.npz", w=np.ones(2, ml_dtypes.bfloat16))
+  target = {"w": jnp.zeros(2, jnp.bfloat16)}
+  # The open file is a mapping, and as good as a dict.
+  with np.load(tmp_path / "x.npz") as file:
+    restored = dict(file)
+    with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+      mpjax.checkpoints.restore_like(target, file, cast=True)
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="the dtype and shape of target",
+    got="V2[2] for bfloat16[2] at w",
+    fix="mpjax.checkpoints.to_arrays",
+  )
+  viewed = {"w": restored["w"].view(jnp.bfloat16)}
+  assert_same(mpjax.checkpoints.restore_like(target, viewed), {"w": np.ones(2, ml_dtypes.bfloat16)})
+
+
+@pytest.mark.parametrize("through", [as_it_is, orbax_path, orbax_raw, npz])
+def test_keys_of_another_generator_are_an_error(through, tmp_path):
+  # The data have the same shape: only the name tells them apart.
+  restored = through({"rng": jax.random.key(1, impl="rbg")}, tmp_path / "state")
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like(
+      {"rng": jax.random.key(1, impl="unsafe_rbg")}, restored, cast=True
+    )
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="the dtype and shape of target",
+    got="key<rbg>[] for key<urbg>[] at rng",
+    fix="keys never change",
+  )
+
+
+def test_two_leaves_at_one_path_are_an_error():
+  restored = {"w": np.ones(2, np.float32), "w@bfloat16": np.ones(2, np.uint16)}
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like({"w": jnp.ones(2)}, restored)
+  check_error(excinfo, where=WHERE, expected="different paths", got="two at 'w'", fix="Rename")
+
+
+@pytest.mark.parametrize("x", ["adam", len])
+def test_a_target_that_is_no_array_is_an_error(x):
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    mpjax.checkpoints.restore_like({"w": jnp.ones(2), "x": x}, {})
+  check_error(
+    excinfo,
+    where="mpjax.checkpoints.restore_like(target)",
+    expected="arrays or jax.ShapeDtypeStruct as leaves",
+    got=f"a {type(x).__name__} at x",
+    fix="leave out what is not an array",
+  )
+
+
+# Structure.
+
+
+@pytest.mark.case("B123")
+@pytest.mark.parametrize("through", FORMATS)
+def test_missing_and_extra_leaves_are_an_error_that_names_them(through, tmp_path):
+  saved = {"params": {"w": jnp.ones(2), "old": jnp.ones(1)}, "step": jnp.asarray(1)}
+  target = {"params": {"w": jnp.ones(2), "new": jnp.ones(1)}, "step": None, "ema": [jnp.ones(2)]}
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like(target, through(saved, tmp_path / "state"), cast=True)
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="the leaves of target and no others",
+    got="nothing at ema/0; nothing at params/new; an extra leaf at params/old; "
+    "an extra leaf at step. ",
+    fix="Build target as the state was when it was saved",
+  )
+
+
+def partial(opt_state, tmp_path):
+  arrays = npz(opt_state, tmp_path / "state")
+  del arrays["inner_state/0/nu/w"]
+  return arrays
+
+
+@pytest.mark.case("B125")
+def test_a_partial_save_is_an_error(tmp_path):
+  opt_state = mpjax.loss_scaling(optax.adam(0.1)).init({"w": jnp.ones(2)})
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like(opt_state, partial(opt_state, tmp_path))
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="the leaves of target",
+    got="nothing at inner_state/0/nu/w. ",
+    fix="add what is missing",
+  )
+
+
+def scaled(config, **kwargs):
+  return mpjax.loss_scaling(optax.sgd(0.1, momentum=0.9), config, **kwargs).init({"w": jnp.ones(2)})
+
+
+DYNAMIC = mpjax.DynamicLossScale()
+PLAIN = optax.sgd(0.1, momentum=0.9).init({"w": jnp.ones(2)})
+
+
+@pytest.mark.case("B123")
+@pytest.mark.parametrize("through", [as_it_is, orbax_path, orbax_raw, msgpack, npz])
+@pytest.mark.parametrize(
+  ("saved", "target", "expected", "got"),
+  [
+    (scaled(mpjax.StaticLossScale(8)), scaled(DYNAMIC), "'dynamic'", "'static(scale=8)'"),
+    (
+      scaled(mpjax.DynamicLossScale(growth_interval=5, backoff_factor=0.25)),
+      scaled(DYNAMIC, name="d"),
+      "'d:dynamic'",
+      "'dynamic(backoff_factor=0.25,growth_interval=5)'",
+    ),
+    (scaled(mpjax.NoLossScale()), scaled(DYNAMIC), "'dynamic'", "none (no loss scale"),
+    (scaled(DYNAMIC), scaled(mpjax.NoLossScale()), "none (no loss scale", "'dynamic'"),
+    (PLAIN, scaled(DYNAMIC), "'dynamic'", "none (no loss scale"),
+  ],
+  ids=["static", "fields", "none", "to none", "float32 run"],
+)
+def test_another_configuration_is_an_error_that_names_both(
+  through, saved, target, expected, got, tmp_path
+):
+  for place, wrap in (("opt", lambda x: {"opt": x}), ("the root", lambda x: x)):
+    with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+      mpjax.checkpoints.restore_like(wrap(target), through(wrap(saved), tmp_path / place[:3]))
+    check_error(
+      excinfo,
+      where=WHERE,
+      expected=f"a loss scale of the configuration {expected}",
+      got=got,
+      fix="set_loss_scale",
+    )
+    assert f" at {place}, got" in str(excinfo.value)
+
+
+def test_no_loss_scale_comes_back_as_none():
+  none = scaled(mpjax.NoLossScale())
+  assert_same(mpjax.checkpoints.restore_like(none, msgpack(none, None)), none)
+
+
+def test_parameters_alone_are_no_other_configuration():
+  params = {"w": jnp.ones(2)}
+  with pytest.raises(mpjax.MpjaxValueError, match="got nothing at opt_state/loss_scale/dynamic/"):
+    mpjax.checkpoints.restore_like(
+      {"params": params, "opt_state": scaled(DYNAMIC)}, {"params": params}
+    )
+
+
+@pytest.mark.case("B125")
+@pytest.mark.parametrize("through", [as_it_is, orbax_path, msgpack, npz])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0, -2.0])
+def test_a_broken_scale_is_an_error(through, scale, tmp_path):
+  opt_state = scaled(DYNAMIC)
+  ((label, state),) = opt_state.loss_scale.items()
+  broken = opt_state._replace(loss_scale={label: state._replace(scale=jnp.asarray(scale))})
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like((opt_state,), through((broken,), tmp_path / "state"))
+  check_error(
+    excinfo,
+    where="mpjax.checkpoints.restore_like(restored)",
+    expected="a positive finite loss scale",
+    got=str(scale),
+    fix="restore another checkpoint",
+  )
+
+
+def test_one_broken_scale_of_an_ensemble_is_an_error():
+  opt_state = scaled(DYNAMIC)
+  states = jax.tree.map(lambda x: jnp.stack([x, x]), opt_state)
+  assert_same(mpjax.checkpoints.restore_like(states, states), states)
+  ((label, state),) = states.loss_scale.items()
+  scales = jnp.asarray([1.0, jnp.nan])
+  broken = states._replace(loss_scale={label: state._replace(scale=scales)})
+  with pytest.raises(mpjax.MpjaxValueError, match="a positive finite loss scale"):
+    mpjax.checkpoints.restore_like(states, broken)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "empty", "file", "manager"])
+def test_a_path_without_a_checkpoint_is_an_error(kind, tmp_path):
+  path = tmp_path / kind
+  if kind == "empty":
+    path.mkdir()
+  if kind == "file":
+    path.write_bytes(b"")
+  if kind == "manager":
+    with ocp.CheckpointManager(path) as manager:
+      manager.save(1, args=ocp.args.StandardSave({"w": jnp.ones(2)}))
+      manager.wait_until_finished()
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like({"w": jnp.ones(2)}, path)
+  check_error(
+    excinfo,
+    where="mpjax.checkpoints.restore_like(restored)",
+    expected="the path of an Orbax checkpoint",
+    got=f"{path}, which is none",
+    fix="directory/step/default",
+  )
+
+
+# Traces and places.
+
+
+class Counting:
+  """A jitted step that counts how often it was traced and compiled."""
+
+  def __init__(self):
+    self.traces = 0
+    self.step = jax.jit(self._step)
+
+  def run(self, state, steps):
+    for _ in range(steps):
+      state = jax.block_until_ready(self.step(state))
+    return state
+
+  def _step(self, state):
+    self.traces += 1
+    rng, _ = jax.random.split(state["rng"])
+    params = jax.tree.map(lambda x: x * 2, state["params"])
+    return {"params": params, "step": state["step"] + 1, "rng": rng}
+
+
+def compiled(caplog):
+  """The names of the functions that were compiled, as `jax.log_compiles` says."""
+  return re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+
+
+def start(place):
+  state = {
+    "params": {"w": jnp.arange(8, dtype=jnp.float32), "b": jnp.ones(8, jnp.bfloat16)},
+    "step": jnp.asarray(0, jnp.int32),
+    "rng": jax.random.key(0),
+  }
+  return place(state)
+
+
+def uncommitted(state):
+  return state
+
+
+def committed(state):
+  return jax.device_put(state, jax.devices()[1])
+
+
+def on_mesh(state):
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  everywhere = jax.device_put(state, jax.sharding.NamedSharding(mesh, P()))
+  return everywhere | {
+    "params": jax.device_put(state["params"], jax.sharding.NamedSharding(mesh, P("d")))
+  }
+
+
+def on_explicit_mesh(state):
+  mesh = jax.make_mesh((4,), ("d",))
+  sharded = jax.device_put(state["params"], jax.sharding.NamedSharding(mesh, P("d")))
+  return jax.device_put(state, jax.sharding.NamedSharding(mesh, P())) | {"params": sharded}
+
+
+def python_numbers(state, path):
+  return dict(msgpack(state, path), step=int(state["step"]))
+
+
+PLACES = [uncommitted, committed, on_mesh, on_explicit_mesh]
+
+
+@pytest.mark.case("B124")
+@pytest.mark.parametrize("through", [*FORMATS, python_numbers])
+@pytest.mark.parametrize("place", PLACES)
+def test_one_trace_and_one_program_across_a_resume(through, place, tmp_path, caplog):
+  counting = Counting()
+  with jax.log_compiles():
+    state = counting.run(start(place), 4)
+  assert compiled(caplog).count("_step") == 1
+  restored = mpjax.checkpoints.restore_like(start(place), through(state, tmp_path / "state"))
+  assert_same(restored, state)
+  for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+    assert (a.sharding, a.committed) == (b.sharding, b.committed)
+  caplog.clear()
+  with jax.log_compiles():
+    counting.run(restored, 4)
+  # JAX may keep another entry for arrays that were made elsewhere, of the same program.
+  assert (counting.traces, compiled(caplog).count("_step")) == (1, 0)
+
+
+@pytest.mark.case("B124")
+def test_without_restore_like_there_are_more():
+  counting = Counting()
+  state = counting.run(start(uncommitted), 1)
+  counting.run({**state, "step": 1}, 1)
+  counting.run(jax.device_put(state, jax.devices()[1]), 1)
+  assert (counting.traces, counting.step._cache_size()) == (2, 3)
+
+
+@pytest.mark.parametrize("through", [orbax_path, npz])
+def test_a_checkpoint_moves_to_another_mesh(through, tmp_path, devices):
+  state = start(on_mesh)
+  saved = through(state, tmp_path / "state")
+  mesh = jax.sharding.Mesh(np.asarray(devices[:2]), ("m",))
+  sharding = jax.sharding.NamedSharding(mesh, P("m"))
+
+  def target(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if x.ndim else None)
+
+  restored = mpjax.checkpoints.restore_like(jax.tree.map(target, state), saved)
+  assert_same(restored, state)
+  for x in jax.tree.leaves(restored["params"]):
+    assert x.sharding == sharding
+    assert {shard.data.shape for shard in x.addressable_shards} == {(4,)}
+  assert not restored["step"].committed
+
+
+def test_shapes_of_an_explicit_mesh_need_the_mesh():
+  state = start(on_explicit_mesh)["params"]
+  target = jax.eval_shape(lambda x: x, state)
+  with jax.set_mesh(state["w"].sharding.mesh):
+    restored = mpjax.checkpoints.restore_like(target, jax.tree.map(np.asarray, state))
+  assert_same(restored, state)
+  assert restored["w"].sharding == state["w"].sharding
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like(target, state)
+  check_error(
+    excinfo,
+    where="mpjax.checkpoints.restore_like(target)",
+    expected="shardings on devices",
+    got="an abstract mesh, {'d': 4}",
+    fix="jax.set_mesh(mesh)",
+  )
+
+
+@pytest.mark.parametrize("place", [uncommitted, committed])
+@pytest.mark.parametrize("through", [as_it_is, orbax_raw, msgpack])
+def test_what_was_read_outlives_a_donated_result(through, place, tmp_path):
+  # Parameters and their float32 masters may both come from the same leaves.
+  saved = start(place)
+  read = through(saved, tmp_path / "state")
+  step = jax.jit(lambda state: jax.tree.map(lambda x: x * 0, state), donate_argnums=0)
+  for _ in range(2):
+    restored = mpjax.checkpoints.restore_like(saved, read)["params"]
+    jax.block_until_ready(step(restored))
+  assert_same(mpjax.checkpoints.restore_like(saved, read), saved)

@@ -1,0 +1,288 @@
+"""Parameters of equations that name a dtype."""
+
+import contextlib
+import gc
+import inspect
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+import mpjax
+from mpjax._jaxprs.autocast.eqn_params import in_precision, retype, wants_precision
+from mpjax._jaxprs.walk import walk
+from tests import programs
+
+HIGHEST = lax.Precision.HIGHEST
+X = jnp.ones((3, 3))
+HALVES = [np.dtype(jnp.bfloat16), np.dtype("float16")]
+
+
+def params_of(fun, *args):
+  (eqn,) = [
+    e for e in jax.make_jaxpr(fun)(*args).eqns if "update_jaxpr" in e.params or is_product(e)
+  ]
+  return eqn.primitive.name, eqn.params
+
+
+def is_product(eqn):
+  return "preferred_element_type" in eqn.params
+
+
+@pytest.mark.parametrize(
+  ("precision", "want"),
+  [
+    (None, False),
+    (lax.Precision.DEFAULT, False),
+    ((lax.Precision.DEFAULT, None), False),
+    (HIGHEST, True),
+    ((HIGHEST, lax.Precision.DEFAULT), True),
+    ((None, lax.Precision.HIGH), True),
+    (lax.DotAlgorithmPreset.F32_F32_F32, True),
+  ],
+  ids=str,
+)
+def test_a_wish_for_precision(precision, want):
+  assert wants_precision({"precision": precision}) == want
+
+
+def test_what_has_no_precision():
+  assert not wants_precision({})
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_products(dtype):
+  for fun, args in (
+    (lambda x: x @ x, (X,)),
+    (
+      lambda x: lax.conv(
+        x[None, None], x[None, None], (1, 1), "SAME", preferred_element_type=jnp.float32
+      ),
+      (X,),
+    ),
+    (
+      lambda x: lax.ragged_dot(x, x[None], jnp.asarray([3]), preferred_element_type=jnp.float32),
+      (X,),
+    ),
+  ):
+    name, params = params_of(fun, *args)
+    made = retype(name, params, dtype)
+    assert made["preferred_element_type"] == dtype
+    assert {k: v for k, v in made.items() if k != "preferred_element_type"} == {
+      k: v for k, v in params.items() if k != "preferred_element_type"
+    }
+    assert params["preferred_element_type"] == np.float32, "what was traced is left"
+
+
+def test_a_product_that_says_nothing_goes_on_saying_nothing():
+  name, params = params_of(lambda x: lax.dot(x, x), X)
+  assert params["preferred_element_type"] is None
+  assert retype(name, params, HALVES[0])["preferred_element_type"] is None
+
+
+SCATTERS = {
+  "scatter-add": (lambda x, u: x.at[0].add(u), 5.0),
+  "scatter-mul": (lambda x, u: x.at[0].multiply(u), 6.0),
+  "scatter-min": (lambda x, u: x.at[0].min(u), 2.0),
+  "scatter-max": (lambda x, u: x.at[0].max(u), 3.0),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", SCATTERS)
+def test_scatters_combine_in_the_new_type(name, dtype):
+  fun, combined = SCATTERS[name]
+  found, params = params_of(fun, X, X[0])
+  assert found == name
+  made = retype(name, params, dtype)
+  jaxpr = made["update_jaxpr"]
+  assert {v.aval.dtype for v in (*jaxpr.invars, *jaxpr.outvars)} == {dtype}
+  combine = jaxpr_as_fun(ClosedJaxpr(jaxpr, made["update_consts"]))
+  (value,) = combine(jnp.asarray(2.0, dtype), jnp.asarray(3.0, dtype))
+  assert value.dtype == dtype
+  assert value == combined
+  assert made["dimension_numbers"] == params["dimension_numbers"]
+
+
+def test_scatter_without_a_program_is_left():
+  name, params = params_of(lambda x, u: x.at[0].set(u), X, X[0])
+  assert name == "scatter"
+  assert retype(name, params, HALVES[0]) == params
+
+
+def test_the_parameters_of_everything_else_are_left():
+  params = {"axes": (0,)}
+  assert retype("reduce_max", params, HALVES[0]) is params
+
+
+MATMULS = {
+  "dot_general": lambda x: x @ x,
+  "conv_general_dilated": lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"),
+  "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.asarray([3])),
+}
+
+
+def matmuls(fun, *args):
+  """The dtype and the precision of each matmul of a function."""
+  eqns = [visit.eqn for visit in walk(jax.make_jaxpr(fun)(*args)) if is_product(visit.eqn)]
+  return [(str(e.invars[0].aval.dtype), e.params["precision"]) for e in eqns]
+
+
+@pytest.mark.parametrize("setting", ["high", "tensorfloat32", "highest", "BF16_BF16_F32_X3"])
+@pytest.mark.parametrize("name", MATMULS)
+def test_a_setting_for_the_whole_process_does_not_switch_autocast_off(name, setting):
+  fun = MATMULS[name]
+  with jax.default_matmul_precision(setting):
+    ((dtype, asked),) = matmuls(fun, X)
+    assert (dtype, wants_precision({"precision": asked})) == ("float32", True)
+    assert matmuls(mpjax.autocast(fun), X) == [("bfloat16", None)]
+    # What is left in float32 has the precision that it has without autocast.
+    assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), X) == [("float32", asked)]
+    ops = mpjax.OpLists().replace(float32=[name])
+    assert matmuls(mpjax.autocast(fun, ops=ops), X) == [("float32", asked)]
+  assert matmuls(mpjax.autocast(fun), X) == [("bfloat16", None)]
+  assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), X) == [("float32", None)]
+
+
+def test_a_precision_at_the_call_counts_under_any_setting():
+  def fun(x):
+    return jnp.dot(x, x, precision="highest"), x @ x
+
+  for setting in ("high", "highest"):
+    with jax.default_matmul_precision(setting):
+      found = matmuls(mpjax.autocast(fun), X)
+    assert found == [("float32", (HIGHEST, HIGHEST)), ("bfloat16", None)]
+
+
+LEFT = {
+  "jit": jax.jit(lambda x: x @ x),
+  "scan": lambda x: lax.scan(lambda c, _: (c @ x, None), x, length=2)[0],
+  "while": lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ x, x),
+  "cond": lambda x: lax.cond(x[0, 0] > 0, lambda y: y @ x, lambda y: y, x),
+  "remat": jax.checkpoint(lambda x: x @ x),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_inside_of_other_programs_has_its_setting_too(name):
+  with jax.default_matmul_precision("highest"):
+    fun = mpjax.autocast(mpjax.full_precision(LEFT[name]))
+    assert matmuls(fun, X) == [("float32", (HIGHEST, HIGHEST))]
+    assert matmuls(mpjax.autocast(LEFT[name]), X) == [("bfloat16", None)]
+    rules = [mpjax.Rule(None, path="exact")]
+    named = mpjax.autocast(jax.named_scope("exact")(LEFT[name]), rules=rules)
+    assert matmuls(named, X) == [("float32", (HIGHEST, HIGHEST))]
+
+
+def linear_call(a, b):
+  return jax.custom_derivatives.linear_call(lambda a, b: 2 * a @ b, lambda a, b: b @ a, a, b)
+
+
+def linear_solve(a, b):
+  back = lax.cond(b[0] > 0, lambda b: b @ a, lambda b: a @ b, b)
+  return lax.custom_linear_solve(lambda x: a @ x, back, lambda _, b: b @ a, lambda _, b: b @ a.T)
+
+
+SOLVERS = {
+  "linear_call": linear_call,
+  "custom_linear_solve": linear_solve,
+  "cg": lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: jax.jit(jnp.dot)(a, x), b, maxiter=2)[0],
+}
+
+
+def all_matmuls(fun, *args):
+  """The dtype and the precision of each matmul, also of programs for derivatives."""
+  eqns = [e for e, _ in programs.equations(jax.make_jaxpr(fun)(*args)) if is_product(e)]
+  return [(str(e.invars[0].aval.dtype), e.params["precision"]) for e in eqns]
+
+
+@pytest.mark.parametrize("setting", ["highest", "high"])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_programs_that_are_left_alone_have_the_setting_for_the_whole_process(name, setting):
+  def gradient(fun):
+    return lambda a, b: jax.grad(lambda b: fun(a, b).sum())(b)
+
+  fun, args = SOLVERS[name], (X, X[0])
+  for wrapped in (lambda f: f, gradient):
+    with jax.default_matmul_precision(setting):
+      plain = all_matmuls(wrapped(fun), *args)
+      found = all_matmuls(wrapped(mpjax.autocast(fun)), *args)
+      left = all_matmuls(wrapped(mpjax.autocast(mpjax.full_precision(fun))), *args)
+    assert ("float32", (lax.Precision(setting),) * 2) in plain
+    assert plain == left
+    assert {each for each in found if each[0] == "float32"} == set(plain)
+    assert (("bfloat16", None) in found) == (name == "custom_linear_solve")
+  # Without a setting nothing is written anew.
+  assert all_matmuls(mpjax.autocast(mpjax.full_precision(fun)), *args) == all_matmuls(fun, *args)
+
+
+def root(a, b):
+  def solve(f, x):
+    return x - f(x)
+
+  return lax.custom_root(lambda x: a @ x - b, b, solve, lambda g, y: y / g(jnp.ones_like(y)))
+
+
+def is_left_in_an_object():
+  visits = walk(jax.make_jaxpr(root)(X, X[0]))
+  return any(visit.eqn.primitive.name == "call_hi_primitive" for visit in visits)
+
+
+def lowered_matmuls(fun, *args):
+  lines = jax.jit(fun).lower(*args).as_text().splitlines()
+  return [("bf16" in line, "HIGHEST" in line) for line in lines if "dot_general" in line]
+
+
+def test_a_root_that_is_left_alone_has_the_setting_for_the_whole_process():
+  def fun(a, b):
+    return root(a, a @ b)
+
+  warned = (
+    pytest.warns(UserWarning, match="jax_default_matmul_precision is set.*custom_root")
+    if is_left_in_an_object()
+    else contextlib.nullcontext()
+  )
+  with jax.default_matmul_precision("highest"), warned:
+    found = lowered_matmuls(mpjax.autocast(fun), X, X[0])
+  assert found
+  assert all(highest or half for half, highest in found)
+  with jax.default_matmul_precision("bfloat16"):  # As fast as can be: nothing to give back.
+    assert (True, False) in lowered_matmuls(mpjax.autocast(fun), X, X[0])
+
+
+def test_derivative_rules_under_a_setting_run_in_half_too():
+  @jax.custom_vjp
+  def product(x):
+    return x @ x
+
+  product.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x,))
+  with jax.default_matmul_precision("high"):
+    found = matmuls(jax.grad(lambda x: mpjax.autocast(product)(x).sum()), X)
+  assert found == [("bfloat16", None)] * 2
+
+
+def test_a_multiplication_that_names_its_dtype_is_the_users_choice():
+  if "out_dtype" not in inspect.signature(lax.mul).parameters:
+    pytest.skip("jax.lax.mul has no out_dtype before jax 0.12")
+
+  def fun(x, y):
+    return lax.mul(x @ y, x @ y, out_dtype=jnp.float32)
+
+  program = jax.make_jaxpr(mpjax.autocast(fun))(X, X)
+  (eqn,) = (e for e in program.eqns if e.primitive.name == "mul")
+  assert [str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)] == ["float32"] * 3
+
+
+def test_a_program_in_which_a_precision_changes_nothing_is_not_kept():
+  """What is kept for a program is kept as long as the program is: it may not be the program."""
+  (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x + 1.0))(1.0).eqns
+  inner = weakref.ref(eqn.params["jaxpr"])
+  assert in_precision(eqn, HIGHEST)["jaxpr"] is inner()
+  del eqn
+  jax.clear_caches()
+  gc.collect()
+  assert inner() is None

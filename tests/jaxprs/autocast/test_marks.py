@@ -1,0 +1,184 @@
+"""Marks of regions and results in a program: rewriting reads them, and takes them out."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._jaxprs.autocast import Interface, Settings, leaving, mark, region_of, with_settings
+from mpjax._jaxprs.autocast.scopes import keeps_float32, marked, names_of, output_of, region
+from tests import programs
+
+BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
+HALF = Settings(compute=BF16, ops=mpjax.OpLists())
+W, X = jnp.eye(3) + 0.1, jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+
+
+def rewritten(fun, compute=BF16, results=None):
+  """Returns a function rewritten: parameters first, then what decides."""
+  interface = Interface(
+    data=lambda args: [number > 0 for number, _ in enumerate(args)],
+    results=results or (lambda out: [None for _ in jax.tree.leaves(out)]),
+    widen=True,
+  )
+  return with_settings(fun, Settings(compute=compute, ops=mpjax.OpLists()), "test", interface)
+
+
+def product_types(fun, *args):
+  return [p.dtypes for p in programs.products(jax.make_jaxpr(fun)(*args))]
+
+
+@pytest.mark.parametrize(
+  ("policy", "name"),
+  [
+    ("mixed_bfloat16", "bfloat16"),
+    ("p=f32,c=f16,o=f32", "float16"),
+    ("float32", "float32"),
+    (None, "as-it-is"),
+  ],
+)
+def test_the_name_of_a_region(policy, name):
+  assert region_of(None if policy is None else mpjax.Policy.parse(policy)) == name
+
+
+@pytest.mark.parametrize(
+  ("regions", "dtype", "stays"),
+  [
+    (("float16",), F16, False),
+    (("bfloat16", "float16"), F16, False),
+    (("float16", "float32"), None, False),
+    (("float32", "bfloat16"), BF16, False),
+    (("float16", "as-it-is"), None, True),
+    ((), BF16, False),
+  ],
+)
+def test_the_innermost_mark_decides(regions, dtype, stays):
+  scope = ("Net", *(name for r in regions for name in (f"mpjax.region={r}", "layer")))
+  assert marked(scope) == (regions[-1] if regions else None)
+  assert region(scope, HALF) == dtype
+  # Float32 by a policy is rounded on its way to a product elsewhere; what is left as it is, is not.
+  assert keeps_float32(scope, HALF) is stays
+
+
+def test_full_precision_is_stronger_than_a_mark():
+  assert region(("mpjax.full_precision", "mpjax.region=bfloat16"), HALF) is None
+  assert region(("mpjax.region=bfloat16", "mpjax.full_precision"), HALF) is None
+
+
+@pytest.mark.parametrize("name", ["mpjax.region", "region=float16", "my mpjax.region=float16"])
+def test_scopes_of_the_users_are_no_marks(name):
+  assert marked((name,)) is None
+  assert output_of((name,)) is None
+
+
+def two_regions(w, x):
+  with mark("float16"):
+    x = jnp.tanh(x @ w)
+    with mark("as-it-is"):
+      x = x @ w
+  with mark("float32"):
+    x = x @ w
+  return jnp.sum(x @ w)
+
+
+WAYS = {
+  "plain": lambda f: f,
+  "jit": jax.jit,
+  "grad": lambda f: lambda w, x: jax.grad(f)(w, x).sum(),
+  "remat": jax.checkpoint,
+  "vmap": lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[None]).sum(),
+  "scan": lambda f: (
+    lambda w, x: jax.lax.scan(lambda c, _: (c + f(w, x), None), 0.0, None, length=2)[0]
+  ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
+def test_marks_go_through_transformations(way, outside):
+  half, full, base = ("float16",) * 2, ("float32",) * 2, ("bfloat16",) * 2
+  if outside:
+    fun = WAYS[way](rewritten(two_regions))
+  else:
+    fun = rewritten(WAYS[way](two_regions))
+  found = product_types(fun, W, X)
+  assert found[:4] == [half, full, full, base]
+  wanted = {half, full, base}
+  assert set(found) == wanted
+  # Each product has two of its own in a derivative, of x and of w; of the first there is no x.
+  counts = {kind: found.count(kind) for kind in wanted}
+  assert counts == ({half: 2, full: 6, base: 3} if way == "grad" else {half: 1, full: 2, base: 1})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rewritten_program_shows_no_marks(way):
+  with jax.named_scope("mine"):
+    traced = jax.make_jaxpr(WAYS[way](two_regions))(W, X)
+  assert any("mpjax." in str(e.source_info.name_stack) for e, _ in programs.equations(traced))
+  program = jax.make_jaxpr(rewritten(WAYS[way](two_regions)))(W, X)
+  assert not any("mpjax." in str(e.source_info.name_stack) for e, _ in programs.equations(program))
+
+
+def test_the_names_of_the_users_stay():
+  def fun(w, x):
+    with jax.named_scope("mine"), mark("float16"), jax.named_scope("inner"):
+      return x @ w
+
+  program = jax.make_jaxpr(rewritten(fun))(W, X)
+  assert {names_of(str(e.source_info.name_stack)) for e in program.eqns} == {("mine", "inner")}
+
+
+# Results
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_leaving_changes_nothing_until_it_is_rewritten(dtype):
+  tree = {"x": X, "ids": jnp.arange(3), "n": 3, "name": "a", "none": None}
+  tree["z"] = jnp.ones(2, "complex64")
+  found = leaving(tree, dtype)
+  np.testing.assert_array_equal(found["x"], X)
+  assert found["x"].dtype == F32
+  rest = {k: v for k, v in found.items() if k != "x"}
+  assert all(rest[k] is tree[k] for k in rest)
+  # Its derivative is 1, also where float32 has no more digits.
+  grad = jax.grad(lambda x: jnp.sum(leaving(x, dtype) * X))(X)
+  np.testing.assert_array_equal(grad, X)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_a_result_leaves_in_the_dtype_that_is_asked_for(dtype):
+  def fun(w, x):
+    return leaving(x @ w, dtype), leaving(jnp.exp(x), dtype)
+
+  product, exp = rewritten(fun)(W, X)
+  assert product.dtype == exp.dtype == dtype
+  # The product is cast from what was computed, the exponential from float32.
+  half = np.asarray(jnp.dot(X.astype("bfloat16"), W.astype("bfloat16")))
+  np.testing.assert_array_equal(product, half.astype(dtype))
+  np.testing.assert_array_equal(exp, np.asarray(jnp.exp(X)).astype(dtype))
+
+
+def test_what_reads_a_result_reads_it_rounded():
+  def fun(w, x, dtype):
+    with mark("float32"):
+      made = jnp.exp(x)
+      made = made if dtype is None else leaving(made, dtype)
+    return jnp.sum(made)
+
+  x = jnp.full((1, 4), 1.0 + 2.0**-12)
+  plain, low = (rewritten(functools.partial(fun, dtype=d))(W, x) for d in (None, BF16))
+  np.testing.assert_allclose(plain, 4 * np.exp(np.float64(1 + 2.0**-12)), rtol=1e-6)
+  assert low == 4 * np.float32(np.exp(np.float32(1 + 2.0**-12)).astype(BF16))
+
+
+def test_no_mark_is_left_where_a_policy_casts_what_it_returns():
+  model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
+  x = jnp.ones((1, 3))
+  variables = model.init(jax.random.key(0), x)
+  program = jax.make_jaxpr(jax.grad(lambda v: model.apply(v, x).sum()))(variables)
+  names = {str(eqn.source_info.name_stack) for eqn, _ in programs.equations(program)}
+  assert names == {"jvp(Dense)", "transpose(jvp(Dense))", "jvp()", "transpose(jvp())"}

@@ -1,0 +1,142 @@
+"""Programs inside of rarer primitives, and of primitives that nobody knows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import mlir
+
+import mpjax
+from mpjax._jaxprs.autocast.traced import rewritten
+from mpjax._jaxprs.autocast.values import Settings
+from tests import programs
+
+BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+X = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2, 3)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(1).standard_normal((3, 3)), jnp.float32)
+
+
+def dtypes(fn, *args):
+  return [product.dtypes for product in programs.products(jax.make_jaxpr(fn)(*args))]
+
+
+@BOTH
+def test_custom_vmap_keeps_its_rule(half):
+  batches = []
+
+  @jax.custom_batching.custom_vmap
+  def layer(x, w):
+    return jnp.tanh(x @ w)
+
+  @layer.def_vmap
+  def _(size, batched, x, w):
+    batches.append((size, batched))
+    return jnp.tanh(x.reshape(-1, 3) @ w).reshape(x.shape), True
+
+  fn = mpjax.autocast(lambda x, w: 2 * layer(x, w), f"mixed_{half}")
+  mapped = jax.vmap(fn, (0, None))
+  by_hand = 2 * jnp.tanh(X.astype(half) @ W.astype(half))
+  np.testing.assert_array_equal(mapped(X, W), by_hand.astype(jnp.float32))
+  assert set(map(str, batches)) == {str((5, [True, False]))}
+  assert dtypes(mapped, X, W) == [(half, half)]
+  assert all(d == (half, half) for d in dtypes(jax.grad(lambda w: mapped(X, w).sum()), W))
+
+
+@BOTH
+def test_a_composite_has_the_types_that_a_kernel_expects(half):
+  op = jax.lax.composite(lambda x, w: x @ w, "test.op")
+  program = jax.make_jaxpr(mpjax.autocast(lambda x, w: op(x @ w, w), f"mixed_{half}"))(X[0], W)
+  (call,) = (eqn for eqn in program.eqns if eqn.primitive.name == "composite")
+  assert {str(v.aval.dtype) for v in (*call.invars, *call.outvars)} == {"float32"}
+  assert [p.dtypes for p in programs.products(program)] == [(half, half)] * 2
+  jax.jit(mpjax.autocast(lambda x, w: op(x @ w, w), f"mixed_{half}"))(X[0], W)
+
+
+@pytest.fixture(scope="module")
+def stranger():
+  """A primitive with a program that no version of JAX has."""
+  primitive = Primitive("test_stranger")
+  primitive.multiple_results = True
+  primitive.def_abstract_eval(lambda *avals, program: program.out_avals)
+  primitive.def_impl(lambda *args, program: jax.core.eval_jaxpr(program.jaxpr, (), *args))
+  lower = mlir.lower_fun(
+    lambda *args, program: jax.core.eval_jaxpr(program.jaxpr, (), *args), multiple_results=True
+  )
+  mlir.register_lowering(primitive, lower)
+  return primitive
+
+
+@pytest.mark.case("B075")
+@BOTH
+def test_a_stranger_runs_as_it_was_traced_and_is_reported(stranger, half):
+  inner = jax.make_jaxpr(lambda x, w: x @ w)(X[0], W)
+
+  def fn(x, w):
+    return stranger.bind(x @ w, w, program=inner)[0] @ w
+
+  cast = mpjax.autocast(fn, f"mixed_{half}")
+  with pytest.warns(UserWarning, match="'test_stranger' holds a program in its .*'program'"):
+    program = jax.make_jaxpr(cast)(X[0], W)
+  first, call, last = (
+    e for e in program.eqns if e.primitive.name in ("dot_general", stranger.name)
+  )
+  assert [str(v.aval.dtype) for v in call.invars] == ["float32"] * 2
+  assert str(first.outvars[0].aval.dtype) == str(last.outvars[0].aval.dtype) == half
+  found = jax.jit(cast)(X[0], W)  # JAX still has the program.
+  np.testing.assert_allclose(found, X[0] @ W @ W @ W, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.case("B075")
+def test_a_stranger_has_the_setting_for_the_whole_process(stranger):
+  def fn(x, w):
+    return stranger.bind(x, w, program=jax.make_jaxpr(jnp.dot)(x, w))[0] @ w
+
+  highest = (jax.lax.Precision.HIGHEST,) * 2
+  with jax.default_matmul_precision("highest"), pytest.warns(UserWarning, match="test_stranger"):
+    program = jax.make_jaxpr(mpjax.autocast(fn))(X[0], W)
+  call, last = (e for e in program.eqns if e.primitive.name in ("dot_general", stranger.name))
+  assert [e.params["precision"] for e in call.params["program"].eqns] == [highest]
+  assert last.params["precision"] is None
+
+
+@pytest.fixture
+def newer():
+  """`jax.checkpoint` and `jax.custom_vjp` as a later JAX has them: each is an object."""
+  flags = ("jax_remat3", "jax_custom_vjp3")
+  for flag in flags:
+    jax.config.update(flag, True)
+  yield
+  for flag in flags:
+    jax.config.update(flag, False)
+
+
+@pytest.mark.case("B075")
+def test_checkpoint_of_a_later_jax_runs_as_it_was_traced_and_is_reported(newer):
+  def fn(x, w):
+    return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x) @ w
+
+  cast = mpjax.autocast(fn)
+  with pytest.warns(UserWarning, match="'call_hi_primitive' holds a program"):
+    found = cast(X[0], W)
+  np.testing.assert_allclose(found, fn(X[0], W), rtol=0.05, atol=0.05)
+  with pytest.warns(UserWarning, match="call_hi_primitive"):
+    program = jax.make_jaxpr(cast)(X[0], W)
+  assert [p.dtypes for p in programs.products(program)] == [("bfloat16", "bfloat16")]
+  # What the user leaves alone on purpose is no news.
+  mpjax.autocast(mpjax.full_precision(fn))(X[0], W)
+
+
+@pytest.mark.case("B075")
+def test_a_scan_of_a_later_jax_is_no_key_error():
+  """An equation whose parameters this version cannot read, under a name that it knows."""
+  program = jax.make_jaxpr(lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=2)[0])
+  eqns = program(X[0], W).eqns
+  odd = eqns[-1].replace(params={**eqns[-1].params, "ft_in": None, "jaxpr": None})
+  jaxpr = program(X[0], W).jaxpr.replace(eqns=[*eqns[:-1], odd])
+  settings = Settings(compute=np.dtype(jnp.bfloat16), ops=mpjax.OpLists())
+  closed = ClosedJaxpr(jaxpr, ())
+  with pytest.warns(UserWarning, match="'scan' holds a program in its parameters"):
+    new = rewritten(closed, settings, "here")
+  assert new.eqns[-1].params == odd.params

@@ -1,0 +1,151 @@
+"""Where an equation stands, and what the rules say of that place."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._jaxprs.autocast.scopes import check_rules_match, keeps_float32, names_of, region
+from mpjax._jaxprs.autocast.values import Settings
+from tests.errors import check_error
+
+BFLOAT16, FLOAT16 = np.dtype(jnp.bfloat16), np.dtype("float16")
+
+
+@pytest.mark.parametrize(
+  ("stack", "names"),
+  [
+    ("", ()),
+    ("Net", ("Net",)),
+    ("Net/head", ("Net", "head")),
+    ("jvp(Net)/head", ("Net", "head")),
+    ("transpose(jvp(Net))/head", ("Net", "head")),
+    ("transpose(jvp(Net/blocks_0))/attn/head", ("Net", "blocks_0", "attn", "head")),
+    ("vmap(transpose(jvp(Net)))/vmap(head)", ("Net", "head")),
+    ("jvp()/Net", ("Net",)),
+    ("Net/head/", ("Net", "head")),
+    ("Net/jvp(head.norm)", ("Net", "head.norm")),
+    ("mpjax.full_precision/x", ("mpjax.full_precision", "x")),
+  ],
+)
+def test_names_in_a_stack(stack, names):
+  assert names_of(stack) == names
+
+
+def two_scopes(x):
+  with jax.named_scope("outer"):
+    y = jnp.sin(x)
+    with jax.named_scope("in-ner_0"):
+      return jnp.tanh(y).sum()
+
+
+@pytest.mark.parametrize(
+  "made",
+  [
+    two_scopes,
+    jax.grad(two_scopes),
+    jax.vmap(two_scopes),
+    jax.vmap(jax.grad(two_scopes)),
+    lambda x: jax.jvp(jax.grad(two_scopes), (x,), (x,)),
+  ],
+  ids=["plain", "grad", "vmap", "vmap(grad)", "jvp(grad)"],
+)
+def test_names_in_the_stacks_that_jax_writes(made):
+  eqns = jax.make_jaxpr(made)(jnp.ones((2, 3))).eqns
+  found = {names_of(str(eqn.source_info.name_stack)) for eqn in eqns}
+  assert found == {("outer",), ("outer", "in-ner_0")}
+
+
+def settings(compute=BFLOAT16, *rules):
+  return Settings(compute=compute, ops=mpjax.OpLists(), rules=rules)
+
+
+@pytest.mark.parametrize("scope", [(), ("a",), ("a", "b")])
+def test_without_rules_all_is_in_half(scope):
+  assert region(scope, settings()) == BFLOAT16
+  assert region(scope, settings(FLOAT16)) == FLOAT16
+  assert region(scope, settings(np.dtype("float32"))) is None
+
+
+def test_full_precision_is_entered_by_no_rule():
+  given = settings(BFLOAT16, mpjax.Rule("bfloat16", path="**"))
+  assert region(("a", "mpjax.full_precision", "b"), given) is None
+  assert region(("mpjax.full_precision",), settings()) is None
+  assert region(("a", "b"), given) == BFLOAT16
+
+
+@pytest.mark.parametrize(
+  ("scope", "want"),
+  [
+    ((), BFLOAT16),
+    (("a",), FLOAT16),
+    (("a", "x"), FLOAT16),
+    (("a", "b"), None),
+    (("a", "b", "x", "y"), None),
+    (("a", "b", "c"), BFLOAT16),
+    (("b",), BFLOAT16),
+    (("b", "a"), BFLOAT16),
+    (("x", "head"), None),
+    (("a", "b", "c", "head"), None),
+  ],
+)
+def test_the_innermost_rule_decides(scope, want):
+  rules = (
+    mpjax.Rule("float16", path="a"),
+    mpjax.Rule(None, path="a/b"),
+    mpjax.Rule("bfloat16", path="a/b/c"),
+    mpjax.Rule("float32", path="**/head"),
+    mpjax.Rule("float16", path="**/head"),
+  )
+  for given in (rules, (*rules[3:], *rules[2::-1])):
+    assert region(scope, settings(BFLOAT16, *given)) == want
+
+
+def test_a_rule_for_the_root():
+  given = settings(BFLOAT16, mpjax.Rule(None, path="**"), mpjax.Rule("float16", path="a"))
+  assert region((), given) is None
+  assert region(("b",), given) is None
+  assert region(("a",), given) is None, "the first that matches it"
+
+
+def program():
+  def fun(x):
+    with jax.named_scope("net"):
+      x = jax.lax.scan(lambda c, _: (step(c), None), x, None, length=2)[0]
+      return jax.jit(step)(x)
+
+  def step(x):
+    with jax.named_scope("step"):
+      return jnp.sin(x)
+
+  return jax.make_jaxpr(fun)(jnp.ones(3)).jaxpr
+
+
+@pytest.mark.parametrize("path", ["net", "net/step", "**", "**/step", re.compile("net/.*")])
+def test_scopes_in_all_bodies_are_known(path):
+  check_rules_match(program(), [mpjax.Rule(None, path=path)], "here")
+
+
+def test_a_rule_that_matches_nothing():
+  good = mpjax.Rule(None, path="net")
+  for path, shown in (("nett/step", "'nett/step'"), (re.compile("step"), "re.compile('step')")):
+    with pytest.raises(mpjax.UnmatchedRuleError) as error:
+      check_rules_match(program(), [good, mpjax.Rule(None, path=path)], "mpjax.autocast(fn)")
+    check_error(
+      error,
+      where=f"mpjax.autocast(fn): Rule(None, path={shown})",
+      expected="picks out at least one named scope",
+      got="none of the 3 scopes",
+      fix="'net/step'",
+    )
+    assert 'begin the path with "**/"' in str(error.value)
+
+
+@pytest.mark.parametrize("mark", [(), ("mpjax.region=float16",), ("mpjax.region=float32",)])
+def test_what_full_precision_returns_stays_float32_in_any_region(mark):
+  settings = Settings(compute=BFLOAT16, ops=mpjax.OpLists())
+  assert keeps_float32((*mark, "mpjax.full_precision"), settings)
+  assert not keeps_float32(("mpjax.region=float32",), settings)

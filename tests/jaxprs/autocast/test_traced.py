@@ -1,0 +1,248 @@
+"""Functions of trees that are traced and rewritten: how arguments come in, and results leave."""
+
+import dataclasses
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._jaxprs.autocast import (
+  Interface,
+  Settings,
+  with_settings,
+)
+from tests import programs
+from tests.errors import check_error
+from tests.jaxprs.autocast.checks import Counted
+
+W, X = jnp.eye(3) + 0.25, jnp.arange(6.0).reshape(2, 3) / 4
+BF16 = np.dtype(jnp.bfloat16)
+HALVES = ["bfloat16", "float16"]
+
+
+def settings(half="bfloat16", **fields):
+  return Settings(compute=np.dtype(jnp.dtype(half)), ops=mpjax.OpLists(), **fields)
+
+
+def rewritten(fun, half="bfloat16", **fields):
+  return with_settings(fun, settings(half), "where", Interface(**fields))
+
+
+def free(returned):
+  return [None for x in jax.tree.leaves(returned) if isinstance(x, jax.Array)]
+
+
+def all_data(args):
+  return [True for _ in jax.tree.leaves(args)]
+
+
+def product_types(fun, *args):
+  return [p.dtypes for p in programs.products(jax.make_jaxpr(fun)(*args))]
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_what_decides_keeps_float32_until_a_product(half):
+  def fun(w, x):
+    return (x @ w) + x, x @ w
+
+  neutral = rewritten(fun, half, results=free)
+  decides = rewritten(fun, half, results=free, data=lambda args: [False, True])
+  assert [x.dtype for x in neutral(W, X)] == [half, half]
+  assert [str(x.dtype) for x in decides(W, X)] == ["float32", half]
+  assert product_types(decides, W, X) == [(half, half)] * 2
+
+
+def test_which_leaves_decide_is_asked_of_the_positional_arguments():
+  asked = []
+
+  def data(args):
+    asked.append(args)
+    return [True, False, False]
+
+  def fun(tree, w):
+    product = tree["a"] @ w
+    return product + tree["a"], product + tree["b"][0], product + w[:2]
+
+  tree = {"a": X, "b": (X, 3)}
+  # One for each leaf: a, b and the number. A keyword argument is neutral.
+  found = rewritten(fun, data=data, results=free)(tree, w=W)
+  assert [x.dtype for x in found] == [np.float32, BF16, BF16]
+  assert asked == [(tree,)]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_widened_arguments_show_as_float32_and_count_as_half(half):
+  seen = []
+
+  def fun(x):
+    seen.append(x.dtype)
+    return x * 2, jax.lax.dynamic_update_slice(jnp.zeros((2, 3)), x, (0, 0))
+
+  twice, buffer = rewritten(fun, half, data=all_data, results=free, widen=True)(X.astype(half))
+  assert seen == [np.float32]
+  assert twice.dtype == half
+  np.testing.assert_array_equal(twice, X.astype(half) * 2)
+  np.testing.assert_array_equal(buffer, X)
+  # Without, they are what they are.
+  rewritten(lambda x: seen.append(x.dtype), half)(X.astype(half))
+  assert seen[1:] == [half]
+
+
+def test_only_arrays_of_jax_are_traced_where_that_is_asked_for():
+  seen = []
+  given = (np.ones(3, np.float32), np.float32(2), np.arange(2), 3, "a", None)
+  rewritten(lambda *args: seen.append(args), arrays_alone=True)(*given)
+  assert all(a is b for a, b in zip(seen[0], given, strict=True))
+  rewritten(lambda *args: seen.append(args))(*given)
+  assert [isinstance(x, jax.core.Tracer) for x in seen[1]] == [
+    True,
+    True,
+    True,
+    False,
+    False,
+    False,
+  ]
+
+
+def test_a_constant_of_numpy_decides_as_other_constants_do():
+  grid = np.arange(6, dtype=np.float32).reshape(2, 3)
+  fun = rewritten(lambda w, x, grid: (x @ w) + grid, results=free, arrays_alone=True)
+  assert fun(W, X, grid).dtype == np.float32
+  assert fun(W, X, jnp.asarray(grid)).dtype == BF16
+
+
+# Results
+
+
+def test_results_have_the_dtypes_that_are_asked_for():
+  def fun(x):
+    return {"a": jnp.exp(x), "ids": jnp.arange(2), "n": 3, "z": x @ x.T}
+
+  returned = []
+
+  def results(out):
+    returned.append(out)
+    return ["float16", None, None]
+
+  found = rewritten(fun, results=lambda out: [_dtype(d) for d in results(out)])(X)
+  assert [found[k].dtype for k in ("a", "ids", "z")] == [np.float16, np.int32, BF16]
+  assert found["n"] == 3
+  assert set(returned[0]) == set(found)
+  np.testing.assert_array_equal(found["a"], np.asarray(jnp.exp(X)).astype("float16"))
+  # Else they have those that the function gives them.
+  plain = rewritten(fun)(X)
+  assert [plain[k].dtype for k in ("a", "ids", "z")] == [np.float32, np.int32, np.float32]
+
+
+def _dtype(name):
+  return None if name is None else np.dtype(name)
+
+
+def test_eval_shape_says_what_comes():
+  fun = rewritten(lambda w, x: (x @ w, jnp.exp(x)), results=free)
+  shapes = jax.eval_shape(fun, W, X)
+  assert [s.dtype for s in shapes] == [x.dtype for x in fun(W, X)] == [BF16, np.float32]
+
+
+@pytest.mark.parametrize("around", ["grad", "jvp", "hessian", "vmap", "jit", "remat"])
+def test_it_is_a_function_like_others(around):
+  def loss(w, x):
+    return jnp.sum(jnp.tanh(x @ w)).astype("float32")
+
+  w = W * 1.1  # It has more digits than bfloat16.
+  fun = rewritten(loss, results=free)
+  ways = {
+    "grad": lambda f: jax.grad(f)(w, X),
+    "jvp": lambda f: jax.jvp(f, (w, X), (w, X))[1],
+    "hessian": lambda f: jax.hessian(f)(w, X),
+    "vmap": lambda f: jax.vmap(f, (None, 0))(w, jnp.stack([X, 2 * X])),
+    "jit": lambda f: jax.jit(f)(w, X),
+    "remat": lambda f: jax.grad(jax.checkpoint(f))(w, X),
+  }
+  found, wanted = (ways[around](f) for f in (fun, loss))
+  assert found.dtype == wanted.dtype
+  np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * float(jnp.abs(wanted).max()))
+  assert not np.array_equal(found, wanted)
+
+
+def test_what_a_function_closes_over_has_its_gradient():
+  def loss(w):
+    inner = rewritten(lambda x: jnp.sum(x @ w), data=all_data, results=free)
+    return inner(X).astype("float32")
+
+  grad = jax.grad(loss)(W)
+  # Of a sum of products: what is summed is x, which bfloat16 holds.
+  np.testing.assert_array_equal(grad, np.broadcast_to(X.sum(0)[:, None], W.shape))
+
+
+def test_it_is_traced_once_for_a_call():
+  counted = Counted(lambda w, x: x @ w)
+  fun = rewritten(counted)
+  fun(W, X)
+  assert counted.calls == 1
+  jitted = jax.jit(fun)
+  jitted(W, X)
+  jitted(W, 2 * X)
+  assert counted.calls == 2
+
+
+def test_it_carries_the_name_of_the_function():
+  def my_loss(x):
+    return jnp.exp(x)
+
+  assert rewritten(my_loss).__name__ == "my_loss"
+
+
+def test_float32_regions_call_the_function_itself():
+  seen = []
+  fun = rewritten(lambda x: seen.append(type(x)) or x @ x.T)
+  assert mpjax.full_precision(fun)(X).dtype == np.float32
+  assert seen == [type(X)]
+
+
+# What is no function
+
+
+def changes(tree):
+  tree["x"] = tree["x"] + 1
+
+
+def adds(tree):
+  tree["n"] = 1
+
+
+@pytest.mark.parametrize("fun", [changes, adds])
+def test_a_change_of_an_argument_is_refused_and_not_lost(fun):
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    rewritten(fun)({"x": X})
+  check_error(
+    excinfo,
+    where="where",
+    expected="a function that returns what it computes",
+    got="changed an argument in place",
+    fix="Return the new values",
+    builtin=TypeError,
+  )
+
+
+@dataclasses.dataclass
+class Output:
+  """No tree to JAX."""
+
+  x: Any
+
+
+@pytest.mark.parametrize(
+  "value", [Output(3), Output(np.ones(2)), "a", None, types.SimpleNamespace(n=1)], ids=repr
+)
+def test_an_object_without_tracers_is_returned_as_it_is(value):
+  found, x = rewritten(lambda x: (value, x + 1), arrays_alone=True)(X)
+  assert found is value
+  np.testing.assert_array_equal(x, X + 1)

@@ -1,0 +1,651 @@
+"""`mpjax.autocast` as a function of functions: arguments, results, rules, errors, traces."""
+
+import dataclasses
+import functools
+import re
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from tests import programs
+from tests.errors import check_error
+from tests.jaxprs.autocast.checks import Counted
+
+W = jnp.eye(3)
+X = jnp.arange(6.0).reshape(2, 3)
+
+
+def product_types(fun, *args):
+  """Returns the dtypes of the operands of each product, one for both."""
+  found = programs.products(jax.make_jaxpr(fun)(*args))
+  return ["+".join(sorted(set(p.dtypes))) for p in found]
+
+
+# Arguments and results.
+
+
+def test_what_is_no_array_is_handed_on_as_it_is():
+  seen: list[Any] = []
+  marker = object()
+
+  def fun(x, *args, **kwargs):
+    seen.append((args, kwargs))
+    assert isinstance(x, jax.core.Tracer)
+    size, flag, name = args[0], args[1], args[2]
+    y = jnp.reshape(x, (size, -1)) @ kwargs["w"]
+    return kwargs["act"](y) if flag and name == "relu" else y
+
+  args = (X, 2, True, "relu", None, (1.5, marker), 2j, b"bytes")
+  out = mpjax.autocast(fun)(*args, w=W, act=jax.nn.relu)
+  np.testing.assert_array_equal(out, X)
+  (given, kwargs), *more = seen
+  assert not more, "traced once"
+  assert given == args[1:]
+  assert given[4][1] is marker
+  assert kwargs["act"] is jax.nn.relu
+  assert isinstance(kwargs["w"], jax.core.Tracer)
+
+
+class Pair(NamedTuple):
+  a: Any
+  b: Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["name"])
+@dataclasses.dataclass
+class Layer:
+  w: Any
+  name: str
+
+  def __call__(self, x):
+    return x @ self.w
+
+
+def test_containers_keep_their_types():
+  def fun(tree):
+    assert isinstance(tree["layer"], Layer)
+    assert isinstance(tree["pair"], Pair)
+    assert isinstance(tree["list"], list)
+    assert tree["pair"].b is None
+    y = tree["layer"](tree["pair"].a)
+    return {"out": Pair(y, [y, ()]), "name": tree["layer"].name, "layer": tree["layer"]}
+
+  tree = {"layer": Layer(W, "dense"), "pair": Pair(X, None), "list": [X, ()]}
+  out = mpjax.autocast(fun)(tree)
+  assert jax.tree.structure(out) == jax.tree.structure(fun(tree))
+  assert out["name"] == "dense"
+  np.testing.assert_array_equal(out["out"].b[0], X)
+
+
+def test_results_that_are_no_arrays_come_back_as_they_are():
+  marker = object()
+  host = np.arange(3.0)
+
+  def fun(x):
+    return x @ W, 3, "text", None, marker, jnp.tanh, 1.5, host, np.float32(2), ()
+
+  out = mpjax.autocast(fun)(X)
+  assert out[1:4] == (3, "text", None)
+  assert out[4] is marker
+  assert out[5] is jnp.tanh
+  assert isinstance(out[6], float)
+  assert out[7] is host
+  assert out[9] == ()
+  assert jax.jit(lambda x: mpjax.autocast(fun)(x)[0])(X).dtype == "float32"
+
+
+def test_an_argument_that_is_returned_is_the_same_numbers():
+  key = jax.random.key(0)
+  out = mpjax.autocast(lambda w, x, key: (w, x @ w, key))(W + 1e-6, X, key)
+  np.testing.assert_array_equal(out[0], W + 1e-6)
+  assert out[2] == key
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "float64", "float16"])
+def test_numpy_arrays_are_arguments_like_any_other(dtype):
+  x = np.ones((2, 3), dtype)
+
+  def fun(x, scalar):
+    assert isinstance(x, jax.core.Tracer)
+    return x, scalar * 2
+
+  for ours, theirs in zip(
+    mpjax.autocast(fun)(x, np.float32(3)), jax.jit(fun)(x, np.float32(3)), strict=True
+  ):
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_numpy_arrays_of_half_types_and_of_objects():
+  def fun(x, names):
+    assert isinstance(names, np.ndarray)
+    return x * len(names)
+
+  out = mpjax.autocast(fun)(np.ones(2, jnp.bfloat16), np.asarray(["a", "b"]))
+  assert out.dtype == "bfloat16"
+  np.testing.assert_array_equal(np.asarray(out, np.float32), 2)
+
+
+def test_nothing_to_trace():
+  assert mpjax.autocast(lambda: 3)() == 3
+  assert mpjax.autocast(lambda n: jnp.ones(n))(2).shape == (2,)
+  assert mpjax.autocast(lambda: None)() is None
+
+
+def test_methods_and_attributes():
+  class Model:
+    def __init__(self, w):
+      self.w = w
+
+    def __call__(self, x):
+      return x @ self.w
+
+    @mpjax.autocast
+    def decorated(self, x):
+      """Multiplies."""
+      return x @ self.w
+
+    @functools.partial(mpjax.autocast, policy="mixed_float16")
+    def chosen(self, x):
+      return x @ self.w
+
+  model = Model(W)
+  assert product_types(mpjax.autocast(model), X) == ["bfloat16"]
+  assert product_types(mpjax.autocast(model.__call__), X) == ["bfloat16"]
+  assert product_types(model.decorated, X) == ["bfloat16"]
+  assert product_types(model.chosen, X) == ["float16"]
+  assert model.decorated.__name__ == "decorated"
+  assert model.decorated.__doc__ == "Multiplies."
+  assert product_types(mpjax.autocast(functools.partial(jnp.dot, W)), W) == ["bfloat16"]
+
+
+def test_static_arguments_of_jit_around_it():
+  @functools.partial(jax.jit, static_argnums=1, static_argnames="mode")
+  @mpjax.autocast
+  def fun(x, n, *, mode):
+    assert (n, mode) == (2, "sum")
+    return (x @ W)[:n].sum()
+
+  assert fun(X, 2, mode="sum") == 15
+
+
+def test_the_output_of_one_is_the_input_of_another():
+  inner = mpjax.autocast(lambda x: x @ W, "mixed_float16")
+  outer = mpjax.autocast(lambda x: inner(x) @ W, "mixed_bfloat16")
+  assert product_types(outer, X) == ["float16", "bfloat16"]
+
+
+# Policies.
+
+
+def test_a_float32_policy_returns_the_function_itself():
+  def fun(x):
+    return x
+
+  for policy in ("float32", mpjax.Policy(), mpjax.Policy(param_dtype="float16"), "c=f32,o=bf16"):
+    assert mpjax.autocast(fun, policy) is fun
+  assert mpjax.autocast(fun, "float32", rules=[mpjax.Rule("float32", path="a")]) is fun
+  assert mpjax.autocast(fun, "float32", rules=[mpjax.Rule("bfloat16", path="a")]) is not fun
+
+
+@pytest.mark.parametrize(
+  "policy",
+  [
+    "mixed_float16",
+    "float16",
+    "c=f16",
+    mpjax.Policy(compute_dtype="float16", output_dtype="float16"),
+  ],
+  ids=str,
+)
+def test_only_the_compute_dtype_counts(policy):
+  program = jax.make_jaxpr(mpjax.autocast(lambda x: x @ W, policy))(X)
+  assert programs.products(program)[0].dtypes == ("float16", "float16")
+  assert [str(a.dtype) for a in program.out_avals] == ["float32"]
+
+
+def test_bfloat16_is_the_standard():
+  assert product_types(mpjax.autocast(lambda x: x @ W), X) == ["bfloat16"]
+
+
+# Rules.
+
+
+def scoped(x):
+  with jax.named_scope("net"):
+    with jax.named_scope("body"):
+      x = x @ W
+      with jax.named_scope("head"):
+        x = x @ W
+    with jax.named_scope("head"):
+      return x @ W
+
+
+B, H, F = "bfloat16", "float16", "float32"
+
+
+@pytest.mark.parametrize(
+  ("rules", "want"),
+  [
+    ([], [B, B, B]),
+    ([mpjax.Rule("float32", path="net/head")], [B, B, F]),
+    ([mpjax.Rule("float32", path="**/head")], [B, F, F]),
+    ([mpjax.Rule(None, path="net/body")], [F, F, B]),
+    ([mpjax.Rule("mixed_float16", path="net/body")], [H, H, B]),
+    # The innermost wins, whatever the order.
+    ([mpjax.Rule(None, path="net"), mpjax.Rule("bfloat16", path="net/*/head")], [F, B, F]),
+    ([mpjax.Rule("bfloat16", path="net/*/head"), mpjax.Rule(None, path="net")], [F, B, F]),
+    # Of two for one scope the first.
+    ([mpjax.Rule("float16", path="net/body"), mpjax.Rule(None, path="*/body")], [H, H, B]),
+    ([mpjax.Rule(None, path="*/body"), mpjax.Rule("float16", path="net/body")], [F, F, B]),
+    # "**" is the root too.
+    ([mpjax.Rule("float32", path="**"), mpjax.Rule("float16", path="net/head")], [F, F, F]),
+    ([mpjax.Rule("float16", path="net/head"), mpjax.Rule("float32", path="**")], [F, F, H]),
+  ],
+)
+def test_rules_go_by_named_scopes(rules, want):
+  fun = mpjax.autocast(scoped, rules=rules)
+  assert product_types(fun, X) == want
+  np.testing.assert_array_equal(programs.run(fun, X), X)
+  # Also in the program of a gradient, and through a function that is jitted.
+  assert product_types(mpjax.autocast(jax.jit(scoped), rules=rules), X) == want
+  grad = mpjax.autocast(jax.grad(lambda x: scoped(x).sum()), rules=rules)
+  assert product_types(grad, X) == [*want, *want[::-1]]
+
+
+def test_rules_inside_of_a_float32_policy():
+  fun = mpjax.autocast(scoped, "float32", rules=[mpjax.Rule("bfloat16", path="net/body/head")])
+  assert product_types(fun, X) == [F, B, F]
+  np.testing.assert_array_equal(programs.run(fun, X), X)
+
+
+def test_a_regular_expression():
+  fun = mpjax.autocast(scoped, rules=[mpjax.Rule(None, path=re.compile(r".*/body(/.*)?"))])
+  assert product_types(fun, X) == [F, F, B]
+
+
+def by_rule(fun):
+  """Returns `fun` with a rule of its own, which is the right one."""
+  call = jax.custom_jvp(fun)
+  call.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+  return call
+
+
+BODIES = {
+  "jit": jax.jit,
+  "remat": jax.checkpoint,
+  "scan": lambda f: lambda x: jax.lax.scan(lambda y, _: (f(y), None), x, None, length=2)[0],
+  "while": lambda f: lambda x: jax.lax.while_loop(lambda y: y[0, 0] > 9, f, x),
+  "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] < 1, f, lambda y: y, x),
+  "rule": by_rule,
+  "jit(remat(scan))": lambda f: jax.jit(
+    jax.checkpoint(lambda x: jax.lax.map(lambda row: f(row[None])[0], x))
+  ),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_scopes_inside_of_bodies(body):
+  fun = BODIES[body](scoped)
+  runs = len(product_types(fun, X)) // 3
+  for policy, rule, want in (
+    ("float32", mpjax.Rule("bfloat16", path="**/body/head"), [F, B, F]),
+    ("bfloat16", mpjax.Rule("float32", path="**/body"), [F, F, B]),
+    ("bfloat16", mpjax.Rule(None, path="**"), [F, F, F]),
+  ):
+    cast = mpjax.autocast(fun, policy, rules=[rule])
+    assert product_types(cast, X) == want * runs
+    np.testing.assert_array_equal(programs.run(cast, X), X)
+
+
+def test_a_scope_around_a_body_is_around_all_of_it():
+  def fun(x):
+    with jax.named_scope("outside"):
+      return jax.jit(scoped)(x)
+
+  rules = [mpjax.Rule("float32", path="outside/net/body"), mpjax.Rule("float16", path="outside")]
+  assert product_types(mpjax.autocast(fun, rules=rules), X) == [F, F, H]
+
+
+@pytest.mark.standard_promotion
+def test_a_flax_model_is_a_tree_of_scopes():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.Dense(4, name="body")(x)
+      x = nn.remat(nn.Dense)(4, name="inner")(x)
+      return nn.Dense(2, name="head")(x)
+
+  model = Net()
+  variables = model.init(jax.random.key(0), X)
+  plain = product_types(mpjax.autocast(model.apply), variables, X)
+  assert plain == [B, B, B]
+  exact = mpjax.autocast(model.apply, rules=[mpjax.Rule("float32", path="**/head")])
+  assert product_types(exact, variables, X) == [B, B, F]
+  whole = mpjax.autocast(model.apply, rules=[mpjax.Rule("float32", path="Net")])
+  assert product_types(whole, variables, X) == [F, F, F]
+  loss = jax.grad(lambda v: exact(v, X).sum())
+  assert product_types(loss, variables).count(F) == 3
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+  ("call", "expected", "got"),
+  [
+    (lambda: mpjax.autocast("float16"), "a function", "'float16'"),
+    (lambda: mpjax.autocast(policy="mixed_float16"), "arguments fn, policy", "'fn'"),
+    (lambda: mpjax.autocast(), "arguments fn, policy", "'fn'"),
+    (lambda: mpjax.autocast(jnp.tanh, dtype="float16"), "arguments fn, policy", "'dtype'"),
+  ],
+)
+def test_a_decorator_with_arguments_or_a_context_manager(call, expected, got):
+  """`@autocast("float16")`, `@autocast(policy=...)`, `with autocast(...)`."""
+  with pytest.raises(mpjax.MpjaxTypeError) as error:
+    call()
+  check_error(
+    error,
+    where="mpjax.autocast(fn)",
+    expected=expected,
+    got=got,
+    fix="@functools.partial(mpjax.autocast, policy=",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("call", [mpjax.autocast, mpjax.full_precision])
+def test_a_linen_model_without_variables_is_told_apply(call, wrapped):
+  model = nn.Dense(3)
+  given = mpjax.linen.with_policy(model, "bfloat16") if wrapped else model
+  with pytest.raises(mpjax.MpjaxTypeError) as error:
+    call(given)
+  check_error(
+    error,
+    where=f"mpjax.{call.__name__}(fn)",
+    expected="a function of arrays",
+    got="a model of Linen",
+    fix="Pass model.apply",
+  )
+  variables = model.init(jax.random.key(0), X)
+  assert call(model.apply)(variables, X).shape == call(model.bind(variables))(X).shape
+
+
+def test_an_nnx_model_that_writes_to_its_variables():
+  model = nnx.BatchNorm(X.shape[-1], rngs=nnx.Rngs(0))
+  with pytest.raises(mpjax.MpjaxTypeError) as error:
+    mpjax.autocast(model)(X)
+  check_error(
+    error,
+    where="mpjax.autocast(fn)",
+    expected="a function that returns what it computes",
+    got="writes to its variables",
+    fix="mpjax.nnx.with_policy",
+  )
+
+
+def test_what_is_no_function():
+  with pytest.raises(TypeError) as error:
+    mpjax.autocast(W)  # pyright: ignore[reportArgumentType]
+  check_error(
+    error,
+    where="mpjax.autocast(fn)",
+    expected="a function",
+    got="Array",
+    fix='mpjax.autocast(fn, "mixed_bfloat16")',
+  )
+
+
+def test_a_policy_in_another_type():
+  with jax.enable_x64(True):
+    policy = mpjax.Policy(compute_dtype="float64")
+    for where, make in (
+      ("policy", lambda: mpjax.autocast(len, policy)),
+      ("rules=...", lambda: mpjax.autocast(len, rules=[mpjax.Rule(policy, path="a")])),
+    ):
+      with pytest.raises(ValueError) as error:
+        make()
+      check_error(
+        error,
+        where=f"mpjax.autocast({where})",
+        expected="bfloat16, float16 or float32",
+        got="float64",
+        fix="left as they are",
+      )
+
+
+def test_strings_that_are_no_policy():
+  with pytest.raises(mpjax.MpjaxError) as error:
+    mpjax.autocast(len, "c=bfloat61")
+  check_error(error, where="Policy", expected="dtype", got="bfloat61", fix="bfloat16")
+  with pytest.raises(TypeError) as error:
+    mpjax.autocast(len, "c=float8_e4m3fn")
+  check_error(error, where="Policy", expected="bfloat16", got="float8", fix="scale")
+
+
+@pytest.mark.parametrize("ops", [["exp"], {"half": ["exp"]}, "exp", mpjax.OpLists])
+def test_lists_of_the_wrong_type(ops):
+  with pytest.raises(TypeError) as error:
+    mpjax.autocast(len, ops=ops)
+  check_error(
+    error,
+    where="mpjax.autocast(ops=...)",
+    expected="an mpjax.OpLists",
+    got=repr(ops),
+    fix='mpjax.OpLists().replace(float32=["tanh"])',
+  )
+
+
+@pytest.mark.parametrize(
+  "rule",
+  [mpjax.Rule(None, module=nn.Dense), mpjax.Rule("float32", where=callable)],
+  ids=["module", "where"],
+)
+def test_rules_without_a_path(rule):
+  with pytest.raises(ValueError) as error:
+    mpjax.autocast(len, rules=[rule])
+  check_error(
+    error,
+    where="mpjax.autocast(rules=...)",
+    expected="rules with path=",
+    got=repr(rule),
+    fix="jax.named_scope",
+  )
+
+
+def test_rules_that_are_none():
+  for rules in ("head", [("head", "float32")], mpjax.Rule(None, path="a")):
+    with pytest.raises(TypeError) as error:
+      mpjax.autocast(len, rules=rules)  # pyright: ignore[reportArgumentType]
+    check_error(
+      error,
+      where="mpjax.autocast(rules=...)",
+      expected="a sequence of mpjax.Rule",
+      got="head" if rules != mpjax.Rule(None, path="a") else "Rule(",
+      fix="mpjax.Rule(",
+    )
+
+
+def test_a_rule_that_matches_no_scope():
+  fun = mpjax.autocast(scoped, rules=[mpjax.Rule(None, path="net/haed")])
+  with pytest.raises(mpjax.UnmatchedRuleError) as error:
+    fun(X)
+  check_error(
+    error,
+    where="mpjax.autocast(fn): Rule(None, path='net/haed')",
+    expected="at least one named scope",
+    got="none of the 5 scopes",
+    fix="'net/head'",
+  )
+
+
+def append(values, x):
+  values.append(x)
+  return x
+
+
+def replace(values, x):
+  values[0] = x
+  return x
+
+
+def remove(values, x):
+  values.clear()
+  return x
+
+
+@pytest.mark.parametrize("change", [append, replace, remove])
+def test_an_argument_that_is_changed_in_place(change):
+  values = [X, X]
+  with pytest.raises(TypeError) as error:
+    mpjax.autocast(change)(values, X * 2)
+  check_error(
+    error,
+    where="mpjax.autocast(fn)",
+    expected="a function that returns what it computes",
+    got="changed an argument in place",
+    fix="nnx.merge(graphdef, state, copy=True)",
+  )
+  assert [v is X for v in values] == [True, True], "what the caller has is never changed"
+
+
+def test_a_module_of_nnx():
+  class Net(nnx.Module):
+    def __init__(self):
+      self.kernel = nnx.Param(W)
+      self.count = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+      self.count[...] = self.count[...] + 1
+      return x @ self.kernel[...]
+
+  net = Net()
+  with pytest.raises(TypeError) as error:
+    mpjax.autocast(lambda net, x: net(x))(net, X)
+  check_error(
+    error,
+    where="mpjax.autocast(fn)",
+    expected="a function that returns what it computes",
+    got="changed an argument in place",
+    fix="split the model outside",
+  )
+  assert net.count[...] == 0
+
+  # As the error says.
+  graphdef, state = nnx.split(net)
+
+  def fun(state, x):
+    net = nnx.merge(graphdef, state, copy=True)
+    return net(x), nnx.state(net)
+
+  out, new = mpjax.autocast(fun)(state, X)
+  np.testing.assert_array_equal(out, X)
+  assert new["count"][...] == 1
+  assert product_types(fun, state, X) == [F]
+  assert product_types(mpjax.autocast(fun), state, X) == [B]
+
+
+def test_errors_of_the_function_come_through():
+  with pytest.raises(TypeError, match="incompatible shapes"):
+    mpjax.autocast(lambda x: x + jnp.ones(7))(X[:, 0])
+  with pytest.raises(jax.errors.TracerBoolConversionError):
+    mpjax.autocast(lambda x: x if x.sum() > 0 else -x)(X)
+  with pytest.raises(ZeroDivisionError):
+    mpjax.autocast(lambda x: 1 // 0)(X)
+
+
+# Traces.
+
+
+def test_one_trace_for_each_call_and_one_program_for_jit():
+  counted = Counted(lambda x: (x @ W).sum())
+  cast = mpjax.autocast(counted)
+  cast(X)
+  cast(X)
+  assert counted.calls == 2
+  jitted = jax.jit(jax.value_and_grad(cast))
+  for x in (X, X + 1, np.asarray(X)):
+    jax.block_until_ready(jitted(x))
+  assert counted.calls == 3
+
+
+def test_nothing_is_kept_from_a_trace():
+  cast = mpjax.autocast(lambda x: (x @ W, x.sum()))
+  with jax.checking_leaks():
+    jax.block_until_ready(jax.jit(lambda x: cast(x)[0])(X))
+    jax.block_until_ready(jax.grad(lambda x: cast(x)[1])(X))
+
+
+def test_shapes_without_numbers():
+  cast = mpjax.autocast(lambda x: (x @ W, x.astype("bfloat16")))
+  shapes = jax.eval_shape(cast, jax.ShapeDtypeStruct((5, 3), jnp.float32))
+  assert [(s.shape, str(s.dtype)) for s in shapes] == [((5, 3), F), ((5, 3), B)]
+  lowered = jax.jit(cast).lower(jax.ShapeDtypeStruct((5, 3), jnp.float32))
+  assert lowered.out_info[0].dtype == F
+
+
+def test_export_with_a_symbolic_size():
+  (n,) = jax.export.symbolic_shape("n,")
+  cast = mpjax.autocast(lambda x: jax.nn.softmax(x @ W, axis=-1).sum())
+  exported = jax.export.export(jax.jit(cast))(jax.ShapeDtypeStruct((n, 3), jnp.float32))
+  for rows in (1, 4):
+    total = exported.call(jnp.ones((rows, 3)))
+    assert total.dtype == F
+    np.testing.assert_allclose(total, rows, rtol=1e-6)
+  assert "bf16" in exported.mlir_module()
+
+
+def test_the_name_of_the_function_is_that_of_the_program():
+  def my_loss(x):
+    return x @ W
+
+  assert "jit_my_loss" in jax.jit(mpjax.autocast(my_loss)).lower(X).as_text()
+
+
+# Arguments that are data.
+
+
+def test_data_arguments_decide_and_others_do_not():
+  def fun(params, x, extra):
+    return [(x @ params["w"] + params["b"][None]), x @ params["w"] + extra["grid"][None]]
+
+  params = {"w": W, "b": jnp.ones(3)}
+  traced = jax.make_jaxpr(mpjax.autocast(fun, data_argnums=[1, 2]))(
+    params, X, {"grid": jnp.ones(3)}
+  )
+  added = [e for e, _ in programs.equations(traced) if e.primitive.name == "add"]
+  assert [str(e.outvars[0].aval.dtype) for e in added] == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("given", [-1, "x", (0, 1.0), True, None])
+def test_wrong_data_argnums(given):
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    mpjax.autocast(lambda w, x: w @ x, data_argnums=given)
+  check_error(
+    excinfo,
+    where="mpjax.autocast(data_argnums=...)",
+    expected="the position of a positional argument, counted from 0, or several",
+    got=repr(given),
+    fix="Write data_argnums=(1,)",
+  )
+
+
+def test_data_arguments_that_are_not_there():
+  cast = mpjax.autocast(lambda w, x: x @ w, data_argnums=1)
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    cast(W, x=X)
+  check_error(
+    excinfo,
+    where="mpjax.autocast(data_argnums=...)",
+    expected="called with by position",
+    got="1, and 1 positional arguments",
+    fix="Pass that argument by position",
+  )

@@ -1,0 +1,396 @@
+"""Weight gradients in float32 under half compute: one matmul each, and nothing else changes.
+
+The numbers are integers small enough that every value of a half program is exact, except for sums
+over many rows: those are what float32 weight gradients are for.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpjax
+from mpjax._jaxprs.autocast.traced import Interface, with_settings
+from mpjax._jaxprs.autocast.values import FLOAT32, Settings
+from mpjax._jaxprs.walk import residual_bytes
+from tests.partitioned import collectives
+from tests.programs import PRODUCTS, bits, equations, products, run
+
+HALVES = ("bfloat16", "float16")
+BOTH = pytest.mark.parametrize("half", HALVES)
+
+
+def cast(fun, half="bfloat16", wide=FLOAT32, rules=()):
+  """Returns `fun(w, x)` under autocast: `w` is a parameter, and `x` is none."""
+
+  def is_data(args):
+    return [i == 1 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+
+  settings = Settings(compute=jnp.dtype(half), ops=mpjax.OpLists(), rules=rules, weight_grads=wide)
+  return with_settings(fun, settings, "a test", Interface(data=is_data))
+
+
+def integers(seed, shape, largest):
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.integers(-largest, largest + 1, shape), jnp.float32)
+
+
+def with_gradients(fun):
+  """Returns a function of (w, x): result, gradients of both of its weighted sum."""
+
+  def value_and_gradients(w, x):
+    y, pull = jax.vjp(fun, w, x)
+    return y, *pull((2 * integers(8, y.shape, 9) + 1).astype(y.dtype))
+
+  return value_and_gradients
+
+
+def wide_products(program):
+  return [p for p in products(program) if p.result.startswith("float32")]
+
+
+def conv(w, x, **options):
+  return lax.conv_general_dilated(x, w, (1,), "SAME", **options)
+
+
+def grouped(w, x):
+  return lax.ragged_dot(x, w, jnp.asarray([60, 0, 140], jnp.int32))
+
+
+MATMULS = {
+  "x @ w": (lambda w, x: x @ w, (3, 5), (200, 3)),
+  "w @ x": (lambda w, x: w @ x, (5, 3), (3, 200)),
+  "x @ w.T": (lambda w, x: x @ w.T, (5, 3), (200, 3)),
+  "one row": (lambda w, x: x @ w, (3, 5), (3,)),
+  "einsum": (lambda w, x: jnp.einsum("bic,hcd->bhid", x, w), (2, 3, 4), (5, 40, 3)),
+  "einsum of batches": (lambda w, x: jnp.einsum("hbc,hcd->bdh", x, w), (2, 3, 4), (2, 200, 3)),
+  "einsum of two axes": (lambda w, x: jnp.einsum("dbc,ecd->be", x, w), (5, 3, 2), (2, 200, 3)),
+  "convolution": (conv, (4, 2, 3), (9, 2, 40)),
+  "convolution in groups": (
+    functools.partial(conv, feature_group_count=2, rhs_dilation=(2,)),
+    (4, 1, 3),
+    (9, 2, 40),
+  ),
+  "ragged_dot": (grouped, (3, 4, 5), (200, 4)),
+}
+matmuls = pytest.mark.parametrize(("fun", "w", "x"), MATMULS.values(), ids=MATMULS)
+
+
+@BOTH
+@matmuls
+def test_a_weight_gets_one_matmul_of_half_operands_into_float32(fun, w, x, half):
+  w, x = integers(0, w, 1), integers(7, x, 9)
+
+  def found(wide):
+    return products(jax.make_jaxpr(with_gradients(cast(fun, half, wide)))(w, x))
+
+  before, after = found(None), found(FLOAT32)
+  assert {p.result.partition("[")[0] for p in before} == {half}
+  wide = [p for p in after if p.result.startswith("float32")]
+  assert [p.dtypes for p in wide] == [(half, half)]
+  # The others are the very same, and none was added.
+  (replaced,) = set(before) - set(after)
+  assert set(after) - set(before) == set(wide)
+  assert len(after) == len(before) == 3
+  assert wide[0].flops == replaced.flops
+
+
+@matmuls
+def test_whole_numbers_come_out_exact_and_the_rest_the_same(fun, w, x):
+  w, x = integers(0, w, 1), integers(7, x, 9)
+  exact = run(with_gradients(fun), w, x)[1]
+  y, w_bar, x_bar = run(with_gradients(cast(fun)), w, x)
+  old_y, old_w_bar, old_x_bar = run(with_gradients(cast(fun, wide=None)), w, x)
+  assert bits((y, x_bar)) == bits((old_y, old_x_bar))
+  assert bits(w_bar) == bits(exact)
+  # Rounding would have shown, but where there is one row and nothing to add up.
+  assert (bits(old_w_bar) != bits(exact)) == (x.ndim > 1)
+
+
+LAYERS = {
+  "Dense": (nn.Dense(5), (64, 3)),
+  "Conv": (nn.Conv(4, (3,), strides=2), (8, 9, 3)),
+}
+
+
+@BOTH
+@pytest.mark.parametrize(("model", "shape"), LAYERS.values(), ids=LAYERS)
+@pytest.mark.standard_promotion
+def test_layers_have_the_gradients_of_their_policy(model, shape, half):
+  rng = np.random.default_rng(0)
+
+  def normal(like):
+    return jnp.asarray(rng.normal(size=like.shape), jnp.float32)
+
+  x = normal(jax.ShapeDtypeStruct(shape, jnp.float32))
+  variables = jax.tree.map(normal, jax.eval_shape(model.init, jax.random.key(0), x))
+  policy = mpjax.Policy(compute_dtype=half, output_dtype=FLOAT32, weight_grad_dtype=FLOAT32)
+  policied = mpjax.linen.with_policy(model, policy).apply
+  found, wanted = (
+    run(with_gradients(fun), variables, x) for fun in (cast(model.apply, half), policied)
+  )
+  # The bias is added up in float32 by either, in another order.
+  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert one.dtype == other.dtype
+    np.testing.assert_allclose(one, other, rtol=1e-5)
+  assert bits(found[1]["params"]["kernel"]) == bits(wanted[1]["params"]["kernel"])
+  assert bits((found[0], found[2])) == bits((wanted[0], wanted[2]))
+
+
+# Derivatives of every order and mode
+
+
+W, X = integers(0, (3, 2), 1), integers(1, (4, 3), 1)
+CONV_W, CONV_X = integers(0, (2, 3, 2), 1), integers(1, (2, 3, 4), 1)
+EITHER = pytest.mark.parametrize(
+  ("fun", "w", "x"),
+  [(lambda w, x: x @ w, W, X), (conv, CONV_W, CONV_X)],
+  ids=["matmul", "convolution"],
+)
+
+
+def squared(fun):
+  return lambda w, x: jnp.sum(fun(w, x) ** 2)
+
+
+@EITHER
+@pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
+def test_second_derivatives(fun, w, x, inner, outer):
+  def second(fun):
+    return outer(inner(squared(fun), (0, 1)), (0, 1))
+
+  assert bits(run(second(cast(fun)), w, x)) == bits(run(second(fun), w, x))
+
+
+@EITHER
+def test_forward_mode_and_third_derivatives(fun, w, x):
+  for each in (fun, cast(fun)):
+    out, change = jax.jvp(each, (w, x), (w + 1, x - 1))
+    np.testing.assert_array_equal(out, fun(w, x))
+    np.testing.assert_array_equal(change, fun(w + 1, x) + fun(w, x - 1))
+
+  def third(fun):
+    def along(w, x):
+      return jax.jvp(lambda w: squared(fun)(w, x), (w,), (jnp.ones_like(w),))[1]
+
+    return jax.grad(lambda w, x: jnp.sum(jax.grad(along)(w, x) ** 2), (0, 1))
+
+  assert bits(run(third(cast(fun)), w, x)) == bits(run(third(fun), w, x))
+
+
+@EITHER
+def test_per_example_derivatives(fun, w, x):
+  rows = jnp.stack([x, 2 * x, -x])
+  for derivative in (jax.jacfwd, jax.jacrev, jax.grad):
+    of = squared if derivative is jax.grad else lambda fun: fun
+
+    def each(fun, derivative=derivative, of=of):
+      return jax.vmap(derivative(of(fun)), (None, 0))
+
+    assert bits(run(each(cast(fun)), w, rows)) == bits(run(each(fun), w, rows))
+    members = jnp.stack([w, -w, w])
+    assert bits(run(jax.vmap(each(cast(fun)), (0, None)), members, rows)) == bits(
+      run(jax.vmap(each(fun), (0, None)), members, rows)
+    )
+
+
+def test_a_loss_over_mapped_examples_has_one_matmul_over_all_of_them():
+  w, x = integers(0, (3, 5), 1), integers(7, (40, 5, 3), 9)
+
+  def mapped(w, x):
+    return jax.vmap(cast(lambda w, x: x @ w), (None, 0))(w, x)
+
+  _, w_bar, _ = run(with_gradients(mapped), w, x)
+  assert bits(w_bar) == bits(run(with_gradients(lambda w, x: x @ w), w, x)[1])
+  program = jax.make_jaxpr(with_gradients(mapped))(w, x)
+  (wide,) = wide_products(program)
+  assert wide.flops == 2 * w.size * 40 * 5
+  assert len(products(program)) == 3
+
+
+# Inner jaxprs
+
+
+def scanned(w, x):
+  return lax.scan(lambda x, _: ((x @ w) % 3, None), x, length=3)[0]
+
+
+def stacked(w, x):
+  both = jnp.stack([w, w.T])
+  return lax.scan(lambda x, w: (jax.checkpoint(lambda x, w: (x @ w) % 3)(x, w), None), x, both)[0]
+
+
+INSIDE = {
+  "jit": lambda w, x: jax.jit(lambda w, x: x @ w)(w, x) @ w,
+  "scan over shared weights": scanned,
+  "scan of checkpoint": stacked,
+  "checkpoint that saves matmuls": jax.checkpoint(
+    lambda w, x: (x @ w) % 3 @ w, policy=jax.checkpoint_policies.dots_saveable
+  ),
+  "cond": lambda w, x: lax.cond(x[0, 0] > 99, lambda: x, lambda: x @ w),
+  "custom_vjp": lambda w, x: RULE(w, x),
+  "custom_jvp": lambda w, x: jax.nn.relu(x @ w) @ w,
+}
+
+RULE = jax.custom_vjp(lambda w, x: x @ w)
+RULE.defvjp(lambda w, x: jax.vjp(lambda w, x: x @ w, w, x), lambda pull, y_bar: pull(y_bar))
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside_of(name):
+  w, x = integers(0, (3, 3), 1), integers(7, (200, 3), 1)
+  exact = run(with_gradients(INSIDE[name]), w, x)
+  assert bits(run(with_gradients(cast(INSIDE[name])), w, x)) == bits(exact)
+  program = jax.make_jaxpr(with_gradients(cast(INSIDE[name])))(w, x)
+  assert all(p.is_half for p in products(program))
+  # The derivative rule of the user's has a matmul of its own for the weight.
+  assert bool(wide_products(program)) == (name != "custom_vjp")
+
+
+def test_checkpoint_policies_see_the_matmul():
+  w, x = jnp.ones((3, 3)), jnp.ones((5, 3))
+
+  def kept(policy, wide):
+    fun = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), policy=policy)
+    return residual_bytes(cast(fun, wide=wide), w, x)
+
+  policies = jax.checkpoint_policies
+  for wide in (None, FLOAT32):
+    assert kept(policies.dots_saveable, wide) == 2 * x.size * 2
+    assert kept(policies.nothing_saveable, wide) == 0
+
+
+# Meshes
+
+
+def mesh_of(devices, kind=jax.sharding.AxisType.Auto):
+  return jax.make_mesh((4,), ("data",), (kind,), devices=devices[:4])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+def test_shard_map_adds_float32_over_devices(devices, check_vma, inside):
+  w, x = integers(0, (3, 5), 1), integers(7, (200, 3), 9)
+  matmul = lambda w, x: x @ w  # noqa: E731
+  mapped = functools.partial(
+    jax.shard_map, mesh=mesh_of(devices), check_vma=check_vma, out_specs=jax.P("data")
+  )
+
+  def gradients(w, x):
+    fun = mapped(cast(matmul) if inside else matmul, in_specs=(jax.P(), jax.P("data")))
+    return with_gradients(fun if inside else cast(fun))(w, x)
+
+  assert bits(run(gradients, w, x)[1:]) == bits(run(with_gradients(matmul), w, x)[1:])
+  program = jax.make_jaxpr(gradients)(w, x)
+  sums = [eqn for eqn, _ in equations(program) if eqn.primitive.name.startswith("psum")]
+  assert {str(v.aval.dtype) for eqn in sums for v in eqn.invars} <= {"float32"}
+  assert len(wide_products(program)) == 1
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_sharded_examples_are_added_up_in_float32(devices, kind):
+  w, x = integers(0, (3, 5), 1), integers(7, (200, 3), 9)
+  matmul = lambda w, x: x @ w  # noqa: E731
+  exact = run(with_gradients(matmul), w, x)[1]
+  mesh = mesh_of(devices, kind)
+  with jax.set_mesh(mesh):
+    args = [
+      jax.device_put(each, jax.NamedSharding(mesh, spec))
+      for each, spec in ((w, jax.P()), (x, jax.P("data")))
+    ]
+
+    def gradient(w, x):
+      return jax.grad(lambda w: jnp.sum(cast(matmul)(w, x) ** 2))(w)
+
+    found = run(gradient, *args)
+    assert {c.dtype for c in collectives(gradient, *args) if c.shape} == {"f32"}
+  np.testing.assert_array_equal(found, x.T @ (2 * (x @ w)).astype(jnp.bfloat16).astype(FLOAT32))
+  assert exact.shape == found.shape
+
+
+# What it costs, and who asks for it
+
+
+def test_the_half_copy_of_a_weight_is_not_kept():
+  w, x = jnp.ones((3, 5)), jnp.ones((7, 3))
+
+  def kept(wide):
+    return residual_bytes(cast(lambda w, x: x @ w, wide=wide), w, x)
+
+  assert kept(FLOAT32) == 2 * x.size
+  assert kept(None) == 2 * (x.size + w.size)
+
+
+@pytest.mark.parametrize("stored", HALVES)
+def test_a_weight_that_is_stored_in_half(stored):
+  """Its gradient is rounded once, after all is added up."""
+  w, x = integers(0, (3, 5), 1), integers(7, (200, 3), 9)
+  fun = lambda w, x: x @ w.astype(jnp.float32)  # noqa: E731
+  exact = run(with_gradients(fun), w, x)[1]
+  found = run(with_gradients(cast(fun)), w.astype(stored), x)[1]
+  assert bits(found) == bits(exact.astype(stored))
+
+
+def heads(w, x):
+  with jax.named_scope("body"):
+    x = x @ w
+  with jax.named_scope("head"):
+    return x @ w
+
+
+def policy(weight_grad):
+  return mpjax.Policy(compute_dtype="bfloat16", weight_grad_dtype=weight_grad)
+
+
+@pytest.mark.parametrize(
+  ("wide", "rule", "count"),
+  [(None, "float32", 1), (FLOAT32, None, 1), (FLOAT32, "float32", 2), (None, None, 0)],
+)
+def test_a_rule_may_ask_for_it(wide, rule, count):
+  fun = cast(heads, wide=wide, rules=(mpjax.Rule(policy(rule), path="head"),))
+  program = jax.make_jaxpr(with_gradients(fun))(jnp.ones((3, 3)), X)
+  assert len(wide_products(program)) == count
+
+
+LEFT_ALONE = {
+  "two activations": lambda w, x: jnp.sin(x) @ jnp.cos(x).T,
+  "a weight that was cast": lambda w, x: x.astype("float16") @ w.astype("float16"),
+  "precision": lambda w, x: jnp.matmul(x, w, precision="highest"),
+  "full_precision": lambda w, x: mpjax.full_precision(jnp.matmul)(x, w),
+  "no matmul": lambda w, x: x + w[0, 0],
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_is_left_alone(name):
+  def program(wide):
+    return str(jax.make_jaxpr(with_gradients(cast(LEFT_ALONE[name], wide=wide)))(W, X))
+
+  assert program(FLOAT32) == program(None)
+
+
+def test_a_wide_dtype_that_is_not_wider_asks_for_nothing():
+  def program(wide):
+    return str(jax.make_jaxpr(with_gradients(cast(lambda w, x: x @ w, wide=wide)))(W, X))
+
+  assert program(jnp.dtype("bfloat16")) == program(None)
+
+
+def test_a_derivative_that_is_autocast_once_more():
+  """Its matmuls are in half already, and stay what they are."""
+
+  def derivative(w, x):
+    return jax.jvp(lambda w: cast(lambda w, x: x @ w)(w, x), (w,), (w + 1,))
+
+  assert bits(cast(derivative)(W, X)) == bits((X @ W, X @ (W + 1)))
+
+
+def test_the_matmul_is_found_in_the_jaxpr():
+  program = jax.make_jaxpr(cast(lambda w, x: x @ w))(W, X)
+  names = [eqn.primitive.name for eqn, _ in equations(program)]
+  assert [n for n in names if n in PRODUCTS] == ["dot_general"]

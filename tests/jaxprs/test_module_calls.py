@@ -1,0 +1,125 @@
+"""A module's call under a policy: arguments, results, and what is done where tracing raises."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._core.active import Active
+from mpjax._jaxprs import module_calls
+
+HALF = mpjax.Policy.parse("mixed_bfloat16")
+
+
+class Layer:
+  """Returns its arguments, and the dtype that its field says then."""
+
+  dtype: Any = jnp.bfloat16
+
+  def __call__(self, *args, **kwargs):
+    return args, kwargs, self.dtype
+
+
+def run(call, policy, **fields):
+  layer = Layer()
+  state = module_calls.inside(Active(**fields), layer, policy)
+  outputs = module_calls.run(layer, call, layer, "layer", state)
+  assert vars(layer) == {}, "a field was left behind"
+  return outputs
+
+
+def test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype():
+  call = ((jnp.ones(2), jnp.arange(2)), {"y": 1.5})
+  args, kwargs, dtype = run(call, HALF)
+  assert all(a is b for a, b in zip(args, call[0], strict=True))
+  assert (kwargs, dtype) == ({"y": 1.5}, jnp.float32)
+  args, kwargs, dtype = run(call, HALF, cast=True)
+  assert ([str(x.dtype) for x in args], kwargs, dtype) == (
+    ["bfloat16", "int32"],
+    {"y": 1.5},
+    jnp.bfloat16,
+  )
+  args, *_ = run(call, HALF, casting=frozenset({Layer}))
+  assert args[0].dtype == jnp.bfloat16
+  complex_ = ((jnp.ones(2), jnp.ones(2, "complex64")), {})
+  assert run(complex_, HALF, cast=True)[0][0] is complex_[0][0]
+  (x,), _, _ = run(((jnp.ones(2, "bfloat16"),), {}), mpjax.Policy())
+  assert x.dtype == "float32"
+  assert run(call, None)[2] is jnp.bfloat16
+
+
+def test_a_module_that_iterates_computes_in_float32_and_tells_those_inside_its_policy():
+  found = module_calls.inside(Active(), Layer(), HALF, iterates=True)
+  assert (found.region, found.policy, found.entered) == ("float32", HALF, True)
+  assert module_calls.inside(Active(), Layer(), HALF).region == "bfloat16"
+  assert module_calls.inside(Active(), Layer(), None, iterates=True).region == "as-it-is"
+
+
+@pytest.mark.parametrize(
+  ("entered", "picked", "wanted"),
+  [(False, False, "float32"), (True, False, None), (True, True, None)],
+)
+def test_where_a_policy_begins_it_says_the_dtype_of_results(entered, picked, wanted):
+  state = Active(policy=HALF, entered=entered)
+  assert module_calls.output_dtype(state, HALF, picked, None) == wanted
+  other = mpjax.Policy.parse("c=f16,o=f16")
+  assert module_calls.output_dtype(state, other, True, None) == "float16"
+  named = mpjax.Policy.parse("c=f16")
+  assert module_calls.output_dtype(Active(), named, False, np.dtype("float32")) == "float32"
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_results_are_arrays_in_the_dtype_and_all_else_as_it_is(traced):
+  out = {"x": jnp.ones(2, "bfloat16"), "n": jnp.arange(2), "name": "coder"}
+  state = Active(tracing=traced)
+  new = module_calls.returned(out, np.dtype("float32"), Layer(), state, state)
+  assert new["name"] == "coder"
+  assert [str(new[name].dtype) for name in ("x", "n")] == ["float32", "int32"]
+  assert module_calls.returned(out, None, Layer(), state, state) is out
+  cast = module_calls.inside(Active(cast=True), Layer(), mpjax.Policy.parse("c=f16"))
+  assert module_calls.returned(out, None, Layer(), Active(cast=True), cast)["x"].dtype == "float16"
+
+
+def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice():
+  seen = []
+
+  def attempt(state):
+    assert state.tracing
+    seen.append(state.casting)
+    if int not in state.casting:
+      state.failed.append(int)
+      raise NotImplementedError("first")
+    return "traced"
+
+  assert (
+    module_calls.attempts(attempt, lambda state: None, ((), {}), Active(), "", "f", LookupError)
+    == "traced"
+  )
+  assert seen == [frozenset(), frozenset({int})]
+
+  def always(state):
+    state.failed.append(int)
+    raise NotImplementedError(str(len(state.casting)))
+
+  with pytest.raises(NotImplementedError, match="0"):  # The first says what is wrong.
+    module_calls.attempts(always, lambda state: None, ((), {}), Active(), "", "f", LookupError)
+
+
+def test_what_needs_values_runs_as_python_with_one_warning():
+  def attempt(state):
+    return jax.jit(lambda x: float(x))(1.0)
+
+  with pytest.warns(UserWarning, match="f: body: expected a body that can be traced") as caught:
+    found = module_calls.attempts(
+      attempt, lambda state: state, ((), {}), Active(), "body", "f", LookupError
+    )
+  assert found == Active(as_python=frozenset({"body"}))
+  assert len(caught) == 1
+
+
+def test_variables_of_numpy_are_arrays_and_no_constants():
+  assert isinstance(module_calls.array(np.ones(2)), jax.Array)
+  assert module_calls.array("name") == "name"

@@ -1,0 +1,273 @@
+"""The value that says in which precision each primitive runs: asking, editing, printing, errors."""
+
+import copy
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive, primitives
+
+import mpjax
+from mpjax._jaxprs.primitives import PARTS
+from tests.errors import check_error
+
+STANDARD = mpjax.OpLists()
+
+
+def keep(params):
+  """A predicate that can be pickled."""
+  del params
+  return "keep"
+
+
+def parts_of(ops):
+  return {part: getattr(ops, part) for part in PARTS}
+
+
+# --- asking ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("fn", "expected"),
+  [
+    (jnp.dot, ["half"]),
+    (lambda x, y: jnp.exp(x) + y, ["float32", "promote"]),
+    (lambda x, y: jnp.tanh(x) ** 2, ["keep", "keep"]),
+    (lambda x, y: x**-1, ["float32"]),
+    (lambda x, y: jax.lax.linalg.cholesky(x, symmetrize_input=False), ["opaque"]),
+  ],
+  ids=["dot", "exp", "square", "reciprocal", "cholesky"],
+)
+def test_the_parts_of_a_program(fn, expected):
+  x = jnp.eye(2)
+  eqns = jax.make_jaxpr(fn)(x, x).eqns
+  found = [STANDARD.part_of(eqn.primitive.name, eqn.params) for eqn in eqns]
+  assert found[: len(expected)] == expected
+
+
+def test_a_primitive_in_no_part():
+  assert STANDARD.part_of("next_year", {}) is None
+  assert mpjax.OpLists(half=frozenset()).part_of("dot_general", {}) is None
+
+
+def test_a_predicate_sees_the_parameters():
+  ops = STANDARD.replace(
+    conditional={"reduce_sum": lambda params: "keep" if params["axes"] == (0,) else "float32"}
+  )
+  assert ops.part_of("reduce_sum", {"axes": (0,)}) == "keep"
+  assert ops.part_of("reduce_sum", {"axes": (1,)}) == "float32"
+
+
+# --- editing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", PARTS)
+@pytest.mark.parametrize("name", ["dot_general", "exp", "add", "tanh", "cholesky", "integer_pow"])
+def test_the_users_list_wins_over_ours_both_ways(name, to):
+  ops = STANDARD.replace(**{to: [name]})
+  assert ops.part_of(name, {}) == to
+  assert [part for part, names in parts_of(ops).items() if name in names] == [to]
+  others = {part: names - {name} for part, names in parts_of(ops).items()}
+  assert others == {part: names - {name} for part, names in parts_of(STANDARD).items()}
+  back = ops.replace(float32=[name]).replace(**{to: [name]})
+  assert back == ops
+
+
+def test_what_is_conditional_can_be_set_and_taken_back():
+  ops = STANDARD.replace(conditional={"exp": keep})
+  assert ops.part_of("exp", {}) == "keep"
+  assert "exp" not in ops.float32
+  assert ops.replace(float32=["exp"]) == STANDARD
+
+
+@pytest.mark.case("A85")
+def test_the_order_of_edits_does_not_matter():
+  edits = [
+    {"half": ["tanh"]},
+    {"float32": ["dot_general", "div"]},
+    {"conditional": {"exp": keep}},
+    {"keep": ["sort"]},
+  ]
+  there, back, at_once = STANDARD, STANDARD, {}
+  for edit in edits:
+    there = there.replace(**edit)
+    at_once |= edit
+  for edit in reversed(edits):
+    back = back.replace(**edit)
+  assert there == back == STANDARD.replace(**at_once)
+  assert hash(there) == hash(back)
+  assert repr(there) == repr(back)
+  swapped = STANDARD.replace(half=["mul", "add"])
+  assert swapped == STANDARD.replace(half=("add", "mul")) == STANDARD.replace(half={"mul", "add"})
+
+
+def test_primitives_can_be_given_as_objects():
+  own = Primitive("own_product")
+  ops = STANDARD.replace(half=[own, primitives.tanh_p], conditional={primitives.exp_p: keep})
+  assert ops == STANDARD.replace(half=[own, "tanh"], conditional={"exp": keep})
+  assert ops.part_of("own_product", {}) == "half"
+  # Known from then on.
+  assert ops.replace(float32=["own_product"]).part_of("own_product", {}) == "float32"
+
+
+def test_edits_leave_the_original_alone():
+  before = parts_of(STANDARD)
+  STANDARD.replace(half=["exp"])
+  assert parts_of(STANDARD) == before
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    STANDARD.half = frozenset()
+
+
+# --- as a value -----------------------------------------------------------------------------------
+
+
+def test_equality_and_hash():
+  assert mpjax.OpLists() == STANDARD
+  assert hash(STANDARD) == hash(mpjax.OpLists())
+  assert STANDARD.replace() == STANDARD
+  assert STANDARD.replace(half=["exp"]) != STANDARD
+  assert STANDARD.replace(conditional={"exp": keep}) == STANDARD.replace(conditional={"exp": keep})
+  other = STANDARD.replace(conditional={"exp": lambda params: "keep"})
+  assert STANDARD.replace(conditional={"exp": keep}) != other
+
+
+@pytest.mark.parametrize(
+  "again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_copies_are_equal(again):
+  ops = STANDARD.replace(half=["tanh"], conditional={"exp": keep})
+  same = again(ops)
+  assert same == ops
+  assert hash(same) == hash(ops)
+  assert same.part_of("tanh", {}) == "half"
+  assert same.part_of("exp", {}) == "keep"
+
+
+def test_as_a_static_argument():
+  traces = []
+
+  def f(x, ops):
+    traces.append(ops)
+    return x
+
+  jitted = jax.jit(f, static_argnums=1)
+  jitted(1.0, STANDARD)
+  jitted(1.0, mpjax.OpLists())
+  jitted(1.0, STANDARD.replace(half=["exp"]))
+  assert len(traces) == 2
+
+
+def test_repr_is_what_makes_it():
+  assert repr(STANDARD) == "OpLists()"
+  ops = STANDARD.replace(half=["tanh", "abs"], opaque=["dot_general"], conditional={"exp": keep})
+  text = (
+    'OpLists().replace(half=["abs", "tanh"], opaque=["dot_general"], conditional={"exp": keep})'
+  )
+  assert repr(ops) == text
+  assert eval(text, {"OpLists": mpjax.OpLists, "keep": keep}) == ops
+  assert repr(mpjax.OpLists(promote=frozenset(["add"]))).endswith('"sub", "tie"])')
+
+
+def test_the_printed_table():
+  text = str(STANDARD.replace(opaque=["tanh"], conditional={"exp": keep}))
+  assert max(map(len, text.splitlines())) <= 100
+  headings = [line.split()[0] for line in text.splitlines() if not line.startswith(" ")]
+  assert headings == [*PARTS, "conditional"]
+  words = text.replace(",", " ").split()
+  for part in ("half", "float32", "promote", "keep"):
+    assert [name for name in getattr(STANDARD, part) - {"tanh", "exp"} if name not in words] == []
+  assert f"tanh, {len(STANDARD.opaque)} of the standard list" in text
+  assert "exp: keep; integer_pow: keep for the powers 0 to 3, float32 for others" in text
+  nothing = mpjax.OpLists(half=frozenset(), conditional=())
+  assert str(nothing).splitlines()[0].split() == ["half", "-"]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+WITH = "OpLists.replace"
+
+
+@pytest.mark.parametrize(
+  ("edit", "where", "expected", "got", "fix", "builtin"),
+  [
+    ({"half": "tanh"}, "half", "as a list", "'tanh'", "['tanh']", TypeError),
+    ({"half": primitives.tanh_p}, "half", "as a list", "tanh", "in a list", TypeError),
+    ({"keep": [jnp.tanh]}, "keep", "names of primitives", "tanh", "make_jaxpr", TypeError),
+    ({"keep": None}, "keep", "names of primitives", "None", "make_jaxpr", TypeError),
+    ({"float32": ["tahn"]}, "float32", "make_jaxpr prints", "'tahn'", "'tanh'", ValueError),
+    ({"half": ["dot"]}, "half", "make_jaxpr prints", "'dot'", "Primitive object", ValueError),
+    (
+      {"half": ["exp"], "keep": ["abs", "exp"]},
+      *("keep", "in one part", "'exp', which is given for half too", "Take it out", ValueError),
+    ),
+    (
+      {"half": ["exp"], "conditional": {"exp": keep}},
+      *("conditional", "in one part", "given for half too", "Take it out", ValueError),
+    ),
+    ({"half": ["scan"]}, "half", "first-order", "'scan'", "full_precision", ValueError),
+    ({"half": [primitives.jit_p]}, "half", "first-order", "'jit'", "is entered", ValueError),
+    ({"half": ["pallas_call"]}, "half", "can be chosen", "'pallas_call'", "Write the", ValueError),
+    ({"keep": ["reduce"]}, "keep", "can be chosen", "'reduce'", "Write the", ValueError),
+    ({"conditional": ["exp"]}, "conditional", "a dict", "['exp']", "lambda", TypeError),
+    ({"conditional": {"exp": "keep"}}, "conditional", "function", "'keep'", "lambda", TypeError),
+    ({"conditional": {"epx": keep}}, "conditional", "prints", "'epx'", "'exp'", ValueError),
+    (
+      {"conditional": {"while": keep}},
+      "conditional",
+      "first-order",
+      "while",
+      "entered",
+      ValueError,
+    ),
+  ],
+)
+def test_edits_that_are_refused(edit, where, expected, got, fix, builtin):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    STANDARD.replace(**edit)
+  check_error(
+    excinfo, where=f"{WITH}({where}=...)", expected=expected, got=got, fix=fix, builtin=builtin
+  )
+
+
+@pytest.mark.parametrize(
+  ("fields", "where", "expected", "got", "fix", "builtin"),
+  [
+    ({"half": ["tanh"]}, "half", "a frozenset", "['tanh']", "replace", TypeError),
+    ({"half": frozenset([1])}, "half", "a frozenset of names", "1", "replace", TypeError),
+    ({"conditional": {"exp": keep}}, "conditional", "a tuple of pairs", "exp", "a dict", TypeError),
+    ({"conditional": (("exp", "keep"),)}, "conditional", "a function", "'keep'", "dict", TypeError),
+    ({"keep": frozenset(["exp"])}, "keep", "in one place", "'exp'", 'keep=["exp"]', ValueError),
+    (
+      {"conditional": (("exp", keep),)},
+      *("conditional", "in one place", "'exp', which is in another", "takes it out", ValueError),
+    ),
+    (
+      {"conditional": (("a", keep), ("a", keep))},
+      *("conditional", "in one place", "'a'", "takes it out", ValueError),
+    ),
+    ({"half": frozenset(["scan"])}, "half", "first-order", "'scan'", "is entered", ValueError),
+  ],
+)
+def test_fields_that_are_refused(fields, where, expected, got, fix, builtin):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.OpLists(**fields)
+  check_error(
+    excinfo, where=f"OpLists({where}=...)", expected=expected, got=got, fix=fix, builtin=builtin
+  )
+
+
+@pytest.mark.parametrize("answer", ["bfloat16", "conditional", None, ["half"]], ids=repr)
+def test_a_predicate_that_names_no_part(answer):
+  ops = STANDARD.replace(conditional={"exp": lambda params: answer})
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    ops.part_of("exp", {"accuracy": None})
+  check_error(
+    excinfo,
+    where="the function for 'exp' in OpLists.conditional",
+    expected="'half', 'float32', 'promote', 'keep', 'opaque'",
+    got=repr(answer),
+    fix="['accuracy']",
+    builtin=ValueError,
+  )

@@ -1,0 +1,237 @@
+"""The presets that go by a name: their table, the device that "auto" looks at, and errors."""
+
+import dataclasses
+import inspect
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax._core.rules import goes_by_place, is_flax_norm
+from mpjax._opt_level import LEVELS, _for_device
+from tests.errors import check_error
+
+F32, DYNAMIC, NONE = "float32", mpjax.DynamicLossScale(), mpjax.NoLossScale()
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@pytest.mark.case("A110")
+@pytest.mark.parametrize(
+  ("level", "dtype", "stored", "compute", "output", "loss_scale", "lists", "masters"),
+  [
+    ("O0", "bfloat16", F32, F32, None, NONE, False, False),
+    ("O0", "float16", F32, F32, None, NONE, False, False),
+    ("O1", "bfloat16", F32, "bfloat16", F32, NONE, True, False),
+    ("O1", "float16", F32, "float16", F32, DYNAMIC, True, False),
+    ("O2", "bfloat16", "bfloat16", "bfloat16", F32, NONE, False, True),
+    ("O2", "float16", "float16", "float16", F32, DYNAMIC, False, True),
+    ("O3", "bfloat16", "bfloat16", "bfloat16", F32, NONE, False, False),
+    ("O3", "float16", "float16", "float16", F32, mpjax.StaticLossScale(1), False, False),
+  ],
+)
+def test_the_table(level, dtype, stored, compute, output, loss_scale, lists, masters):
+  found = mpjax.opt_level(level, dtype)
+  assert found.policy == mpjax.Policy(
+    param_dtype=stored, compute_dtype=compute, output_dtype=output
+  )
+  assert found.rules == ()
+  assert found.loss_scale == loss_scale
+  assert found.ops == (mpjax.OpLists() if lists else None)
+  assert found.master_weights is masters
+  norms = (mpjax.Rule(mpjax.Policy(compute_dtype=compute), where=is_flax_norm),)
+  usual = mpjax.default_rules()
+  assert found.defaults == {"O0": usual, "O1": usual, "O2": norms + usual, "O3": ()}[level]
+
+
+def test_bfloat16_unless_told_otherwise():
+  for level in ("O0", "O1", "O2", "O3"):
+    assert mpjax.opt_level(level) == mpjax.opt_level(level, "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "half", jnp.float16, jnp.dtype("float16")], ids=str)
+def test_every_spelling_of_a_dtype(dtype):
+  assert mpjax.opt_level("O1", dtype) == mpjax.opt_level("O1", "float16")
+
+
+def test_the_norms_that_o2_stores_in_float32():
+  linen = [nn.BatchNorm(), nn.LayerNorm(), nn.RMSNorm(), nn.GroupNorm(), nn.InstanceNorm()]
+  state = nnx.Rngs(0)
+  of_nnx = [nnx.BatchNorm(2, rngs=state), nnx.LayerNorm(2, rngs=state), nnx.RMSNorm(2, rngs=state)]
+  assert all(map(is_flax_norm, [*linen, *of_nnx, nn.remat(nn.LayerNorm)()]))
+
+  class OwnBatchNorm(nn.Module):
+    pass
+
+  others = [nn.Dense(1), nn.SpectralNorm(nn.Dense(1)), nn.WeightNorm(nn.Dense(1)), OwnBatchNorm()]
+  assert not any(map(is_flax_norm, [*others, nnx.Linear(1, 1, rngs=state)]))
+
+
+def test_the_rule_for_norms_looks_at_no_place():
+  # Else equal layers in an `nn.jit` could not share one trace.
+  assert not any(map(goes_by_place, mpjax.opt_level("O2").defaults))
+
+
+# --- the device -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("platform", "capability", "level", "dtype"),
+  [
+    ("cpu", None, "O0", None),
+    ("tpu", None, "O1", "bfloat16"),
+    pytest.param("gpu", "6.0", "O0", None, id="P100"),
+    pytest.param("gpu", "6.1", "O0", None, id="GTX 1080"),
+    pytest.param("gpu", "7.0", "O1", "float16", id="V100"),
+    pytest.param("gpu", "7.5", "O1", "float16", id="T4"),
+    pytest.param("gpu", "8.0", "O1", "bfloat16", id="A100"),
+    pytest.param("gpu", "8.6", "O1", "bfloat16", id="RTX 3090"),
+    pytest.param("gpu", "8.9", "O1", "bfloat16", id="L4"),
+    pytest.param("gpu", "9.0", "O1", "bfloat16", id="H100"),
+    pytest.param("gpu", "10.0", "O1", "bfloat16", id="B200"),
+    pytest.param("gpu", "12.0", "O1", "bfloat16", id="RTX 5090"),
+    pytest.param("gpu", "gfx90a", "O0", None, id="MI250"),
+    pytest.param("gpu", None, "O0", None, id="unknown"),
+  ],
+)
+def test_what_auto_makes_of_a_device(platform, capability, level, dtype):
+  assert _for_device(platform, capability, None) == (level, dtype)
+
+
+def test_auto_on_this_device():
+  assert jax.devices()[0].platform == "cpu"
+  assert mpjax.opt_level("auto") == mpjax.opt_level("O0")
+
+
+@pytest.mark.case("A103")
+def test_auto_warns_once_of_a_half_type_without_units():
+  with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("default")  # What Python does unless told otherwise.
+    level = mpjax.opt_level("auto", "float16")
+    for _ in range(3):
+      assert mpjax.opt_level("auto", "float16") == level
+    mpjax.opt_level("auto", "float16")
+  assert [w.category for w in found] == [UserWarning]
+  assert "float16 saves memory but no time on this device (cpu)" in str(found[0].message)
+  assert level == mpjax.opt_level("O1", "float16")
+
+
+@pytest.mark.case("A103")
+@pytest.mark.parametrize(
+  ("platform", "capability", "dtype", "text"),
+  [
+    ("tpu", None, "float16", r"float16 .* \(tpu\); bfloat16 is fast on it"),
+    ("gpu", "7.5", "bfloat16", r"bfloat16 .* \(gpu 7.5\); float16 is fast on it"),
+    ("gpu", "6.1", "float16", r"float16 .* \(gpu 6.1\); float32 is as fast on it"),
+    ("cpu", None, "bfloat16", r"bfloat16 .* \(cpu\); float32 is as fast on it"),
+  ],
+)
+def test_what_is_warned_of(platform, capability, dtype, text):
+  with pytest.warns(UserWarning, match=text):
+    assert _for_device(platform, capability, dtype) == ("O1", dtype)
+
+
+@pytest.mark.parametrize(
+  ("platform", "capability", "dtype"),
+  [
+    ("tpu", None, "bfloat16"),
+    ("gpu", "7.0", "float16"),
+    ("gpu", "8.0", "float16"),
+    ("gpu", "9.0", "bfloat16"),
+  ],
+)
+def test_a_half_type_with_units_is_used_without_a_word(platform, capability, dtype):
+  assert _for_device(platform, capability, dtype) == ("O1", dtype)  # A warning is an error.
+
+
+def test_only_auto_looks_at_the_device(monkeypatch):
+  def devices():
+    raise RuntimeError("looked")
+
+  monkeypatch.setattr(jax, "devices", devices)
+  for level in ("O0", "O1", "O2", "O3"):
+    mpjax.opt_level(level, "float16")
+  with pytest.raises(RuntimeError, match="looked"):
+    mpjax.opt_level("auto")
+
+
+# --- as a value -----------------------------------------------------------------------------------
+
+
+def test_frozen_equal_and_hashable():
+  level = mpjax.opt_level("O2", "float16")
+  again = mpjax.opt_level("O2", "float16")
+  assert level == again
+  assert hash(level) == hash(again)
+  assert len({mpjax.opt_level(name, half) for name in LEVELS[:4] for half in ("f16", "bf16")}) == 7
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    level.master_weights = False
+  assert not dataclasses.replace(level, master_weights=False).master_weights
+
+
+def test_print():
+  norms = "Rule('params=float32,compute=bfloat16', where=is_flax_norm)"
+  others = "Rule('params=float32,compute=float32', where=_is_users_norm)"
+  assert str(mpjax.opt_level("O2")).splitlines() == [
+    "policy          params=bfloat16,compute=bfloat16,output=float32",
+    "rules           none",
+    f"defaults        {norms}, {others}",
+    "ops             None",
+    "loss_scale      NoLossScale()",
+    "master_weights  True",
+  ]
+  ours = dataclasses.replace(mpjax.opt_level("O1"), rules=(mpjax.Rule("float32", path="head"),))
+  assert f"rules           {ours.rules[0]!r}" in str(ours)
+  assert "ops             OpLists()" in str(ours)
+
+
+def test_the_fields_are_what_the_functions_take():
+  taken = inspect.signature(mpjax.linen.with_policy).parameters
+  assert {"policy", "rules", "defaults"} <= set(taken)
+  assert {"policy", "rules", "ops"} <= set(inspect.signature(mpjax.autocast).parameters)
+  assert "loss_scale" in inspect.signature(mpjax.loss_scaling).parameters
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["01", "o1", "O4", "", 1, None], ids=repr)
+def test_unknown_levels(level):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.opt_level(level)
+  check_error(
+    excinfo,
+    where="mpjax.opt_level(level)",
+    expected="'O0', 'O1', 'O2', 'O3', 'auto'",
+    got=repr(level),
+    fix="the letter O",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+  ("dtype", "expected", "got", "fix", "builtin"),
+  [
+    ("float32", "'bfloat16' or 'float16'", "'float32'", "'O0'", ValueError),
+    ("float8_e4m3fn", "'bfloat16' or 'float16'", "'float8_e4m3fn'", "'O0'", ValueError),
+    ("float61", "a floating dtype", "'float61'", "'float16'", ValueError),
+    ("int8", "a floating dtype", "int8", "never cast", TypeError),
+  ],
+)
+def test_dtypes_that_are_refused(level, dtype, expected, got, fix, builtin):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.opt_level(level, dtype)
+  check_error(
+    excinfo,
+    where="mpjax.opt_level(dtype)",
+    expected=expected,
+    got=got,
+    fix=fix,
+    builtin=builtin,
+  )

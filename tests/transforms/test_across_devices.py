@@ -1,0 +1,356 @@
+"""What devices have in common: gradients of a loss in any form, and the state after a step."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax.transforms._across_devices import localise
+from tests.errors import check_error
+
+AUTO = jax.sharding.AxisType.Auto
+DEVICES = 4
+SGD = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8))
+WEIGHTS = np.asarray([1.0, -2.0])
+X = np.arange(16.0).reshape(8, 2) / 16
+MASK = np.asarray([1, 1, 1, 0, 1, 0, 0, 1.0])  # of two rows each device keeps 2, 1, 1 and 1
+
+
+def on_devices(step, mode, devices):
+  """Returns a function of one state and the rows of all devices, in one of the modes."""
+  if mode == "vmap":
+    mapped = jax.vmap(step, in_axes=(None, 0), axis_name="data")
+  elif mode == "pmap":
+    mapped = jax.pmap(step, axis_name="data", in_axes=(None, 0), devices=devices)
+  else:
+    mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,), devices=devices)
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    checks = mode == "shard_map"
+    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=checks, **specs))
+
+  def run(state, batch):
+    batch = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), batch)
+    return jax.tree.map(lambda x: x[0], mapped(state, batch))
+
+  return run
+
+
+MODES = ["shard_map", "shard_map without check_vma", "pmap", "vmap"]
+
+
+def sums(params, batch):
+  x, mask = batch
+  return jnp.sum(mask * (x @ params) ** 2), jnp.sum(mask)
+
+
+def local_mean(params, batch):
+  total, count = sums(params, batch)
+  return total / count
+
+
+def global_mean(params, batch):
+  total, count = sums(params, batch)
+  return jax.lax.psum(total, "data") / jax.lax.psum(count, "data")
+
+
+def mean_of_means(params, batch):
+  return jax.lax.pmean(local_mean(params, batch), "data")
+
+
+def mixture(params, batch):
+  return 0.5 * local_mean(params, batch) + 0.5 * global_mean(params, batch)
+
+
+def by_numpy(parts):
+  """The gradient of the mean of masked means, each over some rows, and that mean; in float64."""
+  grads, losses = [], []
+  for rows in parts:
+    x, mask = X[rows], MASK[rows]
+    error = x @ WEIGHTS
+    grads.append(2 * x.T @ (mask * error) / mask.sum())
+    losses.append(np.sum(mask * error**2) / mask.sum())
+  return np.mean(grads, 0), np.mean(losses)
+
+
+WHOLE = by_numpy([slice(0, 8)])
+BY_DEVICE = by_numpy([slice(2 * i, 2 * i + 2) for i in range(DEVICES)])
+LOSSES = {
+  "local mean": (local_mean, BY_DEVICE),
+  "pmean": (mean_of_means, BY_DEVICE),
+  "psum of sums / psum of counts": (global_mean, WHOLE),
+  "half of each": (mixture, tuple((a + b) / 2 for a, b in zip(WHOLE, BY_DEVICE, strict=True))),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", LOSSES)
+def test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient(form, mode, devices):
+  """Not one that is smaller by the number of devices, beside the right loss."""
+  loss_of, (gradient, loss) = LOSSES[form]
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return loss_of(params, batch), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", donate=False)
+  state = mpjax.TrainState.create(jnp.float32(WEIGHTS), SGD)
+  state, metrics = on_devices(step, mode, devices)(state, (jnp.float32(X), jnp.float32(MASK)))
+  np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+  np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(gradient), rtol=1e-6)
+  np.testing.assert_allclose(state.params, WEIGHTS - gradient, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "shard_map without check_vma"])
+def test_a_reduced_loss_in_micro_batches(mode, devices):
+  """Row 0 of each device and then row 1, each a masked mean over all devices."""
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return global_mean(params, batch), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", accumulate=2)
+  state = mpjax.TrainState.create(jnp.float32(WEIGHTS), SGD)
+  state, metrics = on_devices(step, mode, devices)(state, (jnp.float32(X), jnp.float32(MASK)))
+  gradient, loss = by_numpy([slice(0, 8, 2), slice(1, 8, 2)])
+  np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+  np.testing.assert_allclose(state.params, WEIGHTS - gradient, rtol=1e-6)
+
+
+# --- integers of the model state -----------------------------------------------------------------
+
+
+def counting(params, old, batch, rng):
+  """Counts positive numbers and steps; a table, a mask and a key are only read."""
+  del rng
+  new = old | {
+    "counts": {"tokens": old["counts"]["tokens"] + jnp.sum(batch > 0, dtype=jnp.int32)},
+    "steps": old["steps"] + jnp.asarray(1, jnp.uint32),
+    "started": jnp.asarray(True),
+  }
+  scale = jnp.where(old["mask"], 1.0, 0.0) * old["table"][0].astype(jnp.float32)
+  return jnp.mean((batch @ (params * scale)) ** 2), (new, {})
+
+
+def before():
+  return {
+    "counts": {"tokens": jnp.asarray(100, jnp.int32)},
+    "steps": jnp.asarray(7, jnp.uint32),
+    "started": jnp.asarray(False),
+    "table": jnp.asarray([1, 2], jnp.int32),
+    "mask": jnp.asarray([True, False]),
+    "key": jax.random.key(3),
+  }
+
+
+TOKENS = np.float32([[1, 1], [1, 0], [0, 0], [1, 1], [0, 0], [0, 1], [1, 1], [1, 1]])
+MIXED = {"counts": "sum", "steps": "same", "started": "same"}
+
+
+def after(loss_fn, devices, mode="shard_map", **options):
+  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", donate=False, **options)
+  state = mpjax.TrainState.create(jnp.ones(2), SGD, model_state=before())
+  return on_devices(step, mode, devices)(state, TOKENS)[0].model_state
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_token_counter_beside_a_step_counter(mode, devices):
+  """As on one device, where all rows are counted and one step."""
+  state = mpjax.TrainState.create(jnp.ones(2), SGD, model_state=before())
+  alone = mpjax.make_train_step(counting, SGD)(state, TOKENS)[0].model_state
+  found = after(counting, devices, mode, integer_state=MIXED)
+  assert (found["counts"]["tokens"], found["steps"], found["started"]) == (110, 8, True)
+  assert jax.tree.all(jax.tree.map(lambda a, b: jnp.all(a == b), found, alone))
+  assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype, found, before()))
+
+
+@pytest.mark.parametrize(("how", "tokens", "steps"), [("sum", 110, 11), ("same", 104, 8)])
+def test_all_integers_alike(how, tokens, steps, devices):
+  """The most that one device has counted is 4: "same" is for what all count alike."""
+  found = after(counting, devices, integer_state=how)
+  assert (found["counts"]["tokens"], found["steps"], found["started"]) == (tokens, steps, True)
+  assert found["key"] == before()["key"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+  ("given", "got"),
+  [
+    (None, "int32[] at counts/tokens; bool[] at started; uint32[] at steps"),
+    ({"counts/tokens": "sum", "started": "same"}, "nothing about uint32[] at steps"),
+  ],
+)
+def test_integers_that_change_and_of_which_nothing_is_said(given, got, accumulate, devices):
+  """Not those that only pass through: a table, a mask, a key."""
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    after(counting, devices, integer_state=given, accumulate=accumulate)
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(axis_name=('data',)): model_state",
+    expected="integer_state= to say how devices combine integers",
+    got=got,
+    fix='Pass integer_state="sum"',
+    builtin=ValueError,
+  )
+  assert "table" not in str(excinfo.value)
+
+
+def through(how):
+  wrap = {"plain": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}[how]
+
+  def loss_fn(params, old, batch, rng):
+    del rng
+    loss, new = wrap(lambda p, s, b: (jnp.mean((b @ p) ** 2), dict(s)))(params, old, batch)
+    return loss, (new, {})
+
+  return loss_fn
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("how", ["plain", "jit", "remat"])
+def test_integers_that_pass_through_need_no_word(how, accumulate, devices):
+  found = after(through(how), devices, accumulate=accumulate)
+  assert jax.tree.all(jax.tree.map(lambda a, b: jnp.all(a == b), found, before()))
+
+
+def test_a_constant_of_three_devices_keeps_its_bits():
+  """A mean of three times 0.1 is not 0.1 in float32."""
+  tenths = jnp.asarray([0.1, jnp.inf, -jnp.inf, jnp.nan])
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.mean(params * batch), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data")
+  state = mpjax.TrainState.create(jnp.ones(2), SGD, model_state=tenths)
+  state, metrics = jax.vmap(step, in_axes=(None, 0), axis_name="data")(state, jnp.ones((3, 2)))
+  assert np.all(metrics["finite"])
+  assert state.model_state.tobytes() == np.stack([tenths] * 3).tobytes()
+
+
+@pytest.mark.parametrize(
+  ("given", "builtin", "got"),
+  [
+    ("max", ValueError, "'max'"),
+    ({"counts": "mean"}, ValueError, "{'counts': 'mean'}"),
+    (3, TypeError, "3"),
+    ({"counts": None}, TypeError, "{'counts': None}"),
+    ({0: "sum"}, TypeError, "{0: 'sum'}"),
+  ],
+)
+def test_ways_to_combine_that_are_none(given, builtin, got):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.make_train_step(counting, SGD, axis_name="data", integer_state=given)
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(integer_state)",
+    expected="'sum', 'same', a dict from paths",
+    got=got,
+    fix="'sum' for what counts rows",
+    builtin=builtin,
+  )
+
+
+def test_a_path_that_is_not_in_the_model_state(devices):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    after(counting, devices, integer_state=MIXED | {"token": "sum"})
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(integer_state)",
+    expected="paths of the model state, such as 'counts/tokens', 'key'",
+    got="'token'",
+    fix="by '/'",
+    builtin=ValueError,
+  )
+
+
+def test_what_is_not_mapped_by_hand_is_left_alone():
+  params = {"w": jnp.ones(2)}
+  local, vary = localise(params, ("data",))
+  assert local is params
+  assert vary(params) is params
+
+
+# --- a step without axis_name, inside a shard_map ------------------------------------------------
+
+
+def test_devices_that_would_decide_each_for_itself(devices):
+  """JAX's own error names out_specs, and no argument of ours."""
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return local_mean(params, batch), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, SGD)
+  state = mpjax.TrainState.create(jnp.float32(WEIGHTS), SGD)
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    on_devices(step, "shard_map", devices)(state, (jnp.float32(X), jnp.float32(MASK)))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(axis_name=None)",
+    expected="the name of the axis that the batch is divided over, one of ['data']",
+    got="None inside of a shard_map",
+    fix="Pass axis_name='data'",
+    builtin=ValueError,
+  )
+
+
+def test_devices_that_train_models_of_their_own_need_no_axis(devices):
+  """An ensemble: each device has its own state."""
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return local_mean(params, batch), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, SGD)
+  one = functools.partial(jax.tree.map, lambda x: x[0])
+  several = functools.partial(jax.tree.map, lambda x: x[None])
+  state = mpjax.TrainState.create(jnp.float32(WEIGHTS), SGD)
+  states = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), state)
+  mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,), devices=devices)
+  mapped = jax.shard_map(
+    lambda state, batch: several(step(one(state), batch)),
+    mesh=mesh,
+    in_specs=jax.P("data"),
+    out_specs=jax.P("data"),
+  )
+  states, _ = jax.jit(mapped)(states, (jnp.float32(X), jnp.float32(MASK)))
+  for i, params in enumerate(states.params):
+    gradient, _ = by_numpy([slice(2 * i, 2 * i + 2)])
+    np.testing.assert_allclose(params, WEIGHTS - gradient, rtol=1e-6)
+
+
+# --- the loop by hand of docs/distribution.md ----------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize("form", LOSSES)
+def test_a_loop_by_hand_takes_the_same_gradient(form, mode, devices):
+  """The loss varies over devices before it is differentiated, as the page has it."""
+  loss_of, (gradient, loss) = LOSSES[form]
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8), axis_name="data")
+
+  def by_hand(state, batch):
+    params, opt_state = state
+    local = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+    zero = jax.lax.pcast(0.0, "data", to="varying")
+    value, grads = mpjax.value_and_grad(lambda p: loss_of(p, batch) + zero, opt_state)(local)
+    grads = jax.tree.map(lambda g: jax.lax.pmean(g.astype(jnp.float32), "data"), grads)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), jax.lax.pmean(value, "data")
+
+  params = jnp.float32(WEIGHTS)
+  run = on_devices(by_hand, mode, devices)
+  params, value = run((params, tx.init(params)), (jnp.float32(X), jnp.float32(MASK)))
+  np.testing.assert_allclose(value, loss, rtol=1e-6)
+  np.testing.assert_allclose(params, WEIGHTS - gradient, rtol=1e-6)
+
+
+def test_the_page_has_the_recipe_that_is_tested():
+  page = (pathlib.Path(__file__).parents[2] / "docs" / "distribution.md").read_text()
+  assert 'zero = jax.lax.pcast(0.0, "data", to="varying")' in page
+  assert "loss_fn(p, (), batch, None)[0] + zero" in page

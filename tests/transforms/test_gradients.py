@@ -1,0 +1,436 @@
+"""Gradients of a batch: what is cut, added, averaged, and in which dtype.
+
+All through `make_train_step` with sgd at rate 1 from zero: the new parameters are the negative
+gradients.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+from tests.programs import equations
+
+AUTO = jax.sharding.AxisType.Auto
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+SGD = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8))
+
+
+def gradients(loss_fn, batch, params=None, tx=SGD, model_state=(), rng=None, **options):
+  """Returns the gradients, the new state and the metrics of one step from zero."""
+  params = jnp.zeros(3) if params is None else params
+  state = mpjax.TrainState.create(params, tx, model_state=model_state, rng=rng)
+  state, metrics = mpjax.make_train_step(loss_fn, tx, **options)(state, batch)
+  return jax.tree.map(lambda p: -p, state.params), state, jax.device_get(metrics)
+
+
+@functools.cache
+def rows(n):
+  """Integers over 16: sums of their products are exact in float32.
+
+  The targets can be divided by 3 as well, so that a third of a sum is exact too: XLA makes a
+  product with the rounded 1/3 of a division.
+  """
+  rng = np.random.default_rng(n)
+  x = rng.integers(-16, 17, (n, 3)).astype(np.float32) / 16
+  return {"x": x, "y": 3 * rng.integers(-16, 17, n).astype(np.float32) / 16}
+
+
+def summed(params, model_state, batch, rng):
+  del rng
+  error = batch["x"] @ params - batch["y"]
+  return jnp.sum(error**2) * 0.5, (model_state, {"worst": jnp.max(jnp.abs(error))})
+
+
+def mean(params, model_state, batch, rng):
+  loss, aux = summed(params, model_state, batch, rng)
+  return loss / len(batch["y"]), aux
+
+
+@pytest.mark.case("I12")
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
+def test_accumulation_is_the_exact_mean(k):
+  """Against NumPy in float64, to the bit; the numbers of the metrics too."""
+  batch = rows(24)
+  found, _, metrics = gradients(mean, batch, accumulate=k)
+  x, y = (batch[key].astype(np.float64) for key in "xy")
+  exact = -(x.T @ y) / 24
+  np.testing.assert_array_equal(found, exact.astype(np.float32))
+  np.testing.assert_array_equal(metrics["loss"], np.float32(np.mean(y**2) / 2))
+  worst = np.mean([np.abs(y[i::k]).max() for i in range(k)])
+  np.testing.assert_array_equal(metrics["worst"], np.float32(worst))
+  np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(np.sum(exact**2)), rtol=2**-22)
+
+
+@pytest.mark.case("I12", "A113", "A44", "B107")
+@pytest.mark.parametrize("k", [2, 3, 8])
+def test_a_bad_micro_batch_drops_the_window(k):
+  """Whichever it is: nothing of the others is kept, and the scale moves once."""
+  inner = optax.sgd(0.5, momentum=0.5)
+  tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(init_scale=64, growth_interval=2))
+
+  def in_float16(params, model_state, batch, rng):
+    return mean(params.astype(jnp.float16).astype(jnp.float32), model_state, batch, rng)
+
+  step = mpjax.make_train_step(in_float16, tx, accumulate=k, donate=False)
+  state = mpjax.TrainState.create(jnp.zeros(3), tx)
+  batch = rows(24)
+  for i in range(k):
+    x = batch["x"].copy()
+    x[i, 0] = np.nan if i % 2 else np.inf
+    after, metrics = step(state, batch | {"x": x})
+    for kept in ("step", "params", "model_state"):
+      np.testing.assert_array_equal(getattr(after, kept), getattr(state, kept))
+    inner_states = (jax.tree.leaves(s.opt_state.inner_state) for s in (after, state))
+    for a, b in zip(*inner_states, strict=True):
+      np.testing.assert_array_equal(a, b)
+    numbers = ("loss_scale", "total", "skipped", "consecutive_skips", "good_steps", "finite")
+    assert [metrics[name] for name in numbers] == [32, 1, 1, 1, 0, False]
+  # Good windows count as one step each, and the scale grows with the second, not inside one.
+  for count, scale in ((1, 64), (2, 128)):
+    state, metrics = step(state, batch)
+    assert (metrics["total"], metrics["loss_scale"], state.step) == (count, scale, count)
+
+
+def test_micro_batches_take_every_kth_row_in_turn():
+  """Model state goes from one micro-batch to the next, and each has a key of its own."""
+
+  def loss_fn(params, seen, batch, rng):
+    digits = 10 * batch["id"][0] + batch["id"][1]
+    draw = jax.random.bits(rng).astype(jnp.uint32)
+    return jnp.sum(params), (seen * 100 + digits, {"draw": draw, "rows": len(batch["id"])})
+
+  batch = {"id": jnp.arange(6), "flat": jnp.zeros((6, 2, 2))}
+  seen, key = jnp.zeros((), jnp.int32), jax.random.key(3)
+  _, state, metrics = gradients(
+    loss_fn, batch, model_state=seen, rng=key, accumulate=3, donate=False
+  )
+  assert state.model_state == 31425  # rows 0 and 3, then 1 and 4, then 2 and 5
+  step_key = jax.random.fold_in(key, 0)
+  draws = [int(jax.random.bits(jax.random.fold_in(step_key, i))) for i in range(3)]
+  assert metrics["draw"] == sum(draws) % 2**32
+  assert metrics["rows"] == 6
+
+
+@pytest.mark.case("B109", "A114")
+@pytest.mark.parametrize(
+  "stored", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
+)
+@pytest.mark.parametrize(
+  "computed", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
+)
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+def test_sums_are_float32(stored, computed):
+  """Eight times 30000 is inf in float16, and 1 is lost beside 2048 in both halves."""
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    x = batch.astype(computed)
+    return jnp.sum(x[0] * params.astype(computed)).astype(jnp.float32), (model_state, {})
+
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(1))
+  big, small = [30000.0] * 8, [2048.0] + [1.0] * 7
+  batch = jnp.asarray([big, small]).T
+  params = jnp.zeros(2, stored)
+  state = mpjax.TrainState.create(params, tx)
+  step = mpjax.make_train_step(loss_fn, tx, accumulate=8)
+  carried = {
+    str(var.aval)
+    for eqn, _ in equations(jax.make_jaxpr(step)(state, batch))
+    for var in eqn.outvars
+    if eqn.primitive.name == "add" and getattr(var.aval, "shape", ()) == (2,)
+  }
+  assert carried == {"float32[2]"}
+  found, state, metrics = gradients(loss_fn, batch, params, tx, accumulate=8)
+  # 30000 itself is 29952 in bfloat16; each gradient is rounded to its own dtype, the sum is not.
+  first = np.asarray(jnp.asarray(30000.0, computed).astype(stored), np.float64)
+  expected = np.asarray([first, (2048 + 7) / 8])
+  assert metrics["finite"]
+  np.testing.assert_array_equal(metrics["grad_norm"], np.float32(np.sqrt(np.sum(expected**2))))
+  np.testing.assert_array_equal(found, jnp.asarray(expected, jnp.float32).astype(stored))
+
+
+METRICS = {
+  "float": 0.5,
+  "half": jnp.asarray(0.5, jnp.bfloat16),
+  "vector": jnp.arange(3.0),
+  "nested": {"x": np.float32(0.25)},
+  "int": 3,
+  "narrow": jnp.asarray(100, jnp.int8),
+  "bool": jnp.asarray(True),
+  "counts": jnp.asarray([1, 0], jnp.uint32),
+}
+
+
+@pytest.mark.parametrize("how", ["plain", "micro-batches", "devices", "both"])
+def test_metrics(devices, how):
+  """Averages do not depend on how the batch is cut; counts are counted."""
+  k, axis = (2 if how in ("micro-batches", "both") else 1), how in ("devices", "both")
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng, batch
+    return jnp.sum(params), (model_state, METRICS)
+
+  step = mpjax.make_train_step(loss_fn, SGD, accumulate=k, axis_name="data" if axis else None)
+  if axis:
+    mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    step = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+  _, found = step(mpjax.TrainState.create(jnp.zeros(3), SGD), jnp.zeros(8))
+  parts = k * (4 if axis else 1)
+  floats = {"float": 0.5, "half": 0.5, "vector": np.arange(3.0), "nested": {"x": 0.25}}
+  counts = {"int": 3 * parts, "narrow": 100 * parts, "bool": parts}
+  expected = jax.tree.map(np.float32, floats) | jax.tree.map(np.int32, counts)
+  expected["counts"] = np.asarray([parts, 0], np.uint32)
+  for key, want in expected.items():
+    jax.tree.map(np.testing.assert_array_equal, found[key], want)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype, found[key], want)), key
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_model_state_of_any_kind_agrees(devices, check_vma):
+  """Floating leaves are averaged in float32; what is not floating is the same, as is said."""
+  mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
+  before = {
+    "mean": jnp.zeros(()),
+    "half": jnp.zeros((), jnp.float16),
+    "complex": jnp.zeros((), jnp.complex64),
+    "count": jnp.asarray(7, jnp.int32),
+    "flag": jnp.asarray(True),
+    "key": jax.random.key(1),
+    "raw": jax.random.PRNGKey(2),
+  }
+
+  def loss_fn(params, old, batch, rng):
+    del rng
+    new = {
+      "mean": jnp.mean(batch),
+      "half": jnp.mean(batch).astype(jnp.float16),
+      "complex": jax.lax.complex(jnp.mean(batch), -jnp.mean(batch)),
+      "count": old["count"] + 1,
+      "flag": jnp.logical_not(old["flag"]),
+      "key": jax.random.fold_in(old["key"], 1),
+      "raw": jax.random.fold_in(old["raw"], 1),
+    }
+    return jnp.sum(params), (new, {})
+
+  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", integer_state="same")
+  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+  step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
+  state = mpjax.TrainState.create(jnp.zeros(3), SGD, model_state=before)
+  # The sum of two of them is inf in float16.
+  state, _ = step(state, jnp.asarray([40000.0, 40000.0, 40000.0, 40016.0]))
+  after = state.model_state
+  assert (after["mean"], after["half"], after["complex"]) == (40004, 40000, 40004 - 40004j)
+  assert {key: x.dtype for key, x in after.items()} == {key: x.dtype for key, x in before.items()}
+  assert (after["count"], after["flag"]) == (8, False)
+  assert after["key"] == jax.random.fold_in(jax.random.key(1), 1)
+  np.testing.assert_array_equal(after["raw"], jax.random.fold_in(jax.random.PRNGKey(2), 1))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", [("a", "b"), ["b", "a"], "a"], ids=str)
+def test_several_axes(devices, axes, check_vma):
+  """Over both axes of a mesh, or over one while the other repeats the work."""
+  mesh = jax.make_mesh((2, 2), ("a", "b"), (AUTO, AUTO), devices=devices)
+  step = mpjax.make_train_step(mean, SGD, axis_name=axes)
+  rows_over = jax.P("a") if axes == "a" else jax.P(("a", "b"))
+  specs = {"in_specs": (jax.P(), rows_over), "out_specs": jax.P()}
+  step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
+  state, metrics = step(mpjax.TrainState.create(jnp.zeros(3), SGD), rows(24))
+  expected, _, alone = gradients(mean, rows(24))
+  np.testing.assert_array_equal(-state.params, expected)
+  assert metrics["grad_norm"] == alone["grad_norm"] > 0
+
+
+def test_a_mapped_axis_of_vmap_will_do():
+  step = mpjax.make_train_step(mean, SGD, axis_name="data")
+  batch = jax.tree.map(lambda x: x.reshape(4, 4, *x.shape[1:]), rows(16))
+  state = mpjax.TrainState.create(jnp.zeros(3), SGD)
+  state, _ = jax.vmap(step, in_axes=(None, 0), axis_name="data")(state, batch)
+  expected, _, _ = gradients(mean, rows(16))
+  np.testing.assert_array_equal(state.params, jnp.stack([-expected] * 4))
+
+
+def test_the_batch_is_seen_in_the_order_of_devices(devices):
+  """The key of each device and micro-batch is its own, and none is that of another step."""
+  mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
+
+  def loss_fn(params, draws, batch, rng):
+    bits = jax.random.bits(rng, (), jnp.uint32)
+    here = jax.nn.one_hot(batch[0], 8, dtype=jnp.uint32)
+    return jnp.sum(params), (draws, {"bits": bits * here})
+
+  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", accumulate=2)
+  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+  step = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+  key = jax.random.key(5)
+  state = mpjax.TrainState.create(jnp.zeros(3), SGD, rng=key)
+  found = []
+  for index in range(2):
+    state, metrics = jax.block_until_ready(step(state, jnp.arange(8)))
+    found.extend(metrics["bits"].tolist())
+    keys = [jax.random.fold_in(jax.random.fold_in(key, index), device) for device in range(4)]
+    expected = [jax.random.bits(jax.random.fold_in(k, i)) for k in keys for i in range(2)]
+    assert metrics["bits"].tolist() == [int(x) for x in expected]
+  assert len(set(found)) == 16
+
+
+def returning(out):
+  return lambda params, model_state, batch, rng: out(jnp.sum(params), model_state)
+
+
+WRONG = {
+  "loss": (lambda loss, state: loss, "float32[]"),
+  "pair": (lambda loss, state: (loss, {}), "(ShapedArray(float32[]), {})"),
+  "triple": (lambda loss, state: (loss, state, {}), "float32[]"),
+  "list": (lambda loss, state: [loss, (state, {})], "float32[]"),
+  "no dict": (lambda loss, state: (loss, (state, loss)), "((), ShapedArray(float32[]))"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_loss_function_may_not_return(name):
+  out, got = WRONG[name]
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    gradients(returning(out), jnp.zeros(2))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(loss_fn)",
+    expected="(loss, (model_state, metrics))",
+    got=got,
+    fix="Return (loss, ((), {}))",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize(
+  ("loss", "builtin", "got"),
+  [
+    (lambda loss: loss * jnp.ones(2), ValueError, "an array of shape (2,)"),
+    (lambda loss: 3, TypeError, "a int"),
+    (lambda loss: jax.lax.complex(loss, loss), TypeError, "complex64[]"),
+  ],
+  ids=["vector", "integer", "complex"],
+)
+def test_a_loss_that_is_no_number_to_minimise(loss, builtin, got):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    gradients(returning(lambda value, state: (loss(value), (state, {}))), jnp.zeros(2))
+  check_error(
+    excinfo,
+    where="mpjax.value_and_grad(fun): the loss",
+    expected="a floating scalar",
+    got=got,
+    fix="jnp.mean(losses)",
+    builtin=builtin,
+  )
+
+
+NAMES = """
+loss grad_norm retries loss_scale finite good_steps total skipped consecutive_skips floor_hits
+bad_updates
+"""
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_names_of_metrics_that_are_taken(name):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    gradients(returning(lambda loss, state: (loss, (state, {name: 1, "mine": 2}))), jnp.zeros(2))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(loss_fn): metrics",
+    expected="metrics with other names than ours",
+    got=f"[{name!r}]",
+    fix="Rename them",
+    builtin=ValueError,
+  )
+
+
+def test_no_other_name_is_taken():
+  """Whatever a step reports by itself is among the names that are refused."""
+  config = mpjax.DynamicLossScale()
+  tx = mpjax.loss_scaling(optax.sgd(1.0), config)
+
+  def loss_fn(params, model_state, batch, rng):
+    del batch, rng
+    return jnp.sum(params.astype(jnp.float16)), (model_state, {})
+
+  _, _, metrics = gradients(loss_fn, jnp.zeros(2), tx=tx, max_retries=1)
+  assert set(metrics) == set(NAMES.split())
+
+
+CHANGES = {
+  "dtype": (lambda old: old | {"m": old["m"].astype(jnp.bfloat16)}, "bfloat16[2] for float32[2]"),
+  "kind": (lambda old: old | {"n": old["n"].astype(jnp.float32)}, "float32[] for int32[]"),
+  "shape": (lambda old: old | {"m": jnp.zeros(3)}, "float32[3] for float32[2]"),
+  "missing": (lambda old: {"m": old["m"]}, "nothing at ['n']"),
+  "extra": (lambda old: old | {"o": old["m"]}, "an extra leaf at ['o']"),
+  "none": (lambda old: None, "nothing at ['m']"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_model_state_that_changes_its_type(change, k):
+  """In float32 one day and in half the next, it would be compiled anew, or never fit a `scan`."""
+  new, got = CHANGES[change]
+  old = {"m": jnp.zeros(2), "n": jnp.zeros((), jnp.int32)}
+  loss_fn = returning(lambda loss, state: (loss, (new(state), {})))
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    gradients(loss_fn, jnp.zeros(2), model_state=old, accumulate=k)
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(loss_fn): model_state",
+    expected="the structure, shapes and dtypes that it was given",
+    got=got,
+    fix="cast to the dtypes of the old one",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize("where", ["jit", "shard_map of another"])
+def test_an_axis_that_is_not_bound(devices, where):
+  step = mpjax.make_train_step(mean, SGD, axis_name="batch")
+  state = mpjax.TrainState.create(jnp.zeros(3), SGD)
+  if where != "jit":
+    mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
+    step = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    step(state, rows(16))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(axis_name='batch')",
+    expected="an axis that is mapped",
+    got="axes of the mesh here: " + ("()" if where == "jit" else "('data',)"),
+    fix="leave axis_name out",
+    builtin=ValueError,
+  )
+
+
+def test_sharded_parameters_and_an_axis(devices):
+  """Their gradients belong to one device; an average over devices would mix different ones."""
+  mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
+  step = mpjax.make_train_step(mean, SGD, axis_name="data")
+  state = mpjax.TrainState.create(jnp.zeros((4, 3)), SGD)
+  specs = jax.tree.map(lambda x: jax.P("data") if x.ndim else jax.P(), state)
+  mapped = jax.shard_map(
+    lambda state, batch: step(state._replace(params=state.params[0]), batch),
+    mesh=mesh,
+    in_specs=(specs, jax.P("data")),
+    out_specs=jax.P(),
+  )
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mapped(state, rows(16))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(axis_name=",
+    expected="the same on all devices",
+    got="some that differ",
+    fix="use jit over a Mesh, without axis_name",
+    builtin=ValueError,
+  )

@@ -1,0 +1,889 @@
+"""The all-in-one step: what it computes, retries, averages, donates, warns of and refuses."""
+
+import copy
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+from tests.loss_scale_oracle import Oracle
+
+STATIC = mpjax.StaticLossScale(8)
+SGD = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), STATIC)
+
+
+@functools.cache
+def rows(n):
+  """Integers over 16: sums of their products are exact in float32."""
+  rng = np.random.default_rng(n)
+  x = rng.integers(-16, 17, (n, 3)).astype(np.float32) / 16
+  return {"x": x, "y": rng.integers(-16, 17, n).astype(np.float32) / 16}
+
+
+def quadratic(params, model_state, batch, rng):
+  del rng
+  error = batch["x"] @ params - batch["y"]
+  return jnp.mean(error**2) * 0.5, (model_state, {"worst": jnp.max(jnp.abs(error))})
+
+
+def in_float16(params, model_state, batch, rng):
+  """The gradient of `params` overflows if the scale times the largest of the batch is too large."""
+  half = batch.astype(jnp.float16) @ params.astype(jnp.float16)
+  loss = jnp.sum(half.astype(jnp.float32))
+  if rng is not None:
+    model_state = model_state * 0.5 + jax.random.bits(rng, (), jnp.uint8).astype(jnp.float32)
+  return loss, (model_state, {})
+
+
+def create(tx, params=None, **options):
+  return mpjax.TrainState.create(jnp.zeros(3) if params is None else params, tx, **options)
+
+
+def bits(tree):
+  return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def without_scale(state):
+  """What a step commits or not: all but the loss scale and its counters."""
+  rng = None if state.rng is None else jax.random.key_data(state.rng)
+  return bits(state._replace(opt_state=state.opt_state.inner_state, rng=rng))
+
+
+def scale_of(state):
+  return float(mpjax.loss_scaling_metrics(state)["loss_scale"])
+
+
+def test_against_numpy():
+  """Loss, norm, momentum and average of five steps, in float64."""
+  tx, batch = SGD, rows(8)
+  step = mpjax.make_train_step(quadratic, tx, ema_decay=0.75)
+  state = create(tx, jnp.asarray([1.0, -2.0, 0.5]), ema=True)
+  x, y = (batch[key].astype(np.float64) for key in "xy")
+  params, momentum = np.asarray([1, -2, 0.5]), np.zeros(3)
+  average = params
+  for count in range(5):
+    error = x @ params - y
+    grads = x.T @ error / 8
+    state, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], np.mean(error**2) / 2, rtol=1e-6)
+    np.testing.assert_allclose(metrics["worst"], np.max(np.abs(error)), rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(np.sum(grads**2)), rtol=1e-6)
+    momentum = 0.5 * momentum + grads
+    params = params - 0.5 * momentum
+    average = 0.75 * average + 0.25 * params
+    np.testing.assert_allclose(state.params, params, rtol=1e-5)
+    np.testing.assert_allclose(state.ema, average, rtol=1e-5)
+    assert state.step == count + 1
+  assert {metrics[name].dtype for name in ("loss", "grad_norm")} == {jnp.dtype(jnp.float32)}
+  assert "retries" not in metrics
+
+
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+def test_the_norm_is_taken_of_all_gradients_in_float32(stored):
+  """The squares of float16 gradients overflow, 300 already."""
+  gradient = {"a": np.asarray([300.0, 400.0]), "b": np.asarray([[1200.0]])}
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    parts = jax.tree.map(lambda p, g: jnp.sum(p.astype(jnp.float32) * g), params, batch)
+    return sum(jax.tree.leaves(parts)), (model_state, {})
+
+  tx = mpjax.loss_scaling(optax.sgd(0.5), STATIC)
+  state = create(tx, jax.tree.map(lambda g: jnp.zeros(g.shape, stored), gradient))
+  batch = jax.tree.map(jnp.float32, gradient)
+  _, metrics = mpjax.make_train_step(loss_fn, tx)(state, batch)
+  assert metrics["grad_norm"] == 1300
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_numbers_of_a_skipped_step_are_reported_as_they_are(bad):
+  batch = rows(8)
+  x = batch["x"].copy()
+  x[3, 1] = bad
+  step = mpjax.make_train_step(quadratic, SGD)
+  state, metrics = step(create(SGD), batch | {"x": x})
+  assert not np.isfinite(metrics["loss"])
+  assert not np.isfinite(metrics["grad_norm"])
+  assert [metrics[name] for name in ("finite", "skipped", "loss_scale")] == [False, 1, 8]
+  assert state.step == 0
+
+
+def test_without_scaling_nothing_is_checked():
+  """NoLossScale: plain optax in one call; a NaN is applied, as it is there."""
+  tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.NoLossScale())
+  step = mpjax.make_train_step(quadratic, tx, ema_decay=0.5, accumulate=2)
+  batch = rows(8)
+  state, metrics = step(create(tx, ema=True), batch)
+  scaled, _ = mpjax.make_train_step(quadratic, SGD, ema_decay=0.5, accumulate=2)(
+    create(SGD, ema=True), batch
+  )
+  assert without_scale(state) == without_scale(scaled)
+  assert [metrics[name] for name in ("finite", "total", "loss_scale")] == [True, 0, 1]
+  state, metrics = step(state, batch | {"x": batch["x"] * np.nan})
+  assert state.step == 2
+  assert np.all(np.isnan(state.params))
+  assert np.all(np.isnan(state.ema))
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [
+    optax.chain(mpjax.loss_scaling(optax.sgd(0.5), STATIC), optax.add_decayed_weights(-0.1)),
+    optax.multi_transform(
+      {"a": mpjax.loss_scaling(optax.sgd(0.5), STATIC), "b": optax.sgd(0.5)}, {"w": "a", "v": "b"}
+    ),
+    optax.multi_transform(
+      {name: mpjax.loss_scaling(optax.sgd(0.5), STATIC, name=name) for name in "ab"},
+      {"w": "a", "v": "b"},
+    ),
+  ],
+  ids=["chain", "a part", "two"],
+)
+def test_the_scale_has_to_cover_the_whole_optimizer(tx):
+  """What stands outside would move on a skipped step, or see scaled gradients."""
+  params = {"w": jnp.ones(2), "v": jnp.ones(2)}
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    create(tx, params)
+  check_error(
+    excinfo,
+    where="mpjax.TrainState.create(tx)",
+    expected="mpjax.loss_scaling around the whole optimizer, for one loss",
+    got="loss scale(s) inside of a",
+    fix="Write mpjax.loss_scaling(optax.chain(...))",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.standard_promotion
+def test_masters_may_stand_around_the_scale():
+  tx = mpjax.master_weights(mpjax.loss_scaling(optax.sgd(0.5), STATIC))
+  state = create(tx, jnp.ones(3, jnp.bfloat16))
+  state, metrics = mpjax.make_train_step(quadratic, tx)(state, rows(8))
+  assert metrics["finite"]
+  np.testing.assert_array_equal(
+    state.params, mpjax.master_params(state.opt_state).astype(jnp.bfloat16)
+  )
+
+
+@pytest.mark.case("A105", "B103", "A67", "I16")
+@pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+def test_half_parameters_are_their_rounded_masters(stored):
+  """Steps of 2^-12 add up, although 1 - 2^-12 is 1 in both halves; so does their average."""
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(2.0**-12)), STATIC)
+
+  def loss_fn(params, model_state, batch, rng):
+    del batch, rng
+    return jnp.sum(params["w"].astype(jnp.float32)) + jnp.sum(params["norm"]), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5)
+  params = {"w": jnp.ones(3, stored), "norm": jnp.ones(2)}
+  state = create(tx, params, ema=True)
+  average = 1.0
+  for count in range(1, 33):
+    state, _ = step(state, jnp.zeros(1))
+    exact = np.float32(1 - count * 2.0**-12)
+    average = np.float32(average + (exact - average) * 0.5)
+    assert {key: x.dtype for key, x in state.params.items()} == {"w": stored, "norm": jnp.float32}
+    masters = mpjax.master_params(state.opt_state, state.params)
+    for key in params:
+      np.testing.assert_array_equal(masters[key], np.full_like(masters[key], exact))
+      np.testing.assert_array_equal(state.params[key], masters[key].astype(params[key].dtype))
+      np.testing.assert_array_equal(state.ema[key], np.full_like(masters[key], average))
+  assert np.all(np.asarray(state.params["w"], np.float32) < 1)
+
+
+@pytest.mark.case("A67")
+def test_parameters_are_set_to_masters_that_no_addition_reaches():
+  """-0.0 is not 1 + (-0.0 - 1), and a float32 sum of 2^60 and anything is not 1."""
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.5)), STATIC)
+
+  def loss_fn(params, model_state, batch, rng):
+    del batch, rng
+    return jnp.sum(params.astype(jnp.float32)) * 0, (model_state, {})
+
+  state = create(tx, jnp.asarray([1.0, 2.0**60], jnp.bfloat16))
+  opt_state = mpjax.set_master_params(state.opt_state, jnp.asarray([-0.0, 1.0]))
+  state, _ = mpjax.make_train_step(loss_fn, tx)(state._replace(opt_state=opt_state), jnp.zeros(1))
+  assert bits(state.params) == bits(jnp.asarray([-0.0, 1.0], jnp.bfloat16))
+
+
+# --- running a batch again -----------------------------------------------------------------------
+
+
+def retry_oracle(config, largest, max_retries):
+  """NNabla's updater in plain Python: back off and run again, as often as is allowed and may help.
+
+  Returns (applied, retries, scale) for each batch; the gradient is the scale times its largest
+  value. Where NNabla raises after 100 runs in vain, the step counts as one that was skipped. Each
+  run again is at a lower scale, whatever the hysteresis: at the same one the same overflows.
+  """
+  oracle, history = Oracle(**config), []
+  for value in largest:
+    retries, applied, futile, once = -1, False, False, None
+    while not applied and not futile and retries < max_retries:
+      retries += 1
+      scale = oracle.scale
+      applied = bool(scale * value < 65520)  # From here on float16 rounds to inf.
+      oracle.step(applied)
+      once = once or copy.copy(oracle)
+      # No scale mends an inf in the data, and none is below the smallest.
+      futile = np.isinf(value) or scale == config["min_scale"]
+      if not applied and oracle.scale == scale:
+        oracle.scale = max(scale / 2, config["min_scale"])
+    oracle = oracle if applied else once
+    history.append((applied, retries, oracle.numbers()))
+  return history
+
+
+@pytest.mark.case("A24")
+@pytest.mark.parametrize("max_retries", [0, 1, 3])
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_retries_equal_the_oracle(max_retries, hysteresis):
+  config = {"init": 2.0**12, "growth_interval": 3, "min_scale": 4.0, "hysteresis": hysteresis}
+  tx = mpjax.loss_scaling(optax.sgd(2.0**-30), mpjax.DynamicLossScale(**config))
+  step = mpjax.make_train_step(in_float16, tx, max_retries=max_retries)
+  state = create(tx)
+  exponents = np.random.default_rng(max_retries).integers(-2, 16, 120)
+  largest = [float("inf") if e == 15 else 2.0**e for e in exponents]
+  history = retry_oracle(config, largest, max_retries)
+  params, steps = np.zeros(3), 0
+  for value, (applied, retries, numbers) in zip(largest, history, strict=True):
+    state, metrics = jax.device_get(step(state, jnp.asarray([[0.0, value, 1.0]])))
+    state = jax.tree.map(jnp.asarray, state)
+    if applied:
+      params, steps = params - 2.0**-30 * np.asarray([0, value, 1]), steps + 1
+    assert metrics["finite"] == applied
+    assert metrics.get("retries", 0) == retries
+    assert metrics["loss_scale"] == numbers.pop("scale")
+    numbers.pop("hysteresis")
+    assert {key: metrics[key] for key in numbers} == numbers
+    np.testing.assert_array_equal(state.params, np.float32(params))
+    assert state.step == steps
+  assert ("retries" in metrics) == (max_retries > 0)
+  seen = {(applied, retries) for applied, retries, _ in history}
+  assert {(True, 0), (False, 0), (False, max_retries)} <= seen
+  assert any(applied and retries for applied, retries in seen) == (max_retries > 0)
+
+
+def test_a_retried_step_is_the_step_at_the_lower_scale():
+  """With the same dropout key, model state and all; the attempts before it leave no trace."""
+  tx = mpjax.loss_scaling(optax.sgd(0.3, momentum=0.7), mpjax.DynamicLossScale(init_scale=2.0**12))
+  step = mpjax.make_train_step(in_float16, tx, max_retries=4, ema_decay=0.9, donate=False)
+  rng = jax.random.key(1)
+  state = create(tx, jnp.asarray([0.1, 0.2, 0.3]), model_state=jnp.ones(()), rng=rng, ema=True)
+  state, metrics = step(state, jnp.asarray([[0.1, 0.2, 0.3]]))
+  assert metrics["retries"] == 0
+  hard = jnp.asarray([[0.3, 100.0, 0.2]])  # 65520 / 100 lies between 2^9 and 2^10
+  retried, metrics = step(state, hard)
+  assert [metrics[name] for name in ("retries", "finite", "skipped")] == [3, True, 3]
+  lower = state._replace(opt_state=mpjax.set_loss_scale(state.opt_state, 2.0**9))
+  direct, plain_metrics = step(lower, hard)
+  assert [plain_metrics[name] for name in ("retries", "finite", "skipped")] == [0, True, 0]
+  assert without_scale(retried) == without_scale(direct)
+  assert scale_of(retried) == scale_of(direct) == 2**9
+  for name in ("loss", "grad_norm"):
+    assert metrics[name] == plain_metrics[name]
+
+
+def test_retries_need_a_scale_that_moves():
+  step = mpjax.make_train_step(quadratic, SGD, max_retries=2)
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    step(create(SGD), rows(8))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(max_retries)",
+    expected="0 with a loss scale that does not move",
+    got="2 with 'static(scale=8)'",
+    fix="Use DynamicLossScale",
+    builtin=ValueError,
+  )
+
+
+# --- one trace, donation, warnings ---------------------------------------------------------------
+
+
+@pytest.mark.case("I4")
+@pytest.mark.parametrize("options", [{}, {"max_retries": 1, "accumulate": 2}], ids=["", "retries"])
+def test_one_trace(options):
+  """200 steps with skips, growth and retries, a scale that was set, and NumPy batches."""
+  traces = []
+
+  def counting(*args):
+    traces.append(0)
+    return in_float16(*args)
+
+  config = mpjax.DynamicLossScale(init_scale=2.0**12, growth_interval=3)
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(2.0**-12)), config)
+  step = mpjax.make_train_step(counting, tx, ema_decay=0.5, **options)
+  rng = np.random.default_rng(0)
+  state = create(tx, jnp.zeros(3, jnp.bfloat16), ema=True)
+  seen = set()
+  for index in range(200):
+    batch = np.full((2, 3), 2.0 ** rng.integers(0, 8), np.float32)
+    batch[0, 1] = rng.choice([1.0, np.nan], p=[0.8, 0.2])
+    state, metrics = step(state, batch)
+    if index == 0:
+      first = len(traces)
+    if index == 100:
+      state = state._replace(opt_state=mpjax.set_loss_scale(state.opt_state, 2.0**8))
+    seen.add((bool(metrics["finite"]), float(metrics["loss_scale"])))
+  assert len(traces) == first > 0
+  assert len({scale for _, scale in seen}) > 4
+  assert {finite for finite, _ in seen} == {True, False}
+
+
+ALIASING = {
+  "adamw": lambda: optax.adamw(1e-2),
+  "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+  "prodigy": lambda: optax.contrib.prodigy(),
+}
+
+
+@pytest.mark.case("B133", "B134", "B135")
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", ALIASING)
+def test_donation(name, stored):
+  """The old state is gone and the caller's arrays are not; no buffer is given away twice, and none
+  in vain (JAX warns of that, which is an error here)."""
+  inner = ALIASING[name]()
+  tx = mpjax.loss_scaling(mpjax.master_weights(inner), STATIC)
+
+  def loss_fn(params, model_state, batch, rng):
+    w = params["w"].astype(jnp.float32) + params["tied"].astype(jnp.float32)
+    loss = jnp.mean((batch @ w) ** 2) + jax.random.uniform(rng)
+    return loss, (jax.tree.map(lambda s: s * 0.5, model_state), {})
+
+  tied, rng, stats = jnp.ones((4, 3), stored), jax.random.key(0), jnp.ones(2)
+  params = {"w": tied, "tied": tied}
+  state = create(tx, params, model_state=(stats, stats), rng=rng, ema=True)
+  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5)
+  old = state
+  for factor in (1.0, np.nan, 1.0):
+    state, metrics = step(state, jnp.full((8, 4), factor))
+  assert metrics["skipped"] == 1
+  left = [jax.tree_util.keystr(k) for k, x in jax.tree.leaves_with_path(old) if not x.is_deleted()]
+  # JAX does not pass on arguments that nothing reads: what the last step left for the host.
+  assert {path.rpartition(".")[2] for path in left} == {"first_bad", "finite"}
+  assert not any(x.is_deleted() for x in jax.tree.leaves((params, rng, stats)))
+  with pytest.raises((RuntimeError, ValueError), match="deleted"):
+    step(old, jnp.ones((8, 4)))
+
+
+def test_without_donation():
+  step = mpjax.make_train_step(quadratic, SGD, donate=False)
+  state = create(SGD)
+  before = without_scale(state)
+  step(state, rows(8))
+  assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+  assert without_scale(state) == before
+
+
+def half_in(how):
+  """Loss functions with float16 somewhere inside."""
+
+  def plain(x):
+    return jnp.sum(x.astype(jnp.float16)).astype(jnp.float32)
+
+  inside = {
+    "the open": plain,
+    "jit": jax.jit(plain),
+    "scan": lambda x: jax.lax.scan(lambda c, y: (c + plain(y[None]), None), jnp.zeros(()), x)[0],
+    "cond": lambda x: jax.lax.cond(jnp.sum(x) > 0, plain, lambda x: jnp.sum(x), x),
+    "remat": jax.checkpoint(plain),
+    "no place": jnp.sum,
+    "bfloat16": lambda x: jnp.sum(x.astype(jnp.bfloat16)).astype(jnp.float32),
+  }[how]
+
+  def loss_fn(params, model_state, batch, rng):
+    del batch, rng
+    return inside(params), (model_state, {})
+
+  return loss_fn
+
+
+@pytest.mark.case("B033")
+@pytest.mark.parametrize("how", ["no place", "bfloat16"])
+def test_a_dynamic_scale_without_float16(how):
+  """One warning, when the step is traced, and no more."""
+  tx = mpjax.loss_scaling(optax.sgd(0.5))
+  step = mpjax.make_train_step(half_in(how), tx)
+  state = create(tx)
+  with pytest.warns(UserWarning, match=r"nothing in loss_fn .* float16") as found:
+    state, _ = step(state, jnp.ones(2))
+  assert len(found) == 1
+  step(state, jnp.ones(2))  # Another warning would be an error.
+  for word in ("mpjax.make_train_step", "NoLossScale()", "StaticLossScale(1)"):
+    assert word in str(found[0].message)
+
+
+@pytest.mark.case("B033")
+@pytest.mark.parametrize("how", ["the open", "jit", "scan", "cond", "remat"])
+def test_no_warning_with_float16(how):
+  tx = mpjax.loss_scaling(optax.sgd(0.5))
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    mpjax.make_train_step(half_in(how), tx)(create(tx), jnp.ones(2))
+
+
+@pytest.mark.case("B033")
+@pytest.mark.parametrize("config", [STATIC, mpjax.NoLossScale()], ids=str)
+def test_no_warning_without_a_dynamic_scale(config):
+  tx = mpjax.loss_scaling(optax.sgd(0.5), config)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    mpjax.make_train_step(half_in("bfloat16"), tx)(create(tx), jnp.ones(2))
+
+
+@pytest.mark.case("B034")
+def test_check_progress_takes_the_state():
+  step = mpjax.make_train_step(quadratic, SGD)
+  state = create(SGD)
+  for _ in range(3):
+    mpjax.check_skipped_steps(state, 3)
+    state, _ = step(state, rows(8) | {"y": np.full(8, np.nan, np.float32)})
+  with pytest.raises(mpjax.MpjaxRuntimeError) as excinfo:
+    mpjax.check_skipped_steps(state, 3, params=state.params)
+  check_error(
+    excinfo,
+    where="mpjax.check_skipped_steps",
+    expected="fewer than 3 skipped steps in a row",
+    got="3, at loss scale 8",
+    fix="look for an inf or NaN in the data",
+    builtin=RuntimeError,
+  )
+  state, _ = step(state, rows(8))
+  mpjax.check_skipped_steps(state, 3)
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+WRONG_TYPES = {
+  "loss_fn": (3, "a function", "3 of type int", "the function itself"),
+  "tx": (optax.sgd, "an optax transformation", "of type function", "mpjax.loss_scaling("),
+  "accumulate": (2.0, "an integer", "2.0 of type float", "a Python int"),
+  "max_retries": (True, "an integer", "True of type bool", "a Python int"),
+  "ema_decay": ("0.9", "a float or None", "'0.9' of type str", "such as 0.999"),
+  "donate": (1, "a bool", "1 of type int", "True or False"),
+}
+OUT_OF_RANGE = {
+  "accumulate": (0, "at least 1", "0", "1 does not cut the batch"),
+  "max_retries": (-1, "at least 0", "-1", "0 never runs a batch again"),
+  "ema_decay": (1.0, "a number in [0, 1)", "1.0", "0.999 averages"),
+}
+BAD_ARGUMENTS = [
+  *((name, TypeError, *row) for name, row in WRONG_TYPES.items()),
+  *((name, ValueError, *row) for name, row in OUT_OF_RANGE.items()),
+  ("ema_decay", ValueError, float("nan"), "a number in [0, 1)", "nan", "0.999 averages"),
+]
+
+
+@pytest.mark.parametrize(("name", "builtin", "value", "expected", "got", "fix"), BAD_ARGUMENTS)
+def test_bad_arguments(name, builtin, value, expected, got, fix):
+  arguments = {"loss_fn": quadratic, "tx": SGD, name: value}
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.make_train_step(**arguments)
+  where = f"mpjax.make_train_step({name})"
+  check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
+
+
+@pytest.mark.parametrize(
+  "given", [{"params": jnp.zeros(3)}, (jnp.zeros(3), ())], ids=["dict", "()"]
+)
+def test_a_state_of_another_kind(given):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.make_train_step(quadratic, SGD)(given, rows(8))
+  check_error(
+    excinfo,
+    where="step(state)",
+    expected="a mpjax.TrainState",
+    got=f"a {type(given).__name__}",
+    fix="mpjax.TrainState.create(params, tx)",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_state_without_one_loss_scale(number):
+  tx = mpjax.loss_scaling(optax.sgd(0.5), {"a": STATIC, "b": STATIC}) if number else optax.sgd(0.5)
+  state = create(SGD)._replace(opt_state=tx.init(jnp.zeros(3)))
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.make_train_step(quadratic, tx)(state, rows(8))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(...): step(state)",
+    expected="for one loss" if number else "made by mpjax.loss_scaling",
+    got="2 loss scale(s) inside of a LossScalingState" if number else "without a loss scale",
+    fix="write the step with mpjax.value_and_grad" if number else "Wrap",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_average_that_is_kept_or_updated_alone(kept):
+  step = mpjax.make_train_step(quadratic, SGD, ema_decay=None if kept else 0.5)
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    step(create(SGD, ema=kept), rows(8))
+  check_error(
+    excinfo,
+    where="step(state): ema",
+    expected="an average in the state exactly if ema_decay is given",
+    got="ema_decay=None and one" if kept else "ema_decay=0.5 and none",
+    fix="TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)",
+    builtin=ValueError,
+  )
+
+
+BATCHES = {
+  "too few": ({"x": np.zeros((7, 3)), "y": np.zeros(8)}, "shape [7, 3] at ['x']"),
+  "a scalar": ({"x": np.zeros((8, 3)), "n": 3}, "shape [] at ['n']"),
+  "both": ({"x": np.zeros((9, 3)), "y": np.zeros(10)}, "shape [9, 3] at ['x']; shape [10] at"),
+  "no dict": (np.zeros(6), "shape [6] at the root"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_that_cannot_be_cut(name):
+  batch, got = BATCHES[name]
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.make_train_step(quadratic, SGD, accumulate=4)(create(SGD), batch)
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(accumulate=4): step(batch)",
+    expected="can be cut into 4 micro-batches",
+    got=got,
+    fix="drop or pad the last batch",
+    builtin=ValueError,
+  )
+
+
+def test_a_batch_that_cannot_be_cut_on_its_devices(devices):
+  """16 rows on 4 devices: 8 micro-batches of 2 rows would leave two devices idle."""
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Explicit,), devices=devices)
+  batch = jax.device_put(rows(16), jax.NamedSharding(mesh, jax.P("data")))
+  state = create(SGD, jax.device_put(jnp.zeros(3), jax.NamedSharding(mesh, jax.P())))
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.make_train_step(quadratic, SGD, accumulate=8)(state, batch)
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(accumulate=8): step(batch)",
+    expected="fills all devices",
+    got="shape [16, 3] at ['x']",
+    fix="Choose a batch size that is a multiple",
+    builtin=ValueError,
+  )
+
+
+# --- what a reader of the first version found ----------------------------------------------------
+
+
+def test_a_retry_in_vain_counts_once():
+  """One broken batch must not bring the scale down to its floor, nor raise an alarm."""
+  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.DynamicLossScale(init_scale=2**12))
+  step = mpjax.make_train_step(in_float16, tx, max_retries=100)
+  state, metrics = step(create(tx), jnp.full((1, 3), jnp.nan))
+  found = [int(metrics[name]) for name in ("loss_scale", "retries", "skipped", "total")]
+  assert found == [2**11, 0, 1, 1]
+  mpjax.check_skipped_steps(state)
+
+
+def test_loss_fn_only_ever_sees_micro_batches():
+  def loss_fn(params, model_state, batch, rng):
+    assert batch.shape == (2, 3)
+    return jnp.mean((batch.astype(jnp.float16) @ params.astype(jnp.float16)) ** 2), (
+      model_state,
+      {},
+    )
+
+  tx = mpjax.loss_scaling(optax.sgd(0.5))
+  mpjax.make_train_step(loss_fn, tx, accumulate=4)(create(tx), jnp.ones((8, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+def test_half_parameters_can_be_rounded_stochastically():
+  tx = mpjax.loss_scaling(optax.sgd(1.0), STATIC)
+
+  def loss_fn(params, model_state, batch, rng):
+    del batch, rng
+    return jnp.sum(params.astype(jnp.float32)) * 2.0**-12, (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, tx, rounding="stochastic")
+  state = create(tx, jnp.ones(4096, jnp.bfloat16), rng=jax.random.key(0))
+  for _ in range(8):
+    state, _ = step(state, jnp.zeros(1))
+  mean = np.asarray(state.params, np.float64).mean()
+  # Each of 8 steps has a standard deviation of at most 2^-9 (half the distance of neighbours).
+  assert abs(mean - (1 - 8 * 2.0**-12)) < 6 * 2.0**-9 * np.sqrt(8 / 4096)
+  assert len(np.unique(np.asarray(state.params, np.float32))) > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+def test_stochastic_rounding_needs_a_key():
+  tx = mpjax.loss_scaling(optax.sgd(1.0), STATIC)
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.make_train_step(quadratic, tx, rounding="stochastic")(create(tx), rows(8))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(rounding='stochastic'): step(state): rng",
+    expected="a PRNG key in the state",
+    got="None",
+    fix="TrainState.create(..., rng=jax.random.key(0))",
+    builtin=ValueError,
+  )
+
+
+def test_an_unknown_rounding():
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.make_train_step(quadratic, SGD, rounding="random")
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(rounding)",
+    expected="'nearest' or 'stochastic'",
+    got="'random'",
+    fix="Did you mean",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.standard_promotion
+def test_the_loss_is_handed_on_as_value():
+  tx = mpjax.loss_scaling(
+    optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1)), STATIC
+  )
+  state, metrics = mpjax.make_train_step(quadratic, tx)(create(tx), rows(8))
+  plateau = state.opt_state.inner_state[1]
+  np.testing.assert_array_equal(plateau.best_value, metrics["loss"])
+
+
+def test_a_skipped_step_keeps_subnormal_parameters():
+  """XLA for CPU flushes them when it adds, even -0.0."""
+  tx = mpjax.loss_scaling(optax.sgd(0.5), STATIC)
+  state = create(tx, jnp.asarray(np.float32([1e-40, 1, -1e-40])))
+  before = bits(state.params)
+  state, _ = mpjax.make_train_step(quadratic, tx)(state, rows(8) | {"y": rows(8)["y"] * np.nan})
+  assert bits(state.params) == before
+
+
+def test_weakly_typed_model_state_becomes_strong():
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.mean((batch["x"] @ params) ** 2), (jnp.where(True, 1.0, 2.0), {})
+
+  step = mpjax.make_train_step(loss_fn, SGD)
+  state = create(SGD, model_state=jnp.float32(0))
+  for _ in range(3):
+    state, _ = step(state, rows(8))
+  assert not state.model_state.weak_type
+  assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_new_state_is_where_it_should_be(pinned, devices):
+  """Statistics of sharded weights: XLA leaves them where it has computed them."""
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices[:4])
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.sum(params * batch), (model_state * 0.5 + params * 0.5, {})
+
+  replicated = jax.NamedSharding(mesh, jax.P())
+  params = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("data")))
+  state = create(SGD, params, model_state=jax.device_put(jnp.zeros(8), replicated))
+  shardings = jax.tree.map(lambda x: x.sharding, state) if pinned else None
+  step = mpjax.make_train_step(loss_fn, SGD, state_shardings=shardings)
+  batch = jax.device_put(jnp.ones(8), replicated)
+  before = jax.tree.map(lambda x: x.sharding.spec, state)
+  for _ in range(2):
+    state, metrics = jax.block_until_ready(step(state, batch))
+  stays = jax.tree.map(lambda x: x.sharding.spec, state) == before
+  assert stays == pinned, "if XLA leaves it in place by itself, this test needs another model"
+  assert metrics["total"] == 2
+
+
+# --- what was not finite before the step ---------------------------------------------------------
+
+MASK = jnp.asarray([[0.0, -np.inf], [np.nan, 0.0]])
+
+
+def with_constants(params, old, batch, rng):
+  """A mask that is only read, the best loss so far, and a running mean."""
+  del rng
+  kept = jnp.where(jnp.isfinite(old["mask"]), batch @ params, 0)
+  loss = jnp.mean(kept**2)
+  new = old | {"best": jnp.minimum(old["best"], loss), "mean": old["mean"] * 0.5 + jnp.mean(batch)}
+  return loss, (new, {})
+
+
+def constants():
+  return {"mask": MASK, "best": jnp.float32(np.inf), "low": jnp.float32(-np.inf), "mean": 0.0}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["passed through", "computed anew"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_was_infinite_before_skips_no_step(copied, accumulate):
+  def loss_fn(params, old, batch, rng):
+    if copied:
+      old = old | {"mask": old["mask"] * 1.0, "low": jnp.maximum(old["low"], -jnp.inf)}
+    return with_constants(params, old, batch, rng)
+
+  step = mpjax.make_train_step(loss_fn, SGD, accumulate=accumulate)
+  state = create(SGD, jnp.full((2, 2), 0.5), model_state=constants())
+  batch = jnp.ones((2 * accumulate, 2))
+  for count in range(1, 4):
+    state, metrics = step(state, batch)
+    assert metrics["finite"]
+    assert state.step == count
+  np.testing.assert_array_equal(state.model_state["mask"], MASK)
+  assert np.isfinite(state.model_state["best"])
+  mpjax.check_skipped_steps(state, 1)
+
+
+@pytest.mark.parametrize(
+  ("name", "value", "path"),
+  [("mean", np.inf, "['mean']"), ("low", np.nan, "['low']"), ("low", np.inf, "['low']")],
+)
+def test_what_becomes_infinite_skips_the_step_and_is_named(name, value, path):
+  """Also where it was infinite in another way."""
+
+  def loss_fn(params, old, batch, rng):
+    loss, (new, _) = with_constants(params, old, jnp.ones((2, 2)), rng)
+    return loss, (new | {name: old[name] * 0 + batch if name == "mean" else batch}, {})
+
+  step = mpjax.make_train_step(loss_fn, SGD, donate=False)
+  state = create(SGD, jnp.full((2, 2), 0.5), model_state=constants())
+  before = without_scale(state)
+  state, metrics = step(state, jnp.float32(value))
+  assert not metrics["finite"]
+  assert np.isfinite(metrics["loss"])
+  assert without_scale(state) == before
+  with pytest.raises(mpjax.MpjaxRuntimeError) as excinfo:
+    mpjax.check_skipped_steps(state, 1, params=state.params)
+  check_error(
+    excinfo,
+    where="mpjax.check_skipped_steps",
+    expected="fewer than 1",
+    got=f"was in the model state at {path}",
+    fix="look for an inf or NaN",
+    builtin=RuntimeError,
+  )
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_the_average_moves_with_updates_not_with_micro_batches(every):
+  """As if each window were one batch: NumPy, in float64."""
+  tx = mpjax.loss_scaling(mpjax.accumulate_gradients(optax.sgd(0.25), every), STATIC)
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.sum((params - batch) ** 2), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.75)
+  state = create(tx, jnp.ones(1), ema=True)
+  params = average = 1.0
+  for window in range(5):
+    for micro_batch in range(every):
+      state, _ = step(state, jnp.full(1, float(window)))
+      if micro_batch == every // 2:  # What is skipped is no part of the window.
+        state, metrics = step(state, jnp.full(1, np.nan))
+        assert not metrics["finite"]
+    params = params - 0.5 * (params - window)
+    average = 0.75 * average + 0.25 * params
+    np.testing.assert_allclose(state.params, [params], rtol=1e-6)
+    np.testing.assert_allclose(state.ema, [average], rtol=1e-6)
+
+
+def test_the_average_of_what_is_not_accumulated_moves_each_time():
+  inner = optax.multi_transform(
+    {"slow": mpjax.accumulate_gradients(optax.sgd(0.25), 2), "fast": optax.sgd(0.25)},
+    {"a": "slow", "b": "fast"},
+  )
+  tx = mpjax.loss_scaling(inner, STATIC)
+
+  def loss_fn(params, model_state, batch, rng):
+    del batch, rng
+    return params["a"] + params["b"], (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5)
+  state = create(tx, {"a": jnp.ones(()), "b": jnp.ones(())}, ema=True)
+  found = []
+  for _ in range(4):
+    state, _ = step(state, 0.0)
+    found.append((float(state.ema["a"]), float(state.ema["b"])))
+  slow, fast = zip(*found, strict=True)
+  assert fast == (0.875, 0.6875, 0.46875, 0.234375)
+  assert slow == (1.0, 0.875, 0.875, 0.6875)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_half_parameters_without_a_scale_are_plain_optax(accumulate):
+  """opt_level("O3") in bfloat16: moments are half, as optax makes them."""
+  level = mpjax.opt_level("O3")
+  inner = optax.adamw(2.0**-4)
+  tx = mpjax.loss_scaling(inner, level.loss_scale)
+
+  def loss_of(params, batch):
+    return jnp.mean((batch.astype(jnp.bfloat16) @ params).astype(jnp.float32) ** 2)
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return loss_of(params, batch), (model_state, {})
+
+  params = jnp.asarray([1.0, -2.0, 0.5], jnp.bfloat16)
+  state = create(tx, params)
+  step = mpjax.make_train_step(loss_fn, tx, accumulate=accumulate)
+  opt_state = inner.init(params)
+  batch = jnp.tile(jnp.asarray([[1.0, 0.5, 0.25]]), (2, 1))  # Both micro-batches are alike.
+  for _ in range(3):
+    state, metrics = step(state, batch)
+    updates, opt_state = inner.update(jax.grad(loss_of)(params, batch), opt_state, params)
+    params = optax.apply_updates(params, updates)
+    assert metrics["finite"]
+  assert bits(state.params) == bits(params)
+  assert bits(state.opt_state.inner_state) == bits(opt_state)
+
+
+def test_masters_without_a_scale_take_float32_gradients():
+  """The mean of 1 and 2^-8 has more digits than bfloat16."""
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(1.0)), mpjax.NoLossScale())
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.sum(params.astype(jnp.float32) * batch[0].astype(jnp.float32)), (model_state, {})
+
+  step = mpjax.make_train_step(loss_fn, tx, accumulate=2)
+  state = create(tx, jnp.zeros(1, jnp.bfloat16))
+  state, _ = step(state, jnp.asarray([[1.0], [2.0**-8]]))
+  np.testing.assert_array_equal(mpjax.master_params(state.opt_state), [-(0.5 + 2.0**-9)])
+
+
+@pytest.mark.standard_promotion
+def test_sam_is_that_of_optax():
+  """Its update names its arguments, and takes no value=."""
+
+  def make():
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    return optax.contrib.sam(optax.sgd(0.1), adversary, sync_period=2)
+
+  tx = mpjax.loss_scaling(make(), STATIC)
+  step = mpjax.make_train_step(quadratic, tx)
+  state, plain = create(tx, jnp.asarray([1.0, -2.0, 0.5])), make()
+  params = jnp.asarray([1.0, -2.0, 0.5])
+  opt_state = plain.init(params)
+  for _ in range(6):
+    state, metrics = step(state, rows(8))
+    assert metrics["finite"]
+    grads = jax.grad(lambda p: quadratic(p, (), rows(8), None)[0])(params)
+    updates, opt_state = plain.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(state.params, params, rtol=1e-6)

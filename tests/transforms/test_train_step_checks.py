@@ -1,0 +1,201 @@
+"""What a step refuses before it is traced. The arguments' own errors are in test_train_step.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax.transforms._train_step_checks import check_call
+from tests.errors import check_error
+
+
+def loss_fn(params, model_state, batch, rng):
+  return jnp.mean((batch @ params.astype(batch.dtype)) ** 2), (model_state, {})
+
+
+def one_step(loss_fn, tx, params, batch, **options):
+  state = mpjax.TrainState.create(params, tx)
+  return mpjax.make_train_step(loss_fn, tx, donate=False, **options)(state, batch)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:.*stored in half")
+def test_half_moments_without_a_scale_stay_half():
+  """The optimizer sees half parameters as they are, and float32 gradients."""
+  inner = optax.sgd(0.5, momentum=0.5)
+  tx = mpjax.loss_scaling(inner, mpjax.NoLossScale())
+  params = jnp.ones(3, jnp.bfloat16)
+  state = mpjax.TrainState.create(params, tx)
+  trace = state.opt_state.inner_state[0].trace
+  assert trace.dtype == jnp.bfloat16
+  step = mpjax.make_train_step(loss_fn, tx, donate=False)
+  for _ in range(2):
+    before, (state, _) = state, step(state, jnp.ones((2, 3)))
+    gradient = 2 * jnp.sum(before.params.astype(jnp.float32))
+    expected = gradient + 0.5 * before.opt_state.inner_state[0].trace.astype(jnp.float32)
+    assert jnp.array_equal(state.opt_state.inner_state[0].trace, expected.astype(jnp.bfloat16))
+    moved = before.params.astype(jnp.float32) - 0.5 * expected
+    assert jnp.array_equal(state.params, moved.astype(jnp.bfloat16))
+  assert step._cache_size() == 1
+
+
+def test_moments_that_would_change_their_dtype():
+  def init(params):
+    return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
+
+  inner = optax.GradientTransformation(init, lambda g, state, params=None: (g, g))
+  tx = mpjax.loss_scaling(inner, mpjax.NoLossScale())
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    one_step(loss_fn, tx, jnp.ones(3), jnp.ones((2, 3)))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(tx): the state of the optimizer",
+    expected="dtypes that it had before the step",
+    got="float32[3] for bfloat16[3]",
+    fix="mpjax.master_weights",
+    builtin=ValueError,
+  )
+
+
+UNWRAPPED = {
+  "sgd": optax.sgd(0.1),
+  "momentum": optax.sgd(0.1, momentum=0.9),
+  "adam": optax.adam(0.1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
+@pytest.mark.parametrize("name", UNWRAPPED)
+def test_an_optimizer_that_did_not_make_the_state(name):
+  """Of an unwrapped sgd both accept the other: it would never unscale."""
+  state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.1)))
+  step = mpjax.make_train_step(loss_fn, UNWRAPPED[name])
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    step(state, jnp.ones((2, 3)))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(tx): step(state)",
+    expected="a state that was created with this very tx",
+    got="one of another optimizer",
+    fix="the same tx, wrapped by mpjax.loss_scaling",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
+def test_a_scaled_optimizer_that_did_not_make_the_state():
+  state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.1)))
+  step = mpjax.make_train_step(loss_fn, mpjax.loss_scaling(optax.adam(0.1)))
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    step(state, jnp.ones((2, 3)))
+  check_error(
+    excinfo,
+    where="mpjax.loss_scaling(inner).update(state)",
+    expected="ScaleByAdamState",
+    got="EmptyState",
+    fix="Pass the tx that made it",
+    builtin=TypeError,
+  )
+
+
+STATIC = mpjax.StaticLossScale(8)
+ALONE = {
+  "lbfgs": (lambda: optax.lbfgs(), "missing 2 required keyword-only arguments"),
+  "backtracking": (
+    lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+    "missing",
+  ),
+  "opaque SAM": (
+    lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
+    "grad_fn must be provided",
+  ),
+  "private": (
+    lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
+    "updates with shape [] for",
+  ),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", ALONE)
+def test_optimizers_that_evaluate_the_loss_themselves(name):
+  make, got = ALONE[name]
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    one_step(loss_fn, mpjax.loss_scaling(make(), STATIC), jnp.ones(3), jnp.ones((2, 3)))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(tx): tx.update",
+    expected="an optimizer that needs the parameters, the gradients of the mean loss and value=",
+    got=got,
+    fix="in a loop of your own: mpjax.value_and_grad",
+    builtin=TypeError,
+  )
+
+
+@pytest.mark.parametrize("given", [{"a": None}, (None, None)], ids=["dict", "pair"])
+def test_shardings_of_another_structure(given):
+  tx = mpjax.loss_scaling(optax.sgd(0.5), STATIC)
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    one_step(loss_fn, tx, jnp.ones(3), jnp.ones((2, 3)), state_shardings=given)
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(state_shardings)",
+    expected="the structure of the state",
+    got="another one",
+    fix="jax.tree.map(lambda x: x.sharding, state)",
+    builtin=ValueError,
+  )
+
+
+def test_one_sharding_for_the_whole_state():
+  tx = mpjax.loss_scaling(optax.sgd(0.5), STATIC)
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  state, _ = one_step(loss_fn, tx, jnp.ones(3), jnp.ones((2, 3)), state_shardings=one)
+  assert {x.sharding for x in jax.tree.leaves(state)} == {one}
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_rows_of_a_micro_batch_fill_the_devices_that_their_type_names(devices, axis_type):
+  """With automatic axes the type does not say where the rows are."""
+  mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices[:4])
+  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
+  state = mpjax.TrainState.create(jnp.ones(3), tx)
+  batch = jax.device_put(np.ones((8, 3), np.float32), jax.NamedSharding(mesh, jax.P("data")))
+
+  def check(batch):
+    check_call(state, batch, 4, 0, None, "nearest")
+    return batch
+
+  if axis_type == jax.sharding.AxisType.Auto:
+    jax.eval_shape(check, batch)
+    return
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    jax.eval_shape(check, batch)
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(accumulate=4): step(batch)",
+    expected="fills all devices",
+    got="shape [8, 3] at the root",
+    fix="Choose a batch size that is a multiple",
+    builtin=ValueError,
+  )
+
+
+@pytest.mark.parametrize(("name", "rows"), [("weights", 4), ("mask", 8), ("labels", 32)])
+def test_what_has_another_first_axis_is_not_cut_into_micro_batches(name, rows):
+  """Class weights lost their last classes, and a causal mask its last rows, with a finite loss."""
+  state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.5)))
+  batch = {"x": np.ones((16, 3), np.float32), name: np.ones((rows, 8), np.float32)}
+  check_call(state, batch, 1, 0, None, "nearest")
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    check_call(state, batch, 4, 0, None, "nearest")
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(accumulate=4): step(batch)",
+    expected="leaves with one first axis, that of the examples",
+    got=f"shape [{rows}, 8] at ['{name}']",
+    fix="let loss_fn close over it, or keep it in model_state",
+    builtin=ValueError,
+  )
