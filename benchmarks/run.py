@@ -23,7 +23,7 @@ from models import SIZES, Case
 from rich.console import Console
 
 import mpjax
-from mpjax._jaxprs import walk
+from mpjax._jaxprs import count
 
 OUT = pathlib.Path(__file__).parent.parent / "out" / "benchmarks.json"
 
@@ -80,13 +80,13 @@ def flax_step(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, 
 def count_program(fun: Callable[..., Any], *args: Any) -> dict[str, Any]:
   """Returns what the traced program holds, before any compiler saw it."""
   program = jax.make_jaxpr(fun)(*args)
-  counts = walk.count_operations(program)
-  found = walk.products(program)
+  counts = count.count_operations(program)
+  found = count.products(program)
   return {
     "equations": sum(counts.values()),
     "converts": counts["convert_element_type"],
     "products": len(found),
-    "half_share": walk.half_share(found),
+    "half_share": count.half_share(found),
     "flops": sum(p.flops * p.times for p in found),
   }
 
@@ -136,7 +136,7 @@ def compare_precisions(case: Case, half: str, rounds: int) -> dict[str, Any]:
     figures[name] = {
       "seconds": times[name],
       "traced": count_program(functools.partial(plain_step, apply), state, *batch),
-      "residual_bytes": walk.residual_bytes(lambda p, f=loss: f(p, rest, *batch)[0], params),
+      "residual_bytes": count.residual_bytes(lambda p, f=loss: f(p, rest, *batch)[0], params),
       "compiled": measure.count_compiled(steps[name].compiled),
     }
   del steps

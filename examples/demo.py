@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 # What audits a program is not public yet: the counts behind two columns of the table.
-from mpjax._jaxprs import walk
+from mpjax._jaxprs import count
 
 LAST = 20
 """Steps whose loss is averaged: the loss on one batch says little."""
@@ -36,9 +36,9 @@ def describe(result: digits.Result) -> dict[str, float]:
     "loss": float(np.mean(result.losses[-LAST:])),
     "skipped": int(result.metrics["skipped"]),
     "loss_scale": float(result.metrics["loss_scale"]),
-    "half_share": walk.half_share(walk.products(step)),
-    "parameter_bytes": walk.tree_bytes(params),
-    "activation_bytes": walk.residual_bytes(loss, params),
+    "half_share": count.half_share(count.products(step)),
+    "parameter_bytes": count.tree_bytes(params),
+    "activation_bytes": count.residual_bytes(loss, params),
   }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from mpjax._core.dtypes import parse_dtype
+from mpjax._core.dtypes import HALVES, parse_dtype
 from mpjax._core.errors import MpjaxValueError
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules, is_flax_norm
@@ -21,7 +21,7 @@ from mpjax.transforms._loss_scale_config import (
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
 
-_HALVES = ("bfloat16", "float16")
+_HALVES = tuple(sorted(dtype.name for dtype in HALVES))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

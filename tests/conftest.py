@@ -7,7 +7,7 @@ _FLAGS_OF_XLA = {
   "--xla_force_host_platform_device_count": "8",
   # Two thirds of the time goes into compiling tiny programs that run once. What the tests say of
   # dtypes, operations and numbers holds without optimization too; a test of what the optimizer
-  # makes of a program asks for it: `tests.programs.optimized`.
+  # makes of a jaxpr passes compiler_options=.
   "--xla_backend_optimization_level": "0",
   "--xla_llvm_disable_expensive_passes": "true",
 }

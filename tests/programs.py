@@ -56,7 +56,7 @@ class Product:
     return left.partition("[")[0], right.partition("[")[0]
 
   @property
-  def is_half(self) -> bool:
+  def is_low_precision(self) -> bool:
     """Whether both operands are in a half type: what a tensor core needs."""
     return all(dtype in HALF for dtype in self.dtypes)
 
@@ -139,7 +139,7 @@ def half_share(program: ClosedJaxpr) -> float:
   """Returns the share of the products' FLOPs whose operands are both in a half type."""
   found = products(program)
   assert found, "a program without products has no share of them in half"
-  return sum(p.flops for p in found if p.is_half) / sum(p.flops for p in found)
+  return sum(p.flops for p in found if p.is_low_precision) / sum(p.flops for p in found)
 
 
 def converts(program: ClosedJaxpr) -> collections.Counter[str]:
@@ -191,14 +191,6 @@ def compiled(lowered: Any) -> Any:
 def jitted(fun: Any) -> Any:
   """Returns `jax.jit(fun)` that compiles as `run` does, for what is called more than once."""
   return jax.jit(fun, compiler_options=_options())
-
-
-def optimized(fun: Any) -> Any:
-  """Returns `jax.jit(fun)`, compiled as for users; the tests are compiled without optimization."""
-  return jax.jit(fun, compiler_options=_OPTIMIZED if jax.default_backend() == "cpu" else None)
-
-
-_OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 def _options() -> dict[str, Any] | None:

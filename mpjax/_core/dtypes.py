@@ -83,6 +83,17 @@ def scalar_type(dtype: np.dtype[Any]) -> Any:
   return getattr(jnp, dtype.name)
 
 
+FLOAT32 = np.dtype("float32")
+
+HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
+"""The dtypes of 16 bits: "half". A dtype is of low precision if it is one, or narrower."""
+
+
+def is_low_precision(dtype: np.dtype[Any]) -> bool:
+  """Whether `dtype` is floating and narrower than float32: bfloat16, float16 or 8 bits."""
+  return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < FLOAT32.itemsize
+
+
 def is_float8(dtype: np.dtype[Any]) -> bool:
   """Whether `dtype` is one of the 8-bit floating formats."""
   return dtype.name in _FLOAT8

@@ -2,14 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.frameworks import check_no_linen_model
-from mpjax._core.trees import cast_leaf, is_half, map_arrays
+from mpjax._core.trees import half_to_float32, map_arrays
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,13 +58,9 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
     around = ACTIVE.value
     given, named = (args, kwargs)
     if around is not None and around.on:
-      given = tuple(map_arrays(_widen, x) for x in args)
-      named = {name: map_arrays(_widen, x) for name, x in kwargs.items()}
+      given = tuple(map_arrays(half_to_float32, x) for x in args)
+      named = {name: map_arrays(half_to_float32, x) for name, x in kwargs.items()}
     with jax.named_scope(SCOPE), ACTIVE((around or Active()).outside()):
       return call(*given, **named)
 
   return wrapped
-
-
-def _widen(x: Any) -> Any:
-  return cast_leaf(x, jnp.float32) if is_half(x) else x

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.types import Array, PyTree
 
@@ -23,7 +24,7 @@ def is_floating(x: Any) -> bool:
 
 def is_half(x: Any) -> bool:
   """Whether `x` is an array in float16 or bfloat16."""
-  return hasattr(x, "dtype") and x.dtype.name in ("bfloat16", "float16")
+  return hasattr(x, "dtype") and x.dtype in HALVES
 
 
 def cast_leaf(x: Any, dtype: np.dtype[Any]) -> Any:
@@ -40,6 +41,11 @@ def cast_leaf(x: Any, dtype: np.dtype[Any]) -> Any:
     # JAX would narrow float64 first; rounding twice is then what the same input gives anywhere.
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype)).astype(dtype)
   return x.astype(dtype)
+
+
+def half_to_float32(x: Any) -> Any:
+  """Returns `x` in float32 if it is an array in float16 or bfloat16, else `x` itself."""
+  return cast_leaf(x, FLOAT32) if is_half(x) else x
 
 
 def is_nnx_object(x: Any) -> bool:

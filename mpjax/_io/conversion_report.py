@@ -16,8 +16,8 @@ from mpjax._core.frameworks import framework_of
 from mpjax._core.paths import check_leaves, is_key, path_text, places
 from mpjax._core.trees import is_array_like, is_floating, tree_differences
 from mpjax._core.types import PyTree
+from mpjax._jaxprs.count import tree_bytes
 from mpjax._jaxprs.used_dtypes import ties
-from mpjax._jaxprs.walk import tree_bytes
 
 
 class LeafReport(NamedTuple):

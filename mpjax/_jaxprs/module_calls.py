@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.active import ACTIVE, Active
+from mpjax._core.dtypes import FLOAT32, is_low_precision
 from mpjax._core.errors import MpjaxTypeError, has_note, line_of_user, message, mixed_dtypes_note
 from mpjax._core.module_dtype import dtype_field, warn_of_uncast
 from mpjax._core.policy import Policy
@@ -32,7 +33,6 @@ S = TypeVar("S", bound=Active)
 
 Dtype: TypeAlias = np.dtype[Any]
 
-FLOAT32 = np.dtype("float32")
 
 _OPS = OpLists()
 
@@ -49,7 +49,7 @@ _OF_TRACERS = ("Tracer.__format__", "not available on traced array")
 
 def is_low(policy: Policy | None) -> bool:
   """Whether operations under a policy run in low precision."""
-  return policy is not None and policy.compute_dtype.itemsize < FLOAT32.itemsize
+  return policy is not None and is_low_precision(policy.compute_dtype)
 
 
 def is_wide(policy: Policy | None) -> bool:

@@ -1,23 +1,15 @@
-"""Programs as JAX traces them: walking every equation, counting products and what is saved.
+"""Walking the equations of a jaxpr, those of inner jaxprs included.
 
-Nothing here runs a program or depends on its values. What cannot be known from the program alone,
-how often a `while` loop turns and which branch of a `cond` is taken, is marked as not certain.
+Nothing here runs a jaxpr or depends on values. What the jaxpr alone does not say, how often a
+`while` loop runs and which branch of a `cond` is taken, is marked as not certain.
 """
 
-import collections
-import dataclasses
-import math
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from mpjax._core.types import PyTree
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER, Program, inner_jaxprs, opened, warn_not_entered
+from mpjax._jaxprs.inner_jaxprs import Program, inner_jaxprs, opened
 
 
 class Visit(NamedTuple):
@@ -52,135 +44,6 @@ def _walk(program: Program, times: int, certain: bool) -> Iterator[Visit]:
       yield from _walk(inner.program, times * runs, known)
 
 
-def _counted(program: Program) -> Iterator[Visit]:
-  """Walks a program, and warns of what is not in the count."""
-  for visit in walk(program):
-    if not visit.entered:
-      warn_not_entered(visit.eqn, "counting operations", "What it runs is not counted.")
-    yield visit
-
-
-def count_operations(program: Program) -> collections.Counter[str]:
-  """Returns how often each first-order primitive is written in a program, loops counted once."""
-  names = (visit.eqn.primitive.name for visit in _counted(program))
-  return collections.Counter(name for name in names if name not in HIGHER_ORDER)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
-  """A matrix product or a convolution.
-
-  Fields:
-    primitive: its name.
-    operands: the abstract values of the two operands, with shape and dtype.
-    result: the abstract value of what it computes.
-    flops: floating-point operations of one execution.
-    times: how often the program runs it.
-    certain: whether `times` is known, as for `Visit`.
-  """
-
-  primitive: str
-  operands: tuple[Any, Any]
-  result: Any
-  flops: int
-  times: int
-  certain: bool
-
-  @property
-  def is_half(self) -> bool:
-    """Whether both operands are floating numbers of 16 bits or fewer."""
-    return all(
-      jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 2 for x in self.operands
-    )
-
-
-def products(program: Program) -> tuple[Product, ...]:
-  """Returns every matrix product and convolution in a program, in the order of the program.
-
-  A multiplication and an addition count as two operations. Where a convolution meets padding or a
-  hole of dilation nothing is counted, as XLA's own cost analysis does it.
-
-  Args:
-    program: a jaxpr, closed or not.
-  """
-  found = []
-  for eqn, times, certain, _ in _counted(program):
-    name = eqn.primitive.name
-    if name not in _FLOPS:
-      continue
-    lhs, rhs = (operand.aval for operand in eqn.invars[:2])
-    result = eqn.outvars[0].aval
-    flops = _FLOPS[name](lhs, rhs, result, eqn.params)
-    product = Product(
-      primitive=name, operands=(lhs, rhs), result=result, flops=flops, times=times, certain=certain
-    )
-    found.append(product)
-  return tuple(found)
-
-
-def half_share(found: Iterable[Product]) -> float:
-  """Returns the share of the products' operations that are in half: 0 to 1, NaN of none at all.
-
-  Products of integers are no floating-point operations, and count for neither side.
-  """
-  half = total = 0
-  for product in found:
-    inexact = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in product.operands)
-    flops = product.flops * product.times if inexact else 0
-    total += flops
-    half += flops if product.is_half else 0
-  return half / total if total else math.nan
-
-
-def _dot_flops(lhs: Any, rhs: Any, result: Any, params: Mapping[str, Any]) -> int:
-  del result
-  (_, contracting), (_, batch) = params["dimension_numbers"]
-  return _dot(lhs, rhs, {*contracting, *batch})
-
-
-def _ragged_dot_flops(lhs: Any, rhs: Any, result: Any, params: Mapping[str, Any]) -> int:
-  # Each row meets the matrix of its own group alone: the number of groups does not count.
-  del result
-  numbers = params["ragged_dot_dimension_numbers"]
-  (_, contracting), (_, batch) = numbers.dot_dimension_numbers
-  return _dot(lhs, rhs, {*contracting, *batch, *numbers.rhs_group_dimensions})
-
-
-def _dot(lhs: Any, rhs: Any, shared: set[int]) -> int:
-  """Every element of `lhs` meets one of `rhs` for each index that is `rhs`'s own."""
-  own = (size for axis, size in enumerate(rhs.shape) if axis not in shared)
-  return 2 * math.prod(lhs.shape) * math.prod(own)
-
-
-def _conv_flops(lhs: Any, rhs: Any, result: Any, params: Mapping[str, Any]) -> int:
-  numbers = params["dimension_numbers"]
-  out_batch, out_features, *out_space = (result.shape[axis] for axis in numbers.out_spec)
-  _, in_features, *kernel = (rhs.shape[axis] for axis in numbers.rhs_spec)
-  _, _, *space = (lhs.shape[axis] for axis in numbers.lhs_spec)
-  meetings = 1
-  for axis, (size, taps, positions) in enumerate(zip(space, kernel, out_space, strict=True)):
-    hole = params["lhs_dilation"][axis]
-    reached = (
-      np.arange(positions)[:, None] * params["window_strides"][axis]
-      + np.arange(taps)[None, :] * params["rhs_dilation"][axis]
-      - params["padding"][axis][0]
-    )
-    inside = (reached >= 0) & (reached <= (size - 1) * hole) & (reached % hole == 0)
-    meetings *= int(inside.sum())
-  # The features of one group, and of batch groups only one, are already what the kernel's shape
-  # and the result's say.
-  return 2 * out_batch * out_features * in_features * meetings
-
-
-_FLOPS: Mapping[str, Callable[[Any, Any, Any, Mapping[str, Any]], int]] = types.MappingProxyType(
-  {
-    "conv_general_dilated": _conv_flops,
-    "dot_general": _dot_flops,
-    "ragged_dot_general": _ragged_dot_flops,
-  }
-)
-
-
 def passed_through(program: Program) -> list[int | None]:
   """Returns, for each result of a program, which argument it is; None for what is computed.
 
@@ -200,29 +63,3 @@ def passed_through(program: Program) -> list[int | None]:
       if source is not None and not isinstance(source, Literal) and source in origins:
         origins[v] = origins[source]
   return [None if isinstance(v, Literal) else origins.get(v) for v in jaxpr.outvars]
-
-
-def residual_bytes(fun: Callable[..., Any], *args: PyTree) -> int:
-  """Returns how many bytes a function keeps from its forward pass for its backward pass.
-
-  These are the arrays that `jax.vjp` saves, as `jax.ad_checkpoint.print_saved_residuals` lists
-  them, without the arguments and closed-over constants, which exist anyway. A compiler may keep
-  fewer, by computing them again, but it starts from these.
-
-  Args:
-    fun: a function of floating arrays.
-    *args: arrays, or `jax.ShapeDtypeStruct` for them: nothing is computed.
-  """
-
-  def saved(*args: PyTree) -> list[Any]:
-    return jax.tree.leaves(jax.vjp(fun, *args)[1])
-
-  jaxpr = jax.make_jaxpr(saved)(*args).jaxpr
-  saved_once = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-  return sum(tree_bytes(v.aval) for v in saved_once - {*jaxpr.invars, *jaxpr.constvars})
-
-
-def tree_bytes(tree: PyTree) -> int:
-  """Returns how many bytes the arrays of a tree take, concrete or abstract."""
-  leaves = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)

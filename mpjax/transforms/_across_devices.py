@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from mpjax._core.dtypes import is_low_precision
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.paths import is_key, path_text
 from mpjax._core.trees import is_inexact
@@ -90,8 +91,7 @@ def common_state(
 def at_least_float32(x: Any) -> Array:
   """Returns `x` as float32 if it is floating and narrower (float8 too), or a Python number."""
   x = jnp.asarray(x)
-  narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-  return x.astype(jnp.float32) if narrow else x
+  return x.astype(jnp.float32) if is_low_precision(x.dtype) else x
 
 
 def _combine(x: Array, old: Array, how: str | None, axes: tuple[Hashable, ...]) -> Array:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_call
 from mpjax._core.frameworks import framework_of
-from mpjax._core.trees import is_half, is_inexact
+from mpjax._core.trees import half_to_float32, is_inexact
 from mpjax._core.types import Array, PyTree
 from mpjax.transforms._loss_scale_access import (
   Found,
@@ -117,7 +116,7 @@ def _times(grad: Any, factor: Array) -> Any:
   """Returns a gradient times a factor, multiplied in float32 at least."""
   if not is_inexact(grad):
     return grad
-  wide = grad.astype(jnp.float32) if is_half(grad) else grad
+  wide = half_to_float32(grad)
   return (wide * factor.astype(wide.real.dtype)).astype(grad.dtype)
 
 

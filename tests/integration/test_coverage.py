@@ -218,7 +218,7 @@ def test_spectral_norm_iterates_in_float32_and_multiplies_in_half(half):
     # The layer's own product, and its two in the backward pass, are those of three examples.
     mine = [p for p in programs.products(program) if any("[3," in shape for shape in p.operands)]
     assert len(mine) == wanted
-    assert all(p.is_half for p in mine)
+    assert all(p.is_low_precision for p in mine)
     rest = [p for p in programs.products(program) if p not in mine]
     assert {dtype for p in rest for dtype in p.dtypes} == {"float32"}
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mpjax._jaxprs import walk
+from mpjax._jaxprs import count
+from mpjax._jaxprs.walk import walk
 
 HALF, FULL = jnp.dtype("float16"), jnp.dtype("float32")
 
@@ -59,9 +60,9 @@ def is_half_where_it_should_be(resnet, mixed):
   data, _ = resnet.load_data(5)
   batch = resnet.Data(data.images[:32], data.labels[:32])
   program = jax.make_jaxpr(mixed.training.step)(mixed.state, batch)
-  products = walk.products(program)
-  assert walk.half_share(products) == 1
-  eqns = [visit.eqn for visit in walk.walk(program)]
+  products = count.products(program)
+  assert count.half_share(products) == 1
+  eqns = [visit.eqn for visit in walk(program)]
   forward = [e for e in eqns if e.primitive.name == "conv_general_dilated"]
   for eqn in forward:
     numbers = eqn.params["dimension_numbers"]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mpjax._jaxprs import walk
+from mpjax._jaxprs import count
+from mpjax._jaxprs.walk import walk
 
 FULL = jnp.dtype("float32")
 
@@ -44,9 +45,9 @@ def test_half_learns_like_float32(ssd, tmp_path):
   scenes = new_scenes(ssd, 8)
   for state, share in ((plain, 0), (mixed, 1)):
     program = jax.make_jaxpr(state.step)(state.params, state.opt_state, scenes)
-    assert walk.half_share(walk.products(program)) == share
+    assert count.half_share(count.products(program)) == share
     # Of the softmax, of the offsets of boxes, and of the norms.
-    eqns = [visit.eqn for visit in walk.walk(program)]
+    eqns = [visit.eqn for visit in walk(program)]
     sensitive = [eqn for eqn in eqns if eqn.primitive.name in ("exp", "log", "rsqrt")]
     assert {x.aval.dtype for eqn in sensitive for x in eqn.invars} == {FULL}
     assert {eqn.primitive.name for eqn in sensitive} == {"exp", "log", "rsqrt"}

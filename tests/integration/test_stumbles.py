@@ -226,7 +226,7 @@ def test_tied_embeddings_by(how, half, way):
   )
   found = programs.products(jax.make_jaxpr(ours)(variables, ids))
   assert len(found) == 6  # Two layers, and the two derivatives of each.
-  assert all(product.is_half for product in found)
+  assert all(product.is_low_precision for product in found)
   want = programs.run(true, variables, ids)
   assert_close(programs.run(ours, variables, ids), want, 4 * EPS[half])
 
@@ -302,7 +302,7 @@ def test_kernels_that_take_nothing_but_half(kernel, half, way, monkeypatch):
     jax.jit(value_and_grads(fun)).trace(variables, x)
     for fun in (way.under(half, "FusedBlock", kernel), way.plain("FusedBlock", kernel, half))
   )
-  assert all(product.is_half for product in programs.products(ours.jaxpr))
+  assert all(product.is_low_precision for product in programs.products(ours.jaxpr))
   calls = [
     traced.lower(lowering_platforms=("cuda",)).as_text().count("@__cudnn$fmha")
     for traced in (ours, by_hand)

@@ -16,7 +16,7 @@ from mpjax._jaxprs.inner_jaxprs import (
   with_inner,
 )
 from mpjax._jaxprs.walk import walk
-from tests.jaxprs.test_walk import NESTED, s
+from tests.jaxprs.test_count import NESTED, s
 
 W, X = s(3, 3), s(5, 3)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._jaxprs.walk import residual_bytes
+from mpjax._jaxprs.count import residual_bytes
 from tests.linen.probes import HALF, KEY, dtypes, text
 from tests.programs import bits, equations, products, run
 
@@ -314,7 +314,7 @@ def test_layers_inside_of_layers(model, kernels):
   fun, *args = gradients_of(model, "float32", shape)
   program = products(jax.make_jaxpr(fun)(*args))
   assert len([p for p in program if result_of(p) == "float32"]) == kernels
-  assert all(p.is_half for p in program)
+  assert all(p.is_low_precision for p in program)
 
 
 @pytest.mark.parametrize("name", ["SimpleCell", "attention"])
@@ -336,7 +336,7 @@ def test_reparametrized_weights():
   fun, *args = gradients_of(nn.WeightNorm(nn.Dense(3)), "float32", (4, 3))
   program = products(jax.make_jaxpr(fun)(*args))
   assert [result_of(p) for p in program].count("float32") == 0
-  assert all(p.is_half for p in program)
+  assert all(p.is_low_precision for p in program)
 
 
 # Under JAX's own transformations

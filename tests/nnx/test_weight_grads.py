@@ -208,7 +208,7 @@ BUILT = {
 def test_what_is_built_of_layers(make, kernels):
   found = traced(make, (2, 4, 3), half="float16")
   assert [result_of(p) for p in found].count("float32") == kernels
-  assert all(p.is_half for p in found)
+  assert all(p.is_low_precision for p in found)
   assert "float32" not in {result_of(p) for p in traced(make, (2, 4, 3), None, half="float16")}
 
 

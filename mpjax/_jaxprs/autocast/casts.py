@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from mpjax._core.dtypes import FLOAT32
 from mpjax._jaxprs.autocast.values import (
-  FLOAT32,
   FLOATS,
   Dtype,
   Kind,

@@ -5,6 +5,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._jaxprs.autocast.custom_derivatives import Rule, with_rule
 from mpjax._jaxprs.autocast.marks import REGION
 from mpjax._jaxprs.autocast.powers import Powers, in_float32, powers
@@ -12,8 +13,6 @@ from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
 from mpjax._jaxprs.autocast.scopes import marked, names_of, region
 from mpjax._jaxprs.autocast.uses import HALF, RESULT, of_loop, of_operands
 from mpjax._jaxprs.autocast.values import (
-  FLOAT32,
-  HALVES,
   Constant,
   Dtype,
   Kind,

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
+from mpjax._core.dtypes import FLOAT32
 from mpjax._core.policy import Policy
 from mpjax._core.types import PyTree
-from mpjax._jaxprs.autocast.values import FLOAT32, FLOATS
+from mpjax._jaxprs.autocast.values import FLOATS
 
 PREFIX = "mpjax."
 

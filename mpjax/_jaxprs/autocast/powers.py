@@ -14,8 +14,9 @@ from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import convert_element_type_p
 
+from mpjax._core.dtypes import FLOAT32
 from mpjax._jaxprs.autocast.evaluate import differentiated
-from mpjax._jaxprs.autocast.values import FLOAT32, Dtype, dtype_of, kept, retyped, shape_of
+from mpjax._jaxprs.autocast.values import Dtype, dtype_of, kept, retyped, shape_of
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
 

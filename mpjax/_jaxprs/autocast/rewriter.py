@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import convert_element_type_p
 
+from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._jaxprs.autocast.casts import convert, each_for_itself, filled, leave
 from mpjax._jaxprs.autocast.eqn_params import in_precision, retype, wants_precision
 from mpjax._jaxprs.autocast.marks import PREFIX
@@ -16,9 +17,7 @@ from mpjax._jaxprs.autocast.sums import broadcast, is_linear, is_summed, repeats
 from mpjax._jaxprs.autocast.uses import FULL, HALF, RESULT, demands
 from mpjax._jaxprs.autocast.values import (
   EXACT,
-  FLOAT32,
   FLOATS,
-  HALVES,
   Dtype,
   Kind,
   Scope,

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from jax.extend.core import Jaxpr
 
+from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import UnmatchedRuleError, nearest
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.rules import Rule, first_match
 from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, WEIGHT_GRADS
-from mpjax._jaxprs.autocast.values import FLOAT32, HALVES, Dtype, Scope, Settings
+from mpjax._jaxprs.autocast.values import Dtype, Scope, Settings
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
 _HALVES = frozenset(dtype.name for dtype in HALVES)

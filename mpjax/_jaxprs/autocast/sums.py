@@ -14,7 +14,8 @@ from jax.extend.core import JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import broadcast_in_dim_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mpjax._jaxprs.autocast.values import FLOAT32, Dtype, Value, shape_of
+from mpjax._core.dtypes import FLOAT32
+from mpjax._jaxprs.autocast.values import Dtype, Value, shape_of
 from mpjax._jaxprs.compat import context_of
 
 _REPEATING = frozenset({"broadcast_in_dim", "broadcast_to", "gather", "tile"})

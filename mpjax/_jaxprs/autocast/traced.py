@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.active import in_region
+from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._jaxprs.autocast.closures import closes_over, differentiated_at_once
 from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
@@ -18,16 +19,7 @@ from mpjax._jaxprs.autocast.higher_order import rewrite
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
 from mpjax._jaxprs.autocast.uses import RESULT
-from mpjax._jaxprs.autocast.values import (
-  FLOAT32,
-  FLOATS,
-  HALVES,
-  Dtype,
-  Kind,
-  Settings,
-  constants,
-  dtype_of,
-)
+from mpjax._jaxprs.autocast.values import FLOATS, Dtype, Kind, Settings, constants, dtype_of
 
 R = TypeVar("R")
 

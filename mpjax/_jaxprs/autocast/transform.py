@@ -7,12 +7,13 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
+from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call
 from mpjax._core.frameworks import check_no_linen_model, framework_of
 from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.rules import Rule, parse_rules
 from mpjax._jaxprs.autocast.traced import DataLeaves, Interface, with_settings
-from mpjax._jaxprs.autocast.values import FLOAT32, FLOATS, Settings
+from mpjax._jaxprs.autocast.values import FLOATS, Settings
 from mpjax._jaxprs.op_lists import OpLists
 
 P = ParamSpec("P")

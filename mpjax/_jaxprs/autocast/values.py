@@ -11,12 +11,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
+from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.rules import Rule
 from mpjax._jaxprs.op_lists import OpLists
-
-FLOAT32 = np.dtype("float32")
-
-HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 
 FLOATS = HALVES | {FLOAT32}
 

@@ -365,7 +365,7 @@ def test_a_rule_inside_of_full_rules_is_left():
 
   # The one product outside, and its two gradients.
   program = jax.make_jaxpr(jax.grad(of_sum(mpjax.autocast(fun, rules=rules)), (0, 1)))(X, W)
-  halves = [p.is_half for p in programs.products(program)]
+  halves = [p.is_low_precision for p in programs.products(program)]
   assert (halves.count(True), halves.count(False)) == (3, 3)
 
 

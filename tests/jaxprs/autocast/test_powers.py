@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.walk import residual_bytes
+from mpjax._jaxprs.count import residual_bytes
 from tests.programs import equations, inner_jaxprs, run
 
 HALVES = ("float16", "bfloat16")

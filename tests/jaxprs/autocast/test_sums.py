@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import mpjax
-from mpjax._jaxprs.walk import residual_bytes
+from mpjax._jaxprs.count import residual_bytes
 from tests import programs
 from tests.jaxprs.autocast import checks
 

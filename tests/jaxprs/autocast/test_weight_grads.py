@@ -16,7 +16,7 @@ from jax import lax
 import mpjax
 from mpjax._jaxprs.autocast.traced import Interface, with_settings
 from mpjax._jaxprs.autocast.values import FLOAT32, Settings
-from mpjax._jaxprs.walk import residual_bytes
+from mpjax._jaxprs.count import residual_bytes
 from tests.partitioned import collectives
 from tests.programs import PRODUCTS, bits, equations, products, run
 
@@ -247,7 +247,7 @@ def test_inside_of(name):
   exact = run(with_gradients(INSIDE[name]), w, x)
   assert bits(run(with_gradients(cast(INSIDE[name])), w, x)) == bits(exact)
   program = jax.make_jaxpr(with_gradients(cast(INSIDE[name])))(w, x)
-  assert all(p.is_half for p in products(program))
+  assert all(p.is_low_precision for p in products(program))
   # The derivative rule of the user's has a matmul of its own for the weight.
   assert bool(wide_products(program)) == (name != "custom_vjp")
 
