@@ -6,6 +6,7 @@ The mutations themselves are tried by `make mutations`.
 import ast
 import collections
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -31,9 +32,8 @@ def test_the_40_of_the_list_are_there_and_those_of_nnx():
 def test_each_fits_the_code_as_it_is(mutation):
   source = (ROOT / mutation.file).read_text(encoding="utf-8")
   assert mutation.file.startswith("mpjax/")
-  assert source.count(mutation.old) == 1
-  assert mutation.old != mutation.new
-  ast.parse(source.replace(mutation.old, mutation.new))
+  changed = run.mutated(source, mutation)  # An error unless there is exactly one place.
+  assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
 
 
 @every_mutation
@@ -46,7 +46,7 @@ def test_each_names_a_test_that_there_is(mutation):
 MUTATION = table.Mutation(
   number=1,
   breaks="",
-  file="mpjax/__init__.py",
+  function="mpjax/__init__.py::large",
   old="x > 2",
   new="x > 3",
   test="tests/test_it.py::test_it",
@@ -69,13 +69,49 @@ def test_only_a_failure_of_the_named_test_counts(found, verdict):
   assert run.judge(MUTATION.test, found) is verdict
 
 
-@pytest.mark.parametrize("source", ["x > 1", "x > 2 and x > 2"])
-def test_a_text_that_is_not_there_once_is_refused(tmp_path, source):
+ONCE = "its code is in mpjax/__init__.py::large"
+
+
+@pytest.mark.parametrize(
+  ("source", "message"),
+  [
+    ("def large(x):\n  return x > 1", f"{ONCE} 0 times"),
+    ("def large(x):\n  return x > 2 and x > 2", f"{ONCE} 2 times"),
+    ("def large(x):\n  return x\ndef small(x):\n  return x > 2", f"{ONCE} 0 times"),
+    ("def larger(x):\n  return x > 2", "in mpjax/__init__.py, large is defined 0 times"),
+    ("x > 2\n" + 2 * "def large(x):\n    return x > 2\n", "large is defined 2 times"),
+  ],
+  ids=["never", "twice", "elsewhere", "no function", "two functions"],
+)
+def test_code_that_is_not_there_once_is_refused(tmp_path, source, message):
   (tmp_path / "mpjax").mkdir()
   (tmp_path / MUTATION.file).write_text(source)
-  with pytest.raises(ValueError, match=r"mutation 1: its text is in mpjax/__init__\.py [02] times"):
+  with pytest.raises(ValueError, match=rf"mutation 1: .*{re.escape(message)}"):
     run.mutate(tmp_path, MUTATION)
   assert (tmp_path / MUTATION.file).read_text() == source
+
+
+@pytest.mark.parametrize(
+  ("function", "old", "new", "source", "expected"),
+  [
+    ("f", "g(a, 'b')", "a", 'def f(a):\n  return g(  # é\n    a, "b",\n  )', "def f(a): return a"),
+    ("f", "a", "b", "a\ndef f():\n  def g(): return a", "a\ndef f():\n  def g(): return b"),
+    (
+      "C.f",
+      "1",
+      "2",
+      "class C:\n  def f(): 1\n  def g(): 1",
+      "class C:\n  def f(): 2\n  def g(): 1",
+    ),
+    ("", "a = 1", "a = 2", "a = 1\ndef f(): a = 1", "a = 2\ndef f(): a = 1"),
+    ("f", "a = 1\nb = 2", "b = 3", "def f():\n  a = 1\n  b = 2\n  a = 1", "def f(): b = 3; a = 1"),
+    ("f", "g()", "", "def f():\n  h()\n  g()", "def f(): h()"),
+  ],
+  ids=["layout", "nested", "method", "module level", "statements", "deleted"],
+)
+def test_code_is_found_in_the_syntax_tree_of_its_function(function, old, new, source, expected):
+  mutation = MUTATION._replace(function=f"mpjax/__init__.py::{function}", old=old, new=new)
+  assert run.mutated(source, mutation) == ast.unparse(ast.parse(expected)) + "\n"
 
 
 def test_numbers_choose():
@@ -91,7 +127,7 @@ def project(tmp_path):
   root = tmp_path / "project"
   files = {
     "pytest.ini": "[pytest]\n",
-    "mpjax/__init__.py": "def large(x):\n  return x > 2\n",
+    "mpjax/__init__.py": "def large(x):\n    return x > 2\n",
     "tests/__init__.py": "",
     "tests/test_it.py": "import mpjax\ndef test_it():\n  assert mpjax.large(3)\n"
     "def test_other():\n  assert not mpjax.large(2)\n",
@@ -107,11 +143,11 @@ def project(tmp_path):
 def test_a_mutation_is_applied_to_a_copy_and_its_test_run_there(project, capsys):
   run.check_unmutated(project, [MUTATION], jobs=1)
   results = {}
-  # As long as the text that they replace: compiled files of before would seem up to date.
-  for number, new in enumerate(("x > 3", "2 < x", "x > ("), 1):
+  # Two as long as the code that they replace: compiled files of before would seem up to date.
+  for number, new in enumerate(("x > 3", "2 < x", "await x"), 1):
     mutation = MUTATION._replace(number=number, new=new)
     results[mutation] = run.try_mutation(project, mutation)
-  assert (project / MUTATION.file).read_text() == "def large(x):\n  return x > 2\n"
+  assert (project / MUTATION.file).read_text() == "def large(x):\n    return x > 2\n"
   verdicts = [result.verdict for result in results.values()]
   assert verdicts == [run.Verdict.CAUGHT, run.Verdict.MISSED, run.Verdict.BROKEN]
   assert not run.report(run.Console(), results)

@@ -5,15 +5,18 @@ python -m tests.mutations.run --only 7,12      # some of them
 python -m tests.mutations.run --jobs 1
 
 The project is copied to a temporary directory, and each mutation of `table.py` is applied to a
-copy of its own; nothing here is changed. First the named tests run on an unchanged copy, where all
-must pass. Then a mutation is caught if its test fails there, in a process of its own, within a
-minute; that another test fails does not count, nor does a program that no longer imports. The exit
-status is 0 if every mutation was caught.
+copy of its own; nothing here is changed. A mutation names a function, and an expression or
+statements to replace in it; they are looked for in the syntax tree, not in the text. First the
+named tests run on an unchanged copy, where all must pass. Then a mutation is caught if its test
+fails there, in a process of its own, within a minute; that another test fails does not count, nor
+does a program that no longer imports. The exit status is 0 if every mutation was caught.
 """
 
 import argparse
+import ast
 import concurrent.futures
 import enum
+import functools
 import json
 import os
 import pathlib
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from rich.console import Console
@@ -31,6 +35,8 @@ from rich.table import Table
 from tests.mutations.table import MUTATIONS, Mutation
 
 ROOT = pathlib.Path(__file__).parents[2]
+
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 LIMIT = 60
 """Seconds for one test, start of Python and compilation included."""
@@ -70,18 +76,84 @@ def copy_project(target: pathlib.Path) -> None:
     shutil.copyfile(ROOT / name, file)
 
 
+def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+  """Yields the nodes in `scope`, without the content of functions and classes defined there."""
+  for node in ast.iter_child_nodes(scope):
+    yield node
+    if not isinstance(node, DEFINITIONS):
+      yield from own_nodes(node)
+
+
+def nodes_to_search(tree: ast.Module, path: str) -> list[ast.AST]:
+  """Returns the nodes of the function that `path` names ("Class.method"), nested ones included.
+
+  If `path` is empty, those at module level.
+
+  Raises:
+    ValueError: no function has that name, or several have.
+  """
+  if not path:
+    return [tree, *(node for node in own_nodes(tree) if not isinstance(node, DEFINITIONS))]
+  scope: ast.AST = tree
+  for name in path.split("."):
+    definitions = (node for node in own_nodes(scope) if isinstance(node, DEFINITIONS))
+    found = [node for node in definitions if node.name == name]
+    if len(found) != 1:
+      raise ValueError(f"{name} is defined {len(found)} times")
+    scope = found[0]
+  return list(ast.walk(scope))
+
+
+def same(ours: list, old: list) -> bool:
+  """Returns whether two lists of nodes are the same code."""
+  return len(ours) == len(old) and all(
+    isinstance(node, ast.AST) and ast.dump(node) == ast.dump(other)
+    for node, other in zip(ours, old, strict=True)
+  )
+
+
+def mutated(source: str, mutation: Mutation) -> str:
+  """Returns `source`, the code of `mutation.file`, with the mutation applied and no comments.
+
+  Raises:
+    ValueError: the function or the code to replace is not there, or is there more than once.
+  """
+  tree = ast.parse(source)
+  old: list[ast.AST] = [*ast.parse(mutation.old).body]
+  new: list[ast.AST] = [*ast.parse(mutation.new).body]
+  if len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr):
+    old, new = [old[0].value], [new[0].value]
+  try:
+    nodes = nodes_to_search(tree, mutation.function.partition("::")[2])
+  except ValueError as error:
+    raise ValueError(f"mutation {mutation.name}: in {mutation.file}, {error}") from None
+  replacements: list[Callable[[], None]] = []
+  for node in nodes:
+    for field, value in ast.iter_fields(node):
+      if isinstance(value, list):  # Statements, arguments, elements.
+        for start in range(len(value)):
+          place = slice(start, start + len(old))
+          if same(value[place], old):
+            replacements.append(functools.partial(value.__setitem__, place, new))
+      elif same([value], old):
+        replacements.append(functools.partial(setattr, node, field, new[0]))
+  if len(replacements) != 1:
+    raise ValueError(
+      f"mutation {mutation.name}: its code is in {mutation.function} {len(replacements)} times"
+    )
+  replacements[0]()
+  return ast.unparse(tree) + "\n"
+
+
 def mutate(root: pathlib.Path, mutation: Mutation) -> None:
   """Applies a mutation to the copy of the project in `root`.
 
   Raises:
-    ValueError: the text to replace is not there, or is there more than once.
+    ValueError: the function or the code to replace is not there, or is there more than once.
   """
   file = root / mutation.file
   source = file.read_text(encoding="utf-8")
-  found = source.count(mutation.old)
-  if found != 1:
-    raise ValueError(f"mutation {mutation.name}: its text is in {mutation.file} {found} times")
-  file.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+  file.write_text(mutated(source, mutation), encoding="utf-8")
 
 
 def run_tests(

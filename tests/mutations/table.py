@@ -9,15 +9,24 @@ from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-  """One change of our code, and the test that has to notice."""
+  """One change of our code, and the test that has to notice.
+
+  `old` is compared with the syntax tree of the function: line breaks, comments and kinds of quotes
+  make no difference, nor does where in the function it is, functions defined in it included.
+  """
 
   number: int
   breaks: str  # what is wrong with the changed code
-  file: str
-  old: str  # stands in the file exactly once
-  new: str
+  function: str  # "file::function" or "file::Class.method"; nothing after "::": the module level
+  old: str  # an expression or statements, in the function exactly once
+  new: str  # what takes its place; "" deletes statements
   test: str  # the id of a test function, without parameters
   letter: str = ""
+
+  @property
+  def file(self) -> str:
+    """The file of the function."""
+    return self.function.partition("::")[0]
 
   @property
   def name(self) -> str:
@@ -25,19 +34,20 @@ class Mutation(NamedTuple):
     return f"{self.number}{self.letter}"
 
 
-_SCALE = "mpjax/transforms/_loss_scale.py"
-_CONFIG = "mpjax/transforms/_loss_scale_config.py"
-_TREE = "mpjax/_core/trees.py"
-_ACCESS = "mpjax/transforms/_loss_scale_access.py"
-_SCALING = "mpjax/transforms/_loss_scaling.py"
-_ACCUMULATION = "mpjax/transforms/_accumulation.py"
-_MASTERS = "mpjax/transforms/_master_weights.py"
-_STEP = "mpjax/transforms/_train_step.py"
-_GRADIENTS = "mpjax/transforms/_gradients.py"
-_LEAVES = "mpjax/_core/leaves.py"
-_INTERCEPT = "mpjax/linen/_intercept.py"
-_OUTERMOST = "mpjax/linen/_outermost.py"
-_OUTERMOST_OF_NNX = "mpjax/nnx/_outermost.py"
+_SCALE = "mpjax/transforms/_loss_scale.py::"
+_CONFIG = "mpjax/transforms/_loss_scale_config.py::"
+_TREE = "mpjax/_core/trees.py::"
+_ACCESS = "mpjax/transforms/_loss_scale_access.py::"
+_SCALING = "mpjax/transforms/_loss_scaling.py::"
+_ACCUMULATION = "mpjax/transforms/_accumulation.py::"
+_MASTERS = "mpjax/transforms/_master_weights.py::"
+_STEP = "mpjax/transforms/_train_step.py::"
+_GRADIENTS = "mpjax/transforms/_gradients.py::"
+_LEAVES = "mpjax/_core/leaves.py::"
+_MODULE_CALLS = "mpjax/_jaxprs/module_calls.py::"
+_INTERCEPT = "mpjax/linen/_intercept.py::"
+_OUTERMOST = "mpjax/linen/_outermost.py::"
+_OUTERMOST_OF_NNX = "mpjax/nnx/_outermost.py::"
 
 _TEST_SCALE = "tests/transforms/test_loss_scale.py::"
 _TEST_SCALING = "tests/transforms/test_loss_scaling.py::"
@@ -51,7 +61,7 @@ _DYNAMICS = (
   Mutation(
     number=1,
     breaks="growth one step late: `>` for `>=`",
-    file=_SCALE,
+    function=_SCALE + "adjust",
     old="good_steps >= config.growth_interval",
     new="good_steps > config.growth_interval",
     test=_TEST_SCALE + "test_growth_comes_on_the_last_step_of_the_interval",
@@ -59,39 +69,39 @@ _DYNAMICS = (
   Mutation(
     number=2,
     breaks="an overflow does not restart the window for growth",
-    file=_SCALE,
-    old="good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)",
-    new="good_steps = _count_up(state.good_steps, finite)",
+    function=_SCALE + "adjust",
+    old="jnp.where(finite, _count_up(state.good_steps, finite), 0)",
+    new="_count_up(state.good_steps, finite)",
     test=_TEST_SCALE + "test_every_overflow_restarts_the_window",
   ),
   Mutation(
     number=3,
     breaks="growth does not restart the window",
-    file=_SCALE,
-    old="    good_steps = jnp.where(grow, 0, good_steps)\n",
+    function=_SCALE + "adjust",
+    old="good_steps = jnp.where(grow, 0, good_steps)",
     new="",
     test=_TEST_SCALE + "test_counter_and_growth_over_two_periods",
   ),
   Mutation(
     number=4,
     breaks="backoff multiplies twice",
-    file=_SCALE,
-    old="jnp.where(back_off, _float32(config.backoff_factor), _float32(1))",
-    new="jnp.where(back_off, _float32(config.backoff_factor) ** 2, _float32(1))",
+    function=_SCALE + "adjust",
+    old="_float32(config.backoff_factor)",
+    new="_float32(config.backoff_factor) ** 2",
     test=_TEST_SCALE + "test_four_halvings",
   ),
   Mutation(
     number=5,
     breaks="no floor under the scale",
-    file=_SCALE,
-    old="jnp.minimum(jnp.maximum(scale * factor, low), high)",
-    new="jnp.minimum(scale * factor, high)",
+    function=_SCALE + "adjust",
+    old="jnp.maximum(scale * factor, low)",
+    new="scale * factor",
     test=_TEST_SCALE + "test_backoff_stops_at_the_minimum",
   ),
   Mutation(
     number=6,
     breaks="no ceiling over the scale",
-    file=_SCALE,
+    function=_SCALE + "adjust",
     old="jnp.minimum(jnp.maximum(scale * factor, low), high)",
     new="jnp.maximum(scale * factor, low)",
     test=_TEST_SCALE + "test_endless_growth_stays_below_the_maximum",
@@ -99,37 +109,37 @@ _DYNAMICS = (
   Mutation(
     number=7,
     breaks="growth does not refill the hysteresis",
-    file=_SCALE,
-    old="hysteresis = jnp.where(grow, config.hysteresis, left)",
-    new="hysteresis = left",
+    function=_SCALE + "adjust",
+    old="jnp.where(grow, config.hysteresis, left)",
+    new="left",
     test=_TEST_SCALE + "test_only_growth_refills_the_hysteresis",
   ),
   Mutation(
     number=8,
     breaks="min_scale is its default again once it is read from the structure of a state "
     "(the list: reset in tree_unflatten; our limits are no leaves, but part of the structure)",
-    file=_CONFIG,
-    old='return label_number(label, "min_scale"), ',
-    new="return DynamicLossScale.min_scale, ",
+    function=_CONFIG + "label_limits",
+    old='label_number(label, "min_scale")',
+    new="DynamicLossScale.min_scale",
     test="tests/transforms/test_loss_scale_config.py::test_label_keeps_the_limits_exactly",
   ),
   Mutation(
     number=9,
     breaks="gradients are divided by the scale of the next step",
-    file=_SCALING,
-    old="      new_updates, new_inner = "
-    "update_inner(inner, gradient, inner_state, view, more, call)\n",
-    new="""      flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
-      moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
-      gradient = _unscaled_sum(grads, moved)
-      new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
+    function=_SCALING + "loss_scaling",
+    old="new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)",
+    new="""
+flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
+moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
+gradient = _unscaled_sum(grads, moved)
+new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
 """,
     test=_TEST_SCALING + "test_momentum_is_exact_while_the_scale_changes_every_step",
   ),
   Mutation(
     number=10,
     breaks="a scale of 2^127 is allowed, whose reciprocal XLA flushes to 0",
-    file=_CONFIG,
+    function=_CONFIG,
     old="SMALLEST, LARGEST = 2.0**-126, 2.0**126",
     new="SMALLEST, LARGEST = 2.0**-126, 2.0**127",
     test="tests/transforms/test_loss_scale_config.py::test_scales_outside_the_hard_limits",
@@ -137,28 +147,32 @@ _DYNAMICS = (
   Mutation(
     number=11,
     breaks="half gradients are divided in half, and cast afterwards",
-    file=_SCALE,
-    old="  g = g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)\n"
-    "  return g if scale is None else g / scale.astype(g.dtype)\n",
-    new="  g = g if scale is None else g / scale.astype(g.dtype)\n"
-    "  return g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)\n",
+    function=_SCALE + "_unscale_leaf",
+    old="""
+g = g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)
+return g if scale is None else g / scale.astype(g.dtype)
+""",
+    new="""
+g = g if scale is None else g / scale.astype(g.dtype)
+return g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)
+""",
     test=_TEST_SCALE + "test_the_cast_comes_before_the_division",
   ),
   Mutation(
     number=12,
     breaks="a half loss is multiplied in half",
-    file=_ACCESS,
-    old="return loss.astype(dtype) * scale.astype(dtype)",
-    new="return (loss * scale.astype(loss.dtype)).astype(dtype)",
+    function=_ACCESS + "_times",
+    old="loss.astype(dtype) * scale.astype(dtype)",
+    new="(loss * scale.astype(loss.dtype)).astype(dtype)",
     test="tests/transforms/test_loss_scale_access.py"
     "::test_half_loss_is_cast_before_it_is_multiplied",
   ),
   Mutation(
     number=13,
     breaks="the first scale is weakly typed: the second step is another program",
-    file=_SCALE,
-    old="scale=jnp.asarray(config.init_scale if dynamic else config.scale, jnp.float32),",
-    new="scale=jnp.asarray(config.init_scale if dynamic else config.scale),",
+    function=_SCALE + "init_scale",
+    old="jnp.asarray(config.init_scale if dynamic else config.scale, jnp.float32)",
+    new="jnp.asarray(config.init_scale if dynamic else config.scale)",
     test="tests/integration/test_one_trace.py::test_one_trace_for_a_thousand_steps",
   ),
 )
@@ -167,101 +181,104 @@ _CHECKS = (
   Mutation(
     number=14,
     breaks="a sum is checked, which overflows where no element does",
-    file=_TREE,
-    old="finite = jnp.all(jnp.isfinite(leaves[position]))",
-    new="finite = jnp.isfinite(jnp.sum(leaves[position]))",
+    function=_TREE + "first_nonfinite",
+    old="jnp.all(jnp.isfinite(leaves[position]))",
+    new="jnp.isfinite(jnp.sum(leaves[position]))",
     test=_TEST_SCALING + "test_what_counts_as_bad",
   ),
   Mutation(
     number=15,
     breaks="a comparison with the largest number is the check: NaN passes",
-    file=_TREE,
+    function=_TREE + "first_nonfinite",
     old="finite = jnp.all(jnp.isfinite(leaves[position]))",
-    new="x = jnp.asarray(leaves[position])\n"
-    "      finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))",
+    new="""
+x = jnp.asarray(leaves[position])
+finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))
+""",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
   Mutation(
     number=16,
     breaks="only NaN is looked for",
-    file=_TREE,
-    old="finite = jnp.all(jnp.isfinite(leaves[position]))",
-    new="finite = jnp.logical_not(jnp.any(jnp.isnan(leaves[position])))",
+    function=_TREE + "first_nonfinite",
+    old="jnp.all(jnp.isfinite(leaves[position]))",
+    new="jnp.logical_not(jnp.any(jnp.isnan(leaves[position])))",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
   Mutation(
     number=17,
     letter="a",
     breaks="the first leaf is not checked",
-    file=_TREE,
-    old="for position in reversed(range(len(leaves))):",
-    new="for position in reversed(range(1, len(leaves))):",
+    function=_TREE + "first_nonfinite",
+    old="range(len(leaves))",
+    new="range(1, len(leaves))",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
   Mutation(
     number=17,
     letter="b",
     breaks="the last leaf is not checked",
-    file=_TREE,
-    old="for position in reversed(range(len(leaves))):",
-    new="for position in reversed(range(len(leaves) - 1)):",
+    function=_TREE + "first_nonfinite",
+    old="range(len(leaves))",
+    new="range(len(leaves) - 1)",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
   Mutation(
     number=18,
     breaks="gradients of several losses are checked, and not their sum, which may overflow (the "
     "list: a check before the reduction; over devices they are averaged before they get there)",
-    file=_SCALING,
-    old="    if several:  # The sum of finite",
-    new="    if several and check_updates:  # The sum of finite",
+    function=_SCALING + "loss_scaling",
+    old="_all_finite(_unscaled_sum(grads, old), axis_name)",
+    new="_all_finite(_unscaled_sum(grads, old), axis_name) if check_updates else True",
     test="tests/integration/test_several_losses.py"
     "::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame",
   ),
   Mutation(
     number=19,
     breaks="clipping, inside, sees scaled gradients; its result is unscaled",
-    file=_SCALING,
-    old="      new_updates, new_inner = "
-    "update_inner(inner, gradient, inner_state, view, more, call)\n",
-    new="""      scaled = _sum(grads.values())
-      new_updates, new_inner = update_inner(inner, scaled, inner_state, view, more, call)
-      new_updates = _unscaled_sum({label: new_updates for label in grads}, old)
+    function=_SCALING + "loss_scaling",
+    old="new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)",
+    new="""
+scaled = _sum(grads.values())
+new_updates, new_inner = update_inner(inner, scaled, inner_state, view, more, call)
+new_updates = _unscaled_sum({label: new_updates for label in grads}, old)
 """,
     test=_TEST_SCALING + "test_clipping_does_not_depend_on_the_scale",
   ),
   Mutation(
     number=20,
     breaks="a skipped step keeps the parameters and moves the optimizer",
-    file=_SCALING,
-    old="return kept, select(keep, new, old, where, fix=_STATE_FIX)",
-    new="return kept, new",
+    function=_SCALING + "_unless_skipped",
+    old="select(keep, new, old, where, fix=_STATE_FIX)",
+    new="new",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
   Mutation(
     number=21,
     breaks="batch statistics of a skipped step are kept",
-    file=_STEP,
-    old=', "model_state", "ema", *',
-    new=', "ema", *',
+    function=_STEP + "make_train_step",
+    old='("step", "model_state", "ema", *(() if applied else ("params",)))',
+    new='("step", "ema", *(() if applied else ("params",)))',
     test=_TEST_ATOMIC,
   ),
   Mutation(
     number=22,
     breaks="the average of parameters goes on at a skipped step",
-    file=_STEP,
-    old=', "model_state", "ema", *',
-    new=', "model_state", *',
+    function=_STEP + "make_train_step",
+    old='("step", "model_state", "ema", *(() if applied else ("params",)))',
+    new='("step", "model_state", *(() if applied else ("params",)))',
     test=_TEST_ATOMIC,
   ),
   Mutation(
     number=23,
     letter="a",
     breaks="the counts of schedules go on at a skipped step",
-    file=_SCALING,
-    old="    return kept, select(keep, new, old, where, fix=_STATE_FIX)\n",
-    new="""    held = select(keep, new, old, where, fix=_STATE_FIX)
-    counted = jax.tree.map(lambda n, h: n if n.dtype == jnp.int32 else h, new, held)
-    return kept, counted
+    function=_SCALING + "_unless_skipped",
+    old="return kept, select(keep, new, old, where, fix=_STATE_FIX)",
+    new="""
+held = select(keep, new, old, where, fix=_STATE_FIX)
+counted = jax.tree.map(lambda n, h: n if n.dtype == jnp.int32 else h, new, held)
+return kept, counted
 """,
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
@@ -269,15 +286,15 @@ _CHECKS = (
     number=23,
     letter="b",
     breaks="a skipped step is counted as a step",
-    file=_STEP,
-    old='kept = ("step", ',
-    new="kept = (",
+    function=_STEP + "make_train_step",
+    old='("step", "model_state", "ema", *(() if applied else ("params",)))',
+    new='("model_state", "ema", *(() if applied else ("params",)))',
     test=_TEST_ATOMIC,
   ),
   Mutation(
     number=24,
     breaks="updates are multiplied by the flag: NaN times 0 is NaN",
-    file=_SCALING,
+    function=_SCALING + "_unless_skipped",
     old="jax.tree.map(lambda u, n: jnp.where(keep, u, n), updates, nothing_like(updates))",
     new="jax.tree.map(lambda u: u * keep.astype(u.dtype), updates)",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
@@ -285,9 +302,9 @@ _CHECKS = (
   Mutation(
     number=25,
     breaks="check_updates looks at nothing, unless there are several losses",
-    file=_SCALING,
-    old="if check_updates else True\n",
-    new="if check_updates and several else True\n",
+    function=_SCALING + "loss_scaling",
+    old="_all_finite(looked_at, axis_name) if check_updates else True",
+    new="_all_finite(looked_at, axis_name) if check_updates and several else True",
     test=_TEST_SCALING + "test_updates_that_are_not_finite",
   ),
 )
@@ -296,31 +313,31 @@ _ACCUMULATIONS = (
   Mutation(
     number=26,
     breaks="accumulate lets a loss scale in, and adds up scaled gradients",
-    file=_ACCUMULATION,
-    old="    if scales_in(inner_state):\n",
-    new="    if scales_in(view):\n",
+    function=_ACCUMULATION + "accumulate_gradients",
+    old="scales_in(inner_state)",
+    new="scales_in(view)",
     test=_TEST_ACCUMULATION + "test_a_loss_scale_inside_is_refused",
   ),
   Mutation(
     number=27,
     breaks="micro-batches are added up in the dtype of the parameters",
-    file=_GRADIENTS,
-    old="jax.tree.map(jnp.add, total, grads)), (loss, metrics)\n",
-    new="""jax.tree.map(
-        lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, grads, params
-      )), (loss, metrics)
+    function=_GRADIENTS + "batch_gradients",
+    old="jax.tree.map(jnp.add, total, grads)",
+    new="""
+jax.tree.map(lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, grads, params)
 """,
     test="tests/transforms/test_gradients.py::test_sums_are_float32",
   ),
   Mutation(
     number=28,
     breaks="a bad micro-batch is counted, though nothing of it is in the sum",
-    file=_SCALING,
-    old="    return kept, select(keep, new, old, where, fix=_STATE_FIX)\n",
-    new="""    held = select(keep, new, old, where, fix=_STATE_FIX)
-    if hasattr(new, "micro_batches"):
-      held = held._replace(micro_batches=new.micro_batches)
-    return kept, held
+    function=_SCALING + "_unless_skipped",
+    old="return kept, select(keep, new, old, where, fix=_STATE_FIX)",
+    new="""
+held = select(keep, new, old, where, fix=_STATE_FIX)
+if hasattr(new, "micro_batches"):
+  held = held._replace(micro_batches=new.micro_batches)
+return kept, held
 """,
     test="tests/integration/test_scale_inside_a_window.py::test_a_bad_micro_batch_in_each_place",
   ),
@@ -328,17 +345,17 @@ _ACCUMULATIONS = (
     number=29,
     breaks="the sum is not cleared when a window ends "
     "(the list: when it is dropped; ours is never dropped, it waits)",
-    file=_ACCUMULATION,
-    old="total=jax.tree.map(lambda t, n: jnp.where(full, n, t), total, nothing_like(total)),",
-    new="total=total,",
+    function=_ACCUMULATION + "accumulate_gradients",
+    old="jax.tree.map(lambda t, n: jnp.where(full, n, t), total, nothing_like(total))",
+    new="total",
     test=_TEST_ACCUMULATION + "test_nothing_moves_until_the_last_micro_batch_and_then_by_the_mean",
   ),
   Mutation(
     number=30,
     breaks="the sum is divided by one more than was added",
-    file=_ACCUMULATION,
-    old="lambda t: t / count.astype(t.real.dtype), total",
-    new="lambda t: t / (count + 1).astype(t.real.dtype), total",
+    function=_ACCUMULATION + "accumulate_gradients",
+    old="t / count.astype(t.real.dtype)",
+    new="t / (count + 1).astype(t.real.dtype)",
     test=_TEST_ACCUMULATION + "test_the_mean_is_the_sum_divided_once",
   ),
 )
@@ -347,20 +364,21 @@ _DEVICES = (
   Mutation(
     number=31,
     breaks="each device decides for itself",
-    file=_SCALING,
-    old="return jax.lax.pmin(first_bad, tuple(names))",
-    new="return first_bad",
+    function=_SCALING + "_agree",
+    old="jax.lax.pmin(first_bad, tuple(names))",
+    new="first_bad",
     test="tests/integration/test_distributed_skip.py"
     "::test_sharded_parameters_a_nan_on_one_device_skips_everywhere",
   ),
   Mutation(
     number=32,
     breaks="the largest values are checked instead of the flags reduced: a maximum drops NaN",
-    file=_SCALING,
-    old="      first_bad[label] = _agree(first_nonfinite(watched), axis_name)\n",
-    new="""      if axis_name is not None:
-        watched = [jax.lax.pmax(x, axis_name) for x in watched]
-      first_bad[label] = first_nonfinite(watched)
+    function=_SCALING + "loss_scaling",
+    old="first_bad[label] = _agree(first_nonfinite(watched), axis_name)",
+    new="""
+if axis_name is not None:
+  watched = [jax.lax.pmax(x, axis_name) for x in watched]
+first_bad[label] = first_nonfinite(watched)
 """,
     test="tests/integration/test_distributed_skip.py"
     "::test_sharded_parameters_a_nan_on_one_device_skips_everywhere",
@@ -368,7 +386,7 @@ _DEVICES = (
   Mutation(
     number=33,
     breaks="gradients are averaged over devices in the dtype that they came in",
-    file=_GRADIENTS,
+    function=_GRADIENTS + "batch_gradients",
     old="return at_least_float32(loss), vary(new), metrics, jax.tree.map(at_least_float32, grads)",
     new="return at_least_float32(loss), vary(new), metrics, grads",
     test="tests/transforms/test_gradients.py::test_sums_are_float32",
@@ -379,8 +397,8 @@ _POLICIES = (
   Mutation(
     number=34,
     breaks="the policy in force is a global, which no cache of jit knows of",
-    file="mpjax/_core/active.py",
-    old="ACTIVE = jax.make_user_context(None)\n",
+    function="mpjax/_core/active.py::",
+    old="ACTIVE = jax.make_user_context(None)",
     new="""
 class _Global:
   def __init__(self):
@@ -405,35 +423,45 @@ ACTIVE = _Global()
   Mutation(
     number=35,
     breaks="a scope that an exception leaves stays in force",
-    file=_INTERCEPT,
-    old="  try:\n    yield\n  finally:\n    held.left = True\n    _fall_back()\n",
-    new="  yield\n  held.left = True\n  _fall_back()\n",
+    function=_INTERCEPT + "hold",
+    old="""
+try:
+  yield
+finally:
+  held.left = True
+  _fall_back()
+""",
+    new="""
+yield
+held.left = True
+_fall_back()
+""",
     test="tests/linen/test_never_stale.py::test_a_scope_left_by_an_exception",
   ),
   Mutation(
     number=36,
     letter="a",
     breaks="integers are cast",
-    file=_TREE,
-    old=") and jnp.issubdtype(x.dtype, jnp.floating)",
-    new=") and jnp.issubdtype(x.dtype, jnp.number)",
+    function=_TREE + "is_floating",
+    old="jnp.issubdtype(x.dtype, jnp.floating)",
+    new="jnp.issubdtype(x.dtype, jnp.number)",
     test="tests/core/test_trees.py::test_no_integer_dtype_is_cast",
   ),
   Mutation(
     number=36,
     letter="b",
     breaks="NumPy decides what is floating: bfloat16 is not",
-    file=_TREE,
-    old=") and jnp.issubdtype(x.dtype, jnp.floating)",
-    new=") and np.issubdtype(x.dtype, np.floating)",
+    function=_TREE + "is_floating",
+    old="jnp.issubdtype(x.dtype, jnp.floating)",
+    new="np.issubdtype(x.dtype, np.floating)",
     test="tests/core/test_trees.py::test_every_floating_dtype_is_cast",
   ),
   Mutation(
     number=37,
     breaks="a module that is traced is told the compute dtype, and rounds what operations decide",
-    file="mpjax/_jaxprs/module_calls.py",
-    old="fields = dtype_field(module, dtype, always=state.cast)",
-    new="fields = dtype_field(module, policy.compute_dtype, always=True)",
+    function=_MODULE_CALLS + "run",
+    old="dtype_field(module, dtype, always=state.cast)",
+    new="dtype_field(module, policy.compute_dtype, always=True)",
     test="tests/jaxprs/test_module_calls.py"
     "::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype",
   ),
@@ -441,9 +469,14 @@ ACTIVE = _Global()
     number=38,
     letter="a",
     breaks="initial values are drawn in the compute dtype",
-    file=_INTERCEPT,
-    old="inner = inside(active, module,",
-    new="inner = inside(dataclasses.replace(active, cast=active.cast or initializing), module,",
+    function=_INTERCEPT + "_call",
+    old="inside(active, module, policy, iterates=iterates, exempt=found.exempt)",
+    new="""
+inside(
+  dataclasses.replace(active, cast=active.cast or initializing),
+  module, policy, iterates=iterates, exempt=found.exempt
+)
+""",
     test="tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32",
   ),
   Mutation(
@@ -451,9 +484,9 @@ ACTIVE = _Global()
     letter="b",
     breaks="random numbers drawn by a trace that raised stay counted: the mask of dropout is "
     "another than without a policy (the list: its rate is cast, and the mask drawn in half)",
-    file=_OUTERMOST,
-    old="        except BaseException:\n          restore()\n          raise\n",
-    new="        except BaseException:\n          raise\n",
+    function=_OUTERMOST + "rewritten",
+    old="restore()\nraise",
+    new="raise",
     test="tests/linen/test_outermost.py"
     "::test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype",
   ),
@@ -463,9 +496,9 @@ _STORED = (
   Mutation(
     number=39,
     breaks="a master may be the very array that it was set from: donated, both are gone",
-    file=_MASTERS,
-    old="new = jnp.array(new, jnp.float32, copy=True)",
-    new="new = jnp.asarray(new, jnp.float32)",
+    function=_MASTERS + "set_master_params",
+    old="jnp.array(new, jnp.float32, copy=True)",
+    new="jnp.asarray(new, jnp.float32)",
     test="tests/transforms/test_master_weights.py"
     "::test_a_master_is_never_the_array_that_it_was_made_from",
   ),
@@ -473,18 +506,18 @@ _STORED = (
     number=40,
     letter="a",
     breaks="a checkpoint is cast to the dtypes of the target unasked",
-    file=_LEAVES,
-    old="(x.dtype == want.dtype or (cast and are_floating(x, want)))",
-    new="(x.dtype == want.dtype or are_floating(x, want))",
+    function=_LEAVES + "misfit",
+    old="cast and are_floating(x, want)",
+    new="are_floating(x, want)",
     test="tests/io/test_restore.py::test_another_dtype_is_an_error_that_names_every_leaf",
   ),
   Mutation(
     number=40,
     letter="b",
     breaks="a rule that picks out no module is ignored",
-    file="mpjax/_core/policy_config.py",
-    old='if given.unmatched != "ignore" else ()',
-    new='if given.unmatched == "warn" else ()',
+    function="mpjax/_core/policy_config.py::check_matched",
+    old='given.unmatched != "ignore"',
+    new='given.unmatched == "warn"',
     test="tests/linen/test_with_policy.py"
     "::test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed",
   ),
@@ -494,15 +527,15 @@ _NNX = (
   Mutation(
     number=41,
     breaks="a perturbation decides the dtype of what it is added to",
-    file=_OUTERMOST_OF_NNX,
-    old="  neutral = (nnx.Param, nnx.Perturbation)\n",
-    new="  neutral = (nnx.Param,)\n",
+    function=_OUTERMOST_OF_NNX + "_data",
+    old="(nnx.Param, nnx.Perturbation)",
+    new="(nnx.Param,)",
     test="tests/nnx/test_view.py::test_sow_and_perturb",
   ),
   Mutation(
     number=42,
     breaks="a variable that a call writes to takes the dtype that was computed",
-    file=_OUTERMOST_OF_NNX,
+    function=_OUTERMOST_OF_NNX + "rewritten",
     old="variable.set_raw_value(leaving(new, dtype))",
     new="variable.set_raw_value(new)",
     test="tests/nnx/test_view.py::test_variables_that_a_call_makes_or_changes_are_the_models",
@@ -510,43 +543,43 @@ _NNX = (
   Mutation(
     number=43,
     breaks="a tracer is left in the user's model",
-    file=_OUTERMOST_OF_NNX,
-    old="if changed and _hides_tracer(given):",
-    new="if False:",
+    function=_OUTERMOST_OF_NNX + "rewritten",
+    old="changed and _hides_tracer(given)",
+    new="False",
     test="tests/nnx/test_outermost.py"
     "::test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model",
   ),
   Mutation(
     number=44,
     breaks="the user's model itself becomes the view",
-    file="mpjax/nnx/_with_policy.py",
-    old="view = nnx.clone(model, variables=False, graph=True)",
-    new="view = model",
+    function="mpjax/nnx/_with_policy.py::with_policy",
+    old="nnx.clone(model, variables=False, graph=True)",
+    new="model",
     test="tests/nnx/test_with_policy.py"
     "::test_a_view_holds_the_very_variables_and_leaves_the_model_alone",
   ),
   Mutation(
     number=45,
     breaks="the output dtype is for every module, not for the outermost one called",
-    file="mpjax/_jaxprs/module_calls.py",
-    old="  if not state.entered:\n",
-    new="  if not state.entered or outer is not None:\n",
+    function=_MODULE_CALLS + "output_dtype",
+    old="not state.entered",
+    new="not state.entered or outer is not None",
     test="tests/nnx/test_with_policy.py::test_a_module_inside_has_no_output_dtype",
   ),
   Mutation(
     number=46,
     breaks="what a policy says of weight gradients is forgotten where a call is rewritten",
-    file="mpjax/_jaxprs/module_calls.py",
-    old="weight_grads=wide, ",
-    new="weight_grads=None, ",
+    function=_MODULE_CALLS + "rewritten",
+    old="Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)",
+    new="Settings(compute=low, ops=_OPS, weight_grads=None, modules=True)",
     test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",
   ),
   Mutation(
     number=47,
     breaks="what a call did to variables is lost",
-    file=_OUTERMOST_OF_NNX,
-    old="      return changed, {} if changed else written, nnx.to_tree(",
-    new="      return nodes, {}, nnx.to_tree(",
+    function=_OUTERMOST_OF_NNX + "rewritten",
+    old="return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)",
+    new="return nodes, {}, nnx.to_tree(done, ctxtag=_TAG)",
     test="tests/nnx/test_outermost.py"
     "::test_statistics_and_counters_move_where_nothing_but_arrays_comes_out",
   ),
@@ -556,41 +589,41 @@ _STEPS = (
   Mutation(
     number=48,
     breaks="a loss that loss_fn has averaged over devices is differentiated as one number for all",
-    file=_GRADIENTS,
-    old="      return vary(loss), aux\n",
-    new="      return loss, aux\n",
+    function=_GRADIENTS + "batch_gradients",
+    old="return vary(loss), aux",
+    new="return loss, aux",
     test="tests/transforms/test_across_devices.py"
     "::test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient",
   ),
   Mutation(
     number=49,
     breaks="a counter of local tokens becomes the largest of all devices",
-    file="mpjax/transforms/_across_devices.py",
-    old='if how == "sum" else',
-    new='if how == "both" else',
+    function="mpjax/transforms/_across_devices.py::_combine",
+    old='how == "sum"',
+    new='how == "both"',
     test="tests/transforms/test_across_devices.py::test_a_token_counter_beside_a_step_counter",
   ),
   Mutation(
     number=50,
     breaks="a mask that holds -inf skips every step",
-    file=_GRADIENTS,
-    old="  return jnp.where(jnp.logical_or(new == old, both_nan), jnp.zeros_like(new), new)\n",
-    new="  return jnp.where(both_nan, jnp.zeros_like(new), new)\n",
+    function=_GRADIENTS + "_unless_there_before",
+    old="jnp.logical_or(new == old, both_nan)",
+    new="both_nan",
     test="tests/transforms/test_train_step.py::test_what_was_infinite_before_skips_no_step",
   ),
   Mutation(
     number=51,
     breaks="the average of parameters that accumulate trains moves with each micro-batch",
-    file=_STEP,
-    old="return moved if flag is None else jnp.where(flag, moved, e)",
-    new="return moved",
+    function=_STEP + "_average",
+    old="moved if flag is None else jnp.where(flag, moved, e)",
+    new="moved",
     test="tests/transforms/test_train_step.py"
     "::test_the_average_moves_with_updates_not_with_micro_batches",
   ),
   Mutation(
     number=52,
     breaks="with hysteresis a batch is run again at the same scale",
-    file="mpjax/transforms/_retries.py",
+    function="mpjax/transforms/_retries.py::retried",
     old="jnp.where(withheld, lower, after.scale)",
     new="after.scale",
     test="tests/transforms/test_retries.py"
