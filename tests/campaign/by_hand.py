@@ -35,7 +35,7 @@ from tests.campaign.programs import once
 from tests.integration.rig import OPTIMIZERS, Model, average, loss_fn
 from tests.loss_scale_oracle import Oracle
 
-CONFIG = {"init": 2.0**8, "growth_interval": 3, "max_scale": 2.0**12, "hysteresis": 2}
+CONFIG = {"init_scale": 2.0**8, "growth_interval": 3, "max_scale": 2.0**12, "hysteresis": 2}
 PLACES = {GRADIENT: "gradients", LOSS: "the loss", STATISTICS: "statistics"}
 DTYPES = ("float32", "bfloat16", "float16")
 FIELDS = ("parameters", "optimizer", "statistics, average and step")

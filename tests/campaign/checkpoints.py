@@ -25,7 +25,7 @@ from tests.campaign.network import GRADIENT, LOSS, STATISTICS
 from tests.campaign.outcome import Job, Outcome, judge, require
 
 Arrays = dict[str, np.ndarray]
-SCALE = {"init": 64.0, "growth_interval": 3, "min_scale": 4.0, "max_scale": 2.0**12}
+SCALE = {"init_scale": 64.0, "growth_interval": 3, "min_scale": 4.0, "max_scale": 2.0**12}
 TX = mpjax.loss_scaling(
   mpjax.accumulate_gradients(mpjax.master_weights(optax.adam(2**-4)), 4),
   mpjax.DynamicLossScale(**SCALE, hysteresis=2),

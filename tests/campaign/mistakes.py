@@ -97,7 +97,7 @@ OUTSIDE = (0.0, -0.0, -1.0, -(2.0**15), 2.0**127, 1e38, 2.0**-127, 1e-44, 2.0**-
 def configurations(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
   dynamic, static = mpjax.DynamicLossScale, mpjax.StaticLossScale
   bad: list[tuple[str, Any, type[Exception]]] = []
-  positive = ("init", "min_scale", "max_scale")
+  positive = ("init_scale", "min_scale", "max_scale")
   for field in positive:
     bad += [(field, x, ValueError) for x in (*NOT_FINITE, *OUTSIDE, *-rng.random(9) * 1e6)]
   for field in ("growth_factor", "backoff_factor"):
@@ -126,9 +126,9 @@ def configurations(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
       type(value).__name__,
     )
   for low, high, init in 2.0 ** rng.integers(-9, 24, (60, 3)):
-    limits = {"min_scale": float(low), "max_scale": float(high), "init": float(init)}
+    limits = {"min_scale": float(low), "max_scale": float(high), "init_scale": float(init)}
     if low > high or not low <= init <= high:
-      field = "min_scale" if low > high else "init"
+      field = "min_scale" if low > high else "init_scale"
       text = f"{limits} {rng.random()}"
       yield text, functools.partial(dynamic, **limits), ValueError, f"DynamicLossScale({field})"
 

@@ -59,7 +59,7 @@ FIELDS = ("parameters", "optimizer", "statistics", "average", "step")
 
 def scale_arguments(setup: Setup) -> dict[str, Any]:
   limits = {"min_scale": network.MIN_SCALE, "max_scale": 2.0**12}
-  return {"init": 64.0, "growth_interval": 3, "hysteresis": setup.hysteresis, **limits}
+  return {"init_scale": 64.0, "growth_interval": 3, "hysteresis": setup.hysteresis, **limits}
 
 
 @dataclasses.dataclass(frozen=True)

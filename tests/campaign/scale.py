@@ -38,12 +38,12 @@ class Case(NamedTuple):
 
 
 CASES = (
-  Case("floor", {"init": 8.0, "growth_interval": 5}),
-  Case("floor", {"init": 2.0**-2, "min_scale": 2.0**-4, "growth_interval": 4}, lanes=True),
-  Case("floor", {"init": 2.0**-122, "min_scale": 2.0**-126, "growth_interval": 6}),
-  Case("ceiling", {"init": 2.0**23, "growth_interval": 2}),
-  Case("ceiling", {"init": 2.0**10, "max_scale": 2.0**10, "growth_interval": 3}, lanes=True),
-  Case("ceiling", {"init": 2.0**122, "max_scale": 2.0**126, "growth_interval": 1}),
+  Case("floor", {"init_scale": 8.0, "growth_interval": 5}),
+  Case("floor", {"init_scale": 2.0**-2, "min_scale": 2.0**-4, "growth_interval": 4}, lanes=True),
+  Case("floor", {"init_scale": 2.0**-122, "min_scale": 2.0**-126, "growth_interval": 6}),
+  Case("ceiling", {"init_scale": 2.0**23, "growth_interval": 2}),
+  Case("ceiling", {"init_scale": 2.0**10, "max_scale": 2.0**10, "growth_interval": 3}, lanes=True),
+  Case("ceiling", {"init_scale": 2.0**122, "max_scale": 2.0**126, "growth_interval": 1}),
   Case("hysteresis", {"hysteresis": 2, "growth_interval": 4}),
   Case("hysteresis", {"hysteresis": 3, "growth_interval": 2, "min_scale": 2.0**10}),
   Case("hysteresis", {"hysteresis": 7, "growth_interval": 6}, lanes=True),
@@ -51,11 +51,19 @@ CASES = (
   Case("interval 1", {"growth_interval": 1, "hysteresis": 2, "max_scale": 2.0**18}),
   Case("restored counters", {"growth_interval": 7, "hysteresis": 3}, True),
   Case("restored counters", {"growth_interval": 2000}, True),
-  Case("restored counters", {"growth_interval": 3, "init": 1.0, "min_scale": 0.25}, True, True),
+  Case(
+    "restored counters", {"growth_interval": 3, "init_scale": 1.0, "min_scale": 0.25}, True, True
+  ),
   Case("odd factors", {"growth_factor": 1.5, "backoff_factor": 0.3, "growth_interval": 2}),
   Case(
     "odd factors",
-    {"init": 400.0, "min_scale": 0.37, "max_scale": 1000.0, "growth_interval": 3, "hysteresis": 2},
+    {
+      "init_scale": 400.0,
+      "min_scale": 0.37,
+      "max_scale": 1000.0,
+      "growth_interval": 3,
+      "hysteresis": 2,
+    },
   ),
   Case("odd factors", {"growth_factor": 16.0, "backoff_factor": 2.0**-9, "growth_interval": 1}),
 )
@@ -183,7 +191,7 @@ def run_program(case: Case, guard: bool) -> Any:
   return jax.jit(jax.vmap(run) if case.lanes else in_turn)
 
 
-TWO = {"a": {"growth_interval": 3}, "b": {"init": 4.0, "growth_interval": 2, "hysteresis": 2}}
+TWO = {"a": {"growth_interval": 3}, "b": {"init_scale": 4.0, "growth_interval": 2, "hysteresis": 2}}
 
 
 def attack_two(runs: int, steps: int, rng: np.random.Generator, *, guard: bool) -> list[Outcome]:

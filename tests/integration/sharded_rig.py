@@ -17,7 +17,7 @@ from tests.loss_scale_oracle import Oracle
 
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 ROWS, STEPS = 16, 200
-CONFIG = {"init": 2.0**10, "growth_interval": 5, "max_scale": 2.0**13, "min_scale": 2.0**4}
+CONFIG = {"init_scale": 2.0**10, "growth_interval": 5, "max_scale": 2.0**13, "min_scale": 2.0**4}
 RATE = 2.0**-6
 KEY = 11
 PARTS = ["gradients", "loss", "statistics"]

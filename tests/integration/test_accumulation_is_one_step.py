@@ -112,7 +112,7 @@ def test_micro_steps_are_one_big_step(k, dtype, windows):
 
 STEPS = 80
 PARAMS = {"w": np.asarray([1.0, -2.0, 0.5], F32), "b": np.asarray([-0.0], F32)}
-CONFIG = {"init": 8.0, "growth_interval": 3, "max_scale": 64.0}
+CONFIG = {"init_scale": 8.0, "growth_interval": 3, "max_scale": 64.0}
 WINDOWS = np.asarray([2, 3, 1, 4])
 LENGTHS = {
   "3": (3, lambda done: 3),

@@ -12,7 +12,7 @@ import mpjax
 from tests.loss_scale_oracle import Oracle
 
 DEVICES, STEPS = 4, 200
-CONFIG = {"init": 16.0, "growth_interval": 5, "max_scale": 1024.0}
+CONFIG = {"init_scale": 16.0, "growth_interval": 5, "max_scale": 1024.0}
 TX = mpjax.loss_scaling(
   optax.sgd(0.5, momentum=0.5), mpjax.DynamicLossScale(**CONFIG), axis_name="data"
 )

@@ -19,7 +19,7 @@ from tests.programs import bits, run
 HALF = ("bfloat16", "float16")
 LEAVES = (*HALF, "float32")
 STEPS = 60
-CONFIG = {"init": 2.0**5, "growth_interval": 4, "max_scale": 2.0**8}
+CONFIG = {"init_scale": 2.0**5, "growth_interval": 4, "max_scale": 2.0**8}
 F32 = np.float32
 
 

@@ -14,7 +14,7 @@ from tests.loss_scale_oracle import Oracle
 from tests.programs import bits, compiled
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5]), "b": jnp.asarray(0.25)}
-CONFIG = {"init": 2.0**4, "growth_interval": 2, "max_scale": 2.0**8}
+CONFIG = {"init_scale": 2.0**4, "growth_interval": 2, "max_scale": 2.0**8}
 BAD = itertools.cycle([np.nan, np.inf, -np.inf])
 
 

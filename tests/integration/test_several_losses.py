@@ -15,9 +15,9 @@ from tests.programs import bits, run
 
 STEPS = 60
 CONFIGS = {
-  "generator": {"init": 2.0**6, "growth_interval": 3, "max_scale": 2.0**9},
-  "critic": {"init": 2.0**9, "growth_interval": 5, "min_scale": 4.0, "hysteresis": 2},
-  "prior": {"init": 2.0**3, "growth_interval": 2, "min_scale": 0.25},
+  "generator": {"init_scale": 2.0**6, "growth_interval": 3, "max_scale": 2.0**9},
+  "critic": {"init_scale": 2.0**9, "growth_interval": 5, "min_scale": 4.0, "hysteresis": 2},
+  "prior": {"init_scale": 2.0**3, "growth_interval": 2, "min_scale": 0.25},
 }
 SCALES = {name: mpjax.DynamicLossScale(**config) for name, config in CONFIGS.items()}
 PARAMS = {"w": jnp.asarray([1.0, -0.0, 3.0]), "b": jnp.asarray([-0.5])}

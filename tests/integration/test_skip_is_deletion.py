@@ -20,7 +20,7 @@ import mpjax
 from tests.integration.rig import OPTIMIZERS, average, batches, inject, loss_fn, variables
 from tests.loss_scale_oracle import Oracle
 
-CONFIG = {"init": 2.0**12, "growth_interval": 3, "max_scale": 2.0**16, "hysteresis": 2}
+CONFIG = {"init_scale": 2.0**12, "growth_interval": 3, "max_scale": 2.0**16, "hysteresis": 2}
 RUNS, STEPS = 30, 40
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 

@@ -22,7 +22,7 @@ from tests.loss_scale_oracle import Oracle
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROWS, STEPS = 4, 40
-CONFIG = {"init": 2.0**10, "growth_interval": 3, "max_scale": 2.0**14, "hysteresis": 2}
+CONFIG = {"init_scale": 2.0**10, "growth_interval": 3, "max_scale": 2.0**14, "hysteresis": 2}
 PARTS = ["gradients", "loss", "statistics"]
 """Where a fault strikes. Each leaves the two others finite."""
 

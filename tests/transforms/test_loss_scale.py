@@ -82,7 +82,7 @@ def test_scale_stays_finite_at_the_hard_limit():
 @pytest.mark.parametrize("backoff_factor", [0.5, 0.25])
 def test_hysteresis_interval_growth_and_floor(interval, hysteresis, growth_factor, backoff_factor):
   config = {
-    "init": 2.0**10,
+    "init_scale": 2.0**10,
     "growth_factor": growth_factor,
     "backoff_factor": backoff_factor,
     "growth_interval": interval,
@@ -362,7 +362,7 @@ def random_configs(rng, n):
   init = low * 2.0 ** rng.integers(0, 20, n)
   power = rng.random(n) < 0.5
   return {
-    "init": init,
+    "init_scale": init,
     "growth_factor": np.where(power, 2.0 ** rng.integers(1, 5, n), rng.uniform(1.001, 9, n)),
     "backoff_factor": np.where(power, 0.5 ** rng.integers(1, 5, n), rng.uniform(0.1, 0.99, n)),
     "growth_interval": rng.integers(1, 30, n),
@@ -423,7 +423,7 @@ class Scaler(stateful.RuleBasedStateMachine):
   )
   def start(self, interval, hysteresis, low):
     fields = {"growth_interval": interval, "hysteresis": hysteresis, "min_scale": low}
-    fields |= {"init": 2.0, "max_scale": 16.0}
+    fields |= {"init_scale": 2.0, "max_scale": 16.0}
     self.config = mpjax.DynamicLossScale(**fields)
     self.oracle = Oracle(**fields)
     self.state = init_scale(self.config)

@@ -209,14 +209,14 @@ def test_limits_must_be_in_order():
 
 @pytest.mark.case("A25", "A57")
 @pytest.mark.parametrize("init_scale", [1, 16])
-def test_init_must_lie_between_the_limits(init):
+def test_init_must_lie_between_the_limits(init_scale):
   with pytest.raises(ValueError) as error:
-    mpjax.DynamicLossScale(init_scale=init, min_scale=2, max_scale=8)
+    mpjax.DynamicLossScale(init_scale=init_scale, min_scale=2, max_scale=8)
   check_error(
     error,
     where="mpjax.DynamicLossScale(init_scale)",
     expected="in [2, 8]",
-    got=str(init),
+    got=str(init_scale),
     fix="Move init_scale",
     builtin=ValueError,
   )

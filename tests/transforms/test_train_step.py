@@ -246,7 +246,7 @@ def retry_oracle(config, largest, max_retries):
 @pytest.mark.parametrize("max_retries", [0, 1, 3])
 @pytest.mark.parametrize("hysteresis", [1, 2])
 def test_retries_equal_the_oracle(max_retries, hysteresis):
-  config = {"init": 2.0**12, "growth_interval": 3, "min_scale": 4.0, "hysteresis": hysteresis}
+  config = {"init_scale": 2.0**12, "growth_interval": 3, "min_scale": 4.0, "hysteresis": hysteresis}
   tx = mpjax.loss_scaling(optax.sgd(2.0**-30), mpjax.DynamicLossScale(**config))
   step = mpjax.make_train_step(in_float16, tx, max_retries=max_retries)
   state = create(tx)
