@@ -1,7 +1,7 @@
 """Programs as JAX traces them: walking every equation, counting products and what is saved.
 
-Nothing here runs a program or depends on its values. What cannot be known from the program alone,
-how often a `while` loop turns and which branch of a `cond` is taken, is marked as not certain.
+Nothing here runs a program or depends on its values. What cannot be known from the program alone
+is marked as not certain: how many iterations a `while` loop runs, which branch a `cond` takes.
 """
 
 import collections
@@ -25,7 +25,7 @@ class Visit(NamedTuple):
 
   eqn: JaxprEqn
   times: int  # how often it runs, as far as the program says
-  certain: bool  # False inside a `while`, which may turn more often, or a branch of a `cond`
+  certain: bool  # False inside a `while`, which may run more iterations, or a branch of a `cond`
   entered: bool = True  # False if it holds jaxprs, and how they run is not known
 
 
