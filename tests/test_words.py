@@ -1,5 +1,7 @@
 """The check of our words: it finds each one in prose, and only in prose."""
 
+import pathlib
+
 import pytest
 
 from tests import words
@@ -122,7 +124,7 @@ def test_the_project_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_lists_and_fails(
-  tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
   for name in ("README.md", "CONTRIBUTING.md", "docs/deep/page.md", "mpjax/_core/paths.py"):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

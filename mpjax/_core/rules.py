@@ -38,10 +38,10 @@ class Rule:
       full against the names from the wrapped root, joined by "/".
     module: a module class, or a tuple of them; subclasses count.
     where: a predicate on the bound module. It is asked about every module of the model. Two that
-      are made at one place in the code with equal values are equal, so that a rule may be made anew
-      for each call; one that is made with an array or a list is compiled for anew. Globals that it
-      reads count with the values that they have when the rule is first used: after a change of one,
-      make the rule anew.
+      are created by the same code with equal values are equal, so that a rule may be created anew
+      for each call; one that is created with an array or a list is compiled for anew. Globals
+      that it reads count with the values that they have when the rule is first used: after a
+      change of one, create the rule anew.
 
   Raises:
     MpjaxValueError: no selector or several, or a malformed glob.
