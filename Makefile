@@ -17,7 +17,7 @@ help:
 	@echo "make demo        train a real model three ways and compare"
 	@echo "make test        run the tests (PYTEST_ARGS='-k policy' to choose)"
 	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
-	@echo "make lint        ruff and pyright"
+	@echo "make lint        ruff, pyright and the words that our prose avoids"
 	@echo "make format      let ruff repair what it can"
 	@echo "make bench       measure cost against float32 and hand-written half"
 	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
@@ -62,6 +62,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(RUN)
+	$(RUN) tests/words.py
 
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .

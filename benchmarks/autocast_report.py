@@ -176,7 +176,7 @@ def conditions(results: Figures) -> str:
   loads = ", ".join(str(part["environment"]["load_average"][0]) for part in parts)
   return (
     f"{where['date']}, {where['hardware']}, Python {where['python']}, {versions}{there}; "
-    f"{rounds} rounds by turns (of tracing more than 1,000 equations half as many): median "
+    f"{rounds} rounds, alternating (of tracing more than 1,000 equations half as many): median "
     f"(quartiles) of the ratios of each round. Load average at the start of each part: {loads}."
   )
 

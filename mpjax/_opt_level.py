@@ -83,7 +83,7 @@ def opt_level(level: str, dtype: DTypeLike | None = None) -> OptLevel:
     a TPU and from compute capability 8.0 on, float16 on 7.x (Volta and Turing). On a CPU, or a
     device that is not known, O0. No other level looks at the device.
 
-  float16 comes with a loss scale, bfloat16 with none. In every level a model hands on float32, so
+  float16 comes with a loss scale, bfloat16 with none. In every level a model returns float32, so
   that the loss is computed in it.
 
   Args:

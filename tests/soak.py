@@ -291,7 +291,7 @@ def check(half, outcome):
   limits = mpjax.DynamicLossScale()
   fault = outcome.faults.value != 0
   # The scale that a step was made with is the one after the step before.
-  scale = np.concatenate([[limits.init], record.loss_scale[:-1]])
+  scale = np.concatenate([[limits.init_scale], record.loss_scale[:-1]])
   overflows = ~record.finite & ~fault
   loss = record.loss[-steps // len(outcome.ends) :]
   last = float(np.mean(loss[np.isfinite(loss)]))

@@ -51,6 +51,7 @@ TESTS_OF_THE_WHOLE = {
   "test_public_api",
   "test_pytrees",
   "test_uncovered_cases",
+  "test_words",
 }
 
 NAMEDTUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}

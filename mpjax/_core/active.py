@@ -1,4 +1,4 @@
-"""The state in force while a model runs under a policy. JAX keys what it caches by it."""
+"""The active state while a model runs under a policy. JAX includes it in the key of its caches."""
 
 import dataclasses
 import functools
@@ -11,12 +11,12 @@ from mpjax._core.policy import Policy
 # The one mechanism JAX has for a value that is part of every jit cache key; it is local to the
 # thread and restored when its `with` block is left.
 ACTIVE = jax.make_user_context(None)
-"""The state in force in this thread, an `Active`; None outside of every model under a policy."""
+"""The active state of this thread, an `Active`; None outside of every model under a policy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Active:
-  """The state in force inside a call. Equal states give equal programs.
+  """The active state inside a call. Equal states give equal programs.
 
   It has few distinct values in a model, since each one costs a trace of every small jitted function
   of `jax.numpy`: neither the module nor its path is part of it. Linen's has more fields.
@@ -29,7 +29,7 @@ class Active:
     cast: modules are called in their compute dtype: arguments, results and `dtype` fields.
     casting: the classes of modules that are called so, since they raise in float32.
     as_python: the paths of modules that run as Python, since they look at values.
-    on: a policy is in force.
+    on: a policy is active.
     in_region: it is the state inside of `mpjax.full_precision`, where none is.
     failed: where to note the class of a module that raises.
     key: what of all this is compared.

@@ -1,4 +1,4 @@
-"""`full_precision`: a function that runs as it was written, whatever is in force around it."""
+"""`full_precision`: a function that runs as it was written, whatever policy is active around it."""
 
 import functools
 from collections.abc import Callable
@@ -24,8 +24,8 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   the modules called inside run without it, and half arrays among the arguments come in as float32.
   A policy or an autocast that is given inside does not begin either: `full_precision(view)(x)` and
   `full_precision(autocast(f))(x)` run as the model and `f` do. As a decorator it marks a loss, a
-  numerically delicate layer, a physical simulation; the results are float32, and what reads them
-  decides anew.
+  numerically delicate layer, a physical simulation. The results are float32, and their consumers
+  choose their own dtypes.
 
   NNX modules and variables among the arguments are passed as they are, and so are containers that
   hold nothing in half: what `fn` writes to them stays.

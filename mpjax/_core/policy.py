@@ -1,4 +1,4 @@
-"""`Policy`: which dtype parameters are stored in, computed in and handed on in."""
+"""`Policy`: the dtypes in which parameters are stored, used in computation and returned."""
 
 import dataclasses
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ _PRESETS: dict[str, tuple[str, str, str]] = {
   "mixed_bfloat16": ("float32", "bfloat16", "float32"),
   "mixed_float16": ("float32", "float16", "float32"),
 }
-"""Name: (param_dtype, compute_dtype, output_dtype). The mixed ones hand on float32, so that the
+"""Name: (param_dtype, compute_dtype, output_dtype). The mixed ones output float32, so that the
 loss is computed in it."""
 
 _AS_STRING = (

@@ -50,7 +50,7 @@ class Given:
 
   @property
   def by_place(self) -> bool:
-    """Whether two equal modules can get different policies for where they stand."""
+    """Whether two equal modules can get different policies because of their paths."""
     return any(map(goes_by_place, (*self.rules, *self.defaults)))
 
   @property

@@ -38,10 +38,10 @@ class Rule:
       full against the names from the wrapped root, joined by "/".
     module: a module class, or a tuple of them; subclasses count.
     where: a predicate on the bound module. It is asked about every module of the model. Two that
-      are made at one place in the code with equal values are equal, so that a rule may be made anew
-      for each call; one that is made with an array or a list is compiled for anew. Globals that it
-      reads count with the values that they have when the rule is first used: after a change of one,
-      make the rule anew.
+      are created by the same code with equal values are equal, so that a rule may be created anew
+      for each call; one that is created with an array or a list is compiled for anew. Globals
+      that it reads count with the values that they have when the rule is first used: after a
+      change of one, create the rule anew.
 
   Raises:
     MpjaxValueError: no selector or several, or a malformed glob.
@@ -113,7 +113,7 @@ class Rule:
 
     Args:
       module: the bound module.
-      path: where it stands, its names joined by "/"; "" is the root.
+      path: its path in the model, names joined by "/"; "" is the root.
 
     >>> import mpjax
     >>> mpjax.Rule(None, path="blocks_*/mlp").matches(object(), "blocks_3/mlp")
@@ -167,7 +167,7 @@ def _check_glob(glob: str) -> None:
 def _rest_of_glob(glob: tuple[str, ...], names: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
   """Returns what may still come of a glob after the names of a path; `()` is a match.
 
-  `**` stands for any number of levels, so that there may be several ways to go on.
+  `**` matches any number of levels, so that there may be several ways to go on.
   """
   if not names:
     skipped = _rest_of_glob(glob[1:], ()) if glob[:1] == ("**",) else frozenset()
@@ -264,7 +264,7 @@ def unmatched_error(
     f"rules: {rule}",
     expected=f"a rule that picks out at least one {kind}",
     got=f"none of the {len(paths)} {kind}s {origin}",
-    fix=f'{near} Mend the selector, or pass unmatched="ignore".',
+    fix=f'{near} Fix the selector, or pass unmatched="ignore".',
   )
 
 

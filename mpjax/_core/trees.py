@@ -240,7 +240,7 @@ def select(
       where,
       expected="a scalar flag",
       got=f"one of shape {jnp.shape(condition)}",
-      fix="Reduce it first, or jax.vmap the whole call: one flag decides for the whole tree.",
+      fix="Reduce it first, or jax.vmap the entire call: one flag decides for all leaves.",
     )
   problems = tree_differences(on_false, on_true, dtypes=True)
   if problems:

@@ -52,7 +52,7 @@ def convert(
     keep their shardings.
 
   Raises:
-    MpjaxTypeError: rules of the wrong type; a model or a whole training state for `params`.
+    MpjaxTypeError: rules of the wrong type; a model or an entire training state for `params`.
     MpjaxValueError: an unknown policy; a rule without a path; a finite value that the new dtype
       cannot hold (under `jit` nobody can see that: it becomes inf); a value of `unmatched` that is
       not listed.

@@ -28,7 +28,7 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   """Returns what was saved as a tree like `target`; nothing is cast, cut or left out silently.
 
   Checkpoint libraries do that: Orbax rounds to a half target, and 2.5 to 2 for an integer one;
-  `flax.serialization.from_bytes` hands on the dtypes and shapes of the bytes. Here each leaf that
+  `flax.serialization.from_bytes` returns the dtypes and shapes of the bytes. Here each leaf that
   differs is named in an error.
 
   Leaves are found by path: names of fields, keys of dicts and positions, joined by "/". So
@@ -204,7 +204,7 @@ def _match(target: PyTree, wanted: _Wanted, restored: PyTree, cast: bool) -> dic
 
 
 def _resolve(name: str, x: Any, wanted: _Wanted) -> tuple[str, Any]:
-  """Returns the path and the leaf that `x`, saved as `name`, stands for."""
+  """Returns the path and the leaf that `x`, saved as `name`, represents."""
   path, x = (name, x) if name in wanted else decode(name, x)
   return path, as_array(x, wanted[path]) if path in wanted else x
 

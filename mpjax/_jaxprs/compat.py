@@ -12,7 +12,7 @@ WRITTEN_OUT: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 
 def is_in_program(x: Any) -> bool:
-  """Whether a value stands for one of a program that JAX is tracing at this moment.
+  """Whether a value is a tracer of a program that JAX is tracing at this moment.
 
   False for a concrete value, and for one that is being differentiated or batched. Should JAX
   rename its class, nothing is ever found to be in a program, which costs time and nothing else.

@@ -209,7 +209,7 @@ def rewritten(
 
   Args:
     program: the function, of trees of arrays.
-    policy: in force where no module marks another.
+    policy: applies where no module marks another.
     data: which of the leaves of the arguments decide the dtype of what they meet.
     results: the dtypes of the results, of which None is the one that they are computed in.
     where: the public call, for errors.
@@ -240,7 +240,7 @@ def attempts(
     attempt: traces the call and runs it.
     python: makes the call as it is.
     call: its positional and keyword arguments.
-    state: the state in force.
+    state: the active state.
     path: that of the module.
     where: the public call, for the warning.
     foreign: what a framework raises where a call changes what is not its own.

@@ -1,8 +1,8 @@
 """In what precision each primitive of JAX runs under autocast, and why: the data.
 
 `mpjax.OpLists` is made of these groups, and so is the page docs/op_lists.md. Names are those that
-`jax.make_jaxpr` prints. The higher-order primitives are not here: their bodies are entered, see
-`_inner_jaxprs.py`. Nor are the instructions of a Pallas kernel: a kernel is not entered.
+`jax.make_jaxpr` prints. The higher-order primitives are not here: their inner jaxprs are entered,
+see `inner_jaxprs.py`. Nor are the instructions of a Pallas kernel: a kernel is not entered.
 """
 
 import dataclasses
@@ -385,7 +385,7 @@ CONDITIONS: tuple[Condition, ...] = (
     text="keep for the powers 0 to 3, float32 for others",
     reason="Squares and cubes are part of activation functions (GELU), where float32 would double "
     "the memory of the largest activations. The fourth power overflows float16 from 16 on, and "
-    "negative ones for small operands. An activation function with a power in it, also one written "
-    "as x * x, is computed in float32 as a whole, and its slope is kept in half.",
+    "negative ones for small operands. All of an activation function with a power in it, also one "
+    "written as x * x, is computed in float32, and its slope is kept in half.",
   ),
 )

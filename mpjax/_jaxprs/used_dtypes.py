@@ -156,7 +156,7 @@ def _uses(
   Args:
     jaxpr: the program that it is a variable of.
     var: the variable.
-    readers: returns who reads which variable of a program.
+    readers: returns the consumers of each variable of a program.
     handed_on: returns the uses of a result of the program, by its position.
   """
   found: set[Any] = set()
@@ -203,7 +203,7 @@ def _one_kind(eqn: JaxprEqn) -> bool:
 def _inside(eqn: JaxprEqn, places: Sequence[int]) -> Iterator[tuple[Inner | None, int]]:
   """Yields the jaxprs inside an equation that read the operands at `places`, and where.
 
-  None stands for a use that is not known, or one that may not change its dtype: a loop's carry.
+  None is yielded for an unknown use, or for one that may not change its dtype: a loop's carry.
   """
   found = inner_jaxprs(eqn) or ()
   for place in places:

@@ -1,4 +1,4 @@
-"""Which policy is in force in Linen, and how it is resolved for the module being called."""
+"""Which policy is active in Linen, and how it is resolved for the module being called."""
 
 import contextlib
 import dataclasses
@@ -61,7 +61,7 @@ class Again:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Active(active.Active):
-  """The state in force inside a call of a Linen module.
+  """The active state inside a call of a Linen module.
 
   Fields:
     given: what the user gave; None where policies are switched off.
@@ -89,7 +89,7 @@ OFF = Active(on=False)
 
 
 def current() -> Active | None:
-  """Returns the state in force in this thread; None where a Linen model is under no policy."""
+  """Returns the active state of this thread; None where a Linen model is under no policy."""
   state = ACTIVE.value
   return state if isinstance(state, Active) else None
 
@@ -137,9 +137,9 @@ def resolve(active: Active, given: Given, module: nn.Module) -> Resolved:
 
 
 def is_new_root(active: Active, module: nn.Module) -> bool:
-  """Whether a bound module is the root of a call of its own, other than the root in force.
+  """Whether a bound module is the root of a call of its own, other than the active root.
 
-  A scope that a lifted transform made for the root in force shows the transform in its debug path.
+  A scope that a lifted transform created for the active root shows the transform in its debug path.
   """
   scope = module.scope
   if scope is None or module.path != () or scope.debug_path:

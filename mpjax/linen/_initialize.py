@@ -33,7 +33,7 @@ def store_computed(module: nn.Module, method: str, call: Any) -> None:
   """Casts what the root of a model made in collections that have the dtype of what is computed.
 
   Args:
-    module: the root, bound, which has been initialised. The state in force is one in which modules
+    module: the root, bound, which has been initialised. In the active state, modules
       are called in their compute dtype.
     method: the one that initialised it.
     call: its arguments.

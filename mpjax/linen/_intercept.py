@@ -1,4 +1,4 @@
-"""What happens at each call of a module's method while a policy is in force."""
+"""What happens at each call of a module's method while a policy is active."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from mpjax.linen._places import held_in, tell_places
 
 @contextlib.contextmanager
 def activate(state: Active) -> Generator[None]:
-  """Puts a state in force, in this thread, for the length of a `with` block."""
+  """Makes a state active, in this thread, for the length of a `with` block."""
   # One interceptor serves all states; it must not run twice when one is given inside another.
   # The state of an NNX model that calls this one came without it.
   stack = nn.intercept_methods(intercept) if current() is None else contextlib.nullcontext()
@@ -30,10 +30,10 @@ def activate(state: Active) -> Generator[None]:
 
 @contextlib.contextmanager
 def hold(state: Active) -> Generator[None]:
-  """Puts a state in force, as `activate` does, for a scope that may be left in any order.
+  """Makes a state active, as `activate` does, for a scope that may be left in any order.
 
   A generator that yields inside a scope leaves it when it ends, which may be after another scope
-  was entered. That one stays in force, and when it is left too what was before both is restored.
+  was entered. That one stays active, and when it is left too what was before both is restored.
   """
   _fall_back()
   before = current()

@@ -33,7 +33,7 @@ Perturbations are zeros, there to be differentiated by.
 """
 
 Enter: TypeAlias = Callable[[Active], contextlib.AbstractContextManager[None]]
-"""Puts a state in force. A program may be traced again, when the one in force was left."""
+"""Makes a state active. A program may be traced again after the active one was left."""
 
 
 def applied(
@@ -44,7 +44,7 @@ def applied(
   Args:
     model: an unbound module.
     active: the state at its root.
-    enter: puts a state in force.
+    enter: makes a state active.
     variables: its variables.
     args: arguments of the method.
     kwargs: further arguments of `apply`.
@@ -101,8 +101,8 @@ def rewritten(
     module: the module.
     args: arguments of the method.
     kwargs: the same.
-    active: the state in force.
-    enter: puts a state in force.
+    active: the active state.
+    enter: makes a state active.
     policy: that of the module.
     python: calls the method as it is, in a state in which no call is traced.
   """
@@ -174,7 +174,7 @@ def _cast(
 
   Args:
     program: the function.
-    policy: in force where no module marks another.
+    policy: applies where no module marks another.
     stored: the variables. What has the path of one keeps its dtype; new ones have that which they
       are computed in.
     changed: from the results to the others and the variables among them.

@@ -51,7 +51,7 @@ def _tell(module: nn.Module) -> None:
 
 def _placed(scope: Scope) -> Scope:
   # Flax makes scopes in many places and shares them by identity, so that the object itself is given
-  # the class. Where no policy is in force nothing about it is different.
+  # the class. Where no policy is active, it behaves as before.
   if type(scope) is Scope:
     scope.__class__ = PlacedScope
   active = current()

@@ -108,7 +108,7 @@ def policy_scope(
 
 
 class _Scope(contextlib.ContextDecorator):
-  """A scope, to be entered any number of times: in turn, inside itself, in several threads."""
+  """A scope, which can be entered repeatedly: one after the other, nested, in several threads."""
 
   def __init__(self, given: Given) -> None:
     self._given = given

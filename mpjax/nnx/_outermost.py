@@ -175,7 +175,7 @@ def _flat(tree: Any) -> tuple[list[Any], Any]:
 
 
 def _hand_on(module: Any, before: dict[str, Any]) -> None:
-  """Hands on to the user's module what NNX has put into that of a view, or taken out."""
+  """Copies to the user's module what NNX has put into that of a view, or taken out."""
   model, now = model_of(module), dict(vars(module))
   for name in now.keys() | before.keys() if model is not None else ():
     old, new = before.get(name), now.get(name)

@@ -43,7 +43,7 @@ class Link:
   a transform made is not the module that the link was made for, and its link leads nowhere.
 
   Attributes:
-    path: where the module stands in the model, for errors.
+    path: that of the module in the model, for errors.
     modes: those of the user's module (`deterministic`, say) as they were when the view was made,
       but for those that were set on the view since.
   """
@@ -127,7 +127,7 @@ def path_of(module: Any) -> str:
 
 
 def current() -> Active | None:
-  """Returns the state in force in this thread; None outside of every policied method of NNX."""
+  """Returns the active state of this thread; None outside of every policied method of NNX."""
   state = ACTIVE.value
   return state if type(state) is Active else None  # Linen's is of a class of its own.
 

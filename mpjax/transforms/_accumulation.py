@@ -146,7 +146,7 @@ def accumulate_gradients(
 
 
 def _add(total: PyTree, grads: PyTree, missing: PyTree) -> PyTree:
-  """Returns the sum of both, in which -0.0 tells apart what had no gradient in the whole window.
+  """Returns the sum of both, in which -0.0 marks what had no gradient in the entire window.
 
   No sum but that of -0.0 alone is -0.0, and a gradient that is one is added as 0.0.
   """
@@ -205,7 +205,7 @@ def _check_extra(extra_args: dict[str, Any], where: str) -> None:
       expected="value= and what does not depend on the batch",
       got="a gradient or a function of one micro-batch, for an update from all of a window",
       fix="Leave them out, if inner is no line search and no sam; else add the gradients up "
-      "yourself, and give inner, without accumulate_gradients, functions of the whole batch.",
+      "yourself, and give inner, without accumulate_gradients, functions of the entire batch.",
     )
   if "value" in extra_args and jnp.shape(extra_args["value"]) != ():
     got = f"an array of shape {jnp.shape(extra_args['value'])}"

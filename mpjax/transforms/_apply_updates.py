@@ -112,7 +112,7 @@ def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) ->
   def one(m: Any, p: Any, u: Any) -> Any:
     if m is not None and is_half(p):
       return saturate(jnp.asarray(m), p.dtype).astype(p.dtype)
-    return jax.tree.map(lambda p, u: _add(p, u, None), p, u)  # One hole may stand for a subtree.
+    return jax.tree.map(lambda p, u: _add(p, u, None), p, u)  # One hole may replace a subtree.
 
   try:
     problems = tree_differences(params, _fill(master, params), dtypes=False)
@@ -169,7 +169,7 @@ def _round_stochastically(exact: Array, dtype: np.dtype[Any], key: Array) -> Arr
   kept = np.uint32(2**32 - 2**dropped)
   rounded = jax.lax.bitcast_convert_type(bits & kept, jnp.float32)
   if dtype == jnp.float16:
-    # Below 2^-14 its numbers stand 2^-24 apart, and more bits are dropped than noise was added to.
+    # Below 2^-14 its numbers are 2^-24 apart, and more bits are dropped than noise was added to.
     units = exact * np.float32(2.0**24)
     below = jnp.floor(units)
     uniform = (noise >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)

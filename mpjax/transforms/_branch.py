@@ -37,7 +37,7 @@ def step_or_skip(condition: Array, step: Step, old: PyTree) -> tuple[PyTree, PyT
     return out
 
   def skip(old: PyTree) -> tuple[PyTree, PyTree]:
-    # `cond` traces its branches in turn; should it begin with this one, that costs another trace.
+    # `cond` traces one branch after the other; if it begins with this one, that costs a trace more.
     shapes = seen[0] if seen else jax.eval_shape(step, old)
     return nothing_like(shapes[0]), _unchanged(old, shapes[1])
 

@@ -73,7 +73,7 @@ def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, whe
   """Returns `inner.init(params)`, and names the parameters that it does not take.
 
   optax says which labels of a `multi_transform` have no transformation, but not where they are, and
-  hands neither labels nor their function out. So each parameter is tried by itself; a tree of
+  returns neither labels nor their function. So each parameter is tried by itself; a tree of
   labels that was fixed beforehand fails even without parameters, and then no path can be told.
 
   Raises:

@@ -1,4 +1,4 @@
-"""The gradients of one batch: over micro-batches in turn, and over devices at once."""
+"""The gradients of one batch: over micro-batches one by one, and over devices in parallel."""
 
 import functools
 from collections.abc import Hashable

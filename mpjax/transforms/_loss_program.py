@@ -160,7 +160,7 @@ def _checked(loss_fn: LossFn) -> LossFn:
         "mpjax.make_train_step(loss_fn): model_state",
         expected="the structure, shapes and dtypes that it was given",
         got=listed(problems),
-        fix="Return the whole new state, cast to the dtypes of the old one.",
+        fix="Return the entire new state, cast to the dtypes of the old one.",
       )
     check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
     return out

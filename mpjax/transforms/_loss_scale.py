@@ -112,7 +112,7 @@ def unscale_tree(grads: PyTree, scale: Array | None) -> PyTree:
   The cast comes first: in half the quotient would underflow. XLA makes a product with 1/scale of
   the division, which is exact for a power of two and otherwise within 1 ulp of the gradient; the
   limits of a scale keep the reciprocal a normal number. Leaves that are no floating or complex
-  numbers are handed on as they are.
+  numbers are returned as they are.
 
   Args:
     grads: a tree of gradients of the scaled loss.

@@ -43,7 +43,7 @@ class LossScalingState(NamedTuple):
 
 
 class Found(NamedTuple):
-  """One loss scale, and where it stands."""
+  """One loss scale, and its path."""
 
   owner: LossScalingState
   label: str
@@ -115,7 +115,7 @@ def find_scale(opt_state: PyTree, where: str, name: str | None) -> Found:
       where,
       expected="a state with one loss scale",
       got=f"one with {len(picked)}, named {names}",
-      fix="Wrap the whole chain once, mpjax.loss_scaling(optax.chain(...)), or tell them apart "
+      fix="Wrap the entire chain once, mpjax.loss_scaling(optax.chain(...)), or tell them apart "
       "by name=.",
     )
   return picked[0]

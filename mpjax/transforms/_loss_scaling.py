@@ -81,7 +81,7 @@ def loss_scaling(
 
   Each `update` casts the gradients to float32, divides them by the scale, looks at every element
   for an inf or NaN, and lets `inner` work. If something was not finite the step is *skipped*: the
-  updates are -0.0 (the one number that changes no parameter's bits when added) and the whole inner
+  updates are -0.0 (the one number that changes no parameter's bits when added) and the entire inner
   state stays as it was, counts of schedules included. Then the scale moves. An inf is part of the
   method: `jax_debug_nans` stops at one outside of `jit`, so leave it off and ask
   `mpjax.check_skipped_steps` instead.
@@ -194,7 +194,8 @@ def loss_scaling(
     grad_fn: Any = extra_args.get("grad_fn")
     losses = by_loss(loss, configs, several, f"{where}(loss)") if loss is not None else {}
     first_bad, finite, number = {}, {}, {}
-    # In a whole step nobody else has the gradients, and their quotients take over the memory.
+    # In a step of `make_train_step` nobody else has the gradients, and their quotients take over
+    # the memory.
     total = None if apply is None else stored_first(_unscaled_sum(grads, old))
     for label, g in grads.items():
       # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the

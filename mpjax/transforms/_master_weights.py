@@ -42,15 +42,15 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
   master is beyond the range of a parameter's dtype, the parameter is the largest number there.
 
   Parameters in float32 (norms, say) are trained as without this wrapper, and have no copy. It may
-  stand inside `mpjax.loss_scaling` or around it, and inside `optax.masked` and
+  be inside `mpjax.loss_scaling` or around it, and inside `optax.masked` and
   `optax.multi_transform`. The rule is that of Micikevicius et al., "Mixed Precision Training"
   (2018), section 3.1.
 
   Args:
-    inner: the optimizer. What reads parameters belongs inside, weight decay too.
+    inner: the optimizer. Consumers of parameters, such as weight decay, belong inside.
 
   Returns:
-    An optax transformation. `update` needs `params`, and hands extra arguments on to `inner`.
+    An optax transformation. `update` needs `params`, and passes extra arguments to `inner`.
 
   Raises:
     MpjaxTypeError: `inner` is no optax transformation; `init`: a parameter is no floating array;
@@ -323,7 +323,7 @@ def _require(opt_state: PyTree, where: str) -> list[MasterWeightsState]:
 def _merge(a: PyTree, b: PyTree, where: str) -> PyTree:
   """Returns two trees of masters in one.
 
-  Where one has a hole, which may stand for a whole subtree, the other's place is taken.
+  Where one has a hole, which may replace an entire subtree, the other's subtree is taken.
   """
   if _is_hole(a) or _is_hole(b):
     return b if _is_hole(a) else a

@@ -71,8 +71,8 @@ class TrainState(NamedTuple):
     Raises:
       MpjaxTypeError: a parameter is no floating array, `params` holds variables of NNX besides
         `nnx.Param`, `rng` is no PRNG key, or `tx` is not `loss_scaling` of one loss
-        (`master_weights` may stand around it).
-      MpjaxValueError: `params` holds whole collections of variables.
+        (`master_weights` may be around it).
+      MpjaxValueError: `params` holds entire collections of variables.
 
     >>> import jax.numpy as jnp, mpjax, optax
     >>> tx = mpjax.loss_scaling(optax.adam(1e-3))
@@ -116,10 +116,10 @@ def updated_parameters(opt_state: PyTree) -> dict[str, Array]:
 
 
 def own_scale(opt_state: PyTree, where: str) -> Found:
-  """Returns the loss scale of a training step, which has to cover the whole optimizer.
+  """Returns the loss scale of a training step, which has to cover the entire optimizer.
 
   Raises:
-    MpjaxTypeError: there is none or several, or something stands outside of it.
+    MpjaxTypeError: there is none or several, or something is outside of it.
   """
   found = scales_in(opt_state) or [find_scale(opt_state, where, None)]
   outermost = opt_state
@@ -128,9 +128,9 @@ def own_scale(opt_state: PyTree, where: str) -> Found:
   if not isinstance(outermost, LossScalingState) or len(found) > 1:
     raise MpjaxTypeError(
       where,
-      expected="mpjax.loss_scaling around the whole optimizer, for one loss",
+      expected="mpjax.loss_scaling around the entire optimizer, for one loss",
       got=f"{len(found)} loss scale(s) inside of a {type(outermost).__name__}",
-      fix="Write mpjax.loss_scaling(optax.chain(...)): what stands outside would see scaled "
+      fix="Write mpjax.loss_scaling(optax.chain(...)): what is outside would see scaled "
       "gradients, and skipped steps. With several losses write the step with "
       "mpjax.value_and_grad(..., name=...).",
     )
@@ -159,7 +159,7 @@ def _check_params(params: PyTree, where: str) -> None:
     raise MpjaxValueError(
       where,
       expected="the parameters alone",
-      got=f"whole variables, with the collections {sorted(map(str, params))}",
+      got=f"all variables, with the collections {sorted(map(str, params))}",
       fix='Pass variables["params"], and the other collections as model_state.',
     )
   _refuse_other_variables(params, where)

@@ -1,4 +1,4 @@
-"""A whole training step: everything that it changes commits together, or not at all."""
+"""A full training step: everything that it changes commits together, or not at all."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
@@ -67,13 +67,13 @@ def make_train_step(
     loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`. The loss
       is a floating scalar, a mean over the batch; `metrics` is a dict of arrays; `model_state`
       keeps its structure, shapes and dtypes; `rng` is None if the state has none.
-    tx: the optimizer, wrapped by `mpjax.loss_scaling` as a whole (`master_weights` may stand around
+    tx: the optimizer, with `mpjax.loss_scaling` around all of it (`master_weights` may be around
       that). With `NoLossScale` nothing is checked and no step is skipped; `StaticLossScale(1)`
-      checks without scaling. The loss is handed on as `value=`, for `optax.contrib`'s schedules.
+      checks without scaling. The loss is passed as `value=`, for `optax.contrib`'s schedules.
     accumulate: cut the batch into this many micro-batches, which are run one after the other inside
       the step; their float32 gradients are added and divided once. Row i belongs to micro-batch
       i % accumulate, so that a batch sharded over devices stays where it is. One bad micro-batch
-      skips the whole step.
+      skips the entire step.
     axis_name: the mapped axis, or axes, over which gradients, loss, floating model state and
       metrics are averaged in float32 (integers are summed in metrics). The step is then called
       inside of a `jax.shard_map` or `jax.pmap` with replicated parameters; to donate is then up to

@@ -168,7 +168,7 @@ def _check_batch(batch: PyTree, accumulate: int) -> None:
       where,
       expected="leaves with one first axis, that of the examples: all are cut along it",
       got=listed([f"shape {list(jnp.shape(x))} at {path}" for path, x in paths]),
-      fix="What belongs to the whole batch (a mask, class weights) is no part of it: let loss_fn "
+      fix="What belongs to the entire batch (a mask, class weights) is no part of it: let loss_fn "
       "close over it, or keep it in model_state. What has several rows for each example can be "
       "reshaped to one.",
     )

@@ -148,7 +148,7 @@ def differentiated(tree: PyTree) -> PyTree:
 
 
 def by_part(f: Callable[..., PyTree], updates: PyTree, params: PyTree) -> PyTree:
-  """Returns `f(updates, params)`, for the fast and the slow parameters of lookahead in turn."""
+  """Returns `f(updates, params)`, for the fast, then the slow parameters of lookahead."""
   if not isinstance(updates, optax.LookaheadParams):
     return f(updates, params)
   return optax.LookaheadParams(f(updates.fast, params.fast), f(updates.slow, params.slow))

@@ -430,7 +430,7 @@ def test_the_error_for_a_rule_that_matches_nothing(rule, near):
     where=f"rules: {rule!r}",
     expected="a rule that picks out at least one module",
     got="none of the 5 modules that init passed",
-    fix=f'{near} Mend the selector, or pass unmatched="ignore".' if near.endswith(".") else near,
+    fix=f'{near} Fix the selector, or pass unmatched="ignore".' if near.endswith(".") else near,
     builtin=ValueError,
   )
   assert isinstance(error, mpjax.UnmatchedRuleError)

@@ -91,9 +91,9 @@ def test_updater_with_all_options(updater, example, tmp_path):
   assert (int(full.state.step), int(half.state.step)) == (STEPS, STEPS - 1)
   assert "1 │" in next(line for line in text.getvalue().splitlines() if "batches lost" in line)
   config = updater.UPDATERS["mixed_float16"]["loss_scale"]
-  expected = scales(config.init, half.metrics, config.growth_interval)
+  expected = scales(config.init_scale, half.metrics, config.growth_interval)
   np.testing.assert_array_equal(half.metrics["loss_scale"], expected)
-  assert half.metrics["loss_scale"][heavy[0] - 1] > config.init
+  assert half.metrics["loss_scale"][heavy[0] - 1] > config.init_scale
 
   for run in runs.values():
     for leaf in jax.tree.leaves(run.state.state):

@@ -65,7 +65,7 @@ def test_demo_keeps_its_promises(demo):
 def test_parameters_are_counted_right(demo, digits):
   sizes = [9 * 16, 9 * 16 * 32, 9 * 32 * 64, 2 * (16 + 32 + 64), 64 * 10 + 10]
   params = digits.prepare("float32", mpjax.NoLossScale()).state.params
-  assert demo._jaxpr.tree_bytes(params) == 4 * sum(sizes)
+  assert demo.count.tree_bytes(params) == 4 * sum(sizes)
 
 
 def test_demo_starts_from_anywhere(tmp_path):

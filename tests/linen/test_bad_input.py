@@ -74,14 +74,13 @@ def test_rules(name, way, option, value, got):
   )
 
 
-@both
 @pytest.mark.parametrize("value", ["error", None, True], ids=str)
-def test_unmatched(name, way, value):
+def test_unmatched(value):
   with pytest.raises(ValueError) as excinfo:
-    way(unmatched=value)
+    wrap(unmatched=value)
   check_error(
     excinfo,
-    where=f"{name}(unmatched=...)",
+    where="mpjax.linen.with_policy(unmatched=...)",
     expected="'raise', 'warn' or 'ignore'",
     got=repr(value),
     fix="what to do about a rule that picks out no module",

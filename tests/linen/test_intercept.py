@@ -818,7 +818,7 @@ def test_map_variables():
       def unit(variables):
         return jax.tree.map(lambda w: w / jnp.linalg.norm(w), variables)
 
-      return nn.map_variables(nn.Dense, "params", unit, init_scale=self.is_initializing())(3)(x)
+      return nn.map_variables(nn.Dense, "params", unit, init=self.is_initializing())(3)(x)
 
   variables = jax.eval_shape(Unit().init, KEY, X)
   assert dtypes(jax.eval_shape(with_policy(Unit(), "mixed_bfloat16").init, KEY, X)) == dtypes(

@@ -250,7 +250,7 @@ def test_two_scales_in_one_state(call):
     where=f"mpjax.{call}(opt_state)",
     expected="one loss scale",
     got="one with 2, named [None, None]",
-    fix="Wrap the whole chain once",
+    fix="Wrap the entire chain once",
     builtin=TypeError,
   )
 

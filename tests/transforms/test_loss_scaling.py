@@ -783,7 +783,7 @@ def test_what_replaces_update_is_what_is_called(wrap, config):
   assert updates.tolist() == [-0.5 / scale_of(config)] * 2
   # With another init it is still the optimizer that it was.
   apply = lambda p, u, s: p + u  # noqa: E731
-  again = tx._replace(init_scale=lambda params: tx.init(params))
+  again = tx._replace(init=lambda params: tx.init(params))
   found, _ = again.update(params, again.init(params), params, apply=apply)
   assert found.tolist() == [1 - 0.5 / scale_of(config)] * 2
 

@@ -149,7 +149,7 @@ def test_several_loss_scales():
   check_error(
     excinfo,
     where="mpjax.TrainState.create(tx)",
-    expected="mpjax.loss_scaling around the whole optimizer, for one loss",
+    expected="mpjax.loss_scaling around the entire optimizer, for one loss",
     got="2 loss scale(s) inside of a LossScalingState",
     fix="mpjax.value_and_grad(..., name=...)",
     builtin=TypeError,

@@ -154,7 +154,7 @@ def test_the_scale_has_to_cover_the_whole_optimizer(tx):
   check_error(
     excinfo,
     where="mpjax.TrainState.create(tx)",
-    expected="mpjax.loss_scaling around the whole optimizer, for one loss",
+    expected="mpjax.loss_scaling around the entire optimizer, for one loss",
     got="loss scale(s) inside of a",
     fix="Write mpjax.loss_scaling(optax.chain(...))",
     builtin=TypeError,

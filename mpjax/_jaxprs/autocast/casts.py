@@ -99,7 +99,7 @@ def convert(self: Any, eqn: JaxprEqn, scope: Scope, half: Dtype) -> None:
     held=value.held,
   )
   if target != FLOAT32 or FLOAT32 in (value.views or ()):
-    # To half it is rounded here, whoever reads it; to float32 only where float32 is read.
+    # A cast to half happens here for all consumers; one to float32 only where float32 is read.
     made.atom, made.held = self.view(value, target, eqn), target
   self.hold(var, made)
   return None

@@ -50,7 +50,7 @@ def differentiated_at_once(
   cast: Cast,
   dtypes: Sequence[Any] | None = None,
 ) -> Callable[..., list[Any]]:
-  """Returns `call`, whose derivative is that of `original`, cast as a whole.
+  """Returns `call`, whose derivative is all of that of `original`, cast.
 
   The backward pass computes the forward pass once more; a compiler sees that the two are the same.
 

@@ -20,7 +20,7 @@ Params = dict[str, Any]
 def traced(fun: Callable[..., Any]) -> Callable[..., ClosedJaxpr]:
   """Returns `jax.make_jaxpr(fun)`, with a precision only where the function itself asks for one.
 
-  `jax_default_matmul_precision` is a setting for a whole process, such as TensorFloat-32 for what
+  `jax_default_matmul_precision` is a setting for an entire process, such as TensorFloat-32 for what
   is in float32, and says nothing of one matmul. Those that are left as they are get it back.
   """
   if not _is_precision_set():

@@ -44,7 +44,7 @@ def rewrite(
     outs: the dtypes that its results must have; None leaves the choice.
     wanted: what is wanted of its results, see `demands`.
     settings: what was asked for.
-    scope: where it stands.
+    scope: the named scopes around it.
     consts: how its constants come in; None where their values are not at hand.
   """
   self = Rewriter(jaxpr, settings, scope, wanted)
@@ -184,7 +184,7 @@ def _wanted(self: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def _scope(self: Rewriter, eqn: JaxprEqn) -> Scope:
-  """Where the programs inside stand. It seldom matters, and would split the cache."""
+  """The scope of the inner programs. It seldom matters, and would split the cache."""
   settings, scope = self.settings, self.place(eqn)[0]
   if settings.rules or settings.precision is not None:
     return scope

@@ -24,7 +24,7 @@ AS_IT_IS = "as-it-is"
 """The region of a module that a rule leaves as it is."""
 
 WEIGHT_GRADS = "+"
-"""What stands between the dtype of a region and that of the weight gradients in it."""
+"""Separates the dtype of a region from that of the weight gradients in it."""
 
 _BITS = {"exponent_bits": 8, "mantissa_bits": 23}
 """Those of float32, which round nothing."""
@@ -46,7 +46,7 @@ def mark(region: str) -> contextlib.AbstractContextManager[Any]:
 def leaving(tree: PyTree, dtype: Any) -> PyTree:
   """Returns the results of a module where its policy ends: in `dtype` for all who read them.
 
-  What is traced stays float32, with an operation that rounds nothing and stands for the cast.
+  What is traced stays float32, with an operation that rounds nothing and represents the cast.
 
   Args:
     tree: results of a module; leaves that are no floating arrays stay.

@@ -1,8 +1,8 @@
 """Activation functions with powers in them, like GELU: computed in float32, and kept in half.
 
 The cube in the tanh of a GELU overflows float16 from 41 on, and its derivative there is 0 * inf. So
-what is computed of one half value, operation by operation without an opinion, is computed in
-float32 as a whole if it holds a power: `x ** 3`, `x * x`, `0.1 * x * x`. Kept for the backward pass
+what is computed of one half value, operation by operation without an opinion, is all computed in
+float32 if it holds a power: `x ** 3`, `x * x`, `0.1 * x * x`. Kept for the backward pass
 is its slope, in half: one number for each, which is fewer than the operations would keep.
 """
 

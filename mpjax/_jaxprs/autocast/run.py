@@ -28,7 +28,7 @@ def run(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], name: str)
 
   Where JAX is tracing a program, a long one is put into it as one call of a jitted function, since
   to write all its equations once more takes as long as to trace the function it came from. Else it
-  is run as the function would be: operation by operation, or under the transformation in force.
+  is run as the function would be: operation by operation, or under the active transformation.
 
   Args:
     jaxpr: the program.

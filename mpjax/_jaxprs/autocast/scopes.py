@@ -1,4 +1,4 @@
-"""Where an equation stands: its named scopes, and what the rules say of them."""
+"""The named scopes of an equation, and what the rules say of them."""
 
 import functools
 import re

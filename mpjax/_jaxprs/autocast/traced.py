@@ -162,7 +162,7 @@ def rewritten(
   given: Sequence[Dtype] | None = None,
   results: Sequence[Dtype | None] | None = None,
 ) -> Any:
-  """Returns a whole program rewritten.
+  """Returns an entire program rewritten.
 
   Args:
     program: the program.

@@ -15,7 +15,7 @@ HALF = 2
 """Some operation of the half list does."""
 
 RESULT = 4
-"""It becomes a float32 result of the whole function, at once or behind such operations."""
+"""It becomes a float32 result of the entire function, at once or behind such operations."""
 
 Demands = dict[object, int]
 
@@ -49,7 +49,7 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
     elif part == "promote" or part == "keep":
       want = 0
       for v in eqn.outvars:
-        if dtype_of(v) in FLOATS:  # Who reads a comparison does not read what was compared.
+        if dtype_of(v) in FLOATS:  # Consumers of a comparison do not read its operands.
           want |= found.get(v, 0)
     else:
       want = FULL
@@ -79,7 +79,7 @@ def of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Seq
 def of_loop(
   body: Jaxpr, consts: int, carry: int, wanted: tuple[int, ...], settings: Settings
 ) -> tuple[int, ...]:
-  """What is wanted of the results of a loop's body: what the next turn wants counts too."""
+  """What is wanted of the results of a loop's body: what the next iteration wants counts too."""
   while True:
     found = of_inputs(body, wanted, settings)[consts : consts + carry]
     again = tuple(a | b for a, b in zip(wanted, found, strict=False)) + wanted[carry:]

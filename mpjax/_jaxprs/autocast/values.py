@@ -42,7 +42,7 @@ class Settings:
     compute: the dtype that float32 gives way to where no rule says something else. Float32 itself
       leaves everything as it is there.
     ops: the lists.
-    rules: tried in order against scopes; the policy of the first that matches is in force there.
+    rules: tried in order against scopes; the policy of the first that matches applies there.
     precision: that of a matmul or convolution of which the function says nothing, and which is left
       as it is: what `jax_default_matmul_precision` asks for.
     weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of

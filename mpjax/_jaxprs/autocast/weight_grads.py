@@ -5,7 +5,7 @@ partitioner adds up in half what the devices found, and only the sum is cast to 
 weight. Here the matmul takes the weight as it is stored: its gradient is one matmul of the same
 half operands into the wide dtype, and what is added up afterwards is wide.
 
-The rewritten jaxpr holds the matmul inside of a `jax.custom_jvp`, so that everything which reads
+The rewritten jaxpr holds the matmul inside of a `jax.custom_jvp`, so that all code that walks
 jaxprs finds it. Its derivative is a primitive of our own, linear in each operand as a matmul is, of
 which only the transpose differs: a `jax.custom_vjp` would refuse forward mode, and the transpose of
 `jax.custom_derivatives.linear_call` cannot be batched.

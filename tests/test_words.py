@@ -1,0 +1,139 @@
+"""The check of our words: it finds each one in prose, and only in prose."""
+
+import pathlib
+
+import pytest
+
+from tests import words
+
+BANNED = (
+  "hand on",
+  "hands on",
+  "handed it on",
+  "handing them back",
+  "hands back",
+  "mend",
+  "mends",
+  "mended",
+  "in force",
+  "what reads",
+  "who reads",
+  "which reads",
+  "whoever reads",
+  "stand",
+  "stands",
+  "standing",
+  "stood",
+  "whole",
+  "wholes",
+  "bodies",
+  "in turn",
+  "in its turn",
+  "in their turn",
+  "by turns",
+  "next turn",
+  "turns of",
+)
+
+ALLOWED = (
+  "standard",
+  "understand",
+  "stand-in",
+  "wholly",
+  "recommend",
+  "enforce",
+  "in forced order",
+  "written by hand on a CPU",
+  "returns",
+  "turns it into",
+  "return of",
+  "body",
+  "reads",
+)
+
+
+def in_python(source: str) -> list[tuple[int, str]]:
+  return list(words.banned_words(words.prose_of_python(source)))
+
+
+def in_markdown(text: str) -> list[tuple[int, str]]:
+  return list(words.banned_words(words.prose_of_markdown(text)))
+
+
+@pytest.mark.parametrize("word", BANNED)
+def test_each_word_is_found(word: str) -> None:
+  for written in (word, word.capitalize(), word.upper()):
+    assert in_python(f"x = 1\n# We say {written}.\n") == [(2, written)]
+    assert in_python(f'"""One line.\n\n  We say {written}.\n"""\n') == [(3, written)]
+    assert in_python(f'f(fix="We say " f"{written}: {{x}}.")\n') == [(1, written)]
+    assert in_markdown(f"# Title\n\nWe say *{written}*.\n") == [(3, written)]
+
+
+@pytest.mark.parametrize("word", ALLOWED)
+def test_others_are_not(word: str) -> None:
+  assert in_python(f"# We say {word} here.\n") == []
+  assert in_markdown(f"We say {word} here.\n") == []
+
+
+def test_every_expression_has_a_word() -> None:
+  """Each expression is needed for some word above, and each word has an expression."""
+  found = {
+    pattern: [w for w in BANNED if words.expression(pattern).search(w)] for pattern in words.BANNED
+  }
+  assert all(found.values()), found
+  assert {word for of_one in found.values() for word in of_one} == set(BANNED)
+
+
+def test_across_the_end_of_a_line() -> None:
+  assert in_python("# a policy in\n# force\n") == [(1, "in force")]
+  assert in_python('f(\n  "a policy in "\n  "force",\n)\n') == [(2, "in force")]
+  assert in_python('"""A policy in\n  force.\n"""\n') == [(1, "in force")]
+  assert in_markdown("> a policy in\nforce\n") == [(1, "in force")]
+  assert in_python('f("in", force)  # in\nforce("of")\n') == []
+
+
+def test_code_is_not_prose() -> None:
+  assert in_python("whole = stand(bodies)\n") == []
+  assert in_python('f(f"{whole} leaves")\n') == []
+  assert (
+    in_python('"""Args:\n    whole: an array.\n    **bodies: all of it, the `whole`.\n"""\n') == []
+  )
+  assert in_markdown("`whole`\n```python\nstand = whole\n```\n") == []
+  assert in_markdown("- a\n  ```\n  whole\n  ```\n  stand\n") == [(5, "stand")]
+
+
+def test_only_the_table_of_the_glossary_is_left_out() -> None:
+  glossary = "## Words\n\nA whole.\n\n| whole | entire |\n\n## More\n\n| whole |\n"
+  assert in_markdown(glossary) == [(3, "whole"), (9, "whole")]
+
+
+def test_the_glossary_names_each_word_that_is_checked() -> None:
+  section = words.GLOSSARY.search((words.ROOT / "CONTRIBUTING.md").read_text())
+  assert section is not None
+  upper, _, lower = section[0].partition("not checked yet")
+  assert lower
+  for pattern in words.BANNED:
+    assert words.expression(pattern).search(upper), pattern
+    rows = [row.split("|")[1] for row in words.TABLE_ROW.findall(lower) if row.count("|") > 2]
+    assert not any(words.expression(pattern).search(row) for row in rows), pattern
+
+
+def test_the_project_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
+  assert len(words.pages()) > 80
+  assert words.main() == 0, capsys.readouterr().out
+
+
+def test_the_command_lists_and_fails(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  for name in ("README.md", "CONTRIBUTING.md", "docs/deep/page.md", "mpjax/_core/paths.py"):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("x\n" if name.endswith(".py") else "")
+  (tmp_path / "docs/deep/page.md").write_text("Fine.\nIt stands.\n")
+  (tmp_path / "mpjax/_core/paths.py").write_text("# It hands\n# on all of it.\n")
+  monkeypatch.setattr(words, "ROOT", tmp_path)
+  assert words.main() == 1
+  assert capsys.readouterr().out.splitlines() == [
+    "docs/deep/page.md:2: stands",
+    "mpjax/_core/paths.py:1: hands on",
+  ]
