@@ -77,9 +77,9 @@ def wrong_trees() -> Entries:
     yield f"set_master_params {text}", call, ValueError, "mpjax.set_master_params(params)"
     call = functools.partial(mpjax.select_tree, True, params, PARAMS)
     yield f"commit {text}", call, ValueError, "mpjax.select_tree(finite, new, old)"
-  for name in ("accumulate", "master_weights"):
+  for name in ("accumulate_gradients", "master_weights"):
     for dtype in ("int32", "uint8", "bool"):
-      arguments = (2,) if name == "accumulate" else ()
+      arguments = (2,) if name == "accumulate_gradients" else ()
       tx = getattr(mpjax, name)(PLAIN, *arguments)
       call = functools.partial(tx.init, PARAMS | {"n": jnp.ones(2, dtype)})
       yield f"{name} {dtype} parameters", call, TypeError, "init(params)", dtype
@@ -89,7 +89,11 @@ def wrong_wrappers() -> Entries:
   inners = (None, 3, "adam", optax.adam, {}, PLAIN.update, optax.MultiSteps(PLAIN, 2), ())
   for inner in inners:
     text = f"inner {getattr(inner, '__name__', type(inner).__name__)}"
-    for name, arguments in (("loss_scaling", ()), ("accumulate", (2,)), ("master_weights", ())):
+    for name, arguments in (
+      ("loss_scaling", ()),
+      ("accumulate_gradients", (2,)),
+      ("master_weights", ()),
+    ):
       call = functools.partial(getattr(mpjax, name), inner, *arguments)
       yield f"{name} {text}", call, TypeError, f"mpjax.{name}(inner)", type(inner).__name__
   for scale in (None, 3, 2.0**15, "dynamic", mpjax.DynamicLossScale, [mpjax.NoLossScale()], True):
