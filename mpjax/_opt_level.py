@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from mpjax._core.dtypes import HALVES, parse_dtype
+from mpjax._core.dtypes import HALF_NAMES, parse_dtype
 from mpjax._core.errors import MpjaxValueError
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules, is_flax_norm
@@ -20,8 +20,6 @@ from mpjax.transforms._loss_scale_config import (
 )
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
-
-_HALVES = tuple(sorted(dtype.name for dtype in HALVES))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +117,7 @@ def opt_level(level: str, dtype: DTypeLike | None = None) -> OptLevel:
 
 def _half(dtype: DTypeLike, where: str) -> str:
   name = parse_dtype(dtype, where).name
-  if name not in _HALVES:
+  if name not in HALF_NAMES:
     raise MpjaxValueError(
       where, expected="'bfloat16' or 'float16'", got=repr(name), fix="opt_level('O0') is float32."
     )

@@ -88,6 +88,8 @@ FLOAT32 = np.dtype("float32")
 HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 """The dtypes of 16 bits: "half". A dtype is of low precision if it is one, or narrower."""
 
+HALF_NAMES = tuple(sorted(dtype.name for dtype in HALVES))
+
 
 def is_low_precision(dtype: np.dtype[Any]) -> bool:
   """Whether `dtype` is floating and narrower than float32: bfloat16, float16 or 8 bits."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.dtypes import FLOAT32, HALVES
+from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.types import Array, PyTree
 
@@ -24,7 +24,7 @@ def is_floating(x: Any) -> bool:
 
 def is_half(x: Any) -> bool:
   """Whether `x` is an array in float16 or bfloat16."""
-  return hasattr(x, "dtype") and x.dtype in HALVES
+  return hasattr(x, "dtype") and x.dtype.name in HALF_NAMES
 
 
 def cast_leaf(x: Any, dtype: np.dtype[Any]) -> Any:

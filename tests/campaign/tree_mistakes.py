@@ -76,7 +76,7 @@ def wrong_trees() -> Entries:
     call = functools.partial(mpjax.set_master_params, masters, params)
     yield f"set_master_params {text}", call, ValueError, "mpjax.set_master_params(params)"
     call = functools.partial(mpjax.select_tree, True, params, PARAMS)
-    yield f"commit {text}", call, ValueError, "mpjax.select_tree(finite, new, old)"
+    yield f"select_tree {text}", call, ValueError, "mpjax.select_tree(finite, new, old)"
   for name in ("accumulate_gradients", "master_weights"):
     for dtype in ("int32", "uint8", "bool"):
       arguments = (2,) if name == "accumulate_gradients" else ()

@@ -67,5 +67,5 @@ def test_the_forms_by_hand_are_in_half(memory):
     (_, plain), (loss, params) = (memory.losses(model, half) for half in (None, jnp.bfloat16))
     shapes = [sorted(x.shape for x in jax.tree.leaves(tree)) for tree in (params, plain)]
     assert shapes[0] == shapes[1], name
-    found = mpjax._jaxprs.walk.products(jax.make_jaxpr(jax.grad(loss))(params))
-    assert mpjax._jaxprs.walk.half_share(found) == 1, name
+    found = mpjax._jaxprs.count.products(jax.make_jaxpr(jax.grad(loss))(params))
+    assert mpjax._jaxprs.count.half_share(found) == 1, name

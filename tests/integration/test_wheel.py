@@ -41,7 +41,7 @@ def test_metadata(wheel):
   assert "License-Expression: Apache-2.0" in lines
   needed = {line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line}
   names = {line.split()[1].split(">")[0] for line in needed}
-  assert names == {"chex", "flax", "jax", "optax", "orbax-checkpoint", "rich"}
+  assert names == {"flax", "jax", "optax", "orbax-checkpoint", "rich"}
 
 
 def test_import_from_the_wheel(wheel, tmp_path):

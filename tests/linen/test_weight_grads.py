@@ -166,6 +166,7 @@ def by_definition(model, variables, x, cotangent):
     pytest.param(nn.Dense(4), (512, 3), "bfloat16", 10_000, id="Dense in bfloat16"),
     # Of fewer terms, so that the gain does not depend on the order in which a CPU adds them.
     pytest.param(nn.Dense(4), (32, 3), "float16", 1_000, id="Dense in float16"),
+    pytest.param(nn.Dense(4), (512, 3), "float16", 500, id="Dense in float16, of 512 terms"),
     pytest.param(nn.Conv(3, (3,)), (8, 64, 2), "bfloat16", 10_000, id="Conv in bfloat16"),
   ],
 )

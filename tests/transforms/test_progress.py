@@ -58,7 +58,7 @@ def test_metrics_equal_the_oracle():
 
 
 @pytest.mark.case("A18", "B034", "B118")
-def test_check_progress_raises_after_so_many_skips():
+def test_check_skipped_steps_raises_after_so_many_skips():
   state = after(GOOD, *[BAD] * 4)
   mpjax.check_skipped_steps(state)
   mpjax.check_skipped_steps(state, max_consecutive_skips=5)
@@ -76,7 +76,7 @@ def test_check_progress_raises_after_so_many_skips():
 
 
 @pytest.mark.case("B034")
-def test_check_progress_names_the_gradient_by_its_path():
+def test_check_skipped_steps_names_the_gradient_by_its_path():
   for bad, path in ((BAD, "['x']"), (BAD | {"w": jnp.full(3, jnp.inf)}, "['w']")):
     with pytest.raises(RuntimeError) as error:
       mpjax.check_skipped_steps(after(bad, bad), 2, params=PARAMS)
@@ -91,7 +91,7 @@ def test_check_progress_names_the_gradient_by_its_path():
 
 @pytest.mark.case("B007", "B118")
 @pytest.mark.parametrize("why", ["loss", "updates"])
-def test_check_progress_does_not_blame_the_gradients_for_what_they_did_not_do(why):
+def test_check_skipped_steps_does_not_blame_the_gradients_for_what_they_did_not_do(why):
   tx = mpjax.loss_scaling(optax.scale_by_adam(), check_updates=True)
   state = tx.init(PARAMS)
   if why == "updates":  # a state that was restored with a NaN in it
@@ -117,7 +117,7 @@ NETS = {"critic": {"b": jnp.ones(1), "w": jnp.ones(2)}, "generator": {"b": jnp.o
   ],
   ids=["moments", "no moments"],
 )
-def test_check_progress_blames_the_network_that_is_to_blame(optimizer, got):
+def test_check_skipped_steps_blames_the_network_that_is_to_blame(optimizer, got):
   """Each optimizer sees its part of the parameters, where the first gradient is another one."""
   tx = optax.multi_transform(
     {name: mpjax.loss_scaling(optimizer, name=name) for name in NETS}, {name: name for name in NETS}
@@ -131,7 +131,7 @@ def test_check_progress_blames_the_network_that_is_to_blame(optimizer, got):
 
 
 @pytest.mark.case("B034")
-def test_check_progress_names_the_other_loss_whose_gradients_were_bad():
+def test_check_skipped_steps_names_the_other_loss_whose_gradients_were_bad():
   scales = {"box": mpjax.StaticLossScale(2), "class": mpjax.StaticLossScale(2)}
   tx = mpjax.loss_scaling(optax.sgd(0.1), scales)
   _, state = tx.update({"box": GOOD, "class": BAD}, tx.init(PARAMS), PARAMS)
@@ -148,7 +148,7 @@ def test_check_progress_names_the_other_loss_whose_gradients_were_bad():
     mpjax.check_skipped_steps(state, 1, params=PARAMS, name="class")
 
 
-def test_check_progress_takes_the_parameters_of_a_train_state():
+def test_check_skipped_steps_takes_the_parameters_of_a_train_state():
   state = mpjax.TrainState.create(PARAMS, TX)
   state = state._replace(opt_state=after(BAD, BAD))
   with pytest.raises(RuntimeError, match=r"the gradient of \['x'\]"):
@@ -163,7 +163,7 @@ def test_check_progress_takes_the_parameters_of_a_train_state():
   ],
   ids=["moments", "parameters"],
 )
-def test_check_progress_sees_the_nan_of_a_run_without_loss_scaling(optimizer, params, got):
+def test_check_skipped_steps_sees_the_nan_of_a_run_without_loss_scaling(optimizer, params, got):
   tx = mpjax.loss_scaling(optimizer, mpjax.NoLossScale())
   _, state = tx.update(GOOD, tx.init(PARAMS), PARAMS)
   # An inf is not yet a NaN, and may be meant: a mask, or the best value so far.
@@ -185,7 +185,7 @@ def test_check_progress_sees_the_nan_of_a_run_without_loss_scaling(optimizer, pa
 
 @pytest.mark.case("B125")
 @pytest.mark.parametrize("scale", [np.nan, np.inf, 0.0, -1.0])
-def test_check_progress_finds_a_damaged_scale(scale):
+def test_check_skipped_steps_finds_a_damaged_scale(scale):
   state = TX.init(PARAMS)
   (label,) = state.loss_scale
   damaged = state.loss_scale[label]._replace(scale=jnp.float32(scale))
@@ -201,7 +201,7 @@ def test_check_progress_finds_a_damaged_scale(scale):
   )
 
 
-def test_check_progress_is_for_the_host():
+def test_check_skipped_steps_is_for_the_host():
   def step(state):
     mpjax.check_skipped_steps(state)
     return state
@@ -216,7 +216,7 @@ def test_check_progress_is_for_the_host():
 
 
 @pytest.mark.case("B037")
-def test_check_progress_looks_at_the_worst_member():
+def test_check_skipped_steps_looks_at_the_worst_member():
   states = jax.vmap(TX.init)(jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS))
   (label,) = states.loss_scale
   skips = jnp.asarray([0, 7, 2], jnp.int32)

@@ -443,7 +443,7 @@ def test_no_warning_without_a_dynamic_scale(config):
 
 
 @pytest.mark.case("B034")
-def test_check_progress_takes_the_state():
+def test_check_skipped_steps_takes_the_state():
   step = mpjax.make_train_step(quadratic, SGD)
   state = create(SGD)
   for _ in range(3):

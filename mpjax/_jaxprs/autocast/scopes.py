@@ -7,15 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from mpjax._core.dtypes import FLOAT32, HALVES
+from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import UnmatchedRuleError, nearest
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.rules import Rule, first_match
 from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, WEIGHT_GRADS
 from mpjax._jaxprs.autocast.values import Dtype, Scope, Settings
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
-
-_HALVES = frozenset(dtype.name for dtype in HALVES)
 
 _TRANSFORM = re.compile(
   r"(jvp|transpose|vmap|pmap|linearize|checkpoint|remat|rematted_computation)\("
@@ -55,7 +53,7 @@ def region(scope: Scope, settings: Settings) -> Dtype | None:
   mark = marked(scope)
   if mark is not None:
     name = mark.split(WEIGHT_GRADS)[0]
-    return np.dtype(name) if name in _HALVES else None
+    return np.dtype(name) if name in HALF_NAMES else None
   rule = _rule_for(scope, settings.rules)
   if rule is None:
     dtype: Dtype | None = settings.compute
