@@ -11,11 +11,12 @@ NEWEST ?= 3.13 3.12
 # Which tests `make compat` runs on the newest: all of them.
 NEWEST_TESTS ?= tests
 
-.PHONY: help demo test compat lint format bench bench-autocast gpu-hlo parity accuracy flax-suite campaign mutations soak clean
+.PHONY: help demo test convergence compat lint format bench bench-autocast gpu-hlo parity accuracy flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
 	@echo "make test        run the tests (PYTEST_ARGS='-k policy' to choose)"
+	@echo "make convergence train the examples until they have learned, in float32 and in half"
 	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
 	@echo "make lint        ruff, pyright and the words that our prose avoids"
 	@echo "make format      let ruff repair what it can"
@@ -47,6 +48,12 @@ demo: $(STAMP)
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)
 	$(RUN) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+# Long trainings gain more from XLA's optimization than it takes.
+convergence: export JAX_PLATFORMS ?= cpu
+convergence: export XLA_FLAGS ?= --xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false
+convergence: $(STAMP)
+	$(RUN) -m pytest -n 2 -m convergence $(PYTEST_ARGS)
 
 # Each has a venv of its own. A Python that is missing is an error before any test is run.
 compat:

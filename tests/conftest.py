@@ -39,6 +39,9 @@ gc.set_threshold(200_000, 20, 50)
 
 _TESTS = pathlib.Path(__file__).parent
 
+_COMPILED = _TESTS.parent / ".cache" / f"compiled-by-jax-{jax.__version__}"
+"""What earlier runs on this machine compiled; `make clean` removes it."""
+
 _ADAPTERS = ("transforms", "linen", "nnx", "integration", "flax_suite")
 """Folders whose tests run Flax and optax, which promote dtypes on purpose
 (`optax.apply_updates` adds bfloat16 and float32): ranks are strict there, dtypes are not."""
@@ -64,8 +67,16 @@ _FLAGS = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Leaves out tests marked `gpu` where there is no GPU, and refuses ids that change by process."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  """Leaves out tests marked `gpu` where there is no GPU, and refuses ids that change by process.
+
+  Leaves out `convergence` too, unless `-m` or the id of a test asks for it.
+  """
+  asked = "convergence" in config.option.markexpr or any("::" in arg for arg in config.args)
+  long = [] if asked else [item for item in items if item.get_closest_marker("convergence")]
+  if long:
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if item not in long]
   changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
   if changing:
     raise pytest.UsageError(f"an address is part of these ids, give ids=: {changing}")
@@ -76,14 +87,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-  """Compiles a program once that several tests trace, each for itself: up to a fifth of the time.
+def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+  """Compiles a program once that several tests trace, each for itself, or that an earlier run did.
 
-  Each worker has a cache of its own, since one that reads what another is writing would fail.
+  Each worker has a cache of its own, since one that reads what another is writing would fail. It
+  starts with links to all that earlier runs compiled, and leaves links to what it adds.
   """
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+  own = tmp_path_factory.mktemp("compiled")
+  _link_all(_COMPILED, own)
+  jax.config.update("jax_compilation_cache_dir", str(own))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  # Else the name of the folder is part of the key of each program.
+  jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+  yield
+  _COMPILED.mkdir(parents=True, exist_ok=True)
+  _link_all(own, _COMPILED)
+
+
+def _link_all(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Links the files of one folder into another that lacks them; a link is never half written."""
+  for file in source.iterdir() if source.is_dir() else ():
+    with contextlib.suppress(OSError):  # It is there already, or on another device.
+      os.link(file, target / file.name)
 
 
 @pytest.fixture(autouse=True)
