@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import math
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,8 @@ from jax.extend.core import Literal
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import PyTree
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER, Program, warn_not_entered
+from mpjax._jaxprs.inner_jaxprs import Program, warn_not_entered
+from mpjax._jaxprs.primitives import HIGHER_ORDER, facts_of
 from mpjax._jaxprs.walk import Visit, walk
 
 
@@ -69,14 +69,19 @@ def products(program: Program) -> tuple[Product, ...]:
   """
   found = []
   for eqn, times, certain, _ in _counted(program):
-    name = eqn.primitive.name
-    if name not in _FLOPS:
+    formula = facts_of(eqn).flops
+    if formula is None:
       continue
     lhs, rhs = (operand.aval for operand in eqn.invars[:2])
     result = eqn.outvars[0].aval
-    flops = _FLOPS[name](lhs, rhs, result, eqn.params)
+    flops = _FLOPS[formula](lhs, rhs, result, eqn.params)
     product = Product(
-      primitive=name, operands=(lhs, rhs), result=result, flops=flops, times=times, certain=certain
+      primitive=eqn.primitive.name,
+      operands=(lhs, rhs),
+      result=result,
+      flops=flops,
+      times=times,
+      certain=certain,
     )
     found.append(product)
   return tuple(found)
@@ -136,13 +141,7 @@ def _conv_flops(lhs: Any, rhs: Any, result: Any, params: Mapping[str, Any]) -> i
   return 2 * out_batch * out_features * in_features * meetings
 
 
-_FLOPS: Mapping[str, Callable[[Any, Any, Any, Mapping[str, Any]], int]] = types.MappingProxyType(
-  {
-    "conv_general_dilated": _conv_flops,
-    "dot_general": _dot_flops,
-    "ragged_dot_general": _ragged_dot_flops,
-  }
-)
+_FLOPS = {"convolution": _conv_flops, "dot": _dot_flops, "ragged_dot": _ragged_dot_flops}
 
 
 def residual_bytes(fun: Callable[..., Any], *args: PyTree) -> int:

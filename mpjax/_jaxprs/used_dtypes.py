@@ -8,21 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core.leaves import refuse_overflow
 from mpjax._core.paths import path_text
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import PyTree
 from mpjax._jaxprs.inner_jaxprs import Inner, inner_jaxprs
-
-_MOVES = frozenset(
-  {
-    *("broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "expand_dims"),
-    *("gather", "optimization_barrier", "reshape", "rev", "select_n", "sharding_constraint"),
-    *("slice", "split", "squeeze", "transpose"),
-  }
-)
-"""Operations that move numbers about and leave each as it is: rounding may as well come before."""
+from mpjax._jaxprs.primitives import facts_of
 
 _HandedOn: TypeAlias = Callable[[int], set[Any]]
 _Readers: TypeAlias = Callable[[Jaxpr], Mapping[Any, Sequence[tuple[JaxprEqn, list[int]]]]]
@@ -171,17 +164,15 @@ def _uses(
 def _uses_in(
   jaxpr: Jaxpr, eqn: JaxprEqn, places: Sequence[int], readers: _Readers, handed_on: _HandedOn
 ) -> set[Any]:
-  name, params = eqn.primitive.name, eqn.params
-
   def result(i: int) -> set[Any]:
     out = eqn.outvars[i]
     return _uses(jaxpr, out, readers, handed_on) if isinstance(out, Var) else set()
 
-  if name == "convert_element_type":
-    new, old = np.dtype(params["new_dtype"]), _dtype(eqn.invars[0])
+  if eqn.primitive is convert_element_type_p:
+    new, old = np.dtype(eqn.params["new_dtype"]), _dtype(eqn.invars[0])
     floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (new, old))
     return {new} if floating and new.itemsize < old.itemsize else {None}
-  if name in _MOVES and _one_kind(eqn):
+  if facts_of(eqn).moves and _one_kind(eqn):
     return set().union(*map(result, range(len(eqn.outvars))))
   found: set[Any] = set()
   for inner, position in _inside(eqn, places):

@@ -19,15 +19,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._jaxprs.inner_jaxprs import closed_over
+from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.walk import walk
 
 Cast: TypeAlias = Callable[[Callable[..., Any], Callable[[Any], Any] | None], Callable[..., Any]]
 """From a function, and what says which dtypes its results have, to the function cast."""
 
-_KINDS = ("custom_jvp_call", "custom_vjp_call")
+_WITH_RULE = (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
 
 
-def closes_over(program: ClosedJaxpr) -> set[str]:
+def closes_over(program: ClosedJaxpr) -> set[Holds]:
   """Returns the kinds of functions with a rule that close over a value of the program.
 
   None if the program itself closes over a tracer, which could not be differentiated at once.
@@ -35,18 +37,18 @@ def closes_over(program: ClosedJaxpr) -> set[str]:
   if any(isinstance(const, Tracer) for const in program.consts):
     return set()
   constants = set(program.jaxpr.constvars)
-  return {
-    visit.eqn.primitive.name
-    for visit in walk(program)
-    if visit.eqn.primitive.name in _KINDS
-    and not constants.issuperset(visit.eqn.invars[: closed_over(visit.eqn)])
-  }
+  found = set[Holds]()
+  for visit in walk(program):
+    holds = facts_of(visit.eqn).holds
+    if holds in _WITH_RULE and not constants.issuperset(visit.eqn.invars[: closed_over(visit.eqn)]):
+      found.add(holds)
+  return found
 
 
 def differentiated_at_once(
   call: Callable[..., list[Any]],
   original: Callable[..., list[Any]],
-  kinds: set[str],
+  kinds: set[Holds],
   cast: Cast,
   dtypes: Sequence[Any] | None = None,
 ) -> Callable[..., list[Any]]:
@@ -61,7 +63,7 @@ def differentiated_at_once(
     cast: what is to be done to the derivative.
     dtypes: those of the results of `call`; None if they are those of `original`.
   """
-  if "custom_vjp_call" not in kinds:
+  if Holds.CUSTOM_VJP not in kinds:
     with_jvp = jax.custom_jvp(call)
     with_jvp.defjvp(functools.partial(_jvp, original, cast, dtypes), symbolic_zeros=True)
     return with_jvp

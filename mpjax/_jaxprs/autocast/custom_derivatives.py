@@ -24,6 +24,8 @@ from mpjax._jaxprs.autocast.rewriter import Rewritten
 from mpjax._jaxprs.autocast.values import FLOATS, Dtype, Kind
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.inner_jaxprs import closed_over, inner_jaxprs, name_of, with_inner
+from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import facts_of
 
 Rewrite: TypeAlias = Callable[[Jaxpr, tuple[Kind | None, ...], Sequence[Dtype | None]], Rewritten]
 """Rewrites a program for kinds of arguments and dtypes of results, of which None is free."""
@@ -56,7 +58,7 @@ def with_rule(rule: Rule, operands: Sequence[Any], body: Jaxpr) -> JaxprEqn:
 
   rule = rule._replace(state=ACTIVE.value)
 
-  custom = _CUSTOM[rule.eqn.primitive.name](rule, call)
+  custom = _CUSTOM[facts_of(rule.eqn).holds](rule, call)
   with context_of(rule.eqn):
     made = jax.make_jaxpr(custom)(*(a.aval for a in operands)).jaxpr.eqns[-1]
   return rule.eqn.replace(invars=list(operands), params=with_inner(made, [closed]))
@@ -269,8 +271,8 @@ def _batch(rule: Rule, size: int, batched: Sequence[bool], *operands: Any) -> An
   return found, [True] * len(found)
 
 
-_CUSTOM: Mapping[str, Callable[[Rule, Callable[..., list[Any]]], Callable[..., Any]]] = {
-  "custom_jvp_call": _custom_jvp,
-  "custom_vjp_call": _custom_vjp,
-  "custom_vmap_call": _custom_vmap,
+_CUSTOM: Mapping[Holds | None, Callable[[Rule, Callable[..., list[Any]]], Callable[..., Any]]] = {
+  Holds.CUSTOM_JVP: _custom_jvp,
+  Holds.CUSTOM_VJP: _custom_vjp,
+  Holds.CUSTOM_VMAP: _custom_vmap,
 }

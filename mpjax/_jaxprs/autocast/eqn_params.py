@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mpjax._jaxprs.autocast.values import kept
 from mpjax._jaxprs.inner_jaxprs import Program, holds_jaxpr, is_object, opened, with_each
+from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.walk import walk
 
 Params = dict[str, Any]
@@ -98,24 +99,17 @@ def wants_precision(params: Mapping[str, Any]) -> bool:
   return any(p is not None and p != jax.lax.Precision.DEFAULT for p in each)
 
 
-def retype(name: str, params: Params, dtype: np.dtype[Any]) -> Params:
-  """Returns the parameters that the primitive `name` has when it computes in `dtype`."""
-  if name in _RETYPE:
-    return _RETYPE[name](params, dtype)
-  return params
-
-
-def _product(params: Params, dtype: np.dtype[Any]) -> Params:
-  if params["preferred_element_type"] is None:
+def retype(eqn: JaxprEqn, dtype: np.dtype[Any]) -> Params:
+  """Returns the parameters that an equation has when it computes in `dtype`."""
+  name, params = facts_of(eqn).dtype_param, eqn.params
+  if name is None or params[name] is None:
     return params
-  return {**params, "preferred_element_type": dtype}
+  return _scatter(params, dtype) if name == "update_jaxpr" else {**params, name: dtype}
 
 
 def _scatter(params: Params, dtype: np.dtype[Any]) -> Params:
   """Retypes the operation on two numbers that combines an update with what is there."""
   jaxpr = params["update_jaxpr"]
-  if jaxpr is None:
-    return params
   closed = ClosedJaxpr(jaxpr, params["update_consts"])
 
   def combine(*args: Any) -> Any:
@@ -124,17 +118,3 @@ def _scatter(params: Params, dtype: np.dtype[Any]) -> Params:
   scalar = jax.ShapeDtypeStruct((), dtype)
   new = jax.make_jaxpr(combine)(*[scalar] * len(jaxpr.invars))
   return {**params, "update_jaxpr": new.jaxpr, "update_consts": tuple(new.consts)}
-
-
-_RETYPE: Mapping[str, Callable[[Params, np.dtype[Any]], Params]] = {
-  "conv_general_dilated": _product,
-  "dot_general": _product,
-  "ragged_dot": _product,
-  "ragged_dot_general": _product,
-  **dict.fromkeys(
-    ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"), _scatter
-  ),
-  **dict.fromkeys(
-    ("scatter_add", "scatter_mul", "scatter_min", "scatter_max", "scatter_sub"), _scatter
-  ),
-}

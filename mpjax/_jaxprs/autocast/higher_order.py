@@ -22,7 +22,9 @@ from mpjax._jaxprs.autocast.values import (
   dtype_of,
   kept,
 )
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER, Inner, donated, inner_jaxprs, with_inner
+from mpjax._jaxprs.inner_jaxprs import Inner, donated, inner_jaxprs, with_inner
+from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import facts_of, is_higher_order
 
 Kinds = tuple[Kind | None, ...]
 
@@ -63,7 +65,7 @@ def rewrite(
   for place, eqn in enumerate(map(self.shown, jaxpr.eqns)):
     if place in found and _in_float32(self, found[place]):
       done |= found[place].places
-    if eqn.primitive.name in HIGHER_ORDER:
+    if is_higher_order(eqn):
       _enter(self, eqn)
     elif place not in done:
       self.first_order(eqn)
@@ -134,7 +136,7 @@ def _enter(self: Rewriter, eqn: JaxprEqn) -> None:
   found = inner_jaxprs(eqn)
   if found is None:
     return self.untouched(eqn) if half is None else self.not_entered(eqn)
-  rule = _RULES.get(eqn.primitive.name)
+  rule = _RULES.get(facts_of(eqn).holds)
   if rule is None or (half is None and not _entered_inside(eqn, scope, self.settings)):
     return self.untouched(eqn)
   return rule(self, eqn, found)
@@ -358,12 +360,11 @@ def _while(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   self.write(eqn, atoms, new.outs, with_inner(eqn, both))
 
 
-_RULES: Mapping[str, Callable[[Rewriter, JaxprEqn, tuple[Inner, ...]], None]] = {
-  **dict.fromkeys(("call", "checkpoint", "closed_call", "eval_jaxpr", "jit"), _call),
-  **dict.fromkeys(("program_order", "remat2", "shard_map"), _call),
-  **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"), _custom),
-  "composite": _composite,
-  "cond": _cond,
-  "scan": _scan,
-  "while": _while,
+_RULES: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, tuple[Inner, ...]], None]] = {
+  **dict.fromkeys((Holds.CALL, Holds.SHARD_MAP), _call),
+  **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _custom),
+  Holds.COMPOSITE: _composite,
+  Holds.COND: _cond,
+  Holds.SCAN: _scan,
+  Holds.WHILE: _while,
 }

@@ -6,7 +6,7 @@ float32 if it holds a power: `x ** 3`, `x * x`, `0.1 * x * x`. Kept for the back
 is its slope, in half: one number for each, which is fewer than the operations would keep.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,20 +19,7 @@ from mpjax._jaxprs.autocast.evaluate import differentiated
 from mpjax._jaxprs.autocast.values import Dtype, dtype_of, kept, retyped, shape_of
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
-
-Degrees = Sequence[float]
-
-_DEGREES: Mapping[str, Callable[[Degrees, Mapping[str, Any]], float]] = {
-  **dict.fromkeys(("abs", "neg"), lambda d, _: d[0]),
-  **dict.fromkeys(("add", "max", "min", "sub"), lambda d, _: max(d)),
-  **dict.fromkeys(("erf", "erfc", "logistic", "tanh"), lambda d, _: 0),
-  **dict.fromkeys(("one_minus_square", "square"), lambda d, _: 2 * d[0]),
-  "div": lambda d, _: d[0] - d[1],
-  "integer_pow": lambda d, params: params["y"] * d[0],
-  "mul": lambda d, _: d[0] + d[1],
-  "sqrt": lambda d, _: d[0] / 2,
-}
-"""How fast the result of an operation grows, of how fast its operands do: the exponent."""
+from mpjax._jaxprs.primitives import facts_of
 
 
 class Powers(NamedTuple):
@@ -62,12 +49,15 @@ def powers(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Powers]:
   for place, eqn in enumerate(jaxpr.eqns):
     operands = [v for v in eqn.invars if not isinstance(v, Literal)]
     found = {roots.get(v, v) for v in operands}
-    if len(found) != 1 or not _is_elementwise(eqn, ops):
+    degree = facts_of(eqn).degree
+    if len(found) != 1 or degree is None:
+      continue
+    if ops.part_of(eqn.primitive.name, eqn.params) not in ("promote", "keep", "float32"):
       continue
     (root,), (out,) = found, eqn.outvars
     if all(dtype_of(v) == FLOAT32 and shape_of(v) == shape_of(out) for v in (root, out)):
       of = [0 if isinstance(v, Literal) else degrees.get(v, 1) for v in eqn.invars]
-      roots[out], degrees[out] = root, _DEGREES[eqn.primitive.name](of, eqn.params)
+      roots[out], degrees[out] = root, degree(of, eqn.params)
       chains.setdefault(root, []).append(place)
   grown = {root for out, root in roots.items() if degrees[out] > 1}
   if not grown:
@@ -82,11 +72,6 @@ def powers(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Powers]:
       readers.setdefault(v, []).append(len(jaxpr.eqns))
   each = [_of_chain(jaxpr, root, chains[root], degrees, readers) for root in grown]
   return dict(each)
-
-
-def _is_elementwise(eqn: JaxprEqn, ops: OpLists) -> bool:
-  name = eqn.primitive.name
-  return name in _DEGREES and ops.part_of(name, eqn.params) in ("promote", "keep", "float32")
 
 
 def _of_chain(

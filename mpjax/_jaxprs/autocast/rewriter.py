@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core.primitives import (
+  broadcast_in_dim_p,
+  convert_element_type_p,
+  reduce_precision_p,
+  sub_p,
+)
 
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._jaxprs.autocast.casts import convert, each_for_itself, filled, leave
@@ -16,7 +21,6 @@ from mpjax._jaxprs.autocast.scopes import keeps_float32, names_of, output_of, re
 from mpjax._jaxprs.autocast.sums import broadcast, is_linear, is_summed, repeats, with_float32_sums
 from mpjax._jaxprs.autocast.uses import FULL, HALF, RESULT, demands
 from mpjax._jaxprs.autocast.values import (
-  EXACT,
   FLOATS,
   Dtype,
   Kind,
@@ -33,6 +37,7 @@ from mpjax._jaxprs.autocast.values import (
 from mpjax._jaxprs.autocast.weight_grads import with_wide_gradients
 from mpjax._jaxprs.compat import without_scopes
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs, warn_not_entered
+from mpjax._jaxprs.primitives import facts_of
 
 
 class Rewritten(NamedTuple):
@@ -240,17 +245,16 @@ class Rewriter:
 
   def first_order(self, eqn: JaxprEqn) -> None:
     """Writes an equation that holds no program."""
-    name = eqn.primitive.name
-    part = self._part_of(name, eqn.params)
+    part = self._part_of(eqn.primitive.name, eqn.params)
     scope, half = self.place(eqn)
-    leaving = output_of(scope) if name == "reduce_precision" else None
+    leaving = output_of(scope) if eqn.primitive is reduce_precision_p else None
     if leaving is not None:
       return leave(self, eqn, leaving)
     # A multiplication that names its own dtype is the user's choice too.
     if half is None or part is None or part == "opaque" or eqn.params.get("out_dtype") is not None:
       unknown = half is not None and part is None and inner_jaxprs(eqn) is None
       return self.not_entered(eqn) if unknown else self.untouched(eqn)
-    if name == "convert_element_type":
+    if eqn.primitive is convert_element_type_p:
       return convert(self, eqn, scope, half)
     values: list[Value | None] = []
     once, wide, known = True, False, False
@@ -294,12 +298,12 @@ class Rewriter:
     ]
     outs = [Kind(dtype, neutral) if dtype_of(v) in FLOATS else None for v in eqn.outvars]
     changed = known and wide != (dtype == FLOAT32)
-    params = retype(name, eqn.params, dtype) if changed else eqn.params
+    params = retype(eqn, dtype) if changed else eqn.params
     if any(summed) and not is_linear(eqn):
       made = with_float32_sums(eqn, operands, summed, dtype)
       return self.write(made, operands, outs)
     self.write(eqn, operands, outs, params, once=once)
-    if name == "broadcast_in_dim" and type(operands[0]) is Literal and outs[0] is not None:
+    if eqn.primitive is broadcast_in_dim_p and type(operands[0]) is Literal and outs[0] is not None:
       self._env[eqn.outvars[0]].filled = self.eqns[-1]
     if neutral:
       shapes = {shape_of(v.atom) for v in values if v is not None and v.given}
@@ -323,7 +327,7 @@ class Rewriter:
       eqn: the operation.
     """
     if not summed:
-      if eqn.primitive.name == "sub" and value.held in HALVES and dtype == FLOAT32:
+      if eqn.primitive is sub_p and value.held in HALVES and dtype == FLOAT32:
         # A norm's difference: with a cast of its own, as by hand, XLA groups the sums of its
         # backward pass so that they read less memory. Forward a compiler makes one cast of both.
         return self.cast(value.atom, retyped(value.atom, dtype), eqn)
@@ -353,7 +357,7 @@ class Rewriter:
       # An argument that comes back changed: a parameter after its update, a count, a moment.
       return FLOAT32, False
     # What is read in float32 anyway is computed in it, like the difference that exp reads.
-    lift = self.is_full(wanted) and eqn.primitive.name not in EXACT
+    lift = self.is_full(wanted) and not facts_of(eqn).exact
     return (FLOAT32 if lift else half), False
 
   def wanted_of(self, eqn: JaxprEqn) -> int:

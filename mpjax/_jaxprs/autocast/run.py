@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, no_effects
 
 from mpjax._jaxprs.autocast.evaluate import call_of, called
 from mpjax._jaxprs.compat import comes_from_program, is_in_program, without_scopes
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER
+from mpjax._jaxprs.primitives import is_higher_order
 
 _LONG = 64
 """Equations. A shorter program is written out: for the eye, and since a call costs time too."""
@@ -115,7 +115,7 @@ def _groups(jaxpr: Jaxpr) -> list[list[JaxprEqn]]:
 
 def _is_alone(eqn: JaxprEqn) -> bool:
   """Whether an equation is part of none: it has effects, or holds programs of its own."""
-  return bool(eqn.effects) or eqn.primitive.name in HIGHER_ORDER
+  return bool(eqn.effects) or is_higher_order(eqn)
 
 
 def _part(eqns: Sequence[JaxprEqn], place: int, last: Mapping[Any, int]) -> _Part:

@@ -17,20 +17,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mpjax._core.dtypes import FLOAT32
 from mpjax._jaxprs.autocast.values import Dtype, Value, shape_of
 from mpjax._jaxprs.compat import context_of
-
-_REPEATING = frozenset({"broadcast_in_dim", "broadcast_to", "gather", "tile"})
-
-_ADDING = frozenset({"add", "sub"})
-
-_MULTIPLYING = frozenset({"atan2", "div", "max", "min", "mul", "rem"})
-
-_CHOOSING = frozenset({"reduce_max", "reduce_min"})
+from mpjax._jaxprs.primitives import facts_of
 
 
 def repeats(eqn: JaxprEqn) -> bool:
   """Whether an operation does nothing but move numbers, each perhaps to several places."""
   return (
-    eqn.primitive.name in _REPEATING
+    facts_of(eqn).gradient == "repeated"
     and type(eqn.invars[0]) is not Literal
     and not eqn.params.get("unique_indices")
   )
@@ -44,17 +37,17 @@ def is_summed(eqn: JaxprEqn, value: Value, dtype: Dtype) -> bool:
     value: the operand.
     dtype: that of the operation.
   """
-  name = eqn.primitive.name
   if dtype == FLOAT32 or type(value.atom) is Literal or (value.once and value.neutral):
     return False
-  if name in _ADDING or name in _MULTIPLYING:  # They may broadcast axes of size 1.
+  gradient = facts_of(eqn).gradient
+  if gradient in ("added", "multiplied"):  # They may broadcast axes of size 1.
     return shape_of(value.atom) != shape_of(eqn.outvars[0])
-  return name in _CHOOSING
+  return gradient == "chosen"
 
 
 def is_linear(eqn: JaxprEqn) -> bool:
   """Whether an operation saves nothing for its derivative."""
-  return eqn.primitive.name in _ADDING
+  return facts_of(eqn).gradient == "added"
 
 
 def broadcast(atom: Any, eqn: JaxprEqn) -> JaxprEqn:
@@ -97,7 +90,7 @@ def with_float32_sums(
 
   def repeated(x: Any) -> Any:
     wide = lax.convert_element_type(x, FLOAT32)
-    if eqn.primitive.name in _CHOOSING:
+    if facts_of(eqn).gradient == "chosen":
       return wide
     sharding = _sharding(jax.typeof(x), eqn)
     shape = shape_of(eqn.outvars[0])

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import reduce_precision_p
 
 from mpjax._jaxprs.autocast.scopes import names_of, output_of
 from mpjax._jaxprs.autocast.values import FLOATS, Settings, dtype_of, kept
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER, inner_jaxprs
+from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
+from mpjax._jaxprs.primitives import is_higher_order
 
 FULL = 1
 """Some operation of the float32 list reads it, at once or behind others without an opinion."""
@@ -34,17 +36,18 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
       found[atom] = found.get(atom, 0) | want
   parts = settings.ops.part_of
   for eqn in reversed(jaxpr.eqns):
-    name = eqn.primitive.name
-    if name in HIGHER_ORDER:
+    if is_higher_order(eqn):
       wants = of_operands(eqn, tuple(found.get(v, 0) for v in eqn.outvars), settings)
       for atom, want in zip(eqn.invars, wants, strict=True):
         if want and not isinstance(atom, Literal):
           found[atom] = found.get(atom, 0) | want
       continue
-    part = parts(name, eqn.params)
+    part = parts(eqn.primitive.name, eqn.params)
     if part == "half":
       want = HALF
-    elif name == "reduce_precision" and output_of(names_of(str(eqn.source_info.name_stack))):
+    elif eqn.primitive is reduce_precision_p and output_of(
+      names_of(str(eqn.source_info.name_stack))
+    ):
       want = found.get(eqn.outvars[0], 0)
     elif part == "promote" or part == "keep":
       want = 0

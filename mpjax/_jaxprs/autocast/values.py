@@ -17,15 +17,6 @@ from mpjax._jaxprs.op_lists import OpLists
 
 FLOATS = HALVES | {FLOAT32}
 
-EXACT = frozenset(
-  """abs argmax argmin broadcast_in_dim concatenate copy cummax cummin dynamic_slice
-  dynamic_update_slice gather max min neg optimization_barrier pad pvary reshape reshard rev scatter
-  scatter-max scatter-min select_n sharding_constraint sign slice sort split squeeze stop_gradient
-  top_k transpose""".split()  # noqa: SIM905
-)
-"""Operations that choose and move numbers, and compute none: of half operands they lose nothing in
-half. Not the maximum of an axis: its derivative counts the places that have it."""
-
 Dtype: TypeAlias = np.dtype[Any]
 
 R = TypeVar("R")

@@ -29,7 +29,7 @@ from jax.extend.core import (
   new_jaxpr_eqn,
   no_effects,
 )
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core.primitives import convert_element_type_p, dot_general_p
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._jaxprs.autocast.eqn_params import retype
@@ -69,7 +69,7 @@ def with_wide_gradients(
     atom if value is None else value.atom if is_weight else view(value, half, eqn)
     for atom, value, is_weight in zip(eqn.invars, values, each, strict=True)
   ]
-  params = retype(eqn.primitive.name, eqn.params, half)
+  params = retype(eqn, half)
 
   def product(*operands: Any) -> Any:
     return eqn.primitive.bind(*operands, **params)
@@ -227,7 +227,7 @@ def _dot(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> Any:
   a batch of matrices, not even under `vmap`.
   """
   placed = any(any(jax.typeof(x).sharding.spec) for x in operands)
-  if eqn.primitive.name != "dot_general" or placed or jax.default_backend() != "cpu":
+  if eqn.primitive is not dot_general_p or placed or jax.default_backend() != "cpu":
     return eqn.primitive.bind(*operands, **params)
   contracted, batch = params["dimension_numbers"]
   left, right = map(_as_matrices, operands, contracted, batch)

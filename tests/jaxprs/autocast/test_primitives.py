@@ -16,11 +16,21 @@ from hypothesis import strategies as st
 
 import mpjax
 from tests import programs
-from tests.jaxprs.autocast.samples import FLOAT32, HALF, NO_SAMPLE, PASSED_ON, PROMOTE, unit
+from tests.jaxprs.autocast.samples import (
+  CONDITIONAL,
+  FLOAT32,
+  HALF,
+  KEEP,
+  NO_SAMPLE,
+  PASSED_ON,
+  PROMOTE,
+  unit,
+)
 from tests.registered_primitives import alive
 
 BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
-TABLES = {"half": HALF, "float32": FLOAT32, "promote": PROMOTE}
+TABLES = {"half": HALF, "float32": FLOAT32, "promote": PROMOTE, "keep": KEEP}
+CALLED = {**TABLES, "conditional": CONDITIONAL}
 
 
 @pytest.mark.parametrize("part", TABLES)
@@ -32,10 +42,11 @@ def test_every_primitive_has_a_sample(part):
 
 
 @pytest.mark.parametrize(
-  ("part", "name"), [(part, name) for part, table in TABLES.items() for name in table]
+  ("part", "name"),
+  [(part, name) for part, table in CALLED.items() for name in table],
 )
 def test_a_sample_calls_its_primitive(part, name):
-  sample = TABLES[part][name]
+  sample = CALLED[part][name]
   program = jax.make_jaxpr(sample.fun)(*sample.args)
   assert programs.dtypes_of(program, name) <= {"float32", "bool"}
   assert programs.dtypes_of(program, name)
@@ -168,6 +179,23 @@ def test_what_is_passed_on_keeps_its_own_type(name, half):
     if eqn.primitive.name == name
   ]
   assert {dtype for found in types for dtype in found} == {half, "float32"}
+
+
+@pytest.mark.case("I13", "A69")
+@BOTH
+@pytest.mark.parametrize("name", KEEP)
+def test_what_keeps_the_type_of_a_half_operand(name, half):
+  """Forward: the gradient of a repeated or chosen value is a float32 sum, unlike that by hand."""
+  sample = KEEP[name]
+
+  def behind(*args):
+    return sample.fun(*map(behind_a_product, args))
+
+  def both(*args):
+    return mpjax.autocast(behind, half)(*args), cast(sample.fun(*cast(args, half)), "float32")
+
+  got, want = programs.run(both, *sample.args)
+  assert programs.bits(got) == programs.bits(want)
 
 
 @pytest.mark.case("I13")
