@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpjax
+from mpjax._jaxprs.primitives import FACTS
 from tests import programs
 from tests.jaxprs.autocast.samples import (
   CONDITIONAL,
@@ -48,7 +49,7 @@ def test_every_primitive_has_a_sample(part):
 def test_a_sample_calls_its_primitive(part, name):
   sample = CALLED[part][name]
   program = jax.make_jaxpr(sample.fun)(*sample.args)
-  assert programs.dtypes_of(program, name) <= {"float32", "bool"}
+  assert programs.dtypes_of(program, name) <= {"float32", "bool", "int32"}
   assert programs.dtypes_of(program, name)
 
 
@@ -143,6 +144,12 @@ def test_promoting_operations_of_half_operands(name, half):
   assert programs.dtypes_of(jax.make_jaxpr(fun)(*sample.args), name) <= {half, "bool"}
 
 
+def is_power(name):
+  """Whether it grows faster than its operand: in float32, as test_powers.py shows."""
+  degree = FACTS[name].degree
+  return degree is not None and degree([1], {}) > 1
+
+
 def behind_both(name, half):
   """Returns the sample on a half operand first and float32 ones after it, and that by hand."""
   fun = PROMOTE[name].fun
@@ -183,7 +190,7 @@ def test_what_is_passed_on_keeps_its_own_type(name, half):
 
 @pytest.mark.case("I13", "A69")
 @BOTH
-@pytest.mark.parametrize("name", KEEP)
+@pytest.mark.parametrize("name", [name for name in KEEP if not is_power(name)])
 def test_what_keeps_the_type_of_a_half_operand(name, half):
   """Forward: the gradient of a repeated or chosen value is a float32 sum, unlike that by hand."""
   sample = KEEP[name]
