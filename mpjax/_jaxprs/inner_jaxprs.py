@@ -1,8 +1,9 @@
 """The jaxprs inside equations: where each primitive keeps them, and which operands they take.
 
-This is the one module that knows in which parameters a higher-order primitive keeps its jaxprs, the
-constants, the carry and the inputs of a loop; versions of JAX differ in it. Everything else asks
-`inner_jaxprs`, and writes new ones with `with_inner`.
+The table of primitives says how an equation runs its jaxprs, and which parameters hold them. This
+is the one module that reads these: which operands of a loop are its constants, carry and inputs,
+for example, where versions of JAX differ. Everything else asks `inner_jaxprs`, and writes new
+jaxprs with `with_inner`.
 """
 
 import math
@@ -41,13 +42,18 @@ class Inner(NamedTuple):
     """Without the constants that may come with it."""
     return opened(self.program)
 
+  @property
+  def carried(self) -> tuple[int, ...]:
+    """The positions of the operands of the equation with which the carry starts."""
+    return (self.operands or ())[self.carry.start : self.carry.stop]
+
 
 def opened(program: Program) -> Jaxpr:
   """Returns a jaxpr without the constants that it may come with."""
   return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
-def holds_jaxpr(values: Iterable[Any]) -> bool:
+def holds_jaxpr(values: Iterable[object]) -> bool:
   """Whether one of the parameters of an equation is a jaxpr, or a sequence with one in it."""
   for value in values:
     if isinstance(value, (Jaxpr, ClosedJaxpr)):
@@ -140,7 +146,11 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
 
 
 def _fits(inner: Inner, eqn: JaxprEqn) -> bool:
-  """Whether an inner jaxpr has as many inputs and outputs as what was read says."""
+  """Whether an inner jaxpr has as many inputs and outputs as what was read says.
+
+  A parameter that keeps its name and changes its meaning is found so. Without, autocast would give
+  the values of a scan to the wrong variables, and where the shapes fit nobody would notice.
+  """
   jaxpr = inner.jaxpr
   if inner.operands is None:
     return True
@@ -151,22 +161,15 @@ def _fits(inner: Inner, eqn: JaxprEqn) -> bool:
 def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
   """Returns the parameters of an equation with other jaxprs, in the order of `inner_jaxprs`."""
   made = [tuple(new)] if facts_of(eqn).holds is Holds.COND else new
-  # None are named for what is not replaced.
+  # What is not replaced names no parameters: the transpose of a `linear_call` is float32, and a
+  # body in half would not match it.
   return {**eqn.params, **dict(zip(_keys(eqn), made, strict=False))}
 
 
 def call_params(
   eqn: JaxprEqn, program: Program, operands: int, results: int, name: str
 ) -> dict[str, Any]:
-  """Returns the parameters of a call, of those of one with one operand and one result.
-
-  Args:
-    eqn: such a call of a jitted function.
-    program: what to call.
-    operands: the number of its arguments.
-    results: the number of its results.
-    name: that of the call.
-  """
+  """Returns the parameters of a call: those of `eqn`, but that has one operand and one result."""
   params = dict(eqn.params)
   for key in ("in_shardings", "in_layouts", "donated_invars"):
     params[key] *= operands
@@ -175,7 +178,7 @@ def call_params(
   return dict(params, jaxpr=program, name=name)
 
 
-def with_each(eqn: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
+def with_each(eqn: JaxprEqn, change: Callable[[Program], Program]) -> dict[str, Any]:
   """Returns the parameters of an equation with every jaxpr in them changed.
 
   Also those that `inner_jaxprs` leaves out: of derivatives, of primitives that are not known.

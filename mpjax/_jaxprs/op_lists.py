@@ -32,10 +32,6 @@ def _names(parts: _Parts, part: Part) -> frozenset[str]:
   return frozenset(name for name, where in parts.items() if where == part)
 
 
-def _field(part: Part) -> property:
-  return property(lambda self: _names(self._parts, part))
-
-
 def _pairs(parts: _Parts) -> tuple[tuple[str, Predicate], ...]:
   return tuple((name, part) for name, part in sorted(parts.items()) if not isinstance(part, str))
 
@@ -123,12 +119,29 @@ class OpLists:
     object.__setattr__(self, "_items", frozenset(parts.items()))
     return self
 
-  half = _field("half")
-  float32 = _field("float32")
-  promote = _field("promote")
-  keep = _field("keep")
-  opaque = _field("opaque")
-  conditional = property(lambda self: _pairs(self._parts))
+  @property
+  def half(self) -> frozenset[str]:
+    return _names(self._parts, "half")
+
+  @property
+  def float32(self) -> frozenset[str]:
+    return _names(self._parts, "float32")
+
+  @property
+  def promote(self) -> frozenset[str]:
+    return _names(self._parts, "promote")
+
+  @property
+  def keep(self) -> frozenset[str]:
+    return _names(self._parts, "keep")
+
+  @property
+  def opaque(self) -> frozenset[str]:
+    return _names(self._parts, "opaque")
+
+  @property
+  def conditional(self) -> tuple[tuple[str, Predicate], ...]:
+    return _pairs(self._parts)
 
   def part_of(self, name: str, params: EqnParams) -> str | None:
     """Returns the part that an equation is in.

@@ -6,16 +6,18 @@ these run in float32, and their result is rounded, which loses nothing.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import broadcast_in_dim_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._core.dtypes import FLOAT32
-from mpjax._jaxprs.autocast.values import Dtype, Value, shape_of
+from mpjax._core.types import Array, DType
+from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
+from mpjax._jaxprs.autocast.values import Value
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.primitives import facts_of
 
@@ -29,7 +31,7 @@ def repeats(eqn: JaxprEqn) -> bool:
   )
 
 
-def is_summed(eqn: JaxprEqn, value: Value, dtype: Dtype) -> bool:
+def is_summed(eqn: JaxprEqn, value: Value, dtype: DType) -> bool:
   """Whether an operation adds up the derivative with respect to one of its operands.
 
   Args:
@@ -50,20 +52,21 @@ def is_linear(eqn: JaxprEqn) -> bool:
   return facts_of(eqn).gradient == "added"
 
 
-def broadcast(atom: Any, eqn: JaxprEqn) -> JaxprEqn:
+def broadcast(atom: Atom, eqn: JaxprEqn) -> JaxprEqn:
   """Returns an equation that repeats a value to the shape of the result of `eqn`."""
-  shape, sharding = shape_of(eqn.outvars[0]), _sharding(atom.aval, eqn)
-  axes = tuple(range(atom.aval.ndim))
+  aval = aval_of(atom)
+  shape, sharding = shape_of(eqn.outvars[0]), _sharding(aval, eqn)
+  axes = tuple(range(aval.ndim))
   params = {"shape": shape, "broadcast_dimensions": axes, "sharding": sharding}
-  aval = atom.aval.update(shape=shape, weak_type=False)
-  var = Var(aval if sharding is None else aval.update(sharding=sharding))
+  new = aval.update(shape=shape, weak_type=False)
+  var = Var(new if sharding is None else new.update(sharding=sharding))
   place = (eqn.source_info, eqn.ctx)
   return new_jaxpr_eqn([atom], [var], broadcast_in_dim_p, params, no_effects, *place)
 
 
-def _sharding(aval: Any, eqn: JaxprEqn) -> NamedSharding | None:
+def _sharding(aval: ShapedArray, eqn: JaxprEqn) -> NamedSharding | None:
   """Returns the explicit sharding of a value that is repeated to the shape of the result."""
-  out: Any = eqn.outvars[0].aval
+  out = aval_of(eqn.outvars[0])
   if AxisType.Explicit not in out.sharding.mesh.axis_types:
     return None
   spec = list(out.sharding.spec)
@@ -74,7 +77,7 @@ def _sharding(aval: Any, eqn: JaxprEqn) -> NamedSharding | None:
 
 
 def with_float32_sums(
-  eqn: JaxprEqn, operands: Sequence[Any], summed: Sequence[bool], dtype: Dtype
+  eqn: JaxprEqn, operands: Sequence[Atom], summed: Sequence[bool], dtype: DType
 ) -> JaxprEqn:
   """Returns an operation whose derivative adds up in float32, and saves nothing but `operands`.
 
@@ -88,7 +91,7 @@ def with_float32_sums(
     dtype: that of the operation.
   """
 
-  def repeated(x: Any) -> Any:
+  def repeated(x: Array) -> Array:
     wide = lax.convert_element_type(x, FLOAT32)
     if facts_of(eqn).gradient == "chosen":
       return wide
@@ -97,12 +100,12 @@ def with_float32_sums(
     wide = lax.broadcast_in_dim(wide, shape, range(x.ndim), out_sharding=sharding)
     return lax.convert_element_type(wide, dtype)
 
-  def operation(*operands: Any) -> Any:
+  def operation(*operands: Array) -> Array:
     pairs = zip(operands, summed, strict=True)
     out = eqn.primitive.bind(*(repeated(x) if each else x for x, each in pairs), **eqn.params)
     return lax.convert_element_type(out, dtype)
 
   with context_of(eqn):
     again = jax.checkpoint(operation, prevent_cse=False)
-    made = jax.make_jaxpr(again)(*(x.aval for x in operands)).eqns[-1]
+    made = jax.make_jaxpr(again)(*map(aval_of, operands)).eqns[-1]
   return eqn.replace(primitive=made.primitive, params=made.params, effects=made.effects)
