@@ -5,41 +5,38 @@ python -m tests.op_lists_page
 
 import pathlib
 
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER
-from mpjax._jaxprs.primitives import CONDITIONS, GROUPS, PARTS
+from mpjax._jaxprs.primitive_facts import PARTS
+from mpjax._jaxprs.primitives import FAMILIES
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "op_lists.md"
 BEGIN, END = "<!-- lists -->", "<!-- end of lists -->"
-
-
-NOT_ENTERED = {"call_hi_primitive", "custom_linear_solve", "linear_call"}
-"""Of `HIGHER_ORDER`, which serves other walks too, those that autocast leaves as they are."""
 
 
 def tables() -> str:
   """Returns what stands between the marks: a table for each part, and one for what depends."""
   lines: list[str] = []
   for part, meaning in PARTS.items():
-    groups = [group for group in GROUPS if group.part == part]
-    count = sum(len(group.names) for group in groups)
+    families = [family for family in FAMILIES if family.part == part]
+    count = sum(len(family.names) for family in families)
     lines += [f"### {part}", "", f"{meaning} {count} primitives.", ""]
     lines += ["| primitives | why |", "|---|---|"]
-    lines += [f"| {_code(group.names)} | {group.reason}{_note(group.fixed)} |" for group in groups]
+    lines += [f"| {_code(f.names)} | {f.reason}{_note(f.fixed)} |" for f in families]
     lines += [""]
   lines += ["### conditional", "", "The part depends on the parameters of the equation.", ""]
   lines += ["| primitive | part | why |", "|---|---|---|"]
-  lines += [f"| `{c.name}` | {c.text} | {c.reason} |" for c in CONDITIONS]
+  lines += [f"| {_code(f.names)} | {f.decides} | {f.reason} |" for f in FAMILIES if f.decides]
   lines += ["", "### higher-order", "", "The programs that these hold are entered:", ""]
-  lines += [_code(sorted(set(HIGHER_ORDER) - NOT_ENTERED)), ""]
+  entered, left = [family for family in FAMILIES if family.part is None]
+  lines += [_code(entered.names), ""]
   lines += [
     "These run as they were traced: they come with others that must agree, or are objects of JAX:",
     "",
   ]
-  lines += [_code(sorted(NOT_ENTERED))]
+  lines += [_code(left.names)]
   return "\n".join(lines)
 
 
-def _code(names: tuple[str, ...] | list[str]) -> str:
+def _code(names: tuple[str, ...]) -> str:
   return ", ".join(f"`{name}`" for name in names)
 
 

@@ -2,16 +2,21 @@
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.core import Tracer
+from jax.extend.core import JaxprEqn
 
-WRITTEN_OUT: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+WRITTEN_OUT: object = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 """What a call says that JAX is to write as the equations inside, where it traces a program."""
 
 
-def is_in_program(x: Any) -> bool:
+NameStack: TypeAlias = Any
+"""The named scopes of an equation: JAX exports no class for it."""
+
+
+def is_in_program(x: object) -> bool:
   """Whether a value is a tracer of a program that JAX is tracing at this moment.
 
   False for a concrete value, and for one that is being differentiated or batched. Should JAX
@@ -20,7 +25,7 @@ def is_in_program(x: Any) -> bool:
   return isinstance(x, Tracer) and type(x).__name__ == "DynamicJaxprTracer"
 
 
-def comes_from_program(x: Any) -> bool:
+def comes_from_program(x: object) -> bool:
   """Whether a value is one of a program that JAX is tracing, differentiated or batched perhaps.
 
   Should JAX rename what these hold, nothing is ever found to be, which costs time and nothing else.
@@ -30,13 +35,13 @@ def comes_from_program(x: Any) -> bool:
   return is_in_program(x)
 
 
-def context_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[object]:
   """Returns the context in which an equation was traced: its mesh and what `with` blocks set."""
   context = getattr(eqn, "ctx", None)
   return contextlib.nullcontext() if context is None else context.manager
 
 
-def without_scopes(name_stack: Any, prefix: str) -> Any:
+def without_scopes(name_stack: NameStack, prefix: str) -> NameStack:
   """Returns a name stack without the named scopes whose names begin with `prefix`."""
   kept = tuple(each for each in name_stack.stack if not each.name.startswith(prefix))
   same = len(kept) == len(name_stack.stack)

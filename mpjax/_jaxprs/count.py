@@ -3,18 +3,20 @@
 import collections
 import dataclasses
 import math
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Literal
 
 from mpjax._core.dtypes import is_low_precision
-from mpjax._core.types import PyTree
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER, Program, warn_not_entered
+from mpjax._core.types import Function, Leaf, PyTree
+from mpjax._jaxprs.atoms import aval_of
+from mpjax._jaxprs.inner_jaxprs import Program, warn_not_entered
+from mpjax._jaxprs.primitive_facts import EqnParams
+from mpjax._jaxprs.primitives import HIGHER_ORDER, facts_of
 from mpjax._jaxprs.walk import Visit, walk
 
 
@@ -46,8 +48,8 @@ class Product:
   """
 
   primitive: str
-  operands: tuple[Any, Any]
-  result: Any
+  operands: tuple[ShapedArray, ShapedArray]
+  result: ShapedArray
   flops: int
   times: int
   certain: bool
@@ -69,14 +71,19 @@ def products(program: Program) -> tuple[Product, ...]:
   """
   found = []
   for eqn, times, certain, _ in _counted(program):
-    name = eqn.primitive.name
-    if name not in _FLOPS:
+    formula = facts_of(eqn).flops
+    if formula is None:
       continue
-    lhs, rhs = (operand.aval for operand in eqn.invars[:2])
-    result = eqn.outvars[0].aval
-    flops = _FLOPS[name](lhs, rhs, result, eqn.params)
+    lhs, rhs = map(aval_of, eqn.invars[:2])
+    result = aval_of(eqn.outvars[0])
+    flops = _FLOPS[formula](lhs, rhs, result, eqn.params)
     product = Product(
-      primitive=name, operands=(lhs, rhs), result=result, flops=flops, times=times, certain=certain
+      primitive=eqn.primitive.name,
+      operands=(lhs, rhs),
+      result=result,
+      flops=flops,
+      times=times,
+      certain=certain,
     )
     found.append(product)
   return tuple(found)
@@ -96,13 +103,15 @@ def half_share(found: Iterable[Product]) -> float:
   return half / total if total else math.nan
 
 
-def _dot_flops(lhs: Any, rhs: Any, result: Any, params: Mapping[str, Any]) -> int:
+def _dot_flops(lhs: ShapedArray, rhs: ShapedArray, result: ShapedArray, params: EqnParams) -> int:
   del result
   (_, contracting), (_, batch) = params["dimension_numbers"]
   return _dot(lhs, rhs, {*contracting, *batch})
 
 
-def _ragged_dot_flops(lhs: Any, rhs: Any, result: Any, params: Mapping[str, Any]) -> int:
+def _ragged_dot_flops(
+  lhs: ShapedArray, rhs: ShapedArray, result: ShapedArray, params: EqnParams
+) -> int:
   # Each row meets the matrix of its own group alone: the number of groups does not count.
   del result
   numbers = params["ragged_dot_dimension_numbers"]
@@ -110,13 +119,13 @@ def _ragged_dot_flops(lhs: Any, rhs: Any, result: Any, params: Mapping[str, Any]
   return _dot(lhs, rhs, {*contracting, *batch, *numbers.rhs_group_dimensions})
 
 
-def _dot(lhs: Any, rhs: Any, shared: set[int]) -> int:
+def _dot(lhs: ShapedArray, rhs: ShapedArray, shared: set[int]) -> int:
   """Every element of `lhs` meets one of `rhs` for each index that is `rhs`'s own."""
   own = (size for axis, size in enumerate(rhs.shape) if axis not in shared)
   return 2 * math.prod(lhs.shape) * math.prod(own)
 
 
-def _conv_flops(lhs: Any, rhs: Any, result: Any, params: Mapping[str, Any]) -> int:
+def _conv_flops(lhs: ShapedArray, rhs: ShapedArray, result: ShapedArray, params: EqnParams) -> int:
   numbers = params["dimension_numbers"]
   out_batch, out_features, *out_space = (result.shape[axis] for axis in numbers.out_spec)
   _, in_features, *kernel = (rhs.shape[axis] for axis in numbers.rhs_spec)
@@ -136,16 +145,10 @@ def _conv_flops(lhs: Any, rhs: Any, result: Any, params: Mapping[str, Any]) -> i
   return 2 * out_batch * out_features * in_features * meetings
 
 
-_FLOPS: Mapping[str, Callable[[Any, Any, Any, Mapping[str, Any]], int]] = types.MappingProxyType(
-  {
-    "conv_general_dilated": _conv_flops,
-    "dot_general": _dot_flops,
-    "ragged_dot_general": _ragged_dot_flops,
-  }
-)
+_FLOPS = {"convolution": _conv_flops, "dot": _dot_flops, "ragged_dot": _ragged_dot_flops}
 
 
-def residual_bytes(fun: Callable[..., Any], *args: PyTree) -> int:
+def residual_bytes(fun: Function, *args: PyTree) -> int:
   """Returns how many bytes a function keeps from its forward pass for its backward pass.
 
   These are the arrays that `jax.vjp` saves, as `jax.ad_checkpoint.print_saved_residuals` lists
@@ -157,7 +160,7 @@ def residual_bytes(fun: Callable[..., Any], *args: PyTree) -> int:
     *args: arrays, or `jax.ShapeDtypeStruct` for them: nothing is computed.
   """
 
-  def saved(*args: PyTree) -> list[Any]:
+  def saved(*args: PyTree) -> list[Leaf]:
     return jax.tree.leaves(jax.vjp(fun, *args)[1])
 
   jaxpr = jax.make_jaxpr(saved)(*args).jaxpr

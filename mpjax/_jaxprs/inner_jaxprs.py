@@ -1,21 +1,22 @@
 """The jaxprs inside equations: where each primitive keeps them, and which operands they take.
 
-This is the one module that knows in which parameters a higher-order primitive keeps its jaxprs, the
-constants, the carry and the inputs of a loop; versions of JAX differ in it. Everything else asks
-`inner_jaxprs`, and writes new ones with `with_inner`.
+The table of primitives says how an equation runs its jaxprs, and which parameters hold them. This
+is the one module that reads these: which operands of a loop are its constants, carry and inputs,
+for example, where versions of JAX differ. Everything else asks `inner_jaxprs`, and writes new
+jaxprs with `with_inner`.
 """
 
 import math
-import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-Program: TypeAlias = Jaxpr | ClosedJaxpr
+from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import facts_of
 
-Params: TypeAlias = Mapping[str, Any]
+Program: TypeAlias = Jaxpr | ClosedJaxpr
 
 
 class Inner(NamedTuple):
@@ -41,13 +42,18 @@ class Inner(NamedTuple):
     """Without the constants that may come with it."""
     return opened(self.program)
 
+  @property
+  def carried(self) -> tuple[int, ...]:
+    """The positions of the operands of the equation with which the carry starts."""
+    return (self.operands or ())[self.carry.start : self.carry.stop]
+
 
 def opened(program: Program) -> Jaxpr:
   """Returns a jaxpr without the constants that it may come with."""
   return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
-def holds_jaxpr(values: Iterable[Any]) -> bool:
+def holds_jaxpr(values: Iterable[object]) -> bool:
   """Whether one of the parameters of an equation is a jaxpr, or a sequence with one in it."""
   for value in values:
     if isinstance(value, (Jaxpr, ClosedJaxpr)):
@@ -57,46 +63,33 @@ def holds_jaxpr(values: Iterable[Any]) -> bool:
   return False
 
 
-class _Layout(NamedTuple):
-  """Where a primitive keeps its jaxprs.
-
-  Fields:
-    read: from the parameters and the number of operands to the inner jaxprs; None if not known.
-    write: from the parameters and new jaxprs, in the order of `read`, to new parameters; None for a
-      primitive whose jaxprs are not replaced.
-  """
-
-  read: Callable[[Params, int], tuple[Inner, ...] | None]
-  write: Callable[[Params, Sequence[Program]], dict[str, Any]] | None
+def _keys(eqn: JaxprEqn) -> list[str]:
+  """Returns the parameters that hold the jaxprs which are replaced, by their names in this JAX."""
+  each = [names.split("|") for names in facts_of(eqn).jaxpr_params.split()]
+  return [next((name for name in names if name in eqn.params), names[0]) for names in each]
 
 
-def _one(*names: str) -> _Layout:
-  """One jaxpr of all operands, under the first of these names that is there."""
-
-  def key(params: Params) -> str:
-    return next((name for name in names if name in params), names[0])
-
-  def read(params: Params, count: int) -> tuple[Inner, ...]:
-    return (Inner(params[key(params)], operands=tuple(range(count))),)
-
-  def write(params: Params, new: Sequence[Program]) -> dict[str, Any]:
-    return {**params, key(params): new[0]}
-
-  return _Layout(read, write)
+def _call(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  return (Inner(eqn.params[_keys(eqn)[0]], operands=tuple(range(len(eqn.invars)))),)
 
 
-def _read_scan(params: Params, count: int) -> tuple[Inner, ...]:
+def _linear_call(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  return (Inner(eqn.params["callee"], operands=tuple(range(len(eqn.invars)))),)
+
+
+def _scan(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  (body,), params = _call(eqn), eqn.params
   if "ft_in" in params:  # From jax 0.11 on: a tree of constants, carry and inputs of each step.
     consts, carry = (len(part) for part in params["ft_in"].unpack()[:2])
   else:
     consts, carry = params["num_consts"], params["num_carry"]
-  carried = range(consts, consts + carry)
-  return (Inner(params["jaxpr"], params["length"], tuple(range(count)), carried),)
+  return (body._replace(times=params["length"], carry=range(consts, consts + carry)),)
 
 
-def _read_while(params: Params, count: int) -> tuple[Inner, ...]:
+def _while(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  params = eqn.params
   tested, looped = params["cond_nconsts"], params["body_nconsts"]
-  carry = tuple(range(tested + looped, count))
+  carry = tuple(range(tested + looped, len(eqn.invars)))
   body = (*range(tested, tested + looped), *carry)
   return (
     Inner(params["cond_jaxpr"], None, (*range(tested), *carry), returns=False),
@@ -104,82 +97,38 @@ def _read_while(params: Params, count: int) -> tuple[Inner, ...]:
   )
 
 
-def _read_object(params: Params, count: int) -> tuple[Inner, ...] | None:
-  del count
+def _cond(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  # The first operand is the number of the branch.
+  operands = tuple(range(1, len(eqn.invars)))
+  return tuple(Inner(branch, None, operands) for branch in eqn.params["branches"])
+
+
+def _shard_map(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  # The jaxpr is written for one device; the others run it too.
+  sizes = eqn.params["mesh"].shape
+  devices = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
+  return (_call(eqn)[0]._replace(times=devices),)
+
+
+def _object(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
   # What is in the object differs between versions of JAX, and is private to it. The search for a
   # root is in no network, and is left alone like `custom_linear_solve`.
-  return () if type(params["_prim"]).__name__ == "CustomRoot" else None
+  return () if type(eqn.params["_prim"]).__name__ == "CustomRoot" else None
 
 
-def _read_cond(params: Params, count: int) -> tuple[Inner, ...]:
-  # The first operand is the number of the branch.
-  return tuple(Inner(branch, None, tuple(range(1, count))) for branch in params["branches"])
-
-
-def _read_shard_map(params: Params, count: int) -> tuple[Inner, ...]:
-  # The jaxpr is written for one device; the others run it too.
-  sizes = params["mesh"].shape
-  devices = math.prod(sizes[axis] for axis in params["newly_manual_axes"])
-  return (Inner(params["jaxpr"], devices, tuple(range(count))),)
-
-
-_LAYOUTS: Mapping[str, _Layout] = types.MappingProxyType(
-  {
-    "call": _one("call_jaxpr"),
-    # `jax.checkpoint` and `jax.custom_vjp` with `jax_remat3` and `jax_custom_vjp3` are such.
-    "call_hi_primitive": _Layout(_read_object, None),
-    # `remat2` and `checkpoint` are one primitive, which has been called both.
-    "checkpoint": _one("jaxpr"),
-    "closed_call": _one("call_jaxpr"),
-    "composite": _one("call_jaxpr", "jaxpr"),
-    "cond": _Layout(_read_cond, lambda params, new: {**params, "branches": tuple(new)}),
-    # Differentiating a jaxpr replaces these two; in one that was not, the plain jaxpr runs.
-    "custom_jvp_call": _one("call_jaxpr"),
-    "custom_vjp_call": _one("call_jaxpr"),
-    # Of its four jaxprs the others are for differentiating and checking.
-    "custom_linear_solve": _Layout(lambda params, _: (Inner(params["jaxprs"].solve),), None),
-    "custom_vmap_call": _one("call"),
-    # `jax.jit(f).trace(x)` that is called again, from jax 0.11 on.
-    "eval_jaxpr": _one("call_jaxpr", "jaxpr"),
-    "jit": _one("jaxpr"),
-    "linear_call": _Layout(lambda params, n: (Inner(params["callee"], 1, tuple(range(n))),), None),
-    # Order among collectives, from jax 0.12 on.
-    "program_order": _one("call_jaxpr"),
-    "remat2": _one("jaxpr"),
-    "scan": _Layout(_read_scan, lambda params, new: {**params, "jaxpr": new[0]}),
-    "shard_map": _Layout(_read_shard_map, lambda params, new: {**params, "jaxpr": new[0]}),
-    "while": _Layout(
-      _read_while, lambda params, new: {**params, "cond_jaxpr": new[0], "body_jaxpr": new[1]}
-    ),
-  }
-)
-
-# By name: not every primitive is exported.
-HIGHER_ORDER = frozenset(_LAYOUTS)
-"""The higher-order primitives; `inner_jaxprs` is None for what cannot be entered."""
-
-OPAQUE = frozenset(
-  {
-    # These hold the operation on two numbers by which they combine elements.
-    "reduce",
-    "reduce_window",
-    "scatter",
-    "scatter-add",
-    "scatter-max",
-    "scatter-min",
-    "scatter-mul",
-    "scatter-sub",
-    "scatter_max",
-    "scatter_min",
-    "scatter_mul",
-    "scatter_add",
-    "scatter_sub",
-    "select_and_scatter",
-    # A kernel written by hand, on blocks in memory of its own choice.
-    "pallas_call",
-  }
-)
-"""Primitives whose jaxprs are deliberately not entered."""
+_READERS: Mapping[Holds | None, Callable[[JaxprEqn], tuple[Inner, ...] | None]] = {
+  **dict.fromkeys((Holds.CALL, Holds.COMPOSITE), _call),
+  **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _call),
+  Holds.COND: _cond,
+  Holds.KERNEL: lambda eqn: (),
+  Holds.LINEAR_CALL: _linear_call,
+  Holds.LINEAR_SOLVE: lambda eqn: (Inner(eqn.params["jaxprs"].solve),),
+  Holds.OBJECT: _object,
+  Holds.SCAN: _scan,
+  Holds.SHARD_MAP: _shard_map,
+  Holds.WHILE: _while,
+  None: lambda eqn: None if holds_jaxpr(eqn.params.values()) else (),
+}
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
@@ -189,18 +138,19 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
     None if it holds some, and this version does not know how they run: a primitive or parameters of
     a newer JAX, or of another library. An empty tuple for one that holds none, or an opaque one.
   """
-  name = eqn.primitive.name
-  if name not in _LAYOUTS:
-    return () if name in OPAQUE or not holds_jaxpr(eqn.params.values()) else None
   try:
-    found = _LAYOUTS[name].read(eqn.params, len(eqn.invars))
+    found = _READERS[facts_of(eqn).holds](eqn)
     return None if found is None or not all(_fits(inner, eqn) for inner in found) else found
   except (KeyError, AttributeError, TypeError, ValueError):  # A newer JAX keeps them elsewhere.
     return None
 
 
 def _fits(inner: Inner, eqn: JaxprEqn) -> bool:
-  """Whether an inner jaxpr has as many inputs and outputs as what was read says."""
+  """Whether an inner jaxpr has as many inputs and outputs as what was read says.
+
+  A parameter that keeps its name and changes its meaning is found so. Without, autocast would give
+  the values of a scan to the wrong variables, and where the shapes fit nobody would notice.
+  """
   jaxpr = inner.jaxpr
   if inner.operands is None:
     return True
@@ -210,31 +160,25 @@ def _fits(inner: Inner, eqn: JaxprEqn) -> bool:
 
 def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
   """Returns the parameters of an equation with other jaxprs, in the order of `inner_jaxprs`."""
-  write = _LAYOUTS[eqn.primitive.name].write
-  return dict(eqn.params) if write is None else write(eqn.params, new)
+  made = [tuple(new)] if facts_of(eqn).holds is Holds.COND else new
+  # What is not replaced names no parameters: the transpose of a `linear_call` is float32, and a
+  # body in half would not match it.
+  return {**eqn.params, **dict(zip(_keys(eqn), made, strict=False))}
 
 
 def call_params(
   eqn: JaxprEqn, program: Program, operands: int, results: int, name: str
 ) -> dict[str, Any]:
-  """Returns the parameters of a call, of those of one with one operand and one result.
-
-  Args:
-    eqn: such a call of a jitted function.
-    program: what to call.
-    operands: the number of its arguments.
-    results: the number of its results.
-    name: that of the call.
-  """
+  """Returns the parameters of a call: those of `eqn`, but that has one operand and one result."""
   params = dict(eqn.params)
   for key in ("in_shardings", "in_layouts", "donated_invars"):
     params[key] *= operands
   for key in ("out_shardings", "out_layouts"):
     params[key] *= results
-  return {**params, "jaxpr": program, "name": name}
+  return dict(params, jaxpr=program, name=name)
 
 
-def with_each(eqn: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
+def with_each(eqn: JaxprEqn, change: Callable[[Program], Program]) -> dict[str, Any]:
   """Returns the parameters of an equation with every jaxpr in them changed.
 
   Also those that `inner_jaxprs` leaves out: of derivatives, of primitives that are not known.
@@ -260,7 +204,7 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def is_object(eqn: JaxprEqn) -> bool:
   """Whether an equation keeps what it runs in an object, of which nothing can be changed."""
-  return eqn.primitive.name == "call_hi_primitive"
+  return facts_of(eqn).holds is Holds.OBJECT
 
 
 def donated(eqn: JaxprEqn) -> tuple[bool, ...]:

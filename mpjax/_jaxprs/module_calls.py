@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Generator, Mapping
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,12 @@ from mpjax._core.errors import MpjaxTypeError, has_note, line_of_user, message, 
 from mpjax._core.module_dtype import dtype_field, warn_of_uncast
 from mpjax._core.policy import Policy
 from mpjax._core.trees import cast_leaf, is_half, is_nnx_object, map_arrays
-from mpjax._core.types import PyTree
+from mpjax._core.types import Class, DType, Function, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import (
+  DataLeaves,
   Interface,
   NotTraceable,
+  ResultDtypes,
   Settings,
   leaving,
   mark,
@@ -31,8 +33,8 @@ from mpjax._jaxprs.op_lists import OpLists
 
 S = TypeVar("S", bound=Active)
 
-Dtype: TypeAlias = np.dtype[Any]
-
+Call: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
+"""Positional and keyword arguments."""
 
 _OPS = OpLists()
 
@@ -58,7 +60,7 @@ def is_wide(policy: Policy | None) -> bool:
 
 
 def inside(
-  state: S, module: Any, policy: Policy | None, *, iterates: bool = False, **more: Any
+  state: S, module: Module, policy: Policy | None, *, iterates: bool = False, **more: object
 ) -> S:
   """Returns the state in which a module's own operations run.
 
@@ -75,15 +77,15 @@ def inside(
   return dataclasses.replace(state, policy=policy, entered=True, region=region, cast=casts, **more)
 
 
-def run(
-  method: Callable[..., Any],
-  call: Any,
-  module: Any,
+def call_method(
+  method: Function,
+  call: Call,
+  module: Module,
   path: str,
   state: Active,
   *,
   initializing: bool = False,
-) -> Any:
+) -> PyTree:
   """Calls a method in a state and in the region that it names; errors of dtypes name the module.
 
   Args:
@@ -111,7 +113,7 @@ def run(
       raise
 
 
-def _arguments(call: Any, policy: Policy, casts: bool) -> Any:
+def _arguments(call: Call, policy: Policy, casts: bool) -> Call:
   """Returns the arguments of a method as its policy wants them: mostly as they are."""
   compute = policy.compute_dtype
   if casts and not _any_complex(call):
@@ -121,7 +123,7 @@ def _arguments(call: Any, policy: Policy, casts: bool) -> Any:
   return call
 
 
-def _any_complex(call: Any) -> bool:
+def _any_complex(call: Call) -> bool:
   """Whether an argument is a complex array: a half `dtype` would drop its imaginary part."""
   args, kwargs = call
   return any(
@@ -131,7 +133,7 @@ def _any_complex(call: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _fields_set(module: Any, fields: Mapping[str, Any]) -> Generator[None]:
+def _fields_set(module: Module, fields: Mapping[str, object]) -> Generator[None]:
   """Sets attributes of a module for the length of a call, without what its class does then."""
   attributes = vars(module)
   before = {name: attributes[name] for name in fields if name in attributes}
@@ -145,7 +147,7 @@ def _fields_set(module: Any, fields: Mapping[str, Any]) -> Generator[None]:
 
 
 def _note(
-  error: Exception, module: Any, path: str, policy: Policy, failed: list[type[Any]] | None
+  error: Exception, module: Module, path: str, policy: Policy, failed: list[Class] | None
 ) -> None:
   """Notes which module raised, and tells a TypeError which was running, and under what."""
   if failed is not None:
@@ -156,7 +158,7 @@ def _note(
     error.add_note(mixed_dtypes_note(path, type(module).__name__, str(policy)))
 
 
-def output_dtype(state: Active, policy: Policy, picked: bool, outer: Dtype | None) -> Dtype | None:
+def output_dtype(state: Active, policy: Policy, picked: bool, outer: DType | None) -> DType | None:
   """Returns the dtype that a module's policy gives its results; None leaves what was computed.
 
   Args:
@@ -171,7 +173,7 @@ def output_dtype(state: Active, policy: Policy, picked: bool, outer: Dtype | Non
 
 
 def returned(
-  outputs: PyTree, dtype: Dtype | None, module: Any, state: Active, inner: Active
+  outputs: PyTree, dtype: DType | None, module: Module, state: Active, inner: Active
 ) -> PyTree:
   """Returns the results of a module in a dtype.
 
@@ -188,7 +190,7 @@ def returned(
     return outputs
   to, traced = dtype, state.tracing and not state.cast
 
-  def leaf(x: Any) -> Any:
+  def leaf(x: Leaf) -> Leaf:
     return leaving(x, to) if traced and isinstance(x, jax.Array) else cast_leaf(x, to)
 
   new = map_arrays(leaf, outputs)
@@ -198,38 +200,38 @@ def returned(
   return new
 
 
-def rewritten(
-  program: Callable[..., Any],
+def rewrite_calls(
+  function: Function,
   policy: Policy | None,
-  data: Callable[[tuple[Any, ...]], list[bool]],
-  results: Callable[[Any], Sequence[Any]],
+  data: DataLeaves,
+  results: ResultDtypes,
   where: str,
-) -> Callable[..., Any]:
-  """Returns a function with its operations rewritten.
+) -> Function:
+  """Returns a function that calls modules, with its operations rewritten.
 
   Args:
-    program: the function, of trees of arrays.
+    function: of trees of arrays.
     policy: applies where no module marks another.
     data: which of the leaves of the arguments decide the dtype of what they meet.
     results: the dtypes of the results, of which None is the one that they are computed in.
     where: the public call, for errors.
   """
   low = policy.compute_dtype if policy is not None and is_low(policy) else FLOAT32
-  interface = Interface(data=data, results=results, widen=True, arrays_alone=True)
+  interface = Interface(data=data, results=results)
   wide = None if policy is None else policy.weight_grad_dtype
   settings = Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)
-  return with_settings(program, settings, where, interface)
+  return with_settings(function, settings, where, interface)
 
 
 def attempts(
-  attempt: Callable[[S], Any],
-  python: Callable[[S], Any],
-  call: Any,
+  attempt: Callable[[S], PyTree],
+  python: Callable[[S], PyTree],
+  call: Call,
   state: S,
   path: str,
   where: str,
   foreign: type[Exception],
-) -> Any:
+) -> PyTree:
   """Returns the result of a call that is traced, in another way where tracing it raises.
 
   What raises in float32 is traced again with the class of module that raised in its compute dtype:
@@ -247,7 +249,7 @@ def attempts(
   """
   first: Exception | None = None
   while True:
-    failed: list[type[Any]] = []
+    failed: list[Class] = []
     try:
       tree_leaves(call, "is given", is_leaf=is_nnx_object)
       return attempt(dataclasses.replace(state, tracing=True, failed=failed))
@@ -288,6 +290,6 @@ def _why_not_traced(error: Exception, foreign: type[Exception]) -> str | None:
   return None
 
 
-def array(x: Any) -> Any:
+def array(x: Leaf) -> Leaf:
   """Returns an array of JAX where a variable is one of NumPy: variables are never constants."""
   return jnp.asarray(x) if isinstance(x, np.ndarray) else x

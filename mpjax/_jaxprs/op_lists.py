@@ -2,30 +2,41 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias, TypeVar
 
 from jax.extend.core import Primitive
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, nearest
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER
-from mpjax._jaxprs.primitives import CONDITIONS, GROUPS, PARTS, Predicate
+from mpjax._jaxprs.primitive_facts import PARTS, EqnParams, Part, Predicate
+from mpjax._jaxprs.primitives import FAMILIES, HIGHER_ORDER
+
+Op = TypeVar("Op", bound=str | Primitive)
 
 Ops: TypeAlias = Iterable[str | Primitive]
 """Primitives, by name or as objects."""
 
-_FIXED = frozenset(name for group in GROUPS if group.fixed for name in group.names)
+_Parts: TypeAlias = Mapping[str, Part | Predicate]
+"""From a primitive to its part, or to what decides it."""
+
+_STANDARD: _Parts = {
+  name: family.part for family in FAMILIES if family.part is not None for name in family.names
+}
+
+_FIXED = frozenset(name for family in FAMILIES if family.fixed for name in family.names)
+
+_DECIDES = {family.part: family.decides for family in FAMILIES if family.decides}
 
 
-def _standard(part: str) -> frozenset[str]:
-  return frozenset(name for group in GROUPS if group.part == part for name in group.names)
+def _names(parts: _Parts, part: Part) -> frozenset[str]:
+  return frozenset(name for name, where in parts.items() if where == part)
 
 
-def _standard_conditional() -> tuple[tuple[str, Predicate], ...]:
-  return tuple(sorted((c.name, c.part_of) for c in CONDITIONS))
+def _pairs(parts: _Parts) -> tuple[tuple[str, Predicate], ...]:
+  return tuple((name, part) for name, part in sorted(parts.items()) if not isinstance(part, str))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class OpLists:
   """In which precision each primitive operation of JAX runs under `mpjax.autocast`.
 
@@ -57,17 +68,38 @@ class OpLists:
   OpLists().replace(half=["add", "mul"])
   """
 
-  half: frozenset[str] = _standard("half")
-  float32: frozenset[str] = _standard("float32")
-  promote: frozenset[str] = _standard("promote")
-  keep: frozenset[str] = _standard("keep")
-  opaque: frozenset[str] = _standard("opaque")
-  conditional: tuple[tuple[str, Predicate], ...] = _standard_conditional()
-  _parts: dict[str, str | Predicate] = dataclasses.field(init=False, repr=False, compare=False)
+  _items: frozenset[tuple[str, Part | Predicate]]  # A frozenset remembers its hash.
+  _parts: _Parts = dataclasses.field(compare=False)
 
-  def __post_init__(self) -> None:
-    parts: dict[str, str | Predicate] = {}
-    for part, entries in self._entries().items():
+  def __init__(
+    self,
+    *,
+    half: frozenset[str] = _names(_STANDARD, "half"),
+    float32: frozenset[str] = _names(_STANDARD, "float32"),
+    promote: frozenset[str] = _names(_STANDARD, "promote"),
+    keep: frozenset[str] = _names(_STANDARD, "keep"),
+    opaque: frozenset[str] = _names(_STANDARD, "opaque"),
+    conditional: tuple[tuple[str, Predicate], ...] = _pairs(_STANDARD),
+  ) -> None:
+    given = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
+    for part, names in given.items():
+      if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
+        raise MpjaxTypeError(
+          f"OpLists({part}=...)",
+          expected="a frozenset of names",
+          got=repr(names),
+          fix="OpLists().replace(...) takes any sequence, and moves names out of other parts.",
+        )
+    if not isinstance(conditional, tuple) or not all(map(_is_pair, conditional)):
+      raise MpjaxTypeError(
+        "OpLists(conditional=...)",
+        expected="a tuple of pairs of a name and a function",
+        got=repr(conditional),
+        fix="OpLists().replace(conditional={...}) takes a dict.",
+      )
+    pairs = {part: [(name, part) for name in sorted(given[part])] for part in PARTS}
+    parts: dict[str, Part | Predicate] = {}
+    for part, entries in {**pairs, "conditional": conditional}.items():
       where = f"OpLists({part}=...)"
       for name, entry in entries:
         if name in HIGHER_ORDER:
@@ -80,32 +112,38 @@ class OpLists:
             fix=f'Write OpLists().replace({part}=["{name}"]), which takes it out of there.',
           )
         parts[name] = entry
+    self._set(parts)
+
+  def _set(self, parts: _Parts) -> "OpLists":
     object.__setattr__(self, "_parts", parts)
+    object.__setattr__(self, "_items", frozenset(parts.items()))
+    return self
 
-  def _entries(self) -> dict[str, list[tuple[str, str | Predicate]]]:
-    """Returns the names in each field, and what `_parts` holds for them."""
-    for part in PARTS:
-      names = getattr(self, part)
-      if not isinstance(names, frozenset) or not all(isinstance(n, str) for n in names):
-        raise MpjaxTypeError(
-          f"OpLists({part}=...)",
-          expected="a frozenset of names",
-          got=repr(names),
-          fix="OpLists().replace(...) takes any sequence, and moves names out of other parts.",
-        )
-    if not isinstance(self.conditional, tuple) or not all(map(_is_pair, self.conditional)):
-      raise MpjaxTypeError(
-        "OpLists(conditional=...)",
-        expected="a tuple of pairs of a name and a function",
-        got=repr(self.conditional),
-        fix="OpLists().replace(conditional={...}) takes a dict.",
-      )
-    found: dict[str, list[tuple[str, str | Predicate]]] = {}
-    for part in PARTS:
-      found[part] = [(name, part) for name in sorted(getattr(self, part))]
-    return {**found, "conditional": list(self.conditional)}
+  @property
+  def half(self) -> frozenset[str]:
+    return _names(self._parts, "half")
 
-  def part_of(self, name: str, params: Mapping[str, Any]) -> str | None:
+  @property
+  def float32(self) -> frozenset[str]:
+    return _names(self._parts, "float32")
+
+  @property
+  def promote(self) -> frozenset[str]:
+    return _names(self._parts, "promote")
+
+  @property
+  def keep(self) -> frozenset[str]:
+    return _names(self._parts, "keep")
+
+  @property
+  def opaque(self) -> frozenset[str]:
+    return _names(self._parts, "opaque")
+
+  @property
+  def conditional(self) -> tuple[tuple[str, Predicate], ...]:
+    return _pairs(self._parts)
+
+  def part_of(self, name: str, params: EqnParams) -> str | None:
     """Returns the part that an equation is in.
 
     Args:
@@ -172,39 +210,54 @@ class OpLists:
     'keep'
     """
     given = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
-    moved: dict[str, str] = {}
-    chosen: dict[str, Predicate] = {}
     conditional = {} if conditional is None else conditional
-    for part, ops in (*given.items(), ("conditional", conditional)):
-      where = f"OpLists.replace({part}=...)"
-      if part == "conditional" and not _is_table(ops):
+    fields: dict[str, str] = {}
+    moved: dict[str, Part | Predicate] = {}
+    for part in PARTS:
+      for name, _ in self._listed(part, given[part], fields):
+        moved[name] = part
+    if not isinstance(conditional, Mapping) or not all(map(callable, conditional.values())):
+      raise MpjaxTypeError(
+        "OpLists.replace(conditional=...)",
+        expected="a dict from a primitive to a function of the parameters of its equation",
+        got=repr(conditional),
+        fix='conditional={"integer_pow": lambda params: "keep"}, for example.',
+      )
+    for name, op in self._listed("conditional", conditional, fields):
+      moved[name] = conditional[op]
+    return object.__new__(OpLists)._set({**self._parts, **moved})
+
+  def _listed(
+    self, field: str, ops: Iterable[Op], fields: dict[str, str]
+  ) -> Iterator[tuple[str, Op]]:
+    """Yields the names of what is given for a field, with that; adds them to `fields`."""
+    where = f"OpLists.replace({field}=...)"
+    if isinstance(ops, (str, Primitive)):
+      raise MpjaxTypeError(
+        where,
+        expected="several primitives, as a list",
+        got=repr(ops),
+        fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
+      )
+    given = list(ops) if isinstance(ops, Iterable) else [ops]
+    for op in given:
+      if not isinstance(op, (str, Primitive)):
         raise MpjaxTypeError(
           where,
-          expected="a dict from a primitive to a function of the parameters of its equation",
-          got=repr(ops),
-          fix='conditional={"integer_pow": lambda params: "keep"}, for example.',
+          expected="names of primitives, or Primitive objects",
+          got=repr(op),
+          fix="jax.make_jaxpr(f)(x) prints the names of the primitives that a function f uses.",
         )
-      for op in _listed(where, ops):
-        name = self._known(where, op)
-        if moved.setdefault(name, part) != part:
-          raise MpjaxValueError(
-            where,
-            expected="every primitive in one part",
-            got=f"{name!r}, which is given for {moved[name]} too",
-            fix="Take it out of one of the two.",
-          )
-        if part == "conditional":
-          chosen[name] = conditional[op]
-    parts = {
-      part: frozenset(
-        {name for name in getattr(self, part) if name not in moved}
-        | {name for name, to in moved.items() if to == part}
-      )
-      for part in PARTS
-    }
-    kept = {name: predicate for name, predicate in self.conditional if name not in moved}
-    pairs = tuple(sorted({**kept, **chosen}.items(), key=lambda pair: pair[0]))
-    return OpLists(conditional=pairs, **parts)
+    for op in given:
+      name = self._known(where, op)
+      if fields.setdefault(name, field) != field:
+        raise MpjaxValueError(
+          where,
+          expected="every primitive in one part",
+          got=f"{name!r}, which is given for {fields[name]} too",
+          fix="Take it out of one of the two.",
+        )
+      yield name, op
 
   def _known(self, where: str, op: str | Primitive) -> str:
     """Returns the name of a primitive that may be moved."""
@@ -231,25 +284,24 @@ class OpLists:
 
   def __repr__(self) -> str:
     """What differs from the standard; `dropped` are its primitives that are in no part here."""
-    standard = OpLists()
-    moved = {part: getattr(self, part) - getattr(standard, part) for part in PARTS}
-    given = [f"{part}={_quoted(names)}" for part, names in moved.items() if names]
-    chosen = [pair for pair in self.conditional if pair not in standard.conditional]
-    if chosen:
+    moved: _Parts = dict(self._items - _STANDARD.items())
+    edits = {part: _names(moved, part) for part in PARTS}
+    given = [f"{part}={_quoted(names)}" for part, names in edits.items() if names]
+    if chosen := _pairs(moved):
       texts = (f'"{name}": {getattr(f, "__name__", repr(f))}' for name, f in chosen)
       given.append("conditional={" + ", ".join(texts) + "}")
-    if dropped := standard._parts.keys() - self._parts.keys():
+    if dropped := _STANDARD.keys() - self._parts.keys():
       given.append(f"dropped={_quoted(dropped)}")
     return f"OpLists().replace({', '.join(given)})" if given else "OpLists()"
 
   def __str__(self) -> str:
     """The primitives of each part, and what decides on those that are conditional."""
-    rows = {part: ", ".join(sorted(getattr(self, part))) for part in PARTS}
-    standard = _standard("opaque")
+    rows = {part: ", ".join(sorted(_names(self._parts, part))) for part in PARTS}
+    standard = _names(_STANDARD, "opaque")
     added = sorted(self.opaque - standard)
     rows["opaque"] = ", ".join([*added, f"{len(self.opaque & standard)} of the standard list"])
-    rows["conditional"] = "; ".join(f"{name}: {_decision(f)}" for name, f in self.conditional)
-    return "\n".join(_row(heading, text) for heading, text in rows.items())
+    decisions = "; ".join(f"{name}: {_decision(f)}" for name, f in self.conditional)
+    return "\n".join(_row(*row) for row in [*rows.items(), ("conditional", decisions)])
 
 
 def _row(heading: str, text: str) -> str:
@@ -259,11 +311,10 @@ def _row(heading: str, text: str) -> str:
 
 def _decision(predicate: Predicate) -> str:
   """Returns in words what a predicate decides: what we say of ours, the name of a user's."""
-  ours = {condition.part_of: condition.text for condition in CONDITIONS}
-  return ours.get(predicate) or getattr(predicate, "__name__", repr(predicate))
+  return _DECIDES.get(predicate) or getattr(predicate, "__name__", repr(predicate))
 
 
-def _is_pair(pair: Any) -> bool:
+def _is_pair(pair: object) -> bool:
   return (
     isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and callable(pair[1])
   )
@@ -271,31 +322,6 @@ def _is_pair(pair: Any) -> bool:
 
 def _quoted(names: Iterable[str]) -> str:
   return "[" + ", ".join(f'"{name}"' for name in sorted(names)) + "]"
-
-
-def _is_table(ops: Any) -> bool:
-  return isinstance(ops, Mapping) and all(callable(value) for value in ops.values())
-
-
-def _listed(where: str, ops: Any) -> list[str | Primitive]:
-  """Returns what was given for a part, if it is primitives."""
-  if isinstance(ops, (str, Primitive)):
-    raise MpjaxTypeError(
-      where,
-      expected="several primitives, as a list",
-      got=repr(ops),
-      fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
-    )
-  found = list(ops) if isinstance(ops, Iterable) else [ops]
-  for op in found:
-    if not isinstance(op, (str, Primitive)):
-      raise MpjaxTypeError(
-        where,
-        expected="names of primitives, or Primitive objects",
-        got=repr(op),
-        fix="jax.make_jaxpr(f)(x) prints the names of the primitives that a function f uses.",
-      )
-  return found
 
 
 def _higher_order(where: str, name: str) -> MpjaxValueError:

@@ -1,391 +1,398 @@
-"""In what precision each primitive of JAX runs under autocast, and why: the data.
+"""What is known of each primitive of JAX: the one table, which all else derives from.
 
-`mpjax.OpLists` is made of these groups, and so is the page docs/op_lists.md. Names are those that
-`jax.make_jaxpr` prints. The higher-order primitives are not here: their inner jaxprs are entered,
-see `inner_jaxprs.py`. Nor are the instructions of a Pallas kernel: a kernel is not entered.
+`mpjax.OpLists` is made of it, the page docs/op_lists.md, and each decision of the rewriter that
+depends on the primitive. A name is written here and nowhere else. Names are those that
+`jax.make_jaxpr` prints. The instructions of a Pallas kernel are not here: a kernel is not entered.
 """
 
-import dataclasses
 import types
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
 
-Part: TypeAlias = Literal["half", "float32", "promote", "keep", "opaque"]
+from jax.extend.core import JaxprEqn
 
-Predicate: TypeAlias = Callable[[Mapping[str, Any]], str]
-"""From the parameters of an equation to a part."""
+from mpjax._jaxprs.primitive_facts import EqnParams, Family, Holds, Part, Row, family
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
-  """Primitives that are in one part for one reason.
-
-  Fields:
-    part: where they are.
-    names: the primitives.
-    reason: why they are there, a sentence or two for the page.
-    fixed: whether they cannot be moved, because they hold a program, or a reference to memory, in
-      types that were fixed when it was written.
-  """
-
-  part: Part
-  names: tuple[str, ...]
-  reason: str
-  fixed: bool = False
+def integer_pow_part(params: EqnParams) -> Part:
+  """Keeps the powers 0 to 3; the others run in float32."""
+  return "keep" if 0 <= params["y"] <= 3 else "float32"
 
 
-def _group(part: Part, names: str, reason: str, *, fixed: bool = False) -> Group:
-  return Group(part=part, names=tuple(names.split()), reason=reason, fixed=fixed)
-
-
-PARTS: Mapping[Part, str] = types.MappingProxyType(
-  {
-    "half": "Its operands are cast to the half type, and its result is in the half type.",
-    "float32": "Its operands are cast to float32, and its result is float32.",
-    "promote": "It runs in the widest type among its operands. Parameters, masks, and "
-    "literals that survive in half do not count.",
-    "keep": "It runs in the type that its operand has. Where it writes into a buffer, that is the "
-    "first operand, and what is written is cast.",
-    "opaque": "It runs in the types in which the program was written, as without autocast.",
-  }
-)
-"""What each part means."""
-
-
-GROUPS: tuple[Group, ...] = (
+FAMILIES: tuple[Family, ...] = (
   # half
-  _group(
+  family(
     "half",
-    "conv_general_dilated dot_general ragged_dot_general",
     "Matrix products and convolutions: nearly all of the arithmetic of a network, what Tensor "
     "Cores are for, and added up in float32 by the hardware before the one rounding of the "
     "result.",
+    Row("conv_general_dilated", dtype_param="preferred_element_type", flops="convolution"),
+    Row("dot_general", dtype_param="preferred_element_type", flops="dot"),
+    Row("ragged_dot_general", dtype_param="preferred_element_type", flops="ragged_dot"),
   ),
   # float32
-  _group(
+  family(
     "float32",
-    "exp exp2 expm1",
     "The absolute error of the operand becomes the relative error of the result: bfloat16 rounds "
     "8.03 to 8, and 3 % are lost. And exp(11.1) overflows float16.",
+    "exp exp2 expm1",
   ),
-  _group(
+  family(
     "float32",
-    "log log1p log2",
     "Near 1 a rounding of the operand is all of the result; and the gradient 1/x of a small "
     "operand overflows float16.",
+    "log log1p log2",
   ),
-  _group(
+  family("float32", "It is exp(y log x), and takes the errors of both.", "pow"),
+  family(
     "float32",
-    "pow",
-    "It is exp(y log x), and takes the errors of both.",
-  ),
-  _group(
-    "float32",
-    "rsqrt",
     "Its gradient has the power -3/2 of the operand, which overflows float16 below 4e-4: where "
     "the variance of a norm is.",
+    "rsqrt",
   ),
-  _group(
+  family(
     "float32",
-    "sin cos tan",
     "Their operands are angles, often thousands of radians (positions times frequencies). The "
     "absolute error of the angle is the error of the result, and half types round 1000 to a "
     "multiple of 0.5 or of 4.",
+    "sin cos tan",
   ),
-  _group(
+  family(
     "float32",
-    "polynomial",
     "It is a sum of powers, of large terms that cancel where it approximates a function.",
+    "polynomial",
   ),
-  _group(
+  family("float32", "They grow as the exponential function does.", "sinh cosh"),
+  family(
     "float32",
-    "sinh cosh",
-    "They grow as the exponential function does.",
-  ),
-  _group(
-    "float32",
-    "acos acosh asin atanh",
     "At an end of their domain the slope is infinite, and a rounding of the operand there is far "
     "more than one of the result.",
+    "acos acosh asin atanh",
   ),
-  _group(
+  family(
     "float32",
-    "bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac lgamma polygamma "
-    "regularized_incomplete_beta zeta",
     "Special functions: steep, made of exponentials and logarithms, and part of losses and "
     "samplers rather than of the large layers, so that float32 costs little.",
+    "bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac lgamma polygamma "
+    "regularized_incomplete_beta zeta",
   ),
-  _group(
+  family(
     "float32",
-    "cumlogsumexp cumprod cumsum reduce_prod reduce_sum reduce_window_sum",
     "Sums and products of many numbers: the roundings add up, bfloat16 stops counting at 256, and "
     "float16 overflows at 65504. Softmax, means, norms and losses are made of them.",
+    "cumlogsumexp cumprod cumsum reduce_prod reduce_sum reduce_window_sum",
   ),
-  _group(
+  family(
     "float32",
-    "add_any",
     "The sum of the gradients of all uses of a value: of a shared or recurrent weight there are "
     "many.",
+    "add_any",
   ),
-  _group(
+  family(
     "float32",
-    "scatter-add scatter-mul scatter-sub select_and_scatter_add",
     "Sums and products into a buffer: how many numbers meet in one place depends on the data. The "
     "gradients of an embedding and of pooling are such sums.",
+    Row("scatter-add scatter-mul scatter-sub", dtype_param="update_jaxpr", holds=Holds.KERNEL),
+    "select_and_scatter_add",
   ),
-  _group(
+  family(
     "float32",
-    "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
     "Sums over devices, of gradients most of all: in half every hop rounds, and float16 "
     "overflows. They send twice the bytes of half; where that is the bottleneck, move them to "
     '"keep".',
+    "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
   ),
   # promote
-  _group(
+  family(
     "promote",
-    "add div max min mul rem sub",
     "One rounding of the result, as safe in half as its operands: the widest operand decides, so "
     "that nothing which is in float32 for a reason loses it.",
+    Row("add sub", gradient="added", degree=lambda d, _: max(d)),
+    Row("div", gradient="multiplied", degree=lambda d, _: d[0] - d[1]),
+    Row("max min", exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
+    Row("mul", gradient="multiplied", degree=lambda d, _: d[0] + d[1]),
+    Row("rem", gradient="multiplied"),
   ),
-  _group(
+  family(
     "promote",
-    "atan2",
     "A small relative error of the operands is a small error of the angle, which is bounded.",
+    Row("atan2", gradient="multiplied"),
   ),
-  _group(
+  family(
     "promote",
-    "eq eq_to ge gt le le_to lt lt_to ne",
     "Comparisons: both sides in the widest type, so that rounding one of them decides nothing. "
     "The result is boolean.",
+    "eq eq_to ge gt le le_to lt lt_to ne",
   ),
-  _group(
+  family(
     "promote",
-    "clamp concatenate pad select_n stack",
     "They choose among or join values without computing any: the widest keeps all of them exact.",
+    "clamp stack",
+    Row("concatenate select_n", exact=True, moves=True),
+    Row("pad", exact=True),
   ),
-  _group(
+  family(
     "promote",
-    "sort",
     "What is sorted together stays exact, each in its own type or a wider one.",
+    Row("sort", exact=True),
   ),
-  _group(
+  family(
     "promote",
-    "device_put optimization_barrier shard_alike tie",
     "They pass on each of their operands as it is: in its own type or a wider one, exactly.",
+    "device_put shard_alike tie",
+    Row("optimization_barrier", exact=True, moves=True),
   ),
-  _group(
+  family(
     "promote",
-    "ragged_all_to_all",
     "It writes what other devices send into a buffer: the widest keeps both exact.",
+    "ragged_all_to_all",
   ),
   # keep
-  _group(
+  family(
     "keep",
-    "abs ceil floor is_finite neg round sign",
     "Exact in every type.",
+    Row("abs neg", exact=True, degree=lambda d, _: d[0]),
+    "ceil floor is_finite round",
+    Row("sign", exact=True),
   ),
-  _group(
+  family(
     "keep",
-    "asinh atan erf erfc logistic tanh",
     "Activation functions and their kin: slopes of at most about one, results that stay in range. "
     "These hold the largest activations of a network, and float32 would double their memory.",
+    "asinh atan",
+    Row("erf erfc logistic tanh", degree=lambda d, _: 0),
   ),
-  _group(
+  family(
     "keep",
-    "cbrt sqrt",
     "Roots bring numbers of any size nearer to 1, and the gradient stays in range even for the "
     "smallest float16. After a sum they run in float32 anyway.",
+    "cbrt",
+    Row("sqrt", degree=lambda d, _: d[0] / 2),
   ),
-  _group(
+  family(
     "keep",
-    "one_minus_square square",
     "Exact but for one rounding; part of activation functions and of their gradients. Before a sum "
     "they run in float32, because their reader does.",
+    Row("one_minus_square square", degree=lambda d, _: 2 * d[0]),
   ),
-  _group(
+  family(
     "keep",
-    "approx_top_k argmax argmin cummax cummin pmax pmin reduce_max reduce_min reduce_window_max "
-    "reduce_window_min top_k unreduced_pmax unreduced_pmin",
     "They choose among the values of their operand, exactly in its own type.",
+    "approx_top_k pmax pmin reduce_window_max reduce_window_min unreduced_pmax unreduced_pmin",
+    Row("argmax argmin cummax cummin top_k", exact=True),
+    Row("reduce_max reduce_min", gradient="chosen"),
   ),
-  _group(
+  family(
     "keep",
-    "broadcast_in_dim broadcast_to copy dynamic_slice gather name reshape rev slice split squeeze "
-    "stage stop_gradient tile transpose unstack xla_metadata_value",
     "They move numbers and compute none.",
+    Row("broadcast_in_dim gather", exact=True, moves=True, gradient="repeated"),
+    Row("broadcast_to tile", gradient="repeated"),
+    Row("copy dynamic_slice reshape rev slice split squeeze transpose", exact=True, moves=True),
+    "name stage unstack xla_metadata_value",
+    Row("stop_gradient", exact=True),
   ),
-  _group(
+  family(
     "keep",
-    "layout_constraint relayout reshard sharding_constraint with_memory_space_constraint",
     "They say where numbers are to be.",
+    "layout_constraint relayout with_memory_space_constraint",
+    Row("reshard", exact=True),
+    Row("sharding_constraint", exact=True, moves=True),
   ),
-  _group(
+  family(
     "keep",
-    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast "
-    "pbroadcast_dynamic ppermute preduced pvary reduced_vary_cast reduced_vary_cast_p "
-    "vary_unreduced_cast vary_unreduced_cast_p",
     "They move numbers between devices and compute none; half sends half the bytes.",
+    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast "
+    "pbroadcast_dynamic ppermute preduced reduced_vary_cast reduced_vary_cast_p "
+    "vary_unreduced_cast vary_unreduced_cast_p",
+    Row("pvary", exact=True),
   ),
-  _group(
+  family(
     "keep",
-    "dynamic_update_slice scatter scatter-max scatter-min",
     "They write into a buffer, which keeps its type, as an array does on assignment: an update is "
     "cast to it.",
+    Row("dynamic_update_slice", exact=True),
+    Row(
+      "scatter scatter-max scatter-min", exact=True, dtype_param="update_jaxpr", holds=Holds.KERNEL
+    ),
   ),
-  _group(
+  family(
     "keep",
-    "convert_element_type",
     "A cast that the program asks for: one between real types it was written with is carried out, "
     "and one to float32 of what is float32 without autocast says nothing about precision.",
+    "convert_element_type",
   ),
   # opaque
-  _group(
+  family(
     "opaque",
+    "Integers and booleans, which autocast never touches.",
     "and clz mulhi not or population_count reduce_and reduce_or reduce_xor shift_left "
     "shift_right_arithmetic shift_right_logical xor",
-    "Integers and booleans, which autocast never touches.",
   ),
-  _group(
+  family(
     "opaque",
+    "They make numbers from no operand. Positions above 256 would not survive in bfloat16.",
     "axis_index dim_as_value dimension_size empty empty2 iota iota_2x32_shape platform_index "
     "zeros_like",
-    "They make numbers from no operand. Positions above 256 would not survive in bfloat16.",
   ),
-  _group(
+  family(
     "opaque",
+    "Random numbers: the samples are those that the program draws without autocast.",
     "philox2x32 philox4x32 random_bits random_clone random_fold_in random_gamma random_seed "
     "random_split random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 "
     "threefry4x32",
-    "Random numbers: the samples are those that the program draws without autocast.",
   ),
-  _group(
+  family(
     "opaque",
-    "assert_consumed_value consume from_edtype to_edtype",
     "They work on keys and other types that are no numbers.",
+    "assert_consumed_value consume from_edtype to_edtype",
   ),
-  _group(
+  family(
     "opaque",
-    "bitcast_convert_type nextafter reduce_precision",
     "They are about the bits of a type: in another one they would mean something else.",
+    "bitcast_convert_type nextafter reduce_precision",
   ),
-  _group(
+  family("opaque", "Complex numbers have no half type.", "complex conj fft imag real"),
+  family(
     "opaque",
-    "complex conj fft imag real",
-    "Complex numbers have no half type.",
-  ),
-  _group(
-    "opaque",
-    "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu "
-    "lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve tridiagonal "
-    "tridiagonal_solve",
     "Linear algebra: the libraries behind it have no half type, and the condition number of the "
     "matrix multiplies every rounding.",
+    "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu "
+    "lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve "
+    "tridiagonal tridiagonal_solve",
   ),
-  _group(
+  family(
     "opaque",
+    "Sparse matrices: no Tensor Cores to gain, and libraries without half types.",
     "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices "
     "bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general "
     "bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec coo_spmm "
     "coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense "
     "spsolve todense",
-    "Sparse matrices: no Tensor Cores to gain, and libraries without half types.",
   ),
-  _group(
+  family(
     "opaque",
-    "scaled_dot scaled_matmul scaled_matmul_wrapper",
     "Products of numbers in eight bits or fewer, with scales of their own: more precise choices "
     "have been made than ours.",
+    "scaled_dot scaled_matmul scaled_matmul_wrapper",
   ),
-  _group(
+  family(
     "opaque",
-    "dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd "
-    "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
-    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd "
-    "dot_product_attention_fwd_wrapper rnn_bwd rnn_fwd",
     "Kernels of cuDNN, chosen for the types that the program gives them.",
+    "dot_product_attention_bwd dot_product_attention_bwd_wrapper "
+    "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper "
+    "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper "
+    "dot_product_attention_fwd dot_product_attention_fwd_wrapper rnn_bwd rnn_fwd",
   ),
-  _group(
+  family(
     "opaque",
+    "What is called there expects the types that it was written for, or is to see them.",
     "buffer_callback debug_callback debug_print ffi_call inspect_sharding io_callback "
     "pure_callback",
-    "What is called there expects the types that it was written for, or is to see them.",
   ),
-  _group(
+  family(
     "opaque",
+    "Order, checks, and what crosses the boundary of the program: no arithmetic.",
     "after_all check create_token dce_sink global_array_to_host_local_array "
     "host_local_array_to_global_array precv psend shape_assertion unreachable",
-    "Order, checks, and what crosses the boundary of the program: no arithmetic.",
   ),
-  _group(
+  family(
     "opaque",
-    "all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start "
-    "pbroadcast_done pbroadcast_start ppermute_done ppermute_start psum_done "
+    "Halves of a transfer that has been split in two by hand: both have to agree on the type.",
+    "all_gather_done all_gather_reduced_start all_gather_start all_to_all_done "
+    "all_to_all_start pbroadcast_done pbroadcast_start ppermute_done ppermute_start psum_done "
     "psum_invariant_start psum_start reduce_scatter_done reduce_scatter_start "
     "unreduced_psum_start unreduced_reduce_scatter_start",
-    "Halves of a transfer that has been split in two by hand: both have to agree on the type.",
   ),
-  _group(
+  family(
     "opaque",
-    "custom_lin select_and_gather_add",
     "Steps of differentiation, which are gone from a finished program or rare in it.",
+    "custom_lin select_and_gather_add",
   ),
-  _group(
+  family(
     "opaque",
+    "Memory that is written in place: the reference has the type with which it was made.",
     "accum_grad_in_ref addupdate box_get box_set create_linear empty_ref free_ref freeze get "
     "log_extend log_read new_box new_log new_ref pin swap unpin",
-    "Memory that is written in place: the reference has the type with which it was made.",
     fixed=True,
   ),
-  _group(
+  family(
     "opaque",
-    "reduce reduce_window select_and_scatter",
     "They hold the operation on two numbers by which they combine elements, in the types in which "
     "it was traced.",
+    Row("reduce reduce_window select_and_scatter", holds=Holds.KERNEL),
     fixed=True,
   ),
-  _group(
+  family(
     "opaque",
-    "call_exported call_hi_primitive_linearized compute_on core_map "
-    "cudnn_fusion custom_jvp_call_jaxpr custom_partitioning fused_call pallas_call "
-    "remat_opt run_state xla_metadata_call",
     "They hold a program of their own that is deliberately not entered: a kernel written by hand, "
     "or one that has been compiled or placed elsewhere.",
+    "call_exported call_hi_primitive_linearized compute_on core_map cudnn_fusion "
+    "custom_jvp_call_jaxpr custom_partitioning fused_call remat_opt run_state "
+    "xla_metadata_call",
+    Row("pallas_call", holds=Holds.KERNEL),
     fixed=True,
   ),
-)
-"""Every first-order primitive of each supported JAX in exactly one place, with `CONDITIONS`."""
-
-
-def integer_pow_part(params: Mapping[str, Any]) -> Part:
-  """Keeps the powers 0 to 3; the others run in float32."""
-  return "keep" if 0 <= params["y"] <= 3 else "float32"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Condition:
-  """A primitive whose part depends on the parameters of its equation.
-
-  Fields:
-    name: the primitive.
-    part_of: from the parameters to the part.
-    text: what it decides, in words.
-    reason: why.
-  """
-
-  name: str
-  part_of: Predicate
-  text: str
-  reason: str
-
-
-CONDITIONS: tuple[Condition, ...] = (
-  Condition(
-    name="integer_pow",
-    part_of=integer_pow_part,
-    text="keep for the powers 0 to 3, float32 for others",
-    reason="Squares and cubes are part of activation functions (GELU), where float32 would double "
+  # conditional
+  family(
+    integer_pow_part,
+    "Squares and cubes are part of activation functions (GELU), where float32 would double "
     "the memory of the largest activations. The fourth power overflows float16 from 16 on, and "
     "negative ones for small operands. All of an activation function with a power in it, also one "
     "written as x * x, is computed in float32, and its slope is kept in half.",
+    Row("integer_pow", degree=lambda d, params: params["y"] * d[0]),
+    decides="keep for the powers 0 to 3, float32 for others",
+  ),
+  # higher-order
+  family(
+    None,
+    "Their jaxprs are entered.",
+    Row("call closed_call", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
+    # `checkpoint` and `remat2` are one primitive, which has been called both.
+    Row("checkpoint jit remat2", holds=Holds.CALL, jaxpr_params="jaxpr"),
+    # `jax.jit(f).trace(x)` that is called again, from jax 0.11 on.
+    Row("eval_jaxpr", holds=Holds.CALL, jaxpr_params="call_jaxpr|jaxpr"),
+    # Order among collectives, from jax 0.12 on.
+    Row("program_order", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
+    Row("composite", holds=Holds.COMPOSITE, jaxpr_params="call_jaxpr|jaxpr"),
+    Row("shard_map", holds=Holds.SHARD_MAP, jaxpr_params="jaxpr"),
+    # Differentiating a jaxpr replaces these two; in one that was not, the plain jaxpr runs.
+    Row("custom_jvp_call", holds=Holds.CUSTOM_JVP, jaxpr_params="call_jaxpr"),
+    Row("custom_vjp_call", holds=Holds.CUSTOM_VJP, jaxpr_params="call_jaxpr"),
+    Row("custom_vmap_call", holds=Holds.CUSTOM_VMAP, jaxpr_params="call"),
+    Row("cond", holds=Holds.COND, jaxpr_params="branches"),
+    Row("scan", holds=Holds.SCAN, jaxpr_params="jaxpr"),
+    Row("while", holds=Holds.WHILE, jaxpr_params="cond_jaxpr body_jaxpr"),
+  ),
+  family(
+    None,
+    "They come with others that must agree, or are objects of JAX, and run as they were traced.",
+    # `jax.checkpoint` and `jax.custom_vjp` with `jax_remat3` and `jax_custom_vjp3` are such.
+    Row("call_hi_primitive", holds=Holds.OBJECT),
+    # Of its four jaxprs the others are for differentiating and checking.
+    Row("custom_linear_solve", holds=Holds.LINEAR_SOLVE),
+    Row("linear_call", holds=Holds.LINEAR_CALL),
   ),
 )
+"""Every primitive of each supported JAX, in exactly one row."""
+
+
+FACTS: Mapping[str, Row] = types.MappingProxyType(
+  {name: row for family in FAMILIES for row in family.rows for name in row.names.split()}
+)
+"""The row of each primitive."""
+
+HIGHER_ORDER = frozenset(
+  name for family in FAMILIES if family.part is None for name in family.names
+)
+"""Those whose part is that of what is inside; `inner_jaxprs` is None for what cannot be entered."""
+
+_UNKNOWN = Row("")
+
+
+def facts_of(eqn: JaxprEqn) -> Row:
+  """Returns what is known of the primitive of an equation: nothing, if it is in no row."""
+  return FACTS.get(eqn.primitive.name, _UNKNOWN)
+
+
+def is_higher_order(eqn: JaxprEqn) -> bool:
+  """Whether an equation is there for the jaxprs in it."""
+  return eqn.primitive.name in HIGHER_ORDER

@@ -1,34 +1,32 @@
 """In which dtype a program uses what it is given, and storing it in that: less, at no change."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core.leaves import refuse_overflow
 from mpjax._core.paths import path_text
 from mpjax._core.trees import cast_leaf, is_floating
-from mpjax._core.types import PyTree
+from mpjax._core.types import Array, DType, Function, Leaf, Params, PyTree
+from mpjax._jaxprs.atoms import aval_of
 from mpjax._jaxprs.inner_jaxprs import Inner, inner_jaxprs
+from mpjax._jaxprs.primitives import facts_of
 
-_MOVES = frozenset(
-  {
-    *("broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "expand_dims"),
-    *("gather", "optimization_barrier", "reshape", "rev", "select_n", "sharding_constraint"),
-    *("slice", "split", "squeeze", "transpose"),
-  }
-)
-"""Operations that move numbers about and leave each as it is: rounding may as well come before."""
+_Uses: TypeAlias = set[DType | None]
+"""The dtypes that a value is rounded to; None is among them for any other use."""
 
-_HandedOn: TypeAlias = Callable[[int], set[Any]]
-_Readers: TypeAlias = Callable[[Jaxpr], Mapping[Any, Sequence[tuple[JaxprEqn, list[int]]]]]
+_Returned: TypeAlias = Callable[[int], _Uses]
+_Reads: TypeAlias = dict[Var, list[tuple[JaxprEqn, list[int]]]]
+_Readers: TypeAlias = Callable[[Jaxpr], _Reads]
 
 
-def used_dtypes(fun: Callable[..., Any], tree: PyTree, *args: Any) -> list[np.dtype[Any] | None]:
+def used_dtypes(fun: Function, tree: PyTree, *args: PyTree) -> list[DType | None]:
   """Returns for each leaf of `tree` the one floating dtype that `fun(tree, *args)` rounds it to.
 
   Args:
@@ -47,12 +45,12 @@ def used_dtypes(fun: Callable[..., Any], tree: PyTree, *args: Any) -> list[np.dt
 
 
 def store_as_used(
-  fun: Callable[..., Any],
-  params: PyTree,
-  args: tuple[Any, ...],
-  kwargs: Mapping[str, Any],
+  fun: Function,
+  params: Params,
+  args: tuple[PyTree, ...],
+  kwargs: Mapping[str, PyTree],
   where: str,
-) -> PyTree:
+) -> Params:
   """Returns parameters with each in the dtype that `fun(params, *args, **kwargs)` rounds it to.
 
   Args:
@@ -69,7 +67,7 @@ def store_as_used(
   kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
   arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, kinds)}
 
-  def call(params: PyTree, arrays: Any) -> Any:
+  def call(params: Params, arrays: dict[int, Array]) -> list[Leaf]:
     given = [arrays.get(i, x) for i, x in enumerate(leaves)]
     args, kwargs = jax.tree.unflatten(treedef, given)
     # What else a model returns, such as the name of something, is no result of a program.
@@ -78,7 +76,7 @@ def store_as_used(
   return cast_leaves(params, used_dtypes(call, params, arrays), where)
 
 
-def cast_leaves(tree: PyTree, dtypes: Sequence[np.dtype[Any] | None], where: str) -> PyTree:
+def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyTree:
   """Returns a tree with each floating leaf in its dtype; an array that is at two places stays one.
 
   If two dtypes are asked of one array, it gets one that holds both.
@@ -93,7 +91,7 @@ def cast_leaves(tree: PyTree, dtypes: Sequence[np.dtype[Any] | None], where: str
   """
   paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
   leaves = [x for _, x in paths]
-  casts: dict[str, tuple[Any, Any]] = {}
+  casts: dict[str, tuple[Leaf, Leaf]] = {}
   found = list(leaves)
   for places in ties(leaves):
     old = leaves[places[0]]
@@ -108,7 +106,7 @@ def cast_leaves(tree: PyTree, dtypes: Sequence[np.dtype[Any] | None], where: str
   return jax.tree.unflatten(treedef, found)
 
 
-def _holding(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
+def _holding(dtypes: Sequence[DType]) -> DType:
   """Returns the dtype that holds the values of all floating `dtypes`."""
   distinct = set(dtypes)
   if len(distinct) == 1:
@@ -117,9 +115,9 @@ def _holding(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
   return max(*distinct, np.dtype("float32"), key=lambda dtype: dtype.itemsize)
 
 
-def ties(leaves: Sequence[Any]) -> list[list[int]]:
+def ties(leaves: Sequence[Leaf]) -> list[list[int]]:
   """Returns the positions of each array among the leaves: several for weights that are tied."""
-  alike: dict[Any, list[list[int]]] = {}
+  alike: dict[Hashable, list[list[int]]] = {}
   for i, x in enumerate(leaves):
     if hasattr(x, "dtype"):
       groups = alike.setdefault((x.shape, x.dtype), [])
@@ -131,15 +129,15 @@ def ties(leaves: Sequence[Any]) -> list[list[int]]:
   return [group for groups in alike.values() for group in groups]
 
 
-def _only(uses: set[Any]) -> Any:
+def _only(uses: _Uses) -> DType | None:
   return next(iter(uses)) if len(uses) == 1 else None
 
 
-def _readers(jaxpr: Jaxpr) -> dict[Any, list[tuple[JaxprEqn, list[int]]]]:
+def _readers(jaxpr: Jaxpr) -> _Reads:
   """Returns for each variable the equations that read it, and as which of their operands."""
-  found: dict[Any, list[tuple[JaxprEqn, list[int]]]] = {}
+  found: _Reads = {}
   for eqn in jaxpr.eqns:
-    places: dict[Any, list[int]] = {}
+    places: dict[Var, list[int]] = {}
     for i, operand in enumerate(eqn.invars):
       if isinstance(operand, Var):
         places.setdefault(operand, []).append(i)
@@ -149,41 +147,32 @@ def _readers(jaxpr: Jaxpr) -> dict[Any, list[tuple[JaxprEqn, list[int]]]]:
 
 
 def _uses(
-  jaxpr: Jaxpr, var: Any, readers: _Readers, handed_on: _HandedOn = lambda _: {None}
-) -> set[Any]:
-  """Returns the dtypes that a variable is rounded to; None is among them for any other use.
-
-  Args:
-    jaxpr: the program that it is a variable of.
-    var: the variable.
-    readers: returns the consumers of each variable of a program.
-    handed_on: returns the uses of a result of the program, by its position.
-  """
-  found: set[Any] = set()
+  jaxpr: Jaxpr, var: Var, readers: _Readers, returned: _Returned = lambda _: {None}
+) -> _Uses:
+  """Returns the uses of a variable; `returned`, those of a result of the jaxpr by its position."""
+  found: _Uses = set()
   for i, out in enumerate(jaxpr.outvars):
     if out is var:
-      found |= handed_on(i)
+      found |= returned(i)
   for eqn, places in readers(jaxpr).get(var, ()):
-    found |= _uses_in(jaxpr, eqn, places, readers, handed_on)
+    found |= _uses_in(jaxpr, eqn, places, readers, returned)
   return found
 
 
 def _uses_in(
-  jaxpr: Jaxpr, eqn: JaxprEqn, places: Sequence[int], readers: _Readers, handed_on: _HandedOn
-) -> set[Any]:
-  name, params = eqn.primitive.name, eqn.params
-
-  def result(i: int) -> set[Any]:
+  jaxpr: Jaxpr, eqn: JaxprEqn, places: Sequence[int], readers: _Readers, returned: _Returned
+) -> _Uses:
+  def result(i: int) -> _Uses:
     out = eqn.outvars[i]
-    return _uses(jaxpr, out, readers, handed_on) if isinstance(out, Var) else set()
+    return _uses(jaxpr, out, readers, returned) if isinstance(out, Var) else set()
 
-  if name == "convert_element_type":
-    new, old = np.dtype(params["new_dtype"]), _dtype(eqn.invars[0])
+  if eqn.primitive is convert_element_type_p:
+    new, old = np.dtype(eqn.params["new_dtype"]), aval_of(eqn.invars[0]).dtype
     floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (new, old))
     return {new} if floating and new.itemsize < old.itemsize else {None}
-  if name in _MOVES and _one_kind(eqn):
+  if facts_of(eqn).moves and _one_kind(eqn):
     return set().union(*map(result, range(len(eqn.outvars))))
-  found: set[Any] = set()
+  found: _Uses = set()
   for inner, position in _inside(eqn, places):
     if inner is None:
       found.add(None)
@@ -196,7 +185,7 @@ def _uses_in(
 
 def _one_kind(eqn: JaxprEqn) -> bool:
   """Whether all floating operands are one: what is put together with others has their dtype."""
-  floating = [v for v in eqn.invars if jnp.issubdtype(_dtype(v), jnp.floating)]
+  floating = [v for v in eqn.invars if jnp.issubdtype(aval_of(v).dtype, jnp.floating)]
   return all(v is floating[0] for v in floating)
 
 
@@ -212,7 +201,3 @@ def _inside(eqn: JaxprEqn, places: Sequence[int]) -> Iterator[tuple[Inner | None
       yield (None if position in inner.carry else inner), position
     if not known:
       yield None, place
-
-
-def _dtype(operand: Any) -> Any:
-  return operand.aval.dtype

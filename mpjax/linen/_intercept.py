@@ -11,7 +11,7 @@ import flax.linen as nn
 from mpjax._core.active import ACTIVE
 from mpjax._core.policy_config import Given, Resolved, matched_by
 from mpjax._jaxprs.autocast import region_of
-from mpjax._jaxprs.module_calls import inside, is_low, output_dtype, returned, run
+from mpjax._jaxprs.module_calls import call_method, inside, is_low, output_dtype, returned
 from mpjax.linen._context import Active, Held, current, is_new_root, module_path, resolve
 from mpjax.linen._initialize import store, store_computed
 from mpjax.linen._outermost import rewritten
@@ -126,7 +126,7 @@ def _call(
     active.visits.matched |= matched_by(given, module, path)
   iterates = isinstance(module, nn.SpectralNorm)
   inner = inside(active, module, policy, iterates=iterates, exempt=found.exempt)
-  outputs = run(next_fun, call, module, path, inner, initializing=initializing)
+  outputs = call_method(next_fun, call, module, path, inner, initializing=initializing)
   if initializing:
     store(module, policy)
     if not (active.entered or active.cast or active.visits) and name != "setup":

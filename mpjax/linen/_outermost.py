@@ -189,7 +189,7 @@ def _cast(
   def data(args: tuple[Any, ...]) -> list[bool]:
     return [number > 0 for number, each in enumerate(args) for _ in jax.tree.leaves(each)]
 
-  cast = module_calls.rewritten(program, policy, data, results, _WHERE)
+  cast = module_calls.rewrite_calls(program, policy, data, results, _WHERE)
 
   def call(params: PyTree, rest: PyTree, *args: Any) -> Any:
     # A checkpoint may come as arrays of NumPy: variables are never constants.

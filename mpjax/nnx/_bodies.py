@@ -6,7 +6,7 @@ from typing import Any
 
 from mpjax._core.active import Active
 from mpjax._core.errors import MpjaxTypeError
-from mpjax._jaxprs.module_calls import run
+from mpjax._jaxprs.module_calls import call_method
 from mpjax.nnx._spec import path_of
 
 
@@ -52,7 +52,7 @@ def _steps(
   step, given = body.send, None
   while True:
     try:
-      made = run(step, ((given,), {}), module, path_of(module), inside)
+      made = call_method(step, ((given,), {}), module, path_of(module), inside)
     except StopIteration as stop:
       return finish(stop.value)
     try:

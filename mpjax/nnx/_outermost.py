@@ -83,7 +83,7 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
         nnx.to_tree(given, ctxtag=_TAG),
         is_leaf=lambda x: isinstance(x, nnx.Variable),
       )
-      cast = module_calls.rewritten(traceable(program), policy, _data, _results, _WHERE)
+      cast = module_calls.rewrite_calls(traceable(program), policy, _data, _results, _WHERE)
       with ACTIVE(state):
         changed, written, done = cast(copied)
       if not changed:

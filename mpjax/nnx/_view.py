@@ -16,7 +16,7 @@ from flax import nnx
 
 from mpjax._core.active import ACTIVE, Active, in_region
 from mpjax._jaxprs.autocast import leaving
-from mpjax._jaxprs.module_calls import inside, is_low, output_dtype, returned, run
+from mpjax._jaxprs.module_calls import call_method, inside, is_low, output_dtype, returned
 from mpjax.nnx._bodies import finished
 from mpjax.nnx._outermost import rewritten
 from mpjax.nnx._spec import LINK, SPEC, Spec, check_modes, check_set, current, model_of, path_of
@@ -187,7 +187,7 @@ def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[
   state = current() or Active(tracing=around is not None and around.tracing)
   inner = inside(state, module, spec.policy, iterates=isinstance(module, nnx.SpectralNorm))
   bound = own.__get__(module, type(module))
-  outputs = run(bound, (args, kwargs), module, path_of(module), inner)
+  outputs = call_method(bound, (args, kwargs), module, path_of(module), inner)
 
   def finish(outputs: Any) -> Any:
     if spec.policy is None:

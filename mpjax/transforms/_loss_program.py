@@ -14,6 +14,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import tree_differences
 from mpjax._core.types import Array, PyTree
+from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.walk import passed_through, walk
 from mpjax.transforms._loss_scale_access import check_loss
 
@@ -115,7 +117,7 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
   primitive that this version does not know.
   """
   if any(
-    visit.eqn.primitive.name == "custom_vjp_call" or not visit.entered or _in_float16(visit.eqn)
+    facts_of(visit.eqn).holds is Holds.CUSTOM_VJP or not visit.entered or _in_float16(visit.eqn)
     for visit in walk(jaxpr)
   ):
     return

@@ -8,13 +8,13 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Primitive
 
 from mpjax._jaxprs.inner_jaxprs import (
-  HIGHER_ORDER,
   closed_over,
   donated,
   inner_jaxprs,
   opened,
   with_inner,
 )
+from mpjax._jaxprs.primitives import HIGHER_ORDER
 from mpjax._jaxprs.walk import walk
 from tests.jaxprs.test_count import NESTED, s
 

@@ -26,7 +26,7 @@ class Layer:
 def run(call, policy, **fields):
   layer = Layer()
   state = module_calls.inside(Active(**fields), layer, policy)
-  outputs = module_calls.run(layer, call, layer, "layer", state)
+  outputs = module_calls.call_method(layer, call, layer, "layer", state)
   assert vars(layer) == {}, "a field was left behind"
   return outputs
 

@@ -1,7 +1,10 @@
 """The data of the operation lists: every primitive of JAX is there, once, with its reason."""
 
+import ast
 import collections
+import inspect
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -9,12 +12,13 @@ import jax
 import pytest
 from jax.extend.core import Primitive, primitives
 
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER
-from mpjax._jaxprs.inner_jaxprs import OPAQUE as NOT_ENTERED
-from mpjax._jaxprs.primitives import CONDITIONS, GROUPS, PARTS, integer_pow_part
+import mpjax
+from mpjax._jaxprs.primitive_facts import PARTS, Holds
+from mpjax._jaxprs.primitives import FACTS, FAMILIES, HIGHER_ORDER, integer_pow_part
 from tests import op_lists_page, registered_primitives
+from tests.jaxprs.autocast import samples
 
-NAMES = [name for group in GROUPS for name in group.names] + [c.name for c in CONDITIONS]
+NAMES = [name for family in FAMILIES for name in family.names if family.part is not None]
 
 NOT_IN_EVERY_JAX = {
   # Newer than 0.10.0, the oldest that is supported.
@@ -36,6 +40,9 @@ def registered():
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
   return [set(names) for names in json.loads(done.stdout)]
+
+
+FIXED = {name for family in FAMILIES if family.fixed for name in family.names}
 
 
 def unlisted(names):
@@ -72,6 +79,51 @@ def test_every_name_is_in_one_place():
   assert [name for name, count in counts.items() if count > 1] == []
 
 
+def named(source):
+  """Yields the primitives that string literals name: one, or a list of them in a string."""
+  tree = ast.parse(source)
+  pieces = {
+    id(v) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for v in node.values
+  }
+  prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value:
+      words = node.value.split(" ")
+      if id(node) not in pieces | prose and FACTS.keys() >= set(words):
+        yield from words
+
+
+def test_a_primitive_is_named_in_the_table_and_nowhere_else():
+  """So one row says all about it: to add a primitive, or a fact, is to change that row."""
+  table = pathlib.Path(inspect.getfile(integer_pow_part))
+  files = set(pathlib.Path(mpjax.__file__).parent.rglob("*.py"))
+  assert set(named(table.read_text(encoding="utf-8"))) == FACTS.keys()
+  for file in files - {table}:
+    assert list(named(file.read_text(encoding="utf-8"))) == [], file
+
+
+@pytest.mark.parametrize(
+  ("source", "found"),
+  [
+    ('if name == "dot_general": pass', ["dot_general"]),
+    ('NAMES = "add sub".split()', ["add", "sub"]),
+    ('f("jit", x="exp")', ["jit", "exp"]),
+    ('def f():\n  "name"\nx = f"{kind}tanh"\ny = "to add"', []),
+  ],
+)
+def test_a_second_table_would_be_noticed(source, found):
+  assert list(named(source)) == found
+
+
+def test_every_row_with_a_fact_of_first_order_has_a_sample():
+  tables = (samples.HALF, samples.FLOAT32, samples.PROMOTE, samples.KEEP, samples.CONDITIONAL)
+  called = {name for table in tables for name in table}
+  for row in {row for row in FACTS.values() if row != type(row)(row.names)}:
+    names = set(row.names.split())
+    if not names & {*HIGHER_ORDER, *FIXED}:
+      assert names & called, row
+
+
 @pytest.mark.case("A82")
 def test_every_name_is_a_primitive(registered):
   _, with_pallas = registered
@@ -79,8 +131,8 @@ def test_every_name_is_a_primitive(registered):
 
 
 def test_every_group_is_of_a_part_and_says_why():
-  assert {group.part for group in GROUPS} == set(PARTS)
-  for entry in (*GROUPS, *CONDITIONS):
+  assert {family.part for family in FAMILIES} == {*PARTS, integer_pow_part, None}
+  for entry in FAMILIES:
     assert entry.reason[0].isupper(), entry
     assert entry.reason.endswith("."), entry
     assert len(entry.reason) > 15, entry
@@ -88,15 +140,15 @@ def test_every_group_is_of_a_part_and_says_why():
 
 @pytest.mark.case("B075")
 def test_what_holds_a_program_is_entered_or_left_alone_on_purpose():
-  opaque = {name for group in GROUPS if group.part == "opaque" for name in group.names}
+  opaque = {name for family in FAMILIES if family.part == "opaque" for name in family.names}
   for name in ("jit", "closed_call", "while", "scan", "cond", "shard_map", "custom_vjp_call"):
     assert name in HIGHER_ORDER
   for name in ("ffi_call", "pallas_call", "custom_partitioning", "call_exported", "core_map"):
     assert name in opaque
   # The operation of a scatter on two numbers follows the dtype of the buffer; all else is opaque.
-  held = {name for name in NOT_ENTERED if not name.startswith("scatter")}
-  fixed = {name for group in GROUPS if group.fixed for name in group.names}
-  assert held <= fixed <= opaque
+  not_entered = {name for name, row in FACTS.items() if row.holds is Holds.KERNEL}
+  held = {name for name in not_entered if not name.startswith("scatter")}
+  assert held <= FIXED <= opaque
 
 
 @pytest.mark.parametrize(

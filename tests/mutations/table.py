@@ -459,7 +459,7 @@ _fall_back()
   Mutation(
     number=37,
     breaks="a module that is traced is told the compute dtype, and rounds what operations decide",
-    function=_MODULE_CALLS + "run",
+    function=_MODULE_CALLS + "call_method",
     old="dtype_field(module, dtype, always=state.cast)",
     new="dtype_field(module, policy.compute_dtype, always=True)",
     test="tests/jaxprs/test_module_calls.py"
@@ -569,7 +569,7 @@ _NNX = (
   Mutation(
     number=46,
     breaks="what a policy says of weight gradients is forgotten where a call is rewritten",
-    function=_MODULE_CALLS + "rewritten",
+    function=_MODULE_CALLS + "rewrite_calls",
     old="Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)",
     new="Settings(compute=low, ops=_OPS, weight_grads=None, modules=True)",
     test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",

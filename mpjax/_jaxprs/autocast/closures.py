@@ -1,55 +1,71 @@
 """Functions with derivative rules that close over values of the function that is autocast.
 
 JAX calls a derivative rule when a function is differentiated. Autocast has traced the function by
-then, and a value of that trace which the rule closes over is gone. So a function that closes over
-one itself is differentiated at once, rules and all, inside of one trace, and the derivative is
-rewritten.
+then, and a value of that trace which the rule closes over is gone:
+
+    def f(w, x):
+      @jax.custom_jvp
+      def layer(x):
+        return x @ w
+      layer.defjvp(lambda primals, tangents: (layer(*primals), tangents[0] @ w))
+      return layer(x)
+
+Here `jax.grad(autocast(f))` would call the rule with the `w` of a trace that is over, and JAX
+raises UnexpectedTracerError. So such a function is differentiated at once, rules and all, inside of
+one trace, and the derivative is rewritten.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
+from typing import cast as cast_type
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.inner_jaxprs import closed_over
+from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.walk import walk
 
-Cast: TypeAlias = Callable[[Callable[..., Any], Callable[[Any], Any] | None], Callable[..., Any]]
+Call: TypeAlias = Callable[..., list[Array]]
+
+Dtypes: TypeAlias = Sequence[DType | None]
+
+Cast: TypeAlias = Callable[[Function, Callable[[PyTree], Dtypes] | None], Function]
 """From a function, and what says which dtypes its results have, to the function cast."""
 
-_KINDS = ("custom_jvp_call", "custom_vjp_call")
+_WITH_RULE = (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
 
 
-def closes_over(program: ClosedJaxpr) -> set[str]:
-  """Returns the kinds of functions with a rule that close over a value of the program.
-
-  None if the program itself closes over a tracer, which could not be differentiated at once.
-  """
+def closes_over(program: ClosedJaxpr) -> set[Holds]:
+  """Returns the kinds of functions with a rule that close over a value of the program."""
+  # An autocast function inside of a loss that is differentiated: gradients flow to what it closes
+  # over too, and one that is differentiated at once knows its arguments alone.
   if any(isinstance(const, Tracer) for const in program.consts):
     return set()
   constants = set(program.jaxpr.constvars)
-  return {
-    visit.eqn.primitive.name
-    for visit in walk(program)
-    if visit.eqn.primitive.name in _KINDS
-    and not constants.issuperset(visit.eqn.invars[: closed_over(visit.eqn)])
-  }
+  found = set[Holds]()
+  for visit in walk(program):
+    holds = facts_of(visit.eqn).holds
+    if holds in _WITH_RULE and not constants.issuperset(visit.eqn.invars[: closed_over(visit.eqn)]):
+      found.add(holds)
+  return found
 
 
 def differentiated_at_once(
-  call: Callable[..., list[Any]],
-  original: Callable[..., list[Any]],
-  kinds: set[str],
+  call: Call,
+  original: Call,
+  kinds: set[Holds],
   cast: Cast,
-  dtypes: Sequence[Any] | None = None,
-) -> Callable[..., list[Any]]:
+  dtypes: Sequence[DType] | None = None,
+) -> Call:
   """Returns `call`, whose derivative is all of that of `original`, cast.
 
   The backward pass computes the forward pass once more; a compiler sees that the two are the same.
@@ -61,13 +77,14 @@ def differentiated_at_once(
     cast: what is to be done to the derivative.
     dtypes: those of the results of `call`; None if they are those of `original`.
   """
-  if "custom_vjp_call" not in kinds:
+  if Holds.CUSTOM_VJP not in kinds:
     with_jvp = jax.custom_jvp(call)
     with_jvp.defjvp(functools.partial(_jvp, original, cast, dtypes), symbolic_zeros=True)
     return with_jvp
 
-  def forward(*operands: Any) -> tuple[list[Any], Any]:
+  def forward(*operands: PyTree) -> tuple[list[Array], tuple[_Numbered, _Numbered]]:
     primals = [p.value for p in operands]
+    # The arguments, not residuals: those of `original` are in the dtypes without autocast.
     return call(*primals), _parted(primals, [p.perturbed for p in operands])
 
   with_vjp = jax.custom_vjp(call)
@@ -75,32 +92,34 @@ def differentiated_at_once(
   return with_vjp
 
 
-_Numbered: TypeAlias = dict[int, Any]
+_Numbered: TypeAlias = dict[int, Array]
 """Some of the arguments of a function, by their positions."""
 
 
-def _parted(args: Sequence[Any], moving: Sequence[bool]) -> tuple[_Numbered, _Numbered]:
+def _parted(args: Sequence[Array], moving: Sequence[bool]) -> tuple[_Numbered, _Numbered]:
   """Returns the arguments that are differentiated, and the others, which rules may close over."""
   pairs = list(zip(args, moving, strict=True))
   some, rest = ({i: x for i, (x, m) in enumerate(pairs) if m is want} for want in (True, False))
   return some, rest
 
 
-def _of_moving(original: Callable[..., Any], rest: _Numbered) -> Callable[[_Numbered], Any]:
-  def fun(moving: _Numbered) -> Any:
+def _of_moving(original: Call, rest: _Numbered) -> Callable[[_Numbered], list[Array]]:
+  def fun(moving: _Numbered) -> list[Array]:
     return original(*(x for _, x in sorted({**rest, **moving}.items())))
 
   return fun
 
 
 def _jvp(
-  original: Callable[..., Any],
+  original: Call,
   cast: Cast,
-  dtypes: Sequence[Any] | None,
-  primals: Sequence[Any],
-  tangents: Sequence[Any],
-) -> Any:
-  def both(moving: _Numbered, rest: _Numbered, changes: _Numbered) -> Any:
+  dtypes: Sequence[DType] | None,
+  primals: Sequence[Array],
+  tangents: Sequence[Array],
+) -> tuple[list[Array], list[Array]]:
+  def both(
+    moving: _Numbered, rest: _Numbered, changes: _Numbered
+  ) -> tuple[list[Array], list[Array]]:
     return jax.jvp(_of_moving(original, rest), (moving,), (changes,))
 
   perturbed = [not isinstance(t, SymbolicZero) for t in tangents]
@@ -109,30 +128,40 @@ def _jvp(
   return cast(both, results)(*_parted(primals, perturbed), changes)
 
 
-def _moves(dtype: Any) -> bool:
+def _moves(dtype: DType) -> bool:
   """Whether a result has a tangent that is an array."""
   return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _backward(
-  original: Callable[..., Any], cast: Cast, parted: Any, cotangents: Sequence[Any]
-) -> tuple[Any, ...]:
-  def gradients(moving: _Numbered, rest: _Numbered, changes: list[Any]) -> _Numbered:
+  original: Call,
+  cast: Cast,
+  parted: tuple[_Numbered, _Numbered],
+  cotangents: Sequence[Array | SymbolicZero],
+) -> tuple[Array | None, ...]:
+  def gradients(moving: _Numbered, rest: _Numbered, changes: list[Array]) -> _Numbered:
     return jax.vjp(_of_moving(original, rest), moving)[1](changes)[0]
 
-  changes = [_zeros(c.aval) if isinstance(c, SymbolicZero) else c for c in cotangents]
+  changes = [instantiated(c) for c in cotangents]
   moving, rest = parted
-  dtypes = [moving[i].dtype for i in sorted(moving)]
+  dtypes = [moving[i].dtype for i in sorted(moving)]  # A gradient has that of its argument.
   found = cast(gradients, lambda _: dtypes)(moving, rest, changes)
   return tuple(found.get(i) for i in range(len(moving) + len(rest)))
 
 
-def _zeros(aval: Any) -> Any:
+def instantiated(cotangent: Array | SymbolicZero) -> Leaf:
+  """Returns a cotangent as an array. JAX may give a backward rule an object instead, for zeros."""
+  if not isinstance(cotangent, SymbolicZero):
+    return cotangent
+  aval = cast_type(ShapedArray, cotangent.aval)
+  # That of an integer is of `float0`, of which `jnp` makes no arrays.
   number = np if aval.dtype == jax.dtypes.float0 else jnp
   return number.zeros(aval.shape, aval.dtype)
 
 
-def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], name: str) -> list[Any]:
+def evaluated(
+  jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: str
+) -> list[Array]:
   """Returns the results of a program, which came from the derivative rule of the function `name`.
 
   Raises:

@@ -3,152 +3,200 @@
 The rule of an equation is reached by transforming the equation itself, with `jax.jvp`, `jax.vjp` or
 `jax.vmap`, inside of a function that has the rewritten program as its body. Nothing is traced
 before JAX asks for the rule: only then the axes of a `shard_map` are bound.
+
+Without this, differentiating the rewritten body would drop what the user wrote: the gradient of
+`jax.nn.relu` at 0 would be 0.5, that of a maximum, and a `custom_vjp` for attention would save the
+matrix that it was written to avoid. And with the rule unchanged, all that it saves is float32.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from mpjax._core.active import ACTIVE
-from mpjax._jaxprs.autocast.closures import evaluated
+from mpjax._core.active import ACTIVE, Active
+from mpjax._core.types import Array, DType, Function, PyTree
+from mpjax._jaxprs.atoms import Atom, aval_of
+from mpjax._jaxprs.autocast.closures import evaluated, instantiated
 from mpjax._jaxprs.autocast.eqn_params import traced
 from mpjax._jaxprs.autocast.evaluate import typed
 from mpjax._jaxprs.autocast.rewriter import Rewritten
-from mpjax._jaxprs.autocast.values import FLOATS, Dtype, Kind
+from mpjax._jaxprs.autocast.values import FLOATS, Kind, Kinds
 from mpjax._jaxprs.compat import context_of
-from mpjax._jaxprs.inner_jaxprs import closed_over, inner_jaxprs, name_of, with_inner
+from mpjax._jaxprs.inner_jaxprs import (
+  Inner,
+  Program,
+  closed_over,
+  inner_jaxprs,
+  name_of,
+  with_inner,
+)
+from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import facts_of
 
-Rewrite: TypeAlias = Callable[[Jaxpr, tuple[Kind | None, ...], Sequence[Dtype | None]], Rewritten]
-"""Rewrites a program for kinds of arguments and dtypes of results, of which None is free."""
+Rewrite: TypeAlias = Callable[[Jaxpr, Kinds, Sequence[DType | None]], Rewritten]
+"""Rewrites a jaxpr for kinds of arguments and dtypes of results, of which None is free."""
+
+Call: TypeAlias = Callable[..., list[Array]]
+"""The function that JAX sees in place of the rewritten equation."""
 
 
-class Rule(NamedTuple):
+class CustomCall(NamedTuple):
   """What a rule needs to know of the equation that it belongs to.
 
   Fields:
     eqn: the equation as it was traced.
     ins: the kinds of its operands now.
     outs: the kinds of its results now.
-    rewrite: rewrites a program.
-    state: of policies, in which the equation was traced. The rule is called when that was left.
+    rewrite: rewrites a jaxpr.
+    state: of policies, in which the equation was traced. The rule is called when that was left: a
+      Flax module in the rule would run under no policy, or under that of another module.
   """
 
   eqn: JaxprEqn
-  ins: tuple[Kind | None, ...]
-  outs: tuple[Kind | None, ...]
+  ins: Kinds
+  outs: Kinds
   rewrite: Rewrite
-  state: Any = None
+  state: Active | None = None
+
+  @property
+  def program(self) -> Program:
+    """The jaxpr of the function itself, without its rule."""
+    found = cast(tuple[Inner, ...], inner_jaxprs(self.eqn))
+    return found[0].program
 
 
-def with_rule(rule: Rule, operands: Sequence[Any], body: Jaxpr) -> JaxprEqn:
+def with_rule(custom: CustomCall, operands: Sequence[Atom], body: Jaxpr) -> JaxprEqn:
   """Returns the equation with a new body, and its own derivative rule rewritten too."""
-  closed = ClosedJaxpr(body, _closed(rule).consts)
+  old = custom.program
+  closed = ClosedJaxpr(body, old.consts if isinstance(old, ClosedJaxpr) else ())
 
-  def call(*operands: Any) -> list[Any]:
-    return typed(closed, operands, rule.eqn.primitive.name)
+  def call(*operands: Array) -> list[Array]:
+    return typed(closed, operands, custom.eqn.primitive.name)
 
-  rule = rule._replace(state=ACTIVE.value)
-
-  custom = _CUSTOM[rule.eqn.primitive.name](rule, call)
-  with context_of(rule.eqn):
-    made = jax.make_jaxpr(custom)(*(a.aval for a in operands)).jaxpr.eqns[-1]
-  return rule.eqn.replace(invars=list(operands), params=with_inner(made, [closed]))
-
-
-def _in_state(rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Returns a decorator: the function is called in the state in which the equation was traced."""
-
-  def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fun)
-    def call(*args: Any) -> Any:
-      with ACTIVE(rule.state):
-        return fun(*args)
-
-    return call
-
-  return decorate
+  here = custom._replace(state=ACTIVE.value)
+  fun = _WITH_RULE[facts_of(custom.eqn).holds](here, call)
+  with context_of(custom.eqn):
+    made = jax.make_jaxpr(fun)(*map(aval_of, operands)).jaxpr.eqns[-1]
+  # `make_jaxpr` has traced only a stand-in for the body; what is kept of it are the rules.
+  return custom.eqn.replace(invars=list(operands), params=with_inner(made, [closed]))
 
 
-def _closed(rule: Rule) -> Any:
-  """The program of a function with a rule."""
-  found = inner_jaxprs(rule.eqn)
-  return found[0].program if found else None
+class _Ran(NamedTuple):
+  """What came of a rule that was rewritten and run.
+
+  Fields:
+    values: its results.
+    kinds: those of the results.
+    traced: the dtypes that the results have without autocast.
+  """
+
+  values: list[Array]
+  kinds: Kinds
+  traced: list[DType]
 
 
-def _as_traced(rule: Rule, operands: Sequence[Any]) -> list[Any]:
+def _run(
+  custom: CustomCall,
+  rule: Function,
+  avals: Sequence[PyTree],
+  ins: Kinds,
+  outs: Kinds,
+  operands: Sequence[Array],
+) -> _Ran:
+  """Traces a rule, rewrites its jaxpr and runs that.
+
+  Args:
+    custom: what the rule belongs to.
+    rule: a function that calls it, by a transformation of the equation.
+    avals: the types of the arguments of `rule` as they were traced: the user's rule may check them.
+    ins: the kinds of the operands.
+    outs: the kinds of the results; those that are missing at the end are free.
+    operands: the leaves of the arguments now.
+  """
+
+  @functools.wraps(rule)
+  def in_state(*args: PyTree) -> PyTree:
+    with ACTIVE(custom.state):
+      return rule(*args)
+
+  program = traced(in_state)(*avals)
+  count = len(program.jaxpr.outvars)
+  fixed = [None if kind is None else kind.dtype for kind in outs]
+  new = custom.rewrite(program.jaxpr, ins, [*fixed, *[None] * (count - len(fixed))])
+  values = evaluated(new.jaxpr, program.consts, operands, name_of(custom.eqn))
+  return _Ran(values, new.outs, [aval_of(v).dtype for v in program.jaxpr.outvars])
+
+
+def _as_traced(custom: CustomCall, operands: Sequence[Array]) -> list[Array]:
   """The equation itself, in the dtypes that it was traced with."""
   # New variables: an operand may be there twice, or be a literal.
-  variables: list[Any] = [Var(a.aval) for a in rule.eqn.invars]
-  alone = rule.eqn.replace(invars=variables)
-  body = _closed(rule).jaxpr  # Of the same arguments and results, with names.
-  one = body.replace(
+  variables = [Var(atom.aval) for atom in custom.eqn.invars]
+  alone = custom.eqn.replace(invars=[*variables])
+  body = custom.program  # Of the same arguments and results, with names.
+  jaxpr = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+  one = jaxpr.replace(
     constvars=[], invars=variables, outvars=alone.outvars, eqns=[alone], effects=alone.effects
   )
   return eval_jaxpr(one, (), *operands)
 
 
-def _evaluated(rule: Rule, new: Rewritten, program: ClosedJaxpr, *operands: Any) -> list[Any]:
-  return evaluated(new.jaxpr, program.consts, operands, name_of(rule.eqn))
+def _traced_aval(atom: Atom, now: Array | SymbolicZero) -> ShapedArray:
+  """The type of what is there now, in the dtype that it was traced with."""
+  # The shape is that of now: under `vmap`, an operand of a batch rule has an axis more.
+  aval = cast(ShapedArray, jax.typeof(now))
+  return aval.update(dtype=aval_of(atom).dtype, weak_type=False)
 
 
-def _custom_jvp(rule: Rule, call: Callable[..., list[Any]]) -> Callable[..., Any]:
-  custom = jax.custom_jvp(call)
-  custom.defjvp(functools.partial(_jvp, rule))
-  return custom
+def _is_inexact(atom: Atom) -> bool:
+  return jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
 
 
-def _jvp(rule: Rule, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def _custom_jvp(custom: CustomCall, call: Call) -> Call:
+  fun = jax.custom_jvp(call)
+  fun.defjvp(functools.partial(_jvp, custom))
+  return fun
+
+
+def _jvp(
+  custom: CustomCall, primals: Sequence[Array], tangents: Sequence[Array]
+) -> tuple[list[Array], list[PyTree]]:
+  # Tangents of integers are of `float0`, which no jaxpr computes with: they are left out of it.
   moving = [i for i, t in enumerate(tangents) if t.dtype != jax.dtypes.float0]
-  whole = [i for i, v in enumerate(rule.eqn.outvars) if not _is_inexact(v.aval)]
+  whole = [i for i, v in enumerate(custom.eqn.outvars) if not _is_inexact(v)]
 
-  @_in_state(rule)
-  def of_rule(primals: Sequence[Any], some: Sequence[Any]) -> Any:
+  def rule(primals: Sequence[Array], some: Sequence[Array]) -> PyTree:
     given = dict(zip(moving, some, strict=True))
     all_tangents = [given.get(i, t) for i, t in enumerate(tangents)]
-    outs, changes = jax.jvp(lambda *a: _as_traced(rule, a), list(primals), all_tangents)
+    outs, changes = jax.jvp(lambda *a: _as_traced(custom, a), list(primals), all_tangents)
     return outs, [c for i, c in enumerate(changes) if i not in whole]
 
-  some = [tangents[i] for i in moving]
-  avals = [_traced_aval(v, p) for v, p in zip(rule.eqn.invars, primals, strict=True)]
-  changes = [_traced_aval(rule.eqn.invars[i], tangents[i]) for i in moving]
-  program = traced(of_rule)(avals, changes)
-  outs = [*rule.outs, *(k for i, k in enumerate(rule.outs) if i not in whole)]
-  new = rule.rewrite(
-    program.jaxpr,
-    (*rule.ins, *(rule.ins[i] for i in moving)),
-    [None if k is None else k.dtype for k in outs],
-  )
-  found = _evaluated(rule, new, program, *primals, *some)
-  values, rest = found[: len(rule.outs)], iter(found[len(rule.outs) :])
+  some, invars = [tangents[i] for i in moving], custom.eqn.invars
+  avals = [_traced_aval(v, p) for v, p in zip(invars, primals, strict=True)]
+  changes = [_traced_aval(invars[i], tangents[i]) for i in moving]
+  ins = (*custom.ins, *(custom.ins[i] for i in moving))
+  outs = (*custom.outs, *(k for i, k in enumerate(custom.outs) if i not in whole))
+  found = _run(custom, rule, (avals, changes), ins, outs, [*primals, *some]).values
+  values, rest = found[: len(custom.outs)], iter(found[len(custom.outs) :])
   return values, [
     np.zeros(np.shape(v), jax.dtypes.float0) if i in whole else next(rest)
     for i, v in enumerate(values)
   ]
 
 
-def _traced_aval(var: Any, now: Any) -> Any:
-  """The type of what is there now, in the dtype that it was traced with."""
-  aval: Any = jax.typeof(now)
-  return aval.update(dtype=var.aval.dtype, weak_type=False)
-
-
-def _is_inexact(aval: Any) -> bool:
-  return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
 @functools.partial(
   jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["dtype", "neutral"]
 )
 @dataclasses.dataclass(frozen=True)
-class _Kept:
-  """Something that the forward rule leaves for the backward rule.
+class _Residual:
+  """What the forward rule leaves for the backward rule.
 
   Fields:
     array: what is left, in half if it was half.
@@ -156,121 +204,117 @@ class _Kept:
     neutral: see `Kind`.
   """
 
-  array: Any
-  dtype: Any
+  array: Array
+  dtype: DType
   neutral: bool
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-  """Something that is no array, for the backward rule."""
+  """What is no array, for the backward rule.
 
-  value: Any
+  Fields:
+    pullback: the structure of what `jax.vjp` returned, whose leaves are the residuals.
+    moving: the positions of the operands that are differentiated.
+  """
+
+  pullback: PyTree
+  moving: tuple[int, ...]
 
 
-def _custom_vjp(rule: Rule, call: Callable[..., list[Any]]) -> Callable[..., Any]:
-  custom = jax.custom_vjp(call)
-  forward, backward = functools.partial(_forward, rule), functools.partial(_backward, rule)
-  custom.defvjp(forward, backward, symbolic_zeros=closed_over(rule.eqn) > 0)
-  return custom
+_Residuals: TypeAlias = tuple[list[_Residual], _Static]
 
 
-def _forward(rule: Rule, *operands: Any) -> Any:
-  if closed_over(rule.eqn):
+def _custom_vjp(custom: CustomCall, call: Call) -> Call:
+  fun = jax.custom_vjp(call)
+  forward, backward = functools.partial(_forward, custom), functools.partial(_backward, custom)
+  fun.defvjp(forward, backward, symbolic_zeros=closed_over(custom.eqn) > 0)
+  return fun
+
+
+def _forward(custom: CustomCall, *operands: PyTree) -> tuple[list[Array], _Residuals]:
+  """The operands are arrays, or with symbolic zeros objects with a `value` each."""
+  if closed_over(custom.eqn):
     # No gradient may flow to them. If one does, JAX's own error comes from the user's rule.
     moving = tuple(i for i, p in enumerate(operands) if p.perturbed)
-    primals = [p.value for p in operands]
+    primals: list[Array] = [p.value for p in operands]
   else:
-    moving = tuple(i for i, v in enumerate(rule.eqn.invars) if _is_inexact(v.aval))
+    moving = tuple(i for i, v in enumerate(custom.eqn.invars) if _is_inexact(v))
     primals = list(operands)
-  trees = []
+  trees: list[PyTree] = []
 
-  @_in_state(rule)
-  def of_rule(*primals: Any) -> Any:
-    def of_moving(*some: Any) -> list[Any]:
+  def rule(*primals: Array) -> PyTree:
+    def of_moving(*some: Array) -> list[Array]:
       given = dict(zip(moving, some, strict=True))
-      return _as_traced(rule, [given.get(i, p) for i, p in enumerate(primals)])
+      return _as_traced(custom, [given.get(i, p) for i, p in enumerate(primals)])
 
     outs, pullback = jax.vjp(of_moving, *(primals[i] for i in moving))
     leaves, tree = jax.tree.flatten(pullback)
     trees.append(tree)
     return outs, leaves
 
-  avals = [_traced_aval(v, p) for v, p in zip(rule.eqn.invars, primals, strict=True)]
-  program = traced(of_rule)(*avals)
-  fixed = [None if k is None else k.dtype for k in rule.outs]
-  free = [None] * (len(program.jaxpr.outvars) - len(fixed))
-  new = rule.rewrite(program.jaxpr, rule.ins, [*fixed, *free])
-  found = _evaluated(rule, new, program, *primals)
-  count = len(fixed)
+  avals = [_traced_aval(v, p) for v, p in zip(custom.eqn.invars, primals, strict=True)]
+  ran = _run(custom, rule, avals, custom.ins, custom.outs, primals)
+  count = len(custom.outs)
+  # What is saved is free in its dtype: half, where it is the result of a matmul.
   kept = [
-    _Kept(array, var.aval.dtype, kind is not None and kind.neutral)
-    for array, var, kind in zip(
-      found[count:], program.jaxpr.outvars[count:], new.outs[count:], strict=True
+    _Residual(array, dtype, kind is not None and kind.neutral)
+    for array, dtype, kind in zip(
+      ran.values[count:], ran.traced[count:], ran.kinds[count:], strict=True
     )
   ]
-  return found[:count], (kept, _Static((trees[-1], moving)))
+  return ran.values[:count], (kept, _Static(trees[-1], moving))
 
 
-def _backward(rule: Rule, residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+def _backward(
+  custom: CustomCall, residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]
+) -> tuple[Array | None, ...]:
   kept, static = residuals
-  tree, moving = static.value
-  changes = [_instantiated(c) for c in cotangents]
+  changes = [instantiated(c) for c in cotangents]
   whole = [i for i, c in enumerate(changes) if c.dtype == jax.dtypes.float0]
   some = [c for i, c in enumerate(changes) if i not in whole]
 
-  @_in_state(rule)
-  def of_rule(leaves: Sequence[Any], some: Sequence[Any]) -> Any:
+  def rule(leaves: Sequence[Array], some: Sequence[Array]) -> PyTree:
     rest = iter(some)
     all_changes = [c if i in whole else next(rest) for i, c in enumerate(changes)]
-    return jax.tree.unflatten(tree, leaves)(all_changes)
+    return jax.tree.unflatten(static.pullback, leaves)(all_changes)
 
-  outs = [v for i, v in enumerate(rule.eqn.outvars) if i not in whole]
-  program = traced(of_rule)(
-    [jax.typeof(k.array).update(dtype=k.dtype, weak_type=False) for k in kept],
-    [_traced_aval(v, c) for v, c in zip(outs, some, strict=True)],
+  outvars = [v for i, v in enumerate(custom.eqn.outvars) if i not in whole]
+  avals = (
+    # The user's backward rule is shown the dtypes that its forward rule left.
+    [cast(ShapedArray, jax.typeof(k.array)).update(dtype=k.dtype, weak_type=False) for k in kept],
+    [_traced_aval(v, c) for v, c in zip(outvars, some, strict=True)],
   )
-  ins = [Kind(k.array.dtype, k.neutral) if k.dtype in FLOATS else None for k in kept] + [
-    k for i, k in enumerate(rule.outs) if i not in whole
-  ]
-  fixed = [rule.ins[i] for i in moving]
-  new = rule.rewrite(program.jaxpr, tuple(ins), [None if k is None else k.dtype for k in fixed])
-  found = _evaluated(rule, new, program, *(k.array for k in kept), *some)
-  given = dict(zip(moving, found, strict=True))
-  return tuple(given.get(i) for i in range(len(rule.ins)))
+  ins = [Kind(k.array.dtype, k.neutral) if k.dtype in FLOATS else None for k in kept]
+  ins += [k for i, k in enumerate(custom.outs) if i not in whole]
+  outs = tuple(custom.ins[i] for i in static.moving)
+  found = _run(custom, rule, avals, tuple(ins), outs, [*(k.array for k in kept), *some]).values
+  given = dict(zip(static.moving, found, strict=True))
+  return tuple(given.get(i) for i in range(len(custom.ins)))
 
 
-def _instantiated(cotangent: Any) -> Any:
-  if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-    aval: Any = cotangent.aval
-    return jnp.zeros(aval.shape, aval.dtype)
-  return cotangent
+def _custom_vmap(custom: CustomCall, call: Call) -> Call:
+  fun = jax.custom_batching.custom_vmap(call)
+  fun.def_vmap(functools.partial(_batch, custom))
+  return fun
 
 
-def _custom_vmap(rule: Rule, call: Callable[..., list[Any]]) -> Callable[..., Any]:
-  custom = jax.custom_batching.custom_vmap(call)
-  custom.def_vmap(functools.partial(_batch, rule))
-  return custom
-
-
-def _batch(rule: Rule, size: int, batched: Sequence[bool], *operands: Any) -> Any:
+def _batch(
+  custom: CustomCall, size: int, batched: Sequence[bool], *operands: Array
+) -> tuple[list[Array], list[bool]]:
   axes = [0 if each else None for each in batched]
 
-  @_in_state(rule)
-  def of_rule(*operands: Any) -> Any:
-    return jax.vmap(lambda *a: _as_traced(rule, a), in_axes=axes, axis_size=size)(*operands)
+  def rule(*operands: Array) -> PyTree:
+    return jax.vmap(lambda *a: _as_traced(custom, a), in_axes=axes, axis_size=size)(*operands)
 
-  avals = [_traced_aval(v, x) for v, x in zip(rule.eqn.invars, operands, strict=True)]
-  program = traced(of_rule)(*avals)
-  fixed = [None if k is None else k.dtype for k in rule.outs]
-  new = rule.rewrite(program.jaxpr, rule.ins, fixed)
-  found = _evaluated(rule, new, program, *operands)
+  avals = [_traced_aval(v, x) for v, x in zip(custom.eqn.invars, operands, strict=True)]
+  found = _run(custom, rule, avals, custom.ins, custom.outs, operands).values
   return found, [True] * len(found)
 
 
-_CUSTOM: Mapping[str, Callable[[Rule, Callable[..., list[Any]]], Callable[..., Any]]] = {
-  "custom_jvp_call": _custom_jvp,
-  "custom_vjp_call": _custom_vjp,
-  "custom_vmap_call": _custom_vmap,
+_WITH_RULE: Mapping[Holds | None, Callable[[CustomCall, Call], Call]] = {
+  Holds.CUSTOM_JVP: _custom_jvp,
+  Holds.CUSTOM_VJP: _custom_vjp,
+  Holds.CUSTOM_VMAP: _custom_vmap,
 }

@@ -1,7 +1,7 @@
 """Parameters of equations that name a dtype, or hold a program that has one."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,14 +10,17 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from mpjax._core.types import Array, DType, Function, PyTree
 from mpjax._jaxprs.autocast.values import kept
 from mpjax._jaxprs.inner_jaxprs import Program, holds_jaxpr, is_object, opened, with_each
+from mpjax._jaxprs.primitive_facts import EqnParams
+from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.walk import walk
 
 Params = dict[str, Any]
 
 
-def traced(fun: Callable[..., Any]) -> Callable[..., ClosedJaxpr]:
+def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
   """Returns `jax.make_jaxpr(fun)`, with a precision only where the function itself asks for one.
 
   `jax_default_matmul_precision` is a setting for an entire process, such as TensorFloat-32 for what
@@ -26,7 +29,7 @@ def traced(fun: Callable[..., Any]) -> Callable[..., ClosedJaxpr]:
   if not _is_precision_set():
     return jax.make_jaxpr(fun)
 
-  def trace(*args: Any) -> ClosedJaxpr:
+  def trace(*args: PyTree) -> ClosedJaxpr:
     with jax.default_matmul_precision(None):
       program = jax.make_jaxpr(fun)(*args)
     if not any(is_object(visit.eqn) for visit in walk(program)):
@@ -52,7 +55,7 @@ def _is_precision_set() -> bool:
   return config.jax_default_matmul_precision is not None
 
 
-def default_precision() -> Any:
+def default_precision() -> object:
   """Returns the parameter that `jax_default_matmul_precision` gives a matmul; None if unset."""
   if not _is_precision_set():
     return None
@@ -60,7 +63,7 @@ def default_precision() -> Any:
   return jax.make_jaxpr(jnp.dot)(number, number).eqns[-1].params["precision"]
 
 
-def in_precision(eqn: JaxprEqn, precision: Any) -> Params:
+def in_precision(eqn: JaxprEqn, precision: object) -> Params:
   """Returns the parameters of an equation with a precision for each matmul that has none.
 
   Args:
@@ -73,12 +76,12 @@ def in_precision(eqn: JaxprEqn, precision: Any) -> Params:
   return {**params, "precision": precision} if params.get("precision", 0) is None else params
 
 
-def _all_in_precision(program: Program, precision: Any) -> Program:
+def _all_in_precision(program: Program, precision: object) -> Program:
   return _kept_in_precision(program, precision) or program
 
 
 @kept
-def _kept_in_precision(program: Program, precision: Any) -> Program | None:
+def _kept_in_precision(program: Program, precision: object) -> Program | None:
   jaxpr = opened(program)
   params = [in_precision(eqn, precision) for eqn in jaxpr.eqns]
   if all(new is eqn.params for eqn, new in zip(jaxpr.eqns, params, strict=True)):
@@ -88,7 +91,7 @@ def _kept_in_precision(program: Program, precision: Any) -> Program | None:
   return ClosedJaxpr(new, program.consts) if isinstance(program, ClosedJaxpr) else new
 
 
-def wants_precision(params: Mapping[str, Any]) -> bool:
+def wants_precision(params: EqnParams) -> bool:
   """Whether a product was asked for in a precision, or with a result, that is not the usual one."""
   result = params.get("preferred_element_type")
   if result is not None and result != np.float32:
@@ -98,43 +101,22 @@ def wants_precision(params: Mapping[str, Any]) -> bool:
   return any(p is not None and p != jax.lax.Precision.DEFAULT for p in each)
 
 
-def retype(name: str, params: Params, dtype: np.dtype[Any]) -> Params:
-  """Returns the parameters that the primitive `name` has when it computes in `dtype`."""
-  if name in _RETYPE:
-    return _RETYPE[name](params, dtype)
-  return params
-
-
-def _product(params: Params, dtype: np.dtype[Any]) -> Params:
-  if params["preferred_element_type"] is None:
+def retype(eqn: JaxprEqn, dtype: DType) -> Params:
+  """Returns the parameters that an equation has when it computes in `dtype`."""
+  name, params = facts_of(eqn).dtype_param, eqn.params
+  if name is None or params[name] is None:
     return params
-  return {**params, "preferred_element_type": dtype}
+  return _scatter(params, dtype) if name == "update_jaxpr" else {**params, name: dtype}
 
 
-def _scatter(params: Params, dtype: np.dtype[Any]) -> Params:
+def _scatter(params: Params, dtype: DType) -> Params:
   """Retypes the operation on two numbers that combines an update with what is there."""
   jaxpr = params["update_jaxpr"]
-  if jaxpr is None:
-    return params
   closed = ClosedJaxpr(jaxpr, params["update_consts"])
 
-  def combine(*args: Any) -> Any:
+  def combine(*args: Array) -> list[Array]:
     return eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
   scalar = jax.ShapeDtypeStruct((), dtype)
   new = jax.make_jaxpr(combine)(*[scalar] * len(jaxpr.invars))
   return {**params, "update_jaxpr": new.jaxpr, "update_consts": tuple(new.consts)}
-
-
-_RETYPE: Mapping[str, Callable[[Params, np.dtype[Any]], Params]] = {
-  "conv_general_dilated": _product,
-  "dot_general": _product,
-  "ragged_dot": _product,
-  "ragged_dot_general": _product,
-  **dict.fromkeys(
-    ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"), _scatter
-  ),
-  **dict.fromkeys(
-    ("scatter_add", "scatter_mul", "scatter_min", "scatter_max", "scatter_sub"), _scatter
-  ),
-}

@@ -1,17 +1,18 @@
 """Calls of programs, as equations: none is traced again."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-from jax.core import eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
+from mpjax._core.types import Array, Function
+from mpjax._jaxprs.atoms import Atom
 from mpjax._jaxprs.compat import WRITTEN_OUT
 from mpjax._jaxprs.inner_jaxprs import call_params, with_inner
 
 
-def called(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]:
+def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:
   """Puts one call into the program that JAX is tracing, as it writes that of a jitted function.
 
   The results have the types that `closed` says, and nothing of it is traced again.
@@ -28,8 +29,8 @@ _trace_call = jax.make_jaxpr(jax.jit(lambda x: x))
 
 def call_of(
   closed: ClosedJaxpr,
-  invars: Sequence[Any],
-  outvars: Sequence[Any],
+  invars: Sequence[Atom],
+  outvars: Sequence[Var],
   name: str,
   *,
   inline: bool = False,
@@ -53,7 +54,7 @@ def call_of(
   )
 
 
-def typed(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]:
+def typed(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:
   """Returns values of the types of what a program returns: operands if they have them.
 
   The program that JAX is tracing will get another body, and a call takes time to write.
@@ -65,7 +66,7 @@ def typed(closed: ClosedJaxpr, operands: Sequence[Any], name: str) -> list[Any]:
 
 
 def differentiated(
-  body: ClosedJaxpr, rule: Callable[..., Any], avals: Sequence[Any], name: str
+  body: ClosedJaxpr, rule: Function, avals: Sequence[ShapedArray], name: str
 ) -> JaxprEqn:
   """Returns an equation that runs a program, with a derivative of its own.
 
@@ -78,7 +79,7 @@ def differentiated(
     name: what profiles say.
   """
 
-  def call(*operands: Any) -> list[Any]:
+  def call(*operands: Array) -> list[Array]:
     return typed(body, operands, name)
 
   call.__name__ = name

@@ -6,7 +6,10 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._core.dtypes import FLOAT32, HALVES
-from mpjax._jaxprs.autocast.custom_derivatives import Rule, with_rule
+from mpjax._core.types import DType
+from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
+from mpjax._jaxprs.autocast.custom_derivatives import CustomCall, with_rule
+from mpjax._jaxprs.autocast.first_order import first_order
 from mpjax._jaxprs.autocast.marks import REGION
 from mpjax._jaxprs.autocast.powers import Powers, in_float32, powers
 from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
@@ -14,23 +17,22 @@ from mpjax._jaxprs.autocast.scopes import marked, names_of, region
 from mpjax._jaxprs.autocast.uses import HALF, RESULT, of_loop, of_operands
 from mpjax._jaxprs.autocast.values import (
   Constant,
-  Dtype,
   Kind,
+  Kinds,
   Scope,
   Settings,
   constants,
-  dtype_of,
   kept,
 )
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER, Inner, donated, inner_jaxprs, with_inner
-
-Kinds = tuple[Kind | None, ...]
+from mpjax._jaxprs.inner_jaxprs import Inner, Program, donated, inner_jaxprs, with_inner
+from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import facts_of, is_higher_order
 
 
 def rewrite(
   jaxpr: Jaxpr,
   ins: Kinds,
-  outs: Sequence[Dtype | None],
+  outs: Sequence[DType | None],
   wanted: Sequence[int],
   settings: Settings,
   scope: Scope,
@@ -47,97 +49,84 @@ def rewrite(
     scope: the named scopes around it.
     consts: how its constants come in; None where their values are not at hand.
   """
-  self = Rewriter(jaxpr, settings, scope, wanted)
+  rewriter = Rewriter(jaxpr, settings, scope, wanted)
   if consts is None:
     consts = [Constant(neutral=False, once=False)] * len(jaxpr.constvars)
   for var, const in zip(jaxpr.constvars, consts, strict=True):
-    if self.kind_of(var) is not None:
-      self.define(var, Kind(dtype_of(var), const.neutral), scope=None, once=const.once)
+    if rewriter.kind_of(var) is not None:
+      rewriter.define(var, Kind(aval_of(var).dtype, const.neutral), scope=None, once=const.once)
   invars = [
-    var if kind is None else self.define(var, kind, scope=None, once=False)
+    var if kind is None else rewriter.define(var, kind, scope=None, once=False)
     for var, kind in zip(jaxpr.invars, ins, strict=True)
   ]
-  self.given(jaxpr.invars)
+  rewriter.given(jaxpr.invars)
   found = powers(jaxpr, settings.ops)
   done: frozenset[int] = frozenset()
-  for place, eqn in enumerate(map(self.shown, jaxpr.eqns)):
-    if place in found and _in_float32(self, found[place]):
+  for place, eqn in enumerate(map(rewriter.shown, jaxpr.eqns)):
+    if place in found and _in_float32(rewriter, found[place]):
       done |= found[place].places
-    if eqn.primitive.name in HIGHER_ORDER:
-      _enter(self, eqn)
+    if is_higher_order(eqn):
+      _enter(rewriter, eqn)
     elif place not in done:
-      self.first_order(eqn)
-  pairs = [_result(self, *each, jaxpr) for each in zip(jaxpr.outvars, outs, strict=True)]
+      first_order(rewriter, eqn)
+  pairs = [_result(rewriter, *each, jaxpr) for each in zip(jaxpr.outvars, outs, strict=True)]
   results, kinds = [p[0] for p in pairs], [p[1] for p in pairs]
-  new = jaxpr.replace(invars=invars, outvars=results, eqns=self.eqns)
+  new = jaxpr.replace(invars=invars, outvars=results, eqns=rewriter.eqns)
   closed = None if new.constvars else ClosedJaxpr(new, ())
   return Rewritten(new, tuple(kinds), closed)
 
 
-def _in_float32(self: Rewriter, found: Powers) -> bool:
+def _in_float32(rewriter: Rewriter, found: Powers) -> bool:
   """Writes what holds powers of a half value as one equation; False if it is to be written as is.
 
   That is so if float32 operations read all of it, which is then in float32 anyway; and if it is one
   power that half operations read: it has to fit into half.
   """
-  scope, half = self.place(found.eqns[0])
-  value = None if half is None else self.value(found.root, half)
+  scope, half = rewriter.place(found.eqns[0])
+  value = None if half is None else rewriter.value(found.root, half)
   if half is None or value is None or value.dtype != half:
     return False
-  wants = [self.wanted.get(v, 0) for v in found.outs]
-  if all(self.is_full(want) or (found.single and want & HALF) for want in wants):
+  wants = [rewriter.wanted.get(v, 0) for v in found.outs]
+  if all(rewriter.is_full(want) or (found.single and want & HALF) for want in wants):
     return False
-  if any(self.place(eqn)[0] != scope for eqn in found.eqns):
+  if any(rewriter.place(eqn)[0] != scope for eqn in found.eqns):
     return False
   dtypes = [half if want & HALF else FLOAT32 for want in wants]
-  made = in_float32(found, self.view(value, half, found.eqns[0]), dtypes)
-  self.write(made, made.invars, [Kind(dtype) for dtype in dtypes])
+  made = in_float32(found, rewriter.view(value, half, found.eqns[0]), dtypes)
+  rewriter.write(made, made.invars, [Kind(dtype) for dtype in dtypes])
   return True
 
 
 def _result(
-  self: Rewriter, atom: Any, dtype: Dtype | None, jaxpr: Jaxpr
-) -> tuple[Any, Kind | None]:
+  rewriter: Rewriter, atom: Atom, dtype: DType | None, jaxpr: Jaxpr
+) -> tuple[Atom, Kind | None]:
   """What holds a result in `dtype`, and its kind."""
-  value = self.value(atom, self.settings.compute)
+  value = rewriter.value(atom, rewriter.settings.compute)
   if value is None:
     return atom, None
   last = jaxpr.eqns[-1] if jaxpr.eqns else None
   dtype = dtype or value.dtype
-  found = self.view(value, dtype, last)
-  if dtype == atom.aval.dtype and found.aval.weak_type != atom.aval.weak_type:
-    found = self.cast(found, Var(atom.aval), last)
+  found = rewriter.view(value, dtype, last)
+  asked = aval_of(atom)
+  if dtype == asked.dtype and aval_of(found).weak_type != asked.weak_type:
+    found = rewriter.cast(found, Var(asked), last)
   return found, value.kind if dtype == value.dtype else Kind(dtype)
-
-
-def _inside(
-  inner: Inner,
-  ins: Kinds,
-  outs: tuple[Dtype | None, ...],
-  wanted: tuple[int, ...],
-  settings: Settings,
-  scope: Scope,
-) -> Rewritten:
-  """Returns a jaxpr inside of an equation rewritten."""
-  values = inner.program.consts if isinstance(inner.program, ClosedJaxpr) else None
-  consts = None if values is None else constants(values, settings)
-  return _kept_rewrite(inner.jaxpr, ins, outs, wanted, settings, scope, consts)
 
 
 _kept_rewrite = kept(rewrite)
 """The same function called twice is rewritten once, and compiled once."""
 
 
-def _enter(self: Rewriter, eqn: JaxprEqn) -> None:
+def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds programs."""
-  scope, half = self.place(eqn)
+  scope, half = rewriter.place(eqn)
   found = inner_jaxprs(eqn)
   if found is None:
-    return self.untouched(eqn) if half is None else self.not_entered(eqn)
-  rule = _RULES.get(eqn.primitive.name)
-  if rule is None or (half is None and not _entered_inside(eqn, scope, self.settings)):
-    return self.untouched(eqn)
-  return rule(self, eqn, found)
+    return rewriter.untouched(eqn) if half is None else rewriter.not_entered(eqn)
+  rule = _RULES.get(facts_of(eqn).holds)
+  if rule is None or (half is None and not _entered_inside(eqn, scope, rewriter.settings)):
+    return rewriter.untouched(eqn)
+  return rule(rewriter, eqn, found)
 
 
 def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
@@ -156,100 +145,124 @@ def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
   )
 
 
-def _operands(self: Rewriter, eqn: JaxprEqn) -> tuple[list[Any], Kinds]:
+def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], Kinds]:
   """The operands as the jaxprs inside read them, and their kinds."""
-  scope, half = self.place(eqn)
+  scope, half = rewriter.place(eqn)
   atoms, kinds = [], []
-  wants = of_operands(eqn, _wanted(self, eqn), self.settings)
+  wants = of_operands(eqn, _wanted(rewriter, eqn), rewriter.settings)
   for atom, want in zip(eqn.invars, wants, strict=True):
     if half is None:  # Nothing changes here, only in some scope inside.
-      value = self.value(atom, self.settings.compute)
-      atoms.append(self.original(atom, eqn))
-      kinds.append(None if value is None else Kind(dtype_of(atom), value.neutral))
+      value = rewriter.value(atom, rewriter.settings.compute)
+      atoms.append(rewriter.original(atom, eqn))
+      kinds.append(None if value is None else Kind(aval_of(atom).dtype, value.neutral))
       continue
-    value = self.outside(self.value(atom, half), eqn, scope, half, want)
-    atoms.append(atom if value is None else self.view(value, value.dtype, eqn))
+    value = rewriter.outside(rewriter.value(atom, half), eqn, scope, half, want)
+    atoms.append(atom if value is None else rewriter.view(value, value.dtype, eqn))
     kinds.append(None if value is None else value.kind)
   return atoms, tuple(kinds)
 
 
-def _once(self: Rewriter, eqn: JaxprEqn) -> bool:
+def _inside(
+  rewriter: Rewriter,
+  eqn: JaxprEqn,
+  inner: Inner,
+  ins: Kinds,
+  outs: Sequence[DType | None] = (),
+  wanted: tuple[int, ...] | None = None,
+) -> Rewritten:
+  """Returns a jaxpr inside of an equation rewritten, for the kinds of all operands of that.
+
+  The dtypes of the results are `outs`, None or missing where they are free. What is wanted of them
+  is what is wanted of those of the equation, if it is not given.
+  """
+  jaxpr, settings = inner.jaxpr, rewriter.settings
+  values = inner.program.consts if isinstance(inner.program, ClosedJaxpr) else None
+  consts = None if values is None else constants(values, settings)
+  free = (None,) * (len(jaxpr.outvars) - len(outs))
+  given = tuple(ins[i] for i in inner.operands or ())
+  wanted = _wanted(rewriter, eqn) if wanted is None else wanted
+  scope = _scope(rewriter, eqn)
+  return _kept_rewrite(jaxpr, given, (*outs, *free), wanted, settings, scope, consts)
+
+
+def _once(rewriter: Rewriter, eqn: JaxprEqn) -> bool:
   """Whether no operand is a parameter, which a result that is as neutral would be too."""
-  known = (self.value(atom, self.settings.compute) for atom in eqn.invars)
+  known = (rewriter.value(atom, rewriter.settings.compute) for atom in eqn.invars)
   return all(value is None or value.once for value in known)
 
 
-def _wanted(self: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
-  return tuple(self.wanted.get(v, 0) for v in eqn.outvars)
+def _wanted(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
+  return tuple(rewriter.wanted.get(v, 0) for v in eqn.outvars)
 
 
-def _scope(self: Rewriter, eqn: JaxprEqn) -> Scope:
-  """The scope of the inner programs. It seldom matters, and would split the cache."""
-  settings, scope = self.settings, self.place(eqn)[0]
+def _scope(rewriter: Rewriter, eqn: JaxprEqn) -> Scope:
+  """The scope of the inner jaxprs. It seldom matters, and would split the cache."""
+  settings, scope = rewriter.settings, rewriter.place(eqn)[0]
   if settings.rules or settings.precision is not None:
     return scope
   mark = marked(scope)
   return () if mark is None else (REGION + mark,)
 
 
-def _replaced(old: Any, new: Rewritten) -> Any:
-  if not isinstance(old, ClosedJaxpr):
-    return new.jaxpr
-  return ClosedJaxpr(new.jaxpr, old.consts) if old.consts else new.closed
+def _params(eqn: JaxprEqn, found: Sequence[Inner], new: Sequence[Rewritten]) -> dict[str, Any]:
+  """Returns the parameters of an equation with its jaxprs rewritten, closed where they were."""
+  made: list[Program] = []
+  for inner, each in zip(found, new, strict=True):
+    consts = inner.program.consts if isinstance(inner.program, ClosedJaxpr) else None
+    if consts is None:
+      made.append(each.jaxpr)
+    elif consts or each.closed is None:
+      made.append(ClosedJaxpr(each.jaxpr, consts))
+    else:
+      made.append(each.closed)
+  return with_inner(eqn, made)
 
 
-def _call(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
-  """A program that runs once, between the operands and the results."""
-  body, jaxpr = found[0].program, found[0].jaxpr
-  atoms, ins = _operands(self, eqn)
+def _dtypes(kinds: Sequence[Kind | None]) -> tuple[DType | None, ...]:
+  return tuple(None if kind is None else kind.dtype for kind in kinds)
+
+
+def _call(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+  """A jaxpr that runs once, between the operands and the results."""
+  atoms, ins = _operands(rewriter, eqn)
   for i, gone in enumerate(donated(eqn)):
     if gone and ins[i] is not None:  # Its memory is to be taken over: that has the old size.
-      atoms[i] = self.original(eqn.invars[i], eqn)
-      ins = (*ins[:i], Kind(dtype_of(jaxpr.invars[i])), *ins[i + 1 :])
-  outs = (None,) * len(eqn.outvars)
-  new = _inside(found[0], ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
-  params = with_inner(eqn, [_replaced(body, new)])
-  self.write(eqn, atoms, new.outs, params, once=_once(self, eqn))
+      atoms[i] = rewriter.original(eqn.invars[i], eqn)
+      ins = (*ins[:i], Kind(aval_of(found[0].jaxpr.invars[i]).dtype), *ins[i + 1 :])
+  new = _inside(rewriter, eqn, found[0], ins)
+  rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [new]), once=_once(rewriter, eqn))
 
 
-def _composite(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
-  """A program that a compiler may replace by a kernel: outside it has the types that this has."""
-  body = found[0].program
-  atoms = [self.original(atom, eqn) for atom in eqn.invars]
-  ins = tuple(self.kind_of(v, neutral=True) for v in eqn.invars)
-  kinds = [self.kind_of(v) for v in eqn.outvars]
-  outs = tuple(None if k is None else k.dtype for k in kinds)
-  new = _inside(found[0], ins, outs, _wanted(self, eqn), self.settings, _scope(self, eqn))
-  self.write(eqn, atoms, kinds, with_inner(eqn, [_replaced(body, new)]))
+def _composite(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+  """What a compiler may replace by something of the same name and types keeps its types."""
+  atoms = [rewriter.original(atom, eqn) for atom in eqn.invars]
+  ins = tuple(rewriter.kind_of(v, neutral=True) for v in eqn.invars)
+  kinds = [rewriter.kind_of(v) for v in eqn.outvars]
+  new = _inside(rewriter, eqn, found[0], ins, _dtypes(kinds))
+  rewriter.write(eqn, atoms, kinds, _params(eqn, found, [new]))
 
 
-def _custom(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+def _custom(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   """A function with a rule of its own for derivatives or batches."""
-  atoms, ins = _operands(self, eqn)
-  settings, scope = self.settings, _scope(self, eqn)
-  outs = (None,) * len(eqn.outvars)
-  new = _inside(found[0], ins, outs, _wanted(self, eqn), settings, scope)
+  atoms, ins = _operands(rewriter, eqn)
+  settings, scope = rewriter.settings, _scope(rewriter, eqn)
+  new = _inside(rewriter, eqn, found[0], ins)
 
-  def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[Dtype | None]) -> Rewritten:
+  def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None]) -> Rewritten:
     return rewrite(jaxpr, ins, outs, (0,) * len(outs), settings, scope)
 
-  made = with_rule(Rule(eqn, ins, new.outs, again), atoms, new.jaxpr)
-  self.write(made, made.invars, new.outs, once=_once(self, eqn))
+  made = with_rule(CustomCall(eqn, ins, new.outs, again), atoms, new.jaxpr)
+  rewriter.write(made, made.invars, new.outs, once=_once(rewriter, eqn))
 
 
-def _cond(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+def _cond(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   """Branches that must agree: where one returns float32, all do."""
-  atoms, ins = _operands(self, eqn)
-  wanted, scope = _wanted(self, eqn), _scope(self, eqn)
-
-  def every(outs: tuple[Dtype | None, ...]) -> list[Rewritten]:
-    return [_inside(b, _ins(b, ins), outs, wanted, self.settings, scope) for b in found]
-
-  free = every((None,) * len(eqn.outvars))
-  kinds = [_agreed(each, want) for want, *each in zip(wanted, *(b.outs for b in free), strict=True)]
-  new = every(tuple(None if k is None else k.dtype for k in kinds))
-  closed = [_replaced(b.program, n) for b, n in zip(found, new, strict=True)]
-  self.write(eqn, atoms, kinds, with_inner(eqn, closed), once=_once(self, eqn))
+  atoms, ins = _operands(rewriter, eqn)
+  free = [_inside(rewriter, eqn, branch, ins).outs for branch in found]
+  wanted = _wanted(rewriter, eqn)
+  kinds = [_agreed(each, want) for want, *each in zip(wanted, *free, strict=True)]
+  new = [_inside(rewriter, eqn, branch, ins, _dtypes(kinds)) for branch in found]
+  rewriter.write(eqn, atoms, kinds, _params(eqn, found, new), once=_once(rewriter, eqn))
 
 
 def _agreed(kinds: Sequence[Kind | None], wanted: int) -> Kind | None:
@@ -262,108 +275,89 @@ def _agreed(kinds: Sequence[Kind | None], wanted: int) -> Kind | None:
   return order[0] if order else None
 
 
-def _ins(inner: Inner, ins: Kinds) -> Kinds:
-  """The kinds of the inputs of an inner jaxpr, of those of the operands of the equation."""
-  return tuple(ins[place] for place in inner.operands or ())
-
-
 def _loop(
-  self: Rewriter, eqn: JaxprEqn, body: Inner, ins: Kinds, wanted: tuple[int, ...]
-) -> tuple[Rewritten, Kinds]:
+  rewriter: Rewriter, eqn: JaxprEqn, body: Inner, atoms: Sequence[Atom], ins: Kinds
+) -> tuple[Rewritten, list[Atom], Kinds]:
   """Rewrites the body of a loop. What it carries is half if it starts and goes on in half.
 
-  Args:
-    self: the rewriting that the loop is part of.
-    eqn: the loop.
-    body: its body.
-    ins: the kinds of its operands.
-    wanted: what is wanted of its results.
+  A state that starts in half, and to which an iteration adds float32, must start in float32: JAX
+  takes no loop whose carry changes its dtype. A wider state may widen another one, so the body is
+  rewritten again until nothing changes. Dtypes only widen: that ends.
 
   Returns:
-    The body, and the kinds of the operands, of which the carry has those it has in each iteration.
+    The body, the operands with the carry cast, and the kinds of these in each iteration.
   """
-  jaxpr, carry, scope = body.jaxpr, body.carry, _scope(self, eqn)
-  wanted = of_loop(jaxpr, carry.start, len(carry), wanted, self.settings)
-  free = (None,) * len(jaxpr.outvars)
-  given = _ins(body, ins)
-  state = [k if k is None else Kind(k.dtype) for k in given[carry.start : carry.stop]]
+  wanted = of_loop(body.jaxpr, body.carry, _wanted(rewriter, eqn), rewriter.settings)
+  made, kinds = list(atoms), list(ins)
+  for i in body.carried:
+    kind = kinds[i]
+    kinds[i] = None if kind is None else Kind(kind.dtype)
   while True:
-    given = (*given[: carry.start], *state, *given[carry.stop :])
-    new = _inside(body, given, free, wanted, self.settings, scope)
-    back = [_wider(*each) for each in zip(state, new.outs[: len(carry)], strict=True)]
+    state = [kinds[i] for i in body.carried]
+    new = _inside(rewriter, eqn, body, tuple(kinds), wanted=wanted)
+    back = [_wider(*each) for each in zip(state, new.outs[: len(state)], strict=True)]
     if back == state:
       break
-    state = back
-  fixed = (*(None if k is None else k.dtype for k in state), *free[len(carry) :])
-  new = _inside(body, given, fixed, wanted, self.settings, scope)
-  kinds = dict(zip(body.operands or (), given, strict=True))
-  return new, tuple(kinds.get(i, kind) for i, kind in enumerate(ins))
+    for i, kind in zip(body.carried, back, strict=True):
+      kinds[i] = kind
+  new = _inside(rewriter, eqn, body, tuple(kinds), _dtypes(state), wanted)
+  for i, kind in zip(body.carried, state, strict=True):
+    if kind is not None and dtype_of(made[i]) != kind.dtype:
+      value = rewriter.value(eqn.invars[i], kind.dtype)
+      made[i] = made[i] if value is None else rewriter.view(value, kind.dtype, eqn)
+  return new, made, tuple(kinds)
 
 
-def _wider(state: Kind | None, handed_on: Kind | None) -> Kind | None:
-  if state is None or handed_on is None or handed_on.dtype.itemsize <= state.dtype.itemsize:
+def _wider(state: Kind | None, returned: Kind | None) -> Kind | None:
+  if state is None or returned is None or returned.dtype.itemsize <= state.dtype.itemsize:
     return state
-  return Kind(handed_on.dtype)
+  return Kind(returned.dtype)
 
 
-def _carried(self: Rewriter, eqn: JaxprEqn, body: Inner, atoms: list[Any], ins: Kinds) -> list[Any]:
-  """The operands, with the start of the carry in the dtype that it has in each iteration."""
-  made = list(atoms)
-  for i in (body.operands or ())[body.carry.start : body.carry.stop]:
-    kind = ins[i]
-    if kind is not None and made[i].aval.dtype != kind.dtype:
-      value = self.value(eqn.invars[i], kind.dtype)
-      made[i] = made[i] if value is None else self.view(value, kind.dtype, eqn)
-  return made
-
-
-def _scan(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+def _scan(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   (body,) = found
-  atoms, ins = _read_by_all(self, eqn, body.carry.start, *_operands(self, eqn))
-  new, ins = _loop(self, eqn, body, ins, _wanted(self, eqn))
-  atoms = _carried(self, eqn, body, atoms, ins)
-  self.write(eqn, atoms, new.outs, with_inner(eqn, [_replaced(body.program, new)]))
+  atoms, ins = _read_by_all(rewriter, eqn, body.carry.start, *_operands(rewriter, eqn))
+  new, atoms, _ = _loop(rewriter, eqn, body, atoms, ins)
+  rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [new]))
 
 
 def _read_by_all(
-  self: Rewriter, eqn: JaxprEqn, count: int, atoms: list[Any], ins: Kinds
-) -> tuple[list[Any], Kinds]:
+  rewriter: Rewriter, eqn: JaxprEqn, count: int, atoms: list[Atom], ins: Kinds
+) -> tuple[list[Atom], Kinds]:
   """The operands with the constants of a scan in float32, to be cast in each of its iterations.
 
-  The derivative with respect to them is the sum over all iterations, and so added up in float32.
+  The derivative with respect to them is the sum over all iterations, and so added up in float32: in
+  bfloat16, the gradient of an LSTM's weights stops growing after 256 equal steps.
   """
   kinds = list(ins)
-  half = self.place(eqn)[1]
+  half = rewriter.place(eqn)[1]
   for i, kind in enumerate(ins[: 0 if half is None else count]):
-    value = None if half is None else self.value(eqn.invars[i], half)
+    value = None if half is None else rewriter.value(eqn.invars[i], half)
     if kind is not None and kind.dtype in HALVES and value is not None:
-      atoms[i] = self.view(value, FLOAT32, eqn)
+      atoms[i] = rewriter.view(value, FLOAT32, eqn)
       kinds[i] = Kind(kind.dtype, held=FLOAT32)
   return atoms, tuple(kinds)
 
 
-def _while(self: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+def _while(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   test, body = found
-  atoms, given = _operands(self, eqn)
-  # Nothing is kept of it for a backward pass, and whether it ends may depend on its last bits.
+  atoms, given = _operands(rewriter, eqn)
+  # Nothing is kept of it for a backward pass, and whether it ends may depend on its last bits: an
+  # iteration until the change is below 1e-4 never ends in bfloat16.
   ins = list(given)
-  for i in (body.operands or ())[body.carry.start : body.carry.stop]:
+  for i in body.carried:
     if ins[i] is not None and dtype_of(eqn.invars[i]) == FLOAT32:
       ins[i] = Kind(FLOAT32)
-  new, given = _loop(self, eqn, body, tuple(ins), _wanted(self, eqn))
-  atoms = _carried(self, eqn, body, atoms, given)
-  scope = _scope(self, eqn)
-  tested = _inside(test, _ins(test, given), (None,), (0,), self.settings, scope)
-  both = [_replaced(test.program, tested), _replaced(body.program, new)]
-  self.write(eqn, atoms, new.outs, with_inner(eqn, both))
+  new, atoms, kinds = _loop(rewriter, eqn, body, atoms, tuple(ins))
+  tested = _inside(rewriter, eqn, test, kinds, wanted=(0,))
+  rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [tested, new]))
 
 
-_RULES: Mapping[str, Callable[[Rewriter, JaxprEqn, tuple[Inner, ...]], None]] = {
-  **dict.fromkeys(("call", "checkpoint", "closed_call", "eval_jaxpr", "jit"), _call),
-  **dict.fromkeys(("program_order", "remat2", "shard_map"), _call),
-  **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"), _custom),
-  "composite": _composite,
-  "cond": _cond,
-  "scan": _scan,
-  "while": _while,
+_RULES: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, tuple[Inner, ...]], None]] = {
+  **dict.fromkeys((Holds.CALL, Holds.SHARD_MAP), _call),
+  **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _custom),
+  Holds.COMPOSITE: _composite,
+  Holds.COND: _cond,
+  Holds.SCAN: _scan,
+  Holds.WHILE: _while,
 }

@@ -6,33 +6,21 @@ float32 if it holds a power: `x ** 3`, `x * x`, `0.1 * x * x`. Kept for the back
 is its slope, in half: one number for each, which is fewer than the operations would keep.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mpjax._core.dtypes import FLOAT32
+from mpjax._core.types import Array, DType
+from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.evaluate import differentiated
-from mpjax._jaxprs.autocast.values import Dtype, dtype_of, kept, retyped, shape_of
+from mpjax._jaxprs.autocast.values import kept
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
-
-Degrees = Sequence[float]
-
-_DEGREES: Mapping[str, Callable[[Degrees, Mapping[str, Any]], float]] = {
-  **dict.fromkeys(("abs", "neg"), lambda d, _: d[0]),
-  **dict.fromkeys(("add", "max", "min", "sub"), lambda d, _: max(d)),
-  **dict.fromkeys(("erf", "erfc", "logistic", "tanh"), lambda d, _: 0),
-  **dict.fromkeys(("one_minus_square", "square"), lambda d, _: 2 * d[0]),
-  "div": lambda d, _: d[0] - d[1],
-  "integer_pow": lambda d, params: params["y"] * d[0],
-  "mul": lambda d, _: d[0] + d[1],
-  "sqrt": lambda d, _: d[0] / 2,
-}
-"""How fast the result of an operation grows, of how fast its operands do: the exponent."""
+from mpjax._jaxprs.primitives import facts_of
 
 
 class Powers(NamedTuple):
@@ -56,23 +44,26 @@ class Powers(NamedTuple):
 @kept
 def powers(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Powers]:
   """Returns what a jaxpr computes with powers of single values, by the position where it begins."""
-  roots: dict[Any, Any] = {}
-  degrees: dict[Any, float] = {}
-  chains: dict[Any, list[int]] = {}
+  roots: dict[Var, Var] = {}
+  degrees: dict[Var, float] = {}
+  chains: dict[Var, list[int]] = {}
   for place, eqn in enumerate(jaxpr.eqns):
     operands = [v for v in eqn.invars if not isinstance(v, Literal)]
     found = {roots.get(v, v) for v in operands}
-    if len(found) != 1 or not _is_elementwise(eqn, ops):
+    degree = facts_of(eqn).degree
+    if len(found) != 1 or degree is None:
+      continue
+    if ops.part_of(eqn.primitive.name, eqn.params) not in ("promote", "keep", "float32"):
       continue
     (root,), (out,) = found, eqn.outvars
     if all(dtype_of(v) == FLOAT32 and shape_of(v) == shape_of(out) for v in (root, out)):
       of = [0 if isinstance(v, Literal) else degrees.get(v, 1) for v in eqn.invars]
-      roots[out], degrees[out] = root, _DEGREES[eqn.primitive.name](of, eqn.params)
+      roots[out], degrees[out] = root, degree(of, eqn.params)
       chains.setdefault(root, []).append(place)
   grown = {root for out, root in roots.items() if degrees[out] > 1}
   if not grown:
     return {}
-  readers: dict[Any, list[int]] = {}
+  readers: dict[Var, list[int]] = {}
   for place, eqn in enumerate(jaxpr.eqns):
     for v in eqn.invars:
       if not isinstance(v, Literal):
@@ -84,33 +75,24 @@ def powers(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Powers]:
   return dict(each)
 
 
-def _is_elementwise(eqn: JaxprEqn, ops: OpLists) -> bool:
-  name = eqn.primitive.name
-  return name in _DEGREES and ops.part_of(name, eqn.params) in ("promote", "keep", "float32")
-
-
 def _of_chain(
   jaxpr: Jaxpr,
-  root: Any,
+  root: Var,
   chain: Sequence[int],
-  degrees: Mapping[Any, float],
-  readers: Mapping[Any, Sequence[int]],
+  degrees: Mapping[Var, float],
+  readers: Mapping[Var, Sequence[int]],
 ) -> tuple[int, Powers]:
   """Returns where the powers of `root` begin, and what is computed of them.
 
-  Args:
-    jaxpr: the program.
-    root: a value.
-    chain: the positions of all operations on it alone.
-    degrees: of their results.
-    readers: the positions of the equations that read each value.
+  `chain` are the positions of all operations on it alone, with the `degrees` of their results;
+  `readers`, the positions of the equations that read each value.
   """
   out = {place: jaxpr.eqns[place].outvars[0] for place in chain}
   after: set[int] = set()  # A power, and what is computed of it.
   for place in chain:
     if degrees[out[place]] > 1 or place in after:
       after |= {place, *(i for i in readers.get(out[place], ()) if i in out)}
-  needed: set[Any] = {v for i in after for v in jaxpr.eqns[i].invars if not isinstance(v, Literal)}
+  needed = {v for i in after for v in jaxpr.eqns[i].invars if not isinstance(v, Literal)}
   before: set[int] = set()  # What else that needs.
   mine = set(after)
   for place in reversed(chain):
@@ -125,7 +107,7 @@ def _of_chain(
   return min(mine), found
 
 
-def in_float32(found: Powers, operand: Any, dtypes: Sequence[Dtype]) -> JaxprEqn:
+def in_float32(found: Powers, operand: Atom, dtypes: Sequence[DType]) -> JaxprEqn:
   """Returns one equation for all of it.
 
   Args:
@@ -134,18 +116,21 @@ def in_float32(found: Powers, operand: Any, dtypes: Sequence[Dtype]) -> JaxprEqn
     dtypes: those of the results.
   """
   last = found.eqns[-1]
-  like = jax.make_jaxpr(lambda x: [x] * len(found.outs))(operand.aval).jaxpr
+  aval = aval_of(operand)
+  like = jax.make_jaxpr(lambda x: [x] * len(found.outs))(aval).jaxpr
   whole = like.replace(invars=[found.root], outvars=list(found.outs), eqns=list(found.eqns))
-  given: Any = Var(operand.aval)
-  casts = [_cast(given, found.root, last)]
-  outs = []
+  given = Var(aval)
+  casts = [cast_to(found.root, given, last)]
+  outs: list[Var] = []
   for var, dtype in zip(found.outs, dtypes, strict=True):
     outs.append(var if dtype == FLOAT32 else retyped(var, dtype))
     if dtype != FLOAT32:
-      casts.append(_cast(var, outs[-1], last))
+      casts.append(cast_to(outs[-1], var, last))
   body = like.replace(invars=[given], outvars=outs, eqns=[casts[0], *found.eqns, *casts[1:]])
 
-  def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+  def tangent(
+    primals: Sequence[Array], tangents: Sequence[Array]
+  ) -> tuple[list[Array], list[Array]]:
     wide = jax.lax.convert_element_type(primals[0], FLOAT32)
     one = jax.lax.full_like(wide, 1)
     values, slopes = jax.jvp(lambda x: eval_jaxpr(whole, (), x), (wide,), (one,))
@@ -158,13 +143,7 @@ def in_float32(found: Powers, operand: Any, dtypes: Sequence[Dtype]) -> JaxprEqn
     return cast[0], [slope * t for slope, t in zip(kept, cast[2], strict=True)]
 
   with context_of(last):
-    made = differentiated(ClosedJaxpr(body, ()), tangent, [operand.aval], "activation")
+    made = differentiated(ClosedJaxpr(body, ()), tangent, [aval], "activation")
   return last.replace(
     primitive=made.primitive, invars=[operand], outvars=list(found.outs), params=made.params
   )
-
-
-def _cast(atom: Any, var: Any, eqn: JaxprEqn) -> JaxprEqn:
-  params = {"new_dtype": var.aval.dtype, "weak_type": var.aval.weak_type, "sharding": None}
-  place = (eqn.source_info, eqn.ctx)
-  return new_jaxpr_eqn([atom], [var], convert_element_type_p, params, no_effects, *place)

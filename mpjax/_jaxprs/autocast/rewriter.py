@@ -1,38 +1,31 @@
-"""Writing a program anew with other dtypes: one equation after the other, nothing is executed."""
+"""Writing a jaxpr anew with other dtypes: one equation after the other, nothing is executed."""
 
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mpjax._core.dtypes import FLOAT32, HALVES
-from mpjax._jaxprs.autocast.casts import convert, each_for_itself, filled, leave
-from mpjax._jaxprs.autocast.eqn_params import in_precision, retype, wants_precision
+from mpjax._core.types import DType
+from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped, shape_of
+from mpjax._jaxprs.autocast.eqn_params import in_precision
 from mpjax._jaxprs.autocast.marks import PREFIX
-from mpjax._jaxprs.autocast.scopes import keeps_float32, names_of, output_of, region, weight_grads
-from mpjax._jaxprs.autocast.sums import broadcast, is_linear, is_summed, repeats, with_float32_sums
-from mpjax._jaxprs.autocast.uses import FULL, HALF, RESULT, demands
+from mpjax._jaxprs.autocast.scopes import keeps_float32, names_of, region
+from mpjax._jaxprs.autocast.uses import FULL, HALF, demands
 from mpjax._jaxprs.autocast.values import (
-  EXACT,
   FLOATS,
-  Dtype,
   Kind,
+  Kinds,
   Scope,
   Settings,
   Value,
-  dtype_of,
   is_statistic,
-  literal_as,
   literal_value,
-  retyped,
-  shape_of,
 )
-from mpjax._jaxprs.autocast.weight_grads import with_wide_gradients
-from mpjax._jaxprs.compat import without_scopes
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs, warn_not_entered
+from mpjax._jaxprs.compat import NameStack, without_scopes
+from mpjax._jaxprs.inner_jaxprs import warn_not_entered
 
 
 class Rewritten(NamedTuple):
@@ -46,7 +39,7 @@ class Rewritten(NamedTuple):
   """
 
   jaxpr: Jaxpr
-  outs: tuple[Kind | None, ...]
+  outs: Kinds
   closed: ClosedJaxpr | None
 
 
@@ -65,54 +58,58 @@ class Rewriter:
     self.eqns: list[JaxprEqn] = []
     self._scope = scope
     # The floating values by the variables that held them. Variables of other dtypes stay the same.
-    self._env: dict[Any, Value] = {}
-    self._part_of = settings.ops.part_of
-    self._places: dict[int, tuple[Scope, Dtype | None]] = {}
-    self._names: dict[int, Any] = {}
+    self._env: dict[Var, Value] = {}
+    self._places: dict[int, tuple[Scope, DType | None]] = {}
+    self._names: dict[int, NameStack] = {}
 
   # Values.
 
-  def define(self, var: Any, kind: Kind, *, scope: Scope | None, once: bool = True) -> Any:
+  def define(self, var: Var, kind: Kind, *, scope: Scope | None, once: bool = True) -> Var:
     """Notes what a variable holds from now on, and returns the one that holds it."""
     dtype, neutral, held = kind
     held = held or dtype
-    atom = var if held == var.aval.dtype else retyped(var, held)
+    # A variable that keeps its dtype stays, and so do the equations that are left as they are.
+    atom = var if held == dtype_of(var) else retyped(var, held)
     once = once or not neutral
     self._env[var] = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once, held)
     return atom
 
-  def hold(self, var: Any, value: Value) -> None:
+  def hold(self, var: Var, value: Value) -> None:
     """Notes what a variable holds that nothing is written for."""
     self._env[var] = value
 
-  def given(self, variables: Sequence[Any]) -> None:
+  def known(self, var: Var) -> Value | None:
+    """Returns what a variable was noted to hold."""
+    return self._env.get(var)
+
+  def given(self, variables: Sequence[Var]) -> None:
     """Notes which values are arguments."""
     for var in variables:
       if var in self._env:
         self._env[var].given = self._env[var].neutral
 
-  def value(self, atom: Any, half: Dtype) -> Value | None:
+  def value(self, atom: Atom, half: DType) -> Value | None:
     """Returns what is known of a floating operand; None for everything else.
 
     Args:
       atom: a variable or literal of the program as it was.
       half: the dtype in which it is about to be read, perhaps: some literals do not survive that.
     """
-    if type(atom) is not Literal:
-      found = self._env.get(atom)
-      if found is None and dtype_of(atom) in HALVES:
-        found = self._env[atom] = Value(atom, dtype_of(atom), wanted=self.wanted.get(atom, 0))
-      return found
     dtype = dtype_of(atom)
-    if dtype == FLOAT32:
-      return literal_value(atom, half)
-    return Value(atom, dtype, neutral=True) if dtype in HALVES else None
+    if isinstance(atom, Literal):
+      if dtype == FLOAT32:
+        return literal_value(atom, half)
+      return Value(atom, dtype, neutral=True) if dtype is not None and dtype in HALVES else None
+    found = self._env.get(atom)
+    if found is None and dtype is not None and dtype in HALVES:  # The user's own cast made it.
+      found = self._env[atom] = Value(atom, dtype, wanted=self.wanted.get(atom, 0))
+    return found
 
-  def view(self, value: Value, dtype: Dtype, eqn: JaxprEqn | None) -> Any:
+  def view(self, value: Value, dtype: DType, eqn: JaxprEqn | None) -> Atom:
     """Returns what holds a value in `dtype`, after a cast if need be."""
     if value.held == dtype:
       return value.atom
-    if type(value.atom) is Literal:
+    if isinstance(value.atom, Literal):
       return literal_as(value.atom, dtype)
     views = value.views
     found = None if views is None else views.get(dtype)
@@ -120,22 +117,31 @@ class Rewriter:
       if value.filled is None:
         found = self.cast(value.atom, retyped(value.atom, dtype), eqn)
       else:
-        found = filled(value.filled, dtype, self.eqns)
+        found = self._filled(value.filled, dtype)
+      # Three casts of one weight, for the projections of attention: their gradients are cast to
+      # float32 one by one and then added. With one cast for all, they would be added in half.
       if value.once:
         value.views = {dtype: found} if views is None else {**views, dtype: found}
     return found
 
-  def cast(self, atom: Any, var: Var, eqn: JaxprEqn | None) -> Var:
+  def _filled(self, eqn: JaxprEqn, dtype: DType) -> Var:
+    """Fills an array with the number of `eqn`, which repeats a literal, in another dtype.
+
+    It is what one writes by hand: with a cast of the float32 array instead, a mask of the size of
+    attention's logits would be in memory twice.
+    """
+    (number, *sizes), (var,) = eqn.invars, eqn.outvars
+    new = retyped(var, dtype)
+    filled = literal_as(cast(Literal, number), dtype)
+    self.eqns.append(eqn.replace(invars=[filled, *sizes], outvars=[new]))
+    return new
+
+  def cast(self, atom: Atom, var: Var, eqn: JaxprEqn | None) -> Var:
     """Writes a cast of `atom` to the dtype of `var`, in the place of an equation that reads it."""
-    aval: Any = var.aval
-    params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
-    place = () if eqn is None else (self.shown(eqn).source_info, eqn.ctx)
-    self.eqns.append(
-      new_jaxpr_eqn([atom], [var], convert_element_type_p, params, no_effects, *place)
-    )
+    self.eqns.append(cast_to(var, atom, None if eqn is None else self.shown(eqn)))
     return var
 
-  def place(self, eqn: JaxprEqn) -> tuple[Scope, Dtype | None]:
+  def place(self, eqn: JaxprEqn) -> tuple[Scope, DType | None]:
     """Returns the scope of an equation, and the half dtype there; None where nothing changes."""
     stack = eqn.source_info.name_stack  # Alive as long as the jaxpr is, and so its id is its own.
     found = self._places.get(id(stack))
@@ -154,7 +160,7 @@ class Rewriter:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
   def outside(
-    self, value: Value | None, eqn: JaxprEqn, scope: Scope, half: Dtype, wanted: int
+    self, value: Value | None, eqn: JaxprEqn, scope: Scope, half: DType, wanted: int
   ) -> Value | None:
     """Returns a value as an operation in another scope than its own reads it.
 
@@ -175,10 +181,11 @@ class Rewriter:
     if (
       scope[: len(made)] == made
       or not wanted & HALF
-      or is_statistic(value.atom.aval.shape)
+      or is_statistic(shape_of(value.atom))
       or keeps_float32(made, self.settings)
     ):
       return value
+    # An activation, not a parameter: rounded once, for all its consumers outside.
     value.once = True
     return Value(self.view(value, half, eqn), half, wanted=value.wanted)
 
@@ -187,9 +194,9 @@ class Rewriter:
   def write(
     self,
     eqn: JaxprEqn,
-    operands: list[Any],
+    operands: Sequence[Atom],
     kinds: Sequence[Kind | None],
-    params: Any = None,
+    params: dict[str, Any] | None = None,
     *,
     once: bool = True,
   ) -> None:
@@ -210,10 +217,12 @@ class Rewriter:
     ]
     params = eqn.params if params is None else params
     default = self.settings.precision
+    # `jax_default_matmul_precision` was taken away for the trace, see `traced`. A matmul whose
+    # operands keep their dtype gets it back: "highest" is about what runs in float32.
     unset = default is not None and params.get("precision", default) is None
     if unset and dtype_of(operands[0]) == dtype_of(eqn.invars[0]):  # It is left as it is.
       params = {**params, "precision": default}
-    self.eqns.append(eqn.replace(invars=operands, outvars=outs, params=params))
+    self.eqns.append(eqn.replace(invars=list(operands), outvars=outs, params=params))
 
   def untouched(self, eqn: JaxprEqn) -> None:
     """Writes an equation as it was, in the dtypes that it was traced with."""
@@ -228,133 +237,15 @@ class Rewriter:
     warn_not_entered(eqn, "mpjax.autocast", instead)
     self.untouched(eqn)
 
-  def original(self, atom: Any, eqn: JaxprEqn) -> Any:
+  def original(self, atom: Atom, eqn: JaxprEqn) -> Atom:
     """Returns an operand in the dtype that it was traced with."""
     value = None if isinstance(atom, Literal) else self._env.get(atom)
-    return atom if value is None else self.view(value, dtype_of(atom), eqn)
+    return atom if value is None else self.view(value, aval_of(atom).dtype, eqn)
 
-  def kind_of(self, var: Any, neutral: bool = False) -> Kind | None:
+  def kind_of(self, var: Atom, neutral: bool = False) -> Kind | None:
     """The kind of something that has the dtype it was traced with."""
     dtype = dtype_of(var)
     return Kind(dtype, neutral) if dtype is not None and dtype in FLOATS else None
-
-  def first_order(self, eqn: JaxprEqn) -> None:
-    """Writes an equation that holds no program."""
-    name = eqn.primitive.name
-    part = self._part_of(name, eqn.params)
-    scope, half = self.place(eqn)
-    leaving = output_of(scope) if name == "reduce_precision" else None
-    if leaving is not None:
-      return leave(self, eqn, leaving)
-    # A multiplication that names its own dtype is the user's choice too.
-    if half is None or part is None or part == "opaque" or eqn.params.get("out_dtype") is not None:
-      unknown = half is not None and part is None and inner_jaxprs(eqn) is None
-      return self.not_entered(eqn) if unknown else self.untouched(eqn)
-    if name == "convert_element_type":
-      return convert(self, eqn, scope, half)
-    values: list[Value | None] = []
-    once, wide, known = True, False, False
-    for atom in eqn.invars:
-      value = self.value(atom, half)
-      values.append(value)
-      if value is not None:
-        known = True
-        once = once and value.once
-        if dtype_of(atom) == FLOAT32:
-          wide = True
-        else:
-          half = dtype_of(atom)  # The user's own choice.
-    neutral, rounded, before = False, None, values
-    if part == "half":
-      if not wide or wants_precision(eqn.params):  # The user's own choice, again.
-        return self.untouched(eqn)
-      wide_grads = weight_grads(scope, self.settings)
-      if made := with_wide_gradients(eqn, values, half, wide_grads, self.view):
-        return self.write(made, made.invars, [Kind(half)])
-      dtype = half
-    elif part == "float32":
-      dtype = FLOAT32
-    else:
-      wanted = self.wanted_of(eqn)
-      values = [self.outside(value, eqn, scope, half, wanted) for value in values]
-      if eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
-        return each_for_itself(self, eqn, values)
-      deciding = values
-      if part == "keep" and len(values) > 1:  # A buffer that is written to keeps its dtype.
-        deciding = [v for v in values if v is not None][:1]
-      dtype, neutral = self._common(eqn, deciding, wide, half)
-      if dtype != FLOAT32 and repeats(eqn):
-        values, rounded, dtype = before, dtype, FLOAT32
-    summed = [
-      value is not None and part != "half" and is_summed(eqn, value, dtype) for value in values
-    ]
-    operands = [
-      atom if value is None else self._operand(value, whole, each, dtype, eqn)
-      for atom, value, whole, each in zip(eqn.invars, values, before, summed, strict=True)
-    ]
-    outs = [Kind(dtype, neutral) if dtype_of(v) in FLOATS else None for v in eqn.outvars]
-    changed = known and wide != (dtype == FLOAT32)
-    params = retype(name, eqn.params, dtype) if changed else eqn.params
-    if any(summed) and not is_linear(eqn):
-      made = with_float32_sums(eqn, operands, summed, dtype)
-      return self.write(made, operands, outs)
-    self.write(eqn, operands, outs, params, once=once)
-    if name == "broadcast_in_dim" and type(operands[0]) is Literal and outs[0] is not None:
-      self._env[eqn.outvars[0]].filled = self.eqns[-1]
-    if neutral:
-      shapes = {shape_of(v.atom) for v in values if v is not None and v.given}
-      for var in eqn.outvars:
-        if var in self._env:
-          self._env[var].given = shape_of(var) in shapes
-    if rounded is not None or (dtype == FLOAT32 and known and not wide):
-      self._round(eqn, rounded or half)
-    return None
-
-  def _operand(
-    self, value: Value, whole: Value | None, summed: bool, dtype: Dtype, eqn: JaxprEqn
-  ) -> Any:
-    """Returns what holds an operand, as an operation reads it.
-
-    Args:
-      value: the operand.
-      whole: the same before it was rounded for having left its scope.
-      summed: whether its derivative is a sum.
-      dtype: that of the operation.
-      eqn: the operation.
-    """
-    if not summed:
-      if eqn.primitive.name == "sub" and value.held in HALVES and dtype == FLOAT32:
-        # A norm's difference: with a cast of its own, as by hand, XLA groups the sums of its
-        # backward pass so that they read less memory. Forward a compiler makes one cast of both.
-        return self.cast(value.atom, retyped(value.atom, dtype), eqn)
-      return self.view(value, dtype, eqn)
-    if not is_linear(eqn):
-      return value.atom if value.neutral else self.view(value, dtype, eqn)
-    wide = whole if whole is not None and whole.held == FLOAT32 else value
-    self.eqns.append(broadcast(self.view(wide, FLOAT32, eqn), eqn))
-    repeated = self.eqns[-1].outvars[0]
-    return self.cast(repeated, retyped(repeated, dtype), eqn)
-
-  def _common(
-    self, eqn: JaxprEqn, values: Sequence[Value | None], wide: bool, half: Dtype
-  ) -> tuple[Dtype, bool]:
-    """The dtype of an operation without an opinion, and whether its result is neutral."""
-    halves = decided = given = False
-    for value in values:
-      if value is not None and value.dtype == FLOAT32:
-        decided = decided or not value.neutral
-        given = given or (value.given and shape_of(value.atom) == shape_of(eqn.outvars[0]))
-      elif value is not None:
-        halves = True
-    if not halves or (wide and decided):
-      return FLOAT32, not decided
-    wanted = self.wanted_of(eqn)
-    if given and wide and wanted & RESULT and not wanted & HALF:
-      # An argument that comes back changed: a parameter after its update, a count, a moment.
-      return FLOAT32, False
-    # What is read in float32 anyway is computed in it, like the difference that exp reads.
-    lift = self.is_full(wanted) and eqn.primitive.name not in EXACT
-    return (FLOAT32 if lift else half), False
 
   def wanted_of(self, eqn: JaxprEqn) -> int:
     """What the readers of all results of an equation want."""
@@ -363,13 +254,3 @@ class Rewriter:
   def is_full(self, wanted: int) -> bool:
     """Whether all readers are float32."""
     return wanted & (FULL | HALF) == FULL
-
-  def _round(self, eqn: JaxprEqn, half: Dtype) -> None:
-    """Takes float32 results of half operands back to half, but for readers that are float32 too."""
-    for var in eqn.outvars:
-      value = self._env.get(var)
-      if value is not None and value.dtype == FLOAT32 and not self.is_full(value.wanted):
-        # The cast is written where it is first read in half.
-        self._env[var] = Value(
-          value.atom, half, scope=value.scope, wanted=value.wanted, held=FLOAT32
-        )

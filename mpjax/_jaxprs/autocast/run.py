@@ -6,24 +6,27 @@ a program that was traced has no such functions any more. Here parts of it becom
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, no_effects
+from jax.core import ShapedArray, Tracer, eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, no_effects
+from jax.typing import ArrayLike
 
+from mpjax._core.types import Array
+from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.autocast.evaluate import call_of, called
 from mpjax._jaxprs.compat import comes_from_program, is_in_program, without_scopes
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER
+from mpjax._jaxprs.primitives import is_higher_order
 
 _LONG = 64
 """Equations. A shorter program is written out: for the eye, and since a call costs time too."""
 
 
-def run(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], name: str) -> list[Any]:
+def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: str) -> list[Array]:
   """Returns the results of a program.
 
   Where JAX is tracing a program, a long one is put into it as one call of a jitted function, since
@@ -39,16 +42,18 @@ def run(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], name: str)
   values = [*consts, *operands]
   tracers = [x for x in values if isinstance(x, Tracer)]
   if len(jaxpr.eqns) < _LONG or not tracers or not all(map(is_in_program, tracers)):
+    # Inside of `jit`, what is differentiated or batched is traced equation by equation; parts that
+    # repeat are traced once. With concrete values nothing is traced: each part would be compiled.
     if tracers and all(map(comes_from_program, tracers)):
       jaxpr = with_shared_parts(jaxpr)
     outs = eval_jaxpr(jaxpr, consts, *operands)
     # A literal comes back as a number of Python's or NumPy's.
-    return [_array(x, v.aval) for x, v in zip(outs, jaxpr.outvars, strict=True)]
+    return [_array(x, aval_of(v)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
   whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
   return called(ClosedJaxpr(whole, ()), values, name)
 
 
-def _array(x: Any, aval: Any) -> Any:
+def _array(x: ArrayLike, aval: ShapedArray) -> Array:
   if isinstance(x, jax.Array):
     return x
   return jnp.asarray(np.asarray(x).item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
@@ -65,9 +70,9 @@ class _Part(NamedTuple):
   """
 
   eqns: Sequence[JaxprEqn]
-  invars: list[Any]
-  outvars: list[Any]
-  key: Any
+  invars: list[Var]
+  outvars: list[Var]
+  key: Hashable
 
 
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
@@ -78,13 +83,13 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   operation has that of the first of its part.
   """
   groups = _groups(jaxpr)
-  last: dict[Any, int] = {}
+  last: dict[Var, int] = {}
   for place, group in enumerate(groups):
-    last |= {v: place for eqn in group for v in eqn.invars if type(v) is not Literal}
-  last |= {v: len(groups) for v in jaxpr.outvars if type(v) is not Literal}
+    last |= {v: place for eqn in group for v in eqn.invars if not isinstance(v, Literal)}
+  last |= {v: len(groups) for v in jaxpr.outvars if not isinstance(v, Literal)}
   parts = [_part(group, place, last) for place, group in enumerate(groups)]
   counts = Counter(part.key for part in parts)
-  calls: dict[Any, JaxprEqn] = {}
+  calls: dict[Hashable, JaxprEqn] = {}
   eqns: list[JaxprEqn] = []
   for part in parts:
     if part.key is None or counts[part.key] == 1:
@@ -96,14 +101,14 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
       )
     first = part.eqns[0]
     place = {"source_info": first.source_info, "ctx": first.ctx}
-    eqns.append(calls[part.key].replace(invars=part.invars, outvars=part.outvars, **place))
+    eqns.append(calls[part.key].replace(invars=[*part.invars], outvars=part.outvars, **place))
   return jaxpr.replace(eqns=eqns)
 
 
 def _groups(jaxpr: Jaxpr) -> list[list[JaxprEqn]]:
   """Returns the equations of a program, together where they may be one part."""
   groups: list[list[JaxprEqn]] = []
-  before: Any = None
+  before: object = None
   for eqn in jaxpr.eqns:
     place = None if _is_alone(eqn) else (eqn.source_info.name_stack, eqn.ctx)
     if place is None or place != before:
@@ -114,30 +119,28 @@ def _groups(jaxpr: Jaxpr) -> list[list[JaxprEqn]]:
 
 
 def _is_alone(eqn: JaxprEqn) -> bool:
-  """Whether an equation is part of none: it has effects, or holds programs of its own."""
-  return bool(eqn.effects) or eqn.primitive.name in HIGHER_ORDER
+  """Whether an equation is part of none: it has effects, or holds jaxprs of its own.
 
-
-def _part(eqns: Sequence[JaxprEqn], place: int, last: Mapping[Any, int]) -> _Part:
-  """Returns what is known of a part.
-
-  Args:
-    eqns: its equations.
-    place: its number.
-    last: the number of the last part that reads each variable.
+  Two prints of equal text are two, and JAX keeps their order by the effects of the equations. An
+  inner jaxpr is shared by JAX already, and to compare two of them takes long.
   """
-  numbers: dict[Any, int] = {}
-  invars: list[Any] = []
+  return bool(eqn.effects) or is_higher_order(eqn)
 
-  def number(atom: Any) -> Any:
-    if type(atom) is Literal:
+
+def _part(eqns: Sequence[JaxprEqn], place: int, last: Mapping[Var, int]) -> _Part:
+  """Returns what is known of the part number `place`; `last` reads each variable."""
+  numbers: dict[Var, int] = {}
+  invars: list[Var] = []
+
+  def number(atom: Atom) -> Hashable:
+    if isinstance(atom, Literal):
       return atom.aval, np.asarray(atom.val).tobytes()
     if atom not in numbers:
       numbers[atom] = len(numbers)
       invars.append(atom)
     return numbers[atom]
 
-  key: list[Any] = [eqns[0].ctx]
+  key: list[Hashable] = [eqns[0].ctx]
   for eqn in eqns:
     operands = tuple(map(number, eqn.invars))
     numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
@@ -153,7 +156,11 @@ def _part(eqns: Sequence[JaxprEqn], place: int, last: Mapping[Any, int]) -> _Par
 
 
 def _closed(part: _Part, jaxpr: Jaxpr) -> ClosedJaxpr:
-  """Returns the program of a part, which says nothing of the scope that it is in."""
+  """Returns the jaxpr of a part, which says nothing of the scope that it is in.
+
+  The call is in that scope. With both, a profile would show `layer_0/layer_0/tanh` for the first
+  layer, and `layer_1/layer_0/tanh` for the next one, which shares its jaxpr.
+  """
   eqns = []
   for eqn in part.eqns:
     bare = without_scopes(eqn.source_info.name_stack, "")

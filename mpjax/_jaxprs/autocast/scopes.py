@@ -11,8 +11,9 @@ from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import UnmatchedRuleError, nearest
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.rules import Rule, first_match
+from mpjax._core.types import DType
 from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, WEIGHT_GRADS
-from mpjax._jaxprs.autocast.values import Dtype, Scope, Settings
+from mpjax._jaxprs.autocast.values import Scope, Settings
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
 _TRANSFORM = re.compile(
@@ -42,7 +43,7 @@ def names_of(stack: str) -> Scope:
 
 
 @functools.lru_cache(maxsize=4096)
-def region(scope: Scope, settings: Settings) -> Dtype | None:
+def region(scope: Scope, settings: Settings) -> DType | None:
   """Returns the half dtype to compute in, in a scope; None if all is to stay as it was traced.
 
   The innermost mark of a policy decides. Where there is none, it is the innermost scope that a rule
@@ -56,14 +57,14 @@ def region(scope: Scope, settings: Settings) -> Dtype | None:
     return np.dtype(name) if name in HALF_NAMES else None
   rule = _rule_for(scope, settings.rules)
   if rule is None:
-    dtype: Dtype | None = settings.compute
+    dtype: DType | None = settings.compute
   else:
     dtype = None if rule.policy is None else rule.policy.compute_dtype
   return None if dtype == FLOAT32 else dtype
 
 
 @functools.lru_cache(maxsize=4096)
-def weight_grads(scope: Scope, settings: Settings) -> Dtype | None:
+def weight_grads(scope: Scope, settings: Settings) -> DType | None:
   """Returns the dtype asked for the gradients of weights in a scope; None for the matmuls' own."""
   mark = marked(scope)
   if mark is not None:
@@ -99,7 +100,7 @@ def keeps_float32(scope: Scope, settings: Settings) -> bool:
   return region(scope, settings) is None and marked(scope) in (None, AS_IT_IS)
 
 
-def output_of(scope: Scope) -> Dtype | None:
+def output_of(scope: Scope) -> DType | None:
   """Returns the dtype that an equation right in this scope gives the result of a module, if any."""
   name = scope[-1] if scope else ""
   return np.dtype(name[len(OUTPUT) :]) if name.startswith(OUTPUT) else None

@@ -6,37 +6,32 @@ these run in float32, and their result is rounded, which loses nothing.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import broadcast_in_dim_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._core.dtypes import FLOAT32
-from mpjax._jaxprs.autocast.values import Dtype, Value, shape_of
+from mpjax._core.types import Array, DType
+from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
+from mpjax._jaxprs.autocast.values import Value
 from mpjax._jaxprs.compat import context_of
-
-_REPEATING = frozenset({"broadcast_in_dim", "broadcast_to", "gather", "tile"})
-
-_ADDING = frozenset({"add", "sub"})
-
-_MULTIPLYING = frozenset({"atan2", "div", "max", "min", "mul", "rem"})
-
-_CHOOSING = frozenset({"reduce_max", "reduce_min"})
+from mpjax._jaxprs.primitives import facts_of
 
 
 def repeats(eqn: JaxprEqn) -> bool:
   """Whether an operation does nothing but move numbers, each perhaps to several places."""
   return (
-    eqn.primitive.name in _REPEATING
+    facts_of(eqn).gradient == "repeated"
     and type(eqn.invars[0]) is not Literal
     and not eqn.params.get("unique_indices")
   )
 
 
-def is_summed(eqn: JaxprEqn, value: Value, dtype: Dtype) -> bool:
+def is_summed(eqn: JaxprEqn, value: Value, dtype: DType) -> bool:
   """Whether an operation adds up the derivative with respect to one of its operands.
 
   Args:
@@ -44,33 +39,34 @@ def is_summed(eqn: JaxprEqn, value: Value, dtype: Dtype) -> bool:
     value: the operand.
     dtype: that of the operation.
   """
-  name = eqn.primitive.name
   if dtype == FLOAT32 or type(value.atom) is Literal or (value.once and value.neutral):
     return False
-  if name in _ADDING or name in _MULTIPLYING:  # They may broadcast axes of size 1.
+  gradient = facts_of(eqn).gradient
+  if gradient in ("added", "multiplied"):  # They may broadcast axes of size 1.
     return shape_of(value.atom) != shape_of(eqn.outvars[0])
-  return name in _CHOOSING
+  return gradient == "chosen"
 
 
 def is_linear(eqn: JaxprEqn) -> bool:
   """Whether an operation saves nothing for its derivative."""
-  return eqn.primitive.name in _ADDING
+  return facts_of(eqn).gradient == "added"
 
 
-def broadcast(atom: Any, eqn: JaxprEqn) -> JaxprEqn:
+def broadcast(atom: Atom, eqn: JaxprEqn) -> JaxprEqn:
   """Returns an equation that repeats a value to the shape of the result of `eqn`."""
-  shape, sharding = shape_of(eqn.outvars[0]), _sharding(atom.aval, eqn)
-  axes = tuple(range(atom.aval.ndim))
+  aval = aval_of(atom)
+  shape, sharding = shape_of(eqn.outvars[0]), _sharding(aval, eqn)
+  axes = tuple(range(aval.ndim))
   params = {"shape": shape, "broadcast_dimensions": axes, "sharding": sharding}
-  aval = atom.aval.update(shape=shape, weak_type=False)
-  var = Var(aval if sharding is None else aval.update(sharding=sharding))
+  new = aval.update(shape=shape, weak_type=False)
+  var = Var(new if sharding is None else new.update(sharding=sharding))
   place = (eqn.source_info, eqn.ctx)
   return new_jaxpr_eqn([atom], [var], broadcast_in_dim_p, params, no_effects, *place)
 
 
-def _sharding(aval: Any, eqn: JaxprEqn) -> NamedSharding | None:
+def _sharding(aval: ShapedArray, eqn: JaxprEqn) -> NamedSharding | None:
   """Returns the explicit sharding of a value that is repeated to the shape of the result."""
-  out: Any = eqn.outvars[0].aval
+  out = aval_of(eqn.outvars[0])
   if AxisType.Explicit not in out.sharding.mesh.axis_types:
     return None
   spec = list(out.sharding.spec)
@@ -81,7 +77,7 @@ def _sharding(aval: Any, eqn: JaxprEqn) -> NamedSharding | None:
 
 
 def with_float32_sums(
-  eqn: JaxprEqn, operands: Sequence[Any], summed: Sequence[bool], dtype: Dtype
+  eqn: JaxprEqn, operands: Sequence[Atom], summed: Sequence[bool], dtype: DType
 ) -> JaxprEqn:
   """Returns an operation whose derivative adds up in float32, and saves nothing but `operands`.
 
@@ -95,21 +91,21 @@ def with_float32_sums(
     dtype: that of the operation.
   """
 
-  def repeated(x: Any) -> Any:
+  def repeated(x: Array) -> Array:
     wide = lax.convert_element_type(x, FLOAT32)
-    if eqn.primitive.name in _CHOOSING:
+    if facts_of(eqn).gradient == "chosen":
       return wide
     sharding = _sharding(jax.typeof(x), eqn)
     shape = shape_of(eqn.outvars[0])
     wide = lax.broadcast_in_dim(wide, shape, range(x.ndim), out_sharding=sharding)
     return lax.convert_element_type(wide, dtype)
 
-  def operation(*operands: Any) -> Any:
+  def operation(*operands: Array) -> Array:
     pairs = zip(operands, summed, strict=True)
     out = eqn.primitive.bind(*(repeated(x) if each else x for x, each in pairs), **eqn.params)
     return lax.convert_element_type(out, dtype)
 
   with context_of(eqn):
     again = jax.checkpoint(operation, prevent_cse=False)
-    made = jax.make_jaxpr(again)(*(x.aval for x in operands)).eqns[-1]
+    made = jax.make_jaxpr(again)(*map(aval_of, operands)).eqns[-1]
   return eqn.replace(primitive=made.primitive, params=made.params, effects=made.effects)

@@ -3,10 +3,12 @@
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.core import Tracer
+
+from mpjax._core.types import Leaf, PyTree
 
 R = TypeVar("R")
 
@@ -26,7 +28,7 @@ def traceable(fn: Callable[..., R]) -> Callable[..., R]:
   """
 
   @functools.wraps(fn)
-  def checked(*args: Any, **kwargs: Any) -> R:
+  def checked(*args: PyTree, **kwargs: PyTree) -> R:
     before = tree_leaves((args, kwargs), "is given")
     returned = fn(*args, **kwargs)
     now = tree_leaves((args, kwargs), "is given")
@@ -40,7 +42,9 @@ def traceable(fn: Callable[..., R]) -> Callable[..., R]:
   return checked
 
 
-def tree_leaves(tree: Any, does: str, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+def tree_leaves(
+  tree: PyTree, does: str, *, is_leaf: Callable[[PyTree], bool] | None = None
+) -> list[Leaf]:
   """Returns the leaves of a tree; raises NotTraceable where JAX cannot flatten it.
 
   Args:
@@ -54,11 +58,11 @@ def tree_leaves(tree: Any, does: str, *, is_leaf: Callable[[Any], bool] | None =
     raise NotTraceable(f"{does} a dict whose keys do not sort") from error
 
 
-def _is_generator(x: Any) -> bool:
+def _is_generator(x: object) -> bool:
   return isinstance(x, types.GeneratorType)
 
 
-def _holds_tracer(x: Any) -> bool:
+def _holds_tracer(x: object) -> bool:
   """Whether what is no tree to JAX holds a tracer, or will: a generator runs later."""
   pending, known = [x], set[int]()
   while pending:
@@ -71,7 +75,7 @@ def _holds_tracer(x: Any) -> bool:
   return False
 
 
-def _parts(x: Any) -> Iterable[Any]:
+def _parts(x: object) -> Iterable[object]:
   """Returns what an object holds: items, attributes, and what a function closes over."""
   if isinstance(x, (type, types.ModuleType)):
     return ()

@@ -3,30 +3,33 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mpjax._core.active import in_region
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.types import Array, DType, Function, Leaf, PyTree
+from mpjax._jaxprs.atoms import aval_of, dtype_of
 from mpjax._jaxprs.autocast.closures import closes_over, differentiated_at_once
 from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
 from mpjax._jaxprs.autocast.higher_order import rewrite
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
 from mpjax._jaxprs.autocast.uses import RESULT
-from mpjax._jaxprs.autocast.values import FLOATS, Dtype, Kind, Settings, constants, dtype_of
+from mpjax._jaxprs.autocast.values import FLOATS, Kind, Settings, constants
 
 R = TypeVar("R")
 
-DataLeaves: TypeAlias = Callable[[tuple[Any, ...]], list[bool]]
+DataLeaves: TypeAlias = Callable[[tuple[PyTree, ...]], list[bool]]
 """From positional arguments to whether each of their leaves decides the dtype of what it meets."""
 
-ResultDtypes: TypeAlias = Callable[[Any], Sequence[Dtype | None]]
+ResultDtypes: TypeAlias = Callable[[PyTree], Sequence[DType | None]]
 """From the results of a function to the dtype of each leaf that is an array, of which None is the
 dtype that it was computed in."""
 
@@ -38,14 +41,26 @@ class Interface:
   Fields:
     data: which of the leaves decide the dtype of what they meet; None if none does.
     results: the dtypes of the results; None for those that the function gives them.
-    widen: low-precision arguments are shown to the function as float32, and count as what they are.
-    arrays_alone: only a `jax.Array` is an argument of the program. What NumPy holds is a constant.
   """
 
   data: DataLeaves | None = None
   results: ResultDtypes | None = None
-  widen: bool = False
-  arrays_alone: bool = False
+
+
+class _Results(NamedTuple):
+  """What a function returned while it was traced.
+
+  Fields:
+    leaves: those that are no arrays of the trace; None where one is.
+    tree: the structure of the leaves, for `jax.tree.unflatten`.
+    computed: the positions of the arrays.
+    dtypes: what `Interface.results` asks for.
+  """
+
+  leaves: list[Leaf]
+  tree: PyTree
+  computed: list[int]
+  dtypes: Sequence[DType | None] | None
 
 
 def with_settings(
@@ -61,17 +76,17 @@ def with_settings(
   """
 
   @functools.wraps(fn)
-  def wrapped(*args: Any, **kwargs: Any) -> R:
+  def wrapped(*args: PyTree, **kwargs: PyTree) -> R:
     if in_region():
       return fn(*args, **kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))
-    is_argument = _is_jax_array if interface.arrays_alone else _is_array
+    is_argument = _is_jax_array if settings.modules else _is_array
     arrays = [i for i, x in enumerate(leaves) if is_argument(x)]
-    results: list[Any] = []
+    results: list[_Results] = []
 
-    def flat(*operands: Any) -> list[Any]:
+    def flat(*operands: Array) -> list[Array]:
       given = dict(zip(arrays, operands, strict=True))
-      call: Any = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+      call: PyTree = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
       returned = fn(*call[0], **call[1])
       outs, out_tree = jax.tree.flatten(returned)
       _check_unchanged(call, len(leaves), given, where)
@@ -79,34 +94,34 @@ def with_settings(
       # A tracer of the trace that is over may not be kept.
       rest = [None if i in computed else x for i, x in enumerate(outs)]
       dtypes = None if interface.results is None else interface.results(returned)
-      results.append((rest, out_tree, list(computed), dtypes))
+      results.append(_Results(rest, out_tree, list(computed), dtypes))
       return list(computed.values())
 
     given = (leaves[i] for i in arrays)
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in given]
     name = getattr(fn, "__name__", type(fn).__name__)
     flat.__name__ = name  # It is what JAX's errors say.
-    program = traced(flat)(*map(_as_float32, operands) if interface.widen else operands)
+    program = traced(flat)(*map(_as_float32, operands) if settings.modules else operands)
     outs, out_tree, computed, dtypes = results.pop()
     now = dataclasses.replace(settings, precision=default_precision())
     # The leaves of positional arguments come first.
     marks = [] if interface.data is None else interface.data(args)
     decides = [i < len(marks) and marks[i] for i in arrays]
-    new = rewritten(program, now, where, decides, [x.dtype for x in operands], dtypes)
+    new = rewrite_closed(program, now, where, decides, [x.dtype for x in operands], dtypes)
 
-    def call(*operands: Any) -> list[Any]:
+    def call(*operands: Array) -> list[Array]:
       return run(new, program.consts, operands, name)
 
     kinds = closes_over(program)
     if kinds:
       decided = _numbered(i for i, each in enumerate(decides) if each)
 
-      def cast(fun: Callable[..., Any], results: ResultDtypes | None) -> Callable[..., Any]:
+      def rewritten(fun: Function, results: ResultDtypes | None) -> Function:
         inside = dataclasses.replace(interface, data=decided, results=results)
         return with_settings(fun, settings, where, inside)
 
-      found = None if dtypes is None else [v.aval.dtype for v in new.outvars]
-      call = differentiated_at_once(call, flat, kinds, cast, found)
+      found = None if dtypes is None else [aval_of(v).dtype for v in new.outvars]
+      call = differentiated_at_once(call, flat, kinds, rewritten, found)
     for i, x in zip(computed, call(*operands), strict=True):
       outs[i] = x
     return jax.tree.unflatten(out_tree, outs)
@@ -120,17 +135,17 @@ def _numbered(positions: Iterable[int]) -> DataLeaves:
   return lambda args: [number in data for part in args[:2] for number in sorted(part)]
 
 
-def _as_float32(x: Any) -> Any:
+def _as_float32(x: Array) -> ShapedArray:
   """Returns the type of an array; float32 for one in half."""
-  aval: Any = jax.typeof(x)
+  aval = cast(ShapedArray, jax.typeof(x))
   return aval.update(dtype=FLOAT32, weak_type=False) if aval.dtype in HALVES else aval
 
 
-def _is_jax_array(x: Any) -> bool:
+def _is_jax_array(x: Leaf) -> bool:
   return isinstance(x, jax.Array)
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: Leaf) -> bool:
   """Whether a leaf is traced. A number or flag is not: `fn` may use it as a shape, or ask it."""
   if isinstance(x, (np.ndarray, np.generic)):
     exact = np.issubdtype(x.dtype, np.integer) or x.dtype == bool
@@ -140,7 +155,7 @@ def _is_array(x: Any) -> bool:
   return isinstance(x, jax.Array)
 
 
-def _check_unchanged(call: Any, count: int, given: Mapping[int, Any], where: str) -> None:
+def _check_unchanged(call: PyTree, count: int, given: Mapping[int, Array], where: str) -> None:
   """Raises if `fn` changed an argument, a mutable tree: it had a copy, and loses the change."""
   now = jax.tree.leaves(call)
   same = len(now) == count and all(now[i] is x for i, x in given.items())
@@ -154,18 +169,18 @@ def _check_unchanged(call: Any, count: int, given: Mapping[int, Any], where: str
     )
 
 
-def rewritten(
+def rewrite_closed(
   program: ClosedJaxpr,
   settings: Settings,
   where: str,
   data: Sequence[bool] = (),
-  given: Sequence[Dtype] | None = None,
-  results: Sequence[Dtype | None] | None = None,
-) -> Any:
-  """Returns an entire program rewritten.
+  given: Sequence[DType] | None = None,
+  results: Sequence[DType | None] | None = None,
+) -> Jaxpr:
+  """Returns an entire jaxpr rewritten.
 
   Args:
-    program: the program.
+    program: the jaxpr.
     settings: how to rewrite.
     where: the public call, for errors.
     data: whether each argument decides the dtype of what it meets; () if none does.
@@ -178,7 +193,8 @@ def rewritten(
     check_rules_match(jaxpr, settings.rules, where)
   dtypes = [dtype_of(v) for v in jaxpr.invars] if given is None else given
   neutral = [not each for each in data or [False] * len(jaxpr.invars)]
-  ins = tuple(Kind(d, n) if d in FLOATS else None for d, n in zip(dtypes, neutral, strict=True))
+  pairs = zip(dtypes, neutral, strict=True)
+  ins = tuple(None if d is None or d not in FLOATS else Kind(d, n) for d, n in pairs)
   found = [dtype_of(v) for v in jaxpr.outvars] if results is None else results
   outs = [d if d in FLOATS else None for d in found]
   wanted = [RESULT if d == FLOAT32 else 0 for d in outs]

@@ -121,7 +121,7 @@ def _nnx_model(cast: Callable[P, R]) -> Callable[P, R]:
   return call
 
 
-def _settings(fn: Any, policy: PolicyLike, ops: Any, rules: Iterable[Rule]) -> Settings:
+def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]) -> Settings:
   if not callable(fn):
     where = "mpjax.autocast(fn)"
     got = repr(fn)

@@ -1,12 +1,16 @@
 """What the readers of each value want: looked up backwards, before a program is rewritten."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import reduce_precision_p
 
+from mpjax._jaxprs.atoms import Atom, dtype_of
 from mpjax._jaxprs.autocast.scopes import names_of, output_of
-from mpjax._jaxprs.autocast.values import FLOATS, Settings, dtype_of, kept
-from mpjax._jaxprs.inner_jaxprs import HIGHER_ORDER, inner_jaxprs
+from mpjax._jaxprs.autocast.values import FLOATS, Settings, kept
+from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
+from mpjax._jaxprs.primitives import is_higher_order
 
 FULL = 1
 """Some operation of the float32 list reads it, at once or behind others without an opinion."""
@@ -17,7 +21,7 @@ HALF = 2
 RESULT = 4
 """It becomes a float32 result of the entire function, at once or behind such operations."""
 
-Demands = dict[object, int]
+Demands: TypeAlias = dict[Atom, int]
 
 
 def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
@@ -34,17 +38,18 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
       found[atom] = found.get(atom, 0) | want
   parts = settings.ops.part_of
   for eqn in reversed(jaxpr.eqns):
-    name = eqn.primitive.name
-    if name in HIGHER_ORDER:
+    if is_higher_order(eqn):
       wants = of_operands(eqn, tuple(found.get(v, 0) for v in eqn.outvars), settings)
       for atom, want in zip(eqn.invars, wants, strict=True):
         if want and not isinstance(atom, Literal):
           found[atom] = found.get(atom, 0) | want
       continue
-    part = parts(name, eqn.params)
+    part = parts(eqn.primitive.name, eqn.params)
     if part == "half":
       want = HALF
-    elif name == "reduce_precision" and output_of(names_of(str(eqn.source_info.name_stack))):
+    elif eqn.primitive is reduce_precision_p and output_of(
+      names_of(str(eqn.source_info.name_stack))
+    ):
       want = found.get(eqn.outvars[0], 0)
     elif part == "promote" or part == "keep":
       want = 0
@@ -70,19 +75,19 @@ def of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Seq
     jaxpr = inner.jaxpr
     wanted = outs if inner.returns else (0,) * len(jaxpr.outvars)
     if inner.carry:
-      wanted = of_loop(jaxpr, inner.carry.start, len(inner.carry), wanted, settings)
+      wanted = of_loop(jaxpr, inner.carry, wanted, settings)
     for place, want in zip(inner.operands or (), of_inputs(jaxpr, wanted, settings), strict=True):
       wants[place] |= want
   return wants
 
 
 def of_loop(
-  body: Jaxpr, consts: int, carry: int, wanted: tuple[int, ...], settings: Settings
+  body: Jaxpr, carry: range, wanted: tuple[int, ...], settings: Settings
 ) -> tuple[int, ...]:
   """What is wanted of the results of a loop's body: what the next iteration wants counts too."""
   while True:
-    found = of_inputs(body, wanted, settings)[consts : consts + carry]
-    again = tuple(a | b for a, b in zip(wanted, found, strict=False)) + wanted[carry:]
+    found = of_inputs(body, wanted, settings)[carry.start : carry.stop]
+    again = tuple(a | b for a, b in zip(wanted, found, strict=False)) + wanted[len(carry) :]
     if again == wanted:
       return wanted
     wanted = again

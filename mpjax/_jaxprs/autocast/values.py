@@ -4,29 +4,20 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, SupportsFloat, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.rules import Rule
+from mpjax._core.types import DType
+from mpjax._jaxprs.atoms import Atom
 from mpjax._jaxprs.op_lists import OpLists
 
 FLOATS = HALVES | {FLOAT32}
-
-EXACT = frozenset(
-  """abs argmax argmin broadcast_in_dim concatenate copy cummax cummin dynamic_slice
-  dynamic_update_slice gather max min neg optimization_barrier pad pvary reshape reshard rev scatter
-  scatter-max scatter-min select_n sharding_constraint sign slice sort split squeeze stop_gradient
-  top_k transpose""".split()  # noqa: SIM905
-)
-"""Operations that choose and move numbers, and compute none: of half operands they lose nothing in
-half. Not the maximum of an axis: its derivative counts the places that have it."""
-
-Dtype: TypeAlias = np.dtype[Any]
 
 R = TypeVar("R")
 
@@ -47,15 +38,17 @@ class Settings:
       as it is: what `jax_default_matmul_precision` asks for.
     weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of
       the matmuls.
-    modules: parameters are known. What a function closes over decides, whoever made it; without
-      modules a value of a trace around it may be a parameter, and does not.
+    modules: the function is a call of modules, whose parameters are known. So what it closes over
+      decides, whoever made it; in a plain function, a value of a trace around it may be a
+      parameter, and does not. Arguments in low precision are shown to modules as float32, and count
+      as what they are. And only a `jax.Array` is traced: what NumPy holds is a constant.
   """
 
-  compute: Dtype
+  compute: DType
   ops: OpLists
   rules: tuple[Rule, ...] = ()
-  precision: Any = None
-  weight_grads: Dtype | None = None
+  precision: object = None
+  weight_grads: DType | None = None
   modules: bool = False
 
 
@@ -69,9 +62,13 @@ class Kind(NamedTuple):
     held: the dtype in which it comes, if that is not yet the one that it has where operands decide.
   """
 
-  dtype: Dtype
+  dtype: DType
   neutral: bool = False
-  held: Dtype | None = None
+  held: DType | None = None
+
+
+Kinds: TypeAlias = tuple[Kind | None, ...]
+"""Those of several values; None for what is no floating value of ours."""
 
 
 class Value:
@@ -106,13 +103,13 @@ class Value:
 
   def __init__(
     self,
-    atom: Any,
-    dtype: Dtype,
+    atom: Atom,
+    dtype: DType,
     neutral: bool = False,
     scope: Scope | None = None,
     wanted: int = 0,
     once: bool = True,
-    held: Dtype | None = None,
+    held: DType | None = None,
   ) -> None:
     self.atom = atom
     self.held = dtype if held is None else held
@@ -122,8 +119,8 @@ class Value:
     self.wanted = wanted
     self.once = once
     self.given = False
-    self.filled: Any = None
-    self.views: dict[Dtype, Any] | None = None  # Most never need one.
+    self.filled: JaxprEqn | None = None
+    self.views: dict[DType, Atom] | None = None  # Most never need one.
 
   @property
   def kind(self) -> Kind:
@@ -147,16 +144,6 @@ def kept(fun: Callable[..., R]) -> Callable[..., R]:
   return remembering
 
 
-def dtype_of(atom: Any) -> Any:
-  """Returns the dtype of a variable or literal; None for tokens and the like."""
-  return getattr(atom.aval, "dtype", None)
-
-
-def shape_of(var: Any) -> tuple[int, ...]:
-  """Returns the shape of a variable."""
-  return var.aval.shape
-
-
 def is_statistic(shape: tuple[int, ...]) -> bool:
   """Whether a result is of the shape of a mean or a norm: a number, or kept axes of size 1.
 
@@ -165,21 +152,11 @@ def is_statistic(shape: tuple[int, ...]) -> bool:
   return not shape or 1 in shape[1:]
 
 
-def retyped(var: Any, dtype: Dtype) -> Var:
-  """Returns a new variable like `var` of another dtype."""
-  return Var(_retyped(var.aval, dtype))
-
-
-@functools.lru_cache(maxsize=1024)
-def _retyped(aval: Any, dtype: Dtype) -> Any:
-  return aval.update(dtype=dtype, weak_type=False)
-
-
 _NEAR_ONE = 2.0**-6
 """A decay this close to 1 is about its distance from it: 0.999 is 1 in bfloat16, 0.99 is 0.988."""
 
 
-def survives(number: Any, dtype: Dtype) -> bool:
+def survives(number: SupportsFloat, dtype: DType) -> bool:
   """Whether a number is still what it was in a half type, but for its last digits.
 
   It must not become inf, zero or subnormal, nor a decay like 0.999 another one.
@@ -197,7 +174,7 @@ _LARGEST_MASK = 2**24
 """The size of an array that is looked at for being a mask: one of attention for 4,096 tokens."""
 
 
-def is_neutral_constant(number: Any, *halves: Dtype) -> bool:
+def is_neutral_constant(number: Any, *halves: DType) -> bool:
   """Whether a float32 constant is a mask, or a single number that survives in each of `halves`.
 
   Another array may be a grid of coordinates, whose distances half does not hold once something is
@@ -238,11 +215,6 @@ def constants(values: Sequence[Any], settings: Settings) -> tuple[Constant, ...]
   return tuple(one(value) for value in values)
 
 
-def literal_value(literal: Literal, half: Dtype) -> Value:
+def literal_value(literal: Literal, half: DType) -> Value:
   """Returns the value of a float32 literal."""
   return Value(literal, FLOAT32, neutral=is_neutral_constant(literal.val, half))
-
-
-def literal_as(literal: Literal, dtype: Dtype) -> Literal:
-  aval: Any = literal.aval
-  return Literal(np.asarray(literal.val, dtype), aval.update(dtype=dtype, weak_type=False))

@@ -2,8 +2,9 @@
 
 A matmul casts its weight to half. JAX makes the gradient of the weight as a matmul in half too, the
 partitioner adds up in half what the devices found, and only the sum is cast to the dtype of the
-weight. Here the matmul takes the weight as it is stored: its gradient is one matmul of the same
-half operands into the wide dtype, and what is added up afterwards is wide.
+weight, with a rounding for each addition. Here the matmul takes the weight as it is stored: its
+gradient is one matmul of the same half operands into the wide dtype, and what is added up
+afterwards is wide.
 
 The rewritten jaxpr holds the matmul inside of a `jax.custom_jvp`, so that all code that walks
 jaxprs finds it. Its derivative is a primitive of our own, linear in each operand as a matmul is, of
@@ -19,34 +20,32 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.core import AbstractValue, ShapedArray
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import (
-  ClosedJaxpr,
-  JaxprEqn,
-  Literal,
-  Primitive,
-  Var,
-  new_jaxpr_eqn,
-  no_effects,
-)
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
+from mpjax._core.types import Array, DType
+from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype
 from mpjax._jaxprs.autocast.evaluate import differentiated
-from mpjax._jaxprs.autocast.values import Dtype, Value, retyped, shape_of
+from mpjax._jaxprs.autocast.values import Value
 from mpjax._jaxprs.compat import context_of
+from mpjax._jaxprs.primitive_facts import EqnParams
 
-Wide: TypeAlias = tuple[Dtype | None, ...]
+Matmul: TypeAlias = Callable[..., Array]
+
+Wide: TypeAlias = tuple[DType | None, ...]
 """The dtype of the gradient of each operand of a matmul; None for that of the operand."""
 
 
 def with_wide_gradients(
   eqn: JaxprEqn,
   values: Sequence[Value | None],
-  half: Dtype,
-  wide: Dtype | None,
-  view: Callable[[Value, Dtype, JaxprEqn], Any],
+  half: DType,
+  wide: DType | None,
+  view: Callable[[Value, DType, JaxprEqn], Atom],
 ) -> JaxprEqn | None:
   """Returns a matmul in half, the same to the bit, with wide gradients of its weights.
 
@@ -69,56 +68,54 @@ def with_wide_gradients(
     atom if value is None else value.atom if is_weight else view(value, half, eqn)
     for atom, value, is_weight in zip(eqn.invars, values, each, strict=True)
   ]
-  params = retype(eqn.primitive.name, eqn.params, half)
+  params = retype(eqn, half)
 
-  def product(*operands: Any) -> Any:
+  def matmul(*operands: Array) -> Array:
     return eqn.primitive.bind(*operands, **params)
 
-  body = _body(eqn.replace(params=params), operands, half, each)
-  rule = functools.partial(_tangent, product, half, each)
+  body, avals = _body(eqn.replace(params=params), operands, half, each)
+  rule = functools.partial(_tangent, matmul, half, each)
   with context_of(eqn):
-    made = differentiated(body, rule, [a.aval for a in operands], "matmul")
+    made = differentiated(body, rule, avals, "matmul")
   return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
 
 
-def _body(eqn: JaxprEqn, operands: Sequence[Any], half: Dtype, wide: Wide) -> ClosedJaxpr:
-  """Returns the jaxpr of a matmul whose weights are cast first.
+def _body(
+  eqn: JaxprEqn, operands: Sequence[Atom], half: DType, wide: Wide
+) -> tuple[ClosedJaxpr, list[ShapedArray]]:
+  """Returns the jaxpr of a matmul whose weights are cast first, and the types of its operands.
 
   It is not traced, since the axes of a `shard_map` are not bound while its jaxpr is rewritten.
   """
-  given, views, casts = [Var(a.aval) for a in operands], [], []
-  for var, each in zip(given, wide, strict=True):
-    views.append(var if each is None else retyped(var, half))
-    if each is not None:
-      params = {"new_dtype": half, "weak_type": False, "sharding": None}
-      place = (eqn.source_info, eqn.ctx)
-      casts.append(
-        new_jaxpr_eqn([var], views[-1:], convert_element_type_p, params, no_effects, *place)
-      )
-  made = eqn.replace(invars=views, outvars=[retyped(eqn.outvars[0], half)])
-  like = jax.make_jaxpr(lambda *args: args[0])(*(a.aval for a in operands)).jaxpr
+  avals = list(map(aval_of, operands))
+  given = [Var(aval) for aval in avals]
+  views = [v if each is None else retyped(v, half) for v, each in zip(given, wide, strict=True)]
+  casts = [cast_to(new, v, eqn) for new, v in zip(views, given, strict=True) if new is not v]
+  made = eqn.replace(invars=[*views], outvars=[retyped(eqn.outvars[0], half)])
+  like = jax.make_jaxpr(lambda *args: args[0])(*avals).jaxpr
   body = like.replace(invars=given, outvars=made.outvars, eqns=[*casts, made])
-  return ClosedJaxpr(body, ())
+  return ClosedJaxpr(body, ()), avals
 
 
 def _tangent(
-  product: Callable[..., Any],
-  half: Dtype,
+  matmul: Matmul,
+  half: DType,
   wide: Wide,
-  primals: Sequence[Any],
-  tangents: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
-  """The derivative of `product`, a function of half operands, in operands that are cast first."""
+  primals: Sequence[Array],
+  tangents: Sequence[Array | SymbolicZero],
+) -> tuple[list[Array], list[Array]]:
+  """The derivative of `matmul`, of operands in half, in operands that are cast first."""
   parts = [
-    _product_p.bind(*primals[:i], t, *primals[i + 1 :], product=product, half=half, wide=wide)
+    _product_p.bind(*primals[:i], t, *primals[i + 1 :], matmul=matmul, half=half, wide=wide)
     for i, t in enumerate(tangents)
     if not isinstance(t, SymbolicZero)
   ]
-  # The matmul itself, so that policies of `jax.checkpoint` see it.
-  return [product(*_in_half(primals, half, wide))], [functools.reduce(operator.add, parts)]
+  # The matmul itself, so that policies of `jax.checkpoint` see it: `dots_saveable` looks for
+  # `dot_general`, and would compute again what a primitive of ours gives.
+  return [matmul(*_in_half(primals, half, wide))], [functools.reduce(operator.add, parts)]
 
 
-def _in_half(operands: Sequence[Any], half: Dtype, wide: Wide) -> list[Any]:
+def _in_half(operands: Sequence[Array], half: DType, wide: Wide) -> list[Array]:
   pairs = zip(operands, wide, strict=True)
   return [x if w is None else jax.lax.convert_element_type(x, half) for x, w in pairs]
 
@@ -129,21 +126,23 @@ _product_p = Primitive("wide_gradient_matmul")
 """A matmul, linear in each floating operand, with gradients in wide dtypes.
 
 Parameters:
-  product: the matmul, a function of half operands.
+  matmul: a function of operands in half.
   half: the dtype to multiply in.
   wide: of operands that are cast to half first, the dtype of their gradients.
 """
 
 
-def _evaluate(*operands: Any, product: Callable[..., Any], half: Dtype, wide: Wide) -> Any:
-  return product(*_in_half(operands, half, wide))
+def _evaluate(*operands: Array, matmul: Matmul, half: DType, wide: Wide) -> Array:
+  return matmul(*_in_half(operands, half, wide))
 
 
-def _abstract(*avals: Any, **params: Any) -> Any:
+def _abstract(*avals: ShapedArray, **params: object) -> AbstractValue:
   return jax.make_jaxpr(functools.partial(_evaluate, **params))(*avals).jaxpr.outvars[0].aval
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _jvp(
+  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], **params: object
+) -> tuple[Array, Array]:
   parts = [
     _product_p.bind(*primals[:i], t, *primals[i + 1 :], **params)
     for i, t in enumerate(tangents)
@@ -153,33 +152,39 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 
 def _batch(
-  operands: Sequence[Any], dims: Sequence[int | None], product: Callable[..., Any], **params: Any
-) -> tuple[Any, int]:
+  operands: Sequence[Array], dims: Sequence[int | None], matmul: Matmul, **params: object
+) -> tuple[Array, int]:
   pairs = zip(operands, dims, strict=True)
   moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
-  batched = jax.vmap(product, in_axes=[None if axis is None else 0 for axis in dims])
-  return _product_p.bind(*moved, product=batched, **params), 0
+  batched = jax.vmap(matmul, in_axes=[None if axis is None else 0 for axis in dims])
+  return _product_p.bind(*moved, matmul=batched, **params), 0
 
 
 def _transpose(
-  cotangent: Any, *operands: Any, product: Callable[..., Any], half: Dtype, wide: Wide
-) -> list[Any]:
+  cotangent: Array | ad.Zero,
+  *operands: Any,  # Arrays, and one `ad.UndefinedPrimal`.
+  matmul: Matmul,
+  half: DType,
+  wide: Wide,
+) -> list[Array | ad.Zero | None]:
   (place,) = (i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
   aval = operands[place].aval
-  if type(cotangent) is ad.Zero:
+  if isinstance(cotangent, ad.Zero):
     return [ad.Zero(aval) if i == place else None for i in range(len(operands))]
   before, after = operands[:place], operands[place + 1 :]
   before, after = _in_half(before, half, wide[:place]), _in_half(after, half, wide[place + 1 :])
 
-  def linear(x: Any) -> Any:
-    return product(*before, x, *after)
+  def linear(x: Array) -> Array:
+    return matmul(*before, x, *after)
 
   pull, dtype = jax.linear_transpose(linear, aval.update(dtype=half)), wide[place]
   if dtype is None:
     (bar,) = pull(cotangent)
   else:
     bar = _run(jax.make_jaxpr(pull)(cotangent), cotangent, dtype)
-  # Added up over the axes that it lacks, of the mesh too: it is cast last.
+  # What `pull` wrote adds up over the axes that the operand lacks, those of the mesh too. So it is
+  # cast last: a cast to the dtype of the weight before these sums would be one to bfloat16 if the
+  # weight is stored so.
   bar = jax.lax.convert_element_type(bar, aval.dtype)
   return [bar if i == place else None for i in range(len(operands))]
 
@@ -195,7 +200,7 @@ mlir.register_lowering(_product_p, mlir.lower_fun(_evaluate, multiple_results=Fa
 # The transpose of a matmul.
 
 
-def _run(program: Any, cotangent: Any, wide: Dtype) -> Any:
+def _run(program: ClosedJaxpr, cotangent: Array, wide: DType) -> Array:
   """Returns the result of a transposed matmul, which is in `wide` from the matmul on.
 
   Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
@@ -205,10 +210,12 @@ def _run(program: Any, cotangent: Any, wide: Dtype) -> Any:
   found = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
   found[program.jaxpr.invars[0]] = cotangent
 
-  def read(atom: Any) -> Any:
+  def read(atom: Atom) -> Array:
     return atom.val if isinstance(atom, Literal) else found[atom]
 
   for eqn in program.jaxpr.eqns:
+    # In `x.T @ g` only the matmul has a dtype of its own; a transpose before it moves bfloat16, and
+    # one after it float32.
     operands = [read(atom) for atom in eqn.invars]
     if "preferred_element_type" in eqn.params:
       made = _dot(eqn, operands, {**eqn.params, "preferred_element_type": wide})
@@ -219,7 +226,7 @@ def _run(program: Any, cotangent: Any, wide: Dtype) -> Any:
   return read(program.jaxpr.outvars[0])
 
 
-def _dot(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+def _dot(eqn: JaxprEqn, operands: Sequence[Array], params: EqnParams) -> Array:
   """Returns a matmul into a wide dtype, on a CPU as one of batches of matrices.
 
   XLA's CPU backend (of jax 0.10) leaves some matmuls of bfloat16 into float32 to a library, goes on
@@ -227,7 +234,7 @@ def _dot(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> Any:
   a batch of matrices, not even under `vmap`.
   """
   placed = any(any(jax.typeof(x).sharding.spec) for x in operands)
-  if eqn.primitive.name != "dot_general" or placed or jax.default_backend() != "cpu":
+  if eqn.primitive is not dot_general_p or placed or jax.default_backend() != "cpu":
     return eqn.primitive.bind(*operands, **params)
   contracted, batch = params["dimension_numbers"]
   left, right = map(_as_matrices, operands, contracted, batch)
@@ -235,7 +242,7 @@ def _dot(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> Any:
   return jnp.reshape(eqn.primitive.bind(left, right, **params), shape_of(eqn.outvars[0]))
 
 
-def _as_matrices(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> Any:
+def _as_matrices(x: Array, contracted: Sequence[int], batch: Sequence[int]) -> Array:
   """Returns `x` with three axes: batch, contracted, and the others."""
   free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
   groups = [batch, contracted, free]

@@ -13,7 +13,9 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType, NamedSharding
 
 
 class Sample(NamedTuple):
@@ -219,11 +221,121 @@ try:  # Until jax 0.11.
 except ImportError:
   pass
 
+# Keep: the first operand decides.
+
+
+def _reduce_window(kind: str) -> Any:
+  start, combine = {"max": (-jnp.inf, lax.max), "min": (jnp.inf, lax.min)}[kind]
+  return lambda x: lax.reduce_window(x, start, combine, (2, 2), (1, 1), "SAME")
+
+
+def _gather(x: Any) -> Any:
+  numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+  return lax.gather(x, jnp.asarray([[2], [0]], jnp.int32), numbers, (1, x.shape[1]))
+
+
+def _moved_over_devices(fun: Any) -> Sample:
+  return Sample(_on_two_devices(fun, _ROWS, _ROWS), (unit(4, 4),))
+
+
+def _sharding(kind: AxisType) -> NamedSharding:
+  return NamedSharding(jax.make_mesh((1,), ("one",), (kind,), devices=jax.devices()[:1]), _ALL)
+
+
+KEEP: dict[str, Sample] = {
+  "abs": _elementwise(lax.abs),
+  "all_gather": _moved_over_devices(lambda x: lax.all_gather(x, "data", tiled=True)),
+  "all_gather_invariant": Sample(
+    _on_two_devices(lambda x: lax.all_gather(x, "data", tiled=True, to="invarying"), _ROWS, _ALL)
+    if not hasattr(lax, "all_gather_invariant")
+    else _on_two_devices(lambda x: lax.all_gather_invariant(x, "data", tiled=True), _ROWS, _ALL),
+    (unit(4, 4),),
+  ),
+  "all_to_all": _moved_over_devices(lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True)),
+  "approx_top_k": _elementwise(lambda x: lax.approx_max_k(x, 2)[0]),
+  "argmax": _elementwise(lambda x: lax.argmax(x, 1, jnp.int32), smooth=()),
+  "argmin": _elementwise(lambda x: lax.argmin(x, 1, jnp.int32), smooth=()),
+  "asinh": _elementwise(lax.asinh),
+  "atan": _elementwise(lax.atan),
+  "broadcast_in_dim": _elementwise(lambda x: lax.broadcast(x, (2,))),
+  "cbrt": _elementwise(lax.cbrt),
+  "ceil": _elementwise(lax.ceil),
+  "copy": _elementwise(jnp.copy),
+  "cummax": _elementwise(lambda x: lax.cummax(x, 1)),
+  "cummin": _elementwise(lambda x: lax.cummin(x, 1)),
+  "dynamic_slice": _elementwise(lambda x: lax.dynamic_slice(x, (1, 0), (2, 2))),
+  "dynamic_update_slice": Sample(
+    lambda x, update: lax.dynamic_update_slice(x, update, (1, 0)), (unit(3, 4), unit(2, 2))
+  ),
+  "erf": _elementwise(lax.erf),
+  "erfc": _elementwise(lax.erfc),
+  "floor": _elementwise(lax.floor),
+  "gather": _elementwise(_gather),
+  "is_finite": _elementwise(lax.is_finite, smooth=()),
+  "layout_constraint": _elementwise(lambda x: with_layout_constraint(x, Layout((0, 1)))),
+  "logistic": _elementwise(lax.logistic),
+  "name": _elementwise(lambda x: checkpoint_name(x, "kept")),
+  "neg": _elementwise(lax.neg),
+  "pmax": Sample(
+    _on_two_devices(lambda x: lax.pmax(x, "data"), _ROWS, _ALL), (unit(4, 3),), smooth=()
+  ),
+  "pmin": Sample(
+    _on_two_devices(lambda x: lax.pmin(x, "data"), _ROWS, _ALL), (unit(4, 3),), smooth=()
+  ),
+  "ppermute": _moved_over_devices(lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)])),
+  "pvary": Sample(
+    _on_two_devices(lambda x: lax.pcast(x, "data", to="varying"), _ALL, _ROWS), (unit(4, 4),)
+  ),
+  "reduce_max": _elementwise(lambda x: lax.reduce_max(x, (1,))),
+  "reduce_min": _elementwise(lambda x: lax.reduce_min(x, (1,))),
+  "reduce_window_max": _elementwise(_reduce_window("max")),
+  "reduce_window_min": _elementwise(_reduce_window("min")),
+  "reshard": _elementwise(
+    lambda x: jax.jit(lambda x: jax.sharding.reshard(x, _sharding(AxisType.Explicit)))(x)
+  ),
+  "reshape": _elementwise(lambda x: lax.reshape(x, (2, 6))),
+  "rev": _elementwise(lambda x: lax.rev(x, (0,))),
+  "round": _elementwise(lax.round),
+  "scatter": _scatter("scatter"),
+  "scatter-max": _scatter("scatter_max"),
+  "scatter-min": _scatter("scatter_min"),
+  "sharding_constraint": _elementwise(
+    lambda x: lax.with_sharding_constraint(x, _sharding(AxisType.Auto))
+  ),
+  "sign": _elementwise(lax.sign),
+  "slice": _elementwise(lambda x: lax.slice(x, (1, 0), (3, 2))),
+  "split": _elementwise(lambda x: lax.split(x, (1, 3), 1)),
+  "sqrt": _elementwise(lax.sqrt),
+  "square": _elementwise(lax.square),
+  "squeeze": _elementwise(lambda x: lax.squeeze(lax.slice(x, (0, 0), (1, 4)), (0,))),
+  "stop_gradient": _elementwise(lax.stop_gradient),
+  "tanh": _elementwise(lax.tanh),
+  "tile": _elementwise(lambda x: lax.tile(x, (2, 1))),
+  "top_k": _elementwise(lambda x: lax.top_k(x, 2)[0]),
+  "transpose": _elementwise(lambda x: lax.transpose(x, (1, 0))),
+  "unstack": _elementwise(lambda x: jnp.unstack(x)),
+}
+
+if hasattr(jax.extend.core.primitives, "one_minus_square_p"):  # From jax 0.12 on.
+  KEEP["one_minus_square"] = _elementwise(_primitive("one_minus_square"))
+
+CONDITIONAL: dict[str, Sample] = {"integer_pow": _elementwise(lambda x: lax.integer_pow(x, 3))}
+
+_BY_JAX = "is made by no function that JAX exports"
+_EXPLICIT = "needs a mesh of devices with explicit axes"
+
 NO_SAMPLE = {
   "ragged_all_to_all": "has no implementation on CPU devices",
-  "tie": "is made by no function that JAX exports",
+  "convert_element_type": "is a cast, which test_first_order.py is about",
+  **dict.fromkeys(("broadcast_to", "pbroadcast", "pbroadcast_dynamic", "stage", "tie"), _BY_JAX),
+  "xla_metadata_value": _BY_JAX,
+  **dict.fromkeys(("relayout", "with_memory_space_constraint"), "is about memory of a device"),
+  **dict.fromkeys(("all_gather_reduced", "preduced"), _EXPLICIT),
+  **dict.fromkeys(("reduced_vary_cast", "reduced_vary_cast_p"), _EXPLICIT),
+  **dict.fromkeys(("vary_unreduced_cast", "vary_unreduced_cast_p"), _EXPLICIT),
+  **dict.fromkeys(("unreduced_pmax", "unreduced_pmin"), _EXPLICIT),
 }
-"""Primitives that promote and cannot be called here, and why."""
+"""Primitives of these parts that cannot be called here, and why."""
 
 PASSED_ON = [
   name for name in PROMOTE if name in ("device_put", "optimization_barrier", "shard_alike", "sort")

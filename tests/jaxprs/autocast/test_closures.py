@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
 
 import mpjax
+from mpjax._jaxprs.autocast.closures import instantiated
 from tests import programs
 from tests.errors import check_error
 from tests.jaxprs.autocast.test_custom_derivatives import X_GRAD, W, X
@@ -144,3 +147,10 @@ def test_arguments_that_are_data_are_so_in_the_derivative(rule):
   w, grid = np.eye(3, dtype=np.float32), np.full((2, 3), 4096, np.float32)
   grad = jax.grad(mpjax.autocast(loss, data_argnums=2))(HALF, w, grid)
   np.testing.assert_array_equal(grad, HALF - np.floor(HALF))
+
+
+@pytest.mark.parametrize("dtype", [np.dtype("float32"), jax.dtypes.float0], ids=str)
+def test_symbolic_zeros_become_arrays(dtype):
+  zeros = instantiated(SymbolicZero(ShapedArray((2, 3), dtype)))
+  assert (zeros.shape, zeros.dtype) == ((2, 3), dtype)
+  assert instantiated(X) is X

@@ -22,11 +22,11 @@ X = jnp.ones((3, 3))
 HALVES = [np.dtype(jnp.bfloat16), np.dtype("float16")]
 
 
-def params_of(fun, *args):
+def eqn_of(fun, *args):
   (eqn,) = [
     e for e in jax.make_jaxpr(fun)(*args).eqns if "update_jaxpr" in e.params or is_product(e)
   ]
-  return eqn.primitive.name, eqn.params
+  return eqn
 
 
 def is_product(eqn):
@@ -69,8 +69,8 @@ def test_products(dtype):
       (X,),
     ),
   ):
-    name, params = params_of(fun, *args)
-    made = retype(name, params, dtype)
+    eqn = eqn_of(fun, *args)
+    made, params = retype(eqn, dtype), eqn.params
     assert made["preferred_element_type"] == dtype
     assert {k: v for k, v in made.items() if k != "preferred_element_type"} == {
       k: v for k, v in params.items() if k != "preferred_element_type"
@@ -79,9 +79,9 @@ def test_products(dtype):
 
 
 def test_a_product_that_says_nothing_goes_on_saying_nothing():
-  name, params = params_of(lambda x: lax.dot(x, x), X)
-  assert params["preferred_element_type"] is None
-  assert retype(name, params, HALVES[0])["preferred_element_type"] is None
+  eqn = eqn_of(lambda x: lax.dot(x, x), X)
+  assert eqn.params["preferred_element_type"] is None
+  assert retype(eqn, HALVES[0])["preferred_element_type"] is None
 
 
 SCATTERS = {
@@ -96,9 +96,9 @@ SCATTERS = {
 @pytest.mark.parametrize("name", SCATTERS)
 def test_scatters_combine_in_the_new_type(name, dtype):
   fun, combined = SCATTERS[name]
-  found, params = params_of(fun, X, X[0])
-  assert found == name
-  made = retype(name, params, dtype)
+  eqn = eqn_of(fun, X, X[0])
+  assert eqn.primitive.name == name
+  made, params = retype(eqn, dtype), eqn.params
   jaxpr = made["update_jaxpr"]
   assert {v.aval.dtype for v in (*jaxpr.invars, *jaxpr.outvars)} == {dtype}
   combine = jaxpr_as_fun(ClosedJaxpr(jaxpr, made["update_consts"]))
@@ -109,14 +109,14 @@ def test_scatters_combine_in_the_new_type(name, dtype):
 
 
 def test_scatter_without_a_program_is_left():
-  name, params = params_of(lambda x, u: x.at[0].set(u), X, X[0])
-  assert name == "scatter"
-  assert retype(name, params, HALVES[0]) == params
+  eqn = eqn_of(lambda x, u: x.at[0].set(u), X, X[0])
+  assert eqn.primitive.name == "scatter"
+  assert retype(eqn, HALVES[0]) == eqn.params
 
 
 def test_the_parameters_of_everything_else_are_left():
-  params = {"axes": (0,)}
-  assert retype("reduce_max", params, HALVES[0]) is params
+  (eqn,) = jax.make_jaxpr(lambda x: lax.reduce_max(x, (0,)))(X).eqns
+  assert retype(eqn, HALVES[0]) is eqn.params
 
 
 MATMULS = {

@@ -23,9 +23,9 @@ def rewritten(fun, compute=BF16, results=None):
   interface = Interface(
     data=lambda args: [number > 0 for number, _ in enumerate(args)],
     results=results or (lambda out: [None for _ in jax.tree.leaves(out)]),
-    widen=True,
   )
-  return with_settings(fun, Settings(compute=compute, ops=mpjax.OpLists()), "test", interface)
+  settings = Settings(compute=compute, ops=mpjax.OpLists(), modules=True)
+  return with_settings(fun, settings, "test", interface)
 
 
 def product_types(fun, *args):

@@ -15,12 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpjax
+from mpjax._jaxprs.primitives import FACTS
 from tests import programs
-from tests.jaxprs.autocast.samples import FLOAT32, HALF, NO_SAMPLE, PASSED_ON, PROMOTE, unit
+from tests.jaxprs.autocast.samples import (
+  CONDITIONAL,
+  FLOAT32,
+  HALF,
+  KEEP,
+  NO_SAMPLE,
+  PASSED_ON,
+  PROMOTE,
+  unit,
+)
 from tests.registered_primitives import alive
 
 BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
-TABLES = {"half": HALF, "float32": FLOAT32, "promote": PROMOTE}
+TABLES = {"half": HALF, "float32": FLOAT32, "promote": PROMOTE, "keep": KEEP}
+CALLED = {**TABLES, "conditional": CONDITIONAL}
 
 
 @pytest.mark.parametrize("part", TABLES)
@@ -32,12 +43,13 @@ def test_every_primitive_has_a_sample(part):
 
 
 @pytest.mark.parametrize(
-  ("part", "name"), [(part, name) for part, table in TABLES.items() for name in table]
+  ("part", "name"),
+  [(part, name) for part, table in CALLED.items() for name in table],
 )
 def test_a_sample_calls_its_primitive(part, name):
-  sample = TABLES[part][name]
+  sample = CALLED[part][name]
   program = jax.make_jaxpr(sample.fun)(*sample.args)
-  assert programs.dtypes_of(program, name) <= {"float32", "bool"}
+  assert programs.dtypes_of(program, name) <= {"float32", "bool", "int32"}
   assert programs.dtypes_of(program, name)
 
 
@@ -132,6 +144,12 @@ def test_promoting_operations_of_half_operands(name, half):
   assert programs.dtypes_of(jax.make_jaxpr(fun)(*sample.args), name) <= {half, "bool"}
 
 
+def is_power(name):
+  """Whether it grows faster than its operand: in float32, as test_powers.py shows."""
+  degree = FACTS[name].degree
+  return degree is not None and degree([1], {}) > 1
+
+
 def behind_both(name, half):
   """Returns the sample on a half operand first and float32 ones after it, and that by hand."""
   fun = PROMOTE[name].fun
@@ -168,6 +186,23 @@ def test_what_is_passed_on_keeps_its_own_type(name, half):
     if eqn.primitive.name == name
   ]
   assert {dtype for found in types for dtype in found} == {half, "float32"}
+
+
+@pytest.mark.case("I13", "A69")
+@BOTH
+@pytest.mark.parametrize("name", [name for name in KEEP if not is_power(name)])
+def test_what_keeps_the_type_of_a_half_operand(name, half):
+  """Forward: the gradient of a repeated or chosen value is a float32 sum, unlike that by hand."""
+  sample = KEEP[name]
+
+  def behind(*args):
+    return sample.fun(*map(behind_a_product, args))
+
+  def both(*args):
+    return mpjax.autocast(behind, half)(*args), cast(sample.fun(*cast(args, half)), "float32")
+
+  got, want = programs.run(both, *sample.args)
+  assert programs.bits(got) == programs.bits(want)
 
 
 @pytest.mark.case("I13")

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 
 import mpjax
-from mpjax._jaxprs.autocast.traced import rewritten
+from mpjax._jaxprs.autocast.traced import rewrite_closed
 from mpjax._jaxprs.autocast.values import Settings
 from tests import programs
 
@@ -138,5 +138,5 @@ def test_a_scan_of_a_later_jax_is_no_key_error():
   settings = Settings(compute=np.dtype(jnp.bfloat16), ops=mpjax.OpLists())
   closed = ClosedJaxpr(jaxpr, ())
   with pytest.warns(UserWarning, match="'scan' holds a program in its parameters"):
-    new = rewritten(closed, settings, "here")
+    new = rewrite_closed(closed, settings, "here")
   assert new.eqns[-1].params == odd.params

@@ -28,8 +28,8 @@ def settings(half="bfloat16", **fields):
   return Settings(compute=np.dtype(jnp.dtype(half)), ops=mpjax.OpLists(), **fields)
 
 
-def rewritten(fun, half="bfloat16", **fields):
-  return with_settings(fun, settings(half), "where", Interface(**fields))
+def rewritten(fun, half="bfloat16", *, modules=False, **fields):
+  return with_settings(fun, settings(half, modules=modules), "where", Interface(**fields))
 
 
 def free(returned):
@@ -85,7 +85,7 @@ def test_widened_arguments_show_as_float32_and_count_as_half(half):
     seen.append(x.dtype)
     return x * 2, jax.lax.dynamic_update_slice(jnp.zeros((2, 3)), x, (0, 0))
 
-  twice, buffer = rewritten(fun, half, data=all_data, results=free, widen=True)(X.astype(half))
+  twice, buffer = rewritten(fun, half, data=all_data, results=free, modules=True)(X.astype(half))
   assert seen == [np.float32]
   assert twice.dtype == half
   np.testing.assert_array_equal(twice, X.astype(half) * 2)
@@ -98,7 +98,7 @@ def test_widened_arguments_show_as_float32_and_count_as_half(half):
 def test_only_arrays_of_jax_are_traced_where_that_is_asked_for():
   seen = []
   given = (np.ones(3, np.float32), np.float32(2), np.arange(2), 3, "a", None)
-  rewritten(lambda *args: seen.append(args), arrays_alone=True)(*given)
+  rewritten(lambda *args: seen.append(args), modules=True)(*given)
   assert all(a is b for a, b in zip(seen[0], given, strict=True))
   rewritten(lambda *args: seen.append(args))(*given)
   assert [isinstance(x, jax.core.Tracer) for x in seen[1]] == [
@@ -113,7 +113,7 @@ def test_only_arrays_of_jax_are_traced_where_that_is_asked_for():
 
 def test_a_constant_of_numpy_decides_as_other_constants_do():
   grid = np.arange(6, dtype=np.float32).reshape(2, 3)
-  fun = rewritten(lambda w, x, grid: (x @ w) + grid, results=free, arrays_alone=True)
+  fun = rewritten(lambda w, x, grid: (x @ w) + grid, results=free, modules=True)
   assert fun(W, X, grid).dtype == np.float32
   assert fun(W, X, jnp.asarray(grid)).dtype == BF16
 
@@ -243,6 +243,6 @@ class Output:
   "value", [Output(3), Output(np.ones(2)), "a", None, types.SimpleNamespace(n=1)], ids=repr
 )
 def test_an_object_without_tracers_is_returned_as_it_is(value):
-  found, x = rewritten(lambda x: (value, x + 1), arrays_alone=True)(X)
+  found, x = rewritten(lambda x: (value, x + 1), modules=True)(X)
   assert found is value
   np.testing.assert_array_equal(x, X + 1)

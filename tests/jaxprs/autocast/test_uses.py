@@ -102,7 +102,7 @@ def test_of_a_carry_in_all_turns():
   assert wants(chain, X, X, X, results=(0, 0, 0, HALF)) == (FULL | HALF, HALF, HALF)
   assert wants(chain, X, X, X, results=(0, 0, 0, 0)) == (FULL, 0, 0)
   body = jax.make_jaxpr(chain)(X, X, X).eqns[0].params["jaxpr"].jaxpr
-  assert of_loop(body, 0, 3, (0, 0, 0, HALF), SETTINGS) == (FULL | HALF, HALF, HALF, HALF)
+  assert of_loop(body, range(3), (0, 0, 0, HALF), SETTINGS) == (FULL | HALF, HALF, HALF, HALF)
 
 
 def test_of_what_a_loop_reads():

@@ -13,11 +13,8 @@ from mpjax._jaxprs.autocast.values import (
   Kind,
   Settings,
   Value,
-  dtype_of,
   is_neutral_constant,
-  literal_as,
   literal_value,
-  retyped,
   survives,
 )
 from mpjax._jaxprs.op_lists import OpLists
@@ -73,28 +70,6 @@ def test_what_survives_has_its_relative_precision_in_half(number, dtype):
     rounded = float(np.asarray(number, dtype))
   precise = abs(rounded - number) <= number * 2.0 ** (-9 if dtype == BFLOAT16 else -12) * 2
   assert survives(number, dtype) == precise
-
-
-def test_a_literal_in_another_type():
-  made = literal_as(literal(0.1), BFLOAT16)
-  assert made.val.dtype == BFLOAT16
-  assert float(made.val) == 0.10009765625
-  assert (made.aval.dtype, made.aval.shape, made.aval.weak_type) == (BFLOAT16, (), False)
-
-
-def test_a_variable_in_another_type():
-  weak = jax.make_jaxpr(lambda: jnp.asarray(2.0) * jnp.asarray(1.0))().jaxpr.eqns[0].outvars[0]
-  assert weak.aval.weak_type
-  made = retyped(weak, FLOAT16)
-  assert made is not weak
-  assert (made.aval.dtype, made.aval.shape, made.aval.weak_type) == (FLOAT16, (), False)
-
-
-def test_the_dtype_of_anything():
-  program = jax.make_jaxpr(lambda x, key: (x, key, 1))(jnp.ones(2, "int8"), jax.random.key(0))
-  assert [str(dtype_of(v)) for v in program.jaxpr.outvars] == ["int8", "key<fry>", "int32"]
-  token = jax.make_jaxpr(jax.lax.create_token)().jaxpr.outvars[0]
-  assert dtype_of(token) is None
 
 
 def test_the_kind_of_a_value():

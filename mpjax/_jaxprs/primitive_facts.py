@@ -1,0 +1,122 @@
+"""What the library may know of a primitive: the columns of the table in `primitives.py`."""
+
+import enum
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+Part: TypeAlias = Literal["half", "float32", "promote", "keep", "opaque"]
+
+PARTS: Mapping[Part, str] = types.MappingProxyType(
+  {
+    "half": "Its operands are cast to the half type, and its result is in the half type.",
+    "float32": "Its operands are cast to float32, and its result is float32.",
+    "promote": "It runs in the widest type among its operands. Parameters, masks, and "
+    "literals that survive in half do not count.",
+    "keep": "It runs in the type that its operand has. Where it writes into a buffer, that is the "
+    "first operand, and what is written is cast.",
+    "opaque": "It runs in the types in which the program was written, as without autocast.",
+  }
+)
+"""What each part means."""
+
+EqnParams: TypeAlias = Mapping[str, Any]
+"""The parameters of an equation."""
+
+Predicate: TypeAlias = Callable[[EqnParams], str]
+"""From the parameters of an equation to a part."""
+
+Degree: TypeAlias = Callable[[Sequence[float], EqnParams], float]
+"""From how fast the operands grow, as exponents, to how fast the result does."""
+
+
+class Holds(enum.Enum):
+  """How a primitive runs the jaxprs in its parameters."""
+
+  CALL = enum.auto()
+  """Once, on all operands."""
+  COMPOSITE = enum.auto()
+  """Likewise; a compiler may put something else of the same name and types there."""
+  SHARD_MAP = enum.auto()
+  """Likewise, on each device."""
+  CUSTOM_JVP = enum.auto()
+  CUSTOM_VJP = enum.auto()
+  CUSTOM_VMAP = enum.auto()
+  COND = enum.auto()
+  SCAN = enum.auto()
+  WHILE = enum.auto()
+  LINEAR_CALL = enum.auto()
+  """Once, on all operands; another jaxpr, its transpose, has to match."""
+  LINEAR_SOLVE = enum.auto()
+  """Four that must agree, on operands that are not known."""
+  OBJECT = enum.auto()
+  """In an object of JAX, of which nothing can be changed."""
+  KERNEL = enum.auto()
+  """Deliberately not entered: the operation on two numbers that combines elements, a kernel."""
+
+
+class Row(NamedTuple):
+  """Primitives of which all these facts are the same.
+
+  Fields:
+    names: the primitives, as `jax.make_jaxpr` prints them, separated by spaces.
+    exact: it chooses or moves numbers and computes none: in low precision it loses nothing of
+      low-precision operands. Not the maximum of an axis: its derivative counts the positions that
+      have it.
+    moves: each element of a result is one of an operand: it may as well be cast before.
+    gradient: where the derivative is a sum over elements of the result, how the operand was used.
+    degree: how fast the result grows, for an elementwise operation that an activation function may
+      contain.
+    dtype_param: the parameter that names the dtype, or holds a jaxpr in it.
+    flops: the formula for its floating-point operations.
+    holds: how it runs the jaxprs that it holds; None if it holds none.
+    jaxpr_params: the parameters that hold the jaxprs which are replaced, separated by spaces;
+      "a|b" for one whose name depends on the version of JAX.
+  """
+
+  names: str
+  exact: bool = False
+  moves: bool = False
+  gradient: Literal["repeated", "added", "multiplied", "chosen"] | None = None
+  degree: Degree | None = None
+  dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None
+  flops: Literal["dot", "ragged_dot", "convolution"] | None = None
+  holds: Holds | None = None
+  jaxpr_params: str = ""
+
+
+class Family(NamedTuple):
+  """Primitives that are in one part for one reason.
+
+  Fields:
+    part: where they are, or what decides it from the parameters of the equation; None for
+      higher-order primitives, whose jaxprs are entered.
+    reason: why they are there, a sentence or two for the page.
+    rows: the primitives.
+    fixed: whether they cannot be moved, because they hold a program, or a reference to memory, in
+      types that were fixed when it was written.
+    decides: what `part` decides, in words.
+  """
+
+  part: Part | Predicate | None
+  reason: str
+  rows: tuple[Row, ...]
+  fixed: bool = False
+  decides: str = ""
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The primitives, sorted."""
+    return tuple(sorted(name for row in self.rows for name in row.names.split()))
+
+
+def family(
+  part: Part | Predicate | None,
+  reason: str,
+  *rows: str | Row,
+  fixed: bool = False,
+  decides: str = "",
+) -> Family:
+  """Returns a family. A string is a row of primitives of which nothing else is to be known."""
+  made = tuple(Row(row) if isinstance(row, str) else row for row in rows)
+  return Family(part, reason, made, fixed, decides)
