@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
 from mpjax._core.types import Array, PyTree
+from mpjax._core.validators import check_int, check_scalar
 from mpjax.transforms._branch import hold, nothing_like, step_or_skip
 from mpjax.transforms._checks import (
   check_inner,
@@ -82,7 +83,14 @@ def accumulate_gradients(
   """
   where = "mpjax.accumulate_gradients(inner)"
   inner = check_inner(inner, where)
-  _check_every(every)
+  if not callable(every):
+    every = check_int(
+      every,
+      "mpjax.accumulate_gradients(every)",
+      least=1,
+      expected="an integer, at least 1, or a function of the number of updates",
+      fix="Pass how many micro-batches make one update.",
+    )
 
   def init(params: PyTree) -> AccumulationState:
     refuse_integers(params, f"{where}.init(params)")
@@ -171,19 +179,6 @@ def _never_given(total: PyTree, missing: PyTree) -> PyTree:
   return None if missing is None else jax.tree.map(idle, total, missing)
 
 
-def _check_every(every: Any) -> None:
-  where = "mpjax.accumulate_gradients(every)"
-  if callable(every):
-    return
-  expected = "an integer, at least 1, or a function of the number of updates"
-  fix = "Pass how many micro-batches make one update."
-  if isinstance(every, bool) or not isinstance(every, int):
-    got = f"{every!r} of type {type(every).__name__}"
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-  if every < 1:
-    raise MpjaxValueError(where, expected=expected, got=repr(every), fix=fix)
-
-
 def _check_window(window: Any) -> Any:
   """Returns what the function `every` returned; raises if that is seen to be no number."""
   if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
@@ -207,10 +202,10 @@ def _check_extra(extra_args: dict[str, Any], where: str) -> None:
       fix="Leave them out, if inner is no line search and no sam; else add the gradients up "
       "yourself, and give inner, without accumulate_gradients, functions of the entire batch.",
     )
-  if "value" in extra_args and jnp.shape(extra_args["value"]) != ():
-    got = f"an array of shape {jnp.shape(extra_args['value'])}"
-    expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
-    raise MpjaxValueError(f"{where}(value)", expected=expected, got=got, fix=fix)
+  expected = "the loss of the micro-batch, a scalar"
+  check_scalar(
+    extra_args.get("value", 0), f"{where}(value)", expected=expected, fix="Pass its mean."
+  )
 
 
 def _reads_value(

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._core.errors import MpjaxValueError, listed, nearest
+from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.paths import is_key
 from mpjax._core.trees import is_array_like, is_half, is_none, saturate, tree_differences
 from mpjax._core.types import Array, PyTree
-
-_ROUNDINGS = ("nearest", "stochastic")
+from mpjax._core.validators import check_choice
 
 _DROPPED_BITS = {"bfloat16": 16, "float16": 13}
 """How many more bits of mantissa float32 has."""
@@ -83,11 +82,7 @@ def apply_updates(
 
 def check_rounding(call: str, rounding: Any) -> None:
   """Raises unless `rounding` is one of the two."""
-  if rounding not in _ROUNDINGS:
-    near = " or ".join(map(repr, nearest(str(rounding), _ROUNDINGS)))
-    expected, fix = "'nearest' or 'stochastic'", f"Did you mean {near}?"
-    where = f"{call}(rounding)"
-    raise MpjaxValueError(where, expected=expected, got=repr(rounding), fix=fix)
+  check_choice(rounding, ("nearest", "stochastic"), f"{call}(rounding)")
 
 
 def _check_rounding(call: str, master: PyTree, rounding: Any, key: Any) -> None:

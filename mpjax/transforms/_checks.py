@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Hashable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ import optax
 from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import is_array_like, is_inexact
 from mpjax._core.types import PyTree
+from mpjax._core.validators import check_type
+
+T = TypeVar("T")
 
 
 def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:
@@ -37,14 +40,14 @@ def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> 
 
 def check_inner(inner: Any, where: str) -> optax.GradientTransformationExtraArgs:
   """Returns `inner`, made to take extra arguments; raises if it is no optax transformation."""
-  if not isinstance(inner, optax.GradientTransformation):
-    raise MpjaxTypeError(
-      where,
-      expected="an optax.GradientTransformation",
-      got=f"a {type(inner).__name__}",
-      fix="Pass an optimizer such as optax.adamw(1e-3); of optax.MultiSteps its "
-      "gradient_transformation().",
-    )
+  fix = "Pass an optimizer such as optax.adamw(1e-3); of optax.MultiSteps its "
+  check_type(
+    inner,
+    optax.GradientTransformation,
+    where,
+    expected="an optax.GradientTransformation",
+    fix=f"{fix}gradient_transformation().",
+  )
   return take_extra_args(inner)
 
 
@@ -166,16 +169,16 @@ def _refuse_overwritten(params: PyTree, where: str) -> None:
       )
 
 
-def check_state(state: Any, kind: type[Any], where: str) -> None:
+def check_state(state: object, kind: type[T], where: str) -> T:
   """Raises unless `state` is a `kind`, which `init` of the same transformation makes."""
-  if not isinstance(state, kind):
-    raise MpjaxTypeError(
-      where,
-      expected="the state that init made",
-      got=f"a {type(state).__name__}",
-      fix="Pass the opt_state of this very transformation; restore checkpoints into the "
-      "structure of tx.init(params).",
-    )
+  return check_type(
+    state,
+    kind,
+    where,
+    expected="the state that init made",
+    fix="Pass the opt_state of this very transformation; restore checkpoints into the structure of "
+    "tx.init(params).",
+  )
 
 
 def check_params(params: PyTree, where: str) -> None:

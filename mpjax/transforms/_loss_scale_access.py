@@ -11,6 +11,7 @@ from jax.core import Tracer
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Array, PyTree
+from mpjax._core.validators import check_scalar, check_value
 from mpjax.transforms._loss_scale import LossScaleState, unscale_tree
 from mpjax.transforms._loss_scale_config import (
   label_limits,
@@ -234,9 +235,7 @@ def check_loss(loss: Any, where: str) -> None:
   if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
     got = str(jax.typeof(loss)) if hasattr(loss, "dtype") else f"a {type(loss).__name__}"
     raise MpjaxTypeError(where, expected="a floating scalar", got=got, fix=fix)
-  if jnp.shape(loss) != ():
-    got = f"an array of shape {jnp.shape(loss)}"
-    raise MpjaxValueError(where, expected="a floating scalar", got=got, fix=fix)
+  check_scalar(loss, where, expected="a floating scalar", fix=fix)
 
 
 def unscale(grads: PyTree, opt_state: PyTree, *, name: str | None = None) -> PyTree:
@@ -303,13 +302,13 @@ def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) 
     )
   scale = positive_scale(value, where)
   low, high = label_limits(target.config)
-  if not low <= scale <= high:
-    raise MpjaxValueError(
-      where,
-      expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
-      got=repr(value),
-      fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
-    )
+  check_value(
+    value,
+    low <= scale <= high,
+    where,
+    expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
+    fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
+  )
   warn_unless_power_of_two(where, {"value": scale}, stacklevel=2)
   # full_like keeps shape (a vmapped state), dtype and placement: the next step does not retrace.
   moved = state._replace(

@@ -9,6 +9,7 @@ import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
 from mpjax._core.types import PyTree
+from mpjax._core.validators import check_flag, check_value, wrong_type
 from mpjax.transforms._checks import check_inner, check_state
 from mpjax.transforms._loss_scale_access import LossScalingState, scales_in
 from mpjax.transforms._loss_scale_config import (
@@ -39,33 +40,24 @@ def check_arguments(
     )
   check_inner(inner, f"{call}(inner)")
   _check_loss_scale(loss_scale, name)
-  if not isinstance(check_updates, bool):
-    raise MpjaxTypeError(
-      f"{call}(check_updates)",
-      expected="a bool",
-      got=f"{check_updates!r} of type {type(check_updates).__name__}",
-      fix="Pass True or False.",
-    )
+  check_flag(check_updates, f"{call}(check_updates)")
   configs = loss_scale.values() if isinstance(loss_scale, Mapping) else (loss_scale,)
   if check_updates and any(isinstance(config, NoLossScale) for config in configs):
-    raise MpjaxValueError(
-      f"{call}(check_updates)",
-      expected="False with NoLossScale(), which checks nothing",
-      got="True",
-      fix="Use StaticLossScale(1) to check and skip without scaling.",
-    )
+    expected = "False with NoLossScale(), which checks nothing"
+    fix = "Use StaticLossScale(1) to check and skip without scaling."
+    raise MpjaxValueError(f"{call}(check_updates)", expected=expected, got="True", fix=fix)
   if name is not None:
     _check_name(name, f"{call}(name)")
 
 
-def _check_name(name: Any, where: str) -> None:
-  if not isinstance(name, str) or not name or ":" in name or "/" in name:
-    raise MpjaxValueError(
-      where,
-      expected="a non-empty string without ':' and '/', or None",
-      got=repr(name),
-      fix="It becomes a key of the state; a plain word such as 'generator' will do.",
-    )
+def _check_name(name: object, where: str) -> None:
+  check_value(
+    name,
+    isinstance(name, str) and name != "" and not set(name) & set(":/"),
+    where,
+    expected="a non-empty string without ':' and '/', or None",
+    fix="It becomes a key of the state; a plain word such as 'generator' will do.",
+  )
 
 
 def _check_loss_scale(loss_scale: Any, name: Any) -> None:
@@ -74,10 +66,10 @@ def _check_loss_scale(loss_scale: Any, name: Any) -> None:
   configs = list(loss_scale.values()) if several else [loss_scale]
   for config in configs:
     if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
-      raise MpjaxTypeError(
+      raise wrong_type(
+        config,
         where,
         expected="a NoLossScale, StaticLossScale or DynamicLossScale",
-        got=f"{config!r} of type {type(config).__name__}",
         fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
         "mpjax.DynamicLossScale(init_scale=1024).",
       )

@@ -10,6 +10,14 @@ import jax.numpy as jnp
 from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import tree_differences
 from mpjax._core.types import PyTree
+from mpjax._core.validators import (
+  check_callable,
+  check_flag,
+  check_int,
+  check_type,
+  check_value,
+  wrong_type,
+)
 from mpjax.transforms._train_state import TrainState, own_scale
 
 
@@ -23,13 +31,8 @@ def check_call(
 ) -> None:
   """Raises unless a step with these settings can be made of `state` and `batch`."""
   call = "mpjax.make_train_step(...)"
-  if not isinstance(state, TrainState):
-    raise MpjaxTypeError(
-      f"{call}: step(state)",
-      expected="a mpjax.TrainState",
-      got=f"a {type(state).__name__}",
-      fix="Make one with mpjax.TrainState.create(params, tx).",
-    )
+  expected, fix = "a mpjax.TrainState", "Make one with mpjax.TrainState.create(params, tx)."
+  check_type(state, TrainState, f"{call}: step(state)", expected=expected, fix=fix)
   has_average = not (isinstance(state.ema, tuple) and not state.ema)
   if has_average != (ema_decay is not None):
     raise MpjaxValueError(
@@ -195,37 +198,18 @@ def check_arguments(
 ) -> None:
   """Raises unless the arguments of `mpjax.make_train_step` are of the right kind and range."""
   call = "mpjax.make_train_step"
-  wrong: list[tuple[bool, str, Any, str, str]] = [
-    (not callable(loss_fn), "loss_fn", loss_fn, "a function", "Pass the function itself."),
-    (
-      not callable(getattr(tx, "update", None)),
-      *("tx", tx, "an optax transformation", "Pass mpjax.loss_scaling(optax.adamw(1e-3))."),
-    ),
-    (not _is_int(accumulate), "accumulate", accumulate, "an integer", "Pass a Python int."),
-    (not _is_int(max_retries), "max_retries", max_retries, "an integer", "Pass a Python int."),
-    (
-      ema_decay is not None and not isinstance(ema_decay, float),
-      *("ema_decay", ema_decay, "a float or None", "Pass a number such as 0.999."),
-    ),
-    (not isinstance(donate, bool), "donate", donate, "a bool", "Pass True or False."),
-  ]
-  for is_wrong, name, value, expected, fix in wrong:
-    if is_wrong:
-      got = f"{value!r} of type {type(value).__name__}"
-      raise MpjaxTypeError(f"{call}({name})", expected=expected, got=got, fix=fix)
-  out_of_range = [
-    (accumulate < 1, "accumulate", accumulate, "at least 1", "1 does not cut the batch."),
-    (max_retries < 0, "max_retries", max_retries, "at least 0", "0 never runs a batch again."),
-    (
-      ema_decay is not None and not 0 <= ema_decay < 1,
-      *("ema_decay", ema_decay, "a number in [0, 1)", "0.999 averages over about 1000 steps."),
-    ),
-  ]
-  for is_wrong, name, value, expected, fix in out_of_range:
-    if is_wrong:
-      where = f"{call}({name})"
-      raise MpjaxValueError(where, expected=expected, got=repr(value), fix=fix)
-
-
-def _is_int(x: Any) -> bool:
-  return isinstance(x, int) and not isinstance(x, bool)
+  fix = "Pass the function itself."
+  check_callable(loss_fn, f"{call}(loss_fn)", expected="a function", fix=fix)
+  if not callable(getattr(tx, "update", None)):
+    fix = "Pass mpjax.loss_scaling(optax.adamw(1e-3))."
+    raise wrong_type(tx, f"{call}(tx)", expected="an optax transformation", fix=fix)
+  check_int(accumulate, f"{call}(accumulate)", least=1, fix="1 does not cut the batch.")
+  check_int(max_retries, f"{call}(max_retries)", least=0, fix="0 never runs a batch again.")
+  check_flag(donate, f"{call}(donate)")
+  if ema_decay is None:
+    return
+  where, fix = f"{call}(ema_decay)", "Pass a number such as 0.999."
+  if not isinstance(ema_decay, float):
+    raise wrong_type(ema_decay, where, expected="a float or None", fix=fix)
+  expected, fix = "a number in [0, 1)", "0.999 averages over about 1000 steps."
+  check_value(ema_decay, 0 <= ema_decay < 1, where, expected=expected, fix=fix)
