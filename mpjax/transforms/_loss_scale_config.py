@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import warnings
 from typing import TypeAlias
 
@@ -183,41 +182,3 @@ def warn_unless_power_of_two(where: str, values: dict[str, float], stacklevel: i
 def _warn_unless_powers_of_two(call: str, values: dict[str, float]) -> None:
   # The frames between here and the user: this one, __post_init__, and the generated __init__.
   warn_unless_power_of_two(call, values, stacklevel=4)
-
-
-def config_label(config: LossScale) -> str:
-  """Returns a short text that tells configurations apart, for the structure of a state.
-
-  `init_scale` is left out, since the state's own scale takes its place, and so are defaults: a
-  field that a later version adds does not change the text of older states.
-  """
-  if isinstance(config, NoLossScale):
-    return "none"
-  if isinstance(config, StaticLossScale):
-    return f"static(scale={config.scale:.9g})"
-  changed = [
-    f"{field.name}={getattr(config, field.name):.9g}"
-    for field in dataclasses.fields(config)
-    if field.name != "init_scale" and getattr(config, field.name) != field.default
-  ]
-  return f"dynamic({','.join(changed)})" if changed else "dynamic"
-
-
-def label_limits(label: str) -> tuple[float, float]:
-  """Returns the smallest and the largest scale that the configuration behind `label` allows."""
-  if not label.startswith("dynamic"):
-    return SMALLEST, LARGEST
-  return label_number(label, "min_scale"), label_number(label, "max_scale")
-
-
-def label_number(label: str, field: str) -> float:
-  """Returns a number of the `DynamicLossScale` behind `label`."""
-  given = dict(re.findall(r"(\w+)=([^,)]+)", label))
-  # Nine digits tell all float32 values apart, so this gives back the very number.
-  return float(np.float32(given.get(field, getattr(DynamicLossScale, field))))
-
-
-def largest_scale(label: str) -> float:
-  """Returns the largest scale that training by the configuration behind `label` comes to."""
-  static = re.fullmatch(r"static\(scale=(.+)\)", label)
-  return float(static[1]) if static else label_limits(label)[1]
