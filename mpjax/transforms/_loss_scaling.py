@@ -102,7 +102,7 @@ def loss_scaling(
   Args:
     inner: the optimizer, or any optax transformation.
     loss_scale: `DynamicLossScale`, `StaticLossScale` or `NoLossScale`. With the last, `inner` is
-      called as it is and nothing is added to the program. Or a dict from names of losses to these.
+      called as it is and nothing is added to the jaxpr. Or a dict from names of losses to these.
     axis_name: the mapped axis, or axes, over which all devices must decide alike (`shard_map`,
       `pmap`, `vmap`). Averaging the gradients over it remains yours to do, before `update`.
     check_updates: skip as well when the gradients were finite but the updates are not; counted

@@ -3,7 +3,7 @@
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import ParamSpec
 
 import jax
@@ -32,7 +32,7 @@ _BUILD_IN_THE_STEP = (
 def value_and_grad(
   fun: Callable[P, PyTree],
   opt_state: OptState,
-  argnums: int | Sequence[int] = 0,
+  argnums: Hashable | Sequence[int] = 0,
   has_aux: bool = False,
   allow_int: bool = False,
   *,
@@ -67,7 +67,7 @@ def value_and_grad(
       loss is not a floating number, `fun` returns no pair under `has_aux`, or a model has to be
       differentiated by the function of its own library.
     MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
-    MpjaxRuntimeError: when called: the dynamic scale would be a constant of a program that is
+    MpjaxRuntimeError: when called: the dynamic scale would be a constant of a function that is
       traced with the parameters as its arguments (also for `jax.checkpoint`, `jax.eval_shape` and
       loops outside of `jit`, where it would do no harm: that cannot be seen), or the state that it
       came from was there at the first call and is gone.
@@ -281,7 +281,7 @@ def _is_staged(wanted: Sequence[Params], scale: Array) -> bool:
   return traced and isinstance(jax.lax.neg(scale), Tracer)
 
 
-def _positions(argnums: int | Sequence[int]) -> list[int]:
+def _positions(argnums: Leaf) -> list[int]:
   """Returns the positions of what is differentiated; `nnx.DiffState` has its own in a field."""
   several = argnums if isinstance(argnums, Sequence) else [argnums]
   return [getattr(one, "argnum", one) for one in several]
