@@ -47,7 +47,7 @@ _ADAPTERS = ("transforms", "linen", "nnx", "integration", "flax_suite")
 (`optax.apply_updates` adds bfloat16 and float32): ranks are strict there, dtypes are not."""
 
 _STRICT = (
-  *("test_across_devices.py", "test_gradients.py", "test_loss_program.py", "test_loss_scale.py"),
+  *("test_across_devices.py", "test_gradients.py", "test_traced_loss.py", "test_loss_scale.py"),
   *("test_loss_scale_config.py", "test_retries.py", "test_train_state.py", "test_train_step.py"),
   "test_train_step_checks.py",
 )

@@ -33,7 +33,7 @@ from rich.table import Table
 
 import mpjax
 from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._loss_scale_access import LossScalingState
+from mpjax.transforms._state import LossScalingState
 from tests.loss_scale_oracle import LIMIT, Oracle
 
 HALF = ("bfloat16", "float16")

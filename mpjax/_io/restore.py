@@ -15,7 +15,7 @@ from mpjax._core.paths import check_leaves, is_key, leaves_by_path, path_text, s
 from mpjax._core.types import PyTree
 from mpjax._io.arrays import decode
 from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._loss_scale_access import LossScalingState
+from mpjax.transforms._state import LossScalingState
 
 _WHERE = "mpjax.checkpoints.restore_like(target, restored)"
 _TARGET = "mpjax.checkpoints.restore_like(target)"

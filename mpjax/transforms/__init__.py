@@ -3,24 +3,23 @@
 from mpjax.transforms._accumulation import accumulate_gradients
 from mpjax.transforms._apply_updates import apply_updates
 from mpjax.transforms._check_loss_scaling import check_loss_scaling
-from mpjax.transforms._loss_scale_access import (
-  LossScalingState,
-  scale_loss,
-  set_loss_scale,
-  unscale,
-)
 from mpjax.transforms._loss_scaling import loss_scaling
 from mpjax.transforms._master_weights import master_params, master_weights, set_master_params
-from mpjax.transforms._progress import (
+from mpjax.transforms._metrics import (
   check_skipped_steps,
   last_step_finite,
   loss_scaling_metrics,
   select_tree,
 )
+from mpjax.transforms._state import (
+  AccumulationState,
+  LossScalingState,
+  MasterWeightsState,
+  set_loss_scale,
+)
 from mpjax.transforms._train_state import TrainState
 from mpjax.transforms._train_step import make_train_step
-from mpjax.transforms._value_and_grad import value_and_grad
-from mpjax.transforms._windows import AccumulationState, MasterWeightsState
+from mpjax.transforms._value_and_grad import scale_loss, unscale, value_and_grad
 
 __all__ = [
   "AccumulationState",

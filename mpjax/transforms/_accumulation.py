@@ -1,8 +1,7 @@
 """The optax wrapper that adds up gradients of several micro-batches for one update."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ import optax
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
-from mpjax._core.types import Array, PyTree
-from mpjax.transforms._branch import hold, nothing_like, step_or_skip
+from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.validators import check_int, check_scalar
 from mpjax.transforms._checks import (
   check_inner,
   check_state,
@@ -20,21 +19,15 @@ from mpjax.transforms._checks import (
   refuse_integers,
   update_inner,
 )
-from mpjax.transforms._loss_scale_access import scales_in
+from mpjax.transforms._frozen import frozen_leaves, hold, leave_to_window
 from mpjax.transforms._master_weights import adopt_masters, keep_masters, reach_masters
-from mpjax.transforms._windows import AccumulationState, leave_to_window
-from mpjax.transforms._wrapper_trees import (
-  align_gradients,
-  arrays_only,
-  float32_view,
-  frozen_leaves,
-  place_like,
-  strong,
-)
+from mpjax.transforms._skip import nothing_like, step_or_skip
+from mpjax.transforms._state import AccumulationState, scales_in
+from mpjax.transforms._trees import align_gradients, arrays_only, float32_view, place_like, strong
 
 
 def accumulate_gradients(
-  inner: optax.GradientTransformation, every: int | Callable[[Array], Any]
+  inner: optax.GradientTransformation, every: int | Callable[[Array], Array | int]
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it makes one update from the mean gradient of several micro-batches.
 
@@ -55,11 +48,13 @@ def accumulate_gradients(
   Args:
     inner: the optimizer.
     every: how many micro-batches make a window, or a function from the number of updates done
-      (int32) to that (under `jit`, where no value is known, a fraction is rounded up, and less than
-      1 is 1).
+      (int32 of shape ()) to that (under `jit`, where no value is known, a fraction is rounded up,
+      and less than 1 is 1).
 
   Returns:
-    An optax transformation. Its state holds the sum, one float32 tree like the parameters.
+    An optax transformation. Its state is an `AccumulationState`; it holds the sum, in float32 and
+    the shapes of the parameters. Its updates have these shapes too, and are float32 (64-bit and
+    complex ones as the parameters).
 
   Raises:
     MpjaxTypeError: `inner` is no optax transformation, or `every` no integer; `init`: there is a
@@ -82,9 +77,16 @@ def accumulate_gradients(
   """
   where = "mpjax.accumulate_gradients(inner)"
   inner = check_inner(inner, where)
-  _check_every(every)
+  if not callable(every):
+    every = check_int(
+      every,
+      "mpjax.accumulate_gradients(every)",
+      least=1,
+      expected="an integer, at least 1, or a function of the number of updates",
+      fix="Pass how many micro-batches make one update.",
+    )
 
-  def init(params: PyTree) -> AccumulationState:
+  def init(params: Params) -> AccumulationState:
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
     view = float32_view(params)
@@ -104,9 +106,9 @@ def accumulate_gradients(
     return place_like(params, AccumulationState(zero, zero, total, inner_state, value))
 
   def update(
-    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-  ) -> tuple[PyTree, AccumulationState]:
-    check_state(state, AccumulationState, f"{where}.update(state)")
+    updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, AccumulationState]:
+    state = check_state(state, AccumulationState, f"{where}.update(state)")
     params = arrays_only(params)
     _check_extra(extra_args, f"{where}.update")
     # Without parameters the sum knows what the gradients have to be like.
@@ -124,7 +126,7 @@ def accumulate_gradients(
       value = value + jnp.asarray(extra_args["value"], jnp.float32)
       extra_args["value"] = value / count.astype(jnp.float32)
 
-    def step(inner_state: PyTree) -> tuple[PyTree, PyTree]:
+    def step(inner_state: OptState) -> tuple[Updates, OptState]:
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
       idle, mean = leave_to_window(_never_given(total, missing), mean, inner_state)
       new_updates, new_inner = update_inner(
@@ -145,7 +147,7 @@ def accumulate_gradients(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _add(total: PyTree, grads: PyTree, missing: PyTree) -> PyTree:
+def _add(total: Grads, grads: Grads, missing: PyTree) -> Grads:
   """Returns the sum of both, in which -0.0 marks what had no gradient in the entire window.
 
   No sum but that of -0.0 alone is -0.0, and a gradient that is one is added as 0.0.
@@ -159,10 +161,10 @@ def _add(total: PyTree, grads: PyTree, missing: PyTree) -> PyTree:
   return jax.tree.map(add, total, grads, missing)
 
 
-def _never_given(total: PyTree, missing: PyTree) -> PyTree:
+def _never_given(total: Grads, missing: PyTree) -> PyTree:
   """Returns where a parameter is frozen: those without a gradient now, that had none before."""
 
-  def idle(t: Array, absent: bool) -> Any:
+  def idle(t: Array, absent: bool) -> Array | bool:
     if not absent:
       return False
     parts = (t.real, t.imag) if jnp.iscomplexobj(t) else (t,)
@@ -171,20 +173,7 @@ def _never_given(total: PyTree, missing: PyTree) -> PyTree:
   return None if missing is None else jax.tree.map(idle, total, missing)
 
 
-def _check_every(every: Any) -> None:
-  where = "mpjax.accumulate_gradients(every)"
-  if callable(every):
-    return
-  expected = "an integer, at least 1, or a function of the number of updates"
-  fix = "Pass how many micro-batches make one update."
-  if isinstance(every, bool) or not isinstance(every, int):
-    got = f"{every!r} of type {type(every).__name__}"
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-  if every < 1:
-    raise MpjaxValueError(where, expected=expected, got=repr(every), fix=fix)
-
-
-def _check_window(window: Any) -> Any:
+def _check_window(window: Array | int) -> Array | int:
   """Returns what the function `every` returned; raises if that is seen to be no number."""
   if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
     raise MpjaxValueError(
@@ -196,7 +185,7 @@ def _check_window(window: Any) -> Any:
   return window
 
 
-def _check_extra(extra_args: dict[str, Any], where: str) -> None:
+def _check_extra(extra_args: Mapping[str, Leaf], where: str) -> None:
   """Raises if an extra argument belongs to one micro-batch where that of the window is needed."""
   alone = [name for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
   if alone:
@@ -207,28 +196,28 @@ def _check_extra(extra_args: dict[str, Any], where: str) -> None:
       fix="Leave them out, if inner is no line search and no sam; else add the gradients up "
       "yourself, and give inner, without accumulate_gradients, functions of the entire batch.",
     )
-  if "value" in extra_args and jnp.shape(extra_args["value"]) != ():
-    got = f"an array of shape {jnp.shape(extra_args['value'])}"
-    expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
-    raise MpjaxValueError(f"{where}(value)", expected=expected, got=got, fix=fix)
+  expected = "the loss of the micro-batch, a scalar"
+  check_scalar(
+    extra_args.get("value", 0), f"{where}(value)", expected=expected, fix="Pass its mean."
+  )
 
 
 def _reads_value(
-  inner: optax.GradientTransformationExtraArgs, params: PyTree, inner_state: PyTree
+  inner: optax.GradientTransformationExtraArgs, params: Params, inner_state: OptState
 ) -> bool:
   """Whether `inner` reads `value=`; only then the state holds a sum of it.
 
-  A chain takes any extra argument, so that no signature says it, but the traced program does.
+  A chain takes any extra argument, so that no signature says it, but the jaxpr of `update` does.
   """
   ours = {"grads_finite": True, "loss_scale": np.float32(1)}
 
-  def update(params: PyTree, state: PyTree, value: Array) -> PyTree:
+  def update(params: Params, state: OptState, value: Array) -> PyTree:
     return inner.update(params, state, params, value=value, **ours)
 
   try:
-    program = jax.make_jaxpr(update)(params, inner_state, np.float32(1)).jaxpr
+    jaxpr = jax.make_jaxpr(update)(params, inner_state, np.float32(1)).jaxpr
   except Exception:  # It wants more arguments, which only update will have.
     return True
-  value = program.invars[-1]
-  used = [v for eqn in program.eqns for v in eqn.invars]
-  return any(v is value for v in (*used, *program.outvars))
+  value = jaxpr.invars[-1]
+  used = [v for eqn in jaxpr.eqns for v in eqn.invars]
+  return any(v is value for v in (*used, *jaxpr.outvars))

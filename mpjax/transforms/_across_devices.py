@@ -1,16 +1,16 @@
 """What the devices of a mapped axis have in common: parameters before a step, state after it."""
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from mpjax._core.dtypes import is_low_precision
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.paths import is_key, path_text
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, PyTree
+from mpjax._core.types import Array, Params, PyTree
+from mpjax.transforms._trees import at_least_float32
 
 IntegerState: TypeAlias = Literal["sum", "same"] | Mapping[str, Literal["sum", "same"]] | None
 """How integers of the model state are combined: all alike, or by path."""
@@ -18,11 +18,13 @@ IntegerState: TypeAlias = Literal["sum", "same"] | Mapping[str, Literal["sum", "
 _HOW = ("sum", "same")
 
 
-def localise(params: PyTree, axes: tuple[Hashable, ...]) -> tuple[PyTree, Callable[[Any], Any]]:
+def localise(
+  params: Params, axes: tuple[Hashable, ...]
+) -> tuple[Params, Callable[[PyTree], PyTree]]:
   """Returns the parameters as each device's own, and a function that does so to other trees.
 
   Of replicated parameters the gradient that `jax.grad` returns inside of a `shard_map` is already
-  summed over devices, in the dtype of the product. Of a device's own ones it is not.
+  summed over devices, in the dtype of the matmul. Of a device's own ones it is not.
   """
   manual = tuple(name for name in axes if name in jax.sharding.get_abstract_mesh().manual_axes)
   if not manual:
@@ -54,13 +56,7 @@ def common_state(
   What no device has changed is what it was. Floating leaves are averaged in float32, keys are the
   same everywhere, and of integers and booleans `integer_state` says which they are. "sum" adds what
   each device has added: a counter that is set back would go down once for each device.
-
-  Args:
-    new: the model state of each device.
-    old: the model state before the step, the same on all devices.
-    unchanged: for each leaf, whether the loss function returns it as it was given it.
-    axes: the mapped axes.
-    integer_state: as given to `make_train_step`.
+  `unchanged` says for each leaf whether the loss function returns it as it was given it.
 
   Raises:
     MpjaxValueError: an integer changes of which nothing is said, or a path names no leaf.
@@ -86,12 +82,6 @@ def common_state(
       'integer_state="same" (devices agree anyway), or a dict from paths to these.',
     )
   return structure.unflatten(found)
-
-
-def at_least_float32(x: Any) -> Array:
-  """Returns `x` as float32 if it is floating and narrower (float8 too), or a Python number."""
-  x = jnp.asarray(x)
-  return x.astype(jnp.float32) if is_low_precision(x.dtype) else x
 
 
 def _combine(x: Array, old: Array, how: str | None, axes: tuple[Hashable, ...]) -> Array:
@@ -125,7 +115,7 @@ def _check_paths(paths: list[str], integer_state: IntegerState) -> None:
     )
 
 
-def check_integer_state(integer_state: Any) -> None:
+def check_integer_state(integer_state: object) -> None:
   """Raises unless `integer_state` is one of the ways, a dict of them, or None."""
   where = "mpjax.make_train_step(integer_state)"
   expected = "'sum', 'same', a dict from paths of the model state to these, or None"

@@ -1,31 +1,30 @@
 """Adding updates to parameters: from the master, to nearest, or rounded stochastically."""
 
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._core.errors import MpjaxValueError, listed, nearest
+from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.paths import is_key
 from mpjax._core.trees import is_array_like, is_half, is_none, saturate, tree_differences
-from mpjax._core.types import Array, PyTree
-
-_ROUNDINGS = ("nearest", "stochastic")
+from mpjax._core.types import Array, DType, Leaf, Params, Updates
+from mpjax._core.validators import check_choice
 
 _DROPPED_BITS = {"bfloat16": 16, "float16": 13}
 """How many more bits of mantissa float32 has."""
 
 
 def apply_updates(
-  params: PyTree,
-  updates: PyTree,
+  params: Params,
+  updates: Updates,
   *,
-  master: PyTree = None,
+  master: Params = None,
   rounding: Literal["nearest", "stochastic"] = "nearest",
   key: Array | None = None,
-) -> PyTree:
+) -> Params:
   """Adds updates to parameters, as `optax.apply_updates`, with a say in how half ones are rounded.
 
   Stochastic rounding (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015) goes to
@@ -36,9 +35,10 @@ def apply_updates(
   skipped step changes nothing.
 
   Args:
-    params: the parameters. Those in float16 and bfloat16 are rounded, others are added to.
-    updates: a tree like `params`, in float32 (as all of mpjax gives) or any dtype. Keys and what is
-      no array stay as they are, and may have None here.
+    params: the parameters, arrays of any shapes. Those in float16 and bfloat16 are rounded, others
+      are added to.
+    updates: a tree like `params`, in its shapes, in float32 (as all of mpjax gives) or any dtype.
+      Keys and what is no array stay as they are, and may have None here.
     master: `mpjax.master_params(opt_state)` after `update`: each half parameter becomes its rounded
       master, bit for bit (beyond the range of its dtype the largest number, not inf), and its
       update is not looked at.
@@ -46,7 +46,7 @@ def apply_updates(
     key: a PRNG key, typed or raw, for stochastic rounding; another one for each step.
 
   Returns:
-    A tree like `params`, with the same dtypes.
+    A tree like `params`, with the same shapes and dtypes.
 
   Raises:
     MpjaxValueError: an unknown `rounding`; no `key` where one is needed, or one where none is;
@@ -65,12 +65,12 @@ def apply_updates(
   updates = _spell_out(params, updates)
   problems = tree_differences(params, updates, dtypes=False)
   if problems:
-    expected, fix = (
-      "updates like the parameters",
-      "Pass what tx.update returned for these parameters.",
+    raise MpjaxValueError(
+      f"{call}(updates)",
+      expected="updates like the parameters",
+      got=listed(problems),
+      fix="Pass what tx.update returned for these parameters.",
     )
-    got = listed(problems)
-    raise MpjaxValueError(f"{call}(updates)", expected=expected, got=got, fix=fix)
   if master is not None:
     return _from_master(params, updates, master, f"{call}(master)")
   leaves, treedef = jax.tree.flatten(params)
@@ -81,16 +81,12 @@ def apply_updates(
   return treedef.unflatten(sums)
 
 
-def check_rounding(call: str, rounding: Any) -> None:
+def check_rounding(call: str, rounding: object) -> None:
   """Raises unless `rounding` is one of the two."""
-  if rounding not in _ROUNDINGS:
-    near = " or ".join(map(repr, nearest(str(rounding), _ROUNDINGS)))
-    expected, fix = "'nearest' or 'stochastic'", f"Did you mean {near}?"
-    where = f"{call}(rounding)"
-    raise MpjaxValueError(where, expected=expected, got=repr(rounding), fix=fix)
+  check_choice(rounding, ("nearest", "stochastic"), f"{call}(rounding)")
 
 
-def _check_rounding(call: str, master: PyTree, rounding: Any, key: Any) -> None:
+def _check_rounding(call: str, master: Params, rounding: str, key: Array | None) -> None:
   check_rounding(call, rounding)
   stochastic = rounding == "stochastic"
   if stochastic and key is None:
@@ -108,14 +104,15 @@ def _check_rounding(call: str, master: PyTree, rounding: Any, key: Any) -> None:
     raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
 
 
-def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) -> PyTree:
-  def one(m: Any, p: Any, u: Any) -> Any:
+def _from_master(params: Params, updates: Updates, master: Params, where: str) -> Params:
+  def one(m: Leaf, p: Leaf, u: Leaf) -> Leaf:
     if m is not None and is_half(p):
       return saturate(jnp.asarray(m), p.dtype).astype(p.dtype)
     return jax.tree.map(lambda p, u: _add(p, u, None), p, u)  # One hole may replace a subtree.
 
   try:
-    problems = tree_differences(params, _fill(master, params), dtypes=False)
+    filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
+    problems = tree_differences(params, filled, dtypes=False)
   except ValueError as error:
     problems = [str(error)]
   if problems:
@@ -128,15 +125,15 @@ def _from_master(params: PyTree, updates: PyTree, master: PyTree, where: str) ->
   return jax.tree.map(one, master, params, updates, is_leaf=is_none)
 
 
-def _is_untrained(param: Any) -> bool:
+def _is_untrained(param: Leaf) -> bool:
   """Whether nothing can be added to a leaf: a key, or no array at all (a function in a model)."""
   return not is_array_like(param) or is_key(jnp.result_type(param))
 
 
-def _spell_out(params: PyTree, updates: PyTree) -> PyTree:
+def _spell_out(params: Params, updates: Updates) -> Updates:
   """Returns `updates` with the parameter itself for a None where it cannot be trained."""
 
-  def one(p: Any, u: Any) -> Any:
+  def one(p: Leaf, u: Leaf) -> Leaf:
     return p if u is None and p is not None and _is_untrained(p) else u
 
   try:
@@ -145,11 +142,7 @@ def _spell_out(params: PyTree, updates: PyTree) -> PyTree:
     return updates
 
 
-def _fill(master: PyTree, params: PyTree) -> PyTree:
-  return jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
-
-
-def _add(param: Any, update: Any, key: Array | None) -> Array:
+def _add(param: Leaf, update: Leaf, key: Array | None) -> Array:
   if _is_untrained(param):
     return cast("Array", param)
   if not is_half(param):
@@ -161,7 +154,7 @@ def _add(param: Any, update: Any, key: Array | None) -> Array:
   return _round_stochastically(exact, param.dtype, key)
 
 
-def _round_stochastically(exact: Array, dtype: np.dtype[Any], key: Array) -> Array:
+def _round_stochastically(exact: Array, dtype: DType, key: Array) -> Array:
   noise = jax.random.bits(key, exact.shape, jnp.uint32)
   dropped = _DROPPED_BITS[dtype.name]
   # Noise below the last bit that stays carries into it as often as what is dropped is large.

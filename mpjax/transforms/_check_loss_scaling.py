@@ -17,7 +17,7 @@ depends on them. Where that is nothing, there was nothing to see.
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,9 @@ import numpy as np
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, message
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, PyTree
+from mpjax._core.types import Array, Function, Leaf, PyTree
 from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._loss_scale_access import (
+from mpjax.transforms._state import (
   Found,
   LossScalingState,
   plain_array,
@@ -35,7 +35,9 @@ from mpjax.transforms._loss_scale_access import (
   replace_scale,
   scales_in,
 )
-from mpjax.transforms._wrapper_trees import float32_view
+from mpjax.transforms._trees import float32_view, key_text, nodes_of
+
+P = ParamSpec("P")
 
 _WHERE = "mpjax.check_loss_scaling(step)"
 _FAR, _LOW, _GROWN = 2.0**100, 2.0**-60, 2.0**10
@@ -53,7 +55,7 @@ _SAME_NEVER_SCALED = (
 
 class _Leaf(NamedTuple):
   path: str
-  value: Any
+  value: Leaf
   in_optimizer: bool
 
 
@@ -66,7 +68,7 @@ class _Run(NamedTuple):
 
 
 @check_call(_WHERE, fix="Call what it returns: mpjax.check_loss_scaling(step)(*args).")
-def check_loss_scaling(step: Callable[..., Any]) -> Callable[..., None]:
+def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   """Returns a function that raises if `step` forgets to scale gradients, or unscales them twice.
 
   Nothing can see that by looking at the gradients, and a learning rate that is 2^15 times too small
@@ -112,7 +114,7 @@ def check_loss_scaling(step: Callable[..., Any]) -> Callable[..., None]:
   gradients that were never scaled
   """
 
-  def check(*args: Any, **kwargs: Any) -> None:
+  def check(*args: P.args, **kwargs: P.kwargs) -> None:
     found = scales_in((args, kwargs))
     if not found:
       raise _no_scale("none in the arguments", "Wrap the optimizer, tx = mpjax.loss_scaling(tx).")
@@ -129,7 +131,11 @@ def check_loss_scaling(step: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _check_one(
-  step: Callable[..., Any], args: Any, kwargs: Any, found: Found, state: LossScaleState
+  step: Function,
+  args: tuple[PyTree, ...],
+  kwargs: dict[str, PyTree],
+  found: Found,
+  state: LossScaleState,
 ) -> str | None:
   """Checks the step's use of one of the loss scales in its arguments.
 
@@ -197,7 +203,7 @@ def _check_one(
   return None if depends else _SAME
 
 
-def _copy(x: Any) -> Any:
+def _copy(x: Leaf) -> Leaf:
   return jnp.copy(x) if isinstance(x, jax.Array) else x
 
 
@@ -221,8 +227,7 @@ def _outcome(
     inside = _is_state(node)
     for rest, x in jax.tree_util.tree_leaves_with_path(node.inner_state if inside else node):
       if is_inexact(x):
-        name = jax.tree_util.keystr((*path, *rest)) or "the root"
-        leaves.append(_Leaf(name, x, inside))
+        leaves.append(_Leaf(key_text((*path, *rest)), x, inside))
   return _Run(finite, skipped, untouched, leaves)
 
 
@@ -230,12 +235,12 @@ def _same(a: LossScaleState, b: LossScaleState) -> bool:
   return all(map(np.array_equal, a, b))
 
 
-def _is_state(x: Any) -> bool:
+def _is_state(x: object) -> bool:
   return isinstance(x, LossScalingState)
 
 
 @jax.jit
-def _distance(a: Any, b: Any) -> Array:
+def _distance(a: Leaf, b: Leaf) -> Array:
   """The largest difference of two elements: a norm would overflow, and add up what is rounded."""
   a, b = float32_view([jnp.asarray(a), jnp.asarray(b)])
   return jnp.max(jnp.abs(a - b), initial=0.0)
@@ -362,8 +367,7 @@ def _none_returned(out: PyTree, found: Found) -> tuple[str, str]:
   """Returns what came instead of the state with this loss scale, and what to do."""
   if _in_variables(found):
     return "none in what step returned", "Call optimizer.update(model, grads) in step."
-  parts = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, LossScaleState))
-  if any(isinstance(x, LossScaleState) for x in parts):
+  if nodes_of(out, LossScaleState):
     # The update of a chain takes any tuple apart that has as many parts.
     return (
       "one that the update of another optimizer has taken apart in what step returned",

@@ -1,8 +1,8 @@
 """The checks that the wrappers of optimizers share."""
 
 import inspect
-from collections.abc import Hashable, Iterable
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,17 @@ import optax
 
 from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import is_array_like, is_inexact
-from mpjax._core.types import PyTree
+from mpjax._core.types import Grads, OptState, Params, PyTree, Updates
+from mpjax._core.validators import check_type
+from mpjax.transforms._trees import key_text
+
+T = TypeVar("T")
 
 
 def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:
   """Raises unless all `axes` are mapped here: `pmin` itself fails with an AssertionError.
 
-  Args:
-    axes: names of axes.
-    where: how they were given.
-    call: what has to be called inside of what maps them.
-    fix: what to do.
+  `call` is what has to be called inside of what maps them.
   """
   for name in axes:
     try:
@@ -31,21 +31,21 @@ def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> 
         where,
         expected=f"the name of an axis that is mapped where {call} is called",
         got=f"none of that name ({error}; the axes of the mesh here: {names})",
-        fix=f"{fix} leave axis_name out: one program already sees all devices.",
+        fix=f"{fix} leave axis_name out: one jitted function already sees all devices.",
       ) from error
 
 
-def check_inner(inner: Any, where: str) -> optax.GradientTransformationExtraArgs:
+def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraArgs:
   """Returns `inner`, made to take extra arguments; raises if it is no optax transformation."""
-  if not isinstance(inner, optax.GradientTransformation):
-    raise MpjaxTypeError(
-      where,
-      expected="an optax.GradientTransformation",
-      got=f"a {type(inner).__name__}",
-      fix="Pass an optimizer such as optax.adamw(1e-3); of optax.MultiSteps its "
-      "gradient_transformation().",
-    )
-  return take_extra_args(inner)
+  checked = check_type(
+    inner,
+    optax.GradientTransformation,
+    where,
+    expected="an optax.GradientTransformation",
+    fix="Pass an optimizer such as optax.adamw(1e-3); of optax.MultiSteps its "
+    "gradient_transformation().",
+  )
+  return take_extra_args(checked)
 
 
 def take_extra_args(
@@ -61,15 +61,17 @@ def take_extra_args(
     return inner
 
   def update(
-    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-  ) -> tuple[PyTree, PyTree]:
+    updates: Updates, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, OptState]:
     named = {name: value for name, value in extra_args.items() if name in parameters}
     return inner.update(updates, state, params, **named)
 
   return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, where: str) -> PyTree:
+def init_inner(
+  inner: optax.GradientTransformationExtraArgs, params: Params, where: str
+) -> OptState:
   """Returns `inner.init(params)`, and names the parameters that it does not take.
 
   optax says which labels of a `multi_transform` have no transformation, but not where they are, and
@@ -97,7 +99,7 @@ def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, whe
 
     fixed = fails(None)
     bad = [path for i, (path, _) in enumerate(leaves) if not fixed and fails(i)]
-    names = ", ".join(jax.tree_util.keystr(path) or "the root" for path in bad)
+    names = ", ".join(map(key_text, bad))
     fix = "Give them a label that has a transformation, or a transformation for that label."
     if not bad:
       fix = (
@@ -114,12 +116,12 @@ def init_inner(inner: optax.GradientTransformationExtraArgs, params: PyTree, whe
 
 def update_inner(
   inner: optax.GradientTransformationExtraArgs,
-  grads: PyTree,
-  state: PyTree,
-  params: PyTree,
-  extra_args: dict[str, Any],
+  grads: Grads,
+  state: OptState,
+  params: Params,
+  extra_args: Mapping[str, PyTree],
   where: str,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[Updates, OptState]:
   """Returns `inner.update(...)`; where that fails because the state is another's, says so.
 
   Raises:
@@ -141,7 +143,7 @@ def update_inner(
     ) from error
 
 
-def _init_structure(inner: optax.GradientTransformationExtraArgs, params: PyTree) -> Any:
+def _init_structure(inner: optax.GradientTransformationExtraArgs, params: Params) -> object:
   """Returns the structure of the state that `inner` starts from, or None if it cannot be told."""
   try:
     return jax.tree.structure(jax.eval_shape(inner.init, params))
@@ -153,7 +155,7 @@ _OVERWRITTEN = "_overwrite_with_gradient"
 """The collection of Flax's float8 layers; what comes as its gradient is its next value."""
 
 
-def _refuse_overwritten(params: PyTree, where: str) -> None:
+def _refuse_overwritten(params: Params, where: str) -> None:
   """Raises if `params` holds the scales of float8 layers, which Adam would move as it pleases."""
   for path, _ in jax.tree_util.tree_leaves_with_path(params):
     if any(getattr(entry, "key", None) == _OVERWRITTEN for entry in path):
@@ -166,19 +168,19 @@ def _refuse_overwritten(params: PyTree, where: str) -> None:
       )
 
 
-def check_state(state: Any, kind: type[Any], where: str) -> None:
+def check_state(state: object, kind: type[T], where: str) -> T:
   """Raises unless `state` is a `kind`, which `init` of the same transformation makes."""
-  if not isinstance(state, kind):
-    raise MpjaxTypeError(
-      where,
-      expected="the state that init made",
-      got=f"a {type(state).__name__}",
-      fix="Pass the opt_state of this very transformation; restore checkpoints into the "
-      "structure of tx.init(params).",
-    )
+  return check_type(
+    state,
+    kind,
+    where,
+    expected="the state that init made",
+    fix="Pass the opt_state of this very transformation; restore checkpoints into the structure of "
+    "tx.init(params).",
+  )
 
 
-def check_params(params: PyTree, where: str) -> None:
+def check_params(params: Params, where: str) -> None:
   """Raises if `update` was not given the parameters."""
   if params is None:
     raise MpjaxValueError(
@@ -190,7 +192,7 @@ def check_params(params: PyTree, where: str) -> None:
 
 
 def refuse_integers(
-  params: PyTree,
+  params: Params,
   where: str,
   fix: str = "Keep counters, tables of integers and keys out of params (in model_state, say), or "
   "wrap with optax.masked.",
@@ -198,7 +200,7 @@ def refuse_integers(
   """Raises if a leaf of `params` is an array that cannot be trained."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
   found = [
-    f"{jnp.result_type(x)} at {jax.tree_util.keystr(path) or 'the root'}"
+    f"{jnp.result_type(x)} at {key_text(path)}"
     for path, x in leaves
     if is_array_like(x) and not is_inexact(x)
   ]

@@ -2,26 +2,22 @@
 
 import functools
 from collections.abc import Hashable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, PyTree
-from mpjax.transforms._across_devices import (
-  IntegerState,
-  at_least_float32,
-  common_state,
-  localise,
-)
-from mpjax.transforms._branch import stored_first
-from mpjax.transforms._loss_program import LossFn, trace_loss, warn_without_float16
+from mpjax._core.types import Array, Grads, Leaf, PyTree
+from mpjax.transforms._across_devices import IntegerState, common_state, localise
+from mpjax.transforms._skip import stored_first
+from mpjax.transforms._traced_loss import LossFn, Metrics, trace_loss, warn_without_float16
 from mpjax.transforms._train_state import TrainState, own_scale
+from mpjax.transforms._trees import at_least_float32, strong
 from mpjax.transforms._value_and_grad import value_and_grad
-from mpjax.transforms._wrapper_trees import strong
 
-Metrics: TypeAlias = dict[str, Any]
+Aux: TypeAlias = tuple[PyTree, Metrics]
+Totals: TypeAlias = tuple[PyTree, Grads]
 
 
 class BatchResult(NamedTuple):
@@ -30,7 +26,7 @@ class BatchResult(NamedTuple):
   loss: Array
   model_state: PyTree
   metrics: Metrics
-  grads: PyTree
+  grads: Grads
   watched: PyTree  # the new model state, with 0 for what was there before the batch
 
 
@@ -45,19 +41,21 @@ def batch_gradients(
 ) -> BatchResult:
   """Returns the gradients of a batch, and what else its forward pass computes."""
   params, vary = localise(state.params, axes)
-  dynamic = own_scale(state.opt_state, "").config.startswith("dynamic")
+  dynamic = own_scale(state.opt_state, "").says.dynamic
   seen = []  # Whether leaves of the model state are returned as they were given.
 
-  def run(model_state: PyTree, batch: PyTree, rng: Array | None) -> Any:
-    program = trace_loss(loss_fn, params, model_state, batch, rng)
-    seen.append(program.unchanged)
+  def run(
+    model_state: PyTree, batch: PyTree, rng: Array | None
+  ) -> tuple[Array, PyTree, Metrics, Grads]:
+    traced = trace_loss(loss_fn, params, model_state, batch, rng)
+    seen.append(traced.unchanged)
     if dynamic:
-      warn_without_float16(loss_fn, program.jaxpr)
+      warn_without_float16(loss_fn, traced.jaxpr)
 
-    def own_loss(*args: PyTree) -> Any:
+    def own_loss(*args: PyTree) -> tuple[Array, Aux]:
       # A loss that loss_fn has reduced is one number for all devices: differentiated as such, each
       # would get its share of the gradient, and the mean below would divide that once more.
-      loss, aux = program.fun(*args)
+      loss, aux = traced.fun(*args)
       return vary(loss), aux
 
     differentiate = value_and_grad(own_loss, state.opt_state, has_aux=True)
@@ -71,7 +69,7 @@ def batch_gradients(
     loss, model_state, metrics, grads = run(model_state, batch, rng)
   else:
 
-    def body(carry: Any, xs: Any) -> Any:
+    def body(carry: Totals, xs: tuple[Array, PyTree]) -> tuple[Totals, tuple[Array, Metrics]]:
       model_state, total = carry
       index, micro_batch = xs
       key = None if rng is None else jax.random.fold_in(rng, index)
@@ -95,7 +93,7 @@ def batch_gradients(
   return BatchResult(loss, model_state, metrics, stored_first(grads), watched)
 
 
-def _unless_there_before(new: Array, old: Array, unchanged: bool) -> Any:
+def _unless_there_before(new: Array, old: Array, unchanged: bool) -> Array | int:
   """Returns `new`, but 0 for the numbers that are as they were: a mask may well hold -inf."""
   if unchanged or not is_inexact(new):
     return 0
@@ -107,7 +105,7 @@ def _cut(x: Array, parts: int) -> Array:
   return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
 
 
-def _metric(x: Any) -> Array:
+def _metric(x: Leaf) -> Array:
   """`x` in the dtype in which it is added up: at least float32, or int32 (as bool is counted)."""
   x = at_least_float32(x)
   return x if is_inexact(x) or x.dtype.itemsize >= 4 else x.astype(jnp.int32)

@@ -1,13 +1,19 @@
 """The arithmetic of loss scaling: the state, how it moves, and how gradients are unscaled."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, PyTree
-from mpjax.transforms._loss_scale_config import INT32_MAX, DynamicLossScale, StaticLossScale
+from mpjax._core.types import Array, Grads, Leaf
+from mpjax.transforms._loss_scale_config import (
+  INT32_MAX,
+  DynamicLossScale,
+  LossScale,
+  NoLossScale,
+)
+from mpjax.transforms._trees import at_least_float32, strong
 
 
 class LossScaleState(NamedTuple):
@@ -28,8 +34,14 @@ class LossScaleState(NamedTuple):
   finite: Array  # bool: the last step was applied
 
 
-def init_scale(config: StaticLossScale | DynamicLossScale) -> LossScaleState:
+ScaleState: TypeAlias = LossScaleState | tuple[()]
+"""What belongs to one loss; () for `NoLossScale`."""
+
+
+def init_scale(config: LossScale) -> ScaleState:
   """Returns the state before the first step."""
+  if isinstance(config, NoLossScale):
+    return ()
   dynamic = isinstance(config, DynamicLossScale)
   zero = dict.fromkeys(("good_steps", "total", "skipped", "consecutive_skips"), 0)
   zero |= dict.fromkeys(("floor_hits", "bad_updates", "first_bad"), 0)
@@ -43,7 +55,7 @@ def init_scale(config: StaticLossScale | DynamicLossScale) -> LossScaleState:
 
 
 def adjust(
-  config: StaticLossScale | DynamicLossScale,
+  config: LossScale,
   state: LossScaleState,
   *,
   finite: Array,
@@ -106,30 +118,23 @@ def _count_up(count: Array, by_one: Array | bool) -> Array:
   return jnp.where(jnp.logical_and(by_one, count < INT32_MAX), count + 1, count)
 
 
-def unscale_tree(grads: PyTree, scale: Array | None) -> PyTree:
+def unscale_tree(grads: Grads, scale: Array | None) -> Grads:
   """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves keep their dtype).
 
-  The cast comes first: in half the quotient would underflow. XLA makes a product with 1/scale of
-  the division, which is exact for a power of two and otherwise within 1 ulp of the gradient; the
-  limits of a scale keep the reciprocal a normal number. Leaves that are no floating or complex
-  numbers are returned as they are.
-
-  Args:
-    grads: a tree of gradients of the scaled loss.
-    scale: the scalar float32 that multiplied the loss; None only casts.
+  The cast comes first: in half the quotient would underflow. XLA turns the division into a
+  multiplication by 1/scale, which is exact for a power of two and otherwise within 1 ulp of the
+  gradient; the limits of a scale keep the reciprocal a normal number. Leaves that are no floating
+  or complex numbers are returned as they are. Without a scale, leaves are only cast.
   """
   return jax.tree.map(lambda g: _unscale_leaf(g, scale), grads)
 
 
-def _unscale_leaf(g: Any, scale: Array | None) -> Any:
+def _unscale_leaf(g: Leaf, scale: Array | None) -> Leaf:
   if not is_inexact(g):
     return g
-  g = jnp.asarray(g)
-  if jnp.issubdtype(g.dtype, jnp.complexfloating):
-    if scale is None:
-      return g
-    # Part by part: a complex division squares the scale on the way, which overflows.
-    by = scale.astype(g.real.dtype)
-    return jax.lax.complex(g.real / by, g.imag / by)
-  g = g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)
-  return g if scale is None else g / scale.astype(g.dtype)
+  g = strong(at_least_float32(g))
+  if scale is None:
+    return g
+  by = scale.astype(g.real.dtype)
+  # Part by part: a complex division squares the scale on the way, which overflows.
+  return jax.lax.complex(g.real / by, g.imag / by) if jnp.iscomplexobj(g) else g / by

@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import numbers
-import re
 import warnings
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
+from mpjax._core.errors import MpjaxValueError
+from mpjax._core.validators import check_int, check_number, check_value
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 """Outside, 1/scale or the scale itself is subnormal in float32, and XLA flushes it to 0."""
@@ -19,7 +18,7 @@ INT32_MAX = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoLossScale:
-  """No scaling, no check and no skipped step: nothing is added to the program.
+  """No scaling, no check and no skipped step: nothing is added to the jaxpr.
 
   For float32 and bfloat16, whose gradients do not underflow. The rest of the loss scaling API
   works with it (the scale reads 1), so that a script can switch scaling off in one place.
@@ -100,21 +99,29 @@ class DynamicLossScale:
     for field in ("growth_factor", "backoff_factor"):
       object.__setattr__(self, field, _float32(getattr(self, field), f"{call}({field})"))
     for field in ("growth_interval", "hysteresis"):
-      object.__setattr__(self, field, _count(getattr(self, field), f"{call}({field})"))
-    if not 1.0 < self.growth_factor <= LARGEST:
-      raise MpjaxValueError(
-        f"{call}(growth_factor)",
-        expected="a number above 1 (and at most 2^126)",
-        got=repr(self.growth_factor),
-        fix="Use 2, or StaticLossScale for a scale that never grows.",
+      count = check_int(
+        getattr(self, field),
+        f"{call}({field})",
+        least=1,
+        most=INT32_MAX,
+        expected="an integer from 1 to 2^31 - 1, known before tracing",
+        fix="Use 1 to act on every step.",
       )
-    if not SMALLEST <= self.backoff_factor < 1.0:
-      raise MpjaxValueError(
-        f"{call}(backoff_factor)",
-        expected="a number below 1 (and at least 2^-126)",
-        got=repr(self.backoff_factor),
-        fix="Use 0.5, or StaticLossScale for a scale that never shrinks.",
-      )
+      object.__setattr__(self, field, count)
+    check_value(
+      self.growth_factor,
+      1.0 < self.growth_factor <= LARGEST,
+      f"{call}(growth_factor)",
+      expected="a number above 1 (and at most 2^126)",
+      fix="Use 2, or StaticLossScale for a scale that never grows.",
+    )
+    check_value(
+      self.backoff_factor,
+      SMALLEST <= self.backoff_factor < 1.0,
+      f"{call}(backoff_factor)",
+      expected="a number below 1 (and at least 2^-126)",
+      fix="Use 0.5, or StaticLossScale for a scale that never shrinks.",
+    )
     if self.min_scale > self.max_scale:
       raise MpjaxValueError(
         f"{call}(min_scale)",
@@ -137,56 +144,31 @@ LossScale: TypeAlias = NoLossScale | StaticLossScale | DynamicLossScale
 """Any of the three ways to scale a loss."""
 
 
-def positive_scale(value: Any, where: str) -> float:
+def positive_scale(value: object, where: str) -> float:
   """Returns `value` rounded to float32, or raises if it is no usable scale."""
   scale = _float32(value, where)
-  if not SMALLEST <= scale <= LARGEST:
-    raise MpjaxValueError(
-      where,
-      expected="a positive number in [2^-126, 2^126]",
-      got=repr(value),
-      fix="Choose a power of two such as 2**15: beyond these limits 1/scale is 0 in float32.",
-    )
+  check_value(
+    value,
+    SMALLEST <= scale <= LARGEST,
+    where,
+    expected="a positive number in [2^-126, 2^126]",
+    fix="Choose a power of two such as 2**15: beyond these limits 1/scale is 0 in float32.",
+  )
   return scale
 
 
-def _float32(value: Any, where: str) -> float:
-  if isinstance(value, bool) or not isinstance(value, numbers.Real):
-    raise MpjaxTypeError(
-      where,
-      expected="a plain number that is known before tracing",
-      got=f"{value!r} of type {type(value).__name__}",
-      fix="Pass a Python number (float(x) of an array); mpjax.set_loss_scale changes a state.",
-    )
+def _float32(value: object, where: str) -> float:
+  number = check_number(
+    value,
+    where,
+    expected="a plain number that is known before tracing",
+    fix="Pass a Python number (float(x) of an array); mpjax.set_loss_scale changes a state.",
+  )
   with np.errstate(over="ignore", under="ignore"):
-    rounded = float(np.float32(value))
-  if not math.isfinite(rounded):
-    raise MpjaxValueError(
-      where,
-      expected="a finite number that float32 can hold",
-      got=repr(value),
-      fix="Choose a power of two such as 2**15.",
-    )
+    rounded = float(np.float32(number))
+  expected, fix = "a finite number that float32 can hold", "Choose a power of two such as 2**15."
+  check_value(value, math.isfinite(rounded), where, expected=expected, fix=fix)
   return rounded
-
-
-def _count(value: Any, where: str) -> int:
-  if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-    raise MpjaxTypeError(
-      where,
-      expected="an integer that is known before tracing",
-      got=f"{value!r} of type {type(value).__name__}",
-      fix="Pass a Python int.",
-    )
-  count = int(value)
-  if not 1 <= count <= INT32_MAX:
-    raise MpjaxValueError(
-      where,
-      expected="an integer from 1 to 2^31 - 1",
-      got=repr(count),
-      fix="Use 1 to act on every step.",
-    )
-  return count
 
 
 def warn_unless_power_of_two(where: str, values: dict[str, float], stacklevel: int) -> None:
@@ -200,41 +182,3 @@ def warn_unless_power_of_two(where: str, values: dict[str, float], stacklevel: i
 def _warn_unless_powers_of_two(call: str, values: dict[str, float]) -> None:
   # The frames between here and the user: this one, __post_init__, and the generated __init__.
   warn_unless_power_of_two(call, values, stacklevel=4)
-
-
-def config_label(config: LossScale) -> str:
-  """Returns a short text that tells configurations apart, for the structure of a state.
-
-  `init_scale` is left out, since the state's own scale takes its place, and so are defaults: a
-  field that a later version adds does not change the text of older states.
-  """
-  if isinstance(config, NoLossScale):
-    return "none"
-  if isinstance(config, StaticLossScale):
-    return f"static(scale={config.scale:.9g})"
-  changed = [
-    f"{field.name}={getattr(config, field.name):.9g}"
-    for field in dataclasses.fields(config)
-    if field.name != "init_scale" and getattr(config, field.name) != field.default
-  ]
-  return f"dynamic({','.join(changed)})" if changed else "dynamic"
-
-
-def label_limits(label: str) -> tuple[float, float]:
-  """Returns the smallest and the largest scale that the configuration behind `label` allows."""
-  if not label.startswith("dynamic"):
-    return SMALLEST, LARGEST
-  return label_number(label, "min_scale"), label_number(label, "max_scale")
-
-
-def label_number(label: str, field: str) -> float:
-  """Returns a number of the `DynamicLossScale` behind `label`."""
-  given = dict(re.findall(r"(\w+)=([^,)]+)", label))
-  # Nine digits tell all float32 values apart, so this gives back the very number.
-  return float(np.float32(given.get(field, getattr(DynamicLossScale, field))))
-
-
-def largest_scale(label: str) -> float:
-  """Returns the largest scale that training by the configuration behind `label` comes to."""
-  static = re.fullmatch(r"static\(scale=(.+)\)", label)
-  return float(static[1]) if static else label_limits(label)[1]

@@ -1,43 +1,30 @@
 """The optax wrapper that unscales gradients, and skips the steps that overflowed."""
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Never
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Never, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 from mpjax._core.errors import MpjaxTypeError
-from mpjax._core.trees import first_nonfinite, select
-from mpjax._core.types import Array, PyTree
-from mpjax.transforms._branch import (
-  Step,
-  hold,
-  nothing_like,
-  one_at_a_time,
-  step_or_skip,
-  stored_first,
-)
+from mpjax._core.trees import first_nonfinite, is_half, is_inexact
+from mpjax._core.types import Array, Function, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import check_axes, init_inner, take_extra_args, update_inner
+from mpjax.transforms._frozen import frozen_leaves, hold, leave_to_window
+from mpjax.transforms._labels import by_loss, label_configs, parse_label
 from mpjax.transforms._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
-from mpjax.transforms._loss_scale_access import Found, LossScales, LossScalingState
-from mpjax.transforms._loss_scale_config import (
-  DynamicLossScale,
-  LossScale,
-  NoLossScale,
-  label_limits,
-)
+from mpjax.transforms._loss_scale_config import DynamicLossScale, LossScale, NoLossScale
 from mpjax.transforms._loss_scaling_checks import (
-  by_loss,
   check_arguments,
-  label_configs,
-  own_scales,
   refuse_apply_to_parts,
   refuse_nesting,
   transformation,
+  warn_of_half,
 )
 from mpjax.transforms._master_weights import (
   adopt_masters,
@@ -45,27 +32,22 @@ from mpjax.transforms._master_weights import (
   merged_masters,
   reach_masters,
 )
-from mpjax.transforms._no_loss_scale import flag_and_scale, without_loss_scale
-from mpjax.transforms._windows import leave_to_window
-from mpjax.transforms._wrapper_trees import (
+from mpjax.transforms._skip import step_or_select, stored_first
+from mpjax.transforms._state import LossScales, LossScalingState, own_scales
+from mpjax.transforms._trees import (
   align_gradients,
   arrays_only,
+  as_stored,
   by_part,
   differentiated,
   float32_view,
-  frozen_leaves,
+  hide_untrained,
   merge_updates,
   place_like,
   strong,
-  warn_of_half,
 )
 
-_STATE_FIX = (
-  "Let inner return the same structure, shapes and dtypes as its init makes: nothing is cast or "
-  "broadcast here. optax.monitor begins with an empty state; optax.snapshot measures in init."
-)
-
-AxisName = Hashable | Sequence[Hashable]
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
 
 
 def loss_scaling(
@@ -100,18 +82,17 @@ def loss_scaling(
   `mpjax.master_weights` of it) directly inside freezes what has None in all of a window.
 
   `update(updates, state, params=None, *, loss=None, **extra_args)` passes its extra arguments on to
-  `inner`, those that it takes, with `grads_finite` (scalar bool) and `loss_scale` (scalar float32,
-  the one that these gradients were divided by) added, except beside `value_fn=`: line searches call
-  that function with all the rest. `grad=` of line searches and what `grad_fn=` of
+  `inner`, those that it takes, with `grads_finite` (bool of shape ()) and `loss_scale` (float32 of
+  shape (), the one that these gradients were divided by) added, except beside `value_fn=`: line
+  searches call that function with all the rest. `grad=` of line searches and what `grad_fn=` of
   `optax.contrib.sam` returns are unscaled like the gradients: give them as `mpjax.value_and_grad`
   makes them. Where a gradient of `grad_fn`, which `inner` has to call in Python, is not finite, the
-  step is skipped as well. `loss=`,
-  scaled or not, only has to be finite. With `apply=`, a function of parameters, updates and the new
-  state of `inner`, `update` returns what that returns, new parameters, in the place of updates, or
-  the old ones where it skips: updates that are applied where they are made need not be stored.
-  Outside of this there must be no other transformation, which would take them for updates:
-  `optax.chain`, masks and `mpjax.master_weights` around it are refused, others cannot be seen from
-  here.
+  step is skipped as well. `loss=`, a tree of arrays of any shapes, scaled or not, only has to be
+  finite. With `apply=`, a function of parameters, updates and the new state of `inner`, `update`
+  returns what that returns, new parameters, in the place of updates, or the old ones where it
+  skips: updates that are applied where they are made need not be stored. Outside of this there must
+  be no other transformation, which would take them for updates: `optax.chain`, masks and
+  `mpjax.master_weights` around it are refused, others cannot be seen from here.
 
   Several losses into one optimizer have a scale each, `loss_scaling(inner, {"a": ..., "b": ...})`:
   differentiate one after the other with `mpjax.value_and_grad(..., name="a")`, and give `update`
@@ -121,7 +102,7 @@ def loss_scaling(
   Args:
     inner: the optimizer, or any optax transformation.
     loss_scale: `DynamicLossScale`, `StaticLossScale` or `NoLossScale`. With the last, `inner` is
-      called as it is and nothing is added to the program. Or a dict from names of losses to these.
+      called as it is and nothing is added to the jaxpr. Or a dict from names of losses to these.
     axis_name: the mapped axis, or axes, over which all devices must decide alike (`shard_map`,
       `pmap`, `vmap`). Averaging the gradients over it remains yours to do, before `update`.
     check_updates: skip as well when the gradients were finite but the updates are not; counted
@@ -132,8 +113,10 @@ def loss_scaling(
     **unknown: refused. What shapes gradients or updates is set on `inner`.
 
   Returns:
-    An optax transformation. Its state is a NamedTuple of strongly typed arrays; its structure
-    records `name` and the configuration.
+    An optax transformation. It takes gradients in the shapes of the parameters, of any floating
+    dtype, and returns updates in these shapes, in float32 (64-bit and complex ones as the
+    parameters). Its state is a `LossScalingState` of strongly typed arrays; its structure records
+    `name` and the configuration.
 
   Raises:
     MpjaxTypeError: an argument has the wrong type or is unknown; `init`: there is another
@@ -153,104 +136,134 @@ def loss_scaling(
   >>> print(updates, mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
   [-0. -0.] 2.0
   """
-  check_arguments(inner, loss_scale, axis_name, check_updates, name, unknown)
-  labels, several = label_configs(loss_scale, name), isinstance(loss_scale, Mapping)
+  check_arguments(inner, loss_scale, check_updates, name, unknown)
+  configs, several = label_configs(loss_scale, name), isinstance(loss_scale, Mapping)
+  scaled = not any(isinstance(config, NoLossScale) for config in configs.values())
   inner = take_extra_args(inner)
-  configs = {k: v for k, v in labels.items() if not isinstance(v, NoLossScale)}
-  if not configs:
-    return without_loss_scale(inner, labels, several)
+  call = "mpjax.loss_scaling(inner).update"
 
-  def init(params: PyTree) -> LossScalingState:
+  def shown(params: Params) -> Params:
+    # Without a scale `inner` works as if it were alone: half moments for half parameters.
+    return float32_view(params) if scaled else hide_untrained(params, params)
+
+  def init(params: Params) -> LossScalingState:
     where = "mpjax.loss_scaling(inner)"
-    params = arrays_only(params)
-    inner_state = adopt_masters(params, init_inner(inner, float32_view(params), where), where)
-    warn_of_half(params, merged_masters(inner_state))
+    params = arrays_only(params) if scaled else params
+    inner_state = init_inner(inner, shown(params), where)
+    if scaled:
+      inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, where))
+      warn_of_half(params, merged_masters(inner_state))
     refuse_nesting(inner_state)
-    scales: LossScales = {label: init_scale(config) for label, config in configs.items()}
-    return place_like(params, LossScalingState(scales, jax.tree.map(strong, inner_state)))
+    state = LossScalingState({k: init_scale(config) for k, config in configs.items()}, inner_state)
+    return place_like(params, state) if scaled else state
 
   def update(
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree = None,
+    updates: Grads,
+    state: OptState,
+    params: Params = None,
     *,
     loss: PyTree = None,
-    apply: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None,
-    **extra_args: Any,
-  ) -> tuple[PyTree, LossScalingState]:
-    old = own_scales(state, configs)
-    call = where = "mpjax.loss_scaling(inner).update"
+    apply: Callable[[Params, Updates, OptState], Params] | None = None,
+    **extra_args: PyTree,
+  ) -> tuple[Updates, LossScalingState]:
+    scales = own_scales(state, configs)
+    old = {k: scale for k, scale in scales.items() if isinstance(scale, LossScaleState)}
     if apply is not None:
       refuse_apply_to_parts(params)
-    params = arrays_only(params)
+    params = arrays_only(params) if scaled else params
     own = differentiated(params)
-    given = by_loss(updates, configs, several, f"{where}(updates)")
-    given = {label: differentiated(g) for label, g in given.items()}
-    grads = {k: align_gradients(g, own, f"{where}(updates)") for k, g in given.items()}
-    frozen = frozen_leaves(given.values(), own)
+    grad_fn: Function | None = extra_args.get("grad_fn")
+
+    def by_label(tree: Grads, argument: str) -> dict[str, Grads]:
+      parts = by_loss(tree, configs, several, f"{call}({argument})")
+      return {label: differentiated(grads) for label, grads in parts.items()}
+
+    def aligned(given: dict[str, Grads], argument: str) -> dict[str, Grads]:
+      where, strict = f"{call}({argument})", scaled or several
+      return {k: align_gradients(g, own, where, strict=strict) for k, g in given.items()}
+
+    def total(grads: dict[str, Grads]) -> Grads:
+      """The gradient of the sum of the losses, unscaled, as `inner` sees it."""
+      if scaled:
+        return float32_view(_sum([unscale_tree(g, old[k].scale) for k, g in grads.items()]))
+      return hide_untrained(_sum(list(grads.values())), own)
+
+    given = by_label(updates, "updates")
+    grads, frozen = aligned(given, "updates"), frozen_leaves(given.values(), own)
     if "grad" in extra_args:
-      given = by_loss(extra_args["grad"], configs, several, f"{where}(grad)")
-      extra_args["grad"] = _unscaled_sum(given, old)
-    grad_fn: Any = extra_args.get("grad_fn")
-    losses = by_loss(loss, configs, several, f"{where}(loss)") if loss is not None else {}
-    first_bad, finite, number = {}, {}, {}
+      extra_args["grad"] = total(aligned(by_label(extra_args["grad"], "grad"), "grad"))
     # In a step of `make_train_step` nobody else has the gradients, and their quotients take over
     # the memory.
-    total = None if apply is None else stored_first(_unscaled_sum(grads, old))
-    for label, g in grads.items():
+    stored = stored_first(total(grads)) if scaled and apply is not None else None
+    losses = by_loss(loss, configs, several, f"{call}(loss)") if scaled and loss is not None else {}
+    first_bad, number, finite = {}, {}, {}
+    for label, scale in old.items():
       # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
       # gradients themselves: then no quotient has to be kept in memory until the decision.
-      below_one = label_limits(Found(state, label).config)[0] < 1
-      seen = g if total is None and not below_one else unscale_tree(g, old[label].scale)
+      exact = stored is None and parse_label(label).limits[0] >= 1
+      seen = grads[label] if exact else unscale_tree(grads[label], scale.scale)
       watched = jax.tree.leaves((seen, losses.get(label)))
-      first_bad[label] = _agree(first_nonfinite(watched), axis_name)
       number[label] = len(watched)
+      first_bad[label] = _agree(first_nonfinite(watched), axis_name)
       finite[label] = first_bad[label] == number[label]
-    all_finite = functools.reduce(jnp.logical_and, finite.values())
-    if several:  # The sum of finite gradients may overflow; no single scale is to blame for that.
-      all_finite = jnp.logical_and(all_finite, _all_finite(_unscaled_sum(grads, old), axis_name))
-    scales = {Found(state, label).name: one.scale for label, one in old.items()}
-    loss_scales = scales if several else next(iter(scales.values()))
-    extra_args = flag_and_scale(extra_args, all_finite, loss_scales)
+    # NumPy scalars: as constants they add no operation, unless inner uses them.
+    all_finite: Leaf = np.bool_(True)
+    loss_scales: PyTree = np.float32(1)
+    if scaled:
+      all_finite = functools.reduce(jnp.logical_and, finite.values())
+      loss_scales = {parse_label(label).name: one.scale for label, one in old.items()}
+      loss_scales = loss_scales if several else next(iter(loss_scales.values()))
+    if several and scaled:
+      # The sum of finite gradients may overflow; no single scale is to blame for that.
+      all_finite = jnp.logical_and(all_finite, _all_finite(total(grads), axis_name))
+    # A line search calls value_fn with every argument that has another name.
+    if "value_fn" not in extra_args:
+      extra_args = {"grads_finite": all_finite, "loss_scale": loss_scales} | extra_args
 
     def step(
-      inner_state: PyTree, params: PyTree, seen: list[dict[str, Array]] | None = None
-    ) -> tuple[PyTree, PyTree]:
-      view = None if params is None else float32_view(params)
+      inner_state: OptState, params: Params, seen: list[dict[str, Array]] | None = None
+    ) -> tuple[Updates, OptState]:
+      view = None if params is None else shown(params)
       # In here, where an optimizer reads it, a quotient is never stored.
-      gradient = _unscaled_sum(grads, old) if total is None else total
+      gradient = total(grads) if stored is None else stored
       held, gradient = leave_to_window(frozen, gradient, inner_state)
-      more = extra_args if grad_fn is None else {**extra_args, "grad_fn": unscaled_by(seen)}
+      more = extra_args
+      if grad_fn is not None:
+        more = {**extra_args, "grad_fn": plain_grad_fn(grad_fn, seen)}
       new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
+      if not scaled and any(map(is_half, jax.tree.leaves(params))):
+        # Of float32 gradients half moments become float32, and as a new type a new trace.
+        new_inner = as_stored(new_inner, inner_state)
       new_inner = keep_masters(held, inner_state, new_inner)
-      new_updates = reach_masters(params, new_updates, new_inner)
+      if scaled:
+        new_updates = reach_masters(params, new_updates, new_inner)
       return by_part(lambda u, _: hold(held, u), new_updates, params), new_inner
 
-    def unscaled_by(seen: list[dict[str, Array]] | None) -> Callable[..., PyTree]:
+    def plain_grad_fn(
+      grad_fn: Function, seen: list[dict[str, Array]] | None
+    ) -> Callable[..., Grads]:
       """`grad_fn` that returns plain gradients, and notes where they are not finite."""
       outside = get_opaque_trace_state()
 
-      def unscaled(*args: Any, **kwargs: Any) -> PyTree:
-        at = f"{call}(grad_fn)"
-        given = by_loss(grad_fn(*args, **kwargs), configs, several, at)
-        given = {k: align_gradients(differentiated(g), own, at) for k, g in given.items()}
+      def plain(*args: PyTree, **kwargs: PyTree) -> Grads:
+        given = aligned(by_label(grad_fn(*args, **kwargs), "grad_fn"), "grad_fn")
         if seen is not None:
           watched = {k: (unscale_tree(g, old[k].scale), losses.get(k)) for k, g in given.items()}
           first = {k: first_nonfinite(jax.tree.leaves(w)) for k, w in watched.items()}
           if get_opaque_trace_state() != outside:
             _refuse_traced(first)
           seen.append(first)
-        return _unscaled_sum(given, old)
+        return total(given)
 
-      return unscaled
+      return plain
 
-    def merged(new_updates: PyTree, params: PyTree) -> PyTree:
+    def merged(new_updates: Updates, params: Params) -> Updates:
       grad = next(iter(grads.values()))
       return by_part(lambda u, p: merge_updates(grad, u, p), new_updates, params)
 
-    kept, where = state.inner_state, f"{where}: the state of inner"
-    applied = all_finite
-    if check_updates or grad_fn is not None:
+    kept, where = state.inner_state, f"{call}: the state of inner"
+    applied = all_finite if scaled else None
+    if scaled and (check_updates or grad_fn is not None):
       # Once to look at, and once more to apply: to decide first, by updates that are never stored,
       # takes less memory than to have the old and the new of everything until the decision.
       seen: list[dict[str, Array]] = []
@@ -262,54 +275,36 @@ def loss_scaling(
       good = _all_finite(looked_at, axis_name) if check_updates else True
       applied = jnp.logical_and(all_finite, good)
     if apply is None:
-      new_updates, new_inner = _unless_skipped(
-        lambda kept: step(kept, params), kept, applied, where
-      )
+      new_updates, new_inner = step_or_select(applied, lambda kept: step(kept, params), kept, where)
       result = merged(new_updates, params)
     else:
 
-      def step_and_apply(kept: PyTree) -> tuple[PyTree, PyTree]:
+      def step_and_apply(kept: PyTree) -> tuple[tuple[()], PyTree]:
         new_updates, new_inner = step(*kept)
         return (), (new_inner, apply(kept[1], merged(new_updates, kept[1]), new_inner))
 
-      _, (new_inner, result) = _unless_skipped(step_and_apply, (kept, params), applied, where)
+      _, (new_inner, result) = step_or_select(applied, step_and_apply, (kept, params), where)
     flags = {"all_finite": all_finite, "applied": applied}
-    new_state = LossScalingState(
-      {
-        label: adjust(config, old[label], finite=finite[label], first_bad=first_bad[label], **flags)
-        for label, config in configs.items()
-      },
-      new_inner,
-    )
-    return result, new_state
+    new_scales: LossScales = dict(scales)
+    for label, scale in old.items():
+      own_flags = {"finite": finite[label], "first_bad": first_bad[label], **flags}
+      new_scales[label] = adjust(configs[label], scale, **own_flags)
+    return result, LossScalingState(new_scales, new_inner)
 
   return transformation(init, update)
 
 
-def _unscaled_sum(grads: dict[str, PyTree], old: dict[str, LossScaleState]) -> PyTree:
-  """The gradient of the sum of the losses, in float32."""
-  return _sum(unscale_tree(g, old[label].scale) for label, g in grads.items())
+def _sum(grads: Sequence[Grads]) -> Grads:
+  """Returns the sum of gradients, added in float32, in the dtype that they have."""
+  if len(grads) == 1:
+    return grads[0]
 
+  def add(*leaves: Leaf) -> Leaf:
+    if not is_inexact(leaves[0]):
+      return leaves[0]
+    return functools.reduce(jnp.add, float32_view(leaves)).astype(jnp.result_type(*leaves))
 
-def _sum(grads: Iterable[PyTree]) -> PyTree:
-  return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), map(float32_view, grads))
-
-
-def _unless_skipped(step: Step, old: PyTree, applied: Array, where: str) -> tuple[PyTree, PyTree]:
-  """Returns updates and state of `step(old)`; nothing and the old state where it does not apply."""
-  traced = isinstance(applied, Tracer)
-  cpu = one_at_a_time() if traced else False
-  # In a branch that is only taken when the step applies, there is nothing to select.
-  keep = jnp.logical_or(applied, cpu)
-
-  def selected(old: PyTree) -> tuple[PyTree, PyTree]:
-    updates, new = step(old)
-    kept = jax.tree.map(lambda u, n: jnp.where(keep, u, n), updates, nothing_like(updates))
-    return kept, select(keep, new, old, where, fix=_STATE_FIX)
-
-  if not traced:
-    return selected(old)
-  return step_or_skip(jnp.logical_or(applied, jnp.logical_not(cpu)), selected, old)
+  return jax.tree.map(add, *grads)
 
 
 def _all_finite(tree: PyTree, axis_name: AxisName | None) -> Array:
@@ -317,7 +312,7 @@ def _all_finite(tree: PyTree, axis_name: AxisName | None) -> Array:
   return _agree(first_nonfinite(leaves), axis_name) == len(leaves)
 
 
-def _refuse_traced(first: Any) -> None:
+def _refuse_traced(first: PyTree) -> None:
   """Raises if it is a value of a trace inside of `inner`, where it cannot be looked at later."""
   if any(isinstance(x, Tracer) for x in jax.tree.leaves(first)):
     raise MpjaxTypeError(

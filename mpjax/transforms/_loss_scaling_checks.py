@@ -1,32 +1,28 @@
-"""What `mpjax.loss_scaling` may be called with: its arguments, its state, and several losses."""
+"""What `mpjax.loss_scaling` may be called with, and may be around or inside of."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import warnings
+from collections.abc import Mapping
 
 import jax
 import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
-from mpjax._core.types import PyTree
-from mpjax.transforms._checks import check_inner, check_state
-from mpjax.transforms._loss_scale_access import LossScalingState, scales_in
-from mpjax.transforms._loss_scale_config import (
-  DynamicLossScale,
-  LossScale,
-  NoLossScale,
-  StaticLossScale,
-  config_label,
-)
+from mpjax._core.trees import is_half
+from mpjax._core.types import Function, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.validators import check_flag, check_value, wrong_type
+from mpjax.transforms._checks import check_inner
+from mpjax.transforms._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
+from mpjax.transforms._state import scales_in
+from mpjax.transforms._trees import key_text, nodes_of
 
 
 def check_arguments(
-  inner: Any,
-  loss_scale: Any,
-  axis_name: Any,
-  check_updates: Any,
-  name: Any,
-  unknown: dict[str, Any],
+  inner: object,
+  loss_scale: object,
+  check_updates: object,
+  name: object,
+  unknown: Mapping[str, object],
 ) -> None:
   """Raises unless the arguments of `mpjax.loss_scaling` are of the right kind and agree."""
   call = "mpjax.loss_scaling"
@@ -39,49 +35,39 @@ def check_arguments(
     )
   check_inner(inner, f"{call}(inner)")
   _check_loss_scale(loss_scale, name)
-  if not isinstance(check_updates, bool):
-    raise MpjaxTypeError(
-      f"{call}(check_updates)",
-      expected="a bool",
-      got=f"{check_updates!r} of type {type(check_updates).__name__}",
-      fix="Pass True or False.",
-    )
+  check_flag(check_updates, f"{call}(check_updates)")
   configs = loss_scale.values() if isinstance(loss_scale, Mapping) else (loss_scale,)
   if check_updates and any(isinstance(config, NoLossScale) for config in configs):
-    raise MpjaxValueError(
-      f"{call}(check_updates)",
-      expected="False with NoLossScale(), which checks nothing",
-      got="True",
-      fix="Use StaticLossScale(1) to check and skip without scaling.",
-    )
+    expected = "False with NoLossScale(), which checks nothing"
+    fix = "Use StaticLossScale(1) to check and skip without scaling."
+    raise MpjaxValueError(f"{call}(check_updates)", expected=expected, got="True", fix=fix)
   if name is not None:
     _check_name(name, f"{call}(name)")
 
 
-def _check_name(name: Any, where: str) -> None:
-  if not isinstance(name, str) or not name or ":" in name or "/" in name:
-    raise MpjaxValueError(
-      where,
-      expected="a non-empty string without ':' and '/', or None",
-      got=repr(name),
-      fix="It becomes a key of the state; a plain word such as 'generator' will do.",
-    )
+def _check_name(name: object, where: str) -> None:
+  check_value(
+    name,
+    isinstance(name, str) and name != "" and not set(name) & set(":/"),
+    where,
+    expected="a non-empty string without ':' and '/', or None",
+    fix="It becomes a key of the state; a plain word such as 'generator' will do.",
+  )
 
 
-def _check_loss_scale(loss_scale: Any, name: Any) -> None:
+def _check_loss_scale(loss_scale: object, name: object) -> None:
   where = "mpjax.loss_scaling(loss_scale)"
-  several = isinstance(loss_scale, Mapping)
-  configs = list(loss_scale.values()) if several else [loss_scale]
+  configs = list(loss_scale.values()) if isinstance(loss_scale, Mapping) else [loss_scale]
   for config in configs:
     if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
-      raise MpjaxTypeError(
+      raise wrong_type(
+        config,
         where,
         expected="a NoLossScale, StaticLossScale or DynamicLossScale",
-        got=f"{config!r} of type {type(config).__name__}",
         fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
         "mpjax.DynamicLossScale(init_scale=1024).",
       )
-  if not several:
+  if not isinstance(loss_scale, Mapping):
     return
   for key in loss_scale:
     _check_name(key, f"{where} with the key {key!r}")
@@ -96,55 +82,7 @@ def _check_loss_scale(loss_scale: Any, name: Any) -> None:
     )
 
 
-def label_configs(
-  loss_scale: LossScale | Mapping[str, LossScale], name: str | None
-) -> dict[str, LossScale]:
-  """Returns the configurations by the labels that they have in a state, in the order of a tree."""
-  if not isinstance(loss_scale, Mapping):
-    label = config_label(loss_scale)
-    return {label if name is None else f"{name}:{label}": loss_scale}
-  labels = {f"{key}:{config_label(config)}": config for key, config in loss_scale.items()}
-  return dict(sorted(labels.items()))
-
-
-def by_loss(
-  tree: PyTree, configs: Mapping[str, LossScale], several: bool, where: str
-) -> dict[str, PyTree]:
-  """Returns what belongs to each label: an entry of `tree`, or all of it if not `several`.
-
-  Raises:
-    MpjaxValueError: `tree` is no dict with the names of the losses.
-  """
-  if not several:
-    return dict.fromkeys(configs, tree)
-  names = {label.rpartition(":")[0]: label for label in configs}
-  if not isinstance(tree, Mapping) or set(tree) != set(names):
-    got = f"one with {sorted(map(str, tree))}" if isinstance(tree, Mapping) else type(tree).__name__
-    raise MpjaxValueError(
-      where,
-      expected=f"a dict with one entry for each loss, {sorted(names)}",
-      got=got,
-      fix="Differentiate each loss by itself, and pass {name: gradients, ...}.",
-    )
-  return {label: tree[key] for key, label in names.items()}
-
-
-def own_scales(state: Any, configs: Mapping[str, LossScale]) -> dict[str, Any]:
-  """Returns the scales in the state of this very transformation, by label."""
-  where = "mpjax.loss_scaling(inner).update(state)"
-  check_state(state, LossScalingState, where)
-  if set(state.loss_scale) != set(configs):
-    raise MpjaxValueError(
-      where,
-      expected=f"a state made with the configuration {', '.join(map(repr, configs))}",
-      got=f"one made with {', '.join(map(repr, state.loss_scale))}",
-      fix="Build the optimizer as it was, or make a new state with init, put the old "
-      "inner_state into it (_replace) and carry the scale over with mpjax.set_loss_scale.",
-    )
-  return {label: state.loss_scale[label] for label in configs}
-
-
-def refuse_nesting(inner_state: PyTree) -> None:
+def refuse_nesting(inner_state: OptState) -> None:
   """Raises if what was wrapped has a loss scale already."""
   if scales_in(inner_state):
     raise MpjaxTypeError(
@@ -152,6 +90,23 @@ def refuse_nesting(inner_state: PyTree) -> None:
       expected="an optimizer without a loss scale",
       got="one that holds another mpjax.loss_scaling",
       fix="Wrap once, outermost: the inner one would divide by its scale again.",
+    )
+
+
+def warn_of_half(params: Params, master: PyTree) -> None:
+  """Warns, once, if parameters are stored in half of which `master` has no float32 copy."""
+  covered = {path for path, _ in jax.tree_util.tree_leaves_with_path(master)}
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  half = [path for path, x in leaves if is_half(x) and path not in covered]
+  if half:
+    warnings.warn(
+      f"mpjax.loss_scaling(inner).init(params): {len(half)} parameters are stored in half (the "
+      f"first: {key_text(half[0])}), where updates smaller than the "
+      "rounding are lost. Store them in float32 (a policy casts them where they are used), keep a "
+      "float32 copy in the optimizer state with mpjax.master_weights(inner), or round "
+      'stochastically with mpjax.apply_updates(..., rounding="stochastic").',
+      UserWarning,
+      stacklevel=3,
     )
 
 
@@ -163,35 +118,31 @@ class LossScalingTransformation(optax.GradientTransformationExtraArgs):
   """
 
   @property
-  def update(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+  def update(self) -> Function:  # pyright: ignore[reportIncompatibleVariableOverride]
     # Not what somebody has put in its place (`_replace`), whatever that wraps.
-    held: Any = self[1]
+    held: Leaf = self[1]
     ours = isinstance(held, functools.partial) and held.func is _update_in_a_chain
     return held.args[0] if ours else held
 
 
 def transformation(
-  init: Callable[..., Any], update: Callable[..., Any]
+  init: optax.TransformInitFn, update: Function
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the optax transformation of these two functions, of which `update` takes `apply=`."""
   return LossScalingTransformation(init, functools.partial(_update_in_a_chain, update))
 
 
 def _update_in_a_chain(
-  update: Callable[..., Any], *args: Any, apply: Any = None, **kwargs: Any
-) -> Any:
+  update: Function, *args: PyTree, apply: object = None, **kwargs: PyTree
+) -> tuple[Updates, OptState]:
   if apply is not None:
     raise _not_outermost("one that is part of an optax.chain, or was unpacked")
   return update(*args, **kwargs)
 
 
-def refuse_apply_to_parts(params: PyTree) -> None:
+def refuse_apply_to_parts(params: Params) -> None:
   """Raises if `params` are what `optax.masked` or `multi_transform` left of the parameters."""
-
-  def is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
-
-  if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+  if nodes_of(params, optax.MaskedNode):
     raise _not_outermost("one that sees a part of the parameters (optax.masked, multi_transform)")
 
 

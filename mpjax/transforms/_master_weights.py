@@ -1,6 +1,7 @@
 """The optax wrapper that keeps a float32 copy of parameters that are stored in half."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,7 @@ from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import is_floating, is_half, round_to, saturate
-from mpjax._core.types import PyTree
-from mpjax.transforms._branch import hold
+from mpjax._core.types import Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import (
   check_inner,
   check_params,
@@ -19,15 +19,20 @@ from mpjax.transforms._checks import (
   refuse_integers,
   update_inner,
 )
-from mpjax.transforms._windows import MasterWeightsState, leave_to_window
-from mpjax.transforms._wrapper_trees import (
+from mpjax.transforms._frozen import frozen_leaves, hold, leave_to_window
+from mpjax.transforms._state import MasterWeightsState
+from mpjax.transforms._trees import (
+  KeyPath,
   align_gradients,
   arrays_only,
   float32_view,
-  frozen_leaves,
+  key_text,
+  nodes_of,
   place_like,
   strong,
 )
+
+T = TypeVar("T")
 
 
 def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -50,7 +55,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     inner: the optimizer. Consumers of parameters, such as weight decay, belong inside.
 
   Returns:
-    An optax transformation. `update` needs `params`, and passes extra arguments to `inner`.
+    An optax transformation. `update` needs `params`, and passes extra arguments to `inner`; its
+    updates are float32 in the shapes of the parameters. Its state is a `MasterWeightsState`.
 
   Raises:
     MpjaxTypeError: `inner` is no optax transformation; `init`: a parameter is no floating array;
@@ -70,7 +76,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
   where = "mpjax.master_weights(inner)"
   inner = check_inner(inner, where)
 
-  def init(params: PyTree) -> MasterWeightsState:
+  def init(params: Params) -> MasterWeightsState:
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
     master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32) if is_half(p) else None, params)
@@ -78,9 +84,9 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     return place_like(params, MasterWeightsState(master, jax.tree.map(strong, inner_state)))
 
   def update(
-    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-  ) -> tuple[PyTree, MasterWeightsState]:
-    check_state(state, MasterWeightsState, f"{where}.update(state)")
+    updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, MasterWeightsState]:
+    state = check_state(state, MasterWeightsState, f"{where}.update(state)")
     check_params(params, f"{where}.update(params)")
     if "apply" in extra_args:
       raise MpjaxTypeError(
@@ -108,34 +114,28 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_hole(x: Any) -> bool:
-  """Whether a place in a tree of masters has none: its own master, or masked out by optax."""
+def _is_hole(x: object) -> bool:
+  """Whether a leaf of a tree of masters is none: its own master, or masked out by optax."""
   return x is None or isinstance(x, optax.MaskedNode)
 
 
-def _trained(master: PyTree, params: PyTree) -> PyTree:
+def _trained(master: PyTree, params: Params) -> Params:
   """Returns what is trained: the master of each parameter, or the parameter itself."""
   return jax.tree.map(lambda m, p: p if _is_hole(m) else m, master, params, is_leaf=_is_hole)
 
 
-def _is_state(x: Any) -> bool:
-  return isinstance(x, MasterWeightsState)
-
-
-def _find(opt_state: PyTree) -> list[MasterWeightsState]:
-  return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
-
-
-def _map_masters(f: Any, opt_state: PyTree) -> PyTree:
+def _map_masters(f: Callable[[PyTree], PyTree], opt_state: T) -> T:
   """Returns `opt_state` with `f` applied to the tree of masters in each `MasterWeightsState`."""
 
-  def one(x: Any) -> Any:
-    return x._replace(master=f(x.master)) if _is_state(x) else x
+  def is_state(x: object) -> bool:
+    return isinstance(x, MasterWeightsState)
 
-  return jax.tree.map(one, opt_state, is_leaf=_is_state)
+  return jax.tree.map(
+    lambda x: x._replace(master=f(x.master)) if is_state(x) else x, opt_state, is_leaf=is_state
+  )
 
 
-def adopt_masters(params: PyTree, opt_state: PyTree, where: str) -> PyTree:
+def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
   """Returns `opt_state`, made for a float32 view of `params`, with masters for what is half.
 
   A wrapper that shows float32 to what is inside hides from `master_weights` which parameters are
@@ -147,7 +147,7 @@ def adopt_masters(params: PyTree, opt_state: PyTree, where: str) -> PyTree:
   problems = []
 
   def adopt(master: PyTree) -> PyTree:
-    def one(m: Any, p: Any) -> Any:
+    def one(m: Leaf, p: Leaf) -> Leaf:
       # A None is a leaf of its own, while what optax masks out may be a subtree.
       if m is None and p is not None and not jax.tree_util.all_leaves([p]):
         problems.append(f"one array for {jax.tree.structure(p)}")
@@ -170,26 +170,20 @@ def adopt_masters(params: PyTree, opt_state: PyTree, where: str) -> PyTree:
   return adopted
 
 
-def reach_masters(params: PyTree, updates: PyTree, opt_state: PyTree) -> PyTree:
+def reach_masters(params: Params, updates: Updates, opt_state: OptState) -> Updates:
   """Returns `updates` that lead every half parameter with a master to the rounded master."""
-  for state in _find(opt_state):
+  for state in nodes_of(opt_state, MasterWeightsState):
     updates = jax.tree.map(_reach, state.master, params, updates, is_leaf=_is_hole)
   return updates
 
 
-def keep_masters(frozen: PyTree, old: PyTree, new: PyTree) -> PyTree:
-  """Returns the state `new` with the masters of `old` for parameters that are frozen.
-
-  Args:
-    frozen: what `hold` takes.
-    old: the state before an update, of whatever is inside.
-    new: the state after it.
-  """
+def keep_masters(frozen: PyTree, old: OptState, new: OptState) -> OptState:
+  """Returns the state `new` with the masters of `old` for what is `frozen` (see `hold`)."""
   if frozen is None:
     return new
-  masters = iter([state.master for state in _find(old)])
+  masters = iter([state.master for state in nodes_of(old, MasterWeightsState)])
 
-  def pick(n: Any, o: Any, f: Any) -> Any:
+  def pick(n: Leaf, o: Leaf, f: Leaf) -> Leaf:
     if _is_hole(n) or f is False:  # Of a hole f may be a subtree.
       return n
     return o if f is True else jnp.where(f, o, n)
@@ -200,7 +194,7 @@ def keep_masters(frozen: PyTree, old: PyTree, new: PyTree) -> PyTree:
   return _map_masters(keep, new)
 
 
-def _reach(master: Any, param: Any, update: Any) -> Any:
+def _reach(master: Leaf, param: Leaf, update: Leaf) -> Leaf:
   if _is_hole(master):
     return update
   # An inf in the parameter could never be left again: no update leads from it to a number.
@@ -210,16 +204,16 @@ def _reach(master: Any, param: Any, update: Any) -> Any:
   return jnp.where(goal == old, jnp.asarray(-0.0, jnp.float32), goal - old)
 
 
-def master_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
+def master_params(opt_state: OptState, params: Params = None) -> Params:
   """Returns the float32 masters in an optimizer state: what to export, average or compare.
 
   Args:
     opt_state: a state that holds one `mpjax.master_weights`, or several for parts of the tree.
-    params: the parameters, to take the place of those that are their own master.
+    params: the parameters, for those that are their own master.
 
   Returns:
-    A tree like the parameters, float32 where a parameter is stored in half. Elsewhere it has the
-    leaf of `params`, or None without them.
+    A tree like the parameters, in their shapes, float32 where a parameter is stored in half.
+    Elsewhere it has the leaf of `params`, or None without them.
 
   Raises:
     MpjaxTypeError: there is no `master_weights` in the state.
@@ -249,7 +243,7 @@ def master_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
     ) from error
 
 
-def set_master_params(opt_state: PyTree, params: PyTree) -> PyTree:
+def set_master_params(opt_state: T, params: Params) -> T:
   """Returns `opt_state` with its masters set to `params`: how half training starts from float32.
 
   The parameters themselves are the caller's to round: `policy.cast_to_param(params)`.
@@ -257,7 +251,11 @@ def set_master_params(opt_state: PyTree, params: PyTree) -> PyTree:
   Args:
     opt_state: a state that holds `mpjax.master_weights`, made by `init` for the half parameters.
       It is not changed.
-    params: a tree like the parameters, of any floating dtype; it is stored in float32.
+    params: a tree like the parameters, in their shapes, of any floating dtype; it is stored in
+      float32.
+
+  Returns:
+    A state like `opt_state`, with float32 masters that share no memory with `params`.
 
   Raises:
     MpjaxTypeError: there is no `master_weights` in the state.
@@ -275,12 +273,11 @@ def set_master_params(opt_state: PyTree, params: PyTree) -> PyTree:
   _require(opt_state, "mpjax.set_master_params(opt_state)")
   problems = []
 
-  def put(path: Any, old: Any, new: Any) -> Any:
+  def put(path: KeyPath, old: Leaf, new: Leaf) -> Leaf:
     if _is_hole(old):
       return old
     if not is_floating(new) or jnp.shape(new) != old.shape:
-      name = jax.tree_util.keystr(path) or "the root"
-      problems.append(f"{jax.typeof(new)} for float32{list(old.shape)} at {name}")
+      problems.append(f"{jax.typeof(new)} for float32{list(old.shape)} at {key_text(path)}")
       return old
     new = jnp.array(new, jnp.float32, copy=True)  # An alias could not be donated with its source.
     traced = isinstance(old, Tracer) or isinstance(new, Tracer)
@@ -302,13 +299,13 @@ def set_master_params(opt_state: PyTree, params: PyTree) -> PyTree:
   return new_state
 
 
-def merged_masters(opt_state: PyTree) -> PyTree:
+def merged_masters(opt_state: OptState) -> Params:
   """Returns the masters in `opt_state`, or None if it has none."""
-  return master_params(opt_state) if _find(opt_state) else None
+  return master_params(opt_state) if nodes_of(opt_state, MasterWeightsState) else None
 
 
-def _require(opt_state: PyTree, where: str) -> list[MasterWeightsState]:
-  found = _find(opt_state)
+def _require(opt_state: OptState, where: str) -> list[MasterWeightsState]:
+  found = nodes_of(opt_state, MasterWeightsState)
   if not found:
     raise MpjaxTypeError(
       where,

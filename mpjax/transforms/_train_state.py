@@ -1,20 +1,27 @@
 """What training changes, in one tree."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, listed
 from mpjax._core.frameworks import framework_of
 from mpjax._core.paths import path_text
-from mpjax._core.types import Array, PyTree
-from mpjax.transforms._accumulation import AccumulationState
+from mpjax._core.types import Array, OptState, Params, PyTree
 from mpjax.transforms._checks import refuse_integers
-from mpjax.transforms._loss_scale_access import Found, LossScalingState, find_scale, scales_in
-from mpjax.transforms._master_weights import MasterWeightsState, master_params, merged_masters
-from mpjax.transforms._wrapper_trees import float32_view, place_like, strong
+from mpjax.transforms._master_weights import master_params, merged_masters
+from mpjax.transforms._state import (
+  AccumulationState,
+  Found,
+  LossScalingState,
+  MasterWeightsState,
+  find_scale,
+  scales_in,
+)
+from mpjax.transforms._trees import float32_view, nodes_of, place_like, strong
 
 
 class TrainState(NamedTuple):
@@ -24,12 +31,12 @@ class TrainState(NamedTuple):
   output, and no array may be given away twice, or while the caller still holds it.
 
   Args:
-    step: scalar int32, how many steps were applied.
-    params: the parameters.
+    step: int32 of shape (), how many steps were applied.
+    params: the parameters, floating arrays of any shapes.
     opt_state: the state of the optimizer, with its loss scale.
     model_state: batch statistics and whatever else the model changes; () for none.
-    ema: the average of the parameters, in float32; () for none.
-    rng: the key from which the key of each step is folded; None for none.
+    ema: the average of the parameters, in float32 and their shapes; () for none.
+    rng: the key (of shape (), or raw) from which the key of each step is folded; None for none.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> state = mpjax.TrainState.create(jnp.ones(2), mpjax.loss_scaling(optax.sgd(0.1)), ema=True)
@@ -38,18 +45,18 @@ class TrainState(NamedTuple):
   """
 
   step: Array
-  params: PyTree
-  opt_state: PyTree
+  params: Params
+  opt_state: OptState
   model_state: PyTree
-  ema: PyTree
+  ema: Params
   rng: Array | None
 
   @classmethod
   @check_call("mpjax.TrainState.create", fix="Write mpjax.TrainState.create(params, tx).")
   def create(
     cls,
-    params: PyTree,
-    tx: Any,
+    params: Params,
+    tx: optax.GradientTransformation,
     *,
     model_state: PyTree = (),
     rng: Array | None = None,
@@ -86,36 +93,31 @@ class TrainState(NamedTuple):
     params = jax.tree.map(strong, params)
     opt_state = tx.init(params)
     own_scale(opt_state, f"{where}(tx)")
-    average = averaged(params, opt_state) if ema else ()
+    average = float32_view(trained_params(params, opt_state)) if ema else ()
     state = cls(jnp.zeros((), jnp.int32), params, opt_state, model_state, average, rng)
     return place_like(params, jax.tree.map(lambda x: jnp.copy(strong(x)), state))
 
 
-def averaged(params: PyTree, opt_state: PyTree) -> PyTree:
-  """Returns what an average follows: the parameters in float32, their masters where there are."""
+def trained_params(params: Params, opt_state: OptState) -> Params:
+  """Returns what the optimizer trains: the masters of parameters that have some, or themselves."""
   has_masters = merged_masters(opt_state) is not None
-  return float32_view(master_params(opt_state, params) if has_masters else params)
+  return master_params(opt_state, params) if has_masters else params
 
 
-def updated_parameters(opt_state: PyTree) -> dict[str, Array]:
+def updated_parameters(opt_state: OptState) -> dict[str, Array]:
   """Returns whether parameters were updated by the last step, by path.
 
   Only those that `mpjax.accumulate_gradients` trains are in it: between its updates they stay as
   they are.
   """
-
-  def is_window(x: Any) -> bool:
-    return isinstance(x, AccumulationState)
-
-  windows = [x for x in jax.tree.leaves(opt_state, is_leaf=is_window) if is_window(x)]
   return {
     path_text(path): window.micro_batches == 0
-    for window in windows
+    for window in nodes_of(opt_state, AccumulationState)
     for path, _ in jax.tree_util.tree_leaves_with_path(window.total)
   }
 
 
-def own_scale(opt_state: PyTree, where: str) -> Found:
+def own_scale(opt_state: OptState, where: str) -> Found:
   """Returns the loss scale of a training step, which has to cover the entire optimizer.
 
   Raises:
@@ -137,13 +139,13 @@ def own_scale(opt_state: PyTree, where: str) -> Found:
   return found[0]
 
 
-def applies_updates(opt_state: PyTree) -> bool:
+def applies_updates(opt_state: OptState) -> bool:
   """Whether the `update` that made this state takes `apply=`: a loss scale outermost, and used."""
   scales = isinstance(opt_state, LossScalingState) and scales_in(opt_state)
   return any(found.state is not None for found in scales or ())
 
 
-def _check_tx(tx: Any, where: str) -> None:
+def _check_tx(tx: object, where: str) -> None:
   if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
     raise MpjaxTypeError(
       where,
@@ -154,7 +156,7 @@ def _check_tx(tx: Any, where: str) -> None:
     )
 
 
-def _check_params(params: PyTree, where: str) -> None:
+def _check_params(params: Params, where: str) -> None:
   if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
     raise MpjaxValueError(
       where,
@@ -170,16 +172,16 @@ def _check_params(params: PyTree, where: str) -> None:
   )
 
 
-def _refuse_other_variables(params: PyTree, where: str) -> None:
+def _refuse_other_variables(params: Params, where: str) -> None:
   """Raises if variables of NNX that nobody trains are among those that are trained.
 
   Only nnx.Param is known to be trained, so a tree of other variables alone is left to the caller.
   """
 
-  def is_variable(x: Any) -> bool:
+  def is_variable(x: object) -> bool:
     return hasattr(type(x), "get_raw_value")
 
-  def is_param(x: Any) -> bool:
+  def is_param(x: object) -> bool:
     return any(kind.__name__ == "Param" for kind in type(x).__mro__)
 
   leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
@@ -207,7 +209,7 @@ def _refuse_other_variables(params: PyTree, where: str) -> None:
     )
 
 
-def _is_nnx_model(x: Any) -> bool:
+def _is_nnx_model(x: object) -> bool:
   return framework_of(x) == "NNX"
 
 
@@ -217,7 +219,7 @@ _SPLIT = (
 )
 
 
-def _check_key(rng: Any, where: str) -> None:
+def _check_key(rng: Array | None, where: str) -> None:
   if rng is None:
     return
   dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng)

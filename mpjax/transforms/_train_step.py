@@ -1,30 +1,31 @@
 """A full training step: everything that it changes commits together, or not at all."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, Literal
+from typing import Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from mpjax._core.paths import path_text
-from mpjax._core.trees import all_finite, is_half
-from mpjax._core.types import Array, PyTree
+from mpjax._core.trees import all_finite, select
+from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
 from mpjax.transforms._across_devices import IntegerState, check_integer_state
 from mpjax.transforms._apply_updates import apply_updates, check_rounding
 from mpjax.transforms._checks import check_axes
-from mpjax.transforms._gradients import Metrics, batch_gradients
-from mpjax.transforms._loss_program import LossFn, check_signature
-from mpjax.transforms._loss_scale_access import unscale
+from mpjax.transforms._gradients import batch_gradients
+from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._loss_scale_config import INT32_MAX
 from mpjax.transforms._loss_scaling import AxisName
-from mpjax.transforms._master_weights import master_params, merged_masters
-from mpjax.transforms._progress import loss_scaling_metrics, select_tree
-from mpjax.transforms._retries import retried
+from mpjax.transforms._master_weights import merged_masters
+from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
+from mpjax.transforms._state import replace_scale
+from mpjax.transforms._traced_loss import LossFn, Metrics, check_signature
 from mpjax.transforms._train_state import (
   TrainState,
   applies_updates,
-  averaged,
   own_scale,
+  trained_params,
   updated_parameters,
 )
 from mpjax.transforms._train_step_checks import (
@@ -35,6 +36,14 @@ from mpjax.transforms._train_step_checks import (
   check_updates,
   checked_update,
 )
+from mpjax.transforms._trees import KeyPath, as_stored, float32_view
+from mpjax.transforms._value_and_grad import unscale
+
+Attempt: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, Metrics, Array]]
+"""Returns the state, the metrics, and whether loss and model state were finite."""
+
+Tries: TypeAlias = tuple[TrainState, Metrics, LossScaleState, Array, Array]
+"""State and metrics, the scale after the first run, the count of runs, and whether no more help."""
 
 _ROUNDING = 2**32 - 1
 """Folded into a step's key for its rounding; micro-batches and devices count from 0."""
@@ -42,7 +51,7 @@ _ROUNDING = 2**32 - 1
 
 def make_train_step(
   loss_fn: LossFn,
-  tx: Any,
+  tx: optax.GradientTransformationExtraArgs,
   *,
   accumulate: int = 1,
   axis_name: AxisName | None = None,
@@ -65,15 +74,15 @@ def make_train_step(
 
   Args:
     loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`. The loss
-      is a floating scalar, a mean over the batch; `metrics` is a dict of arrays; `model_state`
+      is floating of shape (), a mean over the batch; `metrics` is a dict of arrays; `model_state`
       keeps its structure, shapes and dtypes; `rng` is None if the state has none.
     tx: the optimizer, with `mpjax.loss_scaling` around all of it (`master_weights` may be around
       that). With `NoLossScale` nothing is checked and no step is skipped; `StaticLossScale(1)`
       checks without scaling. The loss is passed as `value=`, for `optax.contrib`'s schedules.
-    accumulate: cut the batch into this many micro-batches, which are run one after the other inside
-      the step; their float32 gradients are added and divided once. Row i belongs to micro-batch
-      i % accumulate, so that a batch sharded over devices stays where it is. One bad micro-batch
-      skips the entire step.
+    accumulate: cut the batch, leaves of shape (n, ...), into this many micro-batches of n /
+      accumulate rows, which are run one after the other inside the step; their float32 gradients
+      are added and divided once. Row i belongs to micro-batch i % accumulate, so that a batch
+      sharded over devices stays where it is. One bad micro-batch skips the entire step.
     axis_name: the mapped axis, or axes, over which gradients, loss, floating model state and
       metrics are averaged in float32 (integers are summed in metrics). The step is then called
       inside of a `jax.shard_map` or `jax.pmap` with replicated parameters; to donate is then up to
@@ -95,16 +104,16 @@ def make_train_step(
     rounding: how half parameters without a master are rounded, see `mpjax.apply_updates`. The keys
       of "stochastic" are folded from `state.rng`.
     state_shardings: where the new state is to be, `jax.tree.map(lambda x: x.sharding, state)`.
-      With sharded parameters XLA may otherwise choose another place for leaves that it computes
+      With sharded parameters XLA may otherwise choose another sharding for leaves that it computes
       from them, and compile the next step anew.
 
   Returns:
     `step(state, batch) -> (state, metrics)`. The metrics are those of `loss_fn` (floating ones
     averaged over micro-batches in float32, integers and booleans summed as int32), those of
-    `mpjax.loss_scaling_metrics`, `loss` and `grad_norm` (both float32, unscaled, and not finite
-    when they were not; the norm also where a sum of squares is not), and `retries` (int32) if
-    `max_retries` is given. `mpjax.check_skipped_steps(state)` on the host, now and then, raises
-    after too many skipped steps in a row.
+    `mpjax.loss_scaling_metrics`, `loss` and `grad_norm` (both float32 of shape (), unscaled, and
+    not finite when they were not; the norm also where a sum of squares is not), and `retries`
+    (int32) if `max_retries` is given. `mpjax.check_skipped_steps(state)` on the host, now and then,
+    raises after too many skipped steps in a row.
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: the state is no `TrainState`, or
@@ -146,7 +155,7 @@ def make_train_step(
     forward = (loss, watched)
     norm = _norm(unscale(grads, state.opt_state))
 
-    def apply(params: PyTree, updates: PyTree, opt_state: PyTree) -> PyTree:
+    def apply(params: Params, updates: Updates, opt_state: OptState) -> Params:
       check_updates(params, updates)
       return apply_updates(
         params,
@@ -162,7 +171,10 @@ def make_train_step(
     if applied:
       params, opt_state = checked_update(tx, grads, state, **extra, apply=apply)
     else:
-      grads = grads if scaled else _as_stored(grads, state)
+      if not scaled:
+        # The optimizer is called as it is, which without a loss scale wants gradients in the dtypes
+        # of what it trains: its moments of half parameters are half.
+        grads = as_stored(grads, trained_params(state.params, state.opt_state))
       updates, opt_state = checked_update(tx, grads, state, **extra)
       params = apply(state.params, updates, opt_state)
     if scaled and not axes:
@@ -171,7 +183,7 @@ def make_train_step(
     step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops there, as all counters do.
     new = TrainState(step, params, opt_state, model_state, state.ema, state.rng)
     if ema_decay is not None:
-      target = averaged(params, opt_state)
+      target = float32_view(trained_params(params, opt_state))
       new = new._replace(ema=_average(state.ema, target, ema_decay, updated_parameters(opt_state)))
     if scaled:  # Else nothing is checked or skipped.
       # Parameters too: -0.0 leaves them alone, but for subnormals, which a CPU flushes to 0.
@@ -191,7 +203,7 @@ def make_train_step(
     check_shardings(state_shardings, state)
     if not max_retries:
       return attempt(state, batch)[:2]
-    return retried(attempt, state, batch, max_retries)
+    return _retried(attempt, state, batch, max_retries)
 
   return jax.jit(
     train_step,
@@ -200,15 +212,15 @@ def make_train_step(
   )
 
 
-def _norm(grads: PyTree) -> Array:
+def _norm(grads: Grads) -> Array:
   squares = [jnp.sum(jnp.square(jnp.abs(g))) for g in jax.tree.leaves(grads)]
   return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
-def _average(old: PyTree, new: PyTree, decay: float, updated: dict[str, Array]) -> PyTree:
+def _average(old: Params, new: Params, decay: float, updated: dict[str, Array]) -> Params:
   """Returns the average one step later; `updated` says which parameters wait for their update."""
 
-  def one(path: Any, e: Array, p: Array) -> Array:
+  def one(path: KeyPath, e: Array, p: Array) -> Array:
     moved = e + (p - e) * jnp.asarray(1 - decay, e.dtype)
     flag = updated.get(path_text(path))
     return moved if flag is None else jnp.where(flag, moved, e)
@@ -216,11 +228,56 @@ def _average(old: PyTree, new: PyTree, decay: float, updated: dict[str, Array]) 
   return jax.tree_util.tree_map_with_path(one, old, new)
 
 
-def _as_stored(grads: PyTree, state: TrainState) -> PyTree:
-  """Returns gradients in the dtypes of what they train, as plain optax takes them.
+def _retried(
+  attempt: Attempt, state: TrainState, batch: PyTree, max_retries: int
+) -> tuple[TrainState, Metrics]:
+  """Runs a batch until a step is applied, or `max_retries` more times while that may help.
 
-  Without a loss scale the optimizer is called as it is: its moments of half parameters are half.
+  Each time at a lower scale, hysteresis or not: at the same one the same overflows. It does not
+  help where the forward pass is not finite, which is not scaled; where the scale is at its floor;
+  or where the updates alone were bad. Where no run helped, one was skipped: the batch is to blame,
+  not the scale, which then is as after a single skip.
   """
-  has_masters = merged_masters(state.opt_state) is not None
-  trained = master_params(state.opt_state, state.params) if has_masters else state.params
-  return jax.tree.map(lambda g, p: g.astype(p.dtype) if is_half(p) else g, grads, trained)
+  where = "mpjax.make_train_step(max_retries)"
+  label = own_scale(state.opt_state, "").says
+  factor, low = label.backoff_factor, label.limits[0]
+  # The shapes of the metrics are asked for first, and the loop then takes the same trace.
+  attempt = jax.jit(attempt, inline=True)
+  shapes = jax.eval_shape(attempt, state, batch)[1]
+  # Of these only `finite` is read: no step was applied yet.
+  nothing = jax.tree.map(lambda x: jnp.full_like(x, 0), shapes)
+
+  def again(carry: Tries) -> Array:
+    _, metrics, _, runs, futile = carry
+    failed = jnp.logical_not(jnp.logical_or(metrics["finite"], futile))
+    return jnp.logical_and(failed, runs <= max_retries)
+
+  def run(carry: Tries) -> Tries:
+    state, _, first, runs, _ = carry
+    new, metrics, forward = attempt(state, batch)
+    before, after = (_scale(s) for s in (state, new))
+    first = select(runs == 0, after, first, where)
+    stuck = jnp.logical_or(before.scale <= low, after.bad_updates > before.bad_updates)
+    futile = jnp.logical_or(stuck, jnp.logical_not(forward))
+    withheld = jnp.logical_and(jnp.logical_not(metrics["finite"]), after.scale == before.scale)
+    lower = jnp.maximum(after.scale * jnp.asarray(factor, jnp.float32), low)
+    after = after._replace(scale=jnp.where(withheld, lower, after.scale))
+    return _with_scale(new, after), metrics, first, runs + 1, futile
+
+  zero, no = jnp.zeros((), jnp.int32), jnp.asarray(False)
+  start = (state, nothing, _scale(state), zero, no)
+  state, metrics, first, runs, _ = jax.lax.while_loop(again, run, start)
+  kept = select(metrics["finite"], _scale(state), first, where)
+  state = _with_scale(state, kept)
+  metrics = metrics | loss_scaling_metrics(state.opt_state)
+  return state, {**metrics, "retries": runs - 1}
+
+
+def _scale(state: TrainState) -> LossScaleState:
+  scale = own_scale(state.opt_state, "").state
+  return cast("LossScaleState", scale)  # The step has checked that it is one that moves.
+
+
+def _with_scale(state: TrainState, scale: LossScaleState) -> TrainState:
+  found = own_scale(state.opt_state, "")
+  return state._replace(opt_state=replace_scale(state.opt_state, found, scale))

@@ -1,35 +1,39 @@
-"""What a training step may be made of, and called with."""
+"""What a training step may be created from, and called with."""
 
 import math
 from collections.abc import Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import tree_differences
-from mpjax._core.types import PyTree
+from mpjax._core.types import Array, Function, Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.validators import (
+  check_callable,
+  check_flag,
+  check_int,
+  check_type,
+  check_value,
+  wrong_type,
+)
 from mpjax.transforms._train_state import TrainState, own_scale
+from mpjax.transforms._trees import key_text
 
 
 def check_call(
-  state: Any,
+  state: object,
   batch: PyTree,
   accumulate: int,
   max_retries: int,
   ema_decay: float | None,
   rounding: str,
 ) -> None:
-  """Raises unless a step with these settings can be made of `state` and `batch`."""
+  """Raises unless a step with these settings takes `state` and `batch`."""
   call = "mpjax.make_train_step(...)"
-  if not isinstance(state, TrainState):
-    raise MpjaxTypeError(
-      f"{call}: step(state)",
-      expected="a mpjax.TrainState",
-      got=f"a {type(state).__name__}",
-      fix="Make one with mpjax.TrainState.create(params, tx).",
-    )
+  expected, fix = "a mpjax.TrainState", "Make one with mpjax.TrainState.create(params, tx)."
+  state = check_type(state, TrainState, f"{call}: step(state)", expected=expected, fix=fix)
   has_average = not (isinstance(state.ema, tuple) and not state.ema)
   if has_average != (ema_decay is not None):
     raise MpjaxValueError(
@@ -38,12 +42,12 @@ def check_call(
       got=f"ema_decay={ema_decay} and {'one' if has_average else 'none'}",
       fix="Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999).",
     )
-  config = own_scale(state.opt_state, f"{call}: step(state)").config
-  if max_retries and not config.startswith("dynamic"):
+  label = own_scale(state.opt_state, f"{call}: step(state)").says
+  if max_retries and not label.dynamic:
     raise MpjaxValueError(
       "mpjax.make_train_step(max_retries)",
       expected="0 with a loss scale that does not move",
-      got=f"{max_retries} with {config!r}",
+      got=f"{max_retries} with {label.config!r}",
       fix="Use DynamicLossScale: the same batch at the same scale overflows again.",
     )
   if rounding == "stochastic" and state.rng is None:
@@ -71,8 +75,8 @@ def check_shardings(shardings: PyTree, state: TrainState) -> None:
 
 
 def checked_update(
-  tx: Any, grads: PyTree, state: TrainState, **extra: Any
-) -> tuple[PyTree, PyTree]:
+  tx: optax.GradientTransformationExtraArgs, grads: Grads, state: TrainState, **extra: PyTree
+) -> tuple[Updates, OptState]:
   """Returns what `tx.update` does, and raises if it fails or gives another kind of state."""
   where = "mpjax.make_train_step(tx)"
   try:
@@ -95,7 +99,7 @@ def checked_update(
   return result, opt_state
 
 
-def check_updates(params: PyTree, updates: PyTree) -> None:
+def check_updates(params: Params, updates: Updates) -> None:
   """Raises unless the optimizer has made updates like the parameters."""
   problems = tree_differences(params, updates, dtypes=False)
   if problems:
@@ -114,7 +118,9 @@ def _needs_more(got: str) -> MpjaxTypeError:
   )
 
 
-def _check_own_state(tx: Any, state: TrainState, error: Exception | None) -> None:
+def _check_own_state(
+  tx: optax.GradientTransformationExtraArgs, state: TrainState, error: Exception | None
+) -> None:
   """Raises if the state is that of another optimizer."""
   made = jax.eval_shape(tx.init, state.params)
   problems = tree_differences(made, state.opt_state, dtypes=False)
@@ -128,7 +134,7 @@ def _check_own_state(tx: Any, state: TrainState, error: Exception | None) -> Non
   ) from error
 
 
-def check_decision(new: PyTree, old: PyTree) -> None:
+def check_decision(new: OptState, old: OptState) -> None:
   """Raises if devices that had one state decide differently, each by its own loss.
 
   A `shard_map` with `check_vma=False`, and a `pmap`, do not tell.
@@ -146,7 +152,7 @@ def check_decision(new: PyTree, old: PyTree) -> None:
     )
 
 
-def _varies(x: Any, axis: Hashable) -> bool:
+def _varies(x: Array, axis: Hashable) -> bool:
   try:
     jax.lax.pcast(x, axis, to="varying")
   except ValueError:
@@ -158,7 +164,7 @@ def _check_batch(batch: PyTree, accumulate: int) -> None:
   where = f"mpjax.make_train_step(accumulate={accumulate}): step(batch)"
   problems = []
   leaves = jax.tree_util.tree_leaves_with_path(batch)
-  paths = [(jax.tree_util.keystr(path) or "the root", x) for path, x in leaves]
+  paths = [(key_text(path), x) for path, x in leaves]
   for path, x in paths:
     shape, parts = jnp.shape(x), accumulate * _devices_of_rows(x)
     if not shape or shape[0] % parts:
@@ -182,7 +188,7 @@ def _check_batch(batch: PyTree, accumulate: int) -> None:
     )
 
 
-def _devices_of_rows(x: Any) -> int:
+def _devices_of_rows(x: Leaf) -> int:
   """How many devices the type of `x` says that its first axis is cut over."""
   sharding = jax.typeof(x).sharding
   axes = sharding.spec[0] if len(sharding.spec) else None
@@ -191,41 +197,27 @@ def _devices_of_rows(x: Any) -> int:
 
 
 def check_arguments(
-  loss_fn: Any, tx: Any, accumulate: Any, max_retries: Any, ema_decay: Any, donate: Any
+  loss_fn: Function,
+  tx: object,
+  accumulate: object,
+  max_retries: object,
+  ema_decay: object,
+  donate: object,
 ) -> None:
   """Raises unless the arguments of `mpjax.make_train_step` are of the right kind and range."""
   call = "mpjax.make_train_step"
-  wrong: list[tuple[bool, str, Any, str, str]] = [
-    (not callable(loss_fn), "loss_fn", loss_fn, "a function", "Pass the function itself."),
-    (
-      not callable(getattr(tx, "update", None)),
-      *("tx", tx, "an optax transformation", "Pass mpjax.loss_scaling(optax.adamw(1e-3))."),
-    ),
-    (not _is_int(accumulate), "accumulate", accumulate, "an integer", "Pass a Python int."),
-    (not _is_int(max_retries), "max_retries", max_retries, "an integer", "Pass a Python int."),
-    (
-      ema_decay is not None and not isinstance(ema_decay, float),
-      *("ema_decay", ema_decay, "a float or None", "Pass a number such as 0.999."),
-    ),
-    (not isinstance(donate, bool), "donate", donate, "a bool", "Pass True or False."),
-  ]
-  for is_wrong, name, value, expected, fix in wrong:
-    if is_wrong:
-      got = f"{value!r} of type {type(value).__name__}"
-      raise MpjaxTypeError(f"{call}({name})", expected=expected, got=got, fix=fix)
-  out_of_range = [
-    (accumulate < 1, "accumulate", accumulate, "at least 1", "1 does not cut the batch."),
-    (max_retries < 0, "max_retries", max_retries, "at least 0", "0 never runs a batch again."),
-    (
-      ema_decay is not None and not 0 <= ema_decay < 1,
-      *("ema_decay", ema_decay, "a number in [0, 1)", "0.999 averages over about 1000 steps."),
-    ),
-  ]
-  for is_wrong, name, value, expected, fix in out_of_range:
-    if is_wrong:
-      where = f"{call}({name})"
-      raise MpjaxValueError(where, expected=expected, got=repr(value), fix=fix)
-
-
-def _is_int(x: Any) -> bool:
-  return isinstance(x, int) and not isinstance(x, bool)
+  fix = "Pass the function itself."
+  check_callable(loss_fn, f"{call}(loss_fn)", expected="a function", fix=fix)
+  if not callable(getattr(tx, "update", None)):
+    fix = "Pass mpjax.loss_scaling(optax.adamw(1e-3))."
+    raise wrong_type(tx, f"{call}(tx)", expected="an optax transformation", fix=fix)
+  check_int(accumulate, f"{call}(accumulate)", least=1, fix="1 does not cut the batch.")
+  check_int(max_retries, f"{call}(max_retries)", least=0, fix="0 never runs a batch again.")
+  check_flag(donate, f"{call}(donate)")
+  if ema_decay is None:
+    return
+  where, fix = f"{call}(ema_decay)", "Pass a number such as 0.999."
+  if not isinstance(ema_decay, float):
+    raise wrong_type(ema_decay, where, expected="a float or None", fix=fix)
+  expected, fix = "a number in [0, 1)", "0.999 averages over about 1000 steps."
+  check_value(ema_decay, 0 <= ema_decay < 1, where, expected=expected, fix=fix)

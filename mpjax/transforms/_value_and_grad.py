@@ -1,25 +1,25 @@
-"""`jax.value_and_grad` with the loss scaled on the inside."""
+"""`jax.value_and_grad` with the loss scaled on the inside, and its parts for a loop by hand."""
 
 import functools
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import ParamSpec
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_call
 from mpjax._core.frameworks import framework_of
-from mpjax._core.trees import half_to_float32, is_inexact
-from mpjax._core.types import Array, PyTree
-from mpjax.transforms._loss_scale_access import (
-  Found,
-  LossScalingState,
-  check_loss,
-  find_scale,
-  plain_array,
-  scale_in_range,
-)
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, Params, PyTree
+from mpjax._core.validators import check_scalar
+from mpjax.transforms._loss_scale import unscale_tree
+from mpjax.transforms._state import Found, LossScalingState, find_scale, plain_array
+from mpjax.transforms._trees import at_least_float32
+
+P = ParamSpec("P")
 
 _BUILD_IN_THE_STEP = (
   "Build it inside of the step, from the state that the step is given: "
@@ -30,15 +30,15 @@ _BUILD_IN_THE_STEP = (
 
 @check_call("mpjax.value_and_grad(fun, opt_state)", fix=_BUILD_IN_THE_STEP)
 def value_and_grad(
-  fun: Callable[..., Any],
-  opt_state: PyTree,
-  argnums: Any = 0,
+  fun: Callable[P, PyTree],
+  opt_state: OptState,
+  argnums: Hashable | Sequence[int] = 0,
   has_aux: bool = False,
   allow_int: bool = False,
   *,
   name: str | None = None,
-  differentiator: Callable[..., Callable[..., Any]] = jax.value_and_grad,
-) -> Callable[..., tuple[Any, Any]]:
+  differentiator: Callable[..., Function] = jax.value_and_grad,
+) -> Callable[P, tuple[PyTree, Grads]]:
   """Like `jax.value_and_grad`, for a loss that is scaled before it is differentiated.
 
   **Build it in the step**, from the state that the step is given. The function keeps the scale of
@@ -46,7 +46,7 @@ def value_and_grad(
   With a dynamic scale that is an error where it can be seen.
 
   Args:
-    fun: returns a floating scalar, or that and anything else if `has_aux`.
+    fun: returns a loss, floating of shape (), or that and anything else if `has_aux`.
     opt_state: the state of an optimizer wrapped by `mpjax.loss_scaling`; its `update` takes the
       gradients.
     argnums: which positional arguments to differentiate with respect to.
@@ -59,14 +59,15 @@ def value_and_grad(
 
   Returns:
     A function of the arguments of `fun` that returns the loss as `fun` computed it (unscaled, in
-    its own dtype; or `(loss, aux)`) and the *scaled* gradients, in the dtypes of the arguments.
+    its own dtype; or `(loss, aux)`) and the *scaled* gradients, in the shapes and dtypes of the
+    arguments.
 
   Raises:
     MpjaxTypeError: `fun` is no function, or the state has no scale, or has two; when called: the
       loss is not a floating number, `fun` returns no pair under `has_aux`, or a model has to be
       differentiated by the function of its own library.
     MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
-    MpjaxRuntimeError: when called: the dynamic scale would be a constant of a program that is
+    MpjaxRuntimeError: when called: the dynamic scale would be a constant of a function that is
       traced with the parameters as its arguments (also for `jax.checkpoint`, `jax.eval_shape` and
       loops outside of `jit`, where it would do no harm: that cannot be seen), or the state that it
       came from was there at the first call and is gone.
@@ -82,24 +83,29 @@ def value_and_grad(
   >>> print(updates)
   [-1. -2.]
   """
-  _check_fun(fun)
+  if not callable(fun):
+    raise MpjaxTypeError(
+      "mpjax.value_and_grad(fun)",
+      expected="the function that computes the loss as the first argument",
+      got=f"a {type(fun).__name__}",
+      fix="Write mpjax.value_and_grad(loss_fn, opt_state)(params, batch).",
+    )
   found = find_scale(opt_state, "mpjax.value_and_grad(opt_state)", name)
   scaled_by, check_current = _scale_alone(found), _check_of_currency(found)
-  options: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
+  options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}
   options |= {"allow_int": True} if allow_int else {}
 
   @functools.wraps(fun, updated=())
-  def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-    loss: Any
+  def scaled(*args: P.args, **kwargs: P.kwargs) -> tuple[Array, tuple[Array, PyTree, Array | None]]:
     loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
-    product, rest = scale_in_range(loss, scaled_by, name)
+    product, rest = _scale_in_range(loss, scaled_by, name)
     # The plain loss leaves as aux: dividing the scaled one again would round or overflow.
     return product, (loss, aux, rest)
 
   differentiate = differentiator(scaled, has_aux=True, **options)
 
   @functools.wraps(fun, updated=())
-  def wrapper(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+  def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, Grads]:
     wanted = [args[i] for i in _positions(argnums) if -len(args) <= i < len(args)]
     check_current(wanted)
     if differentiator is jax.value_and_grad:
@@ -112,22 +118,110 @@ def value_and_grad(
   return wrapper
 
 
-def _times(grad: Any, factor: Array) -> Any:
+def scale_loss(loss: Array, opt_state: OptState, *, name: str | None = None) -> Array:
+  """Returns `loss` times the loss scale of `opt_state`, to be differentiated.
+
+  A loss in low precision is cast to float32 before it is multiplied: 5 * 2^15 is inf in float16.
+  Its derivative starts with the scale in its own dtype: where that is float16 and the scale may
+  exceed 2^15, there is a warning. `mpjax.value_and_grad` does without it, and returns the plain
+  loss as well.
+
+  Args:
+    loss: floating, of shape ().
+    opt_state: the state of an optimizer wrapped by `mpjax.loss_scaling`, or any tree that holds
+      one such state (a chain, a mask, a train state).
+    name: which of several loss scales to use.
+
+  Returns:
+    Float32 of shape () (float64 if `loss` is); `loss` itself under `NoLossScale`.
+
+  Raises:
+    MpjaxTypeError: the loss is not a floating number, or the state has no scale, or has two.
+    MpjaxValueError: the loss is not a scalar, or no scale is called `name`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
+  >>> mpjax.scale_loss(jnp.asarray(5.0, jnp.float16), tx.init(jnp.ones(3)))
+  Array(163840., dtype=float32)
+  """
+  found = find_scale(opt_state, "mpjax.scale_loss(opt_state)", name)
+  check_loss(loss, "mpjax.scale_loss(loss)")
+  if isinstance(loss, Tracer) and _may_overflow(loss, found):
+    largest = found.says.largest
+    warnings.warn(
+      "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, "
+      f"which in float16 is inf from 2^16 on, and this one may be {largest:.9g}: such steps are "
+      "skipped. Let mpjax.value_and_grad scale it, cast to float32 in the loss function, before "
+      "the mean (losses.astype(jnp.float32)), or pass DynamicLossScale(max_scale=2**15).",
+      UserWarning,
+      stacklevel=2,
+    )
+  state = found.state
+  return loss if state is None else _scaled(loss, state.scale)
+
+
+def unscale(grads: Grads, opt_state: OptState, *, name: str | None = None) -> Grads:
+  """Returns the gradients of the plain loss, to look at.
+
+  `update` still takes the scaled ones: it unscales them itself.
+
+  Args:
+    grads: the gradients of the scaled loss, arrays of any shapes and floating dtypes.
+    opt_state: the state whose scale multiplied that loss, before `update`.
+    name: which of several loss scales to use.
+
+  Returns:
+    `grads` divided by the scale, in their shapes, in float32 (float64 and complex leaves keep their
+    dtype; None, integers and keys stay as they are).
+
+  Raises:
+    MpjaxTypeError: the state has no scale, or has two.
+    MpjaxValueError: no scale is called `name`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(4))
+  >>> mpjax.unscale(jnp.asarray([8.0, 2.0], jnp.float16), tx.init(jnp.ones(2)))
+  Array([2. , 0.5], dtype=float32)
+  """
+  state = find_scale(opt_state, "mpjax.unscale(opt_state)", name).state
+  return unscale_tree(grads, None if state is None else state.scale)
+
+
+def _scale_in_range(
+  loss: Leaf, opt_state: OptState, name: str | None
+) -> tuple[Array, Array | None]:
+  """Returns the loss times a scale, and what the gradients are then to be multiplied by.
+
+  The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16 on. So
+  no more than 2^15 of it is multiplied there. None: gradients need not be multiplied.
+  """
+  found = find_scale(opt_state, "mpjax.value_and_grad(opt_state)", name)
+  state = found.state
+  if state is None:
+    return loss, None
+  if not _may_overflow(loss, found):
+    return _scaled(loss, state.scale), None
+  within = jnp.minimum(state.scale, jnp.float32(2**15))
+  return _scaled(loss, within), state.scale / within
+
+
+def _may_overflow(loss: Leaf, found: Found) -> bool:
+  """Whether the scale, as the cotangent of the loss, may become too large for its dtype."""
+  too_large = found.says.largest > float(jnp.finfo(jnp.float16).max)
+  return found.state is not None and jnp.result_type(loss) == jnp.float16 and too_large
+
+
+def _scaled(loss: Leaf, scale: Array) -> Array:
+  wide = at_least_float32(loss)
+  return wide * scale.astype(wide.dtype)
+
+
+def _times(grad: Leaf, factor: Array) -> Leaf:
   """Returns a gradient times a factor, multiplied in float32 at least."""
   if not is_inexact(grad):
     return grad
-  wide = half_to_float32(grad)
+  wide = at_least_float32(grad)
   return (wide * factor.astype(wide.real.dtype)).astype(grad.dtype)
-
-
-def _check_fun(fun: Any) -> None:
-  if not callable(fun):
-    raise MpjaxTypeError(
-      "mpjax.value_and_grad(fun)",
-      expected="the function that computes the loss as the first argument",
-      got=f"a {type(fun).__name__}",
-      fix="Write mpjax.value_and_grad(loss_fn, opt_state)(params, batch).",
-    )
 
 
 def _scale_alone(found: Found) -> LossScalingState:
@@ -141,7 +235,7 @@ def _scale_alone(found: Found) -> LossScalingState:
   return LossScalingState({found.label: state}, ())
 
 
-def _check_of_currency(found: Found) -> Callable[[PyTree], None]:
+def _check_of_currency(found: Found) -> Callable[[Sequence[Params]], None]:
   """Returns a check that the scale is still that of the state which `update` will be given.
 
   A static scale always is, and so is one in a variable, or in a state that is traced together with
@@ -151,13 +245,13 @@ def _check_of_currency(found: Found) -> Callable[[PyTree], None]:
   looks current for ever: what is refused here is wrong, but not all that is wrong is refused.)
   """
   state = found.owner.loss_scale[found.label]
-  if not state or not found.config.startswith("dynamic"):
+  if not state or not found.says.dynamic:
     return lambda wanted: None
   source, seen = state.scale, False
   array = isinstance(state.good_steps, jax.Array) and not isinstance(state.good_steps, Tracer)
   there = weakref.ref(state.good_steps) if array else None
 
-  def check(wanted: PyTree) -> None:
+  def check(wanted: Sequence[Params]) -> None:
     nonlocal seen
     got, scale = None, plain_array(source)
     if there is not None:
@@ -178,8 +272,8 @@ def _check_of_currency(found: Found) -> Callable[[PyTree], None]:
   return check
 
 
-def _is_staged(wanted: PyTree, scale: Any) -> bool:
-  """Whether parameters are arguments of a program being traced, in which `scale` is a constant.
+def _is_staged(wanted: Sequence[Params], scale: Array) -> bool:
+  """Whether parameters are arguments of a function that is traced, in which `scale` is a constant.
 
   Under `vmap` or `grad` alone what is computed from a constant is an array again.
   """
@@ -187,13 +281,13 @@ def _is_staged(wanted: PyTree, scale: Any) -> bool:
   return traced and isinstance(jax.lax.neg(scale), Tracer)
 
 
-def _positions(argnums: Any) -> list[int]:
+def _positions(argnums: Leaf) -> list[int]:
   """Returns the positions of what is differentiated; `nnx.DiffState` has its own in a field."""
   several = argnums if isinstance(argnums, Sequence) else [argnums]
   return [getattr(one, "argnum", one) for one in several]
 
 
-def _check_library(wanted: Sequence[Any], allow_int: bool) -> None:
+def _check_library(wanted: Sequence[Module], allow_int: bool) -> None:
   """Raises for models that `jax.value_and_grad` does not take, or whose updates it would lose."""
   for model in wanted:
     framework = framework_of(model)
@@ -209,7 +303,7 @@ def _check_library(wanted: Sequence[Any], allow_int: bool) -> None:
       )
 
 
-def _loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+def _loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Leaf, PyTree]:
   """Returns what `fun` returned as a loss, checked, and the rest."""
   pair = isinstance(out, (tuple, list)) and len(out) == 2
   if has_aux and not pair:
@@ -230,3 +324,13 @@ def _loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
   loss, aux = out if has_aux else (out, None)
   check_loss(loss, "mpjax.value_and_grad(fun): the loss")
   return loss, aux
+
+
+def check_loss(loss: Leaf, where: str) -> None:
+  """Raises unless `loss` is a floating scalar."""
+  fix = "Return one number to minimise, such as jnp.mean(losses)."
+  is_number = isinstance(loss, float) or hasattr(loss, "dtype")
+  if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    got = str(jax.typeof(loss)) if hasattr(loss, "dtype") else f"a {type(loss).__name__}"
+    raise MpjaxTypeError(where, expected="a floating scalar", got=got, fix=fix)
+  check_scalar(loss, where, expected="a floating scalar", fix=fix)

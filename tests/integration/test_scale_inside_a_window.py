@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms import _loss_scaling
+from mpjax.transforms import _skip
 from tests.loss_scale_oracle import Oracle
 from tests.programs import bits, compiled
 
@@ -46,7 +46,7 @@ class ByHand:
 def test_a_bad_micro_batch_in_each_place(monkeypatch, how, every):
   """Neither it nor the scale, which moves inside each window, can be seen in what is applied."""
   on_cpu = how == "by a branch"
-  monkeypatch.setattr(_loss_scaling, "one_at_a_time", lambda: jnp.asarray(on_cpu))
+  monkeypatch.setattr(_skip, "compiled_for_cpu", lambda: jnp.asarray(on_cpu))
   inner = mpjax.accumulate_gradients(optax.sgd(0.5, momentum=0.5), every)
   tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(**CONFIG))
   params, state = PARAMS, tx.init(PARAMS)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.transforms._loss_scale_config import config_label, label_limits
 from tests.errors import check_error
 
 ALL = (mpjax.NoLossScale(), mpjax.StaticLossScale(8), mpjax.DynamicLossScale())
@@ -255,32 +254,3 @@ def test_a_dynamic_scale_is_allowed_silently_outside_of_float16():
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     mpjax.DynamicLossScale()
-
-
-@pytest.mark.filterwarnings("ignore:.*power of two")
-@pytest.mark.parametrize(
-  ("config", "label", "limits"),
-  [
-    (mpjax.NoLossScale(), "none", (2.0**-126, 2.0**126)),
-    (mpjax.StaticLossScale(128), "static(scale=128)", (2.0**-126, 2.0**126)),
-    (mpjax.DynamicLossScale(), "dynamic", (1.0, 2.0**24)),
-    (mpjax.DynamicLossScale(init_scale=4), "dynamic", (1.0, 2.0**24)),
-    (
-      mpjax.DynamicLossScale(min_scale=2.0**-126, max_scale=2.0**126, hysteresis=2),
-      "dynamic(min_scale=1.17549435e-38,max_scale=8.50705917e+37,hysteresis=2)",
-      (2.0**-126, 2.0**126),
-    ),
-  ],
-)
-def test_label_names_what_differs_from_the_defaults(config, label, limits):
-  assert config_label(config) == label
-  assert label_limits(label) == limits
-
-
-@pytest.mark.filterwarnings("ignore:.*power of two")
-def test_label_keeps_the_limits_exactly():
-  rng = np.random.default_rng(0)
-  for low, high in np.exp(rng.uniform(-80, 80, (300, 2))):
-    low, high = sorted((low, high))
-    config = mpjax.DynamicLossScale(init_scale=low, min_scale=low, max_scale=high)
-    assert label_limits(config_label(config)) == (config.min_scale, config.max_scale)

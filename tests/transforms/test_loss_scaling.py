@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms import _loss_scaling
+from mpjax.transforms import _skip
 from tests.errors import check_error
 from tests.loss_scale_oracle import Oracle
 
@@ -69,7 +69,7 @@ def gradients(rng, scale=1.0):
 def test_a_skipped_step_changes_nothing(monkeypatch, how):
   """A branch is for CPU and a selection for all others; both are to be seen everywhere."""
   on_cpu = how == "by a branch"
-  monkeypatch.setattr(_loss_scaling, "one_at_a_time", lambda: jnp.asarray(on_cpu))
+  monkeypatch.setattr(_skip, "compiled_for_cpu", lambda: jnp.asarray(on_cpu))
   rig = Rig(mpjax.loss_scaling(CLIPPED), PARAMS)
   if how == "not traced":
     rig.update = rig._update

@@ -6,32 +6,13 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._loss_scaling_checks import by_loss, label_configs
+from mpjax.transforms._labels import label_configs
 from tests.errors import check_error
 
 PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
 DYNAMIC, STATIC, OFF = mpjax.DynamicLossScale(), mpjax.StaticLossScale(4), mpjax.NoLossScale()
 SEVERAL = {"scaled": {"a": DYNAMIC, "b": STATIC}, "unscaled": {"a": OFF, "b": OFF}}
 EITHER = pytest.mark.parametrize("several", SEVERAL.values(), ids=list(SEVERAL))
-
-
-def test_labels_hold_names_and_configurations_in_the_order_of_a_tree():
-  config = mpjax.DynamicLossScale(growth_interval=5)
-  found = label_configs({"z": config, "a": STATIC}, None)
-  assert list(found.items()) == [
-    ("a:static(scale=4)", STATIC),
-    ("z:dynamic(growth_interval=5)", config),
-  ]
-  assert label_configs(DYNAMIC, None) == {"dynamic": DYNAMIC}
-  assert label_configs(DYNAMIC, "x") == {"x:dynamic": DYNAMIC}
-  assert label_configs(OFF, None) == {"none": OFF}
-
-
-def test_what_belongs_to_each_loss():
-  configs = label_configs({"z": DYNAMIC, "a": STATIC}, None)
-  tree = {"z": 1, "a": {"a": 2}}
-  assert by_loss(tree, configs, True, "test") == {"a:static(scale=4)": {"a": 2}, "z:dynamic": 1}
-  assert by_loss(tree, label_configs(DYNAMIC, "x"), False, "test") == {"x:dynamic": tree}
 
 
 NOT_BY_NAME = [

@@ -1,25 +1,29 @@
-"""The loss function as a program: traced once, checked, and looked at."""
+"""The loss function as a jaxpr: traced once, checked, and looked at."""
 
 import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import tree_differences
-from mpjax._core.types import Array, PyTree
+from mpjax._core.types import Array, Leaf, Params, PyTree
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.walk import passed_through, walk
-from mpjax.transforms._loss_scale_access import check_loss
+from mpjax.transforms._value_and_grad import check_loss
 
-LossFn: TypeAlias = Callable[[Any, Any, Any, Any], tuple[Any, tuple[Any, Any]]]
+Metrics: TypeAlias = dict[str, Leaf]
+
+LossFn: TypeAlias = Callable[
+  [Params, PyTree, PyTree, Array | None], tuple[Array, tuple[PyTree, Metrics]]
+]
 """`loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`."""
 
 OUR_METRICS = frozenset(
@@ -32,18 +36,18 @@ OUR_METRICS = frozenset(
 """The names that a loss function leaves to the step."""
 
 
-class LossProgram(NamedTuple):
+class TracedLoss(NamedTuple):
   """A traced loss function."""
 
-  fun: LossFn  # runs the program; the Python function is not called again
+  fun: LossFn  # evaluates the jaxpr; the Python function is not called again
   jaxpr: ClosedJaxpr
   unchanged: PyTree  # like the model state: whether a leaf is returned as it was given
 
 
 def trace_loss(
-  loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, rng: Array | None
-) -> LossProgram:
-  """Returns `loss_fn` as a program for arguments like these.
+  loss_fn: LossFn, params: Params, model_state: PyTree, batch: PyTree, rng: Array | None
+) -> TracedLoss:
+  """Returns `loss_fn` traced for arguments like these.
 
   A step that is differentiated, looked at and run again would otherwise call it for each of these.
   """
@@ -56,7 +60,7 @@ def trace_loss(
     raise
   run, structure = jaxpr_as_fun(jaxpr), jax.tree.structure(shapes)
 
-  def fun(*args: PyTree) -> Any:
+  def fun(*args: PyTree) -> PyTree:
     results = run(*jax.tree.leaves(args))
     # A constant comes as a NumPy value or as a literal of JAX.
     arrays = [
@@ -72,14 +76,14 @@ def trace_loss(
   unchanged = [origin == before + i for i, origin in enumerate(origins)]
   # Who has switched jit off wants to look at values inside of loss_fn.
   traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-  return LossProgram(
+  return TracedLoss(
     fun if traced else checked,
     jaxpr,
     jax.tree.unflatten(jax.tree.structure(model_state), unchanged),
   )
 
 
-def _raise_if_a_key_helps(loss_fn: LossFn, args: Any, error: Exception) -> None:
+def _raise_if_a_key_helps(loss_fn: LossFn, args: tuple[PyTree, ...], error: Exception) -> None:
   try:
     jax.eval_shape(loss_fn, *args[:3], jax.random.key(0))
   except Exception:
@@ -92,7 +96,7 @@ def _raise_if_a_key_helps(loss_fn: LossFn, args: Any, error: Exception) -> None:
   ) from error
 
 
-def check_signature(loss_fn: Any) -> None:
+def check_signature(loss_fn: LossFn) -> None:
   """Raises unless `loss_fn` can be called with four arguments."""
   try:
     signature = inspect.signature(loss_fn)
@@ -113,7 +117,7 @@ def check_signature(loss_fn: Any) -> None:
 def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
   """Warns if a dynamic scale protects no float16.
 
-  A program says nothing of how the rules of `jax.custom_vjp` compute in it, nor of the inside of a
+  A jaxpr says nothing of how the rules of `jax.custom_vjp` compute in it, nor of the inside of a
   primitive that this version does not know.
   """
   if any(
@@ -135,7 +139,7 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
     warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
 
 
-def _in_float16(eqn: Any) -> bool:
+def _in_float16(eqn: JaxprEqn) -> bool:
   return any(getattr(v.aval, "dtype", None) == jnp.float16 for v in (*eqn.invars, *eqn.outvars))
 
 
@@ -143,9 +147,9 @@ def _checked(loss_fn: LossFn) -> LossFn:
   """`loss_fn`, made to raise where it returns something else than it should."""
 
   @functools.wraps(loss_fn)
-  def checked(params: PyTree, model_state: PyTree, batch: PyTree, rng: Array | None) -> Any:
-    out: Any = loss_fn(params, model_state, batch, rng)
-    aux: Any = out[1] if isinstance(out, tuple) and len(out) == 2 else None
+  def checked(params: Params, model_state: PyTree, batch: PyTree, rng: Array | None) -> PyTree:
+    out: PyTree = loss_fn(params, model_state, batch, rng)
+    aux: PyTree = out[1] if isinstance(out, tuple) and len(out) == 2 else None
     pairs = isinstance(aux, tuple) and len(aux) == 2
     if not pairs or not isinstance(aux[1], Mapping):
       raise MpjaxTypeError(
@@ -170,7 +174,7 @@ def _checked(loss_fn: LossFn) -> LossFn:
   return checked
 
 
-def _check_names(metrics: Mapping[Any, Any]) -> None:
+def _check_names(metrics: Mapping[str, Leaf]) -> None:
   where = "mpjax.make_train_step(loss_fn): metrics"
   other = [name for name in metrics if not isinstance(name, str)]
   if other:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._wrapper_trees import (
+from mpjax.transforms._trees import (
   align_gradients,
   float32_view,
   merge_updates,

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._loss_scale_access import find_scale
+from mpjax.transforms._state import find_scale
 from tests.errors import check_error
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.ones(1)}

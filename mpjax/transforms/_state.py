@@ -1,26 +1,28 @@
-"""The loss scale in an optimizer state: finding it, using it, setting it."""
+"""The states of the wrappers, and the loss scale in one: finding it, reading it, setting it."""
 
-import warnings
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
 from mpjax._core.trees import is_nnx_object
-from mpjax._core.types import Array, PyTree
-from mpjax.transforms._loss_scale import LossScaleState, unscale_tree
+from mpjax._core.types import Array, Leaf, OptState, PyTree
+from mpjax._core.validators import check_value
+from mpjax.transforms._checks import check_state
+from mpjax.transforms._labels import Label, parse_label
+from mpjax.transforms._loss_scale import LossScaleState, ScaleState
 from mpjax.transforms._loss_scale_config import (
-  label_limits,
-  largest_scale,
+  LossScale,
   positive_scale,
   warn_unless_power_of_two,
 )
+from mpjax.transforms._trees import nodes_of
 
-LossScales: TypeAlias = dict[str, LossScaleState | tuple[()]]
-"""Labels and what belongs to them; () for NoLossScale."""
+LossScales: TypeAlias = dict[str, ScaleState]
+"""Labels and what belongs to them."""
 
 
 class LossScalingState(NamedTuple):
@@ -39,7 +41,49 @@ class LossScalingState(NamedTuple):
   """
 
   loss_scale: LossScales
-  inner_state: Any
+  inner_state: OptState
+
+
+class AccumulationState(NamedTuple):
+  """The state of `mpjax.accumulate_gradients`.
+
+  Args:
+    micro_batches: int32 of shape (), how many are in the open window.
+    updates_done: int32 of shape (), the updates of the inner optimizer, which schedules count too.
+    total: float32 in the shapes of the parameters, the sum of the window's gradients; -0.0 where
+      there was none yet.
+    inner_state: the state of the inner optimizer.
+    value: float32 of shape (), the sum of the window's `value=`; None unless `inner` takes it.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> state = mpjax.accumulate_gradients(optax.sgd(0.1), 4).init(jnp.ones(2))
+  >>> isinstance(state, mpjax.AccumulationState), int(state.micro_batches), state.total.dtype
+  (True, 0, dtype('float32'))
+  """
+
+  micro_batches: Array
+  updates_done: Array
+  total: PyTree
+  inner_state: OptState
+  value: PyTree = None
+
+
+class MasterWeightsState(NamedTuple):
+  """The state of `mpjax.master_weights`.
+
+  Args:
+    master: float32 in the shapes of the parameters, None for those that are not stored in low
+      precision: they are their own master, and a second copy would be memory for nothing.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> state = mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16))
+  >>> isinstance(state, mpjax.MasterWeightsState), state.master.dtype
+  (True, dtype('float32'))
+  """
+
+  master: PyTree
+  inner_state: OptState
 
 
 class Found(NamedTuple):
@@ -49,15 +93,14 @@ class Found(NamedTuple):
   label: str
 
   @property
-  def name(self) -> str | None:
-    """The name that it was given, or None."""
-    name, colon, _ = self.label.rpartition(":")
-    return name if colon else None
+  def says(self) -> Label:
+    """What the label says: the name and the configuration."""
+    return parse_label(self.label)
 
   @property
-  def config(self) -> str:
-    """The label of the configuration alone."""
-    return self.label.rpartition(":")[2]
+  def name(self) -> str | None:
+    """The name that it was given, or None."""
+    return self.says.name
 
   @property
   def state(self) -> LossScaleState | None:
@@ -66,7 +109,7 @@ class Found(NamedTuple):
     return LossScaleState(*map(plain_array, value)) if isinstance(value, LossScaleState) else None
 
 
-def plain_array(x: Any) -> Any:
+def plain_array(x: Leaf) -> Leaf:
   """Returns the array that a variable holds (`nnx.Optimizer` keeps its state in some), or `x`."""
   held = None if isinstance(x, jax.Array) else getattr(x, "__jax_array__", None)
   return x if held is None else held()
@@ -74,15 +117,27 @@ def plain_array(x: Any) -> Any:
 
 def scales_in(tree: PyTree) -> list[Found]:
   """Returns every loss scale in `tree`, wherever it sits."""
-  owners = [x for x in jax.tree.leaves(tree, is_leaf=_is_state) if _is_state(x)]
-  return [Found(owner, label) for owner in owners for label in owner.loss_scale]
+  return [
+    Found(owner, label) for owner in nodes_of(tree, LossScalingState) for label in owner.loss_scale
+  ]
 
 
-def _is_state(x: Any) -> bool:
-  return isinstance(x, LossScalingState)
+def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> LossScales:
+  """Returns the scales in the state of the transformation with these configurations, by label."""
+  where = "mpjax.loss_scaling(inner).update(state)"
+  scales = check_state(state, LossScalingState, where).loss_scale
+  if set(scales) != set(configs):
+    raise MpjaxValueError(
+      where,
+      expected=f"a state made with the configuration {', '.join(map(repr, configs))}",
+      got=f"one made with {', '.join(map(repr, scales))}",
+      fix="Build the optimizer as it was, or make a new state with init, put the old "
+      "inner_state into it (_replace) and carry the scale over with mpjax.set_loss_scale.",
+    )
+  return {label: scales[label] for label in configs}
 
 
-def find_scale(opt_state: PyTree, where: str, name: str | None) -> Found:
+def find_scale(opt_state: OptState, where: str, name: str | None) -> Found:
   """Returns the one loss scale in `opt_state` (called `name`, if one is given).
 
   Raises:
@@ -121,7 +176,7 @@ def find_scale(opt_state: PyTree, where: str, name: str | None) -> Found:
   return picked[0]
 
 
-_OUTSIDE: dict[type[Any], tuple[str, str]] = {
+_OUTSIDE: dict[type, tuple[str, str]] = {
   optax.ApplyIfFiniteState: ("optax.apply_if_finite", "loss_scaling(inner), which skips by itself"),
   optax.MultiStepsState: (
     "optax.MultiSteps",
@@ -139,10 +194,10 @@ With each, its name and the right order.
 """
 
 
-def refuse_outside(opt_state: PyTree, where: str) -> None:
+def refuse_outside(opt_state: OptState, where: str) -> None:
   """Raises if a scale is inside of what works with true gradients and applied steps alone."""
 
-  def is_outside(x: Any) -> bool:
+  def is_outside(x: object) -> bool:
     # Of injected hyperparameters only schedules count steps.
     return isinstance(x, tuple(_OUTSIDE)) and bool(getattr(x, "hyperparams_states", True))
 
@@ -157,116 +212,7 @@ def refuse_outside(opt_state: PyTree, where: str) -> None:
       )
 
 
-def scale_loss(loss: Array, opt_state: PyTree, *, name: str | None = None) -> Array:
-  """Returns `loss` times the loss scale of `opt_state`, to be differentiated.
-
-  A loss in low precision is cast to float32 before it is multiplied: 5 * 2^15 is inf in float16.
-  Its derivative starts with the scale in its own dtype: where that is float16 and the scale may
-  exceed 2^15, there is a warning. `mpjax.value_and_grad` does without it, and returns the plain
-  loss as well.
-
-  Args:
-    loss: a floating scalar.
-    opt_state: the state of an optimizer wrapped by `mpjax.loss_scaling`, or any tree that holds
-      one such state (a chain, a mask, a train state).
-    name: which of several loss scales to use.
-
-  Returns:
-    A scalar in float32 (float64 if `loss` is); `loss` itself under `NoLossScale`.
-
-  Raises:
-    MpjaxTypeError: the loss is not a floating number, or the state has no scale, or has two.
-    MpjaxValueError: the loss is not a scalar, or no scale is called `name`.
-
-  >>> import jax.numpy as jnp, mpjax, optax
-  >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
-  >>> mpjax.scale_loss(jnp.asarray(5.0, jnp.float16), tx.init(jnp.ones(3)))
-  Array(163840., dtype=float32)
-  """
-  found = find_scale(opt_state, "mpjax.scale_loss(opt_state)", name)
-  check_loss(loss, "mpjax.scale_loss(loss)")
-  if isinstance(loss, Tracer) and _may_overflow(loss, found):
-    largest = largest_scale(found.config)
-    warnings.warn(
-      "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, "
-      f"which in float16 is inf from 2^16 on, and this one may be {largest:.9g}: such steps are "
-      "skipped. Let mpjax.value_and_grad scale it, cast to float32 in the loss function, before "
-      "the mean (losses.astype(jnp.float32)), or pass DynamicLossScale(max_scale=2**15).",
-      UserWarning,
-      stacklevel=2,
-    )
-  state = found.state
-  return loss if state is None else _times(jnp.asarray(loss), state.scale)
-
-
-def scale_in_range(loss: Array, opt_state: PyTree, name: str | None) -> tuple[Array, Array | None]:
-  """Returns the loss times a scale, and what the gradients are then to be multiplied by.
-
-  The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16 on. So
-  no more than 2^15 of it is multiplied there. None: gradients need not be multiplied.
-  """
-  found = find_scale(opt_state, "mpjax.value_and_grad(opt_state)", name)
-  state = found.state
-  if state is None:
-    return loss, None
-  loss = jnp.asarray(loss)
-  if not _may_overflow(loss, found):
-    return _times(loss, state.scale), None
-  within = jnp.minimum(state.scale, jnp.float32(2**15))
-  return _times(loss, within), state.scale / within
-
-
-def _may_overflow(loss: Array, found: Found) -> bool:
-  """Whether the scale, as the cotangent of the loss, may become too large for its dtype."""
-  too_large = largest_scale(found.config) > float(jnp.finfo(jnp.float16).max)
-  return found.state is not None and jnp.result_type(loss) == jnp.float16 and too_large
-
-
-def _times(loss: Array, scale: Array) -> Array:
-  dtype = jnp.float64 if loss.dtype == jnp.float64 else jnp.float32
-  return loss.astype(dtype) * scale.astype(dtype)
-
-
-def check_loss(loss: Any, where: str) -> None:
-  """Raises unless `loss` is a floating scalar."""
-  fix = "Return one number to minimise, such as jnp.mean(losses)."
-  is_number = isinstance(loss, float) or hasattr(loss, "dtype")
-  if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-    got = str(jax.typeof(loss)) if hasattr(loss, "dtype") else f"a {type(loss).__name__}"
-    raise MpjaxTypeError(where, expected="a floating scalar", got=got, fix=fix)
-  if jnp.shape(loss) != ():
-    got = f"an array of shape {jnp.shape(loss)}"
-    raise MpjaxValueError(where, expected="a floating scalar", got=got, fix=fix)
-
-
-def unscale(grads: PyTree, opt_state: PyTree, *, name: str | None = None) -> PyTree:
-  """Returns the gradients of the plain loss, to look at.
-
-  `update` still takes the scaled ones: it unscales them itself.
-
-  Args:
-    grads: the gradients of the scaled loss.
-    opt_state: the state whose scale multiplied that loss, before `update`.
-    name: which of several loss scales to use.
-
-  Returns:
-    `grads` divided by the scale, in float32 (float64 and complex leaves keep their dtype; None,
-    integers and keys stay as they are).
-
-  Raises:
-    MpjaxTypeError: the state has no scale, or has two.
-    MpjaxValueError: no scale is called `name`.
-
-  >>> import jax.numpy as jnp, mpjax, optax
-  >>> tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(4))
-  >>> mpjax.unscale(jnp.asarray([8.0, 2.0], jnp.float16), tx.init(jnp.ones(2)))
-  Array([2. , 0.5], dtype=float32)
-  """
-  state = find_scale(opt_state, "mpjax.unscale(opt_state)", name).state
-  return unscale_tree(grads, None if state is None else state.scale)
-
-
-def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) -> PyTree:
+def set_loss_scale(opt_state: OptState, value: float, *, name: str | None = None) -> OptState:
   """Returns `opt_state` with its loss scale set to `value`.
 
   The count of good steps starts again: the window for growth was observed at another scale.
@@ -278,6 +224,9 @@ def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) 
     value: a plain number within the limits of the state's configuration. A power of two is exact;
       another warns once.
     name: which of several loss scales to set.
+
+  Returns:
+    A state of the same structure, shapes, dtypes and shardings.
 
   Raises:
     MpjaxTypeError: `value` is no plain number (a traced one is not), or the state has no scale,
@@ -302,14 +251,14 @@ def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) 
       fix="Build the optimizer with StaticLossScale or DynamicLossScale.",
     )
   scale = positive_scale(value, where)
-  low, high = label_limits(target.config)
-  if not low <= scale <= high:
-    raise MpjaxValueError(
-      where,
-      expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
-      got=repr(value),
-      fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
-    )
+  low, high = target.says.limits
+  check_value(
+    value,
+    low <= scale <= high,
+    where,
+    expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
+    fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
+  )
   warn_unless_power_of_two(where, {"value": scale}, stacklevel=2)
   # full_like keeps shape (a vmapped state), dtype and placement: the next step does not retrace.
   moved = state._replace(
@@ -322,11 +271,11 @@ def set_loss_scale(opt_state: PyTree, value: float, *, name: str | None = None) 
 def replace_scale(opt_state: PyTree, found: Found, new: LossScaleState) -> PyTree:
   """Returns `opt_state` with `new` in place of the loss scale `found` in it."""
 
-  def replace(x: Any) -> Any:
+  def replace(x: Leaf) -> Leaf:
     if x is not found.owner:
       return x
     # In the structure of the old one: an `nnx.Optimizer` goes on with variables.
     like_old = jax.tree.unflatten(jax.tree.structure(x.loss_scale[found.label]), new)
     return x._replace(loss_scale={**x.loss_scale, found.label: like_old})
 
-  return jax.tree.map(replace, opt_state, is_leaf=_is_state)
+  return jax.tree.map(replace, opt_state, is_leaf=lambda x: x is found.owner)

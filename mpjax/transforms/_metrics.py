@@ -1,6 +1,7 @@
 """What happened to the last step: metrics, the flag for other state, an alarm for the host."""
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,14 @@ from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
 from mpjax._core.trees import is_inexact, select
-from mpjax._core.types import Array, PyTree
-from mpjax.transforms._loss_scale_access import Found, LossScalingState, find_scale, scales_in
+from mpjax._core.types import Array, Leaf, OptState, Params, PyTree
+from mpjax.transforms._state import Found, LossScalingState, find_scale
+from mpjax.transforms._trees import KeyPath, key_text, nodes_of
+
+T = TypeVar("T")
 
 
-def loss_scaling_metrics(opt_state: PyTree, *, name: str | None = None) -> dict[str, Array]:
+def loss_scaling_metrics(opt_state: OptState, *, name: str | None = None) -> dict[str, Array]:
   """Returns the numbers worth logging about loss scaling, after an `update`.
 
   Args:
@@ -22,7 +26,7 @@ def loss_scaling_metrics(opt_state: PyTree, *, name: str | None = None) -> dict[
     name: which of several loss scales to read.
 
   Returns:
-    Scalars under these keys:
+    Arrays of shape () under these keys:
 
     - `loss_scale` (float32): the factor on the next loss;
     - `finite` (bool): whether the last step was applied, as `mpjax.last_step_finite` (under `jit`
@@ -56,7 +60,7 @@ def loss_scaling_metrics(opt_state: PyTree, *, name: str | None = None) -> dict[
   return {"loss_scale": state.scale, "finite": state.finite, **counts}
 
 
-def last_step_finite(opt_state: PyTree, *, name: str | None = None) -> Array:
+def last_step_finite(opt_state: OptState, *, name: str | None = None) -> Array:
   """Returns whether the last step was applied: the flag for `mpjax.select_tree`.
 
   Args:
@@ -83,10 +87,10 @@ def last_step_finite(opt_state: PyTree, *, name: str | None = None) -> Array:
 
 
 def check_skipped_steps(
-  opt_state: PyTree,
+  opt_state: OptState,
   max_consecutive_skips: int = 50,
   *,
-  params: PyTree = None,
+  params: Params = None,
   name: str | None = None,
 ) -> None:
   """Raises if training no longer moves. For the host, outside `jit`, now and then.
@@ -98,7 +102,8 @@ def check_skipped_steps(
   and in the parameters. With an optimizer that keeps no moments only the parameters show it.
 
   Args:
-    opt_state: a state that holds a loss scale, concrete.
+    opt_state: a state that holds a loss scale, concrete. Where it was created under `jax.vmap`, its
+      counts have shape (n,) and the worst of the n members counts.
     max_consecutive_skips: this many skipped steps in a row are an error.
     params: the tree that is trained, so that the error can name the gradient by its path. A train
       state with `params` need not be told.
@@ -144,7 +149,7 @@ def check_skipped_steps(
     )
 
 
-def _refuse_tracers(x: Any, where: str) -> None:
+def _refuse_tracers(x: Leaf, where: str) -> None:
   if isinstance(x, Tracer):
     raise MpjaxTypeError(
       where,
@@ -154,7 +159,7 @@ def _refuse_tracers(x: Any, where: str) -> None:
     )
 
 
-def _refuse_nan(trees: dict[str, PyTree], where: str) -> None:
+def _refuse_nan(trees: Mapping[str, PyTree], where: str) -> None:
   """Raises if a leaf holds a NaN. An inf may be meant: a best value so far, a mask."""
   for kind, tree in trees.items():
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -163,13 +168,13 @@ def _refuse_nan(trees: dict[str, PyTree], where: str) -> None:
         raise MpjaxRuntimeError(
           where,
           expected="no NaN after steps that NoLossScale() does not check",
-          got=f"one in {kind} at {jax.tree_util.keystr(path) or 'the root'}",
+          got=f"one in {kind} at {key_text(path)}",
           fix="Go back to a checkpoint, and train with mpjax.StaticLossScale(1): it skips such "
           "steps, and says where they begin.",
         )
 
 
-def _first_bad(opt_state: PyTree, found: Found, member: int, params: PyTree) -> str:
+def _first_bad(opt_state: OptState, found: Found, member: int, params: Params) -> str:
   """Returns where the last step's first non-finite value was."""
 
   def position(label: str) -> int:
@@ -198,13 +203,14 @@ def _first_bad(opt_state: PyTree, found: Found, member: int, params: PyTree) -> 
   return "the loss, the model state or the updates, not the gradients"
 
 
-def _paths(opt_state: PyTree, owner: LossScalingState, params: PyTree) -> list[str] | None:
+def _paths(opt_state: OptState, owner: LossScalingState, params: Params) -> list[str] | None:
   """Returns the paths of the parameters that `owner` sees, or None if they cannot be known."""
   if params is None:
     return None
   masks = (optax.MaskedState, optax.PartitionState)
   outside = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, masks))
-  if not any(isinstance(x, masks) and any(y is owner for y in _owners(x)) for x in outside):
+  masked = [x for x in outside if isinstance(x, masks)]
+  if not any(y is owner for x in masked for y in nodes_of(x, LossScalingState)):
     return _keystrs(jax.tree_util.tree_leaves_with_path(params))
   inside = jax.tree.leaves(owner.inner_state, is_leaf=lambda x: isinstance(x, masks))
   # The marks in there may be those of other masks, or hide integers from the optimizer.
@@ -218,14 +224,14 @@ def _paths(opt_state: PyTree, owner: LossScalingState, params: PyTree) -> list[s
   return next(filter(None, map(seen, moments)), None)
 
 
-def _unmasked(moments: PyTree, params: PyTree) -> list[str] | None:
+def _unmasked(moments: PyTree, params: Params) -> list[str] | None:
   """Returns the paths of `params` that have a leaf in `moments`; None if those are another tree.
 
   What optax masks out, a leaf or a subtree, has its mark in the moments.
   """
   fits = []
 
-  def kept(m: Any, p: PyTree) -> PyTree:
+  def kept(m: Leaf, p: PyTree) -> PyTree:
     fits.append(_is_mask(m) or jax.tree_util.all_leaves([p]))
     return jax.tree.map(lambda _: not _is_mask(m), p)
 
@@ -239,19 +245,15 @@ def _unmasked(moments: PyTree, params: PyTree) -> list[str] | None:
   return _keystrs([pair for pair, flag in zip(pairs, flags, strict=True) if flag])
 
 
-def _owners(tree: PyTree) -> list[LossScalingState]:
-  return [one.owner for one in scales_in(tree)]
-
-
-def _is_mask(x: Any) -> bool:
+def _is_mask(x: object) -> bool:
   return isinstance(x, optax.MaskedNode)
 
 
-def _keystrs(pairs: list[tuple[Any, Any]]) -> list[str]:
-  return [jax.tree_util.keystr(path) or "the root" for path, _ in pairs]
+def _keystrs(pairs: Iterable[tuple[KeyPath, Leaf]]) -> list[str]:
+  return [key_text(path) for path, _ in pairs]
 
 
-def select_tree(finite: Array, new: PyTree, old: PyTree) -> PyTree:
+def select_tree(finite: Array | bool, new: T, old: T) -> T:
   """Returns `new` if the step was finite, else `old`: for state that no optimizer holds.
 
   Batch statistics, moving averages and step counters, once updated by a bad batch, stay so; this
@@ -260,8 +262,11 @@ def select_tree(finite: Array, new: PyTree, old: PyTree) -> PyTree:
   Args:
     finite: a bool of shape (): `mpjax.last_step_finite(opt_state)` after `update`. Combine it with
       `mpjax.all_finite(new)` where `new` may be non-finite by itself.
-    new: a tree of arrays, after the step.
-    old: the same tree before the step.
+    new: a tree of arrays of any shapes and dtypes, after the step.
+    old: the same tree before the step, in these shapes and dtypes.
+
+  Returns:
+    A tree like `new`.
 
   Raises:
     MpjaxTypeError: `finite` is not a bool.

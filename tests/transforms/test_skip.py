@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.transforms._branch import nothing, nothing_like, one_at_a_time, step_or_skip
+from mpjax.transforms._skip import compiled_for_cpu, nothing, nothing_like, step_or_skip
 from tests.programs import bits
 
 OLD = {"x": jnp.asarray([1.0, -0.0]), "n": jnp.asarray(3, jnp.int32), "key": jax.random.key(0)}
@@ -134,7 +134,7 @@ def test_nothing_changes_no_bits(name):
 
 def test_whether_the_program_is_for_a_cpu_is_known_when_it_is_compiled():
   on_cpu = jax.default_backend() == "cpu"
-  assert bool(one_at_a_time()) == on_cpu
-  choose = jax.jit(lambda x: jax.lax.cond(one_at_a_time(), jnp.sin, jnp.cos, x))
+  assert bool(compiled_for_cpu()) == on_cpu
+  choose = jax.jit(lambda x: jax.lax.cond(compiled_for_cpu(), jnp.sin, jnp.cos, x))
   text = choose.lower(jnp.ones(3)).compile().as_text()
   assert (" sine(" in text, " cosine(" in text) == (on_cpu, not on_cpu), "the other branch is gone"

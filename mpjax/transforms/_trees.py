@@ -1,0 +1,267 @@
+"""What the wrappers do to trees before and after the inner optimizer sees them."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from mpjax._core.dtypes import is_low_precision
+from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.paths import is_key
+from mpjax._core.trees import (
+  half_to_float32,
+  is_array_like,
+  is_half,
+  is_inexact,
+  is_none,
+  tree_differences,
+)
+from mpjax._core.types import Array, Grads, Leaf, Params, PyTree, Updates
+
+T = TypeVar("T")
+KeyPath = tuple[object, ...]
+
+
+def nodes_of(tree: PyTree, kind: type[T]) -> list[T]:
+  """Returns the nodes and leaves of `tree` that are a `kind`, but not those inside of them."""
+
+  def is_kind(x: object) -> bool:
+    return isinstance(x, kind)
+
+  return [x for x in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(x)]
+
+
+def key_text(path: KeyPath) -> str:
+  """Returns a path as Python writes it, "['layers'][0]", for an error."""
+  return jax.tree_util.keystr(path) or "the root"
+
+
+def at_least_float32(x: Leaf) -> Array:
+  """Returns `x` as float32 if it is floating and narrower (float8 too), or a Python number."""
+  x = jnp.asarray(x)
+  return x.astype(jnp.float32) if is_low_precision(x.dtype) else x
+
+
+def as_stored(new: PyTree, old: PyTree) -> PyTree:
+  """Returns the tree `new` with its floating leaves in float16 or bfloat16 where `old` has them.
+
+  A tree of another structure is returned as it is.
+  """
+  if jax.tree.structure(old) != jax.tree.structure(new):
+    return new
+  return jax.tree.map(
+    lambda n, o: n.astype(o.dtype) if is_half(o) and is_inexact(n) else n, new, old
+  )
+
+
+def float32_view(tree: PyTree) -> PyTree:
+  """Returns the tree as an inner optimizer sees it that works in float32.
+
+  Moments of half parameters would be half, where 0.999 rounds to 1 and an epsilon of 1e-8 to 0.
+  """
+  return jax.tree.map(half_to_float32, hide_untrained(tree, tree))
+
+
+def arrays_only(params: Params) -> Params:
+  """Returns `params` with None for what is no array: the functions in a model of Equinox."""
+  return jax.tree.map(lambda x: x if is_array_like(x) else None, params)
+
+
+def hide_untrained(tree: PyTree, params: Params) -> PyTree:
+  """Returns `tree` with an `optax.MaskedNode` for each array that is no floating or complex one.
+
+  As under `optax.masked`: optimizers fail on `float0` and on keys.
+
+  Args:
+    tree: the parameters, or a tree like them.
+    params: the parameters, to decide by them; where they hide nothing, or are None, `tree` may be
+      any.
+  """
+
+  def is_hidden(p: Leaf) -> bool:
+    return is_array_like(p) and not is_inexact(p)
+
+  decisive = arrays_only(params)
+  if not any(map(is_hidden, jax.tree.leaves(decisive))):
+    return tree
+  return jax.tree.map(
+    lambda x, p: optax.MaskedNode() if is_hidden(p) else x, tree, decisive, is_leaf=is_none
+  )
+
+
+def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = True) -> Grads:
+  """Returns `grads` with a zero wherever it has None and `params` an array, or a tree of them.
+
+  A gradient is 64-bit exactly where its parameter is: the moments, made from the parameters by
+  `init`, then never change dtype.
+
+  Args:
+    grads: a tree of gradients.
+    params: the tree that they belong to; None checks and changes nothing.
+    where: the public call, for the error.
+    strict: whether to raise for another tree, which otherwise is returned as it is.
+
+  Raises:
+    MpjaxValueError: `params` is given and has other leaves, containers or shapes, or floating
+      leaves where the gradients are integers.
+  """
+  if params is None:
+    return grads
+  if grads is not None:
+    grads = spell_out(grads, params)
+  if strict:
+    _check_gradients(grads, params, where)
+  try:
+    return jax.tree.map(_align_leaf, grads, arrays_only(params), is_leaf=is_none)
+  except ValueError:
+    if strict:
+      raise
+    return grads
+
+
+def _check_gradients(grads: Grads, params: Params, where: str) -> None:
+  problems = tree_differences(params, grads, dtypes=False, none_fits=True)
+  if not problems:
+    pairs = jax.tree_util.tree_map_with_path(_misfit, params, grads, is_leaf=is_none)
+    problems = jax.tree.leaves(pairs)
+  if problems:
+    fix = "Differentiate with respect to the very tree that is passed as params."
+    if _per_example(grads, params):
+      fix = (
+        "Take the mean over the examples; for optax.contrib.dpsgd, which does, leave params out."
+      )
+    raise MpjaxValueError(
+      where, expected="gradients with the leaves of params", got=listed(problems), fix=fix
+    )
+
+
+def spell_out(grads: Grads, params: Params) -> Grads:
+  """Returns `grads` with a None for each leaf of `params` where it has one for all of them."""
+  if all(g is not None for g in jax.tree.leaves(grads, is_leaf=is_none)):
+    return grads
+  try:
+    return jax.tree.map(
+      lambda g, p: jax.tree.map(lambda _: None, p) if g is None else g,
+      grads,
+      params,
+      is_leaf=is_none,
+    )
+  except ValueError:  # Another tree: the caller says where.
+    return grads
+
+
+def _per_example(grads: Grads, params: Params) -> bool:
+  """Whether each gradient has one axis more than its parameter, of examples."""
+  shapes, wanted = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (grads, params))
+  return len(shapes) == len(wanted) and all(
+    len(s) > 0 and s[1:] == w for s, w in zip(shapes, wanted, strict=True)
+  )
+
+
+def _misfit(path: KeyPath, p: Leaf, g: Leaf) -> str | None:
+  """What is wrong if a floating parameter comes with integers for a gradient."""
+  if g is None or not is_inexact(p) or is_inexact(g):
+    return None
+  return f"{jnp.result_type(g)} for {jnp.result_type(p)} at {jax.tree_util.keystr(path)}"
+
+
+def _align_leaf(g: Leaf, p: Leaf) -> Leaf:
+  if p is None or not is_inexact(p):
+    return p if g is None else g
+  dtype = jnp.result_type(p)
+  if g is None:
+    return jnp.zeros(jnp.shape(p), dtype)
+  wide = {jnp.dtype(name) for name in ("float64", "complex128")}
+  if is_inexact(g) and (jnp.result_type(g) in wide) != (dtype in wide):
+    complex_ = jnp.issubdtype(jnp.result_type(g), jnp.complexfloating)
+    bits = 64 if dtype in wide else 32
+    return jnp.asarray(g, f"complex{2 * bits}" if complex_ else f"float{bits}")
+  return g
+
+
+def differentiated(tree: PyTree) -> PyTree:
+  """Returns that part of parameters, or of their gradients, that optax differentiates.
+
+  Of `optax.lookahead` it is the fast parameters.
+  """
+  return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
+
+
+def by_part(f: Callable[..., PyTree], updates: Updates, params: Params) -> Updates:
+  """Returns `f(updates, params)`, for the fast, then the slow parameters of lookahead."""
+  if not isinstance(updates, optax.LookaheadParams):
+    return f(updates, params)
+  return optax.LookaheadParams(f(updates.fast, params.fast), f(updates.slow, params.slow))
+
+
+def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
+  """Returns `updates` with something in place of what was hidden from the inner optimizer.
+
+  That is a zero of the parameter's own dtype, which `optax.apply_updates` can add; without
+  parameters, and for keys, the leaf that came as the gradient. Of a key that had none it is None,
+  which `mpjax.apply_updates` and Equinox leave alone; optax can add nothing to a key.
+  """
+
+  def merge(g: Leaf, u: Leaf, p: Leaf) -> Leaf:
+    if not isinstance(u, optax.MaskedNode) or isinstance(g, optax.MaskedNode):
+      return u
+    if p is None:
+      return g
+    if is_key(jnp.result_type(p)):
+      return None if is_key(jnp.result_type(g)) else g
+    return jnp.zeros(jnp.shape(p), jnp.result_type(p))
+
+  if not nodes_of(updates, optax.MaskedNode):
+    return updates
+  if params is None:
+    return jax.tree.map(lambda g, u: merge(g, u, None), grads, updates)
+  return jax.tree.map(merge, grads, updates, arrays_only(params))
+
+
+def strong(x: Leaf) -> Leaf:
+  """Returns a leaf of a state as a strongly typed array, so that the second step is no new trace.
+
+  A Python number becomes bool, int32 or float32 by itself, whether or not 64-bit is enabled.
+  """
+  if isinstance(x, jax.Array):
+    return jnp.asarray(x, x.dtype) if jax.typeof(x).weak_type else x
+  if isinstance(x, (np.ndarray, np.generic)):
+    return x if x.dtype == jax.dtypes.float0 else jnp.asarray(x)
+  for kind, dtype in ((bool, jnp.bool_), (int, jnp.int32), (float, jnp.float32)):
+    if isinstance(x, kind):
+      return jnp.asarray(x, dtype)
+  return x
+
+
+def place_like(params: Params, state: T) -> T:
+  """Returns `state` with its own arrays where `params` are: replicated on their mesh.
+
+  Scalars made by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and the
+  second step would be traced again for that.
+  """
+  concrete = [
+    x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not isinstance(x, Tracer)
+  ]
+  meshes = [x.sharding.mesh for x in concrete if isinstance(x.sharding, jax.sharding.NamedSharding)]
+  committed = [x.sharding for x in concrete if x.committed]
+  if meshes:
+    spec = jax.sharding.PartitionSpec()
+    where: jax.sharding.Sharding = jax.sharding.NamedSharding(meshes[0], spec)
+  elif committed and len(committed[0].device_set) == 1:
+    where = committed[0]
+  else:
+    return state
+
+  def place(x: Leaf) -> Leaf:
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.committed:
+      return x
+    if is_key(x.dtype):  # As keys they cannot be put onto the devices of other processes.
+      data = jax.device_put(jax.random.key_data(x), where)
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.device_put(x, where)
+
+  return jax.tree.map(place, state)
