@@ -1,7 +1,5 @@
 """When two functions are the same: what keys of caches compare them by."""
 
-import dis
-import functools
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -49,7 +47,7 @@ def identity(function: Any, *, inside: tuple[Any, ...] = ()) -> Any:
     hash(key)
   except (TypeError, ValueError):  # No hash, or a name that has no value yet.
     key = function
-  names = (name for name in _global_names(function.__code__) if name in function.__globals__)
+  names = sorted(_names(function.__code__) & function.__globals__.keys())
   read = {name: function.__globals__[name] for name in names}
   if not read:
     return key
@@ -77,12 +75,10 @@ def _hashable(value: Any) -> Any:
   return value
 
 
-@functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-  """Returns the names that code, and the code of functions inside, looks for among globals."""
-  here = {op.argval for op in dis.get_instructions(code) if op.opname in _READS_GLOBAL}
+def _names(code: types.CodeType) -> set[str]:
+  """Returns the names that code, and the code of functions inside, may look for among globals.
+
+  Names of attributes are there too: a global that is called like one is compared in vain.
+  """
   nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
-  return tuple(sorted(here.union(*map(_global_names, nested))))
-
-
-_READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+  return set(code.co_names).union(*map(_names, nested))

@@ -10,8 +10,8 @@ from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.rules import (
   Rule,
   default_rules,
+  depends_on_path,
   first_match,
-  goes_by_place,
   parse_rules,
   parse_unmatched,
   unmatched_error,
@@ -49,9 +49,9 @@ class Given:
     return any(p is not None and p.compute_dtype.itemsize < 4 for p in policies)
 
   @property
-  def by_place(self) -> bool:
+  def by_path(self) -> bool:
     """Whether two equal modules can get different policies because of their paths."""
-    return any(map(goes_by_place, (*self.rules, *self.defaults)))
+    return any(map(depends_on_path, (*self.rules, *self.defaults)))
 
   @property
   def output_dtype(self) -> Any:

@@ -3,9 +3,7 @@
 import dataclasses
 import fnmatch
 import functools
-import inspect
 import re
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -121,7 +119,7 @@ class Rule:
     """
     if self.path is not None:
       if isinstance(self.path, str):
-        return () in _rest_of_glob(_levels(self.path), _levels(path))
+        return _compiled(self.path).fullmatch(f"{path}/" if path else "") is not None
       return self.path.fullmatch(path) is not None
     if self.module is not None:
       return isinstance(module, self.module)
@@ -164,52 +162,36 @@ def _check_glob(glob: str) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rest_of_glob(glob: tuple[str, ...], names: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
-  """Returns what may still come of a glob after the names of a path; `()` is a match.
+def _compiled(glob: str) -> re.Pattern[str]:
+  """Returns the regular expression of a glob, for paths in which each name is followed by "/".
 
-  `**` matches any number of levels, so that there may be several ways to go on.
+  With the slash behind each name `**` matches no level too: "a/**/b" the path "a/b/".
   """
-  if not names:
-    skipped = _rest_of_glob(glob[1:], ()) if glob[:1] == ("**",) else frozenset()
-    return frozenset({glob}) | skipped
-  after: set[tuple[str, ...]] = set()
-  for rest in _rest_of_glob(glob, names[:-1]):
-    if rest[:1] == ("**",):
-      after |= _rest_of_glob(rest, ())
-    elif rest and fnmatch.fnmatchcase(names[-1], rest[0]):
-      after |= _rest_of_glob(rest[1:], ())
-  return frozenset(after)
+  return re.compile("".join(map(_level, glob.split("/") if glob else ())))
 
 
-def place_of(rules: Iterable[Rule], path: str) -> str:
-  """Returns text that is equal for two paths if no rule tells apart what is there or inside."""
-  rests: list[Any] = []
-  for rule in rules:
-    if isinstance(rule.path, str):
-      rests.append(sorted(_rest_of_glob(_levels(rule.path), _levels(path))))
-    elif goes_by_place(rule):
-      rests.append(path)
-  return repr(rests)
+def _level(glob: str) -> str:
+  if glob == "**":
+    return "(?:[^/]*/)*"
+  return "".join(map(_piece, re.findall(r"\[!?\]?[^\]]*\]|.", glob, re.DOTALL))) + "/"
 
 
-def goes_by_place(rule: Rule) -> bool:
-  """Whether a rule can pick out one of two equal modules and not the other.
+def _piece(piece: str) -> str:
+  if len(piece) > 1:  # A class; one like "[!a]" would match a slash, and so leave its level.
+    return "(?!/)" + fnmatch.translate(piece).removesuffix(_END)
+  return {"*": "[^/]*", "?": "[^/]"}.get(piece, re.escape(piece))
 
-  A predicate cannot if its code reads no attribute and calls nothing, `isinstance` excepted.
+
+_END = fnmatch.translate("")[-2:]
+"""What ends a translated glob: "\\Z", or "\\z" from Python 3.14 on."""
+
+
+def depends_on_path(rule: Rule) -> bool:
+  """Whether a rule may pick out one of two equal modules and not the other.
+
+  A predicate may: it can look at the name of a module. Ours look at its class and parameters.
   """
-  if rule.where in (_is_users_norm, is_flax_norm):  # A module's class and parameters.
-    return False
-  if not isinstance(rule.where, types.FunctionType):
-    return rule.module is None
-  used = inspect.getclosurevars(rule.where)  # Its `unbound` are the names of attributes.
-  values = {**used.builtins, **used.globals, **used.nonlocals}
-  nested = any(isinstance(value, types.CodeType) for value in rule.where.__code__.co_consts)
-  calls = any(not isinstance(v, type) for name, v in values.items() if name != "isinstance")
-  return nested or calls or bool(used.unbound)
-
-
-def _levels(path: str) -> tuple[str, ...]:
-  return tuple(path.split("/")) if path else ()
+  return rule.module is None and rule.where not in (_is_users_norm, is_flax_norm)
 
 
 def first_match(rules: Iterable[Rule], module: Any, path: str) -> Rule | None:

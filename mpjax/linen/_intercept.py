@@ -15,7 +15,7 @@ from mpjax._jaxprs.module_calls import inside, is_low, output_dtype, returned, r
 from mpjax.linen._context import Active, Held, current, is_new_root, module_path, resolve
 from mpjax.linen._initialize import store, store_computed
 from mpjax.linen._outermost import rewritten
-from mpjax.linen._places import held_in, tell_places
+from mpjax.linen._scope_paths import flag_paths, held_in
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def intercept(
   if not callable(getattr(type(module), name, None)):
     return next_fun(*args, **kwargs)
   given: Given = active.given
-  tell_places(module, (args, kwargs), given)
+  flag_paths(module, (args, kwargs), given)
   found = resolve(active, given, module)
   policy = found.policy
   root = weakref.ref(module.scope) if is_new_root(active, module) else active.root

@@ -19,7 +19,7 @@ from mpjax._jaxprs import module_calls
 from mpjax._jaxprs.autocast import traceable
 from mpjax._jaxprs.module_calls import array, attempts
 from mpjax.linen._context import Active, Again
-from mpjax.linen._places import held_in
+from mpjax.linen._scope_paths import held_in
 
 _WHERE = "mpjax.linen.with_policy(model, policy)"
 _SCOPE = "mpjax.linen.policy_scope(policy)"

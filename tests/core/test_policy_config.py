@@ -38,11 +38,11 @@ def test_equal_ones_are_one_key_and_can_be_pickled():
 
 
 @pytest.mark.parametrize(
-  ("rule", "by_place"),
+  ("rule", "by_path"),
   [({"path": "a"}, True), ({"where": callable}, True), ({"module": nn.Dense}, False)],
 )
-def test_rules_of_classes_do_not_tell_places_apart(rule, by_place):
-  assert given(rules=[Rule(None, **rule)]).by_place == by_place
+def test_rules_of_classes_do_not_depend_on_paths(rule, by_path):
+  assert given(rules=[Rule(None, **rule)]).by_path == by_path
 
 
 @pytest.mark.parametrize(

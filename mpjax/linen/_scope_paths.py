@@ -1,6 +1,7 @@
-"""Scopes that tell `nn.jit` where a module is, as far as a rule does.
+"""Scopes that tell `nn.jit` where a module is, where rules depend on it.
 
-`nn.jit` reuses what it traced for an equal module elsewhere. Flags of scopes are part of its key.
+`nn.jit` reuses what it traced for an equal module elsewhere: under `Rule("float32", path="b")` the
+layer "b" would run in the dtype of an equal layer "a". Flags of scopes are part of its key.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,60 +11,57 @@ import flax.linen as nn
 from flax.core import Scope, freeze
 
 from mpjax._core.policy_config import Given
-from mpjax._core.rules import place_of
 from mpjax.linen._context import current
 
-_FLAG = "mpjax_place"
+_FLAG = "mpjax_path"
 
 
-class PlacedScope(Scope):
-  """A Flax scope that gives the scopes made from it a flag for where they are."""
+class PathScope(Scope):
+  """A Flax scope that gives the scopes made from it a flag that holds their path."""
 
   def push(self, *args: Any, **kwargs: Any) -> Scope:
     """Returns a child scope with its own flag."""
-    return _placed(super().push(*args, **kwargs))
+    return _flagged(super().push(*args, **kwargs))
 
-  def rewound(self, *args: Any, **kwargs: Any) -> Scope:
+  def rewound(self, rewind_rngs: bool = False) -> Scope:
     """Returns a rewound scope with its own flag."""
-    return _placed(super().rewound(*args, **kwargs))
+    return _flagged(super().rewound(rewind_rngs))
 
 
-def tell_places(module: nn.Module, args: Any, given: Given) -> None:
+def flag_paths(module: nn.Module, args: object, given: Given) -> None:
   """Flags the scopes of a module, and of the modules that it holds or is given.
 
   Args:
     module: the module being called.
     args: its arguments.
-    given: the rules that tell places apart, or do not.
+    given: the rules that depend on paths, or do not.
   """
-  if given.by_place:
+  if given.by_path:
     for found in (module, *held_in(args)):
-      _tell(found)
+      _flag(found)
 
 
-def _tell(module: nn.Module) -> None:
+def _flag(module: nn.Module) -> None:
   if module.scope is not None:
-    _placed(module.scope)
+    _flagged(module.scope)
     for held in held_in(vars(module)):
       if held.parent is module:
-        _tell(held)
+        _flag(held)
 
 
-def _placed(scope: Scope) -> Scope:
+def _flagged(scope: Scope) -> Scope:
   # Flax makes scopes in many places and shares them by identity, so that the object itself is given
   # the class. Where no policy is active, it behaves as before.
   if type(scope) is Scope:
-    scope.__class__ = PlacedScope
-  active = current()
-  given = None if active is None else active.given
-  if given is not None:
-    place = place_of((*given.rules, *given.defaults), "/".join(scope.path))
-    if scope.flags.get(_FLAG) != place:
-      scope.flags = freeze({**scope.flags, _FLAG: place})
+    scope.__class__ = PathScope
+  active, path = current(), "/".join(scope.path)
+  # A child begins with the flags of its parent.
+  if active is not None and active.given is not None and scope.flags.get(_FLAG) != path:
+    scope.flags = freeze({**scope.flags, _FLAG: path})
   return scope
 
 
-def held_in(value: Any) -> Iterator[nn.Module]:
+def held_in(value: object) -> Iterator[nn.Module]:
   """Yields the modules in a field or in arguments: alone, or in plain containers."""
   if isinstance(value, nn.Module):
     yield value
