@@ -11,7 +11,7 @@ from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import is_array_like
 from mpjax._core.types import PyTree
 
-Place: TypeAlias = tuple[str, ...]
+Path: TypeAlias = tuple[str, ...]
 """The names on the way to a leaf or a node of a tree."""
 
 
@@ -20,8 +20,8 @@ def path_text(path: Any) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def places(tree: PyTree) -> list[Place]:
-  """Returns where each leaf is. What a box holds is where the box is.
+def leaf_paths(tree: PyTree) -> list[Path]:
+  """Returns the path of each leaf. What a box holds has the path of the box.
 
   `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A
   name with slashes in it, as Haiku's are, is several.
@@ -30,10 +30,10 @@ def places(tree: PyTree) -> list[Place]:
   def is_box(x: Any) -> bool:
     return hasattr(type(x), "replace_boxed") or hasattr(type(x), "get_raw_value")
 
-  found: list[Place] = []
+  found: list[Path] = []
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
-    place = tuple(path_text(path).split("/")) if path else ()
-    found += [place] * len(jax.tree.leaves(node))
+    names = tuple(path_text(path).split("/")) if path else ()
+    found += [names] * len(jax.tree.leaves(node))
   return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.types import Array, PyTree
+from mpjax._core.types import Array, DType, PyTree
 
 
 def is_floating(x: Any) -> bool:
@@ -77,6 +77,11 @@ def map_arrays(
   new = [x if is_nnx_object(x) else fun(x) for x in leaves]
   same = all(a is b for a, b in zip(new, leaves, strict=True))
   return tree if same else jax.tree.unflatten(treedef, new)
+
+
+def cast_arrays(tree: PyTree, dtype: DType) -> PyTree:
+  """Returns `tree` with its floating arrays in `dtype`, and all else as it is."""
+  return map_arrays(lambda x: cast_leaf(x, dtype), tree)
 
 
 def round_to(x: Array, dtype: np.dtype[Any]) -> Array:

@@ -45,3 +45,9 @@ Leaf: TypeAlias = Any
 
 Module: TypeAlias = Any
 """A model or a part of one, of Linen or of NNX: neither is imported for its type alone."""
+
+Args: TypeAlias = tuple[Any, ...]
+"""The positional arguments of a call of a user's function, which are passed as they came."""
+
+Kwargs: TypeAlias = dict[str, Any]
+"""The keyword arguments of such a call."""

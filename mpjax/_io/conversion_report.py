@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.frameworks import framework_of
-from mpjax._core.paths import check_leaves, is_key, path_text, places
+from mpjax._core.paths import check_leaves, is_key, leaf_paths, path_text
 from mpjax._core.trees import is_array_like, is_floating, tree_differences
 from mpjax._core.types import PyTree
 from mpjax._jaxprs.count import tree_bytes
@@ -124,7 +124,7 @@ def conversion_report(
   (12, True)
   """
   _check_report(before, after, fn)
-  leaves = zip(places(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+  leaves = zip(leaf_paths(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
   changed = [(p, x, y) for p, x, y in leaves if is_floating(x) and x.dtype != y.dtype]
   return ConversionReport(
     leaves=tuple(_leaf_report("/".join(place), x, y) for place, x, y in changed),

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from mpjax._core.dtypes import FLOAT32, is_low_precision
 from mpjax._core.errors import MpjaxTypeError, has_note, line_of_user, message, mixed_dtypes_note
 from mpjax._core.module_dtype import dtype_field, warn_of_uncast
 from mpjax._core.policy import Policy
-from mpjax._core.trees import cast_leaf, is_half, is_nnx_object, map_arrays
-from mpjax._core.types import PyTree
+from mpjax._core.policy_config import ModulePolicy
+from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, is_nnx_object, map_arrays
+from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import (
   Interface,
   NotTraceable,
@@ -29,10 +30,8 @@ from mpjax._jaxprs.autocast import (
 )
 from mpjax._jaxprs.op_lists import OpLists
 
+R = TypeVar("R")
 S = TypeVar("S", bound=Active)
-
-Dtype: TypeAlias = np.dtype[Any]
-
 
 _OPS = OpLists()
 
@@ -47,6 +46,21 @@ _OF_TRACERS = ("Tracer.__format__", "not available on traced array")
 """What JAX says where a tracer is formatted, or asked where it is: it has no class for these."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateKind:
+  """What becomes of one kind of state: a collection of Linen, a class of variables of NNX.
+
+  Fields:
+    neutral: it takes the dtype of what it meets, as parameters do. Other state decides that dtype,
+      as arguments do: a float32 table that is added to activations makes them float32.
+    stored: the dtype that new state has. "param_dtype" is that of the policy, "computed" the one
+      that the model computes it in under the policy, "declared" the one that its code says.
+  """
+
+  neutral: bool = False
+  stored: Literal["param_dtype", "computed", "declared"] = "declared"
+
+
 def is_low(policy: Policy | None) -> bool:
   """Whether operations under a policy run in low precision."""
   return policy is not None and is_low_precision(policy.compute_dtype)
@@ -57,28 +71,40 @@ def is_wide(policy: Policy | None) -> bool:
   return policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
 
 
+def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
+  """Whether a call is the outermost one that is traced and rewritten.
+
+  Args:
+    state: that in which the module is called.
+    policy: that of the module.
+    path: that of the module.
+  """
+  return is_low(policy) and not (state.tracing or state.cast or path in state.as_python)
+
+
 def inside(
-  state: S, module: Any, policy: Policy | None, *, iterates: bool = False, **more: Any
+  state: S, module: Module, policy: Policy | None, *, iterates: bool = False, **more: object
 ) -> S:
   """Returns the state in which a module's own operations run.
 
   Args:
     state: that in which it is called.
     module: the module.
-    policy: its policy, which goes on to the modules inside.
+    policy: its policy, which the modules inside inherit.
     iterates: the module starts each step from its own last result, which drifts where it is
       rounded: its own operations are in float32.
     more: further fields of the state.
   """
   casts = state.cast or is_wide(policy) or type(module) in state.casting
   region = FLOAT32.name if iterates and is_low(policy) else region_of(policy)
-  return dataclasses.replace(state, policy=policy, entered=True, region=region, cast=casts, **more)
+  fields = {"policy": policy, "entered": True, "region": region, "cast": casts, **more}
+  return dataclasses.replace(state, **fields)
 
 
 def run(
-  method: Callable[..., Any],
-  call: Any,
-  module: Any,
+  method: Function,
+  call: tuple[Args, Kwargs],
+  module: Module,
   path: str,
   state: Active,
   *,
@@ -111,17 +137,52 @@ def run(
       raise
 
 
-def _arguments(call: Any, policy: Policy, casts: bool) -> Any:
+class ModuleCall(NamedTuple):
+  """A call of a module's method under its policy.
+
+  Fields:
+    module: the module.
+    path: where it is, for errors.
+    how: its policy.
+    state: that in which it is called.
+    inner: that in which its own operations run, as `inside` returns it.
+  """
+
+  module: Module
+  path: str
+  how: ModulePolicy
+  state: Active
+  inner: Active
+
+  def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
+    """Calls the method, or a step of its body, in the region of the module."""
+    call = (args, kwargs)
+    return run(method, call, self.module, self.path, self.inner, initializing=initializing)
+
+  @property
+  def output_dtype(self) -> DType | None:
+    """The dtype that the policy gives the results; None leaves what was computed."""
+    policy, picked, _, outermost = self.how
+    return None if policy is None else output_dtype(self.state, policy, picked, outermost)
+
+  def result(self, outputs: PyTree) -> PyTree:
+    """Returns what the method returned, or what a step of it yielded, in the output dtype."""
+    if self.how.policy is None:
+      return outputs
+    return returned(outputs, self.output_dtype, self.module, self.state, self.inner)
+
+
+def _arguments(call: tuple[Args, Kwargs], policy: Policy, casts: bool) -> tuple[Args, Kwargs]:
   """Returns the arguments of a method as its policy wants them: mostly as they are."""
   compute = policy.compute_dtype
   if casts and not _any_complex(call):
-    return map_arrays(lambda x: cast_leaf(x, compute), call)
+    return cast_arrays(call, compute)
   if compute == FLOAT32:
-    return map_arrays(lambda x: cast_leaf(x, compute) if is_half(x) else x, call)
+    return map_arrays(half_to_float32, call)
   return call
 
 
-def _any_complex(call: Any) -> bool:
+def _any_complex(call: tuple[Args, Kwargs]) -> bool:
   """Whether an argument is a complex array: a half `dtype` would drop its imaginary part."""
   args, kwargs = call
   return any(
@@ -131,7 +192,7 @@ def _any_complex(call: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _fields_set(module: Any, fields: Mapping[str, Any]) -> Generator[None]:
+def _fields_set(module: Module, fields: Mapping[str, object]) -> Generator[None]:
   """Sets attributes of a module for the length of a call, without what its class does then."""
   attributes = vars(module)
   before = {name: attributes[name] for name in fields if name in attributes}
@@ -145,7 +206,7 @@ def _fields_set(module: Any, fields: Mapping[str, Any]) -> Generator[None]:
 
 
 def _note(
-  error: Exception, module: Any, path: str, policy: Policy, failed: list[type[Any]] | None
+  error: Exception, module: Module, path: str, policy: Policy, failed: list[Class] | None
 ) -> None:
   """Notes which module raised, and tells a TypeError which was running, and under what."""
   if failed is not None:
@@ -156,7 +217,7 @@ def _note(
     error.add_note(mixed_dtypes_note(path, type(module).__name__, str(policy)))
 
 
-def output_dtype(state: Active, policy: Policy, picked: bool, outer: Dtype | None) -> Dtype | None:
+def output_dtype(state: Active, policy: Policy, picked: bool, outer: DType | None) -> DType | None:
   """Returns the dtype that a module's policy gives its results; None leaves what was computed.
 
   Args:
@@ -171,13 +232,13 @@ def output_dtype(state: Active, policy: Policy, picked: bool, outer: Dtype | Non
 
 
 def returned(
-  outputs: PyTree, dtype: Dtype | None, module: Any, state: Active, inner: Active
+  outputs: PyTree, dtype: DType | None, module: Module, state: Active, inner: Active
 ) -> PyTree:
   """Returns the results of a module in a dtype.
 
   Args:
     outputs: the results.
-    dtype: what they are in for all who read them; None leaves them as they were computed.
+    dtype: what they are in for all consumers; None leaves them as they were computed.
     module: the module.
     state: that in which it was called.
     inner: that in which its own operations ran.
@@ -188,7 +249,7 @@ def returned(
     return outputs
   to, traced = dtype, state.tracing and not state.cast
 
-  def leaf(x: Any) -> Any:
+  def leaf(x: Leaf) -> Leaf:
     return leaving(x, to) if traced and isinstance(x, jax.Array) else cast_leaf(x, to)
 
   new = map_arrays(leaf, outputs)
@@ -199,16 +260,16 @@ def returned(
 
 
 def rewritten(
-  program: Callable[..., Any],
+  fn: Callable[..., R],
   policy: Policy | None,
-  data: Callable[[tuple[Any, ...]], list[bool]],
-  results: Callable[[Any], Sequence[Any]],
+  data: Callable[[Args], list[bool]],
+  results: Callable[[R], Sequence[DType | None]],
   where: str,
-) -> Callable[..., Any]:
+) -> Callable[..., R]:
   """Returns a function with its operations rewritten.
 
   Args:
-    program: the function, of trees of arrays.
+    fn: the function, of trees of arrays.
     policy: applies where no module marks another.
     data: which of the leaves of the arguments decide the dtype of what they meet.
     results: the dtypes of the results, of which None is the one that they are computed in.
@@ -218,18 +279,18 @@ def rewritten(
   interface = Interface(data=data, results=results, widen=True, arrays_alone=True)
   wide = None if policy is None else policy.weight_grad_dtype
   settings = Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)
-  return with_settings(program, settings, where, interface)
+  return with_settings(fn, settings, where, interface)
 
 
 def attempts(
-  attempt: Callable[[S], Any],
-  python: Callable[[S], Any],
-  call: Any,
+  attempt: Callable[[S], R],
+  python: Callable[[S], R],
+  call: tuple[Args, Kwargs],
   state: S,
   path: str,
   where: str,
   foreign: type[Exception],
-) -> Any:
+) -> R:
   """Returns the result of a call that is traced, in another way where tracing it raises.
 
   What raises in float32 is traced again with the class of module that raised in its compute dtype:
@@ -247,7 +308,7 @@ def attempts(
   """
   first: Exception | None = None
   while True:
-    failed: list[type[Any]] = []
+    failed: list[Class] = []
     try:
       tree_leaves(call, "is given", is_leaf=is_nnx_object)
       return attempt(dataclasses.replace(state, tracing=True, failed=failed))
@@ -275,7 +336,7 @@ def attempts(
 
 
 def _why_not_traced(error: Exception, foreign: type[Exception]) -> str | None:
-  """Returns what a body does that no program can; None for any other error."""
+  """Returns what a body does that no jaxpr can; None for any other error."""
   if isinstance(error, NotTraceable):
     return str(error)
   said = isinstance(error, (TypeError, AttributeError)) and any(
@@ -288,6 +349,6 @@ def _why_not_traced(error: Exception, foreign: type[Exception]) -> str | None:
   return None
 
 
-def array(x: Any) -> Any:
+def array(x: Leaf) -> Leaf:
   """Returns an array of JAX where a variable is one of NumPy: variables are never constants."""
   return jnp.asarray(x) if isinstance(x, np.ndarray) else x

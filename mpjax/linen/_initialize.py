@@ -7,9 +7,8 @@ import jax
 
 from mpjax._core.policy import Policy
 from mpjax._core.trees import cast_leaf, is_floating
-
-COMPUTED = ("cache", "perturbations")
-"""Collections whose entries have the dtype that a model computes them in."""
+from mpjax._core.types import Args, Kwargs, PyTree
+from mpjax.linen._layers import stored_as
 
 
 def store(module: nn.Module, policy: Policy | None) -> None:
@@ -20,31 +19,33 @@ def store(module: nn.Module, policy: Policy | None) -> None:
     policy: that of the module; None leaves them as they are.
   """
   scope = module.scope
-  if policy is None or scope is None or not scope.is_mutable_collection("params"):
+  if policy is None or scope is None:
     return
-  for name, value in scope.variables().get("params", {}).items():
-    if scope.name_reserved(name, "params") and not scope.name_reserved(name, ""):
-      new = jax.tree.map(lambda x: cast_leaf(x, policy.param_dtype), value)
-      if any(a is not b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(value), strict=True)):
-        scope.put_variable("params", name, new)
+  for col in filter(scope.is_mutable_collection, stored_as("param_dtype")):
+    for name, value in scope.variables().get(col, {}).items():
+      if scope.name_reserved(name, col) and not scope.name_reserved(name, ""):
+        new = jax.tree.map(lambda x: cast_leaf(x, policy.param_dtype), value)
+        leaves = zip(jax.tree.leaves(new), jax.tree.leaves(value), strict=True)
+        if any(a is not b for a, b in leaves):
+          scope.put_variable(col, name, new)
 
 
-def store_computed(module: nn.Module, method: str, call: Any) -> None:
-  """Casts what the root of a model made in collections that have the dtype of what is computed.
+def store_computed(module: nn.Module, method: str, args: Args, kwargs: Kwargs) -> None:
+  """Casts what the root of a model created in collections that have the dtype that is computed.
 
   Args:
     module: the root, bound, which has been initialised. In the active state, modules
       are called in their compute dtype.
     method: the one that initialised it.
-    call: its arguments.
+    args: its arguments.
+    kwargs: the same.
   """
   scope: Any = module.scope
   if module.path:
     return
-  made = {col: tree for col, tree in scope.variables().items() if col in COMPUTED}
+  made = {col: tree for col, tree in scope.variables().items() if col in stored_as("computed")}
   if not any(map(is_floating, jax.tree.leaves(made))):
     return
-  args, kwargs = call
   rngs = {name: rng.as_jax_rng() for name, rng in scope.rngs.items()}
   plain = module.clone(parent=None)
   try:
@@ -56,7 +57,7 @@ def store_computed(module: nn.Module, method: str, call: Any) -> None:
       scope.put_variable(col, name, value)
 
 
-def cast_like(tree: Any, dtypes: Any) -> Any:
+def cast_like(tree: PyTree, dtypes: PyTree) -> PyTree | None:
   """Returns a tree of arrays in the dtypes of another; None if the two are not alike."""
   if jax.tree.structure(tree) != jax.tree.structure(dtypes):
     return None

@@ -10,7 +10,7 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope, freeze
 
-from mpjax._core.policy_config import Given
+from mpjax._core.policy_config import PolicyConfig
 from mpjax.linen._context import current
 
 _FLAG = "mpjax_path"
@@ -28,15 +28,15 @@ class PathScope(Scope):
     return _flagged(super().rewound(rewind_rngs))
 
 
-def flag_paths(module: nn.Module, args: object, given: Given) -> None:
+def flag_paths(module: nn.Module, args: object, config: PolicyConfig) -> None:
   """Flags the scopes of a module, and of the modules that it holds or is given.
 
   Args:
     module: the module being called.
     args: its arguments.
-    given: the rules that depend on paths, or do not.
+    config: the rules that depend on paths, or do not.
   """
-  if given.by_path:
+  if config.by_path:
     for found in (module, *held_in(args)):
       _flag(found)
 
@@ -56,7 +56,7 @@ def _flagged(scope: Scope) -> Scope:
     scope.__class__ = PathScope
   active, path = current(), "/".join(scope.path)
   # A child begins with the flags of its parent.
-  if active is not None and active.given is not None and scope.flags.get(_FLAG) != path:
+  if active is not None and active.config is not None and scope.flags.get(_FLAG) != path:
     scope.flags = freeze({**scope.flags, _FLAG: path})
   return scope
 

@@ -1,14 +1,14 @@
 """The outermost call of a view: traced once as a function of its variables, and rewritten.
 
-A method reads and writes variables while it runs, and a program has only arguments and results. So
-the call is made of copies: of the module and of all that is given to it. What the copies have
-become is a result of the program, and is put back into the objects themselves. NNX's own
-transforms do it in this way, by the same public functions.
+A method reads and writes variables while it runs, and a jaxpr has only arguments and results. So
+copies are called: of the module and of all that is given to it. What the copies have become is a
+result of the jaxpr, and is put back into the objects themselves. NNX's own transforms do it in this
+way, by the same public functions.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import flax.errors
 import jax
@@ -17,16 +17,34 @@ from jax.core import Tracer
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.trees import is_floating
+from mpjax._core.types import Args, DType, Kwargs, Leaf, PyTree
 from mpjax._jaxprs import module_calls
 from mpjax._jaxprs.autocast import NotTraceable, leaving, region_of, traceable, tree_leaves
-from mpjax.nnx._spec import check_modes, current, is_node, is_view, model_of, path_of
+from mpjax.nnx._layers import kind_of
+from mpjax.nnx._spec import (
+  calling_state,
+  check_modes,
+  how_it_runs,
+  is_node,
+  is_view,
+  model_of,
+  path_of,
+)
 
 _TAG = "mpjax.policy"
 
 _WHERE = "mpjax.nnx.with_policy(model, policy)"
 
+Variable: TypeAlias = nnx.Variable[Leaf]
 
-def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwargs: Any) -> Any:
+
+def rewritten(
+  call: Callable[[nnx.Module, Args, Kwargs], PyTree],
+  name: str,
+  module: nnx.Module,
+  args: Args,
+  kwargs: Kwargs,
+) -> PyTree:
   """Returns `call(module, args, kwargs)`, with the operations of all modules inside rewritten.
 
   Args:
@@ -36,13 +54,13 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
     args: trees of arrays, modules and variables.
     kwargs: the same.
   """
-  policy = type(module).mpjax_spec.policy
+  policy = how_it_runs(module).policy
 
-  def attempt(state: Active) -> Any:
+  def attempt(state: Active) -> PyTree:
     given = (module, args, kwargs)
     stored = [_dtype(v) for v in _variables(given)]
 
-    def program(copied: Any) -> tuple[bool, dict[int, Any], Any]:
+    def on_copies(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
       given = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
       variables = _variables(given)
       held = [v.get_raw_value() for v in variables]
@@ -71,7 +89,7 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
         raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
       return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
 
-    program.__name__ = name  # It is what JAX's errors say.
+    on_copies.__name__ = name  # It is what JAX's errors say.
     views = [
       (node, dict(vars(node))) for _, node in nnx.iter_graph(module, graph=True) if is_view(node)
     ]
@@ -83,7 +101,7 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
         nnx.to_tree(given, ctxtag=_TAG),
         is_leaf=lambda x: isinstance(x, nnx.Variable),
       )
-      cast = module_calls.rewritten(traceable(program), policy, _data, _results, _WHERE)
+      cast = module_calls.rewritten(traceable(on_copies), policy, _data, _results, _WHERE)
       with ACTIVE(state):
         changed, written, done = cast(copied)
       if not changed:
@@ -93,56 +111,52 @@ def rewritten(call: Callable[..., Any], name: str, module: Any, args: Any, kwarg
         return done[0]
       outputs, _ = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
     for node, before in views:
-      _hand_on(node, before)
+      _copy_changes(node, before)
     return outputs
 
-  def python(state: Active) -> Any:
+  def python(state: Active) -> PyTree:
     with ACTIVE(state):
       return call(module, args, kwargs)
 
-  state = dataclasses.replace(current() or Active(), region=region_of(policy))
+  state = dataclasses.replace(calling_state(), region=region_of(policy))
   foreign = flax.errors.TraceContextError
   return module_calls.attempts(
     attempt, python, (args, kwargs), state, path_of(module), _WHERE, foreign
   )
 
 
-def _variables(tree: Any) -> list[Any]:
+def _variables(tree: PyTree) -> list[Variable]:
   """Returns the variables of a tree of modules and arrays, in the order of its graph."""
   return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Variable)]
 
 
-def _dtype(variable: Any) -> Any:
+def _dtype(variable: Variable) -> DType | None:
   """Returns the dtype that a variable is stored in; None if it holds no floating array."""
   raw = variable.get_raw_value()
   return raw.dtype if is_floating(raw) else None
 
 
-def _data(args: tuple[Any, ...]) -> list[bool]:
-  """Whether each array decides the dtype of what it meets.
-
-  Parameters do not, nor do perturbations: they are zeros, there to be differentiated by.
-  """
+def _data(args: Args) -> list[bool]:
+  """Whether each array decides the dtype of what it meets."""
   leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable))
-  neutral = (nnx.Param, nnx.Perturbation)
-  return [not isinstance(x, neutral) for x in leaves for _ in jax.tree.leaves(x)]
+  return [not kind_of(x).neutral for x in leaves for _ in jax.tree.leaves(x)]
 
 
-def _results(returned: Any) -> list[None]:
+def _results(returned: PyTree) -> list[None]:
   """Each result has the dtype that it is computed in."""
   return [None for x in jax.tree.leaves(returned) if isinstance(x, jax.Array)]
 
 
-def _same(before: tuple[list[Any], Any], now: tuple[list[Any], Any]) -> bool:
+def _same(before: tuple[list[Leaf], object], now: tuple[list[Leaf], object]) -> bool:
   return before[1] == now[1] and all(a is b for a, b in zip(before[0], now[0], strict=True))
 
 
-def _kept(tree: Any) -> list[Any]:
+def _kept(tree: PyTree) -> list[object]:
   """Returns what the modules and variables of a tree hold: the same objects until it changes.
 
   The arrays in variables are no part: each variable that is given another one is told by itself.
   """
-  found: list[Any] = []
+  found: list[object] = []
   for _, node in nnx.iter_graph(tree, graph=True):
     if isinstance(node, nnx.Variable):
       raw = node.get_raw_value()
@@ -153,28 +167,32 @@ def _kept(tree: Any) -> list[Any]:
   return found
 
 
-def _hides_tracer(tree: Any) -> bool:
+def _attributes(tree: PyTree) -> Iterator[object]:
+  """Yields the values of the attributes of all modules in a tree."""
+  for _, node in nnx.iter_graph(tree, graph=True):
+    if isinstance(node, nnx.Pytree):
+      yield from vars(node).values()
+
+
+def _hides_tracer(tree: PyTree) -> bool:
   """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
   known = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
-  nodes = [node for _, node in nnx.iter_graph(tree, graph=True) if isinstance(node, nnx.Pytree)]
-  held = (x for node in nodes for x in vars(node).values() if isinstance(x, Tracer))
-  return any(id(x) not in known for x in held)
+  return any(isinstance(x, Tracer) and id(x) not in known for x in _attributes(tree))
 
 
-def _contained(tree: Any) -> set[int]:
+def _contained(tree: PyTree) -> set[int]:
   """Returns the identities of the tracers in plain containers that modules hold."""
-  nodes = [node for _, node in nnx.iter_graph(tree, graph=True) if isinstance(node, nnx.Pytree)]
-  held = [x for node in nodes for x in vars(node).values() if isinstance(x, (list, dict, set))]
-  parts = [part for x in held for part in (x.values() if isinstance(x, dict) else x)]
+  held = (x for x in _attributes(tree) if isinstance(x, (list, dict, set)))
+  parts = (part for x in held for part in (x.values() if isinstance(x, dict) else x))
   return {id(x) for x in parts if isinstance(x, Tracer)}
 
 
-def _flat(tree: Any) -> tuple[list[Any], Any]:
+def _flat(tree: PyTree) -> tuple[list[Leaf], object]:
   """Returns leaves and structure; what modules and variables hold comes back, and is no part."""
   return jax.tree.flatten(tree, is_leaf=is_node)
 
 
-def _hand_on(module: Any, before: dict[str, Any]) -> None:
+def _copy_changes(module: nnx.Module, before: dict[str, object]) -> None:
   """Copies to the user's module what NNX has put into that of a view, or taken out."""
   model, now = model_of(module), dict(vars(module))
   for name in now.keys() | before.keys() if model is not None else ():

@@ -423,19 +423,9 @@ ACTIVE = _Global()
   Mutation(
     number=35,
     breaks="a scope that an exception leaves stays in force",
-    function=_INTERCEPT + "hold",
-    old="""
-try:
-  yield
-finally:
-  held.left = True
-  _fall_back()
-""",
-    new="""
-yield
-held.left = True
-_fall_back()
-""",
+    function="mpjax/linen/_with_policy.py::_Scope.__exit__",
+    old="leave_scope(last)",
+    new="if exception == (None, None, None):\n  leave_scope(last)",
     test="tests/linen/test_never_stale.py::test_a_scope_left_by_an_exception",
   ),
   Mutation(
@@ -470,11 +460,11 @@ _fall_back()
     letter="a",
     breaks="initial values are drawn in the compute dtype",
     function=_INTERCEPT + "_call",
-    old="inside(active, module, policy, iterates=iterates, exempt=found.exempt)",
+    old="inside(active, module, how.policy, iterates=iterates, exempt=how.exempt)",
     new="""
 inside(
   dataclasses.replace(active, cast=active.cast or initializing),
-  module, policy, iterates=iterates, exempt=found.exempt
+  module, how.policy, iterates=iterates, exempt=how.exempt
 )
 """,
     test="tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32",
@@ -515,9 +505,9 @@ _STORED = (
     number=40,
     letter="b",
     breaks="a rule that picks out no module is ignored",
-    function="mpjax/_core/policy_config.py::check_matched",
-    old='given.unmatched != "ignore"',
-    new='given.unmatched == "warn"',
+    function="mpjax/_core/policy_config.py::ModuleRecord.check",
+    old='self.config.unmatched != "ignore"',
+    new='self.config.unmatched == "warn"',
     test="tests/linen/test_with_policy.py"
     "::test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed",
   ),
@@ -527,9 +517,18 @@ _NNX = (
   Mutation(
     number=41,
     breaks="a perturbation decides the dtype of what it is added to",
-    function=_OUTERMOST_OF_NNX + "_data",
-    old="(nnx.Param, nnx.Perturbation)",
-    new="(nnx.Param,)",
+    function="mpjax/nnx/_layers.py::",
+    old="""
+STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
+  nnx.Param: StateKind(neutral=True, stored="param_dtype"),
+  nnx.Perturbation: StateKind(neutral=True),
+}
+""",
+    new="""
+STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
+  nnx.Param: StateKind(neutral=True, stored="param_dtype"),
+}
+""",
     test="tests/nnx/test_view.py::test_sow_and_perturb",
   ),
   Mutation(
