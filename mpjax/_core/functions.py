@@ -1,14 +1,15 @@
-"""When two functions are the same: what keys of caches compare them by."""
+"""When two functions are the same, and methods of other objects."""
 
+import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 class _Itself:
   """A value without a hash, compared as the object that it is."""
 
-  def __init__(self, value: Any) -> None:
+  def __init__(self, value: object) -> None:
     self.value = value
 
   def __eq__(self, other: object) -> bool:
@@ -18,7 +19,7 @@ class _Itself:
     return id(self.value)
 
 
-def identity(function: Any, *, inside: tuple[Any, ...] = ()) -> Any:
+def identity(function: object, *, inside: tuple[object, ...] = ()) -> object:
   """Returns what a function is compared by: its code, and the values that it reads.
 
   A lambda that is written in a loop, or inside of a step, is made anew each time. Compared as the
@@ -43,7 +44,7 @@ def identity(function: Any, *, inside: tuple[Any, ...] = ()) -> Any:
     values = tuple(cell.cell_contents for cell in function.__closure__ or ())
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     made_with = (*values, *defaults)
-    key: Any = (function.__code__, id(function.__globals__), made_with, _types(made_with))
+    key: object = (function.__code__, id(function.__globals__), made_with, _types(made_with))
     hash(key)
   except (TypeError, ValueError):  # No hash, or a name that has no value yet.
     key = function
@@ -53,7 +54,7 @@ def identity(function: Any, *, inside: tuple[Any, ...] = ()) -> Any:
     return key
   around = (*inside, function)
 
-  def known_by(value: Any) -> Any:
+  def known_by(value: object) -> object:
     ours = getattr(value, "__globals__", None) is function.__globals__
     return _hashable(identity(value, inside=around) if ours else value)
 
@@ -63,11 +64,11 @@ def identity(function: Any, *, inside: tuple[Any, ...] = ()) -> Any:
   return (held, tuple(read), known, _types(read.values()))
 
 
-def _types(values: Iterable[Any]) -> tuple[type[Any], ...]:
+def _types(values: Iterable[object]) -> tuple[type, ...]:
   return tuple(map(type, values))
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
   try:
     hash(value)
   except TypeError:
@@ -82,3 +83,20 @@ def _names(code: types.CodeType) -> set[str]:
   """
   nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
   return set(code.co_names).union(*map(_names, nested))
+
+
+def rebound(value: Any, counterparts: Mapping[int, object]) -> Any:
+  """Returns a method, alone or in `functools.partial`, as that of the counterpart of its object.
+
+  Args:
+    value: the method. Arguments of the partial that have a counterpart become that.
+    counterparts: other objects by the identities of those that they replace.
+  """
+  if isinstance(value, types.MethodType):
+    to = counterparts.get(id(value.__self__))
+    return value if to is None else getattr(to, value.__name__)
+  if isinstance(value, functools.partial):
+    args = [rebound(x, counterparts) for x in value.args]
+    kwargs = {name: rebound(x, counterparts) for name, x in value.keywords.items()}
+    return functools.partial(rebound(value.func, counterparts), *args, **kwargs)
+  return counterparts.get(id(value), value)

@@ -158,7 +158,7 @@ class ModuleRecord:
     self.matched |= {rule for rule in self.config.rules if rule.matches(module, path)}
 
   def note_paths(self, paths: Collection[str]) -> None:
-    """Notes where modules are that no call has met: of those only rules with a path say anything."""
+    """Notes the paths of modules that no call has met; only rules with a path can match those."""
     rules = [rule for rule in self.config.rules if rule.path is not None]
     self.matched |= {rule for rule in rules if any(rule.matches(None, path) for path in paths)}
 
@@ -178,3 +178,18 @@ class ModuleRecord:
         if self.config.unmatched == "raise":
           raise error
         warnings.warn(f"{error} {note}".rstrip(), stacklevel=stacklevel + 1)
+
+
+def warn_unmatched_paths(
+  config: PolicyConfig, paths: Collection[str], origin: str, stacklevel: int
+) -> None:
+  """Warns of rules with a path that is none of `paths`.
+
+  It is no error: a module without variables may be there that a call had no use for.
+  """
+  rules = tuple(rule for rule in config.rules if rule.path is not None)
+  record = ModuleRecord(dataclasses.replace(config, rules=rules, unmatched="warn"))
+  record.classes = dict.fromkeys(paths, "")
+  record.note_paths(paths)
+  note = "If the module is one that this call leaves out (only training calls it), it is fine."
+  record.check(origin, stacklevel + 1, note=note)

@@ -1,10 +1,10 @@
-"""A module's call under a policy, of any framework: its arguments, results, and the trace."""
+"""A module's call under a policy, of any framework: its arguments, its region, and its results."""
 
 import contextlib
 import dataclasses
-import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+import types
+from collections.abc import Generator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,53 +12,15 @@ import numpy as np
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.dtypes import FLOAT32, is_low_precision
-from mpjax._core.errors import MpjaxTypeError, has_note, line_of_user, message, mixed_dtypes_note
+from mpjax._core.errors import MpjaxTypeError, has_note, mixed_dtypes_note
 from mpjax._core.module_dtype import dtype_field, warn_of_uncast
 from mpjax._core.policy import Policy
 from mpjax._core.policy_config import ModulePolicy
-from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, is_nnx_object, map_arrays
+from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
-from mpjax._jaxprs.autocast import (
-  Interface,
-  NotTraceable,
-  Settings,
-  leaving,
-  mark,
-  region_of,
-  tree_leaves,
-  with_settings,
-)
-from mpjax._jaxprs.op_lists import OpLists
+from mpjax._jaxprs.autocast import leaving, mark, region_of
 
-R = TypeVar("R")
 S = TypeVar("S", bound=Active)
-
-_OPS = OpLists()
-
-_NEEDS_VALUES = (
-  jax.errors.ConcretizationTypeError,
-  jax.errors.NonConcreteBooleanIndexError,
-  jax.errors.TracerArrayConversionError,
-  jax.errors.TracerIntegerConversionError,
-)
-
-_OF_TRACERS = ("Tracer.__format__", "not available on traced array")
-"""What JAX says where a tracer is formatted, or asked where it is: it has no class for these."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StateKind:
-  """What becomes of one kind of state: a collection of Linen, a class of variables of NNX.
-
-  Fields:
-    neutral: it takes the dtype of what it meets, as parameters do. Other state decides that dtype,
-      as arguments do: a float32 table that is added to activations makes them float32.
-    stored: the dtype that new state has. "param_dtype" is that of the policy, "computed" the one
-      that the model computes it in under the policy, "declared" the one that its code says.
-  """
-
-  neutral: bool = False
-  stored: Literal["param_dtype", "computed", "declared"] = "declared"
 
 
 def is_low(policy: Policy | None) -> bool:
@@ -69,17 +31,6 @@ def is_low(policy: Policy | None) -> bool:
 def is_wide(policy: Policy | None) -> bool:
   """Whether operations under a policy run in float64, to which all there is has to be cast."""
   return policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
-
-
-def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
-  """Whether a call is the outermost one that is traced and rewritten.
-
-  Args:
-    state: that in which the module is called.
-    policy: that of the module.
-    path: that of the module.
-  """
-  return is_low(policy) and not (state.tracing or state.cast or path in state.as_python)
 
 
 def inside(
@@ -171,6 +122,37 @@ class ModuleCall(NamedTuple):
       return outputs
     return returned(outputs, self.output_dtype, self.module, self.state, self.inner)
 
+  def finished(self, name: str, outputs: PyTree) -> PyTree:
+    """Returns what a method returns; a generator's body, which has not run yet, runs as the method.
+
+    Raises:
+      MpjaxTypeError: the method is async.
+    """
+    if isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
+      if isinstance(outputs, types.CoroutineType):
+        outputs.close()  # Else Python warns that nobody awaited it.
+      raise MpjaxTypeError(
+        f"{type(self.module).__name__}.{name}, a method of a view of mpjax.nnx.with_policy",
+        expected="a method that has run when it returns",
+        got="an async method, whose body would run later, without the policy",
+        fix="Write the async function around the view, and let it call methods that are not async.",
+      )
+    if isinstance(outputs, types.GeneratorType):
+      return self._steps(outputs)
+    return self.result(outputs)
+
+  def _steps(self, body: Generator[PyTree, PyTree, PyTree]) -> Generator[PyTree, PyTree, PyTree]:
+    step, sent = body.send, None
+    while True:
+      try:
+        yielded = self.run(step, (sent,), {})
+      except StopIteration as stop:
+        return self.result(stop.value)
+      try:
+        step, sent = body.send, (yield self.result(yielded))
+      except BaseException as error:  # GeneratorExit too: the body is to close.
+        step, sent = body.throw, error
+
 
 def _arguments(call: tuple[Args, Kwargs], policy: Policy, casts: bool) -> tuple[Args, Kwargs]:
   """Returns the arguments of a method as its policy wants them: mostly as they are."""
@@ -257,98 +239,3 @@ def returned(
   if not (state.entered or state.tracing or state.cast):
     warn_of_uncast(module, new, dtype)
   return new
-
-
-def rewritten(
-  fn: Callable[..., R],
-  policy: Policy | None,
-  data: Callable[[Args], list[bool]],
-  results: Callable[[R], Sequence[DType | None]],
-  where: str,
-) -> Callable[..., R]:
-  """Returns a function with its operations rewritten.
-
-  Args:
-    fn: the function, of trees of arrays.
-    policy: applies where no module marks another.
-    data: which of the leaves of the arguments decide the dtype of what they meet.
-    results: the dtypes of the results, of which None is the one that they are computed in.
-    where: the public call, for errors.
-  """
-  low = policy.compute_dtype if policy is not None and is_low(policy) else FLOAT32
-  interface = Interface(data=data, results=results, widen=True, arrays_alone=True)
-  wide = None if policy is None else policy.weight_grad_dtype
-  settings = Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)
-  return with_settings(fn, settings, where, interface)
-
-
-def attempts(
-  attempt: Callable[[S], R],
-  python: Callable[[S], R],
-  call: tuple[Args, Kwargs],
-  state: S,
-  path: str,
-  where: str,
-  foreign: type[Exception],
-) -> R:
-  """Returns the result of a call that is traced, in another way where tracing it raises.
-
-  What raises in float32 is traced again with the class of module that raised in its compute dtype:
-  a kernel may take low precision alone. What needs Python runs as Python, and there each module
-  that it calls is traced by itself.
-
-  Args:
-    attempt: traces the call and runs it.
-    python: makes the call as it is.
-    call: its positional and keyword arguments.
-    state: the active state.
-    path: that of the module.
-    where: the public call, for the warning.
-    foreign: what a framework raises where a call changes what is not its own.
-  """
-  first: Exception | None = None
-  while True:
-    failed: list[Class] = []
-    try:
-      tree_leaves(call, "is given", is_leaf=is_nnx_object)
-      return attempt(dataclasses.replace(state, tracing=True, failed=failed))
-    except Exception as error:
-      reason = _why_not_traced(error, foreign)
-      if reason is not None:
-        break
-      first = first or error
-      if not failed or failed[0] in state.casting:
-        raise first from None
-      state = dataclasses.replace(state, casting=state.casting | {failed[0]})
-  outputs = python(dataclasses.replace(state, as_python=state.as_python | {path}))
-  warnings.warn(
-    message(
-      f"{where}: {path or 'the root'}",
-      expected="a body that can be traced as a program",
-      got=f"one that {reason}",
-      fix="It runs as Python now, and the modules that it calls are rewritten one by one. Write it "
-      "with jax.numpy and jax.lax, and return arrays or trees of them.",
-    ),
-    UserWarning,
-    stacklevel=2,
-  )
-  return outputs
-
-
-def _why_not_traced(error: Exception, foreign: type[Exception]) -> str | None:
-  """Returns what a body does that no jaxpr can; None for any other error."""
-  if isinstance(error, NotTraceable):
-    return str(error)
-  said = isinstance(error, (TypeError, AttributeError)) and any(
-    t in str(error) for t in _OF_TRACERS
-  )
-  if said or isinstance(error, _NEEDS_VALUES):
-    return f"needs the values of arrays: {line_of_user(error)}"
-  if isinstance(error, foreign):
-    return f"changes what it is not given: {line_of_user(error)}"
-  return None
-
-
-def array(x: Leaf) -> Leaf:
-  """Returns an array of JAX where a variable is one of NumPy: variables are never constants."""
-  return jnp.asarray(x) if isinstance(x, np.ndarray) else x

@@ -1,8 +1,6 @@
 """Which policy is active in Linen, and how it is resolved for the module being called."""
 
-import contextlib
 import dataclasses
-import threading
 import weakref
 
 import flax.linen as nn
@@ -16,32 +14,12 @@ from mpjax._core.types import Args, Kwargs, PyTree
 from mpjax._jaxprs.autocast import region_of
 
 
-@dataclasses.dataclass(eq=False)
-class ScopeToken:
-  """A scope that a user has entered, in one thread.
-
-  Fields:
-    before: the state that it found, of Linen or NNX.
-    interceptor: what to close when no state is left; None if that is for others to do.
-    left: it has been left.
-  """
-
-  before: active.Active | None
-  interceptor: contextlib.ExitStack | None
-  left: bool = False
-  thread: int = dataclasses.field(default_factory=threading.get_ident)
-
-
 @dataclasses.dataclass
 class TracedCall:
   """A method that is called once more, on a copy of its module, in order to be traced.
 
-  Interceptors of the user's, around ours, see that call too, and have changed what it is given.
-
-  Fields:
-    args: its arguments, as they came to our interceptor.
-    kwargs: the same.
-    outputs: what it returned there; () until then.
+  Interceptors of the user's, around ours, see that call too, and have changed what it is given. The
+  arguments are those that came to our interceptor, `outputs` is what it returned; () until then.
   """
 
   args: Args
@@ -60,7 +38,6 @@ class Active(active.Active):
     record: where to note the modules called, during `init`. It is equal to nothing but itself: no
       function compiled before is reused while it is there, so that no module is missed.
     root: the scope of the root; it tells a model that is applied inside from the root itself.
-    token: the user's scope that this state belongs to, if any.
     met: where to note the paths of the modules called; those inside a cached jaxpr are not.
     again: the method that is called next, if it was called before.
   """
@@ -71,7 +48,6 @@ class Active(active.Active):
   record: ModuleRecord | None = None
   # Compared, these would make every call another key of JAX's caches.
   root: weakref.ref[Scope] | None = dataclasses.field(default=None, compare=False)
-  token: ScopeToken | None = dataclasses.field(default=None, compare=False)
   met: set[str] | None = dataclasses.field(default=None, compare=False)
   again: list[TracedCall] = dataclasses.field(default_factory=list, compare=False)
 

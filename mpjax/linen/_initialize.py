@@ -6,39 +6,28 @@ import flax.linen as nn
 import jax
 
 from mpjax._core.policy import Policy
-from mpjax._core.trees import cast_leaf, is_floating
-from mpjax._core.types import Args, Kwargs, PyTree
+from mpjax._core.trees import cast_arrays, cast_like, is_floating
+from mpjax._core.types import Args, Kwargs
 from mpjax.linen._layers import stored_as
 
 
 def store(module: nn.Module, policy: Policy | None) -> None:
-  """Casts the parameters of a module that is being initialised, but not those of its submodules.
-
-  Args:
-    module: a bound module.
-    policy: that of the module; None leaves them as they are.
-  """
+  """Casts the parameters of a module that is being initialised, but not those of its submodules."""
   scope = module.scope
   if policy is None or scope is None:
     return
   for col in filter(scope.is_mutable_collection, stored_as("param_dtype")):
     for name, value in scope.variables().get(col, {}).items():
       if scope.name_reserved(name, col) and not scope.name_reserved(name, ""):
-        new = jax.tree.map(lambda x: cast_leaf(x, policy.param_dtype), value)
-        leaves = zip(jax.tree.leaves(new), jax.tree.leaves(value), strict=True)
-        if any(a is not b for a, b in leaves):
+        new = cast_arrays(value, policy.param_dtype)
+        if new is not value:
           scope.put_variable(col, name, new)
 
 
 def store_computed(module: nn.Module, method: str, args: Args, kwargs: Kwargs) -> None:
-  """Casts what the root of a model created in collections that have the dtype that is computed.
+  """Casts what a root, which has been initialised, created in collections stored as computed.
 
-  Args:
-    module: the root, bound, which has been initialised. In the active state, modules
-      are called in their compute dtype.
-    method: the one that initialised it.
-    args: its arguments.
-    kwargs: the same.
+  In the active state, modules are called in their compute dtype.
   """
   scope: Any = module.scope
   if module.path:
@@ -55,10 +44,3 @@ def store_computed(module: nn.Module, method: str, args: Args, kwargs: Kwargs) -
   for col, tree in made.items():
     for name, value in (cast_like(tree, shapes.get(col)) or {}).items():
       scope.put_variable(col, name, value)
-
-
-def cast_like(tree: PyTree, dtypes: PyTree) -> PyTree | None:
-  """Returns a tree of arrays in the dtypes of another; None if the two are not alike."""
-  if jax.tree.structure(tree) != jax.tree.structure(dtypes):
-    return None
-  return jax.tree.map(lambda x, d: cast_leaf(x, d.dtype) if is_floating(x) else x, tree, dtypes)

@@ -8,16 +8,18 @@ from typing import Any
 
 import flax.linen as nn
 
-from mpjax._core.active import ACTIVE
+from mpjax._core.active import ACTIVE, ScopeToken, activate_scope, leave_finished
 from mpjax._core.policy_config import ModulePolicy
+from mpjax._core.trees import instances_in
 from mpjax._core.types import Args, Function, Kwargs, PyTree
 from mpjax._jaxprs.autocast import region_of
-from mpjax._jaxprs.module_calls import ModuleCall, begins_trace, inside
+from mpjax._jaxprs.module_calls import ModuleCall, inside
+from mpjax._jaxprs.traced_calls import begins_trace
 from mpjax.linen import _layers
-from mpjax.linen._context import Active, ScopeToken, current, is_new_root, module_path, policy_of
+from mpjax.linen._context import Active, current, is_new_root, module_path, policy_of
 from mpjax.linen._initialize import store, store_computed
 from mpjax.linen._outermost import rewritten
-from mpjax.linen._scope_paths import flag_paths, held_in
+from mpjax.linen._scope_paths import flag_paths
 
 
 @contextlib.contextmanager
@@ -32,38 +34,12 @@ def activate(state: Active) -> Generator[None]:
 
 
 def enter_scope(state: Active) -> ScopeToken:
-  """Makes a state active for a scope that may be left in any order.
-
-  A generator that yields inside a scope leaves it when it ends, which may be after another scope
-  was entered. That one stays active, and when it is left too what was before both is restored. Left
-  as a `with` block is, the scope of the generator would restore what was before it, and a model
-  called next in the other scope would run without a policy.
-  """
-  _leave_finished()
-  before = current()
-  interceptor = None if before is None or before.token is None else before.token.interceptor
-  if before is None:
-    interceptor = contextlib.ExitStack()
-    interceptor.enter_context(nn.intercept_methods(intercept))
-  token = ScopeToken(ACTIVE.value, interceptor)
-  ACTIVE(dataclasses.replace(state, token=token)).__enter__()
-  return token
-
-
-def leave_scope(token: ScopeToken) -> None:
-  """Leaves a scope; what was before it is restored once the scopes inside have been left."""
-  token.left = True
-  _leave_finished()
-
-
-def _leave_finished() -> None:
-  """Restores what was before the innermost scopes, where they have been left."""
-  active = ACTIVE.value
-  while isinstance(active, Active) and active.token is not None and active.token.left:
-    token, active = active.token, active.token.before
-    ACTIVE(active).__enter__()
-    if not isinstance(active, Active) and token.interceptor is not None:
-      token.interceptor.close()
+  """Makes a state active for a scope, with the interceptor if there is none yet."""
+  leave_finished()
+  opened = contextlib.ExitStack()
+  if current() is None:
+    opened.enter_context(nn.intercept_methods(intercept))
+  return activate_scope(state, opened)
 
 
 def intercept(
@@ -93,7 +69,7 @@ def intercept(
   # interceptor of the user's that adds 1 to them has run in the first call, and now runs again.
   # Modules among them are the exception, since the copies belong to the trace.
   again = active.again.pop() if active.again and name != "setup" else None
-  if again is not None and next(held_in((again.args, again.kwargs)), None) is None:
+  if again is not None and next(instances_in((again.args, again.kwargs), nn.Module), None) is None:
     args, kwargs = again.args, again.kwargs
 
   def call(active: Active) -> PyTree:

@@ -12,15 +12,15 @@ from flax.core import Scope, lift
 from flax.linen.transforms import lift_direct_transform
 
 from mpjax._core.active import ACTIVE
-from mpjax._core.paths import path_text
+from mpjax._core.paths import arrays_by_path
 from mpjax._core.policy import Policy
+from mpjax._core.trees import instances_in
 from mpjax._core.types import Args, DType, Function, Kwargs, PyTree, Variables
-from mpjax._jaxprs import module_calls
+from mpjax._jaxprs import traced_calls
 from mpjax._jaxprs.autocast import traceable
-from mpjax._jaxprs.module_calls import array, attempts
+from mpjax._jaxprs.traced_calls import array, as_computed, attempts
 from mpjax.linen._context import Active, TracedCall
 from mpjax.linen._layers import neutral_collections
-from mpjax.linen._scope_paths import held_in
 
 R = TypeVar("R")
 
@@ -38,19 +38,12 @@ def applied(
 ) -> PyTree:
   """Returns what `model.apply` does, with the operations of all its modules rewritten.
 
-  Args:
-    model: an unbound module.
-    active: the state at its root.
-    enter: makes a state active.
-    variables: its variables.
-    args: arguments of the method.
-    kwargs: further arguments of `apply`.
+  `active` is the state at its root, `kwargs` holds arguments of the method and of `apply`.
   """
   pair = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
 
-  def python(active: Active) -> PyTree:
-    with ACTIVE(active):
-      return model.apply(variables, *args, **kwargs)
+  def python(_: Active) -> PyTree:
+    return model.apply(variables, *args, **kwargs)
 
   def attempt(active: Active) -> PyTree:
     neutral = neutral_collections()
@@ -88,17 +81,7 @@ def rewritten(
   """Returns the result of a bound module's method, with the operations inside rewritten.
 
   Flax's own lifting makes the method a function of variables, random keys and arguments, and puts
-  back what it changed, as it does for `nn.jit`.
-
-  Args:
-    method: the method, a function of the module.
-    module: the module.
-    args: arguments of the method.
-    kwargs: the same.
-    active: the active state.
-    enter: makes a state active.
-    policy: that of the module.
-    python: calls the method as it is, in a state in which no call is traced.
+  back what it changed, as it does for `nn.jit`. `python` calls the method without being traced.
   """
 
   def attempt(active: Active) -> PyTree:
@@ -157,7 +140,7 @@ def _forget_captured(scope: Scope, method: str, outputs: PyTree) -> None:
 
 def _snapshot(module: nn.Module, scopes: Iterable[Scope]) -> Callable[[], None]:
   """Returns a function that sets the counts of random numbers back to what they are now."""
-  held = [each.scope for each in held_in(vars(module)) if each.scope is not None]
+  held = [each.scope for each in instances_in(vars(module), nn.Module) if each.scope is not None]
   counters = [(s.rng_counters, dict(s.rng_counters)) for s in (*scopes, *held)]
 
   def restore() -> None:
@@ -176,33 +159,22 @@ def _cast(
 ) -> Callable[..., R]:
   """Returns a function of parameters and of the rest, which decides, with its operations rewritten.
 
-  Args:
-    fn: the function.
-    policy: applies where no module marks another.
-    stored: the variables. What has the path of one keeps its dtype; new ones have that which they
-      are computed in.
-    changed: from the results to the others and the variables among them.
+  What has the path of one of the `stored` variables keeps its dtype; new ones have that which they
+  are computed in. `changed` takes the results apart, into outputs and variables.
   """
-  dtypes = {path: x.dtype for path, x in _by_path(stored)}
+  dtypes = {path: x.dtype for path, x in arrays_by_path(stored)}
 
   def results(returned: R) -> list[DType | None]:
     outputs, variables = changed(returned)
-    free = [None for x in jax.tree.leaves(outputs) if isinstance(x, jax.Array)]
-    return free + [dtypes.get(path) for path, _ in _by_path(variables)]
+    return as_computed(outputs) + [dtypes.get(path) for path, _ in arrays_by_path(variables)]
 
   def data(args: Args) -> list[bool]:
     return [number > 0 for number, each in enumerate(args) for _ in jax.tree.leaves(each)]
 
-  run = module_calls.rewritten(fn, policy, data, results, _WHERE)
+  run = traced_calls.rewritten(fn, policy, data, results, _WHERE)
 
   def call(params: Variables, rest: PyTree, *args: Any) -> R:
     # A checkpoint may come as arrays of NumPy: variables are never constants.
     return run(*jax.tree.map(array, (params, rest)), *args)
 
   return call
-
-
-def _by_path(tree: PyTree) -> Iterable[tuple[str, jax.Array]]:
-  """Yields the arrays of a tree with their paths."""
-  found = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return ((path_text(path), x) for path, x in found if isinstance(x, jax.Array))

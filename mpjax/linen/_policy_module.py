@@ -12,13 +12,12 @@ from flax.core.scope import CollectionFilter
 
 from mpjax._core.active import in_region
 from mpjax._core.errors import MpjaxTypeError
-from mpjax._core.paths import leaf_paths
-from mpjax._core.policy_config import ModuleRecord, PolicyConfig
-from mpjax._core.trees import cast_arrays
+from mpjax._core.paths import node_paths
+from mpjax._core.policy_config import ModuleRecord, PolicyConfig, warn_unmatched_paths
+from mpjax._core.trees import cast_arrays, cast_like
 from mpjax._core.types import Function, Params, PyTree, Variables
 from mpjax._jaxprs.used_dtypes import store_as_used
-from mpjax.linen._context import OFF, begin
-from mpjax.linen._initialize import cast_like
+from mpjax.linen._context import OFF, Active, begin
 from mpjax.linen._intercept import activate
 from mpjax.linen._layers import stored_as
 from mpjax.linen._outermost import applied
@@ -51,11 +50,7 @@ class PolicyModule:
   _checked: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
 
   def apply(
-    self,
-    variables: Variables,
-    *args: Any,
-    mutable: CollectionFilter = False,
-    **kwargs: Any,
+    self, variables: Variables, *args: Any, mutable: CollectionFilter = False, **kwargs: Any
   ) -> PyTree:
     """Calls the model's `apply` under the policy; same arguments, same results.
 
@@ -69,12 +64,14 @@ class PolicyModule:
       **kwargs: further arguments of `nn.Module.apply` and of the method.
     """
     if kwargs.get("method") is not None or self.given.unmatched == "ignore" or self._checked:
-      return self._apply(None, variables, *args, mutable=mutable, **kwargs)
+      return self._apply(begin(self.given), variables, *args, mutable=mutable, **kwargs)
     met: set[str] = set()
-    outputs = self._apply(None, variables, *args, mutable=mutable, met=met, **kwargs)
+    state = begin(self.given, met=met)
+    outputs = self._apply(state, variables, *args, mutable=mutable, **kwargs)
     object.__setattr__(self, "_checked", True)
     if met and isinstance(variables, Mapping):
-      self._warn_unmatched(met | set().union(*map(_nodes, variables.values())))
+      paths = met.union(*map(node_paths, variables.values()))
+      warn_unmatched_paths(self.given, paths, "that this call met or that have variables", 2)
     return outputs
 
   def init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
@@ -91,9 +88,10 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    ours = self._stored(ModuleRecord(self.given), self._initializer(rngs, *args, **kwargs))
+    init = functools.partial(self.module.init, rngs, *args, **kwargs)
+    ours = self._stored(ModuleRecord(self.given), init)
     with activate(OFF):
-      return _like(self.module.init(rngs, *args, **kwargs), ours)
+      return _like(init(), ours)
 
   def init_with_output(self, rngs: Keys, *args: Any, **kwargs: Any) -> tuple[PyTree, Variables]:
     """Returns the model's output, and what `init` returns.
@@ -110,7 +108,8 @@ class PolicyModule:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
     record = ModuleRecord(self.given)
-    ours = self._stored(record, self._initializer(rngs, *args, **kwargs))
+    # Only the variables are traced: the output may not be a type that JAX knows.
+    ours = self._stored(record, functools.partial(self.module.init, rngs, *args, **kwargs))
     with activate(OFF):
       outputs, plain = self.module.init_with_output(rngs, *args, **kwargs)
     if record.output_dtype is not None and not in_region():
@@ -205,13 +204,14 @@ class PolicyModule:
     record = ModuleRecord(self.given)
 
     def call(params: Params, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
-      return self._apply(record, _with_params(variables, params), *args, **kwargs)
+      state = begin(self.given, record)
+      return self._apply(state, _with_params(variables, params), *args, **kwargs)
 
     params = variables.get("params", {})
     new = store_as_used(call, params, (variables, *args), kwargs, where)
     if kwargs.get("method") is None:
       # A module that only training calls, a head, is not called here, and has parameters.
-      record.note_paths(_nodes(params))
+      record.note_paths(node_paths(params))
       record.check("that this call passed", 2)
     return _with_params(variables, new)
 
@@ -249,27 +249,15 @@ class PolicyModule:
       fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",
     )
 
-  def _apply(
-    self,
-    record: ModuleRecord | None,
-    variables: Variables,
-    *args: Any,
-    met: set[str] | None = None,
-    **kwargs: Any,
-  ) -> PyTree:
+  def _apply(self, state: Active, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
     if in_region():
       return self.module.apply(variables, *args, **kwargs)
-    state = begin(self.given, record, met)
     with activate(state):
       # A call inside of a trace of ours is rewritten with it, and without low precision there is
       # nothing to rewrite.
       if state.tracing or not self.given.low:
         return self.module.apply(variables, *args, **kwargs)
       return applied(self.module, state, activate, variables, args, kwargs)
-
-  def _initializer(self, rngs: Keys, *args: Any, **kwargs: Any) -> Callable[[], Variables]:
-    # The output is not used, and may not be a type that JAX can trace.
-    return lambda: self.module.init_with_output(rngs, *args, **kwargs)[1]
 
   def _stored(self, record: ModuleRecord, init: Callable[[], Variables]) -> Variables:
     """Returns the shapes and dtypes of the variables under the policy, and checks the rules.
@@ -303,32 +291,12 @@ class PolicyModule:
       with activate(state):
         return call()
 
-  def _warn_unmatched(self, paths: set[str]) -> None:
-    """Warns of rules with a path that is none of `paths`.
-
-    It is no error: a module without variables may be there that this call had no use for.
-    """
-    rules = tuple(rule for rule in self.given.rules if rule.path is not None)
-    record = ModuleRecord(dataclasses.replace(self.given, rules=rules, unmatched="warn"))
-    record.classes = dict.fromkeys(paths, "")
-    record.note_paths(paths)
-    record.check(
-      "that this call met or that have variables",
-      3,
-      note="If the module is one that this call leaves out (only training calls it), it is fine.",
-    )
-
 
 def _like(plain: Variables, ours: Variables) -> Variables:
   """Returns the variables that a model creates without a policy, in the dtypes that it sets."""
   kinds = {*stored_as("param_dtype"), *stored_as("computed")}
   cast = {col: cast_like(tree, ours.get(col)) for col, tree in plain.items() if col in kinds}
   return _updated(plain, {col: tree for col, tree in cast.items() if tree is not None})
-
-
-def _nodes(collection: PyTree) -> set[str]:
-  """Returns the paths of the modules that have variables in a collection, and of those around."""
-  return {"/".join(name[:n]) for name in leaf_paths(collection) for n in range(len(name))}
 
 
 def _with_params(variables: Variables, params: Params) -> Variables:

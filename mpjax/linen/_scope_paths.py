@@ -4,13 +4,13 @@
 layer "b" would run in the dtype of an equal layer "a". Flags of scopes are part of its key.
 """
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
 from flax.core import Scope, freeze
 
 from mpjax._core.policy_config import PolicyConfig
+from mpjax._core.trees import instances_in
 from mpjax.linen._context import current
 
 _FLAG = "mpjax_path"
@@ -29,22 +29,16 @@ class PathScope(Scope):
 
 
 def flag_paths(module: nn.Module, args: object, config: PolicyConfig) -> None:
-  """Flags the scopes of a module, and of the modules that it holds or is given.
-
-  Args:
-    module: the module being called.
-    args: its arguments.
-    config: the rules that depend on paths, or do not.
-  """
+  """Flags the scopes of a module, and of the modules that it holds or is given."""
   if config.by_path:
-    for found in (module, *held_in(args)):
+    for found in (module, *instances_in(args, nn.Module)):
       _flag(found)
 
 
 def _flag(module: nn.Module) -> None:
   if module.scope is not None:
     _flagged(module.scope)
-    for held in held_in(vars(module)):
+    for held in instances_in(vars(module), nn.Module):
       if held.parent is module:
         _flag(held)
 
@@ -59,15 +53,3 @@ def _flagged(scope: Scope) -> Scope:
   if active is not None and active.config is not None and scope.flags.get(_FLAG) != path:
     scope.flags = freeze({**scope.flags, _FLAG: path})
   return scope
-
-
-def held_in(value: object) -> Iterator[nn.Module]:
-  """Yields the modules in a field or in arguments: alone, or in plain containers."""
-  if isinstance(value, nn.Module):
-    yield value
-  elif isinstance(value, (tuple, list)):
-    for item in value:
-      yield from held_in(item)
-  elif isinstance(value, Mapping):
-    for item in value.values():
-      yield from held_in(item)

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 import flax.linen as nn
 
-from mpjax._core.active import in_region
+from mpjax._core.active import ScopeToken, in_region, leave_scope
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.policy import PolicyLike
 from mpjax._core.policy_config import PolicyConfig, parse_config
 from mpjax._core.rules import Rule
-from mpjax.linen._context import ScopeToken, begin, current
-from mpjax.linen._intercept import enter_scope, leave_scope
+from mpjax.linen._context import begin, current
+from mpjax.linen._intercept import enter_scope
 from mpjax.linen._policy_module import BoundPolicyModule, PolicyModule
 
 
@@ -100,8 +100,7 @@ def policy_scope(
   bfloat16
   """
   where = "mpjax.linen.policy_scope"
-  config = parse_config(where, policy, rules, defaults=defaults, unmatched="ignore")
-  return _Scope(config)
+  return _Scope(parse_config(where, policy, rules, defaults=defaults, unmatched="ignore"))
 
 
 class _Scope(contextlib.ContextDecorator):
@@ -114,7 +113,7 @@ class _Scope(contextlib.ContextDecorator):
   def __enter__(self) -> None:
     active = current()
     if in_region():  # Nothing to make active: `full_precision` is stronger.
-      token = ScopeToken(None, None)
+      token = ScopeToken(None, contextlib.ExitStack())
     elif active is None or not active.entered:
       token = enter_scope(begin(self._config))
     else:

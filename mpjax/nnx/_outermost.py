@@ -7,7 +7,7 @@ way, by the same public functions.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import flax.errors
@@ -17,19 +17,11 @@ from jax.core import Tracer
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.trees import is_floating
-from mpjax._core.types import Args, DType, Kwargs, Leaf, PyTree
-from mpjax._jaxprs import module_calls
+from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree
+from mpjax._jaxprs import traced_calls
 from mpjax._jaxprs.autocast import NotTraceable, leaving, region_of, traceable, tree_leaves
+from mpjax.nnx import _spec
 from mpjax.nnx._layers import kind_of
-from mpjax.nnx._spec import (
-  calling_state,
-  check_modes,
-  how_it_runs,
-  is_node,
-  is_view,
-  model_of,
-  path_of,
-)
 
 _TAG = "mpjax.policy"
 
@@ -38,27 +30,21 @@ _WHERE = "mpjax.nnx.with_policy(model, policy)"
 Variable: TypeAlias = nnx.Variable[Leaf]
 
 
-def rewritten(
-  call: Callable[[nnx.Module, Args, Kwargs], PyTree],
-  name: str,
-  module: nnx.Module,
-  args: Args,
-  kwargs: Kwargs,
-) -> PyTree:
-  """Returns `call(module, args, kwargs)`, with the operations of all modules inside rewritten.
+Given: TypeAlias = tuple[nnx.Module, Args, Kwargs]
+"""A module of a view, and the arguments of its method: trees of arrays, modules and variables."""
 
-  Args:
-    call: reads and writes the variables of what it is given, and of nothing else.
-    name: that of the method.
-    module: a module of a view.
-    args: trees of arrays, modules and variables.
-    kwargs: the same.
+
+def rewritten(call: Function, name: str, given: Given) -> PyTree:
+  """Returns `call(*given)`, with the operations of all modules inside rewritten.
+
+  The call reads and writes the variables of what it is given, and of nothing else.
   """
-  policy = how_it_runs(module).policy
+  module = given[0]
+  policy = _spec.how_it_runs(module).policy
 
   def attempt(state: Active) -> PyTree:
-    given = (module, args, kwargs)
-    stored = [_dtype(v) for v in _variables(given)]
+    raws = (variable.get_raw_value() for variable in _variables(given))
+    stored = [raw.dtype if is_floating(raw) else None for raw in raws]
 
     def on_copies(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
       given = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
@@ -67,7 +53,7 @@ def rewritten(
       before, arguments, contained = _kept(given), _flat(given[1:]), _contained(given)
       with ACTIVE(state):
         outputs = call(*given)
-      tree_leaves(outputs, "returns", is_leaf=is_node)
+      tree_leaves(outputs, "returns", is_leaf=_spec.is_node)
       now = _kept(given)
       if not _same(arguments, _flat(given[1:])):
         raise NotTraceable("changes an argument in place")
@@ -82,7 +68,7 @@ def rewritten(
         raise NotTraceable("puts an array into a container that NNX takes to be static")
       changed = len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
       # What is only read may belong to a function that is traced further out: nobody may write it.
-      nodes = any(map(is_node, jax.tree.leaves(outputs, is_leaf=is_node)))
+      nodes = any(map(_spec.is_node, jax.tree.leaves(outputs, is_leaf=_spec.is_node)))
       changed = changed or nodes
       done = (outputs, given if changed else ())
       if changed and _hides_tracer(given):
@@ -90,18 +76,19 @@ def rewritten(
       return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
 
     on_copies.__name__ = name  # It is what JAX's errors say.
-    views = [
-      (node, dict(vars(node))) for _, node in nnx.iter_graph(module, graph=True) if is_view(node)
-    ]
+    nodes = (node for _, node in nnx.iter_graph(module, graph=True))
+    views = [(node, dict(vars(node))) for node in nodes if _spec.is_view(node)]
     for node, _ in views:
-      check_modes(node)  # The copies lead to no model.
+      _spec.check_modes(node)  # The copies lead to no model.
     with nnx.update_context(_TAG):
       copied = jax.tree.map(
-        lambda x: jax.tree.map(module_calls.array, x) if isinstance(x, nnx.Variable) else x,
+        lambda x: jax.tree.map(traced_calls.array, x) if isinstance(x, nnx.Variable) else x,
         nnx.to_tree(given, ctxtag=_TAG),
         is_leaf=lambda x: isinstance(x, nnx.Variable),
       )
-      cast = module_calls.rewritten(traceable(on_copies), policy, _data, _results, _WHERE)
+      cast = traced_calls.rewritten(
+        traceable(on_copies), policy, _data, traced_calls.as_computed, _WHERE
+      )
       with ACTIVE(state):
         changed, written, done = cast(copied)
       if not changed:
@@ -114,14 +101,13 @@ def rewritten(
       _copy_changes(node, before)
     return outputs
 
-  def python(state: Active) -> PyTree:
-    with ACTIVE(state):
-      return call(module, args, kwargs)
+  def python(_: Active) -> PyTree:
+    return call(*given)
 
-  state = dataclasses.replace(calling_state(), region=region_of(policy))
+  state = dataclasses.replace(_spec.calling_state(), region=region_of(policy))
   foreign = flax.errors.TraceContextError
-  return module_calls.attempts(
-    attempt, python, (args, kwargs), state, path_of(module), _WHERE, foreign
+  return traced_calls.attempts(
+    attempt, python, given[1:], state, _spec.path_of(module), _WHERE, foreign
   )
 
 
@@ -130,21 +116,10 @@ def _variables(tree: PyTree) -> list[Variable]:
   return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Variable)]
 
 
-def _dtype(variable: Variable) -> DType | None:
-  """Returns the dtype that a variable is stored in; None if it holds no floating array."""
-  raw = variable.get_raw_value()
-  return raw.dtype if is_floating(raw) else None
-
-
 def _data(args: Args) -> list[bool]:
   """Whether each array decides the dtype of what it meets."""
   leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable))
   return [not kind_of(x).neutral for x in leaves for _ in jax.tree.leaves(x)]
-
-
-def _results(returned: PyTree) -> list[None]:
-  """Each result has the dtype that it is computed in."""
-  return [None for x in jax.tree.leaves(returned) if isinstance(x, jax.Array)]
 
 
 def _same(before: tuple[list[Leaf], object], now: tuple[list[Leaf], object]) -> bool:
@@ -189,12 +164,12 @@ def _contained(tree: PyTree) -> set[int]:
 
 def _flat(tree: PyTree) -> tuple[list[Leaf], object]:
   """Returns leaves and structure; what modules and variables hold comes back, and is no part."""
-  return jax.tree.flatten(tree, is_leaf=is_node)
+  return jax.tree.flatten(tree, is_leaf=_spec.is_node)
 
 
 def _copy_changes(module: nnx.Module, before: dict[str, object]) -> None:
   """Copies to the user's module what NNX has put into that of a view, or taken out."""
-  model, now = model_of(module), dict(vars(module))
+  model, now = _spec.model_of(module), dict(vars(module))
   for name in now.keys() | before.keys() if model is not None else ():
     old, new = before.get(name), now.get(name)
     if isinstance(new, (nnx.Variable, jax.Array)):

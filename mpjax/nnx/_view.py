@@ -3,8 +3,10 @@
 A module of a view is an object of its own that holds the variables of the user's module. Its class
 is a subclass of the user's, one for each policy. So
 
-- the policy is part of the graph definition, and of every key that JAX and NNX cache by: kept in an
-  attribute of the view alone, `nnx.jit` would run one view with the jaxpr of another;
+- the policy is part of the graph definition, and of every key that JAX and NNX cache by: kept in a
+  table beside the view, a function under `nnx.jit` would run one view with the jaxpr of another;
+- the attributes of a module are those of the user's: with one more for the policy, the tree of a
+  view's state would not be that of the model, and no checkpoint of the one would fit the other;
 - `split`, `merge`, `scan` and `vmap` make objects of the same class, policy included: a proxy
   around the module would be lost in the first `nnx.merge`;
 - Python finds every method by itself, `super()` and `isinstance` included.
@@ -23,22 +25,10 @@ from mpjax._core.active import in_region
 from mpjax._core.policy_config import ModulePolicy
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
 from mpjax._jaxprs.autocast import leaving
-from mpjax._jaxprs.module_calls import ModuleCall, begins_trace, inside
-from mpjax.nnx import _layers
-from mpjax.nnx._generators import finished
+from mpjax._jaxprs.module_calls import ModuleCall, inside
+from mpjax._jaxprs.traced_calls import begins_trace
+from mpjax.nnx import _layers, _spec
 from mpjax.nnx._outermost import rewritten
-from mpjax.nnx._spec import (
-  LINK,
-  SPEC,
-  calling_state,
-  check_modes,
-  check_set,
-  current,
-  how_it_runs,
-  model_of,
-  path_of,
-  policy_text,
-)
 
 _NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, nnx.List, nnx.Dict)
 """Classes whose methods are no part of a model."""
@@ -52,31 +42,31 @@ def _overrides(cls: Any) -> dict[str, Function]:
   """
 
   def __setattr__(self: nnx.Module, name: str, value: object) -> None:
-    check_set(self, name, value)
+    _spec.check_set(self, name, value)
     value = _born(value) if isinstance(value, nnx.Variable) else value
     cls.__setattr__(self, name, value)
-    model = model_of(self)
+    model = _spec.model_of(self)
     # A mode that is set on the view is its own from now on: compared with that of the model, each
     # call after `view.eval()` would be an error.
     if model is not None and isinstance(value, bool):
-      vars(self)[LINK].modes.pop(name, None)
+      vars(self)[_spec.LINK].modes.pop(name, None)
     # A variable that a call creates, a cache, is the model's too: on the view alone it would be
     # lost with the view, which many make anew in each step.
     if model is not None and isinstance(value, (nnx.Variable, jax.Array)):
       setattr(model, name, value)
 
   def __delattr__(self: nnx.Module, name: str) -> None:
-    model, gone = model_of(self), vars(self).get(name)
+    model, gone = _spec.model_of(self), vars(self).get(name)
     cls.__delattr__(self, name)
     if isinstance(gone, nnx.Variable) and model is not None and vars(model).get(name) is gone:
       delattr(model, name)
 
   def shown(text: Callable[[nnx.Module], str]) -> Callable[[nnx.Module], str]:
-    return lambda self: f"with_policy({text(self)}, {policy_text(self)})"
+    return lambda self: f"with_policy({text(self)}, {_spec.policy_text(self)})"
 
   def __reduce__(self: nnx.Module) -> tuple[object, ...]:
     # Pickle finds classes by name, and this one has the name of the user's.
-    return _rebuild, (cls, is_tree(self), how_it_runs(self)), dict(vars(self))
+    return _rebuild, (cls, is_tree(self), _spec.how_it_runs(self)), dict(vars(self))
 
   return {
     "__setattr__": __setattr__,
@@ -101,18 +91,14 @@ def view_class(cls: Any, tree: bool, how: ModulePolicy) -> Class:
   """Returns the subclass of `cls` whose modules run as `how` says.
 
   It is kept: a class made anew for each view would be another key of each cache, and a step that
-  makes its view inside would be compiled again at each call.
-
-  Args:
-    cls: the user's class.
-    tree: whether its modules are pytrees.
-    how: their policy.
+  makes its view inside would be compiled again at each call. `tree` says whether its modules are
+  pytrees to JAX.
   """
   names: dict[str, object] = {
     "__module__": cls.__module__,
     "__qualname__": cls.__qualname__,
     "__doc__": cls.__doc__,
-    SPEC: how,
+    _spec.SPEC: how,
     **_overrides(cls),
     **{name: _method(name, own) for name, own in _methods(cls)},
   }
@@ -186,25 +172,26 @@ def _method(name: str, own: Any) -> Function:
       return _call(module, name, own, args, kwargs)
 
     # A generator cannot be traced as one: its body runs between the steps of its caller.
-    if later or not begins_trace(calling_state(), how_it_runs(self).policy, path_of(self)):
+    how, path = _spec.how_it_runs(self), _spec.path_of(self)
+    if later or not begins_trace(_spec.calling_state(), how.policy, path):
       return call(self, args, kwargs)
-    return rewritten(call, name, self, args, kwargs)
+    return rewritten(call, name, (self, args, kwargs))
 
   return method
 
 
 def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -> PyTree:
   """Calls a method in the region of its module."""
-  check_modes(module)
-  state, how = calling_state(), how_it_runs(module)
+  _spec.check_modes(module)
+  state, how = _spec.calling_state(), _spec.how_it_runs(module)
   inner = inside(state, module, how.policy, iterates=isinstance(module, _layers.ITERATES))
-  call = ModuleCall(module, path_of(module), how, state, inner)
-  return finished(call, name, call.run(own.__get__(module, type(module)), args, kwargs))
+  call = ModuleCall(module, _spec.path_of(module), how, state, inner)
+  return call.finished(name, call.run(own.__get__(module, type(module)), args, kwargs))
 
 
 def _born(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
   """Returns a variable that a module keeps; a parameter created in a call is stored as such."""
-  active = current()
+  active = _spec.current()
   policy = active.policy if active is not None and active.tracing else None
   if policy is not None and _layers.kind_of(variable).stored == "param_dtype":
     variable.set_raw_value(leaving(variable.get_raw_value(), policy.param_dtype))

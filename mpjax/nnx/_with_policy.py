@@ -9,6 +9,7 @@ from flax import nnx
 
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.frameworks import not_a_model
+from mpjax._core.functions import rebound
 from mpjax._core.policy import PolicyLike
 from mpjax._core.policy_config import ModulePolicy, ModuleRecord, parse_config, resolve_policy
 from mpjax._core.rules import Rule
@@ -66,17 +67,20 @@ def with_policy(
   (dtype(bfloat16), True, dtype('float32'))
   """
   _check_model(model)
-  config = parse_config(_WHERE, policy, rules, defaults=defaults, unmatched=unmatched)
+  record = ModuleRecord(parse_config(_WHERE, policy, rules, defaults=defaults, unmatched=unmatched))
   view = nnx.clone(model, variables=False, graph=True)
   modules, copies = _modules(model), _modules(view)
-  record = ModuleRecord(config)
   policies = _resolve(modules, record)
   record.check("of the model", 2)
+  counterparts = {id(module): copies[path] for path, module in modules.items()}
   for path, copy in copies.items():
     if path in policies:
       cls = view_class(type(copy), is_tree(copy), policies[path])
       object.__setattr__(copy, "__class__", cls)
-    _rebind(copy, modules, copies)
+    # A method of the user's module, kept as an attribute, would run without the policy.
+    for name, value in list(vars(copy).items()):
+      if isinstance(value, (types.MethodType, functools.partial)):
+        object.__setattr__(copy, name, rebound(value, counterparts))
     if not isinstance(copy, (nnx.List, nnx.Dict)):
       object.__setattr__(copy, LINK, Link(_text(path), copy, modules[path]))
   return view
@@ -131,26 +135,3 @@ def _resolve(modules: Mapping[Path, nnx.Pytree], record: ModuleRecord) -> dict[P
       own = vars(module).get("policy")
       found[path] = resolve_policy(record.config, module, _text(path), own, around)
   return found
-
-
-def _rebind(
-  copy: nnx.Pytree, modules: Mapping[Path, nnx.Pytree], copies: Mapping[Path, nnx.Pytree]
-) -> None:
-  """Lets methods of the user's modules that are kept as attributes be those of the view's."""
-
-  def counterpart(value: object) -> nnx.Pytree | None:
-    return next((copies[path] for path, module in modules.items() if module is value), None)
-
-  def rebound(value: Any) -> Any:
-    if isinstance(value, types.MethodType):
-      to = counterpart(value.__self__)
-      return value if to is None else getattr(to, value.__name__)
-    if isinstance(value, functools.partial):
-      kwargs = {name: rebound(x) for name, x in value.keywords.items()}
-      return functools.partial(rebound(value.func), *map(rebound, value.args), **kwargs)
-    to = counterpart(value)
-    return value if to is None else to
-
-  for name, value in list(vars(copy).items()):
-    if isinstance(value, (types.MethodType, functools.partial)):
-      object.__setattr__(copy, name, rebound(value))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._jaxprs.module_calls import StateKind
+from mpjax._jaxprs.traced_calls import StateKind
 from mpjax.linen import _layers
 from tests.linen.products import HALF, KEY, X, dtypes, operands, values_of
 from tests.programs import bits, products

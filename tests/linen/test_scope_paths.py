@@ -9,7 +9,8 @@ import pytest
 from flax.core import Scope
 
 import mpjax
-from mpjax.linen._scope_paths import PathScope, held_in
+from mpjax._core.trees import instances_in
+from mpjax.linen._scope_paths import PathScope
 from tests.linen.products import KEY, X, operands, text
 from tests.programs import bits, products
 
@@ -94,9 +95,9 @@ def test_a_module_that_nn_jit_is_given_is_told_where_it_is():
 def test_modules_in_plain_containers_are_found():
   a, b, c = nn.Dense(1), nn.Dense(2), nn.Dropout(0.5)
   held = (a, {"x": [b, 3, "text"], "y": jnp.ones(2)}, None, ((c,), {}))
-  found = list(held_in(held))
+  found = list(instances_in(held, nn.Module))
   assert [id(module) for module in found] == [id(a), id(b), id(c)]
-  assert list(held_in({"kernel": jnp.ones(2)})) == []
+  assert list(instances_in({"kernel": jnp.ones(2)}, nn.Module)) == []
 
 
 # What the flags are for: `nn.jit` reuses a program for equal modules.

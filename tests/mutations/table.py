@@ -45,6 +45,7 @@ _STEP = "mpjax/transforms/_train_step.py::"
 _GRADIENTS = "mpjax/transforms/_gradients.py::"
 _LEAVES = "mpjax/_core/leaves.py::"
 _MODULE_CALLS = "mpjax/_jaxprs/module_calls.py::"
+_TRACED_CALLS = "mpjax/_jaxprs/traced_calls.py::"
 _INTERCEPT = "mpjax/linen/_intercept.py::"
 _OUTERMOST = "mpjax/linen/_outermost.py::"
 _OUTERMOST_OF_NNX = "mpjax/nnx/_outermost.py::"
@@ -568,7 +569,7 @@ STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
   Mutation(
     number=46,
     breaks="what a policy says of weight gradients is forgotten where a call is rewritten",
-    function=_MODULE_CALLS + "rewritten",
+    function=_TRACED_CALLS + "rewritten",
     old="Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)",
     new="Settings(compute=low, ops=_OPS, weight_grads=None, modules=True)",
     test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._jaxprs.module_calls import StateKind
+from mpjax._jaxprs.traced_calls import StateKind
 from mpjax.nnx import _layers
 from tests.models.values import integers, normal
 from tests.nnx import rig
