@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._core.rules import goes_by_place, is_flax_norm
+from mpjax._core.rules import depends_on_path, is_flax_norm
 from mpjax._opt_level import LEVELS, _for_device
 from tests.errors import check_error
 
@@ -74,7 +74,7 @@ def test_the_norms_that_o2_stores_in_float32():
 
 def test_the_rule_for_norms_looks_at_no_place():
   # Else equal layers in an `nn.jit` could not share one trace.
-  assert not any(map(goes_by_place, mpjax.opt_level("O2").defaults))
+  assert not any(map(depends_on_path, mpjax.opt_level("O2").defaults))
 
 
 # --- the device -----------------------------------------------------------------------------------

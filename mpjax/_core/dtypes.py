@@ -1,13 +1,13 @@
 """Names of dtypes, and which of them mpjax computes in."""
 
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, nearest
-from mpjax._core.types import DTypeLike
+from mpjax._core.types import Class, DType, DTypeLike
 
 _FLOAT8 = (
   "float8_e3m4",
@@ -29,7 +29,7 @@ NAMES: dict[str, str] = {
 by accident, so they are not here."""
 
 
-def parse_dtype(dtype: DTypeLike, where: str) -> np.dtype[Any]:
+def parse_dtype(dtype: DTypeLike, where: str) -> DType:
   """Returns the floating dtype that `dtype` names.
 
   Args:
@@ -70,15 +70,15 @@ def parse_dtype(dtype: DTypeLike, where: str) -> np.dtype[Any]:
   return found
 
 
-def _other_dtype(dtype: Any) -> np.dtype[Any] | None:
+def _other_dtype(dtype: object) -> DType | None:
   """Returns what NumPy makes of `dtype` (so that "int32" is named as such), or None."""
   try:
-    return jnp.dtype(dtype)
+    return jnp.dtype(cast(DTypeLike, dtype))
   except TypeError:
     return None
 
 
-def scalar_type(dtype: np.dtype[Any]) -> Any:
+def scalar_type(dtype: DType) -> Class:
   """Returns the `jax.numpy` scalar type (`jnp.bfloat16`), which code compares by `is`."""
   return getattr(jnp, dtype.name)
 
@@ -91,11 +91,11 @@ HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 HALF_NAMES = tuple(sorted(dtype.name for dtype in HALVES))
 
 
-def is_low_precision(dtype: np.dtype[Any]) -> bool:
+def is_low_precision(dtype: DType) -> bool:
   """Whether `dtype` is floating and narrower than float32: bfloat16, float16 or 8 bits."""
   return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < FLOAT32.itemsize
 
 
-def is_float8(dtype: np.dtype[Any]) -> bool:
+def is_float8(dtype: DType) -> bool:
   """Whether `dtype` is one of the 8-bit floating formats."""
   return dtype.name in _FLOAT8

@@ -3,8 +3,6 @@
 Models are known by the public classes that they inherit from, by name: nothing is imported for it.
 """
 
-from typing import Any
-
 from mpjax._core.errors import MpjaxTypeError
 
 _BASES = {
@@ -28,7 +26,7 @@ _WAYS = {
 }
 
 
-def framework_of(x: Any) -> str | None:
+def framework_of(x: object) -> str | None:
   """Returns "Linen", "NNX", "Equinox" or "Haiku" for a model or its class, None for others."""
   for base in (x if isinstance(x, type) else type(x)).__mro__:
     for (package, name), framework in _BASES.items():
@@ -37,7 +35,7 @@ def framework_of(x: Any) -> str | None:
   return None
 
 
-def not_a_model(x: Any, framework: str, example: str) -> tuple[str, str]:
+def not_a_model(x: object, framework: str, example: str) -> tuple[str, str]:
   """Returns what `x` is and what to do with it, where a model of `framework` was expected.
 
   Args:
@@ -58,7 +56,7 @@ def not_a_model(x: Any, framework: str, example: str) -> tuple[str, str]:
   return repr(type(x)), instance
 
 
-def check_no_linen_model(fn: Any, where: str) -> None:
+def check_no_linen_model(fn: object, where: str) -> None:
   """Raises for a Linen model in the place of a function: it cannot be called without variables."""
   if framework_of(fn) != "Linen" or isinstance(fn, type):
     return

@@ -1,16 +1,15 @@
-"""When two functions are the same: what keys of caches compare them by."""
+"""When two functions are the same, and methods of other objects."""
 
-import dis
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 class _Itself:
   """A value without a hash, compared as the object that it is."""
 
-  def __init__(self, value: Any) -> None:
+  def __init__(self, value: object) -> None:
     self.value = value
 
   def __eq__(self, other: object) -> bool:
@@ -20,7 +19,7 @@ class _Itself:
     return id(self.value)
 
 
-def identity(function: Any, *, inside: tuple[Any, ...] = ()) -> Any:
+def identity(function: object, *, inside: tuple[object, ...] = ()) -> object:
   """Returns what a function is compared by: its code, and the values that it reads.
 
   A lambda that is written in a loop, or inside of a step, is made anew each time. Compared as the
@@ -45,17 +44,17 @@ def identity(function: Any, *, inside: tuple[Any, ...] = ()) -> Any:
     values = tuple(cell.cell_contents for cell in function.__closure__ or ())
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     made_with = (*values, *defaults)
-    key: Any = (function.__code__, id(function.__globals__), made_with, _types(made_with))
+    key: object = (function.__code__, id(function.__globals__), made_with, _types(made_with))
     hash(key)
   except (TypeError, ValueError):  # No hash, or a name that has no value yet.
     key = function
-  names = (name for name in _global_names(function.__code__) if name in function.__globals__)
+  names = sorted(_names(function.__code__) & function.__globals__.keys())
   read = {name: function.__globals__[name] for name in names}
   if not read:
     return key
   around = (*inside, function)
 
-  def known_by(value: Any) -> Any:
+  def known_by(value: object) -> object:
     ours = getattr(value, "__globals__", None) is function.__globals__
     return _hashable(identity(value, inside=around) if ours else value)
 
@@ -65,11 +64,11 @@ def identity(function: Any, *, inside: tuple[Any, ...] = ()) -> Any:
   return (held, tuple(read), known, _types(read.values()))
 
 
-def _types(values: Iterable[Any]) -> tuple[type[Any], ...]:
+def _types(values: Iterable[object]) -> tuple[type, ...]:
   return tuple(map(type, values))
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
   try:
     hash(value)
   except TypeError:
@@ -77,12 +76,27 @@ def _hashable(value: Any) -> Any:
   return value
 
 
-@functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-  """Returns the names that code, and the code of functions inside, looks for among globals."""
-  here = {op.argval for op in dis.get_instructions(code) if op.opname in _READS_GLOBAL}
+def _names(code: types.CodeType) -> set[str]:
+  """Returns the names that code, and the code of functions inside, may look for among globals.
+
+  Names of attributes are there too: a global that is called like one is compared in vain.
+  """
   nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
-  return tuple(sorted(here.union(*map(_global_names, nested))))
+  return set(code.co_names).union(*map(_names, nested))
 
 
-_READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+def rebound(value: Any, counterparts: Mapping[int, object]) -> Any:
+  """Returns a method, alone or in `functools.partial`, as that of the counterpart of its object.
+
+  Args:
+    value: the method. Arguments of the partial that have a counterpart become that.
+    counterparts: other objects by the identities of those that they replace.
+  """
+  if isinstance(value, types.MethodType):
+    to = counterparts.get(id(value.__self__))
+    return value if to is None else getattr(to, value.__name__)
+  if isinstance(value, functools.partial):
+    args = [rebound(x, counterparts) for x in value.args]
+    kwargs = {name: rebound(x, counterparts) for name, x in value.keywords.items()}
+    return functools.partial(rebound(value.func, counterparts), *args, **kwargs)
+  return counterparts.get(id(value), value)

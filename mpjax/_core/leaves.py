@@ -1,7 +1,6 @@
 """Leaves that change their dtype: whether one is what is wanted, and how it becomes that."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,10 @@ from jax.core import Tracer
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.paths import is_key
 from mpjax._core.trees import is_array_like
+from mpjax._core.types import Array, DType, Leaf, NumpyArray
 
 
-def as_array(x: Any, want: jax.ShapeDtypeStruct) -> Any:
+def as_array(x: Leaf, want: jax.ShapeDtypeStruct) -> Leaf:
   """Returns a Python number as the array that JAX makes of it beside `want`, else `x` itself.
 
   That is float32 (float64 beside float64), and the integer type of `want`; a number that does not
@@ -31,7 +31,7 @@ def as_array(x: Any, want: jax.ShapeDtypeStruct) -> Any:
   return np.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
 
 
-def misfit(x: Any, want: jax.ShapeDtypeStruct, *, cast: bool) -> str | None:
+def misfit(x: Leaf, want: jax.ShapeDtypeStruct, *, cast: bool) -> str | None:
   """Returns how `x` differs from `want`, or None if it does not.
 
   Args:
@@ -49,12 +49,12 @@ def misfit(x: Any, want: jax.ShapeDtypeStruct, *, cast: bool) -> str | None:
   return f"{x.dtype}{list(x.shape)} for {wanted}"
 
 
-def are_floating(*leaves: Any) -> bool:
+def are_floating(*leaves: Leaf) -> bool:
   """Whether all leaves are arrays with a floating dtype."""
   return all(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
 
 
-def convert(x: Any, dtype: Any) -> Any:
+def convert(x: Array, dtype: DType) -> Array:
   """Returns `x`, which fits but for its dtype, in `dtype`; key data become keys."""
   if x.dtype == dtype:
     return x
@@ -64,15 +64,15 @@ def convert(x: Any, dtype: Any) -> Any:
     return x.astype(dtype)
 
 
-def _generator(dtype: Any) -> Any:
+def _generator(dtype: DType) -> object:
   """Returns what `jax.random.wrap_key_data` calls the generator of keys of `dtype`."""
-  found: list[Any] = []
+  found: list[object] = []
   keys = jax.ShapeDtypeStruct((), dtype)
   jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), keys)
   return found[0]
 
 
-def overflows(before: Any, after: Any) -> bool:
+def overflows(before: Leaf, after: Leaf) -> bool:
   """Whether a finite number of `before` is an inf or a NaN in `after`, its cast."""
   if before is after or not are_floating(before, after):
     return False
@@ -80,7 +80,7 @@ def overflows(before: Any, after: Any) -> bool:
   return not bool((finite(after) | ~finite(before)).all())
 
 
-def refuse_overflow(casts: Mapping[str, tuple[Any, Any]], where: str) -> None:
+def refuse_overflow(casts: Mapping[str, tuple[Leaf, Leaf]], where: str) -> None:
   """Raises if a finite number became an inf or a NaN.
 
   Args:
@@ -104,7 +104,7 @@ def refuse_overflow(casts: Mapping[str, tuple[Any, Any]], where: str) -> None:
     )
 
 
-def place(x: Any, sharding: jax.sharding.Sharding | None, *, alias: bool) -> jax.Array:
+def put(x: Array | NumpyArray, sharding: jax.sharding.Sharding | None, *, alias: bool) -> jax.Array:
   """Returns `x` as a strongly typed array on `sharding`, or uncommitted if that is None.
 
   Args:

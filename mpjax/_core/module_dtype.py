@@ -7,16 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._core.dtypes import scalar_type
 from mpjax._core.errors import message
 from mpjax._core.trees import is_floating, is_nnx_object
+from mpjax._core.types import DType, Module, PyTree
 
 _MISSING = object()
 
 
-def dtype_field(module: Any, dtype: np.dtype[Any], *, always: bool) -> dict[str, Any]:
+def dtype_field(module: Module, dtype: DType, *, always: bool) -> dict[str, object]:
   """Returns the field `dtype` to set for the length of a call, if the module has one to set.
 
   A module whose own dtype (or `param_dtype`) is complex or an integer means what it says, and so
@@ -39,14 +39,14 @@ def dtype_field(module: Any, dtype: np.dtype[Any], *, always: bool) -> dict[str,
   return {"dtype": dtype.name if isinstance(own, str) else scalar_type(dtype)}
 
 
-def _has_dtype(module: Any) -> bool:
+def _has_dtype(module: Module) -> bool:
   """Whether a module has a field `dtype`; where its class declares no fields, an attribute."""
   if dataclasses.is_dataclass(module):
     return any(field.name == "dtype" and field.init for field in dataclasses.fields(module))
   return plain_attribute(module, "dtype", _MISSING) is not _MISSING
 
 
-def plain_attribute(module: Any, name: str, default: Any = None) -> Any:
+def plain_attribute(module: Module, name: str, default: object = None) -> Any:
   """Returns an attribute that is a value, without running code of the user's; else `default`.
 
   A property of a module may call one of its methods, read a parameter, or set up submodules. It
@@ -66,7 +66,7 @@ def _is_real(dtype: Any) -> bool:
     return False
 
 
-def warn_of_uncast(module: Any, outputs: Any, dtype: np.dtype[Any]) -> None:
+def warn_of_uncast(module: Module, outputs: PyTree, dtype: DType) -> None:
   """Warns if arrays in another dtype are returned inside of an object that is no tree to JAX.
 
   Args:

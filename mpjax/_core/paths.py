@@ -1,7 +1,7 @@
 """Paths of leaves as text, and the leaves of a tree by path."""
 
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,35 +9,47 @@ from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import is_array_like
-from mpjax._core.types import PyTree
+from mpjax._core.types import Array, DType, KeyPath, Leaf, PyTree
 
-Place: TypeAlias = tuple[str, ...]
+Path: TypeAlias = tuple[str, ...]
 """The names on the way to a leaf or a node of a tree."""
 
 
-def path_text(path: Any) -> str:
+def path_text(path: KeyPath) -> str:
   """Returns a path of JAX as text, the same whatever the containers are."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def places(tree: PyTree) -> list[Place]:
-  """Returns where each leaf is. What a box holds is where the box is.
+def leaf_paths(tree: PyTree) -> list[Path]:
+  """Returns the path of each leaf. What a box holds has the path of the box.
 
   `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A
   name with slashes in it, as Haiku's are, is several.
   """
 
-  def is_box(x: Any) -> bool:
+  def is_box(x: object) -> bool:
     return hasattr(type(x), "replace_boxed") or hasattr(type(x), "get_raw_value")
 
-  found: list[Place] = []
+  found: list[Path] = []
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
-    place = tuple(path_text(path).split("/")) if path else ()
-    found += [place] * len(jax.tree.leaves(node))
+    names = tuple(path_text(path).split("/")) if path else ()
+    found += [names] * len(jax.tree.leaves(node))
   return found
 
 
-def leaves_by_path(tree: PyTree, where: str) -> dict[str, Any]:
+def arrays_by_path(tree: PyTree) -> Iterator[tuple[str, Array]]:
+  """Yields the arrays of JAX in a tree with their paths, which may be alike."""
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    if isinstance(x, jax.Array):
+      yield path_text(path), x
+
+
+def node_paths(tree: PyTree) -> set[str]:
+  """Returns the paths of the nodes that hold leaves, and of those around; "" is the root."""
+  return {"/".join(path[:n]) for path in leaf_paths(tree) for n in range(len(path))}
+
+
+def leaves_by_path(tree: PyTree, where: str) -> dict[str, Leaf]:
   """Returns the leaves of `tree`, in its order, by path.
 
   A path does not tell a field of a class from the key of a dict, nor a position from its digits:
@@ -48,7 +60,7 @@ def leaves_by_path(tree: PyTree, where: str) -> dict[str, Any]:
   """
   if isinstance(tree, Mapping) and jax.tree_util.all_leaves([tree]):
     tree = dict(tree)  # one that JAX does not know, such as numpy.load of an npz file
-  leaves: dict[str, Any] = {}
+  leaves: dict[str, Leaf] = {}
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     text = path_text(path)
     if text in leaves:
@@ -67,7 +79,7 @@ def same_path(where: str, name: str) -> MpjaxValueError:
   )
 
 
-def check_leaves(leaves: Mapping[str, Any], where: str, *, abstract: bool) -> None:
+def check_leaves(leaves: Mapping[str, Leaf], where: str, *, abstract: bool) -> None:
   """Raises unless all leaves are arrays that are there: not traced, `abstract` only if that is set.
 
   Raises:
@@ -88,6 +100,6 @@ def check_leaves(leaves: Mapping[str, Any], where: str, *, abstract: bool) -> No
     )
 
 
-def is_key(dtype: Any) -> bool:
+def is_key(dtype: DType) -> bool:
   """Whether `dtype` is that of typed PRNG keys."""
   return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -1,7 +1,7 @@
 """`Policy`: the dtypes in which parameters are stored, used in computation and returned."""
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from mpjax._core.dtypes import NAMES, is_float8, parse_dtype
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest
 from mpjax._core.trees import cast_leaf, is_floating
-from mpjax._core.types import DTypeLike, PyTree
+from mpjax._core.types import DType, DTypeLike, Leaf, PyTree
 
 _PRESETS: dict[str, tuple[str, str, str]] = {
   "float32": ("float32", "float32", "float32"),
@@ -67,10 +67,10 @@ class Policy:
   True
   """
 
-  param_dtype: np.dtype[Any]
-  compute_dtype: np.dtype[Any]
-  output_dtype: np.dtype[Any] | None
-  weight_grad_dtype: np.dtype[Any] | None
+  param_dtype: DType
+  compute_dtype: DType
+  output_dtype: DType | None
+  weight_grad_dtype: DType | None
 
   @check_call("mpjax.Policy(...)", fix=_AS_STRING)
   def __init__(
@@ -209,8 +209,8 @@ PolicyLike: TypeAlias = str | Policy
 """Everywhere a policy is taken, a string is too."""
 
 
-def _cast(tree: PyTree, dtype: Any) -> PyTree:
-  def leaf(x: Any) -> Any:
+def _cast(tree: PyTree, dtype: DType) -> PyTree:
+  def leaf(x: Leaf) -> Leaf:
     if isinstance(x, (np.ndarray, np.generic)) and is_floating(x):
       return jnp.asarray(cast_leaf(x, dtype))
     return cast_leaf(x, dtype)

@@ -3,23 +3,25 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple, Self
 
+from mpjax._core.dtypes import is_low_precision
 from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.rules import (
   Rule,
   default_rules,
+  depends_on_path,
   first_match,
-  goes_by_place,
   parse_rules,
   parse_unmatched,
   unmatched_error,
 )
+from mpjax._core.types import DType, Module
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Given:
+class PolicyConfig:
   """What the user gave to `with_policy` or `policy_scope`, checked; hashed once."""
 
   policy: Policy | None
@@ -36,44 +38,53 @@ class Given:
   def __hash__(self) -> int:
     return self.hash
 
-  def __reduce__(self) -> Any:
+  def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
     # Another process hashes strings and classes in another way.
     values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-    return functools.partial(Given, **values), ()
+    return functools.partial(type(self), **values), ()
+
+  def __str__(self) -> str:
+    """Returns the arguments of `with_policy` that were given, without those that say nothing."""
+    parts = [repr(None if self.policy is None else str(self.policy))]
+    if self.rules:
+      parts.append(f"rules={list(self.rules)!r}")
+    if self.defaults != default_rules():
+      parts.append(f"defaults={self.defaults!r}")
+    return ", ".join(parts)
 
   @property
   def low(self) -> bool:
     """Whether anything that was given computes in low precision."""
     rules = (*self.rules, *self.defaults)
     policies = (self.policy, *(rule.policy for rule in rules))
-    return any(p is not None and p.compute_dtype.itemsize < 4 for p in policies)
+    return any(p is not None and is_low_precision(p.compute_dtype) for p in policies)
 
   @property
-  def by_place(self) -> bool:
+  def by_path(self) -> bool:
     """Whether two equal modules can get different policies because of their paths."""
-    return any(map(goes_by_place, (*self.rules, *self.defaults)))
+    return any(map(depends_on_path, (*self.rules, *self.defaults)))
 
   @property
-  def output_dtype(self) -> Any:
+  def output_dtype(self) -> DType | None:
     """The dtype of results where a policy begins that names none itself."""
     return None if self.policy is None else self.policy.output_dtype
 
 
-def give(
+def parse_config(
   where: str,
   policy: PolicyLike | None,
   rules: Iterable[Rule],
   *,
   defaults: Iterable[Rule] | None,
   unmatched: str,
-) -> Given:
+) -> PolicyConfig:
   """Returns the arguments of `with_policy` and `policy_scope`, checked.
 
   Raises:
     MpjaxTypeError: rules of the wrong type.
     MpjaxValueError: an unknown policy or value of `unmatched`.
   """
-  return Given(
+  return PolicyConfig(
     policy=None if policy is None else Policy.parse(policy),
     rules=parse_rules(rules, f"{where}(rules=...)"),
     defaults=default_rules()
@@ -83,63 +94,102 @@ def give(
   )
 
 
-class Resolved(NamedTuple):
-  """How a module runs.
+class ModulePolicy(NamedTuple):
+  """Which policy a module runs under, and why.
 
   Fields:
-    policy: its policy; None leaves it as it is.
-    picked: a rule or a field of its own gave it its policy, not a module around it.
+    policy: None leaves the module as it is.
+    picked: a rule or a field of its own gave it the policy, not a module around it.
     exempt: a rule leaves it as it is, and all inside it.
+    output_dtype: that of results where a policy begins that names none.
   """
 
   policy: Policy | None
   picked: bool = False
   exempt: bool = False
+  output_dtype: DType | None = None
 
 
-def resolved(given: Given, module: Any, path: str, own: Any, around: Resolved) -> Resolved:
-  """Returns how a module runs.
+def resolve_policy(
+  config: PolicyConfig, module: Module, path: str, own: object, around: ModulePolicy
+) -> ModulePolicy:
+  """Returns the policy of a module: nothing else in mpjax knows what goes before what.
 
-  A policy in the module's own field beats rules, the first matching rule wins, and a module that
-  nothing picks has that of the nearest enclosing module.
+  A rule that exempts a module beats all that is inside. Then a policy in the module's own field
+  beats rules, and the first matching rule wins. A module that nothing picks has the policy of the
+  nearest enclosing module.
 
   Args:
-    given: what the user gave.
+    config: what the user gave.
     module: a module.
-    path: where it is, for rules.
+    path: the path that rules see.
     own: the value of its field `policy`, if it has one.
-    around: how the module around it runs.
+    around: the policy of the module around it.
   """
+  run = ModulePolicy(around.policy, output_dtype=config.output_dtype)
   if around.exempt:
-    return Resolved(None, exempt=True)
+    return run._replace(policy=None, exempt=True)
   if isinstance(own, Policy):
-    return Resolved(own, picked=True)
-  rule = first_match((*given.rules, *given.defaults), module, path)
-  if rule is not None:
-    return Resolved(rule.policy, picked=True, exempt=rule.policy is None)
-  return Resolved(around.policy)
+    return run._replace(policy=own, picked=True)
+  rule = first_match((*config.rules, *config.defaults), module, path)
+  if rule is None:
+    return run
+  return run._replace(policy=rule.policy, picked=True, exempt=rule.policy is None)
 
 
-def matched_by(given: Given, module: Any, path: str) -> set[Rule]:
-  """Returns the rules that match a module, the first of them or not."""
-  return {rule for rule in given.rules if first_match((rule,), module, path)}
+class ModuleRecord:
+  """The modules of a model by path, and the rules that picked some of them.
 
-
-def check_matched(
-  given: Given, matched: set[Rule], classes: Mapping[str, str], origin: str, stacklevel: int
-) -> None:
-  """Raises UnmatchedRuleError, or warns, if a rule matched no module.
-
-  Args:
-    given: what the user gave, which says what to do.
-    matched: the rules that matched one.
-    classes: names of classes by the paths of modules.
-    origin: which modules those are, for the error.
-    stacklevel: of the warning, as seen from here.
+  Attributes:
+    classes: the names of the modules' classes by path.
+    matched: the rules that match one of them, the first that does or not.
+    output_dtype: that of the root, where it is known.
   """
-  for rule in given.rules if given.unmatched != "ignore" else ():
-    if rule not in matched:
-      error = unmatched_error(rule, tuple(classes), tuple(classes.values()), origin=origin)
-      if given.unmatched == "raise":
-        raise error
-      warnings.warn(str(error), stacklevel=stacklevel + 1)
+
+  def __init__(self, config: PolicyConfig) -> None:
+    self.config = config
+    self.classes: dict[str, str] = {}
+    self.matched: set[Rule] = set()
+    self.output_dtype: DType | None = None
+
+  def note(self, module: Module, path: str) -> None:
+    """Notes a module."""
+    self.classes[path] = type(module).__name__
+    self.matched |= {rule for rule in self.config.rules if rule.matches(module, path)}
+
+  def note_paths(self, paths: Collection[str]) -> None:
+    """Notes the paths of modules that no call has met; only rules with a path can match those."""
+    rules = [rule for rule in self.config.rules if rule.path is not None]
+    self.matched |= {rule for rule in rules if any(rule.matches(None, path) for path in paths)}
+
+  def check(self, origin: str, stacklevel: int, *, kind: str = "module", note: str = "") -> None:
+    """Raises UnmatchedRuleError, or warns, if a rule matched nothing.
+
+    Args:
+      origin: which modules these are, for the error.
+      stacklevel: of the warning, as seen from the caller.
+      kind: what is at the paths.
+      note: a sentence for the end of the warning.
+    """
+    paths, classes = tuple(self.classes), tuple(self.classes.values())
+    for rule in self.config.rules if self.config.unmatched != "ignore" else ():
+      if rule not in self.matched:
+        error = unmatched_error(rule, paths, classes, kind=kind, origin=origin)
+        if self.config.unmatched == "raise":
+          raise error
+        warnings.warn(f"{error} {note}".rstrip(), stacklevel=stacklevel + 1)
+
+
+def warn_unmatched_paths(
+  config: PolicyConfig, paths: Collection[str], origin: str, stacklevel: int
+) -> None:
+  """Warns of rules with a path that is none of `paths`.
+
+  It is no error: a module without variables may be there that a call had no use for.
+  """
+  rules = tuple(rule for rule in config.rules if rule.path is not None)
+  record = ModuleRecord(dataclasses.replace(config, rules=rules, unmatched="warn"))
+  record.classes = dict.fromkeys(paths, "")
+  record.note_paths(paths)
+  note = "If the module is one that this call leaves out (only training calls it), it is fine."
+  record.check(origin, stacklevel + 1, note=note)

@@ -3,11 +3,9 @@
 import dataclasses
 import fnmatch
 import functools
-import inspect
 import re
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -22,6 +20,7 @@ from mpjax._core.errors import (
 from mpjax._core.functions import identity
 from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.trees import is_floating, is_nnx_object
+from mpjax._core.types import Class, Module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Rule:
 
   policy: Policy | None
   path: str | re.Pattern[str] | None
-  module: type[Any] | tuple[type[Any], ...] | None
-  where: Callable[[Any], bool] | None
+  module: Class | tuple[Class, ...] | None
+  where: Callable[[Module], bool] | None
 
   @check_call("mpjax.Rule(...)", fix='Write mpjax.Rule("float32", path="head").')
   def __init__(
@@ -63,8 +62,8 @@ class Rule:
     policy: PolicyLike | None,
     *,
     path: str | re.Pattern[str] | None = None,
-    module: type[Any] | tuple[type[Any], ...] | None = None,
-    where: Callable[[Any], bool] | None = None,
+    module: Class | tuple[Class, ...] | None = None,
+    where: Callable[[Module], bool] | None = None,
   ) -> None:
     selectors = {"path": path, "module": module, "where": where}
     given = [name for name, value in selectors.items() if value is not None]
@@ -94,11 +93,12 @@ class Rule:
   def __hash__(self) -> int:
     return hash(self._key)
 
-  def __reduce__(self) -> Any:
-    return _rule, (self.policy, self.path, self.module, self.where)
+  def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+    values = {"path": self.path, "module": self.module, "where": self.where}
+    return functools.partial(type(self), self.policy, **values), ()
 
   @functools.cached_property
-  def _key(self) -> tuple[Any, ...]:
+  def _key(self) -> tuple[object, ...]:
     # Kept: a rule that a cache holds must not become equal to one whose predicate reads new values.
     return (self.policy, self.path, self.module, identity(self.where))
 
@@ -108,7 +108,7 @@ class Rule:
     policy = None if self.policy is None else str(self.policy)
     return f"Rule({policy!r}, {selector})"
 
-  def matches(self, module: Any, path: str) -> bool:
+  def matches(self, module: Module, path: str) -> bool:
     """Whether this rule picks out a module.
 
     Args:
@@ -121,7 +121,7 @@ class Rule:
     """
     if self.path is not None:
       if isinstance(self.path, str):
-        return () in _rest_of_glob(_levels(self.path), _levels(path))
+        return _compiled(self.path).fullmatch(f"{path}/" if path else "") is not None
       return self.path.fullmatch(path) is not None
     if self.module is not None:
       return isinstance(module, self.module)
@@ -137,11 +137,7 @@ class Rule:
       raise
 
 
-def _rule(policy: Any, path: Any, module: Any, where: Any) -> Rule:
-  return Rule(policy, path=path, module=module, where=where)
-
-
-def _wrong_selector(name: str, expected: str, got: Any) -> MpjaxTypeError:
+def _wrong_selector(name: str, expected: str, got: object) -> MpjaxTypeError:
   fix = "See mpjax.Rule for what each selector takes."
   return MpjaxTypeError(f"mpjax.Rule({name}=...)", expected=expected, got=repr(got), fix=fix)
 
@@ -164,60 +160,44 @@ def _check_glob(glob: str) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rest_of_glob(glob: tuple[str, ...], names: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
-  """Returns what may still come of a glob after the names of a path; `()` is a match.
+def _compiled(glob: str) -> re.Pattern[str]:
+  """Returns the regular expression of a glob, for paths in which each name is followed by "/".
 
-  `**` matches any number of levels, so that there may be several ways to go on.
+  With the slash behind each name `**` matches no level too: "a/**/b" the path "a/b/".
   """
-  if not names:
-    skipped = _rest_of_glob(glob[1:], ()) if glob[:1] == ("**",) else frozenset()
-    return frozenset({glob}) | skipped
-  after: set[tuple[str, ...]] = set()
-  for rest in _rest_of_glob(glob, names[:-1]):
-    if rest[:1] == ("**",):
-      after |= _rest_of_glob(rest, ())
-    elif rest and fnmatch.fnmatchcase(names[-1], rest[0]):
-      after |= _rest_of_glob(rest[1:], ())
-  return frozenset(after)
+  return re.compile("".join(map(_level, glob.split("/") if glob else ())))
 
 
-def place_of(rules: Iterable[Rule], path: str) -> str:
-  """Returns text that is equal for two paths if no rule tells apart what is there or inside."""
-  rests: list[Any] = []
-  for rule in rules:
-    if isinstance(rule.path, str):
-      rests.append(sorted(_rest_of_glob(_levels(rule.path), _levels(path))))
-    elif goes_by_place(rule):
-      rests.append(path)
-  return repr(rests)
+def _level(glob: str) -> str:
+  if glob == "**":
+    return "(?:[^/]*/)*"
+  return "".join(map(_piece, re.findall(r"\[!?\]?[^\]]*\]|.", glob, re.DOTALL))) + "/"
 
 
-def goes_by_place(rule: Rule) -> bool:
-  """Whether a rule can pick out one of two equal modules and not the other.
+def _piece(piece: str) -> str:
+  if len(piece) > 1:  # A class; one like "[!a]" would match a slash, and so leave its level.
+    return "(?!/)" + fnmatch.translate(piece).removesuffix(_END)
+  return {"*": "[^/]*", "?": "[^/]"}.get(piece, re.escape(piece))
 
-  A predicate cannot if its code reads no attribute and calls nothing, `isinstance` excepted.
+
+_END = fnmatch.translate("")[-2:]
+"""What ends a translated glob: "\\Z", or "\\z" from Python 3.14 on."""
+
+
+def depends_on_path(rule: Rule) -> bool:
+  """Whether a rule may pick out one of two equal modules and not the other.
+
+  A predicate may: it can look at the name of a module. Ours look at its class and parameters.
   """
-  if rule.where in (_is_users_norm, is_flax_norm):  # A module's class and parameters.
-    return False
-  if not isinstance(rule.where, types.FunctionType):
-    return rule.module is None
-  used = inspect.getclosurevars(rule.where)  # Its `unbound` are the names of attributes.
-  values = {**used.builtins, **used.globals, **used.nonlocals}
-  nested = any(isinstance(value, types.CodeType) for value in rule.where.__code__.co_consts)
-  calls = any(not isinstance(v, type) for name, v in values.items() if name != "isinstance")
-  return nested or calls or bool(used.unbound)
+  return rule.module is None and rule.where not in (_is_users_norm, is_flax_norm)
 
 
-def _levels(path: str) -> tuple[str, ...]:
-  return tuple(path.split("/")) if path else ()
-
-
-def first_match(rules: Iterable[Rule], module: Any, path: str) -> Rule | None:
+def first_match(rules: Iterable[Rule], module: Module, path: str) -> Rule | None:
   """Returns the first of `rules` that picks out `module`, or None."""
   return next((rule for rule in rules if rule.matches(module, path)), None)
 
 
-def parse_rules(rules: Any, where: str) -> tuple[Rule, ...]:
+def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
   """Returns `rules` as a tuple.
 
   Raises:
@@ -268,7 +248,7 @@ def unmatched_error(
   )
 
 
-def parse_unmatched(unmatched: Any, where: str) -> str:
+def parse_unmatched(unmatched: str, where: str) -> str:
   """Returns what to do about rules that match nothing.
 
   Raises:
@@ -281,12 +261,12 @@ def parse_unmatched(unmatched: Any, where: str) -> str:
   return unmatched
 
 
-def _class_of(module: Any) -> type[Any]:
+def _class_of(module: Module) -> Class:
   """Returns the class that was written: a lifted transform (nn.scan, nn.remat) makes another."""
   return next(c for c in type(module).__mro__ if c.__module__ != "flax.linen.transforms")
 
 
-def is_flax_norm(module: Any) -> bool:
+def is_flax_norm(module: Module) -> bool:
   """Whether `module` is one of Flax's own norms: those that normalise activations, not weights."""
   cls = _class_of(module)
   return cls.__module__.split(".")[0] == "flax" and cls.__name__ in _FLAX_NORMS
@@ -295,7 +275,7 @@ def is_flax_norm(module: Any) -> bool:
 _FLAX_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
 
 
-def _is_users_norm(module: Any) -> bool:
+def _is_users_norm(module: Module) -> bool:
   """Whether `module` is a norm that its author wrote: "…Norm", with scales and biases only."""
   cls = _class_of(module)
   if not cls.__name__.endswith("Norm") or cls.__module__.split(".")[0] == "flax":
@@ -309,7 +289,7 @@ def _is_users_norm(module: Any) -> bool:
   return all(np.ndim(leaf) <= 1 for leaf in jax.tree.leaves(params))
 
 
-def _shapes(module: Any, seen: list[Any]) -> list[tuple[int, ...]] | None:
+def _shapes(module: Module, seen: list[Module]) -> list[tuple[int, ...]] | None:
   """Returns the shapes of an NNX module's floating arrays; None if it holds a layer with some.
 
   A norm that it holds is a part of it. Modules in `seen` are not looked at again.

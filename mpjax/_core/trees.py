@@ -1,7 +1,7 @@
 """Casting, selecting and checking the leaves of trees."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,12 @@ import numpy as np
 
 from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.types import Array, PyTree
+from mpjax._core.types import Array, DType, KeyPath, Leaf, PyTree
+
+T = TypeVar("T")
 
 
-def is_floating(x: Any) -> bool:
+def is_floating(x: object) -> bool:
   """Whether `x` is an array (of JAX or NumPy, concrete, traced or abstract) with a floating dtype.
 
   Python numbers are not arrays: JAX already lets them follow the dtype of what they meet.
@@ -22,12 +24,12 @@ def is_floating(x: Any) -> bool:
   ) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def is_half(x: Any) -> bool:
+def is_half(x: Leaf) -> bool:
   """Whether `x` is an array in float16 or bfloat16."""
   return hasattr(x, "dtype") and x.dtype.name in HALF_NAMES
 
 
-def cast_leaf(x: Any, dtype: np.dtype[Any]) -> Any:
+def cast_leaf(x: Leaf, dtype: DType) -> Leaf:
   """Returns `x` in `dtype` if it is a floating array, else `x` itself.
 
   A NumPy value stays one: code that uses it as a constant (a schedule, a rate) keeps a value
@@ -43,12 +45,12 @@ def cast_leaf(x: Any, dtype: np.dtype[Any]) -> Any:
   return x.astype(dtype)
 
 
-def half_to_float32(x: Any) -> Any:
+def half_to_float32(x: Leaf) -> Leaf:
   """Returns `x` in float32 if it is an array in float16 or bfloat16, else `x` itself."""
   return cast_leaf(x, FLOAT32) if is_half(x) else x
 
 
-def is_nnx_object(x: Any) -> bool:
+def is_nnx_object(x: object) -> bool:
   """Whether `x` is a module, a container, a variable or another object of Flax NNX.
 
   Such an object may be a tree to JAX, but it is what others hold and write to: a mapped copy of it
@@ -59,7 +61,7 @@ def is_nnx_object(x: Any) -> bool:
 
 
 def map_arrays(
-  fun: Callable[[Any], Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+  fun: Callable[[Leaf], Leaf], tree: PyTree, is_leaf: Callable[[Leaf], bool] | None = None
 ) -> PyTree:
   """Returns `tree` with `fun` of its leaves, and objects of Flax NNX as they are.
 
@@ -67,7 +69,7 @@ def map_arrays(
   static arguments stay equal. So does what is no tree to JAX (a dict whose keys do not sort).
   """
 
-  def stop(x: Any) -> bool:
+  def stop(x: Leaf) -> bool:
     return is_nnx_object(x) or (is_leaf is not None and is_leaf(x))
 
   try:
@@ -79,7 +81,28 @@ def map_arrays(
   return tree if same else jax.tree.unflatten(treedef, new)
 
 
-def round_to(x: Array, dtype: np.dtype[Any]) -> Array:
+def instances_in(value: object, cls: type[T]) -> Iterator[T]:
+  """Yields the instances of a class: `value` itself, or those in plain containers."""
+  if isinstance(value, cls):
+    yield value
+  elif isinstance(value, (tuple, list, Mapping)):
+    for item in value.values() if isinstance(value, Mapping) else value:
+      yield from instances_in(item, cls)
+
+
+def cast_arrays(tree: PyTree, dtype: DType) -> PyTree:
+  """Returns `tree` with its floating arrays in `dtype`, and all else as it is."""
+  return map_arrays(lambda x: cast_leaf(x, dtype), tree)
+
+
+def cast_like(tree: PyTree, dtypes: PyTree) -> PyTree | None:
+  """Returns a tree of arrays in the dtypes of another; None if the two are not alike."""
+  if jax.tree.structure(tree) != jax.tree.structure(dtypes):
+    return None
+  return jax.tree.map(lambda x, d: cast_leaf(x, d.dtype) if is_floating(x) else x, tree, dtypes)
+
+
+def round_to(x: Array, dtype: DType) -> Array:
   """Returns `x` rounded to nearest in `dtype`, a rounding that the compiler keeps.
 
   XLA for GPU may drop the pair when a cast to half is followed by a cast back. `reduce_precision`
@@ -88,7 +111,7 @@ def round_to(x: Array, dtype: np.dtype[Any]) -> Array:
   return x if x.dtype == dtype else jax.lax.optimization_barrier(x.astype(dtype))
 
 
-def saturate(x: Array, dtype: np.dtype[Any]) -> Array:
+def saturate(x: Array, dtype: DType) -> Array:
   """Returns `x` with finite numbers beyond the range of `dtype` brought back to its limits.
 
   An inf or NaN stays what it is.
@@ -97,7 +120,7 @@ def saturate(x: Array, dtype: np.dtype[Any]) -> Array:
   return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: Leaf) -> bool:
   """Whether `x` holds floating or complex numbers: a Python number or an array of any kind."""
   if isinstance(x, (float, complex)):
     return True
@@ -130,7 +153,7 @@ def all_finite(tree: PyTree) -> Array:
   return finite
 
 
-def first_nonfinite(leaves: Sequence[Any]) -> Array:
+def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
   """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any.
 
   One int32 says both whether and where. It can be reduced over devices by a minimum, which for
@@ -187,27 +210,27 @@ def _other_container(wanted: PyTree, given: PyTree) -> str:
       return f"other static parts of a {kinds[0]} at {path or 'the root'}"
 
 
-def _children(tree: PyTree) -> list[tuple[Any, Any]]:
+def _children(tree: PyTree) -> list[tuple[KeyPath, PyTree]]:
   return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
-def is_none(x: Any) -> bool:
+def is_none(x: object) -> bool:
   """Whether `x` is None, for `is_leaf`: to JAX it is a tree without leaves."""
   return x is None
 
 
-def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:
+def _flatten(tree: PyTree) -> tuple[dict[str, Leaf], object]:
   leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
   return {jax.tree_util.keystr(path) or "the root": x for path, x in leaves}, treedef
 
 
-def _describe(x: Any, dtypes: bool) -> str:
+def _describe(x: Leaf, dtypes: bool) -> str:
   if not is_array_like(x):
     return "None" if x is None else type(x).__name__
   return f"{jnp.result_type(x) if dtypes else 'shape '}{list(jnp.shape(x))}"
 
 
-def is_array_like(x: Any) -> bool:
+def is_array_like(x: object) -> bool:
   """Whether `x` is an array of any kind (keys and `float0` too) or a Python number."""
   return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
@@ -248,7 +271,7 @@ def select(
       where, expected="the new tree to be like the old one", got=listed(problems), fix=fix
     )
 
-  def pick(new: Any, old: Any) -> Any:
+  def pick(new: Leaf, old: Leaf) -> Leaf:
     # float0 holds nothing to select, and leaves that are not arrays cannot depend on the flag.
     if new is old or not is_array_like(new) or getattr(new, "dtype", None) == jax.dtypes.float0:
       return new

@@ -35,6 +35,8 @@ DTypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
 
 Array: TypeAlias = jax.Array
 
+NumpyArray: TypeAlias = np.ndarray[Any, Any]
+
 Function: TypeAlias = Callable[..., Any]
 """A function of a user, of which nothing is known but that it is called."""
 
@@ -45,3 +47,12 @@ Leaf: TypeAlias = Any
 
 Module: TypeAlias = Any
 """A model or a part of one, of Linen or of NNX: neither is imported for its type alone."""
+
+KeyPath: TypeAlias = tuple[Any, ...]
+"""A path as `jax.tree_util` gives it: keys, indices and names of fields."""
+
+Args: TypeAlias = tuple[Any, ...]
+"""The positional arguments of a call of a user's function, which are passed as they came."""
+
+Kwargs: TypeAlias = dict[str, Any]
+"""The keyword arguments of such a call."""

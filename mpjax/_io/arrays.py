@@ -1,18 +1,16 @@
 """Leaves as NumPy arrays by path, which any file format can hold."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.paths import check_leaves, is_key, leaves_by_path, same_path
-from mpjax._core.types import PyTree
+from mpjax._core.types import DType, Leaf, NumpyArray, PyTree
 
 _KEY = "key:"
 
 
-def to_arrays(tree: PyTree) -> dict[str, np.ndarray[Any, Any]]:
+def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
   """Returns the leaves of `tree` as NumPy arrays by path, which any file format can hold.
 
   NumPy's files and msgpack know no typed keys, and NumPy's neither bfloat16 nor the 8-bit types.
@@ -41,7 +39,7 @@ def to_arrays(tree: PyTree) -> dict[str, np.ndarray[Any, Any]]:
   where = "mpjax.checkpoints.to_arrays(tree)"
   leaves = leaves_by_path(tree, where)
   check_leaves(leaves, where, abstract=False)
-  arrays: dict[str, np.ndarray[Any, Any]] = {}
+  arrays: dict[str, NumpyArray] = {}
   for path, x in leaves.items():
     tag, array = _encode(x)
     name = f"{path}@{tag}" if tag else path
@@ -51,7 +49,7 @@ def to_arrays(tree: PyTree) -> dict[str, np.ndarray[Any, Any]]:
   return arrays
 
 
-def _encode(x: Any) -> tuple[str, np.ndarray[Any, Any]]:
+def _encode(x: Leaf) -> tuple[str, NumpyArray]:
   """Returns the tag ("" for what NumPy's files know) and the array to store."""
   if not hasattr(x, "dtype"):
     return "", np.asarray(x, jnp.result_type(x))
@@ -63,16 +61,16 @@ def _encode(x: Any) -> tuple[str, np.ndarray[Any, Any]]:
   return array.dtype.name, array.view(_bits(array.dtype))
 
 
-def _is_registered(dtype: np.dtype[Any]) -> bool:
+def _is_registered(dtype: DType) -> bool:
   """Whether `dtype` is one that another package has added to NumPy, such as bfloat16."""
   return dtype.isbuiltin == 2
 
 
-def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _bits(dtype: DType) -> DType:
   return np.dtype(f"uint{8 * dtype.itemsize}")
 
 
-def decode(name: str, x: Any) -> tuple[str, Any]:
+def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
   """Returns the path and the leaf behind a name and an array of `to_arrays`.
 
   Without a tag of ours they are what was given: a key of a tree may well hold an "@".

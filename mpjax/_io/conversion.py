@@ -1,18 +1,17 @@
 """`convert`: parameters for inference, in half, by the paths in their tree."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
-import numpy as np
 
+from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
-from mpjax._core.paths import Place, places
+from mpjax._core.paths import Path, leaf_paths
 from mpjax._core.policy import Policy, PolicyLike
-from mpjax._core.rules import Rule, first_match, parse_rules, parse_unmatched, unmatched_error
+from mpjax._core.policy_config import ModuleRecord, parse_config
+from mpjax._core.rules import Rule, first_match
 from mpjax._core.trees import is_floating
-from mpjax._core.types import PyTree
+from mpjax._core.types import DType, Leaf, Params
 from mpjax._jaxprs.used_dtypes import cast_leaves
 from mpjax.transforms._loss_scale import LossScaleState
 
@@ -24,8 +23,8 @@ _BESIDE = frozenset({"bias", "offset", "beta", "mean", "var", "moving_mean", "mo
 
 
 def convert(
-  params: PyTree, policy: PolicyLike, rules: Iterable[Rule] = (), *, unmatched: str = "raise"
-) -> PyTree:
+  params: Params, policy: PolicyLike, rules: Iterable[Rule] = (), *, unmatched: str = "raise"
+) -> Params:
   """Returns parameters for inference: floating leaves in the compute dtype of a policy.
 
   The parameters of norms stay in float32. A tree does not say which they are: a node counts as a
@@ -42,13 +41,13 @@ def convert(
       with "params" in it, the variables of a Linen model, the other collections stay as they are.
     policy: a `mpjax.Policy` or its string; only its `compute_dtype` counts.
     rules: `Rule("float32", path="decoder/head")` for a leaf, or a node and all in it; the first
-      that matches wins, the innermost place counts, and both go before what is said of norms.
+      that matches wins, the innermost node counts, and both go before what is said of norms.
       `Rule(None, path=...)` leaves what is there as it is. Only rules with a path.
     unmatched: "raise", "warn" or "ignore": what to do about a rule that matches nothing.
 
   Returns:
     A tree of the same structure. Leaves without a floating dtype are the same objects, an array
-    that is at two places (tied weights) stays one, in the wider dtype if they differ, and all
+    with two paths (tied weights) stays one, in the wider dtype if they differ, and all
     keep their shardings.
 
   Raises:
@@ -66,24 +65,29 @@ def convert(
   (dtype(bfloat16), dtype('float32'), dtype('float32'))
   """
   base = Policy.parse(policy)
-  given = _parse_rules(rules)
+  config = parse_config(_WHERE, base, rules, defaults=(), unmatched=unmatched)
+  _check_rules_have_paths(config.rules)
   _check_params(params)
   leaves = jax.tree.leaves(params)
-  where: list[Place | None] = list(places(params))
+  paths: list[Path | None] = list(leaf_paths(params))
   # The other collections of a Linen model; a State of NNX may have an attribute of that name.
   if (isinstance(params, dict) or hasattr(params, "unfreeze")) and "params" in params:
-    where = [place[1:] if place and place[0] == "params" else None for place in where]
-  ours = {place: x for place, x in zip(where, leaves, strict=True) if place is not None}
-  _check_rules(given, ours, unmatched)
+    paths = [path[1:] if path and path[0] == "params" else None for path in paths]
+  ours = {path: x for path, x in zip(paths, leaves, strict=True) if path is not None}
+  nodes = sorted({"/".join(path[:n]) for path in ours for n in range(len(path) + 1)})
+  record = ModuleRecord(config)
+  record.classes = dict.fromkeys(nodes, "")
+  record.note_paths(nodes)
+  record.check("in the tree", 2, kind="node")
   norms = _norms(ours)
   dtypes = [
-    None if place is None else _dtype(base, given, place, x, place[:-1] in norms)
-    for place, x in zip(where, leaves, strict=True)
+    None if path is None else _dtype(base.compute_dtype, config.rules, path, x, path[:-1] in norms)
+    for path, x in zip(paths, leaves, strict=True)
   ]
   return cast_leaves(params, dtypes, f"{_WHERE}(params)")
 
 
-def _check_params(params: Any) -> None:
+def _check_params(params: object) -> None:
   """Raises for what has parameters in it and is no tree of them."""
   nnx = any(c.__module__.startswith("flax.nnx.") for c in type(params).__mro__)
   got = fix = None
@@ -103,9 +107,8 @@ def _check_params(params: Any) -> None:
     raise MpjaxTypeError(f"{_WHERE}(params)", expected=expected, got=got, fix=fix)
 
 
-def _parse_rules(rules: Any) -> tuple[Rule, ...]:
-  given = parse_rules(rules, f"{_WHERE}(rules=...)")
-  wrong = [repr(rule) for rule in given if rule.path is None]
+def _check_rules_have_paths(rules: Iterable[Rule]) -> None:
+  wrong = [repr(rule) for rule in rules if rule.path is None]
   if wrong:
     raise MpjaxValueError(
       f"{_WHERE}(rules=...)",
@@ -114,15 +117,14 @@ def _parse_rules(rules: Any) -> tuple[Rule, ...]:
       fix="A tree knows no modules: write mpjax.linen.with_policy(model, policy, rules)"
       ".convert(variables, *args), or mpjax.nnx.convert.",
     )
-  return given
 
 
-def _norms(leaves: Mapping[Place, Any]) -> set[Place]:
-  """Returns the places of the nodes that seem to be norms, by the leaves right inside them."""
-  inside: dict[Place, dict[str, int]] = {}
-  for place, x in leaves.items():
-    if len(place) > 1 and is_floating(x):
-      inside.setdefault(place[:-1], {})[place[-1]] = x.ndim
+def _norms(leaves: Mapping[Path, Leaf]) -> set[Path]:
+  """Returns the paths of the nodes that seem to be norms, by the leaves right inside them."""
+  inside: dict[Path, dict[str, int]] = {}
+  for path, x in leaves.items():
+    if len(path) > 1 and is_floating(x):
+      inside.setdefault(path[:-1], {})[path[-1]] = x.ndim
   return {node for node, ranks in inside.items() if _is_norm(node[-1], ranks)}
 
 
@@ -139,26 +141,12 @@ def _is_norm(name: str, ranks: Mapping[str, int]) -> bool:
   return names <= _SCALES | _BESIDE | {"weight"} or max(ranks.values()) <= 1
 
 
-def _dtype(
-  base: Policy, rules: Sequence[Rule], place: Place, x: Any, in_norm: bool
-) -> np.dtype[Any] | None:
+def _dtype(base: DType, rules: Sequence[Rule], path: Path, x: Leaf, in_norm: bool) -> DType | None:
   """Returns what a leaf becomes; None leaves it as it is."""
-  for n in range(len(place), -1, -1):
-    rule = first_match(rules, None, "/".join(place[:n]))
+  for n in range(len(path), -1, -1):
+    rule = first_match(rules, None, "/".join(path[:n]))
     if rule is not None:
       return None if rule.policy is None else rule.policy.compute_dtype
   if is_floating(x) and x.dtype.itemsize == 1:
     return None  # It was quantised on purpose, and has a scale somewhere.
-  return np.dtype("float32") if in_norm else base.compute_dtype
-
-
-def _check_rules(rules: Sequence[Rule], leaves: Iterable[Place], unmatched: str) -> None:
-  if parse_unmatched(unmatched, _WHERE) == "ignore":
-    return
-  nodes = sorted({"/".join(place[:n]) for place in leaves for n in range(len(place) + 1)})
-  for rule in rules:
-    if not any(first_match((rule,), None, node) for node in nodes):
-      error = unmatched_error(rule, nodes, (), kind="node", origin="in the tree")
-      if unmatched == "raise":
-        raise error
-      warnings.warn(str(error), stacklevel=3)
+  return FLOAT32 if in_norm else base

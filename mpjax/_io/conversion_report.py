@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,9 @@ from rich.table import Table
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.frameworks import framework_of
-from mpjax._core.paths import check_leaves, is_key, path_text, places
+from mpjax._core.paths import check_leaves, is_key, leaf_paths, path_text
 from mpjax._core.trees import is_array_like, is_floating, tree_differences
-from mpjax._core.types import PyTree
+from mpjax._core.types import DType, Function, Leaf, PyTree
 from mpjax._jaxprs.count import tree_bytes
 from mpjax._jaxprs.used_dtypes import ties
 
@@ -40,8 +39,8 @@ class LeafReport(NamedTuple):
 
   path: str
   shape: tuple[int, ...]
-  before: np.dtype[Any]
-  after: np.dtype[Any]
+  before: DType
+  after: DType
   error: float
   lost: int
 
@@ -98,7 +97,7 @@ class ConversionReport:
 
 
 def conversion_report(
-  before: PyTree, after: PyTree, fn: Callable[..., Any] | None = None, *args: Any
+  before: PyTree, after: PyTree, fn: Function | None = None, *args: PyTree
 ) -> ConversionReport:
   """Compares parameters with what they were converted to: bytes, rounding, and the outputs.
 
@@ -124,7 +123,7 @@ def conversion_report(
   (12, True)
   """
   _check_report(before, after, fn)
-  leaves = zip(places(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+  leaves = zip(leaf_paths(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
   changed = [(p, x, y) for p, x, y in leaves if is_floating(x) and x.dtype != y.dtype]
   return ConversionReport(
     leaves=tuple(_leaf_report("/".join(place), x, y) for place, x, y in changed),
@@ -134,7 +133,7 @@ def conversion_report(
   )
 
 
-def _check_report(before: PyTree, after: PyTree, fn: Any) -> None:
+def _check_report(before: PyTree, after: PyTree, fn: object) -> None:
   where = "mpjax.conversion_report(before, after)"
   if framework_of(before) == "Linen":
     raise MpjaxTypeError(
@@ -164,12 +163,12 @@ def _check_report(before: PyTree, after: PyTree, fn: Any) -> None:
     )
 
 
-def _leaf_report(path: str, x: Any, y: Any) -> LeafReport:
+def _leaf_report(path: str, x: Leaf, y: Leaf) -> LeafReport:
   lost = int(jnp.sum((x != 0) & (y == 0)))
   return LeafReport(path, tuple(x.shape), x.dtype, y.dtype, _error(x, y), lost)
 
 
-def _error(x: Any, y: Any) -> float:
+def _error(x: Leaf, y: Leaf) -> float:
   """Returns the largest difference, divided by the largest absolute value of `x`."""
   wide = np.complex128 if jnp.iscomplexobj(x) or jnp.iscomplexobj(y) else np.float64
   x, y = (np.asarray(each).astype(wide) for each in (x, y))
@@ -194,7 +193,7 @@ def _largest_error(before: PyTree, after: PyTree) -> float:
   )
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Leaf) -> bool:
   return is_array_like(x) and not is_key(jnp.result_type(x))
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.leaves import are_floating, as_array, convert, misfit, place, refuse_overflow
+from mpjax._core.leaves import are_floating, as_array, convert, misfit, put, refuse_overflow
 from mpjax._core.paths import check_leaves, is_key, leaves_by_path, path_text, same_path
-from mpjax._core.types import PyTree
+from mpjax._core.types import KeyPath, Leaf, PyTree
 from mpjax._io.arrays import decode
 from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._state import LossScalingState
@@ -77,7 +77,7 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   converted = {path: convert(found[path], want.dtype) for path, want in wanted.items()}
   casts = {path: (found[path], x) for path, x in converted.items()}
   refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
-  leaves = [place(converted[path], want.sharding, alias=own) for path, want in wanted.items()]
+  leaves = [put(converted[path], want.sharding, alias=own) for path, want in wanted.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), leaves)
   _refuse_broken_scales(result)
   return result
@@ -95,7 +95,7 @@ def _wanted(target: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
   }
 
 
-def _sharding(x: Any) -> jax.sharding.Sharding | None:
+def _sharding(x: Leaf) -> jax.sharding.Sharding | None:
   """Returns where the leaf `x` of target says that it is; None if that is anywhere."""
   if isinstance(x, jax.Array):
     return x.sharding if x.committed else None
@@ -139,7 +139,7 @@ def _read(path: str, target: PyTree, wanted: _Wanted, cast: bool) -> PyTree:
     stored = jax.tree.map(_stand_in, metadata.tree)
     _match(target, wanted, stored, cast)
 
-    def where_to(key_path: Any, x: Any) -> Any:
+    def where_to(key_path: KeyPath, x: Leaf) -> Leaf:
       want = wanted[_resolve(path_text(key_path), x, wanted)[0]]
       if not isinstance(x, np.ndarray):
         return x
@@ -152,7 +152,7 @@ def _read(path: str, target: PyTree, wanted: _Wanted, cast: bool) -> PyTree:
     return checkpointer.restore(path, jax.tree_util.tree_map_with_path(where_to, stored))
 
 
-def _stand_in(metadata: Any) -> Any:
+def _stand_in(metadata: Any) -> Leaf:
   """Returns what has the type, dtype and shape of a stored leaf, in next to no memory."""
   if isinstance(metadata, ocp.metadata.ScalarMetadata):
     return np.zeros((), metadata.dtype).item()
@@ -171,9 +171,9 @@ def _everywhere(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding
   return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _match(target: PyTree, wanted: _Wanted, restored: PyTree, cast: bool) -> dict[str, Any]:
+def _match(target: PyTree, wanted: _Wanted, restored: PyTree, cast: bool) -> dict[str, Leaf]:
   """Returns the leaves of `restored` by path, or raises if they are not those of `target`."""
-  found: dict[str, Any] = {}
+  found: dict[str, Leaf] = {}
   for name, leaf in leaves_by_path(restored, _WHERE).items():
     path, x = _resolve(name, leaf, wanted)
     if path in found:
@@ -203,13 +203,13 @@ def _match(target: PyTree, wanted: _Wanted, restored: PyTree, cast: bool) -> dic
   return found
 
 
-def _resolve(name: str, x: Any, wanted: _Wanted) -> tuple[str, Any]:
+def _resolve(name: str, x: Leaf, wanted: _Wanted) -> tuple[str, Leaf]:
   """Returns the path and the leaf that `x`, saved as `name`, represents."""
   path, x = (name, x) if name in wanted else decode(name, x)
   return path, as_array(x, wanted[path]) if path in wanted else x
 
 
-def _advice(pairs: list[tuple[Any, jax.ShapeDtypeStruct]]) -> str:
+def _advice(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
   if all(are_floating(x, want) and x.shape == want.shape for x, want in pairs):
     return (
       "Pass cast=True to convert them, or restore into a target with the dtypes of what was saved."
@@ -225,7 +225,7 @@ def _advice(pairs: list[tuple[Any, jax.ShapeDtypeStruct]]) -> str:
   )
 
 
-def _refuse_other_configuration(target: PyTree, found: Mapping[str, Any]) -> None:
+def _refuse_other_configuration(target: PyTree, found: Mapping[str, Leaf]) -> None:
   """Raises if a loss scale was saved under another configuration: its name is part of the path."""
   states = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_scaling)
   for key_path, state in states:
@@ -248,7 +248,7 @@ def _refuse_other_configuration(target: PyTree, found: Mapping[str, Any]) -> Non
     )
 
 
-def _is_scaling(x: Any) -> bool:
+def _is_scaling(x: object) -> bool:
   return isinstance(x, LossScalingState)
 
 

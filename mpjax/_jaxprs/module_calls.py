@@ -1,10 +1,10 @@
-"""A module's call under a policy, of any framework: its arguments, results, and the trace."""
+"""A module's call under a policy, of any framework: its arguments, its region, and its results."""
 
 import contextlib
 import dataclasses
-import warnings
-from collections.abc import Callable, Generator, Mapping
-from typing import TypeAlias, TypeVar
+import types
+from collections.abc import Generator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,41 +12,15 @@ import numpy as np
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.dtypes import FLOAT32, is_low_precision
-from mpjax._core.errors import MpjaxTypeError, has_note, line_of_user, message, mixed_dtypes_note
+from mpjax._core.errors import MpjaxTypeError, has_note, mixed_dtypes_note
 from mpjax._core.module_dtype import dtype_field, warn_of_uncast
 from mpjax._core.policy import Policy
-from mpjax._core.trees import cast_leaf, is_half, is_nnx_object, map_arrays
-from mpjax._core.types import Class, DType, Function, Leaf, Module, PyTree
-from mpjax._jaxprs.autocast import (
-  DataLeaves,
-  Interface,
-  NotTraceable,
-  ResultDtypes,
-  Settings,
-  leaving,
-  mark,
-  region_of,
-  tree_leaves,
-  with_settings,
-)
-from mpjax._jaxprs.op_lists import OpLists
+from mpjax._core.policy_config import ModulePolicy
+from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
+from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
+from mpjax._jaxprs.autocast import leaving, mark, region_of
 
 S = TypeVar("S", bound=Active)
-
-Call: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
-"""Positional and keyword arguments."""
-
-_OPS = OpLists()
-
-_NEEDS_VALUES = (
-  jax.errors.ConcretizationTypeError,
-  jax.errors.NonConcreteBooleanIndexError,
-  jax.errors.TracerArrayConversionError,
-  jax.errors.TracerIntegerConversionError,
-)
-
-_OF_TRACERS = ("Tracer.__format__", "not available on traced array")
-"""What JAX says where a tracer is formatted, or asked where it is: it has no class for these."""
 
 
 def is_low(policy: Policy | None) -> bool:
@@ -67,25 +41,26 @@ def inside(
   Args:
     state: that in which it is called.
     module: the module.
-    policy: its policy, which goes on to the modules inside.
+    policy: its policy, which the modules inside inherit.
     iterates: the module starts each step from its own last result, which drifts where it is
       rounded: its own operations are in float32.
     more: further fields of the state.
   """
   casts = state.cast or is_wide(policy) or type(module) in state.casting
   region = FLOAT32.name if iterates and is_low(policy) else region_of(policy)
-  return dataclasses.replace(state, policy=policy, entered=True, region=region, cast=casts, **more)
+  fields = {"policy": policy, "entered": True, "region": region, "cast": casts, **more}
+  return dataclasses.replace(state, **fields)
 
 
 def call_method(
   method: Function,
-  call: Call,
+  call: tuple[Args, Kwargs],
   module: Module,
   path: str,
   state: Active,
   *,
   initializing: bool = False,
-) -> PyTree:
+) -> Any:
   """Calls a method in a state and in the region that it names; errors of dtypes name the module.
 
   Args:
@@ -113,17 +88,83 @@ def call_method(
       raise
 
 
-def _arguments(call: Call, policy: Policy, casts: bool) -> Call:
+class ModuleCall(NamedTuple):
+  """A call of a module's method under its policy.
+
+  Fields:
+    module: the module.
+    path: where it is, for errors.
+    how: its policy.
+    state: that in which it is called.
+    inner: that in which its own operations run, as `inside` returns it.
+  """
+
+  module: Module
+  path: str
+  how: ModulePolicy
+  state: Active
+  inner: Active
+
+  def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
+    """Calls the method, or a step of its body, in the region of the module."""
+    call = (args, kwargs)
+    return call_method(method, call, self.module, self.path, self.inner, initializing=initializing)
+
+  @property
+  def output_dtype(self) -> DType | None:
+    """The dtype that the policy gives the results; None leaves what was computed."""
+    policy, picked, _, outermost = self.how
+    return None if policy is None else output_dtype(self.state, policy, picked, outermost)
+
+  def result(self, outputs: PyTree) -> PyTree:
+    """Returns what the method returned, or what a step of it yielded, in the output dtype."""
+    if self.how.policy is None:
+      return outputs
+    return returned(outputs, self.output_dtype, self.module, self.state, self.inner)
+
+  def finished(self, name: str, outputs: PyTree) -> PyTree:
+    """Returns what a method returns; a generator's body, which has not run yet, runs as the method.
+
+    Raises:
+      MpjaxTypeError: the method is async.
+    """
+    if isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
+      if isinstance(outputs, types.CoroutineType):
+        outputs.close()  # Else Python warns that nobody awaited it.
+      raise MpjaxTypeError(
+        f"{type(self.module).__name__}.{name}, a method of a view of mpjax.nnx.with_policy",
+        expected="a method that has run when it returns",
+        got="an async method, whose body would run later, without the policy",
+        fix="Write the async function around the view, and let it call methods that are not async.",
+      )
+    if isinstance(outputs, types.GeneratorType):
+      return self._steps(outputs)
+    return self.result(outputs)
+
+  def _steps(self, body: Generator[PyTree, PyTree, PyTree]) -> Generator[PyTree, PyTree, PyTree]:
+    step, sent = body.send, None
+    while True:
+      try:
+        yielded = self.run(step, (sent,), {})
+      except StopIteration as stop:
+        return self.result(stop.value)
+      try:
+        step, sent = body.send, (yield self.result(yielded))
+      except BaseException as error:  # GeneratorExit too: the body is to close.
+        step, sent = body.throw, error
+
+
+def _arguments(call: tuple[Args, Kwargs], policy: Policy, casts: bool) -> tuple[Args, Kwargs]:
   """Returns the arguments of a method as its policy wants them: mostly as they are."""
   compute = policy.compute_dtype
   if casts and not _any_complex(call):
-    return map_arrays(lambda x: cast_leaf(x, compute), call)
+    return cast_arrays(call, compute)
   if compute == FLOAT32:
-    return map_arrays(lambda x: cast_leaf(x, compute) if is_half(x) else x, call)
+    return map_arrays(half_to_float32, call)
   return call
 
 
-def _any_complex(call: Call) -> bool:
+def _any_complex(call: tuple[Args, Kwargs]) -> bool:
   """Whether an argument is a complex array: a half `dtype` would drop its imaginary part."""
   args, kwargs = call
   return any(
@@ -179,7 +220,7 @@ def returned(
 
   Args:
     outputs: the results.
-    dtype: what they are in for all who read them; None leaves them as they were computed.
+    dtype: what they are in for all consumers; None leaves them as they were computed.
     module: the module.
     state: that in which it was called.
     inner: that in which its own operations ran.
@@ -198,98 +239,3 @@ def returned(
   if not (state.entered or state.tracing or state.cast):
     warn_of_uncast(module, new, dtype)
   return new
-
-
-def rewrite_calls(
-  function: Function,
-  policy: Policy | None,
-  data: DataLeaves,
-  results: ResultDtypes,
-  where: str,
-) -> Function:
-  """Returns a function that calls modules, with its operations rewritten.
-
-  Args:
-    function: of trees of arrays.
-    policy: applies where no module marks another.
-    data: which of the leaves of the arguments decide the dtype of what they meet.
-    results: the dtypes of the results, of which None is the one that they are computed in.
-    where: the public call, for errors.
-  """
-  low = policy.compute_dtype if policy is not None and is_low(policy) else FLOAT32
-  interface = Interface(data=data, results=results)
-  wide = None if policy is None else policy.weight_grad_dtype
-  settings = Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)
-  return with_settings(function, settings, where, interface)
-
-
-def attempts(
-  attempt: Callable[[S], PyTree],
-  python: Callable[[S], PyTree],
-  call: Call,
-  state: S,
-  path: str,
-  where: str,
-  foreign: type[Exception],
-) -> PyTree:
-  """Returns the result of a call that is traced, in another way where tracing it raises.
-
-  What raises in float32 is traced again with the class of module that raised in its compute dtype:
-  a kernel may take low precision alone. What needs Python runs as Python, and there each module
-  that it calls is traced by itself.
-
-  Args:
-    attempt: traces the call and runs it.
-    python: makes the call as it is.
-    call: its positional and keyword arguments.
-    state: the active state.
-    path: that of the module.
-    where: the public call, for the warning.
-    foreign: what a framework raises where a call changes what is not its own.
-  """
-  first: Exception | None = None
-  while True:
-    failed: list[Class] = []
-    try:
-      tree_leaves(call, "is given", is_leaf=is_nnx_object)
-      return attempt(dataclasses.replace(state, tracing=True, failed=failed))
-    except Exception as error:
-      reason = _why_not_traced(error, foreign)
-      if reason is not None:
-        break
-      first = first or error
-      if not failed or failed[0] in state.casting:
-        raise first from None
-      state = dataclasses.replace(state, casting=state.casting | {failed[0]})
-  outputs = python(dataclasses.replace(state, as_python=state.as_python | {path}))
-  warnings.warn(
-    message(
-      f"{where}: {path or 'the root'}",
-      expected="a body that can be traced as a program",
-      got=f"one that {reason}",
-      fix="It runs as Python now, and the modules that it calls are rewritten one by one. Write it "
-      "with jax.numpy and jax.lax, and return arrays or trees of them.",
-    ),
-    UserWarning,
-    stacklevel=2,
-  )
-  return outputs
-
-
-def _why_not_traced(error: Exception, foreign: type[Exception]) -> str | None:
-  """Returns what a body does that no program can; None for any other error."""
-  if isinstance(error, NotTraceable):
-    return str(error)
-  said = isinstance(error, (TypeError, AttributeError)) and any(
-    t in str(error) for t in _OF_TRACERS
-  )
-  if said or isinstance(error, _NEEDS_VALUES):
-    return f"needs the values of arrays: {line_of_user(error)}"
-  if isinstance(error, foreign):
-    return f"changes what it is not given: {line_of_user(error)}"
-  return None
-
-
-def array(x: Leaf) -> Leaf:
-  """Returns an array of JAX where a variable is one of NumPy: variables are never constants."""
-  return jnp.asarray(x) if isinstance(x, np.ndarray) else x

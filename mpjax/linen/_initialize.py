@@ -6,45 +6,35 @@ import flax.linen as nn
 import jax
 
 from mpjax._core.policy import Policy
-from mpjax._core.trees import cast_leaf, is_floating
-
-COMPUTED = ("cache", "perturbations")
-"""Collections whose entries have the dtype that a model computes them in."""
+from mpjax._core.trees import cast_arrays, cast_like, is_floating
+from mpjax._core.types import Args, Kwargs
+from mpjax.linen._layers import stored_as
 
 
 def store(module: nn.Module, policy: Policy | None) -> None:
-  """Casts the parameters of a module that is being initialised, but not those of its submodules.
-
-  Args:
-    module: a bound module.
-    policy: that of the module; None leaves them as they are.
-  """
+  """Casts the parameters of a module that is being initialised, but not those of its submodules."""
   scope = module.scope
-  if policy is None or scope is None or not scope.is_mutable_collection("params"):
+  if policy is None or scope is None:
     return
-  for name, value in scope.variables().get("params", {}).items():
-    if scope.name_reserved(name, "params") and not scope.name_reserved(name, ""):
-      new = jax.tree.map(lambda x: cast_leaf(x, policy.param_dtype), value)
-      if any(a is not b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(value), strict=True)):
-        scope.put_variable("params", name, new)
+  for col in filter(scope.is_mutable_collection, stored_as("param_dtype")):
+    for name, value in scope.variables().get(col, {}).items():
+      if scope.name_reserved(name, col) and not scope.name_reserved(name, ""):
+        new = cast_arrays(value, policy.param_dtype)
+        if new is not value:
+          scope.put_variable(col, name, new)
 
 
-def store_computed(module: nn.Module, method: str, call: Any) -> None:
-  """Casts what the root of a model made in collections that have the dtype of what is computed.
+def store_computed(module: nn.Module, method: str, args: Args, kwargs: Kwargs) -> None:
+  """Casts what a root, which has been initialised, created in collections stored as computed.
 
-  Args:
-    module: the root, bound, which has been initialised. In the active state, modules
-      are called in their compute dtype.
-    method: the one that initialised it.
-    call: its arguments.
+  In the active state, modules are called in their compute dtype.
   """
   scope: Any = module.scope
   if module.path:
     return
-  made = {col: tree for col, tree in scope.variables().items() if col in COMPUTED}
+  made = {col: tree for col, tree in scope.variables().items() if col in stored_as("computed")}
   if not any(map(is_floating, jax.tree.leaves(made))):
     return
-  args, kwargs = call
   rngs = {name: rng.as_jax_rng() for name, rng in scope.rngs.items()}
   plain = module.clone(parent=None)
   try:
@@ -54,10 +44,3 @@ def store_computed(module: nn.Module, method: str, call: Any) -> None:
   for col, tree in made.items():
     for name, value in (cast_like(tree, shapes.get(col)) or {}).items():
       scope.put_variable(col, name, value)
-
-
-def cast_like(tree: Any, dtypes: Any) -> Any:
-  """Returns a tree of arrays in the dtypes of another; None if the two are not alike."""
-  if jax.tree.structure(tree) != jax.tree.structure(dtypes):
-    return None
-  return jax.tree.map(lambda x, d: cast_leaf(x, d.dtype) if is_floating(x) else x, tree, dtypes)

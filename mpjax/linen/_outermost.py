@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import flax.errors
 import flax.linen as nn
@@ -12,139 +12,126 @@ from flax.core import Scope, lift
 from flax.linen.transforms import lift_direct_transform
 
 from mpjax._core.active import ACTIVE
-from mpjax._core.paths import path_text
+from mpjax._core.paths import arrays_by_path
 from mpjax._core.policy import Policy
-from mpjax._core.types import PyTree
-from mpjax._jaxprs import module_calls
+from mpjax._core.trees import instances_in
+from mpjax._core.types import Args, DType, Function, Kwargs, PyTree, Variables
+from mpjax._jaxprs import traced_calls
 from mpjax._jaxprs.autocast import traceable
-from mpjax._jaxprs.module_calls import array, attempts
-from mpjax.linen._context import Active, Again
-from mpjax.linen._places import held_in
+from mpjax._jaxprs.traced_calls import array, as_computed, attempts
+from mpjax.linen._context import Active, TracedCall
+from mpjax.linen._layers import neutral_collections
+
+R = TypeVar("R")
 
 _WHERE = "mpjax.linen.with_policy(model, policy)"
 _SCOPE = "mpjax.linen.policy_scope(policy)"
 
 _FOREIGN = flax.errors.JaxTransformError
 
-_NEUTRAL = ("params", "perturbations")
-"""Collections that take the dtype of what they meet; the others decide it, as arguments do.
-
-Perturbations are zeros, there to be differentiated by.
-"""
-
 Enter: TypeAlias = Callable[[Active], contextlib.AbstractContextManager[None]]
-"""Makes a state active. A program may be traced again after the active one was left."""
+"""Makes a state active. A function may be traced again after the active one was left."""
 
 
 def applied(
-  model: nn.Module, active: Active, enter: Enter, variables: Any, args: Any, kwargs: Any
-) -> Any:
+  model: nn.Module, active: Active, enter: Enter, variables: Variables, args: Args, kwargs: Kwargs
+) -> PyTree:
   """Returns what `model.apply` does, with the operations of all its modules rewritten.
 
-  Args:
-    model: an unbound module.
-    active: the state at its root.
-    enter: makes a state active.
-    variables: its variables.
-    args: arguments of the method.
-    kwargs: further arguments of `apply`.
+  `active` is the state at its root, `kwargs` holds arguments of the method and of `apply`.
   """
   pair = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
 
-  def python(active: Active) -> Any:
-    with ACTIVE(active):
-      return model.apply(variables, *args, **kwargs)
+  def python(_: Active) -> PyTree:
+    return model.apply(variables, *args, **kwargs)
 
-  def attempt(active: Active) -> Any:
-    rest = {col: tree for col, tree in variables.items() if col not in _NEUTRAL}
-    params = {col: tree for col, tree in variables.items() if col in _NEUTRAL}
+  def attempt(active: Active) -> PyTree:
+    neutral = neutral_collections()
+    rest = {col: tree for col, tree in variables.items() if col not in neutral}
+    params = {col: tree for col, tree in variables.items() if col in neutral}
 
-    def program(params: PyTree, rest: PyTree, args: Any, kwargs: Any) -> Any:
+    def fn(params: Variables, rest: Variables, args: Args, kwargs: Kwargs) -> PyTree:
       given = {col: {**params, **rest}[col] for col in variables}
-      same = given if isinstance(variables, dict) else type(variables)(given)
+      same = given if isinstance(variables, dict) else cast(Any, type(variables))(given)
       with enter(active):
         return model.apply(same, *args, **kwargs)
 
-    def changed(returned: Any) -> tuple[Any, Any]:
+    def changed(returned: PyTree) -> tuple[PyTree, Variables]:
       return returned if pair else (returned, {})
 
-    program.__name__ = type(model).__name__
+    fn.__name__ = type(model).__name__
     with ACTIVE(active):
-      return _cast(traceable(program), active.policy, variables, changed)(
-        params, rest, args, kwargs
-      )
+      return _cast(traceable(fn), active.policy, variables, changed)(params, rest, args, kwargs)
 
-  return (
-    attempts(attempt, python, (args, kwargs), active, "", _WHERE, _FOREIGN)
-    if isinstance(variables, Mapping)
-    else python(active)
-  )
+  if not isinstance(variables, Mapping):
+    return python(active)
+  return attempts(attempt, python, (args, kwargs), active, "", _WHERE, _FOREIGN)
 
 
 def rewritten(
-  method: Callable[..., Any],
+  method: Function,
   module: nn.Module,
-  args: Any,
-  kwargs: Any,
+  args: Args,
+  kwargs: Kwargs,
   active: Active,
   enter: Enter,
   policy: Policy,
-  python: Callable[[Active], Any],
-) -> Any:
+  python: Callable[[Active], PyTree],
+) -> PyTree:
   """Returns the result of a bound module's method, with the operations inside rewritten.
 
   Flax's own lifting makes the method a function of variables, random keys and arguments, and puts
-  back what it changed, as it does for `nn.jit`.
-
-  Args:
-    method: the method, a function of the module.
-    module: the module.
-    args: arguments of the method.
-    kwargs: the same.
-    active: the active state.
-    enter: makes a state active.
-    policy: that of the module.
-    python: calls the method as it is, in a state in which no call is traced.
+  back what it changed, as it does for `nn.jit`. `python` calls the method without being traced.
   """
 
-  def attempt(active: Active) -> Any:
-    def lifted(fn: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) -> Any:
+  def attempt(active: Active) -> PyTree:
+    def lifted(fn: Function, scopes: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+      # `scope_fn` makes scopes of variables and keys, `repack_fn` variables of scopes.
       def inner(
-        scope_fn: Any, repack_fn: Any, groups: Any, rngs: Any, *args: Any, **kwargs: Any
-      ) -> Any:
+        scope_fn: Function,
+        repack_fn: Function,
+        groups: tuple[Variables, Variables],
+        rngs: PyTree,
+        *args: Any,
+        **kwargs: Any,
+      ) -> tuple[PyTree, PyTree]:
         restore = _snapshot(module, jax.tree.leaves(scope_fn(groups, rngs)))
 
-        def program(params: PyTree, rest: PyTree, args: Any, kwargs: Any) -> Any:
+        def traced(
+          params: Variables, rest: PyTree, args: Args, kwargs: Kwargs
+        ) -> tuple[PyTree, PyTree]:
           restore()  # It may be traced again.
           state, rngs = rest
           scope = scope_fn((params, state), rngs)
-          again = Again((args, kwargs))
+          again = TracedCall(args, kwargs)
           with enter(dataclasses.replace(active, again=[again])):
             outputs = fn(scope, *args, **kwargs)
           _forget_captured(jax.tree.leaves(scope)[-1], method.__name__, outputs)
           return (*again.outputs, outputs)[0], repack_fn(scope)
 
-        program.__name__ = type(module).__name__
+        traced.__name__ = type(module).__name__
         try:
           with ACTIVE(active):
-            call = _cast(program, policy, groups, lambda returned: returned)
+            call = _cast(traced, policy, groups, lambda returned: returned)
             return call(groups[0], (groups[1], rngs), args, kwargs)
         except BaseException:
+          # A dropout in a trace that raised has counted its key: the next attempt would draw
+          # another mask than the model without a policy.
           restore()
           raise
 
-      filters = (_NEUTRAL, True)
+      filters = (neutral_collections(), True)
       packed = lift.pack(inner, filters, filters, (True,), name="policy", enable_kwargs=True)
       return packed(scopes, *args, **kwargs)
 
     # Checked inside: Flax has counted the names of submodules when it has lifted a method.
     return lift_direct_transform(lifted, (traceable(method),), module, *args, **kwargs)
 
-  where = _WHERE if active.held is None else _SCOPE
+  where = _WHERE if active.token is None else _SCOPE
   return attempts(attempt, python, (args, kwargs), active, "/".join(module.path), where, _FOREIGN)
 
 
-def _forget_captured(scope: Scope, method: str, outputs: Any) -> None:
+def _forget_captured(scope: Scope, method: str, outputs: PyTree) -> None:
   """Takes out what `capture_intermediates` kept of a method, which the call around it keeps too."""
   kept = scope.get_variable("intermediates", method)
   if isinstance(kept, tuple) and kept and kept[-1] is outputs:
@@ -153,7 +140,7 @@ def _forget_captured(scope: Scope, method: str, outputs: Any) -> None:
 
 def _snapshot(module: nn.Module, scopes: Iterable[Scope]) -> Callable[[], None]:
   """Returns a function that sets the counts of random numbers back to what they are now."""
-  held = [each.scope for each in held_in(vars(module)) if each.scope is not None]
+  held = [each.scope for each in instances_in(vars(module), nn.Module) if each.scope is not None]
   counters = [(s.rng_counters, dict(s.rng_counters)) for s in (*scopes, *held)]
 
   def restore() -> None:
@@ -165,40 +152,29 @@ def _snapshot(module: nn.Module, scopes: Iterable[Scope]) -> Callable[[], None]:
 
 
 def _cast(
-  program: Callable[..., Any],
+  fn: Callable[..., R],
   policy: Policy | None,
   stored: PyTree,
-  changed: Callable[[Any], tuple[Any, PyTree]],
-) -> Callable[..., Any]:
+  changed: Callable[[R], tuple[PyTree, PyTree]],
+) -> Callable[..., R]:
   """Returns a function of parameters and of the rest, which decides, with its operations rewritten.
 
-  Args:
-    program: the function.
-    policy: applies where no module marks another.
-    stored: the variables. What has the path of one keeps its dtype; new ones have that which they
-      are computed in.
-    changed: from the results to the others and the variables among them.
+  What has the path of one of the `stored` variables keeps its dtype; new ones have that which they
+  are computed in. `changed` takes the results apart, into outputs and variables.
   """
-  dtypes = {path: x.dtype for path, x in _by_path(stored)}
+  dtypes = {path: x.dtype for path, x in arrays_by_path(stored)}
 
-  def results(returned: Any) -> list[Any]:
+  def results(returned: R) -> list[DType | None]:
     outputs, variables = changed(returned)
-    free = [None for x in jax.tree.leaves(outputs) if isinstance(x, jax.Array)]
-    return free + [dtypes.get(path) for path, _ in _by_path(variables)]
+    return as_computed(outputs) + [dtypes.get(path) for path, _ in arrays_by_path(variables)]
 
-  def data(args: tuple[Any, ...]) -> list[bool]:
+  def data(args: Args) -> list[bool]:
     return [number > 0 for number, each in enumerate(args) for _ in jax.tree.leaves(each)]
 
-  cast = module_calls.rewrite_calls(program, policy, data, results, _WHERE)
+  run = traced_calls.rewrite_calls(fn, policy, data, results, _WHERE)
 
-  def call(params: PyTree, rest: PyTree, *args: Any) -> Any:
+  def call(params: Variables, rest: PyTree, *args: Any) -> R:
     # A checkpoint may come as arrays of NumPy: variables are never constants.
-    return cast(*jax.tree.map(array, (params, rest)), *args)
+    return run(*jax.tree.map(array, (params, rest)), *args)
 
   return call
-
-
-def _by_path(tree: PyTree) -> Iterable[tuple[str, Any]]:
-  """Yields the arrays of a tree with their paths."""
-  found = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return ((path_text(path), x) for path, x in found if isinstance(x, jax.Array))

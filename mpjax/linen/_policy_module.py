@@ -2,26 +2,30 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
 from flax.core import FrozenDict
+from flax.core.scope import CollectionFilter
 
 from mpjax._core.active import in_region
 from mpjax._core.errors import MpjaxTypeError
-from mpjax._core.paths import places
-from mpjax._core.policy_config import Given, check_matched
-from mpjax._core.rules import Rule, unmatched_error
-from mpjax._core.trees import cast_leaf, map_arrays
-from mpjax._core.types import PyTree
+from mpjax._core.paths import node_paths
+from mpjax._core.policy_config import ModuleRecord, PolicyConfig, warn_unmatched_paths
+from mpjax._core.trees import cast_arrays, cast_like
+from mpjax._core.types import Function, Params, PyTree, Variables
 from mpjax._jaxprs.used_dtypes import store_as_used
-from mpjax.linen._context import OFF, Visits, begin, shown
-from mpjax.linen._initialize import COMPUTED, cast_like
+from mpjax.linen._context import OFF, Active, begin
 from mpjax.linen._intercept import activate
+from mpjax.linen._layers import stored_as
 from mpjax.linen._outermost import applied
+
+T = TypeVar("T")
+
+Keys: TypeAlias = jax.Array | dict[str, jax.Array]
+"""What `nn.Module.init` takes: one random key, or one for each name."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -42,10 +46,12 @@ class PolicyModule:
   """
 
   module: nn.Module
-  given: Given
+  given: PolicyConfig
   _checked: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
 
-  def apply(self, variables: Any, *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
+  def apply(
+    self, variables: Variables, *args: Any, mutable: CollectionFilter = False, **kwargs: Any
+  ) -> PyTree:
     """Calls the model's `apply` under the policy; same arguments, same results.
 
     The first call (of `__call__`) warns of a rule whose path is none of the modules that it met or
@@ -58,15 +64,17 @@ class PolicyModule:
       **kwargs: further arguments of `nn.Module.apply` and of the method.
     """
     if kwargs.get("method") is not None or self.given.unmatched == "ignore" or self._checked:
-      return self._apply(None, variables, *args, mutable=mutable, **kwargs)
+      return self._apply(begin(self.given), variables, *args, mutable=mutable, **kwargs)
     met: set[str] = set()
-    outputs = self._apply(None, variables, *args, mutable=mutable, met=met, **kwargs)
+    state = begin(self.given, met=met)
+    outputs = self._apply(state, variables, *args, mutable=mutable, **kwargs)
     object.__setattr__(self, "_checked", True)
     if met and isinstance(variables, Mapping):
-      self._warn_unmatched(met | set().union(*map(_nodes, variables.values())))
+      paths = met.union(*map(node_paths, variables.values()))
+      warn_unmatched_paths(self.given, paths, "that this call met or that have variables", 2)
     return outputs
 
-  def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+  def init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
     """Returns the model's own initial variables, parameters cast to the policy's `param_dtype`.
 
     A decode cache comes in the dtype that the model gives it under the policy; all other
@@ -80,12 +88,12 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    visits = Visits()
-    ours = self._traced_init(visits, rngs, *args, **kwargs)
-    self._check_rules(visits)
-    return self._merge(self._plain_init(rngs, *args, **kwargs), ours)
+    init = functools.partial(self.module.init, rngs, *args, **kwargs)
+    ours = self._stored(ModuleRecord(self.given), init)
+    with activate(OFF):
+      return _like(init(), ours)
 
-  def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+  def init_with_output(self, rngs: Keys, *args: Any, **kwargs: Any) -> tuple[PyTree, Variables]:
     """Returns the model's output, and what `init` returns.
 
     Nothing is computed in low precision: the output is that of float32, in the policy's
@@ -99,17 +107,16 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    visits = Visits()
-    ours = self._traced_init(visits, rngs, *args, **kwargs)
-    self._check_rules(visits)
+    record = ModuleRecord(self.given)
+    # Only the variables are traced: the output may not be a type that JAX knows.
+    ours = self._stored(record, functools.partial(self.module.init, rngs, *args, **kwargs))
     with activate(OFF):
       outputs, plain = self.module.init_with_output(rngs, *args, **kwargs)
-    dtype = visits.output_dtype
-    if dtype is not None and not in_region():
-      outputs = map_arrays(lambda x: cast_leaf(x, dtype), outputs)
-    return outputs, self._merge(plain, ours)
+    if record.output_dtype is not None and not in_region():
+      outputs = cast_arrays(outputs, record.output_dtype)
+    return outputs, _like(plain, ours)
 
-  def lazy_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+  def lazy_init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
     """Returns what `init` returns, from abstract inputs, as `nn.Module.lazy_init` does.
 
     Args:
@@ -120,14 +127,12 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    visits = Visits()
     lazy = functools.partial(self.module.lazy_init, rngs, *args, **kwargs)
-    ours = jax.eval_shape(lambda: self._casting(visits, lazy))
-    self._check_rules(visits)
+    ours = self._stored(ModuleRecord(self.given), lazy)
     with activate(OFF):
-      return self._merge(lazy(), ours)
+      return _like(lazy(), ours)
 
-  def bind(self, variables: Any, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
+  def bind(self, variables: Variables, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
     """Returns the model bound to variables: its methods and submodules run under the policy.
 
     Args:
@@ -137,7 +142,7 @@ class PolicyModule:
     """
     return BoundPolicyModule(self.module.bind(variables, *args, **kwargs), self.given)
 
-  def tabulate(self, rngs: Any, *args: Any, **kwargs: Any) -> str:
+  def tabulate(self, rngs: Keys, *args: Any, **kwargs: Any) -> str:
     """Returns the model's own table, with inputs and outputs in the dtypes of the policy.
 
     Args:
@@ -148,12 +153,12 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    visits = Visits()
-    table = self._casting(visits, lambda: self.module.tabulate(rngs, *args, **kwargs))
-    self._check_rules(visits)
+    record = ModuleRecord(self.given)
+    table = self._casting(record, lambda: self.module.tabulate(rngs, *args, **kwargs))
+    record.check("that init passed", 2)
     return table
 
-  def convert(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+  def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
     """Returns variables for inference: in half what is only ever used in half.
 
     The program of `apply(variables, *args, **kwargs)` says so: a parameter that it does nothing
@@ -196,16 +201,18 @@ class PolicyModule:
         got=got or f"a {type(variables).__name__}",
         fix='Write model.convert({"params": params}, x).',
       )
-    visits = Visits()
+    record = ModuleRecord(self.given)
 
-    def call(params: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-      return self._apply(visits, _with_params(variables, params), *args, **kwargs)
+    def call(params: Params, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
+      state = begin(self.given, record)
+      return self._apply(state, _with_params(variables, params), *args, **kwargs)
 
     params = variables.get("params", {})
     new = store_as_used(call, params, (variables, *args), kwargs, where)
     if kwargs.get("method") is None:
-      visits.matched |= self._rules_about(params)
-      self._check_rules(visits, "that this call passed")
+      # A module that only training calls, a head, is not called here, and has parameters.
+      record.note_paths(node_paths(params))
+      record.check("that this call passed", 2)
     return _with_params(variables, new)
 
   def clone(self, **updates: Any) -> "PolicyModule":
@@ -223,7 +230,7 @@ class PolicyModule:
 
   copy = clone
 
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+  def __call__(self, *args: object, **kwargs: object) -> NoReturn:
     raise self._not_a_submodule("__call__(...)")
 
   def __getattr__(self, name: str) -> Any:
@@ -232,7 +239,7 @@ class PolicyModule:
     return getattr(self.module, name)
 
   def __repr__(self) -> str:
-    return f"with_policy({self.module!r}, {shown(self.given)})"
+    return f"with_policy({self.module!r}, {self.given})"
 
   def _not_a_submodule(self, call: str) -> MpjaxTypeError:
     return MpjaxTypeError(
@@ -242,43 +249,39 @@ class PolicyModule:
       fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",
     )
 
-  def _apply(
-    self, visits: Visits | None, *args: Any, met: set[str] | None = None, **kwargs: Any
-  ) -> Any:
+  def _apply(self, state: Active, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
     if in_region():
-      return self.module.apply(*args, **kwargs)
-    state = begin(self.given, visits, met)
+      return self.module.apply(variables, *args, **kwargs)
     with activate(state):
+      # A call inside of a trace of ours is rewritten with it, and without low precision there is
+      # nothing to rewrite.
       if state.tracing or not self.given.low:
-        return self.module.apply(*args, **kwargs)
-      return applied(self.module, state, activate, args[0], args[1:], kwargs)
+        return self.module.apply(variables, *args, **kwargs)
+      return applied(self.module, state, activate, variables, args, kwargs)
 
-  def _plain_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-    with activate(OFF):
-      return self.module.init(rngs, *args, **kwargs)
+  def _stored(self, record: ModuleRecord, init: Callable[[], Variables]) -> Variables:
+    """Returns the shapes and dtypes of the variables under the policy, and checks the rules.
 
-  def _traced_init(self, visits: Visits, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the shapes and dtypes of the variables under the policy.
-
-    The record of modules passed keeps every cached program out: it is only ever there in a trace.
+    The parameters themselves come from the plain model, since drawn under a policy they would be
+    other numbers. The record keeps every function compiled before out, so that all modules are
+    called; for that it must only ever be there in a trace.
     """
-
-    # The output is not used here, and may not be a JAX type.
-    def variables() -> Any:
-      return self._casting(visits, lambda: self.module.init_with_output(rngs, *args, **kwargs)[1])
-
+    initialize = functools.partial(self._casting, record, init)
     try:
-      return jax.eval_shape(variables)
+      variables = jax.eval_shape(initialize)
     except jax.errors.JAXTypeError:
-      return variables()  # The model looks at values while it is initialised: let it.
+      variables = initialize()  # The model looks at values while it is initialised: let it.
+    record.check("that init passed", 3)
+    return variables
 
-  def _casting(self, visits: Visits, call: Callable[[], Any]) -> Any:
+  def _casting(self, record: ModuleRecord, call: Callable[[], T]) -> T:
     """Returns what a call does in which modules compute in their compute dtype, not only say it.
 
-    Nothing else tells the dtype of a cache. A loop that carries float32 raises then: what it meets
-    in `apply` is float32 too, and so it is here.
+    Nothing else tells the dtype of a cache: traced in float32, the decode cache of a bfloat16 model
+    would be created in float32, twice as large as it is by hand. A loop that carries float32 raises
+    here: what it meets in `apply` is float32 too, and so it is then.
     """
-    state = begin(self.given, visits)
+    state = begin(self.given, record)
     try:
       with activate(dataclasses.replace(state, cast=True)):
         return call()
@@ -288,102 +291,72 @@ class PolicyModule:
       with activate(state):
         return call()
 
-  def _rules_about(self, params: PyTree) -> set[Rule]:
-    """Returns the rules whose path has parameters, also of a module that only training calls."""
-    nodes = _nodes(params)
-    rules = (rule for rule in self.given.rules if rule.path is not None)
-    return {rule for rule in rules if any(rule.matches(None, node) for node in nodes)}
 
-  def _warn_unmatched(self, paths: set[str]) -> None:
-    """Warns of rules with a path that is none of `paths`.
-
-    It is no error: a module without variables may be there that this call had no use for.
-    """
-    for rule in self.given.rules:
-      if rule.path is not None and not any(rule.matches(None, path) for path in paths):
-        origin = "that this call met or that have variables"
-        text = f"{unmatched_error(rule, tuple(paths), (), origin=origin)} {_MAY_BE_RIGHT}"
-        warnings.warn(text, stacklevel=3)
-
-  def _check_rules(self, visits: Visits, origin: str = "that init passed") -> None:
-    """Looks for rules that picked out none of the modules passed."""
-    check_matched(self.given, visits.matched, visits.classes, origin, 3)
-
-  def _merge(self, plain: Any, ours: Any) -> Any:
-    """Returns the variables that the model makes without a policy, in the dtypes that it sets.
-
-    Those are the dtypes of parameters, of caches, and of what `perturb` adds to activations.
-    """
-    cast = {c: cast_like(plain[c], ours.get(c)) for c in ("params", *COMPUTED) if c in plain}
-    return _updated(plain, {col: tree for col, tree in cast.items() if tree is not None})
+def _like(plain: Variables, ours: Variables) -> Variables:
+  """Returns the variables that a model creates without a policy, in the dtypes that it sets."""
+  kinds = {*stored_as("param_dtype"), *stored_as("computed")}
+  cast = {col: cast_like(tree, ours.get(col)) for col, tree in plain.items() if col in kinds}
+  return _updated(plain, {col: tree for col, tree in cast.items() if tree is not None})
 
 
-_MAY_BE_RIGHT = (
-  "If the module is one that this call leaves out (only training calls it), it is fine."
-)
-
-
-def _nodes(collection: PyTree) -> set[str]:
-  """Returns the paths of the modules that have variables in a collection, and of those around."""
-  return {"/".join(name[:n]) for name in places(collection) for n in range(len(name))}
-
-
-def _with_params(variables: Any, params: Any) -> Any:
+def _with_params(variables: Variables, params: Params) -> Variables:
   return _updated(variables, {"params": params} if "params" in variables else {})
 
 
-def _updated(variables: Any, collections: Mapping[str, Any]) -> Any:
+def _updated(variables: Variables, collections: Variables) -> Variables:
   """Returns variables with other collections, in a mapping of the same kind."""
-  frozen = isinstance(variables, FrozenDict)
-  return variables.copy(collections) if frozen else {**variables, **collections}
+  if isinstance(variables, FrozenDict):
+    return variables.copy(collections)
+  return {**variables, **collections}
 
 
 class BoundPolicyModule:
   """A Linen model bound to variables, or one of its submodules, under a policy."""
 
-  def __init__(self, module: nn.Module, given: Given) -> None:
-    self._module, self._given = module, given
+  def __init__(self, module: nn.Module, config: PolicyConfig) -> None:
+    self._module, self._config = module, config
 
   @property
-  def variables(self) -> Any:
+  def variables(self) -> Variables:
     """The variables as they are stored."""
     return self._module.variables
 
-  def unbind(self) -> tuple[PolicyModule, Any]:
+  def unbind(self) -> tuple[PolicyModule, Variables]:
     """Returns the model without its variables, under the same policy, and the variables."""
     module, variables = self._module.unbind()
-    model = PolicyModule(module, self._given)
+    model = PolicyModule(module, self._config)
     if self._module.path:  # The paths of rules begin at the root, which is elsewhere.
       object.__setattr__(model, "_checked", True)
     return model, variables
 
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+  def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
     return self._under_policy(self._module)(*args, **kwargs)
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith("__"):
       raise AttributeError(name)
-    with activate(begin(self._given)):
+    # A method that is found here may run `setup`, whose submodules take their `dtype` from it.
+    with activate(begin(self._config)):
       found = getattr(self._module, name)
     return self._wrap(found)
 
   def __repr__(self) -> str:
-    return f"with_policy({self._module!r}, {shown(self._given)})"
+    return f"with_policy({self._module!r}, {self._config})"
 
-  def _under_policy(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+  def _under_policy(self, fun: Function) -> Function:
     @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> PyTree:
       if in_region():
         return fun(*args, **kwargs)
-      with activate(begin(self._given)):
+      with activate(begin(self._config)):
         return fun(*args, **kwargs)
 
     return call
 
-  def _wrap(self, found: Any) -> Any:
+  def _wrap(self, found: Any) -> object:
     """Returns an attribute so that what is called on it runs under the policy."""
     if isinstance(found, nn.Module):
-      return BoundPolicyModule(found, self._given)
+      return BoundPolicyModule(found, self._config)
     if isinstance(found, (tuple, list)) and any(map(_holds_modules, found)):
       return type(found)(self._wrap(x) for x in found)
     if isinstance(found, Mapping) and any(map(_holds_modules, found.values())):
@@ -391,5 +364,5 @@ class BoundPolicyModule:
     return self._under_policy(found) if callable(found) else found
 
 
-def _holds_modules(x: Any) -> bool:
+def _holds_modules(x: object) -> bool:
   return isinstance(x, (nn.Module, tuple, list, Mapping))

@@ -2,19 +2,18 @@
 
 import contextlib
 import threading
-from collections.abc import Generator, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import flax.linen as nn
 
-from mpjax._core.active import in_region
+from mpjax._core.active import ScopeToken, in_region, leave_scope
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.policy import PolicyLike
-from mpjax._core.policy_config import Given, give
+from mpjax._core.policy_config import PolicyConfig, parse_config
 from mpjax._core.rules import Rule
 from mpjax.linen._context import begin, current
-from mpjax.linen._intercept import hold
+from mpjax.linen._intercept import enter_scope
 from mpjax.linen._policy_module import BoundPolicyModule, PolicyModule
 
 
@@ -58,20 +57,18 @@ def with_policy(
   (dtype('float32'), dtype('float32'))
   """
   where = "mpjax.linen.with_policy"
-  expected = "an unbound flax.linen.Module"
   if isinstance(model, (PolicyModule, BoundPolicyModule)):
     got = f"a model that is wrapped already ({model!r})"
     fix = "Wrap the plain model once; of nested policies only the innermost would count."
-    raise MpjaxTypeError(f"{where}(model)", expected=expected, got=got, fix=fix)
-  if not isinstance(model, nn.Module):
+  elif not isinstance(model, nn.Module):
     got, fix = not_a_model(model, "Linen", "MyModel(features=8)")
-    raise MpjaxTypeError(f"{where}(model)", expected=expected, got=got, fix=fix)
-  if model.scope is not None:
+  elif model.scope is not None:
     got = f"one that is bound at {'/'.join(model.path)!r}"
     fix = "Wrap the root model, and give submodules their policy by rules."
-    raise MpjaxTypeError(f"{where}(model)", expected=expected, got=got, fix=fix)
-  given = give(where, policy, rules, defaults=defaults, unmatched=unmatched)
-  return PolicyModule(model, given)
+  else:
+    config = parse_config(where, policy, rules, defaults=defaults, unmatched=unmatched)
+    return PolicyModule(model, config)
+  raise MpjaxTypeError(f"{where}(model)", expected="an unbound flax.linen.Module", got=got, fix=fix)
 
 
 def policy_scope(
@@ -103,43 +100,34 @@ def policy_scope(
   bfloat16
   """
   where = "mpjax.linen.policy_scope"
-  given = give(where, policy, rules, defaults=defaults, unmatched="ignore")
-  return _Scope(given)
+  return _Scope(parse_config(where, policy, rules, defaults=defaults, unmatched="ignore"))
 
 
 class _Scope(contextlib.ContextDecorator):
   """A scope, which can be entered repeatedly: one after the other, nested, in several threads."""
 
-  def __init__(self, given: Given) -> None:
-    self._given = given
-    self._entered: list[tuple[int, contextlib.AbstractContextManager[None]]] = []
+  def __init__(self, config: PolicyConfig) -> None:
+    self._config = config
+    self._entered: list[ScopeToken] = []
 
   def __enter__(self) -> None:
-    entered = _entered(self._given)
-    entered.__enter__()
-    self._entered.append((threading.get_ident(), entered))
+    active = current()
+    if in_region():  # Nothing to make active: `full_precision` is stronger.
+      token = ScopeToken(None, contextlib.ExitStack())
+    elif active is None or not active.entered:
+      token = enter_scope(begin(self._config))
+    else:
+      raise MpjaxRuntimeError(
+        "mpjax.linen.policy_scope(policy)",
+        expected="to be entered outside of a forward pass",
+        got=f"a module that is running already, under the policy {str(active.policy)!r}",
+        fix="Pick submodules out with mpjax.Rule, or apply a model of its own, wrapped by "
+        "mpjax.linen.with_policy.",
+      )
+    self._entered.append(token)
 
-  def __exit__(self, *exception: Any) -> None:
+  def __exit__(self, *exception: object) -> None:
     here = threading.get_ident()
-    last = next((x for x in reversed(self._entered) if x[0] == here), self._entered[-1])
+    last = next((x for x in reversed(self._entered) if x.thread == here), self._entered[-1])
     self._entered.remove(last)
-    last[1].__exit__(*exception)
-
-
-@contextlib.contextmanager
-def _entered(given: Given) -> Generator[None]:
-  """Enters a scope once, which a module may not do while it is running."""
-  if in_region():
-    yield
-    return
-  active = current()
-  if active is not None and active.entered:
-    raise MpjaxRuntimeError(
-      "mpjax.linen.policy_scope(policy)",
-      expected="to be entered outside of a forward pass",
-      got=f"a module that is running already, under the policy {str(active.policy)!r}",
-      fix="Pick submodules out with mpjax.Rule, or apply a model of its own, wrapped by "
-      "mpjax.linen.with_policy.",
-    )
-  with hold(begin(given)):
-    yield
+    leave_scope(last)

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.types import Params, PyTree
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.nnx._spec import is_view
 
@@ -57,7 +58,7 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
     )
   graphdef, params, rest = nnx.split(view, nnx.Param, ...)
 
-  def call(params: Any, *args: Any, **kwargs: Any) -> Any:
+  def call(params: Params, *args: Any, **kwargs: Any) -> PyTree:
     return getattr(nnx.merge(graphdef, params, rest, copy=True), method)(*args, **kwargs)
 
   new = store_as_used(call, params, args, kwargs, "mpjax.nnx.convert(view)")

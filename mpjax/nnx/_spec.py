@@ -1,46 +1,27 @@
 """How a module of a view runs, and how it is told from others and mapped back to the user's."""
 
-import dataclasses
 import weakref
-from typing import Any
+from collections.abc import Callable
 
-import numpy as np
 from flax import nnx
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
-from mpjax._core.policy import Policy
+from mpjax._core.policy_config import ModulePolicy
+from mpjax.nnx._layers import MODES
 
 SPEC = "mpjax_spec"
-"""The class attribute that says how a view's modules run."""
-
-MODES = ("deterministic", "use_running_average")
-"""What `train()` and `eval()` of NNX set. Other flags are a module's own business."""
+"""The class attribute that holds the `ModulePolicy` of a view's modules."""
 
 LINK = "_mpjax_link"
 """The attribute that leads from a view's module to the user's."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec:
-  """How the modules of one class run. Fixed when the view is made.
-
-  Fields:
-    policy: the policy; None leaves the module as it is.
-    output_dtype: that of results where a policy begins that names none.
-    picked: a rule or a field of its own gave the module its policy, not a module around it.
-  """
-
-  policy: Policy | None
-  output_dtype: np.dtype[Any] | None
-  picked: bool
-
-
 class Link:
   """Leads from a module of a view to the user's module, as long as both are there.
 
-  All links are equal: whose view it is makes no difference to a program. A copy of the module that
-  a transform made is not the module that the link was made for, and its link leads nowhere.
+  All links are equal: whose view it is makes no difference to a jaxpr. A copy of the module that a
+  transform created is not the module that the link was created for, and its link leads nowhere.
 
   Attributes:
     path: that of the module in the model, for errors.
@@ -48,14 +29,16 @@ class Link:
       but for those that were set on the view since.
   """
 
-  def __init__(self, path: str, view: Any = None, model: Any = None) -> None:
+  def __init__(
+    self, path: str, view: nnx.Pytree | None = None, model: nnx.Pytree | None = None
+  ) -> None:
     self.path = path
     self.view = weakref.ref(view) if view is not None else None
     self.model = weakref.ref(model) if model is not None else None
     flags = {} if model is None else vars(model)
     self.modes = {name: flags[name] for name in MODES if isinstance(flags.get(name), bool)}
 
-  def of(self, view: Any) -> Any:
+  def of(self, view: nnx.Pytree) -> nnx.Pytree | None:
     """Returns the user's module for the module `view`, or None."""
     if self.view is None or self.model is None or self.view() is not view:
       return None
@@ -67,30 +50,42 @@ class Link:
   def __hash__(self) -> int:
     return 0
 
-  def __reduce__(self) -> Any:
+  def __reduce__(self) -> tuple[Callable[[str], "Link"], tuple[str]]:
     return Link, (self.path,)
 
 
-def is_view(module: Any) -> bool:
+def is_view(module: object) -> bool:
   """Whether a module is one of a view's."""
   return hasattr(type(module), SPEC)
 
 
-def model_of(module: Any) -> Any:
+def how_it_runs(module: nnx.Pytree) -> ModulePolicy:
+  """Returns the policy of a module of a view."""
+  return getattr(type(module), SPEC)
+
+
+def policy_text(module: nnx.Pytree) -> str:
+  """Returns the policy of a module of a view as `with_policy` takes it."""
+  policy = how_it_runs(module).policy
+  return repr(None if policy is None else str(policy))
+
+
+def model_of(module: nnx.Pytree) -> nnx.Pytree | None:
+  """Returns the user's module behind one of a view; None for a copy that a transform created."""
   link = vars(module).get(LINK)
   return link.of(module) if isinstance(link, Link) else None
 
 
-def check_modes(module: Any) -> None:
+def check_modes(module: nnx.Pytree) -> None:
   """Raises MpjaxRuntimeError if a mode was set on the user's module alone since the view was made.
 
   That is what `model.eval()` does: the view would go on training. A mode that was set on the view
   is its own: a view for evaluation stays one while the model goes on training.
   """
-  model, link = model_of(module), vars(module).get(LINK)
+  model = model_of(module)
   if model is None:
     return
-  now = vars(model)
+  link, now = vars(module)[LINK], vars(model)
   for name, flag in link.modes.items():
     if now.get(name) is not flag:
       raise MpjaxRuntimeError(
@@ -102,7 +97,7 @@ def check_modes(module: Any) -> None:
       )
 
 
-def check_set(module: Any, name: str, value: Any) -> None:
+def check_set(module: nnx.Pytree, name: str, value: object) -> None:
   """Raises MpjaxTypeError if a module with parameters that is none of a view's is set on one.
 
   It would run without the policy, and the user's model would not have its parameters.
@@ -120,7 +115,7 @@ def check_set(module: Any, name: str, value: Any) -> None:
     )
 
 
-def path_of(module: Any) -> str:
+def path_of(module: nnx.Pytree) -> str:
   """Returns where a module is in the model, for rules and errors."""
   link = vars(module).get(LINK)
   return link.path if isinstance(link, Link) else type(module).__name__
@@ -132,6 +127,12 @@ def current() -> Active | None:
   return state if type(state) is Active else None  # Linen's is of a class of its own.
 
 
-def is_node(x: Any) -> bool:
+def calling_state() -> Active:
+  """Returns the state in which a method of a view is called, inside of a Linen model too."""
+  around = ACTIVE.value
+  return current() or Active(tracing=around is not None and around.tracing)
+
+
+def is_node(x: object) -> bool:
   """Whether `x` is a module, a variable or another object of NNX."""
   return isinstance(x, (nnx.Pytree, nnx.Variable))

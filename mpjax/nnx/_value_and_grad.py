@@ -2,12 +2,11 @@
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from flax import nnx
 
 from mpjax._core.errors import MpjaxTypeError, check_call
-from mpjax._core.types import PyTree
+from mpjax._core.types import Function, Grads, OptState, PyTree
 from mpjax.transforms import value_and_grad as scaled_value_and_grad
 
 _WHERE = "mpjax.nnx.value_and_grad(fun, optimizer)"
@@ -16,13 +15,13 @@ _CALL = "Write mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch), insid
 
 @check_call(_WHERE, fix=_CALL)
 def value_and_grad(
-  fun: Callable[..., Any],
-  optimizer: nnx.Optimizer[Any] | PyTree,
+  fun: Function,
+  optimizer: nnx.Optimizer[nnx.Module] | OptState,
   argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
   has_aux: bool = False,
   *,
   name: str | None = None,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[PyTree, Grads]]:
   """Like `nnx.value_and_grad`, for a loss that is scaled before it is differentiated.
 
   The gradients go to `optimizer.update(model, grads)`, which unscales them and skips a step that

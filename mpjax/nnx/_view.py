@@ -1,8 +1,15 @@
 """The classes of which a view's modules are: a user's class, made to run under a policy.
 
 A module of a view is an object of its own that holds the variables of the user's module. Its class
-is a subclass of the user's, one for each policy: so the policy is part of the graph definition, and
-of every key that JAX and NNX cache by.
+is a subclass of the user's, one for each policy. So
+
+- the policy is part of the graph definition, and of every key that JAX and NNX cache by: kept in a
+  table beside the view, a function under `nnx.jit` would run one view with the jaxpr of another;
+- the attributes of a module are those of the user's: with one more for the policy, the tree of a
+  view's state would not be that of the model, and no checkpoint of the one would fit the other;
+- `split`, `merge`, `scan` and `vmap` make objects of the same class, policy included: a proxy
+  around the module would be lost in the first `nnx.merge`;
+- Python finds every method by itself, `super()` and `isinstance` included.
 """
 
 import functools
@@ -14,57 +21,52 @@ from typing import Any
 import jax
 from flax import nnx
 
-from mpjax._core.active import ACTIVE, Active, in_region
+from mpjax._core.active import in_region
+from mpjax._core.policy_config import ModulePolicy
+from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
 from mpjax._jaxprs.autocast import leaving
-from mpjax._jaxprs.module_calls import call_method, inside, is_low, output_dtype, returned
-from mpjax.nnx._bodies import finished
+from mpjax._jaxprs.module_calls import ModuleCall, inside
+from mpjax._jaxprs.traced_calls import begins_trace
+from mpjax.nnx import _layers, _spec
 from mpjax.nnx._outermost import rewritten
-from mpjax.nnx._spec import LINK, SPEC, Spec, check_modes, check_set, current, model_of, path_of
 
-_CONTAINERS = (nnx.List, nnx.Dict)
-_NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, *_CONTAINERS)
+_NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, nnx.List, nnx.Dict)
 """Classes whose methods are no part of a model."""
 
-_OF_FLAX = ("__call__", "attend")
-"""What the layers of NNX compute with; their other methods set them up."""
 
-_OUTSIDE = ("sow", "perturb", "initialize_carry")
-"""Methods that no policy enters: two note values, and what a cell starts with, learned or
-not, is in the dtype it is stored in."""
-
-
-def _overrides(cls: Any) -> dict[str, Any]:
+def _overrides(cls: Any) -> dict[str, Function]:
   """Returns what the modules of a view do otherwise than those of `cls`, the user's class.
 
   These are functions, not the methods of a second base: with one, objects would have another layout
   than those of `cls`, and could not take the class.
   """
 
-  def __setattr__(self: Any, name: str, value: Any) -> None:
-    check_set(self, name, value)
+  def __setattr__(self: nnx.Module, name: str, value: object) -> None:
+    _spec.check_set(self, name, value)
     value = _born(value) if isinstance(value, nnx.Variable) else value
     cls.__setattr__(self, name, value)
-    model = model_of(self)
+    model = _spec.model_of(self)
+    # A mode that is set on the view is its own from now on: compared with that of the model, each
+    # call after `view.eval()` would be an error.
     if model is not None and isinstance(value, bool):
-      vars(self)[LINK].modes.pop(name, None)
+      vars(self)[_spec.LINK].modes.pop(name, None)
+    # A variable that a call creates, a cache, is the model's too: on the view alone it would be
+    # lost with the view, which many make anew in each step.
     if model is not None and isinstance(value, (nnx.Variable, jax.Array)):
       setattr(model, name, value)
 
-  def __delattr__(self: Any, name: str) -> None:
-    model, gone = model_of(self), vars(self).get(name)
+  def __delattr__(self: nnx.Module, name: str) -> None:
+    model, gone = _spec.model_of(self), vars(self).get(name)
     cls.__delattr__(self, name)
     if isinstance(gone, nnx.Variable) and model is not None and vars(model).get(name) is gone:
       delattr(model, name)
 
-  def shown(text: Callable[[Any], str]) -> Callable[[Any], str]:
-    def with_its_policy(self: Any) -> str:
-      policy = type(self).mpjax_spec.policy
-      return f"with_policy({text(self)}, {None if policy is None else str(policy)!r})"
+  def shown(text: Callable[[nnx.Module], str]) -> Callable[[nnx.Module], str]:
+    return lambda self: f"with_policy({text(self)}, {_spec.policy_text(self)})"
 
-    return with_its_policy
-
-  def __reduce__(self: Any) -> Any:
-    return _rebuild, (cls, is_tree(self), type(self).mpjax_spec), dict(vars(self))
+  def __reduce__(self: nnx.Module) -> tuple[object, ...]:
+    # Pickle finds classes by name, and this one has the name of the user's.
+    return _rebuild, (cls, is_tree(self), _spec.how_it_runs(self)), dict(vars(self))
 
   return {
     "__setattr__": __setattr__,
@@ -75,29 +77,28 @@ def _overrides(cls: Any) -> dict[str, Any]:
   }
 
 
-def _rebuild(cls: type[Any], tree: bool, spec: Spec) -> Any:
-  return object.__new__(view_class(cls, tree, spec))
+def _rebuild(cls: Class, tree: bool, how: ModulePolicy) -> nnx.Module:
+  return object.__new__(view_class(cls, tree, how))
 
 
-def is_tree(module: Any) -> bool:
+def is_tree(module: nnx.Pytree) -> bool:
   """Whether a module is a pytree to JAX, which its class may decline."""
   return not jax.tree_util.all_leaves([module])
 
 
 @functools.cache
-def view_class(cls: Any, tree: bool, spec: Spec) -> Any:
-  """Returns the subclass of `cls` whose modules run as `spec` says.
+def view_class(cls: Any, tree: bool, how: ModulePolicy) -> Class:
+  """Returns the subclass of `cls` whose modules run as `how` says.
 
-  Args:
-    cls: the user's class.
-    tree: whether its modules are pytrees.
-    spec: how they run.
+  It is kept: a class made anew for each view would be another key of each cache, and a step that
+  makes its view inside would be compiled again at each call. `tree` says whether its modules are
+  pytrees to JAX.
   """
-  names: dict[str, Any] = {
+  names: dict[str, object] = {
     "__module__": cls.__module__,
     "__qualname__": cls.__qualname__,
     "__doc__": cls.__doc__,
-    SPEC: spec,
+    _spec.SPEC: how,
     **_overrides(cls),
     **{name: _method(name, own) for name, own in _methods(cls)},
   }
@@ -112,7 +113,7 @@ def view_class(cls: Any, tree: bool, spec: Spec) -> Any:
   return type(cls)(cls.__name__, (cls,), names, pytree=tree)
 
 
-def _init_subclass(cls: Any, **kwargs: Any) -> None:
+def _init_subclass(cls: Class, **kwargs: bool) -> None:
   """Does what NNX does with a new class, and nothing that the user's own hooks would do.
 
   Those are for the user's classes: they may put each into a table, or ask for keywords.
@@ -122,7 +123,7 @@ def _init_subclass(cls: Any, **kwargs: Any) -> None:
 
 
 _HOOK = {"__init_subclass__": classmethod(_init_subclass), "__module__": __name__}
-_WITHOUT_HOOKS: tuple[Any, ...] = (
+_WITHOUT_HOOKS: tuple[Class, ...] = (
   types.new_class("OfNnxWithoutHooks", (nnx.Module,), exec_body=lambda names: names.update(_HOOK)),
   types.new_class("WithoutHooks", (), exec_body=lambda names: names.update(_HOOK)),
 )
@@ -131,7 +132,7 @@ _WITHOUT_HOOKS: tuple[Any, ...] = (
 Where neither does (an abstract or generic class before the one with the hook), the hook is run."""
 
 
-def _is_library(cls: type[Any]) -> bool:
+def _is_library(cls: Class) -> bool:
   return cls.__module__.split(".")[0] in ("flax", "builtins", "typing", "abc", "collections")
 
 
@@ -140,7 +141,7 @@ _NO_METHODS = (type, staticmethod, classmethod, functools.partial)
 looks like a method, and warns that it will be one."""
 
 
-def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
+def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
   """Yields the methods of a class that are part of a model, each as the MRO finds it."""
   found: set[str] = set()
   for base in cls.__mro__:
@@ -151,7 +152,7 @@ def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
       if name in found:
         continue
       found.add(name)
-      if name in _OUTSIDE or (library == "flax" and name not in _OF_FLAX):
+      if name in _layers.OUTSIDE or (library == "flax" and name not in _layers.METHODS):
         continue
       dunder = name.startswith("__") and name != "__call__"
       is_method = callable(own) and hasattr(own, "__get__")
@@ -159,49 +160,39 @@ def _methods(cls: type[Any]) -> Iterator[tuple[str, Any]]:
         yield name, own
 
 
-def _method(name: str, own: Any) -> Callable[..., Any]:
+def _method(name: str, own: Any) -> Function:
   later = inspect.isgeneratorfunction(own)
 
   @functools.wraps(own)
-  def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+  def method(self: nnx.Module, *args: Any, **kwargs: Any) -> PyTree:
     if in_region():
       return own.__get__(self, type(self))(*args, **kwargs)
 
-    def call(module: Any, args: Any, kwargs: Any) -> Any:
+    def call(module: nnx.Module, args: Args, kwargs: Kwargs) -> PyTree:
       return _call(module, name, own, args, kwargs)
 
-    active, around = current(), ACTIVE.value
-    traced = around is not None and around.tracing
-    as_it_is = active is not None and (active.cast or path_of(self) in active.as_python)
-    if traced or as_it_is or later or not is_low(type(self).mpjax_spec.policy):
+    # A generator cannot be traced as one: its body runs between the steps of its caller.
+    how, path = _spec.how_it_runs(self), _spec.path_of(self)
+    if later or not begins_trace(_spec.calling_state(), how.policy, path):
       return call(self, args, kwargs)
-    return rewritten(call, name, self, args, kwargs)
+    return rewritten(call, name, (self, args, kwargs))
 
   return method
 
 
-def _call(module: Any, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -> PyTree:
   """Calls a method in the region of its module."""
-  check_modes(module)
-  around, spec = ACTIVE.value, type(module).mpjax_spec
-  state = current() or Active(tracing=around is not None and around.tracing)
-  inner = inside(state, module, spec.policy, iterates=isinstance(module, nnx.SpectralNorm))
-  bound = own.__get__(module, type(module))
-  outputs = call_method(bound, (args, kwargs), module, path_of(module), inner)
-
-  def finish(outputs: Any) -> Any:
-    if spec.policy is None:
-      return outputs
-    dtype = output_dtype(state, spec.policy, spec.picked, spec.output_dtype)
-    return returned(outputs, dtype, module, state, inner)
-
-  return finished(module, name, inner, outputs, finish)
+  _spec.check_modes(module)
+  state, how = _spec.calling_state(), _spec.how_it_runs(module)
+  inner = inside(state, module, how.policy, iterates=isinstance(module, _layers.ITERATES))
+  call = ModuleCall(module, _spec.path_of(module), how, state, inner)
+  return call.finished(name, call.run(own.__get__(module, type(module)), args, kwargs))
 
 
-def _born(variable: Any) -> Any:
-  """Returns a variable that a module keeps; a parameter made in a call is stored as such."""
-  active = current()
+def _born(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+  """Returns a variable that a module keeps; a parameter created in a call is stored as such."""
+  active = _spec.current()
   policy = active.policy if active is not None and active.tracing else None
-  if policy is not None and isinstance(variable, nnx.Param):
+  if policy is not None and _layers.kind_of(variable).stored == "param_dtype":
     variable.set_raw_value(leaving(variable.get_raw_value(), policy.param_dtype))
   return variable

@@ -3,17 +3,21 @@
 import functools
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from flax import nnx
 
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.frameworks import not_a_model
+from mpjax._core.functions import rebound
 from mpjax._core.policy import PolicyLike
-from mpjax._core.policy_config import Given, Resolved, check_matched, give, matched_by, resolved
+from mpjax._core.policy_config import ModulePolicy, ModuleRecord, parse_config, resolve_policy
 from mpjax._core.rules import Rule
-from mpjax.nnx._spec import LINK, SPEC, Link, Spec, is_view
+from mpjax.nnx._spec import LINK, Link, is_view, policy_text
 from mpjax.nnx._view import is_tree, view_class
+
+Path: TypeAlias = tuple[Any, ...]
+"""The attributes, keys and indices on the way to a module."""
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -63,48 +67,53 @@ def with_policy(
   (dtype(bfloat16), True, dtype('float32'))
   """
   _check_model(model)
-  given = give(_WHERE, policy, rules, defaults=defaults, unmatched=unmatched)
+  record = ModuleRecord(parse_config(_WHERE, policy, rules, defaults=defaults, unmatched=unmatched))
   view = nnx.clone(model, variables=False, graph=True)
   modules, copies = _modules(model), _modules(view)
-  specs = _resolve(modules, given)
+  policies = _resolve(modules, record)
+  record.check("of the model", 2)
+  counterparts = {id(module): copies[path] for path, module in modules.items()}
   for path, copy in copies.items():
-    if specs[path] is not None:
-      object.__setattr__(copy, "__class__", view_class(type(copy), is_tree(copy), specs[path]))
-    _rebind(copy, modules, copies)
+    if path in policies:
+      cls = view_class(type(copy), is_tree(copy), policies[path])
+      object.__setattr__(copy, "__class__", cls)
+    # A method of the user's module, kept as an attribute, would run without the policy.
+    for name, value in list(vars(copy).items()):
+      if isinstance(value, (types.MethodType, functools.partial)):
+        object.__setattr__(copy, name, rebound(value, counterparts))
     if not isinstance(copy, (nnx.List, nnx.Dict)):
       object.__setattr__(copy, LINK, Link(_text(path), copy, modules[path]))
   return view
 
 
 def _check_model(model: Any) -> None:
-  where, expected = f"{_WHERE}(model)", "a flax.nnx.Module"
   if is_view(model):
-    got = f"a view already ({type(model).__name__} under {str(vars(type(model))[SPEC].policy)!r})"
+    got = f"a view already ({type(model).__name__} under {policy_text(model)})"
     fix = (
       "Call it as it is: a view is ready, also one that mpjax.nnx.convert returned. For another "
       "policy make a view of the plain model."
     )
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-  if isinstance(model, nnx.bridge.ToNNX):
+  elif isinstance(model, nnx.bridge.ToNNX):
     got = f"a Linen module ({type(model.to_nnx__module).__name__}) inside nnx.bridge.ToNNX"
     fix = "Call it inside mpjax.linen.policy_scope(policy)."
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-  if not isinstance(model, nnx.Module):
+  elif not isinstance(model, nnx.Module):
     got, fix = not_a_model(model, "NNX", "MyModel(rngs=nnx.Rngs(0))")
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  else:
+    return
+  raise MpjaxTypeError(f"{_WHERE}(model)", expected="a flax.nnx.Module", got=got, fix=fix)
 
 
-def _modules(model: Any) -> dict[tuple[Any, ...], Any]:
+def _modules(model: nnx.Module) -> dict[Path, nnx.Pytree]:
   """Returns the modules of a model by path, outer ones first; one that is shared has one path."""
   found = {path: node for path, node in nnx.iter_graph(model, graph=True) if _is_module(node)}
   return {path: found[path] for path in sorted(found, key=len)}
 
 
-def _text(path: tuple[Any, ...]) -> str:
+def _text(path: Path) -> str:
   return "/".join(map(str, path))
 
 
-def _is_module(node: Any) -> bool:
+def _is_module(node: object) -> bool:
   """Whether a node runs under a policy: a module, or an object of a class of the user's own.
 
   A Linen module in the clothes of an NNX one does not: it takes its parameters out by itself.
@@ -115,46 +124,14 @@ def _is_module(node: Any) -> bool:
   return isinstance(node, nnx.Module) or users
 
 
-def _resolve(modules: Mapping[tuple[Any, ...], Any], given: Given) -> dict[Any, Spec | None]:
-  """Returns how each module runs; None for those of a view inside, which run as they were told."""
-  found: dict[Any, Resolved] = {}
-  specs: dict[Any, Spec | None] = {}
-  matched: set[Rule] = set()
+def _resolve(modules: Mapping[Path, nnx.Pytree], record: ModuleRecord) -> dict[Path, ModulePolicy]:
+  """Returns the policy of each module, but for those of a view inside, which have theirs."""
+  found: dict[Path, ModulePolicy] = {}
   for path, module in modules.items():
-    if is_view(module):
-      specs[path] = None
-      continue
-    around = next(
-      (found[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in found), None
-    )
-    own, text = vars(module).get("policy"), _text(path)
-    matched |= matched_by(given, module, text)
-    run = found[path] = resolved(given, module, text, own, around or Resolved(given.policy))
-    specs[path] = Spec(policy=run.policy, output_dtype=given.output_dtype, picked=run.picked)
-  classes = {_text(path): type(modules[path]).__name__ for path in found}
-  check_matched(given, matched, classes, "of the model", 3)
-  return specs
-
-
-def _rebind(copy: Any, modules: Mapping[Any, Any], copies: Mapping[Any, Any]) -> None:
-  """Lets methods of the user's modules that are kept as attributes be those of the view's."""
-
-  def counterpart(value: Any) -> Any:
-    return next((copies[path] for path, module in modules.items() if module is value), None)
-
-  def rebound(value: Any) -> Any:
-    if isinstance(value, types.MethodType):
-      to = counterpart(value.__self__)
-      return value if to is None else getattr(to, value.__name__)
-    if isinstance(value, functools.partial):
-      return functools.partial(
-        rebound(value.func),
-        *map(rebound, value.args),
-        **{name: rebound(x) for name, x in value.keywords.items()},
-      )
-    to = counterpart(value) if isinstance(value, nnx.Pytree) else None
-    return value if to is None else to
-
-  for name, value in list(vars(copy).items()):
-    if isinstance(value, (types.MethodType, functools.partial)):
-      object.__setattr__(copy, name, rebound(value))
+    if not is_view(module):
+      enclosing = (found[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in found)
+      around = next(enclosing, ModulePolicy(record.config.policy))
+      record.note(module, _text(path))
+      own = vars(module).get("policy")
+      found[path] = resolve_policy(record.config, module, _text(path), own, around)
+  return found

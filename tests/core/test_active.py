@@ -1,5 +1,7 @@
 """The state in force inside a call."""
 
+import contextlib
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from flax import nnx
 
 import mpjax
 import mpjax.linen._context
-from mpjax._core.active import ACTIVE, Active, in_region
+from mpjax._core.active import ACTIVE, Active, activate_scope, in_region, leave_scope
 from mpjax.nnx._spec import current
 from tests.programs import products
 
@@ -99,3 +101,20 @@ def test_an_nnx_view_inside_a_linen_scope_has_its_own_policy():
   view = mpjax.nnx.with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "c=bf16")
   with mpjax.linen.policy_scope("float16"):
     assert view(X).dtype == BF16
+
+
+def test_scopes_are_left_in_any_order():
+  closed = []
+
+  def enter(policy):
+    opened = contextlib.ExitStack()
+    opened.callback(closed.append, policy)
+    return activate_scope(Active(region=policy), opened)
+
+  one, two, three = enter("one"), enter("two"), enter("three")
+  leave_scope(one)
+  assert (ACTIVE.value.region, closed) == ("three", [])
+  leave_scope(three)
+  assert (ACTIVE.value.region, closed) == ("two", ["three"])
+  leave_scope(two)
+  assert (ACTIVE.value, closed) == (None, ["three", "two", "one"])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._core.functions import identity
+from mpjax._core.functions import identity, rebound
 
 
 def equals(wanted):
@@ -131,3 +131,21 @@ def test_rules_made_anew_at_each_call_are_traced_once():
   outs = [step(wanted).dtype for wanted in ("b", "b", "b", "a", "b", "a")]
   assert [str(dtype) for dtype in outs] == ["float32"] * 3 + ["bfloat16", "float32", "bfloat16"]
   assert len(traces) == 2
+
+
+def test_methods_of_one_object_as_those_of_another():
+  class Counter:
+    def __init__(self, start):
+      self.start = start
+
+    def add(self, x, by=None):
+      return self.start + x + (0 if by is None else by.start)
+
+  old, new = Counter(1), Counter(10)
+  counterparts = {id(old): new}
+  assert rebound(old.add, counterparts)(1) == 11
+  partial = rebound(functools.partial(functools.partial(old.add, 1), by=old), counterparts)
+  assert partial() == 21
+  other = Counter(3)
+  assert rebound(other.add, counterparts)(0) == 3
+  assert rebound(functools.partial(other.add, 2), counterparts)() == 5

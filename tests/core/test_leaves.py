@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._core.leaves import as_array, convert, misfit, overflows, place
+from mpjax._core.leaves import as_array, convert, misfit, overflows, put
 
 
 def struct(dtype, *shape):
@@ -139,14 +139,14 @@ def test_places(devices):
   host = np.arange(8, dtype=np.float32)
   for x in (host, jnp.asarray(host), jax.device_put(host, one), jax.device_put(host, sharded)):
     for where in (sharded, one, None):
-      found = place(x, where, alias=False)
+      found = put(x, where, alias=False)
       np.testing.assert_array_equal(found, host)
       assert found.committed is (where is not None)
       assert found.sharding == (where or jnp.ones(1).sharding)
   keys = jax.random.split(jax.random.key(0), 4)
   for x in (keys, jax.device_put(keys, one)):
     for where in (sharded, one, None):
-      found = place(x, where, alias=False)
+      found = put(x, where, alias=False)
       np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
       assert found.committed is (where is not None)
 
@@ -156,7 +156,7 @@ def test_a_weak_type_becomes_strong():
   weak = jnp.asarray(1.5)
   assert jax.typeof(weak).weak_type
   for where in (None, jax.sharding.SingleDeviceSharding(jax.devices()[0])):
-    found = place(weak, where, alias=False)
+    found = put(weak, where, alias=False)
     assert not jax.typeof(found).weak_type
     assert (found.dtype, float(found)) == (np.float32, 1.5)
 
@@ -168,6 +168,6 @@ def test_a_donated_result_leaves_the_source_alone(kind, committed):
   if committed and isinstance(x, jax.Array):
     x = jax.device_put(x, jax.devices()[0])
   where = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if committed else None
-  found = place(x, where, alias=False)
+  found = put(x, where, alias=False)
   jax.block_until_ready(jax.jit(lambda y: y * 0, donate_argnums=0)(found))
   np.testing.assert_array_equal(x, np.arange(4096, dtype=np.float32))

@@ -1,5 +1,6 @@
 """`Rule`: what each selector picks out, which rule wins, and what a wrong one is told."""
 
+import fnmatch
 import importlib.util
 import re
 import sys
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._core.rules import first_match, goes_by_place, parse_rules, place_of, unmatched_error
+from mpjax._core.rules import depends_on_path, first_match, parse_rules, unmatched_error
 from tests import programs
 from tests.errors import check_error
 
@@ -539,13 +540,14 @@ def second(module):
   [
     (mpjax.Rule(None, path="a/*"), True),
     (mpjax.Rule(None, module=int), False),
-    (mpjax.Rule(None, where=lambda m: isinstance(m, int)), False),
-    (mpjax.Rule(None, where=lambda m: False), False),
+    (mpjax.Rule(None, where=lambda m: isinstance(m, int)), True),
+    (mpjax.Rule(None, where=lambda m: False), True),
     (mpjax.Rule(None, where=lambda m: "b" in m.path), True),
     (mpjax.Rule(None, where=lambda m: any(m.name == name for name in "ab")), True),
     (mpjax.Rule(None, where=second), True),
     (mpjax.Rule(None, where=lambda m: second(m)), True),
     (mpjax.Rule(None, where=callable), True),
+    (mpjax.default_rules()[0], False),
   ],
   ids=[
     "path",
@@ -557,20 +559,23 @@ def second(module):
     "function",
     "helper",
     "builtin",
+    "default",
   ],
 )
 def test_which_rules_can_tell_equal_modules_apart(rule, expected):
-  assert goes_by_place(rule) is expected
+  assert depends_on_path(rule) is expected
 
 
-def test_places_differ_only_where_a_glob_can_tell():
-  rules = [mpjax.Rule(None, path="encoder/**/norm"), mpjax.Rule(None, module=int)]
-  places = {
-    path: place_of(rules, path) for path in ("", "encoder", "encoder/a", "encoder/b/c", "x")
-  }
-  assert places["encoder/a"] == places["encoder/b/c"]
-  assert places["x"] not in (places[""], places["encoder"])
-  assert place_of(rules, "x") == place_of(rules, "y/z")
+@hypothesis.given(
+  st.lists(st.sampled_from([*"ab-*?!&~", "[ab]", "[!a]", "[a-b]", "[b-a]", "[!]"]), max_size=6),
+  st.text("ab-!&~]", max_size=5),
+)
+def test_a_level_of_a_glob_is_matched_as_fnmatch_does(pieces, name):
+  glob = "".join(pieces)
+  hypothesis.assume(name and glob not in ("", "**"))
+  hypothesis.assume(glob.count("[") == glob.count("]"))
+  assert matches(glob, name) is fnmatch.fnmatchcase(name, glob)
+  assert not matches(glob, f"{name}/{name}")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 import mpjax
 from mpjax._core.active import ACTIVE
-from mpjax._core.policy_config import give
+from mpjax._core.policy_config import parse_config
 from mpjax.linen._context import OFF, Active, begin
 from tests.linen.probes import KEY, Probe, X, note, noted, seen, seen_under
 
@@ -503,7 +503,7 @@ def test_the_output_dtype_is_that_of_the_root_and_of_nothing_inside():
 
 def given(policy="bfloat16", rules=(), **options):
   settings = {"defaults": None, "unmatched": "raise", **options}
-  return give("mpjax.f", policy, rules, **settings)
+  return parse_config("mpjax.f", policy, rules, **settings)
 
 
 @pytest.mark.case("B080")

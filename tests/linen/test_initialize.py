@@ -11,7 +11,7 @@ from flax.core.meta import is_axis_metadata
 from jax.sharding import Mesh, PartitionSpec
 
 import mpjax
-from mpjax.linen._initialize import cast_like
+from mpjax._core.trees import cast_like
 from tests.linen.products import HALF, KEY, RAW, X, all_half, dtypes
 from tests.programs import bits
 

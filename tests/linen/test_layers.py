@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import mpjax
+from mpjax._jaxprs.traced_calls import StateKind
+from mpjax.linen import _layers
 from tests.linen.products import HALF, KEY, X, dtypes, operands, values_of
 from tests.programs import bits, products
 
@@ -346,3 +348,38 @@ def test_a_dropout_rate_of_numpy_promotes_nothing(rate):
   half = with_policy(model, "bfloat16").apply({}, x, rngs={"dropout": KEY})
   assert half.dtype == BF16
   assert bits(half.astype(F32)) == bits(plain)  # The same mask; 1 / 0.5 is exact.
+
+
+class RunningMax(nn.Module):
+  """Divides by the largest number so far, which it keeps, as a layer in float8 would."""
+
+  @nn.compact
+  def __call__(self, x):
+    largest = self.variable("amax", "largest", lambda: jnp.ones(()))
+    out = x / largest.value
+    largest.value = jnp.maximum(largest.value, jnp.max(jnp.abs(x)))
+    return out @ jnp.eye(x.shape[-1], dtype=x.dtype)
+
+
+def test_a_layer_with_state_of_its_own_is_one_row(monkeypatch):
+  x = jnp.full((2, 3), 2, BF16)
+  model = RunningMax()
+
+  def found():
+    ours = with_policy(model, "params=bfloat16,compute=bfloat16")
+    variables = ours.init(KEY, x)
+    program = jax.make_jaxpr(lambda v: ours.apply(v, x, mutable=["amax"]))(variables)
+    _, changed = ours.apply(variables, x, mutable=["amax"])
+    stored = variables["amax"]["largest"]
+    assert changed["amax"]["largest"] == 2
+    assert changed["amax"]["largest"].dtype == stored.dtype
+    return stored.dtype, values_of(program, "div"), products(program)[0].dtypes[0]
+
+  # State that nobody knows decides the dtype of what it meets, and is what the code declares.
+  assert found() == (F32, {"float32"}, "bfloat16")
+  row = StateKind(neutral=True, stored="param_dtype")
+  monkeypatch.setattr(_layers, "STATE", {**_layers.STATE, "amax": row})
+  assert found() == (BF16, {"bfloat16"}, "bfloat16")
+  # One that starts each step from its own last result computes in float32.
+  monkeypatch.setattr(_layers, "ITERATES", (*_layers.ITERATES, RunningMax))
+  assert found() == (BF16, {"float32"}, "float32")

@@ -37,8 +37,7 @@ class Mutation(NamedTuple):
 _SCALE = "mpjax/transforms/_loss_scale.py::"
 _CONFIG = "mpjax/transforms/_loss_scale_config.py::"
 _TREE = "mpjax/_core/trees.py::"
-_LABELS = "mpjax/transforms/_labels.py::"
-_SKIP = "mpjax/transforms/_skip.py::"
+_ACCESS = "mpjax/transforms/_loss_scale_access.py::"
 _SCALING = "mpjax/transforms/_loss_scaling.py::"
 _ACCUMULATION = "mpjax/transforms/_accumulation.py::"
 _MASTERS = "mpjax/transforms/_master_weights.py::"
@@ -46,6 +45,7 @@ _STEP = "mpjax/transforms/_train_step.py::"
 _GRADIENTS = "mpjax/transforms/_gradients.py::"
 _LEAVES = "mpjax/_core/leaves.py::"
 _MODULE_CALLS = "mpjax/_jaxprs/module_calls.py::"
+_TRACED_CALLS = "mpjax/_jaxprs/traced_calls.py::"
 _INTERCEPT = "mpjax/linen/_intercept.py::"
 _OUTERMOST = "mpjax/linen/_outermost.py::"
 _OUTERMOST_OF_NNX = "mpjax/nnx/_outermost.py::"
@@ -119,10 +119,10 @@ _DYNAMICS = (
     number=8,
     breaks="min_scale is its default again once it is read from the structure of a state "
     "(the list: reset in tree_unflatten; our limits are no leaves, but part of the structure)",
-    function=_LABELS + "parse_label",
-    old='given.get("min_scale", DynamicLossScale.min_scale)',
+    function=_CONFIG + "label_limits",
+    old='label_number(label, "min_scale")',
     new="DynamicLossScale.min_scale",
-    test="tests/transforms/test_labels.py::test_label_keeps_the_limits_exactly",
+    test="tests/transforms/test_loss_scale_config.py::test_label_keeps_the_limits_exactly",
   ),
   Mutation(
     number=9,
@@ -132,8 +132,7 @@ _DYNAMICS = (
     new="""
 flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
 moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
-parts = [unscale_tree(g, moved[k].scale) for k, g in grads.items()]
-gradient = float32_view(_sum(parts))
+gradient = _unscaled_sum(grads, moved)
 new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
 """,
     test=_TEST_SCALING + "test_momentum_is_exact_while_the_scale_changes_every_step",
@@ -150,20 +149,24 @@ new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, 
     number=11,
     breaks="half gradients are divided in half, and cast afterwards",
     function=_SCALE + "_unscale_leaf",
-    old="g = strong(at_least_float32(g))",
+    old="""
+g = g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)
+return g if scale is None else g / scale.astype(g.dtype)
+""",
     new="""
-g = strong(at_least_float32(g if scale is None else g / scale.astype(g.dtype)))
-scale = None
+g = g if scale is None else g / scale.astype(g.dtype)
+return g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)
 """,
     test=_TEST_SCALE + "test_the_cast_comes_before_the_division",
   ),
   Mutation(
     number=12,
     breaks="a half loss is multiplied in half",
-    function="mpjax/transforms/_value_and_grad.py::_scaled",
-    old="wide * scale.astype(wide.dtype)",
-    new="(loss * scale.astype(loss.dtype)).astype(wide.dtype)",
-    test="tests/transforms/test_state.py::test_half_loss_is_cast_before_it_is_multiplied",
+    function=_ACCESS + "_times",
+    old="loss.astype(dtype) * scale.astype(dtype)",
+    new="(loss * scale.astype(loss.dtype)).astype(dtype)",
+    test="tests/transforms/test_loss_scale_access.py"
+    "::test_half_loss_is_cast_before_it_is_multiplied",
   ),
   Mutation(
     number=13,
@@ -226,8 +229,8 @@ finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))
     breaks="gradients of several losses are checked, and not their sum, which may overflow (the "
     "list: a check before the reduction; over devices they are averaged before they get there)",
     function=_SCALING + "loss_scaling",
-    old="_all_finite(total(grads), axis_name)",
-    new="_all_finite(total(grads), axis_name) if check_updates else True",
+    old="_all_finite(_unscaled_sum(grads, old), axis_name)",
+    new="_all_finite(_unscaled_sum(grads, old), axis_name) if check_updates else True",
     test="tests/integration/test_several_losses.py"
     "::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame",
   ),
@@ -237,16 +240,16 @@ finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))
     function=_SCALING + "loss_scaling",
     old="new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)",
     new="""
-unchanged = float32_view(_sum(list(grads.values())))
-new_updates, new_inner = update_inner(inner, unchanged, inner_state, view, more, call)
-new_updates = total({label: new_updates for label in grads})
+scaled = _sum(grads.values())
+new_updates, new_inner = update_inner(inner, scaled, inner_state, view, more, call)
+new_updates = _unscaled_sum({label: new_updates for label in grads}, old)
 """,
     test=_TEST_SCALING + "test_clipping_does_not_depend_on_the_scale",
   ),
   Mutation(
     number=20,
     breaks="a skipped step keeps the parameters and moves the optimizer",
-    function=_SKIP + "step_or_select",
+    function=_SCALING + "_unless_skipped",
     old="select(keep, new, old, where, fix=_STATE_FIX)",
     new="new",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
@@ -271,7 +274,7 @@ new_updates = total({label: new_updates for label in grads})
     number=23,
     letter="a",
     breaks="the counts of schedules go on at a skipped step",
-    function=_SKIP + "step_or_select",
+    function=_SCALING + "_unless_skipped",
     old="return kept, select(keep, new, old, where, fix=_STATE_FIX)",
     new="""
 held = select(keep, new, old, where, fix=_STATE_FIX)
@@ -292,7 +295,7 @@ return kept, counted
   Mutation(
     number=24,
     breaks="updates are multiplied by the flag: NaN times 0 is NaN",
-    function=_SKIP + "step_or_select",
+    function=_SCALING + "_unless_skipped",
     old="jax.tree.map(lambda u, n: jnp.where(keep, u, n), updates, nothing_like(updates))",
     new="jax.tree.map(lambda u: u * keep.astype(u.dtype), updates)",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
@@ -329,7 +332,7 @@ jax.tree.map(lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, gra
   Mutation(
     number=28,
     breaks="a bad micro-batch is counted, though nothing of it is in the sum",
-    function=_SKIP + "step_or_select",
+    function=_SCALING + "_unless_skipped",
     old="return kept, select(keep, new, old, where, fix=_STATE_FIX)",
     new="""
 held = select(keep, new, old, where, fix=_STATE_FIX)
@@ -421,19 +424,9 @@ ACTIVE = _Global()
   Mutation(
     number=35,
     breaks="a scope that an exception leaves stays in force",
-    function=_INTERCEPT + "hold",
-    old="""
-try:
-  yield
-finally:
-  held.left = True
-  _fall_back()
-""",
-    new="""
-yield
-held.left = True
-_fall_back()
-""",
+    function="mpjax/linen/_with_policy.py::_Scope.__exit__",
+    old="leave_scope(last)",
+    new="if exception == (None, None, None):\n  leave_scope(last)",
     test="tests/linen/test_never_stale.py::test_a_scope_left_by_an_exception",
   ),
   Mutation(
@@ -468,11 +461,11 @@ _fall_back()
     letter="a",
     breaks="initial values are drawn in the compute dtype",
     function=_INTERCEPT + "_call",
-    old="inside(active, module, policy, iterates=iterates, exempt=found.exempt)",
+    old="inside(active, module, how.policy, iterates=iterates, exempt=how.exempt)",
     new="""
 inside(
   dataclasses.replace(active, cast=active.cast or initializing),
-  module, policy, iterates=iterates, exempt=found.exempt
+  module, how.policy, iterates=iterates, exempt=how.exempt
 )
 """,
     test="tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32",
@@ -513,9 +506,9 @@ _STORED = (
     number=40,
     letter="b",
     breaks="a rule that picks out no module is ignored",
-    function="mpjax/_core/policy_config.py::check_matched",
-    old='given.unmatched != "ignore"',
-    new='given.unmatched == "warn"',
+    function="mpjax/_core/policy_config.py::ModuleRecord.check",
+    old='self.config.unmatched != "ignore"',
+    new='self.config.unmatched == "warn"',
     test="tests/linen/test_with_policy.py"
     "::test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed",
   ),
@@ -525,9 +518,18 @@ _NNX = (
   Mutation(
     number=41,
     breaks="a perturbation decides the dtype of what it is added to",
-    function=_OUTERMOST_OF_NNX + "_data",
-    old="(nnx.Param, nnx.Perturbation)",
-    new="(nnx.Param,)",
+    function="mpjax/nnx/_layers.py::",
+    old="""
+STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
+  nnx.Param: StateKind(neutral=True, stored="param_dtype"),
+  nnx.Perturbation: StateKind(neutral=True),
+}
+""",
+    new="""
+STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
+  nnx.Param: StateKind(neutral=True, stored="param_dtype"),
+}
+""",
     test="tests/nnx/test_view.py::test_sow_and_perturb",
   ),
   Mutation(
@@ -567,7 +569,7 @@ _NNX = (
   Mutation(
     number=46,
     breaks="what a policy says of weight gradients is forgotten where a call is rewritten",
-    function=_MODULE_CALLS + "rewrite_calls",
+    function=_TRACED_CALLS + "rewrite_calls",
     old="Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)",
     new="Settings(compute=low, ops=_OPS, weight_grads=None, modules=True)",
     test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",
@@ -621,7 +623,7 @@ _STEPS = (
   Mutation(
     number=52,
     breaks="with hysteresis a batch is run again at the same scale",
-    function=_STEP + "_retried",
+    function="mpjax/transforms/_retries.py::retried",
     old="jnp.where(withheld, lower, after.scale)",
     new="after.scale",
     test="tests/transforms/test_retries.py"

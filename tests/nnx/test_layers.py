@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax._jaxprs.traced_calls import StateKind
+from mpjax.nnx import _layers
 from tests.models.values import integers, normal
 from tests.nnx import rig
 from tests.programs import converts, dtypes_of, error, half_share, products, run
@@ -280,3 +282,43 @@ def test_lora_around_a_layer_of_the_view():
   assert sorted({p.dtypes[0] for p in found}) == ["bfloat16", "float32"]
   # What the layer in float32 returns is not rounded before the rest is added.
   assert view(X).dtype == jnp.float32
+
+
+class Amax(nnx.Variable):
+  """The largest number so far."""
+
+
+class RunningMax(nnx.Module):
+  """Divides by the largest number so far, which it keeps, as a layer in float8 would."""
+
+  def __init__(self):
+    self.largest = Amax(jnp.ones(()))
+
+  def __call__(self, x):
+    if not hasattr(self, "first"):
+      self.first = Amax(jnp.exp(x[0, 0]))
+    out = x / self.largest[...]
+    self.largest[...] = jnp.maximum(self.largest[...], jnp.max(jnp.abs(x)))
+    return out @ jnp.eye(x.shape[-1], dtype=x.dtype)
+
+
+def test_a_layer_with_state_of_its_own_is_one_row(monkeypatch):
+  x = jnp.full((2, 3), 2, BF16)
+
+  def found():
+    model = RunningMax()
+    view = with_policy(model, "params=bfloat16,compute=bfloat16")
+    view(x)
+    assert model.largest[...] == 2
+    program = jax.make_jaxpr(lambda: nnx.clone(view)(x))()
+    assert model.largest.dtype == "float32"
+    return model.first.dtype, dtypes_of(program, "div"), products(program)[0].dtypes[0]
+
+  # State that nobody knows decides the dtype of what it meets, and is what it was created in.
+  assert found() == ("float32", {"float32"}, "bfloat16")
+  row = StateKind(neutral=True, stored="param_dtype")
+  monkeypatch.setattr(_layers, "STATE", {**_layers.STATE, Amax: row})
+  assert found() == ("bfloat16", {"bfloat16"}, "bfloat16")
+  # One that starts each step from its own last result computes in float32.
+  monkeypatch.setattr(_layers, "ITERATES", (*_layers.ITERATES, RunningMax))
+  assert found() == ("bfloat16", {"float32"}, "float32")

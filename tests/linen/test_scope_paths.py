@@ -1,4 +1,4 @@
-"""Flags of scopes: there for rules that tell places apart, and nowhere else."""
+"""Flags of scopes: there for rules that depend on paths, and nowhere else."""
 
 import contextlib
 
@@ -9,7 +9,8 @@ import pytest
 from flax.core import Scope
 
 import mpjax
-from mpjax.linen._places import PlacedScope, held_in
+from mpjax._core.trees import instances_in
+from mpjax.linen._scope_paths import PathScope
 from tests.linen.products import KEY, X, operands, text
 from tests.programs import bits, products
 
@@ -47,8 +48,8 @@ def flags(policy, rules):
   ("rules", "apart"),
   [
     ([Rule("float16", path="one")], True),
-    ([Rule("float16", path="**/Dense_0")], False),
-    ([Rule("float16", path="other")], False),
+    ([Rule("float16", path="**/Dense_0")], True),
+    ([Rule("float16", path="other")], True),
     ([Rule("float16", where=lambda m: m.name == "one")], True),
   ],
   ids=["path", "inside of both", "elsewhere", "predicate"],
@@ -68,9 +69,9 @@ def test_scopes_stay_those_of_flax_where_no_rule_goes_by_place(rules):
 
 def test_scopes_made_from_one_that_is_flagged_are_flagged():
   flags("bfloat16", [Rule("float16", path="one")])
-  assert {type(s) for s in scopes} == {PlacedScope}
-  assert type(scopes[0].push("child")) is PlacedScope
-  assert type(scopes[0].rewound()) is PlacedScope
+  assert {type(s) for s in scopes} == {PathScope}
+  assert type(scopes[0].push("child")) is PathScope
+  assert type(scopes[0].rewound()) is PathScope
 
 
 def test_a_module_that_nn_jit_is_given_is_told_where_it_is():
@@ -94,9 +95,9 @@ def test_a_module_that_nn_jit_is_given_is_told_where_it_is():
 def test_modules_in_plain_containers_are_found():
   a, b, c = nn.Dense(1), nn.Dense(2), nn.Dropout(0.5)
   held = (a, {"x": [b, 3, "text"], "y": jnp.ones(2)}, None, ((c,), {}))
-  found = list(held_in(held))
+  found = list(instances_in(held, nn.Module))
   assert [id(module) for module in found] == [id(a), id(b), id(c)]
-  assert list(held_in({"kernel": jnp.ones(2)})) == []
+  assert list(instances_in({"kernel": jnp.ones(2)}, nn.Module)) == []
 
 
 # What the flags are for: `nn.jit` reuses a program for equal modules.
@@ -249,7 +250,7 @@ def test_a_scope_in_a_place_is_like_any_other_afterwards():
     assert bits(bound(X)) == before
     assert text(lambda x: bound(x), X) == plain
   assert isinstance(bound.scope.rewound(), Scope)
-  assert issubclass(PlacedScope, Scope)
+  assert issubclass(PathScope, Scope)
 
 
 def test_a_flag_is_that_of_the_scope_in_force():

@@ -1,0 +1,163 @@
+"""The outermost call under a policy, of any framework: traced, and rewritten where it can be."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._core.active import ACTIVE, Active
+from mpjax._core.dtypes import FLOAT32
+from mpjax._core.errors import line_of_user, message
+from mpjax._core.policy import Policy
+from mpjax._core.trees import is_nnx_object
+from mpjax._core.types import Args, Class, DType, Kwargs, Leaf, PyTree
+from mpjax._jaxprs.autocast import Interface, NotTraceable, Settings, tree_leaves, with_settings
+from mpjax._jaxprs.module_calls import is_low
+from mpjax._jaxprs.op_lists import OpLists
+
+R = TypeVar("R")
+S = TypeVar("S", bound=Active)
+
+_OPS = OpLists()
+
+_NEEDS_VALUES = (
+  jax.errors.ConcretizationTypeError,
+  jax.errors.NonConcreteBooleanIndexError,
+  jax.errors.TracerArrayConversionError,
+  jax.errors.TracerIntegerConversionError,
+)
+
+_OF_TRACERS = ("Tracer.__format__", "not available on traced array")
+"""What JAX says where a tracer is formatted, or asked where it is: it has no class for these."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateKind:
+  """What becomes of one kind of state: a collection of Linen, a class of variables of NNX.
+
+  Fields:
+    neutral: it takes the dtype of what it meets, as parameters do. Other state decides that dtype,
+      as arguments do: a float32 table that is added to activations makes them float32.
+    stored: the dtype that new state has. "param_dtype" is that of the policy, "computed" the one
+      that the model computes it in under the policy, "declared" the one that its code says.
+  """
+
+  neutral: bool = False
+  stored: Literal["param_dtype", "computed", "declared"] = "declared"
+
+
+def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
+  """Whether a call is the outermost one that is traced and rewritten.
+
+  Args:
+    state: that in which the module is called.
+    policy: that of the module.
+    path: that of the module.
+  """
+  return is_low(policy) and not (state.tracing or state.cast or path in state.as_python)
+
+
+def rewrite_calls(
+  fn: Callable[..., R],
+  policy: Policy | None,
+  data: Callable[[Args], list[bool]],
+  results: Callable[[R], Sequence[DType | None]],
+  where: str,
+) -> Callable[..., R]:
+  """Returns a function that calls modules, with its operations rewritten.
+
+  Args:
+    fn: the function, of trees of arrays.
+    policy: applies where no module marks another.
+    data: which of the leaves of the arguments decide the dtype of what they meet.
+    results: the dtypes of the results, of which None is the one that they are computed in.
+    where: the public call, for errors.
+  """
+  low = policy.compute_dtype if policy is not None and is_low(policy) else FLOAT32
+  interface = Interface(data=data, results=results)
+  wide = None if policy is None else policy.weight_grad_dtype
+  settings = Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)
+  return with_settings(fn, settings, where, interface)
+
+
+def attempts(
+  attempt: Callable[[S], R],
+  python: Callable[[S], R],
+  call: tuple[Args, Kwargs],
+  state: S,
+  path: str,
+  where: str,
+  foreign: type[Exception],
+) -> R:
+  """Returns the result of a call that is traced, in another way where tracing it raises.
+
+  What raises in float32 is traced again with the class of module that raised in its compute dtype:
+  a kernel may take low precision alone. What needs Python runs as Python, and there each module
+  that it calls is traced by itself.
+
+  Args:
+    attempt: traces the call and runs it.
+    python: makes the call as it is.
+    call: its positional and keyword arguments.
+    state: the active state.
+    path: that of the module.
+    where: the public call, for the warning.
+    foreign: what a framework raises where a call changes what is not its own.
+  """
+  first: Exception | None = None
+  while True:
+    failed: list[Class] = []
+    try:
+      tree_leaves(call, "is given", is_leaf=is_nnx_object)
+      return attempt(dataclasses.replace(state, tracing=True, failed=failed))
+    except Exception as error:
+      reason = _why_not_traced(error, foreign)
+      if reason is not None:
+        break
+      first = first or error
+      if not failed or failed[0] in state.casting:
+        raise first from None
+      state = dataclasses.replace(state, casting=state.casting | {failed[0]})
+  state = dataclasses.replace(state, as_python=state.as_python | {path})
+  with ACTIVE(state):
+    outputs = python(state)
+  warnings.warn(
+    message(
+      f"{where}: {path or 'the root'}",
+      expected="a body that can be traced as a program",
+      got=f"one that {reason}",
+      fix="It runs as Python now, and the modules that it calls are rewritten one by one. Write it "
+      "with jax.numpy and jax.lax, and return arrays or trees of them.",
+    ),
+    UserWarning,
+    stacklevel=2,
+  )
+  return outputs
+
+
+def _why_not_traced(error: Exception, foreign: type[Exception]) -> str | None:
+  """Returns what a body does that no jaxpr can; None for any other error."""
+  if isinstance(error, NotTraceable):
+    return str(error)
+  said = isinstance(error, (TypeError, AttributeError)) and any(
+    t in str(error) for t in _OF_TRACERS
+  )
+  if said or isinstance(error, _NEEDS_VALUES):
+    return f"needs the values of arrays: {line_of_user(error)}"
+  if isinstance(error, foreign):
+    return f"changes what it is not given: {line_of_user(error)}"
+  return None
+
+
+def as_computed(returned: PyTree) -> list[DType | None]:
+  """Returns what `rewrite_calls` takes for results that have the dtype they are computed in."""
+  return [None for x in jax.tree.leaves(returned) if isinstance(x, jax.Array)]
+
+
+def array(x: Leaf) -> Leaf:
+  """Returns an array of JAX where a variable is one of NumPy: variables are never constants."""
+  return jnp.asarray(x) if isinstance(x, np.ndarray) else x

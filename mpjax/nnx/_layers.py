@@ -1,0 +1,37 @@
+"""What is known of NNX's layers and of their state: the one file to change for another layer."""
+
+from collections.abc import Mapping
+
+from flax import nnx
+
+from mpjax._core.types import Leaf
+from mpjax._jaxprs.traced_calls import StateKind
+
+STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
+  nnx.Param: StateKind(neutral=True, stored="param_dtype"),
+  # Zeros, there to be differentiated by: their gradient is that of what they are added to.
+  nnx.Perturbation: StateKind(neutral=True),
+}
+"""Variables by class, the first that fits; one that is not here decides dtypes, as arguments do.
+
+With `stored="param_dtype"` one that is created in a call has that dtype, else the one that it was
+created in. NNX has no `init` that could be computed under a policy."""
+
+ITERATES: tuple[type[nnx.Module], ...] = (nnx.SpectralNorm,)
+"""Layers that start each step from their own last result, which would drift where it is rounded:
+their own operations are in float32."""
+
+METHODS = ("__call__", "attend")
+"""What the layers of NNX compute with; their other methods set them up."""
+
+OUTSIDE = ("sow", "perturb", "initialize_carry")
+"""Methods that no policy enters: two note values, and what a cell starts with, learned or
+not, is in the dtype it is stored in."""
+
+MODES = ("deterministic", "use_running_average")
+"""What `train()` and `eval()` of NNX set. Other flags are a module's own business."""
+
+
+def kind_of(variable: object) -> StateKind:
+  """Returns what becomes of a variable."""
+  return next((kind for cls, kind in STATE.items() if isinstance(variable, cls)), StateKind())

@@ -1,0 +1,100 @@
+"""What Linen and NNX share is written once: no function twice, and one precedence of policies."""
+
+import ast
+import pathlib
+
+import pytest
+
+import mpjax
+
+LIBRARY = pathlib.Path(mpjax.__file__).parent
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def functions(*folders):
+  """Yields the functions in some folders of the library, nested ones too, with their names."""
+  for folder in folders:
+    for path in sorted((LIBRARY / folder).rglob("*.py")):
+      for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, FUNCTIONS):
+          yield f"{path.relative_to(LIBRARY)}::{node.name}", node
+
+
+class Renamed(ast.NodeTransformer):
+  """Gives the names that a function binds the numbers of their first uses."""
+
+  def __init__(self, bound):
+    self.bound, self.numbers = bound, {}
+
+  def new(self, name):
+    return f"_{self.numbers.setdefault(name, len(self.numbers))}" if name in self.bound else name
+
+  def visit_Name(self, node):
+    return ast.Name(self.new(node.id), node.ctx)
+
+  def visit_arg(self, node):
+    return ast.arg(self.new(node.arg))
+
+  def visit_FunctionDef(self, node):
+    node.name, node.returns = self.new(node.name), None
+    return self.generic_visit(node)
+
+
+def normalised(function):
+  """Returns the code of a function without names of its own, annotations and docstrings."""
+  function = ast.parse(ast.unparse(function)).body[0]
+  for node in ast.walk(function):
+    if isinstance(node, FUNCTIONS) and ast.get_docstring(node) is not None:
+      node.body = node.body[1:] or [ast.Pass()]
+  bound = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+  bound |= {
+    node.id
+    for node in ast.walk(function)
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+  }
+  bound |= {node.name for node in ast.walk(function) if isinstance(node, FUNCTIONS)}
+  return ast.dump(Renamed(bound).visit(function))
+
+
+def twice(found):
+  """Returns the names of functions that are equal to one before."""
+  first, same = {}, []
+  for name, function in found:
+    code = normalised(function)
+    if code in first:
+      same.append(f"{name} is {first[code]}")
+    first.setdefault(code, name)
+  return same
+
+
+def test_no_function_is_written_twice_for_linen_and_nnx():
+  assert twice(functions("linen", "nnx")) == []
+
+
+@pytest.mark.parametrize(
+  ("one", "two", "same"),
+  [
+    (
+      "def f(x: int):\n  y = g(x)\n  return y",
+      "def h(a):\n  '''Doc.'''\n  b = g(a)\n  return b",
+      True,
+    ),
+    ("def f(x):\n  return g(x)", "def f(x):\n  return h(x)", False),
+    ("def f(x, y):\n  return x - y", "def f(y, x):\n  return x - y", False),
+  ],
+)
+def test_functions_are_compared_by_what_they_do(one, two, same):
+  found = [(code, ast.parse(code).body[0]) for code in (one, two)]
+  assert bool(twice(found)) is same
+
+
+def test_what_goes_before_what_is_known_in_one_place():
+  """A policy of a module's own, rules, defaults and the module around: one function reads them."""
+  reads = [
+    name
+    for name, function in functions("_core", "_jaxprs", "linen", "nnx")
+    if {"rules", "defaults"}
+    <= {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+    and "first_match" in {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+  ]
+  assert reads == ["_core/policy_config.py::resolve_policy"]
