@@ -60,7 +60,7 @@ def call_method(
   state: Active,
   *,
   initializing: bool = False,
-) -> Any:
+) -> PyTree:
   """Calls a method in a state and in the region that it names; errors of dtypes name the module.
 
   Args:

@@ -37,7 +37,8 @@ class Mutation(NamedTuple):
 _SCALE = "mpjax/transforms/_loss_scale.py::"
 _CONFIG = "mpjax/transforms/_loss_scale_config.py::"
 _TREE = "mpjax/_core/trees.py::"
-_ACCESS = "mpjax/transforms/_loss_scale_access.py::"
+_LABELS = "mpjax/transforms/_labels.py::"
+_SKIP = "mpjax/transforms/_skip.py::"
 _SCALING = "mpjax/transforms/_loss_scaling.py::"
 _ACCUMULATION = "mpjax/transforms/_accumulation.py::"
 _MASTERS = "mpjax/transforms/_master_weights.py::"
@@ -119,10 +120,10 @@ _DYNAMICS = (
     number=8,
     breaks="min_scale is its default again once it is read from the structure of a state "
     "(the list: reset in tree_unflatten; our limits are no leaves, but part of the structure)",
-    function=_CONFIG + "label_limits",
-    old='label_number(label, "min_scale")',
+    function=_LABELS + "parse_label",
+    old='given.get("min_scale", DynamicLossScale.min_scale)',
     new="DynamicLossScale.min_scale",
-    test="tests/transforms/test_loss_scale_config.py::test_label_keeps_the_limits_exactly",
+    test="tests/transforms/test_labels.py::test_label_keeps_the_limits_exactly",
   ),
   Mutation(
     number=9,
@@ -132,7 +133,8 @@ _DYNAMICS = (
     new="""
 flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
 moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
-gradient = _unscaled_sum(grads, moved)
+parts = [unscale_tree(g, moved[k].scale) for k, g in grads.items()]
+gradient = float32_view(_sum(parts))
 new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
 """,
     test=_TEST_SCALING + "test_momentum_is_exact_while_the_scale_changes_every_step",
@@ -149,24 +151,20 @@ new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, 
     number=11,
     breaks="half gradients are divided in half, and cast afterwards",
     function=_SCALE + "_unscale_leaf",
-    old="""
-g = g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)
-return g if scale is None else g / scale.astype(g.dtype)
-""",
+    old="g = strong(at_least_float32(g))",
     new="""
-g = g if scale is None else g / scale.astype(g.dtype)
-return g.astype(jnp.float64 if g.dtype == jnp.float64 else jnp.float32)
+g = strong(at_least_float32(g if scale is None else g / scale.astype(g.dtype)))
+scale = None
 """,
     test=_TEST_SCALE + "test_the_cast_comes_before_the_division",
   ),
   Mutation(
     number=12,
     breaks="a half loss is multiplied in half",
-    function=_ACCESS + "_times",
-    old="loss.astype(dtype) * scale.astype(dtype)",
-    new="(loss * scale.astype(loss.dtype)).astype(dtype)",
-    test="tests/transforms/test_loss_scale_access.py"
-    "::test_half_loss_is_cast_before_it_is_multiplied",
+    function="mpjax/transforms/_value_and_grad.py::_scaled",
+    old="wide * scale.astype(wide.dtype)",
+    new="(loss * scale.astype(loss.dtype)).astype(wide.dtype)",
+    test="tests/transforms/test_state.py::test_half_loss_is_cast_before_it_is_multiplied",
   ),
   Mutation(
     number=13,
@@ -229,8 +227,8 @@ finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))
     breaks="gradients of several losses are checked, and not their sum, which may overflow (the "
     "list: a check before the reduction; over devices they are averaged before they get there)",
     function=_SCALING + "loss_scaling",
-    old="_all_finite(_unscaled_sum(grads, old), axis_name)",
-    new="_all_finite(_unscaled_sum(grads, old), axis_name) if check_updates else True",
+    old="_all_finite(total(grads), axis_name)",
+    new="_all_finite(total(grads), axis_name) if check_updates else True",
     test="tests/integration/test_several_losses.py"
     "::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame",
   ),
@@ -240,16 +238,16 @@ finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))
     function=_SCALING + "loss_scaling",
     old="new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)",
     new="""
-scaled = _sum(grads.values())
-new_updates, new_inner = update_inner(inner, scaled, inner_state, view, more, call)
-new_updates = _unscaled_sum({label: new_updates for label in grads}, old)
+unchanged = float32_view(_sum(list(grads.values())))
+new_updates, new_inner = update_inner(inner, unchanged, inner_state, view, more, call)
+new_updates = total({label: new_updates for label in grads})
 """,
     test=_TEST_SCALING + "test_clipping_does_not_depend_on_the_scale",
   ),
   Mutation(
     number=20,
     breaks="a skipped step keeps the parameters and moves the optimizer",
-    function=_SCALING + "_unless_skipped",
+    function=_SKIP + "step_or_select",
     old="select(keep, new, old, where, fix=_STATE_FIX)",
     new="new",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
@@ -274,7 +272,7 @@ new_updates = _unscaled_sum({label: new_updates for label in grads}, old)
     number=23,
     letter="a",
     breaks="the counts of schedules go on at a skipped step",
-    function=_SCALING + "_unless_skipped",
+    function=_SKIP + "step_or_select",
     old="return kept, select(keep, new, old, where, fix=_STATE_FIX)",
     new="""
 held = select(keep, new, old, where, fix=_STATE_FIX)
@@ -295,7 +293,7 @@ return kept, counted
   Mutation(
     number=24,
     breaks="updates are multiplied by the flag: NaN times 0 is NaN",
-    function=_SCALING + "_unless_skipped",
+    function=_SKIP + "step_or_select",
     old="jax.tree.map(lambda u, n: jnp.where(keep, u, n), updates, nothing_like(updates))",
     new="jax.tree.map(lambda u: u * keep.astype(u.dtype), updates)",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
@@ -332,7 +330,7 @@ jax.tree.map(lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, gra
   Mutation(
     number=28,
     breaks="a bad micro-batch is counted, though nothing of it is in the sum",
-    function=_SCALING + "_unless_skipped",
+    function=_SKIP + "step_or_select",
     old="return kept, select(keep, new, old, where, fix=_STATE_FIX)",
     new="""
 held = select(keep, new, old, where, fix=_STATE_FIX)
@@ -623,7 +621,7 @@ _STEPS = (
   Mutation(
     number=52,
     breaks="with hysteresis a batch is run again at the same scale",
-    function="mpjax/transforms/_retries.py::retried",
+    function=_STEP + "_retried",
     old="jnp.where(withheld, lower, after.scale)",
     new="after.scale",
     test="tests/transforms/test_retries.py"
