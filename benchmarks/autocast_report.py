@@ -60,7 +60,7 @@ def memory(results: Figures) -> str:
 
 def memory_without_scopes(results: Figures) -> str:
   """Returns the plain programs: bytes without scopes, and with scopes around norms."""
-  rows = [["program", "half", "float32", "by hand", "autocast", "/ hand", "with scopes", "/ hand"]]
+  rows = [["function", "half", "float32", "by hand", "autocast", "/ hand", "with scopes", "/ hand"]]
   for name, half, found in _halves(results, "programs"):
     plain, hand = found["float32"]["own"], found["by hand"]["own"]
     cells = [size(plain), size(hand)]
@@ -72,7 +72,7 @@ def memory_without_scopes(results: Figures) -> str:
 
 def tracing(results: Figures) -> str:
   """Returns how long tracing takes, by kind and number of equations."""
-  rows = [["program", "equations", "plain, µs each", "autocast, µs each", "autocast / plain"]]
+  rows = [["function", "equations", "plain, µs each", "autocast, µs each", "autocast / plain"]]
   for kind, found in results["tracing"]["kinds"].items():
     name = kind
     for one in found:
@@ -105,7 +105,7 @@ def tools(results: Figures) -> str:
   pieces = []
   for half in _half_types(results, "tools"):
     rows = [
-      ["program", "", "forward in half", "gradient in half", "gradient error", "trace / float32"]
+      ["function", "", "forward in half", "gradient in half", "gradient error", "trace / float32"]
     ]
     rows[0] += ["kept for backward", "converts, HLO", "dots, HLO"]
     made = columns(results, half)
@@ -144,7 +144,7 @@ def failures(results: Figures) -> str:
   pieces = []
   for half in _half_types(results, "tools"):
     made = columns(results, half)
-    rows = [["program", *made]]
+    rows = [["function", *made]]
     for name in next(iter(made.values()))[0]["programs"]:
       cells = [_failure(where["programs"][name][tool], name, half) for where, tool in made.values()]
       rows.append([name, *cells])

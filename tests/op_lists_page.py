@@ -25,7 +25,7 @@ def tables() -> str:
   lines += ["### conditional", "", "The part depends on the parameters of the equation.", ""]
   lines += ["| primitive | part | why |", "|---|---|---|"]
   lines += [f"| {_code(f.names)} | {f.decides} | {f.reason} |" for f in FAMILIES if f.decides]
-  lines += ["", "### higher-order", "", "The programs that these hold are entered:", ""]
+  lines += ["", "### higher-order", "", "The jaxprs that these hold are entered:", ""]
   entered, left = [family for family in FAMILIES if family.part is None]
   lines += [_code(entered.names), ""]
   lines += [

@@ -33,6 +33,15 @@ BANNED = (
   "by turns",
   "next turn",
   "turns of",
+  "program",
+  "programs",
+  "made by",
+  "made of",
+  "made anew",
+  "in the place",
+  "in its place",
+  "matrix product",
+  "half products",
 )
 
 ALLOWED = (
@@ -48,6 +57,9 @@ ALLOWED = (
   "turns it into",
   "return of",
   "body",
+  "programmer",
+  "in place",
+  "products of many numbers",
   "reads",
 )
 

@@ -26,6 +26,10 @@ BANNED = (
   r"in(\s+(its|their))?\s+turn",
   r"(by|each|every|such|next)\s+turns?",
   r"turns?\s+of",
+  r"programs?",
+  r"made\s+(by|of|from|with|anew)",
+  r"in\s+(the|its|their)\s+place",
+  r"(matrix|half)\s+products?",
 )
 """Regular expressions of entire words, in any case, also across the end of a line."""
 

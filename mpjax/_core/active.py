@@ -36,7 +36,7 @@ class ScopeToken:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Active:
-  """The active state inside a call. Equal states give equal programs.
+  """The active state inside a call. Equal states give equal jaxprs.
 
   It has few distinct values in a model, since each one costs a trace of every small jitted function
   of `jax.numpy`: neither the module nor its path is part of it. Linen's has more fields.

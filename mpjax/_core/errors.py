@@ -206,7 +206,7 @@ _BELOW = re.compile(_INSTALLED.pattern + r"(jax|jaxlib|flax|numpy)[/\\]")
 
 
 def _is_library(file: str) -> bool:
-  """Whether a file is of mpjax, of what it is made with, or of Python itself.
+  """Whether a file is of mpjax, of what it depends on, or of Python itself.
 
   A user's model may be an installed package, and a checkout may be called anything.
   """

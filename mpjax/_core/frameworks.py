@@ -57,7 +57,7 @@ def not_a_model(x: object, framework: str, example: str) -> tuple[str, str]:
 
 
 def check_no_linen_model(fn: object, where: str) -> None:
-  """Raises for a Linen model in the place of a function: it cannot be called without variables."""
+  """Raises for a Linen model instead of a function: it cannot be called without variables."""
   if framework_of(fn) != "Linen" or isinstance(fn, type):
     return
   if getattr(fn, "scope", None) is None and getattr(fn, "parent", None) is None:

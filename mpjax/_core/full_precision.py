@@ -46,8 +46,8 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   ... def precise(x, w):
   ...   return x @ w
   >>> fn = mpjax.autocast(lambda x, w: precise(jnp.tanh(x @ w), w))
-  >>> program = jax.make_jaxpr(fn)(jnp.ones((2, 2)), jnp.ones((2, 2)))
-  >>> [str(e.outvars[0].aval.dtype) for e in program.eqns if e.primitive.name == "dot_general"]
+  >>> jaxpr = jax.make_jaxpr(fn)(jnp.ones((2, 2)), jnp.ones((2, 2)))
+  >>> [str(e.outvars[0].aval.dtype) for e in jaxpr.eqns if e.primitive.name == "dot_general"]
   ['bfloat16', 'float32']
   """
   check_no_linen_model(fn, "mpjax.full_precision(fn)")

@@ -22,12 +22,12 @@ class _Itself:
 def identity(function: object, *, inside: tuple[object, ...] = ()) -> object:
   """Returns what a function is compared by: its code, and the values that it reads.
 
-  A lambda that is written in a loop, or inside of a step, is made anew each time. Compared as the
-  object that it is, it would make every function that is compiled for it another one. One that was
-  made with something that has no hash (an array, a list) is compared as the object that it is, and
-  so is what is no plain function. Globals count with the values that they have now: a key that is
-  kept says what the function did when the key was made. What is inside of an object (an attribute,
-  an item) is not read, nor what functions of other modules read.
+  A lambda in a loop, or inside of a step, is created anew each time. Compared as the object that it
+  is, every function that is compiled for it would be another one. One that closes over
+  something without a hash (an array, a list) is compared as the object that it is, as is what is
+  no plain function. Globals count with the values that they have now: a key that is kept says what
+  the function did when the key was created. What is inside of an object (an attribute, an item) is
+  not read, nor what functions of other modules read.
 
   Args:
     function: the function.

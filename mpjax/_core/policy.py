@@ -50,7 +50,7 @@ class Policy:
       module that a rule picked). None: whatever was computed; in NNX, under a rule, the compute
       dtype of the surrounding policy.
     weight_grad_dtype: the dtype that the gradients of a layer's kernel and bias are computed in;
-      None (or the compute dtype) leaves them to the products of the layer. With float32 under half
+      None (or the compute dtype) leaves them to the matmuls of the layer. With float32 under half
       compute they are neither rounded to half nor added up in it, on one device or on many.
 
   Raises:

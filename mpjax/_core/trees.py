@@ -195,7 +195,7 @@ def tree_differences(
 
 
 def _other_container(wanted: PyTree, given: PyTree) -> str:
-  """Returns the first place where two trees with the same paths are made of other containers."""
+  """Returns the first path where two trees with the same paths have other containers."""
   path = ""
   while True:
     kinds = [type(tree).__name__ for tree in (given, wanted)]
@@ -245,7 +245,7 @@ def select(
 ) -> PyTree:
   """Returns `on_true` where the scalar `condition` holds and `on_false` where it does not.
 
-  Never a product with a mask: 0 * NaN is NaN.
+  Never a multiplication by a mask: 0 * NaN is NaN.
 
   Args:
     condition: a scalar bool.

@@ -112,7 +112,7 @@ def conversion_report(
 
   Raises:
     MpjaxValueError: the trees differ in more than dtypes; `fn` returns nothing to compare.
-    MpjaxTypeError: `fn` is no function; an array is traced or abstract; a Linen model in the place
+    MpjaxTypeError: `fn` is no function; an array is traced or abstract; a Linen model instead
       of its parameters.
 
   >>> import jax.numpy as jnp, mpjax
@@ -198,6 +198,6 @@ def _is_number(x: Leaf) -> bool:
 
 
 def _bytes(tree: PyTree) -> int:
-  """Returns the bytes of a tree; an array at two places takes them once."""
+  """Returns the bytes of a tree; an array at two paths takes them once."""
   leaves = jax.tree.leaves(tree)
   return tree_bytes([leaves[same[0]] for same in ties(leaves)])

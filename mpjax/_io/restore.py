@@ -1,4 +1,4 @@
-"""Saved states: back into a tree that says which dtype, shape and place each leaf has."""
+"""Saved states: back into a tree that says which dtype, shape and sharding each leaf has."""
 
 import os
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   `StandardCheckpointer().restore(path)` gives without a target, or
   `flax.serialization.msgpack_restore`, or the arrays of `mpjax.checkpoints.to_arrays`
   (`numpy.load` of an npz file). Or it is the path of an Orbax checkpoint: that is compared with
-  `target` before anything is read, and each leaf is read straight to its place.
+  `target` before anything is read, and each leaf is read straight to its devices.
 
   Args:
     target: the tree that is wanted, of arrays or of `jax.ShapeDtypeStruct` (`jax.eval_shape`).
@@ -119,7 +119,7 @@ def _sharding(x: Leaf) -> jax.sharding.Sharding | None:
 def _read(path: str, target: PyTree, wanted: _Wanted, cast: bool) -> PyTree:
   """Returns what the Orbax checkpoint at `path` holds, in its own structure and dtypes.
 
-  What does not fit is refused by its metadata alone. Arrays are read to their place, or to the
+  What does not fit is refused by its metadata alone. Arrays are read to their sharding, or to the
   host where that is anywhere.
   """
   path = path if "://" in path else os.path.abspath(path)
@@ -162,7 +162,7 @@ def _stand_in(metadata: Any) -> Leaf:
 
 
 def _everywhere(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding:
-  """Returns a place for key data, which have one axis more than the keys that `sharding` is for.
+  """Returns a sharding for key data, which have one axis more than the keys that `sharding` is for.
 
   Orbax must read them to a device to tell which generator they belong to.
   """

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 WRITTEN_OUT: object = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
-"""What a call says that JAX is to write as the equations inside, where it traces a program."""
+"""What a call says that JAX is to write as the equations inside, where it traces a jaxpr."""
 
 
 NameStack: TypeAlias = Any
@@ -17,16 +17,16 @@ NameStack: TypeAlias = Any
 
 
 def is_in_program(x: object) -> bool:
-  """Whether a value is a tracer of a program that JAX is tracing at this moment.
+  """Whether a value is a tracer of a jaxpr that JAX is tracing at this moment.
 
   False for a concrete value, and for one that is being differentiated or batched. Should JAX
-  rename its class, nothing is ever found to be in a program, which costs time and nothing else.
+  rename its class, nothing is ever found to be in a jaxpr, which costs time and nothing else.
   """
   return isinstance(x, Tracer) and type(x).__name__ == "DynamicJaxprTracer"
 
 
 def comes_from_program(x: object) -> bool:
-  """Whether a value is one of a program that JAX is tracing, differentiated or batched perhaps.
+  """Whether a value is one of a jaxpr that JAX is tracing, differentiated or batched perhaps.
 
   Should JAX rename what these hold, nothing is ever found to be, which costs time and nothing else.
   """

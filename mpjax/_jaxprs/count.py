@@ -21,7 +21,7 @@ from mpjax._jaxprs.walk import Visit, walk
 
 
 def _counted(program: Program) -> Iterator[Visit]:
-  """Walks a program, and warns of what is not in the count."""
+  """Walks a jaxpr, and warns of what is not in the count."""
   for visit in walk(program):
     if not visit.entered:
       warn_not_entered(visit.eqn, "counting operations", "What it runs is not counted.")
@@ -29,21 +29,21 @@ def _counted(program: Program) -> Iterator[Visit]:
 
 
 def count_operations(program: Program) -> collections.Counter[str]:
-  """Returns how often each first-order primitive is written in a program, loops counted once."""
+  """Returns how often each first-order primitive is written in a jaxpr, loops counted once."""
   names = (visit.eqn.primitive.name for visit in _counted(program))
   return collections.Counter(name for name in names if name not in HIGHER_ORDER)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-  """A matrix product or a convolution.
+  """A matmul or a convolution.
 
   Fields:
     primitive: its name.
     operands: the abstract values of the two operands, with shape and dtype.
     result: the abstract value of what it computes.
     flops: floating-point operations of one execution.
-    times: how often the program runs it.
+    times: how often the jaxpr runs it.
     certain: whether `times` is known, as for `Visit`.
   """
 
@@ -61,7 +61,7 @@ class Product:
 
 
 def products(program: Program) -> tuple[Product, ...]:
-  """Returns every matrix product and convolution in a program, in the order of the program.
+  """Returns every matmul and convolution in a jaxpr, in the order of the jaxpr.
 
   A multiplication and an addition count as two operations. Where a convolution meets padding or a
   hole of dilation nothing is counted, as XLA's own cost analysis does it.
@@ -90,9 +90,9 @@ def products(program: Program) -> tuple[Product, ...]:
 
 
 def half_share(found: Iterable[Product]) -> float:
-  """Returns the share of the products' operations in low precision: 0 to 1, NaN of none at all.
+  """Returns the share of the matmuls' operations in low precision: 0 to 1, NaN of none at all.
 
-  Products of integers are no floating-point operations, and count for neither side.
+  Matmuls of integers are no floating-point operations, and count for neither side.
   """
   half = total = 0
   for product in found:

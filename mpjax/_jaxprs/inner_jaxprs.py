@@ -233,7 +233,7 @@ def warn_not_entered(eqn: JaxprEqn, what: str, instead: str) -> None:
     instead: what happens now, a sentence.
   """
   warnings.warn(
-    f"{what}: the primitive {eqn.primitive.name!r} holds a program in its parameters "
+    f"{what}: the primitive {eqn.primitive.name!r} holds a jaxpr in its parameters "
     f"{sorted(eqn.params)}, and this version of mpjax does not know how to enter it. {instead} "
     "Take the function that uses it out of what is traced here, or report the name with your "
     "version of JAX.",

@@ -50,7 +50,7 @@ class OpLists:
     float32: primitives whose operands are cast to float32, and that give float32.
     promote: primitives that run in the widest type among their operands.
     keep: primitives that run in the type of their operand.
-    opaque: primitives that run in the types in which the program was written.
+    opaque: primitives that run in the types in which the jaxpr was written.
     conditional: pairs of a primitive and a function from the parameters of its equation to the
       name of one of the five parts, sorted by primitive. Two of these are equal if the functions
       are the same objects, so define them once, at the top of a module.
@@ -268,8 +268,8 @@ class OpLists:
       raise MpjaxValueError(
         where,
         expected="a primitive whose types can be chosen",
-        got=f"{name!r}, which holds a program or memory in types of its own",
-        fix="Write the program in it in the types that you want.",
+        got=f"{name!r}, which holds a jaxpr or memory in types of its own",
+        fix="Write the function in it in the types that you want.",
       )
     if isinstance(op, str) and name not in self._parts:
       raise MpjaxValueError(
@@ -328,7 +328,7 @@ def _higher_order(where: str, name: str) -> MpjaxValueError:
   return MpjaxValueError(
     where,
     expected="a first-order primitive",
-    got=f"{name!r}, which holds a program",
-    fix="The program in it is entered: move the primitives that are used there, or mark the "
+    got=f"{name!r}, which holds a jaxpr",
+    fix="The jaxpr in it is entered: move the primitives that are used there, or mark the "
     "function with mpjax.full_precision.",
   )

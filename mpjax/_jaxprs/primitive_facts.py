@@ -15,7 +15,7 @@ PARTS: Mapping[Part, str] = types.MappingProxyType(
     "literals that survive in half do not count.",
     "keep": "It runs in the type that its operand has. Where it writes into a buffer, that is the "
     "first operand, and what is written is cast.",
-    "opaque": "It runs in the types in which the program was written, as without autocast.",
+    "opaque": "It runs in the types in which the jaxpr was written, as without autocast.",
   }
 )
 """What each part means."""
@@ -93,7 +93,7 @@ class Family(NamedTuple):
       higher-order primitives, whose jaxprs are entered.
     reason: why they are there, a sentence or two for the page.
     rows: the primitives.
-    fixed: whether they cannot be moved, because they hold a program, or a reference to memory, in
+    fixed: whether they cannot be moved, because they hold a jaxpr, or a reference to memory, in
       types that were fixed when it was written.
     decides: what `part` decides, in words.
   """

@@ -1,7 +1,7 @@
 """What is known of each primitive of JAX: the one table, which all else derives from.
 
-`mpjax.OpLists` is made of it, the page docs/op_lists.md, and each decision of the rewriter that
-depends on the primitive. A name is written here and nowhere else. Names are those that
+`mpjax.OpLists` is created from it, so are the page docs/op_lists.md and each decision of the
+rewriter that depends on the primitive. A name is written only here. Names are those that
 `jax.make_jaxpr` prints. The instructions of a Pallas kernel are not here: a kernel is not entered.
 """
 
@@ -22,7 +22,7 @@ FAMILIES: tuple[Family, ...] = (
   # half
   family(
     "half",
-    "Matrix products and convolutions: nearly all of the arithmetic of a network, what Tensor "
+    "Matmuls and convolutions: nearly all of the arithmetic of a network, what Tensor "
     "Cores are for, and added up in float32 by the hardware before the one rounding of the "
     "result.",
     Row("conv_general_dilated", dtype_param="preferred_element_type", flops="convolution"),
@@ -70,7 +70,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "float32",
-    "Special functions: steep, made of exponentials and logarithms, and part of losses and "
+    "Special functions: steep, computed from exponentials and logarithms, and part of losses and "
     "samplers rather than of the large layers, so that float32 costs little.",
     "bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac lgamma polygamma "
     "regularized_incomplete_beta zeta",
@@ -78,7 +78,7 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "float32",
     "Sums and products of many numbers: the roundings add up, bfloat16 stops counting at 256, and "
-    "float16 overflows at 65504. Softmax, means, norms and losses are made of them.",
+    "float16 overflows at 65504. Softmax, means, norms and losses consist of them.",
     "cumlogsumexp cumprod cumsum reduce_prod reduce_sum reduce_window_sum",
   ),
   family(
@@ -89,7 +89,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "float32",
-    "Sums and products into a buffer: how many numbers meet in one place depends on the data. The "
+    "Sums and products into a buffer: how many numbers an element gets depends on the data. The "
     "gradients of an embedding and of pooling are such sums.",
     Row("scatter-add scatter-mul scatter-sub", dtype_param="update_jaxpr", holds=Holds.KERNEL),
     "select_and_scatter_add",
@@ -216,7 +216,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "keep",
-    "A cast that the program asks for: one between real types it was written with is carried out, "
+    "A cast that the jaxpr asks for: one between real types it was written with is carried out, "
     "and one to float32 of what is float32 without autocast says nothing about precision.",
     "convert_element_type",
   ),
@@ -235,7 +235,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "opaque",
-    "Random numbers: the samples are those that the program draws without autocast.",
+    "Random numbers: the samples are those that the jaxpr draws without autocast.",
     "philox2x32 philox4x32 random_bits random_clone random_fold_in random_gamma random_seed "
     "random_split random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 "
     "threefry4x32",
@@ -270,13 +270,13 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "opaque",
-    "Products of numbers in eight bits or fewer, with scales of their own: more precise choices "
+    "Matmuls of numbers in eight bits or fewer, with scales of their own: more precise choices "
     "have been made than ours.",
     "scaled_dot scaled_matmul scaled_matmul_wrapper",
   ),
   family(
     "opaque",
-    "Kernels of cuDNN, chosen for the types that the program gives them.",
+    "Kernels of cuDNN, chosen for the types that the jaxpr gives them.",
     "dot_product_attention_bwd dot_product_attention_bwd_wrapper "
     "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper "
     "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper "
@@ -290,7 +290,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "opaque",
-    "Order, checks, and what crosses the boundary of the program: no arithmetic.",
+    "Order, checks, and what crosses the boundary of the jaxpr: no arithmetic.",
     "after_all check create_token dce_sink global_array_to_host_local_array "
     "host_local_array_to_global_array precv psend shape_assertion unreachable",
   ),
@@ -304,12 +304,12 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "opaque",
-    "Steps of differentiation, which are gone from a finished program or rare in it.",
+    "Steps of differentiation, which are gone from a finished jaxpr or rare in it.",
     "custom_lin select_and_gather_add",
   ),
   family(
     "opaque",
-    "Memory that is written in place: the reference has the type with which it was made.",
+    "Memory that is written in place: the reference has the type with which it was created.",
     "accum_grad_in_ref addupdate box_get box_set create_linear empty_ref free_ref freeze get "
     "log_extend log_read new_box new_log new_ref pin swap unpin",
     fixed=True,
@@ -323,7 +323,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "opaque",
-    "They hold a program of their own that is deliberately not entered: a kernel written by hand, "
+    "They hold a jaxpr of their own that is deliberately not entered: a kernel written by hand, "
     "or one that has been compiled or placed elsewhere.",
     "call_exported call_hi_primitive_linearized compute_on core_map cudnn_fusion "
     "custom_jvp_call_jaxpr custom_partitioning fused_call remat_opt run_state "

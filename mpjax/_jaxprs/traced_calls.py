@@ -128,7 +128,7 @@ def attempts(
   warnings.warn(
     message(
       f"{where}: {path or 'the root'}",
-      expected="a body that can be traced as a program",
+      expected="a body that can be traced as a jaxpr",
       got=f"one that {reason}",
       fix="It runs as Python now, and the modules that it calls are rewritten one by one. Write it "
       "with jax.numpy and jax.lax, and return arrays or trees of them.",

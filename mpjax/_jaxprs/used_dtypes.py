@@ -1,4 +1,4 @@
-"""In which dtype a program uses what it is given, and storing it in that: less, at no change."""
+"""In which dtype a jaxpr uses what it is given, and storing it in that: less, at no change."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -70,14 +70,14 @@ def store_as_used(
   def call(params: Params, arrays: dict[int, Array]) -> list[Leaf]:
     given = [arrays.get(i, x) for i, x in enumerate(leaves)]
     args, kwargs = jax.tree.unflatten(treedef, given)
-    # What else a model returns, such as the name of something, is no result of a program.
+    # What else a model returns, such as the name of something, is no result of a jaxpr.
     return [x for x in jax.tree.leaves(fun(params, *args, **kwargs)) if hasattr(x, "dtype")]
 
   return cast_leaves(params, used_dtypes(call, params, arrays), where)
 
 
 def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyTree:
-  """Returns a tree with each floating leaf in its dtype; an array that is at two places stays one.
+  """Returns a tree with each floating leaf in its dtype; an array that is at two paths stays one.
 
   If two dtypes are asked of one array, it gets one that holds both.
 

@@ -16,13 +16,13 @@ class Visit(NamedTuple):
   """An equation met on a walk."""
 
   eqn: JaxprEqn
-  times: int  # how often it runs, as far as the program says
+  times: int  # how often it runs, as far as the jaxpr says
   certain: bool  # False inside a `while`, which may turn more often, or a branch of a `cond`
   entered: bool = True  # False if it holds jaxprs, and how they run is not known
 
 
 def walk(program: Program) -> Iterator[Visit]:
-  """Yields every equation of a program, those inside of others after the one that holds them.
+  """Yields every equation of a jaxpr, those inside of others after the one that holds them.
 
   Every branch of a `cond` is walked, and the body of a `while` once; neither is certain. A
   primitive of a newer JAX or of another library, of which it is not known how it runs the jaxprs
@@ -45,9 +45,9 @@ def _walk(program: Program, times: int, certain: bool) -> Iterator[Visit]:
 
 
 def passed_through(program: Program) -> list[int | None]:
-  """Returns, for each result of a program, which argument it is; None for what is computed.
+  """Returns, for each result of a jaxpr, which argument it is; None for what is computed.
 
-  Programs inside are entered where they run once, as those of `jit` and `checkpoint` do.
+  Jaxprs inside are entered where they run once, as those of `jit` and `checkpoint` do.
 
   Args:
     program: a jaxpr, closed or not.

@@ -161,8 +161,8 @@ class PolicyModule:
   def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
     """Returns variables for inference: in half what is only ever used in half.
 
-    The program of `apply(variables, *args, **kwargs)` says so: a parameter that it does nothing
-    with but round it to one half dtype is stored in that dtype, and the program computes the
+    The jaxpr of `apply(variables, *args, **kwargs)` says so: a parameter that it does nothing
+    with but round it to one half dtype is stored in that dtype, and the jaxpr computes the
     same. One that any operation uses in float32 (a norm's scale, the kernel of a layer under a
     float32 rule, a table that two modules share, one of them in float32) stays as it is, and so do
     parameters that the call does not use, and all other collections. Rows of a table are only

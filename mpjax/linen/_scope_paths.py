@@ -17,7 +17,7 @@ _FLAG = "mpjax_path"
 
 
 class PathScope(Scope):
-  """A Flax scope that gives the scopes made from it a flag that holds their path."""
+  """A Flax scope that gives the scopes created from it a flag that holds their path."""
 
   def push(self, *args: Any, **kwargs: Any) -> Scope:
     """Returns a child scope with its own flag."""
@@ -44,7 +44,7 @@ def _flag(module: nn.Module) -> None:
 
 
 def _flagged(scope: Scope) -> Scope:
-  # Flax makes scopes in many places and shares them by identity, so that the object itself is given
+  # Flax creates scopes in many functions and shares them by identity, so the object itself is given
   # the class. Where no policy is active, it behaves as before.
   if type(scope) is Scope:
     scope.__class__ = PathScope

@@ -80,7 +80,7 @@ def policy_scope(
   """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
 
   The scope belongs to the thread that enters it, and to every function that is traced or called
-  inside: `jax.jit` keeps a program for each policy. Rule paths are relative to each root call.
+  inside: `jax.jit` traces once for each policy. Rule paths are relative to each root call.
 
   Args:
     policy: as for `with_policy`.

@@ -13,10 +13,10 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
-  """Returns a copy of a view whose parameters are stored in half where only half is made of them.
+  """Returns a copy of a view whose parameters are stored in half where they are only cast to half.
 
-  The program of `view(*args, **kwargs)` says so: a parameter that it does nothing with but round it
-  to one half dtype is stored in that dtype, and the program computes the same. One that any
+  The jaxpr of `view(*args, **kwargs)` says so: a parameter that it does nothing with but round it
+  to one half dtype is stored in that dtype, and the jaxpr computes the same. One that any
   operation uses in float32 (a norm's scale; a table that two modules share, one of them under a
   float32 rule) stays as it is, and so does one that the call does not use.
 

@@ -25,7 +25,7 @@ class Link:
 
   Attributes:
     path: that of the module in the model, for errors.
-    modes: those of the user's module (`deterministic`, say) as they were when the view was made,
+    modes: those of the user's module (`deterministic`, say) as they were when the view was created,
       but for those that were set on the view since.
   """
 
@@ -77,7 +77,7 @@ def model_of(module: nnx.Pytree) -> nnx.Pytree | None:
 
 
 def check_modes(module: nnx.Pytree) -> None:
-  """Raises MpjaxRuntimeError if a mode was set on the user's module alone since the view was made.
+  """Raises MpjaxRuntimeError if a mode was set on the user's module alone after `with_policy`.
 
   That is what `model.eval()` does: the view would go on training. A mode that was set on the view
   is its own: a view for evaluation stays one while the model goes on training.
@@ -90,7 +90,7 @@ def check_modes(module: nnx.Pytree) -> None:
     if now.get(name) is not flag:
       raise MpjaxRuntimeError(
         f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.nnx.with_policy",
-        expected="no mode of the model to change after the view was made",
+        expected="no mode of the model to change after the view was created",
         got=f"{name}={now.get(name)} on the model, and {name}={flag} still on the view",
         fix="Write view.eval() or view.train(), once: a mode that was set on the view is its own "
         "from then on. Or make the view anew: with_policy(model, policy).",

@@ -90,7 +90,7 @@ def is_tree(module: nnx.Pytree) -> bool:
 def view_class(cls: Any, tree: bool, how: ModulePolicy) -> Class:
   """Returns the subclass of `cls` whose modules run as `how` says.
 
-  It is kept: a class made anew for each view would be another key of each cache, and a step that
+  It is kept: a class created anew for each view would be another key of each cache, and a step that
   makes its view inside would be compiled again at each call. `tree` says whether its modules are
   pytrees to JAX.
   """

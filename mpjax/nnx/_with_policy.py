@@ -44,8 +44,8 @@ def with_policy(
     model: an NNX module.
     policy: a `mpjax.Policy` or its string ("mixed_bfloat16"); None leaves every module as it is
       but for those that rules pick out.
-    rules: tried in order for each module; the first that matches wins. A path is made of attributes
-      and indices: "blocks/0/attention".
+    rules: tried in order for each module; the first that matches wins. A path consists of
+      attributes and indices: "blocks/0/attention".
     defaults: tried after `rules`; `mpjax.default_rules()` if None.
     unmatched: "raise", "warn" or "ignore": what to do about a rule that picks out no module.
 

@@ -36,7 +36,7 @@ def accumulate_gradients(
   the sum is divided once, and so is that of the losses that come as `value=`, if `inner` reads them
   (`optax.polyak_sgd`, `reduce_on_plateau`). Other extra arguments are those of the micro-batch that
   ends the window; what a line search or opaque sam needs would be of that one alone: refused.
-  A None in place of a gradient counts as a zero; a parameter that has None in every micro-batch of
+  A None instead of a gradient counts as a zero; a parameter that has None in every micro-batch of
   a window is frozen: it keeps its bits.
 
   With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`. The sum then

@@ -359,7 +359,7 @@ def _in_variables(found: Found) -> bool:
 
 def _no_scale(got: str, fix: str) -> MpjaxTypeError:
   return MpjaxTypeError(
-    _WHERE, expected="the state of an optimizer made by mpjax.loss_scaling", got=got, fix=fix
+    _WHERE, expected="the state of an optimizer created by mpjax.loss_scaling", got=got, fix=fix
   )
 
 

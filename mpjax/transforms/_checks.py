@@ -137,7 +137,7 @@ def update_inner(
       raise
     raise MpjaxTypeError(
       f"{where}(state)",
-      expected=f"the state that init of this very transformation made, {own}"[:500],
+      expected=f"the state that init of this very transformation created, {own}"[:500],
       got=f"{jax.tree.structure(state)}"[:500],
       fix="Pass the tx that made it, wrapped and configured alike, or make a new state.",
     ) from error
@@ -174,7 +174,7 @@ def check_state(state: object, kind: type[T], where: str) -> T:
     state,
     kind,
     where,
-    expected="the state that init made",
+    expected="the state that init created",
     fix="Pass the opt_state of this very transformation; restore checkpoints into the structure of "
     "tx.init(params).",
   )

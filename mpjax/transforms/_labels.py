@@ -38,7 +38,7 @@ class Label(NamedTuple):
 def write_label(config: LossScale, name: str | None = None) -> str:
   """Returns the key for a configuration.
 
-  `init_scale` is left out, since the state's own scale takes its place, and so are defaults: a
+  `init_scale` is left out, since the state's own scale replaces it, and so are defaults: a
   field that a later version adds does not change the text of older states.
   """
   if isinstance(config, NoLossScale):

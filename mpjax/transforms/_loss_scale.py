@@ -89,7 +89,7 @@ def adjust(
       jnp.where(back_off, _float32(config.backoff_factor), _float32(1)),
     )
     floor_hits = _count_up(floor_hits, jnp.logical_and(back_off, scale <= low))
-    # A product that overflows is inf, one that underflows is 0: the limits catch both.
+    # A multiplication that overflows is inf, one that underflows is 0: the limits catch both.
     scale = jnp.minimum(jnp.maximum(scale * factor, low), high)
     hysteresis = jnp.where(grow, config.hysteresis, left)
     good_steps = jnp.where(grow, 0, good_steps)

@@ -21,7 +21,7 @@ class NoLossScale:
   """No scaling, no check and no skipped step: nothing is added to the jaxpr.
 
   For float32 and bfloat16, whose gradients do not underflow. The rest of the loss scaling API
-  works with it (the scale reads 1), so that a script can switch scaling off in one place.
+  works with it (the scale reads 1), so that a script can switch scaling off by one argument.
 
   >>> import mpjax
   >>> mpjax.NoLossScale()

@@ -75,7 +75,7 @@ def loss_scaling(
 
   `inner` always works in float32: half parameters are cast before it sees them, its state is
   float32, and so are the updates (`optax.apply_updates` adds in float32 and rounds once). Integer
-  parameters, booleans and keys are hidden from it and stay as they are. A None in place of the
+  parameters, booleans and keys are hidden from it and stay as they are. A None instead of the
   gradient of a parameter (in those of all losses) freezes it for this step: it keeps its bits, and
   so does its master, whatever decay or momentum would do with a zero. If `inner` adds up several
   micro-batches, a None is a zero to it, and only `mpjax.accumulate_gradients` (or
@@ -89,7 +89,7 @@ def loss_scaling(
   makes them. Where a gradient of `grad_fn`, which `inner` has to call in Python, is not finite, the
   step is skipped as well. `loss=`, a tree of arrays of any shapes, scaled or not, only has to be
   finite. With `apply=`, a function of parameters, updates and the new state of `inner`, `update`
-  returns what that returns, new parameters, in the place of updates, or the old ones where it
+  returns what that returns, new parameters, instead of updates, or the old ones where it
   skips: updates that are applied where they are made need not be stored. Outside of this there must
   be no other transformation, which would take them for updates: `optax.chain`, masks and
   `mpjax.master_weights` around it are refused, others cannot be seen from here.
@@ -123,7 +123,7 @@ def loss_scaling(
       `loss_scaling` inside; `update`: the state is not one of this transformation, or `inner` calls
       `grad_fn` in a loop or branch that JAX traces.
     MpjaxValueError: arguments contradict each other; `update`: the gradients do not match the
-      parameters, the state was made with another configuration, or `axis_name` is not bound.
+      parameters, the state was created with another configuration, or `axis_name` is not bound.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=4))

@@ -119,7 +119,7 @@ class LossScalingTransformation(optax.GradientTransformationExtraArgs):
 
   @property
   def update(self) -> Function:  # pyright: ignore[reportIncompatibleVariableOverride]
-    # Not what somebody has put in its place (`_replace`), whatever that wraps.
+    # Not what somebody has put there (`_replace`), whatever that wraps.
     held: Leaf = self[1]
     ours = isinstance(held, functools.partial) and held.func is _update_in_a_chain
     return held.args[0] if ours else held

@@ -237,7 +237,7 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
   except ValueError as error:
     raise MpjaxValueError(
       "mpjax.master_params(params)",
-      expected="the tree that the state was made for",
+      expected="the tree that the state was created for",
       got=f"another one ({error})",
       fix="Pass the parameters that are trained with this state.",
     ) from error
@@ -249,7 +249,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
   The parameters themselves are the caller's to round: `policy.cast_to_param(params)`.
 
   Args:
-    opt_state: a state that holds `mpjax.master_weights`, made by `init` for the half parameters.
+    opt_state: a state that holds `mpjax.master_weights`, created by `init` for the half parameters.
       It is not changed.
     params: a tree like the parameters, in their shapes, of any floating dtype; it is stored in
       float32.
@@ -291,7 +291,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
       opt_state,
     )
   except ValueError as error:
-    expected, got = "the tree that the state was made for", f"another one ({error})"
+    expected, got = "the tree that the state was created for", f"another one ({error})"
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
   if problems:
     expected, got = "floating arrays in the shapes of the masters", listed(problems)

@@ -129,8 +129,8 @@ def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> LossScales:
   if set(scales) != set(configs):
     raise MpjaxValueError(
       where,
-      expected=f"a state made with the configuration {', '.join(map(repr, configs))}",
-      got=f"one made with {', '.join(map(repr, scales))}",
+      expected=f"a state created with the configuration {', '.join(map(repr, configs))}",
+      got=f"one created with {', '.join(map(repr, scales))}",
       fix="Build the optimizer as it was, or make a new state with init, put the old "
       "inner_state into it (_replace) and carry the scale over with mpjax.set_loss_scale.",
     )
@@ -148,7 +148,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> Found:
   if not found:
     raise MpjaxTypeError(
       where,
-      expected="the state of an optimizer made by mpjax.loss_scaling",
+      expected="the state of an optimizer created by mpjax.loss_scaling",
       got=f"a {type(opt_state).__name__} without a loss scale",
       fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
       if is_nnx_object(opt_state)
@@ -269,7 +269,7 @@ def set_loss_scale(opt_state: OptState, value: float, *, name: str | None = None
 
 
 def replace_scale(opt_state: PyTree, found: Found, new: LossScaleState) -> PyTree:
-  """Returns `opt_state` with `new` in place of the loss scale `found` in it."""
+  """Returns `opt_state` with `new` instead of the loss scale `found` in it."""
 
   def replace(x: Leaf) -> Leaf:
     if x is not found.owner:

@@ -70,7 +70,7 @@ def check_shardings(shardings: PyTree, state: TrainState) -> None:
       "mpjax.make_train_step(state_shardings)",
       expected="the structure of the state, or of its upper part",
       got=f"another one ({' '.join(str(error).split())[:300]})",
-      fix="Pass jax.tree.map(lambda x: x.sharding, state), made of the state that you pass.",
+      fix="Pass jax.tree.map(lambda x: x.sharding, state) of the state that you pass.",
     ) from error
 
 

@@ -96,7 +96,7 @@ def hide_untrained(tree: PyTree, params: Params) -> PyTree:
 def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = True) -> Grads:
   """Returns `grads` with a zero wherever it has None and `params` an array, or a tree of them.
 
-  A gradient is 64-bit exactly where its parameter is: the moments, made from the parameters by
+  A gradient is 64-bit exactly where its parameter is: the moments, created from the parameters by
   `init`, then never change dtype.
 
   Args:
@@ -199,7 +199,7 @@ def by_part(f: Callable[..., PyTree], updates: Updates, params: Params) -> Updat
 
 
 def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
-  """Returns `updates` with something in place of what was hidden from the inner optimizer.
+  """Returns `updates` with something instead of what was hidden from the inner optimizer.
 
   That is a zero of the parameter's own dtype, which `optax.apply_updates` can add; without
   parameters, and for keys, the leaf that came as the gradient. Of a key that had none it is None,
@@ -240,7 +240,7 @@ def strong(x: Leaf) -> Leaf:
 def place_like(params: Params, state: T) -> T:
   """Returns `state` with its own arrays where `params` are: replicated on their mesh.
 
-  Scalars made by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and the
+  Scalars created by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and the
   second step would be traced again for that.
   """
   concrete = [

@@ -259,7 +259,7 @@ def _check_of_currency(found: Found) -> Callable[[Sequence[Params]], None]:
       if seen and there() is None:
         got = "one of a state that is gone since the first call"
     if not isinstance(scale, Tracer) and _is_staged(wanted, scale):
-      got = "one from outside of the program that is being traced, where it would be a constant"
+      got = "one from outside of the function that is being traced, where it would be a constant"
     if got is not None:
       raise MpjaxRuntimeError(
         "mpjax.value_and_grad(fun, opt_state)",

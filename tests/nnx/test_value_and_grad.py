@@ -171,7 +171,7 @@ def test_an_optimizer_from_outside_of_a_compiled_step_is_refused():
     excinfo,
     where="mpjax.value_and_grad(fun, opt_state)",
     expected="the state that this step updates",
-    got="outside of the program that is being traced",
+    got="outside of the function that is being traced",
     fix="inside of the step",
   )
 

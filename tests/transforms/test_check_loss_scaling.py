@@ -225,7 +225,7 @@ def test_what_cannot_be_checked():
     mpjax.check_loss_scaling(step)(params, params, batch)
   where = "mpjax.check_loss_scaling(step)"
   check_error(
-    error, where=where, expected="made by mpjax.loss_scaling", got="the arguments", fix="Wrap"
+    error, where=where, expected="created by mpjax.loss_scaling", got="the arguments", fix="Wrap"
   )
   with pytest.raises(TypeError) as error:
     mpjax.check_loss_scaling(lambda *args: step(*args)[0])(params, tx.init(params), batch)
@@ -506,7 +506,7 @@ def test_a_step_that_updates_with_the_optimizer_that_was_wrapped():
   check_error(
     error,
     where="mpjax.check_loss_scaling(step)",
-    expected="made by mpjax.loss_scaling",
+    expected="created by mpjax.loss_scaling",
     got="the update of another optimizer",
     fix="Update with the tx that mpjax.loss_scaling returned",
   )

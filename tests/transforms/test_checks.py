@@ -45,7 +45,7 @@ def test_a_state_of_another_transformation(name):
     check_error(
       error,
       where=f"{name}.update(state)",
-      expected="the state that init made",
+      expected="the state that init created",
       got=f"a {type(state).__name__}",
       fix="the opt_state of this very transformation",
       builtin=TypeError,
@@ -209,7 +209,7 @@ def test_a_tx_that_is_not_the_one_of_the_state_inside(name, other):
   check_error(
     error,
     where=f"{name}.update(state)",
-    expected="the state that init of this very transformation made",
+    expected="the state that init of this very transformation created",
     got="PyTreeDef",
     fix="Pass the tx that made it",
   )

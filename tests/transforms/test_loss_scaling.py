@@ -633,7 +633,7 @@ def test_a_state_of_another_configuration_is_refused(config):
       error,
       where="mpjax.loss_scaling(inner).update(state)",
       expected=f"the configuration {next(iter(tx.init(PARAMS).loss_scale))!r}",
-      got=f"one made with {next(iter(state.loss_scale))!r}",
+      got=f"one created with {next(iter(state.loss_scale))!r}",
       fix="Build the optimizer as it was",
       builtin=ValueError,
     )
@@ -656,7 +656,7 @@ def test_a_state_of_something_else_is_refused(state, config):
   check_error(
     error,
     where="mpjax.loss_scaling(inner).update(state)",
-    expected="the state that init made",
+    expected="the state that init created",
     got=f"a {type(state).__name__}",
     fix="tx.init(params)",
     builtin=TypeError,

@@ -139,7 +139,7 @@ def test_a_state_made_for_other_losses(loss_scale):
     error,
     where="mpjax.loss_scaling(inner).update(state)",
     expected="the configuration 'a:dynamic', 'b:static(scale=4)'",
-    got=f"one made with {', '.join(map(repr, label_configs(loss_scale, None)))}",
+    got=f"one created with {', '.join(map(repr, label_configs(loss_scale, None)))}",
     fix="Build the optimizer as it was",
     builtin=ValueError,
   )

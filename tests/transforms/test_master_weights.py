@@ -448,7 +448,7 @@ def test_a_state_of_something_else(state):
   check_error(
     error,
     where="mpjax.master_weights(inner).update(state)",
-    expected="the state that init made",
+    expected="the state that init created",
     got=f"a {type(state).__name__}",
     fix="tx.init(params)",
     builtin=TypeError,

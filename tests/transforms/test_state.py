@@ -191,7 +191,7 @@ def test_a_state_without_a_scale(call, state):
   check_error(
     error,
     where=f"mpjax.{call}(opt_state)",
-    expected="made by mpjax.loss_scaling",
+    expected="created by mpjax.loss_scaling",
     got=f"a {type(state).__name__} without a loss scale",
     fix="tx = mpjax.loss_scaling(tx)",
     builtin=TypeError,

@@ -519,7 +519,7 @@ def test_a_state_without_one_loss_scale(number):
   check_error(
     excinfo,
     where="mpjax.make_train_step(...): step(state)",
-    expected="for one loss" if number else "made by mpjax.loss_scaling",
+    expected="for one loss" if number else "created by mpjax.loss_scaling",
     got="2 loss scale(s) inside of a LossScalingState" if number else "without a loss scale",
     fix="write the step with mpjax.value_and_grad" if number else "Wrap",
     builtin=TypeError,

@@ -359,7 +359,7 @@ def test_built_outside_of_a_compiled_step_is_refused(how):
     error,
     where="mpjax.value_and_grad(fun, opt_state)",
     expected="the dynamic loss scale",
-    got="outside of the program that is being traced",
+    got="outside of the function that is being traced",
     fix="that is an argument or the carry",
     builtin=RuntimeError,
   )

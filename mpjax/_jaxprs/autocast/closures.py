@@ -45,7 +45,7 @@ _WITH_RULE = (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
 
 
 def closes_over(program: ClosedJaxpr) -> set[Holds]:
-  """Returns the kinds of functions with a rule that close over a value of the program."""
+  """Returns the kinds of functions with a rule that close over a value of the jaxpr."""
   # An autocast function inside of a loss that is differentiated: gradients flow to what it closes
   # over too, and one that is differentiated at once knows its arguments alone.
   if any(isinstance(const, Tracer) for const in program.consts):
@@ -162,7 +162,7 @@ def instantiated(cotangent: Array | SymbolicZero) -> Leaf:
 def evaluated(
   jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: str
 ) -> list[Array]:
-  """Returns the results of a program, which came from the derivative rule of the function `name`.
+  """Returns the results of a jaxpr, which came from the derivative rule of the function `name`.
 
   Raises:
     MpjaxTypeError: the rule closes over a value of a trace that is over.

@@ -1,7 +1,7 @@
 """Functions with rules of their own for derivatives or batches: the rule is called, and rewritten.
 
 The rule of an equation is reached by transforming the equation itself, with `jax.jvp`, `jax.vjp` or
-`jax.vmap`, inside of a function that has the rewritten program as its body. Nothing is traced
+`jax.vmap`, inside of a function that has the rewritten jaxpr as its body. Nothing is traced
 before JAX asks for the rule: only then the axes of a `shard_map` are bound.
 
 Without this, differentiating the rewritten body would drop what the user wrote: the gradient of
@@ -45,7 +45,7 @@ Rewrite: TypeAlias = Callable[[Jaxpr, Kinds, Sequence[DType | None]], Rewritten]
 """Rewrites a jaxpr for kinds of arguments and dtypes of results, of which None is free."""
 
 Call: TypeAlias = Callable[..., list[Array]]
-"""The function that JAX sees in place of the rewritten equation."""
+"""The function that JAX sees instead of the rewritten equation."""
 
 
 class CustomCall(NamedTuple):

@@ -1,4 +1,4 @@
-"""Parameters of equations that name a dtype, or hold a program that has one."""
+"""Parameters of equations that name a dtype, or hold a jaxpr that has one."""
 
 import warnings
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def in_precision(eqn: JaxprEqn, precision: object) -> Params:
   """Returns the parameters of an equation with a precision for each matmul that has none.
 
   Args:
-    eqn: a matmul or convolution, or an equation that holds programs, which are left as they are.
+    eqn: a matmul or convolution, or an equation that holds jaxprs, which are left as they are.
     precision: what `default_precision` returns, not None.
   """
   params = eqn.params
@@ -85,14 +85,14 @@ def _kept_in_precision(program: Program, precision: object) -> Program | None:
   jaxpr = opened(program)
   params = [in_precision(eqn, precision) for eqn in jaxpr.eqns]
   if all(new is eqn.params for eqn, new in zip(jaxpr.eqns, params, strict=True)):
-    return None  # Not the program: what is kept would keep its own key.
+    return None  # Not the jaxpr: what is kept would keep its own key.
   eqns = [eqn.replace(params=new) for eqn, new in zip(jaxpr.eqns, params, strict=True)]
   new = jaxpr.replace(eqns=eqns)
   return ClosedJaxpr(new, program.consts) if isinstance(program, ClosedJaxpr) else new
 
 
 def wants_precision(params: EqnParams) -> bool:
-  """Whether a product was asked for in a precision, or with a result, that is not the usual one."""
+  """Whether a matmul was asked for in a precision, or with a result, that is not the usual one."""
   result = params.get("preferred_element_type")
   if result is not None and result != np.float32:
     return True

@@ -1,4 +1,4 @@
-"""Calls of programs, as equations: none is traced again."""
+"""Calls of jaxprs, as equations: none is traced again."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from mpjax._jaxprs.inner_jaxprs import call_params, with_inner
 
 
 def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:
-  """Puts one call into the program that JAX is tracing, as it writes that of a jitted function.
+  """Puts one call into the jaxpr that JAX is tracing, as it writes that of a jitted function.
 
   The results have the types that `closed` says, and nothing of it is traced again.
   """
@@ -35,14 +35,14 @@ def call_of(
   *,
   inline: bool = False,
 ) -> JaxprEqn:
-  """Returns an equation that calls a program.
+  """Returns an equation that calls a jaxpr.
 
   Args:
-    closed: the program.
+    closed: the jaxpr.
     invars: its arguments.
     outvars: its results.
     name: that of the call.
-    inline: where JAX traces the call, it writes the equations inside in its place.
+    inline: where JAX traces the call, it writes the equations inside instead.
   """
   with jax.disable_jit(False):  # Where it is disabled, no call is written.
     call = _trace_call(1.0).eqns[-1]
@@ -55,9 +55,9 @@ def call_of(
 
 
 def typed(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:
-  """Returns values of the types of what a program returns: operands if they have them.
+  """Returns values of the types of what a jaxpr returns: operands if they have them.
 
-  The program that JAX is tracing will get another body, and a call takes time to write.
+  The jaxpr that JAX is tracing will get another body, and a call takes time to write.
   """
   same = {jax.typeof(x): x for x in operands}
   if all(v.aval in same for v in closed.jaxpr.outvars) and not closed.effects:
@@ -68,12 +68,12 @@ def typed(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Arr
 def differentiated(
   body: ClosedJaxpr, rule: Function, avals: Sequence[ShapedArray], name: str
 ) -> JaxprEqn:
-  """Returns an equation that runs a program, with a derivative of its own.
+  """Returns an equation that runs a jaxpr, with a derivative of its own.
 
-  The program is not traced: the axes of a `shard_map` are not bound while its jaxpr is rewritten.
+  The jaxpr is not traced: the axes of a `shard_map` are not bound while its jaxpr is rewritten.
 
   Args:
-    body: the program.
+    body: the jaxpr.
     rule: for `jax.custom_jvp`, with symbolic zeros.
     avals: the types of the operands.
     name: what profiles say.

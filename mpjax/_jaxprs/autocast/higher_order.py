@@ -1,4 +1,4 @@
-"""Programs inside programs: each is rewritten for the dtypes in which its operands come."""
+"""Jaxprs inside jaxprs: each is rewritten for the dtypes in which its operands come."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,10 +38,10 @@ def rewrite(
   scope: Scope,
   consts: Sequence[Constant] | None = None,
 ) -> Rewritten:
-  """Returns a program rewritten.
+  """Returns a jaxpr rewritten.
 
   Args:
-    jaxpr: the program.
+    jaxpr: the jaxpr.
     ins: the kinds of its arguments, None for what is no floating value of ours.
     outs: the dtypes that its results must have; None leaves the choice.
     wanted: what is wanted of its results, see `demands`.
@@ -118,7 +118,7 @@ _kept_rewrite = kept(rewrite)
 
 
 def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
-  """Writes an equation that holds programs."""
+  """Writes an equation that holds jaxprs."""
   scope, half = rewriter.place(eqn)
   found = inner_jaxprs(eqn)
   if found is None:

@@ -1,7 +1,7 @@
-"""Marks in a program: which region of it a policy holds in, and in which dtype a result leaves one.
+"""Marks in a jaxpr: which region of it a policy holds in, and in which dtype a result leaves one.
 
 They are named scopes, so that they go through `jit`, `scan`, `grad` and `vmap` with the operations.
-Rewriting a program takes them out.
+Rewriting a jaxpr takes them out.
 """
 
 import contextlib

@@ -29,10 +29,10 @@ from mpjax._jaxprs.inner_jaxprs import warn_not_entered
 
 
 class Rewritten(NamedTuple):
-  """A program as it is now.
+  """A jaxpr as it is now.
 
   Fields:
-    jaxpr: the program.
+    jaxpr: the jaxpr.
     outs: the kinds of its results: None for what is no floating value of ours.
     closed: the same, closed over no constants; None if it has some. JAX compiles an object once,
       and an equal one again.
@@ -44,7 +44,7 @@ class Rewritten(NamedTuple):
 
 
 class Rewriter:
-  """The rewriting of one program; those inside of its equations are rewritten by others.
+  """The rewriting of one jaxpr; those inside of its equations are rewritten by others.
 
   Fields:
     settings: what was asked for.
@@ -92,7 +92,7 @@ class Rewriter:
     """Returns what is known of a floating operand; None for everything else.
 
     Args:
-      atom: a variable or literal of the program as it was.
+      atom: a variable or literal of the jaxpr as it was.
       half: the dtype in which it is about to be read, perhaps: some literals do not survive that.
     """
     dtype = dtype_of(atom)
@@ -137,7 +137,7 @@ class Rewriter:
     return new
 
   def cast(self, atom: Atom, var: Var, eqn: JaxprEqn | None) -> Var:
-    """Writes a cast of `atom` to the dtype of `var`, in the place of an equation that reads it."""
+    """Writes a cast of `atom` to the dtype of `var`, instead of an equation that reads it."""
     self.eqns.append(cast_to(var, atom, None if eqn is None else self.shown(eqn)))
     return var
 
@@ -151,7 +151,7 @@ class Rewriter:
     return found
 
   def shown(self, eqn: JaxprEqn) -> JaxprEqn:
-    """Returns an equation as a profile is to show it, without our marks, and in the same place."""
+    """Returns an equation as a profile is to show it, without our marks, and from the same line."""
     place, stack = self.place(eqn), eqn.source_info.name_stack
     names = self._names.setdefault(id(stack), without_scopes(stack, PREFIX))
     if names is stack:

@@ -1,8 +1,8 @@
-"""Running a rewritten program, of which JAX differentiates what repeats, such as layers, once.
+"""Running a rewritten jaxpr, of which JAX differentiates what repeats, such as layers, once.
 
 JAX differentiates one equation after the other, which takes most of the time of tracing a gradient.
 What a jitted function holds, as those of `jax.numpy` are, it differentiates once and remembers; but
-a program that was traced has no such functions any more. Here parts of it become such again.
+a jaxpr that was traced has no such functions any more. Here parts of it become such again.
 """
 
 from collections import Counter
@@ -23,18 +23,18 @@ from mpjax._jaxprs.compat import comes_from_program, is_in_program, without_scop
 from mpjax._jaxprs.primitives import is_higher_order
 
 _LONG = 64
-"""Equations. A shorter program is written out: for the eye, and since a call costs time too."""
+"""Equations. A shorter jaxpr is written out: for the eye, and since a call costs time too."""
 
 
 def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: str) -> list[Array]:
-  """Returns the results of a program.
+  """Returns the results of a jaxpr.
 
-  Where JAX is tracing a program, a long one is put into it as one call of a jitted function, since
+  Where JAX is tracing a jaxpr, a long one is put into it as one call of a jitted function, since
   to write all its equations once more takes as long as to trace the function it came from. Else it
   is run as the function would be: operation by operation, or under the active transformation.
 
   Args:
-    jaxpr: the program.
+    jaxpr: the jaxpr.
     consts: the values of its constants.
     operands: its arguments.
     name: that of the function.
@@ -76,10 +76,10 @@ class _Part(NamedTuple):
 
 
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
-  """Returns the same program, with one jaxpr for all parts that are the same.
+  """Returns the same jaxpr, with one jaxpr for all parts that are the same.
 
-  They are calls, in the place of which JAX writes the equations inside where it traces a program.
-  So the program that it traces is the same, but for the lines of code that profiles show: each
+  They are calls, instead of which JAX writes the equations inside where it traces a jaxpr.
+  So the jaxpr that it traces is the same, but for the lines of code that profiles show: each
   operation has that of the first of its part.
   """
   groups = _groups(jaxpr)
@@ -106,7 +106,7 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _groups(jaxpr: Jaxpr) -> list[list[JaxprEqn]]:
-  """Returns the equations of a program, together where they may be one part."""
+  """Returns the equations of a jaxpr, together where they may be one part."""
   groups: list[list[JaxprEqn]] = []
   before: object = None
   for eqn in jaxpr.eqns:

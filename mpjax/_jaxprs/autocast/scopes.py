@@ -91,7 +91,7 @@ def _rule_for(scope: Scope, rules: tuple[Rule, ...]) -> Rule | None:
 
 @functools.lru_cache(maxsize=4096)
 def keeps_float32(scope: Scope, settings: Settings) -> bool:
-  """Whether a float32 value stays what it is when it leaves a scope on its way to a product.
+  """Whether a float32 value stays what it is when it leaves a scope on its way to a matmul.
 
   Not so where a policy computes in float32, a norm's say, and says nothing of what it returns.
   """
@@ -107,7 +107,7 @@ def output_of(scope: Scope) -> DType | None:
 
 
 def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
-  """Raises UnmatchedRuleError if the path of a rule is that of no scope of the program."""
+  """Raises UnmatchedRuleError if the path of a rule is that of no scope of the jaxpr."""
   scopes: set[Scope] = set()
   _collect(jaxpr, (), scopes)
   paths = sorted({"/".join(s[:depth]) for s in scopes for depth in range(len(s) + 1)})
@@ -118,8 +118,8 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
       raise UnmatchedRuleError(
         f"{where}: {rule}",
         expected="a rule that picks out at least one named scope",
-        got=f"none of the {len(paths)} scopes of the program",
-        fix="The program has none: write `with jax.named_scope(...):` where the rule is to hold."
+        got=f"none of the {len(paths)} scopes of the jaxpr",
+        fix="The jaxpr has none: write `with jax.named_scope(...):` where the rule is to hold."
         if paths == [""]
         else f"The nearest: {near}. A Flax model is the outermost scope, by its class: begin the "
         'path with "**/".',

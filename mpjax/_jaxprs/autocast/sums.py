@@ -1,7 +1,7 @@
-"""Sums of derivatives in float32: where one number is read in several places.
+"""Sums of derivatives in float32: where one number is read several times.
 
 The transpose of a broadcast is a sum in the dtype of what is broadcast, that of a gather adds up in
-the dtype of what is gathered, and the derivative of a maximum counts the places that have it. So
+the dtype of what is gathered, and the derivative of a maximum counts the positions that have it. So
 these run in float32, and their result is rounded, which loses nothing.
 """
 
@@ -23,7 +23,7 @@ from mpjax._jaxprs.primitives import facts_of
 
 
 def repeats(eqn: JaxprEqn) -> bool:
-  """Whether an operation does nothing but move numbers, each perhaps to several places."""
+  """Whether an operation does nothing but move numbers, each perhaps to several positions."""
   return (
     facts_of(eqn).gradient == "repeated"
     and type(eqn.invars[0]) is not Literal

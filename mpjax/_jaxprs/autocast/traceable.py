@@ -1,4 +1,4 @@
-"""What no traced program can do: it would lose a change, or let a tracer out."""
+"""What no traced jaxpr can do: it would lose a change, or let a tracer out."""
 
 import functools
 import types
@@ -21,7 +21,7 @@ class NotTraceable(Exception):
 
 
 def traceable(fn: Callable[..., R]) -> Callable[..., R]:
-  """Returns `fn`, which raises NotTraceable where a traced program would not do what it does.
+  """Returns `fn`, which raises NotTraceable where a traced jaxpr would not do what it does.
 
   Args:
     fn: a function of trees of arrays and of anything else, called while it is traced.

@@ -37,7 +37,7 @@ def autocast(
 ) -> Callable[P, R]:
   """Returns a function that computes what `fn` does, with a dtype chosen for each operation.
 
-  `fn` is traced as it is, in float32, and its program is rewritten: matrix products and
+  `fn` is traced as it is, in float32, and its jaxpr is rewritten: matmuls and
   convolutions run in half, exponentials, logarithms, sums and losses in float32, and what lies
   between in the widest dtype of its operands (`mpjax.OpLists`, docs/op_lists.md). Arguments and
   literals do not count there, so that a float32 bias does not widen its layer; constant arrays,
@@ -46,8 +46,8 @@ def autocast(
   `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
 
   Parameters are cast where they are used, and their gradients added in float32. A float32 value
-  that leaves the `jax.named_scope` that made it, on its way to a product, is rounded to half;
-  each module of Flax is such a scope. The programs inside of `jit`, `scan`, `cond`, `remat`,
+  that leaves the `jax.named_scope` that computed it, on its way to a matmul, is rounded to half;
+  each module of Flax is such a scope. The jaxprs inside of `jit`, `scan`, `cond`, `remat`,
   `custom_vjp`, `shard_map` and so on are rewritten as well. A scan keeps its state in float32 if it
   starts in float32, a `while_loop` always. A result that is one of the arguments, changed, is
   computed in float32 too. Casts to half in `fn`, `precision="highest"`, integers, complex numbers,

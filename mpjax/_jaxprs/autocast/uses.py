@@ -1,4 +1,4 @@
-"""What the readers of each value want: looked up backwards, before a program is rewritten."""
+"""What the readers of each value want: looked up backwards, before a jaxpr is rewritten."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -28,7 +28,7 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
   """Returns what the readers of each variable want: a sum of the above.
 
   Args:
-    jaxpr: a program.
+    jaxpr: a jaxpr.
     wanted: what is wanted of each of its results, outside.
     settings: for the lists.
   """
@@ -66,7 +66,7 @@ def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
 
 
 def of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
-  """What an equation that holds programs wants of each operand."""
+  """What an equation that holds jaxprs wants of each operand."""
   found = inner_jaxprs(eqn)
   if not found or any(inner.operands is None for inner in found):
     return (FULL,) * len(eqn.invars)
@@ -95,6 +95,6 @@ def of_loop(
 
 @kept
 def of_inputs(jaxpr: Jaxpr, wanted: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
-  """What is wanted of the arguments of a program of whose results this is wanted."""
+  """What is wanted of the arguments of a jaxpr of whose results this is wanted."""
   found = demands(jaxpr, wanted, settings)
   return tuple(found.get(v, 0) for v in jaxpr.invars)

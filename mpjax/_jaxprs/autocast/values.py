@@ -1,4 +1,4 @@
-"""What autocast knows of a value while it rewrites a program."""
+"""What autocast knows of a value while it rewrites a jaxpr."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ Scope = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """What was asked for; part of the key under which a rewritten program is kept.
+  """What was asked for; part of the key under which a rewritten jaxpr is kept.
 
   Fields:
     compute: the dtype that float32 gives way to where no rule says something else. Float32 itself
@@ -53,11 +53,11 @@ class Settings:
 
 
 class Kind(NamedTuple):
-  """How a value comes into a program, or leaves it.
+  """How a value comes into a jaxpr, or leaves it.
 
   Fields:
     dtype: the dtype it has.
-    neutral: it was made from arguments, numbers and masks alone, by operations that have no
+    neutral: it was created from arguments, numbers and masks alone, by operations that have no
       opinion: it takes the dtype of what it meets.
     held: the dtype in which it comes, if that is not yet the one that it has where operands decide.
   """
@@ -72,7 +72,7 @@ Kinds: TypeAlias = tuple[Kind | None, ...]
 
 
 class Value:
-  """A floating value of the program being written.
+  """A floating value of the jaxpr being written.
 
   Fields:
     atom: the variable or literal that holds it.
@@ -130,7 +130,7 @@ class Value:
 def kept(fun: Callable[..., R]) -> Callable[..., R]:
   """Returns a function of a jaxpr, and of more, that remembers its results as long as the jaxpr is.
 
-  So what a program closes over lives no longer than it would without.
+  So what a jaxpr closes over lives no longer than it would without.
   """
   known: weakref.WeakKeyDictionary[Jaxpr, dict[Any, R]] = weakref.WeakKeyDictionary()
 
@@ -190,7 +190,7 @@ def is_neutral_constant(number: Any, *halves: DType) -> bool:
 
 
 class Constant(NamedTuple):
-  """How a constant comes into a program.
+  """How a constant comes into a jaxpr.
 
   Fields:
     neutral: as in `Kind`.
@@ -202,7 +202,7 @@ class Constant(NamedTuple):
 
 
 def constants(values: Sequence[Any], settings: Settings) -> tuple[Constant, ...]:
-  """Returns how the constants of a program come in, of their values."""
+  """Returns how the constants of a jaxpr come in, of their values."""
   dtypes = (settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy))
   halves = [dtype for dtype in dtypes if dtype in HALVES]
 

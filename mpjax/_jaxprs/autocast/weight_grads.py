@@ -57,7 +57,7 @@ def with_wide_gradients(
     view: casts an operand that is no weight.
 
   Returns:
-    None if nothing is asked for, or no operand is a weight: made from parameters alone.
+    None if nothing is asked for, or no operand is a weight: created from parameters alone.
   """
   if wide is None or wide.itemsize <= half.itemsize:
     return None
@@ -204,7 +204,7 @@ def _run(program: ClosedJaxpr, cotangent: Array, wide: DType) -> Array:
   """Returns the result of a transposed matmul, which is in `wide` from the matmul on.
 
   Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
-  its own program is run with another type of result. The other equations in it move elements, or
+  its own jaxpr is run with another type of result. The other equations in it move elements, or
   add up over axes of the mesh, and take any type.
   """
   found = dict(zip(program.jaxpr.constvars, program.consts, strict=True))

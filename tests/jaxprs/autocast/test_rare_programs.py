@@ -77,7 +77,7 @@ def test_a_stranger_runs_as_it_was_traced_and_is_reported(stranger, half):
     return stranger.bind(x @ w, w, program=inner)[0] @ w
 
   cast = mpjax.autocast(fn, f"mixed_{half}")
-  with pytest.warns(UserWarning, match="'test_stranger' holds a program in its .*'program'"):
+  with pytest.warns(UserWarning, match="'test_stranger' holds a jaxpr in its .*'program'"):
     program = jax.make_jaxpr(cast)(X[0], W)
   first, call, last = (
     e for e in program.eqns if e.primitive.name in ("dot_general", stranger.name)
@@ -118,7 +118,7 @@ def test_checkpoint_of_a_later_jax_runs_as_it_was_traced_and_is_reported(newer):
     return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x) @ w
 
   cast = mpjax.autocast(fn)
-  with pytest.warns(UserWarning, match="'call_hi_primitive' holds a program"):
+  with pytest.warns(UserWarning, match="'call_hi_primitive' holds a jaxpr"):
     found = cast(X[0], W)
   np.testing.assert_allclose(found, fn(X[0], W), rtol=0.05, atol=0.05)
   with pytest.warns(UserWarning, match="call_hi_primitive"):
@@ -137,6 +137,6 @@ def test_a_scan_of_a_later_jax_is_no_key_error():
   jaxpr = program(X[0], W).jaxpr.replace(eqns=[*eqns[:-1], odd])
   settings = Settings(compute=np.dtype(jnp.bfloat16), ops=mpjax.OpLists())
   closed = ClosedJaxpr(jaxpr, ())
-  with pytest.warns(UserWarning, match="'scan' holds a program in its parameters"):
+  with pytest.warns(UserWarning, match="'scan' holds a jaxpr in its parameters"):
     new = rewrite_closed(closed, settings, "here")
   assert new.eqns[-1].params == odd.params
