@@ -1,5 +1,6 @@
 """When two functions are the same, and methods of other objects."""
 
+import dis
 import functools
 import types
 from collections.abc import Iterable, Mapping
@@ -48,7 +49,7 @@ def identity(function: object, *, inside: tuple[object, ...] = ()) -> object:
     hash(key)
   except (TypeError, ValueError):  # No hash, or a name that has no value yet.
     key = function
-  names = sorted(_names(function.__code__) & function.__globals__.keys())
+  names = (name for name in _global_names(function.__code__) if name in function.__globals__)
   read = {name: function.__globals__[name] for name in names}
   if not read:
     return key
@@ -76,13 +77,19 @@ def _hashable(value: object) -> object:
   return value
 
 
-def _names(code: types.CodeType) -> set[str]:
-  """Returns the names that code, and the code of functions inside, may look for among globals.
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+  """Returns the names that code, and the code of functions inside, looks for among globals.
 
-  Names of attributes are there too: a global that is called like one is compared in vain.
+  Not `co_names`: the names of attributes are there too. With `lambda m: m.params` a global `params`
+  would be compared, kept alive by each key, and another value of it would be another rule.
   """
+  here = {op.argval for op in dis.get_instructions(code) if op.opname in _READS_GLOBAL}
   nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
-  return set(code.co_names).union(*map(_names, nested))
+  return tuple(sorted(here.union(*map(_global_names, nested))))
+
+
+_READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 def rebound(value: Any, counterparts: Mapping[int, object]) -> Any:

@@ -165,19 +165,42 @@ def _compiled(glob: str) -> re.Pattern[str]:
 
   With the slash behind each name `**` matches no level too: "a/**/b" the path "a/b/".
   """
-  return re.compile("".join(map(_level, glob.split("/") if glob else ())))
+  return re.compile(_around("**", "(?:[^/]*/)*", map(_level, glob.split("/") if glob else ())))
 
 
 def _level(glob: str) -> str:
-  if glob == "**":
-    return "(?:[^/]*/)*"
-  return "".join(map(_piece, re.findall(r"\[!?\]?[^\]]*\]|.", glob, re.DOTALL))) + "/"
+  pieces = map(_piece, re.findall(r"\[!?\]?[^\]]*\]|.", glob, re.DOTALL))
+  return glob if glob == "**" else _around("*", "[^/]*", pieces) + "/"
 
 
 def _piece(piece: str) -> str:
   if len(piece) > 1:  # A class; one like "[!a]" would match a slash, and so leave its level.
     return "(?!/)" + fnmatch.translate(piece).removesuffix(_END)
-  return {"*": "[^/]*", "?": "[^/]"}.get(piece, re.escape(piece))
+  return {"*": "*", "?": "[^/]"}.get(piece, re.escape(piece))
+
+
+def _around(wildcard: str, gap: str, pieces: Iterable[str]) -> str:
+  """Returns the regular expression of pieces, some of which are a wildcard.
+
+  What is between two wildcards is looked for once, where it comes first ("(?>...)"): a later one
+  leaves less for the rest. Each wildcard that is tried at each place anew takes minutes for
+  "*a*a*a*a*a*a*b" and a name of forty times "a".
+
+  Args:
+    wildcard: which pieces match anything.
+    gap: what they match.
+    pieces: regular expressions.
+  """
+  runs: list[str] = [""]
+  for piece in pieces:
+    if piece == wildcard:
+      runs.append("")
+    else:
+      runs[-1] += piece
+  first, *between = runs
+  if not between:
+    return first
+  return first + "".join(f"(?>{gap}?{run})" for run in between[:-1] if run) + gap + between[-1]
 
 
 _END = fnmatch.translate("")[-2:]
@@ -238,8 +261,11 @@ def unmatched_error(
   else:
     # What a predicate looks for is unknown: the model's own paths are the best there is to show.
     sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
-    shown = sorted(set(paths))[:3] if sought is None else nearest(sought, set(paths))
+    named = set(paths) - {""} or {""}
+    shown = sorted(set(paths))[:3] if sought is None else nearest(sought, named)
     near = f"The nearest {kind} paths: {', '.join(repr(p) for p in shown)}."
+    if any(path.endswith(f"/{sought}") for path in named):
+      near += f' Paths begin at the root: "**/{sought}" is at any depth.'
   return UnmatchedRuleError(
     f"rules: {rule}",
     expected=f"a rule that picks out at least one {kind}",

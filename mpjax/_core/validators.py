@@ -48,6 +48,7 @@ def check_int(
   most: int | None = None,
   expected: str | None = None,
   fix: str,
+  fix_type: str = "Pass a Python int.",
 ) -> int:
   """Raises unless `value` is an integer (a bool is none) from `least` to `most`.
 
@@ -57,15 +58,17 @@ def check_int(
     least: the smallest one that is allowed.
     most: the largest one, if there is one.
     expected: the text for the limits, if they are no plain numbers or not all that is allowed.
-    fix: what to do about an integer out of range; for another type a Python int is asked for too.
+    fix: what to do about an integer out of range.
+    fix_type: what to do about another type.
   """
   upto = "" if most is None else f" and at most {most}"
-  expected = expected or f"an integer, at least {least}{upto}"
+  wanted = expected or f"an integer, at least {least}{upto}"
   if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-    raise wrong_type(value, where, expected=expected, fix=f"Pass a Python int. {fix}")
+    raise wrong_type(value, where, expected=wanted, fix=fix_type)
   number = int(value)
   in_range = number >= least and (most is None or number <= most)
-  return check_value(number, in_range, where, expected=expected, fix=fix)
+  check_value(number, in_range, where, expected=wanted, fix=fix)
+  return number
 
 
 def check_number(value: object, where: str, *, expected: str, fix: str) -> numbers.Real:
@@ -75,11 +78,10 @@ def check_number(value: object, where: str, *, expected: str, fix: str) -> numbe
   return value
 
 
-def check_value(value: T, allowed: bool, where: str, *, expected: str, fix: str) -> T:
+def check_value(value: object, allowed: bool, where: str, *, expected: str, fix: str) -> None:
   """Raises unless `value`, of the right type, is `allowed`."""
   if not allowed:
     raise MpjaxValueError(where, expected=expected, got=repr(value), fix=fix)
-  return value
 
 
 def check_choice(value: object, choices: Sequence[str], where: str) -> None:

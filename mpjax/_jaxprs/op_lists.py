@@ -2,8 +2,8 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias, TypeVar
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import NoReturn, TypeAlias, TypeVar
 
 from jax.extend.core import Primitive
 
@@ -36,7 +36,6 @@ def _pairs(parts: _Parts) -> tuple[tuple[str, Predicate], ...]:
   return tuple((name, part) for name, part in sorted(parts.items()) if not isinstance(part, str))
 
 
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class OpLists:
   """In which precision each primitive operation of JAX runs under `mpjax.autocast`.
 
@@ -68,8 +67,10 @@ class OpLists:
   OpLists().replace(half=["add", "mul"])
   """
 
-  _items: frozenset[tuple[str, Part | Predicate]]  # A frozenset remembers its hash.
-  _parts: _Parts = dataclasses.field(compare=False)
+  # No dataclass: what these hold is not what `__init__` takes, and `dataclasses.replace` would drop
+  # what was moved before. A frozenset remembers its hash.
+  _items: frozenset[tuple[str, Part | Predicate]]
+  _parts: _Parts
 
   def __init__(
     self,
@@ -118,6 +119,18 @@ class OpLists:
     object.__setattr__(self, "_parts", parts)
     object.__setattr__(self, "_items", frozenset(parts.items()))
     return self
+
+  def __setattr__(self, name: str, value: object) -> NoReturn:
+    raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+  def __delattr__(self, name: str) -> NoReturn:
+    raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+  def __eq__(self, other: object) -> bool:
+    return self._items == other._items if isinstance(other, OpLists) else NotImplemented
+
+  def __hash__(self) -> int:
+    return hash(self._items)
 
   @property
   def half(self) -> frozenset[str]:
@@ -216,7 +229,7 @@ class OpLists:
     for part in PARTS:
       for name, _ in self._listed(part, given[part], fields):
         moved[name] = part
-    if not isinstance(conditional, Mapping) or not all(map(callable, conditional.values())):
+    if not isinstance(conditional, Mapping) or not all(map(_is_predicate, conditional.values())):
       raise MpjaxTypeError(
         "OpLists.replace(conditional=...)",
         expected="a dict from a primitive to a function of the parameters of its equation",
@@ -315,9 +328,14 @@ def _decision(predicate: Predicate) -> str:
 
 
 def _is_pair(pair: object) -> bool:
-  return (
-    isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and callable(pair[1])
-  )
+  if not isinstance(pair, tuple) or len(pair) != 2:
+    return False
+  name, decides = pair
+  return isinstance(name, str) and _is_predicate(decides)
+
+
+def _is_predicate(x: object) -> bool:
+  return callable(x) and isinstance(x, Hashable)
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -78,12 +78,14 @@ def accumulate_gradients(
   where = "mpjax.accumulate_gradients(inner)"
   inner = check_inner(inner, where)
   if not callable(every):
+    fix = "Pass how many micro-batches make one update."
     every = check_int(
       every,
       "mpjax.accumulate_gradients(every)",
       least=1,
       expected="an integer, at least 1, or a function of the number of updates",
-      fix="Pass how many micro-batches make one update.",
+      fix=fix,
+      fix_type=fix,
     )
 
   def init(params: Params) -> AccumulationState:

@@ -10,8 +10,9 @@ import optax
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
-from mpjax._core.trees import is_inexact, select
+from mpjax._core.trees import is_inexact, is_nnx_object, select
 from mpjax._core.types import Array, Leaf, OptState, Params, PyTree
+from mpjax._core.validators import check_int
 from mpjax.transforms._state import Found, LossScalingState, find_scale
 from mpjax.transforms._trees import KeyPath, key_text, nodes_of
 
@@ -104,23 +105,31 @@ def check_skipped_steps(
   Args:
     opt_state: a state that holds a loss scale, concrete. Where it was created under `jax.vmap`, its
       counts have shape (n,) and the worst of the n members counts.
-    max_consecutive_skips: this many skipped steps in a row are an error.
-    params: the tree that is trained, so that the error can name the gradient by its path. A train
-      state with `params` need not be told.
+    max_consecutive_skips: this many skipped steps in a row, at least 1, are an error.
+    params: the tree that is trained, `variables["params"]` or `nnx.state(model, nnx.Param)`: the
+      error can name the gradient by its path then. A train state with `params` need not be told.
     name: which of several loss scales to check.
 
   Raises:
     MpjaxRuntimeError: that many steps in a row were skipped, or the scale itself is no positive
       finite number (a damaged checkpoint); under `NoLossScale`, the optimizer's state or the
       parameters hold a NaN.
-    MpjaxTypeError: the state is traced, has no scale, or has two.
-    MpjaxValueError: no scale is called `name`.
+    MpjaxTypeError: the state is traced, has no scale, or has two; `max_consecutive_skips` is no
+      integer; `params` is a model, or all variables of one.
+    MpjaxValueError: no scale is called `name`; `max_consecutive_skips` is below 1.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
   >>> mpjax.check_skipped_steps(opt_state)
   """
   where = "mpjax.check_skipped_steps(opt_state)"
+  most = check_int(
+    max_consecutive_skips,
+    "mpjax.check_skipped_steps(max_consecutive_skips)",
+    least=1,
+    fix="1 raises after the first skipped step.",
+  )
+  _refuse_models(params)
   found = find_scale(opt_state, where, name)
   state = found.state
   params = getattr(opt_state, "params", None) if params is None else params
@@ -138,14 +147,19 @@ def check_skipped_steps(
       fix="No step can leave it so: restore another checkpoint, or call mpjax.set_loss_scale.",
     )
   worst = int(np.argmax(skips))
-  if skips[worst] >= max_consecutive_skips:
+  if skips[worst] >= most:
+    fix = (
+      "At a small scale the cause is not the scale: look for an inf or NaN in the data and "
+      "the loss, log(0), a division by 0, or a learning rate that is too high."
+    )
+    if (nan := _first_nan(params)) is not None:
+      fix = f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
     raise MpjaxRuntimeError(
       where,
-      expected=f"fewer than {max_consecutive_skips} skipped steps in a row",
+      expected=f"fewer than {most} skipped steps in a row",
       got=f"{skips[worst]}, at loss scale {scales[worst]:.9g}; the last step's first non-finite "
       f"value was in {_first_bad(opt_state, found, worst, params)}",
-      fix="At a small scale the cause is not the scale: look for an inf or NaN in the data and "
-      "the loss, log(0), a division by 0, or a learning rate that is too high.",
+      fix=fix,
     )
 
 
@@ -159,19 +173,38 @@ def _refuse_tracers(x: Leaf, where: str) -> None:
     )
 
 
+def _refuse_models(params: Params) -> None:
+  """Raises for trees of more than parameters: positions in them are not those of gradients."""
+  variables = isinstance(params, Mapping) and "params" in params and len(params) > 1
+  if variables or is_nnx_object(params):
+    raise MpjaxTypeError(
+      "mpjax.check_skipped_steps(params)",
+      expected="the parameters alone, as they were differentiated",
+      got=f"variables, with {sorted(params)}" if variables else f"a {type(params).__name__}",
+      fix='Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).',
+    )
+
+
 def _refuse_nan(trees: Mapping[str, PyTree], where: str) -> None:
   """Raises if a leaf holds a NaN. An inf may be meant: a best value so far, a mask."""
   for kind, tree in trees.items():
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-      _refuse_tracers(x, where)
-      if is_inexact(x) and bool(jnp.any(jnp.isnan(x))):
-        raise MpjaxRuntimeError(
-          where,
-          expected="no NaN after steps that NoLossScale() does not check",
-          got=f"one in {kind} at {key_text(path)}",
-          fix="Go back to a checkpoint, and train with mpjax.StaticLossScale(1): it skips such "
-          "steps, and says where they begin.",
-        )
+    for leaf in jax.tree.leaves(tree):
+      _refuse_tracers(leaf, where)
+    if (path := _first_nan(tree)) is not None:
+      raise MpjaxRuntimeError(
+        where,
+        expected="no NaN after steps that NoLossScale() does not check",
+        got=f"one in {kind} at {path}",
+        fix="Go back to a checkpoint, and train with mpjax.StaticLossScale(1): it skips such "
+        "steps, and says where they begin.",
+      )
+
+
+def _first_nan(tree: PyTree) -> str | None:
+  """Returns the path of the first leaf with a NaN, if any."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  found = (path for path, x in leaves if is_inexact(x) and bool(jnp.any(jnp.isnan(x))))
+  return next(map(key_text, found), None)
 
 
 def _first_bad(opt_state: OptState, found: Found, member: int, params: Params) -> str:

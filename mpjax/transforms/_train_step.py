@@ -136,7 +136,7 @@ def make_train_step(
   >>> print(state.params, metrics["loss"], metrics["grad_norm"], int(state.step))
   [0.1 0.3] 5.0 3.1622777 1
   """
-  check_arguments(loss_fn, tx, accumulate, max_retries, ema_decay, donate)
+  accumulate, max_retries = check_arguments(loss_fn, tx, accumulate, max_retries, ema_decay, donate)
   check_signature(loss_fn)
   check_integer_state(integer_state)
   check_rounding("mpjax.make_train_step", rounding)

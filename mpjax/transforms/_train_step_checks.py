@@ -203,21 +203,24 @@ def check_arguments(
   max_retries: object,
   ema_decay: object,
   donate: object,
-) -> None:
-  """Raises unless the arguments of `mpjax.make_train_step` are of the right kind and range."""
+) -> tuple[int, int]:
+  """Returns `accumulate` and `max_retries`; raises if an argument of `make_train_step` is wrong."""
   call = "mpjax.make_train_step"
   fix = "Pass the function itself."
   check_callable(loss_fn, f"{call}(loss_fn)", expected="a function", fix=fix)
   if not callable(getattr(tx, "update", None)):
     fix = "Pass mpjax.loss_scaling(optax.adamw(1e-3))."
     raise wrong_type(tx, f"{call}(tx)", expected="an optax transformation", fix=fix)
-  check_int(accumulate, f"{call}(accumulate)", least=1, fix="1 does not cut the batch.")
-  check_int(max_retries, f"{call}(max_retries)", least=0, fix="0 never runs a batch again.")
+  parts = check_int(accumulate, f"{call}(accumulate)", least=1, fix="1 does not cut the batch.")
+  retries = check_int(
+    max_retries, f"{call}(max_retries)", least=0, fix="0 never runs a batch again."
+  )
   check_flag(donate, f"{call}(donate)")
   if ema_decay is None:
-    return
+    return parts, retries
   where, fix = f"{call}(ema_decay)", "Pass a number such as 0.999."
   if not isinstance(ema_decay, float):
     raise wrong_type(ema_decay, where, expected="a float or None", fix=fix)
   expected, fix = "a number in [0, 1)", "0.999 averages over about 1000 steps."
   check_value(ema_decay, 0 <= ema_decay < 1, where, expected=expected, fix=fix)
+  return parts, retries

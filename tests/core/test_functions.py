@@ -1,7 +1,9 @@
 """When two functions are the same."""
 
 import functools
+import gc
 import pickle
+import weakref
 
 import flax.linen as nn
 import jax
@@ -131,6 +133,18 @@ def test_rules_made_anew_at_each_call_are_traced_once():
   outs = [step(wanted).dtype for wanted in ("b", "b", "b", "a", "b", "a")]
   assert [str(dtype) for dtype in outs] == ["float32"] * 3 + ["bfloat16", "float32", "bfloat16"]
   assert len(traces) == 2
+
+
+def test_an_attribute_is_no_global_of_its_name():
+  read = "name"
+  scope = {read: jnp.ones(2)}
+  exec("def make(): return lambda module: module.name == 'head'", scope)
+  before = identity(scope["make"]())
+  kept = weakref.ref(scope[read])
+  scope[read] = jnp.zeros(2)
+  assert identity(scope["make"]()) == before
+  gc.collect()
+  assert kept() is None
 
 
 def test_methods_of_one_object_as_those_of_another():

@@ -566,6 +566,21 @@ def test_which_rules_can_tell_equal_modules_apart(rule, expected):
   assert depends_on_path(rule) is expected
 
 
+@pytest.mark.parametrize(
+  ("glob", "path"),
+  [
+    ("*a" * 12 + "b", "a" * 40),
+    ("**/" * 12 + "x", "/".join(["a"] * 40)),
+    ("**/*a*/" * 6 + "x", "/".join(["aa"] * 40)),
+  ],
+  ids=["stars", "levels", "both"],
+)
+def test_a_glob_takes_no_longer_for_many_wildcards(glob, path):
+  """Trying each wildcard anew at each position takes minutes."""
+  assert not matches(glob, path)
+  assert matches(glob, f"{path}{'b' if glob.endswith('b') else '/x'}")
+
+
 @hypothesis.given(
   st.lists(st.sampled_from([*"ab-*?!&~", "[ab]", "[!a]", "[a-b]", "[b-a]", "[!]"]), max_size=6),
   st.text("ab-!&~]", max_size=5),

@@ -58,9 +58,11 @@ def test_no_integer(value):
   with pytest.raises(TypeError) as error:
     check_int(value, CALL, least=2, fix="3 is a good number.")
   got = f"{value!r} of type {type(value).__name__}"
-  fix = "Pass a Python int. 3 is a good number."
-  expected = "an integer, at least 2"
+  expected, fix = "an integer, at least 2", "Pass a Python int."
   check_error(error, where=CALL, expected=expected, got=got, fix=fix, builtin=TypeError)
+  with pytest.raises(TypeError) as error:
+    check_int(value, CALL, least=2, fix="3 is a good number.", fix_type="Pass how many.")
+  assert error.value.fix == "Pass how many."
 
 
 def test_a_traced_integer():
@@ -93,7 +95,7 @@ def test_no_number(value):
 
 
 def test_a_value():
-  assert check_value(0.5, True, CALL, **WORDS) == 0.5
+  check_value(0.5, True, CALL, **WORDS)
   with pytest.raises(ValueError) as error:
     check_value("x", False, CALL, **WORDS)
   check_error(error, where=CALL, expected="this", got="'x'", fix="Do that.", builtin=ValueError)

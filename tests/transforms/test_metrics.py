@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.errors import check_error
@@ -73,6 +74,36 @@ def test_check_skipped_steps_raises_after_so_many_skips():
     builtin=RuntimeError,
   )
   mpjax.check_skipped_steps(after(GOOD, state=state), max_consecutive_skips=1)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "5", True])
+def test_check_skipped_steps_wants_a_positive_count(wrong):
+  with pytest.raises(mpjax.MpjaxError) as error:
+    mpjax.check_skipped_steps(after(GOOD), wrong)
+  assert error.value.where == "mpjax.check_skipped_steps(max_consecutive_skips)"
+  assert error.value.expected == "an integer, at least 1"
+
+
+def test_check_skipped_steps_refuses_what_has_more_leaves_than_gradients():
+  state = after(BAD, BAD)
+  variables = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(2)}}
+  for params in (variables, nnx.Linear(1, 1, rngs=nnx.Rngs(0))):
+    with pytest.raises(TypeError) as error:
+      mpjax.check_skipped_steps(state, 2, params=params)
+    check_error(
+      error,
+      where="mpjax.check_skipped_steps(params)",
+      expected="the parameters alone",
+      got="variables, with ['batch_stats', 'params']" if isinstance(params, dict) else "a Linear",
+      fix='variables["params"]',
+      builtin=TypeError,
+    )
+
+
+def test_check_skipped_steps_says_that_the_parameters_are_nan():
+  params = PARAMS | {"w": PARAMS["w"].at[0].set(jnp.nan)}
+  with pytest.raises(RuntimeError, match=r"hold a NaN at \['w'\], .*: restore a checkpoint"):
+    mpjax.check_skipped_steps(after(BAD, BAD), 2, params=params)
 
 
 @pytest.mark.case("B034")

@@ -114,13 +114,14 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
   for rule in rules:
     if not any(rule.matches(None, path) for path in paths):
       sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else str(rule.path)
-      near = ", ".join(map(repr, nearest(sought, paths)))
+      named = [path for path in paths if path]
+      near = ", ".join(map(repr, nearest(sought, named)))
       raise UnmatchedRuleError(
         f"{where}: {rule}",
         expected="a rule that picks out at least one named scope",
-        got=f"none of the {len(paths)} scopes of the jaxpr",
+        got=f"none of the {len(named)} scopes of the jaxpr",
         fix="The jaxpr has none: write `with jax.named_scope(...):` where the rule is to hold."
-        if paths == [""]
+        if not named
         else f"The nearest: {near}. A Flax model is the outermost scope, by its class: begin the "
         'path with "**/".',
       )
