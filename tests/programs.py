@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -258,3 +259,13 @@ def _derivative(primals: Any, tangents: Any, counts: Derivatives) -> tuple[Any, 
 
 
 ad.primitive_jvps[_COUNTED] = _derivative
+
+
+def options_of_users() -> dict[str, bool]:
+  """Returns the `compiler_options` with which XLA writes kernels as it does for users.
+
+  What tests/conftest.py sets instead contracts products and sums in other places, so that two
+  functions that share their arithmetic may differ in a last bit.
+  """
+  emitters = "xla_cpu_use_fusion_emitters"
+  return {emitters: True} if emitters in os.environ["XLA_FLAGS"] else {}

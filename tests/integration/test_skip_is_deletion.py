@@ -19,6 +19,7 @@ import pytest
 import mpjax
 from tests.integration.rig import OPTIMIZERS, average, batches, inject, loss_fn, variables
 from tests.loss_scale_oracle import Oracle
+from tests.programs import options_of_users
 
 CONFIG = {"init_scale": 2.0**12, "growth_interval": 3, "max_scale": 2.0**16, "hysteresis": 2}
 RUNS, STEPS = 30, 40
@@ -70,14 +71,15 @@ def plain(inner):
     updates = jax.tree.map(lambda u: jnp.where(active, u, -0.0), updates)
     return updates, jax.tree.map(lambda a, b: jnp.where(active, a, b), new, opt_state)
 
-  return jax.jit(jax.vmap(update))
+  return jax.jit(jax.vmap(update), compiler_options=options_of_users())
 
 
 @functools.cache
 def programs(name):
   inner = OPTIMIZERS[name]()
   tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(**CONFIG))
-  return inner, tx, jax.jit(jax.vmap(tx.update)), plain(inner)
+  options = options_of_users()
+  return inner, tx, jax.jit(jax.vmap(tx.update), compiler_options=options), plain(inner)
 
 
 def start(tx):

@@ -230,7 +230,7 @@ def test_what_cannot_be_checked():
   with pytest.raises(TypeError) as error:
     mpjax.check_loss_scaling(lambda *args: step(*args)[0])(params, tx.init(params), batch)
   check_error(
-    error, where=where, expected="made by", got="none in what step returned", fix="Return"
+    error, where=where, expected="created by", got="none in what step returned", fix="Return"
   )
   broken = batch[0] * jnp.nan, batch[1]
   with pytest.raises(ValueError) as error:
