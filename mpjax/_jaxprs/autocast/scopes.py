@@ -119,7 +119,7 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
       raise UnmatchedRuleError(
         f"{where}: {rule}",
         expected="a rule that picks out at least one named scope",
-        got=f"none of the {len(named)} scopes of the jaxpr",
+        got=f"none of the {len(paths)} scopes of the jaxpr" if named else "a jaxpr without any",
         fix="The jaxpr has none: write `with jax.named_scope(...):` where the rule is to hold."
         if not named
         else f"The nearest: {near}. A Flax model is the outermost scope, by its class: begin the "
