@@ -45,9 +45,6 @@ gc.set_threshold(200_000, 20, 50)
 
 _TESTS = pathlib.Path(__file__).parent
 
-_COMPILED = _TESTS.parent / ".cache" / f"compiled-by-jax-{jax.__version__}"
-"""What earlier runs on this machine compiled; `make clean` removes it."""
-
 _ADAPTERS = ("transforms", "linen", "nnx", "integration", "flax_suite")
 """Folders whose tests run Flax and optax, which promote dtypes on purpose
 (`optax.apply_updates` adds bfloat16 and float32): ranks are strict there, dtypes are not."""
@@ -93,29 +90,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-  """Compiles a program once that several tests trace, each for itself, or that an earlier run did.
+def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+  """Compiles a program once that several tests trace, each for itself: up to a fifth of the time.
 
   Each worker has a cache of its own, since one that reads what another is writing would fail. It
-  starts with links to all that earlier runs compiled, and leaves links to what it adds.
+  does not survive: tests/partitioned.py reads what the compiler writes while it compiles.
   """
-  own = tmp_path_factory.mktemp("compiled")
-  _link_all(_COMPILED, own)
-  jax.config.update("jax_compilation_cache_dir", str(own))
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  # Else the name of the folder is part of the key of each program.
-  jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-  yield
-  _COMPILED.mkdir(parents=True, exist_ok=True)
-  _link_all(own, _COMPILED)
-
-
-def _link_all(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Links the files of one folder into another that lacks them; a link is never half written."""
-  for file in source.iterdir() if source.is_dir() else ():
-    with contextlib.suppress(OSError):  # It is there already, or on another device.
-      os.link(file, target / file.name)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import textwrap
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from jax.extend.core import Primitive
 
@@ -36,6 +36,7 @@ def _pairs(parts: _Parts) -> tuple[tuple[str, Predicate], ...]:
   return tuple((name, part) for name, part in sorted(parts.items()) if not isinstance(part, str))
 
 
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class OpLists:
   """In which precision each primitive operation of JAX runs under `mpjax.autocast`.
 
@@ -67,10 +68,10 @@ class OpLists:
   OpLists().replace(half=["add", "mul"])
   """
 
-  # No dataclass: what these hold is not what `__init__` takes, and `dataclasses.replace` would drop
-  # what was moved before. A frozenset remembers its hash.
+  # Fields that `__init__` does not take: `dataclasses.replace`, which would drop what was moved
+  # before, raises. A frozenset remembers its hash.
   _items: frozenset[tuple[str, Part | Predicate]]
-  _parts: _Parts
+  _parts: _Parts = dataclasses.field(compare=False)
 
   def __init__(
     self,
@@ -119,18 +120,6 @@ class OpLists:
     object.__setattr__(self, "_parts", parts)
     object.__setattr__(self, "_items", frozenset(parts.items()))
     return self
-
-  def __setattr__(self, name: str, value: object) -> NoReturn:
-    raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
-
-  def __delattr__(self, name: str) -> NoReturn:
-    raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
-
-  def __eq__(self, other: object) -> bool:
-    return self._items == other._items if isinstance(other, OpLists) else NotImplemented
-
-  def __hash__(self) -> int:
-    return hash(self._items)
 
   @property
   def half(self) -> frozenset[str]:
