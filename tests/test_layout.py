@@ -19,6 +19,7 @@ RANKS = {
   "transforms": 2,  # the adapter to optax, and the training step
   "linen": 3,  # adapters, each to one framework for models, neither of which imports the other
   "nnx": 3,
+  "_diagnostics": 3,  # what a function does with numbers: audit, first non-finite value, ranges
   "_io": 4,  # what goes to files, or is made for inference
   "_opt_level": 5,  # compositions and public faces
   "checkpoints": 5,

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.core import Tracer
@@ -46,3 +46,25 @@ def without_scopes(name_stack: NameStack, prefix: str) -> NameStack:
   kept = tuple(each for each in name_stack.stack if not each.name.startswith(prefix))
   same = len(kept) == len(name_stack.stack)
   return name_stack if same else dataclasses.replace(name_stack, stack=kept)
+
+
+def scopes_of(name_stack: NameStack) -> tuple[tuple[str, bool], ...]:
+  """Returns the names in a name stack, each with whether it is that of a transformation."""
+  return tuple((each.name, type(each).__name__ == "Transform") for each in name_stack.stack)
+
+
+Traceback: TypeAlias = Any
+"""The Python traceback of an equation: JAX exports no class for it."""
+
+
+class Frame(NamedTuple):
+  """A line of a traceback."""
+
+  file: str
+  line: int
+  function: str
+
+
+def frames_of(traceback: Traceback) -> tuple[Frame, ...]:
+  """Returns the lines of a traceback, the innermost first."""
+  return tuple(Frame(f.file_name, f.line_num, f.function_name) for f in traceback.frames)

@@ -1,0 +1,205 @@
+"""What all reports have in common: the same sections as text, as HTML and as JSON."""
+
+import html
+import io
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 80
+"""Columns of a report as text."""
+
+Json: TypeAlias = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+
+
+class Cell(NamedTuple):
+  """An entry of a table, with what it is sorted by where that is not its text."""
+
+  text: str
+  key: float | None = None
+
+
+class Column(NamedTuple):
+  """A column of a table."""
+
+  name: str
+  align: Literal["left", "right"] = "left"
+  wide: bool = False  # It takes the width that the others leave, and breaks its lines.
+
+
+class Section(NamedTuple):
+  """A part of a report.
+
+  Fields:
+    title: its heading; "" for none.
+    lines: sentences, each a paragraph.
+    columns: those of its table; () for none.
+    rows: the rows of the table, as many cells each as there are columns.
+    folded: whether HTML shows it closed at first.
+  """
+
+  title: str = ""
+  lines: tuple[str, ...] = ()
+  columns: tuple[Column, ...] = ()
+  rows: tuple[tuple[Cell | str, ...], ...] = ()
+  folded: bool = False
+
+
+class Report:
+  """A result that prints as text of 80 columns, and shows itself in notebooks."""
+
+  def sections(self) -> Sequence[Section]:
+    """Returns what is shown, in order."""
+    raise NotImplementedError
+
+  def as_dict(self) -> Mapping[str, Json]:
+    """Returns what `to_json` writes."""
+    raise NotImplementedError
+
+  def __str__(self) -> str:
+    return as_text(self.sections())
+
+  def _repr_html_(self) -> str:
+    return f"<style>{_STYLE}</style>{as_html(self.sections())}"
+
+  def to_html(self, path: str | pathlib.Path) -> None:
+    """Writes a page of its own, which needs no network: tables sort by a click on a heading."""
+    pathlib.Path(path).write_text(page(type(self).__name__, self.sections()), encoding="utf-8")
+
+  def to_json(self) -> str:
+    """Returns what was found as JSON."""
+    return json.dumps(_strict(self.as_dict()), indent=2, allow_nan=False)
+
+
+def _strict(value: Json) -> Json:
+  """Returns a value that JSON can hold: it has no NaN and no inf."""
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)
+  if isinstance(value, Mapping):
+    return {str(name): _strict(each) for name, each in value.items()}
+  if isinstance(value, Sequence) and not isinstance(value, str):
+    return [_strict(each) for each in value]
+  return value
+
+
+def as_text(sections: Sequence[Section], width: int = WIDTH) -> str:
+  """Returns sections as text that no terminal of `width` columns breaks."""
+  console = Console(
+    width=width, file=io.StringIO(), force_terminal=False, color_system=None, legacy_windows=False
+  )
+  with console.capture() as capture:
+    console.print(Group(*(part for each in sections for part in _parts(each))), end="")
+  lines = [line.rstrip() for line in capture.get().splitlines()]
+  return "\n".join(lines).strip("\n")
+
+
+def _parts(section: Section) -> list[Text | Table]:
+  parts: list[Text | Table] = [Text()]
+  if section.title:
+    parts.append(Text(section.title, style="bold"))
+  # A long path without spaces is broken anywhere, rather than cut off.
+  parts += [Text(line, overflow="fold") for line in section.lines]
+  if section.rows:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name, align, wide in section.columns:
+      table.add_column(name, justify=align, overflow="fold", ratio=1 if wide else None)
+    for row in section.rows:
+      table.add_row(*(Text(_cell(each).text, overflow="fold") for each in row))
+    parts.append(table)
+  return parts
+
+
+def _cell(cell: Cell | str) -> Cell:
+  return cell if isinstance(cell, Cell) else Cell(cell)
+
+
+def as_html(sections: Sequence[Section]) -> str:
+  """Returns sections as a fragment of HTML."""
+  return '<div class="mpjax-report">' + "".join(map(_section, sections)) + "</div>"
+
+
+def _section(section: Section) -> str:
+  body = "".join(f"<p>{html.escape(line)}</p>" for line in section.lines)
+  if section.rows:
+    heads = "".join(
+      f'<th class="{align}">{html.escape(name)}</th>' for name, align, _ in section.columns
+    )
+    rows = "".join(f"<tr>{_row(section.columns, row)}</tr>" for row in section.rows)
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    body += f'<div class="scroll">{table}</div>'
+  if not section.title:
+    return f"<section>{body}</section>"
+  opened = "" if section.folded else " open"
+  return f"<details{opened}><summary>{html.escape(section.title)}</summary>{body}</details>"
+
+
+def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:
+  cells = []
+  for (_, align, _), cell in zip(columns, map(_cell, row), strict=True):
+    key = "" if cell.key is None else f' data-key="{cell.key!r}"'
+    cells.append(f'<td class="{align}"{key}>{html.escape(cell.text)}</td>')
+  return "".join(cells)
+
+
+def page(title: str, sections: Sequence[Section]) -> str:
+  """Returns sections as a page of HTML."""
+  return (
+    f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}'
+    '</title><meta name="viewport" content="width=device-width"><meta name="color-scheme" '
+    f'content="light dark"><style>{_STYLE}{_PAGE_STYLE}</style></head><body>{as_html(sections)}'
+    f"<script>{_SORT}</script></body></html>"
+  )
+
+
+_STYLE = """
+.mpjax-report{font:14px/1.45 system-ui,sans-serif;max-width:72rem}
+.mpjax-report p{margin:.25em 0;white-space:pre-wrap;overflow-wrap:anywhere}
+.mpjax-report summary{font-weight:600;font-size:1.1em;margin:1em 0 .3em;cursor:pointer}
+.mpjax-report .scroll{overflow-x:auto}
+.mpjax-report table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+.mpjax-report th,.mpjax-report td{padding:.2em .8em .2em 0;vertical-align:top;
+border-bottom:1px solid #8884;white-space:pre-wrap}
+.mpjax-report th{cursor:pointer;opacity:.75}
+.mpjax-report .left{text-align:left}.mpjax-report .right{text-align:right}
+"""
+
+_PAGE_STYLE = """
+body{margin:2rem auto;padding:0 1rem;max-width:72rem}
+@media (prefers-color-scheme:dark){body{background:#14161a;color:#e4e6ea}}
+"""
+
+_SORT = """
+document.querySelectorAll('th').forEach(th=>th.addEventListener('click',()=>{
+const column=[...th.parentNode.children].indexOf(th),body=th.closest('table').tBodies[0];
+const up=th.dataset.up!=='1';th.dataset.up=up?'1':'0';
+const key=row=>{const cell=row.cells[column],number=cell.dataset.key;
+return number===undefined?cell.textContent:parseFloat(number)};
+[...body.rows].sort((a,b)=>{const x=key(a),y=key(b);
+return (x<y?-1:x>y?1:0)*(up?1:-1)}).forEach(row=>body.append(row))}));
+"""
+
+
+def amount(number: float, unit: str = "") -> str:
+  """Returns a count in three digits, such as "1.23 G"."""
+  for prefix in ("", "k", "M", "G", "T", "P"):
+    if abs(number) < 999.5 or prefix == "P":
+      break
+    number /= 1000
+  text = f"{number:.0f}" if not prefix else f"{number:.3g}"
+  return f"{text} {prefix}{unit}".rstrip()
+
+
+def percent(share: float) -> str:
+  """Returns a share as per cent, of which 0 and 100 mean exactly that; "-" for NaN."""
+  if math.isnan(share):
+    return "-"
+  text = f"{100 * share:.1f}"
+  if text == "100.0" and share < 1:
+    return ">99.9 %"
+  return "<0.1 %" if text == "0.0" and share > 0 else f"{text} %"

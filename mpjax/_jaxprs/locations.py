@@ -1,0 +1,137 @@
+"""Where an equation is: its module or named scope, its pass, and the line of the user's code."""
+
+import functools
+import os
+import sysconfig
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from mpjax._jaxprs.autocast.marks import PREFIX
+from mpjax._jaxprs.compat import Frame, Traceback, frames_of, scopes_of
+
+Direction: TypeAlias = Literal["forward", "backward", "recomputed"]
+"""The pass that an operation belongs to; "recomputed": forward work that `remat` repeats."""
+
+_RECOMPUTED = "rematted_computation"
+_BACKWARD = "transpose"
+
+_SITE = os.path.dirname(os.path.dirname(jax.__file__)) + os.sep
+_LIBRARIES = (
+  os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+  sysconfig.get_path("stdlib") + os.sep,
+  *(_SITE + name + os.sep for name in ("chex", "einops", "equinox", "flax", "haiku", "jax")),
+  *(_SITE + name + os.sep for name in ("jaxlib", "jaxtyping", "optax", "numpy")),
+)
+"""Folders whose lines are not shown as long as there is another: who calls them is to change."""
+
+
+class Source(NamedTuple):
+  """A line of code.
+
+  Args:
+    file: the path of the file.
+    line: counted from 1.
+    function: in which the line is.
+  """
+
+  file: str
+  line: int
+  function: str
+
+  def __str__(self) -> str:
+    return f"{os.path.basename(self.file)}:{self.line}"
+
+
+class Location(NamedTuple):
+  """Where an equation is.
+
+  Args:
+    scopes: its named scopes, the outermost first, with the marks of policies among them.
+    direction: the pass.
+    source: the innermost line that is not of JAX, Flax or another such library; None if unknown.
+  """
+
+  scopes: tuple[str, ...] = ()
+  direction: Direction = "forward"
+  source: Source | None = None
+
+  @property
+  def path(self) -> str:
+    """The named scopes joined by "/", as a profile shows them: a Flax model's class comes first.
+
+    The method in "Encoder.encode", which Flax adds for all but `__call__`, does not count.
+    """
+    return _path(self.scopes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _path(scopes: tuple[str, ...]) -> str:
+  names: list[str] = []
+  for scope in scopes:
+    if scope.startswith(PREFIX):
+      continue
+    name, _, method = scope.partition(".")
+    if not (name and method.isidentifier()):
+      name = scope
+    elif names and names[-1] == name:
+      continue  # "MLP/MLP.body": the function that a lifted transform took.
+    names.append(name)
+  return "/".join(names)
+
+
+def location(eqn: JaxprEqn, around: Location | None = None) -> Location:
+  """Returns where an equation is.
+
+  Args:
+    eqn: the equation.
+    around: that of the equation whose inner jaxpr it is in. JAX writes the scopes of inner
+      equations relative to it.
+  """
+  around = around or Location()
+  names, transforms = _scopes(scopes_of(eqn.source_info.name_stack))
+  direction = around.direction
+  if _RECOMPUTED in transforms:
+    direction = "recomputed"
+  elif _BACKWARD in transforms:
+    direction = "backward"
+  source = source_of(eqn) or around.source
+  return Location(around.scopes + names, direction, source)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scopes(stack: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], frozenset[str]]:
+  """Returns the names in a name stack, and the transformations.
+
+  `remat` in a backward pass is at "transpose(jvp(Net))/jvp(Net)": what follows a transformation
+  may begin at the root again.
+  """
+  names: tuple[str, ...] = ()
+  since: tuple[str, ...] = ()
+  for name, is_transform in stack:
+    if not is_transform and name != _RECOMPUTED:
+      since += (name,)
+    elif since:
+      names, since = _joined(names, since), ()
+  transforms = {name for name, is_transform in stack if is_transform or name == _RECOMPUTED}
+  return _joined(names, since), frozenset(transforms)
+
+
+def _joined(names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+  return more if names and more[: len(names)] == names else names + more
+
+
+def source_of(eqn: JaxprEqn) -> Source | None:
+  """Returns the innermost line outside of libraries that led to an equation; None if unknown."""
+  traceback = eqn.source_info.traceback
+  return None if traceback is None else _source(traceback)
+
+
+@functools.lru_cache(maxsize=4096)
+def _source(traceback: Traceback) -> Source | None:
+  frames: Sequence[Frame] = frames_of(traceback)
+  own = (f for f in frames if not f.file.startswith((*_LIBRARIES, "<frozen")))
+  found = next(own, None)
+  return None if found is None else Source(found.file, found.line, found.function)
