@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core.primitives import (
   broadcast_in_dim_p,
   convert_element_type_p,
+  pad_p,
   reduce_precision_p,
   sub_p,
 )
@@ -71,6 +72,9 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
     deciding = values
     if part == "keep" and len(values) > 1:  # A buffer that is written to keeps its dtype.
       deciding = [v for v in values if v is not None][:1]
+    elif eqn.primitive is pad_p and not isinstance(eqn.invars[1], Literal):
+      # `jnp.pad` passes 0 as an integer, which becomes a float32 scalar inside: by hand it is cast.
+      deciding = values[:1]
     dtype, neutral = _common(rewriter, eqn, deciding, wide, half)
     if dtype != FLOAT32 and repeats(eqn):
       # The rows of an embedding, say: read in half, the gradient of a frequent token would be a sum

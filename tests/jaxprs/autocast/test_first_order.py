@@ -37,6 +37,15 @@ def test_a_count_becomes_a_float32_that_decides():
   assert result(lambda x, w: x @ w + (x > 0).astype("float32")) == jnp.bfloat16
 
 
+def test_a_padded_array_keeps_its_dtype():
+  # `jnp.pad` passes the number to its jitted body as an integer.
+  assert result(lambda x, w: jnp.pad(x @ w, 1)) == jnp.bfloat16
+  assert result(lambda x, w: jnp.pad(x @ w, 1, constant_values=-jnp.inf)) == jnp.bfloat16
+  assert result(lambda x, w: jnp.pad(jnp.exp(x), 1)) == jnp.float32
+  padded = jnp.pad(X @ W, 1, constant_values=2.5)
+  assert np.array_equal(cast(lambda x, w: jnp.pad(x @ w, 1, constant_values=2.5))(X, W), padded)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_leaves_a_module_has_its_dtype_for_all_who_read_it(dtype):
   def fun(x, w):
