@@ -71,6 +71,15 @@ class MpjaxRuntimeError(MpjaxError, RuntimeError):
   """
 
 
+class MpjaxAssertionError(MpjaxError, AssertionError):
+  """A property that a test of yours asserts, and that does not hold.
+
+  >>> import mpjax
+  >>> issubclass(mpjax.MpjaxAssertionError, AssertionError)
+  True
+  """
+
+
 class UnmatchedRuleError(MpjaxValueError):
   """A rule picked out no module of the model: most often a misspelt path.
 
@@ -195,20 +204,23 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
 def line_of_user(error: BaseException) -> str:
   """Returns the file and line of the user's code that an error came from, with what it says."""
   frames = traceback.extract_tb(error.__traceback__)
-  frame = ([f for f in frames if not _is_library(f.filename)] or frames)[-1]
+  frame = ([f for f in frames if not is_library(f.filename)] or frames)[-1]
   return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
-_PACKAGE = str(pathlib.Path(__file__).parent)
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
 _STANDARD = str(pathlib.Path(os.__file__).parent)
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-_BELOW = re.compile(_INSTALLED.pattern + r"(jax|jaxlib|flax|numpy)[/\\]")
+_LIBRARIES = "chex|einops|equinox|flax|haiku|jax|jaxlib|jaxtyping|numpy|optax"
+_BELOW = re.compile(_INSTALLED.pattern + rf"({_LIBRARIES})[/\\]")
 
 
-def _is_library(file: str) -> bool:
+@functools.lru_cache(maxsize=4096)
+def is_library(file: str) -> bool:
   """Whether a file is of mpjax, of what it depends on, or of Python itself.
 
   A user's model may be an installed package, and a checkout may be called anything.
   """
+  frozen = file.startswith("<frozen")
   standard = file.startswith(_STANDARD) and not _INSTALLED.search(file)
-  return file.startswith(_PACKAGE + os.sep) or standard or bool(_BELOW.search(file))
+  return file.startswith(_PACKAGE + os.sep) or standard or frozen or bool(_BELOW.search(file))

@@ -13,7 +13,7 @@ from flax import nnx
 from flax.core import FrozenDict
 
 import mpjax
-from mpjax._core.errors import check_call, line_of_user, listed, message, nearest
+from mpjax._core.errors import check_call, is_library, line_of_user, listed, message, nearest
 from tests.errors import check_error
 
 CLASSES = {
@@ -228,3 +228,13 @@ def test_the_line_of_the_user_is_found_wherever_the_code_is(file):
   with pytest.raises(jax.errors.TracerBoolConversionError) as excinfo:
     jax.jit(names["ask"])(1.0)
   assert line_of_user(excinfo.value).startswith(f"{file}:2: ")
+
+
+def test_every_part_of_mpjax_is_a_library_and_a_users_model_is_not():
+  for module in (mpjax, mpjax.linen, mpjax.transforms, jax, functools):
+    assert is_library(str(module.__file__))
+  assert is_library("/venv/lib/python3.11/site-packages/flax/linen/linear.py")
+  assert is_library("<frozen importlib._bootstrap>")
+  assert not is_library("/venv/lib/python3.11/site-packages/transformers/models/bert.py")
+  assert not is_library("<ipython-input-1>")
+  assert not is_library(__file__)
