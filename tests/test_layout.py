@@ -377,7 +377,10 @@ def check_errors_have_four_parts(sources: Sources) -> list[str]:
   return wrong
 
 
-OUR_ERRORS = ("MpjaxValueError", "MpjaxTypeError", "MpjaxRuntimeError", "UnmatchedRuleError")
+OUR_ERRORS = (
+  *("MpjaxAssertionError", "MpjaxValueError", "MpjaxTypeError", "MpjaxRuntimeError"),
+  "UnmatchedRuleError",
+)
 SIGNALS = {"NotTraceable"}
 """What one module of ours raises for another that catches it: no user sees them."""
 CALLBACKS = {"checkify", "pure_callback", "io_callback"}

@@ -102,12 +102,14 @@ class ModulePolicy(NamedTuple):
     picked: a rule or a field of its own gave it the policy, not a module around it.
     exempt: a rule leaves it as it is, and all inside it.
     output_dtype: that of results where a policy begins that names none.
+    rule: the rule that picked it, or a module around it; None if none did.
   """
 
   policy: Policy | None
   picked: bool = False
   exempt: bool = False
   output_dtype: DType | None = None
+  rule: Rule | None = None
 
 
 def resolve_policy(
@@ -126,15 +128,15 @@ def resolve_policy(
     own: the value of its field `policy`, if it has one.
     around: the policy of the module around it.
   """
-  run = ModulePolicy(around.policy, output_dtype=config.output_dtype)
+  run = ModulePolicy(around.policy, output_dtype=config.output_dtype, rule=around.rule)
   if around.exempt:
     return run._replace(policy=None, exempt=True)
   if isinstance(own, Policy):
-    return run._replace(policy=own, picked=True)
+    return run._replace(policy=own, picked=True, rule=None)
   rule = first_match((*config.rules, *config.defaults), module, path)
   if rule is None:
     return run
-  return run._replace(policy=rule.policy, picked=True, exempt=rule.policy is None)
+  return run._replace(policy=rule.policy, picked=True, exempt=rule.policy is None, rule=rule)
 
 
 class ModuleRecord:

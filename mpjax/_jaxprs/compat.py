@@ -48,6 +48,11 @@ def without_scopes(name_stack: NameStack, prefix: str) -> NameStack:
   return name_stack if same else dataclasses.replace(name_stack, stack=kept)
 
 
+def with_scope(name_stack: NameStack, name: str) -> NameStack:
+  """Returns a name stack with one more named scope, the innermost."""
+  return name_stack.extend(name)
+
+
 def scopes_of(name_stack: NameStack) -> tuple[tuple[str, bool], ...]:
   """Returns the names in a name stack, each with whether it is that of a transformation."""
   return tuple((each.name, type(each).__name__ == "Transform") for each in name_stack.stack)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import Function, Leaf, PyTree
@@ -71,12 +71,11 @@ def products(program: Program) -> tuple[Product, ...]:
   """
   found = []
   for eqn, times, certain, _ in _counted(program):
-    formula = facts_of(eqn).flops
-    if formula is None:
+    flops = flops_of(eqn)
+    if flops is None:
       continue
     lhs, rhs = map(aval_of, eqn.invars[:2])
     result = aval_of(eqn.outvars[0])
-    flops = _FLOPS[formula](lhs, rhs, result, eqn.params)
     product = Product(
       primitive=eqn.primitive.name,
       operands=(lhs, rhs),
@@ -87,6 +86,18 @@ def products(program: Program) -> tuple[Product, ...]:
     )
     found.append(product)
   return tuple(found)
+
+
+def flops_of(eqn: JaxprEqn) -> int | None:
+  """Returns the floating-point operations of a matmul or convolution; None for all else.
+
+  A multiplication and an addition count as two.
+  """
+  formula = facts_of(eqn).flops
+  if formula is None:
+    return None
+  lhs, rhs = map(aval_of, eqn.invars[:2])
+  return _FLOPS[formula](lhs, rhs, aval_of(eqn.outvars[0]), eqn.params)
 
 
 def half_share(found: Iterable[Product]) -> float:
@@ -172,3 +183,24 @@ def tree_bytes(tree: PyTree) -> int:
   """Returns how many bytes the arrays of a tree take, concrete or abstract."""
   leaves = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:
+  """Returns M, N and K of a matmul or convolution: rows, columns and the length of the sum.
+
+  Of a batched matmul they are those of one matrix; a convolution is the matmul that Tensor Cores
+  run for it: positions times output features, summed over taps and input features.
+  """
+  lhs, rhs, result = (aval_of(v).shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+  numbers = eqn.params.get("dimension_numbers")
+  if facts_of(eqn).flops == "convolution" and numbers is not None:
+    out_features, in_features, *kernel = (rhs[axis] for axis in numbers.rhs_spec)
+    rows = math.prod(result) // max(result[numbers.out_spec[1]], 1)
+    return rows, out_features, in_features * math.prod(kernel)
+  if numbers is None:
+    numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+  (contracting, others), (batch, other_batch) = numbers
+  depth = math.prod(lhs[axis] for axis in contracting)
+  rows = math.prod(n for axis, n in enumerate(lhs) if axis not in {*contracting, *batch})
+  columns = math.prod(n for axis, n in enumerate(rhs) if axis not in {*others, *other_batch})
+  return rows, columns, depth

@@ -2,13 +2,12 @@
 
 import functools
 import os
-import sysconfig
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-import jax
 from jax.extend.core import JaxprEqn
 
+from mpjax._core.errors import is_library
 from mpjax._jaxprs.autocast.marks import PREFIX
 from mpjax._jaxprs.compat import Frame, Traceback, frames_of, scopes_of
 
@@ -16,16 +15,7 @@ Direction: TypeAlias = Literal["forward", "backward", "recomputed"]
 """The pass that an operation belongs to; "recomputed": forward work that `remat` repeats."""
 
 _RECOMPUTED = "rematted_computation"
-_BACKWARD = "transpose"
-
-_SITE = os.path.dirname(os.path.dirname(jax.__file__)) + os.sep
-_LIBRARIES = (
-  os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-  sysconfig.get_path("stdlib") + os.sep,
-  *(_SITE + name + os.sep for name in ("chex", "einops", "equinox", "flax", "haiku", "jax")),
-  *(_SITE + name + os.sep for name in ("jaxlib", "jaxtyping", "optax", "numpy")),
-)
-"""Folders whose lines are not shown as long as there is another: who calls them is to change."""
+_BACKWARD = "transpose()"  # As JAX prints it, to tell it from the operation.
 
 
 class Source(NamedTuple):
@@ -71,7 +61,7 @@ class Location(NamedTuple):
 def _path(scopes: tuple[str, ...]) -> str:
   names: list[str] = []
   for scope in scopes:
-    if scope.startswith(PREFIX):
+    if scope.startswith(PREFIX) or "->" in scope:  # The formula of an einsum is no module.
       continue
     name, _, method = scope.partition(".")
     if not (name and method.isidentifier()):
@@ -79,6 +69,8 @@ def _path(scopes: tuple[str, ...]) -> str:
     elif names and names[-1] == name:
       continue  # "MLP/MLP.body": the function that a lifted transform took.
     names.append(name)
+  if names[1:2] == names[:1]:
+    names = names[1:]  # The root of a model that a scope applied once more.
   return "/".join(names)
 
 
@@ -95,7 +87,7 @@ def location(eqn: JaxprEqn, around: Location | None = None) -> Location:
   direction = around.direction
   if _RECOMPUTED in transforms:
     direction = "recomputed"
-  elif _BACKWARD in transforms:
+  elif any(_BACKWARD == f"{name}()" for name in transforms):
     direction = "backward"
   source = source_of(eqn) or around.source
   return Location(around.scopes + names, direction, source)
@@ -130,8 +122,19 @@ def source_of(eqn: JaxprEqn) -> Source | None:
 
 
 @functools.lru_cache(maxsize=4096)
+def calls_library(traceback: Traceback, names: frozenset[str]) -> bool:
+  """Whether the user's line led to an equation through a library's function of one of the names."""
+  for frame in frames_of(traceback):
+    if not is_library(frame.file):
+      return False
+    if frame.function in names:
+      return True
+  return False
+
+
+@functools.lru_cache(maxsize=4096)
 def _source(traceback: Traceback) -> Source | None:
   frames: Sequence[Frame] = frames_of(traceback)
-  own = (f for f in frames if not f.file.startswith((*_LIBRARIES, "<frozen")))
+  own = (f for f in frames if not is_library(f.file))
   found = next(own, None)
   return None if found is None else Source(found.file, found.line, found.function)

@@ -11,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.active import ACTIVE, Active
+from mpjax._core.audit_record import AUDIT, AuditedModule
 from mpjax._core.dtypes import FLOAT32, is_low_precision
 from mpjax._core.errors import MpjaxTypeError, has_note, mixed_dtypes_note
-from mpjax._core.module_dtype import dtype_field, warn_of_uncast
+from mpjax._core.module_dtype import dtype_field, plain_attribute, warn_of_uncast
 from mpjax._core.policy import Policy
 from mpjax._core.policy_config import ModulePolicy
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import leaving, mark, region_of
+from mpjax._jaxprs.autocast.marks import MODULE
 
 S = TypeVar("S", bound=Active)
 
@@ -108,12 +110,34 @@ class ModuleCall(NamedTuple):
   def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
     """Calls the method, or a step of its body, in the region of the module."""
     call = (args, kwargs)
-    return call_method(method, call, self.module, self.path, self.inner, initializing=initializing)
+    with self._noted():
+      return call_method(
+        method, call, self.module, self.path, self.inner, initializing=initializing
+      )
+
+  def _noted(self) -> contextlib.AbstractContextManager[object]:
+    """Tells the audit that traces this call, if there is one, of the module and its policy."""
+    record = AUDIT.value
+    if record is None:
+      return contextlib.nullcontext()
+    own = plain_attribute(self.module, "dtype")
+    noted = AuditedModule(
+      type(self.module).__name__,
+      self.how.policy,
+      self.how.rule,
+      None if own is None else str(getattr(own, "__name__", own)),
+    )
+    record.note(self.path, noted)
+    scopes = contextlib.ExitStack()
+    scopes.enter_context(jax.named_scope(MODULE + self.path))
+    if not self.inner.tracing:  # Else the rewriter says it, of each operation.
+      scopes.enter_context(mark(self.inner.region))
+    return scopes
 
   @property
   def output_dtype(self) -> DType | None:
     """The dtype that the policy gives the results; None leaves what was computed."""
-    policy, picked, _, outermost = self.how
+    policy, picked, _, outermost, _ = self.how
     return None if policy is None else output_dtype(self.state, policy, picked, outermost)
 
   def result(self, outputs: PyTree) -> PyTree:

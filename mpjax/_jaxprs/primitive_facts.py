@@ -69,6 +69,7 @@ class Row(NamedTuple):
       contain.
     dtype_param: the parameter that names the dtype, or holds a jaxpr in it.
     flops: the formula for its floating-point operations.
+    collective: it sends arrays between devices.
     holds: how it runs the jaxprs that it holds; None if it holds none.
     jaxpr_params: the parameters that hold the jaxprs which are replaced, separated by spaces;
       "a|b" for one whose name depends on the version of JAX.
@@ -81,6 +82,7 @@ class Row(NamedTuple):
   degree: Degree | None = None
   dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None
   flops: Literal["dot", "ragged_dot", "convolution"] | None = None
+  collective: bool = False
   holds: Holds | None = None
   jaxpr_params: str = ""
 

@@ -22,9 +22,8 @@ FAMILIES: tuple[Family, ...] = (
   # half
   family(
     "half",
-    "Matmuls and convolutions: nearly all of the arithmetic of a network, what Tensor "
-    "Cores are for, and added up in float32 by the hardware before the one rounding of the "
-    "result.",
+    "Matmuls and convolutions: nearly all of the arithmetic of a network, what Tensor Cores are "
+    "for, and added up in float32 by the hardware before the one rounding of the result.",
     Row("conv_general_dilated", dtype_param="preferred_element_type", flops="convolution"),
     Row("dot_general", dtype_param="preferred_element_type", flops="dot"),
     Row("ragged_dot_general", dtype_param="preferred_element_type", flops="ragged_dot"),
@@ -99,7 +98,8 @@ FAMILIES: tuple[Family, ...] = (
     "Sums over devices, of gradients most of all: in half every hop rounds, and float16 "
     "overflows. They send twice the bytes of half; where that is the bottleneck, move them to "
     '"keep".',
-    "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
+    Row("psum psum_invariant reduce_scatter", collective=True),
+    Row("unreduced_psum unreduced_reduce_scatter", collective=True),
   ),
   # promote
   family(
@@ -170,14 +170,15 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "keep",
-    "Exact but for one rounding; part of activation functions and of their gradients. Before a sum "
-    "they run in float32, because their reader does.",
+    "Exact but for one rounding; part of activation functions and of their gradients. Before a "
+    "sum they run in float32, because their reader does.",
     Row("one_minus_square square", degree=lambda d, _: 2 * d[0]),
   ),
   family(
     "keep",
     "They choose among the values of their operand, exactly in its own type.",
-    "approx_top_k pmax pmin reduce_window_max reduce_window_min unreduced_pmax unreduced_pmin",
+    "approx_top_k reduce_window_max reduce_window_min",
+    Row("pmax pmin unreduced_pmax unreduced_pmin", collective=True),
     Row("argmax argmin cummax cummin top_k", exact=True),
     Row("reduce_max reduce_min", gradient="chosen"),
   ),
@@ -200,9 +201,9 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "keep",
     "They move numbers between devices and compute none; half sends half the bytes.",
-    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast "
-    "pbroadcast_dynamic ppermute preduced reduced_vary_cast reduced_vary_cast_p "
-    "vary_unreduced_cast vary_unreduced_cast_p",
+    "preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
+    Row("all_gather all_gather_invariant all_gather_reduced", collective=True),
+    Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", collective=True),
     Row("pvary", exact=True),
   ),
   family(
@@ -256,8 +257,8 @@ FAMILIES: tuple[Family, ...] = (
     "Linear algebra: the libraries behind it have no half type, and the condition number of the "
     "matrix multiplies every rounding.",
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu "
-    "lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve "
-    "tridiagonal tridiagonal_solve",
+    "lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve tridiagonal "
+    "tridiagonal_solve",
   ),
   family(
     "opaque",
@@ -277,10 +278,10 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "opaque",
     "Kernels of cuDNN, chosen for the types that the jaxpr gives them.",
-    "dot_product_attention_bwd dot_product_attention_bwd_wrapper "
-    "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper "
-    "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper "
-    "dot_product_attention_fwd dot_product_attention_fwd_wrapper rnn_bwd rnn_fwd",
+    "dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd "
+    "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
+    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd "
+    "dot_product_attention_fwd_wrapper rnn_bwd rnn_fwd",
   ),
   family(
     "opaque",
@@ -297,10 +298,10 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "opaque",
     "Halves of a transfer that has been split in two by hand: both have to agree on the type.",
-    "all_gather_done all_gather_reduced_start all_gather_start all_to_all_done "
-    "all_to_all_start pbroadcast_done pbroadcast_start ppermute_done ppermute_start psum_done "
-    "psum_invariant_start psum_start reduce_scatter_done reduce_scatter_start "
-    "unreduced_psum_start unreduced_reduce_scatter_start",
+    "all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start "
+    "pbroadcast_done pbroadcast_start ppermute_done ppermute_start psum_done psum_invariant_start "
+    "psum_start reduce_scatter_done reduce_scatter_start unreduced_psum_start "
+    "unreduced_reduce_scatter_start",
   ),
   family(
     "opaque",
@@ -326,16 +327,15 @@ FAMILIES: tuple[Family, ...] = (
     "They hold a jaxpr of their own that is deliberately not entered: a kernel written by hand, "
     "or one that has been compiled or placed elsewhere.",
     "call_exported call_hi_primitive_linearized compute_on core_map cudnn_fusion "
-    "custom_jvp_call_jaxpr custom_partitioning fused_call remat_opt run_state "
-    "xla_metadata_call",
+    "custom_jvp_call_jaxpr custom_partitioning fused_call remat_opt run_state xla_metadata_call",
     Row("pallas_call", holds=Holds.KERNEL),
     fixed=True,
   ),
   # conditional
   family(
     integer_pow_part,
-    "Squares and cubes are part of activation functions (GELU), where float32 would double "
-    "the memory of the largest activations. The fourth power overflows float16 from 16 on, and "
+    "Squares and cubes are part of activation functions (GELU), where float32 would double the "
+    "memory of the largest activations. The fourth power overflows float16 from 16 on, and "
     "negative ones for small operands. All of an activation function with a power in it, also one "
     "written as x * x, is computed in float32, and its slope is kept in half.",
     Row("integer_pow", degree=lambda d, params: params["y"] * d[0]),

@@ -20,6 +20,9 @@ REGION = PREFIX + "region="
 
 OUTPUT = PREFIX + "output="
 
+MODULE = PREFIX + "module="
+"""The path of a module under a policy, in the jaxpr that `mpjax.audit` traces."""
+
 AS_IT_IS = "as-it-is"
 """The region of a module that a rule leaves as it is."""
 

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, cast
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from mpjax._core.audit_record import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import in_precision
-from mpjax._jaxprs.autocast.marks import PREFIX
-from mpjax._jaxprs.autocast.scopes import keeps_float32, names_of, region
+from mpjax._jaxprs.autocast.marks import PREFIX, REGION
+from mpjax._jaxprs.autocast.scopes import keeps_float32, marked, names_of, region
 from mpjax._jaxprs.autocast.uses import FULL, HALF, demands
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -24,7 +25,7 @@ from mpjax._jaxprs.autocast.values import (
   is_statistic,
   literal_value,
 )
-from mpjax._jaxprs.compat import NameStack, without_scopes
+from mpjax._jaxprs.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxprs.inner_jaxprs import warn_not_entered
 
 
@@ -153,11 +154,22 @@ class Rewriter:
   def shown(self, eqn: JaxprEqn) -> JaxprEqn:
     """Returns an equation as a profile is to show it, without our marks, and from the same line."""
     place, stack = self.place(eqn), eqn.source_info.name_stack
-    names = self._names.setdefault(id(stack), without_scopes(stack, PREFIX))
+    names = self._names.get(id(stack))
+    if names is None:
+      if AUDIT.value is None:
+        names = without_scopes(stack, PREFIX)
+      else:
+        names = with_scope(without_scopes(stack, REGION), REGION + self._region_name(place))
+      self._names[id(stack)] = names
     if names is stack:
       return eqn
     self._places[id(names)] = place
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+
+  def _region_name(self, place: tuple[Scope, DType | None]) -> str:
+    """Returns what an audit reads: the dtype of matmuls in a scope, whichever policy says so."""
+    scope, half = place
+    return half.name if half is not None else marked(scope) or FLOAT32.name
 
   def outside(
     self, value: Value | None, eqn: JaxprEqn, scope: Scope, half: DType, wanted: int

@@ -16,6 +16,7 @@ from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, no_effects
 from jax.typing import ArrayLike
 
+from mpjax._core.audit_record import AUDIT
 from mpjax._core.types import Array
 from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.autocast.evaluate import call_of, called
@@ -44,7 +45,8 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
   if len(jaxpr.eqns) < _LONG or not tracers or not all(map(is_in_program, tracers)):
     # Inside of `jit`, what is differentiated or batched is traced equation by equation; parts that
     # repeat are traced once. With concrete values nothing is traced: each part would be compiled.
-    if tracers and all(map(comes_from_program, tracers)):
+    # In what an audit shows, each operation has its own line.
+    if tracers and all(map(comes_from_program, tracers)) and AUDIT.value is None:
       jaxpr = with_shared_parts(jaxpr)
     outs = eval_jaxpr(jaxpr, consts, *operands)
     # A literal comes back as a number of Python's or NumPy's.

@@ -12,6 +12,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mpjax._core.active import in_region
+from mpjax._core.audit_record import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
@@ -79,6 +80,8 @@ def with_settings(
   def wrapped(*args: PyTree, **kwargs: PyTree) -> R:
     if in_region():
       return fn(*args, **kwargs)
+    if AUDIT.value is not None and not settings.modules:
+      AUDIT.value.note_autocast()
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_argument = _is_jax_array if settings.modules else _is_array
     arrays = [i for i, x in enumerate(leaves) if is_argument(x)]

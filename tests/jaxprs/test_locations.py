@@ -1,0 +1,160 @@
+"""The module, pass and line of an equation."""
+
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mpjax._jaxprs.inner_jaxprs import inner_jaxprs, opened
+from mpjax._jaxprs.locations import Location, calls_library, location
+
+
+def locations(program, around=None):
+  """Yields the primitive and location of each equation, those of inner jaxprs included."""
+  for eqn in opened(program).eqns:
+    here = location(eqn, around)
+    found = inner_jaxprs(eqn) or ()
+    if not found:
+      yield eqn, here
+    for inner in found:
+      yield from locations(inner.program, here)
+
+
+def places(fn, *args, of="dot_general"):
+  program = jax.make_jaxpr(fn)(*args)
+  return {(x.path, x.direction) for eqn, x in locations(program) if eqn.primitive.name == of}
+
+
+X = jnp.ones((4, 4))
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.relu(nn.Dense(4)(x))
+
+
+class Net(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.remat(Block)(name="repeated")(Block(name="plain")(x))
+
+
+class Scanned(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    def body(module, x, _):
+      return nn.Dense(4, name="inside")(x), None
+
+    lifted = nn.scan(body, variable_broadcast="params", split_rngs={"params": False}, length=3)
+    return lifted(self, x, None)[0]
+
+
+class Other(nn.Module):
+  def setup(self):
+    self.block = Block()
+
+  def encode(self, x):
+    return self.block(x)
+
+  def __call__(self, x):
+    return self.encode(x)
+
+
+def gradient(model):
+  variables = model.init(jax.random.key(0), X)
+  return lambda x: jax.grad(lambda v: model.apply(v, x).sum())(variables)
+
+
+def test_passes_and_paths_of_linen():
+  assert places(gradient(Net()), X) == {
+    ("Net/plain/Dense_0", "forward"),
+    ("Net/repeated/Dense_0", "forward"),
+    ("Net/repeated/Dense_0", "recomputed"),
+    ("Net/plain/Dense_0", "backward"),
+    ("Net/repeated/Dense_0", "backward"),
+  }
+
+
+def test_the_function_that_a_lifted_transform_took_is_no_module():
+  assert places(gradient(Scanned()), X) == {
+    ("Scanned/inside", "forward"),
+    ("Scanned/inside", "backward"),
+  }
+
+
+def test_a_method_is_no_module():
+  found = places(gradient(Other()), X)
+  assert found == {("Other/block/Dense_0", "forward"), ("Other/block/Dense_0", "backward")}
+
+
+def test_scopes_inside_and_outside_of_a_gradient():
+  def fn(x):
+    with jax.named_scope("outer"):
+      return jax.grad(lambda x: inner(x).sum())(x)
+
+  def inner(x):
+    with jax.named_scope("inner"):
+      return x @ x
+
+  assert places(fn, X) == {("outer/inner", "forward"), ("outer/inner", "backward")}
+
+
+@pytest.mark.parametrize(
+  ("scopes", "path"),
+  [
+    ((), ""),
+    (("mpjax.region=float16", "a", "mpjax.module=a", "b"), "a/b"),
+    (("block", "block"), "block"),
+    (("a", "block", "block"), "a/block/block"),
+    (("layer.0", "x"), "layer.0/x"),
+    (("Net", "bqhd,bkhd->bhqk"), "Net"),
+  ],
+)
+def test_path_of_scopes(scopes, path):
+  assert Location(scopes).path == path
+
+
+def test_the_line_is_the_users_and_not_a_librarys():
+  def fn(x):
+    y = jax.nn.softmax(x)
+    return nn.relu(y @ y)
+
+  lines, first = inspect.getsourcelines(fn)
+  (found,) = {
+    (x.source.line - first, x.source.function.split(".")[-1])
+    for eqn, x in locations(jax.make_jaxpr(fn)(X))
+    if eqn.primitive.name in ("exp", "reduce_max") and x.source
+  }
+  assert found == (1, "fn")
+  assert "softmax" in lines[1]
+  (source,) = {
+    str(x.source) for eqn, x in locations(jax.make_jaxpr(fn)(X)) if eqn.primitive.name == "exp"
+  }
+  assert source == f"test_locations.py:{first + 1}"
+
+
+def test_the_second_call_of_a_jitted_function_of_a_library_has_its_own_line():
+  def fn(x):
+    y = jax.nn.one_hot(x, 4)
+    return y + jax.nn.one_hot(x, 4)
+
+  first = inspect.getsourcelines(fn)[1]
+  program = jax.make_jaxpr(fn)(jnp.arange(3))
+  found = [
+    x.source.line for eqn, x in locations(program) if eqn.primitive.name == "eq" and x.source
+  ]
+  assert found == [first + 1, first + 2]
+
+
+@pytest.mark.standard_promotion
+def test_casts_that_the_code_asks_for_are_known():
+  def fn(x):
+    return x.astype("float32"), x + jnp.ones(3)
+
+  program = jax.make_jaxpr(fn)(jnp.ones(3, "bfloat16"))
+  casts = [eqn for eqn, _ in locations(program) if eqn.primitive.name == "convert_element_type"]
+  names = frozenset({"astype", "_astype"})
+  assert [calls_library(eqn.source_info.traceback, names) for eqn in casts] == [True, False]
