@@ -23,7 +23,6 @@ from models import SIZES, Case
 from rich.console import Console
 
 import mpjax
-from mpjax._jaxprs import count
 
 OUT = pathlib.Path(__file__).parent.parent / "out" / "benchmarks.json"
 
@@ -79,15 +78,16 @@ def flax_step(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, 
 
 def count_program(fun: Callable[..., Any], *args: Any) -> dict[str, Any]:
   """Returns what the traced program holds, before any compiler saw it."""
-  program = jax.make_jaxpr(fun)(*args)
-  counts = count.count_operations(program)
-  found = count.products(program)
+  audit = mpjax.audit(fun)(*args)
+  operations = audit.operations
+  products = ("dot_general", "conv_general_dilated", "ragged_dot_general")
   return {
-    "equations": sum(counts.values()),
-    "converts": counts["convert_element_type"],
-    "products": len(found),
-    "half_share": count.half_share(found),
-    "flops": sum(p.flops * p.times for p in found),
+    "equations": sum(operations.values()),
+    "converts": operations.get("convert_element_type", 0),
+    "products": sum(operations.get(name, 0) for name in products),
+    "half_share": audit.half_share,
+    "flops": sum(audit.flops.values()),
+    "residual_bytes": sum(audit.residual_bytes.values()),
   }
 
 
@@ -132,11 +132,11 @@ def compare_precisions(case: Case, half: str, rounds: int) -> dict[str, Any]:
   times = measure.take_turns(steps, rounds=rounds)
   figures: dict[str, Any] = {}
   for name, apply in applies.items():
-    loss = functools.partial(loss_fn, apply)
+    traced = count_program(functools.partial(plain_step, apply), state, *batch)
     figures[name] = {
       "seconds": times[name],
-      "traced": count_program(functools.partial(plain_step, apply), state, *batch),
-      "residual_bytes": count.residual_bytes(lambda p, f=loss: f(p, rest, *batch)[0], params),
+      "residual_bytes": traced.pop("residual_bytes"),
+      "traced": traced,
       "compiled": measure.count_compiled(steps[name].compiled),
     }
   del steps

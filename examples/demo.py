@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# What audits a program is not public yet: the counts behind two columns of the table.
-from mpjax._jaxprs import count
+import mpjax
 
 LAST = 20
 """Steps whose loss is averaged: the loss on one batch says little."""
@@ -25,21 +24,22 @@ LAST = 20
 def describe(result: digits.Result) -> dict[str, float]:
   """Returns one row of the table, from a finished run."""
   images, labels = next(digits.batches(digits.load_data()[0], 1))
-  params, batch_stats, _ = result.training.state
-  step = jax.make_jaxpr(result.training.step)(result.training.state, images, labels)
-
-  def loss(params):
-    return result.training.loss_fn(params, batch_stats, images, labels)[0]
-
+  params = result.training.state[0]
+  audit = mpjax.audit(result.training.step)(result.training.state, images, labels)
   return {
     "accuracy": result.accuracy,
     "loss": float(np.mean(result.losses[-LAST:])),
     "skipped": int(result.metrics["skipped"]),
     "loss_scale": float(result.metrics["loss_scale"]),
-    "half_share": count.half_share(count.products(step)),
-    "parameter_bytes": count.tree_bytes(params),
-    "activation_bytes": count.residual_bytes(loss, params),
+    "half_share": audit.half_share,
+    "parameter_bytes": nbytes(params),
+    "activation_bytes": sum(audit.residual_bytes.values()),
   }
+
+
+def nbytes(tree):
+  """Returns how many bytes the arrays of a tree take."""
+  return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def table(rows: dict[str, dict[str, float]]) -> Table:
@@ -67,8 +67,8 @@ NOTES = (
   the traced training step, forward and backward, whose operands are both in half.""",
   """As they are stored and updated: float32 under every mixed policy.""",
   f"""What the forward pass of one batch of {digits.BATCH} saves for the backward pass, counted from
-  the residuals of jax.vjp, without the parameters and the batch. Half copies of the weights are
-  among them, and so is what batch normalisation keeps in float32.""",
+  the residuals in the traced step, without the parameters and the batch. Half copies of the weights
+  are among them, and so is what batch normalisation keeps in float32.""",
 )
 
 

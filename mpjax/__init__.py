@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mpjax._core.errors import (
+  MpjaxAssertionError,
   MpjaxError,
   MpjaxRuntimeError,
   MpjaxTypeError,
@@ -15,6 +16,7 @@ from mpjax._core.full_precision import full_precision
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules
 from mpjax._core.trees import all_finite
+from mpjax._diagnostics.audit import Audit, audit
 from mpjax._io.conversion import convert
 from mpjax._io.conversion_report import ConversionReport, LeafReport, conversion_report
 from mpjax._jaxprs.autocast import autocast
@@ -51,11 +53,13 @@ __version__ = "0.1.0"
 
 __all__ = [
   "AccumulationState",
+  "Audit",
   "ConversionReport",
   "DynamicLossScale",
   "LeafReport",
   "LossScalingState",
   "MasterWeightsState",
+  "MpjaxAssertionError",
   "MpjaxError",
   "MpjaxRuntimeError",
   "MpjaxTypeError",
@@ -71,6 +75,7 @@ __all__ = [
   "accumulate_gradients",
   "all_finite",
   "apply_updates",
+  "audit",
   "autocast",
   "check_loss_scaling",
   "check_skipped_steps",

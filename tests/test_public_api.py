@@ -15,11 +15,13 @@ import mpjax
 PUBLIC = {
   "mpjax": [
     "AccumulationState",
+    "Audit",
     "ConversionReport",
     "DynamicLossScale",
     "LeafReport",
     "LossScalingState",
     "MasterWeightsState",
+    "MpjaxAssertionError",
     "MpjaxError",
     "MpjaxRuntimeError",
     "MpjaxTypeError",
@@ -35,6 +37,7 @@ PUBLIC = {
     "accumulate_gradients",
     "all_finite",
     "apply_updates",
+    "audit",
     "autocast",
     "check_loss_scaling",
     "check_skipped_steps",

@@ -1,5 +1,6 @@
 """What all reports have in common: the same sections as text, as HTML and as JSON."""
 
+import abc
 import html
 import io
 import json
@@ -9,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 WIDTH = 80
 """Columns of a report as text."""
 
-Json: TypeAlias = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
 
 class Cell(NamedTuple):
@@ -51,16 +53,16 @@ class Section(NamedTuple):
   folded: bool = False
 
 
-class Report:
+class Report(abc.ABC):
   """A result that prints as text of 80 columns, and shows itself in notebooks."""
 
+  @abc.abstractmethod
   def sections(self) -> Sequence[Section]:
     """Returns what is shown, in order."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def as_dict(self) -> Mapping[str, Json]:
     """Returns what `to_json` writes."""
-    raise NotImplementedError
 
   def __str__(self) -> str:
     return as_text(self.sections())
@@ -99,12 +101,12 @@ def as_text(sections: Sequence[Section], width: int = WIDTH) -> str:
   return "\n".join(lines).strip("\n")
 
 
-def _parts(section: Section) -> list[Text | Table]:
-  parts: list[Text | Table] = [Text()]
+def _parts(section: Section) -> list[Text | Table | Padding]:
+  parts: list[Text | Table | Padding] = [Text()]
   if section.title:
     parts.append(Text(section.title, style="bold"))
   # A long path without spaces is broken anywhere, rather than cut off.
-  parts += [Text(line, overflow="fold") for line in section.lines]
+  parts += map(_line, section.lines)
   if section.rows:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name, align, wide in section.columns:
@@ -113,6 +115,12 @@ def _parts(section: Section) -> list[Text | Table]:
       table.add_row(*(Text(_cell(each).text, overflow="fold") for each in row))
     parts.append(table)
   return parts
+
+
+def _line(line: str) -> Padding:
+  """Returns a paragraph, all of whose lines are indented as its first one."""
+  text = line.lstrip(" ")
+  return Padding(Text(text, overflow="fold"), (0, 0, 0, len(line) - len(text)))
 
 
 def _cell(cell: Cell | str) -> Cell:

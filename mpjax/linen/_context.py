@@ -8,6 +8,7 @@ from flax.core import Scope
 
 from mpjax._core import active
 from mpjax._core.active import ACTIVE
+from mpjax._core.audit_record import AUDIT
 from mpjax._core.policy import Policy
 from mpjax._core.policy_config import ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax._core.types import Args, Kwargs, PyTree
@@ -66,6 +67,8 @@ def begin(
 ) -> Active:
   """Returns the state at the root of a model that `config` was given to."""
   policy, around = config.policy, ACTIVE.value
+  if AUDIT.value is not None:
+    AUDIT.value.note_rules(config.rules)
   # A model inside of another that is being traced is rewritten with it.
   traced = around if around is not None and around.tracing else None
   return Active(

@@ -1,0 +1,77 @@
+"""The arguments of a function: its jaxpr for them, and what each is called."""
+
+import inspect
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.frameworks import check_no_linen_model
+from mpjax._core.paths import leaf_paths
+from mpjax._core.types import Args, Function, Kwargs, PyTree
+
+_PARAMETERS = ("params", "parameters", "weights")
+
+
+class Argument(NamedTuple):
+  """A leaf of the arguments of a function.
+
+  Fields:
+    name: the name of the argument and the path in it, such as "params/Dense_0/kernel".
+    is_parameter: a model learns it: it is in a tree called `params`, or an `nnx.Param`.
+  """
+
+  name: str
+  is_parameter: bool
+
+
+def arguments(fn: Function, args: Args, kwargs: Kwargs) -> list[Argument]:
+  """Returns what the leaves of arguments are called, in the order of `jax.make_jaxpr`."""
+  found: list[Argument] = []
+  for name, value in (*_named(fn, args).items(), *sorted(kwargs.items())):
+    learned = _learned(value)
+    for path, is_variable in zip(leaf_paths(value), learned, strict=True):
+      parts = (name, *(part for part in path if part != "value"))
+      found.append(
+        Argument("/".join(parts), is_variable or any(p in _PARAMETERS for p in parts[:-1]))
+      )
+  # A single array called `params` is one too.
+  return [a._replace(is_parameter=a.is_parameter or a.name in _PARAMETERS) for a in found]
+
+
+def _named(fn: Function, args: Args) -> Mapping[str, PyTree]:
+  try:
+    names = [
+      p.name
+      for p in inspect.signature(fn).parameters.values()
+      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+  except (TypeError, ValueError):
+    names = []
+  return {names[i] if i < len(names) else f"args[{i}]": x for i, x in enumerate(args)}
+
+
+def _learned(value: PyTree) -> list[bool]:
+  """Returns for each leaf whether it is a parameter by its class, that of NNX."""
+
+  def is_variable(x: object) -> bool:
+    return hasattr(type(x), "get_raw_value")
+
+  return [
+    any(base.__name__ == "Param" for base in type(node).__mro__)
+    for node in jax.tree.leaves(value, is_leaf=is_variable)
+    for _ in jax.tree.leaves(node)
+  ]
+
+
+def check_function(fn: object, where: str) -> None:
+  """Raises MpjaxTypeError unless `fn` is a function of arrays."""
+  check_no_linen_model(fn, where)
+  if not callable(fn):
+    raise MpjaxTypeError(
+      where,
+      expected="a function of arrays",
+      got=repr(fn) if isinstance(fn, (str, int, float)) else repr(type(fn)),
+      fix=f"Pass the function, and its arguments to what is returned: {where}(*args).",
+    )

@@ -1,0 +1,100 @@
+"""Operations in low precision that float32 would be safer for."""
+
+import collections
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core.primitives import add_jaxvals_p, convert_element_type_p
+
+from mpjax._core.dtypes import is_low_precision
+from mpjax._diagnostics.audit.causes import is_low
+from mpjax._diagnostics.audit.graph import Graph, Operation, Value
+from mpjax._diagnostics.audit.leaks import module_path
+from mpjax._jaxprs.locations import Direction, Source
+from mpjax._jaxprs.op_lists import OpLists
+from mpjax._jaxprs.primitives import facts_of
+
+_LISTS = OpLists()
+_LONG_SUM = 64
+"""Terms: a sum of fewer loses no more than a few roundings."""
+
+
+class Risk(NamedTuple):
+  """Operations in low precision that float32 would be safer for.
+
+  Args:
+    path: of the module or named scope.
+    operation: the name of the primitive.
+    direction: its pass.
+    dtype: in which it runs.
+    source: its line; None if unknown.
+    reason: what may go wrong.
+    operations: how many of them run.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> risk, = mpjax.audit(jnp.exp)(jax.ShapeDtypeStruct((8,), "float16")).risks
+  >>> risk.operation, risk.dtype
+  ('exp', 'float16')
+  """
+
+  path: str
+  operation: str
+  direction: Direction
+  dtype: str
+  source: Source | None
+  reason: str
+  operations: int
+
+
+def find_risks(graph: Graph) -> tuple[Risk, ...]:
+  """Returns what runs in low precision and would be safer in float32, in the order it runs."""
+  counts: collections.Counter[Risk] = collections.Counter()
+  for operation in graph.computing():
+    for dtype, reason in _risks(operation):
+      where = operation.where
+      path = module_path(where)
+      risk = Risk(path, operation.name, where.direction, dtype, where.source, reason, 0)
+      counts[risk] += operation.times
+  return tuple(risk._replace(operations=n) for risk, n in counts.items())
+
+
+def _risks(operation: Operation) -> Iterator[tuple[str, str]]:
+  first = next((v for v in operation.operands if is_low(v)), None)
+  result = operation.results[0] if operation.results else None
+  if operation.eqn.primitive is convert_element_type_p and result is not None and is_low(result):
+    source = operation.operands[0]
+    integer = source.dtype is not None and jnp.issubdtype(source.dtype, jnp.integer)
+    if integer and source.dtype is not None and source.dtype.itemsize > 1:
+      most = 2 ** (jnp.finfo(result.dtype).nmant + 1)
+      yield str(result.dtype), f"integers above {most} are rounded"
+  if first is None or first.dtype is None:
+    return
+  dtype = str(first.dtype)
+  if _LISTS.part_of(operation.name, operation.eqn.params) == "float32":
+    terms = first.size // max(result.size if result is not None else 1, 1)
+    elementwise = result is not None and first.aval.shape == result.aval.shape
+    # JAX shows no accumulator: a sum whose result is low is added up in low precision.
+    # An add of two gradients rounds once, as any other.
+    adds = operation.eqn.primitive is add_jaxvals_p
+    if result is not None and is_low(result) and not adds and (elementwise or terms >= _LONG_SUM):
+      yield (
+        dtype,
+        "less exact than in float32"
+        if elementwise
+        else f"{terms:,} terms are added in low precision",
+      )
+  for v in operation.operands:
+    if v.kind == "literal" and v.dtype is not None and is_low_precision(v.dtype):
+      number = float(v.label)
+      if math.isinf(number) and operation.name != "select_n" and not facts_of(operation.eqn).moves:
+        yield dtype, "a number became inf in low precision"
+      if number == 0 and _adds_zero(operation, v):
+        yield dtype, "a number may have become 0 in low precision"
+
+
+def _adds_zero(operation: Operation, literal: Value) -> bool:
+  """Whether 0 is added to an array: an epsilon, of which nothing is left."""
+  added = facts_of(operation.eqn).gradient == "added" and not facts_of(operation.eqn).moves
+  return added and operation.where.direction == "forward" and literal in operation.operands[1:]

@@ -1,0 +1,463 @@
+"""Functions with one float32 leak each, on the line marked `# LEAK`, in all frameworks.
+
+Each maker returns the function and its arguments, as shapes or arrays. What is in low precision
+otherwise is there by hand, by a policy, or by autocast.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import mpjax
+from tests.models.values import normal
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+X = jax.ShapeDtypeStruct((16, 8), BF16)
+WIDE = jax.ShapeDtypeStruct((16, 8), F32)
+W = jax.ShapeDtypeStruct((8, 8), BF16)
+
+
+class Planted(NamedTuple):
+  """A leak.
+
+  Fields:
+    make: returns the function and its arguments.
+    path: that of the leak ends so.
+    kind: of its cause.
+    name: the name of its cause contains it.
+    operation: where float32 enters.
+  """
+
+  make: Callable[[], tuple[Any, tuple[Any, ...]]]
+  path: str
+  kind: str
+  name: str
+  operation: str
+
+  @property
+  def line(self) -> int:
+    """The line with the mark."""
+    lines, first = inspect.getsourcelines(self.make)
+    (found,) = (first + i for i, line in enumerate(lines) if "# LEAK" in line)
+    return found
+
+
+LEAKS: dict[str, Planted] = {}
+
+
+def planted(path: str, kind: str, name: str, operation: str) -> Callable[[Any], Any]:
+  def add(make: Any) -> Any:
+    LEAKS[make.__name__] = Planted(make, path, kind, name, operation)
+    return make
+
+  return add
+
+
+# Plain functions, cast by hand.
+
+
+@planted("", "constant", "float32[16,8]", "add")
+def float32_constant():
+  table = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
+
+  def fn(x, w):
+    h = x @ w
+    h = h + table  # LEAK
+    return h @ w
+
+  return fn, (X, W)
+
+
+@planted("", "number", "0.5", "mul")
+def numpy_scalar():
+  def fn(x, w):
+    h = (x @ w) * np.float32(0.5)  # LEAK
+    return h @ w
+
+  return fn, (X, W)
+
+
+@planted("", "number", "2.8", "div")
+def square_root_of_numpy():
+  def fn(q, k):
+    scores = q @ k.T
+    scores = scores / np.sqrt(np.float32(8))  # LEAK
+    return scores @ k
+
+  return fn, (X, X)
+
+
+@planted("", "argument", "mask", "mul")
+def float32_mask():
+  def fn(x, w, mask):
+    h = jnp.tanh(x @ w)
+    h = h * mask  # LEAK
+    return h @ w
+
+  return fn, (X, W, WIDE)
+
+
+@planted("", "argument", "batch/mask", "mul")
+def dict_argument():
+  def fn(w, batch):
+    h = batch["x"] @ w
+    h = h * batch["mask"]  # LEAK
+    return h @ w
+
+  return fn, (W, {"x": X, "mask": WIDE})
+
+
+@planted("", "constant", "float32[16,8]", "add")
+def captured_array():
+  noise = normal(16, 8)
+
+  def fn(x, w):
+    h = x @ w
+    h = noise + h  # LEAK
+    return h @ w
+
+  return fn, (X, W)
+
+
+@planted("", "cast", "convert_element_type", "dot_general")
+def cast_by_hand():
+  def fn(x, w):
+    h = jax.nn.relu(x @ w)
+    return h.astype(jnp.float32) @ w  # LEAK
+
+  return fn, (X, W)
+
+
+@planted("", "constant", "filled with 0", "add")
+def zeros_without_a_dtype():
+  def fn(x, w):
+    h = x @ w
+    h = jnp.zeros((16, 8)) + h  # LEAK
+    return h @ w
+
+  return fn, (X, W)
+
+
+@planted("", "operation", "convert_element_type", "add")
+def one_hot():
+  def fn(x, ids, w):
+    h = x @ w
+    h = h + jax.nn.one_hot(ids, 8)  # LEAK
+    return h @ w
+
+  return fn, (X, jax.ShapeDtypeStruct((16,), jnp.int32), W)
+
+
+@planted("", "operation", "dot_general", "dot_general")
+def preferred_element_type():
+  def fn(x, w):
+    h = jnp.dot(x, w, preferred_element_type=jnp.float32)
+    return h @ w  # LEAK
+
+  return fn, (X, W)
+
+
+@planted("", "operation", "reduce_sum", "sub")
+def mean_of_a_half_array():
+  def fn(x, w):
+    h = x @ w
+    h = h - jnp.mean(h, axis=-1, keepdims=True, dtype=jnp.float32)  # LEAK
+    return h @ w
+
+  return fn, (X, W)
+
+
+@planted("", "parameter", "lora_a", "dot_general")
+def float32_lora():
+  def fn(params, x):
+    h = x @ params["kernel"]
+    update = (x @ params["lora_a"]) @ params["lora_b"]  # LEAK
+    return (h + update) @ params["kernel"]
+
+  wide = jax.ShapeDtypeStruct((8, 2), F32), jax.ShapeDtypeStruct((2, 8), F32)
+  return fn, ({"kernel": W, "lora_a": wide[0], "lora_b": wide[1]}, X)
+
+
+@planted("", "argument", "state", "add")
+def float32_carry():
+  def fn(state, xs, w):
+    def step(carry, x):
+      carry = jnp.tanh(x @ w + carry)  # LEAK
+      return carry, carry.astype(BF16)
+
+    return jax.lax.scan(step, state, xs)
+
+  xs = jax.ShapeDtypeStruct((4, 16, 8), BF16)
+  return fn, (WIDE, xs, W)
+
+
+@planted("", "operation", "iota", "add")
+def positional_table():
+  def fn(x, w):
+    h = x @ w
+    angles = jnp.arange(16.0)[:, None] / 10000 ** (jnp.arange(8.0) / 8)
+    h = h + jnp.sin(angles)  # LEAK
+    return h @ w
+
+  return fn, (X, W)
+
+
+@planted("", "operation", "bitcast_convert_type", "add")
+def random_noise():
+  def fn(x, w, key):
+    h = x @ w
+    h = h + jax.random.normal(key, h.shape)  # LEAK
+    return h @ w
+
+  return fn, (X, W, jax.random.key(0))
+
+
+@planted("head", "parameter", "head/bias", "add")
+def bias_of_one_layer():
+  def fn(params, x):
+    h = x @ params["body"]
+    with jax.named_scope("head"):
+      h = h + params["head"]["bias"]  # LEAK
+    return h @ params["body"]
+
+  return fn, ({"body": W, "head": {"bias": jax.ShapeDtypeStruct((8,), F32)}}, X)
+
+
+@planted("", "argument", "table", "concatenate")
+def concatenated():
+  def fn(x, table, w):
+    h = x @ w
+    h = jnp.concatenate([h, table], axis=0)  # LEAK
+    return h @ w
+
+  return fn, (X, WIDE, W)
+
+
+@planted("", "argument", "fallback", "select_n")
+def chosen():
+  def fn(x, fallback, w):
+    h = x @ w
+    h = jnp.where(h > 0, h, fallback)  # LEAK
+    return h @ w
+
+  return fn, (X, WIDE, W)
+
+
+@planted("block_2", "argument", "scale", "mul")
+def inside_of_jit_and_remat():
+  def fn(x, w, scale):
+    @jax.checkpoint
+    @jax.jit
+    def block(h):
+      with jax.named_scope("block_2"):
+        h = h * scale  # LEAK
+      return (h @ w).astype(BF16)
+
+    return jnp.sum(block(x @ w).astype(jnp.float32))
+
+  return jax.grad(fn, argnums=1), (X, W, WIDE)
+
+
+@planted("", "argument", "bias", "add")
+def inside_of_a_branch():
+  def fn(flag, x, w, bias):
+    return jax.lax.cond(
+      flag,
+      lambda x: ((x @ w + bias) @ w).astype(BF16),  # LEAK
+      lambda x: x @ w,
+      x,
+    )
+
+  return fn, (jax.ShapeDtypeStruct((), bool), X, W, WIDE)
+
+
+@planted("", "argument", "mask", "mul")
+def gradient_of_a_leak():
+  def fn(w, x, mask):
+    h = jnp.tanh(x @ w) * mask  # LEAK
+    return jnp.sum((h @ w) ** 2)
+
+  return jax.grad(fn), (W, X, WIDE)
+
+
+@planted("", "argument", "table", "add")
+def mapped():
+  def fn(x, table, w):
+    def one(x, row):
+      return (x @ w + row) @ w  # LEAK
+
+    return jax.vmap(one)(x, table)
+
+  return fn, (X, WIDE, W)
+
+
+# Linen, by hand.
+
+
+@planted("LayerNorm_0", "parameter", "LayerNorm_0/scale", "mul")
+def norm_without_a_dtype():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      h = nn.Dense(8, dtype=BF16)(x)
+      h = nn.LayerNorm()(h)  # LEAK
+      return h @ self.param("head", nn.initializers.ones, (8, 8), BF16)
+
+  return _linen(Net(), X)
+
+
+@planted("Attention_0", "number", "2.8", "div")
+def attention_by_hand():
+  class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      q, k, v = (nn.Dense(8, dtype=BF16, name=n)(x) for n in "qkv")
+      scores = q @ k.T / np.sqrt(8.0).astype(np.float32)  # LEAK
+      return (jax.nn.softmax(scores) @ v).astype(BF16)
+
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(8, dtype=BF16)(Attention()(x))
+
+  return _linen(Net(), X)
+
+
+@planted("Dense_1", "parameter", "Dense_1/kernel", "dot_general")
+def dense_without_a_dtype():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      h = nn.Dense(8, dtype=BF16)(x)
+      return nn.Dense(8)(h)  # LEAK
+
+  return _linen(Net(), X)
+
+
+# Linen, NNX and plain functions under a policy.
+
+
+@planted("Block", "constant", "float32[16,8]", "add")
+def table_under_a_policy():
+  table = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
+
+  class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      h = nn.Dense(8)(x)
+      h = h + table  # LEAK
+      return nn.Dense(8)(h)
+
+  _, (variables, x) = _linen(Block(), WIDE)
+  model = mpjax.linen.with_policy(Block(), "mixed_bfloat16")
+  return (lambda variables, x: model.apply(variables, x)), (variables, x)
+
+
+@planted("Net", "operation", "iota", "add")
+def positions_under_a_policy():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      h = nn.Dense(8)(x)
+      h = h + jnp.arange(16.0)[:, None]  # LEAK
+      return nn.Dense(8)(nn.relu(h))
+
+  _, args = _linen(Net(), WIDE)
+  model = mpjax.linen.with_policy(Net(), "mixed_bfloat16")
+  return jax.jit(lambda variables, x: model.apply(variables, x)), args
+
+
+@planted("", "argument", "x/memory", "add")
+def second_input_under_a_policy():
+  class Net(nnx.Module):
+    def __init__(self, rngs):
+      self.up = nnx.Linear(8, 8, rngs=rngs)
+      self.down = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+      h = self.up(x["x"])
+      h = h + x["memory"]  # LEAK
+      return self.down(nnx.relu(h))
+
+  model = Net(nnx.Rngs(0))
+
+  def fn(model, x):
+    return mpjax.nnx.with_policy(model, "mixed_bfloat16")(x)
+
+  return fn, (model, {"x": WIDE, "memory": WIDE})
+
+
+@planted("head", "constant", "float32[16,8]", "add")
+def grid_under_autocast():
+  grid = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
+
+  def fn(w, x):
+    h = x @ w
+    with jax.named_scope("head"):
+      h = h + grid  # LEAK
+      return h @ w
+
+  return mpjax.autocast(fn), (jax.ShapeDtypeStruct((8, 8), F32), WIDE)
+
+
+# Other frameworks, by hand.
+
+
+@planted("", "argument", "x/mask", "mul")
+def nnx_by_hand():
+  class Net(nnx.Module):
+    def __init__(self, rngs):
+      self.up = nnx.Linear(8, 8, dtype=BF16, param_dtype=BF16, rngs=rngs)
+
+    def __call__(self, x):
+      h = self.up(x["x"])
+      h = h * x["mask"]  # LEAK
+      return h @ self.up.kernel[...]
+
+  return (lambda model, x: model(x)), (Net(nnx.Rngs(0)), {"x": X, "mask": WIDE})
+
+
+@planted("head", "parameter", "/b", "add")
+def haiku_by_hand():
+  def forward(x):
+    h = hk.Linear(8, name="body")(x)
+    with jax.named_scope("head"):
+      h = h + hk.get_parameter("b", (8,), F32, init=jnp.zeros)  # LEAK
+    return hk.Linear(8, name="last")(h)
+
+  net = hk.without_apply_rng(hk.transform(forward))
+  params = jax.eval_shape(net.init, jax.random.key(0), X)
+  layers = {"body": params["body"], "last": params["last"]}
+  half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, BF16), layers)
+  return net.apply, ({**params, **half}, X)
+
+
+@planted("", "number", "3.0", "mul")
+def equinox_by_hand():
+  class Net(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __call__(self, x):
+      h = jax.vmap(self.first)(x)
+      h = h * np.float32(3.0)  # LEAK
+      return jax.vmap(self.second)(h)
+
+  keys = jax.random.split(jax.random.key(0))
+  model = Net(eqx.nn.Linear(8, 8, key=keys[0]), eqx.nn.Linear(8, 8, key=keys[1]))
+  half = jax.tree.map(lambda x: x.astype(BF16) if eqx.is_array(x) else x, model)
+  arrays, static = eqx.partition(half, eqx.is_array)
+  return (lambda arrays, x: eqx.combine(arrays, static)(x)), (arrays, X)
+
+
+def _linen(model: nn.Module, x: Any) -> tuple[Any, tuple[Any, ...]]:
+  variables = jax.eval_shape(model.init, jax.random.key(0), x)
+  return (lambda variables, x: model.apply(variables, x)), (variables, x)

@@ -1,0 +1,91 @@
+"""Sizes that do not fit Tensor Cores, collectives, casts that undo one another, residuals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import mpjax
+from mpjax._diagnostics.audit.costs import dtypes_of
+from mpjax._diagnostics.audit.graph import Graph
+
+BF16 = jnp.bfloat16
+
+
+def s(*shape, dtype=BF16):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def conv(x, kernel):
+  return jax.lax.conv_general_dilated(x, kernel, (1,), "VALID")
+
+
+MISFITS = {
+  "columns": (jnp.matmul, (s(16, 8), s(8, 10)), (16, 10, 8), (16, 16, 8)),
+  "depth": (jnp.matmul, (s(16, 9), s(9, 8)), (16, 8, 9), (16, 8, 16)),
+  "batched": (jnp.matmul, (s(3, 7, 8), s(3, 8, 8)), (7, 8, 8), (8, 8, 8)),
+  "float8": (
+    lambda a, b: jax.lax.dot(a, b, preferred_element_type=BF16),
+    (s(16, 8, dtype="float8_e4m3fn"), s(8, 16, dtype="float8_e4m3fn")),
+    (16, 16, 8),
+    (16, 16, 16),
+  ),
+  # 2 images of 7 positions; 5 features of 3 inputs and 2 taps.
+  "convolution": (conv, (s(2, 3, 8), s(5, 3, 2)), (14, 5, 6), (16, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_sizes_that_are_padded(name):
+  fn, args, sizes, padded = MISFITS[name]
+  (found,) = mpjax.audit(fn)(*args).misfits
+  assert (found.sizes, found.padded) == (sizes, padded)
+
+
+def test_what_fits_or_is_float32_is_not_listed():
+  assert mpjax.audit(jnp.matmul)(s(16, 8), s(8, 24)).misfits == ()
+  assert mpjax.audit(jnp.matmul)(s(3, 3, dtype="float32"), s(3, 3, dtype="float32")).misfits == ()
+
+
+def test_collectives_by_dtype():
+  mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def fn(x):
+    total = jax.lax.psum(x, "d")
+    wide = jax.lax.psum(x.astype(jnp.float32), "d")
+    return total + jax.lax.psum(total, "d"), wide
+
+  spec = PartitionSpec("d")
+  mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)
+  found = {
+    (x.operation, x.dtype): (x.nbytes, x.times)
+    for x in mpjax.audit(mapped)(jnp.ones(8, BF16)).collectives
+  }
+  # Each of the two devices sends its 4 elements.
+  assert found == {("psum", "bfloat16"): (2 * 2 * 8, 4), ("psum", "float32"): (2 * 16, 2)}
+
+
+def test_casts_that_undo_one_another():
+  def fn(x):
+    return x.astype(jnp.float32).astype(BF16), jnp.exp(x.astype(jnp.float32)).astype(BF16)
+
+  assert tuple(mpjax.audit(fn)(s(4, 4)).round_trips) == (1, 64)
+
+
+def test_residuals_by_dtype():
+  def loss(w, x):
+    h = x.astype(BF16) @ w.astype(BF16)
+    return jnp.sum(jnp.sin(h.astype(jnp.float32)))
+
+  audit = mpjax.audit(jax.grad(loss))(s(8, 8, dtype="float32"), s(4, 8, dtype="float32"))
+  # x in bfloat16 for the gradient of w, and the cosine of h.
+  assert audit.residual_bytes == {"float32": 4 * 8 * 4, "bfloat16": 4 * 8 * 2}
+  assert mpjax.audit(loss)(s(8, 8, dtype="float32"), s(4, 8, dtype="float32")).residual_bytes == {}
+
+
+def test_dtypes_by_size():
+  names = ["a", "b", "c"]
+  types = (s(2), s(5, dtype=np.float32), s(9, dtype=np.int32))
+  graph = Graph(jax.make_jaxpr(lambda *xs: xs)(*types), names)
+  assert dtypes_of(graph.arguments) == ("float32", "bfloat16")

@@ -1,0 +1,119 @@
+"""A jaxpr as one graph: values go into inner jaxprs and come out of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax._diagnostics.audit.graph import Graph
+
+X = jnp.ones((4, 4))
+
+
+def graph(fn, *args):
+  return Graph(jax.make_jaxpr(fn)(*args), [f"x{i}" for i in range(len(args))])
+
+
+def named(found, name):
+  return [each for each in found.computing() if each.name == name]
+
+
+def ancestors(value, seen=()):
+  """All values that a value is computed from."""
+  known = set(seen)
+  pending = [value]
+  while pending:
+    value = pending.pop()
+    if value not in known:
+      known.add(value)
+      pending += value.made_by.operands if value.made_by else []
+  return known
+
+
+def with_jvp(f):
+  made = jax.custom_jvp(f)
+  made.defjvp(lambda primals, tangents: (f(*primals), tangents[0]))
+  return made
+
+
+def with_vjp(f):
+  made = jax.custom_vjp(f)
+  made.defvjp(lambda *x: (f(*x), x), lambda kept, bar: (bar, bar))
+  return made
+
+
+CALLS = {
+  "jit": jax.jit,
+  "remat": jax.checkpoint,
+  "custom_jvp": with_jvp,
+  "custom_vjp": with_vjp,
+  "nested": lambda f: jax.jit(jax.checkpoint(jax.jit(f))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_pass_through_calls(name):
+  call = CALLS[name](lambda x, y: jnp.sin(x) + y)
+  found = graph(lambda x, y: jnp.cos(call(x, y)), X, X)
+  (sin,), (cos,), (add,) = (named(found, each) for each in ("sin", "cos", "add"))
+  assert sin.operands == [found.arguments[0]]
+  assert add.operands == [sin.results[0], found.arguments[1]]
+  assert cos.operands == add.results
+  assert found.results == cos.results
+  assert found.arguments[1].consumers == [add]
+
+
+def test_what_a_scan_carries_comes_from_its_start_and_from_each_iteration():
+  def fn(start, xs):
+    return jax.lax.scan(lambda c, x: (jnp.sin(c) + x, jnp.cos(c)), start, xs)
+
+  found = graph(fn, X[0], X)
+  (sin,), (add,) = named(found, "sin"), named(found, "add")
+  (carried,) = sin.operands
+  assert carried.made_by.joins
+  assert carried.made_by.operands == [
+    found.arguments[0],
+    add.results[0],
+  ]
+  assert sin.times == 4
+  assert sin.certain
+  last, stacked = found.results
+  assert found.arguments[0] in ancestors(last)
+  assert stacked.aval.shape == (4, 4)
+  assert named(found, "cos")[0].results[0] in ancestors(stacked)
+
+
+def test_branches_join_and_count_as_uncertain():
+  found = graph(lambda p, x: jax.lax.cond(p, jnp.sin, jnp.cos, x), True, X)
+  (sin,), (cos,) = named(found, "sin"), named(found, "cos")
+  (result,) = found.results
+  assert result.made_by.joins
+  assert set(result.made_by.operands) == {sin.results[0], cos.results[0]}
+  assert not sin.certain
+
+
+def test_a_while_loop_has_a_condition_and_a_body():
+  found = graph(
+    lambda x: jax.lax.while_loop(lambda c: jnp.sum(c) < 10, lambda c: c + jnp.sin(c), x), X
+  )
+  (sin,), (less,) = named(found, "sin"), named(found, "lt")
+  assert found.arguments[0] in ancestors(sin.operands[0])
+  assert found.arguments[0] in ancestors(less.results[0])
+  assert not sin.certain
+  assert sin.times == 1
+
+
+def test_constants_and_numbers():
+  table = np.arange(16, dtype=np.float32).reshape(4, 4)
+  found = graph(lambda x: x * 2.5 + table, X)
+  (mul,), (add,) = named(found, "mul"), named(found, "add")
+  number, constant = mul.operands[1], add.operands[1]
+  assert (number.kind, number.label) == ("literal", "2.5")
+  assert (constant.kind, constant.label) == ("constant", "float32[4,4]")
+  assert constant.size == 16
+  assert constant.nbytes == 64
+
+
+def test_keys_are_no_numbers():
+  found = graph(lambda key: jax.random.uniform(key, (2,)), jax.random.key(0))
+  assert all(each.results for each in found.computing())

@@ -1,0 +1,196 @@
+"""Every planted leak is found, where it is and why, and nothing else is."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.diagnostics.audit.planted_leaks import LEAKS
+from tests.models import other_libraries, plain
+from tests.models.papers import PAPERS, RNGS
+from tests.nnx import zoo
+
+pytestmark = pytest.mark.standard_promotion
+
+HALF = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+X = jax.ShapeDtypeStruct((16, 8), "bfloat16")
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_planted_leak_is_found_where_it_is_and_why(name):
+  planted = LEAKS[name]
+  fn, args = planted.make()
+  (leak,) = mpjax.audit(fn)(*args).leaks
+  assert (leak.operation, leak.cause.kind) == (planted.operation, planted.kind)
+  assert leak.path.endswith(planted.path)
+  assert planted.name in leak.cause.name
+  assert leak.source is not None
+  assert leak.source.file.endswith("planted_leaks.py")
+  assert leak.source.line == planted.line
+  assert leak.nbytes > 0
+  assert 0 < leak.share <= 1
+  assert leak.fix
+
+
+def test_thirty_leaks_and_more_are_planted():
+  assert len(LEAKS) >= 30
+
+
+@HALF
+@pytest.mark.parametrize("name", PAPERS)
+def test_no_false_leak_in_published_models_of_linen(name, half):
+  paper = PAPERS[name]
+  model = paper.make()
+  module = getattr(model, "module", model)
+  keys = {"params": jax.random.key(0), **RNGS}
+  params = jax.eval_shape(lambda: module.init(keys, *paper.inputs))["params"]
+
+  def loss(params, *inputs):
+    with mpjax.linen.policy_scope(f"mixed_{half}"):
+      return paper.loss(model, params, *inputs)
+
+  audit = mpjax.audit(jax.grad(loss))(params, *paper.inputs)
+  assert audit.leaks == ()
+  assert audit.half_share == 1
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_no_false_leak_in_published_models_of_nnx(name):
+  model = zoo.MODELS[name]
+
+  def run(module, *inputs):
+    return model.run(mpjax.nnx.with_policy(module, "mixed_bfloat16"), *inputs)
+
+  audit = mpjax.audit(run)(model.make(nnx.Rngs(0)), *model.inputs)
+  assert audit.leaks == ()
+  assert audit.half_share == 1
+
+
+@pytest.mark.parametrize("name", other_libraries.MODELS)
+def test_no_false_leak_in_models_of_other_libraries(name):
+  model = other_libraries.MODELS[name]()
+  loss = mpjax.autocast(lambda params, batch: model.fun(params, batch)[0])
+  assert mpjax.audit(jax.grad(loss))(model.params, model.batch).leaks == ()
+
+
+PLAIN = {
+  "decoder": (plain.decoder, plain.decoder_params, plain.decoder_batch),
+  "convnet": (plain.convnet, plain.convnet_params, plain.convnet_batch),
+  "experts": (plain.experts_by_branch, plain.experts_params, plain.experts_batch),
+  "attention": (plain.attend_blockwise, plain.attention_params, plain.attention_batch),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_no_false_leak_in_plain_functions_under_autocast(name):
+  fn, params, batch = PLAIN[name]
+  loss = mpjax.autocast(lambda *args: jax.tree.leaves(fn(*args))[0].sum())
+  assert mpjax.audit(jax.grad(loss))(params(), batch()).leaks == ()
+
+
+def test_float32_throughout_is_no_leak():
+  wide = jax.ShapeDtypeStruct((8, 8), "float32")
+  audit = mpjax.audit(lambda x, w: jax.nn.softmax(x @ w) @ w)(wide, wide)
+  assert audit.leaks == ()
+  assert audit.half_share == 0
+  (kept,) = audit.on_purpose
+  assert kept.reason == "no low precision anywhere"
+  assert kept.flops == 2 * 2 * 8**3
+
+
+def softmax_and_norm_by_hand(x, w):
+  def norm(x):
+    wide = x.astype(jnp.float32)
+    centred = wide - wide.mean(-1, keepdims=True)
+    scaled = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+    return scaled.astype(x.dtype)
+
+  logits = norm(x @ w) @ w
+  return jax.nn.softmax(logits.astype(jnp.float32)).astype(x.dtype) @ w
+
+
+def test_what_is_cast_up_and_back_by_hand_is_no_leak():
+  w = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+  assert mpjax.audit(softmax_and_norm_by_hand)(X, w).leaks == ()
+
+  def loss(w, x):
+    return softmax_and_norm_by_hand(x, w).astype(jnp.float32).sum()
+
+  assert mpjax.audit(jax.grad(loss))(w, X).leaks == ()
+
+
+class Head(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(4, name="head")(nn.relu(nn.Dense(8, name="body")(x)))
+
+
+WIDE = jax.ShapeDtypeStruct((16, 8), "float32")
+ON_PURPOSE = {
+  "a float32 policy": mpjax.Rule("float32", path="head"),
+  "a rule leaves it as it is": mpjax.Rule(None, path="head"),
+}
+
+
+@pytest.mark.parametrize("reason", ON_PURPOSE)
+def test_what_a_rule_keeps_in_float32_is_on_purpose(reason):
+  variables = jax.eval_shape(Head().init, jax.random.key(0), WIDE)
+  model = mpjax.linen.with_policy(Head(), "mixed_bfloat16", rules=[ON_PURPOSE[reason]])
+  audit = mpjax.audit(jax.jit(lambda v, x: model.apply(v, x)))(variables, WIDE)
+  assert audit.leaks == ()
+  assert [tuple(x) for x in audit.on_purpose] == [("Head/head", reason, 2 * 16 * 8 * 4)]
+  assert audit.half_share == 2 / 3
+  assert audit.rules == {ON_PURPOSE[reason]: 1}
+
+
+@HALF
+def test_what_code_keeps_in_float32_is_on_purpose(half):
+  def fn(x, w):
+    y = mpjax.full_precision(jnp.matmul)(x, w)
+    z = jnp.matmul(x, w, precision="highest")
+    return y + z + x @ w
+
+  w = jax.ShapeDtypeStruct((8, 8), "float32")
+  audit = mpjax.audit(mpjax.autocast(fn, f"mixed_{half}"))(WIDE, w)
+  assert audit.leaks == ()
+  assert {x.reason for x in audit.on_purpose} == {"mpjax.full_precision", 'precision="highest"'}
+  assert audit.half_share == 1 / 3
+
+
+def test_an_optimizer_that_multiplies_in_float32_is_on_purpose():
+  def step(w, x):
+    half = w.astype(jnp.bfloat16)
+    grads = jax.grad(lambda w: jnp.sum((x @ w).astype(jnp.float32)))(half)
+    wide = grads.astype(jnp.float32)
+    return w - 0.1 * wide @ wide.T @ wide
+
+  audit = mpjax.audit(step)(jax.ShapeDtypeStruct((8, 8), "float32"), X)
+  assert audit.leaks == ()
+  assert [x.reason for x in audit.on_purpose] == ["the optimizer"]
+
+
+def test_leaks_come_the_costliest_first():
+  def fn(x, w, a, b):
+    h = (x @ w + a) @ w
+    h = h.astype(jnp.bfloat16) + b
+    return (h @ w) @ w
+
+  w = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+  first, second = mpjax.audit(fn)(X, w, WIDE, WIDE).leaks
+  assert (first.cause.name, first.flops) == ("b", 2 * 2 * 16 * 8 * 8)
+  assert (second.cause.name, second.flops) == ("a", 2 * 16 * 8 * 8)
+  assert first.share == 2 / 4
+  assert second.share == 1 / 4
+
+
+def test_work_in_both_passes_counts_to_the_leak_of_the_forward_pass():
+  def loss(w, x, table):
+    return jnp.sum(((x @ w + table) @ w).astype(jnp.float32))
+
+  w = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+  (leak,) = mpjax.audit(jax.grad(loss))(w, X, WIDE).leaks
+  # Of the second matmul: the forward pass, and the gradients of both its operands.
+  assert leak.direction == "forward"
+  assert leak.flops == 3 * 2 * 16 * 8 * 8

@@ -1,0 +1,93 @@
+"""What an audit shows, and how."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._diagnostics.audit.sections import compared, sections
+
+pytestmark = pytest.mark.standard_promotion
+
+HALF = jax.ShapeDtypeStruct((16, 8), "bfloat16")
+WIDE = jax.ShapeDtypeStruct((16, 8), "float32")
+W = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+
+
+def titles(audit):
+  return [each.title for each in sections(audit)]
+
+
+def leaky(x, table, w):
+  with jax.named_scope("block"):
+    h = x @ w + table
+  return h @ w
+
+
+def test_nothing_to_say_is_not_said():
+  assert titles(mpjax.audit(jnp.add)(WIDE, WIDE)) == ["Precision audit"]
+  assert "No matmuls or convolutions" in str(mpjax.audit(jnp.add)(WIDE, WIDE))
+
+
+def test_a_leak_has_a_place_a_cause_and_a_cure():
+  text = str(mpjax.audit(leaky)(HALF, WIDE, W))
+  flat = " ".join(text.split())
+  assert "50.0 % of the matmuls' FLOPs in low precision, 1 leak" in flat
+  assert "1. block · add · forward · test_sections.py:" in flat
+  assert "float32 because of table (argument, float32) at test_sections.py:" in flat
+  assert "Cast it where it is used: .astype(jnp.bfloat16)." in flat
+
+
+CAUSES = {
+  "number": (lambda x, w: (x * np.float32(2)) @ w, "the float32 scalar 2.0"),
+  "cast": (lambda x, w: x.astype("float32") @ w, "a cast to float32"),
+  "operation": (lambda x, w: (x + jnp.arange(8.0)) @ w, "iota computes float32"),
+}
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_causes_in_words(kind):
+  fn, words = CAUSES[kind]
+  assert words in " ".join(str(mpjax.audit(fn)(HALF, W)).split())
+
+
+def test_long_lists_are_cut_and_say_so():
+  def fn(x, w):
+    for number in range(20):
+      x = x + jnp.arange(8.0) * number
+      x = (x @ w).astype("bfloat16")
+    return x
+
+  audit = mpjax.audit(fn)(HALF, W)
+  assert len(audit.leaks) == 20
+  assert "… and 8 more" in str(audit)
+
+
+def test_float32_matmuls_say_what_a_gpu_makes_of_them():
+  assert "TF32" in str(mpjax.audit(leaky)(HALF, WIDE, W))
+  assert "TF32" not in str(mpjax.audit(leaky)(HALF, HALF, W))
+
+
+def test_what_was_fixed_and_what_is_new():
+  before, after = mpjax.audit(leaky)(HALF, WIDE, W), mpjax.audit(leaky)(HALF, HALF, W)
+  (fixed,) = compared(before, after)[-1].lines
+  (new,) = compared(after, before)[-1].lines
+  assert fixed.startswith("fixed: block · add")
+  assert new.startswith("new: block · add")
+  assert "Leaks" not in [each.title for each in compared(after, after)]
+
+
+def test_unused_rules_are_said_to_be():
+  rules = [mpjax.Rule("float32", path="**"), mpjax.Rule("float32", path="head")]
+  import flax.linen as nn
+
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(8, name="head")(x)
+
+  variables = jax.eval_shape(Net().init, jax.random.key(0), WIDE)
+  model = mpjax.linen.with_policy(Net(), "mixed_bfloat16", rules=rules, unmatched="ignore")
+  text = str(mpjax.audit(lambda v, x: model.apply(v, x))(variables, WIDE))
+  assert "never used" in text

@@ -1,0 +1,313 @@
+"""`mpjax.audit`: FLOPs against figures derived by hand and XLA's, and the report's promises."""
+
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax._jaxprs.count import residual_bytes
+from tests.errors import check_error
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+X = np.ones((4, 8), np.float32)
+
+
+def s(*shape, dtype=F32):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def flops(fn, *args):
+  """FLOPs by pass."""
+  found: dict[str, int] = {}
+  for (direction, _), n in mpjax.audit(fn)(*args).flops.items():
+    found[direction] = found.get(direction, 0) + n
+  return found
+
+
+def summed(fn):
+  return lambda *args: jnp.sum(fn(*args))
+
+
+def attention(q, k, v):
+  return jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2)) @ v
+
+
+def convolution(kernel, x):
+  return jax.lax.conv_general_dilated(x, kernel, (1, 1), "VALID")
+
+
+def layers(w, x):
+  return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+
+
+def lstm(params, xs):
+  def step(carry, x):
+    h, c = carry
+    gates = x @ params["x"] + h @ params["h"]
+    i, f, g, o = jnp.split(gates, 4, axis=-1)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return (h, c), h
+
+  start = jnp.zeros((xs.shape[1], params["h"].shape[0]))
+  return jax.lax.scan(step, (start, start), xs)[1]
+
+
+# By hand: two for each multiplication and addition. A matmul of (m, k) and (k, n) is 2 m n k, and
+# so is each of its two gradients; that of an input which is no parameter is not computed.
+B, T, D, H = 4, 6, 8, 16
+FLOPS = {
+  "mlp": (
+    lambda p, x: jnp.tanh(x @ p[0]) @ p[1],
+    ((s(D, H), s(H, D)), s(B, D)),
+    2 * B * D * H * 2,
+    2 * B * D * H * 3,
+  ),
+  "convolution": (
+    convolution,
+    (s(5, 3, 2, 2), s(B, 3, 7, 7)),
+    2 * B * 5 * 6 * 6 * 3 * 2 * 2,
+    2 * B * 5 * 6 * 6 * 3 * 2 * 2,
+  ),
+  "attention": (
+    attention,
+    (s(B, T, D), s(B, T, D), s(B, T, D)),
+    2 * 2 * B * T * T * D,
+    # Of the gradients only that with respect to q: through v's matmul, and through the logits.
+    2 * 2 * B * T * T * D,
+  ),
+  "lstm over time": (
+    lstm,
+    ({"x": s(D, 4 * H), "h": s(H, 4 * H)}, s(T, B, D)),
+    T * 2 * B * 4 * H * (D + H),
+    T * 2 * B * 4 * H * (D + H + H),
+  ),
+  "scan over layers": (layers, (s(3, D, D), s(B, D)), 3 * 2 * B * D * D, 3 * 2 * 2 * B * D * D),
+}
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_are_those_derived_by_hand(name):
+  fn, args, forward, backward = FLOPS[name]
+  assert flops(fn, *args) == {"forward": forward}
+  assert flops(jax.grad(summed(fn)), *args) == {"forward": forward, "backward": backward}
+
+
+def test_recomputed_work_is_shown_apart():
+  fn = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))
+  once = 2 * B * D * D
+  found = flops(jax.grad(summed(fn)), s(D, D), s(B, D))
+  # The derivative of the last tanh needs its result too, and so both matmuls run again.
+  assert found == {"forward": 2 * once, "recomputed": 2 * once, "backward": 3 * once}
+
+
+LOOP_FREE = {
+  "matmul": (jnp.matmul, (s(5, 7), s(7, 3))),
+  "batched": (jnp.matmul, (s(2, 5, 7), s(2, 7, 3))),
+  "einsum": (lambda a, b: jnp.einsum("bthd,bshd->bhts", a, b), (s(2, 3, 4, 5), s(2, 6, 4, 5))),
+  "convolution": (convolution, (s(5, 3, 2, 2), s(2, 3, 9, 9))),
+}
+
+
+@pytest.mark.parametrize("name", LOOP_FREE)
+def test_flops_are_those_of_xla_where_there_is_no_loop(name):
+  fn, args = LOOP_FREE[name]
+  analysis = jax.jit(fn).lower(*args).cost_analysis()
+  assert analysis is not None
+  assert flops(fn, *args) == {"forward": analysis["flops"]}
+
+
+def test_branches_and_while_loops_are_said_to_be_uncertain():
+  def fn(x, n):
+    return jax.lax.while_loop(lambda c: c[1] > 0, lambda c: (c[0] @ c[0], c[1] - 1), (x, n))[0]
+
+  audit = mpjax.audit(fn)(s(8, 8), s(dtype=jnp.int32))
+  assert not audit.certain
+  assert sum(audit.flops.values()) == 2 * 8**3
+  assert "while loop counts as one iteration" in str(audit)
+
+
+@pytest.mark.parametrize(
+  "loss",
+  [
+    lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w),
+    lambda w, x: jnp.sum(layers(w[None], x) ** 2),
+    lambda w, x: jnp.sum(jnp.exp((x @ w).astype(BF16)).astype(F32)),
+  ],
+  ids=["mlp", "scan", "half"],
+)
+def test_residuals_are_what_vjp_saves(loss):
+  w, x = s(8, 8), s(4, 8)
+  audit = mpjax.audit(jax.grad(loss))(w, x)
+  assert sum(audit.residual_bytes.values()) == residual_bytes(lambda w: loss(w, X), w)
+
+
+class Net(nn.Module):
+  dtype: str | None = None
+
+  @nn.compact
+  def __call__(self, x):
+    for i in range(3):
+      x = nn.relu(nn.Dense(8, name=f"layer_{i}")(x))
+    return nn.Dense(5, name="head", dtype=self.dtype)(nn.LayerNorm()(x))
+
+
+def audited(model, policy=None, **options):
+  x = s(16, 8)
+  variables = jax.eval_shape(model.init, jax.random.key(0), x)
+  if policy is not None:
+    model = mpjax.linen.with_policy(model, policy, **options)
+
+  def loss(variables, x):
+    return jnp.mean(model.apply(variables, x) ** 2)
+
+  return mpjax.audit(jax.value_and_grad(loss))(variables, x)
+
+
+def test_the_headline_of_a_policied_model():
+  audit = audited(Net(), "mixed_float16")
+  assert audit.half_share == 1
+  assert audit.float8_share == 0
+  assert audit.leaks == ()
+  assert set(audit.flops) == {("forward", "float16"), ("backward", "float16")}
+  assert repr(audit) == "Audit(half_share=1.0000, leaks=0)"
+  assert "100.0 % of the matmuls' FLOPs in low precision, no leaks" in str(audit)
+
+
+def test_a_jitted_step_that_ran_before_shows_its_policies():
+  model = mpjax.linen.with_policy(
+    Net(), "mixed_bfloat16", rules=[mpjax.Rule("float32", path="head")]
+  )
+  x = jnp.ones((16, 8))
+  variables = model.init(jax.random.key(0), x)
+  step = jax.jit(jax.grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2)))
+  before = step(variables, x)
+  first, second = mpjax.audit(step)(variables, x), mpjax.audit(step)(variables, x)
+  assert first.on_purpose == second.on_purpose
+  assert first.on_purpose[0].path == "Net/head"
+  # The audit leaves nothing behind: the function runs as before, without its marks.
+  after = step(variables, x)
+  jax.tree.map(np.testing.assert_array_equal, before, after)
+  assert "mpjax." not in step.lower(variables, x).as_text(debug_info=True)
+
+
+def test_an_entire_train_step():
+  model = mpjax.linen.with_policy(Net(), "mixed_float16")
+  tx = mpjax.loss_scaling(optax.sgd(1e-3), mpjax.DynamicLossScale())
+
+  def loss_fn(params, model_state, batch, rng):
+    return jnp.mean(model.apply(params, batch) ** 2), (model_state, {})
+
+  params = jax.eval_shape(Net().init, jax.random.key(0), s(16, 8))
+  state = jax.eval_shape(lambda p: mpjax.TrainState.create(p, tx), params)
+  audit = mpjax.audit(mpjax.make_train_step(loss_fn, tx))(state, s(16, 8))
+  assert audit.half_share == 1
+  assert audit.leaks == ()
+
+
+def test_models_of_nnx_are_shown_by_their_own_paths_under_a_policy():
+  class Two(nnx.Module):
+    def __init__(self, rngs):
+      self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)])
+
+    def __call__(self, x):
+      return self.layers[1](nnx.relu(self.layers[0](x)))
+
+  def fn(model, x):
+    rules = [mpjax.Rule("float32", path="layers/1")]
+    return mpjax.nnx.with_policy(model, "mixed_bfloat16", rules=rules)(x)
+
+  audit = mpjax.audit(fn)(Two(nnx.Rngs(0)), s(2, 8))
+  rows = {row.path: row for row in audit.modules}
+  assert rows["layers/0"].flops == {"bfloat16": 2 * 2 * 8 * 8}
+  assert rows["layers/1"].flops == {"float32": 2 * 2 * 8 * 4}
+  assert "layers/1" in rows["layers/1"].rule
+
+
+def test_keyword_arguments_of_the_function_are_its_own():
+  audit = mpjax.audit(lambda x, *, compiled: x @ compiled)(s(2, 2), compiled=s(2, 2))
+  assert audit.flops == {("forward", "float32"): 16}
+
+
+def test_assertions_for_tests_of_users():
+  audit = audited(Net(), "mixed_bfloat16", rules=[mpjax.Rule("float32", path="head")])
+  audit.assert_no_leaks()
+  audit.assert_half_share(0.5)
+  with pytest.raises(AssertionError) as error:
+    audit.assert_half_share(0.99)
+  parts = {"where": "Audit.assert_half_share", "expected": "99.00%", "fix": "Print the audit"}
+  check_error(error, got="0 leaks", builtin=AssertionError, **parts)
+  assert str(mpjax.audit(jnp.add)(s(2), s(2)).half_share) == "nan"
+  with pytest.raises(AssertionError):
+    mpjax.audit(jnp.add)(s(2), s(2)).assert_half_share(0.1)
+
+
+@pytest.mark.standard_promotion
+def test_assert_no_leaks_names_the_first_and_takes_globs():
+  def fn(x, table):
+    with jax.named_scope("stem"):
+      return (x + table) @ x
+
+  audit = mpjax.audit(fn)(s(8, 8, dtype=BF16), s(8, 8))
+  with pytest.raises(mpjax.MpjaxAssertionError) as error:
+    audit.assert_no_leaks()
+  check_error(
+    error,
+    where="Audit.assert_no_leaks",
+    expected="no float32 operation",
+    got="float32 because of argument table",
+    fix="ignore=['stem']",
+    builtin=AssertionError,
+  )
+  audit.assert_no_leaks(ignore=["st*"])
+  audit.assert_no_leaks(ignore="stem")
+
+
+def test_json_holds_integers():
+  data = json.loads(audited(Net(), "mixed_bfloat16").to_json())
+  assert all(isinstance(row["flops"], int) for row in data["flops"])
+  assert data["leaks"] == []
+  assert data["half_share"] == 1
+  modules = {row["path"]: row for row in data["modules"]}
+  assert modules["Net/layer_*"]["modules"] == 3
+  assert modules["Net/layer_*"]["flops"] == {"bfloat16": 3 * 2 * 16 * 8 * 8 * 3 - 2 * 16 * 8 * 8}
+
+
+def test_two_audits_side_by_side():
+  comparison = audited(Net()).compare(audited(Net(), "mixed_bfloat16"))
+  assert repr(comparison) == "Comparison(half_share=0.0000 -> 1.0000, leaks=0 -> 0)"
+  assert "FLOPs in low precision" in str(comparison)
+  assert "Net/layer_*" in str(comparison)
+  assert json.loads(comparison.to_json())["after"]["half_share"] == 1
+
+
+def test_the_compiled_function_is_shown_too():
+  args = s(8, 8), s(8, 8)
+  compiled = jax.jit(jnp.matmul).lower(*args).compile()
+  audit = mpjax.audit(jnp.matmul, compiled=compiled)(*args)
+  assert sum(kernel.times for kernel in audit.kernels) >= 1
+  assert "Compiled as" in str(audit)
+
+
+def test_a_report_fits_a_terminal():
+  for audit in (audited(Net()), audited(Net(dtype="float32"), "mixed_float16")):
+    assert max(map(len, str(audit).splitlines())) <= 80
+    assert "<details" in audit._repr_html_()
+
+
+def test_the_dtype_of_a_module_that_a_policy_overrules_is_shown():
+  rows = {row.path: row for row in audited(Net(dtype="float32"), "mixed_bfloat16").modules}
+  assert rows["Net/head"].own_dtype == "float32"
+  assert rows["Net/head"].flops.keys() == {"bfloat16"}
+
+
+def test_a_linen_model_is_no_function():
+  with pytest.raises(TypeError) as error:
+    mpjax.audit(nn.Dense(2))
+  check_error(error, where="mpjax.audit(fn)", expected="a function", got="Linen", fix="model.apply")

@@ -1,0 +1,73 @@
+"""What the arguments of a function are called."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from mpjax._diagnostics.arguments import Argument, arguments, check_function
+from tests.errors import check_error
+
+X = jnp.ones((2, 2))
+
+
+def names(fn, *args, **kwargs):
+  return [(each.name, each.is_parameter) for each in arguments(fn, args, kwargs)]
+
+
+def test_arguments_have_the_names_of_the_signature_and_their_paths():
+  def fn(params, batch, *rest):
+    return params, batch, rest
+
+  found = names(fn, {"w": X, "b": [X]}, {"x": X}, X, X)
+  assert found == [
+    ("params/b/0", True),
+    ("params/w", True),
+    ("batch/x", False),
+    ("args[2]", False),
+    ("args[3]", False),
+  ]
+
+
+def test_variables_of_linen_and_keyword_arguments():
+  tree = {"params": {"Dense_0": {"kernel": X}}, "batch_stats": {"mean": X}}
+  found = names(lambda variables, **kwargs: variables, tree, z=X, y=X)
+  assert found == [
+    ("variables/batch_stats/mean", False),
+    ("variables/params/Dense_0/kernel", True),
+    ("y", False),
+    ("z", False),
+  ]
+
+
+def test_an_array_called_params():
+  assert names(lambda params, x: x, X, X) == [("params", True), ("x", False)]
+
+
+def test_variables_of_nnx_are_known_by_their_class():
+  model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+  found = dict(names(lambda model, x: model(x), model, X))
+  assert found["model/scale"]
+  assert not found["model/mean"]
+  assert not found["x"]
+
+
+def test_a_function_without_a_signature():
+  assert [a.name for a in arguments(dict.fromkeys, (X, X), {})][-1:] != []
+  assert arguments(lambda *a: a, (X,), {}) == [Argument("args[0]", False)]
+
+
+@pytest.mark.parametrize(
+  ("fn", "got"),
+  [
+    (3, "3"),
+    ("fn", "'fn'"),
+    ({}, "dict"),
+    (nn.Dense(2), "a model of Linen (Dense) without its variables"),
+  ],
+)
+def test_what_is_no_function(fn, got):
+  expected = "a function of arrays"
+  with pytest.raises(TypeError) as error:
+    check_function(fn, "mpjax.audit(fn)")
+  check_error(error, where="mpjax.audit(fn)", expected=expected, got=got, fix="Pass")

@@ -1,0 +1,121 @@
+"""Sections as text, HTML and JSON."""
+
+import html.parser
+import json
+import math
+
+import pytest
+
+from mpjax._diagnostics.report import (
+  WIDTH,
+  Cell,
+  Column,
+  Report,
+  Section,
+  amount,
+  as_html,
+  as_text,
+  page,
+  percent,
+)
+
+LONG = "decoder/" * 20 + "attention"
+SECTIONS = (
+  Section(
+    "Title <1>",
+    ("a line", f"   indented {LONG} and words that go on and on, " * 2),
+    (Column("module", wide=True), Column("n", "right"), Column("note", wide=True)),
+    ((LONG, Cell("1.5 k", 1500.0), "a & b"), ("b", Cell("2", 2.0), "x" * 90)),
+  ),
+  Section("", ("no title",)),
+  Section("folded", ("hidden at first",), folded=True),
+)
+
+
+class Example(Report):
+  def sections(self):
+    return SECTIONS
+
+  def as_dict(self):
+    return {"nan": math.nan, "rows": [{"inf": math.inf, "n": 2**60}], "text": "a", "none": None}
+
+
+class Tags(html.parser.HTMLParser):
+  def __init__(self):
+    super().__init__()
+    self.open, self.texts, self.seen = [], [], []
+
+  def handle_starttag(self, tag, attrs):
+    self.seen.append((tag, dict(attrs)))
+    if tag not in ("meta", "link"):
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_data(self, data):
+    self.texts.append(data)
+
+
+def test_no_line_is_longer_than_a_terminal_and_nothing_is_lost():
+  text = as_text(SECTIONS)
+  assert max(map(len, text.splitlines())) <= WIDTH
+  assert "".join(text.split()).count("x") >= 90
+  assert "Title <1>" in text
+  assert "no title" in text
+  indented = [line for line in text.splitlines() if "decoder/decoder" in line and "1.5" not in line]
+  assert indented[0].startswith("   ")
+  assert str(Example()) == text
+
+
+def test_html_is_well_formed_and_escaped():
+  for source in (as_html(SECTIONS), page("Example", SECTIONS), Example()._repr_html_()):
+    parser = Tags()
+    parser.feed(source)
+    assert parser.open == []
+    assert "Title <1>" in parser.texts
+    assert "a & b" in parser.texts
+    keys = [attrs["data-key"] for _, attrs in parser.seen if "data-key" in attrs]
+    assert keys == ["1500.0", "2.0"]
+  details = [attrs for tag, attrs in parser.seen if tag == "details"]
+  assert [("open" in attrs) for attrs in details] == [True, False]
+
+
+def test_a_page_loads_nothing(tmp_path):
+  Example().to_html(tmp_path / "page.html")
+  source = (tmp_path / "page.html").read_text(encoding="utf-8")
+  assert source.startswith("<!doctype html>")
+  assert "http" not in source
+  assert "src=" not in source
+
+
+def test_json_has_no_nan():
+  assert json.loads(Example().to_json()) == {
+    "nan": "nan",
+    "rows": [{"inf": "inf", "n": 2**60}],
+    "text": "a",
+    "none": None,
+  }
+
+
+@pytest.mark.parametrize(
+  ("number", "text"),
+  [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1234, "1.23 kB"), (19.5e9, "19.5 GB")],
+)
+def test_amount(number, text):
+  assert amount(number, "B") == text
+
+
+@pytest.mark.parametrize(
+  ("share", "text"),
+  [
+    (0.0, "0.0 %"),
+    (1e-6, "<0.1 %"),
+    (0.978, "97.8 %"),
+    (1 - 1e-6, ">99.9 %"),
+    (1.0, "100.0 %"),
+    (math.nan, "-"),
+  ],
+)
+def test_percent(share, text):
+  assert percent(share) == text
