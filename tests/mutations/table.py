@@ -448,9 +448,9 @@ ACTIVE = _Global()
   Mutation(
     number=37,
     breaks="a module that is traced is told the compute dtype, and rounds what operations decide",
-    function=_MODULE_CALLS + "call_method",
-    old="dtype_field(module, dtype, always=state.cast)",
-    new="dtype_field(module, policy.compute_dtype, always=True)",
+    function=_MODULE_CALLS + "ModuleCall.run",
+    old="dtype_field(self.module, dtype, always=state.cast)",
+    new="dtype_field(self.module, policy.compute_dtype, always=True)",
     test="tests/jaxprs/test_module_calls.py"
     "::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype",
   ),
@@ -559,9 +559,9 @@ STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
   Mutation(
     number=45,
     breaks="the output dtype is for every module, not for the outermost one called",
-    function=_MODULE_CALLS + "output_dtype",
-    old="not state.entered",
-    new="not state.entered or outer is not None",
+    function=_MODULE_CALLS + "ModuleCall.output_dtype",
+    old="not self.state.entered",
+    new="not self.state.entered or outermost is not None",
     test="tests/nnx/test_with_policy.py::test_a_module_inside_has_no_output_dtype",
   ),
   Mutation(
