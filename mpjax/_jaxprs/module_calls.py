@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import types
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -11,21 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.active import ACTIVE, Active
-from mpjax._core.dtypes import FLOAT32, is_low_precision
+from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError, has_note, mixed_dtypes_note
 from mpjax._core.module_dtype import dtype_field, warn_of_uncast
 from mpjax._core.policy import Policy
-from mpjax._core.policy_config import ModulePolicy
+from mpjax._core.policy_config import ModulePolicy, is_low
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import leaving, mark, region_of
 
 S = TypeVar("S", bound=Active)
-
-
-def is_low(policy: Policy | None) -> bool:
-  """Whether operations under a policy run in low precision."""
-  return policy is not None and is_low_precision(policy.compute_dtype)
 
 
 def is_wide(policy: Policy | None) -> bool:
@@ -93,7 +89,21 @@ class ModuleCall(NamedTuple):
       except Exception as error:
         if policy is not None:
           _note(error, self.module, self.path, policy, state.failed)
+          if _takes_low_precision_alone(error) and policy.compute_dtype == FLOAT32:
+            raise self._given_float32(error) from error
         raise
+
+  def _given_float32(self, error: Exception) -> MpjaxTypeError:
+    """Returns the error for a kernel, such as cuDNN's attention, that a policy gives float32."""
+    name = type(self.module).__name__
+    return MpjaxTypeError(
+      f"{self.path or 'the root'} ({name}) under the policy {str(self.how.policy)!r}",
+      expected="a module whose operations exist in float32",
+      got=f"one that calls a kernel for low precision alone: {error}",
+      fix=f'Put Rule("bfloat16", path="{self.path}") before other rules, or Rule(None, ...) if it '
+      "casts its arguments itself. To keep it in float32 take another kernel: "
+      'jax.nn.dot_product_attention has implementation="xla".',
+    )
 
   @property
   def output_dtype(self) -> DType | None:
@@ -173,6 +183,14 @@ def _fields_set(module: Module, fields: Mapping[str, object]) -> Generator[None]
     for name in fields.keys() - before.keys():
       attributes.pop(name, None)
     attributes.update(before)
+
+
+def _takes_low_precision_alone(error: Exception) -> bool:
+  """Whether JAX, or a kernel, says that there is no such operation but in low precision."""
+  return isinstance(error, NotImplementedError) and _LOW.search(str(error)) is not None
+
+
+_LOW = re.compile(r"\b(b?fp?|bfloat|float)16\b", re.IGNORECASE)
 
 
 def _note(

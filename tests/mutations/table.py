@@ -568,8 +568,8 @@ STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
     number=46,
     breaks="what a policy says of weight gradients is forgotten where a call is rewritten",
     function=_TRACED_CALLS + "rewrite_calls",
-    old="Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)",
-    new="Settings(compute=low, ops=_OPS, weight_grads=None, modules=True)",
+    old="Settings(compute=low, ops=_OPS, weight_grads=wide, asked=asked, modules=True)",
+    new="Settings(compute=low, ops=_OPS, weight_grads=None, asked=asked, modules=True)",
     test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",
   ),
   Mutation(
@@ -629,7 +629,18 @@ _STEPS = (
   ),
 )
 
+_PRECISION = (
+  Mutation(
+    number=53,
+    breaks="a rule's precision is not that of matmuls in jaxprs which stay in float32",
+    function="mpjax/_jaxprs/autocast/higher_order.py::_entered_inside",
+    old="settings.precision is not None or matmul_precision(scope, settings) is not None",
+    new="settings.precision is not None",
+    test="tests/integration/test_matmul_precision.py::test_matmuls_in_inner_jaxprs",
+  ),
+)
+
 MUTATIONS = (
   *(*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES),
-  *(*_POLICIES, *_STORED, *_NNX, *_STEPS),
+  *(*_POLICIES, *_STORED, *_NNX, *_STEPS, *_PRECISION),
 )
