@@ -12,6 +12,10 @@ from jax.lax import DotAlgorithmPreset, Precision
 
 import mpjax
 from mpjax._jaxprs.walk import walk
+from tests import programs
+from tests.models.situations import RNGS, SITUATIONS
+from tests.nnx.rig import functions, split
+from tests.nnx.zoo import MODELS as NNX_MODELS
 
 X = jnp.linspace(-1.0, 1.0, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
 HIGHEST, PRESET = (Precision.HIGHEST,) * 2, DotAlgorithmPreset.BF16_BF16_F32
@@ -163,6 +167,44 @@ def test_float32_is_multiplied_to_the_same_bits_on_a_cpu():
   plain = MODEL.apply(VARIABLES, X)
   for fn in (linen(FLOAT32, []), autocast(FLOAT32, [])):
     np.testing.assert_array_equal(fn(X), plain)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+  "name", ["scan_remat", "jit", "cond_and_switch", "custom_vjp", "methods", "map_variables"]
+)
+def test_every_matmul_of_a_linen_model_forward_and_backward(name):
+  situation = SITUATIONS[name]
+  model = situation.make()
+  variables = model.init({"params": jax.random.key(0)} | RNGS, *situation.inputs)
+
+  def loss(model, variables):
+    outs = jax.tree.leaves(situation.run(model, variables, *situation.inputs))
+    return sum(jnp.sum(x) for x in outs if jnp.issubdtype(x.dtype, jnp.floating))
+
+  precise = mpjax.linen.with_policy(model, FLOAT32)
+  plain, found = (
+    products_of(jax.make_jaxpr(jax.grad(functools.partial(loss, each)))(variables))
+    for each in (model, precise)
+  )
+  assert len(found) == len(plain) >= 2
+  assert {eqn.params["precision"] for eqn in found} == {HIGHEST}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", ["gpt", "vit", "unet", "state_space"])
+def test_every_matmul_of_an_nnx_model_forward_and_backward(name):
+  model = NNX_MODELS[name]
+  graphdef, params, rest = split(model.make)
+  _, precise = functions(graphdef, FLOAT32, model.run)
+  found = products_of(jax.make_jaxpr(precise)(params, rest, model.inputs))
+  assert len(found) >= 2
+  assert {eqn.params["precision"] for eqn in found} == {HIGHEST}
+
+
+def products_of(program):
+  """Returns the matmuls and convolutions of a jaxpr, also those in rules for derivatives."""
+  return [eqn for eqn, _ in programs.equations(program) if "precision" in eqn.params]
 
 
 def test_integers_and_other_dtypes_than_those_of_the_algorithm_have_none():
