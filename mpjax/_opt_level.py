@@ -8,6 +8,7 @@ import jax
 
 from mpjax._core.dtypes import HALF_NAMES, parse_dtype
 from mpjax._core.errors import MpjaxValueError
+from mpjax._core.hardware import hardware_of
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules, is_flax_norm
 from mpjax._core.types import DTypeLike
@@ -153,7 +154,7 @@ def _for_device(platform: str, capability: Any, wanted: str | None) -> tuple[str
     capability: the compute capability that NVIDIA's devices have, such as "8.0".
     wanted: the half type that was asked for, if any.
   """
-  native = _native(platform, capability)
+  native = tuple(x for x in hardware_of(platform, capability).dtypes if x in HALF_NAMES)
   if wanted is None:
     return ("O1", native[0]) if native else ("O0", None)
   if wanted not in native:
@@ -166,13 +167,3 @@ def _for_device(platform: str, capability: Any, wanted: str | None) -> tuple[str
       stacklevel=1,
     )
   return "O1", wanted
-
-
-def _native(platform: str, capability: Any) -> tuple[str, ...]:
-  """Returns the half types that a device has units for, the better one first."""
-  if platform == "tpu":
-    return ("bfloat16",)
-  major = str(capability).partition(".")[0]
-  if platform == "cpu" or not major.isdecimal() or int(major) < 7:
-    return ()
-  return ("bfloat16", "float16") if int(major) >= 8 else ("float16",)

@@ -24,6 +24,7 @@ RANKS = {
   "_opt_level": 5,  # compositions and public faces
   "checkpoints": 5,
   "__init__": 6,
+  "__main__": 7,  # the command line
 }
 """The folders of the library, by what may import what: only from a lower rank."""
 
@@ -33,7 +34,7 @@ ONLY_IN = {
   "flax.nnx": {"nnx"},
   "flax": {"linen", "nnx"},
   "orbax": {"_io"},
-  "importlib": {"__init__", "_jaxprs"},
+  "importlib": {"__init__", "__main__", "_diagnostics", "_jaxprs"},
 }
 """Who may import what is not ours; the longest prefix decides."""
 
@@ -131,7 +132,7 @@ def check_import_direction(sources: Sources) -> list[str]:
       if module.startswith("."):
         wrong.append(f"{place}: relative import; write the full name")
       elif module == "mpjax":
-        if path != "mpjax/__init__.py":
+        if path not in ("mpjax/__init__.py", "mpjax/__main__.py"):
           wrong.append(f"{place}: imports the root; import the module that defines the name")
       else:
         there = module.split(".")[1]
@@ -421,7 +422,7 @@ def check_tests_mirror(sources: Sources) -> list[str]:
     folder, _, name = path.removeprefix("mpjax/").removesuffix(".py").rpartition("/")
     if path.startswith("mpjax/") and name not in WITHOUT_TESTS:
       names = [piece.lstrip("_") for piece in folder.split("/") if piece]
-      wanted["/".join(["tests", *names, f"test_{name.lstrip('_')}.py"])] = path
+      wanted["/".join(["tests", *names, f"test_{name.strip('_')}.py"])] = path
   folders = {test.rpartition("/")[0] for test in wanted} | {"tests"}
   present = {
     path

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpjax._core.dtypes import NAMES, is_float8, parse_dtype
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest
+from mpjax._core.precision import MatmulPrecision, check_precision, parse_precision, written
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import DType, DTypeLike, Leaf, PyTree
 
@@ -32,6 +33,7 @@ _KEYS = {
   **{"compute": "compute_dtype", "c": "compute_dtype"},
   **{"output": "output_dtype", "o": "output_dtype"},
   **{"weight_grad": "weight_grad_dtype", "w": "weight_grad_dtype"},
+  "precision": "precision",
 }
 
 
@@ -52,12 +54,18 @@ class Policy:
     weight_grad_dtype: the dtype that the gradients of a layer's kernel and bias are computed in;
       None (or the compute dtype) leaves them to the matmuls of the layer. With float32 under half
       compute they are neither rounded to half nor added up in it, on one device or on many.
+    precision: how exactly matmuls and convolutions multiply what they are given, where the model
+      itself says nothing: "default", "high" or "highest", which are about float32, or a
+      `jax.lax.DotAlgorithmPreset` for matmuls, as an object or by its name. None: what
+      `jax_default_matmul_precision` says. That is TF32 for float32 on GPUs since Ampere (10 bits
+      of mantissa, as float16 has), and bfloat16 on TPUs: "highest" is float32.
 
   Raises:
     MpjaxValueError: a dtype name is unknown, float64 is asked for without `jax_enable_x64`, or
       weight gradients are asked for in something other than float32, float64 and the compute dtype,
-      or narrower than it.
-    MpjaxTypeError: a dtype that is not floating, or an 8-bit one outside `param_dtype`.
+      or narrower than it; the precision is unknown, or none for the compute dtype.
+    MpjaxTypeError: a dtype that is not floating, or an 8-bit one outside `param_dtype`; a precision
+      that is neither a name nor one of JAX's.
 
   >>> import jax.numpy as jnp, mpjax
   >>> policy = mpjax.Policy(compute_dtype=jnp.bfloat16, output_dtype="f32")
@@ -65,12 +73,15 @@ class Policy:
   params=float32,compute=bfloat16,output=float32
   >>> policy == mpjax.Policy.parse("mixed_bfloat16")
   True
+  >>> print(mpjax.Policy(precision="highest"))
+  params=float32,compute=float32,precision=highest
   """
 
   param_dtype: DType
   compute_dtype: DType
   output_dtype: DType | None
   weight_grad_dtype: DType | None
+  precision: MatmulPrecision | None
 
   @check_call("mpjax.Policy(...)", fix=_AS_STRING)
   def __init__(
@@ -80,6 +91,7 @@ class Policy:
     compute_dtype: DTypeLike = "float32",
     output_dtype: DTypeLike | None = None,
     weight_grad_dtype: DTypeLike | None = None,
+    precision: str | MatmulPrecision | None = None,
   ) -> None:
     given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
     optional = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype}
@@ -98,6 +110,11 @@ class Policy:
         )
       object.__setattr__(self, name, dtype)
     self._check_weight_grads()
+    where = "mpjax.Policy(precision=...)"
+    parsed = None if precision is None else parse_precision(precision, where)
+    object.__setattr__(self, "precision", parsed)
+    if parsed is not None:
+      check_precision(parsed, self.compute_dtype, self.weight_grad_dtype, where)
 
   def _check_weight_grads(self) -> None:
     wide, compute = self.weight_grad_dtype, self.compute_dtype
@@ -120,7 +137,7 @@ class Policy:
         has here: "full", "half", "bf16"; "mixed_bfloat16",
         "mixed_float16": float32 parameters, half compute, float32 output), or dtypes by key
         ("params=float32,compute=float16,output=float32", or short "p=f32,c=bf16,o=f32").
-        A missing output is None.
+        A missing output is None. After the dtypes, weight_grad= and precision= may follow.
 
     Raises:
       MpjaxValueError: an unknown preset, key or dtype, a key given twice, an empty item.
@@ -166,7 +183,10 @@ class Policy:
     names = {"param_dtype": "params", "compute_dtype": "compute", "output_dtype": "output"}
     names["weight_grad_dtype"] = "weight_grad"
     values = {names[k]: getattr(self, k) for k in names}
-    return ",".join(f"{k}={v.name}" for k, v in values.items() if v is not None)
+    texts = {k: v.name for k, v in values.items() if v is not None}
+    if self.precision is not None:
+      texts["precision"] = written(self.precision)
+    return ",".join(f"{k}={text}" for k, text in texts.items())
 
   def cast_to_param(self, tree: PyTree) -> PyTree:
     """Returns `tree` with its floating arrays in `param_dtype`.

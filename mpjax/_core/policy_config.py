@@ -53,11 +53,10 @@ class PolicyConfig:
     return ", ".join(parts)
 
   @property
-  def low(self) -> bool:
-    """Whether anything that was given computes in low precision."""
+  def rewrites(self) -> bool:
+    """Whether anything that was given changes the operations of a module, see `rewrites`."""
     rules = (*self.rules, *self.defaults)
-    policies = (self.policy, *(rule.policy for rule in rules))
-    return any(p is not None and is_low_precision(p.compute_dtype) for p in policies)
+    return any(map(rewrites, (self.policy, *(rule.policy for rule in rules))))
 
   @property
   def by_path(self) -> bool:
@@ -92,6 +91,16 @@ def parse_config(
     else parse_rules(defaults, f"{where}(defaults=...)"),
     unmatched=parse_unmatched(unmatched, where),
   )
+
+
+def is_low(policy: Policy | None) -> bool:
+  """Whether operations under a policy run in low precision."""
+  return policy is not None and is_low_precision(policy.compute_dtype)
+
+
+def rewrites(policy: Policy | None) -> bool:
+  """Whether operations under a policy change: it has low precision, or says how to multiply."""
+  return policy is not None and (is_low(policy) or policy.precision is not None)
 
 
 class ModulePolicy(NamedTuple):

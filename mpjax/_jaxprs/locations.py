@@ -87,7 +87,7 @@ def location(eqn: JaxprEqn, around: Location | None = None) -> Location:
   direction = around.direction
   if _RECOMPUTED in transforms:
     direction = "recomputed"
-  elif any(_BACKWARD == f"{name}()" for name in transforms):
+  elif any(f"{name}()" == _BACKWARD for name in transforms):
     direction = "backward"
   source = source_of(eqn) or around.source
   return Location(around.scopes + names, direction, source)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import types
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -12,22 +13,17 @@ import numpy as np
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.audit_record import AUDIT, AuditedModule
-from mpjax._core.dtypes import FLOAT32, is_low_precision
+from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError, has_note, mixed_dtypes_note
 from mpjax._core.module_dtype import dtype_field, plain_attribute, warn_of_uncast
 from mpjax._core.policy import Policy
-from mpjax._core.policy_config import ModulePolicy
+from mpjax._core.policy_config import ModulePolicy, is_low
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import leaving, mark, region_of
 from mpjax._jaxprs.autocast.marks import MODULE
 
 S = TypeVar("S", bound=Active)
-
-
-def is_low(policy: Policy | None) -> bool:
-  """Whether operations under a policy run in low precision."""
-  return policy is not None and is_low_precision(policy.compute_dtype)
 
 
 def is_wide(policy: Policy | None) -> bool:
@@ -54,42 +50,6 @@ def inside(
   return dataclasses.replace(state, **fields)
 
 
-def call_method(
-  method: Function,
-  call: tuple[Args, Kwargs],
-  module: Module,
-  path: str,
-  state: Active,
-  *,
-  initializing: bool = False,
-) -> PyTree:
-  """Calls a method in a state and in the region that it names; errors of dtypes name the module.
-
-  Args:
-    method: the method, or a step of its body.
-    call: its positional and keyword arguments.
-    module: the module.
-    path: where it is.
-    state: what `inside` returned.
-    initializing: parameters are drawn in the call, perhaps in the dtype that a field says.
-  """
-  policy, around, fields = state.policy, ACTIVE.value, {}
-  if policy is not None:
-    call = _arguments(call, policy, state.cast)
-    if state.cast or not initializing:
-      dtype = policy.compute_dtype if state.cast else FLOAT32
-      fields = dtype_field(module, dtype, always=state.cast)
-  marks = state.tracing and (around is None or around.region != state.region)
-  marked = mark(state.region) if marks else contextlib.nullcontext()
-  with ACTIVE(state), _fields_set(module, fields), marked:
-    try:
-      return method(*call[0], **call[1])
-    except Exception as error:
-      if policy is not None:
-        _note(error, module, path, policy, state.failed)
-      raise
-
-
 class ModuleCall(NamedTuple):
   """A call of a module's method under its policy.
 
@@ -108,12 +68,32 @@ class ModuleCall(NamedTuple):
   inner: Active
 
   def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
-    """Calls the method, or a step of its body, in the region of the module."""
+    """Calls a method in the region of the module; errors of dtypes name the module.
+
+    Args:
+      method: the method, or a step of its body.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      initializing: parameters are drawn in the call, perhaps in the dtype that a field says.
+    """
+    state, policy, around, fields = self.inner, self.inner.policy, ACTIVE.value, {}
     call = (args, kwargs)
-    with self._noted():
-      return call_method(
-        method, call, self.module, self.path, self.inner, initializing=initializing
-      )
+    if policy is not None:
+      call = _arguments(call, policy, state.cast)
+      if state.cast or not initializing:
+        dtype = policy.compute_dtype if state.cast else FLOAT32
+        fields = dtype_field(self.module, dtype, always=state.cast)
+    marks = state.tracing and (around is None or around.region != state.region)
+    marked = mark(state.region) if marks else contextlib.nullcontext()
+    with self._noted(), ACTIVE(state), _fields_set(self.module, fields), marked:
+      try:
+        return method(*call[0], **call[1])
+      except Exception as error:
+        if policy is not None:
+          _note(error, self.module, self.path, policy, state.failed)
+          if _takes_low_precision_alone(error) and policy.compute_dtype == FLOAT32:
+            raise self._given_float32(error) from error
+        raise
 
   def _noted(self) -> contextlib.AbstractContextManager[object]:
     """Tells the audit that traces this call, if there is one, of the module and its policy."""
@@ -134,33 +114,48 @@ class ModuleCall(NamedTuple):
       scopes.enter_context(mark(self.inner.region))
     return scopes
 
+  def _given_float32(self, error: Exception) -> MpjaxTypeError:
+    """Returns the error for a kernel, such as cuDNN's attention, that a policy gives float32."""
+    name = type(self.module).__name__
+    return MpjaxTypeError(
+      f"{self.path or 'the root'} ({name}) under the policy {str(self.how.policy)!r}",
+      expected="a module whose operations exist in float32",
+      got=f"one that calls a kernel for low precision alone: {error}",
+      fix=f'Put Rule("bfloat16", path="{self.path}") before other rules, or Rule(None, ...) if it '
+      "casts its arguments itself. To keep it in float32 take another kernel: "
+      'jax.nn.dot_product_attention has implementation="xla".',
+    )
+
   @property
   def output_dtype(self) -> DType | None:
     """The dtype that the policy gives the results; None leaves what was computed."""
     policy, picked, _, outermost, _ = self.how
-    return None if policy is None else output_dtype(self.state, policy, picked, outermost)
+    if policy is None:
+      return None
+    if not self.state.entered:
+      return policy.output_dtype or outermost
+    return policy.output_dtype if picked and policy != self.state.policy else None
 
   def result(self, outputs: PyTree) -> PyTree:
     """Returns what the method returned, or what a step of it yielded, in the output dtype."""
-    if self.how.policy is None:
+    state, policy, dtype = self.state, self.how.policy, self.output_dtype
+    if dtype is None and policy is not None and self.inner.cast:
+      dtype = policy.compute_dtype
+    if dtype is None:
       return outputs
-    return returned(outputs, self.output_dtype, self.module, self.state, self.inner)
+    to, traced = dtype, state.tracing and not state.cast
 
-  def finished(self, name: str, outputs: PyTree) -> PyTree:
-    """Returns what a method returns; a generator's body, which has not run yet, runs as the method.
+    def leaf(x: Leaf) -> Leaf:
+      return leaving(x, to) if traced and isinstance(x, jax.Array) else cast_leaf(x, to)
 
-    Raises:
-      MpjaxTypeError: the method is async.
-    """
-    if isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
-      if isinstance(outputs, types.CoroutineType):
-        outputs.close()  # Else Python warns that nobody awaited it.
-      raise MpjaxTypeError(
-        f"{type(self.module).__name__}.{name}, a method of a view of mpjax.nnx.with_policy",
-        expected="a method that has run when it returns",
-        got="an async method, whose body would run later, without the policy",
-        fix="Write the async function around the view, and let it call methods that are not async.",
-      )
+    new = map_arrays(leaf, outputs)
+    # While it is traced all is float32 still; what hides arrays from JAX is not traced after all.
+    if not (state.entered or state.tracing or state.cast):
+      warn_of_uncast(self.module, new, dtype)
+    return new
+
+  def finished(self, outputs: PyTree) -> PyTree:
+    """Returns what a method returns; the body of a generator runs later, as the method does."""
     if isinstance(outputs, types.GeneratorType):
       return self._steps(outputs)
     return self.result(outputs)
@@ -211,6 +206,14 @@ def _fields_set(module: Module, fields: Mapping[str, object]) -> Generator[None]
     attributes.update(before)
 
 
+def _takes_low_precision_alone(error: Exception) -> bool:
+  """Whether JAX, or a kernel, says that there is no such operation but in low precision."""
+  return isinstance(error, NotImplementedError) and _LOW.search(str(error)) is not None
+
+
+_LOW = re.compile(r"\b(b?fp?|bfloat|float)16\b", re.IGNORECASE)
+
+
 def _note(
   error: Exception, module: Module, path: str, policy: Policy, failed: list[Class] | None
 ) -> None:
@@ -221,45 +224,3 @@ def _note(
   ours = isinstance(error, TypeError) and not isinstance(error, jax.errors.JAXTypeError)
   if ours and not noted:
     error.add_note(mixed_dtypes_note(path, type(module).__name__, str(policy)))
-
-
-def output_dtype(state: Active, policy: Policy, picked: bool, outer: DType | None) -> DType | None:
-  """Returns the dtype that a module's policy gives its results; None leaves what was computed.
-
-  Args:
-    state: that in which the module is called.
-    policy: that of the module.
-    picked: whether it was picked for the module, and does not come from around it.
-    outer: for the outermost module, if its policy names none.
-  """
-  if not state.entered:
-    return policy.output_dtype or outer
-  return policy.output_dtype if picked and policy != state.policy else None
-
-
-def returned(
-  outputs: PyTree, dtype: DType | None, module: Module, state: Active, inner: Active
-) -> PyTree:
-  """Returns the results of a module in a dtype.
-
-  Args:
-    outputs: the results.
-    dtype: what they are in for all consumers; None leaves them as they were computed.
-    module: the module.
-    state: that in which it was called.
-    inner: that in which its own operations ran.
-  """
-  if dtype is None and inner.cast and inner.policy is not None:
-    dtype = inner.policy.compute_dtype
-  if dtype is None:
-    return outputs
-  to, traced = dtype, state.tracing and not state.cast
-
-  def leaf(x: Leaf) -> Leaf:
-    return leaving(x, to) if traced and isinstance(x, jax.Array) else cast_leaf(x, to)
-
-  new = map_arrays(leaf, outputs)
-  # While it is traced all is float32 still, and what hides arrays from JAX is not traced after all.
-  if not (state.entered or state.tracing or state.cast):
-    warn_of_uncast(module, new, dtype)
-  return new

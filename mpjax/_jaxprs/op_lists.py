@@ -95,7 +95,7 @@ class OpLists:
     if not isinstance(conditional, tuple) or not all(map(_is_pair, conditional)):
       raise MpjaxTypeError(
         "OpLists(conditional=...)",
-        expected="a tuple of pairs of a name and a function",
+        expected="a tuple of pairs of a name and a hashable function",
         got=repr(conditional),
         fix="OpLists().replace(conditional={...}) takes a dict.",
       )
@@ -221,9 +221,10 @@ class OpLists:
     if not isinstance(conditional, Mapping) or not all(map(_is_predicate, conditional.values())):
       raise MpjaxTypeError(
         "OpLists.replace(conditional=...)",
-        expected="a dict from a primitive to a function of the parameters of its equation",
+        expected="a dict from a primitive to a hashable function of the parameters of its equation",
         got=repr(conditional),
-        fix='conditional={"integer_pow": lambda params: "keep"}, for example.',
+        fix='conditional={"integer_pow": lambda params: "keep"}, for example. A class that defines '
+        "__eq__ needs a __hash__ too: the lists are part of the key of jit.",
       )
     for name, op in self._listed("conditional", conditional, fields):
       moved[name] = conditional[op]

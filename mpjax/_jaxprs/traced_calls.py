@@ -13,10 +13,10 @@ from mpjax._core.active import ACTIVE, Active
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import line_of_user, message
 from mpjax._core.policy import Policy
+from mpjax._core.policy_config import is_low, rewrites
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Args, Class, DType, Kwargs, Leaf, PyTree
 from mpjax._jaxprs.autocast import Interface, NotTraceable, Settings, tree_leaves, with_settings
-from mpjax._jaxprs.module_calls import is_low
 from mpjax._jaxprs.op_lists import OpLists
 
 R = TypeVar("R")
@@ -58,7 +58,7 @@ def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
     policy: that of the module.
     path: that of the module.
   """
-  return is_low(policy) and not (state.tracing or state.cast or path in state.as_python)
+  return rewrites(policy) and not (state.tracing or state.cast or path in state.as_python)
 
 
 def rewrite_calls(
@@ -80,7 +80,8 @@ def rewrite_calls(
   low = policy.compute_dtype if policy is not None and is_low(policy) else FLOAT32
   interface = Interface(data=data, results=results)
   wide = None if policy is None else policy.weight_grad_dtype
-  settings = Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)
+  asked = None if policy is None else policy.precision
+  settings = Settings(compute=low, ops=_OPS, weight_grads=wide, asked=asked, modules=True)
   return with_settings(fn, settings, where, interface)
 
 

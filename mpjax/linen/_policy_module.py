@@ -253,9 +253,8 @@ class PolicyModule:
     if in_region():
       return self.module.apply(variables, *args, **kwargs)
     with activate(state):
-      # A call inside of a trace of ours is rewritten with it, and without low precision there is
-      # nothing to rewrite.
-      if state.tracing or not self.given.low:
+      # A call inside of a trace of ours is rewritten with it.
+      if state.tracing or not self.given.rewrites:
         return self.module.apply(variables, *args, **kwargs)
       return applied(self.module, state, activate, variables, args, kwargs)
 

@@ -22,6 +22,7 @@ import jax
 from flax import nnx
 
 from mpjax._core.active import in_region
+from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.policy_config import ModulePolicy
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
 from mpjax._jaxprs.autocast import leaving
@@ -186,7 +187,22 @@ def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -
   state, how = _spec.calling_state(), _spec.how_it_runs(module)
   inner = inside(state, module, how.policy, iterates=isinstance(module, _layers.ITERATES))
   call = ModuleCall(module, _spec.path_of(module), how, state, inner)
-  return call.finished(name, call.run(own.__get__(module, type(module)), args, kwargs))
+  outputs = call.run(own.__get__(module, type(module)), args, kwargs)
+  _check_has_run(outputs, module, name)
+  return call.finished(outputs)
+
+
+def _check_has_run(outputs: PyTree, module: nnx.Module, name: str) -> None:
+  """Raises for what an async method returns."""
+  if isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
+    if isinstance(outputs, types.CoroutineType):
+      outputs.close()  # Else Python warns that nobody awaited it.
+    raise MpjaxTypeError(
+      f"{type(module).__name__}.{name}, a method of a view of mpjax.nnx.with_policy",
+      expected="a method that has run when it returns",
+      got="an async method, whose body would run later, without the policy",
+      fix="Write the async function around the view, and let it call methods that are not async.",
+    )
 
 
 def _born(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:

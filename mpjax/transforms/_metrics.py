@@ -107,7 +107,8 @@ def check_skipped_steps(
       counts have shape (n,) and the worst of the n members counts.
     max_consecutive_skips: this many skipped steps in a row, at least 1, are an error.
     params: the tree that is trained, `variables["params"]` or `nnx.state(model, nnx.Param)`: the
-      error can name the gradient by its path then. A train state with `params` need not be told.
+      error can name the gradient by its path then. Donated arrays and `jax.ShapeDtypeStruct` will
+      do. A train state with `params` need not be told.
     name: which of several loss scales to check.
 
   Raises:
@@ -115,7 +116,7 @@ def check_skipped_steps(
       finite number (a damaged checkpoint); under `NoLossScale`, the optimizer's state or the
       parameters hold a NaN.
     MpjaxTypeError: the state is traced, has no scale, or has two; `max_consecutive_skips` is no
-      integer; `params` is a model, or all variables of one.
+      integer.
     MpjaxValueError: no scale is called `name`; `max_consecutive_skips` is below 1.
 
   >>> import jax.numpy as jnp, mpjax, optax
@@ -129,7 +130,6 @@ def check_skipped_steps(
     least=1,
     fix="1 raises after the first skipped step.",
   )
-  _refuse_models(params)
   found = find_scale(opt_state, where, name)
   state = found.state
   params = getattr(opt_state, "params", None) if params is None else params
@@ -152,8 +152,10 @@ def check_skipped_steps(
       "At a small scale the cause is not the scale: look for an inf or NaN in the data and "
       "the loss, log(0), a division by 0, or a learning rate that is too high."
     )
-    if (nan := _first_nan(params)) is not None:
+    if (nan := _first_nan(_with_values(params))) is not None:
       fix = f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
+    if _may_be_variables(params) and not _has_moments_of(params, found.owner):
+      fix += ' Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
     raise MpjaxRuntimeError(
       where,
       expected=f"fewer than {most} skipped steps in a row",
@@ -173,16 +175,34 @@ def _refuse_tracers(x: Leaf, where: str) -> None:
     )
 
 
-def _refuse_models(params: Params) -> None:
-  """Raises for trees of more than parameters: positions in them are not those of gradients."""
+def _may_be_variables(params: Params) -> bool:
+  """Whether a tree may hold more than parameters: positions in it are not those of gradients then.
+
+  Variables of Linen and models of NNX do. A tree of parameters may look the same, as that of a
+  model with a submodule called "params".
+  """
   variables = isinstance(params, Mapping) and "params" in params and len(params) > 1
-  if variables or is_nnx_object(params):
-    raise MpjaxTypeError(
-      "mpjax.check_skipped_steps(params)",
-      expected="the parameters alone, as they were differentiated",
-      got=f"variables, with {sorted(params)}" if variables else f"a {type(params).__name__}",
-      fix='Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).',
-    )
+  return variables or is_nnx_object(params)
+
+
+def _has_moments_of(params: Params, owner: LossScalingState) -> bool:
+  """Whether the optimizer's state holds a tree like `params`, which are what it trains then."""
+  wanted = jax.tree.structure(params)
+
+  def same(x: PyTree) -> bool:
+    return jax.tree.structure(x) == wanted
+
+  return any(map(same, jax.tree.leaves(owner.inner_state, is_leaf=same)))
+
+
+def _with_values(tree: PyTree) -> PyTree:
+  """Returns a tree without leaves that have no values: donated, traced or abstract ones."""
+
+  def leaf(x: Leaf) -> Leaf | None:
+    abstract = isinstance(x, (Tracer, jax.ShapeDtypeStruct))
+    return None if abstract or (isinstance(x, jax.Array) and x.is_deleted()) else x
+
+  return jax.tree.map(leaf, tree)
 
 
 def _refuse_nan(trees: Mapping[str, PyTree], where: str) -> None:
@@ -244,6 +264,8 @@ def _paths(opt_state: OptState, owner: LossScalingState, params: Params) -> list
   outside = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, masks))
   masked = [x for x in outside if isinstance(x, masks)]
   if not any(y is owner for x in masked for y in nodes_of(x, LossScalingState)):
+    if _may_be_variables(params) and not _has_moments_of(params, owner):
+      return None
     return _keystrs(jax.tree_util.tree_leaves_with_path(params))
   inside = jax.tree.leaves(owner.inner_state, is_leaf=lambda x: isinstance(x, masks))
   # The marks in there may be those of other masks, or hide integers from the optimizer.

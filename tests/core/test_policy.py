@@ -66,6 +66,19 @@ def test_parsing_the_text_of_a_policy_gives_it_back(weight_grad):
     assert again is not policy
 
 
+@pytest.mark.parametrize("precision", ["highest", "default", "BF16_BF16_F32"])
+def test_the_precision_is_part_of_the_text_and_of_the_value(precision):
+  policy = mpjax.Policy(compute_dtype="bfloat16", precision=precision)
+  assert str(policy) == f"params=float32,compute=bfloat16,precision={precision}"
+  for again in (mpjax.Policy.parse(str(policy)), pickle.loads(pickle.dumps(policy))):
+    assert again == policy
+    assert hash(again) == hash(policy)
+  assert mpjax.Policy.parse(f"c=bf16, precision = {precision.lower()}") == policy
+  assert policy != mpjax.Policy(compute_dtype="bfloat16")
+  assert dataclasses.replace(policy, precision=None) == mpjax.Policy(compute_dtype="bfloat16")
+  assert mpjax.Policy().precision is None
+
+
 @pytest.mark.case("A95")
 @pytest.mark.parametrize("keys", [("params", "compute", "output"), ("p", "c", "o")])
 def test_all_triples_by_long_and_by_short_keys(keys):

@@ -51,16 +51,18 @@ def test_rules_of_classes_do_not_depend_on_paths(rule, by_path):
 
 
 @pytest.mark.parametrize(
-  ("policy", "rules", "low"),
+  ("policy", "rules", "rewrites"),
   [
     ("c=bf16", (), True),
     ("float32", (), False),
     (None, (), False),
     ("float32", [Rule("c=f16", path="a")], True),
+    ("c=f32,precision=default", (), True),
+    (None, [Rule("c=f32,precision=highest", path="a")], True),
   ],
 )
-def test_low_is_what_computes_in_low_precision_anywhere(policy, rules, low):
-  assert given(policy, rules).low == low
+def test_low_is_what_computes_in_low_precision_anywhere(policy, rules, rewrites):
+  assert given(policy, rules).rewrites == rewrites
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 
 import mpjax
 from mpjax._core.active import Active
-from mpjax._jaxprs import module_calls
+from mpjax._core.policy_config import ModulePolicy
+from mpjax._jaxprs.module_calls import ModuleCall, inside
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
 
@@ -22,10 +23,14 @@ class Layer:
     return args, kwargs, self.dtype
 
 
+def call_of(layer, policy, state, picked=False, outermost=None):
+  how = ModulePolicy(policy, picked, output_dtype=outermost)
+  return ModuleCall(layer, "layer", how, state, inside(state, layer, policy))
+
+
 def run(call, policy, **fields):
   layer = Layer()
-  state = module_calls.inside(Active(**fields), layer, policy)
-  outputs = module_calls.call_method(layer, call, layer, "layer", state)
+  outputs = call_of(layer, policy, Active(**fields)).run(layer, *call)
   assert vars(layer) == {}, "a field was left behind"
   return outputs
 
@@ -51,10 +56,10 @@ def test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dt
 
 
 def test_a_module_that_iterates_computes_in_float32_and_tells_those_inside_its_policy():
-  found = module_calls.inside(Active(), Layer(), HALF, iterates=True)
+  found = inside(Active(), Layer(), HALF, iterates=True)
   assert (found.region, found.policy, found.entered) == ("float32", HALF, True)
-  assert module_calls.inside(Active(), Layer(), HALF).region == "bfloat16"
-  assert module_calls.inside(Active(), Layer(), None, iterates=True).region == "as-it-is"
+  assert inside(Active(), Layer(), HALF).region == "bfloat16"
+  assert inside(Active(), Layer(), None, iterates=True).region == "as-it-is"
 
 
 @pytest.mark.parametrize(
@@ -63,20 +68,22 @@ def test_a_module_that_iterates_computes_in_float32_and_tells_those_inside_its_p
 )
 def test_where_a_policy_begins_it_says_the_dtype_of_results(entered, picked, wanted):
   state = Active(policy=HALF, entered=entered)
-  assert module_calls.output_dtype(state, HALF, picked, None) == wanted
+  assert call_of(Layer(), HALF, state, picked).output_dtype == wanted
   other = mpjax.Policy.parse("c=f16,o=f16")
-  assert module_calls.output_dtype(state, other, True, None) == "float16"
+  assert call_of(Layer(), other, state, picked=True).output_dtype == "float16"
   named = mpjax.Policy.parse("c=f16")
-  assert module_calls.output_dtype(Active(), named, False, np.dtype("float32")) == "float32"
+  assert call_of(Layer(), named, Active(), outermost=np.dtype("float32")).output_dtype == "float32"
+  assert call_of(Layer(), None, Active(), outermost=np.dtype("float32")).output_dtype is None
 
 
 @pytest.mark.parametrize("traced", [True, False])
 def test_results_are_arrays_in_the_dtype_and_all_else_as_it_is(traced):
   out = {"x": jnp.ones(2, "bfloat16"), "n": jnp.arange(2), "name": "coder"}
   state = Active(tracing=traced)
-  new = module_calls.returned(out, np.dtype("float32"), Layer(), state, state)
+  new = call_of(Layer(), HALF, state).result(out)
   assert new["name"] == "coder"
   assert [str(new[name].dtype) for name in ("x", "n")] == ["float32", "int32"]
-  assert module_calls.returned(out, None, Layer(), state, state) is out
-  cast = module_calls.inside(Active(cast=True), Layer(), mpjax.Policy.parse("c=f16"))
-  assert module_calls.returned(out, None, Layer(), Active(cast=True), cast)["x"].dtype == "float16"
+  assert call_of(Layer(), mpjax.Policy.parse("c=bf16"), state).result(out) is out
+  assert call_of(Layer(), None, state).result(out) is out
+  cast = call_of(Layer(), mpjax.Policy.parse("c=f16"), Active(cast=True))
+  assert cast.result(out)["x"].dtype == "float16"

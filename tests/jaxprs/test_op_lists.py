@@ -22,6 +22,16 @@ def keep(params):
   return "keep"
 
 
+@dataclasses.dataclass
+class WithoutHash:
+  """A predicate that Python can compare, but not look up."""
+
+  answer: str = "keep"
+
+  def __call__(self, params):
+    return self.answer
+
+
 def parts_of(ops):
   return {part: getattr(ops, part) for part in PARTS}
 
@@ -212,6 +222,10 @@ WITH = "OpLists.replace"
     ({"keep": ["reduce"]}, "keep", "can be chosen", "'reduce'", "Write the", ValueError),
     ({"conditional": ["exp"]}, "conditional", "a dict", "['exp']", "lambda", TypeError),
     ({"conditional": {"exp": "keep"}}, "conditional", "function", "'keep'", "lambda", TypeError),
+    (
+      {"conditional": {"exp": WithoutHash()}},
+      *("conditional", "a hashable function", "WithoutHash", "needs a __hash__", TypeError),
+    ),
     ({"conditional": {"epx": keep}}, "conditional", "prints", "'epx'", "'exp'", ValueError),
     (
       {"conditional": {"while": keep}},
@@ -237,7 +251,11 @@ def test_edits_that_are_refused(edit, where, expected, got, fix, builtin):
     ({"half": ["tanh"]}, "half", "a frozenset", "['tanh']", "replace", TypeError),
     ({"half": frozenset([1])}, "half", "a frozenset of names", "1", "replace", TypeError),
     ({"conditional": {"exp": keep}}, "conditional", "a tuple of pairs", "exp", "a dict", TypeError),
-    ({"conditional": (("exp", "keep"),)}, "conditional", "a function", "'keep'", "dict", TypeError),
+    ({"conditional": (("exp", "keep"),)}, "conditional", "function", "'keep'", "dict", TypeError),
+    (
+      {"conditional": (("exp", WithoutHash()),)},
+      *("conditional", "a hashable function", "WithoutHash", "dict", TypeError),
+    ),
     ({"keep": frozenset(["exp"])}, "keep", "in one place", "'exp'", 'keep=["exp"]', ValueError),
     (
       {"conditional": (("exp", keep),)},

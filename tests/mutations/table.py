@@ -448,9 +448,9 @@ ACTIVE = _Global()
   Mutation(
     number=37,
     breaks="a module that is traced is told the compute dtype, and rounds what operations decide",
-    function=_MODULE_CALLS + "call_method",
-    old="dtype_field(module, dtype, always=state.cast)",
-    new="dtype_field(module, policy.compute_dtype, always=True)",
+    function=_MODULE_CALLS + "ModuleCall.run",
+    old="dtype_field(self.module, dtype, always=state.cast)",
+    new="dtype_field(self.module, policy.compute_dtype, always=True)",
     test="tests/jaxprs/test_module_calls.py"
     "::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype",
   ),
@@ -559,17 +559,17 @@ STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
   Mutation(
     number=45,
     breaks="the output dtype is for every module, not for the outermost one called",
-    function=_MODULE_CALLS + "output_dtype",
-    old="not state.entered",
-    new="not state.entered or outer is not None",
+    function=_MODULE_CALLS + "ModuleCall.output_dtype",
+    old="not self.state.entered",
+    new="not self.state.entered or outermost is not None",
     test="tests/nnx/test_with_policy.py::test_a_module_inside_has_no_output_dtype",
   ),
   Mutation(
     number=46,
     breaks="what a policy says of weight gradients is forgotten where a call is rewritten",
     function=_TRACED_CALLS + "rewrite_calls",
-    old="Settings(compute=low, ops=_OPS, weight_grads=wide, modules=True)",
-    new="Settings(compute=low, ops=_OPS, weight_grads=None, modules=True)",
+    old="Settings(compute=low, ops=_OPS, weight_grads=wide, asked=asked, modules=True)",
+    new="Settings(compute=low, ops=_OPS, weight_grads=None, asked=asked, modules=True)",
     test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",
   ),
   Mutation(
@@ -629,7 +629,18 @@ _STEPS = (
   ),
 )
 
+_PRECISION = (
+  Mutation(
+    number=53,
+    breaks="a rule's precision is not that of matmuls in jaxprs which stay in float32",
+    function="mpjax/_jaxprs/autocast/higher_order.py::_entered_inside",
+    old="settings.precision is not None or matmul_precision(scope, settings) is not None",
+    new="settings.precision is not None",
+    test="tests/integration/test_matmul_precision.py::test_matmuls_in_inner_jaxprs",
+  ),
+)
+
 MUTATIONS = (
   *(*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES),
-  *(*_POLICIES, *_STORED, *_NNX, *_STEPS),
+  *(*_POLICIES, *_STORED, *_NNX, *_STEPS, *_PRECISION),
 )

@@ -84,26 +84,55 @@ def test_check_skipped_steps_wants_a_positive_count(wrong):
   assert error.value.expected == "an integer, at least 1"
 
 
-def test_check_skipped_steps_refuses_what_has_more_leaves_than_gradients():
-  state = after(BAD, BAD)
-  variables = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(2)}}
-  for params in (variables, nnx.Linear(1, 1, rngs=nnx.Rngs(0))):
-    with pytest.raises(TypeError) as error:
-      mpjax.check_skipped_steps(state, 2, params=params)
-    check_error(
-      error,
-      where="mpjax.check_skipped_steps(params)",
-      expected="the parameters alone",
-      got="variables, with ['batch_stats', 'params']" if isinstance(params, dict) else "a Linear",
-      fix='variables["params"]',
-      builtin=TypeError,
-    )
+VARIABLES = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(2)}}
 
 
-def test_check_skipped_steps_says_that_the_parameters_are_nan():
-  params = PARAMS | {"w": PARAMS["w"].at[0].set(jnp.nan)}
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1)], ids=["moments", "none"])
+@pytest.mark.parametrize(
+  "params", [VARIABLES, nnx.Linear(1, 1, rngs=nnx.Rngs(0))], ids=["linen", "nnx"]
+)
+def test_check_skipped_steps_names_no_path_of_what_may_have_more_leaves(optimizer, params):
+  """The first leaf of variables is a batch statistic, the first gradient that of a parameter."""
+  tx = mpjax.loss_scaling(optimizer)
+  mpjax.check_skipped_steps(tx.init(PARAMS), params=params)
+  _, state = tx.update(BAD, tx.init(PARAMS), PARAMS)
+  with pytest.raises(RuntimeError) as error:
+    mpjax.check_skipped_steps(state, 1, params=params)
+  check_error(
+    error,
+    where="mpjax.check_skipped_steps(opt_state)",
+    expected="fewer than 1 skipped steps",
+    got="gradient leaf 1 (in the order of jax.tree.leaves; those that this loss scale sees)",
+    fix='Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).',
+  )
+
+
+def test_check_skipped_steps_takes_a_submodule_called_params():
+  """Its tree looks like variables; the moments of the optimizer show that it is what is trained."""
+  params = {"params": jnp.ones(3), "x": jnp.ones(2)}
+  bad = {"params": jnp.ones(3), "x": jnp.full(2, jnp.nan)}
+  _, state = TX.update(bad, TX.init(params), params)
+  with pytest.raises(RuntimeError, match=r"in the gradient of \['x'\]\. ") as error:
+    mpjax.check_skipped_steps(state, 1, params=params)
+  assert "Pass variables" not in str(error.value)
+
+
+@pytest.mark.parametrize("add", [{}, {"step": 3, "rate": 0.5}], ids=["arrays", "numbers"])
+def test_check_skipped_steps_says_that_the_parameters_are_nan(add):
+  params = PARAMS | {"w": PARAMS["w"].at[0].set(jnp.nan)} | add
   with pytest.raises(RuntimeError, match=r"hold a NaN at \['w'\], .*: restore a checkpoint"):
     mpjax.check_skipped_steps(after(BAD, BAD), 2, params=params)
+
+
+@pytest.mark.parametrize("kind", ["donated", "abstract"])
+def test_check_skipped_steps_looks_at_no_values_where_there_are_none(kind):
+  x = jnp.full(2, jnp.nan)
+  x.delete()
+  gone = x if kind == "donated" else jax.ShapeDtypeStruct((2,), jnp.float32)
+  with pytest.raises(RuntimeError, match=r"in the gradient of \['x'\]\. .* log\(0\)"):
+    mpjax.check_skipped_steps(after(BAD, BAD), 2, params=PARAMS | {"x": gone})
+  with pytest.raises(RuntimeError, match=r"hold a NaN at \['w'\], "):
+    mpjax.check_skipped_steps(after(BAD), 1, params={"w": jnp.full(3, jnp.nan), "x": gone})
 
 
 @pytest.mark.case("B034")

@@ -12,7 +12,7 @@ from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.types import DType
 from mpjax._diagnostics.audit.causes import Cause, Causes, Why, is_low, is_wide, wanted_low
 from mpjax._diagnostics.audit.graph import Graph, Operation, Value
-from mpjax._jaxprs.autocast.marks import AS_IT_IS, MODULE, REGION, WEIGHT_GRADS
+from mpjax._jaxprs.autocast.marks import AS_IT_IS, MODULE, REGION, read_region
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Direction, Location, Source
 from mpjax._jaxprs.op_lists import OpLists
@@ -100,19 +100,19 @@ class Expectations:
     where = operation.where
     if FULL_PRECISION in where.scopes:
       return Expectation(None, "mpjax.full_precision")
-    precision = operation.eqn.params.get("precision")
-    if precision is not None and "HIGHEST" in str(precision):
+    region = _region(where)
+    precise = "HIGHEST" in str(operation.eqn.params.get("precision"))
+    if precise and not (region and read_region(region)[2]):  # The code asks for it, no policy.
       return Expectation(None, 'precision="highest"')
     if not self.marked:
       if operation in self._after:
         return Expectation(None, "the optimizer")
       return Expectation(self.used, "" if self.used else "no low precision anywhere")
-    region = _region(where)
     if region is None:
       return Expectation(None, "outside of every policy")
     if region == AS_IT_IS:
       return Expectation(None, "a rule leaves it as it is")
-    dtype = np.dtype(region.split(WEIGHT_GRADS)[0])
+    dtype = np.dtype(read_region(region)[0])
     if is_low_precision(dtype):
       return Expectation(dtype)
     return Expectation(None, f"a {dtype.name} policy")

@@ -2,15 +2,13 @@
 
 from mpjax._jaxprs.autocast.marks import leaving, mark, region_of
 from mpjax._jaxprs.autocast.traceable import NotTraceable, traceable, tree_leaves
-from mpjax._jaxprs.autocast.traced import DataLeaves, Interface, ResultDtypes, with_settings
+from mpjax._jaxprs.autocast.traced import Interface, with_settings
 from mpjax._jaxprs.autocast.transform import autocast
 from mpjax._jaxprs.autocast.values import Settings
 
 __all__ = [
-  "DataLeaves",
   "Interface",
   "NotTraceable",
-  "ResultDtypes",
   "Settings",
   "autocast",
   "leaving",

@@ -1,7 +1,7 @@
 """Parameters of equations that name a dtype, or hold a jaxpr that has one."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core.primitives import dot_general_p
 
+from mpjax._core.precision import MatmulPrecision, takes
 from mpjax._core.types import Array, DType, Function, PyTree
 from mpjax._jaxprs.autocast.values import kept
 from mpjax._jaxprs.inner_jaxprs import Program, holds_jaxpr, is_object, opened, with_each
@@ -99,6 +101,13 @@ def wants_precision(params: EqnParams) -> bool:
   precision = params.get("precision")
   each = precision if isinstance(precision, tuple) else (precision,)
   return any(p is not None and p != jax.lax.Precision.DEFAULT for p in each)
+
+
+def fits(eqn: JaxprEqn, precision: MatmulPrecision, dtypes: Sequence[DType | None]) -> bool:
+  """Whether a matmul or convolution of these dtypes can have a precision: a preset is for few."""
+  if isinstance(precision, jax.lax.Precision):
+    return True
+  return eqn.primitive is dot_general_p and all(takes(precision, dtype) for dtype in dtypes)
 
 
 def retype(eqn: JaxprEqn, dtype: DType) -> Params:

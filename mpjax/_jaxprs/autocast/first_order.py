@@ -59,6 +59,8 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
     if not wide or wants_precision(eqn.params):  # The user's own choice, again.
       return rewriter.untouched(eqn)
     wide_grads = weight_grads(scope, rewriter.settings)
+    precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
+    eqn = eqn if precise is eqn.params else eqn.replace(params=precise)
     if made := with_wide_gradients(eqn, values, half, wide_grads, rewriter.view):
       return rewriter.write(made, made.invars, [Kind(half)])
     dtype = half

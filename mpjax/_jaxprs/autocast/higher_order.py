@@ -13,7 +13,7 @@ from mpjax._jaxprs.autocast.first_order import first_order
 from mpjax._jaxprs.autocast.marks import REGION
 from mpjax._jaxprs.autocast.powers import Powers, in_float32, powers
 from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
-from mpjax._jaxprs.autocast.scopes import marked, names_of, region
+from mpjax._jaxprs.autocast.scopes import marked, matmul_precision, names_of, region
 from mpjax._jaxprs.autocast.uses import HALF, RESULT, of_loop, of_operands
 from mpjax._jaxprs.autocast.values import (
   Constant,
@@ -131,8 +131,8 @@ def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
 
 def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
   """Whether some scope inside of an equation that stays as it is has a rule of its own."""
-  if settings.precision is not None:
-    return True  # What is left as it is needs the precision that was taken from it.
+  if settings.precision is not None or matmul_precision(scope, settings) is not None:
+    return True  # What is left as it is needs the precision that was taken from it, or a policy's.
   return any(_entered(i.jaxpr, scope, settings) for i in inner_jaxprs(eqn) or ())
 
 
@@ -140,7 +140,9 @@ def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
 def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
   places = [(eqn, scope + names_of(str(eqn.source_info.name_stack))) for eqn in jaxpr.eqns]
   return any(
-    region(place, settings) is not None or _entered_inside(eqn, place, settings)
+    region(place, settings) is not None
+    or matmul_precision(place, settings) is not None
+    or _entered_inside(eqn, place, settings)
     for eqn, place in places
   )
 

@@ -11,6 +11,7 @@ import jax
 
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.policy import Policy
+from mpjax._core.precision import written
 from mpjax._core.types import PyTree
 from mpjax._jaxprs.autocast.values import FLOATS
 
@@ -29,6 +30,9 @@ AS_IT_IS = "as-it-is"
 WEIGHT_GRADS = "+"
 """Separates the dtype of a region from that of the weight gradients in it."""
 
+PRECISION = "@"
+"""Separates the dtypes of a region from the precision of the matmuls in it."""
+
 _BITS = {"exponent_bits": 8, "mantissa_bits": 23}
 """Those of float32, which round nothing."""
 
@@ -37,8 +41,16 @@ def region_of(policy: Policy | None) -> str:
   """Returns what marks the region of a module with this policy; None leaves it as it is."""
   if policy is None:
     return AS_IT_IS
-  wide = policy.weight_grad_dtype
-  return policy.compute_dtype.name + ("" if wide is None else f"{WEIGHT_GRADS}{wide.name}")
+  wide, precision = policy.weight_grad_dtype, policy.precision
+  name = policy.compute_dtype.name + ("" if wide is None else f"{WEIGHT_GRADS}{wide.name}")
+  return name + ("" if precision is None else f"{PRECISION}{written(precision)}")
+
+
+def read_region(region: str) -> tuple[str, str, str]:
+  """Returns what a mark names: dtype, that of weight gradients, precision; "" for none."""
+  dtypes, _, precision = region.partition(PRECISION)
+  compute, _, wide = dtypes.partition(WEIGHT_GRADS)
+  return compute, wide, precision
 
 
 def mark(region: str) -> contextlib.AbstractContextManager[Any]:

@@ -2,18 +2,25 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.lax import Precision
 
 from mpjax._core.audit_record import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped, shape_of
-from mpjax._jaxprs.autocast.eqn_params import in_precision
+from mpjax._jaxprs.autocast.eqn_params import fits, in_precision
 from mpjax._jaxprs.autocast.marks import PREFIX, REGION
-from mpjax._jaxprs.autocast.scopes import keeps_float32, marked, names_of, region
+from mpjax._jaxprs.autocast.scopes import (
+  keeps_float32,
+  marked,
+  matmul_precision,
+  names_of,
+  region,
+)
 from mpjax._jaxprs.autocast.uses import FULL, HALF, demands
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -26,7 +33,7 @@ from mpjax._jaxprs.autocast.values import (
   literal_value,
 )
 from mpjax._jaxprs.compat import NameStack, with_scope, without_scopes
-from mpjax._jaxprs.inner_jaxprs import warn_not_entered
+from mpjax._jaxprs.inner_jaxprs import holds_jaxpr, warn_not_entered
 
 
 class Rewritten(NamedTuple):
@@ -169,7 +176,7 @@ class Rewriter:
   def _region_name(self, place: tuple[Scope, DType | None]) -> str:
     """Returns what an audit reads: the dtype of matmuls in a scope, whichever policy says so."""
     scope, half = place
-    return half.name if half is not None else marked(scope) or FLOAT32.name
+    return marked(scope) or (FLOAT32 if half is None else half).name
 
   def outside(
     self, value: Value | None, eqn: JaxprEqn, scope: Scope, half: DType, wanted: int
@@ -227,20 +234,38 @@ class Rewriter:
       v if kind is None else self.define(v, kind, scope=scope, once=once)
       for v, kind in zip(eqn.outvars, kinds, strict=True)
     ]
-    params = eqn.params if params is None else params
-    default = self.settings.precision
+    params = self.precise(eqn, eqn.params if params is None else params, map(dtype_of, operands))
+    self.eqns.append(eqn.replace(invars=list(operands), outvars=outs, params=params))
+
+  def precise(
+    self, eqn: JaxprEqn, params: dict[str, Any], dtypes: Iterable[DType | None]
+  ) -> dict[str, Any]:
+    """Returns parameters with a precision, if they are those of a matmul that names none itself.
+
+    Args:
+      eqn: the equation as it was.
+      params: its parameters.
+      dtypes: those of its operands, as they are now.
+    """
+    if params.get("precision", 0) is not None:
+      return params
+    now, default = [*dtypes], self.settings.precision
+    asked = matmul_precision(self.place(eqn)[0], self.settings)
+    if asked is not None and fits(eqn, asked, now):
+      # As JAX has it: of both operands, or an algorithm for both.
+      both = (asked, asked) if isinstance(asked, Precision) else asked
+      return {**params, "precision": both}
     # `jax_default_matmul_precision` was taken away for the trace, see `traced`. A matmul whose
     # operands keep their dtype gets it back: "highest" is about what runs in float32.
-    unset = default is not None and params.get("precision", default) is None
-    if unset and dtype_of(operands[0]) == dtype_of(eqn.invars[0]):  # It is left as it is.
-      params = {**params, "precision": default}
-    self.eqns.append(eqn.replace(invars=list(operands), outvars=outs, params=params))
+    left_as_it_is = default is not None and now[0] == dtype_of(eqn.invars[0])
+    return {**params, "precision": default} if left_as_it_is else params
 
   def untouched(self, eqn: JaxprEqn) -> None:
     """Writes an equation as it was, in the dtypes that it was traced with."""
     operands = [self.original(atom, eqn) for atom in eqn.invars]
     default = self.settings.precision
-    params = None if default is None else in_precision(eqn, default)
+    whole = default is not None and holds_jaxpr(eqn.params.values())
+    params = in_precision(eqn, default) if whole else None
     self.write(eqn, operands, [self.kind_of(v) for v in eqn.outvars], params)
 
   def not_entered(self, eqn: JaxprEqn) -> None:

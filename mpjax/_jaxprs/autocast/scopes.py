@@ -10,9 +10,10 @@ from jax.extend.core import Jaxpr
 from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import UnmatchedRuleError, nearest
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
+from mpjax._core.precision import MatmulPrecision, parse_precision
 from mpjax._core.rules import Rule, first_match
 from mpjax._core.types import DType
-from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, WEIGHT_GRADS
+from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, read_region
 from mpjax._jaxprs.autocast.values import Scope, Settings
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
@@ -53,7 +54,7 @@ def region(scope: Scope, settings: Settings) -> DType | None:
     return None
   mark = marked(scope)
   if mark is not None:
-    name = mark.split(WEIGHT_GRADS)[0]
+    name = read_region(mark)[0]
     return np.dtype(name) if name in HALF_NAMES else None
   rule = _rule_for(scope, settings.rules)
   if rule is None:
@@ -68,12 +69,27 @@ def weight_grads(scope: Scope, settings: Settings) -> DType | None:
   """Returns the dtype asked for the gradients of weights in a scope; None for the matmuls' own."""
   mark = marked(scope)
   if mark is not None:
-    wide = mark.partition(WEIGHT_GRADS)[2]
+    wide = read_region(mark)[1]
     return np.dtype(wide) if wide else None
   rule = _rule_for(scope, settings.rules)
   if rule is None:
     return settings.weight_grads
   return None if rule.policy is None else rule.policy.weight_grad_dtype
+
+
+@functools.lru_cache(maxsize=4096)
+def matmul_precision(scope: Scope, settings: Settings) -> MatmulPrecision | None:
+  """Returns the precision that a policy asks of matmuls in a scope; None if it asks for none."""
+  if FULL_PRECISION in scope:
+    return None
+  mark = marked(scope)
+  if mark is not None:
+    name = read_region(mark)[2]
+    return parse_precision(name, "a mark") if name else None
+  rule = _rule_for(scope, settings.rules)
+  if rule is None:
+    return settings.asked
+  return None if rule.policy is None else rule.policy.precision
 
 
 def marked(scope: Scope) -> str | None:

@@ -7,10 +7,10 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call
 from mpjax._core.frameworks import check_no_linen_model, framework_of
 from mpjax._core.policy import Policy, PolicyLike
+from mpjax._core.policy_config import rewrites
 from mpjax._core.rules import Rule, parse_rules
 from mpjax._jaxprs.autocast.traced import DataLeaves, Interface, with_settings
 from mpjax._jaxprs.autocast.values import FLOATS, Settings
@@ -56,8 +56,8 @@ def autocast(
   Args:
     fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
       and integers of NumPy) is handed to it as it is. It must not change its arguments in place.
-    policy: of which only `compute_dtype` counts: parameters are yours to store, and results keep
-      their dtypes. In float32 `fn` itself is returned.
+    policy: of which only `compute_dtype` and `precision` count: parameters are yours to store, and
+      results keep their dtypes. In float32, without a precision, `fn` itself is returned.
     ops: the lists, an edited `OpLists()`; None for the standard.
     rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path. The names
       are those of a profile: the class of a Flax model comes first, so write "**/head". The
@@ -94,8 +94,7 @@ def autocast(
   """
   settings = _settings(fn, policy, ops, rules)
   data = _in_arguments(_data_argnums(data_argnums))
-  dtypes = [settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy)]
-  if all(dtype == FLOAT32 for dtype in dtypes):
+  if not any(map(rewrites, (Policy.parse(policy), *(rule.policy for rule in settings.rules)))):
     return fn
   cast = with_settings(fn, settings, "mpjax.autocast(fn)", Interface(data=data))
   return _nnx_model(cast) if framework_of(fn) == "NNX" else cast
@@ -150,7 +149,8 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
         got=str(one),
         fix="Operations in other dtypes are left as they are; no policy is needed for them.",
       )
-  return Settings(compute=parsed.compute_dtype, ops=OpLists() if ops is None else ops, rules=given)
+  lists = OpLists() if ops is None else ops
+  return Settings(compute=parsed.compute_dtype, ops=lists, rules=given, asked=parsed.precision)
 
 
 def _data_argnums(given: Any) -> tuple[int, ...]:

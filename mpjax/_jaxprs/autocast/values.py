@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from mpjax._core.dtypes import FLOAT32, HALVES
+from mpjax._core.precision import MatmulPrecision
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom
@@ -34,8 +35,9 @@ class Settings:
       leaves everything as it is there.
     ops: the lists.
     rules: tried in order against scopes; the policy of the first that matches applies there.
-    precision: that of a matmul or convolution of which the function says nothing, and which is left
-      as it is: what `jax_default_matmul_precision` asks for.
+    precision: that of a matmul or convolution of which neither the function nor a policy says
+      anything, and which is left as it is: what `jax_default_matmul_precision` asks for.
+    asked: the precision of matmuls that the policy asks for; None if it says nothing.
     weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of
       the matmuls.
     modules: the function is a call of modules, whose parameters are known. So what it closes over
@@ -48,6 +50,7 @@ class Settings:
   ops: OpLists
   rules: tuple[Rule, ...] = ()
   precision: object = None
+  asked: MatmulPrecision | None = None
   weight_grads: DType | None = None
   modules: bool = False
 

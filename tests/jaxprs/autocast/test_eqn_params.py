@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import mpjax
-from mpjax._jaxprs.autocast.eqn_params import in_precision, retype, wants_precision
+from mpjax._jaxprs.autocast.eqn_params import fits, in_precision, retype, wants_precision
 from mpjax._jaxprs.walk import walk
 from tests import programs
 
@@ -48,6 +48,23 @@ def is_product(eqn):
 )
 def test_a_wish_for_precision(precision, want):
   assert wants_precision({"precision": precision}) == want
+
+
+@pytest.mark.parametrize(
+  ("precision", "dtypes", "want"),
+  [
+    (HIGHEST, "float32 float32", True),
+    (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "bfloat16 bfloat16", True),
+    (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "bfloat16 int8", False),
+    (jax.lax.DotAlgorithmPreset.F32_F32_F32, "bfloat16 bfloat16", False),
+  ],
+)
+def test_a_preset_is_for_matmuls_of_its_dtypes(precision, dtypes, want):
+  given = [jnp.dtype(name) for name in dtypes.split()]
+  (dot,) = jax.make_jaxpr(jnp.dot)(X, X).eqns
+  assert fits(dot, precision, given) is want
+  (conv,) = jax.make_jaxpr(MATMULS["conv_general_dilated"])(X).eqns[-1:]
+  assert not fits(conv, jax.lax.DotAlgorithmPreset.BF16_BF16_F32, given)
 
 
 def test_what_has_no_precision():

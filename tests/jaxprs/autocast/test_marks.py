@@ -10,6 +10,7 @@ import pytest
 
 import mpjax
 from mpjax._jaxprs.autocast import Interface, Settings, leaving, mark, region_of, with_settings
+from mpjax._jaxprs.autocast.marks import read_region
 from mpjax._jaxprs.autocast.scopes import keeps_float32, marked, names_of, output_of, region
 from tests import programs
 
@@ -38,11 +39,26 @@ def product_types(fun, *args):
     ("mixed_bfloat16", "bfloat16"),
     ("p=f32,c=f16,o=f32", "float16"),
     ("float32", "float32"),
+    ("c=f32,precision=highest", "float32@highest"),
+    ("c=bf16,w=f32,precision=BF16_BF16_F32", "bfloat16+float32@BF16_BF16_F32"),
     (None, "as-it-is"),
   ],
 )
 def test_the_name_of_a_region(policy, name):
   assert region_of(None if policy is None else mpjax.Policy.parse(policy)) == name
+
+
+@pytest.mark.parametrize(
+  ("name", "parts"),
+  [
+    ("float32", ("float32", "", "")),
+    ("float32@highest", ("float32", "", "highest")),
+    ("bfloat16+float32@high", ("bfloat16", "float32", "high")),
+    ("as-it-is", ("as-it-is", "", "")),
+  ],
+)
+def test_what_the_name_of_a_region_says(name, parts):
+  assert read_region(name) == parts
 
 
 @pytest.mark.parametrize(
@@ -52,6 +68,8 @@ def test_the_name_of_a_region(policy, name):
     (("bfloat16", "float16"), F16, False),
     (("float16", "float32"), None, False),
     (("float32", "bfloat16"), BF16, False),
+    (("bfloat16", "float32@highest"), None, False),
+    (("float32", "bfloat16+float32@high"), BF16, False),
     (("float16", "as-it-is"), None, True),
     ((), BF16, False),
   ],

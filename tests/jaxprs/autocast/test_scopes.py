@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._jaxprs.autocast.scopes import check_rules_match, keeps_float32, names_of, region
+from mpjax._jaxprs.autocast.scopes import (
+  check_rules_match,
+  keeps_float32,
+  matmul_precision,
+  names_of,
+  region,
+)
 from mpjax._jaxprs.autocast.values import Settings
 from tests.errors import check_error
 
@@ -102,6 +108,24 @@ def test_the_innermost_rule_decides(scope, want):
   )
   for given in (rules, (*rules[3:], *rules[2::-1])):
     assert region(scope, settings(BFLOAT16, *given)) == want
+
+
+def test_the_precision_of_matmuls_in_a_scope():
+  precise = mpjax.Policy(precision="highest")
+  given = Settings(
+    compute=BFLOAT16,
+    ops=mpjax.OpLists(),
+    rules=(mpjax.Rule(precise, path="a"), mpjax.Rule(None, path="b")),
+    asked=jax.lax.Precision.HIGH,
+  )
+  highest, high = jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH
+  assert matmul_precision(("a", "x"), given) is highest
+  assert matmul_precision(("c",), given) is high
+  assert matmul_precision(("b",), given) is None
+  assert matmul_precision(("a", "mpjax.full_precision"), given) is None
+  assert matmul_precision(("a", "mpjax.region=bfloat16"), given) is None
+  mark = "mpjax.region=bfloat16@BF16_BF16_F32"
+  assert matmul_precision(("a", mark), given) is jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 
 
 def test_a_rule_for_the_root():

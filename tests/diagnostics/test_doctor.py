@@ -1,0 +1,171 @@
+"""What the doctor says of devices, versions and settings. Devices are plain objects."""
+
+import json
+import pathlib
+import re
+import tomllib
+import types
+
+import jax
+import pytest
+
+import mpjax
+from mpjax._diagnostics.doctor import OPTIONS, SUPPORTED, diagnosis, doctor, installed_versions
+
+VERSIONS = {"python": "3.12.4", "jax": "0.12.0.1", "mpjax": "0.1.0"}
+OFF = dict.fromkeys(OPTIONS)
+
+
+def device(platform="gpu", kind="NVIDIA H100", capability="9.0"):
+  fields = {"platform": platform, "device_kind": kind}
+  if capability is not None:
+    fields["compute_capability"] = capability
+  return types.SimpleNamespace(**fields)
+
+
+CPU, TPU = device("cpu", "cpu", None), device("tpu", "TPU v5 lite", None)
+V100, H100 = device(kind="Tesla V100", capability="7.0"), device()
+
+
+def of(*devices, versions=VERSIONS, environment=(), **options):
+  return diagnosis(devices, versions, OFF | options, dict(environment))
+
+
+def meaning(found, name):
+  (setting,) = [s for s in found.settings if s.name == name]
+  return setting.value, setting.meaning
+
+
+@pytest.mark.parametrize(
+  ("one", "preset", "why"),
+  [
+    (H100, "mixed_bfloat16", "no loss scale"),
+    (TPU, "mixed_bfloat16", "no loss scale"),
+    (V100, "mixed_float16", "mpjax.loss_scaling"),
+    (CPU, "float32", "no speed"),
+    (device(kind="GTX 1080", capability="6.1"), "float32", "No units"),
+    (device(kind="AMD MI300X", capability="gfx942"), "float32", "No units for low precision are"),
+  ],
+  ids=["H100", "TPU", "V100", "CPU", "GTX 1080", "MI300X"],
+)
+def test_the_preset_that_fits(one, preset, why):
+  found = of(one)
+  assert found.preset == preset
+  assert why in found.why
+  assert mpjax.Policy.parse(found.preset)
+  assert f'Policy for this machine: "{preset}"' in str(found)
+
+
+@pytest.mark.parametrize(
+  ("one", "precision", "says"),
+  [
+    (H100, None, "multiplied in TF32"),
+    (H100, "default", "multiplied in TF32"),
+    (H100, "highest", "multiplied as float32, everywhere"),
+    (H100, "BF16_BF16_F32_X3", "multiplied so, everywhere"),
+    (TPU, None, "multiplied in bfloat16"),
+    (V100, None, "Without effect here"),
+    (CPU, "highest", "Without effect here"),
+  ],
+)
+def test_what_float32_is_multiplied_in(one, precision, says):
+  found = of(one, jax_default_matmul_precision=precision)
+  value, text = meaning(found, "jax_default_matmul_precision")
+  assert value == (precision or "not set")
+  assert says in text
+
+
+@pytest.mark.parametrize(
+  ("flags", "value", "says"),
+  [
+    ("", "not set (true)", "may leave out a cast"),
+    ("--xla_allow_excess_precision=true", "true", "may leave out a cast"),
+    ("--xla_x=1 --xla_allow_excess_precision=false", "false", "Each cast to low precision rounds"),
+    ("--xla_allow_excess_precision_x=false", "not set (true)", "may leave out a cast"),
+  ],
+)
+def test_excess_precision(flags, value, says):
+  found = of(H100, environment={"XLA_FLAGS": flags} if flags else {})
+  assert meaning(found, "xla_allow_excess_precision")[0] == value
+  assert says in meaning(found, "xla_allow_excess_precision")[1]
+  assert meaning(found, "XLA_FLAGS")[0] == (flags or "not set")
+
+
+@pytest.mark.parametrize(("value", "says"), [("0", "never use TF32"), ("1", "decide")])
+def test_a_variable_of_nvidia(value, says):
+  found = of(H100, environment={"NVIDIA_TF32_OVERRIDE": value})
+  assert says in meaning(found, "NVIDIA_TF32_OVERRIDE")[1]
+  assert "NVIDIA_TF32_OVERRIDE" not in str(of(H100))
+
+
+def test_devices_are_counted_by_kind():
+  found = of(H100, device(), V100)
+  assert [(kind.name, kind.number) for kind in found.devices] == [
+    ("NVIDIA H100", 2),
+    ("Tesla V100", 1),
+  ]
+  assert found.warnings == ("There are devices of 2 kinds; the policy is for NVIDIA H100.",)
+  assert of(H100, device()).warnings == ()
+
+
+@pytest.mark.parametrize(
+  ("versions", "warnings"),
+  [
+    ({"jax": "0.10"}, []),
+    ({"jax": "0.10.0rc1"}, []),
+    ({"jax": "1.0"}, []),
+    ({"python": "3.10.14"}, ["python 3.10.14: supported is 3.11 or later."]),
+    ({"jax": "0.9.2", "optax": "0.2.10"}, ["jax 0.9.2: supported is 0.10 or later."]),
+    ({"flax": ""}, ["flax is missing: supported is 0.12 or later."]),
+    ({"mpjax": "0.1.0", "jaxlib": "0.10.dev1"}, []),
+  ],
+)
+def test_versions_that_are_not_supported(versions, warnings):
+  assert list(of(CPU, versions=versions).warnings) == warnings
+
+
+def test_what_is_supported_is_what_the_package_asks_for():
+  project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())
+  asked = dict(re.fullmatch(r"([\w-]+)>=(.+)", each).groups() for each in _dependencies(project))
+  asked["python"] = project["project"]["requires-python"].removeprefix(">=")
+  for package, oldest in SUPPORTED.items():
+    assert asked["jax" if package == "jaxlib" else package] == oldest
+
+
+def _dependencies(project):
+  return project["project"]["dependencies"]
+
+
+def test_what_gets_in_the_way():
+  found = of(H100, jax_optimization_level="O1", jax_debug_nans=True, jax_debug_infs=True)
+  assert [text.split()[0] for text in found.warnings] == [
+    "jax_optimization_level",
+    "jax_debug_nans",
+    "jax_debug_infs",
+  ]
+  assert str(found).count("Warning: ") == 3
+
+
+def test_the_report_is_80_columns_wide_and_json_has_all_of_it():
+  flags = " ".join(f"--xla_gpu_some_flag_with_a_long_name_{i}=true" for i in range(9))
+  found = of(H100, V100, CPU, TPU, environment={"XLA_FLAGS": flags}, jax_debug_nans=True)
+  assert max(map(len, str(found).splitlines())) <= 80
+  data = json.loads(found.to_json())
+  assert data["preset"] == "mixed_bfloat16"
+  assert [each["name"] for each in data["devices"]] == [k.name for k in found.devices]
+  assert {each["name"] for each in data["settings"]} >= {*OPTIONS, "XLA_FLAGS"}
+  assert data["versions"][1] == {
+    **{"package": "jax", "installed": "0.12.0.1"},
+    **{"supported": "0.10 or later", "fits": True},
+  }
+  assert "NVIDIA H100" in found._repr_html_()
+
+
+def test_this_machine():
+  found = doctor()
+  assert sum(kind.number for kind in found.devices) == len(jax.devices())
+  versions = installed_versions()
+  assert versions["jax"].startswith(jax.__version__)
+  assert set(versions) == {*SUPPORTED, "mpjax"}
+  with jax.default_matmul_precision("highest"):
+    assert meaning(doctor(), "jax_default_matmul_precision")[0] == "highest"

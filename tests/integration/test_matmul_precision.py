@@ -1,0 +1,288 @@
+"""`Policy(precision=...)`: what matmuls and convolutions say in the jaxprs of all three faces."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.lax import DotAlgorithmPreset, Precision
+
+import mpjax
+from mpjax._jaxprs.walk import walk
+from tests import programs
+from tests.models.situations import RNGS, SITUATIONS
+from tests.nnx.rig import functions, split
+from tests.nnx.zoo import MODELS as NNX_MODELS
+
+X = jnp.linspace(-1.0, 1.0, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
+HIGHEST, PRESET = (Precision.HIGHEST,) * 2, DotAlgorithmPreset.BF16_BF16_F32
+HIGH = (Precision.HIGH,) * 2
+FLOAT32 = mpjax.Policy(precision="highest")
+HALF = mpjax.Policy(compute_dtype="bfloat16", precision="BF16_BF16_F32", output_dtype="float32")
+
+
+class Linen(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = jnp.mean(nn.Conv(4, (3, 3), name="conv")(x), (1, 2))
+    x = nn.Dense(4, precision="high", name="own")(nn.Dense(4, name="body")(x))
+    return nn.Dense(4, name="head")(x)
+
+
+class NNX(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.conv = nnx.Conv(3, 4, (3, 3), rngs=rngs)
+    self.body, self.head = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+    self.own = nnx.Linear(4, 4, precision="high", rngs=rngs)
+
+  def __call__(self, x):
+    return self.head(self.own(self.body(jnp.mean(self.conv(x), (1, 2)))))
+
+
+MODEL = Linen()
+VARIABLES = MODEL.init(jax.random.key(0), X)
+
+
+def linen(policy, rules):
+  return functools.partial(mpjax.linen.with_policy(MODEL, policy, rules).apply, VARIABLES)
+
+
+def of_nnx(policy, rules):
+  return mpjax.nnx.with_policy(NNX(), policy, rules)
+
+
+def autocast(policy, rules):
+  rules = [mpjax.Rule(rule.policy, path=f"**/{rule.path}") for rule in rules]
+  return mpjax.autocast(functools.partial(MODEL.apply, VARIABLES), policy, rules=rules)
+
+
+FACES = {"linen": linen, "nnx": of_nnx, "autocast": autocast}
+
+
+def asked(fn, *args):
+  """Returns the dtype of the operands and the precision of each matmul and convolution."""
+  eqns = (visit.eqn for visit in walk(jax.make_jaxpr(fn)(*args)))
+  products = (eqn for eqn in eqns if "precision" in eqn.params)
+  return [(str(eqn.invars[0].aval.dtype), eqn.params["precision"]) for eqn in products]
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+  ("policy", "head", "wanted"),
+  [
+    ("mixed_bfloat16", FLOAT32, [("bfloat16", None)] * 2 + [("float32", HIGHEST)]),
+    ("float32", FLOAT32, [("float32", None)] * 2 + [("float32", HIGHEST)]),
+    (FLOAT32, "float32", [("float32", HIGHEST)] * 2 + [("float32", None)]),
+    (FLOAT32, "mixed_bfloat16", [("float32", HIGHEST)] * 2 + [("bfloat16", None)]),
+    (FLOAT32, None, [("float32", HIGHEST)] * 2 + [("float32", None)]),
+    # A preset is for matmuls: the convolution has none.
+    (HALF, "float32", [("bfloat16", None), ("bfloat16", PRESET), ("float32", None)]),
+    ("mixed_bfloat16", HALF, [("bfloat16", None)] * 2 + [("bfloat16", PRESET)]),
+  ],
+)
+def test_a_policy_says_how_its_matmuls_multiply(face, policy, head, wanted):
+  fn = FACES[face](policy, [mpjax.Rule(head, path="head")])
+  conv, body, own, last = asked(fn, X)
+  assert [conv, body, last] == wanted
+  assert own == ("float32", HIGH), "what the model says itself stays"
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_gradients_multiply_as_the_forward_pass(face):
+  fn = FACES[face]("mixed_bfloat16", [mpjax.Rule(FLOAT32, path="head")])
+  found = asked(jax.grad(lambda x: fn(x).sum()), X)
+  # One forward, and one for the gradient of the activations.
+  assert found.count(("float32", HIGHEST)) == 2
+  assert found.count(("float32", HIGH)) == 2
+  assert found.count(("bfloat16", None)) == 4
+
+
+def test_autocast_of_a_gradient():
+  def loss(w):
+    with jax.named_scope("head"):
+      return jnp.sum(X[:, 0, 0] @ w)
+
+  rule = mpjax.Rule(FLOAT32, path="head")
+  grad = mpjax.autocast(jax.grad(loss), "mixed_bfloat16", rules=[rule])
+  assert set(asked(grad, jnp.ones((3, 2)))) == {("float32", HIGHEST)}
+
+
+def test_wide_weight_gradients_multiply_by_the_algorithm():
+  policy = mpjax.Policy(
+    compute_dtype="bfloat16", weight_grad_dtype="float32", precision="BF16_BF16_F32"
+  )
+  model = mpjax.linen.with_policy(nn.Dense(4), policy)
+  x = jnp.ones((2, 3))
+  variables = model.init(jax.random.key(0), x)
+  loss = lambda v: jnp.sum(model.apply(v, x).astype(jnp.float32))  # noqa: E731
+  assert asked(jax.grad(loss), variables) == [("bfloat16", PRESET)] * 2
+
+
+INSIDE = {
+  "jit": jax.jit(lambda x: x @ x),
+  "scan": lambda x: jax.lax.scan(lambda c, _: (c @ x, None), x, length=2)[0],
+  "while": lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ x, x),
+  "cond": lambda x: jax.lax.cond(x[0, 0] > 0, lambda y: y @ x, lambda y: y, x),
+  "remat": jax.checkpoint(lambda x: x @ x),
+  "vmap": jax.vmap(lambda x: x @ x.T @ x, in_axes=0, out_axes=0),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_matmuls_in_inner_jaxprs(name, policy):
+  x = jnp.eye(3) if name != "vmap" else jnp.ones((2, 3, 3))
+  rules = [mpjax.Rule(FLOAT32, path="exact")]
+  fn = mpjax.autocast(jax.named_scope("exact")(INSIDE[name]), policy, rules=rules)
+  assert set(asked(fn, x)) == {("float32", HIGHEST)}
+  with jax.default_matmul_precision("high"):
+    assert set(asked(fn, x)) == {("float32", HIGHEST)}
+    exact = mpjax.full_precision(INSIDE[name])
+    assert set(asked(mpjax.autocast(exact, FLOAT32), x)) == {("float32", HIGH)}
+  assert set(asked(mpjax.autocast(exact, FLOAT32), x)) == {("float32", None)}
+
+
+def test_a_function_that_is_jitted_once_multiplies_as_each_policy_says():
+  dot = jax.jit(lambda x: x @ x)
+
+  class Net(nn.Module):
+    def __call__(self, x):
+      return dot(x)
+
+  for precision, wanted in (
+    ("highest", HIGHEST),
+    ("high", HIGH),
+    (None, None),
+    ("highest", HIGHEST),
+  ):
+    model = mpjax.linen.with_policy(Net(), mpjax.Policy(precision=precision))
+    assert asked(jax.jit(functools.partial(model.apply, {})), jnp.eye(3)) == [("float32", wanted)]
+
+
+def test_float32_is_multiplied_to_the_same_bits_on_a_cpu():
+  plain = MODEL.apply(VARIABLES, X)
+  for fn in (linen(FLOAT32, []), autocast(FLOAT32, [])):
+    np.testing.assert_array_equal(fn(X), plain)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+  "name", ["scan_remat", "jit", "cond_and_switch", "custom_vjp", "methods", "map_variables"]
+)
+def test_every_matmul_of_a_linen_model_forward_and_backward(name):
+  situation = SITUATIONS[name]
+  model = situation.make()
+  variables = model.init({"params": jax.random.key(0)} | RNGS, *situation.inputs)
+
+  def loss(model, variables):
+    outs = jax.tree.leaves(situation.run(model, variables, *situation.inputs))
+    return sum(jnp.sum(x) for x in outs if jnp.issubdtype(x.dtype, jnp.floating))
+
+  precise = mpjax.linen.with_policy(model, FLOAT32)
+  plain, found = (
+    products_of(jax.make_jaxpr(jax.grad(functools.partial(loss, each)))(variables))
+    for each in (model, precise)
+  )
+  assert len(found) == len(plain) >= 2
+  assert {eqn.params["precision"] for eqn in found} == {HIGHEST}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", ["gpt", "vit", "unet", "state_space"])
+def test_every_matmul_of_an_nnx_model_forward_and_backward(name):
+  model = NNX_MODELS[name]
+  graphdef, params, rest = split(model.make)
+  _, precise = functions(graphdef, FLOAT32, model.run)
+  found = products_of(jax.make_jaxpr(precise)(params, rest, model.inputs))
+  assert len(found) >= 2
+  assert {eqn.params["precision"] for eqn in found} == {HIGHEST}
+
+
+def products_of(program):
+  """Returns the matmuls and convolutions of a jaxpr, also those in rules for derivatives."""
+  return [eqn for eqn, _ in programs.equations(program) if "precision" in eqn.params]
+
+
+def test_integers_and_other_dtypes_than_those_of_the_algorithm_have_none():
+  def both(x):
+    return x.astype(jnp.float16) @ x.T.astype(jnp.float16), x.astype(jnp.int32) @ x.T.astype(
+      "int32"
+    )
+
+  fn = mpjax.autocast(both, HALF)
+  assert asked(fn, jnp.eye(2)) == [("float16", None), ("int32", None)]
+
+
+def kernel(q):
+  """Raises what JAX's attention by cuDNN says of float32, where there is a GPU."""
+  if q.dtype == "float32":
+    raise NotImplementedError("Q must be fp16/bf16/fp8_e4m3fn/fp8_e5m2, got float32")
+  return q * 2
+
+
+class Attention(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return kernel(nn.Dense(4, name="query")(x))
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return Attention(name="attention")(x)
+
+
+class NNXAttention(nnx.Module):
+  def __init__(self):
+    self.query = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return kernel(self.query(x))
+
+
+class NNXBlock(nnx.Module):
+  def __init__(self):
+    self.attention = NNXAttention()
+
+  def __call__(self, x):
+    return self.attention(x)
+
+
+def block(face, policy, rules):
+  if face == "nnx":
+    return mpjax.nnx.with_policy(NNXBlock(), policy, rules)
+  params = {"attention": {"query": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}}}
+  model = mpjax.linen.with_policy(Block(), policy, rules)
+  return functools.partial(model.apply, {"params": params})
+
+
+@pytest.mark.parametrize("face", ["linen", "nnx"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_a_kernel_for_low_precision_alone_under_a_float32_rule(face, policy):
+  fn = block(face, policy, [mpjax.Rule("float32", path="attention")])
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    fn(jnp.ones((2, 3)))
+  error = excinfo.value
+  assert error.where.startswith("attention (")
+  assert "under the policy 'params=float32,compute=float32" in error.where
+  assert error.expected == "a module whose operations exist in float32"
+  assert "Q must be fp16/bf16" in error.got
+  assert 'Rule("bfloat16", path="attention")' in error.fix
+  assert 'implementation="xla"' in error.fix
+  way_out = block(face, policy, [mpjax.Rule("c=bf16,o=f32", path="attention")])
+  assert way_out(jnp.ones((2, 3))).dtype == "float32"
+
+
+@pytest.mark.parametrize("face", ["linen", "nnx"])
+def test_what_somebody_has_not_implemented_is_raised_as_it_is(face, monkeypatch):
+  monkeypatch.setitem(globals(), "kernel", _unfinished)
+  with pytest.raises(NotImplementedError, match="later"):
+    block(face, "float32", [])(jnp.ones((2, 3)))
+
+
+def _unfinished(q):
+  raise NotImplementedError("the mask comes later")
