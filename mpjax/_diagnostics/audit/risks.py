@@ -88,7 +88,7 @@ def _risks(operation: Operation) -> Iterator[tuple[str, str]]:
   for v in operation.operands:
     if v.kind == "literal" and v.dtype is not None and is_low_precision(v.dtype):
       number = float(v.label)
-      if math.isinf(number) and operation.name != "select_n" and not facts_of(operation.eqn).moves:
+      if math.isinf(number) and not facts_of(operation.eqn).moves:
         yield dtype, "a number became inf in low precision"
       if number == 0 and _adds_zero(operation, v):
         yield dtype, "a number may have become 0 in low precision"

@@ -166,15 +166,9 @@ def _modules(audit: Findings) -> Section | None:
   return Section("Modules with matmuls", _rest(len(audit.modules)), columns, tuple(rows))
 
 
-_SHORT = {"float": "f", "bfloat": "bf", "complex": "c"}
-
-
 def _short(dtypes: Sequence[str]) -> str:
-  found = []
-  for name in dtypes[:2]:
-    kind = name.rstrip("0123456789")
-    found.append(_SHORT[kind] + name[len(kind) :] if kind in _SHORT else name)
-  return " ".join(found)
+  """Returns the two dtypes of the most elements, as jaxprs write them."""
+  return " ".join(name.replace("float", "f") for name in dtypes[:2])
 
 
 def _tensor_cores(audit: Findings) -> Section | None:
