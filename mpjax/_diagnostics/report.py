@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -44,6 +45,7 @@ class Section(NamedTuple):
     columns: those of its table; () for none.
     rows: the rows of the table, as many cells each as there are columns.
     folded: whether HTML shows it closed at first.
+    footer: sentences that come after the table.
   """
 
   title: str = ""
@@ -51,6 +53,7 @@ class Section(NamedTuple):
   columns: tuple[Column, ...] = ()
   rows: tuple[tuple[Cell | str, ...], ...] = ()
   folded: bool = False
+  footer: tuple[str, ...] = ()
 
 
 class Report(abc.ABC):
@@ -114,11 +117,16 @@ def _parts(section: Section) -> list[Text | Table | Padding]:
     for row in section.rows:
       table.add_row(*(Text(_cell(each).text, overflow="fold") for each in row))
     parts.append(table)
-  return parts
+  return [*parts, *map(_line, section.footer)]
 
 
-def _line(line: str) -> Padding:
-  """Returns a paragraph, all of whose lines are indented as its first one."""
+def _line(line: str) -> Padding | Table:
+  """Returns a paragraph, all of whose lines are indented as its first one, or as its number."""
+  number = re.match(r"\d+\. ", line)
+  if number:
+    grid = Table.grid()
+    grid.add_row(number[0], Text(line[number.end() :], overflow="fold"))
+    return grid
   text = line.lstrip(" ")
   return Padding(Text(text, overflow="fold"), (0, 0, 0, len(line) - len(text)))
 
@@ -133,18 +141,22 @@ def as_html(sections: Sequence[Section]) -> str:
 
 
 def _section(section: Section) -> str:
-  body = "".join(f"<p>{html.escape(line)}</p>" for line in section.lines)
+  body = _paragraphs(section.lines)
   if section.rows:
     heads = "".join(
       f'<th class="{align}">{html.escape(name)}</th>' for name, align, _ in section.columns
     )
     rows = "".join(f"<tr>{_row(section.columns, row)}</tr>" for row in section.rows)
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    body += f'<div class="scroll">{table}</div>'
+    body += f'<div class="scroll">{table}</div>{_paragraphs(section.footer)}'
   if not section.title:
     return f"<section>{body}</section>"
   opened = "" if section.folded else " open"
   return f"<details{opened}><summary>{html.escape(section.title)}</summary>{body}</details>"
+
+
+def _paragraphs(lines: Sequence[str]) -> str:
+  return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
 def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:

@@ -94,11 +94,16 @@ def _finished(path: str, row: _Row) -> ModuleRow:
   )
 
 
+def without_numbers(path: str) -> str:
+  """Returns a path with "*" for each number in it, such as "block_*/attention"."""
+  return re.sub(r"\d+", "*", path)
+
+
 def _collapsed(rows: Mapping[str, ModuleRow]) -> tuple[ModuleRow, ...]:
   """Returns one row for modules that differ in the numbers of their paths and in nothing shown."""
   groups: dict[tuple[object, ...], list[ModuleRow]] = {}
   for path, row in rows.items():
-    pattern = re.sub(r"\d+", "*", path)
+    pattern = without_numbers(path)
     dtypes = (*map(frozenset, row[2:5]), frozenset(row.flops))
     groups.setdefault((pattern, *dtypes, *row[6:]), []).append(row)
   made = []

@@ -54,14 +54,35 @@ def test_causes_in_words(kind):
 
 def test_long_lists_are_cut_and_say_so():
   def fn(x, w):
-    for number in range(20):
-      x = x + jnp.arange(8.0) * number
-      x = (x @ w).astype("bfloat16")
+    for number, letter in enumerate("abcdefghijklmnopqrst"):
+      with jax.named_scope(letter):
+        x = x + jnp.arange(8.0) * number
+        x = (x @ w).astype("bfloat16")
     return x
 
   audit = mpjax.audit(fn)(HALF, W)
   assert len(audit.leaks) == 20
   assert "… and 8 more" in str(audit)
+
+
+def layers(tables, w, x):
+  for number in range(20):
+    with jax.named_scope(f"layer_{number}"):
+      x = ((x + tables[number]) @ w).astype("bfloat16")
+  return x
+
+
+def test_one_line_in_several_layers_is_one_entry():
+  audit = mpjax.audit(layers)([WIDE] * 20, W, HALF)
+  text = " ".join(str(audit).split())
+  assert len(audit.leaks) == 20
+  assert "20 leaks" in text
+  assert "1. layer_* (20) · add · forward · test_sections.py:" in text
+  assert "100.0 % of FLOPs" in text
+  assert "float32 because of tables/* (argument, float32)" in text
+  assert "layer_0" not in text
+  (fixed,) = compared(audit, mpjax.audit(layers)([HALF] * 20, W, HALF))[-1].lines
+  assert fixed.startswith("fixed: layer_* (20) · add")
 
 
 def test_float32_matmuls_say_what_a_gpu_makes_of_them():
