@@ -248,9 +248,13 @@ def _rules(audit: Findings) -> Section | None:
   if not audit.rules:
     return None
   columns = (Column("rule", wide=True), Column("modules", "right"))
-  rows = tuple(
+  rows: tuple[tuple[Cell | str, ...], ...] = tuple(
     (repr(rule), Cell(str(n) if n else "never used", n)) for rule, n in audit.rules.items()
   )
+  if audit.hidden_rules:
+    columns += (Column("earlier rule wins", "right"),)
+    hidden = [audit.hidden_rules.get(rule, 0) for rule in audit.rules]
+    rows = tuple((*row, Cell(str(n or ""), n)) for row, n in zip(rows, hidden, strict=True))
   return Section("Rules", (), columns, rows)
 
 
