@@ -6,7 +6,8 @@ from typing import TypeVar
 import jax.numpy as jnp
 
 from mpjax._core.dtypes import is_float8, is_low_precision
-from mpjax._diagnostics.audit.leaks import Leak
+from mpjax._core.rules import Rule
+from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
 from mpjax._diagnostics.audit.modules import without_numbers
 from mpjax._diagnostics.audit.result import Findings
 from mpjax._diagnostics.audit.risks import Risk
@@ -16,7 +17,7 @@ from mpjax._jaxprs.locations import Source
 _MOST = 12
 """Rows of a table as text: JSON and the attributes of the audit have all."""
 
-_Found = TypeVar("_Found", Leak, Risk)
+_Found = TypeVar("_Found", Leak, Risk, OnPurpose)
 
 
 def sections(audit: Findings) -> list[Section]:
@@ -125,7 +126,7 @@ def _of_all(group: Sequence[Leak]) -> Leak:
   return leak._replace(cause=cause, fix=leak.fix.replace(f"/{last}", f"/{without_numbers(last)}"))
 
 
-def _paths(group: Sequence[Leak | Risk]) -> str:
+def _paths(group: Sequence[Leak | Risk | OnPurpose]) -> str:
   """Returns the path of one, or "*" for the number of several and how many they are."""
   paths = {x.path for x in group}
   path = group[0].path if len(paths) == 1 else f"{without_numbers(group[0].path)} ({len(paths)})"
@@ -161,11 +162,13 @@ def _on_purpose(audit: Findings) -> Section | None:
     return None
   total = sum(audit.flops.values())
   columns = (Column("module", wide=True), Column("because of", wide=True), Column("FLOPs", "right"))
+  found = _together(audit.on_purpose, lambda x: x.reason)
+  counts = [(group, sum(x.flops for x in group)) for group in found]
   rows = tuple(
-    (x.path or "(root)", x.reason, Cell(percent(x.flops / total), x.flops))
-    for x in audit.on_purpose[:_MOST]
+    (_paths(group), group[0].reason, Cell(percent(n / total), n))
+    for group, n in sorted(counts, key=lambda each: -each[1])[:_MOST]
   )
-  rest = _rest(len(audit.on_purpose))
+  rest = _rest(len(found))
   return Section("Float32 on purpose", (), columns, rows, footer=rest)
 
 
@@ -201,11 +204,13 @@ def _modules(audit: Findings) -> Section | None:
     Column("FLOPs", "right"),
     Column("decided by", wide=True),
   )
+  selectors = {repr(rule): _selector(rule) for rule in audit.rules}
   rows = []
   for x in sorted(audit.modules, key=lambda x: -sum(x.flops.values()))[:_MOST]:
     count = f" ({x.modules})" if x.modules > 1 else ""
     overruled = f"over dtype={x.own_dtype}" if x.own_dtype else ""
-    decided = " ".join(filter(None, (x.rule or (overruled and "the policy"), overruled)))
+    decider = selectors.get(x.rule) or (overruled and "the policy")
+    decided = " ".join(filter(None, (decider, overruled)))
     n = sum(x.flops.values())
     dtypes = (_short(each) for each in (x.parameters, x.activations, x.gradients))
     rows.append((f"{x.path or '(root)'}{count}", *dtypes, Cell(percent(n / total), n), decided))
@@ -213,6 +218,18 @@ def _modules(audit: Findings) -> Section | None:
     columns, rows = columns[:-1], [row[:-1] for row in rows]
   rest = _rest(len(audit.modules))
   return Section("Modules with matmuls", (), columns, tuple(rows), footer=rest)
+
+
+def _selector(rule: Rule) -> str:
+  """Returns a rule without its policy, which the dtypes beside it show."""
+  found = (("path", rule.path), ("module", rule.module), ("where", rule.where))
+  return ", ".join(f"{name}={_named(x)}" for name, x in found if x is not None)
+
+
+def _named(selector: object) -> str:
+  if isinstance(selector, tuple):
+    return ", ".join(map(_named, selector))
+  return getattr(selector, "__name__", None) or repr(selector)
 
 
 def _short(dtypes: Sequence[str]) -> str:
@@ -304,6 +321,10 @@ def _differing(word: str, leaks: Iterable[Leak], others: Iterable[Leak]) -> list
 
 def _changed(before: Findings, after: Findings) -> list[tuple[str, str, str]]:
   dtypes = [{x.path: _short(x.activations) for x in each.modules} for each in (before, after)]
-  paths = dict.fromkeys((*dtypes[0], *dtypes[1]))
-  pairs = ((path, dtypes[0].get(path, "-"), dtypes[1].get(path, "-")) for path in paths)
-  return [(path or "(root)", a, b) for path, a, b in pairs if a != b]
+  found: list[tuple[str, str, str]] = []
+  for path in dict.fromkeys((*dtypes[0], *dtypes[1])):
+    # One of the two may show it together with others: "block_*".
+    a, b = (each.get(path) or each.get(without_numbers(path), "-") for each in dtypes)
+    if a != b:
+      found.append((path or "(root)", a, b))
+  return found
