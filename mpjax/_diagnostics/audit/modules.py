@@ -55,14 +55,26 @@ class _Row:
     self.module: AuditedModule | None = None
 
 
-def module_rows(graph: Graph, record: AuditRecord) -> tuple[ModuleRow, ...]:
-  """Returns the modules with matmuls or parameters, in the order in which they run."""
+def module_rows(
+  graph: Graph, record: AuditRecord, parameters: frozenset[str]
+) -> tuple[ModuleRow, ...]:
+  """Returns the modules with matmuls, in the order in which they run.
+
+  Args:
+    graph: the graph.
+    record: what was noted of modules under a policy.
+    parameters: the names of arguments that are parameters; if there are none, all may be.
+  """
   found: dict[str, _Row] = {}
   for operation in graph.computing():
     row = found.setdefault(module_path(operation.where), _Row())
     forward = operation.where.direction == "forward"
     if forward:
-      row.parameters |= {v: None for v in operation.operands if v.kind == "argument"}
+      row.parameters |= {
+        v: None
+        for v in operation.operands
+        if v.kind == "argument" and (v.label in parameters or not parameters)
+      }
     (row.activations if forward else row.gradients).extend(operation.results)
     row.module = row.module or record.modules.get(_marked_path(operation) or "", None)
     flops = flops_of(operation.eqn)

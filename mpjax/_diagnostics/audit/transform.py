@@ -282,7 +282,7 @@ def _audited(
     leaks=leaks,
     on_purpose=on_purpose,
     risks=find_risks(graph),
-    modules=module_rows(graph, record),
+    modules=module_rows(graph, record, parameters),
     misfits=find_misfits(graph),
     collectives=find_collectives(graph),
     round_trips=find_round_trips(graph),
