@@ -39,7 +39,7 @@ def test_one_that_has_another_dtype_is_not():
 def test_an_input_is_no_parameter():
   def fn(params, x):
     with jax.named_scope("dense"):
-      return x @ params["kernel"]
+      return x @ params["kernel"].astype(x.dtype)
 
   (row,) = mpjax.audit(fn)({"kernel": WIDE}, HALF).modules
   assert row.parameters == ("float32",)
