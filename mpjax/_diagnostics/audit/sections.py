@@ -238,10 +238,12 @@ def _short(dtypes: Sequence[str]) -> str:
 
 
 def _tensor_cores(audit: Findings) -> Section | None:
-  lines = [
-    f"{x.path or '(root)'} · {at(x.source)}: M, N, K = {_sizes(x.sizes)} run as {_sizes(x.padded)}"
-    for x in audit.misfits[:_MOST]
-  ] + list(_rest(len(audit.misfits)))
+  lines: list[str] = []
+  for x in audit.misfits[:_MOST]:
+    # A layer of Flax that a list of layers calls has no line of the user's.
+    where = x.path or "(root)" if x.source is None else f"{x.path or '(root)'} · {at(x.source)}"
+    lines.append(f"{where}: M, N, K = {_sizes(x.sizes)} run as {_sizes(x.padded)}")
+  lines += _rest(len(audit.misfits))
   wide = sum(n for (_, dtype), n in audit.flops.items() if not is_low_precision(jnp.dtype(dtype)))
   if wide and audit.half_share > 0:
     lines.append(
