@@ -17,12 +17,14 @@ class AuditedModule(NamedTuple):
     policy: None leaves it as it is.
     rule: the one that gave it the policy, or gave it to a module around it; None if no rule did.
     own_dtype: the value of its field `dtype`, which the policy overrules; None for none.
+    is_norm: it is a norm of Flax's, which computes in float32 by itself.
   """
 
   name: str
   policy: Policy | None
   rule: Rule | None
   own_dtype: str | None
+  is_norm: bool = False
 
 
 class AuditRecord:

@@ -27,11 +27,16 @@ class Argument(NamedTuple):
   is_parameter: bool
 
 
-def trace(fn: Function, args: Args, kwargs: Kwargs) -> tuple[ClosedJaxpr, list[Argument]]:
+def trace(
+  fn: Function, args: Args, kwargs: Kwargs, where: str
+) -> tuple[ClosedJaxpr, list[Argument]]:
   """Returns the jaxpr of a function, and what the leaves of its arguments are called.
 
   Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as `mpjax.autocast`
   does it: `model.apply(variables, x, train=True)` asks whether `train` is true.
+
+  Raises:
+    MpjaxTypeError: a model of NNX is written to that is no argument; `where` is the public call.
   """
   leaves, tree = jax.tree.flatten((args, kwargs))
   arrays = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
@@ -42,7 +47,18 @@ def trace(fn: Function, args: Args, kwargs: Kwargs) -> tuple[ClosedJaxpr, list[A
     return fn(*now[0], **now[1])
 
   call.__name__ = getattr(fn, "__name__", type(fn).__name__)
-  program = jax.make_jaxpr(call)(*(leaves[i] for i in arrays))
+  try:
+    program = jax.make_jaxpr(call)(*(leaves[i] for i in arrays))
+  except Exception as error:
+    if type(error).__name__ != "TraceContextError":
+      raise
+    raise MpjaxTypeError(
+      where,
+      expected="a function that changes nothing but its arguments",
+      got=f"one that writes to a model of NNX that it closes over: {error}",
+      fix="Pass the model as an argument: "
+      f"{where.replace('fn', 'lambda model, x: model(x)')}(model, x).",
+    ) from error
   names = arguments(fn, args, kwargs)
   return program, [names[i] for i in arrays]
 

@@ -82,7 +82,7 @@ def test_what_is_no_array_is_passed_as_it_is():
     seen.append((train, name, rate, mask))
     return x * rate if train else x
 
-  program, names = trace(fn, (X,), {"train": True, "name": "a", "rate": 0.5})
+  program, names = trace(fn, (X,), {"train": True, "name": "a", "rate": 0.5}, "a test")
   assert seen == [(True, "a", 0.5, None)]
   assert [each.name for each in names] == ["x"]
   assert len(program.in_avals) == 1
@@ -90,12 +90,24 @@ def test_what_is_no_array_is_passed_as_it_is():
 
 def test_static_arguments_of_a_jitted_function():
   fn = jax.jit(lambda x, axis: x.sum(axis), static_argnames="axis")
-  program, names = trace(fn, (X, 1), {})
+  program, names = trace(fn, (X, 1), {}, "a test")
   assert [v.shape for v in program.out_avals] == [(2,)]
   assert [each.name for each in names] == ["x"]
 
 
 def test_numbers_of_numpy_are_arrays():
-  program, names = trace(lambda x, n: x * n, (X, np.float32(2)), {})
+  program, names = trace(lambda x, n: x * n, (X, np.float32(2)), {}, "a test")
   assert [each.name for each in names] == ["x", "n"]
   assert len(program.in_avals) == 2
+
+
+def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument():
+  model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+  with pytest.raises(TypeError) as error:
+    trace(lambda x: model(x), (X,), {}, "mpjax.audit(fn)")
+  parts = {"where": "mpjax.audit(fn)", "expected": "nothing but its arguments"}
+  check_error(
+    error, got="BatchStat", fix="mpjax.audit(lambda model, x: model(x))(model, x)", **parts
+  )
+  program, _ = trace(lambda model, x: model(x), (model, X), {}, "mpjax.audit(fn)")
+  assert len(program.in_avals) == 5

@@ -226,7 +226,7 @@ def audit(
   def call(*args: P.args, **kwargs: P.kwargs) -> Audit:
     record = AuditRecord()
     with AUDIT(record):
-      program, names = trace(fn, args, kwargs)
+      program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
     return _audited(Graph(program, [x.name for x in names]), names, record, compiled)
 
   call.__name__ = getattr(fn, "__name__", type(fn).__name__)
@@ -248,7 +248,7 @@ def _audited(
   record: AuditRecord,
   compiled: jax.stages.Compiled | None,
 ) -> Audit:
-  expectations = Expectations(graph)
+  expectations = Expectations(graph, record)
   parameters = frozenset(each.name for each in names if each.is_parameter)
   causes = Causes(graph, parameters, _neutral(expectations, record))
   leaks, on_purpose = find_leaks(graph, causes, expectations)
