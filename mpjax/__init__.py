@@ -15,6 +15,8 @@ from mpjax._core.full_precision import full_precision
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules
 from mpjax._core.trees import all_finite
+from mpjax._diagnostics.ranges.measure import ranges
+from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
 from mpjax._io.conversion import convert
 from mpjax._io.conversion_report import ConversionReport, LeafReport, conversion_report
 from mpjax._jaxprs.autocast import autocast
@@ -53,6 +55,7 @@ __all__ = [
   "AccumulationState",
   "ConversionReport",
   "DynamicLossScale",
+  "GroupRanges",
   "LeafReport",
   "LossScalingState",
   "MasterWeightsState",
@@ -64,6 +67,7 @@ __all__ = [
   "OpLists",
   "OptLevel",
   "Policy",
+  "RangesReport",
   "Rule",
   "StaticLossScale",
   "TrainState",
@@ -88,6 +92,7 @@ __all__ = [
   "master_weights",
   "nnx",
   "opt_level",
+  "ranges",
   "scale_loss",
   "select_tree",
   "set_loss_scale",

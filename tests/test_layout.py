@@ -33,7 +33,7 @@ ONLY_IN = {
   "flax.nnx": {"nnx"},
   "flax": {"linen", "nnx"},
   "orbax": {"_io"},
-  "importlib": {"__init__", "_jaxprs"},
+  "importlib": {"__init__", "_jaxprs", "_diagnostics"},
 }
 """Who may import what is not ours; the longest prefix decides."""
 

@@ -213,7 +213,7 @@ def donated(eqn: JaxprEqn) -> tuple[bool, ...]:
 
 
 def manual_axes(eqn: JaxprEqn) -> frozenset[Hashable]:
-  """Returns the axes of the mesh over which the jaxpr of a `shard_map` is written for one device."""
+  """Returns the axes over which the jaxpr of a `shard_map` is that of one device."""
   return frozenset(eqn.params["newly_manual_axes"])
 
 

@@ -5,7 +5,8 @@ in comparisons, and XLA may leave out a rounding to bfloat16 that only a wider o
 """
 
 import functools
-from collections.abc import Hashable, Iterable
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,35 +23,41 @@ FATES: tuple[str, ...] = ("zero", "subnormal", "overflow")
 
 
 class Grid(NamedTuple):
-  """The exponents that are told apart.
+  """The magnitudes that are told apart: one column of counts for each.
 
   Fields:
     dtype: float32, or float64 where some value is that wide.
-    low: the exponent of the smallest subnormal number.
-    high: that of the largest number.
+    starts: the bits with which each column begins: every exponent, subnormal ones too, and where
+      within an exponent the fate of a number changes in a narrow dtype. Column 0 is zero.
+    splits: those of `starts` that are within an exponent.
   """
 
   dtype: DType
-  low: int
-  high: int
-
-  @property
-  def bins(self) -> int:
-    """How many exponents there are."""
-    return self.high - self.low + 1
+  starts: tuple[int, ...]
+  splits: tuple[int, ...]
 
   @property
   def columns(self) -> int:
-    """How many counts there are: exponents, zero, inf, NaN, fates by dtype, lost updates."""
-    return self.bins + 3 + len(FORMATS) * len(FATES) + 1
+    """How many counts there are: those of `starts`, inf, NaN, and lost updates."""
+    return len(self.starts) + 3
 
 
 def grid(dtypes: Iterable[DType]) -> Grid:
   """Returns the grid for values of these dtypes."""
-  wide = any(jnp.finfo(d).bits > 32 for d in dtypes if jnp.issubdtype(d, jnp.floating))
-  dtype = np.dtype(np.float64 if wide else np.float32)
-  info = np.finfo(dtype)
-  return Grid(dtype, int(info.minexp) - int(info.nmant), int(info.maxexp) - 1)
+  inexact = [d for d in dtypes if jnp.issubdtype(d, jnp.inexact)]
+  return _grid("float64" if any(jnp.finfo(d).bits > 32 for d in inexact) else "float32")
+
+
+@functools.cache
+def _grid(name: str) -> Grid:
+  dtype = np.dtype(name)
+  digits = int(np.finfo(dtype).nmant)
+  # Subnormal numbers: the last digit alone, the last but one, ...; then one exponent at a time.
+  whole = {1 << place for place in range(digits)}
+  whole |= set(range(1 << digits, int(_infinity(dtype)), 1 << digits))
+  splits = {bits for narrow in FORMATS for bits in limits(narrow, name)} - whole
+  splits -= {int(_infinity(dtype))}
+  return Grid(dtype, (0, *sorted(whole | splits)), tuple(sorted(splits)))
 
 
 class Counts(NamedTuple):
@@ -60,11 +67,32 @@ class Counts(NamedTuple):
     low: uint32 of shape (rows, columns), the last 32 bits of each count.
     high: likewise, the first ones: the logits of one large model are 2**32 numbers in few steps.
     largest: unsigned of shape (rows,), the bits of the largest finite magnitude.
+    waiting: what is to be counted yet, see `settled`. A loop cannot carry it.
   """
 
   low: Array
   high: Array
   largest: Array
+  waiting: tuple["Item", ...] = ()
+
+
+class Item(NamedTuple):
+  """Numbers to be counted in a row.
+
+  Fields:
+    row: the row.
+    bits: their magnitudes, unsigned of shape (n,).
+    lost: bool of shape (n,), which of them are lost updates; None for what are no updates.
+  """
+
+  row: int
+  bits: Array
+  lost: Array | None
+
+
+_SMALL, _TOGETHER = 2**16, 2**18
+"""How many numbers are few, and how many wait for each other: XLA takes a tenth of a second to
+compile one histogram on a CPU, and a small model has hundreds of values."""
 
 
 def no_counts(rows: int, on: Grid) -> Counts:
@@ -85,15 +113,38 @@ def counted(counts: Counts, row: int, x: Array, on: Grid, lost: Array | None = N
     lost: which elements of `x`, an update, change nothing.
   """
   bits = _magnitude(x, on).reshape(-1)
-  new = _columns(bits, on, lost)
-  low = counts.low[row] + new
-  carry = (low < new).astype(jnp.uint32)
+  item = Item(row, bits, None if lost is None else lost.reshape(-1))
+  if bits.size > _SMALL:
+    return _flushed(counts, [item], on)
+  counts = counts._replace(waiting=(*counts.waiting, item))
+  many = sum(item.bits.size for item in counts.waiting) > _TOGETHER
+  return settled(counts, on) if many else counts
+
+
+def settled(counts: Counts, on: Grid) -> Counts:
+  """Returns counts in which nothing waits."""
+  if not counts.waiting:
+    return counts
+  return _flushed(counts._replace(waiting=()), counts.waiting, on)
+
+
+def _flushed(counts: Counts, items: Sequence[Item], on: Grid) -> Counts:
+  rows, columns = counts.low.shape
+  bits = jnp.concatenate([item.bits for item in items])
+  row = jnp.concatenate([jnp.full(item.bits.shape, item.row, jnp.uint32) for item in items])
+  index = [row * np.uint32(columns) + _column(bits, on)]
+  for item in items:
+    if item.lost is not None:
+      # The last column; what lies outside of the table is dropped.
+      last = np.uint32((item.row + 1) * columns - 1)
+      index.append(jnp.where(item.lost, last, np.uint32(rows * columns)))
+  new = jnp.zeros((rows * columns,), jnp.uint32)
+  new = new.at[jnp.concatenate(index)].add(np.uint32(1), mode="drop").reshape(rows, columns)
   finite = jnp.where(bits < _infinity(on.dtype), bits, jnp.zeros_like(bits))
-  return Counts(
-    counts.low.at[row].set(low),
-    counts.high.at[row].add(carry),
-    counts.largest.at[row].max(jnp.max(finite, initial=bits.dtype.type(0))),
-  )
+  largest = counts.largest.at[row].max(finite, mode="drop")
+  low = counts.low + new
+  carry = (low < new).astype(jnp.uint32)
+  return counts._replace(low=low, high=counts.high + carry, largest=largest)
 
 
 def added(counts: Counts, more: Counts) -> Counts:
@@ -117,7 +168,7 @@ def over_devices(counts: Counts, axes: frozenset[Hashable]) -> Counts:
 
 def as_integers(counts: Counts) -> tuple[NumpyArray, NumpyArray]:
   """Returns the counts as int64 of shape (rows, columns), and the largest magnitudes."""
-  low, high, largest = map(np.asarray, counts)
+  low, high, largest = map(np.asarray, counts[:3])
   total = low.astype(np.int64) + (high.astype(np.int64) << np.int64(32))
   return total, largest.view(np.float32 if largest.itemsize == 4 else np.float64)
 
@@ -149,8 +200,8 @@ def _bitcast(x: Array, dtype: DType) -> Array:
   return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _infinity(dtype: DType) -> np.unsignedinteger:
-  return np.asarray(np.inf, dtype).view(_unsigned(dtype))[()]
+def _infinity(dtype: DType) -> NumpyArray:
+  return np.asarray(np.inf, dtype).view(_unsigned(dtype))
 
 
 def _magnitude(x: Array, on: Grid) -> Array:
@@ -161,7 +212,9 @@ def _magnitude(x: Array, on: Grid) -> Array:
   unsigned = _unsigned(on.dtype)
   if x.dtype == jnp.bfloat16:
     # The first half of the bits of a float32; a cast would flush subnormal numbers.
-    x = _bitcast(_bitcast(x, np.dtype(np.uint16)).astype(jnp.uint32) << np.uint32(16), np.float32)
+    x = _bitcast(
+      _bitcast(x, np.dtype(np.uint16)).astype(jnp.uint32) << np.uint32(16), np.dtype(np.float32)
+    )
   elif x.dtype.itemsize < 4:
     x = x.astype(jnp.float32)  # What is subnormal there is not in float32.
   if x.dtype.itemsize < on.dtype.itemsize:
@@ -170,30 +223,51 @@ def _magnitude(x: Array, on: Grid) -> Array:
   return _bitcast(x, unsigned) & mask.astype(unsigned)
 
 
-def _columns(bits: Array, on: Grid, lost: Array | None) -> Array:
-  """Returns the counts of the elements with these bits, uint32 of shape (columns,)."""
-  info = np.finfo(on.dtype)
-  kind = bits.dtype.type
+def _column(bits: Array, on: Grid) -> Array:
+  """Returns the column of each number with these bits, as uint32."""
+  kind, digits = bits.dtype.type, int(np.finfo(on.dtype).nmant)
   infinity = _infinity(on.dtype)
-  biased = (bits >> kind(info.nmant)).astype(jnp.int32)
-  digits = 8 * on.dtype.itemsize - 1 - jax.lax.clz(bits).astype(jnp.int32)
-  # Position 0 is the smallest subnormal number, of which only the last digit is set.
-  index = jnp.where(biased == 0, digits, biased + np.int32(info.nmant - 1))
-  index = jnp.where(bits == 0, np.int32(on.bins), index)
-  index = jnp.where(bits == infinity, np.int32(on.bins + 1), index)
-  index = jnp.where(bits > infinity, np.int32(on.bins + 2), index)
-  histogram = jnp.zeros((on.bins + 3,), jnp.uint32).at[index].add(np.uint32(1))
-  masks = []
-  for name in FORMATS:
-    nonzero, normal, over = (kind(b) for b in limits(name, on.dtype.name))
-    masks += [
-      jnp.logical_and(bits > 0, bits < nonzero),
-      jnp.logical_and(bits >= nonzero, bits < normal),
-      jnp.logical_and(bits >= over, bits < infinity),
-    ]
-  masks.append(jnp.zeros_like(masks[0]) if lost is None else lost.reshape(-1))
-  sums = jnp.sum(jnp.stack(masks), axis=1, dtype=jnp.uint32)
-  return jnp.concatenate([histogram, sums])
+  biased = (bits >> kind(digits)).astype(jnp.uint32)
+  last = np.uint32(8 * on.dtype.itemsize) - jax.lax.clz(bits).astype(jnp.uint32)
+  # Column 1 is the smallest subnormal number, of which only the last digit is set.
+  index = jnp.where(biased == 0, last, biased + np.uint32(digits))
+  for split in on.splits:
+    index = index + (bits >= kind(split)).astype(jnp.uint32)
+  end = len(on.starts)
+  index = jnp.where(bits == infinity, np.uint32(end), index)
+  return jnp.where(bits > infinity, np.uint32(end + 1), index)
+
+
+def exponents_of(counts: NumpyArray, on: Grid) -> dict[int, int]:
+  """Returns how many of the finite nonzero numbers in a row of counts have which exponent."""
+  found: dict[int, int] = {}
+  for start, count in zip(on.starts[1:], counts[1:], strict=False):
+    if count:
+      exponent = math.frexp(_number(start, on))[1] - 1
+      found[exponent] = found.get(exponent, 0) + int(count)
+  return found
+
+
+def fates_of(counts: NumpyArray, on: Grid, name: str) -> dict[str, int]:
+  """Returns how many of the finite nonzero numbers in a row of counts have which fate in a dtype.
+
+  Args:
+    counts: of shape (columns,).
+    on: the grid of the counts.
+    name: the narrow dtype.
+  """
+  nonzero, normal, over = limits(name, on.dtype.name)
+  found = dict.fromkeys(FATES, 0)
+  for start, count in zip(on.starts[1:], counts[1:], strict=False):
+    if start < normal:
+      found["zero" if start < nonzero else "subnormal"] += int(count)
+    elif start >= over:
+      found["overflow"] += int(count)
+  return found
+
+
+def _number(bits: int, on: Grid) -> float:
+  return float(np.asarray(bits, _unsigned(on.dtype)).view(on.dtype))
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """`ranges`: one instrumented run of a function, and what its numbers look like."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import ParamSpec
+from typing import ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from mpjax._diagnostics.ranges.exponents import (
   no_counts,
   over_devices,
   same_bits,
+  settled,
 )
 from mpjax._diagnostics.ranges.observed import Key, bind, run_observed
 from mpjax._diagnostics.ranges.plan import Input, Plan, is_inexact, plan
@@ -77,9 +78,8 @@ def ranges(
     raise MpjaxTypeError("mpjax.ranges(fn)", expected="a function", got=repr(fn), fix=_FIX)
 
   def measured(*args: P.args, **kwargs: P.kwargs) -> RangesReport:
-    program, leaves = _traced(fn, args, kwargs, differentiate)
-    named = _inputs(args, kwargs)
-    found = plan(program.jaxpr, named)
+    program, leaves, outputs = _traced(fn, args, kwargs, differentiate)
+    found = plan(program.jaxpr, _inputs(args, kwargs), outputs)
     counts, largest = as_integers(_run(program, leaves, found))
     on = grid(found.dtypes)
     groups = [
@@ -87,15 +87,19 @@ def ranges(
       for group, row, most in zip(found.groups, counts, largest, strict=True)
     ]
     name = getattr(fn, "__name__", type(fn).__name__)
-    return RangesReport(name, tuple(groups), on, _scale_in(args, kwargs))
+    return RangesReport(name, tuple(groups), _scale_in(args, kwargs))
 
   return measured
 
 
+Outputs: TypeAlias = Sequence[tuple[str, ...]]
+"""The names of the keys of each result."""
+
+
 def _traced(
   fn: Function, args: Args, kwargs: Kwargs, differentiate: bool | None
-) -> tuple[ClosedJaxpr, list[Leaf]]:
-  """Returns the jaxpr of a function, and the leaves of its arguments that are arrays."""
+) -> tuple[ClosedJaxpr, list[Array], Outputs]:
+  """Returns the jaxpr of a function, the leaves of its arguments that are arrays, and results."""
   leaves, tree = jax.tree.flatten((args, kwargs))
   arrays = [i for i, x in enumerate(leaves) if is_array(x)]
   if any(isinstance(x, Tracer) for x in leaves):
@@ -105,21 +109,25 @@ def _traced(
       got="a traced one",
       fix="Call it on the host, outside of jax.jit and jax.grad.",
     )
+  operands = [jnp.asarray(leaves[i]) for i in arrays]
 
-  def flat(fun: Function) -> Callable[..., list[Leaf]]:
-    def call(*operands: Array) -> list[Leaf]:
+  def trace(fun: Function) -> tuple[ClosedJaxpr, Outputs]:
+    outputs: list[tuple[str, ...]] = []
+
+    def flat(*operands: Array) -> list[Leaf]:
       given = dict(zip(arrays, operands, strict=True))
       args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-      return [x for x in jax.tree.leaves(fun(*args, **kwargs)) if is_array(x)]
+      returned = jax.tree_util.tree_leaves_with_path(fun(*args, **kwargs))
+      outputs[:] = [tuple(map(_name, path)) for path, x in returned if is_array(x)]
+      return [x for _, x in returned if is_array(x)]
 
-    return call
+    return jax.make_jaxpr(flat)(*operands), outputs
 
-  operands = [jnp.asarray(leaves[i]) for i in arrays]
-  program = jax.make_jaxpr(flat(fn))(*operands)
+  program, outputs = trace(fn)
   is_loss = _is_scalar(program) and not _has_backward(program)
   if is_loss if differentiate is None else differentiate:
-    program = jax.make_jaxpr(flat(gradient_of(fn)))(*operands)
-  return program, operands
+    program, outputs = trace(gradient_of(fn))
+  return program, operands, outputs
 
 
 def gradient_of(fn: Function) -> Function:
@@ -168,8 +176,8 @@ def _inputs(args: Args, kwargs: Kwargs) -> list[Input | None]:
       text = "/".join(names[1:] if first and inside else names) or "(array)"
       prefix = () if position == 0 else (f"args[{position}]",)
       floating = is_inexact(x.dtype)
-      path_text = "/".join((*prefix, text))
-      found.append(Input(path_text, first, x.dtype, x.shape) if floating else None)
+      shown = "/".join((*prefix, text))
+      found.append(Input(shown, first, x.dtype, x.shape, tuple(names)) if floating else None)
   return found
 
 
@@ -216,6 +224,9 @@ class _Counter:
       state = counted(state, addition.row, update, self._on, lost)
     return results, state
 
+  def settled(self, state: Counts) -> Counts:
+    return settled(state, self._on)
+
   def empty(self) -> Counts:
     return no_counts(len(self._plan.groups), self._on)
 
@@ -243,7 +254,6 @@ def _run(program: ClosedJaxpr, operands: Sequence[Array], found: Plan) -> Counts
     state = counter.empty()
     for position, row in found.inputs.items():
       state = counted(state, row, operands[position], on)
-    # Returned too, so that nothing of it is left out.
-    return run_observed(program.jaxpr, operands, counter, state, consts)[1]
+    return counter.settled(run_observed(program.jaxpr, operands, counter, state, consts)[1])
 
   return jax.jit(instrumented)(program.consts, list(operands))

@@ -5,6 +5,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
@@ -21,12 +22,16 @@ S = TypeVar("S")
 
 
 class Observer(Protocol[S]):
-  """What looks at the equations. Its state is a tree of arrays, which loops carry."""
+  """What looks at the equations."""
 
   def visit(
     self, key: Key, eqn: JaxprEqn, operands: Sequence[Array], state: S
   ) -> tuple[Sequence[Array], S]:
     """Runs a first-order equation, by `bind`, and returns its results and the new state."""
+    ...
+
+  def settled(self, state: S) -> S:
+    """Returns the state as a tree of arrays, which a loop can carry."""
     ...
 
   def empty(self) -> S:
@@ -100,20 +105,25 @@ class _Call:
   ) -> None:
     self.eqn, self.inner, self.key, self.observer = eqn, inner, key, observer
 
-  def run(self, number: int, values: Sequence[Array], state: S) -> tuple[list[Array], S]:
-    """Runs one of the inner jaxprs."""
+  def inline(self, number: int, values: Sequence[Array], state: S) -> tuple[list[Array], S]:
+    """Runs one of the inner jaxprs as a part of the one around it."""
     program = self.inner[number].program
     return run_observed(program, values, self.observer, state, at=(*self.key, number))
+
+  def run(self, number: int, values: Sequence[Array], state: S) -> tuple[list[Array], S]:
+    """Runs one of the inner jaxprs, which JAX traces as a jaxpr of its own."""
+    results, state = self.inline(number, values, state)
+    return results, self.observer.settled(state)
 
 
 _Entered: TypeAlias = tuple[Sequence[Array], Any]
 
 
-def _call(call: _Call, values: Sequence[Array], state: S) -> _Entered:
-  return call.run(0, values, state)
+def _call(call: _Call, values: Sequence[Array], state: Any) -> _Entered:
+  return call.inline(0, values, state)
 
 
-def _cond(call: _Call, values: Sequence[Array], state: S) -> _Entered:
+def _cond(call: _Call, values: Sequence[Array], state: Any) -> _Entered:
   index, *rest = values
 
   def branch(number: int) -> Callable[..., _Entered]:
@@ -122,10 +132,10 @@ def _cond(call: _Call, values: Sequence[Array], state: S) -> _Entered:
   branches = [branch(number) for number in range(len(call.inner))]
   # A boolean predicate was made an integer when the `cond` was traced.
   which = index.astype(jnp.int32) if index.dtype == jnp.bool_ else index
-  return jax.lax.switch(which, branches, state, *rest)
+  return jax.lax.switch(which, branches, call.observer.settled(state), *rest)
 
 
-def _scan(call: _Call, values: Sequence[Array], state: S) -> _Entered:
+def _scan(call: _Call, values: Sequence[Array], state: Any) -> _Entered:
   (body,) = call.inner
   first, last = body.carry.start, body.carry.stop
   consts, carry, xs = values[:first], values[first:last], values[last:]
@@ -136,13 +146,14 @@ def _scan(call: _Call, values: Sequence[Array], state: S) -> _Entered:
     return (state, outs[: len(old)]), outs[len(old) :]
 
   params = call.eqn.params
+  start = (call.observer.settled(state), list(carry))
   (state, carry), ys = jax.lax.scan(
-    step, (state, list(carry)), list(xs), length=body.times, reverse=params["reverse"]
+    step, start, list(xs), length=body.times, reverse=params["reverse"]
   )
   return [*carry, *ys], state
 
 
-def _while(call: _Call, values: Sequence[Array], state: S) -> _Entered:
+def _while(call: _Call, values: Sequence[Array], state: Any) -> _Entered:
   test, body = call.inner
   start = [values[i] for i in body.carried]
   looped = [values[i] for i in (body.operands or ())[: body.carry.start]]
@@ -156,7 +167,7 @@ def _while(call: _Call, values: Sequence[Array], state: S) -> _Entered:
     outs, state = call.run(1, [*looped, *carried[1]], carried[0])
     return state, outs
 
-  state, outs = jax.lax.while_loop(again, step, (state, start))
+  state, outs = jax.lax.while_loop(again, step, (call.observer.settled(state), start))
   return outs, state
 
 
@@ -165,12 +176,13 @@ def bind_all(program: Jaxpr | ClosedJaxpr, operands: Sequence[Array]) -> list[Ar
   jaxpr, consts = (
     (program.jaxpr, program.consts) if isinstance(program, ClosedJaxpr) else (program, ())
   )
-  return jax.core.eval_jaxpr(jaxpr, consts, *operands)
+  return eval_jaxpr(jaxpr, consts, *operands)
 
 
-def _shard_map(call: _Call, values: Sequence[Array], state: S) -> _Entered:
+def _shard_map(call: _Call, values: Sequence[Array], state: Any) -> _Entered:
   params, axes, observer = call.eqn.params, manual_axes(call.eqn), call.observer
   count = len(call.eqn.outvars)
+  state = observer.settled(state)
   tree = jax.tree.structure(state)
 
   def one(*operands: Array) -> list[Array]:

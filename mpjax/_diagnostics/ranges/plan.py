@@ -10,7 +10,7 @@ from jax.extend.core.primitives import add_p, convert_element_type_p, sub_p
 
 from mpjax._core.types import DType
 from mpjax._diagnostics.ranges.observed import Key, entered
-from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, shape_of
+from mpjax._jaxprs.atoms import Atom, dtype_of, shape_of
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 from mpjax._jaxprs.locations import Location, location
 from mpjax._jaxprs.primitives import facts_of
@@ -39,12 +39,23 @@ class Input(NamedTuple):
     is_parameter: whether it is a parameter.
     dtype: that in which it is stored.
     shape: its shape.
+    keys: the names of its keys within its argument.
   """
 
   path: str
   is_parameter: bool
   dtype: DType
   shape: tuple[int, ...]
+  keys: tuple[str, ...] = ()
+
+  def is_stored_in(self, atom: Atom, keys: tuple[str, ...]) -> bool:
+    """Whether a result may be the argument, changed.
+
+    A momentum `0.9 * mu + grads` is no update of gradients that are an argument: another path.
+    """
+    if dtype_of(atom) != self.dtype or shape_of(atom) != self.shape:
+      return False
+    return self.is_parameter or bool(self.keys and self.shape and self.keys in (keys, keys[1:]))
 
 
 class Addition(NamedTuple):
@@ -141,7 +152,8 @@ class _Planner:
     kind: Kind = "gradients" if here.direction == "backward" else "activations"
     # What follows the backward pass and is in no module is the work of the optimizer.
     work = kind == "activations" and self.seen_backward and not here.path
-    found = {d for v in eqn.outvars if is_inexact(d := dtype_of(v))}
+    dtypes = map(dtype_of, eqn.outvars)
+    found = {dtype for dtype in dtypes if dtype is not None and is_inexact(dtype)}
     if found and not work and here.direction != "recomputed":
       self.results[key] = self.row(kind, here.path)
       self.dtypes |= found
@@ -174,12 +186,13 @@ def is_inexact(dtype: DType | None) -> bool:
   return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def plan(jaxpr: Jaxpr, inputs: Sequence[Input | None]) -> Plan:
+def plan(jaxpr: Jaxpr, inputs: Sequence[Input | None], outputs: Sequence[tuple[str, ...]]) -> Plan:
   """Returns what is to be counted in a jaxpr.
 
   Args:
     jaxpr: the jaxpr.
     inputs: what its arguments are; None for those that are no floating arrays.
+    outputs: the names of the keys of its results.
   """
   planner = _Planner()
   given = {
@@ -190,11 +203,10 @@ def plan(jaxpr: Jaxpr, inputs: Sequence[Input | None]) -> Plan:
   tags = [_NOTHING if one is None else frozenset({_Tag(i)}) for i, one in enumerate(inputs)]
   outs = planner.walk(jaxpr, tags, Location(), ())
   additions: dict[Key, Addition] = {}
-  for atom, found in zip(jaxpr.outvars, outs, strict=True):
+  for atom, keys, found in zip(jaxpr.outvars, outputs, outs, strict=True):
     for argument, key, operand in sorted(tag for tag in found if tag.key is not None):
       one = inputs[argument]
-      stored = one is not None and aval_of(atom).shape == one.shape and dtype_of(atom) == one.dtype
-      if key is not None and one is not None and stored and (one.shape or one.is_parameter):
+      if key is not None and one is not None and one.is_stored_in(atom, keys):
         # Of `a + b`, two arguments, the first is what is updated.
         row = planner.row("updates", one.path)
         additions.setdefault(key, Addition(row, operand, one.dtype))

@@ -9,7 +9,13 @@ from typing import Any, Self
 import numpy as np
 
 from mpjax._core.types import NumpyArray
-from mpjax._diagnostics.ranges.exponents import FATES, FORMATS, Grid
+from mpjax._diagnostics.ranges.exponents import (
+  FATES,
+  FORMATS,
+  Grid,
+  exponents_of,
+  fates_of,
+)
 from mpjax._diagnostics.ranges.heat_map import heat_map
 from mpjax._diagnostics.ranges.plan import Group, Kind
 from mpjax._diagnostics.report import Cell, Column, Json, Report, Section, amount, percent
@@ -37,6 +43,12 @@ class GroupRanges:
     lost: for each dtype, how many finite numbers become "zero" or "subnormal", or "overflow" there.
     lost_updates: of updates, how many are not zero and change nothing.
     largest: the largest finite magnitude.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> report = mpjax.ranges(lambda x: 2 * x)(jnp.asarray([0.0, 1.0, 1.5, 2.0**-30]))
+  >>> found = report.of("activations")[0]
+  >>> found.exponents, found.zero, found.lost["float16"]
+  ({-29: 1, 1: 2}, 1, {'zero': 1, 'subnormal': 0, 'overflow': 0})
   """
 
   kind: Kind
@@ -52,20 +64,16 @@ class GroupRanges:
   @classmethod
   def of(cls, group: Group, counts: NumpyArray, largest: float, on: Grid) -> Self:
     """Returns what a row of counts says."""
-    numbers = [int(n) for n in counts]
-    bins = on.bins
-    zero, inf, nan = numbers[bins : bins + 3]
-    fates = iter(numbers[bins + 3 :])
-    lost = {name: {fate: next(fates) for fate in FATES} for name in FORMATS}
+    inf, nan, lost_updates = (int(n) for n in counts[len(on.starts) :])
     return cls(
       kind=group.kind,
       path=group.path,
-      exponents={on.low + i: n for i, n in enumerate(numbers[:bins]) if n},
-      zero=zero,
+      exponents=exponents_of(counts, on),
+      zero=int(counts[0]),
       inf=inf,
       nan=nan,
-      lost=lost,
-      lost_updates=next(fates),
+      lost={name: fates_of(counts, on, name) for name in FORMATS},
+      lost_updates=lost_updates,
       largest=largest,
     )
 
@@ -78,6 +86,14 @@ class GroupRanges:
   def total(self) -> int:
     """How many numbers there are."""
     return self.nonzero + self.zero + self.inf + self.nan
+
+  @property
+  def note(self) -> str:
+    """What a picture says beside the row."""
+    if self.kind == "updates":
+      return f"{percent(_share(self.lost_updates, self.nonzero))} lost" if self.lost_updates else ""
+    share = self.lost_share("float16")
+    return f"{percent(share)} lost in float16" if share > 0 else ""
 
   def lost_share(self, dtype: str) -> float:
     """Returns the share of the finite nonzero numbers that become 0 or overflow in a dtype."""
@@ -97,15 +113,19 @@ class RangesReport(Report):
     name: that of the function.
     groups: what was counted, a row for each kind and module.
     loss_scale_in_use: the loss scale in the arguments, which the gradients carry; None without.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> report = mpjax.ranges(lambda w, x: jnp.sum(w * x))(jnp.ones(2), jnp.asarray([1.0, 2.0**-30]))
+  >>> report, report.loss_scale, report.lost_gradients(1.0)
+  (<RangesReport of <lambda>: 3 groups>, 4096.0, 0.5)
   """
 
   def __init__(
-    self, name: str, groups: Sequence[GroupRanges], on: Grid, loss_scale_in_use: float | None
+    self, name: str, groups: Sequence[GroupRanges], loss_scale_in_use: float | None
   ) -> None:
     self.name = name
     self.groups = tuple(groups)
     self.loss_scale_in_use = loss_scale_in_use
-    self._grid = on
 
   def __repr__(self) -> str:
     return f"<RangesReport of {self.name}: {len(self.groups)} groups>"
@@ -140,9 +160,7 @@ class RangesReport(Report):
     """
     moved = math.log2(loss_scale / (self.loss_scale_in_use or 1.0))
     gradients = self.of("gradients")
-    lost = sum(
-      n for g in gradients for e, n in g.exponents.items() if not -25 <= e + moved < 16
-    )
+    lost = sum(n for g in gradients for e, n in g.exponents.items() if not -25 <= e + moved < 16)
     return _share(lost, sum(g.nonzero for g in gradients))
 
   def plot(self, path: str | None = None) -> Any:
@@ -209,17 +227,15 @@ class RangesReport(Report):
     rows = []
     for g in lossy[:_MOST_ROWS]:
       share = _share(g.lost_updates, g.nonzero)
-      rows.append(
-        (g.path, amount(g.total), amount(g.zero), amount(g.lost_updates), Cell(percent(share), share))
-      )
+      counts = map(amount, (g.total, g.zero, g.lost_updates))
+      rows.append((g.path, *counts, Cell(percent(share), share)))
+    cure = (
+      "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
+      'round stochastically (mpjax.apply_updates(..., rounding="stochastic", key=key)).'
+    )
     return Section(
       title="Updates that change nothing",
-      lines=_cut(len(lossy))
-      + (
-        "Store these parameters in float32, keep float32 masters "
-        "(tx = mpjax.master_weights(tx)), or round stochastically "
-        '(mpjax.apply_updates(..., rounding="stochastic", key=key)).',
-      ),
+      lines=(*_cut(len(lossy)), cure),
       columns=(
         Column("parameter", wide=True),
         *(Column(name, "right") for name in ("updates", "zero", "lost", "of nonzero")),
