@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._core.bits import magnitude_bits
 from mpjax._core.types import Array, DType, NumpyArray
 
 FORMATS: tuple[str, ...] = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -173,25 +174,6 @@ def as_integers(counts: Counts) -> tuple[NumpyArray, NumpyArray]:
   return total, largest.view(np.float32 if largest.itemsize == 4 else np.float64)
 
 
-def same_bits(a: Array, b: Array) -> Array:
-  """Returns where two arrays of one floating dtype are equal, as `==` of NumPy is.
-
-  Two zeros are equal, and a NaN equals nothing. On a CPU `==` of JAX also finds two different
-  subnormal numbers equal.
-  """
-  on = grid([a.dtype])
-  first, second = _magnitude(a, on), _magnitude(b, on)
-  zero = jnp.logical_and(first == 0, second == 0)
-  unsigned = _unsigned(a.dtype)
-  equal = _bitcast(a, unsigned) == _bitcast(b, unsigned)
-  return jnp.logical_or(zero, jnp.logical_and(equal, first <= _infinity(on.dtype)))
-
-
-def is_nonzero(x: Array) -> Array:
-  """Returns where a floating array is not zero, which subnormal numbers are not."""
-  return _magnitude(x, grid([x.dtype])) != 0
-
-
 def _unsigned(dtype: DType) -> DType:
   return np.dtype(f"uint{8 * dtype.itemsize}")
 
@@ -209,7 +191,6 @@ def _magnitude(x: Array, on: Grid) -> Array:
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
     parts = jnp.stack([jnp.real(x), jnp.imag(x)])
     return _magnitude(parts, on)
-  unsigned = _unsigned(on.dtype)
   if x.dtype == jnp.bfloat16:
     # The first half of the bits of a float32; a cast would flush subnormal numbers.
     x = _bitcast(
@@ -219,8 +200,7 @@ def _magnitude(x: Array, on: Grid) -> Array:
     x = x.astype(jnp.float32)  # What is subnormal there is not in float32.
   if x.dtype.itemsize < on.dtype.itemsize:
     x = x.astype(on.dtype)
-  mask = np.asarray(~(1 << (8 * on.dtype.itemsize - 1)) & (2 ** (8 * on.dtype.itemsize) - 1))
-  return _bitcast(x, unsigned) & mask.astype(unsigned)
+  return magnitude_bits(x)
 
 
 def _column(bits: Array, on: Grid) -> Array:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from mpjax._core.bits import changes_nothing
 from mpjax._core.errors import MpjaxTypeError, check_call
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 from mpjax._diagnostics.ranges.exponents import (
@@ -18,10 +19,8 @@ from mpjax._diagnostics.ranges.exponents import (
   as_integers,
   counted,
   grid,
-  is_nonzero,
   no_counts,
   over_devices,
-  same_bits,
   settled,
 )
 from mpjax._diagnostics.ranges.observed import Key, bind, run_observed
@@ -220,7 +219,7 @@ class _Counter:
       update = jnp.broadcast_to(update, results[0].shape)
       # As it is stored: in bits, since XLA may compare what was not rounded.
       old, new = (x.astype(addition.dtype) for x in (operands[addition.argument], results[0]))
-      lost = lost_in(old, new, update)
+      lost = _lost(old, new, update)
       state = counted(state, addition.row, update, self._on, lost)
     return results, state
 
@@ -237,13 +236,13 @@ class _Counter:
     return added(state, more)
 
 
-def lost_in(old: Array, new: Array, update: Array) -> Array:
+def _lost(old: Array, new: Array, update: Array) -> Array:
   """Returns which updates change nothing though they are not zero."""
   if jnp.issubdtype(old.dtype, jnp.complexfloating):
     # A part of a complex number is a number of its own, in the order of `counted`.
-    parts = [lost_in(f(old), f(new), f(update)) for f in (jnp.real, jnp.imag)]
+    parts = [changes_nothing(f(old), f(new), f(update)) for f in (jnp.real, jnp.imag)]
     return jnp.stack(parts)
-  return jnp.logical_and(same_bits(old, new), is_nonzero(update))
+  return changes_nothing(old, new, update)
 
 
 def _run(program: ClosedJaxpr, operands: Sequence[Array], found: Plan) -> Counts:

@@ -80,14 +80,3 @@ def test_no_numbers():
   numbers, largest, _ = count(jnp.zeros((0, 3)))
   assert not numbers.any()
   assert largest == 0
-
-
-def test_same_bits_is_equality_of_numpy():
-  x = oracle.awkward("bfloat16")
-  y = np.roll(x, 1)
-  y[::2] = x[::2]
-  same = jax.jit(exponents.same_bits)(jnp.asarray(x), jnp.asarray(y))
-  np.testing.assert_array_equal(same, x == y)
-  zeros = exponents.same_bits(jnp.asarray([0.0, -0.0]), jnp.asarray([-0.0, -0.0]))
-  assert zeros.all()
-  np.testing.assert_array_equal(jax.jit(exponents.is_nonzero)(jnp.asarray(x)), x != 0)
