@@ -17,6 +17,8 @@ from mpjax._core.rules import Rule, default_rules
 from mpjax._core.trees import all_finite
 from mpjax._diagnostics.ranges.measure import ranges
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+from mpjax._diagnostics.tune.tune_report import TuneReport
+from mpjax._diagnostics.tune.tuning import tune
 from mpjax._io.conversion import convert
 from mpjax._io.conversion_report import ConversionReport, LeafReport, conversion_report
 from mpjax._jaxprs.autocast import autocast
@@ -74,6 +76,7 @@ __all__ = [
   "Rule",
   "StaticLossScale",
   "TrainState",
+  "TuneReport",
   "UnmatchedRuleError",
   "accumulate_gradients",
   "all_finite",
@@ -101,6 +104,7 @@ __all__ = [
   "select_tree",
   "set_loss_scale",
   "set_master_params",
+  "tune",
   "unscale",
   "value_and_grad",
 ]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import Function, Leaf, PyTree
@@ -71,22 +71,29 @@ def products(program: Program) -> tuple[Product, ...]:
   """
   found = []
   for eqn, times, certain, _ in _counted(program):
-    formula = facts_of(eqn).flops
-    if formula is None:
+    flops = flops_of(eqn)
+    if flops is None:
       continue
     lhs, rhs = map(aval_of, eqn.invars[:2])
-    result = aval_of(eqn.outvars[0])
-    flops = _FLOPS[formula](lhs, rhs, result, eqn.params)
     product = Product(
       primitive=eqn.primitive.name,
       operands=(lhs, rhs),
-      result=result,
+      result=aval_of(eqn.outvars[0]),
       flops=flops,
       times=times,
       certain=certain,
     )
     found.append(product)
   return tuple(found)
+
+
+def flops_of(eqn: JaxprEqn) -> int | None:
+  """Returns the operations of a matmul or convolution, as `products` counts; None for others."""
+  formula = facts_of(eqn).flops
+  if formula is None:
+    return None
+  lhs, rhs = map(aval_of, eqn.invars[:2])
+  return _FLOPS[formula](lhs, rhs, aval_of(eqn.outvars[0]), eqn.params)
 
 
 def half_share(found: Iterable[Product]) -> float:

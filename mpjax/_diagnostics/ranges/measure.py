@@ -1,17 +1,17 @@
 """`ranges`: one instrumented run of a function, and what its numbers look like."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import ParamSpec, TypeAlias
+from typing import ParamSpec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mpjax._core.bits import changes_nothing
 from mpjax._core.errors import MpjaxTypeError, check_call
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
+from mpjax._core.types import Args, Array, Kwargs, PyTree
+from mpjax._diagnostics.flat import Call, gradient_of, is_array, keys_of
 from mpjax._diagnostics.ranges.exponents import (
   Counts,
   Grid,
@@ -77,9 +77,13 @@ def ranges(
     raise MpjaxTypeError("mpjax.ranges(fn)", expected="a function", got=repr(fn), fix=_FIX)
 
   def measured(*args: P.args, **kwargs: P.kwargs) -> RangesReport:
-    program, leaves, outputs = _traced(fn, args, kwargs, differentiate)
+    call = Call(args, kwargs, "mpjax.ranges(fn)")
+    program, outputs = call.traced(fn)
+    is_loss = _is_scalar(program) and not _has_backward(program)
+    if is_loss if differentiate is None else differentiate:
+      program, outputs = call.traced(gradient_of(fn))
     found = plan(program.jaxpr, _inputs(args, kwargs), outputs)
-    counts, largest = as_integers(_run(program, leaves, found))
+    counts, largest = as_integers(_run(program, call.operands, found))
     on = grid(found.dtypes)
     groups = [
       GroupRanges.of(group, row, float(most), on)
@@ -89,67 +93,6 @@ def ranges(
     return RangesReport(name, tuple(groups), _scale_in(args, kwargs))
 
   return measured
-
-
-Outputs: TypeAlias = Sequence[tuple[str, ...]]
-"""The names of the keys of each result."""
-
-
-def _traced(
-  fn: Function, args: Args, kwargs: Kwargs, differentiate: bool | None
-) -> tuple[ClosedJaxpr, list[Array], Outputs]:
-  """Returns the jaxpr of a function, the leaves of its arguments that are arrays, and results."""
-  leaves, tree = jax.tree.flatten((args, kwargs))
-  arrays = [i for i, x in enumerate(leaves) if is_array(x)]
-  if any(isinstance(x, Tracer) for x in leaves):
-    raise MpjaxTypeError(
-      "mpjax.ranges(fn)(*args)",
-      expected="concrete arrays",
-      got="a traced one",
-      fix="Call it on the host, outside of jax.jit and jax.grad.",
-    )
-  operands = [jnp.asarray(leaves[i]) for i in arrays]
-
-  def trace(fun: Function) -> tuple[ClosedJaxpr, Outputs]:
-    outputs: list[tuple[str, ...]] = []
-
-    def flat(*operands: Array) -> list[Leaf]:
-      given = dict(zip(arrays, operands, strict=True))
-      args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-      returned = jax.tree_util.tree_leaves_with_path(fun(*args, **kwargs))
-      outputs[:] = [tuple(map(_name, path)) for path, x in returned if is_array(x)]
-      return [x for _, x in returned if is_array(x)]
-
-    return jax.make_jaxpr(flat)(*operands), outputs
-
-  program, outputs = trace(fn)
-  is_loss = _is_scalar(program) and not _has_backward(program)
-  if is_loss if differentiate is None else differentiate:
-    program, outputs = trace(gradient_of(fn))
-  return program, operands, outputs
-
-
-def gradient_of(fn: Function) -> Function:
-  """Returns the derivative of a loss, which may return aux, by the floats of its first argument."""
-
-  def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    leaves, tree = jax.tree.flatten(args[0])
-    moving = {i: x for i, x in enumerate(leaves) if is_array(x) and is_inexact(x.dtype)}
-
-    def loss(moving: Mapping[int, Leaf]) -> tuple[Leaf, PyTree]:
-      first = jax.tree.unflatten(tree, [moving.get(i, x) for i, x in enumerate(leaves)])
-      returned = fn(first, *args[1:], **kwargs)
-      value, *aux = returned if isinstance(returned, tuple) else (returned,)
-      return value, [x for x in jax.tree.leaves(aux) if is_array(x)]
-
-    return jax.value_and_grad(loss, has_aux=True)(moving)
-
-  return gradient
-
-
-def is_array(x: Leaf) -> bool:
-  """Whether a leaf is an array with a dtype; a Python number is not."""
-  return isinstance(x, (jax.Array, np.ndarray))
 
 
 def _is_scalar(program: ClosedJaxpr) -> bool:
@@ -170,26 +113,19 @@ def _inputs(args: Args, kwargs: Kwargs) -> list[Input | None]:
     for path, x in jax.tree_util.tree_leaves_with_path(one):
       if not is_array(x):
         continue
-      names = [_name(key) for key in path]
-      first = position == 0 and (not inside or names[:1] == ["params"])
+      names = keys_of(path)
+      first = position == 0 and (not inside or names[:1] == ("params",))
       text = "/".join(names[1:] if first and inside else names) or "(array)"
       prefix = () if position == 0 else (f"args[{position}]",)
       floating = is_inexact(x.dtype)
       shown = "/".join((*prefix, text))
-      found.append(Input(shown, first, x.dtype, x.shape, tuple(names)) if floating else None)
+      found.append(Input(shown, first, x.dtype, x.shape, names) if floating else None)
   return found
 
 
 def _holds_params(tree: PyTree) -> bool:
   held = isinstance(tree, Mapping) and "params" in tree
   return held or hasattr(tree, "params")
-
-
-def _name(key: object) -> str:
-  for attribute in ("key", "name", "idx"):
-    if hasattr(key, attribute):
-      return str(getattr(key, attribute)).removeprefix(".")
-  return str(key)
 
 
 def _scale_in(args: Args, kwargs: Kwargs) -> float | None:
