@@ -1,5 +1,6 @@
 """The modules of a loss that have matmuls, what these cost, and rules for some of them."""
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -52,15 +53,18 @@ def _walk(jaxpr: Jaxpr, around: Location, at: Key, times: int) -> Iterator[_Visi
 
 
 def modules_of(jaxpr: Jaxpr) -> Modules:
-  """Returns the modules of a gradient function, in the order of the function."""
+  """Returns the modules of a gradient function, in the order of the function.
+
+  A scope such as "bqhd,bkhd->bhqk", which `jnp.einsum` writes, is no module.
+  """
   flops: dict[str, int] = {}
   matmuls: dict[Key, str] = {}
   others: dict[Key, str] = {}
   scopes = {""}
   for key, here, eqn, times in _walk(jaxpr, Location(), (), 1):
-    path = "/".join(name for name in here.scopes if not name.startswith(PREFIX))
-    names = path.split("/")
+    names = [name for name in here.scopes if not name.startswith(PREFIX)]
     scopes |= {"/".join(names[:depth]) for depth in range(len(names) + 1)}
+    path = "/".join(itertools.takewhile(lambda name: "->" not in name, names))
     operations = flops_of(eqn)
     if operations is not None:
       flops[path] = flops.get(path, 0) + operations * times

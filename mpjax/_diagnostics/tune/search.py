@@ -1,7 +1,8 @@
 """Which modules are to stay in float32: a bisection on a sorted list, then cheaper choices."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,7 +13,7 @@ from mpjax._diagnostics.tune.sensitivity import Sensitivity
 MORE = 12
 """Evaluations after the bisection, which look for a cheaper choice."""
 
-_ALL_SUBSETS = 14
+_ALL_SUBSETS = 12
 """Up to so many modules, all of their subsets are looked at."""
 
 Chosen: TypeAlias = frozenset[int]
@@ -43,11 +44,6 @@ class Problem(NamedTuple):
   def hard(self) -> Chosen:
     """The modules that are sure to overflow."""
     return frozenset(np.flatnonzero(self.sensitivity.overflows == 2).tolist())
-
-  def expected(self, chosen: Chosen) -> float:
-    """Returns the error that a choice is expected to have."""
-    rounded = np.asarray([i not in chosen for i in range(len(self.flops))])
-    return float(self.sensitivity.error(rounded))
 
 
 def most_evaluations(count: int) -> int:
@@ -96,54 +92,63 @@ def _order(problem: Problem) -> list[int]:
 def _cheaper(
   problem: Problem, best: Chosen, is_good: Callable[[Chosen], bool], errors: dict[Chosen, float]
 ) -> Chosen:
-  """Returns the cheapest choice among those that the sensitivities say are good enough."""
-  caution = 1.0
+  """Returns the cheapest choice found among those that are expected to be good enough.
+
+  What is expected begins with the sensitivities, and each measurement corrects it.
+  """
   for _ in range(MORE):
-    factor = _calibration(problem, errors) * caution
     cost = problem.cost(best)
+    choices, expected = _candidates(problem, best), _expectation(problem, errors)
     ranked = [
-      (problem.cost(chosen), expected, sorted(chosen), chosen)
-      for chosen, expected in _candidates(problem, best)
+      (problem.cost(chosen), float(error), sorted(chosen), chosen)
+      for chosen, error in zip(choices, expected(choices), strict=True)
       if chosen not in errors and problem.cost(chosen) < cost
     ]
-    good = [each for each in ranked if each[1] * factor <= problem.tolerance]
-    if good:
-      chosen = min(good)[3]
-    elif ranked:  # None is expected to be good: the one that misses least.
-      chosen = min(ranked, key=lambda each: (each[1], each[0], each[2]))[3]
-    else:
+    if not ranked:
       break
-    if is_good(chosen):
-      best = chosen
-    elif good:
-      caution *= 1.1
+    good = [each for each in ranked if each[1] <= problem.tolerance]
+    # Where none is expected to be good, the one that is expected to miss least.
+    first = min(good) if good else min(ranked, key=lambda each: (each[1], each[0], each[2]))
+    if is_good(first[3]):
+      best = first[3]
   return best
 
 
-def _calibration(problem: Problem, errors: dict[Chosen, float]) -> float:
-  """Returns by which factor the errors so far were larger than expected."""
-  ratios = [
-    error / expected
-    for chosen, error in errors.items()
-    if math.isfinite(error) and (expected := problem.expected(chosen)) > 0
-  ]
-  return float(np.median(ratios)) if ratios else 1.0
+def _expectation(
+  problem: Problem, errors: dict[Chosen, float]
+) -> Callable[[Sequence[Chosen]], NumpyArray]:
+  """Returns a function that says which errors choices are expected to have.
 
-
-def _candidates(problem: Problem, best: Chosen) -> Iterator[tuple[Chosen, float]]:
-  """Yields choices, with the errors that they are expected to have."""
+  The square of an error is taken to be a sum over the modules that round, and a rest. Each term is
+  expected to be what the sensitivities say, within a factor of about two, and is fitted to what was
+  measured: a module in float32 also keeps the operations in float32 that its result goes into.
+  """
   count = len(problem.flops)
-  free = [i for i in range(count) if i not in problem.hard]
-  if len(free) <= _ALL_SUBSETS:
-    bits = (np.arange(2 ** len(free))[:, None] >> np.arange(len(free))) & 1
-    table: NumpyArray = np.zeros((len(bits), count), bool)
-    table[:, free] = bits == 1
-    table[:, list(problem.hard)] = True
-  else:
-    rows = [frozenset(row) for row in _near(problem, best, free)]
-    table = np.asarray([[i in row for i in range(count)] for row in dict.fromkeys(rows)])
-  for row, expected in zip(table, problem.sensitivity.error(~table), strict=True):
-    yield frozenset(np.flatnonzero(row).tolist()), float(expected)
+  prior = np.mean(problem.sensitivity.projections**2, axis=0)
+  measured = {chosen: error for chosen, error in errors.items() if math.isfinite(error)}
+
+  def table(choices: Sequence[Chosen]) -> NumpyArray:
+    rounded = [[i not in chosen for i in range(count)] + [True] for chosen in choices]
+    return np.asarray(rounded, np.float64)
+
+  rows, squares = table(list(measured)), np.asarray(list(measured.values())) ** 2
+  worst = int(np.argmax(rows.sum(axis=1)))
+  total = max(float(np.sum(prior * rows[worst, :-1])), np.finfo(float).tiny)
+  prior = np.append(prior, 0.1 * total) * (squares[worst] / total)
+  spread = (prior + 0.3 * prior.mean()) ** 2
+  noise = np.diag((0.05 * squares + 0.01 * squares.max()) ** 2 + np.finfo(float).tiny)
+  gain = (rows * spread).T @ np.linalg.pinv((rows * spread) @ rows.T + noise, hermitian=True)
+  fitted = np.maximum(prior + gain @ (squares - rows @ prior), 0)
+  return lambda choices: np.sqrt(table(choices) @ fitted)
+
+
+def _candidates(problem: Problem, best: Chosen) -> list[Chosen]:
+  """Returns choices: all that there are of few modules."""
+  hard, free = problem.hard, [i for i in range(len(problem.flops)) if i not in problem.hard]
+  if len(free) > _ALL_SUBSETS:
+    return list(dict.fromkeys(_near(problem, best, free)))
+  sizes = range(len(free) + 1)
+  return [hard | set(some) for size in sizes for some in itertools.combinations(free, size)]
 
 
 def _near(problem: Problem, best: Chosen, free: list[int]) -> Iterator[Chosen]:

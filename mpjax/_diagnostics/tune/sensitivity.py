@@ -20,7 +20,7 @@ from mpjax._diagnostics.ranges.observed import Key, bind, run_observed
 from mpjax._diagnostics.tune.modules import Modules
 
 PROJECTIONS = 16
-"""The error of a choice of modules is estimated within sqrt(1 / (2 * 16)), 18 %."""
+"""The error that a module causes is estimated within sqrt(1 / (2 * 16)), 18 %."""
 
 
 class Sensitivity(NamedTuple):
@@ -38,15 +38,6 @@ class Sensitivity(NamedTuple):
   projections: NumpyArray
   overflows: NumpyArray
   exact: bool
-
-  def error(self, rounded: NumpyArray) -> NumpyArray:
-    """Returns the error to be expected.
-
-    Args:
-      rounded: bool of shape (..., modules), which modules round.
-    """
-    moved = rounded.astype(np.float64) @ self.projections.T
-    return np.sqrt(np.mean(moved**2, axis=-1))
 
 
 class _Rounding:
