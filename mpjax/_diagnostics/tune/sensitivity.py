@@ -23,6 +23,9 @@ PROJECTIONS = 16
 """The error that a module causes is estimated within sqrt(1 / (2 * 16)), 18 %."""
 
 
+_UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
 class Sensitivity(NamedTuple):
   """What rounding in each module does.
 
@@ -118,10 +121,15 @@ def sensitivity(
 
   count = len(modules.paths)
   zero = jnp.zeros((count,), jnp.float32)
+  # An estimate that runs once: XLA takes longer to optimize it than to run it.
+  options = _UNOPTIMIZED if jax.default_backend() == "cpu" else None
   found = None
   for way in (_backward, _forward):
     try:
-      found = jax.jit(lambda operands, way=way: way(perturbed, zero, operands))(list(operands))
+      compiled = jax.jit(
+        lambda operands, way=way: way(perturbed, zero, operands), compiler_options=options
+      )
+      found = compiled(list(operands))
       break
     except (NotImplementedError, TypeError, ValueError):  # It cannot be differentiated in this way.
       continue

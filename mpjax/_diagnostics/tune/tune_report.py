@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
@@ -34,13 +34,14 @@ class ModuleReport(NamedTuple):
     path: its named scopes.
     flops_share: its share of the FLOPs of matmuls.
     error: the relative error of the gradient that rounding in it alone is expected to cause.
-    overflows: whether it meets a number that overflows.
+    overflows: "yes" if an operand or result of a matmul overflows; "maybe" if another number would,
+      which may stay in float32 anyway; else "no".
   """
 
   path: str
   flops_share: float
   error: float
-  overflows: bool
+  overflows: Literal["no", "maybe", "yes"]
 
 
 class TuneReport(Report):
@@ -115,13 +116,14 @@ class TuneReport(Report):
     )
     scale = f", at loss scale {self.loss_scale:.0f}" if self.loss_scale != 1 else ""
     measured = f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}."
-    rules = [f"  mpjax.{rule!r}," for rule in self.rules] or ["  # none: nothing must stay float32"]
-    return [
+    rules = [f"  {_line(rule)}," for rule in self.rules] or ["  # none: all may run in half"]
+    sections = [
       Section(title="tune", lines=(found, measured)),
       Section(title="Rules", lines=("rules = (", *rules, ")")),
       self._curve(),
       self._modules(),
     ]
+    return [section for section in sections if section is not None]
 
   def as_dict(self) -> dict[str, Json]:
     """Returns what `to_json` writes."""
@@ -166,13 +168,16 @@ class TuneReport(Report):
       rows=tuple(rows),
     )
 
-  def _modules(self) -> Section:
-    ranked = sorted(self.modules, key=lambda m: (not m.overflows, -m.error))
+  def _modules(self) -> Section | None:
+    if not self.modules:
+      return None  # Nothing had to be looked for.
+    ranked = sorted(self.modules, key=lambda m: (m.overflows != "yes", -m.error))
     rows = [
       (
         m.path or "(no scope)",
         Cell(percent(m.flops_share), m.flops_share),
-        "overflows" if m.overflows else Cell(_text(m.error), m.error),
+        Cell(_text(m.error), m.error),
+        m.overflows,
         "float32" if m.path in self._best.float32 else "",
       )
       for m in ranked
@@ -183,11 +188,23 @@ class TuneReport(Report):
         Column("module", wide=True),
         Column("FLOPs", "right"),
         Column("error", "right"),
+        Column("overflows"),
         Column(""),
       ),
       rows=tuple(rows),
       folded=True,
     )
+
+
+_PRESETS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
+
+
+def _line(rule: Rule) -> str:
+  """Returns a rule as one writes it."""
+  same = (name for name in _PRESETS if Policy.parse(name) == rule.policy)
+  text = f'"{next(same, rule.policy)}"'
+  path = f'"{rule.path}"' if isinstance(rule.path, str) else repr(rule.path)
+  return f"mpjax.Rule({text}, path={path})"
 
 
 def _text(error: float) -> str:

@@ -158,6 +158,31 @@ class _Tuning:
 
   def run(self) -> TuneReport:
     modules = modules_of(self._program.jaxpr)
+    bound = most_evaluations(len(modules.paths))
+    console = Console()
+    text = f"tune: {len(modules.paths)} modules, at most {bound} measurements"
+    console.print(text, highlight=False)
+    with _progress(console) as progress:
+      task = progress.add_task("tune", total=bound)
+      found = self._search(modules, lambda: progress.advance(task))
+    good = [each for each in self.evaluations if each.error <= self._tolerance]
+    best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
+    return TuneReport(
+      policy=self._policy,
+      tolerance=self._tolerance,
+      best=best,
+      evaluations=tuple(self.evaluations),
+      bound=bound,
+      loss_scale=self._scale,
+      modules=found,
+    )
+
+  def _search(self, modules: Modules, advance: Callable[[], None]) -> tuple[ModuleReport, ...]:
+    """Measures choices until the best is among them, and returns what is known of the modules."""
+    self._evaluate((), ())
+    advance()
+    if self.evaluations[0].error <= self._tolerance:
+      return ()
     dtype = self._policy.compute_dtype
     found = sensitivity(self._program, self._call.operands, self._gradients, modules, dtype)
     flops, overflows = np.asarray(modules.flops), found.overflows
@@ -168,34 +193,21 @@ class _Tuning:
       Sensitivity(found.projections[:, used], overflows[used], found.exact),
       self._tolerance,
     )
-    bound = most_evaluations(len(paths))
-    console = Console()
-    console.print(f"tune: {len(paths)} modules, at most {bound} measurements", highlight=False)
-    with _progress(console) as progress:
-      task = progress.add_task("tune", total=bound)
 
-      def evaluate(chosen: Chosen) -> float:
+    def evaluate(chosen: Chosen) -> float:
+      if chosen:
         names = [paths[i] for i in sorted(chosen)]
         others = [path for path in paths if path not in names]
         rules = rules_for(names, others, modules.scopes, self._policy)
         self._evaluate(tuple(names), rules)
-        progress.advance(task)
+        advance()
         return self.evaluations[-1].error
+      return self.evaluations[0].error
 
-      if search(problem, evaluate) is None:
-        # What is in no such module must stay in float32 too.
-        self._evaluate(("**",), (Rule("float32", path="**"),))
-    good = [each for each in self.evaluations if each.error <= self._tolerance]
-    best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
-    return TuneReport(
-      policy=self._policy,
-      tolerance=self._tolerance,
-      best=best,
-      evaluations=tuple(self.evaluations),
-      bound=bound,
-      loss_scale=self._scale,
-      modules=_module_reports(problem, paths, modules),
-    )
+    if search(problem, evaluate) is None:
+      # What is in no such module must stay in float32 too.
+      self._evaluate(("**",), (Rule("float32", path="**"),))
+    return _module_reports(problem, paths, modules)
 
   def _evaluate(self, names: tuple[str, ...], rules: tuple[Rule, ...]) -> None:
     """Measures the error of the gradient under rules."""
@@ -222,13 +234,17 @@ def _progress(console: Console) -> Progress:
   return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not shown)
 
 
+_OVERFLOWS = ("no", "maybe", "yes")
+"""What `Sensitivity.overflows` means."""
+
+
 def _module_reports(
   problem: Problem, paths: Sequence[str], modules: Modules
 ) -> tuple[ModuleReport, ...]:
   total = max(sum(modules.flops), 1)
   alone = np.sqrt(np.mean(problem.sensitivity.projections**2, axis=0))
   return tuple(
-    ModuleReport(path, flops / total, float(error), bool(over))
+    ModuleReport(path, flops / total, float(error), _OVERFLOWS[int(over)])
     for path, flops, error, over in zip(
       paths, problem.flops, alone, problem.sensitivity.overflows, strict=True
     )

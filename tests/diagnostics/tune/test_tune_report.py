@@ -13,8 +13,8 @@ def report():
   best = Evaluation(("Net/hot",), (rule,), 0.004, 0.9)
   others = [Evaluation((), (), math.inf, 1.0), Evaluation(("Net/a",) * 9, (rule,), 0.02, 0.95)]
   modules = [
-    ModuleReport("Net/hot", 0.1, 0.0, True),
-    ModuleReport("Net/" + "long" * 30, 0.9, 0.003, False),
+    ModuleReport("Net/hot", 0.1, 0.0, "yes"),
+    ModuleReport("Net/" + "long" * 30, 0.9, 0.003, "no"),
   ]
   return TuneReport(
     policy=mpjax.Policy.parse("mixed_float16"),
@@ -30,7 +30,15 @@ def report():
 def test_text_and_json(report):
   text = str(report)
   assert max(map(len, text.splitlines())) <= 80
-  for part in ("90.0 %", "0.004", "3 of at most 17", "loss scale 4096", "not finite", "chosen"):
+  for part in (
+    "90.0 %",
+    "0.004",
+    "3 of at most 17",
+    "loss scale 4096",
+    "not finite",
+    "chosen",
+    "mpjax.Rule",
+  ):
     assert part in text, part
   found = json.loads(report.to_json())
   assert found["rules"][0]["path"] == "**/decoder/a_long_name/of_a_module"
