@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.types import Array
+from mpjax._core.types import Array, DType, NumpyArray
 
 
 def magnitude_bits(x: Array) -> Array:
@@ -26,8 +26,18 @@ def same_numbers(a: Array, b: Array) -> Array:
   """
   unsigned = np.dtype(f"uint{8 * a.dtype.itemsize}")
   same = jax.lax.bitcast_convert_type(a, unsigned) == jax.lax.bitcast_convert_type(b, unsigned)
-  zeros = jnp.logical_and(magnitude_bits(a) == 0, magnitude_bits(b) == 0)
-  return jnp.logical_or(zeros, jnp.logical_and(same, jnp.logical_not(jnp.isnan(a))))
+  first, second = magnitude_bits(a), magnitude_bits(b)
+  zeros = jnp.logical_and(first == 0, second == 0)
+  # Not `isnan`, from which LLVM sees that this is a comparison of floats, and makes one of it.
+  return jnp.logical_or(zeros, jnp.logical_and(same, first <= _largest(a.dtype)))
+
+
+def _largest(dtype: DType) -> NumpyArray:
+  """Returns the bits of the largest magnitude that is no NaN: inf, if there is one."""
+  with np.errstate(all="ignore"):
+    infinity = np.asarray(np.inf, dtype)
+  number = np.asarray(jnp.finfo(dtype).max, dtype) if np.isnan(infinity) else infinity
+  return number.view(f"uint{8 * dtype.itemsize}")
 
 
 def is_nonzero(x: Array) -> Array:

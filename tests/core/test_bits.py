@@ -7,12 +7,14 @@ from mpjax._core import bits
 
 
 def numbers(dtype):
-  special = [0.0, -0.0, 1.0, -1.0, np.inf, np.nan, 1e-3]
+  special = [0.0, -0.0, 1.0, -1.0, np.inf, np.nan, 0.1]
   tiny = float(jnp.finfo(dtype).smallest_subnormal)
   return np.asarray([*special, tiny, 2 * tiny, -tiny], dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2"])
+@pytest.mark.parametrize(
+  "dtype", ["float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"]
+)
 def test_comparisons_are_those_of_numpy(dtype):
   dtype = jnp.dtype(dtype)
   a, b = (x.reshape(-1) for x in np.meshgrid(numbers(dtype), numbers(dtype)))

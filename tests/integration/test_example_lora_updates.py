@@ -1,14 +1,17 @@
 """The updates of the LoRA example vanish in bfloat16, and not with float32 masters."""
 
 import importlib
+import pathlib
 
 import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 pytestmark = pytest.mark.standard_promotion
 
 
 def test_updates_vanish_without_masters(monkeypatch):
-  monkeypatch.syspath_prepend("examples")
+  monkeypatch.syspath_prepend(str(ROOT / "examples"))
   example = importlib.import_module("lora_updates")
   monkeypatch.setattr(example, "STEPS", 3)
   first, last, plain = example.train(masters=False)

@@ -93,12 +93,19 @@ def rules_for(
     scopes: all paths.
     policy: the policy around.
   """
-  found = [Rule("float32", path=_selector(path, scopes)) for path in chosen]
-  for path in others:
-    # The rule of a module is that of the modules in it, unless they have one of their own.
-    if any(is_inside(path, other) for other in chosen):
-      found.append(Rule(policy, path=_selector(path, scopes)))
-  return tuple(found)
+  every = {**dict.fromkeys(others, False), **dict.fromkeys(chosen, True)}
+
+  def around(path: str) -> bool:
+    """Whether what is around a module is in float32: it has the rule of the nearest one."""
+    outside = [other for other in every if is_inside(path, other)]
+    return every[max(outside, key=len)] if outside else False
+
+  wide = [path for path in chosen if not around(path)]
+  narrow = [path for path in others if around(path)]
+  return (
+    *(Rule("float32", path=_selector(path, scopes)) for path in wide),
+    *(Rule(policy, path=_selector(path, scopes)) for path in narrow),
+  )
 
 
 def is_inside(path: str, other: str) -> bool:

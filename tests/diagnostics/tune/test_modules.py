@@ -54,6 +54,10 @@ def test_modules_inside_of_a_chosen_one_keep_the_policy():
   rules = rules_for(["Net/a"], ["Net/a/b", "Net/b"], SCOPES, HALF)
   assert named(rules) == ["**/a", "**/a/b"]
   assert rules[1].policy == HALF
+  rules = rules_for(["Net/a", "Net/a/b"], ["Net/b"], SCOPES, HALF)
+  assert named(rules) == ["**/a"]
+  rules = rules_for(["Net", "Net/a/b"], ["Net/a"], SCOPES, HALF)
+  assert named(rules) == ["**/Net", "**/a/b", "**/a"]
   assert is_inside("a/b", "a")
   assert not is_inside("ab", "a")
   assert is_inside("a", "")
