@@ -1,6 +1,7 @@
 """What `mpjax.tune` found: the rules, and the curve of error against share in low precision."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -262,24 +263,15 @@ def draw(
       )
   spot = (100 * best.half_share, max(best.error, low * 1.3))
   axis.plot(*spot, "o", markersize=14, markerfacecolor="none", markeredgecolor="black")
-  text = f"in float32: {_listed(best.float32)}"
-  left = best.half_share > 0.5
-  axis.annotate(
-    text,
-    spot,
-    (-10 if left else 10, -16),
-    textcoords="offset points",
-    fontsize=8,
-    ha="right" if left else "left",
-    va="top",
-  )
+  text = f"chosen: {percent(best.half_share)}, with {_listed(best.float32)} in float32"
+  figure.suptitle("What must stay in float32", x=0.02, ha="left", weight="bold", fontsize=12)
+  axis.set_title("\n".join(textwrap.wrap(text, 90)), loc="left", fontsize=8.5)
   axis.set_ylim(low, high)
   axis.set_xlabel(f"share of the FLOPs of matmuls in {policy.compute_dtype.name}, %")
   axis.set_ylabel("relative error of the gradient")
   for side in ("top", "right"):
     axis.spines[side].set_visible(False)
   axis.grid(alpha=0.25)
-  axis.set_title("What must stay in float32", loc="left", weight="bold")
   if path is not None:
     figure.savefig(path, dpi=150)
   return figure
