@@ -25,7 +25,7 @@ from mpjax._diagnostics.ranges.exponents import (
 )
 from mpjax._diagnostics.ranges.observed import Key, bind, run_observed
 from mpjax._diagnostics.ranges.plan import Input, Plan, is_inexact, plan
-from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+from mpjax._diagnostics.ranges.ranges_report import RangesReport, group_ranges
 from mpjax._jaxprs.walk import walk
 from mpjax.transforms._state import scales_in
 
@@ -86,7 +86,7 @@ def ranges(
     counts, largest = as_integers(_run(program, call.operands, found))
     on = grid(found.dtypes)
     groups = [
-      GroupRanges.of(group, row, float(most), on)
+      group_ranges(group, row, float(most), on)
       for group, row, most in zip(found.groups, counts, largest, strict=True)
     ]
     name = getattr(fn, "__name__", type(fn).__name__)

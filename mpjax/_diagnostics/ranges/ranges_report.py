@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ _LARGEST = 65504.0
 class GroupRanges:
   """The numbers of one kind in one module, or of one leaf of the arguments.
 
-  Attributes:
+  Args:
     kind: "activations", "gradients", "parameters" or "updates".
     path: the module (named scopes joined by "/"), or the path of the leaf.
     exponents: how many numbers have the exponent floor(log2(|x|)), by exponent, without zeros.
@@ -61,22 +61,6 @@ class GroupRanges:
   lost_updates: int
   largest: float
 
-  @classmethod
-  def of(cls, group: Group, counts: NumpyArray, largest: float, on: Grid) -> Self:
-    """Returns what a row of counts says."""
-    inf, nan, lost_updates = (int(n) for n in counts[len(on.starts) :])
-    return cls(
-      kind=group.kind,
-      path=group.path,
-      exponents=exponents_of(counts, on),
-      zero=int(counts[0]),
-      inf=inf,
-      nan=nan,
-      lost={name: fates_of(counts, on, name) for name in FORMATS},
-      lost_updates=lost_updates,
-      largest=largest,
-    )
-
   @property
   def nonzero(self) -> int:
     """How many are finite and not zero."""
@@ -96,7 +80,14 @@ class GroupRanges:
     return f"{percent(share)} lost in float16" if share > 0 else ""
 
   def lost_share(self, dtype: str) -> float:
-    """Returns the share of the finite nonzero numbers that become 0 or overflow in a dtype."""
+    """Returns the share of the finite nonzero numbers that become 0 or overflow in a dtype.
+
+    Args:
+      dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+
+    Returns:
+      From 0 to 1; NaN where there is no such number.
+    """
     fates = self.lost[dtype]
     return _share(fates["zero"] + fates["overflow"], self.nonzero)
 
@@ -106,10 +97,26 @@ class GroupRanges:
     return {**fields, "exponents": {str(e): n for e, n in self.exponents.items()}}
 
 
+def group_ranges(group: Group, counts: NumpyArray, largest: float, on: Grid) -> GroupRanges:
+  """Returns what a row of counts says."""
+  inf, nan, lost_updates = (int(n) for n in counts[len(on.starts) :])
+  return GroupRanges(
+    kind=group.kind,
+    path=group.path,
+    exponents=exponents_of(counts, on),
+    zero=int(counts[0]),
+    inf=inf,
+    nan=nan,
+    lost={name: fates_of(counts, on, name) for name in FORMATS},
+    lost_updates=lost_updates,
+    largest=largest,
+  )
+
+
 class RangesReport(Report):
   """What the numbers of a function look like, see `mpjax.ranges`.
 
-  Attributes:
+  Args:
     name: that of the function.
     groups: what was counted, a row for each kind and module.
     loss_scale_in_use: the loss scale in the arguments, which the gradients carry; None without.
@@ -131,7 +138,14 @@ class RangesReport(Report):
     return f"<RangesReport of {self.name}: {len(self.groups)} groups>"
 
   def of(self, kind: Kind) -> tuple[GroupRanges, ...]:
-    """Returns the groups of one kind: "activations", "gradients", "parameters" or "updates"."""
+    """Returns the groups of one kind that are not empty, in the order of the function.
+
+    Args:
+      kind: "activations", "gradients", "parameters" or "updates".
+
+    Returns:
+      A tuple.
+    """
     return tuple(group for group in self.groups if group.kind == kind and group.total)
 
   @property
@@ -157,6 +171,12 @@ class RangesReport(Report):
     """Returns the share of the nonzero gradients that float16 loses at a loss scale.
 
     That is what lies below 2**-25 or from 2**16 on, once it is scaled.
+
+    Args:
+      loss_scale: a power of two.
+
+    Returns:
+      From 0 to 1; NaN where all gradients are zero.
     """
     moved = math.log2(loss_scale / (self.loss_scale_in_use or 1.0))
     gradients = self.of("gradients")

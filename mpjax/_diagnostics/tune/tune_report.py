@@ -48,11 +48,14 @@ class ModuleReport(NamedTuple):
 class TuneReport(Report):
   """What must stay in float32, see `mpjax.tune`.
 
-  Attributes:
-    rules: for `mpjax.autocast`, and, where each path begins with "**/", for `with_policy` too.
-    error: the relative error of the gradient under these rules, measured.
-    half_share: the share of the FLOPs of matmuls in low precision, from 0 to 1.
+  `rules` are for `mpjax.autocast`, and, where each path begins with "**/", for `with_policy` too.
+  `error` is the relative error of the gradient under them, measured, and `half_share` the share of
+  the FLOPs of matmuls in low precision, from 0 to 1.
+
+  Args:
+    policy: the one that was asked for.
     tolerance: the error that was allowed.
+    best: the choice of which `rules`, `error` and `half_share` are.
     evaluations: all choices that were measured, in order.
     bound: how many it might have been.
     loss_scale: the loss scale with which float16 was measured; 1 for bfloat16.
