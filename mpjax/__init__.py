@@ -17,6 +17,10 @@ from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules
 from mpjax._core.trees import all_finite
 from mpjax._diagnostics.audit import Audit, audit
+from mpjax._diagnostics.ranges.measure import ranges
+from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+from mpjax._diagnostics.tune.tune_report import TuneReport
+from mpjax._diagnostics.tune.tuning import tune
 from mpjax._io.conversion import convert
 from mpjax._io.conversion_report import ConversionReport, LeafReport, conversion_report
 from mpjax._jaxprs.autocast import autocast
@@ -26,6 +30,7 @@ from mpjax.transforms import (
   AccumulationState,
   LossScalingState,
   MasterWeightsState,
+  MonitorState,
   TrainState,
   accumulate_gradients,
   apply_updates,
@@ -37,6 +42,7 @@ from mpjax.transforms import (
   make_train_step,
   master_params,
   master_weights,
+  monitor_counts,
   scale_loss,
   select_tree,
   set_loss_scale,
@@ -56,9 +62,11 @@ __all__ = [
   "Audit",
   "ConversionReport",
   "DynamicLossScale",
+  "GroupRanges",
   "LeafReport",
   "LossScalingState",
   "MasterWeightsState",
+  "MonitorState",
   "MpjaxAssertionError",
   "MpjaxError",
   "MpjaxRuntimeError",
@@ -68,9 +76,11 @@ __all__ = [
   "OpLists",
   "OptLevel",
   "Policy",
+  "RangesReport",
   "Rule",
   "StaticLossScale",
   "TrainState",
+  "TuneReport",
   "UnmatchedRuleError",
   "accumulate_gradients",
   "all_finite",
@@ -91,12 +101,15 @@ __all__ = [
   "make_train_step",
   "master_params",
   "master_weights",
+  "monitor_counts",
   "nnx",
   "opt_level",
+  "ranges",
   "scale_loss",
   "select_tree",
   "set_loss_scale",
   "set_master_params",
+  "tune",
   "unscale",
   "value_and_grad",
 ]

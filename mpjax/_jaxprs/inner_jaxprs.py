@@ -8,7 +8,7 @@ jaxprs with `with_inner`.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -210,6 +210,11 @@ def is_object(eqn: JaxprEqn) -> bool:
 def donated(eqn: JaxprEqn) -> tuple[bool, ...]:
   """Returns for each operand whether its memory may be taken over by the results."""
   return eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
+
+
+def manual_axes(eqn: JaxprEqn) -> frozenset[Hashable]:
+  """Returns the axes over which the jaxpr of a `shard_map` is that of one device."""
+  return frozenset(eqn.params["newly_manual_axes"])
 
 
 def closed_over(eqn: JaxprEqn) -> int:
