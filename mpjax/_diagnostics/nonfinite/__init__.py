@@ -1,0 +1,1 @@
+"""Finding the first value of a function that is not finite."""
