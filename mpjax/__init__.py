@@ -15,6 +15,7 @@ from mpjax._core.full_precision import full_precision
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules
 from mpjax._core.trees import all_finite
+from mpjax._diagnostics.nonfinite import NonfiniteReport, find_nonfinite
 from mpjax._io.conversion import convert
 from mpjax._io.conversion_report import ConversionReport, LeafReport, conversion_report
 from mpjax._jaxprs.autocast import autocast
@@ -61,6 +62,7 @@ __all__ = [
   "MpjaxTypeError",
   "MpjaxValueError",
   "NoLossScale",
+  "NonfiniteReport",
   "OpLists",
   "OptLevel",
   "Policy",
@@ -78,6 +80,7 @@ __all__ = [
   "conversion_report",
   "convert",
   "default_rules",
+  "find_nonfinite",
   "full_precision",
   "last_step_finite",
   "linen",

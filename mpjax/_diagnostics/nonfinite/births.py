@@ -62,9 +62,7 @@ def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Arra
     return [None] * len(outs)
   pairs = zip(ins, step.eqn.invars, strict=True)
   operands = [jnp.asarray(x) for x, v in pairs if is_inexact(v)]
-  bad, nan = (
-    [_reaching(step, found(x)) for x in operands] for found in (not_finite, is_nan)
-  )
+  bad, nan = ([_reaching(step, found(x)) for x in operands] for found in (not_finite, is_nan))
   made = []
   for out, var in zip(outs, step.eqn.outvars, strict=True):
     if not is_inexact(var):

@@ -45,10 +45,14 @@ class FirstProbe:
 
   Args:
     depth: how many loops of the function are inside of one another, at most.
+    scaled: the positions of operands that are the loss scale, by the numbers of their steps.
+    factor: what these operands are multiplied by.
   """
 
-  def __init__(self, depth: int) -> None:
-    self.depth = depth
+  def __init__(
+    self, depth: int, scaled: Mapping[int, int] | None = None, factor: Array | None = None
+  ) -> None:
+    self.depth, self.scaled, self.factor = depth, scaled or {}, factor
 
   def watch(self, body: Body, indices: tuple[Array, ...]) -> "_Watch":
     """Returns what looks at the values of a body."""
@@ -90,6 +94,7 @@ class _Watch:
   def __init__(self, probe: FirstProbe, body: Body, indices: tuple[Array, ...]) -> None:
     self.probe, self.indices = probe, indices
     self.uses: Uses = uses_of(body)
+    self.given = 0  # How many arguments the function has: those of inner bodies are not looked at.
     self.followed: dict[int, Array] = {}
     self.factors: dict[int, tuple[int, Array]] = {}
     self.numbers: list[int] = []
@@ -103,6 +108,20 @@ class _Watch:
       if not jnp.issubdtype(x.dtype, jnp.inexact):
         continue
       self._broke(slot, number, is_nan(x) | (not_finite(x) & (jnp.real(x) > 0)))
+    self.given = len(values)
+    for number, (slot, x) in enumerate(body.consts.items(), self.given):
+      x = jnp.asarray(x)
+      if jnp.issubdtype(x.dtype, jnp.inexact):
+        self._broke(slot, number, is_nan(x))
+
+  def operands(self, step: Step, ins: list[Any]) -> list[Any]:
+    """Returns the operands with which a step is to run: a loss scale may be another one."""
+    position = self.probe.scaled.get(step.number)
+    if position is not None and self.probe.factor is not None:
+      scale = jnp.asarray(ins[position])
+      ins = [*ins]
+      ins[position] = scale * self.probe.factor.astype(scale.dtype)
+    return ins
 
   def step(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     """Looks at a step that has run."""
@@ -160,6 +179,8 @@ class _Watch:
       ):
         self.followed[slot] = carried
       else:
+        if slot in self.uses.returned:  # An argument that is returned as it came.
+          carried = jnp.where(carried < self.given, NONE, carried)
         self._counts(carried)
 
   def _multiply(self, step: Step, ins: Sequence[Any]) -> None:

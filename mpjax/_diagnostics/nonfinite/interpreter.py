@@ -39,6 +39,9 @@ class Watch(Protocol):
   def arguments(self, body: Body, values: Sequence[Array]) -> None:
     """Looks at the arguments of the function."""
 
+  def operands(self, step: Step, ins: list[Any]) -> list[Any]:
+    """Returns the operands with which a step is to run."""
+
   def step(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     """Looks at a step that has run."""
 
@@ -74,7 +77,12 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
 
 
 def run(
-  body: Body, args: Sequence[Any], probe: Probe, around: Around = Around(), *, outermost: bool = False
+  body: Body,
+  args: Sequence[Any],
+  probe: Probe,
+  around: Around = Around(),
+  *,
+  outermost: bool = False,
 ) -> tuple[list[Any], State]:
   """Runs the steps of a body.
 
@@ -100,6 +108,7 @@ def run(
       outs, state = _RUN[step.holds](step, ins, probe, around)
       watch.inside(state)
     else:
+      ins = watch.operands(step, ins)
       outs = bind(step.eqn, ins)
       watch.step(step, ins, outs)
     env.update(zip(step.outs, outs, strict=True))
@@ -221,9 +230,7 @@ def _array(x: Any, aval: Any) -> Any:
   return x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
 
 
-def _shard_map(
-  step: Step, ins: list[Any], probe: Probe, around: Around
-) -> tuple[list[Any], State]:
+def _shard_map(step: Step, ins: list[Any], probe: Probe, around: Around) -> tuple[list[Any], State]:
   given = mapped_with(step.eqn)
   axes = tuple(name for name in given["mesh"].axis_names if name in given["axis_names"])
   (body,) = step.bodies

@@ -100,9 +100,7 @@ def body_of(closed: ClosedJaxpr, first: int) -> Body:
   return _body(closed.jaxpr, closed.consts, Location(), itertools.count(first))
 
 
-def _body(
-  jaxpr: Jaxpr, consts: Sequence[Array], around: Location, numbers: Iterator[int]
-) -> Body:
+def _body(jaxpr: Jaxpr, consts: Sequence[Array], around: Location, numbers: Iterator[int]) -> Body:
   writer = _Writer(numbers)
   inputs = tuple(next(writer.slots) for _ in jaxpr.invars)
   outputs = writer.write(jaxpr, consts, inputs, around)

@@ -6,7 +6,6 @@ discards is known only while it runs; here it is decided for which values that h
 """
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -60,22 +59,22 @@ class Uses(NamedTuple):
       it, as that of a training step does which asks whether to skip.
     factors: those that, besides, multiply a value of the backward pass.
     constants: those that are constants of the jaxpr, moved and cast.
+    returned: those that are returned, and that nothing else reads.
   """
 
   discarded: frozenset[int]
   derived: frozenset[int]
   factors: frozenset[int]
   constants: frozenset[int]
+  returned: frozenset[int]
 
 
 @functools.lru_cache(maxsize=256)
 def uses_of(body: Body) -> Uses:
   """Returns what becomes of the values of a list of steps."""
   finder = _Finder(body)
-  discarded, derived, factors = finder.found
-  return Uses(
-    frozenset(discarded), frozenset(derived), frozenset(factors), frozenset(_constants(body))
-  )
+  sets = (finder.discarded, finder.derived, finder.factors, _constants(body))
+  return Uses(*map(frozenset, sets), frozenset(finder.returned - finder.readers.keys()))
 
 
 class _Finder:
@@ -97,15 +96,19 @@ class _Finder:
         if is_inexact(var):
           self._decide(slot)
     for slot in body.inputs:
-      self._decide(slot)
+      self._decide(slot, argument=True)
 
-  @property
-  def found(self) -> Sequence[set[int]]:
-    return self.discarded, self.derived, self.factors
-
-  def _decide(self, slot: int) -> None:
+  def _decide(self, slot: int, argument: bool = False) -> None:
     readers = self.readers.get(slot, [])
-    if slot in self.returned or not readers:
+    if argument:
+      # To return it computes nothing; and a best loss that starts at inf is compared by a minimum.
+      readers = [r for r in readers if r[0].eqn.primitive not in (p.max_p, p.min_p)]
+      if not readers:
+        self.discarded.add(slot)
+        self.derived.add(slot)
+    elif slot in self.returned:
+      return
+    if not readers:
       return
     if all(self._discards(step, position, True) for step, position in readers):
       self.derived.add(slot)
@@ -154,8 +157,12 @@ def _noticed(body: Body) -> dict[int, str]:
     elif _asks(step):
       known = "each"
     else:
-      shapes = {shape_of(v) for v in [*(v for _, v in asked), *eqn.outvars] if hasattr(v.aval, "shape")}
-      known = min((each for each, _ in asked), default="") if len(shapes) < 2 else "all" * bool(asked)
+      shapes = {
+        shape_of(v) for v in [*(v for _, v in asked), *eqn.outvars] if hasattr(v.aval, "shape")
+      }
+      known = (
+        min((each for each, _ in asked), default="") if len(shapes) < 2 else "all" * bool(asked)
+      )
     if known:
       made = zip(step.outs, eqn.outvars, strict=True)
       found.update({slot: known for slot, var in made if not is_inexact(var)})
