@@ -118,11 +118,9 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
 
 def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
   traced = trace(fn, args, kwargs)
-  scale = scale_of(traced, args, kwargs)
-  implied = None if scale is not None else implied_scale(traced)
-  finder = _Finder(traced, scale, implied)
-  found = finder.found()
-  known = scale or implied
+  finder = finder_of(traced, args, kwargs)
+  found, scale = finder.found(), finder.scale
+  known = scale or finder.implied
   about = {
     "loss_scale": None if known is None else known.value,
     "step": None if scale is None else scale.step,
@@ -138,6 +136,12 @@ def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
   leaves = traced.leaves
   seen = compiled(lambda *xs: run(body, xs, probe, outermost=True)[1])(*leaves)
   return _report(traced, step, found, probe, seen, finite_at, about, scale is not None)
+
+
+def finder_of(traced: Traced, args: Args, kwargs: Kwargs) -> _Finder:
+  """Returns what looks for the first step that breaks."""
+  scale = scale_of(traced, args, kwargs)
+  return _Finder(traced, scale, None if scale is not None else implied_scale(traced))
 
 
 def _finite_at(finder: _Finder, found: _Found) -> float | None:

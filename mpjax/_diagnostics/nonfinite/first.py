@@ -1,5 +1,6 @@
 """The first step whose result is not finite though its operands are: found while it all runs."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,10 @@ from mpjax._jaxprs.primitives import facts_of
 
 NONE = 2**31 - 1
 """The number of no step: it comes after all others."""
+
+
+_TOGETHER = 16
+"""How many masks of one shape are reduced at once."""
 
 
 class First(NamedTuple):
@@ -97,8 +102,7 @@ class _Watch:
     self.given = 0  # How many arguments the function has: those of inner bodies are not looked at.
     self.followed: dict[int, Array] = {}
     self.factors: dict[int, tuple[int, Array]] = {}
-    self.numbers: list[int] = []
-    self.flags: list[Array] = []
+    self.masks: dict[tuple[int, ...], list[tuple[int, Array]]] = {}
     self.found: list[Array] = []
     self.inner: list[First] = []
 
@@ -138,13 +142,11 @@ class _Watch:
 
   def state(self) -> First:
     """Returns the first that was found."""
-    found = list(self.found)
-    if self.flags:
-      numbers = jnp.asarray(self.numbers, jnp.int32)
-      found.append(jnp.min(jnp.where(jnp.stack(self.flags), numbers, NONE)))
+    for shape in list(self.masks):
+      self._reduce(shape)
     state = self.probe.nothing()
-    if found:
-      state = self.probe.at(jnp.min(jnp.stack(found)), self.indices)
+    if self.found:
+      state = self.probe.at(functools.reduce(jnp.minimum, self.found), self.indices)
     for each in self.inner:
       state = _earlier(state, each)
     return state
@@ -160,8 +162,24 @@ class _Watch:
       if slot in self.uses.derived:
         self.followed[slot] = jnp.where(mask, jnp.asarray(number, jnp.int32), NONE)
     else:
-      self.numbers.append(number)
-      self.flags.append(jnp.any(mask))
+      self._mask(number, mask)
+
+  def _mask(self, number: int, mask: Array) -> None:
+    """Takes which elements broke that something computes with.
+
+    To reduce one mask after the other would be as many kernels as steps: those of one shape are
+    put together first.
+    """
+    masks = self.masks.setdefault(mask.shape, [])
+    masks.append((number, mask))
+    if len(masks) == _TOGETHER:
+      self._reduce(mask.shape)
+
+  def _reduce(self, shape: tuple[int, ...]) -> None:
+    numbers = jnp.full(shape, NONE, jnp.int32)
+    for number, mask in reversed(self.masks.pop(shape)):
+      numbers = jnp.where(mask, jnp.asarray(number, jnp.int32), numbers)
+    self._counts(numbers)
 
   def _counts(self, numbers: Array) -> None:
     """Takes the numbers of the steps of broken elements that something computes with."""
@@ -198,8 +216,7 @@ class _Watch:
       elif len(ins) == 2 and is_elementwise(step) and not self._only_discards(step):
         other = jnp.asarray(ins[1 - position])
         meets = not_finite(ins[position]) & ~not_finite(other) & (other != 0)
-        self.numbers.append(number)
-        self.flags.append(broke & jnp.any(meets))
+        self._mask(number, broke & meets)
 
   def _only_discards(self, step: Step) -> bool:
     return step.location.direction != "backward"
