@@ -60,11 +60,11 @@ class CaptureProbe:
     # The result as it is, and in float32.
     self.values = len(self.before) + len(self.positions) + 2
 
-  def watch(self, body: Body, indices: tuple[Array, ...]) -> "_Watch":
+  def watch(self, body: Body, indices: tuple[Array, ...], outermost: bool) -> "_Watch":
     """Returns what looks at the values of a body."""
     return _Watch(self, body, indices)
 
-  def nothing(self) -> Seen:
+  def nothing(self, bodies: Sequence[Body] = ()) -> Seen:
     """Returns the state in which nothing was seen."""
     zero = jnp.zeros((), jnp.int32)
     sizes = jnp.zeros((self.values, 3), jnp.float32)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,10 +18,14 @@ from mpjax._diagnostics.nonfinite.interpreter import run
 from mpjax._diagnostics.nonfinite.program import Body, Step
 from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range
 from mpjax._diagnostics.nonfinite.scales import Implied, Scale, implied_scale, scale_of
+from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, suspects
 from mpjax._diagnostics.nonfinite.traced import Traced, compiled, trace
 from mpjax._jaxprs.atoms import aval_of, shape_of
 from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
+
+_CLOSELY = 256
+"""How many steps are looked at closely in one run: of more, compiling takes minutes."""
 
 
 class _Found(NamedTuple):
@@ -35,31 +39,59 @@ class _Found(NamedTuple):
 class _Finder:
   """Looks for the first step that breaks, at this loss scale or at another one.
 
-  It is compiled once: the factor of a scale that the function holds itself is an argument.
+  One run says which values are not finite. Only if there are some, the steps that lead to them are
+  looked at closely, in a second one: most often -inf in masks, and the fault.
   """
 
   def __init__(self, traced: Traced, scale: Scale | None, implied: Implied | None) -> None:
     self.traced, self.scale, self.implied = traced, scale, implied
+    body, probe = traced.body, FlagProbe()
+    self.look = compiled(lambda *leaves: run(body, leaves, probe, outermost=True)[1])
+
+  def closely(self, only: Collection[int]) -> Callable[..., First]:
+    """Returns a function of a factor of the scale, and arguments, that looks at these steps."""
+    body, places = self.traced.body, {} if self.implied is None else self.implied.places
 
     def first(factor: jax.Array, *leaves: Leaf) -> First:
-      places = {} if implied is None else implied.places
-      probe = FirstProbe(traced.body.depth, places, factor)
-      return run(traced.body, leaves, probe, outermost=True)[1]
+      return run(body, leaves, FirstProbe(body.depth, only, places, factor), outermost=True)[1]
 
-    self.run = compiled(first)
+    return compiled(first)
 
-  def found(self, factor: float = 1.0) -> _Found | None:
+  def found(self) -> tuple[_Found | None, Callable[..., First]]:
+    """Returns what breaks first, and a function that looks for it."""
+    flags = jax.device_get(self.look(*self.traced.leaves))
+    closely = self.closely(())
+    for only in _together(suspects(self.traced.body, flags)):
+      closely = self.closely(only)
+      found = self.at(closely)
+      if found is not None:
+        return found, closely
+    return None, closely
+
+  def at(self, closely: Callable[..., First], factor: float = 1.0) -> _Found | None:
     """Returns what breaks first with the loss scale multiplied by a factor."""
     leaves, inside = self.traced.leaves, 1.0
     if factor != 1.0 and self.scale is not None:
       leaves = self.scale.with_factor(factor)
     elif self.implied is not None:
       inside = factor
-    number, iterations, device = self.run(jnp.asarray(inside, jnp.float32), *leaves)
+    number, iterations, device = closely(jnp.asarray(inside, jnp.float32), *leaves)
     if int(number) == NONE:
       return None
     kept = tuple(int(i) for i in np.asarray(iterations) if i >= 0)
     return _Found(int(number), kept, int(device))
+
+
+def _together(found: Iterable[Sequence[int]]) -> Iterator[frozenset[int]]:
+  """Yields numbers of steps, about `_CLOSELY` at once."""
+  some: set[int] = set()
+  for each in found:
+    some.update(each)
+    if len(some) >= _CLOSELY:
+      yield frozenset(some)
+      some = set()
+  if some:
+    yield frozenset(some)
 
 
 def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
@@ -119,7 +151,7 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
 def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
   traced = trace(fn, args, kwargs)
   finder = finder_of(traced, args, kwargs)
-  found, scale = finder.found(), finder.scale
+  (found, closely), scale = finder.found(), finder.scale
   known = scale or finder.implied
   about = {
     "loss_scale": None if known is None else known.value,
@@ -129,7 +161,7 @@ def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
     return NonfiniteReport(**about)
   if found.number < len(traced.leaves) + len(traced.constants):
     return _given(traced, found.number, about)
-  finite_at = _finite_at(finder, found)
+  finite_at = _finite_at(finder, closely, found)
   body = traced.body
   step = next(each for each in body.every_step() if each.number == found.number)
   probe = CaptureProbe(body, found.number, found.iterations, found.device)
@@ -144,7 +176,7 @@ def finder_of(traced: Traced, args: Args, kwargs: Kwargs) -> _Finder:
   return _Finder(traced, scale, None if scale is not None else implied_scale(traced))
 
 
-def _finite_at(finder: _Finder, found: _Found) -> float | None:
+def _finite_at(finder: _Finder, closely: Callable[..., First], found: _Found) -> float | None:
   """Returns the largest power of two, as loss scale, at which the step does not break first."""
   known = finder.scale or finder.implied
   if known is None:
@@ -153,7 +185,7 @@ def _finite_at(finder: _Finder, found: _Found) -> float | None:
   high = math.ceil(math.log2(known.value))  # It breaks there, or is not a power of two.
 
   def breaks(exponent: int) -> bool:
-    again = finder.found(2.0**exponent / known.value)
+    again = finder.at(closely, 2.0**exponent / known.value)
     return again is not None and again.number == found.number
 
   if high <= least or breaks(least):

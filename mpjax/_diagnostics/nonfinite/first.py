@@ -1,7 +1,7 @@
 """The first step whose result is not finite though its operands are: found while it all runs."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,20 +50,21 @@ class FirstProbe:
 
   Args:
     depth: how many loops of the function are inside of one another, at most.
+    only: the numbers of the steps and arguments that are looked at.
     scaled: the positions of operands that are the loss scale, by the numbers of their steps.
     factor: what these operands are multiplied by.
   """
 
   def __init__(
-    self, depth: int, scaled: Mapping[int, int] | None = None, factor: Array | None = None
+    self, depth: int, only: Collection[int], scaled: Mapping[int, int], factor: Array
   ) -> None:
-    self.depth, self.scaled, self.factor = depth, scaled or {}, factor
+    self.depth, self.only, self.scaled, self.factor = depth, only, scaled, factor
 
-  def watch(self, body: Body, indices: tuple[Array, ...]) -> "_Watch":
+  def watch(self, body: Body, indices: tuple[Array, ...], outermost: bool) -> "_Watch":
     """Returns what looks at the values of a body."""
     return _Watch(self, body, indices)
 
-  def nothing(self) -> First:
+  def nothing(self, bodies: Sequence[Body] = ()) -> First:
     """Returns the state in which nothing broke."""
     return self.at(jnp.asarray(NONE, jnp.int32), ())
 
@@ -109,19 +110,19 @@ class _Watch:
   def arguments(self, body: Body, values: Sequence[Array]) -> None:
     """Looks at arguments: one that holds a NaN or +inf is at fault, -inf may be a mask."""
     for number, (slot, x) in enumerate(zip(body.inputs, values, strict=True)):
-      if not jnp.issubdtype(x.dtype, jnp.inexact):
+      if number not in self.probe.only or not jnp.issubdtype(x.dtype, jnp.inexact):
         continue
       self._broke(slot, number, is_nan(x) | (not_finite(x) & (jnp.real(x) > 0)))
     self.given = len(values)
     for number, (slot, x) in enumerate(body.consts.items(), self.given):
       x = jnp.asarray(x)
-      if jnp.issubdtype(x.dtype, jnp.inexact):
+      if number in self.probe.only and jnp.issubdtype(x.dtype, jnp.inexact):
         self._broke(slot, number, is_nan(x))
 
   def operands(self, step: Step, ins: list[Any]) -> list[Any]:
     """Returns the operands with which a step is to run: a loss scale may be another one."""
     position = self.probe.scaled.get(step.number)
-    if position is not None and self.probe.factor is not None:
+    if position is not None:
       scale = jnp.asarray(ins[position])
       ins = [*ins]
       ins[position] = scale * self.probe.factor.astype(scale.dtype)
@@ -130,7 +131,7 @@ class _Watch:
   def step(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     """Looks at a step that has run."""
     self._follow(step, ins, outs)
-    if set(step.outs) <= self.uses.constants:
+    if step.number not in self.probe.only or set(step.outs) <= self.uses.constants:
       return
     for slot, mask in zip(step.outs, births(step, ins, outs), strict=True):
       if mask is not None:

@@ -33,6 +33,9 @@ class Around(NamedTuple):
   axes: Axes = ()
 
 
+_NOT_AROUND = Around()
+
+
 class Watch(Protocol):
   """What looks at the values of one body."""
 
@@ -55,11 +58,11 @@ class Watch(Protocol):
 class Probe(Protocol):
   """What looks at the values of a function, and keeps what was seen first."""
 
-  def watch(self, body: Body, indices: tuple[Array, ...]) -> Watch:
+  def watch(self, body: Body, indices: tuple[Array, ...], outermost: bool) -> Watch:
     """Returns what looks at the values of a body."""
 
-  def nothing(self) -> State:
-    """Returns the state in which nothing was seen."""
+  def nothing(self, bodies: Sequence[Body]) -> State:
+    """Returns the state in which nothing was seen in some bodies."""
 
   def first(self, one: State, other: State) -> State:
     """Returns what was seen in `one`, which ran before `other`, else what was seen in that."""
@@ -80,7 +83,7 @@ def run(
   body: Body,
   args: Sequence[Any],
   probe: Probe,
-  around: Around = Around(),
+  around: Around = _NOT_AROUND,
   *,
   outermost: bool = False,
 ) -> tuple[list[Any], State]:
@@ -98,7 +101,7 @@ def run(
   """
   env: dict[int, Any] = dict(body.consts)
   env.update(zip(body.inputs, args, strict=True))
-  watch = probe.watch(body, around.indices)
+  watch = probe.watch(body, around.indices, outermost)
   if outermost:
     watch.arguments(body, args)
   last = _last_reads(body)
@@ -179,7 +182,7 @@ def _scan(step: Step, ins: list[Any], probe: Probe, around: Around) -> tuple[lis
     return (following, probe.first(seen, new), outs[: len(carry)]), outs[len(carry) :]
 
   begin = jnp.asarray(length - 1 if back else 0, jnp.int32)
-  state = (begin, _varying(probe.nothing(), around.axes), carry)
+  state = (begin, _varying(probe.nothing(step.bodies), around.axes), carry)
   (_, seen, carry), ys = jax.lax.scan(
     iteration, state, xs, length=length, reverse=back, unroll=params["unroll"]
   )
@@ -206,7 +209,7 @@ def _while(step: Step, ins: list[Any], probe: Probe, around: Around) -> tuple[li
 
   zero = jnp.zeros((), jnp.int32)
   carry = ins[len(ins) - carried :]
-  again, seen = goes_on(carry, zero, _varying(probe.nothing(), around.axes))
+  again, seen = goes_on(carry, zero, _varying(probe.nothing(step.bodies), around.axes))
   state = (again, zero, seen, carry)
   _, _, seen, carry = jax.lax.while_loop(lambda state: state[0], iteration, state)
   return carry, seen
@@ -217,7 +220,9 @@ def _cond(step: Step, ins: list[Any], probe: Probe, around: Around) -> tuple[lis
     def taken(*operands: Any) -> Any:
       outs, seen = run(body, operands, probe, around)
       avals = [aval_of(v) for v in step.eqn.outvars]
-      return [_array(x, a) for x, a in zip(outs, avals, strict=True)], seen
+      outs = [_array(x, a) for x, a in zip(outs, avals, strict=True)]
+      nothing = _varying(probe.nothing(step.bodies), around.axes)
+      return outs, probe.first(seen, nothing)
 
     return taken
 
