@@ -50,7 +50,7 @@ class CaptureProbe:
 
   def __init__(self, body: Body, number: int, iterations: Sequence[int], device: int) -> None:
     self.iterations, self.device = iterations, device
-    self.body, self.step = with_step(body, number)
+    self.body, self.step = body.around(number)
     place = self.body.steps.index(self.step)
     some = [s for s in self.body.steps[:place] if not s.bodies and is_inexact(s.eqn.outvars[0])]
     self.before = tuple(some[-BEFORE:])
@@ -77,17 +77,6 @@ class CaptureProbe:
   def of_devices(self, states: Seen) -> Seen:
     """Returns what the device saw on which the step broke."""
     return jax.tree.map(lambda x: x[max(self.device, 0)], states)
-
-
-def with_step(body: Body, number: int) -> tuple[Body, Step]:
-  """Returns a step by its number, with the body that it is in."""
-  for step in body.steps:
-    if step.number == number:
-      return body, step
-    for inner in step.bodies:
-      if any(each.number == number for each in inner.every_step()):
-        return with_step(inner, number)
-  raise KeyError(number)
 
 
 class _Watch:

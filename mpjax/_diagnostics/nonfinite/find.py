@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ import numpy as np
 
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Args, Function, Kwargs, Leaf
-from mpjax._diagnostics.nonfinite.capture import CaptureProbe, Seen, with_step
+from mpjax._diagnostics.nonfinite.capture import CaptureProbe, Seen
 from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure
 from mpjax._diagnostics.nonfinite.first import NONE, First, FirstProbe
 from mpjax._diagnostics.nonfinite.interpreter import run
+from mpjax._diagnostics.nonfinite.passes import direction_of
 from mpjax._diagnostics.nonfinite.program import Body, Step
 from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range
 from mpjax._diagnostics.nonfinite.scales import Implied, Scale, implied_scale, scale_of
@@ -206,7 +207,7 @@ def _given(traced: Traced, number: int, about: dict) -> NonfiniteReport:
   else:
     slot = traced.constants[number - arguments]
     value = traced.body.consts[slot]
-    reader = next((s for s in traced.body.every_step() if slot in _numbers(s)), None)
+    reader = next((s for s in traced.body.every_step() if slot in s.reads), None)
     path = "" if reader is None else reader.location.path
   x = np.asarray(value, np.float64) if not np.iscomplexobj(value) else np.abs(np.asarray(value))
   finite = np.abs(x[np.isfinite(x)])
@@ -232,10 +233,6 @@ def _given(traced: Traced, number: int, about: dict) -> NonfiniteReport:
     cure="mpjax.all_finite(x)  # of the data, or restore a checkpoint if it is a parameter",
     **about,
   )
-
-
-def _numbers(step: Step) -> Sequence[object]:
-  return [slot for slot in step.ins if isinstance(slot, int)]
 
 
 def _report(
@@ -280,7 +277,7 @@ def _report(
   shape = shape_of(var)
   index = np.unravel_index(int(seen.index), shape) if math.prod(shape) else ()
   notes = []
-  if about["loss_scale"] is None and _direction(traced.body, step) == "backward":
+  if about["loss_scale"] is None and direction_of(traced.body, step) == "backward":
     notes.append(
       "No loss scale was found in the arguments: pass the optimizer's state, as a training step "
       "does, if the gradients are scaled."
@@ -288,7 +285,7 @@ def _report(
   return NonfiniteReport(
     operation=eqn.primitive.name,
     path=place.path,
-    direction=_direction(traced.body, step),
+    direction=direction_of(traced.body, step),
     source=None if place.source is None else str(place.source),
     iteration=_iteration(found.iterations),
     verdict="value" if finite_at is None else "scale",
@@ -311,25 +308,6 @@ def _report(
 
 def _iteration(iterations: tuple[int, ...]) -> int | tuple[int, ...] | None:
   return iterations[0] if len(iterations) == 1 else iterations or None
-
-
-def _direction(body: Body, step: Step) -> Literal["forward", "backward"]:
-  """Returns the pass: what only the backward pass reads, a slope, belongs to that too."""
-  if step.location.direction != "forward":
-    return "backward" if step.location.direction == "backward" else "forward"
-  return "backward" if _only_backward(body, step) else "forward"
-
-
-def _only_backward(body: Body, step: Step) -> bool:
-  """Whether nothing but the backward pass reads what a forward step computes."""
-  if step.location.direction != "forward":
-    return step.location.direction == "backward"
-  inside = with_step(body, step.number)[0]
-  made = set(step.outs)
-  readers = [each for each in inside.steps if made & {*_numbers(each)}]
-  if not readers or made & {slot for slot in inside.outputs if isinstance(slot, int)}:
-    return False
-  return all(not each.bodies and _only_backward(inside, each) for each in readers)
 
 
 def _device(body: Body, found: _Found) -> dict[str, int] | None:

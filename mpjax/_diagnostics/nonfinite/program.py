@@ -56,6 +56,11 @@ class Step(NamedTuple):
     return facts_of(self.eqn).holds
 
   @property
+  def reads(self) -> tuple[int, ...]:
+    """The numbers of its operands, those that are no literals."""
+    return tuple(slot for slot in self.ins if isinstance(slot, int))
+
+  @property
   def location(self) -> Location:
     """Where it is."""
     return location(self.eqn, self.around)
@@ -81,6 +86,16 @@ class Body:
   def depth(self) -> int:
     """How many loops are inside of one another, at most."""
     return max((_loops(step) for step in self.steps), default=0)
+
+  def around(self, number: int) -> tuple["Body", Step]:
+    """Returns the body that a step is in, and the step."""
+    for step in self.steps:
+      if step.number == number:
+        return self, step
+      for inner in step.bodies:
+        if any(each.number == number for each in inner.every_step()):
+          return inner.around(number)
+    raise KeyError(number)
 
   def every_step(self) -> Iterator[Step]:
     """Yields all steps, those of inner bodies included, by their numbers."""

@@ -88,13 +88,18 @@ class _Finder:
           self.readers.setdefault(slot, []).append((step, position))
     self.returned = frozenset(slot for slot in body.outputs if isinstance(slot, int))
     self.noticed = _noticed(body)
+    self.given = set(body.inputs)
+    for step in body.steps:
+      if (is_move(step) or is_cast(step)) and self.given.issuperset(step.reads):
+        self.given.update(step.outs)
     self.discarded: set[int] = set()
     self.derived: set[int] = set()
     self.factors: set[int] = set()
     for step in reversed(body.steps):
+      given = any(slot in self.given for slot in step.outs)
       for slot, var in zip(step.outs, step.eqn.outvars, strict=True):
         if is_inexact(var):
-          self._decide(slot)
+          self._decide(slot, given)
     for slot in body.inputs:
       self._decide(slot, argument=True)
 
