@@ -16,6 +16,7 @@ from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure
 from mpjax._diagnostics.nonfinite.first import NONE, First, FirstProbe
 from mpjax._diagnostics.nonfinite.interpreter import run
 from mpjax._diagnostics.nonfinite.passes import direction_of
+from mpjax._diagnostics.nonfinite.paths import path_of
 from mpjax._diagnostics.nonfinite.program import Body, Step
 from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range
 from mpjax._diagnostics.nonfinite.scales import Implied, Scale, implied_scale, scale_of
@@ -208,7 +209,7 @@ def _given(traced: Traced, number: int, about: dict) -> NonfiniteReport:
     slot = traced.constants[number - arguments]
     value = traced.body.consts[slot]
     reader = next((s for s in traced.body.every_step() if slot in s.reads), None)
-    path = "" if reader is None else reader.location.path
+    path = "" if reader is None else path_of(traced, reader)
   x = np.asarray(value, np.float64) if not np.iscomplexobj(value) else np.abs(np.asarray(value))
   finite = np.abs(x[np.isfinite(x)])
   dtype, shape = jnp.asarray(value).dtype.name, np.shape(value)
@@ -247,7 +248,7 @@ def _report(
 ) -> NonfiniteReport:
   """Returns the report of a step that broke."""
   sizes, counts = np.asarray(seen.sizes), np.asarray(seen.counts)
-  place, eqn = step.location, step.eqn
+  place, eqn, path = step.location, step.eqn, path_of(traced, step)
   rows = iter(range(len(sizes)))
 
   def ranged(name: str, var: object, path: str = "") -> Range:
@@ -272,7 +273,7 @@ def _report(
   operands = tuple(ranged(f"operand {i}", eqn.invars[i]) for i in probe.positions)
   var = eqn.outvars[probe.result]
   result, wide = ranged("result", var), ranged("in float32", var)
-  fault = Fault(eqn.primitive.name, place.path, operands, result, wide, finite_at, from_state)
+  fault = Fault(eqn.primitive.name, path, operands, result, wide, finite_at, from_state)
   cause, cure = cause_and_cure(fault)
   shape = shape_of(var)
   index = np.unravel_index(int(seen.index), shape) if math.prod(shape) else ()
@@ -284,7 +285,7 @@ def _report(
     )
   return NonfiniteReport(
     operation=eqn.primitive.name,
-    path=place.path,
+    path=path,
     direction=direction_of(traced.body, step),
     source=None if place.source is None else str(place.source),
     iteration=_iteration(found.iterations),

@@ -202,8 +202,9 @@ def _while(step: Step, ins: list[Any], probe: Probe, around: Around) -> tuple[li
     return again, probe.first(seen, new)
 
   def iteration(state: Any) -> Any:
-    _, index, seen, carry = state
-    carry, new = run(body, [*of_body, *carry], probe, _in_loop(around, index))
+    again, index, seen, carry = state
+    lanes = [again] if len(body.inputs) > len(of_body) + len(carry) else []
+    carry, new = run(body, [*of_body, *carry, *lanes], probe, _in_loop(around, index))
     again, seen = goes_on(carry, index + 1, probe.first(seen, new))
     return again, index + 1, seen, carry
 
@@ -211,7 +212,7 @@ def _while(step: Step, ins: list[Any], probe: Probe, around: Around) -> tuple[li
   carry = ins[len(ins) - carried :]
   again, seen = goes_on(carry, zero, _varying(probe.nothing(step.bodies), around.axes))
   state = (again, zero, seen, carry)
-  _, _, seen, carry = jax.lax.while_loop(lambda state: state[0], iteration, state)
+  _, _, seen, carry = jax.lax.while_loop(lambda state: jnp.any(state[0]), iteration, state)
   return carry, seen
 
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mpjax._core.types import Array
-from mpjax._jaxprs.atoms import Atom
+from mpjax._jaxprs.atoms import Atom, shape_of
 from mpjax._jaxprs.inner_jaxprs import Inner, inner_jaxprs
 from mpjax._jaxprs.locations import Location, location
 from mpjax._jaxprs.primitive_facts import Holds
@@ -177,12 +179,38 @@ class _Writer:
     number, inner = next(self.numbers), inner or ()
     here = location(eqn, around) if inner else around
     bodies = []
+    if facts_of(eqn).holds is Holds.WHILE:
+      inner = (inner[0], _of_lanes(*inner))
     for each in inner:
       consts = each.program.consts if isinstance(each.program, ClosedJaxpr) else ()
       bodies.append(_body(each.jaxpr, consts, here, self.numbers))
     outs = tuple(next(self.slots) for _ in eqn.outvars)
     self.steps.append(Step(number, eqn, ins, outs, around, inner, tuple(bodies)))
     return outs
+
+
+def _of_lanes(test: Inner, body: Inner) -> Inner:
+  """Returns the body of a while, which under `vmap` keeps the values of lanes that have ended.
+
+  The condition of each lane is then one more argument of it.
+  """
+  (goes_on,) = test.jaxpr.outvars
+  if shape_of(goes_on) == ():
+    return body
+  carried = len(body.carry)
+
+  def kept(*args: Array) -> list[Array]:
+    *args, going = args
+    consts = body.program.consts if isinstance(body.program, ClosedJaxpr) else ()
+    new = eval_jaxpr(body.jaxpr, consts, *args)
+    pairs = zip(args[len(args) - carried :], new, strict=True)
+    return [
+      jnp.where(jax.lax.broadcast_in_dim(going, x.shape, [*range(going.ndim)]), y, x)
+      for x, y in pairs
+    ]
+
+  avals = [v.aval for v in (*body.jaxpr.invars, goes_on)]
+  return body._replace(program=jax.make_jaxpr(kept)(*avals))
 
 
 def _alive(steps: Sequence[Step], outputs: Sequence[Slot]) -> tuple[Step, ...]:

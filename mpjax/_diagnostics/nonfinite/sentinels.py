@@ -44,7 +44,9 @@ _TOGETHER = 8
 
 def _passes_on(step: Step, position: int) -> bool:
   eqn = step.eqn
-  if step.bodies or 0 in shape_of(eqn.outvars[0]):
+  if step.bodies or not eqn.outvars or not is_inexact(eqn.outvars[0]):
+    return False
+  if 0 in shape_of(eqn.outvars[0]):
     return False
   if eqn.primitive is p.div_p:
     return position == 0

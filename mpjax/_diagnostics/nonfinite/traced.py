@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,14 @@ class Traced(NamedTuple):
     body: its steps. Arguments have the first numbers, then constants, then steps.
     leaves: the arguments that are arrays.
     names: of these, such as "params['w']".
+    paths: of these, in (args, kwargs).
     flatten: from (args, kwargs), like those it was traced for, to such leaves.
   """
 
   body: Body
   leaves: Sequence[Leaf]
   names: Sequence[str]
+  paths: Sequence[KeyPath]
   flatten: Callable[[tuple[Args, Kwargs]], list[Leaf]]
 
   @property
@@ -61,7 +63,7 @@ def trace(fn: Function, args: Args, kwargs: Kwargs) -> Traced:
   body = body_of(closed, len(arrays) + len(closed.consts))
   names = _names(fn, len(args))
   texts = [_text(pairs[i][0], names) for i in places]
-  return Traced(body, arrays, texts, flatten)
+  return Traced(body, arrays, texts, [pairs[i][0] for i in places], flatten)
 
 
 def _is_traced(x: Leaf) -> bool:
@@ -96,8 +98,3 @@ def _text(path: KeyPath, names: Sequence[str]) -> str:
 def compiled(fn: Function) -> Function:
   """Returns a function that XLA compiles with every cast as it is written."""
   return jax.jit(fn, compiler_options=_COMPILER_OPTIONS)
-
-
-def concrete(x: Any) -> Any:
-  """Returns an array of NumPy."""
-  return np.asarray(x)

@@ -9,18 +9,20 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
 from mpjax._diagnostics.nonfinite.program import Body, Slot, Step
-from mpjax._jaxprs.atoms import Atom, dtype_of, shape_of
+from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
 from mpjax._jaxprs.primitives import facts_of
 
 
 def is_inexact(atom: Atom) -> bool:
   """Whether a value holds floating or complex numbers."""
-  dtype = dtype_of(atom)
-  return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+  # A reference to memory that is written in place has a dtype too, and is no array.
+  array = isinstance(atom.aval, ShapedArray)
+  return array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
 
 
 def is_select(step: Step) -> bool:
