@@ -52,7 +52,7 @@ class CaptureProbe:
     self.iterations, self.device = iterations, device
     self.body, self.step = body.around(number)
     place = self.body.steps.index(self.step)
-    some = [s for s in self.body.steps[:place] if not s.bodies and is_inexact(s.eqn.outvars[0])]
+    some = [s for s in self.body.steps[:place] if not s.bodies and _is_numbers(s)]
     self.before = tuple(some[-BEFORE:])
     self.positions = tuple(i for i, v in enumerate(self.step.eqn.invars) if is_inexact(v))
     broken = [i for i, v in enumerate(self.step.eqn.outvars) if is_inexact(v)]
@@ -112,13 +112,16 @@ class _Watch:
     result = outs[self.probe.result]
     mask = births(step, ins, outs)[self.probe.result]
     mask = not_finite(result) if mask is None else jnp.broadcast_to(mask, result.shape)
-    index = jnp.argmax(mask.ravel()) if mask.size else jnp.zeros((), jnp.int32)
+    # By reductions, which sharded arrays take as well: they may not be reshaped.
+    places = _places(result.shape)
+    index = jnp.min(jnp.where(mask, places, _LAST), initial=_LAST)
 
     def value(x: Array) -> Array:
-      if jnp.size(x) != 1 and not (is_elementwise(step) and jnp.shape(x) == result.shape):
+      if jnp.size(x) == 1:
+        return _as_float32(jnp.reshape(x, ()))
+      if not (is_elementwise(step) and jnp.shape(x) == result.shape):
         return jnp.full((), jnp.nan, jnp.float32)
-      flat = jnp.asarray(x).ravel()
-      return _as_float32(flat[0] if flat.size == 1 else flat[index])
+      return jnp.sum(jnp.where(places == index, _as_float32(x), 0))
 
     operands = [jnp.asarray(ins[position]) for position in self.probe.positions]
     wide = in_float32(step, ins)
@@ -138,6 +141,22 @@ class _Watch:
     for each in self.seen:
       found = self.probe.first(found, each)
     return found
+
+
+_LAST = 2**31 - 1
+
+
+def _places(shape: tuple[int, ...]) -> Array:
+  """Returns the positions of elements, counted along the last axis first."""
+  found, stride = jnp.zeros(shape, jnp.int32), 1
+  for axis in reversed(range(len(shape))):
+    found = found + jax.lax.broadcasted_iota(jnp.int32, shape, axis) * stride
+    stride *= shape[axis]
+  return found
+
+
+def _is_numbers(step: Step) -> bool:
+  return bool(step.eqn.outvars) and is_inexact(step.eqn.outvars[0])
 
 
 def _as_float32(x: Array) -> Array:

@@ -120,7 +120,7 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
     `verdict`. Print it.
 
   Raises:
-    MpjaxTypeError: `fn` is not a function.
+    MpjaxTypeError: `fn` is not a function, or one that is compiled already.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x):
@@ -135,11 +135,11 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   >>> bool(mpjax.find_nonfinite(jax.grad(loss_fn))(w / 2, x))
   False
   """
-  if not callable(fn):
+  if not callable(fn) or isinstance(fn, jax.stages.Compiled):
     raise MpjaxTypeError(
       "mpjax.find_nonfinite(fn)",
-      expected="a function",
-      got=repr(fn),
+      expected="a function that JAX can trace",
+      got="a compiled one" if callable(fn) else repr(fn),
       fix="Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call.",
     )
 

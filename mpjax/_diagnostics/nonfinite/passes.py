@@ -1,16 +1,19 @@
 """Which pass a step belongs to: what JAX computes ahead for the backward pass belongs to that."""
 
 import os
+from collections.abc import Sequence
 from typing import Literal
 
-from jax.extend.core import JaxprEqn
-
 from mpjax._diagnostics.nonfinite.program import Body, Step
-from mpjax._jaxprs.compat import frames_of
+from mpjax._jaxprs.compat import Frame, frames_of
 from mpjax._jaxprs.locations import source_of
+from mpjax._jaxprs.primitive_facts import Holds
 
 _DIFFERENTIATES = os.path.join("interpreters", "ad.py")
 """The file of JAX that calls the derivative rules of primitives."""
+
+_OWN_RULES = "custom_derivatives.py"
+"""That of functions with rules of their own: what those compute is not a slope."""
 
 
 def direction_of(body: Body, step: Step) -> Literal["forward", "backward"]:
@@ -23,28 +26,62 @@ def direction_of(body: Body, step: Step) -> Literal["forward", "backward"]:
   direction = step.location.direction
   if direction == "backward":
     return "backward"
-  inside = body.around(step.number)[0]
-  slope = direction == "forward" and _is_slope(step.eqn) and _only_backward(inside, step)
-  return "backward" if slope else "forward"
+  around = _around(body, step.number)
+  inside = around[-1][0]
+  slope = direction == "forward" and all(_only_backward(around, slot) for slot in step.outs)
+  return "backward" if slope and _is_slope(inside, step) else "forward"
 
 
-def _is_slope(eqn: JaxprEqn) -> bool:
-  """Whether the rule of a primitive wrote an equation: JAX called it, below the user's line."""
-  traceback, source = eqn.source_info.traceback, source_of(eqn)
-  for frame in () if traceback is None else frames_of(traceback):
+def _is_slope(body: Body, step: Step) -> bool:
+  """Whether the rule of a primitive wrote a step."""
+  frames, source = _frames(step), source_of(step.eqn)
+  for frame in frames:
     if source is not None and (frame.file, frame.line) == (source.file, source.line):
+      break
+    if frame.file.endswith(_OWN_RULES):
       return False
     if frame.file.endswith(_DIFFERENTIATES):
       return True
-  return False
+  # What JAX differentiates once it is traced, a jitted function, has the frames of the primitive.
+  alike = (each for each in body.steps if each is not step and not each.bodies)
+  return any(frames and _frames(each) == frames for each in alike)
 
 
-def _only_backward(body: Body, step: Step) -> bool:
-  """Whether nothing but the backward pass reads what a step computes."""
-  if step.location.direction != "forward":
-    return step.location.direction == "backward"
-  made = set(step.outs)
-  readers = [each for each in body.steps if not made.isdisjoint(each.reads)]
-  if not readers or any(isinstance(slot, int) and slot in made for slot in body.outputs):
-    return False
-  return all(not each.bodies and _only_backward(body, each) for each in readers)
+def _frames(step: Step) -> tuple[Frame, ...]:
+  traceback = step.eqn.source_info.traceback
+  return () if traceback is None else frames_of(traceback)
+
+
+def _around(body: Body, number: int) -> list[tuple[Body, Step]]:
+  """Returns the steps that a step is in, with their bodies, the outermost first; itself last."""
+  for step in body.steps:
+    if step.number == number:
+      return [(body, step)]
+    for inner in step.bodies:
+      if any(each.number == number for each in inner.every_step()):
+        return [(body, step), *_around(inner, number)]
+  raise KeyError(number)
+
+
+def _only_backward(around: Sequence[tuple[Body, Step]], slot: int) -> bool:
+  """Whether nothing but the backward pass reads a value of the innermost body."""
+  body = around[-1][0]
+  readers = [each for each in body.steps if slot in each.reads]
+  returned = [place for place, each in enumerate(body.outputs) if each == slot]
+  for place in returned:
+    if len(around) == 1:
+      return False
+    outer = around[-2][1]
+    if outer.holds is Holds.WHILE or (outer.holds is Holds.SCAN and place in outer.inner[0].carry):
+      return False
+    if not _only_backward(around[:-1], outer.outs[place]):
+      return False
+  for each in readers:
+    direction = each.location.direction
+    if direction == "backward":
+      continue
+    if each.bodies or direction != "forward":
+      return False
+    if not all(_only_backward(around, made) for made in each.outs):
+      return False
+  return bool(readers or returned)
