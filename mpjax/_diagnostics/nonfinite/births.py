@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.program import Step
-from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
-from mpjax._jaxprs.atoms import aval_of, shape_of
+from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact, narrows
+from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.primitives import facts_of
 
 
@@ -37,19 +35,8 @@ def can_break(step: Step) -> bool:
   if eqn.primitive is p.gather_p:
     return "FILL" in str(eqn.params["mode"])
   if eqn.primitive is p.convert_element_type_p:
-    return _narrows(eqn)
+    return narrows(eqn)
   return not (facts.exact or facts.moves or facts.bounded)
-
-
-def _narrows(eqn: JaxprEqn) -> bool:
-  old, new = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
-  if not jnp.issubdtype(new, jnp.floating):
-    return not jnp.issubdtype(new, jnp.complexfloating)
-  if old == np.bool_:
-    return False
-  if jnp.issubdtype(old, jnp.integer):
-    return float(jnp.iinfo(old).max) > float(jnp.finfo(new).max)
-  return float(jnp.finfo(old).max) > float(jnp.finfo(new).max)
 
 
 def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array | None]:

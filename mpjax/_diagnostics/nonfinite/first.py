@@ -232,7 +232,7 @@ def _carried(
     least = known[0]
     for each in known[1:]:
       least = jnp.minimum(least, each)
-    return {step.outs[0]: jnp.broadcast_to(least, outs[0].shape)}
+    return {step.outs[0]: jnp.minimum(least, _none_of(outs[0]))}
 
   def given(position: int, x: Any) -> Any:
     found = numbers[position]
@@ -240,8 +240,13 @@ def _carried(
       return found
     if not is_inexact(step.eqn.invars[position]):
       return x
-    return jnp.full(jnp.shape(x), NONE, jnp.int32)
+    return _none_of(jnp.asarray(x))
 
   moved = bind(step.eqn, [given(i, x) for i, x in enumerate(ins)])
   pairs = zip(step.outs, step.eqn.outvars, moved, strict=True)
   return {slot: each for slot, var, each in pairs if is_inexact(var)}
+
+
+def _none_of(x: Array) -> Array:
+  """Returns the number of no step for each element: on the devices that an array is on."""
+  return jnp.where(not_finite(x), jnp.asarray(NONE, jnp.int32), NONE)

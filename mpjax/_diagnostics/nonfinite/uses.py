@@ -9,8 +9,9 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from mpjax._diagnostics.nonfinite.program import Body, Slot, Step
@@ -38,6 +39,18 @@ def is_cast(step: Step) -> bool:
     and is_inexact(eqn.invars[0])
     and is_inexact(eqn.outvars[0])
   )
+
+
+def narrows(eqn: JaxprEqn) -> bool:
+  """Whether a cast is to a dtype that ends earlier."""
+  old, new = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
+  if not jnp.issubdtype(new, jnp.floating):
+    return not jnp.issubdtype(new, jnp.complexfloating)
+  if old == np.bool_:
+    return False
+  if jnp.issubdtype(old, jnp.integer):
+    return float(jnp.iinfo(old).max) > float(jnp.finfo(new).max)
+  return float(jnp.finfo(old).max) > float(jnp.finfo(new).max)
 
 
 def is_move(step: Step) -> bool:
@@ -92,7 +105,8 @@ class _Finder:
     self.noticed = _noticed(body)
     self.given = set(body.inputs)
     for step in body.steps:
-      if (is_move(step) or is_cast(step)) and self.given.issuperset(step.reads):
+      kept = is_move(step) or (is_cast(step) and not narrows(step.eqn))
+      if kept and self.given.issuperset(step.reads):
         self.given.update(step.outs)
     self.discarded: set[int] = set()
     self.derived: set[int] = set()

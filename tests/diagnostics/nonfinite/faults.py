@@ -128,6 +128,11 @@ def a_cast_overflows(x):
   return planted(lambda x: x.astype(F16), x).astype(jnp.float32) * 2
 
 
+@fault(f32(1, 1e6), operation="convert_element_type", index=(1,))
+def a_cast_to_float8_that_is_returned(x):
+  return planted(lambda x: x.astype(jnp.float8_e5m2), x)
+
+
 @fault(jnp.full(100, 1000, F16), operation="convert_element_type")
 def a_sum_overflows(x):
   # It is added up in float32, and cast.
@@ -263,7 +268,9 @@ def the_fifth_iteration_of_a_scan(xs):
   return jax.lax.scan(body, jnp.asarray(1, jnp.float32), xs * 1e8)[0]
 
 
-@fault(f32(1), jnp.arange(1, 6, dtype=jnp.float32), operation="mul", direction="backward", iteration=2)
+@fault(
+  f32(1), jnp.arange(1, 6, dtype=jnp.float32), operation="mul", direction="backward", iteration=2
+)
 @jax.grad
 def the_third_layer_of_a_backward_scan(w, xs):
   def layer(carry, x):
@@ -454,6 +461,13 @@ def a_device_of_pmap(x):
   return planted(jnp.log, x)
 
 
+@fault(f32(0, 1, 2), f32(0, 1, 2))
+@jax.vmap
+def a_lane_of_a_while_that_has_ended(n, x):
+  # A lane goes on until the last has ended, and its values are dropped.
+  return jax.lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, 1 / s[0]), (n, x))[1]
+
+
 # Frameworks.
 
 
@@ -510,6 +524,39 @@ FAULTS["a plain function under autocast"] = Fault(
 )
 FAULTS["donated arguments"] = Fault(
   fn=jax.jit(lambda x: planted(jnp.log, x), donate_argnums=0), args=(f32(0, 1),), operation="log"
+)
+
+_EXPLICIT = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+
+def _sharded(x):
+  return jnp.sum(jnp.where(x < 2, planted(jnp.log, x) * 2, 0.0))
+
+
+FAULTS["an array that is sharded explicitly"] = Fault(
+  fn=_sharded,
+  args=(
+    jax.device_put(jnp.ones((8, 4)).at[3, 1].set(0), jax.NamedSharding(_EXPLICIT, jax.P("data"))),
+  ),
+  operation="log",
+  index=(3, 1),
+)
+
+
+def _written(x):
+  ref = jax.new_ref(jnp.zeros(2))
+
+  def body(i, carry):
+    ref[...] += planted(jnp.log, x) * i
+    return carry
+
+  jax.lax.fori_loop(0, 3, body, 0)
+  jax.debug.callback(lambda x: None, x)
+  return ref[...]
+
+
+FAULTS["a reference that is written to"] = Fault(
+  fn=_written, args=(f32(1, 0),), operation="log", iteration=0, index=(1,)
 )
 
 # None of these is a fault.
