@@ -203,7 +203,7 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def mapped_with(eqn: JaxprEqn) -> dict[str, Any]:
-  """Returns what `jax.shard_map` takes to run another function as an equation of it runs its own."""
+  """Returns what `jax.shard_map` takes to run another function as an equation runs its own."""
   params = eqn.params
   given = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
   return {**given, "axis_names": params["newly_manual_axes"]}

@@ -27,14 +27,14 @@ class Seen(NamedTuple):
     sizes: float32 of shape (values, 3): the least and the largest absolute value of those that are
       finite, and the value at the first element that broke.
     counts: int32 of shape (values, 2): how many are inf, and how many NaN.
-    index: int32 of shape (), the first element that broke.
+    place: int32 of shape (), the first element that broke, counted along the last axis first.
     broken: int32 of shape (), how many did.
   """
 
   hit: Array
   sizes: Array
   counts: Array
-  index: Array
+  place: Array
   broken: Array
 
 
@@ -80,7 +80,7 @@ class CaptureProbe:
 
 
 class _Watch:
-  """Looks at the values of one body."""
+  """Looks at the values of one list of steps."""
 
   def __init__(self, probe: CaptureProbe, body: Body, indices: tuple[Array, ...]) -> None:
     self.probe, self.here, self.indices = probe, body is probe.body, indices
@@ -95,7 +95,7 @@ class _Watch:
     return ins
 
   def inside(self, state: Seen) -> None:
-    """Takes what was seen in the bodies of a step."""
+    """Takes what was seen in the inner lists of a step."""
     self.seen.append(state)
 
   def step(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:

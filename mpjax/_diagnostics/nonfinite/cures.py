@@ -4,6 +4,8 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.extend.core import primitives as p
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._diagnostics.nonfinite.report import Range, power
@@ -13,17 +15,16 @@ class Fault(NamedTuple):
   """What was seen of a step that broke.
 
   Fields:
-    operation: its primitive.
+    primitive: its primitive.
     path: its module or scope.
     operands: the ranges of its operands.
     result: that of its result.
     wide: the range of the result computed in float32; None if that is not known.
     finite_at: the largest loss scale at which it is finite, if one is.
-    literals: the operands that are numbers in the code.
     from_state: whether the loss scale is in the state of an optimizer.
   """
 
-  operation: str
+  primitive: Primitive
   path: str
   operands: tuple[Range, ...]
   result: Range
@@ -55,6 +56,8 @@ def cause_and_cure(fault: Fault) -> tuple[str, str]:
       f"It overflows {result.dtype}: in float32 the largest of these values is {wide.most:.3g}, "
       f"and {result.dtype} ends at {limit:.5g}."
     )
+    if not fault.path:
+      return text, 'the policy "mixed_bfloat16", or a jax.named_scope here and a Rule with its path'
     return text, f'Rule("float32", path="{pattern(fault.path)}")  # or the policy mixed_bfloat16'
   return _of_domain(fault)
 
@@ -83,32 +86,27 @@ def _of_inf(fault: Fault, bad: list[Range]) -> tuple[str, str]:
 
 
 def _of_domain(fault: Fault) -> tuple[str, str]:
-  result, name = fault.result, fault.operation
-  zero = any(x.least == 0 for x in fault.operands)
-  what = "NaN" if result.nan and not result.inf else "inf"
-  if fault.wide is None or fault.wide.inf or fault.wide.nan:
-    text = f"{name} of these operands is {what} in every precision."
-  else:
-    text = f"{name} of these operands is {what}."
-  if zero and len(fault.operands) > 1:
-    return (
-      f"{text} An operand holds 0.",
-      "x / jnp.where(x == 0, 1, x)  # in the divisor, or add an epsilon",
-    )
+  """What no wider dtype would help: operands that the operation does not take, or too large."""
+  result, name = fault.result, fault.primitive.name
+  asked = [x.least if x.value is None else abs(x.value) for x in fault.operands]
+  zero = any(x == 0 for x in asked)
+  if zero and len(asked) > 1:
+    text = f"{name} of these operands is not finite in any precision: one of them is 0."
+    return text, "x / jnp.where(y == 0, 1, y)  # or add an epsilon to the divisor"
   if zero:
-    return (
-      f"{text} The operand holds 0.",
-      "jnp.where(x > 0, x, 1)  # as the operand, with a jnp.where around the result too",
-    )
-  if result.dtype == "float32" and fault.wide is None and not result.nan:
-    return f"It overflows {result.dtype}.", "jnp.clip(x, -limit, limit)  # of the operand"
-  return (
-    text,
-    "jnp.where(allowed, x, 1)  # as the operand: it is outside of what the operation takes",
-  )
+    text = f"{name} of 0 is not finite in any precision."
+    return text, "jnp.where(x > 0, x, 1)  # as its operand, and a jnp.where around the result"
+  if result.nan or not fault.operands:
+    text = f"{name} of these operands is NaN in every precision."
+    return text, "jnp.where(allowed, x, 1)  # as its operand: it is outside of what is defined"
+  limit = float(jnp.finfo(jnp.dtype(result.dtype)).max)
+  text = f"It overflows {result.dtype}, which ends at {limit:.3g}."
+  if fault.primitive is p.exp_p:
+    return text, "jnp.exp(x - jnp.max(x))  # as jax.nn.softmax and jax.nn.logsumexp do"
+  return text, "jnp.clip(x, -limit, limit)  # of the operands, or another learning rate"
 
 
 def pattern(path: str) -> str:
-  """Returns the path of a rule for a scope: a Flax model's class, which comes first, is left out."""
+  """Returns the path of a rule for a scope, without a Flax model's class, which comes first."""
   first, _, rest = path.partition("/")
   return "**/" + (rest or first) if path else "**"

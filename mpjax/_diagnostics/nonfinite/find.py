@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range
 from mpjax._diagnostics.nonfinite.scales import Implied, Scale, implied_scale, scale_of
 from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, suspects
 from mpjax._diagnostics.nonfinite.traced import Traced, compiled, trace
-from mpjax._jaxprs.atoms import aval_of, shape_of
+from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
 from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
 
@@ -115,9 +115,9 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
     fn: a function of trees of arrays: a loss, a gradient, a training step, jitted or not.
 
   Returns:
-    `find(*args, **kwargs)`, which takes the arguments of `fn` and returns a `NonfiniteReport`: false
-    if nothing was found, and else with `operation`, `path`, `direction`, `source`, `iteration` and
-    `verdict`. Print it.
+    `find(*args, **kwargs)`, which takes the arguments of `fn` and returns a `NonfiniteReport`. It
+    is false if nothing was found. Print it; `operation`, `path`, `direction`, `source`, `iteration`
+    and `verdict` are for code.
 
   Raises:
     MpjaxTypeError: `fn` is not a function, or one that is compiled already.
@@ -199,7 +199,7 @@ def _finite_at(finder: _Finder, closely: Callable[..., First], found: _Found) ->
   return 2.0**low
 
 
-def _given(traced: Traced, number: int, about: dict) -> NonfiniteReport:
+def _given(traced: Traced, number: int, about: Mapping[str, Any]) -> NonfiniteReport:
   """Returns the report of an argument or a constant that came so."""
   arguments = len(traced.leaves)
   argument = number < arguments
@@ -243,7 +243,7 @@ def _report(
   probe: CaptureProbe,
   seen: Seen,
   finite_at: float | None,
-  about: dict,
+  about: Mapping[str, Any],
   from_state: bool,
 ) -> NonfiniteReport:
   """Returns the report of a step that broke."""
@@ -251,7 +251,7 @@ def _report(
   place, eqn, path = step.location, step.eqn, path_of(traced, step)
   rows = iter(range(len(sizes)))
 
-  def ranged(name: str, var: object, path: str = "") -> Range:
+  def ranged(name: str, var: Atom, path: str = "") -> Range:
     row, aval = next(rows), aval_of(var)
     least, most, value = map(float, sizes[row])
     none = most < 0
@@ -273,10 +273,10 @@ def _report(
   operands = tuple(ranged(f"operand {i}", eqn.invars[i]) for i in probe.positions)
   var = eqn.outvars[probe.result]
   result, wide = ranged("result", var), ranged("in float32", var)
-  fault = Fault(eqn.primitive.name, path, operands, result, wide, finite_at, from_state)
+  fault = Fault(eqn.primitive, path, operands, result, wide, finite_at, from_state)
   cause, cure = cause_and_cure(fault)
   shape = shape_of(var)
-  index = np.unravel_index(int(seen.index), shape) if math.prod(shape) else ()
+  index = np.unravel_index(int(seen.place), shape) if math.prod(shape) else ()
   notes = []
   if about["loss_scale"] is None and direction_of(traced.body, step) == "backward":
     notes.append(
@@ -319,7 +319,7 @@ def _device(body: Body, found: _Found) -> dict[str, int] | None:
     each
     for each in body.every_step()
     if each.holds is Holds.SHARD_MAP
-    and any(s.number == found.number for inner in each.bodies for s in inner.every_step())
+    and any(inner.holds_step(found.number) for inner in each.bodies)
   )
   given = mapped_with(around.eqn)
   names = [name for name in given["mesh"].axis_names if name in given["axis_names"]]

@@ -91,7 +91,7 @@ def _earlier(one: First, other: First) -> First:
 
 
 class _Watch:
-  """Looks at the values of one body.
+  """Looks at the values of one list of steps.
 
   Of a value that a `where` may discard, the number of the step that broke follows each element,
   until something computes with it.
@@ -100,7 +100,7 @@ class _Watch:
   def __init__(self, probe: FirstProbe, body: Body, indices: tuple[Array, ...]) -> None:
     self.probe, self.indices = probe, indices
     self.uses: Uses = uses_of(body)
-    self.given = 0  # How many arguments the function has: those of inner bodies are not looked at.
+    self.given = 0  # How many arguments the function has: those of inner lists are not looked at.
     self.followed: dict[int, Array] = {}
     self.factors: dict[int, tuple[int, Array]] = {}
     self.masks: dict[tuple[int, ...], list[tuple[int, Array]]] = {}
@@ -138,7 +138,7 @@ class _Watch:
         self._broke(slot, step.number, mask)
 
   def inside(self, state: First) -> None:
-    """Takes what was found in the bodies of a step."""
+    """Takes what was found in the inner lists of a step."""
     self.inner.append(state)
 
   def state(self) -> First:

@@ -1,6 +1,6 @@
 """Running a list of steps while something watches the values: once more, under `jit`."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -37,19 +37,20 @@ _NOT_AROUND = Around()
 
 
 class Watch(Protocol):
-  """What looks at the values of one body."""
+  """What looks at the values of one list of steps."""
 
   def arguments(self, body: Body, values: Sequence[Array]) -> None:
     """Looks at the arguments of the function."""
 
   def operands(self, step: Step, ins: list[Any]) -> list[Any]:
     """Returns the operands with which a step is to run."""
+    ...
 
   def step(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     """Looks at a step that has run."""
 
   def inside(self, state: State) -> None:
-    """Takes what was seen in the bodies of a step."""
+    """Takes what was seen in the inner lists of a step."""
 
   def state(self) -> State:
     """Returns what was seen."""
@@ -60,9 +61,10 @@ class Probe(Protocol):
 
   def watch(self, body: Body, indices: tuple[Array, ...], outermost: bool) -> Watch:
     """Returns what looks at the values of a body."""
+    ...
 
   def nothing(self, bodies: Sequence[Body]) -> State:
-    """Returns the state in which nothing was seen in some bodies."""
+    """Returns the state in which nothing was seen in some lists of steps."""
 
   def first(self, one: State, other: State) -> State:
     """Returns what was seen in `one`, which ran before `other`, else what was seen in that."""
@@ -251,7 +253,7 @@ def _shard_map(step: Step, ins: list[Any], probe: Probe, around: Around) -> tupl
   return outs, probe.of_devices(seen)
 
 
-_RUN = {
+_RUN: Mapping[Holds | None, Callable[..., tuple[list[Any], State]]] = {
   Holds.SCAN: _scan,
   Holds.WHILE: _while,
   Holds.COND: _cond,

@@ -53,14 +53,13 @@ def _frames(step: Step) -> tuple[Frame, ...]:
 
 
 def _around(body: Body, number: int) -> list[tuple[Body, Step]]:
-  """Returns the steps that a step is in, with their bodies, the outermost first; itself last."""
+  """Returns the steps that a step is in, with their lists, the outermost first; itself last."""
   for step in body.steps:
     if step.number == number:
       return [(body, step)]
-    for inner in step.bodies:
-      if any(each.number == number for each in inner.every_step()):
-        return [(body, step), *_around(inner, number)]
-  raise KeyError(number)
+  inner = ((step, each) for step in body.steps for each in step.bodies)
+  step, within = next(pair for pair in inner if pair[1].holds_step(number))
+  return [(body, step), *_around(within, number)]
 
 
 def _only_backward(around: Sequence[tuple[Body, Step]], slot: int) -> bool:

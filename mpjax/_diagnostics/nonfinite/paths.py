@@ -49,7 +49,7 @@ def _lines(eqn: JaxprEqn) -> Lines:
 
 
 def _owners(traced: Traced) -> dict[int, str]:
-  """Returns the paths of the modules of parameters, by the values that they are cast and moved to."""
+  """Returns the paths of modules, by the values that their parameters are moved and cast to."""
   body: Body = traced.body
   named = zip(body.inputs, map(_module, traced.paths), strict=True)
   found = {slot: name for slot, name in named if name}

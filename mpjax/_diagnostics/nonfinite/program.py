@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
   @property
   def holds(self) -> Holds | None:
-    """How it runs its bodies."""
+    """How it runs its inner lists."""
     return facts_of(self.eqn).holds
 
   @property
@@ -94,13 +94,15 @@ class Body:
     for step in self.steps:
       if step.number == number:
         return self, step
-      for inner in step.bodies:
-        if any(each.number == number for each in inner.every_step()):
-          return inner.around(number)
-    raise KeyError(number)
+    inner = (body for step in self.steps for body in step.bodies)
+    return next(body for body in inner if body.holds_step(number)).around(number)
+
+  def holds_step(self, number: int) -> bool:
+    """Whether a step is in this list or in one inside of it."""
+    return any(step.number == number for step in self.every_step())
 
   def every_step(self) -> Iterator[Step]:
-    """Yields all steps, those of inner bodies included, by their numbers."""
+    """Yields all steps, those of inner lists included, by their numbers."""
     for step in self.steps:
       yield step
       for body in step.bodies:
@@ -179,8 +181,9 @@ class _Writer:
     number, inner = next(self.numbers), inner or ()
     here = location(eqn, around) if inner else around
     bodies = []
-    if facts_of(eqn).holds is Holds.WHILE:
-      inner = (inner[0], _of_lanes(*inner))
+    if facts_of(eqn).holds is Holds.WHILE and inner:
+      test, body = inner
+      inner = (test, _of_lanes(test, body))
     for each in inner:
       consts = each.program.consts if isinstance(each.program, ClosedJaxpr) else ()
       bodies.append(_body(each.jaxpr, consts, here, self.numbers))
@@ -200,10 +203,10 @@ def _of_lanes(test: Inner, body: Inner) -> Inner:
   carried = len(body.carry)
 
   def kept(*args: Array) -> list[Array]:
-    *args, going = args
+    *operands, going = args
     consts = body.program.consts if isinstance(body.program, ClosedJaxpr) else ()
-    new = eval_jaxpr(body.jaxpr, consts, *args)
-    pairs = zip(args[len(args) - carried :], new, strict=True)
+    new = eval_jaxpr(body.jaxpr, consts, *operands)
+    pairs = zip(operands[len(operands) - carried :], new, strict=True)
     return [
       jnp.where(jax.lax.broadcast_in_dim(going, x.shape, [*range(going.ndim)]), y, x)
       for x, y in pairs

@@ -71,7 +71,7 @@ class NonfiniteReport(Report):
     before: those of the results of the last operations before, the last one last.
     float32_value: the largest absolute value of the result if it is computed in float32.
     loss_scale: the loss scale, if one is in the arguments.
-    step: how many steps were made with it.
+    step: how many steps it has seen.
     cause: why it is not finite, a sentence.
     cure: what to change, a line of code.
     notes: what else is to be known.

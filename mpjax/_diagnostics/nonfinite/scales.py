@@ -26,7 +26,7 @@ class Scale(NamedTuple):
   Fields:
     value: what it is.
     least: the smallest that it may become.
-    step: how many steps were made with it; None if that is not known.
+    step: how many steps it has seen; None if that is not known.
     with_factor: returns the arguments with it multiplied by a number.
   """
 
@@ -72,7 +72,7 @@ class Implied(NamedTuple):
 def implied_scale(traced: Traced) -> Implied | None:
   """Returns the loss scale that a function multiplies its loss by, if it looks like one."""
   body = traced.body
-  values: dict[object, Leaf] = dict(body.consts)
+  values: dict[object, Leaf] = {**body.consts}
   values.update(zip(body.inputs, traced.leaves, strict=True))
   found: dict[object, float] = {}
   places: dict[object, dict[int, int]] = {}

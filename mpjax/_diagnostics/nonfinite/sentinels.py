@@ -159,7 +159,7 @@ class _Watch:
       self._look(slot, x)
 
   def inside(self, state: Flags) -> None:
-    """Takes what was seen in the bodies of a step."""
+    """Takes what was seen in the inner lists of a step."""
     self.flags |= state
 
   def state(self) -> Flags:

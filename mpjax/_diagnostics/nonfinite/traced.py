@@ -85,13 +85,14 @@ def _names(fn: Function, count: int) -> list[str]:
     return [f"args[{i}]" for i in range(count)]
   names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
   rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-  return names[:count] + [f"{rest}[{i}]" for i in range(max(0, count - len(names)))]
+  more = range(max(0, count - len(names)))
+  return [*names[:count], *(f"{rest}[{i}]" for i in more)]
 
 
 def _text(path: KeyPath, names: Sequence[str]) -> str:
   part, first, *rest = path
   if part.idx == 0:
-    return names[first.idx] + jax.tree_util.keystr(tuple(rest))
+    return f"{names[first.idx]}{jax.tree_util.keystr(tuple(rest))}"
   return str(first.key) + jax.tree_util.keystr(tuple(rest))
 
 

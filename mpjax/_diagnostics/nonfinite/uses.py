@@ -89,7 +89,8 @@ def uses_of(body: Body) -> Uses:
   """Returns what becomes of the values of a list of steps."""
   finder = _Finder(body)
   sets = (finder.discarded, finder.derived, finder.factors, _constants(body))
-  return Uses(*map(frozenset, sets), frozenset(finder.returned - finder.readers.keys()))
+  returned = frozenset(finder.returned - finder.readers.keys())
+  return Uses(*(frozenset(each) for each in sets), returned=returned)
 
 
 class _Finder:
