@@ -51,7 +51,7 @@ class NonfiniteReport(Report):
 
   False if there is none: `if mpjax.find_nonfinite(fn)(x): ...`. Printed, it says all of this.
 
-  Fields:
+  Args:
     operation: the primitive, as `jax.make_jaxpr` prints it; "argument" for an argument that came
       so, "constant" for an array that the function closes over; None if nothing was found.
     path: the module or named scope; of an argument its name, such as "params['w']".
