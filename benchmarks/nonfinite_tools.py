@@ -9,6 +9,7 @@ the operation that broke, names its module, and its iteration. `brainstate` is r
 import argparse
 import collections
 import contextlib
+import dataclasses
 import importlib
 import io
 import os
@@ -110,13 +111,20 @@ def answers() -> Iterator[tuple[str, Fault, dict[str, str]]]:
       try:
         with warnings.catch_warnings():
           warnings.simplefilter("ignore")
-          said[tool] = ask(fault)
+          said[tool] = ask(copied(fault))
       except ModuleNotFoundError:
         said[tool] = "-"
       except Exception as error:
         said[tool] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     yield name, fault, said
     print(f"{name}: {fault.operation}", *(f"  {t}: {s[:90]}" for t, s in said.items()), sep="\n")
+
+
+def copied(fault: Fault) -> Fault:
+  """Returns a fault with arguments of its own, which the function may delete."""
+  leaves, tree = jax.tree.flatten(fault.args)
+  new = [x.copy() if isinstance(x, jax.Array) else x for x in leaves]
+  return dataclasses.replace(fault, args=jax.tree.unflatten(tree, new))
 
 
 def verdict(fault: Fault, tool: str, text: str) -> str:

@@ -33,23 +33,26 @@ def direction_of(body: Body, step: Step) -> Literal["forward", "backward"]:
 
 
 def _is_slope(body: Body, step: Step) -> bool:
-  """Whether the rule of a primitive wrote a step."""
-  frames, source = _frames(step), source_of(step.eqn)
-  for frame in frames:
+  """Whether the rule of a primitive wrote a step: beside the primitive, which came before it."""
+  call = _call(step)
+  before = (each for each in body.steps if each.number < step.number and not each.bodies)
+  other = (each for each in before if each.eqn.primitive is not step.eqn.primitive)
+  return bool(call) and any(_call(each) == call for each in other)
+
+
+def _call(step: Step) -> tuple[Frame, ...]:
+  """Returns the lines that called a primitive, which are also those of what its rule writes."""
+  traceback, source = step.eqn.source_info.traceback, source_of(step.eqn)
+  frames = () if traceback is None else frames_of(traceback)
+  called = 0
+  for place, frame in enumerate(frames):
     if source is not None and (frame.file, frame.line) == (source.file, source.line):
       break
     if frame.file.endswith(_OWN_RULES):
-      return False
-    if frame.file.endswith(_DIFFERENTIATES):
-      return True
-  # What JAX differentiates once it is traced, a jitted function, has the frames of the primitive.
-  alike = (each for each in body.steps if each is not step and not each.bodies)
-  return any(frames and _frames(each) == frames for each in alike)
-
-
-def _frames(step: Step) -> tuple[Frame, ...]:
-  traceback = step.eqn.source_info.traceback
-  return () if traceback is None else frames_of(traceback)
+      return ()
+    if frame.file.endswith(_DIFFERENTIATES) and frame.function.endswith("process_primitive"):
+      called = place + 1
+  return frames[called:]
 
 
 def _around(body: Body, number: int) -> list[tuple[Body, Step]]:

@@ -35,3 +35,12 @@ def test_without_a_gradient_all_is_forward():
     ("sqrt", "forward"),
     ("div", "forward"),
   }
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_value_that_is_its_own_slope_belongs_to_the_forward_pass(wrap):
+  # Of the gradient alone nothing in the forward pass reads the exponential.
+  assert ("exp", "forward") in directions(jax.grad(wrap(jnp.exp)), 1.0)
+  assert ("sqrt", "forward") in directions(jax.grad(wrap(jnp.sqrt)), 1.0)
+  assert ("sqrt", "forward") in directions(jax.grad(wrap(jax.lax.sqrt)), 1.0)
+  assert ("div", "backward") in directions(jax.grad(wrap(jax.lax.sqrt)), 1.0)
