@@ -393,8 +393,8 @@ FAULTS["the scale of a training step"] = Fault(
 FAULTS["the forward pass of a training step"] = Fault(
   fn=_STEP, args=(_STATE, {"x": jnp.full((4, 2), 4e4)}), operation="dot_general"
 )
-FAULTS["a true gradient of a training step"] = Fault(
-  # The gradient itself is 7e4: at no scale is it finite.
+FAULTS["a gradient that fits at scale 1 alone"] = Fault(
+  # The gradient itself is 6e4: 2 times that is beyond 65504.
   fn=_step(2.0**15)[0],
   args=(
     _STATE._replace(params=jnp.full((2, 1), 1e-3)),

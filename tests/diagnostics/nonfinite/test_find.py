@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import mpjax
@@ -36,6 +37,19 @@ def test_no_argument_is_deleted():
   x = jnp.asarray([0.0, 1.0])
   mpjax.find_nonfinite(jax.jit(jnp.log, donate_argnums=0))(x)
   assert not x.is_deleted()
+
+
+def test_a_gradient_that_fits_at_no_scale_is_the_values_own():
+  def loss_fn(params, model_state, batch, rng):
+    y = (batch @ params.astype(jnp.float16)).astype(jnp.float32)
+    return 2 * jnp.mean(y), (model_state, {})  # The gradient is 1.2e5.
+
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  step = mpjax.make_train_step(loss_fn, tx, donate=False)
+  state = mpjax.TrainState.create(jnp.full((1, 1), 1e-3), tx)
+  found = mpjax.find_nonfinite(step)(state, jnp.full((4, 1), 6e4, jnp.float16))
+  assert (found.operation, found.direction) == ("dot_general", "backward")
+  assert (found.verdict, found.finite_at) == ("value", None)
 
 
 def test_a_function_is_expected():
