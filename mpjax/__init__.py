@@ -17,6 +17,7 @@ from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules
 from mpjax._core.trees import all_finite
 from mpjax._diagnostics.audit import Audit, audit
+from mpjax._diagnostics.nonfinite import NonfiniteReport, find_nonfinite
 from mpjax._diagnostics.ranges.measure import ranges
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
 from mpjax._diagnostics.tune.tune_report import TuneReport
@@ -73,6 +74,7 @@ __all__ = [
   "MpjaxTypeError",
   "MpjaxValueError",
   "NoLossScale",
+  "NonfiniteReport",
   "OpLists",
   "OptLevel",
   "Policy",
@@ -93,6 +95,7 @@ __all__ = [
   "conversion_report",
   "convert",
   "default_rules",
+  "find_nonfinite",
   "full_precision",
   "last_step_finite",
   "linen",

@@ -202,6 +202,13 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
   return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
 
 
+def mapped_with(eqn: JaxprEqn) -> dict[str, Any]:
+  """Returns what `jax.shard_map` takes to run another function as an equation runs its own."""
+  params = eqn.params
+  given = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
+  return {**given, "axis_names": params["newly_manual_axes"]}
+
+
 def is_object(eqn: JaxprEqn) -> bool:
   """Whether an equation keeps what it runs in an object, of which nothing can be changed."""
   return facts_of(eqn).holds is Holds.OBJECT

@@ -206,7 +206,7 @@ class RangesReport(Report):
   def as_dict(self) -> dict[str, Json]:
     """Returns what `to_json` writes."""
     return {
-      "name": self.name,
+      "function": self.name,
       "loss_scale_in_use": self.loss_scale_in_use,
       "loss_scale": self.loss_scale,
       "lost_updates": self.lost_updates,
