@@ -1,7 +1,6 @@
 """Functions of trees as functions of the arrays in them, which can be traced and run as a jaxpr."""
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,8 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import MpjaxTypeError
-from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf, PyTree
-
-Keys: TypeAlias = tuple[str, ...]
-"""The names of the keys on the way to a leaf."""
+from mpjax._core.paths import Path, key_names
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 
 
 class Call:
@@ -35,16 +32,16 @@ class Call:
     self._arrays = [i for i, x in enumerate(self._leaves) if is_array(x)]
     self.operands: list[Array] = [jnp.asarray(self._leaves[i]) for i in self._arrays]
 
-  def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Keys]]:
+  def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Path]]:
     """Returns the jaxpr of a function of these arguments, and the paths of its results."""
-    outputs: list[Keys] = []
+    outputs: list[Path] = []
 
     def flat(*operands: Array) -> list[Leaf]:
       given = dict(zip(self._arrays, operands, strict=True))
       leaves = [given.get(i, x) for i, x in enumerate(self._leaves)]
       args, kwargs = jax.tree.unflatten(self._tree, leaves)
       returned = jax.tree_util.tree_leaves_with_path(fn(*args, **kwargs))
-      outputs[:] = [keys_of(path) for path, x in returned if is_array(x)]
+      outputs[:] = [key_names(path) for path, x in returned if is_array(x)]
       return [x for _, x in returned if is_array(x)]
 
     return jax.make_jaxpr(flat)(*self.operands), outputs
@@ -82,15 +79,3 @@ def is_array(x: Leaf) -> bool:
 def is_inexact(x: Leaf) -> bool:
   """Whether an array holds floating or complex numbers."""
   return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def keys_of(path: KeyPath) -> Keys:
-  """Returns the names of the keys of a path."""
-  return tuple(_name(key) for key in path)
-
-
-def _name(key: object) -> str:
-  for attribute in ("key", "name", "idx"):
-    if hasattr(key, attribute):
-      return str(getattr(key, attribute)).removeprefix(".")
-  return str(key)

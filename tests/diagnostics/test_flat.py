@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._diagnostics.flat import Call, gradient_of, keys_of
+from mpjax._diagnostics.flat import Call, gradient_of
 from tests.errors import check_error
 
 
@@ -36,9 +36,3 @@ def test_the_gradient_of_a_loss_with_aux_and_integers():
   assert value == 12
   assert aux == []
   np.testing.assert_array_equal(jax.tree.leaves(grads)[0], [4, 8])
-
-
-def test_names_of_keys():
-  tree = {"a": [1, (mpjax.TrainState,)]}
-  paths = jax.tree_util.tree_leaves_with_path(tree)
-  assert [keys_of(path) for path, _ in paths] == [("a", "0"), ("a", "1", "0")]

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import jax
 from jax.extend.core import JaxprEqn
 
+from mpjax._core.paths import key_names
 from mpjax._core.types import KeyPath
 from mpjax._diagnostics.nonfinite.program import Body, Step
 from mpjax._diagnostics.nonfinite.traced import Traced
@@ -61,14 +62,7 @@ def _owners(traced: Traced) -> dict[int, str]:
 
 def _module(path: KeyPath) -> str:
   """Returns the path in the tree of an argument, without the names of the parameter."""
-  names = [str(_name(key)) for key in path[2:]]
+  names = [*key_names(path[2:])]
   if names and names[-1] == "value":
     names.pop()
   return "/".join(names[:-1])
-
-
-def _name(key: object) -> object:
-  for field in ("key", "name", "idx"):
-    if hasattr(key, field):
-      return getattr(key, field)
-  return key

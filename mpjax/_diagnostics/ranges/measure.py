@@ -10,8 +10,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mpjax._core.bits import changes_nothing
 from mpjax._core.errors import MpjaxTypeError, check_call
+from mpjax._core.paths import key_names
 from mpjax._core.types import Args, Array, Kwargs, PyTree
-from mpjax._diagnostics.flat import Call, gradient_of, is_array, keys_of
+from mpjax._diagnostics.flat import Call, gradient_of, is_array
 from mpjax._diagnostics.ranges.exponents import (
   Counts,
   Grid,
@@ -113,7 +114,7 @@ def _inputs(args: Args, kwargs: Kwargs) -> list[Input | None]:
     for path, x in jax.tree_util.tree_leaves_with_path(one):
       if not is_array(x):
         continue
-      names = keys_of(path)
+      names = key_names(path)
       first = position == 0 and (not inside or names[:1] == ("params",))
       text = "/".join(names[1:] if first and inside else names) or "(array)"
       prefix = () if position == 0 else (f"args[{position}]",)

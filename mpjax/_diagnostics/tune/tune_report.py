@@ -236,7 +236,7 @@ def draw(
   finite = [e for e in evaluations if math.isfinite(e.error)]
   errors = [e.error for e in finite if e.error > 0]
   low, high = min([*errors, tolerance]) / 3, max([*errors, tolerance]) * 3
-  axis.set_yscale("log")
+  axis.semilogy([], [])
   axis.axhspan(low, tolerance, color="C2", alpha=0.10, linewidth=0)
   axis.axhline(tolerance, color="C2", linewidth=1.2)
   axis.text(
