@@ -1,6 +1,8 @@
 """Every example runs: the doctests of public names, and the Python blocks of README and docs."""
 
+import contextlib
 import doctest
+import io
 import pathlib
 import re
 import textwrap
@@ -15,6 +17,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NOT_RUN = ("text", "bash")
 """Languages of blocks that are not Python. Anything else, or none, is a misspelt ```python."""
+
+OUTPUT = "text output"
+"""The language of a block that holds what the Python block before it printed."""
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 
@@ -55,11 +60,21 @@ def run_examples(text: str, name: str, line: int, names: dict[str, Any]) -> None
 
 
 def run_page(markdown: str, name: str) -> int:
-  """Runs the Python blocks of a page in one namespace, and returns how many there were."""
+  """Runs the Python blocks of a page in one namespace, and returns how many there were.
+
+  What a block without `>>>` prints is compared with the block of language `OUTPUT` after it.
+  """
   names: dict[str, Any] = {"__name__": "__main__"}
   count = 0
+  printed = ""
   for block in blocks(markdown):
     if block.language in NOT_RUN:
+      continue
+    if block.language == OUTPUT:
+      where = f"{name}:{block.line}"
+      assert printed, f"{where}: nothing was printed"
+      same = doctest.OutputChecker().check_output(block.text, printed, OPTIONS)
+      assert same, f"{where}: this was printed:\n{printed}"
       continue
     assert block.language == "python", f"{name}:{block.line}: unknown language {block.language!r}"
     count += 1
@@ -67,7 +82,9 @@ def run_page(markdown: str, name: str) -> int:
       run_examples(block.text, name, block.line, names)
     else:
       # The blank lines make a traceback point at the line of the page.
-      exec(compile("\n" * (block.line - 1) + block.text, name, "exec"), names)
+      with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile("\n" * (block.line - 1) + block.text, name, "exec"), names)
+      printed = output.getvalue()
   return count
 
 
@@ -115,11 +132,19 @@ not python
 >>> print(list(range(100)))
 [0, 1, ...
 ```
+
+```python
+print("a   b")
+```
+
+```text output
+a b
+```
 """
 
 
 def test_blocks_share_names():
-  assert run_page(GOOD, "page") == 2
+  assert run_page(GOOD, "page") == 3
 
 
 @pytest.mark.parametrize(
@@ -128,6 +153,8 @@ def test_blocks_share_names():
     ("x = 2", "x = y"),
     ("x = 2", "assert False"),
     ("\n3\n", "\n4\n"),
+    ("a b", "a c"),
+    ('print("a   b")', "pass"),
     (">>> x + 1", ">>> x + "),
     ("bash", "py"),
     ("bash", ""),

@@ -18,6 +18,7 @@ class AuditedModule(NamedTuple):
     rule: the one that gave it the policy, or gave it to a module around it; None if no rule did.
     own_dtype: the value of its field `dtype`, which the policy overrules; None for none.
     is_norm: it is a norm of Flax's, which computes in float32 by itself.
+    hidden: rules that match it too, and come later.
   """
 
   name: str
@@ -25,6 +26,7 @@ class AuditedModule(NamedTuple):
   rule: Rule | None
   own_dtype: str | None
   is_norm: bool = False
+  hidden: tuple[Rule, ...] = ()
 
 
 class AuditRecord:
@@ -36,6 +38,7 @@ class AuditRecord:
   Attributes:
     modules: the modules by path.
     rules: how many modules each rule picked.
+    hidden: how many modules each rule matches that an earlier rule picked.
     autocast: `mpjax.autocast` was called, whose arguments take the dtype of what they meet.
   """
 
@@ -43,6 +46,7 @@ class AuditRecord:
     self.autocast = False
     self.modules: dict[str, AuditedModule] = {}
     self.rules: dict[Rule, int] = {}
+    self.hidden: dict[Rule, int] = {}
 
   def note_autocast(self) -> None:
     """Notes that `mpjax.autocast` was called."""
@@ -52,6 +56,9 @@ class AuditRecord:
     """Notes the call of a module."""
     if path not in self.modules and module.rule is not None:
       self.rules[module.rule] = self.rules.get(module.rule, 0) + 1
+      for rule in module.hidden:
+        self.rules.setdefault(rule, 0)
+        self.hidden[rule] = self.hidden.get(rule, 0) + 1
     self.modules[path] = module
 
   def note_rules(self, rules: Iterable[Rule]) -> None:

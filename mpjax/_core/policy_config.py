@@ -112,6 +112,7 @@ class ModulePolicy(NamedTuple):
     exempt: a rule leaves it as it is, and all inside it.
     output_dtype: that of results where a policy begins that names none.
     rule: the rule that picked it, or a module around it; None if none did.
+    hidden: rules of the user that match it too, where all that match were asked for.
   """
 
   policy: Policy | None
@@ -119,10 +120,17 @@ class ModulePolicy(NamedTuple):
   exempt: bool = False
   output_dtype: DType | None = None
   rule: Rule | None = None
+  hidden: tuple[Rule, ...] = ()
 
 
 def resolve_policy(
-  config: PolicyConfig, module: Module, path: str, own: object, around: ModulePolicy
+  config: PolicyConfig,
+  module: Module,
+  path: str,
+  own: object,
+  around: ModulePolicy,
+  *,
+  all_matches: bool = False,
 ) -> ModulePolicy:
   """Returns the policy of a module: nothing else in mpjax knows what goes before what.
 
@@ -136,6 +144,7 @@ def resolve_policy(
     path: the path that rules see.
     own: the value of its field `policy`, if it has one.
     around: the policy of the module around it.
+    all_matches: also find the rules that match and that an earlier one hides.
   """
   run = ModulePolicy(around.policy, output_dtype=config.output_dtype, rule=around.rule)
   if around.exempt:
@@ -145,7 +154,10 @@ def resolve_policy(
   rule = first_match((*config.rules, *config.defaults), module, path)
   if rule is None:
     return run
-  return run._replace(policy=rule.policy, picked=True, exempt=rule.policy is None, rule=rule)
+  later = [each for each in config.rules if each is not rule] if all_matches else []
+  hidden = tuple(each for each in later if each.matches(module, path))
+  exempt = rule.policy is None
+  return run._replace(policy=rule.policy, picked=True, exempt=exempt, rule=rule, hidden=hidden)
 
 
 class ModuleRecord:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -16,6 +17,9 @@ from rich.text import Text
 
 WIDTH = 80
 """Columns of a report as text."""
+
+_NUMBER = re.compile(r"\d+\. ")
+"""How an item of a numbered list begins."""
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
@@ -44,6 +48,7 @@ class Section(NamedTuple):
     columns: those of its table; () for none.
     rows: the rows of the table, as many cells each as there are columns.
     folded: whether HTML shows it closed at first.
+    footer: sentences that come after the table.
   """
 
   title: str = ""
@@ -51,6 +56,7 @@ class Section(NamedTuple):
   columns: tuple[Column, ...] = ()
   rows: tuple[tuple[Cell | str, ...], ...] = ()
   folded: bool = False
+  footer: tuple[str, ...] = ()
 
 
 class Report(abc.ABC):
@@ -114,11 +120,16 @@ def _parts(section: Section) -> list[Text | Table | Padding]:
     for row in section.rows:
       table.add_row(*(Text(_cell(each).text, overflow="fold") for each in row))
     parts.append(table)
-  return parts
+  return [*parts, *map(_line, section.footer)]
 
 
-def _line(line: str) -> Padding:
-  """Returns a paragraph, all of whose lines are indented as its first one."""
+def _line(line: str) -> Padding | Table:
+  """Returns a paragraph, all of whose lines are indented as its first one, or as its number."""
+  number = _NUMBER.match(line)
+  if number:
+    grid = Table.grid()
+    grid.add_row(number[0], Text(line[number.end() :], overflow="fold"))
+    return grid
   text = line.lstrip(" ")
   return Padding(Text(text, overflow="fold"), (0, 0, 0, len(line) - len(text)))
 
@@ -133,26 +144,41 @@ def as_html(sections: Sequence[Section]) -> str:
 
 
 def _section(section: Section) -> str:
-  body = "".join(f"<p>{html.escape(line)}</p>" for line in section.lines)
+  body = _paragraphs(section.lines)
   if section.rows:
     heads = "".join(
-      f'<th class="{align}">{html.escape(name)}</th>' for name, align, _ in section.columns
+      f'<th class="{_class(column)}">{html.escape(column.name)}</th>' for column in section.columns
     )
     rows = "".join(f"<tr>{_row(section.columns, row)}</tr>" for row in section.rows)
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    body += f'<div class="scroll">{table}</div>'
+    body += f'<div class="scroll">{table}</div>{_paragraphs(section.footer)}'
   if not section.title:
     return f"<section>{body}</section>"
   opened = "" if section.folded else " open"
   return f"<details{opened}><summary>{html.escape(section.title)}</summary>{body}</details>"
 
 
+def _paragraphs(lines: Sequence[str]) -> str:
+  """Returns lines that are indented as they are in text, those that are broken too."""
+  found = []
+  for line in lines:
+    text = line.lstrip(" ")
+    kind = ' class="item"' if _NUMBER.match(line) else ""
+    indent = f' style="margin-left:{len(line) - len(text)}ch"' if text != line else ""
+    found.append(f"<p{kind}{indent}>{html.escape(text)}</p>")
+  return "".join(found)
+
+
 def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:
   cells = []
-  for (_, align, _), cell in zip(columns, map(_cell, row), strict=True):
+  for column, cell in zip(columns, map(_cell, row), strict=True):
     key = "" if cell.key is None else f' data-key="{cell.key!r}"'
-    cells.append(f'<td class="{align}"{key}>{html.escape(cell.text)}</td>')
+    cells.append(f'<td class="{_class(column)}"{key}>{html.escape(cell.text)}</td>')
   return "".join(cells)
+
+
+def _class(column: Column) -> str:
+  return f"{column.align} wide" if column.wide else column.align
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
@@ -167,27 +193,33 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 _STYLE = """
 .mpjax-report{font:14px/1.45 system-ui,sans-serif;max-width:72rem}
-.mpjax-report p{margin:.25em 0;white-space:pre-wrap;overflow-wrap:anywhere}
+.mpjax-report p{margin:.25em 0;overflow-wrap:anywhere}
+.mpjax-report .item{margin-top:.7em;padding-left:3ch;text-indent:-3ch;font-weight:600}
 .mpjax-report summary{font-weight:600;font-size:1.1em;margin:1em 0 .3em;cursor:pointer}
 .mpjax-report .scroll{overflow-x:auto}
-.mpjax-report table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-.mpjax-report th,.mpjax-report td{padding:.2em .8em .2em 0;vertical-align:top;
-border-bottom:1px solid #8884;white-space:pre-wrap}
-.mpjax-report th{cursor:pointer;opacity:.75}
+.mpjax-report table{border-collapse:collapse;font:inherit;font-variant-numeric:tabular-nums}
+.mpjax-report th,.mpjax-report td{padding:.2em 1.2em .2em 0;vertical-align:top;
+border-bottom:1px solid #8884;white-space:nowrap}
+.mpjax-report .wide{white-space:normal;overflow-wrap:anywhere;min-width:12em}
+.mpjax-report th{font-weight:400;opacity:.75}
 .mpjax-report .left{text-align:left}.mpjax-report .right{text-align:right}
 """
 
 _PAGE_STYLE = """
 body{margin:2rem auto;padding:0 1rem;max-width:72rem}
+.mpjax-report th{cursor:pointer}
+.mpjax-report th[data-up="1"]::after{content:" \\25b4"}
+.mpjax-report th[data-up="0"]::after{content:" \\25be"}
 @media (prefers-color-scheme:dark){body{background:#14161a;color:#e4e6ea}}
 """
 
 _SORT = """
 document.querySelectorAll('th').forEach(th=>th.addEventListener('click',()=>{
 const column=[...th.parentNode.children].indexOf(th),body=th.closest('table').tBodies[0];
-const up=th.dataset.up!=='1';th.dataset.up=up?'1':'0';
-const key=row=>{const cell=row.cells[column],number=cell.dataset.key;
-return number===undefined?cell.textContent:parseFloat(number)};
+const up=th.dataset.up!=='1';
+for(const each of th.parentNode.children)delete each.dataset.up;th.dataset.up=up?'1':'0';
+const key=row=>{const cell=row.cells[column],number=parseFloat(cell.dataset.key);
+return cell.dataset.key===undefined?cell.textContent:isNaN(number)?-Infinity:number};
 [...body.rows].sort((a,b)=>{const x=key(a),y=key(b);
 return (x<y?-1:x>y?1:0)*(up?1:-1)}).forEach(row=>body.append(row))}));
 """

@@ -108,6 +108,7 @@ class ModuleCall(NamedTuple):
       self.how.rule,
       None if own is None else str(getattr(own, "__name__", own)),
       is_flax_norm(self.module),
+      self.how.hidden,
     )
     record.note(self.path, noted)
     scopes = contextlib.ExitStack()
@@ -131,12 +132,12 @@ class ModuleCall(NamedTuple):
   @property
   def output_dtype(self) -> DType | None:
     """The dtype that the policy gives the results; None leaves what was computed."""
-    policy, picked, _, outermost, _ = self.how
+    policy = self.how.policy
     if policy is None:
       return None
     if not self.state.entered:
-      return policy.output_dtype or outermost
-    return policy.output_dtype if picked and policy != self.state.policy else None
+      return policy.output_dtype or self.how.output_dtype
+    return policy.output_dtype if self.how.picked and policy != self.state.policy else None
 
   def result(self, outputs: PyTree) -> PyTree:
     """Returns what the method returned, or what a step of it yielded, in the output dtype."""

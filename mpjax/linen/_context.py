@@ -107,7 +107,8 @@ def policy_of(active: Active, config: PolicyConfig, module: nn.Module) -> Module
   # A property `policy` may compute something; only a field says what the module runs under.
   has_field = "policy" in getattr(type(module), "__dataclass_fields__", {})
   own = getattr(module, "policy", None) if has_field else None
-  return resolve_policy(config, module, module_path(module), own, around)
+  audited = AUDIT.value is not None
+  return resolve_policy(config, module, module_path(module), own, around, all_matches=audited)
 
 
 def is_new_root(active: Active, module: nn.Module) -> bool:

@@ -133,5 +133,7 @@ def _resolve(modules: Mapping[Path, nnx.Pytree], record: ModuleRecord) -> dict[P
       around = next(enclosing, ModulePolicy(record.config.policy))
       record.note(module, _text(path))
       own = vars(module).get("policy")
-      found[path] = resolve_policy(record.config, module, _text(path), own, around)
+      found[path] = resolve_policy(
+        record.config, module, _text(path), own, around, all_matches=True
+      )
   return found

@@ -81,6 +81,24 @@ def test_html_is_well_formed_and_escaped():
   assert [("open" in attrs) for attrs in details] == [True, False]
 
 
+def test_html_indents_as_text_does_and_breaks_what_is_wide():
+  columns = (Column("module", wide=True), Column("n", "right"))
+  source = as_html(
+    [Section("", ("1. first", "   cause"), columns, ((LONG, "1"),), footer=("end",))]
+  )
+  assert '<p class="item">1. first</p><p style="margin-left:3ch">cause</p>' in source
+  assert f'<td class="left wide">{LONG}</td><td class="right">1</td>' in source
+  assert source.index("<p>end</p>") > source.index("</table>")
+
+
+def test_text_of_a_numbered_item_is_indented_and_a_footer_comes_last():
+  lines = (f"1. {LONG}", "   cause")
+  text = as_text([Section("", lines, (Column("n"),), (("x",),), footer=("end",))]).splitlines()
+  assert text[0].startswith("1. decoder/")
+  assert all(line.startswith("   ") for line in text[1 : text.index("   cause") + 1])
+  assert text[-2:] == ["x", "end"]
+
+
 def test_a_page_loads_nothing(tmp_path):
   Example().to_html(tmp_path / "page.html")
   source = (tmp_path / "page.html").read_text(encoding="utf-8")

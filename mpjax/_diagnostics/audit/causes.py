@@ -168,7 +168,8 @@ class Causes:
         if v in self.cast_up and not only:
           self.cast_up[result] = self.cast_up[v]
     found = self.of_operands(operation)
-    if found is not None and found.cause.kind == "number" and result.aval.shape and moves:
+    number = found is not None and found.cause.kind == "number" and found.entry is None
+    if found is not None and number and result.aval.shape and moves:
       found = self._filled(found, operation, result)
     part = _LISTS.part_of(operation.name, operation.eqn.params)
     # By hand, a softmax of float32 logits is float32 because they are. A mean of a cast array is
@@ -182,6 +183,11 @@ class Causes:
       return self._own("operation", operation, result)
     if result in self.cast_up:
       return None
+    met = dict.fromkeys(str(self.cast_up[v].dtype) for v in wide if v in self.cast_up)
+    if len(met) > 1 and not self._neutral:
+      why = self._own("operation", operation, result)
+      name = f"{operation.name} of {' and '.join(met)}"
+      return why._replace(cause=why.cause._replace(name=name), entry=operation)
     # Casts of low-precision values, together: for a sum that follows, say.
     return self._own("operation", operation, result, deliberate=True)
 
@@ -208,9 +214,13 @@ def _reduces(operation: Operation) -> bool:
 
 
 def _rank(why: Why) -> tuple[bool, ...]:
-  """Orders causes by what decides: arrays, casts, operations that are to be float32, numbers."""
+  """Orders causes by what decides: arrays, casts, operations that are to be float32, numbers.
+
+  Of two numbers it is the one that a low-precision value met before: in `where(mask, x16 *
+  np.float32(2), -1e9)` the other one is float32 because of it.
+  """
   number = why.cause.kind == "number" or "filled with" in why.cause.name
-  return why.neutral, number, why.deliberate, why.cause.kind == "cast"
+  return why.neutral, number, why.deliberate, why.cause.kind == "cast", why.entry is None
 
 
 def wanted_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Value]:

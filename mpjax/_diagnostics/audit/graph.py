@@ -29,15 +29,22 @@ class Value:
     kind: where it comes from.
     label: of an argument, its path; of a constant or literal, what it looks like.
     made_by: the operation that computes it; None for what is no result.
+    data: of a constant or literal, what it holds, if that is known.
     consumers: the operations that take it.
   """
 
-  __slots__ = ("aval", "consumers", "kind", "label", "made_by")
+  __slots__ = ("aval", "consumers", "data", "kind", "label", "made_by")
 
   def __init__(
-    self, aval: ShapedArray, kind: Kind, label: str = "", made_by: "Operation | None" = None
+    self,
+    aval: ShapedArray,
+    kind: Kind,
+    label: str = "",
+    made_by: "Operation | None" = None,
+    data: object = None,
   ) -> None:
     self.aval, self.kind, self.label, self.made_by = aval, kind, label, made_by
+    self.data = data
     self.consumers: list[Operation] = []
 
   @property
@@ -127,14 +134,14 @@ class Graph:
     consts = getattr(program, "consts", ())
     env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
     for v, x in zip(jaxpr.constvars, consts, strict=False):
-      env[v] = Value(aval_of(v), "constant", constant_name(aval_of(v), x))
+      env[v] = Value(aval_of(v), "constant", constant_name(aval_of(v), x), data=x)
 
     def read(atom: Atom) -> Value:
       if isinstance(atom, JaxprLiteral):
         aval = aval_of(atom)
         if np.ndim(atom.val):
-          return Value(aval, "constant", constant_name(aval, atom.val))
-        return Value(aval, "literal", f"{atom.val}")
+          return Value(aval, "constant", constant_name(aval, atom.val), data=atom.val)
+        return Value(aval, "literal", f"{atom.val}", data=atom.val)
       if atom not in env:
         env[atom] = Value(aval_of(atom), "constant", constant_name(aval_of(atom), None))
       return env[atom]

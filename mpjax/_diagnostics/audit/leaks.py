@@ -272,7 +272,7 @@ def _fix(why: Why, entry: Operation, dtype: DType | None, *, marked: bool) -> st
   name = "the policy's dtype" if dtype is None else f"jnp.{dtype.name}"
   cause = why.cause
   if cause.kind == "number":
-    return f"Write a Python number, which takes the dtype of what it meets: float({cause.name})."
+    return "Make it a Python number, float(...), which takes the dtype of what it meets."
   if cause.kind == "cast":
     return f"Cast the result back where float32 is no longer needed: .astype({name})."
   if cause.kind in ("parameter", "argument", "constant"):

@@ -54,14 +54,26 @@ class _Row:
     self.module: AuditedModule | None = None
 
 
-def module_rows(graph: Graph, record: AuditRecord) -> tuple[ModuleRow, ...]:
-  """Returns the modules with matmuls or parameters, in the order in which they run."""
+def module_rows(
+  graph: Graph, record: AuditRecord, parameters: frozenset[str]
+) -> tuple[ModuleRow, ...]:
+  """Returns the modules with matmuls, in the order in which they run.
+
+  Args:
+    graph: the graph.
+    record: what was noted of modules under a policy.
+    parameters: the names of arguments that are parameters; if there are none, all may be.
+  """
   found: dict[str, _Row] = {}
   for operation in graph.computing():
     row = found.setdefault(module_path(operation.where), _Row())
     forward = operation.where.direction == "forward"
     if forward:
-      row.parameters |= {v: None for v in operation.operands if v.kind == "argument"}
+      row.parameters |= {
+        v: None
+        for v in operation.operands
+        if v.kind == "argument" and (v.label in parameters or not parameters)
+      }
     (row.activations if forward else row.gradients).extend(operation.results)
     row.module = row.module or record.modules.get(marked_path(operation.where) or "")
     flops = flops_of(operation.eqn)
@@ -88,11 +100,16 @@ def _finished(path: str, row: _Row) -> ModuleRow:
   )
 
 
+def without_numbers(path: str) -> str:
+  """Returns a path with "*" for each number in it, such as "block_*/attention"."""
+  return re.sub(r"\d+", "*", path)
+
+
 def _collapsed(rows: Mapping[str, ModuleRow]) -> tuple[ModuleRow, ...]:
   """Returns one row for modules that differ in the numbers of their paths and in nothing shown."""
   groups: dict[tuple[object, ...], list[ModuleRow]] = {}
   for path, row in rows.items():
-    pattern = re.sub(r"\d+", "*", path)
+    pattern = without_numbers(path)
     dtypes = (*map(frozenset, row[2:5]), frozenset(row.flops))
     groups.setdefault((pattern, *dtypes, *row[6:]), []).append(row)
   made = []

@@ -30,6 +30,7 @@ class Findings:
   collectives: tuple[Collective, ...]
   round_trips: RoundTrips
   rules: Mapping[Rule, int]
+  hidden_rules: Mapping[Rule, int]
   kernels: tuple[Kernel, ...]
   certain: bool
 

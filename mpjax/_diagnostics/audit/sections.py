@@ -1,17 +1,23 @@
 """What an audit shows, largest cost first."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import jax.numpy as jnp
 
 from mpjax._core.dtypes import is_float8, is_low_precision
-from mpjax._diagnostics.audit.leaks import Leak
+from mpjax._core.rules import Rule
+from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
+from mpjax._diagnostics.audit.modules import without_numbers
 from mpjax._diagnostics.audit.result import Findings
+from mpjax._diagnostics.audit.risks import Risk
 from mpjax._diagnostics.report import Cell, Column, Section, amount, percent
 from mpjax._jaxprs.locations import Source
 
 _MOST = 12
 """Rows of a table as text: JSON and the attributes of the audit have all."""
+
+_Found = TypeVar("_Found", Leak, Risk, OnPurpose)
 
 
 def sections(audit: Findings) -> list[Section]:
@@ -76,17 +82,55 @@ def _family_share(flops: Mapping[str, int], family: str) -> float:
 def _leaks(audit: Findings) -> Section | None:
   if not audit.leaks:
     return None
+  found = _together(audit.leaks, lambda x: (*_alike(x), x.direction, x.dtypes))
   lines: list[str] = []
-  for number, leak in enumerate(audit.leaks[:_MOST], 1):
-    cost = percent(leak.share) + (" of FLOPs" if leak.flops else " of the bytes computed")
-    more = f", {leak.operations} operations" if leak.operations > 1 else ""
-    what = (leak.path or "(root)", leak.operation, leak.direction, at(leak.source), cost + more)
+  for number, group in enumerate(found[:_MOST], 1):
+    leak = _of_all(group)
+    cost = percent(sum(x.share for x in group))
+    cost += " of FLOPs" if any(x.flops for x in group) else " of the bytes computed"
+    operations = sum(x.operations for x in group)
+    more = f", {operations} operations" if operations > 1 else ""
+    what = (_paths(group), leak.operation, leak.direction, at(leak.source), cost + more)
     lines += [
       f"{number}. {' · '.join(what)}",
       f"   {' x '.join(leak.dtypes)}: {because(leak)}",
       f"   {leak.fix}",
     ]
-  return Section("Float32 where low precision was asked for", (*lines, *_rest(len(audit.leaks))))
+  return Section("Float32 where low precision was asked for", (*lines, *_rest(len(found))))
+
+
+def _together(found: Iterable[_Found], shown: Callable[[_Found], Hashable]) -> list[list[_Found]]:
+  """Returns what is the same but for the numbers of paths, such as those of layers, together."""
+  groups: dict[Hashable, list[_Found]] = {}
+  for each in found:
+    groups.setdefault((without_numbers(each.path), shown(each)), []).append(each)
+  return list(groups.values())
+
+
+def _alike(leak: Leak) -> tuple[Hashable, ...]:
+  """Returns what leaks of one line in several layers have in common."""
+  cause = leak.cause
+  named = cause.kind in ("parameter", "argument")
+  cause = cause._replace(name=without_numbers(cause.name)) if named else cause
+  return leak.operation, leak.source, cause
+
+
+def _of_all(group: Sequence[Leak]) -> Leak:
+  """Returns the first leak, with "*" for the numbers that the others have in its cause and cure."""
+  leak = group[0]
+  if all(x.cause == leak.cause and x.fix == leak.fix for x in group):
+    return leak
+  cause, last = leak.cause, leak.path.rsplit("/", 1)[-1]
+  if any(x.cause != cause for x in group):
+    cause = cause._replace(name=without_numbers(cause.name))
+  return leak._replace(cause=cause, fix=leak.fix.replace(f"/{last}", f"/{without_numbers(last)}"))
+
+
+def _paths(group: Sequence[Leak | Risk | OnPurpose]) -> str:
+  """Returns the path of one, or "*" for the number of several and how many they are."""
+  paths = {x.path for x in group}
+  path = group[0].path if len(paths) == 1 else f"{without_numbers(group[0].path)} ({len(paths)})"
+  return path or "(root)"
 
 
 def at(source: Source | None) -> str:
@@ -118,11 +162,14 @@ def _on_purpose(audit: Findings) -> Section | None:
     return None
   total = sum(audit.flops.values())
   columns = (Column("module", wide=True), Column("because of", wide=True), Column("FLOPs", "right"))
+  found = _together(audit.on_purpose, lambda x: x.reason)
+  counts = [(group, sum(x.flops for x in group)) for group in found]
   rows = tuple(
-    (x.path or "(root)", x.reason, Cell(percent(x.flops / total), x.flops))
-    for x in audit.on_purpose[:_MOST]
+    (_paths(group), group[0].reason, Cell(percent(n / total), n))
+    for group, n in sorted(counts, key=lambda each: -each[1])[:_MOST]
   )
-  return Section("Float32 on purpose", _rest(len(audit.on_purpose)), columns, rows)
+  rest = _rest(len(found))
+  return Section("Float32 on purpose", (), columns, rows, footer=rest)
 
 
 def _risks(audit: Findings) -> Section | None:
@@ -135,11 +182,14 @@ def _risks(audit: Findings) -> Section | None:
     Column("line"),
     Column("risk", wide=True),
   )
+  found = _together(audit.risks, lambda x: (x.operation, x.dtype, x.direction, x.source, x.reason))
   rows = tuple(
-    (x.path or "(root)", f"{x.operation} {x.dtype}", x.direction, at(x.source), x.reason)
-    for x in audit.risks[:_MOST]
+    (_paths(group), x.operation, x.direction, at(x.source), f"{x.dtype}: {x.reason}")
+    for group in found[:_MOST]
+    for x in group[:1]
   )
-  return Section("Low precision where float32 is safer", _rest(len(audit.risks)), columns, rows)
+  title = "Low precision where float32 is safer"
+  return Section(title, (), columns, rows, footer=_rest(len(found)))
 
 
 def _modules(audit: Findings) -> Section | None:
@@ -154,16 +204,32 @@ def _modules(audit: Findings) -> Section | None:
     Column("FLOPs", "right"),
     Column("decided by", wide=True),
   )
+  selectors = {repr(rule): _selector(rule) for rule in audit.rules}
   rows = []
   for x in sorted(audit.modules, key=lambda x: -sum(x.flops.values()))[:_MOST]:
     count = f" ({x.modules})" if x.modules > 1 else ""
-    decided = x.rule + (f" over dtype={x.own_dtype}" if x.own_dtype else "")
+    overruled = f"over dtype={x.own_dtype}" if x.own_dtype else ""
+    decider = selectors.get(x.rule) or (overruled and "the policy")
+    decided = " ".join(filter(None, (decider, overruled)))
     n = sum(x.flops.values())
     dtypes = (_short(each) for each in (x.parameters, x.activations, x.gradients))
     rows.append((f"{x.path or '(root)'}{count}", *dtypes, Cell(percent(n / total), n), decided))
   if not any(row[-1] for row in rows):
     columns, rows = columns[:-1], [row[:-1] for row in rows]
-  return Section("Modules with matmuls", _rest(len(audit.modules)), columns, tuple(rows))
+  rest = _rest(len(audit.modules))
+  return Section("Modules with matmuls", (), columns, tuple(rows), footer=rest)
+
+
+def _selector(rule: Rule) -> str:
+  """Returns a rule without its policy, which the dtypes beside it show."""
+  found = (("path", rule.path), ("module", rule.module), ("where", rule.where))
+  return ", ".join(f"{name}={_named(x)}" for name, x in found if x is not None)
+
+
+def _named(selector: object) -> str:
+  if isinstance(selector, tuple):
+    return ", ".join(map(_named, selector))
+  return getattr(selector, "__name__", None) or repr(selector)
 
 
 def _short(dtypes: Sequence[str]) -> str:
@@ -199,9 +265,13 @@ def _rules(audit: Findings) -> Section | None:
   if not audit.rules:
     return None
   columns = (Column("rule", wide=True), Column("modules", "right"))
-  rows = tuple(
+  rows: tuple[tuple[Cell | str, ...], ...] = tuple(
     (repr(rule), Cell(str(n) if n else "never used", n)) for rule, n in audit.rules.items()
   )
+  if audit.hidden_rules:
+    columns += (Column("earlier rule wins", "right"),)
+    hidden = [audit.hidden_rules.get(rule, 0) for rule in audit.rules]
+    rows = tuple((*row, Cell(str(n or ""), n)) for row, n in zip(rows, hidden, strict=True))
   return Section("Rules", (), columns, rows)
 
 
@@ -232,23 +302,29 @@ def compared(before: Findings, after: Findings) -> list[Section]:
   if changed:
     heads = (Column("module", wide=True), Column("before"), Column("after"))
     found.append(Section("Modules whose activations changed", (), heads, tuple(changed)))
-  gone = {_key(x) for x in before.leaks} - {_key(x) for x in after.leaks}
-  new = [x for x in after.leaks if _key(x) not in {_key(y) for y in before.leaks}]
   lines = [
-    f"fixed: {path or '(root)'} · {operation} · {line}" for path, operation, line in sorted(gone)
+    *_differing("fixed", before.leaks, after.leaks),
+    *_differing("new", after.leaks, before.leaks),
   ]
-  lines += [f"new: {x.path or '(root)'} · {x.operation} · {at(x.source)}" for x in new]
   if lines:
     found.append(Section("Leaks", tuple(lines)))
   return found
 
 
-def _key(leak: Leak) -> tuple[str, str, str]:
-  return leak.path, leak.operation, at(leak.source)
+def _differing(word: str, leaks: Iterable[Leak], others: Iterable[Leak]) -> list[str]:
+  """Returns a line for each of the leaks that are not among others."""
+  known = {(x.path, x.operation, x.source) for x in others}
+  left = (x for x in leaks if (x.path, x.operation, x.source) not in known)
+  groups = _together(left, lambda x: (x.operation, x.source))
+  return [f"{word}: {_paths(x)} · {x[0].operation} · {at(x[0].source)}" for x in groups]
 
 
 def _changed(before: Findings, after: Findings) -> list[tuple[str, str, str]]:
   dtypes = [{x.path: _short(x.activations) for x in each.modules} for each in (before, after)]
-  paths = dict.fromkeys((*dtypes[0], *dtypes[1]))
-  pairs = ((path, dtypes[0].get(path, "-"), dtypes[1].get(path, "-")) for path in paths)
-  return [(path or "(root)", a, b) for path, a, b in pairs if a != b]
+  found: list[tuple[str, str, str]] = []
+  for path in dict.fromkeys((*dtypes[0], *dtypes[1])):
+    # One of the two may show it together with others: "block_*".
+    a, b = (each.get(path) or each.get(without_numbers(path), "-") for each in dtypes)
+    if a != b:
+      found.append((path or "(root)", a, b))
+  return found

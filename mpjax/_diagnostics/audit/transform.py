@@ -48,6 +48,7 @@ class Audit(Findings, Report):
     collectives: what devices send to one another.
     round_trips: casts that undo one another.
     rules: how many modules each rule picked.
+    hidden_rules: how many modules a rule matches that an earlier one picked.
     kernels: what it is compiled to; () unless `compiled=` was given.
     certain: whether each operation's count is known: not so inside `while` and `cond`.
 
@@ -128,7 +129,10 @@ class Audit(Findings, Report):
       "misfits": [_plain(x) for x in self.misfits],
       "collectives": [_plain(x) for x in self.collectives],
       "round_trips": _plain(self.round_trips),
-      "rules": [{"rule": repr(rule), "modules": n} for rule, n in self.rules.items()],
+      "rules": [
+        {"rule": repr(rule), "modules": n, "hidden": self.hidden_rules.get(rule, 0)}
+        for rule, n in self.rules.items()
+      ],
       "kernels": [_plain(x) for x in self.kernels],
       "certain": self.certain,
     }
@@ -270,11 +274,12 @@ def _audited(
     leaks=leaks,
     on_purpose=on_purpose,
     risks=find_risks(graph),
-    modules=module_rows(graph, record),
+    modules=module_rows(graph, record, parameters),
     misfits=find_misfits(graph),
     collectives=find_collectives(graph),
     round_trips=find_round_trips(graph),
     rules=dict(record.rules),
+    hidden_rules=dict(record.hidden),
     kernels=() if compiled is None else kernels(compiled.as_text() or ""),
     certain=certain,
   )

@@ -95,6 +95,25 @@ def square_root_of_numpy():
   return fn, (X, X)
 
 
+@planted("", "number", "2.8", "div")
+def square_root_of_numpy_before_a_mask():
+  def fn(q, k, mask):
+    scores = q @ k.T / np.sqrt(np.float32(8))  # LEAK
+    scores = jnp.where(mask, scores, -1e9)
+    return jnp.sum(((scores @ k) @ k.T) ** 2)
+
+  return jax.grad(fn), (X, X, jax.ShapeDtypeStruct((16, 16), jnp.bool_))
+
+
+@planted("head", "operation", "add of bfloat16 and float16", "add")
+def bfloat16_and_float16():
+  def fn(x, other):
+    with jax.named_scope("head"):
+      return (x + other) @ x.T  # LEAK
+
+  return fn, (X, jax.ShapeDtypeStruct((16, 8), jnp.float16))
+
+
 @planted("", "argument", "mask", "mul")
 def float32_mask():
   def fn(x, w, mask):

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -32,6 +33,66 @@ def test_a_planted_leak_is_found_where_it_is_and_why(name):
   assert leak.nbytes > 0
   assert 0 < leak.share <= 1
   assert leak.fix
+
+
+@pytest.mark.case("B039")
+@pytest.mark.parametrize("divisor", [np.sqrt(64), np.float32(8)], ids=["float64", "float32"])
+def test_numbers_of_numpy_are_named_with_their_line(divisor):
+  (leak,) = mpjax.audit(lambda q, k: (q @ k.T / divisor) @ k)(X, X).leaks
+  assert (leak.cause.kind, leak.cause.name, leak.operation) == ("number", "8.0", "div")
+  assert leak.source is not None
+  assert leak.cause.source == leak.source
+  assert leak.source.file.endswith("test_leaks.py")
+  assert "float(...)" in leak.fix
+  # A Python number is no leak, and under autocast none of them is.
+  assert mpjax.audit(lambda q, k: (q @ k.T / 8.0) @ k)(X, X).leaks == ()
+  casts = mpjax.autocast(lambda q, k: (q @ k.T / divisor) @ k)
+  assert mpjax.audit(casts)(WIDE, WIDE).half_share == 1
+
+
+@pytest.mark.case("B040")
+def test_an_array_of_numpy_is_named_with_its_line():
+  table = np.ones((16, 8), np.float32)
+  (leak,) = mpjax.audit(lambda x, w: (x + table) @ w)(X, X.update(shape=(8, 8))).leaks
+  assert (leak.cause.kind, leak.cause.name, leak.operation) == ("constant", "float32[16,8]", "add")
+  assert leak.source is not None
+  assert leak.source.file.endswith("test_leaks.py")
+
+
+@pytest.mark.case("B041")
+def test_where_bfloat16_and_float16_meet():
+  def fn(x, other, w):
+    return (x * 2 + other) @ w
+
+  other, w = X.update(dtype="float16"), X.update(shape=(8, 8))
+  (leak,) = mpjax.audit(fn)(X, other, w).leaks
+  assert (leak.operation, leak.cause.name) == ("add", "add of bfloat16 and float16")
+  assert leak.fix == "Cast its operands: .astype(jnp.bfloat16)."
+  audit = mpjax.audit(mpjax.autocast(fn))(X, other, w)
+  assert audit.leaks == ()
+  assert audit.half_share == 1
+
+
+LAYERS = {
+  "Dense": nn.Dense(8),
+  "Conv": nn.Conv(8, (3,)),
+  "MultiHeadDotProductAttention": nn.MultiHeadDotProductAttention(2),
+  "Einsum": nn.Einsum((8, 8), "...d,df->...f"),
+}
+
+
+@pytest.mark.case("B038")
+@HALF
+@pytest.mark.parametrize("name", LAYERS)
+def test_arguments_that_are_cast_alone(name, half):
+  layer, x = LAYERS[name], jax.ShapeDtypeStruct((2, 16, 8), "float32")
+  variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+  audit = mpjax.audit(lambda v, x: layer.apply(v, x.astype(half)))(variables, x)
+  assert audit.half_share == 0
+  assert {leak.cause.kind for leak in audit.leaks} == {"parameter"}
+  audit = mpjax.audit(mpjax.linen.with_policy(layer, f"mixed_{half}").apply)(variables, x)
+  assert audit.half_share == 1
+  assert audit.leaks == ()
 
 
 def test_thirty_leaks_and_more_are_planted():

@@ -36,6 +36,15 @@ def test_one_that_has_another_dtype_is_not():
   assert rows["layer_*"].modules == 3
 
 
+def test_an_input_is_no_parameter():
+  def fn(params, x):
+    with jax.named_scope("dense"):
+      return x @ params["kernel"].astype(x.dtype)
+
+  (row,) = mpjax.audit(fn)({"kernel": WIDE}, HALF).modules
+  assert row.parameters == ("float32",)
+
+
 def test_gradients_are_of_the_backward_pass():
   def loss(w, x):
     return stack(w, x).astype("float32").sum()

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpjax
@@ -31,14 +32,30 @@ def test_long_sums_and_no_short_ones():
   assert risks(lambda x: jnp.sum(x, axis=0, dtype="float32").astype(half)) == []
 
 
+@pytest.mark.case("B059", "B060")
 @pytest.mark.parametrize(("dtype", "most"), [("float16", 2048), ("bfloat16", 256)])
 def test_integers_that_become_low_precision(dtype, most):
   ids = jax.ShapeDtypeStruct((4,), "int32")
   found = risks(lambda x: x.astype(dtype), ids)
   assert found == [("convert_element_type", dtype, f"integers above {most} are rounded")]
   assert risks(lambda x: x.astype(dtype), jax.ShapeDtypeStruct((4,), "bool")) == []
+  # Ids that come as floats, and are used as integers.
+  found = risks(lambda x: x.astype("int32"), jax.ShapeDtypeStruct((4,), dtype))
+  reason = f"integers above {most} were rounded before this cast"
+  assert found == [("convert_element_type", dtype, reason)]
+  assert risks(lambda x: x.astype("int8"), jax.ShapeDtypeStruct((4,), dtype)) == []
+  assert risks(lambda x: x.astype("int32"), jax.ShapeDtypeStruct((4,), "float32")) == []
 
 
+@pytest.mark.case("B060")
+@pytest.mark.parametrize(("dtype", "most"), [("float16", 2048), ("bfloat16", 256)])
+def test_positions_that_are_counted_in_low_precision(dtype, most):
+  found = risks(lambda x: x + jnp.arange(most + 2, dtype=dtype), jnp.ones((1,), dtype))
+  assert found == [("iota", dtype, f"integers above {most} are rounded")]
+  assert risks(lambda x: x + jnp.arange(most + 1, dtype=dtype), jnp.ones((1,), dtype)) == []
+
+
+@pytest.mark.case("B019")
 def test_numbers_that_low_precision_does_not_hold():
   assert risks(lambda x: x / (x + jnp.float16(1e-8))) == [
     ("add", "float16", "a number may have become 0 in low precision")
@@ -46,6 +63,48 @@ def test_numbers_that_low_precision_does_not_hold():
   masked = risks(lambda x, keep: x + keep.astype("float16") * jnp.float16(-jnp.inf), HALF, HALF)
   assert masked == [("mul", "float16", "a number became inf in low precision")]
   assert risks(lambda x: jnp.where(x > 0, x, -jnp.inf)) == []
+
+
+@pytest.mark.case("B019")
+def test_an_epsilon_that_becomes_zero():
+  add = ("add", "float16", "a number may have become 0 in low precision")
+  assert risks(lambda x: x / (x + 1e-8)) == [add]
+  assert risks(lambda x: x / jnp.maximum(x, 1e-8)) == [("max", *add[1:])]
+  clip = ("convert_element_type", "float16", "1e-08 becomes 0")
+  assert risks(lambda x: x / jnp.clip(x, 1e-8)) == [clip]
+  assert risks(lambda x: x / (x + 1e-8), jax.ShapeDtypeStruct((8,), "bfloat16")) == []
+  assert risks(lambda x: jax.nn.relu(x) + jnp.maximum(x, 0) / 2) == []
+
+
+MASK = np.where(np.tri(256, 8) > 0, 0, -1e9).astype(np.float32)
+MASKS = {
+  "where": lambda x, keep: jnp.where(keep, x, -1e9),
+  "lowest of float32": lambda x, keep: jnp.where(keep, x, float(jnp.finfo("float32").min)),
+  "added": lambda x, keep: x + jnp.where(keep, 0.0, -1e9).astype(x.dtype),
+  "captured": lambda x, keep: x + jnp.asarray(MASK).astype(x.dtype),
+}
+
+
+@pytest.mark.case("B018")
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_that_becomes_infinite(name):
+  keep = jax.ShapeDtypeStruct((256, 8), "bool")
+  (risk,) = mpjax.audit(MASKS[name])(HALF, keep).risks
+  assert risk.reason in ("-1e+09 becomes -inf", "-3.403e+38 becomes -inf")
+  assert (risk.operation, risk.dtype) == ("convert_element_type", "float16")
+  assert risk.source is not None
+  assert risk.source.file.endswith("test_risks.py")
+  wide = jax.ShapeDtypeStruct((256, 8), "float32")
+  assert risks(mpjax.autocast(MASKS["where"], "mixed_float16"), wide, keep) == []
+  assert risks(lambda x, keep: jnp.where(keep, x, jnp.finfo(x.dtype).min), HALF, keep) == []
+
+
+@pytest.mark.case("B018")
+def test_what_bfloat16_holds_of_a_mask():
+  keep, x = jax.ShapeDtypeStruct((256, 8), "bool"), jax.ShapeDtypeStruct((256, 8), "bfloat16")
+  assert risks(MASKS["where"], x, keep) == []
+  (found,) = risks(MASKS["lowest of float32"], x, keep)  # It rounds to the next power of two.
+  assert found[2] == "-3.403e+38 becomes -inf"
 
 
 def test_a_policy_leaves_none():

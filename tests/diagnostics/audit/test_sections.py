@@ -1,9 +1,13 @@
 """What an audit shows, and how."""
 
+import json
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpjax
 from mpjax._diagnostics.audit.sections import compared, sections
@@ -54,14 +58,35 @@ def test_causes_in_words(kind):
 
 def test_long_lists_are_cut_and_say_so():
   def fn(x, w):
-    for number in range(20):
-      x = x + jnp.arange(8.0) * number
-      x = (x @ w).astype("bfloat16")
+    for number, letter in enumerate("abcdefghijklmnopqrst"):
+      with jax.named_scope(letter):
+        x = x + jnp.arange(8.0) * number
+        x = (x @ w).astype("bfloat16")
     return x
 
   audit = mpjax.audit(fn)(HALF, W)
   assert len(audit.leaks) == 20
   assert "… and 8 more" in str(audit)
+
+
+def layers(tables, w, x):
+  for number in range(20):
+    with jax.named_scope(f"layer_{number}"):
+      x = ((x + tables[number]) @ w).astype("bfloat16")
+  return x
+
+
+def test_one_line_in_several_layers_is_one_entry():
+  audit = mpjax.audit(layers)([WIDE] * 20, W, HALF)
+  text = " ".join(str(audit).split())
+  assert len(audit.leaks) == 20
+  assert "20 leaks" in text
+  assert "1. layer_* (20) · add · forward · test_sections.py:" in text
+  assert "100.0 % of FLOPs" in text
+  assert "float32 because of tables/* (argument, float32)" in text
+  assert "layer_0" not in text
+  (fixed,) = compared(audit, mpjax.audit(layers)([HALF] * 20, W, HALF))[-1].lines
+  assert fixed.startswith("fixed: layer_* (20) · add")
 
 
 def test_float32_matmuls_say_what_a_gpu_makes_of_them():
@@ -80,7 +105,6 @@ def test_what_was_fixed_and_what_is_new():
 
 def test_unused_rules_are_said_to_be():
   rules = [mpjax.Rule("float32", path="**"), mpjax.Rule("float32", path="head")]
-  import flax.linen as nn
 
   class Net(nn.Module):
     @nn.compact
@@ -91,3 +115,53 @@ def test_unused_rules_are_said_to_be():
   model = mpjax.linen.with_policy(Net(), "mixed_bfloat16", rules=rules, unmatched="ignore")
   text = str(mpjax.audit(lambda v, x: model.apply(v, x))(variables, WIDE))
   assert "never used" in text
+
+
+HIDDEN = [
+  mpjax.Rule("float32", path="first"),
+  mpjax.Rule("mixed_bfloat16", path="*"),
+  mpjax.Rule("float16", module=nn.Dense),
+]
+
+
+@pytest.mark.case("B141")
+def test_rules_that_an_earlier_one_hides_are_listed():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(8, name="second")(nn.Dense(8, name="first")(x))
+
+  variables = jax.eval_shape(Net().init, jax.random.key(0), WIDE)
+  model = mpjax.linen.with_policy(Net(), "mixed_bfloat16", rules=HIDDEN)
+  audit = mpjax.audit(model.apply)(variables, WIDE)
+  assert audit.rules == {HIDDEN[0]: 1, HIDDEN[1]: 1, HIDDEN[2]: 0}
+  assert audit.hidden_rules == {HIDDEN[1]: 1, HIDDEN[2]: 2}
+  assert "never used" in str(audit)
+  assert "earlier rule wins" in str(audit)
+  rows = json.loads(audit.to_json())["rules"]
+  assert [(row["modules"], row["hidden"]) for row in rows] == [(1, 0), (1, 1), (0, 2)]
+
+
+@pytest.mark.case("B141")
+@pytest.mark.parametrize("wrapped_before", [True, False])
+def test_rules_of_nnx_that_an_earlier_one_hides_are_listed(wrapped_before):
+  class Net(nnx.Module):
+    def __init__(self, rngs):
+      self.first, self.second = (nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+      return self.second(self.first(x))
+
+  rules = [*HIDDEN[:2], mpjax.Rule("float16", module=nnx.Linear)]
+  model = Net(nnx.Rngs(0))
+  view = mpjax.nnx.with_policy(model, "mixed_bfloat16", rules=rules)
+  if wrapped_before:
+    audit = mpjax.audit(lambda x: view(x))(WIDE)
+  else:
+
+    def fn(model, x):
+      return mpjax.nnx.with_policy(model, "mixed_bfloat16", rules=rules)(x)
+
+    audit = mpjax.audit(fn)(model, WIDE)
+  assert audit.rules == {rules[0]: 1, rules[1]: 1, rules[2]: 0}
+  assert audit.hidden_rules == {rules[1]: 1, rules[2]: 2}

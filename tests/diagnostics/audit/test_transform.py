@@ -279,11 +279,13 @@ def test_json_holds_integers():
   assert modules["Net/layer_*"]["flops"] == {"bfloat16": 3 * 2 * 16 * 8 * 8 * 3 - 2 * 16 * 8 * 8}
 
 
+@pytest.mark.case("B147")
 def test_two_audits_side_by_side():
   comparison = audited(Net()).compare(audited(Net(), "mixed_bfloat16"))
   assert repr(comparison) == "Comparison(half_share=0.0000 -> 1.0000, leaks=0 -> 0)"
   assert "FLOPs in low precision" in str(comparison)
   assert "Net/layer_*" in str(comparison)
+  assert "Modules whose activations changed" in str(comparison)
   assert json.loads(comparison.to_json())["after"]["half_share"] == 1
 
 
@@ -301,6 +303,7 @@ def test_a_report_fits_a_terminal():
     assert "<details" in audit._repr_html_()
 
 
+@pytest.mark.case("A108")
 def test_the_dtype_of_a_module_that_a_policy_overrules_is_shown():
   rows = {row.path: row for row in audited(Net(dtype="float32"), "mixed_bfloat16").modules}
   assert rows["Net/head"].own_dtype == "float32"
