@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core.types import DType
@@ -57,7 +58,7 @@ def _moves(operation: Operation) -> bool:
 def _largest(value: Value) -> Iterator[float]:
   data = value.data
   known = isinstance(data, (np.ndarray, np.generic, float, int))
-  if isinstance(data, jax.Array) and not isinstance(data, jax.core.Tracer):
+  if isinstance(data, jax.Array) and not isinstance(data, Tracer):
     known = data.is_fully_addressable
   if known and 0 < value.size <= _LARGEST:
     array = np.asarray(data).astype(np.float64)
