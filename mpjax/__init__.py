@@ -17,6 +17,11 @@ from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules
 from mpjax._core.trees import all_finite
 from mpjax._diagnostics.audit import Audit, audit
+from mpjax._diagnostics.nonfinite import NonfiniteReport, find_nonfinite
+from mpjax._diagnostics.ranges.measure import ranges
+from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+from mpjax._diagnostics.tune.tune_report import TuneReport
+from mpjax._diagnostics.tune.tuning import tune
 from mpjax._io.conversion import convert
 from mpjax._io.conversion_report import ConversionReport, LeafReport, conversion_report
 from mpjax._jaxprs.autocast import autocast
@@ -26,6 +31,7 @@ from mpjax.transforms import (
   AccumulationState,
   LossScalingState,
   MasterWeightsState,
+  MonitorState,
   TrainState,
   accumulate_gradients,
   apply_updates,
@@ -37,6 +43,7 @@ from mpjax.transforms import (
   make_train_step,
   master_params,
   master_weights,
+  monitor_counts,
   scale_loss,
   select_tree,
   set_loss_scale,
@@ -56,21 +63,26 @@ __all__ = [
   "Audit",
   "ConversionReport",
   "DynamicLossScale",
+  "GroupRanges",
   "LeafReport",
   "LossScalingState",
   "MasterWeightsState",
+  "MonitorState",
   "MpjaxAssertionError",
   "MpjaxError",
   "MpjaxRuntimeError",
   "MpjaxTypeError",
   "MpjaxValueError",
   "NoLossScale",
+  "NonfiniteReport",
   "OpLists",
   "OptLevel",
   "Policy",
+  "RangesReport",
   "Rule",
   "StaticLossScale",
   "TrainState",
+  "TuneReport",
   "UnmatchedRuleError",
   "accumulate_gradients",
   "all_finite",
@@ -83,6 +95,7 @@ __all__ = [
   "conversion_report",
   "convert",
   "default_rules",
+  "find_nonfinite",
   "full_precision",
   "last_step_finite",
   "linen",
@@ -91,12 +104,15 @@ __all__ = [
   "make_train_step",
   "master_params",
   "master_weights",
+  "monitor_counts",
   "nnx",
   "opt_level",
+  "ranges",
   "scale_loss",
   "select_tree",
   "set_loss_scale",
   "set_master_params",
+  "tune",
   "unscale",
   "value_and_grad",
 ]

@@ -17,6 +17,7 @@ class AuditedModule(NamedTuple):
     policy: None leaves it as it is.
     rule: the one that gave it the policy, or gave it to a module around it; None if no rule did.
     own_dtype: the value of its field `dtype`, which the policy overrules; None for none.
+    is_norm: it is a norm of Flax's, which computes in float32 by itself.
     hidden: rules that match it too, and come later.
   """
 
@@ -24,6 +25,7 @@ class AuditedModule(NamedTuple):
   policy: Policy | None
   rule: Rule | None
   own_dtype: str | None
+  is_norm: bool = False
   hidden: tuple[Rule, ...] = ()
 
 

@@ -20,6 +20,11 @@ def path_text(path: KeyPath) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def key_names(path: KeyPath) -> Path:
+  """Returns the names of the keys of a path of JAX, whatever the containers are."""
+  return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
 def leaf_paths(tree: PyTree) -> list[Path]:
   """Returns the path of each leaf. What a box holds has the path of the box.
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.paths import leaf_paths
-from mpjax._core.types import Args, Function, Kwargs, PyTree
+from mpjax._core.types import Args, Array, Function, Kwargs, PyTree
 
 _PARAMETERS = ("params", "parameters", "weights")
 
@@ -26,8 +27,44 @@ class Argument(NamedTuple):
   is_parameter: bool
 
 
+def trace(
+  fn: Function, args: Args, kwargs: Kwargs, where: str
+) -> tuple[ClosedJaxpr, list[Argument]]:
+  """Returns the jaxpr of a function, and what the leaves of its arguments are called.
+
+  Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as `mpjax.autocast`
+  does it: `model.apply(variables, x, train=True)` asks whether `train` is true.
+
+  Raises:
+    MpjaxTypeError: a model of NNX is written to that is no argument; `where` is the public call.
+  """
+  leaves, tree = jax.tree.flatten((args, kwargs))
+  arrays = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+  def call(*traced: Array) -> PyTree:
+    given = dict(zip(arrays, traced, strict=True))
+    now: PyTree = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+    return fn(*now[0], **now[1])
+
+  call.__name__ = getattr(fn, "__name__", type(fn).__name__)
+  try:
+    program = jax.make_jaxpr(call)(*(leaves[i] for i in arrays))
+  except Exception as error:
+    if type(error).__name__ != "TraceContextError":
+      raise
+    raise MpjaxTypeError(
+      where,
+      expected="a function that changes nothing but its arguments",
+      got=f"one that writes to a model of NNX that it closes over: {error}",
+      fix="Pass the model as an argument: "
+      f"{where.replace('fn', 'lambda model, x: model(x)')}(model, x).",
+    ) from error
+  names = arguments(fn, args, kwargs)
+  return program, [names[i] for i in arrays]
+
+
 def arguments(fn: Function, args: Args, kwargs: Kwargs) -> list[Argument]:
-  """Returns what the leaves of arguments are called, in the order of `jax.make_jaxpr`."""
+  """Returns what the leaves of arguments are called, in the order of `jax.tree.leaves`."""
   found: list[Argument] = []
   for name, value in (*_named(fn, args).items(), *sorted(kwargs.items())):
     learned = _learned(value)

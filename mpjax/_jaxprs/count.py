@@ -75,11 +75,10 @@ def products(program: Program) -> tuple[Product, ...]:
     if flops is None:
       continue
     lhs, rhs = map(aval_of, eqn.invars[:2])
-    result = aval_of(eqn.outvars[0])
     product = Product(
       primitive=eqn.primitive.name,
       operands=(lhs, rhs),
-      result=result,
+      result=aval_of(eqn.outvars[0]),
       flops=flops,
       times=times,
       certain=certain,

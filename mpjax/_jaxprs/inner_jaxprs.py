@@ -8,7 +8,7 @@ jaxprs with `with_inner`.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -202,6 +202,13 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
   return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
 
 
+def mapped_with(eqn: JaxprEqn) -> dict[str, Any]:
+  """Returns what `jax.shard_map` takes to run another function as an equation runs its own."""
+  params = eqn.params
+  given = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
+  return {**given, "axis_names": params["newly_manual_axes"]}
+
+
 def is_object(eqn: JaxprEqn) -> bool:
   """Whether an equation keeps what it runs in an object, of which nothing can be changed."""
   return facts_of(eqn).holds is Holds.OBJECT
@@ -210,6 +217,11 @@ def is_object(eqn: JaxprEqn) -> bool:
 def donated(eqn: JaxprEqn) -> tuple[bool, ...]:
   """Returns for each operand whether its memory may be taken over by the results."""
   return eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
+
+
+def manual_axes(eqn: JaxprEqn) -> frozenset[Hashable]:
+  """Returns the axes over which the jaxpr of a `shard_map` is that of one device."""
+  return frozenset(eqn.params["newly_manual_axes"])
 
 
 def closed_over(eqn: JaxprEqn) -> int:

@@ -18,6 +18,7 @@ from mpjax._core.errors import MpjaxTypeError, has_note, mixed_dtypes_note
 from mpjax._core.module_dtype import dtype_field, plain_attribute, warn_of_uncast
 from mpjax._core.policy import Policy
 from mpjax._core.policy_config import ModulePolicy, is_low
+from mpjax._core.rules import is_flax_norm
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import leaving, mark, region_of
@@ -106,6 +107,7 @@ class ModuleCall(NamedTuple):
       self.how.policy,
       self.how.rule,
       None if own is None else str(getattr(own, "__name__", own)),
+      is_flax_norm(self.module),
       self.how.hidden,
     )
     record.note(self.path, noted)

@@ -64,6 +64,9 @@ class Row(NamedTuple):
       low-precision operands. Not the maximum of an axis: its derivative counts the positions that
       have it.
     moves: each element of a result is one of an operand: it may as well be cast before.
+    elementwise: each element of a result depends on the elements at its own position alone.
+    bounded: its result is finite where its operands are.
+    tests: its result is boolean, and says something about the size of numbers.
     gradient: where the derivative is a sum over elements of the result, how the operand was used.
     degree: how fast the result grows, for an elementwise operation that an activation function may
       contain.
@@ -78,6 +81,9 @@ class Row(NamedTuple):
   names: str
   exact: bool = False
   moves: bool = False
+  elementwise: bool = False
+  bounded: bool = False
+  tests: bool = False
   gradient: Literal["repeated", "added", "multiplied", "chosen"] | None = None
   degree: Degree | None = None
   dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None

@@ -33,27 +33,27 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "The absolute error of the operand becomes the relative error of the result: bfloat16 rounds "
     "8.03 to 8, and 3 % are lost. And exp(11.1) overflows float16.",
-    "exp exp2 expm1",
+    Row("exp exp2 expm1", elementwise=True),
   ),
   family(
     "float32",
     "Near 1 a rounding of the operand is all of the result; and the gradient 1/x of a small "
     "operand overflows float16.",
-    "log log1p log2",
+    Row("log log1p log2", elementwise=True),
   ),
   family("float32", "It is exp(y log x), and takes the errors of both.", "pow"),
   family(
     "float32",
     "Its gradient has the power -3/2 of the operand, which overflows float16 below 4e-4: where "
     "the variance of a norm is.",
-    "rsqrt",
+    Row("rsqrt", elementwise=True),
   ),
   family(
     "float32",
     "Their operands are angles, often thousands of radians (positions times frequencies). The "
     "absolute error of the angle is the error of the result, and half types round 1000 to a "
     "multiple of 0.5 or of 4.",
-    "sin cos tan",
+    Row("sin cos tan", elementwise=True),
   ),
   family(
     "float32",
@@ -65,7 +65,7 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "At an end of their domain the slope is infinite, and a rounding of the operand there is far "
     "more than one of the result.",
-    "acos acosh asin atanh",
+    Row("acos acosh asin atanh", elementwise=True),
   ),
   family(
     "float32",
@@ -84,7 +84,7 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "The sum of the gradients of all uses of a value: of a shared or recurrent weight there are "
     "many.",
-    "add_any",
+    Row("add_any", elementwise=True),
   ),
   family(
     "float32",
@@ -106,22 +106,22 @@ FAMILIES: tuple[Family, ...] = (
     "promote",
     "One rounding of the result, as safe in half as its operands: the widest operand decides, so "
     "that nothing which is in float32 for a reason loses it.",
-    Row("add sub", gradient="added", degree=lambda d, _: max(d)),
-    Row("div", gradient="multiplied", degree=lambda d, _: d[0] - d[1]),
-    Row("max min", exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
-    Row("mul", gradient="multiplied", degree=lambda d, _: d[0] + d[1]),
-    Row("rem", gradient="multiplied"),
+    Row("add sub", elementwise=True, gradient="added", degree=lambda d, _: max(d)),
+    Row("div", elementwise=True, gradient="multiplied", degree=lambda d, _: d[0] - d[1]),
+    Row("max min", elementwise=True, exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
+    Row("mul", elementwise=True, gradient="multiplied", degree=lambda d, _: d[0] + d[1]),
+    Row("rem", elementwise=True, gradient="multiplied"),
   ),
   family(
     "promote",
     "A small relative error of the operands is a small error of the angle, which is bounded.",
-    Row("atan2", gradient="multiplied"),
+    Row("atan2", elementwise=True, gradient="multiplied"),
   ),
   family(
     "promote",
     "Comparisons: both sides in the widest type, so that rounding one of them decides nothing. "
     "The result is boolean.",
-    "eq eq_to ge gt le le_to lt lt_to ne",
+    Row("eq eq_to ge gt le le_to lt lt_to ne", tests=True),
   ),
   family(
     "promote",
@@ -150,29 +150,30 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "keep",
     "Exact in every type.",
-    Row("abs neg", exact=True, degree=lambda d, _: d[0]),
-    "ceil floor is_finite round",
-    Row("sign", exact=True),
+    Row("abs neg", elementwise=True, exact=True, degree=lambda d, _: d[0]),
+    Row("ceil floor round", elementwise=True, bounded=True),
+    Row("is_finite", tests=True),
+    Row("sign", elementwise=True, exact=True),
   ),
   family(
     "keep",
     "Activation functions and their kin: slopes of at most about one, results that stay in range. "
     "These hold the largest activations of a network, and float32 would double their memory.",
-    "asinh atan",
-    Row("erf erfc logistic tanh", degree=lambda d, _: 0),
+    Row("asinh atan", elementwise=True, bounded=True),
+    Row("erf erfc logistic tanh", elementwise=True, bounded=True, degree=lambda d, _: 0),
   ),
   family(
     "keep",
     "Roots bring numbers of any size nearer to 1, and the gradient stays in range even for the "
     "smallest float16. After a sum they run in float32 anyway.",
-    "cbrt",
-    Row("sqrt", degree=lambda d, _: d[0] / 2),
+    Row("cbrt", elementwise=True, bounded=True),
+    Row("sqrt", elementwise=True, degree=lambda d, _: d[0] / 2),
   ),
   family(
     "keep",
     "Exact but for one rounding; part of activation functions and of their gradients. Before a "
     "sum they run in float32, because their reader does.",
-    Row("one_minus_square square", degree=lambda d, _: 2 * d[0]),
+    Row("one_minus_square square", elementwise=True, degree=lambda d, _: 2 * d[0]),
   ),
   family(
     "keep",
@@ -338,7 +339,7 @@ FAMILIES: tuple[Family, ...] = (
     "memory of the largest activations. The fourth power overflows float16 from 16 on, and "
     "negative ones for small operands. All of an activation function with a power in it, also one "
     "written as x * x, is computed in float32, and its slope is kept in half.",
-    Row("integer_pow", degree=lambda d, params: params["y"] * d[0]),
+    Row("integer_pow", elementwise=True, degree=lambda d, params: params["y"] * d[0]),
     decides="keep for the powers 0 to 3, float32 for others",
   ),
   # higher-order

@@ -11,6 +11,7 @@ from mpjax.transforms._metrics import (
   loss_scaling_metrics,
   select_tree,
 )
+from mpjax.transforms._monitor import MonitorState, monitor_counts
 from mpjax.transforms._state import (
   AccumulationState,
   LossScalingState,
@@ -25,6 +26,7 @@ __all__ = [
   "AccumulationState",
   "LossScalingState",
   "MasterWeightsState",
+  "MonitorState",
   "TrainState",
   "accumulate_gradients",
   "apply_updates",
@@ -36,6 +38,7 @@ __all__ = [
   "make_train_step",
   "master_params",
   "master_weights",
+  "monitor_counts",
   "scale_loss",
   "select_tree",
   "set_loss_scale",

@@ -14,7 +14,14 @@ from jax.extend.core import get_opaque_trace_state
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.trees import first_nonfinite, is_half, is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, OptState, Params, PyTree, Updates
-from mpjax.transforms._checks import check_axes, init_inner, take_extra_args, update_inner
+from mpjax.transforms._checks import (
+  check_axes,
+  check_params,
+  check_state,
+  init_inner,
+  take_extra_args,
+  update_inner,
+)
 from mpjax.transforms._frozen import frozen_leaves, hold, leave_to_window
 from mpjax.transforms._labels import by_loss, label_configs, parse_label
 from mpjax.transforms._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
@@ -32,6 +39,7 @@ from mpjax.transforms._master_weights import (
   merged_masters,
   reach_masters,
 )
+from mpjax.transforms._monitor import MonitorState, count, no_counts
 from mpjax.transforms._skip import step_or_select, stored_first
 from mpjax.transforms._state import LossScales, LossScalingState, own_scales
 from mpjax.transforms._trees import (
@@ -56,6 +64,7 @@ def loss_scaling(
   *,
   axis_name: AxisName | None = None,
   check_updates: bool = False,
+  monitor: bool = False,
   name: str | None = None,
   **unknown: Never,
 ) -> optax.GradientTransformationExtraArgs:
@@ -109,6 +118,9 @@ def loss_scaling(
       as `bad_updates`, and the scale does not back off. The updates are computed once to look at
       them and once more to apply them, so that they need not be kept (on a GPU XLA may compute them
       once, and keep old and new). Without it such a step is applied.
+    monitor: keep counts for each parameter in the state, which `mpjax.monitor_counts` returns: how
+      many gradients are zero, and how many updates round away when they are added. It reads
+      gradients, parameters and updates once more, in the operations that compute them.
     name: tells several loss scales in one state apart.
     **unknown: refused. What shapes gradients or updates is set on `inner`.
 
@@ -123,7 +135,8 @@ def loss_scaling(
       `loss_scaling` inside; `update`: the state is not one of this transformation, or `inner` calls
       `grad_fn` in a loop or branch that JAX traces.
     MpjaxValueError: arguments contradict each other; `update`: the gradients do not match the
-      parameters, the state was created with another configuration, or `axis_name` is not bound.
+      parameters, `monitor` has no parameters, the state was created with another configuration, or
+      `axis_name` is not bound.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=4))
@@ -136,7 +149,7 @@ def loss_scaling(
   >>> print(updates, mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
   [-0. -0.] 2.0
   """
-  check_arguments(inner, loss_scale, check_updates, name, unknown)
+  check_arguments(inner, loss_scale, check_updates, monitor, name, unknown)
   configs, several = label_configs(loss_scale, name), isinstance(loss_scale, Mapping)
   scaled = not any(isinstance(config, NoLossScale) for config in configs.values())
   inner = take_extra_args(inner)
@@ -154,6 +167,8 @@ def loss_scaling(
       inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, where))
       warn_of_half(params, merged_masters(inner_state))
     refuse_nesting(inner_state)
+    if monitor:
+      inner_state = MonitorState(no_counts(params), inner_state)
     state = LossScalingState({k: init_scale(config) for k, config in configs.items()}, inner_state)
     return place_like(params, state) if scaled else state
 
@@ -171,6 +186,8 @@ def loss_scaling(
     if apply is not None:
       refuse_apply_to_parts(params)
     params = arrays_only(params) if scaled else params
+    if monitor:
+      check_params(params, f"{call}(params)")
     own = differentiated(params)
     grad_fn: Function | None = extra_args.get("grad_fn")
 
@@ -222,6 +239,17 @@ def loss_scaling(
 
     def step(
       inner_state: OptState, params: Params, seen: list[dict[str, Array]] | None = None
+    ) -> tuple[Updates, OptState]:
+      if not monitor:
+        return plain_step(inner_state, params, seen)
+      watched = check_state(inner_state, MonitorState, f"{call}(state)")
+      new_updates, new_inner = plain_step(watched.inner_state, params, seen)
+      # A window of accumulation that is open moves nothing: its updates are zeros.
+      counts = count(total(grads), params, merged(new_updates, params), watched, new_inner)
+      return new_updates, MonitorState(counts, new_inner)
+
+    def plain_step(
+      inner_state: OptState, params: Params, seen: list[dict[str, Array]] | None
     ) -> tuple[Updates, OptState]:
       view = None if params is None else shown(params)
       # In here, where an optimizer reads it, a quotient is never stored.

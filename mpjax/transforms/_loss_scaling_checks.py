@@ -21,6 +21,7 @@ def check_arguments(
   inner: object,
   loss_scale: object,
   check_updates: object,
+  monitor: object,
   name: object,
   unknown: Mapping[str, object],
 ) -> None:
@@ -29,13 +30,14 @@ def check_arguments(
   if unknown:
     raise MpjaxTypeError(
       f"{call}({', '.join(f'{key}=' for key in unknown)})",
-      expected="loss_scale, axis_name, check_updates or name",
+      expected="loss_scale, axis_name, check_updates, monitor or name",
       got=f"the unknown keyword {', '.join(map(repr, unknown))}",
       fix="Clipping, decay, averaging and accumulation are set on inner.",
     )
   check_inner(inner, f"{call}(inner)")
   _check_loss_scale(loss_scale, name)
   check_flag(check_updates, f"{call}(check_updates)")
+  check_flag(monitor, f"{call}(monitor)")
   configs = loss_scale.values() if isinstance(loss_scale, Mapping) else (loss_scale,)
   if check_updates and any(isinstance(config, NoLossScale) for config in configs):
     expected = "False with NoLossScale(), which checks nothing"

@@ -150,7 +150,8 @@ def check_skipped_steps(
   if skips[worst] >= most:
     fix = (
       "At a small scale the cause is not the scale: look for an inf or NaN in the data and "
-      "the loss, log(0), a division by 0, or a learning rate that is too high."
+      "the loss, log(0), a division by 0, or a learning rate that is too high. "
+      "print(mpjax.find_nonfinite(step)(state, batch)) shows where it begins."
     )
     if (nan := _first_nan(_with_values(params))) is not None:
       fix = f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."

@@ -2,12 +2,21 @@
 
 from typing import NamedTuple
 
-from mpjax._core.paths import leaves_by_path
+import jax
+
+import mpjax
+from mpjax._core.paths import key_names, leaves_by_path
 
 
 class Pair(NamedTuple):
   left: object
   right: object
+
+
+def test_names_of_keys():
+  tree = {"a/b": [1, (mpjax.TrainState,)]}
+  paths = jax.tree_util.tree_leaves_with_path(tree)
+  assert [key_names(path) for path, _ in paths] == [("a/b", "0"), ("a/b", "1", "0")]
 
 
 def test_paths_do_not_tell_classes_apart():

@@ -1,11 +1,13 @@
 """What the arguments of a function are called."""
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax._diagnostics.arguments import Argument, arguments, check_function
+from mpjax._diagnostics.arguments import Argument, arguments, check_function, trace
 from tests.errors import check_error
 
 X = jnp.ones((2, 2))
@@ -71,3 +73,41 @@ def test_what_is_no_function(fn, got):
   with pytest.raises(TypeError) as error:
     check_function(fn, "mpjax.audit(fn)")
   check_error(error, where="mpjax.audit(fn)", expected=expected, got=got, fix="Pass")
+
+
+def test_what_is_no_array_is_passed_as_it_is():
+  seen = []
+
+  def fn(x, *, train, name, rate, mask=None):
+    seen.append((train, name, rate, mask))
+    return x * rate if train else x
+
+  program, names = trace(fn, (X,), {"train": True, "name": "a", "rate": 0.5}, "a test")
+  assert seen == [(True, "a", 0.5, None)]
+  assert [each.name for each in names] == ["x"]
+  assert len(program.in_avals) == 1
+
+
+def test_static_arguments_of_a_jitted_function():
+  fn = jax.jit(lambda x, axis: x.sum(axis), static_argnames="axis")
+  program, names = trace(fn, (X, 1), {}, "a test")
+  assert [v.shape for v in program.out_avals] == [(2,)]
+  assert [each.name for each in names] == ["x"]
+
+
+def test_numbers_of_numpy_are_arrays():
+  program, names = trace(lambda x, n: x * n, (X, np.float32(2)), {}, "a test")
+  assert [each.name for each in names] == ["x", "n"]
+  assert len(program.in_avals) == 2
+
+
+def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument():
+  model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+  with pytest.raises(TypeError) as error:
+    trace(lambda x: model(x), (X,), {}, "mpjax.audit(fn)")
+  parts = {"where": "mpjax.audit(fn)", "expected": "nothing but its arguments"}
+  check_error(
+    error, got="BatchStat", fix="mpjax.audit(lambda model, x: model(x))(model, x)", **parts
+  )
+  program, _ = trace(lambda model, x: model(x), (model, X), {}, "mpjax.audit(fn)")
+  assert len(program.in_avals) == 5

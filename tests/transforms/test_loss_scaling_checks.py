@@ -169,7 +169,7 @@ def test_unknown_keywords_are_refused_with_several_scales_too():
   check_error(
     error,
     where="mpjax.loss_scaling(names=)",
-    expected="loss_scale, axis_name, check_updates or name",
+    expected="loss_scale, axis_name, check_updates, monitor or name",
     got="'names'",
     fix="are set on inner",
     builtin=TypeError,

@@ -7,6 +7,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
+from mpjax._core.audit_record import AuditRecord
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.types import DType
@@ -89,8 +90,9 @@ class Expectations:
   low-precision dtype that the function itself uses most: it was written for that.
   """
 
-  def __init__(self, graph: Graph) -> None:
+  def __init__(self, graph: Graph, record: AuditRecord) -> None:
     """Looks for marks, and else for the dtype that is used most."""
+    self._modules = record.modules
     self.marked = any(_region(each.where) is not None for each in graph.operations)
     self.used = None if self.marked else _most_used(graph)
     self._after = set() if self.marked else _after_gradients(graph)
@@ -114,7 +116,10 @@ class Expectations:
       return Expectation(None, "a rule leaves it as it is")
     dtype = np.dtype(read_region(region)[0])
     if is_low_precision(dtype):
-      return Expectation(dtype)
+      module = self._modules.get(marked_path(where) or "")
+      # The running statistics of a norm are float32, and what it does with them in between.
+      norm = module is not None and module.is_norm and flops_of(operation.eqn) is None
+      return Expectation(None, "a norm") if norm else Expectation(dtype)
     return Expectation(None, f"a {dtype.name} policy")
 
 
@@ -128,10 +133,13 @@ def module_path(where: Location) -> str:
 
   NNX names no scopes; there the audit knows modules only where they are under a policy.
   """
-  if where.path:
-    return where.path
+  return where.path or marked_path(where) or ""
+
+
+def marked_path(where: Location) -> str | None:
+  """Returns the path of the module under a policy that an operation is in; None without one."""
   found = (s[len(MODULE) :] for s in reversed(where.scopes) if s.startswith(MODULE))
-  return next(found, "")
+  return next(found, None)
 
 
 def _most_used(graph: Graph) -> DType | None:

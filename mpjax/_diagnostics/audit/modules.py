@@ -8,9 +8,8 @@ from typing import NamedTuple
 from mpjax._core.audit_record import AuditedModule, AuditRecord
 from mpjax._diagnostics.audit.causes import is_low, is_wide
 from mpjax._diagnostics.audit.costs import dtypes_of
-from mpjax._diagnostics.audit.graph import Graph, Operation, Value
-from mpjax._diagnostics.audit.leaks import module_path
-from mpjax._jaxprs.autocast.marks import MODULE
+from mpjax._diagnostics.audit.graph import Graph, Value
+from mpjax._diagnostics.audit.leaks import marked_path, module_path
 from mpjax._jaxprs.count import flops_of
 
 
@@ -76,7 +75,7 @@ def module_rows(
         if v.kind == "argument" and (v.label in parameters or not parameters)
       }
     (row.activations if forward else row.gradients).extend(operation.results)
-    row.module = row.module or record.modules.get(_marked_path(operation) or "", None)
+    row.module = row.module or record.modules.get(marked_path(operation.where) or "")
     flops = flops_of(operation.eqn)
     operands = operation.operands[:2]
     if flops and all(is_low(v) or is_wide(v) for v in operands):
@@ -85,11 +84,6 @@ def module_rows(
   # What has a module around it that is shown, and no matmul of its own, is a detail of that one.
   kept = {path: row for path, row in found.items() if row.flops}
   return _collapsed({path: _finished(path, row) for path, row in kept.items()})
-
-
-def _marked_path(operation: Operation) -> str | None:
-  scopes = operation.where.scopes
-  return next((s[len(MODULE) :] for s in reversed(scopes) if s.startswith(MODULE)), None)
 
 
 def _finished(path: str, row: _Row) -> ModuleRow:

@@ -10,7 +10,7 @@ import jax
 
 from mpjax._core.audit_record import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxAssertionError
-from mpjax._diagnostics.arguments import Argument, arguments, check_function
+from mpjax._diagnostics.arguments import Argument, check_function, trace
 from mpjax._diagnostics.audit.causes import Causes, Kind, is_low, is_wide
 from mpjax._diagnostics.audit.compiled_text import kernels
 from mpjax._diagnostics.audit.costs import (
@@ -189,9 +189,9 @@ def audit(
 ) -> Callable[P, Audit]:
   """Returns a function that says which precision each operation of `fn` has.
 
-  It takes the arguments of `fn`, or `jax.ShapeDtypeStruct` in place of arrays: `fn` is traced, as
-  `jax.make_jaxpr` does it, and nothing is computed. `fn` may be a model, a loss, its gradient or
-  an entire training step, jitted or not, with or without a policy.
+  It takes the arguments of `fn`, or `jax.ShapeDtypeStruct` instead of arrays: `fn` is traced, and
+  nothing is computed. What is no array, such as `train=True`, is passed as it is. `fn` may be a
+  model, a loss, its gradient or an entire training step, jitted or not, with or without a policy.
 
   A leak is a matmul, or an elementwise operation on a large array, that runs in float32 where low
   precision was asked for: by the policy of its module, by autocast, or, in a function that casts by
@@ -230,9 +230,8 @@ def audit(
   def call(*args: P.args, **kwargs: P.kwargs) -> Audit:
     record = AuditRecord()
     with AUDIT(record):
-      program = jax.make_jaxpr(fn)(*args, **kwargs)
-    names = arguments(fn, args, kwargs)
-    return _audited(Graph(program, _fitting(names, program)), names, record, compiled)
+      program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
+    return _audited(Graph(program, [x.name for x in names]), names, record, compiled)
 
   call.__name__ = getattr(fn, "__name__", type(fn).__name__)
   call.__doc__ = None
@@ -247,20 +246,13 @@ def _neutral(expectations: Expectations, record: AuditRecord) -> frozenset[Kind]
   return frozenset(("parameter", "number", *more))
 
 
-def _fitting(names: Sequence[Argument], program: Any) -> list[str]:
-  """Returns the names of arguments; numbers where they do not fit what was traced."""
-  count = len(program.in_avals)
-  found = [each.name for each in names]
-  return found if len(found) == count else [f"args[{i}]" for i in range(count)]
-
-
 def _audited(
   graph: Graph,
   names: Sequence[Argument],
   record: AuditRecord,
   compiled: jax.stages.Compiled | None,
 ) -> Audit:
-  expectations = Expectations(graph)
+  expectations = Expectations(graph, record)
   parameters = frozenset(each.name for each in names if each.is_parameter)
   causes = Causes(graph, parameters, _neutral(expectations, record))
   leaks, on_purpose = find_leaks(graph, causes, expectations)

@@ -188,6 +188,28 @@ class Head(nn.Module):
     return nn.Dense(4, name="head")(nn.relu(nn.Dense(8, name="body")(x)))
 
 
+class Normed(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    for norm in (nn.BatchNorm(use_running_average=True), nn.LayerNorm(), nn.RMSNorm()):
+      x = norm(nn.Dense(8)(x))
+    return nn.Dense(4)(x)
+
+
+@HALF
+@pytest.mark.parametrize("way", ["apply", "bind"])
+def test_no_false_leak_in_norms_with_statistics_of_training(way, half):
+  x = jnp.ones((16, 8))
+  variables = Normed().init(jax.random.key(0), x)
+  model = mpjax.linen.with_policy(Normed(), f"mixed_{half}")
+  if way == "apply":
+    audit = mpjax.audit(lambda v, x: model.apply(v, x))(variables, x)
+  else:
+    audit = mpjax.audit(model.bind(variables))(x)
+  assert audit.leaks == ()
+  assert audit.half_share == 1
+
+
 WIDE = jax.ShapeDtypeStruct((16, 8), "float32")
 ON_PURPOSE = {
   "a float32 policy": mpjax.Rule("float32", path="head"),

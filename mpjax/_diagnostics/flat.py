@@ -1,0 +1,81 @@
+"""Functions of trees as functions of the arrays in them, which can be traced and run as a jaxpr."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
+
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.paths import Path, key_names
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
+
+
+class Call:
+  """The arguments of a call: what is no array of them stays as it is.
+
+  Attributes:
+    operands: the arrays, in the order of the leaves.
+  """
+
+  def __init__(self, args: Args, kwargs: Kwargs, where: str) -> None:
+    self._leaves, self._tree = jax.tree.flatten((args, kwargs))
+    if any(isinstance(x, Tracer) for x in self._leaves):
+      raise MpjaxTypeError(
+        f"{where}(*args)",
+        expected="concrete arrays",
+        got="a traced one",
+        fix="Call it on the host, outside of jax.jit and jax.grad.",
+      )
+    self._arrays = [i for i, x in enumerate(self._leaves) if is_array(x)]
+    self.operands: list[Array] = [jnp.asarray(self._leaves[i]) for i in self._arrays]
+
+  def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Path]]:
+    """Returns the jaxpr of a function of these arguments, and the paths of its results."""
+    outputs: list[Path] = []
+
+    def flat(*operands: Array) -> list[Leaf]:
+      given = dict(zip(self._arrays, operands, strict=True))
+      leaves = [given.get(i, x) for i, x in enumerate(self._leaves)]
+      args, kwargs = jax.tree.unflatten(self._tree, leaves)
+      returned = jax.tree_util.tree_leaves_with_path(fn(*args, **kwargs))
+      outputs[:] = [key_names(path) for path, x in returned if is_array(x)]
+      return [x for _, x in returned if is_array(x)]
+
+    return jax.make_jaxpr(flat)(*self.operands), outputs
+
+
+def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
+  """Returns the value and gradient of a loss by the floating arrays in its first argument.
+
+  Args:
+    fn: returns a scalar, or one and aux.
+    scale: a factor on the loss, which the gradients carry.
+  """
+
+  def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    leaves, tree = jax.tree.flatten(args[0])
+    moving = {i: x for i, x in enumerate(leaves) if is_array(x) and is_inexact(x)}
+
+    def loss(moving: Mapping[int, Leaf]) -> tuple[Leaf, PyTree]:
+      first = jax.tree.unflatten(tree, [moving.get(i, x) for i, x in enumerate(leaves)])
+      returned = fn(first, *args[1:], **kwargs)
+      value, *aux = returned if isinstance(returned, tuple) else (returned,)
+      scaled = value if scale == 1 else value * np.asarray(scale, value.dtype)
+      return scaled, [x for x in jax.tree.leaves(aux) if is_array(x)]
+
+    return jax.value_and_grad(loss, has_aux=True)(moving)
+
+  return gradient
+
+
+def is_array(x: Leaf) -> bool:
+  """Whether a leaf is an array with a dtype; a Python number is not."""
+  return isinstance(x, (jax.Array, np.ndarray))
+
+
+def is_inexact(x: Leaf) -> bool:
+  """Whether an array holds floating or complex numbers."""
+  return jnp.issubdtype(x.dtype, jnp.inexact)

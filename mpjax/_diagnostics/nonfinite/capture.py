@@ -1,0 +1,196 @@
+"""What the numbers were where a step broke: looked at in a second run."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._core.dtypes import FLOAT32, is_low_precision
+from mpjax._core.types import Array
+from mpjax._diagnostics.nonfinite.births import births, is_nan, not_finite
+from mpjax._diagnostics.nonfinite.interpreter import bind
+from mpjax._diagnostics.nonfinite.program import Body, Step
+from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
+from mpjax._jaxprs.atoms import dtype_of, shape_of
+
+BEFORE = 10
+"""How many operations before the one that broke are shown."""
+
+
+class Seen(NamedTuple):
+  """What was seen, of all values that are looked at in a row.
+
+  Fields:
+    hit: whether the step was met in its iteration.
+    sizes: float32 of shape (values, 3): the least and the largest absolute value of those that are
+      finite, and the value at the first element that broke.
+    counts: int32 of shape (values, 2): how many are inf, and how many NaN.
+    place: int32 of shape (), the first element that broke, counted along the last axis first.
+    broken: int32 of shape (), how many did.
+  """
+
+  hit: Array
+  sizes: Array
+  counts: Array
+  place: Array
+  broken: Array
+
+
+class CaptureProbe:
+  """Looks at the operands and results of one step, and at the results of those before it.
+
+  Args:
+    body: the function.
+    number: that of the step.
+    iterations: in which it broke, -1 where there is no loop.
+    device: on which, -1 outside of a `shard_map`.
+  """
+
+  def __init__(self, body: Body, number: int, iterations: Sequence[int], device: int) -> None:
+    self.iterations, self.device = iterations, device
+    self.body, self.step = body.around(number)
+    place = self.body.steps.index(self.step)
+    some = [s for s in self.body.steps[:place] if not s.bodies and _is_numbers(s)]
+    self.before = tuple(some[-BEFORE:])
+    self.positions = tuple(i for i, v in enumerate(self.step.eqn.invars) if is_inexact(v))
+    broken = [i for i, v in enumerate(self.step.eqn.outvars) if is_inexact(v)]
+    self.result = broken[0]
+    # The result as it is, and in float32.
+    self.values = len(self.before) + len(self.positions) + 2
+
+  def watch(self, body: Body, indices: tuple[Array, ...], outermost: bool) -> "_Watch":
+    """Returns what looks at the values of a body."""
+    return _Watch(self, body, indices)
+
+  def nothing(self, bodies: Sequence[Body] = ()) -> Seen:
+    """Returns the state in which nothing was seen."""
+    zero = jnp.zeros((), jnp.int32)
+    sizes = jnp.zeros((self.values, 3), jnp.float32)
+    return Seen(jnp.asarray(False), sizes, jnp.zeros((self.values, 2), jnp.int32), zero, zero)
+
+  def first(self, one: Seen, other: Seen) -> Seen:
+    """Returns the state in which something was seen."""
+    return jax.tree.map(lambda a, b: jnp.where(one.hit, a, b), one, other)
+
+  def of_devices(self, states: Seen) -> Seen:
+    """Returns what the device saw on which the step broke."""
+    return jax.tree.map(lambda x: x[max(self.device, 0)], states)
+
+
+class _Watch:
+  """Looks at the values of one list of steps."""
+
+  def __init__(self, probe: CaptureProbe, body: Body, indices: tuple[Array, ...]) -> None:
+    self.probe, self.here, self.indices = probe, body is probe.body, indices
+    self.rows: list[tuple[Array, Array]] = []
+    self.seen: list[Seen] = []
+
+  def arguments(self, body: Body, values: Sequence[Array]) -> None:
+    """Looks at nothing."""
+
+  def operands(self, step: Step, ins: list[Any]) -> list[Any]:
+    """Changes nothing."""
+    return ins
+
+  def inside(self, state: Seen) -> None:
+    """Takes what was seen in the inner lists of a step."""
+    self.seen.append(state)
+
+  def step(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
+    """Looks at a step that has run."""
+    if not self.here:
+      return
+    none = jnp.zeros((), jnp.float32)
+    if step in self.probe.before:
+      self.rows.append(_row(outs[0], none))
+    if step is self.probe.step:
+      self._capture(step, ins, outs)
+
+  def _capture(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
+    result = outs[self.probe.result]
+    mask = births(step, ins, outs)[self.probe.result]
+    mask = not_finite(result) if mask is None else jnp.broadcast_to(mask, result.shape)
+    # By reductions, which sharded arrays take as well: they may not be reshaped.
+    places = _places(result.shape)
+    index = jnp.min(jnp.where(mask, places, _LAST), initial=_LAST)
+
+    def value(x: Array) -> Array:
+      if jnp.size(x) == 1:
+        return _as_float32(jnp.reshape(x, ()))
+      if not (is_elementwise(step) and jnp.shape(x) == result.shape):
+        return jnp.full((), jnp.nan, jnp.float32)
+      return jnp.sum(jnp.where(places == index, _as_float32(x), 0))
+
+    operands = [jnp.asarray(ins[position]) for position in self.probe.positions]
+    wide = in_float32(step, ins)
+    wide = result if wide is None else wide[self.probe.result]
+    self.rows += [_row(x, value(x)) for x in (*operands, result, wide)]
+    sizes, counts = (jnp.stack(each) for each in zip(*self.rows, strict=True))
+    wanted = self.probe.iterations
+    hit = jnp.asarray(True)
+    for index_now, then in zip(self.indices, wanted, strict=False):
+      hit = hit & (index_now == then)
+    count = jnp.sum(mask, dtype=jnp.int32)
+    self.seen.append(Seen(hit, sizes, counts, index.astype(jnp.int32), count))
+
+  def state(self) -> Seen:
+    """Returns what was seen."""
+    found = self.probe.nothing()
+    for each in self.seen:
+      found = self.probe.first(found, each)
+    return found
+
+
+_LAST = 2**31 - 1
+
+
+def _places(shape: tuple[int, ...]) -> Array:
+  """Returns the positions of elements, counted along the last axis first."""
+  found, stride = jnp.zeros(shape, jnp.int32), 1
+  for axis in reversed(range(len(shape))):
+    found = found + jax.lax.broadcasted_iota(jnp.int32, shape, axis) * stride
+    stride *= shape[axis]
+  return found
+
+
+def _is_numbers(step: Step) -> bool:
+  return bool(step.eqn.outvars) and is_inexact(step.eqn.outvars[0])
+
+
+def _as_float32(x: Array) -> Array:
+  return jnp.real(x).astype(jnp.float32)
+
+
+def _row(x: Array, value: Array) -> tuple[Array, Array]:
+  size = jnp.abs(x.astype(jnp.float32) if x.dtype.itemsize < 4 else x).astype(jnp.float32)
+  bad, nan = not_finite(x), is_nan(x)
+  least = jnp.min(jnp.where(bad, jnp.inf, size), initial=jnp.inf)
+  most = jnp.max(jnp.where(bad, -1.0, size), initial=-1.0)
+  inf = jnp.sum(bad & ~nan, dtype=jnp.int32)
+  return jnp.stack([least, most, value]), jnp.stack([inf, jnp.sum(nan, dtype=jnp.int32)])
+
+
+def in_float32(step: Step, ins: Sequence[Any]) -> list[Array] | None:
+  """Returns what a step gives in float32 for the same operands; None if that is not known."""
+  eqn = step.eqn
+  low = [dtype_of(v) for v in (*eqn.invars, *eqn.outvars) if is_inexact(v)]
+  if not any(dtype is not None and is_low_precision(dtype) for dtype in low):
+    return None
+  params = {
+    name: FLOAT32 if isinstance(value, np.dtype) and is_low_precision(value) else value
+    for name, value in eqn.params.items()
+  }
+  wide = [
+    jnp.asarray(x).astype(FLOAT32)
+    if is_inexact(v) and is_low_precision(jnp.asarray(x).dtype)
+    else x
+    for x, v in zip(ins, eqn.invars, strict=True)
+  ]
+  try:
+    found = bind(eqn.replace(params=params), wide)
+  except (TypeError, ValueError, NotImplementedError):
+    return None  # It takes no float32, such as a kernel written for float16.
+  shapes = [shape_of(v) for v in eqn.outvars]
+  return found if [x.shape for x in found] == shapes else None

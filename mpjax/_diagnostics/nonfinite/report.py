@@ -1,0 +1,198 @@
+"""What `find_nonfinite` returns."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import jax.numpy as jnp
+
+from mpjax._core.dtypes import is_low_precision
+from mpjax._diagnostics.report import Column, Json, Report, Section
+
+Verdict: TypeAlias = Literal["scale", "value"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+  """The numbers of an array.
+
+  Fields:
+    name: what it is: an operand, the result, or the operation that it came from.
+    dtype: its dtype.
+    shape: its shape; on one device, inside of a `shard_map`.
+    least: the least absolute value of those that are finite; NaN if none is.
+    most: the largest.
+    inf: how many are inf.
+    nan: how many are NaN.
+    path: the module or scope of the operation that it came from.
+    value: the value at the element that broke; None where operands have no such element.
+  """
+
+  name: str
+  dtype: str
+  shape: tuple[int, ...]
+  least: float
+  most: float
+  inf: int
+  nan: int
+  path: str = ""
+  value: float | None = None
+
+  @property
+  def size(self) -> int:
+    """How many numbers there are."""
+    return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class NonfiniteReport(Report):
+  """Where the first value of a function was not finite though what it came from was.
+
+  False if there is none: `if mpjax.find_nonfinite(fn)(x): ...`. Printed, it says all of this.
+
+  Args:
+    operation: the primitive, as `jax.make_jaxpr` prints it; "argument" for an argument that came
+      so, "constant" for an array that the function closes over; None if nothing was found.
+    path: the module or named scope; of an argument its name, such as "params['w']".
+    direction: "forward" or "backward".
+    source: the line of code, "model.py:57"; None if it is not known.
+    iteration: that of the loop, counted from 0 along its inputs (so that the backward pass of a
+      layer has the number of the layer); a tuple for loops inside of one another, None outside.
+    verdict: "scale" if it is finite at a smaller loss scale, "value" if no scale helps.
+    finite_at: the largest power of two that would do as loss scale, if the verdict is "scale".
+    index: the first element that broke, in the shape of the result: under `vmap`, it says the lane.
+    count: how many elements broke.
+    device: which device of a `shard_map`, as its positions along the axes of the mesh.
+    dtype: that of the result.
+    shape: that of the result.
+    operands: the ranges of the operands.
+    result: that of the result.
+    before: those of the results of the last operations before, the last one last.
+    float32_value: the largest absolute value of the result if it is computed in float32.
+    loss_scale: the loss scale, if one is in the arguments.
+    step: how many steps it has seen.
+    cause: why it is not finite, a sentence.
+    cure: what to change, a line of code.
+    notes: what else is to be known.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> found = mpjax.find_nonfinite(lambda x: jnp.sum(x * x))(jnp.asarray([300.0], jnp.float16))
+  >>> bool(found), found.operation, found.direction, found.verdict
+  (True, 'mul', 'forward', 'value')
+  """
+
+  operation: str | None = None
+  path: str = ""
+  direction: Literal["forward", "backward"] | None = None
+  source: str | None = None
+  iteration: int | tuple[int, ...] | None = None
+  verdict: Verdict | None = None
+  finite_at: float | None = None
+  index: tuple[int, ...] | None = None
+  count: int = 0
+  device: Mapping[str, int] | None = None
+  dtype: str | None = None
+  shape: tuple[int, ...] | None = None
+  operands: tuple[Range, ...] = ()
+  result: Range | None = None
+  before: tuple[Range, ...] = ()
+  float32_value: float | None = None
+  loss_scale: float | None = None
+  step: int | None = None
+  cause: str = ""
+  cure: str = ""
+  notes: tuple[str, ...] = ()
+
+  def __bool__(self) -> bool:
+    return self.operation is not None
+
+  def __repr__(self) -> str:
+    if not self:
+      return "NonfiniteReport(nothing found)"
+    return f"NonfiniteReport({self._place()}, verdict={self.verdict!r})"
+
+  def _place(self) -> str:
+    named = [self.path, self.operation, self.direction, self.source]
+    parts = [part for part in named if part]
+    if self.iteration is not None:
+      parts.append(f"iteration {self.iteration}")
+    if self.device is not None:
+      parts.append("device " + ", ".join(f"{axis}={i}" for axis, i in self.device.items()))
+    return " · ".join(parts)
+
+  def as_dict(self) -> Mapping[str, Json]:
+    """Returns the fields, for JSON."""
+    return dataclasses.asdict(self)
+
+  def sections(self) -> Sequence[Section]:
+    """Returns what is printed."""
+    if not self:
+      text = "Every value that something computes with is finite."
+      return [Section(lines=(text, *self._scale(), *self.notes))]
+    about = (f"First value that is not finite: {self._place()}", *self._scale(), self.cause)
+    parts = [Section(lines=tuple(filter(None, about)))]
+    values = [*self.operands, *([self.result] if self.result else [])]
+    if values:
+      parts.append(_table("Values", values, with_path=False))
+    if self.before:
+      parts.append(_table("The operations before it", self.before, with_path=True))
+    parts.append(Section("Verdict", lines=(self._verdict(), *self.notes)))
+    if self.cure:
+      parts.append(Section("Cure", lines=(self.cure,)))
+    return parts
+
+  def _scale(self) -> tuple[str, ...]:
+    if self.loss_scale is None:
+      return ()
+    step = "" if self.step is None else f"Step {self.step}, "
+    text = f"{step}loss scale {power(self.loss_scale)}."
+    return (text[0].upper() + text[1:],)
+
+  def _verdict(self) -> str:
+    if self.verdict == "scale":
+      at = "" if self.finite_at is None else f": it is finite at {power(self.finite_at)}"
+      return f"The scale's fault{at}."
+    if self.verdict is None:
+      return "Whether a smaller loss scale would help could not be decided."
+    if self.operation in ("argument", "constant"):
+      return "The value's own: it came so, and no loss scale helps."
+    largest, wide = _largest(self.dtype), self.float32_value
+    if largest is not None and wide is not None and math.isfinite(wide) and wide > largest:
+      return (
+        f"The value's own: in float32 it would be {wide:.3g} > {largest:.5g}, the largest number "
+        f"in {self.dtype}. No loss scale helps."
+      )
+    return "The value's own: no loss scale helps."
+
+
+def _largest(dtype: str | None) -> float | None:
+  if dtype is None or not is_low_precision(jnp.dtype(dtype)):
+    return None
+  return float(jnp.finfo(jnp.dtype(dtype)).max)
+
+
+def power(scale: float) -> str:
+  """Returns a loss scale as a power of two, if it is one."""
+  exponent = math.log2(scale) if scale > 0 else math.nan
+  return (
+    f"2^{exponent:.0f}" if exponent == round(exponent, 9) and exponent % 1 == 0 else f"{scale:g}"
+  )
+
+
+def _table(title: str, values: Sequence[Range], *, with_path: bool) -> Section:
+  columns = (
+    Column("operation" if with_path else "value", wide=True),
+    Column("dtype and shape"),
+    Column("least", "right"),
+    Column("largest", "right"),
+    Column("inf", "right"),
+    Column("NaN", "right"),
+  )
+  rows = []
+  for each in values:
+    name = f"{each.path} · {each.name}" if with_path and each.path else each.name
+    shape = ",".join(map(str, each.shape))
+    numbers = ("-" if math.isnan(x) else f"{x:.3g}" for x in (each.least, each.most))
+    rows.append((name, f"{each.dtype}[{shape}]", *numbers, f"{each.inf}", f"{each.nan}"))
+  return Section(title, columns=columns, rows=tuple(rows))

@@ -1,0 +1,112 @@
+"""The loss scale of a function: in the state of an optimizer, or a number that the loss meets."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from jax.extend.core import primitives as p
+
+from mpjax._core.types import Args, Kwargs, Leaf
+from mpjax._diagnostics.nonfinite.program import Body, Step
+from mpjax._diagnostics.nonfinite.traced import Traced
+from mpjax._diagnostics.nonfinite.uses import is_cast, is_move
+from mpjax._jaxprs.atoms import shape_of
+from mpjax.transforms._state import replace_scale, scales_in
+
+_LEAST = 8
+"""A smaller factor of a loss is rather a weight of it than a loss scale."""
+
+
+class Scale(NamedTuple):
+  """A loss scale.
+
+  Fields:
+    value: what it is.
+    least: the smallest that it may become.
+    step: how many steps it has seen; None if that is not known.
+    with_factor: returns the arguments with it multiplied by a number.
+  """
+
+  value: float
+  least: float
+  step: int | None
+  with_factor: Callable[[float], list[Leaf]]
+
+
+def scale_of(traced: Traced, args: Args, kwargs: Kwargs) -> Scale | None:
+  """Returns the loss scale in the arguments of a function, if there is one."""
+  call = (args, kwargs)
+  states = [(one, one.state) for one in scales_in(call) if one.state is not None]
+  if not states:
+    return None
+
+  def with_factor(factor: float) -> list[Leaf]:
+    now = call
+    for position in range(len(states)):
+      owner = [one for one in scales_in(now) if one.state is not None][position]
+      state = states[position][1]
+      moved = jax.device_put(state.scale * np.float32(factor), state.scale.sharding)
+      now = replace_scale(now, owner, state._replace(scale=moved))
+    return traced.flatten(now)
+
+  found, largest = max(states, key=lambda each: float(np.max(each[1].scale)))
+  least = found.says.limits[0] if found.says.dynamic else 1.0
+  return Scale(float(np.max(largest.scale)), least, int(np.max(largest.total)), with_factor)
+
+
+class Implied(NamedTuple):
+  """A number that a loss meets, and the cotangent that starts its backward pass.
+
+  Fields:
+    value: the number.
+    places: the position of that operand, by the numbers of the steps.
+  """
+
+  value: float
+  places: Mapping[int, int]
+
+
+def implied_scale(traced: Traced) -> Implied | None:
+  """Returns the loss scale that a function multiplies its loss by, if it looks like one."""
+  body = traced.body
+  values: dict[object, Leaf] = {**body.consts}
+  values.update(zip(body.inputs, traced.leaves, strict=True))
+  found: dict[object, float] = {}
+  places: dict[object, dict[int, int]] = {}
+  for key, step, position in _shared(body):
+    value = key[1] if isinstance(key, tuple) else values[key]
+    number = float(np.real(np.asarray(value))) if np.size(value) == 1 else 0.0
+    if number >= _LEAST and math.isfinite(number) and math.log2(number).is_integer():
+      found[key] = number
+      places.setdefault(key, {})[step.number] = position
+  key = max(found, key=lambda each: found[each], default=None)
+  return None if key is None else Implied(found[key], places[key])
+
+
+def _shared(body: Body) -> Iterator[tuple[object, Step, int]]:
+  """Yields scalars that are factors in the forward pass as well as in the backward pass."""
+  plain = _plain(body)
+  passes: dict[object, list[tuple[Step, int]]] = {}
+  for step in body.steps:
+    if step.eqn.primitive is p.mul_p and shape_of(step.eqn.outvars[0]) == ():
+      for position, slot in enumerate(step.ins):
+        literal = isinstance(slot, Literal)
+        key = ("literal", float(np.real(slot.val))) if literal else plain.get(slot)
+        if key is not None:
+          passes.setdefault(key, []).append((step, position))
+  for key, places in passes.items():
+    if len({step.location.direction == "backward" for step, _ in places}) == 2:
+      yield from ((key, step, position) for step, position in places)
+
+
+def _plain(body: Body) -> dict[int, object]:
+  """Returns the values that are arguments or constants, moved and cast, with which it is."""
+  found: dict[int, object] = {slot: slot for slot in (*body.inputs, *body.consts)}
+  for step in body.steps:
+    first = step.ins[0] if step.ins else None
+    if (is_move(step) or is_cast(step)) and isinstance(first, int) and first in found:
+      found.update(dict.fromkeys(step.outs, found[first]))
+  return found

@@ -1,0 +1,211 @@
+"""Which values of a list of steps can be discarded before anything computes with them.
+
+An inf counts only if something reads it, other than a comparison, `is_finite`, or a `where` that
+discards it: of `jnp.where(x > 0, x * jnp.log(x), 0)` nobody sees log(0). Which elements a `where`
+discards is known only while it runs; here it is decided for which values that has to be followed.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from mpjax._diagnostics.nonfinite.program import Body, Slot, Step
+from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
+from mpjax._jaxprs.primitives import facts_of
+
+
+def is_inexact(atom: Atom) -> bool:
+  """Whether a value holds floating or complex numbers."""
+  # A reference to memory that is written in place has a dtype too, and is no array.
+  array = isinstance(atom.aval, ShapedArray)
+  return array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
+
+
+def is_select(step: Step) -> bool:
+  """Whether a step is what `jnp.where` becomes."""
+  return step.eqn.primitive is p.select_n_p
+
+
+def is_cast(step: Step) -> bool:
+  """Whether a step casts floating numbers to floating numbers."""
+  eqn = step.eqn
+  return (
+    eqn.primitive is p.convert_element_type_p
+    and is_inexact(eqn.invars[0])
+    and is_inexact(eqn.outvars[0])
+  )
+
+
+def narrows(eqn: JaxprEqn) -> bool:
+  """Whether a cast is to a dtype that ends earlier."""
+  old, new = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
+  if not jnp.issubdtype(new, jnp.floating):
+    return not jnp.issubdtype(new, jnp.complexfloating)
+  if old == np.bool_:
+    return False
+  if jnp.issubdtype(old, jnp.integer):
+    return float(jnp.iinfo(old).max) > float(jnp.finfo(new).max)
+  return float(jnp.finfo(old).max) > float(jnp.finfo(new).max)
+
+
+def is_move(step: Step) -> bool:
+  """Whether a step only moves numbers: one that can do it to numbers of another type too."""
+  # A gather may fill in numbers of its own.
+  fills = step.eqn.primitive is p.gather_p or is_select(step)
+  return facts_of(step.eqn).moves and not fills
+
+
+def is_elementwise(step: Step) -> bool:
+  """Whether each element of a result depends on the elements at its own position alone."""
+  return facts_of(step.eqn).elementwise or is_cast(step)
+
+
+class Uses(NamedTuple):
+  """What becomes of the values of a list of steps.
+
+  Fields:
+    discarded: those that nothing reads but comparisons, and a `where` that may discard them.
+    derived: those of which that holds if they were computed from an inf: then a comparison reads
+      it, as that of a training step does which asks whether to skip.
+    factors: those that, besides, multiply a value of the backward pass.
+    constants: those that are constants of the jaxpr, moved and cast.
+    returned: those that are returned, and that nothing else reads.
+  """
+
+  discarded: frozenset[int]
+  derived: frozenset[int]
+  factors: frozenset[int]
+  constants: frozenset[int]
+  returned: frozenset[int]
+
+
+@functools.lru_cache(maxsize=256)
+def uses_of(body: Body) -> Uses:
+  """Returns what becomes of the values of a list of steps."""
+  finder = _Finder(body)
+  sets = (finder.discarded, finder.derived, finder.factors, _constants(body))
+  returned = frozenset(finder.returned - finder.readers.keys())
+  return Uses(*(frozenset(each) for each in sets), returned=returned)
+
+
+class _Finder:
+  """Goes through the steps from the last to the first."""
+
+  def __init__(self, body: Body) -> None:
+    self.readers: dict[int, list[tuple[Step, int]]] = {}
+    for step in body.steps:
+      for position, slot in enumerate(step.ins):
+        if isinstance(slot, int):
+          self.readers.setdefault(slot, []).append((step, position))
+    self.returned = frozenset(slot for slot in body.outputs if isinstance(slot, int))
+    self.noticed = _noticed(body)
+    self.given = set(body.inputs)
+    for step in body.steps:
+      kept = is_move(step) or (is_cast(step) and not narrows(step.eqn))
+      if kept and self.given.issuperset(step.reads):
+        self.given.update(step.outs)
+    self.discarded: set[int] = set()
+    self.derived: set[int] = set()
+    self.factors: set[int] = set()
+    for step in reversed(body.steps):
+      given = any(slot in self.given for slot in step.outs)
+      for slot, var in zip(step.outs, step.eqn.outvars, strict=True):
+        if is_inexact(var):
+          self._decide(slot, given)
+    for slot in body.inputs:
+      self._decide(slot, argument=True)
+
+  def _decide(self, slot: int, argument: bool = False) -> None:
+    readers = self.readers.get(slot, [])
+    if argument:
+      # To return it computes nothing; and a best loss that starts at inf is compared by a minimum.
+      readers = [r for r in readers if r[0].eqn.primitive not in (p.max_p, p.min_p)]
+      if not readers:
+        self.discarded.add(slot)
+        self.derived.add(slot)
+    elif slot in self.returned:
+      return
+    if not readers:
+      return
+    if all(self._discards(step, position, True) for step, position in readers):
+      self.derived.add(slot)
+    if all(self._discards(step, position, False) for step, position in readers):
+      self.discarded.add(slot)
+    elif all(
+      self._discards(step, position, False) or self._multiplies(step) for step, position in readers
+    ):
+      self.factors.add(slot)
+
+  def _discards(self, step: Step, position: int, derived: bool) -> bool:
+    if step.bodies:
+      return False
+    if facts_of(step.eqn).tests:
+      return not derived
+    if is_select(step):
+      return position == 0 or not self._is_skip(step)
+    if is_move(step) or is_cast(step):
+      outs = self.derived if derived else self.discarded
+      return all(slot in outs for slot in step.outs)
+    return is_elementwise(step) and all(slot in self.derived for slot in step.outs)
+
+  def _multiplies(self, step: Step) -> bool:
+    if is_move(step) or is_cast(step):
+      return all(slot in self.factors for slot in step.outs)
+    return step.eqn.primitive is p.mul_p and step.location.direction == "backward"
+
+  def _is_skip(self, step: Step) -> bool:
+    """Whether a `where` discards since a value was not finite: a skipped step."""
+    predicate = step.ins[0]
+    known = self.noticed.get(predicate, "") if isinstance(predicate, int) else ""
+    spread = shape_of(step.eqn.invars[0]) == () and shape_of(step.eqn.outvars[0]) != ()
+    return known == "all" or (known == "each" and spread)
+
+
+def _noticed(body: Body) -> dict[int, str]:
+  """Returns which values say whether something is finite: "each" element, or "all" of them."""
+  found: dict[int, str] = {}
+  for step in body.steps:
+    eqn = step.eqn
+    pairs = [(s, v) for s, v in zip(step.ins, eqn.invars, strict=True) if isinstance(s, int)]
+    asked = [(found[s], v) for s, v in pairs if s in found]
+    if step.bodies:
+      inside = any(_asks(each) for b in step.bodies for each in b.every_step())
+      known = "all" if asked or inside else ""
+    elif _asks(step):
+      known = "each"
+    else:
+      shapes = {
+        shape_of(v) for v in [*(v for _, v in asked), *eqn.outvars] if hasattr(v.aval, "shape")
+      }
+      known = (
+        min((each for each, _ in asked), default="") if len(shapes) < 2 else "all" * bool(asked)
+      )
+    if known:
+      made = zip(step.outs, eqn.outvars, strict=True)
+      found.update({slot: known for slot, var in made if not is_inexact(var)})
+  return found
+
+
+def _asks(step: Step) -> bool:
+  """Whether a step asks if numbers are finite, or NaN."""
+  eqn = step.eqn
+  same = eqn.primitive is p.ne_p and len(set(map(_key, step.ins))) == 1
+  return eqn.primitive is p.is_finite_p or same
+
+
+def _key(slot: Slot) -> object:
+  return slot if isinstance(slot, int) else id(slot)
+
+
+def _constants(body: Body) -> set[int]:
+  found: set[int] = set()
+  for step in body.steps:
+    fixed = all(isinstance(slot, Literal) or slot in found for slot in step.ins)
+    if step.ins and fixed and (is_move(step) or step.eqn.primitive is p.convert_element_type_p):
+      found.update(step.outs)
+  return found

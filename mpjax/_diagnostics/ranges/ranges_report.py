@@ -1,0 +1,345 @@
+"""What `mpjax.ranges` found: counts of exponents by module, as text, HTML, JSON and a picture."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax._core.types import NumpyArray
+from mpjax._diagnostics.ranges.exponents import (
+  FATES,
+  FORMATS,
+  Grid,
+  exponents_of,
+  fates_of,
+)
+from mpjax._diagnostics.ranges.heat_map import heat_map
+from mpjax._diagnostics.ranges.plan import Group, Kind
+from mpjax._diagnostics.report import Cell, Column, Json, Report, Section, amount, percent
+
+KINDS: tuple[Kind, ...] = ("activations", "gradients", "parameters", "updates")
+
+_SHORT = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+
+_MOST_ROWS = 20
+_HEADROOM = 8
+_LARGEST = 65504.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class GroupRanges:
+  """The numbers of one kind in one module, or of one leaf of the arguments.
+
+  Args:
+    kind: "activations", "gradients", "parameters" or "updates".
+    path: the module (named scopes joined by "/"), or the path of the leaf.
+    exponents: how many numbers have the exponent floor(log2(|x|)), by exponent, without zeros.
+    zero: how many are zero.
+    inf: how many are inf or -inf.
+    nan: how many are NaN.
+    lost: for each dtype, how many finite numbers become "zero" or "subnormal", or "overflow" there.
+    lost_updates: of updates, how many are not zero and change nothing.
+    largest: the largest finite magnitude.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> report = mpjax.ranges(lambda x: 2 * x)(jnp.asarray([0.0, 1.0, 1.5, 2.0**-30]))
+  >>> found = report.of("activations")[0]
+  >>> found.exponents, found.zero, found.lost["float16"]
+  ({-29: 1, 1: 2}, 1, {'zero': 1, 'subnormal': 0, 'overflow': 0})
+  """
+
+  kind: Kind
+  path: str
+  exponents: dict[int, int]
+  zero: int
+  inf: int
+  nan: int
+  lost: dict[str, dict[str, int]]
+  lost_updates: int
+  largest: float
+
+  @property
+  def nonzero(self) -> int:
+    """How many are finite and not zero."""
+    return sum(self.exponents.values())
+
+  @property
+  def total(self) -> int:
+    """How many numbers there are."""
+    return self.nonzero + self.zero + self.inf + self.nan
+
+  @property
+  def note(self) -> str:
+    """What a picture says beside the row."""
+    if self.kind == "updates":
+      return f"{percent(_share(self.lost_updates, self.nonzero))} lost" if self.lost_updates else ""
+    share = self.lost_share("float16")
+    return f"{percent(share)} lost in float16" if share > 0 else ""
+
+  def lost_share(self, dtype: str) -> float:
+    """Returns the share of the finite nonzero numbers that become 0 or overflow in a dtype.
+
+    Args:
+      dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+
+    Returns:
+      From 0 to 1; NaN where there is no such number.
+    """
+    fates = self.lost[dtype]
+    return _share(fates["zero"] + fates["overflow"], self.nonzero)
+
+  def as_dict(self) -> dict[str, Json]:
+    """Returns what `to_json` writes."""
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    return {**fields, "exponents": {str(e): n for e, n in self.exponents.items()}}
+
+
+def group_ranges(group: Group, counts: NumpyArray, largest: float, on: Grid) -> GroupRanges:
+  """Returns what a row of counts says."""
+  inf, nan, lost_updates = (int(n) for n in counts[len(on.starts) :])
+  return GroupRanges(
+    kind=group.kind,
+    path=group.path,
+    exponents=exponents_of(counts, on),
+    zero=int(counts[0]),
+    inf=inf,
+    nan=nan,
+    lost={name: fates_of(counts, on, name) for name in FORMATS},
+    lost_updates=lost_updates,
+    largest=largest,
+  )
+
+
+class RangesReport(Report):
+  """What the numbers of a function look like, see `mpjax.ranges`.
+
+  Args:
+    name: that of the function.
+    groups: what was counted, a row for each kind and module.
+    loss_scale_in_use: the loss scale in the arguments, which the gradients carry; None without.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> report = mpjax.ranges(lambda w, x: jnp.sum(w * x))(jnp.ones(2), jnp.asarray([1.0, 2.0**-30]))
+  >>> report, report.loss_scale, report.lost_gradients(1.0)
+  (<RangesReport of <lambda>: 3 groups>, 4096.0, 0.5)
+  """
+
+  def __init__(
+    self, name: str, groups: Sequence[GroupRanges], loss_scale_in_use: float | None
+  ) -> None:
+    self.name = name
+    self.groups = tuple(groups)
+    self.loss_scale_in_use = loss_scale_in_use
+
+  def __repr__(self) -> str:
+    return f"<RangesReport of {self.name}: {len(self.groups)} groups>"
+
+  def of(self, kind: Kind) -> tuple[GroupRanges, ...]:
+    """Returns the groups of one kind that are not empty, in the order of the function.
+
+    Args:
+      kind: "activations", "gradients", "parameters" or "updates".
+
+    Returns:
+      A tuple.
+    """
+    return tuple(group for group in self.groups if group.kind == kind and group.total)
+
+  @property
+  def lost_updates(self) -> float:
+    """The share of the nonzero updates that change nothing; NaN where nothing is updated."""
+    updates = self.of("updates")
+    return _share(sum(g.lost_updates for g in updates), sum(g.nonzero for g in updates))
+
+  @functools.cached_property
+  def loss_scale(self) -> float | None:
+    """The loss scale that would serve float16: a power of two, from 1 to 2**24.
+
+    The largest gradient, times 8 for worse steps to come, stays below 65504. None where there is
+    no gradient but 0.
+    """
+    largest = max((g.largest for g in self.of("gradients")), default=0.0)
+    largest /= self.loss_scale_in_use or 1.0
+    if not largest:
+      return None
+    return 2.0 ** min(max(math.floor(math.log2(_LARGEST / _HEADROOM / largest)), 0), 24)
+
+  def lost_gradients(self, loss_scale: float) -> float:
+    """Returns the share of the nonzero gradients that float16 loses at a loss scale.
+
+    That is what lies below 2**-25 or from 2**16 on, once it is scaled.
+
+    Args:
+      loss_scale: a power of two.
+
+    Returns:
+      From 0 to 1; NaN where all gradients are zero.
+    """
+    moved = math.log2(loss_scale / (self.loss_scale_in_use or 1.0))
+    gradients = self.of("gradients")
+    lost = sum(n for g in gradients for e, n in g.exponents.items() if not -25 <= e + moved < 16)
+    return _share(lost, sum(g.nonzero for g in gradients))
+
+  def plot(self, path: str | None = None) -> Any:
+    """Draws a heat map of exponents by module, with the ranges of narrow dtypes.
+
+    Args:
+      path: a file to write, such as "ranges.png"; None writes none.
+
+    Returns:
+      The figure of matplotlib.
+
+    Raises:
+      MpjaxRuntimeError: matplotlib is not installed.
+    """
+    return heat_map(self.name, [(kind, self.of(kind)) for kind in KINDS], path)
+
+  def sections(self) -> list[Section]:
+    """Returns what is shown, in order."""
+    found = [self._headline(), self._updates(), self._overview()]
+    found += [self._table(kind) for kind in KINDS if self.of(kind)]
+    return [section for section in found if section is not None]
+
+  def as_dict(self) -> dict[str, Json]:
+    """Returns what `to_json` writes."""
+    return {
+      "function": self.name,
+      "loss_scale_in_use": self.loss_scale_in_use,
+      "loss_scale": self.loss_scale,
+      "lost_updates": self.lost_updates,
+      "groups": [group.as_dict() for group in self.groups],
+    }
+
+  def _headline(self) -> Section:
+    lines = []
+    if self.of("updates"):
+      lines.append(
+        f"{percent(self.lost_updates)} of the updates change nothing: they round away when they "
+        "are added to the parameters as these are stored."
+      )
+    bad = [g for g in self.groups if g.inf or g.nan]
+    if bad:
+      lines.append(f"Not finite: {', '.join(_named(g) for g in bad[:4])}" + (" …" * (len(bad) > 4)))
+    if self.loss_scale is not None:
+      scale, used = self.loss_scale, self.loss_scale_in_use
+      largest = max(g.largest for g in self.of("gradients")) / (used or 1.0)
+      lines.append(
+        f"Loss scale for float16: {_power(scale)}. The largest gradient, {largest:.3g}, stays "
+        f"{_LARGEST / (largest * scale):.0f} times below 65504, and {self._lost(scale)} of the "
+        f"gradients are lost; without a loss scale {self._lost(1.0)}"
+        + ("." if used is None else f", with {_power(used)}, the one in use, {self._lost(used)}.")
+      )
+    return Section(title=f"Ranges of {self.name}", lines=tuple(lines))
+
+  def _lost(self, scale: float) -> str:
+    return percent(self.lost_gradients(scale))
+
+  def _updates(self) -> Section | None:
+    lossy = sorted(
+      (g for g in self.of("updates") if g.lost_updates),
+      key=lambda g: -_share(g.lost_updates, g.nonzero),
+    )
+    if not lossy:
+      return None
+    rows = []
+    for g in lossy[:_MOST_ROWS]:
+      share = _share(g.lost_updates, g.nonzero)
+      counts = map(amount, (g.total, g.zero, g.lost_updates))
+      rows.append((g.path, *counts, Cell(percent(share), share)))
+    cure = (
+      "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
+      'round stochastically (mpjax.apply_updates(..., rounding="stochastic", key=key)).'
+    )
+    return Section(
+      title="Updates that change nothing",
+      lines=(*_cut(len(lossy)), cure),
+      columns=(
+        Column("parameter", wide=True),
+        *(Column(name, "right") for name in ("updates", "zero", "lost", "of nonzero")),
+      ),
+      rows=tuple(rows),
+    )
+
+  def _overview(self) -> Section:
+    rows = []
+    for kind in KINDS:
+      groups = self.of(kind)
+      nonzero = sum(g.nonzero for g in groups)
+      for name in FORMATS if groups else ():
+        shares = [_share(sum(g.lost[name][f] for g in groups), nonzero) for f in FATES]
+        first = kind if name == FORMATS[0] else ""
+        rows.append((first, name, *(Cell(percent(s), s) for s in shares)))
+    return Section(
+      title="What narrow dtypes lose, of the finite nonzero numbers",
+      columns=(
+        Column("", wide=True),
+        Column("in"),
+        *(Column(name, "right") for name in ("becomes 0", "subnormal", "overflows")),
+      ),
+      rows=tuple(rows),
+    )
+
+  def _table(self, kind: Kind) -> Section:
+    groups = self.of(kind)
+    shown = groups
+    if len(groups) > _MOST_ROWS:
+      worst = sorted(range(len(groups)), key=lambda i: -groups[i].lost_share("float16"))
+      shown = tuple(groups[i] for i in sorted(worst[:_MOST_ROWS]))
+    rows = []
+    for g in shown:
+      low, high = _quantiles(g.exponents)
+      lost = [g.lost_share(name) for name in FORMATS]
+      rows.append(
+        (
+          g.path or "(no scope)",
+          Cell(amount(g.total), g.total),
+          Cell(percent(_share(g.zero, g.total)), _share(g.zero, g.total)),
+          Cell("-" if low is None else f"{low}…{high}", low),
+          *(Cell(percent(s), s) for s in lost),
+        )
+      )
+    what = "leaf" if kind in ("parameters", "updates") else "module"
+    return Section(
+      title=f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows",
+      lines=_cut(len(groups)),
+      columns=(
+        Column(what, wide=True),
+        Column("values", "right"),
+        Column("zero", "right"),
+        Column("2^", "right"),
+        *(Column(_SHORT.get(name, name), "right") for name in FORMATS),
+      ),
+      rows=tuple(rows),
+    )
+
+
+def _cut(count: int) -> tuple[str, ...]:
+  if count <= _MOST_ROWS:
+    return ()
+  return (f"The {_MOST_ROWS} that lose most of {count}; .groups and to_json() have all.",)
+
+
+def _named(g: GroupRanges) -> str:
+  return f"{g.kind} of {g.path or '(no scope)'} ({amount(g.inf)} inf, {amount(g.nan)} NaN)"
+
+
+def _quantiles(exponents: dict[int, int]) -> tuple[int | None, int | None]:
+  """Returns the exponents between which 99.8 % of the numbers lie."""
+  if not exponents:
+    return None, None
+  keys = sorted(exponents)
+  share = np.cumsum([exponents[k] for k in keys]) / sum(exponents.values())
+  low, high = np.searchsorted(share, 0.001, side="right"), np.searchsorted(share, 0.999)
+  return keys[min(low, len(keys) - 1)], keys[min(high, len(keys) - 1)]
+
+
+def _share(part: int, total: int) -> float:
+  return part / total if total else math.nan
+
+
+def _power(scale: float) -> str:
+  exponent = math.log2(scale)
+  return f"2^{exponent:.0f}" if exponent == round(exponent) else f"{scale:.6g}"

@@ -1,0 +1,138 @@
+"""The modules of a loss that have matmuls, what these cost, and rules for some of them."""
+
+import itertools
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from mpjax._core.policy import Policy
+from mpjax._core.rules import Rule
+from mpjax._diagnostics.ranges.observed import Key, entered
+from mpjax._jaxprs.autocast.marks import PREFIX
+from mpjax._jaxprs.count import flops_of
+from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
+from mpjax._jaxprs.locations import Location, location
+from mpjax._jaxprs.primitives import facts_of
+
+
+class Modules(NamedTuple):
+  """The modules of a gradient function that compute something of their own.
+
+  Fields:
+    paths: their named scopes, joined by "/".
+    flops: the operations of each in matmuls and convolutions, forward and backward.
+    matmuls: the number of the module of each matmul.
+    others: that of every other operation of the forward pass.
+    scopes: all paths in the function.
+  """
+
+  paths: tuple[str, ...]
+  flops: tuple[int, ...]
+  matmuls: dict[Key, int]
+  others: dict[Key, int]
+  scopes: frozenset[str]
+
+
+class _Visit(NamedTuple):
+  key: Key
+  here: Location
+  eqn: JaxprEqn
+  times: int
+
+
+def _walk(jaxpr: Jaxpr, around: Location, at: Key, times: int) -> Iterator[_Visit]:
+  for number, eqn in enumerate(jaxpr.eqns):
+    key, here = (*at, number), location(eqn, around)
+    yield _Visit(key, here, eqn, times)
+    for position, inner in enumerate(inner_jaxprs(eqn) or ()):
+      if entered(eqn) is not None and inner.returns:
+        more = 1 if inner.times is None else inner.times
+        yield from _walk(inner.jaxpr, here, (*key, position), times * more)
+
+
+def modules_of(jaxpr: Jaxpr) -> Modules:
+  """Returns the modules of a gradient function, in the order of the function.
+
+  A scope such as "bqhd,bkhd->bhqk", which `jnp.einsum` writes, is no module.
+  """
+  flops: dict[str, int] = {}
+  matmuls: dict[Key, str] = {}
+  others: dict[Key, str] = {}
+  scopes = {""}
+  for key, here, eqn, times in _walk(jaxpr, Location(), (), 1):
+    names = [name for name in here.scopes if not name.startswith(PREFIX)]
+    scopes |= {"/".join(names[:depth]) for depth in range(len(names) + 1)}
+    path = "/".join(itertools.takewhile(lambda name: "->" not in name, names))
+    operations = flops_of(eqn)
+    if operations is not None:
+      flops[path] = flops.get(path, 0) + operations * times
+      matmuls[key] = path
+    elif here.direction == "forward" and entered(eqn) is None and not facts_of(eqn).moves:
+      flops.setdefault(path, 0)
+      others[key] = path
+  number = {path: i for i, path in enumerate(flops)}
+  return Modules(
+    paths=tuple(flops),
+    flops=tuple(flops.values()),
+    matmuls={key: number[path] for key, path in matmuls.items()},
+    others={key: number[path] for key, path in others.items()},
+    scopes=frozenset(scopes),
+  )
+
+
+def rules_for(
+  chosen: Collection[str], others: Collection[str], scopes: Collection[str], policy: Policy
+) -> tuple[Rule, ...]:
+  """Returns rules by which some modules compute in float32, and others as the policy says.
+
+  Args:
+    chosen: the paths of the modules in float32.
+    others: those of the modules that are not to be.
+    scopes: all paths.
+    policy: the policy around.
+  """
+  every = {**dict.fromkeys(others, False), **dict.fromkeys(chosen, True)}
+
+  def around(path: str) -> bool:
+    """Whether what is around a module is in float32: it has the rule of the nearest one."""
+    outside = [other for other in every if is_inside(path, other)]
+    return every[max(outside, key=len)] if outside else False
+
+  wide = [path for path in chosen if not around(path)]
+  narrow = [path for path in others if around(path)]
+  return (
+    *(Rule("float32", path=_selector(path, scopes)) for path in wide),
+    *(Rule(policy, path=_selector(path, scopes)) for path in narrow),
+  )
+
+
+def is_inside(path: str, other: str) -> bool:
+  """Whether a module is inside of another one."""
+  return path != other and (not other or path.startswith(f"{other}/"))
+
+
+def _selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
+  """Returns what selects a path, and none else.
+
+  Without the class of a Flax model, if possible, which `mpjax.linen.with_policy` does not count.
+  """
+  names = path.split("/")
+  for glob in (f"**/{'/'.join(names[1:] or names)}", f"**/{path}", path):
+    if path and _selects_only(glob, path, scopes):
+      return glob
+  return re.compile(re.escape(path))
+
+
+def _selects_only(glob: str, path: str, scopes: Collection[str]) -> bool:
+  try:
+    rule = Rule("float32", path=glob)
+  except ValueError:  # A name with brackets is not the glob that it looks like.
+    return False
+  return all(rule.matches(None, other) == (other == path) for other in scopes)
+
+
+def named(rules: Sequence[Rule]) -> list[str]:
+  """Returns the paths of rules as text."""
+  return [r.path.pattern if isinstance(r.path, re.Pattern) else str(r.path) for r in rules]

@@ -1,0 +1,160 @@
+"""The monitor of `mpjax.loss_scaling`: zero gradients and lost updates, counted in the state."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._core.bits import changes_nothing, is_nonzero, same_numbers
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, Updates
+from mpjax.transforms._master_weights import merged_masters
+from mpjax.transforms._state import find_scale, plain_array
+from mpjax.transforms._trees import differentiated, nodes_of
+
+
+class MonitorState(NamedTuple):
+  """What `mpjax.loss_scaling(..., monitor=True)` keeps as its `inner_state`.
+
+  Args:
+    counts: int32 of shape (4,) for each parameter, by its path, of the last step that was applied:
+      elements, zero gradients, nonzero updates, lost updates.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> state = mpjax.loss_scaling(optax.sgd(0.1), monitor=True).init({"w": jnp.ones(2)})
+  >>> isinstance(state.inner_state, mpjax.MonitorState), state.inner_state.counts["w"].dtype
+  (True, dtype('int32'))
+  """
+
+  counts: dict[str, Array]
+  inner_state: OptState
+
+
+def _named(params: Params) -> dict[str, tuple[KeyPath, Leaf]]:
+  """Returns the parameters that are trained by their paths."""
+  leaves = jax.tree_util.tree_leaves_with_path(differentiated(params))
+  trained = [(path, x) for path, x in leaves if is_inexact(x)]
+  return {_name(path): (path, x) for path, x in trained}
+
+
+def _name(path: KeyPath) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator=".") or "params"
+
+
+def no_counts(params: Params) -> dict[str, Array]:
+  """Returns the counts before the first step."""
+  return {name: jnp.zeros((4,), jnp.int32) for name in _named(params)}
+
+
+def count(
+  grads: Grads, params: Params, updates: Updates, old: MonitorState, new: OptState
+) -> dict[str, Array]:
+  """Returns the counts of a step.
+
+  Args:
+    grads: the gradients, unscaled.
+    params: the parameters as they are stored.
+    updates: what is added to them.
+    old: the state before the step.
+    new: the state of the inner optimizer after it.
+  """
+  params, updates = differentiated(params), differentiated(updates)
+  before, after = merged_masters(old.inner_state), merged_masters(new)
+  found: dict[str, Array] = {}
+
+  def one(path: KeyPath, p: Leaf, g: Leaf, u: Leaf, *masters: Leaf) -> Leaf:
+    if is_inexact(p):
+      known = [m for m in masters if m is not None and not isinstance(m, optax.MaskedNode)]
+      found[_name(path)] = _of_leaf(jnp.asarray(p), g, u, known)
+    return p
+
+  trees = [grads, updates]
+  if before is not None:
+    trees += [_leaf_by_leaf(params, before), _leaf_by_leaf(params, after)]
+  jax.tree_util.tree_map_with_path(one, params, *trees)
+  # In the order of the old ones: a dict of another order is another tree to `jax.lax.cond`.
+  return {name: found[name] for name in old.counts}
+
+
+def _leaf_by_leaf(params: Params, masters: Params) -> Params:
+  """Returns masters with a mark for each parameter that has none, also where a subtree has none."""
+
+  def is_hole(x: object) -> bool:
+    return x is None or isinstance(x, optax.MaskedNode)
+
+  def fill(m: Leaf, p: Params) -> Params:
+    return jax.tree.map(lambda _: optax.MaskedNode(), p) if is_hole(m) else m
+
+  return jax.tree.map(fill, masters, params, is_leaf=is_hole)
+
+
+def _of_leaf(p: Array, g: Leaf, u: Leaf, masters: list[Leaf]) -> Array:
+  g = jnp.asarray(g)
+  moved = _nonzero(g)
+  if masters:
+    # What is added to a master is not seen from here. One that stays has lost it.
+    old, new = masters
+    updated, lost = moved, jnp.logical_and(same_numbers(old, new), moved)
+  else:
+    u = jnp.asarray(u)
+    wide = jnp.promote_types(p.dtype, u.dtype)
+    new = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
+    updated, lost = _nonzero(u), changes_nothing(p, new, u.astype(wide))
+  zero = jnp.logical_not(moved)
+  numbers = [jnp.sum(each, dtype=jnp.int32) for each in (zero, updated, lost)]
+  return jnp.stack([jnp.full((), p.size, jnp.int32), *numbers])
+
+
+def _nonzero(x: Array) -> Array:
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    return jnp.logical_or(is_nonzero(jnp.real(x)), is_nonzero(jnp.imag(x)))
+  return is_nonzero(x)
+
+
+def monitor_counts(opt_state: OptState, *, name: str | None = None) -> dict[str, dict[str, Array]]:
+  """Returns what `mpjax.loss_scaling(..., monitor=True)` counted in the last applied step.
+
+  Args:
+    opt_state: a state that holds a loss scale, after an `update`.
+    name: which of several loss scales to read.
+
+  Returns:
+    A dict for each parameter, by its path ("Dense_0.kernel"), of int32 arrays of shape ():
+
+    - `size`: how many elements it has;
+    - `zero_gradients`: how many of its gradients are zero. Many of them in float16 mean underflow:
+      a larger loss scale brings them back;
+    - `updates`: how many of its updates are not zero;
+    - `lost_updates`: how many of these change nothing, since `param + update` rounds to `param` in
+      the dtype that the parameter is stored in. With `mpjax.master_weights`, `updates` are the
+      masters with a gradient, and lost those that nevertheless stay as they are.
+
+  Raises:
+    MpjaxTypeError: the state has no scale, or has two, or keeps no counts.
+    MpjaxValueError: no scale is called `name`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(1), monitor=True)
+  >>> params = {"lora_a": jnp.ones(3, jnp.bfloat16)}
+  >>> grads = {"lora_a": jnp.asarray([1, 0, 8], jnp.bfloat16)}
+  >>> updates, opt_state = tx.update(grads, tx.init(params), params)
+  >>> {key: int(n) for key, n in mpjax.monitor_counts(opt_state)["lora_a"].items()}
+  {'size': 3, 'zero_gradients': 1, 'updates': 2, 'lost_updates': 1}
+  """
+  where = "mpjax.monitor_counts(opt_state)"
+  states = nodes_of(find_scale(opt_state, where, name).owner.inner_state, MonitorState)
+  if not states:
+    raise MpjaxTypeError(
+      where,
+      expected="a state that keeps counts",
+      got="one of a loss_scaling without a monitor",
+      fix="Write mpjax.loss_scaling(inner, monitor=True), and make the state with its init.",
+    )
+  keys = ("size", "zero_gradients", "updates", "lost_updates")
+  return {
+    path: {key: plain_array(counts)[..., i] for i, key in enumerate(keys)}
+    for path, counts in states[0].counts.items()
+  }

@@ -1,0 +1,64 @@
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import mpjax
+from tests.diagnostics.nonfinite.faults import FAULTS
+from tests.errors import check_error
+
+pytestmark = [
+  pytest.mark.standard_promotion,
+  # -1e9 in float16, which is the fault.
+  pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
+]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_planted_fault_is_found(name):
+  wanted = FAULTS[name]
+  found = mpjax.find_nonfinite(wanted.fn)(*wanted.args)
+  assert bool(found) == (wanted.operation is not None), found
+  assert found.operation == wanted.operation
+  if not found:
+    return
+  assert found.path == wanted.path
+  assert found.direction == wanted.direction
+  assert found.iteration == wanted.iteration
+  assert found.verdict == wanted.verdict
+  assert found.finite_at == wanted.finite_at
+  if wanted.index is not None:
+    assert found.index == wanted.index
+  if wanted.device is not None:
+    assert found.device == wanted.device
+
+
+def test_no_argument_is_deleted():
+  x = jnp.asarray([0.0, 1.0])
+  mpjax.find_nonfinite(jax.jit(jnp.log, donate_argnums=0))(x)
+  assert not x.is_deleted()
+
+
+def test_a_gradient_that_fits_at_no_scale_is_the_values_own():
+  def loss_fn(params, model_state, batch, rng):
+    y = (batch @ params.astype(jnp.float16)).astype(jnp.float32)
+    return 2 * jnp.mean(y), (model_state, {})  # The gradient is 1.2e5.
+
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  step = mpjax.make_train_step(loss_fn, tx, donate=False)
+  state = mpjax.TrainState.create(jnp.full((1, 1), 1e-3), tx)
+  found = mpjax.find_nonfinite(step)(state, jnp.full((4, 1), 6e4, jnp.float16))
+  assert (found.operation, found.direction) == ("dot_general", "backward")
+  assert (found.verdict, found.finite_at) == ("value", None)
+
+
+def test_a_function_is_expected():
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    mpjax.find_nonfinite(jnp.ones(3))
+  check_error(
+    excinfo,
+    where="mpjax.find_nonfinite(fn)",
+    expected="a function that JAX can trace",
+    got="Array",
+    fix="mpjax.find_nonfinite(step)(state, batch)",
+  )

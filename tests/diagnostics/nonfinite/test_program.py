@@ -1,0 +1,47 @@
+import jax
+import jax.numpy as jnp
+
+from mpjax._diagnostics.nonfinite.program import body_of
+
+
+def body(fn, *args):
+  closed = jax.make_jaxpr(fn)(*args)
+  return body_of(closed, len(args))
+
+
+def names(steps):
+  return [step.eqn.primitive.name for step in steps]
+
+
+def test_calls_are_written_out():
+  inner = jax.jit(lambda x: jnp.sin(x) * 2)
+  made = body(lambda x: inner(inner(x)), 1.0)
+  assert names(made.steps) == ["sin", "mul", "sin", "mul"]
+  assert [step.number for step in made.steps] == [1, 2, 3, 4]
+
+
+def test_what_nothing_reads_is_left_out():
+  assert names(body(lambda x: (jnp.cos(x), jnp.sin(x))[1], 1.0).steps) == ["sin"]
+
+
+def test_loops_hold_lists_of_their_own():
+  def fn(x):
+    return jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0]
+
+  (step,) = body(fn, 1.0).steps
+  assert names(step.bodies[0].steps) == ["sin"]
+  assert body(lambda x: jax.vmap(fn)(x[None]), 1.0).depth == 1
+
+
+def test_a_step_is_found_with_its_list():
+  made = body(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), 1.0)
+  last = list(made.every_step())[-1]
+  inside, step = made.around(last.number)
+  assert step is last
+  assert inside in made.steps[-1].bodies
+  assert inside.holds_step(last.number)
+
+
+def test_remat_keeps_what_it_computes_again_apart():
+  made = body(jax.grad(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))), 1.0)
+  assert "optimization_barrier" in names(made.steps)

@@ -1,0 +1,44 @@
+import importlib
+import types
+
+import pytest
+
+import mpjax
+from mpjax._diagnostics.ranges import heat_map
+from tests.errors import check_error
+
+
+def row(path, exponents, note=""):
+  return types.SimpleNamespace(path=path, exponents=exponents, note=note)
+
+
+def test_a_picture_is_written(tmp_path):
+  matplotlib = pytest.importorskip("matplotlib")
+  matplotlib.use("Agg")
+  rows = [row("a" * 60, {-30: 1, 3: 9}), row("", {}, "9 % lost")]
+  many = [row(f"layer_{i}", {0: 1}) for i in range(90)]
+  kinds = [("activations", rows), ("gradients", []), ("updates", many)]
+  figure = heat_map.heat_map("step", kinds, str(tmp_path / "ranges.png"))
+  assert (tmp_path / "ranges.png").stat().st_size > 10_000
+  titles = [axis.get_title(loc="left") for axis in figure.axes]
+  assert titles[1:3] == ["activations", "updates"]
+  labels = [label.get_text() for label in figure.axes[1].get_yticklabels()]
+  assert labels == ["…" + "a" * 37, "(no scope)"]
+  assert len(figure.axes[2].get_yticklabels()) == 40
+  importlib.import_module("matplotlib.pyplot").close(figure)
+
+
+def test_no_matplotlib(monkeypatch):
+  def missing(name):
+    raise ImportError(name)
+
+  monkeypatch.setattr(heat_map.importlib, "import_module", missing)
+  with pytest.raises(mpjax.MpjaxRuntimeError) as excinfo:
+    heat_map.heat_map("step", [], None)
+  check_error(
+    excinfo,
+    where="plot()",
+    expected="matplotlib",
+    got="without it",
+    fix="pip install matplotlib",
+  )

@@ -1,0 +1,141 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.diagnostics.ranges import oracle
+from tests.errors import check_error
+
+
+def group(report, kind, path):
+  (found,) = [g for g in report.of(kind) if g.path == path]
+  return found
+
+
+def check_equal(group, x):
+  assert group.exponents == oracle.exponents(x)
+  assert group.lost == {name: oracle.fates(x, name) for name in group.lost}
+  assert group.total == np.size(x)
+
+
+def test_every_number_of_a_function_is_counted_exactly():
+  w = jax.random.normal(jax.random.key(0), (4, 3)) * 2.0**-30
+  x = jax.random.normal(jax.random.key(1), (5, 4))
+
+  def loss(w, x):
+    with jax.named_scope("layer"):
+      y = x @ w
+    with jax.named_scope("end"):
+      return jnp.sum(y)
+
+  report = mpjax.ranges(loss)(w, x)
+  check_equal(group(report, "activations", "layer"), x @ w)
+  check_equal(group(report, "activations", "end"), jnp.sum(x @ w))
+  check_equal(group(report, "gradients", "layer"), x.T @ jnp.ones((5, 3)))
+  check_equal(group(report, "parameters", "(array)"), w)
+  assert not report.of("updates")
+  assert np.isnan(report.lost_updates)
+  assert not mpjax.ranges(loss, differentiate=False)(w, x).of("gradients")
+  # A gradient is not differentiated again.
+  again = mpjax.ranges(jax.value_and_grad(loss))(w, x)
+  check_equal(group(again, "gradients", "layer"), x.T @ jnp.ones((5, 3)))
+
+
+def test_lost_updates_equal_those_of_numpy():
+  params = {"a": jax.random.normal(jax.random.key(0), (50,), jnp.bfloat16)}
+  updates = {"a": jax.random.normal(jax.random.key(1), (50,), jnp.bfloat16) * 0.01}
+  updates["a"] = updates["a"].at[:5].set(0)
+  report = mpjax.ranges(jax.jit(optax.apply_updates))(params, updates)
+  p, u = np.asarray(params["a"]), np.asarray(updates["a"])
+  lost = np.sum((p + u == p) & (u != 0))
+  assert 0 < lost < 45
+  found = group(report, "updates", "a")
+  assert (found.lost_updates, found.zero) == (lost, 5)
+  check_equal(found, u)
+  assert report.lost_updates == lost / 45
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Dense(4, name="first")(x))
+    return nn.Dense(2, name="last")(x)
+
+
+@pytest.mark.standard_promotion
+def test_a_training_step_with_a_loss_scale():
+  model, x = Model(), jax.random.normal(jax.random.key(0), (3, 4))
+  variables = model.init(jax.random.key(1), x)
+  tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(1024))
+
+  @jax.jit
+  def step(variables, opt_state, x):
+    def loss(variables):
+      return jnp.mean(model.apply(variables, x) ** 2)
+
+    _, grads = mpjax.value_and_grad(loss, opt_state)(variables)
+    updates, opt_state = tx.update(grads, opt_state, variables)
+    return optax.apply_updates(variables, updates), opt_state
+
+  report = mpjax.ranges(step)(variables, tx.init(variables), x)
+  assert report.loss_scale_in_use == 1024
+  plain = mpjax.ranges(lambda v, x: jnp.mean(model.apply(v, x) ** 2))(variables, x)
+  assert report.loss_scale == plain.loss_scale
+  for path in ("Model/first", "Model/last"):
+    scaled, own = (group(r, "gradients", path) for r in (report, plain))
+    assert scaled.exponents == {e + 10: n for e, n in own.exponents.items()}
+  assert {g.path for g in report.of("parameters")} == {
+    f"{layer}/{leaf}" for layer in ("first", "last") for leaf in ("kernel", "bias")
+  }
+  assert report.of("updates")
+  assert report.lost_updates == 0
+
+
+@pytest.mark.standard_promotion
+def test_masters_take_the_updates_that_half_parameters_would_lose():
+  params = {"w": jnp.ones(8, jnp.bfloat16)}
+  grads = {"w": jnp.full(8, 1e-4, jnp.float32)}
+
+  def step(tx):
+    def one(params, opt_state, grads):
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state)), opt_state
+
+    return one
+
+  plain, wide = optax.sgd(1.0), mpjax.master_weights(optax.sgd(1.0))
+  lossy = mpjax.ranges(lambda p, s, g: optax.apply_updates(p, plain.update(g, s, p)[0]))
+  assert lossy(params, plain.init(params), grads).lost_updates == 1
+  report = mpjax.ranges(step(wide))(params, wide.init(params), grads)
+  assert report.lost_updates == 0
+  assert [g.path for g in report.of("updates")] == ["args[1]/master/w"]
+
+
+def test_a_model_of_nnx():
+  model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  graph, state = nnx.split(model)
+  report = mpjax.ranges(lambda s, x: jnp.sum(nnx.merge(graph, s)(x)))(state, jnp.ones((4, 3)))
+  assert {g.path.split("/")[0] for g in report.of("parameters")} == {"kernel", "bias"}
+  assert report.of("gradients")
+
+
+def test_errors():
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    mpjax.ranges(3)
+  fix = "Write mpjax.ranges(step)"
+  check_error(excinfo, where="mpjax.ranges(fn)", expected="a function", got="3", fix=fix)
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    jax.jit(mpjax.ranges(jnp.sin))(jnp.ones(3))
+  fix, where = "Call it on the host", "mpjax.ranges(fn)(*args)"
+  check_error(excinfo, where=where, expected="concrete arrays", got="a traced one", fix=fix)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_function_in_low_precision(dtype):
+  x = jnp.asarray(oracle.awkward(dtype))
+  report = mpjax.ranges(lambda x: x * jnp.asarray(1, dtype))(x)
+  check_equal(group(report, "parameters", "(array)"), x)

@@ -1,0 +1,77 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from mpjax._diagnostics.ranges.exponents import FORMATS
+from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+
+
+def group(kind, path, exponents, **values):
+  lost = {name: {"zero": 0, "subnormal": 0, "overflow": 0} for name in FORMATS}
+  given = {"zero": 0, "inf": 0, "nan": 0, "lost": lost, "lost_updates": 0, "largest": 1.0}
+  return GroupRanges(kind=kind, path=path, exponents=exponents, **{**given, **values})
+
+
+def test_loss_scale():
+  gradients = group("gradients", "a", {-30: 3, -4: 1}, largest=0.1)
+  report = RangesReport("step", [gradients], None)
+  # 8 * 0.1 * 2**16 is 52429, and with 2**17 it is above 65504.
+  assert report.loss_scale == 2**16
+  assert report.lost_gradients(1.0) == 0.75
+  assert report.lost_gradients(2.0**5) == 0
+  assert report.lost_gradients(2.0**20) == 0.25
+  scaled = RangesReport("step", [gradients], 1024.0)
+  assert scaled.loss_scale == 2**24
+  assert scaled.lost_gradients(1024.0) == 0.75
+  assert RangesReport("step", [group("gradients", "a", {}, largest=0.0)], None).loss_scale is None
+  assert RangesReport("step", [group("gradients", "a", {20: 1}, largest=1e6)], None).loss_scale == 1
+
+
+def test_shares_without_numbers_are_nan():
+  report = RangesReport("f", [group("updates", "w", {}, zero=4)], None)
+  assert math.isnan(report.lost_updates)
+  assert report.groups[0].total == 4
+  assert math.isnan(report.groups[0].lost_share("float16"))
+
+
+@pytest.fixture
+def report():
+  rng = np.random.default_rng(0)
+  groups = [
+    group(
+      kind,
+      f"Transformer/layers_{i}/attention/a_long_name_of_a_projection" * (1 + (i == 3)),
+      {int(e): int(n) for e, n in enumerate(rng.integers(1, 10**9, 12), -30)},
+      nan=int(i == 5),
+      inf=2 * int(i == 5),
+      lost_updates=10 if kind == "updates" else 0,
+    )
+    for kind in ("activations", "gradients", "parameters", "updates")
+    for i in range(25)
+  ]
+  return RangesReport("train_step", groups, 65536.0)
+
+
+def test_the_text_has_80_columns(report):
+  text = str(report)
+  assert max(map(len, text.splitlines())) <= 80
+  for part in ("change nothing", "Loss scale for float16", "Not finite", "20 that lose most of 25"):
+    assert part in text, part
+  assert repr(report) == "<RangesReport of train_step: 100 groups>"
+
+
+def test_json_has_all(report):
+  found = json.loads(report.to_json())
+  assert len(found["groups"]) == 100
+  first = found["groups"][0]
+  assert {int(e): n for e, n in first["exponents"].items()} == report.groups[0].exponents
+  assert first["lost"].keys() == set(FORMATS)
+  assert found["loss_scale_in_use"] == 65536
+
+
+def test_html(report, tmp_path):
+  report.to_html(tmp_path / "page.html")
+  assert "<table>" in (tmp_path / "page.html").read_text(encoding="utf-8")
+  assert "<details" in report._repr_html_()

@@ -1,0 +1,63 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax._diagnostics.tune.modules import is_inside, modules_of, named, rules_for
+
+HALF = mpjax.Policy.parse("mixed_bfloat16")
+
+
+def test_modules_with_their_flops_forward_and_backward():
+  def loss(w, x):
+    with jax.named_scope("outer"):
+      y = x @ w
+      with jax.named_scope("inner"):
+        y = jnp.einsum("ij,jk->ik", y, w)
+      y = jax.lax.scan(lambda c, _: (c @ w, None), y, None, 3)[0]
+    return jnp.sum(y)
+
+  found = modules_of(jax.make_jaxpr(jax.value_and_grad(loss))(jnp.ones((4, 4)), jnp.ones((2, 4))))
+  flops = dict(zip(found.paths, found.flops, strict=True))
+  one = 2 * 2 * 4 * 4
+  # The gradient by `x` is not needed.
+  assert flops["outer/inner"] == 3 * one
+  assert flops["outer"] == 2 * one + 3 * 3 * one
+  assert set(flops) == {"outer", "outer/inner", ""}
+  assert flops[""] == 0
+
+
+SCOPES = ("", "Net", "Net/a", "Net/a/b", "Net/b", "Net/c(1)", "head")
+
+
+@pytest.mark.parametrize(
+  ("path", "selector"),
+  [
+    ("head", "**/head"),
+    ("Net/a", "**/a"),
+    ("Net/a/b", "**/a/b"),
+    ("Net/b", "**/Net/b"),
+    ("Net/c(1)", re.compile(re.escape("Net/c(1)"))),
+    ("", re.compile("")),
+  ],
+)
+def test_a_rule_selects_one_path(path, selector):
+  (rule,) = rules_for([path], [], SCOPES, HALF)
+  assert rule.path == selector
+  assert [scope for scope in SCOPES if rule.matches(None, scope)] == [path]
+  assert rule.policy == mpjax.Policy.parse("float32")
+
+
+def test_modules_inside_of_a_chosen_one_keep_the_policy():
+  rules = rules_for(["Net/a"], ["Net/a/b", "Net/b"], SCOPES, HALF)
+  assert named(rules) == ["**/a", "**/a/b"]
+  assert rules[1].policy == HALF
+  rules = rules_for(["Net/a", "Net/a/b"], ["Net/b"], SCOPES, HALF)
+  assert named(rules) == ["**/a"]
+  rules = rules_for(["Net", "Net/a/b"], ["Net/a"], SCOPES, HALF)
+  assert named(rules) == ["**/Net", "**/a/b", "**/a"]
+  assert is_inside("a/b", "a")
+  assert not is_inside("ab", "a")
+  assert is_inside("a", "")

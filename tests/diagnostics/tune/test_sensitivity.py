@@ -1,0 +1,80 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._diagnostics.flat import Call, gradient_of
+from mpjax._diagnostics.tune.modules import modules_of
+from mpjax._diagnostics.tune.sensitivity import sensitivity
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+def found(loss, *args, dtype=BF16):
+  call = Call(args, {}, "test")
+  program, _ = call.traced(gradient_of(loss))
+  modules = modules_of(program.jaxpr)
+  return modules, sensitivity(program, call.operands, slice(1, None), modules, dtype)
+
+
+def size(sensitivity, modules, path):
+  column = sensitivity.projections[:, modules.paths.index(path)]
+  return np.sqrt(np.mean(column**2))
+
+
+def layers(w, x):
+  with jax.named_scope("first"):
+    y = x @ w[0]
+  with jax.named_scope("second"):
+    y = y @ w[1]
+  return jnp.sum(y**2)
+
+
+def test_the_error_of_each_module_alone():
+  w = jax.random.normal(jax.random.key(0), (2, 16, 16))
+  x = jax.random.normal(jax.random.key(1), (8, 16))
+  modules, result = found(layers, w, x)
+  assert result.exact
+  assert not result.overflows.any()
+  exact = jax.grad(layers)(w, x)
+
+  def rounded(w, x, which):
+    def matmul(x, w, low):
+      if low:
+        x, w = (a.astype(BF16).astype(jnp.float32) for a in (x, w))
+      return x @ w
+
+    y = matmul(x, w[0], which == 0)
+    return jnp.sum(matmul(y, w[1], which == 1) ** 2)
+
+  for which, path in enumerate(("first", "second")):
+    error = jnp.linalg.norm(jax.grad(rounded)(w, x, which) - exact) / jnp.linalg.norm(exact)
+    # The backward matmuls and the results are rounded too.
+    assert 0.4 * error < size(result, modules, path) < 4 * error
+
+
+def test_a_loop_that_cannot_be_run_backward():
+  def loss(w, x):
+    with jax.named_scope("in_loop"):
+      scale = jax.lax.while_loop(lambda s: s < 4, lambda s: s + 1 + 0 * jnp.sum(x @ x.T), 0.0)
+    with jax.named_scope("layer"):
+      return jnp.sum((x @ w) ** 2) * jax.lax.stop_gradient(scale)
+
+  modules, result = found(loss, jnp.full((4, 4), 1.234), jnp.full((2, 4), 0.777))
+  assert result.exact
+  assert size(result, modules, "layer") > 1e-4
+
+
+def test_overflows_of_matmuls_and_of_other_operations():
+  def loss(w, x):
+    with jax.named_scope("hot"):
+      y = (x * 1e4) @ w
+    with jax.named_scope("warm"):
+      y = y / 1e4 * 1e6 / 1e6
+    with jax.named_scope("cold"):
+      return jnp.mean(y @ w)
+
+  args = jnp.eye(4), jnp.full((2, 4), 30.0)
+  modules, result = found(loss, *args, dtype=jnp.dtype(jnp.float16))
+  flags = dict(zip(modules.paths, result.overflows.astype(int).tolist(), strict=True))
+  assert (flags["hot"], flags["warm"], flags["cold"]) == (2, 1, 0)
+  assert not found(loss, *args)[1].overflows.any()

@@ -1,0 +1,54 @@
+import json
+import math
+
+import pytest
+
+import mpjax
+from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
+
+
+@pytest.fixture
+def report():
+  rule = mpjax.Rule("float32", path="**/decoder/a_long_name/of_a_module")
+  best = Evaluation(("Net/hot",), (rule,), 0.004, 0.9)
+  others = [Evaluation((), (), math.inf, 1.0), Evaluation(("Net/a",) * 9, (rule,), 0.02, 0.95)]
+  modules = [
+    ModuleReport("Net/hot", 0.1, 0.0, "yes"),
+    ModuleReport("Net/" + "long" * 30, 0.9, 0.003, "no"),
+  ]
+  return TuneReport(
+    policy=mpjax.Policy.parse("mixed_float16"),
+    tolerance=0.01,
+    best=best,
+    evaluations=[*others, best],
+    bound=17,
+    loss_scale=4096.0,
+    modules=modules,
+  )
+
+
+def test_text_and_json(report):
+  text = str(report)
+  assert max(map(len, text.splitlines())) <= 80
+  for part in (
+    "90.0 %",
+    "0.004",
+    "3 of at most 17",
+    "loss scale 4096",
+    "not finite",
+    "chosen",
+    "mpjax.Rule",
+  ):
+    assert part in text, part
+  found = json.loads(report.to_json())
+  assert found["rules"][0]["path"] == "**/decoder/a_long_name/of_a_module"
+  assert found["evaluations"][0]["error"] == "inf"
+  assert repr(report) == "<TuneReport: 1 rules, error 0.004, 90.0 % in low precision>"
+
+
+def test_the_picture(report, tmp_path):
+  matplotlib = pytest.importorskip("matplotlib")
+  matplotlib.use("Agg")
+  figure = report.plot(str(tmp_path / "tune.png"))
+  assert (tmp_path / "tune.png").stat().st_size > 10_000
+  matplotlib.pyplot.close(figure)

@@ -1,0 +1,130 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.errors import check_error
+
+
+class Hot(nn.Module):
+  """A layer whose matmul overflows float16, and whose result does not."""
+
+  features: int
+
+  @nn.compact
+  def __call__(self, x):
+    kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+    return ((1e3 * x) @ (1e3 * kernel)) * 1e-6
+
+
+class Digits(nn.Module):
+  """Layers for images of 8 by 8 pixels, of which one may overflow."""
+
+  hot: bool
+
+  @nn.compact
+  def __call__(self, images):
+    x = nn.relu(nn.Conv(4, (3, 3), name="conv")(images)).reshape(len(images), -1)
+    x = nn.relu(nn.Dense(16, name="first")(x))
+    x = nn.relu((Hot(16, name="hot") if self.hot else nn.Dense(16, name="hot"))(x))
+    return nn.Dense(10, name="head")(x)
+
+
+def digits(hot=True):
+  model, images = Digits(hot), jax.random.uniform(jax.random.key(0), (8, 8, 8, 1)) * 4
+  labels = jnp.arange(8)
+  variables = model.init(jax.random.key(1), images)
+
+  def loss_fn(variables, images):
+    logits = jax.nn.log_softmax(model.apply(variables, images))
+    return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=1))
+
+  return model, loss_fn, variables, images
+
+
+def error_of(loss_fn, args, rules, policy):
+  exact = jax.tree.leaves(jax.jit(jax.grad(loss_fn))(*args))
+  cast = mpjax.autocast(lambda *a: 1024 * loss_fn(*a), policy, rules=rules)
+  found = jax.tree.leaves(jax.jit(jax.grad(cast))(*args))
+  total = sum(np.sum((np.asarray(a) / 1024 - b) ** 2) for a, b in zip(found, exact, strict=True))
+  return np.sqrt(total / sum(np.sum(np.square(b)) for b in exact))
+
+
+def test_the_layer_that_overflows_alone(capsys):
+  model, loss_fn, *args = digits()
+  report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.02)(*args)
+  assert report.rules == (mpjax.Rule("float32", path="**/hot"),)
+  assert report.error <= 0.02
+  assert len(report.evaluations) <= report.bound
+  assert f"at most {report.bound} measurements" in capsys.readouterr().out
+  assert not np.isfinite(error_of(loss_fn, args, (), "mixed_float16"))
+  assert error_of(loss_fn, args, report.rules, "mixed_float16") < 0.02
+  # The rules are those of a wrapped model too.
+  wrapped = mpjax.linen.with_policy(model, "mixed_float16", report.rules)
+  assert np.isfinite(wrapped.apply(*args)).all()
+  assert not np.isfinite(mpjax.linen.with_policy(model, "mixed_float16").apply(*args)).all()
+
+
+def test_a_budget_is_met_and_the_same_twice():
+  _, loss_fn, *args = digits(hot=False)
+  plain = mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=1.0)(*args)
+  assert plain.rules == ()
+  assert plain.half_share == 1
+  tolerance = 0.5 * plain.error
+  runs = [mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=tolerance)(*args) for _ in range(2)]
+  assert runs[0].evaluations == runs[1].evaluations
+  assert runs[0].rules == runs[1].rules
+  assert runs[0].error <= tolerance
+  assert len(runs[0].evaluations) <= runs[0].bound
+  assert 0 < runs[0].half_share < 1
+
+
+def test_a_budget_that_no_module_meets():
+  def loss_fn(w, x):
+    with jax.named_scope("layer"):
+      y = x @ w
+    return jnp.sum(y**2)
+
+  args = jnp.full((4, 4), 1.2345), jnp.full((2, 4), 0.777)
+  report = mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=1e-9)(*args)
+  assert report.error <= 1e-9
+  assert report.half_share == 0
+
+
+def test_a_model_of_nnx_with_named_scopes():
+  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  graph, state = nnx.split(model)
+
+  def loss_fn(state, x):
+    with jax.named_scope("linear"):
+      y = nnx.merge(graph, state)(x)
+    return jnp.sum(y**2), {"aux": y}
+
+  report = mpjax.tune(loss_fn, tolerance=1e-4)(state, jnp.full((2, 4), 1.2345))
+  assert report.rules == (mpjax.Rule("float32", path="**/linear"),)
+
+
+@pytest.mark.parametrize(
+  ("args", "error", "where", "expected", "got", "fix"),
+  [
+    ((3, "mixed_bfloat16", 0.1), TypeError, "loss_fn", "a function", "3", "Write mpjax.tune"),
+    ((jnp.sum, "float32", 0.1), ValueError, "policy", "bfloat16 or float16", "float32", "Write"),
+    ((jnp.sum, "mixed_bfloat16", 0), ValueError, "tolerance", "positive", "0", "tolerance=0.01"),
+    ((jnp.sum, "mixed_bfloat16", "a"), ValueError, "tolerance", "positive", "'a'", "Write"),
+  ],
+)
+def test_errors(args, error, where, expected, got, fix):
+  loss_fn, policy, tolerance = args
+  with pytest.raises(error) as excinfo:
+    mpjax.tune(loss_fn, policy, tolerance=tolerance)
+  check_error(excinfo, where=f"mpjax.tune({where})", expected=expected, got=got, fix=fix)
+
+
+def test_a_gradient_of_zero():
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.tune(lambda w: jnp.sum(0 * w), tolerance=0.1)(jnp.ones(3))
+  where, fix = "mpjax.tune(loss_fn, policy)(*args)", "mpjax.ranges"
+  check_error(excinfo, where=where, expected="not zero", got="norm 0.0", fix=fix)

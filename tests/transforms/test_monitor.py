@@ -1,0 +1,143 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*stored in half")
+
+
+def problem(dtype):
+  keys = jax.random.split(jax.random.key(0), 4)
+  params = {
+    "dense": {"kernel": jax.random.normal(keys[0], (8, 5), dtype), "bias": jnp.zeros(5, dtype)},
+    "steps": jnp.zeros((), jnp.int32),
+  }
+
+  def gradients(step):
+    # A third of the gradients are zero.
+    g = jax.random.normal(jax.random.fold_in(keys[1], step), (8, 5)).at[::3].set(0)
+    return {"dense": {"kernel": g, "bias": g[1]}, "steps": None}
+
+  return params, gradients
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_counts_of_a_run_equal_those_of_numpy(dtype):
+  params, gradients = problem(dtype)
+  tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8), monitor=True)
+
+  @jax.jit
+  def step(params, opt_state, grads):
+    scaled = jax.tree.map(lambda g: (8 * g).astype(dtype), grads)
+    updates, opt_state = tx.update(scaled, opt_state, params)
+    return mpjax.apply_updates(params, updates), opt_state, updates
+
+  opt_state, seen = tx.init(params), 0
+  for number in range(4):
+    old = params
+    params, opt_state, updates = step(params, opt_state, gradients(number))
+    for leaf in ("kernel", "bias"):
+      counts = mpjax.monitor_counts(opt_state)[f"dense.{leaf}"]
+      before, after, u = (np.asarray(t["dense"][leaf]) for t in (old, params, updates))
+      lost = np.sum((before == after) & (u != 0))
+      seen += lost
+      zero = np.sum(np.asarray(gradients(number)["dense"][leaf]) == 0)
+      found = {key: int(n) for key, n in counts.items()}
+      assert found == {
+        "size": u.size,
+        "zero_gradients": zero,
+        "updates": np.sum(u != 0),
+        "lost_updates": lost,
+      }
+  assert (seen > 0) == (dtype != jnp.float32)
+  assert set(mpjax.monitor_counts(opt_state)) == {"dense.kernel", "dense.bias"}
+
+
+def test_off_adds_nothing():
+  params, gradients = problem(jnp.bfloat16)
+
+  def jaxpr(**options):
+    tx = mpjax.loss_scaling(optax.adam(1e-3), **options)
+    state = tx.init(params)
+    return jax.make_jaxpr(tx.update)(gradients(0), state, params), jax.tree.structure(state)
+
+  plain, off, on = jaxpr(), jaxpr(monitor=False), jaxpr(monitor=True)
+  assert str(plain[0]) == str(off[0])
+  assert plain[1] == off[1]
+  assert str(plain[0]) != str(on[0])
+
+
+def test_a_skipped_step_leaves_the_counts():
+  params, gradients = problem(jnp.bfloat16)
+  tx = mpjax.loss_scaling(optax.sgd(1e-3), monitor=True)
+  update = jax.jit(tx.update)
+  _, state = update(gradients(0), tx.init(params), params)
+  bad = jax.tree.map(lambda g: g * jnp.inf, gradients(1))
+  _, skipped = update(bad, state, params)
+  assert not bool(mpjax.last_step_finite(skipped))
+  np.testing.assert_equal(mpjax.monitor_counts(skipped), mpjax.monitor_counts(state))
+
+
+def test_underflow_is_seen_as_zero_gradients():
+  params = {"w": jnp.ones(4)}
+  tx = mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(2), monitor=True)
+
+  def counts(tx, small):
+    grads = {"w": (tx * jnp.asarray([small, small, 1.0, 1.0])).astype(jnp.float16)}
+    _, state = mpjax_tx.update(grads, mpjax_tx.init(params), params)
+    return int(mpjax.monitor_counts(state)["w"]["zero_gradients"])
+
+  mpjax_tx = tx
+  assert counts(2.0, 1e-8) == 2
+  mpjax_tx = mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(1024), monitor=True)
+  assert counts(1024.0, 1e-8) == 0
+
+
+def test_masters_lose_nothing_and_stay_where_they_must():
+  params = {"w": jnp.ones(3, jnp.bfloat16), "norm": jnp.ones(3)}
+  grads = {"w": jnp.asarray([1e-4, 1e-9, 0.0]), "norm": jnp.asarray([1e-4, 1e-9, 0.0])}
+  inner = mpjax.master_weights(optax.sgd(1.0))
+  tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(1), monitor=True)
+  _, state = jax.jit(tx.update)(grads, tx.init(params), params)
+  for path in params:
+    counts = {key: int(n) for key, n in mpjax.monitor_counts(state)[path].items()}
+    assert counts == {"size": 3, "zero_gradients": 1, "updates": 2, "lost_updates": 1}, path
+  np.testing.assert_array_equal(mpjax.master_params(state)["w"], np.float32([1 - 1e-4, 1, 1]))
+
+
+def test_in_a_train_step_and_without_a_scale():
+  params, gradients = problem(jnp.bfloat16)
+  del params["steps"]
+  grads = {"dense": gradients(0)["dense"]}
+  for scale in (mpjax.DynamicLossScale(), mpjax.NoLossScale()):
+    tx = mpjax.loss_scaling(optax.sgd(1e-3), scale, monitor=True)
+    new, state = jax.jit(lambda g, s, tx=tx: tx.update(g, s, params, apply=apply))(
+      grads, tx.init(params)
+    )
+    assert new["dense"]["kernel"].dtype == jnp.bfloat16
+    assert int(mpjax.monitor_counts(state)["dense.bias"]["size"]) == 5
+
+
+def apply(params, updates, _):
+  return mpjax.apply_updates(params, updates)
+
+
+def test_errors():
+  params = {"w": jnp.ones(2)}
+  tx = mpjax.loss_scaling(optax.sgd(0.1), monitor=True)
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    tx.update(params, tx.init(params))
+  fix, where = "tx.update(grads, opt_state, params)", "update(params)"
+  check_error(excinfo, where=where, expected="the parameters", got="None", fix=fix)
+  plain = mpjax.loss_scaling(optax.sgd(0.1))
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    mpjax.monitor_counts(plain.init(params))
+  where, fix = "mpjax.monitor_counts(opt_state)", "monitor=True"
+  check_error(excinfo, where=where, expected="keeps counts", got="without a monitor", fix=fix)
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    tx.update(params, plain.init(params), params)
+  check_error(excinfo, where="update(state)", expected="the state", got="a tuple", fix="init")
