@@ -74,7 +74,7 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
     deciding = values
     if part == "keep" and len(values) > 1:  # A buffer that is written to keeps its dtype.
       deciding = [v for v in values if v is not None][:1]
-    elif eqn.primitive is pad_p and not isinstance(eqn.invars[1], Literal):
+    elif eqn.primitive is pad_p and values[1] is not None and values[1].counted:
       # `jnp.pad` passes 0 as an integer, which becomes a float32 scalar inside: by hand it is cast.
       deciding = values[:1]
     dtype, neutral = _common(rewriter, eqn, deciding, wide, half)
@@ -202,7 +202,11 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope, half: DType) -> No
     # An index or a count is more than half can hold; of a mask it holds both numbers.
     neutral = target == FLOAT32 and dtype_of(atom) == np.bool_
     operand = atom if value is None else rewriter.view(value, value.dtype, eqn)
-    return rewriter.write(eqn, [operand], [rewriter.kind_of(var, neutral=neutral)])
+    rewriter.write(eqn, [operand], [rewriter.kind_of(var, neutral=neutral)])
+    written = rewriter.known(var)
+    if written is not None:
+      written.counted = value is None and not neutral
+    return None
   if dtype_of(atom) == target:  # Only the weak type goes.
     value.wanted |= wanted
     return rewriter.hold(var, value)

@@ -87,12 +87,14 @@ class Value:
     once: casts are made once for all readers. Not so for a parameter, whose gradients, one from
       each cast, are then added in float32.
     given: it is an argument, or of the shape of one from which it was made.
+    counted: it was an integer.
     filled: the equation that repeats a literal to make it, if that is what it is.
     views: variables that hold it in other dtypes.
   """
 
   __slots__ = (
     "atom",
+    "counted",
     "dtype",
     "filled",
     "given",
@@ -121,7 +123,7 @@ class Value:
     self.scope = scope
     self.wanted = wanted
     self.once = once
-    self.given = False
+    self.given = self.counted = False
     self.filled: JaxprEqn | None = None
     self.views: dict[DType, Atom] | None = None  # Most never need one.
 
