@@ -116,7 +116,7 @@ def is_inside(path: str, other: str) -> bool:
 def _selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
   """Returns what selects a path, and none else.
 
-  Without the class of a Flax model, if possible, which `mpjax.linen.with_policy` does not count, nor
+  Without what `mpjax.linen.with_policy` does not count, if possible: the class of a Flax model, and
   the method in "Net/Net.encode/Dense_0" or "Net/rnn/cell.scan_fn/cell/hi".
   """
   names = path.split("/")
