@@ -62,3 +62,13 @@ def test_a_function_is_expected():
     got="Array",
     fix="mpjax.find_nonfinite(step)(state, batch)",
   )
+
+
+def test_a_device_of_an_explicit_mesh():
+  mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+  x = jax.device_put(jnp.asarray([1, 100], jnp.float16), jax.NamedSharding(mesh, jax.P("i")))
+  local = jax.shard_map(
+    lambda x: jax.lax.psum(jnp.exp(x), "i"), mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P()
+  )
+  found = mpjax.find_nonfinite(local)(x)
+  assert (found.operation, found.device) == ("exp", {"i": 1})
