@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental import pallas
 
 import mpjax
 from tests.diagnostics.nonfinite.faults import FAULTS
@@ -72,3 +73,27 @@ def test_a_device_of_an_explicit_mesh():
   )
   found = mpjax.find_nonfinite(local)(x)
   assert (found.operation, found.device) == ("exp", {"i": 1})
+
+
+def add_up(x):
+  return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, (0,))
+
+
+@pytest.mark.parametrize(
+  "fn", [add_up, lambda x: jnp.zeros(2, x.dtype).at[jnp.zeros(8, int)].add(x)]
+)
+def test_a_sum_with_a_jaxpr_of_its_own_overflows(fn):
+  found = mpjax.find_nonfinite(fn)(jnp.full(8, 1e4, jnp.float16))
+  assert found.operation in ("reduce", "reduce_sum", "scatter-add")
+  assert found.float32_value == 8e4
+
+
+def test_a_kernel_is_not_computed_in_float32():
+  def kernel(x, out):
+    out[...] = jnp.exp(x[...])
+
+  def fn(x):
+    return pallas.pallas_call(kernel, out_shape=jax.typeof(x), interpret=True)(x)
+
+  found = mpjax.find_nonfinite(fn)(jnp.full(8, 12, jnp.float16))
+  assert (found.operation, found.verdict) == ("pallas_call", "value")
