@@ -11,6 +11,7 @@ import numpy as np
 
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Args, Function, Kwargs, Leaf
+from mpjax._diagnostics.flat import check_concrete
 from mpjax._diagnostics.nonfinite.capture import CaptureProbe, Seen
 from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure
 from mpjax._diagnostics.nonfinite.first import NONE, First, FirstProbe
@@ -120,7 +121,8 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
     and `verdict` are for code.
 
   Raises:
-    MpjaxTypeError: `fn` is not a function, or one that is compiled already.
+    MpjaxTypeError: `fn` is not a function, or one that is compiled already; when called: an
+      argument is traced, or has no value.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x):
@@ -151,6 +153,7 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
 
 
 def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
+  check_concrete(jax.tree.leaves((args, kwargs)), "mpjax.find_nonfinite(fn)(*args)")
   traced = trace(fn, args, kwargs)
   finder = finder_of(traced, args, kwargs)
   (found, closely), scale = finder.found(), finder.scale

@@ -97,3 +97,12 @@ def test_a_kernel_is_not_computed_in_float32():
 
   found = mpjax.find_nonfinite(fn)(jnp.full(8, 12, jnp.float16))
   assert (found.operation, found.verdict) == ("pallas_call", "value")
+
+
+@pytest.mark.parametrize("tool", [mpjax.find_nonfinite, mpjax.ranges])
+def test_arguments_must_be_concrete(tool):
+  x = jnp.ones(2)
+  with pytest.raises(mpjax.MpjaxTypeError, match=r"expected concrete arrays, got a traced one"):
+    jax.jit(lambda x: len(str(tool(jnp.sin)(x))))(x)
+  with pytest.raises(mpjax.MpjaxTypeError, match="got a jax.ShapeDtypeStruct"):
+    tool(jnp.sin)(jax.ShapeDtypeStruct((2,), jnp.float32))
