@@ -1,6 +1,6 @@
 """Functions of trees as functions of the arrays in them, which can be traced and run as a jaxpr."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,7 @@ class Call:
 
   def __init__(self, args: Args, kwargs: Kwargs, where: str) -> None:
     self._leaves, self._tree = jax.tree.flatten((args, kwargs))
-    if any(isinstance(x, Tracer) for x in self._leaves):
-      raise MpjaxTypeError(
-        f"{where}(*args)",
-        expected="concrete arrays",
-        got="a traced one",
-        fix="Call it on the host, outside of jax.jit and jax.grad.",
-      )
+    check_concrete(self._leaves, f"{where}(*args)")
     self._arrays = [i for i, x in enumerate(self._leaves) if is_array(x)]
     self.operands: list[Array] = [jnp.asarray(self._leaves[i]) for i in self._arrays]
 
@@ -45,6 +39,17 @@ class Call:
       return [x for _, x in returned if is_array(x)]
 
     return jax.make_jaxpr(flat)(*self.operands), outputs
+
+
+def check_concrete(leaves: Sequence[Leaf], where: str) -> None:
+  """Raises MpjaxTypeError if a leaf of the arguments has no value."""
+  expected = "concrete arrays"
+  if any(isinstance(x, Tracer) for x in leaves):
+    fix = "Call it on the host, outside of jax.jit and jax.grad."
+    raise MpjaxTypeError(where, expected=expected, got="a traced one", fix=fix)
+  if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+    fix = "Pass arrays: it computes with their values, as mpjax.audit does not."
+    raise MpjaxTypeError(where, expected=expected, got="a jax.ShapeDtypeStruct", fix=fix)
 
 
 def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:

@@ -60,12 +60,16 @@ class Location(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _path(scopes: tuple[str, ...]) -> str:
   names: list[str] = []
+  method = ""
   for scope in scopes:
+    around = method
     if scope.startswith(PREFIX) or "->" in scope:  # The formula of an einsum is no module.
       continue
     name, _, method = scope.partition(".")
     if not (name and method.isidentifier()):
-      name = scope
+      name, method = scope, ""
+      if around and names[-1] == name:
+        continue  # "cell.scan_fn/cell": the module itself, which the method calls.
     elif names and names[-1] == name:
       continue  # "MLP/MLP.body": the function that a lifted transform took.
     names.append(name)

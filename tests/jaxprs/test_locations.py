@@ -108,6 +108,8 @@ def test_scopes_inside_and_outside_of_a_gradient():
     ((), ""),
     (("mpjax.region=float16", "a", "mpjax.module=a", "b"), "a/b"),
     (("block", "block"), "block"),
+    (("RNN", "cell.scan_fn", "cell", "hi"), "RNN/cell/hi"),
+    (("Net", "a.encode", "b", "b"), "Net/a/b/b"),
     (("a", "block", "block"), "a/block/block"),
     (("layer.0", "x"), "layer.0/x"),
     (("Net", "bqhd,bkhd->bhqk"), "Net"),

@@ -120,7 +120,8 @@ class Expectations:
       # The running statistics of a norm are float32, and what it does with them in between.
       norm = module is not None and module.is_norm and flops_of(operation.eqn) is None
       return Expectation(None, "a norm") if norm else Expectation(dtype)
-    return Expectation(None, f"a {dtype.name} policy")
+    asked = read_region(region)[2]
+    return Expectation(None, f"a {dtype.name} policy" + (f", precision={asked}" if asked else ""))
 
 
 def _region(where: Location) -> str | None:
@@ -259,7 +260,7 @@ def _leak(group: _Group, expectations: Expectations, flops: int, nbytes: int) ->
     dtypes=tuple(str(v.dtype) for v in entry.operands if v.dtype is not None),
     source=entry.where.source,
     cause=group.why.cause,
-    fix=_fix(group.why, entry, asked, marked=expectations.marked),
+    fix=_fix(group.why, entry, asked),
     flops=group.flops,
     nbytes=group.nbytes,
     share=whole[0] / max(whole[1], 1),
@@ -267,7 +268,7 @@ def _leak(group: _Group, expectations: Expectations, flops: int, nbytes: int) ->
   )
 
 
-def _fix(why: Why, entry: Operation, dtype: DType | None, *, marked: bool) -> str:
+def _fix(why: Why, entry: Operation, dtype: DType | None) -> str:
   """Returns what cures a leak."""
   name = "the policy's dtype" if dtype is None else f"jnp.{dtype.name}"
   cause = why.cause
@@ -276,12 +277,7 @@ def _fix(why: Why, entry: Operation, dtype: DType | None, *, marked: bool) -> st
   if cause.kind == "cast":
     return f"Cast the result back where float32 is no longer needed: .astype({name})."
   if cause.kind in ("parameter", "argument", "constant"):
-    line = f"Cast it where it is used: .astype({name})."
-    if marked and cause.kind != "parameter":
-      path = module_path(entry.where)
-      last = path.rsplit("/", 1)[-1]
-      return f"{line} Or: {_rule(dtype, last)}" if last else line
-    return line
+    return f"Cast it where it is used: .astype({name})."
   if why.origin is entry or facts_of(_eqn(why.origin, entry)).flops is not None:
     if why.origin is not entry:
       return f"It asks for preferred_element_type=float32: cast its result, .astype({name})."
@@ -291,9 +287,3 @@ def _fix(why: Why, entry: Operation, dtype: DType | None, *, marked: bool) -> st
 
 def _eqn(origin: Operation | Value, entry: Operation) -> JaxprEqn:
   return origin.eqn if isinstance(origin, Operation) else entry.eqn
-
-
-def _rule(dtype: DType | None, last: str) -> str:
-  name = "bfloat16" if dtype is None else dtype.name
-  policy = f'Policy(compute_dtype="{name}", output_dtype="{name}")'
-  return f'Rule({policy}, path="**/{last}")'

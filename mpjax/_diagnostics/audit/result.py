@@ -20,6 +20,7 @@ class Findings:
   """What an audit found; `Audit` describes the fields."""
 
   flops: Mapping[tuple[Direction, str], int]
+  tf32_flops: int
   operations: Mapping[str, int]
   residual_bytes: Mapping[str, int]
   leaks: tuple[Leak, ...]

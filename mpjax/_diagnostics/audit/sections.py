@@ -242,12 +242,11 @@ def _tensor_cores(audit: Findings) -> Section | None:
   for x in audit.misfits[:_MOST]:
     # A layer of Flax that a list of layers calls has no line of the user's.
     where = x.path or "(root)" if x.source is None else f"{x.path or '(root)'} · {at(x.source)}"
-    lines.append(f"{where}: M, N, K = {_sizes(x.sizes)} run as {_sizes(x.padded)}")
+    lines.append(f"{where}: M, N, K = {_sizes(x.sizes)} padded to {_sizes(x.padded)}")
   lines += _rest(len(audit.misfits))
-  wide = sum(n for (_, dtype), n in audit.flops.items() if not is_low_precision(jnp.dtype(dtype)))
-  if wide and audit.half_share > 0:
+  if audit.tf32_flops and audit.half_share > 0:
     lines.append(
-      f"{amount(wide, 'FLOP')} in float32: a GPU since Ampere rounds their operands to TF32, "
+      f"{amount(audit.tf32_flops, 'FLOP')} in float32: a GPU since Ampere rounds their operands to TF32, "
       'unless precision="highest" is asked for.'
     )
   for x in audit.collectives:

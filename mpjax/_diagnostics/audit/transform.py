@@ -38,6 +38,8 @@ class Audit(Findings, Report):
 
   Args:
     flops: floating-point operations of matmuls and convolutions by pass and dtype.
+    tf32_flops: those of float32 matmuls that do not ask for precision="highest": a GPU since Ampere
+      rounds their operands to TF32.
     operations: how often each primitive is written, loops counted once.
     residual_bytes: bytes that the forward pass keeps for the backward pass, by dtype.
     leaks: float32 operations where low precision was asked for, the costliest first.
@@ -98,7 +100,7 @@ class Audit(Findings, Report):
         expected="no float32 operation where low precision was asked for",
         got=f"{len(found)}: the costliest is {first.operation} in {first.path or 'the root'} "
         f"({first.source}), float32 because of {first.cause.kind} {first.cause.name}",
-        fix=f"{first.fix} What is meant to be: ignore=[{first.path!r}].",
+        fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
       )
 
   def compare(self, other: "Audit") -> "Comparison":
@@ -121,6 +123,7 @@ class Audit(Findings, Report):
         {"direction": direction, "dtype": dtype, "flops": n}
         for (direction, dtype), n in self.flops.items()
       ],
+      "tf32_flops": self.tf32_flops,
       "operations": dict(self.operations),
       "residual_bytes": dict(self.residual_bytes),
       "leaks": [
@@ -260,7 +263,7 @@ def _audited(
   causes = Causes(graph, parameters, _neutral(expectations, record))
   leaks, on_purpose = find_leaks(graph, causes, expectations)
   flops: collections.Counter[tuple[Direction, str]] = collections.Counter()
-  certain = True
+  certain, tf32 = True, 0
   for operation in graph.computing():
     found = flops_of(operation.eqn)
     operands = operation.operands[:2]
@@ -270,8 +273,11 @@ def _audited(
     wide = [str(v.dtype) for v in operands if is_wide(v)]
     flops[operation.where.direction, (wide or low)[0]] += found * operation.times
     certain = certain and operation.certain
+    if wide and "HIGHEST" not in str(operation.eqn.params.get("precision")):
+      tf32 += found * operation.times
   return Audit(
     flops=dict(flops),
+    tf32_flops=tf32,
     operations=dict(collections.Counter(each.name for each in graph.computing()).most_common()),
     residual_bytes=residuals(graph),
     leaks=leaks,

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import primitives as p
 
 from mpjax._core.dtypes import FLOAT32, is_low_precision
 from mpjax._core.types import Array
@@ -14,6 +17,7 @@ from mpjax._diagnostics.nonfinite.interpreter import bind
 from mpjax._diagnostics.nonfinite.program import Body, Step
 from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
 from mpjax._jaxprs.atoms import dtype_of, shape_of
+from mpjax._jaxprs.inner_jaxprs import opened
 
 BEFORE = 10
 """How many operations before the one that broke are shown."""
@@ -172,16 +176,33 @@ def _row(x: Array, value: Array) -> tuple[Array, Array]:
   return jnp.stack([least, most, value]), jnp.stack([inf, jnp.sum(nan, dtype=jnp.int32)])
 
 
+_JAXPRS = (Jaxpr, ClosedJaxpr)
+
+_ADD_UP = frozenset((p.reduce_p, p.scatter_add_p, p.scatter_mul_p))
+"""Primitives with a jaxpr of scalars, such as that of an addition."""
+
+
+def _wider(value: object) -> object:
+  """Returns a parameter of an equation as it is in float32."""
+  if isinstance(value, np.dtype) and is_low_precision(value):
+    return FLOAT32
+  if not isinstance(value, _JAXPRS):
+    return value
+  jaxpr, consts = opened(value), getattr(value, "consts", ())
+  scalars = [jax.ShapeDtypeStruct((), FLOAT32) if is_inexact(v) else v.aval for v in jaxpr.invars]
+  traced = jax.make_jaxpr(lambda *xs: eval_jaxpr(jaxpr, consts, *xs))(*scalars)
+  return traced if isinstance(value, ClosedJaxpr) else traced.jaxpr
+
+
 def in_float32(step: Step, ins: Sequence[Any]) -> list[Array] | None:
   """Returns what a step gives in float32 for the same operands; None if that is not known."""
   eqn = step.eqn
   low = [dtype_of(v) for v in (*eqn.invars, *eqn.outvars) if is_inexact(v)]
   if not any(dtype is not None and is_low_precision(dtype) for dtype in low):
     return None
-  params = {
-    name: FLOAT32 if isinstance(value, np.dtype) and is_low_precision(value) else value
-    for name, value in eqn.params.items()
-  }
+  if eqn.primitive not in _ADD_UP and any(isinstance(x, _JAXPRS) for x in eqn.params.values()):
+    return None  # Such as a kernel written for float16.
+  params = {name: _wider(value) for name, value in eqn.params.items()}
   wide = [
     jnp.asarray(x).astype(FLOAT32)
     if is_inexact(v) and is_low_precision(jnp.asarray(x).dtype)
@@ -191,6 +212,6 @@ def in_float32(step: Step, ins: Sequence[Any]) -> list[Array] | None:
   try:
     found = bind(eqn.replace(params=params), wide)
   except (TypeError, ValueError, NotImplementedError):
-    return None  # It takes no float32, such as a kernel written for float16.
+    return None  # It takes no float32.
   shapes = [shape_of(v) for v in eqn.outvars]
   return found if [x.shape for x in found] == shapes else None

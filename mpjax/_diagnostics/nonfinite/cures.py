@@ -58,6 +58,12 @@ def cause_and_cure(fault: Fault) -> tuple[str, str]:
     )
     if not fault.path:
       return text, 'the policy "mixed_bfloat16", or a jax.named_scope here and a Rule with its path'
+    if _is_root(fault.path):
+      # A rule on the root of a model would put all of it into float32, and in Linen it has no name.
+      line = (
+        "mpjax.full_precision(fn)(x)  # for the code of this line, or the policy mixed_bfloat16"
+      )
+      return text, line
     return text, f'Rule("float32", path="{pattern(fault.path)}")  # or the policy mixed_bfloat16'
   return _of_domain(fault)
 
@@ -104,6 +110,11 @@ def _of_domain(fault: Fault) -> tuple[str, str]:
   if fault.primitive is p.exp_p:
     return text, "jnp.exp(x - jnp.max(x))  # as jax.nn.softmax and jax.nn.logsumexp do"
   return text, "jnp.clip(x, -limit, limit)  # of the operands, or another learning rate"
+
+
+def _is_root(path: str) -> bool:
+  """Whether a scope is likely a Flax model itself, by whose class its outermost scope is called."""
+  return "/" not in path and path[:1].isupper()
 
 
 def pattern(path: str) -> str:

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
-from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.errors import MpjaxTypeError, check_call
 from mpjax._core.types import Args, Function, Kwargs, Leaf
+from mpjax._diagnostics.flat import check_concrete
 from mpjax._diagnostics.nonfinite.capture import CaptureProbe, Seen
 from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure
 from mpjax._diagnostics.nonfinite.first import NONE, First, FirstProbe
@@ -96,6 +98,10 @@ def _together(found: Iterable[Sequence[int]]) -> Iterator[frozenset[int]]:
     yield frozenset(some)
 
 
+@check_call(
+  "mpjax.find_nonfinite(fn)",
+  fix="Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call.",
+)
 def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   """Returns a function that runs `fn`, and says where the first inf or NaN came from.
 
@@ -120,7 +126,8 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
     and `verdict` are for code.
 
   Raises:
-    MpjaxTypeError: `fn` is not a function, or one that is compiled already.
+    MpjaxTypeError: `fn` is not a function, or one that is compiled already; when called: an
+      argument is traced, or has no value.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x):
@@ -145,12 +152,15 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
 
   @functools.wraps(fn)
   def find(*args: object, **kwargs: object) -> NonfiniteReport:
-    return _find(fn, args, kwargs)
+    # It is shown in a terminal alone: compiling a training step takes as long as the step's own.
+    with Console(stderr=True).status("find_nonfinite: compiling and running the function"):
+      return _find(fn, args, kwargs)
 
   return find
 
 
 def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
+  check_concrete(jax.tree.leaves((args, kwargs)), "mpjax.find_nonfinite(fn)(*args)")
   traced = trace(fn, args, kwargs)
   finder = finder_of(traced, args, kwargs)
   (found, closely), scale = finder.found(), finder.scale

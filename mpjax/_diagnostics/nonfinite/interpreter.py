@@ -250,7 +250,18 @@ def _shard_map(step: Step, ins: list[Any], probe: Probe, around: Around) -> tupl
   given["in_specs"] = (jax.P(), *given["in_specs"])
   given["out_specs"] = (list(given["out_specs"]), jax.P(axes))
   outs, seen = jax.shard_map(mapped, **given)(around.indices, *_start(step, ins))
-  return outs, probe.of_devices(seen)
+  return outs, probe.of_devices(_gathered(seen, given["mesh"]))
+
+
+def _gathered(states: State, mesh: Any) -> State:
+  """Returns the states of all devices on each of them.
+
+  One of an array that is sharded by an explicit mesh cannot be taken by its index.
+  """
+  if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+    return states
+  whole = jax.sharding.NamedSharding(mesh, jax.P())
+  return jax.tree.map(lambda x: jax.sharding.reshard(x, whole), states)
 
 
 _RUN: Mapping[Holds | None, Callable[..., tuple[list[Any], State]]] = {

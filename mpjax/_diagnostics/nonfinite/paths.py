@@ -23,15 +23,17 @@ Lines: TypeAlias = tuple[tuple[str, int], ...]
 def path_of(traced: Traced, step: Step) -> str:
   """Returns the path of a step.
 
-  NNX has no named scopes: there a matmul has the path of the module whose parameter it reads, and
-  one of the backward pass that of the matmul on the same lines, if there is only one.
+  NNX has no named scopes: there a matmul or a cast has the path of the module whose parameter it
+  reads, and a matmul of the backward pass that of the matmul on the same lines, if there is only
+  one.
   """
   path = step.location.path
   if path:
     return path
   owners = _owners(traced)
   own = {owners[slot] for slot in step.reads if slot in owners}
-  if _is_matmul(step) and len(own) == 1 and step in traced.body.steps:
+  reads_one = len(own) == 1 and step in traced.body.steps
+  if reads_one and (_is_matmul(step) or is_cast(step)):
     return own.pop()
   lines = _lines(step.eqn)
   same = [each for each in traced.body.steps if _is_matmul(each) and _lines(each.eqn) == lines]

@@ -319,7 +319,9 @@ class RangesReport(Report):
 def _cut(count: int) -> tuple[str, ...]:
   if count <= _MOST_ROWS:
     return ()
-  return (f"The {_MOST_ROWS} that lose most of {count}; .groups and to_json() have all.",)
+  return (
+    f"The {_MOST_ROWS} of {count} that lose most in float16; .groups and to_json() have all.",
+  )
 
 
 def _named(g: GroupRanges) -> str:

@@ -116,10 +116,13 @@ def is_inside(path: str, other: str) -> bool:
 def _selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
   """Returns what selects a path, and none else.
 
-  Without the class of a Flax model, if possible, which `mpjax.linen.with_policy` does not count.
+  Without what `mpjax.linen.with_policy` does not count, if possible: the class of a Flax model, and
+  the method in "Net/Net.encode/Dense_0" or "Net/rnn/cell.scan_fn/cell/hi".
   """
   names = path.split("/")
-  for glob in (f"**/{'/'.join(names[1:] or names)}", f"**/{path}", path):
+  methods = [i for i, name in enumerate(names) if _is_method(name)]
+  inside = names[methods[-1] + 1 :] if methods else []
+  for glob in (f"**/{'/'.join(inside or names[1:] or names)}", f"**/{path}", path):
     if path and _selects_only(glob, path, scopes):
       return glob
   return re.compile(re.escape(path))
@@ -130,7 +133,19 @@ def _selects_only(glob: str, path: str, scopes: Collection[str]) -> bool:
     rule = Rule("float32", path=glob)
   except ValueError:  # A name with brackets is not the glob that it looks like.
     return False
-  return all(rule.matches(None, other) == (other == path) for other in scopes)
+  return all(rule.matches(None, other) == _is_same(path, other) for other in scopes)
+
+
+def _is_method(name: str) -> bool:
+  return name.partition(".")[2].isidentifier()
+
+
+def _is_same(path: str, other: str) -> bool:
+  """Whether two paths are of one module: JAX writes that in the backward pass of a scan anew.
+
+  It is then "cell.scan_fn/cell/hi", without what is around the scan.
+  """
+  return path == other or (path.endswith(f"/{other}") and _is_method(other.partition("/")[0]))
 
 
 def named(rules: Sequence[Rule]) -> list[str]:

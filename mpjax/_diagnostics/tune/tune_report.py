@@ -48,7 +48,8 @@ class ModuleReport(NamedTuple):
 class TuneReport(Report):
   """What must stay in float32, see `mpjax.tune`.
 
-  `rules` are for `mpjax.autocast`, and, where each path begins with "**/", for `with_policy` too.
+  `rules` are for `mpjax.autocast`, and, where each path begins with "**/", for `with_policy` too:
+  but for what the root of a Linen model computes itself, whose path there is "".
   `error` is the relative error of the gradient under them, measured, and `half_share` the share of
   the FLOPs of matmuls in low precision, from 0 to 1.
 
@@ -119,10 +120,17 @@ class TuneReport(Report):
       f"{_text(self.error)}, with {_text(self.tolerance)} allowed."
     )
     scale = f", at loss scale {self.loss_scale:.0f}" if self.loss_scale != 1 else ""
+    left = ()
+    if not self.half_share and any(each.error > self.tolerance for each in self.evaluations[1:]):
+      least = min(each.error for each in self.evaluations if each.half_share or each.error)
+      left = (
+        f"With a matmul left in low precision the least error measured is {_text(least)}: allow "
+        "that, or what is above it. Some of it comes from operations that are no matmuls.",
+      )
     measured = f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}."
     rules = [f"  {_line(rule)}," for rule in self.rules] or ["  # none: all may run in half"]
     sections = [
-      Section(title="tune", lines=(found, measured)),
+      Section(title="tune", lines=(found, measured, *left)),
       Section(title="Rules", lines=("rules = (", *rules, ")")),
       self._curve(),
       self._modules(),

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental import pallas
 
 import mpjax
 from tests.diagnostics.nonfinite.faults import FAULTS
@@ -62,3 +63,46 @@ def test_a_function_is_expected():
     got="Array",
     fix="mpjax.find_nonfinite(step)(state, batch)",
   )
+
+
+def test_a_device_of_an_explicit_mesh():
+  mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+  x = jax.device_put(jnp.asarray([1, 100], jnp.float16), jax.NamedSharding(mesh, jax.P("i")))
+  local = jax.shard_map(
+    lambda x: jax.lax.psum(jnp.exp(x), "i"), mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P()
+  )
+  found = mpjax.find_nonfinite(local)(x)
+  assert (found.operation, found.device) == ("exp", {"i": 1})
+
+
+def add_up(x):
+  return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, (0,))
+
+
+@pytest.mark.parametrize(
+  "fn", [add_up, lambda x: jnp.zeros(2, x.dtype).at[jnp.zeros(8, int)].add(x)]
+)
+def test_a_sum_with_a_jaxpr_of_its_own_overflows(fn):
+  found = mpjax.find_nonfinite(fn)(jnp.full(8, 1e4, jnp.float16))
+  assert found.operation in ("reduce", "reduce_sum", "scatter-add")
+  assert found.float32_value == 8e4
+
+
+def test_a_kernel_is_not_computed_in_float32():
+  def kernel(x, out):
+    out[...] = jnp.exp(x[...])
+
+  def fn(x):
+    return pallas.pallas_call(kernel, out_shape=jax.typeof(x), interpret=True)(x)
+
+  found = mpjax.find_nonfinite(fn)(jnp.full(8, 12, jnp.float16))
+  assert (found.operation, found.verdict) == ("pallas_call", "value")
+
+
+@pytest.mark.parametrize("tool", [mpjax.find_nonfinite, mpjax.ranges])
+def test_arguments_must_be_concrete(tool):
+  x = jnp.ones(2)
+  with pytest.raises(mpjax.MpjaxTypeError, match=r"expected concrete arrays, got a traced one"):
+    jax.jit(lambda x: len(str(tool(jnp.sin)(x))))(x)
+  with pytest.raises(mpjax.MpjaxTypeError, match="got a jax.ShapeDtypeStruct"):
+    tool(jnp.sin)(jax.ShapeDtypeStruct((2,), jnp.float32))

@@ -37,3 +37,11 @@ def test_a_gradient_is_of_the_module_of_the_matmul_on_its_lines():
 
   found = paths(jax.value_and_grad(loss), {"up": {"w": jnp.ones((3, 3))}}, jnp.ones((2, 3)))
   assert found["dot_general"] == "up"
+
+
+def test_the_cast_of_a_parameter_is_of_its_module():
+  def fn(params, x):
+    return x @ params["up"]["w"].astype(jnp.float16)
+
+  found = paths(fn, {"up": {"w": jnp.ones((3, 3))}}, jnp.ones((2, 3), jnp.float16))
+  assert found["convert_element_type"] == "up"

@@ -1,5 +1,6 @@
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -29,7 +30,10 @@ def test_modules_with_their_flops_forward_and_backward():
   assert flops[""] == 0
 
 
-SCOPES = ("", "Net", "Net/a", "Net/a/b", "Net/b", "Net/c(1)", "head")
+SCOPES = (
+  *("", "Net", "Net/a", "Net/a/b", "Net/b", "Net/c(1)", "head"),
+  *("Net/Net.encode", "Net/Net.encode/enc", "Net/rnn/cell.scan_fn", "Net/rnn/cell.scan_fn/cell/hi"),
+)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,9 @@ SCOPES = ("", "Net", "Net/a", "Net/a/b", "Net/b", "Net/c(1)", "head")
     ("Net/b", "**/Net/b"),
     ("Net/c(1)", re.compile(re.escape("Net/c(1)"))),
     ("", re.compile("")),
+    # Rules of Linen know the module inside of a method by its own name alone.
+    ("Net/Net.encode/enc", "**/enc"),
+    ("Net/rnn/cell.scan_fn/cell/hi", "**/cell/hi"),
   ],
 )
 def test_a_rule_selects_one_path(path, selector):
@@ -61,3 +68,27 @@ def test_modules_inside_of_a_chosen_one_keep_the_policy():
   assert is_inside("a/b", "a")
   assert not is_inside("ab", "a")
   assert is_inside("a", "")
+
+
+def test_rules_for_modules_inside_of_methods_match_in_linen():
+  class Net(nn.Module):
+    def setup(self):
+      self.enc = nn.Dense(4)
+
+    def encode(self, x):
+      return self.enc(x)
+
+    @nn.compact
+    def __call__(self, x):
+      return nn.RNN(nn.LSTMCell(4), name="rnn")(self.encode(x))
+
+  x = jnp.ones((1, 2, 4))
+  variables = Net().init(jax.random.key(0), x)
+  loss = jax.value_and_grad(lambda v: jnp.sum(Net().apply(v, x)))
+  found = modules_of(jax.make_jaxpr(loss)(variables))
+  chosen = [path for path in found.paths if path.endswith(("enc", "hi"))]
+  assert len(chosen) == 2
+  net = mpjax.linen.with_policy(
+    Net(), HALF, rules=rules_for(chosen, [], found.scopes, HALF), unmatched="raise"
+  )
+  jax.eval_shape(net.apply, variables, x)
