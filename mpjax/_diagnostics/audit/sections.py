@@ -246,8 +246,8 @@ def _tensor_cores(audit: Findings) -> Section | None:
   lines += _rest(len(audit.misfits))
   if audit.tf32_flops and audit.half_share > 0:
     lines.append(
-      f"{amount(audit.tf32_flops, 'FLOP')} in float32: a GPU since Ampere rounds their operands to TF32, "
-      'unless precision="highest" is asked for.'
+      f"{amount(audit.tf32_flops, 'FLOP')} in float32: a GPU since Ampere rounds their operands to "
+      'TF32, unless precision="highest" is asked for.'
     )
   for x in audit.collectives:
     times = "once" if x.times == 1 else f"{x.times} times"

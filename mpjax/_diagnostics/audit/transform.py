@@ -82,8 +82,8 @@ class Audit(Findings, Report):
   def assert_no_leaks(self, ignore: Iterable[str] = ()) -> None:
     """Raises if a float32 operation is where low precision was asked for, for a test of yours.
 
-    A function in which nothing asks for low precision has no leaks: a test that is to notice a policy
-    that was forgotten calls `assert_half_share` too.
+    A function in which nothing asks for low precision has no leaks: a test that is to notice a
+    policy that was forgotten calls `assert_half_share` too.
 
     Args:
       ignore: globs over the paths of leaks that do not count.

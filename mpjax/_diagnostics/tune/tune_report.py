@@ -123,10 +123,11 @@ class TuneReport(Report):
     left = ()
     if not self.half_share and any(each.error > self.tolerance for each in self.evaluations[1:]):
       least = min(each.error for each in self.evaluations if each.half_share or each.error)
-      left = (
-        f"With a matmul left in low precision the least error measured is {_text(least)}: allow "
-        "that, or what is above it. Some of it comes from operations that are no matmuls.",
+      text = (
+        f"The least error measured with anything in low precision is {_text(least)}: allow more "
+        "than that. What is left comes from operations that are no matmuls."
       )
+      left = (text,)
     measured = f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}."
     rules = [f"  {_line(rule)}," for rule in self.rules] or ["  # none: all may run in half"]
     sections = [
