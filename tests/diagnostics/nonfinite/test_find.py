@@ -104,5 +104,5 @@ def test_arguments_must_be_concrete(tool):
   x = jnp.ones(2)
   with pytest.raises(mpjax.MpjaxTypeError, match=r"expected concrete arrays, got a traced one"):
     jax.jit(lambda x: len(str(tool(jnp.sin)(x))))(x)
-  with pytest.raises(mpjax.MpjaxTypeError, match="got a jax.ShapeDtypeStruct"):
+  with pytest.raises(mpjax.MpjaxTypeError, match=r"got a jax\.ShapeDtypeStruct"):
     tool(jnp.sin)(jax.ShapeDtypeStruct((2,), jnp.float32))
