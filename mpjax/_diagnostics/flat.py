@@ -61,6 +61,13 @@ def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
   """
 
   def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    if not args:
+      raise MpjaxTypeError(
+        "mpjax.ranges(fn) or mpjax.tune(loss_fn)",
+        expected="a loss whose first argument holds the parameters",
+        got="no argument by position",
+        fix="Pass the parameters first, by position: (params, x=x).",
+      )
     leaves, tree = jax.tree.flatten(args[0])
     moving = {i: x for i, x in enumerate(leaves) if is_array(x) and is_inexact(x)}
 

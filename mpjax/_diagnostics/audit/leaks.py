@@ -221,7 +221,10 @@ def find_leaks(
         continue  # A gradient is float32 because of what is float32 in the forward pass.
       origin = operation if why is None else why.origin
       why = why or Why(_unknown(operation), operation)
-      group = groups.setdefault((origin, entry), _Group(entry, why))
+      where = entry.where
+      # The operations of one line, as of a * cos(t) + b * sin(t), are cured together.
+      written = (module_path(where), entry.name, where.direction, where.source)
+      group = groups.setdefault((origin, written if where.source else entry), _Group(entry, why))
     if not backward:
       lines.setdefault(line, group)
     group.flops += flops

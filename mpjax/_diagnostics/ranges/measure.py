@@ -80,7 +80,7 @@ def ranges(
   def measured(*args: P.args, **kwargs: P.kwargs) -> RangesReport:
     call = Call(args, kwargs, "mpjax.ranges(fn)")
     program, outputs = call.traced(fn)
-    is_loss = _is_scalar(program) and not _has_backward(program)
+    is_loss = bool(args) and _is_scalar(program) and not _has_backward(program)
     if is_loss if differentiate is None else differentiate:
       program, outputs = call.traced(gradient_of(fn))
     found = plan(program.jaxpr, _inputs(args, kwargs), outputs)

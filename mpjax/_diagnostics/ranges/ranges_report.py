@@ -227,9 +227,9 @@ class RangesReport(Report):
       scale, used = self.loss_scale, self.loss_scale_in_use
       largest = max(g.largest for g in self.of("gradients")) / (used or 1.0)
       lines.append(
-        f"Loss scale for float16: {_power(scale)}. The largest gradient, {largest:.3g}, stays "
-        f"{_LARGEST / (largest * scale):.0f} times below 65504, and {self._lost(scale)} of the "
-        f"gradients are lost; without a loss scale {self._lost(1.0)}"
+        f"Loss scale for float16: {_power(scale)}. The largest gradient, {largest:.3g}, "
+        f"{_room(largest * scale)}, and {self._lost(scale)} of the gradients are lost; without a "
+        f"loss scale {self._lost(1.0)}"
         + ("." if used is None else f", with {_power(used)}, the one in use, {self._lost(used)}.")
       )
     return Section(title=f"Ranges of {self.name}", lines=tuple(lines))
@@ -340,6 +340,13 @@ def _quantiles(exponents: dict[int, int]) -> tuple[int | None, int | None]:
 
 def _share(part: int, total: int) -> float:
   return part / total if total else math.nan
+
+
+def _room(largest: float) -> str:
+  """Returns how far the largest gradient is from where float16 ends."""
+  if largest > _LARGEST:
+    return f"overflows: float16 ends at {_LARGEST:.0f}"
+  return f"stays {_LARGEST / largest:.0f} times below {_LARGEST:.0f}"
 
 
 def _power(scale: float) -> str:

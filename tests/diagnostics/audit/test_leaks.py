@@ -277,3 +277,13 @@ def test_work_in_both_passes_counts_to_the_leak_of_the_forward_pass():
   # Of the second matmul: the forward pass, and the gradients of both its operands.
   assert leak.direction == "forward"
   assert leak.flops == 3 * 2 * 16 * 8 * 8
+
+
+def test_the_operations_of_one_line_are_one_leak():
+  def fn(x, angles):
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * angles, b * angles], -1) @ jnp.ones((16, 16), jnp.bfloat16)
+
+  angles = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+  (leak,) = mpjax.audit(fn)(jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), angles).leaks
+  assert (leak.operation, leak.cause.name) == ("mul", "angles")

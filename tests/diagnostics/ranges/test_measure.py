@@ -139,3 +139,12 @@ def test_a_function_in_low_precision(dtype):
   x = jnp.asarray(oracle.awkward(dtype))
   report = mpjax.ranges(lambda x: x * jnp.asarray(1, dtype))(x)
   check_equal(group(report, "parameters", "(array)"), x)
+
+
+def test_a_loss_without_arguments_by_position():
+  def loss(*, w):
+    return jnp.sum(w)
+
+  assert not mpjax.ranges(loss)(w=jnp.ones(2)).of("gradients")
+  with pytest.raises(mpjax.MpjaxTypeError, match="no argument by position"):
+    mpjax.ranges(loss, differentiate=True)(w=jnp.ones(2))

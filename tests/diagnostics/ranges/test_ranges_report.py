@@ -1,9 +1,11 @@
 import json
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mpjax
 from mpjax._diagnostics.ranges.exponents import FORMATS
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
 
@@ -75,3 +77,9 @@ def test_html(report, tmp_path):
   report.to_html(tmp_path / "page.html")
   assert "<table>" in (tmp_path / "page.html").read_text(encoding="utf-8")
   assert "<details" in report._repr_html_()
+
+
+def test_a_gradient_that_no_loss_scale_keeps_from_overflowing():
+  report = mpjax.ranges(lambda w: jnp.sum(w * 1e6))(jnp.ones(2))
+  text = " ".join(str(report).split())
+  assert "The largest gradient, 1e+06, overflows: float16 ends at 65504" in text
