@@ -138,8 +138,8 @@ def monitor_counts(opt_state: OptState, *, name: str | None = None) -> dict[str,
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(1), monitor=True)
-  >>> params = {"lora_a": jnp.ones(3, jnp.bfloat16)}
-  >>> grads = {"lora_a": jnp.asarray([1, 0, 8], jnp.bfloat16)}
+  >>> params = {"lora_a": jnp.full(3, 1e5)}
+  >>> grads = {"lora_a": jnp.asarray([1.0, 0.0, 80.0])}
   >>> updates, opt_state = tx.update(grads, tx.init(params), params)
   >>> {key: int(n) for key, n in mpjax.monitor_counts(opt_state)["lora_a"].items()}
   {'size': 3, 'zero_gradients': 1, 'updates': 2, 'lost_updates': 1}

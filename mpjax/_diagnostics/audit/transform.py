@@ -208,7 +208,8 @@ def audit(
 
   FLOPs are those of matmuls and convolutions: two for each multiplication and addition, times the
   length of a scan; `while` and each branch of a `cond` count once. Work that `jax.checkpoint`
-  repeats is shown apart from the forward pass.
+  repeats is shown apart from the forward pass. They are those of the jaxpr: a compiler drops what
+  nothing uses, such as the last matmul of a forward pass of which only the gradient is wanted.
 
   Args:
     fn: a function of trees of arrays.

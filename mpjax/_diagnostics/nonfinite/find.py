@@ -111,8 +111,9 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   comparisons and a `where` that discards it: log(0) in `jnp.where(x > 0, jnp.log(x), 0)` is not
   reported, the NaN that its gradient makes of it is.
 
-  `fn` is traced and compiled once, with one flag for each operation and an index for each loop; a
-  second run looks at the numbers where it broke. Donated arguments are not deleted, and `jit`,
+  `fn` is traced and compiled once, with a flag for what must stay finite and an index for each
+  loop. Only if a flag is set are the operations that lead to it compiled again, each with a flag of
+  its own, and once more to look at the numbers where it broke. Donated arguments are not deleted, and `jit`,
   `grad`, `scan`, `while_loop`, `cond`, `remat`, functions with derivatives of their own, `vmap` and
   `shard_map` are looked into. If the arguments hold the state of `mpjax.loss_scaling`, or the loss
   is multiplied by a power of two, smaller scales are tried: the verdict says whether one helps.

@@ -59,7 +59,7 @@ def report():
 def test_the_text_has_80_columns(report):
   text = str(report)
   assert max(map(len, text.splitlines())) <= 80
-  for part in ("change nothing", "Loss scale for float16", "Not finite", "20 that lose most of 25"):
+  for part in ("change nothing", "Loss scale for float16", "Not finite", "20 of 25 that lose most"):
     assert part in text, part
   assert repr(report) == "<RangesReport of train_step: 100 groups>"
 
