@@ -36,7 +36,9 @@ def test_the_first_element_that_broke():
 def test_a_matmul_in_float32():
   x = jnp.full((2, 2), 300, jnp.float16)
   made = body_of(jax.make_jaxpr(jnp.matmul)(x, x), 2)
-  (found,) = in_float32(made.steps[0], [x, x])
+  outs = in_float32(made.steps[0], [x, x])
+  assert outs is not None
+  (found,) = outs
   np.testing.assert_array_equal(found, np.full((2, 2), 180000, np.float32))
 
 
