@@ -112,11 +112,12 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   reported, the NaN that its gradient makes of it is.
 
   `fn` is traced and compiled once, with a flag for what must stay finite and an index for each
-  loop. Only if a flag is set are the operations that lead to it compiled again, each with a flag of
-  its own, and once more to look at the numbers where it broke. Donated arguments are not deleted,
-  and `jit`, `grad`, `scan`, `while_loop`, `cond`, `remat`, functions with derivatives of their own,
-  `vmap` and `shard_map` are looked into. If the arguments hold the state of `mpjax.loss_scaling`, or the loss
-  is multiplied by a power of two, smaller scales are tried: the verdict says whether one helps.
+  loop. Only if a flag is set are the operations that lead to it compiled again, each with a flag
+  of its own, and once more to look at the numbers where it broke. Donated arguments are not
+  deleted, and `jit`, `grad`, `scan`, `while_loop`, `cond`, `remat`, functions with derivatives of
+  their own, `vmap` and `shard_map` are looked into. If the arguments hold the state of
+  `mpjax.loss_scaling`, or the loss is multiplied by a power of two, smaller scales are tried: the
+  verdict says whether one helps.
 
   Args:
     fn: a function of trees of arrays: a loss, a gradient, a training step, jitted or not.
