@@ -1,9 +1,11 @@
 """The monitor of `mpjax.loss_scaling`: zero gradients and lost updates, counted in the state."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mpjax._core.bits import changes_nothing, is_nonzero, same_numbers
@@ -104,8 +106,18 @@ def _of_leaf(p: Array, g: Leaf, u: Leaf, masters: list[Leaf]) -> Array:
     new = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
     updated, lost = _nonzero(u), changes_nothing(p, new, u.astype(wide))
   zero = jnp.logical_not(moved)
-  numbers = [jnp.sum(each, dtype=jnp.int32) for each in (zero, updated, lost)]
-  return jnp.stack([jnp.full((), p.size, jnp.int32), *numbers])
+  return jnp.stack([jnp.full((), p.size, jnp.int32), *_sums(zero, updated, lost)])
+
+
+def _sums(*masks: Array) -> Sequence[Array]:
+  """Returns how many elements of each mask are true, in one pass over the arrays they come from."""
+  numbers = tuple(mask.astype(jnp.int32) for mask in masks)
+  zeros = tuple(np.int32(0) for _ in masks)
+
+  def added(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+  return jax.lax.reduce(numbers, zeros, added, tuple(range(masks[0].ndim)))
 
 
 def _nonzero(x: Array) -> Array:

@@ -1,3 +1,5 @@
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,3 +143,17 @@ def test_errors():
   with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
     tx.update(params, plain.init(params), params)
   check_error(excinfo, where="update(state)", expected="the state", got="a tuple", fix="init")
+
+
+def test_it_reads_each_array_in_one_pass():
+  params = {"a": jnp.ones(8), "b": jnp.ones((2, 4))}
+
+  def operations(monitor):
+    tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8), monitor=monitor)
+    audit = mpjax.audit(tx.update)(params, tx.init(params), params)
+    return collections.Counter(audit.operations)
+
+  more = operations(True) - operations(False)
+  # Whatever is counted of a parameter, one reduction counts it: more of them would read it again.
+  assert more["reduce"] == len(params)
+  assert not {name for name in more if name.startswith("reduce_")}
