@@ -128,6 +128,13 @@ class TuneReport(Report):
         "than that. What is left comes from operations that are no matmuls."
       )
       left = (text,)
+    if [module.path for module in self.modules] == [""]:
+      text = (
+        "The function has no named scopes, so that all of it counts as one module. Flax Linen "
+        'writes one for each module; in Flax NNX and elsewhere write with jax.named_scope("name"): '
+        "around the calls that should be told apart."
+      )
+      left = (*left, text)
     measured = f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}."
     rules = [f"  {_line(rule)}," for rule in self.rules] or ["  # none: all may run in half"]
     sections = [

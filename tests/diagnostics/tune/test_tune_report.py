@@ -52,3 +52,21 @@ def test_the_picture(report, tmp_path):
   figure = report.plot(str(tmp_path / "tune.png"))
   assert (tmp_path / "tune.png").stat().st_size > 10_000
   matplotlib.pyplot.close(figure)
+
+
+def test_a_tolerance_that_only_float32_meets_and_a_function_without_scopes():
+  rule = mpjax.Rule("float32", path="**")
+  best = Evaluation(("",), (rule,), 0.0, 0.0)
+  tried = [Evaluation((), (), 0.11, 1.0), Evaluation(("",), (rule,), 0.028, 0.0), best]
+  report = TuneReport(
+    policy=mpjax.Policy.parse("mixed_bfloat16"),
+    tolerance=0.01,
+    best=best,
+    evaluations=tried,
+    bound=17,
+    loss_scale=1.0,
+    modules=[ModuleReport("", 1.0, 0.1, "no")],
+  )
+  text = " ".join(str(report).split())
+  assert "The least error measured with anything in low precision is 0.028" in text
+  assert "no named scopes, so that all of it counts as one module" in text
