@@ -22,6 +22,7 @@ from mpjax._diagnostics.audit.costs import (
 from mpjax._diagnostics.audit.graph import Graph
 from mpjax._diagnostics.audit.leaks import Expectations, find_leaks
 from mpjax._diagnostics.audit.modules import module_rows
+from mpjax._diagnostics.audit.owners import name_by_parameters
 from mpjax._diagnostics.audit.result import Findings
 from mpjax._diagnostics.audit.risks import find_risks
 from mpjax._diagnostics.audit.sections import compared, sections
@@ -238,7 +239,9 @@ def audit(
     record = AuditRecord()
     with AUDIT(record):
       program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
-    return _audited(Graph(program, [x.name for x in names]), names, record, compiled)
+    graph = Graph(program, [x.name for x in names])
+    name_by_parameters(graph, {x.name for x in names if x.is_parameter})
+    return _audited(graph, names, record, compiled)
 
   call.__name__ = getattr(fn, "__name__", type(fn).__name__)
   call.__doc__ = None
