@@ -633,9 +633,9 @@ _PRECISION = (
   Mutation(
     number=53,
     breaks="a rule's precision is not that of matmuls in jaxprs which stay in float32",
-    function="mpjax/_jaxprs/autocast/higher_order.py::_entered_inside",
-    old="settings.precision is not None or matmul_precision(scope, settings) is not None",
-    new="settings.precision is not None",
+    function="mpjax/_jaxprs/autocast/higher_order.py::_entered",
+    old="matmul_precision(place, settings) is not None",
+    new="False",
     test="tests/integration/test_matmul_precision.py::test_matmuls_in_inner_jaxprs",
   ),
 )

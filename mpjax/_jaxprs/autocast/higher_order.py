@@ -131,8 +131,8 @@ def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
 
 def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
   """Whether some scope inside of an equation that stays as it is has a rule of its own."""
-  if settings.precision is not None or matmul_precision(scope, settings) is not None:
-    return True  # What is left as it is needs the precision that was taken from it, or a policy's.
+  if settings.precision is not None:
+    return True  # What is left as it is needs the precision that was taken from it.
   return any(_entered(i.jaxpr, scope, settings) for i in inner_jaxprs(eqn) or ())
 
 
