@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.paths import Path, key_names
+from mpjax._core.trees import is_inexact
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 
 
@@ -86,8 +87,3 @@ def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
 def is_array(x: Leaf) -> bool:
   """Whether a leaf is an array with a dtype; a Python number is not."""
   return isinstance(x, (jax.Array, np.ndarray))
-
-
-def is_inexact(x: Leaf) -> bool:
-  """Whether an array holds floating or complex numbers."""
-  return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
+
+from mpjax._core.types import Array
 
 WRITTEN_OUT: object = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 """What a call says that JAX is to write as the equations inside, where it traces a jaxpr."""
@@ -39,6 +42,14 @@ def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[object]:
   """Returns the context in which an equation was traced: its mesh and what `with` blocks set."""
   context = getattr(eqn, "ctx", None)
   return contextlib.nullcontext() if context is None else context.manager
+
+
+def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
+  """Returns the results of an equation for other operands, in the context it was traced in."""
+  params = eqn.primitive.get_bind_params(eqn.params)
+  with context_of(eqn):
+    found = eqn.primitive.bind(*operands, **params)
+  return list(found) if eqn.primitive.multiple_results else [found]
 
 
 def without_scopes(name_stack: NameStack, prefix: str) -> NameStack:

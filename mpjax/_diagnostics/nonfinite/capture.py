@@ -13,10 +13,10 @@ from jax.extend.core import primitives as p
 from mpjax._core.dtypes import FLOAT32, is_low_precision
 from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.births import births, is_nan, not_finite
-from mpjax._diagnostics.nonfinite.interpreter import bind
 from mpjax._diagnostics.nonfinite.program import Body, Step
 from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
 from mpjax._jaxprs.atoms import dtype_of, shape_of
+from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.inner_jaxprs import opened
 
 BEFORE = 10

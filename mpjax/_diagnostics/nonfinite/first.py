@@ -10,7 +10,6 @@ from jax.extend.core import Literal
 
 from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.births import births, is_nan, not_finite
-from mpjax._diagnostics.nonfinite.interpreter import bind
 from mpjax._diagnostics.nonfinite.program import Body, Step
 from mpjax._diagnostics.nonfinite.uses import (
   Uses,
@@ -21,6 +20,7 @@ from mpjax._diagnostics.nonfinite.uses import (
   is_select,
   uses_of,
 )
+from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.primitives import facts_of
 
 NONE = 2**31 - 1

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Literal
 
 from mpjax._core.types import Array, PyTree
 from mpjax._diagnostics.nonfinite.program import Body, Step
 from mpjax._jaxprs.atoms import aval_of, dtype_of
-from mpjax._jaxprs.compat import context_of
+from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
 
@@ -71,14 +71,6 @@ class Probe(Protocol):
 
   def of_devices(self, states: State) -> State:
     """Returns what the first device saw of those that saw something, of states in a row."""
-
-
-def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
-  """Runs an equation."""
-  params = eqn.primitive.get_bind_params(eqn.params)
-  with context_of(eqn):
-    found = eqn.primitive.bind(*operands, **params)
-  return list(found) if eqn.primitive.multiple_results else [found]
 
 
 def run(

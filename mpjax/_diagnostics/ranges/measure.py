@@ -24,9 +24,10 @@ from mpjax._diagnostics.ranges.exponents import (
   over_devices,
   settled,
 )
-from mpjax._diagnostics.ranges.observed import Key, bind, run_observed
+from mpjax._diagnostics.ranges.observed import Key, run_observed
 from mpjax._diagnostics.ranges.plan import Input, Plan, is_inexact, plan
 from mpjax._diagnostics.ranges.ranges_report import RangesReport, group_ranges
+from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.walk import walk
 from mpjax.transforms._state import scales_in
 

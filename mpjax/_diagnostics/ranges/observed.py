@@ -47,14 +47,6 @@ class Observer(Protocol[S]):
     ...
 
 
-def bind(eqn: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
-  """Returns the results of an equation."""
-  params = eqn.primitive.get_bind_params(eqn.params)
-  with context_of(eqn):
-    results = eqn.primitive.bind(*operands, **params)
-  return list(results) if eqn.primitive.multiple_results else [results]
-
-
 def run_observed(
   program: Jaxpr | ClosedJaxpr,
   operands: Sequence[Array],

@@ -16,8 +16,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mpjax._core.types import Array, DType, Function, Leaf, NumpyArray
-from mpjax._diagnostics.ranges.observed import Key, bind, run_observed
+from mpjax._diagnostics.ranges.observed import Key, run_observed
 from mpjax._diagnostics.tune.modules import Modules
+from mpjax._jaxprs.compat import bind
 
 PROJECTIONS = 16
 """The error that a module causes is estimated within sqrt(1 / (2 * 16)), 18 %."""

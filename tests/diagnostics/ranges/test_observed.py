@@ -5,7 +5,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mpjax._diagnostics.ranges.observed import bind, run_observed
+from mpjax._diagnostics.ranges.observed import run_observed
+from mpjax._jaxprs.compat import bind
 
 
 class Sum:
