@@ -7,6 +7,7 @@ derivatives of a few random projections of the gradient are computed, by one for
 backward pass for each of them, and these are enough to estimate the error of any choice of modules.
 """
 
+import warnings
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -124,7 +125,7 @@ def sensitivity(
   zero = jnp.zeros((count,), jnp.float32)
   # An estimate that runs once: XLA takes longer to optimize it than to run it.
   options = _UNOPTIMIZED if jax.default_backend() == "cpu" else None
-  found = None
+  found, reason = None, ""
   for way in (_backward, _forward):
     try:
       compiled = jax.jit(
@@ -132,10 +133,19 @@ def sensitivity(
       )
       found = compiled(list(operands))
       break
-    except (NotImplementedError, TypeError, ValueError):  # It cannot be differentiated in this way.
-      continue
+    except (NotImplementedError, TypeError, ValueError) as error:
+      # It cannot be differentiated in this way. Any other fault is raised again below, where the
+      # same function runs without a derivative.
+      reason = f"{type(error).__name__}: {error}".partition("\n")[0]
   if found is None:
     overflows = jax.jit(lambda operands: perturbed(zero, operands)[1])(list(operands))
+    warnings.warn(
+      "mpjax.tune(loss_fn, policy): the gradient cannot be differentiated once more, so that "
+      "modules are tried in the order of their FLOPs and not of what rounding in them does "
+      f"({reason}). What is returned is measured all the same.",
+      UserWarning,
+      stacklevel=2,
+    )
     sizes = np.sqrt(np.asarray(modules.flops, np.float64))
     return Sensitivity(sizes[None] / max(sizes.sum(), 1), np.asarray(overflows), exact=False)
   projections, norm, overflows = (np.asarray(x, np.float64) for x in found)

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mpjax._diagnostics.flat import Call, gradient_of
 from mpjax._diagnostics.tune.modules import modules_of
@@ -78,3 +79,24 @@ def test_overflows_of_matmuls_and_of_other_operations():
   flags = dict(zip(modules.paths, result.overflows.astype(int).tolist(), strict=True))
   assert (flags["hot"], flags["warm"], flags["cold"]) == (2, 1, 0)
   assert not found(loss, *args)[1].overflows.any()
+
+
+def test_a_gradient_without_a_derivative_is_said_to_have_none():
+  @jax.custom_vjp
+  def measured(y):
+    return y
+
+  def backward(kept, bar):
+    # The host computes it, and JAX knows no derivative of that.
+    return (jax.pure_callback(np.sin, jax.ShapeDtypeStruct(bar.shape, bar.dtype), kept) * bar,)
+
+  measured.defvjp(lambda y: (y, y), backward)
+
+  def loss(w, x):
+    return layers(w, measured(x @ w[0]))
+
+  w = jax.random.normal(jax.random.key(0), (2, 4, 4))
+  with pytest.warns(UserWarning, match=r"tried in the order of their FLOPs"):
+    modules, result = found(loss, w, jnp.ones((2, 4)))
+  assert not result.exact
+  assert np.argmax(result.projections[0]) == np.argmax(modules.flops)
