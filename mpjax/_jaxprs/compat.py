@@ -64,6 +64,14 @@ def with_scope(name_stack: NameStack, name: str) -> NameStack:
   return name_stack.extend(name)
 
 
+def within_scopes(name_stack: NameStack, names: Sequence[str]) -> NameStack:
+  """Returns a name stack with more named scopes around it, the outermost first."""
+  around = dataclasses.replace(name_stack, stack=())
+  for name in names:
+    around = around.extend(name)
+  return dataclasses.replace(around, stack=around.stack + name_stack.stack)
+
+
 def scopes_of(name_stack: NameStack) -> tuple[tuple[str, bool], ...]:
   """Returns the names in a name stack, each with whether it is that of a transformation."""
   return tuple((each.name, type(each).__name__ == "Transform") for each in name_stack.stack)

@@ -17,6 +17,7 @@ class Fault(NamedTuple):
   Fields:
     primitive: its primitive.
     path: its module or scope.
+    selector: what selects that in a rule, as one writes it.
     operands: the ranges of its operands.
     result: that of its result.
     wide: the range of the result computed in float32; None if that is not known.
@@ -26,6 +27,7 @@ class Fault(NamedTuple):
 
   primitive: Primitive
   path: str
+  selector: str
   operands: tuple[Range, ...]
   result: Range
   wide: Range | None
@@ -64,7 +66,7 @@ def cause_and_cure(fault: Fault) -> tuple[str, str]:
         "mpjax.full_precision(fn)(x)  # for the code of this line, or the policy mixed_bfloat16"
       )
       return text, line
-    return text, f'Rule("float32", path="{pattern(fault.path)}")  # or the policy mixed_bfloat16'
+    return text, f'Rule("float32", path={fault.selector})  # or the policy mixed_bfloat16'
   return _of_domain(fault)
 
 
@@ -115,9 +117,3 @@ def _of_domain(fault: Fault) -> tuple[str, str]:
 def _is_root(path: str) -> bool:
   """Whether a scope is likely a Flax model itself, by whose class its outermost scope is called."""
   return "/" not in path and path[:1].isupper()
-
-
-def pattern(path: str) -> str:
-  """Returns the path of a rule for a scope, without a Flax model's class, which comes first."""
-  first, _, rest = path.partition("/")
-  return "**/" + (rest or first) if path else "**"

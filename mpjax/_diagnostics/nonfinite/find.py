@@ -1,6 +1,7 @@
 """`find_nonfinite`: where the first inf or NaN came from."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range
 from mpjax._diagnostics.nonfinite.scales import Implied, Scale, implied_scale, scale_of
 from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, suspects
 from mpjax._diagnostics.nonfinite.traced import Traced, compiled, trace
+from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
 from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
 from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
@@ -285,7 +287,8 @@ def _report(
   operands = tuple(ranged(f"operand {i}", eqn.invars[i]) for i in probe.positions)
   var = eqn.outvars[probe.result]
   result, wide = ranged("result", var), ranged("in float32", var)
-  fault = Fault(eqn.primitive, path, operands, result, wide, finite_at, from_state)
+  selects = _selector(traced, step, path)
+  fault = Fault(eqn.primitive, path, selects, operands, result, wide, finite_at, from_state)
   cause, cure = cause_and_cure(fault)
   shape = shape_of(var)
   index = np.unravel_index(int(seen.place), shape) if math.prod(shape) else ()
@@ -317,6 +320,16 @@ def _report(
     notes=tuple(notes),
     **about,
   )
+
+
+def _selector(traced: Traced, step: Step, path: str) -> str:
+  """Returns what selects the module of a step in a rule, as one writes it."""
+  names = named_scopes(step.location)
+  if not names:
+    return written(f"**/{path}")  # That of a parameter, as rules for NNX have it.
+  every = [prefixes(named_scopes(each.location)) for each in traced.body.every_step()]
+  own = "/".join(itertools.takewhile(lambda name: "->" not in name, names))
+  return written(selector(own, set[str]().union(*every)))
 
 
 def _iteration(iterations: tuple[int, ...]) -> int | tuple[int, ...] | None:

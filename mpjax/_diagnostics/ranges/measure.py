@@ -13,6 +13,7 @@ from mpjax._core.errors import MpjaxTypeError, check_call
 from mpjax._core.paths import key_names
 from mpjax._core.types import Args, Array, Kwargs, PyTree
 from mpjax._diagnostics.flat import Call, gradient_of, is_array
+from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.ranges.exponents import (
   Counts,
   Grid,
@@ -82,8 +83,11 @@ def ranges(
     call = Call(args, kwargs, "mpjax.ranges(fn)")
     program, outputs = call.traced(fn)
     is_loss = bool(args) and _is_scalar(program) and not _has_backward(program)
+    scoped = with_parameter_scopes(fn)
     if is_loss if differentiate is None else differentiate:
-      program, outputs = call.traced(gradient_of(fn))
+      program, outputs = call.traced(gradient_of(scoped))
+    elif not _has_backward(program):
+      program, outputs = call.traced(scoped)
     found = plan(program.jaxpr, _inputs(args, kwargs), outputs)
     counts, largest = as_integers(_run(program, call.operands, found))
     on = grid(found.dtypes)

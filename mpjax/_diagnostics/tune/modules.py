@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._diagnostics.ranges.observed import Key, entered
-from mpjax._jaxprs.autocast.marks import PREFIX
+from mpjax._diagnostics.selectors import named_scopes, prefixes, selector
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 from mpjax._jaxprs.locations import Location, location
@@ -62,8 +62,8 @@ def modules_of(jaxpr: Jaxpr) -> Modules:
   others: dict[Key, str] = {}
   scopes = {""}
   for key, here, eqn, times in _walk(jaxpr, Location(), (), 1):
-    names = [name for name in here.scopes if not name.startswith(PREFIX)]
-    scopes |= {"/".join(names[:depth]) for depth in range(len(names) + 1)}
+    names = named_scopes(here)
+    scopes |= prefixes(names)
     path = "/".join(itertools.takewhile(lambda name: "->" not in name, names))
     operations = flops_of(eqn)
     if operations is not None:
@@ -95,57 +95,22 @@ def rules_for(
   """
   every = {**dict.fromkeys(others, False), **dict.fromkeys(chosen, True)}
 
-  def around(path: str) -> bool:
+  def is_around_wide(path: str) -> bool:
     """Whether what is around a module is in float32: it has the rule of the nearest one."""
     outside = [other for other in every if is_inside(path, other)]
     return every[max(outside, key=len)] if outside else False
 
-  wide = [path for path in chosen if not around(path)]
-  narrow = [path for path in others if around(path)]
+  wide = [path for path in chosen if not is_around_wide(path)]
+  narrow = [path for path in others if is_around_wide(path)]
   return (
-    *(Rule("float32", path=_selector(path, scopes)) for path in wide),
-    *(Rule(policy, path=_selector(path, scopes)) for path in narrow),
+    *(Rule("float32", path=selector(path, scopes)) for path in wide),
+    *(Rule(policy, path=selector(path, scopes)) for path in narrow),
   )
 
 
 def is_inside(path: str, other: str) -> bool:
   """Whether a module is inside of another one."""
   return path != other and (not other or path.startswith(f"{other}/"))
-
-
-def _selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
-  """Returns what selects a path, and none else.
-
-  Without what `mpjax.linen.with_policy` does not count, if possible: the class of a Flax model, and
-  the method in "Net/Net.encode/Dense_0" or "Net/rnn/cell.scan_fn/cell/hi".
-  """
-  names = path.split("/")
-  methods = [i for i, name in enumerate(names) if _is_method(name)]
-  inside = names[methods[-1] + 1 :] if methods else []
-  for glob in (f"**/{'/'.join(inside or names[1:] or names)}", f"**/{path}", path):
-    if path and _selects_only(glob, path, scopes):
-      return glob
-  return re.compile(re.escape(path))
-
-
-def _selects_only(glob: str, path: str, scopes: Collection[str]) -> bool:
-  try:
-    rule = Rule("float32", path=glob)
-  except ValueError:  # A name with brackets is not the glob that it looks like.
-    return False
-  return all(rule.matches(None, other) == _is_same(path, other) for other in scopes)
-
-
-def _is_method(name: str) -> bool:
-  return name.partition(".")[2].isidentifier()
-
-
-def _is_same(path: str, other: str) -> bool:
-  """Whether two paths are of one module: JAX writes that in the backward pass of a scan anew.
-
-  It is then "cell.scan_fn/cell/hi", without what is around the scan.
-  """
-  return path == other or (path.endswith(f"/{other}") and _is_method(other.partition("/")[0]))
 
 
 def named(rules: Sequence[Rule]) -> list[str]:

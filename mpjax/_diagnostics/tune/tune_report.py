@@ -9,6 +9,7 @@ from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._diagnostics.ranges.heat_map import pyplot
 from mpjax._diagnostics.report import Cell, Column, Json, Report, Section, percent
+from mpjax._diagnostics.selectors import written
 from mpjax._diagnostics.tune.modules import named
 
 
@@ -32,7 +33,7 @@ class ModuleReport(NamedTuple):
   """A module.
 
   Fields:
-    path: its named scopes.
+    path: its named scopes, or the path of its parameters.
     flops_share: its share of the FLOPs of matmuls.
     error: the relative error of the gradient that rounding in it alone is expected to cause.
     overflows: "yes" if an operand or result of a matmul overflows; "maybe" if another number would,
@@ -61,6 +62,7 @@ class TuneReport(Report):
     bound: how many it might have been.
     loss_scale: the loss scale with which float16 was measured; 1 for bfloat16.
     modules: what is known of each module.
+    scopes: whether each rule selects a named scope; if not, the path of parameters.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x):
@@ -82,6 +84,7 @@ class TuneReport(Report):
     bound: int,
     loss_scale: float,
     modules: Sequence[ModuleReport],
+    scopes: bool = True,
   ) -> None:
     self.policy = policy
     self.rules = best.rules
@@ -92,6 +95,7 @@ class TuneReport(Report):
     self.bound = bound
     self.loss_scale = loss_scale
     self.modules = tuple(modules)
+    self.scopes = scopes
     self._best = best
 
   def __repr__(self) -> str:
@@ -130,9 +134,16 @@ class TuneReport(Report):
       left = (text,)
     if [module.path for module in self.modules] == [""]:
       text = (
-        "The function has no named scopes, so that all of it counts as one module. Flax Linen "
-        'writes one for each module; in Flax NNX and elsewhere write with jax.named_scope("name"): '
-        "around the calls that should be told apart."
+        "The function has no named scopes, and its parameters are in no modules, so that all of "
+        'it counts as one module: write with jax.named_scope("name"): around the calls that '
+        "should be told apart."
+      )
+      left = (*left, text)
+    if not self.scopes:
+      text = (
+        "Paths are those of the parameters, since the function has no such named scopes: the rules "
+        "are for mpjax.nnx.with_policy; for mpjax.autocast write with jax.named_scope(path): "
+        "around what computes with these parameters."
       )
       left = (*left, text)
     measured = f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}."
@@ -223,8 +234,7 @@ def _line(rule: Rule) -> str:
   """Returns a rule as one writes it."""
   same = (name for name in _PRESETS if Policy.parse(name) == rule.policy)
   text = f'"{next(same, rule.policy)}"'
-  path = f'"{rule.path}"' if isinstance(rule.path, str) else repr(rule.path)
-  return f"mpjax.Rule({text}, path={path})"
+  return f"mpjax.Rule({text}, path={written(rule.path)})"
 
 
 def _text(error: float) -> str:

@@ -19,6 +19,7 @@ from mpjax._core.rules import Rule
 from mpjax._core.types import Array, Leaf
 from mpjax._core.validators import check_value
 from mpjax._diagnostics.flat import Call, gradient_of
+from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.ranges.measure import ranges
 from mpjax._diagnostics.tune.modules import Modules, modules_of, rules_for
 from mpjax._diagnostics.tune.search import Chosen, Problem, most_evaluations, search
@@ -55,9 +56,11 @@ def tune(
   under autocast, and so do sums, so that the depth of a reduction needs no rule of its own.
 
   Args:
-    loss_fn: the plain loss in float32, of trees of arrays: of a Linen model, an NNX model that it
-      merges from a state, or any JAX function. Returns a scalar, or one and aux. Its named scopes
-      are the modules: Linen writes them; elsewhere use `jax.named_scope`.
+    loss_fn: the plain loss in float32, of trees of arrays: of a Linen model, an NNX model (an
+      argument, or merged from a state), or any JAX function. Returns a scalar, or one and aux. Its
+      named scopes are the modules: Linen writes them. Where there is none, as in NNX, an operation
+      is in the module whose parameter it takes, and one on what two modules return in the one
+      around both.
     policy: computes in bfloat16 or float16.
     tolerance: the relative error of the gradient that is allowed, such as 0.01.
 
@@ -132,6 +135,7 @@ class _Tuning:
     call: Call,
     scale: float,
   ) -> None:
+    self._plain, loss_fn = loss_fn, with_parameter_scopes(loss_fn)
     self._loss_fn, self._policy, self._tolerance = loss_fn, policy, tolerance
     self._call, self._scale = call, scale
     program, outputs = call.traced(gradient_of(loss_fn, scale))
@@ -175,7 +179,16 @@ class _Tuning:
       bound=bound,
       loss_scale=self._scale,
       modules=found,
+      scopes=self._are_scopes(best.rules),
     )
+
+  def _are_scopes(self, rules: Sequence[Rule]) -> bool:
+    """Whether each rule selects a named scope of the function as the user wrote it."""
+    if not rules:
+      return True
+    program, _ = self._call.traced(gradient_of(self._plain))
+    scopes = modules_of(program.jaxpr).scopes
+    return all(any(rule.matches(None, scope) for scope in scopes) for rule in rules)
 
   def _search(self, modules: Modules, advance: Callable[[], None]) -> tuple[ModuleReport, ...]:
     """Measures choices until the best is among them, and returns what is known of the modules."""

@@ -1,7 +1,14 @@
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.extend.core import primitives as p
 
-from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure, pattern
+import mpjax
+from mpjax._core.paths import key_names
+from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure
 from mpjax._diagnostics.nonfinite.report import Range
 
 
@@ -12,7 +19,8 @@ def ranged(dtype="float32", least=1.0, most=2.0, inf=0, nan=0, value=None):
 
 
 def fault(primitive, operands, result, wide=None, finite_at=None, path="Net/up", from_state=True):
-  return Fault(primitive, path, tuple(operands), result, wide, finite_at, from_state)
+  selects = '"**/up"'
+  return Fault(primitive, path, selects, tuple(operands), result, wide, finite_at, from_state)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +57,41 @@ def test_the_cause_and_the_cure(given, cause, cure):
   assert cure in found[1]
 
 
-def test_the_path_of_a_rule():
-  assert pattern("Net/up") == "**/up"
-  assert pattern("head") == "**/head"
+class Named(nn.Module):
+  """A layer that a method of another name calls."""
+
+  def setup(self):
+    self.up = nn.Dense(4)
+    self.head = nn.Dense(4)
+
+  def encode(self, x):
+    return self.up(x)
+
+  def __call__(self, x):
+    return self.head(nn.tanh(self.encode(x)))
+
+
+def large(params):
+  """Returns parameters of which those of one layer make its matmul overflow float16."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: jnp.full_like(x, 3e4 if {"up", "hi"} & set(key_names(path)) else 0.5), params
+  )
+
+
+@pytest.mark.parametrize(
+  ("model", "shape", "path"),
+  [(Named(), (2, 4), "**/up"), (nn.RNN(nn.LSTMCell(4), name="rnn"), (2, 5, 4), "hi")],
+)
+def test_the_cure_is_a_rule_of_linen_that_cures(model, shape, path):
+  x = jnp.full(shape, 3.0)
+  params = large(jax.jit(model.init)(jax.random.key(0), x))
+
+  def found(*rules):
+    policied = mpjax.linen.with_policy(model, "mixed_float16", rules)
+    return mpjax.find_nonfinite(policied.apply)(params, x)
+
+  line = found().cure.partition("  #")[0]
+  rule = eval(line, {"Rule": mpjax.Rule, "re": re})
+  assert path in line
+  assert rule.policy == mpjax.Policy.parse("float32")
+  assert not found(rule)

@@ -1,9 +1,6 @@
-import re
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import pytest
 
 import mpjax
 from mpjax._diagnostics.tune.modules import is_inside, modules_of, named, rules_for
@@ -34,27 +31,6 @@ SCOPES = (
   *("", "Net", "Net/a", "Net/a/b", "Net/b", "Net/c(1)", "head"),
   *("Net/Net.encode", "Net/Net.encode/enc", "Net/rnn/cell.scan_fn", "Net/rnn/cell.scan_fn/cell/hi"),
 )
-
-
-@pytest.mark.parametrize(
-  ("path", "selector"),
-  [
-    ("head", "**/head"),
-    ("Net/a", "**/a"),
-    ("Net/a/b", "**/a/b"),
-    ("Net/b", "**/Net/b"),
-    ("Net/c(1)", re.compile(re.escape("Net/c(1)"))),
-    ("", re.compile("")),
-    # Rules of Linen know the module inside of a method by its own name alone.
-    ("Net/Net.encode/enc", "**/enc"),
-    ("Net/rnn/cell.scan_fn/cell/hi", "**/cell/hi"),
-  ],
-)
-def test_a_rule_selects_one_path(path, selector):
-  (rule,) = rules_for([path], [], SCOPES, HALF)
-  assert rule.path == selector
-  assert [scope for scope in SCOPES if rule.matches(None, scope)] == [path]
-  assert rule.policy == mpjax.Policy.parse("float32")
 
 
 def test_modules_inside_of_a_chosen_one_keep_the_policy():

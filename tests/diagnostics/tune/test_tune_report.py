@@ -69,4 +69,4 @@ def test_a_tolerance_that_only_float32_meets_and_a_function_without_scopes():
   )
   text = " ".join(str(report).split())
   assert "The least error measured with anything in low precision is 0.028" in text
-  assert "no named scopes, so that all of it counts as one module" in text
+  assert "no named scopes, and its parameters are in no modules, so that all of it" in text

@@ -107,6 +107,38 @@ def test_a_model_of_nnx_with_named_scopes():
   assert report.rules == (mpjax.Rule("float32", path="**/linear"),)
 
 
+class HotLinear(nnx.Module):
+  def __init__(self, rngs):
+    self.kernel = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
+
+  def __call__(self, x):
+    return ((1e3 * x) @ (1e3 * self.kernel[...])) * 1e-6
+
+
+class Layers(nnx.Module):
+  def __init__(self, rngs):
+    self.first = nnx.Linear(4, 4, rngs=rngs)
+    self.hot = HotLinear(rngs)
+    self.last = nnx.Linear(4, 4, rngs=rngs)
+
+  def __call__(self, x):
+    return self.last(nnx.relu(self.hot(nnx.relu(self.first(x)))))
+
+
+def test_a_model_of_nnx_without_named_scopes():
+  model, x = Layers(nnx.Rngs(0)), jnp.full((2, 4), 2.5)
+
+  def loss_fn(model, x):
+    return jnp.sum(model(x) ** 2)
+
+  report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.02)(model, x)
+  assert report.rules == (mpjax.Rule("float32", path="**/hot"),)
+  assert "mpjax.nnx.with_policy" in " ".join(str(report).split())
+  policied = mpjax.nnx.with_policy(model, "mixed_float16", report.rules)
+  assert np.isfinite(policied(x)).all()
+  assert not np.isfinite(mpjax.nnx.with_policy(model, "mixed_float16")(x)).all()
+
+
 @pytest.mark.parametrize(
   ("args", "error", "where", "expected", "got", "fix"),
   [

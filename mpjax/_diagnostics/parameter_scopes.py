@@ -1,0 +1,131 @@
+"""Named scopes for functions that have none, by the parameters that their operations take.
+
+Flax NNX and plain functions write no named scopes. There a matmul with `params["mlp"]["up"]` is
+put into "mlp/up", and an operation on what "mlp/up" and "mlp/gate" return into "mlp".
+"""
+
+from collections.abc import Sequence
+
+import jax
+from jax.core import eval_jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from mpjax._core.paths import Path, leaf_paths
+from mpjax._core.types import Array, Function, PyTree
+from mpjax._diagnostics.flat import is_array
+from mpjax._jaxprs.atoms import Atom
+from mpjax._jaxprs.compat import within_scopes
+from mpjax._jaxprs.inner_jaxprs import Inner, Program, inner_jaxprs, with_inner
+from mpjax._jaxprs.locations import location
+
+
+class _Known:
+  """What is known of values: nothing, of one that no argument is needed for.
+
+  Fields:
+    owners: of what is computed from parameters alone, the path of the module that holds them.
+    homes: of what is computed from data, the path of the module that computes it; None outside of
+      any that is known.
+  """
+
+  def __init__(self) -> None:
+    self.owners: dict[Var, Path] = {}
+    self.homes: dict[Var, Path | None] = {}
+
+  def give(self, names: Sequence[Atom], outer: "_Known", values: Sequence[Atom]) -> None:
+    """Takes what another one knows of values that have other names there."""
+    for name, value in zip(names, values, strict=True):
+      if isinstance(name, Literal) or isinstance(value, Literal):
+        continue
+      if value in outer.owners:
+        self.owners[name] = outer.owners[value]
+      if value in outer.homes:
+        self.homes[name] = outer.homes[value]
+
+
+def with_parameter_scopes(fn: Function) -> Function:
+  """Returns a function whose operations without a named scope are in one, if it is known.
+
+  Its parameters are the arrays in its first argument.
+  """
+
+  def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, x in enumerate(leaves) if is_array(x)]
+    returned: list[PyTree] = []
+
+    def flat(*operands: Array) -> list[Array]:
+      given = dict(zip(arrays, operands, strict=True))
+      inputs = [given.get(i, x) for i, x in enumerate(leaves)]
+      new_args, new_kwargs = jax.tree.unflatten(tree, inputs)
+      returned[:] = [fn(*new_args, **new_kwargs)]
+      return [x for x in jax.tree.leaves(returned) if is_array(x)]
+
+    operands = [leaves[i] for i in arrays]
+    closed = jax.make_jaxpr(flat)(*operands)
+    known, variables = _Known(), dict(zip(arrays, closed.jaxpr.invars, strict=True))
+    known.homes = dict.fromkeys([*variables.values(), *closed.jaxpr.constvars])
+    for i, path in enumerate(leaf_paths(args[0]) if args else ()):
+      module = path[path[:1] == ("params",) : -1]
+      if i in variables and module:
+        del known.homes[variables[i]]
+        known.owners[variables[i]] = module
+    found = iter(eval_jaxpr(_scoped(closed.jaxpr, known), closed.consts, *operands))
+    (result,) = jax.tree.map(lambda x: next(found) if is_array(x) else x, returned)
+    return result
+
+  return scoped
+
+
+def _scoped(jaxpr: Jaxpr, known: _Known) -> Jaxpr:
+  return jaxpr.replace(eqns=[_in_scope(eqn, known) for eqn in jaxpr.eqns])
+
+
+def _in_scope(eqn: JaxprEqn, known: _Known) -> JaxprEqn:
+  """Returns an equation in its module, and notes what is known of its results."""
+  if location(eqn).path:
+    known.homes.update(dict.fromkeys(eqn.outvars))
+    return eqn
+  inner = inner_jaxprs(eqn)
+  if inner:
+    return eqn.replace(params=with_inner(eqn, [_entered(eqn, each, known) for each in inner]))
+  operands = [v for v in eqn.invars if isinstance(v, Var)]
+  owners = [known.owners[v] for v in operands if v in known.owners]
+  data = [known.homes[v] for v in operands if v in known.homes]
+  homes = [path for path in data if path is not None]
+  path = _shared(owners or homes)
+  if not data:
+    known.owners.update(dict.fromkeys(eqn.outvars, path) if owners else {})
+  elif len(set(owners)) == 1:  # What a layer returns is where the layer is.
+    known.homes.update(dict.fromkeys(eqn.outvars, path[:-1]))
+  else:
+    known.homes.update(dict.fromkeys(eqn.outvars, path if owners or homes else None))
+  return _named(eqn, path)
+
+
+def _entered(eqn: JaxprEqn, inner: Inner, known: _Known) -> Program:
+  """Returns a jaxpr inside an equation with scopes."""
+  inside = _Known()
+  if inner.operands is not None:
+    inside.give(inner.jaxpr.invars, known, [eqn.invars[i] for i in inner.operands])
+  inside.homes.update(dict.fromkeys(inner.jaxpr.constvars))
+  new = _scoped(inner.jaxpr, inside)
+  if inner.returns:
+    known.give(eqn.outvars, inside, inner.jaxpr.outvars)
+  return new if isinstance(inner.program, Jaxpr) else inner.program.replace(jaxpr=new)
+
+
+def _named(eqn: JaxprEqn, path: Path) -> JaxprEqn:
+  # Around the scopes that it has: "bqhd,bkhd->bhqk" of `jnp.einsum` is no module.
+  stack = within_scopes(eqn.source_info.name_stack, path)
+  return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack)) if path else eqn
+
+
+def _shared(paths: Sequence[Path]) -> Path:
+  """Returns what paths begin with, all of them."""
+  found: list[str] = []
+  for names in zip(*paths, strict=False):
+    if len(set(names)) > 1:
+      break
+    found.append(names[0])
+  return tuple(found)

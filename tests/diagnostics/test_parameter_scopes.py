@@ -1,0 +1,135 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mpjax._diagnostics.flat import Call, gradient_of
+from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
+from mpjax._diagnostics.tune.modules import modules_of
+
+X = jnp.linspace(0.1, 1.0, 8).reshape(2, 4)
+
+
+def matmuls(loss, *args):
+  """Returns the modules with matmuls in the gradient of a loss, in order, and their FLOPs."""
+  program, _ = Call(args, {}, "test").traced(gradient_of(with_parameter_scopes(loss)))
+  found = modules_of(program.jaxpr)
+  return {path: flops for path, flops in zip(found.paths, found.flops, strict=True) if flops}
+
+
+class Block(nnx.Module):
+  def __init__(self, rngs):
+    self.norm = nnx.LayerNorm(4, rngs=rngs)
+    self.attn = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+    self.up = nnx.Linear(4, 8, rngs=rngs)
+    self.down = nnx.Linear(8, 4, rngs=rngs)
+
+  def __call__(self, x):
+    x = x + self.attn(self.norm(x))
+    return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Transformer(nnx.Module):
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(10, 4, rngs=rngs)
+    self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+  def __call__(self, ids):
+    x = self.embed(ids)
+    for block in self.blocks:
+      x = block(x)
+    return self.embed.attend(x)
+
+
+def test_a_transformer_of_nnx():
+  ids = jnp.arange(6).reshape(2, 3)
+  model = Transformer(nnx.Rngs(0))
+  graph, state = nnx.split(model)
+  layers = ("attn/query", "attn/key", "attn/value", "attn", "attn/out", "up", "down")
+  expected = [f"blocks/{i}/{layer}" for i in range(2) for layer in layers] + ["embed"]
+  found = matmuls(lambda model, ids: jnp.sum(model(ids) ** 2), model, ids)
+  assert list(found) == expected
+  again = matmuls(lambda state, ids: jnp.sum(nnx.merge(graph, state)(ids) ** 2), state, ids)
+  assert again == found
+  assert found["blocks/0/up"] == 3 * 2 * 6 * 4 * 8  # Forward, and by kernel and data.
+
+
+def dense(p, x):
+  return x @ p["w"] + p["b"][None]
+
+
+def layer(seed, n=4):
+  return {"w": jax.random.normal(jax.random.key(seed), (4, n)), "b": jnp.ones(n)}
+
+
+def test_a_tree_of_parameters_through_jit_remat_and_scan():
+  params = {
+    "first": layer(0),
+    "stack": {"mlp": jax.tree.map(lambda *xs: jnp.stack(xs), layer(1), layer(2))},
+    "last": {"inner": layer(3)},
+  }
+
+  def loss(params, x):
+    x = jax.jit(dense)(params["first"], x)
+    x, _ = jax.lax.scan(lambda x, p: (jnp.tanh(dense(p, x)), None), x, params["stack"]["mlp"])
+    return jnp.sum(jax.checkpoint(dense)(params["last"]["inner"], x) ** 2)
+
+  assert list(matmuls(loss, params, X)) == ["first", "stack/mlp", "last/inner"]
+
+
+def test_what_is_computed_from_parameters_alone_is_in_their_module():
+  params = {"hot": layer(0), "lora": {"a": {"w": jnp.ones((4, 2))}, "b": {"w": jnp.ones((2, 4))}}}
+
+  def loss(params, x):
+    x = (1e3 * x) @ (1e3 * (params["hot"]["w"] / jnp.max(jnp.abs(params["hot"]["w"]))))
+    return jnp.sum(x @ (params["lora"]["a"]["w"] @ params["lora"]["b"]["w"]))
+
+  assert list(matmuls(loss, params, X)) == ["hot", "lora"]
+
+
+def test_named_scopes_stay():
+  def loss(params, x):
+    with jax.named_scope("mine"):
+      x = dense(params["first"], x)
+    return jnp.sum(dense(params["second"], x))
+
+  found = matmuls(loss, {"first": layer(0), "second": layer(1)}, X)
+  assert list(found) == ["mine", "second"]
+
+
+def test_a_path_of_parameters_without_their_collection():
+  def loss(variables, x):
+    return jnp.sum(dense(variables["params"]["up"], x)) + jnp.sum(variables["stats"]["mean"])
+
+  variables = {"params": {"up": layer(0)}, "stats": {"mean": jnp.ones(3)}}
+  assert list(matmuls(loss, variables, X)) == ["up"]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
+def test_the_same_numbers(wrap):
+  params = {"first": layer(0), "second": layer(1)}
+
+  def loss(params, x, *, name="a"):
+    assert name == "b"  # What is no array is passed as it is.
+    x = jax.nn.gelu(jax.nn.relu(dense(params["first"], x)))
+    return jnp.sum(jax.jit(dense)(params["second"], x))
+
+  def plain(params):
+    return loss(params, X, name="b")
+
+  def scoped(params):
+    return with_parameter_scopes(loss)(params, X, name="b")
+
+  want, got = (jax.tree.leaves(wrap(f)(params)) for f in (plain, scoped))
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_what_a_function_returns_beside_arrays():
+  def fn(params):
+    return params["a"]["w"] * 2, {"name": "layer", "steps": 3}
+
+  value, aux = with_parameter_scopes(fn)({"a": {"w": X}})
+  np.testing.assert_array_equal(value, 2 * np.asarray(X))
+  assert aux == {"name": "layer", "steps": 3}
