@@ -108,11 +108,15 @@ class _Watch:
     self.inner: list[First] = []
 
   def arguments(self, body: Body, values: Sequence[Array]) -> None:
-    """Looks at arguments: one that holds a NaN or +inf is at fault, -inf may be a mask."""
+    """Looks at arguments: one that holds a NaN or +inf is at fault, -inf may be a mask.
+
+    What is added up is no mask.
+    """
     for number, (slot, x) in enumerate(zip(body.inputs, values, strict=True)):
       if number not in self.probe.only or not jnp.issubdtype(x.dtype, jnp.inexact):
         continue
-      self._broke(slot, number, is_nan(x) | (not_finite(x) & (jnp.real(x) > 0)))
+      may_be_mask = (jnp.real(x) < 0) & (slot not in self.uses.summed)
+      self._broke(slot, number, is_nan(x) | (not_finite(x) & ~may_be_mask))
     self.given = len(values)
     for number, (slot, x) in enumerate(body.consts.items(), self.given):
       x = jnp.asarray(x)

@@ -75,6 +75,7 @@ class Uses(NamedTuple):
     factors: those that, besides, multiply a value of the backward pass.
     constants: those that are constants of the jaxpr, moved and cast.
     returned: those that are returned, and that nothing else reads.
+    summed: those whose elements are added up as they are, which a mask's are not.
   """
 
   discarded: frozenset[int]
@@ -82,6 +83,7 @@ class Uses(NamedTuple):
   factors: frozenset[int]
   constants: frozenset[int]
   returned: frozenset[int]
+  summed: frozenset[int]
 
 
 @functools.lru_cache(maxsize=256)
@@ -90,7 +92,7 @@ def uses_of(body: Body) -> Uses:
   finder = _Finder(body)
   sets = (finder.discarded, finder.derived, finder.factors, _constants(body))
   returned = frozenset(finder.returned - finder.readers.keys())
-  return Uses(*(frozenset(each) for each in sets), returned=returned)
+  return Uses(*(frozenset(each) for each in sets), returned=returned, summed=_summed(body))
 
 
 class _Finder:
@@ -209,3 +211,18 @@ def _constants(body: Body) -> set[int]:
     if step.ins and fixed and (is_move(step) or step.eqn.primitive is p.convert_element_type_p):
       found.update(step.outs)
   return found
+
+
+def _summed(body: Body) -> frozenset[int]:
+  """Returns which values are added up, moved, cast or scaled before at most."""
+  found: set[int] = set()
+  for step in reversed(body.steps):
+    sums = facts_of(step.eqn).flops is not None or step.eqn.primitive in (
+      p.reduce_sum_p,
+      p.cumsum_p,
+    )
+    scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
+    passes = is_move(step) or is_cast(step) or scales
+    if sums or (passes and not found.isdisjoint(step.outs)):
+      found.update(step.reads)
+  return frozenset(found)

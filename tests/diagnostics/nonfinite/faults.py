@@ -105,6 +105,12 @@ def an_input_is_inf(batch):
   return jnp.sum(jnp.tanh(batch["x"]))
 
 
+@fault({"x": f32(1, -jnp.inf, 3)}, operation="argument", path="batch['x']", index=(1,))
+def a_standardized_input_is_minus_inf(batch):
+  x = batch["x"] / 255
+  return jnp.sum((x - jnp.mean(x)) ** 2)
+
+
 @fault(
   {"a": {"w": f32(1, 2)}, "b": {"w": f32(3, jnp.nan)}},
   f32(1, 2),
