@@ -102,13 +102,15 @@ def _learned(value: PyTree) -> list[bool]:
   ]
 
 
-def check_function(fn: object, where: str) -> None:
-  """Raises MpjaxTypeError unless `fn` is a function of arrays."""
+def check_function(fn: object, where: str, fix: str) -> None:
+  """Raises MpjaxTypeError unless `fn` is a function of arrays that JAX can trace."""
   check_no_linen_model(fn, where)
-  if not callable(fn):
+  compiled = isinstance(fn, jax.stages.Compiled)
+  if compiled or not callable(fn):
+    got = repr(fn) if isinstance(fn, (str, int, float)) else repr(type(fn))
     raise MpjaxTypeError(
       where,
-      expected="a function of arrays",
-      got=repr(fn) if isinstance(fn, (str, int, float)) else repr(type(fn)),
-      fix=f"Pass the function, and its arguments to what is returned: {where}(*args).",
+      expected="a function of arrays that JAX can trace",
+      got="a compiled one" if compiled else got,
+      fix=fix,
     )

@@ -76,12 +76,25 @@ def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
       first = jax.tree.unflatten(tree, [moving.get(i, x) for i, x in enumerate(leaves)])
       returned = fn(first, *args[1:], **kwargs)
       value, *aux = returned if isinstance(returned, tuple) else (returned,)
+      check_scalar(value)
       scaled = value if scale == 1 else value * np.asarray(scale, value.dtype)
       return scaled, [x for x in jax.tree.leaves(aux) if is_array(x)]
 
     return jax.value_and_grad(loss, has_aux=True)(moving)
 
   return gradient
+
+
+def check_scalar(value: object) -> None:
+  """Raises MpjaxTypeError unless a loss has returned a floating scalar."""
+  shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+  if shape != () or not is_inexact(value):
+    raise MpjaxTypeError(
+      "mpjax.ranges(fn) or mpjax.tune(loss_fn)",
+      expected="a loss that returns a floating scalar, or one and aux",
+      got=repr(type(value)) if shape is None else f"one that returns {dtype}{[*shape]}",
+      fix="Take the mean, as in lambda params, x: jnp.mean(fn(params, x) ** 2).",
+    )
 
 
 def is_array(x: Leaf) -> bool:

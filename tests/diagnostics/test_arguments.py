@@ -66,12 +66,13 @@ def test_a_function_without_a_signature():
     ("fn", "'fn'"),
     ({}, "dict"),
     (nn.Dense(2), "a model of Linen (Dense) without its variables"),
+    (jax.jit(jnp.sin).lower(X).compile(), "a compiled one"),
   ],
 )
 def test_what_is_no_function(fn, got):
   expected = "a function of arrays"
   with pytest.raises(TypeError) as error:
-    check_function(fn, "mpjax.audit(fn)")
+    check_function(fn, "mpjax.audit(fn)", "Pass it.")
   check_error(error, where="mpjax.audit(fn)", expected=expected, got=got, fix="Pass")
 
 

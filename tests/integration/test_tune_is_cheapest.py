@@ -54,10 +54,10 @@ class Choices:
     return share if error <= tolerance else 1.0
 
 
-@pytest.mark.convergence
+@pytest.mark.convergence  # It measures a hundred choices.
 @pytest.mark.parametrize(
   ("policy", "tolerance"),
-  [("mixed_float16", 1e-3), ("mixed_float16", 8e-4), ("mixed_bfloat16", 6e-3)],
+  [("mixed_float16", 8e-4), ("mixed_bfloat16", 6e-3)],
 )
 def test_no_single_module_and_no_greedy_choice_of_a_transformer_is_cheaper(policy, tolerance):
   model, ids = Transformer(), jax.random.randint(jax.random.key(0), (8, 17), 0, VOCABULARY)
@@ -75,7 +75,5 @@ def test_no_single_module_and_no_greedy_choice_of_a_transformer_is_cheaper(polic
   error = np.linalg.norm(choices.gradient(cast) - choices.wanted) / np.linalg.norm(choices.wanted)
   assert error <= 1.05 * tolerance  # Measured at another loss scale.
   share = 1 - report.half_share
-  shares = share, choices.single(tolerance), choices.greedy(tolerance)
-  print(report.evaluations[0].error, report.error, len(report.evaluations))
-  print(f"float32: tune {shares[0]:.3f}, single {shares[1]:.3f}, greedy {shares[2]:.3f}")
-  assert share <= min(shares) + 1e-9
+  assert share <= choices.single(tolerance) + 1e-9
+  assert share <= choices.greedy(tolerance) + 1e-9

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 import jax
 
 from mpjax._core.audit_record import AUDIT, AuditRecord
-from mpjax._core.errors import MpjaxAssertionError
+from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._diagnostics.arguments import Argument, check_function, trace
 from mpjax._diagnostics.audit.causes import Causes, Kind, is_low, is_wide
 from mpjax._diagnostics.audit.compiled_text import kernels
@@ -191,6 +191,10 @@ def _plain(row: Any) -> dict[str, Json]:
   }
 
 
+_FIX = "Write mpjax.audit(step)(state, batch): the arguments come in a second call."
+
+
+@check_call("mpjax.audit(fn)", fix=_FIX)
 def audit(
   fn: Callable[P, Any], *, compiled: jax.stages.Compiled | None = None
 ) -> Callable[P, Audit]:
@@ -233,7 +237,7 @@ def audit(
   >>> found.leaks[0].operation, found.leaks[0].cause.name
   ('add', 'params/table')
   """
-  check_function(fn, "mpjax.audit(fn)")
+  check_function(fn, "mpjax.audit(fn)", _FIX)
 
   def call(*args: P.args, **kwargs: P.kwargs) -> Audit:
     record = AuditRecord()

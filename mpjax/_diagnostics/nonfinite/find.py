@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from mpjax._core.errors import MpjaxTypeError, check_call
+from mpjax._core.errors import check_call
 from mpjax._core.types import Args, Function, Kwargs, Leaf
+from mpjax._diagnostics.arguments import check_function
 from mpjax._diagnostics.flat import check_concrete
 from mpjax._diagnostics.nonfinite.capture import CaptureProbe, Seen
 from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure
@@ -100,10 +101,10 @@ def _together(found: Iterable[Sequence[int]]) -> Iterator[frozenset[int]]:
     yield frozenset(some)
 
 
-@check_call(
-  "mpjax.find_nonfinite(fn)",
-  fix="Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call.",
-)
+_FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
+
+
+@check_call("mpjax.find_nonfinite(fn)", fix=_FIX)
 def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   """Returns a function that runs `fn`, and says where the first inf or NaN came from.
 
@@ -146,13 +147,7 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   >>> bool(mpjax.find_nonfinite(jax.grad(loss_fn))(w / 2, x))
   False
   """
-  if not callable(fn) or isinstance(fn, jax.stages.Compiled):
-    raise MpjaxTypeError(
-      "mpjax.find_nonfinite(fn)",
-      expected="a function that JAX can trace",
-      got="a compiled one" if callable(fn) else repr(fn),
-      fix="Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call.",
-    )
+  check_function(fn, "mpjax.find_nonfinite(fn)", _FIX)
 
   @functools.wraps(fn)
   def find(*args: object, **kwargs: object) -> NonfiniteReport:

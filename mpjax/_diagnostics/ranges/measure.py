@@ -9,9 +9,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mpjax._core.bits import changes_nothing
-from mpjax._core.errors import MpjaxTypeError, check_call
+from mpjax._core.errors import check_call
 from mpjax._core.paths import key_names
 from mpjax._core.types import Args, Array, Kwargs, PyTree
+from mpjax._diagnostics.arguments import check_function
 from mpjax._diagnostics.flat import Call, gradient_of, is_array
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.ranges.exponents import (
@@ -76,8 +77,7 @@ def ranges(
   >>> report.lost_updates  # 1 - 0.001 is 1 in bfloat16
   1.0
   """
-  if not callable(fn):
-    raise MpjaxTypeError("mpjax.ranges(fn)", expected="a function", got=repr(fn), fix=_FIX)
+  check_function(fn, "mpjax.ranges(fn)", _FIX)
 
   def measured(*args: P.args, **kwargs: P.kwargs) -> RangesReport:
     call = Call(args, kwargs, "mpjax.ranges(fn)")

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mpjax._core.dtypes import HALVES
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call
+from mpjax._core.errors import MpjaxValueError, check_call
 from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.rules import Rule
 from mpjax._core.types import Array, Leaf
 from mpjax._core.validators import check_value
+from mpjax._diagnostics.arguments import check_function
 from mpjax._diagnostics.flat import Call, gradient_of
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.ranges.measure import ranges
@@ -102,8 +103,7 @@ def tune(
 def _checked(loss_fn: object, policy: PolicyLike, tolerance: object) -> Policy:
   """Returns the policy, or raises if an argument is wrong."""
   where = "mpjax.tune(loss_fn)"
-  if not callable(loss_fn):
-    raise MpjaxTypeError(where, expected="a function", got=repr(loss_fn), fix=_FIX)
+  check_function(loss_fn, where, _FIX)
   parsed = Policy.parse(policy)
   if parsed.compute_dtype not in HALVES:
     raise MpjaxValueError(

@@ -314,3 +314,10 @@ def test_a_linen_model_is_no_function():
   with pytest.raises(TypeError) as error:
     mpjax.audit(nn.Dense(2))
   check_error(error, where="mpjax.audit(fn)", expected="a function", got="Linen", fix="model.apply")
+
+
+def test_arguments_come_in_a_second_call():
+  with pytest.raises(TypeError) as error:
+    mpjax.audit(jnp.matmul, X, X)
+  where, fix = "mpjax.audit(fn)", "Write mpjax.audit(step)(state, batch)"
+  check_error(error, where=where, expected="arguments fn", got="too many", fix=fix)

@@ -59,7 +59,7 @@ def test_a_function_is_expected():
   check_error(
     excinfo,
     where="mpjax.find_nonfinite(fn)",
-    expected="a function that JAX can trace",
+    expected="a function of arrays that JAX can trace",
     got="Array",
     fix="mpjax.find_nonfinite(step)(state, batch)",
   )

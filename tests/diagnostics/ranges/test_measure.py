@@ -148,3 +148,10 @@ def test_a_loss_without_arguments_by_position():
   assert not mpjax.ranges(loss)(w=jnp.ones(2)).of("gradients")
   with pytest.raises(mpjax.MpjaxTypeError, match="no argument by position"):
     mpjax.ranges(loss, differentiate=True)(w=jnp.ones(2))
+
+
+def test_a_loss_that_is_no_scalar():
+  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+    mpjax.ranges(lambda w, x: x @ w, differentiate=True)(jnp.ones((3, 2)), jnp.ones((4, 3)))
+  where, expected = "mpjax.ranges(fn) or mpjax.tune(loss_fn)", "a floating scalar"
+  check_error(excinfo, where=where, expected=expected, got="float32[4, 2]", fix="Take the mean")
