@@ -1,7 +1,6 @@
 """The arguments of a function: its jaxpr for them, and what each is called."""
 
 import inspect
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.paths import leaf_paths
 from mpjax._core.types import Args, Array, Function, Kwargs, PyTree
+from mpjax._diagnostics.flat import Leaves
 
 _PARAMETERS = ("params", "parameters", "weights")
 
@@ -38,17 +38,15 @@ def trace(
   Raises:
     MpjaxTypeError: a model of NNX is written to that is no argument; `where` is the public call.
   """
-  leaves, tree = jax.tree.flatten((args, kwargs))
-  arrays = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+  leaves = Leaves(args, kwargs, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"))
 
   def call(*traced: Array) -> PyTree:
-    given = dict(zip(arrays, traced, strict=True))
-    now: PyTree = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-    return fn(*now[0], **now[1])
+    new_args, new_kwargs = leaves.call(traced)
+    return fn(*new_args, **new_kwargs)
 
   call.__name__ = getattr(fn, "__name__", type(fn).__name__)
   try:
-    program = jax.make_jaxpr(call)(*(leaves[i] for i in arrays))
+    program = jax.make_jaxpr(call)(*leaves.arrays)
   except Exception as error:
     if type(error).__name__ != "TraceContextError":
       raise
@@ -60,13 +58,14 @@ def trace(
       f"{where.replace('fn', 'lambda model, x: model(x)')}(model, x).",
     ) from error
   names = arguments(fn, args, kwargs)
-  return program, [names[i] for i in arrays]
+  return program, [names[i] for i in leaves.positions]
 
 
 def arguments(fn: Function, args: Args, kwargs: Kwargs) -> list[Argument]:
   """Returns what the leaves of arguments are called, in the order of `jax.tree.leaves`."""
   found: list[Argument] = []
-  for name, value in (*_named(fn, args).items(), *sorted(kwargs.items())):
+  named = zip(positional_names(fn, len(args)), args, strict=True)
+  for name, value in (*named, *sorted(kwargs.items())):
     learned = _learned(value)
     for path, is_variable in zip(leaf_paths(value), learned, strict=True):
       parts = (name, *(part for part in path if part != "value"))
@@ -77,16 +76,15 @@ def arguments(fn: Function, args: Args, kwargs: Kwargs) -> list[Argument]:
   return [a._replace(is_parameter=a.is_parameter or a.name in _PARAMETERS) for a in found]
 
 
-def _named(fn: Function, args: Args) -> Mapping[str, PyTree]:
+def positional_names(fn: Function, count: int) -> list[str]:
+  """Returns what positional arguments are called: "rest[0]" is the first of `*rest`."""
   try:
-    names = [
-      p.name
-      for p in inspect.signature(fn).parameters.values()
-      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    parameters = list(inspect.signature(fn).parameters.values())
   except (TypeError, ValueError):
-    names = []
-  return {names[i] if i < len(names) else f"args[{i}]": x for i, x in enumerate(args)}
+    return [f"args[{i}]" for i in range(count)]
+  names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+  rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+  return [*names[:count], *(f"{rest}[{i}]" for i in range(count - len(names)))]
 
 
 def _learned(value: PyTree) -> list[bool]:

@@ -14,27 +14,45 @@ from mpjax._core.trees import is_inexact
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 
 
+class Leaves:
+  """The leaves of the arguments of a call: some are traced, and the others stay as they are.
+
+  Attributes:
+    positions: of those that are traced.
+    arrays: those that are traced.
+  """
+
+  def __init__(self, args: Args, kwargs: Kwargs, is_traced: Callable[[Leaf], bool]) -> None:
+    self._leaves, self._tree = jax.tree.flatten((args, kwargs))
+    self.positions = [i for i, x in enumerate(self._leaves) if is_traced(x)]
+    self.arrays = [self._leaves[i] for i in self.positions]
+
+  def call(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
+    """Returns the arguments with other arrays for those that are traced."""
+    given = dict(zip(self.positions, arrays, strict=True))
+    leaves = [given.get(i, x) for i, x in enumerate(self._leaves)]
+    args, kwargs = jax.tree.unflatten(self._tree, leaves)
+    return args, kwargs
+
+
 class Call:
-  """The arguments of a call: what is no array of them stays as it is.
+  """The concrete arguments of a call.
 
   Attributes:
     operands: the arrays, in the order of the leaves.
   """
 
   def __init__(self, args: Args, kwargs: Kwargs, where: str) -> None:
-    self._leaves, self._tree = jax.tree.flatten((args, kwargs))
-    check_concrete(self._leaves, f"{where}(*args)")
-    self._arrays = [i for i, x in enumerate(self._leaves) if is_array(x)]
-    self.operands: list[Array] = [jnp.asarray(self._leaves[i]) for i in self._arrays]
+    check_concrete(jax.tree.leaves((args, kwargs)), f"{where}(*args)")
+    self._leaves = Leaves(args, kwargs, is_array)
+    self.operands: list[Array] = [jnp.asarray(x) for x in self._leaves.arrays]
 
   def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Path]]:
     """Returns the jaxpr of a function of these arguments, and the paths of its results."""
     outputs: list[Path] = []
 
     def flat(*operands: Array) -> list[Leaf]:
-      given = dict(zip(self._arrays, operands, strict=True))
-      leaves = [given.get(i, x) for i, x in enumerate(self._leaves)]
-      args, kwargs = jax.tree.unflatten(self._tree, leaves)
+      args, kwargs = self._leaves.call(operands)
       returned = jax.tree_util.tree_leaves_with_path(fn(*args, **kwargs))
       outputs[:] = [key_names(path) for path, x in returned if is_array(x)]
       return [x for _, x in returned if is_array(x)]

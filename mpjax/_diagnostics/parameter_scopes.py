@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from mpjax._core.paths import Path, leaf_paths
 from mpjax._core.types import Array, Function, PyTree
-from mpjax._diagnostics.flat import is_array
+from mpjax._diagnostics.flat import Leaves, is_array
 from mpjax._jaxprs.atoms import Atom
 from mpjax._jaxprs.compat import within_scopes
 from mpjax._jaxprs.inner_jaxprs import Inner, Program, inner_jaxprs, with_inner
@@ -50,27 +50,23 @@ def with_parameter_scopes(fn: Function) -> Function:
   """
 
   def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, x in enumerate(leaves) if is_array(x)]
+    leaves = Leaves(args, kwargs, is_array)
     returned: list[PyTree] = []
 
     def flat(*operands: Array) -> list[Array]:
-      given = dict(zip(arrays, operands, strict=True))
-      inputs = [given.get(i, x) for i, x in enumerate(leaves)]
-      new_args, new_kwargs = jax.tree.unflatten(tree, inputs)
+      new_args, new_kwargs = leaves.call(operands)
       returned[:] = [fn(*new_args, **new_kwargs)]
       return [x for x in jax.tree.leaves(returned) if is_array(x)]
 
-    operands = [leaves[i] for i in arrays]
-    closed = jax.make_jaxpr(flat)(*operands)
-    known, variables = _Known(), dict(zip(arrays, closed.jaxpr.invars, strict=True))
+    closed = jax.make_jaxpr(flat)(*leaves.arrays)
+    known, variables = _Known(), dict(zip(leaves.positions, closed.jaxpr.invars, strict=True))
     known.homes = dict.fromkeys([*variables.values(), *closed.jaxpr.constvars])
     for i, path in enumerate(leaf_paths(args[0]) if args else ()):
       module = path[path[:1] == ("params",) : -1]
       if i in variables and module:
         del known.homes[variables[i]]
         known.owners[variables[i]] = module
-    found = iter(eval_jaxpr(_scoped(closed.jaxpr, known), closed.consts, *operands))
+    found = iter(eval_jaxpr(_scoped(closed.jaxpr, known), closed.consts, *leaves.arrays))
     (result,) = jax.tree.map(lambda x: next(found) if is_array(x) else x, returned)
     return result
 

@@ -26,8 +26,8 @@ def test_arguments_have_the_names_of_the_signature_and_their_paths():
     ("params/b/0", True),
     ("params/w", True),
     ("batch/x", False),
-    ("args[2]", False),
-    ("args[3]", False),
+    ("rest[0]", False),
+    ("rest[1]", False),
   ]
 
 
@@ -56,7 +56,7 @@ def test_variables_of_nnx_are_known_by_their_class():
 
 def test_a_function_without_a_signature():
   assert [a.name for a in arguments(dict.fromkeys, (X, X), {})][-1:] != []
-  assert arguments(lambda *a: a, (X,), {}) == [Argument("args[0]", False)]
+  assert arguments(lambda *a: a, (X,), {}) == [Argument("a[0]", False)]
 
 
 @pytest.mark.parametrize(

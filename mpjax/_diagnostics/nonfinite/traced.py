@@ -1,6 +1,5 @@
 """A function as a list of steps, with the arguments that it was called with."""
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf, PyTree
+from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf
+from mpjax._diagnostics.arguments import positional_names
+from mpjax._diagnostics.flat import Leaves
 from mpjax._diagnostics.nonfinite.program import Body, body_of
 
 _COMPILER_OPTIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
@@ -41,29 +42,28 @@ class Traced(NamedTuple):
 
 def trace(fn: Function, args: Args, kwargs: Kwargs) -> Traced:
   """Returns a function as steps. It runs only as far as JAX traces it."""
-  pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-  leaves = [leaf for _, leaf in pairs]
-  places = [i for i, x in enumerate(leaves) if _is_traced(x)]
+  leaves = Leaves(args, kwargs, _is_traced)
+  every = jax.tree_util.tree_leaves_with_path((args, kwargs))
+  paths = [every[i][0] for i in leaves.positions]
 
   def flatten(call: tuple[Args, Kwargs]) -> list[Leaf]:
     found = jax.tree.leaves(call)
-    return [found[i] for i in places]
+    return [found[i] for i in leaves.positions]
 
   def flat(*arrays: Array) -> list[Array]:
-    given = dict(zip(places, arrays, strict=True))
-    call: PyTree = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+    call = leaves.call(arrays)
+    before = jax.tree.leaves(call)
     result = fn(*call[0], **call[1])
     # Objects that the function wrote to, such as a model of NNX, hold what it computed.
-    after = [x for i, x in enumerate(jax.tree.leaves(call)) if x is not given.get(i)]
+    same = set(map(id, before))
+    after = [x for x in jax.tree.leaves(call) if id(x) not in same]
     return [x for x in [*jax.tree.leaves(result), *after] if isinstance(x, jax.Array)]
 
   flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
-  arrays = [leaves[i] for i in places]
-  closed = jax.make_jaxpr(flat)(*arrays)
-  body = body_of(closed, len(arrays) + len(closed.consts))
-  names = _names(fn, len(args))
-  texts = [_text(pairs[i][0], names) for i in places]
-  return Traced(body, arrays, texts, [pairs[i][0] for i in places], flatten)
+  closed = jax.make_jaxpr(flat)(*leaves.arrays)
+  body = body_of(closed, len(leaves.arrays) + len(closed.consts))
+  names = positional_names(fn, len(args))
+  return Traced(body, leaves.arrays, [_text(path, names) for path in paths], paths, flatten)
 
 
 def _is_traced(x: Leaf) -> bool:
@@ -75,18 +75,6 @@ def _is_traced(x: Leaf) -> bool:
   if isinstance(x, np.ndarray):
     return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
   return isinstance(x, jax.Array)
-
-
-def _names(fn: Function, count: int) -> list[str]:
-  """Returns the names of positional arguments."""
-  try:
-    parameters = list(inspect.signature(fn).parameters.values())
-  except (TypeError, ValueError):
-    return [f"args[{i}]" for i in range(count)]
-  names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-  rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-  more = range(max(0, count - len(names)))
-  return [*names[:count], *(f"{rest}[{i}]" for i in more)]
 
 
 def _text(path: KeyPath, names: Sequence[str]) -> str:
