@@ -137,7 +137,8 @@ def master_weights(
         f"{where}.update(state)",
         expected=f'the state of storage="{storage}"',
         got="that of the other storage",
-        fix=f'Convert it, mpjax.set_master_storage(opt_state, params, "{storage}").',
+        fix="Convert it together with the parameters, mpjax.checkpoints.restore_like("
+        "(params, tx.init(params)), (params, opt_state)).",
       )
     if "apply" in extra_args:
       raise MpjaxTypeError(

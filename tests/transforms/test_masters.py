@@ -118,7 +118,7 @@ def test_the_state_of_the_other_storage_is_refused(storage):
     where="mpjax.master_weights(inner).update(state)",
     expected=f'storage="{storage}"',
     got="the other storage",
-    fix="mpjax.set_master_storage",
+    fix="mpjax.checkpoints.restore_like",
   )
 
 
