@@ -60,8 +60,8 @@ def state_dtype(
   dtype that it is stored in, and some optimizers have none.) Moments are found by the names of
   fields, wherever they are in chains, masks, labels and injected hyperparameters: `mu`, `trace`
   (the momentum of `optax.sgd`), `m1`, `exp_avg`, `m` and `v` of `optax.adan`, and `nu` of
-  `optax.sm3`, which is its momentum. `mu` of `optax.rmsprop(centered=True)`, a part of its second moment, stays
-  in float32, and so does the slow `m2` of `optax.contrib.ademamix`.
+  `optax.sm3`, which is its momentum. `mu` of `optax.rmsprop(centered=True)`, a part of its second
+  moment, stays in float32, and so does the slow `m2` of `optax.contrib.ademamix`.
 
   A decay of 0.9 or 0.95 does in bfloat16. From 0.998 on, a step changes a moment by less than its
   rounding, and is lost. float16 has no numbers below 6e-8, as first moments often are.
