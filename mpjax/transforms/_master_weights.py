@@ -24,6 +24,7 @@ from mpjax.transforms._masters import (
   check_split,
   entries_of,
   first_master,
+  fits_storage,
   has_split,
   is_entry,
   is_hole,
@@ -132,7 +133,7 @@ def master_weights(
   ) -> tuple[Updates, MasterWeightsState]:
     state = check_state(state, MasterWeightsState, f"{where}.update(state)")
     check_params(params, f"{where}.update(params)")
-    if is_split(state) != splits:
+    if not fits_storage(state, splits=splits):
       raise MpjaxTypeError(
         f"{where}.update(state)",
         expected=f'the state of storage="{storage}"',

@@ -30,9 +30,18 @@ def map_entries(f: Callable[..., PyTree], master: PyTree, *trees: PyTree) -> PyT
   return jax.tree.map(f, master, *trees, is_leaf=is_entry)
 
 
+def _is_nothing(tree: object) -> bool:
+  return type(tree) is tuple and not tree  # An `optax.MaskedNode` is an empty tuple, too.
+
+
+def fits_storage(state: MasterWeightsState, *, splits: bool) -> bool:
+  """Whether a state is one of this storage; without any parameters it is one of both."""
+  return is_split(state) == splits or _is_nothing(state.master)
+
+
 def is_split(state: MasterWeightsState) -> bool:
   """Whether the masters of bfloat16 parameters are split."""
-  return not (isinstance(state.parity, tuple) and not state.parity)
+  return not _is_nothing(state.parity)
 
 
 def has_split(opt_state: OptState) -> bool:

@@ -122,6 +122,19 @@ def test_the_state_of_the_other_storage_is_refused(storage):
   )
 
 
+@pytest.mark.parametrize(
+  "params",
+  [(), {}, [None, jnp.ones(2)], optax.MaskedNode(), {"b": optax.MaskedNode()}, jnp.ones(2)],
+  ids=str,
+)
+@pytest.mark.parametrize("storage", ["float32", "split"])
+def test_trees_without_anything_to_split(params, storage):
+  tx = mpjax.master_weights(optax.sgd(0.1), storage=storage)
+  state = tx.init(params)
+  _, new = tx.update(params, state, params)
+  assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
 def test_an_unknown_storage():
   with pytest.raises(mpjax.MpjaxValueError) as excinfo:
     mpjax.master_weights(optax.sgd(0.1), storage="splits")
