@@ -10,7 +10,7 @@ import optax
 
 from mpjax._core.dtypes import HALF_NAMES, parse_dtype
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
-from mpjax._core.trees import is_floating, round_to
+from mpjax._core.trees import is_floating
 from mpjax._core.types import (
   Class,
   DType,
@@ -148,7 +148,7 @@ def state_dtype(
       return x.astype(jnp.float32) if order in dtypes and _is_stored(x) else x
 
     def store(x: Leaf, order: Order) -> Leaf:
-      return round_to(x, dtypes[order]) if order in dtypes and _is_stored(x) else x
+      return x.astype(dtypes[order]) if order in dtypes and _is_stored(x) else x
 
     wide = _map_moments(widen, state, containers)
     new_updates, new = update_inner(inner, updates, wide, params, extra_args, f"{where}.update")
