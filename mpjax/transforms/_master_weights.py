@@ -113,7 +113,7 @@ def master_weights(
   ...   updates, opt_state = tx.update(jnp.asarray([0.003]), opt_state, params)
   ...   params = mpjax.apply_updates(params, updates)
   >>> print(params, opt_state.master, mpjax.master_params(opt_state, params))
-  [0.996094] [-9961] [0.99549997]
+  [0.996094] [-9962] [0.99549997]
   """
   where = "mpjax.master_weights(inner)"
   inner = check_inner(inner, where)

@@ -67,8 +67,8 @@ def state_dtype(
   rounding, and is lost. float16 has no numbers below 6e-8, as first moments often are.
 
   Second moments are refused for the same reasons: with their usual decay of 0.999 they stop in
-  bfloat16; in float16 and int8 small ones are 0, and the update a division by epsilon, inf or NaN
-  within steps.
+  bfloat16 at a fraction of what they are; in float16 and int8 small ones are 0, and the update a
+  division by epsilon, inf or NaN within steps.
 
   `mpjax.loss_scaling` belongs around it; it may be inside of `mpjax.master_weights` or around it.
   The state is that of `inner` but for these dtypes: `restore_like(..., cast=True)` of
