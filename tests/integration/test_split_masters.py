@@ -110,6 +110,7 @@ def compared(make, x):
   return found[2], metrics
 
 
+@pytest.mark.case("I16", "A67", "I1")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_1000_steps_are_those_of_float32_masters(name):
   masters, metrics = compared(
@@ -137,6 +138,7 @@ def test_ties_of_both_kinds_are_steps_like_others():
   assert {0x8000, 0x18000} < seen
 
 
+@pytest.mark.case("I16", "A67")
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions(name):
   x = batches()[:100]
