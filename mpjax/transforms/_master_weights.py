@@ -24,7 +24,6 @@ from mpjax.transforms._masters import (
   check_split,
   entries_of,
   first_master,
-  fits_storage,
   has_split,
   is_entry,
   is_hole,
@@ -112,7 +111,7 @@ def master_weights(
   >>> for _ in range(3):
   ...   updates, opt_state = tx.update(jnp.asarray([0.003]), opt_state, params)
   ...   params = mpjax.apply_updates(params, updates)
-  >>> print(params, opt_state.master, mpjax.master_params(opt_state, params))
+  >>> print(params, opt_state.master.remainder, mpjax.master_params(opt_state, params))
   [0.996094] [-9962] [0.99549997]
   """
   where = "mpjax.master_weights(inner)"
@@ -133,7 +132,7 @@ def master_weights(
   ) -> tuple[Updates, MasterWeightsState]:
     state = check_state(state, MasterWeightsState, f"{where}.update(state)")
     check_params(params, f"{where}.update(params)")
-    if not fits_storage(state, splits=splits):
+    if is_split(state) != splits:
       raise MpjaxTypeError(
         f"{where}.update(state)",
         expected=f'the state of storage="{storage}"',

@@ -30,35 +30,26 @@ def map_entries(f: Callable[..., PyTree], master: PyTree, *trees: PyTree) -> PyT
   return jax.tree.map(f, master, *trees, is_leaf=is_entry)
 
 
-def _is_nothing(tree: object) -> bool:
-  return type(tree) is tuple and not tree  # An `optax.MaskedNode` is an empty tuple, too.
-
-
-def fits_storage(state: MasterWeightsState, *, splits: bool) -> bool:
-  """Whether a state is one of this storage; without any parameters it is one of both."""
-  return is_split(state) == splits or _is_nothing(state.master)
-
-
 def is_split(state: MasterWeightsState) -> bool:
   """Whether the masters of bfloat16 parameters are split."""
-  return not _is_nothing(state.parity)
+  return isinstance(state.master, SplitMaster)
 
 
 def has_split(opt_state: OptState) -> bool:
   """Whether masters in `opt_state` need the parameters that they were split from."""
-  return any(jax.tree.leaves(state.parity) for state in nodes_of(opt_state, MasterWeightsState))
+  states = nodes_of(opt_state, MasterWeightsState)
+  return any(is_split(state) and jax.tree.leaves(state.master.parity) for state in states)
 
 
 def entries_of(state: MasterWeightsState) -> PyTree:
   """Returns the masters in `state`, each float32, a `SplitMaster` or a hole."""
   if not is_split(state):
     return state.master
-  return jax.tree.map(
-    lambda m, bits: m if is_hole(bits) else SplitMaster(m, bits),
-    state.master,
-    state.parity,
-    is_leaf=is_hole,
-  )
+
+  def entry(m: Leaf, bits: Leaf) -> Leaf:
+    return m if is_hole(bits) else SplitMaster(m, bits)
+
+  return jax.tree.map(entry, state.master.remainder, state.master.parity, is_leaf=is_hole)
 
 
 def state_of(entries: PyTree, inner_state: OptState, *, splits: bool) -> MasterWeightsState:
@@ -72,8 +63,8 @@ def state_of(entries: PyTree, inner_state: OptState, *, splits: bool) -> MasterW
     return m if is_hole(m) else None
 
   # Two trees of arrays, since containers of parameters (`nnx.State`) may not hold others.
-  master = map_entries(lambda m: m.remainder if isinstance(m, SplitMaster) else m, entries)
-  return MasterWeightsState(master, inner_state, map_entries(parity, entries))
+  remainder = map_entries(lambda m: m.remainder if isinstance(m, SplitMaster) else m, entries)
+  return MasterWeightsState(SplitMaster(remainder, map_entries(parity, entries)), inner_state)
 
 
 def first_master(param: Leaf, *, splits: bool) -> Leaf:

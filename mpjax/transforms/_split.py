@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.types import Array
+from mpjax._core.types import Array, PyTree
 
 _SIGN, _MAGNITUDE = np.int32(-(2**31)), np.int32(2**31 - 1)
 _INF, _LARGEST = np.int32(0x7F80 << 16), np.int32(0x7F7F << 16)
@@ -27,6 +27,8 @@ _LARGEST_NUMBER = _INF - np.int32(1)
 class SplitMaster(NamedTuple):
   """What `mpjax.master_weights(..., storage="split")` keeps instead of a float32 master.
 
+  Of all masters in a state it holds two trees, each like the parameters.
+
   Args:
     remainder: int16 in the shape (..., n) of the parameter, the lower 16 bits of the masters: the
       signed difference to the parameter, of their bits as integers.
@@ -34,8 +36,8 @@ class SplitMaster(NamedTuple):
       scalar parameter its shape is (1,).
   """
 
-  remainder: Array
-  parity: Array
+  remainder: PyTree
+  parity: PyTree
 
 
 def split(master: Array, param: Array) -> SplitMaster:

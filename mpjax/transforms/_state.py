@@ -74,10 +74,10 @@ class MasterWeightsState(NamedTuple):
   Args:
     master: float32 in the shapes of the parameters, None for those that are not stored in low
       precision: they are their own master, and a second copy would be memory for nothing. With
-      `storage="split"` int16 for bfloat16 parameters: the lower 16 bits of the float32 master.
+      `storage="split"` two such trees: `remainder`, with int16 for bfloat16 parameters, the lower
+      16 bits of each master, and float32 for float16 ones; and `parity`, with uint8 for bfloat16
+      parameters, of shape (..., ceil(n / 8)) for (..., n), the next bit of each master.
     inner_state: the state of the inner optimizer.
-    parity: with `storage="split"` uint8 for bfloat16 parameters, of shape (..., ceil(n / 8)) for
-      (..., n) (and (1,) for a scalar): the next bit of each master, 8 to a byte. Else ().
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> state = mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16))
@@ -87,7 +87,6 @@ class MasterWeightsState(NamedTuple):
 
   master: PyTree
   inner_state: OptState
-  parity: PyTree = ()
 
 
 class Found(NamedTuple):
