@@ -301,7 +301,8 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
 def set_master_params(opt_state: T, params: Params) -> T:
   """Returns `opt_state` with its masters set to `params`: how half training starts from float32.
 
-  The parameters themselves are the caller's to round: `policy.cast_to_param(params)`.
+  The parameters themselves are the caller's to round: `policy.cast_to_param(params)`. With
+  `storage="split"` these, and no others, belong to the new state.
 
   Args:
     opt_state: a state that holds `mpjax.master_weights`, created by `init` for the half parameters.

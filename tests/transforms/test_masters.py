@@ -167,6 +167,26 @@ def test_masters_are_set_from_any_dtype(dtype):
   )
 
 
+def test_a_train_step_does_not_round_split_parameters_stochastically():
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.sum(params.astype(jnp.float32) * batch), (model_state, {})
+
+  tx = mpjax.loss_scaling(split(optax.sgd(0.1)), mpjax.StaticLossScale(8))
+  params = jnp.ones(2, jnp.bfloat16)
+  state = mpjax.TrainState.create(params, tx, rng=jax.random.key(0))
+  step = mpjax.make_train_step(loss_fn, tx, rounding="stochastic")
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    step(state, jnp.ones(2))
+  check_error(
+    excinfo,
+    where="mpjax.make_train_step(rounding='stochastic'): step(state): opt_state",
+    expected="no master",
+    got="mpjax.master_weights",
+    fix="Use one of the two",
+  )
+
+
 def test_masters_of_branches_are_merged():
   params = {"a": jnp.ones(2, jnp.bfloat16), "b": {"c": jnp.ones(3, jnp.bfloat16)}}
   branches = {"x": split(optax.sgd(2.0**-9)), "y": mpjax.master_weights(optax.sgd(2.0**-10))}
