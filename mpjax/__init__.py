@@ -48,6 +48,7 @@ from mpjax.transforms import (
   select_tree,
   set_loss_scale,
   set_master_params,
+  state_dtype,
   unscale,
   value_and_grad,
 )
@@ -112,6 +113,7 @@ __all__ = [
   "select_tree",
   "set_loss_scale",
   "set_master_params",
+  "state_dtype",
   "tune",
   "unscale",
   "value_and_grad",

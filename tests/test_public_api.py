@@ -67,6 +67,7 @@ PUBLIC = {
     "select_tree",
     "set_loss_scale",
     "set_master_params",
+    "state_dtype",
     "tune",
     "unscale",
     "value_and_grad",

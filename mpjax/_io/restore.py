@@ -14,6 +14,7 @@ from mpjax._core.leaves import are_floating, as_array, convert, misfit, put, ref
 from mpjax._core.paths import check_leaves, is_key, leaves_by_path, path_text, same_path
 from mpjax._core.types import KeyPath, Leaf, PyTree
 from mpjax._io.arrays import decode
+from mpjax._io.master_storage import as_saved, cross, crossings
 from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._state import LossScalingState
 
@@ -38,6 +39,9 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   (`numpy.load` of an npz file). Or it is the path of an Orbax checkpoint: that is compared with
   `target` before anything is read, and each leaf is read straight to its devices.
 
+  Masters of `mpjax.master_weights` that were saved in the other `storage` become those of the
+  target, bit for bit, if their parameters are beside them in one tree.
+
   Args:
     target: the tree that is wanted, of arrays or of `jax.ShapeDtypeStruct` (`jax.eval_shape`).
     restored: what was saved, or the path of an Orbax checkpoint, a str or an `os.PathLike`.
@@ -51,9 +55,10 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
     key plain key data will do.
 
   Raises:
-    MpjaxValueError: leaves are missing, left over, or of another shape or dtype; rounding makes a
-      finite number infinite; the loss scale was saved under another configuration, or is no
-      positive finite number; there is no checkpoint at the path.
+    MpjaxValueError: leaves are missing, left over, or of another shape or dtype; masters in another
+      storage are without the parameters that belong to them; rounding makes a finite number
+      infinite; the loss scale was saved under another configuration, or is no positive finite
+      number; there is no checkpoint at the path.
     MpjaxTypeError: a leaf of `target` is not an array.
 
   >>> import jax.numpy as jnp, mpjax
@@ -71,12 +76,16 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   """
   wanted = _wanted(target)
   own = isinstance(restored, (str, os.PathLike))
+  stored = _metadata(os.fspath(restored)) if own else restored
+  crossed = crossings(target, wanted, leaves_by_path(stored, _WHERE).keys())
+  saved = as_saved(wanted, crossed)
   if own:
-    restored = _read(os.fspath(restored), target, wanted, cast)
-  found = _match(target, wanted, restored, cast)
-  converted = {path: convert(found[path], want.dtype) for path, want in wanted.items()}
+    restored = _read(os.fspath(restored), stored, target, saved, cast)
+  found = _match(target, saved, restored, cast)
+  converted = {path: convert(found[path], want.dtype) for path, want in saved.items()}
   casts = {path: (found[path], x) for path, x in converted.items()}
   refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
+  converted = cross(converted, crossed, _WHERE)
   leaves = [put(converted[path], want.sharding, alias=own) for path, want in wanted.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), leaves)
   _refuse_broken_scales(result)
@@ -116,13 +125,9 @@ def _sharding(x: Leaf) -> jax.sharding.Sharding | None:
   return jax.sharding.NamedSharding(mesh, sharding.spec)
 
 
-def _read(path: str, target: PyTree, wanted: _Wanted, cast: bool) -> PyTree:
-  """Returns what the Orbax checkpoint at `path` holds, in its own structure and dtypes.
-
-  What does not fit is refused by its metadata alone. Arrays are read to their sharding, or to the
-  host where that is anywhere.
-  """
-  path = path if "://" in path else os.path.abspath(path)
+def _metadata(path: str) -> PyTree:
+  """Returns a tree like the Orbax checkpoint at `path`, of stand-ins."""
+  path = _absolute(path)
   with ocp.StandardCheckpointer() as checkpointer:
     try:
       metadata = checkpointer.metadata(path).item_metadata
@@ -136,8 +141,21 @@ def _read(path: str, target: PyTree, wanted: _Wanted, cast: bool) -> PyTree:
         fix="A CheckpointManager writes to directory/step/default. Read other files first: "
         "numpy.load(path), flax.serialization.msgpack_restore(bytes).",
       )
-    stored = jax.tree.map(_stand_in, metadata.tree)
-    _match(target, wanted, stored, cast)
+  return jax.tree.map(_stand_in, metadata.tree)
+
+
+def _absolute(path: str) -> str:
+  return path if "://" in path else os.path.abspath(path)
+
+
+def _read(path: str, stored: PyTree, target: PyTree, wanted: _Wanted, cast: bool) -> PyTree:
+  """Returns what the Orbax checkpoint at `path` holds, in its own structure and dtypes.
+
+  What does not fit is refused by its metadata alone, which `stored` is. Arrays are read to their
+  sharding, or to the host where that is anywhere.
+  """
+  _match(target, wanted, stored, cast)
+  with ocp.StandardCheckpointer() as checkpointer:
 
     def where_to(key_path: KeyPath, x: Leaf) -> Leaf:
       want = wanted[_resolve(path_text(key_path), x, wanted)[0]]
@@ -149,7 +167,7 @@ def _read(path: str, target: PyTree, wanted: _Wanted, cast: bool) -> PyTree:
         return x
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=want.sharding)
 
-    return checkpointer.restore(path, jax.tree_util.tree_map_with_path(where_to, stored))
+    return checkpointer.restore(_absolute(path), jax.tree_util.tree_map_with_path(where_to, stored))
 
 
 def _stand_in(metadata: Any) -> Leaf:

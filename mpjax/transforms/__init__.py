@@ -18,6 +18,7 @@ from mpjax.transforms._state import (
   MasterWeightsState,
   set_loss_scale,
 )
+from mpjax.transforms._state_dtype import state_dtype
 from mpjax.transforms._train_state import TrainState
 from mpjax.transforms._train_step import make_train_step
 from mpjax.transforms._value_and_grad import scale_loss, unscale, value_and_grad
@@ -43,6 +44,7 @@ __all__ = [
   "select_tree",
   "set_loss_scale",
   "set_master_params",
+  "state_dtype",
   "unscale",
   "value_and_grad",
 ]

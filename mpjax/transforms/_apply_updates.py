@@ -41,7 +41,7 @@ def apply_updates(
       Keys and what is no array stay as they are, and may have None here.
     master: `mpjax.master_params(opt_state)` after `update`: each half parameter becomes its rounded
       master, bit for bit (beyond the range of its dtype the largest number, not inf), and its
-      update is not looked at.
+      update is not looked at. None with `storage="split"`, where the updates lead there.
     rounding: "nearest" (ties to even) or "stochastic".
     key: a PRNG key, typed or raw, for stochastic rounding; another one for each step.
 

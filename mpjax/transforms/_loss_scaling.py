@@ -165,7 +165,7 @@ def loss_scaling(
     inner_state = init_inner(inner, shown(params), where)
     if scaled:
       inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, where))
-      warn_of_half(params, merged_masters(inner_state))
+      warn_of_half(params, merged_masters(inner_state, params))
     refuse_nesting(inner_state)
     if monitor:
       inner_state = MonitorState(no_counts(params), inner_state)

@@ -1,16 +1,16 @@
 """The optax wrapper that keeps a float32 copy of parameters that are stored in half."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
-from mpjax._core.trees import is_floating, is_half, round_to, saturate
+from mpjax._core.trees import is_floating
 from mpjax._core.types import Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.validators import check_choice
 from mpjax.transforms._checks import (
   check_inner,
   check_params,
@@ -20,6 +20,24 @@ from mpjax.transforms._checks import (
   update_inner,
 )
 from mpjax.transforms._frozen import frozen_leaves, hold, leave_to_window
+from mpjax.transforms._masters import (
+  check_split,
+  entries_of,
+  first_master,
+  has_split,
+  is_entry,
+  is_hole,
+  is_split,
+  lead_to,
+  map_entries,
+  merge_masters,
+  next_master,
+  put_like,
+  reach,
+  state_of,
+  trained_of,
+)
+from mpjax.transforms._split import SplitMaster, join, rounded, select_split, split
 from mpjax.transforms._state import MasterWeightsState
 from mpjax.transforms._trees import (
   KeyPath,
@@ -35,7 +53,9 @@ from mpjax.transforms._trees import (
 T = TypeVar("T")
 
 
-def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def master_weights(
+  inner: optax.GradientTransformation, *, storage: Literal["float32", "split"] = "float32"
+) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it trains a float32 copy of parameters stored in half.
 
   `inner` sees gradients, parameters and moments in float32, and its updates are added to the
@@ -51,8 +71,20 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
   `optax.multi_transform`. The rule is that of Micikevicius et al., "Mixed Precision Training"
   (2018), section 3.1.
 
+  With `storage="split"` the state has no copy of a bfloat16 parameter, but what its rounding has
+  cut off: the parameter and 17 bits (2 1/8 bytes) are the master, bit for bit, and masters, updates
+  and parameters are those of `storage="float32"`. Then `mpjax.apply_updates(params, updates)` or
+  `optax.apply_updates` gives the rounded master, without `master=`; `mpjax.master_params` needs the
+  parameters that belong to the state; and nothing but these updates may change the parameters
+  (nothing that changes updates may follow this in an `optax.chain`). NaN masters come back as some
+  NaN. Where no float32 update leads to the rounded master (a step that brings a parameter 2^16
+  times nearer to zero), the master becomes the nearest number that rounds to the parameter.
+
   Args:
     inner: the optimizer. Consumers of parameters, such as weight decay, belong inside.
+    storage: "float32", a master of 4 bytes for each float16 or bfloat16 parameter; or "split", what
+      is missing in a bfloat16 parameter. float16 parameters, whose exponents have other sizes, have
+      float32 masters in both.
 
   Returns:
     An optax transformation. `update` needs `params`, and passes extra arguments to `inner`; its
@@ -61,7 +93,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
   Raises:
     MpjaxTypeError: `inner` is no optax transformation; `init`: a parameter is no floating array;
       `update`: the state is not one of this transformation.
-    MpjaxValueError: `update`: there are no parameters, or the gradients do not match them.
+    MpjaxValueError: an unknown `storage`; `update`: there are no parameters, or the gradients do
+      not match them, or with "split" the parameters cannot be those of the state.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.master_weights(optax.sgd(0.5))
@@ -72,22 +105,41 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
   ...   params = mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))
   >>> print(params, mpjax.master_params(opt_state))
   [0.996094] [0.99549997]
+  >>> tx = mpjax.master_weights(optax.sgd(0.5), storage="split")
+  >>> params = jnp.asarray([1.0], jnp.bfloat16)
+  >>> opt_state = tx.init(params)
+  >>> for _ in range(3):
+  ...   updates, opt_state = tx.update(jnp.asarray([0.003]), opt_state, params)
+  ...   params = mpjax.apply_updates(params, updates)
+  >>> print(params, opt_state.master.remainder, mpjax.master_params(opt_state, params))
+  [0.996094] [-9962] [0.99549997]
   """
   where = "mpjax.master_weights(inner)"
   inner = check_inner(inner, where)
+  check_choice(storage, ("float32", "split"), "mpjax.master_weights(storage)")
+  splits = storage == "split"
 
   def init(params: Params) -> MasterWeightsState:
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
-    master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32) if is_half(p) else None, params)
-    inner_state = init_inner(inner, _trained(master, params), where)
-    return place_like(params, MasterWeightsState(master, jax.tree.map(strong, inner_state)))
+    masters = jax.tree.map(lambda p: first_master(p, splits=splits), params)
+    inner_state = init_inner(inner, trained_of(masters, params), where)
+    inner_state = jax.tree.map(strong, inner_state)
+    return place_like(params, state_of(masters, inner_state, splits=splits))
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, MasterWeightsState]:
     state = check_state(state, MasterWeightsState, f"{where}.update(state)")
     check_params(params, f"{where}.update(params)")
+    if is_split(state) != splits:
+      raise MpjaxTypeError(
+        f"{where}.update(state)",
+        expected=f'the state of storage="{storage}"',
+        got="that of the other storage",
+        fix="Convert it together with the parameters, mpjax.checkpoints.restore_like("
+        "(params, tx.init(params)), (params, opt_state)).",
+      )
     if "apply" in extra_args:
       raise MpjaxTypeError(
         f"{where}.update(apply)",
@@ -97,42 +149,40 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         "loss_scaling(master_weights(inner)), or leave apply= out and apply the updates.",
       )
     params = arrays_only(params)
+    masters = entries_of(state)
+    check_split(masters, params, f"{where}.update(params)", view=True)
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
-    trained = _trained(state.master, params)
+    trained = trained_of(masters, params)
     frozen, grads = leave_to_window(frozen_leaves([updates], params), grads, state.inner_state)
     new_updates, inner_state = update_inner(
       inner, grads, state.inner_state, trained, extra_args, f"{where}.update"
     )
     new_updates = hold(frozen, new_updates)
     moved = optax.apply_updates(trained, new_updates)
-    master = jax.tree.map(
-      lambda m, new: m if _is_hole(m) else new, state.master, moved, is_leaf=_is_hole
-    )
-    new_state = MasterWeightsState(master, inner_state)
-    return reach_masters(params, new_updates, new_state), new_state
+    new_updates = map_entries(lead_to, masters, moved, params, new_updates)
+    masters = map_entries(next_master, masters, moved, params, new_updates)
+    return new_updates, state_of(masters, inner_state, splits=splits)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_hole(x: object) -> bool:
-  """Whether a leaf of a tree of masters is none: its own master, or masked out by optax."""
-  return x is None or isinstance(x, optax.MaskedNode)
-
-
-def _trained(master: PyTree, params: Params) -> Params:
-  """Returns what is trained: the master of each parameter, or the parameter itself."""
-  return jax.tree.map(lambda m, p: p if _is_hole(m) else m, master, params, is_leaf=_is_hole)
-
-
-def _map_masters(f: Callable[[PyTree], PyTree], opt_state: T) -> T:
-  """Returns `opt_state` with `f` applied to the tree of masters in each `MasterWeightsState`."""
+def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state: T) -> T:
+  """Returns `opt_state` with `f` of each `MasterWeightsState` in it."""
 
   def is_state(x: object) -> bool:
     return isinstance(x, MasterWeightsState)
 
-  return jax.tree.map(
-    lambda x: x._replace(master=f(x.master)) if is_state(x) else x, opt_state, is_leaf=is_state
-  )
+  return jax.tree.map(lambda x: f(x) if is_state(x) else x, opt_state, is_leaf=is_state)
+
+
+def _map_masters(f: Callable[[PyTree, bool], PyTree], opt_state: T) -> T:
+  """Returns `opt_state` with `f` of the masters in each state, and of whether it splits."""
+
+  def one(state: MasterWeightsState) -> MasterWeightsState:
+    splits = is_split(state)
+    return state_of(f(entries_of(state), splits), state.inner_state, splits=splits)
+
+  return map_states(one, opt_state)
 
 
 def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
@@ -146,15 +196,15 @@ def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
   """
   problems = []
 
-  def adopt(master: PyTree) -> PyTree:
+  def adopt(master: PyTree, splits: bool) -> PyTree:
     def one(m: Leaf, p: Leaf) -> Leaf:
       # A None is a leaf of its own, while what optax masks out may be a subtree.
       if m is None and p is not None and not jax.tree_util.all_leaves([p]):
         problems.append(f"one array for {jax.tree.structure(p)}")
-      return jnp.asarray(p, jnp.float32) if m is None and is_half(p) else m
+      return first_master(p, splits=splits) if m is None else m
 
     try:
-      return jax.tree.map(one, master, params, is_leaf=_is_hole)
+      return map_entries(one, master, params)
     except ValueError as error:
       problems.append(str(error))
       return master
@@ -171,9 +221,12 @@ def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
 
 
 def reach_masters(params: Params, updates: Updates, opt_state: OptState) -> Updates:
-  """Returns `updates` that lead every half parameter with a master to the rounded master."""
+  """Returns `updates` that lead every half parameter with a master to the rounded master.
+
+  Those of a master that is split do so already.
+  """
   for state in nodes_of(opt_state, MasterWeightsState):
-    updates = jax.tree.map(_reach, state.master, params, updates, is_leaf=_is_hole)
+    updates = map_entries(reach, entries_of(state), params, updates)
   return updates
 
 
@@ -181,27 +234,19 @@ def keep_masters(frozen: PyTree, old: OptState, new: OptState) -> OptState:
   """Returns the state `new` with the masters of `old` for what is `frozen` (see `hold`)."""
   if frozen is None:
     return new
-  masters = iter([state.master for state in nodes_of(old, MasterWeightsState)])
+  masters = map(entries_of, nodes_of(old, MasterWeightsState))
 
   def pick(n: Leaf, o: Leaf, f: Leaf) -> Leaf:
-    if _is_hole(n) or f is False:  # Of a hole f may be a subtree.
+    if is_hole(n) or f is False:  # Of a hole f may be a subtree.
       return n
-    return o if f is True else jnp.where(f, o, n)
+    if f is True:
+      return o
+    return select_split(f, o, n) if isinstance(n, SplitMaster) else jnp.where(f, o, n)
 
-  def keep(moved: PyTree) -> PyTree:
-    return jax.tree.map(pick, moved, next(masters), frozen, is_leaf=_is_hole)
+  def keep(moved: PyTree, _: bool) -> PyTree:
+    return map_entries(pick, moved, next(masters), frozen)
 
   return _map_masters(keep, new)
-
-
-def _reach(master: Leaf, param: Leaf, update: Leaf) -> Leaf:
-  if _is_hole(master):
-    return update
-  # An inf in the parameter could never be left again: no update leads from it to a number.
-  goal = round_to(saturate(master, param.dtype), param.dtype).astype(jnp.float32)
-  old = param.astype(jnp.float32)
-  # The one addend that leaves a parameter's bits alone, where it is there already.
-  return jnp.where(goal == old, jnp.asarray(-0.0, jnp.float32), goal - old)
 
 
 def master_params(opt_state: OptState, params: Params = None) -> Params:
@@ -209,7 +254,9 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
 
   Args:
     opt_state: a state that holds one `mpjax.master_weights`, or several for parts of the tree.
-    params: the parameters, for those that are their own master.
+    params: the parameters, for those that are their own master. With `storage="split"` they are
+      needed: those to which all updates of this state, and no later ones, have been applied. Others
+      give other masters, and cannot be told from them but by their shapes and dtypes.
 
   Returns:
     A tree like the parameters, in their shapes, float32 where a parameter is stored in half.
@@ -217,7 +264,8 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
 
   Raises:
     MpjaxTypeError: there is no `master_weights` in the state.
-    MpjaxValueError: a parameter has two masters, or `params` is another tree.
+    MpjaxValueError: a parameter has two masters, or `params` is another tree; with
+      `storage="split"` there are no `params`, or they are of another shape or dtype.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
@@ -226,14 +274,21 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
   {'norm': None, 'w': Array([1., 1.], dtype=float32)}
   """
   where = "mpjax.master_params(opt_state)"
-  found = _require(opt_state, where)
-  merged = found[0].master
-  for state in found[1:]:
-    merged = _merge(merged, state.master, where)
+  merged = merge_masters(_require(opt_state, where), where)
   if params is None:
-    return jax.tree.map(lambda m: None if _is_hole(m) else m, merged, is_leaf=_is_hole)
+    if has_split(opt_state):
+      raise MpjaxValueError(
+        "mpjax.master_params(params)",
+        expected='the parameters: with storage="split" the state has the lower half of each master',
+        got="None",
+        fix="Pass mpjax.master_params(opt_state, params) with the parameters that belong to the "
+        "state; for mpjax.apply_updates(params, updates) no master is needed.",
+      )
+    return map_entries(lambda m: None if is_hole(m) else m, merged)
   try:
-    return _trained(merged, params)
+    map_entries(lambda m, p: None, merged, params)
+    check_split(merged, params, "mpjax.master_params(params)", view=False)
+    return trained_of(merged, params)
   except ValueError as error:
     raise MpjaxValueError(
       "mpjax.master_params(params)",
@@ -246,7 +301,8 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
 def set_master_params(opt_state: T, params: Params) -> T:
   """Returns `opt_state` with its masters set to `params`: how half training starts from float32.
 
-  The parameters themselves are the caller's to round: `policy.cast_to_param(params)`.
+  The parameters themselves are the caller's to round: `policy.cast_to_param(params)`. With
+  `storage="split"` these, and no others, belong to the new state.
 
   Args:
     opt_state: a state that holds `mpjax.master_weights`, created by `init` for the half parameters.
@@ -274,20 +330,20 @@ def set_master_params(opt_state: T, params: Params) -> T:
   problems = []
 
   def put(path: KeyPath, old: Leaf, new: Leaf) -> Leaf:
-    if _is_hole(old):
+    if is_hole(old):
       return old
-    if not is_floating(new) or jnp.shape(new) != old.shape:
-      problems.append(f"{jax.typeof(new)} for float32{list(old.shape)} at {key_text(path)}")
+    first = old.remainder if isinstance(old, SplitMaster) else old
+    if not is_floating(new) or jnp.shape(new) != first.shape:
+      problems.append(f"{jax.typeof(new)} for float32{list(first.shape)} at {key_text(path)}")
       return old
     new = jnp.array(new, jnp.float32, copy=True)  # An alias could not be donated with its source.
-    traced = isinstance(old, Tracer) or isinstance(new, Tracer)
-    # To put it where an uncommitted one is would commit it, and compile the next step once more.
-    return new if traced or not old.committed else jax.device_put(new, old.sharding)
+    new = split(new, rounded(new)) if isinstance(old, SplitMaster) else new
+    return jax.tree.map(put_like, new, old)
 
   fix = "Pass the float32 parameters of the same model, with the tree that init was given."
   try:
     new_state = _map_masters(
-      lambda master: jax.tree_util.tree_map_with_path(put, master, params, is_leaf=_is_hole),
+      lambda master, _: jax.tree_util.tree_map_with_path(put, master, params, is_leaf=is_entry),
       opt_state,
     )
   except ValueError as error:
@@ -299,9 +355,17 @@ def set_master_params(opt_state: T, params: Params) -> T:
   return new_state
 
 
-def merged_masters(opt_state: OptState) -> Params:
-  """Returns the masters in `opt_state`, or None if it has none."""
-  return master_params(opt_state) if nodes_of(opt_state, MasterWeightsState) else None
+def merged_masters(opt_state: OptState, params: Params = None) -> Params:
+  """Returns the masters in `opt_state`, with None for what is its own; or None if it has none.
+
+  A master that is split is there if its parameters are, else there is a None.
+  """
+  if not nodes_of(opt_state, MasterWeightsState):
+    return None
+  merged = merge_masters(_require(opt_state, ""), "")
+  if params is None:
+    return map_entries(lambda m: None if is_entry(m) else m, merged)
+  return map_entries(lambda m, p: join(p, m) if isinstance(m, SplitMaster) else m, merged, params)
 
 
 def _require(opt_state: OptState, where: str) -> list[MasterWeightsState]:
@@ -315,24 +379,3 @@ def _require(opt_state: OptState, where: str) -> list[MasterWeightsState]:
       "float32 need none.",
     )
   return found
-
-
-def _merge(a: PyTree, b: PyTree, where: str) -> PyTree:
-  """Returns two trees of masters in one.
-
-  Where one has a hole, which may replace an entire subtree, the other's subtree is taken.
-  """
-  if _is_hole(a) or _is_hole(b):
-    return b if _is_hole(a) else a
-  a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
-  b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
-  if treedef != other or any(child is a for child in a_children):
-    raise MpjaxValueError(
-      where,
-      expected="masters of separate parts of one tree",
-      got=f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}",
-      fix="Use master_weights once, or in the branches of one optax.multi_transform.",
-    )
-  return treedef.unflatten(
-    [_merge(*pair, where) for pair in zip(a_children, b_children, strict=True)]
-  )

@@ -12,7 +12,9 @@ from mpjax._core.bits import changes_nothing, is_nonzero, same_numbers
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, Updates
+from mpjax.transforms._apply_updates import apply_updates
 from mpjax.transforms._master_weights import merged_masters
+from mpjax.transforms._masters import has_split
 from mpjax.transforms._state import find_scale, plain_array
 from mpjax.transforms._trees import differentiated, nodes_of
 
@@ -64,7 +66,10 @@ def count(
     new: the state of the inner optimizer after it.
   """
   params, updates = differentiated(params), differentiated(updates)
-  before, after = merged_masters(old.inner_state), merged_masters(new)
+  before = merged_masters(old.inner_state, params)
+  # What is split needs the parameters that belong to it.
+  moved = apply_updates(params, updates) if has_split(new) else params
+  after = merged_masters(new, moved)
   found: dict[str, Array] = {}
 
   def one(path: KeyPath, p: Leaf, g: Leaf, u: Leaf, *masters: Leaf) -> Leaf:

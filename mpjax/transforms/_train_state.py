@@ -12,7 +12,7 @@ from mpjax._core.frameworks import framework_of
 from mpjax._core.paths import path_text
 from mpjax._core.types import Array, OptState, Params, PyTree
 from mpjax.transforms._checks import refuse_integers
-from mpjax.transforms._master_weights import master_params, merged_masters
+from mpjax.transforms._master_weights import master_params
 from mpjax.transforms._state import (
   AccumulationState,
   Found,
@@ -100,8 +100,7 @@ class TrainState(NamedTuple):
 
 def trained_params(params: Params, opt_state: OptState) -> Params:
   """Returns what the optimizer trains: the masters of parameters that have some, or themselves."""
-  has_masters = merged_masters(opt_state) is not None
-  return master_params(opt_state, params) if has_masters else params
+  return master_params(opt_state, params) if nodes_of(opt_state, MasterWeightsState) else params
 
 
 def updated_parameters(opt_state: OptState) -> dict[str, Array]:

@@ -18,6 +18,7 @@ from mpjax._core.validators import (
   check_value,
   wrong_type,
 )
+from mpjax.transforms._masters import has_split
 from mpjax.transforms._train_state import TrainState, own_scale
 from mpjax.transforms._trees import key_text
 
@@ -56,6 +57,13 @@ def check_call(
       expected="a PRNG key in the state",
       got="None",
       fix="Use TrainState.create(..., rng=jax.random.key(0)).",
+    )
+  if rounding == "stochastic" and has_split(state.opt_state):
+    raise MpjaxValueError(
+      "mpjax.make_train_step(rounding='stochastic'): step(state): opt_state",
+      expected="no master: the parameters are its rounding to nearest",
+      got="the state of mpjax.master_weights",
+      fix="Use one of the two: mpjax.master_weights, or stochastic rounding without it.",
     )
   if accumulate > 1:
     _check_batch(batch, accumulate)

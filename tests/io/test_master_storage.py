@@ -1,0 +1,167 @@
+"""Masters saved in one storage and restored into the other: the same numbers, or an error."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import mpjax
+from tests.errors import check_error
+from tests.programs import bits
+
+pytestmark = pytest.mark.standard_promotion  # optax adds float32 to what is stored in half.
+STORAGES = ("float32", "split")
+WHERE = "mpjax.checkpoints.restore_like(target, restored)"
+
+
+def start():
+  rng = np.random.default_rng(0)
+  return {
+    "layer": {"w": jnp.asarray(rng.normal(size=(8, 16)), jnp.bfloat16)},
+    "b": jnp.zeros(16, jnp.bfloat16),
+    "scalar": jnp.ones((), jnp.bfloat16),
+    "half": jnp.ones(16, jnp.float16),
+    "norm": jnp.ones(16),
+  }
+
+
+def transformation(storage):
+  masters = mpjax.master_weights(optax.adam(1e-2), storage=storage)
+  return mpjax.loss_scaling(optax.chain(optax.clip(1.0), masters))
+
+
+def trained(tx, state, first, steps):
+  """Steps with gradients of their own, some of them not finite."""
+  update = jax.jit(tx.update)
+  params, opt_state = state
+  for i in range(first, first + steps):
+    rng = np.random.default_rng(i)
+    grads = jax.tree.map(
+      lambda p, rng=rng: jnp.asarray(rng.normal(size=p.shape).astype(np.float32)), params
+    )
+    grads["b"] = grads["b"].at[3].set(jnp.nan if i % 5 == 4 else 1.0)
+    updates, opt_state = update(grads, opt_state, params)
+    split = hasattr(opt_state.inner_state[1].master, "parity")
+    master = None if split else mpjax.master_params(opt_state)
+    params = mpjax.apply_updates(params, updates, master=master)
+  return params, opt_state
+
+
+def masters_of(state):
+  params, opt_state = state
+  return jax.device_get(mpjax.master_params(opt_state, params))
+
+
+def saved(tree, how, path):
+  """Returns what `restore_like` takes after `tree` was saved so."""
+  if how == "memory":
+    return tree
+  if how == "arrays":
+    np.savez(path / "file.npz", **mpjax.checkpoints.to_arrays(tree))
+    return dict(np.load(path / "file.npz"))
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(path / "orbax", tree)
+  return path / "orbax"
+
+
+@pytest.mark.parametrize("how", ["memory", "arrays", "orbax"])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("into", STORAGES)
+def test_training_goes_on_in_the_other_storage(into, storage, how, tmp_path):
+  tx, other = transformation(storage), transformation(into)
+  state = trained(tx, (start(), tx.init(start())), 0, 12)
+  target = jax.eval_shape(lambda p: (p, other.init(p)), start())
+  found = mpjax.checkpoints.restore_like(target, saved(state, how, tmp_path))
+  assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, (start(), other.init(start())))
+  assert bits(masters_of(found)) == bits(masters_of(state))
+  ends = [trained(tx, state, 12, 8), trained(other, found, 12, 8)]
+  assert bits(ends[0][0]) == bits(ends[1][0])
+  assert bits(masters_of(ends[0])) == bits(masters_of(ends[1]))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_train_state_on_a_mesh(storage, devices, tmp_path):
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+  where = jax.NamedSharding(mesh, jax.P("data"))
+  into = {"float32": "split", "split": "float32"}[storage]
+  params = {"w": jax.device_put(start()["layer"]["w"], where)}
+
+  def state_of(storage):
+    masters = mpjax.master_weights(optax.adam(1e-2), storage=storage)
+    tx = mpjax.loss_scaling(masters, mpjax.StaticLossScale(8))
+    return tx, mpjax.TrainState.create(params, tx, ema=True)
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.mean(jnp.square((batch @ params["w"]).astype(jnp.float32))), (model_state, {})
+
+  tx, state = state_of(storage)
+  batch = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8)), jnp.bfloat16)
+  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5, donate=False)
+  for _ in range(3):
+    state, _ = step(state, batch)
+  other, target = state_of(into)
+  found = mpjax.checkpoints.restore_like(target, saved(state, "orbax", tmp_path))
+  held = found.opt_state.inner_state
+  found_at = held.master["w"] if into == "float32" else held.master.remainder["w"]
+  assert found_at.sharding == where
+  again = mpjax.make_train_step(loss_fn, other, ema_decay=0.5, donate=False)
+  state, found = step(state, batch)[0], again(found, batch)[0]
+  masters = [mpjax.master_params(one.opt_state, one.params) for one in (state, found)]
+  assert bits(masters[0]) == bits(masters[1])
+  assert bits((state.params, state.ema)) == bits((found.params, found.ema))
+
+
+def test_one_array_for_all_parameters():
+  params = jnp.asarray([1.0, 2.0, 3.0], jnp.bfloat16)
+  states = {}
+  for storage in STORAGES:
+    tx = mpjax.master_weights(optax.sgd(1e-3), storage=storage)
+    updates, state = tx.update(jnp.ones(3), tx.init(params), params)
+    states[storage] = {"p": optax.apply_updates(params, updates), "s": state}
+  for storage, other in zip(STORAGES, reversed(STORAGES), strict=True):
+    found = mpjax.checkpoints.restore_like(states[storage], states[other])
+    assert bits(found) == bits(states[storage])
+
+
+def test_split_masters_alone_are_not_enough():
+  tx = mpjax.master_weights(optax.sgd(0.1), storage="split")
+  target = mpjax.master_weights(optax.sgd(0.1)).init(start())
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like(target, tx.init(start()))
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="the bfloat16 parameters beside the masters",
+    got="none, or several, for master/remainder/",
+    fix="in one tree",
+  )
+  twice = {"a": start(), "b": start()}
+  with pytest.raises(mpjax.MpjaxValueError, match="none, or several"):
+    mpjax.checkpoints.restore_like(twice | {"s": target}, twice | {"s": tx.init(start())})
+
+
+def test_float32_masters_alone_are_split_from_their_rounding():
+  values = jax.tree.map(lambda p: p.astype(jnp.float32) * 1.001, start())
+  target = mpjax.master_weights(optax.sgd(0.1), storage="split").init(start())
+  state = mpjax.set_master_params(mpjax.master_weights(optax.sgd(0.1)).init(start()), values)
+  found = mpjax.checkpoints.restore_like(target, state)
+  rounded = jax.tree.map(lambda v, p: v.astype(p.dtype), values, start())
+  assert bits(mpjax.master_params(found, rounded)["b"]) == bits(values["b"])
+
+
+def test_parameters_that_are_not_the_rounded_masters_raise():
+  state = mpjax.master_weights(optax.sgd(0.1)).init(start())
+  target = mpjax.master_weights(optax.sgd(0.1), storage="split").init(start())
+  params = start() | {"b": jnp.ones(16, jnp.bfloat16)}
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.checkpoints.restore_like({"p": params, "s": target}, {"p": params, "s": state})
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="the parameters that belong to the masters",
+    got="at s/master/b",
+    fix="cast_to_param",
+  )

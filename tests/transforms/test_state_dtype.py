@@ -1,0 +1,335 @@
+"""Moments stored in half: which ones, with what numbers, and what is refused."""
+
+import functools
+from typing import NamedTuple
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from tests.errors import check_error
+from tests.programs import bits, jitted
+
+F32, BF16 = np.float32, jnp.bfloat16
+PARAMS = {"w": jnp.ones((3, 4)), "b": jnp.zeros(4)}
+
+
+def grads(step, dtype=F32):
+  rng = np.random.default_rng(step)
+  return {name: jnp.asarray(rng.normal(size=x.shape), dtype) for name, x in PARAMS.items()}
+
+
+def dtypes(state):
+  """Returns the dtypes of floating arrays by the last two parts of their paths."""
+  return {
+    jax.tree_util.keystr(path[-2:]): x.dtype.name
+    for path, x in jax.tree_util.tree_leaves_with_path(state)
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim
+  }
+
+
+def halved(tx, **kwargs):
+  """The fields whose arrays are in bfloat16."""
+  state = mpjax.state_dtype(tx, mu="bfloat16", **kwargs).init(PARAMS)
+  named = jax.tree_util.tree_leaves_with_path(state)
+  return sorted(
+    {
+      [entry.name for entry in path if hasattr(entry, "name")][-1]
+      for path, x in named
+      if x.dtype == BF16
+    }
+  )
+
+
+@pytest.mark.parametrize(
+  ("tx", "fields"),
+  [
+    (optax.adam(0.1), ["mu"]),
+    (optax.amsgrad(0.1), ["mu"]),
+    (optax.lion(0.1), ["mu"]),
+    (optax.lamb(0.1), ["mu"]),
+    (optax.novograd(0.1), ["mu"]),
+    (optax.adabelief(0.1), ["mu"]),
+    (optax.yogi(0.1), ["mu"]),
+    (optax.sgd(0.1, momentum=0.9), ["trace"]),
+    (optax.rmsprop(0.1, momentum=0.9), ["trace"]),
+    (optax.rmsprop(0.1, momentum=0.9, centered=True), ["trace"]),
+    (optax.sm3(0.1), ["nu"]),
+    (optax.adan(0.1), ["m", "v"]),
+    (optax.contrib.muon(0.1), ["mu"]),
+    (optax.contrib.ademamix(0.1), ["m1"]),
+    (optax.contrib.prodigy(0.1), ["exp_avg"]),
+    (optax.contrib.dadapt_adamw(0.1), ["exp_avg"]),
+    (optax.chain(optax.clip(1.0), optax.trace(0.9), optax.adam(0.1)), ["mu", "trace"]),
+    (optax.inject_hyperparams(optax.adam)(0.1), ["mu"]),
+    (optax.masked(optax.adam(0.1), {"w": True, "b": False}), ["mu"]),
+    (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), ["mu"]),
+    (mpjax.accumulate_gradients(optax.adam(0.1), 2), ["mu"]),
+    (mpjax.loss_scaling(optax.adam(0.1)), ["mu"]),
+  ],
+)
+def test_first_moments_are_found_and_nothing_else(tx, fields):
+  assert halved(tx) == fields
+
+
+def test_params_may_have_fields_of_the_same_names():
+  class Posterior(NamedTuple):
+    mu: object
+    nu: object
+
+  @flax.struct.dataclass
+  class Both:
+    trace: object
+    inner: object
+
+  params = Both(jnp.ones(2), Posterior(jnp.ones(2, BF16), jnp.ones(2, BF16)))
+  tx = mpjax.state_dtype(mpjax.master_weights(optax.adam(0.1)), mu="float16")
+  state = tx.init(params)
+  assert {x.dtype.name for x in jax.tree.leaves(state.master)} == {"float32"}
+  assert {x.dtype.name for x in jax.tree.leaves(state.inner_state[0].nu)} == {"float32"}
+  assert {x.dtype.name for x in jax.tree.leaves(state.inner_state[0].mu)} == {"float16"}
+  _, new = tx.update(params, state, params)
+  assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+
+
+def test_states_of_others_are_found_too():
+  @chex.dataclass
+  class Chex:
+    mu: object
+    count: object
+
+  @flax.struct.dataclass
+  class Flax:
+    nu: object
+    exp_avg: object
+    name: str = flax.struct.field(pytree_node=False, default="static")
+
+  def init(params):
+    return Chex(mu=params, count=jnp.zeros(())), Flax(nu=params, exp_avg=params)
+
+  def update(updates, state, params=None):
+    first, second = state
+    assert {x.dtype.name for x in jax.tree.leaves(state)} == {"float32"}
+    return updates, (first.replace(mu=updates), second.replace(exp_avg=updates))
+
+  tx = mpjax.state_dtype(optax.GradientTransformation(init, update), mu="bfloat16")
+  state = tx.init(PARAMS)
+  for _ in range(2):
+    first, second = state
+    assert {x.dtype.name for x in jax.tree.leaves((first.mu, second.exp_avg))} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves((first.count, second.nu))} == {"float32"}
+    assert second.name == "static"
+    _, state = tx.update(grads(0), state, PARAMS)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_numbers_are_those_of_float32_arithmetic_on_rounded_moments(half):
+  """NumPy rounds the stored moment and nothing else; outside of jit each operation rounds."""
+  rate, b1, b2, eps = F32(0.01), F32(0.9), F32(0.999), F32(1e-8)
+  tx = mpjax.state_dtype(optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8), mu=half)
+  params = PARAMS
+  state = tx.init(params)
+  mu = {name: np.zeros(x.shape, half) for name, x in params.items()}
+  nu = {name: np.zeros(x.shape, F32) for name, x in params.items()}
+  for t in range(1, 20):
+    g = grads(t)
+    updates, state = tx.update(g, state, params)
+    for name, x in g.items():
+      x = np.asarray(x)
+      wide = (F32(1) - b1) * x + b1 * mu[name].astype(F32)
+      nu[name] = (F32(1) - b2) * (x * x) + b2 * nu[name]
+      expected = (wide / (1 - 0.9**t)) / (np.sqrt(nu[name] / (1 - 0.999**t)) + eps)
+      np.testing.assert_allclose(updates[name], expected, rtol=1e-4)
+      assert state.mu[name].dtype == half
+      # One rounding of the same float32 number; NumPy adds it up in another order, by an ulp.
+      np.testing.assert_allclose(state.mu[name].astype(F32), wide, rtol=2.0**-8, atol=1e-7)
+      mu[name] = np.asarray(state.mu[name])
+    params = optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, updates))
+
+
+def test_momentum_of_powers_of_two_is_numpys_to_the_bit():
+  tx = mpjax.state_dtype(optax.sgd(0.5, momentum=0.5), mu="bfloat16")
+  state, trace = tx.init(PARAMS), np.zeros(4, BF16)
+  for t in range(30):
+    g = grads(t)
+    updates, state = tx.update(g, state)
+    wide = np.asarray(g["b"]) + F32(0.5) * trace.astype(F32)
+    trace = wide.astype(BF16)
+    assert bits(updates["b"]) == bits(F32(-0.5) * wide), "of the moment before it is rounded"
+    assert bits(state[0].trace["b"]) == bits(trace)
+
+
+def test_it_is_closer_to_float32_than_the_mu_dtype_of_optax():
+  outs = {}
+  for name, tx in {
+    "float32": optax.adam(1e-3),
+    "ours": mpjax.state_dtype(optax.adam(1e-3), mu="bfloat16"),
+    "optax": optax.adam(1e-3, mu_dtype=BF16),
+  }.items():
+    state, seen = tx.init(PARAMS), []
+    for t in range(50):
+      updates, state = tx.update(grads(t), state, PARAMS)
+      seen.append(np.asarray(updates["w"], np.float64))
+    outs[name] = np.stack(seen)
+  error = {k: np.sqrt(np.mean((outs[k] - outs["float32"]) ** 2)) for k in ("ours", "optax")}
+  assert 0 < error["ours"] < 0.8 * error["optax"]
+
+
+@pytest.mark.parametrize("masters", ["none", "inside", "around"])
+def test_a_skipped_step_is_a_deleted_one(masters):
+  half = functools.partial(mpjax.state_dtype, mu="bfloat16")
+  split = functools.partial(mpjax.master_weights, storage="split")
+  inner = {
+    "none": lambda: half(optax.adam(1e-2)),
+    "inside": lambda: half(split(optax.adam(1e-2))),
+    "around": lambda: split(half(optax.adam(1e-2))),
+  }[masters]()
+  tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(8))
+  dtype = F32 if masters == "none" else BF16
+  start = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+  update = jitted(tx.update)
+  ends = []
+  for deleted in (False, True):
+    params, state = start, tx.init(start)
+    types = jax.tree.map(jax.typeof, state)
+    for t in range(20):
+      g = grads(t)
+      bad = t % 4 == 3
+      if bad and deleted:
+        continue
+      g["b"] = g["b"].at[1].set(jnp.inf) if bad else g["b"]
+      updates, state = update(g, state, params)
+      params = mpjax.apply_updates(params, updates)
+    assert jax.tree.map(jax.typeof, state) == types
+    assert "bfloat16" in {x.dtype.name for x in jax.tree.leaves(state)}
+    ends.append((params, state.inner_state))
+  assert bits(ends[0]) == bits(ends[1])
+  assert bits(ends[0][0]) != bits(start)
+
+
+def test_in_labels_in_a_train_step_and_in_a_checkpoint():
+  def make(wrap):
+    labels = {"w": "x", "b": "y"}
+    branches = {"x": wrap(optax.adam(1e-2)), "y": optax.inject_hyperparams(wrap_sgd(wrap))(0.1)}
+    return mpjax.loss_scaling(optax.multi_transform(branches, labels), mpjax.StaticLossScale(8))
+
+  def wrap_sgd(wrap):
+    return lambda learning_rate: wrap(optax.sgd(learning_rate, momentum=0.9))
+
+  def loss_fn(params, model_state, batch, rng):
+    del rng
+    return jnp.mean(jnp.square(batch @ params["w"] + params["b"][None] - 1)), (model_state, {})
+
+  tx = make(lambda inner: mpjax.state_dtype(inner, mu="bfloat16"))
+  plain = make(lambda inner: inner)
+  state = mpjax.TrainState.create(PARAMS, tx, ema=True)
+  step = mpjax.make_train_step(loss_fn, tx, accumulate=2, ema_decay=0.9, donate=False)
+  batch = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), F32)
+  for _ in range(3):
+    state, metrics = step(state, batch)
+  assert step._cache_size() == 1
+  assert metrics["finite"]
+  found = dtypes(state.opt_state)
+  assert sorted(found.values()) == ["bfloat16", "bfloat16", "float32"]
+  restored = mpjax.checkpoints.restore_like(jax.eval_shape(lambda: state), state)
+  assert bits(step(restored, batch)) == bits(step(state, batch))
+  target = mpjax.TrainState.create(PARAMS, plain, ema=True)
+  wide = mpjax.checkpoints.restore_like(target, state, cast=True)
+  assert set(dtypes(wide.opt_state).values()) == {"float32"}
+  back = mpjax.checkpoints.restore_like(state, wide, cast=True)
+  assert bits(back) == bits(state)
+
+
+@pytest.mark.parametrize("nu", ["bfloat16", "float16", "int8", jnp.float32])
+def test_second_moments_are_refused_unless_asked_for(nu):
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.state_dtype(optax.adam(0.1), mu="bfloat16", nu=nu)
+  check_error(
+    excinfo,
+    where="mpjax.state_dtype(nu)",
+    expected="second moments in float32",
+    got=repr(nu),
+    fix="inf or NaN",
+  )
+
+
+def test_second_moments_stop_in_bfloat16():
+  """What the refusal says, with gradients of 1: the exact second moment goes to 1."""
+  b2 = 0.999
+  tx = mpjax.state_dtype(
+    optax.scale_by_adam(b2=b2), mu="bfloat16", nu="bfloat16", allow_second_moments=True
+  )
+  state = tx.init(jnp.zeros(1))
+  assert state.nu.dtype == BF16
+
+  def step(state, _):
+    return tx.update(jnp.ones(1), state)[1], None
+
+  state, _ = jitted(lambda state: jax.lax.scan(step, state, length=3000))(state)
+  assert 1 - b2**3000 > 0.95
+  assert state.nu[0] < 0.4
+  small = mpjax.state_dtype(
+    optax.scale_by_adam(eps=0.0), mu="float32", nu="float16", allow_second_moments=True
+  )
+  g, state = jnp.full(1, 1e-3), small.init(jnp.zeros(1))
+  for _ in range(2):
+    updates, state = small.update(g, state)
+  assert state.nu[0] == 0, "1e-9 is 0 in float16"
+  updates, _ = small.update(jnp.zeros(1), state)
+  assert not np.isfinite(updates[0])
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "where", "expected", "got", "fix"),
+  [
+    ({}, "(mu)", "a dtype for first moments", "None", "leave the wrapper out"),
+    ({"mu": "bf61"}, "(mu)", "a floating dtype", "'bf61'", "bf16"),
+    ({"mu": "int8"}, "(mu)", "'bfloat16', 'float16' or", "'int8'", "a scale"),
+    ({"mu": "float8_e4m3fn"}, "(mu)", "'bfloat16', 'float16' or", "float8_e4m3fn", "a scale"),
+    (
+      {"mu": "bfloat16", "allow_second_moments": 1},
+      "(allow_second_moments)",
+      "a bool",
+      "1 of type int",
+      "True or False",
+    ),
+  ],
+)
+def test_arguments(kwargs, where, expected, got, fix):
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    mpjax.state_dtype(optax.adam(0.1), **kwargs)
+  check_error(excinfo, where=f"mpjax.state_dtype{where}", expected=expected, got=got, fix=fix)
+
+
+def test_an_optimizer_without_such_moments():
+  for inner, got in ((optax.sgd(0.1), "none"), (optax.rmsprop(0.1), "second moments")):
+    with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+      mpjax.state_dtype(inner, mu="bfloat16").init(PARAMS)
+    check_error(
+      excinfo,
+      where="mpjax.state_dtype(mu)",
+      expected="an optimizer with such moments",
+      got=got,
+      fix="Leave it out",
+    )
+
+
+def test_bytes():
+  state = mpjax.state_dtype(optax.adam(0.1), mu="bfloat16").init(jnp.ones(1000))
+  assert sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim) == (2 + 4) * 1000
+
+
+def test_moments_of_float64_and_complex_parameters_stay():
+  with jax.enable_x64(True):
+    params = {"d": jnp.ones(2, jnp.float64), "c": jnp.ones(2, jnp.complex64), "f": jnp.ones(2, F32)}
+    tx = mpjax.state_dtype(optax.sgd(0.1, momentum=0.9), mu="bfloat16")
+    state = tx.init(params)
+    for _ in range(2):
+      found = {name: x.dtype.name for name, x in state[0].trace.items()}
+      assert found == {"d": "float64", "c": "complex64", "f": "bfloat16"}
+      _, state = tx.update(params, state, params)
