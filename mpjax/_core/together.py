@@ -31,22 +31,15 @@ def first_nonfinite_together(
     inexact: positions of those that are looked at: floating and complex ones.
     one_by_one: returns the position of the first with an inf or a NaN, `len(leaves)` without any.
   """
-  groups = _grouped([leaves[i] for i in inexact], lambda x: (jnp.size(x), jnp.result_type(x)))
-  if not any(len(group) > 1 for group in groups):
+  groups = _of_one_size([leaves[i] for i in inexact])
+  if all(len(group) == 1 for group in groups):
     return one_by_one(leaves)
 
   def together(arrays: Sequence[Array]) -> Array:
-    flags, positions = [], []
-    for group in groups:
-      if len(group) == 1:
-        flags.append(jnp.all(jnp.isfinite(arrays[group[0]]))[None])
-      else:
-        # XLA computes the stack where it is read, and stores none of it.
-        stack = jnp.stack([jnp.ravel(arrays[i]) for i in group])
-        flags.append(jnp.all(jnp.isfinite(stack), axis=1))
-      positions += [inexact[i] for i in group]
+    flags = [jnp.all(jnp.isfinite(rows), axis=1) for rows in _stacks(arrays, groups)]
     none = jnp.asarray(len(leaves), jnp.int32)
-    return jnp.min(jnp.where(jnp.concatenate(flags), none, jnp.asarray(positions, jnp.int32)))
+    positions = jnp.asarray([inexact[i] for group in groups for i in group], jnp.int32)
+    return jnp.min(jnp.where(jnp.concatenate(flags), none, positions))
 
   def alone(arrays: Sequence[Array]) -> Array:
     found = list(leaves)
@@ -55,6 +48,29 @@ def first_nonfinite_together(
     return one_by_one(found)
 
   return _on_gpu([jnp.asarray(leaves[i]) for i in inexact], together, alone)
+
+
+def sums_of_squares(leaves: Sequence[Array]) -> list[Array]:
+  """Returns the sum of the squares of the absolute values of each leaf."""
+  groups = _of_one_size(leaves)
+
+  def alone(leaves: Sequence[Array]) -> list[Array]:
+    return [jnp.sum(jnp.square(jnp.abs(x))) for x in leaves]
+
+  def together(leaves: Sequence[Array]) -> list[Array]:
+    stacks = _stacks(leaves, groups)
+    sums = [jnp.sum(jnp.square(jnp.abs(rows)), axis=1) for rows in stacks]
+    found = {i: sums[g][row] for g, group in enumerate(groups) for row, i in enumerate(group)}
+    return [found[i] for i in range(len(leaves))]
+
+  if all(len(group) == 1 for group in groups):
+    return alone(leaves)
+  return _on_gpu(leaves, together, alone)
+
+
+def _stacks(arrays: Sequence[Array], groups: Sequence[Sequence[int]]) -> list[Array]:
+  """Returns the arrays of each group as rows. XLA computes them where they are read."""
+  return [jnp.stack([jnp.ravel(arrays[i]) for i in group]) for group in groups]
 
 
 def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
@@ -89,6 +105,10 @@ def _on_gpu(
 ) -> PyTree:
   """Returns `together(operand)` where it is lowered for a GPU, and `alone(operand)` elsewhere."""
   return jax.lax.platform_dependent(operand, cuda=together, rocm=together, default=alone)
+
+
+def _of_one_size(leaves: Sequence[Leaf]) -> list[list[int]]:
+  return _grouped(leaves, lambda x: (jnp.size(x), jnp.result_type(x)))
 
 
 def _grouped(
