@@ -36,7 +36,7 @@ def first_nonfinite_together(
     return one_by_one(leaves)
 
   def together(arrays: Sequence[Array]) -> Array:
-    flags = [jnp.all(jnp.isfinite(rows), axis=1) for rows in _stacks(arrays, groups)]
+    flags = [jnp.all(jnp.isfinite(x), _but_first(x)) for x in _stacks(arrays, groups)]
     none = jnp.asarray(len(leaves), jnp.int32)
     positions = jnp.asarray([inexact[i] for group in groups for i in group], jnp.int32)
     return jnp.min(jnp.where(jnp.concatenate(flags), none, positions))
@@ -59,7 +59,7 @@ def sums_of_squares(leaves: Sequence[Array]) -> list[Array]:
 
   def together(leaves: Sequence[Array]) -> list[Array]:
     stacks = _stacks(leaves, groups)
-    sums = [jnp.sum(jnp.square(jnp.abs(rows)), axis=1) for rows in stacks]
+    sums = [jnp.sum(jnp.square(jnp.abs(x)), _but_first(x)) for x in stacks]
     found = {i: sums[g][row] for g, group in enumerate(groups) for row, i in enumerate(group)}
     return [found[i] for i in range(len(leaves))]
 
@@ -69,8 +69,21 @@ def sums_of_squares(leaves: Sequence[Array]) -> list[Array]:
 
 
 def _stacks(arrays: Sequence[Array], groups: Sequence[Sequence[int]]) -> list[Array]:
-  """Returns the arrays of each group as rows. XLA computes them where they are read."""
-  return [jnp.stack([jnp.ravel(arrays[i]) for i in group]) for group in groups]
+  """Returns an array for each group, with an index for each of its leaves as the first axis.
+
+  XLA computes it where it is read. What is alone may be divided among devices, and keeps its shape.
+  """
+
+  def stack(group: Sequence[int]) -> Array:
+    if len(group) == 1:
+      return arrays[group[0]][None]
+    return jnp.stack([jnp.ravel(arrays[i]) for i in group])
+
+  return [stack(group) for group in groups]
+
+
+def _but_first(x: Array) -> tuple[int, ...]:
+  return tuple(range(1, x.ndim))
 
 
 def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
