@@ -5,14 +5,14 @@ nothing to launch, and may store what a GPU computes on the way. Which of the tw
 the function is lowered, and leaves no branch in what is compiled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from mpjax._core.types import Array, Leaf, PyTree
+from mpjax._core.types import Array, DType, Leaf, PyTree
 
 _MOST = 32
 """Leaves in one reduction: a fusion of XLA takes at most 96 arrays, all that it reads included."""
@@ -111,6 +111,40 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
     for i in group:
       found[small[i]] = mask
   return found
+
+
+def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
+  """Returns the same scalars (bool, int32, float32), on a GPU read from one array.
+
+  XLA launches a kernel for each number that is computed from scalars, a copy for each that is
+  overwritten while another still reads it, and one for all that read the same array.
+  """
+  found = dict(scalars)
+  arrays = list({id(x): x for x in found.values()}.values())
+  plain = all(isinstance(x, Tracer) and not jnp.ndim(x) for x in arrays)
+  # Within a shard_map some may vary from device to device, and in one array all would.
+  if not plain or jax.sharding.get_abstract_mesh().manual_axes:
+    return found
+
+  def stored(arrays: Sequence[Array]) -> list[Array]:
+    row = jax.lax.optimization_barrier(jnp.stack([_as_int32(x) for x in arrays]))
+    return [_from_int32(row[i], x.dtype) for i, x in enumerate(arrays)]
+
+  read = _on_gpu(arrays, stored, lambda arrays: list(arrays))
+  taken = {id(x): new for x, new in zip(arrays, read, strict=True)}
+  return {name: taken[id(x)] for name, x in found.items()}
+
+
+def _as_int32(x: Array) -> Array:
+  if x.dtype == jnp.float32:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+  return x.astype(jnp.int32)
+
+
+def _from_int32(x: Array, dtype: DType) -> Array:
+  if dtype == jnp.float32:
+    return jax.lax.bitcast_convert_type(x, jnp.float32)
+  return x.astype(dtype)
 
 
 def _on_gpu(

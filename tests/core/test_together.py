@@ -106,27 +106,65 @@ def test_a_step_keeps_or_moves_the_same_bits(members, monkeypatch):
   if members:
     grads["f"] = None
 
-  def run(name):
-    update = lambda g, s, p: tx.update(g, s, p)  # noqa: E731
-    state, own = tx.init(params), {**grads}
+  def gradients(name):
+    own = {**grads}
     if name:
       own[name] = np.where(np.arange(own[name].size).reshape(own[name].shape) == 0, np.inf, 3.0)
       own[name] = own[name].astype("float32")
-    if members:
-      own = jax.tree.map(lambda g: np.stack([g, np.full_like(g, 2.0), g]), own)
-      update = jax.vmap(update, in_axes=(0, None, None))
-    out = jax.jit(update, donate_argnums=() if members else 1)(own, state, params)
-    return jax.tree.map(np.asarray, out)
+    if not members:
+      return own
+    return jax.tree.map(lambda g: np.stack([g, np.full_like(g, 2.0), g]), own)
 
-  for name in (None, "a", "b", "c", "d", "e"):
-    plain = run(name)
-    with monkeypatch.context() as patch:
-      patch.setattr(together, "_on_gpu", lambda operand, on_gpu, elsewhere: on_gpu(operand))
-      grouped = run(name)
-    assert programs.bits(plain) == programs.bits(grouped)
-    finite = mpjax.loss_scaling_metrics(plain[1])["finite"]
+  def compiled():
+    update = lambda g, s, p: tx.update(g, s, p)  # noqa: E731
+    if members:
+      return jax.jit(jax.vmap(update, in_axes=(0, None, None)))
+    return jax.jit(update, donate_argnums=1)
+
+  names = (None, *(name for name in grads if name != "f"))
+  plain_step, grouped_step = compiled(), compiled()
+  plain = {name: plain_step(gradients(name), tx.init(params), params) for name in names}
+  monkeypatch.setattr(together, "_on_gpu", lambda operand, on_gpu, elsewhere: on_gpu(operand))
+  for name in names:
+    grouped = grouped_step(gradients(name), tx.init(params), params)
+    assert programs.bits(plain[name]) == programs.bits(grouped)
+    finite = mpjax.loss_scaling_metrics(grouped[1])["finite"]
     alone = name is None
     assert finite.tolist() == (alone if not members else [alone, True, alone])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_scalars_that_are_read_from_one_array_keep_their_bits():
+  """NaN with its payload, -0.0 and subnormal numbers too: an array of integers carries them."""
+  bits = [0, 1, 0x80000000, 0x7FC00001, 0xFF800000, 0x3F800000, 0x00400000]
+  floats = {f"f{i}": jnp.asarray(np.uint32(b).view(np.float32)) for i, b in enumerate(bits)}
+  given = {
+    **floats,
+    **{"yes": jnp.asarray(True), "no": jnp.asarray(False)},
+    **{"most": jnp.asarray(2**31 - 1, jnp.int32), "least": jnp.asarray(-(2**31), jnp.int32)},
+  }
+  read = jax.jit(together.read_together)(given)
+  assert read.keys() == given.keys()
+  assert programs.bits(read) == programs.bits(given)
+  mapped = jax.jit(jax.vmap(together.read_together))(jax.tree.map(lambda x: x[None], given))
+  assert programs.bits(jax.tree.map(lambda x: x[0], mapped)) == programs.bits(given)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_scalars_of_a_shard_map_stay_what_they_are(devices):
+  """In one array with what varies, a count that does not would vary as well."""
+  mesh = jax.make_mesh((4,), ("x",), devices=devices, axis_types=(AxisType.Auto,))
+
+  def read(count, flags):
+    found = together.read_together({"count": count, "flag": flags[0]})
+    return found["count"], found["flag"][None]
+
+  specs = (P(), P("x"))
+  mapped = jax.jit(jax.shard_map(read, mesh=mesh, in_specs=specs, out_specs=specs))
+  flags = jnp.asarray([True, False, True, False])
+  count, found = mapped(jnp.asarray(7, jnp.int32), flags)
+  assert count == 7
+  assert (found == flags).all()
 
 
 def test_it_is_decided_where_it_is_lowered_and_leaves_no_branch():
