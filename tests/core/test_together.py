@@ -33,6 +33,11 @@ def as_on_a_gpu(monkeypatch):
   monkeypatch.setattr(together, "_on_gpu", lambda operand, on_gpu, elsewhere: on_gpu(operand))
 
 
+def fresh(fun):
+  """Returns `fun` jitted anew: JAX keeps what it traced of a function, patched or not."""
+  return jax.jit(lambda *args: fun(*args))
+
+
 def lowered_for(platform, fun, *args):
   return jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
@@ -72,7 +77,7 @@ def oracle(leaves):
 def test_the_first_bad_leaf_is_numpys(both, value):
   rng = np.random.default_rng(int(value > 0) + 2 * int(value < 0))
   leaves = leaves_of(rng, 80)
-  find = jax.jit(first_nonfinite)
+  find = fresh(first_nonfinite)
   assert find(leaves) == oracle(leaves) == len(leaves)
   for i, x in enumerate(leaves):
     for index in (0, -1):
@@ -87,7 +92,7 @@ def test_the_first_bad_leaf_is_numpys(both, value):
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_more_leaves_than_one_reduction_takes():
   clean = [jnp.ones(5)] * 100
-  find = jax.jit(first_nonfinite)
+  find = fresh(first_nonfinite)
   assert find(clean) == 100
   for i in (0, 31, 32, 63, 64, 98, 99):
     assert find([*clean[:i], clean[i].at[4].set(jnp.nan), *clean[i + 1 :]]) == i
@@ -143,10 +148,10 @@ def test_scalars_that_are_read_from_one_array_keep_their_bits():
     **{"yes": jnp.asarray(True), "no": jnp.asarray(False)},
     **{"most": jnp.asarray(2**31 - 1, jnp.int32), "least": jnp.asarray(-(2**31), jnp.int32)},
   }
-  read = jax.jit(together.read_together)(given)
+  read = fresh(together.read_together)(given)
   assert read.keys() == given.keys()
   assert programs.bits(read) == programs.bits(given)
-  mapped = jax.jit(jax.vmap(together.read_together))(jax.tree.map(lambda x: x[None], given))
+  mapped = fresh(jax.vmap(together.read_together))(jax.tree.map(lambda x: x[None], given))
   assert programs.bits(jax.tree.map(lambda x: x[0], mapped)) == programs.bits(given)
 
 

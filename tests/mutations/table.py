@@ -640,7 +640,30 @@ _PRECISION = (
   ),
 )
 
+_TOGETHER = "mpjax/_core/together.py::"
+
+_KERNELS = (
+  Mutation(
+    number=54,
+    letter="a",
+    breaks="on a GPU the position of the first bad gradient is that in the order of their sizes",
+    function=_TOGETHER + "first_nonfinite_together",
+    old="[inexact[i] for group in groups for i in group]",
+    new="inexact",
+    test="tests/core/test_together.py::test_the_first_bad_leaf_is_numpys",
+  ),
+  Mutation(
+    number=54,
+    letter="b",
+    breaks="leaves on a mesh are stacked, which gathers those that are divided differently",
+    function=_TOGETHER + "_grouped",
+    old="unknown or not isinstance(x, Tracer) or _divided(x, AxisType.Explicit)",
+    new="not isinstance(x, Tracer) or _divided(x, AxisType.Explicit)",
+    test="tests/core/test_together.py::test_leaves_on_a_mesh_are_not_gathered",
+  ),
+)
+
 MUTATIONS = (
   *(*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES),
-  *(*_POLICIES, *_STORED, *_NNX, *_STEPS, *_PRECISION),
+  *(*_POLICIES, *_STORED, *_NNX, *_STEPS, *_PRECISION, *_KERNELS),
 )
