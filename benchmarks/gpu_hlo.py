@@ -80,13 +80,18 @@ def losses(case: Case, half: str) -> dict[str, Callable[..., Any]]:
 
 def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
   """Returns the step of every version, of `VERSIONS` and `gpu_steps.BASES`, and its state."""
-  variables = dict(jax.eval_shape(case.make().init, jax.random.key(0), case.inputs))
-  params = variables.pop("params")
-  state = (params, variables, jax.eval_shape(run.optimizer().init, params))
+  state = state_of(case)
   found = {
     name: (functools.partial(run.step_of, loss), state) for name, loss in losses(case, half).items()
   }
   return found | gpu_steps.steps(case, half)
+
+
+def state_of(case: Case) -> Any:
+  """Returns shapes of the state of all `VERSIONS`."""
+  variables = dict(jax.eval_shape(case.make().init, jax.random.key(0), case.inputs))
+  params = variables.pop("params")
+  return params, variables, jax.eval_shape(run.optimizer().init, params)
 
 
 def shallower(case: Case, depth: int | None) -> Case:
@@ -126,7 +131,7 @@ def gpu_device(name: str) -> Any:
 
 def arguments_of(case: Case, device: Any, state: Any = None) -> tuple[Any, ...]:
   """Returns shapes of state and batch on the device; without a state that of all `VERSIONS`."""
-  state = steps(case, "float16")["float32"][1] if state is None else state
+  state = state_of(case) if state is None else state
   sharding = SingleDeviceSharding(device)
   args = (state, case.inputs, jax.ShapeDtypeStruct(case.outputs, jnp.int32))
   place = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)

@@ -17,7 +17,7 @@ from models import Case
 
 import mpjax
 
-MICRO_BATCHES = 2
+MICRO_BATCHES = 4
 
 BASES = {
   "static scale": "policy",
