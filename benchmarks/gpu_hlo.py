@@ -5,7 +5,8 @@
   python benchmarks/gpu_hlo.py --gpu none       for this machine's CPU, at the sizes of a CPU
 
 One whole training step of each model: float32, dtypes by hand, under a policy, and with autocast
-around its loss, all from the same float32 parameters and inputs. Kernels, bytes moved and
+around its loss, all from the same float32 parameters and inputs. With `--versions steps` those of
+`gpu_steps.py`: loss scaling, accumulation, master weights. Kernels, bytes moved and
 temporaries are those of the optimized program. Nothing runs, so there are no times, and no
 autotuner chooses among kernels.
 """
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
+import gpu_steps
 import hlo
 import jax
 import jax.numpy as jnp
@@ -76,6 +78,22 @@ def losses(case: Case, half: str) -> dict[str, Callable[..., Any]]:
   return dict(zip(VERSIONS, found, strict=True))
 
 
+def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
+  """Returns the step of every version, of `VERSIONS` and `gpu_steps.BASES`, and its state."""
+  state = state_of(case)
+  found = {
+    name: (functools.partial(run.step_of, loss), state) for name, loss in losses(case, half).items()
+  }
+  return found | gpu_steps.steps(case, half)
+
+
+def state_of(case: Case) -> Any:
+  """Returns shapes of the state of all `VERSIONS`."""
+  variables = dict(jax.eval_shape(case.make().init, jax.random.key(0), case.inputs))
+  params = variables.pop("params")
+  return params, variables, jax.eval_shape(run.optimizer().init, params)
+
+
 def shallower(case: Case, depth: int | None) -> Case:
   """Returns the case with at most `depth` layers, or blocks in each stage."""
   if depth is None:
@@ -111,11 +129,9 @@ def gpu_device(name: str) -> Any:
   return topology.devices[0]
 
 
-def arguments_of(case: Case, device: Any) -> tuple[Any, ...]:
-  """Returns shapes of state and batch, the same for every version, on the device."""
-  variables = dict(jax.eval_shape(case.make().init, jax.random.key(0), case.inputs))
-  params = variables.pop("params")
-  state = (params, variables, jax.eval_shape(run.optimizer().init, params))
+def arguments_of(case: Case, device: Any, state: Any = None) -> tuple[Any, ...]:
+  """Returns shapes of state and batch on the device; without a state that of all `VERSIONS`."""
+  state = state_of(case) if state is None else state
   sharding = SingleDeviceSharding(device)
   args = (state, case.inputs, jax.ShapeDtypeStruct(case.outputs, jnp.int32))
   place = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
@@ -123,11 +139,11 @@ def arguments_of(case: Case, device: Any) -> tuple[Any, ...]:
 
 
 def compiled_step(
-  loss: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+  step: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
-  """Returns the figures of a training step with this loss, and the text of its program."""
+  """Returns the figures of a training step, and the text of its program."""
   start = time.perf_counter()
-  step = jax.jit(functools.partial(run.step_of, loss), donate_argnums=0)
+  step = jax.jit(step, donate_argnums=0)
   traced = step.trace(*args)
   compiled = traced.lower().compile(compiler_options=dict(options))
   seconds = time.perf_counter() - start
@@ -139,6 +155,7 @@ def compiled_step(
     "bytes": sum(program.moved(each) for each in kernels),
     "temp_bytes": int(compiled.memory_analysis().temp_size_in_bytes),
     "products": dict(program.products()),
+    "conditionals": program.count("conditional"),
     # A compiler for a CPU makes float32 products of half ones.
     "half_share_traced": mpjax.audit(step)(*args).half_share,
     "compile_seconds": round(seconds, 1),
@@ -167,7 +184,7 @@ def main(
     size: one of `SIZES`; by default the one for what is compiled for.
     depth: at most so many layers, or blocks in a stage.
     half: of every model; by default of each its own, see `HALVES`.
-    versions: which of `VERSIONS`.
+    versions: which of `VERSIONS` and `gpu_steps.BASES`.
     triton: whether Triton may take products from cuBLAS, and fuse what stands around them.
     differences: how many lines about what a version has more or less than the one by hand.
     texts: a folder for the text of every compiled program.
@@ -192,13 +209,13 @@ def main(
     for model in models:
       case = shallower(SIZES[size][model], depth)
       precision = half or HALVES[model]
-      args = arguments_of(case, device)
       found = results["models"][model] = {"half": precision, "versions": {}}
-      for name, loss in losses(case, precision).items():
+      for name, (step, state) in steps(case, precision).items():
         if name not in versions:
           continue
+        args = arguments_of(case, device, state)
         bar.update(task, description=f"{model}, {name}")
-        found["versions"][name], text = compiled_step(loss, args, options)
+        found["versions"][name], text = compiled_step(step, args, options)
         programs[model, name] = hlo.parse(text)
         if texts:
           texts.mkdir(parents=True, exist_ok=True)
@@ -226,14 +243,16 @@ def show(results: dict[str, Any], console: Console) -> None:
   for model, each in results["models"].items():
     table.add_row(f"[bold]{model}, {each['half']}")
     for name, one in each["versions"].items():
-      table.add_row(f"  {name}", *cells(one, each["versions"].get("by hand")))
+      base = gpu_steps.BASES.get(name, "by hand")
+      table.add_row(f"  {name}", *cells(one, each["versions"].get(base)))
     table.add_section()
   console.print(table)
   settings, versions = results["settings"], results["environment"]["versions"]
   depth = "" if settings["depth"] is None else f", at most {settings['depth']} layers or blocks"
   console.print(
     f"A training step, for {settings['target']}, sizes {settings['size']!r}{depth}; in parentheses "
-    "against by hand. " + ", ".join(f"{name} {version}" for name, version in versions.items()),
+    "against by hand, or what `BASES` names. "
+    + ", ".join(f"{name} {version}" for name, version in versions.items()),
     highlight=False,
   )
 
@@ -269,13 +288,16 @@ def arguments() -> dict[str, Any]:
   parser.add_argument("--size", choices=list(SIZES), help="default: by what it compiles for")
   parser.add_argument("--depth", type=int, help="at most so many layers, or blocks in a stage")
   parser.add_argument("--half", choices=["bfloat16", "float16"], help="default: each its own")
-  parser.add_argument("--versions", nargs="+", default=list(VERSIONS), choices=VERSIONS)
+  known = (*VERSIONS, *gpu_steps.BASES)
+  parser.add_argument("--versions", nargs="+", default=list(VERSIONS), choices=[*known, "steps"])
   parser.add_argument("--triton", action="store_true", help="products by Triton, not cuBLAS")
   parser.add_argument("--differences", type=int, default=0, help="show what makes them up: lines")
   parser.add_argument("--texts", type=pathlib.Path, help="a folder for the programs themselves")
   parser.add_argument("--out", type=pathlib.Path, default=OUT)
   parser.add_argument("--show", type=pathlib.Path, help="only show figures recorded before")
   chosen = vars(parser.parse_args())
+  if "steps" in chosen["versions"]:
+    chosen["versions"] = ["policy", *gpu_steps.BASES]
   return chosen | {"gpu": None if chosen["gpu"] == "none" else chosen["gpu"]}
 
 

@@ -77,15 +77,29 @@ class Module:
   entry: Computation
   computations: Mapping[str, Computation]
 
-  def kernels(self) -> Iterator[Instruction]:
-    """Yields what is launched by itself; the end of something asynchronous is not."""
-    for each in self.entry.values():
-      if each.opcode not in FREE and not each.opcode.endswith("-done"):
+  def kernels(self, name: str = "") -> Iterator[Instruction]:
+    """Yields what is launched by itself; the end of something asynchronous is not.
+
+    Of a loop it is what one iteration launches, once: how often it runs is not looked for.
+
+    Args:
+      name: of a computation; empty for the entry.
+    """
+    for each in (self.computations[name] if name else self.entry).values():
+      if each.opcode == "while":
+        yield from self.kernels(_attribute(r"body=%([\w.-]+)", each.attributes))
+      elif each.opcode not in FREE and not each.opcode.endswith("-done"):
         yield each
 
   def moved(self, kernel: Instruction) -> int:
     """Returns the bytes of operands and results; an operand that is given twice is read once."""
-    return kernel.bytes + sum(self.entry[name].bytes for name in dict.fromkeys(kernel.operands))
+    home = next(found for found in self.computations.values() if kernel.name in found)
+    return kernel.bytes + sum(home[name].bytes for name in dict.fromkeys(kernel.operands))
+
+  def count(self, opcode: str) -> int:
+    """Returns how many operations of one kind there are, in all computations."""
+    found = (each for computation in self.computations.values() for each in computation.values())
+    return sum(each.opcode == opcode for each in found)
 
   def products(self) -> collections.Counter[str]:
     """Returns how many products there are of each pair of operand dtypes, fusions' included."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.together import first_nonfinite_together, masks_of
 from mpjax._core.types import Array, DType, KeyPath, Leaf, PyTree
 
 T = TypeVar("T")
@@ -146,11 +147,8 @@ def all_finite(tree: PyTree) -> Array:
   >>> bool(mpjax.all_finite([jnp.ones(3), jnp.array([0.0, jnp.nan])]))
   False
   """
-  finite = jnp.asarray(True)
-  for x in jax.tree.leaves(tree):
-    if is_inexact(x):
-      finite = jnp.logical_and(finite, jnp.all(jnp.isfinite(x)))
-  return finite
+  leaves = jax.tree.leaves(tree)
+  return first_nonfinite(leaves) == len(leaves)
 
 
 def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
@@ -159,12 +157,17 @@ def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
   One int32 says both whether and where. It can be reduced over devices by a minimum, which for
   integers, unlike for floating values, no NaN gets past.
   """
-  first = jnp.asarray(len(leaves), jnp.int32)
-  for position in reversed(range(len(leaves))):
-    if is_inexact(leaves[position]):
-      finite = jnp.all(jnp.isfinite(leaves[position]))
-      first = jnp.where(finite, first, jnp.asarray(position, jnp.int32))
-  return first
+
+  def one_by_one(leaves: Sequence[Leaf]) -> Array:
+    first = jnp.asarray(len(leaves), jnp.int32)
+    for position in reversed(range(len(leaves))):
+      if is_inexact(leaves[position]):
+        finite = jnp.all(jnp.isfinite(leaves[position]))
+        first = jnp.where(finite, first, jnp.asarray(position, jnp.int32))
+    return first
+
+  inexact = [position for position, x in enumerate(leaves) if is_inexact(x)]
+  return first_nonfinite_together(leaves, inexact, one_by_one)
 
 
 def tree_differences(
@@ -265,16 +268,34 @@ def select(
       got=f"one of shape {jnp.shape(condition)}",
       fix="Reduce it first, or jax.vmap the entire call: one flag decides for all leaves.",
     )
-  problems = tree_differences(on_false, on_true, dtypes=True)
+  check_alike(on_true, on_false, where, fix=fix)
+  return pick(condition, on_true, on_false)
+
+
+def check_alike(new: PyTree, old: PyTree, where: str, *, fix: str) -> None:
+  """Raises unless two trees have the same structure, shapes and dtypes.
+
+  Raises:
+    MpjaxValueError: they differ.
+  """
+  problems = tree_differences(old, new, dtypes=True)
   if problems:
     raise MpjaxValueError(
       where, expected="the new tree to be like the old one", got=listed(problems), fix=fix
     )
 
-  def pick(new: Leaf, old: Leaf) -> Leaf:
-    # float0 holds nothing to select, and leaves that are not arrays cannot depend on the flag.
-    if new is old or not is_array_like(new) or getattr(new, "dtype", None) == jax.dtypes.float0:
-      return new
-    return jnp.where(condition, new, old)
 
-  return jax.tree.map(pick, on_true, on_false)
+def pick(condition: Array, on_true: PyTree, on_false: PyTree) -> PyTree:
+  """Returns what `select` does, of trees that are known to be alike."""
+
+  def differ(new: Leaf, old: Leaf) -> bool:
+    # float0 holds nothing to select, and leaves that are not arrays cannot depend on the flag.
+    is_array = is_array_like(new) and getattr(new, "dtype", None) != jax.dtypes.float0
+    return is_array and new is not old
+
+  news, treedef = jax.tree.flatten(on_true)
+  pairs = list(zip(news, jax.tree.leaves(on_false), strict=True))
+  chosen = [i for i, pair in enumerate(pairs) if differ(*pair)]
+  for i, mask in zip(chosen, masks_of(condition, [news[i] for i in chosen]), strict=True):
+    news[i] = jnp.where(mask, *pairs[i])
+  return jax.tree.unflatten(treedef, news)

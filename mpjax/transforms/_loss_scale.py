@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from mpjax._core.together import read_together
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Grads, Leaf
 from mpjax.transforms._loss_scale_config import (
@@ -75,9 +76,18 @@ def adjust(
     first_bad: scalar int32, the position of the first non-finite gradient leaf.
     all_finite: scalar bool, whether the gradients of all losses were, where there are several.
   """
+  dynamic = isinstance(config, DynamicLossScale)
+  new = {"finite": finite, "applied": applied, "first_bad": first_bad}
+  new["all_finite"] = finite if all_finite is None else all_finite
+  # A static scale is not computed from anything, and stays the array that it is.
+  unread = {"finite", "first_bad"} if dynamic else {"finite", "first_bad", "scale"}
+  old = {field: x for field, x in state._asdict().items() if field not in unread}
+  read = read_together(old | new)
+  state = state._replace(**{field: read[field] for field in old})
+  finite, applied, first_bad, all_finite = (read[name] for name in new)
   good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)
   scale, hysteresis, floor_hits = state.scale, state.hysteresis, state.floor_hits
-  if isinstance(config, DynamicLossScale):
+  if dynamic:
     low, high = _float32(config.min_scale), _float32(config.max_scale)
     left = jnp.where(finite, hysteresis, jnp.maximum(hysteresis - 1, 0))
     back_off = jnp.logical_and(jnp.logical_not(finite), left == 0)
@@ -102,9 +112,7 @@ def adjust(
     skipped=_count_up(state.skipped, skip),
     consecutive_skips=jnp.where(skip, _count_up(state.consecutive_skips, skip), 0),
     floor_hits=floor_hits,
-    bad_updates=_count_up(
-      state.bad_updates, jnp.logical_and(finite if all_finite is None else all_finite, skip)
-    ),
+    bad_updates=_count_up(state.bad_updates, jnp.logical_and(all_finite, skip)),
     first_bad=first_bad,
     finite=applied,
   )

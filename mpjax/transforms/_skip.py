@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mpjax._core.trees import select
+from mpjax._core.trees import check_alike, pick
 from mpjax._core.types import Array, DType, Grads, Leaf, OptState, PyTree, Updates
 
 Step: TypeAlias = Callable[[OptState], tuple[Updates, OptState]]
@@ -66,8 +66,9 @@ def step_or_select(
 
   def selected(old: OptState) -> tuple[Updates, OptState]:
     updates, new = step(old)
-    kept = jax.tree.map(lambda u, n: jnp.where(keep, u, n), updates, nothing_like(updates))
-    return kept, select(keep, new, old, where, fix=_STATE_FIX)
+    check_alike(new, old, where, fix=_STATE_FIX)
+    # In one call: what shares a mask, an update and the moments it comes from, shares a kernel.
+    return pick(keep, (updates, new), (nothing_like(updates), old))
 
   if not traced:
     return selected(old)

@@ -6,13 +6,19 @@ import importlib
 import io
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
+import mpjax
+from mpjax._core import together
 from tests import programs
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -69,6 +75,24 @@ def gpu_hlo(hlo) -> Any:
   return importlib.import_module("gpu_hlo")
 
 
+@pytest.fixture
+def h200(gpu_hlo) -> Iterator[Any]:
+  """An H200 to compile for, where jax's plugin for CUDA is installed: no GPU is needed.
+
+  Without the cache of compiled functions: from there JAX could only load one to run it.
+  """
+  try:
+    device = gpu_hlo.gpu_device("h200")
+  except RuntimeError as error:
+    pytest.skip(str(error))
+  before = jax.config.jax_enable_compilation_cache
+  compilation_cache.reset_cache()
+  jax.config.update("jax_enable_compilation_cache", False)
+  yield device
+  jax.config.update("jax_enable_compilation_cache", before)
+  compilation_cache.reset_cache()
+
+
 def test_kernels_are_what_is_launched(hlo):
   kernels = list(hlo.parse(TEXT).kernels())
   assert [each.name for each in kernels] == ["w.copy", "conv", "sort", "start", "fusion.1"]
@@ -83,6 +107,31 @@ def test_bytes_are_those_of_operands_and_results(hlo):
   assert moved["start"] == 32 + 64
   # What is given twice is read once.
   assert moved["fusion.1"] == 32 + 64 + 16 + 32 + 5
+
+
+LOOP = r"""HloModule jit_g
+
+%body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %state = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %y = f32[4]{0} get-tuple-element(%state), index=1
+  %next = s32[] add(%i, %i)
+  %twice = f32[4]{0} add(%y, %y)
+  ROOT %both = (s32[], f32[4]{0}) tuple(%next, %twice)
+}
+
+ENTRY %main (start: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %start = (s32[], f32[4]{0}) parameter(0)
+  ROOT %loop = (s32[], f32[4]{0}) while(%start), condition=%less, body=%body
+}
+"""
+
+
+def test_kernels_of_a_loop_are_those_of_one_iteration(hlo):
+  program = hlo.parse(LOOP)
+  moved = {each.name: program.moved(each) for each in program.kernels()}
+  assert moved == {"next": 8, "twice": 32}
+  assert (program.count("add"), program.count("while"), program.count("conditional")) == (2, 1, 0)
 
 
 def test_products_are_found_in_fusions_and_among_calls(hlo):
@@ -235,6 +284,76 @@ def test_a_target_is_a_chip(gpu_hlo):
     assert any(f'"NVIDIA {file.stem.upper()}"' in line for line in lines)
 
 
+def test_every_step_can_be_traced_and_has_a_base(gpu_hlo):
+  """With the state that it is given it returns the like: nothing changes its dtype."""
+  case = gpu_hlo.SIZES["tiny"]["mlp"]
+  found = gpu_hlo.steps(case, "float16")
+  bases = gpu_hlo.gpu_steps.BASES
+  assert tuple(found) == (*gpu_hlo.VERSIONS, *bases)
+  assert set(bases.values()) < set(found)
+  for step, state in found.values():
+    args = gpu_hlo.arguments_of(case, jax.devices()[0], state)
+    new, _ = jax.eval_shape(step, *args)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(new)] == [
+      (x.shape, x.dtype) for x in jax.tree.leaves(state)
+    ]
+
+
+LAYERS, WIDTH = 12, 64
+
+
+def small_step(tx, half, params, state, x):
+  def loss(params):
+    y = x
+    for kernel, bias in params:
+      y = jnp.tanh(y @ kernel.astype(half) + bias.astype(half)[None])
+    return jnp.mean(y.astype(jnp.float32) ** 2)
+
+  value, grads = mpjax.value_and_grad(loss, state)(params)
+  updates, state = tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state, value
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("on_gpu", [True, False], ids=["together", "one by one"])
+def test_what_loss_scaling_adds_to_a_step_on_an_h200(gpu_hlo, h200, half, on_gpu, monkeypatch):
+  """Two reductions for 24 gradients of two sizes, and two updates for 24 parameters."""
+  if not on_gpu:
+    monkeypatch.setattr(together, "_on_gpu", lambda operand, on_gpu, elsewhere: elsewhere(operand))
+  shapes = [((WIDTH, WIDTH), (WIDTH,))] * LAYERS
+  params = jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+    shapes,
+    is_leaf=lambda x: isinstance(x[0], int),
+  )
+  place = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(h200))
+  kernels, sources = {}, {}
+  configs = (mpjax.NoLossScale(), mpjax.StaticLossScale(8), mpjax.DynamicLossScale())
+  for config in configs:
+    tx = mpjax.loss_scaling(optax.adamw(1e-3), config)
+    args = (params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((32, WIDTH), half))
+    args = jax.tree.map(lambda x: place(x.shape, x.dtype), args)
+    step = jax.jit(functools.partial(small_step, tx, half), donate_argnums=(0, 1))
+    compiled = step.lower(*args).compile(compiler_options=gpu_hlo.OPTIONS)
+    program = gpu_hlo.hlo.parse(compiled.as_text())
+    assert program.count("conditional") == 0
+    found = list(program.kernels())
+    name = type(config).__name__
+    kernels[name] = len(found)
+    ends = (each.source.rpartition("/")[2] for each in found)
+    sources[name] = collections.Counter(end for end in ends if end in ("reduce_and", "add"))
+  leaves = 2 * LAYERS
+  assert sources["NoLossScale"] == {"add": leaves}
+  for name in ("StaticLossScale", "DynamicLossScale"):
+    if on_gpu:
+      assert sources[name] == {"reduce_and": 2, "add": 2}
+      assert kernels[name] < kernels["NoLossScale"]
+    else:
+      # What it would cost: should XLA come to do this by itself, what is done here can go.
+      assert sources[name] == {"reduce_and": leaves, "add": leaves}
+      assert kernels[name] > 1.2 * kernels["NoLossScale"]
+
+
 def test_figures_for_a_gpu_are_recorded(gpu_hlo):
   assert RECORDED
   for file in RECORDED:
@@ -248,3 +367,19 @@ def test_figures_for_a_gpu_are_recorded(gpu_hlo):
       for name, one in each["versions"].items():
         short = {"float16": "f16", "bfloat16": "bf16"}[each["half"]]
         assert one["products"].keys() == {"f32" if name == "float32" else short}
+
+
+def test_figures_of_steps_are_recorded(gpu_hlo):
+  """Loss scaling adds at most 8 % kernels and 2 % bytes; no step has a branch."""
+  files = sorted((FOLDER / "results" / "gpu_steps").glob("*.json"))
+  assert files
+  for file in files:
+    results = json.loads(file.read_text(encoding="utf-8"))
+    assert results["settings"]["depth"] is None
+    assert results["models"].keys() == {"resnet", "gpt"}
+    for each in results["models"].values():
+      versions = each["versions"]
+      assert not any(one["conditionals"] for one in versions.values())
+      for name in ("static scale", "dynamic scale"):
+        assert versions[name]["kernels"] <= 1.08 * versions["policy"]["kernels"]
+        assert versions[name]["bytes"] <= 1.02 * versions["policy"]["bytes"]

@@ -248,8 +248,8 @@ new_updates = total({label: new_updates for label in grads})
     number=20,
     breaks="a skipped step keeps the parameters and moves the optimizer",
     function=_SKIP + "step_or_select",
-    old="select(keep, new, old, where, fix=_STATE_FIX)",
-    new="new",
+    old="pick(keep, (updates, new), (nothing_like(updates), old))",
+    new="pick(keep, updates, nothing_like(updates)), new",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
   Mutation(
@@ -273,9 +273,9 @@ new_updates = total({label: new_updates for label in grads})
     letter="a",
     breaks="the counts of schedules go on at a skipped step",
     function=_SKIP + "step_or_select",
-    old="return kept, select(keep, new, old, where, fix=_STATE_FIX)",
+    old="return pick(keep, (updates, new), (nothing_like(updates), old))",
     new="""
-held = select(keep, new, old, where, fix=_STATE_FIX)
+kept, held = pick(keep, (updates, new), (nothing_like(updates), old))
 counted = jax.tree.map(lambda n, h: n if n.dtype == jnp.int32 else h, new, held)
 return kept, counted
 """,
@@ -294,8 +294,8 @@ return kept, counted
     number=24,
     breaks="updates are multiplied by the flag: NaN times 0 is NaN",
     function=_SKIP + "step_or_select",
-    old="jax.tree.map(lambda u, n: jnp.where(keep, u, n), updates, nothing_like(updates))",
-    new="jax.tree.map(lambda u: u * keep.astype(u.dtype), updates)",
+    old="pick(keep, (updates, new), (nothing_like(updates), old))",
+    new="jax.tree.map(lambda u: u * keep.astype(u.dtype), updates), pick(keep, new, old)",
     test=_TEST_SCALING + "test_a_skipped_step_changes_nothing",
   ),
   Mutation(
@@ -331,9 +331,9 @@ jax.tree.map(lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, gra
     number=28,
     breaks="a bad micro-batch is counted, though nothing of it is in the sum",
     function=_SKIP + "step_or_select",
-    old="return kept, select(keep, new, old, where, fix=_STATE_FIX)",
+    old="return pick(keep, (updates, new), (nothing_like(updates), old))",
     new="""
-held = select(keep, new, old, where, fix=_STATE_FIX)
+kept, held = pick(keep, (updates, new), (nothing_like(updates), old))
 if hasattr(new, "micro_batches"):
   held = held._replace(micro_batches=new.micro_batches)
 return kept, held
@@ -640,7 +640,30 @@ _PRECISION = (
   ),
 )
 
+_TOGETHER = "mpjax/_core/together.py::"
+
+_KERNELS = (
+  Mutation(
+    number=54,
+    letter="a",
+    breaks="on a GPU the position of the first bad gradient is that in the order of their sizes",
+    function=_TOGETHER + "first_nonfinite_together",
+    old="[inexact[i] for group in groups for i in group]",
+    new="inexact",
+    test="tests/core/test_together.py::test_the_first_bad_leaf_is_numpys",
+  ),
+  Mutation(
+    number=54,
+    letter="b",
+    breaks="leaves on a mesh are stacked, which gathers those that are divided differently",
+    function=_TOGETHER + "_grouped",
+    old="unknown or not isinstance(x, Tracer) or _divided(x, AxisType.Explicit)",
+    new="not isinstance(x, Tracer) or _divided(x, AxisType.Explicit)",
+    test="tests/core/test_together.py::test_leaves_on_a_mesh_are_not_gathered",
+  ),
+)
+
 MUTATIONS = (
   *(*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES),
-  *(*_POLICIES, *_STORED, *_NNX, *_STEPS, *_PRECISION),
+  *(*_POLICIES, *_STORED, *_NNX, *_STEPS, *_PRECISION, *_KERNELS),
 )
