@@ -12,6 +12,7 @@ autotuner chooses among kernels.
 """
 
 import argparse
+import collections
 import functools
 import json
 import pathlib
@@ -25,6 +26,7 @@ import hlo
 import jax
 import jax.numpy as jnp
 import measure
+import roofline
 import run
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
@@ -41,7 +43,10 @@ OUT = FOLDER.parent / "out" / "gpu_hlo.json"
 GPUS = {file.stem: file for file in sorted((FOLDER / "targets").glob("*.txtpb"))}
 """Facts about chips, as XLA reads them: which one it compiles for."""
 
-HALVES = {"resnet": "float16", "gpt": "bfloat16", "mlp": "bfloat16"}
+HALVES = {
+  **{"resnet": "float16", "gpt": "bfloat16", "wide": "bfloat16"},
+  **{"mlp": "bfloat16", "lstm": "float16"},
+}
 OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """The autotuner would have to run kernels to choose one: every product is a call of cuBLAS."""
 
@@ -104,7 +109,7 @@ def shallower(case: Case, depth: int | None) -> Case:
     model = case.make(dtype)
     if hasattr(model, "stages"):
       return model.clone(stages=tuple(min(least, blocks) for blocks in model.stages))
-    return model.clone(layers=min(least, model.layers))
+    return model.clone(layers=min(least, model.layers)) if hasattr(model, "layers") else model
 
   return Case(make=make, inputs=case.inputs, classes=case.classes, outputs=case.outputs)
 
@@ -150,6 +155,7 @@ def compiled_step(
   text = compiled.as_text() or ""
   program = hlo.parse(text)
   kernels = list(program.kernels())
+  audit = mpjax.audit(step)(*args)
   figures = {
     "kernels": len(kernels),
     "bytes": sum(program.moved(each) for each in kernels),
@@ -157,10 +163,30 @@ def compiled_step(
     "products": dict(program.products()),
     "conditionals": program.count("conditional"),
     # A compiler for a CPU makes float32 products of half ones.
-    "half_share_traced": mpjax.audit(step)(*args).half_share,
+    "half_share_traced": audit.half_share,
+    "flops": flops_of(audit),
+    "product_bytes": sum(program.moved(each) for each in kernels if program.is_product(each)),
     "compile_seconds": round(seconds, 1),
   }
   return figures, text
+
+
+def flops_of(audit: mpjax.Audit) -> dict[str, int]:
+  """Returns the FLOPs of matmuls and convolutions by the unit that a GPU computes them with."""
+  found: collections.Counter[str] = collections.Counter()
+  for (_, dtype), count in audit.flops.items():
+    found[dtype] += count
+  found["float32"] -= audit.tf32_flops
+  found["tf32"] += audit.tf32_flops
+  return {unit: count for unit, count in found.items() if count}
+
+
+def estimate(gpu: str | None, figures: Mapping[str, Any], program: hlo.Module) -> float | None:
+  """Returns the seconds of `roofline.seconds`; None where a loop runs kernels several times."""
+  if gpu is None or program.count("while"):
+    return None
+  product_bytes = figures["product_bytes"]
+  return roofline.seconds(gpu, figures["flops"], product_bytes, figures["bytes"] - product_bytes)
 
 
 def main(
@@ -217,6 +243,8 @@ def main(
         bar.update(task, description=f"{model}, {name}")
         found["versions"][name], text = compiled_step(step, args, options)
         programs[model, name] = hlo.parse(text)
+        one = found["versions"][name]
+        one["estimated_seconds"] = estimate(gpu, one, programs[model, name])
         if texts:
           texts.mkdir(parents=True, exist_ok=True)
           file = texts / f"{model}_{name.replace(' ', '_').replace(',', '')}.txt"
@@ -238,7 +266,7 @@ def show(results: dict[str, Any], console: Console) -> None:
   """Prints a row for each version of each model, with its ratios to the one by hand."""
   table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
   table.add_column("")
-  for name in ("kernels", "GB moved", "GB temp", "products"):
+  for name in ("kernels", "GB moved", "GB temp", "ms*", "products"):
     table.add_column(name, justify="right", no_wrap=True)
   for model, each in results["models"].items():
     table.add_row(f"[bold]{model}, {each['half']}")
@@ -251,8 +279,8 @@ def show(results: dict[str, Any], console: Console) -> None:
   depth = "" if settings["depth"] is None else f", at most {settings['depth']} layers or blocks"
   console.print(
     f"A training step, for {settings['target']}, sizes {settings['size']!r}{depth}; in parentheses "
-    "against by hand, or what `BASES` names. "
-    + ", ".join(f"{name} {version}" for name, version in versions.items()),
+    "against by hand, or what `BASES` names. *: a roofline estimate of benchmarks/roofline.py, not "
+    "a measurement. " + ", ".join(f"{name} {version}" for name, version in versions.items()),
     highlight=False,
   )
 
@@ -263,6 +291,11 @@ def cells(one: dict[str, Any], by_hand: dict[str, Any] | None) -> list[str]:
   if by_hand is not None and one is not by_hand:
     pairs = zip(shown, ("kernels", "bytes", "temp_bytes"), strict=True)
     shown = [f"{text} ({one[key] / by_hand[key]:.3f})" for text, key in pairs]
+  seconds = one.get("estimated_seconds")
+  base = by_hand.get("estimated_seconds") if by_hand is not None else None
+  shown.append("-" if seconds is None else f"{1e3 * seconds:.0f}")
+  if seconds is not None and base and one is not by_hand:
+    shown[-1] += f" ({seconds / base:.3f})"
   return [*shown, ", ".join(f"{count} {kind}" for kind, count in one["products"].items())]
 
 

@@ -96,6 +96,12 @@ class Module:
     home = next(found for found in self.computations.values() if kernel.name in found)
     return kernel.bytes + sum(home[name].bytes for name in dict.fromkeys(kernel.operands))
 
+  def is_product(self, kernel: Instruction) -> bool:
+    """Whether a kernel multiplies matrices, or convolves: a library's, or a fusion with one."""
+    inside = self.computations.get(_attribute(r"calls=%([\w.-]+)", kernel.attributes), {})
+    found = (kernel, *inside.values())
+    return any(x.opcode in PRODUCTS or LIBRARY_PRODUCTS.search(x.target) for x in found)
+
   def count(self, opcode: str) -> int:
     """Returns how many operations of one kind there are, in all computations."""
     found = (each for computation in self.computations.values() for each in computation.values())

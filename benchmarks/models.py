@@ -141,6 +141,19 @@ class Gpt(nn.Module):
     return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x).astype(jnp.float32)
 
 
+class Lstm(nn.Module):
+  """A recurrent network that classifies sequences. Input [batch, length, features]."""
+
+  width: int
+  classes: int
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(x)
+    return nn.Dense(self.classes, dtype=self.dtype)(x[:, -1]).astype(jnp.float32)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
   """A model at one size.
@@ -193,6 +206,15 @@ def _gpt(batch: int, length: int, **fields: int) -> Case:
   )
 
 
+def _lstm(batch: int, length: int, features: int, **fields: int) -> Case:
+  return Case(
+    make=lambda dtype=None: Lstm(**fields, dtype=dtype),
+    inputs=jax.ShapeDtypeStruct((batch, length, features), jnp.float32),
+    classes=fields["classes"],
+    outputs=(batch,),
+  )
+
+
 _SMALL_RESNET = {"bottleneck": False, "large_images": False, "classes": 10}
 _RESNET_50 = {"bottleneck": True, "large_images": True, "classes": 1000}
 
@@ -201,17 +223,24 @@ SIZES: Mapping[str, Mapping[str, Case]] = {
     "mlp": _mlp(4, 8, width=16, layers=1, classes=3),
     "resnet": _resnet(2, 8, stages=(1, 1), width=8, **_SMALL_RESNET),
     "gpt": _gpt(2, 8, layers=1, width=16, heads=2, vocabulary=11),
+    "wide": _gpt(2, 8, layers=1, width=32, heads=2, vocabulary=11),
+    "lstm": _lstm(2, 3, 8, width=16, classes=3),
   },
   "cpu": {
     "mlp": _mlp(256, 784, width=1024, layers=3, classes=10),
     "resnet": _resnet(16, 32, stages=(2, 2, 2), width=16, **_SMALL_RESNET),
     "gpt": _gpt(4, 128, layers=4, width=128, heads=4, vocabulary=1024),
+    "wide": _gpt(2, 64, layers=1, width=512, heads=4, vocabulary=1024),
+    "lstm": _lstm(32, 32, 128, width=256, classes=10),
   },
   "gpu": {
     "mlp": _mlp(8192, 4096, width=8192, layers=6, classes=1024),
     "resnet": _resnet(256, 224, stages=(3, 4, 6, 3), width=64, **_RESNET_50),
     "gpt": _gpt(8, 1024, layers=24, width=1024, heads=16, vocabulary=50304),
+    "wide": _gpt(8, 1024, layers=2, width=4096, heads=32, vocabulary=50304),
+    "lstm": _lstm(256, 64, 2048, width=2048, classes=1024),
   },
 }
 """The same code at three sizes: for the tests, for two cores, and for a GPU, where `resnet` is
-ResNet-50 (25.6 million parameters) and `gpt` has 24 layers (406 million)."""
+ResNet-50 (25.6 million parameters), `gpt` has 24 layers (406 million), and `wide` is a slice of a
+model with 7 billion."""

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -173,6 +174,42 @@ def test_differences_are_sorted_by_bytes(hlo):
 )
 def test_bytes_of_a_type(hlo, text, size):
   assert hlo.type_bytes(text) == size
+
+
+def test_an_estimate_is_the_longer_of_arithmetic_and_memory(gpu_hlo):
+  """Of an H200: 989 and 495 trillion operations, and 4.8 trillion bytes, in a second."""
+  seconds = gpu_hlo.roofline.seconds
+  assert seconds("h200", {"bfloat16": 989 * 10**12}, 10**9, 4800 * 10**9) == 2
+  assert seconds("h200", {"tf32": 495 * 10**12, "float8_e4m3fn": 1979 * 10**12}, 1, 0) == 2
+  assert seconds("h200", {"bfloat16": 1}, 9600 * 10**9, 0) == 2
+  # No Tensor Core of a V100 takes bfloat16 or float32.
+  assert seconds("v100", {"bfloat16": 157 * 10**11}, 1, 0) == 1
+  assert seconds("v100", {"tf32": 157 * 10**11}, 1, 0) == 1
+  assert seconds("b200", {}, 1, 1) is None
+
+
+def test_every_target_has_a_roofline(gpu_hlo):
+  roofline = gpu_hlo.roofline
+  assert gpu_hlo.GPUS.keys() == roofline.PEAKS.keys() == roofline.BANDWIDTHS.keys()
+  for name, file in gpu_hlo.GPUS.items():
+    bandwidth = re.search(r"memory_bandwidth: (\d+)", file.read_text(encoding="utf-8"))
+    assert bandwidth is not None
+    assert int(bandwidth[1]) == pytest.approx(roofline.BANDWIDTHS[name], rel=1e-3)
+
+
+def test_a_loop_has_no_estimate(gpu_hlo):
+  """How often it runs is not looked for."""
+  case = gpu_hlo.SIZES["tiny"]["lstm"]
+  step, state = gpu_hlo.steps(case, "float16")["policy"]
+  args = gpu_hlo.arguments_of(case, jax.devices()[0], state)
+  figures, text = gpu_hlo.compiled_step(step, args, {})
+  assert gpu_hlo.estimate("h200", figures, gpu_hlo.hlo.parse(text)) is None
+  assert figures["flops"].keys() == {"float16"}
+
+
+def test_products_are_told_from_other_kernels(hlo):
+  program = hlo.parse(TEXT)
+  assert sum(map(program.is_product, program.kernels())) == 2
 
 
 def test_what_is_no_program_is_an_error(hlo):
