@@ -33,7 +33,13 @@ def is_wide(policy: Policy | None) -> bool:
 
 
 def inside(
-  state: S, module: Module, policy: Policy | None, *, iterates: bool = False, **more: object
+  state: S,
+  module: Module,
+  policy: Policy | None,
+  *,
+  iterates: bool = False,
+  is_table: bool = False,
+  **more: object,
 ) -> S:
   """Returns the state in which a module's own operations run.
 
@@ -43,10 +49,14 @@ def inside(
     policy: its policy, which the modules inside inherit.
     iterates: the module starts each step from its own last result, which drifts where it is
       rounded: its own operations are in float32.
+    is_table: its rows are looked up: its own matmuls are never in float8.
     more: further fields of the state.
   """
   casts = state.cast or is_wide(policy) or type(module) in state.casting
-  region = FLOAT32.name if iterates and is_low(policy) else region_of(policy)
+  own = policy
+  if is_table and policy is not None:
+    own = dataclasses.replace(policy, matmul=None)
+  region = FLOAT32.name if iterates and is_low(policy) else region_of(own)
   fields = {"policy": policy, "entered": True, "region": region, "cast": casts, **more}
   return dataclasses.replace(state, **fields)
 

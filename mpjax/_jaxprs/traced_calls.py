@@ -81,7 +81,14 @@ def rewrite_calls(
   interface = Interface(data=data, results=results)
   wide = None if policy is None else policy.weight_grad_dtype
   asked = None if policy is None else policy.precision
-  settings = Settings(compute=low, ops=_OPS, weight_grads=wide, asked=asked, modules=True)
+  settings = Settings(
+    compute=low,
+    ops=_OPS,
+    weight_grads=wide,
+    asked=asked,
+    float8=None if policy is None else policy.matmul,
+    modules=True,
+  )
   return with_settings(fn, settings, where, interface)
 
 

@@ -19,8 +19,9 @@ from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype, wants_precision
+from mpjax._jaxprs.autocast.float8 import why_not, with_float8
 from mpjax._jaxprs.autocast.rewriter import Rewriter
-from mpjax._jaxprs.autocast.scopes import output_of, weight_grads
+from mpjax._jaxprs.autocast.scopes import float8, output_of, weight_grads
 from mpjax._jaxprs.autocast.sums import broadcast, is_linear, is_summed, repeats, with_float32_sums
 from mpjax._jaxprs.autocast.uses import HALF, RESULT
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Scope, Value
@@ -58,6 +59,10 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   if part == "half":
     if not wide or wants_precision(eqn.params):  # The user's own choice, again.
       return rewriter.untouched(eqn)
+    recipe = float8(scope, rewriter.settings)
+    if recipe is not None and why_not(eqn, values, recipe) is None:
+      made = with_float8(eqn, values, half, recipe, rewriter.view)
+      return rewriter.write(made, made.invars, [Kind(half)])
     wide_grads = weight_grads(scope, rewriter.settings)
     precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
     eqn = eqn if precise is eqn.params else eqn.replace(params=precise)

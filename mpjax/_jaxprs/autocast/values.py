@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from mpjax._core.dtypes import FLOAT32, HALVES
+from mpjax._core.float8 import Float8
 from mpjax._core.precision import MatmulPrecision
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
@@ -40,6 +41,7 @@ class Settings:
     asked: the precision of matmuls that the policy asks for; None if it says nothing.
     weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of
       the matmuls.
+    float8: the recipe for matmuls in float8; None if there are to be none.
     modules: the function is a call of modules, whose parameters are known. So what it closes over
       decides, whoever made it; in a plain function, a value of a trace around it may be a
       parameter, and does not. Arguments in low precision are shown to modules as float32, and count
@@ -52,6 +54,7 @@ class Settings:
   precision: object = None
   asked: MatmulPrecision | None = None
   weight_grads: DType | None = None
+  float8: Float8 | None = None
   modules: bool = False
 
 

@@ -1,0 +1,108 @@
+"""Which matmuls are in float8: `Policy(matmul=mpjax.Float8())`."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import dot_general_p
+
+from mpjax._core.dtypes import FLOAT32
+from mpjax._core.float8 import MULTIPLE, Float8
+from mpjax._core.types import DType
+from mpjax._jaxprs.atoms import Atom, aval_of
+from mpjax._jaxprs.autocast.evaluate import differentiated
+from mpjax._jaxprs.autocast.float8_dot import Matmul
+from mpjax._jaxprs.autocast.values import Value
+from mpjax._jaxprs.compat import context_of, scopes_of
+
+
+def with_float8(
+  eqn: JaxprEqn,
+  values: Sequence[Value | None],
+  half: DType,
+  recipe: Float8,
+  view: Callable[[Value, DType, JaxprEqn], Atom],
+) -> JaxprEqn:
+  """Returns a matmul in float8, for one that `why_not` has nothing against.
+
+  A weight is cast from the dtype that it is stored in, and gets its gradient in float32. What the
+  model computes comes in low precision, as by hand.
+
+  Args:
+    eqn: the matmul as it was traced.
+    values: what is known of its operands.
+    half: the dtype of its result.
+    recipe: how to scale.
+    view: casts an operand that is no weight.
+  """
+  wide = [FLOAT32 if is_weight(value) else None for value in values]
+  operands = [
+    atom if value is None else value.atom if dtype is not None else view(value, half, eqn)
+    for atom, value, dtype in zip(eqn.invars, values, wide, strict=True)
+  ]
+  avals = list(map(aval_of, operands))
+  kept = {"precision": None, "preferred_element_type": None}
+  matmul = Matmul(
+    params=tuple((name, x) for name, x in eqn.params.items() if name not in kept),
+    operands=tuple(aval.update(dtype=half, weak_type=False) for aval in avals),
+    recipe=recipe,
+    wide=tuple(wide),
+  )
+  with context_of(eqn):
+    body = jax.make_jaxpr(matmul)(*avals)
+    made = differentiated(body, matmul.tangent, avals, "matmul")
+  return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
+
+
+def is_weight(value: Value | None) -> bool:
+  """Whether an operand is created from parameters alone."""
+  return value is not None and value.neutral and not value.once
+
+
+def why_not(eqn: JaxprEqn, values: Sequence[Value | None], recipe: Float8) -> str | None:
+  """Returns why a matmul is left in the compute dtype; None if it is to be in float8.
+
+  Args:
+    eqn: the matmul as it was traced.
+    values: what is known of its operands.
+    recipe: which sizes are too small.
+  """
+  if eqn.primitive is not dot_general_p:
+    return "no dot_general"
+  if "transpose" in (
+    name for name, is_transform in scopes_of(eqn.source_info.name_stack) if is_transform
+  ):
+    return "a gradient taken inside"
+  weights = [i for i, value in enumerate(values) if is_weight(value)]
+  if not weights:
+    return "no operand is a parameter"
+  # Of two parameters, or an argument and a parameter, the right one is the weight.
+  depth, columns, rows = sizes(eqn, weights[-1])
+  if min(depth, columns, rows) < 2:
+    return "a product of vectors"
+  for name, size in (("K", depth), ("N", columns)):
+    if size % MULTIPLE:
+      return f"{name}={size} is no multiple of {MULTIPLE}"
+  for most in recipe.too_small:
+    if all(n is None or size <= n for size, n in zip((depth, columns), most, strict=True)):
+      return f"too small to gain: K={depth}, N={columns}"
+  return None
+
+
+def sizes(eqn: JaxprEqn, weight: int) -> tuple[int, int, int]:
+  """Returns K, N and M of a matmul: the length of its sums, columns of the weight, and rows.
+
+  Args:
+    eqn: a `dot_general`.
+    weight: which of its operands is the weight.
+  """
+  contracted, batch = eqn.params["dimension_numbers"]
+
+  def free(side: int) -> int:
+    shared = {*contracted[side], *batch[side]}
+    shape = aval_of(eqn.invars[side]).shape
+    return math.prod(n for axis, n in enumerate(shape) if axis not in shared)
+
+  depth = math.prod(aval_of(eqn.invars[weight]).shape[axis] for axis in contracted[weight])
+  return depth, free(weight), free(1 - weight)

@@ -1,0 +1,327 @@
+"""A matmul in float8 with its derivatives: operands are scaled, clipped, cast and multiplied.
+
+The forward pass multiplies e4m3 by e4m3. In the backward pass the gradient that comes in is e5m2,
+and the operand that it meets is one that the forward pass cast: nothing wider is kept. All scales
+are computed from the operands at hand, and applied to the result. So the operands of `dot_general`
+itself are float8: XLA finds no float8 where they are multiplied by a scale on their way to it, if
+Triton takes the matmul.
+
+As for weight gradients, the derivative is a primitive of our own, linear in the tangent, of which
+the transpose is what is wanted: a `jax.custom_vjp` would refuse forward mode.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import AbstractValue, ShapedArray
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core.primitives import dot_general_p
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._core.dtypes import FLOAT32
+from mpjax._core.float8 import Float8
+from mpjax._core.types import Array, DType
+from mpjax._jaxprs.atoms import Atom
+from mpjax._jaxprs.autocast.marks import FLOAT8
+from mpjax._jaxprs.autocast.weight_grads import into_wide
+from mpjax._jaxprs.primitive_facts import EqnParams
+
+E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+
+NAME = "float8"
+"""That of the operands kept for the backward pass, for policies of `jax.checkpoint`."""
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+class Scaled(NamedTuple):
+  """An array of float8 and what it was divided by.
+
+  Fields:
+    values: the array; in low precision if there is no scale.
+    scale: float32, a number or an array with the axes of `values`, of size 1 where they share one.
+  """
+
+  values: Array
+  scale: Array | None = None
+
+
+def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: bool) -> Scaled:
+  """Returns an array scaled so that its largest element is the largest number of a float8 dtype.
+
+  An inf makes the scale inf and a NaN NaN, and with it all that is multiplied by the scale. An
+  array of zeros has a small scale, of which nothing but zeros comes.
+
+  Args:
+    x: a floating array.
+    dtype: the float8 dtype.
+    axes: the axes whose elements share a scale; None for one scale.
+    power_of_two: the scale is rounded up to a power of two.
+  """
+  most, wide = float(jnp.finfo(dtype).max), jax.lax.convert_element_type(x, FLOAT32)
+  over = range(x.ndim) if axes is None else axes
+  largest = jax.lax.reduce_max(jax.lax.abs(wide), tuple(over))
+  largest = largest if axes is None else jax.lax.expand_dims(largest, axes)
+  if power_of_two:
+    exponent = 2.0 ** math.floor(math.log2(most))
+    scale = _rounded_up(largest / exponent, most / exponent)
+  else:
+    scale = largest / most
+  # Below, the reciprocal of the scale is none that float32 has.
+  scale = jnp.maximum(scale, _TINY)
+  # Clipped first: a cast to e4m3 makes NaN of what is above its range.
+  values = jax.lax.clamp(-most, wide / scale, most)
+  return Scaled(jax.lax.convert_element_type(values, dtype), scale)
+
+
+def _rounded_up(x: Array, mantissa: float) -> Array:
+  """Returns the least powers of two that are no less than `x / mantissa`, for 1 <= mantissa < 2.
+
+  By the bits of the number: a logarithm is not exact on every device.
+  """
+  bits = jax.lax.bitcast_convert_type(x, np.int32)
+  carry = np.int32((1 << 23) - 1 - int((mantissa - 1) * (1 << 23)))
+  up = jax.lax.bitcast_convert_type((bits + carry) & np.int32(0xFF << 23), FLOAT32)
+  return jax.lax.select(x < math.inf, up, x)
+
+
+Levels: TypeAlias = tuple[tuple[bool, ...], ...]
+"""For each `vmap` around, the innermost first, which operands have a first axis for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matmul:
+  """A matmul in float8.
+
+  Fields:
+    params: the parameters of its `dot_general` that are no dtypes.
+    operands: the types of its operands in low precision.
+    recipe: how to scale.
+    wide: for each operand that is a weight, the dtype of its gradient; None for any other.
+  """
+
+  params: tuple[tuple[str, Any], ...]
+  operands: tuple[ShapedArray, ShapedArray]
+  recipe: Float8
+  wide: tuple[DType | None, DType | None]
+
+  @property
+  def half(self) -> DType:
+    """The dtype of the result."""
+    return self.operands[0].dtype
+
+  def __call__(self, *operands: Array) -> Array:
+    """Returns the matmul of operands in float32 or low precision."""
+    with jax.named_scope(FLOAT8):
+      return self._product(*self._cast(operands))
+
+  def tangent(
+    self, primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
+  ) -> tuple[list[Array], list[Array]]:
+    """Returns the result and its derivative: a rule for `jax.custom_jvp` with symbolic zeros."""
+    with jax.named_scope(FLOAT8):
+      cast = self._cast(primals)
+      parts = []
+      for side, t in enumerate(tangents):
+        if not isinstance(t, SymbolicZero):
+          kept = [checkpoint_name(x, NAME) for x in self._kept(side, primals, cast)]
+          parts.append(_tangent_p.bind(t, *kept, matmul=self, side=side, levels=()))
+      return [self._product(*cast)], [functools.reduce(operator.add, parts)]
+
+  def quantise(self, x: Array, dtype: DType, summed: Sequence[int]) -> Scaled:
+    """Returns an operand of a matmul in float8, of which the axes `summed` are summed over."""
+    axes = summed if self.recipe.scaling == "row" else None
+    return quantise(x, dtype, axes, self.recipe.power_of_two)
+
+  def _cast(self, operands: Sequence[Array]) -> list[Scaled]:
+    contracted = dict(self.params)["dimension_numbers"][0]
+    return [self.quantise(x, E4M3, axes) for x, axes in zip(operands, contracted, strict=True)]
+
+  def _product(self, lhs: Scaled, rhs: Scaled) -> Array:
+    return scaled_dot(dict(self.params), lhs, rhs, self.half)
+
+  def is_float8(self, side: int) -> bool:
+    """Whether the gradient of an operand is multiplied in float8."""
+    return self.wide[side] is None or self.recipe.weight_grad == "float8"
+
+  def _kept(self, side: int, primals: Sequence[Array], cast: Sequence[Scaled]) -> Sequence[Array]:
+    """Returns what the gradient of an operand is computed from: the other one."""
+    other = 1 - side
+    if not self.is_float8(side):
+      return [jax.lax.convert_element_type(primals[other], self.half)]
+    if self.recipe.scaling == "tensor":
+      return [x for x in cast[other] if x is not None]
+    # The gradient adds up over other axes of it than the result: it has other rows.
+    contracted, batch = dict(self.params)["dimension_numbers"]
+    shared = {*contracted[other], *batch[other]}
+    free = [axis for axis in range(primals[other].ndim) if axis not in shared]
+    return [x for x in self.quantise(primals[other], E4M3, free) if x is not None]
+
+  def derivative(self, side: int, t: Array, *kept: Array) -> Array:
+    """Returns the matmul of a tangent and what is kept of the other operand, in low precision."""
+    other = Scaled(*kept)
+    values = jax.lax.convert_element_type(other.values, FLOAT32)
+    values = values if other.scale is None else values * other.scale
+    pair = [jax.lax.convert_element_type(x, self.half) for x in (t, values)]
+    return self._in_half(*(pair if side == 0 else pair[::-1]))
+
+  def gradient(self, side: int, cotangent: Array, *kept: Array) -> Array:
+    """Returns the gradient of an operand, of that of the result and what is kept of the other."""
+
+    def pull(cotangent: Array, other: Array) -> Array:
+      def linear(x: Array) -> Array:
+        return self._in_half(*((x, other) if side == 0 else (other, x)))
+
+      return jax.linear_transpose(linear, self.operands[side])(cotangent)[0]
+
+    # Which matmul of which axes it is, JAX knows best: its own jaxpr is run with other operands.
+    other = self.operands[1 - side]
+    return self._run(jax.make_jaxpr(pull)(jax.typeof(cotangent), other), side, cotangent, kept)
+
+  def _in_half(self, lhs: Array, rhs: Array) -> Array:
+    dtypes = {"precision": None, "preferred_element_type": self.half}
+    return dot_general_p.bind(lhs, rhs, **{**dict(self.params), **dtypes})
+
+  def _run(self, program: ClosedJaxpr, side: int, cotangent: Array, kept: Sequence[Array]) -> Array:
+    given, other = program.jaxpr.invars
+    found: dict[Atom, Array] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    found[given] = cotangent
+
+    def read(atom: Atom) -> Array:
+      return atom.val if isinstance(atom, Literal) else found[atom]
+
+    for eqn in program.jaxpr.eqns:
+      if other in eqn.invars:
+        place = eqn.invars.index(other)
+        made = [self._multiplied(eqn, read(eqn.invars[1 - place]), place, side, Scaled(*kept))]
+      else:
+        made = eqn.primitive.bind(*map(read, eqn.invars), **eqn.params)
+        made = made if eqn.primitive.multiple_results else [made]
+      found.update(zip(eqn.outvars, made, strict=True))
+    return read(program.jaxpr.outvars[0])
+
+  def _multiplied(self, eqn: JaxprEqn, x: Array, place: int, side: int, other: Scaled) -> Array:
+    """Returns the matmul of a gradient with what is kept, which is the operand at `place`."""
+    out = self.wide[side] or self.half
+    if other.scale is None:
+      pair = [x, other.values] if place else [other.values, x]
+      return into_wide(eqn, pair, {**eqn.params, "preferred_element_type": out})
+    cast = self.quantise(x, E5M2, eqn.params["dimension_numbers"][0][1 - place])
+    return scaled_dot(eqn.params, *((cast, other) if place else (other, cast)), out)
+
+
+def scaled_dot(params: EqnParams, lhs: Scaled, rhs: Scaled, dtype: DType) -> Array:
+  """Returns the matmul of two scaled arrays, in a dtype.
+
+  Args:
+    params: those of a `dot_general`; of the precision and the type of the result none counts.
+    lhs: the left operand.
+    rhs: the right operand.
+    dtype: that of the result.
+  """
+  # Before it is scaled the result may be 448 * 448 times the length of the sum.
+  holds = dtype if jnp.finfo(dtype).max > 1e38 else FLOAT32
+  result = dot_general_p.bind(
+    lhs.values, rhs.values, **{**params, "precision": None, "preferred_element_type": holds}
+  )
+  result = jax.lax.convert_element_type(result, FLOAT32)
+  for side, operand in enumerate((lhs, rhs)):
+    result = result * _along(result, operand, side, params["dimension_numbers"])
+  return jax.lax.convert_element_type(result, dtype)
+
+
+def _along(result: Array, operand: Scaled, side: int, numbers: Any) -> Array:
+  """Returns the scale of an operand with the axes of the result."""
+  scale = operand.scale
+  if scale is None or scale.ndim == 0:
+    return scale
+  contracted, batch = numbers[0][side], numbers[1][side]
+  free = [axis for axis in range(scale.ndim) if axis not in (*contracted, *batch)]
+  lacking = result.ndim - len(batch) - len(free)
+  ordered = jax.lax.squeeze(scale, contracted)
+  left = [axis for axis in range(scale.ndim) if axis not in contracted]
+  ordered = jax.lax.transpose(ordered, [left.index(axis) for axis in (*batch, *free)])
+  start = len(batch) if side else result.ndim - lacking
+  return jax.lax.expand_dims(ordered, range(start, start + lacking))
+
+
+# The primitive.
+
+_tangent_p = Primitive("float8_matmul")
+"""The derivative of a matmul in float8 by one operand, linear in its tangent.
+
+Its operands are the tangent, and what is kept of the other operand: an array, and its scale if it
+is float8. Parameters:
+  matmul: the `Matmul`.
+  side: 0 for a tangent of the left operand.
+  levels: see `Levels`.
+"""
+
+
+def _evaluate(*operands: Array, matmul: Matmul, side: int, levels: Levels) -> Array:
+  call = functools.partial(matmul.derivative, side)
+  for level in levels:
+    call = jax.vmap(call, in_axes=[0 if each else None for each in level])
+  return call(*operands)
+
+
+def _abstract(*avals: ShapedArray, **params: Any) -> AbstractValue:
+  return jax.make_jaxpr(functools.partial(_evaluate, **params))(*avals).jaxpr.outvars[0].aval
+
+
+def _jvp(
+  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], **params: Any
+) -> tuple[Array, Array]:
+  return jax.jvp(
+    functools.partial(_evaluate, **params), primals, list(map(ad.instantiate_zeros, tangents))
+  )
+
+
+def _batch(
+  operands: Sequence[Array], dims: Sequence[int | None], *, levels: Levels, **params: Any
+) -> tuple[Array, int]:
+  pairs = zip(operands, dims, strict=True)
+  moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
+  level = tuple(axis is not None for axis in dims)
+  return _tangent_p.bind(*moved, levels=(*levels, level), **params), 0
+
+
+def _transpose(
+  cotangent: Array | ad.Zero,
+  *operands: Any,  # One `ad.UndefinedPrimal`, and arrays.
+  matmul: Matmul,
+  side: int,
+  levels: Levels,
+) -> list[Array | ad.Zero | None]:
+  tangent, *kept = operands
+  none = [None] * len(kept)
+  if isinstance(cotangent, ad.Zero):
+    return [ad.Zero(tangent.aval), *none]
+  call = functools.partial(matmul.gradient, side)
+  for mapped, *others in levels:
+    call = _each(call, others, mapped)
+  bar = call(cotangent, *kept)
+  return [jax.lax.convert_element_type(bar, tangent.aval.dtype), *none]
+
+
+def _each(call: Any, kept: Sequence[bool], mapped: bool) -> Any:
+  """Returns `call` of each cotangent; the sum of its results if they are gradients of one array."""
+  each = jax.vmap(call, in_axes=[0, *(0 if axis else None for axis in kept)])
+  return each if mapped else lambda *args: jnp.sum(each(*args), axis=0)
+
+
+_tangent_p.def_impl(_evaluate)
+_tangent_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[_tangent_p] = _jvp
+ad.primitive_transposes[_tangent_p] = _transpose
+batching.primitive_batchers[_tangent_p] = _batch
+mlir.register_lowering(_tangent_p, mlir.lower_fun(_evaluate, multiple_results=False))
