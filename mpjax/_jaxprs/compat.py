@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import JaxprEqn
 
 from mpjax._core.types import Array
@@ -67,6 +67,12 @@ def with_scope(name_stack: NameStack, name: str) -> NameStack:
 def scopes_of(name_stack: NameStack) -> tuple[tuple[str, bool], ...]:
   """Returns the names in a name stack, each with whether it is that of a transformation."""
   return tuple((each.name, type(each).__name__ == "Transform") for each in name_stack.stack)
+
+
+def varying_as(aval: ShapedArray, like: ShapedArray) -> ShapedArray:
+  """Returns a type that varies over the axes of a `shard_map` over which another one does."""
+  name = "manual_axis_type"
+  return aval.update(**{name: getattr(like, name)}) if hasattr(like, name) else aval
 
 
 Traceback: TypeAlias = Any

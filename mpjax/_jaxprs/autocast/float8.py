@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import dot_general_p
 
 from mpjax._core.dtypes import FLOAT32
@@ -14,7 +15,7 @@ from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.autocast.evaluate import differentiated
 from mpjax._jaxprs.autocast.float8_dot import Matmul
 from mpjax._jaxprs.autocast.values import Value
-from mpjax._jaxprs.compat import context_of, scopes_of
+from mpjax._jaxprs.compat import context_of, scopes_of, varying_as
 
 
 def with_float8(
@@ -48,11 +49,40 @@ def with_float8(
     operands=tuple(aval.update(dtype=half, weak_type=False) for aval in avals),
     recipe=recipe,
     wide=tuple(wide),
+    weight=weight_of(values),
   )
   with context_of(eqn):
-    body = jax.make_jaxpr(matmul)(*avals)
+    body = _varying_as(avals[0], jax.make_jaxpr(matmul)(*avals))
     made = differentiated(body, matmul.tangent, avals, "matmul")
   return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
+
+
+def _varying_as(like: ShapedArray, body: ClosedJaxpr) -> ClosedJaxpr:
+  """Returns a jaxpr for operands that vary over the axes of a `shard_map`.
+
+  These are not bound while the jaxpr around is rewritten, so that a trace knows nothing of them.
+  """
+  new: dict[Atom, Var] = {}
+
+  def of(v: Atom) -> Atom:
+    if isinstance(v, Literal):
+      return v
+    return new.setdefault(v, Var(varying_as(aval_of(v), like)))
+
+  jaxpr = body.jaxpr
+  made = jaxpr.replace(
+    invars=list(map(of, jaxpr.invars)),
+    eqns=[
+      e.replace(invars=[*map(of, e.invars)], outvars=[*map(of, e.outvars)]) for e in jaxpr.eqns
+    ],
+    outvars=list(map(of, jaxpr.outvars)),
+  )
+  return ClosedJaxpr(made, body.consts)
+
+
+def weight_of(values: Sequence[Value | None]) -> int:
+  """Returns which operand is the weight; of two parameters, or arguments, it is the right one."""
+  return max((i for i, value in enumerate(values) if is_weight(value)), default=-1)
 
 
 def is_weight(value: Value | None) -> bool:
@@ -74,11 +104,10 @@ def why_not(eqn: JaxprEqn, values: Sequence[Value | None], recipe: Float8) -> st
     name for name, is_transform in scopes_of(eqn.source_info.name_stack) if is_transform
   ):
     return "a gradient taken inside"
-  weights = [i for i, value in enumerate(values) if is_weight(value)]
-  if not weights:
+  weight = weight_of(values)
+  if weight < 0:
     return "no operand is a parameter"
-  # Of two parameters, or an argument and a parameter, the right one is the weight.
-  depth, columns, rows = sizes(eqn, weights[-1])
+  depth, columns, rows = sizes(eqn, weight)
   if min(depth, columns, rows) < 2:
     return "a product of vectors"
   for name, size in (("K", depth), ("N", columns)):

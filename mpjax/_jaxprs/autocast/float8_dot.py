@@ -12,6 +12,7 @@ the transpose is what is wanted: a `jax.custom_vjp` would refuse forward mode.
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._core.dtypes import FLOAT32
+from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.float8 import Float8
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom
@@ -68,18 +70,18 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
     power_of_two: the scale is rounded up to a power of two.
   """
   most, wide = float(jnp.finfo(dtype).max), jax.lax.convert_element_type(x, FLOAT32)
-  over = range(x.ndim) if axes is None else axes
-  largest = jax.lax.reduce_max(jax.lax.abs(wide), tuple(over))
+  largest = jax.lax.reduce_max(jax.lax.abs(wide), tuple(range(x.ndim) if axes is None else axes))
   largest = largest if axes is None else jax.lax.expand_dims(largest, axes)
+  # Multiplied by reciprocals: XLA makes that of some divisions, and the last digit another.
   if power_of_two:
     exponent = 2.0 ** math.floor(math.log2(most))
-    scale = _rounded_up(largest / exponent, most / exponent)
+    scale = _rounded_up(largest * (1 / exponent), most / exponent)
   else:
-    scale = largest / most
-  # Below, the reciprocal of the scale is none that float32 has.
+    scale = largest * (1 / most)
+  # The reciprocal of a smaller one is none that float32 has.
   scale = jnp.maximum(scale, _TINY)
   # Clipped first: a cast to e4m3 makes NaN of what is above its range.
-  values = jax.lax.clamp(-most, wide / scale, most)
+  values = jax.lax.clamp(-most, wide * (1 / scale), most)
   return Scaled(jax.lax.convert_element_type(values, dtype), scale)
 
 
@@ -106,13 +108,15 @@ class Matmul:
     params: the parameters of its `dot_general` that are no dtypes.
     operands: the types of its operands in low precision.
     recipe: how to scale.
-    wide: for each operand that is a weight, the dtype of its gradient; None for any other.
+    wide: the dtype of the gradient of an operand that keeps its own, as weights do; None for half.
+    weight: which operand is the weight, by its place.
   """
 
   params: tuple[tuple[str, Any], ...]
   operands: tuple[ShapedArray, ShapedArray]
   recipe: Float8
-  wide: tuple[DType | None, DType | None]
+  wide: tuple[DType | None, ...]
+  weight: int
 
   @property
   def half(self) -> DType:
@@ -151,7 +155,7 @@ class Matmul:
 
   def is_float8(self, side: int) -> bool:
     """Whether the gradient of an operand is multiplied in float8."""
-    return self.wide[side] is None or self.recipe.weight_grad == "float8"
+    return side != self.weight or self.recipe.weight_grad == "float8"
 
   def _kept(self, side: int, primals: Sequence[Array], cast: Sequence[Scaled]) -> Sequence[Array]:
     """Returns what the gradient of an operand is computed from: the other one."""
@@ -174,49 +178,77 @@ class Matmul:
     pair = [jax.lax.convert_element_type(x, self.half) for x in (t, values)]
     return self._in_half(*(pair if side == 0 else pair[::-1]))
 
-  def gradient(self, side: int, cotangent: Array, *kept: Array) -> Array:
-    """Returns the gradient of an operand, of that of the result and what is kept of the other."""
+  def gradient(
+    self, side: int, like: ShapedArray, sums: int, cotangent: Array, *kept: Array
+  ) -> Array:
+    """Returns the gradient of an operand.
+
+    Args:
+      side: which operand.
+      like: its type.
+      sums: how many `vmap`s around map over the rest and not over it: their axes come first.
+      cotangent: the gradient of the result.
+      *kept: what is kept of the other operand.
+    """
+    other = Scaled(*kept)
+    if sums and other.scale is not None:
+      # One matmul that adds up over these axes too: their scales go to the gradient before it.
+      scale = jax.lax.expand_dims(other.scale, range(sums, cotangent.ndim))
+      cotangent = jax.lax.convert_element_type(cotangent, FLOAT32) * scale
+      other = Scaled(other.values, np.ones((), FLOAT32))
 
     def pull(cotangent: Array, other: Array) -> Array:
       def linear(x: Array) -> Array:
-        return self._in_half(*((x, other) if side == 0 else (other, x)))
+        def call(other: Array) -> Array:
+          return self._in_half(*((x, other) if side == 0 else (other, x)))
 
-      return jax.linear_transpose(linear, self.operands[side])(cotangent)[0]
+        for _ in range(sums):
+          call = jax.vmap(call)
+        return call(other)
+
+      return jax.linear_transpose(linear, like.update(dtype=self.half))(cotangent)[0]
 
     # Which matmul of which axes it is, JAX knows best: its own jaxpr is run with other operands.
-    other = self.operands[1 - side]
-    return self._run(jax.make_jaxpr(pull)(jax.typeof(cotangent), other), side, cotangent, kept)
+    types = (jax.typeof(x).update(dtype=self.half) for x in (cotangent, other.values))
+    return self._run(jax.make_jaxpr(pull)(*types), side, cotangent, other)
 
   def _in_half(self, lhs: Array, rhs: Array) -> Array:
     dtypes = {"precision": None, "preferred_element_type": self.half}
     return dot_general_p.bind(lhs, rhs, **{**dict(self.params), **dtypes})
 
-  def _run(self, program: ClosedJaxpr, side: int, cotangent: Array, kept: Sequence[Array]) -> Array:
-    given, other = program.jaxpr.invars
+  def _run(self, program: ClosedJaxpr, side: int, cotangent: Array, other: Scaled) -> Array:
     found: dict[Atom, Array] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    found[given] = cotangent
+    found |= zip(program.jaxpr.invars, (cotangent, other.values), strict=True)
+    others: set[Atom] = {program.jaxpr.invars[1]}
 
     def read(atom: Atom) -> Array:
       return atom.val if isinstance(atom, Literal) else found[atom]
 
     for eqn in program.jaxpr.eqns:
-      if other in eqn.invars:
-        place = eqn.invars.index(other)
-        made = [self._multiplied(eqn, read(eqn.invars[1 - place]), place, side, Scaled(*kept))]
+      operands = list(map(read, eqn.invars))
+      places = [i for i, v in enumerate(eqn.invars) if v in others]
+      if eqn.primitive is dot_general_p:
+        made = [self._multiplied(eqn, operands, places[0], side, other.scale)]
       else:
-        made = eqn.primitive.bind(*map(read, eqn.invars), **eqn.params)
+        made = eqn.primitive.bind(*operands, **eqn.params)
         made = made if eqn.primitive.multiple_results else [made]
+        others.update(eqn.outvars if places else ())
       found.update(zip(eqn.outvars, made, strict=True))
     return read(program.jaxpr.outvars[0])
 
-  def _multiplied(self, eqn: JaxprEqn, x: Array, place: int, side: int, other: Scaled) -> Array:
+  def _multiplied(
+    self, eqn: JaxprEqn, operands: list[Array], place: int, side: int, scale: Array | None
+  ) -> Array:
     """Returns the matmul of a gradient with what is kept, which is the operand at `place`."""
     out = self.wide[side] or self.half
-    if other.scale is None:
-      pair = [x, other.values] if place else [other.values, x]
-      return into_wide(eqn, pair, {**eqn.params, "preferred_element_type": out})
-    cast = self.quantise(x, E5M2, eqn.params["dimension_numbers"][0][1 - place])
-    return scaled_dot(eqn.params, *((cast, other) if place else (other, cast)), out)
+    if scale is None:
+      return into_wide(eqn, operands, {**eqn.params, "preferred_element_type": out})
+    axes = eqn.params["dimension_numbers"][0]
+    pair = [
+      Scaled(x, scale) if i == place else self.quantise(x, E5M2, axes[i])
+      for i, x in enumerate(operands)
+    ]
+    return scaled_dot(eqn.params, *pair, out)
 
 
 def scaled_dot(params: EqnParams, lhs: Scaled, rhs: Scaled, dtype: DType) -> Array:
@@ -229,7 +261,7 @@ def scaled_dot(params: EqnParams, lhs: Scaled, rhs: Scaled, dtype: DType) -> Arr
     dtype: that of the result.
   """
   # Before it is scaled the result may be 448 * 448 times the length of the sum.
-  holds = dtype if jnp.finfo(dtype).max > 1e38 else FLOAT32
+  holds = dtype if float(jnp.finfo(dtype).max) > 1e38 else FLOAT32
   result = dot_general_p.bind(
     lhs.values, rhs.values, **{**params, "precision": None, "preferred_element_type": holds}
   )
@@ -280,10 +312,14 @@ def _abstract(*avals: ShapedArray, **params: Any) -> AbstractValue:
 
 def _jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], **params: Any
-) -> tuple[Array, Array]:
-  return jax.jvp(
-    functools.partial(_evaluate, **params), primals, list(map(ad.instantiate_zeros, tangents))
-  )
+) -> tuple[Array, Array | ad.Zero]:
+  tangent, *others = tangents
+  if not all(isinstance(t, ad.Zero) for t in others):
+    raise _second_order()
+  result = _tangent_p.bind(*primals, **params)
+  if isinstance(tangent, ad.Zero):
+    return result, ad.Zero.from_primal_value(result)
+  return result, _tangent_p.bind(tangent, *primals[1:], **params)
 
 
 def _batch(
@@ -306,11 +342,36 @@ def _transpose(
   none = [None] * len(kept)
   if isinstance(cotangent, ad.Zero):
     return [ad.Zero(tangent.aval), *none]
-  call = functools.partial(matmul.gradient, side)
-  for mapped, *others in levels:
+  sums = 0
+  if matmul.recipe.scaling == "tensor" or not matmul.is_float8(side):
+    sums = len(list(itertools.takewhile(lambda level: not level[0], levels)))
+  like = matmul.operands[side] if levels else tangent.aval
+  call = _first_order(functools.partial(matmul.gradient, side, like, sums))
+  for mapped, *others in levels[sums:]:
     call = _each(call, others, mapped)
   bar = call(cotangent, *kept)
   return [jax.lax.convert_element_type(bar, tangent.aval.dtype), *none]
+
+
+def _first_order(call: Any) -> Any:
+  """Returns `call` with a derivative that raises."""
+  fun = jax.custom_jvp(lambda *args: call(*args))
+
+  @fun.defjvp
+  def rule(primals: object, tangents: object) -> Any:
+    raise _second_order()
+
+  return fun
+
+
+def _second_order() -> MpjaxTypeError:
+  return MpjaxTypeError(
+    "a matmul in float8",
+    expected="first derivatives",
+    got="a derivative of its gradient, or of its tangent",
+    fix="Second derivatives are for low precision or float32: take them of the function under "
+    '"mixed_bfloat16", or put a rule for the module before others.',
+  )
 
 
 def _each(call: Any, kept: Sequence[bool], mapped: bool) -> Any:
