@@ -57,12 +57,16 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
         half = aval_of(atom).dtype  # The user's own choice.
   neutral, rounded, before = False, None, values
   if part == "half":
-    if not wide or wants_precision(eqn.params):  # The user's own choice, again.
-      return rewriter.untouched(eqn)
+    asked = not wide or wants_precision(eqn.params)  # The user's own choice, again.
     recipe = float8(scope, rewriter.settings)
-    if recipe is not None and why_not(eqn, values, recipe) is None:
-      made = with_float8(eqn, values, half, recipe, rewriter.view)
-      return rewriter.write(made, made.invars, [Kind(half)])
+    if recipe is not None:
+      reason = "the code asks for its dtype" if asked else why_not(eqn, values, recipe)
+      if reason is None:
+        made = with_float8(eqn, values, half, recipe, rewriter.view)
+        return rewriter.write(made, made.invars, [Kind(half)])
+      eqn = rewriter.not_float8(eqn, reason)
+    if asked:
+      return rewriter.untouched(eqn)
     wide_grads = weight_grads(scope, rewriter.settings)
     precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
     eqn = eqn if precise is eqn.params else eqn.replace(params=precise)

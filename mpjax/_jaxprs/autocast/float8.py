@@ -15,7 +15,9 @@ from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.autocast.evaluate import differentiated
 from mpjax._jaxprs.autocast.float8_dot import Matmul
 from mpjax._jaxprs.autocast.values import Value
-from mpjax._jaxprs.compat import context_of, scopes_of, varying_as
+from mpjax._jaxprs.compat import context_of, make_varying, scopes_of, varying_as, varying_axes
+
+_BACKWARD = "transpose()"  # As JAX prints it, to tell it from the operation.
 
 
 def with_float8(
@@ -62,22 +64,23 @@ def _varying_as(like: ShapedArray, body: ClosedJaxpr) -> ClosedJaxpr:
 
   These are not bound while the jaxpr around is rewritten, so that a trace knows nothing of them.
   """
+  axes, jaxpr = varying_axes(like), body.jaxpr
+  if not axes:
+    return body
   new: dict[Atom, Var] = {}
+  eqns: list[JaxprEqn] = []
 
-  def of(v: Atom) -> Atom:
-    if isinstance(v, Literal):
-      return v
-    return new.setdefault(v, Var(varying_as(aval_of(v), like)))
+  def of(v: Atom) -> Var:
+    made = Var(varying_as(aval_of(v), like))
+    return made if isinstance(v, Literal) else new.setdefault(v, made)
 
-  jaxpr = body.jaxpr
-  made = jaxpr.replace(
-    invars=list(map(of, jaxpr.invars)),
-    eqns=[
-      e.replace(invars=[*map(of, e.invars)], outvars=[*map(of, e.outvars)]) for e in jaxpr.eqns
-    ],
-    outvars=list(map(of, jaxpr.outvars)),
-  )
-  return ClosedJaxpr(made, body.consts)
+  for eqn in jaxpr.eqns:
+    operands, results = list(map(of, eqn.invars)), list(map(of, eqn.outvars))
+    literals = [(v, x) for v, x in zip(eqn.invars, operands, strict=True) if isinstance(v, Literal)]
+    eqns += [make_varying(v, x, axes, eqn) for v, x in literals]
+    eqns.append(eqn.replace(invars=operands, outvars=results))
+  invars, outvars = list(map(of, jaxpr.invars)), list(map(of, jaxpr.outvars))
+  return ClosedJaxpr(jaxpr.replace(invars=invars, eqns=eqns, outvars=outvars), body.consts)
 
 
 def weight_of(values: Sequence[Value | None]) -> int:
@@ -99,17 +102,16 @@ def why_not(eqn: JaxprEqn, values: Sequence[Value | None], recipe: Float8) -> st
     recipe: which sizes are too small.
   """
   if eqn.primitive is not dot_general_p:
-    return "no dot_general"
-  if "transpose" in (
-    name for name, is_transform in scopes_of(eqn.source_info.name_stack) if is_transform
-  ):
-    return "a gradient taken inside"
+    return "it is no dot_general"
+  stack = scopes_of(eqn.source_info.name_stack)
+  if any(f"{name}()" == _BACKWARD for name, is_transform in stack if is_transform):
+    return "its gradient is taken inside"
   weight = weight_of(values)
   if weight < 0:
     return "no operand is a parameter"
   depth, columns, rows = sizes(eqn, weight)
   if min(depth, columns, rows) < 2:
-    return "a product of vectors"
+    return "it has one row or column"
   for name, size in (("K", depth), ("N", columns)):
     if size % MULTIPLE:
       return f"{name}={size} is no multiple of {MULTIPLE}"

@@ -13,14 +13,12 @@ the transpose is what is wanted: a `jax.custom_vjp` would refuse forward mode.
 import dataclasses
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import AbstractValue, ShapedArray
 from jax.custom_derivatives import SymbolicZero
@@ -33,68 +31,12 @@ from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.float8 import Float8
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom
+from mpjax._jaxprs.autocast.float8_scaling import E4M3, E5M2, Scaled, quantise, scaled_dot
 from mpjax._jaxprs.autocast.marks import FLOAT8
 from mpjax._jaxprs.autocast.weight_grads import into_wide
-from mpjax._jaxprs.primitive_facts import EqnParams
-
-E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
 NAME = "float8"
 """That of the operands kept for the backward pass, for policies of `jax.checkpoint`."""
-
-_TINY = float(np.finfo(np.float32).tiny)
-
-
-class Scaled(NamedTuple):
-  """An array of float8 and what it was divided by.
-
-  Fields:
-    values: the array; in low precision if there is no scale.
-    scale: float32, a number or an array with the axes of `values`, of size 1 where they share one.
-  """
-
-  values: Array
-  scale: Array | None = None
-
-
-def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: bool) -> Scaled:
-  """Returns an array scaled so that its largest element is the largest number of a float8 dtype.
-
-  An inf makes the scale inf and a NaN NaN, and with it all that is multiplied by the scale. An
-  array of zeros has a small scale, of which nothing but zeros comes.
-
-  Args:
-    x: a floating array.
-    dtype: the float8 dtype.
-    axes: the axes whose elements share a scale; None for one scale.
-    power_of_two: the scale is rounded up to a power of two.
-  """
-  most, wide = float(jnp.finfo(dtype).max), jax.lax.convert_element_type(x, FLOAT32)
-  largest = jax.lax.reduce_max(jax.lax.abs(wide), tuple(range(x.ndim) if axes is None else axes))
-  largest = largest if axes is None else jax.lax.expand_dims(largest, axes)
-  # Multiplied by reciprocals: XLA makes that of some divisions, and the last digit another.
-  if power_of_two:
-    exponent = 2.0 ** math.floor(math.log2(most))
-    scale = _rounded_up(largest * (1 / exponent), most / exponent)
-  else:
-    scale = largest * (1 / most)
-  # The reciprocal of a smaller one is none that float32 has.
-  scale = jnp.maximum(scale, _TINY)
-  # Clipped first: a cast to e4m3 makes NaN of what is above its range.
-  values = jax.lax.clamp(-most, wide * (1 / scale), most)
-  return Scaled(jax.lax.convert_element_type(values, dtype), scale)
-
-
-def _rounded_up(x: Array, mantissa: float) -> Array:
-  """Returns the least powers of two that are no less than `x / mantissa`, for 1 <= mantissa < 2.
-
-  By the bits of the number: a logarithm is not exact on every device.
-  """
-  bits = jax.lax.bitcast_convert_type(x, np.int32)
-  carry = np.int32((1 << 23) - 1 - int((mantissa - 1) * (1 << 23)))
-  up = jax.lax.bitcast_convert_type((bits + carry) & np.int32(0xFF << 23), FLOAT32)
-  return jax.lax.select(x < math.inf, up, x)
-
 
 Levels: TypeAlias = tuple[tuple[bool, ...], ...]
 """For each `vmap` around, the innermost first, which operands have a first axis for it."""
@@ -113,7 +55,7 @@ class Matmul:
   """
 
   params: tuple[tuple[str, Any], ...]
-  operands: tuple[ShapedArray, ShapedArray]
+  operands: tuple[ShapedArray, ...]
   recipe: Float8
   wide: tuple[DType | None, ...]
   weight: int
@@ -126,7 +68,7 @@ class Matmul:
   def __call__(self, *operands: Array) -> Array:
     """Returns the matmul of operands in float32 or low precision."""
     with jax.named_scope(FLOAT8):
-      return self._product(*self._cast(operands))
+      return self._product(self._cast(operands))
 
   def tangent(
     self, primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
@@ -139,7 +81,7 @@ class Matmul:
         if not isinstance(t, SymbolicZero):
           kept = [checkpoint_name(x, NAME) for x in self._kept(side, primals, cast)]
           parts.append(_tangent_p.bind(t, *kept, matmul=self, side=side, levels=()))
-      return [self._product(*cast)], [functools.reduce(operator.add, parts)]
+      return [self._product(cast)], [functools.reduce(operator.add, parts)]
 
   def quantise(self, x: Array, dtype: DType, summed: Sequence[int]) -> Scaled:
     """Returns an operand of a matmul in float8, of which the axes `summed` are summed over."""
@@ -150,8 +92,8 @@ class Matmul:
     contracted = dict(self.params)["dimension_numbers"][0]
     return [self.quantise(x, E4M3, axes) for x, axes in zip(operands, contracted, strict=True)]
 
-  def _product(self, lhs: Scaled, rhs: Scaled) -> Array:
-    return scaled_dot(dict(self.params), lhs, rhs, self.half)
+  def _product(self, cast: Sequence[Scaled]) -> Array:
+    return scaled_dot(dict(self.params), cast, self.half)
 
   def is_float8(self, side: int) -> bool:
     """Whether the gradient of an operand is multiplied in float8."""
@@ -195,7 +137,7 @@ class Matmul:
       # One matmul that adds up over these axes too: their scales go to the gradient before it.
       scale = jax.lax.expand_dims(other.scale, range(sums, cotangent.ndim))
       cotangent = jax.lax.convert_element_type(cotangent, FLOAT32) * scale
-      other = Scaled(other.values, np.ones((), FLOAT32))
+      other = Scaled(other.values, jnp.ones((), FLOAT32))
 
     def pull(cotangent: Array, other: Array) -> Array:
       def linear(x: Array) -> Array:
@@ -248,42 +190,7 @@ class Matmul:
       Scaled(x, scale) if i == place else self.quantise(x, E5M2, axes[i])
       for i, x in enumerate(operands)
     ]
-    return scaled_dot(eqn.params, *pair, out)
-
-
-def scaled_dot(params: EqnParams, lhs: Scaled, rhs: Scaled, dtype: DType) -> Array:
-  """Returns the matmul of two scaled arrays, in a dtype.
-
-  Args:
-    params: those of a `dot_general`; of the precision and the type of the result none counts.
-    lhs: the left operand.
-    rhs: the right operand.
-    dtype: that of the result.
-  """
-  # Before it is scaled the result may be 448 * 448 times the length of the sum.
-  holds = dtype if float(jnp.finfo(dtype).max) > 1e38 else FLOAT32
-  result = dot_general_p.bind(
-    lhs.values, rhs.values, **{**params, "precision": None, "preferred_element_type": holds}
-  )
-  result = jax.lax.convert_element_type(result, FLOAT32)
-  for side, operand in enumerate((lhs, rhs)):
-    result = result * _along(result, operand, side, params["dimension_numbers"])
-  return jax.lax.convert_element_type(result, dtype)
-
-
-def _along(result: Array, operand: Scaled, side: int, numbers: Any) -> Array:
-  """Returns the scale of an operand with the axes of the result."""
-  scale = operand.scale
-  if scale is None or scale.ndim == 0:
-    return scale
-  contracted, batch = numbers[0][side], numbers[1][side]
-  free = [axis for axis in range(scale.ndim) if axis not in (*contracted, *batch)]
-  lacking = result.ndim - len(batch) - len(free)
-  ordered = jax.lax.squeeze(scale, contracted)
-  left = [axis for axis in range(scale.ndim) if axis not in contracted]
-  ordered = jax.lax.transpose(ordered, [left.index(axis) for axis in (*batch, *free)])
-  start = len(batch) if side else result.ndim - lacking
-  return jax.lax.expand_dims(ordered, range(start, start + lacking))
+    return scaled_dot(eqn.params, pair, out)
 
 
 # The primitive.
@@ -318,7 +225,7 @@ def _jvp(
     raise _second_order()
   result = _tangent_p.bind(*primals, **params)
   if isinstance(tangent, ad.Zero):
-    return result, ad.Zero.from_primal_value(result)
+    return result, ad.Zero(jax.typeof(result))
   return result, _tangent_p.bind(tangent, *primals[1:], **params)
 
 

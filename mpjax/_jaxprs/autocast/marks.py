@@ -39,6 +39,9 @@ RECIPE = "#"
 FLOAT8 = PREFIX + "float8"
 """The scope of a matmul in float8, with the scaling of its operands."""
 
+NOT_FLOAT8 = PREFIX + "not-float8="
+"""Why a matmul is not in float8, in the jaxpr that `mpjax.audit` traces."""
+
 _BITS = {"exponent_bits": 8, "mantissa_bits": 23}
 """Those of float32, which round nothing."""
 

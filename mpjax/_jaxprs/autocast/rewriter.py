@@ -13,7 +13,7 @@ from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import fits, in_precision
-from mpjax._jaxprs.autocast.marks import PREFIX, REGION
+from mpjax._jaxprs.autocast.marks import NOT_FLOAT8, PREFIX, REGION
 from mpjax._jaxprs.autocast.scopes import (
   keeps_float32,
   marked,
@@ -171,6 +171,14 @@ class Rewriter:
     if names is stack:
       return eqn
     self._places[id(names)] = place
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+
+  def not_float8(self, eqn: JaxprEqn, reason: str) -> JaxprEqn:
+    """Returns a matmul that says, where an audit reads it, why it is not in float8."""
+    if AUDIT.value is None:
+      return eqn
+    place, names = self.place(eqn), with_scope(eqn.source_info.name_stack, NOT_FLOAT8 + reason)
+    self._names[id(names)], self._places[id(names)] = names, place
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
   def _region_name(self, place: tuple[Scope, DType | None]) -> str:

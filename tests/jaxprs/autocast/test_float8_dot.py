@@ -1,7 +1,6 @@
 """The numbers of matmuls in float8, against float64 and the rounding of `ml_dtypes`."""
 
 import functools
-import math
 import re
 
 import jax
@@ -11,13 +10,11 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._jaxprs.autocast.float8_dot import quantise
 from mpjax._jaxprs.autocast.traced import Interface, with_settings
 from mpjax._jaxprs.autocast.values import Settings
 from tests.errors import check_error
+from tests.float8_oracle import Oracle, normal
 
-E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
-TINY = np.finfo(np.float32).tiny
 ALL = {"skip": ()}
 RECIPES = {
   "tensor": mpjax.Float8(**ALL),
@@ -42,60 +39,6 @@ def cast(fun, recipe, half="bfloat16"):
 
   settings = Settings(compute=np.dtype(half), ops=mpjax.OpLists(), float8=recipe)
   return with_settings(fun, settings, "a test", Interface(data=is_data))
-
-
-def normal(seed, shape, largest=1.0):
-  rng = np.random.default_rng(seed)
-  return (rng.normal(size=shape) * largest).astype(np.float32)
-
-
-def scale_of(x, dtype, axes, power_of_two):
-  """The scale as the documentation says it, by NumPy."""
-  most = float(ml_dtypes.finfo(dtype).max)
-  largest = np.max(np.abs(x), axis=axes, keepdims=axes is not None).astype(np.float32)
-  if not power_of_two:
-    return np.maximum(largest * np.float32(1 / most), TINY)
-  with np.errstate(divide="ignore"):
-    up = np.exp2(np.ceil(np.log2(largest.astype(np.float64) / most)))
-  return np.maximum(up.astype(np.float32), TINY)
-
-
-def quantised(x, dtype, axes, power_of_two):
-  """What a scaled operand stands for, in float64."""
-  scale = scale_of(x, dtype, axes, power_of_two)
-  most = np.float32(ml_dtypes.finfo(dtype).max)
-  values = np.clip(np.asarray(x, np.float32) * (np.float32(1) / scale), -most, most).astype(dtype)
-  return values.astype(np.float64) * scale.astype(np.float64)
-
-
-class Oracle:
-  """An einsum of two arrays and its gradients in float64, of operands that are rounded."""
-
-  def __init__(self, formula, recipe):
-    self.left, self.right, self.out = re.split(",|->", formula)
-    self.recipe = recipe
-
-  def _multiplied(self, one, x, other, y, out, dtypes):
-    def cast(x, names, others, dtype):
-      axes = tuple(i for i, n in enumerate(names) if n in others and n not in out)
-      axes = axes if self.recipe.scaling == "row" else None
-      return quantised(x, dtype, axes, self.recipe.power_of_two) if dtype else x.astype(np.float64)
-
-    x, y = cast(x, one, other, dtypes[0]), cast(y, other, one, dtypes[1])
-    result = np.einsum(f"{one},{other}->{out}", x, y)
-    return result, np.einsum(f"{one},{other}->{out}", abs(x), abs(y))
-
-  def forward(self, x, w):
-    return self._multiplied(self.left, x, self.right, w, self.out, (E4M3, E4M3))
-
-  def of_x(self, g, w):
-    return self._multiplied(self.out, g, self.right, w, self.left, (E5M2, E4M3))
-
-  def of_w(self, g, x):
-    half = self.recipe.weight_grad == "half"
-    x = x.astype(ml_dtypes.bfloat16) if half else x
-    dtypes = (None, None) if half else (E5M2, E4M3)
-    return self._multiplied(self.out, g, self.left, x, self.right, dtypes)
 
 
 def check(found, oracle, roundings):
@@ -152,34 +95,6 @@ def test_an_einsum_and_its_gradients_are_those_of_rounded_operands(formula, x, w
   check(of_w, oracle.of_w(g, x), 0)
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("axes", [None, (0,), (1,), (0, 1)])
-def test_quantised_numbers_are_those_of_numpy(dtype, power_of_two, axes):
-  x = normal(3, (64, 96)) * np.exp2(np.arange(96) % 40 - 20).astype(np.float32)
-  q, scale = jax.jit(lambda x: quantise(x, dtype, axes, power_of_two))(x)
-  wanted = scale_of(x, dtype, axes, power_of_two)
-  np.testing.assert_array_equal(scale, wanted.reshape(scale.shape))
-  assert q.dtype == dtype
-  values = np.asarray(q).astype(np.float64) * np.asarray(scale, np.float64)
-  np.testing.assert_array_equal(values, quantised(x, dtype, axes, power_of_two))
-  # The largest number of each group is the largest of the format, or at least half of it.
-  most = float(ml_dtypes.finfo(dtype).max)
-  found = np.max(np.abs(np.asarray(q).astype(np.float32)), axis=axes)
-  assert np.all(found <= most)
-  assert np.all(found >= (most / 2 if power_of_two else most))
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-def test_powers_of_two_are_exact_where_a_logarithm_is_not(dtype):
-  most = float(ml_dtypes.finfo(dtype).max)
-  for exponent in range(-100, 111, 7):
-    edge = np.float32(most * 2.0**exponent)
-    beside = (np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(np.inf)))
-    found = [float(quantise(jnp.full((2,), x), dtype, None, True).scale) for x in beside]
-    assert found == [2.0**exponent, 2.0**exponent, 2.0 ** (exponent + 1)]
-
-
 @recipes
 def test_zeros_stay_zeros(recipe):
   fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
@@ -213,14 +128,6 @@ def test_what_is_not_finite_is_not_clipped(recipe, bad, where):
   else:
     assert not np.any(np.isfinite(np.asarray(of_x)[3]))
     assert not np.any(np.isfinite(np.asarray(of_w)[:, 5]))
-
-
-def test_a_cast_without_clipping_would_be_nan():
-  """The trap: e4m3 has no inf, and JAX casts what is above its range to NaN."""
-  assert math.isnan(jnp.float32(500).astype(jnp.float8_e4m3fn))
-  x = jnp.asarray([448.00003, -448.00003, 3.0], jnp.float32)
-  q, _ = quantise(x, E4M3, None, False)
-  assert [float(each) for each in q[:2]] == [448, -448]
 
 
 def integers(seed, shape, largest):
