@@ -2,11 +2,10 @@
 
 from typing import NamedTuple
 
-from mpjax._core.audit_record import AuditRecord
 from mpjax._core.dtypes import is_float8
 from mpjax._diagnostics.audit.causes import is_low, is_wide
 from mpjax._diagnostics.audit.graph import Graph, Operation
-from mpjax._diagnostics.audit.leaks import marked_path, module_path
+from mpjax._diagnostics.audit.leaks import module_path
 from mpjax._jaxprs.autocast.marks import FLOAT8, NOT_FLOAT8
 from mpjax._jaxprs.count import flops_of, matmul_sizes
 
@@ -34,7 +33,7 @@ class Float8Matmul(NamedTuple):
   flops: int
 
 
-def find_float8(graph: Graph, record: AuditRecord) -> tuple[Float8Matmul, ...]:
+def find_float8(graph: Graph) -> tuple[Float8Matmul, ...]:
   """Returns the matmuls of a graph, the costliest first; () if nothing asks for float8."""
   matmuls = [
     operation
@@ -47,7 +46,7 @@ def find_float8(graph: Graph, record: AuditRecord) -> tuple[Float8Matmul, ...]:
   sizes: dict[tuple[str, str], tuple[int, int, int]] = {}
   flops: dict[tuple[str, str], int] = {}
   for operation in matmuls:
-    key = module_path(operation.where), _reason(operation, record)
+    key = module_path(operation.where), _reason(operation)
     sizes.setdefault(key, matmul_sizes(operation.eqn))
     flops[key] = flops.get(key, 0) + (flops_of(operation.eqn) or 0) * operation.times
   found = (Float8Matmul(path, sizes[path, why], why, n) for (path, why), n in flops.items())
@@ -64,7 +63,7 @@ def _noted(operation: Operation) -> str | None:
   return next((s[len(NOT_FLOAT8) :] for s in scopes if s.startswith(NOT_FLOAT8)), None)
 
 
-def _reason(operation: Operation, record: AuditRecord) -> str:
+def _reason(operation: Operation) -> str:
   if _in_float8(operation):
     return ""
   noted = _noted(operation)
@@ -74,6 +73,4 @@ def _reason(operation: Operation, record: AuditRecord) -> str:
     return 'weight_grad="half"'
   if any(is_wide(v) for v in operation.operands[:2]):
     return "it is in float32"
-  module = record.modules.get(marked_path(operation.where) or "")
-  policy = None if module is None else module.policy
-  return "it is an embedding" if policy and policy.matmul else "its policy has no float8"
+  return "its policy has no float8"

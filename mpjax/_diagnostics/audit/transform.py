@@ -295,7 +295,7 @@ def _audited(
     misfits=find_misfits(graph),
     collectives=find_collectives(graph),
     round_trips=find_round_trips(graph),
-    float8=find_float8(graph, record),
+    float8=find_float8(graph),
     rules=dict(record.rules),
     hidden_rules=dict(record.hidden),
     kernels=() if compiled is None else kernels(compiled.as_text() or ""),

@@ -14,7 +14,8 @@ from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.autocast.evaluate import differentiated
 from mpjax._jaxprs.autocast.float8_dot import Matmul
-from mpjax._jaxprs.autocast.values import Value
+from mpjax._jaxprs.autocast.marks import TABLE
+from mpjax._jaxprs.autocast.values import Scope, Value
 from mpjax._jaxprs.compat import context_of, make_varying, scopes_of, varying_as, varying_axes
 
 _BACKWARD = "transpose()"  # As JAX prints it, to tell it from the operation.
@@ -93,14 +94,19 @@ def is_weight(value: Value | None) -> bool:
   return value is not None and value.neutral and not value.once
 
 
-def why_not(eqn: JaxprEqn, values: Sequence[Value | None], recipe: Float8) -> str | None:
+def why_not(
+  eqn: JaxprEqn, values: Sequence[Value | None], recipe: Float8, scope: Scope
+) -> str | None:
   """Returns why a matmul is left in the compute dtype; None if it is to be in float8.
 
   Args:
     eqn: the matmul as it was traced.
     values: what is known of its operands.
     recipe: which sizes are too small.
+    scope: where it is.
   """
+  if TABLE in scope:
+    return "it is an embedding"
   if eqn.primitive is not dot_general_p:
     return "it is no dot_general"
   stack = scopes_of(eqn.source_info.name_stack)

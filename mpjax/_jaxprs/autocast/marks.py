@@ -39,6 +39,9 @@ RECIPE = "#"
 FLOAT8 = PREFIX + "float8"
 """The scope of a matmul in float8, with the scaling of its operands."""
 
+TABLE = PREFIX + "table"
+"""The scope of a module whose own matmuls are not in float8. No dtype depends on it otherwise."""
+
 NOT_FLOAT8 = PREFIX + "not-float8="
 """Why a matmul is not in float8, in the jaxpr that `mpjax.audit` traces."""
 

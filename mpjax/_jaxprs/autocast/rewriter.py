@@ -13,7 +13,7 @@ from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import fits, in_precision
-from mpjax._jaxprs.autocast.marks import NOT_FLOAT8, PREFIX, REGION
+from mpjax._jaxprs.autocast.marks import NOT_FLOAT8, PREFIX, REGION, TABLE
 from mpjax._jaxprs.autocast.scopes import (
   keeps_float32,
   marked,
@@ -204,7 +204,7 @@ class Rewriter:
     """
     if value is None or not value.scope or value.dtype != FLOAT32:
       return value
-    made = value.scope
+    made, scope = (tuple(name for name in each if name != TABLE) for each in (value.scope, scope))
     if (
       scope[: len(made)] == made
       or not wanted & HALF
