@@ -4,6 +4,7 @@ import collections
 import functools
 import pathlib
 import re
+import warnings
 
 import flax.linen as nn
 import jax
@@ -271,7 +272,11 @@ def compiled_for_h200(fn, *args, triton):
   placed = SingleDeviceSharding(h200())
   given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
   options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": triton}
-  return jax.jit(fn).lower(*given).compile(compiler_options=options).as_text()
+  lowered = jax.jit(fn).lower(*given)
+  with warnings.catch_warnings():
+    # What JAX kept of such a program can be loaded by a GPU alone; it is compiled again.
+    warnings.filterwarnings("ignore", message=".*persistent compilation cache.*")
+    return lowered.compile(compiler_options=options).as_text()
 
 
 def library_calls(text):
