@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import JaxprEqn
 
@@ -83,32 +81,6 @@ def varying_as(aval: ShapedArray, like: ShapedArray) -> ShapedArray:
   spec = aval.sharding.spec if aval.sharding.mesh == mesh else jax.sharding.PartitionSpec()
   sharding = jax.sharding.NamedSharding(mesh, spec)
   return aval.update(manual_axis_type=kind, sharding=sharding)
-
-
-def make_varying(atom: Any, var: Any, axes: tuple[str, ...], eqn: JaxprEqn) -> JaxprEqn:
-  """Returns the equation by which a literal comes to vary over axes, as `jax.lax.pcast` has it.
-
-  Args:
-    atom: the literal.
-    var: what holds it then.
-    axes: the axes.
-    eqn: the equation that reads it.
-  """
-  primitive = _pcast().primitive
-  return eqn.replace(primitive=primitive, invars=[atom], outvars=[var], params={"axes": axes})
-
-
-@functools.cache
-def _pcast() -> JaxprEqn:
-  mesh, spec = jax.sharding.AbstractMesh((1,), ("axis",)), jax.sharding.PartitionSpec
-
-  def cast(x: Array) -> Array:
-    return jax.lax.pcast(x, "axis", to="varying")
-
-  mapped = jax.shard_map(cast, mesh=mesh, in_specs=spec(), out_specs=spec("axis"))
-  with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # Whatever is around.
-    program = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((1,), np.float32))
-  return program.eqns[-1].params["jaxpr"].eqns[-1]
 
 
 Traceback: TypeAlias = Any

@@ -81,13 +81,9 @@ def rewrite_calls(
   interface = Interface(data=data, results=results)
   wide = None if policy is None else policy.weight_grad_dtype
   asked = None if policy is None else policy.precision
+  recipe = None if policy is None else policy.matmul
   settings = Settings(
-    compute=low,
-    ops=_OPS,
-    weight_grads=wide,
-    asked=asked,
-    float8=None if policy is None else policy.matmul,
-    modules=True,
+    compute=low, ops=_OPS, weight_grads=wide, asked=asked, float8=recipe, modules=True
   )
   return with_settings(fn, settings, where, interface)
 

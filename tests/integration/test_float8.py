@@ -153,6 +153,34 @@ def test_parameters_stored_in_bfloat16():
   assert jax.tree.all(jax.tree.map(lambda x: x.dtype == jnp.bfloat16, grads))
 
 
+class TakesHalfAlone(nn.Module):
+  """An attention whose kernel, as cuDNN's, raises for float32."""
+
+  @nn.compact
+  def __call__(self, x):
+    q, k, v = (nn.DenseGeneral((2, 16), dtype="bfloat16", name=name)(x) for name in ("q", "k", "v"))
+    if q.dtype == jnp.float32:
+      raise NotImplementedError("q must be fp16, bf16 or fp8")
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    y = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+    return nn.DenseGeneral(32, axis=(-2, -1), dtype="bfloat16", name="out")(y)
+
+
+def test_projections_of_a_kernel_that_takes_low_precision_alone():
+  """Their module is traced in bfloat16, and its layers cast their parameters themselves."""
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 32)), jnp.float32)
+  model = TakesHalfAlone()
+  variables = model.init(jax.random.key(0), x)
+
+  def loss(variables):
+    return jnp.sum(mpjax.linen.with_policy(model, POLICY).apply(variables, x) ** 2)
+
+  assert counted(loss, variables) == {FORWARD: 4, BACKWARD: 4 + 1, HALF: 6}
+  found = jax.make_jaxpr(jax.grad(loss))(variables)
+  weights = [p.result for p in products(found) if p.dtypes == BACKWARD]
+  assert sum(result.startswith("float32") for result in weights) == 4
+
+
 # Training.
 
 

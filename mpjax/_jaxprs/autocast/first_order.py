@@ -19,7 +19,7 @@ from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype, wants_precision
-from mpjax._jaxprs.autocast.float8 import why_not, with_float8
+from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
 from mpjax._jaxprs.autocast.rewriter import Rewriter
 from mpjax._jaxprs.autocast.scopes import float8, output_of, weight_grads
 from mpjax._jaxprs.autocast.sums import broadcast, is_linear, is_summed, repeats, with_float32_sums
@@ -60,7 +60,7 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
     asked = not wide or wants_precision(eqn.params)  # The user's own choice, again.
     recipe = float8(scope, rewriter.settings)
     if recipe is not None:
-      reason = "the code asks for its dtype" if asked else why_not(eqn, values, recipe, scope)
+      reason = why_not(eqn, values, recipe, scope)
       if reason is None:
         made = with_float8(eqn, values, half, recipe, rewriter.view)
         return rewriter.write(made, made.invars, [Kind(half)])
@@ -106,6 +106,8 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
     return rewriter.write(made, operands, outs)
   rewriter.write(eqn, operands, outs, params, once=once)
   written = [rewriter.known(v) for v in eqn.outvars]
+  if facts_of(eqn).moves and values[0] is not None and written[0] is not None:
+    written[0].weight = values[0].weight
   filled = eqn.primitive is broadcast_in_dim_p and isinstance(operands[0], Literal)
   if filled and written[0] is not None:
     written[0].filled = rewriter.eqns[-1]
@@ -231,4 +233,6 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope, half: DType) -> No
   if target != FLOAT32 or FLOAT32 in (value.views or ()):
     # A cast to half happens here for all consumers; one to float32 only where float32 is read.
     made.atom, made.held = rewriter.view(value, target, eqn), target
+  if target in HALVES and is_weight(value) and float8(scope, rewriter.settings) is not None:
+    made.weight, made.stored = True, value.atom
   return rewriter.hold(var, made)

@@ -1,5 +1,6 @@
 """Which matmuls are in float8: `Policy(matmul=mpjax.Float8())`."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -10,13 +11,16 @@ from jax.extend.core.primitives import dot_general_p
 
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.float8 import MULTIPLE, Float8
-from mpjax._core.types import DType
-from mpjax._jaxprs.atoms import Atom, aval_of
+from mpjax._core.types import Array, DType
+from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
+from mpjax._jaxprs.autocast.eqn_params import wants_precision
 from mpjax._jaxprs.autocast.evaluate import differentiated
 from mpjax._jaxprs.autocast.float8_dot import Matmul
 from mpjax._jaxprs.autocast.marks import TABLE
 from mpjax._jaxprs.autocast.values import Scope, Value
-from mpjax._jaxprs.compat import context_of, make_varying, scopes_of, varying_as, varying_axes
+from mpjax._jaxprs.compat import context_of, scopes_of, varying_as, varying_axes
+from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
+from mpjax._jaxprs.primitive_facts import EqnParams
 
 _BACKWARD = "transpose()"  # As JAX prints it, to tell it from the operation.
 
@@ -40,10 +44,11 @@ def with_float8(
     recipe: how to scale.
     view: casts an operand that is no weight.
   """
-  wide = [FLOAT32 if is_weight(value) else None for value in values]
+  weight = weight_of(values)
+  wide = [FLOAT32 if i == weight or is_parameter(v) else None for i, v in enumerate(values)]
   operands = [
-    atom if value is None else value.atom if dtype is not None else view(value, half, eqn)
-    for atom, value, dtype in zip(eqn.invars, values, wide, strict=True)
+    atom if value is None else _operand(value, half, i == weight, view, eqn)
+    for i, (atom, value) in enumerate(zip(eqn.invars, values, strict=True))
   ]
   avals = list(map(aval_of, operands))
   kept = {"precision": None, "preferred_element_type": None}
@@ -52,7 +57,7 @@ def with_float8(
     operands=tuple(aval.update(dtype=half, weak_type=False) for aval in avals),
     recipe=recipe,
     wide=tuple(wide),
-    weight=weight_of(values),
+    weight=weight,
   )
   with context_of(eqn):
     body = _varying_as(avals[0], jax.make_jaxpr(matmul)(*avals))
@@ -78,10 +83,30 @@ def _varying_as(like: ShapedArray, body: ClosedJaxpr) -> ClosedJaxpr:
   for eqn in jaxpr.eqns:
     operands, results = list(map(of, eqn.invars)), list(map(of, eqn.outvars))
     literals = [(v, x) for v, x in zip(eqn.invars, operands, strict=True) if isinstance(v, Literal)]
-    eqns += [make_varying(v, x, axes, eqn) for v, x in literals]
+    eqns += [_made_varying(v, x, axes, eqn) for v, x in literals]
     eqns.append(eqn.replace(invars=operands, outvars=results))
   invars, outvars = list(map(of, jaxpr.invars)), list(map(of, jaxpr.outvars))
   return ClosedJaxpr(jaxpr.replace(invars=invars, eqns=eqns, outvars=outvars), body.consts)
+
+
+def _made_varying(atom: Literal, var: Var, axes: tuple[str, ...], eqn: JaxprEqn) -> JaxprEqn:
+  """Returns the equation before `eqn` by which a literal comes to vary over axes."""
+  primitive = _pcast().primitive
+  return eqn.replace(primitive=primitive, invars=[atom], outvars=[var], params={"axes": axes})
+
+
+@functools.cache
+def _pcast() -> JaxprEqn:
+  """Returns an equation of `jax.lax.pcast`."""
+  mesh, spec = jax.sharding.AbstractMesh((1,), ("axis",)), jax.sharding.PartitionSpec
+
+  def cast(x: Array) -> Array:
+    return jax.lax.pcast(x, "axis", to="varying")
+
+  mapped = jax.shard_map(cast, mesh=mesh, in_specs=spec(), out_specs=spec("axis"))
+  with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # Whatever is around.
+    program = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((1,), FLOAT32))
+  return next(iter(inner_jaxprs(program.eqns[-1]) or ())).jaxpr.eqns[-1]
 
 
 def weight_of(values: Sequence[Value | None]) -> int:
@@ -90,8 +115,22 @@ def weight_of(values: Sequence[Value | None]) -> int:
 
 
 def is_weight(value: Value | None) -> bool:
-  """Whether an operand is created from parameters alone."""
+  """Whether an operand is created from parameters alone, or a parameter that was cast."""
+  return value is not None and (is_parameter(value) or value.weight)
+
+
+def is_parameter(value: Value | None) -> bool:
+  """Whether an operand is created from parameters alone, and still has the dtype of these."""
   return value is not None and value.neutral and not value.once
+
+
+def _operand(
+  value: Value, half: DType, weight: bool, view: Callable[..., Atom], eqn: JaxprEqn
+) -> Atom:
+  """Returns what holds an operand before it is scaled."""
+  if weight and value.stored is not None:
+    return value.stored
+  return value.atom if is_parameter(value) else view(value, half, eqn)
 
 
 def why_not(
@@ -109,6 +148,9 @@ def why_not(
     return "it is an embedding"
   if eqn.primitive is not dot_general_p:
     return "it is no dot_general"
+  dtypes = {dtype_of(v) for v in eqn.invars}
+  if not _is_plain(eqn.params, FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=str)):
+    return "the code asks for its precision"
   stack = scopes_of(eqn.source_info.name_stack)
   if any(f"{name}()" == _BACKWARD for name, is_transform in stack if is_transform):
     return "its gradient is taken inside"
@@ -125,6 +167,12 @@ def why_not(
     if all(n is None or size <= n for size, n in zip((depth, columns), most, strict=True)):
       return f"too small to gain: K={depth}, N={columns}"
   return None
+
+
+def _is_plain(params: EqnParams, dtype: DType | None) -> bool:
+  """Whether a matmul of operands in a dtype asks for no precision, and for no other result."""
+  plain = params["preferred_element_type"] in (None, dtype)
+  return plain and not wants_precision({"precision": params["precision"]})
 
 
 def sizes(eqn: JaxprEqn, weight: int) -> tuple[int, int, int]:

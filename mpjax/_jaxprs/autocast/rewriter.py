@@ -74,12 +74,14 @@ class Rewriter:
 
   def define(self, var: Var, kind: Kind, *, scope: Scope | None, once: bool = True) -> Var:
     """Notes what a variable holds from now on, and returns the one that holds it."""
-    dtype, neutral, held = kind
+    dtype, neutral, held, weight = kind
     held = held or dtype
     # A variable that keeps its dtype stays, and so do the equations that are left as they are.
     atom = var if held == dtype_of(var) else retyped(var, held)
     once = once or not neutral
-    self._env[var] = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once, held)
+    made = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once, held)
+    made.weight = weight
+    self._env[var] = made
     return atom
 
   def hold(self, var: Var, value: Value) -> None:

@@ -66,11 +66,13 @@ class Kind(NamedTuple):
     neutral: it was created from arguments, numbers and masks alone, by operations that have no
       opinion: it takes the dtype of what it meets.
     held: the dtype in which it comes, if that is not yet the one that it has where operands decide.
+    weight: it is a parameter that the function has cast to low precision, as `Value` has it.
   """
 
   dtype: DType
   neutral: bool = False
   held: DType | None = None
+  weight: bool = False
 
 
 Kinds: TypeAlias = tuple[Kind | None, ...]
@@ -93,6 +95,9 @@ class Value:
     counted: it was an integer.
     filled: the equation that repeats a literal to make it, if that is what it is.
     views: variables that hold it in other dtypes.
+    weight: it is a parameter that the function has cast to low precision, and perhaps moved. Noted
+      for matmuls in float8 alone.
+    stored: what holds that parameter before the cast, if it was not moved since.
   """
 
   __slots__ = (
@@ -105,8 +110,10 @@ class Value:
     "neutral",
     "once",
     "scope",
+    "stored",
     "views",
     "wanted",
+    "weight",
   )
 
   def __init__(
@@ -126,13 +133,14 @@ class Value:
     self.scope = scope
     self.wanted = wanted
     self.once = once
-    self.given = self.counted = False
+    self.given = self.counted = self.weight = False
+    self.stored: Atom | None = None
     self.filled: JaxprEqn | None = None
     self.views: dict[DType, Atom] | None = None  # Most never need one.
 
   @property
   def kind(self) -> Kind:
-    return Kind(self.dtype, self.neutral)
+    return Kind(self.dtype, self.neutral, weight=self.weight)
 
 
 def kept(fun: Callable[..., R]) -> Callable[..., R]:

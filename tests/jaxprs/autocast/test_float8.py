@@ -55,6 +55,26 @@ def by_hand(x, w):
   return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
 
 
+def moved_by_hand(x, w):
+  return jnp.sin(x).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16).T
+
+
+def by(x):
+  return x.astype(jnp.bfloat16)
+
+
+def cast_outside(fun):
+  return lambda x, w: fun(by(x), by(w))
+
+
+def with_result(x, w):
+  return jnp.matmul(by(x), by(w), preferred_element_type="float32")
+
+
+def computed_by_hand(x, w):
+  return by(jnp.sin(x)) @ by(jnp.sin(w))
+
+
 def with_gradient(x, w):
   return jax.grad(lambda w: jnp.sum(jnp.sin(jnp.sin(x) @ w)))(w)
 
@@ -69,6 +89,11 @@ QUALIFIES = {
   "weight first": (lambda x, w: w @ jnp.sin(x), s(32, 8), s(16, 32)),
   "experts": (lambda x, w: jnp.einsum("ebk,ekn->ebn", jnp.sin(x), w), s(3, 8, 32), s(3, 32, 16)),
   "heads": (lambda x, w: jnp.einsum("bthd,hdn->btn", jnp.sin(x), w), s(2, 3, 4, 8), s(4, 8, 16)),
+  "by hand": (by_hand, s(8, 32), s(32, 16)),
+  "by hand, moved": (lambda x, w: by_hand(x, w.T), s(8, 32), s(16, 32)),
+  "by hand, moved after": (moved_by_hand, s(8, 32), s(16, 32)),
+  "by hand, jitted": (cast_outside(jax.jit(jnp.matmul)), s(8, 32), s(32, 16)),
+  "stored in bfloat16": (jnp.matmul, s(8, 32, dtype="bfloat16"), s(32, 16, dtype="bfloat16")),
   "jitted": (jax.jit(jnp.matmul), s(8, 32), s(32, 16)),
   "vmap": (jax.vmap(jnp.matmul, in_axes=(0, None)), s(3, 8, 32), s(32, 16)),
 }
@@ -79,8 +104,9 @@ LEFT_OUT = {
   "no rows": (jnp.matmul, s(0, 32), s(32, 16), "it has one row or column"),
   "attention's own": (computed, s(16, 32), s(32, 16), "no operand is a parameter"),
   "convolution": (conv, s(8, 16, 32), s(16, 16, 32), "it is no dot_general"),
-  "precision": (with_precision, s(8, 32), s(32, 16), "the code asks for its dtype"),
-  "by hand": (by_hand, s(8, 32), s(32, 16), "the code asks for its dtype"),
+  "precision": (with_precision, s(8, 32), s(32, 16), "the code asks for its precision"),
+  "result": (with_result, s(8, 32), s(32, 16), "the code asks for its precision"),
+  "computed by hand": (computed_by_hand, s(16, 32), s(32, 16), "no operand is a parameter"),
 }
 
 
@@ -128,6 +154,21 @@ def test_a_gradient_taken_inside_is_left_in_low_precision():
   """Which of its operands is a gradient, and wants e5m2, is no longer known there."""
   assert in_float8(with_gradient, s(8, 32), s(32, 16)) == [True, False]
   assert set(reasons(with_gradient, s(8, 32), s(32, 16))) == {"", "its gradient is taken inside"}
+
+
+def test_a_weight_that_the_code_casts_is_cast_once():
+  """From float32 to float8, with no stop in bfloat16, and its gradient has none either."""
+  w, x = normal(0, 32, 16), normal(1, 8, 32)
+
+  def loss(fun):
+    return lambda w: jnp.sum(mpjax.autocast(fun, policy())(x, w).astype(jnp.float32))
+
+  one, other = (
+    jax.jit(jax.grad(loss(fun)))(w)
+    for fun in (lambda x, w: jnp.sin(x) @ w, lambda x, w: by(jnp.sin(x)) @ by(w))
+  )
+  assert one.dtype == other.dtype == jnp.float32
+  np.testing.assert_array_equal(one, other)
 
 
 def test_rules_take_it_away_and_give_it():
