@@ -86,8 +86,10 @@ def scaled_dot(params: EqnParams, operands: Sequence[Scaled], dtype: DType) -> A
     operands: the two, with their scales.
     dtype: that of the result.
   """
-  # Before it is scaled the result may be 448 * 448 times the length of the sum.
-  holds = dtype if float(jnp.finfo(dtype).max) > 1e38 else FLOAT32
+  # Before it is scaled the result may be 448 * 448 times the length of the sum. And a CPU adds up
+  # some batches of matrices in the dtype of the result.
+  batch = any(params["dimension_numbers"][1])
+  holds = dtype if float(jnp.finfo(dtype).max) > 1e38 and not batch else FLOAT32
   result = dot_general_p.bind(
     *(x.values for x in operands), **{**params, "precision": None, "preferred_element_type": holds}
   )
