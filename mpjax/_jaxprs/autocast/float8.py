@@ -60,9 +60,17 @@ def with_float8(
     weight=weight,
   )
   with context_of(eqn):
-    body = _varying_as(avals[0], jax.make_jaxpr(matmul)(*avals))
+    # Layers of one kind share a jaxpr. On a mesh the context counts too, and is no part of the key.
+    on_mesh = any(not aval.sharding.mesh.empty for aval in avals)
+    trace = _body.__wrapped__ if on_mesh else _body
+    body = _varying_as(avals[0], trace(matmul, tuple(avals)))
     made = differentiated(body, matmul.tangent, avals, "matmul")
   return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
+
+
+@functools.lru_cache(maxsize=1024)
+def _body(matmul: Matmul, avals: tuple[ShapedArray, ...]) -> ClosedJaxpr:
+  return jax.make_jaxpr(matmul)(*avals)
 
 
 def _varying_as(like: ShapedArray, body: ClosedJaxpr) -> ClosedJaxpr:

@@ -118,7 +118,7 @@ class Matmul:
     values = jax.lax.convert_element_type(other.values, FLOAT32)
     values = values if other.scale is None else values * other.scale
     pair = [jax.lax.convert_element_type(x, self.half) for x in (t, values)]
-    return self._in_half(*(pair if side == 0 else pair[::-1]))
+    return self.in_half(*(pair if side == 0 else pair[::-1]))
 
   def gradient(
     self, side: int, like: ShapedArray, sums: int, cotangent: Array, *kept: Array
@@ -139,22 +139,13 @@ class Matmul:
       cotangent = jax.lax.convert_element_type(cotangent, FLOAT32) * scale
       other = Scaled(other.values, jnp.ones((), FLOAT32))
 
-    def pull(cotangent: Array, other: Array) -> Array:
-      def linear(x: Array) -> Array:
-        def call(other: Array) -> Array:
-          return self._in_half(*((x, other) if side == 0 else (other, x)))
-
-        for _ in range(sums):
-          call = jax.vmap(call)
-        return call(other)
-
-      return jax.linear_transpose(linear, like.update(dtype=self.half))(cotangent)[0]
-
     # Which matmul of which axes it is, JAX knows best: its own jaxpr is run with other operands.
-    types = (jax.typeof(x).update(dtype=self.half) for x in (cotangent, other.values))
-    return self._run(jax.make_jaxpr(pull)(*types), side, cotangent, other)
+    types = [jax.typeof(x).update(dtype=self.half) for x in (cotangent, other.values)]
+    on_mesh = any(not aval.sharding.mesh.empty for aval in (like, *types))
+    trace = _transposed.__wrapped__ if on_mesh else _transposed
+    return self._run(trace(self, side, like, sums, *types), side, cotangent, other)
 
-  def _in_half(self, lhs: Array, rhs: Array) -> Array:
+  def in_half(self, lhs: Array, rhs: Array) -> Array:
     dtypes = {"precision": None, "preferred_element_type": self.half}
     return dot_general_p.bind(lhs, rhs, **{**dict(self.params), **dtypes})
 
@@ -191,6 +182,31 @@ class Matmul:
       for i, x in enumerate(operands)
     ]
     return scaled_dot(eqn.params, pair, out)
+
+
+@functools.lru_cache(maxsize=1024)  # On a mesh the context counts too.
+def _transposed(
+  matmul: Matmul,
+  side: int,
+  like: ShapedArray,
+  sums: int,
+  cotangent: ShapedArray,
+  other: ShapedArray,
+) -> ClosedJaxpr:
+  """Returns the jaxpr of the gradient of an operand, in low precision: see `Matmul.gradient`."""
+
+  def pull(cotangent: Array, other: Array) -> Array:
+    def linear(x: Array) -> Array:
+      def call(other: Array) -> Array:
+        return matmul.in_half(*((x, other) if side == 0 else (other, x)))
+
+      for _ in range(sums):
+        call = jax.vmap(call)
+      return call(other)
+
+    return jax.linear_transpose(linear, like.update(dtype=matmul.half))(cotangent)[0]
+
+  return jax.make_jaxpr(pull)(cotangent, other)
 
 
 # The primitive.
