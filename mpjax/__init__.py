@@ -12,6 +12,7 @@ from mpjax._core.errors import (
   MpjaxValueError,
   UnmatchedRuleError,
 )
+from mpjax._core.float8 import Float8
 from mpjax._core.full_precision import full_precision
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules
@@ -64,6 +65,7 @@ __all__ = [
   "Audit",
   "ConversionReport",
   "DynamicLossScale",
+  "Float8",
   "GroupRanges",
   "LeafReport",
   "LossScalingState",

@@ -18,6 +18,7 @@ PUBLIC = {
     "Audit",
     "ConversionReport",
     "DynamicLossScale",
+    "Float8",
     "GroupRanges",
     "LeafReport",
     "LossScalingState",

@@ -46,6 +46,7 @@ class Active:
     entered: a module has been entered: the policy began further out.
     tracing: the call is part of one that is traced and will be rewritten.
     region: what marks the operations of the module being called.
+    is_table: the module being called looks up its rows: its own matmuls are not in float8.
     cast: modules are called in their compute dtype: arguments, results and `dtype` fields.
     casting: the classes of modules that are called so, since they raise in float32.
     as_python: the paths of modules that run as Python, since they look at values.
@@ -61,6 +62,7 @@ class Active:
   entered: bool = False
   tracing: bool = False
   region: str = ""
+  is_table: bool = False
   cast: bool = False
   casting: frozenset[Class] = frozenset()
   as_python: frozenset[str] = frozenset()

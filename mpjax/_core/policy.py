@@ -9,6 +9,7 @@ import numpy as np
 
 from mpjax._core.dtypes import NAMES, is_float8, parse_dtype
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest
+from mpjax._core.float8 import Float8, check_float8, parse_float8
 from mpjax._core.precision import MatmulPrecision, check_precision, parse_precision, written
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import DType, DTypeLike, Leaf, PyTree
@@ -19,9 +20,12 @@ _PRESETS: dict[str, tuple[str, str, str]] = {
   "float16": ("float16", "float16", "float16"),
   "mixed_bfloat16": ("float32", "bfloat16", "float32"),
   "mixed_float16": ("float32", "float16", "float32"),
+  "mixed_float8": ("float32", "bfloat16", "float32"),
 }
 """Name: (param_dtype, compute_dtype, output_dtype). The mixed ones output float32, so that the
-loss is computed in it."""
+loss is computed in it. The last one has a recipe for matmuls besides."""
+
+_RECIPES: dict[str, str] = {"mixed_float8": "float8"}
 
 _AS_STRING = (
   'A name or a string of dtypes goes to mpjax.Policy.parse("mixed_bfloat16"), and wherever a '
@@ -33,7 +37,7 @@ _KEYS = {
   **{"compute": "compute_dtype", "c": "compute_dtype"},
   **{"output": "output_dtype", "o": "output_dtype"},
   **{"weight_grad": "weight_grad_dtype", "w": "weight_grad_dtype"},
-  "precision": "precision",
+  **{"precision": "precision", "matmul": "matmul"},
 }
 
 
@@ -59,11 +63,15 @@ class Policy:
       `jax.lax.DotAlgorithmPreset` for matmuls, as an object or by its name. None: what
       `jax_default_matmul_precision` says. That is TF32 for float32 on GPUs since Ampere (10 bits
       of mantissa, as float16 has), and bfloat16 on TPUs: "highest" is float32.
+    matmul: a `mpjax.Float8` (or its text, such as "float8"): matmuls of parameters that are large
+      enough multiply in float8, forward and backward; everything else is as without it. None:
+      all matmuls are in the compute dtype.
 
   Raises:
     MpjaxValueError: a dtype name is unknown, float64 is asked for without `jax_enable_x64`, or
       weight gradients are asked for in something other than float32, float64 and the compute dtype,
-      or narrower than it; the precision is unknown, or none for the compute dtype.
+      or narrower than it; the precision is unknown, or none for the compute dtype; float8 is asked
+      for beside another compute dtype than bfloat16 or float16.
     MpjaxTypeError: a dtype that is not floating, or an 8-bit one outside `param_dtype`; a precision
       that is neither a name nor one of JAX's.
 
@@ -82,6 +90,7 @@ class Policy:
   output_dtype: DType | None
   weight_grad_dtype: DType | None
   precision: MatmulPrecision | None
+  matmul: Float8 | None
 
   @check_call("mpjax.Policy(...)", fix=_AS_STRING)
   def __init__(
@@ -92,6 +101,7 @@ class Policy:
     output_dtype: DTypeLike | None = None,
     weight_grad_dtype: DTypeLike | None = None,
     precision: str | MatmulPrecision | None = None,
+    matmul: str | Float8 | None = None,
   ) -> None:
     given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
     optional = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype}
@@ -115,6 +125,11 @@ class Policy:
     object.__setattr__(self, "precision", parsed)
     if parsed is not None:
       check_precision(parsed, self.compute_dtype, self.weight_grad_dtype, where)
+    where = "mpjax.Policy(matmul=...)"
+    recipe = None if matmul is None else parse_float8(matmul, where)
+    object.__setattr__(self, "matmul", recipe)
+    if recipe is not None:
+      check_float8(recipe, self.compute_dtype, where)
 
   def _check_weight_grads(self) -> None:
     wide, compute = self.weight_grad_dtype, self.compute_dtype
@@ -135,9 +150,10 @@ class Policy:
     Args:
       policy: a preset ("float32", "bfloat16", "float16": all three dtypes, by any name that a dtype
         has here: "full", "half", "bf16"; "mixed_bfloat16",
-        "mixed_float16": float32 parameters, half compute, float32 output), or dtypes by key
+        "mixed_float16": float32 parameters, half compute, float32 output; "mixed_float8": as
+        "mixed_bfloat16", with large matmuls in float8), or dtypes by key
         ("params=float32,compute=float16,output=float32", or short "p=f32,c=bf16,o=f32").
-        A missing output is None. After the dtypes, weight_grad= and precision= may follow.
+        A missing output is None. After the dtypes, weight_grad=, precision= and matmul= may follow.
 
     Raises:
       MpjaxValueError: an unknown preset, key or dtype, a key given twice, an empty item.
@@ -158,7 +174,8 @@ class Policy:
     name = NAMES.get(name, name)
     if name in _PRESETS:
       param, compute, output = _PRESETS[name]
-      return cls(param_dtype=param, compute_dtype=compute, output_dtype=output)
+      recipe = _RECIPES.get(name)
+      return cls(param_dtype=param, compute_dtype=compute, output_dtype=output, matmul=recipe)
     if "=" not in name:
       near = " or ".join(map(repr, nearest(name, _PRESETS)))
       fix = f"Did you mean {near}?"
@@ -186,6 +203,8 @@ class Policy:
     texts = {k: v.name for k, v in values.items() if v is not None}
     if self.precision is not None:
       texts["precision"] = written(self.precision)
+    if self.matmul is not None:
+      texts["matmul"] = str(self.matmul)
     return ",".join(f"{k}={text}" for k, text in texts.items())
 
   def cast_to_param(self, tree: PyTree) -> PyTree:

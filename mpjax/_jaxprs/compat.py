@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import JaxprEqn
 
 from mpjax._core.types import Array
@@ -75,6 +75,20 @@ def within_scopes(name_stack: NameStack, names: Sequence[str]) -> NameStack:
 def scopes_of(name_stack: NameStack) -> tuple[tuple[str, bool], ...]:
   """Returns the names in a name stack, each with whether it is that of a transformation."""
   return tuple((each.name, type(each).__name__ == "Transform") for each in name_stack.stack)
+
+
+def varying_axes(aval: ShapedArray) -> tuple[str, ...]:
+  """Returns the axes of a `shard_map` over which an array varies."""
+  kind: Any = getattr(aval, "manual_axis_type", None)
+  return tuple(sorted(getattr(kind, "varying", ()), key=str))
+
+
+def varying_as(aval: ShapedArray, like: ShapedArray) -> ShapedArray:
+  """Returns a type that varies over the axes over which another one does, on its mesh."""
+  kind, mesh = getattr(like, "manual_axis_type"), like.sharding.mesh  # noqa: B009
+  spec = aval.sharding.spec if aval.sharding.mesh == mesh else jax.sharding.PartitionSpec()
+  sharding = jax.sharding.NamedSharding(mesh, spec)
+  return aval.update(manual_axis_type=kind, sharding=sharding)
 
 
 Traceback: TypeAlias = Any

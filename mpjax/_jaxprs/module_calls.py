@@ -22,7 +22,7 @@ from mpjax._core.rules import is_flax_norm
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import leaving, mark, region_of
-from mpjax._jaxprs.autocast.marks import MODULE
+from mpjax._jaxprs.autocast.marks import MODULE, TABLE
 
 S = TypeVar("S", bound=Active)
 
@@ -33,7 +33,13 @@ def is_wide(policy: Policy | None) -> bool:
 
 
 def inside(
-  state: S, module: Module, policy: Policy | None, *, iterates: bool = False, **more: object
+  state: S,
+  module: Module,
+  policy: Policy | None,
+  *,
+  iterates: bool = False,
+  is_table: bool = False,
+  **more: object,
 ) -> S:
   """Returns the state in which a module's own operations run.
 
@@ -43,12 +49,14 @@ def inside(
     policy: its policy, which the modules inside inherit.
     iterates: the module starts each step from its own last result, which drifts where it is
       rounded: its own operations are in float32.
+    is_table: its rows are looked up: its own matmuls are never in float8.
     more: further fields of the state.
   """
   casts = state.cast or is_wide(policy) or type(module) in state.casting
   region = FLOAT32.name if iterates and is_low(policy) else region_of(policy)
+  is_table = is_table and policy is not None and policy.matmul is not None
   fields = {"policy": policy, "entered": True, "region": region, "cast": casts, **more}
-  return dataclasses.replace(state, **fields)
+  return dataclasses.replace(state, is_table=is_table, **fields)
 
 
 class ModuleCall(NamedTuple):
@@ -86,7 +94,8 @@ class ModuleCall(NamedTuple):
         fields = dtype_field(self.module, dtype, always=state.cast)
     marks = state.tracing and (around is None or around.region != state.region)
     marked = mark(state.region) if marks else contextlib.nullcontext()
-    with self._noted(), ACTIVE(state), _fields_set(self.module, fields), marked:
+    table = jax.named_scope(TABLE) if state.is_table and state.tracing else contextlib.nullcontext()
+    with self._noted(), ACTIVE(state), _fields_set(self.module, fields), marked, table:
       try:
         return method(*call[0], **call[1])
       except Exception as error:

@@ -81,7 +81,10 @@ def rewrite_calls(
   interface = Interface(data=data, results=results)
   wide = None if policy is None else policy.weight_grad_dtype
   asked = None if policy is None else policy.precision
-  settings = Settings(compute=low, ops=_OPS, weight_grads=wide, asked=asked, modules=True)
+  recipe = None if policy is None else policy.matmul
+  settings = Settings(
+    compute=low, ops=_OPS, weight_grads=wide, asked=asked, float8=recipe, modules=True
+  )
   return with_settings(fn, settings, where, interface)
 
 

@@ -102,8 +102,11 @@ def _call(
     active.met.add(path)
   if record is not None:
     record.note(module, path)
-  iterates = isinstance(module, _layers.ITERATES)
-  inner = inside(active, module, how.policy, iterates=iterates, exempt=how.exempt)
+  kinds = {
+    "iterates": isinstance(module, _layers.ITERATES),
+    "is_table": isinstance(module, _layers.TABLES),
+  }
+  inner = inside(active, module, how.policy, **kinds, exempt=how.exempt)
   call = ModuleCall(module, path, how, active, inner)
   outputs = call.run(next_fun, args, kwargs, initializing=initializing)
   if initializing:

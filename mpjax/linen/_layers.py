@@ -18,6 +18,10 @@ ITERATES: tuple[type[nn.Module], ...] = (nn.SpectralNorm,)
 """Layers that start each step from their own last result, which would drift where it is rounded:
 their own operations are in float32."""
 
+TABLES: tuple[type[nn.Module], ...] = (nn.Embed,)
+"""Layers whose rows are looked up, which a matmul in float8 would move more than others: their own
+matmuls, `attend`, stay in the compute dtype."""
+
 
 def neutral_collections() -> tuple[str, ...]:
   """Returns the collections that take the dtype of what they meet."""

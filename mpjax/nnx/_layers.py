@@ -21,6 +21,10 @@ ITERATES: tuple[type[nnx.Module], ...] = (nnx.SpectralNorm,)
 """Layers that start each step from their own last result, which would drift where it is rounded:
 their own operations are in float32."""
 
+TABLES: tuple[type[nnx.Module], ...] = (nnx.Embed,)
+"""Layers whose rows are looked up, which a matmul in float8 would move more than others: their own
+matmuls, `attend`, stay in the compute dtype."""
+
 METHODS = ("__call__", "attend")
 """What the layers of NNX compute with; their other methods set them up."""
 

@@ -185,7 +185,11 @@ def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -
   """Calls a method in the region of its module."""
   _spec.check_modes(module)
   state, how = _spec.calling_state(), _spec.how_it_runs(module)
-  inner = inside(state, module, how.policy, iterates=isinstance(module, _layers.ITERATES))
+  kinds = {
+    "iterates": isinstance(module, _layers.ITERATES),
+    "is_table": isinstance(module, _layers.TABLES),
+  }
+  inner = inside(state, module, how.policy, **kinds)
   call = ModuleCall(module, _spec.path_of(module), how, state, inner)
   outputs = call.run(own.__get__(module, type(module)), args, kwargs)
   _check_has_run(outputs, module, name)

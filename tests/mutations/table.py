@@ -459,11 +459,11 @@ ACTIVE = _Global()
     letter="a",
     breaks="initial values are drawn in the compute dtype",
     function=_INTERCEPT + "_call",
-    old="inside(active, module, how.policy, iterates=iterates, exempt=how.exempt)",
+    old="inside(active, module, how.policy, **kinds, exempt=how.exempt)",
     new="""
 inside(
   dataclasses.replace(active, cast=active.cast or initializing),
-  module, how.policy, iterates=iterates, exempt=how.exempt
+  module, how.policy, **kinds, exempt=how.exempt
 )
 """,
     test="tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32",
@@ -568,8 +568,10 @@ STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
     number=46,
     breaks="what a policy says of weight gradients is forgotten where a call is rewritten",
     function=_TRACED_CALLS + "rewrite_calls",
-    old="Settings(compute=low, ops=_OPS, weight_grads=wide, asked=asked, modules=True)",
-    new="Settings(compute=low, ops=_OPS, weight_grads=None, asked=asked, modules=True)",
+    old="Settings(compute=low, ops=_OPS, weight_grads=wide, asked=asked, float8=recipe, "
+    "modules=True)",
+    new="Settings(compute=low, ops=_OPS, weight_grads=None, asked=asked, float8=recipe, "
+    "modules=True)",
     test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",
   ),
   Mutation(
@@ -640,11 +642,48 @@ _PRECISION = (
   ),
 )
 
+_FLOAT8 = (
+  Mutation(
+    number=54,
+    breaks="an inf in an operand of a matmul in float8 is clipped, and the step goes on",
+    function="mpjax/_jaxprs/autocast/float8_scaling.py::quantise",
+    old="jnp.maximum(scale, _TINY)",
+    new="jnp.clip(jnp.nan_to_num(scale), _TINY, 1e30)",
+    test="tests/jaxprs/autocast/test_float8_dot.py::test_what_is_not_finite_is_not_clipped",
+  ),
+  Mutation(
+    number=55,
+    breaks="float16 overflows in a matmul in float8 before its scales are applied",
+    function="mpjax/_jaxprs/autocast/float8_scaling.py::scaled_dot",
+    old="dtype if float(jnp.finfo(dtype).max) > 1e38 and not batch else FLOAT32",
+    new="dtype",
+    test="tests/jaxprs/autocast/test_float8_dot.py"
+    "::test_results_before_scaling_are_no_result_of_float16",
+  ),
+  Mutation(
+    number=56,
+    breaks="a gradient is e4m3 as what it meets is, and small gradients become 0",
+    function="mpjax/_jaxprs/autocast/float8_dot.py::Matmul._multiplied",
+    old="self.quantise(x, E5M2, axes[i])",
+    new="self.quantise(x, E4M3, axes[i])",
+    test="tests/jaxprs/autocast/test_float8_dot.py::test_all_three_matmuls_have_operands_in_float8",
+  ),
+  Mutation(
+    number=57,
+    breaks="the matmul of an embedding is in float8",
+    function="mpjax/_jaxprs/module_calls.py::inside",
+    old="is_table and policy is not None and policy.matmul is not None",
+    new="False",
+    test="tests/integration/test_float8.py"
+    "::test_dense_layers_and_projections_are_in_float8_forward_and_backward",
+  ),
+)
+
 _TOGETHER = "mpjax/_core/together.py::"
 
 _KERNELS = (
   Mutation(
-    number=54,
+    number=58,
     letter="a",
     breaks="on a GPU the position of the first bad gradient is that in the order of their sizes",
     function=_TOGETHER + "first_nonfinite_together",
@@ -653,7 +692,7 @@ _KERNELS = (
     test="tests/core/test_together.py::test_the_first_bad_leaf_is_numpys",
   ),
   Mutation(
-    number=54,
+    number=58,
     letter="b",
     breaks="leaves on a mesh are stacked, which gathers those that are divided differently",
     function=_TOGETHER + "_grouped",
@@ -665,5 +704,5 @@ _KERNELS = (
 
 MUTATIONS = (
   *(*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES),
-  *(*_POLICIES, *_STORED, *_NNX, *_STEPS, *_PRECISION, *_KERNELS),
+  *(*_POLICIES, *_STORED, *_NNX, *_STEPS, *_PRECISION, *_FLOAT8, *_KERNELS),
 )

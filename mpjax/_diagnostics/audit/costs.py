@@ -12,6 +12,7 @@ from mpjax._core.dtypes import is_float8
 from mpjax._diagnostics.audit.causes import is_low, is_wide
 from mpjax._diagnostics.audit.graph import Graph, Value
 from mpjax._diagnostics.audit.leaks import module_path
+from mpjax._jaxprs.autocast.marks import FLOAT8
 from mpjax._jaxprs.count import flops_of, matmul_sizes
 from mpjax._jaxprs.locations import Source
 from mpjax._jaxprs.primitives import facts_of
@@ -109,6 +110,9 @@ def find_round_trips(graph: Graph) -> RoundTrips:
     value = operation.operands[0]
     before = value.made_by
     if before is None or before.eqn.primitive is not convert_element_type_p:
+      continue
+    # A matmul in float8 scales in float32 what is, and stays, rounded to half around it.
+    if any(FLOAT8 in each.where.scopes for each in (before, operation)):
       continue
     if len(value.consumers) != 1 or not before.operands:
       continue

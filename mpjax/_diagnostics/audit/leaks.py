@@ -13,7 +13,7 @@ from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.types import DType
 from mpjax._diagnostics.audit.causes import Cause, Causes, Why, is_low, is_wide, wanted_low
 from mpjax._diagnostics.audit.graph import Graph, Operation, Value
-from mpjax._jaxprs.autocast.marks import AS_IT_IS, MODULE, REGION, read_region
+from mpjax._jaxprs.autocast.marks import AS_IT_IS, FLOAT8, MODULE, REGION, read_region
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Direction, Location, Source
 from mpjax._jaxprs.op_lists import OpLists
@@ -102,6 +102,8 @@ class Expectations:
     where = operation.where
     if FULL_PRECISION in where.scopes:
       return Expectation(None, "mpjax.full_precision")
+    if FLOAT8 in where.scopes and flops_of(operation.eqn) is None:
+      return Expectation(None, "the scaling of float8")
     region = _region(where)
     precise = "HIGHEST" in str(operation.eqn.params.get("precision"))
     if precise and not (region and read_region(region)[2]):  # The code asks for it, no policy.

@@ -10,6 +10,7 @@ from mpjax._diagnostics.audit.causes import is_low, is_wide
 from mpjax._diagnostics.audit.costs import dtypes_of
 from mpjax._diagnostics.audit.graph import Graph, Value
 from mpjax._diagnostics.audit.leaks import marked_path, module_path
+from mpjax._jaxprs.autocast.marks import FLOAT8
 from mpjax._jaxprs.count import flops_of
 
 
@@ -74,7 +75,8 @@ def module_rows(
         for v in operation.operands
         if v.kind == "argument" and (v.label in parameters or not parameters)
       }
-    (row.activations if forward else row.gradients).extend(operation.results)
+    if FLOAT8 not in operation.where.scopes or flops_of(operation.eqn):  # Its scaling is no result.
+      (row.activations if forward else row.gradients).extend(operation.results)
     row.module = row.module or record.modules.get(marked_path(operation.where) or "")
     flops = flops_of(operation.eqn)
     operands = operation.operands[:2]

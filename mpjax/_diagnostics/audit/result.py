@@ -9,6 +9,7 @@ from mpjax._core.dtypes import is_float8, is_low_precision
 from mpjax._core.rules import Rule
 from mpjax._diagnostics.audit.compiled_text import Kernel
 from mpjax._diagnostics.audit.costs import Collective, Misfit, RoundTrips
+from mpjax._diagnostics.audit.float8 import Float8Matmul
 from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
 from mpjax._diagnostics.audit.modules import ModuleRow
 from mpjax._diagnostics.audit.risks import Risk
@@ -30,6 +31,7 @@ class Findings:
   misfits: tuple[Misfit, ...]
   collectives: tuple[Collective, ...]
   round_trips: RoundTrips
+  float8: tuple[Float8Matmul, ...]
   rules: Mapping[Rule, int]
   hidden_rules: Mapping[Rule, int]
   kernels: tuple[Kernel, ...]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from mpjax._core.dtypes import is_float8, is_low_precision
 from mpjax._core.rules import Rule
+from mpjax._diagnostics.audit.float8 import Float8Matmul
 from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
 from mpjax._diagnostics.audit.modules import without_numbers
 from mpjax._diagnostics.audit.result import Findings
@@ -17,7 +18,7 @@ from mpjax._jaxprs.locations import Source
 _MOST = 12
 """Rows of a table as text: JSON and the attributes of the audit have all."""
 
-_Found = TypeVar("_Found", Leak, Risk, OnPurpose)
+_Found = TypeVar("_Found", Leak, Risk, OnPurpose, Float8Matmul)
 
 
 def sections(audit: Findings) -> list[Section]:
@@ -28,6 +29,7 @@ def sections(audit: Findings) -> list[Section]:
     _on_purpose(audit),
     _risks(audit),
     _modules(audit),
+    _float8(audit),
     _tensor_cores(audit),
     _rules(audit),
     _kernels(audit),
@@ -126,7 +128,7 @@ def _of_all(group: Sequence[Leak]) -> Leak:
   return leak._replace(cause=cause, fix=leak.fix.replace(f"/{last}", f"/{without_numbers(last)}"))
 
 
-def _paths(group: Sequence[Leak | Risk | OnPurpose]) -> str:
+def _paths(group: Sequence[Leak | Risk | OnPurpose | Float8Matmul]) -> str:
   """Returns the path of one, or "*" for the number of several and how many they are."""
   paths = {x.path for x in group}
   path = group[0].path if len(paths) == 1 else f"{without_numbers(group[0].path)} ({len(paths)})"
@@ -235,6 +237,26 @@ def _named(selector: object) -> str:
 def _short(dtypes: Sequence[str]) -> str:
   """Returns the two dtypes of the most elements, as jaxprs write them."""
   return " ".join(name.replace("float", "f") for name in dtypes[:2])
+
+
+def _float8(audit: Findings) -> Section | None:
+  if not audit.float8:
+    return None
+  total = sum(x.flops for x in audit.float8)
+  columns = (
+    Column("module", wide=True),
+    Column("M x N x K", "right"),
+    Column("FLOPs", "right"),
+    Column("not in float8 because", wide=True),
+  )
+  found = _together(audit.float8, lambda x: (x.reason, x.sizes))
+  counts = [(group, sum(x.flops for x in group)) for group in found]
+  rows = tuple(
+    (_paths(group), _sizes(group[0].sizes), Cell(percent(n / total), n), group[0].reason)
+    for group, n in sorted(counts, key=lambda each: -each[1])[:_MOST]
+  )
+  lines = (f"{percent(audit.float8_share)} of the matmuls' FLOPs in float8",)
+  return Section("float8", lines, columns, rows, footer=_rest(len(found)))
 
 
 def _tensor_cores(audit: Findings) -> Section | None:

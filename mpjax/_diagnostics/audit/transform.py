@@ -19,6 +19,7 @@ from mpjax._diagnostics.audit.costs import (
   find_round_trips,
   residuals,
 )
+from mpjax._diagnostics.audit.float8 import find_float8
 from mpjax._diagnostics.audit.graph import Graph
 from mpjax._diagnostics.audit.leaks import Expectations, find_leaks
 from mpjax._diagnostics.audit.modules import module_rows
@@ -50,6 +51,8 @@ class Audit(Findings, Report):
     misfits: low-precision matmuls whose sizes Tensor Cores have to pad.
     collectives: what devices send to one another.
     round_trips: casts that undo one another.
+    float8: the matmuls in float8 and, with the reason, those that are not; () where nothing asks
+      for it.
     rules: how many modules each rule picked.
     hidden_rules: how many modules a rule matches that an earlier one picked.
     kernels: what it is compiled to; () unless `compiled=` was given.
@@ -136,6 +139,7 @@ class Audit(Findings, Report):
       "misfits": [_plain(x) for x in self.misfits],
       "collectives": [_plain(x) for x in self.collectives],
       "round_trips": _plain(self.round_trips),
+      "float8": [_plain(x) for x in self.float8],
       "rules": [
         {"rule": repr(rule), "modules": n, "hidden": self.hidden_rules.get(rule, 0)}
         for rule, n in self.rules.items()
@@ -295,6 +299,7 @@ def _audited(
     misfits=find_misfits(graph),
     collectives=find_collectives(graph),
     round_trips=find_round_trips(graph),
+    float8=find_float8(graph),
     rules=dict(record.rules),
     hidden_rules=dict(record.hidden),
     kernels=() if compiled is None else kernels(compiled.as_text() or ""),

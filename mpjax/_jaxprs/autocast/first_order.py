@@ -19,8 +19,9 @@ from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype, wants_precision
+from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
 from mpjax._jaxprs.autocast.rewriter import Rewriter
-from mpjax._jaxprs.autocast.scopes import output_of, weight_grads
+from mpjax._jaxprs.autocast.scopes import float8, output_of, weight_grads
 from mpjax._jaxprs.autocast.sums import broadcast, is_linear, is_summed, repeats, with_float32_sums
 from mpjax._jaxprs.autocast.uses import HALF, RESULT
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Scope, Value
@@ -56,7 +57,15 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
         half = aval_of(atom).dtype  # The user's own choice.
   neutral, rounded, before = False, None, values
   if part == "half":
-    if not wide or wants_precision(eqn.params):  # The user's own choice, again.
+    asked = not wide or wants_precision(eqn.params)  # The user's own choice, again.
+    recipe = float8(scope, rewriter.settings)
+    if recipe is not None:
+      reason = why_not(eqn, values, recipe, scope)
+      if reason is None:
+        made = with_float8(eqn, values, half, recipe, rewriter.view)
+        return rewriter.write(made, made.invars, [Kind(half)])
+      eqn = rewriter.not_float8(eqn, reason)
+    if asked:
       return rewriter.untouched(eqn)
     wide_grads = weight_grads(scope, rewriter.settings)
     precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
@@ -97,6 +106,8 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
     return rewriter.write(made, operands, outs)
   rewriter.write(eqn, operands, outs, params, once=once)
   written = [rewriter.known(v) for v in eqn.outvars]
+  if facts_of(eqn).moves and values[0] is not None and written[0] is not None:
+    written[0].weight = values[0].weight
   filled = eqn.primitive is broadcast_in_dim_p and isinstance(operands[0], Literal)
   if filled and written[0] is not None:
     written[0].filled = rewriter.eqns[-1]
@@ -222,4 +233,6 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope, half: DType) -> No
   if target != FLOAT32 or FLOAT32 in (value.views or ()):
     # A cast to half happens here for all consumers; one to float32 only where float32 is read.
     made.atom, made.held = rewriter.view(value, target, eqn), target
+  if target in HALVES and is_weight(value) and float8(scope, rewriter.settings) is not None:
+    made.weight, made.stored = True, value.atom
   return rewriter.hold(var, made)

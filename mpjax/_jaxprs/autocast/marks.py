@@ -33,6 +33,18 @@ WEIGHT_GRADS = "+"
 PRECISION = "@"
 """Separates the dtypes of a region from the precision of the matmuls in it."""
 
+RECIPE = "#"
+"""Separates all that from the recipe for matmuls in float8."""
+
+FLOAT8 = PREFIX + "float8"
+"""The scope of a matmul in float8, with the scaling of its operands."""
+
+TABLE = PREFIX + "table"
+"""The scope of a module whose own matmuls are not in float8. No dtype depends on it otherwise."""
+
+NOT_FLOAT8 = PREFIX + "not-float8="
+"""Why a matmul is not in float8, in the jaxpr that `mpjax.audit` traces."""
+
 _BITS = {"exponent_bits": 8, "mantissa_bits": 23}
 """Those of float32, which round nothing."""
 
@@ -43,14 +55,20 @@ def region_of(policy: Policy | None) -> str:
     return AS_IT_IS
   wide, precision = policy.weight_grad_dtype, policy.precision
   name = policy.compute_dtype.name + ("" if wide is None else f"{WEIGHT_GRADS}{wide.name}")
-  return name + ("" if precision is None else f"{PRECISION}{written(precision)}")
+  name += "" if precision is None else f"{PRECISION}{written(precision)}"
+  return name + ("" if policy.matmul is None else f"{RECIPE}{policy.matmul}")
 
 
 def read_region(region: str) -> tuple[str, str, str]:
   """Returns what a mark names: dtype, that of weight gradients, precision; "" for none."""
-  dtypes, _, precision = region.partition(PRECISION)
+  dtypes, _, precision = region.partition(RECIPE)[0].partition(PRECISION)
   compute, _, wide = dtypes.partition(WEIGHT_GRADS)
   return compute, wide, precision
+
+
+def read_recipe(region: str) -> str:
+  """Returns the recipe for matmuls in float8 that a mark names; "" for none."""
+  return region.partition(RECIPE)[2]
 
 
 def mark(region: str) -> contextlib.AbstractContextManager[Any]:

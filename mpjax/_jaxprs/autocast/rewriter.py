@@ -13,7 +13,7 @@ from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import fits, in_precision
-from mpjax._jaxprs.autocast.marks import PREFIX, REGION
+from mpjax._jaxprs.autocast.marks import NOT_FLOAT8, PREFIX, REGION, TABLE
 from mpjax._jaxprs.autocast.scopes import (
   keeps_float32,
   marked,
@@ -74,12 +74,14 @@ class Rewriter:
 
   def define(self, var: Var, kind: Kind, *, scope: Scope | None, once: bool = True) -> Var:
     """Notes what a variable holds from now on, and returns the one that holds it."""
-    dtype, neutral, held = kind
+    dtype, neutral, held, weight = kind
     held = held or dtype
     # A variable that keeps its dtype stays, and so do the equations that are left as they are.
     atom = var if held == dtype_of(var) else retyped(var, held)
     once = once or not neutral
-    self._env[var] = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once, held)
+    made = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once, held)
+    made.weight = weight
+    self._env[var] = made
     return atom
 
   def hold(self, var: Var, value: Value) -> None:
@@ -173,6 +175,14 @@ class Rewriter:
     self._places[id(names)] = place
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
+  def not_float8(self, eqn: JaxprEqn, reason: str) -> JaxprEqn:
+    """Returns a matmul that says, where an audit reads it, why it is not in float8."""
+    if AUDIT.value is None:
+      return eqn
+    place, names = self.place(eqn), with_scope(eqn.source_info.name_stack, NOT_FLOAT8 + reason)
+    self._names[id(names)], self._places[id(names)] = names, place
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+
   def _region_name(self, place: tuple[Scope, DType | None]) -> str:
     """Returns what an audit reads: the dtype of matmuls in a scope, whichever policy says so."""
     scope, half = place
@@ -196,7 +206,7 @@ class Rewriter:
     """
     if value is None or not value.scope or value.dtype != FLOAT32:
       return value
-    made = value.scope
+    made, scope = (tuple(name for name in each if name != TABLE) for each in (value.scope, scope))
     if (
       scope[: len(made)] == made
       or not wanted & HALF

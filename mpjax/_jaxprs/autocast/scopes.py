@@ -9,11 +9,12 @@ from jax.extend.core import Jaxpr
 
 from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import UnmatchedRuleError, nearest
+from mpjax._core.float8 import Float8, parse_float8
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.precision import MatmulPrecision, parse_precision
 from mpjax._core.rules import Rule, first_match
 from mpjax._core.types import DType
-from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, read_region
+from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, read_recipe, read_region
 from mpjax._jaxprs.autocast.values import Scope, Settings
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
@@ -90,6 +91,21 @@ def matmul_precision(scope: Scope, settings: Settings) -> MatmulPrecision | None
   if rule is None:
     return settings.asked
   return None if rule.policy is None else rule.policy.precision
+
+
+@functools.lru_cache(maxsize=4096)
+def float8(scope: Scope, settings: Settings) -> Float8 | None:
+  """Returns the recipe for matmuls in float8 in a scope; None where they are in half."""
+  if FULL_PRECISION in scope:
+    return None
+  mark = marked(scope)
+  if mark is not None:
+    text = read_recipe(mark)
+    return parse_float8(text, "a mark") if text else None
+  rule = _rule_for(scope, settings.rules)
+  if rule is None:
+    return settings.float8
+  return None if rule.policy is None else rule.policy.matmul
 
 
 def marked(scope: Scope) -> str | None:

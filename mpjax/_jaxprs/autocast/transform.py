@@ -56,8 +56,9 @@ def autocast(
   Args:
     fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
       and integers of NumPy) is handed to it as it is. It must not change its arguments in place.
-    policy: of which only `compute_dtype` and `precision` count: parameters are yours to store, and
-      results keep their dtypes. In float32, without a precision, `fn` itself is returned.
+    policy: of which only `compute_dtype`, `precision` and `matmul` count: parameters are yours to
+      store, and results keep their dtypes. In float32, without a precision, `fn` itself is
+      returned.
     ops: the lists, an edited `OpLists()`; None for the standard.
     rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path. The names
       are those of a profile: the class of a Flax model comes first, so write "**/head". The
@@ -150,7 +151,13 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
         fix="Operations in other dtypes are left as they are; no policy is needed for them.",
       )
   lists = OpLists() if ops is None else ops
-  return Settings(compute=parsed.compute_dtype, ops=lists, rules=given, asked=parsed.precision)
+  return Settings(
+    compute=parsed.compute_dtype,
+    ops=lists,
+    rules=given,
+    asked=parsed.precision,
+    float8=parsed.matmul,
+  )
 
 
 def _data_argnums(given: Any) -> tuple[int, ...]:

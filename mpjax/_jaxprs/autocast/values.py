@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from mpjax._core.dtypes import FLOAT32, HALVES
+from mpjax._core.float8 import Float8
 from mpjax._core.precision import MatmulPrecision
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
@@ -40,6 +41,7 @@ class Settings:
     asked: the precision of matmuls that the policy asks for; None if it says nothing.
     weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of
       the matmuls.
+    float8: the recipe for matmuls in float8; None if there are to be none.
     modules: the function is a call of modules, whose parameters are known. So what it closes over
       decides, whoever made it; in a plain function, a value of a trace around it may be a
       parameter, and does not. Arguments in low precision are shown to modules as float32, and count
@@ -52,6 +54,7 @@ class Settings:
   precision: object = None
   asked: MatmulPrecision | None = None
   weight_grads: DType | None = None
+  float8: Float8 | None = None
   modules: bool = False
 
 
@@ -63,11 +66,13 @@ class Kind(NamedTuple):
     neutral: it was created from arguments, numbers and masks alone, by operations that have no
       opinion: it takes the dtype of what it meets.
     held: the dtype in which it comes, if that is not yet the one that it has where operands decide.
+    weight: it is a parameter that the function has cast to low precision, as `Value` has it.
   """
 
   dtype: DType
   neutral: bool = False
   held: DType | None = None
+  weight: bool = False
 
 
 Kinds: TypeAlias = tuple[Kind | None, ...]
@@ -90,6 +95,9 @@ class Value:
     counted: it was an integer.
     filled: the equation that repeats a literal to make it, if that is what it is.
     views: variables that hold it in other dtypes.
+    weight: it is a parameter that the function has cast to low precision, and perhaps moved. Noted
+      for matmuls in float8 alone.
+    stored: what holds that parameter before the cast, if it was not moved since.
   """
 
   __slots__ = (
@@ -102,8 +110,10 @@ class Value:
     "neutral",
     "once",
     "scope",
+    "stored",
     "views",
     "wanted",
+    "weight",
   )
 
   def __init__(
@@ -123,13 +133,14 @@ class Value:
     self.scope = scope
     self.wanted = wanted
     self.once = once
-    self.given = self.counted = False
+    self.given = self.counted = self.weight = False
+    self.stored: Atom | None = None
     self.filled: JaxprEqn | None = None
     self.views: dict[DType, Atom] | None = None  # Most never need one.
 
   @property
   def kind(self) -> Kind:
-    return Kind(self.dtype, self.neutral)
+    return Kind(self.dtype, self.neutral, weight=self.weight)
 
 
 def kept(fun: Callable[..., R]) -> Callable[..., R]:

@@ -218,7 +218,7 @@ def _run(program: ClosedJaxpr, cotangent: Array, wide: DType) -> Array:
     # one after it float32.
     operands = [read(atom) for atom in eqn.invars]
     if "preferred_element_type" in eqn.params:
-      made = _dot(eqn, operands, {**eqn.params, "preferred_element_type": wide})
+      made = into_wide(eqn, operands, {**eqn.params, "preferred_element_type": wide})
     else:
       made = eqn.primitive.bind(*operands, **eqn.params)
     made = made if eqn.primitive.multiple_results else [made]
@@ -226,7 +226,7 @@ def _run(program: ClosedJaxpr, cotangent: Array, wide: DType) -> Array:
   return read(program.jaxpr.outvars[0])
 
 
-def _dot(eqn: JaxprEqn, operands: Sequence[Array], params: EqnParams) -> Array:
+def into_wide(eqn: JaxprEqn, operands: Sequence[Array], params: EqnParams) -> Array:
   """Returns a matmul into a wide dtype, on a CPU as one of batches of matrices.
 
   XLA's CPU backend (of jax 0.10) leaves some matmuls of bfloat16 into float32 to a library, goes on

@@ -10,7 +10,7 @@ import pytest
 
 import mpjax
 from mpjax._jaxprs.autocast import Interface, Settings, leaving, mark, region_of, with_settings
-from mpjax._jaxprs.autocast.marks import read_region
+from mpjax._jaxprs.autocast.marks import read_recipe, read_region
 from mpjax._jaxprs.autocast.scopes import keeps_float32, marked, names_of, output_of, region
 from tests import programs
 
@@ -41,6 +41,8 @@ def product_types(fun, *args):
     ("float32", "float32"),
     ("c=f32,precision=highest", "float32@highest"),
     ("c=bf16,w=f32,precision=BF16_BF16_F32", "bfloat16+float32@BF16_BF16_F32"),
+    ("c=bf16,precision=high,matmul=float8:row", "bfloat16@high#float8:row"),
+    ("mixed_float8", "bfloat16#float8"),
     (None, "as-it-is"),
   ],
 )
@@ -55,10 +57,12 @@ def test_the_name_of_a_region(policy, name):
     ("float32@highest", ("float32", "", "highest")),
     ("bfloat16+float32@high", ("bfloat16", "float32", "high")),
     ("as-it-is", ("as-it-is", "", "")),
+    ("bfloat16+float32@high#float8:row", ("bfloat16", "float32", "high")),
   ],
 )
 def test_what_the_name_of_a_region_says(name, parts):
   assert read_region(name) == parts
+  assert read_recipe(name) == name.partition("#")[2]
 
 
 @pytest.mark.parametrize(

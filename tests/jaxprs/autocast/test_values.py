@@ -74,7 +74,7 @@ def test_what_survives_has_its_relative_precision_in_half(number, dtype):
 
 def test_the_kind_of_a_value():
   value = Value(literal(1.0), FLOAT32, neutral=True)
-  assert value.kind == Kind(FLOAT32, True) == (FLOAT32, True, None)
+  assert value.kind == Kind(FLOAT32, True) == (FLOAT32, True, None, False)
   assert Kind(FLOAT16) == Kind(FLOAT16, False) != Kind(FLOAT16, True)
   assert (value.held, value.once) == (FLOAT32, True)
   # It may be held in one dtype and count as another, where the cast is still to come.

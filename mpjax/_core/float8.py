@@ -1,0 +1,178 @@
+"""`Float8`: which matmuls of a policy multiply in float8, and how their operands are scaled."""
+
+import dataclasses
+from typing import Any, TypeAlias
+
+from mpjax._core.dtypes import HALF_NAMES, HALVES
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, nearest
+from mpjax._core.types import DType
+
+Size: TypeAlias = int | None
+
+MULTIPLE = 16
+"""The sizes of a matmul in float8 are multiples of it: its units read 16 bytes of a row at once."""
+
+_SCALINGS = ("tensor", "row")
+
+_WEIGHT_GRADS = ("float8", "half", *HALF_NAMES)
+
+_TOO_SMALL: dict[str, tuple[tuple[Size, Size], ...]] = {
+  "tensor": ((4096, 1024),),
+  "row": ((None, 2048), (1024, None), (2048, 4096)),
+}
+"""What torchao measured to be slower than bfloat16 on H100, by scaling: see `Float8.skip`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8:
+  """How a policy multiplies in float8: `mpjax.Policy(compute_dtype="bfloat16", matmul=Float8())`.
+
+  Each operand is divided by a scale, so that its largest element becomes the largest number of the
+  format, clipped and cast; the result is multiplied by both scales. The scales are computed from
+  the operands themselves in each step: there is no state. Operands of the forward pass are
+  float8_e4m3fn, gradients float8_e5m2, sums float32. An inf or NaN in an operand makes the result
+  NaN. docs/float8.md says which matmuls qualify.
+
+  Args:
+    scaling: "tensor" is one scale for each operand, "row" one for each row of the left operand and
+      each column of the right one: more exact, and slower.
+    power_of_two: scales are rounded up to a power of two, by which a division is exact.
+    weight_grad: "float8", or "half" for the compute dtype of the policy (or its name): gradients
+      of weights are multiplied in it. Their result is float32 either way.
+    skip: sizes (K, N) of matmuls that are too small to gain: K is the length of the sums, N the
+      number of columns of the weight. A matmul with at most this K and at most this N is left
+      in the compute dtype; None in a pair is any size. None takes the thresholds that torchao
+      measured: ((4096, 1024),) for "tensor", ((None, 2048), (1024, None), (2048, 4096)) for "row".
+      `skip=()` skips none.
+
+  Raises:
+    MpjaxValueError: an unknown scaling or weight_grad, or a size below 0.
+    MpjaxTypeError: an argument of another type.
+
+  >>> import mpjax
+  >>> print(mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(scaling="row")))
+  params=float32,compute=bfloat16,matmul=float8:row
+  >>> mpjax.Policy.parse("mixed_float8").matmul == mpjax.Float8()
+  True
+  """
+
+  scaling: str = "tensor"
+  power_of_two: bool = False
+  weight_grad: str = "float8"
+  skip: tuple[tuple[Size, Size], ...] | None = None
+
+  def __post_init__(self) -> None:
+    _check_name("scaling", self.scaling, _SCALINGS)
+    _check_name("weight_grad", self.weight_grad, _WEIGHT_GRADS)
+    if not isinstance(self.power_of_two, bool):
+      where = "mpjax.Float8(power_of_two=...)"
+      fix = "Write power_of_two=True for scales that are powers of two."
+      raise MpjaxTypeError(where, expected="a bool", got=repr(self.power_of_two), fix=fix)
+    if self.skip is not None:
+      object.__setattr__(self, "skip", _parse_skip(self.skip))
+
+  @property
+  def too_small(self) -> tuple[tuple[Size, Size], ...]:
+    """The sizes (K, N) up to which a matmul is left in the compute dtype."""
+    return _TOO_SMALL[self.scaling] if self.skip is None else self.skip
+
+  def __str__(self) -> str:
+    parts = ["float8"]
+    if self.scaling != "tensor":
+      parts.append(self.scaling)
+    if self.power_of_two:
+      parts.append("power_of_two")
+    if self.weight_grad != "float8":
+      parts.append(f"weight_grad={self.weight_grad}")
+    if self.skip is not None:
+      sizes = ("x".join("*" if n is None else str(n) for n in pair) for pair in self.skip)
+      parts.append(f"skip={'|'.join(sizes) or 'none'}")
+    return ":".join(parts)
+
+
+def _check_name(field: str, value: object, names: tuple[str, ...]) -> None:
+  where, expected = f"mpjax.Float8({field}=...)", ", ".join(map(repr, names))
+  if not isinstance(value, str):
+    fix = f"Write {field}={names[0]!r}."
+    raise MpjaxTypeError(where, expected=expected, got=repr(value), fix=fix)
+  if value not in names:
+    near = " or ".join(map(repr, nearest(value, names)))
+    raise MpjaxValueError(where, expected=expected, got=repr(value), fix=f"Did you mean {near}?")
+
+
+def _parse_skip(skip: Any) -> tuple[tuple[Size, Size], ...]:
+  where, expected = "mpjax.Float8(skip=...)", "pairs of sizes (K, N), None for any size"
+  fix = "Write skip=((4096, 1024),), or skip=() for no size that is too small."
+  if not isinstance(skip, (tuple, list)) or not all(
+    isinstance(pair, (tuple, list))
+    and len(pair) == 2
+    and all(n is None or (isinstance(n, int) and not isinstance(n, bool)) for n in pair)
+    for pair in skip
+  ):
+    raise MpjaxTypeError(where, expected=expected, got=repr(skip), fix=fix)
+  if any(n is not None and n < 0 for pair in skip for n in pair):
+    raise MpjaxValueError(where, expected=expected, got=repr(skip), fix=fix)
+  return tuple((k, n) for k, n in skip)
+
+
+def parse_float8(matmul: object, where: str) -> Float8:
+  """Returns the recipe that `str` of one wrote; a `Float8` is returned as it is.
+
+  Args:
+    matmul: a `Float8`, or "float8", "float8:row", "float8:power_of_two:weight_grad=half:skip=none".
+    where: the public call and argument, for the error.
+
+  Raises:
+    MpjaxValueError: the text is none that `str` writes.
+    MpjaxTypeError: neither a string nor a `Float8`.
+  """
+  if isinstance(matmul, Float8):
+    return matmul
+  expected = "a mpjax.Float8, or its text such as 'float8' or 'float8:row:power_of_two'"
+  if not isinstance(matmul, str):
+    fix = "Write matmul=mpjax.Float8(...), or leave it out to multiply in the compute dtype."
+    raise MpjaxTypeError(where, expected=expected, got=repr(matmul), fix=fix)
+  name, *options = matmul.strip().split(":")
+  given: dict[str, Any] = {}
+  for option in options:
+    key, _, value = option.partition("=")
+    if option in _SCALINGS:
+      given["scaling"] = option
+    elif option == "power_of_two":
+      given[option] = True
+    elif key == "weight_grad":
+      given[key] = value
+    elif key == "skip":
+      given[key] = _read_skip(value)
+    else:
+      name = ""
+  if name != "float8" or ("skip" in given and given["skip"] is None):
+    fix = "Write what str(mpjax.Float8(...)) prints."
+    raise MpjaxValueError(where, expected=expected, got=repr(matmul), fix=fix)
+  return Float8(**given)
+
+
+def _read_skip(text: str) -> tuple[tuple[Size, ...], ...] | None:
+  """Returns the sizes that a text such as "4096x1024|*x2048" writes; None for any other text."""
+  pairs = [pair.split("x") for pair in text.split("|")] if text != "none" else []
+  if any(len(pair) != 2 or not all(n == "*" or n.isdecimal() for n in pair) for pair in pairs):
+    return None
+  return tuple(tuple(None if n == "*" else int(n) for n in pair) for pair in pairs)
+
+
+def check_float8(recipe: Float8, compute: DType, where: str) -> None:
+  """Raises MpjaxValueError if what float8 leaves out, or its weight gradients, fit no policy."""
+  if compute not in HALVES:
+    raise MpjaxValueError(
+      where,
+      expected=f"a policy that computes in {' or '.join(HALF_NAMES)}",
+      got=f"{recipe} with compute_dtype={compute.name}",
+      fix='Write compute_dtype="bfloat16": all that is no large matmul runs in it.',
+    )
+  if recipe.weight_grad in HALF_NAMES and recipe.weight_grad != compute.name:
+    raise MpjaxValueError(
+      where,
+      expected=f"weight_grad='float8', 'half' or {compute.name!r}",
+      got=f"{recipe.weight_grad!r} with compute_dtype={compute.name}",
+      fix='Write weight_grad="half" for the compute dtype.',
+    )

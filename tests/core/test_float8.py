@@ -1,0 +1,163 @@
+"""`Float8`: its arguments, its text, and the policies that hold one."""
+
+import copy
+import dataclasses
+import pickle
+
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax._core.float8 import Float8, parse_float8
+from tests.errors import check_error
+
+WHERE = "mpjax.Policy(matmul=...)"
+TEXTS = {
+  "float8": Float8(),
+  "float8:row": Float8(scaling="row"),
+  "float8:power_of_two": Float8(power_of_two=True),
+  "float8:weight_grad=half": Float8(weight_grad="half"),
+  "float8:weight_grad=bfloat16": Float8(weight_grad="bfloat16"),
+  "float8:skip=none": Float8(skip=()),
+  "float8:skip=4096x1024|*x16|32x*": Float8(skip=((4096, 1024), (None, 16), (32, None))),
+  "float8:row:power_of_two:weight_grad=half:skip=1x2": Float8(
+    scaling="row", power_of_two=True, weight_grad="half", skip=((1, 2),)
+  ),
+}
+texts = pytest.mark.parametrize(("text", "recipe"), TEXTS.items())
+
+
+@texts
+def test_a_recipe_reads_what_it_writes(text, recipe):
+  assert str(recipe) == text
+  assert parse_float8(text, WHERE) == recipe
+  assert parse_float8(recipe, WHERE) is recipe
+
+
+@texts
+def test_a_policy_keeps_its_recipe(text, recipe):
+  policy = mpjax.Policy(compute_dtype="bfloat16", matmul=recipe)
+  assert policy == mpjax.Policy(compute_dtype="bfloat16", matmul=text)
+  assert mpjax.Policy.parse(str(policy)) == policy
+  assert str(policy).endswith(f",matmul={text}")
+  for other in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+    assert (other, hash(other), repr(other)) == (policy, hash(policy), repr(policy))
+  without = dataclasses.replace(policy, matmul=None)
+  assert without == mpjax.Policy(compute_dtype="bfloat16") != policy
+
+
+def test_policies_of_different_recipes_differ():
+  policies = [mpjax.Policy(compute_dtype="bfloat16", matmul=each) for each in TEXTS.values()]
+  assert len(set(policies)) == len(TEXTS)
+
+
+def test_the_preset_is_mixed_bfloat16_with_the_recipe_by_default():
+  policy = mpjax.Policy.parse("mixed_float8")
+  assert policy.matmul == Float8()
+  assert dataclasses.replace(policy, matmul=None) == mpjax.Policy.parse("mixed_bfloat16")
+  assert mpjax.Policy.parse("mixed_bfloat16").matmul is None
+  assert mpjax.Policy().matmul is None
+  # A policy that is no recipe is read as before.
+  assert mpjax.Policy.parse("c=bf16,w=f32,precision=high,matmul=float8:row") == mpjax.Policy(
+    compute_dtype="bfloat16",
+    weight_grad_dtype="float32",
+    precision="high",
+    matmul=Float8(scaling="row"),
+  )
+
+
+def test_recipes_are_frozen_and_take_keywords_only():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    Float8().scaling = "row"
+  with pytest.raises(TypeError):
+    Float8("row")
+
+
+@pytest.mark.parametrize(
+  ("recipe", "size", "wanted"),
+  [
+    # torchao's `_auto_filter_for_recipe`: tensorwise, then rowwise.
+    (Float8(), (4096, 1024), True),
+    (Float8(), (4112, 1024), False),
+    (Float8(), (4096, 1040), False),
+    (Float8(), (1024, 4096), False),
+    (Float8(scaling="row"), (65536, 2048), True),
+    (Float8(scaling="row"), (1024, 65536), True),
+    (Float8(scaling="row"), (2048, 4096), True),
+    (Float8(scaling="row"), (2048, 4112), False),
+    (Float8(scaling="row"), (2064, 4096), False),
+    (Float8(skip=()), (16, 16), False),
+    (Float8(skip=[[64, None]]), (64, 999), True),
+    (Float8(skip=[[64, None]]), (65, 1), False),
+  ],
+)
+def test_sizes_that_are_too_small(recipe, size, wanted):
+  too_small = any(
+    all(n is None or x <= n for x, n in zip(size, most, strict=True)) for most in recipe.too_small
+  )
+  assert too_small == wanted
+
+
+@pytest.mark.parametrize(
+  ("given", "cls", "where", "expected", "got", "fix"),
+  [
+    ({"scaling": "rows"}, ValueError, "scaling", "'tensor', 'row'", "'rows'", "'row'"),
+    ({"scaling": 1}, TypeError, "scaling", "'tensor', 'row'", "1", "scaling='tensor'"),
+    ({"weight_grad": "float32"}, ValueError, "weight_grad", "'half'", "'float32'", "'float16'"),
+    ({"weight_grad": None}, TypeError, "weight_grad", "'float8'", "None", "weight_grad='float8'"),
+    ({"power_of_two": 1}, TypeError, "power_of_two", "a bool", "1", "power_of_two=True"),
+    ({"skip": 4096}, TypeError, "skip", "pairs of sizes", "4096", "skip=()"),
+    ({"skip": (4096, 1024)}, TypeError, "skip", "pairs of sizes", "(4096, 1024)", "skip=()"),
+    ({"skip": ((4096,),)}, TypeError, "skip", "pairs of sizes", "((4096,),)", "skip=()"),
+    ({"skip": ((True, 1),)}, TypeError, "skip", "pairs of sizes", "((True, 1),)", "skip=()"),
+    ({"skip": ((-1, 1),)}, ValueError, "skip", "pairs of sizes", "((-1, 1),)", "skip=()"),
+  ],
+)
+def test_arguments_that_mean_nothing(given, cls, where, expected, got, fix):
+  with pytest.raises(cls) as excinfo:
+    Float8(**given)
+  check_error(excinfo, where=f"mpjax.Float8({where}=...)", expected=expected, got=got, fix=fix)
+
+
+@pytest.mark.parametrize(
+  ("matmul", "cls", "got", "fix"),
+  [
+    (8, TypeError, "8", "mpjax.Float8(...)"),
+    (jnp.float8_e4m3fn, TypeError, "float8_e4m3fn", "mpjax.Float8(...)"),
+    ("fp8", ValueError, "'fp8'", "str(mpjax.Float8(...))"),
+    ("float8:rows", ValueError, "'float8:rows'", "str(mpjax.Float8(...))"),
+    ("float8:skip=1", ValueError, "'float8:skip=1'", "str(mpjax.Float8(...))"),
+    ("float8:skip=", ValueError, "'float8:skip='", "str(mpjax.Float8(...))"),
+    ("", ValueError, "''", "str(mpjax.Float8(...))"),
+  ],
+)
+def test_what_is_no_recipe(matmul, cls, got, fix):
+  with pytest.raises(cls) as excinfo:
+    mpjax.Policy(compute_dtype="bfloat16", matmul=matmul)
+  check_error(excinfo, where=WHERE, expected="a mpjax.Float8, or its text", got=got, fix=fix)
+
+
+def test_a_recipe_needs_low_precision_around_it():
+  with pytest.raises(ValueError) as excinfo:
+    mpjax.Policy(matmul="float8")
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="a policy that computes in bfloat16 or float16",
+    got="float8 with compute_dtype=float32",
+    fix='compute_dtype="bfloat16"',
+  )
+
+
+def test_weight_gradients_in_the_other_half():
+  recipe = Float8(weight_grad="float16")
+  assert mpjax.Policy(compute_dtype="float16", matmul=recipe).matmul == recipe
+  with pytest.raises(ValueError) as excinfo:
+    mpjax.Policy(compute_dtype="bfloat16", matmul=recipe)
+  check_error(
+    excinfo,
+    where=WHERE,
+    expected="'bfloat16'",
+    got="'float16' with compute_dtype=bfloat16",
+    fix='weight_grad="half"',
+  )

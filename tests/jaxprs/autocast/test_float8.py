@@ -1,0 +1,413 @@
+"""Which matmuls are in float8, in autocast and through JAX's transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mpjax
+from tests.programs import equations, products
+
+ALL = mpjax.Float8(skip=())
+EXACT = mpjax.Float8(skip=(), power_of_two=True)
+
+
+def policy(recipe=ALL, half="bfloat16"):
+  return mpjax.Policy(compute_dtype=half, matmul=recipe)
+
+
+def s(*shape, dtype="float32"):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def dtypes(fun, *args):
+  return [p.dtypes for p in products(jax.make_jaxpr(fun)(*args))]
+
+
+def in_float8(fun, *args, recipe=ALL):
+  """Whether each matmul of `fun` under autocast has operands in float8."""
+  return [
+    left.startswith("float8") for left, _ in dtypes(mpjax.autocast(fun, policy(recipe)), *args)
+  ]
+
+
+def reasons(fun, *args, recipe=ALL):
+  """What an audit says of each matmul."""
+  return [x.reason for x in mpjax.audit(mpjax.autocast(fun, policy(recipe)))(*args).float8]
+
+
+def conv(x, w):
+  return jax.lax.conv_general_dilated(x, w, (1,), "SAME")
+
+
+def computed(x, w):
+  return jnp.sin(x) @ jnp.sin(w)
+
+
+def with_precision(x, w):
+  return jnp.matmul(x, w, precision="highest")
+
+
+def by_hand(x, w):
+  return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+
+def moved_by_hand(x, w):
+  return jnp.sin(x).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16).T
+
+
+def by(x):
+  return x.astype(jnp.bfloat16)
+
+
+def cast_outside(fun):
+  return lambda x, w: fun(by(x), by(w))
+
+
+def with_result(x, w):
+  return jnp.matmul(by(x), by(w), preferred_element_type="float32")
+
+
+def computed_by_hand(x, w):
+  return by(jnp.sin(x)) @ by(jnp.sin(w))
+
+
+def with_gradient(x, w):
+  return jax.grad(lambda w: jnp.sum(jnp.sin(jnp.sin(x) @ w)))(w)
+
+
+QUALIFIES = {
+  "matmul": (jnp.matmul, s(8, 32), s(32, 16)),
+  "one parameter": (lambda x, w: jnp.sin(x) @ w, s(8, 32), s(32, 16)),
+  "two rows": (jnp.matmul, s(2, 32), s(32, 16)),
+  "rows that are no multiple": (jnp.matmul, s(7, 32), s(32, 16)),
+  "transposed": (lambda x, w: jnp.sin(x) @ w.T, s(8, 32), s(16, 32)),
+  "moved": (lambda x, w: jnp.sin(x) @ w.reshape(32, 16)[::-1], s(8, 32), s(4, 8, 16)),
+  "weight first": (lambda x, w: w @ jnp.sin(x), s(32, 8), s(16, 32)),
+  "experts": (lambda x, w: jnp.einsum("ebk,ekn->ebn", jnp.sin(x), w), s(3, 8, 32), s(3, 32, 16)),
+  "heads": (lambda x, w: jnp.einsum("bthd,hdn->btn", jnp.sin(x), w), s(2, 3, 4, 8), s(4, 8, 16)),
+  "by hand": (by_hand, s(8, 32), s(32, 16)),
+  "by hand, moved": (lambda x, w: by_hand(x, w.T), s(8, 32), s(16, 32)),
+  "by hand, moved after": (moved_by_hand, s(8, 32), s(16, 32)),
+  "by hand, jitted": (cast_outside(jax.jit(jnp.matmul)), s(8, 32), s(32, 16)),
+  "stored in bfloat16": (jnp.matmul, s(8, 32, dtype="bfloat16"), s(32, 16, dtype="bfloat16")),
+  "jitted": (jax.jit(jnp.matmul), s(8, 32), s(32, 16)),
+  "vmap": (jax.vmap(jnp.matmul, in_axes=(0, None)), s(3, 8, 32), s(32, 16)),
+}
+LEFT_OUT = {
+  "K": (jnp.matmul, s(8, 24), s(24, 16), "K=24 is no multiple of 16"),
+  "N": (jnp.matmul, s(8, 32), s(32, 10), "N=10 is no multiple of 16"),
+  "one row": (jnp.matmul, s(32), s(32, 16), "it has one row or column"),
+  "no rows": (jnp.matmul, s(0, 32), s(32, 16), "it has one row or column"),
+  "attention's own": (computed, s(16, 32), s(32, 16), "no operand is a parameter"),
+  "convolution": (conv, s(8, 16, 32), s(16, 16, 32), "it is no dot_general"),
+  "precision": (with_precision, s(8, 32), s(32, 16), "the code asks for its precision"),
+  "result": (with_result, s(8, 32), s(32, 16), "the code asks for its precision"),
+  "computed by hand": (computed_by_hand, s(16, 32), s(32, 16), "no operand is a parameter"),
+}
+
+
+@pytest.mark.parametrize(("fun", "x", "w"), QUALIFIES.values(), ids=QUALIFIES)
+def test_what_qualifies(fun, x, w):
+  assert in_float8(fun, x, w) == [True]
+  assert reasons(fun, x, w) == [""]
+
+
+@pytest.mark.parametrize(("fun", "x", "w", "reason"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_what_is_left_out_and_why(fun, x, w, reason):
+  assert in_float8(fun, x, w) == [False]
+  assert reasons(fun, x, w) == [reason]
+  # It is what it would be without float8.
+  audit, without = (mpjax.audit(mpjax.autocast(fun, p))(x, w) for p in (policy(), "mixed_bfloat16"))
+  assert (audit.flops, audit.leaks) == (without.flops, without.leaks)
+  assert not audit.float8_share > 0
+
+
+@pytest.mark.parametrize(
+  ("recipe", "k", "n", "taken"),
+  [
+    (mpjax.Float8(), 4096, 1024, False),
+    (mpjax.Float8(), 4096, 1040, True),
+    (mpjax.Float8(), 4112, 16, True),
+    (mpjax.Float8(scaling="row"), 4096, 2048, False),
+    (mpjax.Float8(scaling="row"), 1024, 8192, False),
+    (mpjax.Float8(scaling="row"), 2048, 4096, False),
+    (mpjax.Float8(scaling="row"), 2048, 4112, True),
+    (mpjax.Float8(scaling="row"), 1040, 4112, True),
+  ],
+)
+def test_sizes_decide(recipe, k, n, taken):
+  assert in_float8(jnp.matmul, s(16, k), s(k, n), recipe=recipe) == [taken]
+  # K is the length of the sums and N the columns of the weight, however it is stored.
+  assert in_float8(lambda x, w: jnp.sin(x) @ w.T, s(16, k), s(n, k), recipe=recipe) == [taken]
+  assert in_float8(lambda x, w: w @ jnp.sin(x), s(k, 16), s(n, k), recipe=recipe) == [taken]
+  if not taken:
+    assert reasons(jnp.matmul, s(16, k), s(k, n), recipe=recipe) == [
+      f"too small to gain: K={k}, N={n}"
+    ]
+
+
+def test_a_gradient_taken_inside_is_left_in_low_precision():
+  """Which of its operands is a gradient, and wants e5m2, is no longer known there."""
+  assert in_float8(with_gradient, s(8, 32), s(32, 16)) == [True, False]
+  assert set(reasons(with_gradient, s(8, 32), s(32, 16))) == {"", "its gradient is taken inside"}
+
+
+def test_a_weight_that_the_code_casts_is_cast_once():
+  """From float32 to float8, with no stop in bfloat16, and its gradient has none either."""
+  w, x = normal(0, 32, 16), normal(1, 8, 32)
+
+  def loss(fun):
+    return lambda w: jnp.sum(mpjax.autocast(fun, policy())(x, w).astype(jnp.float32))
+
+  one, other = (
+    jax.jit(jax.grad(loss(fun)))(w)
+    for fun in (lambda x, w: jnp.sin(x) @ w, lambda x, w: by(jnp.sin(x)) @ by(w))
+  )
+  assert one.dtype == other.dtype == jnp.float32
+  np.testing.assert_array_equal(one, other)
+
+
+def test_rules_take_it_away_and_give_it():
+  def fun(w, x):
+    with jax.named_scope("body"):
+      x = jnp.sin(x @ w)
+    with jax.named_scope("head"):
+      return jnp.sin(x) @ w
+
+  def found(given, *rules):
+    return [d[0] for d in dtypes(mpjax.autocast(fun, given, rules=rules), s(16, 16), s(8, 16))]
+
+  float8, half = "float8_e4m3fn", "bfloat16"
+  taken, given = policy(), mpjax.Rule("mixed_bfloat16", path="**/head")
+  assert found(taken) == [float8, float8]
+  assert found(taken, given) == [float8, half]
+  assert found(taken, mpjax.Rule("float32", path="head")) == [float8, "float32"]
+  assert found(taken, mpjax.Rule(None, path="head")) == [float8, "float32"]
+  assert found("mixed_bfloat16", mpjax.Rule(taken, path="head")) == [half, float8]
+  assert found("float32", mpjax.Rule(taken, path="head")) == ["float32", float8]
+  audit = mpjax.audit(mpjax.autocast(fun, taken, rules=[given]))(s(16, 16), s(8, 16))
+  assert {x.path: x.reason for x in audit.float8} == {
+    "body": "",
+    "head": "its policy has no float8",
+  }
+
+
+def test_full_precision_is_no_float8():
+  @mpjax.full_precision
+  def precise(x, w):
+    return x @ w
+
+  assert in_float8(lambda x, w: precise(x, w), s(8, 32), s(32, 16)) == [False]
+
+
+def test_an_audit_takes_neither_scaling_nor_what_is_left_out_for_a_leak():
+  def fun(w, v, x):
+    return jnp.sum(jnp.sin(jnp.sin(jnp.sin(x) @ w) @ v) ** 2)
+
+  args = s(64, 512), s(512, 8), s(256, 64)
+  audit = mpjax.audit(jax.value_and_grad(mpjax.autocast(fun, policy()), (0, 1, 2)))(*args)
+  audit.assert_no_leaks()
+  audit.assert_half_share(1.0)
+  assert audit.risks == ()
+  assert audit.round_trips.operations == 0
+  assert [x.reason for x in audit.float8] == ["", "N=8 is no multiple of 16"]
+  assert audit.float8[0].sizes == (256, 512, 64)
+  assert audit.float8[0].flops == 3 * 2 * 256 * 512 * 64
+  assert audit.float8_share == 64 / 72
+  assert "no multiple of 16" in str(audit)
+  assert '"float8": [' in audit.to_json()
+  without = mpjax.audit(mpjax.autocast(fun))(*args)
+  assert without.float8 == ()
+
+
+def test_a_jaxpr_has_no_mark_without_an_audit():
+  fun = mpjax.autocast(lambda x, w: jnp.sin(x) @ w, policy())
+  for sizes in ((8, 32, 16), (8, 24, 16)):
+    m, k, n = sizes
+    program = jax.make_jaxpr(fun)(s(m, k), s(k, n))
+    stacks = {str(eqn.source_info.name_stack) for eqn, _ in equations(program)}
+    assert not any("not-float8" in stack for stack in stacks)
+
+
+# Under transformations.
+
+
+def layers(ws, x, around=lambda f: f):
+  def layer(w, x):
+    return jnp.sin(x @ w)
+
+  for w in ws:
+    x = around(layer)(w, x)
+  return jnp.sum(x**2)
+
+
+def normal(seed, *shape):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32) / 4
+
+
+WS, X = (normal(0, 32, 32), normal(1, 32, 32)), normal(2, 16, 32)
+
+
+def scanned(ws, x):
+  return jnp.sum(jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, jnp.stack(ws))[0] ** 2)
+
+
+SAME = {
+  "jit": functools.partial(layers, around=jax.jit),
+  "remat": functools.partial(layers, around=jax.checkpoint),
+  "named": functools.partial(
+    layers,
+    around=functools.partial(
+      jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("float8")
+    ),
+  ),
+  "scan": scanned,
+  "scan of remat": lambda ws, x: jnp.sum(
+    jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.sin(x @ w), None)), x, jnp.stack(ws))[0] ** 2
+  ),
+}
+
+
+@pytest.mark.parametrize("fun", SAME.values(), ids=SAME)
+def test_other_ways_to_write_it_give_the_same_numbers(fun):
+  found = jax.jit(jax.value_and_grad(mpjax.autocast(fun, policy(EXACT)), (0, 1)))(WS, X)
+  wanted = jax.jit(jax.value_and_grad(mpjax.autocast(layers, policy(EXACT)), (0, 1)))(WS, X)
+  # A scan keeps its state in float32: what is rounded differs in the last digit of bfloat16.
+  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert np.linalg.norm(one - other) < 0.1 * np.linalg.norm(other)
+  found = dtypes(jax.grad(mpjax.autocast(fun, policy(EXACT))), WS, X)
+  assert all(right == "float8_e4m3fn" for _, right in found)
+  assert {left for left, _ in found} == {"float8_e4m3fn", "float8_e5m2"}
+
+
+def saved(fun, *args):
+  """The dtypes and sizes of what is kept for the backward pass."""
+
+  def kept(*args):
+    return jax.tree.leaves(jax.vjp(fun, *args)[1])
+
+  jaxpr = jax.make_jaxpr(kept)(*args).jaxpr
+  found = {id(v): v.aval for v in jaxpr.outvars if v not in (*jaxpr.invars, *jaxpr.constvars)}
+  return sorted((a.dtype.name, a.size) for a in found.values() if a.ndim > 1)
+
+
+def linear(ws, x):
+  for w in ws:
+    x = x @ w
+  return x
+
+
+def test_operands_in_float8_are_what_is_kept():
+  fun = mpjax.autocast(linear, policy())
+  data = functools.partial(mpjax.autocast, data_argnums=1)
+  ws = (*WS, normal(3, 32, 32))
+  kept = saved(fun, ws, X)
+  # Three weights, and the input of each layer.
+  assert kept == [("float8_e4m3fn", 512)] * 3 + [("float8_e4m3fn", 1024)] * 3
+  half = saved(data(linear, policy(mpjax.Float8(skip=(), weight_grad="half"))), ws, X)
+  assert half == [("bfloat16", 512)] * 3 + [("float8_e4m3fn", 1024)] * 3
+
+
+def test_remat_can_keep_them_by_name():
+  """The names are public: `jax.checkpoint_policies.save_only_these_names("float8")`."""
+
+  def fun(policy_):
+    def around(f):
+      return jax.checkpoint(f, policy=policy_)
+
+    return mpjax.autocast(functools.partial(layers, around=around), policy())
+
+  names = jax.checkpoint_policies.save_only_these_names("float8")
+  assert ("float8_e4m3fn", 1024) in saved(fun(names), WS, X)
+  assert not any(dtype.startswith("float8") for dtype, _ in saved(fun(None), WS, X))
+  # What it computes again is no matmul of the forward pass, and no cast.
+  again = [
+    eqn
+    for eqn, _ in equations(jax.make_jaxpr(jax.grad(fun(names)))(WS, X))
+    if "rematted_computation" in str(eqn.source_info.name_stack)
+  ]
+  assert len([eqn for eqn in again if eqn.primitive.name == "reduce_max"]) <= 4
+
+
+def test_a_weight_that_a_scan_uses_again_is_kept_once():
+  def fun(w, x):
+    return jnp.sum(jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, None, length=7)[0])
+
+  kept = saved(mpjax.autocast(fun, policy()), WS[0], X)
+  assert ("float8_e4m3fn", 32 * 32) in kept
+  assert ("float8_e4m3fn", 7 * 16 * 32) in kept
+  assert ("float8_e4m3fn", 7 * 32 * 32) not in kept
+
+
+def mesh(kind):
+  return jax.make_mesh((2,), ("d",), axis_types=(kind,))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_shard_map(check_vma):
+  spec = PartitionSpec("d")
+
+  def fun(ws, x):
+    def local(ws, x):
+      return jax.lax.psum(layers(ws, x), "d")
+
+    mapped = functools.partial(jax.shard_map, check_vma=check_vma, mesh=mesh(AxisType.Auto))
+    return mapped(local, in_specs=(PartitionSpec(), spec), out_specs=PartitionSpec())(ws, x)
+
+  # The same rows on both devices: the scales of both are those of one.
+  x = np.concatenate([X, X])
+  found = jax.jit(jax.grad(mpjax.autocast(fun, policy(EXACT))))(WS, x)
+  wanted = jax.jit(jax.grad(mpjax.autocast(layers, policy(EXACT))))(WS, X)
+  for one, other in zip(found, wanted, strict=True):
+    assert np.linalg.norm(one - 2 * other) < 2e-2 * np.linalg.norm(other)
+  assert all(d.startswith("float8") for d, _ in dtypes(mpjax.autocast(fun, policy()), WS, x))
+
+
+def test_scales_are_those_of_entire_arrays_on_a_mesh():
+  here = mesh(AxisType.Auto)
+  rows, columns = (NamedSharding(here, PartitionSpec(*p)) for p in (("d",), (None, "d")))
+  fun = mpjax.autocast(lambda w, x: x @ w, policy(EXACT))
+  x, w = normal(0, 16, 32), normal(1, 32, 32)
+  x[9:], w[:, 17:] = 16 * x[9:], w[:, 17:] / 16  # One device has the large ones.
+  both = jax.jit(lambda w, x: jax.vjp(fun, w, x)[1](jnp.ones((16, 32))))
+  wanted = both(w, x)
+  found = jax.jit(both, in_shardings=(columns, rows))(w, x)
+  for one, other in zip(found, wanted, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-4)
+  lowered = jax.jit(fun, in_shardings=(columns, rows)).lower(w, x)
+  text = lowered.compile().as_text()
+  reduced = [line for line in text.splitlines() if " all-reduce(" in line]
+  assert reduced, "the largest element of all devices is a maximum over them"
+  assert all("f32[]" in line for line in reduced)
+
+
+def test_on_an_explicit_mesh():
+  here = mesh(AxisType.Explicit)
+  with jax.set_mesh(here):
+    x = jax.device_put(X, NamedSharding(here, PartitionSpec("d")))
+    ws = jax.device_put(WS, NamedSharding(here, PartitionSpec()))
+    for scaling in ("tensor", "row"):
+      given = policy(mpjax.Float8(skip=(), power_of_two=True, scaling=scaling))
+      found = jax.jit(jax.grad(mpjax.autocast(layers, given), (0, 1)))(ws, x)
+      assert jax.typeof(found[1]).sharding.spec == PartitionSpec("d", None)
+      wanted = jax.jit(jax.grad(mpjax.autocast(layers, given), (0, 1)))(WS, X)
+      for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.linalg.norm(one - other) < 2e-2 * np.linalg.norm(other)
+
+
+def test_it_is_all_in_one_trace():
+  """Called again, a function is not compiled again."""
+  traces = []
+
+  def fun(w, x):
+    traces.append(1)
+    return jnp.sum(jnp.sin(x @ w))
+
+  step = jax.jit(jax.grad(mpjax.autocast(fun, policy())))
+  for _ in range(3):
+    step(WS[0], X)
+  assert len(traces) == 1

@@ -1,0 +1,305 @@
+"""The numbers of matmuls in float8, against float64 and the rounding of `ml_dtypes`."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._jaxprs.autocast.traced import Interface, with_settings
+from mpjax._jaxprs.autocast.values import Settings
+from tests.errors import check_error
+from tests.float8_oracle import Oracle, normal
+
+ALL = {"skip": ()}
+RECIPES = {
+  "tensor": mpjax.Float8(**ALL),
+  "tensor, power of two": mpjax.Float8(power_of_two=True, **ALL),
+  "tensor, half": mpjax.Float8(weight_grad="half", **ALL),
+  "row": mpjax.Float8(scaling="row", **ALL),
+  "row, power of two": mpjax.Float8(scaling="row", power_of_two=True, **ALL),
+  "row, half": mpjax.Float8(scaling="row", weight_grad="half", **ALL),
+}
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def policy(recipe, half="bfloat16"):
+  return mpjax.Policy(compute_dtype=half, matmul=recipe)
+
+
+def cast(fun, recipe, half="bfloat16"):
+  """Returns `fun(w, x)` with its matmuls in float8: `w` is a parameter, and `x` is none."""
+
+  def is_data(args):
+    return [i == 1 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+
+  settings = Settings(compute=np.dtype(half), ops=mpjax.OpLists(), float8=recipe)
+  return with_settings(fun, settings, "a test", Interface(data=is_data))
+
+
+def check(found, oracle, roundings):
+  """Compares with what float64 says: so many roundings to bfloat16, and sums in float32."""
+  wanted, terms = oracle
+  found = np.asarray(found, np.float64)
+  bound = roundings * 2.0**-8 * abs(wanted) + 2.0**-18 * terms
+  assert found.shape == wanted.shape
+  worst = np.max(abs(found - wanted) / bound)
+  assert worst <= 1, worst
+
+
+FORMULAS = {
+  "matmul": ("mk,kn->mn", (24, 48), (48, 32)),
+  "batch of rows": ("bmk,kn->bmn", (2, 3, 32), (32, 16)),
+  "transposed": ("mk,nk->mn", (5, 16), (32, 16)),
+  "weight first": ("kn,mk->nm", (8, 16), (16, 32)),
+  "out of heads": ("bthd,hde->bte", (2, 3, 4, 16), (4, 16, 32)),
+  "into heads": ("btd,dhe->bthe", (2, 3, 16), (16, 4, 8)),
+  "two sums apart": ("ahbk,khn->abn", (2, 4, 3, 8), (8, 4, 16)),
+  "experts": ("ebd,edf->ebf", (3, 6, 16), (3, 16, 32)),
+  "experts behind": ("bed,def->bfe", (6, 3, 16), (16, 3, 32)),
+}
+CASES = [
+  pytest.param(*case, recipe, id=f"{name}, {kind}")
+  for name, case in FORMULAS.items()
+  for kind, recipe in RECIPES.items()
+  if name == "matmul" or kind in ("tensor", "row")
+]
+
+
+@pytest.mark.parametrize(("formula", "x", "w", "recipe"), CASES)
+def test_an_einsum_and_its_gradients_are_those_of_rounded_operands(formula, x, w, recipe):
+  # In bfloat16, so that what is multiplied is what the oracle is given.
+  x, w = normal(0, x).astype(ml_dtypes.bfloat16), normal(1, w, 0.03)
+  left, right, out = re.split(",|->", formula)
+  first = left == "kn"  # The weight is the left one, and for the oracle the right one.
+  oracle = Oracle(f"{right},{left}->{out}" if first else formula, recipe)
+
+  def einsum(w, x):
+    return jnp.einsum(formula, *((w, x) if first else (x, w)))
+
+  def gradients(w, x):
+    fun = cast(lambda w, x: einsum(w, x.astype(jnp.float32)), recipe)
+    y, pull = jax.vjp(lambda w, x: fun(w, x).astype(jnp.bfloat16), w, x)
+    g = jnp.asarray(normal(2, y.shape, 1e-3), jnp.bfloat16)
+    return y, g, pull(g)
+
+  y, g, (of_w, of_x) = jax.jit(gradients)(w, x)
+  g = np.asarray(g)
+  assert (of_w.dtype, of_x.dtype) == (np.float32, jnp.bfloat16)
+  check(y, oracle.forward(x, w), 2)
+  check(of_x, oracle.of_x(g, w), 2)
+  check(of_w, oracle.of_w(g, x), 0)
+
+
+@recipes
+def test_zeros_stay_zeros(recipe):
+  fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
+  x, w = normal(0, (16, 16)), normal(1, (16, 16))
+  for a, b in ((0 * x, w), (x, 0 * w), (0 * x, 0 * w)):
+    y, pull = jax.vjp(fun, b, a)
+    assert not np.any(y)
+    of_w, of_x = pull(jnp.ones_like(y))
+    assert np.any(of_w) == np.any(a)
+    assert np.any(of_x) == np.any(b)
+    assert all(not np.any(each) for each in pull(jnp.zeros_like(y)))
+    assert all(np.all(np.isfinite(each)) for each in (y, of_w, of_x))
+
+
+@recipes
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("where", ["x", "w", "cotangent"])
+def test_what_is_not_finite_is_not_clipped(recipe, bad, where):
+  """Clipped, an inf would be 448: a step with a wrong gradient that nobody notices."""
+  fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
+  given = {"x": normal(0, (16, 32)), "w": normal(1, (32, 16)), "cotangent": normal(2, (16, 16))}
+  given[where][3, 5] = bad
+  y, pull = jax.jit(lambda w, x: jax.vjp(fun, w, x))(given["w"], given["x"])
+  of_w, of_x = pull(jnp.asarray(given["cotangent"]).astype(y.dtype))
+  if where == "x":
+    assert not np.any(np.isfinite(np.asarray(y)[3]))
+    assert not np.any(np.isfinite(np.asarray(of_w)[5]))
+  elif where == "w":
+    assert not np.any(np.isfinite(np.asarray(y)[:, 5]))
+    assert not np.any(np.isfinite(np.asarray(of_x)[:, 3]))
+  else:
+    assert not np.any(np.isfinite(np.asarray(of_x)[3]))
+    assert not np.any(np.isfinite(np.asarray(of_w)[:, 5]))
+
+
+def integers(seed, shape, largest):
+  return np.random.default_rng(seed).integers(-largest, largest + 1, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_whole_numbers_are_exact(half, scaling):
+  """Of two bits each, with scales that are powers of two and sums that half holds."""
+  recipe = mpjax.Float8(scaling=scaling, power_of_two=True, **ALL)
+  fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe, half))
+  x, w, g = integers(0, (16, 32), 2), integers(1, (32, 16), 2), integers(2, (16, 16), 2)
+  y, pull = jax.vjp(fun, w, x)
+  of_w, of_x = pull(jnp.asarray(g))
+  np.testing.assert_array_equal(y, x @ w)
+  np.testing.assert_array_equal(of_x, g @ w.T)
+  np.testing.assert_array_equal(of_w, x.T @ g)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_results_before_scaling_are_no_result_of_float16(half):
+  """448 * 448 * 64 is above what float16 holds; scaled, the result is 1."""
+  fun = mpjax.autocast(lambda w, x: x @ w, policy(mpjax.Float8(**ALL), half))
+  y = fun(jnp.full((64, 16), 1 / 8), jnp.full((16, 64), 1 / 8))
+  np.testing.assert_allclose(y, np.ones((16, 16)), rtol=2**-8)
+
+
+@pytest.mark.parametrize("exponent", [-14, 24])
+@pytest.mark.parametrize("recipe", list(RECIPES.values())[:4], ids=list(RECIPES)[:4])
+def test_a_loss_scale_is_invisible(recipe, exponent):
+  """The scale of the gradient follows the loss scale, and the numbers in float8 are the same."""
+  fun = mpjax.autocast(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])), policy(recipe))
+  w = (normal(1, (32, 16), 0.3), normal(2, (16, 32), 0.3))
+  x, factor = normal(0, (16, 32)), np.float32(2.0**exponent)
+  plain = jax.jit(jax.grad(fun, (0, 1)))(w, x)
+  scaled = jax.jit(jax.grad(lambda w, x: fun(w, x) * factor, (0, 1)))(w, x)
+  for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(scaled), strict=True):
+    np.testing.assert_array_equal(one * factor, other)
+
+
+def dots(program):
+  """The dtypes of the operands of each `dot_general`, and that of its result."""
+  found = []
+
+  def visit(jaxpr):
+    for eqn in jaxpr.eqns:
+      if eqn.primitive.name == "dot_general":
+        found.append((*(v.aval.dtype.name for v in eqn.invars), eqn.outvars[0].aval.dtype.name))
+        assert eqn.params["preferred_element_type"] is not None
+      for value in jax.tree.leaves(
+        list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+      ):
+        inner = getattr(value, "jaxpr", value)
+        if hasattr(inner, "eqns"):
+          visit(inner)
+
+  visit(program.jaxpr)
+  return found
+
+
+FORWARD = ("float8_e4m3fn", "float8_e4m3fn", "bfloat16")
+OF_X = ("float8_e5m2", "float8_e4m3fn", "bfloat16")
+OF_W = ("float8_e5m2", "float8_e4m3fn", "float32")
+
+
+@recipes
+def test_all_three_matmuls_have_operands_in_float8(recipe):
+  fun = cast(lambda w, x: jnp.sum(jnp.tanh(x.astype(jnp.float32) @ w)), recipe)
+  w, x = normal(1, (32, 16)), normal(0, (16, 32)).astype(ml_dtypes.bfloat16)
+  found = dots(jax.make_jaxpr(jax.grad(fun, (0, 1)))(w, x))
+  half = ("bfloat16", "bfloat16", "float32")
+  assert sorted(found) == sorted([FORWARD, OF_X, half if recipe.weight_grad == "half" else OF_W])
+
+
+def test_no_operand_is_scaled_on_its_way_to_the_matmul():
+  """XLA finds no float8 in quantise, dequantise, multiply, if Triton takes the matmul."""
+  fun = mpjax.autocast(lambda w, x: x @ w, policy(mpjax.Float8(**ALL)))
+  program = jax.make_jaxpr(fun)(normal(1, (32, 16)), normal(0, (16, 32)))
+  assert dots(program) == [FORWARD]
+
+
+def test_forward_mode():
+  recipe = mpjax.Float8(power_of_two=True, **ALL)
+  fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
+  x, w = integers(0, (16, 32), 2), integers(1, (32, 16), 2)
+  t, u = integers(2, (32, 16), 2), integers(3, (16, 32), 2)
+  y, tangent = jax.jvp(fun, (w, x), (t, u))
+  np.testing.assert_array_equal(y, x @ w)
+  np.testing.assert_array_equal(tangent, x @ t + u @ w)
+  columns = jax.vmap(lambda t: jax.jvp(lambda w: fun(w, x), (w,), (t,))[1])(np.stack([t, 2 * t]))
+  np.testing.assert_array_equal(columns, np.stack([x @ t, 2 * (x @ t)]))
+
+
+@pytest.mark.parametrize(
+  "twice",
+  [
+    lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w) ** 2)),
+    lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (w,)),
+    lambda f: jax.grad(lambda w: jax.jvp(f, (w,), (w,))[1]),
+    lambda f: lambda w: jax.jvp(lambda w: jax.jvp(f, (w,), (w,))[1], (w,), (w,)),
+  ],
+  ids=["reverse twice", "forward over reverse", "reverse over forward", "forward twice"],
+)
+def test_second_derivatives_are_refused(twice):
+  """Tangents of float8 arrays are float8 without a scale: most of them would be 0."""
+  fun = mpjax.autocast(lambda w: jnp.sum(jnp.tanh(jnp.tanh(w) @ w)), policy(RECIPES["row"]))
+  with pytest.raises(TypeError) as excinfo:
+    jax.jit(twice(fun))(normal(1, (16, 16)))
+  check_error(
+    excinfo,
+    where="a matmul in float8",
+    expected="first derivatives",
+    got="a derivative of its gradient",
+    fix='"mixed_bfloat16"',
+  )
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["tensor"], RECIPES["row, half"]], ids=["tensor", "row"])
+def test_vmap_is_a_loop(recipe):
+  fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
+  ws, xs = normal(1, (3, 32, 16)), normal(0, (3, 16, 32))
+
+  def both(w, x):
+    y, pull = jax.vjp(fun, w, x)
+    return y, *pull(jnp.asarray(normal(2, y.shape)))
+
+  for axes in ((0, 0), (None, 0), (0, None)):
+    given = [each if axis == 0 else each[0] for each, axis in zip((ws, xs), axes, strict=True)]
+    found = jax.jit(jax.vmap(both, in_axes=axes))(*given)
+    for i in range(3):
+      one = [each[i] if axis == 0 else each for each, axis in zip(given, axes, strict=True)]
+      for a, b in zip(found, jax.jit(both)(*one), strict=True):
+        # The compiler may leave out a rounding to bfloat16 in one of them.
+        np.testing.assert_allclose(a[i], b, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight_grad", ["float8", "half"])
+def test_a_weight_that_a_batch_shares_has_one_matmul_for_its_gradient(weight_grad):
+  """Added up after a matmul for each example, there would be a gradient for each in memory."""
+  recipe = mpjax.Float8(power_of_two=True, weight_grad=weight_grad, **ALL)
+  fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
+  w, xs, g = (
+    integers(1, (32, 16), 2),
+    integers(0, (3, 4, 24, 32), 2),
+    integers(2, (3, 4, 24, 16), 2),
+  )
+  xs *= np.exp2(np.arange(-6, 6)).reshape(3, 4, 1, 1).astype(np.float32)
+  xs[1, 2] = 0
+
+  def loss(w, fun):
+    both = jax.vmap(jax.vmap(fun, in_axes=(None, 0)), in_axes=(None, 0))
+    return jnp.sum(both(w, xs) * g)
+
+  found = jax.grad(loss)(w, fun)
+  np.testing.assert_array_equal(found, np.einsum("abmk,abmn->kn", xs.astype(np.float64), g))
+  shapes = [
+    tuple(v.aval.shape)
+    for eqn in jax.make_jaxpr(jax.grad(lambda w: loss(w, fun)))(w).eqns
+    for v in eqn.outvars
+  ]
+  assert not any(shape[-2:] in ((32, 16), (16, 32)) and len(shape) > 2 for shape in shapes)
+
+
+def test_gradients_of_rows_that_a_batch_shares_add_up_in_float32():
+  fun = mpjax.autocast(lambda w, x: x @ w, policy(RECIPES["row"]))
+  w, xs, g = normal(1, (32, 16)), normal(0, (3, 24, 32)), normal(2, (3, 24, 16), 0.1)
+
+  def loss(w, x, g):
+    return jnp.sum(fun(w, x) * g)
+
+  found = jax.jit(jax.grad(lambda w: jnp.sum(jax.vmap(loss, in_axes=(None, 0, 0))(w, xs, g))))(w)
+  each = jax.jit(jax.grad(loss))
+  wanted = functools.reduce(np.add, [each(w, x, g) for x, g in zip(xs, g, strict=True)])
+  np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
