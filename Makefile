@@ -93,18 +93,21 @@ bench-autocast: $(STAMP) $(JAXAMP)/.installed
 # The compiler for CUDA, 0.5 GB, is installed beside the newest JAX that this Python gets.
 $(GPU_HLO)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(GPU_HLO)
-	$(GPU_HLO)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(GPU_HLO)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@version=$$($(GPU_HLO)/bin/python -c 'import jax; print(jax.__version__)'); \
 	$(GPU_HLO)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version || { \
+	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version 'nvidia-cuda-nvcc-cu12<13' || { \
 	  echo "make gpu-hlo needs jax-cuda12-plugin and jax-cuda12-pjrt $$version, which pip did not get." >&2; \
 	  echo "For this CPU instead: PYTHONPATH=. $(GPU_HLO)/bin/python benchmarks/gpu_hlo.py --gpu none" >&2; exit 1; }
 	@touch $@
 
-# No GPU is looked for: the program is compiled, and never run.
+# No GPU is looked for: the program is compiled, and never run. In tests that fail, a policy costs
+# more than dtypes by hand, loss scaling a kernel for each parameter, or float8 is not float8.
+GPU_TESTS := tests/integration/test_gpu_hlo.py tests/integration/test_float8.py
 gpu-hlo: export JAX_PLATFORMS = cpu
 gpu-hlo: $(GPU_HLO)/.installed
 	PYTHONPATH=. $(GPU_HLO)/bin/python benchmarks/gpu_hlo.py $(ARGS)
+	$(GPU_HLO)/bin/python -m pytest -q -n 2 -m gpu_compiler $(GPU_TESTS)
 
 parity: export JAX_PLATFORMS ?= cpu
 parity: $(STAMP)

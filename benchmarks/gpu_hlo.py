@@ -265,9 +265,10 @@ def main(
 def show(results: dict[str, Any], console: Console) -> None:
   """Prints a row for each version of each model, with its ratios to the one by hand."""
   table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
-  table.add_column("")
-  for name in ("kernels", "GB moved", "GB temp", "ms*", "products"):
+  table.add_column("", min_width=12)
+  for name in ("kernels", "GB moved", "GB temp", "ms*"):
     table.add_column(name, justify="right", no_wrap=True)
+  table.add_column("products", min_width=15)
   for model, each in results["models"].items():
     table.add_row(f"[bold]{model}, {each['half']}")
     for name, one in each["versions"].items():
@@ -296,7 +297,7 @@ def cells(one: dict[str, Any], by_hand: dict[str, Any] | None) -> list[str]:
   shown.append("-" if seconds is None else f"{1e3 * seconds:.0f}")
   if seconds is not None and base and one is not by_hand:
     shown[-1] += f" ({seconds / base:.3f})"
-  return [*shown, ", ".join(f"{count} {kind}" for kind, count in one["products"].items())]
+  return [*shown, "\n".join(f"{count} {kind}" for kind, count in one["products"].items())]
 
 
 def show_differences(

@@ -1,9 +1,10 @@
-"""Training steps beyond `run.plain_step`, and what a user without mpjax writes instead of them.
+"""Training steps beyond `run.plain_step`, and what a user without mpjax writes instead; float8.
 
 For `gpu_hlo.py`, which compiles and compares them: `BASES` says with which. All run the model under
 the same policy, or autocast where mpjax traces the loss itself, so that a difference is the step's.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ BASES = {
   "masters by hand": "policy",
   "masters": "masters by hand",
   "masters, dynamic": "masters",
+  "float8": "policy",
 }
 """Which version each is compared with. `micro-batches` are those inside of one step, in float32;
 `window` is one of several steps, with one update at its end; both without a scale. `masters` are of
@@ -113,6 +115,8 @@ def train_step(apply: Callable[..., Any], tx: Any, **options: Any) -> Callable[.
 def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
   """Returns the step of each of `BASES` and shapes of its state."""
   apply = mpjax.linen.with_policy(case.make(), f"mixed_{half}").apply
+  matmuls = dataclasses.replace(mpjax.Policy.parse(f"mixed_{half}"), matmul=mpjax.Float8())
+  float8 = mpjax.linen.with_policy(case.make(), matmuls).apply
   variables = dict(jax.eval_shape(case.make().init, jax.random.key(0), case.inputs))
   params = variables.pop("params")
   low = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, half), params)
@@ -150,5 +154,6 @@ def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
     (functools.partial(masters_by_hand, apply), by_hand),
     with_tx(masters, mastered, low),
     with_tx(scaled_masters, mpjax.loss_scaling(mastered, dynamic), low),
+    (functools.partial(run.plain_step, float8), state(adamw)),
   )
   return dict(zip(BASES, found, strict=True))

@@ -217,4 +217,5 @@ def _map_moments(
 def _children(x: PyTree) -> list[str]:
   """Returns the fields of a dataclass that are a part of its tree."""
   found = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
-  return [entry.name for path, _ in found for entry in path if hasattr(entry, "name")]
+  keys = (key for path, _ in found for key in path)
+  return [key.name for key in keys if isinstance(key, jax.tree_util.GetAttrKey)]

@@ -376,6 +376,7 @@ def dots_in_fusions(text):
 E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
 
 
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_cublas_gets_float8(scaling):
   policy = mpjax.Policy(
@@ -395,6 +396,7 @@ def test_cublas_gets_float8(scaling):
   assert sum(found.values()) <= sum(half.values()) + 4
 
 
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_triton_gets_float8(scaling):
   policy = mpjax.Policy(
@@ -413,6 +415,7 @@ def test_triton_gets_float8(scaling):
   assert found["bf16", "bf16"] == 9
 
 
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize("triton", [False, True])
 def test_the_traps_that_are_avoided(triton):
   """e5m2 by e5m2 and e4m3 by bfloat16 become matmuls of float16 and float32; and so may operands

@@ -336,6 +336,34 @@ def test_every_step_can_be_traced_and_has_a_base(gpu_hlo):
     ]
 
 
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("model", ["mlp", "resnet", "gpt", "lstm"])
+def test_a_policy_is_by_hand_on_an_h200(gpu_hlo, h200, model, half):
+  """With exact sums by hand: the same kernels and memory, and not one sum in half."""
+  case = gpu_hlo.shallower(gpu_hlo.SIZES["cpu"][model], 1)
+  found = gpu_hlo.steps(case, half)
+  figures, programs = {}, {}
+  for name in ("by hand, exact", "policy"):
+    step, state = found[name]
+    args = gpu_hlo.arguments_of(case, h200, state)
+    figures[name], text = gpu_hlo.compiled_step(step, args, gpu_hlo.OPTIONS)
+    programs[name] = gpu_hlo.hlo.parse(text)
+  by_hand, policy = figures["by hand, exact"], figures["policy"]
+  short = {"float16": "f16", "bfloat16": "bf16"}[half]
+  assert policy["products"].keys() == {short}
+  assert policy["products"] == by_hand["products"]
+  assert policy["conditionals"] == 0
+  # By hand the bias of an LSTM adds up its gradient in half, over the steps of time.
+  assert policy["kernels"] - by_hand["kernels"] == (3 if model == "lstm" else 0)
+  assert policy["bytes"] <= 1.005 * by_hand["bytes"]
+  assert policy["temp_bytes"] <= by_hand["temp_bytes"]
+  computations = programs["policy"].computations.values()
+  sums = [x for each in computations for x in each.values() if x.opcode == "reduce"]
+  assert sums
+  assert not [x.source for x in sums if gpu_hlo.hlo.dtype(x.type) == short]
+
+
 LAYERS, WIDTH = 12, 64
 
 
@@ -351,6 +379,7 @@ def small_step(tx, half, params, state, x):
   return optax.apply_updates(params, updates), state, value
 
 
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("on_gpu", [True, False], ids=["together", "one by one"])
 def test_what_loss_scaling_adds_to_a_step_on_an_h200(gpu_hlo, h200, half, on_gpu, monkeypatch):

@@ -1,18 +1,19 @@
 """What `mpjax.tune` returns against single modules and greedy choices, all of them measured."""
 
 import functools
+import importlib
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tune_transformer import VOCABULARY, Transformer
 
 import mpjax
 from tests import programs
 
-SCALE = 1024.0
+ROOT, SCALE = pathlib.Path(__file__).parents[2], 1024.0
 
 
 class Choices:
@@ -59,8 +60,13 @@ class Choices:
   ("policy", "tolerance"),
   [("mixed_float16", 8e-4), ("mixed_bfloat16", 6e-3)],
 )
-def test_no_single_module_and_no_greedy_choice_of_a_transformer_is_cheaper(policy, tolerance):
-  model, ids = Transformer(), jax.random.randint(jax.random.key(0), (8, 17), 0, VOCABULARY)
+def test_no_single_module_and_no_greedy_choice_of_a_transformer_is_cheaper(
+  policy, tolerance, monkeypatch
+):
+  monkeypatch.syspath_prepend(str(ROOT / "examples"))
+  example = importlib.import_module("tune_transformer")
+  model = example.Transformer()
+  ids = jax.random.randint(jax.random.key(0), (8, 17), 0, example.VOCABULARY)
   params = jax.jit(model.init)(jax.random.key(1), ids)
 
   def loss_fn(params, ids):
