@@ -1,7 +1,7 @@
 """The optax wrapper that keeps a float32 copy of parameters that are stored in half."""
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +52,11 @@ from mpjax.transforms._trees import (
 
 T = TypeVar("T")
 
+Storage: TypeAlias = Literal["float32", "split"]
+
 
 def master_weights(
-  inner: optax.GradientTransformation, *, storage: Literal["float32", "split"] = "float32"
+  inner: optax.GradientTransformation, *, storage: Storage = "float32"
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it trains a float32 copy of parameters stored in half.
 
@@ -116,8 +118,8 @@ def master_weights(
   """
   where = "mpjax.master_weights(inner)"
   inner = check_inner(inner, where)
-  check_choice(storage, ("float32", "split"), "mpjax.master_weights(storage)")
-  splits = storage == "split"
+  check_choice(storage, get_args(Storage), "mpjax.master_weights(storage)")
+  splits = storage != "float32"
 
   def init(params: Params) -> MasterWeightsState:
     refuse_integers(params, f"{where}.init(params)")

@@ -86,6 +86,13 @@ def named(source):
     id(v) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for v in node.values
   }
   prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+  # A type of an option: masters that are split are no primitive.
+  types = (
+    node.slice
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal"
+  )
+  prose |= {id(each) for found in types for each in ast.walk(found)}
   for node in ast.walk(tree):
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value:
       words = node.value.split(" ")
