@@ -100,7 +100,7 @@ class Module:
     """Whether a kernel multiplies matrices, or convolves: a library's, or a fusion with one."""
     inside = self.computations.get(_attribute(r"calls=%([\w.-]+)", kernel.attributes), {})
     found = (kernel, *inside.values())
-    return any(x.opcode in PRODUCTS or LIBRARY_PRODUCTS.search(x.target) for x in found)
+    return any(map(_multiplies, found))
 
   def count(self, opcode: str) -> int:
     """Returns how many operations of one kind there are, in all computations."""
@@ -112,10 +112,14 @@ class Module:
     found: collections.Counter[str] = collections.Counter()
     for computation in self.computations.values():
       for each in computation.values():
-        if each.opcode in PRODUCTS or LIBRARY_PRODUCTS.search(each.target):
+        if _multiplies(each):
           kinds = [dtype(computation[name].type) for name in each.operands[:2]]
           found[kinds[0] if len(set(kinds)) == 1 else " x ".join(kinds)] += 1
     return found
+
+
+def _multiplies(each: Instruction) -> bool:
+  return each.opcode in PRODUCTS or LIBRARY_PRODUCTS.search(each.target) is not None
 
 
 def _attribute(pattern: str, text: str) -> str:

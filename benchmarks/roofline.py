@@ -6,24 +6,33 @@ is known of caches, of launches, or of how close a kernel comes to these limits:
 programs are worth more than the times, and measured ones more than either.
 """
 
+import pathlib
+import re
 from collections.abc import Mapping
+
+TARGETS = pathlib.Path(__file__).parent / "targets"
+
+_HOPPER = {
+  **{"float8": 1979e12, "float16": 989e12, "bfloat16": 989e12},
+  **{"tf32": 495e12, "float32": 67e12},
+}
 
 PEAKS: Mapping[str, Mapping[str, float]] = {
   "v100": {"float16": 125e12, "float32": 15.7e12},
   "a100": {"float16": 312e12, "bfloat16": 312e12, "tf32": 156e12, "float32": 19.5e12},
-  "h100": {
-    **{"float8": 1979e12, "float16": 989e12, "bfloat16": 989e12},
-    **{"tf32": 495e12, "float32": 67e12},
-  },
-  "h200": {
-    **{"float8": 1979e12, "float16": 989e12, "bfloat16": 989e12},
-    **{"tf32": 495e12, "float32": 67e12},
-  },
+  "h100": _HOPPER,
+  "h200": _HOPPER,
 }
 """Dense floating-point operations per second by dtype, of NVIDIA's data sheets (SXM)."""
 
-BANDWIDTHS: Mapping[str, float] = {"v100": 898e9, "a100": 2039e9, "h100": 3352e9, "h200": 4800e9}
-"""Bytes per second between memory and chip, as the files in `targets/` have them."""
+
+def bandwidth(gpu: str) -> float:
+  """Returns the bytes per second between memory and chip, as `targets/` has them for XLA."""
+  text = (TARGETS / f"{gpu}.txtpb").read_text(encoding="utf-8")
+  found = re.search(r"memory_bandwidth: (\d+)", text)
+  if found is None:
+    raise ValueError(f"{TARGETS / gpu}.txtpb names no memory_bandwidth")
+  return float(found[1])
 
 
 def seconds(
@@ -43,7 +52,8 @@ def seconds(
   peaks = PEAKS[gpu]
   # A dtype without units of its own is computed in float32: bfloat16 on a V100.
   compute = sum(count / peaks.get(_unit(dtype), peaks["float32"]) for dtype, count in flops.items())
-  return max(compute, product_bytes / BANDWIDTHS[gpu]) + other_bytes / BANDWIDTHS[gpu]
+  memory = bandwidth(gpu)
+  return max(compute, product_bytes / memory) + other_bytes / memory
 
 
 def _unit(dtype: str) -> str:

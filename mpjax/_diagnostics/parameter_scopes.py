@@ -105,6 +105,9 @@ def _entered(eqn: JaxprEqn, inner: Inner, known: _Known) -> Program:
   if inner.operands is not None:
     inside.give(inner.jaxpr.invars, known, [eqn.invars[i] for i in inner.operands])
   inside.homes.update(dict.fromkeys(inner.jaxpr.constvars))
+  # A carry that starts as zeros is data from the first step on.
+  carry = inner.jaxpr.invars[inner.carry.start : inner.carry.stop]
+  inside.homes.update((v, None) for v in carry if v not in inside.owners | inside.homes)
   new = _scoped(inner.jaxpr, inside)
   if inner.returns:
     known.give(eqn.outvars, inside, inner.jaxpr.outvars)

@@ -78,6 +78,17 @@ def test_a_tree_of_parameters_through_jit_remat_and_scan():
   assert list(matmuls(loss, params, X)) == ["first", "stack/mlp", "last/inner"]
 
 
+def test_a_loop_whose_carry_starts_as_a_constant():
+  def loss(params, x):
+    def body(h, _):
+      return jnp.tanh(dense(params["second"], jnp.tanh(dense(params["first"], h)))), None
+
+    return jnp.sum(jax.lax.scan(body, jnp.zeros((2, 4)), None, 3)[0]) + jnp.sum(x)
+
+  params = {"first": layer(0), "second": layer(1)}
+  assert list(matmuls(loss, params, X)) == ["first", "second"]
+
+
 def test_what_is_computed_from_parameters_alone_is_in_their_module():
   params = {"hot": layer(0), "lora": {"a": {"w": jnp.ones((4, 2))}, "b": {"w": jnp.ones((2, 4))}}}
 

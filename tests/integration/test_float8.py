@@ -376,14 +376,16 @@ def dots_in_fusions(text):
 E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
 
 
+def of_every_size(scaling):
+  """`"mixed_float8"` that leaves out no matmul for its size."""
+  matmul = mpjax.Float8(skip=(), scaling=scaling)
+  return mpjax.Policy(compute_dtype="bfloat16", output_dtype="float32", matmul=matmul)
+
+
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_cublas_gets_float8(scaling):
-  policy = mpjax.Policy(
-    compute_dtype="bfloat16",
-    output_dtype="float32",
-    matmul=mpjax.Float8(skip=(), scaling=scaling),
-  )
+  policy = of_every_size(scaling)
   found, half = (
     library_calls(compiled_for_h200(jax.grad(loss), params, triton=False))
     for loss, params in (of_linen(policy), of_linen("mixed_bfloat16"))
@@ -399,11 +401,7 @@ def test_cublas_gets_float8(scaling):
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_triton_gets_float8(scaling):
-  policy = mpjax.Policy(
-    compute_dtype="bfloat16",
-    output_dtype="float32",
-    matmul=mpjax.Float8(skip=(), scaling=scaling),
-  )
+  policy = of_every_size(scaling)
   found = dots_in_fusions(
     compiled_for_h200(jax.grad(of_linen(policy)[0]), of_linen(policy)[1], triton=True)
   )

@@ -34,6 +34,7 @@ from mpjax._jaxprs.atoms import Atom
 from mpjax._jaxprs.autocast.float8_scaling import E4M3, E5M2, Scaled, quantise, scaled_dot
 from mpjax._jaxprs.autocast.marks import FLOAT8
 from mpjax._jaxprs.autocast.weight_grads import into_wide
+from mpjax._jaxprs.compat import bind
 
 NAME = "float8"
 """That of the operands kept for the backward pass, for policies of `jax.checkpoint`."""
@@ -163,8 +164,7 @@ class Matmul:
       if eqn.primitive is dot_general_p:
         made = [self._multiplied(eqn, operands, places[0], side, other.scale)]
       else:
-        made = eqn.primitive.bind(*operands, **eqn.params)
-        made = made if eqn.primitive.multiple_results else [made]
+        made = bind(eqn, operands)
         others.update(eqn.outvars if places else ())
       found.update(zip(eqn.outvars, made, strict=True))
     return read(program.jaxpr.outvars[0])
