@@ -23,7 +23,7 @@ help:
 	@echo "make bench       measure cost against float32 and hand-written half"
 	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
 	@echo "make gpu-hlo     what an H200 would run, compiled without one: kernels, bytes and temporaries, by hand and under a policy"
-	@echo "make parity      train four models from many seeds: is half as good as float32?"
+	@echo "make parity      train five models from many seeds: is low precision as good as float32?"
 	@echo "make accuracy    measure gradients against float64: under a policy, and with dtypes by hand"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
