@@ -3,10 +3,10 @@
 import argparse
 import json
 
-from docs.figures import formats, step, underflow
+from docs.figures import casts, formats, step, underflow
 from docs.figures.style import THEMES, files, svg
 
-FIGURES = {"formats": formats, "underflow": underflow, "step": step}
+FIGURES = {"formats": formats, "underflow": underflow, "step": step, "casts": casts}
 
 
 def main() -> None:
