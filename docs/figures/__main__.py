@@ -3,20 +3,21 @@
 import argparse
 import json
 
-from docs.figures import casts, formats, step, underflow
+from docs.figures import casts, formats, memory, step, underflow
 from docs.figures.style import THEMES, files, svg
 
-FIGURES = {"formats": formats, "underflow": underflow, "step": step, "casts": casts}
+FIGURES = {"formats": formats, "underflow": underflow, "step": step, "casts": casts, "memory": memory}
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(prog="python -m docs.figures", description=__doc__)
   parser.add_argument("names", nargs="*", help=f"some of {', '.join(FIGURES)}; without any, all")
-  parser.add_argument("--measure", action="store_true", help="train for underflow.json first")
+  parser.add_argument("--measure", action="store_true", help="trace and train for *.json first")
   options = parser.parse_args()
   if options.measure:
-    found = json.dumps(underflow.measure(), indent=2)
-    underflow.MEASURED.write_text(found + "\n", encoding="utf-8")
+    for figure in (memory, underflow):
+      found = json.dumps(figure.measure(), indent=2)
+      figure.MEASURED.write_text(found + "\n", encoding="utf-8")
   for name in options.names or FIGURES:
     for theme, path in zip(THEMES, files(name), strict=True):
       svg(FIGURES[name].draw, theme, path)
