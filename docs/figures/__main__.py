@@ -3,10 +3,17 @@
 import argparse
 import json
 
-from docs.figures import casts, formats, memory, step, underflow
+from docs.figures import casts, float8, formats, memory, step, underflow
 from docs.figures.style import THEMES, files, svg
 
-FIGURES = {"formats": formats, "underflow": underflow, "step": step, "casts": casts, "memory": memory}
+FIGURES = {
+  "formats": formats,
+  "underflow": underflow,
+  "step": step,
+  "casts": casts,
+  "memory": memory,
+  "float8": float8,
+}
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ NODES = {
 }
 """What is drawn, by module or named scope, in the order of the forward pass."""
 
+
 class Block(nn.Module):
   """A block of a transformer, norms first, in plain Flax."""
 

@@ -51,7 +51,7 @@ class Flow:
   theme: Theme
 
   def box(self, x: float, y: float, width: float, height: float, words: str, kind: str) -> Box:
-    """Draws a box with text in it, in the color of a dtype, around its middle; the first line is bold."""
+    """Draws a box around its middle, in the color of a dtype; its first line is bold."""
     self.axes.add_patch(
       FancyBboxPatch(
         *((x - width / 2, y - height / 2), width, height),
@@ -86,7 +86,11 @@ class Flow:
     path = Path([*points[:-1], neck])
     self.axes.add_patch(PathPatch(path, fc="none", ec=color, lw=width, joinstyle="round"))
     side = (-dy * 4.5, dx * 4.5)
-    head = [(x1, y1), (neck[0] + side[0], neck[1] + side[1]), (neck[0] - side[0], neck[1] - side[1])]
+    head = [
+      (x1, y1),
+      (neck[0] + side[0], neck[1] + side[1]),
+      (neck[0] - side[0], neck[1] - side[1]),
+    ]
     self.axes.add_patch(Polygon(head, closed=True, fc=color, lw=0))
 
   def note(self, x: float, y: float, words: str, *, ha: str = "left", kind: str = "") -> None:

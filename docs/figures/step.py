@@ -110,7 +110,9 @@ def facts() -> Facts:
   finite, _ = train_step(start, batch)
   skipped, _ = train_step(finite, batch.at[0, 0].set(jnp.inf))
   counters = [mpjax.loss_scaling_metrics(state) for state in (start, finite, skipped)]
-  audit = mpjax.audit(jax.value_and_grad(lambda *args: loss_fn(*args)[0]))(params, stats, batch, key)
+  audit = mpjax.audit(jax.value_and_grad(lambda *args: loss_fn(*args)[0]))(
+    params, stats, batch, key
+  )
   states = [_parts(state) for state in (start, finite, skipped)]
   for direction in ("forward", "backward"):
     (seen[direction],) = {dtype for where, dtype in audit.flops if where == direction}
@@ -118,7 +120,10 @@ def facts() -> Facts:
   (seen["parameters"],) = {x.dtype.name for x in jax.tree.leaves(params)}
   return Facts(
     changed={
-      name: (not _same(states[0][name], states[1][name]), not _same(states[1][name], states[2][name]))
+      name: (
+        not _same(states[0][name], states[1][name]),
+        not _same(states[1][name], states[2][name]),
+      )
       for name in ROWS
     },
     counters={name: _three(f"{each[name]:,.0f}" for each in counters) for name in COUNTERS},
@@ -147,7 +152,9 @@ def draw(theme: Theme) -> Figure:
   flow.arrow([boxes[-1].bottom, asked.top])
 
   yes, no = 130, style.WIDTH - 130
-  step = flow.box(yes, 400, 240, 64, "A step\nthe optimizer updates with the\nunscaled gradients", "plain")
+  step = flow.box(
+    yes, 400, 240, 64, "A step\nthe optimizer updates with the\nunscaled gradients", "plain"
+  )
   skip = flow.box(no, 400, 240, 64, "A skipped step\nas if the batch\nhad never been", "lost")
   flow.arrow([asked.left, (yes, asked.y), step.top])
   flow.arrow([asked.right, (no, asked.y), skip.top])
