@@ -21,6 +21,8 @@ def main() -> None:
   parser.add_argument("names", nargs="*", help=f"some of {', '.join(FIGURES)}; without any, all")
   parser.add_argument("--measure", action="store_true", help="trace and train for *.json first")
   options = parser.parse_args()
+  if unknown := [name for name in options.names if name not in FIGURES]:
+    parser.error(f"unknown: {', '.join(unknown)}")
   if options.measure:
     for figure in (memory, underflow):
       found = json.dumps(figure.measure(), indent=2)

@@ -28,6 +28,8 @@ MEASURED = FOLDER / "memory.json"
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS = 12, 768, 12, 50257, 1024
 """Those of the smallest GPT-2, and of a batch of one text."""
 
+_TEXT = jax.ShapeDtypeStruct((1, TOKENS), "int32")
+
 KINDS = {
   "parameters": ("P", "parameters"),
   "masters": ("M", "float32 masters, or the half that the parameters lack"),
@@ -60,14 +62,12 @@ class Transformer(nn.Module):
     return nn.Dense(VOCABULARY, use_bias=False)(nn.LayerNorm()(x))
 
 
-def measure(layers: int = LAYERS) -> dict[str, Any]:
+def measure() -> dict[str, Any]:
   """Returns the bytes of each way by kind and dtype, and the number of parameters."""
-  tokens = jax.ShapeDtypeStruct((1, TOKENS), "int32")
-  model = Transformer(layers)
-  full = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-  audit = functools.cache(lambda *way: _audited(model, full, tokens, *way))
+  full = shapes(Transformer())
+  audited = functools.cache(backward)
   ways = {
-    name: {**stored(full, params, moments, masters), **audit(policy, params)}
+    name: {**stored(full, params, moments, masters), **audited(LAYERS, policy, params)}
     for name, (policy, params, moments, masters) in WAYS.items()
   }
   return {"parameters": sum(x.size for x in jax.tree.leaves(full)), "ways": ways}
@@ -91,19 +91,23 @@ def _cast(full: Any, dtype: str) -> Any:
   return jax.eval_shape(lambda params: mpjax.convert(params, dtype), full)
 
 
-def _audited(
-  model: Transformer, full: Any, tokens: Any, policy: str, params: str
-) -> dict[str, dict[str, int]]:
+def shapes(model: Transformer) -> Any:
+  """Returns the shapes of the parameters, in float32."""
+  return jax.eval_shape(model.init, jax.random.key(0), _TEXT)["params"]
+
+
+def backward(layers: int, policy: str, params: str) -> dict[str, dict[str, int]]:
   """Returns the bytes of the gradients and of what is kept for them, by dtype."""
+  model = Transformer(layers)
   apply = mpjax.linen.with_policy(model, policy).apply
 
   def loss_fn(params, tokens):
     logits = apply({"params": params}, tokens)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
-  gradient, cast = jax.value_and_grad(loss_fn), _cast(full, params)
-  kept = mpjax.audit(gradient)(cast, tokens).residual_bytes
-  return {"gradients": _bytes(jax.eval_shape(gradient, cast, tokens)[1]), "kept": dict(kept)}
+  gradient, cast = jax.value_and_grad(loss_fn), _cast(shapes(model), params)
+  kept = mpjax.audit(gradient)(cast, _TEXT).residual_bytes
+  return {"gradients": _bytes(jax.eval_shape(gradient, cast, _TEXT)[1]), "kept": dict(kept)}
 
 
 def _bytes(tree: Any) -> dict[str, int]:
