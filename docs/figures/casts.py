@@ -187,6 +187,8 @@ def draw(theme: Theme) -> Figure:
       if first != second:
         raise ValueError(f"{before} to {name}: the figure has no place for this cast")
       flow.arrow([start, (x, start[1]), (x, end[1]), end], first)
+      words = "v" if before == "qkv" else "x"
+      text(axes, x + 7, (start[1] + end[1]) / 2, words, theme.text, size=SMALL)
   return figure
 
 

@@ -83,52 +83,52 @@ def _same(a: Any, b: Any) -> bool:
   return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
+def _loss_fn(params, model_state, batch, rng):
+  model = mpjax.linen.with_policy(_Network(), "mixed_float16")
+  variables = {"params": params, "batch_stats": model_state}
+  out, new = model.apply(variables, batch, mutable=["batch_stats"])
+  return jnp.mean(out**2), (new["batch_stats"], {})
+
+
+def _dtypes(*args: Any) -> dict[str, str]:
+  """Returns the dtypes of the parameters, the matmuls of both passes, and the loss."""
+  audit = mpjax.audit(jax.value_and_grad(_loss_fn, has_aux=True))(*args)
+  found = dict(list(audit.flops))
+  if len(found) != len(audit.flops):
+    raise ValueError(f"the figure shows one dtype for each pass, and there are {audit.flops}")
+  (found["parameters"],) = {x.dtype.name for x in jax.tree.leaves(args[0])}
+  return {**found, "loss": jax.eval_shape(_loss_fn, *args)[0].dtype.name}
+
+
 @functools.cache
 def facts() -> Facts:
   """Makes a finite step and one that is skipped."""
-  config = mpjax.DynamicLossScale()
-  model = mpjax.linen.with_policy(_Network(), "mixed_float16")
   seen: dict[str, str] = {}
-
-  def loss_fn(params, model_state, batch, rng):
-    variables = {"params": params, "batch_stats": model_state}
-    out, new = model.apply(variables, batch, mutable=["batch_stats"])
-    return jnp.mean(out**2), (new["batch_stats"], {})
 
   def look(updates, state, params=None):
     (seen["gradients"],) = {x.dtype.name for x in jax.tree.leaves(updates)}
     return updates, state
 
+  config = mpjax.DynamicLossScale()
   looking = optax.GradientTransformation(lambda params: optax.EmptyState(), look)
   tx = mpjax.loss_scaling(optax.chain(looking, optax.adamw(1e-3)), config)
-  batch = jax.random.normal(jax.random.key(1), (8, 8))
-  variables = model.init(jax.random.key(0), batch)
-  params, key = variables["params"], jax.random.key(2)
-  stats = variables["batch_stats"]
+  batch, key = jax.random.normal(jax.random.key(1), (8, 8)), jax.random.key(2)
+  variables = _Network().init(jax.random.key(0), batch)
+  params, stats = variables["params"], variables["batch_stats"]
   start = mpjax.TrainState.create(params, tx, model_state=stats, rng=key, ema=True)
-  train_step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.99, donate=False)
+  train_step = mpjax.make_train_step(_loss_fn, tx, ema_decay=0.99, donate=False)
   finite, _ = train_step(start, batch)
   skipped, _ = train_step(finite, batch.at[0, 0].set(jnp.inf))
   counters = [mpjax.loss_scaling_metrics(state) for state in (start, finite, skipped)]
-  audit = mpjax.audit(jax.value_and_grad(lambda *args: loss_fn(*args)[0]))(
-    params, stats, batch, key
-  )
-  states = [_parts(state) for state in (start, finite, skipped)]
-  for direction in ("forward", "backward"):
-    (seen[direction],) = {dtype for where, dtype in audit.flops if where == direction}
-  seen["loss"] = jax.eval_shape(loss_fn, params, stats, batch, key)[0].dtype.name
-  (seen["parameters"],) = {x.dtype.name for x in jax.tree.leaves(params)}
+  first, second, third = (_parts(state) for state in (start, finite, skipped))
   return Facts(
     changed={
-      name: (
-        not _same(states[0][name], states[1][name]),
-        not _same(states[1][name], states[2][name]),
-      )
+      name: (not _same(first[name], second[name]), not _same(second[name], third[name]))
       for name in ROWS
     },
     counters={name: _three(f"{each[name]:,.0f}" for each in counters) for name in COUNTERS},
     grow=config.growth_interval,
-    dtypes=seen,
+    dtypes={**_dtypes(params, stats, batch, key), **seen},
   )
 
 
