@@ -141,9 +141,11 @@ def _only_moves(operation: Operation) -> bool:
 
 
 def _source(value: Value) -> Value:
-  """Returns what was cast, reshaped or sliced to a value."""
+  """Returns what was cast, reshaped or sliced to a value, or moved by what no node is."""
   made_by = value.made_by
-  while made_by is not None and (_is_cast(made_by) or _only_moves(made_by)):
+  while made_by is not None and (
+    _is_cast(made_by) or _only_moves(made_by) or _node(made_by) == "second"
+  ):
     value = made_by.operands[0]
     made_by = value.made_by
   return value
