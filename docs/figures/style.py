@@ -139,7 +139,6 @@ def svg(draw: Draw, theme: Theme, path: pathlib.Path) -> None:
     # The first comes with matplotlib and has the widest letters: others do not run over.
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "Helvetica"],
     "text.color": theme.text,
-    "hatch.linewidth": 0.8,
   }
   with mpl.rc_context(settings):
     draw(theme).savefig(path, format="svg", transparent=True, metadata={"Date": None})
