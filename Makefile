@@ -11,7 +11,7 @@ NEWEST ?= 3.13 3.12
 # Which tests `make compat` runs on the newest: all of them.
 NEWEST_TESTS ?= tests
 
-.PHONY: help demo test convergence compat lint format bench bench-autocast gpu-hlo parity accuracy flax-suite campaign mutations soak clean
+.PHONY: help demo test convergence compat lint format bench bench-autocast gpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -25,6 +25,7 @@ help:
 	@echo "make gpu-hlo     what an H200 would run, compiled without one: kernels, bytes and temporaries, by hand and under a policy"
 	@echo "make parity      train five models from many seeds: is low precision as good as float32?"
 	@echo "make accuracy    measure gradients against float64: under a policy, and with dtypes by hand"
+	@echo "make figures     draw the figures of the pages anew (ARGS=--measure: from new measurements)"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
 	@echo "make mutations   break our own code in 58 ways: does the test of each notice?"
@@ -116,6 +117,10 @@ parity: $(STAMP)
 accuracy: export JAX_PLATFORMS ?= cpu
 accuracy: $(STAMP)
 	PYTHONPATH=. $(RUN) benchmarks/accuracy.py $(ARGS)
+
+figures: export JAX_PLATFORMS ?= cpu
+figures: $(STAMP)
+	$(RUN) -m docs.figures $(ARGS)
 
 flax-suite: $(STAMP)
 	$(RUN) tests/flax_suite/run.py

@@ -47,6 +47,7 @@ WITHOUT_TESTS = {"__init__", "checkpoints", "types"}
 
 TESTS_OF_THE_WHOLE = {
   "test_docs",
+  "test_figures",
   "test_import",
   "test_layout",
   "test_migrating",
