@@ -55,4 +55,3 @@ def batch(
   if integers:
     return rng.integers(0, classes, inputs, np.int32), labels
   return rng.standard_normal(inputs, np.float32), labels
-

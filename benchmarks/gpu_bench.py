@@ -23,6 +23,7 @@ from typing import Any
 import gpu_groups
 import gpu_ratios
 import workers
+from gpu_versions import HALVES, NAMES
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -30,20 +31,12 @@ FOLDER = pathlib.Path(__file__).parent
 OUT = FOLDER.parent / "out" / "gpu_bench.json"
 CACHE = FOLDER.parent / "out" / "jax_cache"
 
-HALVES = {
-  **{"resnet": "float16", "gpt": "bfloat16", "mlp": "bfloat16"},
-  **{"lstm": "float16", "wide": "bfloat16"},
-}
-"""The low precision of each model, in the order of their measurement."""
-
-JAX_VERSIONS = (
-  *("float32 highest", "TF32", "by hand", "policy", "autocast"),
-  *("static", "dynamic", "flax DynamicScale", "float8"),
-)
 BESIDE_TORCH = ("policy", "dynamic")
 TORCH_VERSIONS = ("torch float32 highest", "torch TF32", "torch amp")
 ROUNDS = 11
 SECONDS = 0.25
+PATIENCE = 120
+"""Seconds in which JAX and PyTorch must have started."""
 LAST_SECONDS = 10
 """What is left for the tables when the time for measurements is over."""
 
@@ -71,15 +64,15 @@ def torch_worker(python: str) -> workers.Worker:
   return workers.Worker([python, str(FOLDER / "torch_worker.py")], {})
 
 
-def here(deadline: float | None = None) -> dict[str, Any]:
+def here(start: Callable[..., Any] = jax_worker) -> dict[str, Any]:
   """Asks a process of JAX where it runs; this one leaves the GPU alone.
 
   Raises:
     WorkerEndedError: JAX does not start.
   """
-  worker = jax_worker(0.1)
+  worker = start(0.1)
   try:
-    answer = worker.ask(deadline or time.monotonic() + 120, "hello")
+    answer = worker.ask(time.monotonic() + PATIENCE, "hello")
   finally:
     worker.close()
   if "failed" in answer:
@@ -87,16 +80,20 @@ def here(deadline: float | None = None) -> dict[str, Any]:
   return answer
 
 
-def torch_here(python: str, backend: str, deadline: float) -> dict[str, Any]:
+def torch_here(
+  python: str, backend: str, start: Callable[..., Any] = torch_worker
+) -> dict[str, Any]:
   """Returns what PyTorch says of itself, or `missing`: why it is not measured."""
   try:
-    worker = torch_worker(python)
+    worker = start(python)
   except OSError as error:
     return {"missing": f"{python} does not start: {error}"}
   try:
-    answer = worker.ask(deadline, "hello")
+    answer = worker.ask(time.monotonic() + PATIENCE, "hello")
   except workers.WorkerEndedError as error:
     return {"missing": f"no PyTorch in {python}: {error}"}
+  except workers.OutOfTimeError:
+    return {"missing": f"PyTorch in {python} did not start within {PATIENCE} seconds"}
   finally:
     worker.close()
   if "failed" in answer:
@@ -119,6 +116,7 @@ def main(
   models: Sequence[str] = tuple(HALVES),
   size: str = "gpu",
   half: str | None = None,
+  versions: Sequence[str] = NAMES,
   minutes: float = 10,
   rounds: int = ROUNDS,
   seconds: float = SECONDS,
@@ -136,6 +134,7 @@ def main(
     models: names of `HALVES`.
     size: one of `models.SIZES`.
     half: the low precision of every model; by default of each its own, see `HALVES`.
+    versions: which of JAX's are measured in the first part.
     minutes: after which nothing more is measured.
     rounds: how many measurements of each version.
     seconds: the least length of a measurement.
@@ -150,10 +149,10 @@ def main(
   console = console or Console()
   deadline = time.monotonic() + max(0, 60 * minutes - LAST_SECONDS)
   with console.status("start JAX and PyTorch"):
-    jax_here = here()
+    jax_here = here(start_jax)
     environment = jax_here["environment"]
     backend = environment["backend"]
-    torch = torch_here(torch_python, backend, time.monotonic() + 120)
+    torch = torch_here(torch_python, backend, start_torch)
   out = named(out, environment["hardware"])
   settings = {"size": size, "rounds": rounds, "seconds": seconds}
   code = sources()
@@ -166,7 +165,7 @@ def main(
     how = torch_compile or ("layers" if model in ("gpt", "wide") else "model")
     key = {**settings, "half": precision, "code": code, "hardware": environment["hardware"]}
     keys = {
-      "jax": {**key, "versions": environment["versions"]},
+      "jax": {**key, "versions": environment["versions"], "names": list(versions)},
       "torch": {
         **key, "versions": {**environment["versions"], **torch.get("versions", {})}, "compile": how,
       },
@@ -184,8 +183,9 @@ def main(
       write(out, results)
 
     run = functools.partial(
-      _measure, model, size, precision, jax_here["attention"], torch, todo, rounds, seconds
-    )
+      _measure, model, size, precision, jax_here["attention"], versions, torch, todo, rounds,
+      seconds,
+    )  # fmt: skip
     starts = (functools.partial(start_jax, backend=backend), lambda: start_torch(torch_python))
     try:
       with _bar(console, f"{model}, {precision}", todo, rounds) as progress:
@@ -207,10 +207,10 @@ def main(
 
 
 def _measure(
-  model: str, size: str, half: str, attention: str, torch: Mapping[str, Any], todo: Sequence[str],
-  rounds: int, seconds: float, compile: str, starts: Sequence[Callable[..., Any]], deadline: float,
-  entry: Mapping[str, Any], record: Callable[[str, dict[str, Any]], None],
-  progress: Callable[[str], None],
+  model: str, size: str, half: str, attention: str, versions: Sequence[str],
+  torch: Mapping[str, Any], todo: Sequence[str], rounds: int, seconds: float, compile: str,
+  starts: Sequence[Callable[..., Any]], deadline: float, entry: Mapping[str, Any],
+  record: Callable[[str, dict[str, Any]], None], progress: Callable[[str], None],
 ) -> None:  # fmt: skip
   """Measures the parts of a model that are not recorded."""
   start_jax, start_torch = starts
@@ -233,7 +233,7 @@ def _measure(
   with_torch = "torch" in todo and "missing" not in torch
   try:
     if "jax" in todo:
-      alone = jax_group(0.9, JAX_VERSIONS)
+      alone = jax_group(0.9, versions)
       alone.ready("describe")
       if with_torch and "failed" not in alone.answers["describe"]:
         # While JAX traces: when it compiles, its autotuner measures kernels.
@@ -299,7 +299,7 @@ class _bar:
   """A progress bar of the steps of a model, and what is done at the moment."""
 
   def __init__(self, console: Console, title: str, todo: Sequence[str], rounds: int) -> None:
-    versions = {"jax": len(JAX_VERSIONS), "torch": len(BESIDE_TORCH) + len(TORCH_VERSIONS)}
+    versions = {"jax": len(NAMES), "torch": len(BESIDE_TORCH) + len(TORCH_VERSIONS)}
     # Each is traced, compiled, checked, and measured in every round.
     total = sum((rounds + 3) * versions[part] for part in todo)
     columns = (TextColumn("{task.description:<42}"), BarColumn(), MofNCompleteColumn())
@@ -321,6 +321,7 @@ def arguments() -> dict[str, Any]:
   parser.add_argument("--models", nargs="+", default=list(HALVES), choices=HALVES)
   parser.add_argument("--size", default="gpu", choices=["tiny", "cpu", "gpu"])
   parser.add_argument("--half", choices=["bfloat16", "float16"], help="default: each its own")
+  parser.add_argument("--versions", nargs="+", default=list(NAMES), choices=NAMES)
   parser.add_argument("--minutes", type=float, default=10, help="nothing is measured after them")
   parser.add_argument("--rounds", type=int, default=ROUNDS)
   parser.add_argument("--seconds", type=float, default=SECONDS, help="length of a measurement")

@@ -49,7 +49,7 @@ class Group:
     self._begin()
 
   def _begin(self) -> None:
-    self.worker = self.start()
+    self.worker, self.closed = self.start(), False
     self.waiting: list[str] = []
     for question, arguments in self.questions:
       if question == "warm_up" and COMPILED_BY_TORCH not in self.alive:
@@ -75,7 +75,7 @@ class Group:
       self.answers[question] = answer
       self._note(question, answer)
       if "failed" in answer and not self.waiting and question == "warm_up":
-        self.worker.close()
+        self.close()
         self._begin()  # Without what ended it.
 
   def then(self, question: str) -> None:
@@ -113,16 +113,18 @@ class Group:
       self._fail([name], answer["failed"])
       self.worker.ask(self.deadline, "drop", name=name)
     except workers.WorkerEndedError as error:
-      self.figures[name].setdefault("failed", str(error))
-      self.worker.close()
+      self._fail([name], str(error))
+      self.close()
       if self.alive:
         self._begin()
         self.ready()
     return None
 
   def close(self) -> None:
-    """Ends the process."""
-    self.worker.close()
+    """Ends the process, once."""
+    if not self.closed:
+      self.closed = True
+      self.worker.close()
 
 
 def take_turns(

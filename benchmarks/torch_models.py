@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
+import torch  # pyright: ignore[reportMissingImports]
+import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+from torch import nn  # pyright: ignore[reportMissingImports]
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -213,7 +213,7 @@ def load(to: nn.Module, arrays: Arrays) -> None:
         put(parameter, np.concatenate(flat))
   if isinstance(to, Lstm):
     cell = to.cell
-    of = [name.rpartition("/hi/")[0] for name in left if name.endswith("/hi/kernel")][0]
+    of = next(name.rpartition("/hi/")[0] for name in left if name.endswith("/hi/kernel"))
     for name, kind in (("weight_ih_l0", "i"), ("weight_hh_l0", "h")):
       put(
         getattr(cell, name), np.concatenate([left.pop(f"{of}/{kind}{g}/kernel").T for g in "ifgo"])

@@ -54,8 +54,10 @@ class Worker:
     )
     self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
     self.last_words: collections.deque[str] = collections.deque(maxlen=20)
-    for read in (self._read_answers, self._read_errors):
-      threading.Thread(target=read, daemon=True).start()
+    reads = (self._read_answers, self._read_errors)
+    self.readers = [threading.Thread(target=read, daemon=True) for read in reads]
+    for reader in self.readers:
+      reader.start()
 
   def _read_answers(self) -> None:
     for line in self.process.stdout or ():
@@ -123,6 +125,11 @@ class Worker:
     except subprocess.TimeoutExpired:
       self.process.kill()
       self.process.wait()
+    for reader in self.readers:
+      reader.join(timeout=5)
+    for pipe in (self.process.stdout, self.process.stderr):
+      if pipe is not None:
+        pipe.close()
 
 
 def serve(answers: Mapping[str, Callable[..., Mapping[str, Any]]]) -> None:
