@@ -84,7 +84,7 @@ format: $(STAMP)
 # TORCH_PYTHON name interpreters that have all of it already: then nothing is installed.
 BENCH_PYTHON ?= $(if $(shell command -v nvidia-smi),$(BENCH_GPU)/bin/python,$(RUN))
 TORCH_PYTHON ?= $(if $(filter $(BENCH_GPU)/%,$(BENCH_PYTHON)),$(BENCH_TORCH)/bin/python,$(BENCH_PYTHON))
-BENCH_VENVS = $(filter $(VENV)%/.installed,$(patsubst %/bin/python,%/.installed,$(BENCH_PYTHON) $(TORCH_PYTHON)))
+BENCH_VENVS = $(filter $(STAMP) $(BENCH_GPU)/.installed $(BENCH_TORCH)/.installed,$(patsubst %/bin/python,%/.installed,$(BENCH_PYTHON) $(TORCH_PYTHON)))
 bench: export TORCH_PYTHON := $(TORCH_PYTHON)
 bench: $(sort $(BENCH_VENVS))
 	PYTHONPATH=. $(BENCH_PYTHON) benchmarks/run.py $(ARGS)

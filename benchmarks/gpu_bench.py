@@ -34,7 +34,7 @@ CACHE = FOLDER.parent / "out" / "jax_cache"
 BESIDE_TORCH = ("policy", "dynamic")
 TORCH_VERSIONS = ("torch float32 highest", "torch TF32", "torch amp")
 ROUNDS = 11
-SECONDS = 0.25
+SECONDS = 0.15
 PATIENCE = 120
 """Seconds in which JAX and PyTorch must have started."""
 LAST_SECONDS = 10

@@ -81,7 +81,7 @@ def versions(case: Case, half: str, attention: str = "xla") -> dict[str, Version
     made = case.make(dtype)
     if not hasattr(made, "attention"):
       return made
-    fused = functools.partial(fused_attention, implementation=implementation, dtype=cast_to)
+    fused = functools.partial(fused_attention, implementation=implementation, cast_to=cast_to)
     return made.clone(attention=fused)
 
   plain = model(attention)  # What a policy gets.

@@ -95,16 +95,17 @@ def _cast_back_einsum():
   return lambda subscripts, weights, v: jnp.einsum(subscripts, weights.astype(v.dtype), v)
 
 
-def fused_attention(query, key, value, *, implementation, dtype=None):
+def fused_attention(query, key, value, *, implementation, cast_to=None):
   """Causal attention as one operation of JAX, for Flax's `attention_fn`.
 
   Args:
     query: `[batch, length, heads, features]`, as `key` and `value`.
     implementation: "cudnn", which takes no float32, or "xla".
-    dtype: what its operands are cast to. A policy casts them by itself; autocast, which traces a
-      function as it is, does not get past an operation that refuses float32.
+    cast_to: the dtype of its operands. A policy casts them by itself; autocast, which traces a
+      function as it is, does not get past an operation that refuses float32. (Flax passes what an
+      `attention_fn` has of its own arguments, `dtype` among them.)
   """
-  operands = [x if dtype is None else x.astype(dtype) for x in (query, key, value)]
+  operands = [x if cast_to is None else x.astype(cast_to) for x in (query, key, value)]
   return jax.nn.dot_product_attention(*operands, is_causal=True, implementation=implementation)
 
 
