@@ -124,7 +124,7 @@ $(GPU_HLO)/.installed: pyproject.toml
 
 # No GPU is looked for: the program is compiled, and never run. In tests that fail, a policy costs
 # more than dtypes by hand, loss scaling a kernel for each parameter, or float8 is not float8.
-GPU_TESTS := tests/integration/test_gpu_hlo.py tests/integration/test_float8.py
+GPU_TESTS := tests/integration/test_gpu_hlo.py tests/integration/test_float8.py tests/integration/test_gpu_versions.py
 gpu-hlo: export JAX_PLATFORMS = cpu
 gpu-hlo: $(GPU_HLO)/.installed
 	PYTHONPATH=. $(GPU_HLO)/bin/python benchmarks/gpu_hlo.py $(ARGS)

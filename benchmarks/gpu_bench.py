@@ -159,17 +159,22 @@ def main(
   results = {"environment": environment, "settings": settings, "models": {}}
   if out.exists() and not fresh:
     results["models"] = json.loads(out.read_text(encoding="utf-8"))["models"]
+
+  def keys_of(model: str) -> dict[str, Any]:
+    where = {"code": code, "hardware": environment["hardware"]}
+    key = {**settings, **where, "half": half or HALVES[model]}
+    both = {**environment["versions"], **torch.get("versions", {})}
+    return {
+      "jax": {**key, "versions": environment["versions"], "names": list(versions)},
+      "torch": {**key, "versions": both, "compile": compile_of(model)},
+    }
+
+  def compile_of(model: str) -> str:
+    return torch_compile or ("layers" if model in ("gpt", "wide") else "model")
+
   unfinished = []
   for model in models:
-    precision = half or HALVES[model]
-    how = torch_compile or ("layers" if model in ("gpt", "wide") else "model")
-    key = {**settings, "half": precision, "code": code, "hardware": environment["hardware"]}
-    keys = {
-      "jax": {**key, "versions": environment["versions"], "names": list(versions)},
-      "torch": {
-        **key, "versions": {**environment["versions"], **torch.get("versions", {})}, "compile": how,
-      },
-    }  # fmt: skip
+    precision, keys = half or HALVES[model], keys_of(model)
     recorded = results["models"].get(model, {}).get("parts", {})
     parts = {name: x for name, x in recorded.items() if x["key"] == keys.get(name)}
     entry = results["models"][model] = {"half": precision, "parts": parts}
@@ -189,13 +194,18 @@ def main(
     starts = (functools.partial(start_jax, backend=backend), lambda: start_torch(torch_python))
     try:
       with _bar(console, f"{model}, {precision}", todo, rounds) as progress:
-        run(how, starts, deadline, entry, record, progress)
+        run(compile_of(model), starts, deadline, entry, record, progress)
     except workers.OutOfTimeError:
       unfinished.append(model)
       if not entry["parts"]:
         del results["models"][model]
       break
-  gpu_ratios.show(results, console)
+  # What was recorded under other conditions stays in the file, and is not shown under these.
+  shown = {
+    name: x for name, x in results["models"].items()
+    if all(part["key"] == keys_of(name)[of] for of, part in x["parts"].items())
+  }  # fmt: skip
+  gpu_ratios.show({**results, "models": shown}, console)
   unfinished += [name for name in models if name not in results["models"]]
   if unfinished:
     names = ", ".join(dict.fromkeys(unfinished))

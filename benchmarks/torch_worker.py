@@ -1,7 +1,7 @@
 """The process that runs a model in PyTorch; `gpu_bench.py` starts it and asks.
 
 It needs PyTorch and NumPy alone. Every measurement begins from the same parameters as JAX's, with
-a new optimizer; the first step is not measured.
+a new optimizer; the first two steps are not measured.
 """
 
 import contextlib

@@ -133,20 +133,29 @@ class Worker:
 
 
 def serve(answers: Mapping[str, Callable[..., Mapping[str, Any]]]) -> None:
-  """Answers questions from standard input until it is closed.
+  """Answers questions from standard input; the process ends when that is closed.
 
-  Whatever else is printed goes to standard error. An exception is an answer, `{"failed": why}`.
+  It ends at once, whatever it is doing: if who asks was killed, the GPU is free again. Whatever
+  else is printed goes to standard error. An exception is an answer, `{"failed": why}`.
   """
   global _output
   _output = os.fdopen(os.dup(1), "w", encoding="utf-8")
   os.dup2(2, 1)
-  for line in sys.stdin:
-    question = json.loads(line)
+  questions: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+  threading.Thread(target=_read_questions, args=(questions,), daemon=True).start()
+  while True:
+    question = questions.get()
     try:
       answer = answers[question.pop("do")](**question)
     except Exception as error:
       answer = {"failed": why(error)}
     _write(answer)
+
+
+def _read_questions(questions: queue.SimpleQueue[dict[str, Any]]) -> None:
+  for line in sys.stdin:
+    questions.put(json.loads(line))
+  os._exit(0)
 
 
 _output: Any = None
