@@ -14,7 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from tests.integration.test_gpu_hlo import gpu_hlo, h200, hlo  # noqa: F401
+from tests.integration.test_gpu_hlo import (
+  gpu_hlo,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+  h200,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+  hlo,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+)
 from tests.models import stumbles
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
