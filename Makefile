@@ -5,6 +5,10 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 JAXAMP := .venv-jaxamp
 GPU_HLO := .venv-gpu-hlo
+BENCH_GPU := .venv-bench-gpu
+BENCH_TORCH := .venv-bench-torch
+# What JAX is built for; cuda13 needs a driver of 580 or later.
+CUDA ?= cuda12
 # JAX 0.10 is the last for Python 3.11; later versions of Python get the newest.
 OLDEST ?= 3.11
 NEWEST ?= 3.13 3.12
@@ -76,8 +80,25 @@ format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(STAMP)
-	$(RUN) benchmarks/run.py
+# On a machine with an NVIDIA GPU, JAX for CUDA and PyTorch have a venv each: the packages of their
+# CUDA libraries overwrite each other. Without PyTorch the rest is measured. BENCH_PYTHON and
+# TORCH_PYTHON name interpreters that have all of it already: then nothing is installed.
+BENCH_PYTHON ?= $(if $(shell command -v nvidia-smi),$(BENCH_GPU)/bin/python,$(RUN))
+TORCH_PYTHON ?= $(if $(filter $(BENCH_GPU)/%,$(BENCH_PYTHON)),$(BENCH_TORCH)/bin/python,$(BENCH_PYTHON))
+BENCH_VENVS = $(filter $(STAMP) $(BENCH_GPU)/.installed $(BENCH_TORCH)/.installed,$(patsubst %/bin/python,%/.installed,$(BENCH_PYTHON) $(TORCH_PYTHON)))
+bench: export TORCH_PYTHON := $(TORCH_PYTHON)
+bench: $(sort $(BENCH_VENVS))
+	PYTHONPATH=. $(BENCH_PYTHON) benchmarks/run.py $(ARGS)
+
+$(BENCH_GPU)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(BENCH_GPU)
+	$(BENCH_GPU)/bin/python -m pip install --quiet --disable-pip-version-check --editable . 'jax[$(CUDA)]'
+	@touch $@
+
+$(BENCH_TORCH)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(BENCH_TORCH)
+	@if $(BENCH_TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[bench-gpu]'; \
+	  then touch $@; else echo "PyTorch is not installed: it will not be measured." >&2; fi
 
 # jaxamp is given the newest JAX with which it can trace every program, beside the one that we need.
 $(JAXAMP)/.installed: Makefile
@@ -104,7 +125,7 @@ $(GPU_HLO)/.installed: pyproject.toml
 
 # No GPU is looked for: the program is compiled, and never run. In tests that fail, a policy costs
 # more than dtypes by hand, loss scaling a kernel for each parameter, or float8 is not float8.
-GPU_TESTS := tests/integration/test_gpu_hlo.py tests/integration/test_float8.py
+GPU_TESTS := tests/integration/test_gpu_hlo.py tests/integration/test_float8.py tests/integration/test_gpu_versions.py
 gpu-hlo: export JAX_PLATFORMS = cpu
 gpu-hlo: $(GPU_HLO)/.installed
 	PYTHONPATH=. $(GPU_HLO)/bin/python benchmarks/gpu_hlo.py $(ARGS)
@@ -138,5 +159,5 @@ soak: $(STAMP)
 	$(RUN) -m tests.soak
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) $(GPU_HLO) build dist .cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) $(GPU_HLO) $(BENCH_GPU) $(BENCH_TORCH) build dist .cache .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

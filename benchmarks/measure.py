@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,11 +37,17 @@ def take_turns(
     jax.block_until_ready(run())
     repeats[name] = max(1, round(seconds / _seconds(run, 2)))
   times: dict[str, list[float]] = {name: [] for name in names}
-  for turn in range(rounds):
-    first = turn % len(names)
-    for name in (*names[first:], *names[:first]):
+  for order in orders(names, rounds):
+    for name in order:
       times[name].append(_seconds(runs[name], repeats[name]))
   return times
+
+
+def orders(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
+  """Yields for each round in which order the runs are measured: none is always first."""
+  for turn in range(rounds):
+    first = turn % len(names)
+    yield (*names[first:], *names[:first])
 
 
 def _seconds(run: Callable[[], Any], repeats: int) -> float:
@@ -76,9 +82,8 @@ def trace_turns(
   times: dict[str, list[float]] = {name: [] for name in names}
   for name in names:
     _trace(*functions[name])
-  for turn in range(rounds):
-    first = turn % len(names)
-    for name in (*names[first:], *names[:first]):
+  for order in orders(names, rounds):
+    for name in order:
       if cold:
         jax.clear_caches()
       gc.collect()

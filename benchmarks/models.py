@@ -95,16 +95,33 @@ def _cast_back_einsum():
   return lambda subscripts, weights, v: jnp.einsum(subscripts, weights.astype(v.dtype), v)
 
 
+def fused_attention(query, key, value, *, implementation, cast_to=None):
+  """Causal attention as one operation of JAX, for Flax's `attention_fn`.
+
+  Args:
+    query: `[batch, length, heads, features]`, as `key` and `value`.
+    implementation: "cudnn", which takes no float32, or "xla".
+    cast_to: the dtype of its operands. A policy casts them by itself; autocast, which traces a
+      function as it is, does not get past an operation that refuses float32. (Flax passes what an
+      `attention_fn` has of its own arguments, `dtype` among them.)
+  """
+  operands = [x if cast_to is None else x.astype(cast_to) for x in (query, key, value)]
+  return jax.nn.dot_product_attention(*operands, is_causal=True, implementation=implementation)
+
+
 class Layer(nn.Module):
   """A layer of a transformer, norms first."""
 
   heads: int
   dtype: Any = None
+  attention: Callable[..., Any] | None = None
 
   @nn.compact
   def __call__(self, x, mask):
     by_hand = {}
-    if self.dtype is not None:
+    if self.attention is not None:
+      by_hand = {"attention_fn": self.attention}
+    elif self.dtype is not None:
       by_hand = {
         "force_fp32_for_softmax": True,
         "qk_attn_weights_einsum_cls": _einsum,
@@ -119,13 +136,18 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-  """A causal language model. Input: tokens [batch, length]."""
+  """A causal language model. Input: tokens [batch, length].
+
+  Fields:
+    attention: a causal `attention_fn` for its layers; None takes Flax's, with a mask.
+  """
 
   layers: int
   width: int
   heads: int
   vocabulary: int
   dtype: Any = None
+  attention: Callable[..., Any] | None = None
 
   @nn.compact
   def __call__(self, tokens):
@@ -136,7 +158,7 @@ class Gpt(nn.Module):
     x = nn.Embed(self.vocabulary, self.width)(tokens).astype(dtype) + places
     mask = nn.make_causal_mask(tokens, dtype=bool)
     for _ in range(self.layers):
-      x = Layer(self.heads, self.dtype)(x, mask)
+      x = Layer(self.heads, self.dtype, self.attention)(x, mask)
     x = nn.LayerNorm(dtype=self.dtype)(x)
     return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x).astype(jnp.float32)
 

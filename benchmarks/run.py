@@ -2,14 +2,16 @@
 
   make bench
 
-Prints tables and writes all figures as JSON. Times are ratios, taken by turns in one process; see
-README.md in this folder for what is compared and for recorded results.
+On a machine whose JAX has a GPU this is `gpu_bench.py`, with its options. Else it prints tables and
+writes all figures as JSON. Times are ratios, taken by turns in one process; see README.md in this
+folder for what is compared and for recorded results.
 """
 
 import argparse
 import functools
 import json
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -223,9 +225,17 @@ def arguments() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+  import gpu_bench  # These import this module.
+  import gpu_ratios
+
+  # Another process says whether there is a GPU: this one must not take of its memory.
+  if "--show" not in sys.argv and gpu_bench.here()["environment"]["backend"] != "cpu":
+    gpu_bench.cli()
+    sys.exit()
   chosen = arguments()
   recorded = chosen.pop("show")
   if recorded:
-    report.show(json.loads(recorded.read_text(encoding="utf-8")), Console())
+    figures = json.loads(recorded.read_text(encoding="utf-8"))
+    (gpu_ratios if "models" in figures else report).show(figures, Console())
   else:
     main(**chosen)

@@ -1,0 +1,179 @@
+"""What the figures of `gpu_bench.py` say beside what is promised: tables for the terminal."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gpu_groups import milliseconds
+from measure import Ratio, ratio
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+  """How many times as long one version takes as another.
+
+  Fields:
+    title: the two in words.
+    times: the version whose times are divided.
+    by: the version whose times they are divided by.
+    promised: bounds of the ratio by model, with "" for all models; none for those without.
+    part: in which measurement both are.
+  """
+
+  title: str
+  times: str
+  by: str
+  promised: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+  part: str = "jax"
+
+
+NO_LIMIT = float("inf")
+COMPARISONS = (
+  Comparison(title="policy / by hand", times="policy", by="by hand", promised={"": (0.99, 1.01)}),
+  Comparison(title="autocast / by hand", times="autocast", by="by hand"),
+  Comparison(
+    title="static scale / none", times="static", by="policy", promised={"": (0, 1.02)}
+  ),
+  Comparison(
+    title="dynamic / static scale", times="dynamic", by="static", promised={"": (0, 1.01)}
+  ),
+  Comparison(title="flax DynamicScale / dynamic", times="flax DynamicScale", by="dynamic"),
+  Comparison(
+    title="float32 highest / policy", times="float32 highest", by="policy",
+    promised={"resnet": (6.9, NO_LIMIT), "gpt": (10, NO_LIMIT)},
+  ),
+  Comparison(
+    title="TF32 / policy", times="TF32", by="policy",
+    promised={"resnet": (1.9, NO_LIMIT), "gpt": (3.1, NO_LIMIT), "lstm": (1.5, NO_LIMIT)},
+  ),
+  Comparison(
+    title="policy / float8", times="policy", by="float8", promised={"mlp": (1.5, NO_LIMIT)}
+  ),
+  Comparison(
+    title="PyTorch amp, compiled / dynamic", times="torch amp", by="dynamic", part="torch",
+    promised={"resnet": (1.15, NO_LIMIT)},
+  ),
+  Comparison(
+    title="PyTorch float32 highest / PyTorch amp", times="torch float32 highest", by="torch amp",
+    part="torch",
+  ),
+  Comparison(
+    title="PyTorch TF32 / PyTorch amp", times="torch TF32", by="torch amp", part="torch"
+  ),
+)  # fmt: skip
+"""What the tables have, in their order, with the bounds that are promised."""
+
+
+def compared(model: str, parts: Mapping[str, Any], one: Comparison) -> tuple[Ratio | None, str]:
+  """Returns a ratio, or None and why there is none."""
+  part = parts.get(one.part)
+  if part is None:
+    return None, "not measured"
+  for name in (one.times, one.by):
+    found = part["versions"].get(name, {"failed": part.get("missing", "not measured")})
+    if "failed" in found:
+      return None, f"not measured; {name}: {found['failed']}"
+  times, by = (part["versions"][name] for name in (one.times, one.by))
+  # A version that failed on its way has fewer rounds.
+  rounds = min(len(times["seconds"]), len(by["seconds"]))
+  if not rounds:
+    return None, "not measured"
+  return ratio(times["seconds"][:rounds], by["seconds"][:rounds]), ""
+
+
+def promise(model: str, one: Comparison) -> tuple[float, float] | None:
+  """Returns the bounds of a ratio for a model."""
+  return one.promised.get(model, one.promised.get(""))
+
+
+def bounds_text(bounds: tuple[float, float] | None) -> str:
+  """Returns bounds as a table has them."""
+  if bounds is None:
+    return ""
+  low, high = bounds
+  if high == NO_LIMIT:
+    return f"≥ {low:g}"
+  return f"≤ {high:g}" if not low else f"{low:g} to {high:g}"
+
+
+def verdict(found: Ratio, bounds: tuple[float, float] | None, suspicious: bool) -> str:
+  """Returns whether a ratio is within its bounds."""
+  if suspicious:
+    return "suspicious losses"
+  if bounds is None:
+    return ""
+  return "met" if bounds[0] <= found.median <= bounds[1] else "missed"
+
+
+def rows(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
+  """Yields model, comparison, figure, promise and verdict."""
+  for model, each in results["models"].items():
+    parts = each["parts"]
+    for one in COMPARISONS:
+      found, reason = compared(model, parts, one)
+      # What is promised is promised of the sizes for a GPU.
+      bounds = promise(model, one) if results["settings"]["size"] == "gpu" else None
+      if found is None:
+        yield model, one.title, reason, bounds_text(bounds), ""
+        continue
+      versions = parts[one.part]["versions"]
+      suspicious = any(versions[name].get("suspicions") for name in (one.times, one.by))
+      figure = f"{found.median:.3f} ({found.low:.3f}-{found.high:.3f})"
+      yield model, one.title, figure, bounds_text(bounds), verdict(found, bounds, suspicious)
+
+
+def version_rows(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+  """Yields model, version, milliseconds, temporaries, first loss and notes."""
+  for model, each in results["models"].items():
+    for part, found in each["parts"].items():
+      if "missing" in found:
+        yield (f"{model}, {each['half']}", "PyTorch", "", "", "", found["missing"])
+      for name, one in found["versions"].items():
+        # In the second part policy and dynamic are measured once more, beside PyTorch.
+        title = name if part == "jax" or name.startswith("torch") else f"{name}, again"
+        yield (f"{model}, {each['half']}", title, *_cells(one))
+
+
+def _cells(one: Mapping[str, Any]) -> tuple[str, str, str, str]:
+  temporaries = f"{one['temp_bytes'] / 1e9:.2f}" if "temp_bytes" in one else ""
+  if not one.get("seconds"):
+    return "", temporaries, "", one.get("failed", "not measured")
+  notes = list(one.get("suspicions", ()))
+  notes += [one["failed"]] if "failed" in one else []
+  if one.get("cudnn_attention"):
+    notes.append("cuDNN attention")
+  return f"{milliseconds(one):.2f}", temporaries, f"{one['losses'][0]:.4f}", "; ".join(notes)
+
+
+def conditions(results: Mapping[str, Any]) -> str:
+  """Returns under what the figures were taken, as a sentence."""
+  where, how = results["environment"], results["settings"]
+  versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+  return (
+    f"{where['date']}, {where['hardware']}, Python {where['python']}, {versions}; sizes "
+    f"{how['size']!r}, {how['rounds']} rounds of at least {how['seconds']} s: median (quartiles) "
+    "of the ratios of each round."
+  )
+
+
+def show(results: Mapping[str, Any], console: Console) -> None:
+  """Prints all tables."""
+  headings = ("", "version", "ms a step", "GB temp", "first loss", "")
+  console.print(_table("Steps", headings, (2, 3, 4), list(version_rows(results))))
+  headings = ("", "ratio of times", "median (quartiles)", "promised", "")
+  console.print(_table("Ratios", headings, (2, 3), list(rows(results))))
+  console.print(conditions(results), highlight=False)
+
+
+def _table(title: str, headings: Any, right: Any, lines: list[tuple[str, ...]]) -> Table:
+  table = Table(title=title, box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+  for i, heading in enumerate(headings):
+    table.add_column(heading, justify="right" if i in right else "left", overflow="fold")
+  before = None
+  for line in lines:
+    table.add_row(line[0] if line[0] != before else "", *line[1:])
+    before = line[0]
+  return table

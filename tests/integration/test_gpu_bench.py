@@ -1,0 +1,303 @@
+"""The script that measures steps on a GPU, with processes that are made up, and that fail.
+
+What becomes of a version that has no memory, or ends its process, and what a second call measures.
+"""
+
+import collections
+import functools
+import importlib
+import io
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import pytest
+from rich.console import Console
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+FOLDER = ROOT / "benchmarks"
+
+
+def module(name):
+  @pytest.fixture(name=name)
+  def fixture(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module(name)
+
+  return fixture
+
+
+gpu_bench, gpu_groups, gpu_ratios = map(module, ("gpu_bench", "gpu_groups", "gpu_ratios"))
+workers = module("workers")
+
+
+def test_out_of_memory_is_told_from_other_failures(workers):
+  raised = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 45 bytes.")
+  assert workers.why(raised) == workers.OUT_OF_MEMORY
+  torch = RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+  assert workers.why(torch) == workers.OUT_OF_MEMORY
+  assert workers.why(ValueError("a\nb")) == "ValueError: a"
+
+
+# Processes that fail
+
+ANSWERS = """
+import os, sys, workers
+def measure(name):
+  print("noise")
+  workers.say("working")
+  if name == "dies":
+    sys.stderr.write("Fatal: a kernel\\n  at 0x1\\n")
+    sys.stderr.flush()
+    os._exit(7)
+  if name == "raises":
+    raise RuntimeError("RESOURCE_EXHAUSTED: too much")
+  return {"name": name}
+workers.serve({"measure": measure})
+"""
+
+
+@pytest.fixture
+def process(workers, tmp_path):
+  script = tmp_path / "script.py"
+  script.write_text(ANSWERS)
+  worker = workers.Worker([sys.executable, str(script)], {})
+  yield worker
+  worker.close()
+  assert worker.process.returncode is not None
+
+
+def test_process_answers_and_says_how_it_ended(workers, process):
+  far = time.monotonic() + 60
+  heard = []
+  process.send("measure", name="one")
+  assert process.receive(far, heard.append) == {"name": "one"}
+  assert heard == ["working"]
+  assert process.ask(far, "measure", name="raises") == {"failed": "out of memory"}
+  with pytest.raises(workers.OutOfTimeError):
+    process.receive(time.monotonic() + 0.01)
+  for _ in range(2):
+    with pytest.raises(workers.WorkerEndedError, match="ended with 7: Fatal: a kernel"):
+      process.ask(far, "measure", name="dies")
+
+
+class Fake:
+  """A worker in this process: figures of a machine that is made up.
+
+  Args:
+    seconds: of a step, by version.
+    fails: an answer or an exception, by question and version.
+    memory: temporaries by version.
+  """
+
+  def __init__(self, seconds, fails=(), memory=(), log=None, cuda=False):
+    self.seconds, self.fails, self.memory = seconds, dict(fails), dict(memory)
+    self.log = [] if log is None else log
+    self.waiting = collections.deque()
+    self.cuda, self.dead = cuda, None
+
+  def send(self, question, **arguments):
+    self.waiting.append((question, arguments))
+
+  def receive(self, deadline, progress=lambda text: None):
+    del progress
+    question, arguments = self.waiting.popleft()
+    if time.monotonic() > deadline:
+      raise importlib.import_module("workers").OutOfTimeError
+    name = arguments.get("name")
+    self.log.append((question, name))
+    failure = self.fails.get((question, name)) or self.dead
+    if isinstance(failure, BaseException):
+      self.dead = failure
+      raise failure
+    return failure or self.answer(question, arguments)
+
+  def ask(self, deadline, question, **arguments):
+    self.send(question, **arguments)
+    return self.receive(deadline)
+
+  def answer(self, question, arguments):
+    name = arguments.get("name")
+    if question == "hello":
+      versions = {"jax": "0", "torch": "0"}
+      where = {"backend": "cpu", "hardware": "1 x GPU X", "versions": versions, "date": "today"}
+      return {
+        "environment": {**where, "python": "3"}, "attention": "xla", "versions": versions,
+        "cuda": self.cuda, "hardware": "GPU X",
+      }  # fmt: skip
+    if question == "describe":
+      return {"shapes": {}}
+    if question == "load":
+      return {"parameters": 10}
+    if question == "trace":
+      self.names = arguments["names"]
+      return {"failed_versions": {}}
+    if question == "compile":
+      return {name: {"temp_bytes": self.memory.get(name, 1)} for name in self.names}
+    if question == "check":
+      return {"losses": [2.0, 1.0], "seconds": self.seconds.get(name, 0.1)}
+    if question == "measure":
+      return {"seconds": self.seconds.get(name, 0.1), "finite": True}
+    return {}
+
+  def close(self):
+    self.log.append(("close", None))
+
+
+def group(gpu_groups, fake, names, *, deadline=60):
+  questions = [("load", {}), ("trace", {})]
+  found = gpu_groups.Group(fake, names, questions, time.monotonic() + deadline)
+  found.then("compile")
+  return found
+
+
+def test_a_version_without_memory_is_a_figure_and_the_others_go_on(gpu_groups):
+  fails = {("check", "a"): {"failed": "out of memory"}}
+  log = []
+  one = group(gpu_groups, lambda: Fake({}, fails, log=log), ["a", "b", "c"])
+  figures = gpu_groups.take_turns([one], 3, 0.1)
+  assert figures["a"]["failed"] == "out of memory"
+  assert "seconds" not in figures["a"]
+  assert [len(figures[name]["seconds"]) for name in "bc"] == [3, 3]
+  assert ("drop", "a") in log
+  measured = "".join(name for question, name in log if question == "measure")
+  assert measured == "bc" + "cb" + "bc"
+
+
+def test_a_process_that_dies_is_started_again_without_the_version(gpu_groups, workers):
+  dies = workers.WorkerEndedError("the process ended with -6: abort")
+  log = []
+  one = group(
+    gpu_groups, lambda: Fake({}, {("measure", "b"): dies}, log=log), ["a", "b", "c"]
+  )  # fmt: skip
+  figures = gpu_groups.take_turns([one], 3, 0.1)
+  assert figures["b"]["failed"] == "the process ended with -6: abort"
+  assert [len(figures[name]["seconds"]) for name in "ac"] == [3, 3]
+  assert [question for question, _ in log].count("load") == 2
+  assert one.worker.names == ["a", "c"]
+
+
+def test_what_needs_most_memory_is_first(gpu_groups):
+  log = []
+  memory = {"a": 1, "b": 45, "c": 7}
+  one = group(gpu_groups, lambda: Fake({}, memory=memory, log=log), list("abc"))
+  gpu_groups.take_turns([one], 1, 0.1)
+  assert "".join(name for question, name in log if question == "check") == "bca"
+
+
+@pytest.mark.parametrize(
+  ("name", "losses", "finite", "what"),
+  [
+    ("policy", [2.001, 1.5], True, ""),
+    ("policy", [2.1, 1.5], True, "the first loss is 2.1, in float32 2"),
+    ("torch amp", [2.05, 1.5], True, ""),
+    ("policy", [2.0, 2.0], True, "the loss fell by 0, in float32 by 0.5"),
+    ("policy", [2.0, 1.5], False, "a loss is not finite"),
+    ("policy", [2.0, float("nan")], True, "a loss is not finite"),
+  ],
+)
+def test_losses_of_a_broken_step_are_suspicious(gpu_groups, name, losses, finite, what):
+  found = gpu_groups.suspicions({name: {"losses": losses, "finite": finite}}, [2.0, 1.5])
+  assert found == ({name: [what]} if what else {})
+
+
+# A call
+
+
+@pytest.fixture
+def call(gpu_bench, tmp_path):
+  """Calls the script with made-up processes; returns figures, the text printed, and the log."""
+
+  def run(jax_fails=(), torch_fails=(), seconds=(), **options):
+    log, text = [], io.StringIO()
+    make = functools.partial(Fake, dict(seconds), log=log)
+    results = gpu_bench.main(
+      **{"models": ["mlp", "lstm"], "rounds": 3, "out": tmp_path / "figures", **options},
+      console=Console(file=text, width=140),
+      start_jax=lambda fraction, backend="": make(jax_fails),
+      start_torch=lambda python: make(torch_fails),
+    )
+    return results, text.getvalue(), log
+
+  return run
+
+
+def test_both_parts_are_measured_and_recorded_by_the_name_of_the_gpu(call, tmp_path, gpu_bench):
+  results, text, log = call(seconds={"policy": 0.10, "TF32": 0.21, "float8": 0.08})
+  assert json.loads((tmp_path / "figures" / "1_x_gpu_x.json").read_text()) == results
+  assert list(results["models"]) == ["mlp", "lstm"]
+  parts = results["models"]["mlp"]["parts"]
+  assert tuple(parts["jax"]["versions"]) == gpu_bench.NAMES
+  assert set(parts["torch"]["versions"]) == {"policy", "dynamic", *gpu_bench.TORCH_VERSIONS}
+  rows = {tuple(row[:2]): row[2:] for row in gpu_bench.gpu_ratios.rows(results)}
+  assert rows["lstm", "TF32 / policy"] == ("2.100 (2.100-2.100)", "≥ 1.5", "met")
+  assert rows["mlp", "policy / float8"] == ("1.250 (1.250-1.250)", "≥ 1.5", "missed")
+  assert rows["mlp", "policy / by hand"][1:] == ("0.99 to 1.01", "met")
+  assert rows["mlp", "TF32 / policy"][1:] == ("", "")
+  assert "suspicious" not in text
+  assert log.count(("close", None)) == 2 + 2 * 3
+
+
+def test_a_second_call_measures_what_is_not_recorded(call):
+  first, _, _ = call(models=["mlp"])
+  again, text, log = call()
+  assert "mlp: recorded in" in text
+  assert again["models"]["mlp"] == first["models"]["mlp"]
+  assert len([x for x in log if x[0] == "describe"]) == 2  # of the other model alone
+  others, text, log = call(models=["mlp"], rounds=4)
+  assert [x for x in log if x[0] == "measure"]
+  assert "lstm" in others["models"]  # kept, but not shown among figures of 4 rounds
+  assert "lstm" not in text
+  _, _, log = call(models=["mlp"], rounds=4)
+  assert not [x for x in log if x[0] == "measure"]
+  _, _, log = call(models=["mlp"], rounds=4, fresh=True)
+  assert [x for x in log if x[0] == "measure"]
+
+
+def test_without_pytorch_the_rest_is_measured(call, workers):
+  gone = workers.WorkerEndedError("the process ended with 1: No module named 'torch'")
+  results, text, _ = call(torch_fails={("hello", None): gone}, models=["mlp"])
+  assert "No module named 'torch'" in results["models"]["mlp"]["parts"]["torch"]["missing"]
+  assert "PyTorch is not measured: no PyTorch in" in text
+  assert len(results["models"]["mlp"]["parts"]["jax"]["versions"]["policy"]["seconds"]) == 3
+
+
+def test_what_pytorch_does_not_compile_is_one_version(call, workers):
+  """Whether it says so or dies of it."""
+  for failure in ({"failed": "no compiler"}, workers.WorkerEndedError("no compiler")):
+    results, text, _ = call(torch_fails={("warm_up", None): failure}, models=["mlp"], fresh=True)
+    found = results["models"]["mlp"]["parts"]["torch"]["versions"]
+    assert found["torch amp"] == {"failed": "no compiler"}
+    assert len(found["torch TF32"]["seconds"]) == len(found["dynamic"]["seconds"]) == 3
+    assert "not measured; torch amp" in " ".join(text.split())
+
+
+def test_no_memory_for_float32_is_said_where_its_figure_would_be(call, gpu_ratios):
+  fails = {("check", "float32 highest"): {"failed": "out of memory"}}
+  results, _, _ = call(fails, models=["mlp"])
+  rows = {row[1]: row[2:] for row in gpu_ratios.rows(results)}
+  said = "not measured; float32 highest: out of memory"
+  assert rows["float32 highest / policy"] == (said, "", "")
+  assert rows["TF32 / policy"][0].startswith("1.000")
+
+
+def test_when_the_time_is_up_it_stops_and_says_so(call):
+  results, text, _ = call(minutes=0)
+  assert results["models"] == {}
+  assert "Out of time, not measured in full: mlp, lstm." in " ".join(text.split())
+
+
+def test_a_call_that_is_broken_off_leaves_what_it_measured(call, tmp_path):
+  """In the second part of a model, and in the first of the next."""
+  with pytest.raises(KeyboardInterrupt):
+    call(torch_fails={("measure", "torch amp"): KeyboardInterrupt()})
+  kept = json.loads((tmp_path / "figures" / "1_x_gpu_x.json").read_text())
+  assert {name: list(x["parts"]) for name, x in kept["models"].items()} == {"mlp": ["jax"]}
+  results, _, log = call()
+  assert results["models"]["mlp"]["parts"]["jax"] == kept["models"]["mlp"]["parts"]["jax"]
+  assert list(results["models"]["mlp"]["parts"]) == ["jax", "torch"]
+  # A part with both, and a model with two parts.
+  assert len([x for x in log if x == ("measure", "policy")]) == 3 * (1 + 2)
+  assert len([x for x in log if x == ("measure", "TF32")]) == 3

@@ -1,0 +1,157 @@
+"""The versions of a step that a GPU is measured with, and the process of JAX that runs them.
+
+They compute the same, whatever runs them; a GPU, or its compiler, is for the last two tests.
+"""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tests.integration.test_gpu_hlo import (
+  gpu_hlo,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+  h200,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+  hlo,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+)
+from tests.models import stumbles
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+FOLDER = ROOT / "benchmarks"
+
+
+def module(name):
+  @pytest.fixture(name=name)
+  def fixture(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module(name)
+
+  return fixture
+
+
+gpu_versions, jax_worker, draws = map(module, ("gpu_versions", "jax_worker", "draws"))
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt", "lstm"])
+def test_versions_compute_the_same_update(gpu_versions, draws, model):
+  """But for roundings: the first loss, and the parameters after a step."""
+  case = gpu_versions.SIZES["tiny"][model]
+  described = gpu_versions.described(model, "tiny", "bfloat16")
+  variables = gpu_versions.tree(draws.parameters(described["shapes"]))
+  batch = draws.batch(**described["batch"])
+  found = gpu_versions.versions(case, "bfloat16")
+  assert tuple(found) == gpu_versions.NAMES
+  names = {
+    "mlp": ("by hand", "dynamic", "flax DynamicScale"), "gpt": ("policy", "autocast"),
+    "lstm": ("policy",),
+  }  # fmt: skip
+  values = {}
+  for name in ("float32 highest", *names[model]):
+    state, loss = jax.jit(found[name].step)(found[name].begin(*variables), *batch)
+    values[name] = (loss, (state[0] if name == "flax DynamicScale" else state)[0])
+  loss, params = values["float32 highest"]
+  for name, (other, moved) in values.items():
+    assert abs(other - loss) <= 0.01 * loss, name
+    for x, y, first in zip(*map(jax.tree.leaves, (moved, params, variables[0])), strict=True):
+      assert x.dtype == y.dtype == np.float32
+      # The first step of Adam is a sign: where a gradient is rounded to zero it may differ.
+      steps = np.sign(np.round((x - first) * 1e5)), np.sign(np.round((y - first) * 1e5))
+      assert np.mean(steps[0] == steps[1]) > 0.8 or x.size < 100, name
+
+
+def test_precision_of_float32_is_in_the_step(gpu_versions):
+  case = gpu_versions.SIZES["tiny"]["mlp"]
+  found = gpu_versions.versions(case, "bfloat16")
+  shapes = dict(gpu_versions.shapes(case))
+  labels = jax.ShapeDtypeStruct(case.outputs, np.int32)
+
+  def precisions(name):
+    version = found[name]
+    state = jax.eval_shape(version.begin, shapes["params"], {})
+    with version.context():
+      jaxpr = jax.make_jaxpr(version.step)(state, case.inputs, labels)
+    return str(jaxpr).count("HIGHEST")
+
+  assert precisions("float32 highest") > 0
+  assert precisions("TF32") == precisions("policy") == 0
+
+
+def test_what_is_drawn_is_what_flax_draws(gpu_hlo, gpu_versions, draws, monkeypatch):  # noqa: F811
+  """The same variances, so that a model trains; and the same numbers in any process."""
+  sizes = gpu_versions.SIZES["cpu"]
+  small = {name: gpu_hlo.shallower(sizes[name], 1) for name in ("gpt", "resnet")}
+  monkeypatch.setattr(gpu_versions, "SIZES", {"small": small})
+  for model, case in small.items():
+    shapes = gpu_versions.described(model, "small", "bfloat16")["shapes"]
+    drawn = draws.parameters(shapes)
+    variables = jax.jit(case.make().init)(jax.random.key(0), case.data()[0])
+    ours = jax.tree.leaves(gpu_versions.tree(drawn)[0])
+    for x, y in zip(ours, jax.tree.leaves(variables["params"]), strict=True):
+      assert (x.shape, x.dtype) == (y.shape, y.dtype)
+      if x.size > 10_000:
+        assert np.std(x) == pytest.approx(float(np.std(y)), rel=0.05)
+  again = draws.parameters({"a/kernel": (3, 4)})["a/kernel"]
+  assert np.array_equal(again, draws.parameters({"b/kernel": (2,), "a/kernel": (3, 4)})["a/kernel"])
+
+
+def test_process_of_jax_checks_and_measures(jax_worker):
+  """In this process, without the lines between."""
+  session = jax_worker.Session()
+  assert session.hello()["environment"]["backend"] == "cpu"
+  loaded = session.load("mlp", "tiny", "bfloat16", "xla")
+  assert loaded == {"parameters": 8 * 16 + 16 + 2 * 16 + 16 * 3 + 3}
+  failed = session.trace(["policy", "float8"])
+  assert failed == {"failed_versions": {"float8": "no matmul qualifies"}}
+  compiled = session.compile()
+  assert list(compiled) == ["policy"]
+  assert compiled["policy"]["temp_bytes"] > 0
+  losses = session.check("policy")["losses"]
+  assert losses[-1] < losses[0]
+  found = session.measure("policy", 2)
+  assert found["seconds"] > 0
+  assert found["finite"]
+  assert session.check("policy")["losses"] == losses  # Every time from the same parameters.
+
+
+# With a GPU, or its compiler
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_everything_runs(tmp_path):
+  """The smallest size: what is compiled and measured, not how fast it is."""
+  out = tmp_path / "figures.json"
+  command = [sys.executable, str(FOLDER / "gpu_bench.py"), "--size", "tiny", "--models", "gpt"]
+  options = ["--rounds", "2", "--seconds", "0", "--out", str(out), "--torch-compile", "none"]
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  subprocess.run([*command, *options], env=environment, check=True, timeout=500)
+  versions = json.loads(out.read_text())["models"]["gpt"]["parts"]["jax"]["versions"]
+  assert versions.pop("float8")["failed"] == "no matmul qualifies"
+  assert not {name: one for name, one in versions.items() if "failed" in one}
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_attention_is_one_kernel_of_cudnn_on_an_h200(
+  gpu_hlo, h200, gpu_versions, half, monkeypatch  # noqa: F811
+):  # fmt: skip
+  """Two calls a layer, forward and backward, by hand, under a policy and with autocast."""
+  stumbles.pretend_cudnn(monkeypatch)
+  case = gpu_hlo.shallower(gpu_hlo.SIZES["gpu"]["gpt"], 1)
+  variables = dict(gpu_versions.shapes(case))
+  params = variables.pop("params")
+  figures, calls = {}, {}
+  for name, version in gpu_versions.versions(case, half, "cudnn").items():
+    if name not in ("TF32", "by hand", "policy", "autocast"):
+      continue
+    state = jax.eval_shape(version.begin, params, variables)
+    args = gpu_hlo.arguments_of(case, h200, state)
+    figures[name], text = gpu_hlo.compiled_step(version.step, args, gpu_hlo.OPTIONS)
+    calls[name] = text.count('custom_call_target="__cudnn$fmha')
+  assert calls == {"TF32": 0, "by hand": 2, "policy": 2, "autocast": 2}
+  assert figures["policy"]["bytes"] <= 1.02 * figures["by hand"]["bytes"]
+  assert figures["policy"]["temp_bytes"] < 0.7 * figures["TF32"]["temp_bytes"]

@@ -1,0 +1,72 @@
+"""PyTorch's models are those of JAX: the same losses, step by step, from the same parameters.
+
+Where PyTorch is not installed these are skipped; `make bench` compares losses too, on the GPU.
+"""
+
+import importlib
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[bench-gpu]'")
+
+FOLDER = pathlib.Path(__file__).parent.parent.parent / "benchmarks"
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+@pytest.fixture
+def cases(monkeypatch):
+  """Models at sizes of which convolutions pad both sides alike, in JAX too."""
+  monkeypatch.syspath_prepend(str(FOLDER))
+  models = importlib.import_module("models")
+  resnet = {"stages": (1, 2), "width": 8, "classes": 10}
+  odd = {
+    "deep": models._resnet(2, 33, bottleneck=True, large_images=True, **resnet),
+    "shallow": models._resnet(2, 17, bottleneck=False, large_images=False, **resnet),
+  }
+  monkeypatch.setattr(models, "SIZES", {"tiny": {**models.SIZES["tiny"], **odd}})
+  found = importlib.import_module("gpu_versions")
+  monkeypatch.setattr(found, "SIZES", models.SIZES)
+  return models.SIZES["tiny"]
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt", "lstm", "deep", "shallow"])
+def test_losses_are_those_of_jax(cases, model):
+  gpu_versions, draws, worker = map(
+    importlib.import_module, ("gpu_versions", "draws", "torch_worker")
+  )
+  described = json.loads(json.dumps(gpu_versions.described(model, "tiny", "bfloat16")))
+  variables = gpu_versions.tree(draws.parameters(described["shapes"]))
+  batch = draws.batch(**described["batch"])
+  version = gpu_versions.versions(cases[model], "bfloat16")["float32 highest"]
+  state, step = version.begin(*variables), jax.jit(version.step)
+  wanted = []
+  for _ in range(worker.CHECKED):
+    state, loss = step(state, *batch)
+    wanted.append(float(loss))
+  session = worker.Session()
+  trained = session.load(described, "none")["parameters"]
+  assert trained == sum(x.size for x in jax.tree.leaves(variables[0]))
+  got = session.check("torch float32 highest")["losses"]
+  assert got == pytest.approx(wanted, rel=2e-5)
+  assert wanted[-1] < wanted[0]
+  assert session.check("torch TF32")["losses"] == got  # From the same parameters again.
+  if model != "lstm":  # PyTorch has no LSTM in bfloat16 on some CPUs.
+    assert session.check("torch amp")["losses"] == pytest.approx(wanted, rel=0.01)
+    found = session.measure("torch amp", 2)
+    assert found["seconds"] > 0
+    assert found["finite"]
+
+
+def test_a_parameter_that_is_nowhere_is_an_error(cases):
+  models, gpu_versions, draws = map(
+    importlib.import_module, ("torch_models", "gpu_versions", "draws")
+  )
+  described = gpu_versions.described("mlp", "tiny", "bfloat16")
+  model = models.model(described["kind"], described["fields"], described["batch"]["inputs"])
+  arrays = draws.parameters(described["shapes"])
+  with pytest.raises(ValueError, match="extra"):
+    models.load(model, {**arrays, "params/extra/kernel": np.zeros((1, 1), np.float32)})
