@@ -312,7 +312,7 @@ def test_a_step_can_be_differentiated_as_before(both):
 
   def loss(params):
     updates, _ = tx.update(params, tx.init(params), params)
-    return sum(jnp.sum(x**2) for x in optax.apply_updates(params, updates))
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(optax.apply_updates(params, updates)))
 
   grads = jax.jit(jax.grad(loss))(params)
   # p - 0.5 p / 2 is 0.75 p, and the derivative of its square 2 * 0.75 ** 2 p.

@@ -1,7 +1,7 @@
 """Moments stored in half: which ones, with what numbers, and what is refused."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import flax.struct
@@ -118,7 +118,7 @@ def test_states_of_others_are_found_too():
     return updates, (first.replace(mu=updates), second.replace(exp_avg=updates))
 
   tx = mpjax.state_dtype(optax.GradientTransformation(init, update), mu="bfloat16")
-  state = tx.init(PARAMS)
+  state: Any = tx.init(PARAMS)
   for _ in range(2):
     first, second = state
     assert {x.dtype.name for x in jax.tree.leaves((first.mu, second.exp_avg))} == {"bfloat16"}
