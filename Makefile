@@ -69,6 +69,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(RUN)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" pyright --verifytypes mpjax --ignoreexternal
 	$(RUN) tests/words.py
 
 format: $(STAMP)

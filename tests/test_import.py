@@ -11,7 +11,7 @@ import mpjax
 
 EXTRAS = ("matplotlib", "sklearn", "pytest", "hypothesis")
 HEAVY = ("chex", "flax", "matplotlib", "optax", "orbax", "rich")
-"""What takes long to import, or is an extra, and what a user of something else need not wait for."""
+"""What takes long to import, or is an extra: a user of something else need not wait for it."""
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
