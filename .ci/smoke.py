@@ -79,7 +79,7 @@ def run(command: Sequence[str | pathlib.Path], cwd: pathlib.Path) -> str:
 def build(folder: pathlib.Path) -> dict[str, pathlib.Path]:
   """Builds the sdist, and the same wheel from it and from the checkout."""
   for name, flags in {"release": (), "checkout": ("--wheel",)}.items():
-    command = [sys.executable, "-m", "build", *flags, "--no-isolation", "--outdir", folder / name]
+    command = [sys.executable, "-m", "build", *flags, "--outdir", folder / name]
     run([*command, ROOT], folder)
   (sdist,) = (folder / "release").glob("*.tar.gz")
   (wheel,) = (folder / "release").glob("*.whl")
