@@ -154,18 +154,18 @@ def main() -> int:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument("--only", help="one Python, such as 3.12")
+  parser.add_argument("--only", help="rows with this text, such as 3.12, lowest or sdist")
   only = parser.parse_args().only
   rows = [["python", "versions", "file", *SHOWN, "install", "import", *COLUMNS]]
   failures = []
   with tempfile.TemporaryDirectory(prefix="mpjax-smoke-") as temporary:
     files = build(pathlib.Path(temporary))
     for number, target in enumerate(TARGETS):
-      if only not in (None, target.python):
+      name = [target.python, target.versions, target.file]
+      if only not in (None, *name):
         continue
       folder = pathlib.Path(temporary) / str(number)
       folder.mkdir()
-      name = [target.python, target.versions, target.file]
       print(f"{' '.join(name)} ...", flush=True)
       try:
         rows.append([*name, *try_out(target, files, folder)])
