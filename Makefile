@@ -15,13 +15,14 @@ NEWEST ?= 3.13 3.12
 # Which tests `make compat` runs on the newest: all of them.
 NEWEST_TESTS ?= tests
 
-.PHONY: help demo test convergence compat lint format bench bench-autocast gpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
+.PHONY: help demo test convergence compat smoke lint format bench bench-autocast gpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
 	@echo "make test        run the tests (PYTEST_ARGS='-k policy' to choose)"
 	@echo "make convergence train the examples until they have learned, in float32 and in half"
 	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
+	@echo "make smoke       install the wheel and the sdist into clean environments, and use them there"
 	@echo "make lint        ruff, pyright and the words that our prose avoids"
 	@echo "make format      let ruff repair what it can"
 	@echo "make bench       measure cost against float32 and hand-written half"
@@ -70,10 +71,15 @@ compat:
 	  $(MAKE) --no-print-directory test PYTHON=$$python VENV=$$venv PYTEST_ARGS="$$*" || exit 1; \
 	done
 
+# What a release runs first. Needs the Pythons that its table names, and a network.
+smoke: $(STAMP)
+	$(RUN) .ci/smoke.py $(ARGS)
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(RUN)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" pyright --verifytypes mpjax --ignoreexternal
 	$(RUN) tests/words.py
 
 format: $(STAMP)

@@ -1,7 +1,6 @@
 """Mixed precision for JAX: policies for models, loss scaling for optimizers, nothing global."""
 
 import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mpjax._core.errors import (
@@ -17,46 +16,46 @@ from mpjax._core.full_precision import full_precision
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, default_rules
 from mpjax._core.trees import all_finite
-from mpjax._diagnostics.audit import Audit, audit
-from mpjax._diagnostics.nonfinite import NonfiniteReport, find_nonfinite
-from mpjax._diagnostics.ranges.measure import ranges
-from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
-from mpjax._diagnostics.tune.tune_report import TuneReport
-from mpjax._diagnostics.tune.tuning import tune
-from mpjax._io.conversion import convert
-from mpjax._io.conversion_report import ConversionReport, LeafReport, conversion_report
-from mpjax._jaxprs.autocast import autocast
-from mpjax._jaxprs.op_lists import OpLists
-from mpjax._opt_level import OptLevel, opt_level
-from mpjax.transforms import (
-  AccumulationState,
-  LossScalingState,
-  MasterWeightsState,
-  MonitorState,
-  TrainState,
-  accumulate_gradients,
-  apply_updates,
-  check_loss_scaling,
-  check_skipped_steps,
-  last_step_finite,
-  loss_scaling,
-  loss_scaling_metrics,
-  make_train_step,
-  master_params,
-  master_weights,
-  monitor_counts,
-  scale_loss,
-  select_tree,
-  set_loss_scale,
-  set_master_params,
-  state_dtype,
-  unscale,
-  value_and_grad,
-)
-from mpjax.transforms._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
 
 if TYPE_CHECKING:
   from mpjax import checkpoints, linen, nnx
+  from mpjax._diagnostics.audit import Audit, audit
+  from mpjax._diagnostics.nonfinite import NonfiniteReport, find_nonfinite
+  from mpjax._diagnostics.ranges.measure import ranges
+  from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+  from mpjax._diagnostics.tune.tune_report import TuneReport
+  from mpjax._diagnostics.tune.tuning import tune
+  from mpjax._io.conversion import convert
+  from mpjax._io.conversion_report import ConversionReport, LeafReport, conversion_report
+  from mpjax._jaxprs.autocast import autocast
+  from mpjax._jaxprs.op_lists import OpLists
+  from mpjax._opt_level import OptLevel, opt_level
+  from mpjax.transforms import (
+    AccumulationState,
+    LossScalingState,
+    MasterWeightsState,
+    MonitorState,
+    TrainState,
+    accumulate_gradients,
+    apply_updates,
+    check_loss_scaling,
+    check_skipped_steps,
+    last_step_finite,
+    loss_scaling,
+    loss_scaling_metrics,
+    make_train_step,
+    master_params,
+    master_weights,
+    monitor_counts,
+    scale_loss,
+    select_tree,
+    set_loss_scale,
+    set_master_params,
+    state_dtype,
+    unscale,
+    value_and_grad,
+  )
+  from mpjax.transforms._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
 
 __version__ = "0.1.0"
 
@@ -121,14 +120,60 @@ __all__ = [
   "value_and_grad",
 ]
 
-_ON_FIRST_USE = ("checkpoints", "linen", "nnx")
-"""Modules that import Flax or Orbax, which others need not wait for."""
+_ON_FIRST_USE = {
+  "mpjax._diagnostics.audit": ("Audit", "audit"),
+  "mpjax._diagnostics.nonfinite": ("NonfiniteReport", "find_nonfinite"),
+  "mpjax._diagnostics.ranges.measure": ("ranges",),
+  "mpjax._diagnostics.ranges.ranges_report": ("GroupRanges", "RangesReport"),
+  "mpjax._diagnostics.tune.tune_report": ("TuneReport",),
+  "mpjax._diagnostics.tune.tuning": ("tune",),
+  "mpjax._io.conversion": ("convert",),
+  "mpjax._io.conversion_report": ("ConversionReport", "LeafReport", "conversion_report"),
+  "mpjax._jaxprs.autocast": ("autocast",),
+  "mpjax._jaxprs.op_lists": ("OpLists",),
+  "mpjax._opt_level": ("OptLevel", "opt_level"),
+  "mpjax.transforms": (
+    "AccumulationState",
+    "LossScalingState",
+    "MasterWeightsState",
+    "MonitorState",
+    "TrainState",
+    "accumulate_gradients",
+    "apply_updates",
+    "check_loss_scaling",
+    "check_skipped_steps",
+    "last_step_finite",
+    "loss_scaling",
+    "loss_scaling_metrics",
+    "make_train_step",
+    "master_params",
+    "master_weights",
+    "monitor_counts",
+    "scale_loss",
+    "select_tree",
+    "set_loss_scale",
+    "set_master_params",
+    "state_dtype",
+    "unscale",
+    "value_and_grad",
+  ),
+  "mpjax.transforms._loss_scale_config": ("DynamicLossScale", "NoLossScale", "StaticLossScale"),
+}
+"""The module of each name that is imported when it is first used: these modules import optax, Orbax
+or rich, or are large. The imports for type checkers, above, are the same list."""
+
+_MODULE_OF = {name: module for module, names in _ON_FIRST_USE.items() for name in names}
+_MODULES = ("checkpoints", "linen", "nnx")
 
 
-def __getattr__(name: str) -> ModuleType:
-  if name not in _ON_FIRST_USE:
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+  def __getattr__(name: str) -> object:
+    if name in _MODULES:
+      return importlib.import_module(f"mpjax.{name}")
+    if name in _MODULE_OF:
+      return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
-  return importlib.import_module(f"mpjax.{name}")
 
 
 def __dir__() -> list[str]:

@@ -74,12 +74,12 @@ def opt_level(level: str, dtype: DTypeLike | None = None) -> OptLevel:
   The levels are those of Apex, and of MindSpore, whose O2 and O3 leave parameters in float32:
 
   - "O0": float32 throughout.
-  - "O1": float32 parameters, and operations in half or float32 by operation lists: for
+  - "O1": float32 parameters, and operations in 16 bits or float32 by operation lists: for
     `mpjax.autocast`.
-  - "O2": parameters and computation in half, but for norms, with float32 master weights.
-  - "O3": everything in half, norms and all, as a limit to compare the speed of the others with.
-  - "auto": O1 in the half type that the first device of `jax.devices()` has units for: bfloat16 on
-    a TPU and from compute capability 8.0 on, float16 on 7.x (Volta and Turing). On a CPU, or a
+  - "O2": parameters and computation in 16 bits, but for norms, with float32 master weights.
+  - "O3": everything in 16 bits, norms and all, as a limit to compare the speed of the others with.
+  - "auto": O1 in the 16-bit dtype that the first device of `jax.devices()` has units for: bfloat16
+    on a TPU and from compute capability 8.0 on, float16 on 7.x (Volta and Turing). On a CPU, or a
     device that is not known, O0. No other level looks at the device.
 
   float16 comes with a loss scale, bfloat16 with none. In every level a model returns float32, so
@@ -87,12 +87,12 @@ def opt_level(level: str, dtype: DTypeLike | None = None) -> OptLevel:
 
   Args:
     level: one of the above.
-    dtype: the half type, "bfloat16" unless given. With "auto" it is used whatever the device is;
-      there is a warning, once in a process, if the device has no units for it. "O0" does not use
-      it.
+    dtype: "float16" or "bfloat16", the latter unless given. With "auto" it is used whatever the
+      device is; there is a warning, once in a process, if the device has no units for it. "O0" does
+      not use it.
 
   Raises:
-    MpjaxValueError: an unknown level, or a dtype that is none of the two half types.
+    MpjaxValueError: an unknown level, or a dtype other than float16 and bfloat16.
     MpjaxTypeError: `dtype` is not a floating dtype.
 
   >>> import mpjax

@@ -1,5 +1,6 @@
-"""What `import mpjax` loads: jax and optax, but no Flax, no Orbax, and no device."""
+"""What `import mpjax` loads: jax, and nothing else that is not ours; no device is touched."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import pytest
 import mpjax
 
 EXTRAS = ("matplotlib", "sklearn", "pytest", "hypothesis")
+HEAVY = ("chex", "flax", "matplotlib", "optax", "orbax", "rich")
+"""What takes long to import, or is an extra: a user of something else need not wait for it."""
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -24,25 +27,64 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def loaded(program: str) -> list[str]:
-  """Returns which of Flax and Orbax has any part loaded after `program`."""
-  parts = "{m.split('.')[0] for m in sys.modules} & {'flax', 'orbax'}"
+  """Returns which of `HEAVY` has any part loaded after `program`."""
+  parts = f"{{m.split('.')[0] for m in sys.modules}} & set({HEAVY})"
   done = run(f"{program}\nimport sys\nprint(*sorted({parts}))")
   assert done.returncode == 0, done.stderr
   return done.stdout.split()
 
 
-def test_import_loads_no_flax_and_no_orbax():
+def test_import_loads_nothing_heavy():
   assert loaded("import mpjax") == []
 
 
-def test_the_check_sees_both():
-  assert loaded("import mpjax\nimport flax.linen, orbax.checkpoint") == ["flax", "orbax"]
+def test_the_check_sees_what_is_loaded():
+  assert loaded("import mpjax\nimport flax.linen, optax, orbax.checkpoint, rich") == [
+    "flax",
+    "optax",
+    "orbax",
+    "rich",
+  ]
+
+
+@pytest.mark.parametrize(
+  ("name", "needs"),
+  [
+    ("Policy", []),
+    ("full_precision", []),
+    ("autocast", []),
+    ("loss_scaling", ["optax"]),
+    ("audit", ["rich"]),
+  ],
+)
+def test_a_name_loads_what_it_needs(name, needs):
+  assert loaded(f"import mpjax\nmpjax.{name}") == needs
+
+
+def test_type_checkers_and_python_import_the_same_names():
+  with open(mpjax.__file__, encoding="utf-8") as file:
+    module = ast.parse(file.read())
+  (for_checkers,) = (
+    node for node in module.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+  )
+  said = {
+    (imported.name, node.module)
+    for node in for_checkers.body
+    if isinstance(node, ast.ImportFrom) and node.module != "mpjax"
+    for imported in node.names
+  }
+  first_use = mpjax._ON_FIRST_USE
+  assert said == {(name, module) for module, names in first_use.items() for name in names}
+
+
+def test_every_public_name_is_found():
+  assert all(hasattr(mpjax, name) for name in mpjax.__all__)
 
 
 def test_checkpoints_load_orbax_on_first_use():
   assert loaded(
     "import mpjax\nassert 'checkpoints' in dir(mpjax)\nmpjax.checkpoints.restore_like"
-  ) == ["orbax"]
+  ) == ["optax", "orbax"]
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])

@@ -42,6 +42,8 @@ BANNED = (
   "in its place",
   "matrix product",
   "half products",
+  "at the place",
+  "by its place",
 )
 
 ALLOWED = (
@@ -61,6 +63,8 @@ ALLOWED = (
   "in place",
   "products of many numbers",
   "reads",
+  "changed in place",
+  "has a place",
 )
 
 

@@ -30,6 +30,7 @@ BANNED = (
   r"made\s+(by|of|from|with|anew)",
   r"in\s+(the|its|their)\s+place",
   r"(matrix|half)\s+products?",
+  r"(at|by|to|from)\s+(a|each|every|its|the|their|this|that)\s+places?",
 )
 """Regular expressions of entire words, in any case, also across the end of a line."""
 

@@ -21,14 +21,14 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   """Returns `fn` as a region that neither autocast nor a policy enters.
 
   Under `mpjax.autocast` everything inside runs in the dtypes in which it is written. Under a policy
-  the modules called inside run without it, and half arrays among the arguments come in as float32.
+  the modules called inside run without it, and float16 and bfloat16 arguments come in as float32.
   A policy or an autocast that is given inside does not begin either: `full_precision(view)(x)` and
   `full_precision(autocast(f))(x)` run as the model and `f` do. As a decorator it marks a loss, a
   numerically delicate layer, a physical simulation. The results are float32, and their consumers
   choose their own dtypes.
 
   NNX modules and variables among the arguments are passed as they are, and so are containers that
-  hold nothing in half: what `fn` writes to them stays.
+  hold nothing in 16 bits: what `fn` writes to them stays.
 
   It does what PyTorch's `custom_fwd(cast_inputs=torch.float32)` is for.
 

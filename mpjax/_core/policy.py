@@ -56,8 +56,9 @@ class Policy:
       module that a rule picked). None: whatever was computed; in NNX, under a rule, the compute
       dtype of the surrounding policy.
     weight_grad_dtype: the dtype that the gradients of a layer's kernel and bias are computed in;
-      None (or the compute dtype) leaves them to the matmuls of the layer. With float32 under half
-      compute they are neither rounded to half nor added up in it, on one device or on many.
+      None (or the compute dtype) leaves them to the matmuls of the layer. With float32 under a
+      compute dtype of 16 bits they are neither rounded to it nor added up in it, on one device or
+      on many.
     precision: how exactly matmuls and convolutions multiply what they are given, where the model
       itself says nothing: "default", "high" or "highest", which are about float32, or a
       `jax.lax.DotAlgorithmPreset` for matmuls, as an object or by its name. None: what
@@ -150,7 +151,7 @@ class Policy:
     Args:
       policy: a preset ("float32", "bfloat16", "float16": all three dtypes, by any name that a dtype
         has here: "full", "half", "bf16"; "mixed_bfloat16",
-        "mixed_float16": float32 parameters, half compute, float32 output; "mixed_float8": as
+        "mixed_float16": float32 parameters, 16-bit compute, float32 output; "mixed_float8": as
         "mixed_bfloat16", with large matmuls in float8), or dtypes by key
         ("params=float32,compute=float16,output=float32", or short "p=f32,c=bf16,o=f32").
         A missing output is None. After the dtypes, weight_grad=, precision= and matmul= may follow.

@@ -183,7 +183,7 @@ def _around(wildcard: str, gap: str, pieces: Iterable[str]) -> str:
   """Returns the regular expression of pieces, some of which are a wildcard.
 
   What is between two wildcards is looked for once, where it comes first ("(?>...)"): a later one
-  leaves less for the rest. Each wildcard that is tried at each place anew takes minutes for
+  leaves less for the rest. Each wildcard that is tried at each position anew takes minutes for
   "*a*a*a*a*a*a*b" and a name of forty times "a".
 
   Args:

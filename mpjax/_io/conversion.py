@@ -1,4 +1,4 @@
-"""`convert`: parameters for inference, in half, by the paths in their tree."""
+"""`convert`: parameters for inference, in low precision, by the paths in their tree."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -32,7 +32,7 @@ def convert(
   are vectors and "norm" is in its own name. `with_policy(model, policy).convert(variables, *args)`
   knows better, since it looks at what the model does with each leaf. Arrays in float8 stay, too.
 
-  With "float32" it is the way back: half parameters as a float32 checkpoint.
+  With "float32" it is the way back: low-precision parameters as a float32 checkpoint.
 
   MXNet's `convert_model` is where excluded names and exceptions come from.
 

@@ -159,10 +159,10 @@ class PolicyModule:
     return table
 
   def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
-    """Returns variables for inference: in half what is only ever used in half.
+    """Returns variables for inference: in low precision what is only ever used so.
 
     The jaxpr of `apply(variables, *args, **kwargs)` says so: a parameter that it does nothing
-    with but round it to one half dtype is stored in that dtype, and the jaxpr computes the
+    with but round it to one 16-bit dtype is stored in that dtype, and the jaxpr computes the
     same. One that any operation uses in float32 (a norm's scale, the kernel of a layer under a
     float32 rule, a table that two modules share, one of them in float32) stays as it is, and so do
     parameters that the call does not use, and all other collections. Rows of a table are only
@@ -181,7 +181,7 @@ class PolicyModule:
 
     Raises:
       MpjaxTypeError: `variables` is not a mapping of collections with "params" in it.
-      MpjaxValueError: a finite value that the half dtype cannot hold.
+      MpjaxValueError: a finite value that the 16-bit dtype cannot hold.
       UnmatchedRuleError: a rule picked out no module that the call passed, nor by its path one
         that has parameters (with `unmatched="raise"`); not checked if a `method` is named.
 

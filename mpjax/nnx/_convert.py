@@ -13,10 +13,10 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
-  """Returns a copy of a view whose parameters are stored in half where they are only cast to half.
+  """Returns a copy of a view that stores in low precision what it only ever uses so.
 
   The jaxpr of `view(*args, **kwargs)` says so: a parameter that it does nothing with but round it
-  to one half dtype is stored in that dtype, and the jaxpr computes the same. One that any
+  to one 16-bit dtype is stored in that dtype, and the jaxpr computes the same. One that any
   operation uses in float32 (a norm's scale; a table that two modules share, one of them under a
   float32 rule) stays as it is, and so does one that the call does not use.
 
@@ -29,7 +29,7 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
   Args:
     view: what `mpjax.nnx.with_policy` returned; it is not changed.
     args: what it is called with, arrays or `jax.ShapeDtypeStruct`.
-    method: the name of the method that is called with them. What one method uses in half is
+    method: the name of the method that is called with them. What one method rounds is
       rounded for all others too.
     kwargs: further arguments.
 
@@ -39,7 +39,7 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
 
   Raises:
     MpjaxTypeError: `view` is no view.
-    MpjaxValueError: a finite value that the half dtype cannot hold.
+    MpjaxValueError: a finite value that the 16-bit dtype cannot hold.
 
   >>> import jax.numpy as jnp, mpjax
   >>> from flax import nnx

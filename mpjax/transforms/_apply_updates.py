@@ -25,23 +25,23 @@ def apply_updates(
   rounding: Literal["nearest", "stochastic"] = "nearest",
   key: Array | None = None,
 ) -> Params:
-  """Adds updates to parameters, as `optax.apply_updates`, with a say in how half ones are rounded.
+  """Adds updates to parameters, as `optax.apply_updates`, with a say in how sums are rounded.
 
   Stochastic rounding (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015) goes to
-  one of the two neighbours in half, to the nearer one more often, so that the mean is the exact
-  sum: small updates move half parameters on average, without a master copy. The same key gives the
-  same parameters, on every replica, however they are sharded; inside a `shard_map` over sharded
-  parameters fold the device's index into the key. A sum that half can hold is not changed, and so a
-  skipped step changes nothing.
+  one of the two neighbours in the 16-bit dtype, to the nearer one more often, so that the mean is
+  the exact sum: small updates move 16-bit parameters on average, without a master copy. The same
+  key gives the same parameters, on every replica, however they are sharded; inside a `shard_map`
+  over sharded parameters fold the device's index into the key. A sum that the dtype can hold is not
+  changed, and so a skipped step changes nothing.
 
   Args:
     params: the parameters, arrays of any shapes. Those in float16 and bfloat16 are rounded, others
       are added to.
     updates: a tree like `params`, in its shapes, in float32 (as all of mpjax gives) or any dtype.
       Keys and what is no array stay as they are, and may have None here.
-    master: `mpjax.master_params(opt_state)` after `update`: each half parameter becomes its rounded
-      master, bit for bit (beyond the range of its dtype the largest number, not inf), and its
-      update is not looked at. None with `storage="split"`, where the updates lead there.
+    master: `mpjax.master_params(opt_state)` after `update`: each 16-bit parameter becomes its
+      rounded master, bit for bit (beyond the range of its dtype the largest number, not inf), and
+      its update is not looked at. None with `storage="split"`, where the updates lead there.
     rounding: "nearest" (ties to even) or "stochastic".
     key: a PRNG key, typed or raw, for stochastic rounding; another one for each step.
 

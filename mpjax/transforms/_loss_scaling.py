@@ -82,7 +82,7 @@ def loss_scaling(
   inside. The gradients must be those of the scaled loss: nothing can tell by looking at them, so
   let `mpjax.value_and_grad` make them; `mpjax.check_loss_scaling` tests a step.
 
-  `inner` always works in float32: half parameters are cast before it sees them, its state is
+  `inner` always works in float32: 16-bit parameters are cast before it sees them, its state is
   float32, and so are the updates (`optax.apply_updates` adds in float32 and rounds once). Integer
   parameters, booleans and keys are hidden from it and stay as they are. A None instead of the
   gradient of a parameter (in those of all losses) freezes it for this step: it keeps its bits, and

@@ -1,4 +1,4 @@
-"""The optax wrapper that keeps a float32 copy of parameters that are stored in half."""
+"""The optax wrapper that keeps a float32 copy of parameters that are stored in 16 bits."""
 
 from collections.abc import Callable
 from typing import Literal, TypeAlias, TypeVar, get_args
@@ -58,11 +58,11 @@ Storage: TypeAlias = Literal["float32", "split"]
 def master_weights(
   inner: optax.GradientTransformation, *, storage: Storage = "float32"
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that it trains a float32 copy of parameters stored in half.
+  """Wraps an optimizer so that it trains a float32 copy of parameters stored in 16 bits.
 
   `inner` sees gradients, parameters and moments in float32, and its updates are added to the
-  master: steps too small for half still add up, and weight decay does not underflow. The updates
-  that come out lead each half parameter to the rounded master. `mpjax.apply_updates(params,
+  master: steps too small for 16 bits still add up, and weight decay does not underflow. The updates
+  that come out lead each 16-bit parameter to the rounded master. `mpjax.apply_updates(params,
   updates, master=mpjax.master_params(opt_state))` makes the two equal bit for bit;
   `optax.apply_updates` does so but for the sign of zero, and for steps so large that a float32
   `p + u` cannot reach the master, where the parameter follows on the next step. Where a finite
@@ -261,7 +261,7 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
       give other masters, and cannot be told from them but by their shapes and dtypes.
 
   Returns:
-    A tree like the parameters, in their shapes, float32 where a parameter is stored in half.
+    A tree like the parameters, in their shapes, float32 where a parameter is stored in 16 bits.
     Elsewhere it has the leaf of `params`, or None without them.
 
   Raises:
@@ -301,14 +301,14 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
 
 
 def set_master_params(opt_state: T, params: Params) -> T:
-  """Returns `opt_state` with its masters set to `params`: how half training starts from float32.
+  """Returns `opt_state` with its masters set to `params`: how 16-bit training starts from float32.
 
   The parameters themselves are the caller's to round: `policy.cast_to_param(params)`. With
   `storage="split"` these, and no others, belong to the new state.
 
   Args:
-    opt_state: a state that holds `mpjax.master_weights`, created by `init` for the half parameters.
-      It is not changed.
+    opt_state: a state that holds `mpjax.master_weights`, created by `init` for the 16-bit
+      parameters. It is not changed.
     params: a tree like the parameters, in their shapes, of any floating dtype; it is stored in
       float32.
 

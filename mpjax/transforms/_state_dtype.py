@@ -53,7 +53,7 @@ def state_dtype(
   nu: DTypeLike | None = None,
   allow_second_moments: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that its first moments are stored in half, and computed in float32.
+  """Wraps an optimizer so that its first moments are stored in 16 bits, and computed in float32.
 
   Each update reads the first moments in float32, computes with them as `inner` does, and rounds
   what it stores to nearest. (`mu_dtype` of optax multiplies the stored moment by its decay in the

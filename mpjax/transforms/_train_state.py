@@ -69,7 +69,7 @@ class TrainState(NamedTuple):
       tx: the optimizer, wrapped by `mpjax.loss_scaling`.
       model_state: what the model changes by itself, such as `variables["batch_stats"]`.
       rng: a PRNG key for what is random in the loss.
-      ema: keep an average of the parameters (of their masters, where they are stored in half);
+      ema: keep an average of the parameters (of their masters, where they are stored in 16 bits);
         `mpjax.make_train_step` then wants its `ema_decay`.
 
     Returns:

@@ -67,8 +67,8 @@ def make_train_step(
 
   If a gradient or the loss is not finite, or a number of the model state becomes so that was not so
   before, the step is skipped: parameters, optimizer, model state, average and `step` keep their
-  bits, and only the loss scale moves. Half parameters with `mpjax.master_weights` are set to their
-  rounded masters. `loss_fn` is traced once.
+  bits, and only the loss scale moves. 16-bit parameters with `mpjax.master_weights` are set to
+  their rounded masters. `loss_fn` is traced once.
 
   The key that `loss_fn` gets is folded from `state.rng` and `state.step` (and the device, under
   `axis_name`; and the micro-batch), so that a skipped step leaves no trace in later ones either.
@@ -102,8 +102,8 @@ def make_train_step(
     ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step; of
       parameters in `mpjax.accumulate_gradients`, after each update.
     donate: let the new state take over the memory of the old one, which must not be used again.
-    rounding: how half parameters without a master are rounded, see `mpjax.apply_updates`. The keys
-      of "stochastic" are folded from `state.rng`.
+    rounding: how 16-bit parameters without a master are rounded, see `mpjax.apply_updates`. The
+      keys of "stochastic" are folded from `state.rng`.
     state_shardings: where the new state is to be, `jax.tree.map(lambda x: x.sharding, state)`.
       With sharded parameters XLA may otherwise choose another sharding for leaves that it computes
       from them, and compile the next step anew.

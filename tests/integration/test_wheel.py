@@ -1,9 +1,14 @@
-"""The wheel holds the package and nothing else, and works outside of the checkout."""
+"""The wheel holds the package and nothing else, and the sdist all that git has.
+
+`make smoke` installs them into clean environments; here nothing needs a network.
+"""
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -42,6 +47,42 @@ def test_metadata(wheel):
   needed = {line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line}
   names = {line.split()[1].split(">")[0] for line in needed}
   assert names == {"flax", "jax", "optax", "orbax-checkpoint", "rich"}
+
+
+def test_the_description_has_no_dead_link(wheel):
+  text = zipfile.ZipFile(wheel).read(f"{INFO}METADATA").decode().partition("\n\n")[2]
+  assert text.startswith("# mpjax")
+  targets = re.findall(r"\]\(([^)]*)\)|(?:src|srcset|href)=[\"']([^\"']*)", text)
+  assert [target for target in map("".join, targets) if "://" not in target] == []
+  assert "[Getting started](" not in text
+  assert "Getting started" in text
+
+
+def test_the_sdist_holds_what_git_does(tmp_path):
+  git = ["git", "-C", str(ROOT), "ls-files"]
+  known = subprocess.run(git, capture_output=True, text=True, check=False)
+  if known.returncode != 0:
+    pytest.skip("no git checkout: this is an sdist, or there is no git")
+  build = "import sys, hatchling.build as b; print(b.build_sdist(sys.argv[1]))"
+  done = subprocess.run(
+    [sys.executable, "-c", build, str(tmp_path)],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  with tarfile.open(tmp_path / done.stdout.split()[-1]) as archive:
+    names = {name.partition("/")[2] for name in archive.getnames()}
+  assert {file for file in known.stdout.split("\n") if file and (ROOT / file).exists()} <= names
+
+
+def test_files_of_a_release_name_the_same_version():
+  citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+  assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [mpjax.__version__]
+  changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+  assert re.findall(r"^## \[(.*?)\]", changelog, re.MULTILINE)[0] == mpjax.__version__
 
 
 def test_import_from_the_wheel(wheel, tmp_path):

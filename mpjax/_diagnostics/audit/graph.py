@@ -106,7 +106,7 @@ class Graph:
   """The operations of a jaxpr.
 
   Attributes:
-    operations: in the order of the jaxpr, those of inner jaxprs at the place of their equation.
+    operations: in the order of the jaxpr, those of inner jaxprs at the position of their equation.
     arguments: the values of the arguments.
     results: the values that are returned.
   """

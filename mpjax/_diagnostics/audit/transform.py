@@ -164,7 +164,8 @@ class Comparison(Report):
   """
 
   def __init__(self, before: Audit, after: Audit) -> None:
-    self.before, self.after = before, after
+    self.before: Audit = before
+    self.after: Audit = after
 
   def sections(self) -> Sequence[Section]:
     """Returns what is shown, in order."""

@@ -131,7 +131,7 @@ class RangesReport(Report):
     self, name: str, groups: Sequence[GroupRanges], loss_scale_in_use: float | None
   ) -> None:
     self.name = name
-    self.groups = tuple(groups)
+    self.groups: tuple[GroupRanges, ...] = tuple(groups)
     self.loss_scale_in_use = loss_scale_in_use
 
   def __repr__(self) -> str:

@@ -87,14 +87,14 @@ class TuneReport(Report):
     scopes: bool = True,
   ) -> None:
     self.policy = policy
-    self.rules = best.rules
-    self.error = best.error
-    self.half_share = best.half_share
+    self.rules: tuple[Rule, ...] = best.rules
+    self.error: float = best.error
+    self.half_share: float = best.half_share
     self.tolerance = tolerance
-    self.evaluations = tuple(evaluations)
+    self.evaluations: tuple[Evaluation, ...] = tuple(evaluations)
     self.bound = bound
     self.loss_scale = loss_scale
-    self.modules = tuple(modules)
+    self.modules: tuple[ModuleReport, ...] = tuple(modules)
     self.scopes = scopes
     self._best = best
 

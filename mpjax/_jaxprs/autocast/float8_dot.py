@@ -52,7 +52,7 @@ class Matmul:
     operands: the types of its operands in low precision.
     recipe: how to scale.
     wide: the dtype of the gradient of an operand that keeps its own, as weights do; None for half.
-    weight: which operand is the weight, by its place.
+    weight: which operand is the weight, by its index.
   """
 
   params: tuple[tuple[str, Any], ...]

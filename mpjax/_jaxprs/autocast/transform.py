@@ -38,20 +38,20 @@ def autocast(
   """Returns a function that computes what `fn` does, with a dtype chosen for each operation.
 
   `fn` is traced as it is, in float32, and its jaxpr is rewritten: matmuls and
-  convolutions run in half, exponentials, logarithms, sums and losses in float32, and what lies
-  between in the widest dtype of its operands (`mpjax.OpLists`, docs/op_lists.md). Arguments and
-  literals do not count there, so that a float32 bias does not widen its layer; constant arrays,
-  computed grids and integers that become floats do, and so do the arguments that `data_argnums`
-  names. Results have the dtypes that `fn` gives them. All of JAX may be used inside and around:
-  `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
+  convolutions run in the compute dtype of the policy, exponentials, logarithms, sums and losses in
+  float32, and what lies between in the widest dtype of its operands (`mpjax.OpLists`,
+  docs/op_lists.md). Arguments and literals do not count there, so that a float32 bias does not
+  widen its layer; constant arrays, computed grids and integers that become floats do, and so do the
+  arguments that `data_argnums` names. Results have the dtypes that `fn` gives them. All of JAX may
+  be used inside and around: `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
 
   Parameters are cast where they are used, and their gradients added in float32. A float32 value
-  that leaves the `jax.named_scope` that computed it, on its way to a matmul, is rounded to half;
+  that leaves the `jax.named_scope` that computed it, on its way to a matmul, is rounded;
   each module of Flax is such a scope. The jaxprs inside of `jit`, `scan`, `cond`, `remat`,
   `custom_vjp`, `shard_map` and so on are rewritten as well. A scan keeps its state in float32 if it
   starts in float32, a `while_loop` always. A result that is one of the arguments, changed, is
-  computed in float32 too. Casts to half in `fn`, `precision="highest"`, integers, complex numbers,
-  float64 and random keys stay as they are.
+  computed in float32 too. Casts in `fn` to float16 and bfloat16, `precision="highest"`, integers,
+  complex numbers, float64 and random keys stay as they are.
 
   Args:
     fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
@@ -73,9 +73,9 @@ def autocast(
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: `fn` changed an argument.
-    MpjaxValueError: the policy, or that of a rule, computes in neither float32 nor half, or a rule
-      has something else than a path; when called: no positional argument is at one of
-      `data_argnums`.
+    MpjaxValueError: the policy, or that of a rule, computes in something else than float32,
+      bfloat16 and float16, or a rule has something else than a path; when called: no positional
+      argument is at one of `data_argnums`.
     UnmatchedRuleError: when called: no scope has the path of a rule.
 
   >>> import jax, jax.numpy as jnp, mpjax
