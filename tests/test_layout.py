@@ -46,6 +46,7 @@ WITHOUT_TESTS = {"__init__", "checkpoints", "types"}
 """Re-exports, and names for types: there is no behaviour to test."""
 
 TESTS_OF_THE_WHOLE = {
+  "test_api_pages",
   "test_docs",
   "test_import",
   "test_layout",
