@@ -8,8 +8,9 @@ import pathlib
 import sys
 import tomllib
 
-ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "_ext"))
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent
+sys.path[:0] = [str(HERE / "_ext"), str(HERE / "figures")]
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 URLS = {name.lower(): url for name, url in PROJECT.get("urls", {}).items()}
@@ -45,14 +46,17 @@ extensions = [
   "site_coverage",
   "site_names",
   "site_signatures",
+  # Figures in light and dark.
+  *(["sphinx_pictures"] if (HERE / "figures/sphinx_pictures.py").exists() else []),
 ]
 
 # Pages.
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
+nb_execution_in_temp = True
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -81,7 +85,6 @@ SITES = {
   "flax_linen": "https://flax-linen.readthedocs.io/en/latest",
   "optax": "https://optax.readthedocs.io/en/latest",
 }
-HERE = pathlib.Path(__file__).parent
 intersphinx_mapping = {
   f"{name}{which}": (f"{url}{slash}", (*first, str(HERE / f"inventories/{name}.inv")))
   for name, url in SITES.items()
@@ -100,5 +103,6 @@ html_theme_options = {
   "show_toc_level": 2,
   "use_download_button": False,
   "use_fullscreen_button": False,
+  "navbar_persistent": [],  # the sidebar has the search
   **({"repository_url": repository_url, "use_repository_button": True} if repository_url else {}),
 }
