@@ -47,6 +47,7 @@ WITHOUT_TESTS = {"__init__", "checkpoints", "types"}
 
 TESTS_OF_THE_WHOLE = {
   "test_api_pages",
+  "test_architecture_picture",
   "test_docs",
   "test_import",
   "test_layout",
