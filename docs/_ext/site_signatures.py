@@ -139,7 +139,8 @@ def _default(value: ast.expr | None) -> str:
   if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
     given = {keyword.arg: keyword.value for keyword in value.keywords}
     return f" = {ast.unparse(given['default'])}" if "default" in given else " = ..."
-  return f" = {ast.unparse(value)}"
+  text = ast.unparse(value)
+  return " = ..." if re.search(r"\b_[a-zA-Z]", text) else f" = {text}"  # of names of ours
 
 
 def find_type(

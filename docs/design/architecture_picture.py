@@ -101,18 +101,20 @@ def svg(theme: dict[str, str]) -> str:
     for r, row in enumerate(table)
     for i, name in enumerate(row)
   }
+  size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+  tip = f'<path d="M0,0 L8,4 L0,8 z" fill="{theme["line"]}"/>'
+  marker = 'id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8"'
   out = [
-    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-    f'height="{height}" font-family="sans-serif">',
-    '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
-    f'orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{theme["line"]}"/></marker></defs>',
+    f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">',
+    f'<defs><marker {marker} orient="auto">{tip}</marker></defs>',
   ]
   for a, b in sorted(needed(drawn)):
     (x0, y0), (x1, y1) = places[a], places[b]
     x0, y0, x1, y1 = x0 + WIDTH / 2, y0 + HEIGHT, x1 + WIDTH / 2, y1 - 1
     turn = y1 - min(40.0, (y1 - y0) / 2)  # straight down, past the rows between
+    curve = f"C{x0:g},{turn + 14:g} {x1:g},{turn - 14:g} {x1:g},{y1:g}"
     out.append(
-      f'<path d="M{x0:g},{y0:g} V{turn - 22:g} C{x0:g},{turn + 14:g} {x1:g},{turn - 14:g} {x1:g},{y1:g}" '
+      f'<path d="M{x0:g},{y0:g} V{turn - 22:g} {curve}" '
       f'fill="none" stroke="{theme["line"]}" stroke-width="1.3" marker-end="url(#tip)"/>'
     )
   for name, (x, y) in places.items():
