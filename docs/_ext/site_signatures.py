@@ -113,7 +113,15 @@ def arguments(node: ast.FunctionDef) -> str:
   for positional in (args.posonlyargs, args.args):
     if positional and positional[0].arg in ("self", "cls"):
       del positional[0]
+  args.defaults = [_readable(value) for value in args.defaults]
+  args.kw_defaults = [value and _readable(value) for value in args.kw_defaults]
   return ast.unparse(args)
+
+
+def _readable(default: ast.expr) -> ast.expr:
+  """Returns `...` for a default that is computed from private names."""
+  names = (node.id for node in ast.walk(default) if isinstance(node, ast.Name))
+  return ast.Constant(...) if any(name.startswith("_") for name in names) else default
 
 
 def returned(node: ast.FunctionDef) -> str | None:
@@ -138,9 +146,8 @@ def _default(value: ast.expr | None) -> str:
     return ""
   if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
     given = {keyword.arg: keyword.value for keyword in value.keywords}
-    return f" = {ast.unparse(given['default'])}" if "default" in given else " = ..."
-  text = ast.unparse(value)
-  return " = ..." if re.search(r"\b_[a-zA-Z]", text) else f" = {text}"  # of names of ours
+    return _default(given["default"]) if "default" in given else " = ..."
+  return f" = {ast.unparse(_readable(value))}"
 
 
 def find_type(
