@@ -11,7 +11,7 @@ NEWEST ?= 3.13 3.12
 # Which tests `make compat` runs on the newest: all of them.
 NEWEST_TESTS ?= tests
 
-.PHONY: help demo test docs docs-linkcheck convergence compat lint format bench bench-autocast gpu-hlo parity accuracy flax-suite campaign mutations soak clean
+.PHONY: help demo test docs docs-linkcheck convergence compat lint format bench bench-autocast gpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -25,8 +25,9 @@ help:
 	@echo "make bench       measure cost against float32 and hand-written half"
 	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
 	@echo "make gpu-hlo     what an H200 would run, compiled without one: kernels, bytes and temporaries, by hand and under a policy"
-	@echo "make parity      train four models from many seeds: is half as good as float32?"
+	@echo "make parity      train five models from many seeds: is low precision as good as float32?"
 	@echo "make accuracy    measure gradients against float64: under a policy, and with dtypes by hand"
+	@echo "make figures     draw the figures of the pages anew (ARGS=--measure: from new measurements)"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
 	@echo "make mutations   break our own code in 58 ways: does the test of each notice?"
@@ -133,6 +134,10 @@ parity: $(STAMP)
 accuracy: export JAX_PLATFORMS ?= cpu
 accuracy: $(STAMP)
 	PYTHONPATH=. $(RUN) benchmarks/accuracy.py $(ARGS)
+
+figures: export JAX_PLATFORMS ?= cpu
+figures: $(STAMP)
+	$(RUN) -m docs.figures $(ARGS)
 
 flax-suite: $(STAMP)
 	$(RUN) tests/flax_suite/run.py

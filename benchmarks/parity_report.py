@@ -17,8 +17,9 @@ FOLDER = pathlib.Path(__file__).parent
 RECORDED = FOLDER / "results" / "parity" / "cpu.json"
 PAGE = FOLDER.parent / "docs" / "accuracy.md"
 PLOT = PAGE.with_suffix(".png")
-POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
-COLORS = ("#000000", "#0072b2", "#e69f00")
+FLOAT8 = "mixed_float8"
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", FLOAT8)
+COLORS = ("#000000", "#0072b2", "#e69f00", "#009e73")
 
 FIGURES: Mapping[str, tuple[str, Callable[[Mapping[str, float]], float]]] = {
   "accuracy": ("test accuracy, %", lambda run: 100 * run["accuracy"]),
@@ -53,6 +54,11 @@ def compare(half: Sequence[float], reference: Sequence[float]) -> Comparison:
   return Comparison(mean, other, deviation, spread, paired, bool(abs(mean - other) <= deviation))
 
 
+def policies(task: Mapping[str, Any]) -> list[str]:
+  """Returns under which policies a model was trained."""
+  return [policy for policy in POLICIES if policy in task["runs"]]
+
+
 def values(task: Mapping[str, Any], figure: str, policy: str) -> list[float]:
   """Returns a figure of all seeds, in their order."""
   runs = task["runs"].get(policy, {})
@@ -68,7 +74,7 @@ def comparisons(results: Mapping[str, Any]) -> dict[tuple[str, str, str], Compar
     first = next(iter(task["runs"]["float32"].values()))
     for figure in (x for x in FIGURES if x in first):
       reference = values(task, figure, "float32")
-      for policy in POLICIES[1:]:
+      for policy in policies(task)[1:]:
         found[name, figure, policy] = compare(values(task, figure, policy), reference)
   return found
 
@@ -124,12 +130,14 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
     1, len(shown), figsize=(2.2 * len(shown), 3.2), layout="constrained", squeeze=False
   )
   for axes, (name, what) in zip(panels[0], shown, strict=True):
-    for place, (policy, color) in enumerate(zip(POLICIES, COLORS, strict=True)):
+    shown_here = policies(results["models"][name])
+    for place, policy in enumerate(shown_here):
+      color = COLORS[POLICIES.index(policy)]
       found = values(results["models"][name], what, policy)
       axes.plot([place] * len(found), found, "o", color=color, alpha=0.5, markersize=4)
       axes.hlines(np.mean(found), place - 0.35, place + 0.35, color=color)
-    axes.set_xticks(range(len(POLICIES)), POLICIES, rotation=30, ha="right", fontsize=7)
-    axes.set_xlim(-0.6, len(POLICIES) - 0.4)
+    axes.set_xticks(range(len(shown_here)), shown_here, rotation=30, ha="right", fontsize=7)
+    axes.set_xlim(-0.6, len(shown_here) - 0.4)
     axes.set_title(f"{name}\n{FIGURES[what][0]}", fontsize=9)
     axes.tick_params(axis="y", labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)

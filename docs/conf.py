@@ -46,8 +46,7 @@ extensions = [
   "site_coverage",
   "site_names",
   "site_signatures",
-  # Figures in light and dark.
-  *(["sphinx_pictures"] if (HERE / "figures/sphinx_pictures.py").exists() else []),
+  "sphinx_pictures",  # figures in light and dark
 ]
 
 # Pages.

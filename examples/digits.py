@@ -49,10 +49,11 @@ class Network(nn.Module):
   """Three convolutions, and not a word about precision.
 
   With `norm="group"` every image is normalised by itself, so that it does not matter which others
-  are in its batch.
+  are in its batch. `hidden` are the sizes of dense layers before the last.
   """
 
   norm: str = "batch"
+  hidden: tuple[int, ...] = ()
 
   @nn.compact
   def __call__(self, images, train):
@@ -65,7 +66,10 @@ class Network(nn.Module):
         x = nn.GroupNorm(num_groups=8)(x)
       x = nn.relu(x)
       x = nn.max_pool(x, (2, 2), strides=(2, 2))
-    return nn.Dense(10)(x.reshape(len(x), -1))
+    x = x.reshape(len(x), -1)
+    for size in self.hidden:
+      x = nn.relu(nn.Dense(size)(x))
+    return nn.Dense(10)(x)
 
 
 NETWORK = Network()

@@ -49,6 +49,7 @@ TESTS_OF_THE_WHOLE = {
   "test_api_pages",
   "test_architecture_picture",
   "test_docs",
+  "test_figures",
   "test_import",
   "test_layout",
   "test_migrating",

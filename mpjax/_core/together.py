@@ -1,14 +1,16 @@
-"""Leaves of one size together: a GPU launches a kernel for each that is looked at by itself.
+"""Leaves of a tree together: a GPU launches a kernel for each that is looked at by itself.
 
 What is here gives the same bits as leaf by leaf, and on other devices is computed so: a CPU has
 nothing to launch, and may store what a GPU computes on the way. Which of the two is decided where
 the function is lowered, and leaves no branch in what is compiled.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
@@ -17,6 +19,11 @@ from mpjax._core.types import Array, DType, Leaf, PyTree
 _MOST = 32
 """Leaves in one reduction: a fusion of XLA takes at most 96 arrays, all that it reads included."""
 
+_ROW = 1024
+"""Elements in a row. Leaves of all sizes are rows of one array, which XLA does not store.
+
+A reduction over rows is one kernel, and one over all of a large leaf two."""
+
 _SMALL = 2**16
 """Elements of a leaf that may share a mask: its kernel takes less time than to launch it."""
 
@@ -24,22 +31,28 @@ _SMALL = 2**16
 def first_nonfinite_together(
   leaves: Sequence[Leaf], inexact: Sequence[int], one_by_one: Callable[..., Array]
 ) -> Array:
-  """Returns `one_by_one(leaves)`, on a GPU by one reduction for all leaves of a size.
+  """Returns `one_by_one(leaves)`, on a GPU by one reduction for up to 32 leaves of any size.
 
   Args:
     leaves: leaves of a tree.
     inexact: positions of those that are looked at: floating and complex ones.
     one_by_one: returns the position of the first with an inf or a NaN, `len(leaves)` without any.
   """
-  groups = _of_one_size([leaves[i] for i in inexact])
+  groups = _grouped([leaves[i] for i in inexact], jnp.result_type)
   if all(len(group) == 1 for group in groups):
     return one_by_one(leaves)
+  none = np.int32(len(leaves))
 
   def together(arrays: Sequence[Array]) -> Array:
-    flags = [jnp.all(jnp.isfinite(x), _but_first(x)) for x in _stacks(arrays, groups)]
-    none = jnp.asarray(len(leaves), jnp.int32)
-    positions = jnp.asarray([inexact[i] for group in groups for i in group], jnp.int32)
-    return jnp.min(jnp.where(jnp.concatenate(flags), none, positions))
+    found = jnp.asarray(none)
+    for group in groups:
+      if len(group) > 1:
+        bad = _first_bad([arrays[i] for i in group], [inexact[i] for i in group], none)
+      else:
+        finite = jnp.all(jnp.isfinite(arrays[group[0]]))
+        bad = jnp.where(finite, none, np.int32(inexact[group[0]]))
+      found = jnp.minimum(found, bad)
+    return found
 
   def alone(arrays: Sequence[Array]) -> Array:
     found = list(leaves)
@@ -50,40 +63,47 @@ def first_nonfinite_together(
   return _on_gpu([jnp.asarray(leaves[i]) for i in inexact], together, alone)
 
 
-def sums_of_squares(leaves: Sequence[Array]) -> list[Array]:
-  """Returns the sum of the squares of the absolute values of each leaf."""
-  groups = _of_one_size(leaves)
+def _first_bad(arrays: Sequence[Array], positions: Sequence[int], none: np.int32) -> Array:
+  """Returns the position of the first array with an inf or a NaN; `none` without any."""
+  finite = jnp.all(jnp.isfinite(_rows(arrays)), 1)
+  ends = np.cumsum([-(-x.size // _ROW) for x in arrays], dtype=np.int32)
+  row = jnp.min(
+    jnp.where(finite, ends[-1], jnp.arange(ends[-1], dtype=jnp.int32)), initial=ends[-1]
+  )
+  return jnp.min(jnp.where(row < ends, np.asarray(positions, np.int32), none))
 
-  def alone(leaves: Sequence[Array]) -> list[Array]:
-    return [jnp.sum(jnp.square(jnp.abs(x))) for x in leaves]
 
-  def together(leaves: Sequence[Array]) -> list[Array]:
-    stacks = _stacks(leaves, groups)
-    sums = [jnp.sum(jnp.square(jnp.abs(x)), _but_first(x)) for x in stacks]
-    found = {i: sums[g][row] for g, group in enumerate(groups) for row, i in enumerate(group)}
-    return [found[i] for i in range(len(leaves))]
+def sum_of_squares(leaves: Sequence[Array]) -> Array:
+  """Returns the sum of the squares of all absolute values, at least in float32."""
+  groups = _grouped(leaves, jnp.result_type)
+
+  def alone(leaves: Sequence[Array]) -> Array:
+    sums = [_wide(jnp.sum(jnp.square(jnp.abs(x)))) for x in leaves]
+    return sum(sums, start=jnp.zeros((), jnp.float32))
+
+  def together(leaves: Sequence[Array]) -> Array:
+    rows = [_rows([leaves[i] for i in group]) for group in groups]
+    sums = [jnp.sum(_wide(jnp.sum(jnp.square(jnp.abs(x)), 1))) for x in rows]
+    return sum(sums, start=jnp.zeros((), jnp.float32))
 
   if all(len(group) == 1 for group in groups):
     return alone(leaves)
   return _on_gpu(leaves, together, alone)
 
 
-def _stacks(arrays: Sequence[Array], groups: Sequence[Sequence[int]]) -> list[Array]:
-  """Returns an array for each group, with an index for each of its leaves as the first axis.
-
-  XLA computes it where it is read. What is alone may be divided among devices, and keeps its shape.
-  """
-
-  def stack(group: Sequence[int]) -> Array:
-    if len(group) == 1:
-      return arrays[group[0]][None]
-    return jnp.stack([jnp.ravel(arrays[i]) for i in group])
-
-  return [stack(group) for group in groups]
+def _wide(x: Array) -> Array:
+  """Returns an array in float32 at least: two float16 sums may be more than float16 holds."""
+  return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
-def _but_first(x: Array) -> tuple[int, ...]:
-  return tuple(range(1, x.ndim))
+def _rows(arrays: Sequence[Array]) -> Array:
+  """Returns arrays as rows of one array; the last row of each is filled up with zeros."""
+
+  def rows(x: Array) -> Array:
+    filled = jax.lax.pad(jnp.ravel(x), jnp.zeros((), x.dtype), [(0, -x.size % _ROW, 0)])
+    return filled.reshape(-1, _ROW)
+
+  return jnp.concatenate([rows(x) for x in arrays])
 
 
 def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
@@ -105,7 +125,9 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
     return [jnp.broadcast_to(flag, shape) for shape in shapes]
 
   def stored(flag: Array) -> list[Array]:
-    return [jax.lax.optimization_barrier(mask) for mask in alone(flag)]
+    longest = max(map(math.prod, shapes))
+    mask = jax.lax.optimization_barrier(jnp.broadcast_to(flag, (longest,)))
+    return [mask[: math.prod(shape)].reshape(shape) for shape in shapes]
 
   for group, mask in zip(groups, _on_gpu(condition, stored, alone), strict=True):
     for i in group:
@@ -152,10 +174,6 @@ def _on_gpu(
 ) -> PyTree:
   """Returns `together(operand)` where it is lowered for a GPU, and `alone(operand)` elsewhere."""
   return jax.lax.platform_dependent(operand, cuda=together, rocm=together, default=alone)
-
-
-def _of_one_size(leaves: Sequence[Leaf]) -> list[list[int]]:
-  return _grouped(leaves, lambda x: (jnp.size(x), jnp.result_type(x)))
 
 
 def _grouped(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._core.paths import path_text
-from mpjax._core.together import sums_of_squares
+from mpjax._core.together import sum_of_squares
 from mpjax._core.trees import all_finite, select
 from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
 from mpjax.transforms._across_devices import IntegerState, check_integer_state
@@ -214,8 +214,7 @@ def make_train_step(
 
 
 def _norm(grads: Grads) -> Array:
-  squares = sums_of_squares(jax.tree.leaves(grads))
-  return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+  return jnp.sqrt(sum_of_squares(jax.tree.leaves(grads)))
 
 
 def _average(old: Params, new: Params, decay: float, updated: dict[str, Array]) -> Params:

@@ -15,6 +15,8 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
+import mpjax
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
@@ -97,8 +99,8 @@ def test_a_row_says_what_was_measured(report):
   assert writer["figure"] == "held-out perplexity"
   assert float(writer["mean"]) == pytest.approx(np.mean(np.exp([0.5, 0.6, 0.7])), abs=1e-4)
   off = report.rows(results(report, shift=0.2))
-  assert [row[heading.index("within")] for row in off[1:]] == ["yes", "**no**"] * 2
-  assert report.summary(results(report, shift=0.2)) == "Within the spread: 2 of 4 rows."
+  assert [row[heading.index("within")] for row in off[1:]] == ["yes", "**no**", "yes"] * 2
+  assert report.summary(results(report, shift=0.2)) == "Within the spread: 4 of 6 rows."
 
 
 def test_seeds_that_are_missing_are_an_error(report):
@@ -135,10 +137,11 @@ def test_runs_are_made_once_and_kept(bench, monkeypatch, tmp_path):
     bench.main(["net"], out=out, console=quiet())
   found = bench.main(["net"], out=out, console=quiet())
   made.remove("interrupted")
-  assert made == [(policy, seed) for policy in bench.parity_report.POLICIES for seed in range(2)]
+  policies = list(map(bench.spelled, bench.parity_report.POLICIES))
+  assert made == [(policy, seed) for policy in policies for seed in range(2)]
   assert json.loads(out.read_text(encoding="utf-8")) == found
   bench.main(["net"], seeds=3, out=out, console=quiet())
-  assert made[6:] == [(policy, 2) for policy in bench.parity_report.POLICIES]
+  assert made[8:] == [(policy, 2) for policy in policies]
   with pytest.raises(ValueError, match=r"other steps of net \(3\) than these \(5\)"):
     bench.main(["net"], steps=5, out=out, console=quiet())
 
@@ -162,7 +165,7 @@ def test_a_seed_is_the_same_start_under_every_policy(bench, tiny):
 
   reference = start("float32", 1)
   for policy in bench.parity_report.POLICIES[1:]:
-    assert start(policy, 1) == reference
+    assert start(bench.spelled(policy), 1) == reference
   for one, other in zip(start("float32", 2), reference, strict=True):
     assert all(a != b for a, b in zip(one, other, strict=True))
 
@@ -178,10 +181,11 @@ def test_a_seed_is_an_order_of_batches(bench):
   assert all(a != b for a, b in zip(by_seed[0], by_seed[2], strict=True))
 
 
-@pytest.mark.parametrize(("example", "run"), [("digits", "digits_cnn"), ("lenet", "lenet5")])
-def test_a_run_hands_its_seed_on(bench, monkeypatch, example, run):
+@pytest.mark.parametrize(("example", "task"), [("digits", "digits CNN"), ("lenet", "LeNet-5")])
+def test_a_run_hands_its_seed_on(bench, monkeypatch, example, task):
   """To what makes the first parameters, and to what chooses the batches."""
   module, asked = getattr(bench, example), {"prepare": [], "batches": []}
+  run = bench.TASKS[task].run
 
   def spy(name):
     plain = getattr(module, name)
@@ -199,7 +203,7 @@ def test_a_run_hands_its_seed_on(bench, monkeypatch, example, run):
   for name in asked:
     monkeypatch.setattr(module, name, spy(name))
   with pytest.raises(KeyboardInterrupt):
-    getattr(bench, run)("float32", 1, 7, lambda: None)
+    run("float32", 1, 7, lambda: None)
   assert 7 in asked["prepare"]  # The step, which all seeds share, is another's.
   assert asked["batches"] == [7]
 
@@ -224,6 +228,24 @@ def test_a_real_run(bench, tiny, monkeypatch, tmp_path):
   assert 0 < abs(one.difference) < one.deviation
 
 
+def test_float8_is_trained_where_a_model_has_it(bench):
+  """All matmuls of its hidden layers are in float8, and a model without rows for it has none."""
+  images = jax.ShapeDtypeStruct((64, 8, 8, 1), "float32")
+
+  def in_float8(network):
+    model = mpjax.linen.with_policy(network, bench.spelled("mixed_float8"))
+    apply = functools.partial(model.apply, train=False)
+    variables = jax.eval_shape(
+      functools.partial(model.init, train=False), jax.random.key(0), images
+    )
+    return sum(not each.reason for each in mpjax.audit(apply)(variables, images).float8)
+
+  assert in_float8(bench.digits.Network(hidden=(128, 128))) == 2
+  assert in_float8(bench.digits.NETWORK) == 0
+  assert "mixed_float8" in bench.TASKS["dense CNN"].policies
+  assert "mixed_float8" not in bench.TASKS["digits CNN"].policies
+
+
 def test_right_answers_are_counted(bench):
   logits = np.log(np.array([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]], np.float32))
   found = bench.classified(logits, np.array([0, 2]))
@@ -236,7 +258,7 @@ def test_figures_are_recorded(bench, report):
   assert found["models"].keys() == bench.TASKS.keys()
   assert found["environment"]["versions"].keys() >= {"mpjax", "jax", "flax", "optax"}
   for name, task in found["models"].items():
-    assert task["runs"].keys() == set(report.POLICIES)
+    assert task["runs"].keys() == set(bench.TASKS[name].policies)
     assert len(task["runs"]["float32"]) == bench.TASKS[name].seeds >= 5
     assert task["steps"] == bench.TASKS[name].steps
 

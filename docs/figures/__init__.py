@@ -1,0 +1,1 @@
+"""The figures of the pages: `python -m docs.figures` draws them."""

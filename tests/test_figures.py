@@ -1,0 +1,259 @@
+"""The figures of the pages: drawn from facts, there in both themes, and what their scripts draw."""
+
+import importlib
+import json
+import pathlib
+import re
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+from docs.figures import casts, float8, formats, memory, sphinx_pictures, step, style, underflow
+from docs.figures.__main__ import FIGURES
+from tests.test_docs import PAGES, ROOT
+
+DRAWN_BY = "3.11."
+"""The version of matplotlib that drew the files: another one writes other bytes."""
+
+ARCHITECTURE = ROOT / "docs/design/architecture.md"
+"""Its picture is drawn from imports, and is tested by tests/test_architecture_picture.py."""
+
+PICTURES = [
+  pytest.param(page, match, id=f"{page.name}-{pathlib.Path(match['light']).stem}")
+  for page in PAGES
+  for match in sphinx_pictures.PICTURE.finditer(page.read_text(encoding="utf-8"))
+  if page != ARCHITECTURE
+]
+
+FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+same_version = pytest.mark.skipif(
+  not mpl.__version__.startswith(DRAWN_BY),
+  reason=f"the files were drawn by matplotlib {DRAWN_BY}*, and this is {mpl.__version__}",
+)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_files_are_well_formed_and_have_their_text_as_text(name):
+  light, dark = (ET.parse(path).getroot() for path in style.files(name))
+  for root in (light, dark):
+    assert root.attrib["width"] == f"{style.WIDTH * style.POINTS:g}pt"
+    words = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert len(words) > 8
+    assert all(words)
+  assert ET.tostring(light) != ET.tostring(dark)
+
+
+def test_no_file_is_left_of_a_figure_that_is_gone():
+  there = {path.name for path in style.FOLDER.glob("*.svg")}
+  assert there == {path.name for name in FIGURES for path in style.files(name)}
+
+
+@same_version
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_file_is_what_its_script_draws(name, tmp_path):
+  for theme, path in zip(style.THEMES, style.files(name), strict=True):
+    style.svg(FIGURES[name].draw, theme, tmp_path / path.name)
+    again = (tmp_path / path.name).read_bytes()
+    assert again == path.read_bytes(), f"run: python -m docs.figures {name}"
+
+
+@pytest.mark.parametrize(("page", "match"), PICTURES)
+def test_a_picture_of_a_page_is_there_in_both_themes_and_is_described(page, match):
+  light, dark = page.parent / match["light"], page.parent / match["dark"]
+  assert light.resolve() in style.files(light.stem.removesuffix("-light"))
+  assert dark.name == light.name.replace("-light", "-dark")
+  assert light.is_file()
+  assert dark.is_file()
+  assert len(match["alt"]) > 60
+
+
+def test_each_figure_is_in_a_page_and_no_picture_is_written_otherwise():
+  shown = [pathlib.Path(param.values[1]["light"]).stem for param in PICTURES]
+  assert set(shown) == {f"{name}-light" for name in FIGURES}
+  opened = [
+    page
+    for page in PAGES
+    for _ in re.finditer(r"^<(picture|img)", page.read_text(), re.MULTILINE)
+    if page != ARCHITECTURE
+  ]
+  assert len(opened) == 2 * len(PICTURES)
+
+
+@pytest.mark.parametrize("png", sorted(path.name for path in (ROOT / "docs").glob("*.png")))
+def test_the_page_of_a_png_says_what_draws_it(png):
+  (page,) = (page for page in PAGES if f"]({png})" in page.read_text(encoding="utf-8"))
+  commands = {
+    "accuracy.png": "python benchmarks/parity_report.py",
+    "audit.png": 'by_hand.to_html("by_hand.html")',
+    "ranges.png": "python examples/lora_updates.py --picture ranges.png",
+    "tune.png": "python examples/tune_transformer.py --picture tune.png",
+  }
+  assert f"`{commands[png]}`" in page.read_text(encoding="utf-8")
+
+
+def test_sphinx_gets_two_images_for_a_picture_and_the_lines_that_were_there():
+  for page in {param.values[0] for param in PICTURES}:
+    text = page.read_text(encoding="utf-8")
+    new = sphinx_pictures.as_images(text)
+    assert new.count("\n") == text.count("\n")
+    assert "<picture>" not in new
+    assert new.count("{.only-light}") == new.count("{.only-dark}") == text.count("<picture>")
+  assert sphinx_pictures.as_images("# A page\n\n![a](b.png)\n") == "# A page\n\n![a](b.png)\n"
+  calls = {}
+
+  class App:
+    def connect(self, event, call):
+      calls[event] = call
+
+  assert sphinx_pictures.setup(App())["parallel_read_safe"]
+  source = ["text\n"]
+  calls["source-read"](App(), "page", source)
+  assert source == ["text\n"]
+
+
+def test_formats_are_those_of_all_their_numbers():
+  found = {each.name: each for each in formats.facts()}
+  for name in FORMATS:
+    dtype = jnp.dtype(name)
+    bits = np.arange(2 ** (8 * dtype.itemsize)).astype(f"uint{8 * dtype.itemsize}")
+    with np.errstate(invalid="ignore"):
+      numbers = bits.view(dtype).astype(np.float64)
+    finite = np.sort(numbers[np.isfinite(numbers) & (numbers > 0)])
+    each = found[name]
+    assert (finite[0], finite[-1]) == (2.0**each.least, each.largest)
+    assert ((finite >= 1) & (finite < 2)).sum() == 2**each.mantissa
+    assert 1 + each.exponent + each.mantissa == 8 * dtype.itemsize
+    # Below it the spacing does not shrink any more.
+    assert np.diff(finite[finite <= 2.0 ** (each.normal + 1)]).max() == finite[0]
+  assert found["float32"].largest == np.finfo(np.float32).max
+  assert found["TF32"].exponent == 8
+  assert found["TF32"].mantissa == 10
+
+
+def test_shares_are_what_a_cast_to_float16_does():
+  exponents = range(-40, 20)
+  numbers = 1.3 * 2.0 ** np.arange(-40, 20)
+  with np.errstate(over="ignore", under="ignore"):
+    cast = numbers.astype(np.float16)
+  subnormal = (cast != 0) & (numbers < np.finfo(np.float16).tiny)
+  found = underflow.shares(dict.fromkeys(exponents, 3))
+  # 1.3 times 2**-25 is rounded up, to the smallest subnormal number.
+  assert found == pytest.approx(((cast == 0).mean(), subnormal.mean(), np.isinf(cast).mean()))
+
+
+def test_the_recorded_gradients_are_those_that_the_page_speaks_of():
+  found = underflow.facts()
+  exponents = {int(e): n for e, n in found["exponents"].items()}
+  moved = int(np.log2(found["loss_scale"]))
+  assert 2.0**moved == found["loss_scale"]
+  before = underflow.shares(exponents)
+  after = underflow.shares({e + moved: n for e, n in exponents.items()})
+  assert before.zero > 0.01
+  assert before.subnormal > 0.5
+  assert after.zero + after.subnormal + after.overflow < 1e-3
+
+
+@pytest.mark.standard_promotion
+def test_a_skipped_step_keeps_all_that_a_step_moves():
+  found = step.facts()
+  assert set(found.changed.values()) == {(True, False)}
+  first, second, third = (float(x.replace(",", "")) for x in found.counters["loss_scale"])
+  assert first == second == 2 * third
+  assert found.dtypes == {
+    **dict.fromkeys(("parameters", "loss", "gradients"), "float32"),
+    **dict.fromkeys(("forward", "backward"), "float16"),
+  }
+
+
+@pytest.mark.standard_promotion
+def test_matmuls_of_the_block_are_low_and_all_else_that_sums_is_float32():
+  found = casts.facts()
+  wide = {name for name, dtype in found.nodes.items() if dtype == "float32"}
+  assert wide == {"norm_1", "softmax", "norm_2", "gelu"}
+  assert set(found.nodes) == set(casts.NODES)
+  for (before, after), (made, taken) in found.edges.items():
+    assert taken == found.nodes[after]
+    assert made == found.nodes.get(before, "bfloat16")
+  assert {first for first, _ in found.params.values()} == {"float32"}
+
+
+def test_a_node_with_two_dtypes_is_no_figure():
+  with pytest.raises(ValueError, match="norm_1: the figure shows one dtype"):
+    casts._only({"float32", "bfloat16"}, "norm_1")
+
+
+@pytest.mark.standard_promotion
+def test_float8_matmuls_are_e4m3_forward_and_e5m2_for_gradients():
+  found = float8.facts()
+  dtypes = {
+    name: {operand.name: operand.dtype for operand in matmul.operands}
+    for name, matmul in found.items()
+  }
+  forward, gradient = "float8_e4m3fn", "float8_e5m2"
+  assert dtypes == {
+    "y": {"x": forward, "w": forward},
+    "x": {"gradient": gradient, "w": forward},
+    "w": {"gradient": gradient, "x": forward},
+  }
+  for matmul in found.values():
+    for operand in matmul.operands:
+      assert operand.largest == float(jnp.finfo(operand.dtype).max)
+  assert {name: matmul.result for name, matmul in found.items()} == {
+    "y": "bfloat16",
+    "x": "bfloat16",
+    "w": "float32",
+  }
+
+
+@pytest.mark.standard_promotion
+def test_the_recorded_bytes_are_those_of_the_model():
+  found, layers = memory.facts(), memory.LAYERS
+  full = [memory.shapes(memory.Transformer(n)) for n in (1, 2)]
+  sizes = [sum(x.size for x in jax.tree.leaves(each)) for each in full]
+
+  def of_all(one, two):
+    """Each layer adds the same number of bytes."""
+    return {key: layers * two[key] - two[key] - (layers - 2) * one[key] for key in one}
+
+  assert {"": found["parameters"]} == of_all(*({"": size} for size in sizes))
+  for name, (_, params, moments, masters) in memory.WAYS.items():
+    one, two = (memory.stored(each, params, moments, masters) for each in full)
+    recorded = found["ways"][name]
+    assert {kind: recorded[kind] for kind in one} == {
+      kind: of_all(one[kind], two[kind]) for kind in one
+    }
+  policy, params, *_ = memory.WAYS[name]
+  one, two = (memory.backward(n, policy, params) for n in (1, 2))
+  assert recorded["gradients"] == of_all(one["gradients"], two["gradients"])
+  assert recorded["kept"] == of_all(one["kept"], two["kept"])
+
+
+@pytest.mark.convergence
+@pytest.mark.standard_promotion
+def test_the_recorded_facts_are_measured_again():
+  assert json.loads(json.dumps(memory.measure())) == memory.facts()
+  found, recorded = underflow.measure(), underflow.facts()
+  shares = [
+    underflow.shares({int(e): n for e, n in each["exponents"].items()})
+    for each in (found, recorded)
+  ]
+  assert shares[0] == pytest.approx(shares[1], abs=0.02)
+
+
+def test_the_command_draws_what_is_named(tmp_path, monkeypatch, capsys):
+  main = importlib.import_module("docs.figures.__main__").main
+  monkeypatch.setattr(style, "FOLDER", tmp_path)
+  monkeypatch.setattr("sys.argv", ["figures", "formats"])
+  main()
+  assert {path.name for path in tmp_path.iterdir()} == {"formats-light.svg", "formats-dark.svg"}
+  assert capsys.readouterr().out.count("formats") == 2
+  monkeypatch.setattr("sys.argv", ["figures", "format"])
+  with pytest.raises(SystemExit):
+    main()
+  assert "unknown: format" in capsys.readouterr().err
