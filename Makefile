@@ -15,7 +15,7 @@ NEWEST ?= 3.13 3.12
 # Which tests `make compat` runs on the newest: all of them.
 NEWEST_TESTS ?= tests
 
-.PHONY: help demo test convergence compat smoke lint format bench bench-autocast gpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
+.PHONY: help demo test docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -25,6 +25,8 @@ help:
 	@echo "make smoke       install the wheel and the sdist into clean environments, and use them there"
 	@echo "make lint        ruff, pyright and the words that our prose avoids"
 	@echo "make format      let ruff repair what it can"
+	@echo "make docs        build the documentation site into build/site, strictly"
+	@echo "make docs-linkcheck  ask every address outside of the site whether it is there"
 	@echo "make bench       measure cost against float32 and hand-written half"
 	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
 	@echo "make gpu-hlo     what an H200 would run, compiled without one: kernels, bytes and temporaries, by hand and under a policy"
@@ -85,6 +87,21 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+# Everything anew each time: a page that is not read again cannot fail. The pages that run do so on the CPU.
+SPHINX = $(RUN) -m sphinx -E -a -n -c docs -d build/doctrees
+$(VENV)/.docs: $(STAMP)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+docs: export JAX_PLATFORMS ?= cpu
+docs: $(VENV)/.docs
+	$(SPHINX) -W --keep-going -b html . build/site
+
+# An address that this machine cannot reach is an error too: it is reported, not hidden.
+docs-linkcheck: export JAX_PLATFORMS ?= cpu
+docs-linkcheck: $(VENV)/.docs
+	$(SPHINX) -D nb_execution_mode=off -b linkcheck . build/linkcheck
 
 # On a machine with an NVIDIA GPU, JAX for CUDA and PyTorch have a venv each: the packages of their
 # CUDA libraries overwrite each other. Without PyTorch the rest is measured. BENCH_PYTHON and

@@ -21,6 +21,12 @@ NOT_RUN = ("text", "bash")
 OUTPUT = "text output"
 """The language of a block that holds what the Python block before it printed."""
 
+DIRECTIVES = ("{eval-rst}", "{toctree}", "{figure}")
+"""Blocks that the site alone understands, and that hold no Python."""
+
+CELL = "{code-cell}"
+"""The language of a cell of a notebook. Its options are lines of `:name: value` at the top."""
+
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 
 
@@ -48,6 +54,13 @@ def blocks(markdown: str) -> Iterator[Block]:
     raise ValueError(f"the block at line {start} is not closed")
 
 
+def python_of_cell(cell: Block) -> Block:
+  """Returns a cell of a notebook as a Python block: its options become empty lines."""
+  lines = cell.text.splitlines()
+  code = next((i for i, line in enumerate(lines) if not line.startswith(":")), len(lines))
+  return cell._replace(language="python", text="\n".join([""] * code + lines[code:]) + "\n")
+
+
 def run_examples(text: str, name: str, line: int, names: dict[str, Any]) -> None:
   """Runs the `>>>` lines of `text` and compares what they print."""
   test = doctest.DocTestParser().get_doctest(text, names, name, name, line - 1)
@@ -68,8 +81,11 @@ def run_page(markdown: str, name: str) -> int:
   count = 0
   printed = ""
   for block in blocks(markdown):
-    if block.language in NOT_RUN:
+    kind = block.language.split(" ")[0]
+    if block.language in NOT_RUN or kind in DIRECTIVES:
       continue
+    if kind == CELL:
+      block = python_of_cell(block)
     if block.language == OUTPUT:
       where = f"{name}:{block.line}"
       assert printed, f"{where}: nothing was printed"
@@ -145,6 +161,38 @@ a b
 
 def test_blocks_share_names():
   assert run_page(GOOD, "page") == 3
+
+
+NOTEBOOK = """
+```{code-cell} ipython3
+:tags: [remove-output]
+
+x = [1]
+```
+
+::::{tab-set}
+:::{tab-item} Two
+```{code-cell}
+x[0] = y = 2
+```
+:::
+::::
+
+```{toctree}
+not python
+```
+"""
+
+
+def test_cells_and_the_blocks_in_tabs_run():
+  assert run_page(NOTEBOOK, "page") == 2
+
+
+@pytest.mark.parametrize(("old", "line"), [("x = [1]", 5), ("x[0] = y = 2", 11)])
+def test_a_broken_cell_fails_at_its_line(old, line):
+  with pytest.raises(ZeroDivisionError) as excinfo:
+    run_page(NOTEBOOK.replace(old, "1 / 0"), "page")
+  assert excinfo.traceback[-1].lineno == line - 1
 
 
 @pytest.mark.parametrize(

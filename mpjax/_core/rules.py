@@ -32,7 +32,7 @@ class Rule:
 
   Args:
     policy: a policy or its string; None leaves the module and all inside exactly as it is.
-    path: a glob over the module path ("encoder/*/attention"; `*` stays within one level, `**`
+    path: a glob over the module path (`"encoder/*/attention"`; `*` stays within one level, `**`
       crosses levels and matches the root), or a compiled regular expression. It is matched in
       full against the names from the wrapped root, joined by "/".
     module: a module class, or a tuple of them; subclasses count.

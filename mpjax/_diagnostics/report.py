@@ -99,7 +99,12 @@ def _strict(value: Json) -> Json:
 def as_text(sections: Sequence[Section], width: int = WIDTH) -> str:
   """Returns sections as text that no terminal of `width` columns breaks."""
   console = Console(
-    width=width, file=io.StringIO(), force_terminal=False, color_system=None, legacy_windows=False
+    width=width,
+    file=io.StringIO(),
+    force_terminal=False,
+    force_jupyter=False,  # A notebook would show an empty output beside the text.
+    color_system=None,
+    legacy_windows=False,
   )
   with console.capture() as capture:
     console.print(Group(*(part for each in sections for part in _parts(each))), end="")

@@ -85,7 +85,7 @@ class ConversionReport:
     return found
 
   def __str__(self) -> str:
-    console = Console(width=100, force_terminal=False)
+    console = Console(width=100, force_terminal=False, force_jupyter=False)
     with console.capture() as capture:
       console.print(self)
     return capture.get()

@@ -62,6 +62,10 @@ class PolicyModule:
       *args: arguments of the method.
       mutable: which collections are returned changed, as for `nn.Module.apply`.
       **kwargs: further arguments of `nn.Module.apply` and of the method.
+
+    Returns:
+      What the method returns, in the policy's output dtype; if `mutable`, that and the changed
+      collections.
     """
     if kwargs.get("method") is not None or self.given.unmatched == "ignore" or self._checked:
       return self._apply(begin(self.given), variables, *args, mutable=mutable, **kwargs)

@@ -87,6 +87,9 @@ def policy_scope(
     rules: as for `with_policy`; a rule that picks out nothing is never an error here.
     defaults: as for `with_policy`.
 
+  Returns:
+    A context manager, for `with`; also a decorator. It can be entered repeatedly.
+
   Raises:
     MpjaxTypeError: rules of the wrong type.
     MpjaxValueError: an unknown policy, or a value of an argument that is not listed.

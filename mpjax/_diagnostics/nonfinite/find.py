@@ -152,7 +152,8 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   @functools.wraps(fn)
   def find(*args: object, **kwargs: object) -> NonfiniteReport:
     # It is shown in a terminal alone: compiling a training step takes as long as the step's own.
-    with Console(stderr=True).status("find_nonfinite: compiling and running the function"):
+    console = Console(stderr=True, force_jupyter=False)
+    with console.status("find_nonfinite: compiling and running the function"):
       return _find(fn, args, kwargs)
 
   return find

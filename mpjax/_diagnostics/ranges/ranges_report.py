@@ -36,7 +36,7 @@ class GroupRanges:
   Args:
     kind: "activations", "gradients", "parameters" or "updates".
     path: the module (named scopes joined by "/"), or the path of the leaf.
-    exponents: how many numbers have the exponent floor(log2(|x|)), by exponent, without zeros.
+    exponents: how many numbers have the exponent `floor(log2(|x|))`, by exponent, without zeros.
     zero: how many are zero.
     inf: how many are inf or -inf.
     nan: how many are NaN.
@@ -156,7 +156,7 @@ class RangesReport(Report):
 
   @functools.cached_property
   def loss_scale(self) -> float | None:
-    """The loss scale that would serve float16: a power of two, from 1 to 2**24.
+    """The loss scale that would serve float16, a power of two from 1 to 2^24.
 
     The largest gradient, times 8 for worse steps to come, stays below 65504. None where there is
     no gradient but 0.

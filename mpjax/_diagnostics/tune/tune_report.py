@@ -49,7 +49,7 @@ class ModuleReport(NamedTuple):
 class TuneReport(Report):
   """What must stay in float32, see `mpjax.tune`.
 
-  `rules` are for `mpjax.autocast`, and, where each path begins with "**/", for `with_policy` too:
+  `rules` are for `mpjax.autocast`, and, where each path begins with `"**/"`, for `with_policy` too:
   but for what the root of a Linen model computes itself, whose path there is "".
   `error` is the relative error of the gradient under them, measured, and `half_share` the share of
   the FLOPs of matmuls in low precision, from 0 to 1.

@@ -163,7 +163,7 @@ class _Tuning:
   def run(self) -> TuneReport:
     modules = modules_of(self._program.jaxpr)
     bound = most_evaluations(len(modules.paths))
-    console = Console()
+    console = Console(force_jupyter=False)
     text = f"tune: {len(modules.paths)} modules, at most {bound} measurements"
     console.print(text, highlight=False)
     with _progress(console) as progress:

@@ -61,7 +61,7 @@ def autocast(
       returned.
     ops: the lists, an edited `OpLists()`; None for the standard.
     rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path. The names
-      are those of a profile: the class of a Flax model comes first, so write "**/head". The
+      are those of a profile: the class of a Flax model comes first, so write `"**/head"`. The
       innermost scope that a rule matches decides, and there the first rule. None or a float32
       policy leaves everything inside as it was traced.
     data_argnums: the positions of arguments that are no parameters, such as coordinates, box
