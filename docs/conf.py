@@ -23,7 +23,6 @@ html_title = "mpjax"
 # From [project.urls] of pyproject.toml: with it, each page has a button that leads to the
 # repository. A link to a file that is no page of the site downloads the file.
 repository_url = URLS.get("repository", URLS.get("source", ""))
-repository_branch = "main"
 
 root_doc = "docs/index"
 include_patterns = [
