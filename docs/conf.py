@@ -20,10 +20,9 @@ author = "The authors of mpjax"
 project_copyright = author
 html_title = "mpjax"
 
-# Where the files of the repository can be read, from [project.urls] of pyproject.toml. Without
-# one, a link to a file that is no page of the site downloads it.
+# From [project.urls] of pyproject.toml: with it, each page has a button that leads to the
+# repository. A link to a file that is no page of the site downloads the file.
 repository_url = URLS.get("repository", URLS.get("source", ""))
-repository_branch = "main"
 
 root_doc = "docs/index"
 include_patterns = [
