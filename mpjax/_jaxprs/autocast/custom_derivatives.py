@@ -27,9 +27,10 @@ from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.autocast.closures import evaluated, instantiated
 from mpjax._jaxprs.autocast.eqn_params import traced
 from mpjax._jaxprs.autocast.evaluate import typed
+from mpjax._jaxprs.autocast.marks import PREFIX
 from mpjax._jaxprs.autocast.rewriter import Rewritten
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Kinds
-from mpjax._jaxprs.compat import context_of
+from mpjax._jaxprs.compat import context_of, without_scopes
 from mpjax._jaxprs.inner_jaxprs import (
   Inner,
   Program,
@@ -81,12 +82,19 @@ def with_rule(custom: CustomCall, operands: Sequence[Atom], body: Jaxpr) -> Jaxp
   def call(*operands: Array) -> list[Array]:
     return typed(closed, operands, custom.eqn.primitive.name)
 
-  here = custom._replace(state=ACTIVE.value)
+  # Of what an audit reads, nothing is an instruction: the rule is traced as it is without one.
+  here = custom._replace(state=ACTIVE.value, eqn=_unmarked(custom.eqn))
   fun = _WITH_RULE[facts_of(custom.eqn).holds](here, call)
   with context_of(custom.eqn):
     made = jax.make_jaxpr(fun)(*map(aval_of, operands)).jaxpr.eqns[-1]
   # `make_jaxpr` has traced only a stand-in for the body; what is kept of it are the rules.
   return custom.eqn.replace(invars=list(operands), params=with_inner(made, [closed]))
+
+
+def _unmarked(eqn: JaxprEqn) -> JaxprEqn:
+  """Returns an equation without our marks, of which those for the rule are in its scope."""
+  names = without_scopes(eqn.source_info.name_stack, PREFIX)
+  return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
 
 class _Ran(NamedTuple):
