@@ -17,7 +17,7 @@ from mpjax._jaxprs.autocast.eqn_params import wants_precision
 from mpjax._jaxprs.autocast.evaluate import differentiated
 from mpjax._jaxprs.autocast.float8_dot import Matmul
 from mpjax._jaxprs.autocast.marks import TABLE
-from mpjax._jaxprs.autocast.values import Scope, Value
+from mpjax._jaxprs.autocast.values import Scope, Settings, Value
 from mpjax._jaxprs.compat import context_of, scopes_of, varying_as, varying_axes
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 from mpjax._jaxprs.primitive_facts import EqnParams
@@ -142,7 +142,11 @@ def _operand(
 
 
 def why_not(
-  eqn: JaxprEqn, values: Sequence[Value | None], recipe: Float8, scope: Scope
+  eqn: JaxprEqn,
+  values: Sequence[Value | None],
+  recipe: Float8,
+  scope: Scope,
+  settings: Settings,
 ) -> str | None:
   """Returns why a matmul is left in the compute dtype; None if it is to be in float8.
 
@@ -151,6 +155,7 @@ def why_not(
     values: what is known of its operands.
     recipe: which sizes are too small.
     scope: where it is.
+    settings: how the jaxpr is rewritten.
   """
   if TABLE in scope:
     return "it is an embedding"
@@ -159,6 +164,9 @@ def why_not(
   dtypes = {dtype_of(v) for v in eqn.invars}
   if not _is_plain(eqn.params, FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=str)):
     return "the code asks for its precision"
+  if settings.in_derivative:
+    # JAX transposes what is linear in a tangent, and an operand that is rounded is not linear.
+    return "it is in a derivative rule"
   stack = scopes_of(eqn.source_info.name_stack)
   if any(f"{name}()" == _BACKWARD for name, is_transform in stack if is_transform):
     return "its gradient is taken inside"

@@ -1,5 +1,6 @@
 """Jaxprs inside jaxprs: each is rewritten for the dtypes in which its operands come."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -250,8 +251,9 @@ def _custom(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None
   settings, scope = rewriter.settings, _scope(rewriter, eqn)
   new = _inside(rewriter, eqn, found[0], ins)
 
-  def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None]) -> Rewritten:
-    return rewrite(jaxpr, ins, outs, (0,) * len(outs), settings, scope)
+  def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None], derivative: bool) -> Rewritten:
+    there = dataclasses.replace(settings, in_derivative=True) if derivative else settings
+    return rewrite(jaxpr, ins, outs, (0,) * len(outs), there, scope)
 
   made = with_rule(CustomCall(eqn, ins, new.outs, again), atoms, new.jaxpr)
   rewriter.write(made, made.invars, new.outs, once=_once(rewriter, eqn))
