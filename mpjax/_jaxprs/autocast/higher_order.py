@@ -11,7 +11,7 @@ from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
 from mpjax._jaxprs.autocast.custom_derivatives import CustomCall, with_rule
 from mpjax._jaxprs.autocast.first_order import first_order
-from mpjax._jaxprs.autocast.marks import REGION
+from mpjax._jaxprs.autocast.marks import REGION, TABLE
 from mpjax._jaxprs.autocast.powers import Powers, in_float32, powers
 from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
 from mpjax._jaxprs.autocast.scopes import marked, matmul_precision, names_of, region
@@ -204,7 +204,8 @@ def _scope(rewriter: Rewriter, eqn: JaxprEqn) -> Scope:
   if settings.rules or settings.precision is not None:
     return scope
   mark = marked(scope)
-  return () if mark is None else (REGION + mark,)
+  table = (TABLE,) if TABLE in scope else ()
+  return table if mark is None else (*table, REGION + mark)
 
 
 def _params(eqn: JaxprEqn, found: Sequence[Inner], new: Sequence[Rewritten]) -> dict[str, Any]:
