@@ -14,7 +14,7 @@ from mpjax._core.float8 import MULTIPLE, Float8
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
 from mpjax._jaxprs.autocast.eqn_params import wants_precision
-from mpjax._jaxprs.autocast.evaluate import differentiated
+from mpjax._jaxprs.autocast.evaluate import differentiated, remembered_off_mesh
 from mpjax._jaxprs.autocast.float8_dot import Matmul
 from mpjax._jaxprs.autocast.marks import TABLE
 from mpjax._jaxprs.autocast.values import Scope, Settings, Value
@@ -60,17 +60,15 @@ def with_float8(
     weight=weight,
   )
   with context_of(eqn):
-    # Layers of one kind share a jaxpr. On a mesh the context counts too, and is no part of the key.
-    on_mesh = any(not aval.sharding.mesh.empty for aval in avals)
-    trace = _body.__wrapped__ if on_mesh else _body
-    body = _varying_as(avals[0], trace(matmul, tuple(avals)))
-    made = differentiated(body, matmul.tangent, avals, "matmul")
+    made = _made(matmul, *avals)
   return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
 
 
-@functools.lru_cache(maxsize=1024)
-def _body(matmul: Matmul, avals: tuple[ShapedArray, ...]) -> ClosedJaxpr:
-  return jax.make_jaxpr(matmul)(*avals)
+@remembered_off_mesh
+def _made(matmul: Matmul, *avals: ShapedArray) -> JaxprEqn:
+  """Returns an equation for operands of these types, which layers of one kind share."""
+  body = _varying_as(avals[0], jax.make_jaxpr(matmul)(*avals))
+  return differentiated(body, matmul.tangent, avals, "matmul")
 
 
 def _varying_as(like: ShapedArray, body: ClosedJaxpr) -> ClosedJaxpr:

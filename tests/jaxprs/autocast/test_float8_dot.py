@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import mpjax
+from mpjax._jaxprs.autocast import float8_dot
+from mpjax._jaxprs.autocast.float8_scaling import quantise
 from mpjax._jaxprs.autocast.traced import Interface, with_settings
 from mpjax._jaxprs.autocast.values import Settings
 from tests.errors import check_error
@@ -303,3 +305,28 @@ def test_gradients_of_rows_that_a_batch_shares_add_up_in_float32():
   each = jax.jit(jax.grad(loss))
   wanted = functools.reduce(np.add, [each(w, x, g) for x, g in zip(xs, g, strict=True)])
   np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_one_kind_are_traced_once(monkeypatch):
+  """Traced one by one, a gradient of 60 layers takes twice the time of one in bfloat16."""
+  calls = []
+
+  def counting(*args):
+    calls.append(args)
+    return quantise(*args)
+
+  monkeypatch.setattr(float8_dot, "quantise", counting)
+
+  def count(layers, size):
+    def loss(ws, x):
+      for w in ws:
+        x = jnp.sin(x @ w)
+      return jnp.sum(x)
+
+    w, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((size, size), (16, size)))
+    calls.clear()
+    jax.make_jaxpr(jax.grad(mpjax.autocast(loss, policy(mpjax.Float8(**ALL)))))([w] * layers, x)
+    return len(calls)
+
+  # The first layer has another operand than the others: float32.
+  assert 0 < count(2, 112) == count(6, 144)
