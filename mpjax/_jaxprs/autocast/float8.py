@@ -116,7 +116,12 @@ def _pcast() -> JaxprEqn:
 
 
 def weight_of(values: Sequence[Value | None]) -> int:
-  """Returns which operand is the weight; of two parameters, or arguments, it is the right one."""
+  """Returns which operand is the weight; of two parameters, or arguments, it is the right one.
+
+  Under autocast a batch is an argument too, unless the user names it as data. No rule tells the
+  batch in `x @ (w + a @ b)` from the weight in `w @ relu(x)`, nor the attention of a batch,
+  `softmax(x @ x.T) @ x`, from a weight that is used twice.
+  """
   return max((i for i, value in enumerate(values) if is_weight(value)), default=-1)
 
 
