@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from mpjax._core.types import Array
 
-WRITTEN_OUT: object = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+WRITTEN_OUT: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 """What a call says that JAX is to write as the equations inside, where it traces a jaxpr."""
 
 

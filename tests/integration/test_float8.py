@@ -114,6 +114,24 @@ def test_dense_layers_and_projections_are_in_float8_forward_and_backward(face):
   assert counted(*face(POLICY)) == {FORWARD: 8, BACKWARD: 16, HALF: 3 * (2 + 1 + 1)}
 
 
+def test_a_matmul_of_an_embedding_that_is_jitted_is_one():
+  class Jitted(nn.Embed):
+    def attend(self, query):
+      return jax.jit(jnp.matmul)(query, self.embedding.T)
+
+  class Tied(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+      embed = Jitted(64, 32)
+      return embed.attend(embed(ids))
+
+  model = mpjax.linen.with_policy(Tied(), POLICY)
+  variables = jax.eval_shape(model.init, jax.random.key(0), IDS)
+  assert [x.reason for x in mpjax.audit(model.apply)(variables, IDS).float8] == [
+    "it is an embedding"
+  ]
+
+
 @faces
 def test_the_preset_leaves_out_what_is_too_small(face):
   found, wanted = (

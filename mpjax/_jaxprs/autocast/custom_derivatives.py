@@ -27,9 +27,10 @@ from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.autocast.closures import evaluated, instantiated
 from mpjax._jaxprs.autocast.eqn_params import traced
 from mpjax._jaxprs.autocast.evaluate import typed
+from mpjax._jaxprs.autocast.marks import PREFIX
 from mpjax._jaxprs.autocast.rewriter import Rewritten
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Kinds
-from mpjax._jaxprs.compat import context_of
+from mpjax._jaxprs.compat import context_of, without_scopes
 from mpjax._jaxprs.inner_jaxprs import (
   Inner,
   Program,
@@ -41,8 +42,9 @@ from mpjax._jaxprs.inner_jaxprs import (
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
 
-Rewrite: TypeAlias = Callable[[Jaxpr, Kinds, Sequence[DType | None]], Rewritten]
-"""Rewrites a jaxpr for kinds of arguments and dtypes of results, of which None is free."""
+Rewrite: TypeAlias = Callable[[Jaxpr, Kinds, Sequence[DType | None], bool], Rewritten]
+"""Rewrites a jaxpr for kinds of arguments and dtypes of results, of which None is free. The last
+argument says whether the jaxpr is that of a derivative."""
 
 Call: TypeAlias = Callable[..., list[Array]]
 """The function that JAX sees instead of the rewritten equation."""
@@ -81,12 +83,19 @@ def with_rule(custom: CustomCall, operands: Sequence[Atom], body: Jaxpr) -> Jaxp
   def call(*operands: Array) -> list[Array]:
     return typed(closed, operands, custom.eqn.primitive.name)
 
-  here = custom._replace(state=ACTIVE.value)
+  # Of what an audit reads, nothing is an instruction: the rule is traced as it is without one.
+  here = custom._replace(state=ACTIVE.value, eqn=_unmarked(custom.eqn))
   fun = _WITH_RULE[facts_of(custom.eqn).holds](here, call)
   with context_of(custom.eqn):
     made = jax.make_jaxpr(fun)(*map(aval_of, operands)).jaxpr.eqns[-1]
   # `make_jaxpr` has traced only a stand-in for the body; what is kept of it are the rules.
   return custom.eqn.replace(invars=list(operands), params=with_inner(made, [closed]))
+
+
+def _unmarked(eqn: JaxprEqn) -> JaxprEqn:
+  """Returns an equation without our marks, of which those for the rule are in its scope."""
+  names = without_scopes(eqn.source_info.name_stack, PREFIX)
+  return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
 
 class _Ran(NamedTuple):
@@ -110,6 +119,8 @@ def _run(
   ins: Kinds,
   outs: Kinds,
   operands: Sequence[Array],
+  *,
+  derivative: bool = False,
 ) -> _Ran:
   """Traces a rule, rewrites its jaxpr and runs that.
 
@@ -120,6 +131,7 @@ def _run(
     ins: the kinds of the operands.
     outs: the kinds of the results; those that are missing at the end are free.
     operands: the leaves of the arguments now.
+    derivative: the rule is linear in some of its arguments.
   """
 
   @functools.wraps(rule)
@@ -130,7 +142,8 @@ def _run(
   program = traced(in_state)(*avals)
   count = len(program.jaxpr.outvars)
   fixed = [None if kind is None else kind.dtype for kind in outs]
-  new = custom.rewrite(program.jaxpr, ins, [*fixed, *[None] * (count - len(fixed))])
+  free = [None] * (count - len(fixed))
+  new = custom.rewrite(program.jaxpr, ins, [*fixed, *free], derivative)
   values = evaluated(new.jaxpr, program.consts, operands, name_of(custom.eqn))
   return _Ran(values, new.outs, [aval_of(v).dtype for v in program.jaxpr.outvars])
 
@@ -183,7 +196,8 @@ def _jvp(
   changes = [_traced_aval(invars[i], tangents[i]) for i in moving]
   ins = (*custom.ins, *(custom.ins[i] for i in moving))
   outs = (*custom.outs, *(k for i, k in enumerate(custom.outs) if i not in whole))
-  found = _run(custom, rule, (avals, changes), ins, outs, [*primals, *some]).values
+  operands = [*primals, *some]
+  found = _run(custom, rule, (avals, changes), ins, outs, operands, derivative=True).values
   values, rest = found[: len(custom.outs)], iter(found[len(custom.outs) :])
   return values, [
     np.zeros(np.shape(v), jax.dtypes.float0) if i in whole else next(rest)
@@ -289,7 +303,8 @@ def _backward(
   ins = [Kind(k.array.dtype, k.neutral) if k.dtype in FLOATS else None for k in kept]
   ins += [k for i, k in enumerate(custom.outs) if i not in whole]
   outs = tuple(custom.ins[i] for i in static.moving)
-  found = _run(custom, rule, avals, tuple(ins), outs, [*(k.array for k in kept), *some]).values
+  operands = [*(k.array for k in kept), *some]
+  found = _run(custom, rule, avals, tuple(ins), outs, operands, derivative=True).values
   given = dict(zip(static.moving, found, strict=True))
   return tuple(given.get(i) for i in range(len(custom.ins)))
 

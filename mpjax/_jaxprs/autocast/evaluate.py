@@ -1,6 +1,8 @@
 """Calls of jaxprs, as equations: none is traced again."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.core import ShapedArray, eval_jaxpr
@@ -10,6 +12,24 @@ from mpjax._core.types import Array, Function
 from mpjax._jaxprs.atoms import Atom
 from mpjax._jaxprs.compat import WRITTEN_OUT
 from mpjax._jaxprs.inner_jaxprs import call_params, with_inner
+
+R = TypeVar("R")
+
+
+def remembered_off_mesh(fun: Callable[..., R]) -> Callable[..., R]:
+  """Returns a function of types, and of more, that remembers its results.
+
+  Not so where a type is that of an array on a mesh: then the context counts too, and is no part of
+  the key.
+  """
+  remembering = functools.lru_cache(maxsize=1024)(fun)
+
+  @functools.wraps(fun)
+  def call(*args: Any, **kwargs: Any) -> R:
+    on_mesh = any(isinstance(x, ShapedArray) and not x.sharding.mesh.empty for x in args)
+    return (fun if on_mesh else remembering)(*args, **kwargs)
+
+  return call
 
 
 def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:

@@ -60,7 +60,7 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
     asked = not wide or wants_precision(eqn.params)  # The user's own choice, again.
     recipe = float8(scope, rewriter.settings)
     if recipe is not None:
-      reason = why_not(eqn, values, recipe, scope)
+      reason = why_not(eqn, values, recipe, scope, rewriter.settings)
       if reason is None:
         made = with_float8(eqn, values, half, recipe, rewriter.view)
         return rewriter.write(made, made.invars, [Kind(half)])

@@ -14,10 +14,10 @@ from mpjax._core.float8 import MULTIPLE, Float8
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
 from mpjax._jaxprs.autocast.eqn_params import wants_precision
-from mpjax._jaxprs.autocast.evaluate import differentiated
+from mpjax._jaxprs.autocast.evaluate import differentiated, remembered_off_mesh
 from mpjax._jaxprs.autocast.float8_dot import Matmul
 from mpjax._jaxprs.autocast.marks import TABLE
-from mpjax._jaxprs.autocast.values import Scope, Value
+from mpjax._jaxprs.autocast.values import Scope, Settings, Value
 from mpjax._jaxprs.compat import context_of, scopes_of, varying_as, varying_axes
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 from mpjax._jaxprs.primitive_facts import EqnParams
@@ -60,17 +60,15 @@ def with_float8(
     weight=weight,
   )
   with context_of(eqn):
-    # Layers of one kind share a jaxpr. On a mesh the context counts too, and is no part of the key.
-    on_mesh = any(not aval.sharding.mesh.empty for aval in avals)
-    trace = _body.__wrapped__ if on_mesh else _body
-    body = _varying_as(avals[0], trace(matmul, tuple(avals)))
-    made = differentiated(body, matmul.tangent, avals, "matmul")
+    made = _made(matmul, *avals)
   return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
 
 
-@functools.lru_cache(maxsize=1024)
-def _body(matmul: Matmul, avals: tuple[ShapedArray, ...]) -> ClosedJaxpr:
-  return jax.make_jaxpr(matmul)(*avals)
+@remembered_off_mesh
+def _made(matmul: Matmul, *avals: ShapedArray) -> JaxprEqn:
+  """Returns an equation for operands of these types, which layers of one kind share."""
+  body = _varying_as(avals[0], jax.make_jaxpr(matmul)(*avals))
+  return differentiated(body, matmul.tangent, avals, "matmul")
 
 
 def _varying_as(like: ShapedArray, body: ClosedJaxpr) -> ClosedJaxpr:
@@ -118,7 +116,12 @@ def _pcast() -> JaxprEqn:
 
 
 def weight_of(values: Sequence[Value | None]) -> int:
-  """Returns which operand is the weight; of two parameters, or arguments, it is the right one."""
+  """Returns which operand is the weight; of two parameters, or arguments, it is the right one.
+
+  Under autocast a batch is an argument too, unless the user names it as data. No rule tells the
+  batch in `x @ (w + a @ b)` from the weight in `w @ relu(x)`, nor the attention of a batch,
+  `softmax(x @ x.T) @ x`, from a weight that is used twice.
+  """
   return max((i for i, value in enumerate(values) if is_weight(value)), default=-1)
 
 
@@ -142,7 +145,11 @@ def _operand(
 
 
 def why_not(
-  eqn: JaxprEqn, values: Sequence[Value | None], recipe: Float8, scope: Scope
+  eqn: JaxprEqn,
+  values: Sequence[Value | None],
+  recipe: Float8,
+  scope: Scope,
+  settings: Settings,
 ) -> str | None:
   """Returns why a matmul is left in the compute dtype; None if it is to be in float8.
 
@@ -151,6 +158,7 @@ def why_not(
     values: what is known of its operands.
     recipe: which sizes are too small.
     scope: where it is.
+    settings: how the jaxpr is rewritten.
   """
   if TABLE in scope:
     return "it is an embedding"
@@ -159,6 +167,9 @@ def why_not(
   dtypes = {dtype_of(v) for v in eqn.invars}
   if not _is_plain(eqn.params, FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=str)):
     return "the code asks for its precision"
+  if settings.in_derivative:
+    # JAX transposes what is linear in a tangent, and an operand that is rounded is not linear.
+    return "it is in a derivative rule"
   stack = scopes_of(eqn.source_info.name_stack)
   if any(f"{name}()" == _BACKWARD for name, is_transform in stack if is_transform):
     return "its gradient is taken inside"

@@ -1,5 +1,6 @@
 """Jaxprs inside jaxprs: each is rewritten for the dtypes in which its operands come."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
 from mpjax._jaxprs.autocast.custom_derivatives import CustomCall, with_rule
 from mpjax._jaxprs.autocast.first_order import first_order
-from mpjax._jaxprs.autocast.marks import REGION
+from mpjax._jaxprs.autocast.marks import REGION, TABLE
 from mpjax._jaxprs.autocast.powers import Powers, in_float32, powers
 from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
 from mpjax._jaxprs.autocast.scopes import marked, matmul_precision, names_of, region
@@ -203,7 +204,8 @@ def _scope(rewriter: Rewriter, eqn: JaxprEqn) -> Scope:
   if settings.rules or settings.precision is not None:
     return scope
   mark = marked(scope)
-  return () if mark is None else (REGION + mark,)
+  table = (TABLE,) if TABLE in scope else ()
+  return table if mark is None else (*table, REGION + mark)
 
 
 def _params(eqn: JaxprEqn, found: Sequence[Inner], new: Sequence[Rewritten]) -> dict[str, Any]:
@@ -250,8 +252,9 @@ def _custom(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None
   settings, scope = rewriter.settings, _scope(rewriter, eqn)
   new = _inside(rewriter, eqn, found[0], ins)
 
-  def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None]) -> Rewritten:
-    return rewrite(jaxpr, ins, outs, (0,) * len(outs), settings, scope)
+  def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None], derivative: bool) -> Rewritten:
+    there = dataclasses.replace(settings, in_derivative=True) if derivative else settings
+    return rewrite(jaxpr, ins, outs, (0,) * len(outs), there, scope)
 
   made = with_rule(CustomCall(eqn, ins, new.outs, again), atoms, new.jaxpr)
   rewriter.write(made, made.invars, new.outs, once=_once(rewriter, eqn))

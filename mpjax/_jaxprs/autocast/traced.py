@@ -24,6 +24,7 @@ from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
 from mpjax._jaxprs.autocast.uses import RESULT
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Settings, constants
+from mpjax._jaxprs.primitive_facts import Holds
 
 R = TypeVar("R")
 
@@ -118,10 +119,13 @@ def with_settings(
     kinds = closes_over(program)
     if kinds:
       decided = _numbered(i for i, each in enumerate(decides) if each)
+      # Of a derivative in forward mode JAX transposes a part; of one in reverse mode it is done.
+      forward = Holds.CUSTOM_VJP not in kinds
+      there = dataclasses.replace(settings, in_derivative=forward)
 
       def rewritten(fun: Function, results: ResultDtypes | None) -> Function:
         inside = dataclasses.replace(interface, data=decided, results=results)
-        return with_settings(fun, settings, where, inside)
+        return with_settings(fun, there, where, inside)
 
       found = None if dtypes is None else [aval_of(v).dtype for v in new.outvars]
       call = differentiated_at_once(call, flat, kinds, rewritten, found)

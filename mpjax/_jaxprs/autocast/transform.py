@@ -66,6 +66,7 @@ def autocast(
       policy leaves everything inside as it was traced.
     data_argnums: the positions of arguments that are no parameters, such as coordinates, box
       anchors and timesteps: float32 arrays in them stay float32 until a matmul, as constants do.
+      For matmuls in float8 they are no weights.
 
   Returns:
     A function with the signature of `fn`. Like `fn`, it can be jitted, differentiated, mapped,

@@ -42,6 +42,8 @@ class Settings:
     weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of
       the matmuls.
     float8: the recipe for matmuls in float8; None if there are to be none.
+    in_derivative: the jaxpr is that of a derivative, such as the rule of a `jax.custom_jvp`. It has
+      to be linear in tangents, of which it is not known which they are: no matmul is in float8.
     modules: the function is a call of modules, whose parameters are known. So what it closes over
       decides, whoever made it; in a plain function, a value of a trace around it may be a
       parameter, and does not. Arguments in low precision are shown to modules as float32, and count
@@ -55,6 +57,7 @@ class Settings:
   asked: MatmulPrecision | None = None
   weight_grads: DType | None = None
   float8: Float8 | None = None
+  in_derivative: bool = False
   modules: bool = False
 
 

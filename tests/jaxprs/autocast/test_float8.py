@@ -150,6 +150,24 @@ def test_sizes_decide(recipe, k, n, taken):
     ]
 
 
+BATCH_IS_AN_OPERAND = {
+  "a sum of parameters": lambda w, x: x @ (w + w[:, :4] @ w[:4]),
+  "attention": lambda w, x: jax.nn.softmax(x @ x.T) @ x,
+}
+
+
+@pytest.mark.parametrize("fun", BATCH_IS_AN_OPERAND.values(), ids=BATCH_IS_AN_OPERAND)
+def test_a_batch_that_is_named_is_no_weight(fun):
+  """Autocast cannot tell it from one by itself, and the docs say so."""
+  args = s(32, 32), s(16, 32)
+  assert reasons(fun, *args)[0] == ""
+  named = mpjax.audit(mpjax.autocast(fun, policy(), data_argnums=1))(*args)
+  assert named.float8[0].reason == "no operand is a parameter"
+  assert not named.float8_share > 0
+  layer = mpjax.autocast(lambda w, x: jnp.sin(x @ w) @ w, policy(), data_argnums=1)
+  assert mpjax.audit(layer)(*args).float8_share == 1
+
+
 def test_a_gradient_taken_inside_is_left_in_low_precision():
   """Which of its operands is a gradient, and wants e5m2, is no longer known there."""
   assert in_float8(with_gradient, s(8, 32), s(32, 16)) == [True, False]
