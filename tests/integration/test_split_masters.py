@@ -110,7 +110,7 @@ def compared(make, x):
   return found[2], metrics
 
 
-@pytest.mark.case("I16", "A67", "I1")
+@pytest.mark.case("I16", "I19", "A67", "I1")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_1000_steps_are_those_of_float32_masters(name):
   masters, metrics = compared(
@@ -138,7 +138,7 @@ def test_ties_of_both_kinds_are_steps_like_others():
   assert {0x8000, 0x18000} < seen
 
 
-@pytest.mark.case("I16", "A67")
+@pytest.mark.case("I16", "I19", "A67")
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions(name):
   x = batches()[:100]
@@ -174,6 +174,7 @@ def train_loss(params, model_state, batch, rng):
   return loss_fn(params, batch), (model_state, {})
 
 
+@pytest.mark.case("I19")
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_train_step_with_micro_batches_average_and_donation(retries):
   outs = []
@@ -258,6 +259,7 @@ def stepped(tx, params, state, grads):
   return mpjax.apply_updates(params, updates), state
 
 
+@pytest.mark.case("I19")
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_sharded_over_eight_devices(axis_type):
   mesh = jax.make_mesh((8,), ("data",), (axis_type,), devices=jax.devices()[:8])
@@ -303,6 +305,7 @@ def test_inside_of_a_shard_map_with_parts_of_each_parameter(storage):
   np.testing.assert_allclose(jitted(run)(params, grads), mpjax.master_params(state), rtol=1e-6)
 
 
+@pytest.mark.case("I19")
 def test_nnx_optimizer():
   outs = []
   for storage in STORAGES:

@@ -72,6 +72,7 @@ def saved(tree, how, path):
   return path / "orbax"
 
 
+@pytest.mark.case("B153", "I19")
 @pytest.mark.parametrize("how", ["memory", "arrays", "orbax"])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("into", STORAGES)
@@ -159,6 +160,7 @@ def test_float32_masters_alone_are_split_from_their_rounding():
   assert bits(mpjax.master_params(found, rounded)["b"]) == bits(values["b"])
 
 
+@pytest.mark.case("B155")
 def test_parameters_that_are_not_the_rounded_masters_raise():
   state = mpjax.master_weights(optax.sgd(0.1)).init(start())
   target = mpjax.master_weights(optax.sgd(0.1), storage="split").init(start())

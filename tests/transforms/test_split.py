@@ -145,6 +145,7 @@ def test_what_belongs_to_other_parameters_is_finite():
 EMPTY = [(0,), (4, 0), (0, 4), (2, 0, 3), (0, 17), (0, 0)]
 
 
+@pytest.mark.case("B153")
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (9,), (3, 17), (2, 3, 8), *EMPTY])
 def test_any_shape(shape):
   x = np.random.default_rng(2).normal(size=shape).astype(np.float32)
