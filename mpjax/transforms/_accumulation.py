@@ -17,10 +17,10 @@ from mpjax.transforms._checks import (
   check_state,
   init_inner,
   refuse_integers,
-  update_inner,
 )
 from mpjax.transforms._frozen import frozen_leaves, hold, leave_to_window
 from mpjax.transforms._master_weights import adopt_masters, keep_masters, reach_masters
+from mpjax.transforms._masters import marked, update_shown
 from mpjax.transforms._skip import nothing_like, step_or_skip
 from mpjax.transforms._state import AccumulationState, scales_in
 from mpjax.transforms._trees import align_gradients, arrays_only, float32_view, place_like, strong
@@ -104,7 +104,7 @@ def accumulate_gradients(
     inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, where))
     zero = jnp.zeros((), jnp.int32)
     total = nothing_like(view)
-    value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, inner_state) else None
+    value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, marked(inner_state)) else None
     return place_like(params, AccumulationState(zero, zero, total, inner_state, value))
 
   def update(
@@ -117,7 +117,6 @@ def accumulate_gradients(
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
     missing = frozen_leaves([updates], like)
-    view = None if params is None else float32_view(params)
     total = _add(state.total, grads, missing)
     count = state.micro_batches + 1
     window = _check_window(every(state.updates_done)) if callable(every) else every
@@ -131,8 +130,8 @@ def accumulate_gradients(
     def step(inner_state: OptState) -> tuple[Updates, OptState]:
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
       idle, mean = leave_to_window(_never_given(total, missing), mean, inner_state)
-      new_updates, new_inner = update_inner(
-        inner, mean, inner_state, view, extra_args, f"{where}.update"
+      new_updates, new_inner = update_shown(
+        inner, mean, inner_state, params, extra_args, f"{where}.update"
       )
       new_inner = keep_masters(idle, inner_state, new_inner)
       return hold(idle, reach_masters(params, new_updates, new_inner)), new_inner

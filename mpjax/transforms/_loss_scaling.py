@@ -39,6 +39,7 @@ from mpjax.transforms._master_weights import (
   merged_masters,
   reach_masters,
 )
+from mpjax.transforms._masters import update_shown
 from mpjax.transforms._monitor import MonitorState, count, no_counts
 from mpjax.transforms._skip import step_or_select, stored_first
 from mpjax.transforms._state import LossScales, LossScalingState, own_scales
@@ -251,14 +252,17 @@ def loss_scaling(
     def plain_step(
       inner_state: OptState, params: Params, seen: list[dict[str, Array]] | None
     ) -> tuple[Updates, OptState]:
-      view = None if params is None else shown(params)
       # In here, where an optimizer reads it, a quotient is never stored.
       gradient = total(grads) if stored is None else stored
       held, gradient = leave_to_window(frozen, gradient, inner_state)
       more = extra_args
       if grad_fn is not None:
         more = {**extra_args, "grad_fn": plain_grad_fn(grad_fn, seen)}
-      new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
+      if scaled:
+        new_updates, new_inner = update_shown(inner, gradient, inner_state, params, more, call)
+      else:
+        view = None if params is None else shown(params)
+        new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
       if not scaled and any(map(is_half, jax.tree.leaves(params))):
         # Of float32 gradients half moments become float32, and as a new type a new trace.
         new_inner = as_stored(new_inner, inner_state)

@@ -1,6 +1,5 @@
 """The optax wrapper that keeps a float32 copy of parameters that are stored in 16 bits."""
 
-from collections.abc import Callable
 from typing import Literal, TypeAlias, TypeVar, get_args
 
 import jax
@@ -27,9 +26,12 @@ from mpjax.transforms._masters import (
   has_split,
   is_entry,
   is_hole,
+  is_shown,
   is_split,
+  kind_of,
   lead_to,
   map_entries,
+  map_masters,
   merge_masters,
   next_master,
   put_like,
@@ -127,7 +129,8 @@ def master_weights(
     masters = jax.tree.map(lambda p: first_master(p, splits=splits), params)
     inner_state = init_inner(inner, trained_of(masters, params), where)
     inner_state = jax.tree.map(strong, inner_state)
-    return place_like(params, state_of(masters, inner_state, splits=splits))
+    kind = SplitMaster if splits else None
+    return place_like(params, state_of(masters, inner_state, kind))
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
@@ -152,7 +155,7 @@ def master_weights(
       )
     params = arrays_only(params)
     masters = entries_of(state)
-    check_split(masters, params, f"{where}.update(params)", view=True)
+    check_split(masters, params, f"{where}.update(params)", view=is_shown(state))
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
     trained = trained_of(masters, params)
     frozen, grads = leave_to_window(frozen_leaves([updates], params), grads, state.inner_state)
@@ -163,28 +166,9 @@ def master_weights(
     moved = optax.apply_updates(trained, new_updates)
     new_updates = map_entries(lead_to, masters, moved, params, new_updates)
     masters = map_entries(next_master, masters, moved, params, new_updates)
-    return new_updates, state_of(masters, inner_state, splits=splits)
+    return new_updates, state_of(masters, inner_state, kind_of(state))
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state: T) -> T:
-  """Returns `opt_state` with `f` of each `MasterWeightsState` in it."""
-
-  def is_state(x: object) -> bool:
-    return isinstance(x, MasterWeightsState)
-
-  return jax.tree.map(lambda x: f(x) if is_state(x) else x, opt_state, is_leaf=is_state)
-
-
-def _map_masters(f: Callable[[PyTree, bool], PyTree], opt_state: T) -> T:
-  """Returns `opt_state` with `f` of the masters in each state, and of whether it splits."""
-
-  def one(state: MasterWeightsState) -> MasterWeightsState:
-    splits = is_split(state)
-    return state_of(f(entries_of(state), splits), state.inner_state, splits=splits)
-
-  return map_states(one, opt_state)
 
 
 def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
@@ -211,7 +195,7 @@ def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
       problems.append(str(error))
       return master
 
-  adopted = _map_masters(adopt, opt_state)
+  adopted = map_masters(adopt, opt_state)
   if problems:
     raise MpjaxTypeError(
       where,
@@ -248,7 +232,7 @@ def keep_masters(frozen: PyTree, old: OptState, new: OptState) -> OptState:
   def keep(moved: PyTree, _: bool) -> PyTree:
     return map_entries(pick, moved, next(masters), frozen)
 
-  return _map_masters(keep, new)
+  return map_masters(keep, new)
 
 
 def master_params(opt_state: OptState, params: Params = None) -> Params:
@@ -289,15 +273,17 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
     return map_entries(lambda m: None if is_hole(m) else m, merged)
   try:
     map_entries(lambda m, p: None, merged, params)
-    check_split(merged, params, "mpjax.master_params(params)", view=False)
-    return trained_of(merged, params)
   except ValueError as error:
     raise MpjaxValueError(
       "mpjax.master_params(params)",
       expected="the tree that the state was created for",
       got=f"another one ({error})",
-      fix="Pass the parameters that are trained with this state.",
+      fix="Pass the parameters that are trained with this state. Of Flax NNX, pass state and "
+      "parameters without their variables: nnx.as_pure(optimizer.opt_state) and "
+      "nnx.as_pure(nnx.state(model, nnx.Param)).",
     ) from error
+  check_split(merged, params, "mpjax.master_params(params)", view=False)
+  return trained_of(merged, params)
 
 
 def set_master_params(opt_state: T, params: Params) -> T:
@@ -344,7 +330,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
 
   fix = "Pass the float32 parameters of the same model, with the tree that init was given."
   try:
-    new_state = _map_masters(
+    new_state = map_masters(
       lambda master, _: jax.tree_util.tree_map_with_path(put, master, params, is_leaf=is_entry),
       opt_state,
     )

@@ -1,7 +1,8 @@
 """Trees of masters: one for each parameter in low precision, in one array or split."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,13 @@ from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.trees import is_array_like, is_half, round_to, saturate
-from mpjax._core.types import Array, Leaf, OptState, Params, PyTree
+from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax.transforms._checks import update_inner
 from mpjax.transforms._split import SplitMaster, join, rounded, split
 from mpjax.transforms._state import MasterWeightsState
-from mpjax.transforms._trees import nodes_of
+from mpjax.transforms._trees import float32_view, nodes_of
+
+T = TypeVar("T")
 
 
 def is_hole(x: object) -> bool:
@@ -35,6 +39,21 @@ def is_split(state: MasterWeightsState) -> bool:
   return isinstance(state.master, SplitMaster)
 
 
+class ShownMaster(SplitMaster):
+  """In the state that a wrapper passes on with its parameters shown in float32.
+
+  Nothing else tells `update` whether it is right that they are not bfloat16.
+  """
+
+
+def is_shown(state: MasterWeightsState) -> bool:
+  return isinstance(state.master, ShownMaster)
+
+
+def kind_of(state: MasterWeightsState) -> type[SplitMaster] | None:
+  return type(state.master) if is_split(state) else None
+
+
 def has_split(opt_state: OptState) -> bool:
   """Whether masters in `opt_state` need the parameters that they were split from."""
   states = nodes_of(opt_state, MasterWeightsState)
@@ -52,9 +71,11 @@ def entries_of(state: MasterWeightsState) -> PyTree:
   return jax.tree.map(entry, state.master.remainder, state.master.parity, is_leaf=is_hole)
 
 
-def state_of(entries: PyTree, inner_state: OptState, *, splits: bool) -> MasterWeightsState:
-  """Returns the state with these masters, which `entries_of` would return."""
-  if not splits:
+def state_of(
+  entries: PyTree, inner_state: OptState, kind: type[SplitMaster] | None
+) -> MasterWeightsState:
+  """Returns the state with these masters, as `entries_of` and `kind_of` return them."""
+  if kind is None:
     return MasterWeightsState(entries, inner_state)
 
   def parity(m: Leaf) -> Leaf:
@@ -64,7 +85,57 @@ def state_of(entries: PyTree, inner_state: OptState, *, splits: bool) -> MasterW
 
   # Two trees of arrays, since containers of parameters (`nnx.State`) may not hold others.
   remainder = map_entries(lambda m: m.remainder if isinstance(m, SplitMaster) else m, entries)
-  return MasterWeightsState(SplitMaster(remainder, map_entries(parity, entries)), inner_state)
+  return MasterWeightsState(kind(remainder, map_entries(parity, entries)), inner_state)
+
+
+def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state: T) -> T:
+  """Returns `opt_state` with `f` of each `MasterWeightsState` in it."""
+
+  def is_state(x: object) -> bool:
+    return isinstance(x, MasterWeightsState)
+
+  return jax.tree.map(lambda x: f(x) if is_state(x) else x, opt_state, is_leaf=is_state)
+
+
+def map_masters(f: Callable[[PyTree, bool], PyTree], opt_state: T) -> T:
+  """Returns `opt_state` with `f` of the masters in each state, and of whether it splits."""
+
+  def one(state: MasterWeightsState) -> MasterWeightsState:
+    return state_of(f(entries_of(state), is_split(state)), state.inner_state, kind_of(state))
+
+  return map_states(one, opt_state)
+
+
+def marked(opt_state: T, kind: type[SplitMaster] = ShownMaster) -> T:
+  """Returns `opt_state` with all that is split in a `kind`."""
+  return map_states(
+    lambda state: state._replace(master=kind(*state.master)) if is_split(state) else state,
+    opt_state,
+  )
+
+
+def update_shown(
+  inner: optax.GradientTransformationExtraArgs,
+  grads: Grads,
+  state: OptState,
+  params: Params,
+  extra_args: Mapping[str, PyTree],
+  where: str,
+) -> tuple[Updates, OptState]:
+  """Returns `update_inner` of an `inner` that is shown `params` in float32.
+
+  Raises:
+    MpjaxValueError: something is split, and `params` are not what it was split from.
+  """
+  states = nodes_of(state, MasterWeightsState)
+  view = None if params is None else float32_view(params)
+  if any(map(is_shown, states)):  # A wrapper around this one shows them, and has looked at them.
+    return update_inner(inner, grads, state, view, extra_args, where)
+  if params is not None:
+    for one in states:
+      check_split(entries_of(one), params, f"{where}(params)", view=False)
+  new_updates, new = update_inner(inner, grads, marked(state), view, extra_args, where)
+  return new_updates, marked(new, SplitMaster)
 
 
 def first_master(param: Leaf, *, splits: bool) -> Leaf:

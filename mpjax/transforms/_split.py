@@ -114,13 +114,16 @@ def pack(flags: Array) -> Array:
     # Axes of a mesh that are Explicit do not divide what is no multiple.
     spec = jax.P(*sharding.spec[:-1], None)
     flags = jax.sharding.reshard(flags, jax.NamedSharding(sharding.mesh, spec))
+  if not flags.size:  # jnp.packbits fails at some of these shapes, jnp.unpackbits at most of them.
+    return jax.lax.slice_in_dim(flags, 0, -(-flags.shape[-1] // 8), axis=-1).astype(jnp.uint8)
   return jnp.packbits(flags, axis=-1)
 
 
 def unpack(packed: Array, like: Array) -> Array:
   """Returns the bools (as uint8) that `pack` was given for an array of the shape of `like`."""
-  size = like.shape[-1] if like.shape else 1
-  bits = jnp.unpackbits(packed, axis=-1, count=size)
+  if not like.size:
+    return jnp.zeros_like(like, jnp.uint8)
+  bits = jnp.unpackbits(packed, axis=-1, count=like.shape[-1] if like.shape else 1)
   sharding, _ = _last_axis(like)
   if sharding is not None and jax.typeof(bits).sharding != sharding:
     bits = jax.sharding.reshard(bits, sharding)

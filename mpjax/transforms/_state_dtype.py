@@ -1,7 +1,7 @@
 """The optax wrapper that stores the moments of an optimizer in low precision."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
@@ -107,9 +107,10 @@ def state_dtype(
       "is less than its rounding), and in float16 small ones are 0, which gives inf or NaN within "
       "steps. allow_second_moments=True stores them so nevertheless.",
     )
+  arguments = {"first": "mu", "second": "nu"}
   dtypes = {
     order: _check_dtype(dtype, f"mpjax.state_dtype({name})")
-    for order, name, dtype in (("first", "mu", mu), ("second", "nu", nu))
+    for (order, name), dtype in zip(arguments.items(), (mu, nu), strict=True)
     if dtype is not None
   }
   if not dtypes:
@@ -125,10 +126,10 @@ def state_dtype(
 
     def store(x: Leaf, order: Order) -> Leaf:
       found.add(order)
-      return x.astype(dtypes[order]) if order in dtypes and _is_stored(x) else x
+      return _cast(x, dtypes.get(order))
 
     state = _map_moments(store, init_inner(inner, params, where), _types_in(params))
-    missing = [{"first": "mu", "second": "nu"}[order] for order in dtypes if order not in found]
+    missing = [arguments[order] for order in dtypes if order not in found]
     if missing and jax.tree.leaves(params):
       raise MpjaxValueError(
         f"mpjax.state_dtype({', '.join(missing)})",
@@ -143,16 +144,15 @@ def state_dtype(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, OptState]:
     containers = _types_in(updates if params is None else params)
+    wide = dict.fromkeys(dtypes, jnp.dtype(jnp.float32))
 
-    def widen(x: Leaf, order: Order) -> Leaf:
-      return x.astype(jnp.float32) if order in dtypes and _is_stored(x) else x
+    def cast(state: OptState, into: Mapping[str, DType]) -> OptState:
+      return _map_moments(lambda x, order: _cast(x, into.get(order)), state, containers)
 
-    def store(x: Leaf, order: Order) -> Leaf:
-      return x.astype(dtypes[order]) if order in dtypes and _is_stored(x) else x
-
-    wide = _map_moments(widen, state, containers)
-    new_updates, new = update_inner(inner, updates, wide, params, extra_args, f"{where}.update")
-    return new_updates, _map_moments(store, new, containers)
+    new_updates, new = update_inner(
+      inner, updates, cast(state, wide), params, extra_args, f"{where}.update"
+    )
+    return new_updates, cast(new, dtypes)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -169,8 +169,10 @@ def _check_dtype(dtype: DTypeLike, where: str) -> DType:
   return found
 
 
-def _is_stored(x: Leaf) -> bool:
-  return is_floating(x) and x.dtype.itemsize <= 4
+def _cast(x: Leaf, dtype: DType | None) -> Leaf:
+  """Returns an array of a moment in `dtype`; without one, or of 64 bits or complex, as it is."""
+  is_stored = is_floating(x) and x.dtype.itemsize <= 4
+  return x if dtype is None or not is_stored else x.astype(dtype)
 
 
 def _types_in(tree: PyTree) -> set[Class]:

@@ -73,6 +73,7 @@ def oracle(leaves):
   return min(bad, default=len(leaves))
 
 
+@pytest.mark.case("I23")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_the_first_bad_leaf_is_numpys(both, value):
   rng = np.random.default_rng(int(value > 0) + 2 * int(value < 0))
@@ -122,6 +123,7 @@ def test_a_sum_of_squares_is_numpys(both):
   np.testing.assert_allclose(got, wanted, rtol=1e-3)  # Of bfloat16, squares have 8 bits.
 
 
+@pytest.mark.case("I23")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("members", [None, 3])
 def test_a_step_keeps_or_moves_the_same_bits(members, monkeypatch):
@@ -196,6 +198,7 @@ def test_scalars_of_a_shard_map_stay_what_they_are(devices):
   assert (found == flags).all()
 
 
+@pytest.mark.case("I23")
 def test_it_is_decided_where_it_is_lowered_and_leaves_no_branch():
   """Sizes 6 (of two shapes), 4, and 5: one reduction for a GPU, seven for a CPU."""
   shapes = [(2, 3), (4,), (3, 2), (4,), (2, 3), (5,), (4,)]
@@ -224,6 +227,7 @@ def test_small_leaves_of_which_several_have_one_shape_share_a_mask_on_a_gpu():
   assert barriers == {"cpu": 0, "cuda": 1}
 
 
+@pytest.mark.case("I23")
 def test_select_is_wheres(both):
   rng = np.random.default_rng(0)
   new, old = leaves_of(rng, 40), None
@@ -265,6 +269,7 @@ def state_of(mesh, specs):
 SPECS = {"rows": P("x"), "columns": P(None, "x"), "both": P("x", "y"), "all": P(), "all2": P()}
 
 
+@pytest.mark.case("B158")
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_leaves_on_a_mesh_are_not_gathered(devices, kind):

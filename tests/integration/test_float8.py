@@ -239,6 +239,7 @@ def bits(tree):
   return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.case("I21")
 @pytest.mark.parametrize("policy", [EXACT, POLICY], ids=["power of two", "any"])
 def test_a_loss_scale_changes_no_bit(policy):
   """The scales of gradients follow it: what is float8 is the same."""
@@ -249,6 +250,7 @@ def test_a_loss_scale_changes_no_bit(policy):
   assert bits(plain[0]) == bits(scaled[0])
 
 
+@pytest.mark.case("B156")
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_step_with_an_inf_is_skipped(bad):
   spoiled = X.copy()

@@ -702,7 +702,108 @@ _KERNELS = (
   ),
 )
 
+_SPLIT = "mpjax/transforms/_split.py::"
+_TREES_OF_MASTERS = "mpjax/transforms/_masters.py::"
+_STATE_DTYPE = "mpjax/transforms/_state_dtype.py::"
+
+_TEST_SPLIT = "tests/transforms/test_split.py::"
+_TEST_MASTERS = "tests/transforms/test_masters.py::"
+_TEST_STATE_DTYPE = "tests/transforms/test_state_dtype.py::"
+
+_SPLITS = (
+  Mutation(
+    number=59,
+    breaks="the 17th bit of a split master is always 0: one of two ties comes back as the other",
+    function=_SPLIT + "split",
+    old="pack(parity)",
+    new="pack(jnp.zeros_like(parity))",
+    test=_TEST_SPLIT + "test_16_bits_are_the_difference_of_the_bits",
+  ),
+  Mutation(
+    number=60,
+    breaks="the 17th bit of a split master is never read",
+    function=_SPLIT + "join",
+    old="jnp.where(is_near, size + rest, apart)",
+    new="size + rest",
+    test=_TEST_SPLIT + "test_16_bits_are_the_difference_of_the_bits",
+  ),
+  Mutation(
+    number=61,
+    breaks="a master beyond the range of bfloat16 is rounded to an inf, which no update leaves",
+    function=_SPLIT + "rounded",
+    old="jnp.minimum(nearest, _LARGEST)",
+    new="nearest",
+    test=_TEST_SPLIT + "test_every_number_with_these_upper_bits_comes_back",
+  ),
+  Mutation(
+    number=62,
+    breaks="a master is split from its rounding where the addition ends at another parameter",
+    function=_TREES_OF_MASTERS + "next_master",
+    old="rounded(param.astype(jnp.float32) + update)",
+    new="rounded(moved)",
+    test=_TEST_MASTERS + "test_the_nearest_master_where_no_update_leads_to_the_rounded_one",
+  ),
+  Mutation(
+    number=63,
+    breaks="a frozen parameter's split master moves with decay and momentum",
+    function=_MASTERS + "keep_masters",
+    old="select_split(f, o, n)",
+    new="n",
+    test=_TEST_MASTERS + "test_a_window_without_gradients_keeps_split_masters",
+  ),
+  Mutation(
+    number=64,
+    letter="a",
+    breaks="split masters are read with any parameters",
+    function=_TREES_OF_MASTERS + "check_split",
+    old="isinstance(m, SplitMaster)",
+    new="False",
+    test=_TEST_MASTERS + "test_parameters_that_cannot_belong_to_the_state_raise",
+  ),
+  Mutation(
+    number=64,
+    letter="b",
+    breaks="float32 parameters pass for bfloat16 ones that a wrapper shows in float32",
+    function=_TREES_OF_MASTERS + "update_shown",
+    old="check_split(entries_of(one), params, f'{where}(params)', view=False)",
+    new="pass",
+    test=_TEST_MASTERS + "test_parameters_of_another_dtype_never_give_masters",
+  ),
+  Mutation(
+    number=65,
+    breaks="float32 masters of a checkpoint are split from parameters that are not their rounding",
+    function="mpjax/_io/master_storage.py::cross",
+    old="not same",
+    new="False",
+    test="tests/io/test_master_storage.py::test_parameters_that_are_not_the_rounded_masters_raise",
+  ),
+  Mutation(
+    number=66,
+    breaks="which moment a field holds goes by its name alone, of all optimizers",
+    function=_STATE_DTYPE + "_map_moments",
+    old="_FIELDS_OF.get(type(owner).__name__, _FIELDS)",
+    new="_FIELDS",
+    test=_TEST_STATE_DTYPE + "test_first_moments_are_found_and_nothing_else",
+  ),
+  Mutation(
+    number=67,
+    breaks="second moments are stored in low precision without a word",
+    function=_STATE_DTYPE + "state_dtype",
+    old="nu is not None and not allow_second_moments",
+    new="False",
+    test=_TEST_STATE_DTYPE + "test_second_moments_are_refused_unless_asked_for",
+  ),
+  Mutation(
+    number=68,
+    breaks="first moments are computed in the dtype that they are stored in",
+    function=_STATE_DTYPE + "state_dtype",
+    old="cast(state, wide)",
+    new="state",
+    test=_TEST_STATE_DTYPE + "test_numbers_are_those_of_float32_arithmetic_on_rounded_moments",
+  ),
+)
+
 MUTATIONS = (
   *(*_DYNAMICS, *_CHECKS, *_ACCUMULATIONS, *_DEVICES),
-  *(*_POLICIES, *_STORED, *_NNX, *_STEPS, *_PRECISION, *_FLOAT8, *_KERNELS),
+  *(*_POLICIES, *_STORED, *_NNX, *_STEPS, *_PRECISION, *_FLOAT8, *_KERNELS, *_SPLITS),
 )

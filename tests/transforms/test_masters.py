@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.errors import check_error
@@ -56,6 +57,7 @@ def test_masters_need_the_parameters_that_they_were_split_from():
   assert found["n"] is PARAMS["n"]
 
 
+@pytest.mark.case("B152")
 @pytest.mark.parametrize(
   ("wrong", "got"),
   [
@@ -88,6 +90,65 @@ def test_float32_is_a_wrappers_view_and_for_users_another_dtype():
     got="float32[2] for bfloat16[2]",
     fix="bfloat16 parameters",
   )
+  assert str(excinfo.value).count("expected") == 1, "an error inside of an error"
+  assert excinfo.value.__cause__ is None
+
+
+WRAPPERS = {
+  "mpjax.master_weights(inner)": lambda tx: tx,
+  "mpjax.loss_scaling(inner)": mpjax.loss_scaling,
+  "mpjax.accumulate_gradients(inner)": lambda tx: mpjax.accumulate_gradients(tx, 2),
+  "in a chain": lambda tx: mpjax.loss_scaling(optax.chain(optax.clip(1.0), tx)),
+  "of a window": lambda tx: mpjax.loss_scaling(mpjax.accumulate_gradients(tx, 2)),
+  "no scale": lambda tx: mpjax.loss_scaling(tx, mpjax.NoLossScale()),
+}
+NAMED = {
+  "in a chain": "mpjax.loss_scaling(inner)",
+  "of a window": "mpjax.loss_scaling(inner)",
+  "no scale": "mpjax.master_weights(inner)",
+}
+
+
+@pytest.mark.case("B152")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_parameters_of_another_dtype_never_give_masters(wrapper, dtype):
+  """float32 parameters have lower bits of their own, which a master would be read with."""
+  tx = WRAPPERS[wrapper](split(optax.adam(0.1)))
+  params = {"b": jnp.asarray([1.0, -2.0], jnp.bfloat16)}
+  state = tx.init(params)
+  wrong = {"b": jnp.full(2, 1.003, dtype)}
+  for update in (tx.update, jax.jit(tx.update)):
+    with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+      update(params, state, wrong)
+    check_error(
+      excinfo,
+      where=f"{NAMED.get(wrapper, wrapper)}.update(params)",
+      expected="of this state",
+      got=f"{dtype}[2] for bfloat16[2]",
+      fix="bfloat16 parameters",
+    )
+    _, new = update(params, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("storage", ["float32", "split"])
+def test_variables_of_nnx_have_to_be_left_out(storage):
+  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1), storage=storage))
+  state = nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state
+  params = nnx.state(model, nnx.Param)
+  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    mpjax.master_params(state, params)
+  check_error(
+    excinfo,
+    where="mpjax.master_params(params)",
+    expected="the tree that the state was created for",
+    got="another one",
+    fix="nnx.as_pure(optimizer.opt_state) and nnx.as_pure(nnx.state(model, nnx.Param))",
+  )
+  found = mpjax.master_params(nnx.as_pure(state), nnx.as_pure(params))
+  assert bits(found["kernel"]) == bits(np.asarray(model.kernel[...]).astype(F32))
 
 
 def test_update_refuses_what_cannot_be_its_parameters():
@@ -206,3 +267,45 @@ def test_masters_of_branches_are_merged():
     got="two for the same part",
     fix="Use master_weights once",
   )
+
+
+def test_the_nearest_master_where_no_update_leads_to_the_rounded_one():
+  """From 1 to -3 ulps: float32 rounds -1 - 3 ulps, and the addition ends at -4 ulps."""
+  ulp, start = F32(2.0**-24), F32(1 - 2.0**-10)
+  params = jnp.ones(1, jnp.bfloat16)
+  tx = split(optax.sgd(1.0))
+  state = mpjax.set_master_params(tx.init(params), jnp.full(1, start))
+  updates, state = tx.update(jnp.full(1, start + 3 * ulp), state, params)
+  params = mpjax.apply_updates(params, updates)
+  assert params.tolist() == [-4 * ulp]
+  # Half a step of bfloat16 below 4 ulps, where the steps are 2^-8 of it.
+  assert mpjax.master_params(state, params).tolist() == [-4 * ulp * (1 - F32(2.0**-9))]
+
+
+@pytest.mark.case("I19")
+@pytest.mark.parametrize("given", ["never", "in the first batch", "always"])
+def test_a_window_without_gradients_keeps_split_masters(given):
+  """Decay and momentum would move what had a gradient before."""
+  ends = []
+  for storage in ("float32", "split"):
+    masters = mpjax.master_weights(optax.adamw(0.01, weight_decay=0.1), storage=storage)
+    tx = mpjax.loss_scaling(mpjax.accumulate_gradients(masters, 2), mpjax.StaticLossScale(8))
+    params = {"a": jnp.full(9, 1.5, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, grads, tx=tx, storage=storage):
+      updates, state = tx.update(grads, state, params)
+      master = mpjax.master_params(state) if storage == "float32" else None
+      return mpjax.apply_updates(params, updates, master=master), state
+
+    seen = []
+    for i in range(8):
+      grads = jax.tree.map(lambda p, i=i: p * (i + 1), params)
+      if i >= 4 and (given == "never" or (given == "in the first batch" and i % 2)):
+        grads["a"] = None
+      params, state = step(params, state, grads)
+      seen.append(jax.device_get((params, mpjax.master_params(state, params))))
+    assert (bits(seen[3][1]["a"]) == bits(seen[-1][1]["a"])) == (given == "never")
+    ends.append(seen)
+  assert bits(ends[0]) == bits(ends[1])

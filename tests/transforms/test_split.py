@@ -142,7 +142,11 @@ def test_what_belongs_to_other_parameters_is_finite():
   assert np.all(np.isfinite(run(join, others, held)))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (9,), (3, 17), (2, 3, 8), (0,), (4, 0)])
+EMPTY = [(0,), (4, 0), (0, 4), (2, 0, 3), (0, 17), (0, 0)]
+
+
+@pytest.mark.case("B153")
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (9,), (3, 17), (2, 3, 8), *EMPTY])
 def test_any_shape(shape):
   x = np.random.default_rng(2).normal(size=shape).astype(np.float32)
   param, held, back, _ = there_and_back(x)
@@ -150,6 +154,8 @@ def test_any_shape(shape):
   assert held.remainder.shape == param.shape == shape
   assert held.parity.shape == (*shape[:-1], -(-last // 8))
   assert same(back, x)
+  np.testing.assert_array_equal(unpack(pack(jnp.asarray(x > 0)), jnp.asarray(x)), x > 0)
+  assert jax.tree.map(jax.typeof, select_split(x > 0, held, held)) == jax.tree.map(jax.typeof, held)
 
 
 def test_selected_element_by_element():
@@ -162,11 +168,11 @@ def test_selected_element_by_element():
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-@pytest.mark.parametrize("shape", [(16,), (128,), (8, 20), (4, 16)])
+@pytest.mark.parametrize("shape", [(16,), (128,), (8, 20), (4, 16), (0, 16), (0, 32), (8, 0)])
 def test_the_17th_bits_of_a_sharded_array(devices, axis_type, shape):
   """Where bytes do not divide like the elements, the bits are replicated along the last axis."""
   mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices)
-  spec = jax.P("data") if shape[0] % 8 == 0 else jax.P(None, "data")
+  spec = jax.P(None, "data") if shape[0] % 8 or not shape[0] else jax.P("data")
   x = np.random.default_rng(4).normal(size=shape).astype(np.float32)
   placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
   for both in (there_and_back, jax.jit(there_and_back)):

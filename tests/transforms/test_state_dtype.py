@@ -46,6 +46,7 @@ def halved(tx, **kwargs):
   )
 
 
+@pytest.mark.case("I20")
 @pytest.mark.parametrize(
   ("tx", "fields"),
   [
@@ -127,6 +128,7 @@ def test_states_of_others_are_found_too():
     _, state = tx.update(grads(0), state, PARAMS)
 
 
+@pytest.mark.case("I20")
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_numbers_are_those_of_float32_arithmetic_on_rounded_moments(half):
   """NumPy rounds the stored moment and nothing else; outside of jit each operation rounds."""
@@ -180,6 +182,7 @@ def test_it_is_closer_to_float32_than_the_mu_dtype_of_optax():
   assert 0 < error["ours"] < 0.8 * error["optax"]
 
 
+@pytest.mark.case("I20")
 @pytest.mark.parametrize("masters", ["none", "inside", "around"])
 def test_a_skipped_step_is_a_deleted_one(masters):
   half = functools.partial(mpjax.state_dtype, mu="bfloat16")
@@ -245,6 +248,7 @@ def test_in_labels_in_a_train_step_and_in_a_checkpoint():
   assert bits(back) == bits(state)
 
 
+@pytest.mark.case("B154")
 @pytest.mark.parametrize("nu", ["bfloat16", "float16", "int8", jnp.float32])
 def test_second_moments_are_refused_unless_asked_for(nu):
   with pytest.raises(mpjax.MpjaxValueError) as excinfo:
@@ -258,6 +262,7 @@ def test_second_moments_are_refused_unless_asked_for(nu):
   )
 
 
+@pytest.mark.case("B154")
 def test_second_moments_stop_in_bfloat16():
   """What the refusal says, with gradients of 1: the exact second moment goes to 1."""
   b2 = 0.999

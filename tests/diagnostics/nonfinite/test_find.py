@@ -7,6 +7,7 @@ from jax.experimental import pallas
 import mpjax
 from tests.diagnostics.nonfinite.faults import FAULTS
 from tests.errors import check_error
+from tests.programs import bits
 
 pytestmark = [
   pytest.mark.standard_promotion,
@@ -32,6 +33,27 @@ def test_the_planted_fault_is_found(name):
     assert found.index == wanted.index
   if wanted.device is not None:
     assert found.device == wanted.device
+
+
+@pytest.mark.case("B006")
+def test_a_root_of_zero_behind_a_where_is_skipped_and_named():
+  """The loss is finite, and the slope of what `where` does not take is 0 * inf."""
+
+  def loss_fn(x):
+    with jax.named_scope("head"):
+      return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
+
+  x = jnp.asarray([1.0, 0.0, 4.0])
+  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.StaticLossScale(8))
+  state = tx.init(x)
+  loss, grads = mpjax.value_and_grad(loss_fn, state)(x)
+  assert loss == 3
+  assert jnp.isnan(grads).tolist() == [False, True, False]
+  updates, state = tx.update(grads, state, x)
+  assert mpjax.loss_scaling_metrics(state)["skipped"] == 1
+  assert bits(mpjax.apply_updates(x, updates)) == bits(x)
+  found = mpjax.find_nonfinite(jax.value_and_grad(loss_fn))(x)
+  assert (found.operation, found.path, found.direction) == ("mul", "head", "backward")
 
 
 def test_no_argument_is_deleted():

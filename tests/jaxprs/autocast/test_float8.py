@@ -222,6 +222,18 @@ def test_full_precision_is_no_float8():
   assert in_float8(lambda x, w: precise(x, w), s(8, 32), s(32, 16)) == [False]
 
 
+@pytest.mark.case("B045")
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("other", ["float32", "bfloat16", "float16", "float8_e5m2"])
+@pytest.mark.parametrize("operation", [jnp.add, jnp.matmul], ids=["add", "matmul"])
+def test_float8_with_anything_else_is_jaxs_error_until_it_is_cast(operation, other):
+  x, y = jnp.ones((16, 16), jnp.float8_e4m3fn), jnp.ones((16, 16), other)
+  for fun in (operation, mpjax.autocast(operation, policy())):
+    with pytest.raises(ValueError, match="no available implicit dtype promotion path"):
+      fun(x, y)
+    assert jnp.isfinite(fun(x.astype(other), y).astype(jnp.float32)).all()
+
+
 def test_an_audit_takes_neither_scaling_nor_what_is_left_out_for_a_leak():
   def fun(w, v, x):
     return jnp.sum(jnp.sin(jnp.sin(jnp.sin(x) @ w) @ v) ** 2)

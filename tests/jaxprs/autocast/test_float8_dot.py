@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.case("I22")
 @pytest.mark.parametrize(("formula", "x", "w", "recipe"), CASES)
 def test_an_einsum_and_its_gradients_are_those_of_rounded_operands(formula, x, w, recipe):
   # In bfloat16, so that what is multiplied is what the oracle is given.
@@ -111,6 +112,7 @@ def test_zeros_stay_zeros(recipe):
     assert all(np.all(np.isfinite(each)) for each in (y, of_w, of_x))
 
 
+@pytest.mark.case("B156")
 @recipes
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("where", ["x", "w", "cotangent"])
@@ -150,6 +152,7 @@ def test_whole_numbers_are_exact(half, scaling):
   np.testing.assert_array_equal(of_w, x.T @ g)
 
 
+@pytest.mark.case("B157")
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_results_before_scaling_are_no_result_of_float16(half):
   """448 * 448 * 64 is above what float16 holds; scaled, the result is 1."""
@@ -158,6 +161,7 @@ def test_results_before_scaling_are_no_result_of_float16(half):
   np.testing.assert_allclose(y, np.ones((16, 16)), rtol=2**-8)
 
 
+@pytest.mark.case("I21")
 @pytest.mark.parametrize("exponent", [-14, 24])
 @pytest.mark.parametrize("recipe", list(RECIPES.values())[:4], ids=list(RECIPES)[:4])
 def test_a_loss_scale_is_invisible(recipe, exponent):

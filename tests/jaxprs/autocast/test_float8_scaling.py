@@ -12,6 +12,7 @@ from mpjax._jaxprs.autocast.float8_scaling import quantise
 from tests.float8_oracle import E4M3, E5M2, normal, quantised, scale_of
 
 
+@pytest.mark.case("I22")
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("axes", [None, (0,), (1,), (0, 1)])
