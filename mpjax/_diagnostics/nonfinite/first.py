@@ -207,10 +207,10 @@ class _Watch:
         self._counts(carried)
 
   def _multiply(self, step: Step, ins: Sequence[Any]) -> None:
-    """A factor of the backward pass counts where it meets something else than 0.
+    """A factor of the backward pass counts where it is NaN, or meets something else than 0.
 
     0 * inf is NaN, and that it is 0 tells that the value did not count in the forward pass: there,
-    the multiplication is what broke.
+    the multiplication is what broke. 0 * NaN breaks nothing that was not broken before.
     """
     for position, slot in enumerate(step.ins):
       if isinstance(slot, Literal) or slot not in self.factors:
@@ -220,7 +220,8 @@ class _Watch:
         self.factors.update(dict.fromkeys(step.outs, (number, broke)))
       elif len(ins) == 2 and is_elementwise(step) and not self._only_discards(step):
         other = jnp.asarray(ins[1 - position])
-        meets = not_finite(ins[position]) & ~not_finite(other) & (other != 0)
+        counts = is_nan(ins[position]) | (other != 0)
+        meets = not_finite(ins[position]) & ~not_finite(other) & counts
         self._mask(number, broke & meets)
 
   def _only_discards(self, step: Step) -> bool:

@@ -56,6 +56,21 @@ def test_a_root_of_zero_behind_a_where_is_skipped_and_named():
   assert (found.operation, found.path, found.direction) == ("mul", "head", "backward")
 
 
+def test_a_nan_counts_that_only_meets_zeros():
+  """The slope of a root of 0 is inf, times the 0 of `where` NaN, and that times an input of 0."""
+
+  def loss_fn(scale, x):
+    with jax.named_scope("head"):
+      return jnp.sum(jnp.where(x > 0, jnp.sqrt(scale * x), 0.0))
+
+  args = jnp.ones(3), jnp.asarray([1.0, 0.0, 4.0])
+  grad_fn = jax.grad(loss_fn)
+  assert jnp.isnan(grad_fn(*args)).tolist() == [False, True, False]
+  found = mpjax.find_nonfinite(grad_fn)(*args)
+  assert (found.operation, found.path, found.direction) == ("mul", "head", "backward")
+  assert found.index == (1,)
+
+
 def test_no_argument_is_deleted():
   x = jnp.asarray([0.0, 1.0])
   mpjax.find_nonfinite(jax.jit(jnp.log, donate_argnums=0))(x)
