@@ -94,17 +94,9 @@ def scaled_dot(params: EqnParams, operands: Sequence[Scaled], dtype: DType) -> A
     *(x.values for x in operands), **{**params, "precision": None, "preferred_element_type": holds}
   )
   result = jax.lax.convert_element_type(result, FLOAT32)
-  scales = [
-    _along(result, operand.scale, side, params["dimension_numbers"])
-    for side, operand in enumerate(operands)
-    if operand.scale is not None
-  ]
-  if len(scales) == 2:
-    # The smaller one first: of 1e37 and 1e-30 the larger one would make inf of what is finite. Not
-    # their product: that of two large ones may be inf where an element is 0, which would be NaN.
-    scales = [jnp.minimum(*scales), jnp.maximum(*scales)]
-  for scale in scales:
-    result = result * scale
+  for side, operand in enumerate(operands):
+    if operand.scale is not None:
+      result = result * _along(result, operand.scale, side, params["dimension_numbers"])
   return jax.lax.convert_element_type(result, dtype)
 
 
