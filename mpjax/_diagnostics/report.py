@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -110,6 +111,17 @@ def as_text(sections: Sequence[Section], width: int = WIDTH) -> str:
     console.print(Group(*(part for each in sections for part in _parts(each))), end="")
   lines = [line.rstrip() for line in capture.get().splitlines()]
   return "\n".join(lines).strip("\n")
+
+
+def progress_console(*, stderr: bool = False) -> Console:
+  """Returns a console that draws progress in a terminal alone.
+
+  rich takes a notebook for one, since Jupyter sets FORCE_COLOR: each frame would be a line of its
+  own there.
+  """
+  stream = sys.stderr if stderr else sys.stdout
+  is_terminal = stream is not None and stream.isatty()
+  return Console(stderr=stderr, force_jupyter=False, force_terminal=is_terminal)
 
 
 def _parts(section: Section) -> list[Text | Table | Padding]:

@@ -22,6 +22,7 @@ from mpjax._diagnostics.arguments import check_function
 from mpjax._diagnostics.flat import Call, gradient_of
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.ranges.measure import ranges
+from mpjax._diagnostics.report import progress_console
 from mpjax._diagnostics.tune.modules import Modules, modules_of, rules_for
 from mpjax._diagnostics.tune.search import Chosen, Problem, most_evaluations, search
 from mpjax._diagnostics.tune.sensitivity import Sensitivity, sensitivity
@@ -163,7 +164,7 @@ class _Tuning:
   def run(self) -> TuneReport:
     modules = modules_of(self._program.jaxpr)
     bound = most_evaluations(len(modules.paths))
-    console = Console(force_jupyter=False)
+    console = progress_console()
     text = f"tune: {len(modules.paths)} modules, at most {bound} measurements"
     console.print(text, highlight=False)
     with _progress(console) as progress:

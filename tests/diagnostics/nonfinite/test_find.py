@@ -71,6 +71,13 @@ def test_a_nan_counts_that_only_meets_zeros():
   assert found.index == (1,)
 
 
+def test_outside_of_a_terminal_nothing_is_drawn(monkeypatch, capsys):
+  """Also in a notebook, which sets FORCE_COLOR, for rich a sign of a terminal."""
+  monkeypatch.setenv("FORCE_COLOR", "1")
+  assert not mpjax.find_nonfinite(jnp.exp)(jnp.ones(3))
+  assert capsys.readouterr() == ("", "")
+
+
 def test_no_argument_is_deleted():
   x = jnp.asarray([0.0, 1.0])
   mpjax.find_nonfinite(jax.jit(jnp.log, donate_argnums=0))(x)
