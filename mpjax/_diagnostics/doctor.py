@@ -55,7 +55,7 @@ SUPPORTED: Mapping[str, str] = {
   "python": "3.11",
   "jax": "0.10",
   "jaxlib": "0.10",
-  "flax": "0.12",
+  "flax": "0.12.7",
   "optax": "0.2.8",
 }
 """The oldest version of each."""

@@ -116,7 +116,7 @@ def test_devices_are_counted_by_kind():
     ({"jax": "1.0"}, []),
     ({"python": "3.10.14"}, ["python 3.10.14: supported is 3.11 or later."]),
     ({"jax": "0.9.2", "optax": "0.2.10"}, ["jax 0.9.2: supported is 0.10 or later."]),
-    ({"flax": ""}, ["flax is missing: supported is 0.12 or later."]),
+    ({"flax": ""}, ["flax is missing: supported is 0.12.7 or later."]),
     ({"mpjax": "0.1.0", "jaxlib": "0.10.dev1"}, []),
   ],
 )
