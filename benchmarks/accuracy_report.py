@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tables
+from measure import taken
 
 FOLDER = pathlib.Path(__file__).parent
 RECORDED = FOLDER / "results" / "accuracy" / "cpu.json"
@@ -119,12 +120,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 def conditions(results: Mapping[str, Any]) -> str:
   """Returns under what the figures were taken, as a sentence."""
-  where = results["environment"]
-  versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-  return (
-    f"{where['date']}, {where['hardware']}, Python {where['python']}, {versions}. "
-    f"{results['seeds']} seeds."
-  )
+  return f"{taken(results['environment'])}. {results['seeds']} seeds."
 
 
 def summary(results: Mapping[str, Any]) -> str:

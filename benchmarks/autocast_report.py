@@ -11,7 +11,7 @@ from typing import Any
 
 from autocast_programs import PROGRAMS
 from autocast_tools import BOUNDS
-from measure import ratio
+from measure import ratio, taken
 from tables import replaced, table
 
 FOLDER = pathlib.Path(__file__).parent
@@ -169,13 +169,12 @@ def conditions(results: Figures) -> str:
   """Returns under what the figures were taken, as sentences."""
   parts = [results[part] for part in ("memory", "tracing", "tools")]
   where, rounds = parts[-1]["environment"], parts[-1]["settings"]["rounds"]
-  versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
   first = next(iter(_half_types(results, "tools")))
   other = results["tools"][first].get("there")
   there = f"; jaxamp with {_versions(other)} too" if other else ""
   loads = ", ".join(str(part["environment"]["load_average"][0]) for part in parts)
   return (
-    f"{where['date']}, {where['hardware']}, Python {where['python']}, {versions}{there}; "
+    f"{taken(where)}{there}; "
     f"{rounds} rounds, alternating (of tracing more than 1,000 equations half as many): median "
     f"(quartiles) of the ratios of each round. Load average at the start of each part: {loads}."
   )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpu_groups import milliseconds
-from measure import Ratio, ratio
+from measure import Ratio, ratio, taken
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -150,12 +150,10 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 def conditions(results: Mapping[str, Any]) -> str:
   """Returns under what the figures were taken, as a sentence."""
-  where, how = results["environment"], results["settings"]
-  versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+  how = results["settings"]
   return (
-    f"{where['date']}, {where['hardware']}, Python {where['python']}, {versions}; sizes "
-    f"{how['size']!r}, {how['rounds']} rounds of at least {how['seconds']} s: median (quartiles) "
-    "of the ratios of each round."
+    f"{taken(results['environment'])}; sizes {how['size']!r}, {how['rounds']} rounds of at least "
+    f"{how['seconds']} s: median (quartiles) of the ratios of each round."
   )
 
 

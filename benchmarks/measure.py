@@ -153,6 +153,13 @@ def environment(
   }
 
 
+def taken(environment: Mapping[str, Any]) -> str:
+  """Returns when and on what figures were taken, to begin a sentence with."""
+  versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+  python = f"Python {environment['python']}"
+  return f"{environment['date']}, {environment['hardware']}, {python}, {versions}"
+
+
 def hardware() -> str:
   """Returns the accelerator, or the number of cores, in words."""
   devices = jax.devices()

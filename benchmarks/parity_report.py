@@ -12,6 +12,7 @@ import matplotlib as mpl
 import numpy as np
 import tables
 from matplotlib import pyplot as plt
+from measure import taken
 
 FOLDER = pathlib.Path(__file__).parent
 RECORDED = FOLDER / "results" / "parity" / "cpu.json"
@@ -101,13 +102,11 @@ def table(results: Mapping[str, Any]) -> str:
 
 def conditions(results: Mapping[str, Any]) -> str:
   """Returns under what the figures were taken, as a sentence."""
-  where = results["environment"]
-  versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
   sizes = ", ".join(
     f"{name} {task['steps']} steps from {len(task['runs']['float32'])} seeds"
     for name, task in results["models"].items()
   )
-  return f"{where['date']}, {where['hardware']}, Python {where['python']}, {versions}. {sizes}."
+  return f"{taken(results['environment'])}. {sizes}."
 
 
 def summary(results: Mapping[str, Any]) -> str:

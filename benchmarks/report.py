@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from measure import ratio
+from measure import ratio, taken
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -78,11 +78,10 @@ def tables(results: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
 def conditions(results: dict[str, Any]) -> str:
   """Returns under what the figures were taken, as a sentence."""
   where, how = results["environment"], results["settings"]
-  versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
   return (
-    f"{where['date']}, {where['hardware']}, Python {where['python']}, {versions}; half is "
-    f"{how['half']}, sizes {how['size']!r}, {how['rounds']} rounds: median (quartiles) of the "
-    f"ratios of each round. Load average at the start: {where['load_average'][0]}."
+    f"{taken(where)}; half is {how['half']}, sizes {how['size']!r}, {how['rounds']} rounds: "
+    "median (quartiles) of the ratios of each round. Load average at the start: "
+    f"{where['load_average'][0]}."
   )
 
 

@@ -1,12 +1,9 @@
 """Gradients measured against float64: a true reference, right figures, and what the page says."""
 
-import importlib
 import io
 import json
 import math
-import pathlib
 import statistics
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +11,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+from tests.scripts import benchmark
 
 pytestmark = pytest.mark.standard_promotion
 
 FEW = ("Linen MLP", "Linen LSTM", "NNX transformer block")
 
 
-@pytest.fixture
-def report(monkeypatch) -> Any:
-  monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-  return importlib.import_module("accuracy_report")
-
-
-@pytest.fixture
-def bench(report) -> Any:
-  return importlib.import_module("accuracy")
+report = benchmark("accuracy_report", name="report")
+bench = benchmark("accuracy", name="bench")
 
 
 def recorded(report):

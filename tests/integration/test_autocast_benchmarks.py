@@ -5,7 +5,6 @@ import io
 import json
 import pathlib
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +12,17 @@ import pytest
 from rich.console import Console
 
 from tests import programs
+from tests.scripts import benchmark
 
-FOLDER = pathlib.Path(__file__).parent.parent.parent / "benchmarks"
 HALVES = ("bfloat16", "float16")
 
 # Programs promote ranks as people write them.
 pytestmark = pytest.mark.standard_promotion
 
 
-@pytest.fixture
-def bench(monkeypatch) -> Any:
-  monkeypatch.syspath_prepend(str(FOLDER))
-  return importlib.import_module("autocast")
-
-
-@pytest.fixture
-def report(bench) -> Any:
-  return importlib.import_module("autocast_report")
-
-
-@pytest.fixture
-def texts(bench) -> Any:
-  return importlib.import_module("autocast_programs")
+bench = benchmark("autocast", name="bench")
+report = benchmark("autocast_report", name="report")
+texts = benchmark("autocast_programs", name="texts")
 
 
 def test_a_program_is_measured_by_every_tool_and_written(bench, report, tmp_path, monkeypatch):

@@ -1,17 +1,13 @@
 """What is kept for the backward pass under autocast, against the same model with dtypes by hand."""
 
-import importlib
-import pathlib
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mpjax
+from tests.scripts import benchmark
 
-FOLDER = pathlib.Path(__file__).parent.parent.parent / "benchmarks"
 MODELS = ("ResNet", "GPT, scan and remat", "BERT", "LSTM")
 BOUND = 1.1
 
@@ -19,10 +15,7 @@ BOUND = 1.1
 pytestmark = pytest.mark.standard_promotion
 
 
-@pytest.fixture
-def memory(monkeypatch) -> Any:
-  monkeypatch.syspath_prepend(str(FOLDER))
-  return importlib.import_module("autocast_memory")
+memory = benchmark("autocast_memory", name="memory")
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])

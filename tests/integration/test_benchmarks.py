@@ -2,12 +2,9 @@
 
 import collections
 import functools
-import importlib
 import io
 import json
-import pathlib
 import platform
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +14,16 @@ from rich.console import Console
 
 import mpjax
 from tests import programs
+from tests.scripts import BENCHMARKS, benchmark
 
-FOLDER = pathlib.Path(__file__).parent.parent.parent / "benchmarks"
-RECORDED = sorted((FOLDER / "results").glob("*.json"))
+RECORDED = sorted((BENCHMARKS / "results").glob("*.json"))
 MODELS = ("mlp", "resnet", "gpt")
 HALVES = ("bfloat16", "float16")
 
 
-@pytest.fixture
-def bench(monkeypatch) -> Any:
-  monkeypatch.syspath_prepend(str(FOLDER))
-  return importlib.import_module("run")
-
-
-@pytest.fixture
-def measure(bench) -> Any:
-  return importlib.import_module("measure")
-
-
-@pytest.fixture
-def report(bench) -> Any:
-  return importlib.import_module("report")
+bench = benchmark("run", name="bench")
+measure = benchmark("measure")
+report = benchmark("report")
 
 
 def gradient(bench, case, apply):
@@ -220,6 +206,6 @@ def test_figures_are_recorded():
 
 def test_readme_shows_what_is_recorded(report):
   """Else run `python benchmarks/report.py`."""
-  readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+  readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
   assert report.updated(readme) == readme
   assert report.markdown(json.loads(RECORDED[0].read_text(encoding="utf-8"))) in readme

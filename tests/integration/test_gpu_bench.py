@@ -8,7 +8,6 @@ import functools
 import importlib
 import io
 import json
-import pathlib
 import sys
 import time
 
@@ -16,21 +15,10 @@ import jax
 import pytest
 from rich.console import Console
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-FOLDER = ROOT / "benchmarks"
+from tests.scripts import benchmark
 
-
-def module(name):
-  @pytest.fixture(name=name)
-  def fixture(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module(name)
-
-  return fixture
-
-
-gpu_bench, gpu_groups, gpu_ratios = map(module, ("gpu_bench", "gpu_groups", "gpu_ratios"))
-workers = module("workers")
+gpu_bench, gpu_groups, gpu_ratios = map(benchmark, ("gpu_bench", "gpu_groups", "gpu_ratios"))
+workers = benchmark("workers")
 
 
 def test_out_of_memory_is_told_from_other_failures(workers):

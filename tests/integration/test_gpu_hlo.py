@@ -2,10 +2,8 @@
 
 import collections
 import functools
-import importlib
 import io
 import json
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +18,9 @@ from rich.console import Console
 import mpjax
 from mpjax._core import together
 from tests import programs
+from tests.scripts import BENCHMARKS, benchmark
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-FOLDER = ROOT / "benchmarks"
-RECORDED = sorted((FOLDER / "results" / "gpu_hlo").glob("*.json"))
+RECORDED = sorted((BENCHMARKS / "results" / "gpu_hlo").glob("*.json"))
 
 # As XLA writes it for a GPU, shortened. A convolution of cuDNN with its workspace, one of whose
 # operands was copied before; a product within a fusion, whose operand is given twice; bytes of a
@@ -64,15 +61,8 @@ ENTRY %main (x: f16[2,8], w: f16[8,3], y: bf16[4,4]) -> (f32[4], bf16[4,4]) {
 """  # noqa: E501
 
 
-@pytest.fixture
-def hlo(monkeypatch) -> Any:
-  monkeypatch.syspath_prepend(str(FOLDER))
-  return importlib.import_module("hlo")
-
-
-@pytest.fixture
-def gpu_hlo(hlo) -> Any:
-  return importlib.import_module("gpu_hlo")
+hlo = benchmark("hlo")
+gpu_hlo = benchmark("gpu_hlo")
 
 
 @pytest.fixture
@@ -452,7 +442,7 @@ def test_figures_for_a_gpu_are_recorded(gpu_hlo):
 
 def test_figures_of_steps_are_recorded(gpu_hlo):
   """Loss scaling adds at most 8 % kernels and 2 % bytes; no step has a branch."""
-  files = sorted((FOLDER / "results" / "gpu_steps").glob("*.json"))
+  files = sorted((BENCHMARKS / "results" / "gpu_steps").glob("*.json"))
   assert files
   for file in files:
     results = json.loads(file.read_text(encoding="utf-8"))

@@ -3,7 +3,6 @@
 They compute the same, whatever runs them; a GPU, or its compiler, is for the last two tests.
 """
 
-import importlib
 import json
 import os
 import pathlib
@@ -15,26 +14,16 @@ import numpy as np
 import pytest
 
 from tests.integration.test_gpu_hlo import (
-  gpu_hlo,  # noqa: F401  # pyright: ignore[reportUnusedImport]
   h200,  # noqa: F401  # pyright: ignore[reportUnusedImport]
-  hlo,  # noqa: F401  # pyright: ignore[reportUnusedImport]
 )
 from tests.models import stumbles
+from tests.scripts import BENCHMARKS, benchmark
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-FOLDER = ROOT / "benchmarks"
 
 
-def module(name):
-  @pytest.fixture(name=name)
-  def fixture(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module(name)
-
-  return fixture
-
-
-gpu_versions, jax_worker, draws = map(module, ("gpu_versions", "jax_worker", "draws"))
+gpu_hlo, gpu_versions = benchmark("gpu_hlo"), benchmark("gpu_versions")
+jax_worker, draws = benchmark("jax_worker"), benchmark("draws")
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "lstm"])
@@ -81,7 +70,7 @@ def test_precision_of_float32_is_in_the_step(gpu_versions):
   assert precisions("TF32") == precisions("policy") == 0
 
 
-def test_what_is_drawn_is_what_flax_draws(gpu_hlo, gpu_versions, draws, monkeypatch):  # noqa: F811
+def test_what_is_drawn_is_what_flax_draws(gpu_hlo, gpu_versions, draws, monkeypatch):
   """The same variances, so that a model trains; and the same numbers in any process."""
   sizes = gpu_versions.SIZES["cpu"]
   small = {name: gpu_hlo.shallower(sizes[name], 1) for name in ("gpt", "resnet")}
@@ -125,7 +114,7 @@ def test_process_of_jax_checks_and_measures(jax_worker):
 def test_on_a_gpu_everything_runs(tmp_path):
   """The smallest size: what is compiled and measured, not how fast it is."""
   out = tmp_path / "figures.json"
-  command = [sys.executable, str(FOLDER / "gpu_bench.py"), "--size", "tiny", "--models", "gpt"]
+  command = [sys.executable, str(BENCHMARKS / "gpu_bench.py"), "--size", "tiny", "--models", "gpt"]
   options = ["--rounds", "2", "--seconds", "0", "--out", str(out), "--torch-compile", "none"]
   environment = {**os.environ, "PYTHONPATH": str(ROOT)}
   subprocess.run([*command, *options], env=environment, check=True, timeout=500)

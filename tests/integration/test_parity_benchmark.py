@@ -16,14 +16,12 @@ from matplotlib import image
 from rich.console import Console
 
 import mpjax
+from tests.scripts import benchmark
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
-@pytest.fixture
-def report(monkeypatch) -> Any:
-  monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-  return importlib.import_module("parity_report")
+report = benchmark("parity_report", name="report")
 
 
 @pytest.fixture

@@ -3,51 +3,47 @@
 Where PyTorch is not installed these are skipped; `make bench` compares losses too, on the GPU.
 """
 
-import importlib
 import json
-import pathlib
 
 import jax
 import numpy as np
 import pytest
 
+from tests.scripts import benchmark
+
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[bench-gpu]'")
 
-FOLDER = pathlib.Path(__file__).parent.parent.parent / "benchmarks"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+models, gpu_versions, draws = map(benchmark, ("models", "gpu_versions", "draws"))
+torch_models, torch_worker = map(benchmark, ("torch_models", "torch_worker"))
 
 
 @pytest.fixture
-def cases(monkeypatch):
+def cases(models, gpu_versions, monkeypatch):
   """Models at sizes of which convolutions pad both sides alike, in JAX too."""
-  monkeypatch.syspath_prepend(str(FOLDER))
-  models = importlib.import_module("models")
   resnet = {"stages": (1, 2), "width": 8, "classes": 10}
   odd = {
     "deep": models._resnet(2, 33, bottleneck=True, large_images=True, **resnet),
     "shallow": models._resnet(2, 17, bottleneck=False, large_images=False, **resnet),
   }
   monkeypatch.setattr(models, "SIZES", {"tiny": {**models.SIZES["tiny"], **odd}})
-  found = importlib.import_module("gpu_versions")
-  monkeypatch.setattr(found, "SIZES", models.SIZES)
+  monkeypatch.setattr(gpu_versions, "SIZES", models.SIZES)
   return models.SIZES["tiny"]
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "lstm", "deep", "shallow"])
-def test_losses_are_those_of_jax(cases, model):
-  gpu_versions, draws, worker = map(
-    importlib.import_module, ("gpu_versions", "draws", "torch_worker")
-  )
+def test_losses_are_those_of_jax(cases, gpu_versions, draws, torch_worker, model):
   described = json.loads(json.dumps(gpu_versions.described(model, "tiny", "bfloat16")))
   variables = gpu_versions.tree(draws.parameters(described["shapes"]))
   batch = draws.batch(**described["batch"])
   version = gpu_versions.versions(cases[model], "bfloat16")["float32 highest"]
   state, step = version.begin(*variables), jax.jit(version.step)
   wanted = []
-  for _ in range(worker.CHECKED):
+  for _ in range(torch_worker.CHECKED):
     state, loss = step(state, *batch)
     wanted.append(float(loss))
-  session = worker.Session()
+  session = torch_worker.Session()
   trained = session.load(described, "none")["parameters"]
   assert trained == sum(x.size for x in jax.tree.leaves(variables[0]))
   got = session.check("torch float32 highest")["losses"]
@@ -61,12 +57,9 @@ def test_losses_are_those_of_jax(cases, model):
     assert found["finite"]
 
 
-def test_a_parameter_that_is_nowhere_is_an_error(cases):
-  models, gpu_versions, draws = map(
-    importlib.import_module, ("torch_models", "gpu_versions", "draws")
-  )
+def test_a_parameter_that_is_nowhere_is_an_error(cases, torch_models, gpu_versions, draws):
   described = gpu_versions.described("mlp", "tiny", "bfloat16")
-  model = models.model(described["kind"], described["fields"], described["batch"]["inputs"])
+  model = torch_models.model(described["kind"], described["fields"], described["batch"]["inputs"])
   arrays = draws.parameters(described["shapes"])
   with pytest.raises(ValueError, match="extra"):
-    models.load(model, {**arrays, "params/extra/kernel": np.zeros((1, 1), np.float32)})
+    torch_models.load(model, {**arrays, "params/extra/kernel": np.zeros((1, 1), np.float32)})
