@@ -48,7 +48,7 @@ def _halves(results: Figures, part: str) -> list[tuple[str, str, Figures]]:
 def memory(results: Figures) -> str:
   """Returns the models of Flax: bytes without and with the arguments that are needed again."""
   heads = ("float32", "by hand", "autocast", "autocast / by hand")
-  rows = [["model", "half", *heads, *(f"{h}, with arguments" for h in heads[1:])]]
+  rows = [["model", "dtype", *heads, *(f"{h}, with arguments" for h in heads[1:])]]
   for name, half, found in _halves(results, "models"):
     cells = [size(found["float32"]["own"])]
     for key in ("own", "all"):
@@ -60,7 +60,8 @@ def memory(results: Figures) -> str:
 
 def memory_without_scopes(results: Figures) -> str:
   """Returns the plain programs: bytes without scopes, and with scopes around norms."""
-  rows = [["function", "half", "float32", "by hand", "autocast", "/ hand", "with scopes", "/ hand"]]
+  rows = [["function", "dtype", "float32", "by hand", "autocast", "/ hand"]]
+  rows[0] += ["with scopes", "/ hand"]
   for name, half, found in _halves(results, "programs"):
     plain, hand = found["float32"]["own"], found["by hand"]["own"]
     cells = [size(plain), size(hand)]
@@ -104,9 +105,8 @@ def tools(results: Figures) -> str:
   """Returns for each half type what each tool makes of each program, where it made something."""
   pieces = []
   for half in _half_types(results, "tools"):
-    rows = [
-      ["function", "", "forward in half", "gradient in half", "gradient error", "trace / float32"]
-    ]
+    rows = [["function", "", "forward in low precision", "gradient in low precision"]]
+    rows[0] += ["gradient error", "trace / float32"]
     rows[0] += ["kept for backward", "converts, HLO", "dots, HLO"]
     made = columns(results, half)
     for name in next(iter(made.values()))[0]["programs"]:
@@ -140,7 +140,7 @@ def _cells(one: Figures, plain: Figures, hand: Figures) -> list[str]:
 
 
 def failures(results: Figures) -> str:
-  """Returns what each tool failed on: an error, products left in float32, too large an error."""
+  """Returns what each tool failed on: an error, matmuls left in float32, too large an error."""
   pieces = []
   for half in _half_types(results, "tools"):
     made = columns(results, half)

@@ -158,7 +158,9 @@ def table(rows: list[tuple[str, Fault, dict[str, str]]]) -> str:
     broke = "no fault" if fault.operation is None else f"`{fault.operation}`"
     cells = [verdict(fault, tool, said[tool]) for tool in tools]
     lines.append(f"| {name} | {broke} | {' | '.join(cells)} |")
-  total = [f"**{counts[t]['right']}** of {len(rows)}, {counts[t]['operation']} half" for t in tools]
+  total = [
+    f"**{counts[t]['right']}** of {len(rows)}, {counts[t]['operation']} operation" for t in tools
+  ]
   lines.append(f"| all | | {' | '.join(total)} |")
   return "\n".join(lines)
 
