@@ -29,7 +29,8 @@ BANNED = (
   r"programs?",
   r"made\s+(by|of|from|with|anew)",
   r"in\s+(the|its|their)\s+place",
-  r"(matrix|half)\s+products?",
+  r"(?<!one\s)(?<!first\s)(?<!second\s)(?<!other\s)half(?!\s+(of|a|an|as|the|lists?)\b)",
+  r"(?<!dot\s)(?<!outer\s)(?<!inner\s)(?<!scalar\s)products?",
   r"(at|by|to|from)\s+(a|each|every|its|the|their|this|that)\s+places?",
 )
 """Regular expressions of entire words, in any case, also across the end of a line."""
