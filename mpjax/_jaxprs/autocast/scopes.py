@@ -46,7 +46,7 @@ def names_of(stack: str) -> Scope:
 
 @functools.lru_cache(maxsize=4096)
 def region(scope: Scope, settings: Settings) -> DType | None:
-  """Returns the compute dtype in a scope; None for float32, where all stays as it was traced.
+  """Returns the compute dtype in a scope; None where all stays as it was traced, as for float32.
 
   The innermost mark of a policy decides. Where there is none, it is the innermost scope that a rule
   matches, and there the first of the rules.
