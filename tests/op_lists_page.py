@@ -18,7 +18,7 @@ def tables() -> str:
   for part, meaning in PARTS.items():
     families = [family for family in FAMILIES if family.part == part]
     count = sum(len(family.names) for family in families)
-    lines += [f"### {part}", "", f"{meaning} {count} primitives.", ""]
+    lines += [f"### `{part}`", "", f"{meaning} {count} primitives.", ""]
     lines += ["| primitives | why |", "|---|---|"]
     lines += [f"| {_code(f.names)} | {f.reason}{_note(f.fixed)} |" for f in families]
     lines += [""]

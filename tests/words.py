@@ -29,7 +29,9 @@ BANNED = (
   r"programs?",
   r"made\s+(by|of|from|with|anew)",
   r"in\s+(the|its|their)\s+place",
-  r"(matrix|half)\s+products?",
+  r"in\s+half(?!\s+(an?|(of\s+)?the)\b)",
+  r"(?<![\"'=])half(?!=|\s+(of|an?|as|the|lists?)\b)",
+  r"(?<!dot\s)(?<!outer\s)(?<!inner\s)(?<!scalar\s)products?(?!\s+of\s+(many\s+)?numbers\b)",
   r"(at|by|to|from)\s+(a|each|every|its|the|their|this|that)\s+places?",
 )
 """Regular expressions of entire words, in any case, also across the end of a line."""
@@ -41,6 +43,8 @@ CODE = "\x00"
 MARKDOWN_CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 GLOSSARY = re.compile(r"^## Words$.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+DOCTEST = re.compile(r"^ *>>> .*?(?=^ *$|\Z)", re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"""["']\w+["']""")
 QUOTES = re.compile(r"""^[A-Za-z]*("{3}|'{3}|["'])|("{3}|'{3}|["'])$""")
 FIELD = re.compile(r"\{[^{}\n]*\}")
 ARGUMENT = re.compile(r"(?<=\n) +\*{0,2}\w+:")
@@ -105,11 +109,12 @@ def prose_of_python(source: str) -> str:
     last = starts[token.end[0] - 1] + token.end[1]
     text = source[first:last]
     if kind == "COMMENT":
-      text = text.replace("#", " ", 1)
+      text = MARKDOWN_CODE.sub(_blank, text.replace("#", " ", 1))
     elif kind in ("FSTRING_START", "FSTRING_END"):
       text = " " * len(text)
     elif kind == "STRING":
-      text = _string(text)
+      joined = source[:first].rstrip().endswith(('"', "'"))
+      text = _string(text) if joined or not NAME.fullmatch(text) else _blank(text)
     prose[first:last] = text
   return "".join(_space(character, old) for character, old in zip(prose, source, strict=True))
 
@@ -118,7 +123,9 @@ def _string(text: str) -> str:
   is_format = "f" in text[:2].lower().split('"')[0]  # before Python 3.12, one token
   text = QUOTES.sub(lambda quote: " " * len(quote[0]), text)
   text = FIELD.sub(_blank, text) if is_format else text
-  return MARKDOWN_CODE.sub(_blank, ARGUMENT.sub(_blank, text))
+  for code in (DOCTEST, ARGUMENT, MARKDOWN_CODE):
+    text = code.sub(_blank, text)
+  return text
 
 
 def _blank(text: str | re.Match[str]) -> str:

@@ -86,7 +86,7 @@ def scalar_type(dtype: DType) -> Class:
 FLOAT32 = np.dtype("float32")
 
 HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
-"""The dtypes of 16 bits: "half". A dtype is of low precision if it is one, or narrower."""
+"""The dtypes of 16 bits. A dtype is of low precision if it is one of them, or narrower."""
 
 HALF_NAMES = tuple(sorted(dtype.name for dtype in HALVES))
 

@@ -140,8 +140,8 @@ class Policy:
       "mpjax.Policy(weight_grad_dtype=...)",
       expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
       got=f"{wide.name} with compute_dtype={compute.name}",
-      fix="Write 'float32' under half compute, and leave it out otherwise: any other dtype would "
-      "only round once more.",
+      fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise: any other "
+      "dtype would only round once more.",
     )
 
   @classmethod

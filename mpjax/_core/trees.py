@@ -106,8 +106,8 @@ def cast_like(tree: PyTree, dtypes: PyTree) -> PyTree | None:
 def round_to(x: Array, dtype: DType) -> Array:
   """Returns `x` rounded to nearest in `dtype`, a rounding that the compiler keeps.
 
-  XLA for GPU may drop the pair when a cast to half is followed by a cast back. `reduce_precision`
-  would stay, but flushes all subnormal numbers of float16 to 0.
+  XLA for GPU may drop a cast to low precision together with a cast back that follows it.
+  `reduce_precision` would stay, but flushes all subnormal numbers of float16 to 0.
   """
   return x if x.dtype == dtype else jax.lax.optimization_barrier(x.astype(dtype))
 

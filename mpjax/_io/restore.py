@@ -28,7 +28,7 @@ _Wanted = Mapping[str, jax.ShapeDtypeStruct]
 def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyTree:
   """Returns what was saved as a tree like `target`; nothing is cast, cut or left out silently.
 
-  Checkpoint libraries do that: Orbax rounds to a half target, and 2.5 to 2 for an integer one;
+  Checkpoint libraries do that: Orbax rounds to a bfloat16 target, and 2.5 to 2 for an integer one;
   `flax.serialization.from_bytes` returns the dtypes and shapes of the bytes. Here each leaf that
   differs is named in an error.
 

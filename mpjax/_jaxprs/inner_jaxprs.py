@@ -162,7 +162,7 @@ def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
   """Returns the parameters of an equation with other jaxprs, in the order of `inner_jaxprs`."""
   made = [tuple(new)] if facts_of(eqn).holds is Holds.COND else new
   # What is not replaced names no parameters: the transpose of a `linear_call` is float32, and a
-  # body in half would not match it.
+  # body in low precision would not match it.
   return {**eqn.params, **dict(zip(_keys(eqn), made, strict=False))}
 
 

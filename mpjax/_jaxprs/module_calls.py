@@ -196,7 +196,7 @@ def _arguments(call: tuple[Args, Kwargs], policy: Policy, casts: bool) -> tuple[
 
 
 def _any_complex(call: tuple[Args, Kwargs]) -> bool:
-  """Whether an argument is a complex array: a half `dtype` would drop its imaginary part."""
+  """Whether an argument is a complex array: a real `dtype` would drop its imaginary part."""
   args, kwargs = call
   return any(
     isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.complexfloating)

@@ -46,7 +46,7 @@ class OpLists:
   TensorFlow's automatic mixed precision, which agree on most.
 
   Args:
-    half: primitives whose operands are cast to the half type, and that give half.
+    half: primitives whose operands are cast to the compute dtype, and that give it.
     float32: primitives whose operands are cast to float32, and that give float32.
     promote: primitives that run in the widest type among their operands.
     keep: primitives that run in the type of their operand.
@@ -191,7 +191,7 @@ class OpLists:
     A primitive of your own is not known by name: pass the `Primitive` object itself.
 
     Args:
-      half: primitives to run in the half type.
+      half: primitives to run in the compute dtype.
       float32: primitives to run in float32.
       promote: primitives to run in the widest type of their operands.
       keep: primitives to run in the type of their operand.

@@ -9,10 +9,10 @@ Part: TypeAlias = Literal["half", "float32", "promote", "keep", "opaque"]
 
 PARTS: Mapping[Part, str] = types.MappingProxyType(
   {
-    "half": "Its operands are cast to the half type, and its result is in the half type.",
+    "half": "Its operands are cast to the compute dtype, and its result is in it.",
     "float32": "Its operands are cast to float32, and its result is float32.",
     "promote": "It runs in the widest type among its operands. Parameters, masks, and "
-    "literals that survive in half do not count.",
+    "literals that survive in low precision do not count.",
     "keep": "It runs in the type that its operand has. Where it writes into a buffer, that is the "
     "first operand, and what is written is cast.",
     "opaque": "It runs in the types in which the jaxpr was written, as without autocast.",

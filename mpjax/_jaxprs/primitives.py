@@ -19,7 +19,7 @@ def integer_pow_part(params: EqnParams) -> Part:
 
 
 FAMILIES: tuple[Family, ...] = (
-  # half
+  # half list
   family(
     "half",
     "Matmuls and convolutions: nearly all of the arithmetic of a network, what Tensor Cores are "
@@ -51,8 +51,8 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "float32",
     "Their operands are angles, often thousands of radians (positions times frequencies). The "
-    "absolute error of the angle is the error of the result, and half types round 1000 to a "
-    "multiple of 0.5 or of 4.",
+    "absolute error of the angle is the error of the result, and near 1000 the numbers of float16 "
+    "are 0.5 apart, those of bfloat16 4.",
     Row("sin cos tan", elementwise=True),
   ),
   family(
@@ -88,15 +88,15 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "float32",
-    "Sums and products into a buffer: how many numbers an element gets depends on the data. The "
+    "They add or multiply into a buffer: how many numbers an element gets depends on the data. The "
     "gradients of an embedding and of pooling are such sums.",
     Row("scatter-add scatter-mul scatter-sub", dtype_param="update_jaxpr", holds=Holds.KERNEL),
     "select_and_scatter_add",
   ),
   family(
     "float32",
-    "Sums over devices, of gradients most of all: in half every hop rounds, and float16 "
-    "overflows. They send twice the bytes of half; where that is the bottleneck, move them to "
+    "Sums over devices, of gradients most of all: in low precision every hop rounds, and float16 "
+    "overflows. In float32 they send twice the bytes; where that is the bottleneck, move them to "
     '"keep".',
     Row("psum psum_invariant reduce_scatter", collective=True),
     Row("unreduced_psum unreduced_reduce_scatter", collective=True),
@@ -104,8 +104,8 @@ FAMILIES: tuple[Family, ...] = (
   # promote
   family(
     "promote",
-    "One rounding of the result, as safe in half as its operands: the widest operand decides, so "
-    "that nothing which is in float32 for a reason loses it.",
+    "One rounding of the result, as safe in low precision as its operands: the widest operand "
+    "decides, so that nothing which is in float32 for a reason loses it.",
     Row("add sub", elementwise=True, gradient="added", degree=lambda d, _: max(d)),
     Row("div", elementwise=True, gradient="multiplied", degree=lambda d, _: d[0] - d[1]),
     Row("max min", elementwise=True, exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
@@ -201,7 +201,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "keep",
-    "They move numbers between devices and compute none; half sends half the bytes.",
+    "They move numbers between devices and compute none; low precision sends half of the bytes.",
     "preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
     Row("all_gather all_gather_invariant all_gather_reduced", collective=True),
     Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", collective=True),
@@ -252,18 +252,18 @@ FAMILIES: tuple[Family, ...] = (
     "They are about the bits of a type: in another one they would mean something else.",
     "bitcast_convert_type nextafter reduce_precision",
   ),
-  family("opaque", "Complex numbers have no half type.", "complex conj fft imag real"),
+  family("opaque", "There is no complex dtype of low precision.", "complex conj fft imag real"),
   family(
     "opaque",
-    "Linear algebra: the libraries behind it have no half type, and the condition number of the "
-    "matrix multiplies every rounding.",
+    "Linear algebra: the libraries behind it take no float16 or bfloat16, and the condition number "
+    "of the matrix multiplies every rounding.",
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu "
     "lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve tridiagonal "
     "tridiagonal_solve",
   ),
   family(
     "opaque",
-    "Sparse matrices: no Tensor Cores to gain, and libraries without half types.",
+    "Sparse matrices: no Tensor Cores to gain, and libraries without float16 and bfloat16.",
     "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices "
     "bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general "
     "bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec coo_spmm "
@@ -338,7 +338,7 @@ FAMILIES: tuple[Family, ...] = (
     "Squares and cubes are part of activation functions (GELU), where float32 would double the "
     "memory of the largest activations. The fourth power overflows float16 from 16 on, and "
     "negative ones for small operands. All of an activation function with a power in it, also one "
-    "written as x * x, is computed in float32, and its slope is kept in half.",
+    "written as x * x, is computed in float32, and its slope is kept in low precision.",
     Row("integer_pow", elementwise=True, degree=lambda d, params: params["y"] * d[0]),
     decides="keep for the powers 0 to 3, float32 for others",
   ),

@@ -54,7 +54,7 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
       "mpjax.nnx.convert(view)",
       expected="a view that mpjax.nnx.with_policy returned",
       got=f"a {type(view).__name__}",
-      fix="Write convert(with_policy(model, policy), *inputs): the policy says what is in half.",
+      fix="Write convert(with_policy(model, policy), *inputs): the policy says what is cast.",
     )
   graphdef, params, rest = nnx.split(view, nnx.Param, ...)
 

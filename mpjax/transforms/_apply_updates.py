@@ -147,7 +147,7 @@ def _add(param: Leaf, update: Leaf, key: Array | None) -> Array:
     return cast("Array", param)
   if not is_half(param):
     return cast("Array", optax.apply_updates(param, update))
-  # A weakly typed update would be added, and lost, in half.
+  # A weakly typed update would be added, and lost, in low precision.
   exact = jnp.asarray(param, jnp.float32) + jnp.asarray(update, jnp.float32)
   if key is None:
     return exact.astype(param.dtype)

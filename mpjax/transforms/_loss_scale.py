@@ -129,7 +129,7 @@ def _count_up(count: Array, by_one: Array | bool) -> Array:
 def unscale_tree(grads: Grads, scale: Array | None) -> Grads:
   """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves keep their dtype).
 
-  The cast comes first: in half the quotient would underflow. XLA turns the division into a
+  The cast comes first: in float16 the quotient would underflow. XLA turns the division into a
   multiplication by 1/scale, which is exact for a power of two and otherwise within 1 ulp of the
   gradient; the limits of a scale keep the reciprocal a normal number. Leaves that are no floating
   or complex numbers are returned as they are. Without a scale, leaves are only cast.

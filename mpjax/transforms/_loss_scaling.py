@@ -157,7 +157,7 @@ def loss_scaling(
   call = "mpjax.loss_scaling(inner).update"
 
   def shown(params: Params) -> Params:
-    # Without a scale `inner` works as if it were alone: half moments for half parameters.
+    # Without a scale `inner` works as if it were alone: its moments have the parameters' dtypes.
     return float32_view(params) if scaled else hide_untrained(params, params)
 
   def init(params: Params) -> LossScalingState:
@@ -264,7 +264,7 @@ def loss_scaling(
         view = None if params is None else shown(params)
         new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
       if not scaled and any(map(is_half, jax.tree.leaves(params))):
-        # Of float32 gradients half moments become float32, and as a new type a new trace.
+        # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
         new_inner = as_stored(new_inner, inner_state)
       new_inner = keep_masters(held, inner_state, new_inner)
       if scaled:

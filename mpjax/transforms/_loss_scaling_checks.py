@@ -96,15 +96,15 @@ def refuse_nesting(inner_state: OptState) -> None:
 
 
 def warn_of_half(params: Params, master: PyTree) -> None:
-  """Warns, once, if parameters are stored in half of which `master` has no float32 copy."""
+  """Warns, once, if `master` has no float32 copy of parameters stored in low precision."""
   covered = {path for path, _ in jax.tree_util.tree_leaves_with_path(master)}
   leaves = jax.tree_util.tree_leaves_with_path(params)
   half = [path for path, x in leaves if is_half(x) and path not in covered]
   if half:
     warnings.warn(
-      f"mpjax.loss_scaling(inner).init(params): {len(half)} parameters are stored in half (the "
-      f"first: {key_text(half[0])}), where updates smaller than the "
-      "rounding are lost. Store them in float32 (a policy casts them where they are used), keep a "
+      f"mpjax.loss_scaling(inner).init(params): {len(half)} parameters are stored in low "
+      f"precision (the first: {key_text(half[0])}), where updates smaller than the rounding are "
+      "lost. Store them in float32 (a policy casts them where they are used), keep a "
       "float32 copy in the optimizer state with mpjax.master_weights(inner), or round "
       'stochastically with mpjax.apply_updates(..., rounding="stochastic").',
       UserWarning,

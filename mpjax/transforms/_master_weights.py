@@ -172,10 +172,10 @@ def master_weights(
 
 
 def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
-  """Returns `opt_state`, made for a float32 view of `params`, with masters for what is half.
+  """Returns `opt_state`, made for a float32 view of `params`, with the masters that it lacks.
 
   A wrapper that shows float32 to what is inside hides from `master_weights` which parameters are
-  stored in half; it calls this after `init`, and `reach_masters` after `update`.
+  stored in low precision; it calls this after `init`, and `reach_masters` after `update`.
 
   Raises:
     MpjaxTypeError: a tree of masters does not have the structure of the parameters.
@@ -207,7 +207,7 @@ def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
 
 
 def reach_masters(params: Params, updates: Updates, opt_state: OptState) -> Updates:
-  """Returns `updates` that lead every half parameter with a master to the rounded master.
+  """Returns `updates` that lead every parameter with a master to the rounded master.
 
   Those of a master that is split do so already.
   """

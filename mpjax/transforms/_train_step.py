@@ -174,7 +174,7 @@ def make_train_step(
     else:
       if not scaled:
         # The optimizer is called as it is, which without a loss scale wants gradients in the dtypes
-        # of what it trains: its moments of half parameters are half.
+        # of what it trains: its moments of bfloat16 parameters are bfloat16.
         grads = as_stored(grads, trained_params(state.params, state.opt_state))
       updates, opt_state = checked_update(tx, grads, state, **extra)
       params = apply(state.params, updates, opt_state)

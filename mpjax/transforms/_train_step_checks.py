@@ -101,8 +101,8 @@ def checked_update(
       f"{where}: the state of the optimizer",
       expected="the structure, shapes and dtypes that it had before the step",
       got=listed(problems),
-      fix="Parameters stored in half need mpjax.master_weights, or a loss scale other than "
-      "NoLossScale, for their moments to be float32.",
+      fix="Parameters stored in low precision need mpjax.master_weights, or a loss scale other "
+      "than NoLossScale, for their moments to be float32.",
     )
   return result, opt_state
 

@@ -61,7 +61,7 @@ def as_stored(new: PyTree, old: PyTree) -> PyTree:
 def float32_view(tree: PyTree) -> PyTree:
   """Returns the tree as an inner optimizer sees it that works in float32.
 
-  Moments of half parameters would be half, where 0.999 rounds to 1 and an epsilon of 1e-8 to 0.
+  Moments take the dtype of what is trained: in bfloat16 0.999 rounds to 1, in float16 1e-8 to 0.
   """
   return jax.tree.map(half_to_float32, hide_untrained(tree, tree))
 

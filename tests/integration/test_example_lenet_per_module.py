@@ -28,7 +28,7 @@ LAYERS = {
 
 MIXED = "O2, fc3 float32"
 
-STORED_IN_HALF = pytest.mark.filterwarnings("ignore:.*stored in half")
+STORED_IN_HALF = pytest.mark.filterwarnings("ignore:.*stored in low precision")
 """What O3 is warned of."""
 
 

@@ -176,7 +176,7 @@ def control(make, window):
 
 
 @pytest.mark.case("A67", "I16", "B103", "B115", "I1")
-@pytest.mark.filterwarnings("ignore:.*1 parameters are stored in half")
+@pytest.mark.filterwarnings("ignore:.*1 parameters are stored in low precision")
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_parameters_are_the_rounded_masters_of_a_float32_run(name):
   this = COMPOSITIONS[name]

@@ -70,7 +70,7 @@ def test_one_trace_with_64_bit_enabled(set_flag, dtype):
 
 
 @pytest.mark.case("I4", "B102", "B101")
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_one_trace_for_half_parameters(dtype):
   params = {"w": jnp.ones((3, 2), dtype)}
@@ -120,7 +120,7 @@ nadamw novograd optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3
 
 
 @pytest.mark.case("A117", "I4", "B102")
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("name", NAMES.split())
 def test_no_optimizer_changes_a_dtype(set_flag, name):
   """Abstractly: every mix of the dtypes of parameters and gradients, twice over."""

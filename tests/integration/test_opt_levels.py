@@ -21,7 +21,7 @@ class Model(nn.Module):
     return nn.Dense(1)(nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))))
 
 
-@pytest.mark.filterwarnings("ignore:.*stored in half")  # That is what O3 is.
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")  # That is what O3 is.
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["O0", "O2", "O3"])
 def test_a_level_trains(name, dtype):

@@ -227,7 +227,7 @@ def test_an_average_of_half_parameters_is_float32_and_waits():
   params = jnp.ones(2, jnp.bfloat16)
   assert ema.init(params).ema.dtype == jnp.bfloat16, "left alone it would be half"
   tx = mpjax.loss_scaling(ema, STATIC)
-  with pytest.warns(UserWarning, match="stored in half"):
+  with pytest.warns(UserWarning, match="stored in low precision"):
     state = tx.init(params)
   assert state.inner_state.ema.dtype == jnp.float32
   _, state = tx.update(params * 1024, state, params)

@@ -185,7 +185,7 @@ def mapped_step(devices, stored, compute, check_vma, **options):
 
 
 @pytest.mark.case("A92", "B127")
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("compute", list(XLA))
 @pytest.mark.parametrize("stored", list(XLA))
@@ -205,7 +205,7 @@ def test_averages_are_float32_whatever_is_stored_and_computed(
 
 
 @pytest.mark.case("A92", "B127", "A52")
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_float16_gradients_of_eight_devices_do_not_overflow(eight_devices, check_vma):
   """40000 on each: the sum of two of them is inf already. The program that XLA makes is read too:
@@ -304,7 +304,7 @@ def test_all_devices_run_a_batch_again(eight_devices, check_vma):
   np.testing.assert_array_equal(state.params["w"], np.full((3, 2), -1024, np.float32))
 
 
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("how", ["shard_map", "sharded parameters"])
 def test_stochastic_rounding_is_the_same_on_all_devices(eight_devices, how):
   """As on one device, to the bit: the key of a step is folded with the device for dropout alone."""

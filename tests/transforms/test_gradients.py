@@ -124,7 +124,7 @@ def test_micro_batches_take_every_kth_row_in_turn():
 @pytest.mark.parametrize(
   "computed", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
 )
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_sums_are_float32(stored, computed):
   """Eight times 30000 is inf in float16, and 1 is lost beside 2048 in both halves."""
 

@@ -368,7 +368,7 @@ def test_a_gradient_that_overflows_when_divided_is_bad():
 
 
 @pytest.mark.case("A27", "A28", "A30", "B001")
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_one_bad_element_anywhere_in_mixed_dtypes():
   shapes = {"f16": ((3,), jnp.float16), "bf16": ((2, 2), jnp.bfloat16), "f32": ((5,), jnp.float32)}
   shapes |= {"c64": ((2,), jnp.complex64), "scalar": ((), jnp.float32)}
@@ -391,7 +391,7 @@ def test_one_bad_element_anywhere_in_mixed_dtypes():
 def test_embedding_rows_are_summed_before_the_check():
   table = jnp.zeros((3, 2), jnp.float16)
   tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(1))
-  with pytest.warns(UserWarning, match="stored in half"):
+  with pytest.warns(UserWarning, match="stored in low precision"):
     state = tx.init(table)
 
   def loss(table, ids):
@@ -430,7 +430,7 @@ def test_vmapped_members_do_not_talk():
 
 
 @pytest.mark.case("B104", "A116")
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_injected_hyperparameters_are_float32():
   make = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, b2=0.999)
   params = jnp.ones(2, jnp.bfloat16)

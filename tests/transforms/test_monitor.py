@@ -9,7 +9,7 @@ import pytest
 import mpjax
 from tests.errors import check_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*stored in half")
+pytestmark = pytest.mark.filterwarnings("ignore:.*stored in low precision")
 
 
 def problem(dtype):

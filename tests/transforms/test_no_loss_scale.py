@@ -45,7 +45,7 @@ def test_none_and_integers_work_under_lookahead(odd, config):
     assert bits(part["b"]) == bits(params["b"])
 
 
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.NoLossScale()], ids=str)
 def test_half_parameters_with_float32_gradients_compile_once(config):
   tx, params = mpjax.loss_scaling(optax.adam(0.1), config), jnp.ones(2, jnp.bfloat16)

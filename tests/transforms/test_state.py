@@ -104,7 +104,7 @@ def test_value_and_grad_of_a_float16_loss_takes_any_scale(dtype, scale, several)
   config = {"a": wide, "b": other} if several else wide
   params = {"w": jnp.asarray([1.0, 3.0], dtype)}
   with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", ".*stored in half")
+    warnings.filterwarnings("ignore", ".*stored in low precision")
     state = mpjax.loss_scaling(optax.sgd(0.1), config).init(params)
 
   def fun(params):

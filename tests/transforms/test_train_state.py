@@ -55,7 +55,7 @@ def test_numbers_become_strong_arrays():
 
 @pytest.mark.case("B133", "B134")
 @pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_no_two_leaves_share_memory(stored):
   """Not with the arguments, and not with each other: the average starts as the parameters, the
   state of schedule_free as well, and one array may stand for two parameters."""

@@ -85,7 +85,7 @@ def test_against_numpy():
 
 
 @pytest.mark.parametrize("stored", [jnp.float32, jnp.float16], ids=lambda d: d.__name__)
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_the_norm_is_taken_of_all_gradients_in_float32(stored):
   """The squares of float16 gradients overflow, 300 already."""
   gradient = {"a": np.asarray([300.0, 400.0]), "b": np.asarray([[1200.0]])}
@@ -606,7 +606,7 @@ def test_loss_fn_only_ever_sees_micro_batches():
   mpjax.make_train_step(loss_fn, tx, accumulate=4)(create(tx), jnp.ones((8, 3)))
 
 
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_half_parameters_can_be_rounded_stochastically():
   tx = mpjax.loss_scaling(optax.sgd(1.0), STATIC)
 
@@ -624,7 +624,7 @@ def test_half_parameters_can_be_rounded_stochastically():
   assert len(np.unique(np.asarray(state.params, np.float32))) > 1
 
 
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_stochastic_rounding_needs_a_key():
   tx = mpjax.loss_scaling(optax.sgd(1.0), STATIC)
   with pytest.raises(mpjax.MpjaxError) as excinfo:

@@ -21,7 +21,7 @@ def one_step(loss_fn, tx, params, batch, **options):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_half_moments_without_a_scale_stay_half():
   """The optimizer sees half parameters as they are, and float32 gradients."""
   inner = optax.sgd(0.5, momentum=0.5)

@@ -31,7 +31,7 @@ def aligned(grads, params):
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_parameters_warn_once_and_train_in_float32(dtype):
   params = {"b": jnp.ones(2), "w": jnp.ones(3, dtype), "x": jnp.ones(1, dtype)}
-  with pytest.warns(UserWarning, match="2 parameters are stored in half") as caught:
+  with pytest.warns(UserWarning, match="2 parameters are stored in low precision") as caught:
     state = ADAM.init(params)
   assert len(caught) == 1
   assert "['w']" in str(caught[0].message)
@@ -58,7 +58,7 @@ def test_float32_parameters_do_not_warn():
 
 
 @pytest.mark.case("B100")
-@pytest.mark.filterwarnings("ignore:.*stored in half")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize(
   "make", [optax.adam, optax.lamb, lambda lr: optax.adafactor(lr, min_dim_size_to_factor=2)]
 )

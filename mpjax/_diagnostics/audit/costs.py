@@ -111,7 +111,7 @@ def find_round_trips(graph: Graph) -> RoundTrips:
     before = value.made_by
     if before is None or before.eqn.primitive is not convert_element_type_p:
       continue
-    # A matmul in float8 scales in float32 what is, and stays, rounded to half around it.
+    # A matmul in float8 scales in float32 what is rounded to low precision before and after it.
     if any(FLOAT8 in each.where.scopes for each in (before, operation)):
       continue
     if len(value.consumers) != 1 or not before.operands:

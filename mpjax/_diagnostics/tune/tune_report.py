@@ -147,7 +147,7 @@ class TuneReport(Report):
       )
       left = (*left, text)
     measured = f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}."
-    rules = [f"  {_line(rule)}," for rule in self.rules] or ["  # none: all may run in half"]
+    rules = [f"  {_line(rule)}," for rule in self.rules] or ["  # none is needed"]
     sections = [
       Section(title="tune", lines=(found, measured, *left)),
       Section(title="Rules", lines=("rules = (", *rules, ")")),
@@ -191,7 +191,7 @@ class TuneReport(Report):
     return Section(
       title="Error of the gradient by share in low precision",
       columns=(
-        Column("in half", "right"),
+        Column("share", "right"),
         Column("error", "right"),
         Column(""),
         Column("in float32", wide=True),

@@ -213,7 +213,7 @@ class _Residual:
   """What the forward rule leaves for the backward rule.
 
   Fields:
-    array: what is left, in half if it was half.
+    array: what is left, in the dtype that it had.
     dtype: the dtype that the user's rule expects.
     neutral: see `Kind`.
   """
@@ -271,7 +271,7 @@ def _forward(custom: CustomCall, *operands: PyTree) -> tuple[list[Array], _Resid
   avals = [_traced_aval(v, p) for v, p in zip(custom.eqn.invars, primals, strict=True)]
   ran = _run(custom, rule, avals, custom.ins, custom.outs, primals)
   count = len(custom.outs)
-  # What is saved is free in its dtype: half, where it is the result of a matmul.
+  # What is saved may have any dtype: low precision, where it is the result of a matmul.
   kept = [
     _Residual(array, dtype, kind is not None and kind.neutral)
     for array, dtype, kind in zip(

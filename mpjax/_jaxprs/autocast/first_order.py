@@ -88,8 +88,8 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
       deciding = values[:1]
     dtype, neutral = _common(rewriter, eqn, deciding, wide, half)
     if dtype != FLOAT32 and repeats(eqn):
-      # The rows of an embedding, say: read in half, the gradient of a frequent token would be a sum
-      # of thousands of rows in half. So the operand is widened before, and the result rounded.
+      # The rows of an embedding, say: read in low precision, the gradient of a frequent token would
+      # be a sum of thousands of rows in it. So the operand is widened before, the result rounded.
       values, rounded, dtype = before, dtype, FLOAT32
   summed = [
     value is not None and part != "half" and is_summed(eqn, value, dtype) for value in values
@@ -119,10 +119,10 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
         value.given = shape_of(var) in shapes
   if rounded is not None or (dtype == FLOAT32 and known and not wide):
     for var, value in zip(eqn.outvars, written, strict=True):
-      # Operands in half give half, as they do by hand, but for consumers that are float32 too: an
-      # `exp` that a sum reads need not be rounded in between.
+      # Operands in low precision give a result in it, as they do by hand, but for consumers that
+      # are float32 too: an `exp` that a sum reads need not be rounded in between.
       if value is not None and value.dtype == FLOAT32 and not rewriter.is_full(value.wanted):
-        # The cast is written where it is first read in half.
+        # The cast is written where low precision is first read.
         new = Value(
           value.atom, rounded or half, scope=value.scope, wanted=value.wanted, held=FLOAT32
         )
@@ -147,7 +147,7 @@ def _operand(
   if not is_linear(eqn):
     return value.atom if value.neutral else rewriter.view(value, dtype, eqn)
   # A bias: repeated in float32 and rounded after, its gradient is a float32 sum over the batch.
-  # Rounded before, as `x + b.astype(half)` does it, a batch of 512 rows adds up in half.
+  # Rounded before, as `x + b.astype(x.dtype)` does it, 512 rows add up in low precision.
   wide = whole if whole is not None and whole.held == FLOAT32 else value
   made = broadcast(rewriter.view(wide, FLOAT32, eqn), eqn)
   rewriter.eqns.append(made)
@@ -170,8 +170,8 @@ def _common(
     return FLOAT32, not decided
   wanted = rewriter.wanted_of(eqn)
   if given and wide and wanted & RESULT and not wanted & HALF:
-    # An argument that comes back changed: a parameter after its update, a count, a moment. In half
-    # `1 + 1e-3` is 1, and the parameter would never move.
+    # An argument that comes back changed: a parameter after its update, a count, a moment. In
+    # bfloat16 `1 + 1e-3` is 1, and the parameter would never move.
     return FLOAT32, False
   # What is read in float32 anyway is computed in it, like the difference that exp reads.
   lift = rewriter.is_full(wanted) and not facts_of(eqn).exact
@@ -193,7 +193,7 @@ def _leave(rewriter: Rewriter, eqn: JaxprEqn, dtype: DType) -> None:
 def _each_for_itself(rewriter: Rewriter, eqn: JaxprEqn, values: Sequence[Value | None]) -> None:
   """Writes an operation whose results are its operands, moved: each keeps its own dtype.
 
-  A float32 key that is sorted together with values in half stays float32, and they stay half.
+  A float32 key stays float32, and the bfloat16 values that are sorted with it stay bfloat16.
   """
   operands: list[Atom] = []
   kinds: list[Kind | None] = []
@@ -210,7 +210,7 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope, half: DType) -> No
   wanted = rewriter.wanted.get(var, 0)
   value = rewriter.outside(rewriter.value(atom, half), eqn, scope, half, wanted)
   if value is None or target not in FLOATS:
-    # An index or a count is more than half can hold; of a mask it holds both numbers.
+    # Low precision cannot hold every index or count; of a mask it holds both numbers.
     neutral = target == FLOAT32 and dtype_of(atom) == np.bool_
     operand = atom if value is None else rewriter.view(value, value.dtype, eqn)
     rewriter.write(eqn, [operand], [rewriter.kind_of(var, neutral=neutral)])
@@ -231,7 +231,7 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope, half: DType) -> No
     held=value.held,
   )
   if target != FLOAT32 or FLOAT32 in (value.views or ()):
-    # A cast to half happens here for all consumers; one to float32 only where float32 is read.
+    # A cast to low precision happens here for all consumers; one to float32 where float32 is read.
     made.atom, made.held = rewriter.view(value, target, eqn), target
   if target in HALVES and is_weight(value) and float8(scope, rewriter.settings) is not None:
     made.weight, made.stored = True, value.atom

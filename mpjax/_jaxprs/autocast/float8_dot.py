@@ -52,7 +52,7 @@ class Matmul:
     params: the parameters of its `dot_general` that are no dtypes.
     operands: the types of its operands in low precision.
     recipe: how to scale.
-    wide: the dtype of the gradient of an operand that keeps its own, as weights do; None for half.
+    wide: the dtype of the gradient of an operand that keeps its own, as weights do; None: `half`.
     weight: which operand is the weight, by its index.
   """
 

@@ -78,10 +78,10 @@ def rewrite(
 
 
 def _in_float32(rewriter: Rewriter, found: Powers) -> bool:
-  """Writes what holds powers of a half value as one equation; False if it is to be written as is.
+  """Writes what holds powers of a low-precision value as one equation; False if it stays as it is.
 
-  That is so if float32 operations read all of it, which is then in float32 anyway; and if it is one
-  power that half operations read: it has to fit into half.
+  It stays if float32 operations read all of it, which is then in float32 anyway; and if it is one
+  power that operations of the `half` list read: it has to fit into their dtype.
   """
   scope, half = rewriter.place(found.eqns[0])
   value = None if half is None else rewriter.value(found.root, half)
@@ -275,7 +275,7 @@ def _agreed(kinds: Sequence[Kind | None], wanted: int) -> Kind | None:
   known = [k for k in kinds if k is not None]
   if wanted & RESULT and not wanted & HALF and any(k.dtype == FLOAT32 for k in known):
     return Kind(FLOAT32, all(k.neutral for k in known))  # An argument that may come back unchanged.
-  # By name, should there be two half types.
+  # By name, should both float16 and bfloat16 occur.
   order = sorted(known, key=lambda k: (k.neutral, -k.dtype.itemsize, k.dtype.name))
   return order[0] if order else None
 
@@ -283,11 +283,11 @@ def _agreed(kinds: Sequence[Kind | None], wanted: int) -> Kind | None:
 def _loop(
   rewriter: Rewriter, eqn: JaxprEqn, body: Inner, atoms: Sequence[Atom], ins: Kinds
 ) -> tuple[Rewritten, list[Atom], Kinds]:
-  """Rewrites the body of a loop. What it carries is half if it starts and goes on in half.
+  """Rewrites the body of a loop. A carry is in low precision if it starts and remains so.
 
-  A state that starts in half, and to which an iteration adds float32, must start in float32: JAX
-  takes no loop whose carry changes its dtype. A wider state may widen another one, so the body is
-  rewritten again until nothing changes. Dtypes only widen: that ends.
+  One that starts in low precision, and to which an iteration adds float32, must start in float32:
+  JAX takes no loop whose carry changes its dtype. A wider carry may widen another one, so the body
+  is rewritten again until nothing changes. Dtypes only widen: that ends.
 
   Returns:
     The body, the operands with the carry cast, and the kinds of these in each iteration.

@@ -1,9 +1,10 @@
-"""Activation functions with powers in them, like GELU: computed in float32, and kept in half.
+"""Activation functions that hold powers, like GELU: computed in float32, kept in low precision.
 
 The cube in the tanh of a GELU overflows float16 from 41 on, and its derivative there is 0 * inf. So
-what is computed of one half value, operation by operation without an opinion, is all computed in
-float32 if it holds a power: `x ** 3`, `x * x`, `0.1 * x * x`. Kept for the backward pass
-is its slope, in half: one number for each, which is fewer than the operations would keep.
+what is computed of one low-precision value, operation by operation without an opinion, is all
+computed in float32 if it holds a power: `x ** 3`, `x * x`, `0.1 * x * x`. Kept for the backward
+pass is its slope, in low precision: one number for each, which is fewer than the operations would
+keep.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,7 +113,7 @@ def in_float32(found: Powers, operand: Atom, dtypes: Sequence[DType]) -> JaxprEq
 
   Args:
     found: what to compute.
-    operand: the root, in half.
+    operand: the root, in low precision.
     dtypes: those of the results.
   """
   last = found.eqns[-1]

@@ -129,7 +129,7 @@ class Rewriter:
       else:
         found = self._filled(value.filled, dtype)
       # Three casts of one weight, for the projections of attention: their gradients are cast to
-      # float32 one by one and then added. With one cast for all, they would be added in half.
+      # float32 one by one and then added. With one cast for all, they would be added in bfloat16.
       if value.once:
         value.views = {dtype: found} if views is None else {**views, dtype: found}
     return found
@@ -152,7 +152,7 @@ class Rewriter:
     return var
 
   def place(self, eqn: JaxprEqn) -> tuple[Scope, DType | None]:
-    """Returns the scope of an equation, and the half dtype there; None where nothing changes."""
+    """Returns the scope of an equation, and the compute dtype there; None where nothing changes."""
     stack = eqn.source_info.name_stack  # Alive as long as the jaxpr is, and so its id is its own.
     found = self._places.get(id(stack))
     if found is None:
@@ -193,15 +193,15 @@ class Rewriter:
   ) -> Value | None:
     """Returns a value as an operation in another scope than its own reads it.
 
-    A float32 value that has left the scope in which it was made, on its way to some half operation,
-    is rounded to half, as the layers of Flax do it: it keeps activations as small as theirs. An
-    operation whose result only float32 operations read reads it as it is.
+    A float32 value that has left the scope in which it was made, on its way to an operation of the
+    `half` list, is rounded to the compute dtype, as the layers of Flax do it: it keeps activations
+    as small as theirs. An operation whose result only float32 operations read reads it as it is.
 
     Args:
       value: an operand; None for what is no floating value.
       eqn: the equation that reads it.
       scope: that of the equation.
-      half: the half dtype there.
+      half: the compute dtype there.
       wanted: what the readers of that which the equation makes of it want, see `demands`.
     """
     if value is None or not value.scope or value.dtype != FLOAT32:

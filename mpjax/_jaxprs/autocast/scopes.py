@@ -46,7 +46,7 @@ def names_of(stack: str) -> Scope:
 
 @functools.lru_cache(maxsize=4096)
 def region(scope: Scope, settings: Settings) -> DType | None:
-  """Returns the half dtype to compute in, in a scope; None if all is to stay as it was traced.
+  """Returns the compute dtype in a scope; None where all stays as it was traced, as for float32.
 
   The innermost mark of a policy decides. Where there is none, it is the innermost scope that a rule
   matches, and there the first of the rules.
@@ -95,7 +95,7 @@ def matmul_precision(scope: Scope, settings: Settings) -> MatmulPrecision | None
 
 @functools.lru_cache(maxsize=4096)
 def float8(scope: Scope, settings: Settings) -> Float8 | None:
-  """Returns the recipe for matmuls in float8 in a scope; None where they are in half."""
+  """Returns the recipe for matmuls in float8 in a scope; None where it has none."""
   if FULL_PRECISION in scope:
     return None
   mark = marked(scope)

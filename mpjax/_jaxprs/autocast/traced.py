@@ -143,7 +143,7 @@ def _numbered(positions: Iterable[int]) -> DataLeaves:
 
 
 def _as_float32(x: Array) -> ShapedArray:
-  """Returns the type of an array; float32 for one in half."""
+  """Returns the type of an array; float32 for float16 and bfloat16."""
   aval = cast(ShapedArray, jax.typeof(x))
   return aval.update(dtype=FLOAT32, weak_type=False) if aval.dtype in HALVES else aval
 

@@ -16,7 +16,7 @@ FULL = 1
 """Some operation of the float32 list reads it, at once or behind others without an opinion."""
 
 HALF = 2
-"""Some operation of the half list does."""
+"""Some operation of the `half` list does."""
 
 RESULT = 4
 """It becomes a float32 result of the entire function, at once or behind such operations."""

@@ -176,7 +176,7 @@ _NEAR_ONE = 2.0**-6
 
 
 def survives(number: SupportsFloat, dtype: DType) -> bool:
-  """Whether a number is still what it was in a half type, but for its last digits.
+  """Whether a number is still what it was in a 16-bit dtype, but for its last digits.
 
   It must not become inf, zero or subnormal, nor a decay like 0.999 another one.
   """
@@ -196,7 +196,7 @@ _LARGEST_MASK = 2**24
 def is_neutral_constant(number: Any, *halves: DType) -> bool:
   """Whether a float32 constant is a mask, or a single number that survives in each of `halves`.
 
-  Another array may be a grid of coordinates, whose distances half does not hold once something is
+  Another array may be a grid of coordinates, whose distances low precision loses once something is
   added. A large one is taken for such a grid: looking costs time at each trace, and a copy.
   """
   if np.ndim(number) > 0:

@@ -1,10 +1,10 @@
 """Weight gradients in a wider dtype than the matmuls: `Policy(weight_grad_dtype=...)`.
 
-A matmul casts its weight to half. JAX makes the gradient of the weight as a matmul in half too, the
-partitioner adds up in half what the devices found, and only the sum is cast to the dtype of the
-weight, with a rounding for each addition. Here the matmul takes the weight as it is stored: its
-gradient is one matmul of the same half operands into the wide dtype, and what is added up
-afterwards is wide.
+A matmul casts its weight to the compute dtype. JAX computes the gradient of the weight as a matmul
+in that dtype too, the partitioner adds up in it what the devices found, and only the sum is cast to
+the dtype of the weight, with a rounding for each addition. Here the matmul takes the weight as it
+is stored: its gradient is one matmul of the same operands in low precision into the wide dtype, and
+what is added up afterwards is wide.
 
 The rewritten jaxpr holds the matmul inside of a `jax.custom_jvp`, so that all code that walks
 jaxprs finds it. Its derivative is a primitive of our own, linear in each operand as a matmul is, of
@@ -47,7 +47,7 @@ def with_wide_gradients(
   wide: DType | None,
   view: Callable[[Value, DType, JaxprEqn], Atom],
 ) -> JaxprEqn | None:
-  """Returns a matmul in half, the same to the bit, with wide gradients of its weights.
+  """Returns a matmul in `half`, the same to the bit, with wide gradients of its weights.
 
   Args:
     eqn: the matmul as it was traced.
@@ -104,7 +104,7 @@ def _tangent(
   primals: Sequence[Array],
   tangents: Sequence[Array | SymbolicZero],
 ) -> tuple[list[Array], list[Array]]:
-  """The derivative of `matmul`, of operands in half, in operands that are cast first."""
+  """The derivative of `matmul`, of operands in `half`, in operands that are cast first."""
   parts = [
     _product_p.bind(*primals[:i], t, *primals[i + 1 :], matmul=matmul, half=half, wide=wide)
     for i, t in enumerate(tangents)
@@ -126,9 +126,9 @@ _product_p = Primitive("wide_gradient_matmul")
 """A matmul, linear in each floating operand, with gradients in wide dtypes.
 
 Parameters:
-  matmul: a function of operands in half.
+  matmul: a function of operands in `half`.
   half: the dtype to multiply in.
-  wide: of operands that are cast to half first, the dtype of their gradients.
+  wide: of operands that are cast to `half` first, the dtype of their gradients.
 """
 
 
