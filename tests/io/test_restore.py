@@ -1,7 +1,6 @@
 """`restore_like`: what was saved comes back exactly, or the error says what does not fit."""
 
 import pathlib
-import re
 from typing import NamedTuple
 
 import flax.serialization
@@ -15,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mpjax
+from tests.compilations import compilations
 from tests.errors import check_error
 
 P = jax.sharding.PartitionSpec
@@ -521,11 +521,6 @@ class Counting:
     return {"params": params, "step": state["step"] + 1, "rng": rng}
 
 
-def compiled(caplog):
-  """The names of the functions that were compiled, as `jax.log_compiles` says."""
-  return re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
-
-
 def start(place):
   state = {
     "params": {"w": jnp.arange(8, dtype=jnp.float32), "b": jnp.ones(8, jnp.bfloat16)},
@@ -567,29 +562,29 @@ PLACES = [uncommitted, committed, on_mesh, on_explicit_mesh]
 @pytest.mark.case("B124")
 @pytest.mark.parametrize("through", [*FORMATS, python_numbers])
 @pytest.mark.parametrize("place", PLACES)
-def test_one_trace_and_one_program_across_a_resume(through, place, tmp_path, caplog):
+def test_one_trace_and_one_program_across_a_resume(through, place, tmp_path):
   counting = Counting()
-  with jax.log_compiles():
+  with compilations() as compiled:
     state = counting.run(start(place), 4)
-  assert compiled(caplog).count("_step") == 1
+  assert compiled["_step"] == 1
   restored = mpjax.checkpoints.restore_like(start(place), through(state, tmp_path / "state"))
   assert_same(restored, state)
   for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
     assert (a.sharding, a.committed) == (b.sharding, b.committed)
-  caplog.clear()
-  with jax.log_compiles():
+  with compilations() as compiled:
     counting.run(restored, 4)
   # JAX may keep another entry for arrays that were made elsewhere, of the same program.
-  assert (counting.traces, compiled(caplog).count("_step")) == (1, 0)
+  assert (counting.traces, compiled["_step"]) == (1, 0)
 
 
 @pytest.mark.case("B124")
 def test_without_restore_like_there_are_more():
   counting = Counting()
-  state = counting.run(start(uncommitted), 1)
-  counting.run({**state, "step": 1}, 1)
-  counting.run(jax.device_put(state, jax.devices()[1]), 1)
-  assert (counting.traces, counting.step._cache_size()) == (2, 3)
+  with compilations() as compiled:
+    state = counting.run(start(uncommitted), 1)
+    counting.run({**state, "step": 1}, 1)
+    counting.run(jax.device_put(state, jax.devices()[1]), 1)
+  assert (counting.traces, compiled["_step"]) == (2, 3)
 
 
 @pytest.mark.parametrize("through", [orbax_path, npz])

@@ -17,6 +17,7 @@ import pytest
 
 import mpjax
 from mpjax._core.active import ACTIVE
+from tests.compilations import compilations
 from tests.errors import check_error
 from tests.linen.probes import KEY, Probe, X, calls, note, seen, text
 from tests.programs import products
@@ -117,10 +118,11 @@ def test_wrappers_in_turn_through_one_jitted_function(case, wanted):
   def forward(model, variables):
     return model.apply(variables, X)
 
-  for policy in ROUND:
-    # The wrapper is made anew each time: equal ones are one program.
-    equal(forward(with_policy(model, policy), variables), wanted[policy])
-  assert forward._cache_size() == len(POLICIES)
+  with compilations() as compiled:
+    for policy in ROUND:
+      # The wrapper is made anew each time: equal ones are one program.
+      equal(forward(with_policy(model, policy), variables), wanted[policy])
+  assert compiled["forward"] == len(POLICIES)
 
 
 @pytest.mark.case("B066", "B149")

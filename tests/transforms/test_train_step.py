@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import mpjax
+from tests.compilations import compilations
 from tests.errors import check_error
 from tests.loss_scale_oracle import Oracle
 
@@ -678,10 +679,11 @@ def test_weakly_typed_model_state_becomes_strong():
 
   step = mpjax.make_train_step(loss_fn, SGD)
   state = create(SGD, model_state=jnp.float32(0))
-  for _ in range(3):
-    state, _ = step(state, rows(8))
+  with compilations() as compiled:
+    for _ in range(3):
+      state, _ = step(state, rows(8))
   assert not state.model_state.weak_type
-  assert step._cache_size() == 1
+  assert compiled["train_step"] == 1
 
 
 @pytest.mark.parametrize("pinned", [True, False])

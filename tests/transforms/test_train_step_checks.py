@@ -8,6 +8,7 @@ import pytest
 
 import mpjax
 from mpjax.transforms._train_step_checks import check_call
+from tests.compilations import compilations
 from tests.errors import check_error
 
 
@@ -31,14 +32,15 @@ def test_half_moments_without_a_scale_stay_half():
   trace = state.opt_state.inner_state[0].trace
   assert trace.dtype == jnp.bfloat16
   step = mpjax.make_train_step(loss_fn, tx, donate=False)
-  for _ in range(2):
-    before, (state, _) = state, step(state, jnp.ones((2, 3)))
-    gradient = 2 * jnp.sum(before.params.astype(jnp.float32))
-    expected = gradient + 0.5 * before.opt_state.inner_state[0].trace.astype(jnp.float32)
-    assert jnp.array_equal(state.opt_state.inner_state[0].trace, expected.astype(jnp.bfloat16))
-    moved = before.params.astype(jnp.float32) - 0.5 * expected
-    assert jnp.array_equal(state.params, moved.astype(jnp.bfloat16))
-  assert step._cache_size() == 1
+  with compilations() as compiled:
+    for _ in range(2):
+      before, (state, _) = state, step(state, jnp.ones((2, 3)))
+      gradient = 2 * jnp.sum(before.params.astype(jnp.float32))
+      expected = gradient + 0.5 * before.opt_state.inner_state[0].trace.astype(jnp.float32)
+      assert jnp.array_equal(state.opt_state.inner_state[0].trace, expected.astype(jnp.bfloat16))
+      moved = before.params.astype(jnp.float32) - 0.5 * expected
+      assert jnp.array_equal(state.params, moved.astype(jnp.bfloat16))
+  assert compiled["train_step"] == 1
 
 
 def test_moments_that_would_change_their_dtype():
