@@ -454,3 +454,19 @@ def test_figures_of_steps_are_recorded(gpu_hlo):
       for name in ("static scale", "dynamic scale"):
         assert versions[name]["kernels"] <= 1.08 * versions["policy"]["kernels"]
         assert versions[name]["bytes"] <= 1.02 * versions["policy"]["bytes"]
+
+
+def test_figures_of_float8_are_recorded():
+  """By the estimate the large MLP takes at most two thirds of bfloat16's time."""
+  files = sorted((BENCHMARKS / "results" / "gpu_float8").glob("*.json"))
+  assert files
+  for file in files:
+    models = json.loads(file.read_text(encoding="utf-8"))["models"]
+    assert models.keys() == {"wide", "mlp"}
+    faster = {
+      name: each["versions"]["policy"]["estimated_seconds"]
+      / each["versions"]["float8"]["estimated_seconds"]
+      for name, each in models.items()
+    }
+    assert faster["mlp"] >= 1.5
+    assert faster["wide"] >= 1.3

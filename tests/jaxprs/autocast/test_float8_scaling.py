@@ -31,6 +31,26 @@ def test_quantised_numbers_are_those_of_numpy(dtype, power_of_two, axes):
   assert np.all(found >= (most / 2 if power_of_two else most))
 
 
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16], ids=lambda low: low.__name__)
+@pytest.mark.parametrize("axes", [None, (1,)])
+@pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
+def test_the_largest_is_taken_in_the_dtype_of_the_array(low, axes, bad):
+  """Not of a copy in float32, which XLA for a GPU would read once more."""
+  wide = normal(5, (32, 48))
+  if bad is not None:
+    wide[3, 4] = bad
+
+  def fun(wide):
+    return quantise(wide.astype(low), E4M3, axes, False)
+
+  (reduced,) = (eqn for eqn in jax.make_jaxpr(fun)(wide).eqns if eqn.primitive.name == "reduce_max")
+  assert reduced.invars[0].aval.dtype == low
+  rounded = np.asarray(jnp.asarray(wide).astype(low)).astype(np.float32)
+  largest = np.max(np.abs(rounded), axis=axes, keepdims=axes is not None)
+  found = np.asarray(jax.jit(fun)(wide).scale)
+  np.testing.assert_array_equal(found, largest * np.float32(1 / 448))
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_powers_of_two_are_exact_where_a_logarithm_is_not(dtype):
   most = float(ml_dtypes.finfo(dtype).max)
