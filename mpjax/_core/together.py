@@ -1,8 +1,9 @@
 """Leaves of a tree together: a GPU launches a kernel for each that is looked at by itself.
 
-What is here gives the same bits as leaf by leaf, and on other devices is computed so: a CPU has
-nothing to launch, and may store what a GPU computes on the way. Which of the two is decided where
-the function is lowered, and leaves no branch in what is compiled.
+What is here gives the same bits as leaf by leaf (a sum but for the order in which it is added up),
+and on other devices is computed so: a CPU has nothing to launch, and may store what a GPU computes
+on the way. Which of the two is decided where the function is lowered, and leaves no branch in what
+is compiled.
 """
 
 import math
@@ -77,13 +78,19 @@ def sum_of_squares(leaves: Sequence[Array]) -> Array:
   """Returns the sum of the squares of all absolute values, at least in float32."""
   groups = _grouped(leaves, jnp.result_type)
 
+  def one(x: Array) -> Array:
+    return _wide(jnp.sum(jnp.square(jnp.abs(x))))
+
+  def several(arrays: Sequence[Array]) -> Array:
+    return jnp.sum(_wide(jnp.sum(jnp.square(jnp.abs(_rows(arrays))), 1)))
+
   def alone(leaves: Sequence[Array]) -> Array:
-    sums = [_wide(jnp.sum(jnp.square(jnp.abs(x)))) for x in leaves]
-    return sum(sums, start=jnp.zeros((), jnp.float32))
+    return sum(map(one, leaves), start=jnp.zeros((), jnp.float32))
 
   def together(leaves: Sequence[Array]) -> Array:
-    rows = [_rows([leaves[i] for i in group]) for group in groups]
-    sums = [jnp.sum(_wide(jnp.sum(jnp.square(jnp.abs(x)), 1))) for x in rows]
+    # What is alone may be divided among devices, and keeps its shape.
+    found = [[leaves[i] for i in group] for group in groups]
+    sums = [several(each) if len(each) > 1 else one(*each) for each in found]
     return sum(sums, start=jnp.zeros((), jnp.float32))
 
   if all(len(group) == 1 for group in groups):

@@ -310,6 +310,22 @@ def test_within_shard_map_what_a_device_has_is_looked_at_together(devices, check
     assert jax.jit(mapped)(clean | {name: clean[name].at[-1].set(jnp.nan)}) == i
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_the_norm_of_leaves_on_a_mesh_gathers_none(devices, kind):
+  """Beside leaves that are not divided, and that are in one array where the mesh is Explicit."""
+  mesh = jax.make_mesh((2, 2), ("x", "y"), devices=devices, axis_types=(kind, kind))
+  specs = {**SPECS, "ragged": P(None, "y")}
+  shapes = dict.fromkeys(specs, (8, 8)) | {"ragged": (4, 6)}
+  leaves = [
+    jax.device_put(jnp.ones(shapes[k]), NamedSharding(mesh, spec)) for k, spec in specs.items()
+  ]
+  look = lambda *leaves: together.sum_of_squares(leaves)  # noqa: E731
+  found = partitioned.collectives(look, *leaves)
+  assert {(each.op, math.prod(each.shape)) for each in found} == {("all-reduce", 1)}
+  assert fresh(look)(*leaves) == 5 * 64 + 24
+
+
 def test_a_step_can_be_differentiated_as_before(both):
   """A meta-gradient: through the choice, with respect to the parameters."""
   tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(2))
