@@ -122,7 +122,8 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
   found = [condition] * len(leaves)
   if not isinstance(condition, Tracer):
     return found
-  small = [i for i, x in enumerate(leaves) if jnp.ndim(x) and 0 < jnp.size(x) <= _SMALL]
+  known = [i for i, x in enumerate(leaves) if jnp.ndim(x) and not _is_symbolic(x)]
+  small = [i for i in known if 0 < jnp.size(leaves[i]) <= _SMALL]
   groups = [g for g in _grouped([leaves[i] for i in small], jnp.shape, most=None) if len(g) > 1]
   if not groups:
     return found
@@ -188,18 +189,25 @@ def _grouped(
 ) -> list[list[int]]:
   """Returns positions of leaves in groups of one key, of at most `most`; some are alone.
 
-  Concrete leaves are, since operations on them run one by one, and so are those that may be divided
-  among devices: to stack two that are divided differently takes a collective for all of one.
+  Concrete leaves are, since operations on them run one by one, and so are those of symbolic shapes,
+  and those that may be divided among devices: to stack two that are divided differently takes a
+  collective for all of one.
   """
   groups: dict[object, list[int]] = {}
   unknown = any(_divided(x, AxisType.Auto) for x in leaves)
   for i, x in enumerate(leaves):
     alone = unknown or not isinstance(x, Tracer) or _divided(x, AxisType.Explicit)
+    alone = alone or _is_symbolic(x)
     groups.setdefault(("alone", i) if alone else key(x), []).append(i)
   step = most or max(len(leaves), 1)
   return [
     group[start : start + step] for group in groups.values() for start in range(0, len(group), step)
   ]
+
+
+def _is_symbolic(x: Leaf) -> bool:
+  """Whether a length is a symbol of `jax.export`, which is not compared, nor divided into rows."""
+  return not all(isinstance(n, int) for n in jnp.shape(x))
 
 
 def _divided(x: Leaf, kind: AxisType) -> bool:
