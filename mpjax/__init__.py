@@ -1,6 +1,7 @@
 """Mixed precision for JAX: policies for models, loss scaling for optimizers, nothing global."""
 
 import importlib
+import threading
 from typing import TYPE_CHECKING
 
 from mpjax._core.errors import (
@@ -165,15 +166,19 @@ or rich, or are large. The imports for type checkers, above, are the same list."
 _MODULE_OF = {name: module for module, names in _ON_FIRST_USE.items() for name in names}
 _MODULES = ("checkpoints", "linen", "nnx")
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while modules are imported. Two threads that import modules of one package, each of which
+needs the other's, otherwise see a deadlock or a module that is half done, both of which raise."""
+
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
   def __getattr__(name: str) -> object:
-    if name in _MODULES:
-      return importlib.import_module(f"mpjax.{name}")
-    if name in _MODULE_OF:
-      return getattr(importlib.import_module(_MODULE_OF[name]), name)
-    raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+    if name not in _MODULES and name not in _MODULE_OF:
+      raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+    with _ONE_AT_A_TIME:
+      module = importlib.import_module(_MODULE_OF.get(name, f"mpjax.{name}"))
+    return module if name in _MODULES else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -81,6 +81,23 @@ def test_every_public_name_is_found():
   assert all(hasattr(mpjax, name) for name in mpjax.__all__)
 
 
+def test_threads_use_names_for_the_first_time_at_once():
+  """As workers of a pool do, each of which needs something else first."""
+  done = run(
+    "import random, threading, mpjax\n"
+    "together = threading.Barrier(16)\n"
+    "def use(seed):\n"
+    "  names = list(mpjax.__all__)\n"
+    "  random.Random(seed).shuffle(names)\n"
+    "  together.wait()\n"
+    "  for name in names: getattr(mpjax, name)\n"
+    "threads = [threading.Thread(target=use, args=(i,)) for i in range(16)]\n"
+    "for thread in threads: thread.start()\n"
+    "for thread in threads: thread.join()"
+  )
+  assert not done.stderr
+
+
 def test_checkpoints_load_orbax_on_first_use():
   assert loaded(
     "import mpjax\nassert 'checkpoints' in dir(mpjax)\nmpjax.checkpoints.restore_like"

@@ -1,8 +1,9 @@
 """Leaves of a tree together: a GPU launches a kernel for each that is looked at by itself.
 
-What is here gives the same bits as leaf by leaf, and on other devices is computed so: a CPU has
-nothing to launch, and may store what a GPU computes on the way. Which of the two is decided where
-the function is lowered, and leaves no branch in what is compiled.
+What is here gives the same bits as leaf by leaf (a sum but for the order in which it is added up),
+and on other devices is computed so: a CPU has nothing to launch, and may store what a GPU computes
+on the way. Which of the two is decided where the function is lowered, and leaves no branch in what
+is compiled.
 """
 
 import math
@@ -77,13 +78,19 @@ def sum_of_squares(leaves: Sequence[Array]) -> Array:
   """Returns the sum of the squares of all absolute values, at least in float32."""
   groups = _grouped(leaves, jnp.result_type)
 
+  def one(x: Array) -> Array:
+    return _wide(jnp.sum(jnp.square(jnp.abs(x))))
+
+  def several(arrays: Sequence[Array]) -> Array:
+    return jnp.sum(_wide(jnp.sum(jnp.square(jnp.abs(_rows(arrays))), 1)))
+
   def alone(leaves: Sequence[Array]) -> Array:
-    sums = [_wide(jnp.sum(jnp.square(jnp.abs(x)))) for x in leaves]
-    return sum(sums, start=jnp.zeros((), jnp.float32))
+    return sum(map(one, leaves), start=jnp.zeros((), jnp.float32))
 
   def together(leaves: Sequence[Array]) -> Array:
-    rows = [_rows([leaves[i] for i in group]) for group in groups]
-    sums = [jnp.sum(_wide(jnp.sum(jnp.square(jnp.abs(x)), 1))) for x in rows]
+    # What is alone may be divided among devices, and keeps its shape.
+    found = [[leaves[i] for i in group] for group in groups]
+    sums = [several(each) if len(each) > 1 else one(*each) for each in found]
     return sum(sums, start=jnp.zeros((), jnp.float32))
 
   if all(len(group) == 1 for group in groups):
@@ -115,7 +122,8 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
   found = [condition] * len(leaves)
   if not isinstance(condition, Tracer):
     return found
-  small = [i for i, x in enumerate(leaves) if jnp.ndim(x) and 0 < jnp.size(x) <= _SMALL]
+  known = [i for i, x in enumerate(leaves) if jnp.ndim(x) and not _is_symbolic(x)]
+  small = [i for i in known if 0 < jnp.size(leaves[i]) <= _SMALL]
   groups = [g for g in _grouped([leaves[i] for i in small], jnp.shape, most=None) if len(g) > 1]
   if not groups:
     return found
@@ -181,18 +189,25 @@ def _grouped(
 ) -> list[list[int]]:
   """Returns positions of leaves in groups of one key, of at most `most`; some are alone.
 
-  Concrete leaves are, since operations on them run one by one, and so are those that may be divided
-  among devices: to stack two that are divided differently takes a collective for all of one.
+  Concrete leaves are, since operations on them run one by one, and so are those of symbolic shapes,
+  and those that may be divided among devices: to stack two that are divided differently takes a
+  collective for all of one.
   """
   groups: dict[object, list[int]] = {}
   unknown = any(_divided(x, AxisType.Auto) for x in leaves)
   for i, x in enumerate(leaves):
     alone = unknown or not isinstance(x, Tracer) or _divided(x, AxisType.Explicit)
+    alone = alone or _is_symbolic(x)
     groups.setdefault(("alone", i) if alone else key(x), []).append(i)
   step = most or max(len(leaves), 1)
   return [
     group[start : start + step] for group in groups.values() for start in range(0, len(group), step)
   ]
+
+
+def _is_symbolic(x: Leaf) -> bool:
+  """Whether a length is a symbol of `jax.export`, which is not compared, nor divided into rows."""
+  return not all(isinstance(n, int) for n in jnp.shape(x))
 
 
 def _divided(x: Leaf, kind: AxisType) -> bool:

@@ -245,6 +245,27 @@ def test_select_is_wheres(both):
     assert (chosen[0] == (keys[0] if flag else keys[1])).all()
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_functions_of_symbolic_shapes_are_exported(platform):
+  """A length that is a symbol is neither compared nor divided into rows."""
+  rows = jax.export.symbolic_shape("n, 3")
+  tree = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (rows, (3,), rows, (3,))]
+
+  def look(*leaves):
+    finite = mpjax.all_finite(leaves)
+    return finite, together.sum_of_squares(leaves), select(finite, leaves[:2], leaves[2:], "here")
+
+  exported = jax.export.export(jax.jit(look), platforms=[platform])(*tree)
+  if platform == "cpu":
+    for bad in (0, np.nan):
+      finite, squares, chosen = exported.call(
+        np.full((5, 3), bad, "f"), *[np.ones(s, "f") for s in [3, (5, 3), 3]]
+      )
+      assert finite == (bad == 0)
+      np.testing.assert_array_equal(squares, 21 + bad)
+      np.testing.assert_array_equal(chosen[0], np.full((5, 3), 0 if finite else 1))
+
+
 def test_outside_of_jit_nothing_is_compiled_for_it():
   tree = [jnp.ones(3), jnp.ones(3), jnp.asarray([1.0, jnp.nan, 1.0])]
   jaxpr = jax.make_jaxpr(lambda: first_nonfinite(tree))()
@@ -287,6 +308,22 @@ def test_leaves_on_a_mesh_are_not_gathered(devices, kind):
     assert not metrics["finite"]
     with pytest.raises(mpjax.MpjaxRuntimeError, match=name):
       mpjax.check_skipped_steps(new, 1, params=params)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_the_norm_of_leaves_on_a_mesh_gathers_none(devices, kind):
+  """Beside leaves that are not divided, and that are in one array where the mesh is Explicit."""
+  mesh = jax.make_mesh((2, 2), ("x", "y"), devices=devices, axis_types=(kind, kind))
+  specs = {**SPECS, "ragged": P(None, "y")}
+  shapes = dict.fromkeys(specs, (8, 8)) | {"ragged": (4, 6)}
+  leaves = [
+    jax.device_put(jnp.ones(shapes[k]), NamedSharding(mesh, spec)) for k, spec in specs.items()
+  ]
+  look = lambda *leaves: together.sum_of_squares(leaves)  # noqa: E731
+  found = partitioned.collectives(look, *leaves)
+  assert {(each.op, math.prod(each.shape)) for each in found} == {("all-reduce", 1)}
+  assert fresh(look)(*leaves) == 5 * 64 + 24
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -67,7 +67,8 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   # The reciprocal of a smaller one is none that float32 has.
   scale = jnp.maximum(scale, _TINY)
   # Clipped first: a cast to e4m3 makes NaN of what is above its range.
-  values = jax.lax.clamp(-most, wide * (1 / scale), most)
+  # Bounds of one dtype with what they bound: of Python numbers JAX makes float64 where it has that.
+  values = jax.lax.clamp(np.float32(-most), wide * (1 / scale), np.float32(most))
   return Scaled(jax.lax.convert_element_type(values, dtype), scale)
 
 

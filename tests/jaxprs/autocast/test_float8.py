@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
-from tests.programs import equations, products
+from tests.programs import bits, equations, products
 
 ALL = mpjax.Float8(skip=())
 EXACT = mpjax.Float8(skip=(), power_of_two=True)
@@ -441,3 +441,20 @@ def test_it_is_all_in_one_trace():
   for _ in range(3):
     step(WS[0], X)
   assert len(traces) == 1
+
+
+RECIPES = [{}, {"scaling": "row"}, {"power_of_two": True}, {"weight_grad": "half"}]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_process_with_float64_runs_float32_models_in_float8(recipe):
+  """Numbers of ours, which are float64 there by themselves, do not widen what they bound."""
+  w = jnp.asarray(normal(0, 64, 32))
+  x = jnp.asarray(normal(1, 16, 64))
+  recipe = mpjax.Float8(skip=(), **recipe)
+  loss = mpjax.autocast(lambda w, x: jnp.mean((x @ w) ** 2), policy(recipe), data_argnums=(1,))
+  step = jax.value_and_grad(loss)
+  with jax.enable_x64(True):  # First: what is traced is remembered.
+    assert any("float8_e4m3fn" in each for each in dtypes(step, w, x))
+    wide = jax.jit(step)(w, x)
+  assert bits(wide) == bits(jax.jit(step)(w, x))
