@@ -154,7 +154,8 @@ def main() -> int:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument("--only", help="rows with this text, such as 3.12, lowest or sdist")
+  texts = sorted({text for t in TARGETS for text in (t.python, t.versions, t.file)})
+  parser.add_argument("--only", choices=texts, help="rows with this text")
   only = parser.parse_args().only
   rows = [["python", "versions", "file", *SHOWN, "install", "import", *COLUMNS]]
   failures = []

@@ -61,7 +61,10 @@ class Worker:
 
   def _read_answers(self) -> None:
     for line in self.process.stdout or ():
-      self.answers.put(json.loads(line))
+      try:
+        self.answers.put(json.loads(line))
+      except ValueError:  # Printed by a library, before `serve` had taken its place.
+        self.last_words.append(line.rstrip())
     self.answers.put(None)
 
   def _read_errors(self) -> None:

@@ -79,10 +79,10 @@ def sum_of_squares(leaves: Sequence[Array]) -> Array:
   groups = _grouped(leaves, jnp.result_type)
 
   def one(x: Array) -> Array:
-    return _wide(jnp.sum(jnp.square(jnp.abs(x))))
+    return jnp.sum(jnp.square(_wide(jnp.abs(x))))
 
   def several(arrays: Sequence[Array]) -> Array:
-    return jnp.sum(_wide(jnp.sum(jnp.square(jnp.abs(_rows(arrays))), 1)))
+    return jnp.sum(jnp.sum(jnp.square(_wide(jnp.abs(_rows(arrays)))), 1))
 
   def alone(leaves: Sequence[Array]) -> Array:
     return sum(map(one, leaves), start=jnp.zeros((), jnp.float32))
@@ -99,7 +99,7 @@ def sum_of_squares(leaves: Sequence[Array]) -> Array:
 
 
 def _wide(x: Array) -> Array:
-  """Returns an array in float32 at least: two float16 sums may be more than float16 holds."""
+  """Returns an array in float32 at least: the square of 256 is more than float16 holds."""
   return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 

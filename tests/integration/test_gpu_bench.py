@@ -33,6 +33,7 @@ def test_out_of_memory_is_told_from_other_failures(workers):
 
 ANSWERS = """
 import os, sys, workers
+print("noise of an import", flush=True)
 def measure(name):
   print("noise")
   workers.say("working")
