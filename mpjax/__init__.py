@@ -168,7 +168,7 @@ _MODULES = ("checkpoints", "linen", "nnx")
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while modules are imported. Two threads that import modules of one package, each of which
-needs the other's, otherwise see a deadlock or a module that is half done, both of which raise."""
+needs the other's, otherwise see a deadlock or a module that is imported in part: both raise."""
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
