@@ -8,7 +8,7 @@ import collections
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 
@@ -16,7 +16,7 @@ COMPILED = re.compile(r"Finished XLA compilation of jit\((\w+)\)")
 
 
 @contextlib.contextmanager
-def compilations() -> Iterator[collections.Counter[str]]:
+def compilations() -> Generator[collections.Counter[str]]:
   """Yields how often each jitted function is compiled inside, by its name."""
   found: collections.Counter[str] = collections.Counter()
 
