@@ -20,14 +20,14 @@ NEWEST_TESTS ?= tests
 help:
 	@echo "make demo        train a real model three ways and compare"
 	@echo "make test        run the tests (PYTEST_ARGS='-k policy' to choose)"
-	@echo "make convergence train the examples until they have learned, in float32 and in half"
+	@echo "make convergence train the examples until they have learned, in float32 and in low precision"
 	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
 	@echo "make smoke       install the wheel and the sdist into clean environments, and use them there"
 	@echo "make lint        ruff, pyright and the words that our prose avoids"
 	@echo "make format      let ruff repair what it can"
 	@echo "make docs        build the documentation site into build/site, strictly"
 	@echo "make docs-linkcheck  ask every address outside of the site whether it is there"
-	@echo "make bench       measure cost against float32 and hand-written half"
+	@echo "make bench       measure cost against float32 and dtypes by hand"
 	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
 	@echo "make gpu-hlo     what an H200 would run, compiled without one: kernels, bytes and temporaries, by hand and under a policy"
 	@echo "make parity      train five models from many seeds: is low precision as good as float32?"
@@ -36,7 +36,7 @@ help:
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
 	@echo "make mutations   break our own code in 68 ways: does the test of each notice?"
-	@echo "make soak        train for a million steps with faults, in both half types"
+	@echo "make soak        train for a million steps with faults, in float16 and in bfloat16"
 	@echo "make clean       remove .venv and caches"
 
 # Newer than pyproject.toml, or installed again: dependencies cannot go stale unnoticed.
