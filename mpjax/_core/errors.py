@@ -92,6 +92,14 @@ class UnmatchedRuleError(MpjaxValueError):
   """
 
 
+# A traceback begins with the module of the class, and the name to catch is `mpjax.MpjaxError`.
+for _public in (
+  *(MpjaxError, MpjaxValueError, MpjaxTypeError, MpjaxRuntimeError, MpjaxAssertionError),
+  UnmatchedRuleError,
+):
+  _public.__module__ = "mpjax"
+
+
 LONGEST = 1900
 """The longest text of an error, in characters: it is read in a terminal."""
 

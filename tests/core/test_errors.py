@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import pickle
+import traceback
 
 import flax.linen as nn
 import jax
@@ -44,6 +45,15 @@ def test_an_error_keeps_its_parts_and_notes_in_a_copy(kind, again):
   assert type(same) is kind
   assert str(same) == str(error) == "f(x): expected a scalar, got shape (3,). Call sum()."
   assert vars(same) == {**PARTS, "__notes__": ["in layer_0"]}
+
+
+@pytest.mark.parametrize("kind", [*CLASSES, mpjax.MpjaxError, mpjax.MpjaxAssertionError])
+def test_a_traceback_names_the_class_that_a_user_can_catch(kind):
+  error = kind("f(x)", **{k: v for k, v in PARTS.items() if k != "where"})
+  text = traceback.format_exception_only(error)[0]
+  assert text.startswith(f"mpjax.{kind.__name__}: f(x): expected")
+  assert getattr(mpjax, kind.__name__) is kind
+  assert type(pickle.loads(pickle.dumps(error))) is kind
 
 
 def of_text(kind, text):
