@@ -45,6 +45,7 @@ extensions = [
   "site_coverage",
   "site_names",
   "site_signatures",
+  "site_tables",
   "sphinx_pictures",  # figures in light and dark
 ]
 
