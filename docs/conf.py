@@ -64,7 +64,6 @@ copybutton_prompt_is_regexp = True
 default_role = "mpjax"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": False}
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Fields", "params_style")]

@@ -163,7 +163,11 @@ def find_type(
   if target.rpartition(".")[2] in TYPE_VARIABLES:
     return content
   objects = env.domains.python_domain.objects
-  ends = [name for name in objects if name.rpartition(".")[2] == target]
+  ends = [
+    name
+    for name, entry in objects.items()
+    if name.rpartition(".")[2] == target and entry.objtype in ("class", "exception", "type")
+  ]
   if len(ends) == 1 and node.get("refdoc"):
     entry = objects[ends[0]]
     uri = app.builder.get_relative_uri(node["refdoc"], entry.docname)

@@ -1,8 +1,8 @@
-"""The tables of the migration guides as readers need them: no ids of tests, ours beside the feature.
+"""The tables of the migration guides without ids of tests, and with mpjax beside the feature.
 
-In the Markdown the last two columns are "mpjax" and "test id": the tests hold each line against the
-test that shows it. On the site the ids would take half of the page, so that column is dropped, and
-where other systems are between the feature and its line of mpjax, ours becomes the second.
+In the Markdown the last two columns are "mpjax" and "test id": our tests read them. On the site the
+ids would take half of the page, so that column is dropped, and where other systems are between a
+feature and its line of mpjax, ours becomes the second.
 """
 
 import re
