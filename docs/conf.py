@@ -68,6 +68,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Fields", "params_style")]
 python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"  # the contents at the right are narrow
 
 nitpicky = True
 nitpick_ignore = [
