@@ -45,6 +45,7 @@ extensions = [
   "site_coverage",
   "site_names",
   "site_signatures",
+  "site_tables",
   "sphinx_pictures",  # figures in light and dark
 ]
 
@@ -63,11 +64,11 @@ copybutton_prompt_is_regexp = True
 default_role = "mpjax"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": False}
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Fields", "params_style")]
 python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"  # the contents at the right are narrow
 
 nitpicky = True
 nitpick_ignore = [

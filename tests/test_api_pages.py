@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.test_public_api import NAMES, members
+import mpjax
+from tests.test_public_api import NAMES, members, resolve
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -55,6 +56,43 @@ def test_a_page_missing_a_name_is_noticed(name):
     re.sub(rf":: {re.escape(name)}(?![\w.])", ":: mpjax.other", page) for page in PAGES.values()
   ]
   assert coverage.missing_from(pages) == [name]
+
+
+CLASSES = [name for name in NAMES if isinstance(resolve(name), type)]
+
+
+def test_objects_are_what_a_user_can_write():
+  found = coverage.public_objects()
+  assert len(found) == len(set(found))
+  methods = {"TrainState.create", "Policy.parse", "Policy.cast_to_compute", "Rule.matches"}
+  reports = {"ConversionReport.bytes_saved", "GroupRanges.lost_share", "Audit.to_html"}
+  fields = {"Policy.param_dtype", "TrainState.opt_state", "LeafReport.path", "OpLists.half"}
+  assert {f"mpjax.{name}" for name in methods | reports | fields} <= set(found)
+  for name in found:
+    thing = mpjax
+    *path, last = name.split(".")[1:] or ["__name__"]
+    for piece in path:
+      thing = getattr(thing, piece)
+    assert hasattr(thing, last) or last in coverage.fields_of(thing), name
+  # Neither what a tuple has, nor what another library's base class has.
+  assert not {"mpjax.TrainState.count", "mpjax.MpjaxError.add_note"} & set(found)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_page_without_the_members_of_a_class_is_noticed(name):
+  members = [f"{name}.{member}" for member in coverage.members_of(resolve(name))]
+  entry = re.compile(rf"(auto(?:class|exception):: {re.escape(name)}\b.*\n)(?: +:.*\n)+")
+  pages = [entry.sub(r"\1", page) for page in PAGES.values()]
+  assert coverage.missing_from(pages) == members
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_method_and_property_says_what_it_is(name):
+  cls = resolve(name)
+  members = coverage.members_of(cls)
+  assert [
+    member for member in members if not inspect.getdoc(inspect.getattr_static(cls, member))
+  ] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

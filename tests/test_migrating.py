@@ -23,6 +23,7 @@ import pytest
 
 import mpjax
 from tests.migrating_lines import NOT_RUN, failures, source, worlds
+from tests.test_api_pages import load
 from tests.test_public_api import NAMES, resolve
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -33,6 +34,8 @@ NONE = "—"
 """In a cell of a system that does not have the feature, and where no test can be."""
 
 ENDING = ("mpjax", "test id")
+
+for_readers = load("site_tables").for_readers
 
 WANTED = {
   "features": """scale_loss init_trainer GradScaler init fp32_ops conditional_fp32_ops
@@ -308,6 +311,26 @@ def test_every_system_has_a_page():
   overview = (ROOT / "docs/migrating/features.md").read_text(encoding="utf-8")
   assert "(docs/migrating/features.md)" in readme
   assert [page.name for page in PAGES if f"({page.name})" not in overview] == ["features.md"]
+
+
+@BY_PAGE
+def test_the_site_shows_each_line_and_no_ids_of_tests(page):
+  markdown = page.read_text(encoding="utf-8")
+  shown = for_readers(markdown)
+  assert "test id" not in shown
+  tables = [(n, split(line)) for n, line in enumerate(shown.splitlines(), 1) if line[:1] == "|"]
+  cells = dict(tables)
+  for row in rows(markdown):
+    assert cells[row.line] == (row.cells[0], row.cells[-2], *row.cells[1:-2])
+  assert len(shown.splitlines()) == len(markdown.splitlines())
+
+
+def test_the_site_leaves_other_tables_alone():
+  other = "| a | b |\n|---|---|\n| `x \\| y` | z |\n"
+  assert for_readers(other) == other
+  fenced = f"```text\n{TABLE}```\n"
+  assert for_readers(fenced) == fenced
+  assert "| `scale(loss)` | " + LINE + " |" in for_readers(TABLE)
 
 
 ID = "tests/test_migrating.py::test_a_good_row_has_no_fault"

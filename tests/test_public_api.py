@@ -114,6 +114,9 @@ def parameters(thing: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def raises(thing: Callable[..., Any]) -> bool:
+  if isinstance(thing, type) and issubclass(thing, BaseException):
+    # Its module is the public one, in which `inspect` would look for the source.
+    return "__init__" in vars(thing) and raises(vars(thing)["__init__"])
   tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
   if isinstance(thing, type):
     # Of a class, what its construction raises; methods document their own.

@@ -98,6 +98,11 @@ class Expand(ast.NodeTransformer):
   def __init__(self, names: dict[str, Any]) -> None:
     self.names = names
 
+  def visit_arg(self, node: ast.arg) -> ast.arg:
+    """Takes the quotes off an annotation, which a class needs for its own name."""
+    node.annotation = node.annotation and self.visit(_unquoted(node.annotation))
+    return node
+
   def visit_Name(self, node: ast.Name) -> ast.expr:
     """Replaces the name of an alias of literals, or of a union of built-in types."""
     value = self.names.get(node.id)
@@ -105,6 +110,13 @@ class Expand(ast.NodeTransformer):
     if literal or (isinstance(value, types.UnionType) and value.__args__[0] is int):
       return ast.parse(str(value).removeprefix("typing."), mode="eval").body
     return node
+
+
+def _unquoted(annotation: ast.expr) -> ast.expr:
+  """Returns what an annotation in quotes says."""
+  if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+    return ast.parse(annotation.value, mode="eval").body
+  return annotation
 
 
 def arguments(node: ast.FunctionDef) -> str:
@@ -126,7 +138,7 @@ def _readable(default: ast.expr) -> ast.expr:
 
 def returned(node: ast.FunctionDef) -> str | None:
   """Returns the annotation of what a function returns."""
-  return None if node.returns is None else ast.unparse(node.returns)
+  return None if node.returns is None else ast.unparse(_unquoted(node.returns))
 
 
 def fields(node: ast.ClassDef, cls: type) -> str:
@@ -163,7 +175,11 @@ def find_type(
   if target.rpartition(".")[2] in TYPE_VARIABLES:
     return content
   objects = env.domains.python_domain.objects
-  ends = [name for name in objects if name.rpartition(".")[2] == target]
+  ends = [
+    name
+    for name, entry in objects.items()
+    if name.rpartition(".")[2] == target and entry.objtype in ("class", "exception", "type")
+  ]
   if len(ends) == 1 and node.get("refdoc"):
     entry = objects[ends[0]]
     uri = app.builder.get_relative_uri(node["refdoc"], entry.docname)

@@ -109,15 +109,20 @@ def _operand(value: Value) -> Operand:
   source, reciprocal = divided.operands
   scale = _made_by(_made_by(reciprocal, "div").operands[1], "max").operands[0]
   amax, factor = _made_by(scale, "mul").operands
+  before = source
+  if source.made_by is not None:  # Of an array in low precision, the float32 copy is scaled.
+    barriers = [
+      _made_by(_made_by(value, "convert_element_type").operands[0], "optimization_barrier")
+      for value in (source, amax)
+    ]
+    if barriers[0] is not barriers[1]:
+      raise ValueError("an operand and its largest magnitude go through two barriers")
+    before, amax = barriers[0].operands
   magnitude = _made_by(_made_by(amax, "reduce_max").operands[0], "abs").operands[0]
-  if magnitude is not source or float(str(low.data)) != -largest:
+  if magnitude is not before or float(str(low.data)) != -largest:
     raise ValueError("the largest magnitude is that of another array, or clipped on one side")
   if abs(float(str(factor.data)) * largest - 1) > 1e-6:
     raise ValueError(f"scaled to {1 / float(str(factor.data))}, and clipped to {largest}")
-  before = source
-  if source.made_by is not None:  # Of an array in low precision, the float32 copy is scaled.
-    barrier = _made_by(_made_by(source, "convert_element_type").operands[0], "optimization_barrier")
-    before = barrier.operands[0]
   name = "x" if cast.where.direction == "forward" else "gradient"
   return Operand(
     "w" if before.kind == "argument" else name, str(before.dtype), dtype, largest, kept

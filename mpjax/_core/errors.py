@@ -92,6 +92,14 @@ class UnmatchedRuleError(MpjaxValueError):
   """
 
 
+# A traceback begins with the module of the class, and the name to catch is `mpjax.MpjaxError`.
+for _public in (
+  *(MpjaxError, MpjaxValueError, MpjaxTypeError, MpjaxRuntimeError, MpjaxAssertionError),
+  UnmatchedRuleError,
+):
+  _public.__module__ = "mpjax"
+
+
 LONGEST = 1900
 """The longest text of an error, in characters: it is read in a terminal."""
 
@@ -208,7 +216,25 @@ def line_of_user(error: BaseException) -> str:
   """Returns the file and line of the user's code that an error came from, with what it says."""
   frames = traceback.extract_tb(error.__traceback__)
   frame = ([f for f in frames if not is_library(f.filename)] or frames)[-1]
-  return f"{frame.filename}:{frame.lineno}: {frame.line}"
+  return f"{shown_file(frame.filename)}:{frame.lineno}: {frame.line}"
+
+
+_CELL = re.compile(
+  r"[/\\]ipykernel_\d+[/\\]\d+\.py$"  # Jupyter: /tmp/ipykernel_17/2194308582.py
+  r"|(?:^<|[/\\])ipython-input-(?:(?P<number>\d+)-)?\w+(?:>|\.py)$"  # IPython, Colab
+)
+
+
+def shown_file(file: str) -> str:
+  """Returns how reports and errors write the file of a line: its path, or "cell" in a notebook.
+
+  The file of a cell is named by a hash of its text, which no reader could look up. IPython adds
+  the number of the cell, and then it is "cell 3".
+  """
+  cell = _CELL.search(file)
+  if cell is None:
+    return file
+  return f"cell {cell['number']}" if cell["number"] else "cell"
 
 
 _PACKAGE = str(pathlib.Path(__file__).parents[1])

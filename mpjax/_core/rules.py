@@ -258,10 +258,12 @@ def unmatched_error(
   """
   if rule.module is not None:
     near = f"The model's classes: {', '.join(sorted(set(classes)))}."
+  elif not any(paths):
+    near = f"The only {kind} is the root, path ''."
   else:
     # What a predicate looks for is unknown: the model's own paths are the best there is to show.
     sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
-    named = set(paths) - {""} or {""}
+    named = set(paths) - {""}
     shown = sorted(set(paths))[:3] if sought is None else nearest(sought, named)
     near = f"The nearest {kind} paths: {', '.join(repr(p) for p in shown)}."
     if any(path.endswith(f"/{sought}") for path in named):

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
 
-from mpjax._core.errors import is_library
+from mpjax._core.errors import is_library, shown_file
 from mpjax._jaxprs.autocast.marks import PREFIX
 from mpjax._jaxprs.compat import Frame, Traceback, frames_of, scopes_of
 
@@ -21,8 +21,10 @@ _BACKWARD = "transpose()"  # As JAX prints it, to tell it from the operation.
 class Source(NamedTuple):
   """A line of code.
 
+  Reports write it as "train.py:12", and a line of a notebook as "cell:12", counted in its cell.
+
   Args:
-    file: the path of the file.
+    file: the path of the file; of a cell of a notebook, the name that the notebook gave it.
     line: counted from 1.
     function: in which the line is.
   """
@@ -32,7 +34,7 @@ class Source(NamedTuple):
   function: str
 
   def __str__(self) -> str:
-    return f"{os.path.basename(self.file)}:{self.line}"
+    return f"{os.path.basename(shown_file(self.file))}:{self.line}"
 
 
 class Location(NamedTuple):

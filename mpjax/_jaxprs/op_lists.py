@@ -123,26 +123,32 @@ class OpLists:
 
   @property
   def half(self) -> frozenset[str]:
+    """The primitives that run in the compute dtype."""
     return _names(self._parts, "half")
 
   @property
   def float32(self) -> frozenset[str]:
+    """The primitives that run in float32."""
     return _names(self._parts, "float32")
 
   @property
   def promote(self) -> frozenset[str]:
+    """The primitives that run in the widest type among their operands."""
     return _names(self._parts, "promote")
 
   @property
   def keep(self) -> frozenset[str]:
+    """The primitives that run in the type of their operand."""
     return _names(self._parts, "keep")
 
   @property
   def opaque(self) -> frozenset[str]:
+    """The primitives that run in the types in which the jaxpr was written."""
     return _names(self._parts, "opaque")
 
   @property
   def conditional(self) -> tuple[tuple[str, Predicate], ...]:
+    """The primitives whose part depends on their parameters, each with its function."""
     return _pairs(self._parts)
 
   def part_of(self, name: str, params: EqnParams) -> str | None:

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import pickle
+import traceback
 
 import flax.linen as nn
 import jax
@@ -13,7 +14,15 @@ from flax import nnx
 from flax.core import FrozenDict
 
 import mpjax
-from mpjax._core.errors import check_call, is_library, line_of_user, listed, message, nearest
+from mpjax._core.errors import (
+  check_call,
+  is_library,
+  line_of_user,
+  listed,
+  message,
+  nearest,
+  shown_file,
+)
 from tests.errors import check_error
 
 CLASSES = {
@@ -44,6 +53,15 @@ def test_an_error_keeps_its_parts_and_notes_in_a_copy(kind, again):
   assert type(same) is kind
   assert str(same) == str(error) == "f(x): expected a scalar, got shape (3,). Call sum()."
   assert vars(same) == {**PARTS, "__notes__": ["in layer_0"]}
+
+
+@pytest.mark.parametrize("kind", [*CLASSES, mpjax.MpjaxError, mpjax.MpjaxAssertionError])
+def test_a_traceback_names_the_class_that_a_user_can_catch(kind):
+  error = kind("f(x)", **{k: v for k, v in PARTS.items() if k != "where"})
+  text = traceback.format_exception_only(error)[0]
+  assert text.startswith(f"mpjax.{kind.__name__}: f(x): expected")
+  assert getattr(mpjax, kind.__name__) is kind
+  assert type(pickle.loads(pickle.dumps(error))) is kind
 
 
 def of_text(kind, text):
@@ -228,6 +246,34 @@ def test_the_line_of_the_user_is_found_wherever_the_code_is(file):
   with pytest.raises(jax.errors.TracerBoolConversionError) as excinfo:
     jax.jit(names["ask"])(1.0)
   assert line_of_user(excinfo.value).startswith(f"{file}:2: ")
+
+
+CELLS = {
+  "/tmp/ipykernel_4242/2194308582.py": "cell",
+  "C:\\Users\\me\\AppData\\Local\\Temp\\ipykernel_4242\\2194308582.py": "cell",
+  "<ipython-input-12-0a1b2c3d4e5f>": "cell 12",
+  "/tmp/ipython-input-2938354417.py": "cell",
+  "/tmp/ipython-input-3-4282502808.py": "cell 3",
+}
+"""The files of cells, as Jupyter, IPython and Colab name them, and what a reader is shown."""
+
+
+@pytest.mark.parametrize(("file", "shown"), CELLS.items())
+def test_the_line_of_a_notebook_is_that_of_its_cell(file, shown):
+  names = {}
+  exec(compile("def ask(x):\n  return x / 0\n", file, "exec"), names)
+  with pytest.raises(ZeroDivisionError) as excinfo:
+    names["ask"](1)
+  assert line_of_user(excinfo.value).startswith(f"{shown}:2: ")
+  assert not is_library(file)
+
+
+@pytest.mark.parametrize(
+  "file",
+  ["/home/me/ipykernel_4242/train.py", "/home/me/2194308582.py", "ipykernel_4242.py", "<stdin>"],
+)
+def test_another_file_has_its_own_name(file):
+  assert shown_file(file) == file
 
 
 def test_every_part_of_mpjax_is_a_library_and_a_users_model_is_not():

@@ -438,6 +438,13 @@ def test_the_error_for_a_rule_that_matches_nothing(rule, near):
   assert isinstance(error, mpjax.UnmatchedRuleError)
 
 
+@pytest.mark.case("B140")
+@pytest.mark.parametrize("rule", [mpjax.Rule(None, path="head"), mpjax.Rule(None, where=callable)])
+def test_the_error_for_a_model_of_one_module_names_no_path_but_the_root(rule):
+  error = unmatched_error(rule, ("",), ("Dense",))
+  assert error.fix.startswith("The only module is the root, path ''. Fix the selector")
+
+
 # Default rules. The class of a norm says who wrote it.
 
 

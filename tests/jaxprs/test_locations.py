@@ -138,6 +138,15 @@ def test_the_line_is_the_users_and_not_a_librarys():
   assert source == f"test_locations.py:{first + 1}"
 
 
+def test_a_line_of_a_notebook_is_shown_by_its_cell():
+  names = {"jnp": jnp}
+  file = "/tmp/ipykernel_4242/2194308582.py"
+  exec(compile("\ndef fn(x):\n  return jnp.sin(x)\n", file, "exec"), names)
+  ((_, found),) = locations(jax.make_jaxpr(names["fn"])(X))
+  assert found.source == (file, 3, "fn")
+  assert str(found.source) == "cell:3"
+
+
 def test_the_second_call_of_a_jitted_function_of_a_library_has_its_own_line():
   def fn(x):
     y = jax.nn.one_hot(x, 4)

@@ -111,7 +111,7 @@ def _shortened(rows: Sequence[Counted]) -> Sequence[Counted]:
 def _window(rows: Sequence[Counted]) -> tuple[int, int]:
   """Returns the exponents to draw: those that occur, and the range of float16."""
   seen = [e for row in rows for e in row.exponents]
-  return min([*seen, -26]) - 1, max([*seen, 16]) + 10  # Room for the notes.
+  return min([*seen, -26]) - 1, max([*seen, 16]) + 2
 
 
 def _draw_ranges(axis: Any, low: int, high: int) -> None:
@@ -139,8 +139,9 @@ def _draw_rows(
     total = sum(row.exponents.values())
     for exponent, count in row.exponents.items():
       shares[position, exponent - low] = count / total
-    side = {"fontsize": 7.5, "va": "center_baseline", "ha": "right", "color": "#a03030"}
-    axis.text(high - 0.2, position, row.note, **side)
+    # Beside the panel: inside of it, a line where float16 ends could cross the text.
+    side = {"fontsize": 7.5, "va": "center_baseline", "ha": "left", "color": "#a03030"}
+    axis.text(high + 0.4, position, row.note, **side)
   norm = importlib.import_module("matplotlib.colors").LogNorm(1e-5, 1)
   image = axis.pcolormesh(
     np.arange(low, high + 1),
