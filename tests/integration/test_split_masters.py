@@ -253,7 +253,10 @@ def run_on(place, storage, grads):
   )
   for g in grads:
     given = {"w": g, "b": g[0], "half": g[1], "norm": g[2]}
-    params, state = step(params, state, jax.device_put(given, place) if place else given)
+    given = jax.device_put(given, place) if place else given
+    # Thirty steps of eight devices in the queue of two busy cores, and XLA ends the process: a
+    # device has waited 40 s for the others.
+    params, state = jax.block_until_ready(step(params, state, given))
   assert jax.tree.map(jax.typeof, (params, state)) == types
   return params, mpjax.master_params(state, params)
 
