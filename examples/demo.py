@@ -49,7 +49,7 @@ def table(rows: dict[str, dict[str, float]]) -> Table:
     f"final loss (mean of {LAST} batches)": lambda row: f"{row['loss']:.4f}",
     "skipped steps": lambda row: f"{row['skipped']}",
     "final loss scale": lambda row: f"{row['loss_scale']:.0f}",
-    "products in half [1]": lambda row: f"{row['half_share']:.1%}",
+    "matmuls in low precision [1]": lambda row: f"{row['half_share']:.1%}",
     "parameters [2]": lambda row: f"{row['parameter_bytes'] / 1e3:.0f} kB",
     "activations [3]": lambda row: f"{row['activation_bytes'] / 1e3:.0f} kB",
   }
@@ -63,12 +63,12 @@ def table(rows: dict[str, dict[str, float]]) -> Table:
 
 
 NOTES = (
-  """Share of the floating-point operations of all matrix products and convolutions, counted from
-  the traced training step, forward and backward, whose operands are both in half.""",
+  """Share of the floating-point operations of all matmuls and convolutions, counted from the traced
+  training step, forward and backward, whose operands are both in float16 or bfloat16.""",
   """As they are stored and updated: float32 under every mixed policy.""",
   f"""What the forward pass of one batch of {digits.BATCH} saves for the backward pass, counted from
-  the residuals in the traced step, without the parameters and the batch. Half copies of the weights
-  are among them, and so is what batch normalisation keeps in float32.""",
+  the residuals in the traced step, without the parameters and the batch. Copies of the weights in
+  low precision are among them, and so is what batch normalisation keeps in float32.""",
 )
 
 
