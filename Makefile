@@ -55,7 +55,7 @@ demo: $(STAMP)
 # JAX_PLATFORMS asks for it.
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)
-	$(RUN) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(RUN) -m pytest -n 2 --dist worksteal --ignore=tests/check --ignore=tests/lint $(PYTEST_ARGS)
 
 # Long trainings gain more from XLA's optimization than it takes.
 convergence: export JAX_PLATFORMS ?= cpu
@@ -148,7 +148,7 @@ $(GPU_HLO)/.installed: pyproject.toml
 
 # No GPU is looked for: the program is compiled, and never run. In tests that fail, a policy costs
 # more than dtypes by hand, loss scaling a kernel for each parameter, or float8 is not float8.
-GPU_TESTS := tests/integration/test_gpu_hlo.py tests/integration/test_float8.py tests/integration/test_gpu_versions.py
+GPU_TESTS := tests/check/test_gpu_hlo.py tests/integration/test_float8.py tests/check/test_gpu_versions.py
 gpu-hlo: export JAX_PLATFORMS = cpu
 gpu-hlo: $(GPU_HLO)/.installed
 	PYTHONPATH=. $(GPU_HLO)/bin/python benchmarks/gpu_hlo.py $(ARGS)

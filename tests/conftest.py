@@ -45,14 +45,14 @@ gc.set_threshold(200_000, 20, 50)
 
 _TESTS = pathlib.Path(__file__).parent
 
-_ADAPTERS = ("transforms", "linen", "nnx", "integration", "flax_suite")
+_ADAPTERS = ("transforms", "linen", "nnx", "integration", "check", "flax_suite")
 """Folders whose tests run Flax and optax, which promote dtypes on purpose
 (`optax.apply_updates` adds bfloat16 and float32): ranks are strict there, dtypes are not."""
 
 _STRICT = (
   *("test_across_devices.py", "test_gradients.py", "test_traced_loss.py", "test_loss_scale.py"),
   *("test_loss_scale_config.py", "test_retries.py", "test_train_state.py", "test_train_step.py"),
-  "test_train_step_checks.py",
+  *("test_train_step_checks.py", "test_figures.py", "test_migrating.py"),
 )
 """Files of those folders for which dtypes are strict all the same."""
 
@@ -108,7 +108,10 @@ def _strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
   A test that needs the standard rules says so: `@pytest.mark.standard_promotion`.
   """
   place = request.path.relative_to(_TESTS).parts[0]
-  free = place in _EXAMPLES or request.node.get_closest_marker("standard_promotion") is not None
+  free = (
+    request.path.name in _EXAMPLES
+    or request.node.get_closest_marker("standard_promotion") is not None
+  )
   with contextlib.ExitStack() as stack:
     if not free:
       stack.enter_context(jax.numpy_rank_promotion("raise"))

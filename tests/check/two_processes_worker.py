@@ -1,6 +1,6 @@
 """One of two processes that train together; `test_two_processes.py` starts both.
 
-  python -m tests.integration.two_processes_worker PROCESS PORT FOLDER
+  python -m tests.check.two_processes_worker PROCESS PORT FOLDER
 
 Writes, for each way to divide the work, the bytes that its own devices hold in the end.
 """

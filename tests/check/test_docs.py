@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.test_public_api import NAMES, members, resolve
+from tests.lint.test_public_api import NAMES, members, resolve
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NOT_RUN = ("text", "bash")
 """Languages of blocks that are not Python. Anything else, or none, is a misspelt ```python."""

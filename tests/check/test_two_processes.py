@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.integration import two_processes_worker as worker
+from tests.check import two_processes_worker as worker
 from tests.integration.sharded_rig import PARTS, ROWS, data, expected
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def run_both(folder, names=("0", "1")):
   port, logs, running = free_port(), [folder / f"{name}.log" for name in names], []
   try:
     for name, log in zip(names, logs, strict=True):
-      module = "tests.integration.two_processes_worker"
+      module = "tests.check.two_processes_worker"
       command = [sys.executable, "-m", module, name, str(port), str(folder)]
       with log.open("w") as out:
         running.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))

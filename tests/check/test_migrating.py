@@ -22,11 +22,11 @@ import optax
 import pytest
 
 import mpjax
+from tests.lint.test_api_pages import load
+from tests.lint.test_public_api import NAMES, resolve
 from tests.migrating_lines import NOT_RUN, failures, source, worlds
-from tests.test_api_pages import load
-from tests.test_public_api import NAMES, resolve
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("docs/migrating/*.md"))
 BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
@@ -333,7 +333,7 @@ def test_the_site_leaves_other_tables_alone():
   assert "| `scale(loss)` | " + LINE + " |" in for_readers(TABLE)
 
 
-ID = "tests/test_migrating.py::test_a_good_row_has_no_fault"
+ID = "tests/check/test_migrating.py::test_a_good_row_has_no_fault"
 LINE = "`mpjax.scale_loss(loss, opt_state)`"
 GOOD = f"| `scale(loss)` | {LINE} | `{ID}` |"
 TABLE = f"""

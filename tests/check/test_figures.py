@@ -14,13 +14,13 @@ import pytest
 
 from docs.figures import casts, float8, formats, memory, sphinx_pictures, step, style, underflow
 from docs.figures.__main__ import FIGURES
-from tests.test_docs import PAGES, ROOT
+from tests.check.test_docs import PAGES, ROOT
 
 DRAWN_BY = "3.11."
 """The version of matplotlib that drew the files: another one writes other bytes."""
 
 ARCHITECTURE = ROOT / "docs/design/architecture.md"
-"""Its picture is drawn from imports, and is tested by tests/test_architecture_picture.py."""
+"""Its picture is drawn from imports, and is tested by tests/lint/test_architecture_picture.py."""
 
 PICTURES = [
   pytest.param(page, match, id=f"{page.name}-{pathlib.Path(match['light']).stem}")

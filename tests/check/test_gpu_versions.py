@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.integration.test_gpu_hlo import (
+from tests.check.test_gpu_hlo import (
   h200,  # noqa: F401  # pyright: ignore[reportUnusedImport]
 )
 from tests.models import stumbles

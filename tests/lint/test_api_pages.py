@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 
 import mpjax
-from tests.test_public_api import NAMES, members, resolve
+from tests.lint.test_public_api import NAMES, members, resolve
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def load(name: str) -> ModuleType:

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from tests.test_layout import RANKS, part
+from tests.lint.test_layout import RANKS, part
 
-FOLDER = pathlib.Path(__file__).parent.parent / "docs/design"
+FOLDER = pathlib.Path(__file__).parents[2] / "docs/design"
 _spec = importlib.util.spec_from_file_location("picture", FOLDER / "architecture_picture.py")
 assert _spec
 assert _spec.loader
