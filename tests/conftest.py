@@ -12,7 +12,8 @@ _FLAGS_OF_XLA = {
   "--xla_backend_optimization_level": "0",
   "--xla_llvm_disable_expensive_passes": "true",
 }
-if importlib.metadata.version("jaxlib").startswith("0.10."):
+_JAXLIB = importlib.metadata.version("jaxlib")
+if _JAXLIB.startswith("0.10."):
   # A kernel written by LLVM alone takes a fifth of the time of one that goes through MLIR. A later
   # XLA has no other way to write one, and ends the process for a flag that it does not know.
   _FLAGS_OF_XLA["--xla_cpu_use_fusion_emitters"] = "false"
@@ -24,8 +25,11 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import contextlib
 import gc
+import hashlib
 import importlib
 import pathlib
+import platform
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,9 +39,15 @@ import pytest
 
 pytest.register_assert_rewrite("tests.errors")
 
-# One seed for all: a failure in continuous integration is the same failure here.
-hypothesis.settings.register_profile("mpjax", deadline=None, derandomize=True, database=None)
-hypothesis.settings.load_profile("mpjax")
+# One seed for all: a failure in continuous integration is the same failure here. `make check` runs
+# the properties again with --hypothesis-profile=full.
+hypothesis.settings.register_profile(
+  "fast", max_examples=10, deadline=None, derandomize=True, database=None
+)
+hypothesis.settings.register_profile(
+  "full", hypothesis.settings.get_profile("fast"), max_examples=300
+)
+hypothesis.settings.load_profile("fast")
 
 # Tracing makes many small objects that live long. To look for garbage among them every 700, as
 # Python does, takes a twentieth of the time of these tests.
@@ -90,15 +100,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-  """Compiles a program once that several tests trace, each for itself: up to a fifth of the time.
+def _compile_once() -> Iterator[None]:
+  """Compiles a program once, however many tests and later runs trace it.
 
   Each worker has a cache of its own, since one that reads what another is writing would fail. It
-  does not survive: tests/partitioned.py reads what the compiler writes while it compiles.
+  starts with what earlier runs compiled and adds to that at the end, by hard links.
   """
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  key = "\0".join([platform.machine(), _JAXLIB, os.environ["XLA_FLAGS"]])
+  shared = _TESTS.parent / ".cache" / "compiled" / hashlib.sha256(key.encode()).hexdigest()[:16]
+  shared.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=shared.parent) as folder:
+    own = pathlib.Path(folder)
+    _link_files(shared, own)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    yield
+    _link_files(own, shared)
+
+
+def _link_files(source: pathlib.Path, target: pathlib.Path) -> None:
+  for file in source.iterdir():
+    with contextlib.suppress(FileExistsError):
+      (target / file.name).hardlink_to(file)
 
 
 @pytest.fixture(autouse=True)

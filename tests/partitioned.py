@@ -7,6 +7,7 @@ float32, so that the final text says nothing about what another backend sends.
 import itertools
 import pathlib
 import re
+import secrets
 import tempfile
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ _COLLECTIVE = re.compile(
 _TYPE = re.compile(r"(?P<dtype>[a-z]+\d+\w*|pred)\[(?P<shape>[\d,]*)\]")
 
 
-_NUMBERS = itertools.count(33)
+_NUMBERS = itertools.count(33 + secrets.randbelow(2**20))
 
 
 class Collective(NamedTuple):
@@ -40,8 +41,8 @@ def partitioned(fun: Any, *args: Any) -> str:
   """
   jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
   with tempfile.TemporaryDirectory() as folder:
-    # What was compiled before would come from a cache, and leave no text: with another number,
-    # that of the parts into which machine code is split, it is another program.
+    # What was compiled before, in this run or an earlier one, would come from a cache and leave no
+    # text: with another number of parts into which machine code is split, it is another program.
     options = {
       "xla_dump_to": folder,
       "xla_dump_hlo_pass_re": "spmd-partitioning",
