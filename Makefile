@@ -12,18 +12,17 @@ CUDA ?= cuda12
 # JAX 0.10 is the last for Python 3.11; later versions of Python get the newest.
 OLDEST ?= 3.11
 NEWEST ?= 3.13 3.12
-# Which tests `make compat` runs on the newest: all of them.
-NEWEST_TESTS ?= tests
 
-.PHONY: help demo test docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
+.PHONY: help demo test check docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
-	@echo "make test        run the tests (PYTEST_ARGS='-k policy' to choose)"
+	@echo "make test        run the tests: is the library right? (PYTEST_ARGS='-k policy' to choose)"
+	@echo "make check       run examples, pages, figures, benchmark scripts, the wheel, and properties on more examples"
 	@echo "make convergence train the examples until they have learned, in float32 and in low precision"
 	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
 	@echo "make smoke       install the wheel and the sdist into clean environments, and use them there"
-	@echo "make lint        ruff, pyright and the words that our prose avoids"
+	@echo "make lint        ruff, pyright, the words that our prose avoids, the layout, the public API and links"
 	@echo "make format      let ruff repair what it can"
 	@echo "make docs        build the documentation site into build/site, strictly"
 	@echo "make docs-linkcheck  ask every address outside of the site whether it is there"
@@ -35,7 +34,7 @@ help:
 	@echo "make figures     draw the figures of the pages anew (ARGS=--measure: from new measurements)"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
-	@echo "make mutations   break our own code in 68 ways: does the test of each notice?"
+	@echo "make mutations   break our own code, by hand and at random: do the tests notice? (ARGS=--help)"
 	@echo "make soak        train for a million steps with faults, in float16 and in bfloat16"
 	@echo "make clean       remove .venv and caches"
 
@@ -52,37 +51,46 @@ demo: $(STAMP)
 	$(RUN) examples/demo.py
 
 # Two workers, since two cores are what the time limit is for. A GPU is left alone unless
-# JAX_PLATFORMS asks for it.
+# JAX_PLATFORMS asks for it. pyproject.toml keeps tests/check and tests/lint out of the first.
+PYTEST = $(RUN) -m pytest -n 2 --dist worksteal
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)
-	$(RUN) -m pytest -n 2 --dist worksteal --ignore=tests/check --ignore=tests/lint $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+check: export JAX_PLATFORMS ?= cpu
+check: $(STAMP)
+	$(PYTEST) -m hypothesis --hypothesis-profile=full $(PYTEST_ARGS)
+	$(PYTEST) tests/check $(PYTEST_ARGS)
 
 # Long trainings gain more from XLA's optimization than it takes.
 convergence: export JAX_PLATFORMS ?= cpu
 convergence: export XLA_FLAGS ?= --xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false
 convergence: $(STAMP)
-	$(RUN) -m pytest -n 2 -m convergence $(PYTEST_ARGS)
+	$(PYTEST) -m convergence $(PYTEST_ARGS)
+	$(PYTEST) -m convergence tests/check $(PYTEST_ARGS)
 
 # Each has a venv of its own. A Python that is missing is an error before any test is run.
 compat:
 	@oldest=$$(.ci/find-python $(OLDEST)) && newest=$$(.ci/find-python $(NEWEST)) || exit 1; \
-	for each in "$$newest .venv-newest $(NEWEST_TESTS)" "$$oldest .venv-oldest tests"; do \
-	  set -- $$each; python=$$1; venv=$$2; shift 2; \
+	for each in "$$newest .venv-newest" "$$oldest .venv-oldest"; do \
+	  set -- $$each; python=$$1; venv=$$2; \
 	  $(MAKE) --no-print-directory $$venv/.installed PYTHON=$$python VENV=$$venv || exit 1; \
 	  echo "$$($$python --version), jax $$($$venv/bin/python -c 'import jax; print(jax.__version__)'):"; \
-	  $(MAKE) --no-print-directory test PYTHON=$$python VENV=$$venv PYTEST_ARGS="$$*" || exit 1; \
+	  $(MAKE) --no-print-directory test PYTHON=$$python VENV=$$venv || exit 1; \
 	done
 
 # What a release runs first. Needs the Pythons that its table names, and a network.
 smoke: $(STAMP)
 	$(RUN) .ci/smoke.py $(ARGS)
 
+lint: export JAX_PLATFORMS ?= cpu
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(RUN)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" pyright --verifytypes mpjax --ignoreexternal
 	$(RUN) tests/words.py
+	$(RUN) -m pytest -q -n 2 tests/lint
 
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
@@ -172,6 +180,7 @@ flax-suite: $(STAMP)
 mutations: export JAX_PLATFORMS ?= cpu
 mutations: $(STAMP)
 	$(RUN) -m tests.mutations.run
+	$(RUN) -m tests.mutations.generated $(ARGS)
 
 campaign: export JAX_PLATFORMS ?= cpu
 campaign: $(STAMP)
