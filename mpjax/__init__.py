@@ -27,7 +27,6 @@ if TYPE_CHECKING:
   from mpjax._diagnostics.tune.tune_report import TuneReport
   from mpjax._diagnostics.tune.tuning import tune
   from mpjax._io.conversion import convert
-  from mpjax._io.conversion_report import ConversionReport, LeafReport, conversion_report
   from mpjax._jaxprs.autocast import autocast
   from mpjax._jaxprs.op_lists import OpLists
   from mpjax._opt_level import OptLevel, opt_level
@@ -63,11 +62,9 @@ __version__ = "0.1.0"
 __all__ = [
   "AccumulationState",
   "Audit",
-  "ConversionReport",
   "DynamicLossScale",
   "Float8",
   "GroupRanges",
-  "LeafReport",
   "LossScalingState",
   "MasterWeightsState",
   "MonitorState",
@@ -95,7 +92,6 @@ __all__ = [
   "check_loss_scaling",
   "check_skipped_steps",
   "checkpoints",
-  "conversion_report",
   "convert",
   "default_rules",
   "find_nonfinite",
@@ -129,7 +125,6 @@ _ON_FIRST_USE = {
   "mpjax._diagnostics.tune.tune_report": ("TuneReport",),
   "mpjax._diagnostics.tune.tuning": ("tune",),
   "mpjax._io.conversion": ("convert",),
-  "mpjax._io.conversion_report": ("ConversionReport", "LeafReport", "conversion_report"),
   "mpjax._jaxprs.autocast": ("autocast",),
   "mpjax._jaxprs.op_lists": ("OpLists",),
   "mpjax._opt_level": ("OptLevel", "opt_level"),

@@ -5,7 +5,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +17,6 @@ from mpjax._core.errors import (
   check_call,
   nearest,
 )
-from mpjax._core.functions import identity
 from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.trees import is_floating, is_nnx_object
 from mpjax._core.types import Class, Module
@@ -36,11 +35,10 @@ class Rule:
       crosses levels and matches the root), or a compiled regular expression. It is matched in
       full against the names from the wrapped root, joined by "/".
     module: a module class, or a tuple of them; subclasses count.
-    where: a predicate on the bound module. It is asked about every module of the model. Two that
-      are created by the same code with equal values are equal, so that a rule may be created anew
-      for each call; one that is created with an array or a list is compiled for anew. Globals
-      that it reads count with the values that they have when the rule is first used: after a
-      change of one, create the rule anew.
+    where: a predicate on the bound module. It is asked about every module of the model. Predicates
+      are compared as objects, as Python compares functions: a lambda that is created in each step
+      is another predicate each time, and the step is traced again. Define it once, outside of the
+      step. What it reads besides the module counts as it is while the step is traced.
 
   Raises:
     MpjaxValueError: no selector or several, or a malformed glob.
@@ -86,21 +84,6 @@ class Rule:
     object.__setattr__(self, "policy", None if policy is None else Policy.parse(policy))
     for name, value in selectors.items():
       object.__setattr__(self, name, value)
-
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, Rule) and self._key == other._key
-
-  def __hash__(self) -> int:
-    return hash(self._key)
-
-  def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
-    values = {"path": self.path, "module": self.module, "where": self.where}
-    return functools.partial(type(self), self.policy, **values), ()
-
-  @functools.cached_property
-  def _key(self) -> tuple[object, ...]:
-    # Kept: a rule that a cache holds must not become equal to one whose predicate reads new values.
-    return (self.policy, self.path, self.module, identity(self.where))
 
   def __repr__(self) -> str:
     names = ("path", "module", "where")

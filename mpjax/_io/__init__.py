@@ -1,1 +1,1 @@
-"""Checkpoints, arrays by name, conversion for inference and its report."""
+"""Checkpoints, arrays by name, conversion for inference."""

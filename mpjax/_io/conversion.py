@@ -57,12 +57,14 @@ def convert(
       not listed.
     UnmatchedRuleError: a rule matches nothing in the tree (with `unmatched="raise"`).
 
-  >>> import jax.numpy as jnp, mpjax
+  >>> import jax, jax.numpy as jnp, mpjax
   >>> params = {"layer": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)},
   ...           "norm": {"scale": jnp.ones(2)}, "head": {"kernel": jnp.ones((2, 1))}}
   >>> half = mpjax.convert(params, "bfloat16", [mpjax.Rule("float32", path="head")])
   >>> half["layer"]["kernel"].dtype, half["norm"]["scale"].dtype, half["head"]["kernel"].dtype
   (dtype(bfloat16), dtype('float32'), dtype('float32'))
+  >>> [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (params, half)]
+  [40, 28]
   """
   base = Policy.parse(policy)
   config = parse_config(_WHERE, base, rules, defaults=(), unmatched=unmatched)

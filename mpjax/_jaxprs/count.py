@@ -175,13 +175,8 @@ def residual_bytes(fun: Function, *args: PyTree) -> int:
 
   jaxpr = jax.make_jaxpr(saved)(*args).jaxpr
   saved_once = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-  return sum(tree_bytes(v.aval) for v in saved_once - {*jaxpr.invars, *jaxpr.constvars})
-
-
-def tree_bytes(tree: PyTree) -> int:
-  """Returns how many bytes the arrays of a tree take, concrete or abstract."""
-  leaves = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  kept = (v.aval for v in saved_once - {*jaxpr.invars, *jaxpr.constvars})
+  return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept)
 
 
 def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:

@@ -93,7 +93,7 @@ def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyT
   leaves = [x for _, x in paths]
   casts: dict[str, tuple[Leaf, Leaf]] = {}
   found = list(leaves)
-  for places in ties(leaves):
+  for places in _ties(leaves):
     old = leaves[places[0]]
     if is_floating(old):
       asked = [dtypes[i] for i in places]
@@ -115,7 +115,7 @@ def _holding(dtypes: Sequence[DType]) -> DType:
   return max(*distinct, np.dtype("float32"), key=lambda dtype: dtype.itemsize)
 
 
-def ties(leaves: Sequence[Leaf]) -> list[list[int]]:
+def _ties(leaves: Sequence[Leaf]) -> list[list[int]]:
   """Returns the positions of each array among the leaves: several for weights that are tied."""
   alike: dict[Hashable, list[list[int]]] = {}
   for i, x in enumerate(leaves):

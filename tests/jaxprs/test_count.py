@@ -19,7 +19,6 @@ from mpjax._jaxprs.count import (
   half_share,
   products,
   residual_bytes,
-  tree_bytes,
 )
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import FACTS
@@ -414,9 +413,3 @@ def test_residuals_of_a_network_by_hand():
 )
 def test_residuals_by_hand(fun, saved):
   assert residual_bytes(fun, s(4, 4)) == saved
-
-
-def test_bytes_of_a_tree():
-  tree = {"a": s(3, 5), "b": (jnp.ones(7, BF16), s(dtype=jnp.int8)), "c": None, "d": 3}
-  assert tree_bytes(tree) == 60 + 14 + 1
-  assert tree_bytes({}) == 0

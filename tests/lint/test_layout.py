@@ -34,7 +34,7 @@ ONLY_IN = {
   "flax.nnx": {"nnx"},
   "flax": {"linen", "nnx"},
   "orbax": {"_io"},
-  "importlib": {"__init__", "__main__", "_diagnostics", "_jaxprs"},
+  "importlib": {"__init__", "_diagnostics", "_jaxprs"},
 }
 """Who may import what is not ours; the longest prefix decides."""
 
@@ -124,7 +124,7 @@ def check_import_direction(sources: Sources) -> list[str]:
       if module.startswith("."):
         wrong.append(f"{place}: relative import; write the full name")
       elif module == "mpjax":
-        if path not in ("mpjax/__init__.py", "mpjax/__main__.py"):
+        if path != "mpjax/__init__.py":
           wrong.append(f"{place}: imports the root; import the module that defines the name")
       else:
         there = module.split(".")[1]

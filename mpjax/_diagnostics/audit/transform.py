@@ -26,7 +26,7 @@ from mpjax._diagnostics.audit.modules import module_rows
 from mpjax._diagnostics.audit.owners import name_by_parameters
 from mpjax._diagnostics.audit.result import Findings
 from mpjax._diagnostics.audit.risks import find_risks
-from mpjax._diagnostics.audit.sections import compared, sections
+from mpjax._diagnostics.audit.sections import sections
 from mpjax._diagnostics.report import Json, Report, Section
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Direction
@@ -107,14 +107,6 @@ class Audit(Findings, Report):
         fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
       )
 
-  def compare(self, other: "Audit") -> "Comparison":
-    """Returns this audit and another side by side: before and after a rule, say.
-
-    Args:
-      other: another audit, of the same function or of another.
-    """
-    return Comparison(self, other)
-
   def sections(self) -> Sequence[Section]:
     """Returns what is shown, in order."""
     return sections(self)
@@ -150,35 +142,6 @@ class Audit(Findings, Report):
 
   def __repr__(self) -> str:
     return f"Audit(half_share={self.half_share:.4f}, leaks={len(self.leaks)})"
-
-
-class Comparison(Report):
-  """Two audits side by side.
-
-  >>> import jax, jax.numpy as jnp, mpjax
-  >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
-  >>> before = mpjax.audit(jnp.matmul)(x, x)
-  >>> after = mpjax.audit(mpjax.autocast(jnp.matmul))(x, x)
-  >>> before.compare(after)
-  Comparison(half_share=0.0000 -> 1.0000, leaks=0 -> 0)
-  """
-
-  def __init__(self, before: Audit, after: Audit) -> None:
-    self.before: Audit = before
-    self.after: Audit = after
-
-  def sections(self) -> Sequence[Section]:
-    """Returns what is shown, in order."""
-    return compared(self.before, self.after)
-
-  def as_dict(self) -> Mapping[str, Json]:
-    """Returns what `to_json` writes."""
-    return {"before": self.before.as_dict(), "after": self.after.as_dict()}
-
-  def __repr__(self) -> str:
-    a, b = self.before, self.after
-    shares = f"half_share={a.half_share:.4f} -> {b.half_share:.4f}"
-    return f"Comparison({shares}, leaks={len(a.leaks)} -> {len(b.leaks)})"
 
 
 def _text(x: object) -> str | None:

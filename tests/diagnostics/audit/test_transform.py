@@ -280,13 +280,12 @@ def test_json_holds_integers():
 
 
 @pytest.mark.case("B147")
-def test_two_audits_side_by_side():
-  comparison = audited(Net()).compare(audited(Net(), "mixed_bfloat16"))
-  assert repr(comparison) == "Comparison(half_share=0.0000 -> 1.0000, leaks=0 -> 0)"
-  assert "FLOPs in low precision" in str(comparison)
-  assert "Net/layer_*" in str(comparison)
-  assert "Modules whose activations changed" in str(comparison)
-  assert json.loads(comparison.to_json())["after"]["half_share"] == 1
+def test_a_model_outside_of_its_policy_is_seen_in_its_audit():
+  found = [audited(Net(), policy) for policy in (None, "mixed_bfloat16")]
+  assert [audit.half_share for audit in found] == [0, 1]
+  outside, under = ({row.path: row.activations for row in audit.modules} for audit in found)
+  assert outside["Net/layer_*"] == ("float32",)
+  assert "bfloat16" in under["Net/layer_*"]
 
 
 def test_the_compiled_function_is_shown_too():
