@@ -22,7 +22,6 @@ import json
 import os
 import pathlib
 import queue
-import random
 import subprocess
 import sys
 import tempfile
@@ -184,9 +183,13 @@ def all_mutants(paths: Iterable[str]) -> list[Mutant]:
 
 
 def draw(paths: Iterable[str], count: int, seed: int, only: str) -> list[Mutant]:
-  """Returns `count` mutants of files and folders (0: all) whose names contain the text `only`."""
+  """Returns `count` mutants of files and folders (0: all) whose names contain the text `only`.
+
+  A hash of the name and the seed decides: a change of the code leaves the rest of the draw as it is.
+  """
   found = [mutant for mutant in all_mutants(paths) if only in mutant.name]
-  return random.Random(seed).sample(found, min(count, len(found))) if count else found
+  found.sort(key=lambda mutant: hashlib.sha256(f"{seed} {mutant.name}".encode()).digest())
+  return found[: count or None]
 
 
 def try_all(
@@ -259,7 +262,7 @@ def main() -> int:
   drawn = draw(paths, arguments.draw, arguments.seed, arguments.only)
   console = Console()
   if arguments.list:
-    console.print(*(mutant.name for mutant in drawn), sep="\n", markup=False, highlight=False)
+    sys.stdout.writelines(f"{mutant.name}\n" for mutant in drawn)
     return 0
   with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
     base = pathlib.Path(folder).resolve() / "project"
