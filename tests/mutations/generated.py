@@ -185,7 +185,7 @@ def all_mutants(paths: Iterable[str]) -> list[Mutant]:
 def draw(paths: Iterable[str], count: int, seed: int, only: str) -> list[Mutant]:
   """Returns `count` mutants of files and folders (0: all) whose names contain the text `only`.
 
-  A hash of the name and the seed decides: a change of the code leaves the rest of the draw as it is.
+  A hash of the name and the seed decides: a change of the code hardly changes the draw.
   """
   found = [mutant for mutant in all_mutants(paths) if only in mutant.name]
   found.sort(key=lambda mutant: hashlib.sha256(f"{seed} {mutant.name}".encode()).digest())
