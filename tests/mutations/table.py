@@ -744,14 +744,6 @@ _SPLITS = (
     test=_TEST_MASTERS + "test_the_nearest_master_where_no_update_leads_to_the_rounded_one",
   ),
   Mutation(
-    number=63,
-    breaks="a frozen parameter's split master moves with decay and momentum",
-    function=_MASTERS + "keep_masters",
-    old="select_split(f, o, n)",
-    new="n",
-    test=_TEST_MASTERS + "test_a_window_without_gradients_keeps_split_masters",
-  ),
-  Mutation(
     number=64,
     letter="a",
     breaks="split masters are read with any parameters",
