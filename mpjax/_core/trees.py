@@ -170,16 +170,13 @@ def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
   return first_nonfinite_together(leaves, inexact, one_by_one)
 
 
-def tree_differences(
-  wanted: PyTree, given: PyTree, *, dtypes: bool, none_fits: bool = False
-) -> list[str]:
+def tree_differences(wanted: PyTree, given: PyTree, *, dtypes: bool) -> list[str]:
   """Returns what keeps `given` from being like `wanted`: every wrong leaf, by its path.
 
   Args:
     wanted: the tree to be like; None counts as a leaf in both.
     given: the tree that came.
     dtypes: compare dtypes as well as paths, containers and shapes.
-    none_fits: a None in `given` is like any leaf.
   """
   wanted_leaves, wanted_def = _flatten(wanted)
   given_leaves, given_def = _flatten(given)
@@ -192,7 +189,7 @@ def tree_differences(
   found = []
   for path, want in wanted_leaves.items():
     want_text, give_text = (_describe(x, dtypes) for x in (want, given_leaves[path]))
-    if want_text != give_text and not (none_fits and give_text == "None"):
+    if want_text != give_text:
       found.append(f"{give_text} for {want_text} at {path}")
   return found
 

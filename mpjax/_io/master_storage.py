@@ -5,13 +5,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._core.errors import MpjaxValueError
 from mpjax._core.paths import path_text
 from mpjax._core.types import Array, Leaf, PyTree
 from mpjax.transforms._masters import is_split
-from mpjax.transforms._split import SplitMaster, join, rounded, split
+from mpjax.transforms._split import SplitMaster, join, split
 from mpjax.transforms._state import MasterWeightsState
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
@@ -80,8 +79,8 @@ def cross(leaves: Mapping[str, Leaf], crossed: Collection[Crossing], where: str)
   """Returns leaves as the target stores them.
 
   Raises:
-    MpjaxValueError: there are no parameters that what is split belongs to, or not one alone; or
-      they are not the rounded masters, which could then not be split.
+    MpjaxValueError: a bfloat16 parameter is not there, or not one alone can be it; or it is not the
+      rounded master, which could then not be split.
   """
   result = dict(leaves)
   for one in crossed:
@@ -89,33 +88,25 @@ def cross(leaves: Mapping[str, Leaf], crossed: Collection[Crossing], where: str)
     if one.parity is None:
       result[one.remainder if one.to_split else one.master] = held
       continue
-    param = _param(leaves, one, held.shape)
-    if one.to_split:
-      (result[one.remainder], result[one.parity]), same = _split_checked(jnp.asarray(held), param)
-      if not same:
-        raise MpjaxValueError(
-          where,
-          expected="the parameters that belong to the masters, which are split over both",
-          got=f"others than the rounded masters at {one.master}",
-          fix="Restore into a state of storage='float32' first, and take the parameters from "
-          "policy.cast_to_param(mpjax.master_params(opt_state, params)).",
-        )
-    elif param is None:
+    held, param = jnp.asarray(held), _param(leaves, one, held.shape, where)
+    if not one.to_split:
+      parity = jnp.asarray(result.pop(one.parity))
+      result[one.master] = jax.jit(join)(param, SplitMaster(held, parity))
+      continue
+    (result[one.remainder], result[one.parity]), same = jax.jit(_split_and_compare)(held, param)
+    if not same:
       raise MpjaxValueError(
         where,
-        expected="the bfloat16 parameters beside the masters that were split from them",
-        got=f"none, or several, for {one.remainder}",
-        fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
-        '{"params": params, "opt_state": opt_state}.',
+        expected="the parameters that belong to the masters, which are split over both",
+        got=f"others than the rounded masters at {one.master}",
+        fix="Restore into a state of storage='float32' first, and take the parameters from "
+        "policy.cast_to_param(mpjax.master_params(opt_state, params)).",
       )
-    else:
-      parity = jnp.asarray(result.pop(one.parity))
-      result[one.master] = jax.jit(join)(param, SplitMaster(jnp.asarray(held), parity))
   return result
 
 
-def _param(leaves: Mapping[str, Leaf], one: Crossing, shape: tuple[int, ...]) -> Array | None:
-  """Returns the only array that can be the parameter of a master, by its path; None if none is."""
+def _param(leaves: Mapping[str, Leaf], one: Crossing, shape: tuple[int, ...], where: str) -> Array:
+  """Returns the only array that can be the parameter of a master, by its path."""
   found = [
     x
     for path, x in leaves.items()
@@ -123,19 +114,22 @@ def _param(leaves: Mapping[str, Leaf], one: Crossing, shape: tuple[int, ...]) ->
     and getattr(x, "dtype", None) == jnp.bfloat16
     and x.shape == shape
   ]
-  return jnp.asarray(found[0]) if len(found) == 1 else None
+  if len(found) != 1:
+    raise MpjaxValueError(
+      where,
+      expected="the bfloat16 parameters beside the masters, which are split over both",
+      got=f"none, or several, for {one.master if one.to_split else one.remainder}",
+      fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
+      '{"params": params, "opt_state": opt_state}.',
+    )
+  return jnp.asarray(found[0])
 
 
-def _split_checked(master: Array, param: Array | None) -> tuple[SplitMaster, bool]:
+def _split_and_compare(master: Array, param: Array) -> tuple[SplitMaster, Array]:
   """Returns a master split from its parameter, and whether the two give it again."""
-
-  def both(master: Array, param: Array) -> tuple[SplitMaster, Array]:
-    held = split(master, param)
-    back, bits = (jax.lax.bitcast_convert_type(x, jnp.int32) for x in (join(param, held), master))
-    return held, jnp.all(jnp.logical_or(back == bits, jnp.isnan(master)))
-
-  held, same = jax.jit(both)(master, rounded(master) if param is None else param)
-  return held, bool(np.asarray(same))
+  held = split(master, param)
+  back, bits = (jax.lax.bitcast_convert_type(x, jnp.int32) for x in (join(param, held), master))
+  return held, jnp.all(jnp.logical_or(back == bits, jnp.isnan(master)))
 
 
 def _is_state(x: object) -> bool:

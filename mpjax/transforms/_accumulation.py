@@ -1,6 +1,5 @@
 """The optax wrapper that adds up gradients of several micro-batches for one update."""
 
-import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -18,8 +17,7 @@ from mpjax.transforms._checks import (
   init_inner,
   refuse_integers,
 )
-from mpjax.transforms._frozen import frozen_leaves, hold, leave_to_window
-from mpjax.transforms._master_weights import adopt_masters, keep_masters, reach_masters
+from mpjax.transforms._master_weights import adopt_masters, reach_masters
 from mpjax.transforms._masters import marked, update_shown
 from mpjax.transforms._skip import nothing_like, step_or_skip
 from mpjax.transforms._state import AccumulationState, scales_in
@@ -36,8 +34,6 @@ def accumulate_gradients(
   the sum is divided once, and so is that of the losses that come as `value=`, if `inner` reads them
   (`optax.polyak_sgd`, `reduce_on_plateau`). Other extra arguments are those of the micro-batch that
   ends the window; what a line search or opaque sam needs would be of that one alone: refused.
-  A None instead of a gradient counts as a zero; a parameter that has None in every micro-batch of
-  a window is frozen: it keeps its bits.
 
   With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`. The sum then
   holds unscaled gradients, so that the scale may move inside a window, and a micro-batch that is
@@ -116,8 +112,7 @@ def accumulate_gradients(
     # Without parameters the sum knows what the gradients have to be like.
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
-    missing = frozen_leaves([updates], like)
-    total = _add(state.total, grads, missing)
+    total = jax.tree.map(jnp.add, state.total, grads)
     count = state.micro_batches + 1
     window = _check_window(every(state.updates_done)) if callable(every) else every
     # >=, not ==: a state restored into a shorter window may be past it already.
@@ -129,12 +124,10 @@ def accumulate_gradients(
 
     def step(inner_state: OptState) -> tuple[Updates, OptState]:
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
-      idle, mean = leave_to_window(_never_given(total, missing), mean, inner_state)
       new_updates, new_inner = update_shown(
         inner, mean, inner_state, params, extra_args, f"{where}.update"
       )
-      new_inner = keep_masters(idle, inner_state, new_inner)
-      return hold(idle, reach_masters(params, new_updates, new_inner)), new_inner
+      return reach_masters(params, new_updates, new_inner), new_inner
 
     new_updates, inner_state = step_or_skip(full, step, state.inner_state)
     return new_updates, AccumulationState(
@@ -146,32 +139,6 @@ def accumulate_gradients(
     )
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _add(total: Grads, grads: Grads, missing: PyTree) -> Grads:
-  """Returns the sum of both, in which -0.0 marks what had no gradient in the entire window.
-
-  No sum but that of -0.0 alone is -0.0, and a gradient that is one is added as 0.0.
-  """
-
-  def add(t: Array, g: Array, absent: bool) -> Array:
-    return t if absent else t + jnp.where(g == 0, jnp.zeros_like(g), g)
-
-  if missing is None:
-    return jax.tree.map(lambda t, g: add(t, g, False), total, grads)
-  return jax.tree.map(add, total, grads, missing)
-
-
-def _never_given(total: Grads, missing: PyTree) -> PyTree:
-  """Returns where a parameter is frozen: those without a gradient now, that had none before."""
-
-  def idle(t: Array, absent: bool) -> Array | bool:
-    if not absent:
-      return False
-    parts = (t.real, t.imag) if jnp.iscomplexobj(t) else (t,)
-    return functools.reduce(jnp.logical_and, map(jnp.signbit, parts), t == 0)
-
-  return None if missing is None else jax.tree.map(idle, total, missing)
 
 
 def _check_window(window: Array | int) -> Array | int:

@@ -12,6 +12,7 @@ from mpjax._core.paths import is_key
 from mpjax._core.trees import is_array_like, is_half, is_none, saturate, tree_differences
 from mpjax._core.types import Array, DType, Leaf, Params, Updates
 from mpjax._core.validators import check_choice
+from mpjax.transforms._trees import refuse_none
 
 _DROPPED_BITS = {"bfloat16": 16, "float16": 13}
 """How many more bits of mantissa float32 has."""
@@ -63,6 +64,7 @@ def apply_updates(
   call = "mpjax.apply_updates"
   _check_rounding(call, master, rounding, key)
   updates = _spell_out(params, updates)
+  refuse_none(updates, params, f"{call}(updates)", expected="updates like the parameters")
   problems = tree_differences(params, updates, dtypes=False)
   if problems:
     raise MpjaxValueError(

@@ -22,7 +22,6 @@ from mpjax.transforms._checks import (
   take_extra_args,
   update_inner,
 )
-from mpjax.transforms._frozen import frozen_leaves, hold, leave_to_window
 from mpjax.transforms._labels import by_loss, label_configs, parse_label
 from mpjax.transforms._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
 from mpjax.transforms._loss_scale_config import DynamicLossScale, LossScale, NoLossScale
@@ -33,12 +32,7 @@ from mpjax.transforms._loss_scaling_checks import (
   transformation,
   warn_of_half,
 )
-from mpjax.transforms._master_weights import (
-  adopt_masters,
-  keep_masters,
-  merged_masters,
-  reach_masters,
-)
+from mpjax.transforms._master_weights import adopt_masters, merged_masters, reach_masters
 from mpjax.transforms._masters import update_shown
 from mpjax.transforms._monitor import MonitorState, count, no_counts
 from mpjax.transforms._skip import step_or_select, stored_first
@@ -86,10 +80,8 @@ def loss_scaling(
   `inner` always works in float32: 16-bit parameters are cast before it sees them, its state is
   float32, and so are the updates (`optax.apply_updates` adds in float32 and rounds once). Integer
   parameters, booleans and keys are hidden from it and stay as they are. A None instead of the
-  gradient of a parameter (in those of all losses) freezes it for this step: it keeps its bits, and
-  so does its master, whatever decay or momentum would do with a zero. If `inner` adds up several
-  micro-batches, a None is a zero to it, and only `mpjax.accumulate_gradients` (or
-  `mpjax.master_weights` of it) directly inside freezes what has None in all of a window.
+  gradient of a parameter is refused: what is to be frozen is given `optax.set_to_zero()` inside of
+  `inner`, by `optax.multi_transform` or `optax.masked`.
 
   `update(updates, state, params=None, *, loss=None, **extra_args)` passes its extra arguments on to
   `inner`, those that it takes, with `grads_finite` (bool of shape ()) and `loss_scale` (float32 of
@@ -206,8 +198,7 @@ def loss_scaling(
         return float32_view(_sum([unscale_tree(g, old[k].scale) for k, g in grads.items()]))
       return hide_untrained(_sum(list(grads.values())), own)
 
-    given = by_label(updates, "updates")
-    grads, frozen = aligned(given, "updates"), frozen_leaves(given.values(), own)
+    grads = aligned(by_label(updates, "updates"), "updates")
     if "grad" in extra_args:
       extra_args["grad"] = total(aligned(by_label(extra_args["grad"], "grad"), "grad"))
     # In a step of `make_train_step` nobody else has the gradients, and their quotients take over
@@ -254,7 +245,6 @@ def loss_scaling(
     ) -> tuple[Updates, OptState]:
       # In here, where an optimizer reads it, a quotient is never stored.
       gradient = total(grads) if stored is None else stored
-      held, gradient = leave_to_window(frozen, gradient, inner_state)
       more = extra_args
       if grad_fn is not None:
         more = {**extra_args, "grad_fn": plain_grad_fn(grad_fn, seen)}
@@ -266,10 +256,9 @@ def loss_scaling(
       if not scaled and any(map(is_half, jax.tree.leaves(params))):
         # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
         new_inner = as_stored(new_inner, inner_state)
-      new_inner = keep_masters(held, inner_state, new_inner)
       if scaled:
         new_updates = reach_masters(params, new_updates, new_inner)
-      return by_part(lambda u, _: hold(held, u), new_updates, params), new_inner
+      return new_updates, new_inner
 
     def plain_grad_fn(
       grad_fn: Function, seen: list[dict[str, Array]] | None

@@ -18,7 +18,6 @@ from mpjax.transforms._checks import (
   refuse_integers,
   update_inner,
 )
-from mpjax.transforms._frozen import frozen_leaves, hold, leave_to_window
 from mpjax.transforms._masters import (
   check_split,
   entries_of,
@@ -39,7 +38,7 @@ from mpjax.transforms._masters import (
   state_of,
   trained_of,
 )
-from mpjax.transforms._split import SplitMaster, join, rounded, select_split, split
+from mpjax.transforms._split import SplitMaster, join, rounded, split
 from mpjax.transforms._state import MasterWeightsState
 from mpjax.transforms._trees import (
   KeyPath,
@@ -158,11 +157,9 @@ def master_weights(
     check_split(masters, params, f"{where}.update(params)", view=is_shown(state))
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
     trained = trained_of(masters, params)
-    frozen, grads = leave_to_window(frozen_leaves([updates], params), grads, state.inner_state)
     new_updates, inner_state = update_inner(
       inner, grads, state.inner_state, trained, extra_args, f"{where}.update"
     )
-    new_updates = hold(frozen, new_updates)
     moved = optax.apply_updates(trained, new_updates)
     new_updates = map_entries(lead_to, masters, moved, params, new_updates)
     masters = map_entries(next_master, masters, moved, params, new_updates)
@@ -214,25 +211,6 @@ def reach_masters(params: Params, updates: Updates, opt_state: OptState) -> Upda
   for state in nodes_of(opt_state, MasterWeightsState):
     updates = map_entries(reach, entries_of(state), params, updates)
   return updates
-
-
-def keep_masters(frozen: PyTree, old: OptState, new: OptState) -> OptState:
-  """Returns the state `new` with the masters of `old` for what is `frozen` (see `hold`)."""
-  if frozen is None:
-    return new
-  masters = map(entries_of, nodes_of(old, MasterWeightsState))
-
-  def pick(n: Leaf, o: Leaf, f: Leaf) -> Leaf:
-    if is_hole(n) or f is False:  # Of a hole f may be a subtree.
-      return n
-    if f is True:
-      return o
-    return select_split(f, o, n) if isinstance(n, SplitMaster) else jnp.where(f, o, n)
-
-  def keep(moved: PyTree, _: bool) -> PyTree:
-    return map_entries(pick, moved, next(masters), frozen)
-
-  return map_masters(keep, new)
 
 
 def master_params(opt_state: OptState, params: Params = None) -> Params:

@@ -85,13 +85,6 @@ def join(param: Array, held: SplitMaster) -> Array:
   return jax.lax.bitcast_convert_type(joined, jnp.float32)
 
 
-def select_split(condition: Array, chosen: SplitMaster, other: SplitMaster) -> SplitMaster:
-  """Returns `jnp.where` of what two masters are stored as; `condition` is bool of their shape."""
-  like = other.remainder
-  parity = jnp.where(condition, unpack(chosen.parity, like), unpack(other.parity, like))
-  return SplitMaster(jnp.where(condition, chosen.remainder, like), pack(parity))
-
-
 def rounded(master: Array) -> Array:
   """Returns float32 numbers rounded to bfloat16, still in float32: the parameters of masters.
 

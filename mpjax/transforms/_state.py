@@ -50,8 +50,8 @@ class AccumulationState(NamedTuple):
   Args:
     micro_batches: int32 of shape (), how many are in the open window.
     updates_done: int32 of shape (), the updates of the inner optimizer, which schedules count too.
-    total: float32 in the shapes of the parameters, the sum of the window's gradients; -0.0 where
-      there was none yet.
+    total: float32 in the shapes of the parameters, the sum of the window's gradients; -0.0, which
+      changes nothing that is added to it, before the first.
     inner_state: the state of the inner optimizer.
     value: float32 of shape (), the sum of the window's `value=`; None unless `inner` takes it.
 

@@ -94,7 +94,7 @@ def hide_untrained(tree: PyTree, params: Params) -> PyTree:
 
 
 def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = True) -> Grads:
-  """Returns `grads` with a zero wherever it has None and `params` an array, or a tree of them.
+  """Returns `grads` in the precision of `params`, with what cannot be trained where it has None.
 
   A gradient is 64-bit exactly where its parameter is: the moments, created from the parameters by
   `init`, then never change dtype.
@@ -107,24 +107,63 @@ def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = 
 
   Raises:
     MpjaxValueError: `params` is given and has other leaves, containers or shapes, or floating
-      leaves where the gradients are integers.
+      leaves where the gradients are integers or None.
   """
   if params is None:
     return grads
-  if grads is not None:
-    grads = spell_out(grads, params)
+  refuse_none(grads, params, where, expected="a gradient for each parameter")
+  params = arrays_only(params)
+  try:
+    grads = jax.tree.map(lambda g, p: p if g is None else g, grads, params, is_leaf=is_none)
+  except ValueError:  # Another tree.
+    if not strict:
+      return grads
   if strict:
     _check_gradients(grads, params, where)
+  return jax.tree.map(_align_leaf, grads, params, is_leaf=is_none)
+
+
+def refuse_none(given: PyTree, params: Params, where: str, *, expected: str) -> None:
+  """Raises if `given` has None where `params` have what is trained, or a tree with that.
+
+  Args:
+    given: gradients, or updates. Another tree than `params` is left for the caller to name.
+    params: the parameters.
+    where: the public call, for the error.
+    expected: for the error.
+
+  Raises:
+    MpjaxValueError: there is such a None.
+  """
+  if not any(map(is_none, jax.tree.leaves(given, is_leaf=is_none))):
+    return
+  problems = []
+
+  def look(path: KeyPath, x: Leaf, param: Params) -> None:
+    if x is None:
+      for rest, p in jax.tree_util.tree_leaves_with_path(param):
+        if is_inexact(p):
+          dtype, shape = jnp.result_type(p), list(jnp.shape(p))
+          problems.append(f"None for {dtype}{shape} at {key_text((*path, *rest))}")
+
   try:
-    return jax.tree.map(_align_leaf, grads, arrays_only(params), is_leaf=is_none)
+    jax.tree_util.tree_map_with_path(look, given, params, is_leaf=is_none)
   except ValueError:
-    if strict:
-      raise
-    return grads
+    return
+  if problems:
+    raise MpjaxValueError(
+      where,
+      expected=expected,
+      got=listed(problems),
+      fix="Differentiate with respect to all of params, or pass zeros. To freeze parameters, wrap "
+      'optax.multi_transform({"train": inner, "freeze": optax.set_to_zero()}, labels) or '
+      "optax.chain(inner, optax.masked(optax.set_to_zero(), frozen)) instead of inner. What is "
+      "None in params, gradients and state alike is left out.",
+    )
 
 
 def _check_gradients(grads: Grads, params: Params, where: str) -> None:
-  problems = tree_differences(params, grads, dtypes=False, none_fits=True)
+  problems = tree_differences(params, grads, dtypes=False)
   if not problems:
     pairs = jax.tree_util.tree_map_with_path(_misfit, params, grads, is_leaf=is_none)
     problems = jax.tree.leaves(pairs)
@@ -139,21 +178,6 @@ def _check_gradients(grads: Grads, params: Params, where: str) -> None:
     )
 
 
-def spell_out(grads: Grads, params: Params) -> Grads:
-  """Returns `grads` with a None for each leaf of `params` where it has one for all of them."""
-  if all(g is not None for g in jax.tree.leaves(grads, is_leaf=is_none)):
-    return grads
-  try:
-    return jax.tree.map(
-      lambda g, p: jax.tree.map(lambda _: None, p) if g is None else g,
-      grads,
-      params,
-      is_leaf=is_none,
-    )
-  except ValueError:  # Another tree: the caller says where.
-    return grads
-
-
 def _per_example(grads: Grads, params: Params) -> bool:
   """Whether each gradient has one axis more than its parameter, of examples."""
   shapes, wanted = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (grads, params))
@@ -164,17 +188,15 @@ def _per_example(grads: Grads, params: Params) -> bool:
 
 def _misfit(path: KeyPath, p: Leaf, g: Leaf) -> str | None:
   """What is wrong if a floating parameter comes with integers for a gradient."""
-  if g is None or not is_inexact(p) or is_inexact(g):
+  if not is_inexact(p) or is_inexact(g):
     return None
   return f"{jnp.result_type(g)} for {jnp.result_type(p)} at {jax.tree_util.keystr(path)}"
 
 
 def _align_leaf(g: Leaf, p: Leaf) -> Leaf:
-  if p is None or not is_inexact(p):
-    return p if g is None else g
+  if not is_inexact(p):
+    return g
   dtype = jnp.result_type(p)
-  if g is None:
-    return jnp.zeros(jnp.shape(p), dtype)
   wide = {jnp.dtype(name) for name in ("float64", "complex128")}
   if is_inexact(g) and (jnp.result_type(g) in wide) != (dtype in wide):
     complex_ = jnp.issubdtype(jnp.result_type(g), jnp.complexfloating)

@@ -430,10 +430,7 @@ def test_differences_between_containers():
     assert tree_differences(wanted, given, dtypes=True) == [f"other containers: {text}"]
   (text,) = tree_differences([OnlyAux(1.0, 3)], [OnlyAux(1.0, 4)], dtypes=True)
   assert text == "other static parts of a OnlyAux at [0]"
-  assert tree_differences([1.0], [None], dtypes=True, none_fits=True) == []
-  assert tree_differences([None], [1.0], dtypes=True, none_fits=True) == [
-    "float32[] for None at [0]"
-  ]
+  assert tree_differences([None], [1.0], dtypes=True) == ["float32[] for None at [0]"]
 
 
 def test_other_containers_are_named_where_they_begin():

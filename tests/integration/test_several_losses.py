@@ -336,9 +336,6 @@ def test_gradients_by_name_from_half_losses():
 
   updates, _ = run(tx.update, found, state, params)
   assert bits(updates) == bits(run(jax.grad(total), params))
-  # A loss that does not reach a parameter may have None for its gradient.
-  found["b"]["only a"] = None
-  assert bits(run(tx.update, found, state, params)[0]) == bits(updates)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -365,9 +362,7 @@ def test_without_scaling_the_sum_is_all_that_is_added(dtype):
       lambda g, s, p: inner.update(jax.tree.map(lambda a, b, c: a + b + c, *g.values()), s, p)[0]
     )(grads, plain_state, params)
     assert str(program) == str(ours)
-  grads["b"]["w"] = None
   assert not mpjax.loss_scaling_metrics(new, name="a")["skipped"]
-  tx.update(grads, state, params)
 
 
 def test_integers_and_line_searches_without_scaling():

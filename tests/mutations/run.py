@@ -1,4 +1,4 @@
-"""Breaks our own code in 68 ways, one at a time, and sees whether the test named for each fails.
+"""Breaks our own code in many ways, one at a time, and sees whether the test named for each fails.
 
 make mutations                                 # all, two at a time
 python -m tests.mutations.run --only 7,12      # some of them

@@ -129,13 +129,13 @@ _DYNAMICS = (
     number=9,
     breaks="gradients are divided by the scale of the next step",
     function=_SCALING + "loss_scaling",
-    old="new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)",
+    old="new_updates, new_inner = update_shown(inner, gradient, inner_state, params, more, call)",
     new="""
 flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
 moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
 parts = [unscale_tree(g, moved[k].scale) for k, g in grads.items()]
 gradient = float32_view(_sum(parts))
-new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
+new_updates, new_inner = update_shown(inner, gradient, inner_state, params, more, call)
 """,
     test=_TEST_SCALING + "test_momentum_is_exact_while_the_scale_changes_every_step",
   ),
@@ -236,10 +236,10 @@ finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))
     number=19,
     breaks="clipping, inside, sees scaled gradients; its result is unscaled",
     function=_SCALING + "loss_scaling",
-    old="new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)",
+    old="new_updates, new_inner = update_shown(inner, gradient, inner_state, params, more, call)",
     new="""
 unchanged = float32_view(_sum(list(grads.values())))
-new_updates, new_inner = update_inner(inner, unchanged, inner_state, view, more, call)
+new_updates, new_inner = update_shown(inner, unchanged, inner_state, params, more, call)
 new_updates = total({label: new_updates for label in grads})
 """,
     test=_TEST_SCALING + "test_clipping_does_not_depend_on_the_scale",
@@ -742,14 +742,6 @@ _SPLITS = (
     old="rounded(param.astype(jnp.float32) + update)",
     new="rounded(moved)",
     test=_TEST_MASTERS + "test_the_nearest_master_where_no_update_leads_to_the_rounded_one",
-  ),
-  Mutation(
-    number=63,
-    breaks="a frozen parameter's split master moves with decay and momentum",
-    function=_MASTERS + "keep_masters",
-    old="select_split(f, o, n)",
-    new="n",
-    test=_TEST_MASTERS + "test_a_window_without_gradients_keeps_split_masters",
   ),
   Mutation(
     number=64,

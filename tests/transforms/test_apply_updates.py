@@ -414,9 +414,7 @@ PARAMS = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}
     ({"w": jnp.ones(2), "b": jnp.ones(3), "c": 1.0}, "an extra leaf at ['c']"),
     ({"w": jnp.ones(3), "b": jnp.ones(3)}, "shape [3] for shape [2] at ['w']"),
     ({"w": jnp.ones(()), "b": jnp.ones(3)}, "shape [] for shape [2] at ['w']"),
-    ({"w": None, "b": jnp.ones(3)}, "None for shape [2] at ['w']"),
     ((jnp.ones(2), jnp.ones(3)), "nothing at ['b']"),
-    (None, "nothing at ['b']"),
   ],
 )
 @pytest.mark.parametrize("how", ["nearest", "stochastic", "master"])

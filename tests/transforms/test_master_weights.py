@@ -227,14 +227,6 @@ def test_python_numbers_in_the_state_of_inner_are_strong_from_the_start():
   assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
 
 
-def test_a_missing_gradient_is_a_zero():
-  params = {"a": jnp.ones(1, jnp.float16), "b": jnp.ones(1)}
-  tx = mpjax.master_weights(optax.sgd(1.0))
-  updates, state = tx.update({"a": None, "b": None}, tx.init(params), params)
-  assert bits(optax.apply_updates(params, updates)) == bits(params)
-  assert mpjax.master_params(state)["a"] == 1
-
-
 # Finding and setting.
 
 

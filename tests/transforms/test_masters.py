@@ -280,32 +280,3 @@ def test_the_nearest_master_where_no_update_leads_to_the_rounded_one():
   assert params.tolist() == [-4 * ulp]
   # Half a step of bfloat16 below 4 ulps, where the steps are 2^-8 of it.
   assert mpjax.master_params(state, params).tolist() == [-4 * ulp * (1 - F32(2.0**-9))]
-
-
-@pytest.mark.case("I19")
-@pytest.mark.parametrize("given", ["never", "in the first batch", "always"])
-def test_a_window_without_gradients_keeps_split_masters(given):
-  """Decay and momentum would move what had a gradient before."""
-  ends = []
-  for storage in ("float32", "split"):
-    masters = mpjax.master_weights(optax.adamw(0.01, weight_decay=0.1), storage=storage)
-    tx = mpjax.loss_scaling(mpjax.accumulate_gradients(masters, 2), mpjax.StaticLossScale(8))
-    params = {"a": jnp.full(9, 1.5, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, grads, tx=tx, storage=storage):
-      updates, state = tx.update(grads, state, params)
-      master = mpjax.master_params(state) if storage == "float32" else None
-      return mpjax.apply_updates(params, updates, master=master), state
-
-    seen = []
-    for i in range(8):
-      grads = jax.tree.map(lambda p, i=i: p * (i + 1), params)
-      if i >= 4 and (given == "never" or (given == "in the first batch" and i % 2)):
-        grads["a"] = None
-      params, state = step(params, state, grads)
-      seen.append(jax.device_get((params, mpjax.master_params(state, params))))
-    assert (bits(seen[3][1]["a"]) == bits(seen[-1][1]["a"])) == (given == "never")
-    ends.append(seen)
-  assert bits(ends[0]) == bits(ends[1])

@@ -10,11 +10,13 @@ import mpjax
 from tests.programs import bits
 
 
+@pytest.mark.case("A94")
 @pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.NoLossScale()], ids=str)
 def test_none_and_integers_and_keys_work_with_a_scale_and_without(config):
   """`NoLossScale` is a drop-in: what a scaled optimizer takes it takes as well."""
-  params = {"n": jnp.arange(2), "key": jax.random.key(0), "w": jnp.ones(2), "frozen": jnp.ones(1)}
-  grads = {"n": np.zeros(2, jax.dtypes.float0), "key": None, "w": jnp.ones(2), "frozen": None}
+  params = {"n": jnp.arange(2), "m": jnp.arange(1), "key": jax.random.key(0), "w": jnp.ones(2)}
+  grads = {"n": np.zeros(2, jax.dtypes.float0), "m": None, "key": None, "w": jnp.ones(2)}
+  params["none"] = grads["none"] = None
   plain = optax.sgd(0.5, momentum=0.5)
   tx = mpjax.loss_scaling(plain, config)
   state, control = tx.init(params), plain.init(params["w"])
@@ -24,7 +26,8 @@ def test_none_and_integers_and_keys_work_with_a_scale_and_without(config):
     assert jnp.array_equal(updates["w"], expected)
     params = mpjax.apply_updates(params, updates)
   assert params["n"].tolist() == [0, 1]
-  assert params["frozen"].tolist() == [1]
+  assert params["m"].tolist() == [0]
+  assert params["none"] is None
   assert jax.random.key_data(params["key"]).tolist() == [0, 0]
 
 
@@ -32,7 +35,7 @@ def test_none_and_integers_and_keys_work_with_a_scale_and_without(config):
 @pytest.mark.parametrize("odd", ["none", "integer"])
 def test_none_and_integers_work_under_lookahead(odd, config):
   """Without a scale it was a ValueError of jax.tree.map."""
-  params = {"w": jnp.ones(2), "b": jnp.arange(2) if odd == "integer" else jnp.ones(2)}
+  params = {"w": jnp.ones(2), "b": jnp.arange(2) if odd == "integer" else None}
   grads = {"w": jnp.ones(2), "b": np.zeros(2, jax.dtypes.float0) if odd == "integer" else None}
   tx = mpjax.loss_scaling(optax.lookahead(optax.sgd(0.5), 2, 0.5), config)
   both = optax.LookaheadParams.init_synced(params)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.transforms._split import join, pack, rounded, select_split, split, unpack
+from mpjax.transforms._split import join, pack, rounded, split, unpack
 from tests.programs import bits, run
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -155,16 +155,6 @@ def test_any_shape(shape):
   assert held.parity.shape == (*shape[:-1], -(-last // 8))
   assert same(back, x)
   np.testing.assert_array_equal(unpack(pack(jnp.asarray(x > 0)), jnp.asarray(x)), x > 0)
-  assert jax.tree.map(jax.typeof, select_split(x > 0, held, held)) == jax.tree.map(jax.typeof, held)
-
-
-def test_selected_element_by_element():
-  x, y = np.random.default_rng(3).normal(size=(2, 5, 9)).astype(np.float32)
-  param = nearest(x)
-  condition = np.arange(45).reshape(5, 9) % 3 == 0
-  (_, held, _, _), (_, other, _, _) = there_and_back(x), there_and_back(y)
-  found = jax.jit(select_split)(condition, held, other)
-  assert same(join(np.where(condition, param, nearest(y)), found), np.where(condition, x, y))
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])

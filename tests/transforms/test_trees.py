@@ -112,18 +112,15 @@ def test_keys_among_the_parameters():
   assert updates["key"].dtype == jax.dtypes.float0
 
 
-@pytest.mark.case("A94", "A35", "B013")
-@pytest.mark.parametrize("none", ["everywhere", "in the gradients", "zero"])
-def test_parameters_without_a_gradient(none):
-  params = {"w": jnp.ones(2), "unused": None if none == "everywhere" else jnp.ones(3)}
-  grads = {"w": jnp.ones(2), "unused": jnp.zeros(3) if none == "zero" else None}
+@pytest.mark.case("A94", "B013")
+def test_a_parameter_that_is_none_everywhere_and_one_whose_gradient_is_zero():
+  params = {"w": jnp.ones(2), "unused": jnp.ones(3), "none": {"a": None}}
+  grads = {"w": jnp.ones(2), "unused": jnp.zeros(3), "none": {"a": None}}
   updates, state = aligned(grads, params)
   assert mpjax.loss_scaling_metrics(state)["finite"]
-  if none == "everywhere":
-    assert updates["unused"] is None
-  else:
-    assert updates["unused"].tolist() == [0, 0, 0]
-  optax.apply_updates(params, updates)
+  assert updates["unused"].tolist() == [0, 0, 0]
+  assert updates["none"] == {"a": None}
+  assert optax.apply_updates(params, updates)["none"] == {"a": None}
 
 
 @pytest.mark.case("B013")
@@ -169,7 +166,7 @@ def test_gradients_of_another_dtype_are_float32_before_inner_sees_them():
     ),
     ([jnp.ones(2), jnp.ones(1)], "nothing at ['b']"),
     (jnp.ones(2), "an extra leaf at the root"),
-    (None, "an extra leaf at the root"),
+    ({"w": None}, "nothing at ['b']"),
     ({"w": jnp.arange(2), "b": jnp.ones(1)}, "int32 for float32 at ['w']"),
   ],
 )
@@ -271,9 +268,9 @@ def test_placing_leaves_other_states_alone(devices):
 def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
   set_flag("jax_enable_x64", True)
   params = {"d": np.ones(1), "f": np.ones(1, np.float32), "c": np.ones(1, np.complex64)}
-  params |= {"z": np.ones(1, np.complex128), "h": np.ones(1, np.float16), "none": np.ones(1)}
+  params |= {"z": np.ones(1, np.complex128), "h": np.ones(1, np.float16)}
   grads = {"d": params["f"], "f": params["d"], "c": params["z"], "z": params["c"]}
-  grads |= {"h": params["h"], "none": None}
+  grads |= {"h": params["h"]}
   found = align_gradients(grads, params, "test")
   assert {key: x.dtype.name for key, x in found.items()} == {
     "d": "float64",
@@ -281,7 +278,6 @@ def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
     "c": "complex64",
     "z": "complex128",
     "h": "float16",
-    "none": "float64",
   }
   assert align_gradients({"w": params["f"]}, {"w": params["f"]}, "test")["w"] is params["f"]
 
@@ -294,90 +290,97 @@ def test_a_gradient_that_overflows_when_it_is_narrowed_is_bad(set_flag):
   assert not mpjax.loss_scaling_metrics(state)["finite"]
 
 
-def test_none_for_the_gradients_of_a_whole_subtree():
-  params = {"policy": {"w": jnp.ones(2)}, "value": {"b": jnp.ones(1), "w": jnp.ones(2)}}
-  grads = {"policy": {"w": jnp.ones(2)}, "value": None}
-  updates, _ = aligned(grads, params)
-  assert updates["value"]["w"].tolist() == [0, 0]
-  assert np.all(updates["policy"]["w"] < 0)
-  several = mpjax.loss_scaling(optax.sgd(1.0), dict.fromkeys("pv", mpjax.StaticLossScale(2)))
-  losses = {"p": grads, "v": {"policy": None, "value": params["value"]}}
-  updates, _ = several.update(losses, several.init(params), params)
-  assert [x.tolist() for x in jax.tree.leaves(updates)] == [[-0.5] * n for n in (2, 1, 2)]
+# None is the gradient of what cannot be trained, and freezes nothing.
 
 
-# Parameters without a gradient are frozen.
+def refused(error, where, got, expected="a gradient for each parameter"):
+  fix = 'optax.multi_transform({"train": inner, "freeze": optax.set_to_zero()}, labels)'
+  check_error(error, where=where, expected=expected, got=got, fix=fix, builtin=ValueError)
+  assert "optax.masked(optax.set_to_zero(), frozen)" in error.value.fix
 
-DECAYS = {
-  "adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
-  "momentum": lambda: optax.sgd(0.1, momentum=0.9),
-  "accumulate": lambda: mpjax.accumulate_gradients(optax.adamw(0.1, weight_decay=0.1), 2),
+
+TREE = {"a": jnp.ones(2), "b": {"c": jnp.ones((), jnp.bfloat16), "n": jnp.arange(2), "none": None}}
+C = "None for bfloat16[] at ['b']['c']"
+NONE = {
+  "a leaf": ({"a": None}, "None for float32[2] at ['a']"),
+  "a leaf inside": ({"b": {**TREE["b"], "c": None}}, C),
+  "a subtree": ({"b": None}, C),
+  "every leaf": ({"a": None, "b": None}, f"None for float32[2] at ['a']; {C}"),
+}
+SCALED = "mpjax.loss_scaling(inner).update(updates)"
+
+
+@pytest.mark.case("A94")
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
+@pytest.mark.parametrize("config", [mpjax.StaticLossScale(2), mpjax.NoLossScale()], ids=str)
+@pytest.mark.parametrize("name", NONE)
+def test_none_for_the_gradient_of_a_trained_parameter_is_refused(name, config):
+  none, got = NONE[name]
+  sgd = optax.sgd(1.0)
+  tx, several = (mpjax.loss_scaling(sgd, how) for how in (config, {"x": config, "y": config}))
+  state, losses = tx.init(TREE), several.init(TREE)
+  for update in (tx.update, jax.jit(tx.update)):
+    with pytest.raises(ValueError) as error:
+      update(TREE | none, state, TREE)
+    refused(error, SCALED, got)
+  with pytest.raises(ValueError) as error:
+    tx.update(TREE, state, TREE, grad=TREE | none)
+  refused(error, "mpjax.loss_scaling(inner).update(grad)", got)
+  with pytest.raises(ValueError) as error:
+    several.update({"x": TREE, "y": TREE | none}, losses, TREE)
+  refused(error, SCALED, got)
+  both = optax.LookaheadParams.init_synced(TREE)
+  lookahead = mpjax.loss_scaling(optax.lookahead(sgd, 2, 0.5), config)
+  with pytest.raises(ValueError) as error:
+    lookahead.update(TREE | none, lookahead.init(both), both)
+  refused(error, SCALED, got)
+
+
+@pytest.mark.case("A94")
+@pytest.mark.parametrize("name", NONE)
+def test_none_is_refused_by_every_wrapper_that_has_the_parameters(name):
+  none, got = NONE[name]
+  params = {"a": TREE["a"], "b": {"c": TREE["b"]["c"], "none": None}}
+  grads = params | none
+  if name == "a leaf inside":
+    grads["b"] = {"c": None, "none": None}
+  masters = mpjax.master_weights(optax.sgd(1.0))
+  with pytest.raises(ValueError) as error:
+    masters.update(grads, masters.init(params), params)
+  refused(error, "mpjax.master_weights(inner).update(updates)", got)
+  window = mpjax.accumulate_gradients(optax.sgd(1.0), 2)
+  for given in (params, None):
+    with pytest.raises(ValueError) as error:
+      window.update(grads, window.init(params), given)
+    kept = got if given else got.replace("bfloat16", "float32")
+    refused(error, "mpjax.accumulate_gradients(inner).update(updates)", kept)
+  with pytest.raises(ValueError) as error:
+    mpjax.apply_updates(params, grads)
+  refused(error, "mpjax.apply_updates(updates)", got, expected="updates like the parameters")
+
+
+FREEZE = {
+  "multi_transform": lambda inner: optax.multi_transform(
+    {"train": inner, "freeze": optax.set_to_zero()}, {"a": "train", "b": "freeze"}
+  ),
+  "masked": lambda inner: optax.chain(
+    inner, optax.masked(optax.set_to_zero(), {"a": False, "b": True})
+  ),
 }
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "masters"])
-@pytest.mark.parametrize("config", [None, mpjax.StaticLossScale(4), mpjax.NoLossScale()], ids=str)
-@pytest.mark.parametrize("name", DECAYS)
-def test_a_parameter_without_a_gradient_does_not_move_whatever_decays(name, config, half):
-  """Where optax raises, a zero in its place let adamw decay a frozen parameter to nothing."""
-  inner = DECAYS[name]()
-  if half:
-    inner = mpjax.master_weights(inner)
-  elif config is None and name != "accumulate":
-    inner = mpjax.accumulate_gradients(inner, 1)  # of what checks gradients, all but loss_scaling
-  tx = inner if config is None else mpjax.loss_scaling(inner, config)
-  dtype = jnp.bfloat16 if half else jnp.float32
-  value = jnp.asarray([1.0, -0.0, 3e-3], dtype)
-  params = {"lora": value, "frozen": {"w": value, "b": value}}
-  state = tx.init(params)
-  update = jax.jit(tx.update)
-  for i in range(6):
-    # At first all have one, so that there is momentum to move by.
-    frozen = {"w": value, "b": value} if i < 2 else {"w": None, "b": None}
-    before = params
-    updates, state = update({"lora": value, "frozen": frozen}, state, params)
-    if half:
-      params = mpjax.apply_updates(params, updates, master=mpjax.master_params(state))
-    else:
-      params = optax.apply_updates(params, updates)
-    masters = mpjax.master_params(state) if half else ()
-    if i == 1:
-      assert not jnp.array_equal(params["frozen"]["w"], value)
-      kept = params["frozen"], masters["frozen"] if half else ()
-    if i >= 2:
-      found = params["frozen"], masters["frozen"] if half else ()
-      assert bits(found) == bits(kept)
-      for u in jax.tree.leaves(updates["frozen"]):
-        assert np.all(np.signbit(u)), "-0.0, which leaves even a -0.0 alone"
-    moves = name != "accumulate" or i % 2
-    assert (bits(params["lora"]) != bits(before["lora"])) == bool(moves)
-
-
-def test_none_may_stand_for_a_part_of_the_tree():
-  params = {"pi": {"w": jnp.ones(2), "b": jnp.ones(1)}, "v": {"w": jnp.ones(2)}}
-  config = mpjax.StaticLossScale(2)
-  tx = mpjax.loss_scaling(optax.adamw(0.1), {"pi": config, "v": config})
-  pi, v = ({name: jax.tree.map(lambda p: 2 * p, params[name])} for name in params)
-  whole = {"pi": {**pi, "v": {"w": None}}, "v": {**v, "pi": {"w": None, "b": None}}}
-  parts = {"pi": {**pi, "v": None}, "v": {**v, "pi": None}}
-  zeros = {
-    "pi": {**pi, "v": jax.tree.map(jnp.zeros_like, params["v"])},
-    "v": {**v, "pi": jax.tree.map(jnp.zeros_like, params["pi"])},
-  }
-  results = [tx.update(grads, tx.init(params), params) for grads in (whole, parts, zeros)]
-  assert bits(results[0]) == bits(results[2]), "frozen is only what no loss reaches"
-  assert bits(results[1]) == bits(results[2])
-  # What neither reaches stays, decay or not.
-  nowhere = {"pi": {"pi": None, "v": params["v"]}, "v": {"pi": None, "v": None}}
-  updates, _ = tx.update(nowhere, tx.init(params), params)
-  assert not any(np.any(u) for u in jax.tree.leaves(updates["pi"]))
-  assert np.all(updates["v"]["w"])
-
-
-def test_a_frozen_parameter_that_inner_masks_out():
-  params = {"a": jnp.ones(2), "b": {"c": jnp.ones(2)}}
-  freeze = optax.partition({"t": optax.adamw(0.1), "f": optax.set_to_zero()}, {"a": "t", "b": "f"})
-  tx = mpjax.loss_scaling(freeze, mpjax.StaticLossScale(2))
-  updates, _ = tx.update({"a": jnp.ones(2), "b": None}, tx.init(params), params)
-  assert updates["b"]["c"].tolist() == [0, 0]
-  assert np.all(updates["a"])
+@pytest.mark.parametrize("name", FREEZE)
+def test_what_the_error_advises_keeps_parameters_and_masters_whatever_decays(name):
+  frozen = FREEZE[name](optax.adamw(0.1, weight_decay=0.1))
+  for storage in ("float32", "split"):
+    masters = mpjax.master_weights(mpjax.accumulate_gradients(frozen, 2), storage=storage)
+    tx = mpjax.loss_scaling(masters, mpjax.StaticLossScale(4))
+    start = params = dict.fromkeys("ab", jnp.asarray([1.0, 3e-3], jnp.bfloat16))
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(4):
+      updates, state = update(params, state, params)
+      params = mpjax.apply_updates(params, updates)
+    assert bits(params["b"]) == bits(start["b"])
+    found = mpjax.master_params(state, params)
+    assert found["b"].tolist() == start["b"].astype(jnp.float32).tolist()
+    assert np.all(found["a"] < 0.9 * start["a"].astype(jnp.float32))
