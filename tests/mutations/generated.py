@@ -91,14 +91,12 @@ class Suite:
       self._record(base, folder, jobs)
     self.lines = coverage.CoverageData(str(folder / "lines"))
     self.lines.read()
-    self.seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
+    seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
     recorded = json.loads((folder / "digests.json").read_text())
-    self.changed = sorted(
-      name
-      for name in self.test_files
-      if recorded.get(name) != digest([name])
-      and not name.startswith(("tests/check/", "tests/lint/"))
-    )
+    same = {name for name in self.test_files if recorded.get(name) == digest([name])}
+    self.seconds = {test: s for test, s in seconds.items() if test.partition("::")[0] in same}
+    outside = ("tests/check/", "tests/lint/")
+    self.changed = sorted(n for n in self.test_files - same if not n.startswith(outside))
 
   def _record(self, base: pathlib.Path, folder: pathlib.Path, jobs: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
