@@ -239,7 +239,8 @@ def _moved_over_devices(fun: Any) -> Sample:
 
 
 def _sharding(kind: AxisType) -> NamedSharding:
-  return NamedSharding(jax.make_mesh((1,), ("one",), (kind,), devices=jax.devices()[:1]), _ALL)
+  # On the devices of the others, so that all may be in one program.
+  return NamedSharding(jax.make_mesh((2,), ("data",), (kind,), devices=jax.devices()[:2]), _ALL)
 
 
 KEEP: dict[str, Sample] = {
