@@ -449,21 +449,6 @@ def test_a_custom_vjp_has_no_forward_derivative_with_or_without():
       jax.jvp(fun, (X, W), (X, W))
 
 
-def test_an_error_in_a_rule_is_the_users():
-  @jax.custom_vjp
-  def fun(x):
-    return x @ W
-
-  def backward(kept, g):
-    raise RuntimeError("mine")
-
-  fun.defvjp(lambda x: (x @ W, None), backward)
-  cast = mpjax.autocast(fun)
-  assert cast(X).shape == (2, 3)
-  with pytest.raises(RuntimeError, match="mine"):
-    jax.grad(of_sum(cast))(X)
-
-
 def test_a_rule_is_traced_only_when_it_is_needed():
   calls = []
 

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 import mpjax
 from mpjax._jaxprs.autocast import run as running
-from mpjax._jaxprs.autocast.run import run
 from tests import programs
 
 W = jnp.eye(3)
@@ -88,23 +86,6 @@ def test_constants_are_operands_of_the_call():
   grads = programs.run(jax.grad(lambda x, y: outer(x, y).sum(), (0, 1)), X, X)
   np.testing.assert_array_equal(grads[0], np.full((2, 3), 6.0))
   np.testing.assert_array_equal(grads[1], np.full((2, 3), 420.0))
-
-
-def test_inside_of_shard_map(devices):
-  mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=devices[:2])
-  fun = jax.shard_map(
-    lambda x: jax.lax.psum(mpjax.autocast(long)(x)[0], "d"),
-    mesh=mesh,
-    in_specs=jax.P("d"),
-    out_specs=jax.P(),
-  )
-  got = programs.run(fun, X)
-  np.testing.assert_array_equal(got, X.sum(0, keepdims=True))
-
-
-def test_a_program_by_hand():
-  jaxpr = jax.make_jaxpr(lambda x, y: (x + y, 3.0))(1.0, 2.0).jaxpr
-  assert run(jaxpr, (), [jnp.float32(1), jnp.float32(2)], "f") == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
