@@ -301,10 +301,8 @@ def float32_operations():
 
 
 @pytest.mark.case("I13", "B051")
-@BOTH
-@pytest.mark.parametrize("in_half", [False, True], ids=["float32", "half"])
-def test_operations_of_any_shape(half, in_half):
-  dtype = half if in_half else "float32"
+@pytest.mark.parametrize(("half", "dtype"), [("bfloat16", "float32"), ("float16", "float16")])
+def test_operations_of_any_shape(half, dtype):
 
   def in_compute_dtype(fun):
     return lambda *args: fun(*cast(args, half)).astype(dtype)
