@@ -114,30 +114,21 @@ def _unreduced_scatter(x: Any) -> Any:
   return jax.vjp(gather, half)[1](lax.pcast(x, "data", to="unreduced"))[0]
 
 
+def _named(names: str, *offsets: float, smooth: Any = None) -> dict[str, Sample]:
+  """Returns the samples of primitives whose functions in `jax.lax` are called as they are."""
+  return {name: _elementwise(getattr(lax, name), *offsets, smooth=smooth) for name in names.split()}
+
+
 FLOAT32: dict[str, Sample] = {
-  "acos": _elementwise(lax.acos),
-  "acosh": _elementwise(lax.acosh, 1.0),
+  **_named("acos asin atanh bessel_i0e bessel_i1e cos cosh erf_inv exp exp2 expm1 log log1p"),
+  **_named("rsqrt sin sinh tan"),
+  **_named("acosh digamma lgamma", 1.0),
+  **_named("igamma igammac", 1.0, 0.0),
   "add_any": _elementwise(_sum_of_gradients, 0.0, 0.0),
-  "asin": _elementwise(lax.asin),
-  "atanh": _elementwise(lax.atanh),
-  "bessel_i0e": _elementwise(lax.bessel_i0e),
-  "bessel_i1e": _elementwise(lax.bessel_i1e),
-  "cos": _elementwise(lax.cos),
-  "cosh": _elementwise(lax.cosh),
   "cumlogsumexp": _elementwise(lambda x: lax.cumlogsumexp(x, 1)),
   "cumprod": _elementwise(lambda x: lax.cumprod(x, 1)),
   "cumsum": _elementwise(lambda x: lax.cumsum(x, 1, reverse=True)),
-  "digamma": _elementwise(lax.digamma, 1.0),
-  "erf_inv": _elementwise(lax.erf_inv),
-  "exp": _elementwise(lax.exp),
-  "exp2": _elementwise(lax.exp2),
-  "expm1": _elementwise(lax.expm1),
-  "igamma": _elementwise(lax.igamma, 1.0, 0.0),
   "igamma_grad_a": _elementwise(lax.igamma_grad_a, 1.0, 0.0, smooth=()),
-  "igammac": _elementwise(lax.igammac, 1.0, 0.0),
-  "lgamma": _elementwise(lax.lgamma, 1.0),
-  "log": _elementwise(lax.log),
-  "log1p": _elementwise(lax.log1p),
   "polygamma": Sample(lax.polygamma, (np.ones((3, 4), np.float32), 1 + unit(3, 4)), smooth=(1,)),
   "pow": _elementwise(lax.pow, 0.0, 1.0),
   "psum": Sample(
@@ -155,16 +146,12 @@ FLOAT32: dict[str, Sample] = {
     lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 2), (1, 1), "SAME")
   ),
   "regularized_incomplete_beta": _elementwise(lax.betainc, 1.0, 1.0, 0.0, smooth=(2,)),
-  "rsqrt": _elementwise(lax.rsqrt),
   "scatter-add": _scatter("scatter_add"),
   "scatter-mul": _scatter("scatter_mul"),
   "scatter-sub": _scatter("scatter_sub"),
   "select_and_scatter_add": Sample(
     _max_pool_gradient, (unit(2, 3), unit(4, 6, seed=1)), smooth=(0,)
   ),
-  "sin": _elementwise(lax.sin),
-  "sinh": _elementwise(lax.sinh),
-  "tan": _elementwise(lax.tan),
   "unreduced_psum": Sample(_on_two_devices(_unreduced_sum, _ROWS, _ALL), (unit(4, 3),), smooth=()),
   "unreduced_reduce_scatter": Sample(
     _on_two_devices(_unreduced_scatter, _ROWS, _ROWS), (unit(4, 3),), smooth=()
@@ -186,24 +173,15 @@ def _primitive(name: str) -> Any:
 
 
 PROMOTE: dict[str, Sample] = {
-  "add": _elementwise(lax.add, 0.0, 0.0),
-  "atan2": _elementwise(lax.atan2, 0.0, 0.0),
+  **_named("add atan2 div max min mul sub", 0.0, 0.0),
+  **_named("eq ge gt le lt ne", 0.0, 0.0, smooth=()),
+  **{
+    name: _elementwise(_primitive(name), 0.0, 0.0, smooth=())
+    for name in ("eq_to", "le_to", "lt_to")
+  },
   "clamp": _elementwise(lax.clamp, 0.0, 0.2, 0.4),
   "concatenate": _elementwise(lambda x, y: lax.concatenate([x, y], 1), 0.0, 0.0),
   "device_put": _elementwise(lambda x, y: jax.device_put((x, y)), 0.0, 0.0),
-  "div": _elementwise(lax.div, 0.0, 0.0),
-  "eq": _elementwise(lax.eq, 0.0, 0.0, smooth=()),
-  "eq_to": _elementwise(_primitive("eq_to"), 0.0, 0.0, smooth=()),
-  "ge": _elementwise(lax.ge, 0.0, 0.0, smooth=()),
-  "gt": _elementwise(lax.gt, 0.0, 0.0, smooth=()),
-  "le": _elementwise(lax.le, 0.0, 0.0, smooth=()),
-  "le_to": _elementwise(_primitive("le_to"), 0.0, 0.0, smooth=()),
-  "lt": _elementwise(lax.lt, 0.0, 0.0, smooth=()),
-  "lt_to": _elementwise(_primitive("lt_to"), 0.0, 0.0, smooth=()),
-  "max": _elementwise(lax.max, 0.0, 0.0),
-  "min": _elementwise(lax.min, 0.0, 0.0),
-  "mul": _elementwise(lax.mul, 0.0, 0.0),
-  "ne": _elementwise(lax.ne, 0.0, 0.0, smooth=()),
   "optimization_barrier": _elementwise(lambda x, y: lax.optimization_barrier((x, y)), 0.0, 0.0),
   "pad": Sample(lambda x, fill: lax.pad(x, fill, ((1, 1, 0), (0, 2, 1))), (unit(3, 4), unit())),
   "rem": _elementwise(lax.rem, 1.0, 0.0),
@@ -212,7 +190,6 @@ PROMOTE: dict[str, Sample] = {
   ),
   "sort": _elementwise(lambda x, y: lax.sort((x, y), num_keys=1), 0.0, 0.0),
   "stack": _elementwise(lambda x, y: lax.stack([x, y]), 0.0, 0.0),
-  "sub": _elementwise(lax.sub, 0.0, 0.0),
 }
 
 try:  # Until jax 0.11.
@@ -234,32 +211,32 @@ def _gather(x: Any) -> Any:
   return lax.gather(x, jnp.asarray([[2], [0]], jnp.int32), numbers, (1, x.shape[1]))
 
 
-def _moved_over_devices(fun: Any) -> Sample:
-  return Sample(_on_two_devices(fun, _ROWS, _ROWS), (unit(4, 4),))
-
-
 def _sharding(kind: AxisType) -> NamedSharding:
-  return NamedSharding(jax.make_mesh((1,), ("one",), (kind,), devices=jax.devices()[:1]), _ALL)
+  # On the devices of the others, so that all may be in one program.
+  return NamedSharding(jax.make_mesh((2,), ("data",), (kind,), devices=jax.devices()[:2]), _ALL)
+
+
+def _over_devices(fun: Any, ins: Any, outs: Any, smooth: Any = None) -> Sample:
+  return Sample(_on_two_devices(fun, ins, outs), (unit(4, 4),), smooth=smooth)
+
+
+def _gathered_the_same(x: Any) -> Any:
+  if hasattr(lax, "all_gather_invariant"):
+    return lax.all_gather_invariant(x, "data", tiled=True)
+  return lax.all_gather(x, "data", tiled=True, to="invarying")
 
 
 KEEP: dict[str, Sample] = {
-  "abs": _elementwise(lax.abs),
-  "all_gather": _moved_over_devices(lambda x: lax.all_gather(x, "data", tiled=True)),
-  "all_gather_invariant": Sample(
-    _on_two_devices(lambda x: lax.all_gather(x, "data", tiled=True, to="invarying"), _ROWS, _ALL)
-    if not hasattr(lax, "all_gather_invariant")
-    else _on_two_devices(lambda x: lax.all_gather_invariant(x, "data", tiled=True), _ROWS, _ALL),
-    (unit(4, 4),),
-  ),
-  "all_to_all": _moved_over_devices(lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True)),
+  **_named("abs asinh atan cbrt ceil erf erfc floor logistic neg round sign sqrt square"),
+  **_named("stop_gradient tanh"),
+  **_named("is_finite", smooth=()),
+  "all_gather": _over_devices(lambda x: lax.all_gather(x, "data", tiled=True), _ROWS, _ROWS),
+  "all_gather_invariant": _over_devices(_gathered_the_same, _ROWS, _ALL),
+  "all_to_all": _over_devices(lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True), _ROWS, _ROWS),
   "approx_top_k": _elementwise(lambda x: lax.approx_max_k(x, 2)[0]),
   "argmax": _elementwise(lambda x: lax.argmax(x, 1, jnp.int32), smooth=()),
   "argmin": _elementwise(lambda x: lax.argmin(x, 1, jnp.int32), smooth=()),
-  "asinh": _elementwise(lax.asinh),
-  "atan": _elementwise(lax.atan),
   "broadcast_in_dim": _elementwise(lambda x: lax.broadcast(x, (2,))),
-  "cbrt": _elementwise(lax.cbrt),
-  "ceil": _elementwise(lax.ceil),
   "copy": _elementwise(jnp.copy),
   "cummax": _elementwise(lambda x: lax.cummax(x, 1)),
   "cummin": _elementwise(lambda x: lax.cummin(x, 1)),
@@ -267,25 +244,13 @@ KEEP: dict[str, Sample] = {
   "dynamic_update_slice": Sample(
     lambda x, update: lax.dynamic_update_slice(x, update, (1, 0)), (unit(3, 4), unit(2, 2))
   ),
-  "erf": _elementwise(lax.erf),
-  "erfc": _elementwise(lax.erfc),
-  "floor": _elementwise(lax.floor),
   "gather": _elementwise(_gather),
-  "is_finite": _elementwise(lax.is_finite, smooth=()),
   "layout_constraint": _elementwise(lambda x: with_layout_constraint(x, Layout((0, 1)))),
-  "logistic": _elementwise(lax.logistic),
   "name": _elementwise(lambda x: checkpoint_name(x, "kept")),
-  "neg": _elementwise(lax.neg),
-  "pmax": Sample(
-    _on_two_devices(lambda x: lax.pmax(x, "data"), _ROWS, _ALL), (unit(4, 3),), smooth=()
-  ),
-  "pmin": Sample(
-    _on_two_devices(lambda x: lax.pmin(x, "data"), _ROWS, _ALL), (unit(4, 3),), smooth=()
-  ),
-  "ppermute": _moved_over_devices(lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)])),
-  "pvary": Sample(
-    _on_two_devices(lambda x: lax.pcast(x, "data", to="varying"), _ALL, _ROWS), (unit(4, 4),)
-  ),
+  "pmax": _over_devices(lambda x: lax.pmax(x, "data"), _ROWS, _ALL, smooth=()),
+  "pmin": _over_devices(lambda x: lax.pmin(x, "data"), _ROWS, _ALL, smooth=()),
+  "ppermute": _over_devices(lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)]), _ROWS, _ROWS),
+  "pvary": _over_devices(lambda x: lax.pcast(x, "data", to="varying"), _ALL, _ROWS),
   "reduce_max": _elementwise(lambda x: lax.reduce_max(x, (1,))),
   "reduce_min": _elementwise(lambda x: lax.reduce_min(x, (1,))),
   "reduce_window_max": _elementwise(_reduce_window("max")),
@@ -295,21 +260,15 @@ KEEP: dict[str, Sample] = {
   ),
   "reshape": _elementwise(lambda x: lax.reshape(x, (2, 6))),
   "rev": _elementwise(lambda x: lax.rev(x, (0,))),
-  "round": _elementwise(lax.round),
   "scatter": _scatter("scatter"),
   "scatter-max": _scatter("scatter_max"),
   "scatter-min": _scatter("scatter_min"),
   "sharding_constraint": _elementwise(
     lambda x: lax.with_sharding_constraint(x, _sharding(AxisType.Auto))
   ),
-  "sign": _elementwise(lax.sign),
   "slice": _elementwise(lambda x: lax.slice(x, (1, 0), (3, 2))),
   "split": _elementwise(lambda x: lax.split(x, (1, 3), 1)),
-  "sqrt": _elementwise(lax.sqrt),
-  "square": _elementwise(lax.square),
   "squeeze": _elementwise(lambda x: lax.squeeze(lax.slice(x, (0, 0), (1, 4)), (0,))),
-  "stop_gradient": _elementwise(lax.stop_gradient),
-  "tanh": _elementwise(lax.tanh),
   "tile": _elementwise(lambda x: lax.tile(x, (2, 1))),
   "top_k": _elementwise(lambda x: lax.top_k(x, 2)[0]),
   "transpose": _elementwise(lambda x: lax.transpose(x, (1, 0))),

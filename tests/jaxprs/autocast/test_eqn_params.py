@@ -19,7 +19,7 @@ from tests import programs
 
 HIGHEST = lax.Precision.HIGHEST
 X = jnp.ones((3, 3))
-HALVES = [np.dtype(jnp.bfloat16), np.dtype("float16")]
+BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 def eqn_of(fun, *args):
@@ -33,9 +33,8 @@ def is_product(eqn):
   return "preferred_element_type" in eqn.params
 
 
-@pytest.mark.parametrize(
-  ("precision", "want"),
-  [
+def test_a_wish_for_precision():
+  for precision, want in (
     (None, False),
     (lax.Precision.DEFAULT, False),
     ((lax.Precision.DEFAULT, None), False),
@@ -43,62 +42,37 @@ def is_product(eqn):
     ((HIGHEST, lax.Precision.DEFAULT), True),
     ((None, lax.Precision.HIGH), True),
     (lax.DotAlgorithmPreset.F32_F32_F32, True),
-  ],
-  ids=str,
-)
-def test_a_wish_for_precision(precision, want):
-  assert wants_precision({"precision": precision}) == want
-
-
-@pytest.mark.parametrize(
-  ("precision", "dtypes", "want"),
-  [
-    (HIGHEST, "float32 float32", True),
-    (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "bfloat16 bfloat16", True),
-    (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "bfloat16 int8", False),
-    (jax.lax.DotAlgorithmPreset.F32_F32_F32, "bfloat16 bfloat16", False),
-  ],
-)
-def test_a_preset_is_for_matmuls_of_its_dtypes(precision, dtypes, want):
-  given = [jnp.dtype(name) for name in dtypes.split()]
-  (dot,) = jax.make_jaxpr(jnp.dot)(X, X).eqns
-  assert fits(dot, precision, given) is want
-  (conv,) = jax.make_jaxpr(MATMULS["conv_general_dilated"])(X).eqns[-1:]
-  assert not fits(conv, jax.lax.DotAlgorithmPreset.BF16_BF16_F32, given)
-
-
-def test_what_has_no_precision():
+  ):
+    assert wants_precision({"precision": precision}) == want, precision
   assert not wants_precision({})
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_products(dtype):
-  for fun, args in (
-    (lambda x: x @ x, (X,)),
-    (
-      lambda x: lax.conv(
-        x[None, None], x[None, None], (1, 1), "SAME", preferred_element_type=jnp.float32
-      ),
-      (X,),
-    ),
-    (
-      lambda x: lax.ragged_dot(x, x[None], jnp.asarray([3]), preferred_element_type=jnp.float32),
-      (X,),
-    ),
+def test_a_preset_is_for_matmuls_of_its_dtypes():
+  (dot,) = jax.make_jaxpr(jnp.dot)(X, X).eqns
+  (conv,) = jax.make_jaxpr(MATMULS["conv_general_dilated"])(X).eqns[-1:]
+  preset = lax.DotAlgorithmPreset
+  for precision, dtypes, want in (
+    (HIGHEST, "float32 float32", True),
+    (preset.BF16_BF16_F32, "bfloat16 bfloat16", True),
+    (preset.BF16_BF16_F32, "bfloat16 int8", False),
+    (preset.F32_F32_F32, "bfloat16 bfloat16", False),
   ):
-    eqn = eqn_of(fun, *args)
-    made, params = retype(eqn, dtype), eqn.params
-    assert made["preferred_element_type"] == dtype
-    assert {k: v for k, v in made.items() if k != "preferred_element_type"} == {
-      k: v for k, v in params.items() if k != "preferred_element_type"
-    }
-    assert params["preferred_element_type"] == np.float32, "what was traced is left"
+    given = [jnp.dtype(name) for name in dtypes.split()]
+    assert fits(dot, precision, given) is want
+    assert not fits(conv, preset.BF16_BF16_F32, given)
 
 
-def test_a_product_that_says_nothing_goes_on_saying_nothing():
-  eqn = eqn_of(lambda x: lax.dot(x, x), X)
-  assert eqn.params["preferred_element_type"] is None
-  assert retype(eqn, HALVES[0])["preferred_element_type"] is None
+def test_products_name_the_new_type():
+  image = X[None, None]
+  wide = {"preferred_element_type": jnp.float32}
+  for fun in (
+    lambda x: x @ x,
+    lambda x: lax.conv(image, image, (1, 1), "SAME", **wide),
+    lambda x: lax.ragged_dot(x, x[None], jnp.asarray([3]), **wide),
+  ):
+    eqn = eqn_of(fun, X)
+    assert retype(eqn, BFLOAT16) == {**eqn.params, "preferred_element_type": BFLOAT16}
+    assert eqn.params["preferred_element_type"] == np.float32, "what was traced is left"
 
 
 SCATTERS = {
@@ -109,31 +83,26 @@ SCATTERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("name", SCATTERS)
-def test_scatters_combine_in_the_new_type(name, dtype):
-  fun, combined = SCATTERS[name]
-  eqn = eqn_of(fun, X, X[0])
-  assert eqn.primitive.name == name
-  made, params = retype(eqn, dtype), eqn.params
-  jaxpr = made["update_jaxpr"]
-  assert {v.aval.dtype for v in (*jaxpr.invars, *jaxpr.outvars)} == {dtype}
-  combine = jaxpr_as_fun(ClosedJaxpr(jaxpr, made["update_consts"]))
-  (value,) = combine(jnp.asarray(2.0, dtype), jnp.asarray(3.0, dtype))
-  assert value.dtype == dtype
-  assert value == combined
-  assert made["dimension_numbers"] == params["dimension_numbers"]
+def test_scatters_combine_in_the_new_type():
+  for name, (fun, combined) in SCATTERS.items():
+    eqn = eqn_of(fun, X, X[0])
+    assert eqn.primitive.name == name
+    made = retype(eqn, BFLOAT16)
+    jaxpr = made["update_jaxpr"]
+    assert {v.aval.dtype for v in (*jaxpr.invars, *jaxpr.outvars)} == {BFLOAT16}
+    combine = jaxpr_as_fun(ClosedJaxpr(jaxpr, made["update_consts"]))
+    (value,) = combine(jnp.asarray(2.0, BFLOAT16), jnp.asarray(3.0, BFLOAT16))
+    assert (value.dtype, value) == (BFLOAT16, combined)
+    assert made["dimension_numbers"] == eqn.params["dimension_numbers"]
 
 
-def test_scatter_without_a_program_is_left():
-  eqn = eqn_of(lambda x, u: x.at[0].set(u), X, X[0])
-  assert eqn.primitive.name == "scatter"
-  assert retype(eqn, HALVES[0]) == eqn.params
-
-
-def test_the_parameters_of_everything_else_are_left():
+def test_other_parameters_are_left():
+  silent = eqn_of(lambda x: lax.dot(x, x), X)
+  assert retype(silent, BFLOAT16)["preferred_element_type"] is None, "it goes on saying nothing"
+  scatter = eqn_of(lambda x, u: x.at[0].set(u), X, X[0])
+  assert retype(scatter, BFLOAT16) == scatter.params
   (eqn,) = jax.make_jaxpr(lambda x: lax.reduce_max(x, (0,)))(X).eqns
-  assert retype(eqn, HALVES[0]) is eqn.params
+  assert retype(eqn, BFLOAT16) is eqn.params
 
 
 MATMULS = {
@@ -163,16 +132,6 @@ def test_a_setting_for_the_whole_process_does_not_switch_autocast_off(name, sett
     assert matmuls(mpjax.autocast(fun, ops=ops), X) == [("float32", asked)]
   assert matmuls(mpjax.autocast(fun), X) == [("bfloat16", None)]
   assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), X) == [("float32", None)]
-
-
-def test_a_precision_at_the_call_counts_under_any_setting():
-  def fun(x):
-    return jnp.dot(x, x, precision="highest"), x @ x
-
-  for setting in ("high", "highest"):
-    with jax.default_matmul_precision(setting):
-      found = matmuls(mpjax.autocast(fun), X)
-    assert found == [("float32", (HIGHEST, HIGHEST)), ("bfloat16", None)]
 
 
 LEFT = {
@@ -217,19 +176,18 @@ def all_matmuls(fun, *args):
   return [(str(e.invars[0].aval.dtype), e.params["precision"]) for e in eqns]
 
 
-@pytest.mark.parametrize("setting", ["highest", "high"])
 @pytest.mark.parametrize("name", SOLVERS)
-def test_programs_that_are_left_alone_have_the_setting_for_the_whole_process(name, setting):
+def test_programs_that_are_left_alone_have_the_setting_for_the_whole_process(name):
   def gradient(fun):
     return lambda a, b: jax.grad(lambda b: fun(a, b).sum())(b)
 
   fun, args = SOLVERS[name], (X, X[0])
   for wrapped in (lambda f: f, gradient):
-    with jax.default_matmul_precision(setting):
+    with jax.default_matmul_precision("high"):
       plain = all_matmuls(wrapped(fun), *args)
       found = all_matmuls(wrapped(mpjax.autocast(fun)), *args)
       left = all_matmuls(wrapped(mpjax.autocast(mpjax.full_precision(fun))), *args)
-    assert ("float32", (lax.Precision(setting),) * 2) in plain
+    assert ("float32", (lax.Precision.HIGH,) * 2) in plain
     assert plain == left
     assert {each for each in found if each[0] == "float32"} == set(plain)
     assert (("bfloat16", None) in found) == (name == "custom_linear_solve")
@@ -271,15 +229,23 @@ def test_a_root_that_is_left_alone_has_the_setting_for_the_whole_process():
     assert (True, False) in lowered_matmuls(mpjax.autocast(fun), X, X[0])
 
 
-def test_derivative_rules_under_a_setting_run_in_half_too():
+def test_what_counts_under_a_setting_for_the_whole_process():
+  """A precision at the call does; and derivative rules run in half too."""
+
   @jax.custom_vjp
   def product(x):
     return x @ x
 
+  def at_the_call(x):
+    return jnp.dot(x, x, precision="highest"), x @ x
+
   product.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x,))
-  with jax.default_matmul_precision("high"):
-    found = matmuls(jax.grad(lambda x: mpjax.autocast(product)(x).sum()), X)
-  assert found == [("bfloat16", None)] * 2
+  for setting in ("high", "highest"):
+    with jax.default_matmul_precision(setting):
+      found = matmuls(mpjax.autocast(at_the_call), X)
+      of_rule = matmuls(jax.grad(lambda x: mpjax.autocast(product)(x).sum()), X)
+    assert found == [("float32", (HIGHEST, HIGHEST)), ("bfloat16", None)]
+    assert of_rule == [("bfloat16", None)] * 2
 
 
 def test_a_multiplication_that_names_its_dtype_is_the_users_choice():

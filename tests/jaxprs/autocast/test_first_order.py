@@ -22,17 +22,13 @@ def result(fun):
   return jax.eval_shape(cast(fun), X, W).dtype
 
 
-def test_a_cast_of_the_user_to_low_precision_stays():
+def test_casts_of_the_program():
+  """One of the user to low precision stays, and one to float32 makes what follows float32."""
   assert result(lambda x, w: (x @ w).astype("float16")) == jnp.float16
   assert result(lambda x, w: x.astype("bfloat16")) == jnp.bfloat16
-
-
-def test_a_cast_to_float32_makes_what_follows_float32():
   assert result(lambda x, w: x @ w + 1) == jnp.bfloat16
   assert result(lambda x, w: (x @ w).astype("bfloat16").astype("float32") + 1) == jnp.float32
-
-
-def test_a_count_becomes_a_float32_that_decides():
+  # A count becomes a float32 that decides, and a mask none.
   assert result(lambda x, w: x @ w + jnp.arange(3).astype("float32")[None]) == jnp.float32
   assert result(lambda x, w: x @ w + (x > 0).astype("float32")) == jnp.bfloat16
 

@@ -33,18 +33,6 @@ def _(primals, tangents):
   return x @ w, dx @ w + x @ dw
 
 
-@jax.custom_jvp
-def by_jitted_jvp(w, x):
-  return jax.jit(jnp.matmul)(x, w)
-
-
-@by_jitted_jvp.defjvp
-def _(primals, tangents):
-  (w, x), (dw, dx) = primals, tangents
-  matmul = jax.jit(jnp.matmul)
-  return by_jvp(w, x), matmul(dx, w) + matmul(x, dw)
-
-
 @jax.custom_vjp
 def by_vjp(w, x):
   return x @ w
@@ -77,10 +65,9 @@ def reasons(fun, *args):
   return {each.reason for each in mpjax.audit(fun)(*args).float8}
 
 
-@pytest.mark.parametrize("rule", [by_jvp, by_jitted_jvp], ids=["plain", "jitted"])
-def test_what_is_linear_in_a_tangent_is_not_rounded(rule):
+def test_what_is_linear_in_a_tangent_is_not_rounded():
   """JAX transposes it, and cannot transpose an operand divided by its largest element."""
-  with_float8, without = (mpjax.autocast(rule, policy) for policy in (FLOAT8, "mixed_bfloat16"))
+  with_float8, without = (mpjax.autocast(by_jvp, policy) for policy in (FLOAT8, "mixed_bfloat16"))
   # Without a gradient the rule does not count.
   assert dtypes(with_float8, W, X) == [("float8_e4m3fn", "float8_e4m3fn")]
 

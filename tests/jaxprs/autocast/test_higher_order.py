@@ -1,6 +1,8 @@
 """Programs inside of programs: the dtypes that they are handed, and those that they hand on."""
 
 import collections
+import functools
+import itertools
 
 import jax
 import jax.monitoring
@@ -8,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 import mpjax
 from tests import programs
+from tests.jaxprs.autocast import checks
 
 BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
 
@@ -56,32 +58,23 @@ def same(fun, *args):
 # Bodies that run once.
 
 
-def test_jit_takes_and_gives_half():
-  @jax.jit
-  def inner(y, w):
+def test_jit_takes_and_gives_half_and_keeps_its_parameters():
+  @functools.partial(jax.jit, keep_unused=True)
+  def inner(y, w, unused):
     return jnp.tanh(y @ w)
 
   def fun(w, x):
-    return inner(x @ w, w) @ w
+    return inner(x @ w, w, x) @ w
 
   program = cast(fun, W, X)
   eqn = one(program, "jit")
-  assert dtypes(eqn.invars) == ["bfloat16", "float32"]
+  assert dtypes(eqn.invars) == ["bfloat16", "float32", "float32"]
   assert dtypes(eqn.outvars) == ["bfloat16"]
-  assert eqn.params["name"] == "inner"
   assert products(program) == {"bfloat16"}
-
-
-def test_parameters_of_jit_stay_what_they_are():
-  inner = jax.jit(lambda x, w, unused: x @ w, keep_unused=True)
-
-  def fun(w, x):
-    return inner(x, w, x)
-
-  plain, ours = (one(p, "jit").params for p in (jax.make_jaxpr(fun)(W, X), cast(fun, W, X)))
-  assert plain["keep_unused"]
-  assert {**ours, "jaxpr": None} == {**plain, "jaxpr": None}
-  assert len(ours["jaxpr"].jaxpr.invars) == 3
+  plain = one(jax.make_jaxpr(fun)(W, X), "jit").params
+  assert (plain["name"], plain["keep_unused"]) == ("inner", True)
+  assert {**eqn.params, "jaxpr": None} == {**plain, "jaxpr": None}
+  assert len(eqn.params["jaxpr"].jaxpr.invars) == 3
 
 
 def test_a_donated_argument_is_handed_over_in_its_own_type():
@@ -140,19 +133,6 @@ def test_checkpoint_keeps_its_policy(policy):
   )
 
 
-def test_a_name_for_what_is_saved_stays():
-  def fun(w, x):
-    policy = jax.checkpoint_policies.save_only_these_names("logits")
-
-    def inner(x):
-      return jnp.sin(checkpoint_name(x @ w, "logits"))
-
-    return jax.checkpoint(inner, policy=policy)(x).sum()
-
-  program = jax.make_jaxpr(jax.grad(mpjax.autocast(fun)))(W, X)
-  assert len(programs.products(program)) == 2, "the product is saved by its name"
-
-
 # Branches.
 
 
@@ -172,23 +152,37 @@ BRANCHES = {
 
 
 @pytest.mark.case("B070")
-@pytest.mark.parametrize("name", BRANCHES)
-def test_branches_agree(name):
-  branches, dtype = BRANCHES[name]
-
-  def fun(w, x, which):
+def test_branches_agree():
+  def fun(w, x, which, branches):
     return lax.switch(which, branches, x @ w, w)
 
-  program = cast(fun, W, X, 1)
-  eqn = one(program, "cond")
-  assert dtypes(eqn.outvars) == [dtype]
-  assert {t for b in eqn.params["branches"] for t in dtypes(b.jaxpr.outvars)} == {dtype}
-  for which in range(len(branches)):
-    want = jax.tree.map(np.asarray, fun(W, X, which))
+  def each(w, x):
+    return {
+      (name, which): [f(w, x, which) for f in (mpjax.autocast(plain), plain)]
+      for name, plain in made.items()
+      for which in range(len(BRANCHES[name][0]))
+    }
+
+  made = {}
+  for name, (branches, dtype) in BRANCHES.items():
+    made[name] = functools.partial(fun, branches=branches)
+    eqn = one(cast(made[name], W, X, 1), "cond")
+    assert dtypes(eqn.outvars) == [dtype], name
+    assert {t for b in eqn.params["branches"] for t in dtypes(b.jaxpr.outvars)} == {dtype}, name
+  for (name, which), (got, want) in programs.run(each, W, X).items():
     rtol = 1e-2 if name in ("both in half", "one in float32") else 1e-6
-    got = programs.run(mpjax.autocast(fun), W, X, which)
     assert got.dtype == np.float32
-    np.testing.assert_allclose(got, want, rtol=rtol)
+    np.testing.assert_allclose(got, want, rtol=rtol, err_msg=f"{name} {which}")
+
+
+def test_weak_types_of_a_carry_are_kept():
+  def fun(x):
+    return lax.scan(lambda c, row: (c * 2, row * c), 1.0, x)
+
+  plain, ours = jax.make_jaxpr(fun)(X), cast(fun, X)
+  assert [v.weak_type for v in ours.out_avals] == [v.weak_type for v in plain.out_avals]
+  assert plain.out_avals[0].weak_type
+  same(fun, X)
 
 
 def test_each_result_of_a_branch_has_a_type_of_its_own():
@@ -217,39 +211,70 @@ def test_a_branch_of_parameters_alone_is_exact():
 
 @pytest.mark.case("B051")
 @BOTH
-@pytest.mark.parametrize("loop", ["scan", "fori", "while"])
-def test_a_sum_from_zero_is_exact(loop, half):
+def test_a_sum_from_zero_is_exact(half):
   """Of 5000 products in half: bfloat16 counts to 256, float16 to 2048."""
   n = 5000
 
+  def scan(x):
+    return lax.scan(lambda total, _: (total + x @ x, None), jnp.zeros((1, 1)), None, length=n)[0]
+
+  def fori(x):
+    return lax.fori_loop(0, n, lambda i, total: total + x @ x, jnp.zeros((1, 1)))
+
+  def loop(x):
+    start = 0, jnp.zeros((1, 1))
+    return lax.while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, s[1] + x @ x), start)[1]
+
+  fun = mpjax.autocast(lambda x: [scan(x), fori(x), loop(x)], half)
+  assert programs.run(fun, jnp.ones((1, 1))) == [n, n, n]
+  assert products(jax.make_jaxpr(fun)(jnp.ones((1, 1)))) == {half}
+
+
+def carried(kind, fun, start):
+  if kind == "scan":
+    return lax.scan(lambda c, _: (fun(c), c), start, None, length=3)
+  if kind == "while":
+    return lax.while_loop(lambda c: c[1] < 3, lambda c: (fun(c[0]), c[1] + 1), (start, 0))
+  if kind == "fori":
+    return lax.fori_loop(0, 3, lambda _, c: fun(c), start)
+  branches = [fun, lambda c: c, lambda c: jnp.zeros_like(c)]
+  return lax.switch(1 + jnp.argmax(start[0]) // 4, branches, start)
+
+
+STEPS = {
+  "half to float32": lambda c, w: (c @ w).sum(0, keepdims=True) + c,
+  "float32 to half": lambda c, w: jnp.tanh(jnp.exp(c * 0.1) @ w),
+  "half to half": lambda c, w: jnp.tanh(c @ w),
+  "their sum": lambda c, w: c + 0.1 * (c @ w),
+}
+STARTS = {
+  "half": lambda w, x: x @ w,
+  "float32": lambda w, x: jnp.exp(x),
+  "zeros": lambda w, x: 0 * x,
+}
+
+
+@pytest.mark.case("B070")
+@pytest.mark.parametrize("kind", ["scan", "while", "fori", "cond"])
+def test_what_is_carried_has_one_type(kind):
+  """A loop or a branch whose types differ is an error of JAX's."""
+  for (step, body), (start, begin) in itertools.product(STEPS.items(), STARTS.items()):
+
+    def fun(w, x, body=body, begin=begin):
+      return carried(kind, lambda c: body(c, w), begin(w, x))
+
+    ours = mpjax.autocast(fun)
+    assert checks.changed_outputs(ours, fun, W, X) == [], (step, start)
+    assert checks.halves(jax.make_jaxpr(ours)(W, X), "bfloat16") == [], (step, start)
+
+
+@pytest.mark.case("B070")
+def test_carries_of_two_types_that_are_the_users_mistake_are_named_by_jax():
   def fun(x):
-    if loop == "scan":
-      return lax.scan(lambda total, _: (total + x @ x, None), jnp.zeros((1, 1)), None, length=n)[0]
-    if loop == "fori":
-      return lax.fori_loop(0, n, lambda i, total: total + x @ x, jnp.zeros((1, 1)))
-    state = lax.while_loop(
-      lambda s: s[0] < n, lambda s: (s[0] + 1, s[1] + x @ x), (0, jnp.zeros((1, 1)))
-    )
-    return state[1]
+    return lax.scan(lambda c, _: ({"h": c["h"].astype(jnp.int32)}, None), {"h": x}, None, 2)[0]
 
-  x = jnp.ones((1, 1))
-  assert programs.run(mpjax.autocast(fun, half), x) == n
-  assert products(cast(fun, x, half=half)) == {half}
-
-
-def test_a_sum_beside_a_stream_is_exact_too():
-  def fun(w, x):
-    def step(carry, _):
-      y, total = carry
-      y = y @ w
-      return (y, total + y[0, 1]), y.sum()
-
-    return lax.scan(step, (x @ w, 0.0), None, length=1000)
-
-  eqn = one(cast(fun, W, X), "scan")
-  assert dtypes(eqn.outvars) == ["bfloat16", "float32", "float32"]
-  (_, total), _ = programs.run(mpjax.autocast(fun), W, X)
-  assert total == 1000
+  with pytest.raises(TypeError, match=r"c\['h'\]"):
+    mpjax.autocast(fun)(X)
 
 
 def test_a_stream_that_starts_in_half_stays_in_half():
@@ -279,15 +304,6 @@ def test_the_state_of_a_while_loop_is_float32(loop):
   assert "float32" in dtypes(one(program, "while").outvars)
   assert "bfloat16" not in dtypes(one(program, "while").outvars)
   assert products(program) == {"bfloat16"}
-
-
-def test_a_stream_that_goes_on_in_float32_is_float32_from_the_start():
-  def fun(w, x):
-    return lax.scan(lambda y, _: (jnp.exp(y @ w), y), x @ w, None, length=2)
-
-  eqn = one(cast(fun, W, X), "scan")
-  assert dtypes(eqn.invars) == ["float32", "float32"]
-  assert dtypes(eqn.outvars) == ["float32", "float32"]
 
 
 @pytest.mark.parametrize("loop", ["scan", "while"])
@@ -334,9 +350,7 @@ def test_the_state_of_a_solver_stays_in_float32(half):
 
     return lax.scan(step, x, None, length=8)[0]
 
-  program = cast(fun, W, X, half=half)
-  assert dtypes(one(program, "scan").outvars) == ["float32"]
-  assert products(program) == {half}
+  assert dtypes(one(cast(fun, W, X, half=half), "scan").outvars) == ["float32"]
   x = jnp.ones((2, 3))
   np.testing.assert_array_equal(programs.run(mpjax.autocast(fun, half), W, x), 1 + 2.0**-11)
 
@@ -400,16 +414,6 @@ def test_scan_keeps_its_order_length_and_types(reverse):
   np.testing.assert_array_equal(each, [np.asarray(X) + i for i in order])
 
 
-def test_weak_types_of_a_carry_are_kept():
-  def fun(x):
-    return lax.scan(lambda c, row: (c * 2, row * c), 1.0, x)
-
-  plain, ours = jax.make_jaxpr(fun)(X), cast(fun, X)
-  assert [v.weak_type for v in ours.out_avals] == [v.weak_type for v in plain.out_avals]
-  assert plain.out_avals[0].weak_type
-  same(fun, X)
-
-
 def test_a_while_loop_tests_what_it_carries():
   def fun(w, x):
     limit = jnp.exp(x[0, 0])
@@ -449,23 +453,19 @@ def test_loops_in_loops():
   np.testing.assert_array_equal(y, X)
 
 
-def test_associative_scan():
+def test_scans_that_jax_writes():
+  def mapped(w, x):
+    return lax.map(lambda row: row @ w, x @ w)
 
-  def fun(x):
+  assert dtypes(one(cast(mapped, W, X), "scan").invars) == ["float32", "bfloat16"]
+  same(mapped, W, X)
+
+  def associative(x):
     return lax.associative_scan(jnp.maximum, x @ x)
 
   x = jnp.diag(jnp.arange(5.0))
-  same(fun, x)
-  assert programs.dtypes_of(cast(fun, x), "max") == {"bfloat16"}
-
-
-def test_map():
-  def fun(w, x):
-    return lax.map(lambda row: row @ w, x @ w)
-
-  program = cast(fun, W, X)
-  assert dtypes(one(program, "scan").invars) == ["float32", "bfloat16"]
-  same(fun, W, X)
+  same(associative, x)
+  assert programs.dtypes_of(cast(associative, x), "max") == {"bfloat16"}
 
 
 # Devices.
@@ -533,26 +533,6 @@ def test_solvers_of_equations_are_left_as_they_were_traced():
 
   assert programs.run(mpjax.autocast(root), 9.0) == 3
   np.testing.assert_allclose(programs.run(jax.grad(mpjax.autocast(root)), 9.0), 1 / 6, rtol=1e-6)
-
-
-def test_a_rule_for_batches_is_the_users():
-  """It says seven whatever comes."""
-
-  @jax.custom_batching.custom_vmap
-  def product(x, y):
-    return x @ y
-
-  @product.def_vmap
-  def _(size, in_batched, x, y):
-    return jnp.full((size, 2, 3), 7.0), True
-
-  def fun(w, x):
-    return product(x @ w, w)
-
-  same(fun, W, X)
-  for batched in (jax.vmap(mpjax.autocast(fun)), mpjax.autocast(jax.vmap(fun))):
-    found = programs.run(batched, W[None], X[None])
-    np.testing.assert_array_equal(found, np.full((1, 2, 3), 7.0, np.float32))
 
 
 # Once.

@@ -1,6 +1,7 @@
 """Activation functions with powers in them: float32 inside, half outside, and little is kept."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 
 import mpjax
 from mpjax._jaxprs.count import residual_bytes
-from tests.programs import equations, inner_jaxprs, run
+from tests.programs import bits, equations, inner_jaxprs, run
 
 HALVES = ("float16", "bfloat16")
 BOTH = pytest.mark.parametrize("half", HALVES)
@@ -38,7 +39,6 @@ ACTIVATIONS = {
   "a ratio of squares": lambda x: x * x / (1 + jnp.square(x)),
   "a difference of squares": lambda x: (x - 1) * (x - 1) - x**2,
 }
-activations = pytest.mark.parametrize("fun", ACTIVATIONS.values(), ids=ACTIVATIONS)
 
 
 def between(fun):
@@ -55,34 +55,38 @@ def value_and_gradient(fun):
 
 
 @BOTH
-@activations
-def test_an_activation_is_that_of_float32_rounded_once(fun, half):
+def test_an_activation_is_that_of_float32_rounded_once(half):
   """Also at 1000, of which float16 holds neither the square nor the slope of the cube."""
-  found = run(value_and_gradient(mpjax.autocast(between(fun), half)), W, X)
-  wanted = run(value_and_gradient(between(fun)), W, X)
+
+  def each(w, x):
+    return {
+      name: [
+        value_and_gradient(f)(w, x) for f in (mpjax.autocast(between(fun), half), between(fun))
+      ]
+      for name, fun in ACTIVATIONS.items()
+    }
+
   eps = float(jnp.finfo(half).eps)
   tiny = float(jnp.finfo(half).smallest_subnormal)
-  for one, other in zip(found, wanted, strict=True):
-    assert one.dtype == jnp.float32
-    np.testing.assert_allclose(one, other, rtol=eps, atol=tiny)
+  for name, (found, wanted) in run(each, W, X).items():
+    for one, other in zip(found, wanted, strict=True):
+      assert one.dtype == jnp.float32
+      np.testing.assert_allclose(one, other, rtol=eps, atol=tiny, err_msg=name)
 
 
-@BOTH
-@activations
-def test_no_more_is_kept_than_by_hand(fun, half):
-  def written(w, x):
-    y = fun(x.astype(half) @ w.astype(half))
-    return (y @ w.astype(half)).astype(jnp.float32)
+def test_no_more_is_kept_than_by_hand():
+  half, x = "float16", jnp.ones((64, 8))
+  for name, fun in ACTIVATIONS.items():
 
-  x = jnp.ones((64, 8))
-  assert residual_bytes(mpjax.autocast(between(fun), half), W, x) <= residual_bytes(written, W, x)
+    def written(w, x, fun=fun):
+      y = fun(x.astype(half) @ w.astype(half))
+      return (y @ w.astype(half)).astype(jnp.float32)
 
-
-def test_of_an_activation_its_slope_is_kept():
-  x = jnp.ones((64, 8))
-  fun = mpjax.autocast(between(by_hand), "float16")
-  # Operands of two matmuls, the weight twice, and one number for each result.
-  assert residual_bytes(fun, W, x) == 2 * (2 * x.size + 2 * W.size + x.size)
+    ours = residual_bytes(mpjax.autocast(between(fun), half), W, x)
+    assert ours <= residual_bytes(written, W, x), name
+  # Operands of two matmuls, the weight twice, and one number for each result: the slope.
+  ours = residual_bytes(mpjax.autocast(between(by_hand), half), W, x)
+  assert ours == 2 * (2 * x.size + 2 * W.size + x.size)
 
 
 @BOTH
@@ -112,12 +116,11 @@ POWERS = {
 @pytest.mark.parametrize("name", POWERS)
 def test_a_power_that_is_returned_in_float32_does_not_overflow(name):
   fun = POWERS[name]
-  found = mpjax.autocast(lambda w, x: fun(x @ w), "float16")(W, X)
-  np.testing.assert_allclose(found, fun(X), rtol=1e-6)
+  cast = mpjax.autocast(lambda w, x: fun(x @ w), "float16")
+  np.testing.assert_allclose(cast(W, X), fun(X), rtol=1e-6)
   # A loss that is averaged has a gradient that fits.
   loss = lambda apply: lambda x: jnp.mean(apply(W, x)) * 1e-6  # noqa: E731
-  grad = run(jax.grad(loss(mpjax.autocast(lambda w, x: fun(x @ w), "float16"))), X)
-  wanted = run(jax.grad(loss(lambda w, x: fun(x @ w))), X)
+  grad, wanted = (run(jax.grad(loss(f)), X) for f in (cast, lambda w, x: fun(x @ w)))
   np.testing.assert_allclose(grad, wanted, rtol=2e-3, atol=6e-8)
 
 
@@ -139,57 +142,40 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_inside_of(name):
-  ours = mpjax.autocast(INSIDE[name], "float16")
-  for one, other in zip(
-    run(value_and_gradient(ours), W, SMALL),
-    run(value_and_gradient(INSIDE[name]), W, SMALL),
-    strict=True,
-  ):
-    np.testing.assert_array_equal(one, other)
-  assert activation(ours, W, SMALL)
+def test_inside_of_transformations():
+  pairs = {name: (fun, mpjax.autocast(fun, "float16")) for name, fun in INSIDE.items()}
+  assert all(activation(cast, W, SMALL) for _, cast in pairs.values())
+  made = {name: [value_and_gradient(f) for f in pair] for name, pair in pairs.items()}
+  for inner, outer in itertools.product((jax.jacfwd, jax.jacrev), repeat=2):
+    made[f"{outer.__name__} of {inner.__name__}"] = [
+      lambda w, x, f=f, inner=inner, outer=outer: outer(inner(lambda x: f(w, x)))(x)
+      for f in (cubes, mpjax.autocast(cubes, "float16"))
+    ]
+  found = run(lambda w, x: {name: [f(w, x) for f in pair] for name, pair in made.items()}, W, SMALL)
+  for name, (one, other) in found.items():
+    assert bits(one) == bits(other), name
 
 
-@pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
-@pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
-def test_second_derivatives(inner, outer):
-  def second(fun):
-    return outer(inner(lambda x: fun(W, x)))
-
-  found = run(second(mpjax.autocast(cubes, "float16")), SMALL)
-  np.testing.assert_array_equal(found, run(second(cubes), SMALL))
+ROWS = jnp.concatenate([SMALL, -SMALL, 0 * SMALL, SMALL])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
-def test_shard_map(devices, check_vma, inside):
+def test_shard_map(devices, check_vma):
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices[:4])
-  mapped = functools.partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=(jax.P(), jax.P("data")),
-    out_specs=jax.P("data"),
-    check_vma=check_vma,
-  )
-  rows = jnp.concatenate([SMALL, -SMALL, 0 * SMALL, SMALL])
-  ours = functools.partial(mpjax.autocast, policy="float16")
-  fun = mapped(ours(cubes)) if inside else ours(mapped(cubes))
-  for one, other in zip(
-    run(value_and_gradient(fun), W, rows), run(value_and_gradient(cubes), W, rows), strict=True
-  ):
-    np.testing.assert_array_equal(one, other)
+  data = jax.P("data")
+  how = {"mesh": mesh, "in_specs": (jax.P(), data), "out_specs": data, "check_vma": check_vma}
+  cast = functools.partial(mpjax.autocast, policy="float16")
+  wanted = bits(run(value_and_gradient(cubes), W, ROWS))
+  for fun in (jax.shard_map(cast(cubes), **how), cast(jax.shard_map(cubes, **how))):
+    assert bits(run(value_and_gradient(fun), W, ROWS)) == wanted
 
 
 def test_an_explicit_mesh(devices):
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Explicit,), devices=devices[:4])
-  rows = jnp.concatenate([SMALL, -SMALL, 0 * SMALL, SMALL])
-  wanted = run(value_and_gradient(cubes), W, rows)
   with jax.set_mesh(mesh):
-    placed = jax.device_put(rows, jax.NamedSharding(mesh, jax.P("data")))
+    placed = jax.device_put(ROWS, jax.NamedSharding(mesh, jax.P("data")))
     found = run(value_and_gradient(mpjax.autocast(cubes, "float16")), W, placed)
-  for one, other in zip(found, wanted, strict=True):
-    np.testing.assert_array_equal(one, other)
+  assert bits(found) == bits(run(value_and_gradient(cubes), W, ROWS))
 
 
 # What is computed so, and what is not

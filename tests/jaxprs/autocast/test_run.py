@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 import mpjax
 from mpjax._jaxprs.autocast import run as running
-from mpjax._jaxprs.autocast.run import run
 from tests import programs
 
 W = jnp.eye(3)
@@ -33,11 +31,8 @@ def names(fun, *args):
   return [eqn.primitive.name for eqn in jax.make_jaxpr(fun)(*args).eqns]
 
 
-def test_a_short_program_is_written_out():
+def test_a_short_program_is_written_out_and_a_long_one_is_one_call():
   assert "jit" not in names(mpjax.autocast(short), X)
-
-
-def test_a_long_program_is_one_call():
   program = jax.make_jaxpr(mpjax.autocast(long))(X)
   (eqn,) = program.eqns
   assert (eqn.primitive.name, eqn.params["name"]) == ("jit", "long")
@@ -52,6 +47,9 @@ def test_values_are_the_same_however_it_is_run():
   want = programs.bits(long(X))
   for way in (cast, jax.jit(cast), lambda x: jax.tree.map(lambda y: y[0], jax.vmap(cast)(x[None]))):
     assert programs.bits(way(X)) == want
+  for around in (jax.grad, lambda f: jax.jit(jax.grad(f)), jax.jit):
+    found = around(lambda x: cast(x)[1])(X)
+    np.testing.assert_array_equal(found, X.sum() if around is jax.jit else jnp.ones((2, 3)))
 
 
 def test_without_a_trace_around_it_no_call_is_made(monkeypatch):
@@ -65,15 +63,6 @@ def test_without_a_trace_around_it_no_call_is_made(monkeypatch):
   assert calls == []
   jax.make_jaxpr(cast)(X)
   assert len(calls) == 1
-
-
-@pytest.mark.parametrize(
-  "around", [jax.grad, lambda f: jax.jit(jax.grad(f)), jax.jit], ids=["grad", "jit(grad)", "jit"]
-)
-def test_derivatives_of_a_call(around):
-  fun = around(lambda x: mpjax.autocast(long)(x)[1])
-  want = X.sum() if around is jax.jit else jnp.ones((2, 3))
-  np.testing.assert_array_equal(fun(X), want)
 
 
 def test_constants_are_operands_of_the_call():
@@ -99,37 +88,6 @@ def test_constants_are_operands_of_the_call():
   np.testing.assert_array_equal(grads[1], np.full((2, 3), 420.0))
 
 
-def test_effects_are_those_of_the_program():
-  seen = []
-
-  def fun(x):
-    jax.debug.callback(seen.append, x.shape[0], ordered=True)
-    return long(x)
-
-  jitted = jax.jit(mpjax.autocast(fun))
-  assert any("Debug" in str(e) for e in jax.make_jaxpr(jitted)(X).effects)
-  jax.block_until_ready(jitted(X))
-  jax.effects_barrier()
-  assert seen == [2]
-
-
-def test_inside_of_shard_map(devices):
-  mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=devices[:2])
-  fun = jax.shard_map(
-    lambda x: jax.lax.psum(mpjax.autocast(long)(x)[0], "d"),
-    mesh=mesh,
-    in_specs=jax.P("d"),
-    out_specs=jax.P(),
-  )
-  got = programs.run(fun, X)
-  np.testing.assert_array_equal(got, X.sum(0, keepdims=True))
-
-
-def test_a_program_by_hand():
-  jaxpr = jax.make_jaxpr(lambda x, y: (x + y, 3.0))(1.0, 2.0).jaxpr
-  assert run(jaxpr, (), [jnp.float32(1), jnp.float32(2)], "f") == [3.0, 3.0]
-
-
 @pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_results_are_arrays_and_have_the_types_that_they_have_without(outside):
   """A constant result is a literal of the program, which JAX keeps as a number of its own class."""
@@ -153,9 +111,6 @@ def test_results_are_arrays_and_have_the_types_that_they_have_without(outside):
     assert jax.typeof(x) == jax.typeof(want[name]), name
     np.testing.assert_array_equal(x, want[name])
   assert seen == [()] * 2
-
-
-def test_a_constant_result_can_be_used_as_an_array_inside_of_jit():
   cast = mpjax.autocast(lambda x: jnp.float32(3))
   assert jax.jit(lambda x: cast(x).astype("int32").at[...].add(1))(X) == 4
 

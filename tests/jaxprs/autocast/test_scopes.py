@@ -41,42 +41,14 @@ def test_names_in_a_stack(stack, names):
   assert names_of(stack) == names
 
 
-def two_scopes(x):
-  with jax.named_scope("outer"):
-    y = jnp.sin(x)
-    with jax.named_scope("in-ner_0"):
-      return jnp.tanh(y).sum()
-
-
-@pytest.mark.parametrize(
-  "made",
-  [
-    two_scopes,
-    jax.grad(two_scopes),
-    jax.vmap(two_scopes),
-    jax.vmap(jax.grad(two_scopes)),
-    lambda x: jax.jvp(jax.grad(two_scopes), (x,), (x,)),
-  ],
-  ids=["plain", "grad", "vmap", "vmap(grad)", "jvp(grad)"],
-)
-def test_names_in_the_stacks_that_jax_writes(made):
-  eqns = jax.make_jaxpr(made)(jnp.ones((2, 3))).eqns
-  found = {names_of(str(eqn.source_info.name_stack)) for eqn in eqns}
-  assert found == {("outer",), ("outer", "in-ner_0")}
-
-
 def settings(compute=BFLOAT16, *rules):
   return Settings(compute=compute, ops=mpjax.OpLists(), rules=rules)
 
 
-@pytest.mark.parametrize("scope", [(), ("a",), ("a", "b")])
-def test_without_rules_all_is_in_half(scope):
-  assert region(scope, settings()) == BFLOAT16
-  assert region(scope, settings(FLOAT16)) == FLOAT16
-  assert region(scope, settings(np.dtype("float32"))) is None
-
-
-def test_full_precision_is_entered_by_no_rule():
+def test_without_rules_all_is_in_half_but_full_precision():
+  for scope in ((), ("a",), ("a", "b")):
+    assert region(scope, settings()) == BFLOAT16
+    assert region(scope, settings(np.dtype("float32"))) is None
   given = settings(BFLOAT16, mpjax.Rule("bfloat16", path="**"))
   assert region(("a", "mpjax.full_precision", "b"), given) is None
   assert region(("mpjax.full_precision",), settings()) is None
@@ -108,6 +80,8 @@ def test_the_innermost_rule_decides(scope, want):
   )
   for given in (rules, (*rules[3:], *rules[2::-1])):
     assert region(scope, settings(BFLOAT16, *given)) == want
+  root = settings(BFLOAT16, mpjax.Rule(None, path="**"), mpjax.Rule("float16", path="a"))
+  assert region(scope, root) is None, "the first that matches it"
 
 
 def test_the_precision_of_matmuls_in_a_scope():
@@ -126,13 +100,6 @@ def test_the_precision_of_matmuls_in_a_scope():
   assert matmul_precision(("a", "mpjax.region=bfloat16"), given) is None
   mark = "mpjax.region=bfloat16@BF16_BF16_F32"
   assert matmul_precision(("a", mark), given) is jax.lax.DotAlgorithmPreset.BF16_BF16_F32
-
-
-def test_a_rule_for_the_root():
-  given = settings(BFLOAT16, mpjax.Rule(None, path="**"), mpjax.Rule("float16", path="a"))
-  assert region((), given) is None
-  assert region(("b",), given) is None
-  assert region(("a",), given) is None, "the first that matches it"
 
 
 def program():

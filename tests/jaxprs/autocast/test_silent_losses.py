@@ -42,17 +42,6 @@ def test_a_loop_that_waits_for_convergence_ends(half):
 
 
 @BOTH
-def test_the_state_of_a_solver_that_starts_in_an_encoder(half):
-  w, x = normal(4, 4) / 2, normal(3, 4)
-
-  def fun(x, w, n):
-    return jax.lax.fori_loop(0, n, lambda _, c: c + 0.01 * jnp.tanh(c @ w), x @ w)
-
-  found, expected = (jax.jit(f)(x, w, 100) for f in (mpjax.autocast(fun, half), fun))
-  assert programs.error(found, expected) < BOUNDS[half]
-
-
-@BOTH
 def test_statistics_that_leave_a_named_scope_do_not_overflow(half):
   x, w = normal(3, 64), normal(64, 64) * 3 / 8
 
@@ -64,23 +53,6 @@ def test_statistics_that_leave_a_named_scope_do_not_overflow(half):
 
   found, expected = (jax.jit(f)(x, w) for f in (mpjax.autocast(fun, half), fun))
   assert programs.error(found, expected) < BOUNDS[half]
-
-
-@BOTH
-def test_the_gradient_of_a_bias_is_a_float32_sum(half):
-  bias, w, x = np.zeros((1, 4), np.float32), 1 + normal(4, 4) / 10, normal(4096, 4)
-
-  def fun(bias, x, w):
-    return jnp.sum((x @ w + bias) @ w)
-
-  grad = jax.grad(mpjax.autocast(fun, half))
-  sums = [
-    str(eqn.invars[0].aval.dtype)
-    for eqn, _ in programs.equations(jax.make_jaxpr(grad)(bias, x, w))
-    if eqn.primitive.name == "reduce_sum"
-  ]
-  assert set(sums) == {"float32"}
-  assert programs.error(grad(bias, x, w), jax.grad(fun)(bias, x, w)) < BOUNDS[half]
 
 
 @BOTH
@@ -96,8 +68,7 @@ def test_a_decay_near_one_is_no_one(half):
 
 
 @BOTH
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_an_argument_that_is_kept_keeps_its_bits(half, wrap):
+def test_an_argument_that_is_kept_keeps_its_bits(half):
   """A hand-written skip, a branch, a maximum: in half, 1.00123 would be another number."""
 
   def fun(ok, w, x):
@@ -105,7 +76,7 @@ def test_an_argument_that_is_kept_keeps_its_bits(half, wrap):
     return jnp.where(ok, new, w), jax.lax.cond(ok, lambda: new, lambda: w), jnp.maximum(w, new)
 
   w = np.full((3, 3), 1.00123, np.float32)
-  for kept in wrap(mpjax.autocast(fun, half))(np.asarray(False), w, -np.ones((3, 3), "f")):
+  for kept in jax.jit(mpjax.autocast(fun, half))(np.asarray(False), w, -np.ones((3, 3), "f")):
     np.testing.assert_array_equal(kept, w)
 
 
@@ -119,13 +90,6 @@ def test_an_optimizer_step_inside_moves_the_parameters(half):
 
   new = jax.jit(mpjax.autocast(step, half))(w)
   np.testing.assert_array_equal(new, w + np.float32(1e-5) * np.float32(2))
-
-
-@BOTH
-def test_a_count_that_comes_back_goes_on(half):
-  count = jax.jit(mpjax.autocast(lambda c, x: c + jnp.sum(x @ x) * 0 + (x @ x)[0, 0], half))
-  found = count(np.float32(2**12), np.ones((1, 1), np.float32))
-  assert found == 2**12 + 1
 
 
 @BOTH
@@ -183,11 +147,3 @@ def test_brackets_in_the_name_of_a_scope():
   backward = mpjax.autocast(jax.grad(fun), rules=rules)
   for program in (jax.make_jaxpr(cast)(x), jax.make_jaxpr(backward)(x)):
     assert {p.dtypes for p in programs.products(program)} == {("float32", "float32")}
-
-
-def test_flags_and_sizes_of_numpy_are_no_arrays():
-  def fun(x, flag, size):
-    return jnp.ones(size) @ x if flag else x
-
-  x = np.ones((3, 2), np.float32)
-  np.testing.assert_array_equal(mpjax.autocast(fun)(x, np.bool_(True), np.int64(3)), [3, 3])

@@ -24,13 +24,45 @@ def added_in_half(fun, *args):
     return checks.sums(jax.make_jaxpr(fun)(*args))
 
 
-def check_gradient(fun, half, *args):
-  """Compares a gradient with that in float32, where every term and every partial sum is exact."""
-  found = jax.grad(mpjax.autocast(fun, half))
-  assert added_in_half(found, *args) == []
-  np.testing.assert_allclose(
-    programs.run(found, *args), programs.run(jax.grad(fun), *args), rtol=float(jnp.finfo(half).eps)
-  )
+def check_gradients(losses, half, *args):
+  """Compares gradients with those in float32, where every term and every partial sum is exact."""
+  casts = {name: jax.grad(mpjax.autocast(fun, half)) for name, fun in losses.items()}
+  for name, fun in casts.items():
+    assert added_in_half(fun, *args) == [], name
+
+  def each(*args):
+    return {name: [fun(*args), jax.grad(losses[name])(*args)] for name, fun in casts.items()}
+
+  for name, (found, wanted) in programs.run(each, *args).items():
+    np.testing.assert_allclose(found, wanted, rtol=float(jnp.finfo(half).eps), err_msg=name)
+
+
+# What is added up in a program.
+
+ADDED = {
+  # Each of a thousand ones that a product has handed on in half.
+  "sum": lambda ones, zeros: ones.sum(),
+  "mean": lambda ones, zeros: ones.mean() * 1000,
+  "cumsum": lambda ones, zeros: jnp.cumsum(ones)[-1],
+  "scan": lambda ones, zeros: lax.scan(lambda c, x: (c + x, None), 0.0, ones)[0],
+  "fori": lambda ones, zeros: lax.fori_loop(0, 1000, lambda i, c: c + ones[i], 0.0),
+  "scatter-add": lambda ones, zeros: jnp.zeros(3).at[zeros].add(ones)[0],
+  "segment_sum": lambda ones, zeros: jax.ops.segment_sum(ones, zeros, num_segments=2)[0],
+}
+
+
+@pytest.mark.case("B051")
+@BOTH
+def test_sums_do_not_lose_what_half_accumulation_loses(half):
+  def fun(ones, one, zeros):
+    return {name: add((ones @ one)[:, 0], zeros) for name, add in ADDED.items()}
+
+  args = np.ones((1000, 1), np.float32), np.ones((1, 1), np.float32), np.zeros(1000, np.int32)
+  found = programs.run(mpjax.autocast(fun, half), *args)
+  assert found == dict.fromkeys(ADDED, 1000)
+  big = np.full((2, 1), 65504, np.float32)
+  total = programs.run(mpjax.autocast(lambda x, w: (x @ w).sum(), half), big, args[1])
+  assert total == 2 * float(jnp.asarray(65504, half)), "more than float16 holds"
 
 
 # What is broadcast.
@@ -54,12 +86,11 @@ BROADCAST = {**{f"add {k}": v for k, v in ADD.items()}, **MULTIPLY}
 
 
 @BOTH
-@pytest.mark.parametrize("name", BROADCAST)
-def test_the_gradient_of_what_every_row_reads_is_a_float32_sum(name, half):
-  def fun(b, x):
-    return jnp.sum((BROADCAST[name](x @ EYE, b) @ EYE) * 2.0**-8)
+def test_the_gradient_of_what_every_row_reads_is_a_float32_sum(half):
+  def loss(name):
+    return lambda b, x: jnp.sum((BROADCAST[name](x @ EYE, b) @ EYE) * 2.0**-8)
 
-  check_gradient(fun, half, jnp.full(3, 0.5), ONES)
+  check_gradients({name: loss(name) for name in BROADCAST}, half, jnp.full(3, 0.5), ONES)
 
 
 @BOTH
@@ -87,16 +118,32 @@ def saved(fun, half):
   return residual_bytes(mpjax.autocast(fun, half), b, x), residual_bytes(fun, *low)
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["scale", "divisor", "maximum"])
-def test_a_factor_is_saved_as_small_as_it_is(name, half):
-  """Broadcast beforehand it would be as large as what it multiplies."""
+def eye_like(x):
+  return jnp.eye(64).astype(x.dtype)
 
-  def fun(b, x):
-    eye = jnp.eye(64).astype(x.dtype)
-    return MULTIPLY[name](x @ eye, b) @ eye
 
-  ours, by_hand = saved(fun, half)
+def over_steps(b, x):
+  keys = jnp.tanh(x @ eye_like(x))
+  return lax.scan(lambda state, row: (state, row @ keys.T), 0.0, b[None, None])[1]
+
+
+SAVED = {
+  # Broadcast beforehand a factor would be as large as what it multiplies.
+  **{
+    name: lambda b, x, name=name: MULTIPLY[name](x @ eye_like(x), b) @ eye_like(x)
+    for name in ("scale", "divisor", "maximum")
+  },
+  "maximum of an axis": lambda b, x: jnp.max(x @ eye_like(x), -1, keepdims=True) @ b[None],
+  "rows that are read": lambda b, x: (
+    jnp.tanh((x @ eye_like(x))[jnp.arange(1024) // 2]) @ eye_like(x) + b[None]
+  ),
+  "what every step reads": over_steps,
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_no_more_is_saved_than_in_low_precision(name):
+  ours, by_hand = saved(SAVED[name], "bfloat16")
   assert ours <= by_hand + 8192, "another kernel of 64 x 64 in low precision"
 
 
@@ -137,96 +184,48 @@ def test_over_devices_these_sums_are_in_float32_too(name, axes, half):
 
 @BOTH
 def test_the_maximum_of_an_axis_counts_its_places_in_float32(half):
-  def fun(w, x):
-    return jnp.exp((x @ w).max(0) * 1.0).sum()
+  """Also of one that a matmul reads."""
 
-  gradient = jax.grad(mpjax.autocast(fun, half), argnums=1)
+  def read_by_matmul(sign):
+    return lambda x: ((sign * (sign * (x @ EYE)).max(0, keepdims=True)) @ EYE).sum()
+
+  losses = {
+    "exp": lambda x: jnp.exp((x @ EYE).max(0) * 1.0).sum(),
+    "matmul": read_by_matmul(1),
+    "minimum": read_by_matmul(-1),
+  }
+  gradients = {name: jax.grad(mpjax.autocast(fun, half)) for name, fun in losses.items()}
   x = jnp.ones((1001, 3))
-  assert added_in_half(gradient, EYE, x) == []
-  found = programs.run(gradient, EYE, x)
-  np.testing.assert_allclose(found, np.full((1001, 3), np.e / 1001), rtol=2 * jnp.finfo(half).eps)
+  for gradient in gradients.values():
+    assert added_in_half(gradient, x) == []
+  found = programs.run(lambda x: {name: gradient(x) for name, gradient in gradients.items()}, x)
+  for name, each in found.items():
+    slope = np.full((1001, 3), (np.e if name == "exp" else 1) / 1001)
+    np.testing.assert_allclose(each, slope, rtol=2 * jnp.finfo(half).eps, err_msg=name)
 
 
 @BOTH
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_maximum_that_a_matmul_reads_counts_its_places_in_float32(half, sign):
-  def fun(x):
-    return ((sign * (sign * (x @ EYE)).max(0, keepdims=True)) @ EYE).sum()
-
-  gradient = jax.grad(mpjax.autocast(fun, half))
-  x = jnp.ones((1001, 3))
-  assert added_in_half(gradient, x) == []
-  found = programs.run(gradient, x)
-  np.testing.assert_allclose(found, np.full((1001, 3), 1 / 1001), rtol=2 * jnp.finfo(half).eps)
-
-
-@BOTH
-def test_a_maximum_saves_no_more_than_in_low_precision(half):
-  def fun(b, x):
-    eye = jnp.eye(64).astype(x.dtype)
-    return jnp.max(x @ eye, -1, keepdims=True) @ b[None]
-
-  ours, by_hand = saved(fun, half)
-  assert ours <= by_hand + 8192
-
-
-@BOTH
-@pytest.mark.parametrize("name", ["plain", "two axes", "take", "take_along_axis"])
-def test_the_gradient_of_rows_that_are_read_often_is_a_float32_sum(name, half):
-  """A graph network reads each node for all of its edges."""
+def test_the_gradient_of_what_is_read_often_is_a_float32_sum(half):
+  """A graph network reads each node for all of its edges, a decoder its encoder at each step."""
   ids = jnp.zeros(ROWS, int)
-  read = {
+  rows = {
     "plain": lambda y: y[ids],
     "two axes": lambda y: y[ids, ids][:, None],
     "take": lambda y: jnp.take(y, ids, axis=0),
     "take_along_axis": lambda y: jnp.take_along_axis(y, ids[:, None], 0),
-  }[name]
+  }
 
-  def fun(x):
-    rows = read(x @ EYE)
-    return jnp.sum((rows @ jnp.ones((rows.shape[-1], 3))) * 2.0**-8)
+  def gathered(read):
+    def fun(x):
+      found = read(x @ EYE)
+      return jnp.sum((found @ jnp.ones((found.shape[-1], 3))) * 2.0**-8)
 
-  check_gradient(fun, half, jnp.ones((3, 3)))
+    return fun
 
+  def decoded(x):
+    keys = jnp.tanh((x - 1) @ EYE) + 1
+    steps = lax.scan(lambda state, query: (state, query @ keys), 0.0, jnp.ones((ROWS, 1, 3)))
+    return jnp.sum(steps[1] * 2.0**-8)
 
-@BOTH
-def test_rows_that_are_read_are_saved_in_low_precision(half):
-  def fun(b, x):
-    eye = jnp.eye(64).astype(x.dtype)
-    return jnp.tanh((x @ eye)[jnp.arange(1024) // 2]) @ eye + b[None]
-
-  ours, by_hand = saved(fun, half)
-  assert ours <= by_hand + 8192
-
-
-# What every step of a loop reads.
-
-
-@BOTH
-def test_the_gradient_of_an_activation_that_every_step_reads_is_a_float32_sum(half):
-  """A decoder that looks at the encoder's outputs once per token."""
-
-  def fun(x):
-    keys = jnp.tanh(x @ EYE) + 1
-
-    def step(state, query):
-      return state, query @ keys
-
-    return jnp.sum(lax.scan(step, 0.0, jnp.ones((ROWS, 1, 3)))[1] * 2.0**-8)
-
-  check_gradient(fun, half, jnp.zeros((3, 3)))
-
-
-@BOTH
-def test_an_activation_that_every_step_reads_is_saved_in_low_precision(half):
-  def fun(b, x):
-    eye = jnp.eye(64).astype(x.dtype)
-    keys = jnp.tanh(x @ eye)
-
-    def step(state, row):
-      return state, row @ keys.T
-
-    return lax.scan(step, 0.0, b[None, None])[1]
-
-  ours, by_hand = saved(fun, half)
-  assert ours <= by_hand + 8192
+  losses = {**{name: gathered(read) for name, read in rows.items()}, "scan": decoded}
+  check_gradients(losses, half, jnp.ones((3, 3)))
