@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.errors import check_error
+from tests.transforms.refusals import refused
 
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+WHERE = "mpjax.check_loss_scaling(step)"
 OPTIMIZERS = {
   "sgd": optax.sgd(1e-3),
   "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
@@ -86,8 +86,8 @@ def scaled_twice(params, opt_state, batch, loss_fn):
   return mpjax.value_and_grad(scaled, opt_state)(params, batch)
 
 
-RIGHT = [(name, jnp.float16, 1e-6) for name in OPTIMIZERS]
-RIGHT += [("clip and adamw", dtype, 1.0) for dtype in DTYPES]
+RIGHT = [(name, jnp.float16, 1e-6) for name in OPTIMIZERS if name != "adamw"]
+RIGHT += [("clip and adamw", jnp.bfloat16, 1.0)]
 
 
 @pytest.mark.parametrize(("name", "dtype", "small"), RIGHT)
@@ -112,26 +112,24 @@ def test_subnormal_gradients_whose_rounding_goes_as_the_inverse_of_the_scale_pas
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn")
-@pytest.mark.parametrize("kind", ["masters", "accumulate", "ema", "cut and retried", "none"])
+@pytest.mark.parametrize("kind", ["masters in windows", "cut, retried and averaged", "none"])
 def test_right_steps_of_make_train_step_pass(kind):
   """Donated, with metrics among which are the scale and its counters."""
   params, batch = data(rows=8)
-  if kind == "masters":
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
   inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
-  inner = {
-    "masters": mpjax.master_weights,
-    "accumulate": lambda tx: mpjax.accumulate_gradients(tx, 2),
-  }.get(kind, lambda tx: tx)(inner)
+  if kind == "masters in windows":
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    inner = mpjax.accumulate_gradients(mpjax.master_weights(inner), 2)
   config = mpjax.NoLossScale() if kind == "none" else mpjax.DynamicLossScale()
   tx = mpjax.loss_scaling(inner, config)
 
   def model(params, model_state, batch, rng):
     return loss_fn(params, batch, jnp.float16), (model_state, {})
 
-  more = {"ema": {"ema_decay": 0.9}, "cut and retried": {"accumulate": 2, "max_retries": 2}}
-  step = mpjax.make_train_step(model, tx, **more.get(kind, {}))
-  state = mpjax.TrainState.create(params, tx, ema=kind == "ema")
+  more = kind == "cut, retried and averaged"
+  options = {"ema_decay": 0.9, "accumulate": 2, "max_retries": 2} if more else {}
+  step = mpjax.make_train_step(model, tx, **options)
+  state = mpjax.TrainState.create(params, tx, ema=more)
   mpjax.check_loss_scaling(step)(state, batch=batch)
   step(state, batch)  # What was donated were copies.
 
@@ -160,32 +158,32 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize(("name", "dtype"), [("sgd", jnp.float16), ("adam", jnp.bfloat16)])
+NAMED = [(mistake, "sgd", jnp.float16) for mistake in MISTAKES]
+NAMED += [(mistake, "adam", jnp.bfloat16) for mistake in ("never", "twice", "scaled twice")]
+
+
+@pytest.mark.parametrize(("mistake", "name", "dtype"), NAMED)
 def test_each_mistake_is_named(mistake, name, dtype):
   params, batch = data()
   gradients, got = MISTAKES[mistake]
   tx = mpjax.loss_scaling(OPTIMIZERS[name])
-  with pytest.raises(ValueError) as error:
+  expected, fix = "the same at every loss scale", "mpjax.value_and_grad(loss_fn, opt_state)"
+  with refused(ValueError, WHERE, expected, got, fix):
     mpjax.check_loss_scaling(make_step(tx, gradients, dtype))(params, tx.init(params), batch)
-  check_error(
-    error,
-    where="mpjax.check_loss_scaling(step)",
-    expected="the same at every loss scale",
-    got=got,
-    fix="mpjax.value_and_grad(loss_fn, opt_state)",
-    builtin=ValueError,
-  )
 
 
-@pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.StaticLossScale(2.0**20)])
-def test_any_scale_will_do(config):
+def test_any_scale_will_do():
   """At scale 1 the mistake does no harm yet, and is found all the same."""
   params, batch = data()
-  tx = mpjax.loss_scaling(optax.sgd(0.1), config)
+  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init_scale=1))
+  steps = make_step(tx, right), make_step(tx, twice)
+  for scale in (1, 2.0**20):
+    opt_state = mpjax.set_loss_scale(tx.init(params), scale)
+    mpjax.check_loss_scaling(steps[0])(params, opt_state, batch)
+    with pytest.raises(ValueError, match="unscaled twice"):
+      mpjax.check_loss_scaling(steps[1])(params, opt_state, batch)
+  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(1))
   mpjax.check_loss_scaling(make_step(tx, right))(params, tx.init(params), batch)
-  with pytest.raises(ValueError, match="unscaled twice"):
-    mpjax.check_loss_scaling(make_step(tx, twice))(params, tx.init(params), batch)
 
 
 @pytest.mark.parametrize("wrong", [None, "a", "b"])
@@ -206,36 +204,34 @@ def test_the_loss_whose_gradients_are_wrong_is_named(wrong):
   if wrong is None:
     check(params, tx.init(params), batch)
     return
-  with pytest.raises(ValueError) as error:
+  expected = f"at every loss scale of the loss '{wrong}'"
+  with refused(ValueError, WHERE, expected, "never scaled", "tx.update"):
     check(params, tx.init(params), batch)
-  check_error(
-    error,
-    where="mpjax.check_loss_scaling(step)",
-    expected=f"at every loss scale of the loss '{wrong}'",
-    got="never scaled",
-    fix="tx.update",
-  )
 
 
 def test_what_cannot_be_checked():
   params, batch = data()
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
-  step = make_step(tx, right)
-  with pytest.raises(TypeError) as error:
+  tx, sgd = mpjax.loss_scaling(optax.sgd(0.1)), optax.sgd(0.1)
+  step, opt_state = make_step(tx, right), tx.init(params)
+  made = "created by mpjax.loss_scaling"
+  with refused(TypeError, WHERE, made, "the arguments", "Wrap"):
     mpjax.check_loss_scaling(step)(params, params, batch)
-  where = "mpjax.check_loss_scaling(step)"
-  check_error(
-    error, where=where, expected="created by mpjax.loss_scaling", got="the arguments", fix="Wrap"
-  )
-  with pytest.raises(TypeError) as error:
-    mpjax.check_loss_scaling(lambda *args: step(*args)[0])(params, tx.init(params), batch)
-  check_error(
-    error, where=where, expected="created by", got="none in what step returned", fix="Return"
-  )
+  with refused(TypeError, WHERE, "created by", "none in what step returned", "Return"):
+    mpjax.check_loss_scaling(lambda *args: step(*args)[0])(params, opt_state, batch)
   broken = batch[0] * jnp.nan, batch[1]
-  with pytest.raises(ValueError) as error:
-    mpjax.check_loss_scaling(step)(params, tx.init(params), broken)
-  check_error(error, where=where, expected="finite at some", got="every scale", fix="another batch")
+  with refused(ValueError, WHERE, "finite at some", "every scale", "another batch"):
+    mpjax.check_loss_scaling(step)(params, opt_state, broken)
+  fix = "Update with the tx that mpjax.loss_scaling returned"
+  with refused(TypeError, WHERE, made, "the update of another optimizer", fix):
+    mpjax.check_loss_scaling(make_step(sgd, right))(params, opt_state, batch)
+  got, fix = "too many positional arguments", "mpjax.check_loss_scaling(step)(*args)"
+  with refused(TypeError, WHERE, "arguments step", got, fix):
+    mpjax.check_loss_scaling(step, params, opt_state, batch)
+  tx = optax.MultiSteps(tx, 2)
+  expected, got = "mpjax.loss_scaling around the optimizer", "inside of optax.MultiSteps"
+  for gradients in (right, never):  # As value_and_grad refuses it.
+    with refused(TypeError, WHERE, expected, got, "mpjax.accumulate_gradients(inner, every)"):
+      mpjax.check_loss_scaling(make_step(tx, gradients))(params, tx.init(params), batch)
 
 
 @pytest.mark.parametrize("kind", ["right", "never scaled", "unscaled twice"])
@@ -360,10 +356,12 @@ def test_an_optimizer_to_which_all_gradients_are_alike_does_not_hide_that_they_w
     mpjax.check_loss_scaling(make_step(tx, never, jnp.float16))(params, tx.init(params), batch)
 
 
-@pytest.mark.parametrize("gradients", [right, never])
 @pytest.mark.parametrize(
-  "loss_fn",
-  [lambda params, batch: 0.0 * loss_fn(params, batch), lambda params, batch: jnp.float32(1)],
+  ("gradients", "loss_fn"),
+  [
+    (right, lambda params, batch: 0.0 * loss_fn(params, batch)),
+    (never, lambda params, batch: jnp.float32(1)),
+  ],
   ids=["dead", "unused"],
 )
 def test_gradients_that_are_all_zero_are_inconclusive(gradients, loss_fn):
@@ -386,9 +384,8 @@ def test_updates_that_parameters_of_low_precision_lose_are_inconclusive():
     mpjax.check_loss_scaling(make_step(tx, never))(params, opt_state, batch)
 
 
-ADDED = [(name, dtype) for name in ("sgd", "adamw") for dtype in DTYPES]
-ADDED += [("momentum", jnp.float16), ("clip and adamw", jnp.float32)]
-ADDED += [("clip and adamw", jnp.bfloat16)]
+ADDED = [("sgd", jnp.float16), ("adamw", jnp.bfloat16), ("momentum", jnp.float16)]
+ADDED += [("clip and adamw", jnp.float32)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), ADDED)
@@ -408,21 +405,16 @@ def test_plain_gradients_added_to_scaled_ones_are_found(name, dtype):
     return loss, jax.tree.map(jnp.add, grads, jax.grad(penalty)(params))
 
   mpjax.check_loss_scaling(make_step(tx, penalised, dtype))(params, tx.init(params), batch)
-  with pytest.raises(ValueError) as error:
+  expected, got = "the same at every loss scale", "some that were never scaled among others"
+  with refused(ValueError, WHERE, expected, got, "penalties inside of loss_fn"):
     mpjax.check_loss_scaling(make_step(tx, beside, dtype))(params, tx.init(params), batch)
-  check_error(
-    error,
-    where="mpjax.check_loss_scaling(step)",
-    expected="the same at every loss scale",
-    got="some that were never scaled among others",
-    fix="penalties inside of loss_fn",
-    builtin=ValueError,
-  )
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "clip and adamw"])
-@pytest.mark.parametrize("size", [1e-6, 1e6])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+SIZES = [("sgd", 1e-6, jnp.float16), ("sgd", 1e6, jnp.float32), ("adam", 1e6, jnp.float16)]
+SIZES += [("clip and adamw", 1e-6, jnp.float16), ("adam", 1e-6, jnp.float32)]
+
+
+@pytest.mark.parametrize(("name", "size", "dtype"), SIZES)
 def test_right_loops_pass_whatever_the_size_of_the_loss(name, size, dtype):
   """With dropout, before a first step and after one."""
   params, batch = data()
@@ -480,50 +472,6 @@ def test_of_two_optimizers_the_step_may_update_one():
   keep = lambda params, opt_state, batch: (step(params, opt_state, batch)[0], opt_state)  # noqa: E731
   with pytest.warns(UserWarning, match=f"{INCONCLUSIVE}an opt_state .* as it was.*Return the new"):
     mpjax.check_loss_scaling(keep)(params, tx.init(params), batch)
-
-
-@pytest.mark.parametrize("gradients", [right, never])
-def test_a_wrapper_that_must_not_be_outside_is_refused_as_value_and_grad_does(gradients):
-  params, batch = data()
-  tx = optax.MultiSteps(mpjax.loss_scaling(optax.sgd(0.1)), 2)
-  with pytest.raises(TypeError) as error:
-    mpjax.check_loss_scaling(make_step(tx, gradients))(params, tx.init(params), batch)
-  check_error(
-    error,
-    where="mpjax.check_loss_scaling(step)",
-    expected="mpjax.loss_scaling around the optimizer",
-    got="inside of optax.MultiSteps",
-    fix="mpjax.accumulate_gradients(inner, every)",
-  )
-
-
-def test_a_step_that_updates_with_the_optimizer_that_was_wrapped():
-  params, batch = data()
-  sgd = optax.sgd(0.1)
-  opt_state = mpjax.loss_scaling(sgd).init(params)
-  with pytest.raises(TypeError) as error:
-    mpjax.check_loss_scaling(make_step(sgd, right))(params, opt_state, batch)
-  check_error(
-    error,
-    where="mpjax.check_loss_scaling(step)",
-    expected="created by mpjax.loss_scaling",
-    got="the update of another optimizer",
-    fix="Update with the tx that mpjax.loss_scaling returned",
-  )
-
-
-def test_the_arguments_of_the_step_come_in_a_second_call():
-  params, batch = data()
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
-  with pytest.raises(TypeError) as error:
-    mpjax.check_loss_scaling(make_step(tx, right), params, tx.init(params), batch)
-  check_error(
-    error,
-    where="mpjax.check_loss_scaling(step)",
-    expected="arguments step",
-    got="too many positional arguments",
-    fix="mpjax.check_loss_scaling(step)(*args)",
-  )
 
 
 @pytest.mark.parametrize("kind", ["plain", "plain warmup", "unused argument", "no update"])
