@@ -212,18 +212,6 @@ def test_unbiased(half):
   assert np.all(np.abs(up - share) > bound)
 
 
-def test_unbiased_over_keys():
-  """One parameter, a new key for each of 20000 roundings; 6 standard errors again."""
-  number, eps = 20_000, float(jnp.finfo(jnp.bfloat16).eps)
-  params, update = jnp.ones((), jnp.bfloat16), jnp.asarray(1e-4, jnp.float32)
-  keys = jax.random.split(KEY, number)
-  found = jax.jit(jax.vmap(lambda key: STOCHASTIC(params, update, key=key)))(keys)
-  share = float(np.float32(1) + np.float32(1e-4) - 1) / eps
-  up = (np.asarray(found, np.float64) - 1) / eps
-  assert set(up) == {0.0, 1.0}
-  assert abs(np.mean(up) - share) <= 6 * math.sqrt(share * (1 - share) / number)
-
-
 def test_reproducible_per_key_and_different_between_keys_and_leaves():
   params = {"a": jnp.ones(512, "float16"), "b": jnp.ones(512, "float16")}
   params |= {"c": jnp.ones(512, "bfloat16")}

@@ -168,3 +168,16 @@ def test_an_error_of_the_optimizer_itself_comes_through(name):
   tx = WRAPPERS[name](optax.GradientTransformation(lambda p: optax.EmptyState(), update))
   with pytest.raises(ValueError, match="of its own"):
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.case("B064")
+@ALL
+def test_python_numbers_in_the_state_of_inner_are_strong_from_the_start(name):
+  inner = optax.GradientTransformation(
+    lambda params: {"rate": 0.5, "count": 0, "np": np.float32(2)},
+    lambda u, s, p=None: (u, s | {"count": s["count"] + jnp.int32(1)}),
+  )
+  tx = WRAPPERS[name](inner)
+  state = tx.init(PARAMS)
+  _, new = jax.eval_shape(tx.update, PARAMS, state, PARAMS)
+  assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)

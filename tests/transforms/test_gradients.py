@@ -255,15 +255,6 @@ def test_several_axes(devices, axes, check_vma):
   assert metrics["grad_norm"] == alone["grad_norm"] > 0
 
 
-def test_a_mapped_axis_of_vmap_will_do():
-  step = mpjax.make_train_step(mean, SGD, axis_name="data")
-  batch = jax.tree.map(lambda x: x.reshape(4, 4, *x.shape[1:]), rows(16))
-  state = mpjax.TrainState.create(jnp.zeros(3), SGD)
-  state, _ = jax.vmap(step, in_axes=(None, 0), axis_name="data")(state, batch)
-  expected, _, _ = gradients(mean, rows(16))
-  np.testing.assert_array_equal(state.params, jnp.stack([-expected] * 4))
-
-
 def test_the_batch_is_seen_in_the_order_of_devices(devices):
   """The key of each device and micro-batch is its own, and none is that of another step."""
   mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)

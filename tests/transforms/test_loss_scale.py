@@ -319,19 +319,6 @@ def test_a_scale_restored_from_outside_comes_back_in():
     assert run(config, jnp.asarray([True]), state)[0].scale == expected
 
 
-@pytest.mark.case("A64")
-def test_restoring_the_middle_of_a_window():
-  config = mpjax.DynamicLossScale(init_scale=2, growth_interval=2)
-  saved, _ = run(config, jnp.asarray([True]), init_scale(config))
-  kept = [np.asarray(x).copy() for x in saved]
-  later, _ = run(config, jnp.asarray([True]), saved)
-  assert (later.scale, later.good_steps) == (4, 0)
-  restored = LossScaleState(*map(jnp.asarray, kept))
-  assert (restored.scale, restored.good_steps) == (2, 1)
-  again, _ = run(config, jnp.asarray([True]), restored)
-  assert jax.tree.leaves(again) == jax.tree.leaves(later)
-
-
 @pytest.mark.case("A11", "B027", "I4")
 @pytest.mark.parametrize("config", [mpjax.StaticLossScale(8), mpjax.DynamicLossScale()])
 def test_golden_state(config):
@@ -344,14 +331,6 @@ def test_golden_state(config):
     for field, leaf in zip(tree._fields, tree, strict=True):
       assert (leaf.shape, leaf.dtype, leaf.weak_type) == ((), DTYPES[field], False), field
   assert len({leaf.unsafe_buffer_pointer() for leaf in state}) == len(state), "donatable"
-
-
-@pytest.mark.case("B042")
-def test_state_with_64_bit_enabled(set_flag):
-  set_flag("jax_enable_x64", True)
-  config = mpjax.DynamicLossScale(growth_interval=2)
-  state, _ = run(config, jnp.asarray([True, False]), init_scale(config))
-  assert {field: leaf.dtype for field, leaf in state._asdict().items()} == DTYPES
 
 
 def random_configs(rng, n):

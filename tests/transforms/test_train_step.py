@@ -522,18 +522,6 @@ def test_a_retry_in_vain_counts_once():
   mpjax.check_skipped_steps(state)
 
 
-def test_loss_fn_only_ever_sees_micro_batches():
-  def loss_fn(params, model_state, batch, rng):
-    assert batch.shape == (2, 3)
-    return jnp.mean((batch.astype(jnp.float16) @ params.astype(jnp.float16)) ** 2), (
-      model_state,
-      {},
-    )
-
-  tx = mpjax.loss_scaling(optax.sgd(0.5))
-  mpjax.make_train_step(loss_fn, tx, accumulate=4)(create(tx), jnp.ones((8, 3)))
-
-
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_half_parameters_can_be_rounded_stochastically():
   tx = mpjax.loss_scaling(optax.sgd(1.0), STATIC)
@@ -583,29 +571,6 @@ def test_weakly_typed_model_state_becomes_strong():
       state, _ = step(state, rows(8))
   assert not state.model_state.weak_type
   assert compiled["train_step"] == 1
-
-
-@pytest.mark.parametrize("pinned", [True, False])
-def test_the_new_state_is_where_it_should_be(pinned, devices):
-  """Statistics of sharded weights: XLA leaves them where it has computed them."""
-  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices[:4])
-
-  def loss_fn(params, model_state, batch, rng):
-    del rng
-    return jnp.sum(params * batch), (model_state * 0.5 + params * 0.5, {})
-
-  replicated = jax.NamedSharding(mesh, jax.P())
-  params = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("data")))
-  state = create(SGD, params, model_state=jax.device_put(jnp.zeros(8), replicated))
-  shardings = jax.tree.map(lambda x: x.sharding, state) if pinned else None
-  step = mpjax.make_train_step(loss_fn, SGD, state_shardings=shardings)
-  batch = jax.device_put(jnp.ones(8), replicated)
-  before = jax.tree.map(lambda x: x.sharding.spec, state)
-  for _ in range(2):
-    state, metrics = jax.block_until_ready(step(state, batch))
-  stays = jax.tree.map(lambda x: x.sharding.spec, state) == before
-  assert stays == pinned, "if XLA leaves it in place by itself, this test needs another model"
-  assert metrics["total"] == 2
 
 
 # --- what was not finite before the step ---------------------------------------------------------
@@ -726,34 +691,6 @@ def test_the_average_of_what_is_not_accumulated_moves_each_time():
   assert slow == (1.0, 0.875, 0.875, 0.6875)
 
 
-@pytest.mark.standard_promotion
-def test_half_parameters_without_a_scale_are_plain_optax():
-  """opt_level("O3") in bfloat16: moments are half, as optax makes them."""
-  level = mpjax.opt_level("O3")
-  inner = optax.adamw(2.0**-4)
-  tx = mpjax.loss_scaling(inner, level.loss_scale)
-
-  def loss_of(params, batch):
-    return jnp.mean((batch.astype(jnp.bfloat16) @ params).astype(jnp.float32) ** 2)
-
-  def loss_fn(params, model_state, batch, rng):
-    del rng
-    return loss_of(params, batch), (model_state, {})
-
-  params = jnp.asarray([1.0, -2.0, 0.5], jnp.bfloat16)
-  state = create(tx, params)
-  step = mpjax.make_train_step(loss_fn, tx, accumulate=2)
-  opt_state = inner.init(params)
-  batch = jnp.tile(jnp.asarray([[1.0, 0.5, 0.25]]), (2, 1))  # Both micro-batches are alike.
-  for _ in range(3):
-    state, metrics = step(state, batch)
-    updates, opt_state = inner.update(jax.grad(loss_of)(params, batch), opt_state, params)
-    params = optax.apply_updates(params, updates)
-    assert metrics["finite"]
-  assert bits(state.params) == bits(params)
-  assert bits(state.opt_state.inner_state) == bits(opt_state)
-
-
 def test_masters_without_a_scale_take_float32_gradients():
   """The mean of 1 and 2^-8 has more digits than bfloat16."""
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(1.0)), mpjax.NoLossScale())
@@ -766,25 +703,3 @@ def test_masters_without_a_scale_take_float32_gradients():
   state = create(tx, jnp.zeros(1, jnp.bfloat16))
   state, _ = step(state, jnp.asarray([[1.0], [2.0**-8]]))
   np.testing.assert_array_equal(mpjax.master_params(state.opt_state), [-(0.5 + 2.0**-9)])
-
-
-@pytest.mark.standard_promotion
-def test_sam_is_that_of_optax():
-  """Its update names its arguments, and takes no value=."""
-
-  def make():
-    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
-    return optax.contrib.sam(optax.sgd(0.1), adversary, sync_period=2)
-
-  tx = mpjax.loss_scaling(make(), STATIC)
-  step = mpjax.make_train_step(quadratic, tx)
-  state, plain = create(tx, jnp.asarray([1.0, -2.0, 0.5])), make()
-  params = jnp.asarray([1.0, -2.0, 0.5])
-  opt_state = plain.init(params)
-  for _ in range(6):
-    state, metrics = step(state, rows(8))
-    assert metrics["finite"]
-    grads = jax.grad(lambda p: quadratic(p, (), rows(8), None)[0])(params)
-    updates, opt_state = plain.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-  np.testing.assert_allclose(state.params, params, rtol=1e-6)

@@ -190,26 +190,6 @@ def test_weak_and_foreign_leaves_of_a_state_become_strong():
   assert strong(nothing) is nothing
 
 
-@pytest.mark.case("B064")
-def test_python_numbers_in_the_state_of_inner_do_not_retrace():
-  inner = optax.GradientTransformation(
-    lambda p: {"lr": 0.5, "n": 0, "np": np.float32(2)},
-    lambda u, s, p=None: (jax.tree.map(lambda x: x * s["lr"], u), s | {"n": s["n"] + jnp.int32(1)}),
-  )
-  tx = mpjax.loss_scaling(inner)
-  traces = []
-
-  @jax.jit
-  def update(grads, state):
-    traces.append(1)
-    return tx.update(grads, state)[1]
-
-  state = tx.init(jnp.ones(2))
-  for _ in range(3):
-    state = update(jnp.ones(2), state)
-  assert (len(traces), state.inner_state["n"]) == (1, 3)
-
-
 @pytest.mark.case("B151", "I4")
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_state_is_placed_on_the_mesh_of_the_parameters(devices, axis_type):
