@@ -86,20 +86,6 @@ def scaled_twice(params, opt_state, batch, loss_fn):
   return mpjax.value_and_grad(scaled, opt_state)(params, batch)
 
 
-RIGHT = [(name, jnp.float16, 1e-6) for name in OPTIMIZERS if name != "adamw"]
-RIGHT += [("clip and adamw", jnp.bfloat16, 1.0)]
-
-
-@pytest.mark.parametrize(("name", "dtype", "small"), RIGHT)
-def test_right_loops_pass(name, dtype, small):
-  """Also where the gradients of float16 are subnormal, or lost, at most scales."""
-  params, batch = data(small=small)
-  tx = mpjax.loss_scaling(OPTIMIZERS[name])
-  step, opt_state = make_step(tx, right, dtype), tx.init(params)
-  params, opt_state, _ = step(params, opt_state, batch)
-  assert mpjax.check_loss_scaling(step)(params, opt_state, batch) is None
-
-
 def thirds(p):
   """Their binary digits repeat: what float16 rounds away goes as 1/scale, exactly."""
   return jnp.sum(p.astype(jnp.float16) * jnp.asarray(2.0**-20, jnp.float16) / 3)
@@ -119,7 +105,7 @@ def test_right_steps_of_make_train_step_pass(kind):
   inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
   if kind == "masters in windows":
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    inner = mpjax.accumulate_gradients(mpjax.master_weights(inner), 2)
+    inner = mpjax.accumulate_gradients(mpjax.master_weights(OPTIMIZERS["momentum"]), 2)
   config = mpjax.NoLossScale() if kind == "none" else mpjax.DynamicLossScale()
   tx = mpjax.loss_scaling(inner, config)
 
@@ -127,7 +113,8 @@ def test_right_steps_of_make_train_step_pass(kind):
     return loss_fn(params, batch, jnp.float16), (model_state, {})
 
   more = kind == "cut, retried and averaged"
-  options = {"ema_decay": 0.9, "accumulate": 2, "max_retries": 2} if more else {}
+  # Tried again until it is finite: then no scale is skipped, not even inf.
+  options = {"ema_decay": 0.9, "accumulate": 2, "max_retries": 30} if more else {}
   step = mpjax.make_train_step(model, tx, **options)
   state = mpjax.TrainState.create(params, tx, ema=more)
   mpjax.check_loss_scaling(step)(state, batch=batch)
@@ -234,28 +221,44 @@ def test_what_cannot_be_checked():
       mpjax.check_loss_scaling(make_step(tx, gradients))(params, tx.init(params), batch)
 
 
-@pytest.mark.parametrize("kind", ["right", "never scaled", "unscaled twice"])
+NNX_KINDS = ["right", "never scaled", "unscaled twice", "warmup", "unused", "no update"]
+
+
+@pytest.mark.parametrize("kind", NNX_KINDS)
 def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
+  """Users of NNX are told the names of their functions."""
   model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(0.1)), wrt=nnx.Param)
+  tx = warmup() if kind == "warmup" else mpjax.loss_scaling(optax.sgd(0.1))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
   @nnx.jit
   def step(model, optimizer, x):
-    def loss_fn(model):
-      return jnp.mean(model(x) ** 2)
+    other = nnx.Linear(3, 1, rngs=nnx.Rngs(0)) if kind == "unused" else None
 
+    def loss_fn(model):
+      return jnp.mean((other or model)(x) ** 2)
+
+    plain = kind in ("never scaled", "warmup", "no update")
     scaled = mpjax.nnx.value_and_grad(loss_fn, optimizer)
-    loss, grads = (nnx.value_and_grad(loss_fn) if kind == "never scaled" else scaled)(model)
-    optimizer.update(model, mpjax.unscale(grads, optimizer) if kind == "unscaled twice" else grads)
+    loss, grads = (nnx.value_and_grad(loss_fn) if plain else scaled)(model)
+    if kind == "unscaled twice":
+      grads = mpjax.unscale(grads, optimizer)
+    if kind != "no update":
+      optimizer.update(model, grads)
     return loss
 
   before = jnp.copy(model.kernel[...])
-  check = mpjax.check_loss_scaling(step)
+  check = functools.partial(mpjax.check_loss_scaling(step), model, optimizer, jnp.ones((2, 3)))
+  told = r"mpjax\.nnx\.value_and_grad\(loss_fn, optimizer\)"
   if kind == "right":
-    check(model, optimizer, jnp.ones((2, 3)))
+    check()
+  elif kind in ("warmup", "unused"):
+    with pytest.warns(UserWarning, match=f"{INCONCLUSIVE}.*never scaled, or all are zero.*{told}"):
+      check()
   else:
-    with pytest.raises(mpjax.MpjaxValueError, match=kind):
-      check(model, optimizer, jnp.ones((2, 3)))
+    wanted = r"optimizer\.update\(model, grads\)" if kind == "no update" else f"{kind}.*{told}"
+    with pytest.raises(mpjax.MpjaxError, match=wanted):
+      check()
   assert jnp.array_equal(model.kernel[...], before)
 
 
@@ -410,14 +413,25 @@ def test_plain_gradients_added_to_scaled_ones_are_found(name, dtype):
     mpjax.check_loss_scaling(make_step(tx, beside, dtype))(params, tx.init(params), batch)
 
 
-SIZES = [("sgd", 1e-6, jnp.float16), ("sgd", 1e6, jnp.float32), ("adam", 1e6, jnp.float16)]
-SIZES += [("clip and adamw", 1e-6, jnp.float16), ("adam", 1e-6, jnp.float32)]
+SIZES = [
+  ("sgd", 1e-6, 1.0, jnp.float16),
+  ("sgd", 1e6, 1.0, jnp.float32),
+  ("adam", 1e6, 1.0, jnp.float16),
+  ("momentum", 1.0, 1e-6, jnp.float16),
+  ("clip and sgd", 1.0, 1e-6, jnp.float16),
+  ("clip and adamw", 1.0, 1e-6, jnp.float16),
+  ("clip and adamw", 1.0, 1.0, jnp.bfloat16),
+]
+"""An optimizer, the size of the loss, that of the data, and a dtype to compute in."""
 
 
-@pytest.mark.parametrize(("name", "size", "dtype"), SIZES)
-def test_right_loops_pass_whatever_the_size_of_the_loss(name, size, dtype):
-  """With dropout, before a first step and after one."""
-  params, batch = data()
+@pytest.mark.parametrize(("name", "size", "small", "dtype"), SIZES)
+def test_right_loops_pass_whatever_the_size_of_the_loss(name, size, small, dtype):
+  """With dropout, before a first step and after one.
+
+  Also where the gradients of float16 are subnormal, or lost, at most scales.
+  """
+  params, batch = data(small=small)
   tx = mpjax.loss_scaling(OPTIMIZERS[name])
 
   def dropped(params, opt_state, batch, loss_fn):
@@ -436,24 +450,11 @@ def test_right_loops_pass_whatever_the_size_of_the_loss(name, size, dtype):
   mpjax.check_loss_scaling(step)(params, opt_state, batch)
 
 
-def test_a_right_step_that_is_tried_again_until_it_is_finite_passes():
-  """Then no scale is skipped, not even inf."""
-  params, batch = data()
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
-
-  def model(params, model_state, batch, rng):
-    return loss_fn(params, batch, jnp.float16), (model_state, {})
-
-  step = mpjax.make_train_step(model, tx, max_retries=30)
-  mpjax.check_loss_scaling(step)(mpjax.TrainState.create(params, tx), batch)
-
-
 def test_a_right_step_passes_while_jax_looks_for_nans():
-  params, batch = data()
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
-  step = make_step(tx, lambda *args: right(*args))
+  params, tx = jnp.ones(2), mpjax.loss_scaling(optax.sgd(0.1))
+  step = make_step(tx, lambda p, s, b, _: mpjax.value_and_grad(lambda p: jnp.sum(p**2), s)(p))
   with jax.debug_nans(True), jax.disable_jit():
-    mpjax.check_loss_scaling(step)(params, tx.init(params), batch)
+    mpjax.check_loss_scaling(step)(params, tx.init(params), None)
 
 
 def test_of_two_optimizers_the_step_may_update_one():
@@ -472,34 +473,3 @@ def test_of_two_optimizers_the_step_may_update_one():
   keep = lambda params, opt_state, batch: (step(params, opt_state, batch)[0], opt_state)  # noqa: E731
   with pytest.warns(UserWarning, match=f"{INCONCLUSIVE}an opt_state .* as it was.*Return the new"):
     mpjax.check_loss_scaling(keep)(params, tx.init(params), batch)
-
-
-@pytest.mark.parametrize("kind", ["plain", "plain warmup", "unused argument", "no update"])
-def test_what_users_of_nnx_are_told_names_their_functions(kind):
-  model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-  tx = warmup() if kind == "plain warmup" else mpjax.loss_scaling(optax.sgd(0.1))
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-  @nnx.jit
-  def step(model, optimizer):
-    other = nnx.Linear(3, 1, rngs=nnx.Rngs(0)) if kind == "unused argument" else None
-
-    def loss_fn(model):
-      return jnp.mean((other or model)(jnp.ones((2, 3))) ** 2)
-
-    loss, grads = nnx.value_and_grad(loss_fn)(model)
-    if kind == "unused argument":
-      loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model)
-    if kind != "no update":
-      optimizer.update(model, grads)
-    return loss
-
-  told = r"mpjax\.nnx\.value_and_grad\(loss_fn, optimizer\)"
-  check = functools.partial(mpjax.check_loss_scaling(step), model, optimizer)
-  if kind in ("plain warmup", "unused argument"):
-    with pytest.warns(UserWarning, match=f"{INCONCLUSIVE}.*never scaled, or all are zero.*{told}"):
-      check()
-    return
-  wanted = r"optimizer\.update\(model, grads\)" if kind == "no update" else f"never.*{told}"
-  with pytest.raises(mpjax.MpjaxError, match=wanted):
-    check()
