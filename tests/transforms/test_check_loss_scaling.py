@@ -173,7 +173,7 @@ def test_any_scale_will_do():
   mpjax.check_loss_scaling(make_step(tx, right))(params, tx.init(params), batch)
 
 
-@pytest.mark.parametrize("wrong", [None, "a", "b"])
+@pytest.mark.parametrize("wrong", [None, "b"])
 def test_the_loss_whose_gradients_are_wrong_is_named(wrong):
   params, batch = data()
   tx = mpjax.loss_scaling(optax.adam(0.1), dict.fromkeys("ab", mpjax.StaticLossScale(1024)))

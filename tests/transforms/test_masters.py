@@ -104,10 +104,9 @@ def test_parameters_of_another_dtype_never_give_masters():
     tx.update(other, tx.init(params), other)
 
 
-@pytest.mark.parametrize("storage", ["float32", "split"])
-def test_variables_of_nnx_have_to_be_left_out(storage):
+def test_variables_of_nnx_have_to_be_left_out():
   model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1), storage=storage))
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1)))
   state = nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state
   params = nnx.state(model, nnx.Param)
   fix = "nnx.as_pure(optimizer.opt_state) and nnx.as_pure(nnx.state(model, nnx.Param))"

@@ -22,7 +22,7 @@ def run(batch, config, max_retries):
   return state, metrics
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2, 3, 7])
+@pytest.mark.parametrize("hysteresis", [1, 3])
 def test_each_run_is_at_a_lower_scale_whatever_the_hysteresis(hysteresis):
   """At 2^15 and 2^14 the gradient 4 overflows, at 2^13 it does not."""
   state, metrics = run(4.0, {"hysteresis": hysteresis}, 3)

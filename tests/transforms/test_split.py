@@ -86,6 +86,9 @@ def test_16_bits_are_the_difference_of_the_bits():
   assert back.tolist() == both.tolist()
 
 
+joined = jax.jit(join)
+
+
 def test_parts_of_numbers_that_differ_in_last_bits_give_one_of_them():
   """As a compiler gives that computes a master once for each of its consumers."""
   for upper, ulps in itertools.product([0x3F80, 0x3F81, 0x0080, 0xC049], [-3, -1, 1, 3]):
@@ -96,7 +99,7 @@ def test_parts_of_numbers_that_differ_in_last_bits_give_one_of_them():
     mixed = held._replace(parity=other_held.parity), other_held._replace(parity=held.parity)
     cases = [(other_param, held), (param, other_held), (param, mixed[0]), (param, mixed[1])]
     for p, parts in cases:
-      steps = np.asarray(join(p, parts)).view(np.int32).astype(np.int64) - x.view(np.int32)
+      steps = np.asarray(joined(p, parts)).view(np.int32).astype(np.int64) - x.view(np.int32)
       assert np.abs(steps).max() <= abs(ulps), (hex(upper), ulps)
 
 
@@ -167,16 +170,23 @@ def test_selected_element_by_element():
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-@pytest.mark.parametrize("shape", [(16,), (8, 20), (4, 16), (0, 32), (8, 0)])
-def test_the_17th_bits_of_a_sharded_array(devices, axis_type, shape):
+def test_the_17th_bits_of_a_sharded_array(devices, axis_type):
   """Where bytes do not divide like the elements, the bits are replicated along the last axis."""
   mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices)
-  spec = jax.P(None, "data") if shape[0] % 8 or not shape[0] else jax.P("data")
-  x = np.random.default_rng(4).normal(size=shape).astype(np.float32)
-  placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
-  for both in (there_and_back, jax.jit(there_and_back)):
-    param, held, back, _ = both(placed)
+  rng, arrays, placed = np.random.default_rng(4), [], []
+  for shape in ((16,), (128,), (8, 20), (4, 16), (0, 16), (0, 32), (8, 0)):
+    spec = jax.P(None, "data") if shape[0] % 8 or not shape[0] else jax.P("data")
+    arrays.append(rng.normal(size=shape).astype(np.float32))
+    placed.append(jax.device_put(arrays[-1], jax.NamedSharding(mesh, spec)))
+
+  @jax.jit
+  def each(arrays):
+    return [(there_and_back(x), unpack(pack(x > 0), x)) for x in arrays]
+
+  for x, ((param, held, back, _), flags) in zip(arrays, each(placed), strict=True):
     assert same(back, x)
-    assert held.remainder.sharding.is_equivalent_to(param.sharding, len(shape))
-    flags = unpack(pack(placed > 0), placed)
+    assert held.remainder.sharding.is_equivalent_to(param.sharding, x.ndim)
     np.testing.assert_array_equal(flags, x > 0)
+  (param, held, back, _) = there_and_back(placed[2])  # Not within another jitted function.
+  assert same(back, arrays[2])
+  assert held.remainder.sharding.is_equivalent_to(param.sharding, 2)
