@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import mpjax
-from tests.errors import check_error
 from tests.programs import bits, compiled, run
+from tests.transforms.refusals import refused
 
 HALF = ["float16", "bfloat16"]
 BOTH = pytest.mark.parametrize("half", HALF)
@@ -111,28 +111,26 @@ def rounded_by_hand(exact, half, key):
 
 
 @BOTH
-@pytest.mark.parametrize("jit", [True, False])
-def test_nearest_rounds_the_float32_sum_once(half, jit):
-  apply = jax.jit(mpjax.apply_updates) if jit else mpjax.apply_updates
+def test_nearest_rounds_the_float32_sum_once(half):
   exact = samples(half)
-  same(apply(zeros(exact, half), exact), nearest(exact, half))
   params = np.random.default_rng(1).normal(size=2000).astype(half)
   updates = (np.random.default_rng(2).normal(size=2000) * 1e-2).astype(np.float32)
-  same(apply(params, updates), (params.astype(np.float32) + updates).astype(half))
+  for apply in (jax.jit(mpjax.apply_updates), mpjax.apply_updates):
+    same(apply(zeros(exact, half), exact), nearest(exact, half))
+    same(apply(params, updates), (params.astype(np.float32) + updates).astype(half))
 
 
-@BOTH
-def test_weakly_typed_updates_are_not_added_in_half(half):
+def test_weakly_typed_updates_are_not_added_in_half():
   """Rounded to half before the sum, the update is exactly half a step, and a tie that goes down."""
-  step = float(jnp.finfo(half).eps)
+  step = float(jnp.finfo(jnp.bfloat16).eps)
   update = jnp.full(4, step / 2 * (1 + 2.0**-12))
   assert update.weak_type
-  params = jnp.ones(4, half)
+  params = jnp.ones(4, jnp.bfloat16)
   assert optax.apply_updates(params, update).tolist() == [1.0] * 4, "as optax alone would have it"
   assert mpjax.apply_updates(params, update).tolist() == [1.0 + step] * 4
   # Rounded in half the sum would be 1 exactly, and no key could move it.
   small = jnp.full(4000, step / 8)
-  moved = COMPILED(jnp.ones(4000, half), small, key=KEY)
+  moved = COMPILED(jnp.ones(4000, jnp.bfloat16), small, key=KEY)
   assert 300 < int(jnp.sum(moved > 1)) < 700
 
 
@@ -140,30 +138,13 @@ def test_weakly_typed_updates_are_not_added_in_half(half):
 
 
 @BOTH
-@pytest.mark.parametrize("jit", [True, False])
-def test_stochastic_rounding_on_the_same_random_bits(half, jit):
+def test_stochastic_rounding_on_the_same_random_bits(half):
+  """To the bit, so that the result is ever one of the two neighbours."""
   exact = samples(half)
-  apply = COMPILED if jit else STOCHASTIC
-  found = np.asarray(apply(zeros(exact, half), exact, key=KEY))
-  np.testing.assert_array_equal(found.astype(np.float64), rounded_by_hand(exact, half, KEY))
-  assert np.mean(found != nearest(exact, half)) > 0.1
-
-
-@BOTH
-def test_only_ever_one_of_the_two_neighbours(half):
-  exact = samples(half)
-  low, high = neighbours(exact, half)
-  overflows = np.isinf(nearest(exact, half).astype(np.float32))
-  seen_low, seen_high = np.zeros(exact.shape, bool), np.zeros(exact.shape, bool)
-  for seed in range(20):
-    found = np.asarray(COMPILED(zeros(exact, half), exact, key=jax.random.key(seed)))
-    assert np.all((found == low) | (found == high))
-    assert np.all(np.isfinite(found.astype(np.float32)) | overflows)
-    seen_low |= found == low
-    seen_high |= found == high
-  between = low != high
-  assert np.all((seen_low & seen_high)[~between])
-  assert np.mean((seen_low & seen_high)[between]) > 0.8, "both are reached"
+  for apply in (COMPILED, STOCHASTIC):
+    found = np.asarray(apply(zeros(exact, half), exact, key=KEY))
+    np.testing.assert_array_equal(found.astype(np.float64), rounded_by_hand(exact, half, KEY))
+    assert np.mean(found != nearest(exact, half)) > 0.1
 
 
 @BOTH
@@ -229,20 +210,6 @@ def test_unbiased(half):
   # Nearest is not, in this test.
   up = (nearest(exact, half).astype(np.float64) - low) / (high - low)
   assert np.all(np.abs(up - share) > bound)
-
-
-@BOTH
-def test_unbiased_over_keys(half):
-  """One parameter, a new key for each of 20000 roundings; 6 standard errors again."""
-  number = 20_000
-  params, update = jnp.ones((), half), jnp.asarray(1e-4, jnp.float32)
-  keys = jax.random.split(KEY, number)
-  found = jax.jit(jax.vmap(lambda key: STOCHASTIC(params, update, key=key)))(keys)
-  eps = float(jnp.finfo(half).eps)
-  share = float(np.float32(1) + np.float32(1e-4) - 1) / eps
-  up = (np.asarray(found, np.float64) - 1) / eps
-  assert set(up) == {0.0, 1.0}
-  assert abs(np.mean(up) - share) <= 6 * math.sqrt(share * (1 - share) / number)
 
 
 def test_reproducible_per_key_and_different_between_keys_and_leaves():
@@ -328,7 +295,7 @@ def on_one_device():
   return params, updates, expected
 
 
-@pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked", "replicated", "sharded"])
+@pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked", "sharded"])
 def test_equal_on_every_device(how, devices):
   """Replicated parameters stay so, and sharded ones are those of a single device, to the bit."""
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
@@ -343,8 +310,7 @@ def test_equal_on_every_device(how, devices):
     )
     found = jax.jit(apply)(params, updates, KEY)
   else:
-    spec = jax.P("data") if how == "sharded" else jax.P()
-    placed = jax.device_put((params, updates), jax.NamedSharding(mesh, spec))
+    placed = jax.device_put((params, updates), jax.NamedSharding(mesh, jax.P("data")))
     found = COMPILED(*placed, key=KEY)
     assert found["w"].sharding == placed[0]["w"].sharding
   for name, x in found.items():
@@ -371,19 +337,18 @@ def test_what_is_not_half_is_added_to_as_by_optax(rounding):
 
 
 @BOTH
-@pytest.mark.parametrize("jit", [True, False])
-def test_from_a_master_is_its_rounding_whatever_the_update(half, jit):
+def test_from_a_master_is_its_rounding_whatever_the_update(half):
   def from_master(params, updates, master):
     return mpjax.apply_updates(params, updates, master=master)
 
-  apply = jax.jit(from_master) if jit else from_master
   master = np.concatenate([samples(half), np.asarray([0.0, -0.0, 1e-30, -1e-30], np.float32)])
   largest = np.float32(jnp.finfo(half).max)
   assert np.any(np.isinf(nearest(master, half))), "beyond the range it is the largest number"
   expected = nearest(np.clip(master, -largest, largest), half)
   for update in (np.nan, 0.0, 1e30):
     updates = np.full(master.shape, update, np.float32)
-    same(apply(zeros(master, half) + 7, updates, master), expected)
+    for apply in (jax.jit(from_master), from_master):
+      same(apply(zeros(master, half) + 7, updates, master), expected)
 
 
 def test_from_a_master_with_holes():
@@ -407,106 +372,55 @@ def test_from_a_master_with_holes():
 PARAMS = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}
 
 
-@pytest.mark.parametrize(
-  ("updates", "got"),
-  [
-    ({"w": jnp.ones(2)}, "nothing at ['b']"),
-    ({"w": jnp.ones(2), "b": jnp.ones(3), "c": 1.0}, "an extra leaf at ['c']"),
-    ({"w": jnp.ones(3), "b": jnp.ones(3)}, "shape [3] for shape [2] at ['w']"),
-    ({"w": jnp.ones(()), "b": jnp.ones(3)}, "shape [] for shape [2] at ['w']"),
-    ((jnp.ones(2), jnp.ones(3)), "nothing at ['b']"),
-  ],
-)
-@pytest.mark.parametrize("how", ["nearest", "stochastic", "master"])
-def test_updates_of_another_tree(updates, got, how):
-  arguments = {
-    "nearest": {},
-    "stochastic": {"rounding": "stochastic", "key": KEY},
-    "master": {"master": PARAMS},
-  }[how]
-  with pytest.raises(ValueError) as error:
-    mpjax.apply_updates(PARAMS, updates, **arguments)
-  check_error(
-    error,
-    where="mpjax.apply_updates(updates)",
-    expected="updates like the parameters",
-    got=got,
-    fix="what tx.update returned",
-    builtin=ValueError,
-  )
-
-
-@pytest.mark.parametrize(
-  ("master", "got"),
-  [
+def test_updates_and_masters_of_another_tree():
+  for options in ({}, {"rounding": "stochastic", "key": KEY}, {"master": PARAMS}):
+    for updates, got in (
+      ({"w": jnp.ones(2)}, "nothing at ['b']"),
+      ({"w": jnp.ones(2), "b": jnp.ones(3), "c": 1.0}, "an extra leaf at ['c']"),
+      ({"w": jnp.ones(3), "b": jnp.ones(3)}, "shape [3] for shape [2] at ['w']"),
+      ({"w": jnp.ones(()), "b": jnp.ones(3)}, "shape [] for shape [2] at ['w']"),
+      ((jnp.ones(2), jnp.ones(3)), "nothing at ['b']"),
+    ):
+      where, fix = "mpjax.apply_updates(updates)", "what tx.update returned"
+      with refused(ValueError, where, "updates like the parameters", got, fix):
+        mpjax.apply_updates(PARAMS, updates, **options)
+  for master, got in (
     ({"w": jnp.ones(3), "b": None}, "shape [3] for shape [2] at ['w']"),
     ({"w": jnp.ones(2)}, "b"),
     ({"w": jnp.ones(2), "v": None}, "v"),
     ([jnp.ones(2), None], "list"),
     (jnp.ones(2), "leaf"),
-  ],
-)
-def test_a_master_of_another_tree(master, got):
-  updates = {"w": jnp.ones(2), "b": jnp.ones(3)}
-  with pytest.raises(ValueError) as error:
-    mpjax.apply_updates(PARAMS, updates, master=master)
-  check_error(
-    error,
-    where="mpjax.apply_updates(master)",
-    expected="a tree like the parameters, with None where there is no master",
-    got=got,
-    fix="mpjax.master_params(opt_state)",
-    builtin=ValueError,
-  )
+  ):
+    expected = "a tree like the parameters, with None where there is no master"
+    where, fix = "mpjax.apply_updates(master)", "mpjax.master_params(opt_state)"
+    with refused(ValueError, where, expected, got, fix):
+      mpjax.apply_updates(PARAMS, {"w": jnp.ones(2), "b": jnp.ones(3)}, master=master)
 
 
-@pytest.mark.parametrize(
-  ("arguments", "where", "expected", "got", "fix"),
-  [
-    (
-      {"rounding": "stochastik", "key": KEY},
-      "(rounding)",
-      "'nearest' or 'stochastic'",
-      "'stochastik'",
-      "Did you mean 'stochastic'",
-    ),
-    ({"rounding": None}, "(rounding)", "'nearest' or 'stochastic'", "None", "Did you mean"),
-    (
-      {"rounding": "stochastic"},
-      "(rounding='stochastic', key)",
-      "a PRNG key",
-      "None",
-      "jax.random.fold_in(key, step)",
-    ),
+def test_arguments_that_contradict_each_other():
+  stochastic, named = {"rounding": "stochastic"}, "'nearest' or 'stochastic'"
+  for options, where, expected, got, fix in (
+    ({"rounding": "stochastik", "key": KEY}, "(rounding)", named, "'stochastik'", "'stochastic'"),
+    ({"rounding": None}, "(rounding)", named, "None", "Did you mean"),
+    (stochastic, "(rounding='stochastic', key)", "a PRNG key", "None", "fold_in(key, step)"),
     ({"key": KEY}, "(rounding='nearest', key)", "no key", "one", "rounding='stochastic'"),
     (
-      {"rounding": "stochastic", "key": KEY, "master": PARAMS},
-      "(rounding='stochastic', master)",
-      "no master",
-      "one",
-      "one of the two",
+      {"key": KEY, "master": PARAMS, **stochastic},
+      *("(rounding='stochastic', master)", "no master", "one", "one of the two"),
     ),
-  ],
-)
-def test_arguments_that_contradict_each_other(arguments, where, expected, got, fix):
-
-  def call(params):
-    return mpjax.apply_updates(params, params, **arguments)
-
-  for apply in (call, jax.jit(call)):
-    with pytest.raises(ValueError) as error:
-      apply(PARAMS)
-    where_ = f"mpjax.apply_updates{where}"
-    check_error(error, where=where_, expected=expected, got=got, fix=fix, builtin=ValueError)
+  ):
+    call = functools.partial(mpjax.apply_updates, **options)
+    for apply in (call, jax.jit(call)):
+      with refused(ValueError, f"mpjax.apply_updates{where}", expected, got, fix):
+        apply(PARAMS, PARAMS)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("none", [None, np.zeros((), jax.dtypes.float0)], ids=["None", "float0"])
-def test_keys_among_the_parameters_stay_as_they_are(rounding, none):
+def test_keys_among_the_parameters_stay_as_they_are():
   params = {"a": jnp.ones(2, jnp.bfloat16), "key": jax.random.key(7), "z": jnp.ones(1)}
-  key = jax.random.key(1) if rounding == "stochastic" else None
-  updates = {"a": jnp.ones(2), "key": none, "z": jnp.ones(1)}
-  found = mpjax.apply_updates(params, updates, rounding=rounding, key=key)
-  assert found["key"] is params["key"]
-  assert found["a"].tolist() == [2, 2]
-  assert found["z"].tolist() == [2]
+  for none in (None, np.zeros((), jax.dtypes.float0)):
+    updates = {"a": jnp.ones(2), "key": none, "z": jnp.ones(1)}
+    for options in ({}, {"rounding": "stochastic", "key": KEY}):
+      found = mpjax.apply_updates(params, updates, **options)
+      assert found["key"] is params["key"]
+      assert found["a"].tolist() == [2, 2]
+      assert found["z"].tolist() == [2]

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mpjax
-from tests.errors import check_error
+from tests.transforms.refusals import refused
 
 PARAMS = {"layer": {"w": jnp.ones(2), "b": jnp.ones(1)}, "head": jnp.ones(1)}
 WRAPPERS = {
@@ -19,65 +19,39 @@ ALL = pytest.mark.parametrize("name", WRAPPERS)
 OWN_TREES = pytest.mark.parametrize("name", list(WRAPPERS)[1:])
 
 
+@pytest.mark.case("A56")
 @ALL
 def test_what_is_no_optimizer(name):
-  for inner in (optax.sgd, "adam", optax.MultiSteps(optax.sgd(0.1), 2)):
-    with pytest.raises(TypeError) as error:
+  for inner in (optax.sgd, "adam", 0.1, None, PARAMS, optax.MultiSteps(optax.sgd(0.1), 2)):
+    expected, got = "an optax.GradientTransformation", f"a {type(inner).__name__}"
+    with refused(TypeError, name, expected, got, "optax.adamw(1e-3); of optax.MultiSteps its"):
       WRAPPERS[name](inner)
-    check_error(
-      error,
-      where=name,
-      expected="an optax.GradientTransformation",
-      got=f"a {type(inner).__name__}",
-      fix="optax.adamw(1e-3)",
-      builtin=TypeError,
-    )
 
 
 @ALL
 def test_a_state_of_another_transformation(name):
   other = next(wrap for wrap in WRAPPERS if wrap != name)
   tx = WRAPPERS[name](optax.sgd(0.1))
-  state = WRAPPERS[other](optax.sgd(0.1)).init(PARAMS)
-  for update in (tx.update, jax.jit(tx.update)):
-    with pytest.raises(TypeError) as error:
-      update(PARAMS, state, PARAMS)
-    check_error(
-      error,
-      where=f"{name}.update(state)",
-      expected="the state that init created",
-      got=f"a {type(state).__name__}",
-      fix="the opt_state of this very transformation",
-      builtin=TypeError,
-    )
+  own = optax.sgd(0.1)
+  for state in (WRAPPERS[other](own).init(PARAMS), own.init(PARAMS), (), {}, None):
+    for update in (tx.update, jax.jit(tx.update)):
+      expected, got = "the state that init created", f"a {type(state).__name__}"
+      fix = "the opt_state of this very transformation"
+      with refused(TypeError, f"{name}.update(state)", expected, got, fix):
+        update(PARAMS, state, PARAMS)
 
 
 @OWN_TREES
-@pytest.mark.parametrize(
-  ("params", "got"),
-  [
+def test_parameters_that_cannot_be_trained(name):
+  for params, got in (
     ({"w": jnp.ones(1), "table": jnp.arange(3)}, "int32 at ['table']"),
     ({"w": jnp.ones(1), "seen": np.zeros(2, bool)}, "bool at ['seen']"),
     ({"key": jax.random.key(0), "step": 3}, "key<fry> at ['key']; int32 at ['step']"),
     (jnp.arange(3), "int32 at the root"),
     ([jnp.ones(1), jax.random.key_data(jax.random.key(0))], "uint32 at [1]"),
-  ],
-)
-def test_parameters_that_cannot_be_trained(name, params, got):
-  with pytest.raises(TypeError) as error:
-    WRAPPERS[name](optax.sgd(0.1)).init(params)
-  check_error(
-    error,
-    where=f"{name}.init(params)",
-    expected="floating parameters",
-    got=got,
-    fix="in model_state",
-    builtin=TypeError,
-  )
-
-
-@OWN_TREES
-def test_parameters_that_can_be_trained(name):
+  ):
+    with refused(TypeError, f"{name}.init(params)", "floating parameters", got, "in model_state"):
+      WRAPPERS[name](optax.sgd(0.1)).init(params)
   params = {"h": jnp.ones(1, jnp.float16), "z": jnp.ones(1, jnp.complex64), "none": None}
   params |= {"numpy": np.ones(1, np.float32), "masked": optax.MaskedNode()}
   WRAPPERS[name](optax.sgd(0.1)).init(params)
@@ -109,34 +83,17 @@ def test_an_unknown_label_is_named_with_its_path(name):
     branches(labels_of).init(PARAMS)
   assert "['layer']['b']" not in str(plain.value), "optax says the path itself now"
   for inner in (branches(labels_of), optax.chain(optax.clip(1.0), branches(labels_of))):
-    with pytest.raises(ValueError) as error:
+    got = "Parameter labels: ['a', 'b', 'typo'] Transforms keys: ['a', 'b'] (for ['layer']['b'])"
+    fix = "Give them a label that has a transformation"
+    with refused(ValueError, f"{name}.init(params)", "parameters that inner takes", got, fix):
       WRAPPERS[name](inner).init(PARAMS)
-    check_error(
-      error,
-      where=f"{name}.init(params)",
-      expected="parameters that inner takes",
-      got="Parameter labels: ['a', 'b', 'typo'] Transforms keys: ['a', 'b'] (for ['layer']['b'])",
-      fix="Give them a label that has a transformation",
-      builtin=ValueError,
-    )
-    assert isinstance(error.value.__cause__, ValueError)
-
-
-@ALL
-@pytest.mark.parametrize("computed", [False, True])
-def test_an_unknown_label_in_a_fixed_tree_is_named_without_its_path(name, computed):
-  """optax gives the labels to nobody, and they are wrong whatever the parameters are."""
+  # Of a fixed tree optax gives the labels to nobody; they are wrong whatever the parameters are.
   fixed = labels_of(PARAMS)
-  with pytest.raises(ValueError) as error:
-    WRAPPERS[name](branches((lambda _: fixed) if computed else fixed)).init(PARAMS)
-  check_error(
-    error,
-    where=f"{name}.init(params)",
-    expected="parameters that inner takes",
-    got="['a', 'b', 'typo'] Transforms keys: ['a', 'b'] (for all of them together)",
-    fix="a fixed tree, to be searched for the one without a transformation",
-    builtin=ValueError,
-  )
+  for labels in (fixed, lambda _: fixed):
+    got = "['a', 'b', 'typo'] Transforms keys: ['a', 'b'] (for all of them together)"
+    fix = "a fixed tree, to be searched for the one without a transformation"
+    with refused(ValueError, f"{name}.init(params)", "parameters that inner takes", got, fix):
+      WRAPPERS[name](branches(labels)).init(PARAMS)
 
 
 def test_only_what_fails_by_itself_is_named():
@@ -157,18 +114,16 @@ def test_only_what_fails_by_itself_is_named():
     mpjax.loss_scaling(branches(lambda p: jax.tree.map(lambda _: "typo", p))).init(jnp.ones(1))
 
 
-@pytest.mark.parametrize("error", [TypeError, KeyError, RuntimeError])
-def test_other_errors_of_the_inner_optimizer_are_its_own(error):
-  def init(params):
-    raise error("own")
+def test_other_errors_come_through_as_they_are():
+  for error in (TypeError, KeyError, RuntimeError):
 
-  inner = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
-  with pytest.raises(error, match="own") as found:
-    mpjax.loss_scaling(inner).init(PARAMS)
-  assert not isinstance(found.value, mpjax.MpjaxError)
+    def init(params, error=error):
+      raise error("own")
 
-
-def test_our_own_errors_come_through_as_they_are():
+    inner = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    with pytest.raises(error, match="own") as found:
+      mpjax.loss_scaling(inner).init(PARAMS)
+    assert not isinstance(found.value, mpjax.MpjaxError)
   inner = mpjax.accumulate_gradients(branches(labels_of), 2)
   with pytest.raises(
     ValueError, match=r"^mpjax.accumulate_gradients\(inner\).init\(params\): expected"
@@ -192,27 +147,17 @@ def test_extra_arguments_reach_only_an_update_that_names_them(scale):
   assert seen == {"finite": True, "scale": used, "value": 3.0}
 
 
-OTHER_STATES = {
-  "unwrapped": lambda params: optax.sgd(0.1).init(params),
-  "of another optimizer": lambda params: optax.sgd(0.1, momentum=0.9).init(params),
-}
-
-
 @ALL
-@pytest.mark.parametrize("other", OTHER_STATES)
-def test_a_tx_that_is_not_the_one_of_the_state_inside(name, other):
+def test_a_tx_that_is_not_the_one_of_the_state_inside(name):
   """JAX's own error was that a tuple or dict has no attribute mu."""
   tx = WRAPPERS[name](optax.adam(0.1))
-  state = tx.init(PARAMS)._replace(inner_state=OTHER_STATES[other](PARAMS))
-  with pytest.raises(TypeError) as error:
-    tx.update(PARAMS, state, PARAMS)
-  check_error(
-    error,
-    where=f"{name}.update(state)",
-    expected="the state that init of this very transformation created",
-    got="PyTreeDef",
-    fix="Pass the tx that made it",
-  )
+  for other in (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)):
+    state = tx.init(PARAMS)._replace(inner_state=other.init(PARAMS))
+    expected = "the state that init of this very transformation created"
+    with refused(
+      TypeError, f"{name}.update(state)", expected, "PyTreeDef", "Pass the tx that made"
+    ):
+      tx.update(PARAMS, state, PARAMS)
 
 
 @ALL
@@ -223,3 +168,16 @@ def test_an_error_of_the_optimizer_itself_comes_through(name):
   tx = WRAPPERS[name](optax.GradientTransformation(lambda p: optax.EmptyState(), update))
   with pytest.raises(ValueError, match="of its own"):
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.case("B064")
+@ALL
+def test_python_numbers_in_the_state_of_inner_are_strong_from_the_start(name):
+  inner = optax.GradientTransformation(
+    lambda params: {"rate": 0.5, "count": 0, "np": np.float32(2)},
+    lambda u, s, p=None: (u, s | {"count": s["count"] + jnp.int32(1)}),
+  )
+  tx = WRAPPERS[name](inner)
+  state = tx.init(PARAMS)
+  _, new = jax.eval_shape(tx.update, PARAMS, state, PARAMS)
+  assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)

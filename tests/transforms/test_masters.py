@@ -1,5 +1,7 @@
 """Masters that are split: which parameters belong to them, and what raises."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from flax import nnx
 import mpjax
 from tests.errors import check_error
 from tests.programs import bits
+from tests.transforms.refusals import refused
 
 F32 = np.float32
 PARAMS = {
@@ -36,196 +39,122 @@ def test_only_bfloat16_is_split():
   assert jax.tree.map(lambda x: x.nbytes, parity) == {"b": 1} | dict.fromkeys(("f", "n", "none"))
 
 
+WHERE = "mpjax.master_params(params)"
+FIX = "bfloat16 parameters"
+
+
 def test_masters_need_the_parameters_that_they_were_split_from():
   state = split(optax.sgd(0.1)).init(PARAMS)
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+  fix = "mpjax.master_params(opt_state, params)"
+  with refused(ValueError, WHERE, 'storage="split"', "None", fix):
     mpjax.master_params(state)
-  check_error(
-    excinfo,
-    where="mpjax.master_params(params)",
-    expected='storage="split"',
-    got="None",
-    fix="mpjax.master_params(opt_state, params)",
-  )
   found = mpjax.master_params(state, PARAMS)
-  assert {name: x.dtype.name for name, x in found.items() if x is not None} == {
-    "b": "float32",
-    "f": "float32",
-    "n": "float32",
-  }
+  assert [None if x is None else x.dtype.name for x in found.values()] == ["float32"] * 3 + [None]
   assert found["b"].tolist() == [1, -2]
   assert found["n"] is PARAMS["n"]
 
 
 @pytest.mark.case("B152")
-@pytest.mark.parametrize(
-  ("wrong", "got"),
-  [
-    ({"b": jnp.ones(3, jnp.bfloat16)}, "bfloat16[3] for bfloat16[2]"),
-    ({"b": jnp.ones((1, 2), jnp.bfloat16)}, "bfloat16[1, 2] for bfloat16[2]"),
-    ({"b": jnp.ones(2, jnp.float16)}, "float16[2] for bfloat16[2]"),
-    ({"b": jnp.ones(2, jnp.int32)}, "int32[2] for bfloat16[2]"),
-    ({"b": None}, "NoneType for bfloat16[2]"),
-    ({"b": {"x": jnp.ones(2, jnp.bfloat16)}}, "dict for bfloat16[2]"),
-  ],
-  ids=str,
-)
-def test_parameters_that_cannot_belong_to_the_state_raise(wrong, got):
-  tx = split(optax.sgd(0.1))
-  state = tx.init(PARAMS)
-  where = "mpjax.master_params(params)"
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-    mpjax.master_params(state, PARAMS | wrong)
-  check_error(excinfo, where=where, expected="of this state", got=got, fix="bfloat16 parameters")
-
-
-def test_float32_is_a_wrappers_view_and_for_users_another_dtype():
+def test_parameters_that_cannot_belong_to_the_state_raise():
+  """float32 is a wrapper's view, and for users another dtype."""
   state = split(optax.sgd(0.1)).init(PARAMS)
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-    mpjax.master_params(state, PARAMS | {"b": jnp.ones(2)})
-  check_error(
-    excinfo,
-    where="mpjax.master_params(params)",
-    expected="of this state",
-    got="float32[2] for bfloat16[2]",
-    fix="bfloat16 parameters",
-  )
-  assert str(excinfo.value).count("expected") == 1, "an error inside of an error"
-  assert excinfo.value.__cause__ is None
+  for wrong, got in (
+    (jnp.ones(3, jnp.bfloat16), "bfloat16[3] for bfloat16[2]"),
+    (jnp.ones((1, 2), jnp.bfloat16), "bfloat16[1, 2] for bfloat16[2]"),
+    (jnp.ones(2, jnp.float16), "float16[2] for bfloat16[2]"),
+    (jnp.ones(2), "float32[2] for bfloat16[2]"),
+    (jnp.ones(2, jnp.int32), "int32[2] for bfloat16[2]"),
+    (None, "NoneType for bfloat16[2]"),
+    ({"x": jnp.ones(2, jnp.bfloat16)}, "dict for bfloat16[2]"),
+  ):
+    with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+      mpjax.master_params(state, PARAMS | {"b": wrong})
+    check_error(excinfo, where=WHERE, expected="of this state", got=got, fix=FIX)
+    assert str(excinfo.value).count("expected") == 1, "an error inside of an error"
+    assert excinfo.value.__cause__ is None
 
 
-WRAPPERS = {
-  "mpjax.master_weights(inner)": lambda tx: tx,
-  "mpjax.loss_scaling(inner)": mpjax.loss_scaling,
-  "mpjax.accumulate_gradients(inner)": lambda tx: mpjax.accumulate_gradients(tx, 2),
-  "in a chain": lambda tx: mpjax.loss_scaling(optax.chain(optax.clip(1.0), tx)),
-  "of a window": lambda tx: mpjax.loss_scaling(mpjax.accumulate_gradients(tx, 2)),
-  "no scale": lambda tx: mpjax.loss_scaling(tx, mpjax.NoLossScale()),
-}
-NAMED = {
-  "in a chain": "mpjax.loss_scaling(inner)",
-  "of a window": "mpjax.loss_scaling(inner)",
-  "no scale": "mpjax.master_weights(inner)",
-}
+WRAPPERS = [
+  (lambda tx: tx, "mpjax.master_weights(inner)"),
+  (mpjax.loss_scaling, "mpjax.loss_scaling(inner)"),
+  (lambda tx: mpjax.accumulate_gradients(tx, 2), "mpjax.accumulate_gradients(inner)"),
+  (lambda tx: mpjax.loss_scaling(optax.chain(optax.clip(1.0), tx)), "mpjax.loss_scaling(inner)"),
+  (lambda tx: mpjax.loss_scaling(mpjax.accumulate_gradients(tx, 2)), "mpjax.loss_scaling(inner)"),
+  (lambda tx: mpjax.loss_scaling(tx, mpjax.NoLossScale()), "mpjax.master_weights(inner)"),
+]
 
 
 @pytest.mark.case("B152")
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_parameters_of_another_dtype_never_give_masters(wrapper, dtype):
+def test_parameters_of_another_dtype_never_give_masters():
   """float32 parameters have lower bits of their own, which a master would be read with."""
-  tx = WRAPPERS[wrapper](split(optax.adam(0.1)))
   params = {"b": jnp.asarray([1.0, -2.0], jnp.bfloat16)}
-  state = tx.init(params)
-  wrong = {"b": jnp.full(2, 1.003, dtype)}
-  for update in (tx.update, jax.jit(tx.update)):
-    with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-      update(params, state, wrong)
-    check_error(
-      excinfo,
-      where=f"{NAMED.get(wrapper, wrapper)}.update(params)",
-      expected="of this state",
-      got=f"{dtype}[2] for bfloat16[2]",
-      fix="bfloat16 parameters",
-    )
-    _, new = update(params, state, params)
+  for wrap, named in WRAPPERS:
+    tx = wrap(split(optax.adam(0.1)))
+    state = tx.init(params)
+    for dtype, update in itertools.product(("float32", "float16"), (tx.update, jax.jit(tx.update))):
+      got = f"{dtype}[2] for bfloat16[2]"
+      with refused(ValueError, f"{named}.update(params)", "of this state", got, FIX):
+        update(params, state, {"b": jnp.full(2, 1.003, dtype)})
+    new = jax.eval_shape(tx.update, params, state, params)[1]
     assert jax.tree.structure(new) == jax.tree.structure(state)
+  other = {"b": jnp.ones((2, 2), jnp.bfloat16)}
+  tx = split(optax.sgd(0.1))
+  where, got = "mpjax.master_weights(inner).update(params)", "bfloat16[2, 2] for bfloat16[2]"
+  with refused(ValueError, where, "of this state", got, FIX):
+    tx.update(other, tx.init(params), other)
 
 
-@pytest.mark.parametrize("storage", ["float32", "split"])
-def test_variables_of_nnx_have_to_be_left_out(storage):
+def test_variables_of_nnx_have_to_be_left_out():
   model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1), storage=storage))
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1)))
   state = nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state
   params = nnx.state(model, nnx.Param)
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+  fix = "nnx.as_pure(optimizer.opt_state) and nnx.as_pure(nnx.state(model, nnx.Param))"
+  with refused(ValueError, WHERE, "the tree that the state was created for", "another one", fix):
     mpjax.master_params(state, params)
-  check_error(
-    excinfo,
-    where="mpjax.master_params(params)",
-    expected="the tree that the state was created for",
-    got="another one",
-    fix="nnx.as_pure(optimizer.opt_state) and nnx.as_pure(nnx.state(model, nnx.Param))",
-  )
   found = mpjax.master_params(nnx.as_pure(state), nnx.as_pure(params))
   assert bits(found["kernel"]) == bits(np.asarray(model.kernel[...]).astype(F32))
 
 
-def test_update_refuses_what_cannot_be_its_parameters():
-  tx = split(optax.sgd(0.1))
-  state = tx.init({"b": jnp.ones(2, jnp.bfloat16)})
-  other = {"b": jnp.ones((2, 2), jnp.bfloat16)}
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-    tx.update(other, state, other)
-  check_error(
-    excinfo,
-    where="mpjax.master_weights(inner).update(params)",
-    expected="of this state",
-    got="bfloat16[2, 2] for bfloat16[2]",
-    fix="bfloat16 parameters",
-  )
-
-
-@pytest.mark.parametrize("storage", ["float32", "split"])
-def test_the_state_of_the_other_storage_is_refused(storage):
-  other = {"float32": "split", "split": "float32"}[storage]
-  params = jnp.ones(2, jnp.bfloat16)
-  state = mpjax.master_weights(optax.sgd(0.1), storage=other).init(params)
-  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
-    mpjax.master_weights(optax.sgd(0.1), storage=storage).update(params, state, params)
-  check_error(
-    excinfo,
-    where="mpjax.master_weights(inner).update(state)",
-    expected=f'storage="{storage}"',
-    got="the other storage",
-    fix="mpjax.checkpoints.restore_like",
-  )
-
-
-@pytest.mark.parametrize(
-  "params",
-  [(), {}, [None, jnp.ones(2)], optax.MaskedNode(), {"b": optax.MaskedNode()}, jnp.ones(2)],
-  ids=str,
-)
-@pytest.mark.parametrize("storage", ["float32", "split"])
-def test_trees_without_anything_to_split(params, storage):
-  tx = mpjax.master_weights(optax.sgd(0.1), storage=storage)
-  state = tx.init(params)
-  _, new = tx.update(params, state, params)
-  assert jax.tree.structure(new) == jax.tree.structure(state)
-
-
-def test_an_unknown_storage():
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+def test_the_state_of_the_other_storage_is_refused():
+  params, storages = jnp.ones(2, jnp.bfloat16), ("float32", "split")
+  for storage, other in (storages, storages[::-1]):
+    state = mpjax.master_weights(optax.sgd(0.1), storage=other).init(params)
+    tx = mpjax.master_weights(optax.sgd(0.1), storage=storage)
+    where, got = "mpjax.master_weights(inner).update(state)", "the other storage"
+    with refused(TypeError, where, f'storage="{storage}"', got, "mpjax.checkpoints.restore_like"):
+      tx.update(params, state, params)
+  where, got = "mpjax.master_weights(storage)", "'splits'"
+  with refused(ValueError, where, "'float32' or 'split'", got, "'split'"):
     mpjax.master_weights(optax.sgd(0.1), storage="splits")
-  check_error(
-    excinfo,
-    where="mpjax.master_weights(storage)",
-    expected="'float32' or 'split'",
-    got="'splits'",
-    fix="'split'",
-  )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "numpy"])
-def test_masters_are_set_from_any_dtype(dtype):
+def test_trees_without_anything_to_split():
+  for params in (
+    *((), {}, [None, jnp.ones(2)], optax.MaskedNode()),
+    *({"b": optax.MaskedNode()}, jnp.ones(2)),
+  ):
+    for storage in ("float32", "split"):
+      tx = mpjax.master_weights(optax.sgd(0.1), storage=storage)
+      state = tx.init(params)
+      _, new = tx.update(params, state, params)
+      assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+def test_masters_are_set_from_any_dtype():
   values = np.asarray([1.001, -2.0003], F32)
-  given = values if dtype == "numpy" else jnp.asarray(values, dtype)
   state = split(optax.adam(1e-3)).init(PARAMS)
-  new = mpjax.set_master_params(state, PARAMS | {"b": given})
-  exact = np.asarray(given).astype(F32)
-  params = PARAMS | {"b": jnp.asarray(exact, jnp.bfloat16)}
-  assert bits(mpjax.master_params(new, params)["b"]) == bits(exact)
-  assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+  halves = ("float32", "bfloat16", "float16")
+  for given in (values, *(jnp.asarray(values, dtype) for dtype in halves)):
+    new = mpjax.set_master_params(state, PARAMS | {"b": given})
+    exact = np.asarray(given).astype(F32)
+    params = PARAMS | {"b": jnp.asarray(exact, jnp.bfloat16)}
+    assert bits(mpjax.master_params(new, params)["b"]) == bits(exact)
+    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+  where, got = "mpjax.set_master_params(params)", "float32[3] for float32[2] at ['b']"
+  fix = "Pass the float32 parameters"
+  with refused(ValueError, where, "in the shapes of the masters", got, fix):
     mpjax.set_master_params(state, PARAMS | {"b": jnp.ones(3)})
-  check_error(
-    excinfo,
-    where="mpjax.set_master_params(params)",
-    expected="in the shapes of the masters",
-    got="float32[3] for float32[2] at ['b']",
-    fix="Pass the float32 parameters",
-  )
 
 
 def test_a_train_step_does_not_round_split_parameters_stochastically():
@@ -237,15 +166,9 @@ def test_a_train_step_does_not_round_split_parameters_stochastically():
   params = jnp.ones(2, jnp.bfloat16)
   state = mpjax.TrainState.create(params, tx, rng=jax.random.key(0))
   step = mpjax.make_train_step(loss_fn, tx, rounding="stochastic")
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+  where = "mpjax.make_train_step(rounding='stochastic'): step(state): opt_state"
+  with refused(ValueError, where, "no master", "mpjax.master_weights", "Use one of the two"):
     step(state, jnp.ones(2))
-  check_error(
-    excinfo,
-    where="mpjax.make_train_step(rounding='stochastic'): step(state): opt_state",
-    expected="no master",
-    got="mpjax.master_weights",
-    fix="Use one of the two",
-  )
 
 
 def test_masters_of_branches_are_merged():
@@ -258,15 +181,9 @@ def test_masters_of_branches_are_merged():
   assert bits(found) == bits(
     {"a": np.full(2, F32(1 - 2.0**-9)), "b": {"c": np.full(3, F32(1 - 2.0**-10))}}
   )
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+  where, got = "mpjax.master_params(opt_state)", "two for the same part"
+  with refused(ValueError, where, "masters of separate parts", got, "Use master_weights once"):
     mpjax.master_params([state, state], params)
-  check_error(
-    excinfo,
-    where="mpjax.master_params(opt_state)",
-    expected="masters of separate parts",
-    got="two for the same part",
-    fix="Use master_weights once",
-  )
 
 
 def test_the_nearest_master_where_no_update_leads_to_the_rounded_one():

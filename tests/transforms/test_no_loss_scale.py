@@ -48,17 +48,6 @@ def test_none_and_integers_work_under_lookahead(odd, config):
     assert bits(part["b"]) == bits(params["b"])
 
 
-@pytest.mark.filterwarnings("ignore:.*stored in low precision")
-@pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.NoLossScale()], ids=str)
-def test_half_parameters_with_float32_gradients_compile_once(config):
-  tx, params = mpjax.loss_scaling(optax.adam(0.1), config), jnp.ones(2, jnp.bfloat16)
-  state, update = tx.init(params), jax.jit(tx.update)
-  for _ in range(2):
-    before = jax.tree.map(jax.typeof, state)
-    _, state = update(jnp.ones(2), state, params)
-    assert jax.tree.map(jax.typeof, state) == before
-
-
 @pytest.mark.parametrize("config", [mpjax.StaticLossScale(1), mpjax.NoLossScale()], ids=str)
 @pytest.mark.parametrize("wrap", [lambda tx: tx, mpjax.master_weights], ids=["plain", "masters"])
 def test_functions_among_the_parameters_are_left_alone(wrap, config):
@@ -72,27 +61,3 @@ def test_functions_among_the_parameters_are_left_alone(wrap, config):
   assert updates["activation"] is None
   assert jnp.array_equal(updates["w"], expected)
   assert mpjax.apply_updates(model, updates)["activation"] is jnp.tanh
-
-
-def test_apply_works_without_loss_scaling():
-  params, grads = jnp.ones(2), jnp.asarray([1.0, 2.0])
-  found = []
-  for config in (mpjax.StaticLossScale(1), mpjax.NoLossScale()):
-    tx = mpjax.loss_scaling(optax.sgd(0.5), config)
-    apply = lambda params, updates, state: params + updates  # noqa: E731
-    found.append(tx.update(grads, tx.init(params), params, apply=apply)[0].tolist())
-  assert found == [[0.5, 0.0]] * 2
-
-
-def test_an_update_that_names_the_flag_alone_is_given_it():
-  seen = []
-
-  def update(updates, state, params=None, *, grads_finite):
-    seen.append(bool(grads_finite))
-    return updates, state
-
-  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
-  for config in (mpjax.StaticLossScale(4), mpjax.NoLossScale()):
-    tx = mpjax.loss_scaling(inner, config)
-    tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-  assert seen == [True, True]

@@ -22,7 +22,7 @@ def run(batch, config, max_retries):
   return state, metrics
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2, 3, 7])
+@pytest.mark.parametrize("hysteresis", [1, 3])
 def test_each_run_is_at_a_lower_scale_whatever_the_hysteresis(hysteresis):
   """At 2^15 and 2^14 the gradient 4 overflows, at 2^13 it does not."""
   state, metrics = run(4.0, {"hysteresis": hysteresis}, 3)
@@ -30,18 +30,3 @@ def test_each_run_is_at_a_lower_scale_whatever_the_hysteresis(hysteresis):
   assert found == [1, 2, 2**13, 2]
   assert state.step == 1
   np.testing.assert_array_equal(state.params, np.float32([-4 * 2.0**-30]))
-
-
-@pytest.mark.parametrize("hysteresis", [1, 3])
-def test_in_vain_it_is_one_skipped_step(hysteresis):
-  """Two retries are not enough for 2^5: the scale is as after a single skip."""
-  _, metrics = run(2.0**5, {"hysteresis": hysteresis}, 2)
-  expected = 2**14 if hysteresis == 1 else 2**15
-  found = [int(metrics[name]) for name in ("finite", "retries", "loss_scale", "skipped")]
-  assert found == [0, 2, expected, 1]
-
-
-@pytest.mark.parametrize("hysteresis", [1, 3])
-def test_no_run_again_at_the_lowest_scale(hysteresis):
-  _, metrics = run(4.0, {"hysteresis": hysteresis, "min_scale": 2.0**15}, 5)
-  assert [int(metrics[name]) for name in ("finite", "retries", "skipped")] == [0, 0, 1]

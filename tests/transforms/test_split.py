@@ -1,5 +1,7 @@
 """A float32 number in a bfloat16 parameter and 17 bits, for all bit patterns, against NumPy."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,20 +16,9 @@ LOW = np.arange(2**16, dtype=np.uint32)
 # Zeros, subnormal numbers and the smallest normal ones; even and odd; powers of two, the ends of an
 # interval; the largest; inf and NaN; each of them with both signs.
 UPPER = [
-  0,
-  1,
-  2,
-  0x7F,
-  0x80,
-  0x3F80,
-  0x3F81,
-  0x3F7F,
-  0x4049,
-  0x7F7E,
-  0x7F7F,
-  0x7F80,
-  0x7F81,
-  0x7FC0,
+  *(0, 1, 2, 0x7F, 0x80),
+  *(0x3F80, 0x3F81, 0x3F7F, 0x4049),
+  *(0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0),
 ]
 
 
@@ -59,10 +50,8 @@ def there_and_back(x):
   return param, held, join(param, held), join(rounded(x), split(x, rounded(x)))
 
 
-@pytest.mark.parametrize("sign", [0, 0x8000], ids=["positive", "negative"])
-@pytest.mark.parametrize("upper", UPPER, ids=hex)
-def test_every_number_with_these_upper_bits_comes_back(upper, sign):
-  x = numbers(upper | sign)
+def test_every_number_with_these_upper_bits_comes_back():
+  x = np.stack([numbers(upper | sign) for upper in UPPER for sign in (0, 0x8000)])
   param, held, back, wide = there_and_back(x)
   expected = nearest(x)
   real = ~np.isnan(x)
@@ -72,7 +61,7 @@ def test_every_number_with_these_upper_bits_comes_back(upper, sign):
   assert same(wide, x)
   assert held.remainder.dtype == np.int16
   assert held.parity.dtype == np.uint8
-  assert held.parity.shape == (2**13,)
+  assert held.parity.shape == (len(x), 2**13)
 
 
 def test_numbers_from_all_of_the_range_come_back():
@@ -97,24 +86,25 @@ def test_16_bits_are_the_difference_of_the_bits():
   assert back.tolist() == both.tolist()
 
 
-@pytest.mark.parametrize("upper", [0x3F80, 0x3F81, 0x0080, 0xC049])
-@pytest.mark.parametrize("ulps", [-3, -1, 1, 3])
-def test_parts_of_numbers_that_differ_in_last_bits_give_one_of_them(upper, ulps):
+joined = jax.jit(join)
+
+
+def test_parts_of_numbers_that_differ_in_last_bits_give_one_of_them():
   """As a compiler gives that computes a master once for each of its consumers."""
-  x = numbers(upper)
-  other = (x.view(np.int32) + ulps).view(np.float32)
-  param, (remainder, parity), _, _ = there_and_back(x)
-  other_param, (other_remainder, other_parity), _, _ = there_and_back(other)
-  cases = [(other_param, remainder, parity), (param, other_remainder, other_parity)]
-  for p, low, bit in [*cases, (param, remainder, other_parity), (param, other_remainder, parity)]:
-    found = np.asarray(join(p, split(x, param)._replace(remainder=low, parity=bit)))
-    steps = np.abs(found.view(np.int32).astype(np.int64) - x.view(np.int32))
-    assert steps.max() <= abs(ulps)
+  for upper, ulps in itertools.product([0x3F80, 0x3F81, 0x0080, 0xC049], [-3, -1, 1, 3]):
+    x = numbers(upper)
+    other = (x.view(np.int32) + ulps).view(np.float32)
+    param, held, _, _ = there_and_back(x)
+    other_param, other_held, _, _ = there_and_back(other)
+    mixed = held._replace(parity=other_held.parity), other_held._replace(parity=held.parity)
+    cases = [(other_param, held), (param, other_held), (param, mixed[0]), (param, mixed[1])]
+    for p, parts in cases:
+      steps = np.asarray(joined(p, parts)).view(np.int32).astype(np.int64) - x.view(np.int32)
+      assert np.abs(steps).max() <= abs(ulps), (hex(upper), ulps)
 
 
-@pytest.mark.parametrize(
-  ("master", "param", "expected"),
-  [
+def test_of_another_parameter_it_is_the_nearest_number_that_rounds_to_it():
+  cases = [
     (1.37e-6, 0.0, 2.0**-134),  # The largest number that rounds to 0.
     (-1.37e-6, 0.0, -(2.0**-134)),
     (0.0, -0.0, 0.0),
@@ -127,12 +117,9 @@ def test_parts_of_numbers_that_differ_in_last_bits_give_one_of_them(upper, ulps)
     (5.0, -np.inf, -np.inf),
     (np.inf, np.inf, np.inf),
     (np.inf, LARGEST, np.finfo(np.float32).max),
-  ],
-)
-def test_of_another_parameter_it_is_the_nearest_number_that_rounds_to_it(master, param, expected):
-  master, param = np.float32([master]), np.asarray([param], BF16)
-  found = run(lambda m, p: join(p, split(m, p)), master, param)
-  assert same(found, np.float32([expected]))
+  ]
+  master, param, expected = np.float32(cases).T.copy()
+  assert same(run(lambda m, p: join(p, split(m, p)), master, param.astype(BF16)), expected)
 
 
 def test_what_belongs_to_other_parameters_is_finite():
@@ -146,28 +133,43 @@ EMPTY = [(0,), (4, 0), (0, 4), (2, 0, 3), (0, 17), (0, 0)]
 
 
 @pytest.mark.case("B153")
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (9,), (3, 17), (2, 3, 8), *EMPTY])
-def test_any_shape(shape):
-  x = np.random.default_rng(2).normal(size=shape).astype(np.float32)
-  param, held, back, _ = there_and_back(x)
-  last = shape[-1] if shape else 1
-  assert held.remainder.shape == param.shape == shape
-  assert held.parity.shape == (*shape[:-1], -(-last // 8))
-  assert same(back, x)
-  np.testing.assert_array_equal(unpack(pack(jnp.asarray(x > 0)), jnp.asarray(x)), x > 0)
+def test_any_shape():
+  """One program for arrays of all shapes."""
+  shapes = [(), (1,), (7,), (8,), (9,), (3, 17), (2, 3, 8), *EMPTY]
+  rng = np.random.default_rng(2)
+  numbers_of = [np.asarray(rng.normal(size=shape), np.float32) for shape in shapes]
+
+  @jax.jit
+  def each(numbers_of):
+    return [(*there_and_back(x)[:3], unpack(pack(x > 0), x)) for x in numbers_of]
+
+  for shape, x, found in zip(shapes, numbers_of, each(numbers_of), strict=True):
+    param, held, back, flags = found
+    last = shape[-1] if shape else 1
+    assert held.remainder.shape == param.shape == shape
+    assert held.parity.shape == (*shape[:-1], -(-last // 8))
+    assert same(back, x)
+    np.testing.assert_array_equal(flags, x > 0)
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-@pytest.mark.parametrize("shape", [(16,), (128,), (8, 20), (4, 16), (0, 16), (0, 32), (8, 0)])
-def test_the_17th_bits_of_a_sharded_array(devices, axis_type, shape):
+def test_the_17th_bits_of_a_sharded_array(devices, axis_type):
   """Where bytes do not divide like the elements, the bits are replicated along the last axis."""
   mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices)
-  spec = jax.P(None, "data") if shape[0] % 8 or not shape[0] else jax.P("data")
-  x = np.random.default_rng(4).normal(size=shape).astype(np.float32)
-  placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
-  for both in (there_and_back, jax.jit(there_and_back)):
-    param, held, back, _ = both(placed)
+  rng, arrays, placed = np.random.default_rng(4), [], []
+  for shape in ((16,), (128,), (8, 20), (4, 16), (0, 16), (0, 32), (8, 0)):
+    spec = jax.P(None, "data") if shape[0] % 8 or not shape[0] else jax.P("data")
+    arrays.append(rng.normal(size=shape).astype(np.float32))
+    placed.append(jax.device_put(arrays[-1], jax.NamedSharding(mesh, spec)))
+
+  @jax.jit
+  def each(arrays):
+    return [(there_and_back(x), unpack(pack(x > 0), x)) for x in arrays]
+
+  for x, ((param, held, back, _), flags) in zip(arrays, each(placed), strict=True):
     assert same(back, x)
-    assert held.remainder.sharding.is_equivalent_to(param.sharding, len(shape))
-    flags = unpack(pack(placed > 0), placed)
+    assert held.remainder.sharding.is_equivalent_to(param.sharding, x.ndim)
     np.testing.assert_array_equal(flags, x > 0)
+  (param, held, back, _) = there_and_back(placed[2])  # Not within another jitted function.
+  assert same(back, arrays[2])
+  assert held.remainder.sharding.is_equivalent_to(param.sharding, 2)

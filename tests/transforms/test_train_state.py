@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.errors import check_error
+from tests.transforms.refusals import refused
 
 AXES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
 
@@ -114,76 +114,6 @@ def test_abstractly():
   ]
 
 
-def test_integers_among_parameters():
-  tx = mpjax.loss_scaling(optax.adam(1e-3))
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    mpjax.TrainState.create({"w": jnp.ones(2), "n": jnp.arange(2)}, tx)
-  check_error(
-    excinfo,
-    where="mpjax.TrainState.create(params)",
-    expected="floating parameters",
-    got="int32 at ['n']",
-    fix="model_state",
-    builtin=TypeError,
-  )
-
-
-def test_an_optimizer_without_a_loss_scale():
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    mpjax.TrainState.create(jnp.ones(2), optax.adam(1e-3))
-  check_error(
-    excinfo,
-    where="mpjax.TrainState.create(tx)",
-    expected="mpjax.loss_scaling",
-    got="a tuple without a loss scale",
-    fix="tx = mpjax.loss_scaling(tx)",
-    builtin=TypeError,
-  )
-
-
-def test_several_loss_scales():
-  """A step has one loss; who has several writes the step himself."""
-  two = {"a": mpjax.StaticLossScale(2), "b": mpjax.StaticLossScale(4)}
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    mpjax.TrainState.create(jnp.ones(2), mpjax.loss_scaling(optax.adam(1e-3), two))
-  check_error(
-    excinfo,
-    where="mpjax.TrainState.create(tx)",
-    expected="mpjax.loss_scaling around the entire optimizer, for one loss",
-    got="2 loss scale(s) inside of a LossScalingState",
-    fix="mpjax.value_and_grad(..., name=...)",
-    builtin=TypeError,
-  )
-
-
-@pytest.mark.parametrize("rng", [42, jax.ShapeDtypeStruct((2, 2), jnp.uint32), np.ones(2)], ids=str)
-def test_what_is_no_key(rng):
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    mpjax.TrainState.create(jnp.ones(2), mpjax.loss_scaling(optax.sgd(0.1)), rng=rng)
-  check_error(
-    excinfo,
-    where="mpjax.TrainState.create(rng)",
-    expected="one PRNG key",
-    got="a int" if isinstance(rng, int) else "[2",
-    fix="jax.random.key(0)",
-    builtin=TypeError,
-  )
-
-
-def test_whole_variables_are_no_parameters():
-  variables = {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    mpjax.TrainState.create(variables, mpjax.loss_scaling(optax.sgd(0.1)))
-  check_error(
-    excinfo,
-    where="mpjax.TrainState.create(params)",
-    expected="the parameters alone",
-    got="['batch_stats', 'params']",
-    fix='variables["params"]',
-    builtin=ValueError,
-  )
-
-
 def test_a_state_for_one_device_is_there_altogether():
   device = jax.devices()[1]
   params = jax.device_put(jnp.ones(2), device)
@@ -199,23 +129,6 @@ class Net(nnx.Module):
   def __init__(self, rngs):
     self.linear = nnx.Linear(3, 2, rngs=rngs)
     self.norm = nnx.BatchNorm(2, rngs=rngs)
-
-
-@pytest.mark.parametrize("kind", ["module", "state", "inside a dict"])
-def test_running_statistics_of_nnx_are_no_parameters(kind):
-  """Weight decay would act on a running mean."""
-  model = Net(nnx.Rngs(0))
-  params = {"module": model, "state": nnx.state(model), "inside a dict": {"a": model}}[kind]
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    mpjax.TrainState.create(params, mpjax.loss_scaling(optax.adamw(0.1)))
-  check_error(
-    excinfo,
-    where="mpjax.TrainState.create(params)",
-    expected="the parameters alone",
-    got="BatchStat at " + ("a/" if kind == "inside a dict" else "") + "norm/mean",
-    fix="graphdef, params, rest = nnx.split(model, nnx.Param, ...)",
-    builtin=TypeError,
-  )
 
 
 class Trained(nnx.Variable):
@@ -235,48 +148,45 @@ class Plain(nnx.Module):
     self.linear = nnx.Linear(3, 2, rngs=rngs)
 
 
-@pytest.mark.parametrize(
-  ("call", "where", "expected", "got", "fix"),
-  [
-    (
-      lambda p, tx: mpjax.TrainState.create(Plain(nnx.Rngs(0)), tx),
-      "mpjax.TrainState.create(params)",
-      "a tree of arrays, which the step returns anew",
-      "a model of NNX (Plain)",
-      "graphdef, params, rest = nnx.split(model, nnx.Param, ...)",
-    ),
-    (
-      lambda p, tx: mpjax.TrainState.create({"m": Plain(nnx.Rngs(0)), **p}, tx),
-      "mpjax.TrainState.create(params)",
-      "a tree of arrays, which the step returns anew",
-      "a model of NNX (Plain)",
-      "graphdef, params, rest = nnx.split(model, nnx.Param, ...)",
-    ),
-    (
-      lambda p, tx: mpjax.TrainState.create(p, tx.init(p)),
-      "mpjax.TrainState.create(tx)",
-      "the optimizer, an optax transformation",
-      "a LossScalingState",
-      "mpjax.TrainState.create(params, tx)",
-    ),
-    (
-      lambda p, tx: mpjax.TrainState.create(tx, p),
-      "mpjax.TrainState.create(tx)",
-      "the optimizer, an optax transformation",
-      "a dict",
-      "mpjax.TrainState.create(params, tx)",
-    ),
-    (
-      lambda p, tx: mpjax.TrainState.create(apply_fn=print, params=p, tx=tx),
-      "mpjax.TrainState.create",
-      "arguments params, tx, model_state, rng, ema",
-      "an unexpected keyword argument 'apply_fn'",
-      "Write mpjax.TrainState.create(params, tx)",
-    ),
-  ],
-  ids=["module", "module in a dict", "state for tx", "other order", "as in Flax"],
-)
-def test_arguments_that_are_taken_for_others(call, where, expected, got, fix):
-  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
-    call({"w": jnp.ones(2)}, mpjax.loss_scaling(optax.sgd(0.1)))
-  check_error(excinfo, where=where, expected=expected, got=got, fix=fix)
+def test_arguments_that_are_taken_for_others():
+  """Among them: weight decay would act on a running mean; a step has one loss."""
+  create, scaled = mpjax.TrainState.create, mpjax.loss_scaling(optax.sgd(0.1))
+  params, call = {"w": jnp.ones(2)}, "mpjax.TrainState.create"
+  where, split = f"{call}(params)", "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
+  variables = params | {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
+  with refused(TypeError, where, "floating parameters", "int32 at ['n']", "model_state"):
+    create(params | {"n": jnp.arange(2)}, scaled)
+  got = "['batch_stats', 'params', 'w']"
+  with refused(ValueError, where, "the parameters alone", got, 'variables["params"]'):
+    create(variables, scaled)
+  model = Net(nnx.Rngs(0))
+  for given, path in ((model, ""), (nnx.state(model), ""), ({"a": model}, "a/")):
+    with refused(TypeError, where, "the parameters alone", f"BatchStat at {path}norm/mean", split):
+      create(given, scaled)
+  plain = Plain(nnx.Rngs(0))
+  for given in (plain, {"m": plain, **params}):
+    expected = "a tree of arrays, which the step returns anew"
+    with refused(TypeError, where, expected, "a model of NNX (Plain)", split):
+      create(given, scaled)
+  for rng in (42, jax.ShapeDtypeStruct((2, 2), jnp.uint32), np.ones(2)):
+    got = "a int" if isinstance(rng, int) else "[2"
+    with refused(TypeError, f"{call}(rng)", "one PRNG key", got, "jax.random.key(0)"):
+      create(params, scaled, rng=rng)
+  two = {"a": mpjax.StaticLossScale(2), "b": mpjax.StaticLossScale(4)}
+  optimizer = "the optimizer, an optax transformation"
+  one_loss = "mpjax.loss_scaling around the entire optimizer, for one loss"
+  with refused(
+    TypeError, f"{call}(tx)", one_loss, "2 loss scale(s)", "mpjax.value_and_grad(..., name=...)"
+  ):
+    create(params, mpjax.loss_scaling(optax.adam(1e-3), two))
+  got, fix = "a tuple without a loss scale", "tx = mpjax.loss_scaling(tx)"
+  with refused(TypeError, f"{call}(tx)", "mpjax.loss_scaling", got, fix):
+    create(params, optax.adam(1e-3))
+  fix = "mpjax.TrainState.create(params, tx)"
+  with refused(TypeError, f"{call}(tx)", optimizer, "a LossScalingState", fix):
+    create(params, scaled.init(params))
+  with refused(TypeError, f"{call}(tx)", optimizer, "a dict", fix):
+    create(scaled, params)
+  expected = "arguments params, tx, model_state, rng, ema"
+  with refused(TypeError, call, expected, "an unexpected keyword argument 'apply_fn'", fix):
+    create(apply_fn=print, params=params, tx=scaled)
