@@ -266,26 +266,6 @@ def test_cells_multiply_in_half_and_add_up_in_the_dtype_of_their_carry(name):
     assert set(jax.tree.leaves(dtypes(results))) == {"float32"}
 
 
-@pytest.mark.case("B085", "B086")
-@pytest.mark.parametrize("name", CELLS)
-def test_cells_over_time(name):
-  xs, cell = jnp.stack([X] * 4, axis=1), CELLS[name]
-  for model in (
-    nn.RNN(cell.clone()),
-    nn.RNN(cell.clone(), return_carry=True, reverse=True, keep_order=True),
-    nn.Bidirectional(nn.RNN(cell.clone()), nn.RNN(cell.clone())),
-  ):
-    program, found = traced(linen(model, xs), "c=bf16", xs)
-    if getattr(model, "return_carry", False):
-      carry, found = found
-      # `initialize_carry` makes float32: the carry stays so, and is exact.
-      assert set(jax.tree.leaves(dtypes(carry))) == {"float32"}
-    assert found.dtype == (BF16 if name == "SimpleCell" else F32)
-    assert only_half(program)
-  ours = mpjax.linen.with_policy(model, "c=bf16")
-  assert set(jax.tree.leaves(dtypes(jax.eval_shape(ours.init, KEY, xs)))) == {"float32"}
-
-
 @pytest.mark.parametrize("way", ["init", "lazy_init", "tabulate", "scope"])
 def test_what_is_told_of_a_cell_over_time_before_it_runs(way):
   """To tell the dtypes of caches modules are called in half there, and a loop starts in float32."""
