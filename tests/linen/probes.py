@@ -64,7 +64,7 @@ def seen_under(
 ) -> dict[str, str]:
   """Returns the dtype at each path of a model whose variables were made without a policy."""
   args = args or (X,)
-  variables = model.init(KEY, *args)
+  variables = jax.eval_shape(model.init, KEY, *args)
   return seen(mpjax.linen.with_policy(model, policy, rules, **options).apply, variables, *args)
 
 
