@@ -4,7 +4,6 @@ import contextlib
 import functools
 import threading
 
-import chex
 import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
@@ -310,24 +309,6 @@ def product_dtypes(program):
   return [left for left, _ in found]
 
 
-def test_1000_steps_trace_once():
-  model = with_policy(Plain(), "mixed_bfloat16")
-  params = model.init(KEY, X)
-  tx = optax.sgd(0.1)
-
-  @jax.jit
-  @chex.assert_max_traces(n=1)
-  def step(params, state):
-    grads = jax.grad(lambda params: jnp.mean(model.apply(params, X) ** 2))(params)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  state = tx.init(params)
-  for _ in range(1000):
-    params, state = step(params, state)
-  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
-
-
 @pytest.mark.case("B066")
 def test_1000_scopes_trace_once():
   """Equal policies are one program: the key is the value, not the object."""
@@ -507,21 +488,6 @@ def test_a_scope_inside_a_running_call_is_refused():
 def held(policy):
   with scope(policy):
     yield
-
-
-@pytest.mark.case("B068", "I9")
-def test_scopes_held_by_generators():
-  model, variables = MODELS["Plain"], variables_of("Plain")
-  pairs = zip(held("bfloat16"), held("float16"), strict=False)
-  next(pairs)
-  assert model.apply(variables, X).dtype == jnp.float16
-  with pytest.raises(StopIteration):
-    next(pairs)  # The first generator ends; the second is left where it is until it is collected.
-  del pairs
-  assert model.apply(variables, X).dtype == jnp.float32
-  assert ACTIVE.value is None
-  with scope("bfloat16"):
-    assert model.apply(variables, X).dtype == jnp.bfloat16
 
 
 @pytest.mark.case("B067")
