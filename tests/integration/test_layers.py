@@ -13,7 +13,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._jaxprs.traced_calls import StateKind
-from tests.linen.products import KEY, X, dtypes
+from tests.linen.probes import KEY, X, dtypes
 from tests.models.values import filled, integers, normal, shapes
 from tests.nnx import rig
 from tests.programs import bits, converts, dtypes_of, error, half_share, products, run

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpjax
 from mpjax._core.trees import cast_like
-from tests.linen.products import HALF, KEY, RAW, X, all_half, dtypes
+from tests.linen.probes import HALF, KEY, RAW, X, all_half, dtypes
 from tests.programs import bits
 
 # The models are written as their users write them.

@@ -15,7 +15,7 @@ from flax.linen import module as linen_module
 
 import mpjax
 from mpjax._core.active import ACTIVE
-from tests.linen.products import HALF, KEY, X, all_half, dtypes, operands, text
+from tests.linen.probes import HALF, KEY, X, all_half, dtypes, operands, text
 from tests.programs import bits, products, run
 
 # The models are written as their users write them.

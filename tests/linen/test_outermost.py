@@ -13,7 +13,7 @@ import pytest
 from flax.core import freeze
 
 import mpjax
-from tests.linen.products import HALF, KEY, RAW, X, all_half, dtypes, operands
+from tests.linen.probes import HALF, KEY, RAW, X, all_half, dtypes, operands
 from tests.programs import Derivatives, bits, products, run
 
 # The models are written as their users write them.
@@ -305,59 +305,6 @@ def test_raw_parameters_compute_in_half_with_float32_gradients(name):
     program, found = jax.make_jaxpr(grad, return_shape=True)(variables["params"])
     assert {p.dtypes for p in products(program)} == {("bfloat16", "bfloat16")}
     assert {x.dtype for x in jax.tree.leaves(found)} - {jax.dtypes.float0} == {F32}
-
-
-def casts_of_parameters(fun, params):
-  """Returns how often each parameter is cast to half, counted where it is an input."""
-  jaxpr = jax.make_jaxpr(fun)(params).jaxpr
-  names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-  found = {}
-
-  def walk(jaxpr, owners):
-    for eqn in jaxpr.eqns:
-      if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16:
-        (var,) = eqn.invars
-        if not isinstance(var, jax.extend.core.Literal) and var in owners:
-          found[owners[var]] = found.get(owners[var], 0) + 1
-      for inner in jax.tree.leaves(
-        list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")
-      ):
-        if hasattr(inner, "jaxpr") and len(inner.jaxpr.invars) == len(eqn.invars):
-          passed = {
-            var: owners[outer]
-            for var, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True)
-            if not isinstance(outer, jax.extend.core.Literal) and outer in owners
-          }
-          walk(inner.jaxpr, passed)
-
-  walk(jaxpr, dict(zip(jaxpr.invars, names, strict=True)))
-  return found
-
-
-@pytest.mark.case("A75")
-def test_one_cast_for_each_parameter_and_use():
-  class Uses(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      shared = nn.Dense(3, name="twice")
-      w = self.param("three_reads", nn.initializers.ones, (3, 3))
-      return nn.Dense(3, name="once")(shared(shared(x))) @ w @ w @ w
-
-  params = jax.eval_shape(Uses().init, KEY, X)["params"]
-  model = with_policy(Uses(), "mixed_bfloat16")
-
-  def forward(params):
-    return model.apply({"params": params}, X)
-
-  wanted = {
-    "['once']['kernel']": 1,
-    "['twice']['kernel']": 2,
-    "['three_reads']": 3,
-    # Biases are broadcast in float32 beforehand, so that their gradients are float32 sums.
-  }
-  assert casts_of_parameters(forward, params) == wanted
-  # The gradient casts nothing again.
-  assert casts_of_parameters(jax.grad(lambda p: forward(p).sum()), params) == wanted
 
 
 class Tied(nn.Module):

@@ -9,7 +9,7 @@ from flax.core import Scope
 import mpjax
 from mpjax._core.trees import instances_in
 from mpjax.linen._scope_paths import PathScope
-from tests.linen.products import KEY, X, operands, text
+from tests.linen.probes import KEY, X, operands, text
 from tests.programs import bits
 
 # The models are written as their users write them.
