@@ -41,6 +41,16 @@ def dtypes(tree: Any) -> Any:
   return jax.tree.map(lambda x: str(x.dtype), tree)
 
 
+class Does(nn.Module):
+  """Does what a function says, which is given the module; so a module is one line of a table."""
+
+  body: Any
+
+  @nn.compact
+  def __call__(self, *args, **kwargs):
+    return self.body(self, *args, **kwargs)
+
+
 # Modules that show the dtype of a product in them
 
 

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core import FrozenDict
-from flax.linen import module as linen_module
 
 import mpjax
-from mpjax._core.active import ACTIVE
-from tests.linen.probes import HALF, KEY, X, all_half, dtypes, operands, text
+from tests.linen.probes import HALF, KEY, Does, X, all_half, dtypes, operands, text
 from tests.programs import bits, products, run
 
 # The models are written as their users write them.
@@ -68,24 +66,18 @@ class Unsortable(dict):
   """Keys that do not sort make it no tree to JAX."""
 
 
-class Receives(nn.Module):
-  """Puts what it was called with into a list, and multiplies what it can."""
-
-  received: Any
-
-  @nn.compact
-  def __call__(self, *args, **kwargs):
-    self.received(args, kwargs)
-    arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
-    return [jnp.dot(x, x.T) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-
-
 def received_under(policy, *args, **kwargs):
   found = []
-  model = Receives(lambda args, kwargs: found.append((args, kwargs)))
+  model = Does(lambda module, *args, **kwargs: found.append((args, kwargs)))
   with_policy(model, policy).apply({}, *args, **kwargs)
   ((args, kwargs),) = found
   return args, kwargs
+
+
+def products_of(module, tree):
+  """Multiplies each floating array of a tree by itself."""
+  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+  return [jnp.dot(x, x.T) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
 VALUES = {
@@ -160,7 +152,7 @@ def test_floating_arrays_are_multiplied_in_half_in_every_container():
     "nothing": None,
   }
   leaves = jax.tree.leaves(batch)
-  model = with_policy(Receives(lambda args, kwargs: None), "bfloat16")
+  model = with_policy(Does(products_of), "bfloat16")
   all_half(lambda batch: model.apply({}, {**batch, "train": True}), batch, count=5 + 1)
   # What was passed in is as it was.
   assert all(a is b for a, b in zip(leaves, jax.tree.leaves(batch), strict=True))
@@ -169,14 +161,13 @@ def test_floating_arrays_are_multiplied_in_half_in_every_container():
 @pytest.mark.case("B061")
 @pytest.mark.parametrize("half", HALF)
 def test_half_arguments_show_as_float32_and_count_as_half(half):
-  class Doubles(nn.Module):
-    def __call__(self, tree):
-      calls.append(("inside", str(tree["x"].dtype)))
-      return jax.tree.map(lambda x: x * 2, tree)
+  def doubled(module, tree):
+    calls.append(("inside", str(tree["x"].dtype)))
+    return jax.tree.map(lambda x: x * 2, tree)
 
   tree = {"x": X.astype(half), "n": 3}
   calls.clear()
-  found = with_policy(Doubles(), f"c={half}").apply({}, tree)
+  found = with_policy(Does(doubled), f"c={half}").apply({}, tree)
   assert set(calls) == {("inside", "float32")}
   assert found["n"] == 6
   assert bits(found["x"]) == bits(tree["x"] * 2)
@@ -243,16 +234,15 @@ def test_outputs_keep_their_structure(lift):
   cls = {"plain": Returns, "remat": nn.remat(Returns), "jit": nn.jit(Returns)}[lift]
   inside = []
 
-  class Root(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      out = cls()(x)
-      inside.append(jax.tree.structure(out))
-      return out
+  def body(module, x):
+    out = cls()(x)
+    inside.append(jax.tree.structure(out))
+    return out
 
-  variables = jax.eval_shape(Root().init, KEY, X)
-  wanted = jax.eval_shape(Root().apply, variables, X)
-  ours = with_policy(Root(), "mixed_bfloat16")
+  model = Does(body)
+  variables = jax.eval_shape(model.init, KEY, X)
+  wanted = jax.eval_shape(model.apply, variables, X)
+  ours = with_policy(model, "mixed_bfloat16")
   found = jax.eval_shape(ours.apply, variables, X)
   assert jax.tree.structure(found) == jax.tree.structure(wanted)
   assert dtypes(found) == dtypes(wanted)
@@ -262,15 +252,9 @@ def test_outputs_keep_their_structure(lift):
 
 @pytest.mark.case("B053")
 def test_outputs_without_floating_arrays_are_the_same_objects():
-  class Returns(nn.Module):
-    make: Any
-
-    def __call__(self):
-      return self.make()
-
   for value in (None, 3, "name", True, jnp.arange(3), jnp.ones(2, jnp.complex64), jax.nn.relu):
-    assert with_policy(Returns(lambda value=value: value), "bfloat16").apply({}) is value
-  assert with_policy(Returns(lambda: (1, None)), "bfloat16").apply({}) == (1, None)
+    assert with_policy(Does(lambda module, value=value: value), "bfloat16").apply({}) is value
+  assert with_policy(Does(lambda module: (1, None)), "bfloat16").apply({}) == (1, None)
 
 
 # Fields
@@ -307,20 +291,13 @@ def test_a_policy_beats_a_hard_coded_dtype():
 def test_an_exempt_module_keeps_its_own_dtype():
   assert found_in(HardCoded(), "mixed_bfloat16", [Rule(None, path="two")]) == [BF16, F32, BF16]
 
-  class Passes(nn.Module):
-    """Passes the dtype that it was given to a child, which a rule leaves as it is."""
-
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x):
-      return Layer(self.dtype, name="child")(Layer(self.dtype, name="other")(x))
-
   for own in (None, jnp.float32):
-    variables = jax.eval_shape(Passes(own).init, KEY, X)
+    # The dtype of a module is passed to a child, which a rule leaves as it is.
+    model = Does(lambda m, x, d=own: Layer(d, name="child")(Layer(d, name="other")(x)))
+    variables = jax.eval_shape(model.init, KEY, X)
     calls.clear()
-    model = with_policy(Passes(own), "mixed_bfloat16", [Rule(None, path="child")])
-    assert operands(model.apply, variables, X) == [("bfloat16",) * 2, ("float32",) * 2]
+    ours = with_policy(model, "mixed_bfloat16", [Rule(None, path="child")])
+    assert operands(ours.apply, variables, X) == [("bfloat16",) * 2, ("float32",) * 2]
     assert calls == [("other", "float32"), ("child", "float32")]
 
 
@@ -372,37 +349,6 @@ def test_a_root_that_is_exempt_is_unchanged():
   exempt = with_policy(HardCoded(), "mixed_bfloat16", [Rule(None, path="**")])
   for model in (exempt, with_policy(HardCoded(), None)):
     assert text(model.apply, variables, X) == wanted
-
-
-def test_fields_are_restored_after_a_call_and_after_an_exception():
-  class Fails(nn.Module):
-    dtype: Any = jnp.float16
-
-    def __call__(self, x, fail=False):
-      calls.append(("inside", str(jnp.dtype(self.dtype))))
-      if fail:
-        raise ZeroDivisionError
-      return x
-
-  class Root(nn.Module):
-    def setup(self):
-      self.child = Fails()
-
-    def __call__(self, x):
-      self.child(x)
-      before = self.child.dtype
-      try:
-        self.child(x, fail=True)
-      except ZeroDivisionError:
-        calls.append(("after", str(jnp.dtype(self.child.dtype))))
-      assert before is jnp.float16
-      return x
-
-  calls.clear()
-  with_policy(Root(), "bfloat16").apply({}, X)
-  # It would round to the dtype of its own. The policy decides in the program.
-  assert calls == [("inside", "float32"), ("inside", "float32"), ("after", "float16")]
-  assert ACTIVE.value is None
 
 
 class Reads(nn.Module):
@@ -490,10 +436,8 @@ def test_inputs_of_any_dtype_give_what_dtype_by_hand_gives(half):
 
 @pytest.mark.case("B099")
 def test_complex_and_integer_modules_are_untouched():
-  class Fourier(nn.Module):
-    @nn.compact
-    def __call__(self, z):
-      return nn.Dense(3, dtype=jnp.complex64, param_dtype=jnp.complex64)(jnp.fft.fft(z))
+  def fourier(module, z):
+    return nn.Dense(3, dtype=jnp.complex64, param_dtype=jnp.complex64)(jnp.fft.fft(z))
 
   class Lookup(nn.Module):
     dtype: Any = jnp.int32
@@ -504,7 +448,7 @@ def test_complex_and_integer_modules_are_untouched():
       return table[ids].astype(self.dtype)
 
   z = X.astype(jnp.complex64) * (1 + 1j)
-  for model, x in ((Fourier(), z), (nn.Dense(2), z), (Lookup(), jnp.asarray([3, 9]))):
+  for model, x in ((Does(fourier), z), (nn.Dense(2), z), (Lookup(), jnp.asarray([3, 9]))):
     variables = model.init(KEY, x)
     plain, ours = (m.apply(variables, x) for m in (model, with_policy(model, "mixed_bfloat16")))
     assert ours.dtype == plain.dtype
@@ -567,13 +511,9 @@ SCANS = (ScanFunction, ScanMethod, ScanOver)
 @pytest.mark.parametrize("cls", SCANS)
 def test_a_carry_keeps_its_dtype(cls, carry):
   # The type of a carry is the caller's: float32 for a sum that must be exact.
-  class Root(nn.Module):
-    @nn.compact
-    def __call__(self, xs):
-      return cls(name="scan")(jnp.zeros((2, 3), carry), xs)
-
+  root = Does(lambda module, xs: cls(name="scan")(jnp.zeros((2, 3), carry), xs))
   xs = jnp.stack([X] * 4)
-  model = with_policy(Root(), "c=bf16")
+  model = with_policy(root, "c=bf16")
   variables = jax.eval_shape(model.init, KEY, xs)
   assert set(jax.tree.leaves(dtypes(variables))) == {"float32"}
   calls.clear()
@@ -605,22 +545,20 @@ def test_class_rules_match_the_base_class_of_a_lifted_one(cls):
 
 @pytest.mark.case("B072", "A76")
 def test_a_function_under_remat_is_no_module():
-  class Body(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      x, n = nn.remat(lambda module, x: (nn.Dense(3, name="dense")(x), jnp.arange(2)))(self, x)
-      assert n.dtype == jnp.int32
-      calls.append(("outside", str(x.dtype)))
-      return x
+  def body(module, x):
+    x, n = nn.remat(lambda module, x: (nn.Dense(3, name="dense")(x), jnp.arange(2)))(module, x)
+    assert n.dtype == jnp.int32
+    calls.append(("outside", str(x.dtype)))
+    return x
 
-  variables = jax.eval_shape(Body().init, KEY, X)
+  variables = jax.eval_shape(Does(body).init, KEY, X)
   calls.clear()
-  model = with_policy(Body(), "mixed_bfloat16", [Rule("mixed_float16", module=nn.Dense)])
+  model = with_policy(Does(body), "mixed_bfloat16", [Rule("mixed_float16", module=nn.Dense)])
   assert operands(model.apply, variables, X) == [("float16", "float16")]
   assert calls == [("outside", "float32")]
   seen_paths = []
   rule = Rule(None, where=lambda m: seen_paths.append(m.path))
-  jax.eval_shape(with_policy(Body(), "mixed_bfloat16", [rule]).apply, variables, X)
+  jax.eval_shape(with_policy(Does(body), "mixed_bfloat16", [rule]).apply, variables, X)
   assert set(seen_paths) == {(), ("dense",)}
 
 
@@ -648,12 +586,7 @@ class VmapMethod(nn.Module):
 @pytest.mark.case("B072", "A76")
 @pytest.mark.parametrize("cls", [RematMethod, JitMethod, VmapMethod])
 def test_decorated_methods(cls):
-  class Root(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return cls(name="child")(x)
-
-  for model in (cls(), Root()):
+  for model in (cls(), Does(lambda module, x: cls(name="child")(x))):
     program, out = program_of(model, "mixed_bfloat16")
     assert [p.dtypes for p in products(program)] == [("bfloat16", "bfloat16")] * 2
     assert out.dtype == F32
@@ -798,15 +731,13 @@ def test_the_users_interceptors_run_inside_and_outside_of_a_policy():
   by_hand = nn.Dense(2, dtype=BF16).apply(variables, X).astype("float32")
   assert bits(found) == bits(by_hand)
 
-  class Root(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      with logger("inner"):
-        return nn.Dense(2)(x)
+  def body(module, x):
+    with logger("inner"):
+      return nn.Dense(2)(x)
 
   calls.clear()
   with logger("outer"):
-    ours = with_policy(Root(), "mixed_bfloat16")
+    ours = with_policy(Does(body), "mixed_bfloat16")
     found = ours.apply({"params": {"Dense_0": variables["params"]}}, X)
   assert calls == outer
   assert bits(found) == bits(by_hand)
@@ -824,37 +755,17 @@ def test_an_interceptor_that_replaces_arguments_and_outputs(module):
     def __call__(self, x, other=None):
       return x
 
-  class Root(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return Takes()(x, nn.Dense(3)) if module else Takes()(x)
-
+  root = Does(lambda m, x: Takes()(x, nn.Dense(3)) if module else Takes()(x))
   # Once each: outside of the policy, of the scope's root, and inside of both.
   with nn.intercept_methods(double), scope("bfloat16"):
-    outside = (Root() if module else Takes()).apply({}, X)
+    outside = (root if module else Takes()).apply({}, X)
   with scope("bfloat16"), nn.intercept_methods(double):
-    inside = (Root() if module else Takes()).apply({}, X)
+    inside = (root if module else Takes()).apply({}, X)
   with nn.intercept_methods(double):
-    wrapped = with_policy(Root(), "bfloat16").apply({}, X)
+    wrapped = with_policy(root, "bfloat16").apply({}, X)
   for out in (outside, inside, wrapped):
     assert out.dtype == BF16
     np.testing.assert_allclose(np.asarray(out, np.float32), X * 6.0, rtol=2**-7)
-
-
-def test_nothing_of_ours_is_left_in_place():
-  with scope("bfloat16"), scope("float16"):
-    jax.eval_shape(nn.Dense(2).init, KEY, X)
-  found = []
-
-  def spy(next_fun, args, kwargs, context):
-    found.append(next_fun)
-    return next_fun(*args, **kwargs)
-
-  with nn.intercept_methods(spy):
-    jax.eval_shape(nn.Dense(2).init, KEY, X)
-  assert found
-  assert all("mpjax" not in getattr(f, "__module__", "") for f in found)
-  assert linen_module.InterceptorContext is nn.module.InterceptorContext
 
 
 # Errors
@@ -872,20 +783,16 @@ class Mixes(nn.Module):
 
 @pytest.mark.parametrize("cls", [Mixes, nn.remat(Mixes)], ids=["plain", "remat"])
 def test_a_type_error_names_the_module(cls):
-  class Root(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return cls(name="mixes")(x)
-
+  root = Does(lambda module, x: cls(name="mixes")(x))
   with pytest.raises(TypeError) as excinfo:
-    with_policy(Root(), "mixed_float16").apply({}, X)
+    with_policy(root, "mixed_float16").apply({}, X)
   # It is the user's own error, with one note.
   assert not isinstance(excinfo.value, mpjax.MpjaxError)
   (mine,) = [n for n in excinfo.value.__notes__ if "mpjax" in n]
   for part in ("'mixes' (", "Mixes)", "compute=float16", "mpjax.Rule(None, path='mixes')"):
     assert part in mine
   # In the dtype that it takes, it runs.
-  advised = with_policy(Root(), "mixed_float16", [Rule("bfloat16", path="mixes")])
+  advised = with_policy(root, "mixed_float16", [Rule("bfloat16", path="mixes")])
   assert advised.apply({}, X).dtype == F32
 
 
@@ -895,14 +802,13 @@ def test_float32_operands_that_do_not_promote_are_no_error():
 
 
 def test_errors_of_other_kinds_and_without_a_policy_get_no_note():
-  class Raises(nn.Module):
-    def __call__(self, error):
-      raise error
+  def raises(module, error):
+    raise error
 
   for model, error in (
-    (with_policy(Raises(), "bfloat16"), ValueError("x")),
-    (Raises(), TypeError("x")),
-    (with_policy(Raises(), None), TypeError("x")),
+    (with_policy(Does(raises), "bfloat16"), ValueError("x")),
+    (Does(raises), TypeError("x")),
+    (with_policy(Does(raises), None), TypeError("x")),
   ):
     with pytest.raises(type(error)) as excinfo:
       model.apply({}, error)
@@ -956,13 +862,8 @@ def test_a_model_of_nnx_inside_linen_stores_and_trains_in_float32(scoped):
 
 
 def test_a_nnx_module_given_to_a_linen_module_keeps_what_it_writes():
-  class ReadsNorm(nn.Module):
-    @nn.compact
-    def __call__(self, norm, x):
-      return norm(nn.Dense(3)(x))
-
   norm = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
-  model = with_policy(ReadsNorm(), "mixed_bfloat16")
+  model = with_policy(Does(lambda m, norm, x: norm(nn.Dense(3)(x))), "mixed_bfloat16")
   variables = {"params": {"Dense_0": {"kernel": jnp.ones((3, 3)), "bias": jnp.full(3, 8.0)}}}
   # It is changed in place, which is Python's and not JAX's.
   with pytest.warns(UserWarning, match="the root: expected a body that can be traced"):
