@@ -17,7 +17,7 @@ import mpjax
 from mpjax._core.active import ACTIVE
 from mpjax._core.policy_config import parse_config
 from mpjax.linen._context import OFF, Active, begin
-from tests.linen.probes import KEY, Probe, X, note, noted, seen, seen_under
+from tests.linen.probes import KEY, Does, Probe, X, note, noted, seen, seen_under
 
 Rule = mpjax.Rule
 
@@ -25,8 +25,7 @@ Rule = mpjax.Rule
 class Block(nn.Module):
   @nn.compact
   def __call__(self, x):
-    note(self, x)
-    return Probe(name="leaf")(x)
+    return Probe(name="leaf")(note(self, x))
 
 
 class Net(nn.Module):
@@ -133,21 +132,15 @@ class Chooses(nn.Module):
     return Probe(name="leaf")(x)
 
 
-class WithChoice(nn.Module):
-  policies: tuple[Any, ...]
+def test_a_policy_in_the_modules_own_field_beats_rules():
+  own = mpjax.Policy(compute_dtype="float16")
 
-  @nn.compact
-  def __call__(self, x):
-    for i, policy in enumerate(self.policies):
+  def chooses(module, x):
+    for i, policy in enumerate((own, None, "float16", 7)):
       x = Chooses(policy, name=f"at_{i}")(x)
     return x
 
-
-def test_a_policy_in_the_modules_own_field_beats_rules():
-  own = mpjax.Policy(compute_dtype="float16")
-  found = seen_under(
-    WithChoice((own, None, "float16", 7)), "bfloat16", [Rule("float32", module=Chooses)]
-  )
+  found = seen_under(Does(chooses), "bfloat16", [Rule("float32", module=Chooses)])
   # Only a field that holds a Policy is one: a string may mean anything in somebody's model.
   wanted = {"at_0": "float16", "at_1": "float32", "at_2": "float32", "at_3": "float32"}
   assert found == {**wanted, **{f"{path}/leaf": dtype for path, dtype in wanted.items()}}
@@ -156,14 +149,12 @@ def test_a_policy_in_the_modules_own_field_beats_rules():
 def test_a_policy_in_a_field_begins_like_a_rule():
   own = mpjax.Policy(compute_dtype="float16", output_dtype="float32")
 
-  class Reads(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      self.sow("returned", "in_its_own", Gram(own)(x))
-      self.sow("returned", "in_no_other", Gram(dataclasses.replace(own, output_dtype=None))(x))
-      return x
+  def reads(module, x):
+    module.sow("returned", "in_its_own", Gram(own)(x))
+    module.sow("returned", "in_no_other", Gram(dataclasses.replace(own, output_dtype=None))(x))
+    return x
 
-  assert returned(Reads(), "bfloat16") == ["float32", "float16"]
+  assert returned(Does(reads), "bfloat16") == ["float32", "float16"]
 
 
 @pytest.mark.case("A108", "A86")
@@ -274,45 +265,33 @@ LIFTED_RULES = [
 def test_resolution_across_lifted_transforms(lift):
   """A lifted class hides the parent of what is inside; paths and classes are as without it."""
 
-  class Lifts(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return Probe(name="other")(lift(Block, name="lifted")(x))
-
+  lifts = Does(lambda module, x: Probe(name="other")(lift(Block, name="lifted")(x)))
   for rules, (lifted, leaf) in LIFTED_RULES:
     other = "float16" if [rule.path for rule in rules] == ["other"] else "bfloat16"
-    found = seen_under(Lifts(), "bfloat16", rules)
+    found = seen_under(lifts, "bfloat16", rules)
     assert found == {"lifted": lifted, "lifted/leaf": leaf, "other": other}, rules
 
 
 @pytest.mark.case("B095")
 def test_paths_of_a_module_that_shares_a_scope():
-  class Shares(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      inner = Block(name="inner")
-      nn.share_scope(self, inner)
-      return inner(x)
+  def shares(module, x):
+    inner = Block(name="inner")
+    nn.share_scope(module, inner)
+    return inner(x)
 
-  class Root(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return Shares(name="shares")(x)
-
+  root = Does(lambda module, x: Does(shares, name="shares")(x))
   # The scopes are one, so the paths are: "inner" is where its holder is.
-  found = seen_under(Root(), "bfloat16", [Rule("float16", path="shares/leaf")])
+  found = seen_under(root, "bfloat16", [Rule("float16", path="shares/leaf")])
   assert found == {"shares": "bfloat16", "shares/leaf": "float16"}
 
 
 @pytest.mark.case("B095", "B072")
 def test_a_module_called_twice_matches_each_time():
-  class Twice(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      block = Block(name="block")
-      return block(block(x))
+  def twice(module, x):
+    block = Block(name="block")
+    return block(block(x))
 
-  model, variables = Twice(), {}
+  model, variables = Does(twice), {}
   wrapped = mpjax.linen.with_policy(model, "bfloat16", [Rule("float16", module=Probe)])
   once = [("block", "bfloat16"), ("block/leaf", "float16")]
   assert noted(wrapped.apply, variables, X) == [*once, *once]
@@ -350,14 +329,9 @@ def test_apply_inside_a_forward_pass_inherits():
 
 
 def test_apply_of_a_named_child_is_at_its_name():
-  class Child(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return note(self, x)
-
   class Parent(nn.Module):
     def setup(self):
-      self.child = Child()
+      self.child = Probe()
 
     def __call__(self, x):
       return self.child.clone(parent=None).apply({}, x)
@@ -370,23 +344,21 @@ def test_apply_of_a_named_child_is_at_its_name():
 
 @pytest.mark.case("A98", "A99")
 def test_a_wrapper_inside_a_forward_pass_wins_and_is_undone():
-  class Mixed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      note(self, x)
-      inner = mpjax.linen.with_policy(Block(parent=None), "float16", [Rule("float32", path="leaf")])
-      x = inner.apply({}, x)
-      self.sow("returned", "by the inner", x)
-      return Probe(name="after")(x)
+  def mixed(module, x):
+    note(module, x)
+    inner = mpjax.linen.with_policy(Block(parent=None), "float16", [Rule("float32", path="leaf")])
+    x = inner.apply({}, x)
+    module.sow("returned", "by the inner", x)
+    return Probe(name="after")(x)
 
-  model = mpjax.linen.with_policy(Mixed(), "bfloat16", [Rule("float32", module=Block)])
+  model = mpjax.linen.with_policy(Does(mixed), "bfloat16", [Rule("float32", module=Block)])
   assert noted(model.apply, {}, X) == [
     ("", "bfloat16"),
     ("", "float16"),
     ("leaf", "float32"),
     ("after", "bfloat16"),
   ]
-  assert returned(Mixed(), "bfloat16", [Rule("float32", module=Block)]) == ["float16"]
+  assert returned(Does(mixed), "bfloat16", [Rule("float32", module=Block)]) == ["float16"]
   # The rules of the outer do not reach into the inner: the innermost given policy wins whole.
 
 
@@ -434,15 +406,13 @@ RETURNED = [
 
 @pytest.mark.case("B052", "A98")
 def test_what_is_returned_where_a_policy_begins():
-  class Reads(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      x = Gram(name="block")(x)
-      self.sow("returned", "x", x)
-      return x
+  def reads(module, x):
+    x = Gram(name="block")(x)
+    module.sow("returned", "x", x)
+    return x
 
   for root, rule, wanted in RETURNED:
-    assert returned(Reads(), root, [Rule(rule, path="block")]) == [wanted], (root, rule)
+    assert returned(Does(reads), root, [Rule(rule, path="block")]) == [wanted], (root, rule)
 
 
 class Chain(nn.Module):
@@ -477,19 +447,17 @@ def test_nested_matches_of_one_rule_begin_once():
 
 @pytest.mark.case("B052")
 def test_the_output_dtype_is_that_of_the_root_and_of_nothing_inside():
-  class Reads(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      for _ in range(2):
-        x = nn.Dense(3)(x)
-        self.sow("returned", "x", x)
-      return x
+  def reads(module, x):
+    for _ in range(2):
+      x = nn.Dense(3)(x)
+      module.sow("returned", "x", x)
+    return x
 
-  variables = {"params": jax.eval_shape(Reads().init, KEY, X)["params"]}
+  variables = {"params": jax.eval_shape(Does(reads).init, KEY, X)["params"]}
   for policy, wanted in (("mixed_float16", "float32"), ("c=f16", "float16")):
-    model = mpjax.linen.with_policy(Reads(), policy)
+    model = mpjax.linen.with_policy(Does(reads), policy)
     assert jax.eval_shape(model.apply, variables, X).dtype == jnp.dtype(wanted)
-    assert returned(Reads(), policy) == ["float16", "float16"]
+    assert returned(Does(reads), policy) == ["float16", "float16"]
 
 
 def given(policy="bfloat16", rules=(), **options):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpjax
 from mpjax._core.trees import cast_like
-from tests.linen.probes import HALF, KEY, RAW, X, all_half, dtypes
+from tests.linen.probes import HALF, KEY, RAW, Does, X, all_half, dtypes
 from tests.programs import bits
 
 # The models are written as their users write them.
@@ -182,23 +182,20 @@ def test_an_initialiser_that_asks_for_half_gets_it():
 
 @pytest.mark.case("B099", "A106", "B058")
 def test_complex_and_integer_parameters_are_never_cast():
-  class Odd(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      w = self.param("w", lambda key: jnp.ones(3, jnp.complex64))
-      n = self.param("n", lambda key: jnp.arange(3))
-      flag = self.param("flag", lambda key: jnp.asarray([True, False, True]))
-      key = self.param("key", lambda key: jax.random.key(3))
-      kinds = (w.dtype, n.dtype, flag.dtype, key.dtype)
-      calls.append(("kinds", " ".join(map(str, kinds))))
-      return jnp.fft.ifft(jnp.fft.fft(x.astype("float32")) * w).real
+  def odd(module, x):
+    w = module.param("w", lambda key: jnp.ones(3, jnp.complex64))
+    n = module.param("n", lambda key: jnp.arange(3))
+    flag = module.param("flag", lambda key: jnp.asarray([True, False, True]))
+    key = module.param("key", lambda key: jax.random.key(3))
+    calls.append(("kinds", " ".join(str(x.dtype) for x in (w, n, flag, key))))
+    return jnp.fft.ifft(jnp.fft.fft(x.astype("float32")) * w).real
 
-  variables = Odd().init(KEY, X)
+  variables = Does(odd).init(KEY, X)
   wanted = ("kinds", "complex64 int32 bool key<fry>")
   for policy in ("mixed_bfloat16", "float16"):
     calls.clear()
-    found = with_policy(Odd(), policy).init(KEY, X)
-    with_policy(Odd(), policy).apply(variables, X)
+    found = with_policy(Does(odd), policy).init(KEY, X)
+    with_policy(Does(odd), policy).apply(variables, X)
     assert set(calls) == {wanted}
     assert dtypes(found) == dtypes(variables)
 

@@ -18,7 +18,7 @@ import mpjax
 from mpjax._core.active import ACTIVE
 from tests.compilations import compilations
 from tests.errors import check_error
-from tests.linen.probes import KEY, Probe, X, calls, note, seen
+from tests.linen.probes import KEY, Does, Probe, X, calls, note, seen
 from tests.programs import products
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
@@ -157,20 +157,16 @@ def test_a_scope_left_by_an_exception(case, wanted):
   equal(forward(variables, X), wanted[None])
 
 
-class Fails(nn.Module):
-  """Raises on the way, as a shape error in the middle of a model does."""
-
-  @nn.compact
-  def __call__(self, x, fail):
+@pytest.mark.case("B068", "A89")
+def test_a_model_that_raises_leaves_nothing_behind():
+  def fails(module, x, fail):
+    """Raises on the way, as a shape error in the middle of a model does."""
     x = nn.Dense(2, name="first")(x)
     if fail:
       raise ZeroDivisionError
     return nn.Dense(2, name="last")(x)
 
-
-@pytest.mark.case("B068", "A89")
-def test_a_model_that_raises_leaves_nothing_behind():
-  model = Fails()
+  model = Does(fails)
   variables = model.init(KEY, X, False)
   policied = with_policy(model, "float16")
   before = policied.apply(variables, X, False)
@@ -462,18 +458,16 @@ def test_a_custom_backward_of_jax_around_a_policied_model():
 
 @pytest.mark.case("A99")
 def test_a_scope_inside_a_running_call_is_refused():
-  class Enters(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      note(self, x)
-      with scope("float32"):
-        return Probe()(x)
+  def enters(module, x):
+    note(module, x)
+    with scope("float32"):
+      return Probe()(x)
 
   # Without a policy there is nothing that it would change.
-  assert seen(Enters().apply, {}, X) == {"": "float32", "Probe_0": "float32"}
+  assert seen(Does(enters).apply, {}, X) == {"": "float32", "Probe_0": "float32"}
   for rules in ([], [Rule("float16", path="**")]):
     with pytest.raises(RuntimeError) as excinfo:
-      with_policy(Enters(), "bfloat16", rules).apply({}, X)
+      with_policy(Does(enters), "bfloat16", rules).apply({}, X)
     check_error(
       excinfo,
       where="mpjax.linen.policy_scope(policy)",

@@ -13,7 +13,7 @@ import pytest
 from flax.core import freeze
 
 import mpjax
-from tests.linen.probes import HALF, KEY, RAW, X, all_half, dtypes, operands
+from tests.linen.probes import HALF, KEY, RAW, Does, X, all_half, dtypes, operands
 from tests.programs import Derivatives, bits, products, run
 
 # The models are written as their users write them.
@@ -62,26 +62,20 @@ class Slots:
     self.content = content
 
 
-class Does(nn.Module):
-  """Does something with the result of a layer, and passes what comes of it to another layer."""
+def between(do, **fields):
+  """Returns a module that does something with an array between two layers, and counts its calls."""
 
-  do: Any
-
-  @nn.compact
-  def __call__(self, x, *given):
-    count = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
+  def body(module, x, *given):
+    count = module.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
     count.value = count.value + 1
-    return nn.Dense(3, name="after")(self.do(nn.Dense(3, name="before")(x), *given))
+    return nn.Dense(3, name="after")(do(nn.Dense(3, name="before")(x), *given))
+
+  return Does(body, **fields)
 
 
-class Returns(nn.Module):
-  """Returns what a function makes of the result of a layer."""
-
-  make: Any
-
-  @nn.compact
-  def __call__(self, x):
-    return self.make(nn.Dense(3, name="before")(x))
+def returns(make):
+  """Returns a module that returns what a function makes of the result of a layer."""
+  return Does(lambda module, x: make(nn.Dense(3, name="before")(x)))
 
 
 def raise_if(condition):
@@ -115,7 +109,7 @@ PYTHON = {
 @WAYS
 def test_what_cannot_be_traced_runs_as_python_and_its_submodules_are_rewritten(way, name):
   do, warning = PYTHON[name]
-  model, given = Does(do), ([],) if "list" in name else ()
+  model, given = between(do), ([],) if "list" in name else ()
   variables = {
     "params": {"before": ones(3), "after": ones(3)},
     "counts": {"calls": jnp.zeros((), jnp.int32)},
@@ -139,14 +133,13 @@ def test_what_cannot_be_traced_runs_as_python_and_its_submodules_are_rewritten(w
 
 
 def test_a_submodule_that_looks_at_values_is_named_and_so_is_what_is_around_it():
-  class Around(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return Does(PYTHON["if"][0], name="inner")(nn.Dense(3, name="first")(x))
+  def body(module, x):
+    return between(PYTHON["if"][0], name="inner")(nn.Dense(3, name="first")(x))
 
-  variables = Around().init(KEY, X)
+  around = Does(body)
+  variables = around.init(KEY, X)
   with pytest.warns(UserWarning, match="expected a body that can be traced") as record:
-    found = with_policy(Around(), "mixed_bfloat16").apply(variables, X, mutable=["counts"])[0]
+    found = with_policy(around, "mixed_bfloat16").apply(variables, X, mutable=["counts"])[0]
   texts = [str(w.message) for w in record]
   assert all("raise_if(float(x.sum()) > 1e9)" in text for text in texts), texts
   assert "the root" in texts[-1]
@@ -172,13 +165,13 @@ def test_an_array_in_an_object_that_is_no_tree_comes_out_as_an_array(hiding):
   hide, get = HIDING[hiding]
   for way in ("wrapper", "scope", "bound") if hiding == "attribute" else ("wrapper",):
     with pytest.warns(UserWarning, match="with arrays in it, which is no tree"):
-      out = get(call(way, Returns(hide), "c=bf16", {"params": {"before": ones(3)}}, X))
+      out = get(call(way, returns(hide), "c=bf16", {"params": {"before": ones(3)}}, X))
     assert bits(out) == bits(nn.Dense(3, dtype=BF16).apply({"params": ones(3)}, X))
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
 def test_the_dtype_of_what_an_object_hides_is_warned_of_where_it_is_another(policy):
-  model = with_policy(Returns(Box), policy)
+  model = with_policy(returns(Box), policy)
   with pytest.warns(UserWarning, match="which is no tree|stay in bfloat16") as record:
     assert model.apply({"params": {"before": ones(3)}}, X).content.dtype == BF16
   found = ["of which content stay in bfloat16" in str(w.message) for w in record]
@@ -187,15 +180,12 @@ def test_the_dtype_of_what_an_object_hides_is_warned_of_where_it_is_another(poli
 
 @WAYS
 def test_a_dict_whose_keys_do_not_sort_runs_as_python(way):
-  class TakesDict(nn.Module):
-    """Reads one entry of a dict, and returns a dict of the same keys."""
-
-    @nn.compact
-    def __call__(self, xs):
-      return {key: nn.Dense(3)(x) if key == 1 else x for key, x in xs.items()}
+  # Reads one entry of a dict, and returns a dict of the same keys.
+  def body(module, xs):
+    return {key: nn.Dense(3)(x) if key == 1 else x for key, x in xs.items()}
 
   with pytest.warns(UserWarning, match="got one that is given a dict whose keys do not sort"):
-    found = call(way, TakesDict(), "c=bfloat16", {"params": {"Dense_0": ones(3)}}, {1: X, "b": X})
+    found = call(way, Does(body), "c=bfloat16", {"params": {"Dense_0": ones(3)}}, {1: X, "b": X})
   assert found["b"] is X
   assert bits(found[1]) == bits(nn.Dense(3, dtype=BF16).apply({"params": ones(3)}, X))
 
@@ -227,13 +217,11 @@ def test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dty
 
 @WAYS
 def test_what_raises_in_every_dtype_raises_what_float32_raised(way):
-  class Refuses(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      raise ValueError(f"no {x.dtype}")
+  def refuses(module, x):
+    raise ValueError(f"no {x.dtype}")
 
   with pytest.raises(ValueError, match="no float32"):
-    call(way, Refuses(), "bfloat16", {}, X)
+    call(way, Does(refuses), "bfloat16", {}, X)
 
 
 calls: list[tuple[str, str]] = []
@@ -251,20 +239,18 @@ class Kernel(nn.Module):
     return nn.Dense(3)(x)
 
 
-class AroundKernel(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = nn.Dense(3)(x)
-    calls.append(("around", str(x.dtype)))
-    return nn.Dense(3)(Kernel(name="kernel")(x))
+def around_kernel(module, x):
+  x = nn.Dense(3)(x)
+  calls.append(("around", str(x.dtype)))
+  return nn.Dense(3)(Kernel(name="kernel")(x))
 
 
 def test_a_layer_that_raises_in_float32_is_called_in_its_compute_dtype():
   dense = ones(3)
   variables = {"params": {"Dense_0": dense, "Dense_1": dense, "kernel": {"Dense_0": dense}}}
   with pytest.raises(ValueError, match="no float32"):
-    AroundKernel().apply(variables, X)
-  ours = with_policy(AroundKernel(), "mixed_bfloat16")
+    Does(around_kernel).apply(variables, X)
+  ours = with_policy(Does(around_kernel), "mixed_bfloat16")
   for apply in (ours.apply, jax.jit(ours.apply), jax.grad(lambda v, x: ours.apply(v, x).sum())):
     calls.clear()
     assert set(jax.tree.leaves(dtypes(apply(variables, X)))) == {"float32"}
@@ -424,22 +410,17 @@ def test_variables_of_numpy_are_parameters_like_others(way):
 
 @pytest.mark.case("B093")
 def test_one_weight_under_two_rules():
-  class Uses(nn.Module):
-    @nn.compact
-    def __call__(self, x, dense):
-      return x @ dense.variables["params"]["kernel"]
+  def uses(module, x, dense):
+    return x @ dense.variables["params"]["kernel"]
 
-  class Shares(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      dense = nn.Dense(3, use_bias=False, name="dense")
-      x = dense(x)
-      x = Uses(name="half")(x, dense)
-      return Uses(name="full")(x, dense)
+  def shares(module, x):
+    dense = nn.Dense(3, use_bias=False, name="dense")
+    x = Does(uses, name="half")(dense(x), dense)
+    return Does(uses, name="full")(x, dense)
 
-  variables = jax.eval_shape(Shares().init, KEY, X)
+  variables = jax.eval_shape(Does(shares).init, KEY, X)
   rules = [Rule("float16", path="half"), Rule("float32", path="full")]
-  model = with_policy(Shares(), "mixed_bfloat16", rules)
+  model = with_policy(Does(shares), "mixed_bfloat16", rules)
   found = operands(model.apply, variables, X)
   assert found == [(dtype, dtype) for dtype in ("bfloat16", "float16", "float32")]
   grads = jax.eval_shape(jax.grad(lambda v: model.apply(v, X).sum()), variables)
@@ -448,21 +429,20 @@ def test_one_weight_under_two_rules():
 
 @pytest.mark.case("B092")
 def test_parameters_returned_from_a_model_are_stored_ones():
-  class ReturnsParams(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      out = nn.Dense(2, name="dense")(x)
-      return self.variables["params"], out
+  def body(module, x):
+    out = nn.Dense(2, name="dense")(x)
+    return module.variables["params"], out
 
+  returning = Does(body)
   variables = {"params": {"dense": ones(2)}}
   for policy, dtype in (("c=bf16", BF16), ("mixed_bfloat16", F32)):
-    model = with_policy(ReturnsParams(), policy)
+    model = with_policy(returning, policy)
     for params, out in (model.apply(variables, X), model.bind(variables)(X)):
       assert bits(params) == bits(variables["params"])
       assert jax.tree.structure(params) == jax.tree.structure(variables["params"])
       assert out.dtype == dtype
   # An output dtype is that of all results.
-  params, out = with_policy(ReturnsParams(), "bfloat16").apply(variables, X)
+  params, out = with_policy(returning, "bfloat16").apply(variables, X)
   assert set(jax.tree.leaves(dtypes(params))) == {"bfloat16"}
 
 
@@ -475,16 +455,14 @@ def test_fields_of_a_dataclass_of_parameters():
     w: Any
     n: Any
 
-  class Custom(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      weights = self.param("weights", lambda key: Weights(jnp.ones((3, 2)), jnp.arange(2)))
-      assert isinstance(weights, Weights)
-      assert weights.n.dtype == jnp.int32
-      return x @ weights.w
+  def body(module, x):
+    weights = module.param("weights", lambda key: Weights(jnp.ones((3, 2)), jnp.arange(2)))
+    assert isinstance(weights, Weights)
+    assert weights.n.dtype == jnp.int32
+    return x @ weights.w
 
-  variables = jax.eval_shape(Custom().init, KEY, X)
-  all_half(with_policy(Custom(), "mixed_bfloat16").apply, variables, X, count=1)
+  variables = jax.eval_shape(Does(body).init, KEY, X)
+  all_half(with_policy(Does(body), "mixed_bfloat16").apply, variables, X, count=1)
 
 
 # Writing
@@ -567,17 +545,15 @@ def test_a_float32_cache_carried_through_a_scan():
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_what_is_written_has_its_gradient_where_it_equals_what_was_there(policy):
-  class Remembers(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      w = self.param("w", nn.initializers.ones, (3,))
-      kept = self.variable("cache", "kept", jnp.zeros, (3,))
-      kept.value = x * w
-      return kept.value
+  def remembers(module, x):
+    w = module.param("w", nn.initializers.ones, (3,))
+    kept = module.variable("cache", "kept", jnp.zeros, (3,))
+    kept.value = x * w
+    return kept.value
 
   def loss(x, w, kept):
     variables = {"params": {"w": w}, "cache": {"kept": kept}}
-    return with_policy(Remembers(), policy).apply(variables, x, mutable=["cache"])[0].sum()
+    return with_policy(Does(remembers), policy).apply(variables, x, mutable=["cache"])[0].sum()
 
   x = jnp.array([0.0, 1.5, 4.0])
   for kept in (jnp.zeros(3), 2 * x, 2 * x + 2.0**-20):  # The last is equal once it is rounded.
@@ -587,23 +563,18 @@ def test_what_is_written_has_its_gradient_where_it_equals_what_was_there(policy)
 
 
 def test_put_variable_of_another_structure_is_stored_as_it_is():
-  class Replaces(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      self.variable("cache", "c", lambda: jnp.zeros(3))
-      self.put_variable("cache", "c", {"a": x.mean(0), "b": 3})
-      return x
+  def replaces(module, x):
+    module.variable("cache", "c", lambda: jnp.zeros(3))
+    module.put_variable("cache", "c", {"a": x.mean(0), "b": 3})
+    return x
 
   with scope("bfloat16"):
-    _, changed = Replaces().apply({"cache": {"c": jnp.zeros(3)}}, X, mutable=["cache"])
+    _, changed = Does(replaces).apply({"cache": {"c": jnp.zeros(3)}}, X, mutable=["cache"])
   assert changed["cache"]["c"]["b"] == 3
   np.testing.assert_allclose(changed["cache"]["c"]["a"], X.mean(0), atol=1e-7)
 
 
-class Perturbed(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.tanh(self.perturb("bump", nn.Dense(2)(x)))
+PERTURBED = Does(lambda module, x: nn.tanh(module.perturb("bump", nn.Dense(2)(x))))
 
 
 @pytest.mark.parametrize("half", HALF)
@@ -613,7 +584,7 @@ def test_perturbations_made_without_a_policy_take_the_dtype_of_what_they_meet(wa
 
   def loss(perturbations):
     given = {"params": params, "perturbations": perturbations}
-    y = call(way, Perturbed(), f"c={half}", given, X)
+    y = call(way, PERTURBED, f"c={half}", given, X)
     return y.sum(dtype=F32), y
 
   found, y = run(jax.grad(loss, has_aux=True), bump)
@@ -666,27 +637,23 @@ def test_the_same_numbers_are_dropped_as_without_a_policy():
 def test_a_model_inside_a_call_that_is_traced_is_rewritten_with_it(wrapped):
   """It is traced once: in the program of the outer there is one product of each."""
 
-  class Outer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      inner = nn.Dense(2, parent=None)
-      inner = with_policy(inner, "float16") if wrapped else inner
-      return inner.apply({"params": ones(2, 4)}, nn.Dense(4)(x))
+  def outer(module, x):
+    inner = nn.Dense(2, parent=None)
+    inner = with_policy(inner, "float16") if wrapped else inner
+    return inner.apply({"params": ones(2, 4)}, nn.Dense(4)(x))
 
-  variables = jax.eval_shape(Outer().init, KEY, X)
-  found = operands(with_policy(Outer(), "bfloat16").apply, variables, X)
+  variables = jax.eval_shape(Does(outer).init, KEY, X)
+  found = operands(with_policy(Does(outer), "bfloat16").apply, variables, X)
   assert found == [("bfloat16",) * 2, ("float16" if wrapped else "bfloat16",) * 2]
 
 
 def test_no_tracer_is_left_behind():
-  class Sows(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      self.sow("seen", "x", nn.Dense(3)(x))
-      return nn.Dense(3)(x)
+  def sows(module, x):
+    module.sow("seen", "x", nn.Dense(3)(x))
+    return nn.Dense(3)(x)
 
   variables = {"params": {"Dense_0": ones(3), "Dense_1": ones(3)}}
-  model = with_policy(Sows(), "mixed_bfloat16")
+  model = with_policy(Does(sows), "mixed_bfloat16")
   with jax.check_tracer_leaks():
     out, changed = jax.jit(lambda v, x: model.apply(v, x, mutable=["seen"]))(variables, X)
   assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((out, changed)))
@@ -694,22 +661,15 @@ def test_no_tracer_is_left_behind():
 
 
 def test_full_precision_is_the_same_in_a_module_that_a_rule_picked():
-  class FullPrecisionInside(nn.Module):
+  def inside(module, x):
     """What full_precision returns is an operand of an addition, and that of a matmul."""
+    y = mpjax.full_precision(lambda x: x * 3)(nn.Dense(2)(x))
+    return nn.Dense(2)(y + 1e-3 * y)
 
-    @nn.compact
-    def __call__(self, x):
-      y = mpjax.full_precision(lambda x: x * 3)(nn.Dense(2)(x))
-      return nn.Dense(2)(y + 1e-3 * y)
-
-  class Outer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return FullPrecisionInside(name="inner")(x)
-
-  variables = Outer().init(KEY, X)
+  outer = Does(lambda module, x: Does(inside, name="inner")(x))
+  variables = outer.init(KEY, X)
   plain, picked = (
-    with_policy(Outer(), "c=float16", rules).apply(variables, X)
+    with_policy(outer, "c=float16", rules).apply(variables, X)
     for rules in ((), [Rule("c=float16", path="inner")])
   )
   np.testing.assert_array_equal(bits(plain), bits(picked))
@@ -720,32 +680,18 @@ def test_layers_that_are_alike_are_differentiated_once(way):
   """So tracing a step of a deep model takes little longer than that of a shallow one."""
   seen = Derivatives()
 
-  class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return x + seen.of(nn.Dense(3)(nn.LayerNorm()(x)))
+  def layer(module, x):
+    return x + seen.of(nn.Dense(3)(nn.LayerNorm()(x)))
 
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      for _ in range(8):
-        x = Layer()(x)
-      return x
+  def body(module, x):
+    for _ in range(8):
+      x = Does(layer)(x)
+    return x
 
-  variables = jax.eval_shape(Model().init, KEY, X)
-  cast = functools.partial(call, way, Model(), "mixed_bfloat16")
+  variables = jax.eval_shape(Does(body).init, KEY, X)
+  cast = functools.partial(call, way, Does(body), "mixed_bfloat16")
   jax.jit(jax.grad(lambda v: cast(v, X).sum())).trace(variables)
   assert 0 < seen.count <= 3  # The first reads an argument, and the last makes the result.
-
-
-class Adds(nn.Module):
-  """Adds what is a field of the module to what a layer returns."""
-
-  grid: Any
-
-  @nn.compact
-  def __call__(self, x):
-    return self.grid + nn.Dense(3)(x)
 
 
 @pytest.mark.parametrize("half", HALF)
@@ -757,7 +703,8 @@ def test_an_array_that_is_closed_over_decides_whoever_traces(way, half):
   wanted = grid + np.asarray(layer, np.float32)
 
   def fun(grid):
-    return call(way, Adds(grid), f"c={half}", {"params": {"Dense_0": ones(3)}}, X)
+    adds = Does(lambda module, x: grid + nn.Dense(3)(x))
+    return call(way, adds, f"c={half}", {"params": {"Dense_0": ones(3)}}, X)
 
   for found in (fun(jnp.asarray(grid)), jax.jit(fun)(grid), jax.jvp(fun, (grid,), (grid,))[0]):
     assert found.dtype == F32

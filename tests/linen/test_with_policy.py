@@ -16,7 +16,7 @@ from flax.core import freeze
 
 import mpjax
 from tests.errors import check_error
-from tests.linen.probes import HALF, KEY, Probe, X, dtypes, note
+from tests.linen.probes import HALF, KEY, Does, Probe, X, dtypes, note
 from tests.programs import bits, products
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
@@ -110,23 +110,14 @@ def test_every_way_to_initialise_agrees():
 
 
 def test_a_model_that_looks_at_values_while_it_is_initialised():
-  class Looks(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      features = 2 if float(x.sum()) >= 0 else 3
-      return nn.Dense(features)(x)
-
-  variables = with_policy(Looks(), "bfloat16").init(KEY, X)
-  assert bits(variables) == bits(jax.tree.map(lambda p: p.astype(BF16), Looks().init(KEY, X)))
+  looks = Does(lambda module, x: nn.Dense(2 if float(x.sum()) >= 0 else 3)(x))
+  variables = with_policy(looks, "bfloat16").init(KEY, X)
+  assert bits(variables) == bits(jax.tree.map(lambda p: p.astype(BF16), looks.init(KEY, X)))
 
 
 def test_a_second_init_with_output_compiles_nothing(caplog):
-  class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return nn.LayerNorm()(nn.Dense(4)(x))
-
-  model = with_policy(Normed(), "mixed_bfloat16", [Rule("float32", path="LayerNorm_0")])
+  normed = Does(lambda module, x: nn.LayerNorm()(nn.Dense(4)(x)))
+  model = with_policy(normed, "mixed_bfloat16", [Rule("float32", path="LayerNorm_0")])
   compiled = []
   for _ in range(2):
     caplog.clear()
@@ -381,17 +372,15 @@ def test_bind_obeys_rules_and_unbind_returns_them():
 
 
 def test_bind_with_rngs_and_mutable_collections():
-  class Counts(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      count = self.variable("counts", "n", lambda: jnp.zeros((), jnp.int32))
-      count.value = count.value + 1
-      return nn.Dropout(0.5, deterministic=False)(nn.Dense(2)(x))
+  def counts(module, x):
+    count = module.variable("counts", "n", lambda: jnp.zeros((), jnp.int32))
+    count.value = count.value + 1
+    return nn.Dropout(0.5, deterministic=False)(nn.Dense(2)(x))
 
-  variables = Counts().init({"params": KEY, "dropout": KEY}, X)
-  model = with_policy(Counts(), "mixed_bfloat16")
+  variables = Does(counts).init({"params": KEY, "dropout": KEY}, X)
+  model = with_policy(Does(counts), "mixed_bfloat16")
   bound = model.bind(variables, rngs={"dropout": KEY}, mutable=["counts"])
-  plain = Counts().bind(variables, rngs={"dropout": KEY}, mutable=["counts"])
+  plain = Does(counts).bind(variables, rngs={"dropout": KEY}, mutable=["counts"])
   assert np.array_equal(np.asarray(bound(X)) == 0, np.asarray(plain(X)) == 0)
   assert int(bound.variables["counts"]["n"]) == int(plain.variables["counts"]["n"]) == 2
 
@@ -551,13 +540,9 @@ def test_apply_warns_once_and_scopes_never_complain():
 def test_modules_inside_transforms_are_seen_the_second_time_too(lift):
   """A cached trace must not hide the modules that a rule looks for."""
 
-  class Lifts(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return lift(Net)(name="lifted")(x)
-
-  model = with_policy(Lifts(), "mixed_bfloat16", [Rule("float16", path="lifted/encoder")])
-  wrong = with_policy(Lifts(), "mixed_bfloat16", [TYPO])
+  lifts = Does(lambda module, x: lift(Net)(name="lifted")(x))
+  model = with_policy(lifts, "mixed_bfloat16", [Rule("float16", path="lifted/encoder")])
+  wrong = with_policy(lifts, "mixed_bfloat16", [TYPO])
   for _ in range(2):
     jax.eval_shape(model.init, KEY, X)
     with pytest.raises(mpjax.UnmatchedRuleError, match="'lifted/encoder'"):
@@ -600,12 +585,8 @@ def test_gradients_are_those_of_the_float32_parameters(half):
 
 @pytest.mark.case("A105", "A109")
 def test_small_steps_move_float32_parameters_under_half_compute():
-  class Scale(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return x @ self.param("w", nn.initializers.ones, (1,))
-
-  model = with_policy(Scale(), "mixed_float16")
+  scale = Does(lambda module, x: x @ module.param("w", nn.initializers.ones, (1,)))
+  model = with_policy(scale, "mixed_float16")
   params = model.init(KEY, jnp.ones(1))
   # Half of float16's epsilon: the compute copy of 1 + 2^-12 is 1, the parameter is not.
   moved = jax.tree.map(lambda w: w + jnp.float32(2**-12), params)
