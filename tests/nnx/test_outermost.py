@@ -17,6 +17,7 @@ from flax import nnx
 import mpjax
 from tests.models.values import normal
 from tests.nnx import rig
+from tests.nnx.does import Does
 from tests.programs import Derivatives, bits, dtypes_of, half_share, products, run
 
 pytestmark = pytest.mark.standard_promotion
@@ -99,18 +100,6 @@ def test_the_same_operations_as_in_linen(name):
 
 class Metric(nnx.Variable):
   """A kind of variable of the user's own."""
-
-
-class Does(nnx.Module):
-  """A layer, other parts, and a method that does what a function says."""
-
-  def __init__(self, body, **parts):
-    self.body, self.layer = body, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    for name, part in parts.items():
-      setattr(self, name, part)
-
-  def __call__(self, *args, **kwargs):
-    return self.body(self, *args, **kwargs)
 
 
 def by_itself(layer, x):
