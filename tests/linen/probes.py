@@ -1,4 +1,4 @@
-"""Modules that show the dtype of a product in them, and programs as text to compare."""
+"""What the jaxpr of a Linen model under a policy computes in: its products, and those of probes."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
-from tests.programs import PROBE, equations
+from tests.programs import PROBE, equations, products
 
 HALF = ["bfloat16", "float16"]
 KEY = jax.random.key(0)
@@ -16,6 +16,42 @@ X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 calls: list[tuple[str, str]] = []
 """What a test notes while it traces, as (name, dtype)."""
+
+
+def operands(fun: Any, *args: Any) -> list[tuple[str, str]]:
+  """Returns the dtypes of both operands of every product of a function."""
+  return [p.dtypes for p in products(jax.make_jaxpr(fun)(*args))]
+
+
+def all_half(fun: Any, *args: Any, count: int | None = None) -> None:
+  """Asserts that a function has products, so many if it is said, and that all are in bfloat16."""
+  found = operands(fun, *args)
+  assert found
+  assert count is None or len(found) == count
+  assert set(found) == {("bfloat16", "bfloat16")}, found
+
+
+def text(fun: Any, *args: Any) -> str:
+  """Returns the jaxpr as text, without the addresses that functions print."""
+  return re.sub(r"0x[0-9a-f]+", "0x", str(jax.make_jaxpr(fun)(*args)))
+
+
+def dtypes(tree: Any) -> Any:
+  """Returns the tree of dtype names."""
+  return jax.tree.map(lambda x: str(x.dtype), tree)
+
+
+class Does(nn.Module):
+  """Does what a function says, which is given the module; so a module is one line of a table."""
+
+  body: Any
+
+  @nn.compact
+  def __call__(self, *args, **kwargs):
+    return self.body(self, *args, **kwargs)
+
+
+# Modules that show the dtype of a product in them
 
 
 def note(module: nn.Module, x: Any) -> Any:
@@ -34,15 +70,14 @@ class Probe(nn.Module):
     return note(self, x)
 
 
-def noted(fun: Any, *args: Any, **kwargs: Any) -> list[tuple[str, str]]:
-  """Returns (path, dtype) of the product of each probe, in the order of the traced program.
+def noted(fun: Any, *args: Any) -> list[tuple[str, str]]:
+  """Returns (path, dtype) of the product of each probe, in the order of the jaxpr.
 
-  The path is that which the module had when it was traced: in a program that `nn.jit` traced once
+  The path is that which the module had when it was traced: in a jaxpr that `nn.jit` traced once
   for two modules, that of the first.
   """
-  program = jax.make_jaxpr(lambda *args: fun(*args, **kwargs))(*args)
   found = []
-  for eqn, _ in equations(program):
+  for eqn, _ in equations(jax.make_jaxpr(fun)(*args)):
     _, probe, path = str(eqn.source_info.name_stack).rpartition(PROBE)
     if probe and eqn.primitive.name == "dot_general":
       left, right = (str(var.aval.dtype) for var in eqn.invars)
@@ -51,28 +86,48 @@ def noted(fun: Any, *args: Any, **kwargs: Any) -> list[tuple[str, str]]:
   return found
 
 
-def seen(fun: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
+def seen(fun: Any, *args: Any) -> dict[str, str]:
   """Returns the dtype of the product at each path; those of one path must agree."""
   found: dict[str, str] = {}
-  for path, dtype in noted(fun, *args, **kwargs):
+  for path, dtype in noted(fun, *args):
     assert found.setdefault(path, dtype) == dtype, f"{path}: {found[path]} and {dtype}"
   return found
 
 
-def seen_under(
-  model: nn.Module, policy: Any, rules: Any = (), *args: Any, **options: Any
-) -> dict[str, str]:
+def seen_under(model: nn.Module, policy: Any, rules: Any = (), **options: Any) -> dict[str, str]:
   """Returns the dtype at each path of a model whose variables were made without a policy."""
-  args = args or (X,)
-  variables = model.init(KEY, *args)
-  return seen(mpjax.linen.with_policy(model, policy, rules, **options).apply, variables, *args)
+  variables = jax.eval_shape(model.init, KEY, X)
+  return seen(mpjax.linen.with_policy(model, policy, rules, **options).apply, variables, X)
 
 
-def text(fun: Any, *args: Any) -> str:
-  """Returns the traced program as text, without the addresses that functions print."""
-  return re.sub(r"0x[0-9a-f]+", "0x", str(jax.make_jaxpr(fun)(*args)))
+# Models with parameters of their own, read in three ways
 
 
-def dtypes(tree: Any) -> Any:
-  """Returns the tree of dtype names."""
-  return jax.tree.map(lambda x: str(x.dtype), tree)
+class RawCompact(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 4))
+    b = self.param("b", lambda key: jnp.ones(4))
+    tree = self.param("tree", lambda key: {"u": jnp.ones((4, 2)), "n": jnp.arange(2)})
+    assert tree["n"].dtype == jnp.int32
+    return (x @ w + b) @ tree["u"]
+
+
+class RawSetup(nn.Module):
+  def setup(self):
+    self.w = self.param("w", nn.initializers.lecun_normal(), (3, 4))
+    self.variable_too = self.variable("params", "v", lambda: jnp.ones((4, 2)))
+
+  def __call__(self, x):
+    return x @ self.w @ self.variable_too.value
+
+
+class RawGetVariable(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 4))
+    again = self.get_variable("params", "w")
+    return x @ again @ self.variables["params"]["w"].T
+
+
+RAW = {"compact": RawCompact(), "setup": RawSetup(), "get_variable": RawGetVariable()}

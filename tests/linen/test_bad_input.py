@@ -25,111 +25,46 @@ def enter(policy="bfloat16", *args, **kwargs):
 
 
 WAYS = {"mpjax.linen.with_policy": wrap, "mpjax.linen.policy_scope": enter}
-both = pytest.mark.parametrize(("name", "way"), WAYS.items(), ids=["with_policy", "policy_scope"])
+
+PARSE, FLOATING = "mpjax.Policy.parse", "a floating dtype"
+POLICIES = [
+  # The policy, and the four parts of its error.
+  ("mixed_bf16", PARSE, "a preset", "'mixed_bf16'", "'mixed_bfloat16'"),
+  ("c=bf16,,", PARSE, "'params=...", "item 2", "key=dtype"),
+  ("c=int32", "mpjax.Policy(compute_dtype", FLOATING, "int32", "never cast"),
+  ("c=complex64", "mpjax.Policy(compute_dtype", FLOATING, "complex64", "never cast"),
+  ("c=float64", "mpjax.Policy(compute_dtype", FLOATING, "float64", "jax_enable_x64"),
+  (jnp.bfloat16, PARSE, "a preset", "bfloat16", "Pass a string"),
+  (16, PARSE, "a preset", "16", "Pass a string"),
+]
+NO_RULES = [
+  (Rule(None, path="a"), "Rule(None, path='a')"),
+  ([("head", "float32")], "('head', 'float32')"),
+  (["float32"], "'float32'"),
+  (3, "3"),
+]
 
 
-@both
 @pytest.mark.case("A96", "B137", "B138", "B139", "I18")
-@pytest.mark.parametrize(
-  ("policy", "where", "expected", "got", "fix"),
-  [
-    ("mixed_bf16", "mpjax.Policy.parse", "a preset", "'mixed_bf16'", "'mixed_bfloat16'"),
-    ("c=bf16,,", "mpjax.Policy.parse", "'params=...", "item 2", "key=dtype"),
-    ("c=int32", "mpjax.Policy(compute_dtype", "a floating dtype", "int32", "never cast"),
-    ("c=complex64", "mpjax.Policy(compute_dtype", "a floating dtype", "complex64", "never cast"),
-    ("c=float64", "mpjax.Policy(compute_dtype", "a floating dtype", "float64", "jax_enable_x64"),
-    (jnp.bfloat16, "mpjax.Policy.parse", "a preset", "bfloat16", "Pass a string"),
-    (16, "mpjax.Policy.parse", "a preset", "16", "Pass a string"),
-  ],
-  ids=["name", "item", "integer", "complex", "float64", "type", "number"],
-)
-def test_policies(name, way, policy, where, expected, got, fix):
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    way(policy)
-  check_error(excinfo, where=where, expected=expected, got=got, fix=fix)
-
-
-@both
-@pytest.mark.parametrize("option", ["rules", "defaults"])
-@pytest.mark.parametrize(
-  ("value", "got"),
-  [
-    (Rule(None, path="a"), "Rule(None, path='a')"),
-    ([("head", "float32")], "('head', 'float32')"),
-    (["float32"], "'float32'"),
-    (3, "3"),
-  ],
-  ids=["one rule", "pair", "string", "number"],
-)
-def test_rules(name, way, option, value, got):
-  with pytest.raises(TypeError) as excinfo:
-    way(**{option: value})
-  check_error(
-    excinfo,
-    where=f"{name}({option}=...)",
-    expected="a sequence of mpjax.Rule",
-    got=got,
-    fix="Write [mpjax.Rule(",
-    builtin=TypeError,
-  )
-
-
-@pytest.mark.parametrize("value", ["error", None, True], ids=str)
-def test_unmatched(value):
-  with pytest.raises(ValueError) as excinfo:
-    wrap(unmatched=value)
-  check_error(
-    excinfo,
-    where="mpjax.linen.with_policy(unmatched=...)",
-    expected="'raise', 'warn' or 'ignore'",
-    got=repr(value),
-    fix="what to do about a rule that picks out no module",
-    builtin=ValueError,
-  )
-
-
-def test_a_refused_scope_leaves_nothing_in_force():
-  with pytest.raises(ValueError, match="mixed_bfloat16"):
-    enter("mixed_bf16")
-  assert ACTIVE.value is None
-
-
-@pytest.mark.parametrize(
-  ("model", "got"),
-  [
-    (nn.Dense, "the class Dense"),
-    (None, "NoneType"),
-    (lambda x: x, "function"),
-    (jnp.ones(2), "Array"),
-  ],
-  ids=["class", "none", "function", "array"],
-)
-def test_what_is_no_model(model, got):
-  with pytest.raises(TypeError) as excinfo:
-    with_policy(model, "bfloat16")
-  check_error(
-    excinfo,
-    where="mpjax.linen.with_policy(model)",
-    expected="an unbound flax.linen.Module",
-    got=got,
-    fix="Pass an instance",
-    builtin=TypeError,
-  )
-
-
-def test_a_model_that_is_wrapped_already():
-  variables = nn.Dense(2).init(KEY, X)
-  for model in (wrap(), wrap().bind(variables)):
-    with pytest.raises(TypeError) as excinfo:
-      with_policy(model, "float16")
-    check_error(
-      excinfo,
-      where="mpjax.linen.with_policy(model)",
-      expected="an unbound flax.linen.Module",
-      got="a model that is wrapped already (with_policy(Dense(",
-      fix="Wrap the plain model once",
-      builtin=TypeError,
-    )
+@pytest.mark.parametrize("name", WAYS)
+def test_policies_and_rules(name):
+  for policy, where, expected, got, fix in POLICIES:
+    with pytest.raises(mpjax.MpjaxError) as excinfo:
+      WAYS[name](policy)
+    check_error(excinfo, where=where, expected=expected, got=got, fix=fix)
+    assert ACTIVE.value is None  # A scope that is refused is not entered.
+  for option in ("rules", "defaults"):
+    for value, got in NO_RULES:
+      with pytest.raises(TypeError) as excinfo:
+        WAYS[name](**{option: value})
+      check_error(
+        excinfo,
+        where=f"{name}({option}=...)",
+        expected="a sequence of mpjax.Rule",
+        got=got,
+        fix="Write [mpjax.Rule(",
+        builtin=TypeError,
+      )
 
 
 class Parent(nn.Module):
@@ -138,21 +73,6 @@ class Parent(nn.Module):
 
   def __call__(self, x):
     return self.child(x)
-
-
-def test_a_bound_model():
-  bound = Parent().bind(Parent().init(KEY, X))
-  for module, path in ((bound, "''"), (bound.child, "'child'")):
-    with pytest.raises(TypeError) as excinfo:
-      with_policy(module, "bfloat16")
-    check_error(
-      excinfo,
-      where="mpjax.linen.with_policy(model)",
-      expected="an unbound flax.linen.Module",
-      got=f"one that is bound at {path}",
-      fix="Wrap the root model",
-      builtin=TypeError,
-    )
 
 
 class Calls(nn.Module):
@@ -164,59 +84,75 @@ class Calls(nn.Module):
     return self.held(x)
 
 
-SUBMODULE = {
-  "where": "Dense under mpjax.linen.with_policy: __call__(...)",
-  "expected": "a call of apply, init or bind",
-  "got": "a wrapped model used as a submodule",
-  "fix": "Wrap the root",
-  "builtin": TypeError,
+class InCompact(nn.Module):
+  """Calls a wrapped model that it closes over."""
+
+  @nn.compact
+  def __call__(self, x):
+    return WRAPPED(x)
+
+
+def bound(module=None):
+  return (module or Parent()).bind({"params": {}})
+
+
+WRAPPED = wrap()
+MODEL, UNBOUND, INSTANCE = "with_policy(model)", "an unbound flax.linen.Module", "Pass an instance"
+AGAIN = "a model that is wrapped already (with_policy(Dense("
+ONCE, SUBMODULE = "Wrap the plain model once", "a wrapped model used as a submodule"
+CALLED = ("Dense under mpjax.linen.with_policy: __call__(...)", "a call of apply, init or bind")
+PARENT = ("Dense under mpjax.linen.with_policy: clone(parent=...)", CALLED[1])
+UNMATCHED = ("with_policy(unmatched=...)", "'raise', 'warn' or 'ignore'")
+WHAT = "what to do about a rule that picks out no module"
+MISTAKES = {
+  # What is called, and the four parts of its error.
+  "a class": (lambda: with_policy(nn.Dense, "bfloat16"), MODEL, UNBOUND, "class Dense", INSTANCE),
+  "none": (lambda: with_policy(None, "bfloat16"), MODEL, UNBOUND, "NoneType", INSTANCE),
+  "a function": (lambda: with_policy(abs, "bfloat16"), MODEL, UNBOUND, "function", INSTANCE),
+  "an array": (lambda: with_policy(X, "bfloat16"), MODEL, UNBOUND, "Array", INSTANCE),
+  "wrapped": (lambda: with_policy(WRAPPED, "float16"), MODEL, UNBOUND, AGAIN, ONCE),
+  "wrapped and bound": (
+    lambda: with_policy(bound(WRAPPED), "float16"),
+    *(MODEL, UNBOUND, AGAIN, ONCE),
+  ),
+  "bound": (
+    lambda: with_policy(bound(), "bfloat16"),
+    *(MODEL, UNBOUND, "one that is bound at ''", "Wrap the root model"),
+  ),
+  "a bound child": (
+    lambda: with_policy(bound().child, "bfloat16"),
+    *(MODEL, UNBOUND, "one that is bound at 'child'", "Wrap the root model"),
+  ),
+  "called": (lambda: WRAPPED(X), *CALLED, SUBMODULE, "Wrap the root"),
+  "held": (lambda: Calls(WRAPPED).init(KEY, X), *CALLED, SUBMODULE, "Wrap the root"),
+  "held, in jit": (
+    lambda: jax.jit(Calls(WRAPPED).init)(KEY, X),
+    *(*CALLED, SUBMODULE, "Wrap the root"),
+  ),
+  "closed over": (lambda: InCompact().init(KEY, X), *CALLED, SUBMODULE, "Wrap the root"),
+  "in a layer of Flax": (
+    lambda: nn.Sequential([nn.Dense(3), WRAPPED]).init(KEY, X),
+    *(*CALLED, SUBMODULE, "Wrap the root"),
+  ),
+  "given a parent": (
+    lambda: WRAPPED.clone(parent=Parent()),
+    *(*PARENT, SUBMODULE, "Wrap the root"),
+  ),
+  "unmatched='error'": (lambda: wrap(unmatched="error"), *UNMATCHED, "'error'", WHAT),
+  "unmatched=None": (lambda: wrap(unmatched=None), *UNMATCHED, "None", WHAT),
+  "unmatched=True": (lambda: wrap(unmatched=True), *UNMATCHED, "True", WHAT),
 }
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_a_wrapper_used_as_a_submodule(jit):
-  model = Calls(wrap())
-  call = jax.jit(model.init) if jit else model.init
-  with pytest.raises(TypeError) as excinfo:
-    call(KEY, X)
-  check_error(excinfo, **SUBMODULE)
-
-  class InCompact(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return wrapped(x)
-
-  wrapped = wrap()
-  with pytest.raises(TypeError) as excinfo:
-    InCompact().init(KEY, X)
-  check_error(excinfo, **SUBMODULE)
-
-
-def test_a_wrapper_called_without_variables():
-  with pytest.raises(TypeError) as excinfo:
-    wrap()(X)
-  check_error(excinfo, **SUBMODULE)
-
-
-def test_a_wrapper_inside_a_layer_of_flax():
-  model = nn.Sequential([nn.Dense(3), wrap()])
-  with pytest.raises(TypeError) as excinfo:
-    model.init(KEY, X)
-  check_error(excinfo, **SUBMODULE)
-
-
-def test_a_wrapper_given_a_parent():
-  with pytest.raises(TypeError) as excinfo:
-    wrap().clone(parent=Parent())
-  check_error(
-    excinfo,
-    where="Dense under mpjax.linen.with_policy: clone(parent=...)",
-    expected="a call of apply, init or bind",
-    got="a wrapped model used as a submodule",
-    fix="Wrap the root",
-    builtin=TypeError,
-  )
-  assert wrap().clone(parent=None) == wrap()
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name):
+  call, where, expected, got, fix = MISTAKES[name]
+  builtin = ValueError if "unmatched" in name else TypeError
+  where = f"mpjax.linen.{where}" if where.startswith("with_policy") else where
+  with pytest.raises(builtin) as excinfo:
+    call()
+  check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
+  assert WRAPPED.clone(parent=None) == WRAPPED
 
 
 @pytest.mark.case("I18")
@@ -235,10 +171,9 @@ def test_data_are_no_reason_to_raise(transform):
 
 
 def test_errors_of_flax_come_through_as_they_are():
-  with pytest.raises(Exception, match="kernel") as excinfo:
-    wrap().apply(nn.Dense(2).init(KEY, X), jnp.ones((2, 4)))
-  assert not isinstance(excinfo.value, mpjax.MpjaxError)
-  with pytest.raises(Exception, match="params") as excinfo:
-    wrap().apply({}, X)
-  assert not isinstance(excinfo.value, mpjax.MpjaxError)
+  kernel = {"params": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
+  for variables, x, name in ((kernel, jnp.ones((2, 4)), "kernel"), ({}, X, "params")):
+    with pytest.raises(Exception, match=name) as excinfo:
+      wrap().apply(variables, x)
+    assert not isinstance(excinfo.value, mpjax.MpjaxError)
   assert ACTIVE.value is None

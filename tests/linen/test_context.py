@@ -17,7 +17,7 @@ import mpjax
 from mpjax._core.active import ACTIVE
 from mpjax._core.policy_config import parse_config
 from mpjax.linen._context import OFF, Active, begin
-from tests.linen.probes import KEY, Probe, X, note, noted, seen, seen_under
+from tests.linen.probes import KEY, Does, Probe, X, note, noted, seen, seen_under
 
 Rule = mpjax.Rule
 
@@ -25,8 +25,7 @@ Rule = mpjax.Rule
 class Block(nn.Module):
   @nn.compact
   def __call__(self, x):
-    note(self, x)
-    return Probe(name="leaf")(x)
+    return Probe(name="leaf")(note(self, x))
 
 
 class Net(nn.Module):
@@ -52,7 +51,7 @@ class Gram(nn.Module):
 
 def returned(model, policy, rules=()):
   """Returns the dtypes of what a model has sown into "returned", in the order of their names."""
-  variables = model.init(KEY, X)
+  variables = dict(jax.eval_shape(model.init, KEY, X))
   variables.pop("returned", None)
   wrapped = mpjax.linen.with_policy(model, policy, rules)
   _, found = jax.eval_shape(lambda v: wrapped.apply(v, X, mutable=["returned"]), variables)
@@ -133,21 +132,15 @@ class Chooses(nn.Module):
     return Probe(name="leaf")(x)
 
 
-class WithChoice(nn.Module):
-  policies: tuple[Any, ...]
+def test_a_policy_in_the_modules_own_field_beats_rules():
+  own = mpjax.Policy(compute_dtype="float16")
 
-  @nn.compact
-  def __call__(self, x):
-    for i, policy in enumerate(self.policies):
+  def chooses(module, x):
+    for i, policy in enumerate((own, None, "float16", 7)):
       x = Chooses(policy, name=f"at_{i}")(x)
     return x
 
-
-def test_a_policy_in_the_modules_own_field_beats_rules():
-  own = mpjax.Policy(compute_dtype="float16")
-  found = seen_under(
-    WithChoice((own, None, "float16", 7)), "bfloat16", [Rule("float32", module=Chooses)]
-  )
+  found = seen_under(Does(chooses), "bfloat16", [Rule("float32", module=Chooses)])
   # Only a field that holds a Policy is one: a string may mean anything in somebody's model.
   wanted = {"at_0": "float16", "at_1": "float32", "at_2": "float32", "at_3": "float32"}
   assert found == {**wanted, **{f"{path}/leaf": dtype for path, dtype in wanted.items()}}
@@ -156,14 +149,12 @@ def test_a_policy_in_the_modules_own_field_beats_rules():
 def test_a_policy_in_a_field_begins_like_a_rule():
   own = mpjax.Policy(compute_dtype="float16", output_dtype="float32")
 
-  class Reads(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      self.sow("returned", "in_its_own", Gram(own)(x))
-      self.sow("returned", "in_no_other", Gram(dataclasses.replace(own, output_dtype=None))(x))
-      return x
+  def reads(module, x):
+    module.sow("returned", "in_its_own", Gram(own)(x))
+    module.sow("returned", "in_no_other", Gram(dataclasses.replace(own, output_dtype=None))(x))
+    return x
 
-  assert returned(Reads(), "bfloat16") == ["float32", "float16"]
+  assert returned(Does(reads), "bfloat16") == ["float32", "float16"]
 
 
 @pytest.mark.case("A108", "A86")
@@ -208,17 +199,15 @@ class Makes(nn.Module):
 
 
 @pytest.mark.case("B093")
-@pytest.mark.parametrize("caller", ["by_field", "by_argument", "by_keyword"])
-def test_a_module_has_the_policy_of_where_it_was_made_not_of_who_calls_it(caller):
-  found = seen_under(Makes(), "bfloat16", [Rule("float16", path=caller)])
-  wanted = dict.fromkeys(("mine", "mine/leaf", "by_field", "by_argument", "by_keyword"), "bfloat16")
-  wanted[caller] = "float16"
-  # A module passed into a constructor without a parent becomes a child of its holder; this one
-  # was named by its maker first, and stays there.
-  assert found == wanted
-
-
-def test_a_module_made_elsewhere_is_adopted_by_its_holder():
+def test_a_module_has_the_policy_of_where_it_was_made_not_of_who_calls_it():
+  callers = ("by_field", "by_argument", "by_keyword")
+  for caller in callers:
+    found = seen_under(Makes(), "bfloat16", [Rule("float16", path=caller)])
+    # A module passed into a constructor without a parent becomes a child of its holder; this one
+    # was named by its maker first, and stays there.
+    wanted = dict.fromkeys(("mine", "mine/leaf", *callers), "bfloat16")
+    assert found == {**wanted, caller: "float16"}
+  # This one has no other maker: it is adopted by its holder.
   found = seen_under(Holds(Block()), "bfloat16", [Rule("float16", path="held/leaf")])
   assert found == {"": "bfloat16", "held": "bfloat16", "held/leaf": "float16"}
 
@@ -260,61 +249,49 @@ LIFTED = {
 }
 
 
+LIFTED_RULES = [
+  # The rules, and the dtypes of the lifted module and of the leaf in it.
+  ([], ("bfloat16", "bfloat16")),
+  ([Rule("float16", module=Block)], ("float16", "float16")),
+  ([Rule("float16", path="lifted")], ("float16", "float16")),
+  ([Rule("float16", path="lifted/leaf")], ("bfloat16", "float16")),
+  ([Rule("float16", path="lifted"), Rule("float32", path="**/leaf")], ("float16", "float32")),
+  ([Rule("float16", path="other")], ("bfloat16", "bfloat16")),
+]
+
+
 @pytest.mark.case("B072", "B095")
 @pytest.mark.parametrize("lift", LIFTED.values(), ids=LIFTED)
-@pytest.mark.parametrize(
-  ("rules", "wanted"),
-  [
-    ([], ("bfloat16", "bfloat16")),
-    ([Rule("float16", module=Block)], ("float16", "float16")),
-    ([Rule("float16", path="lifted")], ("float16", "float16")),
-    ([Rule("float16", path="lifted/leaf")], ("bfloat16", "float16")),
-    ([Rule("float16", path="lifted"), Rule("float32", path="**/leaf")], ("float16", "float32")),
-    ([Rule("float16", path="other")], ("bfloat16", "bfloat16")),
-  ],
-  ids=["none", "class", "path", "leaf path", "both", "other"],
-)
-def test_resolution_across_lifted_transforms(lift, rules, wanted):
+def test_resolution_across_lifted_transforms(lift):
   """A lifted class hides the parent of what is inside; paths and classes are as without it."""
 
-  class Lifts(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return Probe(name="other")(lift(Block, name="lifted")(x))
-
-  found = seen_under(Lifts(), "bfloat16", rules)
-  other = "float16" if [rule.path for rule in rules] == ["other"] else "bfloat16"
-  assert found == {"lifted": wanted[0], "lifted/leaf": wanted[1], "other": other}
+  lifts = Does(lambda module, x: Probe(name="other")(lift(Block, name="lifted")(x)))
+  for rules, (lifted, leaf) in LIFTED_RULES:
+    other = "float16" if [rule.path for rule in rules] == ["other"] else "bfloat16"
+    found = seen_under(lifts, "bfloat16", rules)
+    assert found == {"lifted": lifted, "lifted/leaf": leaf, "other": other}, rules
 
 
 @pytest.mark.case("B095")
 def test_paths_of_a_module_that_shares_a_scope():
-  class Shares(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      inner = Block(name="inner")
-      nn.share_scope(self, inner)
-      return inner(x)
+  def shares(module, x):
+    inner = Block(name="inner")
+    nn.share_scope(module, inner)
+    return inner(x)
 
-  class Root(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return Shares(name="shares")(x)
-
+  root = Does(lambda module, x: Does(shares, name="shares")(x))
   # The scopes are one, so the paths are: "inner" is where its holder is.
-  found = seen_under(Root(), "bfloat16", [Rule("float16", path="shares/leaf")])
+  found = seen_under(root, "bfloat16", [Rule("float16", path="shares/leaf")])
   assert found == {"shares": "bfloat16", "shares/leaf": "float16"}
 
 
 @pytest.mark.case("B095", "B072")
 def test_a_module_called_twice_matches_each_time():
-  class Twice(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      block = Block(name="block")
-      return block(block(x))
+  def twice(module, x):
+    block = Block(name="block")
+    return block(block(x))
 
-  model, variables = Twice(), {}
+  model, variables = Does(twice), {}
   wrapped = mpjax.linen.with_policy(model, "bfloat16", [Rule("float16", module=Probe)])
   once = [("block", "bfloat16"), ("block/leaf", "float16")]
   assert noted(wrapped.apply, variables, X) == [*once, *once]
@@ -323,17 +300,12 @@ def test_a_module_called_twice_matches_each_time():
 class Teacher(nn.Module):
   """Applies a model of its own, with variables of its own, in its forward pass."""
 
-  model: Any = None
   in_closure: Any = None
 
   @nn.compact
   def __call__(self, x):
     note(self, x)
-    if self.in_closure is not None:
-      x = self.in_closure().apply({}, x)
-    else:
-      x = self.model.clone(parent=None, name="child").apply({}, x)
-    return Probe(name="after")(x)
+    return Probe(name="after")(self.in_closure().apply({}, x))
 
 
 def test_apply_inside_a_forward_pass_inherits():
@@ -351,22 +323,15 @@ def test_apply_inside_a_forward_pass_inherits():
     ("leaf", "float16"),
     ("held/after", "float16"),
   ]
-
-
-def test_apply_inside_an_exempt_module_stays_exempt():
+  # And inside of an exempt module it is exempt.
   found = seen_under(Teacher(in_closure=Block), "bfloat16", [Rule(None, path="")])
   assert found == {"": "float32", "leaf": "float32", "after": "float32"}
 
 
 def test_apply_of_a_named_child_is_at_its_name():
-  class Child(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return note(self, x)
-
   class Parent(nn.Module):
     def setup(self):
-      self.child = Child()
+      self.child = Probe()
 
     def __call__(self, x):
       return self.child.clone(parent=None).apply({}, x)
@@ -379,23 +344,21 @@ def test_apply_of_a_named_child_is_at_its_name():
 
 @pytest.mark.case("A98", "A99")
 def test_a_wrapper_inside_a_forward_pass_wins_and_is_undone():
-  class Mixed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      note(self, x)
-      inner = mpjax.linen.with_policy(Block(parent=None), "float16", [Rule("float32", path="leaf")])
-      x = inner.apply({}, x)
-      self.sow("returned", "by the inner", x)
-      return Probe(name="after")(x)
+  def mixed(module, x):
+    note(module, x)
+    inner = mpjax.linen.with_policy(Block(parent=None), "float16", [Rule("float32", path="leaf")])
+    x = inner.apply({}, x)
+    module.sow("returned", "by the inner", x)
+    return Probe(name="after")(x)
 
-  model = mpjax.linen.with_policy(Mixed(), "bfloat16", [Rule("float32", module=Block)])
+  model = mpjax.linen.with_policy(Does(mixed), "bfloat16", [Rule("float32", module=Block)])
   assert noted(model.apply, {}, X) == [
     ("", "bfloat16"),
     ("", "float16"),
     ("leaf", "float32"),
     ("after", "bfloat16"),
   ]
-  assert returned(Mixed(), "bfloat16", [Rule("float32", module=Block)]) == ["float16"]
+  assert returned(Does(mixed), "bfloat16", [Rule("float32", module=Block)]) == ["float16"]
   # The rules of the outer do not reach into the inner: the innermost given policy wins whole.
 
 
@@ -418,10 +381,11 @@ def test_the_innermost_given_policy_wins_whole():
 @pytest.mark.case("B052")
 def test_output_dtypes_of_nested_policies():
   model, wrapped = Gram(), mpjax.linen.with_policy
+  half, x = mpjax.Policy(compute_dtype="float16"), X.astype("float16")
   with mpjax.linen.policy_scope("mixed_bfloat16"):
-    assert model.apply({}, X.astype("float16")).dtype == jnp.float32
-    assert wrapped(model, "float16").apply({}, X).dtype == jnp.float16
-    assert wrapped(model, mpjax.Policy(compute_dtype="float16")).apply({}, X).dtype == jnp.float16
+    for ours, wanted in ((model, "float32"), (wrapped(model, "float16"), "float16")):
+      assert jax.eval_shape(ours.apply, {}, x).dtype == wanted
+    assert jax.eval_shape(wrapped(model, half).apply, {}, X).dtype == jnp.float16
 
 
 RETURNED = [
@@ -441,16 +405,14 @@ RETURNED = [
 
 
 @pytest.mark.case("B052", "A98")
-@pytest.mark.parametrize(("root", "rule", "wanted"), RETURNED, ids=str)
-def test_what_is_returned_where_a_policy_begins(root, rule, wanted):
-  class Reads(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      x = Gram(name="block")(x)
-      self.sow("returned", "x", x)
-      return x
+def test_what_is_returned_where_a_policy_begins():
+  def reads(module, x):
+    x = Gram(name="block")(x)
+    module.sow("returned", "x", x)
+    return x
 
-  assert returned(Reads(), root, [Rule(rule, path="block")]) == [wanted]
+  for root, rule, wanted in RETURNED:
+    assert returned(Does(reads), root, [Rule(rule, path="block")]) == [wanted], (root, rule)
 
 
 class Chain(nn.Module):
@@ -468,37 +430,34 @@ class Chain(nn.Module):
 
 
 @pytest.mark.case("B052")
-@pytest.mark.parametrize("by", ["class", "path", "field"])
-def test_nested_matches_of_one_rule_begin_once(by):
-  rule = {
-    "class": Rule("mixed_float16", module=Chain),
-    "path": Rule("mixed_float16", path="**"),
-    "field": Rule("mixed_float16", path="next/**"),
-  }[by]
-  model = mpjax.linen.with_policy(Chain(3), "mixed_bfloat16", [rule])
-  out, state = jax.eval_shape(lambda: model.apply({}, X, mutable=["returned"]))
-  assert out.dtype == jnp.float32
-  outermost = state["returned"]
-  inner = outermost["next"]
-  assert inner["next"]["at_0"][0].dtype == inner["at_1"][0].dtype == jnp.float16
-  assert outermost["at_2"][0].dtype == (jnp.float32 if by == "field" else jnp.float16)
+def test_nested_matches_of_one_rule_begin_once():
+  for rule, first in (
+    (Rule("mixed_float16", module=Chain), jnp.float16),
+    (Rule("mixed_float16", path="**"), jnp.float16),
+    (Rule("mixed_float16", path="next/**"), jnp.float32),  # It begins one level down.
+  ):
+    model = mpjax.linen.with_policy(Chain(3), "mixed_bfloat16", [rule])
+    out, state = jax.eval_shape(lambda model=model: model.apply({}, X, mutable=["returned"]))
+    assert out.dtype == jnp.float32
+    outermost = state["returned"]
+    inner = outermost["next"]
+    assert inner["next"]["at_0"][0].dtype == inner["at_1"][0].dtype == jnp.float16
+    assert outermost["at_2"][0].dtype == first
 
 
 @pytest.mark.case("B052")
 def test_the_output_dtype_is_that_of_the_root_and_of_nothing_inside():
-  class Reads(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      for _ in range(2):
-        x = nn.Dense(3)(x)
-        self.sow("returned", "x", x)
-      return x
+  def reads(module, x):
+    for _ in range(2):
+      x = nn.Dense(3)(x)
+      module.sow("returned", "x", x)
+    return x
 
-  variables = {"params": Reads().init(KEY, X)["params"]}
+  variables = {"params": jax.eval_shape(Does(reads).init, KEY, X)["params"]}
   for policy, wanted in (("mixed_float16", "float32"), ("c=f16", "float16")):
-    model = mpjax.linen.with_policy(Reads(), policy)
+    model = mpjax.linen.with_policy(Does(reads), policy)
     assert jax.eval_shape(model.apply, variables, X).dtype == jnp.dtype(wanted)
-    assert returned(Reads(), policy) == ["float16", "float16"]
+    assert returned(Does(reads), policy) == ["float16", "float16"]
 
 
 def given(policy="bfloat16", rules=(), **options):

@@ -1,5 +1,7 @@
 """What `init` stores under a policy: in which dtype, and drawn from which numbers."""
 
+import contextlib
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -12,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpjax
 from mpjax._core.trees import cast_like
-from tests.linen.products import HALF, KEY, RAW, X, all_half, dtypes
+from tests.linen.probes import HALF, KEY, RAW, Does, X, all_half, dtypes
 from tests.programs import bits
 
 # The models are written as their users write them.
@@ -52,15 +54,54 @@ def init(way, model, policy, *args, rules=()):
     return model.init(KEY, *args)
 
 
+class ManyParams(nn.Module):
+  """Its `dtype` is what parameters are made in, as in models ported from elsewhere."""
+
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 4), self.dtype)
+    v = self.param("v", lambda key, dtype: jax.random.normal(key, (4,), dtype), self.dtype)
+    u = self.param("u", nn.initializers.normal(), shape=(4, 2), dtype=self.dtype)
+    return (x @ w + v) @ u
+
+
+MODELS = {
+  "dtype": DtypeMeansParams(),
+  "nested": Nested(),
+  "Dense": nn.Dense(4),
+  "dtype means params": ManyParams(),
+  "dtype means params, as a string": ManyParams("float32"),
+  "dtype means params, of NumPy": ManyParams(np.dtype("float32")),
+  **RAW,
+}
+
+
+@pytest.mark.case("B091", "A108", "I11")
 @WAYS
-@pytest.mark.parametrize("half", HALF)
-@pytest.mark.parametrize("model", [DtypeMeansParams(), Nested()], ids=["dtype", "nested"])
-def test_initial_values_are_drawn_in_float32(way, half, model):
+def test_initial_values_are_drawn_in_float32(way):
   """Drawn in half they would be other numbers, not the rounded ones."""
-  plain = (jax.jit(model.init) if way == "jit" else model.init)(KEY, X)
-  assert bits(init(way, model, f"mixed_{half}", X)) == bits(plain)
-  rounded = {**plain, "params": jax.tree.map(lambda p: p.astype(half), plain["params"])}
-  assert bits(init(way, model, half, X)) == bits(rounded)
+  violations = []
+  for name in ("dtype", "nested") if way == "jit" else MODELS:
+    model = MODELS[name]
+    plain = (jax.jit(model.init) if way == "jit" else model.init)(KEY, X)
+    if bits(init(way, model, "mixed_bfloat16", X)) != bits(plain):
+      violations.append(f"{name}: other parameters in float32")
+    for half in HALF if name == "nested" else HALF[:1]:
+      params = mpjax.Policy(param_dtype=half).cast_to_param(plain["params"])
+      if bits(init(way, model, half, X)) != bits({**plain, "params": params}):
+        violations.append(f"{name}: is not rounded to {half}")
+  assert violations == []
+
+
+@pytest.mark.parametrize("way", ["wrapper", "scope"])
+def test_a_dtype_field_that_means_the_parameter_dtype(way):
+  model = ManyParams(jnp.float16)
+  wanted = model.init(KEY, X)
+  found = init(way, model, "p=f32,c=bf16,o=f32", X)
+  assert bits(found) == bits(jax.tree.map(lambda p: p.astype("float32"), wanted))
+  all_half(with_policy(model, "mixed_bfloat16").apply, wanted, X, count=2)
 
 
 @WAYS
@@ -74,18 +115,35 @@ def test_each_module_stores_its_own_parameters_in_its_own_dtype(way):
   assert found["stats"] == {"count": "int32"}
 
 
+@pytest.mark.case("B087")
 @WAYS
-@pytest.mark.parametrize("half", HALF)
-def test_a_cache_has_the_dtype_of_what_is_written_to_it(way, half):
-  model = nn.MultiHeadDotProductAttention(2, decode=True)
-  x = jnp.ones((1, 5, 4))
-  found, plain = init(way, model, f"mixed_{half}", x), model.init(KEY, x)
-  wanted = {"cached_key": half, "cached_value": half, "cache_index": "int32"}
-  assert dtypes(found["cache"]) == wanted
-  assert bits(found["params"]) == bits(plain["params"])
-  with scope(f"mixed_{half}"):
-    _, state = model.apply(found, x[:, :1], mutable=["cache"])
-  assert dtypes(state["cache"]) == wanted
+def test_a_cache_has_the_dtype_of_what_is_written_to_it_and_keeps_it(way):
+  model, x, half = nn.MultiHeadDotProductAttention(2, decode=True), jnp.ones((1, 4, 4)), "bfloat16"
+  found = jax.eval_shape(lambda: init(way, model, f"mixed_{half}", x))
+  # Flax makes the cache in the dtype of the keys.
+  assert dtypes(found["cache"]) == {
+    "cached_key": half,
+    "cached_value": half,
+    "cache_index": "int32",
+  }
+  assert dtypes(found["params"]) == dtypes(jax.eval_shape(model.init, KEY, x)["params"])
+
+  def step(variables, cache, x):
+    with scope(f"mixed_{half}"):
+      out, changed = model.apply({**variables, "cache": cache}, x, mutable=["cache"])
+    return changed["cache"], out
+
+  def over_time(variables, xs):
+    scanned = functools.partial(step, variables)
+    return jax.lax.scan(scanned, variables["cache"], xs)[0]
+
+  for kind in (half, "float32"):
+    cache = jax.tree.map(
+      lambda c, kind=kind: c.update(dtype=jnp.dtype(kind)) if c.dtype == half else c,
+      found["cache"],
+    )
+    after = jax.eval_shape(over_time, {**found, "cache": cache}, jnp.ones((4, 1, 1, 4)))
+    assert dtypes(after) == dtypes(cache)
 
 
 def test_trees_that_are_not_alike_are_not_cast():
@@ -100,52 +158,6 @@ def test_trees_that_are_not_alike_are_not_cast():
 
 calls: list[tuple[str, str]] = []
 """What modules note while they are traced."""
-
-
-class ManyParams(nn.Module):
-  """Its `dtype` is what parameters are made in, as in models ported from elsewhere."""
-
-  dtype: Any = jnp.float32
-
-  @nn.compact
-  def __call__(self, x):
-    w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 4), self.dtype)
-    v = self.param("v", lambda key, dtype: jax.random.normal(key, (4,), dtype), self.dtype)
-    u = self.param("u", nn.initializers.normal(), shape=(4, 2), dtype=self.dtype)
-    return (x @ w + v) @ u
-
-
-@pytest.mark.case("B091", "A108", "I11")
-@pytest.mark.parametrize("how", ["wrapper", "scope"])
-@pytest.mark.parametrize(
-  "dtype", [jnp.float32, "float32", np.dtype("float32"), jnp.float16], ids=str
-)
-def test_a_dtype_field_that_means_the_parameter_dtype(dtype, how):
-  model = ManyParams(dtype)
-  wanted = model.init(KEY, X)
-  if how == "wrapper":
-    found = with_policy(model, "p=f32,c=bf16,o=f32").init(KEY, X)
-  else:
-    with scope("p=f32,c=bf16,o=f32"):
-      found = model.init(KEY, X)
-  assert bits(found) == bits(jax.tree.map(lambda p: p.astype("float32"), wanted))
-  all_half(with_policy(model, "mixed_bfloat16").apply, wanted, X, count=2)
-
-
-@pytest.mark.case("B091", "I11")
-@pytest.mark.parametrize(
-  "model",
-  [*RAW.values(), nn.Dense(4), ManyParams()],
-  ids=[*RAW, "Dense", "dtype means params"],
-)
-def test_initial_values_are_drawn_as_without_a_policy(model):
-  half = "bfloat16"
-  plain = model.init(KEY, X)
-  with scope(f"mixed_{half}"):
-    assert bits(model.init(KEY, X)) == bits(plain)
-  with scope(half):
-    found = model.init(KEY, X)
-  assert bits(found) == bits(jax.tree.map(lambda p: p.astype(half) if p.dtype == F32 else p, plain))
 
 
 def test_an_initialiser_that_asks_for_half_gets_it():
@@ -170,23 +182,20 @@ def test_an_initialiser_that_asks_for_half_gets_it():
 
 @pytest.mark.case("B099", "A106", "B058")
 def test_complex_and_integer_parameters_are_never_cast():
-  class Odd(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      w = self.param("w", lambda key: jnp.ones(3, jnp.complex64))
-      n = self.param("n", lambda key: jnp.arange(3))
-      flag = self.param("flag", lambda key: jnp.asarray([True, False, True]))
-      key = self.param("key", lambda key: jax.random.key(3))
-      kinds = (w.dtype, n.dtype, flag.dtype, key.dtype)
-      calls.append(("kinds", " ".join(map(str, kinds))))
-      return jnp.fft.ifft(jnp.fft.fft(x.astype("float32")) * w).real
+  def odd(module, x):
+    w = module.param("w", lambda key: jnp.ones(3, jnp.complex64))
+    n = module.param("n", lambda key: jnp.arange(3))
+    flag = module.param("flag", lambda key: jnp.asarray([True, False, True]))
+    key = module.param("key", lambda key: jax.random.key(3))
+    calls.append(("kinds", " ".join(str(x.dtype) for x in (w, n, flag, key))))
+    return jnp.fft.ifft(jnp.fft.fft(x.astype("float32")) * w).real
 
-  variables = Odd().init(KEY, X)
+  variables = Does(odd).init(KEY, X)
   wanted = ("kinds", "complex64 int32 bool key<fry>")
   for policy in ("mixed_bfloat16", "float16"):
     calls.clear()
-    found = with_policy(Odd(), policy).init(KEY, X)
-    with_policy(Odd(), policy).apply(variables, X)
+    found = with_policy(Does(odd), policy).init(KEY, X)
+    with_policy(Does(odd), policy).apply(variables, X)
     assert set(calls) == {wanted}
     assert dtypes(found) == dtypes(variables)
 
@@ -223,14 +232,10 @@ def test_boxed_parameters(devices, how, mesh):
       return model.apply(variables, x)
 
   calls.clear()
-  if mesh:
-    with jax.set_mesh(around):
-      all_half(apply, variables, X, count=2)
-      out = jax.jit(apply)(variables, X)
-  else:
+  with jax.set_mesh(around) if mesh else contextlib.nullcontext():
     all_half(apply, variables, X, count=2)
-    out = apply(variables, X)
-  assert out.dtype == (F32)
+    assert jax.eval_shape(apply, variables, X).dtype == F32
+    assert not mesh or jax.jit(apply)(variables, X).dtype == F32
   assert {dtype for _, dtype in calls} <= {"bfloat16", "float32"}
   with scope("bfloat16"):
     stored = model.init(KEY, X)
@@ -239,41 +244,3 @@ def test_boxed_parameters(devices, how, mesh):
   found = with_policy(model, "mixed_bfloat16").init(KEY, X)
   assert jax.tree.structure(found) == jax.tree.structure(variables)
   assert bits(found) == bits(variables)
-
-
-# Caches
-
-
-@pytest.mark.case("B087")
-def test_a_cache_made_under_a_policy_keeps_its_dtype_in_a_scan():
-  model = with_policy(nn.MultiHeadDotProductAttention(2, decode=True), "mixed_bfloat16")
-  x = jnp.ones((1, 4, 4))
-  variables = jax.eval_shape(model.init, KEY, x)
-  # Flax makes the cache in the dtype of the keys.
-  assert dtypes(variables["cache"]) == {
-    "cached_key": "bfloat16",
-    "cached_value": "bfloat16",
-    "cache_index": "int32",
-  }
-
-  def step(cache, x):
-    out, changed = model.apply({**variables, "cache": cache}, x, mutable=["cache"])
-    return changed["cache"], out
-
-  def run(variables, xs):
-    def step(cache, x):
-      out, changed = model.apply({**variables, "cache": cache}, x, mutable=["cache"])
-      return changed["cache"], out
-
-    return jax.lax.scan(step, variables["cache"], xs)
-
-  for kind in ("bfloat16", "float32"):
-    cast = {
-      **variables,
-      "cache": jax.tree.map(
-        lambda c, kind=kind: jax.ShapeDtypeStruct(c.shape, kind if c.dtype == BF16 else c.dtype),
-        variables["cache"],
-      ),
-    }
-    cache, _ = jax.eval_shape(run, cast, jnp.ones((4, 1, 1, 4)))
-    assert dtypes(cache) == dtypes(cast["cache"])

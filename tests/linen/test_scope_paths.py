@@ -1,7 +1,5 @@
 """Flags of scopes: there for rules that depend on paths, and nowhere else."""
 
-import contextlib
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,8 +9,8 @@ from flax.core import Scope
 import mpjax
 from mpjax._core.trees import instances_in
 from mpjax.linen._scope_paths import PathScope
-from tests.linen.products import KEY, X, operands, text
-from tests.programs import bits, products
+from tests.linen.probes import KEY, X, operands, text
+from tests.programs import bits
 
 # The models are written as their users write them.
 pytestmark = pytest.mark.standard_promotion
@@ -44,27 +42,23 @@ def flags(policy, rules):
   return [{k: v for k, v in s.flags.items() if k.startswith("mpjax")} for s in scopes]
 
 
-@pytest.mark.parametrize(
-  ("rules", "apart"),
-  [
-    ([Rule("float16", path="one")], True),
-    ([Rule("float16", path="**/Dense_0")], True),
-    ([Rule("float16", path="other")], True),
-    ([Rule("float16", where=lambda m: m.name == "one")], True),
-  ],
-  ids=["path", "inside of both", "elsewhere", "predicate"],
-)
-def test_places_are_told_apart_where_a_rule_does_so(rules, apart):
-  one, two = flags("bfloat16", rules)
-  assert one
-  assert two
-  assert (one != two) is apart
+def test_places_are_told_apart_where_a_rule_does_so():
+  for rule in (
+    Rule("float16", path="one"),
+    Rule("float16", path="**/Dense_0"),
+    Rule("float16", path="other"),
+    Rule("float16", where=lambda m: m.name == "one"),
+  ):
+    one, two = flags("bfloat16", [rule])
+    assert one
+    assert two
+    assert one != two
 
 
-@pytest.mark.parametrize("rules", [[], [Rule("float16", module=Leaf)]], ids=["none", "class"])
-def test_scopes_stay_those_of_flax_where_no_rule_goes_by_place(rules):
-  assert flags("bfloat16", rules) == [{}, {}]
-  assert {type(s) for s in scopes} == {Scope}
+def test_scopes_stay_those_of_flax_where_no_rule_goes_by_place():
+  for rules in ([], [Rule("float16", module=Leaf)]):
+    assert flags("bfloat16", rules) == [{}, {}]
+    assert {type(s) for s in scopes} == {Scope}
 
 
 def test_scopes_made_from_one_that_is_flagged_are_flagged():
@@ -72,24 +66,6 @@ def test_scopes_made_from_one_that_is_flagged_are_flagged():
   assert {type(s) for s in scopes} == {PathScope}
   assert type(scopes[0].push("child")) is PathScope
   assert type(scopes[0].rewound()) is PathScope
-
-
-def test_a_module_that_nn_jit_is_given_is_told_where_it_is():
-  class Calls(nn.Module):
-    @nn.jit
-    def __call__(self, inner, x):
-      return inner[0](x)
-
-  class Gives(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      one, two, calls = nn.Dense(3, name="one"), nn.Dense(3, name="two"), Calls()
-      return calls([two], calls([one], x))
-
-  model = with_policy(Gives(), "bfloat16", [Rule("float16", path="two")])
-  variables = Gives().init(KEY, X)
-  found = [p.dtypes[0] for p in products(jax.make_jaxpr(model.apply)(variables, X))]
-  assert found == ["bfloat16", "float16"]
 
 
 def test_modules_in_plain_containers_are_found():
@@ -117,78 +93,51 @@ class Twice(nn.Module):
 class Held(nn.Module):
   """Equal modules that one of them holds, in each way in which a module may."""
 
-  way: str
+  @nn.compact
+  def __call__(self, x):
+    return Holds(name="held")(x)
 
+
+class Holds(nn.Module):
   def setup(self):
-    layers = [nn.jit(nn.Dense)(3) for _ in range(2)]
-    if self.way == "fields":
-      self.a, self.b = layers
-    elif self.way == "list":
-      self.layers = layers
-    else:
-      self.by_name = {"a": layers[0], "b": layers[1]}
+    self.a, self.b = (nn.jit(nn.Dense)(3) for _ in range(2))
+    self.layers = [nn.jit(nn.Dense)(3) for _ in range(2)]
+    self.by_name = {name: nn.jit(nn.Dense)(3) for name in "ab"}
 
   def __call__(self, x):
-    if self.way == "fields":
-      first, second = self.a, self.b
-    elif self.way == "list":
-      first, second = self.layers
-    else:
-      first, second = self.by_name["a"], self.by_name["b"]
-    return second(first(x))
+    for layer in (self.a, self.b, *self.layers, self.by_name["a"], self.by_name["b"]):
+      x = layer(x)
+    return x
 
 
 class Given(nn.Module):
-  """A jitted method that is given modules: it calls what stands elsewhere."""
+  """A jitted method that is given modules in a list: it calls what is elsewhere."""
 
   @nn.jit
   @nn.compact
-  def __call__(self, layer, x):
-    return layer(x)
+  def __call__(self, layers, x):
+    return layers[0](x)
 
 
 class Gives(nn.Module):
   @nn.compact
   def __call__(self, x):
     first, second = nn.Dense(3, name="first"), nn.Dense(3, name="second")
-    return Given(name="b")(second, Given(name="a")(first, x))
+    return Given(name="b")([second], Given(name="a")([first], x))
 
 
-@pytest.mark.parametrize("how", ["wrapper", "scope"])
-def test_equal_jitted_modules_in_two_places_have_two_policies(how):
-  variables = jax.eval_shape(Twice().init, KEY, X)
-
-  def found(*rules):
-    def apply(*args):
-      if how == "wrapper":
-        return with_policy(Twice(), "mixed_bfloat16", rules).apply(*args)
-      with scope("mixed_bfloat16", rules):
-        return Twice().apply(*args)
-
-    return operands(apply, variables, X)
-
-  assert found(Rule("float16", path="second")) == [BF16, F16]
-  # And so they have when another rule, or none, was there before.
-  assert found(Rule(None, path="first")) == [F32, BF16]
-  assert found() == [BF16, BF16]
+def test_modules_that_a_module_holds():
+  variables = jax.eval_shape(Held().init, KEY, X)
+  rules = [Rule("float16", path=f"held/{name}") for name in ("b", "layers_1", "by_name_b")]
+  ours = with_policy(Held(), "mixed_bfloat16", rules)
+  assert operands(ours.apply, variables, X) == [BF16, F16] * 3
 
 
-@pytest.mark.parametrize(
-  ("way", "path"), [("fields", "b"), ("list", "layers_1"), ("dict", "by_name_b")]
-)
-def test_modules_that_a_module_holds(way, path):
-  model = Held(way)
-  variables = jax.eval_shape(model.init, KEY, X)
-  ours = with_policy(model, "mixed_bfloat16", [Rule("float16", path=path)])
-  assert operands(ours.apply, variables, X) == [BF16, F16]
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_modules_that_a_method_is_given(jitted):
+def test_modules_that_a_method_is_given():
   variables = jax.eval_shape(Gives().init, KEY, X)
   ours = with_policy(Gives(), "mixed_bfloat16", [Rule("float16", path="second")])
-  apply = jax.jit(ours.apply) if jitted else ours.apply
-  assert operands(apply, variables, X) == [BF16, F16]
+  for apply in (ours.apply, jax.jit(ours.apply)):
+    assert operands(apply, variables, X) == [BF16, F16]
 
 
 def test_a_place_inside_of_a_jitted_module():
@@ -251,17 +200,3 @@ def test_a_scope_in_a_place_is_like_any_other_afterwards():
     assert text(lambda x: bound(x), X) == plain
   assert isinstance(bound.scope.rewound(), Scope)
   assert issubclass(PathScope, Scope)
-
-
-def test_a_flag_is_that_of_the_scope_in_force():
-  variables = Twice().init(KEY, X)
-  bound = Twice().bind(variables)
-  for rules, wanted in (
-    ([Rule("float16", path="first")], [F16, BF16]),
-    ([Rule("float16", path="second")], [BF16, F16]),
-    ([], [BF16, BF16]),
-  ):
-    with scope("mixed_bfloat16", rules):
-      assert operands(bound, X) == wanted
-  with contextlib.nullcontext():
-    assert operands(bound, X) == [F32, F32]

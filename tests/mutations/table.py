@@ -572,7 +572,7 @@ STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
     "modules=True)",
     new="Settings(compute=low, ops=_OPS, weight_grads=None, asked=asked, float8=recipe, "
     "modules=True)",
-    test="tests/nnx/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",
+    test="tests/integration/test_weight_grads.py::test_one_product_of_half_numbers_into_float32",
   ),
   Mutation(
     number=47,

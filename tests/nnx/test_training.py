@@ -16,7 +16,6 @@ from tests.nnx import rig
 from tests.programs import bits, jitted
 
 with_policy = mpjax.nnx.with_policy
-HALF = ("bfloat16", "float16")
 STATE = nnx.Not(nnx.Param)
 
 
@@ -70,9 +69,8 @@ def step(policy: str) -> Any:
 
 
 @pytest.mark.case("I1", "I4", "I16")
-@pytest.mark.parametrize("half", HALF)
-def test_a_step_that_is_not_finite_leaves_no_trace(half):
-  graphdef, state, one, traces = step(f"mixed_{half}")
+def test_a_step_that_is_not_finite_leaves_no_trace():
+  graphdef, state, one, traces = step("mixed_float16")
   start = state
   for _ in range(2):
     state, _ = one(state, INPUTS, jnp.float32(1))
@@ -92,16 +90,6 @@ def test_a_step_that_is_not_finite_leaves_no_trace(half):
   # One program for all of it, since nothing changed its type.
   assert len(traces) == 1
   assert [x.dtype for x in jax.tree.leaves(start)] == [x.dtype for x in jax.tree.leaves(moved)]
-
-
-@pytest.mark.parametrize("half", HALF)
-def test_it_learns(half):
-  _, state, one, _ = step(f"mixed_{half}")
-  losses = []
-  for _ in range(30):
-    state, loss = one(state, INPUTS, jnp.float32(1))
-    losses.append(float(loss))
-  assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
 
 
 def test_an_optimizer_of_a_view_is_one_of_the_model():

@@ -14,7 +14,8 @@ from flax import nnx
 import mpjax
 from mpjax.nnx._view import is_tree
 from tests.nnx import rig
-from tests.programs import half_share, products
+from tests.nnx.does import Does
+from tests.programs import half_share, products, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
 BF16 = np.dtype("bfloat16")
@@ -91,15 +92,9 @@ def test_what_is_no_tree_to_jax_is_given_and_returned_as_it_is():
     (same,), _ = echo(odd)
   assert same is odd
 
-  class Odd(nnx.Module):
-    def __init__(self):
-      self.layer = linear()
-
-    def __call__(self, x):
-      return {1: self.layer(x), "b": x}
-
+  odd = Does(lambda module, x: {1: module.layer(x), "b": x})
   with pytest.warns(UserWarning, match="got one that returns a dict whose keys do not sort"):
-    out = with_policy(Odd(), HALF)(X)
+    out = with_policy(odd, HALF)(X)
   assert (out[1].dtype, out["b"].dtype) == (BF16, jnp.float32)
 
 
@@ -137,17 +132,13 @@ def test_fields_are_set_in_calls_and_nowhere_else(raises):
   """
   seen = []
 
-  class Reader(nnx.Module):
-    def __init__(self):
-      self.dtype, self.layer = jnp.float16, linear()
+  def body(module, x):
+    seen.append(module.dtype)
+    if raises and module.dtype is jnp.float32:
+      raise ValueError("low precision alone")
+    return module.layer(x.astype(module.dtype))
 
-    def __call__(self, x):
-      seen.append(self.dtype)
-      if raises and self.dtype is jnp.float32:
-        raise ValueError("low precision alone")
-      return self.layer(x.astype(self.dtype))
-
-  view = with_policy(nnx.Sequential(Reader()), HALF)
+  view = with_policy(nnx.Sequential(Does(body, dtype=jnp.float16)), HALF)
   assert view(X).dtype == BF16
   # What code compares by `is`.
   assert [each is jnp.float32 for each in seen] == [True, False][: 1 + raises]
@@ -159,93 +150,55 @@ def test_fields_are_set_in_calls_and_nowhere_else(raises):
 # Loops
 
 
-class Cell(nnx.Module):
-  def __init__(self):
-    self.a, self.w = linear(), nnx.Param(jnp.eye(4))
-
-  def __call__(self, state, x):
-    state = jnp.tanh(self.a(x) + state @ self.w)
-    return state, state
-
-
-class OverTime(nnx.Module):
-  """A cell of the author's own, from a float32 state."""
-
-  def __init__(self):
-    self.cell = Cell()
-
-  def __call__(self, x):
-    scan = nnx.scan(
-      lambda cell, s, x: cell(s, x), in_axes=(None, nnx.Carry, 0), out_axes=(nnx.Carry, 0)
-    )
-    return scan(self.cell, jnp.zeros((4,)), x)[1]
-
-
-@pytest.mark.case("B092")
-def test_a_carry_that_starts_in_float32_stays_in_it():
-  graphdef, state = nnx.split(OverTime())
-  program = jax.make_jaxpr(lambda s, x: with_policy(nnx.merge(graphdef, s), HALF)(x))(state, X)
-  assert half_share(program) == 1
-  (scan,) = [e for e in program.eqns if e.primitive.name == "scan"]
-  assert "float32" in {str(v.aval.dtype) for v in scan.outvars}
-
-
-def test_what_looks_like_a_carry_at_the_root_is_an_output():
-  assert dtypes(with_policy(Cell(), "bfloat16")(jnp.ones(4), X[0])) == ["bfloat16"] * 2
-  # tanh of a product stays in its dtype.
-  assert dtypes(with_policy(Cell(), HALF)(jnp.ones(4), X[0])) == ["bfloat16"] * 2
-
-
 def test_an_error_of_mixed_dtypes_names_the_module():
-  class Mixes(nnx.Module):
-    def __call__(self, x):
-      return jax.lax.add(x, jnp.ones((2, 4), jnp.float16))
+  def mixes(module, x):
+    return jax.lax.add(x, jnp.ones((2, 4), jnp.float16))
 
-  # Equal modules have one class between them, and each has its own place.
-  with_policy(Mixes(), HALF)
-  view = with_policy(nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), Mixes()), HALF)
+  # Equal modules have one class between them, and each has its own path.
+  with_policy(Does(mixes), HALF)
+  view = with_policy(nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), Does(mixes)), HALF)
   with pytest.raises(TypeError) as excinfo:
     nnx.jit(lambda view: view(X))(view)
   (note,) = [note for note in excinfo.value.__notes__ if note.startswith("mpjax")]
-  assert "'layers/1' (Mixes)" in note
+  assert "'layers/1' (Does)" in note
   assert "params=float32,compute=bfloat16" in note
   assert "Rule(None, path='layers/1')" in note
   with pytest.raises(TypeError) as excinfo:
-    with_policy(Mixes(), None)(X)
+    with_policy(Does(mixes), None)(X)
   assert "mpjax" not in str(getattr(excinfo.value, "__notes__", ""))
 
 
-class Loops(nnx.Module):
-  """Loops and branches that start from a float32 literal, each around a function."""
-
-  def __init__(self, kind):
-    self.layer, self.kind = linear(), kind
-
-  def __call__(self, x):
-    start, layer = jnp.zeros(4), self.layer
-    if self.kind == "jax.lax.scan":
-      return jax.lax.scan(lambda c, x: (layer(c + x), None), start, x)[0]
-    if self.kind == "nnx.scan":
-      scan = nnx.scan(lambda c, m, x: m(c + x), in_axes=(nnx.Carry, None, 0), out_axes=nnx.Carry)
-      return scan(start, layer, x)
-    if self.kind == "nnx.cond":
-      return nnx.cond(True, lambda m, x: m(x), lambda m, x: start, layer, x[0])
-    more = lambda both: both[1].sum() < -1  # noqa: E731
-    return nnx.while_loop(more, lambda both: (both[0], both[0](both[1])), (layer, start))[1]
+START = jnp.zeros(4)
+LOOPS = {
+  # Loops and branches that start from a float32 literal, each around a function.
+  "jax.lax.scan": lambda m, x: jax.lax.scan(lambda c, x: (m.layer(c + x), None), START, x)[0],
+  "nnx.scan": lambda m, x: nnx.scan(
+    lambda c, layer, x: layer(c + x), in_axes=(nnx.Carry, None, 0), out_axes=nnx.Carry
+  )(START, m.layer, x),
+  "nnx.cond": lambda m, x: nnx.cond(
+    True, lambda layer, x: layer(x), lambda layer, x: START, m.layer, x[0]
+  ),
+  "nnx.while_loop": lambda m, x: nnx.while_loop(
+    lambda both: both[1].sum() < -1, lambda both: (both[0], both[0](both[1])), (m.layer, START)
+  )[1],
+}
 
 
-@pytest.mark.parametrize("kind", ["jax.lax.scan", "nnx.scan", "nnx.cond", "nnx.while_loop"])
+@pytest.mark.case("B092")
+@pytest.mark.parametrize("kind", LOOPS)
 def test_a_loop_that_starts_from_a_float32_literal_just_works(kind):
-  graphdef, state = nnx.split(nnx.Sequential(Loops(kind)))
+  graphdef, state = nnx.split(nnx.Sequential(Does(LOOPS[kind])))
 
-  def call(state, x, rules=()):
-    return with_policy(nnx.merge(graphdef, state, copy=True), HALF, rules)(x)
+  def call(state, policy, rules=()):
+    return rig.under(nnx.merge(graphdef, state, copy=True), policy, rules=rules)(X)
 
-  program = jax.make_jaxpr(call)(state, X)
-  assert half_share(program) == 1
-  plain = nnx.merge(graphdef, state, copy=True)(X)
-  np.testing.assert_allclose(np.asarray(call(state, X), np.float32), plain, atol=0.05)
-  left = call(state, X, [Rule(None, path="layers/0")])
+  def all_three(state):
+    left = call(state, HALF, [Rule(None, path="layers/0")])
+    return nnx.merge(graphdef, state, copy=True)(X), call(state, HALF), left
+
+  assert half_share(jax.make_jaxpr(lambda state: call(state, HALF))(state)) == 1
+  plain, ours, left = run(all_three, state)
+  np.testing.assert_allclose(np.asarray(ours, np.float32), plain, atol=0.05)
   np.testing.assert_array_equal(left, plain)
 
 
@@ -291,39 +244,36 @@ def test_variables_that_a_call_makes_or_changes_are_the_models():
   assert model.mode == "train"
 
 
-class MakesVariables(nnx.Module):
-  def __init__(self):
-    self.stat = nnx.BatchStat(jnp.zeros(4))
-
-  def __call__(self, x):
-    self.stat[...] = x.mean(0)
-    self.fresh = nnx.BatchStat(x.mean(0))
+def makes_variables():
+  def body(module, x):
+    module.stat[...] = x.mean(0)
+    module.fresh = nnx.BatchStat(x.mean(0))
     return x
 
+  return Does(body, stat=nnx.BatchStat(jnp.zeros(4)))
 
-@pytest.mark.parametrize("calls", [1, 2])
-def test_a_view_made_inside_a_compiled_step_writes_to_the_model(calls):
-  model = MakesVariables()
+
+def test_a_view_made_inside_a_compiled_step_writes_to_the_model():
+  model = makes_variables()
   step = nnx.jit(lambda model, x: with_policy(model, HALF)(x))
-  for i in range(calls):
+  for i in range(2):
     step(model, X + i)
-  np.testing.assert_array_equal(model.fresh[...], model.stat[...])
-  np.testing.assert_allclose(model.stat[...], np.mean(X + i, 0), rtol=0.01)
-  assert model.fresh.dtype == model.stat.dtype == jnp.float32
+    np.testing.assert_array_equal(model.fresh[...], model.stat[...])
+    np.testing.assert_allclose(model.stat[...], np.mean(X + i, 0), rtol=0.01)
+    assert model.fresh.dtype == model.stat.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("calls", [1, 2])
-def test_a_view_that_is_an_argument_of_a_compiled_step_keeps_what_is_new(calls):
-  model = MakesVariables()
+def test_a_view_that_is_an_argument_of_a_compiled_step_keeps_what_is_new():
+  model = makes_variables()
   view = with_policy(model, HALF)
   step = nnx.jit(lambda view, x: view(x))
-  for i in range(calls):
+  for i in range(2):
     step(view, X + i)
-  np.testing.assert_allclose(model.stat[...], np.mean(X + i, 0), rtol=0.01)
-  assert view.stat is model.stat
-  # NNX puts a new variable where it found its module, which is the view.
-  assert view.fresh.dtype == jnp.float32
-  assert not hasattr(model, "fresh")
+    np.testing.assert_allclose(model.stat[...], np.mean(X + i, 0), rtol=0.01)
+    assert view.stat is model.stat
+    # NNX puts a new variable where it found its module, which is the view.
+    assert view.fresh.dtype == jnp.float32
+    assert not hasattr(model, "fresh")
 
 
 def test_what_is_taken_out_of_a_view_is_taken_out_of_the_model():
@@ -340,14 +290,9 @@ def test_what_is_taken_out_of_a_view_is_taken_out_of_the_model():
   assert model.stat[...] == 1
 
 
-def test_names_of_views():
-  model = linear()
-  assert is_tree(model)
-  assert "mpjax" not in repr(with_policy(model, HALF))
-
-
 def test_a_view_shows_its_policy():
   model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+  assert is_tree(model)
   view = with_policy(model, "c=bf16", [mpjax.Rule(None, path="layers/1")])
   policy = "'params=float32,compute=bfloat16'"
   for ours, theirs, shown in [
@@ -357,25 +302,22 @@ def test_a_view_shows_its_policy():
   ]:
     text = repr(ours)
     assert text == str(ours)
+    assert "mpjax" not in text
     inside = text.removeprefix("with_policy(").removesuffix(f", {shown})")
     # NNX clones attributes in alphabetical order.
     assert sorted(inside.replace(",", "").split()) == sorted(repr(theirs).replace(",", "").split())
   assert repr(pickle.loads(pickle.dumps(view))) == repr(view)
 
 
-class Sows(nnx.Module):
-  def __init__(self):
-    self.layer = linear()
-
-  def __call__(self, x):
-    x = self.perturb("before", self.layer(x))
-    self.sow(nnx.Intermediate, "hidden", x)
-    return x
+def sows(module, x):
+  x = module.perturb("before", module.layer(x))
+  module.sow(nnx.Intermediate, "hidden", x)
+  return x
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_sow_and_perturb():
-  model = Sows()
+  model = Does(sows)
   view = with_policy(model, HALF)
   for _ in range(2):
     view(X)
@@ -416,14 +358,7 @@ def test_variables_are_seen_as_stored_and_of_their_type():
 
 
 def test_what_leaves_a_view_is_the_variable_itself():
-  class Shows(nnx.Module):
-    def __init__(self):
-      self.w = nnx.Param(X)
-
-    def __call__(self):
-      return {"w": self.w, "x": self.w[...]}
-
-  model = Shows()
+  model = Does(lambda module: {"w": module.w, "x": module.w[...]}, w=nnx.Param(X))
   for policy, dtype in ((HALF, "float32"), ("bfloat16", "bfloat16")):
     out = with_policy(model, policy)()
     assert out["w"] is model.w
@@ -431,7 +366,7 @@ def test_what_leaves_a_view_is_the_variable_itself():
 
 
 def test_capture():
-  model = Sows()
+  model = Does(sows)
   view = with_policy(model, HALF)
   out, seen = nnx.capture(view, nnx.Intermediate)(X)
   np.testing.assert_array_equal(out, seen["hidden"].get_value()[0])
@@ -523,38 +458,36 @@ class Block(nnx.Module):
     return x + self.drop(nnx.relu(self.layer(self.norm(x)))) @ self.out
 
 
-class Conditional(nnx.Module):
-  def __init__(self, rngs):
-    self.one, self.two = Block(rngs), Block(rngs)
+def conditional(rngs):
+  def body(module, x):
+    return nnx.cond(x.sum() > 0, lambda m, x: m.one(x), lambda m, x: m.two(x), module, x)
 
-  def __call__(self, x):
-    return nnx.cond(x.sum() > 0, lambda m, x: m.one(x), lambda m, x: m.two(x), self, x)
-
-
-class Loop(nnx.Module):
-  def __init__(self, rngs):
-    self.layer = nnx.Linear(4, 4, rngs=rngs)
-
-  def __call__(self, x):
-    return nnx.fori_loop(0, 3, lambda i, both: (both[0], both[0](both[1])), (self.layer, x))[1]
+  return Does(body, one=Block(rngs), two=Block(rngs))
 
 
-class Mapped(nnx.Module):
+def loop(rngs):
+  def body(module, x):
+    step = lambda i, both: (both[0], both[0](both[1]))  # noqa: E731
+    return nnx.fori_loop(0, 3, step, (module.layer, x))[1]
+
+  return Does(body)
+
+
+def mapped(rngs):
   """Experts, all on the same input."""
 
-  def __init__(self, rngs):
-    self.experts = nnx.vmap(lambda rngs: Block(rngs), in_axes=0)(rngs.split(2))
+  def body(module, x):
+    return nnx.vmap(lambda block, x: block(x), in_axes=(0, None))(module.experts, x)
 
-  def __call__(self, x):
-    return nnx.vmap(lambda block, x: block(x), in_axes=(0, None))(self.experts, x)
+  return Does(body, experts=nnx.vmap(lambda rngs: Block(rngs), in_axes=0)(rngs.split(2)))
 
 
 MODELS = {
   "scan": Stack,
   "scan_remat": lambda rngs: Stack(rngs, remat=True),
-  "cond": Conditional,
-  "vmap": Mapped,
-  "fori_loop": Loop,
+  "cond": conditional,
+  "vmap": mapped,
+  "fori_loop": loop,
 }
 AROUND = {
   "plain": lambda fun: fun,
@@ -568,7 +501,8 @@ AROUND = {
 @pytest.mark.parametrize(
   ("name", "around"),
   # Under vmap what is written has no axis to go to.
-  [(n, a) for n in MODELS for a in AROUND if a != "nnx.vmap" or n == "fori_loop"],
+  [(n, "plain") for n in MODELS if n not in ("scan", "fori_loop")]
+  + [(n, a) for n in ("scan", "fori_loop") for a in AROUND if (n, a) != ("scan", "nnx.vmap")],
 )
 def test_transforms(name, around):
   graphdef, params, rest = rig.split(MODELS[name])
@@ -604,80 +538,30 @@ def test_gradients_with_respect_to_a_view_are_those_of_the_model():
     assert x.dtype == jnp.float32
 
 
-@pytest.mark.case("B082")
-def test_a_weight_used_often_adds_up_its_gradient_in_float32():
-  class Often(nnx.Module):
-    def __init__(self):
-      self.w = nnx.Param(jnp.ones(()))
-
-    def __call__(self, x):
-      return jax.lax.fori_loop(0, 1000, lambda _, y: y + self.w * x, x)
-
-  view = with_policy(Often(), "mixed_bfloat16")
-  gradient = nnx.grad(lambda view: view(jnp.ones(())))(view)
-  assert gradient["w"][...] == 1000  # in bfloat16 it stops at 256
-
-
-class WithLoss(nnx.Module):
+def with_loss(module, x):
   """Returns what looks like a carry: an output of its input's shape, and a loss."""
-
-  def __init__(self):
-    self.layer = linear()
-
-  def __call__(self, x):
-    y = self.layer(x)
-    return y, jnp.mean(y)
+  y = module.layer(x)
+  return y, jnp.mean(y)
 
 
-class Chain(nnx.Module):
-  def __init__(self):
-    self.first, self.flow = linear(), WithLoss()
-
-  def __call__(self, x):
-    return self.flow(self.first(x))
-
-
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_a_float32_module_that_returns_its_output_and_a_loss_returns_float32(half):
-  model = Chain()
-  y, loss = with_policy(model, f"params=float32,compute={half}", [Rule("float32", path="flow")])(X)
+def test_a_float32_module_that_returns_its_output_and_a_loss_returns_float32():
+  model = Does(lambda module, x: module.flow(module.layer(x)), flow=Does(with_loss))
+  y, loss = with_policy(model, HALF, [Rule("float32", path="flow")])(X)
   assert (y.dtype, loss.dtype) == (np.dtype("float32"),) * 2
   # The layer's own float32 result, not one that was rounded on its way out.
-  rounded = with_policy(model.first, f"params=float32,compute={half}")(X)
+  rounded = with_policy(model.layer, HALF)(X)
   exact = np.asarray(rounded, np.float32) @ np.asarray(model.flow.layer.kernel[...])
   np.testing.assert_allclose(y, exact, rtol=1e-6)
 
 
-def test_what_a_spectral_norm_does_by_itself_is_float32_and_its_layer_has_the_policy():
-  def make(rngs):
-    layer = nnx.SpectralNorm(nnx.Linear(4, 3, rngs=rngs), rngs=rngs)
-    return nnx.Sequential(layer, nnx.Linear(3, 2, rngs=rngs))
-
-  graphdef, state = nnx.split(make(nnx.Rngs(0)))
-  for policy in ("mixed_bfloat16", "mixed_float16"):
-    program = jax.make_jaxpr(
-      lambda state, x, policy=policy: with_policy(nnx.merge(graphdef, state, copy=True), policy)(x)
-    )(state, X)
-    found = [(p.dtypes, p.operands[0].endswith("[2,4]")) for p in products(program)]
-    half = (policy[6:],) * 2
-    assert found[-2:] == [(half, True), (half, False)]
-    assert {dtypes for dtypes, _ in found[:-2]} == {("float32", "float32")}
-
-
-class TakesHalfAlone(nnx.Module):
-  """Refuses float32, as a kernel may."""
-
-  def __init__(self):
-    self.layer = linear()
-
-  def __call__(self, x):
+def test_a_module_that_raises_in_float32_is_called_in_its_compute_dtype():
+  def takes_half_alone(module, x):
+    """Refuses float32, as a kernel may."""
     if x.dtype == jnp.float32:
       raise ValueError("this kernel takes low precision alone")
-    return self.layer(x)
+    return module.layer(x)
 
-
-def test_a_module_that_raises_in_float32_is_called_in_its_compute_dtype():
-  model = nnx.Sequential(TakesHalfAlone(), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+  model = nnx.Sequential(Does(takes_half_alone), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
   found = with_policy(model, HALF)(X)
   rounded = np.asarray(with_policy(model.layers[0].layer, HALF)(X), np.float32)
   np.testing.assert_allclose(np.asarray(found, np.float32), model.layers[1](rounded), atol=0.02)

@@ -16,8 +16,7 @@ from flax import nnx
 
 import mpjax
 from tests.errors import check_error
-from tests.nnx import rig
-from tests.programs import PROBE, dtypes_of, equations, products
+from tests.programs import PROBE, dtypes_of, equations, products, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
@@ -177,11 +176,9 @@ def test_rules(rules, wanted):
   assert used(HALF, rules, unmatched="ignore") == wanted
 
 
-def test_none_leaves_all_but_what_rules_pick():
+def test_none_leaves_all_but_what_rules_pick_and_a_policy_of_the_module_itself_beats_rules():
   assert used(None, [Rule(HALF, path="between")]) == everywhere("float32", between="bfloat16")
 
-
-def test_a_policy_in_a_modules_own_attribute_beats_rules():
   def net():
     made = Net()
     made.between.policy = mpjax.Policy(compute_dtype="float16")
@@ -218,15 +215,15 @@ class Normed(nnx.Module):
     return self.norm(self.first(x))
 
 
-@pytest.mark.parametrize(
-  ("norm", "defaults", "inside"),
-  [(UserNorm, None, "float32"), (UserNorm, (), "bfloat16"), (MixerNorm, None, "bfloat16")],
-)
-def test_norms_of_the_users_own_compute_in_float32(norm, defaults, inside):
-  view = with_policy(Normed(norm(4)), HALF, defaults=defaults)
-  found, out = shown(view)
-  assert found == {"norm": inside}
-  assert out == "float32"  # The dtype of the sum of squares, in each of them.
+def test_norms_of_the_users_own_compute_in_float32():
+  for norm, defaults, inside in (
+    (UserNorm, None, "float32"),
+    (UserNorm, (), "bfloat16"),
+    (MixerNorm, None, "bfloat16"),
+  ):
+    found, out = shown(with_policy(Normed(norm(4)), HALF, defaults=defaults))
+    assert found == {"norm": inside}
+    assert out == "float32"  # The dtype of the sum of squares, in each of them.
 
 
 class Watched(nnx.Module):
@@ -239,25 +236,26 @@ class Watched(nnx.Module):
     return self.layer(x)
 
 
-@pytest.mark.parametrize(
-  ("policy", "rules", "inside", "outside"),
-  [
-    ("mixed_bfloat16", [], "bfloat16", "float32"),
-    (HALF, [], "bfloat16", "bfloat16"),
-    (HALF + ",output=float16", [], "bfloat16", "float16"),
-    # What a rule picks returns its own output dtype, or else what it computed.
-    (HALF, [Rule("float32", path="layer")], "float32", "float32"),
-    (HALF, [Rule("c=float32", path="layer")], "float32", "float32"),
-    (None, [Rule("mixed_bfloat16", path="layer")], "bfloat16", "float32"),
-    (None, [Rule(HALF, path="layer")], "bfloat16", "bfloat16"),
-    # A rule for the root is another policy for the same begin.
-    ("mixed_bfloat16", [Rule("c=f16", path="**")], "float16", "float32"),
-  ],
-)
-def test_output_dtype_is_for_where_a_policy_begins(policy, rules, inside, outside):
-  program, out = jax.make_jaxpr(with_policy(Watched(), policy, rules), return_shape=True)(X)
-  (product,) = products(program)
-  assert (product.dtypes, str(out.dtype)) == ((inside, inside), outside)
+BEGINS = [
+  # The policy, the rules, the dtype of the layer's product and of the result.
+  ("mixed_bfloat16", [], "bfloat16", "float32"),
+  (HALF, [], "bfloat16", "bfloat16"),
+  (HALF + ",output=float16", [], "bfloat16", "float16"),
+  # What a rule picks returns its own output dtype, or else what it computed.
+  (HALF, [Rule("float32", path="layer")], "float32", "float32"),
+  (HALF, [Rule("c=float32", path="layer")], "float32", "float32"),
+  (None, [Rule("mixed_bfloat16", path="layer")], "bfloat16", "float32"),
+  (None, [Rule(HALF, path="layer")], "bfloat16", "bfloat16"),
+  # A rule for the root is another policy for the same begin.
+  ("mixed_bfloat16", [Rule("c=f16", path="**")], "float16", "float32"),
+]
+
+
+def test_output_dtype_is_for_where_a_policy_begins():
+  for policy, rules, inside, outside in BEGINS:
+    program, out = jax.make_jaxpr(with_policy(Watched(), policy, rules), return_shape=True)(X)
+    (product,) = products(program)
+    assert (product.dtypes, str(out.dtype)) == ((inside, inside), outside), (policy, rules)
 
 
 def test_a_module_inside_has_no_output_dtype():
@@ -373,43 +371,25 @@ class NoTree(nnx.Module, pytree=False):
     return self.layers[0](x)
 
 
-@pytest.mark.parametrize("make", [HoldsRaw, NoTree])
-def test_other_objects_than_modules(make):
-  (out,) = jax.make_jaxpr(with_policy(make(), HALF))(X).out_avals
-  assert out.dtype == jnp.bfloat16
+def test_other_objects_than_modules():
+  for make in (HoldsRaw, NoTree):
+    assert jax.eval_shape(with_policy(make(), HALF), X).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v)), nnx.clone])
-def test_copies_of_a_view_run_under_the_policy(how):
+def test_copies_of_a_view_run_under_the_policy():
   rngs = nnx.Rngs(0)
   model = nnx.Sequential(nnx.Embed(5, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs))
   view = with_policy(model, HALF)
-  again = how(view)
-  assert again.layers[1].kernel is not view.layers[1].kernel
-  assert type(again) is type(view)
-  assert all(type(a) is type(b) for a, b in zip(again.layers, view.layers, strict=True))
   ids = jnp.arange(3)
-  assert again(ids).dtype == jnp.bfloat16
-  np.testing.assert_array_equal(again(ids), view(ids))
+  for again in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), nnx.clone(view)):
+    assert again.layers[1].kernel is not view.layers[1].kernel
+    assert type(again) is type(view)
+    assert all(type(a) is type(b) for a, b in zip(again.layers, view.layers, strict=True))
+    assert again(ids).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(again(ids), view(ids))
 
 
 # Programs and caches
-
-
-@pytest.mark.case("I8")
-def test_a_float32_policy_changes_no_program():
-  def make(rngs):
-    rnn = nnx.RNN(nnx.GRUCell(4, 4, rngs=rngs))
-    return nnx.Sequential(nnx.Embed(5, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs), rnn)
-
-  graphdef, params, rest = rig.split(make)
-  ids = jnp.zeros((2, 3), jnp.int32)
-
-  def program(policy):
-    _, both = rig.functions(graphdef, policy, lambda view, *args: view(*args))
-    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(both)(params, rest, (ids,))))
-
-  assert program("float32") == program(None)
 
 
 @pytest.mark.case("I9", "I4")
@@ -453,66 +433,46 @@ def test_threads_do_not_meet():
 # Errors
 
 
-@pytest.mark.parametrize(
-  ("model", "got"),
-  [
-    (nnx.Linear, "the class Linear"),
-    (jnp.tanh, "class"),
-    (None, "NoneType"),
-    ({"a": 1}, "dict"),
-  ],
-  ids=["class", "function", "none", "dict"],
-)
-def test_what_is_no_module_is_refused(model, got):
-  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
-    with_policy(model, HALF)
-  check_error(
-    excinfo,
-    where="mpjax.nnx.with_policy(model)",
-    expected="a flax.nnx.Module",
-    got=got,
-    fix="Pass an instance",
-    builtin=TypeError,
-  )
+def view_of(**options):
+  return with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF, **options)
 
 
-@pytest.mark.parametrize("converted", [False, True])
-def test_a_view_of_a_view_is_refused(converted):
-  view = with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF)
-  if converted:
-    view = mpjax.nnx.convert(view, X)
-  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
-    with_policy(view, "float32")
-  check_error(
-    excinfo,
-    where="mpjax.nnx.with_policy(model)",
-    expected="a flax.nnx.Module",
-    got="a view already (Linear under 'params=float32,compute=bfloat16')",
-    fix="Call it as it is: a view is ready, also one that mpjax.nnx.convert returned.",
-    builtin=TypeError,
-  )
+MODEL, MODULE = "with_policy(model)", "a flax.nnx.Module"
+A_VIEW = "a view already (Linear under 'params=float32,compute=bfloat16')"
+READY = "Call it as it is: a view is ready, also one that mpjax.nnx.convert returned."
+IN_LINEN = "a Linen module (Dense) inside nnx.bridge.ToNNX"
+ERRORS = [
+  # What is called, and where, what was expected, what came, what to do, which builtin.
+  (lambda: with_policy(nnx.Linear, HALF), MODEL, MODULE, "the class Linear", "Pass an instance"),
+  (lambda: with_policy(jnp.tanh, HALF), MODEL, MODULE, "class", "Pass an instance"),
+  (lambda: with_policy(None, HALF), MODEL, MODULE, "NoneType", "Pass an instance"),
+  (lambda: with_policy({"a": 1}, HALF), MODEL, MODULE, "dict", "Pass an instance"),
+  (lambda: with_policy(view_of(), "float32"), MODEL, MODULE, A_VIEW, READY),
+  (
+    lambda: with_policy(mpjax.nnx.convert(view_of(), X), "float32"),
+    *(MODEL, MODULE, A_VIEW, READY),
+  ),
+  (
+    lambda: with_policy(HoldsLinen(nnx.Rngs(0)).linen, HALF),
+    *(MODEL, MODULE, IN_LINEN, "mpjax.linen.policy_scope"),
+  ),
+  (lambda: view_of(rules=["x"]), "with_policy(rules=...)", "mpjax.Rule", "'x'", "Write ["),
+  (lambda: view_of(defaults=[1]), "with_policy(defaults=...)", "mpjax.Rule", "1", "Write ["),
+  (
+    lambda: view_of(unmatched="no"),
+    *("with_policy(unmatched=...)", "'warn' or 'ignore'", "'no'", "picks out"),
+  ),
+]
 
 
-@pytest.mark.parametrize(
-  ("options", "where", "expected", "got", "fix", "builtin"),
-  [
-    ({"unmatched": "no"}, "unmatched=...", "'warn' or 'ignore'", "'no'", "picks out", ValueError),
-    ({"rules": ["x"]}, "rules=...", "mpjax.Rule", "'x'", "Write [", TypeError),
-    ({"defaults": [1]}, "defaults=...", "mpjax.Rule", "1", "Write [", TypeError),
-  ],
-  ids=["unmatched", "rules", "defaults"],
-)
-def test_bad_arguments(options, where, expected, got, fix, builtin):
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error[3])
+def test_errors(error):
+  call, where, expected, got, fix = error
   with pytest.raises(mpjax.MpjaxError) as excinfo:
-    with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF, **options)
-  check_error(
-    excinfo,
-    where=f"mpjax.nnx.with_policy({where})",
-    expected=expected,
-    got=got,
-    fix=fix,
-    builtin=builtin,
-  )
+    call()
+  builtin = ValueError if "unmatched" in where else TypeError
+  where = f"mpjax.nnx.{where}"
+  check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
 
 
 class HoldsLinen(nnx.Module):
@@ -542,17 +502,6 @@ def test_a_linen_module_inside_runs_under_the_policy_around_it_or_a_scope_inside
   for policy in ("float16", "float32"):
     model.scope = policy
     assert inside() == [(policy, policy), ("bfloat16", "bfloat16")]
-  model.scope = None
-  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
-    with_policy(model.linen, HALF)
-  check_error(
-    excinfo,
-    where="mpjax.nnx.with_policy(model)",
-    expected="a flax.nnx.Module",
-    got="a Linen module (Dense) inside nnx.bridge.ToNNX",
-    fix="mpjax.linen.policy_scope",
-    builtin=TypeError,
-  )
   with mpjax.linen.policy_scope("bfloat16"):
     assert model.linen(X).dtype == jnp.bfloat16
 
@@ -585,23 +534,32 @@ class Stack(nnx.Module):
     return nnx.scan(scan, **axes)(self.norms, x) if self.twice else scan(self.norms, x)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("twice", [False, True])
-def test_norms_of_stacked_layers_compute_in_float32(with_bias, twice):
+def test_norms_of_stacked_layers_compute_in_float32():
   x = X * 300
-  found = with_policy(Stack(with_bias, twice), "mixed_float16")(x)
+  stacks = [Stack(with_bias, twice) for with_bias in (False, True) for twice in (False, True)]
+  split = [nnx.split(stack) for stack in stacks]
+
+  def every(states):
+    plain = [nnx.merge(graph, state) for (graph, _), state in zip(split, states, strict=True)]
+    return [with_policy(model, "mixed_float16")(x) for model in plain]
+
   wanted = np.asarray(x, np.float64) / np.sqrt(np.mean(np.square(x, dtype=np.float64), -1))[:, None]
-  np.testing.assert_allclose(found, wanted, rtol=4e-3)
+  for found in run(every, [state for _, state in split]):
+    np.testing.assert_allclose(found, wanted, rtol=4e-3)
 
 
-class HoldingNorm(nnx.Module, pytree=False):
-  """A norm by its name, with something inside, that is no tree to JAX."""
+class HoldingNorm(nnx.Module):
+  """A norm by its name, with something inside."""
 
   def __init__(self, inside):
     self.scale, self.inside = nnx.Param(jnp.ones(4)), inside
 
-  def __call__(self, x):
-    return self.inside(x) * self.scale[None]
+
+class NoTreeNorm(nnx.Module, pytree=False):
+  """The same, that is no tree to JAX."""
+
+  def __init__(self, inside):
+    self.scale, self.inside = nnx.Param(jnp.ones(4)), inside
 
 
 @pytest.mark.parametrize(
@@ -615,15 +573,8 @@ class HoldingNorm(nnx.Module, pytree=False):
   ],
   ids=["linear", "narrow", "norm", "dropout", "list"],
 )
-@pytest.mark.parametrize("tree", [False, True])
-def test_a_norm_that_holds_a_layer_is_no_norm(inside, wanted, tree):
-  cls = HoldingNorm
-
-  class TreeNorm(nnx.Module):
-    def __init__(self, inside):
-      self.scale, self.inside = nnx.Param(jnp.ones(4)), inside
-
-  model = (TreeNorm if tree else cls)(inside(nnx.Rngs(0)))
-  model.inside_again = model  # A pointer back is no layer.
-  view = with_policy(model, HALF)
-  assert type(view).mpjax_spec.policy.compute_dtype == wanted
+def test_a_norm_that_holds_a_layer_is_no_norm(inside, wanted):
+  for cls in (HoldingNorm, NoTreeNorm):
+    model = cls(inside(nnx.Rngs(0)))
+    model.inside_again = model  # A pointer back is no layer.
+    assert type(with_policy(model, HALF)).mpjax_spec.policy.compute_dtype == wanted

@@ -1,0 +1,654 @@
+"""The layers of Linen and of NNX under a policy, one by one."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax._jaxprs.traced_calls import StateKind
+from tests.linen.probes import KEY, X, dtypes
+from tests.models.values import filled, integers, normal, shapes
+from tests.nnx import rig
+from tests.programs import bits, converts, dtypes_of, error, half_share, products, run
+
+# The models are written as their users write them.
+pytestmark = pytest.mark.standard_promotion
+
+Rule = mpjax.Rule
+HALF = ["bfloat16", "float16"]
+FRAMEWORKS = pytest.mark.parametrize("framework", ["linen", "nnx"])
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+RNGS = {"dropout": jax.random.key(1)}
+
+
+class Layer(NamedTuple):
+  """A layer of either framework as a function of its state.
+
+  Fields:
+    under: `(policy, rules)` to `(params, rest, *args, **kwargs) -> (out, new rest)`.
+    params: parameters, with values made by NumPy.
+    rest: all other variables.
+  """
+
+  under: Callable[..., Callable[..., Any]]
+  params: Any
+  rest: Any
+
+
+def linen(module, *args, **kwargs):
+  variables = filled(shapes(module, *args, **kwargs))
+  params = variables.pop("params", {})
+
+  def under(policy, rules=(), method=None):
+    model = module if policy is None else mpjax.linen.with_policy(module, policy, rules)
+
+    def call(params, rest, *args, **kwargs):
+      options = {"rngs": RNGS, "mutable": list(rest), "method": method}
+      return model.apply({"params": params, **rest}, *args, **kwargs, **options)
+
+    return call
+
+  return Layer(under, params, variables)
+
+
+def of_nnx(make, split=rig.split):
+  graphdef, params, rest = split(make)
+
+  def under(policy, rules=(), method="__call__"):
+    def call(params, rest, *args, **kwargs):
+      plain = nnx.merge(graphdef, params, rest, copy=True)
+      model = plain if policy is None else mpjax.nnx.with_policy(plain, policy, rules)
+      return getattr(model, method)(*args, **kwargs), nnx.state(plain, nnx.Not(nnx.Param))
+
+    return call
+
+  return Layer(under, params, rest)
+
+
+def as_initialised(make):
+  """Returns the parts of a model with its own values, which layers that keep them need."""
+  return nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
+
+
+def traced(layer, policy, *args, **kwargs):
+  """Returns the jaxpr of a layer's call, and the shape of its output."""
+  call = functools.partial(layer.under(policy), **kwargs)
+  program, (out, _) = jax.make_jaxpr(call, return_shape=True)(layer.params, layer.rest, *args)
+  return program, out
+
+
+def operands(program):
+  return [p.dtypes for p in products(program)]
+
+
+def only_half(program, half="bfloat16"):
+  """Whether there are products, and all are in half."""
+  return set(operands(program)) == {(half, half)}
+
+
+# Tables
+
+
+TABLES = {
+  "linen": lambda: linen(nn.Embed(11, 4), jnp.asarray([1])),
+  "nnx": lambda: of_nnx(lambda rngs: nnx.Embed(11, 4, rngs=rngs)),
+}
+
+
+@pytest.mark.case("B081")
+@pytest.mark.parametrize("half", HALF)
+@FRAMEWORKS
+def test_embed_gathers_what_is_stored_and_casts_the_rows(framework, half):
+  layer, ids = TABLES[framework](), np.asarray([[1, 257 % 11, 1]])
+  policy = f"c={half},o={half}"
+  (table,) = jax.tree.leaves(layer.params)
+  program, out = traced(layer, policy, ids)
+  assert dtypes_of(program, "gather") == {"float32"}
+  assert out.dtype == half
+  # Nothing asks for a dtype without the output dtype: the rows are what is stored.
+  assert traced(layer, f"c={half}", ids)[1].dtype == F32
+
+  # The cotangents of one token add up in float32: 300 times 1 + 2^-7 is not rounded on the way.
+  def loss(params):
+    rows, _ = layer.under(policy)(params, layer.rest, np.ones(300, np.int32))
+    return jnp.sum(rows.astype("float32") * (1 + 2.0**-7))
+
+  def both(params):
+    return layer.under(policy)(params, layer.rest, ids)[0], jax.grad(loss)(params)
+
+  rows, gradient = run(both, layer.params)
+  np.testing.assert_array_equal(rows, np.asarray(table)[ids].astype(half))
+  np.testing.assert_array_equal(jax.tree.leaves(gradient)[0][1], np.full(4, 300 * (1 + 2.0**-7)))
+
+
+@pytest.mark.case("B082")
+@FRAMEWORKS
+def test_attend_computes_in_half(framework):
+  layer = TABLES[framework]()
+  attend = layer.under("mixed_bfloat16", method="attend")
+  program, (out, _) = jax.make_jaxpr(attend, return_shape=True)(
+    layer.params, layer.rest, jnp.ones((2, 4))
+  )
+  assert operands(program) == [("bfloat16", "bfloat16")]
+  assert out.dtype == F32
+
+
+# Norms
+
+
+class MyNorm(nn.LayerNorm):
+  """Somebody's own version."""
+
+
+NORM_X = jnp.linspace(200.0, 400.0, 24).reshape(2, 4, 3)  # 300² is more than float16 holds.
+NORMS = {
+  "LayerNorm": lambda: linen(nn.LayerNorm(), NORM_X),
+  "RMSNorm": lambda: linen(nn.RMSNorm(), NORM_X),
+  "GroupNorm": lambda: linen(nn.GroupNorm(num_groups=3), NORM_X),
+  "InstanceNorm": lambda: linen(nn.InstanceNorm(), NORM_X),
+  "BatchNorm": lambda: linen(nn.BatchNorm(use_running_average=False), NORM_X),
+  "running BatchNorm": lambda: linen(nn.BatchNorm(use_running_average=True), NORM_X),
+  "somebody's own": lambda: linen(MyNorm(), NORM_X),
+  "nnx: LayerNorm": lambda: of_nnx(lambda rngs: nnx.LayerNorm(3, rngs=rngs)),
+  "nnx: RMSNorm": lambda: of_nnx(lambda rngs: nnx.RMSNorm(3, rngs=rngs)),
+  "nnx: GroupNorm": lambda: of_nnx(lambda rngs: nnx.GroupNorm(3, 3, rngs=rngs)),
+  "nnx: BatchNorm": lambda: of_nnx(lambda rngs: nnx.BatchNorm(3, rngs=rngs)),
+  "nnx: running BatchNorm": lambda: of_nnx(
+    lambda rngs: nnx.BatchNorm(3, use_running_average=True, rngs=rngs)
+  ),
+}
+
+
+def finely(tree):
+  """Returns a state of values that float32 has, and half rounds: of 2^12 scales, 2^8 means."""
+  sizes = {"scale": 2.0**12, "mean": 2.0**8, "var": 2.0**14}
+
+  def leaf(path, x):
+    names = jax.tree_util.keystr(path)
+    size = next((size for name, size in sizes.items() if name in names), 1.0)
+    return np.full(x.shape, size * (1 + 2.0**-12), x.dtype)
+
+  return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+@pytest.mark.case("B083", "B084", "A81")
+@pytest.mark.parametrize("half", HALF)
+def test_norms_reduce_in_float32_and_use_what_they_store_unrounded(half):
+  layers = {name: make() for name, make in NORMS.items()}
+  states = {name: (finely(each.params), finely(each.rest)) for name, each in layers.items()}
+  x, violations = NORM_X.astype(half), []
+
+  def both(states):
+    return {
+      name: [
+        layer.under(policy)(*states[name], given)
+        for policy, given in ((f"c={half},o={half}", x), (None, x.astype("float32")))
+      ]
+      for name, layer in layers.items()
+    }
+
+  found = run(both, states)
+  for name, layer in layers.items():
+    (ours, state), (plain, wanted) = found[name]
+    program, _ = traced(layer, f"c={half},o={half}", x)
+    _, unset = traced(layer, f"c={half}", x)
+    if dtypes_of(program, "reduce_sum", "rsqrt") != {"float32"}:
+      violations.append(f"{name}: reduces in half")
+    # Both compute in float32, from the same half input, and ours rounds once.
+    if bits(ours) != bits(plain.astype(half)) or not np.isfinite(plain).all():
+      violations.append(f"{name}: is not the float32 norm of what is stored, rounded once")
+    if bits(state) != bits(wanted):
+      violations.append(f"{name}: other statistics than in float32")
+    # At the end of a model without an output dtype it is what was computed.
+    if unset.dtype != F32:
+      violations.append(f"{name}: returns {unset.dtype} where no output dtype is set")
+  assert violations == []
+
+
+# Cells
+
+
+class MyCell(nn.GRUCell):
+  """A cell of the user's, derived from Flax's."""
+
+
+CELLS = {
+  "SimpleCell": nn.SimpleCell(3),
+  "LSTMCell": nn.LSTMCell(3),
+  "OptimizedLSTMCell": nn.OptimizedLSTMCell(3),
+  "GRUCell": nn.GRUCell(3),
+  "MGUCell": nn.MGUCell(3),
+  "MyCell": MyCell(3),
+}
+CELLS_OF_NNX = {
+  "nnx: SimpleCell": nnx.SimpleCell,
+  "nnx: LSTMCell": nnx.LSTMCell,
+  "nnx: OptimizedLSTMCell": nnx.OptimizedLSTMCell,
+  "nnx: GRUCell": nnx.GRUCell,
+}
+
+
+@pytest.mark.case("B085", "B086", "A80", "A74")
+@pytest.mark.parametrize("name", [*CELLS, *CELLS_OF_NNX])
+def test_cells_multiply_in_half_and_add_up_in_the_dtype_of_their_carry(name):
+  if name in CELLS:
+    start = CELLS[name].initialize_carry(KEY, (2, 3))
+    layer = linen(CELLS[name], start, X)
+  else:
+    make = CELLS_OF_NNX[name]
+    view = mpjax.nnx.with_policy(make(3, 3, rngs=nnx.Rngs(0)), "c=bf16")
+    start = view.initialize_carry((2, 3), nnx.Rngs(0))
+    layer = of_nnx(lambda rngs: make(3, 3, rngs=rngs))
+  assert set(jax.tree.leaves(dtypes(start))) == {"float32"}
+  for carry in ("float32", "bfloat16"):
+    given = jax.tree.map(lambda c, carry=carry: c.astype(carry), start)
+    for x in (X, X.astype("bfloat16")):
+      program, results = traced(layer, "c=bf16", given, x)
+      # Of a simple cell the next carry is a product alone; the others gate what they carry.
+      wanted = "bfloat16" if "SimpleCell" in name else carry
+      assert set(jax.tree.leaves(dtypes(results))) == {wanted}
+      assert only_half(program)
+
+      def loss(x, given=given):
+        (_, out), _ = layer.under("c=bf16")(layer.params, layer.rest, given, x)
+        return out.sum()
+
+      assert jax.eval_shape(jax.grad(loss), x).dtype == x.dtype
+    # The policy's output dtype is that of all results, the carry among them.
+    _, results = traced(layer, "mixed_bfloat16", given, X)
+    assert set(jax.tree.leaves(dtypes(results))) == {"float32"}
+
+
+@pytest.mark.parametrize("way", ["init", "lazy_init", "tabulate", "scope"])
+def test_what_is_told_of_a_cell_over_time_before_it_runs(way):
+  """To tell the dtypes of caches modules are called in half there, and a loop starts in float32."""
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, xs):
+      xs = self.perturb("bump", nn.Dense(3)(xs))
+      return nn.RNN(nn.LSTMCell(3))(xs)
+
+  model, xs = Model(), jnp.stack([X] * 4, axis=1)
+  ours = mpjax.linen.with_policy(model, "mixed_bfloat16")
+  if way == "tabulate":
+    assert "LSTMCell" in ours.tabulate(KEY, xs)
+    return
+  if way == "scope":
+    with mpjax.linen.policy_scope("mixed_bfloat16"):
+      found = jax.eval_shape(model.init, KEY, xs)
+  else:
+    found = jax.eval_shape(getattr(ours, way), KEY, xs)
+  assert dtypes(found) == dtypes(jax.eval_shape(model.init, KEY, xs))
+
+
+def test_an_initial_carry_that_is_given_keeps_its_dtype():
+  xs, cell = jnp.stack([X] * 4, axis=1), nn.LSTMCell(3)
+  layer = linen(nn.RNN(cell, return_carry=True), xs)
+  for dtype in ("float32", "bfloat16"):
+    start = jax.tree.map(lambda c, d=dtype: c.astype(d), cell.initialize_carry(KEY, (2, 3)))
+    _, (carry, out) = traced(layer, "c=bf16", xs, initial_carry=start)
+    assert dtypes(carry) == dtypes(start)
+    assert out.dtype == dtype
+
+
+class Learned(nnx.RNNCellBase):
+  """Starts in a learned state; its weights are raw parameters."""
+
+  def __init__(self):
+    self.start, self.w = nnx.Param(jnp.zeros((1, 4))), nnx.Param(jnp.eye(4))
+
+  def initialize_carry(self, input_shape, rngs=None, carry_init=None):
+    assert self.start[...].dtype == jnp.float32
+    return jnp.broadcast_to(self.start[...], (*input_shape[:-1], 4))
+
+  def __call__(self, carry, inputs):
+    carry = jnp.tanh(inputs @ self.w + carry.astype(inputs.dtype) @ self.w)
+    return carry, carry
+
+  @property
+  def num_feature_axes(self):
+    return 1
+
+
+@pytest.mark.case("B092")
+def test_a_learned_start_is_read_as_it_is_stored():
+  layer = of_nnx(lambda rngs: nnx.RNN(Learned(), return_carry=True))
+  x = jnp.ones((1, 3, 4))
+  for options in ({}, {"initial_carry": jnp.zeros((1, 4))}):
+    program, (carry, out) = traced(layer, "c=bf16", x, **options)
+    assert half_share(program) == 1
+    assert (carry.dtype, out.dtype) == (F32, BF16)
+  assert traced(layer, "c=bf16", x, return_carry=False)[1].dtype == BF16
+
+
+# Attention
+
+
+def own_attention(query, key, value, **options):
+  weights = jax.nn.softmax(jnp.einsum("...qhd,...khd->...hqk", query, key))
+  return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+
+
+def attention(**fields):
+  fields = {"deterministic": False, "decode": False, **fields}
+  return of_nnx(lambda rngs: nnx.MultiHeadAttention(4, 8, rngs=rngs, **fields))
+
+
+MASK = np.random.default_rng(0).random((2, 1, 5, 5)) < 0.6
+MASK[..., 0] = True
+A, CROSS = normal(2, 5, 8), normal(2, 4, 8, seed=1)
+ATTENTION: dict[str, tuple[Callable[[], Layer], tuple[Any, ...], dict[str, Any]]] = {
+  # The layer, its inputs, its options.
+  "self": (lambda: linen(nn.SelfAttention(2), A), (A,), {}),
+  "cross": (lambda: linen(nn.MultiHeadDotProductAttention(2), A, CROSS), (A, CROSS), {}),
+  "highest": (
+    lambda: linen(nn.MultiHeadDotProductAttention(2, precision="highest"), A),
+    (A,),
+    {},
+  ),
+  "hard coded": (lambda: linen(nn.MultiHeadDotProductAttention(2, dtype=F32), A), (A,), {}),
+  "a function of the user's": (
+    lambda: linen(nn.MultiHeadDotProductAttention(2, attention_fn=own_attention), A),
+    (A,),
+    {},
+  ),
+  "nnx": (attention, (A,), {}),
+  "nnx: masked": (attention, (A,), {"mask": MASK}),
+  "nnx: causal": (attention, (A,), {"is_causal": True}),
+  "nnx: grouped": (lambda: attention(num_kv_heads=2), (A,), {"mask": MASK}),
+  "nnx: sown": (attention, (A,), {"mask": MASK, "sow_weights": True}),
+  "nnx: dropped out": (
+    lambda: attention(dropout_rate=0.4, broadcast_dropout=False),
+    (A,),
+    {},
+  ),
+  "nnx: a function of the user's": (lambda: attention(attention_fn=own_attention), (A,), {}),
+}
+
+
+@pytest.mark.case("B088")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of `sow`, and of `SelfAttention`.
+@pytest.mark.parametrize("half", HALF)
+def test_attention_multiplies_in_half_and_takes_its_softmax_in_float32(half):
+  """Forward and backward, near to what it is in float32, with the same random numbers."""
+  violations, functions = [], {}
+  for name, (make, inputs, options) in ATTENTION.items():
+    layer = make()
+
+    def both(policy, layer=layer, inputs=inputs, options=options):
+      def loss(inputs):
+        out, _ = layer.under(policy)(layer.params, layer.rest, *inputs, **options)
+        return jnp.sum(out.astype("float32") ** 2), out
+
+      return lambda: jax.value_and_grad(loss, has_aux=True)(inputs)
+
+    program, ((_, out), _) = jax.make_jaxpr(both(f"c={half}"), return_shape=True)()
+    # What asks for the highest precision keeps it: the projections and both products of attention.
+    wanted = "float32" if name == "highest" else half
+    # Four projections, whose kernels are constants here, and two products of attention: 6 and 8.
+    if operands(program) != [(wanted, wanted)] * 14:
+      violations.append(f"{name}: products of {operands(program)}")
+    if dtypes_of(program, "exp") != {"float32"}:
+      violations.append(f"{name}: the softmax is in half")
+    if out.dtype != wanted:
+      violations.append(f"{name}: returns {out.dtype}")
+    functions[name] = [both(f"c={half}"), both(None)]
+  found = run(lambda: {name: [fun() for fun in both] for name, both in functions.items()})
+  for name, (ours, plain) in found.items():
+    if not error(ours, plain) < {"bfloat16": 0.02, "float16": 0.002}[half]:
+      violations.append(f"{name}: {error(ours, plain)} away from float32")
+  assert violations == []
+
+
+@pytest.mark.case("B088")
+@pytest.mark.parametrize("half", HALF)
+@FRAMEWORKS
+def test_a_fully_masked_row_stays_finite(framework, half):
+  x = normal(1, 3, 4)
+  layer = {
+    "linen": lambda: linen(nn.MultiHeadDotProductAttention(2), x),
+    "nnx": lambda: of_nnx(lambda rngs: nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)),
+  }[framework]()
+  mask = np.asarray([[[[True, False, False], [True, True, False], [False, False, False]]]])
+
+  def loss(params, policy=f"mixed_{half}"):
+    return layer.under(policy)(params, layer.rest, x, mask=mask)[0].sum()
+
+  wanted, (out, grads) = run(lambda p: (loss(p, None), jax.value_and_grad(loss)(p)), layer.params)
+  np.testing.assert_allclose(out, wanted, atol=0.05)
+  assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_attention_weights_that_are_sown():
+  graphdef, state = nnx.split(nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0)))
+
+  def forward(state, x):
+    view = mpjax.nnx.with_policy(nnx.merge(graphdef, state), "c=bf16")
+    _, seen = nnx.capture(view, nnx.Intermediate)(x, sow_weights=True)
+    return seen["attention_weights"].get_value()[0]
+
+  weights = run(forward, state, normal(3, 4))
+  assert weights.dtype == jnp.float32  # as they are computed
+  np.testing.assert_allclose(weights.sum(-1), np.ones((2, 3)), rtol=1e-6)
+
+
+@pytest.mark.case("B087")
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_decode_cache_keeps_its_dtype(stored):
+  model = rig.model(lambda rngs: nnx.MultiHeadAttention(2, 4, decode=True, rngs=rngs))
+  x = normal(1, 3, 4)
+  view = mpjax.nnx.with_policy(model, "c=bf16")
+  view.init_cache((1, 3, 4), dtype=jnp.dtype(stored))
+  assert model.cached_key is view.cached_key
+  wanted = nnx.jit(lambda m, x: m(x, is_causal=True, decode=False))(model, x)
+  step = nnx.jit(lambda view, x: view(x))
+  steps = [step(view, x[:, i : i + 1]) for i in range(3)]
+  assert model.cached_key.dtype == model.cached_value.dtype == stored
+  assert int(nnx.state(model)["cache_index"][...]) == 3
+  assert {x.dtype for x in steps} == {BF16}
+  assert error(np.concatenate(steps, axis=1), wanted) < 0.02
+
+
+# Layers around layers
+
+
+class Wrapped(nn.Module):
+  wrapper: type[nn.Module]
+
+  @nn.compact
+  def __call__(self, x):
+    if self.wrapper is nn.WeightNorm:
+      return nn.WeightNorm(nn.Dense(4))(x)
+    return nn.SpectralNorm(nn.Dense(4), n_steps=2)(x, update_stats=True)
+
+
+WRAPPERS = {
+  "WeightNorm": lambda: linen(Wrapped(nn.WeightNorm), X),
+  "SpectralNorm": lambda: linen(Wrapped(nn.SpectralNorm), X),
+  "nnx: WeightNorm": lambda: of_nnx(
+    lambda rngs: nnx.WeightNorm(nnx.Linear(3, 4, rngs=rngs), rngs=rngs), as_initialised
+  ),
+  "nnx: SpectralNorm": lambda: of_nnx(
+    lambda rngs: nnx.SpectralNorm(nnx.Linear(3, 4, rngs=rngs), rngs=rngs), as_initialised
+  ),
+}
+
+
+@pytest.mark.case("B094")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_computed_weight_is_computed_from_what_is_stored_and_used_in_half(name):
+  layer = WRAPPERS[name]()
+  program, out = traced(layer, "mixed_bfloat16", X)
+  assert out.dtype == F32
+  # The layer itself is in half, and it comes last; all before it is float32.
+  assert operands(program)[-1] == ("bfloat16", "bfloat16")
+  assert set(operands(program)[:-1]) <= {("float32", "float32")}
+  assert dtypes_of(program, "rsqrt", "sqrt", "reduce_sum") <= {"float32"}
+
+  def steps(policy):
+    rest = layer.rest
+    for _ in range(3):
+      out, rest = layer.under(policy)(layer.params, rest, X)
+    return out, rest
+
+  (ours, state), (plain, wanted) = run(lambda: (steps("mixed_bfloat16"), steps(None)))
+  # It never sees a rounded weight, so nothing drifts.
+  assert bits(state) == bits(wanted)
+  assert set(jax.tree.leaves(dtypes(state))) <= {"float32", "key<fry>", "uint32"}
+  np.testing.assert_allclose(ours, plain, rtol=0.02, atol=0.02)
+  gradient = jax.grad(lambda p: layer.under("mixed_bfloat16")(p, layer.rest, X)[0].sum())
+  assert dtypes(jax.eval_shape(gradient, layer.params)) == dtypes(layer.params)
+
+
+def test_a_masked_convolution():
+  mask = jnp.asarray(integers(3, 4, 5, below=2))
+  layer = of_nnx(lambda rngs: nnx.Conv(4, 5, (3,), mask=mask, rngs=rngs))
+  program, _ = traced(layer, "c=bf16", normal(2, 6, 4))
+  assert half_share(program) == 1
+  assert converts(program)["bfloat16->float32"] == 0
+
+
+def test_lora_around_a_layer_of_the_view():
+  rngs = nnx.Rngs(0)
+  model = nnx.LoRA(4, 2, 5, base_module=nnx.Linear(4, 5, rngs=rngs), rngs=rngs)
+  view = mpjax.nnx.with_policy(model, "c=bf16", [Rule("c=f32", path="base_module")])
+  program, out = jax.make_jaxpr(view, return_shape=True)(normal(3, 4))
+  assert sorted({left for left, _ in operands(program)}) == ["bfloat16", "float32"]
+  # What the layer in float32 returns is not rounded before the rest is added.
+  assert out.dtype == F32
+
+
+LAYERS = {
+  "Dense": (nn.Dense(2), (2, 3)),
+  "DenseGeneral": (nn.DenseGeneral((2, 2), axis=(-2, -1)), (2, 3, 4)),
+  "Einsum": (nn.Einsum((3, 2), "ab,bc->ac"), (2, 3)),
+  "Conv": (nn.Conv(2, (3,)), (1, 4, 3)),
+  "ConvTranspose": (nn.ConvTranspose(2, (3,)), (1, 4, 3)),
+  "ConvLocal": (nn.ConvLocal(2, (3,)), (1, 4, 3)),
+}
+
+
+@pytest.mark.case("B038", "B089", "A91")
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_have_both_operands_in_half_whatever_the_dtype_of_the_input(name):
+  model, shape = LAYERS[name]
+  layer = linen(model, jnp.ones(shape))
+  for dtype in ("float32", "bfloat16", "float16"):
+    x = jnp.ones(shape, dtype)
+    program, out = traced(layer, "c=bf16", x)
+    assert only_half(program)
+    assert out.dtype == BF16
+
+    def loss(params, x=x):
+      return layer.under("c=bf16")(params, layer.rest, x)[0].sum().astype("float32")
+
+    assert only_half(jax.make_jaxpr(jax.grad(loss))(layer.params))
+
+
+# Dropout
+
+DROPOUTS = {
+  "linen": lambda rate: linen(nn.Dropout(rate, deterministic=False), jnp.ones((4, 8))),
+  "nnx": lambda rate: of_nnx(lambda rngs: nnx.Dropout(rate, rngs=rngs)),
+}
+
+
+@pytest.mark.case("B090", "I11")
+@FRAMEWORKS
+def test_a_dropout_mask_does_not_depend_on_the_policy_nor_on_the_kind_of_its_rate(framework):
+  for rate in (0.5, np.float32(0.5), np.float64(0.5)):
+    layer = DROPOUTS[framework](rate)
+
+    def found(policy, dtype, layer=layer):
+      return layer.under(policy)(layer.params, layer.rest, jnp.ones((4, 8), dtype))[0]
+
+    plain = found(None, "float32")
+    assert 0 < np.count_nonzero(plain) < plain.size
+    for half in HALF:
+      assert bits(found(f"c={half}", "float32")) == bits(plain)
+      low = found(f"c={half}", half)
+      assert low.dtype == half
+      assert bits(low.astype(F32)) == bits(plain)  # The same mask; 1 / 0.5 is exact.
+
+
+# A layer with state of its own
+
+
+class RunningMax(nn.Module):
+  """Divides by the largest number so far, which it keeps, as a layer in float8 would."""
+
+  @nn.compact
+  def __call__(self, x):
+    largest = self.variable("amax", "largest", lambda: jnp.ones(()))
+    out = x / largest.value
+    largest.value = jnp.maximum(largest.value, jnp.max(jnp.abs(x)))
+    return out @ jnp.eye(x.shape[-1], dtype=x.dtype)
+
+
+class Amax(nnx.Variable):
+  """The largest number so far."""
+
+
+class RunningMaxOfNnx(nnx.Module):
+  """The same, and it creates another such variable in its first call."""
+
+  def __init__(self):
+    self.largest = Amax(jnp.ones(()))
+
+  def __call__(self, x):
+    if not hasattr(self, "first"):
+      self.first = Amax(jnp.exp(x[0, 0]))
+    out = x / self.largest[...]
+    self.largest[...] = jnp.maximum(self.largest[...], jnp.max(jnp.abs(x)))
+    return out @ jnp.eye(x.shape[-1], dtype=x.dtype)
+
+
+STORED_IN_HALF = "params=bfloat16,compute=bfloat16"
+
+
+def state_of_linen(x):
+  """Returns the dtype of new state, that of the division, and that of the product."""
+  ours = mpjax.linen.with_policy(RunningMax(), STORED_IN_HALF)
+  variables = ours.init(KEY, x)
+  apply = functools.partial(ours.apply, mutable=["amax"])
+  program, changed = jax.make_jaxpr(apply)(variables, x), apply(variables, x)[1]
+  stored = variables["amax"]["largest"]
+  assert changed["amax"]["largest"] == 2
+  assert changed["amax"]["largest"].dtype == stored.dtype
+  return str(stored.dtype), dtypes_of(program, "div"), operands(program)[0][0]
+
+
+def state_of_nnx(x):
+  model = RunningMaxOfNnx()
+  view = mpjax.nnx.with_policy(model, STORED_IN_HALF)
+  view(x)
+  assert model.largest[...] == 2
+  assert model.largest.dtype == "float32"
+  program = jax.make_jaxpr(lambda: nnx.clone(view)(x))()
+  return str(model.first.dtype), dtypes_of(program, "div"), operands(program)[0][0]
+
+
+@FRAMEWORKS
+def test_a_layer_with_state_of_its_own_is_one_row(framework, monkeypatch):
+  layers, key, cls, found = {
+    "linen": (mpjax.linen._layers, "amax", RunningMax, state_of_linen),
+    "nnx": (mpjax.nnx._layers, Amax, RunningMaxOfNnx, state_of_nnx),
+  }[framework]
+  x = jnp.full((2, 3), 2, BF16)
+  # State that nobody knows decides the dtype of what it meets, and is what the code declares.
+  assert found(x) == ("float32", {"float32"}, "bfloat16")
+  row = StateKind(neutral=True, stored="param_dtype")
+  monkeypatch.setattr(layers, "STATE", {**layers.STATE, key: row})
+  assert found(x) == ("bfloat16", {"bfloat16"}, "bfloat16")
+  # One that starts each step from its own last result computes in float32.
+  monkeypatch.setattr(layers, "ITERATES", (*layers.ITERATES, cls))
+  assert found(x) == ("bfloat16", {"float32"}, "float32")

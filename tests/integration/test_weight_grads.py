@@ -1,0 +1,604 @@
+"""Weight gradients in float32 under half compute: one product each, and nothing else changes.
+
+Layers of Linen and of NNX, alike to the bit. The numbers are integers small enough that every value
+of a half program is exact, except for sums over many rows: those are what float32 weight gradients
+are for. Derivatives of all orders, meshes and inner jaxprs are in tests/jaxprs/autocast.
+"""
+
+import collections
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend.core import jaxpr_as_fun
+
+import mpjax
+from tests.linen.probes import KEY, text
+from tests.nnx import rig
+from tests.programs import bits, equations, products, run
+
+# The models are written as their users write them.
+pytestmark = pytest.mark.standard_promotion
+
+Rule, with_policy = mpjax.Rule, mpjax.linen.with_policy
+
+
+def policy(half, weight_grad="float32", **dtypes):
+  return mpjax.Policy(
+    compute_dtype=half, output_dtype="float32", weight_grad_dtype=weight_grad, **dtypes
+  )
+
+
+def integers(seed, shape, largest):
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.integers(-largest, largest + 1, shape), jnp.float32)
+
+
+class Model(NamedTuple):
+  """A model as a function of its parameters.
+
+  Fields:
+    under: returns `(params, x) -> out` under a policy, or without one for None.
+    params: shapes and dtypes.
+    shape: that of its input.
+  """
+
+  under: Callable[..., Callable[..., Any]]
+  params: Any
+  shape: tuple[int, ...]
+
+
+def linen(module, shape):
+  def under(chosen, rules=()):
+    return module.apply if chosen is None else with_policy(module, chosen, rules).apply
+
+  x = jax.ShapeDtypeStruct(shape, "float32")
+  return Model(under, jax.eval_shape(module.init, KEY, x), shape)
+
+
+def of_nnx(make, shape):
+  graphdef, params, rest = rig.split(make)
+
+  def under(chosen, rules=()):
+    def call(params, x):
+      plain = nnx.merge(graphdef, params, rest, copy=True)
+      return rig.under(plain, chosen, **({} if chosen is None else {"rules": rules}))(x)
+
+    return call
+
+  return Model(under, nnx.to_pure_dict(params), shape)
+
+
+def setting(model, largest):
+  """Returns parameters of -1, 0 and 1, inputs, and the cotangent of the output: whole numbers."""
+  leaves, treedef = jax.tree.flatten(model.params)
+  params = jax.tree.unflatten(treedef, [integers(i, p.shape, 1) for i, p in enumerate(leaves)])
+  x = integers(7, model.shape, largest)
+  out = jax.eval_shape(model.under(None), params, x)
+  return params, x, integers(8, out.shape, largest) * 2 + 1
+
+
+def with_gradients(call, cotangent):
+  """Returns a function of (params, x): output, gradients of the parameters, gradient of x."""
+
+  def value_and_gradients(params, x):
+    y, pull = jax.vjp(call, params, x)
+    return y, *pull(cotangent.astype(y.dtype))
+
+  return value_and_gradients
+
+
+def result_of(product):
+  return product.result.partition("[")[0]
+
+
+# Layers, and how they reach their product
+
+LAYERS: dict[str, tuple[nn.Module, Any, tuple[int, ...]]] = {
+  # The layer in Linen, the same one in NNX where it is another path to the product, an input.
+  "Dense": (nn.Dense(5), lambda rngs: nnx.Linear(3, 5, rngs=rngs), (200, 3)),
+  "Dense without bias": (
+    nn.Dense(5, use_bias=False),
+    lambda rngs: nnx.Linear(3, 5, use_bias=False, rngs=rngs),
+    (20, 10, 3),
+  ),
+  "Dense of one row": (nn.Dense(5), None, (7,)),
+  "DenseGeneral": (
+    nn.DenseGeneral((2, 5), axis=(1, -1)),
+    lambda rngs: nnx.LinearGeneral((3, 4), (2, 5), axis=(1, -1), rngs=rngs),
+    (200, 3, 2, 4),
+  ),
+  "DenseGeneral of axes in another order": (
+    nn.DenseGeneral((2, 5), axis=(-1, 1)),
+    None,
+    (200, 3, 2, 4),
+  ),
+  "DenseGeneral with a batch axis": (
+    nn.DenseGeneral((2, 5), batch_dims=(0,)),
+    lambda rngs: nnx.LinearGeneral(4, (2, 5), batch_axis={0: 3}, rngs=rngs),
+    (3, 300, 4),
+  ),
+  "DenseGeneral with batch axes": (
+    nn.DenseGeneral((2, 5), axis=(-1,), batch_dims=(0, 1)),
+    None,
+    (2, 3, 200, 4),
+  ),
+  "DenseGeneral of batch axes alone": (
+    nn.DenseGeneral(3, axis=(2, 1), batch_dims=(0,)),
+    None,
+    (4, 9, 5),
+  ),
+  "Conv": (nn.Conv(4, (3,)), None, (20, 9, 3)),
+  "Conv with strides and holes": (
+    nn.Conv(4, (3, 2), strides=(2, 1), kernel_dilation=(1, 2)),
+    lambda rngs: nnx.Conv(3, 4, (3, 2), strides=(2, 1), kernel_dilation=(1, 2), rngs=rngs),
+    (8, 7, 9, 3),
+  ),
+  "Conv of a dilated input": (
+    nn.Conv(4, (2, 2), input_dilation=2, padding=((1, 2), (0, 1))),
+    None,
+    (8, 5, 4, 2),
+  ),
+  "Conv in three dimensions": (nn.Conv(2, (2, 3, 2), use_bias=False), None, (6, 4, 5, 4, 2)),
+  "Conv in groups": (
+    nn.Conv(6, (3,), feature_group_count=3),
+    lambda rngs: nnx.Conv(3, 6, (3,), feature_group_count=3, rngs=rngs),
+    (20, 9, 3),
+  ),
+  "Conv, circular": (nn.Conv(4, (3, 3), padding="CIRCULAR"), None, (8, 5, 6, 2)),
+  "Conv, causal": (
+    nn.Conv(4, (3,), padding="CAUSAL", kernel_dilation=2),
+    lambda rngs: nnx.Conv(3, 4, (3,), padding="CAUSAL", kernel_dilation=2, rngs=rngs),
+    (20, 9, 3),
+  ),
+  "Conv of one example": (nn.Conv(4, 3), None, (200, 3)),
+  "Conv with a mask": (nn.Conv(2, (3,), mask=jnp.tril(jnp.ones((3, 3, 2)))), None, (20, 9, 3)),
+}
+OF_ONE_ROW = ("Dense of one row", "DenseGeneral of batch axes alone")
+NAMES = [
+  (name, framework)
+  for name, (_, make, _) in LAYERS.items()
+  for framework in ("linen", "nnx")
+  if make or framework == "linen"
+]
+
+
+# What is built of layers
+
+
+class Shared(nn.Module):
+  """One layer used twice."""
+
+  @nn.compact
+  def __call__(self, x):
+    dense = nn.Dense(3)
+    return dense(dense(x))
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _=None):
+    return nn.Dense(3, name="dense")(x), None
+
+
+class Scanned(nn.Module):
+  """Layers in a loop, each with weights of its own, or one set for all iterations."""
+
+  shared: bool = False
+  remat: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    block = nn.remat(Block) if self.remat else Block
+    how: dict[str, Any] = (
+      {"variable_broadcast": "params", "split_rngs": {"params": False}}
+      if self.shared
+      else {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    )
+    return nn.scan(block, length=2, **how)()(x, None)[0]
+
+
+class Calls(nn.Dense):
+  """A subclass that does something around the layer's own method."""
+
+  @nn.compact
+  def __call__(self, inputs):
+    return super().__call__(inputs) * 2
+
+
+class Inherits(nn.Dense):
+  """A subclass with nothing of its own."""
+
+
+class ScannedOfNnx(nnx.Module):
+  """Layers in a loop, under remat."""
+
+  def __init__(self, rngs):
+    self.layers = nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs))(rngs.split(2))
+
+  def __call__(self, x):
+    step = nnx.remat(lambda x, layer: layer(x), prevent_cse=False)
+    return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+class JittedOfNnx(nnx.Module):
+  def __init__(self, rngs):
+    self.layer = nnx.Linear(3, 3, rngs=rngs)
+
+  @nnx.jit
+  def __call__(self, x):
+    return self.layer(self.layer(x))
+
+
+class InheritsOfNnx(nnx.Linear):
+  """A subclass with nothing of its own."""
+
+
+def mapped(axis):
+  split = {"params": axis is not None}
+  return nn.vmap(nn.Dense, variable_axes={"params": axis}, split_rngs=split)(3)
+
+
+def turned(tree):
+  return jax.tree.map(jnp.transpose, tree)
+
+
+EXACT: dict[str, tuple[Any, tuple[int, ...], int]] = {
+  # A module of Linen or a function that makes one of NNX, an input, products into float32.
+  "a layer used twice": (Shared(), (100, 3), 2),
+  "scan": (Scanned(), (100, 3), 1),
+  "scan over shared weights": (Scanned(shared=True), (100, 3), 1),
+  "scan of remat": (Scanned(remat=True), (100, 3), 1),
+  "nn.remat": (nn.remat(nn.Dense)(3), (100, 3), 1),
+  "nn.jit": (nn.jit(nn.Dense)(3), (100, 3), 1),
+  "nn.vmap": (mapped(0), (2, 100, 3), 1),
+  "nn.vmap over shared weights": (mapped(None), (2, 100, 3), 1),
+  "nn.map_variables": (
+    nn.map_variables(nn.Dense, "params", turned, turned, mutable=True)(3),
+    (100, 3),
+    1,
+  ),
+  "a subclass that calls the layer": (Calls(3), (100, 3), 1),
+  "a subclass that inherits": (Inherits(3), (100, 3), 1),
+  "nnx: scan of remat": (ScannedOfNnx, (100, 3), 1),
+  "nnx: jit, a layer used twice": (JittedOfNnx, (100, 3), 2),
+  "nnx: a subclass that inherits": (lambda rngs: InheritsOfNnx(3, 3, rngs=rngs), (100, 3), 1),
+}
+"""The numbers that these compute are whole, and compared."""
+
+
+def product_of_the_user(*args, **kwargs):
+  return jax.lax.dot_general(*args, **kwargs)
+
+
+def promotion_of_the_user(*args, dtype=None, **kwargs):
+  given = args[0] if isinstance(args[0], tuple) else args  # NNX passes one tuple.
+  return tuple(None if x is None else jnp.asarray(x, dtype) for x in given)
+
+
+class Own(nn.Dense):
+  """A subclass whose `__call__` is its own: the same fields, other arithmetic."""
+
+  @nn.compact
+  def __call__(self, inputs):
+    kernel = self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features))
+    bias = self.param("bias", self.bias_init, (self.features,))
+    inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+    return jax.lax.dot_general(inputs, kernel, (((2,), (0,)), ((), ()))) * 2 + bias
+
+
+class OtherPromotion(nn.Dense):
+  """A subclass that has another default."""
+
+  promote_dtype: Any = promotion_of_the_user
+
+
+class OwnOfNnx(nnx.Linear):
+  """A subclass with a `__call__` of its own."""
+
+  def __call__(self, inputs):
+    inputs, kernel, bias = self.promote_dtype((inputs, self.kernel, self.bias), dtype=self.dtype)
+    return self.dot_general(inputs, kernel * 2, (((2,), (0,)), ((), ()))) + bias
+
+
+def rnn(cell):
+  return lambda rngs: nnx.RNN(cell(3, 3, rngs=rngs))
+
+
+def linear(**fields):
+  return lambda rngs: nnx.Linear(3, 3, rngs=rngs, **fields)
+
+
+S = (2, 4, 3)
+BUILT: dict[str, tuple[Any, tuple[int, ...], int]] = {
+  **EXACT,
+  "LSTMCell": (nn.RNN(nn.LSTMCell(3)), S, 8),
+  "GRUCell": (nn.RNN(nn.GRUCell(3)), S, 6),
+  "MGUCell": (nn.RNN(nn.MGUCell(3)), S, 4),
+  "SimpleCell": (nn.RNN(nn.SimpleCell(3)), S, 2),
+  "ConvLSTMCell": (nn.RNN(nn.ConvLSTMCell(3, (1,))), (2, 4, 1, 3), 2),
+  "attention": (nn.MultiHeadDotProductAttention(2, qkv_features=4), S, 4),
+  # Joins the kernels of its four gates and multiplies by itself.
+  "OptimizedLSTMCell": (nn.RNN(nn.OptimizedLSTMCell(3)), S, 2),
+  # The kernel of the layer inside is computed in float32 with a norm, and is no parameter then.
+  "WeightNorm": (nn.WeightNorm(nn.Dense(3)), (4, 3), 0),
+  "dot_general of the user": (nn.Dense(3, dot_general=product_of_the_user), S, 1),
+  "dot_general_cls of the user": (nn.Dense(3, dot_general_cls=lambda: product_of_the_user), S, 1),
+  "promote_dtype of the user": (nn.DenseGeneral(3, promote_dtype=promotion_of_the_user), S, 1),
+  "promote_dtype of a subclass": (OtherPromotion(3), S, 1),
+  "a layer's own method": (Own(3), S, 1),
+  "conv_general_dilated of the user": (
+    nn.Conv(3, (1,), conv_general_dilated=jax.lax.conv_general_dilated),
+    S,
+    1,
+  ),
+  "Einsum": (nn.Einsum((3, 4), "abc,cd->abd"), S, 1),
+  "ConvTranspose": (nn.ConvTranspose(2, (3,)), S, 1),
+  "ConvLocal": (nn.ConvLocal(2, (3,)), S, 1),
+  "nnx: LSTMCell": (rnn(nnx.LSTMCell), S, 8),
+  # One kernel for its inputs and one for its state.
+  "nnx: OptimizedLSTMCell": (rnn(nnx.OptimizedLSTMCell), S, 2),
+  "nnx: attention": (lambda rngs: nnx.MultiHeadAttention(1, 3, decode=False, rngs=rngs), S, 4),
+  "nnx: Conv with a mask": (
+    # Its kernel is multiplied by an array that decides, in float32, and is no parameter then.
+    lambda rngs: nnx.Conv(3, 2, (3,), mask=jnp.tril(jnp.ones((3, 3, 2))), rngs=rngs),
+    S,
+    0,
+  ),
+  "nnx: LoRALinear": (lambda rngs: nnx.LoRALinear(3, 3, lora_rank=2, rngs=rngs), S, 3),
+  "nnx: WeightNorm": (
+    lambda rngs: nnx.WeightNorm(nnx.Linear(3, 3, rngs=rngs), use_scale=False, rngs=rngs),
+    S,
+    0,
+  ),
+  "nnx: dot_general of the user": (linear(dot_general=product_of_the_user), S, 1),
+  "nnx: promote_dtype of the user": (linear(promote_dtype=promotion_of_the_user), S, 1),
+  "nnx: dot_general_cls of the user": (
+    lambda rngs: nnx.LinearGeneral(3, 3, dot_general_cls=lambda: product_of_the_user, rngs=rngs),
+    S,
+    1,
+  ),
+  "nnx: a call of its own": (lambda rngs: OwnOfNnx(3, 3, rngs=rngs), S, 1),
+  "nnx: Einsum": (lambda rngs: nnx.Einsum("abc,cd->abd", (3, 4), rngs=rngs), S, 1),
+  "nnx: ConvTranspose": (lambda rngs: nnx.ConvTranspose(3, 2, (3,), rngs=rngs), S, 1),
+}
+
+
+@functools.cache
+def model_of(name, framework="linen"):
+  if name in LAYERS:
+    module, make, shape = LAYERS[name]
+    return linen(module, shape) if framework == "linen" else of_nnx(make, shape)
+  what, shape, _ = BUILT[name]
+  return linen(what, shape) if isinstance(what, nn.Module) else of_nnx(what, shape)
+
+
+@functools.cache
+def traced(name, framework="linen"):
+  """Returns the jaxprs of output and gradients: plain, in half, and with wide gradients."""
+  model = model_of(name, framework)
+  params, x, cotangent = setting(model, 9 if name in LAYERS else 1)
+  ways = (None, policy("bfloat16", None), policy("bfloat16", "float32"))
+  return [
+    jax.make_jaxpr(with_gradients(model.under(way), cotangent))(params, x) for way in ways
+  ], jax.tree.leaves((params, x))
+
+
+@functools.cache
+def measured():
+  """Returns what each of these jaxprs computes, out of one compiled function."""
+  cases = [*NAMES, *((name, "linen") for name in EXACT)]
+  inputs = {case: traced(*case)[1] for case in cases}
+
+  def every(inputs):
+    return {
+      case: [jaxpr_as_fun(jaxpr)(*inputs[i]) for jaxpr in traced(*case)[0]]
+      for i, case in enumerate(cases)
+    }
+
+  found = run(lambda inputs: list(every(inputs).values()), list(inputs.values()))
+  return dict(zip(cases, found, strict=True))
+
+
+@pytest.mark.parametrize(("name", "framework"), NAMES, ids=map(": ".join, NAMES))
+def test_one_product_of_half_numbers_into_float32(name, framework):
+  (_, before, program), _ = traced(name, framework)
+  half = "bfloat16"
+  before, after = products(before), products(program)
+  assert {(p.dtypes, result_of(p)) for p in before} == {((half, half), half)}
+  # Forward and the gradient of the input: the very same. The gradient of the kernel: one product of
+  # the same size, whose result is never half.
+  same = [p for p in after if result_of(p) == half]
+  (wide,) = (p for p in after if result_of(p) == "float32")
+  (old,) = set(before) - set(same)
+  assert (len(before), len(after)) == (3, 3)
+  assert set(same) < set(before)
+  assert wide.dtypes == (half, half)
+  assert wide.flops == old.flops
+  kernel = max(p.size for p in jax.tree.leaves(model_of(name, framework).params))
+  assert not [
+    eqn
+    for eqn, _ in equations(program)
+    if eqn.primitive.name == "convert_element_type"
+    and (eqn.invars[0].aval.dtype, eqn.invars[0].aval.size) == (half, kernel)
+  ]
+
+
+def test_whole_numbers_come_out_exact_and_the_rest_the_same():
+  violations = []
+  for (name, framework), (exact, old, new) in measured().items():
+    case = f"{framework}: {name}"
+    if bits((new[0], new[-1])) != bits((old[0], old[-1])):
+      violations.append(f"{case}: the output or the gradient of the input is another one")
+    if bits(new[1:-1]) != bits(exact[1:-1]):
+      violations.append(f"{case}: the gradients of the parameters are not exact")
+    if name in EXACT:
+      if bits((new[0], new[-1])) != bits((exact[0], exact[-1])):
+        violations.append(f"{case}: the output or the gradient of the input is not exact")
+      continue
+    # Rounding would have shown, but where there is one row and nothing to add up.
+    rounded = [g.astype("bfloat16").astype("float32") for g in exact[1:-1]]
+    if (bits(rounded) != bits(exact[1:-1])) != (name not in OF_ONE_ROW):
+      violations.append(f"{case}: there is nothing to round")
+    if framework == "nnx" and bits(new) != bits(measured()[name, "linen"][2]):
+      violations.append(f"{name}: NNX and Linen differ")
+  assert violations == []
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_what_is_built_of_layers(name):
+  (_, before, after), _ = traced(name)
+  before, after = products(before), products(after)
+  assert [result_of(p) for p in after].count("float32") == BUILT[name][2]
+  assert all(p.is_low_precision for p in after)
+  assert "float32" not in {result_of(p) for p in before}
+  assert len(after) == len(before)
+  # What is not a product into float32 is what it was.
+  assert {p for p in after if result_of(p) != "float32"} <= set(before)
+
+
+def by_definition(apply, variables, x, cotangent):
+  """Returns the gradients of a linear model in float64: <cotangent, model of one unit vector>.
+
+  Each element of a unit vector's output is one element of `x`, or zero: nothing is rounded. Next to
+  them are the sums of the absolute values of what is added up.
+  """
+  flat, unravel = jax.flatten_util.ravel_pytree(variables)
+  units = run(jax.vmap(lambda unit: apply(unravel(unit), x)), jnp.eye(flat.size))
+  terms = np.asarray(units, np.float64) * np.asarray(cotangent, np.float64)
+  axes = tuple(range(1, terms.ndim))
+  return terms.sum(axes), np.abs(terms).sum(axes)
+
+
+@pytest.mark.parametrize(
+  ("model", "shape", "half", "gain"),
+  [
+    pytest.param(nn.Dense(4), (512, 3), "bfloat16", 10_000, id="Dense in bfloat16"),
+    # Of fewer terms, so that the gain does not depend on the order in which a CPU adds them.
+    pytest.param(nn.Dense(4), (32, 3), "float16", 1_000, id="Dense in float16"),
+    pytest.param(nn.Dense(4), (512, 3), "float16", 500, id="Dense in float16, of 512 terms"),
+    pytest.param(nn.Conv(3, (3,)), (8, 64, 2), "bfloat16", 10_000, id="Conv in bfloat16"),
+  ],
+)
+def test_error_against_float64(model, shape, half, gain):
+  rng = np.random.default_rng(0)
+
+  def normal(like):
+    return jnp.asarray(rng.normal(size=like.shape).astype(half), jnp.float32)
+
+  x = normal(jax.ShapeDtypeStruct(shape, "float32"))
+  variables = jax.tree.map(normal, jax.eval_shape(model.init, KEY, x))
+  cotangent = normal(jax.eval_shape(model.apply, variables, x))
+  true, terms = by_definition(model.apply, variables, x, cotangent)
+  ways = [with_policy(model, policy(half, wide)).apply for wide in ("float32", None)]
+  both = run(
+    lambda *args: [with_gradients(apply, cotangent)(*args)[1] for apply in ways], variables, x
+  )
+  ours, old = (
+    np.abs(np.asarray(jax.flatten_util.ravel_pytree(found)[0], np.float64) - true) for found in both
+  )
+  # So many float32 additions, in any order.
+  assert (ours <= math.prod(shape[:-1]) * 2.0**-24 * terms).all()
+  # Biases have float32 sums without it too; the kernel comes last.
+  kernel = slice(-variables["params"]["kernel"].size, None)
+  assert old[kernel].mean() > gain * ours[kernel].mean()
+
+
+# Dtypes, costs, and who asks for it
+
+
+def test_float64(set_flag):
+  set_flag("jax_enable_x64", True)
+  model = nn.Dense(3)
+  x, cotangent = jnp.asarray([[2.0**11], [1.0]]), jnp.asarray([[2.0**11] * 3, [2.0**-11] * 3])
+  variables = {"params": {"kernel": jnp.ones((1, 3)), "bias": jnp.zeros(3)}}
+  apply = with_policy(model, policy("float16", "float64", param_dtype="float64")).apply
+  found = run(with_gradients(apply, cotangent), variables, x)[1]["params"]
+  assert found["kernel"].dtype == found["bias"].dtype == jnp.float64
+  assert set(np.asarray(found["kernel"]).ravel()) == {2.0**22 + 2.0**-11}
+  assert set(np.asarray(found["bias"])) == {2.0**11 + 2.0**-11}
+
+
+def test_nothing_changes_where_it_is_not_asked_for_or_cannot_be():
+  def program(module, chosen, shape=(2, 5, 3)):
+    model = linen(module, shape) if isinstance(module, nn.Module) else of_nnx(module, shape)
+
+    def loss(params, x):
+      return jnp.sum(model.under(chosen)(params, x))
+
+    return text(jax.grad(loss, allow_int=True), model.params, jnp.ones(shape))
+
+  several = nn.Sequential([nn.Conv(4, (3,)), nn.LayerNorm(), nn.Dense(3)])
+  for half in (None, "bfloat16"):  # Without it, and with the compute dtype itself.
+    assert program(several, policy("bfloat16", half)) == program(several, "mixed_bfloat16")
+  assert program(several, policy("float32", "float32")) == program(several, "float32")
+  own_type = linear(preferred_element_type=jnp.bfloat16)
+  of_integers = nn.Dense(3, param_dtype=jnp.int8, kernel_init=nn.initializers.ones)
+  for model in (own_type, of_integers):
+    assert program(model, policy("bfloat16", "float32")) == program(model, policy("bfloat16", None))
+
+
+def test_norms_and_embeddings_have_float32_gradients_anyway():
+  class Both(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+      x = nn.Embed(2, 1)(tokens)
+      return nn.LayerNorm()(jax.lax.stop_gradient(x)) + x
+
+  model, tokens = Both(), jnp.zeros((300,), jnp.int32)
+  variables = model.init(KEY, tokens)
+  apply = with_policy(model, policy("bfloat16", None)).apply
+  found = run(jax.grad(lambda v: jnp.sum(apply(v, tokens))), variables)["params"]
+  # Of 300 ones: in bfloat16 the sum would stop at 256.
+  assert np.asarray(found["Embed_0"]["embedding"])[0, 0] == 300
+  assert np.asarray(found["LayerNorm_0"]["bias"])[0] == 300
+
+
+def test_the_compiled_forward_pass_has_the_same_operations():
+  model = linen(nn.Dense(7), (5, 3))
+  params, x, _ = setting(model, 9)
+
+  def operations(weight_grad):
+    apply = jax.jit(model.under(policy("bfloat16", weight_grad)))
+    text = apply.lower(params, x).compile().as_text()
+    return collections.Counter(re.findall(r"= \S+ ([a-z-]+)\(", text))
+
+  assert operations("float32") == operations(None)
+  assert operations(None)["dot"] == 1
+
+
+ASKS = [
+  # The policy, the rules, and how many of two layers have a product into float32.
+  (policy("bfloat16"), [], 2),
+  ("mixed_bfloat16", [Rule(policy("bfloat16"), path=re.compile("layers[_/]1"))], 1),
+  (policy("bfloat16"), [Rule("mixed_bfloat16", path="**")], 0),
+]
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_the_policy_or_a_rule_asks_for_it(framework):
+  def two(rngs):
+    return nnx.Sequential(nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 3, rngs=rngs))
+
+  linen_two = nn.Sequential([nn.Dense(3), nn.Dense(3)])
+  model = linen(linen_two, (20, 3)) if framework == "linen" else of_nnx(two, (20, 3))
+  params, x, cotangent = setting(model, 1)
+  for chosen, rules, wanted in ASKS:
+    program = jax.make_jaxpr(with_gradients(model.under(chosen, rules), cotangent))(params, x)
+    assert [result_of(p) for p in products(program)].count("float32") == wanted
+
+
+def test_a_scope_asks_for_it_too():
+  model = linen(nn.Dense(3), (20, 3))
+  params, x, cotangent = setting(model, 1)
+  with mpjax.linen.policy_scope(policy("bfloat16")):
+    program = jax.make_jaxpr(with_gradients(model.under(None), cotangent))(params, x)
+  assert [result_of(p) for p in products(program)].count("float32") == 1
