@@ -50,8 +50,9 @@ def differing(one, other):
 
 
 @pytest.mark.case("I2", "A13", "A53")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", ["adamw schedule clip", "lamb"])
+@pytest.mark.parametrize(
+  ("name", "dtype"), [("adamw schedule clip", jnp.float32), ("lamb", jnp.bfloat16)]
+)
 def test_every_power_of_two_from_0_to_24(name, dtype):
   tx = mpjax.loss_scaling(OPTIMIZERS[name](), CONFIG)
   first, *others = train(tx, dtype, range(25))
