@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   chosen = parser.parse_args(arguments)
   if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
-  if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+  if "xla_force_host_platform_device_count" not in os.environ.setdefault("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", replicas.DEVICES)
   logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what is missing, too.
 

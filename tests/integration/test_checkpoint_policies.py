@@ -107,6 +107,7 @@ def bits(tree):
 @pytest.mark.case("A65")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_saved_for_weights_is_float32(policy, checkpoints):
+  """And under the same policy the next five outputs are the same."""
   with ocp.StandardCheckpointer() as checkpointer:
     raw = checkpointer.restore(checkpoints / policy)
   inner = raw["opt_state"]["inner_state"]
@@ -115,11 +116,6 @@ def test_what_is_saved_for_weights_is_float32(policy, checkpoints):
     jax.eval_shape(lambda: training("float32")[0].params), saved
   )
   assert bits(found) == bits(weights(trained(policy)))
-
-
-@pytest.mark.case("A65")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_under_the_same_policy_the_next_five_outputs_are_the_same(policy, checkpoints):
   restored = mpjax.checkpoints.restore_like(training(policy)[0], checkpoints / policy)
   assert bits(restored) == bits(trained(policy))
   with compilations() as compiled:

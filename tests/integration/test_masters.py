@@ -1,4 +1,4 @@
-"""Masters under faults, in every composition, on devices, in memory: equal to a float32 run.
+"""Masters of both storages under faults, composed, on devices, in memory: equal to a float32 run.
 
 The control is optax on float32 parameters, fed with the good gradients alone.
 """
@@ -73,12 +73,15 @@ def injected(grads, fault, leaf, scale):
   }
 
 
-def masters(inner):
-  return mpjax.master_weights(inner)
+STORAGES = ("float32", "split")
 
 
-def scaling(inner):
-  return mpjax.loss_scaling(inner, mpjax.DynamicLossScale(**CONFIG))
+def masters(storage="float32"):
+  return functools.partial(mpjax.master_weights, storage=storage)
+
+
+def scaling(inner, **options):
+  return mpjax.loss_scaling(inner, mpjax.DynamicLossScale(**CONFIG), **options)
 
 
 def clipped(inner):
@@ -86,14 +89,14 @@ def clipped(inner):
 
 
 class Composition(NamedTuple):
-  make: Any
+  make: Any  # takes what puts masters around an optimizer
   control: Any = optimizer
   scaled: bool = True  # else it is fed with the good gradients alone
   window: int = 1
   frozen: tuple[str, ...] = ()
 
 
-def freezing():
+def freezing(masters):
   """Only some leaves have a master, and are trained."""
   trained = {name: name != "bfloat16" for name in LEAVES}
   frozen = {name: not of for name, of in trained.items()}
@@ -104,52 +107,54 @@ def freezing():
   )
 
 
-def labelled(outer):
+def labelled(masters):
   """A master for each half type, of an optimizer of its own."""
   branches = {"x": masters(optimizer()), "y": masters(optimizer())}
-  return outer(optax.multi_transform(branches, {"bfloat16": "x", "float16": "y", "float32": "y"}))
+  return optax.multi_transform(branches, {"bfloat16": "x", "float16": "y", "float32": "y"})
 
 
 COMPOSITIONS = {
-  "alone": Composition(lambda: masters(optimizer()), scaled=False),
-  "inside": Composition(lambda: scaling(masters(optimizer()))),
-  "around": Composition(lambda: masters(scaling(optimizer()))),
+  "alone": Composition(lambda masters: masters(optimizer()), scaled=False),
+  "inside": Composition(lambda masters: scaling(masters(optimizer()))),
+  "around": Composition(lambda masters: masters(scaling(optimizer()))),
   "after a clip": Composition(
-    lambda: scaling(clipped(masters(optimizer()))), control=lambda: clipped(optimizer())
+    lambda masters: scaling(clipped(masters(optimizer())), check_updates=True),
+    control=lambda: clipped(optimizer()),
   ),
   "masked": Composition(freezing, frozen=("bfloat16",)),
-  "labelled": Composition(lambda: labelled(lambda tx: tx), scaled=False),
-  "labelled inside": Composition(lambda: labelled(scaling)),
+  "labelled": Composition(labelled, scaled=False),
+  "labelled inside": Composition(lambda masters: scaling(labelled(masters), monitor=True)),
   "window inside": Composition(
-    lambda: scaling(masters(mpjax.accumulate_gradients(optimizer(), 2))), window=2
+    lambda masters: scaling(masters(mpjax.accumulate_gradients(optimizer(), 2))), window=2
   ),
   "window around": Composition(
-    lambda: scaling(mpjax.accumulate_gradients(masters(optimizer()), 2)), window=2
+    lambda masters: scaling(mpjax.accumulate_gradients(masters(optimizer()), 2)), window=2
   ),
   "window alone": Composition(
-    lambda: mpjax.accumulate_gradients(masters(optimizer()), 4), scaled=False, window=4
+    lambda masters: mpjax.accumulate_gradients(masters(optimizer()), 4), scaled=False, window=4
   ),
 }
 
 
-def trained(tx, start, stream, traces=None):
+def trained(tx, start, stream):
   """Runs all steps; returns parameters, their sums with the updates, masters, metrics of each."""
+  state = tx.init(start)
+  has_scale = "LossScalingState" in str(jax.tree.structure(state))
+  split = "Split" in str(jax.tree.structure(state))
 
   def step(carry, now):
-    if traces is not None:
-      traces.append(1)
     params, state = carry
     grads, fault, leaf = now
-    has_scale = "LossScalingState" in str(jax.tree.structure(state))
     scale = mpjax.loss_scaling_metrics(state)["loss_scale"] if has_scale else jnp.ones(())
     updates, state = tx.update(injected(grads, fault, leaf, scale), state, params)
-    master = mpjax.master_params(state)
     sums = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, params, updates)
+    # With split masters nothing but the updates is applied.
+    master = None if split else mpjax.master_params(state)
     params = mpjax.apply_updates(params, updates, master=master)
     metrics = mpjax.loss_scaling_metrics(state) if has_scale else {}
     return (params, state), (params, sums, mpjax.master_params(state, params), metrics)
 
-  return jax.lax.scan(step, (start, tx.init(start)), stream)[1]
+  return jax.lax.scan(step, (start, state), stream)[1]
 
 
 @functools.cache
@@ -175,40 +180,53 @@ def control(make, window):
   return {name: np.concatenate([start[name][None], x]) for name, x in after.items()}
 
 
-@pytest.mark.case("A67", "I16", "B103", "B115", "I1")
+@pytest.mark.case("A67", "I16", "B103", "B115", "I1", "I19")
 @pytest.mark.filterwarnings("ignore:.*1 parameters are stored in low precision")
-@pytest.mark.parametrize("name", COMPOSITIONS)
-def test_parameters_are_the_rounded_masters_of_a_float32_run(name):
-  this = COMPOSITIONS[name]
+@pytest.mark.parametrize("storage", STORAGES)
+def test_parameters_are_the_rounded_masters_of_a_float32_run(storage):
+  """All compositions are in one compiled program."""
   grads, faults, leaves = stream()
   good = np.isfinite(faults)
-  given = (grads, faults, leaves)
-  if not this.scaled:
-    given = jax.tree.map(lambda x: x[good], given)
-    good = np.ones(np.sum(good), bool)
-  traces = []
-  tx, start = this.make(), params()
-  found, sums, master, metrics = run(
-    lambda start, given: trained(tx, start, given, traces), start, given
-  )
-  assert len(traces) == 1
-  updates_done = np.cumsum(good) // this.window
-  assert updates_done[-1] >= 8
-  expected = {leaf: x[updates_done] for leaf, x in control(this.control, this.window).items()}
-  for leaf in LEAVES:
-    assert found[leaf].dtype == leaf
-    if leaf in this.frozen:
-      assert bits(found[leaf]) == bits(np.stack([start[leaf]] * STEPS))
-      continue
-    assert bits(master[leaf]) == bits(expected[leaf])
-    assert bits(found[leaf]) == bits(expected[leaf].astype(leaf))
-    # Already in float32, so that nothing depends on how a sum is rounded.
-    assert bits(sums[leaf]) == bits(found[leaf].astype(F32))
-    assert bits(found[leaf][-1]) != bits(start[leaf])
-  if this.scaled:
-    numbers = Oracle(**CONFIG).run(good)
-    assert metrics["loss_scale"].tolist() == [n["scale"] for n in numbers]
-    assert metrics["skipped"].tolist() == [n["skipped"] for n in numbers]
+  streams = {
+    True: (grads, faults, leaves),
+    False: jax.tree.map(lambda x: x[good], (grads, faults, leaves)),
+  }
+  start = params()
+
+  def train_all(start, streams):
+    return {
+      name: trained(this.make(masters(storage)), start, streams[this.scaled])
+      for name, this in COMPOSITIONS.items()
+    }
+
+  all_found = jax.device_get(run(train_all, start, streams))
+  violations = []
+  for name, this in COMPOSITIONS.items():
+    found, sums, master, metrics = all_found[name]
+    flags = good if this.scaled else good[good]
+    updates_done = np.cumsum(flags) // this.window
+    assert updates_done[-1] >= 8
+    expected = {leaf: x[updates_done] for leaf, x in control(this.control, this.window).items()}
+    for leaf in LEAVES:
+      if leaf in this.frozen:
+        right = {"frozen": (found[leaf], np.stack([start[leaf]] * STEPS))}
+      else:
+        right = {
+          "master": (master[leaf], expected[leaf]),
+          "parameter": (found[leaf], expected[leaf].astype(leaf)),
+          # Already in float32, so that nothing depends on how a sum is rounded.
+          "sum with the update": (sums[leaf], found[leaf].astype(F32)),
+        }
+        assert bits(found[leaf][-1]) != bits(start[leaf])
+      violations += [
+        f"{name}, {leaf}: {what}" for what, (a, b) in right.items() if bits(a) != bits(b)
+      ]
+    if this.scaled:
+      numbers = Oracle(**CONFIG).run(flags)
+      for key, other in (("loss_scale", "scale"), ("skipped", "skipped")):
+        if metrics[key].tolist() != [n[other] for n in numbers]:
+          violations.append(f"{name}: {key}")
+  assert violations == []
 
 
 @pytest.mark.case("I16", "I1")
@@ -223,7 +241,7 @@ def test_after_any_sequence_of_faults():
   faults = np.where(bad, kinds, 0)
   # 7e4 is an inf in float16 alone.
   leaves = np.where(kinds == F32(7e4), LEAVES.index("float16"), rng.integers(0, 3, kinds.shape))
-  tx, start = scaling(masters(optimizer())), params()
+  tx, start = scaling(masters()(optimizer())), params()
 
   def member(fault, leaf):
     return trained(tx, start, (grads, fault, leaf))[:3]
@@ -242,27 +260,6 @@ def test_after_any_sequence_of_faults():
   assert sorted(np.sum(bad, axis=1))[:: members - 1] == [0, STEPS - 1]
 
 
-@pytest.mark.case("I16", "B115", "B103")
-def test_adamw_on_masters_is_adamw_on_float32():
-  """Outside of jit every operation rounds by itself: here and there the same ones."""
-  inner = optax.adamw(1e-3, weight_decay=0.1)
-  tx, now = masters(inner), jax.tree.map(jnp.asarray, params())
-  wide = jax.tree.map(lambda x: x.astype(jnp.float32), now)
-  state, plain = tx.init(now), inner.init(wide)
-  start = now
-  grads, _, _ = stream()
-  for t in range(4):
-    g = {name: jnp.asarray(x[t]) for name, x in grads.items()}
-    updates, state = tx.update(g, state, now)
-    now = mpjax.apply_updates(now, updates, master=mpjax.master_params(state))
-    updates, plain = inner.update(jax.tree.map(lambda x: x.astype(jnp.float32), g), plain, wide)
-    wide = optax.apply_updates(wide, updates)
-    assert bits(mpjax.master_params(state, now)) == bits(wide)
-    assert bits(now) == bits({name: np.asarray(x).astype(name) for name, x in wide.items()})
-    assert bits(state.inner_state) == bits(plain)
-  assert bits(now) != bits(start)
-
-
 def one_step(tx):
   """A step as one writes it, over half parameters that are cast nowhere."""
 
@@ -273,8 +270,11 @@ def one_step(tx):
   def step(params, state, x):
     value, grads = mpjax.value_and_grad(loss, state)(params, x)
     updates, state = tx.update(grads, state, params, loss=value)
-    params = mpjax.apply_updates(params, updates, master=mpjax.master_params(state))
-    return params, state, {"loss": value} | mpjax.loss_scaling_metrics(state)
+    return (
+      mpjax.apply_updates(params, updates),
+      state,
+      {"loss": value} | mpjax.loss_scaling_metrics(state),
+    )
 
   return step
 
@@ -284,12 +284,13 @@ def nbytes(tree):
 
 
 @pytest.mark.case("B077")
-def test_memory_and_one_program_for_all_steps():
-  """2 bytes for a parameter, 4 for its master, 4 for each moment, and a few single numbers.
+@pytest.mark.parametrize(("storage", "of_master"), [("float32", 4), ("split", 2 + 1 / 8)])
+def test_memory_and_one_program_for_all_steps(storage, of_master):
+  """2 bytes for a parameter, some for its master, 4 for each moment, and a few single numbers.
 
   XLA counts 8 bytes more for each result: a pointer. A compiled program takes one set of types.
   """
-  tx = mpjax.loss_scaling(masters(optax.adamw(1e-3)))
+  tx = mpjax.loss_scaling(masters(storage)(optax.adamw(1e-3)))
   size = 64 * 32 + 32
   now = {"w": jnp.ones((64, 32), jnp.bfloat16), "b": jnp.ones(32, jnp.bfloat16)}
   state, x = tx.init(now), jnp.ones((4, 64))
@@ -302,115 +303,14 @@ def test_memory_and_one_program_for_all_steps():
   assert held == nbytes((now, state, x, metrics)) + 8 * leaves
   assert nbytes(now) == 2 * size
   scalars = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 0]
-  assert nbytes(state) == (4 + 4 + 4) * size + nbytes(scalars)
+  assert nbytes(state) == (of_master + 4 + 4) * size + nbytes(scalars)
   assert nbytes(scalars) < 64
   types = jax.tree.map(jax.typeof, (now, state))
   for value in (1.0, jnp.nan, 1.0, 2.0):
     now, state, _ = step(now, state, x * value)
     assert jax.tree.map(jax.typeof, (now, state)) == types
   assert mpjax.loss_scaling_metrics(state)["skipped"] == 1
-  assert bits(now) == bits(
-    {name: np.asarray(m).astype(jnp.bfloat16) for name, m in mpjax.master_params(state).items()}
+  rounded = jax.tree.map(
+    lambda m: np.asarray(m).astype(jnp.bfloat16), mpjax.master_params(state, now)
   )
-
-
-# On several devices.
-
-
-@functools.cache
-def single():
-  """The run of one device, with the faults of all."""
-  grads, faults, leaves = stream()
-  tx = scaling(masters(optimizer()))
-  return jax.device_get(
-    run(lambda start, given: trained(tx, start, given)[0::2], params(), (grads, faults, leaves))
-  )
-
-
-def check_replicas(tree, expected):
-  """Each device has the same, and the same as one alone."""
-  for name, x in tree.items():
-    assert len(x.addressable_shards) == 4
-    for shard in x.addressable_shards:
-      assert bits(shard.data) == bits(expected[name][shard.index])
-
-
-@pytest.mark.case("A67", "I6")
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_masters_are_equal_on_all_devices(devices, check_vma):
-  """Faults on one device alone, gradients equal on all: their mean is exact."""
-  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
-  config = mpjax.DynamicLossScale(**CONFIG)
-  tx = mpjax.loss_scaling(masters(optimizer()), config, axis_name="data")
-  grads, faults, leaves = stream()
-  here = np.zeros((STEPS, 4), F32)
-  here[np.arange(STEPS), np.arange(STEPS) % 4] = faults
-
-  def averaged(grads, state, params):
-    mean = jax.tree.map(lambda g: jax.lax.pmean(g.astype(jnp.float32), "data"), grads)
-    return tx.update(mean, state, params)
-
-  local = optax.GradientTransformationExtraArgs(tx.init, averaged)
-
-  @functools.partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=(jax.P(), jax.P(), jax.P(None, "data"), jax.P()),
-    out_specs=jax.P(),
-    check_vma=check_vma,
-  )
-  def on_one(start, grads, fault, leaf):
-    found, _, master, _ = trained(local, start, (grads, fault[:, 0], leaf))
-    return found, master
-
-  found = jax.block_until_ready(run(on_one, params(), grads, here, leaves))
-  for tree, expected in zip(found, single(), strict=True):
-    check_replicas(tree, expected)
-
-
-@pytest.mark.case("A67", "I6")
-@pytest.mark.parametrize("sharded", [False, True])
-def test_masters_lie_where_their_parameters_do(devices, sharded):
-  """Automatic sharding, over replicated or over sharded parameters."""
-  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
-  where = jax.NamedSharding(mesh, jax.P("data") if sharded else jax.P())
-  tx = scaling(masters(optimizer()))
-  start = jax.device_put(params(), where)
-  state = tx.init(start)
-  for name in HALF:
-    assert state.inner_state.master[name].sharding == where
-  found, _, master, _ = jax.block_until_ready(
-    run(lambda start, given: trained(tx, start, given), start, stream())
-  )
-  for tree, expected in zip((found, master), single(), strict=True):
-    check_replicas(tree, expected)
-
-
-# Without a master.
-
-
-def test_stochastic_rounding_moves_half_parameters_on_average():
-  """200 steps of 1e-4 from 1, where half numbers are 2^-8 apart below 1: together 0.02.
-
-  Each rounds with a variance below f 2^-16 for f = 1e-4 / 2^-8, so that the mean of 4096
-  parameters is within 6 standard errors, 8.5e-4, but for once in 5e8 draws of the keys.
-  """
-
-  def step(params, key):
-    updates = jnp.full(4096, -1e-4, jnp.float32)
-    return mpjax.apply_updates(params, updates, rounding="stochastic", key=key), None
-
-  start = jnp.ones(4096, jnp.bfloat16)
-  end, _ = run(lambda start, keys: jax.lax.scan(step, start, keys), start, keys(200))
-  share = 1e-4 / 2.0**-8
-  bound = 6 * np.sqrt(200 * share * 2.0**-16 / 4096)
-  assert abs(np.mean(np.asarray(end, np.float64)) - 0.98) < bound
-  assert bound < 1e-3
-  nearest = start
-  for _ in range(3):
-    nearest = mpjax.apply_updates(nearest, jnp.full(4096, -1e-4))
-  assert bits(nearest) == bits(start)
-
-
-def keys(number):
-  return jax.random.split(jax.random.key(5), number)
+  assert bits(now) == bits(rounded)

@@ -1,7 +1,6 @@
 """A run that was saved, in whatever phase, and resumed is the run that was never interrupted."""
 
 import functools
-import itertools
 import os
 import pathlib
 import subprocess
@@ -100,19 +99,6 @@ def counters(k):
   return {path.rpartition("/")[2]: x.item() for path, x in straight()[0][k].items() if x.ndim == 0}
 
 
-def test_the_run_goes_through_every_phase():
-  phases = [counters(k) for k in range(STEPS + 1)]
-  scales = [phase["scale"] for phase in phases]
-  pairs = list(itertools.pairwise(scales))
-  assert any(new > old for old, new in pairs)
-  assert any(new < old for old, new in pairs)
-  assert {phase["hysteresis"] for phase in phases} == {0, 1, 2}
-  assert {phase["micro_batches"] for phase in phases} == set(range(WINDOW))
-  assert {phase["good_steps"] for phase in phases} >= set(range(SCALE.growth_interval))
-  assert phases[-1]["skipped"] >= len(TOO_LARGE)
-  assert phases[-1]["updates_done"] >= 10
-
-
 def data_of_keys(tree):
   """Keys as plain data, which is all that msgpack can hold."""
 
@@ -127,24 +113,10 @@ def through_msgpack(state, folder):
   return flax.serialization.msgpack_restore(packed)
 
 
-def through_npz(state, folder):
-  np.savez(folder / "state.npz", **mpjax.checkpoints.to_arrays(state))
-  with np.load(folder / "state.npz") as file:
-    return dict(file)
-
-
 def through_orbax(state, folder):
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / "state", state)
   return folder / "state"
-
-
-@pytest.mark.case("B122", "I5")
-@pytest.mark.parametrize("k", range(STEPS + 1))
-def test_resumed_from_msgpack_at_any_step(k, tmp_path):
-  state, _ = advance(begin(), 0, k)
-  saved = through_msgpack(state, tmp_path)
-  assert_straight(*advance(mpjax.checkpoints.restore_like(begin(), saved), k, STEPS), k)
 
 
 def phase(k):
@@ -173,7 +145,7 @@ def test_the_chosen_steps_are_in_every_phase():
 
 
 @pytest.mark.case("B122", "I5")
-@pytest.mark.parametrize("through", [through_orbax, through_npz])
+@pytest.mark.parametrize("through", [through_orbax, through_msgpack])
 @pytest.mark.parametrize("k", PHASES)
 def test_resumed_in_each_phase(through, k, tmp_path):
   state, _ = advance(begin(), 0, k)
@@ -187,7 +159,7 @@ def test_no_resume_has_traced_the_step_again(tmp_path):
   straight()
   with compilations() as compiled:
     state, _ = advance(begin(), 0, 5)
-    for through in (through_msgpack, through_npz, through_orbax):
+    for through in (through_msgpack, through_orbax):
       advance(mpjax.checkpoints.restore_like(begin(), through(state, tmp_path)), 5, 7)
   assert compiled["train_step"] == 0
 

@@ -50,8 +50,9 @@ def differing(one, other):
 
 
 @pytest.mark.case("I2", "A13", "A53")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", ["adamw schedule clip", "lamb"])
+@pytest.mark.parametrize(
+  ("name", "dtype"), [("adamw schedule clip", jnp.float32), ("lamb", jnp.bfloat16)]
+)
 def test_every_power_of_two_from_0_to_24(name, dtype):
   tx = mpjax.loss_scaling(OPTIMIZERS[name](), CONFIG)
   first, *others = train(tx, dtype, range(25))
@@ -70,44 +71,3 @@ def test_float16_inside_and_outside_the_safe_band():
   assert low[-1] == 0
   assert high[-1] == STEPS, "every step overflowed, and was skipped"
   assert [run[-1] for run in band] == [0, 0, 0]
-
-
-@pytest.mark.case("I2")
-def test_float16_with_values_in_the_normal_range():
-  """A model whose float16 gradients are all normal: then the scale cannot be seen there either."""
-  x = jnp.asarray(np.random.default_rng(0).choice([-1.0, 0.5, 1.0, 2.0], (4, 6)), jnp.float16)
-  params = jnp.asarray(np.random.default_rng(1).choice([-1.0, -0.5, 0.25, 1.0], 6), jnp.float32)
-  tx = mpjax.loss_scaling(optax.adam(0.125), CONFIG)
-
-  @jax.jit
-  def step(state):
-    def loss(w):
-      return jnp.mean(jnp.square(x @ w.astype(jnp.float16)).astype(jnp.float32))
-
-    _, grads = mpjax.value_and_grad(loss, state)(params)
-    return tx.update(grads, state, params)
-
-  found = []
-  for k in range(11):
-    updates, state = step(mpjax.set_loss_scale(tx.init(params), 2.0**k))
-    assert mpjax.loss_scaling_metrics(state)["finite"]
-    found.append(jax.device_get((updates, state.inner_state)))
-  assert [differing(other, found[0]) for other in found] == [0] * 11
-
-
-@pytest.mark.case("B031", "I2")
-def test_another_scale_can_be_seen():
-  with pytest.warns(UserWarning, match="not a power of two"):
-    three = mpjax.StaticLossScale(3)
-  results = []
-  for config in (three, mpjax.StaticLossScale(1)):
-    tx = mpjax.loss_scaling(optax.adam(1e-2), config)
-    params, stats = variables()["params"], variables()["batch_stats"]
-    batch = jax.tree.map(lambda b: b[0], batches(1))
-    state = tx.init(params)
-    gradients = mpjax.value_and_grad(loss_fn, state, has_aux=True)
-    _, grads = jax.jit(gradients, static_argnums=3)(params, stats, batch, jnp.float32)
-    results.append(jax.device_get(mpjax.unscale(grads, state)))
-  assert differing(*results) > 0
-  for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

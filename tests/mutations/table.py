@@ -338,7 +338,7 @@ if hasattr(new, "micro_batches"):
   held = held._replace(micro_batches=new.micro_batches)
 return kept, held
 """,
-    test="tests/integration/test_scale_inside_a_window.py::test_a_bad_micro_batch_in_each_place",
+    test="tests/integration/test_accumulation_is_one_step.py::test_a_bad_micro_batch_in_each_place",
   ),
   Mutation(
     number=29,
