@@ -266,75 +266,70 @@ def mapped():
 # Linen, by hand.
 
 
+class Net(nn.Module):
+  """A module whose call is a function."""
+
+  body: Callable[[nn.Module, Any], Any]
+
+  @nn.compact
+  def __call__(self, x):
+    return self.body(self, x)
+
+
+def linen(body: Any, x: Any = X, policy: str | None = None) -> tuple[Any, tuple[Any, ...]]:
+  variables = jax.eval_shape(Net(body).init, jax.random.key(0), x)
+  model = Net(body) if policy is None else mpjax.linen.with_policy(Net(body), policy)
+  return (lambda variables, x: model.apply(variables, x)), (variables, x)
+
+
+def half_dense(**options: Any) -> nn.Module:
+  return nn.Dense(8, dtype=BF16, **options)
+
+
 @planted("LayerNorm_0", "parameter", "LayerNorm_0/scale", "mul")
 def norm_without_a_dtype():
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      h = nn.Dense(8, dtype=BF16)(x)
-      h = nn.LayerNorm()(h)  # LEAK
-      return h @ self.param("head", nn.initializers.ones, (8, 8), BF16)
+  def body(net, x):
+    h = nn.LayerNorm()(half_dense()(x))  # LEAK
+    return h @ net.param("head", nn.initializers.ones, (8, 8), BF16)
 
-  return _linen(Net(), X)
+  return linen(body)
 
 
-@planted("Attention_0", "number", "2.8", "div")
+@planted("Net_0", "number", "2.8", "div")
 def attention_by_hand():
-  class Attention(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      q, k, v = (nn.Dense(8, dtype=BF16, name=n)(x) for n in "qkv")
-      scores = q @ k.T / np.sqrt(8.0).astype(np.float32)  # LEAK
-      return (jax.nn.softmax(scores) @ v).astype(BF16)
+  def attention(net, x):
+    q, k, v = (half_dense(name=name)(x) for name in "qkv")
+    scores = q @ k.T / np.sqrt(8.0).astype(np.float32)  # LEAK
+    return (jax.nn.softmax(scores) @ v).astype(BF16)
 
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return nn.Dense(8, dtype=BF16)(Attention()(x))
-
-  return _linen(Net(), X)
+  return linen(lambda net, x: half_dense()(Net(attention)(x)))
 
 
-@planted("Dense_1", "parameter", "Dense_1/kernel", "dot_general")
+@planted("Dense_0", "parameter", "Dense_0/kernel", "dot_general")
 def dense_without_a_dtype():
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      h = nn.Dense(8, dtype=BF16)(x)
-      return nn.Dense(8)(h)  # LEAK
-
-  return _linen(Net(), X)
+  return linen(lambda net, x: nn.Dense(8)(half_dense()(x)))  # LEAK
 
 
 # Linen, NNX and plain functions under a policy.
 
 
-@planted("Block", "constant", "float32[16,8]", "add")
+@planted("Net", "constant", "float32[16,8]", "add")
 def table_under_a_policy():
-  class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      h = nn.Dense(8)(x)
-      h = h + TABLE  # LEAK
-      return nn.Dense(8)(h)
-
-  _, (variables, x) = _linen(Block(), WIDE)
-  model = mpjax.linen.with_policy(Block(), "mixed_bfloat16")
-  return (lambda variables, x: model.apply(variables, x)), (variables, x)
+  return linen(
+    lambda net, x: nn.Dense(8)(nn.Dense(8)(x) + TABLE),  # LEAK
+    *(WIDE, "mixed_bfloat16"),
+  )
 
 
 @planted("Net", "operation", "iota", "add")
 def positions_under_a_policy():
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      h = nn.Dense(8)(x)
-      h = h + jnp.arange(16.0)[:, None]  # LEAK
-      return nn.Dense(8)(nn.relu(h))
+  def body(net, x):
+    h = nn.Dense(8)(x)
+    h = h + jnp.arange(16.0)[:, None]  # LEAK
+    return nn.Dense(8)(nn.relu(h))
 
-  _, args = _linen(Net(), WIDE)
-  model = mpjax.linen.with_policy(Net(), "mixed_bfloat16")
-  return jax.jit(lambda variables, x: model.apply(variables, x)), args
+  fn, args = linen(body, WIDE, "mixed_bfloat16")
+  return jax.jit(fn), args
 
 
 @planted("", "argument", "x/memory", "add")
@@ -416,8 +411,3 @@ def equinox_by_hand():
   half = jax.tree.map(lambda x: x.astype(BF16) if eqx.is_array(x) else x, model)
   arrays, static = eqx.partition(half, eqx.is_array)
   return (lambda arrays, x: eqx.combine(arrays, static)(x)), (arrays, X)
-
-
-def _linen(model: nn.Module, x: Any) -> tuple[Any, tuple[Any, ...]]:
-  variables = jax.eval_shape(model.init, jax.random.key(0), x)
-  return (lambda variables, x: model.apply(variables, x)), (variables, x)
