@@ -217,25 +217,6 @@ def test_a_policy_is_a_value():
     one.compute_dtype = F16
 
 
-@pytest.mark.case("B080")
-def test_equal_policies_share_a_trace():
-  traces = []
-
-  @jax.jit
-  def plain(x):
-    return x
-
-  def step(x, policy):
-    traces.append(policy)
-    return policy.cast_to_compute(plain(x))
-
-  step = jax.jit(step, static_argnums=1)
-  for text in ("mixed_float16", "p=f32,c=f16,o=f32", "mixed_bfloat16", "mixed_float16"):
-    policy = mpjax.Policy.parse(text)
-    assert step(jnp.ones(2), policy).dtype == policy.compute_dtype
-  assert len(traces) == 2
-
-
 class Thing:
   """Neither an array nor a number."""
 

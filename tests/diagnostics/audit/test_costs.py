@@ -38,9 +38,7 @@ def test_sizes_that_are_padded():
   for fn, args, sizes, padded in MISFITS:
     (found,) = mpjax.audit(fn)(*args).misfits
     assert (found.sizes, found.padded) == (sizes, padded)
-
-
-def test_what_fits_or_is_float32_is_not_listed():
+  # What fits, or is float32, is not listed.
   assert mpjax.audit(jnp.matmul)(s(16, 8), s(8, 24)).misfits == ()
   assert mpjax.audit(jnp.matmul)(s(3, 3, dtype="float32"), s(3, 3, dtype="float32")).misfits == ()
 

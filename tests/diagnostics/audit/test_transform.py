@@ -95,20 +95,6 @@ def test_recomputed_work_is_shown_apart():
   assert found == {"forward": 2 * once, "recomputed": 2 * once, "backward": 3 * once}
 
 
-LOOP_FREE = {
-  "matmul": (jnp.matmul, (s(5, 7), s(7, 3))),
-  "batched": (jnp.matmul, (s(2, 5, 7), s(2, 7, 3))),
-  "einsum": (lambda a, b: jnp.einsum("bthd,bshd->bhts", a, b), (s(2, 3, 4, 5), s(2, 6, 4, 5))),
-  "convolution": (convolution, (s(5, 3, 2, 2), s(2, 3, 9, 9))),
-}
-
-
-def test_flops_are_those_of_xla_where_there_is_no_loop():
-  for name, (fn, args) in LOOP_FREE.items():
-    analysis = jax.jit(fn).lower(*args).cost_analysis()
-    assert flops(fn, *args) == {"forward": analysis["flops"]}, name
-
-
 def test_branches_and_while_loops_are_said_to_be_uncertain():
   def fn(x, n):
     return jax.lax.while_loop(lambda c: c[1] > 0, lambda c: (c[0] @ c[0], c[1] - 1), (x, n))[0]
@@ -119,15 +105,10 @@ def test_branches_and_while_loops_are_said_to_be_uncertain():
   assert "while loop counts as one iteration" in str(audit)
 
 
-RESIDUALS = [
-  lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w),
-  lambda w, x: jnp.sum(layers(w[None], x) ** 2),
-  lambda w, x: jnp.sum(jnp.exp((x @ w).astype(BF16)).astype(F32)),
-]
+def test_residuals_are_what_vjp_saves():
+  def loss(w, x):
+    return jnp.sum(jnp.exp(layers(w[None], x).astype(BF16)).astype(F32) ** 2)
 
-
-@pytest.mark.parametrize("loss", RESIDUALS, ids=["mlp", "scan", "half"])
-def test_residuals_are_what_vjp_saves(loss):
   w, x = s(8, 8), s(4, 8)
   audit = mpjax.audit(jax.grad(loss))(w, x)
   assert sum(audit.residual_bytes.values()) == residual_bytes(lambda w: loss(w, X), w)
