@@ -5,6 +5,7 @@ stays finite, by numbers that can be checked by hand.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,20 +64,15 @@ def f32(*values: float) -> jax.Array:
   return jnp.asarray(values, jnp.float32)
 
 
-def log(x: jax.Array) -> jax.Array:
-  return planted(jnp.log, x)
+def wide_sum(x: jax.Array) -> jax.Array:
+  return jnp.sum(x.astype(jnp.float32))
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-  return planted(jnp.matmul, x, w)
-
-
-def multiply(x: jax.Array, y: Any) -> jax.Array:
-  return planted(jnp.multiply, x, y)
-
-
-def divide(x: Any, y: Any) -> jax.Array:
-  return planted(jnp.divide, x, y)
+_PLANTED = (jnp.log, jnp.exp, jnp.sqrt, jnp.matmul, jnp.multiply, jnp.divide)
+log, exp, sqrt, matmul, multiply, divide = (functools.partial(planted, fn) for fn in _PLANTED)
+to_half = functools.partial(planted, lambda x: x.astype(F16))
+to_float8 = functools.partial(planted, lambda x: x.astype(jnp.float8_e5m2))
+CAST = "convert_element_type"
 
 
 def scan(body: Callable[..., Any], carry: Any, xs: Any, length: int | None = None) -> Any:
@@ -93,30 +89,25 @@ _CLOSED_OVER = f32(1, jnp.nan)
 
 FORWARD = {
   "a matmul overflows": at(
-    "dot_general",
-    lambda x, w: jnp.mean(jnp.tanh(matmul(x, w))),
+    *("dot_general", lambda x, w: jnp.mean(jnp.tanh(matmul(x, w)))),
     *(jnp.full((2, 4), 200, F16), jnp.full((4, 3), 100, F16)),
   ),
   "an exponential overflows": at(
-    "exp", lambda x: jnp.sum(1 / (1 + planted(jnp.exp, x))), f16(1, 2, 12), index=(2,)
+    "exp", lambda x: jnp.sum(1 / (1 + exp(x))), f16(1, 2, 12), index=(2,)
   ),
   "a gelu at 150": at("integer_pow", lambda x: planted(jax.nn.gelu, x), f16(1, 150), index=(1,)),
   "a mask times a billion": at(
-    "mul",
-    lambda x, mask: jax.nn.softmax(x + planted(lambda m: (1 - m) * -1e9, mask)),
+    *("mul", lambda x, mask: jax.nn.softmax(x + planted(lambda m: (1 - m) * -1e9, mask))),
     *(f16(1, 2, 3), f16(1, 0, 1)),
     index=(0,),
   ),
   "a row is masked": at(
-    "sub",
-    lambda scores, mask: planted(jax.nn.softmax, jnp.where(mask, scores, -jnp.inf)),
+    *("sub", lambda x, mask: planted(jax.nn.softmax, jnp.where(mask, x, -jnp.inf))),
     *(jnp.ones((2, 3)), jnp.asarray([[True] * 3, [False] * 3])),
     index=(1, 0),
   ),
   "an input is inf": at(
-    "argument",
-    lambda batch: jnp.sum(jnp.tanh(batch["x"])),
-    {"x": f32(1, jnp.inf)},
+    *("argument", lambda batch: jnp.sum(jnp.tanh(batch["x"])), {"x": f32(1, jnp.inf)}),
     path="batch['x']",
     index=(1,),
   ),
@@ -124,40 +115,28 @@ FORWARD = {
     "argument", standardized, {"x": f32(1, -jnp.inf, 3)}, path="batch['x']", index=(1,)
   ),
   "a parameter is nan": at(
-    "argument",
-    lambda params, x: jnp.sum(jnp.dot(params["a"]["w"], x) * params["b"]["w"]),
+    *("argument", lambda params, x: jnp.sum(jnp.dot(params["a"]["w"], x) * params["b"]["w"])),
     *({"a": {"w": f32(1, 2)}, "b": {"w": f32(3, jnp.nan)}}, f32(1, 2)),
     path="params['b']['w']",
   ),
   "a constant is nan": at("constant", lambda x: jnp.sum(multiply(x, _CLOSED_OVER)), f32(1, 2)),
   "a cast overflows": at(
-    "convert_element_type",
-    lambda x: planted(lambda x: x.astype(F16), x).astype(jnp.float32) * 2,
-    f32(1, 7e4),
-    index=(1,),
+    CAST, lambda x: to_half(x).astype(jnp.float32) * 2, f32(1, 7e4), index=(1,)
   ),
-  "a cast to float8 that is returned": at(
-    "convert_element_type",
-    lambda x: planted(lambda x: x.astype(jnp.float8_e5m2), x),
-    f32(1, 1e6),
-    index=(1,),
-  ),
+  "a cast to float8 that is returned": at(CAST, to_float8, f32(1, 1e6), index=(1,)),
   # It is added up in float32, and cast.
-  "a sum overflows": at(
-    "convert_element_type", lambda x: planted(jnp.sum, x), jnp.full(100, 1000, F16)
-  ),
+  "a sum overflows": at(CAST, lambda x: planted(jnp.sum, x), jnp.full(100, 1000, F16)),
   "a multiplication overflows bfloat16": at(
     "mul", lambda x: multiply(x, 2), jnp.asarray([1e38, 2e38], jnp.bfloat16), index=(1,)
   ),
   "a division by zero": at("div", divide, f32(1, 2), f32(1, 0), index=(1,)),
-  "a root of a negative number": at("sqrt", lambda x: planted(jnp.sqrt, x), f32(1, -1), index=(1,)),
+  "a root of a negative number": at("sqrt", sqrt, f32(1, -1), index=(1,)),
   "a logarithm that a where takes": at("log", lambda x: jnp.where(x < 1, log(x), 0.0), f32(0, 1)),
   "a norm without epsilon": at(
     "rsqrt", lambda x: x * planted(jax.lax.rsqrt, x), f32(1, 0), index=(1,)
   ),
   "an index out of bounds": at(
-    "gather",
-    lambda x, indices: planted(lambda x: jnp.take(x, indices, mode="fill"), x),
+    *("gather", lambda x, indices: planted(lambda x: jnp.take(x, indices, mode="fill"), x)),
     *(f32(1, 2), jnp.asarray([0, 5])),
   ),
 }
@@ -181,7 +160,7 @@ _with_rule.defvjp(lambda x: (x * 2, jnp.exp(x)), _backward)
 
 def _with_rule_in_a_scope(x):
   with jax.named_scope("rule"):
-    return jnp.sum(_with_rule(x).astype(jnp.float32))
+    return wide_sum(_with_rule(x))
 
 
 @jax.custom_jvp
@@ -201,23 +180,16 @@ BACKWARD = {
     "div", lambda x: jnp.sum(jnp.where(x > 0, log(x), 0.0)), f32(0, 1), index=(0,)
   ),
   "the gradient of a hidden root": at(
-    "mul", lambda x: jnp.sum(jnp.where(x > 0, planted(jnp.sqrt, x), 0.0)), f32(0, 1), index=(0,)
+    "mul", lambda x: jnp.sum(jnp.where(x > 0, sqrt(x), 0.0)), f32(0, 1), index=(0,)
   ),
-  "the gradient of a norm at zero": at(
-    "div", lambda x: planted(jnp.sqrt, jnp.sum(x * x)), f32(0, 0)
-  ),
+  "the gradient of a norm at zero": at("div", lambda x: sqrt(jnp.sum(x * x)), f32(0, 0)),
   "a gradient overflows": at(
-    "mul",
-    lambda w, x: jnp.sum(multiply(w, x).astype(jnp.float32)) * 300,
-    *(jnp.ones(4, F16), jnp.full(4, 300, F16)),
+    "mul", lambda w, x: wide_sum(multiply(w, x)) * 300, jnp.ones(4, F16), jnp.full(4, 300, F16)
   ),
-  "the backward rule of a custom vjp": at(
-    "div", lambda x: jnp.sum(_with_rule(x).astype(jnp.float32)), f16(1, 2)
-  ),
+  "the backward rule of a custom vjp": at("div", lambda x: wide_sum(_with_rule(x)), f16(1, 2)),
   "the rule of a custom jvp": at("div", lambda x: jnp.sum(_with_jvp(x)), f32(1, 0), index=(1,)),
   "a backward fault in remat": at(
-    "div",
-    lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.where(x > 0, log(x), 0.0) * x)(x)),
+    *("div", lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.where(x > 0, log(x), 0.0) * x)(x))),
     f32(0, 1),
   ),
 }
@@ -230,9 +202,7 @@ IN_GRADIENTS = {
     "exp", jax.value_and_grad(_with_rule_in_a_scope), f16(1, 20), path="rule", index=(1,)
   ),
   "a forward fault in remat": at(
-    "log",
-    jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(log(x)))(x))),
-    f32(0, 1),
+    "log", jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(log(x)))(x))), f32(0, 1)
   ),
 }
 
@@ -283,7 +253,7 @@ def _branch_in_a_loop(x):
 
 
 def _layers_with_remat(ws, x):
-  return jnp.sum(scan(jax.checkpoint(matmul), x, ws * 250).astype(jnp.float32))
+  return wide_sum(scan(jax.checkpoint(matmul), x, ws * 250))
 
 
 LOOPS = {
@@ -326,7 +296,7 @@ def _adam(params, grads, state):
 
 def _takes_a_root(grads, mean):
   second = grads * grads
-  return grads / (planted(jnp.sqrt, second - mean * mean) + 1e-8)
+  return grads / (sqrt(second - mean * mean) + 1e-8)
 
 
 def _scaled(w, scale):
@@ -347,6 +317,7 @@ def _skips_by_hand(params, x):
 
 _TX = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init_scale=2.0**15))
 _STEP, _STATE = mpjax.make_train_step(_linear, _TX), mpjax.TrainState.create(jnp.ones((2, 1)), _TX)
+_of_scale = functools.partial(at, direction="backward", verdict="scale")
 
 STEPS = {
   "adam in float16": at(
@@ -356,23 +327,17 @@ STEPS = {
   "the multiplication by the scale": at(
     "mul", _scaled, f16(3), F16(2**14), verdict="scale", finite_at=2.0**12
   ),
-  "the scale of a training step": at(
-    # The gradient is 2^15 * 8, and 65504 is the largest number.
-    "dot_general",
-    *(_STEP, _STATE, {"x": jnp.full((4, 2), 8.0)}),
-    direction="backward",
-    verdict="scale",
-    finite_at=2.0**12,
+  # The gradient is 2^15 * 8, and 65504 is the largest number.
+  "the scale of a training step": _of_scale(
+    "dot_general", _STEP, _STATE, {"x": jnp.full((4, 2), 8.0)}, finite_at=2.0**12
   ),
   "the forward pass of a training step": at(
     "dot_general", _STEP, _STATE, {"x": jnp.full((4, 2), 4e4)}
   ),
-  "a gradient that fits at scale 1 alone": at(
-    # The gradient itself is 6e4: 2 times that is beyond 65504.
-    "dot_general",
-    *(_STEP, _STATE._replace(params=jnp.full((2, 1), 1e-3)), {"x": jnp.asarray([[6e4, 0]] * 4)}),
-    direction="backward",
-    verdict="scale",
+  # The gradient itself is 6e4: 2 times that is beyond 65504.
+  "a gradient that fits at scale 1 alone": _of_scale(
+    *("dot_general", _STEP, _STATE._replace(params=jnp.full((2, 1), 1e-3))),
+    {"x": jnp.asarray([[6e4, 0]] * 4)},
     finite_at=1.0,
   ),
   "a training step without a fault": at(None, _STEP, _STATE, {"x": jnp.ones((4, 2))}),
