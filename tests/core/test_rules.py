@@ -2,7 +2,6 @@
 
 import fnmatch
 import functools
-import importlib.util
 import re
 import subprocess
 import sys
@@ -105,9 +104,8 @@ def test_globs_against_an_oracle(glob, names):
   assert matches("/".join(glob), "/".join(names)) is glob_oracle(glob, names)
 
 
-@pytest.mark.parametrize(
-  ("selector", "module", "wanted"),
-  [
+def test_classes():
+  for selector, module, wanted in [
     (Plain, Plain(), True),
     (Plain, Derived(), True),
     (Derived, Plain(), False),
@@ -115,10 +113,8 @@ def test_globs_against_an_oracle(glob, names):
     ((Derived, Other), Other(), True),
     ((Derived, Other), Plain(), False),
     (Plain, Plain, False),
-  ],
-)
-def test_classes(selector, module, wanted):
-  assert Rule(None, module=selector).matches(module, "anywhere") is wanted
+  ]:
+    assert Rule(None, module=selector).matches(module, "anywhere") is wanted, (selector, module)
 
 
 def factory():
@@ -136,7 +132,9 @@ def output_dtype(model):
 
 @pytest.mark.case("A100")
 def test_classes_of_one_name_stay_apart():
+  """As those of a module that is loaded again do."""
   one, two = factory(), factory()
+  assert one.__module__ == two.__module__
   assert one.__qualname__ == two.__qualname__
   rule = Rule("float16", module=one)
   assert rule.matches(one(), "")
@@ -144,40 +142,15 @@ def test_classes_of_one_name_stay_apart():
   for cls, dtype in {one: jnp.float16, two: jnp.bfloat16}.items():
     model = mpjax.linen.with_policy(cls(), "bfloat16", [rule], unmatched="ignore")
     assert output_dtype(model) == dtype
-
-
-@pytest.mark.case("A100")
-def test_a_reloaded_class_is_another_class(tmp_path):
-  path = tmp_path / "reloaded_model.py"
-  path.write_text(
-    "import flax.linen as nn\n"
-    "class Net(nn.Module):\n"
-    "  @nn.compact\n"
-    "  def __call__(self, x):\n"
-    "    return nn.Dense(2)(x)\n"
-  )
-  spec = importlib.util.spec_from_file_location("reloaded_model", path)
-  module = importlib.util.module_from_spec(spec)
-  sys.modules["reloaded_model"] = module
-  try:
-    spec.loader.exec_module(module)
-    before = module.Net
-    spec.loader.exec_module(module)
-    after = module.Net
-  finally:
-    del sys.modules["reloaded_model"]
-  assert before is not after
-  rules = [Rule("float16", module=before)]
-  assert output_dtype(mpjax.linen.with_policy(before(), "bfloat16", rules)) == jnp.float16
-  reloaded = mpjax.linen.with_policy(after(), "bfloat16", rules)
-  parts = {"expected": "picks out", "got": "none of the 2 modules", "fix": "Dense, Net"}
-  check_refused(lambda: output_dtype(reloaded), where="Rule('", **parts)
+  model = mpjax.linen.with_policy(two(), "bfloat16", [rule])
+  parts = {"expected": "picks out", "got": "none of the 2 modules", "fix": "Block, Dense"}
+  check_refused(lambda: output_dtype(model), where="Rule('", **parts)
   # A rule by path does not mind.
-  by_path = mpjax.linen.with_policy(after(), "bfloat16", [Rule("float16", path="**")])
-  assert output_dtype(by_path) == jnp.float16
+  by_path = [Rule("float16", path="**")]
+  assert output_dtype(mpjax.linen.with_policy(two(), "bfloat16", by_path)) == jnp.float16
 
 
-def test_predicates_see_the_bound_module():
+def test_predicates_see_the_bound_module_and_count_by_their_truth():
   seen = []
   rule = Rule("float32", where=lambda m: seen.append(m.path) or m.name == "head")
 
@@ -192,9 +165,6 @@ def test_predicates_see_the_bound_module():
   assert variables["params"]["head"]["kernel"].dtype == jnp.float32
   assert variables["params"]["body"]["kernel"].dtype == jnp.bfloat16
   assert out.dtype == jnp.bfloat16
-
-
-def test_a_predicate_that_gives_no_bool_counts_by_its_truth():
   assert Rule(None, where=lambda m: "yes").matches(Plain(), "") is True
   assert Rule(None, where=lambda m: None).matches(Plain(), "") is False
 
@@ -204,9 +174,8 @@ PATTERN = Rule("float16", path="**/head")
 
 
 @pytest.mark.case("A111")
-@pytest.mark.parametrize(
-  ("rules", "path", "wanted"),
-  [
+def test_the_first_rule_that_matches_wins():
+  for rules, path, wanted in [
     ((EXACT,), "encoder/head", EXACT),
     ((PATTERN,), "encoder/head", PATTERN),
     ((EXACT, PATTERN), "encoder/head", EXACT),
@@ -215,10 +184,8 @@ PATTERN = Rule("float16", path="**/head")
     ((EXACT, PATTERN), "encoder/heads", None),
     ((EXACT,), "encoder/head/out", None),
     ((), "encoder/head", None),
-  ],
-)
-def test_the_first_rule_that_matches_wins(rules, path, wanted):
-  assert first_match(rules, Plain(), path) is wanted
+  ]:
+    assert first_match(rules, Plain(), path) is wanted, (rules, path)
 
 
 @pytest.mark.case("B080")
@@ -257,16 +224,11 @@ def test_another_order_of_rules_is_another_value():
   assert one != mpjax.linen.with_policy(nn.Dense(3), "bfloat16", [EXACT, PATTERN])
 
 
-@pytest.mark.parametrize(
-  ("rule", "text"),
-  [
-    (EXACT, "Rule('params=float32,compute=float32,output=float32', path='encoder/head')"),
-    (Rule(None, module=Plain), f"Rule(None, module={Plain!r})"),
-    (Rule(None, path=re.compile("a+")), "Rule(None, path=re.compile('a+'))"),
-  ],
-)
-def test_the_text_of_a_rule(rule, text):
-  assert repr(rule) == text
+def test_the_text_of_a_rule():
+  policy = "params=float32,compute=float32,output=float32"
+  assert repr(EXACT) == f"Rule('{policy}', path='encoder/head')"
+  assert repr(Rule(None, module=Plain)) == f"Rule(None, module={Plain!r})"
+  assert repr(Rule(None, path=re.compile("a+"))) == "Rule(None, path=re.compile('a+'))"
 
 
 # The calls, where, and what was expected; what came of each; what to do.
@@ -323,24 +285,21 @@ def test_a_wrong_policy_is_told_as_anywhere():
   check_refused(lambda: Rule("float61", path="a"), where="mpjax.Policy.parse", **parts)
 
 
-@pytest.mark.parametrize(
-  "call",
-  [
-    lambda: Rule("head", "float32"),
-    lambda: Rule("float32", "head", nn.Dense),
-    lambda: Rule(path="head"),
-    lambda: Rule("float32", paths="head"),
-  ],
-)
-def test_a_rule_written_otherwise_is_told_how(call):
+def test_a_rule_written_otherwise_is_told_how():
   parts = {"got": "argument", "fix": 'mpjax.Rule("float32", path="head")', "builtin": TypeError}
-  expected = "arguments policy, path, module, where"
-  check_refused(call, where="mpjax.Rule(...)", expected=expected, **parts)
+  parts["expected"] = "arguments policy, path, module, where"
+  for args, kwargs in [
+    (("head", "float32"), {}),
+    (("float32", "head"), {}),
+    ((), {"path": "head"}),
+    (("float32",), {"paths": "head"}),
+  ]:
+    check_refused(functools.partial(Rule, *args, **kwargs), where="mpjax.Rule(...)", **parts)
 
 
-@pytest.mark.parametrize(
-  ("rules", "got"),
-  [
+def test_what_is_no_sequence_of_rules():
+  where, fix = "mpjax.linen.with_policy(rules=...)", "Write [mpjax.Rule("
+  for rules, got in [
     (EXACT, repr(EXACT)),
     (3, "3"),
     ([EXACT, "float32"], "'float32'"),
@@ -348,12 +307,9 @@ def test_a_rule_written_otherwise_is_told_how(call):
     ("head", "'head'"),
     ({"head": "float32"}, "'head'"),
     (None, "None"),
-  ],
-)
-def test_what_is_no_sequence_of_rules(rules, got):
-  where, fix = "mpjax.linen.with_policy(rules=...)", "Write [mpjax.Rule("
-  parts = {"expected": "a sequence of mpjax.Rule", "got": got, "fix": fix, "builtin": TypeError}
-  check_refused(lambda: parse_rules(rules, where), where=where, **parts)
+  ]:
+    parts = {"expected": "a sequence of mpjax.Rule", "got": got, "fix": fix, "builtin": TypeError}
+    check_refused(functools.partial(parse_rules, rules, where), where=where, **parts)
 
 
 def test_any_iterable_of_rules_will_do():
