@@ -1,6 +1,7 @@
 """The presets that go by a name: their table, the device that "auto" looks at, and errors."""
 
 import dataclasses
+import functools
 import inspect
 import warnings
 
@@ -13,7 +14,7 @@ from flax import nnx
 import mpjax
 from mpjax._core.rules import depends_on_path, is_flax_norm
 from mpjax._opt_level import LEVELS, _for_device
-from tests.errors import check_error
+from tests.refusals import check_refused
 
 F32, DYNAMIC, NONE = "float32", mpjax.DynamicLossScale(), mpjax.NoLossScale()
 
@@ -54,9 +55,9 @@ def test_bfloat16_unless_told_otherwise():
     assert mpjax.opt_level(level) == mpjax.opt_level(level, "bfloat16")
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "half", jnp.float16, jnp.dtype("float16")], ids=str)
-def test_every_spelling_of_a_dtype(dtype):
-  assert mpjax.opt_level("O1", dtype) == mpjax.opt_level("O1", "float16")
+def test_every_spelling_of_a_dtype():
+  for dtype in ("fp16", "half", jnp.float16, jnp.dtype("float16")):
+    assert mpjax.opt_level("O1", dtype) == mpjax.opt_level("O1", "float16")
 
 
 def test_the_norms_that_o2_stores_in_float32():
@@ -80,27 +81,21 @@ def test_the_rule_for_norms_looks_at_no_place():
 # --- the device -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  ("platform", "capability", "level", "dtype"),
-  [
-    ("cpu", None, "O0", None),
-    ("tpu", None, "O1", "bfloat16"),
-    pytest.param("gpu", "6.0", "O0", None, id="P100"),
-    pytest.param("gpu", "6.1", "O0", None, id="GTX 1080"),
-    pytest.param("gpu", "7.0", "O1", "float16", id="V100"),
-    pytest.param("gpu", "7.5", "O1", "float16", id="T4"),
-    pytest.param("gpu", "8.0", "O1", "bfloat16", id="A100"),
-    pytest.param("gpu", "8.6", "O1", "bfloat16", id="RTX 3090"),
-    pytest.param("gpu", "8.9", "O1", "bfloat16", id="L4"),
-    pytest.param("gpu", "9.0", "O1", "bfloat16", id="H100"),
-    pytest.param("gpu", "10.0", "O1", "bfloat16", id="B200"),
-    pytest.param("gpu", "12.0", "O1", "bfloat16", id="RTX 5090"),
-    pytest.param("gpu", "gfx90a", "O0", None, id="MI250"),
-    pytest.param("gpu", None, "O0", None, id="unknown"),
-  ],
-)
-def test_what_auto_makes_of_a_device(platform, capability, level, dtype):
-  assert _for_device(platform, capability, None) == (level, dtype)
+DEVICES = [
+  *(("cpu", None, "O0", None), ("tpu", None, "O1", "bfloat16")),
+  # P100, GTX 1080; V100, T4.
+  *(("gpu", capability, "O0", None) for capability in ("6.0", "6.1")),
+  *(("gpu", capability, "O1", "float16") for capability in ("7.0", "7.5")),
+  # A100, RTX 3090, L4, H100, B200, RTX 5090.
+  *(("gpu", n, "O1", "bfloat16") for n in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")),
+  # MI250, and one that says nothing.
+  *(("gpu", capability, "O0", None) for capability in ("gfx90a", None)),
+]
+
+
+def test_what_auto_makes_of_a_device():
+  for platform, capability, level, dtype in DEVICES:
+    assert _for_device(platform, capability, None) == (level, dtype), (platform, capability)
 
 
 def test_auto_on_this_device():
@@ -136,17 +131,12 @@ def test_what_is_warned_of(platform, capability, dtype, text):
     assert _for_device(platform, capability, dtype) == ("O1", dtype)
 
 
-@pytest.mark.parametrize(
-  ("platform", "capability", "dtype"),
-  [
-    ("tpu", None, "bfloat16"),
-    ("gpu", "7.0", "float16"),
-    ("gpu", "8.0", "float16"),
-    ("gpu", "9.0", "bfloat16"),
-  ],
-)
-def test_a_half_type_with_units_is_used_without_a_word(platform, capability, dtype):
-  assert _for_device(platform, capability, dtype) == ("O1", dtype)  # A warning is an error.
+def test_a_half_type_with_units_is_used_without_a_word():
+  with_units = [("tpu", None, "bfloat16"), ("gpu", "9.0", "bfloat16")]
+  with_units += [("gpu", "7.0", "float16"), ("gpu", "8.0", "float16")]
+  for platform, capability, dtype in with_units:
+    # A warning is an error.
+    assert _for_device(platform, capability, dtype) == ("O1", dtype)
 
 
 def test_only_auto_looks_at_the_device(monkeypatch):
@@ -200,38 +190,26 @@ def test_the_fields_are_what_the_functions_take():
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["01", "o1", "O4", "", 1, None], ids=repr)
-def test_unknown_levels(level):
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    mpjax.opt_level(level)
-  check_error(
-    excinfo,
-    where="mpjax.opt_level(level)",
-    expected="'O0', 'O1', 'O2', 'O3', 'auto'",
-    got=repr(level),
-    fix="the letter O",
-    builtin=ValueError,
-  )
+def test_unknown_levels():
+  expected, fix = "'O0', 'O1', 'O2', 'O3', 'auto'", "the letter O"
+  parts = {"where": "mpjax.opt_level(level)", "expected": expected, "fix": fix}
+  for level in ("01", "o1", "O4", "", 1, None):
+    call = functools.partial(mpjax.opt_level, level)
+    check_refused(call, got=repr(level), builtin=ValueError, **parts)
+
+
+HALF = "'bfloat16' or 'float16'"
+REFUSED = [
+  ("float32", HALF, "'float32'", "'O0'", ValueError),
+  ("float8_e4m3fn", HALF, "'float8_e4m3fn'", "'O0'", ValueError),
+  ("float61", "a floating dtype", "'float61'", "'float16'", ValueError),
+  ("int8", "a floating dtype", "int8", "never cast", TypeError),
+]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-  ("dtype", "expected", "got", "fix", "builtin"),
-  [
-    ("float32", "'bfloat16' or 'float16'", "'float32'", "'O0'", ValueError),
-    ("float8_e4m3fn", "'bfloat16' or 'float16'", "'float8_e4m3fn'", "'O0'", ValueError),
-    ("float61", "a floating dtype", "'float61'", "'float16'", ValueError),
-    ("int8", "a floating dtype", "int8", "never cast", TypeError),
-  ],
-)
-def test_dtypes_that_are_refused(level, dtype, expected, got, fix, builtin):
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    mpjax.opt_level(level, dtype)
-  check_error(
-    excinfo,
-    where="mpjax.opt_level(dtype)",
-    expected=expected,
-    got=got,
-    fix=fix,
-    builtin=builtin,
-  )
+def test_dtypes_that_are_refused(level):
+  for dtype, expected, got, fix, builtin in REFUSED:
+    parts = {"expected": expected, "got": got, "fix": fix, "builtin": builtin}
+    call = functools.partial(mpjax.opt_level, level, dtype)
+    check_refused(call, where="mpjax.opt_level(dtype)", **parts)

@@ -16,39 +16,32 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
 RBG = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
 
 
-@pytest.mark.case("B124")
-@pytest.mark.parametrize(
-  ("x", "want", "dtype"),
-  [
-    (True, "bool", "bool"),
-    (True, "int32", "bool"),
-    (3, "int32", "int32"),
-    (3, "uint8", "uint8"),
+NUMBERS = [
+  *((True, want, "bool") for want in ("bool", "int32")),
+  *((3, want, want) for want in ("int32", "uint8")),
+  *(
     (300, "uint8", "int64"),
     (-1, "uint8", "int64"),
-    (2**40, "int32", "int64"),
-    (3, "float32", "int64"),
-    (0.1, "float32", "float32"),
-    (0.1, "float64", "float64"),
-    (0.1, "bfloat16", "float32"),
-    (0.1, "int32", "float32"),
-    (1e300, "float32", "float64"),
-    (float("inf"), "float32", "float32"),
-    (float("nan"), "float16", "float32"),
-    (1j, "complex64", "complex128"),
-    (np.float64(0.1), "float32", "float64"),
-    (np.int64(3), "int32", "int64"),
-  ],
-)
-def test_a_python_number_is_what_jax_makes_of_it(x, want, dtype):
-  found = as_array(x, struct(want))
-  assert (type(found), found.dtype, found.shape) == (np.ndarray, np.dtype(dtype), ())
-  np.testing.assert_array_equal(found, np.asarray(x, dtype))
+    (0, "uint8", "uint8"),
+    (255, "uint8", "uint8"),
+  ),
+  *((2**40, "int32", "int64"), (3, "float32", "int64"), (0.1, "int32", "float32")),
+  *((0.1, want, "float32") for want in ("float32", "bfloat16")),
+  *((0.1, "float64", "float64"), (1e300, "float32", "float64")),
+  *((float("inf"), "float32", "float32"), (float("nan"), "float16", "float32")),
+  *((1j, "complex64", "complex128"), (np.float64(0.1), "float32", "float64")),
+  (np.int64(3), "int32", "int64"),
+]
 
 
-@pytest.mark.parametrize("x", ["text", None, np.ones(2), jnp.ones(2)], ids=lambda x: str(type(x)))
-def test_what_is_no_python_number_stays_itself(x):
-  assert as_array(x, struct("float32")) is x
+@pytest.mark.case("B124")
+def test_a_python_number_is_what_jax_makes_of_it():
+  for x, want, dtype in NUMBERS:
+    found = as_array(x, struct(want))
+    assert (type(found), found.dtype, found.shape) == (np.ndarray, np.dtype(dtype), ()), (x, want)
+    np.testing.assert_array_equal(found, np.asarray(x, dtype))
+  for x in ("text", None, np.ones(2), jnp.ones(2)):
+    assert as_array(x, struct("float32")) is x
 
 
 @pytest.mark.parametrize(
@@ -113,23 +106,24 @@ def test_key_data_become_keys(impl):
   np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
 
 
+OVERFLOWS = [
+  ([65504.0, np.inf, np.nan], "float16", False),
+  ([1.0, 65520.0], "float16", True),
+  ([-1e5], "float16", True),
+  ([1e5], "bfloat16", False),
+  ([448.0], "float8_e4m3fn", False),
+  ([1000.0], "float8_e4m3fn", True),
+  ([1e-20], "float16", False),
+]
+
+
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize(
-  ("values", "dtype", "found"),
-  [
-    ([65504.0, np.inf, np.nan], "float16", False),
-    ([1.0, 65520.0], "float16", True),
-    ([-1e5], "float16", True),
-    ([1e5], "bfloat16", False),
-    ([448.0], "float8_e4m3fn", False),
-    ([1000.0], "float8_e4m3fn", True),
-    ([1e-20], "float16", False),
-  ],
-)
-def test_a_finite_number_that_becomes_infinite_is_seen(kind, values, dtype, found):
-  x = kind(np.asarray(values, np.float32))
-  assert overflows(x, convert(x, np.dtype(dtype))) is found
-  assert not overflows(x, x)
+def test_a_finite_number_that_becomes_infinite_is_seen(kind):
+  for values, dtype, found in OVERFLOWS:
+    x = kind(np.asarray(values, np.float32))
+    assert overflows(x, convert(x, np.dtype(dtype))) is found, (values, dtype)
+    assert not overflows(x, x)
+  assert not overflows(kind([1]), kind([np.nan]))
 
 
 def test_places(devices):

@@ -62,36 +62,28 @@ NOT_SET = {
 
 
 @pytest.mark.case("B099", "A108")
-@pytest.mark.parametrize("module", NOT_SET.values(), ids=NOT_SET)
-@pytest.mark.parametrize("always", [True, False])
-def test_a_dtype_that_means_what_it_says_is_not_set(module, always):
-  assert dtype_field(module, BF16, always=always) == {}
-  assert dtype_field(module, F32, always=always) == {}
+def test_a_dtype_that_means_what_it_says_is_not_set():
+  for name, module in NOT_SET.items():
+    for dtype in (BF16, F32):
+      for always in (True, False):
+        assert dtype_field(module, dtype, always=always) == {}, name
 
 
 @pytest.mark.parametrize("make", [HasDtype, Plain])
-@pytest.mark.parametrize("own", [None, jnp.float16, jnp.float32, np.dtype("float32")], ids=str)
-def test_the_compute_dtype_is_always_set_where_a_module_is_called_in_it(make, own):
-  # Code compares with `is jnp.bfloat16`.
-  assert dtype_field(make(own), BF16, always=True)["dtype"] is jnp.bfloat16
+def test_the_compute_dtype_is_always_set_where_a_module_is_called_in_it(make):
+  for own in (None, jnp.float16, jnp.float32, np.dtype("float32")):
+    # Code compares with `is jnp.bfloat16`.
+    assert dtype_field(make(own), BF16, always=True)["dtype"] is jnp.bfloat16
   assert dtype_field(make("float32"), BF16, always=True) == {"dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize("make", [HasDtype, Plain])
-@pytest.mark.parametrize(
-  ("own", "wanted"),
-  [
-    (None, {}),
-    (jnp.float32, {}),
-    ("float32", {}),
-    (jnp.float16, {"dtype": jnp.float32}),
-    (jnp.bfloat16, {"dtype": jnp.float32}),
-    ("bfloat16", {"dtype": "float32"}),
-  ],
-  ids=["unset", "float32", "name", "float16", "bfloat16", "half by name"],
-)
-def test_else_only_low_precision_gives_way_to_float32(make, own, wanted):
-  assert dtype_field(make(own), F32, always=False) == wanted
+def test_else_only_low_precision_gives_way_to_float32(make):
+  for own in (None, jnp.float32, "float32"):
+    assert dtype_field(make(own), F32, always=False) == {}
+  for own in (jnp.float16, jnp.bfloat16):
+    assert dtype_field(make(own), F32, always=False) == {"dtype": jnp.float32}
+  assert dtype_field(make("bfloat16"), F32, always=False) == {"dtype": "float32"}
 
 
 def test_an_attribute_is_asked_for_without_running_code():
@@ -135,24 +127,16 @@ def test_arrays_in_an_output_that_is_no_tree_are_warned_of(outputs, kept):
     assert part in text
 
 
-OTHERS = {
-  "array": FULL,
-  "half": HALF,
-  "tree": {"a": HALF},
-  "same": Prediction(FULL),
-  "integers": Prediction(jnp.arange(2)),
-  "text": "text",
-  "none": None,
-  "class": Prediction,
-  "partial": jax.tree_util.Partial(jnp.add, HALF),
-  "function": nn.relu,
-  "keys of two kinds": {1: HALF, "a": HALF},
-  "model of NNX": nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
-}
+OTHERS = [
+  *(FULL, HALF, {"a": HALF}, "text", None, Prediction, nn.relu),
+  *(Prediction(FULL), Prediction(jnp.arange(2)), jax.tree_util.Partial(jnp.add, HALF)),
+  {1: HALF, "a": HALF},  # No tree: keys of two kinds.
+  nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+]
 
 
-@pytest.mark.parametrize("outputs", OTHERS.values(), ids=OTHERS)
-def test_of_other_outputs_it_says_nothing(outputs):
+def test_of_other_outputs_it_says_nothing():
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    warn_of_uncast(HasDtype(), outputs, F32)
+    for outputs in OTHERS:
+      warn_of_uncast(HasDtype(), outputs, F32)

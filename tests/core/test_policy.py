@@ -1,6 +1,7 @@
 """`Policy`: its strings, its value semantics, its casts."""
 
 import dataclasses
+import functools
 import itertools
 import pickle
 
@@ -14,9 +15,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
-from tests.errors import check_error
+from tests.refusals import check_refused
 
-F32, BF16, F16 = (jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
+F32, BF16, F16, F64 = map(np.dtype, ("float32", jnp.bfloat16, "float16", "float64"))
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn"]
 HALF = ["bfloat16", "float16"]
 PARSE = "mpjax.Policy.parse(policy)"
@@ -26,20 +27,16 @@ def dtypes(policy):
   return policy.param_dtype, policy.compute_dtype, policy.output_dtype
 
 
-@pytest.mark.parametrize(
-  ("name", "wanted"),
-  {
+def test_presets():
+  wanted = {
     "float32": (F32, F32, F32),
     "bfloat16": (BF16, BF16, BF16),
     "float16": (F16, F16, F16),
     "mixed_bfloat16": (F32, BF16, F32),
     "mixed_float16": (F32, F16, F32),
-  }.items(),
-)
-def test_presets(name, wanted):
-  policy = mpjax.Policy.parse(name)
-  assert dtypes(policy) == wanted
-  assert policy.weight_grad_dtype is None
+  }
+  assert {name: dtypes(mpjax.Policy.parse(name)) for name in wanted} == wanted
+  assert all(mpjax.Policy.parse(name).weight_grad_dtype is None for name in wanted)
 
 
 @pytest.mark.case("A95")
@@ -51,19 +48,15 @@ def test_what_is_left_out_is_float32_and_the_output_as_computed():
 
 
 @pytest.mark.case("A95", "B080")
-@pytest.mark.parametrize("weight_grad", [None, "the compute dtype", F32])
-def test_parsing_the_text_of_a_policy_gives_it_back(weight_grad):
+def test_parsing_the_text_of_a_policy_gives_it_back():
   for param, compute, output in itertools.product(DTYPES, DTYPES[:3], [None, *DTYPES[:3]]):
-    policy = mpjax.Policy(
-      param_dtype=param,
-      compute_dtype=compute,
-      output_dtype=output,
-      weight_grad_dtype=compute if isinstance(weight_grad, str) else weight_grad,
-    )
-    again = mpjax.Policy.parse(str(policy))
-    assert again == policy
-    assert hash(again) == hash(policy)
-    assert again is not policy
+    for weight_grad in (None, compute, F32):
+      fields = {"param_dtype": param, "compute_dtype": compute, "output_dtype": output}
+      policy = mpjax.Policy(**fields, weight_grad_dtype=weight_grad)
+      again = mpjax.Policy.parse(str(policy))
+      assert again == policy
+      assert hash(again) == hash(policy)
+      assert again is not policy
 
 
 @pytest.mark.parametrize("precision", ["highest", "default", "BF16_BF16_F32"])
@@ -79,14 +72,14 @@ def test_the_precision_is_part_of_the_text_and_of_the_value(precision):
   assert mpjax.Policy().precision is None
 
 
-@pytest.mark.case("A95")
-@pytest.mark.parametrize("keys", [("params", "compute", "output"), ("p", "c", "o")])
-def test_all_triples_by_long_and_by_short_keys(keys):
-  names = ["float32", "bfloat16", "float16"]
-  for triple in itertools.product(names, repeat=3):
-    text = ",".join(f"{key}={name}" for key, name in zip(keys, triple, strict=True))
-    assert dtypes(mpjax.Policy.parse(text)) == tuple(map(jnp.dtype, triple))
-  # The fourth of 4^3: float64, where JAX has it.
+@pytest.mark.case("A95", "B044")
+def test_all_triples_by_long_and_by_short_keys(set_flag):
+  set_flag("jax_enable_x64", True)
+  for triple in itertools.product(["float64", "float32", "bfloat16", "float16"], repeat=3):
+    for keys in ("params={},compute={},output={}", "p={},c={},o={}"):
+      policy = mpjax.Policy.parse(keys.format(*triple))
+      assert dtypes(policy) == tuple(map(jnp.dtype, triple))
+      assert mpjax.Policy.parse(str(policy)) == policy
 
 
 def test_what_jmp_prints_is_read():
@@ -95,60 +88,43 @@ def test_what_jmp_prints_is_read():
     assert dtypes(mpjax.Policy.parse(str(theirs))) == tuple(map(jnp.dtype, triple))
 
 
-@pytest.mark.case("A95", "B044")
-def test_triples_with_float64(set_flag):
-  set_flag("jax_enable_x64", True)
-  names = ["float64", "float32", "bfloat16", "float16"]
-  for triple in itertools.product(names, repeat=3):
-    policy = mpjax.Policy.parse("p={},c={},o={}".format(*triple))
-    assert [d.name for d in dtypes(policy)] == list(triple)
-    assert mpjax.Policy.parse(str(policy)) == policy
-
-
-@pytest.mark.parametrize(
-  ("text", "same"),
-  [
-    ("params=float32,compute=float16,output=float32", "mixed_float16"),
-    ("p=f32,c=bf16,o=f32", "mixed_bfloat16"),
-    ("o=f32,c=bf16", "mixed_bfloat16"),
-    ("  p = f32 , c=bf16,o =f32 ", "mixed_bfloat16"),
-    (" mixed_bfloat16 ", "mixed_bfloat16"),
-    ("p=half,c=half,o=half", "float16"),
-    *((name, "float16") for name in ("half", "f16", "fp16")),
-    *((name, "float32") for name in ("full", "f32", "fp32")),
-    ("bf16", "bfloat16"),
-  ],
-)
 @pytest.mark.case("B138")
-def test_other_ways_to_write_the_presets(text, same):
-  policy = mpjax.Policy.parse(text)
-  assert policy == mpjax.Policy.parse(same)
-  assert mpjax.Policy.parse(str(policy)) == policy
+def test_other_ways_to_write_the_presets():
+  ways = {
+    "mixed_float16": ["params=float32,compute=float16,output=float32"],
+    "mixed_bfloat16": ["p=f32,c=bf16,o=f32", "o=f32,c=bf16", "  p = f32 , c=bf16,o =f32 "],
+    " mixed_bfloat16 ": ["mixed_bfloat16"],
+    "float16": ["p=half,c=half,o=half", "half", "f16", "fp16"],
+    "float32": ["full", "f32", "fp32"],
+    "bfloat16": ["bf16"],
+  }
+  for preset, texts in ways.items():
+    for text in texts:
+      policy = mpjax.Policy.parse(text)
+      assert policy == mpjax.Policy.parse(preset), text
+      assert mpjax.Policy.parse(str(policy)) == policy
 
 
 @pytest.mark.parametrize(
-  ("call", "got", "fix"),
+  ("fields", "got", "fix"),
   [
-    (lambda: mpjax.Policy("bfloat16"), "too many positional arguments", 'parse("mixed_bfloat16")'),
     (
-      lambda: mpjax.Policy(param="float32", compute="bfloat16"),
-      "unexpected keyword argument 'param'",
+      {"param": "f32", "compute": "f16"},
+      "'param'",
       "Did you mean param_dtype= and compute_dtype=?",
     ),
-    (lambda: mpjax.Policy(compute_type="f16"), "'compute_type'", "Did you mean compute_dtype=?"),
+    ({"compute_type": "f16"}, "'compute_type'", "Did you mean compute_dtype=?"),
   ],
 )
-def test_a_policy_written_otherwise_is_told_how(call, got, fix):
-  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
-    call()
-  check_error(
-    excinfo,
-    where="mpjax.Policy(...)",
-    expected="arguments param_dtype, compute_dtype, output_dtype, weight_grad_dtype",
-    got=got,
-    fix=fix,
-    builtin=TypeError,
-  )
+def test_a_policy_written_otherwise_is_told_how(fields, got, fix):
+  parts = {"where": "mpjax.Policy(...)", "builtin": TypeError}
+  parts["expected"] = "arguments param_dtype, compute_dtype, output_dtype, weight_grad_dtype"
+  check_refused(lambda: mpjax.Policy(**fields), got=got, fix=fix, **parts)
+  positional = {"got": "too many positional arguments", "fix": 'parse("mixed_bfloat16")'}
+  check_refused(lambda: mpjax.Policy("bfloat16"), **positional, **parts)
+
+
+PRESET, ITEMS = "a preset ('float32', 'bfloat16'", "'params=...,compute=...,output=...'"
 
 
 @pytest.mark.case("A96", "B137")
@@ -166,117 +142,64 @@ def test_a_policy_written_otherwise_is_told_how(call, got, fix):
   ],
 )
 def test_nearly_a_preset(text, near):
-  with pytest.raises(ValueError) as excinfo:
-    mpjax.Policy.parse(text)
-  check_error(
-    excinfo,
-    where=PARSE,
-    expected="a preset ('float32', 'bfloat16'",
-    got=repr(text),
-    fix=near,
-    builtin=ValueError,
-  )
+  parts = {"where": PARSE, "expected": PRESET, "builtin": ValueError}
+  check_refused(lambda: mpjax.Policy.parse(text), got=repr(text), fix=near, **parts)
 
 
-@pytest.mark.case("A96", "B138")
+TWICE, KEY = "compute_dtype is given twice", "key=dtype"
+
+
+@pytest.mark.case("A96", "B137", "B138", "B139")
 @pytest.mark.parametrize(
-  ("text", "got", "fix"),
+  ("text", "where", "expected", "got", "fix"),
   [
-    ("p=f32,,c=bf16", "'' as item 2 of 'p=f32,,c=bf16'", "key=dtype"),
-    ("c=bf16,", "'' as item 2", "one comma between items"),
-    ("p=f32,bf16", "'bf16' as item 2", "key=dtype"),
-    ("c=", "'c=' as item 1", "key=dtype"),
-    ("c=bf16,p=f32,c=f16", "'c=f16' as item 3", "compute_dtype is given twice"),
-    ("c=bf16,compute=f16", "'compute=f16' as item 2", "compute_dtype is given twice"),
-    ("p=f32,comput=bf16", "'comput=bf16' as item 2", "Did you mean 'compute'"),
-    ("parms=f32", "'parms=f32' as item 1", "Did you mean 'params'"),
-    ("=f32", "'=f32' as item 1", "Did you mean"),
+    ("p=f32,,c=bf16", PARSE, ITEMS, "'' as item 2 of 'p=f32,,c=bf16'", KEY),
+    ("c=bf16,", PARSE, ITEMS, "'' as item 2", "one comma between items"),
+    ("p=f32,bf16", PARSE, ITEMS, "'bf16' as item 2", KEY),
+    ("c=", PARSE, ITEMS, "'c=' as item 1", KEY),
+    ("c=bf16,p=f32,c=f16", PARSE, ITEMS, "'c=f16' as item 3", TWICE),
+    ("c=bf16,compute=f16", PARSE, ITEMS, "'compute=f16' as item 2", TWICE),
+    ("p=f32,comput=bf16", PARSE, ITEMS, "'comput=bf16' as item 2", "Did you mean 'compute'"),
+    ("parms=f32", PARSE, ITEMS, "'parms=f32' as item 1", "Did you mean 'params'"),
+    ("=f32", PARSE, ITEMS, "'=f32' as item 1", "Did you mean"),
+    # A wrong dtype names the field.
+    ("c=bf61", "mpjax.Policy(compute_dtype=", "a floating dtype", "'bf61'", "'bf16'"),
+    ("p=f32,o=int32", "mpjax.Policy(output_dtype=", "a floating dtype", "int32", "never cast"),
+    ("p=float", "mpjax.Policy(param_dtype=", "a floating dtype", "'float'", "write 'float32'"),
   ],
 )
-def test_a_malformed_item_is_named_by_its_position(text, got, fix):
-  with pytest.raises(ValueError) as excinfo:
-    mpjax.Policy.parse(text)
-  check_error(
-    excinfo,
-    where=PARSE,
-    expected="'params=...,compute=...,output=...'",
-    got=got,
-    fix=fix,
-    builtin=ValueError,
-  )
-
-
-@pytest.mark.case("B137", "B139")
-@pytest.mark.parametrize(
-  ("text", "where", "got", "fix"),
-  [
-    ("c=bf61", "compute_dtype", "'bf61'", "'bf16'"),
-    ("p=f32,o=int32", "output_dtype", "int32", "never cast"),
-    ("p=float", "param_dtype", "'float'", "write 'float32'"),
-  ],
-)
-def test_a_wrong_dtype_in_a_string_names_the_field(text, where, got, fix):
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    mpjax.Policy.parse(text)
-  expected = "a floating dtype"
-  check_error(excinfo, where=f"mpjax.Policy({where}=", expected=expected, got=got, fix=fix)
+def test_a_malformed_item_is_named_by_its_position(text, where, expected, got, fix):
+  parts = {"where": where, "expected": expected, "got": got, "fix": fix}
+  builtin = TypeError if "int32" in text else ValueError
+  check_refused(lambda: mpjax.Policy.parse(text), builtin=builtin, **parts)
 
 
 @pytest.mark.parametrize("value", [None, 16, jnp.bfloat16, ["bfloat16"]], ids=repr)
 def test_what_is_no_policy(value):
-  with pytest.raises(TypeError) as excinfo:
-    mpjax.Policy.parse(value)
-  check_error(
-    excinfo,
-    where=PARSE,
-    expected="a preset",
-    got=repr(value),
-    fix="Pass a string or a mpjax.Policy",
-    builtin=TypeError,
-  )
+  parts = {"expected": "a preset", "got": repr(value), "fix": "Pass a string or a mpjax.Policy"}
+  check_refused(lambda: mpjax.Policy.parse(value), where=PARSE, builtin=TypeError, **parts)
 
 
 @pytest.mark.parametrize("field", ["compute_dtype", "output_dtype", "weight_grad_dtype"])
 def test_8_bit_formats_can_only_be_stored(field):
   assert mpjax.Policy(param_dtype="float8_e4m3fn").param_dtype.itemsize == 1
-  with pytest.raises(TypeError) as excinfo:
-    mpjax.Policy(**{field: "float8_e5m2"})
-  check_error(
-    excinfo,
-    where=f"mpjax.Policy({field}=...)",
-    expected="a dtype that XLA promotes and adds in",
-    got="float8_e5m2",
-    fix="they can only be stored",
-    builtin=TypeError,
-  )
+  parts = {"where": f"mpjax.Policy({field}=...)", "fix": "they can only be stored"}
+  parts |= {"expected": "a dtype that XLA promotes and adds in", "got": "float8_e5m2"}
+  check_refused(lambda: mpjax.Policy(**{field: "float8_e5m2"}), builtin=TypeError, **parts)
 
 
-@pytest.mark.parametrize(
-  ("compute", "weight_grad"),
-  [(F32, BF16), (F32, F16), (BF16, F16), (F16, BF16)],
-  ids=lambda dtype: dtype.name,
-)
-def test_weight_gradients_in_a_dtype_that_rounds_them(compute, weight_grad):
-  with pytest.raises(ValueError) as excinfo:
-    mpjax.Policy(compute_dtype=compute, weight_grad_dtype=weight_grad)
-  check_error(
-    excinfo,
-    where="mpjax.Policy(weight_grad_dtype=...)",
-    expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
-    got=f"{weight_grad.name} with compute_dtype={compute.name}",
-    fix="leave it out otherwise",
-    builtin=ValueError,
-  )
-
-
-def test_weight_gradients_around_float64(set_flag):
+def test_weight_gradients_in_a_dtype_that_rounds_them(set_flag):
   set_flag("jax_enable_x64", True)
-  for compute in (F16, BF16, F32, np.dtype("float64")):
-    assert (
-      mpjax.Policy(compute_dtype=compute, weight_grad_dtype="float64").weight_grad_dtype == "f8"
-    )
-  with pytest.raises(ValueError, match="got float32 with compute_dtype=float64"):
-    mpjax.Policy(compute_dtype="float64", weight_grad_dtype="float32")
+  where, fix = "mpjax.Policy(weight_grad_dtype=...)", "leave it out otherwise"
+  expected = "float32 or float64, wider than the compute dtype, or the compute dtype itself"
+  parts = {"where": where, "expected": expected, "fix": fix, "builtin": ValueError}
+  for compute, wide in [(F32, BF16), (F32, F16), (BF16, F16), (F16, BF16), (F64, F32)]:
+    call = functools.partial(mpjax.Policy, compute_dtype=compute, weight_grad_dtype=wide)
+    check_refused(call, got=f"{wide.name} with compute_dtype={compute.name}", **parts)
+  for compute in (F16, BF16, F32, F64):
+    for wide in (compute, F64):
+      policy = mpjax.Policy(compute_dtype=compute, weight_grad_dtype=wide)
+      assert policy.weight_grad_dtype == wide
 
 
 @pytest.mark.case("B080")
@@ -292,27 +215,6 @@ def test_a_policy_is_a_value():
   assert dataclasses.replace(one, output_dtype=None) == mpjax.Policy(compute_dtype="bf16")
   with pytest.raises(dataclasses.FrozenInstanceError):
     one.compute_dtype = F16
-  with pytest.raises(TypeError, match="positional"):
-    mpjax.Policy("float32")
-
-
-@pytest.mark.case("B080")
-def test_equal_policies_share_a_trace():
-  traces = []
-
-  @jax.jit
-  def plain(x):
-    return x
-
-  def step(x, policy):
-    traces.append(policy)
-    return policy.cast_to_compute(plain(x))
-
-  step = jax.jit(step, static_argnums=1)
-  for text in ("mixed_float16", "p=f32,c=f16,o=f32", "mixed_bfloat16", "mixed_float16"):
-    policy = mpjax.Policy.parse(text)
-    assert step(jnp.ones(2), policy).dtype == policy.compute_dtype
-  assert len(traces) == 2
 
 
 class Thing:
@@ -343,33 +245,28 @@ FLOATING = ("w", "numpy", "half")
 
 @pytest.mark.case("A97", "B055", "B056", "B058")
 @pytest.mark.parametrize("method", ["param", "compute", "output"])
-@pytest.mark.parametrize("dtype", HALF)
-def test_casts_reach_the_floating_arrays_only(method, dtype):
-  policy = mpjax.Policy(**{f"{method}_dtype": dtype})
+def test_casts_reach_the_floating_arrays_only(method):
+  policy = mpjax.Policy(**{f"{method}_dtype": BF16})
   before = tree()
   snapshot = dict(before)
   after = getattr(policy, f"cast_to_{method}")(before)
   for name, x in before.items():
     if name in FLOATING:
-      assert after[name].dtype == jnp.dtype(dtype)
+      assert after[name].dtype == BF16
       assert isinstance(after[name], jax.Array)
-      wanted = np.asarray(x).astype(jnp.dtype(dtype))
-      np.testing.assert_array_equal(np.asarray(after[name]), wanted)
+      np.testing.assert_array_equal(np.asarray(after[name]), np.asarray(x).astype(BF16))
     else:
       assert after[name] is x
   assert all(before[name] is snapshot[name] for name in before)  # The input is as it was.
   assert before["numpy"].dtype == np.float32
 
 
+@pytest.mark.case("A97")
 def test_an_output_dtype_of_none_leaves_the_tree():
   before = tree()
   assert mpjax.Policy().cast_to_output(before) is before
-
-
-@pytest.mark.case("A97")
-def test_an_array_in_the_right_dtype_is_the_same_array():
-  x = jnp.ones(3)
-  assert mpjax.Policy().cast_to_param([x])[0] is x
+  # And what has the dtype is the same array.
+  assert mpjax.Policy().cast_to_param(before)["w"] is before["w"]
 
 
 LEAVES = st.sampled_from(list(tree().values()))
@@ -385,7 +282,6 @@ TREES = st.recursive(
 
 
 @pytest.mark.case("I10", "A97", "B055", "B056", "B057", "B058", "B061")
-@hypothesis.settings(max_examples=200)
 @hypothesis.given(tree=TREES, dtype=st.sampled_from(HALF))
 def test_casts_of_random_trees(tree, dtype):
   after = mpjax.Policy(compute_dtype=dtype).cast_to_compute(tree)
@@ -399,16 +295,15 @@ def test_casts_of_random_trees(tree, dtype):
 
 
 @pytest.mark.case("B065")
-@pytest.mark.parametrize("dtype", HALF)
-def test_casts_keep_arrays_where_they_are(devices, dtype):
+def test_casts_keep_arrays_where_they_are(devices):
   mesh = jax.sharding.Mesh(np.asarray(devices).reshape(2, 2), ("x", "y"))
-  policy = mpjax.Policy(compute_dtype=dtype)
+  policy = mpjax.Policy(compute_dtype=BF16)
   sharding = NamedSharding(mesh, PartitionSpec("x", "y"))
   sharded = jax.device_put(jnp.ones((4, 4)), sharding)
   committed = jax.device_put(jnp.ones(3), devices[2])
   for cast in (policy.cast_to_compute, jax.jit(policy.cast_to_compute)):
     found = cast(sharded)
-    assert found.dtype == jnp.dtype(dtype)
+    assert found.dtype == BF16
     assert found.sharding.is_equivalent_to(sharding, 2)
     assert cast(committed).devices() == {devices[2]}
 

@@ -6,7 +6,7 @@ import pytest
 
 import mpjax
 from mpjax._core.precision import check_precision, parse_precision, takes, written
-from tests.errors import check_error
+from tests.refusals import check_refused
 
 WHERE = "mpjax.Policy(precision=...)"
 BF16, F16, F32 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
@@ -47,10 +47,9 @@ def test_every_precision_of_jax_has_a_name_that_is_read():
   ],
 )
 def test_what_is_no_precision(given, got, fix, builtin):
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    parse_precision(given, WHERE)
   expected = "'default', 'high', 'highest', a jax.lax.Precision, or a jax.lax.DotAlgorithmPreset"
-  check_error(excinfo, where=WHERE, expected=expected, got=got, fix=fix, builtin=builtin)
+  parts = {"where": WHERE, "expected": expected, "got": got, "fix": fix, "builtin": builtin}
+  check_refused(lambda: parse_precision(given, WHERE), **parts)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_the_dtypes_that_a_precision_is_for(precision, dtypes):
   ],
 )
 def test_what_does_not_fit_the_compute_dtype(precision, compute, wide, expected):
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-    mpjax.Policy(compute_dtype=compute, weight_grad_dtype=wide, precision=precision)
+  fields = {"compute_dtype": compute, "weight_grad_dtype": wide, "precision": precision}
   got = f"{precision.name} with compute_dtype={compute.name}"
-  check_error(excinfo, where=WHERE, expected=expected, got=got, fix="Write one", builtin=ValueError)
+  parts = {"expected": expected, "got": got, "fix": "Write one", "builtin": ValueError}
+  check_refused(lambda: mpjax.Policy(**fields), where=WHERE, **parts)

@@ -1,14 +1,15 @@
 """What the arguments of a function are called."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from mpjax._diagnostics.arguments import Argument, arguments, check_function, trace
-from tests.errors import check_error
+from tests.refusals import check_refused
 
 X = jnp.ones((2, 2))
 
@@ -32,6 +33,7 @@ def test_arguments_have_the_names_of_the_signature_and_their_paths():
 
 
 def test_variables_of_linen_and_keyword_arguments():
+  assert names(lambda params, x: x, X, X) == [("params", True), ("x", False)]
   tree = {"params": {"Dense_0": {"kernel": X}}, "batch_stats": {"mean": X}}
   found = names(lambda variables, **kwargs: variables, tree, z=X, y=X)
   assert found == [
@@ -40,10 +42,6 @@ def test_variables_of_linen_and_keyword_arguments():
     ("y", False),
     ("z", False),
   ]
-
-
-def test_an_array_called_params():
-  assert names(lambda params, x: x, X, X) == [("params", True), ("x", False)]
 
 
 def test_variables_of_nnx_are_known_by_their_class():
@@ -59,21 +57,17 @@ def test_a_function_without_a_signature():
   assert arguments(lambda *a: a, (X,), {}) == [Argument("a[0]", False)]
 
 
-@pytest.mark.parametrize(
-  ("fn", "got"),
-  [
+def test_what_is_no_function():
+  for fn, got in [
     (3, "3"),
     ("fn", "'fn'"),
     ({}, "dict"),
     (nn.Dense(2), "a model of Linen (Dense) without its variables"),
     (jax.jit(jnp.sin).lower(X).compile(), "a compiled one"),
-  ],
-)
-def test_what_is_no_function(fn, got):
-  expected = "a function of arrays"
-  with pytest.raises(TypeError) as error:
-    check_function(fn, "mpjax.audit(fn)", "Pass it.")
-  check_error(error, where="mpjax.audit(fn)", expected=expected, got=got, fix="Pass")
+  ]:
+    call = functools.partial(check_function, fn, "mpjax.audit(fn)", "Pass it.")
+    parts = {"expected": "a function of arrays", "got": got, "fix": "Pass", "builtin": TypeError}
+    check_refused(call, where="mpjax.audit(fn)", **parts)
 
 
 def test_what_is_no_array_is_passed_as_it_is():
@@ -89,14 +83,11 @@ def test_what_is_no_array_is_passed_as_it_is():
   assert len(program.in_avals) == 1
 
 
-def test_static_arguments_of_a_jitted_function():
+def test_static_arguments_are_none_and_numbers_of_numpy_are_arrays():
   fn = jax.jit(lambda x, axis: x.sum(axis), static_argnames="axis")
   program, names = trace(fn, (X, 1), {}, "a test")
   assert [v.shape for v in program.out_avals] == [(2,)]
   assert [each.name for each in names] == ["x"]
-
-
-def test_numbers_of_numpy_are_arrays():
   program, names = trace(lambda x, n: x * n, (X, np.float32(2)), {}, "a test")
   assert [each.name for each in names] == ["x", "n"]
   assert len(program.in_avals) == 2
@@ -104,11 +95,8 @@ def test_numbers_of_numpy_are_arrays():
 
 def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument():
   model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-  with pytest.raises(TypeError) as error:
-    trace(lambda x: model(x), (X,), {}, "mpjax.audit(fn)")
-  parts = {"where": "mpjax.audit(fn)", "expected": "nothing but its arguments"}
-  check_error(
-    error, got="BatchStat", fix="mpjax.audit(lambda model, x: model(x))(model, x)", **parts
-  )
+  parts = {"where": "mpjax.audit(fn)", "expected": "nothing but its arguments", "got": "BatchStat"}
+  fix = "mpjax.audit(lambda model, x: model(x))(model, x)"
+  check_refused(lambda: trace(lambda x: model(x), (X,), {}, "mpjax.audit(fn)"), fix=fix, **parts)
   program, _ = trace(lambda model, x: model(x), (model, X), {}, "mpjax.audit(fn)")
   assert len(program.in_avals) == 5

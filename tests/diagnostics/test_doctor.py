@@ -36,74 +36,67 @@ def meaning(found, name):
   return setting.value, setting.meaning
 
 
-@pytest.mark.parametrize(
-  ("one", "preset", "why"),
-  [
-    (H100, "mixed_bfloat16", "no loss scale"),
-    (TPU, "mixed_bfloat16", "no loss scale"),
-    (V100, "mixed_float16", "mpjax.loss_scaling"),
-    (CPU, "float32", "no speed"),
-    (device(kind="GTX 1080", capability="6.1"), "float32", "No units"),
-    (device(kind="AMD MI300X", capability="gfx942"), "float32", "No units for low precision are"),
-  ],
-  ids=["H100", "TPU", "V100", "CPU", "GTX 1080", "MI300X"],
-)
-def test_the_preset_that_fits(one, preset, why):
-  found = of(one)
-  assert found.preset == preset
-  assert why in found.why
-  assert mpjax.Policy.parse(found.preset)
-  assert f'Policy for this machine: "{preset}"' in str(found)
+PRESETS = [
+  (H100, "mixed_bfloat16", "no loss scale"),
+  (TPU, "mixed_bfloat16", "no loss scale"),
+  (V100, "mixed_float16", "mpjax.loss_scaling"),
+  (CPU, "float32", "no speed"),
+  (device(kind="GTX 1080", capability="6.1"), "float32", "No units"),
+  (device(kind="AMD MI300X", capability="gfx942"), "float32", "No units for low precision are"),
+]
+PRECISIONS = [
+  (H100, None, "multiplied in TF32"),
+  (H100, "default", "multiplied in TF32"),
+  (H100, "highest", "multiplied as float32, everywhere"),
+  (H100, "BF16_BF16_F32_X3", "multiplied so, everywhere"),
+  (TPU, None, "multiplied in bfloat16"),
+  (V100, None, "Without effect here"),
+  (CPU, "highest", "Without effect here"),
+]
+FLAGS = [
+  ("", "not set (true)", "may leave out a cast"),
+  ("--xla_allow_excess_precision=true", "true", "may leave out a cast"),
+  ("--xla_x=1 --xla_allow_excess_precision=false", "false", "Each cast to low precision rounds"),
+  ("--xla_allow_excess_precision_x=false", "not set (true)", "may leave out a cast"),
+]
 
 
-@pytest.mark.parametrize(
-  ("one", "precision", "says"),
-  [
-    (H100, None, "multiplied in TF32"),
-    (H100, "default", "multiplied in TF32"),
-    (H100, "highest", "multiplied as float32, everywhere"),
-    (H100, "BF16_BF16_F32_X3", "multiplied so, everywhere"),
-    (TPU, None, "multiplied in bfloat16"),
-    (V100, None, "Without effect here"),
-    (CPU, "highest", "Without effect here"),
-  ],
-)
-def test_what_float32_is_multiplied_in(one, precision, says):
-  found = of(one, jax_default_matmul_precision=precision)
-  value, text = meaning(found, "jax_default_matmul_precision")
-  assert value == (precision or "not set")
-  assert says in text
+def test_the_preset_that_fits():
+  for one, preset, why in PRESETS:
+    found = of(one)
+    assert found.preset == preset, one
+    assert why in found.why
+    assert mpjax.Policy.parse(found.preset)
+    assert f'Policy for this machine: "{preset}"' in str(found)
 
 
-@pytest.mark.parametrize(
-  ("flags", "value", "says"),
-  [
-    ("", "not set (true)", "may leave out a cast"),
-    ("--xla_allow_excess_precision=true", "true", "may leave out a cast"),
-    ("--xla_x=1 --xla_allow_excess_precision=false", "false", "Each cast to low precision rounds"),
-    ("--xla_allow_excess_precision_x=false", "not set (true)", "may leave out a cast"),
-  ],
-)
-def test_excess_precision(flags, value, says):
-  found = of(H100, environment={"XLA_FLAGS": flags} if flags else {})
-  assert meaning(found, "xla_allow_excess_precision")[0] == value
-  assert says in meaning(found, "xla_allow_excess_precision")[1]
-  assert meaning(found, "XLA_FLAGS")[0] == (flags or "not set")
+def test_what_float32_is_multiplied_in():
+  for one, precision, says in PRECISIONS:
+    found = of(one, jax_default_matmul_precision=precision)
+    value, text = meaning(found, "jax_default_matmul_precision")
+    assert value == (precision or "not set")
+    assert says in text
 
 
-@pytest.mark.parametrize(("value", "says"), [("0", "never use TF32"), ("1", "decide")])
-def test_a_variable_of_nvidia(value, says):
-  found = of(H100, environment={"NVIDIA_TF32_OVERRIDE": value})
-  assert says in meaning(found, "NVIDIA_TF32_OVERRIDE")[1]
+def test_excess_precision():
+  for flags, value, says in FLAGS:
+    found = of(H100, environment={"XLA_FLAGS": flags} if flags else {})
+    assert meaning(found, "xla_allow_excess_precision")[0] == value
+    assert says in meaning(found, "xla_allow_excess_precision")[1]
+    assert meaning(found, "XLA_FLAGS")[0] == (flags or "not set")
+
+
+def test_a_variable_of_nvidia():
+  for value, says in [("0", "never use TF32"), ("1", "decide")]:
+    found = of(H100, environment={"NVIDIA_TF32_OVERRIDE": value})
+    assert says in meaning(found, "NVIDIA_TF32_OVERRIDE")[1]
   assert "NVIDIA_TF32_OVERRIDE" not in str(of(H100))
 
 
 def test_devices_are_counted_by_kind():
   found = of(H100, device(), V100)
-  assert [(kind.name, kind.number) for kind in found.devices] == [
-    ("NVIDIA H100", 2),
-    ("Tesla V100", 1),
-  ]
+  counted = [(kind.name, kind.number) for kind in found.devices]
+  assert counted == [("NVIDIA H100", 2), ("Tesla V100", 1)]
   assert found.warnings == ("There are devices of 2 kinds; the policy is for NVIDIA H100.",)
   assert of(H100, device()).warnings == ()
 
@@ -125,24 +118,18 @@ def test_versions_that_are_not_supported(versions, warnings):
 
 
 def test_what_is_supported_is_what_the_package_asks_for():
-  project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())
-  asked = dict(re.fullmatch(r"([\w-]+)>=(.+)", each).groups() for each in _dependencies(project))
-  asked["python"] = project["project"]["requires-python"].removeprefix(">=")
+  path = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+  project = tomllib.loads(path.read_text())["project"]
+  asked = dict(re.fullmatch(r"([\w-]+)>=(.+)", each).groups() for each in project["dependencies"])
+  asked["python"] = project["requires-python"].removeprefix(">=")
   for package, oldest in SUPPORTED.items():
     assert asked["jax" if package == "jaxlib" else package] == oldest
 
 
-def _dependencies(project):
-  return project["project"]["dependencies"]
-
-
 def test_what_gets_in_the_way():
   found = of(H100, jax_optimization_level="O1", jax_debug_nans=True, jax_debug_infs=True)
-  assert [text.split()[0] for text in found.warnings] == [
-    "jax_optimization_level",
-    "jax_debug_nans",
-    "jax_debug_infs",
-  ]
+  settings = ["jax_optimization_level", "jax_debug_nans", "jax_debug_infs"]
+  assert [text.split()[0] for text in found.warnings] == settings
   assert str(found).count("Warning: ") == 3
 
 

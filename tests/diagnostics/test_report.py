@@ -4,8 +4,6 @@ import html.parser
 import json
 import math
 
-import pytest
-
 from mpjax._diagnostics.report import (
   WIDTH,
   Cell,
@@ -116,24 +114,9 @@ def test_json_has_no_nan():
   }
 
 
-@pytest.mark.parametrize(
-  ("number", "text"),
-  [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1234, "1.23 kB"), (19.5e9, "19.5 GB")],
-)
-def test_amount(number, text):
-  assert amount(number, "B") == text
-
-
-@pytest.mark.parametrize(
-  ("share", "text"),
-  [
-    (0.0, "0.0 %"),
-    (1e-6, "<0.1 %"),
-    (0.978, "97.8 %"),
-    (1 - 1e-6, ">99.9 %"),
-    (1.0, "100.0 %"),
-    (math.nan, "-"),
-  ],
-)
-def test_percent(share, text):
-  assert percent(share) == text
+def test_amounts_and_percents():
+  numbers = {0: "0 B", 999: "999 B", 999.6: "1 kB", 1234: "1.23 kB", 19.5e9: "19.5 GB"}
+  assert [amount(number, "B") for number in numbers] == list(numbers.values())
+  shares = {0.0: "0.0 %", 1e-6: "<0.1 %", 0.978: "97.8 %", 1 - 1e-6: ">99.9 %", 1.0: "100.0 %"}
+  assert [percent(share) for share in shares] == list(shares.values())
+  assert percent(math.nan) == "-"

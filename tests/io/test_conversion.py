@@ -1,5 +1,6 @@
 """Conversion of parameter trees: which leaves change, to what, and that nothing else does."""
 
+import functools
 import re
 import warnings
 from typing import Any, NamedTuple
@@ -15,11 +16,12 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.errors import check_error
+from tests.refusals import check_refused
 
 Rule, convert = mpjax.Rule, mpjax.convert
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 BOTH = pytest.mark.parametrize("half", NUMPY)
+WHERE = "mpjax.convert(params)"
 
 
 def values(*shape, seed=0):
@@ -61,61 +63,54 @@ HEAD = {"head/kernel", "head/bias"}
 
 
 @BOTH
-@pytest.mark.parametrize("policy", ["{}", "mixed_{}", "params=float32,compute={}"])
-def test_all_but_norms_are_rounded_to_the_compute_dtype(half, policy):
+def test_all_but_norms_are_rounded_to_the_compute_dtype(half):
   before = params()
-  after = convert(before, policy.format(half))
-  assert in_float32(after) == NORMS
-  assert set(stored(after).values()) == {"float32", half}
-  for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-    wanted = x if y.dtype == x.dtype else np.asarray(x).astype(NUMPY[half])
-    assert np.asarray(y).tobytes() == np.asarray(wanted).tobytes()
+  for policy in (half, f"mixed_{half}", f"params=float32,compute={half}"):
+    after = convert(before, policy)
+    assert in_float32(after) == NORMS
+    assert set(stored(after).values()) == {"float32", half}
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+      wanted = x if y.dtype == x.dtype else np.asarray(x).astype(NUMPY[half])
+      assert np.asarray(y).tobytes() == np.asarray(wanted).tobytes()
   assert set(stored(before).values()) == {"float32"}
 
 
-@pytest.mark.parametrize(
-  ("rules", "wanted"),
-  [
-    ([Rule("float32", path="head")], NORMS | HEAD),
-    (
-      [Rule("float32", path="**/kernel")],
-      NORMS | {"head/kernel", "encoder/attention/query/kernel"},
-    ),
-    ([Rule("float32", path=re.compile("head/.*"))], NORMS | HEAD),
-    ([Rule("bfloat16", path="**")], set()),
-    ([Rule("bfloat16", path="encoder/old")], {p for p in NORMS if "old" not in p}),
-    ([Rule(None, path="head/bias"), Rule("bfloat16", path="head")], NORMS | {"head/bias"}),
-    # The innermost place counts, whatever the order of the rules.
-    ([Rule("float32", path="head"), Rule("bfloat16", path="head/bias")], NORMS | {"head/kernel"}),
-    ([Rule("float32", path="**")], set(stored(params()))),
-  ],
-)
-def test_rules_by_path(rules, wanted):
-  assert in_float32(convert(params(), "bfloat16", rules)) == wanted
+WITH_RULES = [
+  ([Rule("float32", path="head")], NORMS | HEAD),
+  ([Rule("float32", path="**/kernel")], NORMS | {"head/kernel", "encoder/attention/query/kernel"}),
+  ([Rule("float32", path=re.compile("head/.*"))], NORMS | HEAD),
+  ([Rule("bfloat16", path="**")], set()),
+  ([Rule("bfloat16", path="encoder/old")], {p for p in NORMS if "old" not in p}),
+  ([Rule(None, path="head/bias"), Rule("bfloat16", path="head")], NORMS | {"head/bias"}),
+  # The innermost place counts, whatever the order of the rules.
+  ([Rule("float32", path="head"), Rule("bfloat16", path="head/bias")], NORMS | {"head/kernel"}),
+  ([Rule("float32", path="**")], set(stored(params()))),
+]
 
 
-@pytest.mark.parametrize(
-  ("name", "arrays"),
-  [
-    ("bn", {"scale": (5, 4), "bias": (5, 4), "mean": (5, 4), "var": (5, 4)}),  # nnx.vmap
-    ("layer_norm", {"scale": (5, 4), "offset": (5, 4)}),  # Haiku, stacked
-    ("norm", {"weight": (3, 4), "bias": (3, 4)}),  # Equinox, over two axes
-    ("ln", {"weight": (4,), "bias": (4,)}),
-    ("RMSNorm_0", {"g": (4,)}),
-  ],
-)
-def test_norms_of_other_kinds(name, arrays):
-  tree = {name: {key: jnp.ones(shape) for key, shape in arrays.items()}}
-  assert in_float32(convert(tree, "bfloat16")) == {f"{name}/{key}" for key in arrays}
+def test_rules_by_path():
+  for rules, wanted in WITH_RULES:
+    assert in_float32(convert(params(), "bfloat16", rules)) == wanted, rules
 
 
-def test_what_only_looks_like_a_norm():
-  tree = {
-    "norm_block": {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)},
-    "Dense_0": {"bias": jnp.ones(2)},
-    "w": jnp.ones(2),
+def test_norms_of_other_kinds_and_what_only_looks_like_one():
+  norms = {
+    "bn": {"scale": (5, 4), "bias": (5, 4), "mean": (5, 4), "var": (5, 4)},  # nnx.vmap
+    "layer_norm": {"scale": (5, 4), "offset": (5, 4)},  # Haiku, stacked
+    "norm": {"weight": (3, 4), "bias": (3, 4)},  # Equinox, over two axes
+    "ln": {"weight": (4,), "bias": (4,)},
+    "RMSNorm_0": {"g": (4,)},
+    "BatchNorm": {"moving_mean": (4,), "moving_var": (4,), "beta": (4,)},
+    **{f"scaled_{name}": {name: (5, 4)} for name in ("scale", "gamma")},
   }
-  assert in_float32(convert(tree, "bfloat16")) == set()
+  others = {
+    "norm_block": {"kernel": (2, 2), "scale": (2,)},
+    "projection": {"weight": (3, 4), "bias": (4,)},
+    "Dense_0": {"bias": (2,)},
+  }
+  tree = jax.tree.map(jnp.ones, norms | others, is_leaf=lambda x: isinstance(x, tuple))
+  found = in_float32(convert(tree | {"w": jnp.ones(2)}, "bfloat16"))
+  assert found == {f"{norm}/{key}" for norm, arrays in norms.items() for key in arrays}
 
 
 def test_float8_stays_unless_a_rule_names_it():
@@ -142,16 +137,12 @@ def test_an_attribute_called_value_is_a_leaf_like_any():
   assert (found.value.dtype, found.key.dtype) == (jnp.float32, jnp.bfloat16)
 
 
-def test_what_is_not_floating_is_the_same_object():
+def test_what_does_not_change_is_the_same_object():
   tree = {"n": jnp.arange(3), "mask": np.ones(2, bool), "key": jax.random.key(0), "none": None}
   tree |= {"text": "relu", "number": 0.5, "complex": jnp.ones(2, jnp.complex64)}
+  tree |= {"w": jnp.ones(3, jnp.float16)}
   found = convert(tree, "float16")
   assert all(found[name] is x for name, x in tree.items())
-
-
-def test_an_array_in_the_right_dtype_is_the_same_object():
-  tree = {"w": jnp.ones(3, jnp.bfloat16)}
-  assert convert(tree, "bfloat16")["w"] is tree["w"]
 
 
 def test_tied_leaves_stay_tied_in_the_wider_dtype():
@@ -228,24 +219,16 @@ def test_a_state_with_an_attribute_called_params():
   assert {x.dtype for x in jax.tree.leaves(found)} == {np.dtype("bfloat16")}
 
 
-@pytest.mark.parametrize("kind", ["NNX module", "model", "training state"])
-def test_what_is_no_tree_of_parameters(kind):
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
-  given, fix = {
-    "NNX module": (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "Pass nnx.state(model), or write"),
-    "model": (mpjax.linen.with_policy(Small(), "float16"), "Pass its variables, or write"),
-    "training state": (mpjax.TrainState.create({"w": jnp.ones(2)}, tx), "Pass state.params"),
-  }[kind]
-  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
-    convert(given, "float16")
-  check_error(
-    excinfo,
-    where="mpjax.convert(params)",
-    expected="a tree of parameters",
-    got=kind,
-    fix=fix,
-    builtin=TypeError,
-  )
+def test_what_is_no_tree_of_parameters():
+  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  state = mpjax.TrainState.create({"w": jnp.ones(2)}, mpjax.loss_scaling(optax.sgd(0.1)))
+  for given, got, fix in [
+    (model, "NNX module", "Pass nnx.state(model), or write"),
+    (mpjax.linen.with_policy(Small(), "float16"), "model", "Pass its variables, or write"),
+    (state, "training state", "Pass state.params"),
+  ]:
+    parts = {"expected": "a tree of parameters", "got": got, "fix": fix, "builtin": TypeError}
+    check_refused(functools.partial(convert, given, "float16"), where=WHERE, **parts)
 
 
 def test_under_jit_and_abstract():
@@ -257,16 +240,12 @@ def test_under_jit_and_abstract():
 
 def test_values_that_do_not_fit():
   tree = {"a": {"w": jnp.array([1.0, 7e4])}, "b": jnp.array([jnp.inf, 1.0])}
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-    convert(tree, "float16")
-  check_error(
-    excinfo,
-    where="mpjax.convert(params)",
-    expected="values that the new dtype can hold",
-    got="float32 beyond float16 at a/w. ",
-    fix="keep these leaves in float32 or bfloat16",
-    builtin=ValueError,
-  )
+  parts = {
+    "expected": "values that the new dtype can hold",
+    "got": "float32 beyond float16 at a/w. ",
+  }
+  fix = "keep these leaves in float32 or bfloat16"
+  check_refused(lambda: convert(tree, "float16"), where=WHERE, fix=fix, builtin=ValueError, **parts)
   assert bool(jnp.isinf(convert(tree["b"], "float16")[0]))
   assert convert(tree, "bfloat16")["a"]["w"].dtype == jnp.bfloat16
 
@@ -274,15 +253,13 @@ def test_values_that_do_not_fit():
 @pytest.mark.case("B140")
 def test_a_rule_that_matches_nothing():
   rule = Rule("float32", path="hed")
-  with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
-    convert(params(), "bfloat16", [rule])
-  check_error(
-    excinfo,
+  check_refused(
+    lambda: convert(params(), "bfloat16", [rule]),
     where=f"rules: {rule}",
     expected="a rule that picks out at least one node",
     got="none of the 22 nodes in the tree",
     fix="The nearest node paths: 'head', ",
-    builtin=ValueError,
+    builtin=mpjax.UnmatchedRuleError,
   )
   with pytest.warns(UserWarning, match="nearest node paths: 'head'") as record:
     convert(params(), "bfloat16", [rule], unmatched="warn")
@@ -297,10 +274,8 @@ def test_a_rule_that_matches_nothing():
 
 
 def test_a_rule_that_needs_modules():
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
-    convert(params(), "bfloat16", [Rule("float32", module=nn.Dense)])
-  check_error(
-    excinfo,
+  check_refused(
+    lambda: convert(params(), "bfloat16", [Rule("float32", module=nn.Dense)]),
     where="mpjax.convert(rules=...)",
     expected="rules with path=",
     got="module=<class 'flax.linen.linear.Dense'>",

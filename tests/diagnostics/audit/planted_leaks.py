@@ -4,6 +4,7 @@ Each maker returns the function and its arguments, as shapes or arrays. What is 
 otherwise is there by hand, by a policy, or by autocast.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -64,35 +65,27 @@ def planted(path: str, kind: str, name: str, operation: str) -> Callable[[Any], 
 # Plain functions, cast by hand.
 
 
+def between(op: Callable[..., Any], *more: Any) -> tuple[Any, tuple[Any, ...]]:
+  """Returns a function with an operation between two matmuls in bfloat16, and its arguments."""
+  return (lambda x, w, *args: op(x @ w, *args) @ w), (X, W, *more)
+
+
+TABLE = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
+
+
 @planted("", "constant", "float32[16,8]", "add")
 def float32_constant():
-  table = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
-
-  def fn(x, w):
-    h = x @ w
-    h = h + table  # LEAK
-    return h @ w
-
-  return fn, (X, W)
+  return between(lambda h: h + TABLE)  # LEAK
 
 
 @planted("", "number", "0.5", "mul")
 def numpy_scalar():
-  def fn(x, w):
-    h = (x @ w) * np.float32(0.5)  # LEAK
-    return h @ w
-
-  return fn, (X, W)
+  return between(lambda h: h * np.float32(0.5))  # LEAK
 
 
 @planted("", "number", "2.8", "div")
 def square_root_of_numpy():
-  def fn(q, k):
-    scores = q @ k.T
-    scores = scores / np.sqrt(np.float32(8))  # LEAK
-    return scores @ k
-
-  return fn, (X, X)
+  return between(lambda scores: scores / np.sqrt(np.float32(8)))  # LEAK
 
 
 @planted("", "number", "2.8", "div")
@@ -114,22 +107,15 @@ def bfloat16_and_float16():
   return fn, (X, jax.ShapeDtypeStruct((16, 8), jnp.float16))
 
 
-@planted("", "argument", "mask", "mul")
+@planted("", "argument", "args[0]", "mul")
 def float32_mask():
-  def fn(x, w, mask):
-    h = jnp.tanh(x @ w)
-    h = h * mask  # LEAK
-    return h @ w
-
-  return fn, (X, W, WIDE)
+  return between(lambda h, mask: jnp.tanh(h) * mask, WIDE)  # LEAK
 
 
 @planted("", "argument", "batch/mask", "mul")
 def dict_argument():
   def fn(w, batch):
-    h = batch["x"] @ w
-    h = h * batch["mask"]  # LEAK
-    return h @ w
+    return ((batch["x"] @ w) * batch["mask"]) @ w  # LEAK
 
   return fn, (W, {"x": X, "mask": WIDE})
 
@@ -137,13 +123,7 @@ def dict_argument():
 @planted("", "constant", "float32[16,8]", "add")
 def captured_array():
   noise = normal(16, 8)
-
-  def fn(x, w):
-    h = x @ w
-    h = noise + h  # LEAK
-    return h @ w
-
-  return fn, (X, W)
+  return between(lambda h: noise + h)  # LEAK
 
 
 @planted("", "cast", "convert_element_type", "dot_general")
@@ -157,22 +137,13 @@ def cast_by_hand():
 
 @planted("", "constant", "filled with 0", "add")
 def zeros_without_a_dtype():
-  def fn(x, w):
-    h = x @ w
-    h = jnp.zeros((16, 8)) + h  # LEAK
-    return h @ w
-
-  return fn, (X, W)
+  return between(lambda h: jnp.zeros((16, 8)) + h)  # LEAK
 
 
 @planted("", "operation", "convert_element_type", "add")
 def one_hot():
-  def fn(x, ids, w):
-    h = x @ w
-    h = h + jax.nn.one_hot(ids, 8)  # LEAK
-    return h @ w
-
-  return fn, (X, jax.ShapeDtypeStruct((16,), jnp.int32), W)
+  ids = jax.ShapeDtypeStruct((16,), jnp.int32)
+  return between(lambda h, ids: h + jax.nn.one_hot(ids, 8), ids)  # LEAK
 
 
 @planted("", "operation", "dot_general", "dot_general")
@@ -186,12 +157,8 @@ def preferred_element_type():
 
 @planted("", "operation", "reduce_sum", "sub")
 def mean_of_a_half_array():
-  def fn(x, w):
-    h = x @ w
-    h = h - jnp.mean(h, axis=-1, keepdims=True, dtype=jnp.float32)  # LEAK
-    return h @ w
-
-  return fn, (X, W)
+  mean = functools.partial(jnp.mean, axis=-1, keepdims=True, dtype=jnp.float32)
+  return between(lambda h: h - mean(h))  # LEAK
 
 
 @planted("", "parameter", "lora_a", "dot_general")
@@ -214,29 +181,22 @@ def float32_carry():
 
     return jax.lax.scan(step, state, xs)
 
-  xs = jax.ShapeDtypeStruct((4, 16, 8), BF16)
-  return fn, (WIDE, xs, W)
+  return fn, (WIDE, jax.ShapeDtypeStruct((4, 16, 8), BF16), W)
 
 
 @planted("", "operation", "iota", "add")
 def positional_table():
-  def fn(x, w):
-    h = x @ w
+  def with_positions(h):
     angles = jnp.arange(16.0)[:, None] / 10000 ** (jnp.arange(8.0) / 8)
-    h = h + jnp.sin(angles)  # LEAK
-    return h @ w
+    return h + jnp.sin(angles)  # LEAK
 
-  return fn, (X, W)
+  return between(with_positions)
 
 
 @planted("", "operation", "bitcast_convert_type", "add")
 def random_noise():
-  def fn(x, w, key):
-    h = x @ w
-    h = h + jax.random.normal(key, h.shape)  # LEAK
-    return h @ w
-
-  return fn, (X, W, jax.random.key(0))
+  key = jax.random.key(0)
+  return between(lambda h, key: h + jax.random.normal(key, h.shape), key)  # LEAK
 
 
 @planted("head", "parameter", "head/bias", "add")
@@ -250,24 +210,14 @@ def bias_of_one_layer():
   return fn, ({"body": W, "head": {"bias": jax.ShapeDtypeStruct((8,), F32)}}, X)
 
 
-@planted("", "argument", "table", "concatenate")
+@planted("", "argument", "args[0]", "concatenate")
 def concatenated():
-  def fn(x, table, w):
-    h = x @ w
-    h = jnp.concatenate([h, table], axis=0)  # LEAK
-    return h @ w
-
-  return fn, (X, WIDE, W)
+  return between(lambda h, table: jnp.concatenate([h, table], axis=0), WIDE)  # LEAK
 
 
-@planted("", "argument", "fallback", "select_n")
+@planted("", "argument", "args[0]", "select_n")
 def chosen():
-  def fn(x, fallback, w):
-    h = x @ w
-    h = jnp.where(h > 0, h, fallback)  # LEAK
-    return h @ w
-
-  return fn, (X, WIDE, W)
+  return between(lambda h, fallback: jnp.where(h > 0, h, fallback), WIDE)  # LEAK
 
 
 @planted("block_2", "argument", "scale", "mul")
@@ -288,12 +238,10 @@ def inside_of_jit_and_remat():
 @planted("", "argument", "bias", "add")
 def inside_of_a_branch():
   def fn(flag, x, w, bias):
-    return jax.lax.cond(
-      flag,
-      lambda x: ((x @ w + bias) @ w).astype(BF16),  # LEAK
-      lambda x: x @ w,
-      x,
-    )
+    def leaky(x):
+      return ((x @ w + bias) @ w).astype(BF16)  # LEAK
+
+    return jax.lax.cond(flag, leaky, lambda x: x @ w, x)
 
   return fn, (jax.ShapeDtypeStruct((), bool), X, W, WIDE)
 
@@ -310,10 +258,7 @@ def gradient_of_a_leak():
 @planted("", "argument", "table", "add")
 def mapped():
   def fn(x, table, w):
-    def one(x, row):
-      return (x @ w + row) @ w  # LEAK
-
-    return jax.vmap(one)(x, table)
+    return jax.vmap(lambda x, row: (x @ w + row) @ w)(x, table)  # LEAK
 
   return fn, (X, WIDE, W)
 
@@ -321,77 +266,70 @@ def mapped():
 # Linen, by hand.
 
 
+class Net(nn.Module):
+  """A module whose call is a function."""
+
+  body: Callable[[nn.Module, Any], Any]
+
+  @nn.compact
+  def __call__(self, x):
+    return self.body(self, x)
+
+
+def linen(body: Any, x: Any = X, policy: str | None = None) -> tuple[Any, tuple[Any, ...]]:
+  variables = jax.eval_shape(Net(body).init, jax.random.key(0), x)
+  model = Net(body) if policy is None else mpjax.linen.with_policy(Net(body), policy)
+  return (lambda variables, x: model.apply(variables, x)), (variables, x)
+
+
+def half_dense(**options: Any) -> nn.Module:
+  return nn.Dense(8, dtype=BF16, **options)
+
+
 @planted("LayerNorm_0", "parameter", "LayerNorm_0/scale", "mul")
 def norm_without_a_dtype():
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      h = nn.Dense(8, dtype=BF16)(x)
-      h = nn.LayerNorm()(h)  # LEAK
-      return h @ self.param("head", nn.initializers.ones, (8, 8), BF16)
+  def body(net, x):
+    h = nn.LayerNorm()(half_dense()(x))  # LEAK
+    return h @ net.param("head", nn.initializers.ones, (8, 8), BF16)
 
-  return _linen(Net(), X)
+  return linen(body)
 
 
-@planted("Attention_0", "number", "2.8", "div")
+@planted("Net_0", "number", "2.8", "div")
 def attention_by_hand():
-  class Attention(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      q, k, v = (nn.Dense(8, dtype=BF16, name=n)(x) for n in "qkv")
-      scores = q @ k.T / np.sqrt(8.0).astype(np.float32)  # LEAK
-      return (jax.nn.softmax(scores) @ v).astype(BF16)
+  def attention(net, x):
+    q, k, v = (half_dense(name=name)(x) for name in "qkv")
+    scores = q @ k.T / np.sqrt(8.0).astype(np.float32)  # LEAK
+    return (jax.nn.softmax(scores) @ v).astype(BF16)
 
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return nn.Dense(8, dtype=BF16)(Attention()(x))
-
-  return _linen(Net(), X)
+  return linen(lambda net, x: half_dense()(Net(attention)(x)))
 
 
-@planted("Dense_1", "parameter", "Dense_1/kernel", "dot_general")
+@planted("Dense_0", "parameter", "Dense_0/kernel", "dot_general")
 def dense_without_a_dtype():
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      h = nn.Dense(8, dtype=BF16)(x)
-      return nn.Dense(8)(h)  # LEAK
-
-  return _linen(Net(), X)
+  return linen(lambda net, x: nn.Dense(8)(half_dense()(x)))  # LEAK
 
 
 # Linen, NNX and plain functions under a policy.
 
 
-@planted("Block", "constant", "float32[16,8]", "add")
+@planted("Net", "constant", "float32[16,8]", "add")
 def table_under_a_policy():
-  table = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
-
-  class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      h = nn.Dense(8)(x)
-      h = h + table  # LEAK
-      return nn.Dense(8)(h)
-
-  _, (variables, x) = _linen(Block(), WIDE)
-  model = mpjax.linen.with_policy(Block(), "mixed_bfloat16")
-  return (lambda variables, x: model.apply(variables, x)), (variables, x)
+  return linen(
+    lambda net, x: nn.Dense(8)(nn.Dense(8)(x) + TABLE),  # LEAK
+    *(WIDE, "mixed_bfloat16"),
+  )
 
 
 @planted("Net", "operation", "iota", "add")
 def positions_under_a_policy():
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      h = nn.Dense(8)(x)
-      h = h + jnp.arange(16.0)[:, None]  # LEAK
-      return nn.Dense(8)(nn.relu(h))
+  def body(net, x):
+    h = nn.Dense(8)(x)
+    h = h + jnp.arange(16.0)[:, None]  # LEAK
+    return nn.Dense(8)(nn.relu(h))
 
-  _, args = _linen(Net(), WIDE)
-  model = mpjax.linen.with_policy(Net(), "mixed_bfloat16")
-  return jax.jit(lambda variables, x: model.apply(variables, x)), args
+  fn, args = linen(body, WIDE, "mixed_bfloat16")
+  return jax.jit(fn), args
 
 
 @planted("", "argument", "x/memory", "add")
@@ -416,12 +354,10 @@ def second_input_under_a_policy():
 
 @planted("head", "constant", "float32[16,8]", "add")
 def grid_under_autocast():
-  grid = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
-
   def fn(w, x):
     h = x @ w
     with jax.named_scope("head"):
-      h = h + grid  # LEAK
+      h = h + TABLE  # LEAK
       return h @ w
 
   return mpjax.autocast(fn), (jax.ShapeDtypeStruct((8, 8), F32), WIDE)
@@ -475,8 +411,3 @@ def equinox_by_hand():
   half = jax.tree.map(lambda x: x.astype(BF16) if eqx.is_array(x) else x, model)
   arrays, static = eqx.partition(half, eqx.is_array)
   return (lambda arrays, x: eqx.combine(arrays, static)(x)), (arrays, X)
-
-
-def _linen(model: nn.Module, x: Any) -> tuple[Any, tuple[Any, ...]]:
-  variables = jax.eval_shape(model.init, jax.random.key(0), x)
-  return (lambda variables, x: model.apply(variables, x)), (variables, x)

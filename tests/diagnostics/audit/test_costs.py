@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec
 
 import mpjax
@@ -21,29 +20,25 @@ def conv(x, kernel):
   return jax.lax.conv_general_dilated(x, kernel, (1,), "VALID")
 
 
-MISFITS = {
-  "columns": (jnp.matmul, (s(16, 8), s(8, 10)), (16, 10, 8), (16, 16, 8)),
-  "depth": (jnp.matmul, (s(16, 9), s(9, 8)), (16, 8, 9), (16, 8, 16)),
-  "batched": (jnp.matmul, (s(3, 7, 8), s(3, 8, 8)), (7, 8, 8), (8, 8, 8)),
-  "float8": (
+MISFITS = [
+  (jnp.matmul, (s(16, 8), s(8, 10)), (16, 10, 8), (16, 16, 8)),
+  (jnp.matmul, (s(16, 9), s(9, 8)), (16, 8, 9), (16, 8, 16)),
+  (jnp.matmul, (s(3, 7, 8), s(3, 8, 8)), (7, 8, 8), (8, 8, 8)),
+  (
     lambda a, b: jax.lax.dot(a, b, preferred_element_type=BF16),
     (s(16, 8, dtype="float8_e4m3fn"), s(8, 16, dtype="float8_e4m3fn")),
-    (16, 16, 8),
-    (16, 16, 16),
+    *((16, 16, 8), (16, 16, 16)),
   ),
   # 2 images of 7 positions; 5 features of 3 inputs and 2 taps.
-  "convolution": (conv, (s(2, 3, 8), s(5, 3, 2)), (14, 5, 6), (16, 8, 8)),
-}
+  (conv, (s(2, 3, 8), s(5, 3, 2)), (14, 5, 6), (16, 8, 8)),
+]
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_sizes_that_are_padded(name):
-  fn, args, sizes, padded = MISFITS[name]
-  (found,) = mpjax.audit(fn)(*args).misfits
-  assert (found.sizes, found.padded) == (sizes, padded)
-
-
-def test_what_fits_or_is_float32_is_not_listed():
+def test_sizes_that_are_padded():
+  for fn, args, sizes, padded in MISFITS:
+    (found,) = mpjax.audit(fn)(*args).misfits
+    assert (found.sizes, found.padded) == (sizes, padded)
+  # What fits, or is float32, is not listed.
   assert mpjax.audit(jnp.matmul)(s(16, 8), s(8, 24)).misfits == ()
   assert mpjax.audit(jnp.matmul)(s(3, 3, dtype="float32"), s(3, 3, dtype="float32")).misfits == ()
 

@@ -11,14 +11,6 @@ def paths(fn, *args):
   return {s.eqn.primitive.name: path_of(traced, s) for s in traced.body.steps}
 
 
-def test_scopes_are_the_path():
-  def fn(x):
-    with jax.named_scope("head"):
-      return jnp.sin(x)
-
-  assert paths(fn, 1.0 * jnp.ones(2)) == {"sin": "head"}
-
-
 def test_a_matmul_without_scopes_is_of_the_module_whose_parameter_it_reads():
   class Net(nnx.Module):
     def __init__(self):

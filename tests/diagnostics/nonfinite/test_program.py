@@ -18,10 +18,10 @@ def test_calls_are_written_out():
   made = body(lambda x: inner(inner(x)), 1.0)
   assert names(made.steps) == ["sin", "mul", "sin", "mul"]
   assert [step.number for step in made.steps] == [1, 2, 3, 4]
-
-
-def test_what_nothing_reads_is_left_out():
+  # What nothing reads is left out, and what remat computes again is kept apart.
   assert names(body(lambda x: (jnp.cos(x), jnp.sin(x))[1], 1.0).steps) == ["sin"]
+  made = body(jax.grad(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))), 1.0)
+  assert "optimization_barrier" in names(made.steps)
 
 
 def test_loops_hold_lists_of_their_own():
@@ -40,8 +40,3 @@ def test_a_step_is_found_with_its_list():
   assert step is last
   assert inside in made.steps[-1].bodies
   assert inside.holds_step(last.number)
-
-
-def test_remat_keeps_what_it_computes_again_apart():
-  made = body(jax.grad(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))), 1.0)
-  assert "optimization_barrier" in names(made.steps)

@@ -12,6 +12,7 @@ def test_nothing_found_is_false_and_says_so():
   assert "finite" in str(report)
   assert "2^10" in str(report)
   assert repr(report) == "NonfiniteReport(nothing found)"
+  assert (power(1024.0), power(0.5), power(1000.0)) == ("2^10", "2^-1", "1000")
 
 
 def test_a_report_fits_80_columns_and_is_json():
@@ -28,7 +29,3 @@ def test_a_report_fits_80_columns_and_is_json():
   assert found["index"] == [1]
   assert found["result"]["inf"] == 1
   assert "exp" in report._repr_html_()
-
-
-def test_powers_of_two():
-  assert (power(1024.0), power(0.5), power(1000.0)) == ("2^10", "2^-1", "1000")

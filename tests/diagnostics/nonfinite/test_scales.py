@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 
 import mpjax
 from mpjax._diagnostics.nonfinite.scales import implied_scale, scale_of
@@ -20,23 +19,14 @@ def test_the_state_of_an_optimizer_holds_the_scale():
   assert changed == [(1024, 256)]
 
 
-def test_without_a_state_there_is_none():
-  args = (jnp.ones(2),)
-  assert scale_of(trace(jnp.sum, args, {}), args, {}) is None
-
-
-@pytest.mark.parametrize("scale", [1024.0, jnp.asarray(1024.0)])
-def test_a_factor_of_the_loss_and_of_its_cotangent_is_a_scale(scale):
+def test_a_factor_of_the_loss_and_of_its_cotangent_is_a_scale_and_a_weight_is_none():
   def step(w, scale):
     return jax.value_and_grad(lambda w: jnp.sum(w * w) * scale)(w)
 
-  found = implied_scale(trace(step, (jnp.ones(2), scale), {}))
-  assert found.value == 1024
-  assert len(found.places) >= 1
-
-
-def test_a_weight_of_a_loss_is_none():
-  def step(w):
-    return jax.value_and_grad(lambda w: jnp.sum(w * w) * 0.5)(w)
-
-  assert implied_scale(trace(step, (jnp.ones(2),), {})) is None
+  w = jnp.ones(2)
+  for scale in (1024.0, jnp.asarray(1024.0)):
+    found = implied_scale(trace(step, (w, scale), {}))
+    assert found.value == 1024
+    assert len(found.places) >= 1
+  assert implied_scale(trace(step, (w, 0.5), {})) is None
+  assert scale_of(trace(jnp.sum, (w,), {}), (w,), {}) is None

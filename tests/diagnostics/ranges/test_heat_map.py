@@ -1,11 +1,11 @@
+import functools
 import importlib
 import types
 
 import pytest
 
-import mpjax
 from mpjax._diagnostics.ranges import heat_map
-from tests.errors import check_error
+from tests.refusals import check_refused
 
 
 def row(path, exponents, note=""):
@@ -38,12 +38,6 @@ def test_no_matplotlib(monkeypatch):
     raise ImportError(name)
 
   monkeypatch.setattr(heat_map.importlib, "import_module", missing)
-  with pytest.raises(mpjax.MpjaxRuntimeError) as excinfo:
-    heat_map.heat_map("step", [], None)
-  check_error(
-    excinfo,
-    where="plot()",
-    expected="matplotlib",
-    got="without it",
-    fix="pip install matplotlib",
-  )
+  parts = {"expected": "matplotlib", "got": "without it", "fix": "pip install matplotlib"}
+  call = functools.partial(heat_map.heat_map, "step", [], None)
+  check_refused(call, where="plot()", builtin=RuntimeError, **parts)
