@@ -116,20 +116,18 @@ class Fake:
         "environment": {**where, "python": "3"}, "attention": "xla", "versions": versions,
         "cuda": self.cuda, "hardware": "GPU X",
       }  # fmt: skip
-    if question == "describe":
-      return {"shapes": {}}
-    if question == "load":
-      return {"parameters": 10}
     if question == "trace":
       self.names = arguments["names"]
-      return {"failed_versions": {}}
     if question == "compile":
       return {name: {"temp_bytes": self.memory.get(name, 1)} for name in self.names}
-    if question == "check":
-      return {"losses": [2.0, 1.0], "seconds": self.seconds.get(name, 0.1)}
-    if question == "measure":
-      return {"seconds": self.seconds.get(name, 0.1), "finite": True}
-    return {}
+    seconds = self.seconds.get(name, 0.1)
+    return {
+      "describe": {"shapes": {}},
+      "load": {"parameters": 10},
+      "trace": {"failed_versions": {}},
+      "check": {"losses": [2.0, 1.0], "seconds": seconds},
+      "measure": {"seconds": seconds, "finite": True},
+    }.get(question, {})
 
   def close(self):
     self.log.append(("close", None))
