@@ -59,14 +59,11 @@ def test_a_fault_is_lost_if_anything_is_wrong_before_the_next_one():
   assert np.all(judge(Outcome(""), planted, {"state": np.zeros_like(wrong)}, ""))
 
 
-def test_the_first_loss_is_kept():
+def test_losses_are_added_and_a_difference_without_a_fault_is_one():
   total = Outcome("values")
   for part in (Outcome("", 5), Outcome("", 4, 2, first="here"), Outcome("", 1, 1, first="there")):
     total.add(part)
   assert (total.injected, total.lost, total.first) == (10, 3, "here")
-
-
-def test_a_difference_without_a_fault_is_a_loss_unless_nothing_is_guarded():
   outcome, clean = Outcome("values"), Outcome("", lost=1, first="step 0")
   check_clean(clean, outcome, guard=True)
   assert (outcome.lost, outcome.first) == (1, "without any fault: step 0")

@@ -5,6 +5,7 @@ The mutations themselves are tried by `make mutations`.
 
 import ast
 import collections
+import functools
 import pathlib
 import re
 import shutil
@@ -14,9 +15,6 @@ import pytest
 from tests.mutations import outcomes, run, table
 
 ROOT = pathlib.Path(__file__).parents[2]
-every_mutation = pytest.mark.parametrize(
-  "mutation", table.MUTATIONS, ids=[mutation.name for mutation in table.MUTATIONS]
-)
 
 
 def test_the_40_of_the_list_are_there_and_those_of_nnx():
@@ -28,19 +26,21 @@ def test_the_40_of_the_list_are_there_and_those_of_nnx():
     assert sorted(found) in ([""], ["a", "b"]), number
 
 
-@every_mutation
-def test_each_fits_the_code_as_it_is(mutation):
-  source = (ROOT / mutation.file).read_text(encoding="utf-8")
-  assert mutation.file.startswith("mpjax/")
-  changed = run.mutated(source, mutation)  # An error unless there is exactly one place.
-  assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
-
-
-@every_mutation
-def test_each_names_a_test_that_there_is(mutation):
-  file, _, function = mutation.test.partition("::")
-  tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-  assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+def test_each_fits_the_code_as_it_is_and_names_a_test_that_there_is():
+  functions = functools.cache(
+    lambda file: {
+      node.name
+      for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+      if isinstance(node, ast.FunctionDef)
+    }
+  )
+  for mutation in table.MUTATIONS:
+    source = (ROOT / mutation.file).read_text(encoding="utf-8")
+    assert mutation.file.startswith("mpjax/"), mutation.name
+    changed = run.mutated(source, mutation)  # An error unless there is exactly one place.
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutation.name
+    file, _, function = mutation.test.partition("::")
+    assert function in functions(file), mutation.name
 
 
 MUTATION = table.Mutation(
@@ -53,20 +53,17 @@ MUTATION = table.Mutation(
 )
 
 
-@pytest.mark.parametrize(
-  ("found", "verdict"),
-  [
+def test_only_a_failure_of_the_named_test_counts():
+  for found, verdict in (
     ({"test_it[a]": "passed", "test_it[b]": "failed"}, run.Verdict.CAUGHT),
     ({"test_it": "passed", "test_its_neighbour": "failed"}, run.Verdict.MISSED),
     ({"test_it": "error"}, run.Verdict.BROKEN),
     ({"test_it": "skipped"}, run.Verdict.BROKEN),
     ({"test_it[a]": "passed", "test_it[b]": "skipped"}, run.Verdict.BROKEN),
     ({}, run.Verdict.BROKEN),
-  ],
-)
-def test_only_a_failure_of_the_named_test_counts(found, verdict):
-  found = {f"tests/test_it.py::{name}": outcome for name, outcome in found.items()}
-  assert run.judge(MUTATION.test, found) is verdict
+  ):
+    found = {f"tests/test_it.py::{name}": outcome for name, outcome in found.items()}
+    assert run.judge(MUTATION.test, found) is verdict, found
 
 
 ONCE = "its code is in mpjax/__init__.py::large"
@@ -156,16 +153,15 @@ def test_a_mutation_is_applied_to_a_copy_and_its_test_run_there(project, capsys)
   assert "1/1 caught" in capsys.readouterr().out
 
 
-def test_a_test_that_fails_without_a_mutation_ends_it(project):
+def test_a_run_that_would_say_nothing_is_refused(project):
+  """One whose test fails without a mutation, or that imports another mpjax than its copy."""
   (project / MUTATION.file).write_text("def large(x):\n  return x > 9\n")
   with pytest.raises(SystemExit, match=r"not passed without any mutation: .*::test_it"):
     run.check_unmutated(project, [MUTATION], jobs=1)
 
-
-def test_another_mpjax_than_that_of_the_copy_is_refused(tmp_path):
   class Config:
     def getoption(self, name):
-      return tmp_path
+      return project
 
   with pytest.raises(pytest.UsageError, match=r"mpjax was imported from .*, not from .*"):
     outcomes.pytest_configure(Config())
