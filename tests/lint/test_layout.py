@@ -67,6 +67,13 @@ def parsed(source: str) -> ast.Module:
   return ast.parse(source)
 
 
+def walk(sources: Sources) -> Iterator[tuple[str, ast.AST]]:
+  """Yields the place (path and line) of each node of some sources, and the node."""
+  for path, source in sources.items():
+    for node in ast.walk(parsed(source)):
+      yield f"{path}:{getattr(node, 'lineno', 0)}", node
+
+
 def part(path: str) -> str:
   """Returns the key of `RANKS`: the folder or the module directly under `mpjax/`."""
   return path.split("/")[1].removesuffix(".py")
@@ -95,15 +102,15 @@ def imported_modules(path: str, sources: Sources) -> Iterator[tuple[int, str]]:
       yield line, full if full in known else module
 
 
-def aliases(tree: ast.AST) -> dict[str, str]:
+@functools.cache
+def aliases(source: str) -> dict[str, str]:
   """Returns what each imported name stands for: {"nn": "flax.linen", "jnp": "jax.numpy"}."""
   found: dict[str, str] = {}
-  for node in ast.walk(tree):
+  for node in ast.walk(parsed(source)):
     if isinstance(node, ast.Import):
       for alias in node.names:
-        found[alias.asname or alias.name.split(".")[0]] = (
-          alias.name if alias.asname else alias.name.split(".")[0]
-        )
+        root = alias.name.split(".")[0]
+        found[alias.asname or root] = alias.name if alias.asname else root
     elif isinstance(node, ast.ImportFrom):
       for alias in node.names:
         found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -196,40 +203,16 @@ def check_frameworks(sources: Sources) -> list[str]:
   return wrong
 
 
-def check_imports_at_the_top(sources: Sources) -> list[str]:
-  return [
-    f"{path}:{inner.lineno}: import inside a function; split the file instead"
-    for path, source in sources.items()
-    for node in ast.walk(parsed(source))
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-    for inner in ast.walk(node)
-    if isinstance(inner, (ast.Import, ast.ImportFrom))
-  ]
-
-
-def check_no_jax_internals(sources: Sources) -> list[str]:
-  return [
-    f"{path}:{number}: jax internals"
-    for path, source in sources.items()
-    for number, line in enumerate(source.splitlines(), 1)
-    if "jax." + "_src" in line or "jax import " + "_src" in line
-  ]
-
-
 def check_versions_in_compat(sources: Sources) -> list[str]:
   wrong = []
-  for path, source in sources.items():
-    if path == "mpjax/_jaxprs/compat.py":
-      continue
-    tree = parsed(source)
-    names = aliases(tree)
-    for node in ast.walk(tree):
-      if isinstance(node, ast.Attribute) and node.attr in ("__version__", "__version_info__"):
-        wrong.append(f"{path}:{node.lineno}: a version is read outside of _compat.py")
-      if isinstance(node, ast.Call) and dotted(node.func) == ["hasattr"]:
-        target = dotted(node.args[0])
-        if target and target[0] in names:
-          wrong.append(f"{path}:{node.lineno}: hasattr({'.'.join(target)}) outside of _compat.py")
+  sources = {path: text for path, text in sources.items() if path != "mpjax/_jaxprs/compat.py"}
+  for place, node in walk(sources):
+    if isinstance(node, ast.Attribute) and node.attr in ("__version__", "__version_info__"):
+      wrong.append(f"{place}: a version is read outside of compat.py")
+    if isinstance(node, ast.Call) and dotted(node.func) == ["hasattr"]:
+      target = dotted(node.args[0])
+      if target and target[0] in aliases(sources[place.partition(":")[0]]):
+        wrong.append(f"{place}: hasattr({'.'.join(target)}) outside of compat.py")
   return wrong
 
 
@@ -239,22 +222,20 @@ def check_parameters_in_the_reader(sources: Sources) -> list[str]:
   That is a subscript, the key of a dict, or an argument of `get` and `pop`, of one of their names.
   """
   wrong = []
-  for path, source in sources.items():
-    if path == "mpjax/_jaxprs/inner_jaxprs.py":
-      continue
-    for node in ast.walk(parsed(source)):
-      keys: list[ast.expr | None] = []
-      if isinstance(node, ast.Subscript):
-        keys = [node.slice]
-      elif isinstance(node, ast.Dict):
-        keys = list(node.keys)
-      elif isinstance(node, ast.Call) and called(node) in ("get", "pop"):
-        keys = list(node.args[:1])
-      wrong += [
-        f"{path}:{node.lineno}: the parameter {key.value!r}; ask mpjax/_jaxprs/inner_jaxprs.py"
-        for key in keys
-        if isinstance(key, ast.Constant) and key.value in INNER_PARAMETERS
-      ]
+  for place, node in walk(sources):
+    keys: list[ast.expr | None] = []
+    if isinstance(node, ast.Subscript):
+      keys = [node.slice]
+    elif isinstance(node, ast.Dict):
+      keys = list(node.keys)
+    elif isinstance(node, ast.Call) and called(node) in ("get", "pop"):
+      keys = list(node.args[:1])
+    wrong += [
+      f"{place}: the parameter {key.value!r}; ask mpjax/_jaxprs/inner_jaxprs.py"
+      for key in keys
+      if isinstance(key, ast.Constant) and key.value in INNER_PARAMETERS
+      if not place.startswith("mpjax/_jaxprs/inner_jaxprs.py:")
+    ]
   return wrong
 
 
@@ -310,22 +291,19 @@ def check_no_private_names_of_others(sources: Sources) -> list[str]:
 def check_no_tricks(sources: Sources) -> list[str]:
   """Returns uses of frames, `global`, and assignments to attributes of imported things."""
   wrong = []
-  for path, source in sources.items():
-    tree = parsed(source)
-    names = aliases(tree)
-    for node in ast.walk(tree):
-      place = f"{path}:{getattr(node, 'lineno', 0)}"
-      if isinstance(node, ast.Attribute) and node.attr in ("currentframe", "_getframe"):
-        wrong.append(f"{place}: looks at frames")
-      if isinstance(node, ast.Global):
-        wrong.append(f"{place}: global state")
-      if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
-        targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
-        for target in targets:
-          if isinstance(target, ast.Attribute) and dotted(target)[:1]:
-            root = dotted(target)[0]
-            if root in names:
-              wrong.append(f"{place}: assigns to an attribute of {names[root]}")
+  for place, node in walk(sources):
+    if isinstance(node, ast.Attribute) and node.attr in ("currentframe", "_getframe"):
+      wrong.append(f"{place}: looks at frames")
+    if isinstance(node, ast.Global):
+      wrong.append(f"{place}: global state")
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
+      targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+      names = aliases(sources[place.partition(":")[0]])
+      wrong += [
+        f"{place}: assigns to an attribute of {names[dotted(target)[0]]}"
+        for target in targets
+        if isinstance(target, ast.Attribute) and (dotted(target) or [""])[0] in names
+      ]
   return wrong
 
 
@@ -336,11 +314,9 @@ def check_errors_have_four_parts(sources: Sources) -> list[str]:
   while Python runs, that is while tracing: none can depend on the data, as long as nothing here
   calls back from a compiled program, which is looked for too.
   """
-  trees = {path: parsed(source) for path, source in sources.items()}
   functions = [
-    (path, node)
-    for path, tree in trees.items()
-    for node in ast.walk(tree)
+    (place.partition(":")[0], node)
+    for place, node in walk(sources)
     if isinstance(node, ast.FunctionDef)
   ]
   makers = {f.name for _, f in functions if f.returns and ast.unparse(f.returns) in OUR_ERRORS}
@@ -368,12 +344,11 @@ def check_errors_have_four_parts(sources: Sources) -> list[str]:
     for place, error in built.items()
     if error is not None and not has_four_parts(error)
   ]
-  for path, tree in trees.items():
-    for node in ast.walk(tree):
-      if isinstance(node, ast.Assert):
-        wrong.append(f"{path}:{node.lineno}: assert; raise one of our errors")
-      if isinstance(node, ast.Attribute) and node.attr in CALLBACKS:
-        wrong.append(f"{path}:{node.lineno}: calls back from a compiled program")
+  for place, node in walk(sources):
+    if isinstance(node, ast.Assert):
+      wrong.append(f"{place}: assert; raise one of our errors")
+    if isinstance(node, ast.Attribute) and node.attr in CALLBACKS:
+      wrong.append(f"{place}: calls back from a compiled program")
   return wrong
 
 
@@ -473,14 +448,6 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
     "an extra": {"mpjax/_core/x.py": "import matplotlib.pyplot as plt"},
     "a hidden import": {"mpjax/_core/x.py": "import importlib"},
   },
-  check_imports_at_the_top: {
-    "a function": {"mpjax/_core/x.py": "def f():\n  import jax\n  return jax"},
-  },
-  check_no_jax_internals: {
-    "import": {"mpjax/_core/x.py": "from jax." + "_src import core"},
-    "the other import": {"mpjax/_core/x.py": "from jax import " + "_src"},
-    "attribute": {"mpjax/_core/x.py": "import jax\njax." + "_src.core"},
-  },
   check_versions_in_compat: {
     "version": {"mpjax/_core/x.py": "import jax\nif jax.__version__ > '0.10': pass"},
     "hasattr": {"mpjax/_core/x.py": "import jax.numpy as jnp\nhasattr(jnp, 'float8')"},
@@ -498,6 +465,9 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources]] = {
     "module": {"mpjax/linen/_x.py": "from flax._x import f"},
     "attribute": {"mpjax/linen/_x.py": "def f(module):\n  return module._state"},
     "getattr": {"mpjax/linen/_x.py": "def f(module):\n  return getattr(module, '_state')"},
+    "internals of jax": {"mpjax/_core/x.py": "from jax." + "_src import core"},
+    "another import of them": {"mpjax/_core/x.py": "from jax import " + "_src"},
+    "an attribute of them": {"mpjax/_core/x.py": "import jax\njax." + "_src.core"},
   },
   check_no_tricks: {
     "frames": {"mpjax/_core/x.py": "import inspect\ninspect.currentframe()"},
