@@ -38,10 +38,9 @@ PROMPT, TEMPERATURE = "The ", 0.7
 
 
 class Training(NamedTuple):
-  """How an example is trained here, and what is asserted of the runs of its policies."""
+  """How an example is trained here."""
 
   steps: int
-  claims: tuple[Callable[..., None], ...]  # (module, runs, text)
   options: Callable[[Any], dict[str, Any]] = lambda module: {}
   policies: tuple[str, ...] = POLICIES
 
@@ -57,7 +56,10 @@ class Learned(NamedTuple):
 
 
 def train(example, name, tmp_path, steps=None):
-  """Runs the `main` of an example, and checks its table and its plot."""
+  """Runs the `main` of an example, and checks its table, its plot, and what it claims.
+
+  Those are the functions of this file that begin with its name, as `gpt_is_in_parts`.
+  """
   training, module = TRAININGS[name], example(name)
   steps, text = steps or training.steps, io.StringIO()
   console, path = Console(file=text, width=160), tmp_path / "new" / "plot.png"
@@ -73,7 +75,9 @@ def train(example, name, tmp_path, steps=None):
   assert f"{steps}/{steps}" in shown
   assert str(path) in shown
   assert_colors(path, module.side_by_side.COLORS[1:2])
-  for claim in training.claims:
+  claims = [f for key, f in globals().items() if key.startswith(f"{name.partition('_')[0]}_")]
+  assert claims
+  for claim in claims:
     claim(module, runs, shown)
   return runs
 
@@ -101,19 +105,19 @@ def broken(images):
 # Language models
 
 
-def tells_the_perplexity(module, runs, text):
-  for run in runs.values():
-    perplexity = float(run.figures["held-out perplexity of a character"])
-    assert perplexity == pytest.approx(np.exp(run.state.held_out_loss), abs=1e-3)
-  assert runs["mixed_float16"].figures["final loss scale"] == str(2**15)
-
-
 def small_gpt(gpt):
   return {"model": gpt.Gpt(layers=2, width=32, heads=2, context=32), "devices": 2}
 
 
 def small_lstm(lstm):
   return {"model": lstm.LanguageModel(features=64), "rows": 16, "window": 24}
+
+
+def tells_the_perplexity(runs):
+  for run in runs.values():
+    perplexity = float(run.figures["held-out perplexity of a character"])
+    assert perplexity == pytest.approx(np.exp(run.state.held_out_loss), abs=1e-3)
+  assert runs["mixed_float16"].figures["final loss scale"] == str(2**15)
 
 
 def skips_a_window_that_overflows(training, state, tokens):
@@ -143,14 +147,26 @@ def gpt_is_in_parts_on_two_devices(gpt, runs, text):
       assert [shard.data.size for shard in x.addressable_shards] == [x.size // 2] * 2
 
 
-def gpt_scans_layers_in_half(gpt, runs, text):
-  """Layers are scanned and recomputed, in half; weight gradients come out in float32."""
+def nodes(program):
+  for eqn in program.eqns:
+    yield eqn
+    for inner in programs.inner_jaxprs(eqn.params):
+      yield from nodes(getattr(inner, "jaxpr", inner))
+
+
+def gpt_computes_in_half_and_sends_parameters_in_half(gpt, runs, text):
+  """Layers are scanned and recomputed; weight gradients come out, and are sent, in float32.
+
+  Activations stay where they are, which makes it FSDP. A batch that overflows is skipped.
+  """
   model, devices = small_gpt(gpt).values()
   training = gpt.prepare("mixed_float16", model, 8, devices)
-  params = jax.eval_shape(gpt.initialiser(model, devices), jax.random.key(0))
-  tokens = jax.ShapeDtypeStruct((gpt.ROWS, model.context + 1), jnp.int32)
-  gradient = jax.grad(training.loss_fn, has_aux=True)
-  program = jax.make_jaxpr(gradient)(params, (), tokens, jax.random.key(0))
+  state = runs["mixed_float16"].state.state
+  windows = gpt.windows(np.arange(5000) % 96, 1, 0, gpt.ROWS, model.context + 1)
+  tokens = training.shard(next(windows))
+  gradient = programs.jitted(jax.grad(training.loss_fn, has_aux=True))
+  args = state.params, (), tokens, jax.random.key(0)
+  program = jax.make_jaxpr(gradient)(*args)
   assert programs.half_share(program) == 1
   widths = {product.result.partition("[")[0] for product in programs.products(program)}
   assert widths == {"float16", "float32"}
@@ -159,22 +175,7 @@ def gpt_scans_layers_in_half(gpt, runs, text):
   assert names.count("scan") == 2
   assert any(name in ("remat", "remat2", "checkpoint") for name in names)
 
-
-def nodes(program):
-  for eqn in program.eqns:
-    yield eqn
-    for inner in programs.inner_jaxprs(eqn.params):
-      yield from nodes(getattr(inner, "jaxpr", inner))
-
-
-def gpt_sends_parameters_in_half_and_gradients_in_float32(gpt, runs, text):
-  """Activations stay where they are, and this is what makes it FSDP."""
-  model, devices = small_gpt(gpt).values()
-  training = gpt.prepare("mixed_float16", model, 8, devices)
-  tokens = training.shard(np.zeros((gpt.ROWS, model.context + 1), np.int32))
-  params = runs["mixed_float16"].state.state.params
-  gradient = programs.jitted(jax.grad(training.loss_fn, has_aux=True))
-  found = [x for x in collectives(gradient, params, (), tokens, jax.random.key(0)) if x.shape[1:]]
+  found = [x for x in collectives(gradient, *args) if x.shape[1:]]
   table = (96, model.width)  # Looked up as it is stored, and its rows are cast.
   gathered = [x for x in found if x.op == "all-gather"]
   assert {x.dtype for x in gathered if x.shape != table} == {"f16"}
@@ -185,9 +186,11 @@ def gpt_sends_parameters_in_half_and_gradients_in_float32(gpt, runs, text):
   assert len(kernels) >= 6
   rows = (gpt.ROWS, gpt.ROWS // devices)
   assert not [x for x in found if x.shape[0] in rows and x.shape[1:2] == (model.context,)]
+  skips_a_window_that_overflows(training, state, tokens)
 
 
 def gpt_writes_with_half_parameters_and_a_half_cache(gpt, runs, text):
+  tells_the_perplexity(runs)
   for run in runs.values():
     written = gpt.python_reference.decode(run.state.written.tokens[1])
     assert written.startswith(PROMPT)
@@ -241,14 +244,6 @@ def gpt_chooses_the_characters_of_one_call(gpt, runs, text):
   assert clear[0].sum() <= int(same) <= int(count)
 
 
-def gpt_skips_a_batch_on_all_devices(gpt, runs, text):
-  model, devices = small_gpt(gpt).values()
-  training = gpt.prepare("mixed_float16", model, 8, devices)
-  tokens = next(gpt.windows(np.arange(5000) % 96, 1, 0, gpt.ROWS, model.context + 1))
-  state = runs["mixed_float16"].state.state
-  skips_a_window_that_overflows(training, state, training.shard(tokens))
-
-
 def lstm_keeps_what_runs_through_time_in_float32(lstm, runs, text):
   model = small_lstm(lstm)["model"]
   training = lstm.prepare("mixed_bfloat16", model, 1)
@@ -270,6 +265,7 @@ def lstm_keeps_what_runs_through_time_in_float32(lstm, runs, text):
 
 def lstm_goes_on_where_a_window_ended(lstm, runs, text):
   """The carry that the first leaves is all that the second has to know of it."""
+  tells_the_perplexity(runs)
   training = lstm.prepare("float32", small_lstm(lstm)["model"], 1)
   state, loss_fn = runs["float32"].state.state, programs.jitted(training.loss_fn)
   tokens = np.random.default_rng(0).integers(0, 96, (2, 17))
@@ -452,6 +448,11 @@ def test_a_layer_of_lenet_runs_in_the_dtype_that_the_table_says(example):
 # ResNet, fine-tuned
 
 
+def small_resnet(resnet):
+  network = resnet.ResNet(outputs=8, blocks=(1, 1, 1), width=8, small_images=True)
+  return {"network": network}
+
+
 def resnet_begins_with_what_was_saved(resnet, runs, text):
   plain, mixed = (run.state for run in runs.values())
   params, batch_stats = plain.first
@@ -532,18 +533,6 @@ def ssd_multiplies_in_half(ssd, runs, text):
   plain, mixed = (run.state for run in runs.values())
   assert set(plain.scales) == {1}
   assert f"{mixed.scales[0]:.0f}" in text
-
-
-def test_ssd_overlap_is_that_of_pixels(example):
-  rng = np.random.default_rng(0)
-  corners = np.sort(rng.integers(0, 9, (200, 2, 2, 2)), axis=2)  # [pair, box, corner, axis]
-  corners[:, :, 1] += 1  # no empty boxes
-  grid = np.indices((10, 10))[None, None]  # [1, 1, axis, y, x]
-  low, high = (corners[:, :, i, :, None, None] for i in (0, 1))
-  first, second = ((grid >= low) & (grid < high)).all(2).swapaxes(0, 1)
-  wanted = (first & second).sum((1, 2)) / (first | second).sum((1, 2))
-  a, b = corners.reshape(200, 2, 4).swapaxes(0, 1).astype(np.float32)
-  np.testing.assert_allclose(example("ssd_detection").overlap(a, b), wanted, rtol=1e-6)
 
 
 def test_ssd_finds_scenes_when_every_anchor_predicts_what_it_is_to_predict(example):
@@ -736,75 +725,16 @@ def vit_is_stored_in_half_but_for_norms(vit, runs, text):
 
 
 TRAININGS = {
-  "gpt": Training(
-    8,
-    (
-      tells_the_perplexity,
-      gpt_is_in_parts_on_two_devices,
-      gpt_scans_layers_in_half,
-      gpt_sends_parameters_in_half_and_gradients_in_float32,
-      gpt_writes_with_half_parameters_and_a_half_cache,
-      gpt_chooses_the_characters_of_one_call,
-      gpt_skips_a_batch_on_all_devices,
-    ),
-    lambda gpt: {**small_gpt(gpt), "prompt": PROMPT, "temperature": TEMPERATURE},
-  ),
-  "lstm_language_model": Training(
-    40,
-    (
-      tells_the_perplexity,
-      lstm_keeps_what_runs_through_time_in_float32,
-      lstm_goes_on_where_a_window_ended,
-      lstm_keeps_its_carry_where_a_window_overflows,
-    ),
-    small_lstm,
-  ),
-  "half_with_master_weights": Training(
-    30,
-    (
-      half_learns_like_float32,
-      half_stores_rounded_masters,
-      half_replicas_agree,
-      half_has_a_static_scale_and_then_a_dynamic_one,
-      half_exports_its_masters,
-      half_multiplies_float16_and_sums_float32,
-    ),
-    lambda half: {"devices": 2},
-    ("float32", "float16"),
-  ),
-  "lenet_per_module": Training(
-    2, (lenet_stores_and_shows_the_dtype_of_each_layer,), policies=("O0", MIXED)
-  ),
-  "resnet_finetune": Training(
-    2,
-    (
-      resnet_begins_with_what_was_saved,
-      resnet_convolves_in_half_in_multiples_of_8,
-      resnet_keeps_the_outputs_of_convolutions,
-    ),
-    lambda resnet: {
-      "network": resnet.ResNet(outputs=8, blocks=(1, 1, 1), width=8, small_images=True)
-    },
-  ),
+  "gpt": Training(8, lambda gpt: {**small_gpt(gpt), "prompt": PROMPT, "temperature": TEMPERATURE}),
+  "lstm_language_model": Training(40, small_lstm),
+  "half_with_master_weights": Training(30, lambda _: {"devices": 2}, ("float32", "float16")),
+  "lenet_per_module": Training(2, policies=("O0", MIXED)),
+  "resnet_finetune": Training(2, small_resnet),
   "ssd_detection": Training(
-    2,
-    (ssd_multiplies_in_half,),
-    lambda ssd: {"network": ssd.Detector(width=8, depth=1), "growth_interval": 6},
+    2, lambda ssd: {"network": ssd.Detector(width=8, depth=1), "growth_interval": 6}
   ),
-  "updater": Training(
-    11,
-    (
-      updater_does_what_a_loop_by_hand_does,
-      updater_runs_again_what_overflows_and_loses_what_is_broken,
-      updater_replicas_agree,
-    ),
-    lambda updater: {"devices": 2, "accum_grad": 2},
-  ),
-  "vit": Training(
-    2,
-    (vit_computes_in_half_and_skips_without_a_trace, vit_is_stored_in_half_but_for_norms),
-    lambda vit: {"width": 32, "depth": 1, "heads": 2},
-  ),
+  "updater": Training(11, lambda _: {"devices": 2, "accum_grad": 2}),
+  "vit": Training(2, lambda _: {"width": 32, "depth": 1, "heads": 2}),
 }
 
 LEARNED = {
