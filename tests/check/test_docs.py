@@ -153,7 +153,7 @@ def test_all_blocks_of_a_page_run_in_one_namespace():
     ("bash", "", AssertionError),
     ("y = [1]", "pass", NameError),
     ("y[0] = z = x", "z = w", NameError),
-    ("not python\n```\n\n```python", "not python\n", ValueError),
+    ("{toctree}\nnot python\n```", "{toctree}\nnot python", ValueError),
   ],
 )
 def test_a_broken_page_fails(old, new, error):

@@ -105,6 +105,11 @@ def test_kernels_move_their_operands_and_results(hlo):
   assert sum(kernels for kernels, _ in found.values()) == 5
   with pytest.raises(ValueError, match="no entry computation"):
     hlo.parse("HloModule empty\n")
+  # Whatever XLA makes of it here: one product, whose operands and result are 64 bytes each.
+  compiled = jax.jit(lambda x, y: x @ y).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).compile()
+  program = hlo.parse(compiled.as_text())
+  assert program.products() == {"f32": 1}
+  assert sum(map(program.moved, program.kernels())) == 3 * 64
 
 
 LOOP = r"""HloModule jit_g
@@ -185,14 +190,6 @@ def test_a_loop_has_no_estimate(gpu_hlo):
   figures, text = gpu_hlo.compiled_step(step, args, {})
   assert gpu_hlo.estimate("h200", figures, gpu_hlo.hlo.parse(text)) is None
   assert figures["flops"].keys() == {"float16"}
-
-
-def test_operations_of_a_compiled_program_are_read(hlo):
-  """Whatever XLA makes of it here: one product, whose operands and result are 64 bytes each."""
-  compiled = jax.jit(lambda x, y: x @ y).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).compile()
-  program = hlo.parse(compiled.as_text())
-  assert program.products() == {"f32": 1}
-  assert sum(map(program.moved, program.kernels())) == 3 * 64
 
 
 def test_one_version_differs_from_another_by_its_dtypes_alone(gpu_hlo):

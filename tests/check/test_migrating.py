@@ -160,19 +160,14 @@ def dotted(node: ast.AST) -> str:
 
 
 def public(name: str) -> Any:
-  """Returns what a public name, or an attribute of one, stands for; None if it is neither."""
+  """Returns what a public name, or an attribute of one, is; None if it is neither."""
   pieces = name.split(".")
   if not any(".".join(pieces[:n]) in NAMES for n in range(2, len(pieces) + 1)):
     return None
-  return resolve(name) if _resolves(name) else None
-
-
-def _resolves(name: str) -> bool:
   try:
-    resolve(name)
+    return resolve(name)
   except AttributeError:
-    return False
-  return True
+    return None
 
 
 def code_faults(code: str) -> Iterator[str]:
