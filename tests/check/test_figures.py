@@ -12,7 +12,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
-from docs.figures import casts, float8, formats, memory, sphinx_pictures, step, style, underflow
+from docs.figures import casts, formats, memory, sphinx_pictures, style, underflow
 from docs.figures.__main__ import FIGURES
 from tests.lint.test_links import PAGES, ROOT
 
@@ -141,56 +141,9 @@ def test_the_recorded_gradients_are_those_that_the_page_speaks_of():
   assert after.zero + after.subnormal + after.overflow < 1e-3
 
 
-@pytest.mark.standard_promotion
-def test_a_skipped_step_keeps_all_that_a_step_moves():
-  found = step.facts()
-  assert set(found.changed.values()) == {(True, False)}
-  first, second, third = (float(x.replace(",", "")) for x in found.counters["loss_scale"])
-  assert first == second == 2 * third
-  assert found.dtypes == {
-    **dict.fromkeys(("parameters", "loss", "gradients"), "float32"),
-    **dict.fromkeys(("forward", "backward"), "float16"),
-  }
-
-
-@pytest.mark.standard_promotion
-def test_matmuls_of_the_block_are_low_and_all_else_that_sums_is_float32():
-  found = casts.facts()
-  wide = {name for name, dtype in found.nodes.items() if dtype == "float32"}
-  assert wide == {"norm_1", "softmax", "norm_2", "gelu"}
-  assert set(found.nodes) == set(casts.NODES)
-  for (before, after), (made, taken) in found.edges.items():
-    assert taken == found.nodes[after]
-    assert made == found.nodes.get(before, "bfloat16")
-  assert {first for first, _ in found.params.values()} == {"float32"}
-
-
 def test_a_node_with_two_dtypes_is_no_figure():
   with pytest.raises(ValueError, match="norm_1: the figure shows one dtype"):
     casts._only({"float32", "bfloat16"}, "norm_1")
-
-
-@pytest.mark.standard_promotion
-def test_float8_matmuls_are_e4m3_forward_and_e5m2_for_gradients():
-  found = float8.facts()
-  dtypes = {
-    name: {operand.name: operand.dtype for operand in matmul.operands}
-    for name, matmul in found.items()
-  }
-  forward, gradient = "float8_e4m3fn", "float8_e5m2"
-  assert dtypes == {
-    "y": {"x": forward, "w": forward},
-    "x": {"gradient": gradient, "w": forward},
-    "w": {"gradient": gradient, "x": forward},
-  }
-  for matmul in found.values():
-    for operand in matmul.operands:
-      assert operand.largest == float(jnp.finfo(operand.dtype).max)
-  assert {name: matmul.result for name, matmul in found.items()} == {
-    "y": "bfloat16",
-    "x": "bfloat16",
-    "w": "float32",
-  }
 
 
 @pytest.mark.standard_promotion
