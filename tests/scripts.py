@@ -1,9 +1,11 @@
-"""Fixtures that import a script of benchmarks/ as Python finds it when it is run."""
+"""What tests of examples/ and benchmarks/ share: scripts as fixtures, and what a plot shows."""
 
 import importlib
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
@@ -23,3 +25,13 @@ def benchmark(script: str, name: str | None = None) -> Any:
     return importlib.import_module(script)
 
   return imported
+
+
+def assert_colors(path: pathlib.Path, colors: Iterable[str]) -> None:
+  """Asserts that a PNG has more than 50 pixels of each color, which is written as `#rrggbb`."""
+  from matplotlib import image
+
+  pixels = image.imread(path)
+  for color in colors:
+    wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    assert (np.abs(pixels[..., :3] - wanted).max(-1) < 0.02).sum() > 50, color

@@ -6,6 +6,7 @@ python tests/uncovered_cases.py --part scaling    # with what each row wants sho
 
 import argparse
 import ast
+import functools
 import pathlib
 import re
 from typing import NamedTuple
@@ -55,6 +56,7 @@ def carried_ids(source: str) -> list[str]:
   return found
 
 
+@functools.cache
 def carried_by_tests() -> dict[str, list[str]]:
   """Returns the test files that carry each id."""
   found: dict[str, list[str]] = {}

@@ -1,10 +1,19 @@
-"""The benchmarks run, compare like with like, and say what was recorded."""
+"""The benchmarks run, compare like with like, and the pages show what was recorded.
+
+Those of step times and dtypes, of autocast, of gradients against float64, and of training from many
+seeds. What is measured for a GPU is in the files of its scripts.
+"""
 
 import collections
 import functools
+import inspect
 import io
 import json
+import math
+import pathlib
 import platform
+import statistics
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +23,49 @@ from rich.console import Console
 
 import mpjax
 from tests import programs
-from tests.scripts import BENCHMARKS, benchmark
+from tests.scripts import BENCHMARKS, assert_colors, benchmark
 
 RECORDED = sorted((BENCHMARKS / "results").glob("*.json"))
 MODELS = ("mlp", "resnet", "gpt")
 HALVES = ("bfloat16", "float16")
 
+bench, measure, report = benchmark("run", name="bench"), benchmark("measure"), benchmark("report")
+autocast, autocast_report = benchmark("autocast"), benchmark("autocast_report")
+autocast_programs, gpu_hlo = benchmark("autocast_programs"), benchmark("gpu_hlo")
+accuracy, accuracy_report = benchmark("accuracy"), benchmark("accuracy_report")
+parity_report, imported_parity = benchmark("parity_report"), benchmark("parity", "imported_parity")
 
-bench = benchmark("run", name="bench")
-measure = benchmark("measure")
-report = benchmark("report")
+
+def quiet():
+  return Console(file=io.StringIO(), width=80)
+
+
+def recorded(report):
+  return json.loads(report.RECORDED.read_text(encoding="utf-8"))
+
+
+def test_the_pages_show_what_is_recorded(report, autocast_report, accuracy_report, parity_report):
+  """Else run `python benchmarks/report.py`, or that of the page."""
+  readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+  assert report.updated(readme) == readme
+  assert report.markdown(json.loads(RECORDED[0].read_text(encoding="utf-8"))) in readme
+  for each, table in (
+    (autocast_report, autocast_report.memory),
+    (accuracy_report, accuracy_report.table),
+    (parity_report, parity_report.table),
+  ):
+    page, results = each.PAGE.read_text(encoding="utf-8"), recorded(each)
+    assert each.updated(page, results) == page
+    assert table(results) in page
+  assert parity_report.PLOT.read_bytes().startswith(b"\x89PNG")
+  for file in RECORDED:
+    results = json.loads(file.read_text(encoding="utf-8"))
+    assert results["environment"]["versions"].keys() > {"mpjax", "jax", "flax", "optax"}
+    assert results["precision"].keys() == results["scaling"].keys() == set(MODELS)
+    assert results["settings"]["rounds"] >= 10
+
+
+# Steps
 
 
 def gradient(bench, case, apply):
@@ -35,12 +77,11 @@ def gradient(bench, case, apply):
   return fun, (params, rest, case.inputs, labels)
 
 
-@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("model", MODELS)
-def test_by_hand_and_by_policy_have_the_same_products_and_no_more_casts(bench, model, half):
+def test_by_hand_and_by_policy_have_the_same_products_and_no_more_casts(bench, model):
   """But for a GELU, whose cube is float32: one cast into it, and two out, value and slope."""
   case = bench.SIZES["tiny"][model]
-  applies = bench.variants(case, half)
+  applies = bench.variants(case, "bfloat16")
   traced = {}
   for name in ("by hand", "policy"):
     fun, args = gradient(bench, case, applies[name])
@@ -49,21 +90,8 @@ def test_by_hand_and_by_policy_have_the_same_products_and_no_more_casts(bench, m
   assert found["by hand"] == found["policy"]
   assert programs.half_share(traced["by hand"]) == 1
   casts = {name: programs.converts(program) for name, program in traced.items()}
-  gelu = {f"{half}->float32": 1, f"float32->{half}": 2} if model == "gpt" else {}
+  gelu = {"bfloat16->float32": 1, "float32->bfloat16": 2} if model == "gpt" else {}
   assert casts["policy"] <= casts["by hand"] + collections.Counter(gelu)
-
-
-def test_gradients_by_policy_err_no_more_than_by_hand(bench):
-  case = bench.SIZES["tiny"]["mlp"]
-  applies = bench.variants(case, "float16")
-  values = {}
-  for name in ("float32", "by hand", "policy"):
-    fun, _ = gradient(bench, case, applies[name])
-    params, rest, _ = bench.first_state(case, bench.optimizer())
-    values[name] = jax.jit(fun)(params, rest, *case.data())
-    assert {str(x.dtype) for x in jax.tree.leaves(values[name])} == {"float32"}
-  errors = {name: programs.error(x, values["float32"]) for name, x in values.items()}
-  assert 0 < errors["policy"] <= 1.1 * errors["by hand"] < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -75,11 +103,13 @@ def test_gradients_by_policy_err_no_more_than_by_hand(bench):
     ("gpt", 24 * (12 * 1024**2 + 13 * 1024) + 2 * 50304 * 1024 + 1024**2 + 2 * 1024),
   ],
 )
-def test_sizes_for_a_gpu_trace(bench, model, parameters):
-  """Nothing of that size is computed here: shapes and dtypes only, forward and backward."""
+def test_sizes_for_a_gpu_trace(bench, gpu_hlo, model, parameters):
+  """Nothing of that size is computed here: shapes and dtypes, and of each stage one layer."""
   case = bench.SIZES["gpu"][model]
+  params = jax.eval_shape(case.make().init, jax.random.key(0), case.inputs)["params"]
+  assert sum(x.size for x in jax.tree.leaves(params)) == parameters
+  case = gpu_hlo.shallower(case, 1)
   fun, args = gradient(bench, case, bench.variants(case, "bfloat16")["policy"])
-  assert sum(x.size for x in jax.tree.leaves(args[0])) == parameters
   program, ((loss, _), grads) = jax.make_jaxpr(fun, return_shape=True)(*args)
   assert programs.half_share(program) == 1
   assert (loss.shape, loss.dtype) == ((), jnp.float32)
@@ -109,12 +139,13 @@ def test_flax_step_skips_like_ours(bench):
     assert not jax.tree.all(jax.tree.map(np.array_equal, further[0], new[0]))
 
 
-def test_everything_is_measured_and_written(bench, report, tmp_path):
+def test_everything_is_measured_and_written(bench, measure, tmp_path):
   text = io.StringIO()
   out = tmp_path / "new" / "figures.json"
-  console = Console(file=text, width=80)
-  results = bench.main("tiny", "float16", 2, ["mlp"], out, console)
+  results = bench.main("tiny", "float16", 2, ["mlp"], out, Console(file=text, width=80))
   assert json.loads(out.read_text()) == results
+  assert platform.node() not in out.read_text()
+  assert "CPU" in measure.hardware()
   figures = results["precision"]["mlp"]
   assert list(figures) == ["float32", "by hand", "policy"]
   for one in figures.values():
@@ -140,7 +171,7 @@ def test_everything_is_measured_and_written(bench, report, tmp_path):
   assert all(line.count("(") == line.count(")") for line in lines if "/" in line)
 
 
-def test_turns_are_taken_in_turn(measure):
+def test_turns_are_taken_in_turn_and_a_ratio_round_by_round(measure):
   order = []
 
   def run(name):
@@ -151,16 +182,13 @@ def test_turns_are_taken_in_turn(measure):
   times = measure.take_turns(runs, rounds=4, seconds=0)
   assert "".join(order[-12:]) == "abc" + "bca" + "cab" + "abc"
   assert {name: len(x) for name, x in times.items()} == dict.fromkeys("abc", 4)
-
-
-def test_a_ratio_is_taken_round_by_round(measure):
-  """The machine was ten times slower in the second round: that is no difference of the two."""
+  # The machine was ten times slower in the second round: that is no difference of the two.
   found = measure.ratio([2.0, 20.0, 2.2, 3.0, 2.0], [1.0, 10.0, 1.0, 1.0, 1.0])
   assert (found.low, found.median, found.high) == (2.0, 2.0, 2.2)
   assert str(found) == "2.00 (2.00-2.20)"
 
 
-def test_operations_of_compiled_programs_are_counted(measure):
+def test_operations_are_counted_in_what_xla_compiled(measure):
   text = """HloModule jit_f
 %fused (p: f32[4]) -> (f32[4], bf16[4]) {
   %p = f32[4]{0} parameter(0)
@@ -172,16 +200,8 @@ ENTRY %main (p: f32[4]) -> f32[4] {
   ROOT %call = f32[4]{0} custom-call(%fusion), custom_call_target="dot"
 }
 """
-  assert measure.count_hlo(text) == {
-    "parameter": 1,
-    "add": 1,
-    "convert": 1,
-    "fusion": 1,
-    "custom-call": 1,
-  }
-
-
-def test_operations_are_counted_in_what_xla_compiled(measure):
+  names = ("parameter", "add", "convert", "fusion", "custom-call")
+  assert measure.count_hlo(text) == dict.fromkeys(names, 1)
   compiled = jax.jit(lambda x: (x @ x).astype(jnp.int32)).lower(jnp.ones((4, 4))).compile()
   found = measure.count_compiled(compiled)
   assert found["dot"] + found["custom_call"] == 1
@@ -189,23 +209,405 @@ def test_operations_are_counted_in_what_xla_compiled(measure):
   assert found["argument_bytes"] == found["output_bytes"] == 64
 
 
-def test_machine_is_not_named(measure):
-  text = json.dumps(measure.environment())
-  assert platform.node() not in text
-  assert "CPU" in measure.hardware()
+# Autocast, whose programs promote ranks as people write them
 
 
-def test_figures_are_recorded():
-  assert RECORDED
-  for file in RECORDED:
-    results = json.loads(file.read_text(encoding="utf-8"))
-    assert results["environment"]["versions"].keys() > {"mpjax", "jax", "flax", "optax"}
-    assert results["precision"].keys() == results["scaling"].keys() == set(MODELS)
-    assert results["settings"]["rounds"] >= 10
+@pytest.mark.standard_promotion
+def test_a_program_is_measured_by_every_tool_and_written(
+  autocast, autocast_report, tmp_path, monkeypatch
+):
+  tiny = autocast.autocast_memory.SIZES["tiny"]
+  monkeypatch.setitem(autocast.autocast_memory.SIZES, "tiny", {"LSTM": tiny["LSTM"]})
+  out, name, kind = tmp_path / "new" / "figures.json", "classifier, jit", "jax.lax"
+  # The other interpreter is this one, so that nothing has to be installed.
+  python = pathlib.Path(sys.executable)
+  results = autocast.main(
+    *(2, 8, [name], [kind], (20,), "tiny", ["float16"]),
+    jaxamp_python=python,
+    out=out,
+    console=quiet(),
+  )
+  assert json.loads(out.read_text(encoding="utf-8")) == results
+  for where in ("here", "there"):
+    found = results["tools"]["float16"][where]["programs"][name]
+    hand = found["by hand"]
+    assert hand["forward_half"] == hand["gradient_half"] == 1
+    assert 0 < hand["error"] < 4e-3
+    assert len(hand["trace_seconds"]) == len(found["float32"]["trace_seconds"]) == 2
+    assert hand["compiled"]["dot"] + hand["compiled"]["custom_call"] > 0
+  ours = results["tools"]["float16"]["here"]["programs"][name]["mpjax"]
+  assert ours["forward_half"] == ours["gradient_half"] == 1
+  warm, cold = results["tracing"]["kinds"][kind]
+  assert warm["equations"] == pytest.approx(20, abs=3)
+  assert (warm["cold"], cold["cold"]) == (False, True)
+  assert min(*warm["plain"], *warm["autocast"]) > 0
+  assert results["memory"]["float16"]["models"].keys() == {"LSTM"}
+  page = autocast_report.updated(autocast_report.PAGE.read_text(encoding="utf-8"), results)
+  assert f"| {name} | by hand | 100% | 100% |" in page
 
 
-def test_readme_shows_what_is_recorded(report):
-  """Else run `python benchmarks/report.py`."""
-  readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-  assert report.updated(readme) == readme
-  assert report.markdown(json.loads(RECORDED[0].read_text(encoding="utf-8"))) in readme
+@pytest.mark.standard_promotion
+def test_a_failure_of_a_tool_is_recorded_and_said(autocast, autocast_report, monkeypatch):
+  tools = autocast.autocast_tools
+
+  def broken(program, half):
+    raise TypeError("no such\nthing")
+
+  monkeypatch.setattr(tools, "TOOLS", {"mine": broken})
+  settings = tools.Settings(size=8, rounds=1)
+  found = tools.main(["mine"], settings, ["classifier, jit"])["programs"]["classifier, jit"]
+  assert found["mine"] == {"failed": "TypeError: no such"}
+  good = {"forward_half": 1.0, "gradient_half": 1.0, "error": 3e-3}
+  say = autocast_report._failure
+  assert say(good, "transformer, loop", "float16") == "-"
+  assert say(good, "mlp", "float16") == "error 3.0e-03, bound 2.0e-03"
+  assert say({**good, "error": float("nan")}, "mlp", "bfloat16") == "error nan, bound 1.6e-02"
+  half = {**good, "gradient_half": 0.25}
+  assert say(half, "mlp", "bfloat16") == "in float32: 0% forward, 75% gradient"
+
+
+@pytest.mark.standard_promotion
+def test_plain_and_by_hand_are_one_program_in_two_precisions(autocast, autocast_programs):
+  """By hand every product is in half; without a dtype there is no cast at all."""
+  for name, program in autocast_programs.PROGRAMS.items():
+    params, batch = program.make(8)
+    style = autocast_programs.Style(jnp.float16)
+    plain = jax.make_jaxpr(program.loss)(params, batch)
+    hand = jax.make_jaxpr(lambda p, b, f=program.loss, s=style: f(p, b, s))(params, batch)
+    assert programs.half_share(hand) == 1, name
+    assert programs.converts(plain) == {}, name
+    assert programs.half_share(plain) == 0, name
+    flops = ([product.flops for product in programs.products(each)] for each in (plain, hand))
+    assert next(flops) == next(flops), name
+  for kind in ("jax.lax", "value_and_grad(autocast), jax.numpy"):
+    # As many equations as were asked for.
+    assert autocast.autocast_tracing.sized(kind, 300)[2] == pytest.approx(300, rel=0.25), kind
+
+
+def test_recorded_figures_of_autocast_are_within_the_bounds(
+  autocast, autocast_report, autocast_programs
+):
+  """Those of issue and design: 1.1 times the memory by hand, 2.5 times the time of tracing."""
+  results = recorded(autocast_report)
+  for part in autocast.PARTS:
+    assert results[part]["environment"]["versions"].keys() >= {"mpjax", "jax", "flax"}
+    assert results[part]["settings"]["rounds"] >= 10
+  for half in HALVES:
+    models = results["memory"][half]["models"]
+    assert len(models) == 4
+    for kept in models.values():
+      for key in ("own", "all"):
+        assert kept["autocast"][key] <= 1.1 * kept["by hand"][key]
+    for where in ("here", "there"):
+      found = results["tools"][half][where]
+      assert found["programs"].keys() == autocast_programs.PROGRAMS.keys()
+      assert "jaxamp" in found["environment"]["versions"]
+    for name, found in results["tools"][half]["here"]["programs"].items():
+      assert autocast_report._failure(found["mpjax"], name, half) == "-"
+  assert results["tracing"]["kinds"].keys() == autocast.autocast_tracing.KINDS.keys()
+  for found in results["tracing"]["kinds"].values():
+    for one in found:
+      assert autocast_report.ratio(one["autocast"], one["plain"]).median <= 2.5
+
+
+# Gradients, against float64
+
+FEW = ("Linen MLP", "Linen LSTM", "NNX transformer block")
+
+
+@pytest.mark.case("I15")
+@pytest.mark.standard_promotion
+def test_gradients_are_as_near_to_float64_as_those_by_hand(accuracy, accuracy_report, tmp_path):
+  found = accuracy.main(FEW, seeds=6, out=tmp_path / "accuracy.json", console=quiet())
+  each = accuracy_report.comparisons(found)
+  assert set(each) == {(name, dtype) for name in FEW for dtype in accuracy_report.DTYPES}
+  for one in each.values():
+    assert 1e-5 < one.policy <= 1.1 * one.by_hand < 0.1
+  for dtype in accuracy_report.DTYPES:
+    ratios = [one.ratio for (_, other), one in each.items() if other == dtype]
+    assert statistics.geometric_mean(ratios) <= 1.0
+  assert accuracy_report.holds(found)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", ["Linen LSTM", "NNX GRU", "NNX transformer block"])
+def test_the_reference_is_the_slope_of_the_loss_in_float64(accuracy, name):
+  """Along one direction, by central differences, which float32 would find to two digits."""
+  model = accuracy.MODELS[name]
+  draw = model.draw(0)
+  (gradient,) = accuracy.reference(model, [draw])
+  rng = np.random.default_rng(0)
+  along = jax.tree.map(lambda x: rng.normal(size=x.shape), gradient)
+  with jax.enable_x64(True):
+    params, rest, inputs = accuracy.in_float64(draw)
+    loss = model.loss("float64", "")
+    step = 1e-5
+    plus, minus = (
+      loss(jax.tree.map(lambda x, d, by=by: x + by * d, params, along), rest, inputs)
+      for by in (step, -step)
+    )
+  inner = jax.tree.map(lambda x, y: np.sum(x * y), gradient, along)
+  assert sum(jax.tree.leaves(inner)) == pytest.approx(float(plus - minus) / (2 * step), rel=1e-8)
+
+
+@pytest.mark.standard_promotion
+def test_a_reference_that_is_not_in_float64_throughout_is_refused(accuracy):
+  def rounded(params, rest, inputs):
+    return jnp.sum(jnp.sin(params.astype(jnp.float32)))
+
+  draw = (np.ones(3, np.float32), {}, ())
+  model = accuracy.Model(lambda _: draw, lambda way, dtype: rounded, ())
+  with pytest.raises(ValueError, match=r"not in float64.*sin float32"):
+    accuracy.reference(model, [draw])
+
+
+def test_an_error_is_that_of_all_parameters_and_of_the_version_that_errs_least(
+  accuracy, accuracy_report
+):
+  want = {"a": np.array([3.0, 0.0]), "b": np.array([[0.0, 4.0]])}
+  got = {"a": np.float32([3.0, 0.3]), "b": np.float32([[0.4, 4.0]])}
+  assert accuracy.error(got, want) == pytest.approx(0.5 / 5)
+  assert accuracy.error(want, want) == 0
+  errors = {"policy": [1e-3, 4e-3], "dtype": [8e-3, 2e-3], "care": [1e-3, 1e-3]}
+  errors = {way: accuracy_report.means(each) for way, each in errors.items()}
+  one = accuracy_report.compare({**errors, "cast": "not supported"})
+  assert one.way == "care"
+  assert one.ratio == pytest.approx(statistics.geometric_mean([1.0, 4.0]))
+  assert errors["policy"]["root_mean_square"] == pytest.approx(math.sqrt(8.5e-6))
+  alone = {"policy": errors["policy"], "cast": "23% of its matmuls are in float16"}
+  assert accuracy_report.compare(alone) is None
+  # Neither one model above 1.1, nor all together above 1.
+  for ratios, holds in (
+    ([1.05, 0.9], True),
+    ([1.05, 0.99], False),
+    ([1.11, 0.5], False),
+    ([math.nan, 0.5], False),
+  ):
+    means = accuracy_report.means
+    models = {
+      str(i): {"float16": {"policy": means([ratio * 1e-3]), "dtype": means([1e-3])}}
+      for i, ratio in enumerate(ratios)
+    }
+    assert accuracy_report.holds({"models": models}) is holds
+
+
+def test_recorded_errors_hold(accuracy, accuracy_report):
+  found = recorded(accuracy_report)
+  assert found["models"].keys() == accuracy.MODELS.keys()
+  assert found["seeds"] == accuracy.SEEDS
+  assert found["environment"]["versions"].keys() >= {"mpjax", "jax", "flax"}
+  compared = accuracy_report.comparisons(found)
+  for name, model in found["models"].items():
+    for dtype, errors in model.items():
+      assert errors.keys() == {"policy", *accuracy.MODELS[name].by_hand}
+      reasons = [x for way, x in errors.items() if way != "policy" and isinstance(x, str)]
+      assert (name, dtype) in compared or len(reasons) == len(errors) - 1 > 0
+  assert accuracy_report.holds(found)
+
+
+# Training from many seeds
+
+
+@pytest.fixture
+def parity(example, imported_parity):
+  """The script, with the examples that it trains on its path."""
+  return imported_parity
+
+
+def test_the_verdict_is_that_of_the_statistics_module(parity_report):
+  for seeds in (2, 5, 10):
+    rng = np.random.default_rng(seeds)
+    verdicts = []
+    for _ in range(200):
+      reference, half = (rng.normal(size=seeds).tolist() for _ in range(2))
+      found = parity_report.compare(half, reference)
+      apart = statistics.fmean(half) - statistics.fmean(reference)
+      deviation = statistics.stdev(reference)
+      assert found.difference == pytest.approx(apart, abs=1e-12)
+      assert found.deviation == pytest.approx(deviation)
+      assert found.range == max(reference) - min(reference)
+      pairs = zip(half, reference, strict=True)
+      assert found.paired**2 == pytest.approx(statistics.fmean((a - b) ** 2 for a, b in pairs))
+      assert found.holds == (abs(apart) <= deviation)
+      verdicts.append(found.holds)
+    # What is drawn from one distribution breaks it now and then.
+    assert 0 < sum(verdicts) < 200
+  # At its limits; [1, 2, 3] has a deviation of 1.
+  for half, reference, holds in (
+    ([3.0, 3.0, 3.0], [1.0, 2.0, 3.0], True),
+    ([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], True),
+    ([3.01, 3.0, 3.0], [1.0, 2.0, 3.0], False),
+    ([0.99, 1.0, 1.0], [1.0, 2.0, 3.0], False),
+    ([np.nan, 2.0, 2.0], [1.0, 2.0, 3.0], False),
+    ([1.5, 1.5], [1.5, 1.5], True),
+    ([1.5, 1.6], [1.5, 1.5], False),
+  ):
+    assert parity_report.compare(half, reference).holds == holds
+
+
+def results(report, shift=0.0):
+  """Figures of two models, three seeds each, where half is off by `shift`."""
+
+  def runs(policy, name):
+    off = shift if policy == "mixed_float16" else 0.0
+    return {
+      str(seed): {name: 0.5 + 0.1 * seed + off, "skipped": 2 * seed, "loss_scale": 1.0}
+      for seed in range(3)
+    }
+
+  models = {
+    model: {"steps": 7, "runs": {policy: runs(policy, name) for policy in report.POLICIES}}
+    for model, name in {"net": "accuracy", "writer": "character_loss"}.items()
+  }
+  return {"environment": recorded(report)["environment"], "models": models}
+
+
+def test_rows_and_plot_say_what_was_measured(parity_report, tmp_path):
+  heading, *rows = parity_report.rows(results(parity_report, shift=0.05))
+  found = {(row[0], row[2]): dict(zip(heading, row, strict=True)) for row in rows}
+  row = found["net", "mixed_float16"]
+  assert (row["figure"], row["mean"], row["float32"]) == ("test accuracy, %", "65.0000", "60.0000")
+  assert (row["difference"], row["deviation"], row["range"]) == ("+5.0000", "10.0000", "20.0000")
+  assert (row["same seed"], row["within"], row["skipped"]) == ("5.0000", "yes", "2.0")
+  writer = found["writer", "mixed_bfloat16"]
+  assert writer["figure"] == "held-out perplexity"
+  assert float(writer["mean"]) == pytest.approx(np.mean(np.exp([0.5, 0.6, 0.7])), abs=1e-4)
+  apart = results(parity_report, shift=0.2)
+  off = parity_report.rows(apart)
+  assert [row[heading.index("within")] for row in off[1:]] == ["yes", "**no**", "yes"] * 2
+  assert parity_report.summary(apart) == "Within the spread: 4 of 6 rows."
+  parity_report.plot(apart, tmp_path / "new" / "plot.png")
+  assert_colors(tmp_path / "new" / "plot.png", parity_report.COLORS[1:])
+  del apart["models"]["net"]["runs"]["mixed_bfloat16"]["1"]
+  with pytest.raises(ValueError, match=r"mixed_bfloat16 has only the seeds \['0', '2'\]"):
+    parity_report.comparisons(apart)
+
+
+def test_runs_are_made_once_and_kept(parity, monkeypatch, tmp_path):
+  """A run that was interrupted goes on; another number of steps is not mixed with what is there."""
+  made = []
+
+  def run(policy, steps, seed, on_step):
+    if len(made) == 4:
+      made.append("interrupted")
+      raise KeyboardInterrupt
+    for _ in range(steps):
+      on_step()
+    made.append((policy, seed))
+    return {"loss": float(seed), "skipped": 0, "loss_scale": 1.0}
+
+  monkeypatch.setattr(parity, "TASKS", {"net": parity.Task(run, steps=3, seeds=2)})
+  out = tmp_path / "new" / "parity.json"
+  with pytest.raises(KeyboardInterrupt):
+    parity.main(["net"], out=out, console=quiet())
+  found = parity.main(["net"], out=out, console=quiet())
+  made.remove("interrupted")
+  policies = list(map(parity.spelled, parity.parity_report.POLICIES))
+  assert made == [(policy, seed) for policy in policies for seed in range(2)]
+  assert json.loads(out.read_text(encoding="utf-8")) == found
+  parity.main(["net"], seeds=3, out=out, console=quiet())
+  assert made[8:] == [(policy, 2) for policy in policies]
+  with pytest.raises(ValueError, match=r"other steps of net \(3\) than these \(5\)"):
+    parity.main(["net"], steps=5, out=out, console=quiet())
+
+
+def test_a_seed_is_a_start_and_an_order_of_batches_under_every_policy(parity):
+  """Parameters, and the key that dropout keys are folded from. (Batches know of no policy.)"""
+  lstm = parity.lstm.LanguageModel(features=8, layers=1)
+  gpt = parity.gpt.Gpt(layers=1, width=8, heads=1, context=8)
+
+  def start(policy, seed):
+    key = jax.random.key(seed)
+    states = (
+      parity.lstm.prepare(policy, lstm, 2).start(key, 4),
+      parity.gpt.prepare(policy, gpt, 2).start(key),
+    )
+    return [(programs.bits(x.params), programs.bits(jax.random.key_data(x.rng))) for x in states]
+
+  reference = start("float32", 1)
+  for policy in parity.parity_report.POLICIES[1:]:
+    assert start(parity.spelled(policy), 1) == reference
+  for one, other in zip(start("float32", 2), reference, strict=True):
+    assert all(a != b for a, b in zip(one, other, strict=True))
+  digits, lenet = parity.digits, parity.lenet
+  data = digits.load_data()[0]
+  for batches in (functools.partial(digits.batches, data), functools.partial(lenet.batches, data)):
+    first, again, other = (programs.bits(next(batches(1, seed=seed))) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(("example_of", "task"), [("digits", "digits CNN"), ("lenet", "LeNet-5")])
+def test_a_run_passes_its_seed(parity, monkeypatch, example_of, task):
+  """To what makes the first parameters, and to what chooses the batches."""
+  module, asked = getattr(parity, example_of), {"prepare": [], "batches": []}
+  run = parity.TASKS[task].run
+
+  def spy(name):
+    plain = getattr(module, name)
+
+    def call(*args, **kwargs):
+      given = inspect.signature(plain).bind(*args, **kwargs)
+      given.apply_defaults()
+      asked[name].append(given.arguments["seed"])
+      if name == "batches":
+        raise KeyboardInterrupt  # It is known by now.
+      return plain(*args, **kwargs)
+
+    return call
+
+  for name in asked:
+    monkeypatch.setattr(module, name, spy(name))
+  with pytest.raises(KeyboardInterrupt):
+    run("float32", 1, 7, lambda: None)
+  assert 7 in asked["prepare"]  # The step, which all seeds share, is another's.
+  assert asked["batches"] == [7]
+
+
+def test_a_real_run(parity, monkeypatch, tmp_path):
+  """A small model: policies differ, but less than seeds do, and it learns."""
+  tiny = parity.lstm.LanguageModel(features=8, layers=1)
+  run = functools.partial(parity.language_model, parity.lstm, tiny)
+  monkeypatch.setattr(parity, "TASKS", {"LSTM": parity.Task(run, steps=40, seeds=2)})
+  monkeypatch.setattr(parity.parity_report, "POLICIES", ("float32", "mixed_float16"))
+  found = parity.main(["LSTM"], out=tmp_path / "parity.json", console=quiet())
+  for runs in found["models"]["LSTM"]["runs"].values():
+    assert list(runs) == ["0", "1"]
+    for one in runs.values():
+      assert 1 < one["character_loss"] < 0.9 * np.log(96)  # 96 characters, all alike at first
+      assert one["skipped"] == 0
+  (one,) = parity.parity_report.comparisons(found).values()
+  assert one.holds
+  assert 0 < abs(one.difference) < one.deviation
+
+
+def test_float8_is_trained_where_a_model_has_it(parity):
+  """All matmuls of its hidden layers are in float8, and a model without rows for it has none."""
+  images = jax.ShapeDtypeStruct((64, 8, 8, 1), "float32")
+
+  def in_float8(network):
+    model = mpjax.linen.with_policy(network, parity.spelled("mixed_float8"))
+    apply = functools.partial(model.apply, train=False)
+    init = functools.partial(model.init, train=False)
+    variables = jax.eval_shape(init, jax.random.key(0), images)
+    return sum(not each.reason for each in mpjax.audit(apply)(variables, images).float8)
+
+  assert in_float8(parity.digits.Network(hidden=(128, 128))) == 2
+  assert in_float8(parity.digits.NETWORK) == 0
+  assert "mixed_float8" in parity.TASKS["dense CNN"].policies
+  assert "mixed_float8" not in parity.TASKS["digits CNN"].policies
+
+
+def test_recorded_trainings_hold(parity, parity_report):
+  found = recorded(parity_report)
+  assert found["models"].keys() == parity.TASKS.keys()
+  assert found["environment"]["versions"].keys() >= {"mpjax", "jax", "flax", "optax"}
+  for name, task in found["models"].items():
+    assert task["runs"].keys() == set(parity.TASKS[name].policies)
+    assert len(task["runs"]["float32"]) == parity.TASKS[name].seeds >= 5
+    assert task["steps"] == parity.TASKS[name].steps
+  assert all(one.holds for one in parity_report.comparisons(found).values())
+  # What was counted are the right answers.
+  logits = np.log(np.array([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]], np.float32))
+  answers = parity.classified(logits, np.array([0, 2]))
+  assert answers["accuracy"] == 0.5
+  assert answers["loss"] == pytest.approx((np.log(2) + np.log(4)) / 2, rel=1e-6)

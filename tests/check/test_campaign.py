@@ -4,6 +4,7 @@
 """
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -59,14 +60,11 @@ def test_a_fault_is_lost_if_anything_is_wrong_before_the_next_one():
   assert np.all(judge(Outcome(""), planted, {"state": np.zeros_like(wrong)}, ""))
 
 
-def test_the_first_loss_is_kept():
+def test_losses_are_added_and_a_difference_without_a_fault_is_one():
   total = Outcome("values")
   for part in (Outcome("", 5), Outcome("", 4, 2, first="here"), Outcome("", 1, 1, first="there")):
     total.add(part)
   assert (total.injected, total.lost, total.first) == (10, 3, "here")
-
-
-def test_a_difference_without_a_fault_is_a_loss_unless_nothing_is_guarded():
   outcome, clean = Outcome("values"), Outcome("", lost=1, first="step 0")
   check_clean(clean, outcome, guard=True)
   assert (outcome.lost, outcome.first) == (1, "without any fault: step 0")
@@ -88,42 +86,29 @@ def test_every_bit_is_compared(dtype):
   assert differing(zero, negative).tolist() == [True]
 
 
-class FakePart:
-  """A part of the campaign with one class, of which as much is lost as it is told."""
+def test_exit_status(monkeypatch, capsys):
+  """Of a campaign of one part and one class, and of the self-check, which must lose something."""
 
-  def __init__(self, injected, lost=0, broken=False):
-    self.outcome = Outcome("values", injected, lost, first="run 3, step 5" * bool(lost))
-    self.broken = broken
-
-  def jobs(self, small, guard):
+  def status(outcome, *arguments, broken=False):
     def job(rng):
-      require(not self.broken, "something else was planted")
-      return [self.outcome] if guard else [Outcome("values", 1, 1)]
+      require(not broken, "something else was planted")
+      return [outcome]
 
-    return [Job("part", job)]
+    jobs = lambda small, guard: [Job("part", job)]  # noqa: E731
+    monkeypatch.setattr(run, "PARTS", {"part": types.SimpleNamespace(jobs=jobs)})
+    return run.main(list(arguments)), re.sub(r"\s+", " ", capsys.readouterr().out)
 
-
-@pytest.mark.parametrize(
-  ("part", "status", "text"),
-  [
-    (FakePart(20_000), 0, "20,000 faults injected, 0 lost"),
-    (FakePart(19_999), 1, "Fewer than 20,000"),
-    (FakePart(30_000, lost=1), 1, "values: run 3, step 5 (--fault-seed 3 --only part)"),
-    (FakePart(30_000, broken=True), 2, "broken, seed 3: something else was planted"),
-  ],
-)
-def test_exit_status(monkeypatch, capsys, part, status, text):
-  monkeypatch.setattr(run, "PARTS", {"part": part})
-  assert run.main(["--fault-seed", "3"]) == status
-  assert text in re.sub(r"\s+", " ", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(("lost", "status"), [(1, 0), (0, 1)])
-def test_exit_status_of_the_self_check(monkeypatch, capsys, lost, status):
-  part = FakePart(1)
-  monkeypatch.setattr(
-    part, "jobs", lambda small, guard: [Job("part", lambda rng: [Outcome("values", 1, lost)])]
-  )
-  monkeypatch.setattr(run, "PARTS", {"part": part})
-  assert run.main(["--self-check"]) == status
-  assert ("values" if status else "no class") in capsys.readouterr().out.rpartition("Blind")[2]
+  lost = Outcome("values", 30_000, 1, first="run 3, step 5")
+  for outcome, broken, expected, said in (
+    (Outcome("values", 20_000), False, 0, "20,000 faults injected, 0 lost"),
+    (Outcome("values", 19_999), False, 1, "Fewer than 20,000"),
+    (lost, False, 1, "values: run 3, step 5 (--fault-seed 3 --only part)"),
+    (lost, True, 2, "broken, seed 3: something else was planted"),
+  ):
+    found, text = status(outcome, "--fault-seed", "3", broken=broken)
+    assert found == expected
+    assert said in text
+  for lost, expected, said in ((1, 0, "no class"), (0, 1, "values")):
+    found, text = status(Outcome("values", 1, lost), "--self-check")
+    assert found == expected
+    assert said in text.rpartition("Blind")[2]

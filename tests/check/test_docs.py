@@ -3,17 +3,14 @@
 import contextlib
 import doctest
 import io
-import pathlib
 import re
-import textwrap
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
+from tests.lint.test_links import PAGES, ROOT, Block, blocks
 from tests.lint.test_public_api import NAMES, members, resolve
 
-ROOT = pathlib.Path(__file__).parents[2]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NOT_RUN = ("text", "bash")
 """Languages of blocks that are not Python. Anything else, or none, is a misspelt ```python."""
@@ -26,32 +23,6 @@ DIRECTIVES = ("{eval-rst}", "{toctree}", "{figure}")
 
 CELL = "{code-cell}"
 """The language of a cell of a notebook. Its options are lines of `:name: value` at the top."""
-
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
-
-
-class Block(NamedTuple):
-  """A fenced block; `line` is that of its first line of content."""
-
-  language: str
-  line: int
-  text: str
-
-
-def blocks(markdown: str) -> Iterator[Block]:
-  fence, language, start, lines = "", "", 0, []
-  for number, line in enumerate(markdown.splitlines(), 1):
-    match = re.match(r" *(```+|~~~+)\s*(.*?)\s*$", line)
-    if fence:
-      if match and match[1] == fence and not match[2]:
-        yield Block(language, start, textwrap.dedent("\n".join(lines)) + "\n")
-        fence = ""
-      else:
-        lines.append(line)
-    elif match:
-      fence, language, start, lines = match[1], match[2], number + 1, []
-  if fence:
-    raise ValueError(f"the block at line {start} is not closed")
 
 
 def python_of_cell(cell: Block) -> Block:
@@ -121,18 +92,6 @@ def test_page(page, tmp_path, monkeypatch):
   run_page(page.read_text(encoding="utf-8"), str(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_and_commands_lead_somewhere(page):
-  text = page.read_text(encoding="utf-8")
-  links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
-  assert [link for link in links if not (page.parent / link).exists()] == []
-  targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-  commands = [
-    c for b in blocks(text) if b.language == "bash" for c in re.findall(r"\bmake ([a-z-]+)", b.text)
-  ]
-  assert [command for command in commands if command not in targets] == []
-
-
 GOOD = """
 ```python
 x = 2
@@ -156,24 +115,17 @@ print("a   b")
 ```text output
 a b
 ```
-"""
 
-
-def test_blocks_share_names():
-  assert run_page(GOOD, "page") == 3
-
-
-NOTEBOOK = """
 ```{code-cell} ipython3
 :tags: [remove-output]
 
-x = [1]
+y = [1]
 ```
 
 ::::{tab-set}
 :::{tab-item} Two
 ```{code-cell}
-x[0] = y = 2
+y[0] = z = x
 ```
 :::
 ::::
@@ -184,42 +136,35 @@ not python
 """
 
 
-def test_cells_and_the_blocks_in_tabs_run():
-  assert run_page(NOTEBOOK, "page") == 2
-
-
-@pytest.mark.parametrize(("old", "line"), [("x = [1]", 5), ("x[0] = y = 2", 11)])
-def test_a_broken_cell_fails_at_its_line(old, line):
-  with pytest.raises(ZeroDivisionError) as excinfo:
-    run_page(NOTEBOOK.replace(old, "1 / 0"), "page")
-  assert excinfo.traceback[-1].lineno == line - 1
+def test_all_blocks_of_a_page_run_in_one_namespace():
+  assert run_page(GOOD, "page") == 5
 
 
 @pytest.mark.parametrize(
-  ("old", "new"),
+  ("old", "new", "error"),
   [
-    ("x = 2", "x = y"),
-    ("x = 2", "assert False"),
-    ("\n3\n", "\n4\n"),
-    ("a b", "a c"),
-    ('print("a   b")', "pass"),
-    (">>> x + 1", ">>> x + "),
-    ("bash", "py"),
-    ("bash", ""),
+    ("x = 2", "x = y", NameError),
+    ("x = 2", "assert False", AssertionError),
+    ("\n3\n", "\n4\n", AssertionError),
+    ("a b", "a c", AssertionError),
+    ('print("a   b")', "pass", AssertionError),
+    (">>> x + 1", ">>> x + ", AssertionError),
+    ("bash", "py", AssertionError),
+    ("bash", "", AssertionError),
+    ("y = [1]", "pass", NameError),
+    ("y[0] = z = x", "z = w", NameError),
+    ("{toctree}\nnot python\n```", "{toctree}\nnot python", ValueError),
   ],
 )
-def test_a_broken_page_fails(old, new):
+def test_a_broken_page_fails(old, new, error):
   assert old in GOOD
-  with pytest.raises((AssertionError, NameError)):
+  with pytest.raises(error):
     run_page(GOOD.replace(old, new, 1), "page")
 
 
-def test_a_block_that_is_not_closed_fails():
-  with pytest.raises(ValueError, match="line 3 is not closed"):
-    run_page("\n```python\nx = 1\n", "page")
-
-
-def test_a_failure_names_the_line_of_the_page():
+@pytest.mark.parametrize("old", ["x = 2", "y = [1]", "y[0] = z = x"])
+def test_a_failure_names_the_line_of_the_page(old):
   with pytest.raises(ZeroDivisionError) as excinfo:
-    run_page("text\n\n```python\nx = 1\n1 / 0\n```\n", "page")
-  assert excinfo.traceback[-1].lineno == 4  # counted from 0: the fifth line
+    run_page(GOOD.replace(old, "1 / 0"), "page")
+  line = GOOD[: GOOD.index(old)].count("\n")
+  assert excinfo.traceback[-1].lineno == line  # Both are counted from 0.

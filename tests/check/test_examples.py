@@ -1,73 +1,873 @@
-"""The examples run, and show what they say they show."""
+"""Every example runs, small, and shows what its docstring says.
 
+A training runs once, and all is asserted of that run. `make convergence` trains until the examples
+have learned, and asserts how much beside the rest.
+"""
+
+import collections
 import io
+import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from rich.console import Console
 
 import mpjax
+from tests import programs
+from tests.loss_scale_oracle import Oracle
+from tests.partitioned import collectives
+from tests.scripts import assert_colors
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+HALF, FULL = jnp.dtype("float16"), jnp.dtype("float32")
+POLICIES = ("float32", "mixed_float16")
+PROMPT, TEMPERATURE = "The ", 0.7
+
+SHORT_AND_LONG = pytest.mark.parametrize(
+  "short", [True, pytest.param(False, marks=pytest.mark.convergence)], ids=["short", "long"]
+)
 
 
-@pytest.fixture
-def digits(example) -> Any:
-  return example("digits")
+class Training(NamedTuple):
+  """How an example is trained here."""
+
+  steps: int
+  options: Callable[[Any], dict[str, Any]] = lambda module: {}
+  policies: tuple[str, ...] = POLICIES
 
 
-@pytest.fixture
-def demo(example) -> Any:
-  return example("demo")
+class Learned(NamedTuple):
+  """What low precision learns in more steps, as float32 does."""
+
+  steps: int
+  window: int  # Steps at the end over which the loss is averaged.
+  falls: float  # To less than this part of the first loss.
+  accuracy: float = -math.inf
+  apart: float = math.inf  # The accuracies.
 
 
-@pytest.fixture
-def overflow_recovery(example) -> Any:
-  return example("overflow_recovery")
+def train(example, name, tmp_path, steps=None):
+  """Runs the `main` of an example, and checks its table, its plot, and what it claims.
+
+  Those are the functions of this file that begin with its name, as `gpt_is_in_parts`.
+  """
+  training, module = TRAININGS[name], example(name)
+  steps, text = steps or training.steps, io.StringIO()
+  console, path = Console(file=text, width=160), tmp_path / "new" / "plot.png"
+  options = training.options(module)
+  runs = module.main(steps, path, training.policies, console, **options)
+  shown = text.getvalue()
+  lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
+  table = {cells[0]: cells[1:] for cells in lines if cells}
+  for heading in {heading for run in runs.values() for heading in run.figures}:
+    assert table[heading] == [run.figures.get(heading, "") for run in runs.values()]
+  assert tuple(runs) == training.policies
+  assert {len(run.losses) for run in runs.values()} == {steps}
+  assert f"{steps}/{steps}" in shown
+  assert str(path) in shown
+  assert_colors(path, module.side_by_side.COLORS[1:2])
+  claims = [f for key, f in globals().items() if key.startswith(f"{name.partition('_')[0]}_")]
+  assert claims
+  for claim in claims:
+    claim(module, runs, shown)
+  return runs
 
 
 def assert_equal(new, old):
   assert jax.tree.structure(new) == jax.tree.structure(old)
-  for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-    assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
+  assert programs.bits(new) == programs.bits(old)
+
+
+def dtypes_of(tree):
+  return {x.dtype for x in jax.tree.leaves(tree)}
+
+
+def one_batch(digits):
+  return next(digits.batches(digits.load_data()[0], 1))
+
+
+def broken(images):
+  """Returns the images with a pixel that is inf in float16, which ends at 65504."""
+  images = images.copy()
+  images[0, 0, 0] = 1e6
+  return images
+
+
+# Language models
+
+
+def small_gpt(gpt):
+  return {"model": gpt.Gpt(layers=2, width=32, heads=2, context=32), "devices": 2}
+
+
+def small_lstm(lstm):
+  return {"model": lstm.LanguageModel(features=64), "rows": 16, "window": 24}
+
+
+def tells_the_perplexity(runs):
+  for run in runs.values():
+    perplexity = float(run.figures["held-out perplexity of a character"])
+    assert perplexity == pytest.approx(np.exp(run.state.held_out_loss), abs=1e-3)
+  assert runs["mixed_float16"].figures["final loss scale"] == str(2**15)
+
+
+def skips_a_window_that_overflows(training, state, tokens):
+  """Neither the parameters, the moments, nor the state of the model change."""
+  state = jax.tree.map(jnp.copy, state)  # A step takes the memory of its argument.
+  state = state._replace(opt_state=mpjax.set_loss_scale(state.opt_state, 2.0**24))
+
+  def kept(state):
+    return programs.bits((state.params, state.model_state, state.opt_state.inner_state, state.step))
+
+  before = kept(state)
+  state, metrics = training.step(state, tokens)
+  assert not metrics["finite"]
+  assert metrics["loss_scale"] == 2**23
+  assert kept(state) == before
+  return state
+
+
+def gpt_is_in_parts_on_two_devices(gpt, runs, text):
+  for run in runs.values():
+    state = run.state.state
+    leaves = jax.tree.leaves((state.params, state.opt_state.inner_state))
+    arrays = [x for x in leaves if x.ndim]
+    assert len(arrays) == 3 * 11
+    for x in arrays:
+      assert x.dtype == FULL
+      assert [shard.data.size for shard in x.addressable_shards] == [x.size // 2] * 2
+
+
+def nodes(program):
+  for eqn in program.eqns:
+    yield eqn
+    for inner in programs.inner_jaxprs(eqn.params):
+      yield from nodes(getattr(inner, "jaxpr", inner))
+
+
+def gpt_computes_in_half_and_sends_parameters_in_half(gpt, runs, text):
+  """Layers are scanned and recomputed; weight gradients come out, and are sent, in float32.
+
+  Activations stay where they are, which makes it FSDP. A batch that overflows is skipped.
+  """
+  model, devices = small_gpt(gpt).values()
+  training = gpt.prepare("mixed_float16", model, 8, devices)
+  state = runs["mixed_float16"].state.state
+  windows = gpt.windows(np.arange(5000) % 96, 1, 0, gpt.ROWS, model.context + 1)
+  tokens = training.shard(next(windows))
+  gradient = jax.grad(training.loss_fn, has_aux=True)
+  args = state.params, (), tokens, jax.random.key(0)
+  program = jax.make_jaxpr(gradient)(*args)
+  assert programs.half_share(program) == 1
+  widths = {product.result.partition("[")[0] for product in programs.products(program)}
+  assert widths == {"float16", "float32"}
+  assert programs.dtypes_of(program, "exp") == {"float32"}
+  names = [eqn.primitive.name for eqn in nodes(program.jaxpr)]
+  assert names.count("scan") == 2
+  assert any(name in ("remat", "remat2", "checkpoint") for name in names)
+
+  found = [x for x in collectives(programs.jitted(gradient), *args) if x.shape[1:]]
+  table = (96, model.width)  # Looked up as it is stored, and its rows are cast.
+  gathered = [x for x in found if x.op == "all-gather"]
+  assert {x.dtype for x in gathered if x.shape != table} == {"f16"}
+  assert {x.shape for x in gathered} >= {(32, 128), (128, 32), (32, 2, 16), (2, 16, 32)}
+  # `weight_grad_dtype` does not reach the table as output layer, nor what is added up of `places`.
+  kernels = [x for x in found if x.op == "all-reduce" and x.shape[0] == 1]
+  assert {x.dtype for x in kernels} == {"f32"}
+  assert len(kernels) >= 6
+  rows = (gpt.ROWS, gpt.ROWS // devices)
+  assert not [x for x in found if x.shape[0] in rows and x.shape[1:2] == (model.context,)]
+  skips_a_window_that_overflows(training, state, tokens)
+
+
+def gpt_writes_with_half_parameters_and_a_half_cache(gpt, runs, text):
+  tells_the_perplexity(runs)
+  for run in runs.values():
+    written = gpt.python_reference.decode(run.state.written.tokens[1])
+    assert written.startswith(PROMPT)
+    assert all(line.strip() in text for line in written.splitlines())
+  model, _ = small_gpt(gpt).values()
+  params, cache, _ = runs["mixed_float16"].state.written
+  trained = jax.device_get(runs["mixed_float16"].state.state.params)
+  norms = 0
+  for (path, x), master in zip(
+    jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(trained), strict=True
+  ):
+    is_norm = "LayerNorm" in jax.tree_util.keystr(path)
+    norms += is_norm
+    assert_equal(x, master if is_norm else master.astype(HALF))
+  assert norms == 3
+  assert cache["place"] == model.context - 1
+  attention = cache["layers"]["MultiHeadDotProductAttention_0"]
+  shape = (model.layers, 2, model.context, model.heads, model.width // model.heads)
+  for name in ("cached_key", "cached_value"):
+    assert (attention[name].dtype, attention[name].shape) == (HALF, shape)
+    # All places but the last, which nothing comes after, were written.
+    used = np.abs(np.asarray(attention[name], np.float32)).max(axis=(0, 1, 3, 4)) > 0
+    assert used.tolist() == [True] * (model.context - 1) + [False]
+  sizes = [run.figures["keys and values in the cache"] for run in runs.values()]
+  assert sizes == ["32 kB", "16 kB"]
+
+
+def gpt_chooses_the_characters_of_one_call(gpt, runs, text):
+  """Also those that were drawn: the noise that chose them is drawn again."""
+  run, (model, _) = runs["mixed_float16"], small_gpt(gpt).values()
+  params, _, tokens = run.state.written
+
+  def all_at_once(params, tokens):
+    logits = run.state.model.apply({"params": params}, tokens[:, :-1])
+    fold = jax.vmap(jax.random.fold_in, (None, 0))
+    keys = fold(jax.random.key(0), jnp.arange(model.context - 1))
+    return logits, jax.vmap(lambda key: jax.random.gumbel(key, (2, 96)))(keys)
+
+  logits, noise = programs.run(all_at_once, params, tokens)
+  weight = np.array([0, TEMPERATURE], np.float32)[:, None, None]
+  scores = np.asarray(logits) + weight * np.moveaxis(np.asarray(noise), 0, 1)
+  free = slice(len(PROMPT) - 1, None)
+  scores, written = scores[:, free], np.asarray(tokens)[:, 1:][:, free]
+  first, second = np.moveaxis(np.sort(scores)[..., :-3:-1], -1, 0)
+  clear = first - second > 1e-2  # Else rounding may decide.
+  assert clear.mean() > 0.8
+  np.testing.assert_array_equal(scores.argmax(-1)[clear], written[clear])
+  assert len(set(written[1].tolist())) > 5
+  same, count = run.figures["characters chosen without a cache as well"].split(" of ")
+  assert int(count) == written.shape[1]
+  assert clear[0].sum() <= int(same) <= int(count)
+
+
+def lstm_keeps_what_runs_through_time_in_float32(lstm, runs, text):
+  model = small_lstm(lstm)["model"]
+  training = lstm.prepare("mixed_bfloat16", model, 1)
+  variables = jax.eval_shape(lambda key: lstm.first_variables(model, key, 4), jax.random.key(0))
+  tokens = jax.ShapeDtypeStruct((4, 9), jnp.int32)
+  program = jax.make_jaxpr(jax.grad(training.loss_fn, has_aux=True))(
+    variables["params"], variables["carry"], tokens, jax.random.key(0)
+  )
+  assert programs.half_share(program) == 1
+  loops = [eqn for eqn in nodes(program.jaxpr) if eqn.primitive.name == "scan"]
+  # Forward the carry; backward its gradient and the sums of those of the weights.
+  assert len(loops) == 4
+  for eqn in loops:
+    constants, carried = programs.parts_of_scan(eqn)
+    dtypes = [var.aval.dtype.name for var in eqn.invars]
+    assert set(dtypes[:constants]) == {"bfloat16"}
+    assert set(dtypes[constants : constants + carried]) == {"float32"}
+
+
+def lstm_goes_on_where_a_window_ended(lstm, runs, text):
+  """The carry that the first leaves is all that the second has to know of it."""
+  tells_the_perplexity(runs)
+  training = lstm.prepare("float32", small_lstm(lstm)["model"], 1)
+  state, loss_fn = runs["float32"].state.state, programs.jitted(training.loss_fn)
+  tokens = np.random.default_rng(0).integers(0, 96, (2, 17))
+  start = jax.tree.map(lambda x: jnp.zeros_like(x[:2]), state.model_state)
+  first, (carry, _) = loss_fn(state.params, start, tokens[:, :9], None)
+  second, (last, _) = loss_fn(state.params, carry, tokens[:, 8:], None)
+  forgotten, _ = loss_fn(state.params, start, tokens[:, 8:], None)
+  whole, (expected, _) = loss_fn(state.params, start, tokens, None)
+  np.testing.assert_allclose((first + second) / 2, whole, rtol=1e-6)
+  assert abs(forgotten - second) > 1e-3
+  for a, b in zip(jax.tree.leaves(last), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def lstm_keeps_its_carry_where_a_window_overflows(lstm, runs, text):
+  options = small_lstm(lstm)
+  training = lstm.prepare("mixed_float16", options.pop("model"), 1)
+  tokens = next(lstm.windows(np.arange(5000) % 96, 1, 0, **options))
+  before = jax.device_get(runs["mixed_float16"].state.state.model_state)
+  state = skips_a_window_that_overflows(training, runs["mixed_float16"].state.state, tokens)
+  assert dtypes_of(state.model_state) == {FULL}
+  state = state._replace(opt_state=mpjax.set_loss_scale(state.opt_state, 2.0**10))
+  state, metrics = training.step(state, tokens)
+  assert metrics["finite"]
+  assert not np.array_equal(state.model_state["layer_0"][0], before["layer_0"][0])
+
+
+# Parameters in float16, masters in float32
+
+
+def half_learns_like_float32(half, runs, text):
+  for run in runs.values():
+    assert np.mean(run.losses[-5:]) < 0.2 * run.losses[0]
+    assert float(run.figures["test accuracy"].removesuffix("%")) > 92
+  difference = runs["float16"].state["loss"] - runs["float32"].state["loss"]
+  # The standard deviation of the test loss after so many steps in float32, over five seeds.
+  assert 0 < abs(difference) < 0.024
+
+
+def half_stores_rounded_masters(half, runs, text):
+  state = runs["float16"].state["state"]
+  masters = mpjax.master_params(state.opt_state)
+  flat, treedef = jax.tree_util.tree_flatten_with_path(state.params)
+  norms = 0
+  for (path, param), master in zip(flat, treedef.flatten_up_to(masters), strict=True):
+    if path[0].key.startswith("BatchNorm"):
+      assert master is None  # its own master
+      assert param.dtype == FULL
+      norms += 1
+    else:
+      assert (param.dtype, master.dtype) == (HALF, FULL)
+      assert_equal(param, np.asarray(master).astype(HALF))
+      # There is something to round: the master has more digits.
+      assert not np.array_equal(master, np.asarray(param).astype(FULL))
+  assert norms == 4
+  assert dtypes_of(state.model_state) == {FULL}
+
+
+def half_replicas_agree(half, runs, text):
+  for run in runs.values():
+    for x in jax.tree.leaves(run.state["state"]):
+      first, second = (shard.data for shard in x.addressable_shards)
+      assert_equal(first, second)
+
+
+def half_has_a_static_scale_and_then_a_dynamic_one(half, runs, text):
+  """And the optimizer goes on where it was: its schedule has counted all steps."""
+  found = runs["float16"].state
+  scales = [int(x["loss_scale"]) for x in found["history"]]
+  # It doubles in the tenth of its finite steps.
+  assert scales == [128] * 15 + [2**15] * 9 + [2**16] * 6
+  assert all(x["finite"] for x in found["history"])
+  assert int(optax.tree_utils.tree_get(found["state"].opt_state, "count")) == 30
+  assert {int(x["loss_scale"]) for x in runs["float32"].state["history"]} == {1}
+
+
+def half_exports_its_masters(half, runs, text):
+  """Read without mpjax, it is float32 throughout, and the plain network takes it as it is."""
+  found = runs["float16"].state
+  state = found["state"]
+  wanted = {
+    "params": mpjax.master_params(state.opt_state, state.params),
+    "batch_stats": state.model_state,
+  }
+  with ocp.StandardCheckpointer() as checkpointer:
+    raw = checkpointer.restore(found["checkpoint"])
+  assert_equal(raw, wanted)
+  assert dtypes_of(raw) == {FULL}
+  assert_equal(half.load(found["checkpoint"]), wanted)
+  # Evaluated in float32 it is nearly what it was in half, and not quite.
+  assert 0 < abs(found["exported_loss"] - found["loss"]) < 1e-2
+  reference = runs["float32"].state
+  assert reference["exported_loss"] == pytest.approx(reference["loss"], rel=1e-6)
+
+
+def half_multiplies_float16_and_sums_float32(half, runs, text):
+  """Products take float16, weight gradients leave them in float32, statistics are in float32."""
+  model = half.half_network("float16")
+  images, labels = jnp.zeros((8, 8, 8, 1)), jnp.zeros(8, jnp.int32)
+
+  def loss(params, batch_stats):
+    variables = {"params": params, "batch_stats": batch_stats}
+    return half.losses(model, variables, images, labels, train=True)[0].mean()
+
+  variables = jax.eval_shape(lambda: model.init(jax.random.key(0), images, train=False))
+  args = variables["params"], variables["batch_stats"]
+  forward, backward = (jax.make_jaxpr(each)(*args) for each in (loss, jax.grad(loss)))
+  eqns = [eqn for eqn, _ in programs.equations(forward)]
+  sums = [eqn.invars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "reduce_sum"]
+  assert set(sums) == {FULL}
+  assert len(sums) >= 2 * 2 + 2  # mean and variance of each norm, softmax, mean of the loss
+  assert programs.half_share(backward) == 1
+  # Three layers forward, the inputs of two (nobody asks for the images'), three kernels.
+  results = collections.Counter(x.result.partition("[")[0] for x in programs.products(backward))
+  assert results == {"float16": 3 + 2, "float32": 3}
+
+
+# LeNet, by layers
+
+
+LAYERS = {
+  "O0": dict.fromkeys(("conv1", "conv2", "fc1", "fc2", "fc3"), FULL),
+  "O2": dict.fromkeys(("conv1", "conv2", "fc1", "fc2", "fc3"), HALF),
+  "O3": dict.fromkeys(("conv1", "conv2", "fc1", "fc2", "fc3"), HALF),
+  "O2, fc3 float32": {**dict.fromkeys(("conv1", "conv2", "fc1", "fc2"), HALF), "fc3": FULL},
+  "O2, Conv float32": {
+    **dict.fromkeys(("conv1", "conv2"), FULL),
+    **dict.fromkeys(("fc1", "fc2", "fc3"), HALF),
+  },
+}
+MIXED = "O2, fc3 float32"
+
+
+def lenet_stores_and_shows_the_dtype_of_each_layer(lenet, runs, text):
+  # Without a loss scale nothing is counted.
+  assert runs["O0"].state.metrics["total"] == 0
+  assert runs[MIXED].state.metrics["total"] == len(runs[MIXED].losses)
+  state = runs[MIXED].state.state
+  master = mpjax.master_params(state.opt_state)
+  for layer, dtype in LAYERS[MIXED].items():
+    assert dtypes_of(state.params[layer]) == {dtype}
+    if dtype == HALF:
+      assert_equal(state.params[layer], jax.tree.map(lambda m: m.astype(HALF), master[layer]))
+    else:
+      assert jax.tree.leaves(master[layer]) == []  # In float32: its own master.
+  for name, run in runs.items():
+    dtypes = ("f32" if dtype == FULL else "f16" for dtype in LAYERS[name].values())
+    assert [run.figures[layer] for layer in LAYERS[name]] == [f"{one} / {one}" for one in dtypes]
+  for name, half in (("mixed_float16", HALF), ("mixed_bfloat16", jnp.dtype("bfloat16"))):
+    policy = lenet.POLICIES[name].policy
+    assert policy == mpjax.Policy.parse(name)
+    assert (policy.compute_dtype, policy.param_dtype) == (half, FULL)
+
+
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")  # What O3 is warned of.
+def test_a_layer_of_lenet_runs_in_the_dtype_that_the_table_says(example):
+  lenet = example("lenet_per_module")
+  rng = np.random.default_rng(0)
+  batch = {
+    "images": rng.normal(size=(4, 32, 32, 1)).astype(np.float32),
+    "labels": np.arange(4, dtype=np.int32),
+  }
+  for name, layers in LAYERS.items():
+    model, state, train_step = lenet.prepare(lenet.LEVELS[name], 1, 0)
+    program = train_step.trace(state, batch).jaxpr
+    found = lenet.product_dtypes(program)
+    for layer, dtype in layers.items():
+      # Forward, and for weights and inputs backward; nobody wants the gradient of the images.
+      assert found[layer] == [dtype.name] * (2 if layer == "conv1" else 3), name
+      assert dtypes_of(state.params[layer]) == {dtype}, name
+    shown = collections.Counter((x, x) for dtypes in found.values() for x in dtypes)
+    assert collections.Counter(x.dtypes for x in programs.products(program)) == shown, name
+    # The output of the last layer is a float16 number, unless it computed in float32.
+    logits = model.apply({"params": state.params}, batch["images"])
+    assert logits.dtype == FULL, name
+    representable = (logits == logits.astype(HALF).astype(FULL)).all()
+    assert bool(representable) == (layers["fc3"] == HALF), name
+
+
+# ResNet, fine-tuned
+
+
+def small_resnet(resnet):
+  network = resnet.ResNet(outputs=8, blocks=(1, 1, 1), width=8, small_images=True)
+  return {"network": network}
+
+
+def resnet_begins_with_what_was_saved(resnet, runs, text):
+  plain, mixed = (run.state for run in runs.values())
+  params, batch_stats = plain.first
+  assert_equal(plain.first, mixed.first)
+  assert dtypes_of((mixed.first, mixed.state.params)) == {FULL}
+  new = resnet.initialise(mixed.training.network, jax.random.key(1))
+  assert_equal(params["head"], new["params"]["head"])
+  # All else was trained: no leaf is as it was initialised.
+  before = resnet.initialise(plain.training.network, jax.random.key(0))
+  saved = {name: x for name, x in params.items() if name != "head"}
+  assert not set(programs.bits(before)) & set(programs.bits((saved, batch_stats)))
+
+
+def assert_sensitive_operations_are_float32(program):
+  eqns = [eqn for eqn, _ in programs.equations(program)]
+  sensitive = [eqn for eqn in eqns if eqn.primitive.name in ("rsqrt", "exp", "log")]
+  assert {eqn.primitive.name for eqn in sensitive} == {"rsqrt", "exp", "log"}
+  assert {x.aval.dtype for eqn in sensitive for x in eqn.invars} == {FULL}
+
+
+def resnet_convolves_in_half_in_multiples_of_8(resnet, runs, text):
+  mixed, (data, _) = runs["mixed_float16"].state, resnet.load_data(5)
+  batch = resnet.Data(data.images[:32], data.labels[:32])
+  program = jax.make_jaxpr(mixed.training.step)(mixed.state, batch)
+  assert programs.half_share(program) == 1
+  assert_sensitive_operations_are_float32(program)
+  for eqn, _ in programs.equations(program):
+    if eqn.primitive.name == "conv_general_dilated":
+      numbers = eqn.params["dimension_numbers"]
+      image, kernel = (x.aval for x in eqn.invars)
+      # Channels in and out, and in the backward pass the batch, which is summed over.
+      sizes = [image.shape[numbers.lhs_spec[1]], *(kernel.shape[i] for i in numbers.rhs_spec[:2])]
+      assert all(size % 8 == 0 for size in sizes)
+  # A step that overflows leaves no trace, in batch statistics either.
+  kept = ("step", "params", "model_state")
+  before = programs.bits([getattr(mixed.state, name) for name in kept])
+  after, metrics = mixed.training.step(mixed.state, batch._replace(images=broken(batch.images)))
+  assert not metrics["finite"]
+  assert programs.bits([getattr(after, name) for name in kept]) == before
+
+
+def resnet_keeps_the_outputs_of_convolutions(resnet, runs, text):
+  """Counts them from the paper's table: 224 x 224, four stages, the stride in the 3x3 (1.5)."""
+  outputs = 112**2 * 64
+  for side, features, blocks in ((56, 64, 3), (28, 128, 4), (14, 256, 6), (7, 512, 3)):
+    outputs += side**2 * blocks * (features + features + 4 * features)
+    outputs += side**2 * 4 * features  # of the first block's shortcut
+    if features > 64:
+      outputs += ((2 * side) ** 2 - side**2) * features  # the stride comes after its first 1x1
+  assert outputs == 11_113_984  # as published for ResNet-50
+  plain, mixed = (run.state.kept for run in runs.values())
+  assert plain == pytest.approx(64 * 4 * outputs, rel=1e-3)
+  assert mixed == pytest.approx(64 * 2 * outputs, rel=1e-3)
+  network, images = resnet.ResNet(), jax.ShapeDtypeStruct((1, 224, 224, 3), FULL)
+  variables = jax.eval_shape(
+    lambda key, images: network.init(key, images, train=False), jax.random.key(0), images
+  )
+  count = {name: sum(x.size for x in jax.tree.leaves(tree)) for name, tree in variables.items()}
+  # As in torchvision: 25,557,032 parameters, and a mean and a variance of 26,560 channels.
+  assert count == {"params": 25_557_032, "batch_stats": 2 * 26_560}
+
+
+# The detector
+
+
+def new_scenes(ssd, count):
+  return ssd.make_scenes(ssd.load_data()[1], count, np.random.default_rng(3))
+
+
+def ssd_multiplies_in_half(ssd, runs, text):
+  """What the softmax, the offsets of boxes and the norms compute is float32."""
+  scenes = new_scenes(ssd, 8)
+  for run, share in zip(runs.values(), (0, 1), strict=True):
+    assert dtypes_of(run.state.params) == {FULL}
+    program = jax.make_jaxpr(run.state.step)(run.state.params, run.state.opt_state, scenes)
+    assert programs.half_share(program) == share
+    assert_sensitive_operations_are_float32(program)
+  plain, mixed = (run.state for run in runs.values())
+  assert set(plain.scales) == {1}
+  assert f"{mixed.scales[0]:.0f}" in text
+
+
+def test_ssd_finds_scenes_when_every_anchor_predicts_what_it_is_to_predict(example):
+  ssd = example("ssd_detection")
+
+  class Given:
+    def apply(self, variables, images):
+      return variables["params"]
+
+  scenes = new_scenes(ssd, 60)
+  classes, offsets = jax.jit(jax.vmap(ssd.match))(scenes.boxes, scenes.classes)
+  # More than one anchor matches most boxes: without suppression the rest would be false alarms.
+  assert (classes != ssd.BACKGROUND).sum() > 1.3 * (scenes.classes >= 0).sum()
+  right = 9 * jax.nn.one_hot(classes, ssd.BACKGROUND + 1), offsets
+  assert ssd.mean_average_precision(Given(), right, scenes) == pytest.approx(1, abs=0.02)
+  wrong = 9 * jax.nn.one_hot((classes + 1) % 10, ssd.BACKGROUND + 1), offsets
+  assert ssd.mean_average_precision(Given(), wrong, scenes) < 0.02
+  elsewhere = right[0], offsets.at[..., 1].add(8)
+  assert ssd.mean_average_precision(Given(), elsewhere, scenes) < 0.1
+
+
+def test_ssd_average_precision_by_hand(example):
+  average_precision = example("ssd_detection").average_precision
+  # Two scenes with a true box each. By score: a hit, its duplicate, one suppressed, a late hit.
+  scores = np.array([[0.9, 0.8, 0.0], [0.3, 0.0, 0.0]])
+  overlaps = np.array([[[0.7], [0.9], [0.9]], [[0.5], [1.0], [0.0]]])
+  present = np.array([[True], [True]])
+  assert average_precision(scores, overlaps, present) == pytest.approx((1 + 2 / 3) / 2)
+  # After a false alarm: at the recall of the first hit, the better precision of the second counts.
+  alarm = np.array([[0.9, 0.8, 0.0], [0.7, 0.0, 0.0]]), np.array([[[0.1], [0.9], [0]], [[0.5]] * 3])
+  assert average_precision(*alarm, present) == pytest.approx(2 / 3)
+  # Nothing counts without a score, or below half.
+  assert average_precision(0 * scores, overlaps, present) == 0
+  assert average_precision(scores, 0.49 * overlaps, present) == 0
+
+
+def test_ssd_loss_by_hand(example):
+  ssd = example("ssd_detection")
+  scenes = new_scenes(ssd, 3)
+  rng = np.random.default_rng(0)
+  logits = rng.normal(size=(3, len(ssd.ANCHORS), ssd.BACKGROUND + 1)).astype(np.float32)
+  offsets = rng.normal(size=(3, len(ssd.ANCHORS), 4)).astype(np.float32)
+
+  @jax.jit
+  def found(logits, offsets, scenes):
+    matches = jax.vmap(ssd.match)(scenes.boxes, scenes.classes)
+    return ssd.detection_loss(logits, offsets, scenes), matches
+
+  loss, (classes, wanted) = jax.device_get(found(logits, offsets, scenes))
+  total = matches = 0
+  for scene in range(3):
+    positive, negative = [], []
+    for anchor, label in enumerate(classes[scene]):
+      row = np.asarray(logits[scene, anchor], np.float64)
+      entropy = math.log(np.exp(row).sum()) - row[label]
+      (negative if label == ssd.BACKGROUND else positive).append(entropy)
+      if label != ssd.BACKGROUND:
+        error = np.abs(np.float64(offsets[scene, anchor]) - wanted[scene, anchor])
+        total += np.where(error < 1, error**2 / 2, error - 0.5).sum()
+    total += sum(positive) + sum(sorted(negative)[-3 * len(positive) :])
+    matches += len(positive)
+  np.testing.assert_allclose(loss, total / matches, rtol=1e-5)
+
+
+# The updater of NNabla
+
+
+def updater_does_what_a_loop_by_hand_does(updater, runs, text):
+  """Two devices with two micro-batches each, and NNabla's loop in float32 on one device.
+
+  It clips, decays, then adds momentum. The steps before anything goes wrong are compared.
+  """
+  losses = runs["float32"].losses
+  compared = min(8, updater.BROKEN)
+  network = updater.Network()
+  params = network.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+  velocity = jax.tree.map(jnp.zeros_like, params)
+  rate = optax.cosine_decay_schedule(0.1, len(losses))
+
+  @jax.jit
+  @jax.value_and_grad
+  def grad_fn(params, images, labels):
+    logits = network.apply({"params": params}, images)
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)
+    return -chosen.mean()
+
+  alone = []
+  data = updater.digits.load_data()[0]
+  for step, (images, labels) in enumerate(updater.digits.batches(data, compared)):
+    loss, grads = jax.device_get(grad_fn(params, images, labels))
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g, p, n=norm: g / max(n, 1) + 1e-4 * p, grads, params)
+    velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
+    params = jax.tree.map(lambda p, v, n=step: p - rate(n) * v, params, velocity)
+    alone.append(loss)
+  np.testing.assert_allclose(losses[:compared], alone, rtol=1e-5)
+
+
+def updater_runs_again_what_overflows_and_loses_what_is_broken(updater, runs, text):
+  full, half = (run.state for run in runs.values())
+  # Heavy batches overflow, are run again at a lower scale, and are not lost.
+  heavy = list(updater.HEAVY)
+  assert half.metrics["retries"][heavy[0]] > 1
+  assert half.metrics["finite"][heavy].all()
+  # No scale mends the broken one: it is not run again, and it alone is lost, by both devices.
+  assert np.flatnonzero(~half.metrics["finite"]).tolist() == [updater.BROKEN]
+  assert not np.isfinite(half.metrics["loss"][updater.BROKEN])
+  assert half.metrics["retries"][updater.BROKEN] == 0
+  steps = len(runs["float32"].losses)
+  assert (int(full.state.step), int(half.state.step)) == (steps, steps - 1)
+  assert runs["mixed_float16"].figures["batches lost"] == "1"
+  config = updater.UPDATERS["mixed_float16"]["loss_scale"]
+  oracle = Oracle(init_scale=config.init_scale, growth_interval=config.growth_interval)
+  expected = []
+  for retries, finite in zip(half.metrics["retries"], half.metrics["finite"], strict=True):
+    oracle.run([False] * retries)
+    expected.append(oracle.step(finite).scale)
+  np.testing.assert_array_equal(half.metrics["loss_scale"], expected)
+
+
+def updater_replicas_agree(updater, runs, text):
+  """As the example says, which sees where they do not."""
+  assert {run.figures["2 replicas"] for run in runs.values()} == {"equal to the bit"}
+  assert dtypes_of(runs["mixed_float16"].state.state.params) == {FULL}
+  devices = jax.devices()[:2]
+  mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+  everywhere = jax.NamedSharding(mesh, jax.P())
+
+  def replicated(*values):
+    copies = [jax.device_put(np.float32(x), d) for x, d in zip(values, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays((), everywhere, copies)
+
+  assert not updater.replicas_agree({"a": replicated(1, 1), "b": replicated(2, 2.0000002)})
+  assert not updater.replicas_agree({"a": replicated(0.0, -0.0)})
+
+
+# The Vision Transformer
+
+
+def contents(tree):
+  """Returns a tree's leaves as bytes."""
+  leaves = jax.tree.leaves(nnx.as_pure(tree))
+  keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+  plain = [jax.random.key_data(x) if k else x for x, k in zip(leaves, keys, strict=True)]
+  return programs.bits(plain)
+
+
+def vit_computes_in_half_and_skips_without_a_trace(vit, runs, text):
+  """The program computes in half, and a step that overflows leaves no trace."""
+  trained, (images, labels) = runs["mixed_float16"].state, one_batch(vit.digits)
+  model, optimizer, step = trained.model, trained.optimizer, trained.step
+  moments = jax.tree.leaves(nnx.as_pure(optimizer.opt_state))
+  assert dtypes_of(nnx.as_pure(nnx.state(model, nnx.Param))) == {FULL}
+  assert {x.dtype for x in moments if jnp.issubdtype(x.dtype, jnp.floating)} == {FULL}
+  model.train()
+  program = step.lower(model, optimizer, images, labels).as_text()
+
+  def operands(*operations):
+    found = re.findall(
+      rf"stablehlo\.(?:{'|'.join(operations)})\b.*: \(?tensor<\S*?(f\d+)>", program
+    )
+    return collections.Counter(found)
+
+  # Patches, four in attention and two products of it, two in the perceptron, the head: forward,
+  # and for both operands backward, but for the images.
+  assert operands("dot_general", "convolution") == {"f16": 3 * (1 + 4 + 2 + 2 + 1) - 1}
+  # Of the softmax.
+  assert set(operands("exponential")) == {"f32"}
+
+  def state():
+    return contents((nnx.state(model), nnx.as_pure(optimizer.opt_state).inner_state))
+
+  before, metrics = state(), mpjax.loss_scaling_metrics(nnx.as_pure(optimizer.opt_state))
+  assert not np.isfinite(step(model, optimizer, broken(images), labels))
+  assert state() == before
+  found = mpjax.loss_scaling_metrics(nnx.as_pure(optimizer.opt_state))
+  assert found["skipped"] == metrics["skipped"] + 1
+  assert found["loss_scale"] == metrics["loss_scale"] / 2
+
+
+def vit_is_stored_in_half_but_for_norms(vit, runs, text):
+  state = nnx.to_flat_state(
+    nnx.as_pure(nnx.state(runs["mixed_float16"].state.inference, nnx.Param))
+  )
+  wide = {"/".join(map(str, path)) for path, x in state if x.dtype != HALF}
+  norms = ("blocks/0/norm1", "blocks/0/norm2", "norm")
+  assert wide == {f"{norm}/{name}" for norm in norms for name in ("scale", "bias")}
+  assert {x.dtype for _, x in state} == {HALF, FULL}
+  assert {run.figures["outputs of both"] for run in runs.values()} == {"equal to the bit"}
+
+
+TRAININGS = {
+  "gpt": Training(8, lambda gpt: {**small_gpt(gpt), "prompt": PROMPT, "temperature": TEMPERATURE}),
+  "lstm_language_model": Training(40, small_lstm),
+  "half_with_master_weights": Training(30, lambda _: {"devices": 2}, ("float32", "float16")),
+  "lenet_per_module": Training(2, policies=("O0", MIXED)),
+  "resnet_finetune": Training(2, small_resnet),
+  "ssd_detection": Training(
+    2, lambda ssd: {"network": ssd.Detector(width=8, depth=1), "growth_interval": 6}
+  ),
+  "updater": Training(11, lambda _: {"devices": 2, "accum_grad": 2}),
+  "vit": Training(2, lambda _: {"width": 32, "depth": 1, "heads": 2}),
+}
+
+LEARNED = {
+  # Seeds 0 to 5 of the float32 run lie between 0.920 and 0.945.
+  "lenet_per_module": Learned(60, window=10, falls=0.2, accuracy=0.9, apart=0.025),
+  # In float32 it ends between 0.90 and 0.93, from five initial weights.
+  "resnet_finetune": Learned(50, window=5, falls=0.6, accuracy=0.8, apart=0.03),
+  "ssd_detection": Learned(30, window=5, falls=0.5),
+  # Seeds 0 to 4 of the float32 run lie between 0.971 and 0.980.
+  "updater": Learned(80, window=10, falls=0.1, accuracy=0.95, apart=0.01),
+  # Four seeds of the float32 run lie between 0.70 and 0.79.
+  "vit": Learned(150, window=10, falls=0.5, accuracy=0.6, apart=0.05),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_an_example_shows_what_it_says(example, monkeypatch, tmp_path, name):
+  if name == "updater":
+    # What goes wrong does so early, and the scale at which a heavy batch overflows is one that a
+    # long run grows to.
+    updater, config = example(name), mpjax.DynamicLossScale(init_scale=2**10, growth_interval=4)
+    monkeypatch.setattr(updater, "BROKEN", 3)
+    monkeypatch.setattr(updater, "HEAVY", range(6, 8))
+    options = {"loss_scale": config, "max_retries": 20}
+    monkeypatch.setitem(updater.UPDATERS, "mixed_float16", options)
+  train(example, name, tmp_path)
 
 
 @pytest.mark.convergence
-def test_demo_keeps_its_promises(demo):
-  rows = rows_of_demo(demo)
-  for row in rows.values():
-    assert row["accuracy"] >= 0.97
-    assert abs(row["accuracy"] - rows["float32"]["accuracy"]) <= 0.005
-    assert 0 < row["loss"] < 0.05
-  # It grew from 2^15 each time 50 steps were finite, and met its limit.
-  assert rows["mixed_float16"]["loss_scale"] > 2**18
-  assert 0 < rows["mixed_float16"]["skipped"] < 10
+@pytest.mark.parametrize("name", LEARNED)
+def test_low_precision_learns_what_float32_learns(example, tmp_path, name):
+  wanted, module = LEARNED[name], example(name)
+  runs = train(example, name, tmp_path, wanted.steps)
+  plain, mixed = runs.values()
+  for run in runs.values():
+    assert run.losses[-wanted.window :].mean() < wanted.falls * run.losses[0]
+  if name == "ssd_detection":
+    # In float32 it ends between 7.1 and 8.0, from four initial weights.
+    assert abs(mixed.losses[-10:].mean() / plain.losses[-10:].mean() - 1) < 0.03
+    first, *scales = mixed.state.scales
+    finite = np.diff(mixed.state.scales) >= 0
+    found = Oracle(init_scale=first, growth_interval=6).run(finite)
+    assert scales == [numbers["scale"] for numbers in found]
+    assert (np.diff(mixed.state.scales) > 0).sum() >= 2
+    assert not finite.all()
+    return
+  assert min(plain.state.accuracy, mixed.state.accuracy if name != "vit" else 1) > wanted.accuracy
+  assert abs(plain.state.accuracy - mixed.state.accuracy) < wanted.apart
+  if name == "vit":
+    # The rate is not zero yet, since a step was skipped that the schedule did not count.
+    _, model, optimizer, step, _ = mixed.state
+    before = contents(nnx.state(model))
+    assert np.isfinite(step(model, optimizer, *one_batch(module.digits)))
+    changed = [new != old for new, old in zip(contents(nnx.state(model)), before, strict=True)]
+    # Keys stay what they are, their counters move.
+    assert sum(changed) == len(changed) - len(jax.tree.leaves(nnx.state(model, nnx.RngKey)))
+  if name == "updater":
+    config = module.UPDATERS["mixed_float16"]["loss_scale"]
+    assert mixed.state.metrics["loss_scale"][module.HEAVY.start - 1] > config.init_scale
 
 
-def test_demo_shows_what_is_half_and_what_that_saves(demo):
-  rows = rows_of_demo(demo, steps=2)
-  row = rows["mixed_float16"]
-  assert (row["loss_scale"], row["skipped"]) == (2**15, 0)
+@pytest.mark.convergence
+@pytest.mark.parametrize(
+  ("name", "steps", "scale"), [("gpt", 60, 2**16), ("lstm_language_model", 120, 2**17)]
+)
+def test_language_models_in_half_learn_what_float32_learns(example, name, steps, scale):
+  """The scale doubles after each 50 finite steps."""
+  module = example(name)
+  options = {"gpt": small_gpt, "lstm_language_model": small_lstm}[name](module)
+  trained = [("float32", 0), ("mixed_float16", 0), ("float32", 1), ("float32", 2)]
+  reference, half, *others = (
+    module.train(policy, steps, lambda: None, seed=seed, **options) for policy, seed in trained
+  )
+  # What a character costs one who knows how frequent each is, and no more.
+  text, held_out = example("python_reference").load_text()
+  counts = np.bincount(text, minlength=96) + 1.0
+  blind = -np.log(counts / counts.sum())[held_out].mean()
+  seeds = [run.state.held_out_loss for run in (reference, *others)]
+  for run in (reference, half, *others):
+    assert run.losses.shape == (steps,)
+    assert run.state.held_out_loss < blind - 0.1
+  difference = half.state.held_out_loss - reference.state.held_out_loss
+  assert 0 < abs(difference) < max(seeds) - min(seeds)
+  assert half.figures["final loss scale"] == str(scale)
 
 
-def rows_of_demo(demo, **options):
-  """Runs the demo, and checks what has nothing to do with how well it has learned."""
+def test_windows_of_text_follow_each_other(example):
+  lstm, text = example("lstm_language_model"), np.arange(1000)
+  first, second, *_ = found = list(lstm.windows(text, 30, 3, rows=4, window=10))
+  assert [x.shape for x in found] == [(4, 11)] * 30
+  np.testing.assert_array_equal(first[:, -1], second[:, 0])
+  # In each row the text goes on, and begins anew at its end.
+  for row in np.concatenate([x[:, :-1] for x in found], axis=1):
+    np.testing.assert_array_equal(np.diff(row) % 1000, 1)
+  assert len({int(x) for x in np.diff(first[:, 0]) % 1000}) == 1
+  assert not np.array_equal(first, next(lstm.windows(text, 1, 4, rows=4, window=10)))
+
+
+@pytest.mark.standard_promotion
+def test_updates_of_lora_vanish_without_masters(example, monkeypatch):
+  lora = example("lora_updates")
+  monkeypatch.setattr(lora, "STEPS", 3)
+  first, last, plain = lora.train(masters=False)
+  assert plain.lost_updates > 0.7
+  assert {g.path for g in plain.of("updates") if g.lost_updates} == {
+    f"{layer}/lora_{matrix}" for layer in ("up", "mid", "down") for matrix in "ab"
+  }
+  _, better, wide = lora.train(masters=True)
+  assert wide.lost_updates == 0
+  assert better < first
+  assert last == pytest.approx(first, rel=0.1)
+
+
+# Digits, with which all begins
+
+
+@SHORT_AND_LONG
+def test_the_demo_keeps_its_promises(example, short):
+  """It shows what is half and what that saves; in all of its steps it learns."""
   text = io.StringIO()
-  rows = demo.main(console=Console(file=text, width=80), **options)
+  options = {"steps": 2} if short else {}
+  rows = example("demo").main(console=Console(file=text, width=80), **options)
   assert list(rows) == ["float32", "mixed_bfloat16", "mixed_float16"]
+  sizes = [9 * 16, 9 * 16 * 32, 9 * 32 * 64, 2 * (16 + 32 + 64), 64 * 10 + 10]
   reference = rows["float32"]
   for policy, row in rows.items():
     assert row["half_share"] == (0 if policy == "float32" else 1)
-    assert row["parameter_bytes"] == reference["parameter_bytes"]
+    assert row["parameter_bytes"] == 4 * sum(sizes)
+    assert f"{row['accuracy']:.2%}" in text.getvalue()
     if policy != "float32":
       # Two bytes less for each number that is kept, but for the norms: three activations and the
       # three poolings of them. And copies of the images and of the last two kernels are kept too.
@@ -75,19 +875,20 @@ def rows_of_demo(demo, **options):
       copies = 64 * 64 + 9 * (16 * 32 + 32 * 64) + 64 * 10
       saved = reference["activation_bytes"] - row["activation_bytes"]
       assert saved == 2 * kept - 2 * copies
-      assert f"{row['accuracy']:.2%}" in text.getvalue()
-  for policy in ("float32", "mixed_bfloat16"):
-    assert (rows[policy]["loss_scale"], rows[policy]["skipped"]) == (1, 0)
-  return rows
+    if policy != "mixed_float16":
+      assert (row["loss_scale"], row["skipped"]) == (1, 0)
+    elif short:
+      assert (row["loss_scale"], row["skipped"]) == (2**15, 0)
+    else:
+      # It grew from 2^15 each time 50 steps were finite, and met its limit.
+      assert row["loss_scale"] > 2**18
+      assert 0 < row["skipped"] < 10
+    assert short or row["accuracy"] >= 0.97
+    assert short or abs(row["accuracy"] - reference["accuracy"]) <= 0.005
+    assert short or 0 < row["loss"] < 0.05
 
 
-def test_parameters_are_counted_right(demo, digits):
-  sizes = [9 * 16, 9 * 16 * 32, 9 * 32 * 64, 2 * (16 + 32 + 64), 64 * 10 + 10]
-  params = digits.prepare("float32", mpjax.NoLossScale()).state.params
-  assert demo.nbytes(params) == 4 * sum(sizes)
-
-
-def test_demo_starts_from_anywhere(tmp_path):
+def test_the_demo_starts_from_anywhere(tmp_path):
   done = subprocess.run(
     [sys.executable, str(EXAMPLES / "demo.py"), "--help"],
     cwd=tmp_path,
@@ -97,21 +898,18 @@ def test_demo_starts_from_anywhere(tmp_path):
     timeout=120,
     check=False,
   )
-  assert done.returncode == 0, done.stderr
+  assert (done.returncode, done.stderr) == (0, "")
   assert "--steps" in done.stdout
-  assert done.stderr == ""
 
 
-def test_skipped_step_leaves_no_trace(digits):
+def test_a_skipped_step_of_digits_leaves_no_trace(example):
+  digits = example("digits")
   training = digits.prepare("mixed_float16", mpjax.DynamicLossScale())
-  images, labels = next(digits.batches(digits.load_data()[0], 1))
+  images, labels = one_batch(digits)
   before, _ = training.step(training.state, images, labels)
-  broken = images.copy()
-  broken[0, 0, 0] = 1e6
-  after, loss = training.step(before, broken, labels)
+  after, loss = training.step(before, broken(images), labels)
   assert not np.isfinite(loss)
-  assert_equal(after.params, before.params)
-  assert_equal(after.batch_stats, before.batch_stats)
+  assert_equal((after.params, after.batch_stats), (before.params, before.batch_stats))
   assert_equal(after.opt_state.inner_state, before.opt_state.inner_state)
   assert int(mpjax.loss_scaling_metrics(after.opt_state)["skipped"]) == 1
   further, loss = training.step(after, images, labels)
@@ -119,11 +917,12 @@ def test_skipped_step_leaves_no_trace(digits):
   assert not np.array_equal(*(x.params["Dense_0"]["kernel"] for x in (further, after)))
 
 
-def test_float32_run_differentiates_the_unmodified_program(digits):
+def test_digits_in_float32_differentiate_the_unmodified_program(example):
   """Equation for equation what one has without mpjax."""
+  digits = example("digits")
   training = digits.prepare("float32", mpjax.NoLossScale())
   params, batch_stats, opt_state = training.state
-  batch = next(digits.batches(digits.load_data()[0], 1))
+  batch = one_batch(digits)
 
   def loss_fn(params, batch_stats, images, labels):
     variables = {"params": params, "batch_stats": batch_stats}
@@ -138,81 +937,46 @@ def test_float32_run_differentiates_the_unmodified_program(digits):
   assert_equal({"params": params, "batch_stats": batch_stats}, variables)
 
 
-def differences(a, b):
-  """The largest difference in each leaf, by the largest number in it."""
-  pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-  return [float(np.max(np.abs(x - y)) / np.max(np.abs(x))) for x, y in pairs]
-
-
-@pytest.mark.parametrize("options", [{"devices": 4}, {"accumulate": 4}], ids=str)
-def test_devices_and_micro_batches_change_the_order_of_sums_only(digits, options):
+def test_devices_and_micro_batches_of_digits_change_the_order_of_sums_only(example):
+  digits = example("digits")
   alone = digits.main("float32", 3, norm="group")
-  found = digits.main("float32", 3, norm="group", **options)
-  params = jax.device_get((found.state.params, alone.state.params))
-  # Adam divides by the size of a gradient, so that rounding shows at once where it is near 0.
-  assert max(differences(*params)) < 2e-4
-  np.testing.assert_allclose(found.losses, alone.losses, rtol=1e-5)
-  placed = {len(x.sharding.device_set) for x in jax.tree.leaves(found.state.params)}
-  assert placed == {options.get("devices", 1)}
-
-
-def test_a_batch_that_cannot_be_cut(digits):
+  for options in ({"devices": 4}, {"accumulate": 4}):
+    found = digits.main("float32", 3, norm="group", **options)
+    params = jax.device_get((found.state.params, alone.state.params))
+    differences = [
+      float(np.max(np.abs(x - y)) / np.max(np.abs(x)))
+      for x, y in zip(*map(jax.tree.leaves, params), strict=True)
+    ]
+    # Adam divides by the size of a gradient, so that rounding shows at once where it is near 0.
+    assert max(differences) < 2e-4
+    np.testing.assert_allclose(found.losses, alone.losses, rtol=1e-5)
+    placed = {len(x.sharding.device_set) for x in jax.tree.leaves(found.state.params)}
+    assert placed == {options.get("devices", 1)}
   with pytest.raises(ValueError, match="64 images cannot be cut for 3 devices x 1 parts"):
     digits.main(devices=3)
 
 
-@pytest.mark.convergence
-def test_overflow_is_recovered_from(overflow_recovery, tmp_path, capsys):
-  ours = recovered(overflow_recovery, tmp_path, capsys)
-  assert ours.loss[-20:].mean() < 0.05
-
-
-def test_overflow_is_skipped_and_the_scale_follows(
-  overflow_recovery, tmp_path, capsys, monkeypatch
-):
-  monkeypatch.setattr(overflow_recovery, "BROKEN", 12)
-  monkeypatch.setattr(overflow_recovery, "HEAVY", range(20, 23))
-  recovered(overflow_recovery, tmp_path, capsys)
-
-
-def recovered(overflow_recovery, tmp_path, capsys):
-  """Runs the example, and checks what has nothing to do with how well it has learned."""
+@SHORT_AND_LONG
+def test_overflow_is_skipped_and_the_scale_follows(example, tmp_path, capsys, monkeypatch, short):
+  recovery = example("overflow_recovery")
+  if short:
+    monkeypatch.setattr(recovery, "BROKEN", 12)
+    monkeypatch.setattr(recovery, "HEAVY", range(20, 23))
   path = tmp_path / "new" / "plot.png"
-  steps = overflow_recovery.HEAVY.stop + 25
-  ours, plain = overflow_recovery.main(steps, path)
-  assert path.read_bytes().startswith(b"\x89PNG")
+  ours, plain = recovery.main(recovery.HEAVY.stop + 25, path)
   assert str(path) in capsys.readouterr().out
-
-  broken, heavy = overflow_recovery.BROKEN, overflow_recovery.HEAVY
+  assert_colors(path, (recovery.BLUE, recovery.ORANGE, recovery.RED))
   assert ours.loss_scale[0] == 2**24
   assert ours.skipped[0]
-  assert ours.skipped[broken]
-  assert ours.skipped[heavy.start]
+  assert ours.skipped[recovery.BROKEN]
+  assert ours.skipped[recovery.HEAVY.start]
   assert not ours.skipped[-20:].any()
   # Half after each skip; in between it only grows, by doubling.
   factors = ours.loss_scale[1:] / ours.loss_scale[:-1]
   assert set(factors[ours.skipped[:-1]]) == {0.5}
   assert set(factors[~ours.skipped[:-1]]) == {1.0, 2.0}
   # Overflow alone is no reason to skip: the loss itself was finite but for the broken batch.
-  assert np.isfinite(np.delete(ours.loss, broken)).all()
-  assert np.isfinite(plain.loss[:broken]).all()
-  assert np.isnan(plain.loss[broken:]).all()
-  return ours
-
-
-def test_plot_is_not_empty(overflow_recovery, tmp_path):
-  from matplotlib import image
-
-  count = overflow_recovery.HEAVY.stop + 5
-  history = overflow_recovery.History(
-    loss=np.geomspace(2, 0.1, count),
-    loss_scale=np.full(count, 2.0**15),
-    skipped=np.arange(count) == 3,
-  )
-  plain = history._replace(loss=np.where(np.arange(count) < 9, history.loss, np.nan))
-  overflow_recovery.plot(history, plain, tmp_path / "plot.png")
-  pixels = image.imread(tmp_path / "plot.png")
-  assert pixels.shape == (900, 1350, 4)
-  for color in (overflow_recovery.BLUE, overflow_recovery.ORANGE, overflow_recovery.RED):
-    wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    assert (np.abs(pixels[..., :3] - wanted).max(-1) < 0.02).sum() > 50
+  assert np.isfinite(np.delete(ours.loss, recovery.BROKEN)).all()
+  assert np.isfinite(plain.loss[: recovery.BROKEN]).all()
+  assert np.isnan(plain.loss[recovery.BROKEN :]).all()
+  assert short or ours.loss[-20:].mean() < 0.05

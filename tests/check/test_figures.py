@@ -12,9 +12,9 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
-from docs.figures import casts, float8, formats, memory, sphinx_pictures, step, style, underflow
+from docs.figures import casts, formats, memory, sphinx_pictures, style, underflow
 from docs.figures.__main__ import FIGURES
-from tests.check.test_docs import PAGES, ROOT
+from tests.lint.test_links import PAGES, ROOT
 
 DRAWN_BY = "3.11."
 """The version of matplotlib that drew the files: another one writes other bytes."""
@@ -23,7 +23,7 @@ ARCHITECTURE = ROOT / "docs/design/architecture.md"
 """Its picture is drawn from imports, and is tested by tests/lint/test_architecture_picture.py."""
 
 PICTURES = [
-  pytest.param(page, match, id=f"{page.name}-{pathlib.Path(match['light']).stem}")
+  (page, match)
   for page in PAGES
   for match in sphinx_pictures.PICTURE.finditer(page.read_text(encoding="utf-8"))
   if page != ARCHITECTURE
@@ -31,90 +31,72 @@ PICTURES = [
 
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
-same_version = pytest.mark.skipif(
-  not mpl.__version__.startswith(DRAWN_BY),
-  reason=f"the files were drawn by matplotlib {DRAWN_BY}*, and this is {mpl.__version__}",
-)
 
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_the_files_are_well_formed_and_have_their_text_as_text(name):
-  light, dark = (ET.parse(path).getroot() for path in style.files(name))
-  for root in (light, dark):
-    assert root.attrib["width"] == f"{style.WIDTH * style.POINTS:g}pt"
-    words = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert len(words) > 8
-    assert all(words)
-  assert ET.tostring(light) != ET.tostring(dark)
-
-
-def test_no_file_is_left_of_a_figure_that_is_gone():
-  there = {path.name for path in style.FOLDER.glob("*.svg")}
-  assert there == {path.name for name in FIGURES for path in style.files(name)}
-
-
-@same_version
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_file_is_what_its_script_draws(name, tmp_path):
-  for theme, path in zip(style.THEMES, style.files(name), strict=True):
-    style.svg(FIGURES[name].draw, theme, tmp_path / path.name)
-    again = (tmp_path / path.name).read_bytes()
-    assert again == path.read_bytes(), f"run: python -m docs.figures {name}"
+  """In the light theme; in the dark one it is the same but for the colors."""
+  light, dark = style.files(name)
+  words = [e.text for e in ET.parse(light).iter("{http://www.w3.org/2000/svg}text")]
+  assert len(words) > 8
+  assert all(words)
+  text = light.read_text(encoding="utf-8")
+  assert f'width="{style.WIDTH * style.POINTS:g}pt"' in text
+  one, other = ([x.text, x.faint, x.rule, x.on_lines] for x in style.THEMES)
+  for area in ("fills", "lines"):
+    one += getattr(style.LIGHT, area).values()
+    other += [getattr(style.DARK, area)[kind] for kind in getattr(style.LIGHT, area)]
+  colors = dict(zip(one, other, strict=True))
+  recolored = re.sub(r"#[0-9a-f]{6}\b", lambda color: colors[color[0]], text)
+  assert recolored == dark.read_text(encoding="utf-8") != text
+  if not mpl.__version__.startswith(DRAWN_BY):
+    pytest.skip(f"the files were drawn by matplotlib {DRAWN_BY}*, and this is {mpl.__version__}")
+  style.svg(FIGURES[name].draw, style.LIGHT, tmp_path / light.name)
+  again = (tmp_path / light.name).read_text(encoding="utf-8")
+  assert again == text, f"run: python -m docs.figures {name}"
 
 
-@pytest.mark.parametrize(("page", "match"), PICTURES)
-def test_a_picture_of_a_page_is_there_in_both_themes_and_is_described(page, match):
-  light, dark = page.parent / match["light"], page.parent / match["dark"]
-  assert light.resolve() in style.files(light.stem.removesuffix("-light"))
-  assert dark.name == light.name.replace("-light", "-dark")
-  assert light.is_file()
-  assert dark.is_file()
-  assert len(match["alt"]) > 60
-
-
-def test_each_figure_is_in_a_page_and_no_picture_is_written_otherwise():
-  shown = [pathlib.Path(param.values[1]["light"]).stem for param in PICTURES]
-  assert set(shown) == {f"{name}-light" for name in FIGURES}
+def test_each_figure_is_in_a_page_in_both_themes_and_is_described():
+  for page, match in PICTURES:
+    light, dark = ((page.parent / match[theme]).resolve() for theme in ("light", "dark"))
+    assert [light, dark] == style.files(light.stem.removesuffix("-light"))
+    assert len(match["alt"]) > 60
+  shown = {pathlib.Path(match["light"]).stem.removesuffix("-light") for _, match in PICTURES}
+  assert shown == set(FIGURES)
+  there = {path.name for path in style.FOLDER.glob("*.svg")}
+  assert there == {path.name for name in FIGURES for path in style.files(name)}
+  # And no picture is written otherwise.
   opened = [
     page
     for page in PAGES
-    for _ in re.finditer(r"^<(picture|img)", page.read_text(), re.MULTILINE)
+    for _ in re.finditer(r"^<(picture|img)", page.read_text(encoding="utf-8"), re.MULTILINE)
     if page != ARCHITECTURE
   ]
   assert len(opened) == 2 * len(PICTURES)
 
 
-@pytest.mark.parametrize("png", sorted(path.name for path in (ROOT / "docs").glob("*.png")))
-def test_the_page_of_a_png_says_what_draws_it(png):
-  (page,) = (page for page in PAGES if f"]({png})" in page.read_text(encoding="utf-8"))
+def test_the_page_of_a_png_says_what_draws_it():
   commands = {
     "accuracy.png": "python benchmarks/parity_report.py",
     "audit.png": 'by_hand.to_html("by_hand.html")',
     "ranges.png": "python examples/lora_updates.py --picture ranges.png",
     "tune.png": "python examples/tune_transformer.py --picture tune.png",
   }
-  assert f"`{commands[png]}`" in page.read_text(encoding="utf-8")
+  assert commands.keys() == {path.name for path in (ROOT / "docs").glob("*.png")}
+  texts = [page.read_text(encoding="utf-8") for page in PAGES]
+  for png, command in commands.items():
+    (text,) = (text for text in texts if f"]({png})" in text)
+    assert f"`{command}`" in text
 
 
 def test_sphinx_gets_two_images_for_a_picture_and_the_lines_that_were_there():
-  for page in {param.values[0] for param in PICTURES}:
+  for page in {page for page, _ in PICTURES}:
     text = page.read_text(encoding="utf-8")
     new = sphinx_pictures.as_images(text)
     assert new.count("\n") == text.count("\n")
     assert "<picture>" not in new
     assert new.count("{.only-light}") == new.count("{.only-dark}") == text.count("<picture>")
   assert sphinx_pictures.as_images("# A page\n\n![a](b.png)\n") == "# A page\n\n![a](b.png)\n"
-  calls = {}
-
-  class App:
-    def connect(self, event, call):
-      calls[event] = call
-
-  assert sphinx_pictures.setup(App())["parallel_read_safe"]
-  source = ["text\n"]
-  calls["source-read"](App(), "page", source)
-  assert source == ["text\n"]
 
 
 def test_formats_are_those_of_all_their_numbers():
@@ -159,56 +141,9 @@ def test_the_recorded_gradients_are_those_that_the_page_speaks_of():
   assert after.zero + after.subnormal + after.overflow < 1e-3
 
 
-@pytest.mark.standard_promotion
-def test_a_skipped_step_keeps_all_that_a_step_moves():
-  found = step.facts()
-  assert set(found.changed.values()) == {(True, False)}
-  first, second, third = (float(x.replace(",", "")) for x in found.counters["loss_scale"])
-  assert first == second == 2 * third
-  assert found.dtypes == {
-    **dict.fromkeys(("parameters", "loss", "gradients"), "float32"),
-    **dict.fromkeys(("forward", "backward"), "float16"),
-  }
-
-
-@pytest.mark.standard_promotion
-def test_matmuls_of_the_block_are_low_and_all_else_that_sums_is_float32():
-  found = casts.facts()
-  wide = {name for name, dtype in found.nodes.items() if dtype == "float32"}
-  assert wide == {"norm_1", "softmax", "norm_2", "gelu"}
-  assert set(found.nodes) == set(casts.NODES)
-  for (before, after), (made, taken) in found.edges.items():
-    assert taken == found.nodes[after]
-    assert made == found.nodes.get(before, "bfloat16")
-  assert {first for first, _ in found.params.values()} == {"float32"}
-
-
 def test_a_node_with_two_dtypes_is_no_figure():
   with pytest.raises(ValueError, match="norm_1: the figure shows one dtype"):
     casts._only({"float32", "bfloat16"}, "norm_1")
-
-
-@pytest.mark.standard_promotion
-def test_float8_matmuls_are_e4m3_forward_and_e5m2_for_gradients():
-  found = float8.facts()
-  dtypes = {
-    name: {operand.name: operand.dtype for operand in matmul.operands}
-    for name, matmul in found.items()
-  }
-  forward, gradient = "float8_e4m3fn", "float8_e5m2"
-  assert dtypes == {
-    "y": {"x": forward, "w": forward},
-    "x": {"gradient": gradient, "w": forward},
-    "w": {"gradient": gradient, "x": forward},
-  }
-  for matmul in found.values():
-    for operand in matmul.operands:
-      assert operand.largest == float(jnp.finfo(operand.dtype).max)
-  assert {name: matmul.result for name, matmul in found.items()} == {
-    "y": "bfloat16",
-    "x": "bfloat16",
-    "w": "float32",
-  }
 
 
 @pytest.mark.standard_promotion

@@ -11,7 +11,6 @@ import json
 import sys
 import time
 
-import jax
 import pytest
 from rich.console import Console
 
@@ -19,14 +18,6 @@ from tests.scripts import benchmark
 
 gpu_bench, gpu_groups, gpu_ratios = map(benchmark, ("gpu_bench", "gpu_groups", "gpu_ratios"))
 workers = benchmark("workers")
-
-
-def test_out_of_memory_is_told_from_other_failures(workers):
-  raised = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 45 bytes.")
-  assert workers.why(raised) == workers.OUT_OF_MEMORY
-  torch = RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
-  assert workers.why(torch) == workers.OUT_OF_MEMORY
-  assert workers.why(ValueError("a\nb")) == "ValueError: a"
 
 
 # Processes that fail
@@ -64,12 +55,15 @@ def test_process_answers_and_says_how_it_ended(workers, process):
   process.send("measure", name="one")
   assert process.receive(far, heard.append) == {"name": "one"}
   assert heard == ["working"]
-  assert process.ask(far, "measure", name="raises") == {"failed": "out of memory"}
+  assert process.ask(far, "measure", name="raises") == {"failed": workers.OUT_OF_MEMORY}
   with pytest.raises(workers.OutOfTimeError):
     process.receive(time.monotonic() + 0.01)
   for _ in range(2):
     with pytest.raises(workers.WorkerEndedError, match="ended with 7: Fatal: a kernel"):
       process.ask(far, "measure", name="dies")
+  torch = RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+  assert workers.why(torch) == workers.OUT_OF_MEMORY
+  assert workers.why(ValueError("a\nb")) == "ValueError: a"
 
 
 class Fake:
@@ -116,80 +110,61 @@ class Fake:
         "environment": {**where, "python": "3"}, "attention": "xla", "versions": versions,
         "cuda": self.cuda, "hardware": "GPU X",
       }  # fmt: skip
-    if question == "describe":
-      return {"shapes": {}}
-    if question == "load":
-      return {"parameters": 10}
     if question == "trace":
       self.names = arguments["names"]
-      return {"failed_versions": {}}
     if question == "compile":
       return {name: {"temp_bytes": self.memory.get(name, 1)} for name in self.names}
-    if question == "check":
-      return {"losses": [2.0, 1.0], "seconds": self.seconds.get(name, 0.1)}
-    if question == "measure":
-      return {"seconds": self.seconds.get(name, 0.1), "finite": True}
-    return {}
+    seconds = self.seconds.get(name, 0.1)
+    return {
+      "describe": {"shapes": {}},
+      "load": {"parameters": 10},
+      "trace": {"failed_versions": {}},
+      "check": {"losses": [2.0, 1.0], "seconds": seconds},
+      "measure": {"seconds": seconds, "finite": True},
+    }.get(question, {})
 
   def close(self):
     self.log.append(("close", None))
 
 
-def group(gpu_groups, fake, names, *, deadline=60):
-  questions = [("load", {}), ("trace", {})]
-  found = gpu_groups.Group(fake, names, questions, time.monotonic() + deadline)
-  found.then("compile")
-  return found
-
-
-def test_a_version_without_memory_is_a_figure_and_the_others_go_on(gpu_groups):
-  fails = {("check", "a"): {"failed": "out of memory"}}
+def test_a_version_that_fails_is_a_figure_and_the_others_go_on(gpu_groups, workers):
+  """One lacks memory, one ends its process, which is started again without it."""
+  dies = workers.WorkerEndedError("the process ended with -6: abort")
+  fails = {("check", "a"): {"failed": "out of memory"}, ("measure", "b"): dies}
   log = []
-  one = group(gpu_groups, lambda: Fake({}, fails, log=log), ["a", "b", "c"])
-  figures = gpu_groups.take_turns([one], 3, 0.1)
+  memory = {"a": 1, "b": 2, "c": 7, "d": 45}
+
+  def start():
+    return Fake({}, fails, memory, log)
+
+  questions = [("load", {}), ("trace", {})]
+  group = gpu_groups.Group(start, list(memory), questions, time.monotonic() + 60)
+  group.then("compile")
+  figures = gpu_groups.take_turns([group], 3, 0.1)
+  # What needs most memory is first.
+  assert "".join(name for question, name in log if question == "check") == "dcba"
   assert figures["a"]["failed"] == "out of memory"
   assert "seconds" not in figures["a"]
-  assert [len(figures[name]["seconds"]) for name in "bc"] == [3, 3]
   assert ("drop", "a") in log
-  measured = "".join(name for question, name in log if question == "measure")
-  assert measured == "bc" + "cb" + "bc"
-
-
-def test_a_process_that_dies_is_started_again_without_the_version(gpu_groups, workers):
-  dies = workers.WorkerEndedError("the process ended with -6: abort")
-  log = []
-  one = group(
-    gpu_groups, lambda: Fake({}, {("measure", "b"): dies}, log=log), ["a", "b", "c"]
-  )  # fmt: skip
-  figures = gpu_groups.take_turns([one], 3, 0.1)
   assert figures["b"]["failed"] == "the process ended with -6: abort"
-  assert [len(figures[name]["seconds"]) for name in "ac"] == [3, 3]
   assert [question for question, _ in log].count("load") == 2
-  assert one.worker.names == ["a", "c"]
+  assert group.worker.names == ["c", "d"]
+  assert [len(figures[name]["seconds"]) for name in "cd"] == [3, 3]
+  measured = "".join(name for question, name in log if question == "measure")
+  assert measured == "bcd" + "cd" + "dc"
 
 
-def test_what_needs_most_memory_is_first(gpu_groups):
-  log = []
-  memory = {"a": 1, "b": 45, "c": 7}
-  one = group(gpu_groups, lambda: Fake({}, memory=memory, log=log), list("abc"))
-  gpu_groups.take_turns([one], 1, 0.1)
-  assert "".join(name for question, name in log if question == "check") == "bca"
-
-
-@pytest.mark.parametrize(
-  ("name", "losses", "finite", "what"),
-  [
+def test_losses_of_a_broken_step_are_suspicious(gpu_groups):
+  for name, losses, finite, what in (
     ("policy", [2.001, 1.5], True, ""),
     ("policy", [2.1, 1.5], True, "the first loss is 2.1, in float32 2"),
     ("torch amp", [2.05, 1.5], True, ""),
     ("policy", [2.0, 2.0], True, "the loss fell by 0, in float32 by 0.5"),
     ("policy", [2.0, 1.5], False, "a loss is not finite"),
     ("policy", [2.0, float("nan")], True, "a loss is not finite"),
-  ],
-)
-def test_losses_of_a_broken_step_are_suspicious(gpu_groups, name, losses, finite, what):
-  found = gpu_groups.suspicions({name: {"losses": losses, "finite": finite}}, [2.0, 1.5])
-  assert found == ({name: [what]} if what else {})
+  ):
+    found = gpu_groups.suspicions({name: {"losses": losses, "finite": finite}}, [2.0, 1.5])
+    assert found == ({name: [what]} if what else {})
 
 
 # A call
@@ -245,16 +220,13 @@ def test_a_second_call_measures_what_is_not_recorded(call):
   assert [x for x in log if x[0] == "measure"]
 
 
-def test_without_pytorch_the_rest_is_measured(call, workers):
+def test_what_pytorch_lacks_is_said_and_the_rest_is_measured(call, workers):
+  """PyTorch itself, or a compiler: whether it says so or dies of it."""
   gone = workers.WorkerEndedError("the process ended with 1: No module named 'torch'")
   results, text, _ = call(torch_fails={("hello", None): gone}, models=["mlp"])
   assert "No module named 'torch'" in results["models"]["mlp"]["parts"]["torch"]["missing"]
   assert "PyTorch is not measured: no PyTorch in" in text
   assert len(results["models"]["mlp"]["parts"]["jax"]["versions"]["policy"]["seconds"]) == 3
-
-
-def test_what_pytorch_does_not_compile_is_one_version(call, workers):
-  """Whether it says so or dies of it."""
   for failure in ({"failed": "no compiler"}, workers.WorkerEndedError("no compiler")):
     results, text, _ = call(torch_fails={("warm_up", None): failure}, models=["mlp"], fresh=True)
     found = results["models"]["mlp"]["parts"]["torch"]["versions"]

@@ -20,8 +20,6 @@ from mpjax._core import together
 from tests import programs
 from tests.scripts import BENCHMARKS, benchmark
 
-RECORDED = sorted((BENCHMARKS / "results" / "gpu_hlo").glob("*.json"))
-
 # As XLA writes it for a GPU, shortened. A convolution of cuDNN with its workspace, one of whose
 # operands was copied before; a product within a fusion, whose operand is given twice; bytes of a
 # tuple; names for bytes that are there.
@@ -83,20 +81,35 @@ def h200(gpu_hlo) -> Iterator[Any]:
   compilation_cache.reset_cache()
 
 
-def test_kernels_are_what_is_launched(hlo):
-  kernels = list(hlo.parse(TEXT).kernels())
-  assert [each.name for each in kernels] == ["w.copy", "conv", "sort", "start", "fusion.1"]
-
-
-def test_bytes_are_those_of_operands_and_results(hlo):
+def test_kernels_move_their_operands_and_results(hlo):
   program = hlo.parse(TEXT)
   moved = {each.name: program.moved(each) for each in program.kernels()}
-  assert moved["w.copy"] == 2 * 48
-  assert moved["conv"] == 32 + 48 + 12 + 10
-  assert moved["sort"] == 32 + 4
-  assert moved["start"] == 32 + 64
-  # What is given twice is read once.
-  assert moved["fusion.1"] == 32 + 64 + 16 + 32 + 5
+  assert moved == {
+    "w.copy": 2 * 48,
+    "conv": 32 + 48 + 12 + 10,
+    "sort": 32 + 4,
+    "start": 32 + 64,
+    # What is given twice is read once.
+    "fusion.1": 32 + 64 + 16 + 32 + 5,
+  }
+  # Products are found in fusions and among calls; one of two dtypes names both.
+  assert sum(map(program.is_product, program.kernels())) == 2
+  assert program.products() == {"f16": 1, "bf16": 1}
+  mixed = TEXT.replace("dot(%p0, %narrow)", "dot(%p0, %p1)")
+  assert hlo.parse(mixed).products() == {"f16": 1, "bf16 x f32": 1}
+  # The number of a layer is left out, and what XLA made up goes by its own name.
+  found = hlo.by_source(program)
+  assert found["jit(f)/jvp(M)/Layer/conv"] == (1, 102)
+  assert found["jit(f)/jvp(M)/Layer/dot_general"] == (1, 149)
+  assert found["(copy)"] == (1, 96)
+  assert sum(kernels for kernels, _ in found.values()) == 5
+  with pytest.raises(ValueError, match="no entry computation"):
+    hlo.parse("HloModule empty\n")
+  # Whatever XLA makes of it here: one product, whose operands and result are 64 bytes each.
+  compiled = jax.jit(lambda x, y: x @ y).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).compile()
+  program = hlo.parse(compiled.as_text())
+  assert program.products() == {"f32": 1}
+  assert sum(map(program.moved, program.kernels())) == 3 * 64
 
 
 LOOP = r"""HloModule jit_g
@@ -124,45 +137,24 @@ def test_kernels_of_a_loop_are_those_of_one_iteration(hlo):
   assert (program.count("add"), program.count("while"), program.count("conditional")) == (2, 1, 0)
 
 
-def test_products_are_found_in_fusions_and_among_calls(hlo):
-  assert hlo.parse(TEXT).products() == {"f16": 1, "bf16": 1}
-
-
-def test_a_product_of_two_dtypes_names_both(hlo):
-  mixed = TEXT.replace("dot(%p0, %narrow)", "dot(%p0, %p1)")
-  assert hlo.parse(mixed).products() == {"f16": 1, "bf16 x f32": 1}
-
-
-def test_sources_of_the_layers_of_a_kind_are_one(hlo):
-  """The number of a layer is left out, and what XLA made up goes by its own name."""
-  found = hlo.by_source(hlo.parse(TEXT))
-  assert found["jit(f)/jvp(M)/Layer/conv"] == (1, 102)
-  assert found["jit(f)/jvp(M)/Layer/dot_general"] == (1, 149)
-  assert found["(copy)"] == (1, 96)
-  assert sum(kernels for kernels, _ in found.values()) == 5
-
-
 def test_differences_are_sorted_by_bytes(hlo):
   one = {"a": (1, 10), "b": (2, 20), "same": (1, 1)}
   other = {"a": (2, 5), "c": (1, 40), "same": (1, 1)}
   assert hlo.differences(one, other) == [("c", (-1, -40)), ("b", (2, 20)), ("a", (-1, 5))]
 
 
-@pytest.mark.parametrize(
-  ("text", "size"),
-  [
-    ("f32[]", 4),
-    ("bf16[3,5]{1,0}", 30),
-    ("pred[7]{0}", 7),
-    ("s4[7]{0:E(4)}", 4),
-    ("f8e4m3fn[6]{0}", 6),
-    ("c64[2]", 16),
-    ("token[]", 0),
-    ("(f32[2]{0}, (f16[3]{0}, u8[0]{0}), s32[<=4]{0})", 30),
-  ],
-)
-def test_bytes_of_a_type(hlo, text, size):
-  assert hlo.type_bytes(text) == size
+def test_bytes_of_a_type(hlo):
+  for text, size in {
+    "f32[]": 4,
+    "bf16[3,5]{1,0}": 30,
+    "pred[7]{0}": 7,
+    "s4[7]{0:E(4)}": 4,
+    "f8e4m3fn[6]{0}": 6,
+    "c64[2]": 16,
+    "token[]": 0,
+    "(f32[2]{0}, (f16[3]{0}, u8[0]{0}), s32[<=4]{0})": 30,
+  }.items():
+    assert hlo.type_bytes(text) == size, text
 
 
 def test_an_estimate_is_the_longer_of_arithmetic_and_memory(gpu_hlo):
@@ -177,13 +169,17 @@ def test_an_estimate_is_the_longer_of_arithmetic_and_memory(gpu_hlo):
   assert seconds("b200", {}, 1, 1) is None
 
 
-def test_every_target_has_a_roofline(gpu_hlo):
+def test_every_target_is_a_chip_with_a_roofline(gpu_hlo):
   roofline = gpu_hlo.roofline
   assert gpu_hlo.GPUS.keys() == roofline.PEAKS.keys()
   # In GB per second, of NVIDIA's data sheets.
   sheets = {"v100": 900, "a100": 2039, "h100": 3350, "h200": 4800}
-  for name in gpu_hlo.GPUS:
+  for name, file in gpu_hlo.GPUS.items():
     assert roofline.bandwidth(name) == pytest.approx(1e9 * sheets[name], rel=3e-3)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    keys = collections.Counter(line.split(":")[0].strip() for line in lines if ":" in line)
+    assert keys["core_count"] == keys["memory_bandwidth"] == keys["device_memory_size"] == 1
+    assert any(f'"NVIDIA {file.stem.upper()}"' in line for line in lines)
 
 
 def test_a_loop_has_no_estimate(gpu_hlo):
@@ -196,28 +192,14 @@ def test_a_loop_has_no_estimate(gpu_hlo):
   assert figures["flops"].keys() == {"float16"}
 
 
-def test_products_are_told_from_other_kernels(hlo):
-  program = hlo.parse(TEXT)
-  assert sum(map(program.is_product, program.kernels())) == 2
-
-
-def test_what_is_no_program_is_an_error(hlo):
-  with pytest.raises(ValueError, match="no entry computation"):
-    hlo.parse("HloModule empty\n")
-
-
-def test_operations_of_a_compiled_program_are_read(hlo):
-  """Whatever XLA makes of it here: one product, whose operands and result are 64 bytes each."""
-  compiled = jax.jit(lambda x, y: x @ y).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).compile()
-  program = hlo.parse(compiled.as_text())
-  assert program.products() == {"f32": 1}
-  assert sum(map(program.moved, program.kernels())) == 3 * 64
-
-
 def test_one_version_differs_from_another_by_its_dtypes_alone(gpu_hlo):
-  """All four are the same step of the same float32 state and inputs."""
-  case = gpu_hlo.SIZES["tiny"]["mlp"]
-  args = gpu_hlo.arguments_of(case, jax.devices()[0])
+  """All are steps of the same float32 state and inputs, and return what they are given."""
+  case, device = gpu_hlo.SIZES["tiny"]["mlp"], jax.devices()[0]
+
+  def shapes(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+  args = gpu_hlo.arguments_of(case, device)
   assert {x.dtype for x in jax.tree.leaves(args) if x.dtype != jnp.int32} == {jnp.dtype("float32")}
   losses = gpu_hlo.losses(case, "float16")
   assert tuple(losses) == gpu_hlo.VERSIONS
@@ -225,10 +207,15 @@ def test_one_version_differs_from_another_by_its_dtypes_alone(gpu_hlo):
   for name, loss in losses.items():
     step = lambda *args, loss=loss: gpu_hlo.run.step_of(loss, *args)  # noqa: E731
     traced, out = jax.make_jaxpr(step, return_shape=True)(*args)
-    shares[name] = programs.half_share(traced)
-    outs[name] = jax.tree.map(lambda x: (x.shape, x.dtype), out)
+    shares[name], outs[name] = programs.half_share(traced), shapes(out)
   assert shares == {name: name != "float32" for name in gpu_hlo.VERSIONS}
   assert all(out == outs["float32"] for out in outs.values())
+  found, bases = gpu_hlo.steps(case, "float16"), gpu_hlo.gpu_steps.BASES
+  assert tuple(found) == (*gpu_hlo.VERSIONS, *bases)
+  assert set(bases.values()) < set(found)
+  for step, state in found.values():
+    new, _ = jax.eval_shape(step, *gpu_hlo.arguments_of(case, device, state))
+    assert jax.tree.leaves(shapes(new)) == jax.tree.leaves(shapes(state))
 
 
 @pytest.mark.parametrize(("model", "left"), [("mlp", 0), ("gpt", 1)])
@@ -245,16 +232,16 @@ def test_exact_by_hand_sums_the_gradients_of_biases_in_float32(gpu_hlo, model, l
   assert in_half["by hand"] > in_half["by hand, exact"] == left
 
 
-@pytest.mark.parametrize("model", ["mlp", "resnet", "gpt"])
-def test_a_model_can_be_made_shallower(gpu_hlo, model):
-  case = gpu_hlo.SIZES["gpu"][model]
-  assert gpu_hlo.shallower(case, None) is case
-  full, small = case.make(jnp.float16), gpu_hlo.shallower(case, 1).make(jnp.float16)
-  assert small.dtype == full.dtype == jnp.float16
-  if model == "resnet":
-    assert (full.stages, small.stages) == ((3, 4, 6, 3), (1, 1, 1, 1))
-  else:
-    assert full.layers > small.layers == 1
+def test_a_model_can_be_made_shallower(gpu_hlo):
+  for model in ("mlp", "resnet", "gpt"):
+    case = gpu_hlo.SIZES["gpu"][model]
+    assert gpu_hlo.shallower(case, None) is case
+    full, small = case.make(jnp.float16), gpu_hlo.shallower(case, 1).make(jnp.float16)
+    assert small.dtype == full.dtype == jnp.float16
+    if model == "resnet":
+      assert (full.stages, small.stages) == ((3, 4, 6, 3), (1, 1, 1, 1))
+    else:
+      assert full.layers > small.layers == 1
 
 
 def test_programs_of_this_cpu_are_compared_and_written(gpu_hlo, tmp_path):
@@ -278,7 +265,6 @@ def test_programs_of_this_cpu_are_compared_and_written(gpu_hlo, tmp_path):
     assert sum(one["products"].values()) == 5
     assert one["half_share_traced"] == (name != "float32")
     assert min(one["kernels"], one["bytes"], one["temp_bytes"]) > 0
-    assert one["half_share_traced"] == (name != "float32")
   by_hand = gpu_hlo.hlo.parse((tmp_path / "texts" / "mlp_by_hand_exact.txt").read_text())
   assert len(list(by_hand.kernels())) == versions["by hand, exact"]["kernels"]
   shown = text.getvalue()
@@ -299,30 +285,6 @@ def test_without_a_compiler_for_cuda_it_says_what_to_install(gpu_hlo, monkeypatc
     gpu_hlo.gpu_device("h200")
   for part in ("h200", "jax-cuda12-plugin", jax.__version__, "make gpu-hlo", "--gpu none"):
     assert part in str(caught.value)
-
-
-def test_a_target_is_a_chip(gpu_hlo):
-  assert "h200" in gpu_hlo.GPUS
-  for file in gpu_hlo.GPUS.values():
-    lines = file.read_text(encoding="utf-8").splitlines()
-    keys = collections.Counter(line.split(":")[0].strip() for line in lines if ":" in line)
-    assert keys["core_count"] == keys["memory_bandwidth"] == keys["device_memory_size"] == 1
-    assert any(f'"NVIDIA {file.stem.upper()}"' in line for line in lines)
-
-
-def test_every_step_can_be_traced_and_has_a_base(gpu_hlo):
-  """With the state that it is given it returns the like: nothing changes its dtype."""
-  case = gpu_hlo.SIZES["tiny"]["mlp"]
-  found = gpu_hlo.steps(case, "float16")
-  bases = gpu_hlo.gpu_steps.BASES
-  assert tuple(found) == (*gpu_hlo.VERSIONS, *bases)
-  assert set(bases.values()) < set(found)
-  for step, state in found.values():
-    args = gpu_hlo.arguments_of(case, jax.devices()[0], state)
-    new, _ = jax.eval_shape(step, *args)
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(new)] == [
-      (x.shape, x.dtype) for x in jax.tree.leaves(state)
-    ]
 
 
 @pytest.mark.gpu_compiler
@@ -425,10 +387,14 @@ def test_a_model_of_many_sizes_gets_few_kernels_more_on_an_h200(gpu_hlo, h200):
     assert figures[name]["products"] == figures["policy"]["products"]
 
 
+def recorded(folder):
+  files = sorted((BENCHMARKS / "results" / folder).glob("*.json"))
+  assert files
+  return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
 def test_figures_for_a_gpu_are_recorded(gpu_hlo):
-  assert RECORDED
-  for file in RECORDED:
-    results = json.loads(file.read_text(encoding="utf-8"))
+  for results in recorded("gpu_hlo"):
     assert results["settings"]["target"] in gpu_hlo.GPUS
     assert results["settings"]["depth"] is None
     assert results["environment"]["versions"].keys() > {"mpjax", "jax", "flax", "optax"}
@@ -440,12 +406,9 @@ def test_figures_for_a_gpu_are_recorded(gpu_hlo):
         assert one["products"].keys() == {"f32" if name == "float32" else short}
 
 
-def test_figures_of_steps_are_recorded(gpu_hlo):
+def test_figures_of_steps_are_recorded():
   """Loss scaling adds at most 8 % kernels and 2 % bytes; no step has a branch."""
-  files = sorted((BENCHMARKS / "results" / "gpu_steps").glob("*.json"))
-  assert files
-  for file in files:
-    results = json.loads(file.read_text(encoding="utf-8"))
+  for results in recorded("gpu_steps"):
     assert results["settings"]["depth"] is None
     assert results["models"].keys() == {"resnet", "gpt"}
     for each in results["models"].values():
@@ -458,15 +421,12 @@ def test_figures_of_steps_are_recorded(gpu_hlo):
 
 def test_figures_of_float8_are_recorded():
   """By the estimate the large MLP takes at most two thirds of bfloat16's time."""
-  files = sorted((BENCHMARKS / "results" / "gpu_float8").glob("*.json"))
-  assert files
-  for file in files:
-    models = json.loads(file.read_text(encoding="utf-8"))["models"]
-    assert models.keys() == {"wide", "mlp"}
+  for results in recorded("gpu_float8"):
     faster = {
       name: each["versions"]["policy"]["estimated_seconds"]
       / each["versions"]["float8"]["estimated_seconds"]
-      for name, each in models.items()
+      for name, each in results["models"].items()
     }
+    assert faster.keys() == {"wide", "mlp"}
     assert faster["mlp"] >= 1.5
     assert faster["wide"] >= 1.3

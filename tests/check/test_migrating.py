@@ -28,7 +28,6 @@ from tests.migrating_lines import NOT_RUN, failures, source, worlds
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("docs/migrating/*.md"))
-BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
 NONE = "—"
 """In a cell of a system that does not have the feature, and where no test can be."""
@@ -161,19 +160,14 @@ def dotted(node: ast.AST) -> str:
 
 
 def public(name: str) -> Any:
-  """Returns what a public name, or an attribute of one, stands for; None if it is neither."""
+  """Returns what a public name, or an attribute of one, is; None if it is neither."""
   pieces = name.split(".")
   if not any(".".join(pieces[:n]) in NAMES for n in range(2, len(pieces) + 1)):
     return None
-  return resolve(name) if _resolves(name) else None
-
-
-def _resolves(name: str) -> bool:
   try:
-    resolve(name)
+    return resolve(name)
   except AttributeError:
-    return False
-  return True
+    return None
 
 
 def code_faults(code: str) -> Iterator[str]:
@@ -232,55 +226,48 @@ def missing(markdown: str, wanted: set[str]) -> set[str]:
   }
 
 
-@BY_PAGE
-def test_every_row_has_a_line_and_a_test_or_a_reason(page):
-  found = list(rows(page.read_text(encoding="utf-8")))
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_every_feature_has_a_row_and_every_row_a_line_and_a_test_or_a_reason(page):
+  markdown = page.read_text(encoding="utf-8")
+  found = list(rows(markdown))
   assert len(found) > 3
-  wrong = {row.line: faults(row) for row in found}
-  assert {line: what for line, what in wrong.items() if what} == {}
-
-
-@BY_PAGE
-def test_every_feature_of_the_system_has_a_row(page):
+  assert {row.line: what for row in found if (what := faults(row))} == {}
   wanted = WANTED[page.stem]
   wanted = set(wanted.split() if isinstance(wanted, str) else wanted) - {"self"}
-  assert missing(page.read_text(encoding="utf-8"), wanted) == set()
+  assert missing(markdown, wanted) == set()
+  # The site shows each line, and no ids of tests.
+  shown = for_readers(markdown)
+  assert "test id" not in shown
+  lines = shown.splitlines()
+  assert len(lines) == len(markdown.splitlines())
+  for row in found:
+    assert split(lines[row.line - 1]) == (row.cells[0], row.cells[-2], *row.cells[1:-2])
 
 
-@pytest.fixture(name="objects", scope="module")
-def make_objects() -> list[dict[str, Any]]:
-  with jax.numpy_dtype_promotion("standard"):  # NNX promotes when it makes a layer
-    return worlds()
+def test_every_system_has_a_page():
+  assert sorted(WANTED) == [page.stem for page in PAGES]
+  readme = (ROOT / "README.md").read_text(encoding="utf-8")
+  overview = (ROOT / "docs/migrating/features.md").read_text(encoding="utf-8")
+  assert "(docs/migrating/features.md)" in readme
+  assert [page.name for page in PAGES if f"({page.name})" not in overview] == ["features.md"]
 
 
 @pytest.mark.filterwarnings("ignore:mpjax.opt_level")
-def test_the_lines_of_the_tables_run(objects):
+@pytest.mark.standard_promotion  # NNX promotes when it makes a layer.
+def test_the_lines_of_the_tables_run():
+  objects = worlds()
   found: dict[str, list[str]] = {}
-  with jax.numpy_dtype_promotion("standard"):
-    for page in PAGES:
-      for row in rows(page.read_text(encoding="utf-8")):
-        if not row.cells[-2].startswith("not offered"):
-          found |= failures(spans(row.cells[-2]), objects)
+  for page in PAGES:
+    for row in rows(page.read_text(encoding="utf-8")):
+      if not row.cells[-2].startswith("not offered"):
+        found |= failures(spans(row.cells[-2]), objects)
   assert {code: why for code, why in found.items() if code not in NOT_RUN} == {}
   assert set(NOT_RUN) == set(found)
-
-
-@pytest.mark.parametrize(
-  ("code", "error"),
-  [
-    ("tx.update(grads, params)", "MpjaxTypeError"),
-    ("tx.init(params)._replace(inner=opt_state.inner_state)", ("ValueError", "TypeError")),
-    ("mpjax.loss_scaling_metrics(opt_state)['scale']", "KeyError"),
-    ("mpjax.scale_loss(loss, params)", "MpjaxTypeError"),
-    ("tx.update(grads, state_of_mine)", "NameError"),
-  ],
-)
-def test_a_line_that_does_not_run_is_found(objects, code, error):
-  assert failures(["tx", "state_of_mine", code], objects).keys() == {code}
-  assert any(why.startswith(error) for why in failures([code], objects)[code])
-
-
-def test_a_line_sees_the_names_of_those_before_it_in_its_row(objects):
+  # Lines that do not run are found; and a line sees the names of those before it in its row.
+  wrong = {"tx.update(grads, params)": "MpjaxTypeError", "tx.update(grads, mine)": "NameError"}
+  assert failures(["tx", *wrong], objects).keys() == wrong.keys()
+  for code, error in wrong.items():
+    assert any(why.startswith(error) for why in failures([code], objects)[code])
   lines = ["new_tx = mpjax.loss_scaling(tx)", "new_tx.init(weights)"]
   assert failures(lines, objects) == {}
   assert failures(lines[1:], objects).keys() == {lines[1]}
@@ -305,35 +292,7 @@ def test_the_scale_stays_when_its_growth_is_changed():
   assert jax.tree.structure(new_state) != jax.tree.structure(opt_state)
 
 
-def test_every_system_has_a_page():
-  assert sorted(WANTED) == [page.stem for page in PAGES]
-  readme = (ROOT / "README.md").read_text(encoding="utf-8")
-  overview = (ROOT / "docs/migrating/features.md").read_text(encoding="utf-8")
-  assert "(docs/migrating/features.md)" in readme
-  assert [page.name for page in PAGES if f"({page.name})" not in overview] == ["features.md"]
-
-
-@BY_PAGE
-def test_the_site_shows_each_line_and_no_ids_of_tests(page):
-  markdown = page.read_text(encoding="utf-8")
-  shown = for_readers(markdown)
-  assert "test id" not in shown
-  tables = [(n, split(line)) for n, line in enumerate(shown.splitlines(), 1) if line[:1] == "|"]
-  cells = dict(tables)
-  for row in rows(markdown):
-    assert cells[row.line] == (row.cells[0], row.cells[-2], *row.cells[1:-2])
-  assert len(shown.splitlines()) == len(markdown.splitlines())
-
-
-def test_the_site_leaves_other_tables_alone():
-  other = "| a | b |\n|---|---|\n| `x \\| y` | z |\n"
-  assert for_readers(other) == other
-  fenced = f"```text\n{TABLE}```\n"
-  assert for_readers(fenced) == fenced
-  assert "| `scale(loss)` | " + LINE + " |" in for_readers(TABLE)
-
-
-ID = "tests/check/test_migrating.py::test_a_good_row_has_no_fault"
+ID = "tests/check/test_migrating.py::test_faults_of_rows_are_found"
 LINE = "`mpjax.scale_loss(loss, opt_state)`"
 GOOD = f"| `scale(loss)` | {LINE} | `{ID}` |"
 TABLE = f"""
@@ -351,44 +310,43 @@ TABLE = f"""
 """
 
 
-def test_a_good_row_has_no_fault():
+WRONG = [
+  ("`scale(loss)`", "", "nothing under 'feature'"),
+  ("`scale(loss)`", "—", "no system has it"),
+  ("`scale(loss)` |", "`scale(loss)` | |", "4 cells under 3 headings"),
+  (f"`{ID}`", "", "nothing under 'test id'"),
+  (f"`{ID}`", "—", "no test"),
+  (ID, ID + "_x", f"{ID}_x is no test"),
+  (ID, ID.replace("tests/", ""), f"{ID.replace('tests/', '')} is no test"),
+  (LINE, "", "nothing under 'mpjax'"),
+  (LINE, "the usual way", "no line of code"),
+  (LINE, "not offered", "no reason"),
+  (LINE, "not offered: why", "no reason"),
+  (LINE, "not offered: for a good reason", "a test of what is not offered"),
+  ("scale_loss(loss, opt_state)", "scale_loss(loss", "'mpjax.scale_loss(loss' is no Python"),
+  ("scale_loss(", "scaled_loss(", "mpjax.scaled_loss is not public"),
+  ("scale_loss(", "transforms.scale_loss(", "mpjax.transforms.scale_loss is not public"),
+  ("scale_loss(", "Policy.read(", "mpjax.Policy.read is not public"),
+  ("(loss, opt_state)", "(loss)", "mpjax.scale_loss: missing a required argument: 'opt_state'"),
+  ("opt_state)", "state=s)", "mpjax.scale_loss: missing a required argument: 'opt_state'"),
+  ("opt_state)", "s, nam=n)", "mpjax.scale_loss: got an unexpected keyword argument 'nam'"),
+]
+"""Changes of the good row, and the fault that each must have."""
+
+
+def test_faults_of_rows_are_found():
   found = list(rows(TABLE))
   assert [row.line for row in found] == [4, 5, 6, 7]
   assert [faults(row) for row in found] == [[], [], [], []]
-  assert list(rows(f"```text\n{TABLE}\n```")) == []
-
-
-@pytest.mark.parametrize(
-  ("old", "new", "fault"),
-  [
-    ("`scale(loss)`", "", "nothing under 'feature'"),
-    ("`scale(loss)`", "—", "no system has it"),
-    ("`scale(loss)` |", "`scale(loss)` | |", "4 cells under 3 headings"),
-    (f"`{ID}`", "", "nothing under 'test id'"),
-    (f"`{ID}`", "—", "no test"),
-    (ID, ID + "_x", f"{ID}_x is no test"),
-    (ID, ID.replace("tests/", ""), f"{ID.replace('tests/', '')} is no test"),
-    (LINE, "", "nothing under 'mpjax'"),
-    (LINE, "the usual way", "no line of code"),
-    (LINE, "not offered", "no reason"),
-    (LINE, "not offered: why", "no reason"),
-    (LINE, "not offered: for a good reason", "a test of what is not offered"),
-    ("scale_loss(loss, opt_state)", "scale_loss(loss", "'mpjax.scale_loss(loss' is no Python"),
-    ("scale_loss(", "scaled_loss(", "mpjax.scaled_loss is not public"),
-    ("scale_loss(", "transforms.scale_loss(", "mpjax.transforms.scale_loss is not public"),
-    ("scale_loss(", "Policy.read(", "mpjax.Policy.read is not public"),
-    ("(loss, opt_state)", "(loss)", "mpjax.scale_loss: missing a required argument: 'opt_state'"),
-    ("opt_state)", "state=s)", "mpjax.scale_loss: missing a required argument: 'opt_state'"),
-    ("opt_state)", "s, nam=n)", "mpjax.scale_loss: got an unexpected keyword argument 'nam'"),
-  ],
-)
-def test_a_wrong_row_is_found(old, new, fault):
-  assert GOOD.count(old) == 1
-  (row,) = [row for row in rows(TABLE.replace(GOOD, GOOD.replace(old, new))) if row.line == 4]
-  assert fault in faults(row)
-
-
-def test_a_feature_without_a_row_is_found():
+  for old, new, fault in WRONG:
+    assert GOOD.count(old) == 1
+    row = next(rows(TABLE.replace(GOOD, GOOD.replace(old, new))))
+    assert fault in faults(row)
   assert missing(TABLE, {"scale", "loss", "a"}) == set()
   # Neither a part of a word, nor our own line, nor a table of something else.
   assert missing(TABLE, {"scal", "accumulate", "table"}) == {"scal", "accumulate", "table"}
+  fenced = f"```text\n{TABLE}```\n"
+  assert list(rows(fenced)) == []
+  assert for_readers(fenced) == fenced
+  other = "| a | b |\n|---|---|\n| `x \\| y` | z |\n"
+  assert for_readers(other) == other

@@ -5,6 +5,7 @@ The mutations themselves are tried by `make mutations`.
 
 import ast
 import collections
+import functools
 import pathlib
 import re
 import shutil
@@ -14,9 +15,6 @@ import pytest
 from tests.mutations import outcomes, run, table
 
 ROOT = pathlib.Path(__file__).parents[2]
-every_mutation = pytest.mark.parametrize(
-  "mutation", table.MUTATIONS, ids=[mutation.name for mutation in table.MUTATIONS]
-)
 
 
 GONE = {63}
@@ -32,19 +30,21 @@ def test_the_40_of_the_list_are_there_and_those_of_nnx():
     assert sorted(found) in ([""], ["a", "b"]), number
 
 
-@every_mutation
-def test_each_fits_the_code_as_it_is(mutation):
-  source = (ROOT / mutation.file).read_text(encoding="utf-8")
-  assert mutation.file.startswith("mpjax/")
-  changed = run.mutated(source, mutation)  # An error unless there is exactly one place.
-  assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
-
-
-@every_mutation
-def test_each_names_a_test_that_there_is(mutation):
-  file, _, function = mutation.test.partition("::")
-  tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-  assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+def test_each_fits_the_code_as_it_is_and_names_a_test_that_there_is():
+  functions = functools.cache(
+    lambda file: {
+      node.name
+      for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+      if isinstance(node, ast.FunctionDef)
+    }
+  )
+  for mutation in table.MUTATIONS:
+    source = (ROOT / mutation.file).read_text(encoding="utf-8")
+    assert mutation.file.startswith("mpjax/"), mutation.name
+    changed = run.mutated(source, mutation)  # An error unless there is exactly one place.
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutation.name
+    file, _, function = mutation.test.partition("::")
+    assert function in functions(file), mutation.name
 
 
 MUTATION = table.Mutation(
@@ -57,65 +57,47 @@ MUTATION = table.Mutation(
 )
 
 
-@pytest.mark.parametrize(
-  ("found", "verdict"),
-  [
+def test_only_a_failure_of_the_named_test_counts():
+  for found, verdict in (
     ({"test_it[a]": "passed", "test_it[b]": "failed"}, run.Verdict.CAUGHT),
     ({"test_it": "passed", "test_its_neighbour": "failed"}, run.Verdict.MISSED),
     ({"test_it": "error"}, run.Verdict.BROKEN),
     ({"test_it": "skipped"}, run.Verdict.BROKEN),
     ({"test_it[a]": "passed", "test_it[b]": "skipped"}, run.Verdict.BROKEN),
     ({}, run.Verdict.BROKEN),
-  ],
-)
-def test_only_a_failure_of_the_named_test_counts(found, verdict):
-  found = {f"tests/test_it.py::{name}": outcome for name, outcome in found.items()}
-  assert run.judge(MUTATION.test, found) is verdict
+  ):
+    found = {f"tests/test_it.py::{name}": outcome for name, outcome in found.items()}
+    assert run.judge(MUTATION.test, found) is verdict, found
 
 
-ONCE = "its code is in mpjax/__init__.py::large"
-
-
-@pytest.mark.parametrize(
-  ("source", "message"),
-  [
-    ("def large(x):\n  return x > 1", f"{ONCE} 0 times"),
-    ("def large(x):\n  return x > 2 and x > 2", f"{ONCE} 2 times"),
-    ("def large(x):\n  return x\ndef small(x):\n  return x > 2", f"{ONCE} 0 times"),
-    ("def larger(x):\n  return x > 2", "in mpjax/__init__.py, large is defined 0 times"),
-    ("x > 2\n" + 2 * "def large(x):\n    return x > 2\n", "large is defined 2 times"),
-  ],
-  ids=["never", "twice", "elsewhere", "no function", "two functions"],
-)
-def test_code_that_is_not_there_once_is_refused(tmp_path, source, message):
+def test_code_that_is_not_there_once_is_refused(tmp_path):
   (tmp_path / "mpjax").mkdir()
-  (tmp_path / MUTATION.file).write_text(source)
-  with pytest.raises(ValueError, match=rf"mutation 1: .*{re.escape(message)}"):
-    run.mutate(tmp_path, MUTATION)
-  assert (tmp_path / MUTATION.file).read_text() == source
+  once = "its code is in mpjax/__init__.py::large"
+  for source, message in {
+    "def large(x):\n  return x > 1": f"{once} 0 times",
+    "def large(x):\n  return x > 2 and x > 2": f"{once} 2 times",
+    "def large(x):\n  return x\ndef small(x):\n  return x > 2": f"{once} 0 times",
+    "def larger(x):\n  return x > 2": "in mpjax/__init__.py, large is defined 0 times",
+    "x > 2\n" + 2 * "def large(x):\n    return x > 2\n": "large is defined 2 times",
+  }.items():
+    (tmp_path / MUTATION.file).write_text(source)
+    with pytest.raises(ValueError, match=rf"mutation 1: .*{re.escape(message)}"):
+      run.mutate(tmp_path, MUTATION)
+    assert (tmp_path / MUTATION.file).read_text() == source
 
 
-@pytest.mark.parametrize(
-  ("function", "old", "new", "source", "expected"),
-  [
+def test_code_is_found_in_the_syntax_tree_of_its_function():
+  for function, old, new, source, expected in (
+    # Layout, a nested function, a method, a module, statements, and one that is deleted.
     ("f", "g(a, 'b')", "a", 'def f(a):\n  return g(  # é\n    a, "b",\n  )', "def f(a): return a"),
     ("f", "a", "b", "a\ndef f():\n  def g(): return a", "a\ndef f():\n  def g(): return b"),
-    (
-      "C.f",
-      "1",
-      "2",
-      "class C:\n  def f(): 1\n  def g(): 1",
-      "class C:\n  def f(): 2\n  def g(): 1",
-    ),
+    ("C.f", "1", "2", "class C:\n  def f(): 1\n  y = 1", "class C:\n  def f(): 2\n  y = 1"),
     ("", "a = 1", "a = 2", "a = 1\ndef f(): a = 1", "a = 2\ndef f(): a = 1"),
     ("f", "a = 1\nb = 2", "b = 3", "def f():\n  a = 1\n  b = 2\n  a = 1", "def f(): b = 3; a = 1"),
     ("f", "g()", "", "def f():\n  h()\n  g()", "def f(): h()"),
-  ],
-  ids=["layout", "nested", "method", "module level", "statements", "deleted"],
-)
-def test_code_is_found_in_the_syntax_tree_of_its_function(function, old, new, source, expected):
-  mutation = MUTATION._replace(function=f"mpjax/__init__.py::{function}", old=old, new=new)
-  assert run.mutated(source, mutation) == ast.unparse(ast.parse(expected)) + "\n"
+  ):
+    mutation = MUTATION._replace(function=f"mpjax/__init__.py::{function}", old=old, new=new)
+    assert run.mutated(source, mutation) == ast.unparse(ast.parse(expected)) + "\n"
 
 
 def test_numbers_choose():
@@ -160,16 +142,15 @@ def test_a_mutation_is_applied_to_a_copy_and_its_test_run_there(project, capsys)
   assert "1/1 caught" in capsys.readouterr().out
 
 
-def test_a_test_that_fails_without_a_mutation_ends_it(project):
+def test_a_run_that_would_say_nothing_is_refused(project):
+  """One whose test fails without a mutation, or that imports another mpjax than its copy."""
   (project / MUTATION.file).write_text("def large(x):\n  return x > 9\n")
   with pytest.raises(SystemExit, match=r"not passed without any mutation: .*::test_it"):
     run.check_unmutated(project, [MUTATION], jobs=1)
 
-
-def test_another_mpjax_than_that_of_the_copy_is_refused(tmp_path):
   class Config:
     def getoption(self, name):
-      return tmp_path
+      return project
 
   with pytest.raises(pytest.UsageError, match=r"mpjax was imported from .*, not from .*"):
     outcomes.pytest_configure(Config())

@@ -31,31 +31,26 @@ def wheel(tmp_path_factory) -> pathlib.Path:
   return found
 
 
-def test_content(wheel):
-  names = set(zipfile.ZipFile(wheel).namelist())
+def test_content_and_metadata(wheel):
+  archive = zipfile.ZipFile(wheel)
+  names = set(archive.namelist())
   package = {name for name in names if not name.startswith(INFO)}
   sources = {file.relative_to(ROOT).as_posix() for file in (ROOT / "mpjax").rglob("*.py")}
   assert package == sources | {"mpjax/py.typed"}
   assert f"{INFO}licenses/LICENSE" in names
-
-
-def test_metadata(wheel):
-  text = zipfile.ZipFile(wheel).read(f"{INFO}METADATA").decode()
-  lines = text.partition("\n\n")[0].splitlines()
+  metadata, _, description = archive.read(f"{INFO}METADATA").decode().partition("\n\n")
+  lines = metadata.splitlines()
   assert "Requires-Python: >=3.11" in lines
   assert "License-Expression: Apache-2.0" in lines
   needed = {line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line}
   names = {line.split()[1].split(">")[0] for line in needed}
   assert names == {"flax", "jax", "optax", "orbax-checkpoint", "rich"}
-
-
-def test_the_description_has_no_dead_link(wheel):
-  text = zipfile.ZipFile(wheel).read(f"{INFO}METADATA").decode().partition("\n\n")[2]
-  assert text.startswith("# mpjax")
-  targets = re.findall(r"\]\(([^)]*)\)|(?:src|srcset|href)=[\"']([^\"']*)", text)
+  # The description has no dead link.
+  assert description.startswith("# mpjax")
+  targets = re.findall(r"\]\(([^)]*)\)|(?:src|srcset|href)=[\"']([^\"']*)", description)
   assert [target for target in map("".join, targets) if "://" not in target] == []
-  assert "[Getting started](" not in text
-  assert "Getting started" in text
+  assert "[Getting started](" not in description
+  assert "Getting started" in description
 
 
 def test_the_sdist_holds_what_git_does(tmp_path):

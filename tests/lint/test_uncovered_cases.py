@@ -10,24 +10,16 @@ FINISHED = ("policy", "linen", "scaling", "training", "autocast", "nnx")
 ROW = "| A01 | scaling | text with a | in it |"
 
 
-def test_table_is_well_formed():
+def test_tests_carry_the_ids_of_the_table_and_finished_parts_leave_none_out():
   table = uncovered_cases.read_table(uncovered_cases.TABLE.read_text(encoding="utf-8"))
   wanted = [f"A{i:02}" for i in range(1, 119)]
   wanted += [f"B{i:03}" for i in range(1, 159)]
   wanted += [f"I{i}" for i in range(1, 24)]
   assert sorted(table) == sorted(wanted)
-
-
-def test_every_id_that_a_test_carries_is_in_the_table():
-  table = uncovered_cases.read_table(uncovered_cases.TABLE.read_text(encoding="utf-8"))
   carried = uncovered_cases.carried_by_tests()
   assert {id_: files for id_, files in carried.items() if id_ not in table} == {}
-
-
-@pytest.mark.parametrize("part", FINISHED)
-def test_finished_parts_leave_no_case_out(part):
   left = uncovered_cases.uncovered()
-  assert [id_ for id_, case in left.items() if case.part == part] == []
+  assert [id_ for id_, case in left.items() if case.part in FINISHED] == []
 
 
 def test_read_table_finds_rows_and_refuses_bad_ones():
@@ -40,7 +32,7 @@ def test_read_table_finds_rows_and_refuses_bad_ones():
     uncovered_cases.read_table(ROW.replace("scaling", "scalling"))
 
 
-def test_ids_are_found_wherever_a_mark_can_stand():
+def test_ids_are_found_wherever_a_mark_is_and_must_be_written_out():
   source = """
 import pytest
 pytestmark = [pytest.mark.case("A01")]
@@ -49,8 +41,5 @@ pytestmark = [pytest.mark.case("A01")]
 def test_f(x): "A99"
 """
   assert sorted(uncovered_cases.carried_ids(source)) == ["A01", "A02", "B003", "B004"]
-
-
-def test_an_id_that_is_not_written_out_is_refused():
   with pytest.raises(ValueError, match="line 2: write the id out, not id_"):
     uncovered_cases.carried_ids("import pytest\npytest.mark.case(id_)")
