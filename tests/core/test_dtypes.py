@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._core.dtypes import is_float8, parse_dtype, scalar_type
+from mpjax._core.dtypes import is_float8, is_low_precision, parse_dtype, scalar_type
 from tests.refusals import check_refused
 
 WHERE = "mpjax.f(dtype=...)"
@@ -30,6 +30,8 @@ def test_every_spelling_of_a_dtype():
       assert isinstance(found, np.dtype)
       assert found == np.dtype(getattr(ml_dtypes, name, name))
     assert not is_float8(jnp.dtype(name))
+    assert is_low_precision(jnp.dtype(name)) == (name != "float32")
+  assert not is_low_precision(jnp.dtype("int8"))
 
 
 def test_8_bit_formats_are_known_by_name_and_by_type():

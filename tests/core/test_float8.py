@@ -83,6 +83,7 @@ def test_recipes_are_frozen_and_take_keywords_only():
     (Float8(scaling="row"), (2048, 4112), False),
     (Float8(scaling="row"), (2064, 4096), False),
     (Float8(skip=()), (16, 16), False),
+    (Float8(skip=[[0, 0]]), (1, 1), False),
     (Float8(skip=[[64, None]]), (64, 999), True),
     (Float8(skip=[[64, None]]), (65, 1), False),
   ],

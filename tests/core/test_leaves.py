@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._core.leaves import as_array, convert, misfit, overflows, put
+from mpjax._core.leaves import as_array, convert, misfit, overflows, put, refuse_overflow
+from tests.refusals import check_refused
 
 
 def struct(dtype, *shape):
@@ -124,6 +125,12 @@ def test_a_finite_number_that_becomes_infinite_is_seen(kind):
     assert overflows(x, convert(x, np.dtype(dtype))) is found, (values, dtype)
     assert not overflows(x, x)
   assert not overflows(kind([1]), kind([np.nan]))
+  x = kind(np.asarray([1e5], np.float32))
+  casts = {"": (x, convert(x, np.dtype("float16"))), "a": (x, x), "b": (x, struct("float16", 1))}
+  parts = {"expected": "values that the new dtype can hold", "fix": "keep these leaves in float32"}
+  got = "float32 beyond float16 at the root. "
+  check_refused(lambda: refuse_overflow(casts, "f"), where="f", got=got, **parts)
+  refuse_overflow({"a": (x, x)}, "f")
 
 
 def test_places(devices):

@@ -66,6 +66,8 @@ def test_the_dtypes_that_a_precision_is_for(precision, dtypes):
   assert {dtype for dtype in (BF16, F16, F32) if takes(precision, dtype)} == dtypes
   for dtype in dtypes:
     check_precision(precision, dtype, None, WHERE)
+  # What adds up in float32 is for weight gradients in it.
+  check_precision(Preset.BF16_BF16_F32, BF16, F32, WHERE)
 
 
 @pytest.mark.parametrize(

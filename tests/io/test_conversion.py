@@ -100,7 +100,7 @@ def test_norms_of_other_kinds_and_what_only_looks_like_one():
     "norm": {"weight": (3, 4), "bias": (3, 4)},  # Equinox, over two axes
     "ln": {"weight": (4,), "bias": (4,)},
     "RMSNorm_0": {"g": (4,)},
-    "BatchNorm": {"moving_mean": (4,), "moving_var": (4,), "beta": (4,)},
+    "BatchNorm": {"moving_mean": (5, 4), "moving_var": (5, 4), "beta": (5, 4)},  # of TensorFlow
     **{f"scaled_{name}": {name: (5, 4)} for name in ("scale", "gamma")},
   }
   others = {

@@ -35,7 +35,7 @@ class Digits(nn.Module):
 def digits(hot=True):
   model, images = Digits(hot), jax.random.uniform(jax.random.key(0), (8, 8, 8, 1)) * 4
   labels = jnp.arange(8)
-  variables = model.init(jax.random.key(1), images)
+  variables = jax.jit(model.init)(jax.random.key(1), images)
 
   def loss_fn(variables, images):
     logits = jax.nn.log_softmax(model.apply(variables, images))
@@ -63,8 +63,9 @@ def test_the_layer_that_overflows_alone(capsys):
   assert error_of(loss_fn, args, report.rules, "mixed_float16") < 0.02
   # The rules are those of a wrapped model too.
   wrapped = mpjax.linen.with_policy(model, "mixed_float16", report.rules)
-  assert np.isfinite(wrapped.apply(*args)).all()
-  assert not np.isfinite(mpjax.linen.with_policy(model, "mixed_float16").apply(*args)).all()
+  plain = mpjax.linen.with_policy(model, "mixed_float16")
+  assert np.isfinite(jax.jit(wrapped.apply)(*args)).all()
+  assert not np.isfinite(jax.jit(plain.apply)(*args)).all()
 
 
 def test_a_budget_is_met():
