@@ -11,6 +11,7 @@ from mpjax._jaxprs.inner_jaxprs import (
   closed_over,
   donated,
   inner_jaxprs,
+  is_object,
   opened,
   with_inner,
 )
@@ -195,14 +196,40 @@ def test_parts_of_equations_that_are_functions():
   assert closed_over(only(NESTED["custom_vjp"][0], s(4, 4), name="custom_vjp_call")) == 0
 
 
-def test_a_primitive_of_another_library_is_not_known():
-  odd = Primitive("odd_call")
+def of_params(name, **params):
+  """Returns an equation of a primitive that has these parameters in a newer JAX."""
+  odd = Primitive(name)
   odd.def_abstract_eval(lambda x, **_: x)
+  return only(lambda x: odd.bind(x, **params), s(3), name=name)
+
+
+def test_a_primitive_of_another_library_is_not_known():
   inner = jax.make_jaxpr(jnp.sin)(s(3))
-  assert (
-    inner_jaxprs(only(lambda x: odd.bind(x, deep=((1, (inner,)),)), s(3), name="odd_call")) is None
-  )
-  assert inner_jaxprs(only(lambda x: odd.bind(x, deep=((1, ()),)), s(3), name="odd_call")) == ()
+  assert inner_jaxprs(of_params("odd_call", deep=((1, (inner,)),))) is None
+  assert inner_jaxprs(of_params("odd_call", deep=((1, ()),))) == ()
+
+
+class CustomRoot:
+  """As JAX calls the object that holds a search for a root."""
+
+
+def test_of_the_objects_of_jax_only_the_search_for_a_root_is_left_alone_on_purpose():
+  root, other = (of_params("call_hi_primitive", _prim=each) for each in (CustomRoot(), "remat"))
+  assert inner_jaxprs(root) == ()
+  assert inner_jaxprs(other) is None
+  assert is_object(root)
+  assert not is_object(only(jax.jit(jnp.sin), s(3), name="sin"))
+
+
+def test_a_jaxpr_of_as_many_inputs_or_outputs_alone_does_not_fit():
+  eqn = only(jax.checkpoint(lambda x, y: x + y), s(3), s(3), name="remat2")
+  for fun, args in (
+    (lambda x, y: (x, y), (s(3), s(3))),
+    (lambda x: x, (s(3),)),
+  ):
+    changed = {**eqn.params, "jaxpr": jax.make_jaxpr(fun)(*args).jaxpr}
+    assert inner_jaxprs(eqn.replace(params=changed)) is None
+  assert inner_jaxprs(eqn) is not None
 
 
 @pytest.mark.parametrize(

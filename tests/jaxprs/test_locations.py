@@ -102,6 +102,16 @@ def test_scopes_inside_and_outside_of_a_gradient():
   assert places(fn, X) == {("outer/inner", "forward"), ("outer/inner", "backward")}
 
 
+def test_scopes_around_what_is_computed_again_are_not_repeated():
+  def fn(x):
+    with jax.named_scope("net"), jax.named_scope("block"):
+      return jax.checkpoint(lambda x: jnp.sin(x @ x))(x).sum()
+
+  assert places(jax.grad(fn), X) == {
+    ("net/block", direction) for direction in ("forward", "recomputed", "backward")
+  }
+
+
 @pytest.mark.parametrize(
   ("scopes", "path"),
   [

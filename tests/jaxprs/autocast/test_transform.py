@@ -403,19 +403,14 @@ def test_a_policy_in_another_type():
       check_error(error, where=where, expected=expected, got="float64", fix="left as they are")
 
 
-def append(values, x):
-  values.append(x)
+CHANGES = [
+  lambda values, x: values.append(x),
+  lambda values, x: values.__setitem__(0, x),
+  lambda values, x: values.clear(),
+]
 
 
-def replace(values, x):
-  values[0] = x
-
-
-def remove(values, x):
-  values.clear()
-
-
-@pytest.mark.parametrize("change", [append, replace, remove])
+@pytest.mark.parametrize("change", CHANGES, ids=["append", "replace", "remove"])
 def test_an_argument_that_is_changed_in_place(change):
   values = [X, X]
   with pytest.raises(TypeError) as error:
