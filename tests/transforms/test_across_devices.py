@@ -11,6 +11,7 @@ import pytest
 
 import mpjax
 from mpjax.transforms._across_devices import localise
+from tests.transforms.losses import loss_of
 from tests.transforms.refusals import refused
 
 AUTO = jax.sharding.AxisType.Auto
@@ -88,10 +89,7 @@ LOSSES = {
 
 
 def step_of(loss_of, **options):
-  def loss_fn(params, model_state, batch, rng):
-    del rng
-    return loss_of(params, batch), (model_state, {})
-
+  loss_fn = loss_of(lambda params, batch: loss_of(params, batch))
   return mpjax.make_train_step(loss_fn, SGD, donate=False, **options)
 
 
@@ -215,11 +213,7 @@ def test_integers_that_pass_through_need_no_word(accumulate, devices):
 def test_a_constant_of_three_devices_keeps_its_bits():
   """A mean of three times 0.1 is not 0.1 in float32."""
   tenths = jnp.asarray([0.1, jnp.inf, -jnp.inf, jnp.nan])
-
-  def loss_fn(params, model_state, batch, rng):
-    del rng
-    return jnp.mean(params * batch), (model_state, {})
-
+  loss_fn = loss_of(lambda params, batch: jnp.mean(params * batch))
   step = mpjax.make_train_step(loss_fn, SGD, axis_name="data")
   state = mpjax.TrainState.create(jnp.ones(2), SGD, model_state=tenths)
   state, metrics = jax.vmap(step, in_axes=(None, 0), axis_name="data")(state, jnp.ones((3, 2)))

@@ -12,6 +12,7 @@ from flax import nnx
 import mpjax
 from tests.errors import check_error
 from tests.programs import bits
+from tests.transforms.losses import loss_of
 from tests.transforms.refusals import refused
 
 F32 = np.float32
@@ -158,10 +159,7 @@ def test_masters_are_set_from_any_dtype():
 
 
 def test_a_train_step_does_not_round_split_parameters_stochastically():
-  def loss_fn(params, model_state, batch, rng):
-    del rng
-    return jnp.sum(params.astype(jnp.float32) * batch), (model_state, {})
-
+  loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float32) * batch))
   tx = mpjax.loss_scaling(split(optax.sgd(0.1)), mpjax.StaticLossScale(8))
   params = jnp.ones(2, jnp.bfloat16)
   state = mpjax.TrainState.create(params, tx, rng=jax.random.key(0))

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import mpjax
+from tests.transforms.losses import loss_of
 from tests.transforms.refusals import refused
 
 AUTO = jax.sharding.AxisType.Auto
@@ -166,11 +167,7 @@ backward_in_float16.defvjp(
 
 def test_no_warning_where_a_rule_of_the_user_may_compute_in_float16():
   """A warning would be an error here."""
-
-  def loss_fn(params, model_state, batch, rng):
-    del batch, rng
-    return backward_in_float16(params), (model_state, {})
-
+  loss_fn = loss_of(lambda params, batch: backward_in_float16(params))
   tx = mpjax.loss_scaling(optax.sgd(0.5))
   state = mpjax.TrainState.create(jnp.ones(2), tx)
   jax.eval_shape(mpjax.make_train_step(loss_fn, tx), state, jnp.ones(2))
