@@ -66,7 +66,7 @@ _DYNAMICS = (
     function=_SCALE + "adjust",
     old="good_steps >= config.growth_interval",
     new="good_steps > config.growth_interval",
-    test=_TEST_SCALE + "test_growth_comes_on_the_last_step_of_the_interval",
+    test=_TEST_SCALE + "test_growth",
   ),
   Mutation(
     number=2,
@@ -74,7 +74,7 @@ _DYNAMICS = (
     function=_SCALE + "adjust",
     old="jnp.where(finite, _count_up(state.good_steps, finite), 0)",
     new="_count_up(state.good_steps, finite)",
-    test=_TEST_SCALE + "test_every_overflow_restarts_the_window",
+    test=_TEST_SCALE + "test_growth",
   ),
   Mutation(
     number=3,
@@ -82,7 +82,7 @@ _DYNAMICS = (
     function=_SCALE + "adjust",
     old="good_steps = jnp.where(grow, 0, good_steps)",
     new="",
-    test=_TEST_SCALE + "test_counter_and_growth_over_two_periods",
+    test=_TEST_SCALE + "test_growth",
   ),
   Mutation(
     number=4,
@@ -90,7 +90,7 @@ _DYNAMICS = (
     function=_SCALE + "adjust",
     old="_float32(config.backoff_factor)",
     new="_float32(config.backoff_factor) ** 2",
-    test=_TEST_SCALE + "test_four_halvings",
+    test=_TEST_SCALE + "test_limits",
   ),
   Mutation(
     number=5,
@@ -98,7 +98,7 @@ _DYNAMICS = (
     function=_SCALE + "adjust",
     old="jnp.maximum(scale * factor, low)",
     new="scale * factor",
-    test=_TEST_SCALE + "test_backoff_stops_at_the_minimum",
+    test=_TEST_SCALE + "test_limits",
   ),
   Mutation(
     number=6,
@@ -106,7 +106,7 @@ _DYNAMICS = (
     function=_SCALE + "adjust",
     old="jnp.minimum(jnp.maximum(scale * factor, low), high)",
     new="jnp.maximum(scale * factor, low)",
-    test=_TEST_SCALE + "test_endless_growth_stays_below_the_maximum",
+    test=_TEST_SCALE + "test_limits",
   ),
   Mutation(
     number=7,

@@ -301,15 +301,9 @@ def test_a_loss_scale_inside_is_refused():
       mpjax.accumulate_gradients(inner, 2).init(PARAMS)
 
 
-def test_gradients_of_another_tree():
+def test_gradients_of_another_tree_than_the_sum():
+  """Without parameters the sum knows what the gradients have to be like."""
   tx = mpjax.accumulate_gradients(optax.sgd(0.1), 2)
-  for grads, got in (
-    ({"w": jnp.ones(3)}, "nothing at ['b']"),
-    ({"w": jnp.ones(4), "b": jnp.ones(())}, "shape [4] for shape [3] at ['w']"),
-    ({"w": jnp.arange(3), "b": jnp.ones(())}, "int32 for float32 at ['w']"),
-    ([jnp.ones(3), jnp.ones(())], "nothing at ['b']"),
-  ):
-    for params in (PARAMS, None):
-      fix = "the very tree that is passed as params"
-      with refused(ValueError, f"{WHERE}.update(updates)", "the leaves of params", got, fix):
-        tx.update(grads, tx.init(PARAMS), params)
+  got, fix = "shape [4] for shape [3] at ['w']", "the very tree that is passed as params"
+  with refused(ValueError, f"{WHERE}.update(updates)", "the leaves of params", got, fix):
+    tx.update({"w": jnp.ones(4), "b": jnp.ones(())}, tx.init(PARAMS), None)

@@ -11,6 +11,7 @@ import pytest
 
 import mpjax
 from mpjax.transforms._across_devices import localise
+from tests.transforms.losses import loss_of
 from tests.transforms.refusals import refused
 
 AUTO = jax.sharding.AxisType.Auto
@@ -87,18 +88,14 @@ LOSSES = {
 }
 
 
-def step_of(loss_of, **options):
-  def loss_fn(params, model_state, batch, rng):
-    del rng
-    return loss_of(params, batch), (model_state, {})
-
-  return mpjax.make_train_step(loss_fn, SGD, donate=False, **options)
+def step_of(loss, **options):
+  return mpjax.make_train_step(loss_of(loss), SGD, donate=False, **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient(mode, devices):
   """Not one that is smaller by the number of devices, beside the right loss."""
-  steps = {form: step_of(loss_of, axis_name="data") for form, (loss_of, _) in LOSSES.items()}
+  steps = {form: step_of(fun, axis_name="data") for form, (fun, _) in LOSSES.items()}
 
   def all_of_them(state, batch):
     return {form: step(state, batch) for form, step in steps.items()}
@@ -215,11 +212,7 @@ def test_integers_that_pass_through_need_no_word(accumulate, devices):
 def test_a_constant_of_three_devices_keeps_its_bits():
   """A mean of three times 0.1 is not 0.1 in float32."""
   tenths = jnp.asarray([0.1, jnp.inf, -jnp.inf, jnp.nan])
-
-  def loss_fn(params, model_state, batch, rng):
-    del rng
-    return jnp.mean(params * batch), (model_state, {})
-
+  loss_fn = loss_of(lambda params, batch: jnp.mean(params * batch))
   step = mpjax.make_train_step(loss_fn, SGD, axis_name="data")
   state = mpjax.TrainState.create(jnp.ones(2), SGD, model_state=tenths)
   state, metrics = jax.vmap(step, in_axes=(None, 0), axis_name="data")(state, jnp.ones((3, 2)))
@@ -292,11 +285,11 @@ def test_a_loop_by_hand_takes_the_same_gradient(mode, devices):
   """The loss varies over devices before it is differentiated, as the page has it."""
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8), axis_name="data")
 
-  def by_hand(loss_of, state, batch):
+  def by_hand(fun, state, batch):
     params, opt_state = state
     local = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
     zero = jax.lax.pcast(0.0, "data", to="varying")
-    value, grads = mpjax.value_and_grad(lambda p: loss_of(p, batch) + zero, opt_state)(local)
+    value, grads = mpjax.value_and_grad(lambda p: fun(p, batch) + zero, opt_state)(local)
     grads = jax.tree.map(lambda g: jax.lax.pmean(g.astype(jnp.float32), "data"), grads)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), jax.lax.pmean(value, "data")
@@ -304,7 +297,7 @@ def test_a_loop_by_hand_takes_the_same_gradient(mode, devices):
   params = jnp.float32(WEIGHTS)
 
   def all_of_them(state, batch):
-    return {form: by_hand(loss_of, state, batch) for form, (loss_of, _) in LOSSES.items()}
+    return {form: by_hand(fun, state, batch) for form, (fun, _) in LOSSES.items()}
 
   run = on_devices(all_of_them, mode, devices)
   found = run((params, tx.init(params)), (jnp.float32(X), jnp.float32(MASK)))

@@ -41,6 +41,28 @@ def test_a_state_of_another_transformation(name):
         update(PARAMS, state, PARAMS)
 
 
+@ALL
+def test_gradients_that_do_not_match_the_parameters(name):
+  params = {"w": jnp.ones(2), "b": jnp.ones(1)}
+  tx = WRAPPERS[name](optax.sgd(0.1))
+  state, both = tx.init(params), "nothing at ['w']; an extra leaf at ['v']"
+  shapes = "shape [] for shape [1] at ['b']; shape [3] for shape [2] at ['w']"
+  for grads, got in (
+    ({"w": jnp.ones(2)}, "nothing at ['b']"),
+    ({"w": jnp.ones(2), "b": jnp.ones(1), "c": jnp.ones(1)}, "an extra leaf at ['c']"),
+    ({"v": jnp.ones(2), "b": jnp.ones(1)}, both),
+    ({"w": jnp.ones(3), "b": jnp.ones(())}, shapes),
+    ([jnp.ones(2), jnp.ones(1)], "nothing at ['b']"),
+    (jnp.ones(2), "an extra leaf at the root"),
+    (None, "an extra leaf at the root"),
+    ({"w": jnp.arange(2), "b": jnp.ones(1)}, "int32 for float32 at ['w']"),
+  ):
+    for update in (tx.update, jax.jit(tx.update)):
+      fix = "the very tree that is passed as params"
+      with refused(ValueError, f"{name}.update(updates)", "the leaves of params", got, fix):
+        update(grads, state, params)
+
+
 @OWN_TREES
 def test_parameters_that_cannot_be_trained(name):
   for params, got in (

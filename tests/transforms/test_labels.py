@@ -9,24 +9,19 @@ from mpjax.transforms._labels import by_loss, label_configs, parse_label, write_
 DYNAMIC, STATIC, OFF = mpjax.DynamicLossScale(), mpjax.StaticLossScale(4), mpjax.NoLossScale()
 
 
-@pytest.mark.filterwarnings("ignore:.*power of two")
-@pytest.mark.parametrize(
-  ("config", "label", "limits"),
-  [
-    (mpjax.NoLossScale(), "none", (2.0**-126, 2.0**126)),
-    (mpjax.StaticLossScale(128), "static(scale=128)", (2.0**-126, 2.0**126)),
+def test_label_names_what_differs_from_the_defaults():
+  hard = (2.0**-126, 2.0**126)
+  wide = mpjax.DynamicLossScale(min_scale=hard[0], max_scale=hard[1], hysteresis=2)
+  text = "dynamic(min_scale=1.17549435e-38,max_scale=8.50705917e+37,hysteresis=2)"
+  for config, label, limits in (
+    (mpjax.NoLossScale(), "none", hard),
+    (mpjax.StaticLossScale(128), "static(scale=128)", hard),
     (mpjax.DynamicLossScale(), "dynamic", (1.0, 2.0**24)),
     (mpjax.DynamicLossScale(init_scale=4), "dynamic", (1.0, 2.0**24)),
-    (
-      mpjax.DynamicLossScale(min_scale=2.0**-126, max_scale=2.0**126, hysteresis=2),
-      "dynamic(min_scale=1.17549435e-38,max_scale=8.50705917e+37,hysteresis=2)",
-      (2.0**-126, 2.0**126),
-    ),
-  ],
-)
-def test_label_names_what_differs_from_the_defaults(config, label, limits):
-  assert write_label(config) == label
-  assert parse_label(label).limits == limits
+    (wide, text, hard),
+  ):
+    assert write_label(config) == label
+    assert parse_label(label).limits == limits
 
 
 @pytest.mark.filterwarnings("ignore:.*power of two")
@@ -38,22 +33,18 @@ def test_label_keeps_the_limits_exactly():
     assert parse_label(write_label(config)).limits == (config.min_scale, config.max_scale)
 
 
-@pytest.mark.parametrize("name", [None, "generator", "a=1,b"])
-@pytest.mark.parametrize(
-  ("config", "dynamic", "largest", "backoff_factor"),
-  [
-    (OFF, False, 2.0**126, 0.5),
-    (mpjax.StaticLossScale(0.125), False, 0.125, 0.5),
-    (DYNAMIC, True, 2.0**24, 0.5),
-    (mpjax.DynamicLossScale(max_scale=2.0**20, backoff_factor=0.25), True, 2.0**20, 0.25),
-  ],
-)
-def test_a_label_says_what_its_configuration_is(config, name, dynamic, largest, backoff_factor):
-  label = parse_label(write_label(config, name))
-  assert label.name == name
-  assert label.config == write_label(config)
-  assert (label.dynamic, label.largest) == (dynamic, largest)
-  assert label.backoff_factor == backoff_factor
+def test_a_label_says_what_its_configuration_is():
+  other = mpjax.DynamicLossScale(max_scale=2.0**20, backoff_factor=0.25)
+  for name in (None, "generator", "a=1,b"):
+    for config, *expected in (
+      (OFF, False, 2.0**126, 0.5),
+      (mpjax.StaticLossScale(0.125), False, 0.125, 0.5),
+      (DYNAMIC, True, 2.0**24, 0.5),
+      (other, True, 2.0**20, 0.25),
+    ):
+      label = parse_label(write_label(config, name))
+      assert (label.name, label.config) == (name, write_label(config))
+      assert [label.dynamic, label.largest, label.backoff_factor] == expected
 
 
 def test_labels_hold_names_and_configurations_in_the_order_of_a_tree():

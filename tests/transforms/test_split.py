@@ -118,7 +118,7 @@ def test_of_another_parameter_it_is_the_nearest_number_that_rounds_to_it():
     (np.inf, np.inf, np.inf),
     (np.inf, LARGEST, np.finfo(np.float32).max),
   ]
-  master, param, expected = np.float32(cases).T.copy()
+  master, param, expected = np.asarray(cases, np.float32).T.copy()
   assert same(run(lambda m, p: join(p, split(m, p)), master, param.astype(BF16)), expected)
 
 

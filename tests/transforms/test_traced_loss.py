@@ -11,9 +11,20 @@ import optax
 import pytest
 
 import mpjax
+from tests.transforms.losses import loss_of
 from tests.transforms.refusals import refused
 
 AUTO = jax.sharding.AxisType.Auto
+
+
+DYNAMIC = mpjax.loss_scaling(optax.sgd(0.5))
+STATIC = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
+
+
+def first_step(loss_fn, params, batch, tx=STATIC, ema=False, model_state=(), **options):
+  """Makes a state, and returns what its first step returns."""
+  state = mpjax.TrainState.create(params, tx, ema=ema, model_state=model_state)
+  return mpjax.make_train_step(loss_fn, tx, **options)(state, batch)
 
 
 def counted(loss_fn):
@@ -131,11 +142,9 @@ def in_bfloat16(params, model_state, batch, rng):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_warning_names_the_line_of_the_loss_function(options):
   """Not one of ours, which the reader has not written."""
-  tx = mpjax.loss_scaling(optax.sgd(0.5))
-  state = mpjax.TrainState.create(jnp.ones(2), tx, ema="ema_decay" in options)
   for loss_fn in (in_bfloat16, jax.jit(in_bfloat16)):
     with pytest.warns(UserWarning, match="nothing in loss_fn") as found:
-      mpjax.make_train_step(loss_fn, tx, donate=False, **options)(state, jnp.ones(2))
+      first_step(loss_fn, jnp.ones(2), jnp.ones(2), DYNAMIC, ema="ema_decay" in options, **options)
     line = inspect.getsourcelines(in_bfloat16)[1]
     assert [(w.filename, w.lineno) for w in found] == [(__file__, line)]
 
@@ -146,11 +155,9 @@ class Loss:
 
 
 def test_the_warning_comes_without_a_line_too():
-  tx = mpjax.loss_scaling(optax.sgd(0.5))
   for loss_fn in (Loss(), functools.partial(in_bfloat16)):
-    step = mpjax.make_train_step(loss_fn, tx)
     with pytest.warns(UserWarning, match="nothing in loss_fn"):
-      jax.eval_shape(step, mpjax.TrainState.create(jnp.ones(2), tx), jnp.ones(2))
+      first_step(loss_fn, jnp.ones(2), jnp.ones(2), DYNAMIC)
 
 
 @jax.custom_vjp
@@ -166,14 +173,8 @@ backward_in_float16.defvjp(
 
 def test_no_warning_where_a_rule_of_the_user_may_compute_in_float16():
   """A warning would be an error here."""
-
-  def loss_fn(params, model_state, batch, rng):
-    del batch, rng
-    return backward_in_float16(params), (model_state, {})
-
-  tx = mpjax.loss_scaling(optax.sgd(0.5))
-  state = mpjax.TrainState.create(jnp.ones(2), tx)
-  jax.eval_shape(mpjax.make_train_step(loss_fn, tx), state, jnp.ones(2))
+  loss_fn = loss_of(lambda params, batch: backward_in_float16(params))
+  first_step(loss_fn, jnp.ones(2), jnp.ones(2), DYNAMIC)
 
 
 # --- what a loss function may be -----------------------------------------------------------------
@@ -191,16 +192,13 @@ def test_a_loss_function_of_other_arguments():
 
 
 def test_functions_that_take_four():
-  tx = mpjax.loss_scaling(optax.sgd(0.5))
   for loss_fn in (
     lambda *args: product(*args),
     lambda params, model_state, batch, rng=None, extra=3: product(params, model_state, batch, rng),
     functools.partial(lambda k, *args: product(*args), 2),
     jax.jit(product),
   ):
-    state = mpjax.TrainState.create(jnp.ones(3), tx)
-    step = mpjax.make_train_step(loss_fn, tx)
-    assert jax.eval_shape(step, state, jnp.ones((2, 3)))[1]["largest"].dtype == jnp.float32
+    assert first_step(loss_fn, jnp.ones(3), jnp.ones((2, 3)))[1]["loss"] == 9
 
 
 def dropout_by_hand(params, model_state, batch, rng):
@@ -215,23 +213,19 @@ def dropout_of_flax(params, model_state, batch, rng):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_key_that_is_wanted_and_not_there(accumulate):
-  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
+  where, expected = "mpjax.make_train_step(loss_fn): rng", "a PRNG key in the state"
+  fix = "TrainState.create(..., rng=jax.random.key(0))"
   for loss_fn in (dropout_by_hand, dropout_of_flax):
-    step = mpjax.make_train_step(loss_fn, tx, accumulate=accumulate)
-    where, expected = "mpjax.make_train_step(loss_fn): rng", "a PRNG key in the state"
-    with refused(
-      TypeError, where, expected, "None (", "TrainState.create(..., rng=jax.random.key(0))"
-    ):
-      step(mpjax.TrainState.create(jnp.ones(()), tx), jnp.ones(4))
+    with refused(TypeError, where, expected, "None (", fix):
+      first_step(loss_fn, jnp.ones(()), jnp.ones(4), accumulate=accumulate)
 
 
 def test_other_errors_of_a_loss_function_are_its_own():
   def loss_fn(params, model_state, batch, rng):
     raise KeyError("labels")
 
-  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
   with pytest.raises(KeyError, match="labels"):
-    mpjax.make_train_step(loss_fn, tx)(mpjax.TrainState.create(jnp.ones(()), tx), jnp.ones(4))
+    first_step(loss_fn, jnp.ones(()), jnp.ones(4))
 
 
 def test_metrics_whose_names_are_no_strings():
@@ -239,10 +233,9 @@ def test_metrics_whose_names_are_no_strings():
     del rng
     return jnp.mean(params * batch), (model_state, {0: jnp.ones(()), "a": 1.0})
 
-  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
   where = "mpjax.make_train_step(loss_fn): metrics"
   with refused(TypeError, where, "strings for names", "[0]", "Name each number"):
-    mpjax.make_train_step(loss_fn, tx)(mpjax.TrainState.create(jnp.ones(()), tx), jnp.ones(()))
+    first_step(loss_fn, jnp.ones(()), jnp.ones(()))
 
 
 @pytest.mark.parametrize("jit", [True, False])
@@ -253,10 +246,8 @@ def test_constants_come_out_as_arrays(jit):
     del rng, batch, model_state
     return jnp.sum(params), (3, {"half": 0.5, "table": np.arange(2), "flag": True})
 
-  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
-  state = mpjax.TrainState.create(jnp.ones(2), tx, model_state=0)
   with jax.disable_jit(not jit):
-    state, metrics = mpjax.make_train_step(loss_fn, tx)(state, jnp.ones(()))
+    state, metrics = first_step(loss_fn, jnp.ones(2), jnp.ones(()), model_state=0)
   assert all(type(x) is type(jnp.ones(())) for x in jax.tree.leaves((state, metrics)))
   assert (state.model_state, metrics["half"], metrics["flag"]) == (3, 0.5, 1)
   np.testing.assert_array_equal(metrics["table"], [0, 1])
@@ -272,8 +263,6 @@ def test_values_can_be_looked_at_where_jit_is_off():
       seen.append(float(batch))
     return loss, (model_state, {})
 
-  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
-  state = mpjax.TrainState.create(jnp.ones(()), tx)
   with jax.disable_jit():
-    mpjax.make_train_step(loss_fn, tx)(state, jnp.asarray(3.0))
+    first_step(loss_fn, jnp.ones(()), jnp.asarray(3.0))
   assert seen == [3.0]

@@ -15,7 +15,6 @@ from mpjax.transforms._trees import (
   strong,
 )
 from tests.programs import bits
-from tests.transforms.refusals import refused
 
 ADAM = mpjax.loss_scaling(optax.adam(0.1))
 
@@ -122,45 +121,21 @@ def test_odd_trees():
 
 @pytest.mark.case("B047")
 def test_gradients_of_another_dtype_are_float32_before_inner_sees_them():
-  seen = []
-
-  def spy(updates, state, params=None):
-    seen.append(jax.tree.map(lambda x: x.dtype.name, updates))
-    return updates, state
-
   @jax.custom_vjp
   def cube(x):
     return x**3
 
   cube.defvjp(lambda x: (x**3, x), lambda x, g: ((3 * x**2 * g).astype(jnp.bfloat16),))
-  tx = mpjax.loss_scaling(optax.GradientTransformation(lambda p: optax.EmptyState(), spy))
+  tx = mpjax.loss_scaling(optax.scale(1 + 2.0**-10), mpjax.StaticLossScale(2))
   w = jnp.asarray(2.0)
   state = tx.init(w)
   _, grads = mpjax.value_and_grad(cube, state)(w)
   assert grads.dtype == jnp.bfloat16
   updates, _ = tx.update(grads, state, w)
-  assert seen == ["float32"]
-  assert updates == 12
+  assert updates == 12 * (1 + 2.0**-10), "in bfloat16 it would be 12"
 
 
-def test_gradients_that_do_not_match_the_parameters():
-  params = {"w": jnp.ones(2), "b": jnp.ones(1)}
-  state, both = ADAM.init(params), "nothing at ['w']; an extra leaf at ['v']"
-  shapes = "shape [] for shape [1] at ['b']; shape [3] for shape [2] at ['w']"
-  for grads, got in (
-    ({"w": jnp.ones(2)}, "nothing at ['b']"),
-    ({"w": jnp.ones(2), "b": jnp.ones(1), "c": jnp.ones(1)}, "an extra leaf at ['c']"),
-    ({"v": jnp.ones(2), "b": jnp.ones(1)}, both),
-    ({"w": jnp.ones(3), "b": jnp.ones(())}, shapes),
-    ([jnp.ones(2), jnp.ones(1)], "nothing at ['b']"),
-    (jnp.ones(2), "an extra leaf at the root"),
-    ({"w": None}, "nothing at ['b']"),
-    ({"w": jnp.arange(2), "b": jnp.ones(1)}, "int32 for float32 at ['w']"),
-  ):
-    for update in (ADAM.update, jax.jit(ADAM.update)):
-      where, fix = "mpjax.loss_scaling(inner).update(updates)", "the very tree that is passed as"
-      with refused(ValueError, where, "the leaves of params", got, fix):
-        update(grads, state, params)
+def test_a_gradient_where_the_parameters_have_none():
   with pytest.raises(ValueError, match=r"shape \[\] for None at \['w'\]"):
     align_gradients({"w": 1.0}, {"w": None}, "test")
 
@@ -233,8 +208,8 @@ def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
 @pytest.mark.case("B001")
 def test_a_gradient_that_overflows_when_it_is_narrowed_is_bad(set_flag):
   set_flag("jax_enable_x64", True)
-  params = jnp.ones(1, jnp.float32)
-  _, state = ADAM.update(jnp.asarray([1e300]), ADAM.init(params), params)
+  tx, params = mpjax.loss_scaling(optax.identity()), jnp.ones(1, jnp.float32)
+  _, state = jax.jit(tx.update)(jnp.asarray([1e300]), tx.init(params), params)
   assert not mpjax.loss_scaling_metrics(state)["finite"]
 
 

@@ -1,0 +1,22 @@
+"""Loss functions of training steps, of what differs between them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def loss_of(fun: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+  """Returns a loss function that passes its model state on and has no metrics.
+
+  >>> mpjax.make_train_step(loss_of(lambda params, batch: jnp.mean((params - batch) ** 2)), tx)
+
+  Args:
+    fun: `fun(params, batch)` returns the loss.
+  """
+
+  def loss_fn(params: Any, model_state: Any, batch: Any, rng: jax.Array | None) -> Any:
+    del rng
+    return fun(params, batch), (model_state, {})
+
+  return loss_fn
