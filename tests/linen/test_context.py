@@ -212,30 +212,6 @@ def test_a_module_has_the_policy_of_where_it_was_made_not_of_who_calls_it():
   assert found == {"": "bfloat16", "held": "bfloat16", "held/leaf": "float16"}
 
 
-def test_setup_children_resolve_by_their_attributes():
-  class Sets(nn.Module):
-    def setup(self):
-      self.single = Block()
-      self.several = [Probe(), Probe()]
-      self.by_name = {"a": Probe()}
-
-    def __call__(self, x):
-      return self.by_name["a"](self.several[1](self.several[0](self.single(x))))
-
-  rules = [
-    Rule("float16", path="several_1"),
-    Rule("float16", path="by_name_a"),
-    Rule("float32", path="single"),
-  ]
-  assert seen_under(Sets(), "bfloat16", rules) == {
-    "single": "float32",
-    "single/leaf": "float32",
-    "several_0": "bfloat16",
-    "several_1": "float16",
-    "by_name_a": "float16",
-  }
-
-
 LIFTED = {
   "remat": lambda cls, **kwargs: nn.remat(cls)(**kwargs),
   "jit": lambda cls, **kwargs: nn.jit(cls)(**kwargs),

@@ -476,15 +476,6 @@ class Cell(nn.Module):
 BROADCAST = {"variable_broadcast": "params", "split_rngs": {"params": False}}
 
 
-class ScanFunction(nn.Module):
-  """The body is a function: it reaches the interceptor as a method that no class has."""
-
-  @nn.compact
-  def __call__(self, carry, xs):
-    scan = nn.scan(lambda cell, carry, x: cell(carry, x), **BROADCAST)
-    return scan(Cell(name="cell"), carry, xs)
-
-
 class ScanMethod(nn.Module):
   @functools.partial(nn.scan, **BROADCAST)
   @nn.compact
@@ -494,24 +485,31 @@ class ScanMethod(nn.Module):
     return carry + y.astype(carry.dtype), y
 
 
-class ScanOver(nn.Module):
-  """A module that is scanned as an attribute, with its parameters stacked."""
-
-  @nn.compact
-  def __call__(self, carry, xs):
-    cls = nn.scan(Cell, variable_axes={"params": 0}, split_rngs={"params": True})
-    return cls(name="cell")(carry, xs)
-
-
-SCANS = (ScanFunction, ScanMethod, ScanOver)
+SCANS = {
+  # The body is a function: it reaches the interceptor as a method that no class has.
+  "function": Does(
+    lambda module, carry, xs: nn.scan(lambda cell, c, x: cell(c, x), **BROADCAST)(
+      Cell(name="cell"), carry, xs
+    )
+  ),
+  "method": ScanMethod(),
+  # A module that is scanned as an attribute, with its parameters stacked.
+  "over": Does(
+    lambda module, carry, xs: nn.scan(
+      Cell, variable_axes={"params": 0}, split_rngs={"params": True}
+    )(name="cell")(carry, xs)
+  ),
+}
 
 
 @pytest.mark.case("B073", "A76")
 @pytest.mark.parametrize("carry", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cls", SCANS)
-def test_a_carry_keeps_its_dtype(cls, carry):
+@pytest.mark.parametrize("name", SCANS)
+def test_a_carry_keeps_its_dtype(name, carry):
   # The type of a carry is the caller's: float32 for a sum that must be exact.
-  root = Does(lambda module, xs: cls(name="scan")(jnp.zeros((2, 3), carry), xs))
+  root = Does(
+    lambda module, xs: SCANS[name].clone(parent=module, name="scan")(jnp.zeros((2, 3), carry), xs)
+  )
   xs = jnp.stack([X] * 4)
   model = with_policy(root, "c=bf16")
   variables = jax.eval_shape(model.init, KEY, xs)
@@ -531,12 +529,12 @@ def test_a_carry_keeps_its_dtype(cls, carry):
 
 
 @pytest.mark.case("B072")
-@pytest.mark.parametrize("cls", [ScanFunction, ScanOver])
-def test_class_rules_match_the_base_class_of_a_lifted_one(cls):
+@pytest.mark.parametrize("name", ["function", "over"])
+def test_class_rules_match_the_base_class_of_a_lifted_one(name):
   start, xs = jnp.zeros((2, 3)), jnp.stack([X] * 4)
   for picked in (Cell, nn.Dense):
     rules = [Rule("mixed_float16", module=picked)]
-    program, _ = program_of(cls(), "mixed_bfloat16", rules, start, xs)
+    program, _ = program_of(SCANS[name], "mixed_bfloat16", rules, start, xs)
     assert [p.dtypes for p in products(program)] == [("float16", "float16")]
   # A rule on what is inside of the body fires once: the input, the kernel and the bias.
   (loop,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
@@ -819,14 +817,15 @@ UNCHANGED = [
   *(HardCoded(), WithSub(), RematMethod(), JitMethod(), Observed(), Differentiates("method")),
   nn.Sequential([nn.Dense(3), nn.LayerNorm(), nn.relu, nn.Dense(2)]),
   nn.remat(WithSub)(),
-  *(cls() for cls in SCANS),
+  *SCANS.values(),
 ]
 
 
 @pytest.mark.case("I8")
 @pytest.mark.parametrize("model", UNCHANGED, ids=lambda model: type(model).__name__)
 def test_an_all_float32_policy_changes_no_program(model):
-  args = (jnp.zeros((2, 3)), jnp.stack([X] * 2)) if isinstance(model, SCANS) else (X,)
+  scans = any(model is scan for scan in SCANS.values())
+  args = (jnp.zeros((2, 3)), jnp.stack([X] * 2)) if scans else (X,)
   variables = jax.eval_shape(model.init, KEY, *args)
   ours = with_policy(model, "float32")
 

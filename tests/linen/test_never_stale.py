@@ -11,7 +11,6 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import mpjax
@@ -321,26 +320,6 @@ def test_1000_scopes_trace_once():
     with scope("mixed_bfloat16", rules):
       forward(variables)
   assert len(traces) == 1
-
-
-@pytest.mark.case("B149")
-def test_a_policy_changed_in_the_middle_of_a_run():
-  tx, traces = optax.adam(0.1), []
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def step(model, params, state):
-    traces.append(model)
-    grads = jax.grad(lambda params: jnp.mean(model.apply(params, X) ** 2))(params)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  params = Plain().init(KEY, X)
-  state = tx.init(params)
-  shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (params, state))
-  for policy in ["mixed_bfloat16"] * 3 + ["mixed_float16"] * 3 + ["mixed_bfloat16"] * 2:
-    params, state = step(with_policy(Plain(), policy), params, state)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), (params, state)) == shapes
-  assert len(traces) == 2
 
 
 @pytest.mark.case("A79")

@@ -56,8 +56,7 @@ def assert_equal(found, expected):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit])
-@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize(("wrap", "has_aux"), [(lambda f: f, False), (nnx.jit, True)])
 def test_it_is_nnx_value_and_grad_with_scaled_gradients(wrap, has_aux):
   """Loss, aux, gradients, batch statistics and random counters, all equal to the bit."""
   fun = loss_and_aux if has_aux else loss_fn

@@ -16,6 +16,7 @@ from flax import nnx
 
 import mpjax
 from tests.errors import check_error
+from tests.nnx.does import Does
 from tests.programs import PROBE, dtypes_of, equations, products, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
@@ -207,12 +208,8 @@ class MixerNorm(UserNorm):
     self.mix = nnx.Param(jnp.ones((width, width)))
 
 
-class Normed(nnx.Module):
-  def __init__(self, norm):
-    self.first, self.norm = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), norm
-
-  def __call__(self, x):
-    return self.norm(self.first(x))
+def normed(norm):
+  return Does(lambda module, x: module.norm(module.layer(x)), norm=norm)
 
 
 def test_norms_of_the_users_own_compute_in_float32():
@@ -221,19 +218,9 @@ def test_norms_of_the_users_own_compute_in_float32():
     (UserNorm, (), "bfloat16"),
     (MixerNorm, None, "bfloat16"),
   ):
-    found, out = shown(with_policy(Normed(norm(4)), HALF, defaults=defaults))
+    found, out = shown(with_policy(normed(norm(4)), HALF, defaults=defaults))
     assert found == {"norm": inside}
     assert out == "float32"  # The dtype of the sum of squares, in each of them.
-
-
-class Watched(nnx.Module):
-  """Returns what its layer does."""
-
-  def __init__(self):
-    self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-
-  def __call__(self, x):
-    return self.layer(x)
 
 
 BEGINS = [
@@ -253,7 +240,9 @@ BEGINS = [
 
 def test_output_dtype_is_for_where_a_policy_begins():
   for policy, rules, inside, outside in BEGINS:
-    program, out = jax.make_jaxpr(with_policy(Watched(), policy, rules), return_shape=True)(X)
+    program, out = jax.make_jaxpr(
+      with_policy(Does(lambda m, x: m.layer(x)), policy, rules), return_shape=True
+    )(X)
     (product,) = products(program)
     assert (product.dtypes, str(out.dtype)) == ((inside, inside), outside), (policy, rules)
 
@@ -296,20 +285,12 @@ def test_a_rule_that_picks_out_nothing(rule):
 # Models that are put together in unusual ways
 
 
-class Shared(nnx.Module):
-  def __init__(self):
-    self.a = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    self.b = self.a
-
-  def __call__(self, x):
-    return self.b(self.a(x))
-
-
 def test_a_shared_module_stays_shared():
-  model = Shared()
+  a = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  model = Does(lambda module, x: module.b(module.a(x)), a=a, b=a)
   view = with_policy(model, HALF, [Rule("float16", path="a")])
   assert view.a is view.b
-  assert len(jax.tree.leaves(nnx.state(view))) == 2
+  assert len(jax.tree.leaves(nnx.state(view))) == 4  # Two of each layer.
   with pytest.raises(mpjax.UnmatchedRuleError):
     with_policy(model, HALF, [Rule("float16", path="b")])
 
@@ -355,14 +336,6 @@ class Raw(nnx.Pytree):
     return x @ self.w
 
 
-class HoldsRaw(nnx.Module):
-  def __init__(self):
-    self.raw = Raw()
-
-  def __call__(self, x):
-    return self.raw.apply(x)
-
-
 class NoTree(nnx.Module, pytree=False):
   def __init__(self):
     self.layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(0))]
@@ -372,8 +345,8 @@ class NoTree(nnx.Module, pytree=False):
 
 
 def test_other_objects_than_modules():
-  for make in (HoldsRaw, NoTree):
-    assert jax.eval_shape(with_policy(make(), HALF), X).dtype == jnp.bfloat16
+  for model in (Does(lambda module, x: module.raw.apply(x), raw=Raw()), NoTree()):
+    assert jax.eval_shape(with_policy(model, HALF), X).dtype == jnp.bfloat16
 
 
 def test_copies_of_a_view_run_under_the_policy():
