@@ -253,8 +253,7 @@ def test_members_of_an_ensemble_have_windows_of_their_own():
   assert len(set(np.asarray(found[1].inner_state.updates_done).tolist())) > 1
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_on_four_devices(devices, check_vma):
+def test_on_four_devices(devices):
   """Gradients are averaged, with the fault on one device alone; all wait for the same window."""
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
   grads, faults, _, _, expected = short()
@@ -273,7 +272,6 @@ def test_on_four_devices(devices, check_vma):
     mesh=mesh,
     in_specs=(jax.P(), jax.P(), jax.P(None, "data")),
     out_specs=jax.P(),
-    check_vma=check_vma,
   )
   def end(start, grads, fault):
     step = lambda carry, now: (one(local, carry, now), None)  # noqa: E731

@@ -16,8 +16,7 @@ OWG = "_overwrite_with_gradient"
 MODEL = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp, dtype=jnp.float16)
 BATCH = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float16)
 WRAPPERS = {
-  "loss_scaling": lambda inner: mpjax.loss_scaling(inner),
-  "no scale": lambda inner: mpjax.loss_scaling(inner, mpjax.NoLossScale()),
+  "loss_scaling": mpjax.loss_scaling,
   "master_weights": mpjax.master_weights,
   "accumulate": lambda inner: mpjax.accumulate_gradients(inner, 2),
 }

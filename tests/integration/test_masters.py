@@ -260,27 +260,6 @@ def test_after_any_sequence_of_faults():
   assert sorted(np.sum(bad, axis=1))[:: members - 1] == [0, STEPS - 1]
 
 
-@pytest.mark.case("I16", "B115", "B103")
-def test_adamw_on_masters_is_adamw_on_float32():
-  """Outside of jit every operation rounds by itself: here and there the same ones."""
-  inner = optax.adamw(1e-3, weight_decay=0.1)
-  tx, now = masters()(inner), jax.tree.map(jnp.asarray, params())
-  wide = jax.tree.map(lambda x: x.astype(jnp.float32), now)
-  state, plain = tx.init(now), inner.init(wide)
-  start = now
-  grads, _, _ = stream()
-  for t in range(4):
-    g = {name: jnp.asarray(x[t]) for name, x in grads.items()}
-    updates, state = tx.update(g, state, now)
-    now = mpjax.apply_updates(now, updates, master=mpjax.master_params(state))
-    updates, plain = inner.update(jax.tree.map(lambda x: x.astype(jnp.float32), g), plain, wide)
-    wide = optax.apply_updates(wide, updates)
-    assert bits(mpjax.master_params(state, now)) == bits(wide)
-    assert bits(now) == bits({name: np.asarray(x).astype(name) for name, x in wide.items()})
-    assert bits(state.inner_state) == bits(plain)
-  assert bits(now) != bits(start)
-
-
 def one_step(tx):
   """A step as one writes it, over half parameters that are cast nowhere."""
 
@@ -335,73 +314,3 @@ def test_memory_and_one_program_for_all_steps(storage, of_master):
     lambda m: np.asarray(m).astype(jnp.bfloat16), mpjax.master_params(state, now)
   )
   assert bits(now) == bits(rounded)
-
-
-# On several devices.
-
-
-@functools.cache
-def single():
-  """The run of one device, with the faults of all."""
-  grads, faults, leaves = stream()
-  tx = scaling(masters()(optimizer()))
-  return jax.device_get(
-    run(lambda start, given: trained(tx, start, given)[0::2], params(), (grads, faults, leaves))
-  )
-
-
-def check_replicas(tree, expected):
-  """Each device has the same, and the same as one alone."""
-  for name, x in tree.items():
-    assert len(x.addressable_shards) == 4
-    for shard in x.addressable_shards:
-      assert bits(shard.data) == bits(expected[name][shard.index])
-
-
-@pytest.mark.case("A67", "I6")
-def test_masters_are_equal_on_all_devices(devices):
-  """Faults on one device alone, gradients equal on all: their mean is exact."""
-  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
-  config = mpjax.DynamicLossScale(**CONFIG)
-  tx = mpjax.loss_scaling(masters()(optimizer()), config, axis_name="data")
-  grads, faults, leaves = stream()
-  here = np.zeros((STEPS, 4), F32)
-  here[np.arange(STEPS), np.arange(STEPS) % 4] = faults
-
-  def averaged(grads, state, params):
-    mean = jax.tree.map(lambda g: jax.lax.pmean(g.astype(jnp.float32), "data"), grads)
-    return tx.update(mean, state, params)
-
-  local = optax.GradientTransformationExtraArgs(tx.init, averaged)
-
-  @functools.partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=(jax.P(), jax.P(), jax.P(None, "data"), jax.P()),
-    out_specs=jax.P(),
-  )
-  def on_one(start, grads, fault, leaf):
-    found, _, master, _ = trained(local, start, (grads, fault[:, 0], leaf))
-    return found, master
-
-  found = jax.block_until_ready(run(on_one, params(), grads, here, leaves))
-  for tree, expected in zip(found, single(), strict=True):
-    check_replicas(tree, expected)
-
-
-@pytest.mark.case("A67", "I6")
-@pytest.mark.parametrize("sharded", [False, True])
-def test_masters_lie_where_their_parameters_do(devices, sharded):
-  """Automatic sharding, over replicated or over sharded parameters."""
-  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
-  where = jax.NamedSharding(mesh, jax.P("data") if sharded else jax.P())
-  tx = scaling(masters()(optimizer()))
-  start = jax.device_put(params(), where)
-  state = tx.init(start)
-  for name in HALF:
-    assert state.inner_state.master[name].sharding == where
-  found, _, master, _ = jax.block_until_ready(
-    run(lambda start, given: trained(tx, start, given), start, stream())
-  )
-  for tree, expected in zip((found, master), single(), strict=True):
-    check_replicas(tree, expected)

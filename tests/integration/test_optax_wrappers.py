@@ -145,21 +145,6 @@ def test_growing_the_tree_in_the_middle_of_a_run():
   assert "set it in the state that `init` makes" in " ".join(mpjax.set_loss_scale.__doc__.split())
 
 
-@pytest.mark.case("B116", "B101")
-def test_an_average_of_half_parameters_is_float32_and_waits():
-  ema = optax.ema(0.999, debias=False)
-  params = jnp.ones(2, jnp.bfloat16)
-  assert ema.init(params).ema.dtype == jnp.bfloat16, "left alone it would be half"
-  tx = mpjax.loss_scaling(ema, STATIC)
-  with pytest.warns(UserWarning, match="stored in low precision"):
-    state = tx.init(params)
-  assert state.inner_state.ema.dtype == jnp.float32
-  _, state = tx.update(params * 1024, state, params)
-  np.testing.assert_allclose(state.inner_state.ema, 0.001, rtol=1e-5)
-  _, after = tx.update(params * jnp.nan, state, params)
-  assert bits(after.inner_state) == bits(state.inner_state)
-
-
 # Sharpness-aware minimisation: transparent, with a cache in its state, and opaque, with grad_fn.
 
 

@@ -96,23 +96,6 @@ def test_1000_steps_are_those_of_float32_masters():
     assert np.mean(narrow[1][2]["w"].view(np.uint32) & 0xFFFF != 0) > 0.9
 
 
-def test_ties_of_both_kinds_are_steps_like_others():
-  """Of parameter and 16 bits alone one of the two would come back as the other."""
-  params = {"up": jnp.ones(2, jnp.bfloat16), "down": -jnp.ones(2, jnp.bfloat16)}
-  tx = mpjax.master_weights(optax.sgd(2.0**-9), storage="split")
-  state, master = tx.init(params), np.ones(2, np.float32)
-  seen = set()
-  for _ in range(12):
-    grads = {"up": -jnp.ones(2), "down": jnp.ones(2)}
-    updates, state = tx.update(grads, state, params)
-    params = mpjax.apply_updates(params, updates)
-    master = master + np.float32(2.0**-9)
-    assert bits(mpjax.master_params(state, params)) == bits({"up": master, "down": -master})
-    assert bits(params["up"]) == bits(master.astype(jnp.bfloat16))
-    seen.add(int(master.view(np.uint32)[0] & 0x1FFFF))
-  assert {0x8000, 0x18000} < seen
-
-
 def train_loss(params, model_state, batch, rng):
   del rng
   return loss_fn(params, batch), (model_state, {})
@@ -182,36 +165,6 @@ def test_sharded_over_eight_devices():
     for tree, other in zip(found, expected, strict=True):
       check_equal(tree, other)
     assert found[0]["w"].sharding.is_equivalent_to(place["w"], 2)
-
-
-@pytest.mark.case("I19")
-def test_inside_of_a_shard_map_with_parts_of_each_parameter():
-  """Each device has the masters of its rows, as when parameters are sharded by hand."""
-  mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:8])
-  grads = np.random.default_rng(2).normal(size=(20, 16, 3)).astype(np.float32)
-  grads[::7, 2, 2] = np.nan
-  params = np.ones((16, 3), jnp.bfloat16)
-
-  def end(tx, params, grads):
-    carry = params, tx.init(params)
-    params, state = jax.lax.scan(lambda c, g: (stepped(tx, *c, g), None), carry, grads)[0]
-    return mpjax.master_params(state, params), mpjax.loss_scaling_metrics(state)["skipped"]
-
-  # Compiled, too: a single operation at a time rounds where a fused one does not, by one ulp.
-  alone = mpjax.loss_scaling(mpjax.master_weights(optax.adamw(1e-2)))
-  expected, skipped = jitted(functools.partial(end, alone))(params, grads)
-  assert skipped == 3
-  for storage in STORAGES:
-    masters = mpjax.master_weights(optax.adamw(1e-2), storage=storage)
-    tx = mpjax.loss_scaling(masters, axis_name="data")
-    local = jax.shard_map(
-      functools.partial(end, tx),
-      mesh=mesh,
-      in_specs=(jax.P("data"), jax.P(None, "data")),
-      out_specs=(jax.P("data"), jax.P()),
-      check_vma=False,
-    )
-    assert bits(jitted(local)(params, grads)[0]) == bits(expected)
 
 
 class Net(nn.Module):

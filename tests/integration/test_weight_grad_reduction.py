@@ -64,17 +64,6 @@ class Layers(nn.Module):
     return nn.Dense(5)(x)
 
 
-class Transformer(nn.Module):
-  """Layers whose gradients are sums of many kinds: over rows, over heads, over tokens."""
-
-  @nn.compact
-  def __call__(self, tokens):
-    x = nn.Embed(7, 8)(tokens)
-    x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
-    x = nn.BatchNorm(use_running_average=False, use_bias=False)(x)
-    return nn.Dense(3)(x)
-
-
 @pytest.mark.case("B127")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_gradients_are_added_up_in_float32(devices, kind):
@@ -96,29 +85,6 @@ def test_gradients_are_added_up_in_float32(devices, kind):
   kernels = [params["Conv_0"]["kernel"], params["Dense_0"]["kernel"]]
   assert sizes(in_half) == sizes((0, 0, x.shape) for x in kernels)
   assert sizes(in_float32) == {3: 3, 5: 1}
-
-
-def test_no_sum_of_a_transformer_is_in_half(devices):
-  model, mesh = Transformer(), mesh_of(devices)
-  tokens = jnp.zeros((BATCH, 4), jnp.int32)
-  variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
-  shardings = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-  abstract = jax.tree.map(lambda v: v.update(sharding=shardings[0]), variables)
-  apply = with_policy(model, policy("float16", "float32")).apply
-
-  def loss(params, stats, tokens):
-    out, _ = apply({"params": params, "batch_stats": stats}, tokens, mutable=["batch_stats"])
-    return jnp.mean(out**2)
-
-  found = collectives(
-    jax.grad(loss),
-    abstract["params"],
-    abstract["batch_stats"],
-    jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=shardings[1]),
-  )
-  assert {dtype for _, dtype, _ in found} == {"f32"}
-  leaves = jax.tree.leaves(variables["params"])
-  assert not sizes((0, 0, x.shape) for x in leaves) - sizes(found)
 
 
 @pytest.mark.case("A92")
