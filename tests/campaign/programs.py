@@ -36,6 +36,14 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 show. A product with the reciprocal of a debiasing term, say, is divided again at once."""
 
 
+def growing(done: Any) -> Any:
+  """Two micro-batches for each of the first three updates, then four."""
+  return jnp.where(done < 3, 2, 4)
+
+
+WINDOWS = {"2": 2, "4": 4, "2, then 4": growing}
+
+
 class Setup(NamedTuple):
   """One kind of run; each is compiled once."""
 
@@ -46,15 +54,19 @@ class Setup(NamedTuple):
   ema: bool = False
   hysteresis: int = 1
   lanes: bool = False  # runs go side by side: a skip is then a selection, not a branch
+  window: str = ""  # how many micro-batches `mpjax.accumulate_gradients` waits for: see WINDOWS
 
   @property
   def name(self) -> str:
     masters = "" if self.stored == "float32" else " with masters"
-    return f"{self.compute}{masters}, {self.optimizer}, {self.parts} micro-batch(es)"
+    window = f", windows of {self.window}" if self.window else ""
+    return f"{self.compute}{masters}, {self.optimizer}, {self.parts} micro-batch(es){window}"
 
-
-FIELDS = ("parameters", "optimizer", "statistics", "average", "step")
-"""What a step commits together."""
+  @property
+  def fields(self) -> tuple[str, ...]:
+    """What a step commits together."""
+    window = ("sum", "phase", "updates") if self.window else ()
+    return ("parameters", "optimizer", "statistics", "average", "step", *window)
 
 
 def scale_arguments(setup: Setup) -> dict[str, Any]:
@@ -131,6 +143,8 @@ def make_run(setup: Setup, guard: bool, **arguments: Any) -> Callable[..., Any]:
   """
   inner = OPTIMIZERS[setup.optimizer]()
   inner = inner if setup.stored == "float32" else mpjax.master_weights(inner)
+  if setup.window:
+    inner = mpjax.accumulate_gradients(inner, WINDOWS[setup.window])
   config = mpjax.DynamicLossScale(**scale_arguments(setup))
   tx = mpjax.loss_scaling(inner, config if guard else mpjax.NoLossScale())
   arguments |= {"accumulate": setup.parts, "ema_decay": 0.5 if setup.ema else None}
@@ -155,8 +169,11 @@ def make_run(setup: Setup, guard: bool, **arguments: Any) -> Callable[..., Any]:
 
 
 def committed(state: mpjax.TrainState) -> Any:
-  """Returns what a step commits together, in the order of `FIELDS`."""
-  return state.params, state.opt_state.inner_state, state.model_state, state.ema, state.step
+  """Returns what a step commits together, in the order of `Setup.fields`."""
+  own, window = state.opt_state.inner_state, ()
+  if hasattr(own, "micro_batches"):
+    own, window = own.inner_state, (own.total, own.micro_batches, own.updates_done)
+  return state.params, own, state.model_state, state.ema, state.step, *window
 
 
 def observe(state: mpjax.TrainState) -> tuple[Any, Any, Any]:
@@ -172,13 +189,8 @@ def observe(state: mpjax.TrainState) -> tuple[Any, Any, Any]:
 
 def committed_plain(state: control.Plain) -> Any:
   """Returns the same of the control: leaf for leaf like `committed`."""
-  return (
-    state.params,
-    (state.master, state.opt_state),
-    state.statistics,
-    state.ema,
-    state.step,
-  )
+  own = state.master, state.opt_state
+  return state.params, own, state.statistics, state.ema, state.step, *state.window
 
 
 @once
@@ -188,7 +200,8 @@ def control_program(setup: Setup, devices: int) -> Any:
   loss_fn = network.loss_in(setup.compute)
 
   def run(params, key, index, faults, scales, active, batches):
-    state = control.start(inner, params, network.initial_statistics(), setup.ema)
+    statistics = network.initial_statistics()
+    state = control.start(inner, params, statistics, setup.ema, window=bool(setup.window))
     key = jax.random.wrap_key_data(key)
 
     def body(state, x):
@@ -199,7 +212,8 @@ def control_program(setup: Setup, devices: int) -> Any:
         loss_fn, state.params, state.statistics, batch, own, scale, setup.parts, devices
       )
       grads = jax.tree.map(lambda g: g / scale, grads)
-      state = control.apply(inner, state, grads, new, active)
+      after = control.apply(inner, state, grads, new, WINDOWS.get(setup.window))
+      state = jax.tree.map(lambda a, b: jnp.where(active, a, b), after, state)
       return state, digest(*committed_plain(state))
 
     first = digest(*committed_plain(state))
