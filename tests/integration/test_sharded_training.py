@@ -243,26 +243,3 @@ def test_stochastic_rounding_is_the_same_on_all_devices(eight_devices):
   check_replicas(state)
   assert len(np.unique(ends[0])) > 1
   np.testing.assert_array_equal(*ends)
-
-
-def test_where_the_new_state_is_can_be_said(eight_devices):
-  """Adafactor keeps means of rows, made replicated; XLA would leave them where the rows are."""
-  mesh = mesh_of(eight_devices)
-  tx = mpjax.loss_scaling(optax.adafactor(1e-2, min_dim_size_to_factor=8), mpjax.StaticLossScale(8))
-  batch = place(mesh, jnp.ones((8, 16)), jax.P("data"))
-
-  def start():
-    return mpjax.TrainState.create(place(mesh, {"w": jnp.ones((16, 8))}, jax.P("data")), tx)
-
-  def moved(step):
-    before = jax.tree.map(lambda x: x.sharding, start())
-    after, _ = step(start(), batch)
-    with compilations() as compiled:
-      jax.block_until_ready(step(after, batch))
-    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), after, before)
-    return not jax.tree.all(same), compiled.total()
-
-  assert moved(mpjax.make_train_step(product(jnp.float16), tx)) == (True, 1)
-  shardings = jax.tree.map(lambda x: x.sharding, start())
-  step = mpjax.make_train_step(product(jnp.float16), tx, state_shardings=shardings)
-  assert moved(step) == (False, 0)
