@@ -21,19 +21,14 @@ class Plain(NamedTuple):
   statistics: Any
   ema: Any
   step: Any
-  window: Any = ()  # the sum, how many were added since the last update, and how many updates
 
 
-def start(
-  inner: optax.GradientTransformation, params: Any, statistics: Any, ema: bool, *, window: bool
-) -> Plain:
+def start(inner: optax.GradientTransformation, params: Any, statistics: Any, ema: bool) -> Plain:
   master = () if _are_float32(params) else _float32(params)
   trained = params if _are_float32(params) else master
   average = trained if ema else ()
   zero = jnp.zeros((), jnp.int32)
-  nothing = jax.tree.map(lambda p: jnp.full(p.shape, -0.0, jnp.float32), params), zero, zero
-  own = inner.init(trained)
-  return Plain(params, master, own, statistics, average, zero, nothing if window else ())
+  return Plain(params, master, inner.init(trained), statistics, average, zero)
 
 
 def _are_float32(tree: Any) -> bool:
@@ -100,40 +95,25 @@ def _mean(*xs: Any) -> Any:
 
 
 def apply(
-  inner: optax.GradientTransformation, state: Plain, grads: Any, statistics: Any, every: Any = None
+  inner: optax.GradientTransformation, state: Plain, grads: Any, statistics: Any, active: Any = True
 ) -> Plain:
-  """Returns the state after an update, or after one micro-batch of a window.
+  """Returns the state after an update; `state` itself where not `active`.
 
   Args:
     inner: the optimizer.
     state: the state before.
     grads: unscaled, float32.
     statistics: the new batch statistics.
-    every: how many micro-batches there are in a window, or a function of the updates done.
+    active: scalar bool.
   """
-  state = state._replace(statistics=statistics, step=state.step + 1)
-  if every is None:
-    return _updated(inner, state, grads)
-  total, count, updates = state.window
-  total, count = jax.tree.map(jnp.add, total, grads), count + 1
-  full = count == (every(updates) if callable(every) else every)
-  mean = jax.tree.map(lambda t: t / count.astype(jnp.float32), total)
-  after = jax.tree.map(lambda a, b: jnp.where(full, a, b), _updated(inner, state, mean), state)
-  total = jax.tree.map(lambda t: jnp.where(full, -0.0, t), total)
-  return after._replace(window=(total, jnp.where(full, 0, count), updates + full))
-
-
-def _updated(inner: optax.GradientTransformation, state: Plain, grads: Any) -> Plain:
-  """Returns the state with new parameters, optimizer and average."""
   trained = state.master or state.params
   updates, opt_state = inner.update(grads, state.opt_state, trained)
   trained = optax.apply_updates(trained, updates)
-  return state._replace(
-    params=jax.tree.map(lambda t, p: t.astype(p.dtype), trained, state.params),
-    master=trained if state.master else (),
-    opt_state=opt_state,
-    ema=jax.tree.map(lambda e, t: e + (t - e) * 0.5, state.ema, trained if state.ema else ()),
-  )
+  params = jax.tree.map(lambda t, p: t.astype(p.dtype), trained, state.params)
+  ema = jax.tree.map(lambda e, t: e + (t - e) * 0.5, state.ema, trained if state.ema else ())
+  master = trained if state.master else ()
+  new = Plain(params, master, opt_state, statistics, ema, state.step + 1)
+  return jax.tree.map(lambda a, b: jnp.where(active, a, b), new, state)
 
 
 def is_finite(*trees: Any) -> Any:

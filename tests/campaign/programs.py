@@ -36,14 +36,6 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 show. A product with the reciprocal of a debiasing term, say, is divided again at once."""
 
 
-def growing(done: Any) -> Any:
-  """Two micro-batches for each of the first three updates, then four."""
-  return jnp.where(done < 3, 2, 4)
-
-
-WINDOWS = {"2": 2, "4": 4, "2, then 4": growing}
-
-
 class Setup(NamedTuple):
   """One kind of run; each is compiled once."""
 
@@ -54,19 +46,15 @@ class Setup(NamedTuple):
   ema: bool = False
   hysteresis: int = 1
   lanes: bool = False  # runs go side by side: a skip is then a selection, not a branch
-  window: str = ""  # how many micro-batches `mpjax.accumulate_gradients` waits for: see WINDOWS
 
   @property
   def name(self) -> str:
     masters = "" if self.stored == "float32" else " with masters"
-    window = f", windows of {self.window}" if self.window else ""
-    return f"{self.compute}{masters}, {self.optimizer}, {self.parts} micro-batch(es){window}"
+    return f"{self.compute}{masters}, {self.optimizer}, {self.parts} micro-batch(es)"
 
-  @property
-  def fields(self) -> tuple[str, ...]:
-    """What a step commits together."""
-    window = ("sum", "phase", "updates") if self.window else ()
-    return ("parameters", "optimizer", "statistics", "average", "step", *window)
+
+FIELDS = ("parameters", "optimizer", "statistics", "average", "step")
+"""What a step commits together."""
 
 
 def scale_arguments(setup: Setup) -> dict[str, Any]:
@@ -143,8 +131,6 @@ def make_run(setup: Setup, guard: bool, **arguments: Any) -> Callable[..., Any]:
   """
   inner = OPTIMIZERS[setup.optimizer]()
   inner = inner if setup.stored == "float32" else mpjax.master_weights(inner)
-  if setup.window:
-    inner = mpjax.accumulate_gradients(inner, WINDOWS[setup.window])
   config = mpjax.DynamicLossScale(**scale_arguments(setup))
   tx = mpjax.loss_scaling(inner, config if guard else mpjax.NoLossScale())
   arguments |= {"accumulate": setup.parts, "ema_decay": 0.5 if setup.ema else None}
@@ -169,11 +155,8 @@ def make_run(setup: Setup, guard: bool, **arguments: Any) -> Callable[..., Any]:
 
 
 def committed(state: mpjax.TrainState) -> Any:
-  """Returns what a step commits together, in the order of `Setup.fields`."""
-  own, window = state.opt_state.inner_state, ()
-  if hasattr(own, "micro_batches"):
-    own, window = own.inner_state, (own.total, own.micro_batches, own.updates_done)
-  return state.params, own, state.model_state, state.ema, state.step, *window
+  """Returns what a step commits together, in the order of `FIELDS`."""
+  return state.params, state.opt_state.inner_state, state.model_state, state.ema, state.step
 
 
 def observe(state: mpjax.TrainState) -> tuple[Any, Any, Any]:
@@ -189,8 +172,13 @@ def observe(state: mpjax.TrainState) -> tuple[Any, Any, Any]:
 
 def committed_plain(state: control.Plain) -> Any:
   """Returns the same of the control: leaf for leaf like `committed`."""
-  own = state.master, state.opt_state
-  return state.params, own, state.statistics, state.ema, state.step, *state.window
+  return (
+    state.params,
+    (state.master, state.opt_state),
+    state.statistics,
+    state.ema,
+    state.step,
+  )
 
 
 @once
@@ -200,8 +188,7 @@ def control_program(setup: Setup, devices: int) -> Any:
   loss_fn = network.loss_in(setup.compute)
 
   def run(params, key, index, faults, scales, active, batches):
-    statistics = network.initial_statistics()
-    state = control.start(inner, params, statistics, setup.ema, window=bool(setup.window))
+    state = control.start(inner, params, network.initial_statistics(), setup.ema)
     key = jax.random.wrap_key_data(key)
 
     def body(state, x):
@@ -212,8 +199,7 @@ def control_program(setup: Setup, devices: int) -> Any:
         loss_fn, state.params, state.statistics, batch, own, scale, setup.parts, devices
       )
       grads = jax.tree.map(lambda g: g / scale, grads)
-      after = control.apply(inner, state, grads, new, WINDOWS.get(setup.window))
-      state = jax.tree.map(lambda a, b: jnp.where(active, a, b), after, state)
+      state = control.apply(inner, state, grads, new, active)
       return state, digest(*committed_plain(state))
 
     first = digest(*committed_plain(state))

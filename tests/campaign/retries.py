@@ -26,7 +26,7 @@ from tests.campaign.outcome import (
   unlike_digests,
   unlike_oracle,
 )
-from tests.campaign.programs import Setup, run_program, scale_arguments
+from tests.campaign.programs import FIELDS, Setup, run_program, scale_arguments
 from tests.campaign.train_steps import Sizes
 from tests.loss_scale_oracle import Oracle
 
@@ -85,7 +85,7 @@ def meet(
   given = given._replace(place=np.where(active, given.place, NOWHERE).astype(np.int32))
   scales = np.take_along_axis(steps.scale, order, 1).astype(np.float32)
   _, expected = train_steps.run_control(setup, data, order, active, scales, faults=given)
-  wrong = unlike_digests(digests, expected, seen, setup.fields)
+  wrong = unlike_digests(digests, expected, seen, FIELDS)
   wrong |= {"not finite": ~finite, "masters": ~agree, "flag": flags != steps.applied}
   wrong["scale"] = unlike_oracle(scale, steps.numbers)
   judge(outcome, steps.met, wrong, f"{setup.name}, {max_retries} retries")

@@ -26,7 +26,7 @@ from tests.campaign.outcome import (
   unlike_oracle,
 )
 from tests.campaign.programs import (
-  WINDOWS,
+  FIELDS,
   Setup,
   committed_plain,
   control_program,
@@ -130,32 +130,17 @@ def judge_trail(
   scales = np.take_along_axis(before[-1], order, 1)
   plain, expected = run_control(setup, data, order, active, scales, devices=devices)
   wrong = {"not finite": ~finite, "masters": ~agree}
-  wrong |= unlike_digests(digests, expected, seen, setup.fields)
+  wrong |= unlike_digests(digests, expected, seen, FIELDS)
   wrong["the last state"] = np.zeros_like(planted)
   wrong["the last state"][:, -1] = differing(final, committed_plain(plain))
   if guard:
     expected = [follow(Oracle(**scale_arguments(setup)), ~run) for run in planted]
     wrong |= {"flag": flags == planted, "scale": unlike_oracle(scale, expected)}
-  if setup.window and planted.any():
-    hit = {phase_of(setup.window, int(good)) for good in seen[planted]}
-    require(
-      hit == set(range(int(setup.window[-1]))), f"{setup.name}: only the phases {hit} were hit"
-    )
   right = judge(outcome, planted, wrong, setup.name)
   if guard:
     witness = witness_program(setup.compute)
     found = ~np.asarray(witness(*before, data.keys, data.index, faults, data.batches))
     require(np.all((found == planted)[right]), f"{setup.name}: other faults than those planned")
-
-
-def phase_of(window: str, good: int) -> int:
-  """Returns how many micro-batches a window has after so many good ones."""
-  every, phase, updates = WINDOWS[window], 0, 0
-  for _ in range(good):
-    phase += 1
-    if phase == (every(updates) if callable(every) else every):
-      phase, updates = 0, updates + 1
-  return phase
 
 
 def run_control(
