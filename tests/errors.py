@@ -1,4 +1,7 @@
-"""One way to check the text of an error: `from tests.errors import check_error`."""
+"""One way to check the text of an error, as pytest caught it, of a block, or of a call."""
+
+import contextlib
+from collections.abc import Callable, Generator
 
 import pytest
 
@@ -45,3 +48,33 @@ def check_error(
   ):
     _, found, rest = rest.partition(fragment)
     assert found, f"{name}: no {fragment!r} in its place in {text!r}"
+
+
+@contextlib.contextmanager
+def refused(
+  builtin: type[Exception], where: str, expected: str, got: str, fix: str
+) -> Generator[None]:
+  """Asserts that what runs inside raises one of our errors that is a `builtin`, with these parts.
+
+  >>> with refused(ValueError, "(scale)", "a positive number", "0", "Choose a power of two"):
+  ...   mpjax.StaticLossScale(0)
+  """
+  with pytest.raises(builtin) as excinfo:
+    yield
+  check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
+
+
+def check_refused(
+  call: Callable[[], object],
+  *,
+  where: str,
+  expected: str,
+  got: str,
+  fix: str,
+  builtin: type[Exception] | None = None,
+) -> str:
+  """Asserts that a call raises an error of ours with these four parts, and returns its text."""
+  with pytest.raises(mpjax.MpjaxError) as excinfo:
+    call()
+  check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
+  return str(excinfo.value)

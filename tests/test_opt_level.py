@@ -14,7 +14,7 @@ from flax import nnx
 import mpjax
 from mpjax._core.rules import depends_on_path, is_flax_norm
 from mpjax._opt_level import LEVELS, _for_device
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 F32, DYNAMIC, NONE = "float32", mpjax.DynamicLossScale(), mpjax.NoLossScale()
 

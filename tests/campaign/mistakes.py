@@ -117,14 +117,8 @@ def configurations(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     where = "mpjax.StaticLossScale(scale)"
     yield f"static {value}", functools.partial(static, value), ValueError, where
   for value in TYPES:
-    where = "mpjax.StaticLossScale(scale)"
-    yield (
-      f"static {value!r}",
-      functools.partial(static, value),
-      TypeError,
-      where,
-      type(value).__name__,
-    )
+    call, got = functools.partial(static, value), type(value).__name__
+    yield f"static {value!r}", call, TypeError, "mpjax.StaticLossScale(scale)", got
   for low, high, init in 2.0 ** rng.integers(-9, 24, (60, 3)):
     limits = {"min_scale": float(low), "max_scale": float(high), "init_scale": float(init)}
     if low > high or not low <= init <= high:
@@ -215,7 +209,7 @@ def rules(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     make = functools.partial(rule, "float32", **given)
     yield f"selectors {chosen}", make, ValueError, "mpjax.Rule(...)"
   globs = ["head", "layer_*", "encoder/*/attention", "**/norm", "layer_?", "a/b/c"]
-  broken = [
+  broken = (
     "/{}",
     "{}/",
     "{}//x",
@@ -228,38 +222,35 @@ def rules(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     "{}|x",
     "{}+",
     "x\\{}",
-  ]
+  )
   for glob in globs:
     for pattern in broken:
       path = pattern.format(glob)
       make = functools.partial(rule, "float32", path=path)
       yield f"glob {path}", make, ValueError, "mpjax.Rule(path=...)", repr(path)
-  for value in (3, b"head", ["head"], nn.Dense):
-    yield f"path {value!r}", functools.partial(rule, None, path=value), TypeError, "Rule(path=...)"
-  for value in (3, "Dense", (), (nn.Dense, "x"), nn.Dense(2), [nn.Dense]):
-    make = functools.partial(rule, None, module=value)
-    yield f"module {value!r}", make, TypeError, "Rule(module=...)"
-  for value in (3, "head", (nn.Dense,)):
-    yield (
-      f"where {value!r}",
-      functools.partial(rule, None, where=value),
-      TypeError,
-      "Rule(where=...)",
-    )
+  for field, values in {
+    "path": (3, b"head", ["head"], nn.Dense),
+    "module": (3, "Dense", (), (nn.Dense, "x"), nn.Dense(2), [nn.Dense]),
+    "where": (3, "head", (nn.Dense,)),
+  }.items():
+    for value in values:
+      make = functools.partial(rule, None, **{field: value})
+      yield f"{field} {value!r}", make, TypeError, f"Rule({field}=...)"
   for typo in misspelt(PRESETS, rng, 20):
     make = functools.partial(rule, typo, path="head")
     yield f"policy {typo}", make, ValueError, "mpjax.Policy.parse(policy)", repr(typo)
 
   with_policy = mpjax.linen.with_policy
-  for value in (3, "head", [rule(None, path="x"), "y"], [3], rule(None, path="x")):
-    make = functools.partial(with_policy, Model(), "float32", value)
-    yield f"rules {value!r}", make, TypeError, "with_policy(rules=...)"
-  for value in (Model, 3, nn.relu, None, {}):
-    make = functools.partial(with_policy, value, "float32")
-    yield f"model {value!r}", make, TypeError, "with_policy(model)"
-  for value in ("rise", "Raise", None, True):
-    make = functools.partial(with_policy, Model(), "float32", unmatched=value)
-    yield f"unmatched {value!r}", make, ValueError, "with_policy(unmatched=...)"
+  for field, values, error in (
+    ("rules", (3, "head", [rule(None, path="x"), "y"], [3], rule(None, path="x")), TypeError),
+    ("model", (Model, 3, nn.relu, None, {}), TypeError),
+    ("unmatched", ("rise", "Raise", None, True), ValueError),
+  ):
+    for value in values:
+      given = {"model": Model(), "policy": "float32", "rules": (), field: value}
+      make = functools.partial(with_policy, **given)
+      where = f"with_policy({field})" if field == "model" else f"with_policy({field}=...)"
+      yield f"{field} {value!r}", make, error, where
   x, key = jax.ShapeDtypeStruct((1, 2), jnp.float32), jax.random.key(0)
   unmatched = [{"path": typo} for typo in misspelt(("head", "layer_0", "layer_1"), rng, 24)]
   unmatched += [{"module": nn.Conv}, {"module": (nn.Conv, nn.BatchNorm)}]

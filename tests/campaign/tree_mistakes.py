@@ -44,29 +44,28 @@ def damaged(tree: Any) -> Iterator[tuple[str, Any]]:
   yield "one array", jnp.ones(2)
 
 
+WRAPPERS: dict[str, tuple[Any, ...]] = {
+  "loss_scaling": (),
+  "accumulate_gradients": (2,),
+  "master_weights": (),
+}
+
+
 def wrong_trees() -> Entries:
-  wrappers = {
-    "loss_scaling(inner)": TX,
-    "accumulate_gradients(inner)": mpjax.accumulate_gradients(PLAIN, 2),
-    "master_weights(inner)": mpjax.master_weights(PLAIN),
-  }
-  for name, tx in wrappers.items():
+  for name, arguments in WRAPPERS.items():
+    tx = getattr(mpjax, name)(PLAIN, *arguments)
     state = tx.init(PARAMS)
-    where = f"mpjax.{name}.update(updates)"
-    for text, grads in damaged(PARAMS):
-      call = functools.partial(tx.update, grads, state, PARAMS)
-      yield f"{name} {text}", call, ValueError, where
+    where = f"mpjax.{name}(inner).update"
     integers = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.int32), PARAMS)
-    yield (
-      f"{name} integers",
-      functools.partial(tx.update, integers, state, PARAMS),
-      ValueError,
-      where,
-    )
+    for text, grads in (*damaged(PARAMS), ("integers", integers)):
+      call = functools.partial(tx.update, grads, state, PARAMS)
+      yield f"{name} {text}", call, ValueError, f"{where}(updates)"
     for other in (None, (), PARAMS, PLAIN.init(PARAMS), 3):
       call = functools.partial(tx.update, PARAMS, other, PARAMS)
-      text = f"{name} state {jax.tree.structure(other)}"
-      yield text, call, TypeError, f"mpjax.{name}.update(state)"
+      yield f"{name} state {jax.tree.structure(other)}", call, TypeError, f"{where}(state)"
+    for dtype in ("int32", "uint8", "bool") if name != "loss_scaling" else ():
+      call = functools.partial(tx.init, PARAMS | {"n": jnp.ones(2, dtype)})
+      yield f"{name} {dtype} parameters", call, TypeError, "init(params)", dtype
   for text, updates in damaged(PARAMS):
     call = functools.partial(mpjax.apply_updates, PARAMS, updates)
     yield f"apply_updates {text}", call, ValueError, "mpjax.apply_updates(updates)"
@@ -77,46 +76,36 @@ def wrong_trees() -> Entries:
     yield f"set_master_params {text}", call, ValueError, "mpjax.set_master_params(params)"
     call = functools.partial(mpjax.select_tree, True, params, PARAMS)
     yield f"select_tree {text}", call, ValueError, "mpjax.select_tree(finite, new, old)"
-  for name in ("accumulate_gradients", "master_weights"):
-    for dtype in ("int32", "uint8", "bool"):
-      arguments = (2,) if name == "accumulate_gradients" else ()
-      tx = getattr(mpjax, name)(PLAIN, *arguments)
-      call = functools.partial(tx.init, PARAMS | {"n": jnp.ones(2, dtype)})
-      yield f"{name} {dtype} parameters", call, TypeError, "init(params)", dtype
 
 
 def wrong_wrappers() -> Entries:
   inners = (None, 3, "adam", optax.adam, {}, PLAIN.update, optax.MultiSteps(PLAIN, 2), ())
   for inner in inners:
     text = f"inner {getattr(inner, '__name__', type(inner).__name__)}"
-    for name, arguments in (
-      ("loss_scaling", ()),
-      ("accumulate_gradients", (2,)),
-      ("master_weights", ()),
-    ):
+    for name, arguments in WRAPPERS.items():
       call = functools.partial(getattr(mpjax, name), inner, *arguments)
       yield f"{name} {text}", call, TypeError, f"mpjax.{name}(inner)", type(inner).__name__
-  for scale in (None, 3, 2.0**15, "dynamic", mpjax.DynamicLossScale, [mpjax.NoLossScale()], True):
-    call = functools.partial(mpjax.loss_scaling, PLAIN, scale)
-    yield f"loss_scale {scale!r}", call, TypeError, "mpjax.loss_scaling(loss_scale)"
-  for names in ({}, {"a": mpjax.NoLossScale(), "b": mpjax.StaticLossScale(2)}):
-    call = functools.partial(mpjax.loss_scaling, PLAIN, names)
-    yield f"loss_scale {names!r}", call, ValueError, "mpjax.loss_scaling(loss_scale)"
-  for name in ("", "a:b", "a/b", 3, True, ("a",), b"a"):
-    call = functools.partial(mpjax.loss_scaling, PLAIN, name=name)
-    yield f"name {name!r}", call, ValueError, "mpjax.loss_scaling(name)", repr(name)
-  for value in (None, 1, "yes", 0.0):
-    call = functools.partial(mpjax.loss_scaling, PLAIN, check_updates=value)
-    yield f"check_updates {value!r}", call, TypeError, "mpjax.loss_scaling(check_updates)"
-  for word in ("clip", "clip_norm", "ema", "every", "scale", "init", "skip", "axis", "max_norm"):
+  scales = (None, 3, 2.0**15, "dynamic", mpjax.DynamicLossScale, [mpjax.NoLossScale()], True)
+  mixed = {"a": mpjax.NoLossScale(), "b": mpjax.StaticLossScale(2)}
+  names = ("", "a:b", "a/b", 3, True, ("a",), b"a")
+  words = ("clip", "clip_norm", "ema", "every", "scale", "init", "skip", "axis", "max_norm")
+  # The argument, its values, the error, and whether the text shows the value.
+  for field, values, error, shown in (
+    ("loss_scale", scales, TypeError, False),
+    ("loss_scale", ({}, mixed), ValueError, False),
+    ("name", names, ValueError, True),
+    ("check_updates", (None, 1, "yes", 0.0), TypeError, False),
+    ("every", (0, -1, -7), ValueError, True),
+    ("every", (1.5, True, None, "2", (2,), 2.0), TypeError, True),
+  ):
+    wrapper = "accumulate_gradients" if field == "every" else "loss_scaling"
+    for value in values:
+      call = functools.partial(getattr(mpjax, wrapper), PLAIN, **{field: value})
+      got = repr(value) if shown else ""
+      yield f"{field} {value!r}", call, error, f"mpjax.{wrapper}({field})", got
+  for word in words:
     call = functools.partial(mpjax.loss_scaling, PLAIN, **{word: 1})
     yield f"keyword {word}", call, TypeError, f"mpjax.loss_scaling({word}=)", repr(word)
-  for every in (0, -1, -7):
-    call = functools.partial(mpjax.accumulate_gradients, PLAIN, every)
-    yield f"every {every}", call, ValueError, "mpjax.accumulate_gradients(every)", repr(every)
-  for every in (1.5, True, None, "2", (2,), 2.0):
-    call = functools.partial(mpjax.accumulate_gradients, PLAIN, every)
-    yield f"every {every!r}", call, TypeError, "mpjax.accumulate_gradients(every)", repr(every)
   for number, nested in enumerate(
     (
       mpjax.loss_scaling(TX),
@@ -162,12 +151,13 @@ def wrong_losses() -> Entries:
     for word in ("generator", "a"):
       named = functools.partial(call, state, name=word)
       yield f"{name} named {word}", named, ValueError, f"{where} with name={word!r}"
-  for value in (0.0, -1.0, float("nan"), float("inf"), 2.0**25, 0.5, 2.0**127, 1e-40):
-    call = functools.partial(mpjax.set_loss_scale, state, value)
-    yield f"set_loss_scale {value}", call, ValueError, "mpjax.set_loss_scale(value)"
-  for value in (None, "2", True, jnp.ones(()), [2.0]):
-    call = functools.partial(mpjax.set_loss_scale, state, value)
-    yield f"set_loss_scale {value!r}", call, TypeError, "mpjax.set_loss_scale(value)"
+  for error, values in (
+    (ValueError, (0.0, -1.0, float("nan"), float("inf"), 2.0**25, 0.5, 2.0**127, 1e-40)),
+    (TypeError, (None, "2", True, jnp.ones(()), [2.0])),
+  ):
+    for value in values:
+      call = functools.partial(mpjax.set_loss_scale, state, value)
+      yield f"set_loss_scale {value!r}", call, error, "mpjax.set_loss_scale(value)"
 
 
 def wrong_states() -> Entries:
@@ -183,35 +173,26 @@ def wrong_states() -> Entries:
     scale = stuck.loss_scale[label]._replace(consecutive_skips=jnp.asarray(skips, jnp.int32))
     stuck = stuck._replace(loss_scale={label: scale})
     call = functools.partial(mpjax.check_skipped_steps, stuck, skips)
-    yield (
-      f"stuck for {skips}",
-      call,
-      RuntimeError,
-      "mpjax.check_skipped_steps(opt_state)",
-      str(skips),
-    )
+    where = "mpjax.check_skipped_steps(opt_state)"
+    yield f"stuck for {skips}", call, RuntimeError, where, str(skips)
   key = jax.random.key(0)
   rounding = "mpjax.apply_updates(rounding"
   for word in ("Nearest", "stochastc", "up", "", None, 3):
     call = functools.partial(mpjax.apply_updates, PARAMS, PARAMS, rounding=word)
     yield f"rounding {word!r}", call, ValueError, rounding, repr(word)
-  call = functools.partial(mpjax.apply_updates, PARAMS, PARAMS, rounding="stochastic")
-  yield "no key", call, ValueError, rounding, "None"
-  call = functools.partial(mpjax.apply_updates, PARAMS, PARAMS, key=key)
-  yield "a key for nothing", call, ValueError, rounding
-  call = functools.partial(
-    mpjax.apply_updates, PARAMS, PARAMS, rounding="stochastic", key=key, master=PARAMS
-  )
-  yield "master and stochastic", call, ValueError, rounding
+  stochastic = {"rounding": "stochastic"}
+  for text, arguments, got in (
+    ("no key", stochastic, "None"),
+    ("a key for nothing", {"key": key}, ""),
+    ("master and stochastic", stochastic | {"key": key, "master": PARAMS}, ""),
+  ):
+    call = functools.partial(mpjax.apply_updates, PARAMS, PARAMS, **arguments)
+    yield text, call, ValueError, rounding, got
   create = mpjax.TrainState.create
   where = "mpjax.TrainState.create"
   for number, tx in enumerate((PLAIN, optax.chain(optax.clip(1.0), TX), optax.chain(TX, TX))):
-    yield (
-      f"create with tx {number}",
-      functools.partial(create, PARAMS, tx),
-      TypeError,
-      f"{where}(tx)",
-    )
+    call = functools.partial(create, PARAMS, tx)
+    yield f"create with tx {number}", call, TypeError, f"{where}(tx)"
   for dtype in ("int32", "bool", "uint32"):
     params = PARAMS | {"n": jnp.ones(2, dtype)}
     yield f"create {dtype}", functools.partial(create, params, TX), TypeError, f"{where}(params)"
@@ -234,24 +215,19 @@ def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
 
 def wrong_steps() -> Entries:
   make = mpjax.make_train_step
-  arguments: dict[str, tuple[Any, ...]] = {
-    "accumulate": (1.0, "2", None, True, (2,)),
-    "max_retries": (1.0, "2", None, False),
-    "ema_decay": (1, "0.9", True, (0.9,)),
-    "donate": (None, 1, "no"),
+  arguments: dict[tuple[str, type[Exception]], tuple[Any, ...]] = {
+    ("accumulate", TypeError): (1.0, "2", None, True, (2,)),
+    ("max_retries", TypeError): (1.0, "2", None, False),
+    ("ema_decay", TypeError): (1, "0.9", True, (0.9,)),
+    ("donate", TypeError): (None, 1, "no"),
+    ("accumulate", ValueError): (0, -1),
+    ("max_retries", ValueError): (-1, -5),
+    ("ema_decay", ValueError): (1.0, -0.1, 1.5, float("nan")),
   }
-  for name, values in arguments.items():
+  for (name, error), values in arguments.items():
     for value in values:
       call = functools.partial(make, loss_fn, TX, **{name: value})
-      yield f"{name}={value!r}", call, TypeError, f"mpjax.make_train_step({name})", repr(value)
-  for name, values in {
-    "accumulate": (0, -1),
-    "max_retries": (-1, -5),
-    "ema_decay": (1.0, -0.1, 1.5, float("nan")),
-  }.items():
-    for value in values:
-      call = functools.partial(make, loss_fn, TX, **{name: value})
-      yield f"{name}={value!r}", call, ValueError, f"mpjax.make_train_step({name})", repr(value)
+      yield f"{name}={value!r}", call, error, f"mpjax.make_train_step({name})", repr(value)
   for value in (None, 3, "loss"):
     call = functools.partial(make, value, TX)
     yield f"loss_fn={value!r}", call, TypeError, "mpjax.make_train_step(loss_fn)", repr(value)

@@ -10,7 +10,7 @@ import pytest
 
 import mpjax
 from mpjax._core.dtypes import is_float8, is_low_precision, parse_dtype, scalar_type
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 WHERE = "mpjax.f(dtype=...)"
 EXPECTED = "a floating dtype such as 'float32'"

@@ -23,8 +23,7 @@ from mpjax._core.errors import (
   nearest,
   shown_file,
 )
-from tests.errors import check_error
-from tests.refusals import check_refused
+from tests.errors import check_error, check_refused
 
 CLASSES = {
   mpjax.MpjaxValueError: ValueError,

@@ -10,7 +10,7 @@ import pytest
 
 import mpjax
 from mpjax._core.float8 import Float8, parse_float8
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 WHERE = "mpjax.Policy(matmul=...)"
 TEXTS = {

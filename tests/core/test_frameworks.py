@@ -12,7 +12,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._core.frameworks import framework_of
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 
 class LinenNet(nn.Module):

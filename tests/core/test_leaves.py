@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpjax._core.leaves import as_array, convert, misfit, overflows, put, refuse_overflow
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 
 def struct(dtype, *shape):

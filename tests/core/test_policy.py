@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 F32, BF16, F16, F64 = map(np.dtype, ("float32", jnp.bfloat16, "float16", "float64"))
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn"]

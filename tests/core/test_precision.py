@@ -6,7 +6,7 @@ import pytest
 
 import mpjax
 from mpjax._core.precision import check_precision, parse_precision, takes, written
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 WHERE = "mpjax.Policy(precision=...)"
 BF16, F16, F32 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))

@@ -17,8 +17,7 @@ import pytest
 import mpjax
 from mpjax._core.rules import depends_on_path, first_match, parse_rules, unmatched_error
 from tests import programs
-from tests.errors import check_error
-from tests.refusals import check_refused
+from tests.errors import check_error, check_refused
 
 Rule = mpjax.Rule
 X = jnp.ones((1, 2))

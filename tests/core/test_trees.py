@@ -20,7 +20,7 @@ from mpjax._core.trees import (
   select,
   tree_differences,
 )
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 FLOATING = [
   name

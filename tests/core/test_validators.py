@@ -18,7 +18,7 @@ from mpjax._core.validators import (
   check_type,
   check_value,
 )
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 CALL = "mpjax.something(argument)"
 WORDS = {"expected": "this", "fix": "Do that."}

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax._diagnostics.arguments import Argument, arguments, check_function, trace
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 X = jnp.ones((2, 2))
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._diagnostics.flat import Call, gradient_of
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 
 def test_a_call_with_what_is_no_array():

@@ -68,16 +68,6 @@ def loss_fn(params, stats, batch, dtype):
   return jnp.mean((out.astype(jnp.float32) - y) ** 2), new["batch_stats"]
 
 
-def inject(grads, fault, leaf):
-  """Adds `fault` to one element of leaf number `leaf`."""
-  flat, treedef = jax.tree.flatten(grads)
-  flat = [
-    g.reshape(-1).at[-1].add(jnp.where(leaf == i, fault, 0).astype(g.dtype)).reshape(g.shape)
-    for i, g in enumerate(flat)
-  ]
-  return jax.tree.unflatten(treedef, flat)
-
-
 def average(ema, params):
   """A moving average of parameters, in numbers that add exactly under any compilation."""
   return jax.tree.map(lambda e, p: (e + p) * 0.5, ema, params)

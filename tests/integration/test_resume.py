@@ -15,7 +15,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mpjax
-from tests.compilations import compilations
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 STEPS = 40
@@ -152,16 +151,6 @@ def test_resumed_in_each_phase(through, k, tmp_path):
   target = jax.eval_shape(begin) if k % 2 else begin()
   restored = mpjax.checkpoints.restore_like(target, through(state, tmp_path))
   assert_straight(*advance(restored, k, STEPS), k)
-
-
-@pytest.mark.case("B124")
-def test_no_resume_has_traced_the_step_again(tmp_path):
-  straight()
-  with compilations() as compiled:
-    state, _ = advance(begin(), 0, 5)
-    for through in (through_msgpack, through_orbax):
-      advance(mpjax.checkpoints.restore_like(begin(), through(state, tmp_path)), 5, 7)
-  assert compiled["train_step"] == 0
 
 
 @pytest.mark.case("I5")

@@ -203,9 +203,9 @@ def test_three_scales_after_so_many_overflows_each():
     assert (found["total"], found["skipped"]) == (6, 5), "what was skipped is the step, for all"
 
 
-def two(init_scale=4, inner=None):
+def two(init_scale=4):
   config = mpjax.DynamicLossScale(init_scale=init_scale)
-  return mpjax.loss_scaling(inner or optax.sgd(1.0, momentum=0.5), {"a": config, "b": config})
+  return mpjax.loss_scaling(optax.sgd(1.0, momentum=0.5), {"a": config, "b": config})
 
 
 def test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame():

@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from mpjax._io.arrays import decode
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 PLAIN = ("float16", "float32", "int8", "int32", "uint32", "bool", "complex64")
 TAGGED = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4")

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 Rule, convert = mpjax.Rule, mpjax.convert
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

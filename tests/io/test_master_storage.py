@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mpjax
+from tests.errors import check_refused
 from tests.programs import bits
-from tests.refusals import check_refused
 
 pytestmark = pytest.mark.standard_promotion  # optax adds float32 to what is stored in half.
 STORAGES = ("float32", "split")

@@ -16,7 +16,7 @@ import pytest
 
 import mpjax
 from tests.compilations import compilations
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 P = jax.sharding.PartitionSpec
 restore_like = mpjax.checkpoints.restore_like

@@ -8,8 +8,8 @@ import optax.contrib
 import pytest
 
 import mpjax
+from tests.errors import refused
 from tests.programs import bits, compiled, equations
-from tests.transforms.refusals import refused
 
 PARAMS = {"w": jnp.asarray([1.0, -0.0, 3.0]), "b": jnp.asarray(-0.0)}
 LAST = 2**31 - 1

@@ -11,8 +11,8 @@ import pytest
 
 import mpjax
 from mpjax.transforms._across_devices import localise
+from tests.errors import refused
 from tests.transforms.losses import loss_of
-from tests.transforms.refusals import refused
 
 AUTO = jax.sharding.AxisType.Auto
 DEVICES = 4

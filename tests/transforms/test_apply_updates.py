@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import mpjax
+from tests.errors import refused
 from tests.programs import bits, compiled, run
-from tests.transforms.refusals import refused
 
 HALF = ["float16", "bfloat16"]
 BOTH = pytest.mark.parametrize("half", HALF)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.transforms.refusals import refused
+from tests.errors import refused
 
 WHERE = "mpjax.check_loss_scaling(step)"
 OPTIMIZERS = {

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mpjax
-from tests.transforms.refusals import refused
+from tests.errors import refused
 
 PARAMS = {"layer": {"w": jnp.ones(2), "b": jnp.ones(1)}, "head": jnp.ones(1)}
 WRAPPERS = {

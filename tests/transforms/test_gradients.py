@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import mpjax
+from tests.errors import refused
 from tests.programs import equations
 from tests.transforms.losses import loss_of
-from tests.transforms.refusals import refused
 
 AUTO = jax.sharding.AxisType.Auto
 F32 = jnp.float32

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from tests.transforms.refusals import refused
+from tests.errors import refused
 
 ALL = (mpjax.NoLossScale(), mpjax.StaticLossScale(8), mpjax.DynamicLossScale())
 

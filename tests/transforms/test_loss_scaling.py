@@ -12,9 +12,9 @@ import pytest
 
 import mpjax
 from mpjax.transforms import _skip
+from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
 from tests.programs import bits
-from tests.transforms.refusals import refused
 
 BAD = [np.inf, -np.inf, np.nan]
 STATIC4 = mpjax.StaticLossScale(4)

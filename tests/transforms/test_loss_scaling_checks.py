@@ -6,7 +6,7 @@ import optax
 
 import mpjax
 from mpjax.transforms._labels import label_configs
-from tests.transforms.refusals import refused
+from tests.errors import refused
 
 PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
 DYNAMIC, STATIC, OFF = mpjax.DynamicLossScale(), mpjax.StaticLossScale(4), mpjax.NoLossScale()

@@ -8,8 +8,8 @@ import pytest
 
 import mpjax
 from mpjax.transforms._master_weights import MasterWeightsState, adopt_masters, reach_masters
+from tests.errors import refused
 from tests.programs import bits
-from tests.transforms.refusals import refused
 
 HALF = ["float16", "bfloat16"]
 BOTH = pytest.mark.parametrize("half", HALF)

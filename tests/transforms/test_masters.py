@@ -10,10 +10,9 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.errors import check_error
+from tests.errors import check_error, refused
 from tests.programs import bits
 from tests.transforms.losses import loss_of
-from tests.transforms.refusals import refused
 
 F32 = np.float32
 PARAMS = {

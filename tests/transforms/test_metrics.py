@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import mpjax
+from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
-from tests.transforms.refusals import refused
 
 PARAMS = {"w": jnp.ones(3), "x": jnp.ones(2)}
 TX = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=4, growth_interval=2))

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mpjax
-from tests.transforms.refusals import refused
+from tests.errors import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stored in low precision")
 

@@ -9,7 +9,7 @@ import pytest
 
 import mpjax
 from mpjax.transforms._state import find_scale
-from tests.transforms.refusals import refused
+from tests.errors import refused
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.ones(1)}
 SCALED = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))

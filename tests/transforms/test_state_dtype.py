@@ -13,9 +13,9 @@ import pytest
 
 import mpjax
 from tests.compilations import compilations
+from tests.errors import refused
 from tests.programs import bits, jitted
 from tests.transforms.losses import loss_of
-from tests.transforms.refusals import refused
 
 F32, BF16 = np.float32, jnp.bfloat16
 PARAMS = {"w": jnp.ones((3, 4)), "b": jnp.zeros(4)}

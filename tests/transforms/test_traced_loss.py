@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import mpjax
+from tests.errors import refused
 from tests.transforms.losses import loss_of
-from tests.transforms.refusals import refused
 
 AUTO = jax.sharding.AxisType.Auto
 

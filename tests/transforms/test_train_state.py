@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.transforms.refusals import refused
+from tests.errors import refused
 
 AXES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
 

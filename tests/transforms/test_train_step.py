@@ -11,9 +11,9 @@ import pytest
 
 import mpjax
 from tests.compilations import compilations
+from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
 from tests.transforms.losses import loss_of
-from tests.transforms.refusals import refused
 
 STATIC = mpjax.StaticLossScale(8)
 SKIPPED = "mpjax.check_skipped_steps"

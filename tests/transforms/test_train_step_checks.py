@@ -9,7 +9,7 @@ import pytest
 import mpjax
 from mpjax.transforms._train_step_checks import check_call
 from tests.compilations import compilations
-from tests.transforms.refusals import refused
+from tests.errors import refused
 
 
 def loss_fn(params, model_state, batch, rng):

@@ -14,6 +14,7 @@ from mpjax.transforms._trees import (
   place_like,
   strong,
 )
+from tests.errors import refused
 from tests.programs import bits
 
 ADAM = mpjax.loss_scaling(optax.adam(0.1))

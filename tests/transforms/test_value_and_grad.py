@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.transforms.refusals import refused
+from tests.errors import refused
 
 SCALE = 2.0**10
 TX = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(SCALE))

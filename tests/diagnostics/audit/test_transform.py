@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 X = np.ones((4, 8), np.float32)

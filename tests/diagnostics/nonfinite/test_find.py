@@ -6,8 +6,8 @@ from jax.experimental import pallas
 
 import mpjax
 from tests.diagnostics.nonfinite.faults import FAULTS
+from tests.errors import check_refused
 from tests.programs import bits
-from tests.refusals import check_refused
 
 pytestmark = [
   pytest.mark.standard_promotion,

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from mpjax._diagnostics.ranges import heat_map
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 
 def row(path, exponents, note=""):

@@ -10,7 +10,7 @@ from flax import nnx
 
 import mpjax
 from tests.diagnostics.ranges import oracle
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 
 def group(report, kind, path):

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.refusals import check_refused
+from tests.errors import check_refused
 
 
 class Hot(nn.Module):
