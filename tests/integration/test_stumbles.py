@@ -48,7 +48,7 @@ class Form(NamedTuple):
 def entry(framework: str, part: Part, args: tuple[Any, ...]) -> catalogue.Model:
   if framework == "linen":
     return catalogue.linen(lambda: part.linen(None), args, catalogue.applied())
-  return catalogue.nnx_(lambda rngs: part.nnx(None, rngs), args, lambda view, *args: view(*args))
+  return catalogue.nnx_(lambda rngs: part.nnx(None, rngs), args)
 
 
 def call_of(framework: str, form: Form, rules: Any = ()) -> Any:

@@ -90,7 +90,7 @@ def call(name: str, who: str, half: str = "bfloat16", dropout: bool = True, **fi
   make = functools.partial(MODELS[name], **fields)
   if framework == "nnx":
     make = make if dropout else functools.partial(without_dropout, make)
-    model = catalogue.nnx_(make, (INPUTS[short],), lambda model, x: model(x))
+    model = catalogue.nnx_(make, (INPUTS[short],))
   else:
     run = catalogue.applied(train=dropout or short != "mlp")
     model = catalogue.linen(make, (INPUTS[short],), run)

@@ -5,7 +5,7 @@ tests/integration/test_catalogue.py reads its jaxprs, in every way in which it c
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -97,7 +97,11 @@ def applied(**kwargs: Any) -> Callable[..., Any]:
   return run
 
 
-def nnx_(make: Any, inputs: tuple[Any, ...], run: Any, **flags: Any) -> Model:
+def called(model: Any, *inputs: Any) -> Any:
+  return model(*inputs)
+
+
+def nnx_(make: Any, inputs: tuple[Any, ...], run: Any = called, **flags: Any) -> Model:
   """Returns an entry for NNX; `run` is `(model, *inputs) -> outputs`."""
   split = functools.cache(lambda seed=0: rig.split(make, seed))
 
@@ -123,8 +127,7 @@ def function(make: Callable[[], Any], **flags: Any) -> Model:
 
 def layer(name: str, **flags: Any) -> dict[str, Any]:
   """Returns what the name of one of Flax's layers says of it."""
-  norm = name.endswith("_norm") and name not in ("weight_norm", "spectral_norm")
-  norm = norm or name == "batch_norm_running"
+  norm = name in ("layer_norm", "rms_norm", "group_norm", "instance_norm") or "batch_norm" in name
   gated = name.startswith(("lstm", "optimized_lstm", "gru", "mgu", "conv_lstm"))
   carries = gated or name in ("rnn_reversed", "bidirectional")
   return {
@@ -136,23 +139,29 @@ def layer(name: str, **flags: Any) -> dict[str, Any]:
   }
 
 
-def _linen_layers() -> Iterable[tuple[str, Model]]:
+def _linen_layers() -> dict[str, Model]:
+  found = {}
   for name, made in {**layers.LAYERS, **layers.EXEMPT}.items():
     flags = layer(name, products=made.products)
-    yield name, linen(made.make, made.inputs, applied(**made.kwargs), made.kwargs, **flags)
+    run = applied(**made.kwargs)
+    found[f"linen/{name}"] = linen(made.make, made.inputs, run, made.kwargs, **flags)
+  return found
 
 
-def _nnx_layers() -> Iterable[tuple[str, Model]]:
+def _nnx_layers() -> dict[str, Model]:
+  found = {}
   for name, made in {**nnx_layers.LAYERS, **nnx_layers.EXEMPT}.items():
+    flags = layer(name, products=made.products)
     run = functools.partial(lambda kwargs, view, *args: view(*args, **kwargs), made.kwargs)
-    yield name, nnx_(made.make, made.inputs, run, **layer(name, products=made.products))
+    found[f"nnx/{name}"] = nnx_(made.make, made.inputs, run, **flags)
+  return found
 
 
-def situation(found: Any, **flags: Any) -> Model:
+def situation(found: Any) -> Model:
   def run(*args: Any) -> Any:
     return found.run(*args), ()
 
-  return linen(found.make, found.inputs, run, backward=found.backward, **flags)
+  return linen(found.make, found.inputs, run, backward=found.backward)
 
 
 def paper(found: Any, **flags: Any) -> Model:
@@ -170,18 +179,11 @@ _IDS = integers(3, 6, below=11)
 _PADDED = np.arange(6) < np.asarray([[6], [4], [5]])
 _X, _MASK = normal(2, 6, 8), np.asarray([[1] * 4 + [0] * 2, [1] * 6], np.float32)
 
-LINEN_LAYERS = dict(_linen_layers())
-NNX_LAYERS = dict(_nnx_layers())
-LAYERS = {
-  **{f"linen/{name}": model for name, model in LINEN_LAYERS.items()},
-  **{f"nnx/{name}": model for name, model in NNX_LAYERS.items()},
-}
+LAYERS: dict[str, Model] = {**_linen_layers(), **_nnx_layers()}
+"""Those that Flax ships, by "linen/name" and "nnx/name"."""
 
 LINEN: dict[str, Model] = {
-  **{
-    name: situation(found, in_vmap=name == "gradient_of_input_under_vmap")
-    for name, found in SITUATIONS.items()
-  },
+  **{name: situation(found) for name, found in SITUATIONS.items()},
   **{name: paper(found, in_vmap=name == "field_by_its_hessian") for name, found in PAPERS.items()},
   "mlp": _whole(by_hand.Mlp, normal(8, 12)),
   "resnet": _whole(classics.ResNet, normal(4, 8, 8, 3)),
@@ -208,7 +210,7 @@ NNX: dict[str, Model] = {
     for name, found in {**zoo.MODELS, **nnx_classics.MODELS}.items()
   },
   **{
-    name: nnx_(functools.partial(part.nnx, None), inputs, zoo.Model._field_defaults["run"])
+    name: nnx_(functools.partial(part.nnx, None), inputs)
     for name, (part, inputs) in REACHED.items()
   },
 }

@@ -96,10 +96,6 @@ PROGRAMS: dict[str, Program] = {
   "experts_by_branch": Program(plain_jax(plain.experts_by_branch, *_EXPERTS)),
   "experts_by_group": Program(plain_jax(plain.experts_by_group, *_EXPERTS)),
   "convnet": Program(plain_jax(plain.convnet, plain.convnet_params, plain.convnet_batch)),
-  "gan": Program(plain_jax(plain.gan_step, plain.gan_params, plain.gan_batch), backward=False),
-  "cluster": Program(
-    plain_jax(plain.cluster, plain.cluster_params, plain.cluster_batch), backward=False
-  ),
   "online_softmax": Program(
     plain_jax(plain.online_softmax, plain.online_softmax_params, plain.online_softmax_batch)
   ),
