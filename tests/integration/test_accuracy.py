@@ -146,6 +146,16 @@ WITHOUT_LOSS = ("resnet", "bert", "lstm", "mask_by_product")
 WHOLE = {**{name: LINEN[name] for name in (*PAPERS, *WITHOUT_LOSS)}, **FUNCTIONS}
 
 
+def initial(name: str) -> Any:
+  """Returns the parameters that a model of a paper starts with."""
+  made = PAPERS[name].make()
+  module, keys = (
+    getattr(made, "module", made),
+    {"params": jax.random.key(0), "dropout": jax.random.key(1)},
+  )
+  return programs.run(lambda args: module.init(keys, *args)["params"], PAPERS[name].inputs)
+
+
 def with_loss(call: Any) -> Any:
   """Returns a model whose first output is a loss of the others, each of them logits."""
 
@@ -173,8 +183,7 @@ def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name)
   model = WHOLE[name]
   params, rest, inputs = model.arguments()
   if name in PAPERS:
-    # Without layers that cut them down, activations of some would grow from layer to layer.
-    params = jax.tree.map(lambda x: x * np.float32(0.5), params)
+    params = initial(name)
   way = "autocast" if name in FUNCTIONS else "policy_scope"
   of = "params" if model.backward else "nothing"
 

@@ -139,11 +139,13 @@ def test_matmuls_are_low_precision_and_sums_float32(name, way):
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if PROGRAMS[name].backward])
 def test_autocast_of_a_gradient_has_its_sums_in_float32_too(name):
   fun, params, batch = PROGRAMS[name].make()
+  fun = checks.Counted(fun)
 
   def both(params, batch):
     return jax.value_and_grad(fun, has_aux=True)(params, batch)
 
   found, shapes = jax.make_jaxpr(mpjax.autocast(both, HALF), return_shape=True)(params, batch)
+  assert fun.calls == 1  # It is traced once.
   assert checks.halves(found, HALF) == []
   assert checks.halves_of_float32(found) == []
   assert types(shapes) == types(jax.eval_shape(both, params, batch))
