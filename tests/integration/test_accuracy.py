@@ -1,26 +1,47 @@
-"""How far each of Flax's layers is from float32 under a policy: invariant I15, over five seeds."""
+"""How far models are from float32 under a policy, in Linen, in NNX and by autocast: I15.
 
-import functools
+Everything that is compared comes out of one compiled program for each model.
+"""
+
+import itertools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpjax
 from tests import programs
-from tests.models.layers import EXEMPT, LAYERS
-from tests.models.situations import RNGS
-from tests.models.values import filled, shapes
+from tests.models.catalogue import FUNCTIONS, LAYERS, LINEN, NNX, Model, nnx_
+from tests.models.papers import PAPERS
+from tests.models.plain import cross_entropy
+from tests.models.values import filled, normal, shapes
+from tests.nnx import layers as nnx_layers
+from tests.nnx.rig import is_float, total
+
+# As people run them: ranks are promoted in every other line.
+pytestmark = pytest.mark.standard_promotion
 
 BOUNDS = {"bfloat16": 1.6e-2, "float16": 2e-3}
+SCALES = {"bfloat16": 1.0, "float16": 2.0**10}
 SEEDS = 5
-EVERY = {**LAYERS, **EXEMPT}
+DRAWS = 32
+
+TWICE = {name for name in LAYERS if LAYERS[name].attention} | {"nnx/gru_cell"}
+"""Layers whose gradients may be off by twice as much as the others': attention; and a cell of which
+one unit of one seed is saturated, so that 1 - tanh^2 cancels (2.6e-3 in float16). It does so with a
+dtype set by hand too."""
+
+AS_BY_HAND = "nnx/optimized_lstm_rnn"
+"""A layer that JAX 0.12 computes less exactly, by hand too (1.67e-2 in bfloat16 for one of five
+seeds, where it was 1.28e-2). Beyond the bound it must be what `dtype` set by hand gives."""
 
 
 def drawn(tree: Any, seed: int, largest: float) -> Any:
-  """Returns normal values in place of the floating inputs of a layer, none above `largest`.
+  """Returns normal values in place of the floating arrays of a tree, none above `largest`.
 
   They are multiples of 1/16, which both half types hold: what is measured is the layer, and a
   maximum is where it is in float32.
@@ -28,62 +49,274 @@ def drawn(tree: Any, seed: int, largest: float) -> Any:
   rng = np.random.default_rng(seed)
 
   def leaf(x: Any) -> Any:
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
     values = np.clip(rng.normal(size=x.shape), -largest, largest)
-    return (values * 16).round().astype(np.float32) / 16 if is_float else x
+    return (values * 16).round().astype(np.float32) / 16 if is_float(x) else x
 
   return jax.tree.map(leaf, tree)
 
 
-@functools.cache
-def measured(name: str) -> dict[str, tuple[Any, Any]]:
-  """Returns outputs and gradients of one layer for each policy, a row for each seed."""
-  layer = EVERY[name]
-  module = layer.make()
-  models = {half: mpjax.linen.with_policy(module, f"mixed_{half}") for half in BOUNDS}
-  variables = shapes(module, *layer.inputs, **layer.kwargs)
+def cast(tree: Any, half: str) -> Any:
+  return jax.tree.map(lambda x: jnp.asarray(x, half) if is_float(x) else x, tree)
+
+
+def with_gradients(call: Any, scale: float = 1.0, of: str = "params") -> Any:
+  """Returns `(params, rest, inputs) -> (outputs, gradients)`, whose loss is scaled inside.
+
+  Args:
+    call: a function of the three, as in the catalogue.
+    scale: what the loss is multiplied by.
+    of: "params": of the loss, which is the first output, by the parameters; "all": of a weighted
+      sum of all outputs, by the inputs too if they are floating; "nothing": there are none.
+  """
+
+  def both(params: Any, rest: Any, inputs: Any) -> Any:
+    moving = of == "all" and all(is_float(x) for x in jax.tree.leaves(inputs))
+
+    def loss(params: Any, floats: Any) -> Any:
+      out, _ = call(params, rest, floats if moving else inputs)
+      if of == "params":
+        return scale * jax.tree.leaves(out)[0].astype(jnp.float32), out
+      weighted = jax.tree.map(lambda x, w: jnp.sum(x * w), out, drawn(out, 3, 4.0))
+      return scale * sum(jax.tree.leaves(weighted)), out
+
+    if of == "nothing":
+      return call(params, rest, inputs)[0], ()
+    grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, inputs if moving else ())
+    return out, jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+
+  return both
+
+
+def draws(name: str) -> Any:
+  """Returns parameters, other variables and inputs of a layer, a row for each seed."""
   largest = 1.0 if name.endswith("_cell") else 4.0  # A carry is a mean of tanh.
-  rows = [
-    (filled(variables, seed), drawn(layer.inputs, 10 + seed, largest)) for seed in range(SEEDS)
-  ]
-  stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
-
-  def one(model, variables, inputs):
-    params = variables.get("params", {})
-    state = {k: tree for k, tree in variables.items() if k != "params"}
-    ints = not all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(inputs))
-
-    def loss(params, floats):
-      args = inputs if ints else floats
-      out, _ = model.apply(
-        {"params": params, **state}, *args, **layer.kwargs, rngs=RNGS, mutable=list(state)
-      )
-      weights = drawn(out, 3, 4.0)
-      return sum(jax.tree.leaves(jax.tree.map(lambda x, w: jnp.sum(x * w), out, weights))), out
-
-    grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, () if ints else inputs)
-    return out, grads
-
-  def all_of_them(variables, inputs):
-    every = {"float32": module, **models}
-    return {half: one(model, variables, inputs) for half, model in every.items()}
-
-  return programs.run(jax.vmap(all_of_them), *stacked)
-
-
-def errors(name: str, half: str) -> tuple[float, float]:
-  """Returns the largest error of any seed: forward, and of the gradients."""
-  found = jax.device_get(measured(name))
-  rows = [jax.tree.map(lambda x, seed=seed: x[seed], found) for seed in range(SEEDS)]
-  forward = [programs.error(row[half][0], row["float32"][0]) for row in rows]
-  backward = [programs.error(row[half][1], row["float32"][1]) for row in rows]
-  return np.max(forward), np.max(backward)
+  rows = []
+  for seed in range(SEEDS):
+    params, rest, inputs = LAYERS[name].arguments(seed)
+    ints = not all(is_float(x) for x in jax.tree.leaves(inputs))
+    rows.append((params, rest, inputs if ints else drawn(inputs, 10 + seed, largest)))
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
 
 @pytest.mark.case("I15")
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_as_near_to_float32_as_their_type_allows(name):
+  layer = LAYERS[name]
+  calls = {half: layer.call("with_policy", f"mixed_{half}") for half in BOUNDS}
+
+  def every(*args: Any) -> Any:
+    each = {"float32": layer.call("plain", None), **calls}
+    return {half: with_gradients(call, of="all")(*args) for half, call in each.items()}
+
+  args = draws(name)
+  found = jax.device_get(programs.run(jax.vmap(every), *args))
+  wrong = []
+  for half, seed in itertools.product(BOUNDS, range(SEEDS)):
+    ours, true = (
+      jax.tree.map(lambda x, seed=seed: x[seed], found[dtype]) for dtype in (half, "float32")
+    )
+    forward, backward = programs.error(ours[0], true[0]), 0.0
+    if jax.tree.leaves(true[1]):
+      backward = programs.error(ours[1], true[1])
+    bound = BOUNDS[half]
+    if backward > bound and name == AS_BY_HAND:
+      mine = jax.tree.map(lambda x, seed=seed: x[seed], args)
+      bound = programs.error(programs.run(by_hand(name, half), *mine)[1], true[1])
+    if forward > BOUNDS[half] or backward > bound * (2 if name in TWICE else 1):
+      wrong.append(f"{half}, seed {seed}: {forward:.2g} forward, {backward:.2g} backward")
+  assert wrong == []
+
+
+def by_hand(name: str, half: str) -> Any:
+  """Returns a layer of NNX with gradients, whose `dtype` is set as its author would set it."""
+  made = nnx_layers.LAYERS[name.removeprefix("nnx/")]
+
+  def run(model: Any, *inputs: Any) -> Any:
+    for _, node in nnx.iter_graph(model):
+      if isinstance(node, nnx.Module) and "dtype" in vars(node):
+        node.dtype = jnp.dtype(half)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), model(*inputs, **made.kwargs))
+
+  return with_gradients(nnx_(made.make, made.inputs, run).call("plain", None), of="all")
+
+
+# Complete models.
+
+WITHOUT_LOSS = ("resnet", "bert", "lstm", "mask_by_product")
+WHOLE = {**{name: LINEN[name] for name in (*PAPERS, *WITHOUT_LOSS)}, **FUNCTIONS}
+
+
+def initial(name: str) -> Any:
+  """Returns the parameters that a model of a paper starts with."""
+  made = PAPERS[name].make()
+  module, keys = (
+    getattr(made, "module", made),
+    {"params": jax.random.key(0), "dropout": jax.random.key(1)},
+  )
+  return programs.run(lambda args: module.init(keys, *args)["params"], PAPERS[name].inputs)
+
+
+def with_loss(call: Any) -> Any:
+  """Returns a model whose first output is a loss of the others, each of them logits."""
+
+  def fun(*args: Any) -> Any:
+    out, state = call(*args)
+    logits = jax.tree.leaves(out)
+    labels = (np.zeros(x.shape[:-1], np.int32) for x in logits)
+    return (sum(map(cross_entropy, logits, labels)), out), state
+
+  return fun
+
+
+def all_cast_outside(model: Model, half: str) -> Any:
+  """Returns a function whose parameters and inputs are cast once, outside of the model.
+
+  That is all that can be done to a model without a dtype of its own, short of rewriting it.
+  """
+  call = model.call("plain", None)
+  return lambda params, rest, inputs: call(cast(params, half), rest, cast(inputs, half))
+
+
+@pytest.mark.case("I15")
+@pytest.mark.parametrize("name", WHOLE)
+def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name):
+  model = WHOLE[name]
+  params, rest, inputs = model.arguments()
+  if name in PAPERS:
+    params = initial(name)
+  way = "autocast" if name in FUNCTIONS else "policy_scope"
+  of = "params" if model.backward else "nothing"
+
+  def fun_of(call: Any, scale: float = 1.0) -> Any:
+    return with_gradients(with_loss(call) if name in WITHOUT_LOSS else call, scale, of)
+
+  funs = {"float32": fun_of(model.call("plain", None))}
+  for half, scale in SCALES.items():
+    funs[half] = fun_of(model.call(way, f"mixed_{half}"), scale)
+    if name in PAPERS and PAPERS[name].by_hand:
+      call = all_cast_outside(model, half)
+      assert programs.half_share(jax.make_jaxpr(call)(params, rest, inputs)) == 1
+      funs[f"{half} by hand"] = fun_of(call, scale)
+
+  def every(*args: Any) -> Any:
+    return {who: fun(*args) for who, fun in funs.items()}
+
+  found = jax.device_get(programs.run(every, params, rest, inputs))
+  (out, grads), wrong = found["float32"], []
+  for half, bound in BOUNDS.items():
+    forward, backward = programs.error(found[half][0], out), 0.0
+    bounds = [bound * (2 if model.attention else 1)]
+    if model.backward:
+      backward = programs.error(found[half][1], grads)
+    if f"{half} by hand" in found:
+      bounds.append(1.5 * programs.error(found[f"{half} by hand"][1], grads))
+    if forward > bound or backward > min(bounds):
+      wrong.append(f"{half}: {forward:.2g} forward, {backward:.2g} backward, bounds {bounds}")
+  assert wrong == []
+
+
+def rms(got: Any, want: Any) -> float:
+  """The root of the mean square of all differences: one rounding of one number decides nothing."""
+  pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+  flat = [np.ravel(np.asarray(x, np.float64) - np.asarray(y, np.float64)) for x, y in pairs]
+  return np.sqrt(np.mean(np.square(np.concatenate(flat))))
+
+
+@pytest.mark.parametrize(
+  ("name", "half"),
+  [
+    ("vit", "float16"),
+    ("wavenet", "bfloat16"),
+    ("graph_network", "float16"),
+    ("field_by_its_gradient", "bfloat16"),
+  ],
+)
+def test_gradients_of_nnx_err_no_more_than_with_all_cast_outside(name, half):
+  # Of these models parameters and inputs that are cast outside bring all of it into half.
+  model = NNX[name]
+  calls = (
+    model.call("plain", None),
+    model.call("with_policy", f"mixed_{half}"),
+    all_cast_outside(model, half),
+  )
+
+  def gradients(call: Any, params: Any, rest: Any, inputs: Any) -> Any:
+    def loss(params: Any, inputs: Any) -> Any:
+      return total(call(params, rest, inputs)[0])[0]
+
+    grads = jax.grad(loss, (0, 1), allow_int=True)(params, inputs)
+    return [g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0]
+
+  def every(*args: Any) -> Any:
+    return [gradients(call, *args) for call in calls]
+
+  drawn = [model.arguments(seed) for seed in range(DRAWS)]
+  args = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
+  exact, got, control = programs.run(jax.vmap(every), *args)
+  # Measured, ours to theirs: 0.8 for the transformer, 0.98 for the sounds, 1 for the others.
+  assert rms(got, exact) <= rms(control, exact)
+
+
+def test_attention_is_the_same_with_either_rule():
+  # Of the programs themselves: what a user writes as a derivative has to be one.
+  blocks, whole = (
+    programs.run(with_gradients(model.call("plain", None)), *model.arguments())
+    for model in (FUNCTIONS["custom_vjp_attention"], FUNCTIONS["custom_jvp_attention"])
+  )
+  assert programs.error(blocks, whole) < 1e-5
+
+
+CELLS = {
+  "simple": (nn.SimpleCell, 1),
+  "lstm": (nn.LSTMCell, 2),
+  "optimized_lstm": (nn.OptimizedLSTMCell, 2),
+  "gru": (nn.GRUCell, 1),
+  "mgu": (nn.MGUCell, 1),
+  "conv_lstm": (lambda features, **kwargs: nn.ConvLSTMCell(features, (3,), **kwargs), 2),
+}
+
+
+@pytest.mark.case("A74")
 @pytest.mark.parametrize("half", BOUNDS)
-@pytest.mark.parametrize("name", EVERY)
-def test_layers_are_as_near_to_float32_as_their_type_allows(name, half):
-  forward, backward = errors(name, half)
-  assert forward <= BOUNDS[half]
-  assert backward <= BOUNDS[half] * (2 if name.startswith("attention") else 1)
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_agree_with_an_all_half_cell_for_eight_mixes_of_dtypes(name, half):
+  cell, carries = CELLS[name]
+  model = mpjax.linen.with_policy(cell(8), mpjax.Policy(compute_dtype=half))
+  shape = (3, 4, 8) if name == "conv_lstm" else (3, 8)
+  x, *carry = (np.tanh(normal(*shape, seed=seed)) for seed in range(1 + carries))
+  carry = tuple(carry) if carries > 1 else carry[0]
+  params = filled(shapes(cell(8), carry, x))["params"]
+
+  def every_mix(params, carry, x):
+    mixes = itertools.product(("float32", half), repeat=3)
+    found = {
+      mix: model.apply({"params": cast(params, mix[0])}, cast(carry, mix[1]), cast(x, mix[2]))
+      for mix in mixes
+    }
+    # No param_dtype=half: it only says how to draw parameters, and jax 0.12 draws none in half.
+    all_half = cell(8, dtype=jnp.dtype(half).type)
+    control = all_half.apply({"params": cast(params, half)}, cast(carry, half), cast(x, half))
+    return found, control
+
+  found, (control_carry, control) = programs.run(every_mix, params, carry, x)
+  assert len(found) == 8
+  for (_, carried, _), (new, out) in found.items():
+    # The state decides; that of a simple cell is made anew of two products.
+    wanted = half if name == "simple" else carried
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves((new, out))} == {wanted}
+    assert programs.error(out, control) <= BOUNDS[half]
+    assert programs.error(new, control_carry) <= BOUNDS[half]
+
+
+def test_float16_does_not_overflow_where_the_author_forgot_it():
+  """exp(12) is beyond float16; the sum of it is too, and float32 holds both."""
+
+  class Loud(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return jnp.log(jnp.sum(jnp.exp(nn.Dense(8)(x) * 0 + 12)))
+
+  x = normal(2, 5, 8)
+  model = mpjax.linen.with_policy(Loud(), "mixed_float16")
+  found = model.apply(filled(shapes(Loud(), x)), x)
+  np.testing.assert_allclose(found, 12 + np.log(x.size), rtol=1e-3)

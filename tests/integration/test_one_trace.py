@@ -58,25 +58,25 @@ def test_one_trace_for_a_thousand_steps(name):
 
 
 @pytest.mark.case("I4", "B042", "B027")
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_one_trace_with_64_bit_enabled(set_flag, dtype):
+def test_one_trace_with_64_bit_enabled(set_flag):
   set_flag("jax_enable_x64", True)
-  params = {"w": jnp.ones((3, 2), dtype), "b": jnp.ones(2, dtype)}
+  params = {"w": jnp.ones((3, 2), "float64"), "b": jnp.ones(2, "float32")}
   traces, state = thousand_steps(mpjax.loss_scaling(INNERS["adamw"](), CONFIG), params, params)
   assert traces == 1
   (scale,) = state.loss_scale.values()
   assert {x.dtype.name for x in scale} == {"float32", "int32", "bool"}
-  assert state.inner_state[0].mu["w"].dtype == dtype
+  mu = state.inner_state[0].mu
+  assert (mu["w"].dtype, mu["b"].dtype) == ("float64", "float32")
 
 
 @pytest.mark.case("I4", "B102", "B101")
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_one_trace_for_half_parameters(dtype):
-  params = {"w": jnp.ones((3, 2), dtype)}
-  for grads in (params, jax.tree.map(lambda p: p.astype(jnp.float32), params)):
-    traces, _ = thousand_steps(mpjax.loss_scaling(INNERS["adamw"](), CONFIG), params, grads, 50)
-    assert traces == 1
+@pytest.mark.parametrize("given", ["as stored", "float32"])
+def test_one_trace_for_half_parameters(given):
+  params = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.ones(2, jnp.float16)}
+  grads = params if given == "as stored" else jax.tree.map(lambda p: p.astype(given), params)
+  traces, _ = thousand_steps(mpjax.loss_scaling(INNERS["adamw"](), CONFIG), params, grads, 50)
+  assert traces == 1
 
 
 @pytest.mark.case("I4", "B151", "B065")
@@ -165,7 +165,7 @@ def test_donated_state_and_parameters(bad):
 
 
 @pytest.mark.case("B136")
-@pytest.mark.parametrize("name", ["sgd", "adam", "clip adamw"])
+@pytest.mark.parametrize("name", ["adam", "clip adamw"])
 @pytest.mark.parametrize(
   "config",
   [CONFIG, mpjax.StaticLossScale(8), mpjax.DynamicLossScale(min_scale=0.5)],
@@ -173,7 +173,6 @@ def test_donated_state_and_parameters(bad):
 )
 def test_a_skip_needs_one_temporary_at_most(name, config):
   inner = {
-    "sgd": optax.sgd(0.1, momentum=0.9),
     "adam": optax.adam(1e-2),
     "clip adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
   }[name]

@@ -1,29 +1,35 @@
 """What users stumbled over while modules cast their arguments: by default it is right.
 
-Each test runs in both half types, for Linen by `with_policy` and inside of `policy_scope`, and for
-NNX. No rules, lists or adapters are given unless the test is about rules.
+Each test runs in both half types, in Linen and in NNX, and one compiled program makes all that it
+compares. No rules, lists or adapters are given unless the test is about rules. The jaxprs of these
+models are read by tests/integration/test_catalogue.py, which also shows that a scope of Linen makes
+the program that a wrapper makes.
 """
 
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import mpjax
 from mpjax import Policy, Rule
 from tests import programs
-from tests.integration.stumbles_rig import (
-  Linen,
-  LinenScope,
-  Nnx,
-  assert_close,
-  leaf,
-  value_and_grads,
-)
-from tests.models import stumbles
+from tests.models import catalogue, stumbles
+from tests.models import stumbles_models as models
 from tests.models.stumbles import ALMOST_ONE, EPS
+from tests.models.stumbles_models import PLACES, RAYS, TIMES, Part
 from tests.models.values import normal
+from tests.nnx import rig
+from tests.nnx.rig import is_float
+
+
+@pytest.fixture(params=["linen", "nnx"])
+def framework(request):
+  return request.param
 
 
 @pytest.fixture(params=["bfloat16", "float16"])
@@ -31,221 +37,269 @@ def half(request):
   return request.param
 
 
-@pytest.fixture(params=[Linen, LinenScope, Nnx], ids=["linen", "linen_scope", "nnx"])
-def way(request):
-  return request.param
+class Form(NamedTuple):
+  """One way to compute a model: its description, the half type of a policy or None, the inputs."""
+
+  part: Part
+  half: str | None
+  args: tuple[Any, ...]
 
 
-RAYS = normal(256, 3), normal(256, 3, seed=1), np.linspace(0, 4, 256, dtype=np.float32)
-TIMES = np.linspace(0, 999, 1024, dtype=np.float32)
-PLACES = np.arange(stumbles.SIZE, dtype=np.float32)
-
-REACHED = [
-  (("Rotary", "helper"), (normal(4, 16),)),
-  (("Denoiser",), (normal(1024, 4), TIMES)),
-  (("Nerf",), RAYS),
-  (("Deformable", "np.arange"), (stumbles.FEATURES, PLACES)),
-  (("Detector", "np"), (stumbles.FEATURES, stumbles.ANCHORS)),
-  (("Ends", "by hand"), (normal(2, 8),)),
-  (("Masked", -1e9, "where"), (normal(2, 4, 8), stumbles.mask_argument(-1e9, "where"))),
-  (("Normed",), (normal(2, 16),)),
-  (("Stacked",), (normal(2, 16),)),
-  (("Activated", "gelu by hand"), (normal(2, 4),)),
-  (("Trained", "module"), (normal(6, 4), stumbles.LABELS[:6])),
-]
+def entry(framework: str, part: Part, args: tuple[Any, ...]) -> catalogue.Model:
+  if framework == "linen":
+    return catalogue.linen(lambda: part.linen(None), args, catalogue.applied())
+  return catalogue.nnx_(lambda rngs: part.nnx(None, rngs), args)
 
 
-@pytest.mark.parametrize(("model", "args"), REACHED, ids=[model[0] for model, _ in REACHED])
-def test_products_are_in_half(model, args, half, way):
-  """Without this a policy that did nothing would pass most of what follows."""
-  variables = way.variables(*model, args=args)
-  program = jax.make_jaxpr(value_and_grads(way.under(half, *model)))(variables, *args)
-  assert programs.half_share(program) == 1
+def call_of(framework: str, form: Form, rules: Any = ()) -> Any:
+  """Returns the model as a function of parameters and inputs."""
+  made = entry(framework, form.part, form.args)
+  way, rules = ("with_policy", rules) if form.half else ("plain", ())
+  call = made.call(way, f"mixed_{form.half}", rules)
+  rest = made.arguments()[1] if framework == "nnx" else {}
+  return lambda params, args: call(params, rest, args)[0]
+
+
+def params_of(framework: str, form: Form, **values: Any) -> Any:
+  """Returns parameters made by NumPy, but for the leaves whose names are given."""
+
+  def leaf(path: Any, x: Any) -> Any:
+    names = [name for name in values if f"'{name}'" in jax.tree_util.keystr(path)]
+    return np.broadcast_to(values[names[0]], x.shape).astype(x.dtype) if names else x
+
+  params = entry(framework, form.part, form.args).arguments()[0]
+  return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def with_gradients(call: Any) -> Any:
+  """Returns a function of parameters and inputs: output, and gradients of its sum by all floats."""
+
+  def both(params: Any, args: Any) -> Any:
+    def loss(params: Any, floats: Any) -> Any:
+      given = iter(floats)
+      out = call(params, tuple(next(given) if is_float(x) else x for x in args))
+      return sum(jnp.sum(x) for x in jax.tree.leaves(out)), out
+
+    floats = [x for x in args if is_float(x)]
+    (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, floats)
+    return out, grads
+
+  return both
+
+
+def ran(
+  framework: str, *forms: Form, grads: bool = False, rules: Any = (), **values: Any
+) -> list[Any]:
+  """Returns what each form of a model makes of the same parameters, all of one program."""
+  calls = [call_of(framework, form, rules) for form in forms]
+  funs = [with_gradients(call) if grads else call for call in calls]
+
+  def every(params: Any, args: Any) -> Any:
+    return [fun(params, each) for fun, each in zip(funs, args, strict=True)]
+
+  params = params_of(framework, forms[0], **values)
+  return jax.device_get(programs.run(every, params, [form.args for form in forms]))
+
+
+def forms(made: list[tuple[Part, tuple[Any, ...]]], half: str) -> list[Form]:
+  """Returns each model without a policy, and each with one."""
+  return [Form(part, each, args) for each in (None, half) for part, args in made]
+
+
+def matmuls(framework: str, form: Form, rules: Any = ()) -> list[programs.Product]:
+  """Returns those of a model with its gradients."""
+  fun = with_gradients(call_of(framework, form, rules))
+  return programs.products(jax.make_jaxpr(fun)(params_of(framework, form), form.args))
+
+
+def leaf(tree: Any, name: str) -> Any:
+  """Returns the one leaf with a name in its path."""
+  paths = jax.tree_util.tree_leaves_with_path(tree)
+  (found,) = [x for path, x in paths if f"'{name}'" in jax.tree_util.keystr(path)]
+  return np.asarray(found)
+
+
+def assert_close(got: Any, want: Any, bound: float) -> None:
+  """Compares each leaf by its norm."""
+  pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+  assert max(stumbles.error(x, y) for x, y in pairs) < bound
 
 
 # Positions, times, coordinates.
 
 
-@pytest.mark.parametrize("place", ["helper", "module"])
-def test_positions_given_to_a(place, half, way):
-  x = normal(2048, 16)
-  variables = way.variables("Rotary", place, args=(x,))
-  want = programs.run(way.plain("Rotary", "inline"), variables, x)
-  inline, moved = (
-    stumbles.error(programs.run(way.under(half, "Rotary", p), variables, x), want)
-    for p in ("inline", place)
+def test_positions_given_to_a_helper_or_a_module(framework, half):
+  args = (normal(2048, 16),)
+  want, inline, *moved = ran(
+    framework,
+    Form(models.rotary("inline"), None, args),
+    *(Form(models.rotary(place), half, args) for place in ("inline", "helper", "module")),
   )
+  inline = stumbles.error(inline, want)
   assert 0 < inline < 2 * EPS[half]
-  assert moved <= 1.2 * inline
+  assert max(stumbles.error(x, want) for x in moved) <= 1.2 * inline
 
 
 @pytest.mark.parametrize(
-  ("name", "args"),
+  ("model", "args"),
   [
-    ("Denoiser", (normal(1024, 4), TIMES)),
-    ("Denoiser", (normal(1024, 4), TIMES.astype(np.int32))),
-    ("Nerf", RAYS),
+    (models.denoiser, (normal(1024, 4), TIMES)),
+    (models.denoiser, (normal(1024, 4), TIMES.astype(np.int32))),
+    (models.nerf, RAYS),
   ],
   ids=["float_timesteps", "integer_timesteps", "coordinates"],
 )
-def test_what_submodules_make_of(name, args, half, way):
-  variables = way.variables(name, args=args)
-  want = programs.run(way.plain(name), variables, *args)
-  by_hand = stumbles.error(programs.run(way.plain(name, half), variables, *args), want)
+def test_what_submodules_make_of(model, args, framework, half):
+  made = (Form(model(), None, args), Form(model(half), None, args), Form(model(), half, args))
+  want, by_hand, got = ran(framework, *made)
+  by_hand = stumbles.error(by_hand, want)
   assert 0 < by_hand < 4 * EPS[half]
-  got = programs.run(way.under(half, name), variables, *args)
   assert stumbles.error(got, want) <= 1.2 * by_hand
 
 
-def test_calls_that_are_not_compiled_are_the_same(half, way):
-  variables = way.variables("Nerf", args=RAYS)
-  want = programs.run(way.plain("Nerf"), variables, *RAYS)
-  by_hand = stumbles.error(way.plain("Nerf", half)(variables, *RAYS), want)
-  assert stumbles.error(way.under(half, "Nerf")(variables, *RAYS), want) <= 1.2 * by_hand
+def test_calls_that_are_not_compiled_are_the_same(framework):
+  half = "bfloat16"
+  made = (Form(models.nerf(half), None, RAYS), Form(models.nerf(), half, RAYS))
+  (want,) = ran(framework, Form(models.nerf(), None, RAYS))
+  params = params_of(framework, made[0])
+  by_hand, got = (stumbles.error(call_of(framework, f)(params, RAYS), want) for f in made)
+  assert got <= 1.2 * by_hand
 
 
 @pytest.mark.parametrize(
-  ("name", "grid"),
+  ("model", "grids", "places"),
   [
-    *[("Deformable", grid) for grid in (*stumbles.GRIDS, "argument")],
-    *[("Detector", grid) for grid in (*stumbles.ANCHORS_BY, "argument")],
+    (models.deformable, stumbles.GRIDS, PLACES),
+    (models.detector, stumbles.ANCHORS_BY, stumbles.ANCHORS),
   ],
+  ids=["deformable", "detector"],
 )
-def test_grids_moved_by_a_prediction(name, grid, half, way):
-  args = (stumbles.FEATURES, PLACES if name == "Deformable" else stumbles.ANCHORS)
-  variables = way.variables(name, grid, args=args)
-  want = programs.run(way.plain(name, grid), variables, *args)
-  assert_close(programs.run(way.under(half, name, grid), variables, *args), want, 0.01)
+def test_grids_moved_by_a_prediction(model, grids, places, framework, half):
+  made = [(model(grid), (stumbles.FEATURES, places)) for grid in (*grids, "argument")]
+  found = ran(framework, *forms(made, half))
+  for want, got in zip(found[: len(made)], found[len(made) :], strict=True):
+    assert_close(got, want, 0.01)
 
 
 # Probabilities, masks, norms, losses.
 
-
-@pytest.mark.parametrize(
-  "end", ["by hand", "by hand in a helper", "by hand in a module", "of JAX", "log_softmax"]
-)
-def test_probabilities_sum_to_one_by_softmax(end, half, way):
-  model = ("EndsInLog",) if end == "log_softmax" else ("Ends", end)
-  x = normal(64, 8)
-  variables = way.variables(*model, args=(x,))
-  got, want = (
-    np.asarray(programs.run(fun, variables, x), np.float64)
-    for fun in (way.under(half, *model), way.plain(*model))
-  )
-  assert np.mean(got == got.astype(jnp.dtype(half))) < 0.1, "computed or rounded in half"
-  assert stumbles.error(got, want) < 4 * EPS[half]
-  probabilities = np.exp(got) if end == "log_softmax" else got
-  np.testing.assert_allclose(probabilities.sum(-1), 1, rtol=0, atol=1e-6)
+ENDS = ("by hand", "by hand in a helper", "by hand in a module", "of JAX", "log_softmax")
 
 
-def test_the_actor_of_a_ppo_loop_acts(half, way):
+def test_probabilities_sum_to_one_by_softmax(framework, half):
+  found = ran(framework, *forms([(models.ends(end), (normal(64, 8),)) for end in ENDS], half))
+  found = [np.asarray(x, np.float64) for x in found]
+  for end, want, got in zip(ENDS, found[: len(ENDS)], found[len(ENDS) :], strict=True):
+    assert np.mean(got == got.astype(jnp.dtype(half))) < 0.1, f"{end}: computed or rounded in half"
+    assert stumbles.error(got, want) < 4 * EPS[half], end
+    probabilities = np.exp(got) if end == "log_softmax" else got
+    np.testing.assert_allclose(probabilities.sum(-1), 1, rtol=0, atol=1e-6, err_msg=end)
+
+
+def test_the_actor_of_a_ppo_loop_acts(framework, half):
   frames = np.random.default_rng(0).integers(0, 255, (16, 16, 16, 4), np.uint8)
-  variables = way.variables("ActorCritic", args=(frames,))
-  fun = way.under(half, "ActorCritic")
-  log_probs, values = jax.device_get(programs.run(fun, variables, frames))
+  form = Form(models.actor_critic(), half, (frames,))
+  ((log_probs, values),) = ran(framework, form)
   probs = np.exp(np.array(log_probs))
   np.testing.assert_allclose(probs.sum(-1, dtype=np.float64), 1, rtol=0, atol=1e-6)
   # NumPy refuses probabilities that do not sum to one.
   rng = np.random.RandomState(0)
   assert {rng.choice(4, p=row) for row in probs} <= set(range(4))
   assert values.shape == (16, 1)
-  assert programs.half_share(jax.make_jaxpr(fun)(variables, frames)) == 1
+  assert all(product.is_low_precision for product in matmuls(framework, form))
 
 
-@pytest.mark.parametrize("style", ["where", "product", "bias"])
-@pytest.mark.parametrize("big", stumbles.BIG)
-def test_masks_with_padded_rows(big, style, half, way):
-  model = ("Masked", stumbles.BIG[big], style)
-  args = normal(2, 4, 8), stumbles.mask_argument(stumbles.BIG[big], style)
-  variables = way.variables(*model, args=args)
-  ours, true = (
-    programs.run(value_and_grads(fun), variables, *args)
-    for fun in (way.under(half, *model), way.plain(*model))
-  )
-  # But for the gradient by the mask itself: sums of what cancels, times -1e9.
-  assert_close((ours[0], ours[1][:2]), (true[0], true[1][:2]), 8 * EPS[half])
+def test_masks_with_padded_rows(framework, half):
+  styles = [(big, style) for big in stumbles.BIG.values() for style in ("where", "product", "bias")]
+  made = [
+    (models.masked(big, style), (normal(2, 4, 8), stumbles.mask_argument(big, style)))
+    for big, style in styles
+  ]
+  found = ran(framework, *forms(made, half), grads=True)
+  for want, got in zip(found[: len(made)], found[len(made) :], strict=True):
+    # But for the gradient by the mask itself: sums of what cancels, times -1e9.
+    (out, (params, inputs)), (true_out, (true_params, true_inputs)) = got, want
+    assert_close((out, params, inputs[0]), (true_out, true_params, true_inputs[0]), 8 * EPS[half])
 
 
-def test_a_segment_of_many_ones_is_their_number(half, way):
+def test_a_segment_of_many_ones_is_their_number(framework, half):
   """A sum in bfloat16 ends at 256, one in float16 at 2,048."""
   args = np.ones((2600, 1), np.float32), np.repeat([0, 1], [2500, 100])
-  variables = way.variables("Graph", args=args, kernel=1)
-  for total in programs.run(way.under(half, "Graph"), variables, *args):
+  (totals,) = ran(framework, Form(models.graph(), half, args), kernel=1)
+  for total in totals:
     np.testing.assert_array_equal(total, [[2500], [100]])
 
 
-@pytest.mark.parametrize("name", ["Normed", "Stacked"])
-def test_norms_by_any_name_of_inputs_whose_squares_overflow(name, half, way):
-  x = normal(8, 16) * 300
-  variables = way.variables(name, args=(x,))
-  want = programs.run(way.plain(name), variables, x)
-  assert_close(programs.run(way.under(half, name), variables, x), want, 4 * EPS[half])
+@pytest.mark.parametrize("part", [models.normed(), models.STACKED], ids=["one", "in a stack"])
+def test_norms_by_any_name_of_inputs_whose_squares_overflow(part, framework, half):
+  want, got = ran(framework, *forms([(part, (normal(8, 16) * 300,))], half))
+  assert_close(got, want, 4 * EPS[half])
 
 
-@pytest.mark.parametrize("name", stumbles.ACTIVATIONS)
-def test_activations_of_a_thousand(name, half, way):
-  variables = way.variables("Activated", name, args=(stumbles.LOUD,), kernel=np.eye(4))
-  ours, true = (
-    programs.run(value_and_grads(fun), variables, stumbles.LOUD)
-    for fun in (way.under(half, "Activated", name), way.plain("Activated", name))
-  )
-  for got, want in zip((ours[0], ours[1][1]), (true[0], true[1][1]), strict=True):
-    np.testing.assert_allclose(got, want, rtol=4 * EPS[half], atol=2 * EPS[half])
+def test_activations_of_a_thousand(framework, half):
+  made = [(models.activated(name), (stumbles.LOUD,)) for name in stumbles.ACTIVATIONS]
+  found = ran(framework, *forms(made, half), grads=True, kernel=np.eye(4))
+  for want, got in zip(found[: len(made)], found[len(made) :], strict=True):
+    for ours, true in ((got[0], want[0]), (got[1][1], want[1][1])):
+      np.testing.assert_allclose(ours, true, rtol=4 * EPS[half], atol=2 * EPS[half])
 
 
-@pytest.mark.parametrize("place", ["helper", "module"])
-def test_a_loss_of_many_rows_in_a(place, half, way):
+def test_a_loss_of_many_rows(framework, half):
   args = normal(stumbles.ROWS, 4) * 3, stumbles.LABELS
   # Weights that both half types hold: rounding them would be an error of every row, and add up.
   kernel = np.round(8 * normal(4, 10)) / 8
-  variables = way.variables("Trained", place, args=args, kernel=kernel)
-  want = programs.run(way.plain("Trained", place), variables, *args)
-  assert want > np.finfo(np.float16).max
-  got = programs.run(way.under(half, "Trained", place), variables, *args)
-  assert stumbles.error(got, want) < EPS[half] / 50
+  made = [(models.trained(place), args) for place in ("helper", "module")]
+  *want, helper, module = ran(framework, *forms(made, half), kernel=kernel)
+  assert min(want) > np.finfo(np.float16).max
+  assert stumbles.error(helper, want[0]) < EPS[half] / 50
+  assert stumbles.error(module, want[1]) < EPS[half] / 50
 
 
 # Sums over many rows.
 
 
-def test_the_gradient_of_a_hand_written_embedding_counts(half, way):
-  variables = way.variables("Embedded", args=(stumbles.TOKENS,), kernel=np.eye(4))
-  fun = value_and_grads(way.under(half, "Embedded"))
-  _, (grads,) = programs.run(fun, variables, stumbles.TOKENS)
+def test_the_gradient_of_a_hand_written_embedding_counts(framework, half):
+  form = Form(models.embedded(), half, (stumbles.TOKENS,))
+  ((_, (grads, _)),) = ran(framework, form, grads=True, kernel=np.eye(4))
   expected = np.repeat([[10], [3590], [0], [0]], 4, 1)
   np.testing.assert_array_equal(leaf(grads, "table"), expected)
 
 
-@pytest.mark.parametrize("how", ["embedding.T", "attend"])
-def test_tied_embeddings_by(how, half, way):
+def test_tied_embeddings(framework, half):
   ids = stumbles.TOKENS[:600] % 16 * 3
   ids[::7] = 5
-  variables = way.variables("Tied", how, args=(ids,))
-  ours, true = (
-    value_and_grads(fun) for fun in (way.under(half, "Tied", how), way.plain("Tied", how))
-  )
-  found = programs.products(jax.make_jaxpr(ours)(variables, ids))
-  assert len(found) == 6  # Two layers, and the two derivatives of each.
-  assert all(product.is_low_precision for product in found)
-  want = programs.run(true, variables, ids)
-  assert_close(programs.run(ours, variables, ids), want, 4 * EPS[half])
+  made = [(models.tied(how), (ids,)) for how in ("embedding.T", "attend")]
+  found = ran(framework, *forms(made, half), grads=True)
+  for (part, args), want, got in zip(made, found[:2], found[2:], strict=True):
+    products = matmuls(framework, Form(part, half, args))
+    assert len(products) == 6  # Two layers, and the two derivatives of each.
+    assert all(product.is_low_precision for product in products)
+    assert_close(got, want, 4 * EPS[half])
 
 
-def test_the_gradient_of_a_parameter_used_often_counts(half, way):
+def test_the_gradient_of_a_parameter_used_often_counts(framework, half):
   """In any order: 4096 + 39 is no number of either half type."""
   x = np.asarray([[4096.0]] + [[1]] * 39, np.float32)
-  variables = way.variables("Shared", args=(x,), kernel=1, w=1)
-  _, grads = programs.run(value_and_grads(way.under(half, "Shared")), variables, x)
-  np.testing.assert_array_equal(leaf(grads[0], "w'"), 4096 + 39)
+  form = Form(models.shared(), half, (x,))
+  ((_, (grads, _)),) = ran(framework, form, grads=True, kernel=1, w=1)
+  np.testing.assert_array_equal(leaf(grads, "w"), 4096 + 39)
 
 
-def test_gradients_of_biases_and_scales_are_float32_sums(half, way):
+def test_four_hundred_uses_are_a_gradient_of_four_hundred(framework):
+  """The example of the documentation; a sum in bfloat16 ends at 256."""
+  form = Form(models.summed(), "bfloat16", (np.ones((400, 1), np.float32),))
+  ((_, (grads, _)),) = ran(framework, form, grads=True, w=1)
+  np.testing.assert_array_equal(leaf(grads, "w"), 400)
+
+
+def test_gradients_of_biases_and_scales_are_float32_sums(framework, half):
   """Numbers that both half types hold, and whose sums float32 holds: any rounding would show."""
   x = np.tile(np.asarray([[1, 2, 1, 2]], np.float32), (4096, 1))
-  variables = way.variables("Biased", args=(x,), kernel=np.eye(4), bias=0, scale=1, shift=0)
-  fun = way.under(half, "Biased")
+  form = Form(models.biased(), half, (x,))
+  params = params_of(framework, form, kernel=np.eye(4), bias=0, scale=1, shift=0)
+  call = call_of(framework, form)
   grads = programs.run(
-    jax.grad(lambda v, x, c: jnp.sum(fun(v, x) * c)), variables, x, stumbles.WEIGHTS
+    jax.grad(lambda params, x, c: jnp.sum(call(params, (x,)) * c)), params, x, stumbles.WEIGHTS
   )
   sums = stumbles.WEIGHTS.sum(0, dtype=np.float64)
   for name, factor in (("bias", 1), ("shift", 1), ("scale", x[0])):
@@ -254,17 +308,17 @@ def test_gradients_of_biases_and_scales_are_float32_sums(half, way):
 
 # Where products must stay in float32, or must not.
 
+X = np.ones((2, 16), np.float32)
+IN_HALF, IN_FULL = np.float32(16), 16 * ALMOST_ONE  # What X makes of weights that are almost one.
 
-@pytest.mark.parametrize("order", ["half full read", "full read half", "read half full"])
-def test_a_layer_called_in_half_and_in_full_precision(order, half, way):
+
+def test_a_layer_called_in_half_and_in_full_precision(framework, half):
   """Its weights are 1 in half only; a module that a rule keeps in float32 reads them as well."""
-  x = np.ones((2, 16), np.float32)
-  variables = way.variables("Precisely", order, args=(x,), w=ALMOST_ONE)
-  fun = way.under(half, "Precisely", order, rules=[Rule("float32", path="reader")])
-  in_half, in_full, read = programs.run(fun, variables, x)
-  np.testing.assert_array_equal(in_half, 16)
-  np.testing.assert_array_equal(in_full, 16 * ALMOST_ONE)
-  np.testing.assert_array_equal(read, 16 * ALMOST_ONE)
+  orders = ("half full read", "full read half", "read half full")
+  made = [Form(models.precisely(order), half, (X,)) for order in orders]
+  for found in ran(framework, *made, rules=[Rule("float32", path="reader")], w=ALMOST_ONE):
+    for got, want in zip(found, (IN_HALF, IN_FULL, IN_FULL), strict=True):
+      np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -277,55 +331,152 @@ def test_a_layer_called_in_half_and_in_full_precision(order, half, way):
   ],
   ids=["float32", "None", "Policy()", "precision=highest"],
 )
-def test_a_head_keeps_its_products_in_float32_by(rules, fields, half, way):
-  x = normal(3, 8)
-  variables = way.variables("Headed", *fields, args=(x,))
-  fun = value_and_grads(way.under(half, "Headed", *fields, rules=rules))
-  found = programs.products(jax.make_jaxpr(fun)(variables, x))
+def test_a_head_keeps_its_products_in_float32_by(rules, fields, framework):
+  found = matmuls(framework, Form(models.headed(*fields), "bfloat16", (normal(3, 8),)), rules)
   # Five features are those of the head, and eight those of the body.
   head = {p.dtypes for p in found if any("5" in s.partition("[")[2] for s in p.operands)}
   body = {p.dtypes for p in found if any("8" in s.partition("[")[2] for s in p.operands)}
   assert len(found) == 6
   assert head == {("float32", "float32")}
-  assert body == {(half, half)}
+  assert body == {("bfloat16", "bfloat16")}
 
 
 @pytest.mark.parametrize("kernel", ["half_attention", "cudnn_attention"])
-def test_kernels_that_take_nothing_but_half(kernel, half, way, monkeypatch):
+def test_kernels_that_take_nothing_but_half(kernel, framework, half, monkeypatch):
   """For CUDA as far as one comes without it: traced and lowered, as the model by hand is."""
   stumbles.pretend_cudnn(monkeypatch)
-  x = normal(2, 64, 16)
-  variables = way.variables("FusedBlock", "any_attention", args=(x,))
-  with pytest.raises(NotImplementedError, match="must be fp16/bf16"):
-    jax.make_jaxpr(way.plain("FusedBlock", kernel))(variables, x)
+  args = (normal(2, 64, 16),)
+  plain = Form(models.fused_block("any_attention"), None, args)
   ours, by_hand = (
-    jax.jit(value_and_grads(fun)).trace(variables, x)
-    for fun in (way.under(half, "FusedBlock", kernel), way.plain("FusedBlock", kernel, half))
+    Form(models.fused_block(kernel), half, args),
+    Form(models.fused_block(kernel, half), None, args),
   )
-  assert all(product.is_low_precision for product in programs.products(ours.jaxpr))
-  calls = [
-    traced.lower(lowering_platforms=("cuda",)).as_text().count("@__cudnn$fmha")
-    for traced in (ours, by_hand)
+  params = params_of(framework, plain)
+  with pytest.raises(NotImplementedError, match="must be fp16/bf16"):
+    jax.make_jaxpr(call_of(framework, Form(ours.part, None, args)))(params, args)
+  traced = [
+    jax.jit(with_gradients(call_of(framework, form))).trace(params, args)
+    for form in (ours, by_hand)
   ]
-  assert calls == [2, 2] if kernel == "cudnn_attention" else calls == [0, 0]
+  assert all(product.is_low_precision for product in programs.products(traced[0].jaxpr))
+  lowered = [each.lower(lowering_platforms=("cuda",)).as_text() for each in traced]
+  calls = 2 if kernel == "cudnn_attention" else 0
+  assert [text.count("@__cudnn$fmha") for text in lowered] == [calls, calls]
   if kernel == "half_attention":
-    got, want = (
-      programs.run(fun, variables, x)
-      for fun in (way.under(half, "FusedBlock", kernel), way.plain("FusedBlock", "any_attention"))
-    )
+    want, got = ran(framework, plain, ours)
     assert stumbles.error(got, want) < 4 * EPS[half]
 
 
-def test_a_model_whose_python_looks_at_values(half, way):
+def test_a_model_whose_python_looks_at_values(framework, half):
   """What can be traced of it, each layer, runs in half; where it cannot be, one warning says so."""
   x = np.full((2, 4), ALMOST_ONE)
   # Of the same tree, since shapes are found by tracing.
-  variables = way.variables("Activated", "cube", args=(x,), kernel=ALMOST_ONE)
+  params = params_of(framework, Form(models.activated("cube"), None, (x,)), kernel=ALMOST_ONE)
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    hidden, out = way.under(half, "Looking")(variables, x)
+    if framework == "linen":
+      model = mpjax.linen.with_policy(models.looking().linen(None), f"mixed_{half}")
+      hidden, out = model.apply({"params": params}, x)
+    else:
+      model = models.looking().nnx(None, nnx.Rngs(0))
+      nnx.update(model, params)
+      hidden, out = view_of(model, half)(x)
   assert len(caught) == 1
   assert "stumbles_" in f"{caught[0].message} {caught[0].filename}"  # The line is named.
   assert hidden.dtype == out.dtype == jnp.float32
   np.testing.assert_array_equal(hidden, np.full((2, 4), 8))
   np.testing.assert_array_equal(out, np.full((2, 4), 32))
+  if framework == "nnx":
+    # A call still writes to the model.
+    assert model.calls[...] == 1
+
+
+# What only Linen has: modules that are bound.
+
+
+def owned(part: Part) -> Any:
+  return {"params": params_of("linen", Form(part, None, (X,)), w=ALMOST_ONE)}
+
+
+@pytest.mark.parametrize("first", ["plain", "scope"])
+def test_a_bound_module_keeps_nothing_of_a_scope(first, half):
+  model, variables = models.OWNER.linen(None), owned(models.OWNER)
+  bound, plain = model.bind(variables), model.apply(variables, X)
+  np.testing.assert_array_equal(plain, IN_FULL)
+  if first == "plain":
+    assert programs.bits(bound(X)) == programs.bits(plain)
+  for _ in range(2):
+    with mpjax.linen.policy_scope(f"mixed_{half}"):
+      np.testing.assert_array_equal(bound(X), IN_HALF)
+    assert programs.bits(bound(X)) == programs.bits(plain)
+    assert programs.bits(bound.w) == programs.bits(variables["params"]["w"])
+
+
+def test_bound_models_run_under_a_policy_and_in_a_scope(half):
+  part = models.precisely("half full read")
+  model, variables = part.linen(None), owned(part)
+  policied = mpjax.linen.with_policy(model, f"mixed_{half}")
+  bound = policied.bind(variables)
+  for found in (bound(X), bound(X), policied.apply(variables, X)):
+    np.testing.assert_array_equal(found[0], IN_HALF)
+    np.testing.assert_array_equal(found[1], IN_FULL)
+    assert found[0].dtype == jnp.float32
+  np.testing.assert_array_equal(bound.owner(X), IN_HALF)
+  bound = model.bind(variables)
+  with mpjax.linen.policy_scope(f"mixed_{half}"):
+    np.testing.assert_array_equal(bound.owner(X), IN_HALF)
+  np.testing.assert_array_equal(bound.owner(X), IN_FULL)
+
+
+# What only NNX has: views of models that are objects.
+
+
+def view_of(model: Any, half: str) -> Any:
+  return mpjax.nnx.with_policy(model, f"mixed_{half}")
+
+
+def test_a_view_shares_the_variables_of_its_model_and_keeps_nothing(half):
+  model = models.precisely("half full read").nnx(None, nnx.Rngs(0))
+  w = model.owner.w
+  w[...] = jnp.full((16, 4), ALMOST_ONE)
+  view, before = view_of(model, half), programs.bits(w[...])
+  assert view.owner.w is w
+  for _ in range(2):
+    np.testing.assert_array_equal(view(X)[0], IN_HALF)
+    np.testing.assert_array_equal(model(X)[0], IN_FULL)
+  for part in (view.owner, view.reader):
+    np.testing.assert_array_equal(part(X), IN_HALF)
+  np.testing.assert_array_equal(view(X)[1], IN_FULL)
+  assert programs.bits(w[...]) == before
+  w[...] = 2 * w[...]
+  np.testing.assert_array_equal(view.owner(X), 2 * IN_HALF)
+
+
+def test_nnx_grad_of_a_view_counts_the_rows_of_a_table(half):
+  model = rig.model(lambda rngs: models.embedded().nnx(None, rngs))
+  model.last.kernel[...] = jnp.eye(4)
+  grads = nnx.grad(lambda view: jnp.sum(view(stumbles.TOKENS)))(view_of(model, half))
+  expected = np.repeat([[10], [3590], [0], [0]], 4, 1)
+  np.testing.assert_array_equal(grads["embed"]["table"][...], expected)
+
+
+class Listed(nnx.Module):
+  """The layers of a stack, one by one."""
+
+  def __init__(self, stacked):
+    graphdef, state = nnx.split(stacked.layers)
+    layers = [nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(2)]
+    self.layers = nnx.List(layers)
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = layer(x)
+    return x
+
+
+def test_stacked_layers_are_what_they_are_one_by_one(half):
+  stacked = rig.model(models.NnxStacked)
+  listed, x = Listed(stacked), normal(8, 16) * 300
+  one, two, want = (model(x) for model in (view_of(stacked, half), view_of(listed, half), listed))
+  assert stumbles.error(one, want) < 4 * EPS[half]
+  assert stumbles.error(two, want) < 4 * EPS[half]

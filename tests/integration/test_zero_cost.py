@@ -8,7 +8,8 @@ import collections
 import functools
 import re
 import types
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,90 +19,129 @@ import pytest
 
 import mpjax
 from tests import programs
-from tests.models import by_hand
+from tests.models import by_hand, catalogue
 from tests.models.values import filled, integers, normal, shapes
+from tests.nnx import by_hand as nnx_by_hand
 
 HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 BOTH = pytest.mark.parametrize("half", HALF)
-
-MODELS: dict[str, tuple[type[nn.Module], dict[str, Any], Any]] = {
-  "mlp": (by_hand.Mlp, {}, normal(8, 12)),
-  "hard_coded": (by_hand.HardCoded, {}, normal(2, 6, 6, 3)),
-  "resnet": (by_hand.ResNet, {}, normal(4, 8, 8, 3)),
-  "mixer": (by_hand.Mixer, {}, normal(3, 4, 12)),
-  "transformer": (by_hand.TransformerBlock, {}, normal(2, 6, 8)),
-  "lstm": (by_hand.Recurrent, {}, normal(3, 6, 5)),
-  "gru": (by_hand.Recurrent, {"gru": True}, normal(3, 6, 5)),
-  "language_model": (by_hand.TiedLanguageModel, {}, integers(4, 6, below=11)),
+INPUTS = {
+  "mlp": normal(8, 12),
+  "hard_coded": normal(2, 6, 6, 3),
+  "resnet": normal(4, 8, 8, 3),
+  "mixer": normal(3, 4, 12),
+  "transformer": normal(2, 6, 8),
+  "lstm": normal(3, 6, 5),
+  "gru": normal(3, 6, 5),
+  "language_model": integers(4, 6, below=11),
 }
+MODELS: dict[str, Callable[..., Any]] = {
+  "linen/mlp": by_hand.Mlp,
+  "linen/hard_coded": by_hand.HardCoded,
+  "linen/resnet": by_hand.ResNet,
+  "linen/mixer": by_hand.Mixer,
+  "linen/transformer": by_hand.TransformerBlock,
+  "linen/lstm": by_hand.Recurrent,
+  "linen/gru": functools.partial(by_hand.Recurrent, gru=True),
+  "linen/language_model": by_hand.TiedLanguageModel,
+  "nnx/mlp": nnx_by_hand.Mlp,
+  "nnx/hard_coded": nnx_by_hand.HardCoded,
+  "nnx/resnet": nnx_by_hand.ResNet,
+  "nnx/mixer": nnx_by_hand.Mixer,
+  "nnx/transformer": nnx_by_hand.TransformerBlock,
+  "nnx/lstm": nnx_by_hand.Recurrent,
+  "nnx/gru": functools.partial(nnx_by_hand.Recurrent, gru=True),
+  "nnx/language_model": nnx_by_hand.LanguageModel,
+}
+ALL = pytest.mark.parametrize("name", MODELS)
 
 NAMED_EXCEPTIONS = ("transformer", "lstm", "gru", "language_model")
-"""Flax's own layer with `dtype=half` rounds elsewhere: softmax in half, an output returned in
-float32, a table cast before the gather. A layer written with care is the better measure."""
-
-
-class Traced(NamedTuple):
-  jaxpr: Any
-  run: Any
-
-
-@functools.cache
-def traced(name: str, who: str, half: str = "bfloat16", **fields: Any) -> Traced:
-  """Traces loss, gradients and new state of one model: "plain", "policy", "hand" or "careful"."""
-  cls, own, x = MODELS[name]
-  plain = cls(**own, **fields)
-  model = {
-    "plain": lambda: plain,
-    "policy": lambda: mpjax.linen.with_policy(plain, f"mixed_{half}"),
-    "float32": lambda: mpjax.linen.with_policy(plain, "float32"),
-    "hand": lambda: plain.clone(half=HALF[half]),
-    "careful": lambda: plain.clone(half=HALF[half], careful=True),
-  }[who]()
-  variables = shapes(plain, x)
-  state = {name: tree for name, tree in variables.items() if name != "params"}
-
-  def loss(params, state, x):
-    rngs = {"dropout": jax.random.key(1)}
-    out, new = model.apply({"params": params, **state}, x, rngs=rngs, mutable=list(state))
-    return jnp.mean(jnp.square(out.astype(jnp.float32) - 0.5)), new
-
-  fun = jax.jit(jax.value_and_grad(loss, has_aux=True))
-  found = fun.trace(variables["params"], state, x)
-  lowered = found.lower()
-
-  @functools.cache
-  def run():
-    values = filled(variables)
-    return programs.compiled(lowered)(values.pop("params"), values, x)
-
-  return Traced(found.jaxpr, run)
+"""Flax's own layer with `dtype=half` rounds elsewhere: softmax in half, float32 logits of half
+operands, an output returned in float32, a table cast before the gather. A layer written with care
+is the better measure."""
 
 
 def written_with_care(name: str) -> str:
-  return "careful" if name in NAMED_EXCEPTIONS else "hand"
+  return "careful" if name.partition("/")[2] in NAMED_EXCEPTIONS else "hand"
 
 
-def counted(name: str, who: str, half: str) -> tuple[collections.Counter[Any], int]:
-  """Returns the products, and the number of casts that run."""
-  jaxpr = traced(name, who, half).jaxpr
-  return collections.Counter(programs.products(jaxpr)), programs.converts(jaxpr).total()
+def without_dropout(make: Any, rngs: Any) -> Any:
+  model = make(rngs)
+  model.set_attributes(deterministic=True, raise_if_not_found=False)
+  return model
 
 
-MORE_CASTS = {"mixer": 10, "language_model": 5}
+@functools.cache
+def call(name: str, who: str, half: str = "bfloat16", dropout: bool = True, **fields: Any) -> Any:
+  """Returns a function of parameters, other variables and an input, and values for the first two.
+
+  Args:
+    name: of the model.
+    who: wrote it: "plain", "policy", "float32", "hand" or "careful".
+    half: the low-precision dtype.
+    dropout: whether the one model that has it drops anything.
+    **fields: more options of the model.
+  """
+  framework, _, short = name.partition("/")
+  if who in ("hand", "careful"):
+    fields = {"half": HALF[half], **fields}
+  if who == "careful":
+    fields["careful"] = True
+  make = functools.partial(MODELS[name], **fields)
+  if framework == "nnx":
+    make = make if dropout else functools.partial(without_dropout, make)
+    model = catalogue.nnx_(make, (INPUTS[short],))
+  else:
+    run = catalogue.applied(train=dropout or short != "mlp")
+    model = catalogue.linen(make, (INPUTS[short],), run)
+  policy = {"policy": f"mixed_{half}", "float32": "float32"}.get(who)
+  return model.call("with_policy" if policy else "plain", policy), model.arguments
+
+
+def differentiated(fun: Any) -> Any:
+  def loss(params: Any, rest: Any, x: Any) -> Any:
+    out, new = fun(params, rest, (x,))
+    return 2.0**10 * jnp.mean(jnp.square(out.astype(jnp.float32) - 0.5)), new
+
+  return jax.value_and_grad(loss, has_aux=True)
+
+
+@functools.cache
+def traced(name: str, who: str, half: str = "bfloat16", **fields: Any) -> Any:
+  """Returns the jaxpr of loss, gradients and new state of one model."""
+  fun, _ = call(name, who, half, **fields)
+  params, rest, (x,) = call(name, "plain", **fields)[1]()
+  return jax.make_jaxpr(differentiated(fun))(params, rest, x)
+
+
+def multiplied(name: str, who: str) -> collections.Counter[Any]:
+  """Returns the products of a model.
+
+  Those of NNX's transformer by their size: given bfloat16, Flax's attention makes float32 logits,
+  whose gradients are operands.
+  """
+  found = programs.products(traced(name, who))
+  return collections.Counter(p.flops if name == "nnx/transformer" else p for p in found)
+
+
+MORE_CASTS = {"linen/mixer": 10, "linen/language_model": 5, "nnx/mlp": 8, "nnx/mixer": 6}
 """A parameter is cast where it is used, so that its gradients add up in float32: two slices of one
-array of kernels, the two ends of one table. A GELU is computed in float32, and rounded once more
-for what its derivative keeps. The scan takes its start in the dtype that it has."""
+array of kernels, the two ends of one table. A GELU is computed in float32, since its cube overflows
+float16: its operand is widened, and both value and slope are rounded. The scan takes its start in
+the dtype that it has."""
 
 
 @pytest.mark.case("B038", "A75", "B086")
-@BOTH
-@pytest.mark.parametrize("name", MODELS)
-def test_same_products_and_few_casts_more_than_by_hand(name, half):
-  ours, our_casts = counted(name, "policy", half)
-  theirs, their_casts = counted(name, written_with_care(name), half)
-  assert ours == theirs == counted(name, "hand", half)[0]
-  assert all(set(product.dtypes) == {half} for product in ours)
-  assert our_casts <= their_casts + MORE_CASTS.get(name, 0)
+@ALL
+def test_same_products_and_few_casts_more_than_by_hand(name):
+  ours = traced(name, "policy")
+  assert {dtype for p in programs.products(ours) for dtype in p.dtypes} == {"bfloat16"}
+  for who in {"hand", written_with_care(name)}:
+    assert multiplied(name, "policy") == multiplied(name, who)
+    # Flax's own layers, where they are not written with care, round less often than they should.
+    if who == written_with_care(name) or name in ("nnx/transformer", "nnx/language_model"):
+      theirs = programs.converts(traced(name, who)).total()
+      assert programs.converts(ours).total() <= theirs + MORE_CASTS.get(name, 0)
 
 
 SEEDS = 32
@@ -109,60 +149,77 @@ SEEDS = 32
 
 
 @functools.cache
-def gradients(name: str, who: str, half: str = "") -> Any:
-  """Returns the gradients of one model for each draw of parameters and inputs, of a scaled loss."""
-  cls, own, x = MODELS[name]
-  plain = cls(**own)
-  model = {
-    "plain": lambda: plain,
-    "policy": lambda: mpjax.linen.with_policy(plain, f"mixed_{half}"),
-    "hand": lambda: plain.clone(half=HALF[half]),
-    "careful": lambda: plain.clone(half=HALF[half], careful=True),
-  }[who]()
-  drawn = [filled(shapes(plain, x), seed) for seed in range(SEEDS)]
-  variables = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
+def gradients(name: str) -> dict[str, Any]:
+  """Returns the gradients of one model for each draw of parameters and inputs, by who wrote it."""
+  # A mask of dropout would be the same for all draws.
+  plain, arguments = call(name, "plain", dropout=False)
+  funs = {"plain": plain}
+  for half in HALF:
+    for who in ("policy", written_with_care(name)):
+      funs[f"{who} {half}"] = call(name, who, half, dropout=False)[0]
+  x = INPUTS[name.partition("/")[2]]
   many = (SEEDS, *x.shape)
   inputs = normal(*many) if x.dtype == np.float32 else integers(*many, below=11)
+  drawn = [arguments(seed)[:2] for seed in range(SEEDS)]
+  params, rest = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
 
-  def loss(params, state, x):
-    # A mask of dropout would be the same for all draws.
-    train = name != "mlp"
-    out, _ = model.apply({"params": params, **state}, x, train=train, mutable=list(state))
-    return 2.0**10 * jnp.mean(jnp.square(out.astype(jnp.float32) - 0.5))
+  def every(*args: Any) -> Any:
+    return {who: differentiated(fun)(*args)[1] for who, fun in funs.items()}
 
-  return programs.run(jax.vmap(jax.grad(loss)), variables.pop("params"), variables, inputs)
+  return jax.device_get(programs.run(jax.vmap(every), params, rest, inputs))
+
+
+def errors(got: Any, want: Any, draws: int) -> Any:
+  """Returns the root of the summed squares of the difference, over that of `want`, for each draw.
+
+  With one draw all are summed up together.
+  """
+
+  def squares(tree: Any) -> Any:
+    return sum(np.sum(np.square(np.reshape(x, (draws, -1))), axis=1) for x in jax.tree.leaves(tree))
+
+  return np.sqrt(squares(jax.tree.map(np.subtract, got, want)) / squares(want))
 
 
 @functools.cache
 def error_over_by_hand(name: str, half: str) -> float:
   """Returns the error of the gradients under a policy, over that of the model written by hand.
 
-  What errs by a thousandth and more is measured against float32, which errs by a millionth.
+  In NNX it is the geometric mean of all draws: in one of them a single rounding, as of a number
+  near the edge of a ReLU, may outweigh all others, and it is chance in which of the two models it
+  does. What errs by a ten-thousandth and more is measured against float32, which errs by a
+  millionth.
   """
-  true = gradients(name, "plain")
-  theirs = rms_error(gradients(name, written_with_care(name), half), true)
-  assert theirs > 2e-4
-  return rms_error(gradients(name, "policy", half), true) / theirs
+  found = gradients(name)
+  draws, least = (1, 2e-4) if name.startswith("linen") else (SEEDS, 5e-5)
+  ours, theirs = (
+    errors(found[f"{who} {half}"], found["plain"], draws)
+    for who in ("policy", written_with_care(name))
+  )
+  assert np.all(theirs > least)
+  return float(np.exp(np.mean(np.log(ours / theirs))))
 
 
 @pytest.mark.case("I15")
 @BOTH
-@pytest.mark.parametrize("name", MODELS)
+@ALL
 def test_gradients_err_no_more_than_those_of_the_model_written_by_hand(name, half):
-  assert error_over_by_hand(name, half) <= 1.1
+  assert error_over_by_hand(name, half) <= (1.1 if name.startswith("linen") else 1.0)
 
 
 @pytest.mark.case("I15")
 @BOTH
-def test_gradients_err_less_than_by_hand_over_all_models(half):
-  assert np.exp(np.mean([np.log(error_over_by_hand(name, half)) for name in MODELS])) <= 0.9
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_gradients_err_less_than_by_hand_over_all_models(framework, half):
+  found = [error_over_by_hand(name, half) for name in MODELS if name.startswith(framework)]
+  assert np.exp(np.mean(np.log(found))) <= 0.9
 
 
 @pytest.mark.case("I8")
-@pytest.mark.parametrize("name", MODELS)
+@ALL
 def test_a_float32_policy_leaves_the_program_as_it_is(name):
   ours, plain = (
-    re.sub(r"0x[0-9a-f]+", "0x", str(traced(name, who).jaxpr)) for who in ("float32", "plain")
+    re.sub(r"0x[0-9a-f]+", "0x", str(traced(name, who))) for who in ("float32", "plain")
   )
   assert ours == plain
 
@@ -180,33 +237,32 @@ PINNED = {
 }
 
 
-def numbers_of(name: str, who: str, half: str) -> tuple[int, int, int]:
-  jaxpr = traced(name, who, half).jaxpr
+@pytest.mark.case("A83")
+@pytest.mark.parametrize("name", PINNED)
+def test_numbers_of_casts_and_half_products_are_pinned(name):
+  jaxpr = traced(f"linen/{name}", "policy")
   casts = programs.converts(jaxpr)
   half_products = sum(
     runs
     for eqn, runs in programs.equations(jaxpr)
-    if eqn.primitive.name in programs.PRODUCTS and str(eqn.invars[0].aval.dtype) == half
+    if eqn.primitive.name in programs.PRODUCTS and str(eqn.invars[0].aval.dtype) == "bfloat16"
   )
-  assert set(casts) == {f"float32->{half}", f"{half}->float32"}
-  return half_products, casts[f"float32->{half}"], casts[f"{half}->float32"]
-
-
-@pytest.mark.case("A83")
-@BOTH
-@pytest.mark.parametrize("name", MODELS)
-def test_numbers_of_casts_and_half_products_are_pinned(name, half):
-  assert numbers_of(name, "policy", half) == PINNED[name]
+  assert set(casts) <= {"float32->bfloat16", "bfloat16->float32"}
+  found = (half_products, casts["float32->bfloat16"], casts["bfloat16->float32"])
+  assert found == PINNED[name]
 
 
 @pytest.mark.case("A76")
 def test_remat_changes_neither_dtypes_nor_gradients():
-  remat = traced("language_model", "policy", "float16")
-  kept = traced("language_model", "policy", "float16", remat=False)
-  assert "remat" in str(remat.jaxpr)
-  assert "remat" not in str(kept.jaxpr)
-  assert programs.half_share(remat.jaxpr) == programs.half_share(kept.jaxpr) == 1
-  assert programs.bits(remat.run()) == programs.bits(kept.run())
+  name, found = "linen/language_model", []
+  for remat in (True, False):
+    fun, arguments = call(name, "policy", "float16", remat=remat)
+    params, rest, (x,) = arguments()
+    traced = jax.jit(differentiated(fun)).trace(params, rest, x)
+    assert ("remat" in str(traced.jaxpr)) is remat
+    assert programs.half_share(traced.jaxpr) == 1
+    found.append(programs.bits(programs.compiled(traced.lower())(params, rest, x)))
+  assert found[0] == found[1]
 
 
 # What the named exceptions bring, against Flax's own layers with `dtype=half`.
@@ -242,40 +298,37 @@ def test_softmax_in_float32_errs_no_more_than_in_half(half):
   variables = [filled(shapes(model, x[0]), seed) for seed in range(8)]
   params = jax.tree.map(lambda *leaves: np.stack(leaves), *variables)["params"]
 
-  def forward_and_backward(model):
-    def loss(params, x, weights):
+  def forward_and_backward(model, params, x, weights):
+    def loss(params, x):
       out = model.apply({"params": params}, x).astype(jnp.float32)
       return jnp.sum(out * weights), out
 
-    fun = jax.vmap(jax.value_and_grad(loss, (0, 1), has_aux=True))
-    (_, out), grads = programs.run(fun, params, x, weights)
+    (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
     return out, grads
-
-  true = forward_and_backward(model)
-  ours = forward_and_backward(mpjax.linen.with_policy(model, f"mixed_{half}"))
 
   def cast_inside(variables, x):
     return model.clone(dtype=HALF[half]).apply(variables, x.astype(half))
 
-  theirs = forward_and_backward(types.SimpleNamespace(apply=cast_inside))
+  models = (
+    model,
+    mpjax.linen.with_policy(model, f"mixed_{half}"),
+    types.SimpleNamespace(apply=cast_inside),
+  )
+
+  def every(*args):
+    return [forward_and_backward(model, *args) for model in models]
+
+  true, ours, theirs = jax.device_get(programs.run(jax.vmap(every), params, x, weights))
   # Measured, ours and theirs: output 3.3e-3 and 3.7e-3 in bfloat16, 4.6e-4 and 5.5e-4 in float16;
   # gradients 5.2e-3 and 6.6e-3, 6.0e-4 and 8.6e-4.
   bound = {"bfloat16": 6e-3, "float16": 7e-4}[half]
   for got, other, want in zip(ours, theirs, true, strict=True):
-    assert rms_error(got, want) < min(bound, 0.95 * rms_error(other, want))
-
-
-def rms_error(got: Any, want: Any) -> float:
-  """Returns the root of the summed squares of the difference, over that of `want`."""
-  pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-  squares = [(np.sum(np.square(x - y)), np.sum(np.square(y))) for x, y in pairs]
-  return float(np.sqrt(sum(d for d, _ in squares) / sum(w for _, w in squares)))
+    assert errors(got, want, 1) < min(bound, 0.95 * errors(other, want, 1))
 
 
 @pytest.mark.case("B087")
-@BOTH
-def test_a_decode_step_is_that_of_the_model_written_by_hand(half):
-  plain = by_hand.TransformerBlock(decode=True)
+def test_a_decode_step_is_that_of_the_model_written_by_hand():
+  plain, half = by_hand.TransformerBlock(decode=True), "bfloat16"
   x = normal(2, 6, 8)
 
   def step(model):
@@ -284,10 +337,10 @@ def test_a_decode_step_is_that_of_the_model_written_by_hand(half):
     params, cache = variables["params"], variables["cache"]
 
     def loss(params, x):
-      out, new = model.apply({"params": params, "cache": cache_values}, x, mutable=["cache"])
+      variables = {"params": params, "cache": filled(cache)}
+      out, new = model.apply(variables, x, mutable=["cache"])
       return jnp.sum(out.astype(jnp.float32)), new
 
-    cache_values = filled(cache)
     new = jax.eval_shape(lambda p, x: loss(p, x)[1], params, x[:, :1])
     assert new["cache"] == cache
     return jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(params, x[:, :1])

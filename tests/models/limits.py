@@ -53,3 +53,23 @@ class MaskByProduct(nn.Module):
     q, k, v = jnp.split(nn.Dense(24)(x), 3, axis=-1)
     scores = jnp.einsum("btd,bsd->bts", q, k) / 8**0.5 + (1.0 - mask[:, None]) * -1e9
     return nn.Dense(8)(jnp.einsum("bts,bsd->btd", nn.softmax(scores), v))
+
+
+class SoftmaxByHand(nn.Module):
+  """Attention whose author took the softmax by hand, in the dtype of the products."""
+
+  @nn.compact
+  def __call__(self, x):
+    q, k, v = (nn.Dense(8, name=name)(x) for name in "qkv")
+    scores = q @ k.mT
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return nn.Dense(8)(weights / weights.sum(-1, keepdims=True) @ v)
+
+
+class Gate(nn.Module):
+  """Logarithm, exponential and a sum, in an order of the author's own."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(8)(x)
+    return nn.Dense(4)(jnp.log1p(jnp.exp(x)) * jnp.cumsum(x, -1))

@@ -319,74 +319,7 @@ def convnet_batch() -> Any:
   }
 
 
-# Two players: a step of both, gradients and all.
-
-
-def generate(params, noise):
-  return jnp.tanh(jax.nn.leaky_relu(noise @ params["in"]) @ params["out"])
-
-
-def judge(params, x):
-  return (jax.nn.leaky_relu(x @ params["in"]) @ params["out"])[:, 0]
-
-
-def gan_step(params, batch):
-  """Returns the loss of both players, and the parameters of both after a step."""
-
-  def judges_loss(judge_params):
-    made = generate(params["generator"], batch["noise"])
-    real, fake = judge(judge_params, batch["real"]), judge(judge_params, made)
-    return jnp.mean(jax.nn.softplus(-real)) + jnp.mean(jax.nn.softplus(fake))
-
-  def generators_loss(generator_params):
-    made = generate(generator_params, batch["noise"])
-    return jnp.mean(jax.nn.softplus(-judge(params["judge"], made)))
-
-  first, judge_grads = jax.value_and_grad(judges_loss)(params["judge"])
-  second, generator_grads = jax.value_and_grad(generators_loss)(params["generator"])
-  grads = {"judge": judge_grads, "generator": generator_grads}
-  return first + second, jax.tree.map(lambda p, g: p - g, params, grads)
-
-
-def gan_params() -> Any:
-  return {
-    "generator": {"in": dense(4, 8), "out": dense(8, 6, 1)},
-    "judge": {"in": dense(6, 8, 2), "out": dense(8, 1, 3)},
-  }
-
-
-def gan_batch() -> Any:
-  return {"noise": normal(9, 4, seed=4), "real": np.tanh(normal(9, 6, seed=5))}
-
-
 # Sums that grow over a loop.
-
-
-def cluster(params, batch):
-  """Three rounds of k-means: the nearest centre by products, its new place by a segment sum."""
-  x, count = batch["x"] @ params["project"], params["centres"].shape[0]
-
-  def refine(_, state):
-    centres, _ = state
-    distances = jnp.sum(centres * centres, axis=-1) - 2 * x @ centres.T
-    nearest = jnp.argmin(distances, axis=-1)
-    sizes = jax.ops.segment_sum(jnp.ones(nearest.shape), nearest, count)
-    sums = jax.ops.segment_sum(x, nearest, count)
-    moved = jnp.where(sizes[:, None] > 0, sums / jnp.maximum(sizes, 1)[:, None], centres)
-    return moved, jnp.mean(jnp.min(distances, axis=-1))
-
-  centres, loss = jax.lax.fori_loop(0, 3, refine, (params["centres"], 0.0))
-  return loss, centres
-
-
-def cluster_params() -> Any:
-  corners = np.asarray([[-3, -3], [-3, 3], [3, -3], [3, 3]], np.float32)
-  return {"project": np.eye(4, 2, dtype=np.float32), "centres": corners / 2}
-
-
-def cluster_batch() -> Any:
-  corners = np.asarray([[-3, -3, 0, 0], [-3, 3, 0, 0], [3, -3, 0, 0], [3, 3, 0, 0]], np.float32)
-  return {"x": np.repeat(corners, 6, axis=0) + 0.5 * normal(24, 4)}
 
 
 def online_softmax(params, batch):

@@ -71,24 +71,6 @@ class ScanBody(nn.Module):
     return scan(Block(), jnp.zeros(x[:, 0].shape), x)[1]
 
 
-class Cell(nn.Module):
-  @nn.compact
-  def __call__(self, state, x):
-    state = jnp.tanh(nn.Dense(8)(x) + nn.Dense(8, use_bias=False)(state))
-    return state, state
-
-
-class OwnRnn(nn.Module):
-  """A cell of the author's own, scanned over time from a float32 state."""
-
-  @nn.compact
-  def __call__(self, x):
-    over_time = nn.scan(
-      Cell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
-    )
-    return over_time()(jnp.zeros(x[:, 0].shape), x)[1]
-
-
 class Lifted(nn.Module):
   """A class under a transform given from outside."""
 
@@ -221,16 +203,6 @@ def bound(model: Any, variables: Any, x: Any) -> Any:
   return model.decoder(model.encode(x)) + model(x)
 
 
-class TiedByVariables(nn.Module):
-  """A head that reads the table of another module out of `self.variables`."""
-
-  @nn.compact
-  def __call__(self, x):
-    x = nn.relu(nn.Dense(8, name="first", use_bias=False)(x))
-    table = self.variables["params"]["first"]["kernel"]
-    return jnp.dot(x, table.T) + jnp.einsum("bsd,ed->bse", x, jnp.asarray(table))
-
-
 class Partitioned(nn.Module):
   @nn.compact
   def __call__(self, x):
@@ -280,17 +252,6 @@ class Uses(nn.Module):
     return fun(module(x)) + nn.Dense(8)(x)
 
 
-class Hypernetwork(nn.Module):
-  """Makes the parameters of another network, and calls its `.apply` in the forward pass."""
-
-  @nn.compact
-  def __call__(self, x):
-    target = nn.Dense(4)
-    code = nn.Dense(36)(x.mean((0, 1)))
-    params = {"kernel": code[:32].reshape(8, 4), "bias": code[32:]}
-    return target.apply({"params": params}, x)
-
-
 class ParamDtype(nn.Module):
   """`dtype` here is the dtype that parameters are made in."""
 
@@ -335,21 +296,6 @@ def decode_loop(model: Any, variables: Any, x: Any) -> Any:
   return jax.lax.scan(step, (variables["cache"], x[:, :1]), length=4)[1]
 
 
-class Field(nn.Module):
-  """A network of coordinates, whose derivative the loss looks at."""
-
-  @nn.compact
-  def __call__(self, x):
-    for _ in range(2):
-      x = nn.tanh(nn.Dense(8)(x))
-    return nn.Dense(1)(x)[..., 0]
-
-
-def derivatives(model: Any, variables: Any, x: Any) -> Any:
-  slope = jax.grad(lambda point: model.apply(variables, point))
-  return jax.vmap(slope)(x.reshape(-1, 8))
-
-
 def frozen(model: Any, variables: Any, x: Any) -> Any:
   return model.apply(freeze(variables), x)
 
@@ -369,7 +315,6 @@ SITUATIONS: dict[str, Situation] = {
   "scan": Situation(Scan),
   "scan_remat": Situation(lambda: Scan(remat=True)),
   "scan_of_a_function": Situation(ScanBody),
-  "scan_of_an_own_cell": Situation(OwnRnn),
   "remat": Situation(lambda: Lifted(nn.remat)),
   "jit": Situation(lambda: Lifted(nn.jit)),
   "vmap": Situation(lambda: Lifted(_VMAP)),
@@ -384,14 +329,11 @@ SITUATIONS: dict[str, Situation] = {
   "raw_in_compact": Situation(RawCompact),
   "methods": Situation(Autoencoder, encode_and_decode),
   "bind": Situation(Autoencoder, bound),
-  "tied_by_variables": Situation(TiedByVariables),
   "partitioned": Situation(Partitioned),
   "frozen_dict": Situation(RawCompact, frozen),
   "mutable_sow_perturb_dropout": Situation(Watched, mutable),
   "modules_as_arguments": Situation(lambda: TakesModules(nn.Dense(8))),
-  "apply_in_forward": Situation(Hypernetwork),
   "dtype_of_parameters": Situation(ParamDtype),
   "after_a_child_that_promotes": Situation(MultipliesWhatPromotes),
   "float32_cache_in_scan": Situation(Decoder, decode_loop),
-  "gradient_of_input_under_vmap": Situation(Field, derivatives),
 }

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.models.values import filled, normal
+from tests.models.values import normal
 
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Half a unit in the last place: the relative error of one rounding."""
@@ -25,16 +25,6 @@ def error(got: Any, want: Any) -> float:
   assert got.shape == want.shape
   assert np.isfinite(got).all()
   return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
-def valued(shapes: Any, **values: Any) -> Any:
-  """Returns the variables of `filled`, but for the leaves whose name is given."""
-
-  def leaf(path: Any, x: Any) -> Any:
-    names = [name for name in values if name in str(path[-1])]
-    return np.full(x.shape, values[names[0]], x.dtype) if names else x
-
-  return jax.tree_util.tree_map_with_path(leaf, filled(shapes))
 
 
 # Positions, times, coordinates.

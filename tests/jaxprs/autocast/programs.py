@@ -8,14 +8,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import AxisType
 
-from tests.models import by_hand, other_libraries, papers, plain
-from tests.models.classics import Bert, LstmLanguageModel, ResNet
+from tests.models import other_libraries, plain
 from tests.models.other_libraries import Model
-from tests.models.plain import cross_entropy
-from tests.models.values import filled, integers, normal, shapes
+from tests.models.values import normal
 
 
 class Program(NamedTuple):
@@ -34,54 +31,6 @@ class Program(NamedTuple):
 
 def plain_jax(fun: Any, params: Callable[[], Any], batch: Callable[[], Any]) -> Any:
   return lambda: Model(fun, params(), batch())
-
-
-def linen(module: Any, inputs: Any, loss: Any) -> Any:
-  """A Linen model by `apply`: `loss(outputs) -> scalar`; new statistics are among the outputs."""
-
-  def make() -> Model:
-    variables = filled(shapes(module, *inputs))
-    params = variables.pop("params")
-
-    def fun(params, batch):
-      out, state = module.apply(
-        {"params": params, **batch["state"]},
-        *batch["inputs"],
-        rngs={"dropout": jax.random.key(1)},
-        mutable=list(batch["state"]),
-      )
-      return loss(out), (out, state)
-
-    return Model(fun, params, {"inputs": inputs, "state": variables})
-
-  return make
-
-
-def paper(name: str) -> Any:
-  """A model with the loss of its paper, which is all that comes out."""
-
-  def make() -> Model:
-    model, inputs, loss = papers.PAPERS[name][:3]
-    params = filled(shapes(getattr(model(), "module", model()), *inputs))["params"]
-    # Without layers that cut them down, activations of these would grow from layer to layer.
-    params = jax.tree.map(lambda x: x * np.float32(0.5), params)
-    return Model(lambda params, batch: (loss(model(), params, *batch), ()), params, inputs)
-
-  return make
-
-
-def first_class(logits: Any) -> Any:
-  return cross_entropy(logits, np.zeros(logits.shape[:-1], np.int32))
-
-
-def masked_tokens(out: Any) -> Any:
-  tokens, pairs = out
-  return first_class(tokens) + first_class(pairs)
-
-
-def _bert_inputs() -> Any:
-  lengths = np.asarray([[6], [4], [5]])
-  return integers(3, 6, below=17), integers(3, 6, below=2), np.arange(6) < lengths
 
 
 # Data parallel training on eight devices.
@@ -132,20 +81,8 @@ def _sharded_batch() -> Any:
 _ATTENTION = (plain.attention_params, plain.attention_batch)
 _SOLVER = (plain.solver_params, plain.solver_batch)
 _EXPERTS = (plain.experts_params, plain.experts_batch)
-_IDS = (integers(3, 6, below=11),)
 
 PROGRAMS: dict[str, Program] = {
-  # Flax Linen, through `apply`.
-  "mlp": Program(linen(by_hand.Mlp(), (normal(8, 12),), first_class)),
-  "resnet": Program(linen(ResNet(), (normal(4, 8, 8, 3),), first_class)),
-  "transformer": Program(linen(by_hand.TransformerBlock(), (normal(2, 6, 8),), first_class), True),
-  "bert": Program(linen(Bert(), _bert_inputs(), masked_tokens), True),
-  "scan_remat_tied": Program(linen(by_hand.TiedLanguageModel(), _IDS, first_class)),
-  "lstm": Program(linen(LstmLanguageModel(), _IDS, first_class)),
-  "gpt": Program(paper("gpt_behind_a_wrapper"), True),
-  "vit": Program(paper("vit"), True),
-  "unet": Program(paper("unet")),
-  "state_space": Program(paper("state_space")),
   # Other libraries.
   "equinox": Program(other_libraries.equinox_encoder, True),
   "haiku": Program(other_libraries.haiku_language_model, True),
@@ -159,10 +96,6 @@ PROGRAMS: dict[str, Program] = {
   "experts_by_branch": Program(plain_jax(plain.experts_by_branch, *_EXPERTS)),
   "experts_by_group": Program(plain_jax(plain.experts_by_group, *_EXPERTS)),
   "convnet": Program(plain_jax(plain.convnet, plain.convnet_params, plain.convnet_batch)),
-  "gan": Program(plain_jax(plain.gan_step, plain.gan_params, plain.gan_batch), backward=False),
-  "cluster": Program(
-    plain_jax(plain.cluster, plain.cluster_params, plain.cluster_batch), backward=False
-  ),
   "online_softmax": Program(
     plain_jax(plain.online_softmax, plain.online_softmax_params, plain.online_softmax_batch)
   ),

@@ -1,0 +1,218 @@
+"""What is true of every model under a policy, read from its jaxprs: forward, and with gradients.
+
+Each model of the catalogue is traced once in each way in which it can be run, and one test reports
+all that is wrong with it. For the numbers see tests/integration/test_accuracy.py.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from tests import programs
+from tests.jaxprs.autocast import checks
+from tests.jaxprs.autocast.programs import PROGRAMS
+from tests.models.catalogue import LAYERS, MODELS
+from tests.models.values import normal, shapes
+from tests.nnx.rig import is_float, total
+
+# As people run them: dtypes and ranks are promoted in every other line of other libraries.
+pytestmark = pytest.mark.standard_promotion
+
+HALF = "bfloat16"
+CASES = [
+  pytest.param(name, way, id=f"{name}-{way}")
+  for name, model in MODELS.items()
+  for way in model.ways
+  if way != "policy_scope"  # It makes the same operations, which is looked at with the other.
+]
+
+ONE_RESULT_INTO_ANOTHER_CALL = {"linen/methods", "linen/bind", "nnx/vae", "nnx/gan"}
+"""Models called more than once: what is returned in float32 is cast again in the next call."""
+
+FLOAT32_BESIDE_A_MATMUL = {"linen/nerf", "nnx/bert"}
+"""Models in which a value is rounded for a matmul, and read by what is computed in float32."""
+
+EXACT_GELU = {"linen/bert", "nnx/bert"}
+"""Models whose activation has an exponential in its derivative, by a rule of JAX's own."""
+
+
+def types(tree: Any) -> Any:
+  return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+@functools.cache
+def values(name: str) -> Any:
+  return MODELS[name].arguments()
+
+
+@functools.cache
+def without_policy(name: str) -> tuple[Any, Any]:
+  """Returns the jaxpr of a model without a policy, and the shapes of what it returns."""
+  return jax.make_jaxpr(MODELS[name].call("plain", None), return_shape=True)(*values(name))
+
+
+def gradient(name: str, call: Any) -> tuple[Any, Any]:
+  """Returns a jaxpr with the gradients of all floating arguments, and what else it returns.
+
+  The loss is the sum of the squares of all outputs, in float32.
+  """
+  params, rest, inputs = values(name)
+  leaves, tree = jax.tree.flatten(inputs)
+  moving = [i for i, x in enumerate(leaves) if is_float(x)]
+
+  def loss(params, some):
+    given = dict(zip(moving, some, strict=True))
+    now = [given.get(i, x) for i, x in enumerate(leaves)]
+    found = call(params, rest, jax.tree.unflatten(tree, now))
+    return total(found[0])[0], found
+
+  fun = jax.grad(loss, (0, 1), has_aux=True)
+  some = [leaves[i] for i in moving]
+  program, (grads, found) = jax.make_jaxpr(fun, return_shape=True)(params, some)
+  assert types(grads) == types((params, some))
+  return program, found
+
+
+def wrong_matmuls(name: str, way: str, program: Any, own: int) -> list[str]:
+  """Returns the matmuls in another dtype than they should be; `own`: beside a power iteration."""
+  if not MODELS[name].power_iteration or way == "autocast":
+    return checks.halves(program, HALF)
+  found = programs.products(program)
+  # Those of the layer itself have the three rows of its input.
+  mine = [p for p in found if any("[3," in shape for shape in p.operands)]
+  assert len(mine) == own < len(found)
+  return [str(p) for p in found if set(p.dtypes) != {HALF if p in mine else "float32"}]
+
+
+def operations(program: Any) -> list[Any]:
+  """Returns each operation with the types of its operands and results, in the order they run in."""
+  return [
+    (eqn.primitive.name, *(var.aval.str_short() for var in (*eqn.invars, *eqn.outvars)), runs)
+    for eqn, runs in programs.equations(program)
+  ]
+
+
+def on_float32_list(program: Any) -> set[str]:
+  return {eqn.primitive.name for eqn, _ in programs.equations(program)} & checks.FLOAT32
+
+
+@pytest.mark.case("B038", "B073", "B082", "B085", "B086", "B087", "B088", "B089", "B092", "B094")
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_matmuls_are_low_precision_and_sums_float32(name, way):
+  model, call = MODELS[name], MODELS[name].call(way, f"mixed_{HALF}")
+  plain, expected = without_policy(name)
+  forward, found = jax.make_jaxpr(call, return_shape=True)(*values(name))
+  assert types(found) == types(expected)
+  assert bool(programs.products(forward)) is model.products
+  wrong = {
+    "matmuls": wrong_matmuls(name, way, forward, own=1),
+    "in low precision": checks.halves_of_float32(forward),
+    "lost": list(on_float32_list(plain) - on_float32_list(forward)),
+  }
+  if "policy_scope" in model.ways and way == "with_policy" and name not in LAYERS:
+    scoped = jax.make_jaxpr(model.call("policy_scope", f"mixed_{HALF}"))(*values(name))
+    assert operations(scoped) == operations(forward)
+  if name not in ONE_RESULT_INTO_ANOTHER_CALL | FLOAT32_BESIDE_A_MATMUL:
+    wrong["casts"] = checks.wasted_casts(forward)
+  if model.backward:
+    # Losses that call the model for one example, in a `vmap` outside of the policy: what all
+    # examples share is a sum in low precision there. See docs/limits.md.
+    summed = model.in_vmap and way != "autocast"
+    if summed:
+      with jax.allow_f16_reductions(False), pytest.raises(ValueError, match="reduce_sum on oper"):
+        gradient(name, call)
+    with jax.allow_f16_reductions(summed):
+      backward, again = gradient(name, call)
+    assert types(again) == types(expected)
+    assert bool(checks.sums(backward)) is summed
+    wrong["matmuls of the gradient"] = wrong_matmuls(name, way, backward, own=3)
+    if not summed and name not in EXACT_GELU:
+      wrong["in low precision, of the gradient"] = checks.halves_of_float32(backward)
+  assert {what: texts for what, texts in wrong.items() if texts} == {}
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if PROGRAMS[name].backward])
+def test_autocast_of_a_gradient_has_its_sums_in_float32_too(name):
+  fun, params, batch = PROGRAMS[name].make()
+  fun = checks.Counted(fun)
+
+  def both(params, batch):
+    return jax.value_and_grad(fun, has_aux=True)(params, batch)
+
+  found, shapes = jax.make_jaxpr(mpjax.autocast(both, HALF), return_shape=True)(params, batch)
+  assert fun.calls == 1  # It is traced once.
+  assert checks.halves(found, HALF) == []
+  assert checks.halves_of_float32(found) == []
+  assert types(shapes) == types(jax.eval_shape(both, params, batch))
+
+
+# What a policy without an output dtype shows.
+
+
+@pytest.mark.case("A80", "B086")
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_layers_return_the_dtype_that_they_compute(framework):
+  wrong = []
+  for name in [name for name in LAYERS if name.startswith(framework)]:
+    way = "policy_scope" if framework == "linen" else "with_policy"
+    call = LAYERS[name].call(way, mpjax.Policy(compute_dtype=HALF))
+    # The gradients are compared with what they belong to.
+    _, (out, _) = gradient(name, call)
+    wanted = "float32" if LAYERS[name].ends_in_float32 else HALF
+    if {str(x.dtype) for x in jax.tree.leaves(out)} != {wanted}:
+      wrong.append(f"{name}: {out}")
+  assert wrong == []
+
+
+NORMS = [name for name, model in LAYERS.items() if model.norm]
+
+
+@pytest.mark.case("B083", "B084")
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_compute_their_statistics_in_float32_and_round_once(name):
+  call = LAYERS[name].call("with_policy", mpjax.Policy(compute_dtype=HALF, output_dtype=HALF))
+  forward = jax.make_jaxpr(call)(*values(name))
+  assert programs.dtypes_of(forward, "rsqrt") == {"float32"}
+  if not name.endswith("running"):
+    assert programs.dtypes_of(forward, "reduce_sum") == {"float32"}
+  assert programs.converts(forward) == {f"float32->{HALF}": 1}
+
+
+def test_a_float32_matmul_takes_more_than_to_ask_for_a_float32_result():
+  class Matmuls(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      kernel = self.param("kernel", nn.initializers.ones, (8, 4))
+
+      def matmul(x):
+        # In the float32 that the body is traced in, this says nothing.
+        return jnp.einsum("bd,df->bf", x, kernel, preferred_element_type=jnp.float32)
+
+      return matmul(x), mpjax.full_precision(matmul)(x), nn.Dense(4, precision="highest")(x)
+
+  x = normal(3, 8)
+  model = mpjax.linen.with_policy(Matmuls(), f"mixed_{HALF}")
+  found = programs.products(jax.make_jaxpr(model.apply)(shapes(Matmuls(), x), x))
+  assert [p.dtypes for p in found] == [(HALF, HALF), *[("float32", "float32")] * 2]
+  assert [p.result for p in found] == [f"{HALF}[3,4]", "float32[3,4]", "float32[3,4]"]
+  assert "HIGHEST" in found[2].layout
+
+
+def test_what_only_an_exponential_reads_is_float32_and_what_a_matmul_reads_is_not():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.relu(nn.Dense(8)(x)) * 0.5
+      scores = nn.Dense(4)(x)
+      return jnp.exp(scores - scores.max()), jnp.sum(x)
+
+  x = normal(2, 8)
+  model = mpjax.linen.with_policy(Net(), f"mixed_{HALF}")
+  program = jax.make_jaxpr(model.apply)(shapes(Net(), x), x)
+  assert programs.dtypes_of(program, "dot_general", "max", "mul") == {HALF}
+  assert programs.dtypes_of(program, "sub", "exp", "reduce_sum") == {"float32"}

@@ -1,0 +1,228 @@
+"""Every model that tests put under a policy, whatever framework it is written in: one entry each.
+
+To add a model is to add an entry: `linen(...)`, `nnx_(...)` or `function(...)`. Then
+tests/integration/test_catalogue.py reads its jaxprs, in every way in which it can be run.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import mpjax
+from tests.jaxprs.autocast.programs import PROGRAMS
+from tests.models import by_hand, classics, layers, limits
+from tests.models.papers import PAPERS
+from tests.models.situations import SITUATIONS
+from tests.models.stumbles_models import REACHED
+from tests.models.values import filled, integers, normal, shapes
+from tests.nnx import classics as nnx_classics
+from tests.nnx import layers as nnx_layers
+from tests.nnx import rig, zoo
+
+RNGS = {"dropout": jax.random.key(2)}
+
+Call = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, Any]]
+
+
+class Model(NamedTuple):
+  """One model, and what is special about it.
+
+  Fields:
+    ways: in which a policy can be given: "with_policy", "policy_scope", "autocast".
+    arguments: `(seed=0) -> (parameters, other variables, inputs)`, with values made by NumPy.
+    call: `(way, policy, rules=()) -> function of these three -> (outputs, new variables)`; there is
+      no policy in the way "plain".
+    products: whether it has matmuls or convolutions.
+    attention: whether there is attention in it.
+    norm: whether it is a norm, which rounds its result and nothing else.
+    ends_in_float32: whether the last operation is one of the float32 list, or a float32 carry.
+    backward: whether it has a gradient (a while loop has none, a training step takes its own).
+    power_iteration: whether a power iteration stays in float32, beside matmuls of three rows.
+    in_vmap: whether it calls the model for one example, in a `vmap` outside of the policy. What all
+      examples share is a sum in low precision there: see docs/limits.md.
+  """
+
+  ways: tuple[str, ...]
+  arguments: Callable[..., tuple[Any, Any, tuple[Any, ...]]]
+  call: Callable[..., Call]
+  products: bool = True
+  attention: bool = False
+  norm: bool = False
+  ends_in_float32: bool = False
+  backward: bool = True
+  power_iteration: bool = False
+  in_vmap: bool = False
+
+
+def linen(make: Any, inputs: tuple[Any, ...], run: Any, kwargs: Any = None, **flags: Any) -> Model:
+  """Returns an entry for Linen; `run` is `(model, variables, *inputs) -> (outputs, variables)`."""
+
+  def arguments(seed: int = 0) -> Any:
+    model = make()
+    found = shapes(getattr(model, "module", model), *inputs, **(kwargs or {}))
+    variables = dict(filled(found, seed))
+    return variables.pop("params", {}), variables, inputs
+
+  def call(way: str, policy: Any, rules: Any = ()) -> Call:
+    model = make()
+    if way == "with_policy" and hasattr(model, "module"):
+      model.module = mpjax.linen.with_policy(model.module, policy, rules)
+    elif way == "with_policy":
+      model = mpjax.linen.with_policy(model, policy, rules)
+
+    def fun(params: Any, rest: Any, inputs: Any) -> Any:
+      return run(model, {"params": params, **rest}, *inputs)
+
+    def in_scope(*args: Any) -> Any:
+      with mpjax.linen.policy_scope(policy, rules):
+        return fun(*args)
+
+    if way == "autocast":
+      return mpjax.autocast(fun, policy, data_argnums=(1, 2))
+    return in_scope if way == "policy_scope" else fun
+
+  return Model(("with_policy", "policy_scope", "autocast"), arguments, call, **flags)
+
+
+def applied(**kwargs: Any) -> Callable[..., Any]:
+  """Returns what runs a Linen model by `apply`, all its other variables mutable."""
+
+  def run(model: Any, variables: Any, *inputs: Any) -> Any:
+    state = [name for name in variables if name != "params"]
+    return model.apply(variables, *inputs, **kwargs, rngs=RNGS, mutable=state)
+
+  return run
+
+
+def called(model: Any, *inputs: Any) -> Any:
+  return model(*inputs)
+
+
+def nnx_(make: Any, inputs: tuple[Any, ...], run: Any = called, **flags: Any) -> Model:
+  """Returns an entry for NNX; `run` is `(model, *inputs) -> outputs`."""
+  split = functools.cache(lambda seed=0: rig.split(make, seed))
+
+  def call(way: str, policy: Any, rules: Any = ()) -> Call:
+    policy_of_view = policy if way == "with_policy" else None
+    forward, _ = rig.functions(split()[0], policy_of_view, run, rules=rules)
+    return mpjax.autocast(forward, policy, data_argnums=(1, 2)) if way == "autocast" else forward
+
+  return Model(("with_policy",), lambda seed=0: (*split(seed)[1:], inputs), call, **flags)
+
+
+def function(make: Callable[[], Any], **flags: Any) -> Model:
+  """Returns an entry for a function `(params, batch) -> (loss, outputs)`."""
+  made = functools.cache(make)
+
+  def call(way: str, policy: Any, rules: Any = ()) -> Call:
+    fun = made().fun
+    cast = mpjax.autocast(fun, policy, rules=rules) if way == "autocast" else fun
+    return lambda params, _, batch: (cast(params, batch), ())
+
+  return Model(("autocast",), lambda: (made().params, (), made().batch), call, **flags)
+
+
+def layer(name: str, **flags: Any) -> dict[str, Any]:
+  """Returns what the name of one of Flax's layers says of it."""
+  norm = name in ("layer_norm", "rms_norm", "group_norm", "instance_norm") or "batch_norm" in name
+  gated = name.startswith(("lstm", "optimized_lstm", "gru", "mgu", "conv_lstm"))
+  carries = gated or name in ("rnn_reversed", "bidirectional")
+  return {
+    "attention": name.startswith("attention"),
+    "norm": norm,
+    "ends_in_float32": norm or carries or name in ("embed", "dropout", "prelu", "pooling"),
+    "power_iteration": name == "spectral_norm",
+    **flags,
+  }
+
+
+def _linen_layers() -> dict[str, Model]:
+  found = {}
+  for name, made in {**layers.LAYERS, **layers.EXEMPT}.items():
+    flags = layer(name, products=made.products)
+    run = applied(**made.kwargs)
+    found[f"linen/{name}"] = linen(made.make, made.inputs, run, made.kwargs, **flags)
+  return found
+
+
+def _nnx_layers() -> dict[str, Model]:
+  found = {}
+  for name, made in {**nnx_layers.LAYERS, **nnx_layers.EXEMPT}.items():
+    flags = layer(name, products=made.products)
+    run = functools.partial(lambda kwargs, view, *args: view(*args, **kwargs), made.kwargs)
+    found[f"nnx/{name}"] = nnx_(made.make, made.inputs, run, **flags)
+  return found
+
+
+def situation(found: Any) -> Model:
+  def run(*args: Any) -> Any:
+    return found.run(*args), ()
+
+  return linen(found.make, found.inputs, run, backward=found.backward)
+
+
+def paper(found: Any, **flags: Any) -> Model:
+  def run(model: Any, variables: Any, *inputs: Any) -> Any:
+    return found.loss(model, variables["params"], *inputs), ()
+
+  return linen(found.make, found.inputs, run, attention=found.attention, **flags)
+
+
+def _whole(make: Any, *inputs: Any, **flags: Any) -> Model:
+  return linen(make, inputs, applied(), **flags)
+
+
+_IDS = integers(3, 6, below=11)
+_PADDED = np.arange(6) < np.asarray([[6], [4], [5]])
+_X, _MASK = normal(2, 6, 8), np.asarray([[1] * 4 + [0] * 2, [1] * 6], np.float32)
+
+LAYERS: dict[str, Model] = {**_linen_layers(), **_nnx_layers()}
+"""Those that Flax ships, by "linen/name" and "nnx/name"."""
+
+LINEN: dict[str, Model] = {
+  **{name: situation(found) for name, found in SITUATIONS.items()},
+  **{name: paper(found, in_vmap=name == "field_by_its_hessian") for name, found in PAPERS.items()},
+  "mlp": _whole(by_hand.Mlp, normal(8, 12)),
+  "resnet": _whole(classics.ResNet, normal(4, 8, 8, 3)),
+  "transformer": _whole(by_hand.TransformerBlock, _X, attention=True),
+  "bert": _whole(classics.Bert, integers(3, 6, below=17), _IDS % 2, _PADDED, attention=True),
+  "scan_remat_tied": _whole(by_hand.TiedLanguageModel, _IDS),
+  "lstm": _whole(classics.LstmLanguageModel, _IDS),
+  # What takes rules where a policy casts arguments.
+  "numpy_scalar": _whole(limits.NumpyScalar, _X),
+  "one_hot": _whole(limits.OneHot, _X),
+  "own_state": _whole(limits.OwnState, _X),
+  "softmax_by_hand": _whole(limits.SoftmaxByHand, _X),
+  "gate": _whole(limits.Gate, _X),
+  "mask_by_product": _whole(limits.MaskByProduct, _X, _MASK, attention=True),
+  **{
+    name: linen(functools.partial(part.linen, None), inputs, applied())
+    for name, (part, inputs) in REACHED.items()
+  },
+}
+
+NNX: dict[str, Model] = {
+  **{
+    name: nnx_(*found, in_vmap=name == "field_by_its_gradient")
+    for name, found in {**zoo.MODELS, **nnx_classics.MODELS}.items()
+  },
+  **{
+    name: nnx_(functools.partial(part.nnx, None), inputs)
+    for name, (part, inputs) in REACHED.items()
+  },
+}
+
+FUNCTIONS: dict[str, Model] = {
+  name: function(found.make, attention=found.attention, backward=found.backward)
+  for name, found in PROGRAMS.items()
+}
+
+MODELS: dict[str, Model] = {
+  **LAYERS,
+  **{f"linen/{name}": model for name, model in LINEN.items()},
+  **{f"nnx/{name}": model for name, model in NNX.items()},
+  **{f"function/{name}": model for name, model in FUNCTIONS.items()},
+}

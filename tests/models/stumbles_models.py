@@ -1,0 +1,407 @@
+"""Models around the functions of `stumbles`, as users write them: described once for Linen and NNX.
+
+A description names the parts and parameters of a module and what it does when it is called. `hand`
+is the dtype that their author would give to each layer by hand.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import mpjax
+from tests.models import stumbles
+from tests.models.values import normal
+
+NORMAL, ONES, ZEROS = nn.initializers.normal(), nn.initializers.ones, nn.initializers.zeros
+
+
+class Part(NamedTuple):
+  """One module in both frameworks; each function is given the module around it, NNX `Rngs` too."""
+
+  linen: Callable[[Any], nn.Module]
+  nnx: Callable[[Any, Any], nnx.Module]
+
+
+def module(call: Callable[..., Any], params: Any = None, **parts: Part) -> Part:
+  """Returns a module: `call(module, *inputs)`, and initialisers and shapes of its parameters."""
+
+  class Linen(nn.Module):
+    def setup(self) -> None:
+      for name, part in parts.items():
+        setattr(self, name, part.linen(self))
+      for name, (init, shape) in (params or {}).items():
+        setattr(self, name, self.param(name, init, shape))
+
+    def __call__(self, *args: Any) -> Any:
+      return call(self, *args)
+
+    def helper(self, name: str, *args: Any) -> Any:
+      return getattr(stumbles, name)(*args)
+
+  class Nnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+      for name, part in parts.items():
+        setattr(self, name, part.nnx(self, rngs))
+      for name, (init, shape) in (params or {}).items():
+        setattr(self, name, nnx.Param(init(rngs.params(), shape)))
+
+    def __call__(self, *args: Any) -> Any:
+      return call(self, *args)
+
+    def helper(self, name: str, *args: Any) -> Any:
+      return getattr(stumbles, name)(*args)
+
+  return Part(lambda around: Linen(), lambda around, rngs: Nnx(rngs))
+
+
+def dense(
+  inputs: int, features: int, hand: Any = None, bias: bool = False, precision: Any = None
+) -> Part:
+  options: Any = {"use_bias": bias, "dtype": hand, "precision": precision}
+  return Part(
+    lambda around: nn.Dense(features, **options),
+    lambda around, rngs: nnx.Linear(inputs, features, **options, rngs=rngs),
+  )
+
+
+def conv(inputs: int, features: int, size: int, stride: int, hand: Any) -> Part:
+  window = ((size, size), (stride, stride))
+  return Part(
+    lambda around: nn.Conv(features, *window, dtype=hand),
+    lambda around, rngs: nnx.Conv(inputs, features, *window, dtype=hand, rngs=rngs),
+  )
+
+
+def function(name: str) -> Part:
+  """Returns a function as a module of its own."""
+  return module(lambda m, *args: getattr(stumbles, name)(*args))
+
+
+# Positions, times, coordinates.
+
+
+def rotary(place: str) -> Part:
+  """Rotated queries: in the method itself, in a helper, or in a module of their own."""
+
+  def call(m, x):
+    rotate = {
+      "inline": stumbles.rope,
+      "helper": lambda *args: m.helper("rope", *args),
+      "module": m.inner,
+    }[place]
+    return rotate(m.q(x), stumbles.angles(jnp.arange(x.shape[0]), 16))
+
+  return module(call, q=dense(16, 16), inner=function("rope"))
+
+
+def denoiser(hand: Any = None) -> Part:
+  return module(
+    lambda m, x, t: m.last(nn.silu(m.first(x) + m.time(t))),
+    first=dense(4, 16, hand),
+    last=dense(16, 4, hand),
+    time=module(lambda m, t: m.dense(stumbles.sinusoid(t)), dense=dense(32, 16, hand)),
+  )
+
+
+def nerf(hand: Any = None) -> Part:
+  return module(
+    lambda m, *rays: m.last(nn.relu(m.first(m.encode(m.rays(*rays))))),
+    rays=function("rays"),
+    encode=function("encode"),
+    first=dense(51, 16, hand),
+    last=dense(16, 4, hand),
+  )
+
+
+def deformable(grid: str) -> Part:
+  """Features between the places of a grid, moved by what is predicted."""
+
+  def call(m, features, places):
+    places = stumbles.GRIDS.get(grid, lambda: places)()
+    sampled = m.interpolate(features, places + m.offsets(features)[:, 0])
+    return sampled, m.last(sampled)
+
+  return module(
+    call,
+    offsets=dense(8, 1, bias=True),
+    last=dense(8, 4),
+    interpolate=function("interpolate"),
+  )
+
+
+def detector(grid: str) -> Part:
+  """Boxes, as far as they are from their anchors, and what another layer makes of them."""
+
+  def call(m, features, anchors):
+    anchors = stumbles.ANCHORS_BY.get(grid, lambda: anchors)()
+    boxes = m.decode(anchors, m.deltas(features))
+    return boxes - anchors, m.last(boxes)
+
+  return module(call, deltas=dense(8, 4, bias=True), last=dense(4, 4), decode=function("decode"))
+
+
+# Probabilities, masks, norms, losses.
+
+
+def ends(end: str) -> Part:
+  """A classifier that returns probabilities, by a softmax of some kind, or their logarithms."""
+
+  def call(m, x):
+    return {
+      "by hand": stumbles.softmax,
+      "by hand in a helper": lambda x: m.helper("softmax", x),
+      "by hand in a module": m.inner,
+      "of JAX": jax.nn.softmax,
+      "log_softmax": jax.nn.log_softmax,
+    }[end](m.logits(x))
+
+  return module(call, logits=dense(8, 10), inner=function("softmax"))
+
+
+def actor_critic() -> Part:
+  """That of Flax's PPO example, smaller, its dtypes as there."""
+
+  def call(m, x):
+    x = x.astype(jnp.float32) / 255.0
+    x = nn.relu(m.conv2(nn.relu(m.conv1(x))))
+    x = nn.relu(m.hidden(x.reshape((x.shape[0], -1))))
+    return nn.log_softmax(m.logits(x)), m.value(x)
+
+  dtype = jnp.float32
+  return module(
+    call,
+    conv1=conv(4, 8, 8, 4, dtype),
+    conv2=conv(8, 8, 4, 2, dtype),
+    hidden=dense(32, 16, dtype, bias=True),
+    logits=dense(16, 4, dtype, bias=True),
+    value=dense(16, 1, dtype, bias=True),
+  )
+
+
+def masked(big: float, style: str) -> Part:
+  def attend(m, x, valid):
+    q, k, v = m.q(x), m.k(x), m.v(x)
+    scores = jnp.einsum("btd,bsd->bts", q, k) / 8**0.5
+    weights = jax.nn.softmax(stumbles.masked(scores, valid, big, style))
+    return jnp.einsum("bts,bsd->btd", weights, v)
+
+  return module(
+    lambda m, x, valid: m.last(x + m.attention(x, valid)),
+    attention=module(attend, **{name: dense(8, 8) for name in "qkv"}),
+    last=dense(8, 4),
+  )
+
+
+def graph() -> Part:
+  def call(m, x, ids):
+    return jax.ops.segment_sum(x, ids, 2), jax.ops.segment_sum(m.dense(x), ids, 2)
+
+  return module(lambda m, *args: m.messages(*args), messages=module(call, dense=dense(1, 1)))
+
+
+WHITEN = module(
+  lambda m, x: stumbles.mean_square_norm(x) * m.scale.reshape(1, -1), {"scale": (ONES, (16,))}
+)
+"""A norm by another name."""
+
+
+def normed() -> Part:
+  return module(
+    lambda m, x: m.last(m.norm(m.first(x))),
+    norm=WHITEN,
+    first=dense(16, 16),
+    last=dense(16, 4),
+  )
+
+
+def _loud_layer(m: Any, x: Any, *_: Any) -> Any:
+  y = m.dense(x)
+  return y + 100 * m.norm(y)
+
+
+LOUD_LAYER = module(_loud_layer, dense=dense(16, 16), norm=WHITEN)
+
+
+class Stacked(nn.Module):
+  """Norms in a stack of layers."""
+
+  @nn.compact
+  def __call__(self, x):
+    layer = LOUD_LAYER.linen(None)
+    scan = nn.scan(
+      lambda layer, x, _: (layer(x), None),
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=2,
+    )
+    return scan(layer, x, None)[0]
+
+
+class NnxStacked(nnx.Module):
+  def __init__(self, rngs):
+    self.layers = nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: LOUD_LAYER.nnx(None, rngs)))(rngs)
+
+  def __call__(self, x):
+    scan = nnx.scan(lambda b, x: b(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    return scan(self.layers, x)
+
+
+STACKED = Part(lambda around: Stacked(), lambda around, rngs: NnxStacked(rngs))
+
+
+def activated(name: str) -> Part:
+  return module(
+    lambda m, x: m.last(stumbles.ACTIVATIONS[name](m.first(x))),
+    first=dense(4, 4),
+    last=dense(4, 4),
+  )
+
+
+def trained(place: str) -> Part:
+  """A classifier that computes its own loss."""
+
+  def call(m, x, labels):
+    if place == "helper":
+      return m.helper("cross_entropy", m.logits(x), labels)
+    return m.inner(m.logits(x), labels)
+
+  return module(call, logits=dense(4, 10), inner=function("cross_entropy"))
+
+
+# Sums over many rows.
+
+
+def embedded() -> Part:
+  table = module(lambda m, ids: m.table[ids], {"table": (NORMAL, (4, 4))})
+  return module(lambda m, ids: m.last(m.embed(ids)), embed=table, last=dense(4, 4))
+
+
+def tied(how: str) -> Part:
+  def call(m, ids):
+    x = jnp.tanh(m.mix(m.wte(ids)))
+    return x @ m.wte.embedding.T if how == "embedding.T" else m.wte.attend(x)
+
+  table = Part(lambda around: nn.Embed(16, 8), lambda around, rngs: nnx.Embed(16, 8, rngs=rngs))
+  return module(call, wte=table, mix=dense(8, 8))
+
+
+MULTIPLY = module(lambda m, x: x * m.w, {"w": (ONES, ())})
+
+
+def shared() -> Part:
+  """One layer, called for each of many rows."""
+
+  def call(m, x):
+    h = m.first(x)
+    return sum(jnp.sum(m.layer(h[i])) for i in range(x.shape[0]))
+
+  return module(call, first=dense(1, 1), layer=MULTIPLY)
+
+
+def summed() -> Part:
+  """The example of the documentation: one scale for 400 rows."""
+  return module(lambda m, x: sum(jnp.sum(m.layer(row)) for row in x), layer=MULTIPLY)
+
+
+def biased() -> Part:
+  affine = module(
+    lambda m, x: x * m.scale.reshape(1, -1) + m.shift.reshape(1, -1),
+    {"scale": (ONES, (4,)), "shift": (ZEROS, (4,))},
+  )
+  return module(lambda m, x: m.affine(m.dense(x)), dense=dense(4, 4, bias=True), affine=affine)
+
+
+# Where products must stay in float32, or must not.
+
+
+OWNER = module(lambda m, x: x @ m.w, {"w": (NORMAL, (16, 4))})
+
+
+class Reader(nn.Module):
+  other: nn.Module
+
+  def __call__(self, x):
+    return x @ self.other.w
+
+
+class NnxReader(nnx.Module):
+  def __init__(self, other):
+    self.other = other
+
+  def __call__(self, x):
+    return x @ self.other.w
+
+
+def precisely(order: str) -> Part:
+  """A layer called under the policy and without it, and its weight read by another module."""
+
+  def call(m, x):
+    calls = {"half": m.owner, "full": mpjax.full_precision(m.owner), "read": m.reader}
+    found = {name: calls[name](x) for name in order.split()}
+    return found["half"], found["full"], found["read"]
+
+  reader = Part(lambda around: Reader(around.owner), lambda around, rngs: NnxReader(around.owner))
+  return module(call, owner=OWNER, reader=reader)
+
+
+def fused_block(kernel: str, hand: Any = None) -> Part:
+  """Attention by a kernel that takes nothing but half."""
+
+  def attend(m, x):
+    q, k, v = (layer(x).reshape(*x.shape[:2], 2, 8) for layer in (m.q, m.k, m.v))
+    return m.out(getattr(stumbles, kernel)(q, k, v).reshape(x.shape))
+
+  layers = {name: dense(16, 16, hand) for name in ("q", "k", "v", "out")}
+  return module(
+    lambda m, x: m.last(x + m.attention(x)),
+    attention=module(attend, **layers),
+    last=dense(16, 4, hand),
+  )
+
+
+def headed(precision: Any = None) -> Part:
+  return module(
+    lambda m, x: m.head(jnp.tanh(m.body(x))),
+    body=dense(8, 6),
+    head=dense(6, 5, precision=precision),
+  )
+
+
+def looking() -> Part:
+  """Its Python looks at the values of arrays; in NNX it counts its calls in a variable."""
+
+  def call(m, x):
+    h = m.first(x)
+    if float(h.sum()) > 0:
+      h = h * 2
+    if isinstance(m, nnx.Module):
+      m.calls[...] += 1
+    return h + 0 * float(np.asarray(h).max()), m.last(h)
+
+  counter = Part(lambda m: None, lambda m, rngs: nnx.Variable(jnp.zeros((), jnp.int32)))
+  return module(call, first=dense(4, 4), last=dense(4, 4), calls=counter)
+
+
+RAYS = normal(256, 3), normal(256, 3, seed=1), np.linspace(0, 4, 256, dtype=np.float32)
+TIMES = np.linspace(0, 999, 1024, dtype=np.float32)
+PLACES = np.arange(stumbles.SIZE, dtype=np.float32)
+
+REACHED: dict[str, tuple[Part, tuple[Any, ...]]] = {
+  "rotary": (rotary("helper"), (normal(4, 16),)),
+  "denoiser": (denoiser(), (normal(1024, 4), TIMES)),
+  "nerf": (nerf(), RAYS),
+  "deformable": (deformable("np.arange"), (stumbles.FEATURES, PLACES)),
+  "detector": (detector("np"), (stumbles.FEATURES, stumbles.ANCHORS)),
+  "softmax": (ends("by hand"), (normal(2, 8),)),
+  "masked": (masked(-1e9, "where"), (normal(2, 4, 8), stumbles.mask_argument(-1e9, "where"))),
+  "normed": (normed(), (normal(2, 16),)),
+  "stacked": (STACKED, (normal(2, 16),)),
+  "activated": (activated("gelu by hand"), (normal(2, 4),)),
+  "trained": (trained("module"), (normal(6, 4), stumbles.LABELS[:6])),
+}
+"""Models with inputs for which structure is read."""
