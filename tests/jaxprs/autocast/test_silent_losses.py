@@ -147,3 +147,11 @@ def test_brackets_in_the_name_of_a_scope():
   backward = mpjax.autocast(jax.grad(fun), rules=rules)
   for program in (jax.make_jaxpr(cast)(x), jax.make_jaxpr(backward)(x)):
     assert {p.dtypes for p in programs.products(program)} == {("float32", "float32")}
+
+
+def test_flags_and_sizes_of_numpy_are_no_arrays():
+  def fun(x, flag, size):
+    return jnp.ones(size) @ x if flag else x
+
+  x = np.ones((3, 2), np.float32)
+  np.testing.assert_array_equal(mpjax.autocast(fun)(x, np.bool_(True), np.int64(3)), [3, 3])
