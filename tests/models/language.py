@@ -88,7 +88,10 @@ class TextModel:
 
 
 class Expert(nn.Module):
-  """A feed-forward layer of experts: top-1 routing, dispatch by einsum, a balancing loss sown."""
+  """A feed-forward layer of experts: top-1 routing, dispatch by einsum, a balancing loss sown.
+
+  Its activation is smooth: the slope of a relu depends on the last bit of what is nearly 0.
+  """
 
   experts: int = 4
   capacity: int = 3
@@ -105,7 +108,7 @@ class Expert(nn.Module):
     dispatch = chosen[..., None] * jax.nn.one_hot(place, self.capacity)[:, :, None]
     dispatch = dispatch.astype(x.dtype)
     inside = jnp.einsum("btec,btd->becd", dispatch, x)
-    inside = jnp.einsum("becf,efd->becd", nn.relu(jnp.einsum("becd,edf->becf", inside, up)), down)
+    inside = jnp.einsum("becf,efd->becd", nn.gelu(jnp.einsum("becd,edf->becf", inside, up)), down)
     combine = dispatch * gates[..., None]
     self.sow("losses", "balance", self.experts * jnp.mean(gates.mean(1) * chosen.mean(1)))
     return jnp.einsum("btec,becd->btd", combine, inside)
