@@ -29,9 +29,14 @@ class Plain(NamedTuple):
 def start(inner, params, statistics, ema) -> Plain:
   master = () if all(x.dtype == jnp.float32 for x in jax.tree.leaves(params)) else float32(params)
   trained, zero = master or params, jnp.zeros((), jnp.int32)
-  average, total = trained if ema else (), jax.tree.map(jnp.zeros_like, float32(params))
+  average, total = trained if ema else (), nothing(float32(params))
   opt_state = inner.init(trained)
   return Plain(params, master, opt_state, statistics, average, zero, total, zero, zero)
+
+
+def nothing(tree):
+  """The sum of no gradients: -0.0, to which even -0.0 can be added."""
+  return jax.tree.map(lambda x: jnp.full_like(x, -0.0), tree)
 
 
 def float32(tree):
@@ -102,8 +107,7 @@ def update(inner, every, state: Plain, grads, statistics) -> Plain:
   moved = moved._replace(statistics=statistics, ema=ema, step=step)
   if every == 1:  # No sum is kept.
     return moved
-  zeros, updates = jax.tree.map(jnp.zeros_like, total), state.updates + 1
-  moved = moved._replace(total=zeros, phase=jnp.zeros_like(count), updates=updates)
+  moved = moved._replace(total=nothing(total), phase=count * 0, updates=state.updates + 1)
   waited = state._replace(statistics=statistics, step=step, total=total, phase=count)
   full = count == (every(state.updates) if callable(every) else every)
   return where(full, moved, waited)
