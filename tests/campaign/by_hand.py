@@ -232,7 +232,11 @@ def run_update(name: str, guarded: str) -> Any:
       return tx.update(grads, state, params, loss=watched)
     (scale,) = state.loss_scale.values()
     grads = jax.tree.map(lambda g: g / scale.scale, grads)
-    updates, inner_state = inner.update(grads, state.inner_state, params)
+    updates, new = inner.update(grads, state.inner_state, params)
+    # Selected as in the control, always: it must round as there.
+    taken = scale.scale > 0
+    updates = jax.tree.map(lambda u: jnp.where(taken, u, -0.0), updates)
+    inner_state = jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, state.inner_state)
     return updates, state._replace(inner_state=inner_state)
 
   return jax.jit(jax.vmap(update), compiler_options=options_of_users())
