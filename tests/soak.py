@@ -28,12 +28,11 @@ import numpy as np
 import optax
 import orbax.checkpoint
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 import mpjax
-from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._state import LossScalingState
+from tests.campaign.network import poison
 from tests.loss_scale_oracle import LIMIT, Oracle
 
 HALF = ("bfloat16", "float16")
@@ -110,15 +109,6 @@ def draw_faults(updates, places):
   return Faults(value, rng.integers(0, places, updates).astype(np.int32))
 
 
-@jax.custom_vjp
-def poison(x, fault):
-  """Returns `x`; its gradient will have `fault` added."""
-  return x
-
-
-poison.defvjp(lambda x, fault: (x, fault), lambda fault, g: (g + fault, jnp.zeros_like(fault)))
-
-
 def make_loss_fn(model):
   """Returns the loss, with a fault where the batch says so."""
 
@@ -147,13 +137,8 @@ def prepare(half, updates, make_step):
   schedule = optax.cosine_decay_schedule(1e-2, updates, 0.01)
   inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
   tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(**SCALING))
-  state = mpjax.TrainState.create(
-    variables["params"],
-    tx,
-    model_state=variables["batch_stats"],
-    rng=jax.random.key(SEED + 2),
-    ema=True,
-  )
+  rest = {"model_state": variables["batch_stats"], "rng": jax.random.key(SEED + 2), "ema": True}
+  state = mpjax.TrainState.create(variables["params"], tx, **rest)
   step = make_step(make_loss_fn(model), tx, ema_decay=0.99, donate=False)
 
   def one(carry, fault):
@@ -174,12 +159,7 @@ def prepare(half, updates, make_step):
 
 def untouched(state):
   """Returns the bytes of what a skipped step leaves alone: all but the scale and its counters."""
-
-  def is_scaling(x):
-    return isinstance(x, LossScalingState)
-
-  rest = jax.tree.map(lambda x: x.inner_state if is_scaling(x) else x, state, is_leaf=is_scaling)
-  return bits(rest)
+  return bits(state._replace(opt_state=state.opt_state.inner_state))
 
 
 def bits(tree):
@@ -192,11 +172,7 @@ def bits(tree):
 
 def numbers(state):
   """Returns the scale and the counters, by the names that the oracle gives them."""
-
-  def is_scale(x):
-    return isinstance(x, LossScaleState)
-
-  (scale,) = filter(is_scale, jax.tree.leaves(state, is_leaf=is_scale))
+  (scale,) = state.opt_state.loss_scale.values()
   return {key: getattr(scale, key).item() for key in Oracle().numbers()}
 
 
@@ -230,14 +206,9 @@ class Outcome(NamedTuple):
 
 
 def soak(half, updates=UPDATES, size=BLOCK, make_step=mpjax.make_train_step, advance=None):
-  """Runs `updates` steps under a half type, in blocks of `size`.
+  """Runs `updates` steps under a half type, in at least 10 blocks of `size`.
 
-  Args:
-    half: "bfloat16" or "float16".
-    updates: a multiple of `size`, by 10 at least.
-    size: the steps of a block.
-    make_step: makes the step that is tried.
-    advance: called after each block.
+  `make_step` makes the step that is tried; `advance` is called after each block.
   """
   state, block = prepare(half, updates, make_step)
   faults = draw_faults(updates, len(jax.tree.leaves(state.params)) + 2)
@@ -296,56 +267,49 @@ def check(half, outcome):
   loss = record.loss[-steps // len(outcome.ends) :]
   last = float(np.mean(loss[np.isfinite(loss)]))
   counts = [int(x) for x in jax.tree.leaves(outcome.worn) if x.dtype == jnp.int32]
-  return [
-    Check("one program", outcome.programs == 1, f"{outcome.programs}"),
-    Check(
-      "steps + skipped = total",
+  found = f"{int(overflows.sum()):,} overflows"
+  found += f", from a scale of {scale[overflows].min():,.0f} on" if overflows.any() else ""
+  before, after = outcome.stretch
+  on_disk, in_memory = outcome.resumed
+  bad = round((STRETCH[1] - STRETCH[0]) * steps)
+  checks = {
+    "one program": (outcome.programs == 1, outcome.programs),
+    "steps + skipped = total": (
       applied + skipped == total == steps,
       f"{applied:,} + {skipped:,} = {total:,}",
     ),
-    Check(
-      "every fault is skipped", not np.any(record.finite & fault), f"{int(fault.sum()):,} faults"
+    "every fault is skipped": (not np.any(record.finite & fault), f"{int(fault.sum()):,} faults"),
+    "nothing else is, but for overflow at a high scale": (
+      np.all(scale[overflows] > SAFE_SCALE[half]),
+      found,
     ),
-    Check(
-      "nothing else is, but for overflow at a high scale",
-      bool(np.all(scale[overflows] > SAFE_SCALE[half])),
-      f"{int(overflows.sum()):,} overflows"
-      + (f", from a scale of {scale[overflows].min():,.0f} on" if overflows.any() else ""),
-    ),
-    Check(
-      "the scale stays within its limits",
+    "the scale stays within its limits": (
       limits.min_scale <= low <= high <= limits.max_scale,
       f"{low:,.0f} to {high:,.0f}",
     ),
-    Check(
-      "scale and counters are those of the oracle",
-      *compare_with_oracle(outcome),
+    "scale and counters are those of the oracle": compare_with_oracle(outcome),
+    f"{bad:,} bad steps in a row change no bit": (
+      before == after,
+      f"{sum(map(len, before)):,} bytes",
     ),
-    Check(
-      f"{round((STRETCH[1] - STRETCH[0]) * steps):,} bad steps in a row change no bit",
-      outcome.stretch[0] == outcome.stretch[1],
-      f"{sum(map(len, outcome.stretch[0])):,} bytes",
+    "resumed from disk it goes on bit for bit": (
+      on_disk == in_memory,
+      f"{sum(map(len, on_disk)):,} bytes",
     ),
-    Check(
-      "resumed from disk it goes on bit for bit",
-      outcome.resumed[0] == outcome.resumed[1],
-      f"{sum(map(len, outcome.resumed[0])):,} bytes",
-    ),
-    Check("all numbers are finite", bool(mpjax.all_finite(state)), "parameters, moments, averages"),
-    Check("it has learned", last <= LARGEST_LOSS, f"loss {last:.3f}"),
-    Check("counters stop and do not wrap", 0 <= min(counts) <= max(counts) == LIMIT, f"{LIMIT:,}"),
-    Check("memory does not grow", outcome.growth < MEMORY, f"{outcome.growth / 2**20:.1f} MiB"),
-  ]
+    "all numbers are finite": (mpjax.all_finite(state), "parameters, moments, averages"),
+    "it has learned": (last <= LARGEST_LOSS, f"loss {last:.3f}"),
+    "counters stop and do not wrap": (0 <= min(counts) <= max(counts) == LIMIT, f"{LIMIT:,}"),
+    "memory does not grow": (outcome.growth < MEMORY, f"{outcome.growth / 2**20:.1f} MiB"),
+  }
+  return [Check(name, bool(holds), str(found)) for name, (holds, found) in checks.items()]
 
 
 def compare_with_oracle(outcome):
   """Returns whether each scale, and all counters after each block, are those of the oracle."""
   oracle, scales, ends = Oracle(**SCALING), [], []
-  size = len(outcome.record.finite) // len(outcome.ends)
-  for number, good in enumerate(outcome.record.finite.tolist(), 1):
-    scales.append(oracle.step(good).scale)
-    if number % size == 0:
-      ends.append(oracle.numbers())
+  for block in np.split(outcome.record.finite, len(outcome.ends)):
+    scales += [oracle.step(good).scale for good in block.tolist()]
+    ends.append(oracle.numbers())
   wrong = np.flatnonzero(outcome.record.loss_scale != np.asarray(scales, np.float32))
   if len(wrong):
     return False, f"the scale differs first at step {wrong[0]:,}"
@@ -361,10 +325,9 @@ def main():
     parser.error(f"--updates {updates}: expected a positive multiple of {10 * BLOCK}")
   console = Console()
   holds = True
-  columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
   for half in HALF:
     start = time.perf_counter()
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with Progress(console=console) as progress:
       task = progress.add_task(f"{half}, blocks of {BLOCK} steps", total=updates // BLOCK)
       outcome = soak(half, updates, advance=lambda task=task: progress.advance(task))
     checks = check(half, outcome)

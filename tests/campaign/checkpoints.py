@@ -9,7 +9,6 @@ import io
 import pathlib
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,12 +24,14 @@ from tests.campaign.network import GRADIENT, LOSS, STATISTICS
 from tests.campaign.outcome import Job, Outcome, judge, require
 
 Arrays = dict[str, np.ndarray]
+to_arrays = mpjax.checkpoints.to_arrays
 SCALE = {"init_scale": 64.0, "growth_interval": 3, "min_scale": 4.0, "max_scale": 2.0**12}
 TX = mpjax.loss_scaling(
   mpjax.accumulate_gradients(mpjax.master_weights(optax.adam(2**-4)), 4),
   mpjax.DynamicLossScale(**SCALE, hysteresis=2),
 )
 LABEL = "dynamic(growth_interval=3,min_scale=4,max_scale=4096,hysteresis=2)"
+STEPS, BATCHES = 40, 16
 
 # Orbax numbers its operations for the whole process: two saves in two threads can remove each
 # other's folder while it is made.
@@ -75,23 +76,18 @@ class Damage(NamedTuple):
 
 
 def damage(stored: str, small: bool, rng: np.random.Generator, *, guard: bool) -> list[Outcome]:
-  outcome = Outcome("checkpoints: damaged")
-  start = time.perf_counter()
-  target = begin(stored)
-  good = mpjax.checkpoints.to_arrays(target)
-  restored = mpjax.checkpoints.restore_like(begin(stored, 1), saved(good))
-  require(
-    same(mpjax.checkpoints.to_arrays(restored), good), "an unharmed checkpoint does not come back"
-  )
+  outcome, target = Outcome("checkpoints: damaged"), begin(stored)
+  good = to_arrays(target)
+  unharmed = to_arrays(mpjax.checkpoints.restore_like(begin(stored, 1), saved(good)))
+  require(same(unharmed, good), "an unharmed checkpoint does not come back")
   restore = mpjax.checkpoints.restore_like if guard else careless
-  cases = list(damages(good, rng))
-  for case in cases[:: 9 if small else 1]:
+  for case in list(damages(good, rng))[:: 9 if small else 1]:
     call = functools.partial(restore, target, saved(case.arrays), cast=case.cast)
     record(outcome, f"{stored}: {case.text}", call, case.named)
-  if not small:
-    for text, call, named in on_disk(target, restore):
+  with tempfile.TemporaryDirectory() as folder:
+    for text, path, named in () if small else on_disk(target.params, pathlib.Path(folder)):
+      call = functools.partial(restore, target.params, path, cast=False)
       record(outcome, f"{stored}, Orbax: {text}", call, named)
-  outcome.seconds = time.perf_counter() - start
   return [outcome]
 
 
@@ -110,8 +106,7 @@ def record(outcome: Outcome, text: str, call: Callable[[], Any], named: str) -> 
   try:
     call()
   except mpjax.MpjaxValueError as error:
-    if named not in str(error):
-      outcome.lose(1, f"{text}: {named!r} is not named: {error}")
+    outcome.lose(named not in str(error), f"{text}: {named!r} is not named: {error}")
   except Exception as error:
     outcome.lose(1, f"{text}: not one of our errors: {error!r}")
   else:
@@ -158,25 +153,20 @@ def damages(good: Arrays, rng: np.random.Generator) -> Iterator[Damage]:
   yield Damage("nothing at all", {}, "")
 
 
-def on_disk(target: Any, restore: Any) -> Iterator[tuple[str, Callable[[], Any], str]]:
-  """Yields checkpoints of Orbax that do not fit, without reading them."""
-  params = target.params
+def on_disk(params: Any, folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, str]]:
+  """Yields checkpoints of Orbax that do not fit, which shows without reading them."""
   wrong = {
     "another dtype": params | {"w1": params["w1"].astype(jnp.float32)},
     "another shape": params | {"w1": jnp.zeros((8, 9), params["w1"].dtype)},
     "a leaf missing": {name: p for name, p in params.items() if name != "w1"},
   }
-  with tempfile.TemporaryDirectory() as folder:
-    for number, (text, tree) in enumerate(wrong.items()):
-      path = pathlib.Path(folder) / str(number)
-      with _ONE_AT_A_TIME, ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
-      yield text, functools.partial(restore, params, path, cast=False), "w1"
-    nowhere = pathlib.Path(folder) / "nowhere"
-    yield "no folder", functools.partial(restore, params, nowhere, cast=False), "nowhere"
-    (pathlib.Path(folder) / "0" / "_METADATA").unlink()
-    path = pathlib.Path(folder) / "0"
-    yield "no metadata", functools.partial(restore, params, path, cast=False), str(path)
+  for text, tree in wrong.items():
+    with _ONE_AT_A_TIME, ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(folder / text, tree)
+    yield text, folder / text, "w1"
+  yield "no folder", folder / "nowhere", "nowhere"
+  (folder / text / "_METADATA").unlink()
+  yield "no metadata", folder / text, str(folder / text)
 
 
 def same(a: Arrays, b: Arrays) -> bool:
@@ -186,16 +176,12 @@ def same(a: Arrays, b: Arrays) -> bool:
   )
 
 
-STEPS, BATCHES = 40, 16
-
-
 def interrupt(runs: int, rng: np.random.Generator, *, guard: bool) -> list[Outcome]:
   """Saves and restores a run with faults at random steps, in a loop with donated states."""
   outcome = Outcome("checkpoints: interrupted runs")
   step = mpjax.make_train_step(network.loss_in("float16"), TX, ema_decay=0.5)
   pool = network.pool(rng, BATCHES)
-  jax.block_until_ready(step(begin("float16"), batch(pool, 0, no_fault(rng, 1), 0)))
-  start = time.perf_counter()
+  make_batch = jax.jit(functools.partial(network.make_batch, pool))
   phases: set[tuple[int, int, bool]] = set()
   stops = rng.random((runs, STEPS)) < 0.3
   wrong = np.zeros((runs, STEPS), bool)
@@ -208,30 +194,15 @@ def interrupt(runs: int, rng: np.random.Generator, *, guard: bool) -> list[Outco
       if stops[run, i]:
         phases.add(phase(broken))
         broken = resumed(broken, run, guard)
-      straight, _ = step(straight, batch(pool, index[i], faults, i))
-      broken, _ = step(broken, batch(pool, index[i], faults, i))
-      wrong[run, i] = not same(
-        mpjax.checkpoints.to_arrays(broken), mpjax.checkpoints.to_arrays(straight)
-      )
+      batch = make_batch(index[i], network.Faults(*(f[0, i] for f in faults)))
+      straight, _ = step(straight, batch)
+      broken, _ = step(broken, batch)
+      wrong[run, i] = not same(to_arrays(broken), to_arrays(straight))
   judge(outcome, stops, {"the resumed state": wrong}, "float16 with masters, windows of 4")
   everywhere = [set(p) for p in zip(*phases, strict=True)]
   require(everywhere == [{0, 1, 2, 3}, {0, 1, 2}, {True, False}], f"only {phases} was interrupted")
   outcome.lose(step._cache_size() - 1, f"compiled {step._cache_size()} times")
-  outcome.seconds = time.perf_counter() - start
   return [outcome]
-
-
-def no_fault(rng: np.random.Generator, steps: int) -> network.Faults:
-  del rng
-  return network.no_faults((1, steps))
-
-
-def batch(pool: Any, index: int, faults: network.Faults, i: int) -> Any:
-  rows = np.arange(network.ROWS)
-  fault = network.Faults(
-    *(np.where(rows == faults.row[0, i], f[0, i], f.dtype.type(0)) for f in faults)
-  )
-  return jax.tree.map(lambda b: b[index], pool) | {"fault": fault}
 
 
 def phase(state: mpjax.TrainState) -> tuple[int, int, bool]:
@@ -246,4 +217,4 @@ def resumed(state: mpjax.TrainState, seed: int, guard: bool) -> mpjax.TrainState
   fresh = begin("float16", seed + 100)
   if not guard:
     return fresh._replace(params=state.params)
-  return mpjax.checkpoints.restore_like(fresh, saved(mpjax.checkpoints.to_arrays(state)))
+  return mpjax.checkpoints.restore_like(fresh, saved(to_arrays(state)))

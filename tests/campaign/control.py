@@ -1,10 +1,10 @@
 """The deleted-step oracle: a training step in plain JAX and optax, that is only shown good batches.
 
 Nothing here is of mpjax. Where its step adds, divides or folds a key, this one does so again, by
-hand: micro-batches as slices of the rows, devices in a Python loop, a master as a second tree.
+hand: micro-batches as slices of the rows, devices in a Python loop, a master as a second tree, a
+window of accumulation as a sum and a count.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,34 +21,29 @@ class Plain(NamedTuple):
   statistics: Any
   ema: Any
   step: Any
+  total: Any  # the sum of the gradients since the last update
+  phase: Any  # how many they are
+  updates: Any
 
 
-def start(inner: optax.GradientTransformation, params: Any, statistics: Any, ema: bool) -> Plain:
-  master = () if _are_float32(params) else _float32(params)
-  trained = params if _are_float32(params) else master
-  average = trained if ema else ()
-  zero = jnp.zeros((), jnp.int32)
-  return Plain(params, master, inner.init(trained), statistics, average, zero)
+def start(inner, params, statistics, ema) -> Plain:
+  master = () if all(x.dtype == jnp.float32 for x in jax.tree.leaves(params)) else float32(params)
+  trained, zero = master or params, jnp.zeros((), jnp.int32)
+  average, total = trained if ema else (), nothing(float32(params))
+  opt_state = inner.init(trained)
+  return Plain(params, master, opt_state, statistics, average, zero, total, zero, zero)
 
 
-def _are_float32(tree: Any) -> bool:
-  return all(x.dtype == jnp.float32 for x in jax.tree.leaves(tree))
+def nothing(tree):
+  """The sum of no gradients: -0.0, to which even -0.0 can be added."""
+  return jax.tree.map(lambda x: jnp.full_like(x, -0.0), tree)
 
 
-def _float32(tree: Any) -> Any:
+def float32(tree):
   return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def gradients(
-  loss_fn: Callable[..., Any],
-  params: Any,
-  statistics: Any,
-  batch: Any,
-  key: Any,
-  scale: Any,
-  parts: int = 1,
-  devices: int = 1,
-) -> tuple[Any, Any, Any]:
+def gradients(loss_fn, params, statistics, batch, key, scale, parts=1, devices=1):
   """Returns the loss, the gradients of `scale` times it in float32, and the new statistics.
 
   Args:
@@ -56,7 +51,7 @@ def gradients(
     params: the parameters.
     statistics: the batch statistics.
     batch: the whole batch.
-    key: the key of this step, or None.
+    key: the key of this step.
     scale: what the loss is multiplied by before it is differentiated.
     parts: row i belongs to micro-batch i % parts.
     devices: the rows are cut into so many blocks, each with a key of its own if there are several.
@@ -70,15 +65,13 @@ def gradients(
     def body(carry, part):
       total, new = carry
       number, rows = part
-      own = key if key is None or parts == 1 else jax.random.fold_in(key, number)
+      own = key if parts == 1 else jax.random.fold_in(key, number)
       grads, (loss, new) = jax.grad(scaled, has_aux=True)(params, new, rows, own)
-      return (jax.tree.map(jnp.add, total, _float32(grads)), new), loss
+      return (jax.tree.map(jnp.add, total, float32(grads)), new), loss
 
-    zeros = jax.tree.map(jnp.zeros_like, _float32(params))
+    first = jax.tree.map(jnp.zeros_like, float32(params)), statistics
     micro_batches = jax.tree.map(lambda x: jnp.stack([x[i::parts] for i in range(parts)]), batch)
-    (total, new), losses = jax.lax.scan(
-      body, (zeros, statistics), (jnp.arange(parts), micro_batches)
-    )
+    (total, new), losses = jax.lax.scan(body, first, (jnp.arange(parts), micro_batches))
     return jnp.mean(losses), jax.tree.map(lambda g: g / parts, total), new
 
   if devices == 1:
@@ -86,41 +79,45 @@ def gradients(
   blocks = []
   for device in range(devices):
     block = jax.tree.map(lambda x, d=device: x.reshape(devices, -1, *x.shape[1:])[d], batch)
-    blocks.append(one_device(block, None if key is None else jax.random.fold_in(key, device)))
-  return jax.tree.map(_mean, *blocks)
+    blocks.append(one_device(block, jax.random.fold_in(key, device)))
+  return jax.tree.map(
+    lambda *x: x[0] if jnp.issubdtype(x[0].dtype, jnp.integer) else sum(x) / len(x), *blocks
+  )
 
 
-def _mean(*xs: Any) -> Any:
-  return xs[0] if jnp.issubdtype(xs[0].dtype, jnp.integer) else sum(xs) / len(xs)
-
-
-def apply(
-  inner: optax.GradientTransformation, state: Plain, grads: Any, statistics: Any, active: Any = True
-) -> Plain:
-  """Returns the state after an update; `state` itself where not `active`.
+def update(inner, every, state: Plain, grads, statistics) -> Plain:
+  """Returns the state after a micro-batch, the last of a window or not.
 
   Args:
     inner: the optimizer.
+    every: the micro-batches of a window, or a function of the updates that are done.
     state: the state before.
     grads: unscaled, float32.
     statistics: the new batch statistics.
-    active: scalar bool.
   """
+  total, count, step = jax.tree.map(jnp.add, state.total, grads), state.phase + 1, state.step + 1
+  mean = grads if every == 1 else jax.tree.map(lambda t: t / count.astype(jnp.float32), total)
   trained = state.master or state.params
-  updates, opt_state = inner.update(grads, state.opt_state, trained)
+  updates, opt_state = inner.update(mean, state.opt_state, trained)
   trained = optax.apply_updates(trained, updates)
   params = jax.tree.map(lambda t, p: t.astype(p.dtype), trained, state.params)
   ema = jax.tree.map(lambda e, t: e + (t - e) * 0.5, state.ema, trained if state.ema else ())
   master = trained if state.master else ()
-  new = Plain(params, master, opt_state, statistics, ema, state.step + 1)
-  return jax.tree.map(lambda a, b: jnp.where(active, a, b), new, state)
+  moved = state._replace(params=params, master=master, opt_state=opt_state)
+  moved = moved._replace(statistics=statistics, ema=ema, step=step)
+  if every == 1:  # No sum is kept.
+    return moved
+  moved = moved._replace(total=nothing(total), phase=count * 0, updates=state.updates + 1)
+  waited = state._replace(statistics=statistics, step=step, total=total, phase=count)
+  full = count == (every(state.updates) if callable(every) else every)
+  return where(full, moved, waited)
 
 
-def is_finite(*trees: Any) -> Any:
+def where(condition, a, b):
+  return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+
+def is_finite(*trees):
   """Whether all floating leaves are finite."""
-  flags = [
-    jnp.all(jnp.isfinite(x))
-    for x in jax.tree.leaves(trees)
-    if jnp.issubdtype(x.dtype, jnp.floating)
-  ]
-  return jnp.all(jnp.stack(flags))
+  leaves = [x for x in jax.tree.leaves(trees) if jnp.issubdtype(x.dtype, jnp.floating)]
+  return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))

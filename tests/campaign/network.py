@@ -54,12 +54,6 @@ def initial_statistics() -> dict[str, Any]:
   return {"mean": zero, "square": zero, "seen": jnp.zeros((), jnp.int32)}
 
 
-def _sizes(place: int) -> list[int]:
-  """Returns the sizes of the leaves in which a fault can sit at such a place."""
-  leaves = [math.prod(shape) for shape in SHAPES.values()]
-  return {GRADIENT: leaves, LOSS: [1], STATISTICS: [8, 8], INPUT: [6]}[place]
-
-
 def plan(rng: np.random.Generator, runs: int, steps: int, place: int, compute: str) -> Faults:
   """Returns faults at one kind of place: single ones and bursts, in any row, leaf and element."""
   bad = rng.random((runs, steps)) < rng.choice([0.1, 0.3, 0.5, 0.8], (runs, 1))
@@ -67,7 +61,9 @@ def plan(rng: np.random.Generator, runs: int, steps: int, place: int, compute: s
   values = [np.nan, np.inf, -np.inf, LARGE, -LARGE]
   if place == INPUT and compute != "float16":
     values = values[:3]  # A large input need not be a fault there: its product may be 0.
-  sizes = np.asarray(_sizes(place))
+  # Of the leaves in which a fault can be planted there.
+  leaves = [math.prod(shape) for shape in SHAPES.values()]
+  sizes = np.asarray({GRADIENT: leaves, LOSS: [1], STATISTICS: [8, 8], INPUT: [6]}[place])
   leaf = rng.integers(0, len(sizes), (runs, steps))
   position = (np.cumsum(sizes) - sizes)[leaf] + rng.integers(0, sizes[leaf])
   return Faults(
@@ -96,9 +92,7 @@ def make_batch(batches: Any, index: Any, fault: Faults) -> dict[str, Any]:
   """Returns batch number `index` with a fault, whose fields are arrays over the rows."""
   batch = jax.tree.map(lambda b: jnp.asarray(b)[index], batches)
   mine = jnp.arange(ROWS) == fault.row
-  return batch | {
-    "fault": Faults(*(jnp.where(mine, f, jnp.zeros_like(f)) for f in fault)),
-  }
+  return batch | {"fault": Faults(*(jnp.where(mine, f, jnp.zeros_like(f)) for f in fault))}
 
 
 @jax.custom_vjp
@@ -133,7 +127,9 @@ def loss_fn(dtype: Any, params: Any, model_state: Any, batch: Any, rng: Any) -> 
   slope = jnp.where(finite, planted, 0) * (LARGEST_SLOPE[jnp.dtype(dtype).name] / LARGE)
   linear = slope * p.astype(jnp.float32)
   term = jnp.sum(linear - jax.lax.stop_gradient(linear))  # Zero, but for its derivative.
-  used = _cut(p, SHAPES)
+  ends = np.cumsum([math.prod(shape) for shape in SHAPES.values()])[:-1]
+  cut = zip(SHAPES.items(), jnp.split(p, ends), strict=True)
+  used = {name: part.reshape(shape) for (name, shape), part in cut}
 
   hit = jnp.logical_and(rows.place == INPUT, jnp.arange(6)[:, None] == rows.position).T
   x = batch["x"] + jnp.where(hit, rows.value[:, None], 0)
@@ -153,19 +149,11 @@ def loss_fn(dtype: Any, params: Any, model_state: Any, batch: Any, rng: Any) -> 
     h = jnp.where(_kept(rng, h.shape), h * 2, 0)
   y = _product(h.astype(dtype), used["w2"]) + used["b2"].astype(jnp.float32)[None]
   error = y - batch["y"]
-  loss = jnp.mean(error * jax.lax.stop_gradient(_slope(error))) + term
+  # The derivative by an output is the sign of its error, in halves.
+  by_output = jnp.round(jnp.clip(error, -1, 1) * 2) / 2
+  loss = jnp.mean(error * jax.lax.stop_gradient(by_output)) + term
   extra = jnp.where(fault.place == LOSS, fault.value, 0)
   return loss + extra + extra, (new, {})
-
-
-def _cut(flat: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-  """Returns the leaves that `flat` was made of."""
-  leaves, start = {}, 0
-  for name, shape in shapes.items():
-    stop = start + math.prod(shape)
-    leaves[name] = flat[start:stop].reshape(shape)
-    start = stop
-  return leaves
 
 
 def _kept(rng, shape):
@@ -177,11 +165,6 @@ def _kept(rng, shape):
 
 def _product(a, b):
   return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _slope(error):
-  """Returns the derivative of the loss by an output: the sign of the error, in halves."""
-  return jnp.round(jnp.clip(error, -1, 1) * 2) / 2
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What became of injected faults: states compared step by step, and what was lost put down."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -62,9 +62,7 @@ def digest(*trees: Any) -> Any:
 
 def _digest(tree: Any) -> Any:
   leaves = jax.tree.leaves(tree)
-  if not leaves:
-    return jnp.zeros((), jnp.uint32)
-  words = jnp.concatenate([_words(x) for x in leaves])
+  words = jnp.concatenate([jnp.zeros(0, jnp.uint32), *map(_words, leaves)])
   factors = np.arange(words.size, dtype=np.uint32) * np.uint32(0x9E3779B2) + np.uint32(1)
   return jnp.sum(words * factors, dtype=jnp.uint32)
 
@@ -83,18 +81,14 @@ def differing(found: Any, expected: Any) -> np.ndarray:
     expected: the same leaves, in the same order.
   """
   found, expected = jax.device_get((jax.tree.leaves(found), jax.tree.leaves(expected)))
-  runs = len(found[0])
-  wrong = np.zeros(runs, bool)
+  wrong = np.zeros(len(found[0]), bool)
   for a, b in zip(found, expected, strict=True):
     require((a.dtype, a.shape) == (b.dtype, b.shape), f"{a.dtype}{a.shape}, {b.dtype}{b.shape}")
-    wrong |= np.any(_rows(a) != _rows(b), axis=1)
+    rows = (
+      np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1) for x in (a[:, None], b[:, None])
+    )
+    wrong |= np.any(np.not_equal(*rows), axis=1)
   return wrong
-
-
-def _rows(x: np.ndarray) -> np.ndarray:
-  """Returns the bytes of each run."""
-  flat = np.ascontiguousarray(x).reshape(len(x), -1)
-  return flat.view(np.uint8).reshape(len(x), -1)
 
 
 def good_steps(planted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -112,19 +106,17 @@ def good_steps(planted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
   return order, active, np.cumsum(~planted, axis=1)
 
 
-def unlike_digests(
-  found: Any, control: Any, seen: np.ndarray, fields: Sequence[str]
-) -> dict[str, np.ndarray]:
-  """Returns where digests differ from those of the control, for each field.
+def unlike_digests(found: Any, control: Any, seen: np.ndarray, fields: Any) -> dict[str, Any]:
+  """Returns where digests differ from those of the control, bool [runs, steps] for each field.
 
   Args:
     found: uint32 [runs, steps, fields], after each step.
     control: uint32 [runs, 1 + steps, fields], before the first good step and after each.
     seen: how many good steps the run has seen after each step, [runs, steps].
-    fields: their names.
+    fields: their names, or more.
   """
-  expected = np.asarray(control)[np.arange(len(seen))[:, None], seen]
-  return {name: np.asarray(found)[..., i] != expected[..., i] for i, name in enumerate(fields)}
+  expected = control[np.arange(len(seen))[:, None], seen]
+  return dict(zip(fields, np.moveaxis(found != expected, -1, 0), strict=False))
 
 
 def judge(
@@ -177,16 +169,7 @@ def oracle_numbers(oracle: Oracle) -> list[float]:
   return [numbers["scale"], *(min(numbers[field], LIMIT) for field in SCALE_FIELDS[1:])]
 
 
-def follow(oracle: Oracle, flags: Any) -> list[list[float]]:
-  """Returns the numbers of the oracle after each step; `flags` say which were finite."""
-  return [oracle_numbers(oracle.step(bool(flag))) for flag in flags]
-
-
-def scale_numbers(state: Any) -> np.ndarray:
-  """Returns the numbers of a `LossScaleState` with leading axes, in the order of the oracle's."""
-  return np.stack([np.asarray(getattr(state, f), np.float64) for f in SCALE_FIELDS], axis=-1)
-
-
 def unlike_oracle(found: Any, expected: Any) -> np.ndarray:
   """Whether the numbers of a `LossScaleState` differ from [runs, steps, fields] of the oracle."""
-  return np.any(scale_numbers(found) != np.asarray(expected), axis=-1)
+  numbers = [np.asarray(getattr(found, field), np.float64) for field in SCALE_FIELDS]
+  return np.any(np.stack(numbers, axis=-1) != np.asarray(expected), axis=-1)

@@ -1,12 +1,9 @@
 """A fault on one device: all replicas skip, stay bit-equal, and equal a run on one device.
 
-The control is that of `train_steps.py`: one device, the whole batch, plain optax.
+The control is that of `rig.py`: one device, the whole batch, plain optax.
 """
 
 import functools
-import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +11,21 @@ import numpy as np
 import optax
 
 import mpjax
-from tests.campaign import network, train_steps
-from tests.campaign.network import NOWHERE, Faults
-from tests.campaign.outcome import Job, Outcome, check_clean, good_steps, judge
-from tests.campaign.programs import OPTIMIZERS, Setup, make_run
-from tests.campaign.train_steps import PLACES, SETUPS, Data, Sizes
-
-MAPPED = Setup("float16", "float16", "adam", 2, ema=True)
-AUTOMATIC = SETUPS[1]  # Its control is compiled already.
-SHARDED = SETUPS[-1]
+from tests.campaign import network, rig
+from tests.campaign.network import Faults
+from tests.campaign.outcome import Job, Outcome, good_steps, judge
+from tests.campaign.rig import OPTIMIZERS, PLACES, Program, Setup, Sizes
+from tests.campaign.training import SETUPS
 
 DEVICES = 4
+
+WAYS = {
+  "shard_map": (Setup("float16", "float16", "adam", 2, ema=True), 2),
+  # Of these the control is compiled already.
+  "automatic sharding": (SETUPS[1], DEVICES),
+  "sharded parameters": (SETUPS[-1], 2),
+}
+"""How the work is divided: what runs on how many devices."""
 
 
 def mesh_of(devices: int) -> jax.sharding.Mesh:
@@ -33,124 +34,71 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
 
 
 def jobs(small: bool, guard: bool) -> list[Job]:
-  return [Job("replicas", functools.partial(attack_all, small, guard=guard))]
-
-
-def attack_all(small: bool, rng: np.random.Generator, *, guard: bool) -> list[Outcome]:
   """All of them in one job: two programs on the same devices at a time may wait for each other."""
-  outcomes = attack_parts(Sizes(10, 40), rng, guard=guard)
-  if not small:
-    for how, setup, devices in (
-      ("shard_map", MAPPED, 2),
-      ("automatic sharding", AUTOMATIC, 4),
-      ("sharded parameters", SHARDED, 2),
-    ):
-      outcomes += attack(how, setup, devices, Sizes(6, 32), rng, guard=guard)
-  return outcomes
+
+  def attack_all(rng):
+    outcomes = attack_parts(10, 40, rng, guard)
+    for how, (setup, devices) in {} if small else WAYS.items():
+      classes = dict.fromkeys(PLACES, f"replicas: {how}")
+      program, keys = divided(how, setup, devices, guard), devices if how == "shard_map" else 1
+      arguments = {"guard": guard, "program": program, "devices": keys}
+      outcomes += rig.attack(setup, Sizes(6, 32), classes, rng, **arguments)
+    return outcomes
+
+  return [Job("replicas", attack_all)]
 
 
-def attack(
-  how: str,
-  setup: Setup,
-  devices: int,
-  sizes: Sizes,
-  rng: np.random.Generator,
-  *,
-  guard: bool,
-) -> list[Outcome]:
-  """Lets runs on several devices meet faults, each on one of them."""
-  is_mapped = how == "shard_map"
-  program = mapped(setup, devices, guard) if is_mapped else jax.jit(unmapped(setup, guard))
-  place = placing(devices, how) if not is_mapped else lambda *args: args
-  clean, outcome = Outcome(""), Outcome(f"replicas: {how}")
-  begin = 0.0
-  for where in (NOWHERE, *PLACES):
-    faults = network.plan(rng, *sizes, where, setup.compute) if where else network.no_faults(sizes)
-    data = train_steps.draw(setup, sizes, rng)
-    args = data.params, data.keys, stream(data, faults)
-    results = [
-      jax.block_until_ready(program(*place(*jax.tree.map(lambda x, i=i: x[i], args))))
-      for i in range(sizes.runs)
-    ]
-    final, trail = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(results))
-    into = outcome if where else clean
-    own_keys = devices if is_mapped else 1
-    train_steps.judge_trail(into, setup, faults, data, final, trail, guard, own_keys)
-    if any(differs(x) for x in jax.tree.leaves(results) if x.is_fully_replicated):
-      into.lose(1, f"{setup.name}: replicas differ")
-    begin = begin or time.perf_counter()
-  check_clean(clean, outcome, guard)
-  outcome.lose(program._cache_size() - 1, f"{setup.name}, {how}: compiled more than once")
-  outcome.seconds = time.perf_counter() - begin
-  return [outcome]
+def divided(how: str, setup: Setup, devices: int, guard: bool) -> Program:
+  """Returns a run on several devices, by `shard_map` or by the sharding of its arguments."""
+  mesh, is_mapped = mesh_of(devices), how == "shard_map"
+  names = {"axis_name": "data", "integer_state": "same"} if is_mapped else {}
+  own = rig.make_run(setup, guard, **names)
 
+  def run(params, key, batches):
+    return own(params, key, batches, lambda batch: batch)
 
-def differs(x: jax.Array) -> bool:
-  """Whether a replicated array is not the same on all devices."""
-  return len({np.asarray(shard.data).tobytes() for shard in x.addressable_shards}) > 1
-
-
-def stream(data: Data, faults: Faults) -> Any:
-  """Returns the batches of all runs and steps with their faults, [runs, steps, rows, ...]."""
-  batches = jax.tree.map(lambda b: b[data.index], data.batches)
-  mine = np.arange(network.ROWS) == faults.row[..., None]
-  rows = Faults(*(np.where(mine, f[..., None], np.zeros_like(f[..., None])) for f in faults))
-  return batches | {"fault": rows}
-
-
-def unmapped(setup: Setup, guard: bool, **arguments: Any) -> Callable[..., Any]:
-  run = make_run(setup, guard, **arguments)
-  return lambda params, key, batches: run(params, key, batches, lambda batch: batch)
-
-
-def mapped(setup: Setup, devices: int, guard: bool) -> Any:
-  """Returns a run by `shard_map`; JAX checks that what comes out is the same everywhere."""
-  return jax.jit(
-    jax.shard_map(
-      unmapped(setup, guard, axis_name="data", integer_state="same"),
-      mesh=mesh_of(devices),
-      in_specs=(jax.P(), jax.P(), jax.P(None, "data")),
-      out_specs=jax.P(),
-    )
-  )
-
-
-def placing(devices: int, how: str) -> Callable[..., Any]:
-  """Returns what puts the arguments of a run on devices: rows, and parameters if asked for."""
-  mesh = mesh_of(devices)
+  if is_mapped:  # JAX checks that what comes out is the same everywhere.
+    specs = (jax.P(), jax.P(), jax.P(None, "data"))
+    run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=jax.P())
 
   def put(x, *axes):
     return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*axes)))
 
-  def place(params, key, batches):
-    sharded = how == "sharded parameters"
-    cut = {name: sharded and p.shape[0] % devices == 0 for name, p in params.items()}
-    params = {name: put(p, "data") if cut[name] else put(p) for name, p in params.items()}
+  def place(params, key, index, faults, batches):
+    """Puts rows, and parameters if asked for, on devices; each fault comes with its row."""
+    mine = np.arange(network.ROWS) == faults.row[..., None]
+    rows = Faults(*(np.where(mine, f[..., None], np.zeros_like(f[..., None])) for f in faults))
+    batches = jax.tree.map(lambda b: b[index], batches) | {"fault": rows}
+    if is_mapped:
+      return params, key, batches
+    cut = how == "sharded parameters"
+    params = {
+      name: put(p, "data") if cut and p.shape[0] % devices == 0 else put(p)
+      for name, p in params.items()
+    }
     return params, put(key), put(batches, None, "data")
 
-  return place
-
-
-def attack_parts(sizes: Sizes, rng: np.random.Generator, *, guard: bool) -> list[Outcome]:
-  """Each device owns a part of the parameters: of the NaN of another it only learns by the flag."""
-  outcome = Outcome("replicas: each its own part")
-  begin = time.perf_counter()
-  planted = rng.random(sizes) < rng.choice([0.1, 0.4, 0.7], (sizes.runs, 1))
-  value = np.where(planted, rng.choice([np.nan, np.inf, -np.inf], sizes), 0).astype(np.float32)
-  position = rng.integers(0, SIZE, sizes)
-  trail, flags = jax.block_until_ready(parts_program(guard)(value, position))
-  _, _, seen = good_steps(planted)
-  wrong = {
-    "parameters": np.any(np.asarray(trail) != without_faults(sizes.steps)[seen], axis=-1),
-    "flag": np.any(np.asarray(flags) == planted[..., None], axis=-1),
-  }
-  judge(outcome, planted, wrong, "parts")
-  outcome.seconds = time.perf_counter() - begin
-  return [outcome]
+  return Program(jax.jit(run), place=place)
 
 
 SIZE, PARTS = 16, 4
 GRADIENT_OF_PARTS = np.arange(-SIZE // 2, SIZE // 2, dtype=np.float32) / 8
+
+
+def attack_parts(runs: int, steps: int, rng: np.random.Generator, guard: bool) -> list[Outcome]:
+  """Each device owns a part of the parameters: of the NaN of another it only learns by the flag."""
+  outcome = Outcome("replicas: each its own part")
+  planted = rng.random((runs, steps)) < rng.choice([0.1, 0.4, 0.7], (runs, 1))
+  value = np.where(planted, rng.choice([np.nan, np.inf, -np.inf], (runs, steps)), 0)
+  position = rng.integers(0, SIZE, (runs, steps))
+  trail, flags = jax.block_until_ready(parts_program(guard)(value.astype(np.float32), position))
+  _, _, seen = good_steps(planted)
+  wrong = {
+    "parameters": np.any(np.asarray(trail) != without_faults(steps)[seen], axis=-1),
+    "flag": np.any(np.asarray(flags) == planted[..., None], axis=-1),
+  }
+  judge(outcome, planted, wrong, "parts")
+  return [outcome]
 
 
 def without_faults(steps: int) -> np.ndarray:
@@ -167,7 +115,7 @@ def without_faults(steps: int) -> np.ndarray:
   return np.concatenate([np.asarray(first)[None], params])
 
 
-def parts_program(guard: bool) -> Any:
+def parts_program(guard: bool):
   axis_name = "data" if guard else None
   config = mpjax.DynamicLossScale(init_scale=16.0, growth_interval=2, max_scale=64.0)
   tx = mpjax.loss_scaling(OPTIMIZERS["adam"](), config, axis_name=axis_name)
@@ -192,10 +140,7 @@ def parts_program(guard: bool) -> Any:
     one = functools.partial(run, params, own, first)
     return jax.lax.map(lambda x: one(*x), (values, positions))
 
-  out = jax.P(None, None, "data")
-  return jax.jit(
-    # Without the check of JAX, which would refuse what is wrong without the guard.
-    jax.shard_map(
-      runs, mesh=mesh_of(PARTS), in_specs=jax.P(), out_specs=(out, out), check_vma=False
-    )
-  )
+  # Without the check of JAX, which would refuse what is wrong without the guard.
+  out, mesh = jax.P(None, None, "data"), mesh_of(PARTS)
+  mapped = jax.shard_map(runs, mesh=mesh, in_specs=jax.P(), out_specs=(out, out), check_vma=False)
+  return jax.jit(mapped)

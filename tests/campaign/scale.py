@@ -5,8 +5,7 @@ The oracle is the scaler in pure Python, and the number of steps that it would h
 
 import dataclasses
 import functools
-import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,83 +27,75 @@ from tests.loss_scale_oracle import LIMIT, Oracle
 FINITE, BAD_GRADIENT, BAD_UPDATE = range(3)
 
 
-class Case(NamedTuple):
-  """One configuration."""
-
-  name: str
-  config: dict[str, Any]
-  restored: bool = False  # each run starts from counters of its own
-  lanes: bool = False
-
-
-CASES = (
-  Case("floor", {"init_scale": 8.0, "growth_interval": 5}),
-  Case("floor", {"init_scale": 2.0**-2, "min_scale": 2.0**-4, "growth_interval": 4}, lanes=True),
-  Case("floor", {"init_scale": 2.0**-122, "min_scale": 2.0**-126, "growth_interval": 6}),
-  Case("ceiling", {"init_scale": 2.0**23, "growth_interval": 2}),
-  Case("ceiling", {"init_scale": 2.0**10, "max_scale": 2.0**10, "growth_interval": 3}, lanes=True),
-  Case("ceiling", {"init_scale": 2.0**122, "max_scale": 2.0**126, "growth_interval": 1}),
-  Case("hysteresis", {"hysteresis": 2, "growth_interval": 4}),
-  Case("hysteresis", {"hysteresis": 3, "growth_interval": 2, "min_scale": 2.0**10}),
-  Case("hysteresis", {"hysteresis": 7, "growth_interval": 6}, lanes=True),
-  Case("interval 1", {"growth_interval": 1}),
-  Case("interval 1", {"growth_interval": 1, "hysteresis": 2, "max_scale": 2.0**18}),
-  Case("restored counters", {"growth_interval": 7, "hysteresis": 3}, True),
-  Case("restored counters", {"growth_interval": 2000}, True),
-  Case(
-    "restored counters", {"growth_interval": 3, "init_scale": 1.0, "min_scale": 0.25}, True, True
+CASES: dict[str, tuple[dict[str, Any], ...]] = {
+  "floor": (
+    {"init_scale": 8.0, "growth_interval": 5},
+    {"init_scale": 2.0**-2, "min_scale": 2.0**-4, "growth_interval": 4},
+    {"init_scale": 2.0**-122, "min_scale": 2.0**-126, "growth_interval": 6},
   ),
-  Case("odd factors", {"growth_factor": 1.5, "backoff_factor": 0.3, "growth_interval": 2}),
-  Case(
-    "odd factors",
+  "ceiling": (
+    {"init_scale": 2.0**23, "growth_interval": 2},
+    {"init_scale": 2.0**10, "max_scale": 2.0**10, "growth_interval": 3},
+    {"init_scale": 2.0**122, "max_scale": 2.0**126, "growth_interval": 1},
+  ),
+  "hysteresis": (
+    {"hysteresis": 2, "growth_interval": 4},
+    {"hysteresis": 3, "growth_interval": 2, "min_scale": 2.0**10},
+    {"hysteresis": 7, "growth_interval": 6},
+  ),
+  "interval 1": (
+    {"growth_interval": 1},
+    {"growth_interval": 1, "hysteresis": 2, "max_scale": 2.0**18},
+  ),
+  "restored counters": (
+    {"growth_interval": 7, "hysteresis": 3},
+    {"growth_interval": 2000},
+    {"growth_interval": 3, "init_scale": 1.0, "min_scale": 0.25},
+  ),
+  "odd factors": (
+    {"growth_factor": 1.5, "backoff_factor": 0.3, "growth_interval": 2},
     {
-      "init_scale": 400.0,
-      "min_scale": 0.37,
-      "max_scale": 1000.0,
-      "growth_interval": 3,
-      "hysteresis": 2,
+      **{"init_scale": 400.0, "min_scale": 0.37, "max_scale": 1000.0},
+      **{"growth_interval": 3, "hysteresis": 2},
     },
+    {"growth_factor": 16.0, "backoff_factor": 2.0**-9, "growth_interval": 1},
   ),
-  Case("odd factors", {"growth_factor": 16.0, "backoff_factor": 2.0**-9, "growth_interval": 1}),
-)
+}
+"""Configurations; with restored counters, each run starts from some of its own."""
 
 
 def jobs(small: bool, guard: bool) -> list[Job]:
-  cases, runs, steps = (CASES[7:14:3], 3, 20) if small else (CASES, 11, 40)
-  found = [
-    Job("scale", functools.partial(attack, case, runs, steps, guard=guard)) for case in cases
-  ]
-  return [*found, Job("scale", functools.partial(attack_two, runs, steps, guard=guard))]
+  # Runs go side by side in every other one: a skip is then a selection, not a branch.
+  cases = [(name, c, i % 2 == 1) for name, configs in CASES.items() for i, c in enumerate(configs)]
+  cases, runs, steps = (cases[7:14:3], 3, 20) if small else (cases, 11, 40)
+  found = [functools.partial(attack, *case, runs, steps, guard=guard) for case in cases]
+  two = functools.partial(attack_two, runs, steps, guard=guard)
+  return [Job("scale", run) for run in (*found, two)]
 
 
-def attack(
-  case: Case, runs: int, steps: int, rng: np.random.Generator, *, guard: bool
-) -> list[Outcome]:
-  outcome = Outcome(f"scale: {case.name}")
-  begin = time.perf_counter()
+def attack(name, config, lanes, runs: int, steps: int, rng, *, guard: bool) -> list[Outcome]:
+  outcome = Outcome(f"scale: {name}")
   codes = plan(rng, runs, steps)
-  initial = [restored(case, rng) if case.restored else state_of(case) for _ in range(runs)]
+  initial = [start(name, config, rng) for _ in range(runs)]
+  program = run_program(config, guard, lanes)
   state = jax.tree.map(lambda *x: np.stack(x), *initial)
-  step = run_program(case, guard)
-  applied, finite, numbers = jax.device_get(step(state, codes))
-  require(np.array_equal(~finite, codes != FINITE), f"{case}: other faults than those planned")
+  applied, finite, numbers = jax.device_get(program(state, codes))
+  require(np.array_equal(~finite, codes != FINITE), f"{name}: other faults than those planned")
 
   expected = []
   for run in range(runs):
-    oracle = Oracle(**case.config)
+    oracle = Oracle(**config)
     for field in SCALE_FIELDS:
       setattr(oracle, field, np.asarray(getattr(initial[run], field)).item())
-    flags = codes[run]
-    expected.append(
-      [oracle_numbers(oracle.step(c != BAD_GRADIENT, c != BAD_UPDATE)) for c in flags]
-    )
+    steps_of = (oracle.step(c != BAD_GRADIENT, c != BAD_UPDATE) for c in codes[run])
+    expected.append([oracle_numbers(step) for step in steps_of])
   wrong = {
     "scale or counters": unlike_oracle(numbers, expected),
     "parameters": applied != np.cumsum(codes == FINITE, axis=1),
   }
-  judge(outcome, codes != FINITE, wrong, str(case))
-  outcome.lose(step._cache_size() - 1, f"{case}: compiled {step._cache_size()} times")
-  outcome.seconds = time.perf_counter() - begin
+  judge(outcome, codes != FINITE, wrong, f"{name}, {config}")
+  times = program._cache_size()
+  outcome.lose(times - 1, f"{name}, {config}: compiled {times} times")
   return [outcome]
 
 
@@ -123,49 +114,38 @@ def optimizer() -> optax.GradientTransformation:
   )
 
 
-def transformation(config: dict[str, Any], guard: bool) -> Any:
-  """Returns the optimizer; without the guard it moves otherwise, and updates are not looked at."""
+def scale_of(config: dict[str, Any], guard: bool) -> mpjax.DynamicLossScale:
+  """Returns a configuration; without the guard it grows one step later, backs off twice as far."""
   scale = mpjax.DynamicLossScale(**config)
-  return mpjax.loss_scaling(optimizer(), scale if guard else other(scale), check_updates=guard)
+  later, lower = scale.growth_interval + 1, scale.backoff_factor / 2
+  return scale if guard else dataclasses.replace(scale, growth_interval=later, backoff_factor=lower)
 
 
-def other(scale: mpjax.DynamicLossScale) -> mpjax.DynamicLossScale:
-  """Returns a configuration that grows one step later and backs off twice as far."""
-  return dataclasses.replace(
-    scale,
-    growth_interval=scale.growth_interval + 1,
-    backoff_factor=scale.backoff_factor / 2,
-  )
+def start(name: str, config: dict[str, Any], rng: np.random.Generator) -> Any:
+  """Returns a first state, or one in the middle of a run as it is restored from a checkpoint."""
+  scale = scale_of(config, True)
+  state = mpjax.loss_scaling(optimizer(), scale).init(jnp.zeros(2))
+  if name == "restored counters":
+    exponents = int(np.log2(scale.min_scale)), int(np.log2(scale.max_scale))
+    many = rng.choice([0, 5, LIMIT - 3])
+    values = {
+      "scale": 2.0 ** rng.integers(exponents[0], exponents[1] + 1),
+      "good_steps": rng.integers(max(0, scale.growth_interval - 9), scale.growth_interval),
+      "hysteresis": rng.integers(0, scale.hysteresis + 1),
+      **dict.fromkeys(("total", "skipped", "consecutive_skips", "floor_hits"), many),
+    }
+    arrays = mpjax.checkpoints.to_arrays(state)
+    for path, array in arrays.items():
+      value = values.get(path.rpartition("/")[2], array)
+      arrays[path] = np.asarray(value, array.dtype)
+    state = mpjax.checkpoints.restore_like(state, arrays)
+  (numbers,) = state.loss_scale.values()
+  return jax.tree.map(np.asarray, numbers)
 
 
-def state_of(case: Case) -> Any:
-  (scale,) = transformation(case.config, True).init(jnp.zeros(2)).loss_scale.values()
-  return jax.tree.map(np.asarray, scale)
-
-
-def restored(case: Case, rng: np.random.Generator) -> Any:
-  """Returns a state in the middle of a run, as a checkpoint of it would be restored."""
-  target = transformation(case.config, True).init(jnp.zeros(2))
-  config = mpjax.DynamicLossScale(**case.config)
-  exponents = int(np.log2(config.min_scale)), int(np.log2(config.max_scale))
-  many = rng.choice([0, 5, LIMIT - 3])
-  values = {
-    "scale": 2.0 ** rng.integers(exponents[0], exponents[1] + 1),
-    "good_steps": rng.integers(max(0, config.growth_interval - 9), config.growth_interval),
-    "hysteresis": rng.integers(0, config.hysteresis + 1),
-    **{"total": many, "skipped": many, "consecutive_skips": many, "floor_hits": many},
-  }
-  arrays = mpjax.checkpoints.to_arrays(target)
-  for path, array in arrays.items():
-    field = path.rpartition("/")[2]
-    arrays[path] = np.asarray(values.get(field, array), array.dtype)
-  (scale,) = mpjax.checkpoints.restore_like(target, arrays).loss_scale.values()
-  return jax.tree.map(np.asarray, scale)
-
-
-def run_program(case: Case, guard: bool) -> Any:
-  """Returns the jitted runs of one configuration."""
-  tx = transformation(case.config, guard)
+def run_program(config: dict[str, Any], guard: bool, lanes: bool) -> Any:
+  """Returns the jitted runs of one configuration; unguarded, updates are not looked at either."""
+  tx = mpjax.loss_scaling(optimizer(), scale_of(config, guard), check_updates=guard)
 
   def run(scale, codes):
     params = jnp.zeros(2)
@@ -188,7 +168,7 @@ def run_program(case: Case, guard: bool) -> Any:
     return jax.lax.scan(body, (params, state), codes)[1]
 
   in_turn = lambda *args: jax.lax.map(lambda a: run(*a), args)  # noqa: E731
-  return jax.jit(jax.vmap(run) if case.lanes else in_turn)
+  return jax.jit(jax.vmap(run) if lanes else in_turn)
 
 
 TWO = {"a": {"growth_interval": 3}, "b": {"init_scale": 4.0, "growth_interval": 2, "hysteresis": 2}}
@@ -197,7 +177,6 @@ TWO = {"a": {"growth_interval": 3}, "b": {"init_scale": 4.0, "growth_interval": 
 def attack_two(runs: int, steps: int, rng: np.random.Generator, *, guard: bool) -> list[Outcome]:
   """Two losses into one optimizer: one that overflows skips for both, its scale alone backs off."""
   outcome = Outcome("scale: one of two losses")
-  begin = time.perf_counter()
   bad = rng.random((2, runs, steps)) < rng.choice([0.1, 0.3, 0.6], (1, runs, 1))
   applied, numbers = jax.device_get(two_program(guard)(*bad))
   good = ~bad.any(0)
@@ -213,15 +192,11 @@ def attack_two(runs: int, steps: int, rng: np.random.Generator, *, guard: bool) 
       expected.append(rows)
     wrong[f"scale of {name}"] = unlike_oracle(numbers[name], expected)
   judge(outcome, ~good, wrong, "two losses")
-  outcome.seconds = time.perf_counter() - begin
   return [outcome]
 
 
-@functools.cache
 def two_program(guard: bool) -> Any:
-  scales = {name: mpjax.DynamicLossScale(**config) for name, config in TWO.items()}
-  if not guard:
-    scales = {name: other(scale) for name, scale in scales.items()}
+  scales = {name: scale_of(config, guard) for name, config in TWO.items()}
   tx = mpjax.loss_scaling(optimizer(), scales)
 
   def run(bad_a, bad_b):

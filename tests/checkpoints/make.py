@@ -34,12 +34,6 @@ class Layout(NamedTuple):
   step: Callable[[Any, float], Any]
   saved: list[float]  # the gradients before the save; an inf overflows
   after: list[float]  # and after it
-  arrays: Callable[[Any], dict[str, Any]]
-
-
-def plain(tree: Any) -> dict[str, Any]:
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in leaves}
 
 
 # 0.1.0-loss_scaling: loss_scaling around an optimizer, commit 3205ca9.
@@ -76,17 +70,10 @@ def momentum() -> Any:
 
 
 def begin_training() -> Any:
-  params = {
-    "w": jnp.asarray([[1.0, -2.0], [0.5, 4.0]], jnp.bfloat16),
-    "norm": jnp.asarray([1.0, 2]),
-  }
-  return mpjax.TrainState.create(
-    params,
-    momentum(),
-    model_state={"mean": jnp.asarray([0.0, 1.0])},
-    rng=jax.random.key(5),
-    ema=True,
-  )
+  w = jnp.asarray([[1.0, -2.0], [0.5, 4.0]], jnp.bfloat16)
+  params = {"w": w, "norm": jnp.asarray([1.0, 2])}
+  rest = {"model_state": {"mean": jnp.asarray([0.0, 1.0])}, "rng": jax.random.key(5), "ema": True}
+  return mpjax.TrainState.create(params, momentum(), **rest)
 
 
 def linear(params: Any, model_state: Any, gradient: Any, rng: Any) -> Any:
@@ -109,18 +96,14 @@ def step_training(state: Any, gradient: float) -> Any:
   return train_step()(state, jnp.asarray(gradient, jnp.float32))[0]
 
 
-def named(tree: Any) -> dict[str, Any]:
-  return mpjax.checkpoints.to_arrays(tree)
-
-
 LAYOUTS = {
   # Saved with one of two overflows used up, and two good steps of four done.
   "0.1.0-loss_scaling": Layout(
-    begin_adam, step_adam, [1, 2, 1, 1, np.inf, 2, 1], [1, np.inf, -1, np.inf, 2], plain
+    begin_adam, step_adam, [1, 2, 1, 1, np.inf, 2, 1], [1, np.inf, -1, np.inf, 2]
   ),
   # And in the middle of a window of accumulation: three of four.
   "0.1.0-training": Layout(
-    begin_training, step_training, [1, 2, 1, 1, np.inf, 1, 3, -1], [np.inf, 2, np.inf, 1, 1], named
+    begin_training, step_training, [1, 2, 1, 1, np.inf, 1, 3, -1], [np.inf, 2, np.inf, 1, 1]
   ),
 }
 
@@ -139,9 +122,9 @@ def make(name: str) -> None:
     checkpointer.save(folder / "state", state)
   # It holds nothing but the path on this machine, and only object stores look for it.
   (folder / "state" / "commit_success.txt").unlink()
-  np.savez_compressed(folder / "state.npz", **layout.arrays(state))
+  np.savez_compressed(folder / "state.npz", **mpjax.checkpoints.to_arrays(state))
   after = run(layout, state, layout.after)
-  np.savez_compressed(folder / "next.npz", **layout.arrays(after))
+  np.savez_compressed(folder / "next.npz", **mpjax.checkpoints.to_arrays(after))
 
 
 if __name__ == "__main__":

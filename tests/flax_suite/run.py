@@ -3,8 +3,8 @@
     make flax-suite
 
 The tests come from the source distribution of the Flax that is installed, which pip fetches. Each
-scope runs in a process of its own, two at a time (about 10 minutes on 2 cores). The exit status is
-0 if
+scope runs in a process of its own, two at a time (about 10 minutes on 2 cores), where this file is
+a plugin of pytest. The exit status is 0 if
 
 - under a scope that casts nothing, each test ends as it does without a scope; and
 - under `mixed_bfloat16`, each test that passes without a scope passes too, or fails on an assertion
@@ -12,6 +12,7 @@ scope runs in a process of its own, two at a time (about 10 minutes on 2 cores).
 """
 
 import concurrent.futures
+import contextlib
 import importlib.metadata
 import json
 import pathlib
@@ -20,8 +21,11 @@ import sys
 import tarfile
 from collections import Counter
 
+import pytest
 from rich.console import Console
 from rich.table import Table
+
+import mpjax
 
 ROOT = pathlib.Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "flax_suite"
@@ -44,6 +48,48 @@ LISTED: dict[str, str] = {
 
 Outcomes = dict[str, dict[str, str]]
 
+SCOPES = {
+  "none": contextlib.nullcontext,
+  # Casts nothing, and yet goes through everything: the rule could match any module.
+  "nothing": lambda: mpjax.linen.policy_scope(
+    None, [mpjax.Rule("float32", where=lambda module: False)]
+  ),
+  "mixed_bfloat16": lambda: mpjax.linen.policy_scope("mixed_bfloat16"),
+}
+
+
+def pytest_addoption(parser):
+  parser.addoption("--scope", choices=SCOPES)
+  parser.addoption("--outcomes", type=pathlib.Path)
+
+
+def pytest_configure(config):
+  config.outcomes = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+  with SCOPES[item.config.getoption("--scope")]():
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+  """Notes how a test ended: passed, skipped, or in which exception."""
+  report = yield
+  if report.when == "call" or report.outcome != "passed":
+    error = call.excinfo if report.failed else None
+    item.config.outcomes[item.nodeid] = {
+      "outcome": report.outcome,
+      "error": "" if error is None else error.type.__name__,
+      "text": "" if error is None else str(error.value)[-2000:],
+    }
+  return report
+
+
+def pytest_sessionfinish(session):
+  session.config.getoption("--outcomes").write_text(json.dumps(session.config.outcomes, indent=1))
+
 
 def sources() -> pathlib.Path:
   """Returns the folder of Flax's source distribution, fetched on first use."""
@@ -63,7 +109,7 @@ def run(scope: str, folder: pathlib.Path) -> Outcomes:
   """Returns how each of Flax's Linen tests ends inside `scope`."""
   out = CACHE / f"{scope}.json"
   out.unlink(missing_ok=True)
-  command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.flax_suite.in_scope"]
+  command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.flax_suite.run"]
   command += [f"--scope={scope}", f"--outcomes={out}", f"--rootdir={folder}", "-c", "/dev/null"]
   # The path by name: Flax's own tests import each other's helpers from `tests`.
   command += ["-p", "no:cacheprovider", "-W", "ignore", "-o", "python_files=*_test.py"]
@@ -78,18 +124,16 @@ def main() -> int:
   """Runs the three scopes, prints a table and what is wrong; returns the exit status."""
   console = Console()
   folder = sources()
-  scopes = ("none", "nothing", "mixed_bfloat16")
   progress = console.status(f"Running the Linen tests of {folder.name} three times …")
   with progress, concurrent.futures.ThreadPoolExecutor(2) as pool:
-    results = dict(zip(scopes, pool.map(lambda scope: run(scope, folder), scopes), strict=True))
+    results = dict(zip(SCOPES, pool.map(lambda scope: run(scope, folder), SCOPES), strict=True))
 
-  table = Table("scope", "passed", "skipped", "failed on an assertion", "listed", "other")
-  plain, nothing, half = (results[scope] for scope in scopes)
+  columns = ("passed", "skipped", "assertion", "listed", "other")
+  table = Table("scope", *columns)
+  plain, nothing, half = results.values()
   for scope, outcomes in results.items():
     kinds = Counter(kind(test, outcome) for test, outcome in outcomes.items())
-    table.add_row(
-      scope, *(str(kinds[k]) for k in ("passed", "skipped", "assertion", "listed", "other"))
-    )
+    table.add_row(scope, *(str(kinds[column]) for column in columns))
   console.print(table)
 
   differing = [t for t in plain if plain[t]["outcome"] != nothing.get(t, {}).get("outcome")]
