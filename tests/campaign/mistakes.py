@@ -96,32 +96,6 @@ def type_name(value: Any) -> str:
 
 def configurations(rng) -> Rows:
   dynamic, static = mpjax.DynamicLossScale, mpjax.StaticLossScale
-<<<<<<< HEAD
-  bad: list[tuple[str, Any, type[Exception]]] = []
-  positive = ("init_scale", "min_scale", "max_scale")
-  for field in positive:
-    bad += [(field, x, ValueError) for x in (*NOT_FINITE, *OUTSIDE, *-rng.random(9) * 1e6)]
-  for field in ("growth_factor", "backoff_factor"):
-    bad += [(field, x, ValueError) for x in (*NOT_FINITE, 0.0, -2.0, 1.0, *-rng.random(9))]
-  bad += [("growth_factor", x, ValueError) for x in rng.random(9)]
-  bad += [("backoff_factor", x, ValueError) for x in (2.0, 2**-127, *1 + rng.random(9))]
-  for field in ("growth_interval", "hysteresis"):
-    bad += [(field, x, ValueError) for x in (0, -1, 2**31, 2**40)]
-    bad += [(field, int(x), ValueError) for x in -rng.integers(2, 10**6, 9)]
-    bad += [(field, x, TypeError) for x in (*TYPES, 1.0, 2.5, float("nan"))]
-  for field in (*positive, "growth_factor", "backoff_factor"):
-    bad += [(field, x, TypeError) for x in TYPES]
-  for number, (field, value, error) in enumerate(bad):
-    call = functools.partial(dynamic, **{field: value})
-    yield f"{number}: {field}={value!r}", call, error, f"mpjax.DynamicLossScale({field})"
-  for value in (*NOT_FINITE, *OUTSIDE[:1], *OUTSIDE[2:]):
-    where = "mpjax.StaticLossScale(scale)"
-    yield f"static {value}", functools.partial(static, value), ValueError, where
-  for value in TYPES:
-    call, got = functools.partial(static, value), type(value).__name__
-    yield f"static {value!r}", call, TypeError, "mpjax.StaticLossScale(scale)", got
-  for low, high, init in 2.0 ** rng.integers(-9, 24, (60, 3)):
-=======
   factors, counts = ("growth_factor", "backoff_factor"), ("growth_interval", "hysteresis")
   wrong: dict[str, list[Any]] = {}
   for field in ("init_scale", "min_scale", "max_scale"):
@@ -141,7 +115,6 @@ def configurations(rng) -> Rows:
   yield static, (*NOT_FINITE, 0.0, *OUTSIDE[2:]), ValueError, where
   yield static, TYPES, TypeError, where, type_name
   for number, (low, high, init) in enumerate(2.0 ** rng.integers(-9, 24, (60, 3))):
->>>>>>> wt-r8
     limits = {"min_scale": float(low), "max_scale": float(high), "init_scale": float(init)}
     if low > high or not low <= init <= high:
       where = f"DynamicLossScale({'min_scale' if low > high else 'init_scale'})"
@@ -218,58 +191,15 @@ def rules(rng) -> Rows:
     given = {str(chosen): {name: selectors[name] for name in chosen}}
     yield lambda x: rule("float32", **x), given, ValueError, "mpjax.Rule(...)"
   globs = ["head", "layer_*", "encoder/*/attention", "**/norm", "layer_?", "a/b/c"]
-<<<<<<< HEAD
-  broken = (
-    "/{}",
-    "{}/",
-    "{}//x",
-    "{}[",
-    "]{}",
-    "({})",
-    "{}$",
-    "^{}",
-    "{}.x",
-    "{}|x",
-    "{}+",
-    "x\\{}",
-  )
-  for glob in globs:
-    for pattern in broken:
-      path = pattern.format(glob)
-      make = functools.partial(rule, "float32", path=path)
-      yield f"glob {path}", make, ValueError, "mpjax.Rule(path=...)", repr(path)
-  for field, values in {
-=======
   broken = ["/{}", "{}/", "{}//x", "{}[", "]{}", "({})", "{}$", "^{}", "{}.x", "{}|x", "{}+"]
   broken += [r"x\{}"]
   paths = [pattern.format(glob) for glob in globs for pattern in broken]
   yield named(rule, "path", "float32"), paths, ValueError, "mpjax.Rule(path=...)", repr
   for name, values in {
->>>>>>> wt-r8
     "path": (3, b"head", ["head"], nn.Dense),
     "module": (3, "Dense", (), (nn.Dense, "x"), nn.Dense(2), [nn.Dense]),
     "where": (3, "head", (nn.Dense,)),
   }.items():
-<<<<<<< HEAD
-    for value in values:
-      make = functools.partial(rule, None, **{field: value})
-      yield f"{field} {value!r}", make, TypeError, f"Rule({field}=...)"
-  for typo in misspelt(PRESETS, rng, 20):
-    make = functools.partial(rule, typo, path="head")
-    yield f"policy {typo}", make, ValueError, "mpjax.Policy.parse(policy)", repr(typo)
-
-  with_policy = mpjax.linen.with_policy
-  for field, values, error in (
-    ("rules", (3, "head", [rule(None, path="x"), "y"], [3], rule(None, path="x")), TypeError),
-    ("model", (Model, 3, nn.relu, None, {}), TypeError),
-    ("unmatched", ("rise", "Raise", None, True), ValueError),
-  ):
-    for value in values:
-      given = {"model": Model(), "policy": "float32", "rules": (), field: value}
-      make = functools.partial(with_policy, **given)
-      where = f"with_policy({field})" if field == "model" else f"with_policy({field}=...)"
-      yield f"{field} {value!r}", make, error, where
-=======
     yield named(rule, name, None), values, TypeError, f"Rule({name}=...)"
   where, typos = "mpjax.Policy.parse(policy)", misspelt(PRESETS, rng, 20)
   yield lambda typo: rule(typo, path="head"), typos, ValueError, where, repr
@@ -282,7 +212,6 @@ def rules(rng) -> Rows:
   yield make_one, (Model, 3, nn.relu, None, {}), TypeError, f"{about}(model)"
   make_one = named(with_policy, "unmatched", Model(), "float32")
   yield make_one, ("rise", "Raise", None, True), ValueError, f"{about}(unmatched=...)"
->>>>>>> wt-r8
   x, key = jax.ShapeDtypeStruct((1, 2), jnp.float32), jax.random.key(0)
   unmatched = [{"path": typo} for typo in misspelt(("head", "layer_0", "layer_1"), rng, 24)]
   unmatched += [{"module": nn.Conv}, {"module": (nn.Conv, nn.BatchNorm)}]
