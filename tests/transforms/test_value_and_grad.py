@@ -133,6 +133,17 @@ def test_gradient_penalty():
   assert_trees_bit_equal(mpjax.unscale(grads, STATE), plain)
 
 
+@pytest.mark.case("A43")
+def test_it_can_itself_be_differentiated():
+  def norm(params):
+    return optax.tree.norm(mpjax.value_and_grad(mlp, STATE)(params, X)[1], squared=True)
+
+  def plain_norm(params):
+    return optax.tree.norm(jax.grad(mlp)(params, X), squared=True) * SCALE**2
+
+  assert_trees_bit_equal(jax.grad(norm)(PARAMS), jax.grad(plain_norm)(PARAMS))
+
+
 @pytest.mark.case("B037")
 def test_vmap_over_members_and_over_data():
   tx = mpjax.loss_scaling(optax.sgd(1.0))

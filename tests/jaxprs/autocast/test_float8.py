@@ -101,6 +101,13 @@ def test_what_is_left_out_and_why(fun, x, w, reason):
   assert not audit.float8_share > 0
 
 
+def test_full_precision_is_no_float8():
+  precise = mpjax.full_precision(jnp.matmul)
+  cast = mpjax.autocast(lambda x, w: precise(x, w) @ w.T, policy())
+  first, second = dtypes(cast, s(8, 32), s(32, 16))
+  assert (first, second) == (("float32",) * 2, ("float8_e4m3fn",) * 2)
+
+
 @pytest.mark.parametrize(
   ("recipe", "k", "n", "taken"),
   [

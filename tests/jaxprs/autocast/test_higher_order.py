@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 import mpjax
@@ -131,6 +132,18 @@ def test_checkpoint_keeps_its_policy(policy):
   assert len(programs.products(program)) == {jax.checkpoint_policies.dots_saveable: 2}.get(
     policy, 3
   )
+
+
+def test_a_name_for_what_is_saved_stays():
+  """Else a policy that saves by name would save nothing, and say so nowhere."""
+
+  def fun(w, x):
+    policy = jax.checkpoint_policies.save_only_these_names("logits")
+    inner = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(x @ w, "logits")), policy=policy)
+    return inner(x).sum()
+
+  program = jax.make_jaxpr(jax.grad(mpjax.autocast(fun)))(W, X)
+  assert len(programs.products(program)) == 2, "the product is saved by its name"
 
 
 # Branches.

@@ -406,6 +406,13 @@ def test_a_cast_to_half_in_the_source_stays(chosen, half):
   assert types(program, "dot_general") == [(chosen,) * 3]
 
 
+def test_rounding_in_the_source_is_carried_out():
+  """1 + 2^-12 survives in neither half type."""
+  for half in HALVES:
+    rounded = mpjax.autocast(lambda x: x.astype(half).astype("float32"), half)  # noqa: B023
+    assert programs.run(rounded, jnp.float32(1 + 2**-12)) == 1
+
+
 def test_of_a_value_in_half_only_a_cast_to_another_half_type_is_left():
   def fun(w, x):
     return (x @ w).astype("bfloat16"), (x @ w).astype("float16")

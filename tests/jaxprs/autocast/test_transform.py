@@ -176,6 +176,12 @@ def test_bfloat16_is_the_standard():
   assert product_types(mpjax.autocast(lambda x: x @ W), X) == ["bfloat16"]
 
 
+def test_a_function_under_autocast_keeps_its_policy_inside_of_another():
+  inner = mpjax.autocast(lambda x: x @ W, "mixed_float16")
+  outer = mpjax.autocast(lambda x: inner(x) @ W, "mixed_bfloat16")
+  assert product_types(outer, X) == ["float16", "bfloat16"]
+
+
 # Rules.
 
 
