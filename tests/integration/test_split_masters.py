@@ -167,6 +167,41 @@ def test_sharded_over_eight_devices():
     assert found[0]["w"].sharding.is_equivalent_to(place["w"], 2)
 
 
+@pytest.mark.case("I19")
+def test_inside_of_a_shard_map_with_parts_of_each_parameter():
+  """Each device has the masters of its rows, as when parameters are sharded by hand."""
+  mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:8])
+  grads = np.random.default_rng(2).normal(size=(20, 16, 3)).astype(np.float32)
+  grads[::7, 2, 2] = np.nan
+  start = jnp.ones((16, 3), jnp.bfloat16)
+
+  def trained_by(storage, **options):
+    inner = mpjax.master_weights(optax.adamw(1e-2), storage=storage)
+    tx = mpjax.loss_scaling(inner, **options)
+
+    def run(params, grads):
+      (params, state), _ = jax.lax.scan(
+        lambda carry, g: (stepped(tx, *carry, g), None), (params, tx.init(params)), grads
+      )
+      skipped = mpjax.loss_scaling_metrics(state)["skipped"]
+      return mpjax.master_params(state, params), skipped
+
+    return run
+
+  specs = jax.P("data"), jax.P(None, "data")
+  mapped = jax.shard_map(
+    trained_by("split", axis_name="data"),
+    mesh=mesh,
+    in_specs=specs,
+    out_specs=(jax.P("data"), jax.P()),
+    check_vma=False,
+  )
+  # Compiled, too: a single operation at a time rounds where a fused one does not, by one ulp.
+  expected = jitted(trained_by("float32"))(start, grads)
+  assert expected[1] == 3
+  assert bits(jitted(mapped)(start, grads)) == bits(expected)
+
+
 class Net(nn.Module):
   """Stored in bfloat16, but for what default rules leave in float32."""
 

@@ -1,5 +1,6 @@
 """What happens at a call: arguments, fields and results; lifted transforms; errors."""
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -393,6 +394,32 @@ def test_the_dtype_field_during_a_call(own, traced, casting):
   assert second is own
 
 
+def test_fields_are_restored_after_a_call_and_after_an_exception():
+  class Fails(nn.Module):
+    dtype: Any = jnp.float16
+
+    def __call__(self, x, fail):
+      assert self.dtype is jnp.float32  # The policy decides, not a field in low precision.
+      if fail:
+        raise ZeroDivisionError
+      return x
+
+  class Catches(nn.Module):
+    def setup(self):
+      self.child = Fails()
+
+    def __call__(self, x):
+      for fail in (False, True):
+        with contextlib.suppress(ZeroDivisionError):
+          self.child(x, fail)
+        calls.append(("after", self.child.dtype))
+      return x
+
+  calls.clear()
+  with_policy(Catches(), "bfloat16").apply({}, X)
+  assert calls == [("after", jnp.float16)] * 2
+
+
 def test_what_setup_makes_of_the_dtype_field_is_traced_in_float32():
   class Sets(nn.Module):
     dtype: Any
@@ -526,6 +553,26 @@ def test_a_carry_keeps_its_dtype(name, carry):
   assert (ys.dtype, end.dtype) == (jnp.bfloat16, jnp.dtype(carry))
   assert [p.dtypes for p in products(program)] == [("bfloat16", "bfloat16")] * 2
   assert dtypes(grads) == dtypes(variables)
+
+
+@pytest.mark.case("B073")
+def test_a_while_loop_that_starts_in_low_precision_goes_on_in_it():
+  """Its layer would return float32 while it is traced: the module is called in half instead."""
+
+  def body(module, x):
+    dense = nn.Dense(3, name="dense")
+    if module.is_initializing():
+      return dense(x)
+    start = (jnp.zeros((), jnp.int32), x.astype(BF16))
+    turn = lambda dense, carry: (carry[0] + 1, dense(carry[1]))  # noqa: E731
+    _, out = nn.while_loop(lambda _, carry: carry[0] < 3, turn, dense, start)
+    calls.append(("out", str(out.dtype)))
+    return out
+
+  variables = jax.eval_shape(Does(body).init, KEY, X)
+  calls.clear()
+  all_half(with_policy(Does(body), "mixed_bfloat16").apply, variables, X, count=1)
+  assert set(calls) == {("out", "bfloat16")}
 
 
 @pytest.mark.case("B072")
@@ -858,6 +905,23 @@ def test_a_model_of_nnx_inside_linen_stores_and_trains_in_float32(scoped):
     assert bits(new["params"]) == bits(plain["params"])
   assert bits(variables["params"]) == bits(plain["params"])
   assert found == [("bfloat16", "bfloat16")]
+
+
+def test_statistics_of_a_nnx_model_inside_linen_stay_in_float32():
+  model = with_policy(nnx.bridge.to_linen(nnx.BatchNorm, 3, momentum=0.5), "mixed_bfloat16")
+  variables = model.init(KEY, X)
+  # Half of the distance to 1 + 2^-7 in each of two steps: bfloat16 has no number beyond 2^-8.
+  for step in (1, 2):
+    x = jnp.full((2, 3), 1 + 2.0**-7)
+    _, new = model.apply(variables, x, mutable="batch_stats")
+    variables = {**variables, **new}
+    (mean,) = (
+      leaf
+      for path, leaf in jax.tree_util.tree_leaves_with_path(new)
+      if "mean" in jax.tree_util.keystr(path)
+    )
+    assert mean.dtype == F32
+    np.testing.assert_array_equal(mean, np.full(3, (1 + 2.0**-7) * (1 - 0.5**step)))
 
 
 def test_a_nnx_module_given_to_a_linen_module_keeps_what_it_writes():
