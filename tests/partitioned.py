@@ -20,7 +20,7 @@ _COLLECTIVE = re.compile(
 _TYPE = re.compile(r"(?P<dtype>[a-z]+\d+\w*|pred)\[(?P<shape>[\d,]*)\]")
 
 
-_NUMBERS = itertools.count(33 + secrets.randbelow(2**20))
+_NUMBERS = itertools.count(secrets.randbelow(2**40))
 
 
 class Collective(NamedTuple):
@@ -42,11 +42,11 @@ def partitioned(fun: Any, *args: Any) -> str:
   jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
   with tempfile.TemporaryDirectory() as folder:
     # What was compiled before, in this run or an earlier one, would come from a cache and leave no
-    # text: with another number of parts into which machine code is split, it is another program.
+    # text: with another number for what only a GPU does, it is another program.
     options = {
       "xla_dump_to": folder,
       "xla_dump_hlo_pass_re": "spmd-partitioning",
-      "xla_cpu_parallel_codegen_split_count": next(_NUMBERS),
+      "xla_gpu_redzone_padding_bytes": next(_NUMBERS),
     }
     jitted.lower(*args).compile(compiler_options=options)
     found = sorted(pathlib.Path(folder).glob("*after_spmd-partitioning*.txt"))
