@@ -21,9 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
   folder = config.getoption("--contexts")
-  config.pluginmanager.register(Contexts(folder), "contexts")
   # Under xdist the workers run the tests, and their reports arrive at the main process.
-  if not hasattr(config, "workerinput"):
+  is_worker = hasattr(config, "workerinput")
+  if is_worker or not config.getoption("numprocesses", None):
+    config.pluginmanager.register(Contexts(folder), "contexts")
+  if not is_worker:
     config.pluginmanager.register(Seconds(folder / "seconds.json"), "seconds")
 
 

@@ -248,6 +248,9 @@ def test_none_for_the_gradient_of_a_trained_parameter_is_refused(name, config):
   for update in (tx.update, jax.jit(tx.update)):
     with none_refused(SCALED, got):
       update(TREE | none, state, TREE)
+  if name == "every leaf":
+    with none_refused(SCALED, got):
+      tx.update(None, state, TREE)
   with none_refused("mpjax.loss_scaling(inner).update(grad)", got):
     tx.update(TREE, state, TREE, grad=TREE | none)
   with none_refused(SCALED, got):
