@@ -169,6 +169,14 @@ def test_predicates_see_the_bound_module_and_count_by_their_truth():
   assert Rule(None, where=lambda m: None).matches(Plain(), "") is False
 
 
+def test_what_a_predicate_raises_names_the_module():
+  rule = Rule(None, where=lambda module: module.missing)
+  for path, name in (("encoder/head", "'encoder/head'"), ("", "'at the root'")):
+    with pytest.raises(AttributeError) as caught:
+      rule.matches(Plain(), path)
+    assert f"for the module {name} (Plain)" in caught.value.__notes__[0]
+
+
 def is_head(module):
   return module.name == "head"
 

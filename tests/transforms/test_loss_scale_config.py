@@ -133,6 +133,7 @@ def test_values_out_of_range():
       make("backoff_factor", value)
   with refused(ValueError, f"{call}(min_scale)", "at most max_scale=8", "16", "Swap"):
     mpjax.DynamicLossScale(min_scale=16, max_scale=8)
+  mpjax.DynamicLossScale(init_scale=8, min_scale=8, max_scale=8)
   for init_scale in (1, 16):
     fix = "Move init_scale"
     with refused(ValueError, f"{call}(init_scale)", "in [2, 8]", str(init_scale), fix):

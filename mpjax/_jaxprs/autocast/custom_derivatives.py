@@ -77,8 +77,7 @@ class CustomCall(NamedTuple):
 
 def with_rule(custom: CustomCall, operands: Sequence[Atom], body: Jaxpr) -> JaxprEqn:
   """Returns the equation with a new body, and its own derivative rule rewritten too."""
-  old = custom.program
-  closed = ClosedJaxpr(body, old.consts if isinstance(old, ClosedJaxpr) else ())
+  closed = ClosedJaxpr(body, ())  # JAX passes what the body closes over as operands.
 
   def call(*operands: Array) -> list[Array]:
     return typed(closed, operands, custom.eqn.primitive.name)
