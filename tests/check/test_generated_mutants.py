@@ -12,6 +12,7 @@ SOURCE = """
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   import x
+__all__ = ["TABLE", "f"]
 TABLE = {"a": (1, 2), "b": 3}
 Kind = dict[int, str]
 def f(a, b: int | None = None):

@@ -4,6 +4,7 @@ Everything that is compared comes out of one compiled program for each model.
 """
 
 import itertools
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -215,11 +216,13 @@ def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name)
   assert wrong == []
 
 
-def rms(got: Any, want: Any) -> float:
-  """The root of the mean square of all differences: one rounding of one number decides nothing."""
+def squared_errors(got: Any, want: Any) -> Any:
+  """Returns the mean of the squared differences of each draw, which is the first axis of leaves."""
   pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-  flat = [np.ravel(np.asarray(x, np.float64) - np.asarray(y, np.float64)) for x, y in pairs]
-  return np.sqrt(np.mean(np.square(np.concatenate(flat))))
+  flat = [
+    np.reshape(np.asarray(x, np.float64) - np.asarray(y, np.float64), (DRAWS, -1)) for x, y in pairs
+  ]
+  return np.mean(np.square(np.concatenate(flat, axis=1)), axis=1)
 
 
 @pytest.mark.parametrize(
@@ -253,8 +256,10 @@ def test_gradients_of_nnx_err_no_more_than_with_all_cast_outside(name, half):
   drawn = [model.arguments(seed) for seed in range(DRAWS)]
   args = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
   exact, got, control = programs.run(jax.vmap(every), *args)
-  # Measured, ours to theirs: 0.8 for the transformer, 0.98 for the sounds, 1 for the others.
-  assert rms(got, exact) <= rms(control, exact)
+  # Measured, ours to theirs: 0.8 for the transformer, 0.98 for the sounds, 1 for the others. Where
+  # both are the same on average, the rounding of a CPU decides which is smaller in a draw.
+  more = squared_errors(got, exact) - squared_errors(control, exact)
+  assert np.mean(more) <= 2 * np.std(more, ddof=1) / math.sqrt(DRAWS)
 
 
 def test_attention_is_the_same_with_either_rule():

@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  folder = config.getoption("--contexts")
+  folder = pathlib.Path(str(config.getoption("--contexts")))
   # Under xdist the workers run the tests, and their reports arrive at the main process.
   is_worker = hasattr(config, "workerinput")
   if is_worker or not config.getoption("numprocesses", None):

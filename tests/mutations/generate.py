@@ -1,8 +1,8 @@
 """Generates mutants of a module from its syntax tree.
 
 Each condition is negated, each comparison and each boolean operator is swapped, and each row of a
-table at module level is dropped, one at a time. Annotations and what only type checkers run are
-left out.
+table at module level is dropped, one at a time. Annotations, `__all__` and what only type checkers
+run are left out.
 """
 
 import ast
@@ -128,10 +128,15 @@ def _edits(node: ast.AST, function: str) -> Iterator[_Edit]:
     if name in ("annotation", "returns", "type_params") or in_type:
       continue
     for child in value if isinstance(value, list) else [value]:
-      only_types = isinstance(child, ast.If) and _text(child.test).endswith("TYPE_CHECKING")
-      if isinstance(child, ast.AST) and not only_types:
+      if isinstance(child, ast.AST) and not _is_for_type_checkers(child):
         inner = f"{function}.{child.name}" if isinstance(child, DEFINITIONS) else function
         yield from _edits(child, inner.lstrip("."))
+
+
+def _is_for_type_checkers(node: ast.AST) -> bool:
+  if isinstance(node, ast.If):
+    return _text(node.test).endswith("TYPE_CHECKING")
+  return isinstance(node, ast.Assign) and _text(node.targets[0]) == "__all__"
 
 
 def _is_negated_by_swap(test: ast.expr) -> bool:
