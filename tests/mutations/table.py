@@ -626,8 +626,7 @@ _STEPS = (
     function=_STEP + "_retried",
     old="jnp.where(withheld, lower, after.scale)",
     new="after.scale",
-    test="tests/transforms/test_retries.py"
-    "::test_each_run_is_at_a_lower_scale_whatever_the_hysteresis",
+    test="tests/transforms/test_train_step.py::test_retries_equal_the_oracle",
   ),
 )
 

@@ -1,9 +1,11 @@
-"""Loss functions of training steps, of what differs between them."""
+"""Loss functions of training steps, of what differs between them; steps over several devices."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+
+AUTO = jax.sharding.AxisType.Auto
 
 
 def loss_of(fun: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -20,3 +22,12 @@ def loss_of(fun: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return fun(params, batch), (model_state, {})
 
   return loss_fn
+
+
+def over_devices(
+  step: Callable[..., Any], devices: list[Any], **options: Any
+) -> Callable[..., Any]:
+  """Returns `step(state, batch)`, compiled for a mesh of devices that divide the rows: "data"."""
+  mesh = jax.make_mesh((len(devices),), ("data",), (AUTO,), devices=devices)
+  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+  return jax.jit(jax.shard_map(step, mesh=mesh, **specs, **options))
