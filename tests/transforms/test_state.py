@@ -17,11 +17,11 @@ SCALED = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
 
 def nests():
   """Every place in which optax can put a state."""
-  first = {"w": "a", "b": "b"}
+  first, identity = {"w": "a", "b": "b"}, optax.identity()
   return {
     "alone": SCALED,
-    "chain": optax.chain(optax.identity(), optax.chain(SCALED, optax.identity())),
-    "named chain": optax.named_chain(("one", optax.identity()), ("two", SCALED)),
+    "chain": optax.chain(identity, optax.chain(SCALED, identity)),
+    "named chain": optax.named_chain(("one", identity), ("two", SCALED)),
     "masked": optax.masked(SCALED, {"w": True, "b": False}),
     "partition": optax.partition({"a": SCALED, "b": optax.set_to_zero()}, first),
     "inject": optax.inject_hyperparams(lambda lr: optax.chain(optax.scale(lr), SCALED))(lr=0.1),
@@ -31,15 +31,15 @@ def nests():
 
 
 def test_the_scale_is_found_wherever_it_sits():
+  loss = jnp.asarray(2.0)
   for name, tx in nests().items():
     state = tx.init(PARAMS)
-    assert mpjax.scale_loss(jnp.asarray(2.0), state) == 16, name
+    assert mpjax.scale_loss(loss, state) == 16, name
     assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 8
     moved = mpjax.set_loss_scale(state, 4)
     assert jax.tree.structure(moved) == jax.tree.structure(state)
-    assert mpjax.scale_loss(jnp.asarray(2.0), moved) == 8
-    assert mpjax.scale_loss(jnp.asarray(2.0), state) == 16, "the old state is as it was"
-    assert mpjax.unscale(jnp.asarray(8.0), moved) == 2
+    assert (mpjax.scale_loss(loss, moved), mpjax.unscale(loss, moved)) == (8, 0.5)
+    assert mpjax.scale_loss(loss, state) == 16, "the old state is as it was"
 
 
 def test_a_train_state_will_do():
@@ -55,35 +55,29 @@ def test_a_train_state_will_do():
 @pytest.mark.filterwarnings("ignore:.*the loss is float16")
 def test_half_loss_is_cast_before_it_is_multiplied(wrap):
   state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
-  scale = wrap(mpjax.scale_loss)
-  found = scale(jnp.asarray(5, jnp.float16), state)
-  assert found == 163840
-  assert found.dtype == jnp.float32
-  assert not found.weak_type
-  assert scale(jnp.asarray(5, jnp.bfloat16), state) == 163840
-  assert scale(np.float16(5), state) == 163840
-  assert scale(5.0, state) == 163840
+  half = jnp.asarray(5, jnp.float16)
+  for loss in (half, half.astype(jnp.bfloat16), np.float16(5), 5.0):
+    found = wrap(mpjax.scale_loss)(loss, state)
+    assert found == 163840
+    assert jax.typeof(found) == jax.typeof(jnp.float32(0)), "strongly typed"
 
 
-FAULTY = [
-  mpjax.DynamicLossScale(),
+WIDE = mpjax.DynamicLossScale()
+EXCEEDS = (
+  WIDE,
   mpjax.StaticLossScale(2**16),
   mpjax.DynamicLossScale(init_scale=1, max_scale=2**16),
-]
-RIGHT = [
-  mpjax.DynamicLossScale(max_scale=2**15),
-  mpjax.StaticLossScale(2**15),
-  mpjax.NoLossScale(),
-]
+)
+FITS = mpjax.DynamicLossScale(max_scale=2**15), mpjax.StaticLossScale(2**15), mpjax.NoLossScale()
 
 
 def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once():
   """The cotangent of a float16 loss is the scale in float16, inf from 2^16 on."""
 
-  def scaled(params, state):
-    return mpjax.scale_loss(jnp.mean(params["w"].astype(jnp.float16)), state)
+  def scaled(params, state, dtype=jnp.float16):
+    return mpjax.scale_loss(jnp.mean(params["w"].astype(dtype)), state)
 
-  for config in FAULTY:
+  for config in EXCEEDS:
     state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
     with pytest.warns(UserWarning, match="the loss is float16.*cast to float32") as found:
       jax.eval_shape(jax.grad(scaled), PARAMS, state)
@@ -92,6 +86,11 @@ def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once():
     with pytest.warns(UserWarning, match="the loss is float16"):
       grads = jax.grad(scaled)(PARAMS, mpjax.set_loss_scale(state, 2**16))
     assert not mpjax.all_finite(grads)
+  # Another warning would be an error here.
+  fits = [(config, jnp.float16) for config in FITS]
+  for config, dtype in [*fits, (WIDE, jnp.float32), (WIDE, jnp.bfloat16)]:
+    state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
+    jax.grad(scaled)(PARAMS, state, dtype)
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one loss", "several"])
@@ -106,8 +105,8 @@ def test_value_and_grad_of_a_float16_loss_takes_any_scale(dtype, several):
     return jnp.sum(params["w"].astype(jnp.float16) ** 2 / 2**14)
 
   grad_fn = jax.jit(lambda p, s: mpjax.value_and_grad(fun, s, name=name)(p))
-  wide, other = mpjax.DynamicLossScale(), mpjax.StaticLossScale(1)
-  tx = mpjax.loss_scaling(optax.sgd(0.1), {"a": wide, "b": other} if several else wide)
+  losses = {"a": WIDE, "b": mpjax.StaticLossScale(1)}
+  tx = mpjax.loss_scaling(optax.sgd(0.1), losses if several else WIDE)
   for scale in (2.0**14, 2.0**16, 2.0**24):
     state = mpjax.set_loss_scale(tx.init(params), scale, name=name)
     loss, grads = grad_fn(params, state)
@@ -115,16 +114,6 @@ def test_value_and_grad_of_a_float16_loss_takes_any_scale(dtype, several):
     expected = np.asarray([1.0, 3.0]) * 2 / 2**14 * scale
     np.testing.assert_array_equal(grads["w"], expected.astype(dtype))
     assert grads["w"].dtype == dtype
-
-
-def test_a_float16_loss_within_its_range_is_no_matter():
-  """A warning would be an error here."""
-  for config in RIGHT:
-    state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
-    jax.grad(lambda p, s=state: mpjax.scale_loss(jnp.mean(p["w"].astype(jnp.float16)), s))(PARAMS)
-  wide = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
-  for dtype in (jnp.float32, jnp.bfloat16):
-    jax.grad(lambda p, d=dtype: mpjax.scale_loss(jnp.mean(p["w"]).astype(d), wide))(PARAMS)
 
 
 @pytest.mark.case("B046")
@@ -176,13 +165,18 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_state_without_a_scale(call):
-  for state in (optax.adam(1e-3).init(PARAMS), PARAMS, None, ()):
-    expected, fix = "created by mpjax.loss_scaling", "tx = mpjax.loss_scaling(tx)"
-    got = f"a {type(state).__name__} without a loss scale"
-    with refused(TypeError, f"mpjax.{call}(opt_state)", expected, got, fix):
-      CALLS[call](state)
+@pytest.mark.case("A60", "B146")
+def test_states_without_a_scale_and_with_two():
+  chain = optax.chain(SCALED, optax.clip(1.0), SCALED).init(PARAMS)
+  none = optax.adam(1e-3).init(PARAMS), PARAMS, None, ()
+  made, wrap = "created by mpjax.loss_scaling", "tx = mpjax.loss_scaling(tx)"
+  for state, expected, got, fix in (
+    (chain, "one loss scale", "one with 2, named [None, None]", "Wrap the entire chain once"),
+    *((x, made, f"a {type(x).__name__} without a loss scale", wrap) for x in none),
+  ):
+    for name, call in CALLS.items():
+      with refused(TypeError, f"mpjax.{name}(opt_state)", expected, got, fix):
+        call(state)
 
 
 OUTSIDE = {
@@ -217,15 +211,6 @@ def test_what_would_see_scaled_gradients_or_count_skipped_steps_is_refused(outsi
   # And inside is where they belong.
   inside = mpjax.loss_scaling(wrap(optax.sgd(0.1)), mpjax.StaticLossScale(8)).init(params)
   assert mpjax.loss_scaling_metrics(inside)["loss_scale"] == 8
-
-
-@pytest.mark.case("A60", "B146")
-def test_two_scales_in_one_state():
-  state = optax.chain(SCALED, optax.clip(1.0), SCALED).init(PARAMS)
-  for name, call in CALLS.items():
-    got, fix = "one with 2, named [None, None]", "Wrap the entire chain once"
-    with refused(TypeError, f"mpjax.{name}(opt_state)", "one loss scale", got, fix):
-      call(state)
 
 
 @pytest.mark.case("A66")
@@ -284,11 +269,9 @@ def test_set_loss_scale_refuses():
 
 @pytest.mark.case("B031")
 def test_set_loss_scale_warns_once_of_other_than_powers_of_two():
-  state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
   with pytest.warns(UserWarning, match="value=1000 is not a power of two") as caught:
-    state = mpjax.set_loss_scale(state, 1000)
-  assert len(caught) == 1
-  assert caught[0].filename == __file__
+    state = mpjax.set_loss_scale(mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS), 1000)
+  assert [one.filename for one in caught] == [__file__]
   assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 1000
 
 
@@ -304,10 +287,8 @@ def test_set_loss_scale_starts_a_new_window_and_keeps_the_rest():
 
 def test_set_loss_scale_under_jit_and_vmap():
   state = jax.vmap(mpjax.loss_scaling(optax.sgd(0.1)).init)(jnp.ones((3, 2)))
-  for moved in (
-    mpjax.set_loss_scale(state, 2),
-    jax.jit(lambda s: mpjax.set_loss_scale(s, 2))(state),
-  ):
+  for wrap in (lambda f: f, jax.jit):
+    moved = wrap(lambda s: mpjax.set_loss_scale(s, 2))(state)
     assert mpjax.loss_scaling_metrics(moved)["loss_scale"].tolist() == [2, 2, 2]
 
 
