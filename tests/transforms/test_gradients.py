@@ -14,10 +14,9 @@ import pytest
 
 import mpjax
 from tests.errors import refused
-from tests.programs import equations
-from tests.transforms.losses import loss_of
+from tests.programs import bits, equations
+from tests.transforms.losses import AUTO, loss_of, over_devices
 
-AUTO = jax.sharding.AxisType.Auto
 F32 = jnp.float32
 SGD = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8))
 
@@ -81,16 +80,13 @@ def test_a_bad_micro_batch_drops_the_window():
   step = mpjax.make_train_step(in_float16, tx, accumulate=k, donate=False)
   state = mpjax.TrainState.create(jnp.zeros(3), tx)
   batch = rows(24)
+  numbers = ("loss_scale", "total", "skipped", "consecutive_skips", "good_steps", "finite")
   for i in range(k):
     x = batch["x"].copy()
     x[i, 0] = np.nan if i % 2 else np.inf
     after, metrics = step(state, batch | {"x": x})
-    for kept in ("step", "params", "model_state"):
-      np.testing.assert_array_equal(getattr(after, kept), getattr(state, kept))
-    inner_states = (jax.tree.leaves(s.opt_state.inner_state) for s in (after, state))
-    for a, b in zip(*inner_states, strict=True):
-      np.testing.assert_array_equal(a, b)
-    numbers = ("loss_scale", "total", "skipped", "consecutive_skips", "good_steps", "finite")
+    kept = [s._replace(opt_state=s.opt_state.inner_state) for s in (after, state)]
+    assert bits(kept[0]) == bits(kept[1])
     assert [metrics[name] for name in numbers] == [32, 1, 1, 1, 0, False]
   # Good windows count as one step each, and the scale grows with the second, not inside one.
   for count, scale in ((1, 64), (2, 128)):
@@ -184,10 +180,7 @@ def test_metrics(devices, how):
     return jnp.sum(params), (model_state, METRICS)
 
   step = mpjax.make_train_step(loss_fn, SGD, accumulate=k, axis_name="data" if axis else None)
-  if axis:
-    mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
-    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-    step = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+  step = over_devices(step, devices) if axis else step
   _, found = step(mpjax.TrainState.create(jnp.zeros(3), SGD), jnp.zeros(8))
   parts = k * (4 if axis else 1)
   floats = {"float": 0.5, "half": 0.5, "vector": np.arange(3.0), "nested": {"x": 0.25}}
@@ -202,7 +195,6 @@ def test_metrics(devices, how):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_model_state_of_any_kind_agrees(devices, check_vma):
   """Floating leaves are averaged in float32; what is not floating is the same, as is said."""
-  mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
   before = {
     "mean": jnp.zeros(()),
     "half": jnp.zeros((), jnp.float16),
@@ -227,8 +219,7 @@ def test_model_state_of_any_kind_agrees(devices, check_vma):
     return jnp.sum(params), (new, {})
 
   step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", integer_state="same")
-  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-  step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
+  step = over_devices(step, devices, check_vma=check_vma)
   state = mpjax.TrainState.create(jnp.zeros(3), SGD, model_state=before)
   # The sum of two of them is inf in float16.
   state, _ = step(state, jnp.asarray([40000.0, 40000.0, 40000.0, 40016.0]))
@@ -258,7 +249,6 @@ def test_several_axes(devices, axes, check_vma):
 
 def test_the_batch_is_seen_in_the_order_of_devices(devices):
   """The key of each device and micro-batch is its own, and none is that of another step."""
-  mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
 
   def loss_fn(params, draws, batch, rng):
     bits = jax.random.bits(rng, (), jnp.uint32)
@@ -266,8 +256,7 @@ def test_the_batch_is_seen_in_the_order_of_devices(devices):
     return jnp.sum(params), (draws, {"bits": bits * here})
 
   step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", accumulate=2)
-  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-  step = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+  step = over_devices(step, devices)
   key = jax.random.key(5)
   state = mpjax.TrainState.create(jnp.zeros(3), SGD, rng=key)
   found = []
@@ -298,10 +287,8 @@ def test_what_a_loss_function_may_not_return():
     where, fix = "mpjax.make_train_step(loss_fn)", "Return (loss, ((), {}))"
     with refused(TypeError, where, "(loss, (model_state, metrics))", got, fix):
       gradients(returning(out), jnp.zeros(2))
-  where = "mpjax.value_and_grad(fun): the loss"
-  with refused(
-    ValueError, where, "a floating scalar", "an array of shape (2,)", "jnp.mean(losses)"
-  ):
+  where, got = "mpjax.value_and_grad(fun): the loss", "an array of shape (2,)"
+  with refused(ValueError, where, "a floating scalar", got, "jnp.mean(losses)"):
     gradients(loss_of(lambda params, batch: batch), jnp.zeros(2))
 
 
@@ -312,20 +299,13 @@ bad_updates
 
 
 def test_names_of_metrics_that_are_taken():
+  """Whatever a step reports by itself, and nothing else."""
+  where, expected = "mpjax.make_train_step(loss_fn): metrics", "metrics with other names than ours"
   for name in NAMES.split():
-    where, expected = (
-      "mpjax.make_train_step(loss_fn): metrics",
-      "metrics with other names than ours",
-    )
     of_name = returning(lambda loss, state, name=name: (loss, (state, {name: 1, "mine": 2})))
     with refused(ValueError, where, expected, f"[{name!r}]", "Rename them"):
       gradients(of_name, jnp.zeros(2))
-
-
-def test_no_other_name_is_taken():
-  """Whatever a step reports by itself is among the names that are refused."""
-  config = mpjax.DynamicLossScale()
-  tx = mpjax.loss_scaling(optax.sgd(1.0), config)
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale())
   loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float16)))
   _, _, metrics = gradients(loss_fn, jnp.zeros(2), tx=tx, max_retries=1)
   assert set(metrics) == set(NAMES.split())
@@ -353,17 +333,13 @@ def test_a_model_state_that_changes_its_type(k):
       gradients(loss_fn, jnp.zeros(2), model_state=old, accumulate=k)
 
 
-@pytest.mark.parametrize("where", ["jit", "shard_map of another"])
-def test_an_axis_that_is_not_bound(devices, where):
+def test_an_axis_that_is_not_bound(devices):
   step = mpjax.make_train_step(mean, SGD, axis_name="batch")
   state = mpjax.TrainState.create(jnp.zeros(3), SGD)
-  if where != "jit":
-    mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
-    step = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
-  got = "axes of the mesh here: " + ("()" if where == "jit" else "('data',)")
-  where = "mpjax.make_train_step(axis_name='batch')"
-  with refused(ValueError, where, "an axis that is mapped", got, "leave axis_name out"):
-    step(state, rows(16))
+  for call, axes in ((step, "()"), (over_devices(step, devices), "('data',)")):
+    where, got = "mpjax.make_train_step(axis_name='batch')", f"axes of the mesh here: {axes}"
+    with refused(ValueError, where, "an axis that is mapped", got, "leave axis_name out"):
+      call(state, rows(16))
 
 
 def test_sharded_parameters_and_an_axis(devices):

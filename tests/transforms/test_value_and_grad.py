@@ -12,6 +12,7 @@ from flax import nnx
 
 import mpjax
 from tests.errors import refused
+from tests.programs import bits
 
 SCALE = 2.0**10
 TX = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(SCALE))
@@ -31,9 +32,11 @@ X = jax.random.normal(jax.random.key(2), (4, 5))
 
 def assert_trees_bit_equal(found, expected):
   assert jax.tree.structure(found) == jax.tree.structure(expected)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    assert a.dtype == b.dtype
-    np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+  assert bits(found) == bits(expected)
+
+
+def scaled(grads):
+  return jax.tree.map(lambda g: g * SCALE, grads)
 
 
 @pytest.mark.case("A39", "A55", "B145", "B028")
@@ -42,7 +45,7 @@ def test_loss_is_plain_and_gradients_are_scaled_exactly(wrap):
   loss, grads = wrap(mpjax.value_and_grad(mlp, STATE))(PARAMS, X, shift=0.5)
   expected, plain = wrap(jax.value_and_grad(mlp))(PARAMS, X, shift=0.5)
   assert loss == expected
-  assert_trees_bit_equal(grads, jax.tree.map(lambda g: g * SCALE, plain))
+  assert_trees_bit_equal(grads, scaled(plain))
   # What value_and_grad multiplied, update divides out again: nobody can forget one of the two.
   updates, _ = TX.update(grads, STATE, PARAMS)
   assert_trees_bit_equal(updates, jax.tree.map(lambda g: -g, plain))
@@ -57,35 +60,29 @@ def test_same_arguments_as_jax(has_aux):
   for argnums in (0, 1, (0, 1), (1,), -1):
     found, grads = mpjax.value_and_grad(fun, STATE, argnums, has_aux)(PARAMS, X)
     expected, plain = jax.value_and_grad(fun, argnums, has_aux)(PARAMS, X)
-    assert_trees_bit_equal(grads, jax.tree.map(lambda g: g * SCALE, plain))
+    assert_trees_bit_equal(grads, scaled(plain))
     if has_aux:
-      assert found[0] == expected[0]
-      assert found[1]["n"] == 3
-      assert_trees_bit_equal(found[1]["x"], X)
-    else:
-      assert found == expected
+      (found, aux), (expected, _) = found, expected
+      assert aux["n"] == 3
+      assert_trees_bit_equal(aux["x"], X)
+    assert found == expected
 
 
 def test_it_keeps_the_name_and_the_docstring():
-  wrapped = mpjax.value_and_grad(mlp, STATE)
-  assert wrapped.__name__ == "mlp"
+  assert mpjax.value_and_grad(mlp, STATE).__name__ == "mlp"
   assert mpjax.value_and_grad(functools.partial(mlp, shift=1.0), STATE)(PARAMS, X)[0].shape == ()
 
 
 @pytest.mark.case("A12", "I8")
-def test_no_loss_scale_adds_no_equation():
+def test_a_scale_adds_two_equations_and_no_loss_scale_none():
+  """The loss times the scale, and the cotangent times the scale."""
   off = mpjax.loss_scaling(optax.adam(1e-3), mpjax.NoLossScale()).init(PARAMS)
-  found = jax.make_jaxpr(mpjax.value_and_grad(mlp, off))(PARAMS, X)
-  assert str(found) == str(jax.make_jaxpr(jax.value_and_grad(mlp))(PARAMS, X))
+  plain = jax.make_jaxpr(jax.value_and_grad(mlp))(PARAMS, X)
+  assert str(jax.make_jaxpr(mpjax.value_and_grad(mlp, off))(PARAMS, X)) == str(plain)
+  with_scale = jax.make_jaxpr(mpjax.value_and_grad(mlp, STATE))(PARAMS, X)
+  assert len(with_scale.eqns) <= len(plain.eqns) + 2
   loss = jnp.ones((), jnp.float16)
   assert mpjax.scale_loss(loss, off) is loss
-
-
-def test_a_scale_adds_two_equations():
-  """The loss times the scale, and the cotangent times the scale."""
-  plain = jax.make_jaxpr(jax.value_and_grad(mlp))(PARAMS, X)
-  scaled = jax.make_jaxpr(mpjax.value_and_grad(mlp, STATE))(PARAMS, X)
-  assert len(scaled.eqns) <= len(plain.eqns) + 2
 
 
 @pytest.mark.case("B026", "A37")
@@ -103,13 +100,10 @@ def test_half_loss_trains_to_the_same_weight():
   tx = mpjax.loss_scaling(optax.sgd(0.5), config)
 
   def train(loss_dtype):
-    def fun(w):
-      return ((w * 0.25).astype(loss_dtype)) ** 2
-
     w = jnp.asarray(8.0)
     state = tx.init(w)
     for _ in range(3):
-      _, grads = mpjax.value_and_grad(fun, state)(w)
+      _, grads = mpjax.value_and_grad(lambda w: (w * 0.25).astype(loss_dtype) ** 2, state)(w)
       updates, state = tx.update(grads, state, w)
       w = optax.apply_updates(w, updates)
     return w
@@ -135,13 +129,11 @@ def test_gradient_penalty():
 
 @pytest.mark.case("A43")
 def test_it_can_itself_be_differentiated():
-  def norm(params):
-    return optax.tree.norm(mpjax.value_and_grad(mlp, STATE)(params, X)[1], squared=True)
+  def norm(grads):
+    return lambda params: optax.tree.norm(grads(params, X), squared=True)
 
-  def plain_norm(params):
-    return optax.tree.norm(jax.grad(mlp)(params, X), squared=True) * SCALE**2
-
-  assert_trees_bit_equal(jax.grad(norm)(PARAMS), jax.grad(plain_norm)(PARAMS))
+  found = jax.grad(norm(lambda *args: mpjax.value_and_grad(mlp, STATE)(*args)[1]))(PARAMS)
+  assert_trees_bit_equal(found, scaled(scaled(jax.grad(norm(jax.grad(mlp)))(PARAMS))))
 
 
 @pytest.mark.case("B037")
@@ -152,11 +144,8 @@ def test_vmap_over_members_and_over_data():
   scale = states.loss_scale["dynamic"]._replace(scale=jnp.asarray([1.0, 4.0, 16.0]))
   states = states._replace(loss_scale={"dynamic": scale})
 
-  def one(params, state):
-    return mpjax.value_and_grad(mlp, state)(params, X)
-
-  losses, grads = jax.vmap(one)(members, states)
-  plain_losses, plain = jax.vmap(lambda params: jax.value_and_grad(mlp)(params, X))(members)
+  losses, grads = jax.vmap(lambda p, s: mpjax.value_and_grad(mlp, s)(p, X))(members, states)
+  plain_losses, plain = jax.vmap(lambda p: jax.value_and_grad(mlp)(p, X))(members)
   assert_trees_bit_equal(losses, plain_losses)
   for i, factor in enumerate([1.0, 4.0, 16.0]):
     # Powers of two: equal to the bit. (One member alone is other dots, with other roundings.)
@@ -185,16 +174,12 @@ def test_named_scale():
 
 def test_what_is_no_loss():
   """The rest of them in test_state.py."""
-  for loss, builtin, got in (
-    (lambda p: jnp.ones(2) * p, ValueError, "shape (2,)"),
-    (lambda p: 3, TypeError, "a int"),
-    (lambda p: (p, 1), TypeError, "a tuple"),
-    (lambda p: None, TypeError, "a NoneType"),
-    (lambda p: {"loss": p}, TypeError, "a dict"),
-  ):
-    where = "mpjax.value_and_grad(fun): the loss"
-    with refused(builtin, where, "a floating scalar", got, "jnp.mean"):
-      mpjax.value_and_grad(loss, STATE)(jnp.asarray(1.0))
+  p, where = jnp.asarray(1.0), "mpjax.value_and_grad(fun): the loss"
+  with refused(ValueError, where, "a floating scalar", "shape (2,)", "jnp.mean"):
+    mpjax.value_and_grad(lambda p: jnp.ones(2) * p, STATE)(p)
+  for loss in (3, (p, 1), None, {"loss": p}):
+    with refused(TypeError, where, "a floating scalar", f"a {type(loss).__name__}", "jnp.mean"):
+      mpjax.value_and_grad(lambda p, loss=loss: loss, STATE)(p)
 
 
 def test_has_aux_wants_a_pair():
@@ -224,23 +209,19 @@ def square(p, x=1.0):
 def test_built_once_before_a_loop_is_refused_at_the_second_step():
   """It would scale by 64 for ever, while update divides by 64, 64, 128, 128, 256, ..."""
   params = jnp.asarray([1.0])
-  opt_state = DYNAMIC.init(params)
-  grad_fn = mpjax.value_and_grad(square, opt_state)
-  for _ in range(2):  # micro-batches: the same state
-    _, grads = grad_fn(params)
-    assert grads == 128
-  updates, opt_state = DYNAMIC.update(grads, opt_state, params)
-  params = optax.apply_updates(params, updates)
-  got = "a state that is gone since the first call"
-  with refused(RuntimeError, WHERE, "the state that this step updates", got, FIX):
-    grad_fn(params)
-  # Setting the scale makes it old as well.
-  opt_state = DYNAMIC.init(jnp.ones(1))
-  grad_fn = mpjax.value_and_grad(square, opt_state)
-  grad_fn(jnp.ones(1))
-  opt_state = mpjax.set_loss_scale(opt_state, 8)
-  with refused(RuntimeError, WHERE, "the state that this step updates", got, FIX):
-    grad_fn(jnp.ones(1))
+  for move in (
+    lambda grads, opt_state: DYNAMIC.update(grads, opt_state, params)[1],
+    lambda grads, opt_state: mpjax.set_loss_scale(opt_state, 8),
+  ):
+    opt_state = DYNAMIC.init(params)
+    grad_fn = mpjax.value_and_grad(square, opt_state)
+    for _ in range(2):  # micro-batches: the same state
+      _, grads = grad_fn(params)
+      assert grads == 128
+    opt_state = move(grads, opt_state)
+    got = "a state that is gone since the first call"
+    with refused(RuntimeError, WHERE, "the state that this step updates", got, FIX):
+      grad_fn(params)
 
 
 def test_built_outside_of_a_compiled_step_is_refused():
@@ -278,11 +259,10 @@ def test_built_in_the_step_is_never_refused():
       p, state = step(p, state)
     return p
 
-  np.testing.assert_allclose(run(step), params * 0.8**5, rtol=1e-6)
-  np.testing.assert_allclose(run(jax.jit(step)), params * 0.8**5, rtol=1e-6)
-  np.testing.assert_allclose(
-    jax.jit(lambda p: step(p, DYNAMIC.init(p))[0])(params), params * 0.8, rtol=1e-6
-  )
+  for wrap in (lambda f: f, jax.jit):
+    np.testing.assert_allclose(run(wrap(step)), params * 0.8**5, rtol=1e-6)
+  once = jax.jit(lambda p: step(p, DYNAMIC.init(p))[0])(params)
+  np.testing.assert_allclose(once, params * 0.8, rtol=1e-6)
   state = DYNAMIC.init(params)
   grad_fn = mpjax.value_and_grad(square, state)
   assert jax.vmap(grad_fn)(params)[1].tolist() == [128, 256]
@@ -352,7 +332,7 @@ def test_equinox_differentiates_an_equinox_model():
   expected, plain = eqx.filter_jit(differentiator(fun, has_aux=True))(model, X)
   assert found == expected
   assert grads.activation is None
-  assert_trees_bit_equal(grads, jax.tree.map(lambda g: g * SCALE, plain))
+  assert_trees_bit_equal(grads, scaled(plain))
 
 
 def test_float16_trains_an_equinox_model():
