@@ -1,5 +1,7 @@
 """What the wrappers of optimizers refuse, all alike."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,14 +33,23 @@ def test_what_is_no_optimizer(name):
 @ALL
 def test_a_state_of_another_transformation(name):
   other = next(wrap for wrap in WRAPPERS if wrap != name)
-  tx = WRAPPERS[name](optax.sgd(0.1))
   own = optax.sgd(0.1)
+  tx = WRAPPERS[name](own)
   for state in (WRAPPERS[other](own).init(PARAMS), own.init(PARAMS), (), {}, None):
     for update in (tx.update, jax.jit(tx.update)):
       expected, got = "the state that init created", f"a {type(state).__name__}"
       fix = "the opt_state of this very transformation"
       with refused(TypeError, f"{name}.update(state)", expected, got, fix):
         update(PARAMS, state, PARAMS)
+
+  # JAX's own error was that a tuple or dict has no attribute mu.
+  tx = WRAPPERS[name](optax.adam(0.1))
+  for other in (own, optax.sgd(0.1, momentum=0.9)):
+    state = tx.init(PARAMS)._replace(inner_state=other.init(PARAMS))
+    expected = "the state that init of this very transformation created"
+    where, fix = f"{name}.update(state)", "Pass the tx that made"
+    with refused(TypeError, where, expected, "PyTreeDef", fix):
+      tx.update(PARAMS, state, PARAMS)
 
 
 @ALL
@@ -135,20 +146,26 @@ def test_only_what_fails_by_itself_is_named():
     mpjax.loss_scaling(branches(lambda p: jax.tree.map(lambda _: "typo", p))).init(jnp.ones(1))
 
 
-def test_other_errors_come_through_as_they_are():
-  for error in (TypeError, KeyError, RuntimeError):
+@ALL
+def test_other_errors_come_through_as_they_are(name):
+  def fail(*args):
+    raise args[0]("of its own")
 
-    def init(params, error=error):
-      raise error("own")
+  def empty(params):
+    return optax.EmptyState()
 
-    inner = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
-    with pytest.raises(error, match="own") as found:
-      mpjax.loss_scaling(inner).init(PARAMS)
-    assert not isinstance(found.value, mpjax.MpjaxError)
+  for error in (TypeError, KeyError, RuntimeError, ValueError):
+    raising = functools.partial(fail, error)
+    if error is not ValueError:
+      with pytest.raises(error, match="of its own") as found:
+        WRAPPERS[name](optax.GradientTransformation(raising, optax.sgd(0.1).update)).init(PARAMS)
+      assert not isinstance(found.value, mpjax.MpjaxError)
+    tx = WRAPPERS[name](optax.GradientTransformation(empty, raising))
+    with pytest.raises(error, match="of its own"):
+      tx.update(PARAMS, tx.init(PARAMS), PARAMS)
   inner = mpjax.accumulate_gradients(branches(labels_of), 2)
-  with pytest.raises(
-    ValueError, match=r"^mpjax.accumulate_gradients\(inner\).init\(params\): expected"
-  ):
+  where = r"^mpjax.accumulate_gradients\(inner\).init\(params\): expected"
+  with pytest.raises(ValueError, match=where):
     mpjax.loss_scaling(inner).init(PARAMS)
 
 
@@ -166,29 +183,6 @@ def test_extra_arguments_reach_only_an_update_that_names_them(scale):
   tx.update(params, tx.init(params), params, value=3.0, unknown="to it")
   used = 8.0 if isinstance(scale, mpjax.StaticLossScale) else 1.0
   assert seen == {"finite": True, "scale": used, "value": 3.0}
-
-
-@ALL
-def test_a_tx_that_is_not_the_one_of_the_state_inside(name):
-  """JAX's own error was that a tuple or dict has no attribute mu."""
-  tx = WRAPPERS[name](optax.adam(0.1))
-  for other in (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)):
-    state = tx.init(PARAMS)._replace(inner_state=other.init(PARAMS))
-    expected = "the state that init of this very transformation created"
-    with refused(
-      TypeError, f"{name}.update(state)", expected, "PyTreeDef", "Pass the tx that made"
-    ):
-      tx.update(PARAMS, state, PARAMS)
-
-
-@ALL
-def test_an_error_of_the_optimizer_itself_comes_through(name):
-  def update(updates, state, params=None):
-    raise ValueError("of its own")
-
-  tx = WRAPPERS[name](optax.GradientTransformation(lambda p: optax.EmptyState(), update))
-  with pytest.raises(ValueError, match="of its own"):
-    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
 @pytest.mark.case("B064")
