@@ -77,7 +77,6 @@ def begin_training() -> Any:
 
 
 def linear(params: Any, model_state: Any, gradient: Any, rng: Any) -> Any:
-  del rng
   slopes = {"w": jnp.asarray([[1.0, 2.0], [-1.0, 3.0]]), "norm": jnp.asarray([-1.0, 1.0])}
   products = jax.tree.map(
     lambda p, s: p.astype(jnp.float16) * (s * gradient).astype(jnp.float16), params, slopes

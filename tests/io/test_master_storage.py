@@ -125,7 +125,6 @@ def test_a_train_state_on_a_mesh(storage, devices, tmp_path):
     return tx, mpjax.TrainState.create(params, tx, ema=True)
 
   def loss_fn(params, model_state, batch, rng):
-    del rng
     return jnp.mean(jnp.square((batch @ params["w"]).astype(jnp.float32))), (model_state, {})
 
   tx, state = state_of(storage)

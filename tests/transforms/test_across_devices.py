@@ -12,9 +12,8 @@ import pytest
 import mpjax
 from mpjax.transforms._across_devices import localise
 from tests.errors import refused
-from tests.transforms.losses import loss_of
+from tests.transforms.losses import AUTO, loss_of, over_devices
 
-AUTO = jax.sharding.AxisType.Auto
 DEVICES = 4
 SGD = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8))
 WEIGHTS = np.asarray([1.0, -2.0])
@@ -29,10 +28,7 @@ def on_devices(step, mode, devices):
   elif mode == "pmap":
     mapped = jax.pmap(step, axis_name="data", in_axes=(None, 0), devices=devices)
   else:
-    mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,), devices=devices)
-    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-    checks = mode == "shard_map"
-    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=checks, **specs))
+    return over_devices(step, devices, check_vma=mode == "shard_map")
 
   def run(state, batch):
     batch = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), batch)
@@ -42,6 +38,8 @@ def on_devices(step, mode, devices):
 
 
 MODES = ["shard_map", "shard_map without check_vma", "pmap", "vmap"]
+START = mpjax.TrainState.create(jnp.float32(WEIGHTS), SGD)
+ROWS = jnp.float32(X), jnp.float32(MASK)
 
 
 def sums(params, batch):
@@ -100,8 +98,7 @@ def test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient(mode, devices):
   def all_of_them(state, batch):
     return {form: step(state, batch) for form, step in steps.items()}
 
-  state = mpjax.TrainState.create(jnp.float32(WEIGHTS), SGD)
-  found = on_devices(all_of_them, mode, devices)(state, (jnp.float32(X), jnp.float32(MASK)))
+  found = on_devices(all_of_them, mode, devices)(START, ROWS)
   for form, (_, (gradient, loss)) in LOSSES.items():
     state, metrics = found[form]
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6, err_msg=form)
@@ -113,19 +110,14 @@ def test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient(mode, devices):
 def test_a_reduced_loss_in_micro_batches(mode, devices):
   """Row 0 of each device and then row 1, each a masked mean over all devices."""
   step = step_of(global_mean, axis_name="data", accumulate=2)
-  state = mpjax.TrainState.create(jnp.float32(WEIGHTS), SGD)
-  state, metrics = on_devices(step, mode, devices)(state, (jnp.float32(X), jnp.float32(MASK)))
+  state, metrics = on_devices(step, mode, devices)(START, ROWS)
   gradient, loss = by_numpy([slice(0, 8, 2), slice(1, 8, 2)])
   np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
   np.testing.assert_allclose(state.params, WEIGHTS - gradient, rtol=1e-6)
 
 
-# --- integers of the model state -----------------------------------------------------------------
-
-
 def counting(params, old, batch, rng):
   """Counts positive numbers and steps; a table, a mask and a key are only read."""
-  del rng
   new = old | {
     "counts": {"tokens": old["counts"]["tokens"] + jnp.sum(batch > 0, dtype=jnp.int32)},
     "steps": old["steps"] + jnp.asarray(1, jnp.uint32),
@@ -167,12 +159,12 @@ def test_a_token_counter_beside_a_step_counter(mode, devices):
   assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype, found, before()))
 
 
-@pytest.mark.parametrize(("how", "tokens", "steps"), [("sum", 110, 11), ("same", 104, 8)])
-def test_all_integers_alike(how, tokens, steps, devices):
+def test_all_integers_alike(devices):
   """The most that one device has counted is 4: "same" is for what all count alike."""
-  found = after(counting, devices, integer_state=how)
-  assert (found["counts"]["tokens"], found["steps"], found["started"]) == (tokens, steps, True)
-  assert found["key"] == before()["key"]
+  for how, tokens, steps in (("sum", 110, 11), ("same", 104, 8)):
+    found = after(counting, devices, integer_state=how)
+    assert (found["counts"]["tokens"], found["steps"], found["started"]) == (tokens, steps, True)
+    assert found["key"] == before()["key"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -190,7 +182,6 @@ def test_integers_that_change_and_of_which_nothing_is_said(accumulate, devices):
 
 def through(params, old, batch, rng):
   """Passes a part of the state through each kind of call."""
-  del rng
   loss, new = 0.0, {}
   for name, wrap in (("plain", lambda f: f), ("jit", jax.jit), ("remat", jax.checkpoint)):
     own, new[name] = wrap(lambda p, s, b: (jnp.mean((b @ p) ** 2), dict(s)))(
@@ -240,21 +231,16 @@ def test_ways_to_combine_that_are_none(devices):
 def test_what_is_not_mapped_by_hand_is_left_alone():
   params = {"w": jnp.ones(2)}
   local, vary = localise(params, ("data",))
-  assert local is params
-  assert vary(params) is params
-
-
-# --- a step without axis_name, inside a shard_map ------------------------------------------------
+  assert local is vary(params) is params
 
 
 def test_devices_that_would_decide_each_for_itself(devices):
   """JAX's own error names out_specs, and no argument of ours."""
-  state = mpjax.TrainState.create(jnp.float32(WEIGHTS), SGD)
   run = on_devices(step_of(local_mean), "shard_map", devices)
   expected = "the name of the axis that the batch is divided over, one of ['data']"
   where, got = "mpjax.make_train_step(axis_name=None)", "None inside of a shard_map"
   with refused(ValueError, where, expected, got, "Pass axis_name='data'"):
-    run(state, (jnp.float32(X), jnp.float32(MASK)))
+    run(START, ROWS)
 
 
 def test_devices_that_train_models_of_their_own_need_no_axis(devices):
@@ -262,22 +248,14 @@ def test_devices_that_train_models_of_their_own_need_no_axis(devices):
   step = step_of(local_mean)
   one = functools.partial(jax.tree.map, lambda x: x[0])
   several = functools.partial(jax.tree.map, lambda x: x[None])
-  state = mpjax.TrainState.create(jnp.float32(WEIGHTS), SGD)
-  states = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), state)
-  mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,), devices=devices)
-  mapped = jax.shard_map(
-    lambda state, batch: several(step(one(state), batch)),
-    mesh=mesh,
-    in_specs=jax.P("data"),
-    out_specs=jax.P("data"),
-  )
-  states, _ = jax.jit(mapped)(states, (jnp.float32(X), jnp.float32(MASK)))
+  states = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), START)
+  mesh, data = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices), jax.P("data")
+  own = lambda state, batch: several(step(one(state), batch))  # noqa: E731
+  mapped = jax.shard_map(own, mesh=mesh, in_specs=data, out_specs=data)
+  states, _ = jax.jit(mapped)(states, ROWS)
   for i, params in enumerate(states.params):
     gradient, _ = by_numpy([slice(2 * i, 2 * i + 2)])
     np.testing.assert_allclose(params, WEIGHTS - gradient, rtol=1e-6)
-
-
-# --- the loop by hand of docs/distribution.md ----------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
@@ -294,20 +272,16 @@ def test_a_loop_by_hand_takes_the_same_gradient(mode, devices):
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), jax.lax.pmean(value, "data")
 
-  params = jnp.float32(WEIGHTS)
-
   def all_of_them(state, batch):
     return {form: by_hand(fun, state, batch) for form, (fun, _) in LOSSES.items()}
 
-  run = on_devices(all_of_them, mode, devices)
-  found = run((params, tx.init(params)), (jnp.float32(X), jnp.float32(MASK)))
+  params = jnp.float32(WEIGHTS)
+  found = on_devices(all_of_them, mode, devices)((params, tx.init(params)), ROWS)
   for form, (_, (gradient, loss)) in LOSSES.items():
     new, value = found[form]
     np.testing.assert_allclose(value, loss, rtol=1e-6, err_msg=form)
     np.testing.assert_allclose(new, WEIGHTS - gradient, rtol=1e-6)
-
-
-def test_the_page_has_the_recipe_that_is_tested():
+  # It is the recipe of the page.
   page = (pathlib.Path(__file__).parents[2] / "docs" / "distribution.md").read_text()
   assert 'zero = jax.lax.pcast(0.0, "data", to="varying")' in page
   assert "loss_fn(p, (), batch, None)[0] + zero" in page

@@ -42,7 +42,6 @@ def rows(n):
 
 
 def summed(params, model_state, batch, rng):
-  del rng
   error = batch["x"] @ params - batch["y"]
   return jnp.sum(error**2) * 0.5, (model_state, {"worst": jnp.max(jnp.abs(error))})
 
@@ -126,7 +125,6 @@ def test_sums_are_float32(half):
   computed = {"both": half, "computed": half, "stored": jnp.float32}
 
   def loss_fn(params, model_state, batch, rng):
-    del rng
     losses = [
       jnp.sum(batch[0].astype(dtype) * params[name].astype(dtype)).astype(jnp.float32)
       for name, dtype in computed.items()
@@ -176,7 +174,6 @@ def test_metrics(devices, how):
   k, axis = (2 if how in ("micro-batches", "both") else 1), how in ("devices", "both")
 
   def loss_fn(params, model_state, batch, rng):
-    del rng, batch
     return jnp.sum(params), (model_state, METRICS)
 
   step = mpjax.make_train_step(loss_fn, SGD, accumulate=k, axis_name="data" if axis else None)
@@ -206,7 +203,6 @@ def test_model_state_of_any_kind_agrees(devices, check_vma):
   }
 
   def loss_fn(params, old, batch, rng):
-    del rng
     new = {
       "mean": jnp.mean(batch),
       "half": jnp.mean(batch).astype(jnp.float16),

@@ -1,5 +1,7 @@
 """What `loss_scaling` may be called with where there are several losses; nesting; names."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -20,37 +22,28 @@ NOT_BY_NAME = [
   (jnp.ones(2), "Array"),
   (None, "NoneType"),
 ]
-WHERE = "mpjax.loss_scaling(inner)"
+WHERE, SGD = "mpjax.loss_scaling(inner)", optax.sgd(0.1)
 
 
-def check_refused(several, argument, rows):
-  tx = mpjax.loss_scaling(optax.sgd(0.1), several)
-  state = tx.init(PARAMS)
-  for tree, got in rows:
-    given = {"updates": {"a": PARAMS, "b": PARAMS}, argument: tree}
-    expected, fix = "a dict with one entry for each loss, ['a', 'b']", "{name: gradients, ...}"
-    with refused(ValueError, f"{WHERE}.update({argument})", expected, got, fix):
-      tx.update(given.pop("updates"), state, PARAMS, **given)
-
-
-def test_gradients_come_by_name():
-  for several in SEVERAL.values():
-    for argument in ("updates", "grad"):
-      check_refused(several, argument, NOT_BY_NAME)
-
-
-def test_losses_come_by_name_where_somebody_looks_at_them():
-  rows = NOT_BY_NAME[:-1]  # None is none at all.
-  check_refused(SEVERAL["scaled"], "loss", rows)
-  tx = mpjax.loss_scaling(optax.sgd(0.1), SEVERAL["unscaled"])
-  for tree, _ in rows:
+def test_gradients_and_losses_come_by_name():
+  """Losses where somebody looks at them; None is none at all."""
+  both = itertools.product(SEVERAL.values(), ("updates", "grad"))
+  for several, argument in [*both, (SEVERAL["scaled"], "loss")]:
+    tx = mpjax.loss_scaling(SGD, several)
+    for tree, got in NOT_BY_NAME[: -1 if argument == "loss" else None]:
+      given = {"updates": {"a": PARAMS, "b": PARAMS}, argument: tree}
+      expected, fix = "a dict with one entry for each loss, ['a', 'b']", "{name: gradients, ...}"
+      with refused(ValueError, f"{WHERE}.update({argument})", expected, got, fix):
+        tx.update(state=tx.init(PARAMS), params=PARAMS, **given)
+  tx = mpjax.loss_scaling(SGD, SEVERAL["unscaled"])
+  for tree, _ in NOT_BY_NAME:
     tx.update({"a": PARAMS, "b": PARAMS}, tx.init(PARAMS), PARAMS, loss=tree)
 
 
 def test_gradients_of_another_tree_in_one_of_the_losses():
   grads = {"a": PARAMS, "b": {"w": jnp.ones(3), "b": jnp.ones(1)}}
   for several in SEVERAL.values():
-    tx = mpjax.loss_scaling(optax.sgd(0.1), several)
+    tx = mpjax.loss_scaling(SGD, several)
     for update in (tx.update, jax.jit(tx.update)):
       got, fix = "shape [3] for shape [2] at ['w']", "the very tree that is passed as params"
       with refused(ValueError, f"{WHERE}.update(updates)", "the leaves of params", got, fix):
@@ -62,29 +55,25 @@ def test_configurations_of_several_losses():
     where = f"mpjax.loss_scaling(loss_scale) with the key {key!r}"
     expected = "a non-empty string without ':' and '/'"
     with refused(ValueError, where, expected, repr(key), "'generator'"):
-      mpjax.loss_scaling(optax.sgd(0.1), {"fine": DYNAMIC, key: DYNAMIC})
+      mpjax.loss_scaling(SGD, {"fine": DYNAMIC, key: DYNAMIC})
   for wrong in (128, None, "dynamic", mpjax.DynamicLossScale, {"b": STATIC}):
     where, fix = "mpjax.loss_scaling(loss_scale)", "mpjax.StaticLossScale(1024)"
     expected = "a NoLossScale, StaticLossScale or DynamicLossScale"
     with refused(TypeError, where, expected, repr(wrong), fix):
-      mpjax.loss_scaling(optax.sgd(0.1), {"a": DYNAMIC, "b": wrong})
-  for loss_scale, name in (
-    ({}, None),
-    ({"a": DYNAMIC, "b": OFF}, None),
-    ({"a": DYNAMIC}, "x"),
-    ({"a": OFF}, "x"),
-  ):
+      mpjax.loss_scaling(SGD, {"a": DYNAMIC, "b": wrong})
+  mixed = {"a": DYNAMIC, "b": OFF}
+  for loss_scale, name in (({}, None), (mixed, None), ({"a": DYNAMIC}, "x"), ({"a": OFF}, "x")):
     expected = "one scale for each loss, without name=, and either all or none NoLossScale()"
     got = f"{loss_scale!r} and name={name!r}"
     fix = "StaticLossScale(1) leaves one of several losses unscaled"
     with refused(ValueError, "mpjax.loss_scaling(loss_scale)", expected, got, fix):
-      mpjax.loss_scaling(optax.sgd(0.1), loss_scale, name=name)
+      mpjax.loss_scaling(SGD, loss_scale, name=name)
 
 
 def test_a_state_made_for_other_losses():
-  tx = mpjax.loss_scaling(optax.sgd(0.1), SEVERAL["scaled"])
+  tx = mpjax.loss_scaling(SGD, SEVERAL["scaled"])
   for loss_scale in ({"a": DYNAMIC}, {"a": DYNAMIC, "c": STATIC}, DYNAMIC):
-    state = mpjax.loss_scaling(optax.sgd(0.1), loss_scale).init(PARAMS)
+    state = mpjax.loss_scaling(SGD, loss_scale).init(PARAMS)
     expected = "the configuration 'a:dynamic', 'b:static(scale=4)'"
     got = f"one created with {', '.join(map(repr, label_configs(loss_scale, None)))}"
     with refused(ValueError, f"{WHERE}.update(state)", expected, got, "Build the optimizer as"):
@@ -92,9 +81,8 @@ def test_a_state_made_for_other_losses():
 
 
 def test_scales_inside_of_scales():
-  inner = optax.multi_transform(
-    {"x": mpjax.loss_scaling(optax.sgd(0.1), name="x"), "y": optax.sgd(0.1)}, {"w": "x", "b": "y"}
-  )
+  branches = {"x": mpjax.loss_scaling(SGD, name="x"), "y": SGD}
+  inner = optax.multi_transform(branches, {"w": "x", "b": "y"})
   for outer in (*SEVERAL.values(), DYNAMIC, OFF):
     expected, got = "an optimizer without a loss scale", "one that holds another mpjax.loss_scaling"
     with refused(TypeError, WHERE, expected, got, "Wrap once, outermost"):

@@ -12,10 +12,7 @@ import pytest
 
 import mpjax
 from tests.errors import refused
-from tests.transforms.losses import loss_of
-
-AUTO = jax.sharding.AxisType.Auto
-
+from tests.transforms.losses import AUTO, loss_of, over_devices
 
 DYNAMIC = mpjax.loss_scaling(optax.sgd(0.5))
 STATIC = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
@@ -39,15 +36,11 @@ def counted(loss_fn):
 
 
 def product(params, model_state, batch, rng):
-  del rng
   out = batch.astype(jnp.float16) @ params.astype(jnp.float16)
   return jnp.mean(out.astype(jnp.float32) ** 2), (model_state, {"largest": jnp.max(out)})
 
 
-OPTIONS = {
-  "plain": {},
-  "all": {"max_retries": 2, "accumulate": 2, "ema_decay": 0.9},
-}
+OPTIONS = {"plain": {}, "all": {"max_retries": 2, "accumulate": 2, "ema_decay": 0.9}}
 
 
 @pytest.mark.case("I4")
@@ -55,26 +48,21 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_with_a_dynamic_scale_calls_loss_fn_once(name, how, devices):
   loss_fn, calls = counted(product)
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
   axis = None if how == "jit" else "data"
-  step = mpjax.make_train_step(loss_fn, tx, axis_name=axis, donate=False, **OPTIONS[name])
+  step = mpjax.make_train_step(loss_fn, DYNAMIC, axis_name=axis, donate=False, **OPTIONS[name])
   batch = jnp.ones((8, 3))
   if how == "vmap":
     step = jax.vmap(step, in_axes=(None, 0), axis_name="data")
     batch = batch.reshape(4, 2, 3)
   elif how != "jit":
-    mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
-    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-    step = jax.shard_map(step, mesh=mesh, check_vma=how == "shard_map", **specs)
-  ema = "ema_decay" in OPTIONS[name]
-  state = mpjax.TrainState.create(jnp.ones(3), tx, ema=ema)
+    step = over_devices(step, devices, check_vma=how == "shard_map")
+  state = mpjax.TrainState.create(jnp.ones(3), DYNAMIC, ema="ema_decay" in OPTIONS[name])
   jax.jit(step).lower(state, batch)
   assert len(calls) == 1
 
 
 def first_state(params, model_state, batch, rng):
   """An RNN whose first state is learned."""
-  del rng
   h0 = jnp.broadcast_to(params["h0"], batch.shape[1:]).astype(jnp.float16)
   w = params["w"].astype(jnp.float16)
   last, _ = jax.lax.scan(lambda h, x: (jnp.tanh(x.astype(jnp.float16) @ w + h), None), h0, batch)
@@ -83,7 +71,6 @@ def first_state(params, model_state, batch, rng):
 
 def carried_state(params, model_state, batch, rng):
   """Statistics that a scan carries."""
-  del rng
   w = params["w"].astype(jnp.float16)
 
   def body(mean, x):
@@ -131,12 +118,13 @@ def test_a_mesh_that_is_partly_manual(devices):
   assert metrics["loss"] == 1
 
 
-# --- the warning ---------------------------------------------------------------------------------
-
-
 def in_bfloat16(params, model_state, batch, rng):
-  del batch, rng
   return jnp.sum(params.astype(jnp.bfloat16)).astype(jnp.float32), (model_state, {})
+
+
+class Loss:
+  def __call__(self, *args):
+    return in_bfloat16(*args)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -147,17 +135,9 @@ def test_the_warning_names_the_line_of_the_loss_function(options):
       first_step(loss_fn, jnp.ones(2), jnp.ones(2), DYNAMIC, ema="ema_decay" in options, **options)
     line = inspect.getsourcelines(in_bfloat16)[1]
     assert [(w.filename, w.lineno) for w in found] == [(__file__, line)]
-
-
-class Loss:
-  def __call__(self, *args):
-    return in_bfloat16(*args)
-
-
-def test_the_warning_comes_without_a_line_too():
-  for loss_fn in (Loss(), functools.partial(in_bfloat16)):
+  for without_a_line in (Loss(), functools.partial(in_bfloat16)):
     with pytest.warns(UserWarning, match="nothing in loss_fn"):
-      first_step(loss_fn, jnp.ones(2), jnp.ones(2), DYNAMIC)
+      first_step(without_a_line, jnp.ones(2), jnp.ones(2), DYNAMIC)
 
 
 @jax.custom_vjp
@@ -175,9 +155,6 @@ def test_no_warning_where_a_rule_of_the_user_may_compute_in_float16():
   """A warning would be an error here."""
   loss_fn = loss_of(lambda params, batch: backward_in_float16(params))
   first_step(loss_fn, jnp.ones(2), jnp.ones(2), DYNAMIC)
-
-
-# --- what a loss function may be -----------------------------------------------------------------
 
 
 def test_a_loss_function_of_other_arguments():
@@ -230,7 +207,6 @@ def test_other_errors_of_a_loss_function_are_its_own():
 
 def test_metrics_whose_names_are_no_strings():
   def loss_fn(params, model_state, batch, rng):
-    del rng
     return jnp.mean(params * batch), (model_state, {0: jnp.ones(()), "a": 1.0})
 
   where = "mpjax.make_train_step(loss_fn): metrics"
@@ -243,7 +219,6 @@ def test_constants_come_out_as_arrays(jit):
   """A program returns them as NumPy values, or as literals of JAX."""
 
   def loss_fn(params, model_state, batch, rng):
-    del rng, batch, model_state
     return jnp.sum(params), (3, {"half": 0.5, "table": np.arange(2), "flag": True})
 
   with jax.disable_jit(not jit):
@@ -257,7 +232,6 @@ def test_values_can_be_looked_at_where_jit_is_off():
   seen = []
 
   def loss_fn(params, model_state, batch, rng):
-    del rng
     loss = jnp.mean(params * batch)
     if not isinstance(batch, jax.core.Tracer):
       seen.append(float(batch))

@@ -30,7 +30,6 @@ def rows(n):
 
 
 def quadratic(params, model_state, batch, rng):
-  del rng
   error = batch["x"] @ params - batch["y"]
   return jnp.mean(error**2) * 0.5, (model_state, {"worst": jnp.max(jnp.abs(error))})
 
@@ -515,7 +514,6 @@ MASK = jnp.asarray([[0.0, -np.inf], [np.nan, 0.0]])
 
 def with_constants(params, old, batch, rng):
   """A mask that is only read, the best loss so far, and a running mean."""
-  del rng
   kept = jnp.where(jnp.isfinite(old["mask"]), batch @ params, 0)
   loss = jnp.mean(kept**2)
   new = old | {"best": jnp.minimum(old["best"], loss), "mean": old["mean"] * 0.5 + jnp.mean(batch)}

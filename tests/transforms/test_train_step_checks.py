@@ -16,9 +16,9 @@ def loss_fn(params, model_state, batch, rng):
   return jnp.mean((batch @ params.astype(batch.dtype)) ** 2), (model_state, {})
 
 
-def one_step(loss_fn, tx, params, batch, **options):
-  state = mpjax.TrainState.create(params, tx)
-  return mpjax.make_train_step(loss_fn, tx, donate=False, **options)(state, batch)
+def one_step(tx, **options):
+  state = mpjax.TrainState.create(jnp.ones(3), tx)
+  return mpjax.make_train_step(loss_fn, tx, donate=False, **options)(state, jnp.ones((2, 3)))
 
 
 @pytest.mark.standard_promotion
@@ -29,30 +29,29 @@ def test_half_moments_without_a_scale_stay_half():
   tx = mpjax.loss_scaling(inner, mpjax.NoLossScale())
   params = jnp.ones(3, jnp.bfloat16)
   state = mpjax.TrainState.create(params, tx)
-  trace = state.opt_state.inner_state[0].trace
-  assert trace.dtype == jnp.bfloat16
+  assert state.opt_state.inner_state[0].trace.dtype == jnp.bfloat16
   step = mpjax.make_train_step(loss_fn, tx, donate=False)
   with compilations() as compiled:
     for _ in range(2):
       before, (state, _) = state, step(state, jnp.ones((2, 3)))
+      old, trace = (s.opt_state.inner_state[0].trace for s in (before, state))
       gradient = 2 * jnp.sum(before.params.astype(jnp.float32))
-      expected = gradient + 0.5 * before.opt_state.inner_state[0].trace.astype(jnp.float32)
-      assert jnp.array_equal(state.opt_state.inner_state[0].trace, expected.astype(jnp.bfloat16))
+      expected = gradient + 0.5 * old.astype(jnp.float32)
+      assert jnp.array_equal(trace, expected.astype(jnp.bfloat16))
       moved = before.params.astype(jnp.float32) - 0.5 * expected
       assert jnp.array_equal(state.params, moved.astype(jnp.bfloat16))
   assert compiled["train_step"] == 1
 
 
 def test_moments_that_would_change_their_dtype():
-  def init(params):
-    return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
-
-  inner = optax.GradientTransformation(init, lambda g, state, params=None: (g, g))
+  inner = optax.GradientTransformation(
+    lambda params: jnp.zeros_like(params, jnp.bfloat16), lambda g, state, params=None: (g, g)
+  )
   tx = mpjax.loss_scaling(inner, mpjax.NoLossScale())
   where = "mpjax.make_train_step(tx): the state of the optimizer"
   expected, got = "dtypes that it had before the step", "float32[3] for bfloat16[3]"
   with refused(ValueError, where, expected, got, "mpjax.master_weights"):
-    one_step(loss_fn, tx, jnp.ones(3), jnp.ones((2, 3)))
+    one_step(tx)
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
@@ -70,56 +69,46 @@ def test_an_optimizer_that_did_not_make_the_state():
     step(state, jnp.ones((2, 3)))
 
 
-STATIC = mpjax.StaticLossScale(8)
+SGD = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
 CUT = "mpjax.make_train_step(accumulate=4): step(batch)"
-ALONE = {
-  "lbfgs": (lambda: optax.lbfgs(), "missing 2 required keyword-only arguments"),
-  "backtracking": (
-    lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
-    "missing",
-  ),
-  "opaque SAM": (
-    lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
+LINE_SEARCH = optax.scale_by_backtracking_linesearch(5)
+ALONE = [
+  (optax.lbfgs(), "missing 2 required keyword-only arguments"),
+  (optax.chain(optax.sgd(1.0), LINE_SEARCH), "missing"),
+  (
+    optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
     "grad_fn must be provided",
   ),
-  "private": (
-    lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
+  (
+    optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
     "updates with shape [] for",
   ),
-}
+]
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("name", ALONE)
-def test_optimizers_that_evaluate_the_loss_themselves(name):
-  make, got = ALONE[name]
+def test_optimizers_that_evaluate_the_loss_themselves():
   where, fix = "mpjax.make_train_step(tx): tx.update", "in a loop of your own: mpjax.value_and_grad"
   expected = "an optimizer that needs the parameters, the gradients of the mean loss and value="
-  with refused(TypeError, where, expected, got, fix):
-    one_step(loss_fn, mpjax.loss_scaling(make(), STATIC), jnp.ones(3), jnp.ones((2, 3)))
+  for inner, got in ALONE:
+    with refused(TypeError, where, expected, got, fix):
+      one_step(mpjax.loss_scaling(inner, mpjax.StaticLossScale(8)))
 
 
-def test_shardings_of_another_structure():
-  tx = mpjax.loss_scaling(optax.sgd(0.5), STATIC)
+def test_shardings_of_the_state():
+  """Of another structure, and one for all of it."""
   for given in ({"a": None}, (None, None)):
-    where, fix = (
-      "mpjax.make_train_step(state_shardings)",
-      "jax.tree.map(lambda x: x.sharding, state)",
-    )
+    where, fix = "mpjax.make_train_step(state_shardings)", "jax.tree.map(lambda x: x.sharding, st"
     with refused(ValueError, where, "the structure of the state", "another one", fix):
-      one_step(loss_fn, tx, jnp.ones(3), jnp.ones((2, 3)), state_shardings=given)
-
-
-def test_one_sharding_for_the_whole_state():
-  tx = mpjax.loss_scaling(optax.sgd(0.5), STATIC)
+      one_step(SGD, state_shardings=given)
   one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  state, _ = one_step(loss_fn, tx, jnp.ones(3), jnp.ones((2, 3)), state_shardings=one)
+  state, _ = one_step(SGD, state_shardings=one)
   assert {x.sharding for x in jax.tree.leaves(state)} == {one}
 
 
 def test_rows_of_a_micro_batch_fill_the_devices_that_their_type_names(devices):
   """With automatic axes the type does not say where the rows are."""
-  state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.5), STATIC))
+  state = mpjax.TrainState.create(jnp.ones(3), SGD)
 
   def check(axis_type):
     mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices[:4])
@@ -134,7 +123,7 @@ def test_rows_of_a_micro_batch_fill_the_devices_that_their_type_names(devices):
 
 def test_what_has_another_first_axis_is_not_cut_into_micro_batches():
   """Class weights lost their last classes, and a causal mask its last rows, with a finite loss."""
-  state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.5)))
+  state = mpjax.TrainState.create(jnp.ones(3), SGD)
   for name, rows in (("weights", 4), ("mask", 8), ("labels", 32)):
     batch = {"x": np.ones((16, 3), np.float32), name: np.ones((rows, 8), np.float32)}
     check_call(state, batch, 1, 0, None, "nearest")
