@@ -215,8 +215,8 @@ def test_unbiased(half):
 def test_reproducible_per_key_and_different_between_keys_and_leaves():
   params = {"a": jnp.ones(512, "float16"), "b": jnp.ones(512, "float16")}
   params |= {"c": jnp.ones(512, "bfloat16")}
-  updates = {"a": 2.0**-11, "b": 2.0**-11, "c": 2.0**-8}
-  updates = {name: jnp.full(512, value, jnp.float32) for name, value in updates.items()}
+  steps = {"a": 2.0**-11, "b": 2.0**-11, "c": 2.0**-8}
+  updates = {name: jnp.full(512, step, jnp.float32) for name, step in steps.items()}
   first = COMPILED(params, updates, key=KEY)
   assert bits(COMPILED(params, updates, key=KEY)) == bits(first)
   for same_key in (KEY, jax.random.key_data(KEY)):  # typed and raw, outside of jit
@@ -240,24 +240,21 @@ def test_vmap_is_each_member_by_itself():
   def apply(params, updates, key):
     return STOCHASTIC(params, updates, key=key)
 
-  def member(tree, i):
-    return jax.tree.map(lambda x: x[i], tree)
-
-  alone = compiled(jax.jit(apply).lower(member(params, 0), member(updates, 0), KEY))
+  own = [jax.tree.map(lambda x, i=i: x[i], (params, updates)) for i in range(3)]
+  alone = compiled(jax.jit(apply).lower(*own[0], KEY))
   together = run(jax.vmap(apply), params, updates, keys)
   shared = run(jax.vmap(apply, in_axes=(0, 0, None)), params, updates, KEY)
   for i in range(3):
-    own = member(params, i), member(updates, i)
-    assert bits(member(together, i)) == bits(alone(*own, keys[i]))
-    assert bits(member(shared, i)) == bits(alone(*own, KEY))
+    found = jax.tree.map(lambda x, i=i: x[i], (together, shared))
+    assert bits(found) == bits((alone(*own[i], keys[i]), alone(*own[i], KEY)))
 
 
 @BOTH
 def test_the_compiler_does_not_fold_it_away(half):
-  """The bits are those of the uncompiled rounding, whatever stands before and after it.
+  """The bits are those of the uncompiled rounding, whatever is before and after it.
 
   A compiler that sees a cast to half and back may drop both, but it cannot see through an addition
-  of integers to the bits of a number, which therefore stands in the compiled program.
+  of integers to the bits of a number, which the compiled program therefore has.
   """
   rng = np.random.default_rng(4)
   params = rng.normal(size=4096).astype(half)
@@ -278,46 +275,28 @@ def test_the_compiler_does_not_fold_it_away(half):
   same(same_again, exact.astype(np.float32))
   text = program.as_text()
   assert "u32[4096]{0} bitcast-convert(" in text
-  additions = [
-    line
-    for line in text.splitlines()
-    if "u32[4096]{0} add(" in line and "bitcast" in line.partition(" add(")[2]
-  ]
-  assert additions, "no integer is added to the bits of the sum"
+  added = [line.partition("u32[4096]{0} add(")[2] for line in text.splitlines()]
+  assert any("bitcast" in operands for operands in added), "the bits of the sum"
 
 
-@functools.cache
-def on_one_device():
+def test_equal_on_every_device(devices):
+  """Replicated parameters stay so, and sharded ones are those of a single device, to the bit."""
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
   params = {"w": jnp.ones((8, 16), "float16"), "b": jnp.linspace(-1, 1, 8).astype("bfloat16")}
   updates = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3, jnp.float32), params)
   expected = COMPILED(params, updates, key=KEY)
   assert bits(expected) != bits(mpjax.apply_updates(params, updates)), "nearest"
-  return params, updates, expected
-
-
-@pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked", "sharded"])
-def test_equal_on_every_device(how, devices):
-  """Replicated parameters stay so, and sharded ones are those of a single device, to the bit."""
-  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
-  params, updates, expected = on_one_device()
-  if how.startswith("shard_map"):
-    apply = jax.shard_map(
-      lambda p, u, key: STOCHASTIC(p, u, key=key),
-      mesh=mesh,
-      in_specs=jax.P(),
-      out_specs=jax.P(),
-      check_vma=how == "shard_map",
-    )
-    found = jax.jit(apply)(params, updates, KEY)
-  else:
-    placed = jax.device_put((params, updates), jax.NamedSharding(mesh, jax.P("data")))
-    found = COMPILED(*placed, key=KEY)
-    assert found["w"].sharding == placed[0]["w"].sharding
-  for name, x in found.items():
-    whole = np.asarray(expected[name])
+  placed = jax.device_put((params, updates), jax.NamedSharding(mesh, jax.P("data")))
+  results = [COMPILED(*placed, key=KEY)]
+  assert results[0]["w"].sharding == placed[0]["w"].sharding
+  for check_vma in (True, False):
+    apply = lambda p, u, key: STOCHASTIC(p, u, key=key)  # noqa: E731
+    specs = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": check_vma}
+    results.append(jax.jit(jax.shard_map(apply, mesh=mesh, **specs))(params, updates, KEY))
+  for name, x in ((name, x) for found in results for name, x in found.items()):
     assert len(x.addressable_shards) == 4
     for shard in x.addressable_shards:
-      same(shard.data, whole[shard.index])
+      same(shard.data, np.asarray(expected[name])[shard.index])
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

@@ -9,8 +9,10 @@ from flax import nnx
 
 import mpjax
 from tests.errors import refused
+from tests.programs import bits
 
 AXES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
+ADAM = mpjax.loss_scaling(optax.adam(1e-3))
 
 
 def pointers(tree):
@@ -23,30 +25,26 @@ def pointers(tree):
 
 
 def test_fields():
-  tx = mpjax.loss_scaling(optax.adam(1e-3))
   params, stats, rng = {"w": jnp.ones((2, 3))}, {"mean": jnp.full(3, 0.5)}, jax.random.key(7)
-  state = mpjax.TrainState.create(params, tx, model_state=stats, rng=rng, ema=True)
+  state = mpjax.TrainState.create(params, ADAM, model_state=stats, rng=rng, ema=True)
   assert state._fields == ("step", "params", "opt_state", "model_state", "ema", "rng")
   assert (state.step.dtype, state.step.shape, int(state.step)) == (jnp.int32, (), 0)
-  assert jax.tree.structure(state.opt_state) == jax.tree.structure(tx.init(params))
-  for found, given in ((state.params, params), (state.model_state, stats), (state.ema, params)):
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, found, given))
+  assert jax.tree.structure(state.opt_state) == jax.tree.structure(ADAM.init(params))
+  assert bits((state.params, state.model_state, state.ema)) == bits((params, stats, params))
   assert state.rng == rng
   assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
-  bare = mpjax.TrainState.create(params, tx)
+  bare = mpjax.TrainState.create(params, ADAM)
   assert (bare.model_state, bare.ema, bare.rng) == ((), (), None)
 
 
 @pytest.mark.case("B064")
 def test_numbers_become_strong_arrays():
   """A NumPy leaf or a Python number would be another type after the first step."""
-  tx = mpjax.loss_scaling(optax.adam(1e-3))
   params = {"np": np.ones(2, np.float32), "number": 2.0, "weak": jnp.asarray(1.0) * 1}
   given = {"count": 3, "flag": True, "np": np.zeros((), np.int32)}
-  state = mpjax.TrainState.create(params, tx, model_state=given, rng=np.zeros(2, np.uint32))
-  for x in jax.tree.leaves(state):
-    assert isinstance(x, jax.Array)
-    assert not jax.typeof(x).weak_type
+  state = mpjax.TrainState.create(params, ADAM, model_state=given, rng=np.zeros(2, np.uint32))
+  leaves = jax.tree.leaves(state)
+  assert all(isinstance(x, jax.Array) and not jax.typeof(x).weak_type for x in leaves)
   assert {key: x.dtype for key, x in state.params.items()} == dict.fromkeys(params, jnp.float32)
   dtypes = {"count": jnp.int32, "flag": jnp.bool_, "np": jnp.int32}
   assert {key: x.dtype for key, x in state.model_state.items()} == dtypes
@@ -101,34 +99,26 @@ def test_on_a_mesh(devices, axis_type):
 
 def test_abstractly():
   """`jax.eval_shape` gives the structure to restore a checkpoint into."""
-  tx = mpjax.loss_scaling(optax.adam(1e-3))
 
   def create(rng):
-    return mpjax.TrainState.create({"w": jnp.ones(3)}, tx, rng=rng, ema=True)
+    return mpjax.TrainState.create({"w": jnp.ones(3)}, ADAM, rng=rng, ema=True)
 
   key = jax.random.key(0)
   shapes, state = jax.eval_shape(create, key), create(key)
-  assert jax.tree.structure(shapes) == jax.tree.structure(state)
-  assert [(x.shape, x.dtype) for x in jax.tree.leaves(shapes)] == [
-    (x.shape, x.dtype) for x in jax.tree.leaves(state)
-  ]
+  assert jax.tree.map(jax.typeof, shapes) == jax.tree.map(jax.typeof, state)
 
 
 def test_a_state_for_one_device_is_there_altogether():
   device = jax.devices()[1]
-  params = jax.device_put(jnp.ones(2), device)
-  state = mpjax.TrainState.create(params, mpjax.loss_scaling(optax.adam(0.1)))
-  assert {x.committed for x in jax.tree.leaves(state)} == {True}
-  assert {d for x in jax.tree.leaves(state) for d in x.devices()} == {device}
-
-
-# --- variables of NNX ----------------------------------------------------------------------------
+  state = mpjax.TrainState.create(jax.device_put(jnp.ones(2), device), ADAM)
+  assert {(x.committed, *x.devices()) for x in jax.tree.leaves(state)} == {(True, device)}
 
 
 class Net(nnx.Module):
-  def __init__(self, rngs):
-    self.linear = nnx.Linear(3, 2, rngs=rngs)
-    self.norm = nnx.BatchNorm(2, rngs=rngs)
+  def __init__(self, norm=True):
+    self.linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    if norm:
+      self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
 
 
 class Trained(nnx.Variable):
@@ -136,57 +126,53 @@ class Trained(nnx.Variable):
 
 
 def test_variables_that_are_trained_may_be_parameters():
-  model, tx = Net(nnx.Rngs(0)), mpjax.loss_scaling(optax.adamw(0.1))
-  _, params, _ = nnx.split(model, nnx.Param, ...)
-  assert len(jax.tree.leaves(mpjax.TrainState.create(params, tx).params)) == 4
-  assert len(jax.tree.leaves(mpjax.TrainState.create(nnx.as_pure(params), tx).params)) == 4
-  assert mpjax.TrainState.create({"own": Trained(jnp.ones(2))}, tx).step == 0
-
-
-class Plain(nnx.Module):
-  def __init__(self, rngs):
-    self.linear = nnx.Linear(3, 2, rngs=rngs)
+  _, params, _ = nnx.split(Net(), nnx.Param, ...)
+  for given in (params, nnx.as_pure(params)):
+    assert len(jax.tree.leaves(mpjax.TrainState.create(given, ADAM).params)) == 4
+  assert mpjax.TrainState.create({"own": Trained(jnp.ones(2))}, ADAM).step == 0
 
 
 def test_arguments_that_are_taken_for_others():
   """Among them: weight decay would act on a running mean; a step has one loss."""
-  create, scaled = mpjax.TrainState.create, mpjax.loss_scaling(optax.sgd(0.1))
-  params, call = {"w": jnp.ones(2)}, "mpjax.TrainState.create"
-  where, split = f"{call}(params)", "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
+  create, params, call = mpjax.TrainState.create, {"w": jnp.ones(2)}, "mpjax.TrainState.create"
+  split = "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
+  model, plain, alone = Net(), Net(norm=False), "the parameters alone"
   variables = params | {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
-  with refused(TypeError, where, "floating parameters", "int32 at ['n']", "model_state"):
-    create(params | {"n": jnp.arange(2)}, scaled)
-  got = "['batch_stats', 'params', 'w']"
-  with refused(ValueError, where, "the parameters alone", got, 'variables["params"]'):
-    create(variables, scaled)
-  model = Net(nnx.Rngs(0))
-  for given, path in ((model, ""), (nnx.state(model), ""), ({"a": model}, "a/")):
-    with refused(TypeError, where, "the parameters alone", f"BatchStat at {path}norm/mean", split):
-      create(given, scaled)
-  plain = Plain(nnx.Rngs(0))
-  for given in (plain, {"m": plain, **params}):
-    expected = "a tree of arrays, which the step returns anew"
-    with refused(TypeError, where, expected, "a model of NNX (Plain)", split):
-      create(given, scaled)
+  numbers, anew = "floating parameters", "a tree of arrays, which the step returns anew"
+  for given, builtin, expected, got, fix in (
+    (params | {"n": jnp.arange(2)}, TypeError, numbers, "int32 at ['n']", "model_state"),
+    (variables, ValueError, alone, "['batch_stats', 'params', 'w']", 'variables["params"]'),
+    (model, TypeError, alone, "BatchStat at norm/mean", split),
+    (nnx.state(model), TypeError, alone, "BatchStat at norm/mean", split),
+    ({"a": model}, TypeError, alone, "BatchStat at a/norm/mean", split),
+    (plain, TypeError, anew, "a model of NNX (Net)", split),
+    ({"m": plain, **params}, TypeError, anew, "a model of NNX (Net)", split),
+  ):
+    with refused(builtin, f"{call}(params)", expected, got, fix):
+      create(given, ADAM)
   for rng in (42, jax.ShapeDtypeStruct((2, 2), jnp.uint32), np.ones(2)):
     got = "a int" if isinstance(rng, int) else "[2"
     with refused(TypeError, f"{call}(rng)", "one PRNG key", got, "jax.random.key(0)"):
-      create(params, scaled, rng=rng)
+      create(params, ADAM, rng=rng)
   two = {"a": mpjax.StaticLossScale(2), "b": mpjax.StaticLossScale(4)}
-  optimizer = "the optimizer, an optax transformation"
-  one_loss = "mpjax.loss_scaling around the entire optimizer, for one loss"
-  with refused(
-    TypeError, f"{call}(tx)", one_loss, "2 loss scale(s)", "mpjax.value_and_grad(..., name=...)"
+  two, adam, ours = (
+    mpjax.loss_scaling(optax.adam(1e-3), two),
+    optax.adam(1e-3),
+    "mpjax.loss_scaling",
+  )
+  one = f"{ours} around the entire optimizer, for one loss"
+  optimizer, made = "the optimizer, an optax transformation", f"{call}(params, tx)"
+  for given, tx, expected, got, fix in (
+    (params, two, one, "2 loss scale(s)", "mpjax.value_and_grad(..., name=...)"),
+    (params, adam, ours, "a tuple without a loss scale", "tx = mpjax.loss_scaling(tx)"),
+    (params, ADAM.init(params), optimizer, "a LossScalingState", made),
+    (ADAM, params, optimizer, "a dict", made),
   ):
-    create(params, mpjax.loss_scaling(optax.adam(1e-3), two))
-  got, fix = "a tuple without a loss scale", "tx = mpjax.loss_scaling(tx)"
-  with refused(TypeError, f"{call}(tx)", "mpjax.loss_scaling", got, fix):
-    create(params, optax.adam(1e-3))
-  fix = "mpjax.TrainState.create(params, tx)"
-  with refused(TypeError, f"{call}(tx)", optimizer, "a LossScalingState", fix):
-    create(params, scaled.init(params))
-  with refused(TypeError, f"{call}(tx)", optimizer, "a dict", fix):
-    create(scaled, params)
-  expected = "arguments params, tx, model_state, rng, ema"
-  with refused(TypeError, call, expected, "an unexpected keyword argument 'apply_fn'", fix):
-    create(apply_fn=print, params=params, tx=scaled)
+    with refused(TypeError, f"{call}(tx)", expected, got, fix):
+      create(given, tx)
+  expected, got = (
+    "arguments params, tx, model_state, rng, ema",
+    "an unexpected keyword argument 'ap",
+  )
+  with refused(TypeError, call, expected, got, made):
+    create(apply_fn=print, params=params, tx=ADAM)

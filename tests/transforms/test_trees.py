@@ -34,17 +34,15 @@ def test_half_parameters_warn_once_and_train_in_float32():
   assert "master_weights" in str(caught[0].message)
   assert caught[0].filename == __file__
   moments = state.inner_state[0]
-  assert {x.dtype for x in jax.tree.leaves((moments.mu, moments.nu))} == {jnp.dtype("float32")}
+  assert {x.dtype.name for x in jax.tree.leaves((moments.mu, moments.nu))} == {"float32"}
   grads = jax.tree.map(lambda p: (p * 64).astype(p.dtype), params)
   updates, new = ADAM.update(grads, state, params)
-  assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
   assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
   applied = optax.apply_updates(params, updates)
   assert jax.tree.map(lambda x: x.dtype, applied) == jax.tree.map(lambda x: x.dtype, params)
   # As if they had been float32 all along.
   wide = jax.tree.map(lambda x: x.astype(jnp.float32), (grads, params))
-  expected, _ = ADAM.update(wide[0], ADAM.init(wide[1]), wide[1])
-  assert jax.tree.map(jnp.array_equal, updates, expected) == jax.tree.map(lambda x: True, updates)
+  assert bits(updates) == bits(ADAM.update(wide[0], ADAM.init(wide[1]), wide[1])[0])
 
 
 @pytest.mark.case("B100")
@@ -76,40 +74,29 @@ def test_hidden_leaves_come_through_untouched():
   assert grads["n"].dtype == jax.dtypes.float0
   updates, _ = jax.jit(ADAM.update)(grads, state, params)
   applied = optax.apply_updates(params, updates)
-  for name in ("n", "flag", "raw"):
-    assert applied[name].dtype == params[name].dtype
-    assert jnp.array_equal(applied[name], params[name])
-  assert applied["none"] is None
+  assert all(bits(applied[name]) == bits(params[name]) for name in ("n", "flag", "raw", "none"))
   assert not jnp.array_equal(applied["w"], params["w"])
 
 
 @pytest.mark.case("B012", "A36")
-def test_without_parameters_hidden_gradients_are_handed_on():
+def test_without_parameters_hidden_gradients_are_passed_through():
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(4))
   grads = {"indices": jnp.asarray([3, 1]), "values": jnp.asarray([8.0, 2.0])}
   grads |= {"nothing": np.zeros(2, jax.dtypes.float0), "key": jax.random.key(0)}
   updates, _ = tx.update(grads, tx.init(grads))
-  for name in ("indices", "nothing", "key"):
-    assert updates[name] is grads[name]
+  assert all(updates[name] is grads[name] for name in ("indices", "nothing", "key"))
   assert updates["values"].tolist() == [-2.0, -0.5]
 
 
-def test_keys_among_the_parameters():
-  params = {"w": jnp.ones(2), "key": jax.random.key(0)}
-  grads = {"w": jnp.ones(2), "key": np.zeros((), jax.dtypes.float0)}
-  updates, _ = aligned(grads, params)
-  assert updates["key"].dtype == jax.dtypes.float0
-
-
 @pytest.mark.case("A94", "B013")
-def test_a_parameter_that_is_none_everywhere_and_one_whose_gradient_is_zero():
-  params = {"w": jnp.ones(2), "unused": jnp.ones(3), "none": {"a": None}}
-  grads = {"w": jnp.ones(2), "unused": jnp.zeros(3), "none": {"a": None}}
+def test_parameters_that_are_none_or_keys_and_one_whose_gradient_is_zero():
+  params = {"w": jnp.ones(2), "unused": jnp.ones(3), "none": {"a": None}, "key": jax.random.key(0)}
+  grads = params | {"unused": jnp.zeros(3), "key": np.zeros((), jax.dtypes.float0)}
   updates, state = aligned(grads, params)
   assert mpjax.loss_scaling_metrics(state)["finite"]
   assert updates["unused"].tolist() == [0, 0, 0]
-  assert updates["none"] == {"a": None}
-  assert optax.apply_updates(params, updates)["none"] == {"a": None}
+  assert updates["key"].dtype == jax.dtypes.float0
+  assert updates["none"] == mpjax.apply_updates(params, updates)["none"] == {"a": None}
 
 
 @pytest.mark.case("B013")
@@ -136,18 +123,12 @@ def test_gradients_of_another_dtype_are_float32_before_inner_sees_them():
   assert updates == 12 * (1 + 2.0**-10), "in bfloat16 it would be 12"
 
 
-def test_a_gradient_where_the_parameters_have_none():
-  with pytest.raises(ValueError, match=r"shape \[\] for None at \['w'\]"):
-    align_gradients({"w": 1.0}, {"w": None}, "test")
-
-
 def test_view_of_the_inner_optimizer():
   tree = {"h": jnp.ones(1, jnp.float16), "n": 3, "f": 1.5, "d": np.ones(1), "s": "text", "c": 1j}
   view = float32_view(tree)
   assert view["h"].dtype == jnp.float32
   assert view["n"] == optax.MaskedNode()
-  for name in "fdsc":
-    assert view[name] is tree[name]
+  assert all(view[name] is tree[name] for name in "fdsc")
   assert merge_updates(tree, view, None)["n"] == 3
 
 
@@ -156,11 +137,8 @@ def test_weak_and_foreign_leaves_of_a_state_become_strong():
   found = [strong(x) for x in (True, 3, 2.5, np.float32(1), jnp.asarray(1.0), np.ones(2, np.int32))]
   names = ["bool", "int32", "float32", "float32", "float32", "int32"]
   assert [(x.dtype.name, x.weak_type) for x in found] == [(name, False) for name in names]
-  key = jax.random.key(0)
-  assert strong(key) is key
-  assert strong("text") == "text"
-  nothing = np.zeros(2, jax.dtypes.float0)
-  assert strong(nothing) is nothing
+  for other in (jax.random.key(0), "text", np.zeros(2, jax.dtypes.float0)):
+    assert strong(other) is other
 
 
 @pytest.mark.case("B151", "I4")
@@ -173,9 +151,7 @@ def test_state_is_placed_on_the_mesh_of_the_parameters(devices, axis_type):
   assert state.inner_state[0].mu["w"].sharding == sharded
   scalars = [x for x in jax.tree.leaves(state) if x.shape == ()]
   assert len(scalars) == 11
-  for x in scalars:
-    assert x.sharding == jax.NamedSharding(mesh, jax.P())
-    assert x.committed
+  assert {(x.sharding, x.committed) for x in scalars} == {(jax.NamedSharding(mesh, jax.P()), True)}
 
 
 def test_placing_leaves_other_states_alone(devices):
@@ -196,14 +172,11 @@ def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
   grads = {"d": params["f"], "f": params["d"], "c": params["z"], "z": params["c"]}
   grads |= {"h": params["h"]}
   found = align_gradients(grads, params, "test")
-  assert {key: x.dtype.name for key, x in found.items()} == {
-    "d": "float64",
-    "f": "float32",
-    "c": "complex64",
-    "z": "complex128",
-    "h": "float16",
-  }
+  dtypes = {"d": "float64", "f": "float32", "c": "complex64", "z": "complex128", "h": "float16"}
+  assert {key: x.dtype.name for key, x in found.items()} == dtypes
   assert align_gradients({"w": params["f"]}, {"w": params["f"]}, "test")["w"] is params["f"]
+  with pytest.raises(ValueError, match=r"shape \[\] for None at \['w'\]"):
+    align_gradients({"w": 1.0}, {"w": None}, "test")
 
 
 @pytest.mark.case("B001")
@@ -245,20 +218,19 @@ def test_none_for_the_gradient_of_a_trained_parameter_is_refused(name, config):
   sgd = optax.sgd(1.0)
   tx, several = (mpjax.loss_scaling(sgd, how) for how in (config, {"x": config, "y": config}))
   state, losses = tx.init(TREE), several.init(TREE)
-  for update in (tx.update, jax.jit(tx.update)):
-    with none_refused(SCALED, got):
-      update(TREE | none, state, TREE)
-  if name == "every leaf":
-    with none_refused(SCALED, got):
-      tx.update(None, state, TREE)
-  with none_refused("mpjax.loss_scaling(inner).update(grad)", got):
-    tx.update(TREE, state, TREE, grad=TREE | none)
-  with none_refused(SCALED, got):
-    several.update({"x": TREE, "y": TREE | none}, losses, TREE)
   both = optax.LookaheadParams.init_synced(TREE)
   lookahead = mpjax.loss_scaling(optax.lookahead(sgd, 2, 0.5), config)
-  with none_refused(SCALED, got):
-    lookahead.update(TREE | none, lookahead.init(both), both)
+  for update, *args in (
+    (tx.update, TREE | none, state, TREE),
+    (jax.jit(tx.update), TREE | none, state, TREE),
+    *([(tx.update, None, state, TREE)] if name == "every leaf" else []),
+    (several.update, {"x": TREE, "y": TREE | none}, losses, TREE),
+    (lookahead.update, TREE | none, lookahead.init(both), both),
+  ):
+    with none_refused(SCALED, got):
+      update(*args)
+  with none_refused("mpjax.loss_scaling(inner).update(grad)", got):
+    tx.update(TREE, state, TREE, grad=TREE | none)
 
 
 @pytest.mark.case("A94")
@@ -281,19 +253,15 @@ def test_none_is_refused_by_every_wrapper_that_has_the_parameters(name):
     mpjax.apply_updates(params, grads)
 
 
-FREEZE = {
-  "multi_transform": lambda inner: optax.multi_transform(
-    {"train": inner, "freeze": optax.set_to_zero()}, {"a": "train", "b": "freeze"}
-  ),
-  "masked": lambda inner: optax.chain(
-    inner, optax.masked(optax.set_to_zero(), {"a": False, "b": True})
-  ),
-}
+INNER, FREEZE = optax.adamw(0.1, weight_decay=0.1), optax.set_to_zero()
+FROZEN = [
+  optax.multi_transform({"train": INNER, "freeze": FREEZE}, {"a": "train", "b": "freeze"}),
+  optax.chain(INNER, optax.masked(FREEZE, {"a": False, "b": True})),
+]
 
 
-@pytest.mark.parametrize("name", FREEZE)
-def test_what_the_error_advises_keeps_parameters_and_masters_whatever_decays(name):
-  frozen = FREEZE[name](optax.adamw(0.1, weight_decay=0.1))
+@pytest.mark.parametrize("frozen", FROZEN, ids=["multi_transform", "masked"])
+def test_what_the_error_advises_keeps_parameters_and_masters_whatever_decays(frozen):
   for storage in ("float32", "split"):
     masters = mpjax.master_weights(mpjax.accumulate_gradients(frozen, 2), storage=storage)
     tx = mpjax.loss_scaling(masters, mpjax.StaticLossScale(4))
