@@ -1,7 +1,5 @@
 """Leaves by path, and as arrays that files can hold."""
 
-import functools
-
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import pytest
 
 import mpjax
 from mpjax._io.arrays import decode
-from tests.errors import check_refused
+from tests.errors import refused
 
 PLAIN = ("float16", "float32", "int8", "int32", "uint32", "bool", "complex64")
 TAGGED = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4")
@@ -67,17 +65,14 @@ def test_python_numbers_have_the_dtypes_of_jit():
   assert [x.item() for x in arrays.values()] == [True, 3, 0.5, 0.1]
 
 
-NOT_TAGGED = [
-  *(("w", np.zeros(2, np.uint16)), ("w@home", np.zeros(2, np.uint16))),
-  *(("w@", np.zeros(2, np.uint16)), ("w@float32", np.zeros(2, np.uint32))),
-  *(("w@bfloat16", np.zeros(2, np.float16)), ("w@bfloat16", np.zeros(2, np.uint8))),
-  *(("w@bfloat16", "text"), ("w@key:dice", np.zeros(2, np.uint32))),
-  ("w@key:threefry2x32", np.zeros(3, np.uint32)),
-]
-
-
 def test_what_is_no_tag_of_ours_is_left_alone():
-  for name, x in NOT_TAGGED:
+  uint16, uint32 = np.zeros(2, np.uint16), np.zeros(2, np.uint32)
+  for name, x in (
+    *(("w", uint16), ("w@home", uint16), ("w@", uint16), ("w@float32", uint32)),
+    *(("w@bfloat16", np.zeros(2, np.float16)), ("w@bfloat16", np.zeros(2, np.uint8))),
+    *(("w@bfloat16", "text"), ("w@key:dice", uint32)),
+    ("w@key:threefry2x32", np.zeros(3, np.uint32)),
+  ):
     path, back = decode(name, x)
     assert path == name
     assert back is x
@@ -86,14 +81,11 @@ def test_what_is_no_tag_of_ours_is_left_alone():
 WHERE = "mpjax.checkpoints.to_arrays(tree)"
 
 
-@pytest.mark.parametrize(
-  "tree",
-  [{"a": {"b": 1}, "a/b": 2}, {"w": jnp.ones(1, jnp.bfloat16), "w@bfloat16": jnp.ones(1)}],
-)
-def test_two_leaves_at_one_path_are_an_error(tree):
-  parts = {"expected": "different paths", "got": f"two at {sorted(tree)[-1]!r}"}
-  call = functools.partial(mpjax.checkpoints.to_arrays, tree)
-  check_refused(call, where=WHERE, fix="Rename a key", builtin=ValueError, **parts)
+def test_two_leaves_at_one_path_are_an_error():
+  tagged = {"w": jnp.ones(1, jnp.bfloat16), "w@bfloat16": jnp.ones(1)}
+  for tree, path in (({"a": {"b": 1}, "a/b": 2}, "'a/b'"), (tagged, "'w@bfloat16'")):
+    with refused(ValueError, WHERE, "different paths", f"two at {path}", "Rename a key"):
+      mpjax.checkpoints.to_arrays(tree)
 
 
 def test_leaves_that_hold_no_numbers_are_an_error():
@@ -102,5 +94,5 @@ def test_leaves_that_hold_no_numbers_are_an_error():
     mpjax.checkpoints.to_arrays({"t": x, "s": "adam", "a": abstract, "ok": 1})
 
   got = "a ShapeDtypeStruct at a; a str at s; a DynamicJaxprTracer at t"
-  parts = {"expected": "arrays as leaves", "got": got, "fix": "outside of jit"}
-  check_refused(lambda: jax.eval_shape(trace, 1.0), where=WHERE, builtin=TypeError, **parts)
+  with refused(TypeError, WHERE, "arrays as leaves", got, "outside of jit"):
+    jax.eval_shape(trace, 1.0)

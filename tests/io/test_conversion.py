@@ -1,6 +1,5 @@
 """Conversion of parameter trees: which leaves change, to what, and that nothing else does."""
 
-import functools
 import re
 import warnings
 from typing import Any, NamedTuple
@@ -16,7 +15,8 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.errors import check_refused
+from tests.errors import refused
+from tests.programs import bits
 
 Rule, convert = mpjax.Rule, mpjax.convert
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -69,9 +69,10 @@ def test_all_but_norms_are_rounded_to_the_compute_dtype(half):
     after = convert(before, policy)
     assert in_float32(after) == NORMS
     assert set(stored(after).values()) == {"float32", half}
-    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-      wanted = x if y.dtype == x.dtype else np.asarray(x).astype(NUMPY[half])
-      assert np.asarray(y).tobytes() == np.asarray(wanted).tobytes()
+    wanted = jax.tree.map(
+      lambda x, y: np.asarray(x).astype(NUMPY.get(y.dtype.name, x.dtype)), before, after
+    )
+    assert bits(after) == bits(wanted)
   assert set(stored(before).values()) == {"float32"}
 
 
@@ -103,11 +104,8 @@ def test_norms_of_other_kinds_and_what_only_looks_like_one():
     "BatchNorm": {"moving_mean": (5, 4), "moving_var": (5, 4), "beta": (5, 4)},  # of TensorFlow
     **{f"scaled_{name}": {name: (5, 4)} for name in ("scale", "gamma")},
   }
-  others = {
-    "norm_block": {"kernel": (2, 2), "scale": (2,)},
-    "projection": {"weight": (3, 4), "bias": (4,)},
-    "Dense_0": {"bias": (2,)},
-  }
+  others = {"norm_block": {"kernel": (2, 2), "scale": (2,)}, "Dense_0": {"bias": (2,)}}
+  others["projection"] = {"weight": (3, 4), "bias": (4,)}
   tree = jax.tree.map(jnp.ones, norms | others, is_leaf=lambda x: isinstance(x, tuple))
   found = in_float32(convert(tree | {"w": jnp.ones(2)}, "bfloat16"))
   assert found == {f"{norm}/{key}" for norm, arrays in norms.items() for key in arrays}
@@ -121,17 +119,15 @@ def test_float8_stays_unless_a_rule_names_it():
   assert stored(named)["kernel"] == "bfloat16"
 
 
-def test_names_of_haiku_are_paths():
+class Attention(NamedTuple):
+  value: Any
+  key: Any
+
+
+def test_names_of_haiku_and_attributes_called_value_are_paths():
   tree = {"body/~/linear_0": {"w": jnp.ones((2, 2))}, "head": {"w": jnp.ones((2, 2))}}
   found = convert(tree, "bfloat16", [Rule("float32", path="body")])
   assert in_float32(found) == {"body/~/linear_0/w"}
-
-
-def test_an_attribute_called_value_is_a_leaf_like_any():
-  class Attention(NamedTuple):
-    value: Any
-    key: Any
-
   tree = {"attention": Attention(jnp.ones((2, 2)), jnp.ones((2, 2)))}
   found = convert(tree, "bfloat16", [Rule("float32", path="attention/value")])["attention"]
   assert (found.value.dtype, found.key.dtype) == (jnp.float32, jnp.bfloat16)
@@ -169,16 +165,13 @@ def test_shardings_are_kept(devices):
 
 @BOTH
 def test_there_and_back_is_rounding_and_nothing_else(half):
-  before = params()
-  there = convert(before, half)
+  there = convert(params(), half)
   back = convert(there, "float32")
   assert set(stored(back).values()) == {"float32"}
-  for x, y in zip(jax.tree.leaves(there), jax.tree.leaves(back), strict=True):
-    assert np.asarray(x, np.float32).tobytes() == np.asarray(y).tobytes()
+  assert bits(back) == bits(jax.tree.map(lambda x: np.asarray(x, np.float32), there))
   again = convert(back, half)
   assert stored(again) == stored(there)
-  for x, y in zip(jax.tree.leaves(there), jax.tree.leaves(again), strict=True):
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+  assert bits(again) == bits(there)
 
 
 class Small(nn.Module):
@@ -202,21 +195,19 @@ def test_variables_of_a_linen_model():
     assert found["params"]["Dense_0"]["bias"].dtype == jnp.float32
 
 
+class Params(nnx.Module):
+  def __init__(self):
+    self.params, self.other = nnx.Param(jnp.ones((2, 2))), nnx.Param(jnp.ones((2, 2)))
+
+
 def test_state_of_an_nnx_model():
+  """Also of one with an attribute called params."""
   layers = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0))
   model = nnx.Sequential(*layers)
   nnx.update(model, convert(nnx.state(model), "bfloat16", [Rule(None, path="layers/0/bias")]))
-  assert [x.kernel.dtype for x in model.layers[:1]] == [jnp.bfloat16]
+  assert model.layers[0].kernel.dtype == jnp.bfloat16
   assert model.layers[0].bias.dtype == model.layers[1].scale.dtype == jnp.float32
-
-
-def test_a_state_with_an_attribute_called_params():
-  class Model(nnx.Module):
-    def __init__(self):
-      self.params, self.other = nnx.Param(jnp.ones((2, 2))), nnx.Param(jnp.ones((2, 2)))
-
-  found = convert(nnx.state(Model()), "bfloat16")
-  assert {x.dtype for x in jax.tree.leaves(found)} == {np.dtype("bfloat16")}
+  assert set(stored(convert(nnx.state(Params()), "bfloat16")).values()) == {"bfloat16"}
 
 
 def test_what_is_no_tree_of_parameters():
@@ -227,8 +218,8 @@ def test_what_is_no_tree_of_parameters():
     (mpjax.linen.with_policy(Small(), "float16"), "model", "Pass its variables, or write"),
     (state, "training state", "Pass state.params"),
   ]:
-    parts = {"expected": "a tree of parameters", "got": got, "fix": fix, "builtin": TypeError}
-    check_refused(functools.partial(convert, given, "float16"), where=WHERE, **parts)
+    with refused(TypeError, WHERE, "a tree of parameters", got, fix):
+      convert(given, "float16")
 
 
 def test_under_jit_and_abstract():
@@ -240,12 +231,9 @@ def test_under_jit_and_abstract():
 
 def test_values_that_do_not_fit():
   tree = {"a": {"w": jnp.array([1.0, 7e4])}, "b": jnp.array([jnp.inf, 1.0])}
-  parts = {
-    "expected": "values that the new dtype can hold",
-    "got": "float32 beyond float16 at a/w. ",
-  }
-  fix = "keep these leaves in float32 or bfloat16"
-  check_refused(lambda: convert(tree, "float16"), where=WHERE, fix=fix, builtin=ValueError, **parts)
+  fix, expected = "keep these leaves in float32 or bfloat16", "values that the new dtype can hold"
+  with refused(ValueError, WHERE, expected, "float32 beyond float16 at a/w. ", fix):
+    convert(tree, "float16")
   assert bool(jnp.isinf(convert(tree["b"], "float16")[0]))
   assert convert(tree, "bfloat16")["a"]["w"].dtype == jnp.bfloat16
 
@@ -253,32 +241,23 @@ def test_values_that_do_not_fit():
 @pytest.mark.case("B140")
 def test_a_rule_that_matches_nothing():
   rule = Rule("float32", path="hed")
-  check_refused(
-    lambda: convert(params(), "bfloat16", [rule]),
-    where=f"rules: {rule}",
-    expected="a rule that picks out at least one node",
-    got="none of the 22 nodes in the tree",
-    fix="The nearest node paths: 'head', ",
-    builtin=mpjax.UnmatchedRuleError,
-  )
+  expected, got = "a rule that picks out at least one node", "none of the 22 nodes in the tree"
+  fix = "The nearest node paths: 'head', "
+  with refused(mpjax.UnmatchedRuleError, f"rules: {rule}", expected, got, fix):
+    convert(params(), "bfloat16", [rule])
   with pytest.warns(UserWarning, match="nearest node paths: 'head'") as record:
     convert(params(), "bfloat16", [rule], unmatched="warn")
   assert record[0].filename == __file__
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     convert(params(), "bfloat16", [rule], unmatched="ignore")
-  with pytest.raises(
-    mpjax.MpjaxValueError, match=r"mpjax.convert\(unmatched=...\): expected 'raise'"
-  ):
+  wrong = r"mpjax.convert\(unmatched=...\): expected 'raise'"
+  with pytest.raises(mpjax.MpjaxValueError, match=wrong):
     convert(params(), "bfloat16", unmatched="no")
 
 
 def test_a_rule_that_needs_modules():
-  check_refused(
-    lambda: convert(params(), "bfloat16", [Rule("float32", module=nn.Dense)]),
-    where="mpjax.convert(rules=...)",
-    expected="rules with path=",
-    got="module=<class 'flax.linen.linear.Dense'>",
-    fix="mpjax.linen.with_policy(model, policy, rules).convert(variables, *args)",
-    builtin=ValueError,
-  )
+  got = "module=<class 'flax.linen.linear.Dense'>"
+  fix = "mpjax.linen.with_policy(model, policy, rules).convert(variables, *args)"
+  with refused(ValueError, "mpjax.convert(rules=...)", "rules with path=", got, fix):
+    convert(params(), "bfloat16", [Rule("float32", module=nn.Dense)])

@@ -12,9 +12,11 @@ import pytest
 import mpjax
 from tests.errors import check_refused
 from tests.programs import bits
+from tests.transforms.losses import loss_of
 
 pytestmark = pytest.mark.standard_promotion  # optax adds float32 to what is stored in half.
 STORAGES = ("float32", "split")
+restore_like = mpjax.checkpoints.restore_like
 WHERE = "mpjax.checkpoints.restore_like(target, restored)"
 
 
@@ -98,7 +100,7 @@ def test_training_goes_on_in_the_other_storage(into, storage, tmp_path):
   (tx, step), (state, end) = transformation(into), history(storage)
   fresh = (state[0], tx.init(state[0]))
   target = jax.eval_shape(lambda: fresh)
-  found = mpjax.checkpoints.restore_like(target, state)
+  found = restore_like(target, state)
   assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, fresh)
   assert bits(masters_of(found)) == bits(masters_of(state))
   again = trained(step, found, 12, 8)
@@ -106,9 +108,9 @@ def test_training_goes_on_in_the_other_storage(into, storage, tmp_path):
   assert bits(masters_of(again)) == bits(masters_of(end))
   # The same from files.
   arrays = saved(state, "arrays", tmp_path)
-  assert bits(mpjax.checkpoints.restore_like(target, arrays)) == bits(found)
+  assert bits(restore_like(target, arrays)) == bits(found)
   path = saved(without_empty(state), "orbax", tmp_path)
-  of_orbax = mpjax.checkpoints.restore_like(without_empty(target), path)
+  of_orbax = restore_like(without_empty(target), path)
   assert bits(of_orbax) == bits(without_empty(found))
 
 
@@ -119,25 +121,22 @@ def test_a_train_state_on_a_mesh(storage, devices, tmp_path):
   into = {"float32": "split", "split": "float32"}[storage]
   params = {"w": jax.device_put(start()["layer"]["w"], where)}
 
-  def state_of(storage):
+  loss_fn = loss_of(lambda p, batch: jnp.mean(jnp.square((batch @ p["w"]).astype(jnp.float32))))
+
+  def begin(storage):
     masters = mpjax.master_weights(optax.adam(1e-2), storage=storage)
     tx = mpjax.loss_scaling(masters, mpjax.StaticLossScale(8))
-    return tx, mpjax.TrainState.create(params, tx, ema=True)
+    step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5, donate=False)
+    return step, mpjax.TrainState.create(params, tx, ema=True)
 
-  def loss_fn(params, model_state, batch, rng):
-    return jnp.mean(jnp.square((batch @ params["w"]).astype(jnp.float32))), (model_state, {})
-
-  tx, state = state_of(storage)
+  (step, state), (again, target) = begin(storage), begin(into)
   batch = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8)), jnp.bfloat16)
-  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5, donate=False)
   for _ in range(3):
     state, _ = step(state, batch)
-  other, target = state_of(into)
-  found = mpjax.checkpoints.restore_like(target, saved(state, "orbax", tmp_path))
+  found = restore_like(target, saved(state, "orbax", tmp_path))
   held = found.opt_state.inner_state
   found_at = held.master["w"] if into == "float32" else held.master.remainder["w"]
   assert found_at.sharding == where
-  again = mpjax.make_train_step(loss_fn, other, ema_decay=0.5, donate=False)
   state, found = step(state, batch)[0], again(found, batch)[0]
   masters = [mpjax.master_params(one.opt_state, one.params) for one in (state, found)]
   assert bits(masters[0]) == bits(masters[1])
@@ -152,7 +151,7 @@ def test_one_array_for_all_parameters():
     updates, state = jax.jit(tx.update)(jnp.ones(3), jax.jit(tx.init)(params), params)
     states[storage] = {"p": optax.apply_updates(params, updates), "s": state}
   for storage, other in zip(STORAGES, reversed(STORAGES), strict=True):
-    found = mpjax.checkpoints.restore_like(states[storage], states[other])
+    found = restore_like(states[storage], states[other])
     assert bits(found) == bits(states[storage])
 
 
@@ -164,19 +163,17 @@ def test_masters_without_their_parameters_do_not_cross(storage, into):
   twice = {"a": start(), "b": start()}
   for beside in ({}, twice):
     trees = beside | {"s": target}, beside | {"s": state}
-    call = functools.partial(mpjax.checkpoints.restore_like, *trees)
+    call = functools.partial(restore_like, *trees)
     got = "none, or several, for s/master/" + ("remainder/" if storage == "split" else "")
-    parts = {"expected": "the bfloat16 parameters beside the masters", "fix": "in one tree"}
-    check_refused(call, where=WHERE, got=got, **parts)
+    expected, fix = "the bfloat16 parameters beside the masters", "in one tree"
+    check_refused(call, where=WHERE, expected=expected, got=got, fix=fix)
 
 
 @pytest.mark.case("B155")
 def test_parameters_that_are_not_the_rounded_masters_raise():
   state = mpjax.master_weights(optax.sgd(0.1)).init(start())
-  target = mpjax.master_weights(optax.sgd(0.1), storage="split")
-  target = jax.jit(target.init)(start())
+  target = jax.jit(mpjax.master_weights(optax.sgd(0.1), storage="split").init)(start())
   params = start() | {"b": jnp.ones(16, jnp.bfloat16)}
-  parts = {"expected": "the parameters that belong to the masters", "fix": "cast_to_param"}
-  trees = {"p": params, "s": target}, {"p": params, "s": state}
-  call = functools.partial(mpjax.checkpoints.restore_like, *trees)
-  check_refused(call, where=WHERE, got="at s/master/b", **parts)
+  call = functools.partial(restore_like, {"p": params, "s": target}, {"p": params, "s": state})
+  expected, got = "the parameters that belong to the masters", "at s/master/b"
+  check_refused(call, where=WHERE, expected=expected, got=got, fix="cast_to_param")

@@ -48,13 +48,8 @@ def test_counts_of_a_run_equal_those_of_numpy(dtype):
       lost = np.sum((before == after) & (u != 0))
       seen += lost
       zero = np.sum(np.asarray(gradients(number)["dense"][leaf]) == 0)
-      found = {key: int(n) for key, n in counts.items()}
-      assert found == {
-        "size": u.size,
-        "zero_gradients": zero,
-        "updates": np.sum(u != 0),
-        "lost_updates": lost,
-      }
+      expected = {"size": u.size, "zero_gradients": zero, "updates": np.sum(u != 0)}
+      assert {key: int(n) for key, n in counts.items()} == expected | {"lost_updates": lost}
   assert (seen > 0) == (dtype != jnp.float32)
   assert set(mpjax.monitor_counts(opt_state)) == {"dense.kernel", "dense.bias"}
 
@@ -76,11 +71,9 @@ def test_off_adds_nothing():
 def test_a_skipped_step_leaves_the_counts():
   params, gradients = problem(jnp.bfloat16)
   tx = mpjax.loss_scaling(optax.sgd(1e-3), monitor=True)
-  update = jax.jit(tx.update)
-  _, state = update(gradients(0), tx.init(params), params)
-  bad = jax.tree.map(lambda g: g * jnp.inf, gradients(1))
-  _, skipped = update(bad, state, params)
-  assert not bool(mpjax.last_step_finite(skipped))
+  _, state = tx.update(gradients(0), tx.init(params), params)
+  _, skipped = tx.update(jax.tree.map(lambda g: g * jnp.inf, gradients(1)), state, params)
+  assert not mpjax.last_step_finite(skipped)
   np.testing.assert_equal(mpjax.monitor_counts(skipped), mpjax.monitor_counts(state))
 
 
@@ -107,8 +100,8 @@ def test_masters_lose_nothing_and_stay_where_they_must():
 
 def test_in_a_train_step_and_without_a_scale():
   params, gradients = problem(jnp.bfloat16)
-  del params["steps"]
-  grads = {"dense": gradients(0)["dense"]}
+  params, grads = ({"dense": tree["dense"]} for tree in (params, gradients(0)))
+  apply = lambda params, updates, _: mpjax.apply_updates(params, updates)  # noqa: E731
   for scale in (mpjax.DynamicLossScale(), mpjax.NoLossScale()):
     tx = mpjax.loss_scaling(optax.sgd(1e-3), scale, monitor=True)
     new, state = jax.jit(lambda g, s, tx=tx: tx.update(g, s, params, apply=apply))(
@@ -116,10 +109,6 @@ def test_in_a_train_step_and_without_a_scale():
     )
     assert new["dense"]["kernel"].dtype == jnp.bfloat16
     assert int(mpjax.monitor_counts(state)["dense.bias"]["size"]) == 5
-
-
-def apply(params, updates, _):
-  return mpjax.apply_updates(params, updates)
 
 
 def test_errors():

@@ -96,15 +96,8 @@ def test_in_a_shard_map_where_the_new_state_varies(devices, check_vma):
     updates, state = step_or_skip(condition, lambda old: step(old, shard), old)
     return updates, state["x"]
 
-  mapped = jax.jit(
-    jax.shard_map(
-      one_device,
-      mesh=mesh,
-      in_specs=(jax.P(), jax.P("data")),
-      out_specs=jax.P("data"),
-      check_vma=check_vma,
-    )
-  )
+  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
+  mapped = jax.jit(jax.shard_map(one_device, mesh=mesh, check_vma=check_vma, **specs))
   shards = jnp.arange(8.0)
   updates, x = mapped(True, shards)
   np.testing.assert_array_equal(updates, shards * 2)

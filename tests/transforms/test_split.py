@@ -15,11 +15,8 @@ LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 LOW = np.arange(2**16, dtype=np.uint32)
 # Zeros, subnormal numbers and the smallest normal ones; even and odd; powers of two, the ends of an
 # interval; the largest; inf and NaN; each of them with both signs.
-UPPER = [
-  *(0, 1, 2, 0x7F, 0x80),
-  *(0x3F80, 0x3F81, 0x3F7F, 0x4049),
-  *(0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0),
-]
+UPPER = [0, 1, 2, 0x7F, 0x80, 0x3F80, 0x3F81, 0x3F7F, 0x4049]
+UPPER += [0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0]
 
 
 def numbers(upper):
@@ -62,12 +59,8 @@ def test_every_number_with_these_upper_bits_comes_back():
   assert held.remainder.dtype == np.int16
   assert held.parity.dtype == np.uint8
   assert held.parity.shape == (len(x), 2**13)
-
-
-def test_numbers_from_all_of_the_range_come_back():
-  x = np.random.default_rng(0).integers(0, 2**32, 2**20, dtype=np.uint32).view(np.float32)
-  _, _, back, _ = there_and_back(x)
-  assert same(back, x)
+  anywhere = np.random.default_rng(0).integers(0, 2**32, 2**20, dtype=np.uint32).view(np.float32)
+  assert same(there_and_back(anywhere)[2], anywhere)
 
 
 def test_16_bits_are_the_difference_of_the_bits():
