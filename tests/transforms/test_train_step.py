@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import mpjax
-from tests.compilations import compilations
 from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
 from tests.programs import bits
@@ -47,6 +46,12 @@ def create(tx, params=None, **options):
   return mpjax.TrainState.create(jnp.zeros(3) if params is None else params, tx, **options)
 
 
+def begin(loss_fn, tx=SGD, params=None, ema=False, model_state=(), rng=None, **options):
+  """Returns a step and its first state."""
+  state = create(tx, params, ema=ema, model_state=model_state, rng=rng)
+  return mpjax.make_train_step(loss_fn, tx, **options), state
+
+
 def without_scale(state):
   """What a step commits or not: all but the loss scale and its counters."""
   rng = None if state.rng is None else jax.random.key_data(state.rng)
@@ -59,16 +64,15 @@ def chosen(metrics, *names):
 
 def test_against_numpy():
   """Loss, norm, momentum and average of five steps, in float64."""
-  tx, batch = SGD, rows(8)
-  step = mpjax.make_train_step(quadratic, tx, ema_decay=0.75)
-  state = create(tx, jnp.asarray([1.0, -2.0, 0.5]), ema=True)
-  x, y = (batch[key].astype(np.float64) for key in "xy")
+  start = jnp.asarray([1.0, -2.0, 0.5])
+  step, state = begin(quadratic, params=start, ema=True, ema_decay=0.75)
+  x, y = (rows(8)[key].astype(np.float64) for key in "xy")
   params, momentum = np.asarray([1, -2, 0.5]), np.zeros(3)
   average = params
   for count in range(5):
     error = x @ params - y
     grads = x.T @ error / 8
-    state, metrics = step(state, batch)
+    state, metrics = step(state, rows(8))
     np.testing.assert_allclose(metrics["loss"], np.mean(error**2) / 2, rtol=1e-6)
     np.testing.assert_allclose(metrics["worst"], np.max(np.abs(error)), rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(np.sum(grads**2)), rtol=1e-6)
@@ -90,30 +94,33 @@ def test_the_norm_is_taken_of_all_gradients_in_float32():
   def product(params, batch):
     return sum(jnp.sum(params[name].astype(jnp.float32) * batch[name]) for name in batch)
 
-  state = create(SGD, jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float16), gradient))
-  _, metrics = mpjax.make_train_step(loss_of(product), SGD)(state, gradient)
+  params = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float16), gradient)
+  step, state = begin(loss_of(product), params=params)
+  _, metrics = step(state, gradient)
   assert metrics["grad_norm"] == 1300
 
 
 def test_numbers_of_a_skipped_step_are_reported_as_they_are():
-  batch, step = rows(8), mpjax.make_train_step(quadratic, SGD)
+  """Parameters keep their bits: XLA for CPU flushes subnormals when it adds, even -0.0."""
+  params = jnp.asarray(np.float32([1e-40, 1, -1e-40]))
+  step, start = begin(quadratic, params=params, donate=False)
   for bad in (np.nan, np.inf, -np.inf):
-    x = batch["x"].copy()
+    x = rows(8)["x"].copy()
     x[3, 1] = bad
-    state, metrics = step(create(SGD), batch | {"x": x})
-    assert not np.isfinite(metrics["loss"])
-    assert not np.isfinite(metrics["grad_norm"])
+    state, metrics = step(start, rows(8) | {"x": x})
+    assert not np.isfinite(chosen(metrics, "loss", "grad_norm")).any()
     assert chosen(metrics, "finite", "skipped", "loss_scale") == [False, 1, 8]
-    assert state.step == 0
+    assert without_scale(state) == without_scale(start)
+  assert not any(x.is_deleted() for x in jax.tree.leaves(start)), "it was not donated"
 
 
 def test_without_scaling_nothing_is_checked():
   """NoLossScale: plain optax in one call; a NaN is applied, as it is there."""
   tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.NoLossScale())
-  step = mpjax.make_train_step(quadratic, tx, ema_decay=0.5, accumulate=2)
-  state, metrics = step(create(tx, ema=True), rows(8))
-  scaled = mpjax.make_train_step(quadratic, SGD, ema_decay=0.5, accumulate=2)
-  assert without_scale(state) == without_scale(scaled(create(SGD, ema=True), rows(8))[0])
+  step, state = begin(quadratic, tx, ema=True, ema_decay=0.5, accumulate=2)
+  scaled_step, scaled = begin(quadratic, ema=True, ema_decay=0.5, accumulate=2)
+  state, metrics = step(state, rows(8))
+  assert without_scale(state) == without_scale(scaled_step(scaled, rows(8))[0])
   assert chosen(metrics, "finite", "total", "loss_scale") == [True, 0, 1]
   state, metrics = step(state, rows(8) | {"x": rows(8)["x"] * np.nan})
   assert state.step == 2
@@ -123,9 +130,8 @@ def test_without_scaling_nothing_is_checked():
 @pytest.mark.standard_promotion
 def test_masters_may_be_around_the_scale():
   tx = mpjax.master_weights(mpjax.loss_scaling(optax.sgd(0.5), STATIC))
-  state, metrics = mpjax.make_train_step(quadratic, tx)(
-    create(tx, jnp.ones(3, jnp.bfloat16)), rows(8)
-  )
+  step, state = begin(quadratic, tx, jnp.ones(3, jnp.bfloat16))
+  state, metrics = step(state, rows(8))
   assert metrics["finite"]
   assert bits(state.params) == bits(mpjax.master_params(state.opt_state).astype(jnp.bfloat16))
 
@@ -137,9 +143,9 @@ def test_half_parameters_are_their_rounded_masters():
   loss_fn = loss_of(
     lambda params, batch: sum(jnp.sum(p.astype(jnp.float32)) for p in params.values())
   )
-  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5)
   stored = {"b": jnp.bfloat16, "f": jnp.float16, "norm": jnp.float32}
-  state = create(tx, {name: jnp.ones(3, dtype) for name, dtype in stored.items()}, ema=True)
+  params = {name: jnp.ones(3, dtype) for name, dtype in stored.items()}
+  step, state = begin(loss_fn, tx, params, ema=True, ema_decay=0.5)
   average = 1.0
   for count in range(1, 33):
     state, _ = step(state, jnp.zeros(1))
@@ -159,9 +165,9 @@ def test_parameters_are_set_to_masters_that_no_addition_reaches():
   """-0.0 is not 1 + (-0.0 - 1), and a float32 sum of 2^60 and anything is not 1."""
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.5)), STATIC)
   loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float32)) * 0)
-  state = create(tx, jnp.asarray([1.0, 2.0**60], jnp.bfloat16))
+  step, state = begin(loss_fn, tx, jnp.asarray([1.0, 2.0**60], jnp.bfloat16))
   opt_state = mpjax.set_master_params(state.opt_state, jnp.asarray([-0.0, 1.0]))
-  state, _ = mpjax.make_train_step(loss_fn, tx)(state._replace(opt_state=opt_state), jnp.zeros(1))
+  state, _ = step(state._replace(opt_state=opt_state), jnp.zeros(1))
   assert bits(state.params) == bits(jnp.asarray([-0.0, 1.0], jnp.bfloat16))
 
 
@@ -195,8 +201,7 @@ def retry_oracle(config, largest, max_retries):
 def test_retries_equal_the_oracle(max_retries, hysteresis):
   config = {"init_scale": 2.0**12, "growth_interval": 3, "min_scale": 4.0, "hysteresis": hysteresis}
   tx = mpjax.loss_scaling(optax.sgd(2.0**-30), mpjax.DynamicLossScale(**config))
-  step = mpjax.make_train_step(in_float16, tx, max_retries=max_retries)
-  state = create(tx)
+  step, state = begin(in_float16, tx, max_retries=max_retries)
   exponents = np.random.default_rng(max_retries).integers(-2, 16, 120)
   largest = [{14: np.nan, 15: np.inf}.get(e, 2.0**e) for e in exponents]
   history = retry_oracle(config, largest, max_retries)
@@ -222,9 +227,9 @@ def test_retries_equal_the_oracle(max_retries, hysteresis):
 def test_a_retried_step_is_the_step_at_the_lower_scale():
   """With the same dropout key, model state and all; the attempts before it leave no trace."""
   tx = mpjax.loss_scaling(optax.sgd(0.3, momentum=0.7), mpjax.DynamicLossScale(init_scale=2.0**12))
-  step = mpjax.make_train_step(in_float16, tx, max_retries=4, ema_decay=0.9, donate=False)
-  rng = jax.random.key(1)
-  state = create(tx, jnp.asarray([0.1, 0.2, 0.3]), model_state=jnp.ones(()), rng=rng, ema=True)
+  begins = {"model_state": jnp.ones(()), "rng": jax.random.key(1), "ema": True}
+  options = {"max_retries": 4, "ema_decay": 0.9, "donate": False}
+  step, state = begin(in_float16, tx, jnp.asarray([0.1, 0.2, 0.3]), **begins, **options)
   state, metrics = step(state, jnp.asarray([[0.1, 0.2, 0.3]]))
   assert metrics["retries"] == 0
   hard = jnp.asarray([[0.3, 100.0, 0.2]])  # 65520 / 100 lies between 2^9 and 2^10
@@ -239,20 +244,23 @@ def test_a_retried_step_is_the_step_at_the_lower_scale():
 
 @pytest.mark.case("I4")
 def test_one_trace():
-  """200 steps with skips, growth and retries, a scale that was set, and NumPy batches."""
+  """200 steps with skips, growth and retries, a scale that was set, and NumPy batches.
+
+  The state of the model, which loss_fn returns weakly typed, becomes strong.
+  """
   traces = []
 
   def counting(*args):
     traces.append(0)
-    return in_float16(*args)
+    return in_float16(*args)[0], (jnp.where(True, 1.0, 2.0), {})
 
   config = mpjax.DynamicLossScale(init_scale=2.0**12, growth_interval=3)
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(2.0**-12)), config)
-  step = mpjax.make_train_step(counting, tx, ema_decay=0.5, max_retries=1, accumulate=2)
-  rng = np.random.default_rng(0)
-  state = create(tx, jnp.zeros(3, jnp.bfloat16), ema=True)
-  seen = set()
+  begins = {"params": jnp.zeros(3, jnp.bfloat16), "ema": True, "model_state": jnp.float32(0)}
+  step, state = begin(counting, tx, **begins, ema_decay=0.5, max_retries=1, accumulate=2)
+  rng, seen = np.random.default_rng(0), set()
   for index in range(200):
+    assert not state.model_state.weak_type
     batch = np.full((2, 3), 2.0 ** rng.integers(0, 8), np.float32)
     batch[0, 1] = rng.choice([1.0, np.nan], p=[0.8, 0.2])
     state, metrics = step(state, batch)
@@ -290,8 +298,9 @@ def test_donation(name):
   rng, stats = jax.random.key(0), jnp.ones(2)
   wide, half = jnp.ones((4, 3)), jnp.ones((4, 3), jnp.bfloat16)
   params = {"w": wide, "tied": wide, "h": half, "tied half": half}
-  state = create(tx, params, model_state=(stats, stats), rng=rng, ema=True)
-  old, step = state, mpjax.make_train_step(loss_fn, tx, ema_decay=0.5)
+  begins = {"model_state": (stats, stats), "rng": rng, "ema": True}
+  step, state = begin(loss_fn, tx, params, **begins, ema_decay=0.5)
+  old = state
   for factor in (1.0, np.nan, 1.0):
     state, metrics = step(state, jnp.full((8, 4), factor))
   assert metrics["skipped"] == 1
@@ -301,14 +310,6 @@ def test_donation(name):
   assert not any(x.is_deleted() for x in jax.tree.leaves((params, rng, stats)))
   with pytest.raises((RuntimeError, ValueError), match="deleted"):
     step(old, jnp.ones((8, 4)))
-
-
-def test_without_donation():
-  state = create(SGD)
-  before = without_scale(state)
-  mpjax.make_train_step(quadratic, SGD, donate=False)(state, rows(8))
-  assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-  assert without_scale(state) == before
 
 
 def plain_half(x):
@@ -327,38 +328,30 @@ INSIDE = {
 """Losses with float16 somewhere inside, but for the last two."""
 
 
-def half_in(how):
-  return loss_of(lambda params, batch: INSIDE[how](params))
-
-
 @pytest.mark.case("B033")
-@pytest.mark.parametrize("how", ["no place", "bfloat16"])
+@pytest.mark.parametrize("how", INSIDE)
 def test_a_dynamic_scale_without_float16(how):
   """One warning, when the step is traced, and no more."""
-  tx = mpjax.loss_scaling(optax.sgd(0.5))
-  step = mpjax.make_train_step(half_in(how), tx)
-  state = create(tx)
-  with pytest.warns(UserWarning, match=r"nothing in loss_fn .* float16") as found:
-    state, _ = step(state, jnp.ones(2))
-  assert len(found) == 1
+
+  def of(config):
+    loss_fn = loss_of(lambda params, batch: INSIDE[how](params))
+    return begin(loss_fn, mpjax.loss_scaling(optax.sgd(0.5), config))
+
+  step, state = of(mpjax.DynamicLossScale())
+  if how in ("no place", "bfloat16"):
+    with pytest.warns(UserWarning, match=r"nothing in loss_fn .* float16") as found:
+      state, _ = step(state, jnp.ones(2))
+    (warning,) = found
+    for word in ("mpjax.make_train_step", "NoLossScale()", "StaticLossScale(1)"):
+      assert word in str(warning.message)
   step(state, jnp.ones(2))  # Another warning would be an error.
-  for word in ("mpjax.make_train_step", "NoLossScale()", "StaticLossScale(1)"):
-    assert word in str(found[0].message)
-
-
-@pytest.mark.case("B033")
-def test_no_warning_with_float16_or_without_a_dynamic_scale():
-  """A warning is an error here."""
-  dynamic = [(how, mpjax.DynamicLossScale()) for how in list(INSIDE)[:-2]]
-  for how, config in [*dynamic, ("bfloat16", STATIC), ("bfloat16", mpjax.NoLossScale())]:
-    tx = mpjax.loss_scaling(optax.sgd(0.5), config)
-    jax.eval_shape(mpjax.make_train_step(half_in(how), tx), create(tx), jnp.ones(2))
+  for config in (STATIC, mpjax.NoLossScale()):
+    jax.eval_shape(*of(config), jnp.ones(2))
 
 
 @pytest.mark.case("B034")
 def test_check_skipped_steps_takes_the_state():
-  step = mpjax.make_train_step(quadratic, SGD)
-  state = create(SGD)
+  step, state = begin(quadratic)
   for _ in range(3):
     mpjax.check_skipped_steps(state, 3)
     state, _ = step(state, rows(8) | {"y": np.full(8, np.nan, np.float32)})
@@ -406,40 +399,32 @@ def test_the_scale_has_to_cover_the_whole_optimizer():
 
 
 def test_states_that_do_not_belong_to_the_step():
-  sgd, params, call = optax.sgd(0.5), jnp.zeros(3), "mpjax.make_train_step(...): step(state)"
-  two = mpjax.loss_scaling(sgd, {"a": STATIC, "b": STATIC})
-  made, one = "created by mpjax.loss_scaling", "for one loss"
-  several = "2 loss scale(s) inside of a LossScalingState"
-  average = "an average in the state exactly if ema_decay is given"
-  both = "TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)"
-  still, dynamic = "0 with a loss scale that does not move", "Use DynamicLossScale"
-  random = "mpjax.make_train_step(rounding='stochastic'): step(state): rng"
-  key, rng = "a PRNG key in the state", "TrainState.create(..., rng=jax.random.key(0))"
-  state, averaged = create(SGD), create(SGD, ema=True)
-  of_sgd, of_two = (state._replace(opt_state=tx.init(params)) for tx in (sgd, two))
-  ours, create_it = "a mpjax.TrainState", "mpjax.TrainState.create(params, tx)"
-  retried = "mpjax.make_train_step(max_retries)"
-  for given, tx, options, builtin, where, expected, got, fix in (
-    ({"params": params}, SGD, {}, TypeError, call, ours, "a dict", create_it),
-    ((params, ()), SGD, {}, TypeError, call, ours, "a tuple", create_it),
-    (of_sgd, sgd, {}, TypeError, call, made, "without a loss scale", "Wrap"),
-    (of_two, two, {}, TypeError, call, one, several, "value_and_grad"),
-    (averaged, SGD, {}, ValueError, f"{call}: ema", average, "ema_decay=None and one", both),
-    (state, SGD, {"ema_decay": 0.5}, ValueError, f"{call}: ema", average, "0.5 and none", both),
-    (
-      state,
-      SGD,
-      {"max_retries": 2},
-      ValueError,
-      retried,
-      still,
-      "2 with 'static(scale=8)'",
-      dynamic,
-    ),
-    (state, SGD, {"rounding": "stochastic"}, ValueError, random, key, "None", rng),
+  state, batch, step = create(SGD), rows(8), mpjax.make_train_step(quadratic, SGD)
+  for given in ({"params": jnp.zeros(3)}, (jnp.zeros(3), ())):
+    fix = "mpjax.TrainState.create(params, tx)"
+    with refused(TypeError, "step(state)", "a mpjax.TrainState", f"a {type(given).__name__}", fix):
+      step(given, batch)
+  two = mpjax.loss_scaling(optax.sgd(0.5), {"a": STATIC, "b": STATIC})
+  for tx, expected, got, fix in (
+    (optax.sgd(0.5), "created by mpjax.loss_scaling", "without a loss scale", "Wrap"),
+    (two, "for one loss", "2 loss scale(s) inside of a LossScalingState", "value_and_grad"),
   ):
-    with refused(builtin, where, expected, got, fix):
-      mpjax.make_train_step(quadratic, tx, **options)(given, rows(8))
+    with refused(TypeError, "mpjax.make_train_step(...): step(state)", expected, got, fix):
+      other = state._replace(opt_state=tx.init(jnp.zeros(3)))
+      mpjax.make_train_step(quadratic, tx)(other, batch)
+  for kept, got in ((True, "ema_decay=None and one"), (False, "ema_decay=0.5 and none")):
+    expected = "an average in the state exactly if ema_decay is given"
+    fix = "TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)"
+    step = mpjax.make_train_step(quadratic, SGD, ema_decay=None if kept else 0.5)
+    with refused(ValueError, "step(state): ema", expected, got, fix):
+      step(create(SGD, ema=kept), batch)
+  expected, got = "0 with a loss scale that does not move", "2 with 'static(scale=8)'"
+  with refused(ValueError, "(max_retries)", expected, got, "Use DynamicLossScale"):
+    mpjax.make_train_step(quadratic, SGD, max_retries=2)(state, batch)
+  where = "mpjax.make_train_step(rounding='stochastic'): step(state): rng"
+  fix = "TrainState.create(..., rng=jax.random.key(0))"
+  with refused(ValueError, where, "a PRNG key in the state", "None", fix):
+    mpjax.make_train_step(quadratic, SGD, rounding="stochastic")(state, batch)
 
 
 BATCHES = [
@@ -460,9 +445,8 @@ def test_a_batch_that_cannot_be_cut(devices):
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Explicit,), devices=devices)
   batch = jax.device_put(rows(16), jax.NamedSharding(mesh, jax.P("data")))
   state = create(SGD, jax.device_put(jnp.zeros(3), jax.NamedSharding(mesh, jax.P())))
-  where = "mpjax.make_train_step(accumulate=8): step(batch)"
-  got, fix = "shape [16, 3] at ['x']", "Choose a batch size that is a multiple"
-  with refused(ValueError, where, "fills all devices", got, fix):
+  where, got = "mpjax.make_train_step(accumulate=8): step(batch)", "shape [16, 3] at ['x']"
+  with refused(ValueError, where, "fills all devices", got, "Choose a batch size that is a mult"):
     mpjax.make_train_step(quadratic, SGD, accumulate=8)(state, batch)
 
 
@@ -470,8 +454,8 @@ def test_a_batch_that_cannot_be_cut(devices):
 def test_half_parameters_can_be_rounded_stochastically():
   tx = mpjax.loss_scaling(optax.sgd(1.0), STATIC)
   loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float32)) * 2.0**-12)
-  step = mpjax.make_train_step(loss_fn, tx, rounding="stochastic")
-  state = create(tx, jnp.ones(4096, jnp.bfloat16), rng=jax.random.key(0))
+  params, rng = jnp.ones(4096, jnp.bfloat16), jax.random.key(0)
+  step, state = begin(loss_fn, tx, params, rng=rng, rounding="stochastic")
   for _ in range(8):
     state, _ = step(state, jnp.zeros(1))
   mean = np.asarray(state.params, np.float64).mean()
@@ -483,30 +467,9 @@ def test_half_parameters_can_be_rounded_stochastically():
 @pytest.mark.standard_promotion
 def test_the_loss_is_passed_as_value():
   inner = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1))
-  tx = mpjax.loss_scaling(inner, STATIC)
-  state, metrics = mpjax.make_train_step(quadratic, tx)(create(tx), rows(8))
+  step, state = begin(quadratic, mpjax.loss_scaling(inner, STATIC))
+  state, metrics = step(state, rows(8))
   assert state.opt_state.inner_state[1].best_value == metrics["loss"]
-
-
-def test_a_skipped_step_keeps_subnormal_parameters():
-  """XLA for CPU flushes them when it adds, even -0.0."""
-  state = create(SGD, jnp.asarray(np.float32([1e-40, 1, -1e-40])))
-  before = bits(state.params)
-  state, _ = mpjax.make_train_step(quadratic, SGD)(state, rows(8) | {"y": rows(8)["y"] * np.nan})
-  assert bits(state.params) == before
-
-
-def test_weakly_typed_model_state_becomes_strong():
-  def loss_fn(params, model_state, batch, rng):
-    return jnp.mean((batch["x"] @ params) ** 2), (jnp.where(True, 1.0, 2.0), {})
-
-  step = mpjax.make_train_step(loss_fn, SGD)
-  state = create(SGD, model_state=jnp.float32(0))
-  with compilations() as compiled:
-    for _ in range(3):
-      state, _ = step(state, rows(8))
-  assert not state.model_state.weak_type
-  assert compiled["train_step"] == 1
 
 
 MASK = jnp.asarray([[0.0, -np.inf], [np.nan, 0.0]])
@@ -534,11 +497,10 @@ def test_what_was_infinite_before_skips_no_step(accumulate):
     loss, (same, _) = with_constants(params, same, batch, rng)
     return loss, ((same, with_constants(params, copied, batch, rng)[1][0]), {})
 
-  step = mpjax.make_train_step(loss_fn, SGD, accumulate=accumulate)
-  state = create(SGD, jnp.full((2, 2), 0.5), model_state=(constants(), constants()))
-  batch = jnp.ones((2 * accumulate, 2))
+  params, both = jnp.full((2, 2), 0.5), (constants(), constants())
+  step, state = begin(loss_fn, params=params, model_state=both, accumulate=accumulate)
   for count in range(1, 4):
-    state, metrics = step(state, batch)
+    state, metrics = step(state, jnp.ones((2 * accumulate, 2)))
     assert metrics["finite"]
     assert state.step == count
   for kept in state.model_state:
@@ -554,8 +516,8 @@ def test_what_becomes_infinite_skips_the_step_and_is_named():
     loss, (new, _) = with_constants(params, old, jnp.ones((2, 2)), rng)
     return loss, (new | {"mean": old["mean"] * 0 + batch["mean"], "low": batch["low"]}, {})
 
-  step = mpjax.make_train_step(loss_fn, SGD, donate=False)
-  start = create(SGD, jnp.full((2, 2), 0.5), model_state=constants())
+  params = jnp.full((2, 2), 0.5)
+  step, start = begin(loss_fn, params=params, model_state=constants(), donate=False)
   right = {"mean": jnp.float32(1), "low": jnp.float32(-np.inf)}
   assert step(start, right)[1]["finite"]
   for name, value in (("mean", np.inf), ("low", np.nan), ("low", np.inf)):
@@ -573,8 +535,7 @@ def test_the_average_moves_with_updates_not_with_micro_batches(every):
   """As if each window were one batch: NumPy, in float64."""
   tx = mpjax.loss_scaling(mpjax.accumulate_gradients(optax.sgd(0.25), every), STATIC)
   loss_fn = loss_of(lambda params, batch: jnp.sum((params - batch) ** 2))
-  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.75)
-  state = create(tx, jnp.ones(1), ema=True)
+  step, state = begin(loss_fn, tx, jnp.ones(1), ema=True, ema_decay=0.75)
   params = average = 1.0
   for window in range(5):
     for micro_batch in range(every):
@@ -589,14 +550,10 @@ def test_the_average_moves_with_updates_not_with_micro_batches(every):
 
 
 def test_the_average_of_what_is_not_accumulated_moves_each_time():
-  inner = optax.multi_transform(
-    {"slow": mpjax.accumulate_gradients(optax.sgd(0.25), 2), "fast": optax.sgd(0.25)},
-    {"a": "slow", "b": "fast"},
-  )
-  tx = mpjax.loss_scaling(inner, STATIC)
+  branches = {"a": mpjax.accumulate_gradients(optax.sgd(0.25), 2), "b": optax.sgd(0.25)}
+  tx = mpjax.loss_scaling(optax.multi_transform(branches, {"a": "a", "b": "b"}), STATIC)
   loss_fn = loss_of(lambda params, batch: params["a"] + params["b"])
-  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5)
-  state = create(tx, {"a": jnp.ones(()), "b": jnp.ones(())}, ema=True)
+  step, state = begin(loss_fn, tx, dict.fromkeys("ab", jnp.ones(())), ema=True, ema_decay=0.5)
   slow, fast = (1.0, 0.875, 0.875, 0.6875), (0.875, 0.6875, 0.46875, 0.234375)
   for average in zip(slow, fast, strict=True):
     state, _ = step(state, 0.0)
@@ -609,7 +566,6 @@ def test_masters_without_a_scale_take_float32_gradients():
   loss_fn = loss_of(
     lambda params, batch: jnp.sum(params.astype(jnp.float32) * batch[0].astype(jnp.float32))
   )
-  step = mpjax.make_train_step(loss_fn, tx, accumulate=2)
-  state = create(tx, jnp.zeros(1, jnp.bfloat16))
+  step, state = begin(loss_fn, tx, jnp.zeros(1, jnp.bfloat16), accumulate=2)
   state, _ = step(state, jnp.asarray([[1.0], [2.0**-8]]))
   np.testing.assert_array_equal(mpjax.master_params(state.opt_state), [-(0.5 + 2.0**-9)])
