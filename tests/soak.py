@@ -38,28 +38,17 @@ from tests.loss_scale_oracle import LIMIT, Oracle
 HALF = ("bfloat16", "float16")
 UPDATES, BLOCK = 1_000_000, 1000
 BATCHES, SEED = 64, 0
-
+# A short interval: the scale goes from floor to ceiling and back between two bursts.
 SCALING = {"growth_interval": 50, "hysteresis": 2}
-"""A short interval: the scale travels from floor to ceiling and back between two bursts."""
-
 SHARE, BURST, BURST_EVERY = 0.01, 50, 5000
-STRETCH = (0.7, 0.8)
-"""Between these parts of the run, no step is good."""
-
-COMPARED = 50
-"""Blocks for which the run goes on from memory as well as from disk, to be compared."""
-
-WARM_UP = 3
-"""Blocks, and one checkpoint, before the memory of the process is noted."""
-
-MEMORY = 50 * 2**20
-"""Bytes that the process may grow by after that."""
-
+STRETCH = (0.7, 0.8)  # Between these parts of the run, no step is good.
+COMPARED = 50  # Blocks for which the run goes on from memory as well as from disk.
+WARM_UP = 3  # Blocks, and one checkpoint, before the memory of the process is noted.
+MEMORY = 50 * 2**20  # Bytes that the process may grow by after that.
+# The mean of the last block: the loss begins at 1.3, and a run without faults ends at 0.12.
 LARGEST_LOSS = 0.15
-"""The mean of the last block: the loss begins at 1.3, and a run without faults ends at 0.12."""
-
+# No gradient overflows up to this scale here: what is skipped had a fault.
 SAFE_SCALE = {"bfloat16": 2.0**24, "float16": 2.0**15}
-"""No gradient overflows up to this scale here: what is skipped had a fault."""
 
 
 class Network(nn.Module):
@@ -272,30 +261,22 @@ def check(half, outcome):
   before, after = outcome.stretch
   on_disk, in_memory = outcome.resumed
   bad = round((STRETCH[1] - STRETCH[0]) * steps)
+  sums = f"{applied:,} + {skipped:,} = {total:,}"
+  safe = np.all(scale[overflows] > SAFE_SCALE[half])
+  within = limits.min_scale <= low <= high <= limits.max_scale
+  no_bit, on = (
+    f"{bad:,} bad steps in a row change no bit",
+    "resumed from disk it goes on bit for bit",
+  )
   checks = {
     "one program": (outcome.programs == 1, outcome.programs),
-    "steps + skipped = total": (
-      applied + skipped == total == steps,
-      f"{applied:,} + {skipped:,} = {total:,}",
-    ),
+    "steps + skipped = total": (applied + skipped == total == steps, sums),
     "every fault is skipped": (not np.any(record.finite & fault), f"{int(fault.sum()):,} faults"),
-    "nothing else is, but for overflow at a high scale": (
-      np.all(scale[overflows] > SAFE_SCALE[half]),
-      found,
-    ),
-    "the scale stays within its limits": (
-      limits.min_scale <= low <= high <= limits.max_scale,
-      f"{low:,.0f} to {high:,.0f}",
-    ),
+    "nothing else is, but for overflow at a high scale": (safe, found),
+    "the scale stays within its limits": (within, f"{low:,.0f} to {high:,.0f}"),
     "scale and counters are those of the oracle": compare_with_oracle(outcome),
-    f"{bad:,} bad steps in a row change no bit": (
-      before == after,
-      f"{sum(map(len, before)):,} bytes",
-    ),
-    "resumed from disk it goes on bit for bit": (
-      on_disk == in_memory,
-      f"{sum(map(len, on_disk)):,} bytes",
-    ),
+    no_bit: (before == after, f"{sum(map(len, before)):,} bytes"),
+    on: (on_disk == in_memory, f"{sum(map(len, on_disk)):,} bytes"),
     "all numbers are finite": (mpjax.all_finite(state), "parameters, moments, averages"),
     "it has learned": (last <= LARGEST_LOSS, f"loss {last:.3f}"),
     "counters stop and do not wrap": (0 <= min(counts) <= max(counts) == LIMIT, f"{LIMIT:,}"),

@@ -291,7 +291,7 @@ def test_the_loss_counts_if_it_is_passed():
       assert metric(rig.state, "loss_scale") == (2.0**15 if finite else 2.0**14)
 
 
-@pytest.mark.case("A27", "A28", "A30", "B001")
+@pytest.mark.case("A27", "A28", "A29", "A30", "B001")
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_one_bad_element_anywhere_in_mixed_dtypes():
   """All trees with one such element in one program, each a member of a batch."""
@@ -311,11 +311,7 @@ def test_one_bad_element_anywhere_in_mixed_dtypes():
   found = mpjax.loss_scaling_metrics(after)["finite"]
   assert [what for what, finite in zip(told, found, strict=True) if finite] == ["clean"]
   assert all(np.all(np.asarray(leaf[0]) == 0.25) for leaf in jax.tree.leaves(updates))
-
-
-@pytest.mark.case("A29")
-@pytest.mark.filterwarnings("ignore:.*stored in low precision")
-def test_embedding_rows_are_summed_before_the_check():
+  # Rows of an embedding are summed before the check.
   table = jnp.zeros((3, 2), jnp.float16)
   tx = mpjax.loss_scaling(SGD, mpjax.StaticLossScale(1))
 
@@ -448,10 +444,21 @@ def test_nesting_is_refused():
 
 @pytest.mark.case("A57")
 def test_what_is_no_configuration():
+  """And arguments that contradict it."""
   for config in (128, 2.0**15, "dynamic", None, True, mpjax.DynamicLossScale):
     where, fix = "mpjax.loss_scaling(loss_scale)", "mpjax.StaticLossScale(1024)"
     with refused(TypeError, where, "DynamicLossScale", repr(config), fix):
       mpjax.loss_scaling(SGD, config)
+  where = "mpjax.loss_scaling(check_updates)"
+  for config in (OFF, {"a": OFF, "b": OFF}):
+    with refused(ValueError, where, "False with NoLossScale()", "True", "StaticLossScale(1)"):
+      mpjax.loss_scaling(SGD, config, check_updates=True)
+  with refused(TypeError, where, "a bool", "1 of type int", "True or False"):
+    mpjax.loss_scaling(SGD, check_updates=1)
+  for name in ("", "a:b", "a/b", 3, ("a",)):
+    where = "mpjax.loss_scaling(name)"
+    with refused(ValueError, where, "non-empty string", repr(name), "'generator'"):
+      mpjax.loss_scaling(SGD, name=name)
 
 
 @pytest.mark.case("A59")
@@ -465,20 +472,6 @@ def test_unknown_keywords():
       mpjax.loss_scaling(SGD, config, **{unknown: 1})
 
 
-@pytest.mark.case("A57")
-def test_contradictory_arguments():
-  where = "mpjax.loss_scaling(check_updates)"
-  for config in (OFF, {"a": OFF, "b": OFF}):
-    with refused(ValueError, where, "False with NoLossScale()", "True", "StaticLossScale(1)"):
-      mpjax.loss_scaling(SGD, config, check_updates=True)
-  with refused(TypeError, where, "a bool", "1 of type int", "True or False"):
-    mpjax.loss_scaling(SGD, check_updates=1)
-  for name in ("", "a:b", "a/b", 3, ("a",)):
-    where = "mpjax.loss_scaling(name)"
-    with refused(ValueError, where, "non-empty string", repr(name), "'generator'"):
-      mpjax.loss_scaling(SGD, name=name)
-
-
 @pytest.mark.case("A49", "A58")
 def test_a_state_of_another_configuration_is_refused():
   others = mpjax.DynamicLossScale(growth_interval=7), mpjax.DynamicLossScale(min_scale=0.5)
@@ -489,10 +482,7 @@ def test_a_state_of_another_configuration_is_refused():
     got = f"one created with {next(iter(state.loss_scale))!r}"
     with refused(ValueError, f"{WHERE}.update(state)", expected, got, "Build the optimizer as"):
       tx.update(PARAMS, state, PARAMS)
-
-
-@pytest.mark.case("A49")
-def test_the_restored_scale_wins_over_the_constructor():
+  # But the scale itself comes from the state.
   old, new = (mpjax.loss_scaling(SGD, mpjax.DynamicLossScale(init_scale=s)) for s in (64, 2))
   _, state = old.update(jax.tree.map(lambda p: p + jnp.nan, PARAMS), old.init(PARAMS), PARAMS)
   _, state = new.update(PARAMS, state, PARAMS)
