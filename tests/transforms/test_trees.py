@@ -18,6 +18,9 @@ from tests.errors import refused
 from tests.programs import bits
 
 ADAM = mpjax.loss_scaling(optax.adam(0.1))
+CONFIGS = [mpjax.StaticLossScale(1), mpjax.NoLossScale()]
+# What works with a scale works without one.
+DROP_IN = pytest.mark.parametrize("config", CONFIGS, ids=str)
 
 
 def aligned(grads, params):
@@ -60,22 +63,27 @@ def test_small_gradients_of_float16_parameters_stay_finite(make):
 
 
 @pytest.mark.case("A94", "B012", "B011")
-def test_hidden_leaves_come_through_untouched():
+@DROP_IN
+def test_hidden_leaves_come_through_untouched(config):
   key = jax.random.key(0)
-  params = {"w": jnp.ones(2), "n": jnp.arange(3), "flag": jnp.asarray(True), "none": None}
+  params = {"n": jnp.arange(2), "flag": jnp.asarray(True), "none": None, "w": jnp.ones(2)}
   params |= {"raw": jax.random.key_data(key)}
-  state = ADAM.init(params)
-  assert len(jax.tree.leaves(state.inner_state)) == 3, "a count and two moments of w"
-
-  def fun(p):
-    return jnp.sum(p["w"] * p["n"][:2])
-
-  _, grads = mpjax.value_and_grad(fun, state, allow_int=True)(params)
-  assert grads["n"].dtype == jax.dtypes.float0
-  updates, _ = jax.jit(ADAM.update)(grads, state, params)
-  applied = optax.apply_updates(params, updates)
-  assert all(bits(applied[name]) == bits(params[name]) for name in ("n", "flag", "raw", "none"))
-  assert not jnp.array_equal(applied["w"], params["w"])
+  plain, without_gradient = optax.sgd(0.5, momentum=0.5), {"m": jnp.arange(1), "key": key}
+  tx = mpjax.loss_scaling(plain, config)
+  state, control = tx.init(params | without_gradient), plain.init(params["w"])
+  assert len(jax.tree.leaves(state.inner_state)) == 1, "the momentum of w"
+  fun = lambda p: jnp.sum(p["w"]) * jnp.sum(p["n"])  # noqa: E731
+  for _ in range(2):
+    _, grads = mpjax.value_and_grad(fun, state, allow_int=True)(params)
+    assert grads["n"].dtype == jax.dtypes.float0
+    grads |= dict.fromkeys(without_gradient)
+    updates, state = jax.jit(tx.update)(grads, state, params | without_gradient)
+    expected, control = plain.update(jnp.ones(2), control, params["w"])
+    assert bits(updates["w"]) == bits(expected)
+    kept = mpjax.apply_updates(params | without_gradient, updates)
+    assert (kept["m"].tolist(), kept["key"]) == ([0], key)
+    old, params = params, optax.apply_updates(params, {name: updates[name] for name in params})
+    assert bits(params | {"w": None}) == bits(old | {"w": None})
 
 
 @pytest.mark.case("B012", "A36")
@@ -185,6 +193,39 @@ def test_a_gradient_that_overflows_when_it_is_narrowed_is_bad(set_flag):
   tx, params = mpjax.loss_scaling(optax.identity()), jnp.ones(1, jnp.float32)
   _, state = jax.jit(tx.update)(jnp.asarray([1e300]), tx.init(params), params)
   assert not mpjax.loss_scaling_metrics(state)["finite"]
+
+
+@DROP_IN
+@pytest.mark.parametrize("odd", ["none", "integer"])
+def test_none_and_integers_work_under_lookahead(odd, config):
+  """Without a scale it was a ValueError of jax.tree.map."""
+  integer = odd == "integer"
+  params = {"w": jnp.ones(2), "b": jnp.arange(2) if integer else None}
+  grads = {"w": jnp.ones(2), "b": np.zeros(2, jax.dtypes.float0) if integer else None}
+  tx = mpjax.loss_scaling(optax.lookahead(optax.sgd(0.5), 2, 0.5), config)
+  both = optax.LookaheadParams.init_synced(params)
+  state, update = tx.init(both), jax.jit(tx.update)
+  for _ in range(2):
+    updates, state = update(grads, state, both)
+    both = mpjax.apply_updates(both, updates)
+  for part in both:  # Twice by 0.5, and then half way back to where it began.
+    assert part["w"].tolist() == [0.5, 0.5]
+    assert bits(part["b"]) == bits(params["b"])
+
+
+@DROP_IN
+@pytest.mark.parametrize("wrap", [lambda tx: tx, mpjax.master_weights], ids=["plain", "masters"])
+def test_functions_among_the_parameters_are_left_alone(wrap, config):
+  """As in Equinox: the model is the tree, and its gradients are None where it has functions."""
+  model = {"activation": jnp.tanh, "w": jnp.ones(2)}
+  grads = {"activation": None, "w": jnp.ones(2)}
+  tx = wrap(mpjax.loss_scaling(optax.adamw(0.5), config))
+  updates, _ = tx.update(grads, tx.init(model | {"activation": None}), model)
+  plain = optax.adamw(0.5)
+  expected, _ = plain.update(jnp.ones(2), plain.init(jnp.ones(2)), jnp.ones(2))
+  assert updates["activation"] is None
+  assert jnp.array_equal(updates["w"], expected)
+  assert mpjax.apply_updates(model, updates)["activation"] is jnp.tanh
 
 
 # None is the gradient of what cannot be trained, and freezes nothing.
