@@ -76,21 +76,21 @@ def test_all_but_norms_are_rounded_to_the_compute_dtype(half):
   assert set(stored(before).values()) == {"float32"}
 
 
-WITH_RULES = [
-  ([Rule("float32", path="head")], NORMS | HEAD),
-  ([Rule("float32", path="**/kernel")], NORMS | {"head/kernel", "encoder/attention/query/kernel"}),
-  ([Rule("float32", path=re.compile("head/.*"))], NORMS | HEAD),
-  ([Rule("bfloat16", path="**")], set()),
-  ([Rule("bfloat16", path="encoder/old")], {p for p in NORMS if "old" not in p}),
-  ([Rule(None, path="head/bias"), Rule("bfloat16", path="head")], NORMS | {"head/bias"}),
-  # The innermost place counts, whatever the order of the rules.
-  ([Rule("float32", path="head"), Rule("bfloat16", path="head/bias")], NORMS | {"head/kernel"}),
-  ([Rule("float32", path="**")], set(stored(params()))),
-]
-
-
 def test_rules_by_path():
-  for rules, wanted in WITH_RULES:
+  for rules, wanted in (
+    ([Rule("float32", path="head")], NORMS | HEAD),
+    (
+      [Rule("float32", path="**/kernel")],
+      NORMS | {"head/kernel", "encoder/attention/query/kernel"},
+    ),
+    ([Rule("float32", path=re.compile("head/.*"))], NORMS | HEAD),
+    ([Rule("bfloat16", path="**")], set()),
+    ([Rule("bfloat16", path="encoder/old")], {p for p in NORMS if "old" not in p}),
+    ([Rule(None, path="head/bias"), Rule("bfloat16", path="head")], NORMS | {"head/bias"}),
+    # The innermost place counts, whatever the order of the rules.
+    ([Rule("float32", path="head"), Rule("bfloat16", path="head/bias")], NORMS | {"head/kernel"}),
+    ([Rule("float32", path="**")], set(stored(params()))),
+  ):
     assert in_float32(convert(params(), "bfloat16", rules)) == wanted, rules
 
 

@@ -266,17 +266,14 @@ def returning(out):
   return lambda params, model_state, batch, rng: out(jnp.sum(params), model_state)
 
 
-WRONG = [
-  (lambda loss, state: loss, "float32[]"),
-  (lambda loss, state: (loss, {}), "(ShapedArray(float32[]), {})"),
-  (lambda loss, state: (loss, state, {}), "float32[]"),
-  (lambda loss, state: [loss, (state, {})], "float32[]"),
-  (lambda loss, state: (loss, (state, loss)), "((), ShapedArray(float32[]))"),
-]
-
-
 def test_what_a_loss_function_may_not_return():
-  for out, got in WRONG:
+  for out, got in (
+    (lambda loss, state: loss, "float32[]"),
+    (lambda loss, state: (loss, {}), "(ShapedArray(float32[]), {})"),
+    (lambda loss, state: (loss, state, {}), "float32[]"),
+    (lambda loss, state: [loss, (state, {})], "float32[]"),
+    (lambda loss, state: (loss, (state, loss)), "((), ShapedArray(float32[]))"),
+  ):
     where, fix = "mpjax.make_train_step(loss_fn)", "Return (loss, ((), {}))"
     with refused(TypeError, where, "(loss, (model_state, metrics))", got, fix):
       gradients(returning(out), jnp.zeros(2))
@@ -304,21 +301,18 @@ def test_names_of_metrics_that_are_taken():
   assert set(metrics) == set(NAMES.split())
 
 
-CHANGES = [
-  (lambda old: old | {"m": old["m"].astype(jnp.bfloat16)}, "bfloat16[2] for float32[2]"),
-  (lambda old: old | {"n": old["n"].astype(jnp.float32)}, "float32[] for int32[]"),
-  (lambda old: old | {"m": jnp.zeros(3)}, "float32[3] for float32[2]"),
-  (lambda old: {"m": old["m"]}, "nothing at ['n']"),
-  (lambda old: old | {"o": old["m"]}, "an extra leaf at ['o']"),
-  (lambda old: None, "nothing at ['m']"),
-]
-
-
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_model_state_that_changes_its_type(k):
   """In float32 one day and in half the next, it would be compiled anew, or never fit a `scan`."""
   old = {"m": jnp.zeros(2), "n": jnp.zeros((), jnp.int32)}
-  for new, got in CHANGES:
+  for new, got in (
+    (lambda old: old | {"m": old["m"].astype(jnp.bfloat16)}, "bfloat16[2] for float32[2]"),
+    (lambda old: old | {"n": old["n"].astype(jnp.float32)}, "float32[] for int32[]"),
+    (lambda old: old | {"m": jnp.zeros(3)}, "float32[3] for float32[2]"),
+    (lambda old: {"m": old["m"]}, "nothing at ['n']"),
+    (lambda old: old | {"o": old["m"]}, "an extra leaf at ['o']"),
+    (lambda old: None, "nothing at ['m']"),
+  ):
     loss_fn = returning(lambda loss, state, new=new: (loss, (new(state), {})))
     where = "mpjax.make_train_step(loss_fn): model_state"
     expected = "the structure, shapes and dtypes that it was given"

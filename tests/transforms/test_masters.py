@@ -72,21 +72,18 @@ def test_parameters_that_cannot_belong_to_the_state_raise():
     assert (str(error).count("expected"), error.__cause__) == (1, None), "one inside of another"
 
 
-WRAPPERS = [
-  (lambda tx: tx, "mpjax.master_weights(inner)"),
-  (mpjax.loss_scaling, "mpjax.loss_scaling(inner)"),
-  (lambda tx: mpjax.accumulate_gradients(tx, 2), "mpjax.accumulate_gradients(inner)"),
-  (lambda tx: mpjax.loss_scaling(optax.chain(optax.clip(1.0), tx)), "mpjax.loss_scaling(inner)"),
-  (lambda tx: mpjax.loss_scaling(mpjax.accumulate_gradients(tx, 2)), "mpjax.loss_scaling(inner)"),
-  (lambda tx: mpjax.loss_scaling(tx, mpjax.NoLossScale()), "mpjax.master_weights(inner)"),
-]
-
-
 @pytest.mark.case("B152")
 def test_parameters_of_another_dtype_never_give_masters():
   """float32 parameters have lower bits of their own, which a master would be read with."""
   params = {"b": jnp.asarray([1.0, -2.0], jnp.bfloat16)}
-  for wrap, named in WRAPPERS:
+  for wrap, named in (
+    (lambda tx: tx, "mpjax.master_weights(inner)"),
+    (mpjax.loss_scaling, "mpjax.loss_scaling(inner)"),
+    (lambda tx: mpjax.accumulate_gradients(tx, 2), "mpjax.accumulate_gradients(inner)"),
+    (lambda tx: mpjax.loss_scaling(optax.chain(optax.clip(1.0), tx)), "mpjax.loss_scaling(inner)"),
+    (lambda tx: mpjax.loss_scaling(mpjax.accumulate_gradients(tx, 2)), "mpjax.loss_scaling(inner)"),
+    (lambda tx: mpjax.loss_scaling(tx, mpjax.NoLossScale()), "mpjax.master_weights(inner)"),
+  ):
     tx = wrap(split(optax.adam(0.1)))
     state = tx.init(params)
     for dtype, update in itertools.product(("float32", "float16"), (tx.update, jax.jit(tx.update))):

@@ -75,15 +75,13 @@ def test_check_skipped_steps_raises_after_so_many_skips():
     assert error.value.expected == "an integer, at least 1"
 
 
-VARIABLES = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(2)}}
-
-
 @pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1)], ids=["moments", "none"])
 def test_check_skipped_steps_names_no_path_of_what_may_have_more_leaves(optimizer):
   """The first leaf of variables is a batch statistic, the first gradient that of a parameter."""
   tx = mpjax.loss_scaling(optimizer)
   _, state = tx.update(BAD, tx.init(PARAMS), PARAMS)
-  for params in (VARIABLES, nnx.Linear(1, 1, rngs=nnx.Rngs(0))):
+  variables = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(2)}}
+  for params in (variables, nnx.Linear(1, 1, rngs=nnx.Rngs(0))):
     mpjax.check_skipped_steps(tx.init(PARAMS), params=params)
     got = "gradient leaf 1 (in the order of jax.tree.leaves; those that this loss scale sees)"
     fix = 'Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
@@ -133,23 +131,21 @@ def test_check_skipped_steps_does_not_blame_the_gradients_for_what_they_did_not_
   assert mpjax.loss_scaling_metrics(state)["bad_updates"] == (1 if why == "updates" else 0)
 
 
-NETS = {"critic": {"b": jnp.ones(1), "w": jnp.ones(2)}, "generator": {"b": jnp.ones(1)}}
-
-
 @pytest.mark.case("B034")
 def test_check_skipped_steps_blames_the_network_that_is_to_blame():
   """Each optimizer sees its part of the parameters, where the first gradient is another one."""
-  bad = jax.tree.map(jnp.ones_like, NETS) | {"generator": {"b": jnp.full(1, jnp.nan)}}
+  nets = {"critic": {"b": jnp.ones(1), "w": jnp.ones(2)}, "generator": {"b": jnp.ones(1)}}
+  bad = nets | {"generator": {"b": jnp.full(1, jnp.nan)}}
   unknown = "gradient leaf 0 (in the order of jax.tree.leaves; those that this loss"
   for optimizer, got in (
     (optax.adam(0.1), "the gradient of ['generator']['b']"),
     (optax.sgd(0.1), unknown),  # It has no moments, which show what it trains.
   ):
-    scaled = {name: mpjax.loss_scaling(optimizer, name=name) for name in NETS}
-    tx = optax.multi_transform(scaled, {name: name for name in NETS})
-    _, state = tx.update(bad, tx.init(NETS), NETS)
-    mpjax.check_skipped_steps(state, 1, params=NETS, name="critic")
-    blamed(state, got, fix="look for", params=NETS, name="generator")
+    scaled = {name: mpjax.loss_scaling(optimizer, name=name) for name in nets}
+    tx = optax.multi_transform(scaled, {name: name for name in nets})
+    _, state = tx.update(bad, tx.init(nets), nets)
+    mpjax.check_skipped_steps(state, 1, params=nets, name="critic")
+    blamed(state, got, fix="look for", params=nets, name="generator")
 
 
 @pytest.mark.case("B034")

@@ -362,25 +362,22 @@ def test_check_skipped_steps_takes_the_state():
   mpjax.check_skipped_steps(state, 3)
 
 
-WRONG = [
-  ("loss_fn", 3, TypeError, "a function", "3 of type int", "the function itself"),
-  ("tx", optax.sgd, TypeError, "an optax transformation", "type function", "mpjax.loss_scaling("),
-  ("accumulate", 2.0, TypeError, "an integer", "2.0 of type float", "a Python int"),
-  ("max_retries", True, TypeError, "an integer", "True of type bool", "a Python int"),
-  ("ema_decay", "0.9", TypeError, "a float or None", "'0.9' of type str", "such as 0.999"),
-  ("donate", 1, TypeError, "a bool", "1 of type int", "True or False"),
-  ("accumulate", 0, ValueError, "at least 1", "0", "1 does not cut the batch"),
-  ("max_retries", -1, ValueError, "at least 0", "-1", "0 never runs a batch again"),
-  ("ema_decay", 1.0, ValueError, "a number in [0, 1)", "1.0", "0.999 averages"),
-  ("ema_decay", float("nan"), ValueError, "a number in [0, 1)", "nan", "0.999 averages"),
-  ("rounding", "random", ValueError, "'nearest' or 'stochastic'", "'random'", "Did you mean"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "builtin", "expected", "got", "fix"), WRONG)
-def test_bad_arguments(name, value, builtin, expected, got, fix):
-  with refused(builtin, f"mpjax.make_train_step({name})", expected, got, fix):
-    mpjax.make_train_step(**{"loss_fn": quadratic, "tx": SGD, name: value})
+def test_bad_arguments():
+  for name, value, builtin, expected, got, fix in (
+    ("loss_fn", 3, TypeError, "a function", "3 of type int", "the function itself"),
+    ("tx", optax.sgd, TypeError, "an optax transformation", "type function", "mpjax.loss_scaling("),
+    ("accumulate", 2.0, TypeError, "an integer", "2.0 of type float", "a Python int"),
+    ("max_retries", True, TypeError, "an integer", "True of type bool", "a Python int"),
+    ("ema_decay", "0.9", TypeError, "a float or None", "'0.9' of type str", "such as 0.999"),
+    ("donate", 1, TypeError, "a bool", "1 of type int", "True or False"),
+    ("accumulate", 0, ValueError, "at least 1", "0", "1 does not cut the batch"),
+    ("max_retries", -1, ValueError, "at least 0", "-1", "0 never runs a batch again"),
+    ("ema_decay", 1.0, ValueError, "a number in [0, 1)", "1.0", "0.999 averages"),
+    ("ema_decay", float("nan"), ValueError, "a number in [0, 1)", "nan", "0.999 averages"),
+    ("rounding", "random", ValueError, "'nearest' or 'stochastic'", "'random'", "Did you mean"),
+  ):
+    with refused(builtin, f"mpjax.make_train_step({name})", expected, got, fix):
+      mpjax.make_train_step(**{"loss_fn": quadratic, "tx": SGD, name: value})
 
 
 def test_the_scale_has_to_cover_the_whole_optimizer():
@@ -427,17 +424,14 @@ def test_states_that_do_not_belong_to_the_step():
     mpjax.make_train_step(quadratic, SGD, rounding="stochastic")(state, batch)
 
 
-BATCHES = [
-  ({"x": np.zeros((7, 3)), "y": np.zeros(8)}, "shape [7, 3] at ['x']"),
-  ({"x": np.zeros((8, 3)), "n": 3}, "shape [] at ['n']"),
-  ({"x": np.zeros((9, 3)), "y": np.zeros(10)}, "shape [9, 3] at ['x']; shape [10] at"),
-  (np.zeros(6), "shape [6] at the root"),
-]
-
-
 def test_a_batch_that_cannot_be_cut(devices):
   """16 rows on 4 devices: 8 micro-batches of 2 rows would leave two devices idle."""
-  for batch, got in BATCHES:
+  for batch, got in (
+    ({"x": np.zeros((7, 3)), "y": np.zeros(8)}, "shape [7, 3] at ['x']"),
+    ({"x": np.zeros((8, 3)), "n": 3}, "shape [] at ['n']"),
+    ({"x": np.zeros((9, 3)), "y": np.zeros(10)}, "shape [9, 3] at ['x']; shape [10] at"),
+    (np.zeros(6), "shape [6] at the root"),
+  ):
     where = "mpjax.make_train_step(accumulate=4): step(batch)"
     expected = "can be cut into 4 micro-batches"
     with refused(ValueError, where, expected, got, "drop or pad the last batch"):

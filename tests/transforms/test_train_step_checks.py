@@ -72,25 +72,24 @@ def test_an_optimizer_that_did_not_make_the_state():
 SGD = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
 CUT = "mpjax.make_train_step(accumulate=4): step(batch)"
 LINE_SEARCH = optax.scale_by_backtracking_linesearch(5)
-ALONE = [
-  (optax.lbfgs(), "missing 2 required keyword-only arguments"),
-  (optax.chain(optax.sgd(1.0), LINE_SEARCH), "missing"),
-  (
-    optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
-    "grad_fn must be provided",
-  ),
-  (
-    optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
-    "updates with shape [] for",
-  ),
-]
 
 
 @pytest.mark.standard_promotion
 def test_optimizers_that_evaluate_the_loss_themselves():
   where, fix = "mpjax.make_train_step(tx): tx.update", "in a loop of your own: mpjax.value_and_grad"
   expected = "an optimizer that needs the parameters, the gradients of the mean loss and value="
-  for inner, got in ALONE:
+  for inner, got in (
+    (optax.lbfgs(), "missing 2 required keyword-only arguments"),
+    (optax.chain(optax.sgd(1.0), LINE_SEARCH), "missing"),
+    (
+      optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
+      "grad_fn must be provided",
+    ),
+    (
+      optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
+      "updates with shape [] for",
+    ),
+  ):
     with refused(TypeError, where, expected, got, fix):
       one_step(mpjax.loss_scaling(inner, mpjax.StaticLossScale(8)))
 
