@@ -232,9 +232,9 @@ def test_names_tell_scales_apart():
 @pytest.mark.case("A39")
 def test_everything_works_without_a_scale():
   state = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()).init(PARAMS)
-  loss = jnp.asarray(3.0)
+  loss = jnp.asarray(3.0, jnp.float16)
   assert mpjax.scale_loss(loss, state) is loss
-  assert mpjax.unscale(jnp.asarray(3.0, jnp.float16), state).dtype == jnp.float32
+  assert mpjax.unscale(loss, state).dtype == jnp.float32
   mpjax.check_skipped_steps(state)
   metrics = mpjax.loss_scaling_metrics(state)
   assert metrics.pop("loss_scale") == 1

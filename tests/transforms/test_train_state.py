@@ -154,7 +154,13 @@ def test_arguments_that_are_taken_for_others():
     got = "a int" if isinstance(rng, int) else "[2"
     with refused(TypeError, f"{call}(rng)", "one PRNG key", got, "jax.random.key(0)"):
       create(params, ADAM, rng=rng)
-  two = {"a": mpjax.StaticLossScale(2), "b": mpjax.StaticLossScale(4)}
+  sgd, static, labels = optax.sgd(0.5), mpjax.StaticLossScale(2), {"w": "a", "v": "b"}
+  scaled = {name: mpjax.loss_scaling(sgd, static, name=name) for name in "ab"}
+  around = optax.chain(scaled["a"], optax.add_decayed_weights(-0.1))
+  beside = optax.multi_transform({"a": scaled["a"], "b": sgd}, labels)
+  parts, outermost = optax.multi_transform(scaled, labels), "Write mpjax.loss_scaling(optax.chain(."
+  pair, inside = params | {"v": jnp.ones(2)}, "loss scale(s) inside of a"
+  two = {"a": static, "b": static}
   two, adam, ours = (
     mpjax.loss_scaling(optax.adam(1e-3), two),
     optax.adam(1e-3),
@@ -164,6 +170,8 @@ def test_arguments_that_are_taken_for_others():
   optimizer, made = "the optimizer, an optax transformation", f"{call}(params, tx)"
   for given, tx, expected, got, fix in (
     (params, two, one, "2 loss scale(s)", "mpjax.value_and_grad(..., name=...)"),
+    # What is outside of the scale would move on a skipped step, or see scaled gradients.
+    *((pair, tx, one, inside, outermost) for tx in (around, beside, parts)),
     (params, adam, ours, "a tuple without a loss scale", "tx = mpjax.loss_scaling(tx)"),
     (params, ADAM.init(params), optimizer, "a LossScalingState", made),
     (ADAM, params, optimizer, "a dict", made),

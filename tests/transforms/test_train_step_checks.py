@@ -106,7 +106,7 @@ def test_shardings_of_the_state():
 
 
 def test_rows_of_a_micro_batch_fill_the_devices_that_their_type_names(devices):
-  """With automatic axes the type does not say where the rows are."""
+  """Of 2 rows two devices would be idle. Where axes are automatic the type does not say."""
   state = mpjax.TrainState.create(jnp.ones(3), SGD)
 
   def check(axis_type):
