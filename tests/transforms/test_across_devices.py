@@ -42,19 +42,13 @@ START = mpjax.TrainState.create(jnp.float32(WEIGHTS), SGD)
 ROWS = jnp.float32(X), jnp.float32(MASK)
 
 
-def sums(params, batch):
+def local_mean(params, batch, sum_over=lambda x: x):
   x, mask = batch
-  return jnp.sum(mask * (x @ params) ** 2), jnp.sum(mask)
-
-
-def local_mean(params, batch):
-  total, count = sums(params, batch)
-  return total / count
+  return sum_over(jnp.sum(mask * (x @ params) ** 2)) / sum_over(jnp.sum(mask))
 
 
 def global_mean(params, batch):
-  total, count = sums(params, batch)
-  return jax.lax.psum(total, "data") / jax.lax.psum(count, "data")
+  return local_mean(params, batch, lambda x: jax.lax.psum(x, "data"))
 
 
 def mean_of_means(params, batch):
@@ -170,12 +164,11 @@ def test_all_integers_alike(devices):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_integers_that_change_and_of_which_nothing_is_said(accumulate, devices):
   """Not those that only pass through: a table, a mask, a key."""
-  for given, got in (
-    (None, "nothing about int32[] at counts/tokens; bool[] at started; uint32[] at steps. "),
-    ({"counts/tokens": "sum", "started": "same"}, "nothing about uint32[] at steps"),
-  ):
+  all_three = "int32[] at counts/tokens; bool[] at started; uint32[] at steps. "
+  two = {"counts/tokens": "sum", "started": "same"}
+  for given, got in ((None, all_three), (two, "uint32[] at steps")):
     where = "mpjax.make_train_step(axis_name=('data',)): model_state"
-    expected = "integer_state= to say how devices combine integers"
+    expected, got = "integer_state= to say how devices combine integers", f"nothing about {got}"
     with refused(ValueError, where, expected, got, 'Pass integer_state="sum"'):
       after(counting, devices, integer_state=given, accumulate=accumulate)
 
@@ -183,10 +176,9 @@ def test_integers_that_change_and_of_which_nothing_is_said(accumulate, devices):
 def through(params, old, batch, rng):
   """Passes a part of the state through each kind of call."""
   loss, new = 0.0, {}
+  same = lambda p, s, b: (jnp.mean((b @ p) ** 2), dict(s))  # noqa: E731
   for name, wrap in (("plain", lambda f: f), ("jit", jax.jit), ("remat", jax.checkpoint)):
-    own, new[name] = wrap(lambda p, s, b: (jnp.mean((b @ p) ** 2), dict(s)))(
-      params, old[name], batch
-    )
+    own, new[name] = wrap(same)(params, old[name], batch)
     loss = loss + own
   return loss, (new, {})
 
@@ -213,13 +205,8 @@ def test_a_constant_of_three_devices_keeps_its_bits():
 
 def test_ways_to_combine_that_are_none(devices):
   where = "mpjax.make_train_step(integer_state)"
-  for given, builtin in (
-    ("max", ValueError),
-    ({"counts": "mean"}, ValueError),
-    (3, TypeError),
-    ({"counts": None}, TypeError),
-    ({0: "sum"}, TypeError),
-  ):
+  for given in ("max", {"counts": "mean"}, 3, {"counts": None}, {0: "sum"}):
+    builtin = ValueError if given in ("max", {"counts": "mean"}) else TypeError
     expected, fix = "'sum', 'same', a dict from paths", "'sum' for what counts rows"
     with refused(builtin, where, expected, repr(given), fix):
       mpjax.make_train_step(counting, SGD, axis_name="data", integer_state=given)

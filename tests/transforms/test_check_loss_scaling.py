@@ -119,6 +119,20 @@ def test_right_steps_of_make_train_step_pass(kind):
   step(state, batch)  # What was donated were copies.
 
 
+def penalty(params):
+  return 0.05 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+
+def penalised(params, opt_state, batch, loss_fn):
+  return right(params, opt_state, batch, lambda p, b: loss_fn(p, b) + penalty(p))
+
+
+def penalised_beside(params, opt_state, batch, loss_fn):
+  """A penalty that is differentiated by itself is 2^15 times too weak."""
+  loss, grads = right(params, opt_state, batch, loss_fn)
+  return loss, jax.tree.map(jnp.add, grads, jax.grad(penalty)(params))
+
+
 MISTAKES = {
   "never": (never, "gradients that were never scaled"),
   "twice": (twice, "gradients that were unscaled twice"),
@@ -126,9 +140,11 @@ MISTAKES = {
   "torch": (functools.partial(clipped_outside, gradients=twice), "unscaled twice"),
   "clip outside": (clipped_outside, "clipped (or normalised) while they were scaled"),
   "scaled twice": (scaled_twice, "carry it twice"),
+  "beside": (penalised_beside, "some that were never scaled among others"),
 }
 NAMED = [(mistake, "sgd", F16) for mistake in MISTAKES]
 NAMED += [(mistake, "adam", BF16) for mistake in ("never", "twice", "scaled twice")]
+NAMED += [("beside", "adamw", BF16), ("beside", "momentum", F16), ("beside", "clip and adamw", F32)]
 
 
 @pytest.mark.parametrize(("mistake", "name", "dtype"), NAMED)
@@ -137,6 +153,9 @@ def test_each_mistake_is_named(mistake, name, dtype):
   gradients, got = MISTAKES[mistake]
   tx = mpjax.loss_scaling(OPTIMIZERS[name])
   expected, fix = "the same at every loss scale", "mpjax.value_and_grad(loss_fn, opt_state)"
+  if mistake == "beside":
+    mpjax.check_loss_scaling(make_step(tx, penalised, dtype))(params, tx.init(params), batch)
+    fix = "penalties inside of loss_fn"
   with refused(ValueError, WHERE, expected, got, fix):
     mpjax.check_loss_scaling(make_step(tx, gradients, dtype))(params, tx.init(params), batch)
 
@@ -338,31 +357,6 @@ def test_scalar_parameters_that_start_at_zero(bare):
   ):
     with ends(how):
       mpjax.check_loss_scaling(make(way))(params, tx.init(params))
-
-
-ADDED = [("sgd", F16), ("adamw", BF16), ("momentum", F16), ("clip and adamw", F32)]
-
-
-@pytest.mark.parametrize(("name", "dtype"), ADDED)
-def test_plain_gradients_added_to_scaled_ones_are_found(name, dtype):
-  """A penalty that was differentiated by itself is 2^15 times too weak."""
-  params, batch = data()
-  tx = mpjax.loss_scaling(OPTIMIZERS[name])
-
-  def penalty(params):
-    return 0.05 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
-
-  def penalised(params, opt_state, batch, loss_fn):
-    return right(params, opt_state, batch, lambda p, b: loss_fn(p, b) + penalty(p))
-
-  def beside(params, opt_state, batch, loss_fn):
-    loss, grads = right(params, opt_state, batch, loss_fn)
-    return loss, jax.tree.map(jnp.add, grads, jax.grad(penalty)(params))
-
-  mpjax.check_loss_scaling(make_step(tx, penalised, dtype))(params, tx.init(params), batch)
-  expected, got = "the same at every loss scale", "some that were never scaled among others"
-  with refused(ValueError, WHERE, expected, got, "penalties inside of loss_fn"):
-    mpjax.check_loss_scaling(make_step(tx, beside, dtype))(params, tx.init(params), batch)
 
 
 SIZES = [
