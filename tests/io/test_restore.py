@@ -176,8 +176,6 @@ def test_python_numbers_become_arrays(through, tmp_path):
     assert {x.committed for x in jax.tree.leaves(restored)} == {committed}
 
 
-# Dtypes and shapes.
-
 WIDE = {"a": jnp.asarray([1 / 3, 2.5]), "b": [jnp.zeros(3)], "c": jnp.ones((2, 2))}
 HALF = {"a": jnp.zeros(2, jnp.bfloat16), "b": [jnp.zeros(3)], "c": jnp.zeros((2, 2), jnp.float16)}
 
@@ -296,9 +294,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
     misfit(target, restored, got, fix, *expected)
 
 
-# Structure.
-
-
 @pytest.mark.case("B123")
 @KINDS
 def test_missing_and_extra_leaves_are_an_error_that_names_them(through, tmp_path):
@@ -369,9 +364,6 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
   for kind in ("nothing", "empty", "file", "manager"):
     got, expected = f"{tmp_path / kind}, which is none", "the path of an Orbax checkpoint"
     misfit(W, tmp_path / kind, got, "directory/step/default", expected, OF_RESTORED, cast=False)
-
-
-# Traces and places.
 
 
 def uncommitted():

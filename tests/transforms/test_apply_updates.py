@@ -107,9 +107,6 @@ def rounded_by_hand(exact, half, key):
   return found
 
 
-# To nearest.
-
-
 @BOTH
 def test_nearest_rounds_the_float32_sum_once(half):
   exact = samples(half)
@@ -132,9 +129,6 @@ def test_weakly_typed_updates_are_not_added_in_half():
   small = jnp.full(4000, step / 8)
   moved = COMPILED(jnp.ones(4000, jnp.bfloat16), small, key=KEY)
   assert 300 < int(jnp.sum(moved > 1)) < 700
-
-
-# Stochastically.
 
 
 @BOTH
@@ -312,9 +306,6 @@ def test_what_is_not_half_is_added_to_as_by_optax(rounding):
   assert bits(found) == bits(expected)
 
 
-# From a master.
-
-
 @BOTH
 def test_from_a_master_is_its_rounding_whatever_the_update(half):
   def from_master(params, updates, master):
@@ -343,9 +334,6 @@ def test_from_a_master_with_holes():
   # What is float32 is its own master.
   own = mpjax.apply_updates(jnp.ones(2), jnp.ones(2), master=jnp.full(2, 9.0))
   assert own.tolist() == [2, 2]
-
-
-# Refusals.
 
 
 PARAMS = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}

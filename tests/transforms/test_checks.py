@@ -95,9 +95,6 @@ def test_masked_integers_are_hidden_from_masters():
   assert mpjax.master_params(tx.init(params))["n"] is None
 
 
-# Labels without a transformation.
-
-
 def labels_of(params):
   """By the name of a leaf; there is no transformation for "typo"."""
   names = {"w": "a", "b": "typo", "head": "b"}

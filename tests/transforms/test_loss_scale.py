@@ -311,8 +311,6 @@ def test_scale_and_counters_equal_the_oracle_on_10_000_sequences():
     assert {key: getattr(state, key)[i].item() for key in oracle.numbers()} == oracle.numbers()
 
 
-# Gradients.
-
 HALF = (np.float16, ml_dtypes.bfloat16)
 
 

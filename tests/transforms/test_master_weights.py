@@ -153,9 +153,6 @@ def test_a_master_that_is_not_finite_shows():
     np.testing.assert_array_equal(reached, values)
 
 
-# Finding and setting.
-
-
 def test_master_params_with_and_without_parameters():
   params = mixed() | {"none": None}
   state = optax.chain(optax.clip(1.0), mpjax.master_weights(optax.adam(1e-3))).init(params)
@@ -268,9 +265,6 @@ def test_adopting_and_reaching_by_hand():
   assert found["h"].tolist() == [0.0, 0.5]
   assert np.signbit(found["h"][0])
   assert found["w"] is updates["w"]
-
-
-# Refusals.
 
 
 BOTH_KINDS = {"w": jnp.ones(2, jnp.float16), "b": jnp.ones(1)}

@@ -175,8 +175,6 @@ def test_has_aux_wants_a_pair():
     mpjax.value_and_grad(lambda p: (jnp.sum(p), {"aux": 1}), STATE)(jnp.ones(2))
 
 
-# A gradient function that was built once, outside of the step
-
 GROWING = mpjax.DynamicLossScale(init_scale=64, growth_interval=2)
 DYNAMIC = mpjax.loss_scaling(optax.sgd(0.1), GROWING)
 WHERE = "mpjax.value_and_grad(fun, opt_state)"
@@ -282,9 +280,6 @@ def test_the_function_keeps_no_moments_alive():
   assert grad_fn(PARAMS, X)[1]["w"].shape == PARAMS["w"].shape
 
 
-# Other ways to differentiate
-
-
 class Equinox(eqx.Module):
   """A model with a function among its leaves, and a layer that is used twice."""
 
@@ -351,9 +346,6 @@ def test_a_model_is_told_who_differentiates_it():
   ):
     with refused(TypeError, where, "a tree of floating arrays", got, fix):
       mpjax.value_and_grad(mean_square, STATE)(model, X)
-
-
-# Calls that do not fit
 
 
 def test_a_call_with_arguments_missing_unknown_or_swapped():
