@@ -317,7 +317,8 @@ def test_a_warmup_from_zero_is_inconclusive_at_its_first_step_and_found_after_it
   step, forgetful = (make_step(tx, way, F16) for way in (right, never))
   with ends(f"{INCONCLUSIVE}.*applied and one skipped.*step that was applied"):
     assert mpjax.check_loss_scaling(step)(params, opt_state, batch) is None
-  with ends(f"{INCONCLUSIVE}.*never scaled, or all are zero.*Let mpjax.value_and_grad") as caught:
+  told = f"{INCONCLUSIVE}.*never scaled, or all are zero.*Let mpjax.value_and_grad"
+  with pytest.warns(UserWarning, match=told) as caught:
     mpjax.check_loss_scaling(forgetful)(params, opt_state, batch)
   assert [one.filename for one in caught] == [__file__]
   for _ in range(3):  # In float16 the first may overflow: a skipped step does not warm up.
