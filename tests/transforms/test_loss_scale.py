@@ -59,21 +59,18 @@ def run_any(fields, flags, state):
   return run.__wrapped__(with_traced_fields(fields), flags, state)[1]
 
 
-def check(flags, **config):
-  """Runs `flags` (1 for a finite step), compares with the oracle, and returns all numbers."""
+def scenario(flags, expected, **config):
+  """Runs `flags` (1 for a finite step), and returns what the oracle finds too, by name.
+
+  The scales after all steps, or after the last ones, are `expected`.
+  """
   dynamic = mpjax.DynamicLossScale(**config)
   # Of one length, so that all of them are one program.
   padded = np.zeros(256, bool)
   padded[: len(flags)] = flags
   states = run_any(typed(dataclasses.asdict(dynamic)), padded, init_scale(dynamic))
-  found = numbers(states)[: len(flags)]
-  assert found == Oracle(**config).run(flags)
-  return found
-
-
-def scenario(flags, expected, **config):
-  """Runs `flags`; the scales after all steps, or after the last ones, are `expected`."""
-  steps = check(flags, **config)
+  steps = numbers(states)[: len(flags)]
+  assert steps == Oracle(**config).run(flags)
   found = {key: [step[key] for step in steps] for key in steps[0]}
   assert found["scale"][-len(expected) :] == expected
   return found
