@@ -132,8 +132,7 @@ def test_what_does_not_change_is_the_same_object():
   tree = {"n": jnp.arange(3), "mask": np.ones(2, bool), "key": jax.random.key(0), "none": None}
   tree |= {"text": "relu", "number": 0.5, "complex": jnp.ones(2, jnp.complex64)}
   tree |= {"w": jnp.ones(3, jnp.float16)}
-  found = convert(tree, "float16")
-  assert all(found[name] is x for name, x in tree.items())
+  assert all(new is tree[name] for name, new in convert(tree, "float16").items())
 
 
 def test_tied_leaves_stay_tied_in_the_wider_dtype():

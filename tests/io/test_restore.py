@@ -462,6 +462,5 @@ def test_what_was_read_outlives_a_donated_result(through, place, tmp_path):
   read = through(saved, tmp_path / "state")
   step = jax.jit(lambda state: jax.tree.map(lambda x: x * 0, state), donate_argnums=0)
   for _ in range(2):
-    restored = restore_like(saved, read)["params"]
-    jax.block_until_ready(step(restored))
+    jax.block_until_ready(step(restore_like(saved, read)["params"]))
   assert_same(restore_like(saved, read), saved)

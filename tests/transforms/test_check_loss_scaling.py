@@ -38,6 +38,9 @@ def data(rows=6, small=1.0):
   return params, (draw(rows, 4) * small, draw(rows))
 
 
+PARAMS, BATCH = data()
+
+
 def loss_fn(params, batch, dtype=F32):
   x, y = batch
   return jnp.mean((network(params, x, dtype).astype(F32) - y) ** 2)
@@ -53,6 +56,12 @@ def make_step(tx, gradients, dtype=F32, loss_fn=loss_fn):
     return optax.apply_updates(params, updates), opt_state, loss
 
   return step
+
+
+def check(inner, gradients, dtype=F32, loss=loss_fn, params=PARAMS):
+  """Checks the first step of a loop."""
+  tx = mpjax.loss_scaling(inner)
+  mpjax.check_loss_scaling(make_step(tx, gradients, dtype, loss))(params, tx.init(params), BATCH)
 
 
 def right(params, opt_state, batch, loss_fn):
@@ -149,15 +158,13 @@ NAMED += [("beside", "adamw", BF16), ("beside", "momentum", F16), ("beside", "cl
 
 @pytest.mark.parametrize(("mistake", "name", "dtype"), NAMED)
 def test_each_mistake_is_named(mistake, name, dtype):
-  params, batch = data()
   gradients, got = MISTAKES[mistake]
-  tx = mpjax.loss_scaling(OPTIMIZERS[name])
   expected, fix = "the same at every loss scale", "mpjax.value_and_grad(loss_fn, opt_state)"
   if mistake == "beside":
-    mpjax.check_loss_scaling(make_step(tx, penalised, dtype))(params, tx.init(params), batch)
+    check(OPTIMIZERS[name], penalised, dtype)
     fix = "penalties inside of loss_fn"
   with refused(ValueError, WHERE, expected, got, fix):
-    mpjax.check_loss_scaling(make_step(tx, gradients, dtype))(params, tx.init(params), batch)
+    check(OPTIMIZERS[name], gradients, dtype)
 
 
 def thirds(params, batch, dtype):
@@ -200,34 +207,29 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_how_a_check_ends(name):
   inner, dtype, loss, gradients = LOOPS[name]
-  params, batch = data()
-  if loss in (thirds, linear):
-    params = {"scalar": jnp.zeros(3)}
+  params = {"scalar": jnp.zeros(3)} if loss in (thirds, linear) else PARAMS
   if name == "lost updates":
     params = jax.tree.map(lambda p: jnp.ones_like(p, BF16), params)
-  tx = mpjax.loss_scaling(inner)
   for way, how in gradients.items():
     with ends(how):
-      mpjax.check_loss_scaling(make_step(tx, way, dtype, loss))(params, tx.init(params), batch)
+      check(inner, way, dtype, loss, params)
 
 
 def test_any_scale_will_do():
   """At scale 1 the mistake does no harm yet, and is found all the same."""
-  params, batch = data()
   tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init_scale=1))
   for way, how in ((right, None), (twice, "unscaled twice")):
     step = make_step(tx, way)
     for scale in (1, 2.0**20):
       with ends(how):
-        opt_state = mpjax.set_loss_scale(tx.init(params), scale)
-        mpjax.check_loss_scaling(step)(params, opt_state, batch)
+        opt_state = mpjax.set_loss_scale(tx.init(PARAMS), scale)
+        mpjax.check_loss_scaling(step)(PARAMS, opt_state, BATCH)
   tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(1))
-  mpjax.check_loss_scaling(make_step(tx, right))(params, tx.init(params), batch)
+  mpjax.check_loss_scaling(make_step(tx, right))(PARAMS, tx.init(PARAMS), BATCH)
 
 
 @pytest.mark.parametrize("wrong", [None, "b"])
 def test_the_loss_whose_gradients_are_wrong_is_named(wrong):
-  params, batch = data()
   tx = mpjax.loss_scaling(optax.adam(0.1), dict.fromkeys("ab", mpjax.StaticLossScale(1024)))
 
   @jax.jit
@@ -242,31 +244,30 @@ def test_the_loss_whose_gradients_are_wrong_is_named(wrong):
   expected = f"at every loss scale of the loss '{wrong}'"
   named = refused(ValueError, WHERE, expected, "never scaled", "tx.update")
   with named if wrong else contextlib.nullcontext():
-    mpjax.check_loss_scaling(step)(params, tx.init(params), batch)
+    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
 def test_what_cannot_be_checked():
-  params, batch = data()
   tx, sgd = mpjax.loss_scaling(optax.sgd(0.1)), optax.sgd(0.1)
-  step, opt_state = make_step(tx, right), tx.init(params)
-  check, made = mpjax.check_loss_scaling(step), "created by mpjax.loss_scaling"
+  step, opt_state = make_step(tx, right), tx.init(PARAMS)
+  checked, made = mpjax.check_loss_scaling(step), "created by mpjax.loss_scaling"
   with refused(TypeError, WHERE, made, "the arguments", "Wrap"):
-    check(params, params, batch)
+    checked(PARAMS, PARAMS, BATCH)
   with refused(TypeError, WHERE, "created by", "none in what step returned", "Return"):
-    mpjax.check_loss_scaling(lambda *args: step(*args)[0])(params, opt_state, batch)
+    mpjax.check_loss_scaling(lambda *args: step(*args)[0])(PARAMS, opt_state, BATCH)
   with refused(ValueError, WHERE, "finite at some", "every scale", "another batch"):
-    check(params, opt_state, (batch[0] * jnp.nan, batch[1]))
+    checked(PARAMS, opt_state, (BATCH[0] * jnp.nan, BATCH[1]))
   fix = "Update with the tx that mpjax.loss_scaling returned"
   with refused(TypeError, WHERE, made, "the update of another optimizer", fix):
-    mpjax.check_loss_scaling(make_step(sgd, right))(params, opt_state, batch)
+    mpjax.check_loss_scaling(make_step(sgd, right))(PARAMS, opt_state, BATCH)
   got, fix = "too many positional arguments", "mpjax.check_loss_scaling(step)(*args)"
   with refused(TypeError, WHERE, "arguments step", got, fix):
-    mpjax.check_loss_scaling(step, params, opt_state, batch)
+    mpjax.check_loss_scaling(step, PARAMS, opt_state, BATCH)
   tx = optax.MultiSteps(tx, 2)
   expected, got = "mpjax.loss_scaling around the optimizer", "inside of optax.MultiSteps"
   for gradients in (right, never):  # As value_and_grad refuses it.
     with refused(TypeError, WHERE, expected, got, "mpjax.accumulate_gradients(inner, every)"):
-      mpjax.check_loss_scaling(make_step(tx, gradients))(params, tx.init(params), batch)
+      mpjax.check_loss_scaling(make_step(tx, gradients))(PARAMS, tx.init(PARAMS), BATCH)
 
 
 TOLD = r".*mpjax\.nnx\.value_and_grad\(loss_fn, optimizer\)"

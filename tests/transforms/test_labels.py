@@ -26,8 +26,7 @@ def test_label_names_what_differs_from_the_defaults():
 
 @pytest.mark.filterwarnings("ignore:.*power of two")
 def test_label_keeps_the_limits_exactly():
-  rng = np.random.default_rng(0)
-  for low, high in np.exp(rng.uniform(-80, 80, (300, 2))):
+  for low, high in np.exp(np.random.default_rng(0).uniform(-80, 80, (300, 2))):
     low, high = sorted((low, high))
     config = mpjax.DynamicLossScale(init_scale=low, min_scale=low, max_scale=high)
     assert parse_label(write_label(config)).limits == (config.min_scale, config.max_scale)

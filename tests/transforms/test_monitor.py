@@ -128,8 +128,7 @@ def test_it_reads_each_array_in_one_pass():
 
   def operations(monitor):
     tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8), monitor=monitor)
-    audit = mpjax.audit(tx.update)(params, tx.init(params), params)
-    return collections.Counter(audit.operations)
+    return collections.Counter(mpjax.audit(tx.update)(params, tx.init(params), params).operations)
 
   more = operations(True) - operations(False)
   # Whatever is counted of a parameter, one reduction counts it: more of them would read it again.

@@ -303,8 +303,7 @@ def test_golden_tree():
     *(f"{label}.{field}" for field in [*fields.split(), "first_bad", "finite"]),
     ".inner_state[0].trace['w']",
   ]
-  again = pickle.loads(pickle.dumps(state))
-  assert jax.tree.structure(again) == jax.tree.structure(state)
+  assert jax.tree.structure(pickle.loads(pickle.dumps(state))) == jax.tree.structure(state)
   off = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()).init({"w": jnp.ones(3)})
   assert off.loss_scale == {"none": ()}
   assert jax.tree.leaves(off) == []

@@ -162,8 +162,7 @@ def test_a_skipped_step_is_a_deleted_one(masters):
   inner, dtype = optax.adam(1e-2), F32
   if masters == "inside":
     inner, dtype = mpjax.master_weights(inner, storage="split"), BF16
-  half = mpjax.state_dtype(inner, mu="bfloat16")
-  tx = mpjax.loss_scaling(half, mpjax.StaticLossScale(8))
+  tx = mpjax.loss_scaling(mpjax.state_dtype(inner, mu="bfloat16"), mpjax.StaticLossScale(8))
   start = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
   update = jitted(tx.update)
   ends = []
@@ -211,8 +210,7 @@ def test_in_labels_in_a_train_step_and_in_a_checkpoint():
   target = mpjax.TrainState.create(PARAMS, plain, ema=True)
   wide = mpjax.checkpoints.restore_like(target, state, cast=True)
   assert names(arrays(wide.opt_state)) == {"float32"}
-  back = mpjax.checkpoints.restore_like(state, wide, cast=True)
-  assert bits(back) == bits(state)
+  assert bits(mpjax.checkpoints.restore_like(state, wide, cast=True)) == bits(state)
 
 
 @pytest.mark.case("B154")

@@ -64,8 +64,7 @@ def chosen(metrics, *names):
 
 def test_against_numpy():
   """Loss, norm, momentum and average of five steps, in float64."""
-  start = jnp.asarray([1.0, -2.0, 0.5])
-  step, state = begin(quadratic, params=start, ema=True, ema_decay=0.75)
+  step, state = begin(quadratic, params=jnp.asarray([1.0, -2.0, 0.5]), ema=True, ema_decay=0.75)
   x, y = (rows(8)[key].astype(np.float64) for key in "xy")
   params, momentum = np.asarray([1, -2, 0.5]), np.zeros(3)
   average = params
@@ -392,8 +391,7 @@ def test_states_that_do_not_belong_to_the_step():
     (two, "for one loss", "2 loss scale(s) inside of a LossScalingState", "value_and_grad"),
   ):
     with refused(TypeError, "mpjax.make_train_step(...): step(state)", expected, got, fix):
-      other = state._replace(opt_state=tx.init(jnp.zeros(3)))
-      mpjax.make_train_step(quadratic, tx)(other, batch)
+      mpjax.make_train_step(quadratic, tx)(state._replace(opt_state=tx.init(jnp.zeros(3))), batch)
   for kept, got in ((True, "ema_decay=None and one"), (False, "ema_decay=0.5 and none")):
     expected = "an average in the state exactly if ema_decay is given"
     fix = "TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)"

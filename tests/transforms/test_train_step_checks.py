@@ -25,10 +25,8 @@ def one_step(tx, **options):
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_half_moments_without_a_scale_stay_half():
   """The optimizer sees half parameters as they are, and float32 gradients."""
-  inner = optax.sgd(0.5, momentum=0.5)
-  tx = mpjax.loss_scaling(inner, mpjax.NoLossScale())
-  params = jnp.ones(3, jnp.bfloat16)
-  state = mpjax.TrainState.create(params, tx)
+  tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.NoLossScale())
+  state = mpjax.TrainState.create(jnp.ones(3, jnp.bfloat16), tx)
   assert state.opt_state.inner_state[0].trace.dtype == jnp.bfloat16
   step = mpjax.make_train_step(loss_fn, tx, donate=False)
   with compilations() as compiled:

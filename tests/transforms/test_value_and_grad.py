@@ -270,8 +270,7 @@ def test_a_scale_that_never_moves_may_be_built_in_once(config):
 
 
 def test_the_function_keeps_no_moments_alive():
-  tx = mpjax.loss_scaling(optax.adam(0.1))
-  state = tx.init(PARAMS)
+  state = mpjax.loss_scaling(optax.adam(0.1)).init(PARAMS)
   moment = weakref.ref(state.inner_state[0].mu["w"])
   grad_fn = mpjax.value_and_grad(mlp, state)
   del state
