@@ -423,12 +423,14 @@ def test_order_of_operations():
 
 @pytest.mark.case("A56", "B146", "A60")
 def test_nesting_is_refused():
-  scaled = mpjax.loss_scaling(SGD)
+  scaled, named = mpjax.loss_scaling(SGD), mpjax.loss_scaling(SGD, name="x")
+  branches = optax.multi_transform({"x": named, "y": SGD}, {"w": "x", "b": "y"})
   around = scaled, optax.chain(optax.clip(1.0), scaled), mpjax.loss_scaling(SGD, OFF)
-  around += (optax.MultiSteps(scaled, 2).gradient_transformation(),)
-  for config, inner in itertools.product((mpjax.DynamicLossScale(), OFF), around):
-    expected, got = "an optimizer without a loss scale", "another mpjax.loss_scaling"
-    with refused(TypeError, WHERE, expected, got, "Wrap once"):
+  around += (optax.MultiSteps(scaled, 2).gradient_transformation(), mpjax.master_weights(branches))
+  outer = mpjax.DynamicLossScale(), OFF, {"a": STATIC4, "b": STATIC4}, {"a": OFF, "b": OFF}
+  for config, inner in itertools.product(outer, around):
+    expected, got = "an optimizer without a loss scale", "one that holds another mpjax.loss_scaling"
+    with refused(TypeError, WHERE, expected, got, "Wrap once, outermost"):
       mpjax.loss_scaling(inner, config).init(PARAMS)
 
 
@@ -464,12 +466,16 @@ def test_unknown_keywords():
 
 @pytest.mark.case("A49", "A58")
 def test_a_state_of_another_configuration_is_refused():
-  others = mpjax.DynamicLossScale(growth_interval=7), mpjax.DynamicLossScale(min_scale=0.5)
-  configs, others = (mpjax.DynamicLossScale(), STATIC4, OFF), (*others, mpjax.StaticLossScale(16))
-  for config, other in itertools.product(configs, others):
+  dynamic, seven = (mpjax.DynamicLossScale(growth_interval=n) for n in (2000, 7))
+  others = seven, mpjax.DynamicLossScale(min_scale=0.5), mpjax.StaticLossScale(16)
+  losses = {"a": dynamic}, {"a": dynamic, "c": STATIC4}, dynamic
+  for config, other in (
+    *itertools.product((dynamic, STATIC4, OFF), others),
+    *((config, {"a": dynamic, "b": STATIC4}) for config in losses),
+  ):
     state, tx = mpjax.loss_scaling(SGD, config).init(PARAMS), mpjax.loss_scaling(SGD, other)
-    expected = f"the configuration {next(iter(tx.init(PARAMS).loss_scale))!r}"
-    got = f"one created with {next(iter(state.loss_scale))!r}"
+    own, given = (", ".join(map(repr, s.loss_scale)) for s in (tx.init(PARAMS), state))
+    expected, got = f"the configuration {own}", f"one created with {given}"
     with refused(ValueError, f"{WHERE}.update(state)", expected, got, "Build the optimizer as"):
       tx.update(PARAMS, state, PARAMS)
   # But the scale itself comes from the state.

@@ -1,4 +1,7 @@
-"""What `loss_scaling` may be called with where there are several losses; nesting; names."""
+"""What `loss_scaling` may be called with where there are several losses.
+
+Nesting and states of other configurations are in test_loss_scaling.py.
+"""
 
 import itertools
 
@@ -7,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 import mpjax
-from mpjax.transforms._labels import label_configs
 from tests.errors import refused
 
 PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
@@ -68,22 +70,3 @@ def test_configurations_of_several_losses():
     fix = "StaticLossScale(1) leaves one of several losses unscaled"
     with refused(ValueError, "mpjax.loss_scaling(loss_scale)", expected, got, fix):
       mpjax.loss_scaling(SGD, loss_scale, name=name)
-
-
-def test_a_state_made_for_other_losses():
-  tx = mpjax.loss_scaling(SGD, SEVERAL["scaled"])
-  for loss_scale in ({"a": DYNAMIC}, {"a": DYNAMIC, "c": STATIC}, DYNAMIC):
-    state = mpjax.loss_scaling(SGD, loss_scale).init(PARAMS)
-    expected = "the configuration 'a:dynamic', 'b:static(scale=4)'"
-    got = f"one created with {', '.join(map(repr, label_configs(loss_scale, None)))}"
-    with refused(ValueError, f"{WHERE}.update(state)", expected, got, "Build the optimizer as"):
-      tx.update({"a": PARAMS, "b": PARAMS}, state, PARAMS)
-
-
-def test_scales_inside_of_scales():
-  branches = {"x": mpjax.loss_scaling(SGD, name="x"), "y": SGD}
-  inner = optax.multi_transform(branches, {"w": "x", "b": "y"})
-  for outer in (*SEVERAL.values(), DYNAMIC, OFF):
-    expected, got = "an optimizer without a loss scale", "one that holds another mpjax.loss_scaling"
-    with refused(TypeError, WHERE, expected, got, "Wrap once, outermost"):
-      mpjax.loss_scaling(mpjax.master_weights(inner), outer).init(PARAMS)

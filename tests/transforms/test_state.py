@@ -227,6 +227,7 @@ def test_names_tell_scales_apart():
   moved = mpjax.set_loss_scale(state, 16, name="critic")
   scales = [mpjax.loss_scaling_metrics(moved, name=n)["loss_scale"] for n in ("actor", "critic")]
   assert scales == [2, 16]
+  assert mpjax.value_and_grad(lambda w: w, moved, name="critic")(1.0) == (1, 16)
 
 
 @pytest.mark.case("A39")

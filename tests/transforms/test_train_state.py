@@ -138,15 +138,15 @@ def test_arguments_that_are_taken_for_others():
   split = "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
   model, plain, alone = Net(), Net(norm=False), "the parameters alone"
   variables = params | {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
-  numbers, anew = "floating parameters", "a tree of arrays, which the step returns anew"
+  numbers, arrays = "floating parameters", "a tree of arrays, which the step returns anew"
   for given, builtin, expected, got, fix in (
     (params | {"n": jnp.arange(2)}, TypeError, numbers, "int32 at ['n']", "model_state"),
     (variables, ValueError, alone, "['batch_stats', 'params', 'w']", 'variables["params"]'),
     (model, TypeError, alone, "BatchStat at norm/mean", split),
     (nnx.state(model), TypeError, alone, "BatchStat at norm/mean", split),
     ({"a": model}, TypeError, alone, "BatchStat at a/norm/mean", split),
-    (plain, TypeError, anew, "a model of NNX (Net)", split),
-    ({"m": plain, **params}, TypeError, anew, "a model of NNX (Net)", split),
+    (plain, TypeError, arrays, "a model of NNX (Net)", split),
+    ({"m": plain, **params}, TypeError, arrays, "a model of NNX (Net)", split),
   ):
     with refused(builtin, f"{call}(params)", expected, got, fix):
       create(given, ADAM)

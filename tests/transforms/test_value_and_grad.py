@@ -149,12 +149,6 @@ def test_allow_int():
     mpjax.value_and_grad(fun, STATE)(params)
 
 
-def test_named_scale():
-  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8), name="actor")
-  both = STATE, tx.init(jnp.ones(1))
-  assert mpjax.value_and_grad(lambda w: w, both, name="actor")(1.0) == (1, 8)
-
-
 def test_what_is_no_loss():
   """The rest of them in test_state.py."""
   p, where = jnp.asarray(1.0), "mpjax.value_and_grad(fun): the loss"
