@@ -72,6 +72,8 @@ def test_a_scale_adds_two_equations_and_no_loss_scale_none():
   assert str(jax.make_jaxpr(mpjax.value_and_grad(mlp, off))(PARAMS, X)) == str(plain)
   with_scale = jax.make_jaxpr(mpjax.value_and_grad(mlp, STATE))(PARAMS, X)
   assert len(with_scale.eqns) <= len(plain.eqns) + 2
+  loss = jnp.ones((), jnp.float16)
+  assert mpjax.scale_loss(loss, off) is loss
 
 
 @pytest.mark.case("B026", "A37")
