@@ -264,10 +264,8 @@ def check(half, outcome):
   sums = f"{applied:,} + {skipped:,} = {total:,}"
   safe = np.all(scale[overflows] > SAFE_SCALE[half])
   within = limits.min_scale <= low <= high <= limits.max_scale
-  no_bit, on = (
-    f"{bad:,} bad steps in a row change no bit",
-    "resumed from disk it goes on bit for bit",
-  )
+  size = f"{sum(map(len, on_disk)):,} bytes"
+  no_bit = f"{bad:,} bad steps in a row change no bit"
   checks = {
     "one program": (outcome.programs == 1, outcome.programs),
     "steps + skipped = total": (applied + skipped == total == steps, sums),
@@ -276,7 +274,7 @@ def check(half, outcome):
     "the scale stays within its limits": (within, f"{low:,.0f} to {high:,.0f}"),
     "scale and counters are those of the oracle": compare_with_oracle(outcome),
     no_bit: (before == after, f"{sum(map(len, before)):,} bytes"),
-    on: (on_disk == in_memory, f"{sum(map(len, on_disk)):,} bytes"),
+    "resumed from disk it goes on bit for bit": (on_disk == in_memory, size),
     "all numbers are finite": (mpjax.all_finite(state), "parameters, moments, averages"),
     "it has learned": (last <= LARGEST_LOSS, f"loss {last:.3f}"),
     "counters stop and do not wrap": (0 <= min(counts) <= max(counts) == LIMIT, f"{LIMIT:,}"),

@@ -307,14 +307,12 @@ def test_missing_and_extra_leaves_are_an_error_that_names_them(through, tmp_path
 
 STATIC, NO_SCALE = scaled(mpjax.StaticLossScale(8)), "none (no loss scale"
 FIELDS = scaled(mpjax.DynamicLossScale(growth_interval=5, backoff_factor=0.25))
-NAMED, IN_FIELDS = (
-  scaled(mpjax.DynamicLossScale(), name="d"),
-  "(backoff_factor=0.25,growth_interval=5)'",
-)
+NAMED = scaled(mpjax.DynamicLossScale(), name="d")
+BACKOFF = "'dynamic(backoff_factor=0.25,growth_interval=5)'"
 PLAIN = optax.sgd(0.1, momentum=0.9).init(W)
 CONFIGURATIONS = {
   "static": (STATIC, DYNAMIC, "'dynamic'", "'static(scale=8)'"),
-  "fields": (FIELDS, NAMED, "'d:dynamic'", f"'dynamic{IN_FIELDS}"),
+  "fields": (FIELDS, NAMED, "'d:dynamic'", BACKOFF),
   "none": (NONE, DYNAMIC, "'dynamic'", NO_SCALE),
   "to_none": (DYNAMIC, NONE, NO_SCALE, "'dynamic'"),
   "float32_run": (PLAIN, DYNAMIC, "'dynamic'", NO_SCALE),

@@ -210,22 +210,26 @@ def test_extra_arguments_of_one_micro_batch_are_refused():
 
 
 def test_windows_of_no_number():
-  returns, integer = "a function that returns an integer, at least 1", "an integer, at least 1"
-  functions = (lambda n: 0, "0"), (lambda n: n - 1, "-1"), (lambda n: 2.5, "2.5")
-  functions += (lambda n: n + 1.5, "1.5"), (lambda n: n > 1, "False")
-  wrong = (True, False, 2.0, "2", None, np.ones(1), [2])
-  number = "how many micro-batches"
-  for every, builtin, expected, got, fix in (
-    *((every, ValueError, returns, got, "Round it") for every, got in functions),
-    *((every, ValueError, integer, str(every), number) for every in (0, -1, -(2**40))),
-    *(
-      (x, TypeError, f"{integer}, or a f", f"{x!r} of type {type(x).__name__}", number)
-      for x in wrong
-    ),
+  for every, got in (
+    (lambda n: 0, "0"),
+    (lambda n: n - 1, "-1"),
+    (lambda n: 2.5, "2.5"),
+    (lambda n: n + 1.5, "1.5"),
+    (lambda n: n > 1, "False"),
   ):
-    with refused(builtin, EVERY, expected, got, fix):
-      tx = mpjax.accumulate_gradients(optax.sgd(0.1), every)
+    tx = mpjax.accumulate_gradients(optax.sgd(0.1), every)
+    expected = "a function that returns an integer, at least 1"
+    with refused(ValueError, EVERY, expected, got, "Round it"):
       tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+  for every in (0, -1, -(2**40)):
+    expected, fix = "an integer, at least 1", "how many micro-batches"
+    with refused(ValueError, EVERY, expected, str(every), fix):
+      mpjax.accumulate_gradients(optax.sgd(0.1), every)
+  for every in (True, False, 2.0, "2", None, np.ones(1), [2]):
+    expected = "an integer, at least 1, or a function"
+    got = f"{every!r} of type {type(every).__name__}"
+    with refused(TypeError, EVERY, expected, got, "how many micro-batches"):
+      mpjax.accumulate_gradients(optax.sgd(0.1), every)
 
 
 def test_extra_arguments_reach_the_inner_optimizer():

@@ -126,7 +126,8 @@ def test_values_out_of_range():
     mpjax.DynamicLossScale(min_scale=16, max_scale=8)
   mpjax.DynamicLossScale(init_scale=8, min_scale=8, max_scale=8)
   for init_scale in (1, 16):
-    with refused(ValueError, f"{call}(init_scale)", "in [2, 8]", str(init_scale), "Move init"):
+    where, got = f"{call}(init_scale)", str(init_scale)
+    with refused(ValueError, where, "in [2, 8]", got, "Move init_scale"):
       mpjax.DynamicLossScale(init_scale=init_scale, min_scale=2, max_scale=8)
 
 

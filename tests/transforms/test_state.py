@@ -63,11 +63,8 @@ def test_half_loss_is_cast_before_it_is_multiplied(wrap):
 
 
 WIDE = mpjax.DynamicLossScale()
-EXCEEDS = (
-  WIDE,
-  mpjax.StaticLossScale(2**16),
-  mpjax.DynamicLossScale(init_scale=1, max_scale=2**16),
-)
+GROWING = mpjax.DynamicLossScale(init_scale=1, max_scale=2**16)
+EXCEEDS = WIDE, GROWING, mpjax.StaticLossScale(2**16)
 FITS = mpjax.DynamicLossScale(max_scale=2**15), mpjax.StaticLossScale(2**15), mpjax.NoLossScale()
 
 

@@ -154,33 +154,32 @@ def test_arguments_that_are_taken_for_others():
     got = "a int" if isinstance(rng, int) else "[2"
     with refused(TypeError, f"{call}(rng)", "one PRNG key", got, "jax.random.key(0)"):
       create(params, ADAM, rng=rng)
-  sgd, static, labels = optax.sgd(0.5), mpjax.StaticLossScale(2), {"w": "a", "v": "b"}
-  scaled = {name: mpjax.loss_scaling(sgd, static, name=name) for name in "ab"}
-  around = optax.chain(scaled["a"], optax.add_decayed_weights(-0.1))
-  beside = optax.multi_transform({"a": scaled["a"], "b": sgd}, labels)
-  parts, outermost = optax.multi_transform(scaled, labels), "Write mpjax.loss_scaling(optax.chain(."
-  pair, inside = params | {"v": jnp.ones(2)}, "loss scale(s) inside of a"
-  two = {"a": static, "b": static}
-  two, adam, ours = (
-    mpjax.loss_scaling(optax.adam(1e-3), two),
-    optax.adam(1e-3),
-    "mpjax.loss_scaling",
-  )
-  one = f"{ours} around the entire optimizer, for one loss"
-  optimizer, made = "the optimizer, an optax transformation", f"{call}(params, tx)"
+  unscaled, made = "a tuple without a loss scale", f"{call}(params, tx)"
+  optimizer = "the optimizer, an optax transformation"
   for given, tx, expected, got, fix in (
-    (params, two, one, "2 loss scale(s)", "mpjax.value_and_grad(..., name=...)"),
-    # What is outside of the scale would move on a skipped step, or see scaled gradients.
-    *((pair, tx, one, inside, outermost) for tx in (around, beside, parts)),
-    (params, adam, ours, "a tuple without a loss scale", "tx = mpjax.loss_scaling(tx)"),
+    (params, optax.adam(1e-3), "mpjax.loss_scaling", unscaled, "tx = mpjax.loss_scaling(tx)"),
     (params, ADAM.init(params), optimizer, "a LossScalingState", made),
     (ADAM, params, optimizer, "a dict", made),
   ):
     with refused(TypeError, f"{call}(tx)", expected, got, fix):
       create(given, tx)
-  expected, got = (
-    "arguments params, tx, model_state, rng, ema",
-    "an unexpected keyword argument 'ap",
-  )
-  with refused(TypeError, call, expected, got, made):
+  expected, got = "arguments params, tx, model_state, rng, ema", "an unexpected keyword argument"
+  with refused(TypeError, call, expected, f"{got} 'apply_fn'", made):
     create(apply_fn=print, params=params, tx=ADAM)
+
+
+def test_the_scale_has_to_cover_the_entire_optimizer_of_one_loss():
+  """What is outside of it would move on a skipped step, or see scaled gradients."""
+  sgd, static, labels = optax.sgd(0.5), mpjax.StaticLossScale(2), {"w": "a", "v": "b"}
+  scaled = {name: mpjax.loss_scaling(sgd, static, name=name) for name in "ab"}
+  two_losses = mpjax.loss_scaling(sgd, {"a": static, "b": static})
+  inside, outermost = "loss scale(s) inside of a", "Write mpjax.loss_scaling(optax.chain(...))"
+  for tx, got, fix in (
+    (two_losses, "2 loss scale(s)", "mpjax.value_and_grad(..., name=...)"),
+    (optax.chain(scaled["a"], optax.add_decayed_weights(-0.1)), inside, outermost),
+    (optax.multi_transform({"a": scaled["a"], "b": sgd}, labels), inside, outermost),
+    (optax.multi_transform(scaled, labels), inside, outermost),
+  ):
+    expected = "mpjax.loss_scaling around the entire optimizer, for one loss"
+    with refused(TypeError, "mpjax.TrainState.create(tx)", expected, got, fix):
+      mpjax.TrainState.create({"w": jnp.ones(2), "v": jnp.ones(2)}, tx)

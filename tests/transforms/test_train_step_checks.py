@@ -95,8 +95,9 @@ def test_optimizers_that_evaluate_the_loss_themselves():
 def test_shardings_of_the_state():
   """Of another structure, and one for all of it."""
   for given in ({"a": None}, (None, None)):
-    where, fix = "mpjax.make_train_step(state_shardings)", "jax.tree.map(lambda x: x.sharding, st"
-    with refused(ValueError, where, "the structure of the state", "another one", fix):
+    where, expected = "mpjax.make_train_step(state_shardings)", "the structure of the state"
+    fix = "jax.tree.map(lambda x: x.sharding, state)"
+    with refused(ValueError, where, expected, "another one", fix):
       one_step(SGD, state_shardings=given)
   one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   state, _ = one_step(SGD, state_shardings=one)
