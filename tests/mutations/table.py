@@ -562,7 +562,7 @@ STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
     function=_MODULE_CALLS + "ModuleCall.output_dtype",
     old="not self.state.entered",
     new="not self.state.entered or outermost is not None",
-    test="tests/nnx/test_with_policy.py::test_a_module_inside_has_no_output_dtype",
+    test="tests/integration/test_which_policy.py::test_output_dtypes_are_for_where_a_policy_begins",
   ),
   Mutation(
     number=46,
