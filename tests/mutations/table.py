@@ -434,7 +434,7 @@ ACTIVE = _Global()
     function=_TREE + "is_floating",
     old="jnp.issubdtype(x.dtype, jnp.floating)",
     new="jnp.issubdtype(x.dtype, jnp.number)",
-    test="tests/core/test_trees.py::test_no_integer_dtype_is_cast",
+    test="tests/core/test_trees.py::test_every_floating_dtype_is_cast_and_no_integer_dtype",
   ),
   Mutation(
     number=36,
@@ -443,7 +443,7 @@ ACTIVE = _Global()
     function=_TREE + "is_floating",
     old="jnp.issubdtype(x.dtype, jnp.floating)",
     new="np.issubdtype(x.dtype, np.floating)",
-    test="tests/core/test_trees.py::test_every_floating_dtype_is_cast",
+    test="tests/core/test_trees.py::test_every_floating_dtype_is_cast_and_no_integer_dtype",
   ),
   Mutation(
     number=37,
