@@ -16,6 +16,7 @@ from tests.errors import check_error
 
 Rule = mpjax.Rule
 HALF, OTHER = mpjax.Policy.parse("c=bf16"), mpjax.Policy.parse("c=f16")
+DENSE = {"module": nn.Dense}
 
 
 def given(policy="c=bf16", rules=(), defaults=(), unmatched="raise"):
@@ -25,70 +26,53 @@ def given(policy="c=bf16", rules=(), defaults=(), unmatched="raise"):
 def test_what_is_given_is_parsed():
   found = given("mixed_float16")
   assert found.policy == mpjax.Policy.parse("mixed_float16")
-  assert (found.output_dtype, given().output_dtype, given(None).output_dtype) == (
-    "float32",
-    None,
-    None,
-  )
+  outputs = (found.output_dtype, given().output_dtype, given(None).output_dtype)
+  assert outputs == ("float32", None, None)
   assert given(defaults=None).defaults == mpjax.default_rules()
   with pytest.raises(mpjax.MpjaxValueError, match="unmatched"):
     given(unmatched="never")
-
-
-def test_equal_ones_are_one_key_and_can_be_pickled():
+  # Equal ones are one key and can be pickled.
   first, second = (given(rules=[Rule(None, path="a")]) for _ in range(2))
   assert first == second
   assert hash(first) == hash(second)
   assert pickle.loads(pickle.dumps(first)) == first
 
 
-@pytest.mark.parametrize(
-  ("rule", "by_path"),
-  [({"path": "a"}, True), ({"where": callable}, True), ({"module": nn.Dense}, False)],
-)
-def test_rules_of_classes_do_not_depend_on_paths(rule, by_path):
-  assert given(rules=[Rule(None, **rule)]).by_path == by_path
-
-
-@pytest.mark.parametrize(
-  ("policy", "rules", "rewrites"),
-  [
+def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere():
+  for selector, by_path in ({"path": "a"}, True), ({"where": callable}, True), (DENSE, False):
+    assert given(rules=[Rule(None, **selector)]).by_path == by_path
+  for policy, rules, rewrites in [
     ("c=bf16", (), True),
     ("float32", (), False),
     (None, (), False),
     ("float32", [Rule("c=f16", path="a")], True),
     ("c=f32,precision=default", (), True),
     (None, [Rule("c=f32,precision=highest", path="a")], True),
-  ],
-)
-def test_low_is_what_computes_in_low_precision_anywhere(policy, rules, rewrites):
-  assert given(policy, rules).rewrites == rewrites
+  ]:
+    assert given(policy, rules).rewrites == rewrites, (policy, rules)
+
+
+AROUND, NEXT = ModulePolicy(HALF), ModulePolicy(OTHER, picked=True)
+OF_OTHER = Rule(OTHER, path="a")
 
 
 @pytest.mark.parametrize(
   ("rules", "own", "around", "wanted"),
   [
-    ([], None, ModulePolicy(HALF), ModulePolicy(HALF)),
-    ([], None, ModulePolicy(HALF, picked=True), ModulePolicy(HALF)),
-    ([Rule(OTHER, path="a")], None, ModulePolicy(HALF), ModulePolicy(OTHER, picked=True)),
-    ([Rule(OTHER, path="b")], None, ModulePolicy(HALF), ModulePolicy(HALF)),
+    ([], None, AROUND, AROUND),
+    ([], None, ModulePolicy(HALF, picked=True), AROUND),
+    ([OF_OTHER], None, AROUND, NEXT),
+    ([Rule(OTHER, path="b")], None, AROUND, AROUND),
     # The first that matches.
     (
-      [Rule(None, module=nn.Dense), Rule(OTHER, path="a")],
-      None,
-      ModulePolicy(HALF),
-      ModulePolicy(None, picked=True, exempt=True),
+      [Rule(None, module=nn.Dense), OF_OTHER],
+      *(None, AROUND, ModulePolicy(None, picked=True, exempt=True)),
     ),
     # A field of its own beats rules; no field is a policy by chance.
-    ([Rule(None, path="a")], OTHER, ModulePolicy(HALF), ModulePolicy(OTHER, picked=True)),
-    ([], "float16", ModulePolicy(HALF), ModulePolicy(HALF)),
+    ([Rule(None, path="a")], OTHER, AROUND, NEXT),
+    ([], "float16", AROUND, AROUND),
     # What is inside of an exempt module is exempt.
-    (
-      [Rule(OTHER, path="a")],
-      OTHER,
-      ModulePolicy(None, True, True),
-      ModulePolicy(None, exempt=True),
-    ),
+    ([OF_OTHER], OTHER, ModulePolicy(None, True, True), ModulePolicy(None, exempt=True)),
   ],
 )
 def test_which_policy_a_module_gets(rules, own, around, wanted):
