@@ -62,30 +62,6 @@ def products_in(apply, *args, shape="2,4"):
 # init
 
 
-@pytest.mark.parametrize("half", HALF)
-@pytest.mark.case("B091", "A98", "B069", "I11")
-def test_init_casts_to_the_storage_dtype_after_drawing_in_float32(half):
-  for policy, stored in ((half, half), (f"mixed_{half}", "float32")):
-    variables = with_policy(Net(), policy).init(KEY, X)
-    wanted = jax.tree.map(lambda x, stored=stored: x.astype(stored), plain_variables()["params"])
-    assert jax.tree.structure(variables) == jax.tree.structure(plain_variables())
-    assert bits(variables["params"]) == bits(wanted)
-    assert bits(variables["batch_stats"]) == bits(plain_variables()["batch_stats"])
-  # A draw in half is another draw, which is why this matters.
-  drawn = nn.initializers.lecun_normal()(KEY, (3, 4), jnp.dtype(half))
-  assert bits(drawn) != bits(nn.initializers.lecun_normal()(KEY, (3, 4)).astype(half))
-
-
-def test_a_rule_stores_its_modules_in_its_own_dtype():
-  rule = Rule(mpjax.Policy(param_dtype="float16"), path="encoder")
-  model = with_policy(Net(), "mixed_bfloat16", [rule])
-  for init in (model.init, lambda *args: model.init_with_output(*args)[1], model.lazy_init):
-    found = dtypes(jax.eval_shape(init, KEY, X))
-    assert found["params"]["encoder"] == {"kernel": "float16", "bias": "float16"}
-    assert found["params"]["decoder"] == {"kernel": "float32", "bias": "float32"}
-    assert set(found["batch_stats"]["norm"].values()) == {"float32"}
-
-
 def test_every_way_to_initialise_agrees():
   plain, x = nn.Dense(2), jax.ShapeDtypeStruct(X.shape, X.dtype)
   model = with_policy(plain, "float16")
