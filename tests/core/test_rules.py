@@ -151,19 +151,6 @@ def test_classes_of_one_name_stay_apart():
   assert output_dtype(mpjax.linen.with_policy(two(), "bfloat16", by_path)) == jnp.float16
 
 
-def test_predicates_see_the_bound_module_and_count_by_their_truth():
-  seen = []
-  rule = Rule("float32", where=lambda m: seen.append(m.path) or m.name == "head")
-  model = mpjax.linen.with_policy(Net(), "bfloat16", [rule])
-  out, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), X)
-  assert ("head",) in seen
-  assert variables["params"]["head"]["kernel"].dtype == jnp.float32
-  assert variables["params"]["body"]["kernel"].dtype == jnp.bfloat16
-  assert out.dtype == jnp.bfloat16
-  assert Rule(None, where=lambda m: "yes").matches(Plain(), "") is True
-  assert Rule(None, where=lambda m: None).matches(Plain(), "") is False
-
-
 def test_what_a_predicate_raises_names_the_module():
   rule = Rule(None, where=lambda module: module.missing)
   for path, name in (("encoder/head", "'encoder/head'"), ("", "'at the root'")):
@@ -172,6 +159,9 @@ def test_what_a_predicate_raises_names_the_module():
     (note,) = caught.value.__notes__
     assert f"for the module {name} (Plain)" in note
     assert "the root has no name" in note
+  # What it returns counts by its truth.
+  assert Rule(None, where=lambda m: "yes").matches(Plain(), "") is True
+  assert Rule(None, where=lambda m: None).matches(Plain(), "") is False
 
 
 def is_head(module):

@@ -518,21 +518,3 @@ def test_random_sequences(operations):
       open_scopes.pop().close()
   assert ACTIVE.value is None
   assert observe("Plain") == "float32"
-
-
-@pytest.mark.parametrize("before", [[], [Rule("float32", path="*")]], ids=["none", "other"])
-def test_a_module_bound_by_the_user_follows_each_scope(before):
-  class Two(nn.Module):
-    def setup(self):
-      self.one, self.two = nn.jit(Plain)(), nn.jit(Plain)()
-
-    def __call__(self, x):
-      return self.two(self.one(x))
-
-  variables = Two().init(KEY, X)
-  bound = Two().bind(variables)
-  with scope("float16", before):
-    bound(X)
-  with scope("bfloat16", [Rule("float32", path="two")]):
-    program = jax.make_jaxpr(lambda x: bound(x))(X)
-  assert product_dtypes(program) == ["bfloat16", "float32"]

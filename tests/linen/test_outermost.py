@@ -363,23 +363,6 @@ def test_a_cache_is_kept_in_the_dtype_that_it_came_in(stored, kind):
   np.testing.assert_allclose(changed["cache"]["memory"], wanted, rtol=loss, atol=0)
 
 
-@pytest.mark.case("B087", "B073")
-def test_a_float32_cache_carried_through_a_scan():
-  variables = written("float32")
-  model = with_policy(Does(writes), "mixed_bfloat16")
-
-  def step(cache, x):
-    out, changed = model.apply({**variables, "cache": cache}, x, mutable=MUTABLE)
-    return changed["cache"], out
-
-  program, (cache, outs) = jax.make_jaxpr(functools.partial(jax.lax.scan, step), return_shape=True)(
-    variables["cache"], jnp.stack([X] * 3)
-  )
-  assert dtypes(cache) == dtypes(variables["cache"])
-  assert outs.dtype == F32
-  assert [p.dtypes for p in products(program)] == [("bfloat16", "bfloat16")]
-
-
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_what_is_written_has_its_gradient_where_it_equals_what_was_there(policy):
   def remembers(module, x):
@@ -468,20 +451,6 @@ def test_the_same_numbers_are_dropped_as_without_a_policy():
 
 
 # What surrounds a call
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-def test_a_model_inside_a_call_that_is_traced_is_rewritten_with_it(wrapped):
-  """It is traced once: in the program of the outer there is one product of each."""
-
-  def outer(module, x):
-    inner = nn.Dense(2, parent=None)
-    inner = with_policy(inner, "float16") if wrapped else inner
-    return inner.apply({"params": ones(2, 4)}, nn.Dense(4)(x))
-
-  variables = jax.eval_shape(Does(outer).init, KEY, X)
-  found = operands(with_policy(Does(outer), "bfloat16").apply, variables, X)
-  assert found == [("bfloat16",) * 2, ("float16" if wrapped else "bfloat16",) * 2]
 
 
 def test_no_tracer_is_left_behind():

@@ -68,12 +68,6 @@ def test_modules_in_plain_containers_are_found():
 F16, BF16 = ("float16",) * 2, ("bfloat16",) * 2
 
 
-def twice(module, x):
-  """Two equal modules under `nn.jit`, of which JAX traces one."""
-  layer = nn.jit(nn.Dense)
-  return layer(3, name="second")(layer(3, name="first")(x))
-
-
 class Holds(nn.Module):
   """Holds equal modules in each way in which a module may."""
 
@@ -106,7 +100,6 @@ def stack(module, x):
 
 EQUAL = {
   # The model, the paths of rules for float16, the dtypes of its products.
-  "twice": (twice, ["second"], [BF16, F16]),
   "held": (
     lambda module, x: Holds(name="held")(x),
     *([f"held/{name}" for name in ("b", "layers_1", "by_name_b")], [BF16, F16] * 3),
@@ -145,15 +138,27 @@ def test_paths_that_no_rule_tells_apart_share_one_program():
     assert len(traced) == count, rules
 
 
-def test_a_flagged_scope_is_like_any_other_afterwards():
-  model = Does(twice)
-  bound = model.bind(model.init(KEY, X))
+def test_a_bound_module_follows_each_scope_and_is_like_any_other_afterwards():
+  class Two(nn.Module):
+    def setup(self):
+      self.one, self.two = nn.jit(nn.Dense)(3), nn.jit(nn.Dense)(3)
+
+    def __call__(self, x):
+      return self.two(self.one(x))
+
+  bound = Two().bind(Two().init(KEY, X))
   plain = text(lambda x: bound(x), X)
   before = bits(bound(X))
   assert type(bound.scope) is Scope
-  for _ in range(2):
-    with scope("mixed_bfloat16", [Rule("float16", path="second")]):
-      assert operands(bound, X) == [BF16, F16]
+  for policy, rules, wanted in (
+    ("float16", [], [F16, F16]),
+    ("bfloat16", [Rule("float16", path="two")], [BF16, F16]),
+    ("float16", [Rule("bfloat16", path="*")], [BF16, BF16]),
+    ("mixed_bfloat16", [Rule("float16", path="two")], [BF16, F16]),
+    ("mixed_bfloat16", [Rule("float16", path="one")], [F16, BF16]),
+  ):
+    with scope(policy, rules):
+      assert operands(bound, X) == wanted
     assert isinstance(bound.scope, Scope)
     assert bits(bound(X)) == before
     assert text(lambda x: bound(x), X) == plain

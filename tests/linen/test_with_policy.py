@@ -479,6 +479,10 @@ def test_unmatched_rules_can_warn_or_be_ignored_and_scopes_never_complain():
   with scope("mixed_bfloat16", [TYPO]):
     assert dtypes(jax.eval_shape(Net().init, KEY, X)) == dtypes(plain_variables())
     assert jax.eval_shape(Net().apply, plain_variables(), X).dtype == F32
+  # A rule that an earlier one shadows has matched.
+  encoder = Rule("float32", path="encoder")
+  rules = [Rule("float16", path="encoder"), Rule("float32", module=nn.Dense), encoder]
+  jax.eval_shape(with_policy(Net(), "mixed_bfloat16", rules).init, KEY, X)
 
 
 @pytest.mark.case("B140")
@@ -492,13 +496,6 @@ def test_modules_inside_transforms_are_seen_the_second_time_too(lift):
     jax.eval_shape(model.init, KEY, X)
     with pytest.raises(mpjax.UnmatchedRuleError, match="'lifted/encoder'"):
       jax.eval_shape(wrong.init, KEY, X)
-
-
-@pytest.mark.case("B140")
-def test_a_rule_that_an_earlier_one_shadows_has_matched():
-  encoder = Rule("float32", path="encoder")
-  rules = [Rule("float16", path="encoder"), Rule("float32", module=nn.Dense), encoder]
-  jax.eval_shape(with_policy(Net(), "mixed_bfloat16", rules).init, KEY, X)
 
 
 # Transforms
