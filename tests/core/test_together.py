@@ -77,12 +77,14 @@ def oracle(leaves):
   return min(bad, default=len(leaves))
 
 
-@pytest.mark.case("I23")
+@pytest.mark.case("A27", "A30", "B034", "I23")
 def test_the_first_bad_leaf_is_numpys(both):
   rng = np.random.default_rng(0)
   leaves = leaves_of(rng, 80)
   find = fresh(first_nonfinite)
   assert find(leaves) == oracle(leaves) == len(leaves)
+  assert first_nonfinite([]) == 0
+  assert first_nonfinite([jnp.ones(2)]).dtype == jnp.int32
   for value in (np.nan, np.inf, -np.inf):
     for i, x in enumerate(leaves):
       for index in (0, -1):
