@@ -151,6 +151,8 @@ def test_a_view_is_differentiated_like_its_model():
   loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(view, X)
   expected, plain = mpjax.nnx.value_and_grad(inside, optimizer)(model, X)
   assert loss == expected
+  assert jax.tree.structure(grads) == jax.tree.structure(plain)
+  assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype("float32")}
   assert_equal(jax.tree.leaves(grads), jax.tree.leaves(plain))
   assert_equal([np.asarray(view.norm.mean[...])], [np.asarray(model.norm.mean[...])])
   optimizer.update(view, grads)

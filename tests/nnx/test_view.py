@@ -465,17 +465,6 @@ def test_transforms(name, around):
   assert dtypes(state) == dtypes(rest)
 
 
-def test_gradients_with_respect_to_a_view_are_those_of_the_model():
-  model = nnx.Sequential(linear(), nnx.relu, linear())
-  view = with_policy(model, "mixed_bfloat16")
-  of_view = nnx.grad(lambda view: view(X).sum())(view)
-  of_model = nnx.grad(lambda model: with_policy(model, "mixed_bfloat16")(X).sum())(model)
-  assert jax.tree.structure(of_view) == jax.tree.structure(of_model)
-  for x, y in zip(jax.tree.leaves(of_view), jax.tree.leaves(of_model), strict=True):
-    np.testing.assert_array_equal(x, y)
-    assert x.dtype == jnp.float32
-
-
 def test_a_float32_module_that_returns_its_output_and_a_loss_returns_float32():
   def with_loss(module, x):
     """Returns what looks like a carry: an output of its input's shape, and a loss."""
