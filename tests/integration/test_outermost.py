@@ -239,7 +239,12 @@ def linen_call(model):
 
 
 def nnx_call(model):
-  return lambda policy, *rules: mpjax.nnx.with_policy(model, policy, rules)(X)
+  def under(policy, *rules):
+    # Equal modules have one class between them, and each has its own path.
+    mpjax.nnx.with_policy(MixesNnx(), policy)
+    return mpjax.nnx.with_policy(model, policy, rules)(X)
+
+  return under
 
 
 def jit_call(model):
@@ -253,7 +258,6 @@ MIXING = {
   "nnx": (nnx_call(nnx.Sequential(jnp.tanh, MixesNnx())), "MixesNnx", "layers/1"),
   "nnx.jit": (jit_call(nnx.Sequential(MixesNnx())), "MixesNnx", "layers/0"),
   "linen, the root": (linen_call(Mixes()), "Mixes", ""),
-  # Equal modules have one class between them, and each has its own path.
   "nnx, the root": (nnx_call(MixesNnx()), "MixesNnx", ""),
 }
 
