@@ -1,5 +1,6 @@
 """The policy observed is the one in force: through every cache, scope, exception and thread."""
 
+import concurrent.futures
 import contextlib
 import functools
 import threading
@@ -84,6 +85,12 @@ def entered(policy):
 def equal(found, wanted):
   assert found.dtype == wanted.dtype
   np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+def elsewhere(work):
+  """Returns what a function returns in another thread."""
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    return pool.submit(work).result()
 
 
 ROUND = [*POLICIES, *reversed(POLICIES), "bfloat16", "float32", "float16"]
@@ -176,49 +183,37 @@ def test_a_model_that_raises_leaves_nothing_behind():
 @CASES
 def test_another_thread_sees_no_scope(name):
   model, variables, wanted = case(name)
-  forward, found = jax.jit(model.apply), []
+  forward = jax.jit(model.apply)
 
-  def elsewhere():
-    found.append(forward(variables, X))
+  def work():
+    default = forward(variables, X)
     with scope("float16"):
-      found.append(forward(variables, X))
-    found.append(with_policy(model, "float16").apply(variables, X))
-    found.append(forward(variables, X))
+      own = forward(variables, X)
+    wrapped = with_policy(model, "float16").apply(variables, X)
+    return default, own, wrapped, forward(variables, X)
 
   with scope("bfloat16"):
-    before = forward(variables, X)
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    after = forward(variables, X)
-  for out, policy in zip(found, (None, "float16", "float16", None), strict=True):
-    equal(out, wanted[policy])
-  for out in (before, after):
-    equal(out, wanted["bfloat16"])
+    equal(forward(variables, X), wanted["bfloat16"])
+    for out, policy in zip(elsewhere(work), (None, "float16", "float16", None), strict=True):
+      equal(out, wanted[policy])
+    equal(forward(variables, X), wanted["bfloat16"])
 
 
 @pytest.mark.case("B067")
 def test_threads_at_the_same_time():
   model, variables, wanted = case("Plain")
   forward = jax.jit(model.apply)
-  start, failures = threading.Barrier(4), []
+  start = threading.Barrier(4, timeout=30)
 
   def work(policy):
-    try:
-      start.wait(30)
-      for _ in range(20):
-        with entered(policy):
-          equal(forward(variables, X), wanted[policy])
-          equal(model.apply(variables, X), wanted[policy])
-    except BaseException as error:
-      failures.append((policy, error))
+    start.wait()
+    for _ in range(20):
+      with entered(policy):
+        equal(forward(variables, X), wanted[policy])
+        equal(model.apply(variables, X), wanted[policy])
 
-  threads = [threading.Thread(target=work, args=(policy,)) for policy in POLICIES]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  assert not failures
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    list(pool.map(work, POLICIES))
 
 
 class Noted(nn.Module):
@@ -444,9 +439,7 @@ def test_a_generator_that_ends_in_another_thread():
   model, variables = MODELS["Plain"], variables_of("Plain")
   generator = held("bfloat16")
   next(generator)
-  thread = threading.Thread(target=generator.close)
-  thread.start()
-  thread.join()
+  elsewhere(generator.close)
   # The thread that entered it notices when it next enters or leaves a scope.
   with scope("float16"):
     assert model.apply(variables, X).dtype == jnp.float16
@@ -500,17 +493,13 @@ def test_random_sequences(operations):
         model = with_policy(MODELS["Plain"], value)
         assert str(model.apply(variables_of("Plain"), X).dtype) == DTYPES[value]
       elif kind == "thread":
-        found = []
 
-        def elsewhere(policy=value, found=found):
-          found.append(observe("Plain", jit=True))
+        def work(policy=value):
+          default = observe("Plain", jit=True)
           with scope(policy):
-            found.append(observe("Plain", jit=True))
+            return default, observe("Plain", jit=True)
 
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert found == ["float32", DTYPES[value]]
+        assert elsewhere(work) == ("float32", DTYPES[value])
       now = DTYPES[in_force[-1]] if in_force else "float32"
       assert observe("Plain", jit=True) == now
   finally:
