@@ -17,7 +17,7 @@ import pytest
 import mpjax
 from mpjax._core.active import ACTIVE
 from tests.compilations import compilations
-from tests.errors import check_error
+from tests.errors import refused
 from tests.linen.probes import KEY, Does, Probe, X, calls, note, seen
 from tests.programs import products
 
@@ -416,16 +416,13 @@ def test_a_scope_inside_a_running_call_is_refused():
   # Without a policy there is nothing that it would change.
   assert seen(Does(enters).apply, {}, X) == {"": "float32", "Probe_0": "float32"}
   for rules in ([], [Rule("float16", path="**")]):
-    with pytest.raises(RuntimeError) as excinfo:
+    with refused(
+      RuntimeError,
+      *("mpjax.linen.policy_scope(policy)", "outside of a forward pass"),
+      "a module that is running already, under the policy 'params=",
+      "Pick submodules out with mpjax.Rule",
+    ):
       with_policy(Does(enters), "bfloat16", rules).apply({}, X)
-    check_error(
-      excinfo,
-      where="mpjax.linen.policy_scope(policy)",
-      expected="outside of a forward pass",
-      got="a module that is running already, under the policy 'params=",
-      fix="Pick submodules out with mpjax.Rule",
-      builtin=RuntimeError,
-    )
     assert ACTIVE.value is None
 
 

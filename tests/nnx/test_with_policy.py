@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.errors import check_error, check_refused
+from tests.errors import check_refused, refused
 from tests.linen.probes import noted_as, seen
 from tests.nnx.does import Does
 from tests.programs import equations, products, run
@@ -149,16 +149,9 @@ def test_a_rule_that_picks_out_nothing():
   classes = "The model's classes: List, Net, Probe"
   for selector, fix in (({"path": "listed/2"}, "'listed/1'"), ({"module": nnx.Conv}, classes)):
     rule = Rule("float32", **selector)
-    with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
+    where, expected, got = f"rules: {rule}", "at least one module", "none of the 6 modules"
+    with refused(mpjax.UnmatchedRuleError, where, expected, got, fix):
       with_policy(Net(), HALF, [rule])
-    check_error(
-      excinfo,
-      where=f"rules: {rule}",
-      expected="at least one module",
-      got="none of the 6 modules",
-      fix=fix,
-      builtin=ValueError,
-    )
     with pytest.warns(UserWarning, match="none of the 6 modules"):
       with_policy(Net(), HALF, [rule], unmatched="warn")
     with_policy(Net(), HALF, [rule], unmatched="ignore")
