@@ -1,5 +1,6 @@
 """What the user gave, and which policy a module gets of it."""
 
+import functools
 import pickle
 
 import flax.linen as nn
@@ -47,16 +48,20 @@ def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere
 
 
 def test_the_policy_of_a_module_comes_with_the_rule_that_picked_it():
-  around, of_other = ModulePolicy(HALF), Rule(OTHER, path="a")
-  for rules, own, policy, rule in (
-    ([], None, HALF, None),
-    ([Rule(OTHER, path="b")], None, HALF, None),
-    ([Rule("float32", path="b"), of_other, Rule(None, path="**")], None, OTHER, of_other),
+  around, of_other, exempt = ModulePolicy(HALF), Rule(OTHER, path="a"), Rule(None, module=nn.Dense)
+  picked = functools.partial(ModulePolicy, picked=True)
+  for rules, own, wanted in (
+    ([Rule(OTHER, path="b")], None, around),
+    ([Rule("float32", path="b"), of_other, exempt], None, picked(OTHER, rule=of_other)),
+    ([exempt, of_other], None, picked(None, exempt=True, rule=exempt)),
     # A field of its own beats rules.
-    ([Rule(None, path="a")], OTHER, OTHER, None),
+    ([exempt], OTHER, picked(OTHER)),
   ):
-    found = resolve_policy(given(rules=rules), nn.Dense(2), "a", own, around)
-    assert (found.policy, found.rule, found.picked) == (policy, rule, policy == OTHER)
+    assert resolve_policy(given(rules=rules), nn.Dense(2), "a", own, around) == wanted
+  # Those that it hides are found where they are asked for.
+  config = given(rules=[Rule("float32", path="b"), of_other, exempt])
+  found = resolve_policy(config, nn.Dense(2), "a", None, around, all_matches=True)
+  assert found == picked(OTHER, rule=of_other, hidden=(exempt,))
 
 
 def test_a_default_gives_way_to_a_rule():
