@@ -5,7 +5,6 @@ import contextlib
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -15,7 +14,6 @@ from mpjax._core.active import ACTIVE, Active, activate_scope, in_region, leave_
 from mpjax.nnx._spec import current
 from tests.programs import products
 
-BF16 = np.dtype("bfloat16")
 X = jnp.ones((2, 4))
 
 
@@ -34,23 +32,18 @@ def test_equal_states_are_one_key():
     assert states[0] != other
 
 
-def test_outside_of_policies_inside_of_it_is_the_same_state():
+def test_outside_of_policies_inside_of_it_is_the_same_state_and_linens_is_another():
   outside = Active().outside()
   assert (Active().on, outside.on, outside.in_region) == (True, False, True)
   assert outside.outside() is outside
   assert not in_region()
   with ACTIVE(outside):
     assert in_region()
-
-
-def test_states_of_linen_are_others():
   linen = mpjax.linen._context.Active()
   assert linen != Active()
   assert isinstance(linen.outside(), type(linen))
-  assert linen.outside() != Active().outside()
-
-
-def test_current_is_what_is_in_force_here_and_nothing_elsewhere():
+  assert linen.outside() != outside
+  # Current is what is active here, and nothing elsewhere.
   assert current() is None
   with ACTIVE(Active()):
     assert current() == Active()
@@ -83,7 +76,7 @@ def test_full_precision_switches_a_view_off():
   assert model.seen == ["float32"] * 4
 
 
-def test_a_linen_model_inside_has_a_policy_of_its_own():
+def test_a_linen_model_in_a_view_and_a_view_in_a_linen_scope_have_policies_of_their_own():
   linen = mpjax.linen.with_policy(nn.Dense(3), "c=f16")
   params = nn.Dense(3).init(nnx.Rngs(0).params(), X)
 
@@ -95,12 +88,9 @@ def test_a_linen_model_inside_has_a_policy_of_its_own():
     program = jax.make_jaxpr(mpjax.nnx.with_policy(Bridge(), policy))(X)
     (product,) = products(program)
     assert product.dtypes == ("float16", "float16"), policy
-
-
-def test_an_nnx_view_inside_a_linen_scope_has_its_own_policy():
   view = mpjax.nnx.with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "c=bf16")
   with mpjax.linen.policy_scope("float16"):
-    assert view(X).dtype == BF16
+    assert view(X).dtype == jnp.bfloat16
 
 
 def test_scopes_are_left_in_any_order():

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -23,7 +22,7 @@ FLOAT8 = sorted(name for name in dir(ml_dtypes) if name.startswith("float8_"))
 
 
 @pytest.mark.case("A102", "B043", "B137")
-def test_every_spelling_of_a_dtype():
+def test_every_spelling_of_a_dtype(set_flag):
   for name, spellings in SPELLINGS.items():
     for spelling in spellings:
       found = parse_dtype(spelling, WHERE)
@@ -32,13 +31,17 @@ def test_every_spelling_of_a_dtype():
     assert not is_float8(jnp.dtype(name))
     assert is_low_precision(jnp.dtype(name)) == (name != "float32")
   assert not is_low_precision(jnp.dtype("int8"))
-
-
-def test_8_bit_formats_are_known_by_name_and_by_type():
   for name in FLOAT8:
     wanted = np.dtype(getattr(ml_dtypes, name))
     assert parse_dtype(name, WHERE) == parse_dtype(getattr(ml_dtypes, name), WHERE) == wanted
     assert is_float8(wanted)
+  # Scalar types are those that code compares by identity.
+  for name in (*SPELLINGS, *FLOAT8):
+    assert scalar_type(jnp.dtype(name)) is getattr(jnp, name)
+  # Nothing depends on the default dtype.
+  set_flag("jax_enable_x64", True)
+  assert parse_dtype("f32", WHERE) == np.float32
+  assert parse_dtype("half", WHERE) == np.float16
 
 
 NEVER = "Integers, booleans, complex numbers and keys are never cast"
@@ -103,14 +106,3 @@ def test_a_policy_names_its_field(field):
     got = value if value in ("float64", "int32") else repr(value)
     parts = {"where": f"mpjax.Policy({field}=...)", "expected": EXPECTED, "got": got, "fix": "."}
     check_refused(functools.partial(mpjax.Policy, **{field: value}), **parts)
-
-
-def test_scalar_types_are_those_that_code_compares_by_identity():
-  for name in (*SPELLINGS, *FLOAT8):
-    assert scalar_type(jnp.dtype(name)) is getattr(jnp, name)
-
-
-def test_nothing_depends_on_the_default_dtype(set_flag):
-  set_flag("jax_enable_x64", True)
-  assert parse_dtype("f32", WHERE) == np.float32
-  assert jax.numpy.zeros((), parse_dtype("half", WHERE)).dtype == np.float16

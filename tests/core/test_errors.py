@@ -8,9 +8,7 @@ import traceback
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 from flax.core import FrozenDict
 
 import mpjax
@@ -67,13 +65,6 @@ def of_text(kind, text):
   return kind.__new__(kind, text)
 
 
-def test_message_holds_the_four_parts_in_order():
-  text = message(
-    "mpjax.f(x)", expected="a scalar", got="one of shape (3,)", fix="Call sum() first."
-  )
-  assert text == TEXT
-
-
 def test_nearest_puts_the_most_alike_first_and_ties_in_alphabetical_order():
   assert nearest("bf61", ["float32", "bf16", "f16"]) == ["bf16", "f16", "float32"]
   assert nearest("x", ["c", "b", "a"], count=2) == ["a", "b"]
@@ -101,40 +92,6 @@ def test_a_list_of_problems_has_an_end():
   assert text.endswith("; a leaf at 19; and 980 more")
 
 
-def mixed(x):
-  return jax.lax.select(x > 0, x.astype(jnp.bfloat16), jnp.zeros(x.shape, jnp.float32))
-
-
-class Mixes(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return mixed(x)
-
-
-class MixesNnx(nnx.Module):
-  def __call__(self, x):
-    return mixed(x)
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("inside", [False, True])
-def test_no_note_advises_to_switch_the_whole_model_off(inside):
-  linen = nn.Sequential([Mixes()]) if inside else Mixes()
-  of_nnx = nnx.Sequential(MixesNnx()) if inside else MixesNnx()
-  calls = {
-    "layers_0": functools.partial(mpjax.linen.with_policy(linen, "bfloat16").apply, {}),
-    "layers/0": mpjax.nnx.with_policy(of_nnx, "bfloat16"),
-  }
-  for path, call in calls.items():
-    with pytest.raises(TypeError) as excinfo:
-      call(jnp.ones(2))
-    (note,) = [n for n in excinfo.value.__notes__ if n.startswith("mpjax")]
-    assert repr(path if inside else "the root") in note
-    assert "cast there" in note
-    assert (f"mpjax.Rule(None, path={path!r})" in note) == inside
-    assert "**" not in note
-
-
 LONG = "x" * 30_000
 
 
@@ -149,35 +106,25 @@ def test_a_long_message_is_cut_in_its_longest_parts_only(long):
   assert text.count("… 30000 characters …") == len(long)
   assert text.count(": expected ") == text.count(", got ") == 1
   assert text.endswith("x" if "fix" in long else "the fix")
-
-
-def test_a_message_that_fits_is_left_alone():
-  parts = dict.fromkeys(PARTS, "x" * 450)
-  assert message(**parts).count("x") == 4 * 450 + 1, "and the one in 'expected'"
+  # One that fits is left alone. The last x is that in "expected".
+  assert message(**dict.fromkeys(PARTS, "x" * 450)).count("x") == 4 * 450 + 1
 
 
 def big(leaf=0.0, container=dict, count=500):
   return {"net": container({f"layer_{i:03}": {"kernel": leaf} for i in range(count)})}
 
 
-@pytest.mark.parametrize(
-  ("new", "got"),
-  [
+def test_large_trees_and_models_make_short_messages():
+  fix = "Give both the same structure, shapes and dtypes: nothing is cast or broadcast here."
+  parts = {"where": "mpjax.select_tree(finite, new, old)", "fix": fix}
+  for new, got in (
     (big(container=FrozenDict), "FrozenDict for dict at ['net']"),
     (big(count=1), "nothing at ['net']['layer_001']['kernel']"),
     (big(1), "for float32[] at ['net']['layer_000']['kernel']"),
-  ],
-  ids=["containers", "missing", "dtypes"],
-)
-def test_trees_of_500_leaves_that_differ_make_a_short_message(new, got):
-  fix = "Give both the same structure, shapes and dtypes: nothing is cast or broadcast here."
-  parts = {"expected": "the new tree to be like the old one", "got": got, "fix": fix}
-  call = functools.partial(mpjax.select_tree, True, new, big())
-  text = check_refused(call, where="mpjax.select_tree(finite, new, old)", **parts)
-  assert len(text) < 2000
-
-
-def test_a_model_with_a_long_repr_makes_a_short_message():
+  ):
+    call = functools.partial(mpjax.select_tree, True, new, big())
+    text = check_refused(call, expected="the new tree to be like the old one", got=got, **parts)
+    assert len(text) < 2000
   model = nn.Sequential([nn.Dense(i + 1) for i in range(500)])
   assert len(repr(model)) > 30_000
   wrapped = mpjax.linen.with_policy(model, "bfloat16")
@@ -234,11 +181,6 @@ def test_the_line_of_the_user_is_found_wherever_the_code_is():
     assert not is_library(file)
 
 
-def test_another_file_has_its_own_name():
-  files = ["/home/me/ipykernel_4242/train.py", "/home/me/2194308582.py", "ipykernel_4242.py"]
-  assert [shown_file(file) for file in (*files, "<stdin>")] == [*files, "<stdin>"]
-
-
 def test_every_part_of_mpjax_is_a_library_and_a_users_model_is_not():
   for module in (mpjax, mpjax.linen, mpjax.transforms, jax, functools):
     assert is_library(str(module.__file__))
@@ -247,3 +189,6 @@ def test_every_part_of_mpjax_is_a_library_and_a_users_model_is_not():
   assert not is_library("/venv/lib/python3.11/site-packages/transformers/models/bert.py")
   assert not is_library("<ipython-input-1>")
   assert not is_library(__file__)
+  # A file of another kind has its own name.
+  files = ["/home/me/ipykernel_4242/train.py", "/home/me/2194308582.py", "ipykernel_4242.py"]
+  assert [shown_file(file) for file in (*files, "<stdin>")] == [*files, "<stdin>"]

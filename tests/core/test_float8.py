@@ -28,11 +28,13 @@ TEXTS = {
 
 
 def test_a_recipe_reads_what_it_writes_and_a_policy_keeps_it():
+  policies = set()
   for text, recipe in TEXTS.items():
     assert str(recipe) == text
     assert parse_float8(text, WHERE) == recipe
     assert parse_float8(recipe, WHERE) is recipe
     policy = mpjax.Policy(compute_dtype="bfloat16", matmul=recipe)
+    policies.add(policy)
     assert policy == mpjax.Policy(compute_dtype="bfloat16", matmul=text)
     assert mpjax.Policy.parse(str(policy)) == policy
     assert str(policy).endswith(f",matmul={text}")
@@ -40,11 +42,12 @@ def test_a_recipe_reads_what_it_writes_and_a_policy_keeps_it():
       assert (other, hash(other), repr(other)) == (policy, hash(policy), repr(policy))
     without = dataclasses.replace(policy, matmul=None)
     assert without == mpjax.Policy(compute_dtype="bfloat16") != policy
-
-
-def test_policies_of_different_recipes_differ():
-  policies = [mpjax.Policy(compute_dtype="bfloat16", matmul=each) for each in TEXTS.values()]
-  assert len(set(policies)) == len(TEXTS)
+  assert len(policies) == len(TEXTS)
+  # Recipes are frozen, and take keywords only.
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    Float8().scaling = "row"
+  with pytest.raises(TypeError):
+    Float8("row")
 
 
 def test_the_preset_is_mixed_bfloat16_with_the_recipe_by_default():
@@ -54,83 +57,70 @@ def test_the_preset_is_mixed_bfloat16_with_the_recipe_by_default():
   assert mpjax.Policy.parse("mixed_bfloat16").matmul is None
   assert mpjax.Policy().matmul is None
   # A policy that is no recipe is read as before.
-  assert mpjax.Policy.parse("c=bf16,w=f32,precision=high,matmul=float8:row") == mpjax.Policy(
-    compute_dtype="bfloat16",
-    weight_grad_dtype="float32",
-    precision="high",
-    matmul=Float8(scaling="row"),
-  )
+  fields = {"compute_dtype": "bfloat16", "weight_grad_dtype": "float32", "precision": "high"}
+  written = mpjax.Policy.parse("c=bf16,w=f32,precision=high,matmul=float8:row")
+  assert written == mpjax.Policy(**fields, matmul=Float8(scaling="row"))
 
 
-def test_recipes_are_frozen_and_take_keywords_only():
-  with pytest.raises(dataclasses.FrozenInstanceError):
-    Float8().scaling = "row"
-  with pytest.raises(TypeError):
-    Float8("row")
+ROW = Float8(scaling="row")
 
 
-@pytest.mark.parametrize(
-  ("recipe", "size", "wanted"),
-  [
+def test_sizes_that_are_too_small():
+  for recipe, size, wanted in [
     # torchao's `_auto_filter_for_recipe`: tensorwise, then rowwise.
     (Float8(), (4096, 1024), True),
     (Float8(), (4112, 1024), False),
     (Float8(), (4096, 1040), False),
     (Float8(), (1024, 4096), False),
-    (Float8(scaling="row"), (65536, 2048), True),
-    (Float8(scaling="row"), (1024, 65536), True),
-    (Float8(scaling="row"), (2048, 4096), True),
-    (Float8(scaling="row"), (2048, 4112), False),
-    (Float8(scaling="row"), (2064, 4096), False),
+    (ROW, (65536, 2048), True),
+    (ROW, (1024, 65536), True),
+    (ROW, (2048, 4096), True),
+    (ROW, (2048, 4112), False),
+    (ROW, (2064, 4096), False),
     (Float8(skip=()), (16, 16), False),
     (Float8(skip=[[0, 0]]), (1, 1), False),
     (Float8(skip=[[64, None]]), (64, 999), True),
     (Float8(skip=[[64, None]]), (65, 1), False),
-  ],
-)
-def test_sizes_that_are_too_small(recipe, size, wanted):
-  too_small = any(
-    all(n is None or x <= n for x, n in zip(size, most, strict=True)) for most in recipe.too_small
-  )
-  assert too_small == wanted
+  ]:
+    too_small = any(
+      all(n is None or x <= n for x, n in zip(size, most, strict=True)) for most in recipe.too_small
+    )
+    assert too_small == wanted, (recipe, size)
 
 
-@pytest.mark.parametrize(
-  ("given", "cls", "where", "expected", "got", "fix"),
-  [
-    ({"scaling": "rows"}, ValueError, "scaling", "'tensor', 'row'", "'rows'", "'row'"),
-    ({"scaling": 1}, TypeError, "scaling", "'tensor', 'row'", "1", "scaling='tensor'"),
-    ({"weight_grad": "float32"}, ValueError, "weight_grad", "'half'", "'float32'", "'float16'"),
-    ({"weight_grad": None}, TypeError, "weight_grad", "'float8'", "None", "weight_grad='float8'"),
-    ({"power_of_two": 1}, TypeError, "power_of_two", "a bool", "1", "power_of_two=True"),
-    ({"skip": 4096}, TypeError, "skip", "pairs of sizes", "4096", "skip=()"),
-    ({"skip": (4096, 1024)}, TypeError, "skip", "pairs of sizes", "(4096, 1024)", "skip=()"),
-    ({"skip": ((4096,),)}, TypeError, "skip", "pairs of sizes", "((4096,),)", "skip=()"),
-    ({"skip": ((True, 1),)}, TypeError, "skip", "pairs of sizes", "((True, 1),)", "skip=()"),
-    ({"skip": ((-1, 1),)}, ValueError, "skip", "pairs of sizes", "((-1, 1),)", "skip=()"),
-  ],
-)
-def test_arguments_that_mean_nothing(given, cls, where, expected, got, fix):
-  parts = {"where": f"mpjax.Float8({where}=...)", "expected": expected, "got": got, "fix": fix}
-  check_refused(lambda: Float8(**given), builtin=cls, **parts)
+TENSOR, PAIRS, AS_TEXT = "'tensor', 'row'", "pairs of sizes", "str(mpjax.Float8(...))"
+ARGUMENTS = [
+  # The argument, its value, what was expected, what to do, which builtin.
+  ("scaling", "rows", TENSOR, "'row'", ValueError),
+  ("scaling", 1, TENSOR, "scaling='tensor'", TypeError),
+  ("weight_grad", "float32", "'half'", "'float16'", ValueError),
+  ("weight_grad", None, "'float8'", "weight_grad='float8'", TypeError),
+  ("power_of_two", 1, "a bool", "power_of_two=True", TypeError),
+  ("skip", ((-1, 1),), PAIRS, "skip=()", ValueError),
+  *(
+    ("skip", value, PAIRS, "skip=()", TypeError)
+    for value in (4096, (4096, 1024), ((4096,),), ((True, 1),))
+  ),
+]
+RECIPES = [
+  # What is given as `matmul`, what came, what to do, which builtin.
+  (8, "8", "mpjax.Float8(...)", TypeError),
+  (jnp.float8_e4m3fn, "float8_e4m3fn", "mpjax.Float8(...)", TypeError),
+  *(
+    (text, repr(text), AS_TEXT, ValueError)
+    for text in ("fp8", "float8:rows", "float8:skip=1", "float8:skip=", "")
+  ),
+]
 
 
-@pytest.mark.parametrize(
-  ("matmul", "cls", "got", "fix"),
-  [
-    (8, TypeError, "8", "mpjax.Float8(...)"),
-    (jnp.float8_e4m3fn, TypeError, "float8_e4m3fn", "mpjax.Float8(...)"),
-    ("fp8", ValueError, "'fp8'", "str(mpjax.Float8(...))"),
-    ("float8:rows", ValueError, "'float8:rows'", "str(mpjax.Float8(...))"),
-    ("float8:skip=1", ValueError, "'float8:skip=1'", "str(mpjax.Float8(...))"),
-    ("float8:skip=", ValueError, "'float8:skip='", "str(mpjax.Float8(...))"),
-    ("", ValueError, "''", "str(mpjax.Float8(...))"),
-  ],
-)
-def test_what_is_no_recipe(matmul, cls, got, fix):
-  parts = {"expected": "a mpjax.Float8, or its text", "got": got, "fix": fix, "builtin": cls}
-  policy = functools.partial(mpjax.Policy, compute_dtype="bfloat16", matmul=matmul)
-  check_refused(policy, where=WHERE, **parts)
+def test_what_is_no_recipe():
+  for name, value, expected, fix, builtin in ARGUMENTS:
+    parts = {"where": f"mpjax.Float8({name}=...)", "expected": expected, "got": repr(value)}
+    check_refused(functools.partial(Float8, **{name: value}), fix=fix, builtin=builtin, **parts)
+  for matmul, got, fix, builtin in RECIPES:
+    parts = {"expected": "a mpjax.Float8, or its text", "got": got, "fix": fix, "builtin": builtin}
+    policy = functools.partial(mpjax.Policy, compute_dtype="bfloat16", matmul=matmul)
+    check_refused(policy, where=WHERE, **parts)
 
 
 def test_a_recipe_fits_the_compute_dtype():

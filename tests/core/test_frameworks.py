@@ -7,7 +7,6 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import pytest
 from flax import nnx
 
 import mpjax
@@ -53,28 +52,26 @@ def test_each_model_is_known_and_nothing_else_is():
     assert framework_of(other) is None
 
 
-@pytest.mark.parametrize("taken", ["Linen", "NNX"])
-def test_a_model_of_another_library_is_told_the_right_function(taken):
-  where, expected = f"mpjax.{taken.lower()}.with_policy(model)", f"flax.{taken.lower()}.Module"
-  with_policy = mpjax.linen.with_policy if taken == "Linen" else mpjax.nnx.with_policy
-  for given, model in models().items():
-    name = given.split()[0]
-    if name != taken:
-      got = f"a model of {name} ({type(model).__name__})"
-      parts = {"expected": expected, "got": got, "fix": FIXES[name], "builtin": TypeError}
-      check_refused(functools.partial(with_policy, model, "bfloat16"), where=where, **parts)
+CLASSES = [
+  # What is given to the function of which library, what the error calls it, what to do.
+  ("linen", nnx.Linear, "the class Linear of NNX", "mpjax.nnx.with_policy"),
+  ("nnx", LinenNet, "the class LinenNet of Linen", "mpjax.linen.with_policy"),
+  ("nnx", jnp.tanh, "class", "mpjax.autocast(fn"),
+  ("linen", lambda x: x, "function", "mpjax.autocast(fn"),
+]
 
 
-@pytest.mark.parametrize(
-  ("taken", "model", "got", "fix"),
-  [
-    ("linen", nnx.Linear, "the class Linear of NNX", "mpjax.nnx.with_policy"),
-    ("nnx", LinenNet, "the class LinenNet of Linen", "mpjax.linen.with_policy"),
-    ("nnx", jnp.tanh, "class", "mpjax.autocast(fn"),
-    ("linen", lambda x: x, "function", "mpjax.autocast(fn"),
-  ],
-)
-def test_classes_and_functions(taken, model, got, fix):
-  call = functools.partial(getattr(mpjax, taken).with_policy, model, "mixed_bfloat16")
-  where = f"mpjax.{taken}.with_policy(model)"
-  check_refused(call, where=where, expected="a", got=got, fix=fix, builtin=TypeError)
+def test_a_model_of_another_library_is_told_the_right_function():
+  for taken in ("Linen", "NNX"):
+    where, expected = f"mpjax.{taken.lower()}.with_policy(model)", f"flax.{taken.lower()}.Module"
+    with_policy = getattr(mpjax, taken.lower()).with_policy
+    for given, model in models().items():
+      name = given.split()[0]
+      if name != taken:
+        got = f"a model of {name} ({type(model).__name__})"
+        parts = {"expected": expected, "got": got, "fix": FIXES[name], "builtin": TypeError}
+        check_refused(functools.partial(with_policy, model, "bfloat16"), where=where, **parts)
+  for taken, given, got, fix in CLASSES:
+    call = functools.partial(getattr(mpjax, taken).with_policy, given, "mixed_bfloat16")
+    where = f"mpjax.{taken}.with_policy(model)"
+    check_refused(call, where=where, expected="a", got=got, fix=fix, builtin=TypeError)

@@ -9,6 +9,7 @@ from flax import nnx
 
 import mpjax
 from tests import programs
+from tests.linen.probes import Does
 
 X = jnp.ones((2, 4))
 LOW, FULL = ("bfloat16",) * 2, ("float32",) * 2
@@ -18,20 +19,25 @@ def products(fn, *args):
   return [product.dtypes for product in programs.products(jax.make_jaxpr(fn)(*args))]
 
 
-class Head(nn.Module):
-  """A layer in half, and one that is to be float32, whose input comes in a nested container."""
-
-  @nn.compact
-  def __call__(self, x):
-    x = nn.Dense(4)(x)
-    return mpjax.full_precision(lambda tree: nn.Dense(3, name="head")(tree["a"][0]))({"a": (x, 1)})
-
-
 @pytest.mark.case("A73")
 def test_a_policy_does_not_enter():
-  model = mpjax.linen.with_policy(Head(), "mixed_bfloat16")
+  """Half arrays come in as float32, and the policy is active again afterwards."""
+  seen = []
+
+  def body(module, x):
+    x = nn.Dense(4, name="before")(x)
+    mpjax.full_precision(lambda x, n: seen.append((x.dtype, n.dtype)))(x, jnp.arange(2))
+    log = []  # A list that the function appends to is the caller's own.
+    mpjax.full_precision(lambda log, x: log.append(x.dtype))(log, x)
+    assert log == [jnp.float32]
+    x = mpjax.full_precision(lambda tree: nn.Dense(4, name="inside")(tree["a"][0]))({"a": (x, 1)})
+    return nn.Dense(4, name="after")(x)
+
+  model = mpjax.linen.with_policy(Does(body), "mixed_bfloat16")
   variables = model.init(jax.random.key(0), X)
-  assert products(model.apply, variables, X) == [LOW, FULL]
+  seen.clear()
+  assert products(model.apply, variables, X) == [LOW, FULL, LOW]
+  assert seen == [(jnp.float32, jnp.int32)]
 
 
 @pytest.mark.case("A73")
@@ -61,24 +67,6 @@ def test_nothing_changes_where_nothing_is_in_force():
   x = X.astype(jnp.bfloat16)
   plain = jax.make_jaxpr(lambda x: fn(x, True, name="n"))(x)
   assert str(jax.make_jaxpr(lambda x: mpjax.full_precision(fn)(x, True, name="n"))(x)) == str(plain)
-
-
-def test_half_arrays_come_in_as_float32_and_the_policy_is_in_force_again_afterwards():
-  seen = []
-
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      x = nn.Dense(4, name="before")(x)
-      mpjax.full_precision(lambda x, n: seen.append((x.dtype, n.dtype)))(x, jnp.arange(2))
-      x = mpjax.full_precision(nn.Dense(4, name="inside"))(x)
-      return nn.Dense(4, name="after")(x)
-
-  model = mpjax.linen.with_policy(Model(), "mixed_bfloat16")
-  variables = model.init(jax.random.key(0), X)
-  seen.clear()
-  assert products(model.apply, variables, X) == [LOW, FULL, LOW]
-  assert seen == [(jnp.float32, jnp.int32)]
 
 
 class Normed(nnx.Module):
@@ -112,26 +100,9 @@ def test_what_nnx_modules_among_the_arguments_write_stays(as_argument):
   assert len({np.asarray(mask).tobytes() for mask in masks}) > 1
 
 
-def test_a_list_that_the_function_appends_to_is_the_callers_own():
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      log = []
-      mpjax.full_precision(lambda log, x: log.append(x.dtype))(log, nn.Dense(2)(x))
-      assert log == [jnp.float32]
-      return x
-
-  mpjax.linen.with_policy(Model(), "mixed_bfloat16").init(jax.random.key(0), X)
-
-
-def dense(policy="bfloat16"):
+def dense():
   model = nn.Dense(4)
-  return mpjax.linen.with_policy(model, policy), model.init(jax.random.key(0), X)
-
-
-def view(policy="bfloat16", **options):
-  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-  return mpjax.nnx.with_policy(model, policy, **options)
+  return mpjax.linen.with_policy(model, "bfloat16"), model.init(jax.random.key(0), X)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
@@ -150,7 +121,7 @@ def test_nothing_that_is_given_inside_a_region_begins(wrap, inside):
     "apply": lambda x: model.apply(variables, x),
     "bound": bound,
     "scope": scoped,
-    "view": view(),
+    "view": mpjax.nnx.with_policy(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "bfloat16"),
     "autocast": mpjax.autocast(lambda x: x @ x.T, "bfloat16"),
   }
   for name, call in calls.items():

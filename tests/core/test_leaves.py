@@ -45,41 +45,42 @@ def test_a_python_number_is_what_jax_makes_of_it():
     assert as_array(x, struct("float32")) is x
 
 
-@pytest.mark.parametrize(
-  ("x", "want", "cast", "text"),
-  [
-    (np.ones(2, "float32"), struct("float32", 2), False, None),
-    (np.ones(2, "float32"), struct("bfloat16", 2), False, "float32[2] for bfloat16[2]"),
-    (np.ones(2, "float32"), struct("bfloat16", 2), True, None),
-    (np.ones(2, "float64"), struct("float32", 2), True, None),
-    (np.ones((), "float32"), struct("float32", 1), True, "float32[] for float32[1]"),
-    (np.ones((2, 1), "float32"), struct("float32", 2), True, "float32[2, 1] for float32[2]"),
-    (np.ones(2, "int32"), struct("float32", 2), True, "int32[2] for float32[2]"),
-    (np.ones(2, "float32"), struct("int32", 2), True, "float32[2] for int32[2]"),
-    (np.ones(2, "int64"), struct("int32", 2), True, "int64[2] for int32[2]"),
-    (np.ones(2, "bool"), struct("int32", 2), True, "bool[2] for int32[2]"),
-    (np.ones(2, "complex64"), struct("float32", 2), True, "complex64[2] for float32[2]"),
-    (np.ones(2, "V2"), struct("bfloat16", 2), True, "|V2[2] for bfloat16[2]"),
-    ("adam", struct("float32"), True, "a str for float32[]"),
-    (struct("float32"), struct("float32"), True, "a ShapeDtypeStruct for float32[]"),
-    (np.zeros(2, "uint32"), KEY, False, None),
-    (np.zeros(3, "uint32"), KEY, True, "uint32[3] for key<fry>[]"),
-    (np.zeros(2, "int32"), KEY, True, "int32[2] for key<fry>[]"),
-    (np.zeros(4, "uint32"), RBG, False, None),
-    (jax.random.key(0), KEY, False, None),
-    (jax.random.key(0), RBG, True, "key<fry>[] for key<rbg>[]"),
-    (jax.random.key(0), struct("uint32", 2), True, "key<fry>[] for uint32[2]"),
-  ],
-  ids=str,
-)
-def test_misfit(x, want, cast, text):
-  assert misfit(x, want, cast=cast) == text
+ONES = {name: np.ones(2, name) for name in ("float32", "float64", "int32", "int64", "bool", "V2")}
+ONES["complex64"] = np.ones(2, "complex64")
+FITTING = [
+  # What there is, what is wanted, whether it may be cast, what does not fit.
+  (ONES["float32"], struct("float32", 2), False, None),
+  (ONES["float32"], struct("bfloat16", 2), False, "float32[2] for bfloat16[2]"),
+  (ONES["float32"], struct("bfloat16", 2), True, None),
+  (ONES["float64"], struct("float32", 2), True, None),
+  (np.ones((), "float32"), struct("float32", 1), True, "float32[] for float32[1]"),
+  (np.ones((2, 1), "float32"), struct("float32", 2), True, "float32[2, 1] for float32[2]"),
+  *(
+    (ONES[have], struct(want, 2), True, f"{have}[2] for {want}[2]")
+    for have, want in [
+      *(("int32", "float32"), ("float32", "int32"), ("int64", "int32")),
+      *(("bool", "int32"), ("complex64", "float32")),
+    ]
+  ),
+  (ONES["V2"], struct("bfloat16", 2), True, "|V2[2] for bfloat16[2]"),
+  ("adam", struct("float32"), True, "a str for float32[]"),
+  (struct("float32"), struct("float32"), True, "a ShapeDtypeStruct for float32[]"),
+  (np.zeros(2, "uint32"), KEY, False, None),
+  (np.zeros(3, "uint32"), KEY, True, "uint32[3] for key<fry>[]"),
+  (np.zeros(2, "int32"), KEY, True, "int32[2] for key<fry>[]"),
+  (np.zeros(4, "uint32"), RBG, False, None),
+  (jax.random.key(0), KEY, False, None),
+  (jax.random.key(0), RBG, True, "key<fry>[] for key<rbg>[]"),
+  (jax.random.key(0), struct("uint32", 2), True, "key<fry>[] for uint32[2]"),
+]
 
 
-def test_a_traced_leaf_does_not_fit():
-  found = []
-  jax.eval_shape(lambda x: found.append(misfit(x, struct("float32"), cast=True)), 1.0)
-  assert found == ["a DynamicJaxprTracer for float32[]"]
+def test_misfit():
+  for x, want, cast, text in FITTING:
+    assert misfit(x, want, cast=cast) == text, (x, want, cast)
+  traced = []
+  jax.eval_shape(lambda x: traced.append(misfit(x, struct("float32"), cast=True)), 1.0)
+  assert traced == ["a DynamicJaxprTracer for float32[]"]
 
 
 def nearest_bfloat16(x):

@@ -1,7 +1,6 @@
 """The `dtype` field of modules: which is set, and to what; and outputs that nothing can cast."""
 
 import dataclasses
-import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -70,15 +69,11 @@ def test_a_dtype_that_means_what_it_says_is_not_set():
 
 
 @pytest.mark.parametrize("make", [HasDtype, Plain])
-def test_the_compute_dtype_is_always_set_where_a_module_is_called_in_it(make):
+def test_the_compute_dtype_is_set_where_a_module_is_called_in_it_and_else_float32_for_low(make):
   for own in (None, jnp.float16, jnp.float32, np.dtype("float32")):
     # Code compares with `is jnp.bfloat16`.
     assert dtype_field(make(own), BF16, always=True)["dtype"] is jnp.bfloat16
   assert dtype_field(make("float32"), BF16, always=True) == {"dtype": "bfloat16"}
-
-
-@pytest.mark.parametrize("make", [HasDtype, Plain])
-def test_else_only_low_precision_gives_way_to_float32(make):
   for own in (None, jnp.float32, "float32"):
     assert dtype_field(make(own), F32, always=False) == {}
   for own in (jnp.float16, jnp.bfloat16):
@@ -110,23 +105,11 @@ class Prediction:
 HALF, FULL = jnp.ones(2, BF16), jnp.ones(2)
 
 
-@pytest.mark.parametrize(
-  ("outputs", "kept"),
-  [
-    (Prediction(HALF), "logits stay in bfloat16"),
-    ({"a": [Prediction(HALF, FULL)]}, "logits stay in bfloat16"),
-    (Prediction(HALF, HALF), "logits, label stay in bfloat16"),
-  ],
-  ids=["object", "in a tree", "two"],
-)
-def test_arrays_in_an_output_that_is_no_tree_are_warned_of(outputs, kept):
-  with pytest.warns(UserWarning, match=f"of which {kept}") as record:
-    warn_of_uncast(HasDtype(), outputs, F32)
-  text = str(record[0].message)
-  for part in ("HasDtype under a policy with output_dtype=float32", "expected", "register_data"):
-    assert part in text
-
-
+UNCAST = [
+  (Prediction(HALF), "logits stay in bfloat16"),
+  ({"a": [Prediction(HALF, FULL)]}, "logits stay in bfloat16"),
+  (Prediction(HALF, HALF), "logits, label stay in bfloat16"),
+]
 OTHERS = [
   *(FULL, HALF, {"a": HALF}, "text", None, Prediction, nn.relu),
   *(Prediction(FULL), Prediction(jnp.arange(2)), jax.tree_util.Partial(jnp.add, HALF)),
@@ -135,8 +118,12 @@ OTHERS = [
 ]
 
 
-def test_of_other_outputs_it_says_nothing():
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    for outputs in OTHERS:
+def test_arrays_in_an_output_that_is_no_tree_are_warned_of_and_no_others():
+  for outputs, kept in UNCAST:
+    with pytest.warns(UserWarning, match=f"of which {kept}") as record:
       warn_of_uncast(HasDtype(), outputs, F32)
+    text = str(record[0].message)
+    for part in ("HasDtype under a policy with output_dtype=float32", "expected", "register_data"):
+      assert part in text
+  for outputs in OTHERS:
+    warn_of_uncast(HasDtype(), outputs, F32)  # Warnings are errors here.

@@ -27,28 +27,37 @@ def dtypes(policy):
   return policy.param_dtype, policy.compute_dtype, policy.output_dtype
 
 
-def test_presets():
-  wanted = {
-    "float32": (F32, F32, F32),
-    "bfloat16": (BF16, BF16, BF16),
-    "float16": (F16, F16, F16),
-    "mixed_bfloat16": (F32, BF16, F32),
-    "mixed_float16": (F32, F16, F32),
-  }
-  assert {name: dtypes(mpjax.Policy.parse(name)) for name in wanted} == wanted
-  assert all(mpjax.Policy.parse(name).weight_grad_dtype is None for name in wanted)
+# How a policy can be written, and its dtypes of parameters, computation and output.
+WRITTEN = {
+  ("float32", "full", "f32", "fp32"): (F32, F32, F32),
+  ("bfloat16", "bf16"): (BF16, BF16, BF16),
+  ("float16", "half", "f16", "fp16", "p=half,c=half,o=half"): (F16, F16, F16),
+  ("mixed_float16", "params=float32,compute=float16,output=float32"): (F32, F16, F32),
+  (
+    *("mixed_bfloat16", " mixed_bfloat16 ", "p=f32,c=bf16,o=f32", "o=f32,c=bf16"),
+    "  p = f32 , c=bf16,o =f32 ",
+  ): (F32, BF16, F32),
+  # What is left out is float32, and the output as computed.
+  ("c=bf16",): (F32, BF16, None),
+  ("compute=float16",): (F32, F16, None),
+  ("o=bf16",): (F32, F32, BF16),
+}
 
 
-@pytest.mark.case("A95")
-def test_what_is_left_out_is_float32_and_the_output_as_computed():
-  assert dtypes(mpjax.Policy()) == (F32, F32, None)
-  assert dtypes(mpjax.Policy.parse("c=bf16")) == (F32, BF16, None)
-  assert dtypes(mpjax.Policy.parse("compute=float16")) == (F32, F16, None)
-  assert dtypes(mpjax.Policy.parse("o=bf16")) == (F32, F32, BF16)
+@pytest.mark.case("A95", "B138")
+def test_presets_and_other_ways_to_write_them():
+  for texts, wanted in WRITTEN.items():
+    for text in texts:
+      policy = mpjax.Policy.parse(text)
+      assert dtypes(policy) == wanted, text
+      assert policy == mpjax.Policy.parse(texts[0]), text
+      assert mpjax.Policy.parse(str(policy)) == policy
+      assert (policy.weight_grad_dtype, policy.precision) == (None, None)
+  assert mpjax.Policy() == mpjax.Policy.parse("p=f32,c=f32")
 
 
-@pytest.mark.case("A95", "B080")
-def test_parsing_the_text_of_a_policy_gives_it_back():
+@pytest.mark.case("A95", "B044", "B080")
+def test_parsing_the_text_of_a_policy_gives_it_back(set_flag):
   for param, compute, output in itertools.product(DTYPES, DTYPES[:3], [None, *DTYPES[:3]]):
     for weight_grad in (None, compute, F32):
       fields = {"param_dtype": param, "compute_dtype": compute, "output_dtype": output}
@@ -57,6 +66,16 @@ def test_parsing_the_text_of_a_policy_gives_it_back():
       assert again == policy
       assert hash(again) == hash(policy)
       assert again is not policy
+  # What jmp prints is read.
+  for triple in itertools.product([jnp.float32, jnp.bfloat16, jnp.float16], repeat=3):
+    assert dtypes(mpjax.Policy.parse(str(jmp.Policy(*triple)))) == tuple(map(jnp.dtype, triple))
+  # All triples by long and by short keys.
+  set_flag("jax_enable_x64", True)
+  for triple in itertools.product(["float64", "float32", "bfloat16", "float16"], repeat=3):
+    for keys in ("params={},compute={},output={}", "p={},c={},o={}"):
+      policy = mpjax.Policy.parse(keys.format(*triple))
+      assert dtypes(policy) == tuple(map(jnp.dtype, triple))
+      assert mpjax.Policy.parse(str(policy)) == policy
 
 
 @pytest.mark.parametrize("precision", ["highest", "default", "BF16_BF16_F32"])
@@ -69,81 +88,39 @@ def test_the_precision_is_part_of_the_text_and_of_the_value(precision):
   assert mpjax.Policy.parse(f"c=bf16, precision = {precision.lower()}") == policy
   assert policy != mpjax.Policy(compute_dtype="bfloat16")
   assert dataclasses.replace(policy, precision=None) == mpjax.Policy(compute_dtype="bfloat16")
-  assert mpjax.Policy().precision is None
 
 
-@pytest.mark.case("A95", "B044")
-def test_all_triples_by_long_and_by_short_keys(set_flag):
-  set_flag("jax_enable_x64", True)
-  for triple in itertools.product(["float64", "float32", "bfloat16", "float16"], repeat=3):
-    for keys in ("params={},compute={},output={}", "p={},c={},o={}"):
-      policy = mpjax.Policy.parse(keys.format(*triple))
-      assert dtypes(policy) == tuple(map(jnp.dtype, triple))
-      assert mpjax.Policy.parse(str(policy)) == policy
-
-
-def test_what_jmp_prints_is_read():
-  for triple in itertools.product([jnp.float32, jnp.bfloat16, jnp.float16], repeat=3):
-    theirs = jmp.Policy(*triple)
-    assert dtypes(mpjax.Policy.parse(str(theirs))) == tuple(map(jnp.dtype, triple))
-
-
-@pytest.mark.case("B138")
-def test_other_ways_to_write_the_presets():
-  ways = {
-    "mixed_float16": ["params=float32,compute=float16,output=float32"],
-    "mixed_bfloat16": ["p=f32,c=bf16,o=f32", "o=f32,c=bf16", "  p = f32 , c=bf16,o =f32 "],
-    " mixed_bfloat16 ": ["mixed_bfloat16"],
-    "float16": ["p=half,c=half,o=half", "half", "f16", "fp16"],
-    "float32": ["full", "f32", "fp32"],
-    "bfloat16": ["bf16"],
-  }
-  for preset, texts in ways.items():
-    for text in texts:
-      policy = mpjax.Policy.parse(text)
-      assert policy == mpjax.Policy.parse(preset), text
-      assert mpjax.Policy.parse(str(policy)) == policy
-
-
-@pytest.mark.parametrize(
-  ("fields", "got", "fix"),
-  [
-    (
-      {"param": "f32", "compute": "f16"},
-      "'param'",
-      "Did you mean param_dtype= and compute_dtype=?",
-    ),
-    ({"compute_type": "f16"}, "'compute_type'", "Did you mean compute_dtype=?"),
-  ],
-)
-def test_a_policy_written_otherwise_is_told_how(fields, got, fix):
+def test_a_policy_written_otherwise_is_told_how():
   parts = {"where": "mpjax.Policy(...)", "builtin": TypeError}
   parts["expected"] = "arguments param_dtype, compute_dtype, output_dtype, weight_grad_dtype"
-  check_refused(lambda: mpjax.Policy(**fields), got=got, fix=fix, **parts)
-  positional = {"got": "too many positional arguments", "fix": 'parse("mixed_bfloat16")'}
-  check_refused(lambda: mpjax.Policy("bfloat16"), **positional, **parts)
+  near = "Did you mean param_dtype= and compute_dtype=?"
+  for given, fields, got, fix in (
+    ([], {"param": "f32", "compute": "f16"}, "'param'", near),
+    ([], {"compute_type": "f16"}, "'compute_type'", "Did you mean compute_dtype=?"),
+    (["bfloat16"], {}, "too many positional arguments", 'parse("mixed_bfloat16")'),
+  ):
+    check_refused(functools.partial(mpjax.Policy, *given, **fields), got=got, fix=fix, **parts)
 
 
 PRESET, ITEMS = "a preset ('float32', 'bfloat16'", "'params=...,compute=...,output=...'"
 
 
+NEAR = {
+  **{"mixed_bflota16": "'mixed_bfloat16'", "mixed_f16": "'mixed_float16'", "bf61": "'bfloat16'"},
+  **{"f64": "'float16'", "MIXED_FLOAT16": "'mixed_float16'", "float61": "'float16'"},
+  **{"mixed": "'mixed_float16'", "": "'float16'"},
+}
+
+
 @pytest.mark.case("A96", "B137")
-@pytest.mark.parametrize(
-  ("text", "near"),
-  [
-    ("mixed_bflota16", "'mixed_bfloat16'"),
-    ("mixed_f16", "'mixed_float16'"),
-    ("bf61", "'bfloat16'"),
-    ("f64", "'float16'"),
-    ("MIXED_FLOAT16", "'mixed_float16'"),
-    ("float61", "'float16'"),
-    ("mixed", "'mixed_float16'"),
-    ("", "'float16'"),
-  ],
-)
-def test_nearly_a_preset(text, near):
-  parts = {"where": PARSE, "expected": PRESET, "builtin": ValueError}
-  check_refused(lambda: mpjax.Policy.parse(text), got=repr(text), fix=near, **parts)
+def test_nearly_a_preset_and_what_is_no_policy():
+  for text, near in NEAR.items():
+    parts = {"where": PARSE, "expected": PRESET, "builtin": ValueError}
+    check_refused(functools.partial(mpjax.Policy.parse, text), got=repr(text), fix=near, **parts)
+  for value in (None, 16, jnp.bfloat16, ["bfloat16"]):
+    parts = {"expected": "a preset", "got": repr(value), "fix": "Pass a string or a mpjax.Policy"}
+    parts |= {"where": PARSE, "builtin": TypeError}
+    check_refused(functools.partial(mpjax.Policy.parse, value), **parts)
 
 
 TWICE, KEY = "compute_dtype is given twice", "key=dtype"
@@ -172,12 +149,6 @@ def test_a_malformed_item_is_named_by_its_position(text, where, expected, got, f
   parts = {"where": where, "expected": expected, "got": got, "fix": fix}
   builtin = TypeError if "int32" in text else ValueError
   check_refused(lambda: mpjax.Policy.parse(text), builtin=builtin, **parts)
-
-
-@pytest.mark.parametrize("value", [None, 16, jnp.bfloat16, ["bfloat16"]], ids=repr)
-def test_what_is_no_policy(value):
-  parts = {"expected": "a preset", "got": repr(value), "fix": "Pass a string or a mpjax.Policy"}
-  check_refused(lambda: mpjax.Policy.parse(value), where=PARSE, builtin=TypeError, **parts)
 
 
 @pytest.mark.parametrize("field", ["compute_dtype", "output_dtype", "weight_grad_dtype"])
@@ -259,13 +230,8 @@ def test_casts_reach_the_floating_arrays_only(method):
       assert after[name] is x
   assert all(before[name] is snapshot[name] for name in before)  # The input is as it was.
   assert before["numpy"].dtype == np.float32
-
-
-@pytest.mark.case("A97")
-def test_an_output_dtype_of_none_leaves_the_tree():
-  before = tree()
+  # An output dtype of None leaves the tree, and what has the dtype is the same array.
   assert mpjax.Policy().cast_to_output(before) is before
-  # And what has the dtype is the same array.
   assert mpjax.Policy().cast_to_param(before)["w"] is before["w"]
 
 

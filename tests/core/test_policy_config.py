@@ -1,21 +1,17 @@
 """What the user gave, and which policy a module gets of it."""
 
+import functools
 import pickle
 
 import flax.linen as nn
 import pytest
 
 import mpjax
-from mpjax._core.policy_config import (
-  ModulePolicy,
-  ModuleRecord,
-  parse_config,
-  resolve_policy,
-)
-from tests.errors import check_error
+from mpjax._core.policy_config import ModulePolicy, parse_config, resolve_policy
 
 Rule = mpjax.Rule
 HALF, OTHER = mpjax.Policy.parse("c=bf16"), mpjax.Policy.parse("c=f16")
+DENSE = {"module": nn.Dense}
 
 
 def given(policy="c=bf16", rules=(), defaults=(), unmatched="raise"):
@@ -25,77 +21,47 @@ def given(policy="c=bf16", rules=(), defaults=(), unmatched="raise"):
 def test_what_is_given_is_parsed():
   found = given("mixed_float16")
   assert found.policy == mpjax.Policy.parse("mixed_float16")
-  assert (found.output_dtype, given().output_dtype, given(None).output_dtype) == (
-    "float32",
-    None,
-    None,
-  )
+  outputs = (found.output_dtype, given().output_dtype, given(None).output_dtype)
+  assert outputs == ("float32", None, None)
   assert given(defaults=None).defaults == mpjax.default_rules()
   with pytest.raises(mpjax.MpjaxValueError, match="unmatched"):
     given(unmatched="never")
-
-
-def test_equal_ones_are_one_key_and_can_be_pickled():
+  # Equal ones are one key and can be pickled.
   first, second = (given(rules=[Rule(None, path="a")]) for _ in range(2))
   assert first == second
   assert hash(first) == hash(second)
   assert pickle.loads(pickle.dumps(first)) == first
 
 
-@pytest.mark.parametrize(
-  ("rule", "by_path"),
-  [({"path": "a"}, True), ({"where": callable}, True), ({"module": nn.Dense}, False)],
-)
-def test_rules_of_classes_do_not_depend_on_paths(rule, by_path):
-  assert given(rules=[Rule(None, **rule)]).by_path == by_path
-
-
-@pytest.mark.parametrize(
-  ("policy", "rules", "rewrites"),
-  [
+def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere():
+  for selector, by_path in ({"path": "a"}, True), ({"where": callable}, True), (DENSE, False):
+    assert given(rules=[Rule(None, **selector)]).by_path == by_path
+  for policy, rules, rewrites in [
     ("c=bf16", (), True),
     ("float32", (), False),
     (None, (), False),
     ("float32", [Rule("c=f16", path="a")], True),
     ("c=f32,precision=default", (), True),
     (None, [Rule("c=f32,precision=highest", path="a")], True),
-  ],
-)
-def test_low_is_what_computes_in_low_precision_anywhere(policy, rules, rewrites):
-  assert given(policy, rules).rewrites == rewrites
+  ]:
+    assert given(policy, rules).rewrites == rewrites, (policy, rules)
 
 
-@pytest.mark.parametrize(
-  ("rules", "own", "around", "wanted"),
-  [
-    ([], None, ModulePolicy(HALF), ModulePolicy(HALF)),
-    ([], None, ModulePolicy(HALF, picked=True), ModulePolicy(HALF)),
-    ([Rule(OTHER, path="a")], None, ModulePolicy(HALF), ModulePolicy(OTHER, picked=True)),
-    ([Rule(OTHER, path="b")], None, ModulePolicy(HALF), ModulePolicy(HALF)),
-    # The first that matches.
-    (
-      [Rule(None, module=nn.Dense), Rule(OTHER, path="a")],
-      None,
-      ModulePolicy(HALF),
-      ModulePolicy(None, picked=True, exempt=True),
-    ),
-    # A field of its own beats rules; no field is a policy by chance.
-    ([Rule(None, path="a")], OTHER, ModulePolicy(HALF), ModulePolicy(OTHER, picked=True)),
-    ([], "float16", ModulePolicy(HALF), ModulePolicy(HALF)),
-    # What is inside of an exempt module is exempt.
-    (
-      [Rule(OTHER, path="a")],
-      OTHER,
-      ModulePolicy(None, True, True),
-      ModulePolicy(None, exempt=True),
-    ),
-  ],
-)
-def test_which_policy_a_module_gets(rules, own, around, wanted):
-  found = resolve_policy(given(rules=rules), nn.Dense(2), "a", own, around)
-  assert found._replace(rule=None) == wanted
-  by_a_rule = wanted.picked and not isinstance(own, mpjax.Policy)
-  assert found.rule == (rules[0] if by_a_rule else None)
+def test_the_policy_of_a_module_comes_with_the_rule_that_picked_it():
+  around, of_other, exempt = ModulePolicy(HALF), Rule(OTHER, path="a"), Rule(None, module=nn.Dense)
+  picked = functools.partial(ModulePolicy, picked=True)
+  for rules, own, wanted in (
+    ([Rule(OTHER, path="b")], None, around),
+    ([Rule("float32", path="b"), of_other, exempt], None, picked(OTHER, rule=of_other)),
+    ([exempt, of_other], None, picked(None, exempt=True, rule=exempt)),
+    # A field of its own beats rules.
+    ([exempt], OTHER, picked(OTHER)),
+  ):
+    assert resolve_policy(given(rules=rules), nn.Dense(2), "a", own, around) == wanted
+  # Those that it hides are found where they are asked for.
+  config = given(rules=[Rule("float32", path="b"), of_other, exempt])
+  found = resolve_policy(config, nn.Dense(2), "a", None, around, all_matches=True)
+  assert found == picked(OTHER, rule=of_other, hidden=(exempt,))
 
 
 def test_a_default_gives_way_to_a_rule():
@@ -105,27 +71,3 @@ def test_a_default_gives_way_to_a_rule():
     resolve_policy(plain, norm, "a", None, ModulePolicy(HALF)).policy.compute_dtype == "float32"
   )
   assert resolve_policy(ruled, norm, "a", None, ModulePolicy(HALF)).policy == OTHER
-
-
-def test_rules_that_match_nothing():
-  rules = [Rule(OTHER, path="a"), Rule(None, module=nn.Dense), Rule(None, path="headd")]
-
-  def record(unmatched):
-    found = ModuleRecord(given(rules=rules, unmatched=unmatched))
-    found.note(nn.Dense(2), "a")
-    assert found.matched == set(rules[:2])
-    found.classes = {"head": "Dense"}
-    return found
-
-  with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
-    record("raise").check("of the model", 1)
-  check_error(
-    excinfo, where="headd", expected="at least one module", got="of the model", fix="head"
-  )
-  with pytest.warns(UserWarning, match="headd") as caught:
-    record("warn").check("here", 1)
-  assert caught[0].filename == __file__
-  record("ignore").check("here", 1)
-  found = record("raise")
-  found.note_paths(["headd"])
-  found.check("of the model", 1)

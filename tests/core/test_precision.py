@@ -1,5 +1,7 @@
 """Names of precisions of matmuls, and which of them fit a dtype."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,43 +15,31 @@ BF16, F16, F32 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32")
 Precision, Preset = jax.lax.Precision, jax.lax.DotAlgorithmPreset
 
 
-@pytest.mark.parametrize(
-  ("given", "wanted", "text"),
-  [
+def test_names_and_objects():
+  for given, wanted, text in [
     ("highest", Precision.HIGHEST, "highest"),
     ("HIGH", Precision.HIGH, "high"),
     (Precision.DEFAULT, Precision.DEFAULT, "default"),
     (Preset.DEFAULT, Precision.DEFAULT, "default"),
     ("bf16_bf16_f32", Preset.BF16_BF16_F32, "BF16_BF16_F32"),
     (Preset.TF32_TF32_F32_X3, Preset.TF32_TF32_F32_X3, "TF32_TF32_F32_X3"),
-  ],
-)
-def test_names_and_objects(given, wanted, text):
-  found = parse_precision(given, WHERE)
-  assert found is wanted
-  assert written(found) == text
-  assert parse_precision(text, WHERE) is wanted
-
-
-def test_every_precision_of_jax_has_a_name_that_is_read():
+  ]:
+    found = parse_precision(given, WHERE)
+    assert found is wanted
+    assert written(found) == text
+  # Every precision of JAX has a name that is read.
   for precision in (*Precision, *Preset):
     found = parse_precision(precision, WHERE)
     assert parse_precision(written(found), WHERE) is found
-
-
-@pytest.mark.parametrize(
-  ("given", "got", "fix", "builtin"),
-  [
+  expected = "'default', 'high', 'highest', a jax.lax.Precision, or a jax.lax.DotAlgorithmPreset"
+  for given, got, fix, builtin in [
     ("hihgest", "'hihgest'", "Did you mean 'highest'", ValueError),
     ("TF32", "'TF32'", "'TF32_TF32_F32'", ValueError),
     (jnp.float32, "float32", 'precision="highest"', TypeError),
     (("highest", "high"), "('highest', 'high')", 'precision="highest"', TypeError),
-  ],
-)
-def test_what_is_no_precision(given, got, fix, builtin):
-  expected = "'default', 'high', 'highest', a jax.lax.Precision, or a jax.lax.DotAlgorithmPreset"
-  parts = {"where": WHERE, "expected": expected, "got": got, "fix": fix, "builtin": builtin}
-  check_refused(lambda: parse_precision(given, WHERE), **parts)
+  ]:
+    parts = {"where": WHERE, "expected": expected, "got": got, "fix": fix, "builtin": builtin}
+    check_refused(functools.partial(parse_precision, given, WHERE), **parts)
 
 
 @pytest.mark.parametrize(

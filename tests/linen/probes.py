@@ -51,15 +51,32 @@ class Does(nn.Module):
     return self.body(self, *args, **kwargs)
 
 
+def calling(body: Any, lift: Any = lambda method: method) -> Any:
+  """Returns a class of its own whose `__call__`, under `lift`, does what a function says."""
+
+  class Calling(nn.Module):
+    @lift
+    @nn.compact
+    def __call__(self, *args):
+      return body(self, *args)
+
+  return Calling
+
+
 # Modules that show the dtype of a product in them
+
+
+def noted_as(path: str, x: Any) -> Any:
+  """Computes a product of `x`, named after the module with that path; returns `x` as it is."""
+  with jax.named_scope(PROBE + path.replace("/", ".")):
+    flat = x.reshape(-1)
+    jax.lax.dot(flat, flat)
+  return x
 
 
 def note(module: nn.Module, x: Any) -> Any:
   """Computes a product of what a module is given, named after the module; returns `x` as it is."""
-  with jax.named_scope(PROBE + ".".join(module.path)):
-    flat = x.reshape(-1)
-    jax.lax.dot(flat, flat)
-  return x
+  return noted_as("/".join(module.path), x)
 
 
 class Probe(nn.Module):

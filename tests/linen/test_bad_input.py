@@ -9,8 +9,8 @@ import pytest
 
 import mpjax
 from mpjax._core.active import ACTIVE
-from tests.errors import check_error
-from tests.linen.probes import KEY, X
+from tests.errors import check_refused, refused
+from tests.linen.probes import KEY, Does, X
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
 
@@ -49,22 +49,15 @@ NO_RULES = [
 @pytest.mark.parametrize("name", WAYS)
 def test_policies_and_rules(name):
   for policy, where, expected, got, fix in POLICIES:
-    with pytest.raises(mpjax.MpjaxError) as excinfo:
-      WAYS[name](policy)
-    check_error(excinfo, where=where, expected=expected, got=got, fix=fix)
+    call = functools.partial(WAYS[name], policy)
+    check_refused(call, where=where, expected=expected, got=got, fix=fix)
     assert ACTIVE.value is None  # A scope that is refused is not entered.
   for option in ("rules", "defaults"):
     for value, got in NO_RULES:
-      with pytest.raises(TypeError) as excinfo:
+      with refused(
+        TypeError, f"{name}({option}=...)", "a sequence of mpjax.Rule", got, "Write [mpjax.Rule("
+      ):
         WAYS[name](**{option: value})
-      check_error(
-        excinfo,
-        where=f"{name}({option}=...)",
-        expected="a sequence of mpjax.Rule",
-        got=got,
-        fix="Write [mpjax.Rule(",
-        builtin=TypeError,
-      )
 
 
 class Parent(nn.Module):
@@ -84,14 +77,6 @@ class Calls(nn.Module):
     return self.held(x)
 
 
-class InCompact(nn.Module):
-  """Calls a wrapped model that it closes over."""
-
-  @nn.compact
-  def __call__(self, x):
-    return WRAPPED(x)
-
-
 def bound(module=None):
   return (module or Parent()).bind({"params": {}})
 
@@ -104,43 +89,43 @@ CALLED = ("Dense under mpjax.linen.with_policy: __call__(...)", "a call of apply
 PARENT = ("Dense under mpjax.linen.with_policy: clone(parent=...)", CALLED[1])
 UNMATCHED = ("with_policy(unmatched=...)", "'raise', 'warn' or 'ignore'")
 WHAT = "what to do about a rule that picks out no module"
+ROOT = "Wrap the root"
 MISTAKES = {
-  # What is called, and the four parts of its error.
-  "a class": (lambda: with_policy(nn.Dense, "bfloat16"), MODEL, UNBOUND, "class Dense", INSTANCE),
-  "none": (lambda: with_policy(None, "bfloat16"), MODEL, UNBOUND, "NoneType", INSTANCE),
-  "a function": (lambda: with_policy(abs, "bfloat16"), MODEL, UNBOUND, "function", INSTANCE),
-  "an array": (lambda: with_policy(X, "bfloat16"), MODEL, UNBOUND, "Array", INSTANCE),
-  "wrapped": (lambda: with_policy(WRAPPED, "float16"), MODEL, UNBOUND, AGAIN, ONCE),
-  "wrapped and bound": (
-    lambda: with_policy(bound(WRAPPED), "float16"),
-    *(MODEL, UNBOUND, AGAIN, ONCE),
-  ),
-  "bound": (
-    lambda: with_policy(bound(), "bfloat16"),
-    *(MODEL, UNBOUND, "one that is bound at ''", "Wrap the root model"),
-  ),
-  "a bound child": (
-    lambda: with_policy(bound().child, "bfloat16"),
-    *(MODEL, UNBOUND, "one that is bound at 'child'", "Wrap the root model"),
-  ),
-  "called": (lambda: WRAPPED(X), *CALLED, SUBMODULE, "Wrap the root"),
-  "held": (lambda: Calls(WRAPPED).init(KEY, X), *CALLED, SUBMODULE, "Wrap the root"),
-  "held, in jit": (
-    lambda: jax.jit(Calls(WRAPPED).init)(KEY, X),
-    *(*CALLED, SUBMODULE, "Wrap the root"),
-  ),
-  "closed over": (lambda: InCompact().init(KEY, X), *CALLED, SUBMODULE, "Wrap the root"),
-  "in a layer of Flax": (
-    lambda: nn.Sequential([nn.Dense(3), WRAPPED]).init(KEY, X),
-    *(*CALLED, SUBMODULE, "Wrap the root"),
-  ),
-  "given a parent": (
-    lambda: WRAPPED.clone(parent=Parent()),
-    *(*PARENT, SUBMODULE, "Wrap the root"),
-  ),
-  "unmatched='error'": (lambda: wrap(unmatched="error"), *UNMATCHED, "'error'", WHAT),
-  "unmatched=None": (lambda: wrap(unmatched=None), *UNMATCHED, "None", WHAT),
-  "unmatched=True": (lambda: wrap(unmatched=True), *UNMATCHED, "True", WHAT),
+  # What is wrapped: what the error calls it, and what to do.
+  **{
+    name: (functools.partial(with_policy, model, "bfloat16"), MODEL, UNBOUND, got, fix)
+    for name, model, got, fix in (
+      ("a class", nn.Dense, "class Dense", INSTANCE),
+      ("none", None, "NoneType", INSTANCE),
+      ("a function", abs, "function", INSTANCE),
+      ("an array", X, "Array", INSTANCE),
+      ("wrapped", WRAPPED, AGAIN, ONCE),
+      ("wrapped and bound", bound(WRAPPED), AGAIN, ONCE),
+      ("bound", bound(), "one that is bound at ''", "Wrap the root model"),
+      ("a bound child", bound().child, "one that is bound at 'child'", "Wrap the root model"),
+    )
+  },
+  # Where a wrapped model is called as a submodule.
+  **{
+    name: (call, *CALLED, SUBMODULE, ROOT)
+    for name, call in {
+      "called": lambda: WRAPPED(X),
+      "held": lambda: Calls(WRAPPED).init(KEY, X),
+      "held, in jit": lambda: jax.jit(Calls(WRAPPED).init)(KEY, X),
+      "closed over": lambda: Does(lambda module, x: WRAPPED(x)).init(KEY, X),
+      "in a layer of Flax": lambda: nn.Sequential([nn.Dense(3), WRAPPED]).init(KEY, X),
+    }.items()
+  },
+  "given a parent": (lambda: WRAPPED.clone(parent=Parent()), *PARENT, SUBMODULE, ROOT),
+  **{
+    f"unmatched={value!r}": (
+      functools.partial(wrap, unmatched=value),
+      *UNMATCHED,
+      repr(value),
+      WHAT,
+    )
+    for value in ("error", None, True)
+  },
 }
 
 
@@ -149,9 +134,7 @@ def test_mistakes(name):
   call, where, expected, got, fix = MISTAKES[name]
   builtin = ValueError if "unmatched" in name else TypeError
   where = f"mpjax.linen.{where}" if where.startswith("with_policy") else where
-  with pytest.raises(builtin) as excinfo:
-    call()
-  check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
+  check_refused(call, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
   assert WRAPPED.clone(parent=None) == WRAPPED
 
 

@@ -1,5 +1,6 @@
 """The policy observed is the one in force: through every cache, scope, exception and thread."""
 
+import concurrent.futures
 import contextlib
 import functools
 import threading
@@ -16,7 +17,7 @@ import pytest
 import mpjax
 from mpjax._core.active import ACTIVE
 from tests.compilations import compilations
-from tests.errors import check_error
+from tests.errors import refused
 from tests.linen.probes import KEY, Does, Probe, X, calls, note, seen
 from tests.programs import products
 
@@ -31,43 +32,30 @@ class Plain(nn.Module):
     return nn.Dense(2)(x)
 
 
-class JitClass(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.jit(Plain)()(x)
-
-
 @jax.jit
 def inner_product(x, kernel):
   return x @ kernel
 
 
-class InnerJit(nn.Module):
+def inner_jit(module, x):
   """Calls a jitted function of its own, which knows nothing of policies."""
+  kernel = module.param("kernel", nn.initializers.ones, (x.shape[-1], 2))
 
-  @nn.compact
-  def __call__(self, x):
-    kernel = self.param("kernel", nn.initializers.ones, (x.shape[-1], 2))
+  @jax.jit
+  def dense(x):
+    return nn.Dense(2, parent=None).apply({"params": {"kernel": kernel, "bias": kernel[0]}}, x)
 
-    @jax.jit
-    def dense(x):
-      return nn.Dense(2, parent=None).apply({"params": {"kernel": kernel, "bias": kernel[0]}}, x)
-
-    return inner_product(x, kernel) + dense(x)
+  return inner_product(x, kernel) + dense(x)
 
 
-MODELS = {cls.__name__: cls() for cls in (Plain, JitClass, InnerJit)}
+JIT_CLASS = Does(lambda module, x: nn.jit(Plain)()(x))
+MODELS = {"Plain": Plain(), "JitClass": JIT_CLASS, "InnerJit": Does(inner_jit)}
+CASES = pytest.mark.parametrize("name", MODELS)
 
 
 @functools.cache
 def variables_of(name):
   return MODELS[name].init(KEY, X)
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def case(request):
-  name = request.param
-  return MODELS[name], variables_of(name)
 
 
 def by_hand(name, policy):
@@ -76,18 +64,22 @@ def by_hand(name, policy):
   params, x = variables_of(name)["params"], X.astype(dtype)
   if name == "InnerJit":
     kernel = params["kernel"].astype(dtype)
-    return x @ kernel + (x @ kernel + kernel[0])
+    return x @ kernel + (x @ kernel + kernel[:1])
   params = params["JitPlain_0"] if name == "JitClass" else params
   return nn.Dense(2, dtype=dtype).apply({"params": params["Dense_0"]}, x)
 
 
-@pytest.fixture(scope="module")
-def wanted(case):
-  (name,) = (name for name, model in MODELS.items() if model is case[0])
-  found = {policy: by_hand(name, policy) for policy in POLICIES}
+@functools.cache
+def case(name):
+  """Returns a model, its variables, and what it gives under each policy."""
+  wanted = {policy: by_hand(name, policy) for policy in POLICIES}
   # They differ, so that a stale one would show.
-  assert len({np.asarray(x, np.float32).tobytes() for x in found.values()}) == 3
-  return found
+  assert len({np.asarray(x, np.float32).tobytes() for x in wanted.values()}) == 3
+  return MODELS[name], variables_of(name), wanted
+
+
+def entered(policy):
+  return scope(policy) if policy else contextlib.nullcontext()
 
 
 def equal(found, wanted):
@@ -95,12 +87,19 @@ def equal(found, wanted):
   np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
 
 
+def elsewhere(work):
+  """Returns what a function returns in another thread."""
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    return pool.submit(work).result()
+
+
 ROUND = [*POLICIES, *reversed(POLICIES), "bfloat16", "float32", "float16"]
 
 
 @pytest.mark.case("B066", "B149")
-def test_wrappers_in_turn_through_one_jitted_function(case, wanted):
-  model, variables = case
+@CASES
+def test_wrappers_in_turn_through_one_jitted_function(name):
+  model, variables, wanted = case(name)
 
   @functools.partial(jax.jit, static_argnums=0)
   def forward(model, variables):
@@ -114,12 +113,13 @@ def test_wrappers_in_turn_through_one_jitted_function(case, wanted):
 
 
 @pytest.mark.case("B066", "B149")
-def test_scopes_in_turn_around_one_jitted_function(case, wanted):
+@CASES
+def test_scopes_in_turn_around_one_jitted_function(name):
   """Interceptors alone would be ignored by a function that was compiled before."""
-  model, variables = case
+  model, variables, wanted = case(name)
   forward = jax.jit(model.apply)
   for policy in ROUND:
-    with scope(policy) if policy else contextlib.nullcontext():
+    with entered(policy):
       equal(forward(variables, X), wanted[policy])
       equal(model.apply(variables, X), wanted[policy])
     equal(forward(variables, X), wanted[None])
@@ -127,8 +127,9 @@ def test_scopes_in_turn_around_one_jitted_function(case, wanted):
 
 
 @pytest.mark.case("B068", "B066")
-def test_a_scope_inside_a_jitted_function(case, wanted):
-  model, variables = case
+@CASES
+def test_a_scope_inside_a_jitted_function(name):
+  model, variables, wanted = case(name)
 
   @functools.partial(jax.jit, static_argnums=0)
   def forward(policy, variables):
@@ -144,8 +145,9 @@ def test_a_scope_inside_a_jitted_function(case, wanted):
 
 
 @pytest.mark.case("B068", "A89")
-def test_a_scope_left_by_an_exception(case, wanted):
-  model, variables = case
+@CASES
+def test_a_scope_left_by_an_exception(name):
+  model, variables, wanted = case(name)
   forward = jax.jit(model.apply)
   with scope("bfloat16"):
     for _ in range(2):
@@ -178,66 +180,40 @@ def test_a_model_that_raises_leaves_nothing_behind():
 
 
 @pytest.mark.case("B067", "A104", "I9")
-def test_another_thread_sees_no_scope(case, wanted):
-  model, variables = case
+@CASES
+def test_another_thread_sees_no_scope(name):
+  model, variables, wanted = case(name)
   forward = jax.jit(model.apply)
-  found = {}
 
-  def elsewhere():
-    found["default"] = forward(variables, X)
+  def work():
+    default = forward(variables, X)
     with scope("float16"):
-      found["own"] = forward(variables, X)
-    found["wrapper"] = with_policy(model, "float16").apply(variables, X)
-    found["after"] = forward(variables, X)
+      own = forward(variables, X)
+    wrapped = with_policy(model, "float16").apply(variables, X)
+    return default, own, wrapped, forward(variables, X)
 
   with scope("bfloat16"):
-    before = forward(variables, X)
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    after = forward(variables, X)
-  equal(before, wanted["bfloat16"])
-  equal(found["default"], wanted[None])
-  equal(found["own"], wanted["float16"])
-  equal(found["wrapper"], wanted["float16"])
-  equal(found["after"], wanted[None])
-  equal(after, wanted["bfloat16"])
+    equal(forward(variables, X), wanted["bfloat16"])
+    for out, policy in zip(elsewhere(work), (None, "float16", "float16", None), strict=True):
+      equal(out, wanted[policy])
+    equal(forward(variables, X), wanted["bfloat16"])
 
 
 @pytest.mark.case("B067")
 def test_threads_at_the_same_time():
-  model, variables = MODELS["Plain"], variables_of("Plain")
-  wanted = {policy: by_hand("Plain", policy) for policy in POLICIES}
+  model, variables, wanted = case("Plain")
   forward = jax.jit(model.apply)
-  start, failures = threading.Barrier(4), []
+  start = threading.Barrier(4, timeout=30)
 
   def work(policy):
-    try:
-      start.wait(30)
-      for _ in range(20):
-        with scope(policy) if policy else contextlib.nullcontext():
-          equal(forward(variables, X), wanted[policy])
-          equal(model.apply(variables, X), wanted[policy])
-    except BaseException as error:
-      failures.append((policy, error))
+    start.wait()
+    for _ in range(20):
+      with entered(policy):
+        equal(forward(variables, X), wanted[policy])
+        equal(model.apply(variables, X), wanted[policy])
 
-  threads = [threading.Thread(target=work, args=(policy,)) for policy in POLICIES]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  assert not failures
-
-
-class TwoPlaces(nn.Module):
-  """Two equal modules, which only a path tells apart, compiled as one by `nn.jit`."""
-
-  cls: type
-
-  @nn.compact
-  def __call__(self, x):
-    x = self.cls(name="one")(x)
-    return self.cls(name="two")(x)
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    list(pool.map(work, POLICIES))
 
 
 class Noted(nn.Module):
@@ -263,8 +239,6 @@ class JitNoted(Noted):
 PLACES = [
   ({}, ["bfloat16", "bfloat16"]),
   ({"rules": [Rule("float16", path="one")]}, ["float16", "bfloat16"]),
-  ({"rules": [Rule("float16", path="two")]}, ["bfloat16", "float16"]),
-  ({"rules": [Rule("float16", where=lambda m: "two" in m.path)]}, ["bfloat16", "float16"]),
   # An exempt module computes in float32, in which its parameters are.
   ({"rules": [Rule(None, path="two/**")]}, ["bfloat16", "float32"]),
   (
@@ -275,21 +249,23 @@ PLACES = [
     {"defaults": (*mpjax.default_rules(), Rule("float16", path="two"))},
     ["bfloat16", "float16"],
   ),
-  (
-    {"rules": [Rule("float16", where=lambda m: getattr(m, "is_two", False))]},
-    ["bfloat16", "float16"],
-  ),
-  (
-    {"rules": [Rule("float16", where=lambda m: m.__dict__.get("name") == "two")]},
-    ["bfloat16", "float16"],
+  *(
+    ({"rules": [Rule("float16", **selector)]}, ["bfloat16", "float16"])
+    for selector in (
+      {"path": "two"},
+      {"where": lambda m: "two" in m.path},
+      {"where": lambda m: getattr(m, "is_two", False)},
+      {"where": lambda m: m.__dict__.get("name") == "two"},
+    )
   ),
 ]
 
 
 @pytest.mark.case("B095", "B066")
 @pytest.mark.parametrize("cls", [JitNoted, nn.jit(Noted)], ids=["method", "class"])
-def test_equal_modules_at_two_places_under_nn_jit(cls):
-  model = TwoPlaces(cls)
+def test_equal_modules_at_two_paths_under_nn_jit(cls):
+  """Only a path tells them apart, and `nn.jit` compiles them as one."""
+  model = Does(lambda module, x: cls(name="two")(cls(name="one")(x)))
   variables = jax.eval_shape(model.init, KEY, X)
   for _ in range(2):
     for options, wanted in PLACES:
@@ -356,32 +332,27 @@ def test_the_policy_of_the_lowering_stays_with_what_was_compiled():
     assert jax.jit(model.apply).lower(variables, X).out_info.dtype == jnp.float16
 
 
-class SignGrad(nn.Module):
+def sign_grad(module, x):
   """Replaces the gradients of a layer by their signs, as Flax's manual does."""
 
-  @nn.compact
-  def __call__(self, x):
-    def body(module, x):
-      return module(x)
+  def forward(module, x):
+    return nn.vjp(lambda module, x: module(x), module, x)
 
-    def forward(module, x):
-      return nn.vjp(body, module, x)
+  def backward(pullback, cotangent):
+    calls.append(("backward", str(cotangent.dtype)))
+    params, *inputs = pullback(cotangent)
+    return jax.tree.map(jnp.sign, params), *inputs
 
-    def backward(pullback, cotangent):
-      calls.append(("backward", str(cotangent.dtype)))
-      params, *inputs = pullback(cotangent)
-      return jax.tree.map(jnp.sign, params), *inputs
-
-    x = nn.Dense(3, name="first")(x)
-    x = nn.custom_vjp(body, forward_fn=forward, backward_fn=backward)(nn.Dense(3, name="sign"), x)
-    return nn.Dense(2, name="last")(x)
+  x = nn.Dense(3, name="first")(x)
+  signs = nn.custom_vjp(lambda module, x: module(x), forward_fn=forward, backward_fn=backward)
+  return nn.Dense(2, name="last")(signs(nn.Dense(3, name="sign"), x))
 
 
 @pytest.mark.case("A72")
 @pytest.mark.parametrize("way", ["wrapper", "scope", "scope around jit"])
 def test_a_custom_backward_of_linen_runs_as_its_forward_did(way):
   """Also when it is traced after the scope was left, or inside another one."""
-  model = SignGrad()
+  model = Does(sign_grad)
   variables = model.init(KEY, X)
   apply = with_policy(model, "bfloat16").apply if way == "wrapper" else model.apply
   apply = jax.jit(apply) if "jit" in way else apply
@@ -445,16 +416,13 @@ def test_a_scope_inside_a_running_call_is_refused():
   # Without a policy there is nothing that it would change.
   assert seen(Does(enters).apply, {}, X) == {"": "float32", "Probe_0": "float32"}
   for rules in ([], [Rule("float16", path="**")]):
-    with pytest.raises(RuntimeError) as excinfo:
+    with refused(
+      RuntimeError,
+      *("mpjax.linen.policy_scope(policy)", "outside of a forward pass"),
+      "a module that is running already, under the policy 'params=",
+      "Pick submodules out with mpjax.Rule",
+    ):
       with_policy(Does(enters), "bfloat16", rules).apply({}, X)
-    check_error(
-      excinfo,
-      where="mpjax.linen.policy_scope(policy)",
-      expected="outside of a forward pass",
-      got="a module that is running already, under the policy 'params=",
-      fix="Pick submodules out with mpjax.Rule",
-      builtin=RuntimeError,
-    )
     assert ACTIVE.value is None
 
 
@@ -468,9 +436,7 @@ def test_a_generator_that_ends_in_another_thread():
   model, variables = MODELS["Plain"], variables_of("Plain")
   generator = held("bfloat16")
   next(generator)
-  thread = threading.Thread(target=generator.close)
-  thread.start()
-  thread.join()
+  elsewhere(generator.close)
   # The thread that entered it notices when it next enters or leaves a scope.
   with scope("float16"):
     assert model.apply(variables, X).dtype == jnp.float16
@@ -524,17 +490,13 @@ def test_random_sequences(operations):
         model = with_policy(MODELS["Plain"], value)
         assert str(model.apply(variables_of("Plain"), X).dtype) == DTYPES[value]
       elif kind == "thread":
-        found = []
 
-        def elsewhere(policy=value, found=found):
-          found.append(observe("Plain", jit=True))
+        def work(policy=value):
+          default = observe("Plain", jit=True)
           with scope(policy):
-            found.append(observe("Plain", jit=True))
+            return default, observe("Plain", jit=True)
 
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert found == ["float32", DTYPES[value]]
+        assert elsewhere(work) == ("float32", DTYPES[value])
       now = DTYPES[in_force[-1]] if in_force else "float32"
       assert observe("Plain", jit=True) == now
   finally:
@@ -542,21 +504,3 @@ def test_random_sequences(operations):
       open_scopes.pop().close()
   assert ACTIVE.value is None
   assert observe("Plain") == "float32"
-
-
-@pytest.mark.parametrize("before", [[], [Rule("float32", path="*")]], ids=["none", "other"])
-def test_a_module_bound_by_the_user_follows_each_scope(before):
-  class Two(nn.Module):
-    def setup(self):
-      self.one, self.two = nn.jit(Plain)(), nn.jit(Plain)()
-
-    def __call__(self, x):
-      return self.two(self.one(x))
-
-  variables = Two().init(KEY, X)
-  bound = Two().bind(variables)
-  with scope("float16", before):
-    bound(X)
-  with scope("bfloat16", [Rule("float32", path="two")]):
-    program = jax.make_jaxpr(lambda x: bound(x))(X)
-  assert product_dtypes(program) == ["bfloat16", "float32"]

@@ -1,4 +1,4 @@
-"""The outermost call: what it is given, what it returns, and what it does where tracing raises."""
+"""The outermost call: variables, random numbers, and what surrounds it."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ import pytest
 from flax.core import freeze
 
 import mpjax
-from tests.linen.probes import HALF, KEY, RAW, Does, X, all_half, dtypes, operands
+from tests.linen.probes import HALF, KEY, RAW, Does, X, all_half, calling, calls, dtypes, operands
 from tests.programs import Derivatives, bits, products, run
 
 # The models are written as their users write them.
@@ -42,172 +42,37 @@ def ones(features, inputs=3):
   return {"kernel": jnp.eye(inputs, features), "bias": jnp.full(features, 0.5)}
 
 
-# What Python does in a call, or what leaves it, that cannot be traced
-
-
-class Box:
-  """No tree to JAX."""
-
-  def __init__(self, content):
-    self.content = content
-
-  def get(self):
-    return self.content
-
-
-class Slots:
-  __slots__ = ("content",)
-
-  def __init__(self, content):
-    self.content = content
-
-
-def between(do, **fields):
-  """Returns a module that does something with an array between two layers, and counts its calls."""
-
-  def body(module, x, *given):
-    count = module.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
-    count.value = count.value + 1
-    return nn.Dense(3, name="after")(do(nn.Dense(3, name="before")(x), *given))
-
-  return Does(body, **fields)
-
-
-def returns(make):
-  """Returns a module that returns what a function makes of the result of a layer."""
-  return Does(lambda module, x: make(nn.Dense(3, name="before")(x)))
-
-
-def raise_if(condition):
-  if condition:
-    raise ValueError
-
-
-def masked(x):
-  return x[x > -1e9].reshape(x.shape)
-
-
-def shown(x):
-  assert f"{x.mean():.3f}"
-  return x
-
-
-PYTHON = {
-  # What the user's module does with an array between two layers, and what the warning says of it.
-  "if": (lambda x: raise_if(float(x.sum()) > 1e9) or x, "values of arrays: .*test_outermost.py"),
-  "mask": (masked, "values of arrays: .*test_outermost.py"),
-  "format": (shown, "values of arrays: .*test_outermost.py"),
-  "sharding": (lambda x: x.sharding and x, "values of arrays: .*test_outermost.py"),
-  "a list that is an argument": (
-    lambda x, taps: taps.append(x) or x,
-    "one that changes an argument in place",
-  ),
-}
-
-
-@pytest.mark.parametrize("name", PYTHON)
-@WAYS
-def test_what_cannot_be_traced_runs_as_python_and_its_submodules_are_rewritten(way, name):
-  do, warning = PYTHON[name]
-  model, given = between(do), ([],) if "list" in name else ()
-  variables = {
-    "params": {"before": ones(3), "after": ones(3)},
-    "counts": {"calls": jnp.zeros((), jnp.int32)},
-  }
-  with pytest.warns(UserWarning, match=warning) as record:
-    returned = call(way, model, "c=bf16", variables, X, *given, mutable=["counts"])
-  called = "with_policy(model, policy)" if way == "wrapper" else "policy_scope(policy)"
-  (text,) = (str(w.message) for w in record)
-  assert text.startswith(f"mpjax.linen.{called}: the root: expected a body that can be traced")
-  out, state = returned if way != "bound" else (returned, None)
-  # Each layer by hand: operands are rounded, and so is the result.
-  layer = functools.partial(nn.Dense(3, dtype=BF16).apply, {"params": ones(3)})
-  wanted = layer(layer(X.astype(BF16)))
-  assert bits(out) == bits(wanted)
-  assert state is None or int(state["counts"]["calls"]) == 1
-  assert not given or bits(given[0]) == bits([layer(X.astype(BF16))])
-  # To a trace there is no value to look at: it is the user's own error.
-  if name == "if":
-    with pytest.raises(jax.errors.ConcretizationTypeError):
-      jax.jit(lambda v: with_policy(model, "c=bf16").apply(v, X, mutable=["counts"]))(variables)
+# What cannot be traced, and what raises in float32
 
 
 def test_a_submodule_that_looks_at_values_is_named_and_so_is_what_is_around_it():
-  def body(module, x):
-    return between(PYTHON["if"][0], name="inner")(nn.Dense(3, name="first")(x))
+  def looks(module, x):
+    x = nn.Dense(3)(x)
+    if float(x.sum()) > 1e9:
+      raise ValueError
+    return nn.Dense(3)(x)
 
-  around = Does(body)
+  around = Does(lambda module, x: Does(looks, name="inner")(nn.Dense(3, name="first")(x)))
   variables = around.init(KEY, X)
   with pytest.warns(UserWarning, match="expected a body that can be traced") as record:
-    found = with_policy(around, "mixed_bfloat16").apply(variables, X, mutable=["counts"])[0]
+    found = with_policy(around, "mixed_bfloat16").apply(variables, X)
   texts = [str(w.message) for w in record]
-  assert all("raise_if(float(x.sum()) > 1e9)" in text for text in texts), texts
+  assert all("if float(x.sum()) > 1e9" in text for text in texts), texts
   assert "the root" in texts[-1]
   assert found.dtype == F32
 
 
-HIDING = {
-  # By name: how to hide an array from JAX, and how to get it back.
-  "attribute": (Box, lambda box: box.content),
-  "object in object": (lambda x: Box(Box(x)), lambda box: box.content.content),
-  "list": (lambda x: Box([{"x": x}]), lambda box: box.content[0]["x"]),
-  "slot": (Slots, lambda box: box.content),
-  "method": (lambda x: Box(x).get, lambda method: method()),
-  "closure": (lambda x: lambda: x, lambda function: function()),
-  "default": (lambda x: lambda x=x: x, lambda function: function()),
-  "partial": (lambda x: functools.partial(jnp.add, x, 0), lambda function: function()),
-  "generator": (lambda x: (x for _ in range(1)), next),
-}
-
-
-@pytest.mark.parametrize("hiding", HIDING)
-def test_an_array_in_an_object_that_is_no_tree_comes_out_as_an_array(hiding):
-  hide, get = HIDING[hiding]
-  for way in ("wrapper", "scope", "bound") if hiding == "attribute" else ("wrapper",):
-    with pytest.warns(UserWarning, match="with arrays in it, which is no tree"):
-      out = get(call(way, returns(hide), "c=bf16", {"params": {"before": ones(3)}}, X))
-    assert bits(out) == bits(nn.Dense(3, dtype=BF16).apply({"params": ones(3)}, X))
-
-
-@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
-def test_the_dtype_of_what_an_object_hides_is_warned_of_where_it_is_another(policy):
-  model = with_policy(returns(Box), policy)
-  with pytest.warns(UserWarning, match="which is no tree|stay in bfloat16") as record:
-    assert model.apply({"params": {"before": ones(3)}}, X).content.dtype == BF16
-  found = ["of which content stay in bfloat16" in str(w.message) for w in record]
-  assert found == ([False] if policy == "bfloat16" else [True, False])
-
-
 @WAYS
-def test_a_dict_whose_keys_do_not_sort_runs_as_python(way):
-  # Reads one entry of a dict, and returns a dict of the same keys.
-  def body(module, xs):
-    return {key: nn.Dense(3)(x) if key == 1 else x for key, x in xs.items()}
-
-  with pytest.warns(UserWarning, match="got one that is given a dict whose keys do not sort"):
-    found = call(way, Does(body), "c=bfloat16", {"params": {"Dense_0": ones(3)}}, {1: X, "b": X})
-  assert found["b"] is X
-  assert bits(found[1]) == bits(nn.Dense(3, dtype=BF16).apply({"params": ones(3)}, X))
-
-
-# What raises in float32
-
-
-class TakesHalfAlone(nn.Module):
-  """Draws a mask, and then calls what takes no float32, as a kernel may."""
-
-  @nn.compact
-  def __call__(self, x):
+def test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype(way):
+  def takes_half_alone(module, x):
+    """Draws a mask, and then calls what takes no float32, as a kernel may."""
     x = nn.Dropout(0.5, deterministic=False)(x)
     if x.dtype == jnp.float32:
       raise ValueError("this kernel takes low precision alone")
     return x * 2
 
-
-@WAYS
-def test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype(way):
   x, rngs = jnp.ones((8, 16)), {"dropout": KEY}
-  model = TakesHalfAlone()
+  model = Does(takes_half_alone)
   found = call(way, model, "c=bf16", {}, x, rngs=rngs)
   plain = model.apply({}, x.astype("bfloat16"), rngs=rngs)
   assert found.dtype == jnp.bfloat16
@@ -215,42 +80,25 @@ def test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dty
   assert 0 < np.count_nonzero(plain) < plain.size
 
 
-@WAYS
-def test_what_raises_in_every_dtype_raises_what_float32_raised(way):
-  def refuses(module, x):
-    raise ValueError(f"no {x.dtype}")
-
-  with pytest.raises(ValueError, match="no float32"):
-    call(way, Does(refuses), "bfloat16", {}, X)
-
-
-calls: list[tuple[str, str]] = []
-"""What modules note while they are traced."""
-
-
-class Kernel(nn.Module):
-  """A layer whose kernel takes low precision alone."""
-
-  @nn.compact
-  def __call__(self, x):
+def test_a_layer_that_raises_in_float32_is_called_in_its_compute_dtype():
+  def kernel(module, x):
     calls.append(("kernel", str(x.dtype)))
     if str(x.dtype) != "bfloat16":
       raise ValueError(f"no {x.dtype}")
     return nn.Dense(3)(x)
 
+  takes_half_alone = calling(kernel)
 
-def around_kernel(module, x):
-  x = nn.Dense(3)(x)
-  calls.append(("around", str(x.dtype)))
-  return nn.Dense(3)(Kernel(name="kernel")(x))
+  def around(module, x):
+    x = nn.Dense(3)(x)
+    calls.append(("around", str(x.dtype)))
+    return nn.Dense(3)(takes_half_alone(name="kernel")(x))
 
-
-def test_a_layer_that_raises_in_float32_is_called_in_its_compute_dtype():
   dense = ones(3)
   variables = {"params": {"Dense_0": dense, "Dense_1": dense, "kernel": {"Dense_0": dense}}}
   with pytest.raises(ValueError, match="no float32"):
-    Does(around_kernel).apply(variables, X)
-  ours = with_policy(Does(around_kernel), "mixed_bfloat16")
+    Does(around).apply(variables, X)
+  ours = with_policy(Does(around), "mixed_bfloat16")
   for apply in (ours.apply, jax.jit(ours.apply), jax.grad(lambda v, x: ours.apply(v, x).sum())):
     calls.clear()
     assert set(jax.tree.leaves(dtypes(apply(variables, X)))) == {"float32"}
@@ -261,7 +109,11 @@ def test_a_layer_that_raises_in_float32_is_called_in_its_compute_dtype():
   all_half(ours.apply, variables, X, count=3)
 
 
-def test_variables_that_are_no_mapping_are_the_models_own_error():
+@WAYS
+def test_variables_of_numpy_are_parameters_like_others_and_those_of_no_mapping_flaxs_error(way):
+  loaded = {"params": jax.tree.map(np.asarray, ones(3))}
+  found = call(way, nn.Dense(3), "c=bf16", loaded, X)
+  assert bits(found) == bits(nn.Dense(3, dtype=BF16).apply({"params": ones(3)}, X))
   with pytest.raises(Exception) as ours:
     with_policy(nn.Dense(2), "mixed_bfloat16").apply([1], X)
   with pytest.raises(type(ours.value)):
@@ -293,25 +145,22 @@ def test_raw_parameters_compute_in_half_with_float32_gradients(name):
     assert {x.dtype for x in jax.tree.leaves(found)} - {jax.dtypes.float0} == {F32}
 
 
-class Tied(nn.Module):
-  """A head that reads the table of another module, or its own, from the variables."""
+def tied(way, child=True):
+  """Returns a head that reads the table of another module, or its own, from the variables."""
 
-  way: str = "T @"
-  child: bool = True
-
-  @nn.compact
-  def __call__(self, ids):
-    if self.child:
+  def body(module, ids):
+    if child:
       embed = nn.Embed(11, 4, name="embed")
       x = embed(ids)
       table = embed.variables["params"]["embedding"]
-      again = self.variables["params"]["embed"]["embedding"]
-      assert table.shape == again.shape == (11, 4)
+      assert table.shape == module.variables["params"]["embed"]["embedding"].shape == (11, 4)
     else:
-      self.param("table", nn.initializers.lecun_normal(), (11, 4))
-      table = self.variables["params"]["table"]
+      module.param("table", nn.initializers.lecun_normal(), (11, 4))
+      table = module.variables["params"]["table"]
       x = jnp.take(table, ids, axis=0)
-    return TIED[self.way](x, table)
+    return TIED[way](x, table)
+
+  return Does(body)
 
 
 TIED = {
@@ -337,7 +186,7 @@ IDS = jnp.asarray([[1, 4, 4], [0, 10, 257 % 11]])
 @pytest.mark.parametrize("way", TIED)
 def test_tied_weights_read_through_variables(way):
   for child in (True, False):
-    model = Tied(way, child)
+    model = tied(way, child)
     variables = jax.eval_shape(model.init, KEY, IDS)
     gradient = jax.grad(lambda v, m=model: with_policy(m, "mixed_bfloat16").apply(v, IDS).sum())
     program, grads = jax.make_jaxpr(gradient, return_shape=True)(variables)
@@ -350,7 +199,7 @@ def test_the_gradients_of_both_uses_of_a_table_sum_in_float32():
   table = np.zeros((11, 4), np.float32)
   table[0] = 1.0
   table[1] = 2.0**-8  # Too small beside 1 for a sum in bfloat16.
-  policied, ids = with_policy(Tied("T @", child=False), "mixed_bfloat16"), jnp.asarray([[1]])
+  policied, ids = with_policy(tied("T @", child=False), "mixed_bfloat16"), jnp.asarray([[1]])
 
   def loss(variables):
     return policied.apply(variables, ids)[0, 0, 0] + policied.apply(variables, ids)[0, 0, 1]
@@ -360,19 +209,16 @@ def test_the_gradients_of_both_uses_of_a_table_sum_in_float32():
   np.testing.assert_array_equal(np.asarray(grad[1]), np.full(4, 1 + 2.0**-7, np.float32))
 
 
-class Penalised(nn.Module):
+def penalised(module, x):
   """Computes a penalty on its own weights, as L2 terms in a forward pass do."""
-
-  @nn.compact
-  def __call__(self, x):
-    x = nn.Dense(2, name="dense")(x)
-    params = self.variables["params"]
-    calls.append(("container", type(self.variables).__name__))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-      calls.append((jax.tree_util.keystr(path), str(leaf.dtype)))
-    penalty = sum(jax.tree.leaves(jax.tree.map(lambda w: jnp.sum(jnp.square(w)), params)))
-    self.sow("losses", "l2", penalty)
-    return x
+  x = nn.Dense(2, name="dense")(x)
+  params = module.variables["params"]
+  calls.append(("container", type(module.variables).__name__))
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    calls.append((jax.tree_util.keystr(path), str(leaf.dtype)))
+  penalty = sum(jax.tree.leaves(jax.tree.map(lambda w: jnp.sum(jnp.square(w)), params)))
+  module.sow("losses", "l2", penalty)
+  return x
 
 
 @pytest.mark.case("A107")
@@ -380,7 +226,8 @@ class Penalised(nn.Module):
 @pytest.mark.parametrize("how", ["wrapper", "scope", "neither"])
 def test_a_penalty_on_weights_is_computed_on_the_stored_ones(how, kind):
   kernel = jnp.full((3, 2), 1 + 2.0**-12)  # bfloat16 would see 1.
-  model = with_policy(Penalised(), "mixed_bfloat16") if how == "wrapper" else Penalised()
+  model = Does(penalised)
+  model = with_policy(model, "mixed_bfloat16") if how == "wrapper" else model
 
   def loss(kernel):
     variables = kind({"params": {"dense": {"kernel": kernel, "bias": jnp.zeros(2)}}})
@@ -389,7 +236,7 @@ def test_a_penalty_on_weights_is_computed_on_the_stored_ones(how, kind):
 
   plain = kind({"params": {"dense": ones(2)}})
   calls.clear()
-  jax.eval_shape(lambda: Penalised().apply(plain, X, mutable=["losses"]))
+  jax.eval_shape(lambda: Does(penalised).apply(plain, X, mutable=["losses"]))
   wanted_calls = set(calls)  # The container, and paths for a filter by path.
   calls.clear()
   penalty, gradient = run(jax.value_and_grad(loss), kernel)
@@ -399,13 +246,6 @@ def test_a_penalty_on_weights_is_computed_on_the_stored_ones(how, kind):
   np.testing.assert_array_equal(np.asarray(gradient), 2 * np.asarray(kernel))
   assert set(calls) == wanted_calls
   assert {dtype for name, dtype in calls if name != "container"} == {"float32"}
-
-
-@WAYS
-def test_variables_of_numpy_are_parameters_like_others(way):
-  loaded = {"params": jax.tree.map(np.asarray, ones(3))}
-  found = call(way, nn.Dense(3), "c=bf16", loaded, X)
-  assert bits(found) == bits(nn.Dense(3, dtype=BF16).apply({"params": ones(3)}, X))
 
 
 @pytest.mark.case("B093")
@@ -468,25 +308,22 @@ def test_fields_of_a_dataclass_of_parameters():
 # Writing
 
 
-class Writes(nn.Module):
+def writes(module, x):
   """Keeps a cache, statistics and a parameter that it changes itself; sows something new."""
-
-  @nn.compact
-  def __call__(self, x):
-    is_there = self.has_variable("cache", "memory")
-    memory = self.variable("cache", "memory", jnp.zeros, x.shape, jnp.float32)
-    index = self.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
-    total = self.variable("statistics", "total", jnp.zeros, x.shape, jnp.float32)
-    moved = self.variable("params", "moved", jnp.ones, (3,))
-    if is_there:
-      memory.value = memory.value * 0.5 + x
-      index.value = index.value + 1
-      moved.value = moved.value - 2.0**-3 * x.mean(0)
-      self.put_variable("params", "twice", self.param("twice", nn.initializers.ones, (3,)) * 2)
-    total.value = total.value + x
-    y = nn.Dense(3)(memory.value)
-    self.sow("new", "y", y)
-    return y
+  is_there = module.has_variable("cache", "memory")
+  memory = module.variable("cache", "memory", jnp.zeros, x.shape, jnp.float32)
+  index = module.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
+  total = module.variable("statistics", "total", jnp.zeros, x.shape, jnp.float32)
+  moved = module.variable("params", "moved", jnp.ones, (3,))
+  if is_there:
+    memory.value = memory.value * 0.5 + x
+    index.value = index.value + 1
+    moved.value = moved.value - 2.0**-3 * x.mean(0)
+    module.put_variable("params", "twice", module.param("twice", nn.initializers.ones, (3,)) * 2)
+  total.value = total.value + x
+  y = nn.Dense(3)(memory.value)
+  module.sow("new", "y", y)
+  return y
 
 
 MUTABLE = ["params", "cache", "statistics", "new"]
@@ -503,7 +340,7 @@ def written(stored):
 @CONTAINERS
 def test_a_cache_is_kept_in_the_dtype_that_it_came_in(stored, kind):
   variables, half = written(stored), "bfloat16"
-  model = with_policy(Writes(), f"mixed_{half}")
+  model = with_policy(Does(writes), f"mixed_{half}")
 
   def apply(variables):
     return model.apply(variables, X, mutable=MUTABLE)
@@ -512,7 +349,7 @@ def test_a_cache_is_kept_in_the_dtype_that_it_came_in(stored, kind):
   assert [p.dtypes for p in products(program)] == [(half, half)]
   out, changed = run(apply, kind(variables))
   assert out.dtype == F32
-  assert type(changed) is type(Writes().apply(kind(variables), X, mutable=MUTABLE)[1])
+  assert type(changed) is type(Does(writes).apply(kind(variables), X, mutable=MUTABLE)[1])
   # What was stored keeps its dtype; what is new has that which it was computed in.
   assert dtypes(changed["cache"]) == kind({"memory": stored, "index": "int32"})
   assert set(jax.tree.leaves(dtypes((changed["params"], changed["statistics"])))) == {"float32"}
@@ -524,23 +361,6 @@ def test_a_cache_is_kept_in_the_dtype_that_it_came_in(stored, kind):
   # The other half type is read in that of the policy.
   loss = 0 if stored in ("float32", half) else 2.0**-8
   np.testing.assert_allclose(changed["cache"]["memory"], wanted, rtol=loss, atol=0)
-
-
-@pytest.mark.case("B087", "B073")
-def test_a_float32_cache_carried_through_a_scan():
-  variables = written("float32")
-  model = with_policy(Writes(), "mixed_bfloat16")
-
-  def step(cache, x):
-    out, changed = model.apply({**variables, "cache": cache}, x, mutable=MUTABLE)
-    return changed["cache"], out
-
-  program, (cache, outs) = jax.make_jaxpr(functools.partial(jax.lax.scan, step), return_shape=True)(
-    variables["cache"], jnp.stack([X] * 3)
-  )
-  assert dtypes(cache) == dtypes(variables["cache"])
-  assert outs.dtype == F32
-  assert [p.dtypes for p in products(program)] == [("bfloat16", "bfloat16")]
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
@@ -598,7 +418,7 @@ def test_perturbations_made_without_a_policy_take_the_dtype_of_what_they_meet(wa
 
 
 class Drops(nn.Module):
-  """Drops what it does in `setup` and what it does in its method, before and after a product."""
+  """Drops something in a submodule of `setup` and in its method, before and after a product."""
 
   def setup(self):
     self.first = nn.Dropout(0.5, deterministic=False)
@@ -631,20 +451,6 @@ def test_the_same_numbers_are_dropped_as_without_a_policy():
 
 
 # What surrounds a call
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-def test_a_model_inside_a_call_that_is_traced_is_rewritten_with_it(wrapped):
-  """It is traced once: in the program of the outer there is one product of each."""
-
-  def outer(module, x):
-    inner = nn.Dense(2, parent=None)
-    inner = with_policy(inner, "float16") if wrapped else inner
-    return inner.apply({"params": ones(2, 4)}, nn.Dense(4)(x))
-
-  variables = jax.eval_shape(Does(outer).init, KEY, X)
-  found = operands(with_policy(Does(outer), "bfloat16").apply, variables, X)
-  assert found == [("bfloat16",) * 2, ("float16" if wrapped else "bfloat16",) * 2]
 
 
 def test_no_tracer_is_left_behind():
@@ -694,33 +500,6 @@ def test_layers_that_are_alike_are_differentiated_once(way):
   assert 0 < seen.count <= 3  # The first reads an argument, and the last makes the result.
 
 
-@pytest.mark.parametrize("half", HALF)
-@WAYS
-def test_an_array_that_is_closed_over_decides_whoever_traces(way, half):
-  """Coordinates of up to 1,000 are whole numbers in float16, and multiples of 4 in bfloat16."""
-  grid = np.linspace(0.3, 1000, 3, dtype="float32")
-  layer = nn.Dense(3, dtype=half).apply({"params": ones(3)}, X)
-  wanted = grid + np.asarray(layer, np.float32)
-
-  def fun(grid):
-    adds = Does(lambda module, x: grid + nn.Dense(3)(x))
-    return call(way, adds, f"c={half}", {"params": {"Dense_0": ones(3)}}, X)
-
-  for found in (fun(jnp.asarray(grid)), jax.jit(fun)(grid), jax.jvp(fun, (grid,), (grid,))[0]):
-    assert found.dtype == F32
-    # XLA may leave out the rounding of what the layer returns.
-    np.testing.assert_allclose(found, wanted, atol=0.02)
-
-
-@WAYS
-def test_an_output_dtype_holds_for_float64_too(way):
-  """Nothing of float64 is rounded inside: it comes where `jax_enable_x64` is set."""
-  with jax.enable_x64(True):
-    x, variables = jnp.asarray(X, jnp.float64), {"params": ones(3)}
-    variables = jax.tree.map(lambda p: p.astype("float32"), variables)
-    assert call(way, nn.Dense(3), "bfloat16", variables, x).dtype == BF16
-
-
 class Helped(nn.Module):
   """Makes layers and a parameter in a method that `setup` calls, with an argument of its own."""
 
@@ -741,5 +520,4 @@ def test_a_method_that_setup_calls_is_given_its_own_argument(way):
   x = jnp.arange(8.0).reshape(2, 4)
   eye = {"kernel": jnp.eye(4), "bias": jnp.zeros(4)}
   variables = {"params": {"first": eye, "second": eye, "shift": jnp.full(4, 2.0)}}
-  found = call(way, Helped(), "mixed_bfloat16", variables, x)
-  np.testing.assert_array_equal(found, x + 6)
+  np.testing.assert_array_equal(call(way, Helped(), "mixed_bfloat16", variables, x), x + 6)

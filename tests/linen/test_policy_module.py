@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import mpjax
-from tests.errors import check_error
+from tests.errors import refused
+from tests.linen.probes import Does
 from tests.models.values import integers, normal
 from tests.programs import bits
 
@@ -112,6 +113,10 @@ def test_flags_methods_and_abstract_arguments(variables):
   frozen = model.convert(flax.core.freeze(variables), IDS, train=True, mutable=["batch_stats"])
   assert isinstance(frozen, flax.core.FrozenDict)
   assert stored(frozen) == wanted
+  # A model without parameters, and a policy without low precision.
+  assert with_policy(nn.Sequential([nn.relu]), "mixed_float16").convert({}, jnp.ones(2)) == {}
+  same = with_policy(Tagger(), "float32").convert(variables, IDS)
+  assert all(x is y for x, y in zip(jax.tree.leaves(same), jax.tree.leaves(variables), strict=True))
 
 
 def test_a_decode_cache_is_left_alone():
@@ -123,12 +128,6 @@ def test_a_decode_cache_is_left_alone():
   assert half["cache"] is found["cache"]
   step = jax.jit(lambda v: model.apply(v, x[:, :1], mutable=["cache"]), compiler_options=AS_TOLD)
   assert bits(step(half)) == bits(step(found))
-
-
-def test_a_model_without_parameters_and_a_policy_without_half(variables):
-  assert with_policy(nn.Sequential([nn.relu]), "mixed_float16").convert({}, jnp.ones(2)) == {}
-  same = with_policy(Tagger(), "float32").convert(variables, IDS)
-  assert all(x is y for x, y in zip(jax.tree.leaves(same), jax.tree.leaves(variables), strict=True))
 
 
 MAPPING = ("a mapping with 'params' in it", 'Write model.convert({"params": params}, x).')
@@ -147,11 +146,10 @@ ERRORS = [
 
 def test_errors():
   model = with_policy(nn.Dense(1, use_bias=False), "mixed_float16")
+  where = "mpjax.linen.with_policy(model, policy).convert(variables)"
   for given, expected, got, fix, builtin in ERRORS:
-    with pytest.raises(builtin) as excinfo:
+    with refused(builtin, where, expected, got, fix):
       model.convert(given, jnp.ones((1, 3)))
-    where = "mpjax.linen.with_policy(model, policy).convert(variables)"
-    check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
 
 
 class Coder(nn.Module):
@@ -177,31 +175,30 @@ class AuxiliaryHead(nn.Module):
     return y + nn.Dense(2, name="aux")(x) if train else y
 
 
+def modules_in(variables, dtype):
+  """Returns the names of the modules with parameters in a dtype."""
+  return {path.split("/")[1] for path, each in stored(variables).items() if each == dtype}
+
+
 @pytest.mark.case("B140")
 def test_rules_are_checked_where_the_whole_model_is_called():
   x = jnp.ones((1, 3))
   variables = Coder().init(jax.random.key(0), x)
   model = with_policy(Coder(), "mixed_bfloat16", [Rule("float32", path="decodr")])
-  with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
+  got = "none of the 3 modules that this call passed"
+  with refused(
+    ValueError, "rules: Rule(", "at least one module", got, "The nearest module paths: 'decoder', "
+  ):
     model.convert(variables, x)
-  check_error(
-    excinfo,
-    where="rules: Rule(",
-    expected="at least one module",
-    got="none of the 3 modules that this call passed",
-    fix="The nearest module paths: 'decoder', ",
-    builtin=ValueError,
-  )
   # A module that this call does not pass is there all the same.
   head = with_policy(AuxiliaryHead(), "mixed_bfloat16", [Rule("float32", path="aux")])
   variables_of_head = head.init(jax.random.key(0), x, train=True)
-  kept = stored(head.convert(variables_of_head, x))
-  assert {path.split("/")[1] for path, d in kept.items() if d == "float32"} == {"aux"}
+  assert modules_in(head.convert(variables_of_head, x), "float32") == {"aux"}
   # Of one method nobody knows what is in the rest of the model.
   half = with_policy(Coder(), "mixed_bfloat16", [Rule("float32", path="decoder")])
-  found = stored(half.convert(variables, x, method="encode"))
-  assert {path.split("/")[1] for path, d in found.items() if d == "bfloat16"} == {"encoder"}
-  assert stored(half.convert(variables, x)) == found
+  found = half.convert(variables, x, method="encode")
+  assert modules_in(found, "bfloat16") == {"encoder"}
+  assert stored(half.convert(variables, x)) == stored(found)
 
 
 class Prediction:
@@ -211,26 +208,17 @@ class Prediction:
     self.logits = logits
 
 
-class Predicts(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return Prediction(nn.Dense(4)(x)), str, "text"
-
-
 def test_init_of_a_model_that_returns_a_plain_object():
-  model, x = mpjax.linen.with_policy(Predicts(), "bfloat16"), jnp.ones((2, 3))
-  plain = Predicts().init(jax.random.key(0), x)
-  wanted = jax.tree.map(lambda p: p.astype(jnp.bfloat16), plain)
-  for made in (model.init(jax.random.key(0), x), jax.jit(model.init)(jax.random.key(0), x)):
-    assert bits(made) == bits(wanted)
-  (prediction, *rest), made = model.init_with_output(jax.random.key(0), x)
+  plain, x = Does(lambda module, x: (Prediction(nn.Dense(4)(x)), str, "text")), jnp.ones((2, 3))
+  model, key = with_policy(plain, "bfloat16"), jax.random.key(0)
+  wanted = jax.tree.map(lambda p: p.astype(jnp.bfloat16), plain.init(key, x))
+  (prediction, *rest), made = model.init_with_output(key, x)
+  for found in (made, model.init(key, x), jax.jit(model.init)(key, x)):
+    assert bits(found) == bits(wanted)
   # It computes in float32, and nothing can be cast in an object that is no tree to JAX.
   assert (prediction.logits.dtype, rest) == (jnp.float32, [str, "text"])
-  assert bits(made) == bits(wanted)
   with pytest.raises(mpjax.UnmatchedRuleError):
-    mpjax.linen.with_policy(Predicts(), "bfloat16", [mpjax.Rule(None, path="typo")]).init(
-      jax.random.key(0), x
-    )
+    with_policy(plain, "bfloat16", [Rule(None, path="typo")]).init(key, x)
 
 
 class Parts(nn.Module):
@@ -275,23 +263,20 @@ def test_a_misspelt_rule_is_warned_of_where_only_apply_is_called():
 
 
 MAY_MATCH = [
-  # The rule, the options of the policy, those of the call, of which not all modules are seen.
-  (Rule(None, path="drop"), {}, {}),
-  (Rule(None, path="auxiliary"), {}, {}),
-  (Rule(None, path="other"), {}, {}),
-  (Rule(None, path=re.compile("(body|typo)")), {}, {}),
-  (Rule("float32", path="**"), {}, {}),
-  (Rule("float32", module=nn.Conv), {}, {}),
-  (Rule("float32", where=lambda m: False), {}, {}),
-  (Rule(None, path="typo"), {"unmatched": "ignore"}, {}),
-  (Rule(None, path="typo"), {}, {"method": "decode"}),
+  # Rules that may pick out a module, since no call meets all: nothing is said of them.
+  *(Rule(None, path=path) for path in ("drop", "auxiliary", "other", re.compile("(body|typo)"))),
+  *(Rule("float32", path="**"), Rule("float32", module=nn.Conv)),
+  Rule("float32", where=lambda m: False),
 ]
 
 
-@pytest.mark.parametrize(("rule", "options", "call"), MAY_MATCH, ids=lambda value: str(value)[:40])
-def test_no_rule_is_warned_of_that_may_pick_out_a_module(rule, options, call):
+def test_no_rule_is_warned_of_that_may_pick_out_a_module():
   x, variables = parts()
-  model = with_policy(Parts(), "mixed_bfloat16", [rule], **options)
-  for given in (variables, flax.core.freeze(variables)):
-    model.apply(given, x, **call)
-  assert model == with_policy(Parts(), "mixed_bfloat16", [rule], **options)
+  typo = Rule(None, path="typo")
+  cases = [*((rule, {}, {}) for rule in MAY_MATCH)]
+  cases += [(typo, {"unmatched": "ignore"}, {}), (typo, {}, {"method": "decode"})]
+  for rule, options, call in cases:
+    model = with_policy(Parts(), "mixed_bfloat16", [rule], **options)
+    for given in (variables, flax.core.freeze(variables)):
+      model.apply(given, x, **call)
+    assert model == with_policy(Parts(), "mixed_bfloat16", [rule], **options)

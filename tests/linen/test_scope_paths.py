@@ -9,7 +9,7 @@ from flax.core import Scope
 import mpjax
 from mpjax._core.trees import instances_in
 from mpjax.linen._scope_paths import PathScope
-from tests.linen.probes import KEY, X, operands, text
+from tests.linen.probes import KEY, Does, X, calling, operands, text
 from tests.programs import bits
 
 # The models are written as their users write them.
@@ -27,42 +27,29 @@ class Leaf(nn.Module):
     return nn.Dense(3)(x)
 
 
-class Two(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return Leaf(name="two")(Leaf(name="one")(x))
+TWO = Does(lambda module, x: Leaf(name="two")(Leaf(name="one")(x)))
 
 
-def flags(policy, rules):
+def flags(rules):
   """Returns the flags of the scopes of both leaves, those of Flax's own left out."""
-  variables = Two().init(KEY, X)
+  variables = TWO.init(KEY, X)
   scopes.clear()
-  model = with_policy(Two(), policy, rules, unmatched="ignore")
+  model = with_policy(TWO, "bfloat16", rules, unmatched="ignore")
   jax.eval_shape(model.apply, variables, X)
   return [{k: v for k, v in s.flags.items() if k.startswith("mpjax")} for s in scopes]
 
 
-def test_places_are_told_apart_where_a_rule_does_so():
-  for rule in (
-    Rule("float16", path="one"),
-    Rule("float16", path="**/Dense_0"),
-    Rule("float16", path="other"),
-    Rule("float16", where=lambda m: m.name == "one"),
-  ):
-    one, two = flags("bfloat16", [rule])
+def test_scopes_are_told_apart_where_a_rule_goes_by_path_and_stay_those_of_flax_elsewhere():
+  for rules in ([], [Rule("float16", module=Leaf)]):
+    assert flags(rules) == [{}, {}]
+    assert {type(s) for s in scopes} == {Scope}
+  selectors = [{"path": path} for path in ("**/Dense_0", "other", "one")]
+  for selector in (*selectors, {"where": lambda m: m.name == "one"}):
+    one, two = flags([Rule("float16", **selector)])
     assert one
     assert two
     assert one != two
-
-
-def test_scopes_stay_those_of_flax_where_no_rule_goes_by_place():
-  for rules in ([], [Rule("float16", module=Leaf)]):
-    assert flags("bfloat16", rules) == [{}, {}]
-    assert {type(s) for s in scopes} == {Scope}
-
-
-def test_scopes_made_from_one_that_is_flagged_are_flagged():
-  flags("bfloat16", [Rule("float16", path="one")])
+  # Scopes made from one that is flagged are flagged.
   assert {type(s) for s in scopes} == {PathScope}
   assert type(scopes[0].push("child")) is PathScope
   assert type(scopes[0].rewound()) is PathScope
@@ -78,27 +65,12 @@ def test_modules_in_plain_containers_are_found():
 
 # What the flags are for: `nn.jit` reuses a program for equal modules.
 
-F16, BF16, F32 = ("float16",) * 2, ("bfloat16",) * 2, ("float32",) * 2
-
-
-class Twice(nn.Module):
-  """Two equal modules under `nn.jit`, of which JAX traces one."""
-
-  @nn.compact
-  def __call__(self, x):
-    layer = nn.jit(nn.Dense)
-    return layer(3, name="second")(layer(3, name="first")(x))
-
-
-class Held(nn.Module):
-  """Equal modules that one of them holds, in each way in which a module may."""
-
-  @nn.compact
-  def __call__(self, x):
-    return Holds(name="held")(x)
+F16, BF16 = ("float16",) * 2, ("bfloat16",) * 2
 
 
 class Holds(nn.Module):
+  """Holds equal modules in each way in which a module may."""
+
   def setup(self):
     self.a, self.b = (nn.jit(nn.Dense)(3) for _ in range(2))
     self.layers = [nn.jit(nn.Dense)(3) for _ in range(2)]
@@ -110,91 +82,83 @@ class Holds(nn.Module):
     return x
 
 
-class Given(nn.Module):
-  """A jitted method that is given modules in a list: it calls what is elsewhere."""
-
-  @nn.jit
-  @nn.compact
-  def __call__(self, layers, x):
-    return layers[0](x)
+GIVEN = calling(lambda module, layers, x: layers[0](x), nn.jit)
 
 
-class Gives(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    first, second = nn.Dense(3, name="first"), nn.Dense(3, name="second")
-    return Given(name="b")([second], Given(name="a")([first], x))
+def gives(module, x):
+  """Gives modules in a list to a jitted method, which calls what is elsewhere."""
+  first, second = nn.Dense(3, name="first"), nn.Dense(3, name="second")
+  return GIVEN(name="b")([second], GIVEN(name="a")([first], x))
 
 
-def test_modules_that_a_module_holds():
-  variables = jax.eval_shape(Held().init, KEY, X)
-  rules = [Rule("float16", path=f"held/{name}") for name in ("b", "layers_1", "by_name_b")]
-  ours = with_policy(Held(), "mixed_bfloat16", rules)
-  assert operands(ours.apply, variables, X) == [BF16, F16] * 3
+def stack(module, x):
+  layer = nn.jit(calling(lambda module, x: nn.Dense(3, name="in")(x)))
+  for number in range(3):
+    x = layer(name=f"block_{number}")(x)
+  return x
 
 
-def test_modules_that_a_method_is_given():
-  variables = jax.eval_shape(Gives().init, KEY, X)
-  ours = with_policy(Gives(), "mixed_bfloat16", [Rule("float16", path="second")])
+EQUAL = {
+  # The model, the paths of rules for float16, the dtypes of its products.
+  "held": (
+    lambda module, x: Holds(name="held")(x),
+    *([f"held/{name}" for name in ("b", "layers_1", "by_name_b")], [BF16, F16] * 3),
+  ),
+  "given": (gives, ["second"], [BF16, F16]),
+  "inside": (stack, ["block_1/**"], [BF16, F16, BF16]),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_modules_with_other_policies(name):
+  body, paths, wanted = EQUAL[name]
+  variables = jax.eval_shape(Does(body).init, KEY, X)
+  ours = with_policy(Does(body), "mixed_bfloat16", [Rule("float16", path=path) for path in paths])
   for apply in (ours.apply, jax.jit(ours.apply)):
-    assert operands(apply, variables, X) == [BF16, F16]
+    assert operands(apply, variables, X) == wanted
 
 
-def test_a_place_inside_of_a_jitted_module():
-  class Block(nn.Module):
-    @nn.compact
+def test_paths_that_no_rule_tells_apart_share_one_program():
+  traced = []
+
+  def layer(module, x):
+    traced.append(module.name)
+    return nn.Dense(3)(x)
+
+  jitted = nn.jit(calling(layer))
+  model = Does(lambda module, x: jitted(name="b")(jitted(name="a")(x)))
+  variables = jax.eval_shape(model.init, KEY, X)
+  for rules, count in (
+    ([], 1),
+    ([Rule("float16", module=nn.Conv)], 1),
+    ([Rule("float16", path="a")], 2),
+  ):
+    traced.clear()
+    jax.eval_shape(with_policy(model, "mixed_bfloat16", rules).apply, variables, X)
+    assert len(traced) == count, rules
+
+
+def test_a_bound_module_follows_each_scope_and_is_like_any_other_afterwards():
+  class Two(nn.Module):
+    def setup(self):
+      self.one, self.two = nn.jit(nn.Dense)(3), nn.jit(nn.Dense)(3)
+
     def __call__(self, x):
-      return nn.Dense(3, name="in")(x)
+      return self.two(self.one(x))
 
-  class Stack(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      for number in range(3):
-        x = nn.jit(Block)(name=f"block_{number}")(x)
-      return x
-
-  variables = jax.eval_shape(Stack().init, KEY, X)
-  ours = with_policy(Stack(), "mixed_bfloat16", [Rule("float16", path="block_1/**")])
-  assert operands(ours.apply, variables, X) == [BF16, F16, BF16]
-
-
-def traces(rules):
-  """Returns how often `nn.jit` traces two equal modules under these rules."""
-  count = []
-
-  class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      count.append(self.name)
-      return nn.Dense(3)(x)
-
-  class Root(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      layer = nn.jit(Layer)
-      return layer(name="b")(layer(name="a")(x))
-
-  variables = jax.eval_shape(Root().init, KEY, X)
-  count.clear()
-  jax.eval_shape(with_policy(Root(), "mixed_bfloat16", rules).apply, variables, X)
-  return len(count)
-
-
-def test_places_that_no_rule_tells_apart_share_one_program():
-  assert traces([]) == 1
-  assert traces([Rule("float16", module=nn.Conv)]) == 1
-  assert traces([Rule("float16", path="a")]) == 2
-
-
-def test_a_scope_in_a_place_is_like_any_other_afterwards():
-  bound = Twice().bind(Twice().init(KEY, X))
+  bound = Two().bind(Two().init(KEY, X))
   plain = text(lambda x: bound(x), X)
   before = bits(bound(X))
   assert type(bound.scope) is Scope
-  rules = [Rule("float16", path="second")]
-  for _ in range(2):
-    with scope("mixed_bfloat16", rules):
-      assert operands(bound, X) == [BF16, F16]
+  for policy, rules, wanted in (
+    ("float16", [], [F16, F16]),
+    ("bfloat16", [Rule("float16", path="two")], [BF16, F16]),
+    ("float16", [Rule("bfloat16", path="*")], [BF16, BF16]),
+    ("mixed_bfloat16", [Rule("float16", path="two")], [BF16, F16]),
+    ("mixed_bfloat16", [Rule("float16", path="one")], [F16, BF16]),
+  ):
+    with scope(policy, rules):
+      assert operands(bound, X) == wanted
     assert isinstance(bound.scope, Scope)
     assert bits(bound(X)) == before
     assert text(lambda x: bound(x), X) == plain

@@ -434,7 +434,7 @@ ACTIVE = _Global()
     function=_TREE + "is_floating",
     old="jnp.issubdtype(x.dtype, jnp.floating)",
     new="jnp.issubdtype(x.dtype, jnp.number)",
-    test="tests/core/test_trees.py::test_no_integer_dtype_is_cast",
+    test="tests/core/test_trees.py::test_every_floating_dtype_is_cast_and_no_integer_dtype",
   ),
   Mutation(
     number=36,
@@ -443,7 +443,7 @@ ACTIVE = _Global()
     function=_TREE + "is_floating",
     old="jnp.issubdtype(x.dtype, jnp.floating)",
     new="np.issubdtype(x.dtype, np.floating)",
-    test="tests/core/test_trees.py::test_every_floating_dtype_is_cast",
+    test="tests/core/test_trees.py::test_every_floating_dtype_is_cast_and_no_integer_dtype",
   ),
   Mutation(
     number=37,
@@ -562,7 +562,7 @@ STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
     function=_MODULE_CALLS + "ModuleCall.output_dtype",
     old="not self.state.entered",
     new="not self.state.entered or outermost is not None",
-    test="tests/nnx/test_with_policy.py::test_a_module_inside_has_no_output_dtype",
+    test="tests/integration/test_which_policy.py::test_output_dtypes_are_for_where_a_policy_begins",
   ),
   Mutation(
     number=46,

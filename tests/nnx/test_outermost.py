@@ -1,8 +1,4 @@
-"""The outermost call of a view: state, arguments, transforms inside, and errors.
-
-A model is written in Linen and in NNX, and is the same operations. What a call does to
-variables is what it does without a policy.
-"""
+"""The outermost call of a view: what it does to variables and arguments, transforms inside it."""
 
 import functools
 import gc
@@ -26,41 +22,42 @@ with_policy = mpjax.nnx.with_policy
 X = jnp.asarray(normal(2, 5, 8))
 
 
-class Gate(nnx.Module):
+def gated(into, out, x):
   """Logarithm, exponential and a sum, in an order of the author's own."""
+  x = into(x)
+  return out(jnp.log1p(jnp.exp(x)) * jnp.cumsum(x, -1))
 
+
+class Gate(nnx.Module):
   def __init__(self, rngs):
     self.into, self.out = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
 
   def __call__(self, x):
-    x = self.into(x)
-    return self.out(jnp.log1p(jnp.exp(x)) * jnp.cumsum(x, -1))
+    return gated(self.into, self.out, x)
 
 
 class LinenGate(nn.Module):
   @nn.compact
   def __call__(self, x):
-    x = nn.Dense(8)(x)
-    return nn.Dense(4)(jnp.log1p(jnp.exp(x)) * jnp.cumsum(x, -1))
+    return gated(nn.Dense(8), nn.Dense(4), x)
 
 
 FLOAT32_LIST = ("exp", "log", "log1p", "cumsum", "reduce_sum")
 
 
 def test_the_same_operations_as_in_linen():
-  make, module, half = Gate, LinenGate(), "bfloat16"
-  model = mpjax.linen.with_policy(module, f"mixed_{half}")
+  make, module, policy = Gate, LinenGate(), "mixed_bfloat16"
+  model = mpjax.linen.with_policy(module, policy)
   theirs = jax.make_jaxpr(model.apply)(jax.eval_shape(module.init, jax.random.key(0), X), X)
   graphdef, params, rest = rig.split(make)
   run = lambda view, *inputs: view(*inputs)  # noqa: E731
-  forward, both = rig.functions(graphdef, f"mixed_{half}", run)
-  ours = jax.make_jaxpr(forward)(params, rest, (X,))
+  forward, both = rig.functions(graphdef, policy, run)
+  _, plain = rig.functions(graphdef, None, run)
+  ours, both, plain = (jax.make_jaxpr(f)(params, rest, (X,)) for f in (forward, both, plain))
   for names in (*((n,) for n in FLOAT32_LIST), ("add",), ("mul",), ("sub", "div", "max")):
     assert dtypes_of(ours, *names) == dtypes_of(theirs, *names), names
   assert sorted(map(str, products(ours))) == sorted(map(str, products(theirs)))
   # And so it is with gradients, whose dtypes are those without a policy.
-  _, plain = rig.functions(graphdef, None, run)
-  both, plain = (jax.make_jaxpr(fun)(params, rest, (X,)) for fun in (both, plain))
   assert both.out_avals == plain.out_avals  # The policy's output dtype is float32.
   for program in (ours, both):
     assert dtypes_of(program, "exp") == {"float32"}
@@ -177,21 +174,16 @@ def test_modules_and_variables_among_the_arguments():
   assert out.dtype == jnp.float32  # exp is.
 
 
+def renames(y, taps, named):
+  named["b"] = named.pop("a")
+
+
 CHANGES = {
-  # What a call does to a list and a dict that it is given, and what must be seen of them then.
-  "append": (
-    lambda y, taps, named: taps.append(y),
-    lambda out, taps, named: taps[0] is out and len(taps) == 1,
-  ),
-  "none": (lambda y, taps, named: taps.append(None), lambda out, taps, named: taps == [None]),
-  "rename": (
-    lambda y, taps, named: named.update(b=named.pop("a")),
-    lambda out, taps, named: named == {"b": 1},
-  ),
-  "replace": (
-    lambda y, taps, named: named.update(a=y),
-    lambda out, taps, named: named["a"] is out,
-  ),
+  # What a call does to a list and a dict that it is given, and what they are then.
+  "append": (lambda y, taps, named: taps.append(y), lambda y: ([y], {"a": 1})),
+  "none": (lambda y, taps, named: taps.append(None), lambda y: ([None], {"a": 1})),
+  "rename": (renames, lambda y: ([], {"b": 1})),
+  "replace": (lambda y, taps, named: named.update(a=y), lambda y: ([], {"a": y})),
 }
 
 
@@ -211,7 +203,8 @@ def test_an_argument_that_is_changed_in_place_is_changed_by_python(name):
   assert len(record) == 1
   assert bits(out) == bits(by_itself(model.layer, X4))
   assert int(model.calls[...]) == 1
-  assert expected(out, taps, named)
+  # Lists and dicts compare by identity first: it is the very array that came out.
+  assert (taps, named) == expected(out)
 
 
 def test_an_argument_that_nnx_holds_may_be_changed_in_place():
@@ -248,24 +241,6 @@ def test_layers_that_are_alike_are_differentiated_once():
   assert 0 < seen.count <= 2
 
 
-def test_a_body_that_asks_for_values_runs_as_python_and_its_modules_are_rewritten():
-  def asks(module, x):
-    module.calls[...] += 1
-    x = module.layer(x)
-    if float(x.sum()) > 1e9:
-      raise ValueError("too large")
-    return module.after(x)
-
-  after = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-  model = Does(asks, after=after, calls=Metric(jnp.zeros((), jnp.int32)))
-  with pytest.warns(UserWarning, match="test_outermost.py") as record:  # The line that asks.
-    out = with_policy(model, "c=bf16")(X4)
-  assert len(record) == 1
-  assert bits(out) == bits(by_itself(model.after, by_itself(model.layer, X4)))
-  assert out.dtype == jnp.bfloat16
-  assert int(model.calls[...]) == 1
-
-
 def remembers(module, x):
   module.last = module.layer(x)
   return module.last
@@ -284,19 +259,16 @@ def test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model(i
   assert out.dtype == jnp.bfloat16
 
 
-def test_an_array_that_is_an_attribute_from_the_start_may_be_set():
+def test_an_attribute_from_the_start_may_be_set_and_what_is_kept_in_a_dict_is_an_array():
+  def logs(module, x):
+    module.log["hidden"] = x = module.layer(x)
+    return x
+
   model = Does(remembers, last=jnp.zeros((2, 4)))
   view = with_policy(model, "c=bf16")
   out = view(X4)
   assert model.last is view.last
   assert bits(model.last) == bits(out)
-
-
-def test_what_is_kept_in_a_dict_is_an_array():
-  def logs(module, x):
-    module.log["hidden"] = x = module.layer(x)
-    return x
-
   model = Does(logs, log=nnx.static({}))  # Which NNX takes to be static.
   view = with_policy(model, "c=bfloat16")
   with pytest.warns(UserWarning, match="puts an array into a container that NNX takes to be"):
@@ -355,17 +327,6 @@ def test_what_a_call_writes_keeps_its_dtype(stored):
   np.testing.assert_array_equal(model.last[...] * 1, (out / 2).astype(stored) * 1)
 
 
-def test_an_argument_in_low_precision_counts_as_such():
-  seen, half = [], "bfloat16"
-
-  def adds(module, x):
-    seen.append(str(x.dtype))
-    return x + module.layer(x)
-
-  assert with_policy(Does(adds), f"c={half}")(X4.astype(half)).dtype == half
-  assert seen == ["float32"]
-
-
 def test_a_call_that_changes_a_variable_that_is_not_its_own_runs_as_python():
   layer, norm = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0))
   view = with_policy(nnx.Sequential(layer, lambda x: norm(x)), "c=bfloat16")
@@ -373,13 +334,3 @@ def test_a_call_that_changes_a_variable_that_is_not_its_own_runs_as_python():
     out = view(X4)
   np.testing.assert_array_equal(out, norm(by_itself(layer, X4)))
   assert not np.array_equal(norm.mean[...], np.zeros(4))
-
-
-def test_an_array_that_is_closed_over_decides_whoever_traces():
-  grid = np.linspace(0.3, 1000, 4, dtype="float32")
-  model = Does(lambda module, x, then: then(module.layer(x)))
-  view = with_policy(model, "c=bfloat16")
-  wanted = grid + np.asarray(by_itself(model.layer, X4), np.float32)
-  for jit in (lambda f: f, jax.jit):
-    found = jit(lambda grid: view(X4, lambda h: h + grid))(jnp.asarray(grid))
-    np.testing.assert_allclose(found, wanted, atol=0.02)  # XLA may leave out a rounding.

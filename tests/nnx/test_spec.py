@@ -1,5 +1,6 @@
 """How a module of a view is told from others and led back to the user's."""
 
+import functools
 import gc
 import pickle
 import weakref
@@ -12,7 +13,8 @@ from flax import nnx
 
 import mpjax
 from mpjax.nnx._spec import LINK, SPEC, Link, is_view, model_of
-from tests.errors import check_error
+from tests.errors import check_refused, refused
+from tests.nnx.does import Does
 
 with_policy = mpjax.nnx.with_policy
 HALF = "params=float32,compute=bfloat16"
@@ -23,20 +25,18 @@ def linear():
   return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 
 
-def test_views_are_told_by_their_class():
-  view = with_policy(linear(), HALF)
+def test_views_are_told_by_their_class_and_equal_specs_are_one_key():
+  view, mixed, again = (
+    with_policy(linear(), p) for p in (HALF, "mixed_bfloat16", "mixed_bfloat16")
+  )
   assert is_view(view)
   assert is_view(nnx.clone(view))
   assert not is_view(linear())
-  assert getattr(view, SPEC).policy == mpjax.Policy.parse(HALF)
-
-
-def test_equal_specs_are_one_key_and_can_be_pickled():
-  first, second = (getattr(with_policy(linear(), "mixed_bfloat16"), SPEC) for _ in range(2))
-  assert first == second
+  spec, first, second = (getattr(each, SPEC) for each in (view, mixed, again))
+  assert spec.policy == mpjax.Policy.parse(HALF)
+  assert first == second != spec
   assert hash(first) == hash(second)
   assert pickle.loads(pickle.dumps(first)) == first
-  assert first != getattr(with_policy(linear(), HALF), SPEC)
 
 
 def test_links_are_equal_hold_nothing_and_lead_from_one_view_only():
@@ -70,14 +70,12 @@ class Drops(nnx.Module):
 
 def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
   model = Drops()
-  view = mpjax.nnx.with_policy(model, "mixed_bfloat16")
+  view = with_policy(model, "mixed_bfloat16")
   training = view(X)
   model.eval()
   for call in (view, jax.jit(lambda x: view(x))):  # Its very call, and one inside of jit.
-    with pytest.raises(mpjax.MpjaxRuntimeError) as excinfo:
-      call(X)
-    check_error(
-      excinfo,
+    check_refused(
+      functools.partial(call, X),
       where="drop (Dropout) of a view of mpjax.nnx.with_policy",
       expected="no mode of the model to change",
       got="deterministic=True on the model, and deterministic=False still on the view",
@@ -85,32 +83,26 @@ def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
       builtin=RuntimeError,
     )
   view.eval()
-  np.testing.assert_array_equal(view(X), mpjax.nnx.with_policy(model, "mixed_bfloat16")(X))
+  np.testing.assert_array_equal(view(X), with_policy(model, "mixed_bfloat16")(X))
   view.train()  # What was said of the view counts.
   assert not np.array_equal(view(X), training)
 
 
-class Builds(nnx.Module):
-  """Says of itself, in its first call, that it is built."""
-
-  def __init__(self):
-    self.built, self.layer = False, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-
-  def __call__(self, x):
-    self.built = True
-    return self.layer(x)
-
-
 def test_a_flag_that_is_no_mode_is_no_error():
-  model = Builds()
-  view = mpjax.nnx.with_policy(model, "mixed_bfloat16")
+  def builds(module, x):
+    """Says of itself, in its first call, that it is built."""
+    module.built = True
+    return module.layer(x)
+
+  model = Does(builds, built=False)
+  view = with_policy(model, "mixed_bfloat16")
   model(X)
   np.testing.assert_array_equal(view(X), view(X))
 
 
 def test_modes_that_belong_together_are_no_error():
   model = Drops()
-  view = mpjax.nnx.with_policy(model, "mixed_bfloat16")
+  view = with_policy(model, "mixed_bfloat16")
   for mode in ("train", "eval", "train"):
     getattr(model, mode)()
     getattr(view, mode)()
@@ -122,14 +114,14 @@ def test_modes_that_belong_together_are_no_error():
     getattr(model, mode)()
     np.testing.assert_array_equal(view(X), wanted)
   # The model evaluated by itself, and back in the mode in which the view was made.
-  other = mpjax.nnx.with_policy(model, "mixed_bfloat16")
+  other = with_policy(model, "mixed_bfloat16")
   model.eval()
   model(X)
   model.train()
   other(X)
   # A view of its own for evaluation.
   model.eval()
-  evaluation = mpjax.nnx.with_policy(model, "mixed_bfloat16")
+  evaluation = with_policy(model, "mixed_bfloat16")
   np.testing.assert_array_equal(evaluation(X), evaluation(X))
 
 
@@ -155,35 +147,33 @@ def sets_list(view):
   view.head = nnx.List([nnx.Linear(4, 2, rngs=nnx.Rngs(0))])
 
 
-@pytest.mark.parametrize(
-  ("do", "name", "got"),
-  [
-    (sets, "head", "a new Linear"),
-    (sets_list, "head", "a new List"),
-    (lambda view: view(X), "layer", "a new Linear"),
-    (lambda view: nnx.jit(lambda view: view(X))(view), "layer", "a new Linear"),
-  ],
-  ids=["set", "in a list", "in a call", "in nnx.jit"],
-)
-def test_a_new_module_with_parameters_cannot_be_set_on_a_view(do, name, got):
+SETS = {
+  # What sets a new module, as which attribute, and of which class.
+  "set": (sets, "head", "a new Linear"),
+  "in a list": (sets_list, "head", "a new List"),
+  "in a call": (lambda view: view(X), "layer", "a new Linear"),
+  "in nnx.jit": (lambda view: nnx.jit(lambda view: view(X))(view), "layer", "a new Linear"),
+}
+
+
+@pytest.mark.parametrize("case", SETS)
+def test_a_new_module_with_parameters_cannot_be_set_on_a_view(case):
+  do, name, got = SETS[case]
   model = Lazy()
-  view = mpjax.nnx.with_policy(model, "mixed_bfloat16")
-  with pytest.raises(TypeError) as excinfo:
-    do(view)
-  check_error(
-    excinfo,
-    where=f"Lazy.{name}, set on a view",
-    expected="a module of the view",
-    got=got,
-    fix="with_policy(model, policy)",
-    builtin=TypeError,
-  )
+  with refused(
+    TypeError,
+    f"Lazy.{name}, set on a view",
+    "a module of the view",
+    got,
+    "with_policy(model, policy)",
+  ):
+    do(with_policy(model, "mixed_bfloat16"))
   assert not hasattr(model, name)
 
 
 def test_what_a_view_may_be_set():
   model = Lazy(ready=True)
-  view = mpjax.nnx.with_policy(model, "mixed_bfloat16")
+  view = with_policy(model, "mixed_bfloat16")
   view.again = view.layer
   view.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
   view.shift = nnx.Param(jnp.ones(4))

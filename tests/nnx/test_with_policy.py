@@ -1,10 +1,9 @@
 """The view of a model: what it shares with it, which policy each module has, what is an error."""
 
+import concurrent.futures
 import copy
 import functools
 import pickle
-import re
-import threading
 from typing import Any
 
 import flax.linen as nn
@@ -15,21 +14,14 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.errors import check_error
+from tests.errors import check_refused, refused
+from tests.linen.probes import noted_as, seen
 from tests.nnx.does import Does
-from tests.programs import PROBE, dtypes_of, equations, products, run
+from tests.programs import equations, products, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 HALF = "params=float32,compute=bfloat16"
-
-
-def probe(name, x):
-  """Computes a product of `x`, named after the module that it is in; returns `x` as it is."""
-  with jax.named_scope(PROBE + name.replace("/", ".")):
-    flat = x.reshape(-1)
-    jax.lax.dot(flat, flat)
-  return x
 
 
 class Probe(nnx.Module):
@@ -40,54 +32,27 @@ class Probe(nnx.Module):
     self.name = name
 
   def __call__(self, x):
-    return probe(self.name, x) * self.scale
-
-
-class Block(nnx.Module):
-  def __init__(self, name):
-    self.leaf = Probe(f"{name}/leaf")
-    self.scale = nnx.Param(jnp.ones(()))
-    self.name = name
-
-  def __call__(self, x):
-    return self.leaf(probe(self.name, x))
+    return noted_as(self.name, x) * self.scale
 
 
 class Net(nnx.Module):
-  """Two equal blocks in a list, a leaf between them, a leaf in a plain dict."""
+  """Leaves in a list, in a plain dict, and as an attribute."""
 
   def __init__(self):
-    self.blocks = nnx.List([Block("blocks/0"), Block("blocks/1")])
+    self.listed = nnx.List([Probe("listed/0"), Probe("listed/1")])
     self.between = Probe("between")
     self.plain = nnx.data({"leaf": Probe("plain/leaf")})
 
   def __call__(self, x):
-    return self.plain["leaf"](self.blocks[1](self.between(self.blocks[0](x))))
+    return self.plain["leaf"](self.listed[1](self.between(self.listed[0](x))))
 
 
-PATHS = ("blocks/0", "blocks/0/leaf", "between", "blocks/1", "blocks/1/leaf", "plain/leaf")
+PATHS = ("listed/0", "between", "listed/1", "plain/leaf")
 
 
 def shown(view):
-  """Returns the dtype of the product of each probe in the program of a view."""
-  program, out = jax.make_jaxpr(view, return_shape=True)(X)
-  found = {}
-  for eqn, _ in equations(program):
-    _, mark, path = str(eqn.source_info.name_stack).rpartition(PROBE)
-    if mark and eqn.primitive.name == "dot_general":
-      left, right = (str(var.aval.dtype) for var in eqn.invars)
-      assert left == right
-      assert found.setdefault(path.partition("/")[0].replace(".", "/"), left) == left
-  return found, str(out.dtype)
-
-
-def used(policy, rules=(), net=Net, **options):
-  """Returns the dtype that each module computes products in."""
-  return shown(with_policy(net(), policy, rules, **options))[0]
-
-
-def everywhere(dtype, **others):
-  return {**dict.fromkeys(PATHS, dtype), **{k.replace("__", "/"): v for k, v in others.items()}}
+  """Returns the dtype of the product of each probe in the program of a view, and of the result."""
+  return seen(view, X), str(jax.eval_shape(view, X).dtype)
 
 
 # What is shared
@@ -99,7 +64,7 @@ def test_a_view_holds_the_very_variables_and_leaves_the_model_alone():
   attributes = [dict(vars(m)) for _, m in nnx.iter_modules(model)]
   view = with_policy(model, "mixed_bfloat16")
   view(X)
-  assert view.blocks[1].leaf.scale is model.blocks[1].leaf.scale
+  assert view.listed[1].scale is model.listed[1].scale
   assert view.plain["leaf"].scale is model.plain["leaf"].scale
   assert isinstance(view, Net)
   assert type(view).__name__ == "Net"
@@ -107,11 +72,7 @@ def test_a_view_holds_the_very_variables_and_leaves_the_model_alone():
   for (_, module), old in zip(nnx.iter_modules(model), attributes, strict=True):
     assert vars(module).keys() == old.keys()
     assert all(vars(module)[name] is value for name, value in old.items())
-
-
-def test_state_of_a_view_is_the_state_of_the_model():
-  model = Net()
-  view = with_policy(model, "mixed_float16")
+  # Its state is that of the model.
   ours, plain = nnx.state(view), nnx.state(model)
   assert jax.tree.structure(ours) == jax.tree.structure(plain)
   assert all(x is y for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True))
@@ -136,57 +97,17 @@ def test_parameters_that_arrive_in_half_are_used_as_they_are():
 # Which policy
 
 
-@pytest.mark.case("A98", "A99")
-@pytest.mark.parametrize(
-  ("rules", "wanted"),
-  [
-    ([], everywhere("bfloat16")),
-    (
-      [Rule("float16", path="blocks/0")],
-      everywhere("bfloat16", blocks__0="float16", blocks__0__leaf="float16"),
-    ),
-    (
-      [Rule("float16", path="blocks")],
-      everywhere("float16", between="bfloat16", plain__leaf="bfloat16"),
-    ),
-    (
-      [Rule("float16", path="blocks/*"), Rule("float32", path="**/leaf")],
-      everywhere("float32", blocks__0="float16", blocks__1="float16", between="bfloat16"),
-    ),
-    (
-      [Rule("float32", path=re.compile("blocks/[1-9]/leaf"))],
-      everywhere("bfloat16", blocks__1__leaf="float32"),
-    ),
-    (
-      [Rule("float16", module=Probe)],
-      everywhere("float16", blocks__0="bfloat16", blocks__1="bfloat16"),
-    ),
-    (
-      [Rule("float16", where=lambda m: hasattr(m, "leaf")), Rule("float32", module=Block)],
-      everywhere("float16", between="bfloat16", plain__leaf="bfloat16"),
-    ),
-    (
-      [Rule(None, path="blocks/1"), Rule("float16", path="blocks/1/leaf")],
-      everywhere("bfloat16", blocks__1="float32", blocks__1__leaf="float32"),
-    ),
-    ([Rule("float16", path="**")], everywhere("float16")),
-  ],
-  ids=["none", "index", "list", "globs", "regex", "class", "where", "left alone", "root"],
-)
-def test_rules(rules, wanted):
-  assert used(HALF, rules, unmatched="ignore") == wanted
-
-
-def test_none_leaves_all_but_what_rules_pick_and_a_policy_of_the_module_itself_beats_rules():
-  assert used(None, [Rule(HALF, path="between")]) == everywhere("float32", between="bfloat16")
-
-  def net():
-    made = Net()
-    made.between.policy = mpjax.Policy(compute_dtype="float16")
-    return made
-
-  rules = [Rule("float32", path="between")]
-  assert used(HALF, rules, net) == everywhere("bfloat16", between="float16")
+def test_paths_lead_through_lists_and_dicts_and_a_submodule_called_by_itself_is_the_outermost():
+  for path, picked in (
+    ("listed/1", {"listed/1"}),
+    ("listed", {"listed/0", "listed/1"}),
+    ("plain/leaf", {"plain/leaf"}),
+  ):
+    found, _ = shown(with_policy(Net(), HALF, [Rule("float16", path=path)]))
+    assert found == {name: "float16" if name in picked else "bfloat16" for name in PATHS}
+  view = with_policy(Net(), "mixed_bfloat16")
+  assert view.listed[0](X).dtype == view.plain["leaf"](X).dtype == jnp.float32
+  assert shown(with_policy(Net(), "bfloat16").between) == ({"between": "bfloat16"}, "bfloat16")
 
 
 class UserNorm(nnx.Module):
@@ -196,7 +117,7 @@ class UserNorm(nnx.Module):
     self.scale = nnx.Param(jnp.ones(width))
 
   def __call__(self, x):
-    squares = jnp.sum(probe("norm", x) ** 2, -1, keepdims=True)
+    squares = jnp.sum(noted_as("norm", x) ** 2, -1, keepdims=True)
     return x / jnp.sqrt(squares / x.shape[-1]) * self.scale[None]
 
 
@@ -223,63 +144,17 @@ def test_norms_of_the_users_own_compute_in_float32():
     assert out == "float32"  # The dtype of the sum of squares, in each of them.
 
 
-BEGINS = [
-  # The policy, the rules, the dtype of the layer's product and of the result.
-  ("mixed_bfloat16", [], "bfloat16", "float32"),
-  (HALF, [], "bfloat16", "bfloat16"),
-  (HALF + ",output=float16", [], "bfloat16", "float16"),
-  # What a rule picks returns its own output dtype, or else what it computed.
-  (HALF, [Rule("float32", path="layer")], "float32", "float32"),
-  (HALF, [Rule("c=float32", path="layer")], "float32", "float32"),
-  (None, [Rule("mixed_bfloat16", path="layer")], "bfloat16", "float32"),
-  (None, [Rule(HALF, path="layer")], "bfloat16", "bfloat16"),
-  # A rule for the root is another policy for the same begin.
-  ("mixed_bfloat16", [Rule("c=f16", path="**")], "float16", "float32"),
-]
-
-
-def test_output_dtype_is_for_where_a_policy_begins():
-  for policy, rules, inside, outside in BEGINS:
-    program, out = jax.make_jaxpr(
-      with_policy(Does(lambda m, x: m.layer(x)), policy, rules), return_shape=True
-    )(X)
-    (product,) = products(program)
-    assert (product.dtypes, str(out.dtype)) == ((inside, inside), outside), (policy, rules)
-
-
-def test_a_module_inside_has_no_output_dtype():
-  model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.tanh)
-  program, out = jax.make_jaxpr(with_policy(model, "mixed_bfloat16"), return_shape=True)(X)
-  assert dtypes_of(program, "tanh") == {"bfloat16"}
-  assert out.dtype == jnp.float32
-
-
-def test_a_submodule_called_by_itself_is_the_outermost():
-  view = with_policy(Net(), "mixed_bfloat16")
-  assert view.blocks[0](X).dtype == jnp.float32
-  assert view.plain["leaf"](X).dtype == jnp.float32
-  found, out = shown(with_policy(Net(), "bfloat16").between)
-  assert (found, out) == ({"between": "bfloat16"}, "bfloat16")
-
-
 @pytest.mark.case("B140")
-@pytest.mark.parametrize(
-  "rule", [Rule("float32", path="blocks/2"), Rule("float32", module=nnx.Conv)]
-)
-def test_a_rule_that_picks_out_nothing(rule):
-  with pytest.raises(mpjax.UnmatchedRuleError) as excinfo:
-    with_policy(Net(), HALF, [rule])
-  check_error(
-    excinfo,
-    where=f"rules: {rule}",
-    expected="at least one module",
-    got="none of the 8 modules",
-    fix="'blocks/0'" if rule.path else "The model's classes: Block, List, Net, Probe",
-    builtin=ValueError,
-  )
-  with pytest.warns(UserWarning, match="none of the 8 modules"):
-    with_policy(Net(), HALF, [rule], unmatched="warn")
-  with_policy(Net(), HALF, [rule], unmatched="ignore")
+def test_a_rule_that_picks_out_nothing():
+  classes = "The model's classes: List, Net, Probe"
+  for selector, fix in (({"path": "listed/2"}, "'listed/1'"), ({"module": nnx.Conv}, classes)):
+    rule = Rule("float32", **selector)
+    where, expected, got = f"rules: {rule}", "at least one module", "none of the 6 modules"
+    with refused(mpjax.UnmatchedRuleError, where, expected, got, fix):
+      with_policy(Net(), HALF, [rule])
+    with pytest.warns(UserWarning, match="none of the 6 modules"):
+      with_policy(Net(), HALF, [rule], unmatched="warn")
+    with_policy(Net(), HALF, [rule], unmatched="ignore")
 
 
 # Models that are put together in unusual ways
@@ -301,29 +176,25 @@ class Escaping(nnx.Module):
   def __init__(self):
     self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     self.bare = self.layer.__call__
-    self.partial = functools.partial(apply, self.layer.__call__)
+    self.partial = functools.partial(lambda fun, x: fun(x), self.layer.__call__)
 
   def __call__(self, x):
     return self.partial(self.bare(x))
 
 
-def apply(fun, x):
-  return fun(x)
-
-
 @pytest.mark.case("A110")
 def test_methods_kept_as_attributes_run_under_the_policy():
-  program = jax.make_jaxpr(with_policy(Escaping(), HALF))(X)
-  products = [e for e in program.eqns if e.primitive.name == "dot_general"]
-  assert [str(e.invars[1].aval.dtype) for e in products] == ["bfloat16"] * 2
+  found = products(jax.make_jaxpr(with_policy(Escaping(), HALF))(X))
+  assert [product.dtypes for product in found] == [("bfloat16",) * 2] * 2
 
 
 def test_a_view_inside_a_model_keeps_its_policy():
-  inner = with_policy(Block("inner"), "c=float16")
+  inner = with_policy(nnx.Sequential(Probe("inner")), "c=float16")
   model = nnx.Sequential(inner, Probe("outer"))
-  found, out = shown(with_policy(model, "bfloat16"))
-  assert found == {"inner": "float16", "inner/leaf": "float16", "outer": "bfloat16"}
-  assert out == "bfloat16"
+  assert shown(with_policy(model, "bfloat16")) == (
+    {"inner": "float16", "outer": "bfloat16"},
+    "bfloat16",
+  )
 
 
 class Raw(nnx.Pytree):
@@ -388,19 +259,13 @@ def test_one_trace_for_views_that_are_made_anew_and_another_for_another_policy()
 def test_threads_do_not_meet():
   model = Net()
   views = {dtype: with_policy(model, dtype) for dtype in ("float16", "bfloat16")}
-  found = {dtype: [] for dtype in views}
 
   def work(dtype):
     for _ in range(5):
-      each, out = shown(views[dtype])
-      found[dtype] += [out, *each.values()]
+      assert shown(views[dtype]) == (dict.fromkeys(PATHS, dtype), dtype)
 
-  threads = [threading.Thread(target=work, args=(dtype,)) for dtype in views]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  assert {k: set(v) for k, v in found.items()} == {k: {k} for k in found}
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    list(pool.map(work, views))
 
 
 # Errors
@@ -410,42 +275,35 @@ def view_of(**options):
   return with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF, **options)
 
 
-MODEL, MODULE = "with_policy(model)", "a flax.nnx.Module"
+MODEL, MODULE, INSTANCE = "with_policy(model)", "a flax.nnx.Module", "Pass an instance"
 A_VIEW = "a view already (Linear under 'params=float32,compute=bfloat16')"
 READY = "Call it as it is: a view is ready, also one that mpjax.nnx.convert returned."
 IN_LINEN = "a Linen module (Dense) inside nnx.bridge.ToNNX"
-ERRORS = [
-  # What is called, and where, what was expected, what came, what to do, which builtin.
-  (lambda: with_policy(nnx.Linear, HALF), MODEL, MODULE, "the class Linear", "Pass an instance"),
-  (lambda: with_policy(jnp.tanh, HALF), MODEL, MODULE, "class", "Pass an instance"),
-  (lambda: with_policy(None, HALF), MODEL, MODULE, "NoneType", "Pass an instance"),
-  (lambda: with_policy({"a": 1}, HALF), MODEL, MODULE, "dict", "Pass an instance"),
-  (lambda: with_policy(view_of(), "float32"), MODEL, MODULE, A_VIEW, READY),
-  (
-    lambda: with_policy(mpjax.nnx.convert(view_of(), X), "float32"),
-    *(MODEL, MODULE, A_VIEW, READY),
-  ),
-  (
-    lambda: with_policy(HoldsLinen(nnx.Rngs(0)).linen, HALF),
-    *(MODEL, MODULE, IN_LINEN, "mpjax.linen.policy_scope"),
-  ),
-  (lambda: view_of(rules=["x"]), "with_policy(rules=...)", "mpjax.Rule", "'x'", "Write ["),
-  (lambda: view_of(defaults=[1]), "with_policy(defaults=...)", "mpjax.Rule", "1", "Write ["),
-  (
-    lambda: view_of(unmatched="no"),
-    *("with_policy(unmatched=...)", "'warn' or 'ignore'", "'no'", "picks out"),
-  ),
+MODELS = [
+  # What is made a view, what the error calls it, what to do.
+  (lambda: nnx.Linear, "the class Linear", INSTANCE),
+  (lambda: jnp.tanh, "class", INSTANCE),
+  (lambda: None, "NoneType", INSTANCE),
+  (lambda: {"a": 1}, "dict", INSTANCE),
+  (lambda: view_of(), A_VIEW, READY),
+  (lambda: mpjax.nnx.convert(view_of(), X), A_VIEW, READY),
+  (lambda: HoldsLinen(nnx.Rngs(0)).linen, IN_LINEN, "mpjax.linen.policy_scope"),
+]
+OPTIONS = [
+  # The option, what was expected, what came, what to do, which builtin.
+  ({"rules": ["x"]}, "mpjax.Rule", "'x'", "Write [", TypeError),
+  ({"defaults": [1]}, "mpjax.Rule", "1", "Write [", TypeError),
+  ({"unmatched": "no"}, "'warn' or 'ignore'", "'no'", "picks out", ValueError),
 ]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error[3])
-def test_errors(error):
-  call, where, expected, got, fix = error
-  with pytest.raises(mpjax.MpjaxError) as excinfo:
-    call()
-  builtin = ValueError if "unmatched" in where else TypeError
-  where = f"mpjax.nnx.{where}"
-  check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
+def test_errors():
+  for make, got, fix in MODELS:
+    parts = {"where": f"mpjax.nnx.{MODEL}", "expected": MODULE, "got": got, "fix": fix}
+    check_refused(functools.partial(with_policy, make(), HALF), builtin=TypeError, **parts)
+  for options, expected, got, fix, builtin in OPTIONS:
+    parts = {"where": f"mpjax.nnx.with_policy({next(iter(options))}=...)", "expected": expected}
+    check_refused(functools.partial(view_of, **options), got=got, fix=fix, builtin=builtin, **parts)
 
 
 class HoldsLinen(nnx.Module):

@@ -1,0 +1,348 @@
+"""The outermost call, by each of the four ways to call a model under a policy.
+
+A model is a layer and a function that is given the layer: the same function in Linen and in NNX.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.programs import bits
+
+# The models are written as their users write them.
+pytestmark = pytest.mark.standard_promotion
+
+KEY, F32, BF16 = jax.random.key(0), jnp.dtype("float32"), jnp.dtype("bfloat16")
+HALF = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+WAYS = pytest.mark.parametrize("way", ["wrapper", "scope", "bound", "view"])
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+PARAMS = {"kernel": jnp.eye(4), "bias": jnp.full(4, 0.5)}
+"""Of a layer whose results are exact."""
+
+
+class OfLinen(nn.Module):
+  """Calls a function with a layer and its own arguments, and counts its calls."""
+
+  body: Any
+
+  @nn.compact
+  def __call__(self, *args):
+    count = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
+    count.value = count.value + 1
+    return self.body(nn.Dense(4, name="layer"), *args)
+
+
+class OfNnx(nnx.Module):
+  """The same."""
+
+  def __init__(self, body):
+    self.body, self.layer = body, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    nnx.update(self.layer, PARAMS)
+    self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+  def __call__(self, *args):
+    self.calls[...] += 1
+    return self.body(self.layer, *args)
+
+
+def call(way, policy, body, *args):
+  """Returns what `body(layer, *args)` returns in a model under a policy, and the calls counted."""
+  if way == "view":
+    model = OfNnx(body)
+    return mpjax.nnx.with_policy(model, policy)(*args), model.calls[...]
+  model, mutable = OfLinen(body), ["counts"]
+  variables = {"params": {"layer": PARAMS}, "counts": {"calls": jnp.zeros((), jnp.int32)}}
+  if way == "wrapper":
+    wrapped = mpjax.linen.with_policy(model, policy)
+    out, variables = wrapped.apply(variables, *args, mutable=mutable)
+    return out, variables["counts"]["calls"]
+  with mpjax.linen.policy_scope(policy):
+    if way == "scope":
+      out, variables = model.apply(variables, *args, mutable=mutable)
+      return out, variables["counts"]["calls"]
+    bound = model.bind(variables, mutable=mutable)
+    return bound(*args), bound.variables["counts"]["calls"]
+
+
+def layer_in(dtype, x=X):
+  """Returns what the layer computes by Flax's own `dtype`: operands and result are rounded."""
+  return nn.Dense(4, dtype=dtype).apply({"params": PARAMS}, x.astype(dtype))
+
+
+# What Python does in a call, or what leaves it, that cannot be traced
+
+
+class Box:
+  """No tree to JAX."""
+
+  def __init__(self, content):
+    self.content = content
+
+  def get(self):
+    return self.content
+
+
+class Slots:
+  __slots__ = ("content",)
+
+  def __init__(self, content):
+    self.content = content
+
+
+def raise_if(condition):
+  if condition:
+    raise ValueError
+
+
+def shown(x):
+  assert f"{x.mean():.3f}"
+  return x
+
+
+VALUES = "values of arrays: .*test_outermost.py"
+PYTHON = {
+  # What a model does with an array between two layers, and what the warning says of it.
+  "if": (lambda x: raise_if(float(x.sum()) > 1e9) or x, VALUES),
+  "mask": (lambda x: x[x > -1e9].reshape(x.shape), VALUES),
+  "format": (shown, VALUES),
+  "sharding": (lambda x: x.sharding and x, VALUES),
+  "a list": (lambda x, taps: taps.append(x) or x, "one that changes an argument in place"),
+}
+CALLED = {
+  "wrapper": "mpjax.linen.with_policy(model, policy)",
+  "view": "mpjax.nnx.with_policy(model, policy)",
+}
+
+
+@pytest.mark.parametrize("name", PYTHON)
+@WAYS
+def test_what_cannot_be_traced_runs_as_python_and_its_submodules_are_rewritten(way, name):
+  do, warning = PYTHON[name]
+  given = ([],) if name == "a list" else ()
+
+  def body(layer, x, *given):
+    return layer(do(layer(x), *given))
+
+  with pytest.warns(UserWarning, match=warning) as record:
+    out, count = call(way, "c=bf16", body, X, *given)
+  (text,) = (str(w.message) for w in record)
+  called = CALLED.get(way, "mpjax.linen.policy_scope(policy)")
+  assert text.startswith(f"{called}: the root: expected a body that can be traced")
+  first = layer_in(BF16)
+  assert bits(out) == bits(layer_in(BF16, first))
+  assert int(count) == 1
+  assert not given or bits(given[0]) == bits([first])
+  # To a trace there is no value to look at: it is the user's own error.
+  if name == "if":
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+      jax.jit(lambda x: call(way, "c=bf16", body, x)[0])(X)
+
+
+HIDING = {
+  # By name: how to hide an array from JAX, and how to get it back.
+  "attribute": (Box, lambda box: box.content),
+  "object in object": (lambda x: Box(Box(x)), lambda box: box.content.content),
+  "list": (lambda x: Box([{"x": x}]), lambda box: box.content[0]["x"]),
+  "slot": (Slots, lambda box: box.content),
+  "method": (lambda x: Box(x).get, lambda method: method()),
+  "closure": (lambda x: lambda: x, lambda function: function()),
+  "default": (lambda x: lambda x=x: x, lambda function: function()),
+  "partial": (lambda x: functools.partial(jnp.add, x, 0), lambda function: function()),
+  "generator": (lambda x: (x for _ in range(1)), next),
+}
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+def test_an_array_in_an_object_that_is_no_tree_comes_out_as_an_array(hiding):
+  hide, get = HIDING[hiding]
+  for way in ("wrapper", "scope", "bound", "view") if hiding == "attribute" else ("wrapper",):
+    with pytest.warns(UserWarning, match="with arrays in it, which is no tree"):
+      out, _ = call(way, "c=bf16", lambda layer, x: hide(layer(x)), X)
+    assert bits(get(out)) == bits(layer_in(BF16))
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
+@pytest.mark.parametrize("way", ["wrapper", "view"])
+def test_the_dtype_of_what_an_object_hides_is_warned_of_where_it_is_another(way, policy):
+  with pytest.warns(UserWarning, match="which is no tree|stay in bfloat16") as record:
+    box, _ = call(way, policy, lambda layer, x: Box(layer(x)), X)
+  assert box.content.dtype == BF16
+  found = ["of which content stay in bfloat16" in str(w.message) for w in record]
+  assert found == ([False] if policy == "bfloat16" else [True, False])
+
+
+@WAYS
+def test_a_dict_whose_keys_do_not_sort_runs_as_python(way):
+  def given(layer, xs):
+    return {key: layer(x) if key == 1 else x for key, x in xs.items()}
+
+  def returned(layer, x):
+    return {1: layer(x), "b": x}
+
+  odd = {1: X, "b": X}
+  for body, does, x in ((given, "is given", odd), (returned, "returns", X)):
+    with pytest.warns(UserWarning, match=f"got one that {does} a dict whose keys do not sort"):
+      found, _ = call(way, "c=bfloat16", body, x)
+    assert bits(found["b"]) == bits(X)
+    assert bits(found[1]) == bits(layer_in(BF16))
+    assert body is returned or found["b"] is X
+
+
+# What raises
+
+
+@WAYS
+def test_what_raises_in_float32_is_called_in_its_compute_dtype(way):
+  def takes_half_alone(layer, x):
+    """Refuses float32, as a kernel may."""
+    if x.dtype == jnp.float32:
+      raise ValueError("this kernel takes low precision alone")
+    return layer(x)
+
+  assert bits(call(way, "c=bf16", takes_half_alone, X)[0]) == bits(layer_in(BF16))
+  for policy in (None, "float32"):
+    with pytest.raises(ValueError, match="low precision alone"):
+      call(way, policy, takes_half_alone, X)
+
+  def refuses(layer, x):
+    raise ValueError(f"no {x.dtype}")
+
+  with pytest.raises(ValueError, match="no float32"):
+    call(way, "bfloat16", refuses, X)
+
+
+def mixes(x, buffer=jnp.bfloat16):
+  """Uses `jax.lax` on operands of two dtypes, which does not promote."""
+  return jax.lax.dynamic_update_slice(jnp.zeros((4, 4), buffer), x, (0, 0))
+
+
+class Mixes(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return mixes(x)
+
+
+class MixesNnx(nnx.Module):
+  def __call__(self, x):
+    return mixes(x)
+
+
+def linen_call(model):
+  return lambda policy, *rules: mpjax.linen.with_policy(model, policy, rules).apply({}, X)
+
+
+def nnx_call(model):
+  def under(policy, *rules):
+    # Equal modules have one class between them, and each has its own path.
+    mpjax.nnx.with_policy(MixesNnx(), policy)
+    return mpjax.nnx.with_policy(model, policy, rules)(X)
+
+  return under
+
+
+def jit_call(model):
+  return lambda policy: nnx.jit(lambda view: view(X))(mpjax.nnx.with_policy(model, policy))
+
+
+MIXING = {
+  # The call under a policy and rules, the name of the module, its path.
+  "linen": (linen_call(nn.Sequential([Mixes()])), "Mixes", "layers_0"),
+  "linen, remat": (linen_call(nn.Sequential([nn.remat(Mixes)()])), "Mixes", "layers_0"),
+  "nnx": (nnx_call(nnx.Sequential(jnp.tanh, MixesNnx())), "MixesNnx", "layers/1"),
+  "nnx.jit": (jit_call(nnx.Sequential(MixesNnx())), "MixesNnx", "layers/0"),
+  "linen, the root": (linen_call(Mixes()), "Mixes", ""),
+  "nnx, the root": (nnx_call(MixesNnx()), "MixesNnx", ""),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_type_error_gets_a_note_that_names_the_module(name):
+  under, module, path = MIXING[name]
+  with pytest.raises(TypeError) as excinfo:
+    under("mixed_float16")
+  # It is the user's own error, with one note.
+  assert not isinstance(excinfo.value, mpjax.MpjaxError)
+  (note,) = [note for note in excinfo.value.__notes__ if "mpjax" in note]
+  for part in (
+    f"'{path}' (" if path else "the root",
+    f"{module})",
+    "compute=float16",
+    "cast there",
+  ):
+    assert part in note
+  # No note advises to switch the entire model off.
+  assert (f"mpjax.Rule(None, path={path!r})" in note) == bool(path)
+  assert "**" not in note
+  # In the dtype that it takes, it runs.
+  if path and "jit" not in name:
+    assert under("mixed_float16", mpjax.Rule("bfloat16", path=path)).dtype == F32
+
+
+@WAYS
+def test_errors_of_other_kinds_and_without_a_policy_get_no_note(way):
+  def raises(layer, error):
+    raise error
+
+  for policy, error in (("bfloat16", ValueError("x")), (None, TypeError("x"))):
+    with pytest.raises(type(error)) as excinfo:
+      call(way, policy, raises, error)
+    assert not [note for note in getattr(excinfo.value, "__notes__", ()) if "mpjax" in note]
+  # Float32 operands of a policy that meet no product are no error.
+  out, _ = call(way, "mixed_bfloat16", lambda layer, x: mixes(x, jnp.float32), X)
+  np.testing.assert_array_equal(out[:2], X)
+
+
+# Dtypes of what goes in and out
+
+
+@pytest.mark.case("B061")
+@HALF
+@WAYS
+def test_arguments_in_low_precision_show_as_float32_and_count_as_low_precision(way, half):
+  seen = []
+
+  def body(layer, tree):
+    seen.append(str(tree["x"].dtype))
+    return {"n": tree["n"] * 2, "x": tree["x"] * 2, "y": tree["x"] + layer(tree["x"])}
+
+  x = X.astype(half)
+  found, _ = call(way, f"c={half}", body, {"x": x, "n": 3})
+  assert set(seen) == {"float32"}
+  assert found["n"] == 6
+  assert bits(found["x"]) == bits(x * 2)
+  assert found["y"].dtype == half
+
+
+@HALF
+@WAYS
+def test_an_array_that_is_closed_over_decides_whatever_traces(way, half):
+  """Coordinates of up to 1,000 are integers in float16, and multiples of 4 in bfloat16."""
+  grid = np.linspace(0.3, 1000, 4, dtype="float32")
+  wanted = grid + np.asarray(layer_in(half), np.float32)
+
+  def fun(grid):
+    return call(way, f"c={half}", lambda layer, x: grid + layer(x), X)[0]
+
+  for found in (fun(jnp.asarray(grid)), jax.jit(fun)(grid), jax.jvp(fun, (grid,), (grid,))[0]):
+    assert found.dtype == F32
+    # XLA may leave out the rounding of what the layer returns.
+    np.testing.assert_allclose(found, wanted, atol=0.02)
+
+
+@WAYS
+def test_float64_and_complex_numbers(way):
+  """Nothing of float64 is rounded inside: it comes where `jax_enable_x64` is set."""
+  z = X.astype(jnp.complex64) * (1 + 1j)
+  out, _ = call(way, "c=bf16", lambda layer, x: layer(x), z)
+  assert out.dtype == jnp.complex64
+  np.testing.assert_allclose(out, z + 0.5, atol=0.01)
+  with jax.enable_x64(True):
+    x = jnp.asarray(X, jnp.float64)
+    assert call(way, "bfloat16", lambda layer, x: layer(x), x)[0].dtype == BF16

@@ -1,0 +1,280 @@
+"""Which policy each module has: rules, fields of modules, exemption, and where a policy begins.
+
+Each model is written in Linen and in NNX, with the same paths.
+"""
+
+import re
+import types
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.linen.probes import noted_as, seen
+from tests.programs import products
+
+Rule = mpjax.Rule
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+PATHS = ("", "one", "one/leaf", "between", "two", "two/leaf")
+
+
+class Leaf(nn.Module):
+  """Shows in which dtype its products are, as all modules here do."""
+
+  @nn.compact
+  def __call__(self, x):
+    return noted_as("/".join(self.path), x)
+
+
+class Block(nn.Module):
+  policy: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    return Leaf(name="leaf")(noted_as("/".join(self.path), x))
+
+
+class Net(nn.Module):
+  """Two equal blocks, and a leaf between them."""
+
+  of_two: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    x = Leaf(name="between")(Block(name="one")(noted_as("", x)))
+    return Block(self.of_two, name="two")(x)
+
+
+class Gram(nn.Module):
+  """Computes a product, so that what it returns has the dtype of its policy."""
+
+  policy: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    return x @ x.T
+
+
+class Root(nn.Module):
+  """Keeps what its block returns."""
+
+  of_block: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    x = Gram(self.of_block, name="block")(x)
+    self.sow("kept", "x", x)
+    return x
+
+
+class NnxLeaf(nnx.Module):
+  def __init__(self, path):
+    self.path, self.name = path, path.rpartition("/")[-1]
+
+  def __call__(self, x):
+    return noted_as(self.path, x)
+
+
+class NnxBlock(NnxLeaf):
+  def __init__(self, path, policy=None):
+    super().__init__(path)
+    self.policy, self.leaf = policy, NnxLeaf(f"{path}/leaf")
+
+  def __call__(self, x):
+    return self.leaf(super().__call__(x))
+
+
+class NnxNet(NnxLeaf):
+  def __init__(self, of_two=None):
+    super().__init__("")
+    self.one, self.between, self.two = NnxBlock("one"), NnxLeaf("between"), NnxBlock("two", of_two)
+
+  def __call__(self, x):
+    return self.two(self.between(self.one(super().__call__(x))))
+
+
+class NnxGram(nnx.Module):
+  def __init__(self, policy):
+    self.policy = policy
+
+  def __call__(self, x):
+    return x @ x.T
+
+
+class NnxRoot(nnx.Module):
+  def __init__(self, policy=None):
+    self.block = NnxGram(policy)
+
+  def __call__(self, x):
+    x = self.block(x)
+    self.kept = nnx.Intermediate(x)
+    return x
+
+
+def linen_call(model, policy, rules, **options):
+  wrapped = mpjax.linen.with_policy(model, policy, rules, **options)
+  return lambda x: wrapped.apply({}, x, mutable=["kept"])
+
+
+def nnx_call(model, policy, rules, **options):
+  def call(x):
+    view = mpjax.nnx.with_policy(nnx.clone(model), policy, rules, **options)
+    out = view(x)
+    return out, nnx.as_pure(nnx.pop(view, nnx.Intermediate))
+
+  return call
+
+
+LIBRARIES = {
+  "linen": types.SimpleNamespace(call=linen_call, Net=Net, Block=Block, Leaf=Leaf, Root=Root),
+  "nnx": types.SimpleNamespace(
+    call=nnx_call, Net=NnxNet, Block=NnxBlock, Leaf=NnxLeaf, Root=NnxRoot
+  ),
+}
+
+
+@pytest.fixture(params=LIBRARIES)
+def lib(request):
+  return LIBRARIES[request.param]
+
+
+def everywhere(dtype, **others):
+  found = dict.fromkeys(PATHS, dtype)
+  return found | {path.replace("__", "/"): other for path, other in others.items()}
+
+
+RULES = {
+  # The rules, given the library, and the dtype in which each module computes.
+  "none": (lambda lib: [], everywhere("bfloat16")),
+  # An inner policy overrides the outer, for all that it encloses, and is undone after it.
+  "path": (
+    lambda lib: [Rule("float16", path="one")],
+    everywhere("bfloat16", one="float16", one__leaf="float16"),
+  ),
+  "leaf": (
+    lambda lib: [Rule("float16", path="one/leaf")],
+    everywhere("bfloat16", one__leaf="float16"),
+  ),
+  "inner and outer": (
+    lambda lib: [Rule("float16", path="one"), Rule("float32", path="one/leaf")],
+    everywhere("bfloat16", one="float16", one__leaf="float32"),
+  ),
+  "glob": (
+    lambda lib: [Rule("float16", path="**/leaf")],
+    everywhere("bfloat16", one__leaf="float16", two__leaf="float16"),
+  ),
+  "all": (lambda lib: [Rule("float16", path="**")], everywhere("float16")),
+  "root": (lambda lib: [Rule("float16", path="")], everywhere("float16")),
+  "children": (lambda lib: [Rule("float16", path="*")], everywhere("float16") | {"": "bfloat16"}),
+  "regex": (
+    lambda lib: [Rule("float32", path=re.compile("t[a-z]+/leaf"))],
+    everywhere("bfloat16", two__leaf="float32"),
+  ),
+  "class": (
+    lambda lib: [Rule("float16", module=lib.Block)],
+    everywhere("float16", between="bfloat16") | {"": "bfloat16"},
+  ),
+  "where": (
+    lambda lib: [Rule("float16", where=lambda m: m.name == "two")],
+    everywhere("bfloat16", two="float16", two__leaf="float16"),
+  ),
+  # The first rule that matches a module wins; one on the module beats one on what encloses it.
+  "first": (
+    lambda lib: [
+      Rule("float16", path="one/*"),
+      Rule("float32", path="**/leaf"),
+      Rule("float16", path="two"),
+    ],
+    everywhere("bfloat16", one__leaf="float16", two="float16", two__leaf="float32"),
+  ),
+  "first by class": (
+    lambda lib: [
+      Rule("float32", where=lambda m: m.name == "between"),
+      Rule("float16", module=lib.Block),
+      Rule("float32", module=(lib.Block, dict)),
+    ],
+    everywhere("float16", between="float32") | {"": "bfloat16"},
+  ),
+  "exempt": (
+    lambda lib: [Rule(None, path="one"), Rule("float16", path="one/leaf")],
+    everywhere("bfloat16", one="float32", one__leaf="float32"),
+  ),
+}
+
+
+@pytest.mark.case("A86", "A98", "A99", "A108")
+@pytest.mark.parametrize("name", RULES)
+def test_rules(lib, name):
+  rules, wanted = RULES[name]
+  call = lib.call(lib.Net(), "bfloat16", rules(lib), unmatched="ignore")
+  assert seen(call, X) == wanted
+
+
+def test_none_leaves_all_but_what_rules_pick_out(lib):
+  rules = [Rule("mixed_float16", path="one")]
+  wanted = everywhere("float32", one="float16", one__leaf="float16")
+  assert seen(lib.call(lib.Net(), None, rules), X) == wanted
+  assert seen(lib.call(lib.Net(), None, ()), X) == everywhere("float32")
+
+
+def test_a_policy_in_the_modules_own_field_beats_rules(lib):
+  own = mpjax.Policy(compute_dtype="float16")
+  # Only a field that holds a Policy is one: a string may mean anything in somebody's model.
+  for policy, inside in (
+    (own, "float16"),
+    (None, "float32"),
+    ("float16", "float32"),
+    (7, "float32"),
+  ):
+    found = seen(lib.call(lib.Net(policy), "bfloat16", [Rule("float32", path="two")]), X)
+    assert found == everywhere("bfloat16", two=inside, two__leaf=inside), policy
+  # But inside of an exempt module it is exempt.
+  found = seen(lib.call(lib.Net(own), "bfloat16", [Rule(None, path="")]), X)
+  assert found == everywhere("float32")
+
+
+BEGINS = [
+  # Policy of the root and of its block (by a rule), dtype of the block's product, of what the
+  # block returns, and of what the root returns.
+  ("mixed_bfloat16", None, "bfloat16", "bfloat16", "float32"),
+  ("c=f16", None, "float16", "float16", "float16"),
+  ("c=bf16,o=f16", None, "bfloat16", "bfloat16", "float16"),
+  # What a rule picks returns its own output dtype, or else what it computed.
+  ("mixed_bfloat16", "c=f32", "float32", "float32", "float32"),
+  ("mixed_bfloat16", "float32", "float32", "float32", "float32"),
+  ("mixed_bfloat16", "float16", "float16", "float16", "float32"),
+  ("mixed_bfloat16", "c=f16", "float16", "float16", "float32"),
+  ("mixed_bfloat16", "mixed_float16", "float16", "float32", "float32"),
+  ("float16", "c=bf16", "bfloat16", "bfloat16", "float16"),
+  ("c=bf16", "c=bf16,o=f32", "bfloat16", "float32", "float32"),
+  ("c=bf16", "float32", "float32", "float32", "float32"),
+  ("c=bf16", "c=f32", "float32", "float32", "float32"),
+  # None surrounds it.
+  (None, "c=f16", "float16", "float16", "float16"),
+  (None, "mixed_float16", "float16", "float32", "float32"),
+]
+
+
+@pytest.mark.case("B052", "A98")
+def test_output_dtypes_are_for_where_a_policy_begins(lib):
+  def dtypes(policy, rules, own=None):
+    call = lib.call(lib.Root(own), policy, rules)
+    program, (out, kept) = jax.make_jaxpr(call, return_shape=True)(X)
+    (product,), (inner,) = products(program), jax.tree.leaves(kept)
+    assert product.dtypes[0] == product.dtypes[1]
+    return product.dtypes[0], str(inner.dtype), str(out.dtype)
+
+  for root, rule, *wanted in BEGINS:
+    rules = [] if rule is None else [Rule(rule, path="block")]
+    assert dtypes(root, rules) == tuple(wanted), (root, rule)
+  # A rule for the root is another policy for the same begin.
+  rules = [Rule("c=f16", path="**")]
+  assert dtypes("mixed_bfloat16", rules) == ("float16", "float16", "float32")
+  # A policy in a field begins like a rule.
+  for own, inner in (("c=f16,o=f32", "float32"), ("c=f16", "float16")):
+    found = dtypes("c=bf16", [], mpjax.Policy.parse(own))
+    assert found == ("float16", inner, inner)
