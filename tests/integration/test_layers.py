@@ -128,18 +128,6 @@ def test_embed_gathers_what_is_stored_and_casts_the_rows(framework, half):
   np.testing.assert_array_equal(jax.tree.leaves(gradient)[0][1], np.full(4, 300 * (1 + 2.0**-7)))
 
 
-@pytest.mark.case("B082")
-@FRAMEWORKS
-def test_attend_computes_in_half(framework):
-  layer = TABLES[framework]()
-  attend = layer.under("mixed_bfloat16", method="attend")
-  program, (out, _) = jax.make_jaxpr(attend, return_shape=True)(
-    layer.params, layer.rest, jnp.ones((2, 4))
-  )
-  assert operands(program) == [("bfloat16", "bfloat16")]
-  assert out.dtype == F32
-
-
 # Norms
 
 
