@@ -17,6 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import mpjax
+from tests.models.values import filled, shapes
 from tests.programs import bits, products
 
 ALL = mpjax.Float8(skip=())
@@ -195,7 +196,7 @@ def test_projections_of_a_kernel_that_takes_low_precision_alone():
   """Their module is traced in bfloat16, and its layers cast their parameters themselves."""
   x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 32)), jnp.float32)
   model = TakesHalfAlone()
-  variables = model.init(jax.random.key(0), x)
+  variables = shapes(model, x)
 
   def loss(variables):
     return jnp.sum(mpjax.linen.with_policy(model, POLICY).apply(variables, x) ** 2)
@@ -224,7 +225,7 @@ def mlp(policy=EXACT):
   def loss_fn(params, x):
     return jnp.mean((model.apply(params, x) - x) ** 2)
 
-  return loss_fn, MLP().init(jax.random.key(0), X)
+  return loss_fn, filled(shapes(MLP(), X))
 
 
 def trained(tx, steps=4, spoil=None, policy=EXACT):
