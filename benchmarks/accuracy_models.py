@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import language_by_hand
 import numpy as np
 from flax import nnx
 
 import mpjax
-from tests.models import by_hand, classics, language_by_hand, papers, vision
+from tests.models import by_hand, classics, papers, vision
 from tests.models.values import filled, integers, normal, shapes
 from tests.nnx import by_hand as nnx_by_hand
 from tests.nnx import classics as nnx_classics

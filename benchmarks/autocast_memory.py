@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import language_by_hand
 import models
 import numpy as np
 import optax
@@ -15,7 +16,6 @@ from autocast_programs import PROGRAMS, Program, Style
 from jax.extend.core import Literal
 
 import mpjax
-from tests.models import language_by_hand
 
 Loss = Callable[[Any], Any]
 

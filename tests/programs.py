@@ -79,12 +79,10 @@ def inner_jaxprs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
   """Yields the programs in the parameters of an equation."""
   if isinstance(value, (ClosedJaxpr, Jaxpr)):
     yield value
-  elif isinstance(value, dict):
-    for item in value.values():
-      yield from inner_jaxprs(item)
-  elif isinstance(value, (tuple, list)):
-    for item in value:
-      yield from inner_jaxprs(item)
+  elif isinstance(value, (dict, tuple, list)):
+    for item in value.values() if isinstance(value, dict) else value:
+      if isinstance(item, (ClosedJaxpr, Jaxpr, dict, tuple, list)):
+        yield from inner_jaxprs(item)
 
 
 def parts_of_scan(eqn: Any) -> tuple[int, int]:

@@ -17,7 +17,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,23 +27,17 @@ from rich.table import Table
 from tests.campaign import by_hand, checkpoints, mistakes, replicas, scale, training
 from tests.campaign.outcome import BrokenCampaign, Job, Outcome
 
-
-class Part(NamedTuple):
-  """Some classes of faults."""
-
-  jobs: Callable[[bool, bool], list[Job]]  # of whether it is small, and guarded
-
-
-PARTS: dict[str, Any] = {
-  "train_steps": Part(training.train_steps),
-  "by_hand": by_hand,
-  "replicas": replicas,
-  "accumulation": Part(training.accumulation),
-  "retries": Part(training.retries),
-  "scale": scale,
-  "checkpoints": checkpoints,
-  "mistakes": mistakes,
+PARTS: dict[str, Callable[[bool, bool], list[Job]]] = {
+  "train_steps": training.train_steps,
+  "by_hand": by_hand.jobs,
+  "replicas": replicas.jobs,
+  "accumulation": training.accumulation,
+  "retries": training.retries,
+  "scale": scale.jobs,
+  "checkpoints": checkpoints.jobs,
+  "mistakes": mistakes.jobs,
 }
+"""The jobs of some classes of faults, by whether they are small, and guarded."""
 
 ENOUGH = 20_000
 
@@ -104,8 +97,8 @@ def planned(parts: Sequence[str], small: bool, guard: bool) -> list[tuple[Job, t
   """Returns the jobs of some parts, and the numbers that go into the seed of each."""
   return [
     (job, (part, number))
-    for part, (name, module) in enumerate(PARTS.items())
-    for number, job in enumerate(module.jobs(small, guard))
+    for part, (name, jobs) in enumerate(PARTS.items())
+    for number, job in enumerate(jobs(small, guard))
     if name in parts
   ]
 

@@ -4,7 +4,6 @@
 """
 
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -94,8 +93,7 @@ def test_exit_status(monkeypatch, capsys):
       require(not broken, "something else was planted")
       return [outcome]
 
-    jobs = lambda small, guard: [Job("part", job)]  # noqa: E731
-    monkeypatch.setattr(run, "PARTS", {"part": types.SimpleNamespace(jobs=jobs)})
+    monkeypatch.setattr(run, "PARTS", {"part": lambda small, guard: [Job("part", job)]})
     return run.main(list(arguments)), re.sub(r"\s+", " ", capsys.readouterr().out)
 
   lost = Outcome("values", 30_000, 1, first="run 3, step 5")

@@ -17,6 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import mpjax
+from tests.models.values import filled, shapes
 from tests.programs import bits, products
 
 ALL = mpjax.Float8(skip=())
@@ -72,31 +73,40 @@ class OfNnx(nnx.Module):
 IDS = np.arange(16, dtype=np.int32).reshape(2, 8) % 11
 
 
+@functools.cache
+def linen_variables():
+  return Linen().init(jax.random.key(0), IDS)
+
+
+split_of_nnx = functools.cache(lambda: nnx.split(OfNnx()))
+
+
+def of_first_token(logits):
+  return jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+
 def of_linen(policy, rules=()):
   """A loss of parameters, and the parameters."""
   model = mpjax.linen.with_policy(Linen(), policy, rules)
-  variables = Linen().init(jax.random.key(0), IDS)
-  return lambda v: jnp.mean(jax.nn.log_softmax(model.apply(v, IDS))[..., 0]), variables
+  return lambda v: of_first_token(model.apply(v, IDS)), linen_variables()
 
 
 def of_nnx(policy, rules=()):
-  graphdef, state = nnx.split(OfNnx())
+  graphdef, state = split_of_nnx()
 
   def loss(state):
     model = mpjax.nnx.with_policy(nnx.merge(graphdef, state), policy, rules)
-    return jnp.mean(jax.nn.log_softmax(model(IDS))[..., 0])
+    return of_first_token(model(IDS))
 
   return loss, state
 
 
 def in_scope(policy, rules=()):
-  model, variables = Linen(), Linen().init(jax.random.key(0), IDS)
-
   def loss(v):
     with mpjax.linen.policy_scope(policy, rules):
-      return jnp.mean(jax.nn.log_softmax(model.apply(v, IDS))[..., 0])
+      return of_first_token(Linen().apply(v, IDS))
 
-  return loss, variables
+  return loss, linen_variables()
 
 
 FACES = {"linen": of_linen, "nnx": of_nnx, "scope": in_scope}
@@ -134,9 +144,8 @@ def test_a_matmul_of_an_embedding_that_is_jitted_is_one():
 
 @faces
 def test_the_preset_leaves_out_what_is_too_small(face):
-  found, wanted = (
-    jax.make_jaxpr(jax.grad(face(p)[0]))(face(p)[1]) for p in ("mixed_float8", "mixed_bfloat16")
-  )
+  both = (face(policy) for policy in ("mixed_float8", "mixed_bfloat16"))
+  found, wanted = (jax.make_jaxpr(jax.grad(loss))(params) for loss, params in both)
   assert str(found) == str(wanted)
 
 
@@ -187,7 +196,7 @@ def test_projections_of_a_kernel_that_takes_low_precision_alone():
   """Their module is traced in bfloat16, and its layers cast their parameters themselves."""
   x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 32)), jnp.float32)
   model = TakesHalfAlone()
-  variables = model.init(jax.random.key(0), x)
+  variables = shapes(model, x)
 
   def loss(variables):
     return jnp.sum(mpjax.linen.with_policy(model, POLICY).apply(variables, x) ** 2)
@@ -216,7 +225,7 @@ def mlp(policy=EXACT):
   def loss_fn(params, x):
     return jnp.mean((model.apply(params, x) - x) ** 2)
 
-  return loss_fn, MLP().init(jax.random.key(0), X)
+  return loss_fn, filled(shapes(MLP(), X))
 
 
 def trained(tx, steps=4, spoil=None, policy=EXACT):

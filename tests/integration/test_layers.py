@@ -1,6 +1,7 @@
 """The layers of Linen and of NNX under a policy, one by one."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -128,18 +129,6 @@ def test_embed_gathers_what_is_stored_and_casts_the_rows(framework, half):
   np.testing.assert_array_equal(jax.tree.leaves(gradient)[0][1], np.full(4, 300 * (1 + 2.0**-7)))
 
 
-@pytest.mark.case("B082")
-@FRAMEWORKS
-def test_attend_computes_in_half(framework):
-  layer = TABLES[framework]()
-  attend = layer.under("mixed_bfloat16", method="attend")
-  program, (out, _) = jax.make_jaxpr(attend, return_shape=True)(
-    layer.params, layer.rest, jnp.ones((2, 4))
-  )
-  assert operands(program) == [("bfloat16", "bfloat16")]
-  assert out.dtype == F32
-
-
 # Norms
 
 
@@ -179,36 +168,34 @@ def finely(tree):
 
 
 @pytest.mark.case("B083", "B084", "A81")
-@pytest.mark.parametrize("half", HALF)
-def test_norms_reduce_in_float32_and_use_what_they_store_unrounded(half):
+def test_norms_reduce_in_float32_and_use_what_they_store_unrounded():
   layers = {name: make() for name, make in NORMS.items()}
   states = {name: (finely(each.params), finely(each.rest)) for name, each in layers.items()}
-  x, violations = NORM_X.astype(half), []
+  # Both compute in float32, from the same low-precision input, and ours rounds once.
+  inputs = {half: NORM_X.astype(half) for half in HALF}
+  ways = {half: (f"c={half},o={half}", x) for half, x in inputs.items()}
+  ways |= {f"plain {half}": (None, x.astype("float32")) for half, x in inputs.items()}
 
-  def both(states):
+  def every(states):
     return {
-      name: [
-        layer.under(policy)(*states[name], given)
-        for policy, given in ((f"c={half},o={half}", x), (None, x.astype("float32")))
-      ]
+      name: {way: layer.under(policy)(*states[name], x) for way, (policy, x) in ways.items()}
       for name, layer in layers.items()
     }
 
-  found = run(both, states)
-  for name, layer in layers.items():
-    (ours, state), (plain, wanted) = found[name]
-    program, _ = traced(layer, f"c={half},o={half}", x)
-    _, unset = traced(layer, f"c={half}", x)
+  found, violations = run(every, states), []
+  for (name, layer), half in itertools.product(layers.items(), HALF):
+    (ours, state), (plain, wanted) = found[name][half], found[name][f"plain {half}"]
+    program, _ = traced(layer, *ways[half])
+    _, unset = traced(layer, f"c={half}", inputs[half])
     if dtypes_of(program, "reduce_sum", "rsqrt") != {"float32"}:
-      violations.append(f"{name}: reduces in half")
-    # Both compute in float32, from the same half input, and ours rounds once.
+      violations.append(f"{name}, {half}: reduces in half")
     if bits(ours) != bits(plain.astype(half)) or not np.isfinite(plain).all():
-      violations.append(f"{name}: is not the float32 norm of what is stored, rounded once")
+      violations.append(f"{name}, {half}: is not the float32 norm of what is stored, rounded once")
     if bits(state) != bits(wanted):
-      violations.append(f"{name}: other statistics than in float32")
+      violations.append(f"{name}, {half}: other statistics than in float32")
     # At the end of a model without an output dtype it is what was computed.
     if unset.dtype != F32:
-      violations.append(f"{name}: returns {unset.dtype} where no output dtype is set")
+      violations.append(f"{name}, {half}: returns {unset.dtype} where no output dtype is set")
   assert violations == []
 
 
@@ -372,8 +359,7 @@ ATTENTION: dict[str, tuple[Callable[[], Layer], tuple[Any, ...], dict[str, Any]]
 
 @pytest.mark.case("B088")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of `sow`, and of `SelfAttention`.
-@pytest.mark.parametrize("half", HALF)
-def test_attention_multiplies_in_half_and_takes_its_softmax_in_float32(half):
+def test_attention_multiplies_in_half_and_takes_its_softmax_in_float32():
   """Forward and backward, near to what it is in float32, with the same random numbers."""
   violations, functions = [], {}
   for name, (make, inputs, options) in ATTENTION.items():
@@ -386,21 +372,25 @@ def test_attention_multiplies_in_half_and_takes_its_softmax_in_float32(half):
 
       return lambda: jax.value_and_grad(loss, has_aux=True)(inputs)
 
-    program, ((_, out), _) = jax.make_jaxpr(both(f"c={half}"), return_shape=True)()
-    # What asks for the highest precision keeps it: the projections and both products of attention.
-    wanted = "float32" if name == "highest" else half
-    # Four projections, whose kernels are constants here, and two products of attention: 6 and 8.
-    if operands(program) != [(wanted, wanted)] * 14:
-      violations.append(f"{name}: products of {operands(program)}")
-    if dtypes_of(program, "exp") != {"float32"}:
-      violations.append(f"{name}: the softmax is in half")
-    if out.dtype != wanted:
-      violations.append(f"{name}: returns {out.dtype}")
-    functions[name] = [both(f"c={half}"), both(None)]
-  found = run(lambda: {name: [fun() for fun in both] for name, both in functions.items()})
-  for name, (ours, plain) in found.items():
-    if not error(ours, plain) < {"bfloat16": 0.02, "float16": 0.002}[half]:
-      violations.append(f"{name}: {error(ours, plain)} away from float32")
+    functions[name] = {half: both(f"c={half}") for half in HALF} | {"plain": both(None)}
+    for half in HALF:
+      program, ((_, out), _) = jax.make_jaxpr(functions[name][half], return_shape=True)()
+      # What asks for the highest precision keeps it: the projections and both products.
+      wanted = "float32" if name == "highest" else half
+      # Four projections, whose kernels are constants here, and two products: 6 and 8.
+      if operands(program) != [(wanted, wanted)] * 14:
+        violations.append(f"{name}: products of {operands(program)}")
+      if dtypes_of(program, "exp") != {"float32"}:
+        violations.append(f"{name}, {half}: the softmax is in half")
+      if out.dtype != wanted:
+        violations.append(f"{name}, {half}: returns {out.dtype}")
+  found = run(
+    lambda: {n: {way: fun() for way, fun in each.items()} for n, each in functions.items()}
+  )
+  for name, half in itertools.product(found, HALF):
+    away = error(found[name][half], found[name]["plain"])
+    if not away < {"bfloat16": 0.02, "float16": 0.002}[half]:
+      violations.append(f"{name}, {half}: {away} away from float32")
   assert violations == []
 
 

@@ -12,7 +12,8 @@ from jax.lax import DotAlgorithmPreset, Precision
 import mpjax
 from mpjax._jaxprs.walk import walk
 from tests import programs
-from tests.models.situations import RNGS, SITUATIONS
+from tests.models.situations import SITUATIONS
+from tests.models.values import filled, shapes
 
 X = jnp.linspace(-1.0, 1.0, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
 HIGHEST, PRESET = (Precision.HIGHEST,) * 2, DotAlgorithmPreset.BF16_BF16_F32
@@ -41,7 +42,7 @@ class NNX(nnx.Module):
 
 
 MODEL = Linen()
-VARIABLES = MODEL.init(jax.random.key(0), X)
+VARIABLES = filled(shapes(MODEL, X))
 
 
 def linen(policy, rules):
@@ -114,7 +115,7 @@ def test_wide_weight_gradients_multiply_by_the_algorithm():
   )
   model = mpjax.linen.with_policy(nn.Dense(4), policy)
   x = jnp.ones((2, 3))
-  variables = model.init(jax.random.key(0), x)
+  variables = shapes(model, x)
   loss = lambda v: jnp.sum(model.apply(v, x).astype(jnp.float32))  # noqa: E731
   assert asked(jax.grad(loss), variables) == [("bfloat16", PRESET)] * 2
 
@@ -167,7 +168,7 @@ def test_a_function_that_is_jitted_once_multiplies_as_each_policy_says():
 def test_every_matmul_of_a_linen_model_forward_and_backward(name):
   situation = SITUATIONS[name]
   model = situation.make()
-  variables = model.init({"params": jax.random.key(0)} | RNGS, *situation.inputs)
+  variables = shapes(model, *situation.inputs)
 
   def loss(model, variables):
     outs = jax.tree.leaves(situation.run(model, variables, *situation.inputs))

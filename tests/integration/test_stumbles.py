@@ -1,12 +1,13 @@
 """What users stumbled over while modules cast their arguments: by default it is right.
 
-Each test runs in both half types, in Linen and in NNX, and one compiled program makes all that it
-compares. No rules, lists or adapters are given unless the test is about rules. The jaxprs of these
-models are read by tests/integration/test_catalogue.py, which also shows that a scope of Linen makes
-the program that a wrapper makes.
+Each test runs in both low-precision dtypes, in Linen and in NNX, and one compiled program makes all
+that it compares. No rules, lists or adapters are given unless the test is about rules. The jaxprs
+of these models are read by tests/integration/test_catalogue.py, which also shows that a scope of
+Linen makes the program that a wrapper makes.
 """
 
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -101,9 +102,15 @@ def ran(
   return jax.device_get(programs.run(every, params, [form.args for form in forms]))
 
 
-def forms(made: list[tuple[Part, tuple[Any, ...]]], half: str) -> list[Form]:
-  """Returns each model without a policy, and each with one."""
-  return [Form(part, each, args) for each in (None, half) for part, args in made]
+def compared(
+  framework: str, made: list[tuple[Part, tuple[Any, ...]]], **options: Any
+) -> Iterator[tuple[str, list[Any], list[Any]]]:
+  """Yields each low-precision dtype, what all models return under its policy, and without one."""
+  ways = (None, *EPS)
+  funs = [Form(part, half, args) for half in ways for part, args in made]
+  found, count = ran(framework, *funs, **options), len(made)
+  for i, half in enumerate(EPS, 1):
+    yield half, found[i * count : (i + 1) * count], found[:count]
 
 
 def matmuls(framework: str, form: Form, rules: Any = ()) -> list[programs.Product]:
@@ -174,11 +181,11 @@ def test_calls_that_are_not_compiled_are_the_same(framework):
   ],
   ids=["deformable", "detector"],
 )
-def test_grids_moved_by_a_prediction(model, grids, places, framework, half):
+def test_grids_moved_by_a_prediction(model, grids, places, framework):
   made = [(model(grid), (stumbles.FEATURES, places)) for grid in (*grids, "argument")]
-  found = ran(framework, *forms(made, half))
-  for want, got in zip(found[: len(made)], found[len(made) :], strict=True):
-    assert_close(got, want, 0.01)
+  for _, got, want in compared(framework, made):
+    for each in zip(got, want, strict=True):
+      assert_close(*each, 0.01)
 
 
 # Probabilities, masks, norms, losses.
@@ -186,14 +193,15 @@ def test_grids_moved_by_a_prediction(model, grids, places, framework, half):
 ENDS = ("by hand", "by hand in a helper", "by hand in a module", "of JAX", "log_softmax")
 
 
-def test_probabilities_sum_to_one_by_softmax(framework, half):
-  found = ran(framework, *forms([(models.ends(end), (normal(64, 8),)) for end in ENDS], half))
-  found = [np.asarray(x, np.float64) for x in found]
-  for end, want, got in zip(ENDS, found[: len(ENDS)], found[len(ENDS) :], strict=True):
-    assert np.mean(got == got.astype(jnp.dtype(half))) < 0.1, f"{end}: computed or rounded in half"
-    assert stumbles.error(got, want) < 4 * EPS[half], end
-    probabilities = np.exp(got) if end == "log_softmax" else got
-    np.testing.assert_allclose(probabilities.sum(-1), 1, rtol=0, atol=1e-6, err_msg=end)
+def test_probabilities_sum_to_one_by_softmax(framework):
+  made = [(models.ends(end), (normal(64, 8),)) for end in ENDS]
+  for half, *both in compared(framework, made):
+    for end, *each in zip(ENDS, *both, strict=True):
+      got, want = (np.asarray(x, np.float64) for x in each)
+      assert np.mean(got == got.astype(jnp.dtype(half))) < 0.1, f"{end}: computed or rounded so"
+      assert stumbles.error(got, want) < 4 * EPS[half], end
+      probabilities = np.exp(got) if end == "log_softmax" else got
+      np.testing.assert_allclose(probabilities.sum(-1), 1, rtol=0, atol=1e-6, err_msg=end)
 
 
 def test_the_actor_of_a_ppo_loop_acts(framework, half):
@@ -209,17 +217,17 @@ def test_the_actor_of_a_ppo_loop_acts(framework, half):
   assert all(product.is_low_precision for product in matmuls(framework, form))
 
 
-def test_masks_with_padded_rows(framework, half):
+def test_masks_with_padded_rows(framework):
   styles = [(big, style) for big in stumbles.BIG.values() for style in ("where", "product", "bias")]
   made = [
     (models.masked(big, style), (normal(2, 4, 8), stumbles.mask_argument(big, style)))
     for big, style in styles
   ]
-  found = ran(framework, *forms(made, half), grads=True)
-  for want, got in zip(found[: len(made)], found[len(made) :], strict=True):
-    # But for the gradient by the mask itself: sums of what cancels, times -1e9.
-    (out, (params, inputs)), (true_out, (true_params, true_inputs)) = got, want
-    assert_close((out, params, inputs[0]), (true_out, true_params, true_inputs[0]), 8 * EPS[half])
+  for half, *both in compared(framework, made, grads=True):
+    for each in zip(*both, strict=True):
+      # But for the gradient by the mask itself: sums of what cancels, times -1e9.
+      got, want = ((out, params, inputs[0]) for out, (params, inputs) in each)
+      assert_close(got, want, 8 * EPS[half])
 
 
 def test_a_segment_of_many_ones_is_their_number(framework, half):
@@ -231,28 +239,28 @@ def test_a_segment_of_many_ones_is_their_number(framework, half):
 
 
 @pytest.mark.parametrize("part", [models.normed(), models.STACKED], ids=["one", "in a stack"])
-def test_norms_by_any_name_of_inputs_whose_squares_overflow(part, framework, half):
-  want, got = ran(framework, *forms([(part, (normal(8, 16) * 300,))], half))
-  assert_close(got, want, 4 * EPS[half])
+def test_norms_by_any_name_of_inputs_whose_squares_overflow(part, framework):
+  for half, got, want in compared(framework, [(part, (normal(8, 16) * 300,))]):
+    assert_close(got, want, 4 * EPS[half])
 
 
-def test_activations_of_a_thousand(framework, half):
+def test_activations_of_a_thousand(framework):
   made = [(models.activated(name), (stumbles.LOUD,)) for name in stumbles.ACTIVATIONS]
-  found = ran(framework, *forms(made, half), grads=True, kernel=np.eye(4))
-  for want, got in zip(found[: len(made)], found[len(made) :], strict=True):
-    for ours, true in ((got[0], want[0]), (got[1][1], want[1][1])):
-      np.testing.assert_allclose(ours, true, rtol=4 * EPS[half], atol=2 * EPS[half])
+  for half, *both in compared(framework, made, grads=True, kernel=np.eye(4)):
+    for got, want in zip(*both, strict=True):
+      for ours, true in ((got[0], want[0]), (got[1][1], want[1][1])):
+        np.testing.assert_allclose(ours, true, rtol=4 * EPS[half], atol=2 * EPS[half])
 
 
-def test_a_loss_of_many_rows(framework, half):
+def test_a_loss_of_many_rows(framework):
   args = normal(stumbles.ROWS, 4) * 3, stumbles.LABELS
   # Weights that both half types hold: rounding them would be an error of every row, and add up.
   kernel = np.round(8 * normal(4, 10)) / 8
   made = [(models.trained(place), args) for place in ("helper", "module")]
-  *want, helper, module = ran(framework, *forms(made, half), kernel=kernel)
-  assert min(want) > np.finfo(np.float16).max
-  assert stumbles.error(helper, want[0]) < EPS[half] / 50
-  assert stumbles.error(module, want[1]) < EPS[half] / 50
+  for half, got, want in compared(framework, made, kernel=kernel):
+    assert min(want) > np.finfo(np.float16).max
+    for each in zip(got, want, strict=True):
+      assert stumbles.error(*each) < EPS[half] / 50
 
 
 # Sums over many rows.
@@ -265,16 +273,16 @@ def test_the_gradient_of_a_hand_written_embedding_counts(framework, half):
   np.testing.assert_array_equal(leaf(grads, "table"), expected)
 
 
-def test_tied_embeddings(framework, half):
+def test_tied_embeddings(framework):
   ids = stumbles.TOKENS[:600] % 16 * 3
   ids[::7] = 5
   made = [(models.tied(how), (ids,)) for how in ("embedding.T", "attend")]
-  found = ran(framework, *forms(made, half), grads=True)
-  for (part, args), want, got in zip(made, found[:2], found[2:], strict=True):
-    products = matmuls(framework, Form(part, half, args))
-    assert len(products) == 6  # Two layers, and the two derivatives of each.
-    assert all(product.is_low_precision for product in products)
-    assert_close(got, want, 4 * EPS[half])
+  for half, *both in compared(framework, made, grads=True):
+    for (part, args), got, want in zip(made, *both, strict=True):
+      products = matmuls(framework, Form(part, half, args))
+      assert len(products) == 6  # Two layers, and the two derivatives of each.
+      assert all(product.is_low_precision for product in products)
+      assert_close(got, want, 4 * EPS[half])
 
 
 def test_the_gradient_of_a_parameter_used_often_counts(framework, half):

@@ -100,75 +100,58 @@ def result_of(product):
   return product.result.partition("[")[0]
 
 
+def made(layer, *args, **options):
+  """Returns what makes a layer of NNX."""
+  return lambda rngs: layer(*args, **options, rngs=rngs)
+
+
 # Layers, and how they reach their product
 
-LAYERS: dict[str, tuple[nn.Module, Any, tuple[int, ...]]] = {
-  # The layer in Linen, the same one in NNX where it is another path to the product, an input.
-  "Dense": (nn.Dense(5), lambda rngs: nnx.Linear(3, 5, rngs=rngs), (200, 3)),
-  "Dense without bias": (
-    nn.Dense(5, use_bias=False),
-    lambda rngs: nnx.Linear(3, 5, use_bias=False, rngs=rngs),
-    (20, 10, 3),
-  ),
-  "Dense of one row": (nn.Dense(5), None, (7,)),
-  "DenseGeneral": (
-    nn.DenseGeneral((2, 5), axis=(1, -1)),
-    lambda rngs: nnx.LinearGeneral((3, 4), (2, 5), axis=(1, -1), rngs=rngs),
-    (200, 3, 2, 4),
-  ),
+MASK = jnp.tril(jnp.ones((3, 3, 2)))
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+  # The layer in Linen, an input.
+  "Dense": (nn.Dense(5), (200, 3)),
+  "Dense without bias": (nn.Dense(5, use_bias=False), (20, 10, 3)),
+  "Dense of one row": (nn.Dense(5), (7,)),
+  "DenseGeneral": (nn.DenseGeneral((2, 5), axis=(1, -1)), (200, 3, 2, 4)),
   "DenseGeneral of axes in another order": (
-    nn.DenseGeneral((2, 5), axis=(-1, 1)),
-    None,
-    (200, 3, 2, 4),
+    *(nn.DenseGeneral((2, 5), axis=(-1, 1)), (200, 3, 2, 4)),
   ),
-  "DenseGeneral with a batch axis": (
-    nn.DenseGeneral((2, 5), batch_dims=(0,)),
-    lambda rngs: nnx.LinearGeneral(4, (2, 5), batch_axis={0: 3}, rngs=rngs),
-    (3, 300, 4),
-  ),
+  "DenseGeneral with a batch axis": (nn.DenseGeneral((2, 5), batch_dims=(0,)), (3, 300, 4)),
   "DenseGeneral with batch axes": (
-    nn.DenseGeneral((2, 5), axis=(-1,), batch_dims=(0, 1)),
-    None,
-    (2, 3, 200, 4),
+    *(nn.DenseGeneral((2, 5), axis=(-1,), batch_dims=(0, 1)), (2, 3, 200, 4)),
   ),
   "DenseGeneral of batch axes alone": (
-    nn.DenseGeneral(3, axis=(2, 1), batch_dims=(0,)),
-    None,
-    (4, 9, 5),
+    *(nn.DenseGeneral(3, axis=(2, 1), batch_dims=(0,)), (4, 9, 5)),
   ),
-  "Conv": (nn.Conv(4, (3,)), None, (20, 9, 3)),
+  "Conv": (nn.Conv(4, (3,)), (20, 9, 3)),
   "Conv with strides and holes": (
-    nn.Conv(4, (3, 2), strides=(2, 1), kernel_dilation=(1, 2)),
-    lambda rngs: nnx.Conv(3, 4, (3, 2), strides=(2, 1), kernel_dilation=(1, 2), rngs=rngs),
-    (8, 7, 9, 3),
+    *(nn.Conv(4, (3, 2), strides=(2, 1), kernel_dilation=(1, 2)), (8, 7, 9, 3)),
   ),
   "Conv of a dilated input": (
-    nn.Conv(4, (2, 2), input_dilation=2, padding=((1, 2), (0, 1))),
-    None,
-    (8, 5, 4, 2),
+    *(nn.Conv(4, (2, 2), input_dilation=2, padding=((1, 2), (0, 1))), (8, 5, 4, 2)),
   ),
-  "Conv in three dimensions": (nn.Conv(2, (2, 3, 2), use_bias=False), None, (6, 4, 5, 4, 2)),
-  "Conv in groups": (
-    nn.Conv(6, (3,), feature_group_count=3),
-    lambda rngs: nnx.Conv(3, 6, (3,), feature_group_count=3, rngs=rngs),
-    (20, 9, 3),
+  "Conv in three dimensions": (nn.Conv(2, (2, 3, 2), use_bias=False), (6, 4, 5, 4, 2)),
+  "Conv in groups": (nn.Conv(6, (3,), feature_group_count=3), (20, 9, 3)),
+  "Conv, circular": (nn.Conv(4, (3, 3), padding="CIRCULAR"), (8, 5, 6, 2)),
+  "Conv, causal": (nn.Conv(4, (3,), padding="CAUSAL", kernel_dilation=2), (20, 9, 3)),
+  "Conv of one example": (nn.Conv(4, 3), (200, 3)),
+  "Conv with a mask": (nn.Conv(2, (3,), mask=MASK), (20, 9, 3)),
+}
+IN_NNX = {
+  # The same layer, where it is another path to the product.
+  "Dense": made(nnx.Linear, 3, 5),
+  "Dense without bias": made(nnx.Linear, 3, 5, use_bias=False),
+  "DenseGeneral": made(nnx.LinearGeneral, (3, 4), (2, 5), axis=(1, -1)),
+  "DenseGeneral with a batch axis": made(nnx.LinearGeneral, 4, (2, 5), batch_axis={0: 3}),
+  "Conv with strides and holes": made(
+    *(nnx.Conv, 3, 4, (3, 2)), strides=(2, 1), kernel_dilation=(1, 2)
   ),
-  "Conv, circular": (nn.Conv(4, (3, 3), padding="CIRCULAR"), None, (8, 5, 6, 2)),
-  "Conv, causal": (
-    nn.Conv(4, (3,), padding="CAUSAL", kernel_dilation=2),
-    lambda rngs: nnx.Conv(3, 4, (3,), padding="CAUSAL", kernel_dilation=2, rngs=rngs),
-    (20, 9, 3),
-  ),
-  "Conv of one example": (nn.Conv(4, 3), None, (200, 3)),
-  "Conv with a mask": (nn.Conv(2, (3,), mask=jnp.tril(jnp.ones((3, 3, 2)))), None, (20, 9, 3)),
+  "Conv in groups": made(nnx.Conv, 3, 6, (3,), feature_group_count=3),
+  "Conv, causal": made(nnx.Conv, 3, 4, (3,), padding="CAUSAL", kernel_dilation=2),
 }
 OF_ONE_ROW = ("Dense of one row", "DenseGeneral of batch axes alone")
-NAMES = [
-  (name, framework)
-  for name, (_, make, _) in LAYERS.items()
-  for framework in ("linen", "nnx")
-  if make or framework == "linen"
-]
+NAMES = [*((name, "linen") for name in LAYERS), *((name, "nnx") for name in IN_NNX)]
 
 
 # What is built of layers
@@ -262,15 +245,13 @@ EXACT: dict[str, tuple[Any, tuple[int, ...], int]] = {
   "nn.vmap": (mapped(0), (2, 100, 3), 1),
   "nn.vmap over shared weights": (mapped(None), (2, 100, 3), 1),
   "nn.map_variables": (
-    nn.map_variables(nn.Dense, "params", turned, turned, mutable=True)(3),
-    (100, 3),
-    1,
+    *(nn.map_variables(nn.Dense, "params", turned, turned, mutable=True)(3), (100, 3), 1),
   ),
   "a subclass that calls the layer": (Calls(3), (100, 3), 1),
   "a subclass that inherits": (Inherits(3), (100, 3), 1),
   "nnx: scan of remat": (ScannedOfNnx, (100, 3), 1),
   "nnx: jit, a layer used twice": (JittedOfNnx, (100, 3), 2),
-  "nnx: a subclass that inherits": (lambda rngs: InheritsOfNnx(3, 3, rngs=rngs), (100, 3), 1),
+  "nnx: a subclass that inherits": (made(InheritsOfNnx, 3, 3), (100, 3), 1),
 }
 """The numbers that these compute are whole, and compared."""
 
@@ -313,8 +294,7 @@ def rnn(cell):
   return lambda rngs: nnx.RNN(cell(3, 3, rngs=rngs))
 
 
-def linear(**fields):
-  return lambda rngs: nnx.Linear(3, 3, rngs=rngs, **fields)
+linear = functools.partial(made, nnx.Linear, 3, 3)
 
 
 S = (2, 4, 3)
@@ -336,9 +316,7 @@ BUILT: dict[str, tuple[Any, tuple[int, ...], int]] = {
   "promote_dtype of a subclass": (OtherPromotion(3), S, 1),
   "a layer's own method": (Own(3), S, 1),
   "conv_general_dilated of the user": (
-    nn.Conv(3, (1,), conv_general_dilated=jax.lax.conv_general_dilated),
-    S,
-    1,
+    *(nn.Conv(3, (1,), conv_general_dilated=jax.lax.conv_general_dilated), S, 1),
   ),
   "Einsum": (nn.Einsum((3, 4), "abc,cd->abd"), S, 1),
   "ConvTranspose": (nn.ConvTranspose(2, (3,)), S, 1),
@@ -346,37 +324,29 @@ BUILT: dict[str, tuple[Any, tuple[int, ...], int]] = {
   "nnx: LSTMCell": (rnn(nnx.LSTMCell), S, 8),
   # One kernel for its inputs and one for its state.
   "nnx: OptimizedLSTMCell": (rnn(nnx.OptimizedLSTMCell), S, 2),
-  "nnx: attention": (lambda rngs: nnx.MultiHeadAttention(1, 3, decode=False, rngs=rngs), S, 4),
-  "nnx: Conv with a mask": (
-    # Its kernel is multiplied by an array that decides, in float32, and is no parameter then.
-    lambda rngs: nnx.Conv(3, 2, (3,), mask=jnp.tril(jnp.ones((3, 3, 2))), rngs=rngs),
-    S,
-    0,
-  ),
-  "nnx: LoRALinear": (lambda rngs: nnx.LoRALinear(3, 3, lora_rank=2, rngs=rngs), S, 3),
+  "nnx: attention": (made(nnx.MultiHeadAttention, 1, 3, decode=False), S, 4),
+  # Its kernel is multiplied by an array that decides, in float32, and is no parameter then.
+  "nnx: Conv with a mask": (made(nnx.Conv, 3, 2, (3,), mask=MASK), S, 0),
+  "nnx: LoRALinear": (made(nnx.LoRALinear, 3, 3, lora_rank=2), S, 3),
   "nnx: WeightNorm": (
-    lambda rngs: nnx.WeightNorm(nnx.Linear(3, 3, rngs=rngs), use_scale=False, rngs=rngs),
-    S,
-    0,
+    *(lambda rngs: nnx.WeightNorm(linear()(rngs), use_scale=False, rngs=rngs), S, 0),
   ),
   "nnx: dot_general of the user": (linear(dot_general=product_of_the_user), S, 1),
   "nnx: promote_dtype of the user": (linear(promote_dtype=promotion_of_the_user), S, 1),
   "nnx: dot_general_cls of the user": (
-    lambda rngs: nnx.LinearGeneral(3, 3, dot_general_cls=lambda: product_of_the_user, rngs=rngs),
-    S,
-    1,
+    *(made(nnx.LinearGeneral, 3, 3, dot_general_cls=lambda: product_of_the_user), S, 1),
   ),
-  "nnx: a call of its own": (lambda rngs: OwnOfNnx(3, 3, rngs=rngs), S, 1),
-  "nnx: Einsum": (lambda rngs: nnx.Einsum("abc,cd->abd", (3, 4), rngs=rngs), S, 1),
-  "nnx: ConvTranspose": (lambda rngs: nnx.ConvTranspose(3, 2, (3,), rngs=rngs), S, 1),
+  "nnx: a call of its own": (made(OwnOfNnx, 3, 3), S, 1),
+  "nnx: Einsum": (made(nnx.Einsum, "abc,cd->abd", (3, 4)), S, 1),
+  "nnx: ConvTranspose": (made(nnx.ConvTranspose, 3, 2, (3,)), S, 1),
 }
 
 
 @functools.cache
 def model_of(name, framework="linen"):
   if name in LAYERS:
-    module, make, shape = LAYERS[name]
-    return linen(module, shape) if framework == "linen" else of_nnx(make, shape)
+    module, shape = LAYERS[name]
+    return linen(module, shape) if framework == "linen" else of_nnx(IN_NNX[name], shape)
   what, shape, _ = BUILT[name]
   return linen(what, shape) if isinstance(what, nn.Module) else of_nnx(what, shape)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 
 import mpjax
 from tests.jaxprs.autocast.programs import PROGRAMS
@@ -60,10 +61,13 @@ class Model(NamedTuple):
 def linen(make: Any, inputs: tuple[Any, ...], run: Any, kwargs: Any = None, **flags: Any) -> Model:
   """Returns an entry for Linen; `run` is `(model, variables, *inputs) -> (outputs, variables)`."""
 
-  def arguments(seed: int = 0) -> Any:
+  @functools.cache
+  def traced() -> Any:
     model = make()
-    found = shapes(getattr(model, "module", model), *inputs, **(kwargs or {}))
-    variables = dict(filled(found, seed))
+    return shapes(getattr(model, "module", model), *inputs, **(kwargs or {}))
+
+  def arguments(seed: int = 0) -> Any:
+    variables = dict(filled(traced(), seed))
     return variables.pop("params", {}), variables, inputs
 
   def call(way: str, policy: Any, rules: Any = ()) -> Call:
@@ -103,14 +107,20 @@ def called(model: Any, *inputs: Any) -> Any:
 
 def nnx_(make: Any, inputs: tuple[Any, ...], run: Any = called, **flags: Any) -> Model:
   """Returns an entry for NNX; `run` is `(model, *inputs) -> outputs`."""
-  split = functools.cache(lambda seed=0: rig.split(make, seed))
+  split = functools.cache(lambda: rig.split(make))
+
+  def arguments(seed: int = 0) -> Any:
+    _, params, rest = split()
+    keys, others = nnx.split_state(rest, nnx.RngState, ...)
+    values = nnx.merge_state(keys, rig.by_name(others, seed))
+    return rig.by_name(params, seed), values, inputs
 
   def call(way: str, policy: Any, rules: Any = ()) -> Call:
     policy_of_view = policy if way == "with_policy" else None
     forward, _ = rig.functions(split()[0], policy_of_view, run, rules=rules)
     return mpjax.autocast(forward, policy, data_argnums=(1, 2)) if way == "autocast" else forward
 
-  return Model(("with_policy",), lambda seed=0: (*split(seed)[1:], inputs), call, **flags)
+  return Model(("with_policy",), arguments, call, **flags)
 
 
 def function(make: Callable[[], Any], **flags: Any) -> Model:

@@ -1,4 +1,4 @@
-"""Functions with one float32 leak each, on the line marked `# LEAK`, in all frameworks.
+"""Functions with one float32 leak each, on a line marked `# LEAK` or of its own, in all frameworks.
 
 Each maker returns the function and its arguments, as shapes or arrays. What is in low precision
 otherwise is there by hand, by a policy, or by autocast.
@@ -35,6 +35,7 @@ class Planted(NamedTuple):
     kind: of its cause.
     name: the name of its cause contains it.
     operation: where float32 enters.
+    leaky: a function of one line, which is that of the leak.
   """
 
   make: Callable[[], tuple[Any, tuple[Any, ...]]]
@@ -42,10 +43,13 @@ class Planted(NamedTuple):
   kind: str
   name: str
   operation: str
+  leaky: Callable[..., Any] | None = None
 
   @property
   def line(self) -> int:
-    """The line with the mark."""
+    """The line of `leaky`, or with the mark."""
+    if self.leaky is not None:
+      return self.leaky.__code__.co_firstlineno
     lines, first = inspect.getsourcelines(self.make)
     (found,) = (first + i for i, line in enumerate(lines) if "# LEAK" in line)
     return found
@@ -70,22 +74,41 @@ def between(op: Callable[..., Any], *more: Any) -> tuple[Any, tuple[Any, ...]]:
   return (lambda x, w, *args: op(x @ w, *args) @ w), (X, W, *more)
 
 
-TABLE = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
+TABLE, NOISE = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8), normal(16, 8)
+IDS, KEY = jax.ShapeDtypeStruct((16,), jnp.int32), jax.random.key(0)
+MEAN = functools.partial(jnp.mean, axis=-1, keepdims=True, dtype=jnp.float32)
 
-
-@planted("", "constant", "float32[16,8]", "add")
-def float32_constant():
-  return between(lambda h: h + TABLE)  # LEAK
-
-
-@planted("", "number", "0.5", "mul")
-def numpy_scalar():
-  return between(lambda h: h * np.float32(0.5))  # LEAK
-
-
-@planted("", "number", "2.8", "div")
-def square_root_of_numpy():
-  return between(lambda scores: scores / np.sqrt(np.float32(8)))  # LEAK
+# The operation, its other arguments; the kind and the name of the cause, where float32 enters.
+BETWEEN: dict[str, tuple[Any, ...]] = {
+  "float32_constant": (lambda h: h + TABLE, (), "constant", "float32[16,8]", "add"),
+  "captured_array": (lambda h: NOISE + h, (), "constant", "float32[16,8]", "add"),
+  "zeros_without_a_dtype": (
+    *(lambda h: jnp.zeros((16, 8)) + h, ()),
+    *("constant", "filled with 0", "add"),
+  ),
+  "numpy_scalar": (lambda h: h * np.float32(0.5), (), "number", "0.5", "mul"),
+  "square_root_of_numpy": (lambda h: h / np.sqrt(np.float32(8)), (), "number", "2.8", "div"),
+  "float32_mask": (lambda h, mask: jnp.tanh(h) * mask, (WIDE,), "argument", "args[0]", "mul"),
+  "concatenated": (
+    *(lambda h, table: jnp.concatenate([h, table], axis=0), (WIDE,)),
+    *("argument", "args[0]", "concatenate"),
+  ),
+  "chosen": (
+    *(lambda h, fallback: jnp.where(h > 0, h, fallback), (WIDE,)),
+    *("argument", "args[0]", "select_n"),
+  ),
+  "one_hot": (
+    *(lambda h, ids: h + jax.nn.one_hot(ids, 8), (IDS,)),
+    *("operation", "convert_element_type", "add"),
+  ),
+  "random_noise": (
+    *(lambda h, key: h + jax.random.normal(key, h.shape), (KEY,)),
+    *("operation", "bitcast_convert_type", "add"),
+  ),
+  "mean_of_a_half_array": (lambda h: h - MEAN(h), (), "operation", "reduce_sum", "sub"),
+}
+for called, (op, more, *cause) in BETWEEN.items():
+  LEAKS[called] = Planted(functools.partial(between, op, *more), "", *cause, leaky=op)
 
 
 @planted("", "number", "2.8", "div")
@@ -107,23 +130,12 @@ def bfloat16_and_float16():
   return fn, (X, jax.ShapeDtypeStruct((16, 8), jnp.float16))
 
 
-@planted("", "argument", "args[0]", "mul")
-def float32_mask():
-  return between(lambda h, mask: jnp.tanh(h) * mask, WIDE)  # LEAK
-
-
 @planted("", "argument", "batch/mask", "mul")
 def dict_argument():
   def fn(w, batch):
     return ((batch["x"] @ w) * batch["mask"]) @ w  # LEAK
 
   return fn, (W, {"x": X, "mask": WIDE})
-
-
-@planted("", "constant", "float32[16,8]", "add")
-def captured_array():
-  noise = normal(16, 8)
-  return between(lambda h: noise + h)  # LEAK
 
 
 @planted("", "cast", "convert_element_type", "dot_general")
@@ -135,17 +147,6 @@ def cast_by_hand():
   return fn, (X, W)
 
 
-@planted("", "constant", "filled with 0", "add")
-def zeros_without_a_dtype():
-  return between(lambda h: jnp.zeros((16, 8)) + h)  # LEAK
-
-
-@planted("", "operation", "convert_element_type", "add")
-def one_hot():
-  ids = jax.ShapeDtypeStruct((16,), jnp.int32)
-  return between(lambda h, ids: h + jax.nn.one_hot(ids, 8), ids)  # LEAK
-
-
 @planted("", "operation", "dot_general", "dot_general")
 def preferred_element_type():
   def fn(x, w):
@@ -153,12 +154,6 @@ def preferred_element_type():
     return h @ w  # LEAK
 
   return fn, (X, W)
-
-
-@planted("", "operation", "reduce_sum", "sub")
-def mean_of_a_half_array():
-  mean = functools.partial(jnp.mean, axis=-1, keepdims=True, dtype=jnp.float32)
-  return between(lambda h: h - mean(h))  # LEAK
 
 
 @planted("", "parameter", "lora_a", "dot_general")
@@ -193,12 +188,6 @@ def positional_table():
   return between(with_positions)
 
 
-@planted("", "operation", "bitcast_convert_type", "add")
-def random_noise():
-  key = jax.random.key(0)
-  return between(lambda h, key: h + jax.random.normal(key, h.shape), key)  # LEAK
-
-
 @planted("head", "parameter", "head/bias", "add")
 def bias_of_one_layer():
   def fn(params, x):
@@ -208,16 +197,6 @@ def bias_of_one_layer():
     return h @ params["body"]
 
   return fn, ({"body": W, "head": {"bias": jax.ShapeDtypeStruct((8,), F32)}}, X)
-
-
-@planted("", "argument", "args[0]", "concatenate")
-def concatenated():
-  return between(lambda h, table: jnp.concatenate([h, table], axis=0), WIDE)  # LEAK
-
-
-@planted("", "argument", "args[0]", "select_n")
-def chosen():
-  return between(lambda h, fallback: jnp.where(h > 0, h, fallback), WIDE)  # LEAK
 
 
 @planted("block_2", "argument", "scale", "mul")

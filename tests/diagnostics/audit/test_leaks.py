@@ -11,6 +11,7 @@ import mpjax
 from tests.diagnostics.audit.planted_leaks import LEAKS
 from tests.models import other_libraries, plain
 from tests.models.papers import PAPERS, RNGS
+from tests.models.values import filled, shapes
 from tests.nnx import zoo
 
 pytestmark = pytest.mark.standard_promotion
@@ -175,7 +176,7 @@ class Normed(nn.Module):
 
 def test_no_false_leak_in_norms_with_statistics_of_training():
   x = jnp.ones((16, 8))
-  variables = Normed().init(jax.random.key(0), x)
+  variables = filled(shapes(Normed(), x))
   model = mpjax.linen.with_policy(Normed(), "mixed_bfloat16")
   assert_no_leak(lambda v, x: model.apply(v, x), variables, x)
   assert_no_leak(model.bind(variables), x)

@@ -13,6 +13,7 @@ from flax import nnx
 
 import mpjax
 from tests.errors import check_refused
+from tests.models.values import filled, shapes
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 X = np.ones((4, 8), np.float32)
@@ -147,7 +148,7 @@ def test_the_headline_of_a_policied_model():
 def test_a_jitted_step_that_ran_before_shows_its_policies():
   model = mpjax.linen.with_policy(Net(), "mixed_bfloat16", rules=[HEAD])
   x = jnp.ones((16, 8))
-  variables = model.init(jax.random.key(0), x)
+  variables = filled(shapes(model, x))
   step = jax.jit(jax.grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2)))
   before = step(variables, x)
   first, second = mpjax.audit(step)(variables, x), mpjax.audit(step)(variables, x)

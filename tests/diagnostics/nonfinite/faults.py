@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
@@ -392,8 +393,7 @@ MANY = {
 class _Net(nn.Module):
   @nn.compact
   def __call__(self, x):
-    x = nn.Dense(4, name="up", kernel_init=nn.initializers.constant(100))(x)
-    return nn.Dense(4, name="down", kernel_init=nn.initializers.constant(100))(x)
+    return nn.Dense(4, name="down")(nn.Dense(4, name="up")(x))
 
 
 class _Block(nnx.Module):
@@ -422,7 +422,12 @@ def _written(x):
 
 
 _NET = mpjax.linen.with_policy(_Net(), "mixed_float16")
-_VARIABLES = _NET.init(jax.random.key(0), jnp.ones((2, 3)))
+_VARIABLES = {
+  "params": {
+    name: {"kernel": np.full((inputs, 4), 100, np.float32), "bias": np.zeros(4, np.float32)}
+    for name, inputs in (("up", 3), ("down", 4))
+  }
+}
 _EXPLICIT = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
 
 FRAMEWORKS = {

@@ -3,6 +3,7 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import primitives as p
 
@@ -63,7 +64,8 @@ class Named(nn.Module):
 def large(params):
   """Returns parameters of which those of one layer make its matmul overflow float16."""
   return jax.tree_util.tree_map_with_path(
-    lambda path, x: jnp.full_like(x, 3e4 if {"up", "hi"} & set(key_names(path)) else 0.5), params
+    lambda path, x: np.full(x.shape, 3e4 if {"up", "hi"} & set(key_names(path)) else 0.5, x.dtype),
+    params,
   )
 
 
@@ -73,7 +75,7 @@ def large(params):
 )
 def test_the_cure_is_a_rule_of_linen_that_cures(model, shape, path):
   x = jnp.full(shape, 3.0)
-  params = large(jax.jit(model.init)(jax.random.key(0), x))
+  params = large(jax.eval_shape(model.init, jax.random.key(0), x))
 
   def found(*rules):
     policied = mpjax.linen.with_policy(model, "mixed_float16", rules)

@@ -59,7 +59,7 @@ def test_rules_for_modules_inside_of_methods_match_in_linen():
       return nn.RNN(nn.LSTMCell(4), name="rnn")(self.encode(x))
 
   x = jnp.ones((1, 2, 4))
-  variables = Net().init(jax.random.key(0), x)
+  variables = jax.eval_shape(Net().init, jax.random.key(0), x)
   loss = jax.value_and_grad(lambda v: jnp.sum(Net().apply(v, x)))
   found = modules_of(jax.make_jaxpr(loss)(variables))
   chosen = [path for path in found.paths if path.endswith(("enc", "hi"))]

@@ -1,4 +1,4 @@
-"""Language models at any size, written as in `by_hand`: without a dtype, and with it by hand.
+"""Language models at any size: without a dtype, and with it by hand, as in tests/models/by_hand.py.
 
 By hand the softmax is taken in float32, and tables are gathered before they are cast.
 """
