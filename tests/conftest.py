@@ -61,7 +61,6 @@ _ADAPTERS = ("transforms", "linen", "nnx", "integration", "check", "flax_suite")
 
 _STRICT = (
   *("test_across_devices.py", "test_gradients.py", "test_traced_loss.py", "test_loss_scale.py"),
-  *("test_loss_scale_config.py", "test_retries.py", "test_train_state.py", "test_train_step.py"),
   *("test_train_step_checks.py", "test_figures.py", "test_migrating.py"),
 )
 """Files of those folders for which dtypes are strict all the same."""

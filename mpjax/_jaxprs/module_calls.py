@@ -21,10 +21,22 @@ from mpjax._core.policy_config import ModulePolicy, is_low
 from mpjax._core.rules import is_flax_norm
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
-from mpjax._jaxprs.autocast import leaving, mark, region_of
+from mpjax._jaxprs.autocast import at_rest, leaving, mark, region_of
 from mpjax._jaxprs.autocast.marks import MODULE, TABLE
 
 S = TypeVar("S", bound=Active)
+
+
+class Layers(NamedTuple):
+  """The layers of a framework whose results do not stay held in float32.
+
+  Fields:
+    rounded: they have a `dtype`, and their results are in the compute dtype.
+    as_given: they return the dtype that they get, so that a result is rounded if it is low.
+  """
+
+  rounded: tuple[Class, ...]
+  as_given: tuple[Class, ...]
 
 
 def is_wide(policy: Policy | None) -> bool:
@@ -68,6 +80,7 @@ class ModuleCall(NamedTuple):
     how: its policy.
     state: that in which it is called.
     inner: that in which its own operations run, as `inside` returns it.
+    layers: those of the framework that round their results, as with their own `dtype=`.
   """
 
   module: Module
@@ -75,6 +88,7 @@ class ModuleCall(NamedTuple):
   how: ModulePolicy
   state: Active
   inner: Active
+  layers: Layers = Layers((), ())
 
   def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
     """Calls a method in the region of the module; errors of dtypes name the module.
@@ -151,8 +165,12 @@ class ModuleCall(NamedTuple):
   def result(self, outputs: PyTree) -> PyTree:
     """Returns what the method returned, or what a step of it yielded, in the output dtype."""
     state, policy, dtype = self.state, self.how.policy, self.output_dtype
-    if dtype is None and policy is not None and self.inner.cast:
+    rewritten = state.tracing and not self.inner.cast and is_low(policy)
+    rounds = self.inner.cast or (rewritten and isinstance(self.module, self.layers.rounded))
+    if dtype is None and policy is not None and rounds:
       dtype = policy.compute_dtype
+    if dtype is None and rewritten and isinstance(self.module, self.layers.as_given):
+      return map_arrays(at_rest, outputs)
     if dtype is None:
       return outputs
     to, traced = dtype, state.tracing and not state.cast

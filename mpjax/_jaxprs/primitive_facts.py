@@ -11,8 +11,8 @@ PARTS: Mapping[Part, str] = types.MappingProxyType(
   {
     "half": "Its operands are cast to the compute dtype, and its result is in it.",
     "float32": "Its operands are cast to float32, and its result is float32.",
-    "promote": "It runs in the widest type among its operands. Parameters, masks, and "
-    "literals that survive in low precision do not count.",
+    "promote": "It runs in float32 unless all operands are low and at rest, or neutral: see "
+    "docs/concepts.md for what these words mean, and for sums, multiplications and choices.",
     "keep": "It runs in the type that its operand has. Where it writes into a buffer, that is the "
     "first operand, and what is written is cast.",
     "opaque": "It runs in the types in which the jaxpr was written, as without autocast.",
@@ -67,6 +67,10 @@ class Row(NamedTuple):
     elementwise: each element of a result depends on the elements at its own position alone.
     bounded: its result is finite where its operands are.
     tests: its result is boolean, and says something about the size of numbers.
+    role: how errors of its operands go into its result: those of a sum are absolute, so that
+      rounding an operand may be all of the result; those of a multiplication are relative.
+    neutral: its results are random numbers, which take the dtype of what they meet, unless it is
+      given a floating operand.
     gradient: where the derivative is a sum over elements of the result, how the operand was used.
     degree: how fast the result grows, for an elementwise operation that an activation function may
       contain.
@@ -74,6 +78,7 @@ class Row(NamedTuple):
     flops: the formula for its floating-point operations.
     collective: it sends arrays between devices.
     holds: how it runs the jaxprs that it holds; None if it holds none.
+    saves: its operands are what is saved for the derivative.
     jaxpr_params: the parameters that hold the jaxprs which are replaced, separated by spaces;
       "a|b" for one whose name depends on the version of JAX.
   """
@@ -84,6 +89,8 @@ class Row(NamedTuple):
   elementwise: bool = False
   bounded: bool = False
   tests: bool = False
+  role: Literal["sum", "product"] | None = None
+  neutral: bool = False
   gradient: Literal["repeated", "added", "multiplied", "chosen"] | None = None
   degree: Degree | None = None
   dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None
@@ -91,6 +98,7 @@ class Row(NamedTuple):
   collective: bool = False
   holds: Holds | None = None
   jaxpr_params: str = ""
+  saves: bool = False
 
 
 class Family(NamedTuple):

@@ -7,6 +7,7 @@ rewriter that depends on the primitive. A name is written only here. Names are t
 
 import types
 from collections.abc import Mapping
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
@@ -18,6 +19,8 @@ def integer_pow_part(params: EqnParams) -> Part:
   return "keep" if 0 <= params["y"] <= 3 else "float32"
 
 
+_POWER: Mapping[str, Any] = {"elementwise": True, "role": "product"}
+_FACTORS: Mapping[str, Any] = {**_POWER, "gradient": "multiplied"}
 FAMILIES: tuple[Family, ...] = (
   # half list
   family(
@@ -104,23 +107,21 @@ FAMILIES: tuple[Family, ...] = (
   # promote
   family(
     "promote",
-    "One rounding of the result, as safe in low precision as its operands: the widest operand "
-    "decides, so that nothing which is in float32 for a reason loses it.",
-    Row("add sub", elementwise=True, gradient="added", degree=lambda d, _: max(d)),
-    Row("div", elementwise=True, gradient="multiplied", degree=lambda d, _: d[0] - d[1]),
+    "One rounding of the result: what is in float32 for a reason stays there.",
+    Row("add sub", elementwise=True, role="sum", gradient="added", degree=lambda d, _: max(d)),
+    Row("div", **_FACTORS, degree=lambda d, _: d[0] - d[1]),
     Row("max min", elementwise=True, exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
-    Row("mul", elementwise=True, gradient="multiplied", degree=lambda d, _: d[0] + d[1]),
-    Row("rem", elementwise=True, gradient="multiplied"),
+    Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1]),
+    Row("rem", **_FACTORS),
   ),
   family(
     "promote",
     "A small relative error of the operands is a small error of the angle, which is bounded.",
-    Row("atan2", elementwise=True, gradient="multiplied"),
+    Row("atan2", **_FACTORS),
   ),
   family(
     "promote",
-    "Comparisons: both sides in the widest type, so that rounding one of them decides nothing. "
-    "The result is boolean.",
+    "Comparisons: both sides as they are held. The result is boolean.",
     Row("eq eq_to ge gt le le_to lt lt_to ne", tests=True),
   ),
   family(
@@ -173,7 +174,7 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "Exact but for one rounding; part of activation functions and of their gradients. Before a "
     "sum they run in float32, because their reader does.",
-    Row("one_minus_square square", elementwise=True, degree=lambda d, _: 2 * d[0]),
+    Row("one_minus_square square", elementwise=True, role="product", degree=lambda d, _: 2 * d[0]),
   ),
   family(
     "keep",
@@ -238,9 +239,9 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "opaque",
     "Random numbers: the samples are those that the jaxpr draws without autocast.",
-    "philox2x32 philox4x32 random_bits random_clone random_fold_in random_gamma random_seed "
-    "random_split random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 "
-    "threefry4x32",
+    "philox2x32 philox4x32 random_bits random_clone random_fold_in random_seed random_split "
+    "random_unwrap random_wrap rng_bit_generator threefry2x32 threefry4x32",
+    Row("random_gamma rng_uniform", neutral=True),
   ),
   family(
     "opaque",
@@ -250,7 +251,8 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "opaque",
     "They are about the bits of a type: in another one they would mean something else.",
-    "bitcast_convert_type nextafter reduce_precision",
+    "nextafter reduce_precision",
+    Row("bitcast_convert_type", neutral=True),
   ),
   family("opaque", "There is no complex dtype of low precision.", "complex conj fft imag real"),
   family(
@@ -339,7 +341,7 @@ FAMILIES: tuple[Family, ...] = (
     "memory of the largest activations. The fourth power overflows float16 from 16 on, and "
     "negative ones for small operands. All of an activation function with a power in it, also one "
     "written as x * x, is computed in float32, and its slope is kept in low precision.",
-    Row("integer_pow", elementwise=True, degree=lambda d, params: params["y"] * d[0]),
+    Row("integer_pow", **_POWER, degree=lambda d, params: params["y"] * d[0]),
     decides="keep for the powers 0 to 3, float32 for others",
   ),
   # higher-order
@@ -347,11 +349,10 @@ FAMILIES: tuple[Family, ...] = (
     None,
     "Their jaxprs are entered.",
     Row("call closed_call", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
-    # `checkpoint` and `remat2` are one primitive, which has been called both.
-    Row("checkpoint jit remat2", holds=Holds.CALL, jaxpr_params="jaxpr"),
-    # `jax.jit(f).trace(x)` that is called again, from jax 0.11 on.
+    Row("checkpoint remat2", holds=Holds.CALL, jaxpr_params="jaxpr", saves=True),
+    Row("jit", holds=Holds.CALL, jaxpr_params="jaxpr"),
+    # `jax.jit(f).trace(x)` that is called again.
     Row("eval_jaxpr", holds=Holds.CALL, jaxpr_params="call_jaxpr|jaxpr"),
-    # Order among collectives, from jax 0.12 on.
     Row("program_order", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
     Row("composite", holds=Holds.COMPOSITE, jaxpr_params="call_jaxpr|jaxpr"),
     Row("shard_map", holds=Holds.SHARD_MAP, jaxpr_params="jaxpr"),

@@ -107,7 +107,7 @@ def _call(
     "is_table": isinstance(module, _layers.TABLES),
   }
   inner = inside(active, module, how.policy, **kinds, exempt=how.exempt)
-  call = ModuleCall(module, path, how, active, inner)
+  call = ModuleCall(module, path, how, active, inner, _layers.RESULTS)
   outputs = call.run(next_fun, args, kwargs, initializing=initializing)
   if initializing:
     store(module, how.policy)

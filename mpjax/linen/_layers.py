@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import flax.linen as nn
 
+from mpjax._jaxprs.module_calls import Layers
 from mpjax._jaxprs.traced_calls import StateKind
 
 STATE: Mapping[str, StateKind] = {
@@ -21,6 +22,17 @@ their own operations are in float32."""
 TABLES: tuple[type[nn.Module], ...] = (nn.Embed,)
 """Layers whose rows are looked up, which a matmul in float8 would move more than others: their own
 matmuls, `attend`, stay in the compute dtype."""
+
+
+RESULTS = Layers(
+  rounded=(
+    *(nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvLocal, nn.ConvTranspose, nn.Embed),
+    *(nn.BatchNorm, nn.GroupNorm, nn.InstanceNorm, nn.LayerNorm, nn.RMSNorm),
+    nn.MultiHeadDotProductAttention,
+  ),
+  as_given=(nn.Dropout,),
+)
+"""Layers whose results do not stay held in float32, as the state of a recurrent cell does."""
 
 
 def neutral_collections() -> tuple[str, ...]:

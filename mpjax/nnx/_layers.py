@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from flax import nnx
 
 from mpjax._core.types import Leaf
+from mpjax._jaxprs.module_calls import Layers
 from mpjax._jaxprs.traced_calls import StateKind
 
 STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
@@ -24,6 +25,16 @@ their own operations are in float32."""
 TABLES: tuple[type[nnx.Module], ...] = (nnx.Embed,)
 """Layers whose rows are looked up, which a matmul in float8 would move more than others: their own
 matmuls, `attend`, stay in the compute dtype."""
+
+RESULTS = Layers(
+  rounded=(
+    *(nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed),
+    *(nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm),
+    *(nnx.MultiHeadAttention, nnx.LoRA, nnx.LoRALinear),
+  ),
+  as_given=(nnx.Dropout,),
+)
+"""Layers whose results do not stay held in float32, as the state of a recurrent cell does."""
 
 METHODS = ("__call__", "attend")
 """What the layers of NNX compute with; their other methods set them up."""

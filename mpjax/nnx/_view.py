@@ -190,7 +190,8 @@ def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -
     "is_table": isinstance(module, _layers.TABLES),
   }
   inner = inside(state, module, how.policy, **kinds)
-  call = ModuleCall(module, _spec.path_of(module), how, state, inner)
+  path = _spec.path_of(module)
+  call = ModuleCall(module, path, how, state, inner, _layers.RESULTS)
   outputs = call.run(own.__get__(module, type(module)), args, kwargs)
   _check_has_run(outputs, module, name)
   return call.finished(outputs)

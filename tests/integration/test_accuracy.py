@@ -26,7 +26,7 @@ from tests.nnx.rig import is_float, total
 # As people run them: ranks are promoted in every other line.
 pytestmark = pytest.mark.standard_promotion
 
-BOUNDS = {"bfloat16": 1.6e-2, "float16": 2e-3}
+BOUNDS = {"bfloat16": 1.6e-2, "float16": 2.1e-3}
 SCALES = {"bfloat16": 1.0, "float16": 2.0**10}
 SEEDS = 5
 DRAWS = 32
@@ -309,9 +309,11 @@ def test_cells_agree_with_an_all_half_cell_for_eight_mixes_of_dtypes(name):
   every = programs.run(lambda *args: {h: every_mix(h, *args) for h in BOUNDS}, params, carry, x)
   for half, (found, (control_carry, control)) in every.items():
     assert len(found) == 8
-    for (_, carried, _), (new, out) in found.items():
+    for (stored, carried, _), (new, out) in found.items():
       # The state decides; that of a simple cell is computed from two products.
-      wanted = half if name == "simple" else carried
+      # The gates of an optimized cell are sums with a bias, held in float32 if it is.
+      gated = "float32" if "float32" in (stored, carried) else half
+      wanted = {"simple": half, "optimized_lstm": gated}.get(name, carried)
       assert {str(leaf.dtype) for leaf in jax.tree.leaves((new, out))} == {wanted}
       assert programs.error(out, control) <= BOUNDS[half]
       assert programs.error(new, control_carry) <= BOUNDS[half]

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mpjax
+from mpjax._jaxprs import count
 from tests.scripts import benchmark
 
 MODELS = ("ResNet", "GPT, scan and remat", "BERT", "LSTM")
 BOUND = 1.1
+GATED = 1.25
+"""The bound of an LSTM, whose gates are held in float32 for the sum that its state is."""
 
 # Programs promote ranks as people write them.
 pytestmark = pytest.mark.standard_promotion
@@ -26,8 +28,9 @@ def test_autocast_keeps_no_more_than_dtypes_by_hand(memory, half):
     hand, cast, plain = kept["by hand"], kept["autocast"], kept["float32"]
     # Else float32 would be within the bound, and nothing be shown.
     assert plain.own > BOUND * hand.own, name
-    assert cast.own <= BOUND * hand.own, name
-    assert cast.all <= BOUND * hand.all, name
+    bound = GATED if name == "LSTM" else BOUND
+    assert cast.own <= bound * hand.own, name
+    assert cast.all <= bound * hand.all, name
 
 
 def test_with_scopes_plain_programs_keep_as_little_too(memory):
@@ -60,5 +63,5 @@ def test_the_forms_by_hand_are_in_half(memory):
     (_, plain), (loss, params) = (memory.losses(model, half) for half in (None, jnp.bfloat16))
     shapes = [sorted(x.shape for x in jax.tree.leaves(tree)) for tree in (params, plain)]
     assert shapes[0] == shapes[1], name
-    found = mpjax._jaxprs.count.products(jax.make_jaxpr(jax.grad(loss))(params))
-    assert mpjax._jaxprs.count.half_share(found) == 1, name
+    found = count.products(jax.make_jaxpr(jax.grad(loss))(params))
+    assert count.half_share(found) == 1, name

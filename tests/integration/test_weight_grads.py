@@ -136,7 +136,7 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
   "Conv, circular": (nn.Conv(4, (3, 3), padding="CIRCULAR"), (8, 5, 6, 2)),
   "Conv, causal": (nn.Conv(4, (3,), padding="CAUSAL", kernel_dilation=2), (20, 9, 3)),
   "Conv of one example": (nn.Conv(4, 3), (200, 3)),
-  "Conv with a mask": (nn.Conv(2, (3,), mask=MASK), (20, 9, 3)),
+  "Conv with a mask": (nn.Conv(2, (3,), mask=MASK.astype(bool)), (20, 9, 3)),
 }
 IN_NNX = {
   # The same layer, where it is another path to the product.

@@ -123,11 +123,18 @@ def multiplied(name: str, who: str) -> collections.Counter[Any]:
   return collections.Counter(p.flops if name == "nnx/transformer" else p for p in found)
 
 
-MORE_CASTS = {"linen/mixer": 10, "linen/language_model": 5, "nnx/mlp": 8, "nnx/mixer": 6}
-"""A parameter is cast where it is used, so that its gradients add up in float32: two slices of one
-array of kernels, the two ends of one table. A GELU is computed in float32, since its cube overflows
-float16: its operand is widened, and both value and slope are rounded. The scan takes its start in
-the dtype that it has."""
+MORE_CASTS = {
+  **{"linen/mlp": 18, "linen/hard_coded": 7, "linen/resnet": 44, "linen/mixer": 15},
+  **{"linen/transformer": 5, "linen/lstm": 9, "linen/language_model": 21},
+  **{"nnx/mlp": 8, "nnx/mixer": 6, "nnx/transformer": 2, "nnx/lstm": 7, "nnx/gru": 1},
+  "nnx/language_model": 37,
+}
+"""A norm saves what it scales in low precision, for the gradient of its scale alone: two casts for
+each multiplication, which a compiler fuses (tests/check/test_gpu_hlo.py counts the kernels). A gate
+that is held in float32 is cast for its sums. A parameter is cast where it is used, so that its
+gradients add up in float32: two slices of one array of kernels, the two ends of one table. A GELU
+is computed in float32, since its cube overflows float16: its operand is widened, and both value and
+slope are rounded. The scan takes its start in the dtype that it has."""
 
 
 @pytest.mark.case("B038", "A75", "B086")
@@ -235,14 +242,14 @@ def test_a_float32_policy_leaves_the_program_as_it_is(name):
 
 PINNED = {
   # name: (half products, casts to half, casts to float32), all as often as they run
-  "mlp": (8, 14, 13),
-  "hard_coded": (8, 9, 8),
-  "resnet": (20, 27, 26),
-  "mixer": (17, 18, 15),
-  "transformer": (24, 21, 19),
-  "lstm": (33, 37, 46),
-  "gru": (93, 38, 82),
-  "language_model": (36, 50, 36),
+  "mlp": (8, 22, 23),
+  "hard_coded": (8, 16, 16),
+  "resnet": (20, 49, 54),
+  "mixer": (17, 20, 18),
+  "transformer": (24, 24, 23),
+  "lstm": (33, 48, 52),
+  "gru": (93, 38, 88),
+  "language_model": (36, 54, 48),
 }
 
 
@@ -263,14 +270,16 @@ def test_numbers_of_casts_and_half_products_are_pinned(name):
 
 @pytest.mark.case("A76")
 def test_remat_changes_neither_dtypes_nor_gradients():
-  name, found = "linen/language_model", []
+  name, found, saved = "linen/language_model", [], list[int]()
   for remat in (True, False):
     fun, arguments = call(name, "policy", "float16", remat=remat)
     params, rest, (x,) = arguments()
     traced = jax.jit(differentiated(fun)).trace(params, rest, x)
-    assert ("remat" in str(traced.jaxpr)) is remat
+    # A multiplication that saves low precision is in one of its own.
+    saved.append(str(traced.jaxpr).count("remat"))
     assert programs.half_share(traced.jaxpr) == 1
     found.append(programs.bits(programs.compiled(traced.lower())(params, rest, x)))
+  assert saved[0] > saved[1]
   assert found[0] == found[1]
 
 
@@ -359,4 +368,5 @@ def test_a_decode_step_is_that_of_the_model_written_by_hand():
     programs.products(theirs)
   )
   assert programs.half_share(ours) == 1
-  assert programs.converts(ours).total() <= programs.converts(theirs).total()
+  # Two norms, which save in low precision what they scale.
+  assert programs.converts(ours).total() <= programs.converts(theirs).total() + 5

@@ -127,7 +127,8 @@ def test_every_row_with_a_fact_of_first_order_has_a_sample():
   called = {name for table in tables for name in table}
   for row in {row for row in FACTS.values() if row != type(row)(row.names)}:
     names = set(row.names.split())
-    if not names & {*HIGHER_ORDER, *FIXED}:
+    # What creates random numbers runs as it was traced: see test_rewriter.py.
+    if not names & {*HIGHER_ORDER, *FIXED} and not row.neutral:
       assert names & called, row
 
 

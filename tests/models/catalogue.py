@@ -143,7 +143,7 @@ def layer(name: str, **flags: Any) -> dict[str, Any]:
   return {
     "attention": name.startswith("attention"),
     "norm": norm,
-    "ends_in_float32": norm or carries or name in ("embed", "dropout", "prelu", "pooling"),
+    "ends_in_float32": carries or name in ("dropout", "prelu", "pooling"),
     "power_iteration": name == "spectral_norm",
     **flags,
   }

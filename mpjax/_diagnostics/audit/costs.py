@@ -90,7 +90,9 @@ def find_collectives(graph: Graph) -> tuple[Collective, ...]:
 
 
 class RoundTrips(NamedTuple):
-  """Casts of a value that are undone at once, from low precision to float32 or the other way.
+  """Casts of a value from low precision to float32 that are undone at once.
+
+  The other way a value is rounded, as at the end of a layer.
 
   Fields:
     operations: how many of them run.
@@ -117,8 +119,7 @@ def find_round_trips(graph: Graph) -> RoundTrips:
     if len(value.consumers) != 1 or not before.operands:
       continue
     first, last = before.operands[0], operation.results[0]
-    floats = (is_low(first) or is_wide(first)) and (is_low(value) or is_wide(value))
-    if floats and first.dtype == last.dtype and first.dtype != value.dtype:
+    if is_low(first) and is_wide(value) and first.dtype == last.dtype:
       operations += operation.times
       nbytes += value.nbytes * operation.times
   return RoundTrips(operations, nbytes)

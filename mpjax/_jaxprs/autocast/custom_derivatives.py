@@ -29,7 +29,7 @@ from mpjax._jaxprs.autocast.eqn_params import traced
 from mpjax._jaxprs.autocast.evaluate import typed
 from mpjax._jaxprs.autocast.marks import PREFIX
 from mpjax._jaxprs.autocast.rewriter import Rewritten
-from mpjax._jaxprs.autocast.values import FLOATS, Kind, Kinds
+from mpjax._jaxprs.autocast.values import Kind, Kinds
 from mpjax._jaxprs.compat import context_of, without_scopes
 from mpjax._jaxprs.inner_jaxprs import (
   Inner,
@@ -140,7 +140,7 @@ def _run(
 
   program = traced(in_state)(*avals)
   count = len(program.jaxpr.outvars)
-  fixed = [None if kind is None else kind.dtype for kind in outs]
+  fixed = [None if kind is None else kind.variable for kind in outs]
   free = [None] * (count - len(fixed))
   new = custom.rewrite(program.jaxpr, ins, [*fixed, *free], derivative)
   values = evaluated(new.jaxpr, program.consts, operands, name_of(custom.eqn))
@@ -205,7 +205,7 @@ def _jvp(
 
 
 @functools.partial(
-  jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["dtype", "neutral"]
+  jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["dtype", "kind"]
 )
 @dataclasses.dataclass(frozen=True)
 class _Residual:
@@ -214,12 +214,12 @@ class _Residual:
   Fields:
     array: what is left, in the dtype that it had.
     dtype: the dtype that the user's rule expects.
-    neutral: see `Kind`.
+    kind: how it leaves the one and comes into the other; None for what is no floating value.
   """
 
   array: Array
   dtype: DType
-  neutral: bool
+  kind: Kind | None
 
 
 @jax.tree_util.register_static
@@ -272,7 +272,7 @@ def _forward(custom: CustomCall, *operands: PyTree) -> tuple[list[Array], _Resid
   count = len(custom.outs)
   # What is saved may have any dtype: low precision, where it is the result of a matmul.
   kept = [
-    _Residual(array, dtype, kind is not None and kind.neutral)
+    _Residual(array, dtype, kind)
     for array, dtype, kind in zip(
       ran.values[count:], ran.traced[count:], ran.kinds[count:], strict=True
     )
@@ -299,7 +299,7 @@ def _backward(
     [cast(ShapedArray, jax.typeof(k.array)).update(dtype=k.dtype, weak_type=False) for k in kept],
     [_traced_aval(v, c) for v, c in zip(outvars, some, strict=True)],
   )
-  ins = [Kind(k.array.dtype, k.neutral) if k.dtype in FLOATS else None for k in kept]
+  ins = [k.kind for k in kept]
   ins += [k for i, k in enumerate(custom.outs) if i not in whole]
   outs = tuple(custom.ins[i] for i in static.moving)
   operands = [*(k.array for k in kept), *some]

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax.core import ShapedArray, eval_jaxpr
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._core.types import Array, Function
 from mpjax._jaxprs.atoms import Atom
@@ -30,6 +30,17 @@ def remembered_off_mesh(fun: Callable[..., R]) -> Callable[..., R]:
     return (fun if on_mesh else remembering)(*args, **kwargs)
 
   return call
+
+
+def jaxpr_of(eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Atom]) -> Jaxpr:
+  """Returns a jaxpr of equations without effects. Nothing is traced."""
+  like = _template(len(invars), len(outvars))
+  return like.replace(invars=[*invars], outvars=[*outvars], eqns=[*eqns])
+
+
+@functools.cache
+def _template(operands: int, results: int) -> Jaxpr:
+  return jax.make_jaxpr(lambda *args: args[:1] * results)(*[1.0] * operands).jaxpr
 
 
 def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:

@@ -1,6 +1,16 @@
 """Writing the equations that hold no jaxpr: in which dtype each runs, and the casts for it.
 
-Some equations are casts already: the user's, those of promotion, those where a policy ends.
+One rule decides, by what an operation is and by the kinds of its operands: data, low or neutral.
+
+  operation      computed in                                         result
+  matmul         the compute dtype                                   low
+  float32 list   float32                                             data, else low, else neutral
+  sum            float32, unless all operands are low and at rest    data, else low, else neutral
+  multiplication float32, unless all operands are low and at rest    low, else data, else neutral
+  other          float32, if an operand is data or held in float32   data, else low, else neutral
+
+Where nothing but float32 operations read a result, it is computed in float32 too. A low value that
+was computed in float32 is held in float32 for readers that a rounding would harm, else rounded.
 """
 
 from collections.abc import Sequence
@@ -21,13 +31,22 @@ from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype, wants_precision
 from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
 from mpjax._jaxprs.autocast.rewriter import Rewriter
-from mpjax._jaxprs.autocast.scopes import float8, output_of, weight_grads
-from mpjax._jaxprs.autocast.sums import broadcast, is_linear, is_summed, repeats, with_float32_sums
-from mpjax._jaxprs.autocast.uses import HALF, RESULT
-from mpjax._jaxprs.autocast.values import FLOATS, Kind, Scope, Value
+from mpjax._jaxprs.autocast.scopes import float8, is_rest, output_of, weight_grads
+from mpjax._jaxprs.autocast.sums import (
+  broadcast,
+  is_summed,
+  repeats,
+  saving_operands,
+  with_low_residual,
+)
+from mpjax._jaxprs.autocast.uses import FACTOR, HELD, only_float32
+from mpjax._jaxprs.autocast.values import FLOATS, Kind, Scope, Value, is_exact, joined, survives
 from mpjax._jaxprs.autocast.weight_grads import with_wide_gradients
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 from mpjax._jaxprs.primitives import facts_of
+
+Operands = Sequence[Value | None]
+"""What is known of each operand: None for what is no floating value."""
 
 
 def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
@@ -37,160 +56,226 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   leaving = output_of(scope) if eqn.primitive is reduce_precision_p else None
   if leaving is not None:
     return _leave(rewriter, eqn, leaving)
+  if eqn.primitive is reduce_precision_p and is_rest(scope):
+    return _rest(rewriter, eqn)
   # A multiplication that names its own dtype is the user's choice too.
   if half is None or part is None or part == "opaque" or eqn.params.get("out_dtype") is not None:
     unknown = half is not None and part is None and inner_jaxprs(eqn) is None
     return rewriter.not_entered(eqn) if unknown else rewriter.untouched(eqn)
   if eqn.primitive is convert_element_type_p:
-    return _convert(rewriter, eqn, scope, half)
-  values: list[Value | None] = []
-  once, wide, known = True, False, False
-  for atom in eqn.invars:
-    value = rewriter.value(atom, half)
-    values.append(value)
-    if value is not None:
-      known = True
-      once = once and value.once
-      if dtype_of(atom) == FLOAT32:
-        wide = True
-      else:
-        half = aval_of(atom).dtype  # The user's own choice.
-  neutral, rounded, before = False, None, values
+    return _convert(rewriter, eqn, scope)
+  values = [rewriter.value(atom) for atom in eqn.invars]
+  for atom, value in zip(eqn.invars, values, strict=True):
+    if value is not None and dtype_of(atom) != FLOAT32:
+      half = aval_of(atom).dtype  # The user's own choice.
   if part == "half":
-    asked = not wide or wants_precision(eqn.params)  # The user's own choice, again.
-    recipe = float8(scope, rewriter.settings)
-    if recipe is not None:
-      reason = why_not(eqn, values, recipe, scope, rewriter.settings)
-      if reason is None:
-        made = with_float8(eqn, values, half, recipe, rewriter.view)
-        return rewriter.write(made, made.invars, [Kind(half)])
-      eqn = rewriter.not_float8(eqn, reason)
-    if asked:
-      return rewriter.untouched(eqn)
-    wide_grads = weight_grads(scope, rewriter.settings)
-    precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
-    eqn = eqn if precise is eqn.params else eqn.replace(params=precise)
-    if made := with_wide_gradients(eqn, values, half, wide_grads, rewriter.view):
+    return _matmul(rewriter, eqn, values, scope, half)
+  if part != "float32" and eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
+    return _each_for_itself(rewriter, eqn, values)
+  return _elementwise(rewriter, eqn, values, part, half)
+
+
+def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, half: DType) -> None:
+  """Writes a matmul or convolution, in low precision: what it returns is low, and at rest."""
+  recipe = float8(scope, rewriter.settings)
+  if recipe is not None:
+    reason = why_not(eqn, values, recipe, scope, rewriter.settings)
+    if reason is None:
+      made = with_float8(eqn, values, half, recipe, rewriter.view)
       return rewriter.write(made, made.invars, [Kind(half)])
-    dtype = half
-  elif part == "float32":
-    dtype = FLOAT32
-  else:
-    wanted = rewriter.wanted_of(eqn)
-    values = [rewriter.outside(value, eqn, scope, half, wanted) for value in values]
-    if eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
-      return _each_for_itself(rewriter, eqn, values)
-    deciding = values
-    if part == "keep" and len(values) > 1:  # A buffer that is written to keeps its dtype.
-      deciding = [v for v in values if v is not None][:1]
-    elif eqn.primitive is pad_p and values[1] is not None and values[1].counted:
-      # `jnp.pad` passes 0 as an integer, which becomes a float32 scalar inside: by hand it is cast.
-      deciding = values[:1]
-    dtype, neutral = _common(rewriter, eqn, deciding, wide, half)
-    if dtype != FLOAT32 and repeats(eqn):
-      # The rows of an embedding, say: read in low precision, the gradient of a frequent token would
-      # be a sum of thousands of rows in it. So the operand is widened before, the result rounded.
-      values, rounded, dtype = before, dtype, FLOAT32
-  summed = [
-    value is not None and part != "half" and is_summed(eqn, value, dtype) for value in values
-  ]
+    eqn = rewriter.not_float8(eqn, reason)
+  if FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params):
+    return rewriter.untouched(eqn)  # The user's own choice, again.
+  precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
+  eqn = eqn if precise is eqn.params else eqn.replace(params=precise)
+  wide_grads = weight_grads(scope, rewriter.settings)
+  if made := with_wide_gradients(eqn, values, half, wide_grads, rewriter.view):
+    return rewriter.write(made, made.invars, [Kind(half)])
   operands = [
-    atom if value is None else _operand(rewriter, value, whole, each, dtype, eqn)
-    for atom, value, whole, each in zip(eqn.invars, values, before, summed, strict=True)
+    atom if value is None else rewriter.view(value, half, eqn)
+    for atom, value in zip(eqn.invars, values, strict=True)
   ]
-  outs = [Kind(dtype, neutral) if dtype_of(v) in FLOATS else None for v in eqn.outvars]
-  changed = known and wide != (dtype == FLOAT32)
-  params = retype(eqn, dtype) if changed else eqn.params
-  if any(summed) and not is_linear(eqn):
-    made = with_float32_sums(eqn, operands, summed, dtype)
-    return rewriter.write(made, operands, outs)
+  return rewriter.write(eqn, operands, [Kind(half)], retype(eqn, half))
+
+
+def _elementwise(
+  rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, half: DType
+) -> None:
+  """Writes an operation that is no matmul, by the table above."""
+  dtype, kind = _rule(rewriter, eqn, values, part, half)
+  floats = [value for value in values if value is not None]
+  wide = FLOAT32 in map(dtype_of, eqn.invars)
+  params = retype(eqn, dtype) if floats and wide != (dtype == FLOAT32) else eqn.params
+  # What is computed of a parameter is no parameter; one that was moved or scaled is.
+  arrays = [value for value in floats if value.numbers is None]
+  once = part == "float32" or not arrays or any(value.once for value in arrays)
+  outs = [kind if dtype_of(v) in FLOATS else None for v in eqn.outvars]
+  rounds = dtype == FLOAT32 and kind.dtype != FLOAT32 and kind.held is None
+  # The rows of an embedding, say: read in low precision, the gradient of a frequent token would
+  # be a sum of thousands of rows in it. So the operand is widened before: a rounding commutes.
+  if dtype != FLOAT32 and repeats(eqn):
+    dtype, params, outs = FLOAT32, eqn.params, [kind._replace(carried=FLOAT32)]
+  summed = [value is not None and is_summed(eqn, value, dtype) for value in values]
+  if (big := _saved_at_rest(eqn, floats, dtype)) is not None:
+    operands = [rewriter.view(value, FLOAT32, eqn) for value in floats]
+    made = with_low_residual(eqn, operands, big, floats[big].dtype, kind.variable)
+    return rewriter.write(made, operands, outs, once=once)
+  if _saves_casts(eqn, floats, dtype) or (any(summed) and facts_of(eqn).role != "sum"):
+    # The operands as they are held: one at rest is saved so, and its gradient added in float32.
+    operands = [
+      atom if value is None else rewriter.view(value, value.held, eqn)
+      for atom, value in zip(eqn.invars, values, strict=True)
+    ]
+    result = kind.variable
+    return rewriter.write(saving_operands(eqn, operands, result), operands, outs, once=once)
+  operands = [
+    atom if value is None else _operand(rewriter, value, sums, dtype, eqn)
+    for atom, value, sums in zip(eqn.invars, values, summed, strict=True)
+  ]
+  if rounds:
+    outs = [each and each._replace(held=FLOAT32) for each in outs]
   rewriter.write(eqn, operands, outs, params, once=once)
-  written = [rewriter.known(v) for v in eqn.outvars]
-  if facts_of(eqn).moves and values[0] is not None and written[0] is not None:
-    written[0].weight = values[0].weight
-  filled = eqn.primitive is broadcast_in_dim_p and isinstance(operands[0], Literal)
-  if filled and written[0] is not None:
-    written[0].filled = rewriter.eqns[-1]
-  if neutral:
-    # The update of a parameter, p - lr * g, is as neutral as p and has its shape.
-    shapes = {shape_of(v.atom) for v in values if v is not None and v.given}
-    for var, value in zip(eqn.outvars, written, strict=True):
-      if value is not None:
-        value.given = shape_of(var) in shapes
-  if rounded is not None or (dtype == FLOAT32 and known and not wide):
-    for var, value in zip(eqn.outvars, written, strict=True):
-      # Operands in low precision give a result in it, as they do by hand, but for consumers that
-      # are float32 too: an `exp` that a sum reads need not be rounded in between.
-      if value is not None and value.dtype == FLOAT32 and not rewriter.is_full(value.wanted):
-        # The cast is written where low precision is first read.
-        new = Value(
-          value.atom, rounded or half, scope=value.scope, wanted=value.wanted, held=FLOAT32
-        )
-        rewriter.hold(var, new)
+  for var, each in zip(eqn.outvars, outs, strict=True):
+    if rounds and each is not None:
+      rewriter.round_result(var, eqn)
+  written = rewriter.known(eqn.outvars[0])
+  if written is not None and facts_of(eqn).moves:
+    written.weight = floats[0].weight
+    written.numbers = _among(floats)
+  if written is not None and eqn.primitive is broadcast_in_dim_p:
+    written.repeated = True
+    written.filled = rewriter.eqns[-1] if isinstance(operands[0], Literal) else None
   return None
 
 
-def _operand(
-  rewriter: Rewriter, value: Value, whole: Value | None, summed: bool, dtype: DType, eqn: JaxprEqn
-) -> Atom:
-  """Returns what holds an operand, as an operation in `dtype` reads it.
+def _rule(
+  rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, half: DType
+) -> tuple[DType, Kind]:
+  """Returns the dtype in which an operation that is no matmul runs, and the kind of its results."""
+  facts, readers = facts_of(eqn), rewriter.readers_of(eqn)
+  arrays = [v for v in values if v is not None and v.numbers is None]
+  numbers = [x for v in values if v is not None for x in v.numbers or ()]
+  deciding = arrays
+  if part == "keep":  # A buffer that is written to keeps its dtype.
+    deciding = arrays[:1]
+  elif eqn.primitive is pad_p and values[1] is not None and values[1].counted:
+    # `jnp.pad` passes 0 as an integer, which becomes a float32 scalar inside: by hand it is cast.
+    deciding = arrays[:1]
 
-  `whole` is the value before it was rounded for having left its scope; it is `summed` if its
-  derivative is a sum.
+  # The kind. A mask or a coordinate times an activation is an activation.
+  lows = [v for v in deciding if v.is_low]
+  kind = joined(v.kind for v in (lows if facts.role == "product" and lows else deciding))
+  if kind is None:
+    kind = Kind(FLOAT32, neutral=True)
+  if kind.dtype == FLOAT32:  # Data or neutral; what is written into such a buffer counts too.
+    others = joined(v.kind for v in arrays)
+    if not kind.neutral or others is None or others.dtype == FLOAT32:
+      return FLOAT32, Kind(FLOAT32, kind.neutral and (others is None or others.neutral))
+    return FLOAT32, Kind(half, held=FLOAT32)
+
+  # The dtype of an operation with a low operand, and whether its result stays held in float32.
+  computes = facts.role is not None or facts.tests
+  exact = all(is_exact(x, half) for x in numbers)
+  dtype, held = half, bool(readers & (HELD | FACTOR))
+  if part == "float32":
+    dtype = FLOAT32
+  elif facts.role == "sum" and exact and not readers & HELD and _is_bias(deciding):
+    dtype = half  # As by hand, since the sum is to be rounded.
+  elif computes and any(v.held == FLOAT32 for v in deciding):
+    dtype = FLOAT32
+    if facts.gradient == "multiplied" and _scaled(eqn, deciding) is not None:
+      held = bool(readers & HELD)  # It is as large as an activation: a factor in its range.
+  elif computes and not exact:
+    dtype = FLOAT32
+  elif not computes:
+    # Rounding commutes with a choice: a neutral operand may be rounded if the result may be.
+    chosen = [v for v in deciding if v.held == FLOAT32 and (readers & HELD or not v.neutral)]
+    fits = all(survives(x, half) for x in numbers) and (exact or not readers & HELD)
+    dtype = FLOAT32 if chosen or not fits else half
+  if only_float32(readers) and not facts.exact:
+    dtype = FLOAT32
+  return dtype, Kind(half, kind.neutral, FLOAT32 if dtype == FLOAT32 and held else None)
+
+
+def _is_bias(values: Sequence[Value]) -> bool:
+  """Whether all operands of a sum are at rest or neutral: it is as large as what is rounded."""
+  return all(value.held != FLOAT32 or value.neutral for value in values)
+
+
+def _scaled(eqn: JaxprEqn, values: Sequence[Value]) -> int | None:
+  """Returns which of two factors is an activation, and the other one number for many elements."""
+  shape = shape_of(eqn.outvars[0])
+  repeated = [value.repeated or shape_of(value.atom) != shape for value in values]
+  places = [i for i, value in enumerate(values) if value.is_low and not repeated[i]]
+  return places[0] if sum(repeated) == len(places) == 1 else None
+
+
+def _among(values: Sequence[Value]) -> tuple[float, ...] | None:
+  """Returns the numbers that the elements of one of several values are among; None if not known."""
+  known = [value.numbers for value in values if value.numbers is not None]
+  among = {number for numbers in known for number in numbers}
+  return tuple(sorted(among)) if len(known) == len(values) and len(among) <= _FEW else None
+
+
+_FEW = 8
+"""More numbers than a mask has are not noted: they are part of the key of a rewritten jaxpr."""
+
+
+def _saved_at_rest(eqn: JaxprEqn, values: Sequence[Value], dtype: DType) -> int | None:
+  """Returns which factor in float32 is low, and saved for the gradient of a sum alone.
+
+  The other one is a parameter, or repeated: its gradient is a sum, which takes this one at rest.
   """
-  if not summed:
-    if eqn.primitive is sub_p and value.held in HALVES and dtype == FLOAT32:
-      # A norm's difference: with a cast of its own, as by hand, XLA groups the sums of its
-      # backward pass so that they read less memory. Forward a compiler makes one cast of both.
-      return rewriter.cast(value.atom, retyped(value.atom, dtype), eqn)
-    return rewriter.view(value, dtype, eqn)
-  if not is_linear(eqn):
-    return value.atom if value.neutral else rewriter.view(value, dtype, eqn)
-  # A bias: repeated in float32 and rounded after, its gradient is a float32 sum over the batch.
-  # Rounded before, as `x + b.astype(x.dtype)` does it, 512 rows add up in low precision.
-  wide = whole if whole is not None and whole.held == FLOAT32 else value
-  made = broadcast(rewriter.view(wide, FLOAT32, eqn), eqn)
-  rewriter.eqns.append(made)
-  (repeated,) = made.outvars
-  return rewriter.cast(repeated, retyped(repeated, dtype), eqn)
+  known = any(value.numbers is not None or value.held != FLOAT32 for value in values)
+  if dtype != FLOAT32 or facts_of(eqn).gradient != "multiplied" or len(values) != 2 or known:
+    return None
+  of_a_parameter = [i for i, value in enumerate(values) if value.is_low and values[1 - i].neutral]
+  return of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
 
 
-def _common(
-  rewriter: Rewriter, eqn: JaxprEqn, values: Sequence[Value | None], wide: bool, half: DType
-) -> tuple[DType, bool]:
-  """Returns the dtype of an operation that promotes or keeps, and whether its result is neutral."""
-  halves = decided = given = False
-  for value in values:
-    if value is not None and value.dtype == FLOAT32:
-      decided = decided or not value.neutral
-      given = given or (value.given and shape_of(value.atom) == shape_of(eqn.outvars[0]))
-    elif value is not None:
-      halves = True
-  if not halves or (wide and decided):
-    return FLOAT32, not decided
-  wanted = rewriter.wanted_of(eqn)
-  if given and wide and wanted & RESULT and not wanted & HALF:
-    # An argument that comes back changed: a parameter after its update, a count, a moment. In
-    # bfloat16 `1 + 1e-3` is 1, and the parameter would never move.
-    return FLOAT32, False
-  # What is read in float32 anyway is computed in it, like the difference that exp reads.
-  lift = rewriter.is_full(wanted) and not facts_of(eqn).exact
-  return (FLOAT32 if lift else half), False
+def _saves_casts(eqn: JaxprEqn, values: Sequence[Value], dtype: DType) -> bool:
+  """Whether a multiplication in float32 would save a cast of an operand at rest."""
+  if dtype != FLOAT32 or facts_of(eqn).role != "product":
+    return False
+  known = any(value.numbers is not None for value in values)
+  return not known and any(value.held != FLOAT32 for value in values)
+
+
+def _operand(rewriter: Rewriter, value: Value, summed: bool, dtype: DType, eqn: JaxprEqn) -> Atom:
+  """Returns what holds an operand, as an operation in `dtype` reads it."""
+  if summed:
+    # It is repeated in float32 and rounded after: its gradient is a float32 sum over the batch.
+    made = broadcast(rewriter.view(value, FLOAT32, eqn), eqn)
+    rewriter.eqns.append(made)
+    (repeated,) = made.outvars
+    return rewriter.cast(repeated, retyped(repeated, dtype), eqn)
+  if eqn.primitive is sub_p and dtype_of(value.atom) in HALVES and dtype == FLOAT32:
+    # A norm's difference: with a cast of its own, as by hand, XLA groups the sums of its
+    # backward pass so that they read less memory. Forward a compiler makes one cast of both.
+    return rewriter.cast(value.atom, retyped(value.atom, dtype), eqn)
+  return rewriter.view(value, dtype, eqn)
 
 
 def _leave(rewriter: Rewriter, eqn: JaxprEqn, dtype: DType) -> None:
   """Casts the result of a module where its policy ends, for all consumers: what `eqn` marks."""
-  value = rewriter.value(eqn.invars[0], dtype)
+  value = rewriter.value(eqn.invars[0])
   if value is None:
     return rewriter.untouched(eqn)
-  held = dtype if dtype != FLOAT32 else value.held
-  (var,) = eqn.outvars
-  wanted = rewriter.wanted.get(var, 0)
-  made = Value(rewriter.view(value, held, eqn), dtype, wanted=wanted, held=held)
-  return rewriter.hold(var, made)
+  atom = value.atom if dtype == FLOAT32 else rewriter.view(value, dtype, eqn)
+  return rewriter.hold(eqn.outvars[0], Value(atom, dtype))
 
 
-def _each_for_itself(rewriter: Rewriter, eqn: JaxprEqn, values: Sequence[Value | None]) -> None:
+def _rest(rewriter: Rewriter, eqn: JaxprEqn) -> None:
+  """Rounds the result of a layer that returns the dtype it is given, if it is low."""
+  value = rewriter.value(eqn.invars[0])
+  if value is None:
+    return rewriter.untouched(eqn)
+  if value.is_low:
+    value = Value(rewriter.view(value, value.dtype, eqn), value.dtype, value.neutral)
+  return rewriter.hold(eqn.outvars[0], value)
+
+
+def _each_for_itself(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> None:
   """Writes an operation whose results are its operands, moved: each keeps its own dtype.
 
   A float32 key stays float32, and the bfloat16 values that are sorted with it stay bfloat16.
@@ -198,41 +283,32 @@ def _each_for_itself(rewriter: Rewriter, eqn: JaxprEqn, values: Sequence[Value |
   operands: list[Atom] = []
   kinds: list[Kind | None] = []
   for atom, value, var in zip(eqn.invars, values, eqn.outvars, strict=True):
-    operands.append(atom if value is None else rewriter.view(value, value.dtype, eqn))
+    operands.append(atom if value is None else rewriter.view(value, value.held, eqn))
     kinds.append(value.kind if value is not None and dtype_of(var) in FLOATS else None)
   rewriter.write(eqn, operands, kinds, once=all(v is None or v.once for v in values))
 
 
-def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope, half: DType) -> None:
+def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope) -> None:
   """Writes a cast of the user's, or of promotion; none to a dtype that is there."""
   (atom,), (var,) = eqn.invars, eqn.outvars
-  target = eqn.params["new_dtype"]
-  wanted = rewriter.wanted.get(var, 0)
-  value = rewriter.outside(rewriter.value(atom, half), eqn, scope, half, wanted)
+  target, value = eqn.params["new_dtype"], rewriter.value(atom)
   if value is None or target not in FLOATS:
     # Low precision cannot hold every index or count; of a mask it holds both numbers.
-    neutral = target == FLOAT32 and dtype_of(atom) == np.bool_
-    operand = atom if value is None else rewriter.view(value, value.dtype, eqn)
-    rewriter.write(eqn, [operand], [rewriter.kind_of(var, neutral=neutral)])
+    neutral = dtype_of(atom) == np.bool_ or isinstance(atom, Literal)
+    operand = atom if value is None else rewriter.view(value, value.held, eqn)
+    kind = Kind(target, neutral and target == FLOAT32) if target in FLOATS else None
+    rewriter.write(eqn, [operand], [kind])
     written = rewriter.known(var)
     if written is not None:
-      written.counted = value is None and not neutral
+      written.counted = not neutral
+      written.numbers = (0.0, 1.0) if dtype_of(atom) == np.bool_ else None
     return None
   if dtype_of(atom) == target:  # Only the weak type goes.
-    value.wanted |= wanted
     return rewriter.hold(var, value)
-  made = Value(
-    value.atom,
-    target,
-    neutral=value.neutral and target == FLOAT32,
-    scope=scope,
-    wanted=wanted,
-    once=value.once,
-    held=value.held,
-  )
+  made = Value(value.atom, target, value.neutral and target == FLOAT32, once=value.once)
   if target != FLOAT32 or FLOAT32 in (value.views or ()):
     # A cast to low precision happens here for all consumers; one to float32 where float32 is read.
-    made.atom, made.held = rewriter.view(value, target, eqn), target
+    made.atom = rewriter.view(value, target, eqn)
   if target in HALVES and is_weight(value) and float8(scope, rewriter.settings) is not None:
     made.weight, made.stored = True, value.atom
   return rewriter.hold(var, made)

@@ -15,14 +15,16 @@ from mpjax._jaxprs.autocast.marks import REGION, TABLE
 from mpjax._jaxprs.autocast.powers import Powers, in_float32, powers
 from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
 from mpjax._jaxprs.autocast.scopes import marked, matmul_precision, names_of, region
-from mpjax._jaxprs.autocast.uses import HALF, RESULT, of_loop, of_operands
+from mpjax._jaxprs.autocast.uses import HELD, MATMUL, of_loop, only_float32, rounded_carry
 from mpjax._jaxprs.autocast.values import (
+  FLOATS,
   Constant,
   Kind,
   Kinds,
   Scope,
   Settings,
   constants,
+  joined,
   kept,
 )
 from mpjax._jaxprs.inner_jaxprs import Inner, Program, donated, inner_jaxprs, with_inner
@@ -34,7 +36,7 @@ def rewrite(
   jaxpr: Jaxpr,
   ins: Kinds,
   outs: Sequence[DType | None],
-  wanted: Sequence[int],
+  readers: Sequence[int],
   settings: Settings,
   scope: Scope,
   consts: Sequence[Constant] | None = None,
@@ -44,23 +46,23 @@ def rewrite(
   Args:
     jaxpr: the jaxpr.
     ins: the kinds of its arguments, None for what is no floating value of ours.
-    outs: the dtypes that its results must have; None leaves the choice.
-    wanted: what is wanted of its results, see `demands`.
+    outs: the dtypes that its results must have; None for the ones that they are held in.
+    readers: the consumers of its results, see `readers_of`.
     settings: what was asked for.
     scope: the named scopes around it.
     consts: how its constants come in; None where their values are not at hand.
   """
-  rewriter = Rewriter(jaxpr, settings, scope, wanted)
+  rewriter = Rewriter(jaxpr, settings, scope, readers)
   if consts is None:
     consts = [Constant(neutral=False, once=False)] * len(jaxpr.constvars)
   for var, const in zip(jaxpr.constvars, consts, strict=True):
-    if rewriter.kind_of(var) is not None:
-      rewriter.define(var, Kind(aval_of(var).dtype, const.neutral), scope=None, once=const.once)
+    if dtype_of(var) in FLOATS:
+      kind = Kind(aval_of(var).dtype, const.neutral, numbers=const.numbers)
+      rewriter.define(var, kind, once=const.once)
   invars = [
-    var if kind is None else rewriter.define(var, kind, scope=None, once=False)
+    var if kind is None else rewriter.define(var, kind, once=False)
     for var, kind in zip(jaxpr.invars, ins, strict=True)
   ]
-  rewriter.given(jaxpr.invars)
   found = powers(jaxpr, settings.ops)
   done: frozenset[int] = frozenset()
   for place, eqn in enumerate(map(rewriter.shown, jaxpr.eqns)):
@@ -84,17 +86,22 @@ def _in_float32(rewriter: Rewriter, found: Powers) -> bool:
   power that operations of the `half` list read: it has to fit into their dtype.
   """
   scope, half = rewriter.place(found.eqns[0])
-  value = None if half is None else rewriter.value(found.root, half)
+  value = rewriter.value(found.root)
   if half is None or value is None or value.dtype != half:
     return False
-  wants = [rewriter.wanted.get(v, 0) for v in found.outs]
-  if all(rewriter.is_full(want) or (found.single and want & HALF) for want in wants):
+  readers = [rewriter.readers.get(v, 0) for v in found.outs]
+  if all(only_float32(each) or (found.single and each & MATMUL) for each in readers):
     return False
   if any(rewriter.place(eqn)[0] != scope for eqn in found.eqns):
     return False
-  dtypes = [half if want & HALF else FLOAT32 for want in wants]
-  made = in_float32(found, rewriter.view(value, half, found.eqns[0]), dtypes)
-  rewriter.write(made, made.invars, [Kind(dtype) for dtype in dtypes])
+  # The results are held as the value is; but in float32 if no matmul reads them.
+  harmed = HELD if value.held == FLOAT32 else 0
+  kinds = [
+    Kind(half, held=FLOAT32 if each & harmed or not each & MATMUL else None) for each in readers
+  ]
+  operand = rewriter.view(value, value.held, found.eqns[0])
+  made = in_float32(found, operand, [kind.variable for kind in kinds])
+  rewriter.write(made, made.invars, kinds)
   return True
 
 
@@ -102,16 +109,18 @@ def _result(
   rewriter: Rewriter, atom: Atom, dtype: DType | None, jaxpr: Jaxpr
 ) -> tuple[Atom, Kind | None]:
   """What holds a result in `dtype`, and its kind."""
-  value = rewriter.value(atom, rewriter.settings.compute)
+  value = rewriter.value(atom)
   if value is None:
     return atom, None
   last = jaxpr.eqns[-1] if jaxpr.eqns else None
-  dtype = dtype or value.dtype
+  dtype = dtype or value.held
   found = rewriter.view(value, dtype, last)
   asked = aval_of(atom)
   if dtype == asked.dtype and aval_of(found).weak_type != asked.weak_type:
     found = rewriter.cast(found, Var(asked), last)
-  return found, value.kind if dtype == value.dtype else Kind(dtype)
+  if dtype == value.held:
+    return found, value.kind
+  return found, value.kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
 
 
 _kept_rewrite = kept(rewrite)
@@ -149,19 +158,24 @@ def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
 
 
 def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], Kinds]:
-  """The operands as the jaxprs inside read them, and their kinds."""
-  scope, half = rewriter.place(eqn)
-  atoms, kinds = [], []
-  wants = of_operands(eqn, _wanted(rewriter, eqn), rewriter.settings)
-  for atom, want in zip(eqn.invars, wants, strict=True):
-    if half is None:  # Nothing changes here, only in some scope inside.
-      value = rewriter.value(atom, rewriter.settings.compute)
-      atoms.append(rewriter.original(atom, eqn))
-      kinds.append(None if value is None else Kind(aval_of(atom).dtype, value.neutral))
+  """The operands as the jaxprs inside read them, and their kinds: as they are held.
+
+  What a `remat` saves of them is at rest if it is low.
+  """
+  half = rewriter.place(eqn)[1]
+  atoms: list[Atom] = []
+  kinds: list[Kind | None] = []
+  for atom in eqn.invars:
+    value = rewriter.value(atom)
+    if value is None:
+      atoms.append(atom)
+      kinds.append(None)
       continue
-    value = rewriter.outside(rewriter.value(atom, half), eqn, scope, half, want)
-    atoms.append(atom if value is None else rewriter.view(value, value.dtype, eqn))
-    kinds.append(None if value is None else value.kind)
+    kind = value.kind.at_rest if facts_of(eqn).saves else value.kind
+    if half is None and dtype_of(atom) == FLOAT32:  # Nothing changes here, only in a scope inside.
+      kind = kind._replace(held=FLOAT32 if value.is_low else None)
+    atoms.append(rewriter.view(value, kind.variable, eqn))
+    kinds.append(kind)
   return atoms, tuple(kinds)
 
 
@@ -171,31 +185,31 @@ def _inside(
   inner: Inner,
   ins: Kinds,
   outs: Sequence[DType | None] = (),
-  wanted: tuple[int, ...] | None = None,
+  readers: tuple[int, ...] | None = None,
 ) -> Rewritten:
   """Returns a jaxpr inside of an equation rewritten, for the kinds of all operands of that.
 
-  The dtypes of the results are `outs`, None or missing where they are free. What is wanted of them
-  is what is wanted of those of the equation, if it is not given.
+  The dtypes of the results are `outs`, None or missing where they are free. Their consumers are
+  those of the results of the equation, unless `readers` says otherwise.
   """
   jaxpr, settings = inner.jaxpr, rewriter.settings
   values = inner.program.consts if isinstance(inner.program, ClosedJaxpr) else None
   consts = None if values is None else constants(values, settings)
   free = (None,) * (len(jaxpr.outvars) - len(outs))
   given = tuple(ins[i] for i in inner.operands or ())
-  wanted = _wanted(rewriter, eqn) if wanted is None else wanted
+  readers = _readers(rewriter, eqn) if readers is None else readers
   scope = _scope(rewriter, eqn)
-  return _kept_rewrite(jaxpr, given, (*outs, *free), wanted, settings, scope, consts)
+  return _kept_rewrite(jaxpr, given, (*outs, *free), readers, settings, scope, consts)
 
 
 def _once(rewriter: Rewriter, eqn: JaxprEqn) -> bool:
   """Whether no operand is a parameter, which a result that is as neutral would be too."""
-  known = (rewriter.value(atom, rewriter.settings.compute) for atom in eqn.invars)
+  known = map(rewriter.value, eqn.invars)
   return all(value is None or value.once for value in known)
 
 
-def _wanted(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
-  return tuple(rewriter.wanted.get(v, 0) for v in eqn.outvars)
+def _readers(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
+  return tuple(rewriter.readers.get(v, 0) for v in eqn.outvars)
 
 
 def _scope(rewriter: Rewriter, eqn: JaxprEqn) -> Scope:
@@ -223,27 +237,34 @@ def _params(eqn: JaxprEqn, found: Sequence[Inner], new: Sequence[Rewritten]) -> 
 
 
 def _dtypes(kinds: Sequence[Kind | None]) -> tuple[DType | None, ...]:
-  return tuple(None if kind is None else kind.dtype for kind in kinds)
+  return tuple(None if kind is None else kind.variable for kind in kinds)
 
 
 def _call(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   """A jaxpr that runs once, between the operands and the results."""
   atoms, ins = _operands(rewriter, eqn)
   for i, gone in enumerate(donated(eqn)):
-    if gone and ins[i] is not None:  # Its memory is to be taken over: that has the old size.
+    if gone:  # Its memory is to be taken over: that has the old size.
       atoms[i] = rewriter.original(eqn.invars[i], eqn)
-      ins = (*ins[:i], Kind(aval_of(found[0].jaxpr.invars[i]).dtype), *ins[i + 1 :])
+      ins = (*ins[:i], _in_variable(ins[i], eqn.invars[i]), *ins[i + 1 :])
   new = _inside(rewriter, eqn, found[0], ins)
   rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [new]), once=_once(rewriter, eqn))
+
+
+def _in_variable(kind: Kind | None, atom: Atom) -> Kind | None:
+  """Returns the kind of a value that comes in the dtype that `atom` was traced with."""
+  traced = dtype_of(atom)
+  if kind is None or traced == (kind.held or kind.dtype):
+    return kind
+  return kind._replace(carried=traced)
 
 
 def _composite(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   """What a compiler may replace by something of the same name and types keeps its types."""
   atoms = [rewriter.original(atom, eqn) for atom in eqn.invars]
-  ins = tuple(rewriter.kind_of(v, neutral=True) for v in eqn.invars)
-  kinds = [rewriter.kind_of(v) for v in eqn.outvars]
-  new = _inside(rewriter, eqn, found[0], ins, _dtypes(kinds))
-  rewriter.write(eqn, atoms, kinds, _params(eqn, found, [new]))
+  ins = tuple(_in_variable(rewriter.kind(v), v) for v in eqn.invars)
+  new = _inside(rewriter, eqn, found[0], ins, list(map(dtype_of, eqn.outvars)))
+  rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [new]))
 
 
 def _custom(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
@@ -254,69 +275,77 @@ def _custom(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None
 
   def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None], derivative: bool) -> Rewritten:
     there = dataclasses.replace(settings, in_derivative=True) if derivative else settings
-    return rewrite(jaxpr, ins, outs, (0,) * len(outs), there, scope)
+    readers = [HELD if dtype == FLOAT32 else 0 for dtype in outs]
+    return rewrite(jaxpr, ins, outs, readers, there, scope)
 
   made = with_rule(CustomCall(eqn, ins, new.outs, again), atoms, new.jaxpr)
   rewriter.write(made, made.invars, new.outs, once=_once(rewriter, eqn))
 
 
 def _cond(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
-  """Branches that must agree: where one returns float32, all do."""
+  """Branches that must agree: their result is what one of them returns, as a selection's is."""
   atoms, ins = _operands(rewriter, eqn)
   free = [_inside(rewriter, eqn, branch, ins).outs for branch in found]
-  wanted = _wanted(rewriter, eqn)
-  kinds = [_agreed(each, want) for want, *each in zip(wanted, *free, strict=True)]
+  readers = _readers(rewriter, eqn)
+  kinds = [_chosen(each, kinds) for each, *kinds in zip(readers, *free, strict=True)]
   new = [_inside(rewriter, eqn, branch, ins, _dtypes(kinds)) for branch in found]
   rewriter.write(eqn, atoms, kinds, _params(eqn, found, new), once=_once(rewriter, eqn))
 
 
-def _agreed(kinds: Sequence[Kind | None], wanted: int) -> Kind | None:
-  """The kind of a result that comes from one of several branches."""
-  known = [k for k in kinds if k is not None]
-  if wanted & RESULT and not wanted & HALF and any(k.dtype == FLOAT32 for k in known):
-    return Kind(FLOAT32, all(k.neutral for k in known))  # An argument that may come back unchanged.
-  # By name, should both float16 and bfloat16 occur.
-  order = sorted(known, key=lambda k: (k.neutral, -k.dtype.itemsize, k.dtype.name))
-  return order[0] if order else None
+def _chosen(readers: int, kinds: Sequence[Kind | None]) -> Kind | None:
+  """Returns the kind of a result that is one of several: see the table for a choice."""
+  found = joined(kinds)
+  exact = any(kind is not None and kind.dtype == FLOAT32 for kind in kinds) and readers & HELD
+  return found._replace(held=FLOAT32) if found and exact and found.dtype != FLOAT32 else found
 
 
 def _loop(
   rewriter: Rewriter, eqn: JaxprEqn, body: Inner, atoms: Sequence[Atom], ins: Kinds
 ) -> tuple[Rewritten, list[Atom], Kinds]:
-  """Rewrites the body of a loop. A carry is in low precision if it starts and remains so.
+  """Rewrites the body of a loop. A carry is held in float32 if it starts so, or is returned so.
 
-  One that starts in low precision, and to which an iteration adds float32, must start in float32:
-  JAX takes no loop whose carry changes its dtype. A wider carry may widen another one, so the body
-  is rewritten again until nothing changes. Dtypes only widen: that ends.
+  What the body returns depends on how the carry comes in, so the body is rewritten again until
+  nothing changes. Kinds only go from neutral to low to data, and from low at rest to held in
+  float32: that ends. What a `remat` in the body saves of the carry is at rest if it is low.
 
   Returns:
     The body, the operands with the carry cast, and the kinds of these in each iteration.
   """
-  wanted = of_loop(body.jaxpr, body.carry, _wanted(rewriter, eqn), rewriter.settings)
+  settings, rounded = rewriter.settings, rounded_carry(body)
+  readers = of_loop(body, _readers(rewriter, eqn), settings)
+  # A carry that the user has cast to low precision stays in it.
+  own = [dtype_of(v) != FLOAT32 for v in body.jaxpr.invars[body.carry.start : body.carry.stop]]
   made, kinds = list(atoms), list(ins)
-  for i in body.carried:
-    kind = kinds[i]
-    kinds[i] = None if kind is None else Kind(kind.dtype)
+  start = [kinds[i] for i in body.carried]
+  state = [None if kind is None else kind.as_carry for kind in start]
   while True:
-    state = [kinds[i] for i in body.carried]
-    new = _inside(rewriter, eqn, body, tuple(kinds), wanted=wanted)
-    back = [_wider(*each) for each in zip(state, new.outs[: len(state)], strict=True)]
+    for i, kind in zip(body.carried, state, strict=True):
+      kinds[i] = kind
+    new = _inside(rewriter, eqn, body, tuple(kinds), readers=readers)
+    back = [
+      _carried(kind, out, i in rounded or own[i])
+      for i, (kind, out) in enumerate(zip(state, new.outs[: len(state)], strict=True))
+    ]
     if back == state:
       break
-    for i, kind in zip(body.carried, back, strict=True):
-      kinds[i] = kind
-  new = _inside(rewriter, eqn, body, tuple(kinds), _dtypes(state), wanted)
+    state = back
+  new = _inside(rewriter, eqn, body, tuple(kinds), _dtypes(state), readers)
   for i, kind in zip(body.carried, state, strict=True):
-    if kind is not None and dtype_of(made[i]) != kind.dtype:
-      value = rewriter.value(eqn.invars[i], kind.dtype)
-      made[i] = made[i] if value is None else rewriter.view(value, kind.dtype, eqn)
-  return new, made, tuple(kinds)
+    value = rewriter.value(eqn.invars[i])
+    if kind is not None and value is not None:
+      made[i] = rewriter.view(value, kind.variable, eqn)
+  outs = (*state, *new.outs[len(state) :])
+  return new._replace(outs=outs), made, tuple(kinds)
 
 
-def _wider(state: Kind | None, returned: Kind | None) -> Kind | None:
-  if state is None or returned is None or returned.dtype.itemsize <= state.dtype.itemsize:
-    return state
-  return Kind(returned.dtype)
+def _carried(state: Kind | None, returned: Kind | None, rounded: bool) -> Kind | None:
+  """Returns the kind of a carry that comes in as `state` and is returned as `returned`."""
+  found = joined((state, returned))
+  if found is None or found.dtype == FLOAT32:
+    return found
+  neutral = state is not None and state.dtype == FLOAT32  # It starts in float32.
+  held = FLOAT32 if neutral or found.held == FLOAT32 else None
+  return found._replace(neutral=False, held=None if rounded else held)
 
 
 def _scan(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
@@ -337,10 +366,10 @@ def _read_by_all(
   kinds = list(ins)
   half = rewriter.place(eqn)[1]
   for i, kind in enumerate(ins[: 0 if half is None else count]):
-    value = None if half is None else rewriter.value(eqn.invars[i], half)
-    if kind is not None and kind.dtype in HALVES and value is not None:
+    value = rewriter.value(eqn.invars[i])
+    if kind is not None and value is not None and kind.variable in HALVES:
       atoms[i] = rewriter.view(value, FLOAT32, eqn)
-      kinds[i] = Kind(kind.dtype, held=FLOAT32)
+      kinds[i] = kind._replace(carried=FLOAT32)
   return atoms, tuple(kinds)
 
 
@@ -351,10 +380,11 @@ def _while(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   # iteration until the change is below 1e-4 never ends in bfloat16.
   ins = list(given)
   for i in body.carried:
-    if ins[i] is not None and dtype_of(eqn.invars[i]) == FLOAT32:
-      ins[i] = Kind(FLOAT32)
+    kind = ins[i]
+    if kind is not None and dtype_of(eqn.invars[i]) == FLOAT32 and kind.dtype != FLOAT32:
+      ins[i] = kind._replace(held=FLOAT32)
   new, atoms, kinds = _loop(rewriter, eqn, body, atoms, tuple(ins))
-  tested = _inside(rewriter, eqn, test, kinds, wanted=(0,))
+  tested = _inside(rewriter, eqn, test, kinds, readers=(HELD,))
   rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [tested, new]))
 
 

@@ -21,6 +21,9 @@ REGION = PREFIX + "region="
 
 OUTPUT = PREFIX + "output="
 
+REST = PREFIX + "rest"
+"""The scope of the result of a layer that returns the dtype it is given, such as a dropout."""
+
 MODULE = PREFIX + "module="
 """The path of a module under a policy, in the jaxpr that `mpjax.audit` traces."""
 
@@ -77,7 +80,7 @@ def mark(region: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def leaving(tree: PyTree, dtype: Any) -> PyTree:
-  """Returns the results of a module where its policy ends: in `dtype` for all who read them.
+  """Returns the results of a module where its policy ends: in `dtype` for all that read them.
 
   What is traced stays float32, with an operation that rounds nothing and represents the cast.
 
@@ -89,9 +92,18 @@ def leaving(tree: PyTree, dtype: Any) -> PyTree:
   def leaf(x: Any) -> Any:
     if isinstance(x, jax.Array) and x.dtype == "float64":
       return x.astype(dtype)  # It stays as it is until here.
-    if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
-      return x
-    with jax.named_scope(OUTPUT + dtype.name):
-      return jax.lax.reduce_precision(x.astype(FLOAT32), **_BITS)
+    return _marked(x, OUTPUT + dtype.name)
 
   return jax.tree.map(leaf, tree)
+
+
+def at_rest(tree: PyTree) -> PyTree:
+  """Returns the results of a layer, rounded as its arguments are: see `REST`."""
+  return jax.tree.map(lambda x: _marked(x, REST), tree)
+
+
+def _marked(x: Any, name: str) -> Any:
+  if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
+    return x
+  with jax.named_scope(name):
+    return jax.lax.reduce_precision(x.astype(FLOAT32), **_BITS)

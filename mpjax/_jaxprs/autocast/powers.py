@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, retyped, shape_of
-from mpjax._jaxprs.autocast.evaluate import differentiated
+from mpjax._jaxprs.autocast.evaluate import differentiated, jaxpr_of
 from mpjax._jaxprs.autocast.values import kept
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
@@ -113,21 +113,21 @@ def in_float32(found: Powers, operand: Atom, dtypes: Sequence[DType]) -> JaxprEq
 
   Args:
     found: what to compute.
-    operand: the root, in low precision.
+    operand: the root, as it is held.
     dtypes: those of the results.
   """
   last = found.eqns[-1]
   aval = aval_of(operand)
-  like = jax.make_jaxpr(lambda x: [x] * len(found.outs))(aval).jaxpr
-  whole = like.replace(invars=[found.root], outvars=list(found.outs), eqns=list(found.eqns))
-  given = Var(aval)
-  casts = [cast_to(found.root, given, last)]
+  whole = jaxpr_of(found.eqns, [found.root], found.outs)
+  given = found.root if dtype_of(operand) == FLOAT32 else Var(aval)
+  before = [] if given is found.root else [cast_to(found.root, given, last)]
+  after: list[JaxprEqn] = []
   outs: list[Var] = []
   for var, dtype in zip(found.outs, dtypes, strict=True):
     outs.append(var if dtype == FLOAT32 else retyped(var, dtype))
     if dtype != FLOAT32:
-      casts.append(cast_to(outs[-1], var, last))
-  body = like.replace(invars=[given], outvars=outs, eqns=[casts[0], *found.eqns, *casts[1:]])
+      after.append(cast_to(outs[-1], var, last))
+  body = jaxpr_of([*before, *found.eqns, *after], [given], outs)
 
   def tangent(
     primals: Sequence[Array], tangents: Sequence[Array]

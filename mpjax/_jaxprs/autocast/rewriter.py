@@ -11,17 +11,17 @@ from jax.lax import Precision
 from mpjax._core.audit_record import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
-from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped, shape_of
+from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped
 from mpjax._jaxprs.autocast.eqn_params import fits, in_precision
-from mpjax._jaxprs.autocast.marks import NOT_FLOAT8, PREFIX, REGION, TABLE
+from mpjax._jaxprs.autocast.marks import NOT_FLOAT8, PREFIX, REGION
 from mpjax._jaxprs.autocast.scopes import (
-  keeps_float32,
+  as_written,
   marked,
   matmul_precision,
   names_of,
   region,
 )
-from mpjax._jaxprs.autocast.uses import FULL, HALF, demands
+from mpjax._jaxprs.autocast.uses import readers_of
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   Kind,
@@ -29,11 +29,12 @@ from mpjax._jaxprs.autocast.values import (
   Scope,
   Settings,
   Value,
-  is_statistic,
+  joined,
   literal_value,
 )
 from mpjax._jaxprs.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxprs.inner_jaxprs import holds_jaxpr, warn_not_entered
+from mpjax._jaxprs.primitives import facts_of
 
 
 class Rewritten(NamedTuple):
@@ -56,13 +57,13 @@ class Rewriter:
 
   Fields:
     settings: what was asked for.
-    wanted: what the readers of each variable want, see `demands`.
+    readers: the consumers of each variable, see `readers_of`.
     eqns: what is written so far.
   """
 
-  def __init__(self, jaxpr: Jaxpr, settings: Settings, scope: Scope, wanted: Sequence[int]) -> None:
+  def __init__(self, jaxpr: Jaxpr, settings: Settings, scope: Scope, outs: Sequence[int]) -> None:
     self.settings = settings
-    self.wanted = demands(jaxpr, wanted, settings)
+    self.readers = readers_of(jaxpr, outs, settings)
     self.eqns: list[JaxprEqn] = []
     self._scope = scope
     # The floating values by the variables that held them. Variables of other dtypes stay the same.
@@ -72,15 +73,12 @@ class Rewriter:
 
   # Values.
 
-  def define(self, var: Var, kind: Kind, *, scope: Scope | None, once: bool = True) -> Var:
-    """Notes what a variable holds from now on, and returns the one that holds it."""
-    dtype, neutral, held, weight = kind
-    held = held or dtype
+  def define(self, var: Var, kind: Kind, *, once: bool = True) -> Var:
+    """Notes what a variable is from now on, and returns the variable of the dtype that it has."""
     # A variable that keeps its dtype stays, and so do the equations that are left as they are.
-    atom = var if held == dtype_of(var) else retyped(var, held)
-    once = once or not neutral
-    made = Value(atom, dtype, neutral, scope, self.wanted.get(var, 0), once, held)
-    made.weight = weight
+    atom = var if kind.variable == dtype_of(var) else retyped(var, kind.variable)
+    made = Value(atom, kind.dtype, kind.neutral, kind.held, once or not kind.neutral)
+    made.weight, made.numbers = kind.weight, kind.numbers
     self._env[var] = made
     return atom
 
@@ -92,32 +90,19 @@ class Rewriter:
     """Returns what a variable was noted to hold."""
     return self._env.get(var)
 
-  def given(self, variables: Sequence[Var]) -> None:
-    """Notes which values are arguments."""
-    for var in variables:
-      if var in self._env:
-        self._env[var].given = self._env[var].neutral
-
-  def value(self, atom: Atom, half: DType) -> Value | None:
-    """Returns what is known of a floating operand; None for everything else.
-
-    Args:
-      atom: a variable or literal of the jaxpr as it was.
-      half: the dtype in which it is about to be read, perhaps: some literals do not survive that.
-    """
+  def value(self, atom: Atom) -> Value | None:
+    """Returns what is known of a floating operand; None for everything else."""
     dtype = dtype_of(atom)
     if isinstance(atom, Literal):
-      if dtype == FLOAT32:
-        return literal_value(atom, half)
-      return Value(atom, dtype, neutral=True) if dtype is not None and dtype in HALVES else None
+      return literal_value(atom) if dtype in FLOATS else None
     found = self._env.get(atom)
     if found is None and dtype is not None and dtype in HALVES:  # The user's own cast made it.
-      found = self._env[atom] = Value(atom, dtype, wanted=self.wanted.get(atom, 0))
+      found = self._env[atom] = Value(atom, dtype)
     return found
 
   def view(self, value: Value, dtype: DType, eqn: JaxprEqn | None) -> Atom:
     """Returns what holds a value in `dtype`, after a cast if need be."""
-    if value.held == dtype:
+    if dtype_of(value.atom) == dtype:
       return value.atom
     if isinstance(value.atom, Literal):
       return literal_as(value.atom, dtype)
@@ -188,35 +173,11 @@ class Rewriter:
     scope, half = place
     return marked(scope) or (FLOAT32 if half is None else half).name
 
-  def outside(
-    self, value: Value | None, eqn: JaxprEqn, scope: Scope, half: DType, wanted: int
-  ) -> Value | None:
-    """Returns a value as an operation in another scope than its own reads it.
-
-    A float32 value that has left the scope in which it was made, on its way to an operation of the
-    `half` list, is rounded to the compute dtype, as the layers of Flax do it: it keeps activations
-    as small as theirs. An operation whose result only float32 operations read reads it as it is.
-
-    Args:
-      value: an operand; None for what is no floating value.
-      eqn: the equation that reads it.
-      scope: that of the equation.
-      half: the compute dtype there.
-      wanted: what the readers of that which the equation makes of it want, see `demands`.
-    """
-    if value is None or not value.scope or value.dtype != FLOAT32:
-      return value
-    made, scope = (tuple(name for name in each if name != TABLE) for each in (value.scope, scope))
-    if (
-      scope[: len(made)] == made
-      or not wanted & HALF
-      or is_statistic(shape_of(value.atom))
-      or keeps_float32(made, self.settings)
-    ):
-      return value
-    # An activation, not a parameter: rounded once, for all its consumers outside.
-    value.once = True
-    return Value(self.view(value, half, eqn), half, wanted=value.wanted)
+  def round_result(self, var: Var, eqn: JaxprEqn) -> None:
+    """Rounds a low value that was computed in float32, once for all its readers."""
+    value = self._env[var]
+    rounded = Value(self.view(value, value.dtype, eqn), value.dtype, value.neutral)
+    self._env[var] = rounded
 
   # Equations.
 
@@ -239,9 +200,8 @@ class Rewriter:
       once: one cast of a neutral result is enough. Not so if it is a parameter that was moved or
         scaled.
     """
-    scope = self.place(eqn)[0]
     outs = [
-      v if kind is None else self.define(v, kind, scope=scope, once=once)
+      v if kind is None else self.define(v, kind, once=once)
       for v, kind in zip(eqn.outvars, kinds, strict=True)
     ]
     params = self.precise(eqn, eqn.params if params is None else params, map(dtype_of, operands))
@@ -276,7 +236,7 @@ class Rewriter:
     default = self.settings.precision
     whole = default is not None and holds_jaxpr(eqn.params.values())
     params = in_precision(eqn, default) if whole else None
-    self.write(eqn, operands, [self.kind_of(v) for v in eqn.outvars], params)
+    self.write(eqn, operands, [self.kind_as_traced(eqn, v) for v in eqn.outvars], params)
 
   def not_entered(self, eqn: JaxprEqn) -> None:
     """Writes an equation as it was, since it is not known how it runs the jaxprs that it holds."""
@@ -289,15 +249,26 @@ class Rewriter:
     value = None if isinstance(atom, Literal) else self._env.get(atom)
     return atom if value is None else self.view(value, aval_of(atom).dtype, eqn)
 
-  def kind_of(self, var: Atom, neutral: bool = False) -> Kind | None:
-    """The kind of something that has the dtype it was traced with."""
+  def kind_as_traced(self, eqn: JaxprEqn, var: Var) -> Kind | None:
+    """Returns the kind of a result in the dtype that it was traced with: that of the operands.
+
+    What no floating operand went into is data, but for random numbers.
+    """
     dtype = dtype_of(var)
-    return Kind(dtype, neutral) if dtype is not None and dtype in FLOATS else None
+    if dtype is None or dtype not in FLOATS:
+      return None
+    operands = [kind for kind in map(self.kind, eqn.invars) if kind is not None]
+    if dtype != FLOAT32 or as_written(self.place(eqn)[0], self.settings):
+      return Kind(dtype)
+    found = joined(operands) or Kind(FLOAT32, facts_of(eqn).neutral)
+    return found if found.dtype == FLOAT32 else found._replace(held=FLOAT32)
 
-  def wanted_of(self, eqn: JaxprEqn) -> int:
-    """What the readers of all results of an equation want."""
-    return functools.reduce(operator.or_, (self.wanted.get(v, 0) for v in eqn.outvars), 0)
+  def kind(self, atom: Atom) -> Kind | None:
+    """Returns the kind of a floating operand, as it is held."""
+    value = self.value(atom)
+    return None if value is None else value.kind
 
-  def is_full(self, wanted: int) -> bool:
-    """Whether all readers are float32."""
-    return wanted & (FULL | HALF) == FULL
+  def readers_of(self, eqn: JaxprEqn) -> int:
+    """The consumers of the floating results of an equation."""
+    each = (self.readers.get(v, 0) for v in eqn.outvars if dtype_of(v) in FLOATS)
+    return functools.reduce(operator.or_, each, 0)

@@ -14,7 +14,7 @@ from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.precision import MatmulPrecision, parse_precision
 from mpjax._core.rules import Rule, first_match
 from mpjax._core.types import DType
-from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, read_recipe, read_region
+from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, REST, read_recipe, read_region
 from mpjax._jaxprs.autocast.values import Scope, Settings
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
@@ -122,11 +122,8 @@ def _rule_for(scope: Scope, rules: tuple[Rule, ...]) -> Rule | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def keeps_float32(scope: Scope, settings: Settings) -> bool:
-  """Whether a float32 value stays what it is when it leaves a scope on its way to a matmul.
-
-  Not so where a policy computes in float32, a norm's say, and says nothing of what it returns.
-  """
+def as_written(scope: Scope, settings: Settings) -> bool:
+  """Whether all in a scope is as the user wrote it: what is computed there is data."""
   if FULL_PRECISION in scope:  # Also inside of a module that has a policy of its own.
     return True
   return region(scope, settings) is None and marked(scope) in (None, AS_IT_IS)
@@ -136,6 +133,11 @@ def output_of(scope: Scope) -> DType | None:
   """Returns the dtype that an equation right in this scope gives the result of a module, if any."""
   name = scope[-1] if scope else ""
   return np.dtype(name[len(OUTPUT) :]) if name.startswith(OUTPUT) else None
+
+
+def is_rest(scope: Scope) -> bool:
+  """Whether an equation right in this scope marks the result of a layer without a `dtype`."""
+  return scope[-1:] == (REST,)
 
 
 def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:

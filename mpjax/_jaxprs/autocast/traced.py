@@ -22,7 +22,7 @@ from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
 from mpjax._jaxprs.autocast.higher_order import rewrite
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
-from mpjax._jaxprs.autocast.uses import RESULT
+from mpjax._jaxprs.autocast.uses import HELD
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Settings, constants
 from mpjax._jaxprs.primitive_facts import Holds
 
@@ -204,6 +204,6 @@ def rewrite_closed(
   ins = tuple(None if d is None or d not in FLOATS else Kind(d, n) for d, n in pairs)
   found = [dtype_of(v) for v in jaxpr.outvars] if results is None else results
   outs = [d if d in FLOATS else None for d in found]
-  wanted = [RESULT if d == FLOAT32 else 0 for d in outs]
+  readers = [0 if d in HALVES else HELD for d in outs]
   consts = constants(program.consts, settings)
-  return rewrite(jaxpr, ins, outs, wanted, settings, (), consts).jaxpr
+  return rewrite(jaxpr, ins, outs, readers, settings, (), consts).jaxpr

@@ -39,19 +39,20 @@ def autocast(
 
   `fn` is traced as it is, in float32, and its jaxpr is rewritten: matmuls and
   convolutions run in the compute dtype of the policy, exponentials, logarithms, sums and losses in
-  float32, and what lies between in the widest dtype of its operands (`mpjax.OpLists`,
-  docs/op_lists.md). Arguments and literals do not count there, so that a float32 bias does not
-  widen its layer; constant arrays, computed grids and integers that become floats do, and so do the
-  arguments that `data_argnums` names. Results have the dtypes that `fn` gives them. All of JAX may
-  be used inside and around: `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
+  float32, and what lies between follows its operands (`mpjax.OpLists`, docs/op_lists.md). Each
+  value is data, low or neutral (docs/concepts.md): arguments and literals are neutral, so that a
+  float32 bias does not widen its layer; constant arrays, computed grids, integers that become
+  floats, and the arguments that `data_argnums` names are data, and float32 until a matmul; what a
+  matmul returned, and what is computed from it, is low. It is rounded where no reader is harmed,
+  and held in float32 for sums, comparisons and loops. Results have the dtypes that `fn` gives them.
+  All of JAX may be used inside and around: `jax.value_and_grad(mpjax.autocast(loss_fn))` is the
+  usual order.
 
-  Parameters are cast where they are used, and their gradients added in float32. A float32 value
-  that leaves the `jax.named_scope` that computed it, on its way to a matmul, is rounded;
-  each module of Flax is such a scope. The jaxprs inside of `jit`, `scan`, `cond`, `remat`,
-  `custom_vjp`, `shard_map` and so on are rewritten as well. A scan keeps its state in float32 if it
-  starts in float32, a `while_loop` always. A result that is one of the arguments, changed, is
-  computed in float32 too. Casts in `fn` to float16 and bfloat16, `precision="highest"`, integers,
-  complex numbers, float64 and random keys stay as they are.
+  Parameters are cast where they are used, and their gradients added in float32. The jaxprs inside
+  of `jit`, `scan`, `cond`, `remat`, `custom_vjp`, `shard_map` and so on are rewritten as well, and
+  compute what they would compute inlined. A scan holds its state in float32 if it starts so, or if
+  its body returns it so; a `while_loop` always. Casts in `fn` to float16 and bfloat16,
+  `precision="highest"`, integers, complex numbers, float64 and random keys stay as they are.
 
   Args:
     fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags

@@ -1,100 +1,134 @@
-"""What the readers of each value want: looked up backwards, before a jaxpr is rewritten."""
+"""The consumers of each value: looked up backwards, before a jaxpr is rewritten."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.extend.core.primitives import reduce_precision_p
+from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
 
+from mpjax._core.dtypes import FLOAT32
 from mpjax._jaxprs.atoms import Atom, dtype_of
-from mpjax._jaxprs.autocast.scopes import names_of, output_of
+from mpjax._jaxprs.autocast.scopes import is_rest, names_of, output_of
 from mpjax._jaxprs.autocast.values import FLOATS, Settings, kept
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
-from mpjax._jaxprs.primitives import is_higher_order
+from mpjax._jaxprs.inner_jaxprs import Inner, inner_jaxprs
+from mpjax._jaxprs.primitives import facts_of, is_higher_order
 
-FULL = 1
-"""Some operation of the float32 list reads it, at once or behind others without an opinion."""
+MATMUL = 1
+"""A matmul, at once or behind operations that are in neither list."""
 
-HALF = 2
-"""Some operation of the `half` list does."""
+FULL = 2
+"""An operation of the float32 list, likewise."""
 
-RESULT = 4
-"""It becomes a float32 result of the entire function, at once or behind such operations."""
+HELD = 4
+"""Something that a rounding would change: a sum, a comparison, an index, a carry, the caller, an
+operation of the float32 list; at once or behind multiplications and what keeps its dtype."""
 
-Demands: TypeAlias = dict[Atom, int]
+FACTOR = 8
+"""A multiplication, at once or behind operations that keep a dtype: rounded, a factor may overflow.
+"""
+
+Readers: TypeAlias = dict[Atom, int]
+"""The sum of the above for each variable."""
 
 
-def demands(jaxpr: Jaxpr, wanted: Sequence[int], settings: Settings) -> Demands:
-  """Returns what the readers of each variable want: a sum of the above.
+def only_float32(readers: int) -> bool:
+  """Whether operations of the float32 list read a value, and no matmul."""
+  return readers & (FULL | MATMUL) == FULL
+
+
+def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings) -> Readers:
+  """Returns the consumers of each variable.
 
   Args:
     jaxpr: a jaxpr.
-    wanted: what is wanted of each of its results, outside.
+    outs: the consumers of each of its results, outside.
     settings: for the lists.
   """
-  found: Demands = {}
-  for atom, want in zip(jaxpr.outvars, wanted, strict=True):
-    if want and not isinstance(atom, Literal):
-      found[atom] = found.get(atom, 0) | want
-  parts = settings.ops.part_of
+  found: Readers = {}
+  for atom, readers in zip(jaxpr.outvars, outs, strict=True):
+    if readers and not isinstance(atom, Literal):
+      found[atom] = found.get(atom, 0) | readers
   for eqn in reversed(jaxpr.eqns):
+    results = tuple(found.get(v, 0) for v in eqn.outvars)
     if is_higher_order(eqn):
-      wants = of_operands(eqn, tuple(found.get(v, 0) for v in eqn.outvars), settings)
-      for atom, want in zip(eqn.invars, wants, strict=True):
-        if want and not isinstance(atom, Literal):
-          found[atom] = found.get(atom, 0) | want
-      continue
-    part = parts(eqn.primitive.name, eqn.params)
-    if part == "half":
-      want = HALF
-    elif eqn.primitive is reduce_precision_p and output_of(
-      names_of(str(eqn.source_info.name_stack))
-    ):
-      want = found.get(eqn.outvars[0], 0)
-    elif part == "promote" or part == "keep":
-      want = 0
-      for v in eqn.outvars:
-        if dtype_of(v) in FLOATS:  # Consumers of a comparison do not read its operands.
-          want |= found.get(v, 0)
+      each = of_operands(eqn, results, settings)
     else:
-      want = FULL
-    if want:
-      for atom in eqn.invars:
-        if not isinstance(atom, Literal):
-          found[atom] = found.get(atom, 0) | want
+      each = (_of_operation(eqn, results, settings),) * len(eqn.invars)
+    for atom, readers in zip(eqn.invars, each, strict=True):
+      if readers and not isinstance(atom, Literal):
+        found[atom] = found.get(atom, 0) | readers
   return found
 
 
+def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> int:
+  """What an operation that holds no jaxpr is to its operands."""
+  part = settings.ops.part_of(eqn.primitive.name, eqn.params)
+  behind = 0
+  for var, readers in zip(eqn.outvars, results, strict=True):
+    behind |= readers if dtype_of(var) in FLOATS else HELD
+  if part == "half":
+    return MATMUL
+  if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
+    rounded = eqn.primitive is convert_element_type_p and eqn.params["new_dtype"] != FLOAT32
+    if rounded and dtype_of(eqn.outvars[0]) in FLOATS:
+      return behind & MATMUL  # A cast of the user's.
+    return behind | _ROLES.get(facts_of(eqn).role, 0)
+  if eqn.primitive is reduce_precision_p:
+    scope = names_of(str(eqn.source_info.name_stack))
+    leaving = output_of(scope)
+    if is_rest(scope):
+      return behind & MATMUL
+    if leaving is not None:
+      return behind | HELD if leaving == FLOAT32 else behind & MATMUL
+  return FULL | HELD
+
+
+_ROLES = {"sum": HELD, "product": FACTOR}
+
+
 def of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
-  """What an equation that holds jaxprs wants of each operand."""
+  """What an equation that holds jaxprs is to each operand."""
   found = inner_jaxprs(eqn)
   if not found or any(inner.operands is None for inner in found):
-    return (FULL,) * len(eqn.invars)
-  wants = [0] * len(eqn.invars)
+    return (FULL | HELD,) * len(eqn.invars)
+  each = [0] * len(eqn.invars)
   for inner in found:
     jaxpr = inner.jaxpr
-    wanted = outs if inner.returns else (0,) * len(jaxpr.outvars)
+    results = outs if inner.returns else (HELD,) * len(jaxpr.outvars)
     if inner.carry:
-      wanted = of_loop(jaxpr, inner.carry, wanted, settings)
-    for place, want in zip(inner.operands or (), of_inputs(jaxpr, wanted, settings), strict=True):
-      wants[place] |= want
-  return wants
+      results = of_loop(inner, results, settings)
+    for place, readers in zip(
+      inner.operands or (), of_inputs(jaxpr, results, settings), strict=True
+    ):
+      each[place] |= readers
+  # What a `remat` saves is at rest if it is low.
+  return [readers & MATMUL for readers in each] if facts_of(eqn).saves else each
 
 
-def of_loop(
-  body: Jaxpr, carry: range, wanted: tuple[int, ...], settings: Settings
-) -> tuple[int, ...]:
-  """What is wanted of the results of a loop's body: what the next iteration wants counts too."""
+def of_loop(body: Inner, outs: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
+  """Returns the consumers of the results of a loop's body, the next iteration among them."""
+  carry, rounded = body.carry, rounded_carry(body)
+  outs = tuple(
+    readers | (0 if i in rounded else HELD) if i < len(carry) else readers
+    for i, readers in enumerate(outs)
+  )
   while True:
-    found = of_inputs(body, wanted, settings)[carry.start : carry.stop]
-    again = tuple(a | b for a, b in zip(wanted, found, strict=False)) + wanted[len(carry) :]
-    if again == wanted:
-      return wanted
-    wanted = again
+    found = of_inputs(body.jaxpr, outs, settings)[carry.start : carry.stop]
+    again = tuple(a | b for a, b in zip(outs, found, strict=False)) + outs[len(carry) :]
+    if again == outs:
+      return outs
+    outs = again
+
+
+def rounded_carry(body: Inner) -> frozenset[int]:
+  """Returns which parts of a loop's carry a `remat` in its body saves: low ones are at rest."""
+  saved = {v for eqn in body.jaxpr.eqns if facts_of(eqn).saves for v in eqn.invars}
+  carried = body.jaxpr.invars[body.carry.start : body.carry.stop]
+  return frozenset(i for i, v in enumerate(carried) if v in saved)
 
 
 @kept
-def of_inputs(jaxpr: Jaxpr, wanted: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
-  """What is wanted of the arguments of a jaxpr of whose results this is wanted."""
-  found = demands(jaxpr, wanted, settings)
+def of_inputs(jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
+  """Returns the consumers of the arguments of a jaxpr, from those of its results."""
+  found = readers_of(jaxpr, outs, settings)
   return tuple(found.get(v, 0) for v in jaxpr.invars)

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, SupportsFloat, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from mpjax._core.float8 import Float8
 from mpjax._core.precision import MatmulPrecision
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
-from mpjax._jaxprs.atoms import Atom
+from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.op_lists import OpLists
 
 FLOATS = HALVES | {FLOAT32}
@@ -62,20 +62,39 @@ class Settings:
 
 
 class Kind(NamedTuple):
-  """How a value comes into a jaxpr, or leaves it.
+  """How a value comes into a jaxpr, or leaves it: data, low or neutral, and how it is held.
 
   Fields:
-    dtype: the dtype it has.
-    neutral: it was created from arguments, numbers and masks alone, by operations that have no
-      opinion: it takes the dtype of what it meets.
-    held: the dtype in which it comes, if that is not yet the one that it has where operands decide.
+    dtype: the one that it has at rest: a low-precision dtype if it is low, else float32.
+    neutral: it is computed from parameters, literals, masks and random numbers alone.
+    held: the dtype that its consumers read: float32 for a low value that was just computed in
+      float32. None for the one at rest.
+    carried: the dtype of the variable that brings it, if it is another one than it is held in.
     weight: it is a parameter that the function has cast to low precision, as `Value` has it.
+    numbers: those that its elements are among, if that is known: of literals, and of masks.
   """
 
   dtype: DType
   neutral: bool = False
   held: DType | None = None
+  carried: DType | None = None
   weight: bool = False
+  numbers: tuple[float, ...] | None = None
+
+  @property
+  def variable(self) -> DType:
+    """The dtype of the variable."""
+    return self.carried or self.held or self.dtype
+
+  @property
+  def at_rest(self) -> "Kind":
+    """The same value, rounded if it is low."""
+    return self._replace(held=None, carried=None)
+
+  @property
+  def as_carry(self) -> "Kind":
+    """The same value, of which the next iteration of a loop may have another."""
+    return self._replace(carried=None, weight=False, numbers=None)
 
 
 Kinds: TypeAlias = tuple[Kind | None, ...]
@@ -83,24 +102,27 @@ Kinds: TypeAlias = tuple[Kind | None, ...]
 
 
 class Value:
-  """A floating value of the jaxpr being written.
+  """A floating value of the jaxpr being written. It is of one of three kinds.
+
+  Data is float32 for a reason: arguments that decide, constant arrays, what was an integer, and
+  what is computed from them. Low is what a matmul or convolution returned, and what is computed
+  from it. All else is neutral: parameters, literals, masks, random numbers.
 
   Fields:
-    atom: the variable or literal that holds it.
-    held: the dtype of `atom`.
-    dtype: the dtype in which it counts where operands decide; a cast to it may still be to come.
-    neutral: as in `Kind`.
-    scope: where it was made; None for what came in from outside.
-    wanted: what its readers are, see `demands`.
+    atom: the variable or literal.
+    dtype: the one at rest: float32, or a low-precision dtype for what is low.
+    neutral, numbers: as in `Kind`.
+    held: the dtype that consumers read: float32 for a low value that was just computed in float32.
+      One that is at rest may have a float32 variable, whose numbers are those of the low dtype.
     once: casts are made once for all readers. Not so for a parameter, whose gradients, one from
       each cast, are then added in float32.
-    given: it is an argument, or of the shape of one from which it was made.
     counted: it was an integer.
-    filled: the equation that repeats a literal to make it, if that is what it is.
-    views: variables that hold it in other dtypes.
+    filled: the `broadcast_in_dim` of a literal that produced it, if any.
+    repeated: a `broadcast_in_dim` produced it: its derivative is a sum.
+    views: variables of the same numbers in other dtypes.
     weight: it is a parameter that the function has cast to low precision, and perhaps moved. Noted
       for matmuls in float8 alone.
-    stored: what holds that parameter before the cast, if it was not moved since.
+    stored: the variable of that parameter before the cast, if it was not moved since.
   """
 
   __slots__ = (
@@ -108,14 +130,13 @@ class Value:
     "counted",
     "dtype",
     "filled",
-    "given",
     "held",
     "neutral",
+    "numbers",
     "once",
-    "scope",
+    "repeated",
     "stored",
     "views",
-    "wanted",
     "weight",
   )
 
@@ -124,26 +145,35 @@ class Value:
     atom: Atom,
     dtype: DType,
     neutral: bool = False,
-    scope: Scope | None = None,
-    wanted: int = 0,
-    once: bool = True,
     held: DType | None = None,
+    once: bool = True,
   ) -> None:
     self.atom = atom
-    self.held = dtype if held is None else held
     self.dtype = dtype
     self.neutral = neutral
-    self.scope = scope
-    self.wanted = wanted
+    self.held = dtype if held is None else held
     self.once = once
-    self.given = self.counted = self.weight = False
+    self.counted = self.weight = self.repeated = False
+    self.numbers: tuple[float, ...] | None = None
     self.stored: Atom | None = None
     self.filled: JaxprEqn | None = None
     self.views: dict[DType, Atom] | None = None  # Most never need one.
 
   @property
+  def is_low(self) -> bool:
+    """Whether it is low, at rest or held in float32."""
+    return self.dtype != FLOAT32
+
+  @property
+  def is_data(self) -> bool:
+    """Whether it is float32 for a reason."""
+    return self.dtype == FLOAT32 and not self.neutral
+
+  @property
   def kind(self) -> Kind:
-    return Kind(self.dtype, self.neutral, weight=self.weight)
+    """How it crosses a boundary: as it is held."""
+    held = None if self.held == self.dtype else self.held
+    return Kind(self.dtype, self.neutral, held, None, self.weight, self.numbers)
 
 
 def kept(fun: Callable[..., R]) -> Callable[..., R]:
@@ -163,77 +193,75 @@ def kept(fun: Callable[..., R]) -> Callable[..., R]:
   return remembering
 
 
-def is_statistic(shape: tuple[int, ...]) -> bool:
-  """Whether a result is of the shape of a mean or a norm: a number, or kept axes of size 1.
+def joined(kinds: Iterable[Kind | None]) -> Kind | None:
+  """Returns the kind of a value that is one of several: data if one is, else low if one is.
 
-  The first axis does not count: a batch may have one row.
+  A low one is held in float32 if one of those that are low is.
   """
-  return not shape or 1 in shape[1:]
+  known = [kind for kind in kinds if kind is not None]
+  lows = [kind for kind in known if kind.dtype != FLOAT32]
+  if not known:
+    return None
+  if any(kind.dtype == FLOAT32 and not kind.neutral for kind in known):
+    return Kind(FLOAT32)
+  if not lows:
+    return Kind(FLOAT32, neutral=True)
+  # By name, should both float16 and bfloat16 occur.
+  dtype = min((kind.dtype for kind in lows), key=lambda dtype: dtype.name)
+  held = FLOAT32 if any(kind.held == FLOAT32 for kind in lows) else None
+  return Kind(dtype, all(kind.neutral for kind in known), held)
 
 
-_NEAR_ONE = 2.0**-6
-"""A decay this close to 1 is about its distance from it: 0.999 is 1 in bfloat16, 0.99 is 0.988."""
-
-
-def survives(number: SupportsFloat, dtype: DType) -> bool:
-  """Whether a number is still what it was in a 16-bit dtype, but for its last digits.
-
-  It must not become inf, zero or subnormal, nor a decay like 0.999 another one.
-  """
-  size = abs(float(number))
+def survives(number: float, dtype: DType) -> bool:
+  """Whether a number becomes neither inf nor zero nor subnormal in a low-precision dtype."""
+  size = abs(number)
   if size == 0 or not np.isfinite(size):
     return True
-  if size != 1 and abs(1 - size) < _NEAR_ONE:
-    return False
   limits = jnp.finfo(dtype)
   return float(limits.tiny) <= size <= float(limits.max)
 
 
-_LARGEST_MASK = 2**24
-"""The size of an array that is looked at for being a mask: one of attention for 4,096 tokens."""
+def is_exact(number: float, dtype: DType) -> bool:
+  """Whether a low-precision dtype has a number."""
+  with np.errstate(over="ignore"):
+    return float(np.asarray(number, dtype)) == number
 
 
-def is_neutral_constant(number: Any, *halves: DType) -> bool:
-  """Whether a float32 constant is a mask, or a single number that survives in each of `halves`.
+def literal_value(literal: Literal) -> Value:
+  """Returns the value of a floating literal."""
+  made = Value(literal, aval_of(literal).dtype, neutral=True)
+  made.numbers = _numbers(literal.val)
+  return made
 
-  Another array may be a grid of coordinates, whose distances low precision loses once something is
-  added. A large one is taken for such a grid: looking costs time at each trace, and a copy.
-  """
-  if np.ndim(number) > 0:
-    local = getattr(number, "is_fully_addressable", True)
-    if not local or np.size(number) > _LARGEST_MASK:
-      return False
-    values = np.asarray(number)
-    return bool(np.all((values == 0) | (values == 1)))
-  return all(survives(number, half) for half in halves)
+
+def _numbers(scalar: Any) -> tuple[float, ...] | None:
+  if not getattr(scalar, "is_fully_addressable", True):
+    return None
+  number = float(np.asarray(scalar).item())
+  return None if np.isnan(number) else (number,)  # Not equal to itself, which a key has to be.
 
 
 class Constant(NamedTuple):
   """How a constant comes into a jaxpr.
 
   Fields:
-    neutral: as in `Kind`.
+    neutral, numbers: as in `Kind`.
     once: no gradient flows to it, and one cast is enough.
   """
 
   neutral: bool
   once: bool
+  numbers: tuple[float, ...] | None = None
 
 
 def constants(values: Sequence[Any], settings: Settings) -> tuple[Constant, ...]:
-  """Returns how the constants of a jaxpr come in, of their values."""
-  dtypes = (settings.compute, *(r.policy.compute_dtype for r in settings.rules if r.policy))
-  halves = [dtype for dtype in dtypes if dtype in HALVES]
+  """Returns how the constants of a jaxpr come in: an array is data, a number is neutral."""
 
   def one(value: Any) -> Constant:
     if isinstance(value, Tracer):  # A value of a trace around this one.
       return Constant(not settings.modules, False)
-    dtype = getattr(value, "dtype", None)
-    return Constant(dtype == FLOAT32 and is_neutral_constant(value, *halves), True)
+    if np.ndim(value) > 0 or getattr(value, "dtype", None) != FLOAT32:
+      return Constant(False, True)
+    return Constant(True, True, _numbers(value))
 
-  return tuple(one(value) for value in values)
-
-
-def literal_value(literal: Literal, half: DType) -> Value:
-  """Returns the value of a float32 literal."""
-  return Value(literal, FLOAT32, neutral=is_neutral_constant(literal.val, half))
+  return tuple(map(one, values))

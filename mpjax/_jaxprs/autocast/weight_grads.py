@@ -29,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype
-from mpjax._jaxprs.autocast.evaluate import differentiated
+from mpjax._jaxprs.autocast.evaluate import differentiated, jaxpr_of
 from mpjax._jaxprs.autocast.values import Value
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.primitive_facts import EqnParams
@@ -92,9 +92,7 @@ def _body(
   views = [v if each is None else retyped(v, half) for v, each in zip(given, wide, strict=True)]
   casts = [cast_to(new, v, eqn) for new, v in zip(views, given, strict=True) if new is not v]
   made = eqn.replace(invars=[*views], outvars=[retyped(eqn.outvars[0], half)])
-  like = jax.make_jaxpr(lambda *args: args[0])(*avals).jaxpr
-  body = like.replace(invars=given, outvars=made.outvars, eqns=[*casts, made])
-  return ClosedJaxpr(body, ()), avals
+  return ClosedJaxpr(jaxpr_of([*casts, made], given, made.outvars), ()), avals
 
 
 def _tangent(

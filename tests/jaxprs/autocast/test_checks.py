@@ -108,12 +108,12 @@ def test_nothing_is_found_in_a_good_program(fun):
   assert len(checks.casts(program)) >= 1
 
 
-BACK = "there and back: float32 -> bfloat16 -> float32"
+BACK = "there and back: float32 -> bfloat16 -> float32 -> bfloat16"
 TWICE = "2 times float32 -> bfloat16"
 WASTED = {
   "in half": (lambda x: half(full(jnp.tanh(half(x)))), "bfloat16 -> float32 -> bfloat16"),
-  "over a call": (lambda x: jax.jit(lambda y: jnp.tanh(full(y)))(half(x)), BACK),
-  "out of a call": (lambda x: full(jax.jit(half)(x)), BACK),
+  "over a call": (lambda x: jax.jit(lambda y: jnp.tanh(half(y)))(full(half(x))), BACK),
+  "out of a call": (lambda x: half(jax.jit(full)(half(x))), BACK),
   "twice": (lambda x: (lambda y: half(y) @ half(y))(jnp.exp(x)), TWICE),
   "twice in a loop": (
     lambda x: jax.lax.scan(lambda c, _: (full(half(c) @ half(c)), None), x, None, length=2)[0],

@@ -11,7 +11,7 @@ import pytest
 import mpjax
 from mpjax._jaxprs.autocast import Interface, Settings, leaving, mark, region_of, with_settings
 from mpjax._jaxprs.autocast.marks import read_recipe, read_region
-from mpjax._jaxprs.autocast.scopes import keeps_float32, marked, names_of, output_of, region
+from mpjax._jaxprs.autocast.scopes import as_written, marked, names_of, output_of, region
 from tests import programs
 
 BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
@@ -80,7 +80,7 @@ def test_the_innermost_mark_decides(regions, dtype, stays):
   assert marked(scope) == (regions[-1] if regions else None)
   assert region(scope, HALF) == dtype
   # Float32 by a policy is rounded on its way to a product elsewhere; what is left as it is, is not.
-  assert keeps_float32(scope, HALF) is stays
+  assert as_written(scope, HALF) is stays
 
 
 def test_full_precision_is_stronger_than_a_mark_and_scopes_of_the_users_are_none():

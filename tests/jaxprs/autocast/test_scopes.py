@@ -9,8 +9,8 @@ import pytest
 
 import mpjax
 from mpjax._jaxprs.autocast.scopes import (
+  as_written,
   check_rules_match,
-  keeps_float32,
   matmul_precision,
   names_of,
   region,
@@ -138,5 +138,5 @@ def test_a_rule_that_matches_nothing():
 @pytest.mark.parametrize("mark", [(), ("mpjax.region=float16",), ("mpjax.region=float32",)])
 def test_what_full_precision_returns_stays_float32_in_any_region(mark):
   settings = Settings(compute=BFLOAT16, ops=mpjax.OpLists())
-  assert keeps_float32((*mark, "mpjax.full_precision"), settings)
-  assert not keeps_float32(("mpjax.region=float32",), settings)
+  assert as_written((*mark, "mpjax.full_precision"), settings)
+  assert not as_written(("mpjax.region=float32",), settings)

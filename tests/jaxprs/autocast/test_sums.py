@@ -103,12 +103,13 @@ def test_the_gradient_of_what_every_row_reads_is_a_float32_sum(half):
   ],
   ids=["scale", "divisor", "maximum"],
 )
-def test_a_factor_is_rounded_before_and_its_result_once(fun, oracle, half):
+def test_a_factor_that_is_a_parameter_is_not_rounded(fun, oracle, half):
   b = np.linspace(0.1, 0.7, 3, dtype=np.float32)
   x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
-  exact = oracle(*(np.asarray(jnp.asarray(a, half), np.float64) for a in (x, b)))
+  exact = oracle(np.asarray(jnp.asarray(x, half), np.float64), b.astype(np.float64))
   found = mpjax.autocast(lambda b, x: fun(x @ EYE, b), half)(b, x)
-  np.testing.assert_array_equal(found, np.asarray(jnp.asarray(exact, half), np.float32))
+  # XLA's division by what is repeated is that by its reciprocal.
+  np.testing.assert_array_max_ulp(found, exact.astype(np.float32), maxulp=oracle is np.divide)
 
 
 def saved(fun, half):

@@ -1,6 +1,7 @@
 """Functions of trees that are traced and rewritten: how arguments come in, and results leave."""
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -44,13 +45,14 @@ def product_types(fun, *args):
 @pytest.mark.parametrize("half", HALVES)
 def test_what_decides_keeps_float32_until_a_product(half):
   def fun(w, x):
-    return (x @ w) + x, x @ w
+    return ((x @ w) + x) @ w, x @ w
 
   neutral = rewritten(fun, half, results=free)
   decides = rewritten(fun, half, results=free, data=lambda args: [False, True])
-  assert [x.dtype for x in neutral(W, X)] == [half, half]
-  assert [str(x.dtype) for x in decides(W, X)] == ["float32", half]
-  assert product_types(decides, W, X) == [(half, half)] * 2
+  for call, dtype in ((neutral, half), (decides, "float32")):
+    program = jax.make_jaxpr(call)(W, X)
+    assert programs.dtypes_of(program, "add") == {dtype}
+    assert [p.dtypes for p in programs.products(program)] == [(half, half)] * 3
 
 
 def test_which_leaves_decide_is_asked_of_the_positional_arguments():
@@ -62,13 +64,15 @@ def test_which_leaves_decide_is_asked_of_the_positional_arguments():
 
   def fun(tree, w):
     product = tree["a"] @ w
-    return product + tree["a"], product + tree["b"][0], product + w[:2]
+    return [(product + each) @ w for each in (tree["a"], tree["b"][0], w[:2])]
 
   tree = {"a": X, "b": (X, 3)}
   # One for each leaf: a, b and the number. A keyword argument is neutral.
-  found = rewritten(fun, data=data, results=free)(tree, w=W)
-  assert [x.dtype for x in found] == [np.float32, BF16, BF16]
-  assert asked == [(tree,)]
+  call = rewritten(fun, data=data, results=free)
+  added = programs.equations(jax.make_jaxpr(lambda tree, w: call(tree, w=w))(tree, W))
+  found = [eqn.outvars[0].aval.dtype for eqn, _ in added if eqn.primitive.name == "add"]
+  assert found == [np.float32, BF16, BF16]
+  assert len(asked) == 1
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -100,9 +104,10 @@ def test_only_arrays_of_jax_are_traced_where_that_is_asked_for():
 
 def test_a_constant_of_numpy_decides_as_other_constants_do():
   grid = np.arange(6, dtype=np.float32).reshape(2, 3)
-  fun = rewritten(lambda w, x, grid: (x @ w) + grid, results=free, modules=True)
-  assert fun(W, X, grid).dtype == np.float32
-  assert fun(W, X, jnp.asarray(grid)).dtype == BF16
+  fun = rewritten(lambda w, x, grid: ((x @ w) + grid) @ w, results=free, modules=True)
+  for given, dtype in ((grid, "float32"), (0 * grid, "float32"), (jnp.asarray(grid), "bfloat16")):
+    program = jax.make_jaxpr(functools.partial(fun, grid=given))(W, X)
+    assert programs.dtypes_of(program, "add") == {dtype}
 
 
 # Results

@@ -511,7 +511,8 @@ def test_the_name_of_the_function_is_that_of_the_program():
 
 def test_data_arguments_decide_and_others_do_not():
   def fun(params, x, extra):
-    return [(x @ params["w"] + params["b"][None]), x @ params["w"] + extra["grid"][None]]
+    h = x @ params["w"]
+    return [(h + each[None]) @ params["w"] for each in (params["b"], extra["grid"])]
 
   params = {"w": W, "b": jnp.ones(3)}
   traced = jax.make_jaxpr(mpjax.autocast(fun, data_argnums=[1, 2]))(

@@ -15,13 +15,26 @@ from mpjax._jaxprs.autocast.values import (
   Kind,
   Settings,
   Value,
-  is_neutral_constant,
+  constants,
+  is_exact,
+  joined,
   literal_value,
   survives,
 )
 from mpjax._jaxprs.op_lists import OpLists
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(d) for d in (jnp.bfloat16, "float16", "float32"))
+X = jax.make_jaxpr(jnp.sin)(1.0).jaxpr.invars[0]
+SETTINGS = Settings(compute=BFLOAT16, ops=OpLists())
+
+
+class NotHere:
+  """A number on other processes' devices, as on several hosts: NumPy cannot read it."""
+
+  ndim, shape, dtype, is_fully_addressable = 0, (), np.dtype("float32"), False
+
+  def __array__(self, *args, **kwargs):
+    raise RuntimeError("spans devices that are not addressable")
 
 
 def literal(number):
@@ -58,11 +71,7 @@ def literal(number):
 )
 def test_numbers_that_survive(number, bfloat16, float16):
   assert survives(number, BFLOAT16) == bfloat16
-  assert survives(np.float32(number), FLOAT16) == float16
-  # A literal is neutral just then.
-  for dtype, want in ((BFLOAT16, bfloat16), (FLOAT16, float16)):
-    value = literal_value(literal(number), dtype)
-    assert (value.dtype, value.neutral) == (FLOAT32, want)
+  assert survives(float(np.float32(number)), FLOAT16) == float16
 
 
 def test_what_survives_has_its_relative_precision_in_half():
@@ -73,13 +82,52 @@ def test_what_survives_has_its_relative_precision_in_half():
     assert survives(number, dtype) == precise, (number, dtype)
 
 
+def test_numbers_that_a_dtype_has():
+  """Three significant digits in binary, and numbers between, and out of range."""
+  for number in (0.0, 0.5, -1.25, 100.0, np.inf, 2.0**-14):
+    assert is_exact(number, BFLOAT16)
+    assert is_exact(number, FLOAT16)
+  for number in (0.1, 0.999, 1 - 1e-6, 1e-30):
+    assert not is_exact(number, BFLOAT16)
+    assert not is_exact(number, FLOAT16)
+  assert not is_exact(1e5, FLOAT16)
+  assert is_exact(1 + 2.0**-7, BFLOAT16)
+  assert not is_exact(1 + 2.0**-8, BFLOAT16)
+
+
 def test_the_kind_of_a_value():
-  value = Value(literal(1.0), FLOAT32, neutral=True)
-  assert value.kind == Kind(FLOAT32, True) == (FLOAT32, True, None, False)
-  assert Kind(FLOAT16) == Kind(FLOAT16, False) != Kind(FLOAT16, True)
-  assert (value.held, value.once) == (FLOAT32, True)
-  # It may be held in one dtype and count as another, where the cast is still to come.
-  assert Value(literal(1.0), FLOAT32, held=FLOAT16).kind == Kind(FLOAT32)
+  data, neutral, low = Value(X, FLOAT32), Value(X, FLOAT32, neutral=True), Value(X, FLOAT16)
+  assert [v.is_data for v in (data, neutral, low)] == [True, False, False]
+  assert [v.is_low for v in (data, neutral, low)] == [False, False, True]
+  held = Value(X, FLOAT16, held=FLOAT32)
+  assert held.kind == Kind(FLOAT16, held=FLOAT32)
+  assert held.kind.at_rest == low.kind == Kind(FLOAT16)
+  assert [kind.variable for kind in (held.kind, low.kind, data.kind)] == [FLOAT32, FLOAT16, FLOAT32]
+  assert Kind(FLOAT16, carried=FLOAT32).variable == FLOAT32
+
+
+def test_the_kind_of_one_of_several():
+  data, neutral, low = Kind(FLOAT32), Kind(FLOAT32, neutral=True), Kind(FLOAT16)
+  held = Kind(FLOAT16, held=FLOAT32)
+  assert joined([low, data, neutral]) == data
+  assert joined([neutral, low]) == low
+  assert joined([neutral, held, low]) == held
+  assert joined([neutral, None]) == neutral
+  assert joined([None]) is None
+
+
+def test_a_literal_is_neutral_and_its_number_known():
+  value = literal_value(literal(0.1))
+  assert (value.dtype, value.neutral, value.numbers) == (FLOAT32, True, (float(np.float32(0.1)),))
+  # Not equal to itself, it would be another key each time.
+  assert literal_value(literal(np.nan)).numbers is None
+
+
+def test_constant_arrays_are_data_whatever_their_numbers():
+  mask, number = np.zeros(4, np.float32), jnp.float32(0.5)
+  assert constants([mask, mask + 3], SETTINGS) == ((False, True, None),) * 2
+  assert constants([number, np.int32(3)], SETTINGS) == ((True, True, (0.5,)), (False, True, None))
+  assert constants([NotHere()], SETTINGS) == ((True, True, None),)
 
 
 def test_the_types_that_count():
@@ -104,20 +152,3 @@ def test_settings_are_keys_of_caches():
     {"weight_grads": FLOAT32},
   ):
     assert make(**other) != make()
-
-
-class NotHere:
-  """An array of which this process has a part, as on several hosts: NumPy cannot read it."""
-
-  ndim, size, shape, dtype, is_fully_addressable = 1, 2, (2,), np.dtype("float32"), False
-
-  def __array__(self, *args, **kwargs):
-    raise RuntimeError("spans devices that are not addressable")
-
-
-def test_arrays_that_are_elsewhere_or_very_large_are_not_looked_at():
-  mask = np.zeros(4, np.float32)
-  assert is_neutral_constant(mask, *HALVES)
-  assert not is_neutral_constant(NotHere(), *HALVES)
-  large = np.broadcast_to(np.float32(1), (2**25,))  # One number, in fact.
-  assert not is_neutral_constant(large, *HALVES)

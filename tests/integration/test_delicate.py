@@ -1,0 +1,119 @@
+"""Where a value is rounded decides the result: policies against dtypes by hand, in numbers."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from tests import programs
+from tests.models.delicate import CASES
+
+# As people run them.
+pytestmark = pytest.mark.standard_promotion
+
+
+class Linen(nn.Module):
+  """A function with parameters as a module, its body in a submodule."""
+
+  name_of: str
+
+  @nn.compact
+  def __call__(self, x):
+    fun, params, _ = CASES[self.name_of]
+    return fun({key: self.param(key, lambda _, v=v: v) for key, v in params.items()}, x, None)
+
+
+class Nnx(nnx.Module):
+  def __init__(self, name: str):
+    fun, params, _ = CASES[name]
+    self.fun, self.params = fun, nnx.data({key: nnx.Param(v) for key, v in params.items()})
+
+  def __call__(self, x):
+    return self.fun({key: v[...] for key, v in self.params.items()}, x, None)
+
+
+def policied(name: str, half: str) -> Any:
+  model = mpjax.linen.with_policy(Linen(name), f"mixed_{half}")
+  return lambda params, x: model.apply({"params": params}, x)
+
+
+def with_gradient(fun: Any) -> Any:
+  """Returns a function that returns its result, and the gradient of the mean of its square."""
+
+  def both(params: Any, x: Any) -> Any:
+    def loss(params: Any) -> Any:
+      out = fun(params, x)
+      return jnp.mean(out.astype(jnp.float32) ** 2), out
+
+    grads, out = jax.grad(loss, has_aux=True)(params)
+    return out, grads
+
+  return both
+
+
+def error(got: Any, want: Any) -> float:
+  """The error of all leaves together, relative to their norm."""
+  pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+  difference = sum(np.sum((np.float64(a) - np.float64(b)) ** 2) for a, b in pairs)
+  return float(np.sqrt(difference / sum(np.sum(np.float64(b) ** 2) for _, b in pairs)))
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("names", [list(CASES)[i::4] for i in range(4)], ids=lambda n: n[0])
+def test_errors_are_at_most_those_of_dtypes_by_hand(names, half):
+  low = jnp.dtype(half)
+
+  def every(params: Any) -> Any:
+    found = []
+    for name in names:
+      fun, _, x = CASES[name]
+      forms = (
+        policied(name, half),
+        lambda p, x, f=fun: f(p, x, low),
+        lambda p, x, f=fun: f(p, x, None),
+      )
+      found.append([with_gradient(form)(params[name], x) for form in forms])
+    return found
+
+  wrong = []
+  params = {name: dict(CASES[name].params) for name in names}
+  for name, (ours, hand, plain) in zip(names, programs.run(every, params), strict=True):
+    for what, got, by_hand, want in zip(("result", "gradient"), ours, hand, plain, strict=True):
+      errors = error(got, want), error(by_hand, want)
+      # Gradients in float16 that are not scaled overflow and underflow: they say nothing.
+      if what == "gradient" and half == "float16":
+        continue
+      if not errors[0] <= 1.2 * errors[1] + 1e-6:
+        wrong.append(f"{name}, {what}: {errors[0]:.2g}, by hand {errors[1]:.2g}")
+  assert wrong == []
+
+
+def operations(program: Any) -> list[Any]:
+  return [
+    (eqn.primitive.name, *(v.aval.str_short() for v in (*eqn.invars, *eqn.outvars)))
+    for eqn, _ in programs.equations(program)
+  ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_autocast_a_scope_and_nnx_compute_the_same(name):
+  fun, params, x = CASES[name]
+  ways = {
+    "linen": policied(name, "bfloat16"),
+    "autocast": mpjax.autocast(lambda p, x: fun(p, x, None), data_argnums=1),
+  }
+  found = {way: operations(jax.make_jaxpr(call)(dict(params), x)) for way, call in ways.items()}
+  with mpjax.linen.policy_scope("mixed_bfloat16"):
+    call = lambda p, x: Linen(name).apply({"params": p}, x)  # noqa: E731
+    found["scope"] = operations(jax.make_jaxpr(call)(dict(params), x))
+  view = mpjax.nnx.with_policy(Nnx(name), "mixed_bfloat16")
+  graph, state = nnx.split(view)
+  called = jax.make_jaxpr(lambda s, x: nnx.merge(graph, s)(x))(state, x)
+  found["nnx"] = operations(called)
+  differ = [way for way, each in found.items() if sorted(each) != sorted(found["linen"])]
+  assert differ == []

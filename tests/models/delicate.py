@@ -1,0 +1,295 @@
+"""Functions in which rounding one value in the wrong place changes the whole result.
+
+Each takes parameters, an input and the dtype of its matmuls, None for float32: with a dtype it is
+what one writes by hand, matmuls of rounded operands and JAX's promotion for all else.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.models.values import normal
+
+Function = Callable[[Any, Any, Any], Any]
+
+
+class Case(NamedTuple):
+  """One function with its parameters and its input."""
+
+  fun: Function
+  params: Mapping[str, Any]
+  x: Any
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(params: Mapping[str, Any], x: Any) -> Callable[[Function], Function]:
+  """Notes a function under its name."""
+
+  def noted(fun: Function) -> Function:
+    CASES[fun.__name__] = Case(fun, params, x)
+    return fun
+
+  return noted
+
+
+def mm(x: Any, w: Any, low: Any) -> Any:
+  return x @ w if low is None else x.astype(low) @ w.astype(low)
+
+
+def wide(x: Any) -> Any:
+  return x.astype(jnp.float32)
+
+
+def kernels(*names: str, inputs: int = 16, outputs: int = 8) -> dict[str, Any]:
+  scale = np.float32(inputs**-0.5)
+  return {name: normal(inputs, outputs, seed=i) * scale for i, name in enumerate(names)}
+
+
+ROWS = normal(64, 16)
+PLACES = normal(16, 3) + 100
+STEPS = normal(2000, 8) + np.float32(0.5)
+
+
+# Comparisons, and the choices that they make.
+
+
+@case(kernels("w", outputs=4), ROWS * np.linspace(0.5, 2, 16, dtype=np.float32))
+def winner_takes_all(p, x, low):
+  h = x - x.mean(-1, keepdims=True)
+  return mm(h * (h == h.max(-1, keepdims=True)), p["w"], low)
+
+
+@case(kernels("router", outputs=32) | {"w": normal(32, 4, seed=3)}, ROWS)
+def router_of_two_experts(p, x, low):
+  weights = jax.nn.softmax(wide(mm(x, p["router"], low)))
+  chosen = weights >= jax.lax.top_k(weights, 2)[0][:, -1:]
+  return mm(jnp.where(chosen, weights, 0.0), p["w"], low)
+
+
+@case(kernels("w", outputs=32), ROWS)
+def nucleus(p, x, low):
+  weights = jax.nn.softmax(wide(mm(x, p["w"], low)) * 3)
+  ordered = jnp.sort(weights, -1)[:, ::-1]
+  last = jnp.sum(jnp.cumsum(ordered, -1) < 0.9, -1, keepdims=True)
+  kept = weights >= jnp.take_along_axis(ordered, last, -1)
+  return jnp.where(kept, weights, 0.0)
+
+
+# Differences of coordinates.
+
+
+@case(kernels("w", inputs=3), PLACES)
+def pairwise_differences(p, x, low):
+  def moved(x):
+    return x * 1.5 + 300
+
+  places = moved(x)
+  return mm((places[:, None] - places[None]).reshape(-1, 3), p["w"], low)
+
+
+@case(kernels("w", inputs=3), PLACES)
+def neighbours(p, x, low):
+  return mm(jnp.diff(x * 1.5, axis=0), p["w"], low)
+
+
+@case(kernels("w", inputs=3), PLACES)
+def periodic_distances(p, x, low):
+  apart = x[:, None] - x[None]
+  apart = apart - 2.0 * jnp.round(apart / 2.0)
+  return mm(apart.reshape(-1, 3), p["w"], low)
+
+
+@case(kernels("w", inputs=64), normal(8, 64))
+def transmittance(p, x, low):
+  through = jnp.cumprod(1 - 0.002 * jax.nn.sigmoid(x), -1)
+  return mm((through[:, :-1] - through[:, 1:]) * 500, p["w"][:-1], low)
+
+
+@case({f"w{i}": normal(1, 8, seed=i) for i in range(3)} | {"out": normal(8, 1, seed=9)}, PLACES)
+def equivariant_layers(p, x, low):
+  for i in range(3):
+    apart = x[:, None] - x[None]
+    square = jnp.sum(apart**2, -1, keepdims=True)
+    weight = mm(jax.nn.silu(mm(square / (1 + square), p[f"w{i}"], low)), p["out"], low)
+    x = x + jnp.mean(apart * jnp.tanh(weight), 1) * 0.1
+  return x - x.mean(0)
+
+
+@case(kernels("w", "f", outputs=16), ROWS)
+def residual_difference(p, x, low):
+  h = mm(x, p["w"], low) * 100
+  return h + 0.5 * jnp.tanh(mm(h, p["f"], low)) - h
+
+
+@case(kernels("w", outputs=8), ROWS[:8])
+def phases(p, x, low):
+  times = jnp.arange(1000.0)[:, None, None] * wide(mm(x, p["w"], low))
+  return times[1:] - times[:-1]
+
+
+# Parameters that a rounding would change.
+
+_BOXES = np.linspace(0, 511, 100, dtype=np.float32)[:, None] * np.ones((1, 4), np.float32)
+
+
+@case({"anchors": _BOXES, **kernels("w", outputs=4)}, ROWS[:4])
+def anchors(p, x, low):
+  return p["anchors"][None] + mm(x, p["w"], low)[:, None]
+
+
+@case({"anchors": _BOXES, **kernels("w", outputs=4)}, ROWS[:4])
+def decoded_boxes(p, x, low):
+  place, size = p["anchors"][:, :2], 16 + p["anchors"][:, 2:]
+  offset = mm(x, p["w"], low)[:, None]
+  centre, extent = place + offset[..., :2] * size, size * jnp.exp(offset[..., 2:])
+  return jnp.concatenate([centre - extent / 2, centre + extent / 2], -1)
+
+
+@case({"anchors": _BOXES[:16, :3] * 1, **kernels("w", outputs=3), "out": normal(3, 8)}, ROWS[:1])
+def anchors_apart(p, x, low):
+  places = p["anchors"] + mm(x, p["w"], low)
+  return mm((places[:, None] - places[None]).reshape(-1, 3), p["out"], low)
+
+
+@case({"w": normal(16, 4) * np.float32(0.25)}, ROWS[:4])
+def inner_steps(p, x, low):
+  def loss(w):
+    return jnp.mean((mm(x, w, low) - 1) ** 2)
+
+  w = p["w"]
+  for _ in range(30):
+    w = w - 1e-3 * jax.grad(loss)(w)
+  return w - p["w"]
+
+
+_DECAYS = {"decay": np.linspace(5, 8, 8, dtype=np.float32)}
+
+
+@case(_DECAYS | kernels("u", "h", "b", inputs=8), STEPS)
+def leaky_integrator(p, x, low):
+  decay = jax.nn.sigmoid(p["decay"])
+  inputs, state = mm(x, p["u"], low) + p["b"][0], wide(mm(x[0], p["h"], low))
+  return jax.lax.scan(lambda h, u: (decay * h + (1 - decay) * u, None), state, inputs)[0]
+
+
+@case(_DECAYS | kernels("u", "h", inputs=8), STEPS)
+def leaky_integrator_without_bias(p, x, low):
+  decay = jax.nn.sigmoid(p["decay"])
+  inputs, state = mm(x, p["u"], low), wide(mm(x[0], p["h"], low))
+  return jax.lax.scan(lambda h, u: (decay * h + (1 - decay) * u, None), state, inputs)[0]
+
+
+@case(_DECAYS | kernels("u", "h", "out", inputs=8), STEPS[:100])
+def unrolled_integrator(p, x, low):
+  decay = jax.nn.sigmoid(p["decay"])
+  inputs, state = mm(x, p["u"], low), wide(mm(x[0], p["h"], low))
+  for u in inputs:
+    state = decay * state + (1 - decay) * u
+  return mm(state, p["out"], low)
+
+
+# Long recurrences.
+
+
+@case(_DECAYS | kernels("r", "u", inputs=8), STEPS)
+def gated_recurrence(p, x, low):
+  rate = jax.nn.sigmoid(mm(x, p["r"], low))
+  gate = jnp.exp(-0.5 * jax.nn.softplus(-p["decay"]) * wide(rate))
+  inputs = jnp.sqrt(1 - gate**2) * mm(x, p["u"], low)
+
+  def step(h, both):
+    h = both[0] * h + both[1]
+    return h, h
+
+  return jax.lax.scan(step, jnp.zeros(8), (gate, inputs))[1]
+
+
+@case(kernels("u", inputs=8), STEPS)
+def plain_sum(p, x, low):
+  def step(total, u):
+    return total + u, total
+
+  return jax.lax.scan(step, jnp.zeros(8), mm(x, p["u"], low))[1]
+
+
+@case(kernels("k", "v", "q", inputs=8), STEPS)
+def linear_attention(p, x, low):
+  def step(state, kvq):
+    k, v, q = kvq
+    state = state * 0.999 + k[:, None] * v[None]
+    return state, (state * q[:, None]).sum(0)
+
+  k, v, q = (mm(x, p[name], low) for name in "kvq")
+  return jax.lax.scan(step, jnp.zeros((8, 8)), (jax.nn.silu(k), v, q))[1]
+
+
+@case(kernels("k", "v", "b", inputs=8), STEPS[:500])
+def delta_rule(p, x, low):
+  def step(state, kvb):
+    k, v, b = map(wide, kvb)
+    k = k / jnp.sqrt(jnp.sum(k * k) + 1e-6)
+    return state + jax.nn.sigmoid(b - 4) * k[:, None] * (v - k @ state)[None], None
+
+  products = [mm(x, p[name], low) for name in "kvb"]
+  exact = jax.default_matmul_precision("highest")
+  with exact:
+    return jax.lax.scan(step, jnp.zeros((8, 8)), tuple(products))[0]
+
+
+@case(_DECAYS | kernels("u", "d", "c", inputs=8), STEPS[:500])
+def state_space(p, x, low):
+  """Mamba's recurrence: a step size for each input, a matrix of decays."""
+  step_size = jax.nn.softplus(wide(mm(x, p["d"], low)) - 4)
+  read = wide(mm(x, p["c"], low))
+  rates = jnp.exp(p["decay"] / 4)
+
+  def step(h, each):
+    size, u, c = each
+    h = jnp.exp(-size[:, None] * rates[None]) * h + size[:, None] * u[:, None]
+    return h, h @ c
+
+  exact = jax.default_matmul_precision("highest")
+  with exact:
+    return jax.lax.scan(step, jnp.zeros((8, 8)), (step_size, mm(x, p["u"], low), read))[1]
+
+
+# Numbers out of the range of float16.
+
+
+@case(kernels("w", outputs=32), ROWS * (np.arange(64) != 3)[:, None].astype("f"))
+def rows_of_zeros(p, x, low):
+  h = mm(x, p["w"], low)
+  return h * jax.lax.rsqrt(jnp.maximum(jnp.sum(wide(h) ** 2, -1, keepdims=True), 1e-12))
+
+
+@case(kernels("w", outputs=1024) | {"out": normal(1024, 4)}, ROWS * 500)
+def shares_of_a_large_sum(p, x, low):
+  h = jax.nn.relu(mm(x, p["w"], low))
+  return mm(h / wide(h).sum(-1, keepdims=True), p["out"], low)
+
+
+@case(kernels("w"), ROWS[:16])
+def a_row_that_is_masked(p, x, low):
+  h = mm(x, p["w"], low)
+  logits = wide(mm(h, h.T, low))
+  return jax.nn.softmax(jnp.where(jnp.arange(16)[:, None] > 0, logits, -1e9), -1)
+
+
+@case(kernels("w", outputs=64) | {"out": normal(64, 4)}, ROWS + 5)
+def norm_by_two_means(p, x, low):
+  h = wide(mm(x, p["w"], low)) + wide(mm(x, p["w"], low)).mean() + 30
+  mean = h.mean(-1, keepdims=True)
+  variance = (h * h).mean(-1, keepdims=True) - mean * mean
+  return mm((h - mean) * jax.lax.rsqrt(variance + 1e-6), p["out"], low)
+
+
+@case(kernels("w", outputs=400) | {"v": normal(16, 100), "p": _BOXES}, ROWS)
+def fused_boxes(p, x, low):
+  boxes = p["p"][None] + mm(x, p["w"], low).reshape(-1, 100, 4)
+  weights = jax.nn.relu(mm(x, p["v"], low))[..., None]
+  return (boxes * weights).sum(1) / (weights.sum(1) + 1e-3) - 256.0
