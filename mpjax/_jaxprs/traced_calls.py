@@ -123,7 +123,8 @@ def attempts(
       if reason is not None:
         break
       first = first or error
-      if not failed or failed[0] in state.casting:
+      # By name: a class that the call defines is another one in each attempt.
+      if not failed or failed[0].__qualname__ in {cls.__qualname__ for cls in state.casting}:
         raise first from None
       state = dataclasses.replace(state, casting=state.casting | {failed[0]})
   state = dataclasses.replace(state, as_python=state.as_python | {path})

@@ -25,12 +25,15 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
   )
   assert seen == [frozenset(), frozenset({int})]
 
-  def always(state):
-    state.failed.append(int)
-    raise NotImplementedError(str(len(state.casting)))
+  # A class that is defined in the call is another one each time.
+  for raising in (lambda: int, lambda: type("Local", (), {})):
 
-  with pytest.raises(NotImplementedError, match="0"):  # The first says what is wrong.
-    traced_calls.attempts(always, lambda state: None, ((), {}), Active(), "", "f", LookupError)
+    def always(state, raising=raising):
+      state.failed.append(raising())
+      raise NotImplementedError(str(len(state.casting)))
+
+    with pytest.raises(NotImplementedError, match="0"):  # The first says what is wrong.
+      traced_calls.attempts(always, lambda state: None, ((), {}), Active(), "", "f", LookupError)
 
 
 def test_what_needs_values_runs_as_python_with_one_warning():
