@@ -556,3 +556,11 @@ def test_a_scope_asks_for_it_too():
   with mpjax.linen.policy_scope(policy("bfloat16")):
     program = jax.make_jaxpr(with_gradients(model.under(None), cotangent))(params, x)
   assert [result_of(p) for p in products(program)].count("float32") == 1
+
+
+def test_under_autocast_too():
+  """1,001 gradients of 1: in bfloat16 their sum is 1,000."""
+  rows = jnp.ones((1001, 1))
+  for asked, wanted in (("", 1000), (",w=f32", 1001)):
+    loss = mpjax.autocast(lambda w, x: jnp.sum(x @ w), f"c=bf16{asked}", data_argnums=1)
+    assert run(jax.grad(loss), jnp.ones((1, 1)), rows).item() == wanted

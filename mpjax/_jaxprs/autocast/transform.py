@@ -57,9 +57,9 @@ def autocast(
   Args:
     fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
       and integers of NumPy) is handed to it as it is. It must not change its arguments in place.
-    policy: of which only `compute_dtype`, `precision` and `matmul` count: parameters are yours to
-      store, and results keep their dtypes. In float32, without a precision, `fn` itself is
-      returned.
+    policy: parameters are yours to store, and results keep their dtypes, so that `param_dtype` and
+      `output_dtype` do not count. With a `weight_grad_dtype` every neutral argument counts as a
+      weight. In float32, without a precision, `fn` itself is returned.
     ops: the lists, an edited `OpLists()`; None for the standard.
     rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path. The names
       are those of a profile: the class of a Flax model comes first, so write `"**/head"`. The
@@ -158,6 +158,7 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
     ops=lists,
     rules=given,
     asked=parsed.precision,
+    weight_grads=parsed.weight_grad_dtype,
     float8=parsed.matmul,
   )
 
