@@ -171,6 +171,8 @@ _UNOPTIMIZED = {
   "xla_cpu_use_fusion_emitters": False,
   # Or else the rounding of a bfloat16 result is left out where float32 reads it.
   "xla_allow_excess_precision": False,
+  # A library of kernels that adds up some bfloat16 products in bfloat16, depending on the layout.
+  "xla_cpu_experimental_ynn_fusion_type": "",
 }
 
 

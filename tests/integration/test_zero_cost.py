@@ -125,7 +125,7 @@ def multiplied(name: str, who: str) -> collections.Counter[Any]:
 
 MORE_CASTS = {
   **{"linen/mlp": 18, "linen/hard_coded": 7, "linen/resnet": 44, "linen/mixer": 15},
-  **{"linen/transformer": 5, "linen/lstm": 9, "linen/language_model": 21},
+  **{"linen/transformer": 5, "linen/lstm": 12, "linen/language_model": 21},
   **{"nnx/mlp": 8, "nnx/mixer": 6, "nnx/transformer": 2, "nnx/lstm": 7, "nnx/gru": 1},
   "nnx/language_model": 37,
 }
@@ -134,7 +134,8 @@ each multiplication, which a compiler fuses (tests/check/test_gpu_hlo.py counts 
 that is held in float32 is cast for its sums. A parameter is cast where it is used, so that its
 gradients add up in float32: two slices of one array of kernels, the two ends of one table. A GELU
 is computed in float32, since its cube overflows float16: its operand is widened, and both value and
-slope are rounded. The scan takes its start in the dtype that it has."""
+slope are rounded. The scan takes its start in the dtype that it has. By hand, JAX 0.12 casts the
+parameters of a scan once where JAX 0.10 does twice."""
 
 
 @pytest.mark.case("B038", "A75", "B086")
