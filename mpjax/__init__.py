@@ -15,7 +15,7 @@ from mpjax._core.errors import (
 from mpjax._core.float8 import Float8
 from mpjax._core.full_precision import full_precision
 from mpjax._core.policy import Policy
-from mpjax._core.rules import Rule, default_rules
+from mpjax._core.rules import Rule
 from mpjax._core.trees import all_finite
 
 if TYPE_CHECKING:
@@ -93,7 +93,6 @@ __all__ = [
   "check_skipped_steps",
   "checkpoints",
   "convert",
-  "default_rules",
   "find_nonfinite",
   "full_precision",
   "last_step_finite",

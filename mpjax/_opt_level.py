@@ -10,7 +10,7 @@ from mpjax._core.dtypes import HALF_NAMES, parse_dtype
 from mpjax._core.errors import MpjaxValueError
 from mpjax._core.hardware import hardware_of
 from mpjax._core.policy import Policy
-from mpjax._core.rules import Rule, default_rules, is_flax_norm
+from mpjax._core.rules import Rule, is_flax_norm
 from mpjax._core.types import DTypeLike
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax.transforms._loss_scale_config import (
@@ -31,8 +31,7 @@ class OptLevel:
 
   Args:
     policy: for `mpjax.linen.with_policy` and `mpjax.autocast`.
-    rules: for both, too; levels have none of their own.
-    defaults: rules that are tried after those, for `with_policy`.
+    rules: for both, too. A model may have nothing that they pick out: `unmatched="ignore"`.
     ops: for `mpjax.autocast`; None where the level needs no operation lists.
     loss_scale: for `mpjax.loss_scaling`.
     master_weights: whether the optimizer belongs in `mpjax.master_weights`.
@@ -45,7 +44,6 @@ class OptLevel:
 
   policy: Policy
   rules: tuple[Rule, ...]
-  defaults: tuple[Rule, ...]
   ops: OpLists | None
   loss_scale: LossScale
   master_weights: bool
@@ -54,7 +52,6 @@ class OptLevel:
     fields = {
       "policy": str(self.policy),
       "rules": ", ".join(map(_shown, self.rules)) or "none",
-      "defaults": ", ".join(map(_shown, self.defaults)) or "none",
       "ops": repr(self.ops),
       "loss_scale": repr(self.loss_scale),
       "master_weights": repr(self.master_weights),
@@ -136,14 +133,14 @@ def _settings(level: str, half: str) -> OptLevel:
   if level == "O2":
     # Flax's norms reduce in float32 whatever they compute in: only their storage is at stake.
     norms = Rule(Policy(compute_dtype=half), where=is_flax_norm)
-    return _level(policy, dynamic, defaults=(norms, *default_rules()), master_weights=True)
+    return _level(policy, dynamic, rules=(norms,), master_weights=True)
   # Apex does not scale here. A scale of 1 still skips the steps that float16 overflows in.
-  return _level(policy, StaticLossScale(1) if scaled else NoLossScale(), defaults=())
+  return _level(policy, StaticLossScale(1) if scaled else NoLossScale())
 
 
 def _level(policy: Policy, loss_scale: LossScale, **changes: Any) -> OptLevel:
-  fields: dict[str, Any] = {"defaults": default_rules(), "ops": None, "master_weights": False}
-  return OptLevel(policy=policy, rules=(), loss_scale=loss_scale, **(fields | changes))
+  fields: dict[str, Any] = {"rules": (), "ops": None, "master_weights": False}
+  return OptLevel(policy=policy, loss_scale=loss_scale, **(fields | changes))
 
 
 def _for_device(platform: str, capability: Any, wanted: str | None) -> tuple[str, str | None]:

@@ -45,7 +45,6 @@ def rules() -> list[mpjax.Rule]:
     mpjax.Rule("float32", path="head"),
     mpjax.Rule(mpjax.Policy(compute_dtype=jnp.float16), module=(nn.Dense, nn.Conv)),
     mpjax.Rule(None, where=lambda module: isinstance(module, nn.LayerNorm)),
-    *mpjax.default_rules(),
   ]
 
 

@@ -41,13 +41,11 @@ def test_the_table(level, dtype, stored, compute, output, loss_scale, lists, mas
   assert found.policy == mpjax.Policy(
     param_dtype=stored, compute_dtype=compute, output_dtype=output
   )
-  assert found.rules == ()
   assert found.loss_scale == loss_scale
   assert found.ops == (mpjax.OpLists() if lists else None)
   assert found.master_weights is masters
   norms = (mpjax.Rule(mpjax.Policy(compute_dtype=compute), where=is_flax_norm),)
-  usual = mpjax.default_rules()
-  assert found.defaults == {"O0": usual, "O1": usual, "O2": norms + usual, "O3": ()}[level]
+  assert found.rules == (norms if level == "O2" else ())
 
 
 def test_bfloat16_unless_told_otherwise():
@@ -75,7 +73,7 @@ def test_the_norms_that_o2_stores_in_float32():
 
 def test_the_rule_for_norms_looks_at_no_place():
   # Else equal layers in an `nn.jit` could not share one trace.
-  assert not any(map(depends_on_path, mpjax.opt_level("O2").defaults))
+  assert not any(map(depends_on_path, mpjax.opt_level("O2").rules))
 
 
 # --- the device -----------------------------------------------------------------------------------
@@ -166,11 +164,9 @@ def test_frozen_equal_and_hashable():
 
 def test_print():
   norms = "Rule('params=float32,compute=bfloat16', where=is_flax_norm)"
-  others = "Rule('params=float32,compute=float32', where=_is_users_norm)"
   assert str(mpjax.opt_level("O2")).splitlines() == [
     "policy          params=bfloat16,compute=bfloat16,output=float32",
-    "rules           none",
-    f"defaults        {norms}, {others}",
+    f"rules           {norms}",
     "ops             None",
     "loss_scale      NoLossScale()",
     "master_weights  True",
@@ -182,7 +178,7 @@ def test_print():
 
 def test_the_fields_are_what_the_functions_take():
   taken = inspect.signature(mpjax.linen.with_policy).parameters
-  assert {"policy", "rules", "defaults"} <= set(taken)
+  assert {"policy", "rules"} <= set(taken)
   assert {"policy", "rules", "ops"} <= set(inspect.signature(mpjax.autocast).parameters)
   assert "loss_scale" in inspect.signature(mpjax.loss_scaling).parameters
 

@@ -10,7 +10,6 @@ from mpjax._core.dtypes import is_low_precision
 from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.rules import (
   Rule,
-  default_rules,
   depends_on_path,
   first_match,
   parse_rules,
@@ -26,13 +25,12 @@ class PolicyConfig:
 
   policy: Policy | None
   rules: tuple[Rule, ...]
-  defaults: tuple[Rule, ...]
   unmatched: str
   hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
   def __post_init__(self) -> None:
     # JAX hashes the value of a user context at each call of a jitted function.
-    key = (self.policy, self.rules, self.defaults, self.unmatched)
+    key = (self.policy, self.rules, self.unmatched)
     object.__setattr__(self, "hash", hash(key))
 
   def __hash__(self) -> int:
@@ -48,20 +46,17 @@ class PolicyConfig:
     parts = [repr(None if self.policy is None else str(self.policy))]
     if self.rules:
       parts.append(f"rules={list(self.rules)!r}")
-    if self.defaults != default_rules():
-      parts.append(f"defaults={self.defaults!r}")
     return ", ".join(parts)
 
   @property
   def rewrites(self) -> bool:
     """Whether anything that was given changes the operations of a module, see `rewrites`."""
-    rules = (*self.rules, *self.defaults)
-    return any(map(rewrites, (self.policy, *(rule.policy for rule in rules))))
+    return any(map(rewrites, (self.policy, *(rule.policy for rule in self.rules))))
 
   @property
   def by_path(self) -> bool:
     """Whether two equal modules can get different policies because of their paths."""
-    return any(map(depends_on_path, (*self.rules, *self.defaults)))
+    return any(map(depends_on_path, self.rules))
 
   @property
   def output_dtype(self) -> DType | None:
@@ -74,7 +69,6 @@ def parse_config(
   policy: PolicyLike | None,
   rules: Iterable[Rule],
   *,
-  defaults: Iterable[Rule] | None,
   unmatched: str,
 ) -> PolicyConfig:
   """Returns the arguments of `with_policy` and `policy_scope`, checked.
@@ -86,9 +80,6 @@ def parse_config(
   return PolicyConfig(
     policy=None if policy is None else Policy.parse(policy),
     rules=parse_rules(rules, f"{where}(rules=...)"),
-    defaults=default_rules()
-    if defaults is None
-    else parse_rules(defaults, f"{where}(defaults=...)"),
     unmatched=parse_unmatched(unmatched, where),
   )
 
@@ -151,7 +142,7 @@ def resolve_policy(
     return run._replace(policy=None, exempt=True)
   if isinstance(own, Policy):
     return run._replace(policy=own, picked=True, rule=None)
-  rule = first_match((*config.rules, *config.defaults), module, path)
+  rule = first_match(config.rules, module, path)
   if rule is None:
     return run
   later = [each for each in config.rules if each is not rule] if all_matches else []

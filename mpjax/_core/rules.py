@@ -4,11 +4,8 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import jax
-import numpy as np
 
 from mpjax._core.errors import (
   MpjaxTypeError,
@@ -18,7 +15,6 @@ from mpjax._core.errors import (
   nearest,
 )
 from mpjax._core.policy import Policy, PolicyLike
-from mpjax._core.trees import is_floating, is_nnx_object
 from mpjax._core.types import Class, Module
 
 
@@ -195,7 +191,7 @@ def depends_on_path(rule: Rule) -> bool:
 
   A predicate may: it can look at the name of a module. Ours look at its class and parameters.
   """
-  return rule.module is None and rule.where not in (_is_users_norm, is_flax_norm)
+  return rule.module is None and rule.where is not is_flax_norm
 
 
 def first_match(rules: Iterable[Rule], module: Module, path: str) -> Rule | None:
@@ -284,74 +280,3 @@ def is_flax_norm(module: Module) -> bool:
 
 
 _FLAX_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
-
-
-def _is_users_norm(module: Module) -> bool:
-  """Whether `module` is a norm that its author wrote: "…Norm", with scales and biases only."""
-  cls = _class_of(module)
-  if not cls.__name__.endswith("Norm") or cls.__module__.split(".")[0] == "flax":
-    return False
-  if is_nnx_object(module):
-    shapes = _shapes(module, [])
-    return shapes is not None and _are_scales(shapes)
-  # Inside of a lifted transform a bound Linen module shows the variables of one layer.
-  variables = getattr(module, "variables", None)
-  params = variables.get("params", {}) if isinstance(variables, Mapping) else module
-  return all(np.ndim(leaf) <= 1 for leaf in jax.tree.leaves(params))
-
-
-def _shapes(module: Module, seen: list[Module]) -> list[tuple[int, ...]] | None:
-  """Returns the shapes of an NNX module's floating arrays; None if it holds a layer with some.
-
-  A norm that it holds is a part of it. Modules in `seen` are not looked at again.
-  """
-  seen.append(module)
-  found: list[tuple[int, ...]] = []
-  for x in jax.tree.leaves(list(vars(module).values()), is_leaf=is_nnx_object):
-    if hasattr(x, "get_raw_value"):
-      found += [np.shape(a) for a in jax.tree.leaves(x.get_raw_value()) if is_floating(a)]
-    elif not is_nnx_object(x):
-      found += [np.shape(x)] if is_floating(x) else []
-    elif not any(x is module for module in seen):
-      inner = _shapes(x, seen)
-      is_part = _class_of(x).__name__.endswith("Norm") or type(x).__name__ in ("List", "Dict")
-      if inner is None or (inner and not is_part):
-        return None
-      found += inner
-  return found
-
-
-def _are_scales(shapes: Sequence[tuple[int, ...]]) -> bool:
-  """Whether arrays of such shapes can be scales and biases, of one layer or of a stack of layers.
-
-  In a stack (`nnx.vmap`, `nnx.scan`) all share their first axes. So they may where a matrix meets
-  its bias: there they share the last axis too.
-  """
-  deepest = max(shapes, key=len, default=())
-  stack, last = deepest[:-1], deepest[-1:]
-  if not stack:
-    return True
-  stacked = all(shape[: len(stack)] == stack for shape in shapes)
-  return stacked and not any(shape == (*stack[1:], *last) for shape in shapes)
-
-
-_DEFAULT_RULES = (Rule(Policy(compute_dtype="float32"), where=_is_users_norm),)
-
-
-def default_rules() -> tuple[Rule, ...]:
-  """Returns the rules that are tried after the user's: what is known to need float32.
-
-  One so far: a norm that the model's author wrote computes in float32, and is rounded where its
-  result is used in low precision. Its class name ends in "Norm", it is not Flax's own, and it owns
-  only parameters of rank 0 or 1: no matrix, and no layer. In NNX, where the parameters of stacked
-  layers have one axis more, these count as those of one layer. Flax's own norms need no rule: they
-  reduce in float32 by themselves.
-
-  Returns:
-    A plain tuple. Pass an edited copy as `defaults=` to replace it, `()` for none.
-
-  >>> import mpjax
-  >>> [str(rule.policy) for rule in mpjax.default_rules()]
-  ['params=float32,compute=float32']
-  """
-  return _DEFAULT_RULES

@@ -67,7 +67,7 @@ def convert(
   [40, 28]
   """
   base = Policy.parse(policy)
-  config = parse_config(_WHERE, base, rules, defaults=(), unmatched=unmatched)
+  config = parse_config(_WHERE, base, rules, unmatched=unmatched)
   _check_rules_have_paths(config.rules)
   _check_params(params)
   leaves = jax.tree.leaves(params)

@@ -22,7 +22,6 @@ def with_policy(
   policy: PolicyLike | None,
   rules: Iterable[Rule] = (),
   *,
-  defaults: Iterable[Rule] | None = None,
   unmatched: str = "raise",
 ) -> PolicyModule:
   """Returns an unmodified Linen model that runs under a policy.
@@ -37,7 +36,6 @@ def with_policy(
     policy: a `mpjax.Policy` or its string ("mixed_bfloat16"); None leaves every module as it is
       but for those that rules pick out.
     rules: tried in order for each module; the first that matches wins.
-    defaults: tried after `rules`; `mpjax.default_rules()` if None.
     unmatched: "raise", "warn" or "ignore": what `init` and `tabulate` do about a rule that picks
       out no module.
 
@@ -66,16 +64,13 @@ def with_policy(
     got = f"one that is bound at {'/'.join(model.path)!r}"
     fix = "Wrap the root model, and give submodules their policy by rules."
   else:
-    config = parse_config(where, policy, rules, defaults=defaults, unmatched=unmatched)
+    config = parse_config(where, policy, rules, unmatched=unmatched)
     return PolicyModule(model, config)
   raise MpjaxTypeError(f"{where}(model)", expected="an unbound flax.linen.Module", got=got, fix=fix)
 
 
 def policy_scope(
-  policy: PolicyLike | None,
-  rules: Iterable[Rule] = (),
-  *,
-  defaults: Iterable[Rule] | None = None,
+  policy: PolicyLike | None, rules: Iterable[Rule] = ()
 ) -> contextlib.AbstractContextManager[None]:
   """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
 
@@ -85,7 +80,6 @@ def policy_scope(
   Args:
     policy: as for `with_policy`.
     rules: as for `with_policy`; a rule that picks out nothing is never an error here.
-    defaults: as for `with_policy`.
 
   Returns:
     A context manager, for `with`; also a decorator. It can be entered repeatedly.
@@ -103,7 +97,7 @@ def policy_scope(
   bfloat16
   """
   where = "mpjax.linen.policy_scope"
-  return _Scope(parse_config(where, policy, rules, defaults=defaults, unmatched="ignore"))
+  return _Scope(parse_config(where, policy, rules, unmatched="ignore"))
 
 
 class _Scope(contextlib.ContextDecorator):

@@ -29,7 +29,6 @@ def with_policy(
   policy: PolicyLike | None,
   rules: Iterable[Rule] = (),
   *,
-  defaults: Iterable[Rule] | None = None,
   unmatched: str = "raise",
 ) -> M:
   """Returns a view of an NNX model that runs under a policy; the model itself is not changed.
@@ -46,7 +45,6 @@ def with_policy(
       but for those that rules pick out.
     rules: tried in order for each module; the first that matches wins. A path consists of
       attributes and indices: "blocks/0/attention".
-    defaults: tried after `rules`; `mpjax.default_rules()` if None.
     unmatched: "raise", "warn" or "ignore": what to do about a rule that picks out no module.
 
   Returns:
@@ -67,7 +65,7 @@ def with_policy(
   (dtype(bfloat16), True, dtype('float32'))
   """
   _check_model(model)
-  record = ModuleRecord(parse_config(_WHERE, policy, rules, defaults=defaults, unmatched=unmatched))
+  record = ModuleRecord(parse_config(_WHERE, policy, rules, unmatched=unmatched))
   view = nnx.clone(model, variables=False, graph=True)
   modules, copies = _modules(model), _modules(view)
   policies = _resolve(modules, record)

@@ -14,8 +14,8 @@ HALF, OTHER = mpjax.Policy.parse("c=bf16"), mpjax.Policy.parse("c=f16")
 DENSE = {"module": nn.Dense}
 
 
-def given(policy="c=bf16", rules=(), defaults=(), unmatched="raise"):
-  return parse_config("mpjax.f", policy, rules, defaults=defaults, unmatched=unmatched)
+def given(policy="c=bf16", rules=(), unmatched="raise"):
+  return parse_config("mpjax.f", policy, rules, unmatched=unmatched)
 
 
 def test_what_is_given_is_parsed():
@@ -23,7 +23,6 @@ def test_what_is_given_is_parsed():
   assert found.policy == mpjax.Policy.parse("mixed_float16")
   outputs = (found.output_dtype, given().output_dtype, given(None).output_dtype)
   assert outputs == ("float32", None, None)
-  assert given(defaults=None).defaults == mpjax.default_rules()
   with pytest.raises(mpjax.MpjaxValueError, match="unmatched"):
     given(unmatched="never")
   # Equal ones are one key and can be pickled.
@@ -62,12 +61,3 @@ def test_the_policy_of_a_module_comes_with_the_rule_that_picked_it():
   config = given(rules=[Rule("float32", path="b"), of_other, exempt])
   found = resolve_policy(config, nn.Dense(2), "a", None, around, all_matches=True)
   assert found == picked(OTHER, rule=of_other, hidden=(exempt,))
-
-
-def test_a_default_gives_way_to_a_rule():
-  norm, defaults = nn.LayerNorm(), [Rule("float32", module=nn.LayerNorm)]
-  plain, ruled = given(defaults=defaults), given(rules=[Rule(OTHER, path="a")], defaults=defaults)
-  assert (
-    resolve_policy(plain, norm, "a", None, ModulePolicy(HALF)).policy.compute_dtype == "float32"
-  )
-  assert resolve_policy(ruled, norm, "a", None, ModulePolicy(HALF)).policy == OTHER

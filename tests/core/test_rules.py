@@ -15,8 +15,13 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._core.rules import depends_on_path, first_match, parse_rules, unmatched_error
-from tests import programs
+from mpjax._core.rules import (
+  depends_on_path,
+  first_match,
+  is_flax_norm,
+  parse_rules,
+  unmatched_error,
+)
 from tests.errors import check_error, check_refused
 
 Rule = mpjax.Rule
@@ -352,103 +357,13 @@ def test_the_error_for_a_rule_that_matches_nothing():
     assert fix.startswith("The only module is the root, path ''. Fix the selector")
 
 
-# Default rules. The class of a norm says who wrote it.
-
-
-class ScaleNorm(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
-    return x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True)) * scale[None]
-
-
-class ProjectNorm(nn.Module):
-  """Ends in Norm, but owns a matrix."""
-
-  @nn.compact
-  def __call__(self, x):
-    return x @ self.param("w", nn.initializers.ones, (x.shape[-1], 2))
-
-
-class Normalizer(nn.Module):
-  """Does not end in Norm."""
-
-  @nn.compact
-  def __call__(self, x):
-    return x * self.param("scale", nn.initializers.ones, x.shape[-1:])[None]
-
-
-class Bare(nn.Module):
-  inner: type
-
-  @nn.compact
-  def __call__(self, x):
-    return self.inner(name="norm")(x)
-
-
-def compute_dtype_of(cls, **kwargs):
-  """Returns the compute dtype of a module of `cls`: that of a matmul in it."""
-
-  class Spy(cls):
-    @nn.compact
-    def __call__(self, x):
-      return super().__call__(x @ jnp.ones((3, 3)))
-
-  Spy.__name__ = cls.__name__
-  Spy.__module__ = cls.__module__
-  x = jnp.ones((2, 3))
-  variables = Bare(Spy).init(jax.random.key(0), x)
-  model = mpjax.linen.with_policy(Bare(Spy), "mixed_bfloat16", **kwargs)
-  program = jax.make_jaxpr(model.apply)(variables, x)
-  assert program.out_avals[0].dtype == jnp.float32
-  first, *_ = programs.products(program)
-  return first.dtypes[0]
-
-
-@pytest.mark.parametrize(
-  ("cls", "wanted"), [(ScaleNorm, "float32"), (ProjectNorm, "bfloat16"), (Normalizer, "bfloat16")]
-)
-def test_norms_that_users_wrote_compute_in_float32(cls, wanted):
-  assert compute_dtype_of(cls) == wanted
-
-
-def test_other_defaults():
-  assert isinstance(mpjax.default_rules(), tuple)
-  assert compute_dtype_of(ScaleNorm, defaults=()) == "bfloat16"
-  edited = (Rule(mpjax.Policy(compute_dtype="float32"), module=Normalizer),)
-  assert compute_dtype_of(Normalizer, defaults=edited) == "float32"
-  assert compute_dtype_of(ScaleNorm, defaults=(*mpjax.default_rules(), *edited)) == "float32"
-  # The user's own rules come first.
-  rules = [Rule("bfloat16", module=ScaleNorm)]
-  assert compute_dtype_of(ScaleNorm, rules=rules) == "bfloat16"
-
-
-def test_a_default_that_matches_nothing_is_no_mistake():
-  model = mpjax.linen.with_policy(nn.Dense(2), "bfloat16")
-  assert model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]["kernel"].dtype == jnp.bfloat16
-
-
-def test_what_a_norm_returns_is_rounded_for_a_matmul():
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      x = ScaleNorm()(x)
-      return x, nn.Dense(2)(x)
-
-  x = jnp.ones((1, 2))
-  variables = Net().init(jax.random.key(0), x)
-  model = mpjax.linen.with_policy(Net(), mpjax.Policy(compute_dtype="bfloat16"))
-  norm, dense = jax.eval_shape(model.apply, variables, x)
-  assert (norm.dtype, dense.dtype) == (jnp.float32, jnp.bfloat16)
-
-
 def test_which_rules_can_tell_equal_modules_apart():
   by_place = [
     Rule(None, path="a/*"),
     Rule(None, where=lambda m: False),
   ]
   assert all(map(depends_on_path, by_place))
-  by_class = [Rule(None, module=int), *mpjax.default_rules()]
+  by_class = [Rule(None, module=int), Rule(None, where=is_flax_norm)]
   assert not any(map(depends_on_path, by_class))
 
 

@@ -63,12 +63,10 @@ def test_no_function_is_written_twice_for_linen_and_nnx():
 
 
 def test_what_goes_before_what_is_known_in_one_place():
-  """A policy of a module's own, rules, defaults and the module around: one function reads them."""
+  """A policy of a module's own, rules and the module around: one function reads them."""
   reads = [
     name
-    for name, function in functions("_core", "_jaxprs", "linen", "nnx")
-    if {"rules", "defaults"}
-    <= {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
-    and "first_match" in {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+    for name, function in functions("_core", "linen", "nnx")
+    if "first_match" in {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
   ]
   assert reads == ["_core/policy_config.py::resolve_policy"]

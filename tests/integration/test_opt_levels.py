@@ -27,7 +27,7 @@ class Model(nn.Module):
 )
 def test_a_level_trains(name, dtype):
   level = mpjax.opt_level(name, dtype)
-  model = mpjax.linen.with_policy(Model(), level.policy, level.rules, defaults=level.defaults)
+  model = mpjax.linen.with_policy(Model(), level.policy, level.rules, unmatched="ignore")
   tx = mpjax.master_weights(optax.sgd(0.05)) if level.master_weights else optax.sgd(0.05)
   tx = mpjax.loss_scaling(tx, level.loss_scale)
   variables = model.init(jax.random.key(0), X)

@@ -203,7 +203,7 @@ def test_inside_of_a_shard_map_with_parts_of_each_parameter():
 
 
 class Net(nn.Module):
-  """Stored in bfloat16, but for what default rules leave in float32."""
+  """Stored in bfloat16."""
 
   @nn.compact
   def __call__(self, x):

@@ -52,12 +52,11 @@ def test_policies_and_rules(name):
     call = functools.partial(WAYS[name], policy)
     check_refused(call, where=where, expected=expected, got=got, fix=fix)
     assert ACTIVE.value is None  # A scope that is refused is not entered.
-  for option in ("rules", "defaults"):
-    for value, got in NO_RULES:
-      with refused(
-        TypeError, f"{name}({option}=...)", "a sequence of mpjax.Rule", got, "Write [mpjax.Rule("
-      ):
-        WAYS[name](**{option: value})
+  for value, got in NO_RULES:
+    with refused(
+      TypeError, f"{name}(rules=...)", "a sequence of mpjax.Rule", got, "Write [mpjax.Rule("
+    ):
+      WAYS[name](rules=value)
 
 
 class Parent(nn.Module):

@@ -246,13 +246,11 @@ def test_nested_matches_of_one_rule_begin_once():
 @pytest.mark.case("B080")
 def test_equal_states_are_equal_and_hash_alike():
   def given(policy="bfloat16", rules=(), **options):
-    settings = {"defaults": None, "unmatched": "raise", **options}
-    return parse_config("mpjax.f", policy, rules, **settings)
+    return parse_config("mpjax.f", policy, rules, **{"unmatched": "raise", **options})
 
   make = [
     *(given, lambda: given("mixed_float16"), lambda: given(None)),
-    *(lambda: given(rules=[Rule(None, path="a")]), lambda: given(defaults=())),
-    lambda: given(unmatched="warn"),
+    *(lambda: given(rules=[Rule(None, path="a")]), lambda: given(unmatched="warn")),
   ]
   for one in make:
     assert begin(one()) == begin(one())

@@ -245,10 +245,6 @@ PLACES = [
     {"rules": [Rule("float32", path="one/Dense_0"), Rule("float16", path="two/Dense_0")]},
     ["float32", "float16"],
   ),
-  (
-    {"defaults": (*mpjax.default_rules(), Rule("float16", path="two"))},
-    ["bfloat16", "float16"],
-  ),
   *(
     ({"rules": [Rule("float16", **selector)]}, ["bfloat16", "float16"])
     for selector in (

@@ -250,14 +250,13 @@ def test_a_wrapper_is_a_value():
     with_policy(Net(5), "mixed_bfloat16"),
     with_policy(Net(), "mixed_float16"),
     with_policy(Net(), "mixed_bfloat16", [Rule(None, path="decoder")]),
-    with_policy(Net(), "mixed_bfloat16", defaults=()),
     with_policy(Net(), "mixed_bfloat16", unmatched="warn"),
   }
-  assert len(others) == 6
+  assert len(others) == 5
   with pytest.raises(AttributeError):
     one.module = Net(5)
   assert copy.deepcopy(one) == one
-  plain = with_policy(Probe(), "float16", defaults=())
+  plain = with_policy(Probe(), "float16")
   assert pickle.loads(pickle.dumps(plain)) == plain
   assert one.clone(features=7) == with_policy(Net(7), "mixed_bfloat16")
   assert one.copy(features=7).features == 7
@@ -283,8 +282,8 @@ def test_a_wrapper_is_a_value():
 
 def test_the_text_of_a_wrapper_shows_all_that_was_given():
   assert "None)" in repr(with_policy(nn.Dense(2), None))
-  model = with_policy(nn.Dense(2), "bfloat16", [Rule(None, path="a")], defaults=())
-  end = ", rules=[Rule(None, path='a')], defaults=())"
+  model = with_policy(nn.Dense(2), "bfloat16", [Rule(None, path="a")])
+  end = ", rules=[Rule(None, path='a')])"
   for shown in (repr(model), repr(model.bind({"params": {}}))):
     assert shown.startswith("with_policy(Dense(")
     assert shown.endswith(f"'params=bfloat16,compute=bfloat16,output=bfloat16'{end}")

@@ -18,7 +18,7 @@ PUBLIC = {
     *("NonfiniteReport", "OpLists", "OptLevel", "Policy", "RangesReport", "Rule"),
     *("StaticLossScale", "TrainState", "TuneReport", "UnmatchedRuleError"),
     *("accumulate_gradients", "all_finite", "apply_updates", "audit", "autocast"),
-    *("check_loss_scaling", "check_skipped_steps", "checkpoints", "convert", "default_rules"),
+    *("check_loss_scaling", "check_skipped_steps", "checkpoints", "convert"),
     *("find_nonfinite", "full_precision", "last_step_finite", "linen", "loss_scaling"),
     *("loss_scaling_metrics", "make_train_step", "master_params", "master_weights"),
     *("monitor_counts", "nnx", "opt_level", "ranges", "scale_loss", "select_tree"),

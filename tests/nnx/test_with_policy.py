@@ -110,40 +110,6 @@ def test_paths_lead_through_lists_and_dicts_and_a_submodule_called_by_itself_is_
   assert shown(with_policy(Net(), "bfloat16").between) == ({"between": "bfloat16"}, "bfloat16")
 
 
-class UserNorm(nnx.Module):
-  """A norm whose sum is taken by a product."""
-
-  def __init__(self, width):
-    self.scale = nnx.Param(jnp.ones(width))
-
-  def __call__(self, x):
-    squares = jnp.sum(noted_as("norm", x) ** 2, -1, keepdims=True)
-    return x / jnp.sqrt(squares / x.shape[-1]) * self.scale[None]
-
-
-class MixerNorm(UserNorm):
-  """It has a matrix: not only a norm."""
-
-  def __init__(self, width):
-    super().__init__(width)
-    self.mix = nnx.Param(jnp.ones((width, width)))
-
-
-def normed(norm):
-  return Does(lambda module, x: module.norm(module.layer(x)), norm=norm)
-
-
-def test_norms_of_the_users_own_compute_in_float32():
-  for norm, defaults, inside in (
-    (UserNorm, None, "float32"),
-    (UserNorm, (), "bfloat16"),
-    (MixerNorm, None, "bfloat16"),
-  ):
-    found, out = shown(with_policy(normed(norm(4)), HALF, defaults=defaults))
-    assert found == {"norm": inside}
-    assert out == "float32"  # The dtype of the sum of squares, in each of them.
-
-
 @pytest.mark.case("B140")
 def test_a_rule_that_picks_out_nothing():
   classes = "The model's classes: List, Net, Probe"
@@ -292,7 +258,6 @@ MODELS = [
 OPTIONS = [
   # The option, what was expected, what came, what to do, which builtin.
   ({"rules": ["x"]}, "mpjax.Rule", "'x'", "Write [", TypeError),
-  ({"defaults": [1]}, "mpjax.Rule", "1", "Write [", TypeError),
   ({"unmatched": "no"}, "'warn' or 'ignore'", "'no'", "picks out", ValueError),
 ]
 
@@ -377,35 +342,3 @@ def test_norms_of_stacked_layers_compute_in_float32():
   wanted = np.asarray(x, np.float64) / np.sqrt(np.mean(np.square(x, dtype=np.float64), -1))[:, None]
   for found in run(every, [state for _, state in split]):
     np.testing.assert_allclose(found, wanted, rtol=4e-3)
-
-
-class HoldingNorm(nnx.Module):
-  """A norm by its name, with something inside."""
-
-  def __init__(self, inside):
-    self.scale, self.inside = nnx.Param(jnp.ones(4)), inside
-
-
-class NoTreeNorm(nnx.Module, pytree=False):
-  """The same, that is no tree to JAX."""
-
-  def __init__(self, inside):
-    self.scale, self.inside = nnx.Param(jnp.ones(4)), inside
-
-
-@pytest.mark.parametrize(
-  ("inside", "wanted"),
-  [
-    (lambda rngs: nnx.Linear(4, 4, rngs=rngs), "bfloat16"),
-    (lambda rngs: nnx.Linear(1, 4, use_bias=False, rngs=rngs), "bfloat16"),
-    (lambda rngs: nnx.LayerNorm(4, rngs=rngs), "float32"),
-    (lambda rngs: nnx.Dropout(0.5, rngs=rngs), "float32"),
-    (lambda rngs: nnx.List([nnx.RMSNorm(4, rngs=rngs)]), "float32"),
-  ],
-  ids=["linear", "narrow", "norm", "dropout", "list"],
-)
-def test_a_norm_that_holds_a_layer_is_no_norm(inside, wanted):
-  for cls in (HoldingNorm, NoTreeNorm):
-    model = cls(inside(nnx.Rngs(0)))
-    model.inside_again = model  # A pointer back is no layer.
-    assert type(with_policy(model, HALF)).mpjax_spec.policy.compute_dtype == wanted
