@@ -166,11 +166,16 @@ class ModuleCall(NamedTuple):
     """Returns what the method returned, or what a step of it yielded, in the output dtype."""
     state, policy, dtype = self.state, self.how.policy, self.output_dtype
     rewritten = state.tracing and not self.inner.cast and is_low(policy)
-    rounds = self.inner.cast or (rewritten and isinstance(self.module, self.layers.rounded))
-    if dtype is None and policy is not None and rounds:
+    if dtype is None and policy is not None and self.inner.cast:
       dtype = policy.compute_dtype
-    if dtype is None and rewritten and isinstance(self.module, self.layers.as_given):
-      return map_arrays(at_rest, outputs)
+    if dtype is None and policy is not None and rewritten:
+      if isinstance(self.module, self.layers.rounded):
+        asked = plain_attribute(self.module, "preferred_element_type")
+        if asked is None:
+          return map_arrays(lambda x: at_rest(x, policy.compute_dtype.name), outputs)
+        dtype = DType(asked)  # The user's own choice, and that of float32 operands.
+      elif isinstance(self.module, self.layers.as_given):
+        return map_arrays(at_rest, outputs)
     if dtype is None:
       return outputs
     to, traced = dtype, state.tracing and not state.cast

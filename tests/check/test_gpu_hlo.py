@@ -313,7 +313,8 @@ def test_a_policy_is_by_hand_on_an_h200(gpu_hlo, h200, model, half):
   else:
     assert policy["products"] == by_hand["products"]
     assert policy["kernels"] <= by_hand["kernels"]
-    assert policy["bytes"] <= 1.005 * by_hand["bytes"]
+    # Logits are float32 sums, as the policy's `output_dtype` asks; by hand they are rounded.
+    assert policy["bytes"] <= (1.01 if model == "gpt" else 1.005) * by_hand["bytes"]
     assert policy["temp_bytes"] <= by_hand["temp_bytes"]
   computations = programs["policy"].computations.values()
   sums = [x for each in computations for x in each.values() if x.opcode == "reduce"]

@@ -56,6 +56,17 @@ def with_gradient(fun: Any) -> Any:
   return both
 
 
+def near(x: Any, seed: int) -> Any:
+  """Returns an input like `x`: itself for seed 0."""
+  if seed == 0 or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+    return x
+  return x * np.float32(1 + 0.05 * np.random.default_rng(seed).standard_normal(np.shape(x)))
+
+
+def stacked(*draws: Any) -> Any:
+  return np.stack([np.asarray(x, np.float64) for x in draws])
+
+
 def error(got: Any, want: Any) -> float:
   """The error of all leaves together, relative to their norm."""
   pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
@@ -68,10 +79,11 @@ def error(got: Any, want: Any) -> float:
 def test_errors_are_at_most_those_of_dtypes_by_hand(names, half):
   low = jnp.dtype(half)
 
-  def every(params: Any) -> Any:
+  @programs.jitted
+  def every(params: Any, inputs: Any) -> Any:
     found = []
     for name in names:
-      fun, _, x = CASES[name]
+      fun, x = CASES[name].fun, inputs[name]
       forms = (
         policied(name, half),
         lambda p, x, f=fun: f(p, x, low),
@@ -82,7 +94,9 @@ def test_errors_are_at_most_those_of_dtypes_by_hand(names, half):
 
   wrong = []
   params = {name: dict(CASES[name].params) for name in names}
-  for name, (ours, hand, plain) in zip(names, programs.run(every, params), strict=True):
+  # In one draw alone it is chance which of two roundings is the larger one.
+  draws = [every(params, {name: near(CASES[name].x, seed) for name in names}) for seed in range(4)]
+  for name, (ours, hand, plain) in zip(names, jax.tree.map(stacked, *draws), strict=True):
     for what, got, by_hand, want in zip(("result", "gradient"), ours, hand, plain, strict=True):
       errors = error(got, want), error(by_hand, want)
       # Gradients in float16 that are not scaled overflow and underflow: they say nothing.

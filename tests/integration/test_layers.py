@@ -193,8 +193,8 @@ def test_norms_reduce_in_float32_and_use_what_they_store_unrounded():
       violations.append(f"{name}, {half}: is not the float32 norm of what is stored, rounded once")
     if bits(state) != bits(wanted):
       violations.append(f"{name}, {half}: other statistics than in float32")
-    # As with the layer's own `dtype`, also without an output dtype; other norms return float32.
-    if unset.dtype != (half if "somebody" not in name else F32):
+    # As with the layer's own `dtype`, also without an output dtype.
+    if unset.dtype != half:
       violations.append(f"{name}, {half}: returns {unset.dtype} where no output dtype is set")
   assert violations == []
 

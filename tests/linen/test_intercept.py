@@ -671,7 +671,9 @@ def test_the_users_interceptors_run_inside_and_outside_of_a_policy():
   outer = [("outer in", "float32"), *inner, ("outer out", "float32")]
   # A scope calls the outermost method on a copy, in order to trace it: those outside see both.
   assert calls == [outer[0], *outer, outer[-1]]
-  by_hand = nn.Dense(2, dtype=BF16).apply(variables, X).astype("float32")
+  # The float32 sums of products of bfloat16.
+  sums = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+  by_hand = nn.Dense(2, dtype=BF16, dot_general=sums).apply(variables, X)
   assert bits(found) == bits(by_hand)
 
   def body(module, x):

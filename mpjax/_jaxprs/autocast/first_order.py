@@ -31,7 +31,7 @@ from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype, wants_precision
 from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
 from mpjax._jaxprs.autocast.rewriter import Rewriter
-from mpjax._jaxprs.autocast.scopes import float8, is_rest, output_of, weight_grads
+from mpjax._jaxprs.autocast.scopes import float8, output_of, rest_of, weight_grads
 from mpjax._jaxprs.autocast.sums import (
   broadcast,
   is_summed,
@@ -39,9 +39,9 @@ from mpjax._jaxprs.autocast.sums import (
   saving_operands,
   with_low_residual,
 )
-from mpjax._jaxprs.autocast.uses import FACTOR, HELD, only_float32
+from mpjax._jaxprs.autocast.uses import FACTOR, HELD, leaves_wide, only_float32
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Scope, Value, is_exact, joined, survives
-from mpjax._jaxprs.autocast.weight_grads import with_wide_gradients
+from mpjax._jaxprs.autocast.wide_sums import with_wide_sums
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 from mpjax._jaxprs.primitives import facts_of
 
@@ -56,8 +56,9 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   leaving = output_of(scope) if eqn.primitive is reduce_precision_p else None
   if leaving is not None:
     return _leave(rewriter, eqn, leaving)
-  if eqn.primitive is reduce_precision_p and is_rest(scope):
-    return _rest(rewriter, eqn)
+  rest = rest_of(scope) if eqn.primitive is reduce_precision_p else None
+  if rest is not None:
+    return _rest(rewriter, eqn, rest)
   # A multiplication that names its own dtype is the user's choice too.
   if half is None or part is None or part == "opaque" or eqn.params.get("out_dtype") is not None:
     unknown = half is not None and part is None and inner_jaxprs(eqn) is None
@@ -89,8 +90,11 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
   eqn = eqn if precise is eqn.params else eqn.replace(params=precise)
   wide_grads = weight_grads(scope, rewriter.settings)
-  if made := with_wide_gradients(eqn, values, half, wide_grads, rewriter.view):
-    return rewriter.write(made, made.invars, [Kind(half)])
+  # What leaves in float32 is the sum that the matmul has, and a bias is added to that.
+  sums = facts_of(eqn).dtype_param is not None and leaves_wide(rewriter.readers_of(eqn))
+  out = FLOAT32 if sums else half
+  if made := with_wide_sums(eqn, values, half, out, wide_grads, rewriter.view):
+    return rewriter.write(made, made.invars, [Kind(half, held=FLOAT32 if sums else None)])
   operands = [
     atom if value is None else rewriter.view(value, half, eqn)
     for atom, value in zip(eqn.invars, values, strict=True)
@@ -265,13 +269,14 @@ def _leave(rewriter: Rewriter, eqn: JaxprEqn, dtype: DType) -> None:
   return rewriter.hold(eqn.outvars[0], Value(atom, dtype))
 
 
-def _rest(rewriter: Rewriter, eqn: JaxprEqn) -> None:
-  """Rounds the result of a layer that returns the dtype it is given, if it is low."""
+def _rest(rewriter: Rewriter, eqn: JaxprEqn, named: str) -> None:
+  """Rounds the result of a layer: to the dtype that is named, or if it is low."""
   value = rewriter.value(eqn.invars[0])
   if value is None:
     return rewriter.untouched(eqn)
-  if value.is_low:
-    value = Value(rewriter.view(value, value.dtype, eqn), value.dtype, value.neutral)
+  dtype = np.dtype(named) if named else value.dtype
+  if dtype != FLOAT32 and not (value.is_low and leaves_wide(rewriter.readers_of(eqn))):
+    value = Value(rewriter.view(value, dtype, eqn), dtype, value.neutral and value.is_low)
   return rewriter.hold(eqn.outvars[0], value)
 
 

@@ -34,7 +34,7 @@ from mpjax._jaxprs.atoms import Atom
 from mpjax._jaxprs.autocast.evaluate import remembered_off_mesh
 from mpjax._jaxprs.autocast.float8_scaling import E4M3, E5M2, Scaled, quantise, scaled_dot
 from mpjax._jaxprs.autocast.marks import FLOAT8
-from mpjax._jaxprs.autocast.weight_grads import into_wide
+from mpjax._jaxprs.autocast.wide_sums import into
 from mpjax._jaxprs.compat import WRITTEN_OUT, bind
 
 NAME = "float8"
@@ -180,7 +180,7 @@ class Matmul:
     """Returns the matmul of a gradient with what is kept, which is the operand at `place`."""
     out = self.wide[side] or self.half
     if scale is None:
-      return into_wide(eqn, operands, {**eqn.params, "preferred_element_type": out})
+      return into(eqn, operands, {**eqn.params, "preferred_element_type": out})
     axes = eqn.params["dimension_numbers"][0]
     pair = [
       Scaled(x, scale) if i == place else self.quantise(x, E5M2, axes[i])

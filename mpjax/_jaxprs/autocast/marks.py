@@ -21,8 +21,9 @@ REGION = PREFIX + "region="
 
 OUTPUT = PREFIX + "output="
 
-REST = PREFIX + "rest"
-"""The scope of the result of a layer that returns the dtype it is given, such as a dropout."""
+REST = PREFIX + "rest="
+"""The scope of the result of a layer that rounds it, with the dtype; none for one that returns the
+dtype that it is given, such as a dropout."""
 
 MODULE = PREFIX + "module="
 """The path of a module under a policy, in the jaxpr that `mpjax.audit` traces."""
@@ -97,9 +98,12 @@ def leaving(tree: PyTree, dtype: Any) -> PyTree:
   return jax.tree.map(leaf, tree)
 
 
-def at_rest(tree: PyTree) -> PyTree:
-  """Returns the results of a layer, rounded as its arguments are: see `REST`."""
-  return jax.tree.map(lambda x: _marked(x, REST), tree)
+def at_rest(tree: PyTree, dtype: str = "") -> PyTree:
+  """Returns the results of a layer, rounded to `dtype`, or as its arguments are: see `REST`.
+
+  What leaves in float32 right after it is not rounded first.
+  """
+  return jax.tree.map(lambda x: _marked(x, REST + dtype), tree)
 
 
 def _marked(x: Any, name: str) -> Any:

@@ -135,9 +135,13 @@ def output_of(scope: Scope) -> DType | None:
   return np.dtype(name[len(OUTPUT) :]) if name.startswith(OUTPUT) else None
 
 
-def is_rest(scope: Scope) -> bool:
-  """Whether an equation right in this scope marks the result of a layer without a `dtype`."""
-  return scope[-1:] == (REST,)
+def rest_of(scope: Scope) -> str | None:
+  """Returns the dtype that an equation right in this scope gives the result of a layer.
+
+  "" is the one at rest if it is low, and the one that it has if not. None: it marks no layer.
+  """
+  name = scope[-1] if scope else ""
+  return name[len(REST) :] if name.startswith(REST) else None
 
 
 def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:

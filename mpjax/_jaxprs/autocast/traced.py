@@ -22,7 +22,7 @@ from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
 from mpjax._jaxprs.autocast.higher_order import rewrite
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
-from mpjax._jaxprs.autocast.uses import HELD
+from mpjax._jaxprs.autocast.uses import CALLER, HELD
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Settings, constants
 from mpjax._jaxprs.primitive_facts import Holds
 
@@ -43,10 +43,12 @@ class Interface:
   Fields:
     data: which of the leaves decide the dtype of what they meet; None if none does.
     results: the dtypes of the results; None for those that the function gives them.
+    unrounded: a float32 result that a matmul computes is the sum that it has, see `leaves_wide`.
   """
 
   data: DataLeaves | None = None
   results: ResultDtypes | None = None
+  unrounded: bool = False
 
 
 class _Results(NamedTuple):
@@ -101,8 +103,8 @@ def with_settings(
       results.append(_Results(rest, out_tree, list(computed), dtypes))
       return list(computed.values())
 
-    given = (leaves[i] for i in arrays)
-    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in given]
+    concrete = (leaves[i] for i in arrays)
+    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in concrete]
     name = getattr(fn, "__name__", type(fn).__name__)
     flat.__name__ = name  # It is what JAX's errors say.
     program = traced(flat)(*map(_as_float32, operands) if settings.modules else operands)
@@ -111,7 +113,9 @@ def with_settings(
     # The leaves of positional arguments come first.
     marks = [] if interface.data is None else interface.data(args)
     decides = [i < len(marks) and marks[i] for i in arrays]
-    new = rewrite_closed(program, now, where, decides, [x.dtype for x in operands], dtypes)
+    caller = CALLER if interface.unrounded else HELD
+    given = [x.dtype for x in operands]
+    new = rewrite_closed(program, now, where, decides, given, dtypes, caller)
 
     def call(*operands: Array) -> list[Array]:
       return run(new, program.consts, operands, name)
@@ -183,6 +187,7 @@ def rewrite_closed(
   data: Sequence[bool] = (),
   given: Sequence[DType] | None = None,
   results: Sequence[DType | None] | None = None,
+  caller: int = HELD,
 ) -> Jaxpr:
   """Returns an entire jaxpr rewritten.
 
@@ -194,6 +199,7 @@ def rewrite_closed(
     given: the dtypes in which arguments come; None for those that they were traced with.
     results: the dtypes of the results, of which None is the one that they are computed in; None for
       those that they were traced with.
+    caller: the reader of a result that is not in low precision, see `uses.py`.
   """
   jaxpr = program.jaxpr
   if settings.rules:
@@ -204,6 +210,6 @@ def rewrite_closed(
   ins = tuple(None if d is None or d not in FLOATS else Kind(d, n) for d, n in pairs)
   found = [dtype_of(v) for v in jaxpr.outvars] if results is None else results
   outs = [d if d in FLOATS else None for d in found]
-  readers = [0 if d in HALVES else HELD for d in outs]
+  readers = [0 if d in HALVES else caller for d in outs]
   consts = constants(program.consts, settings)
   return rewrite(jaxpr, ins, outs, readers, settings, (), consts).jaxpr

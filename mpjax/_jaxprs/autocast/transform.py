@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
+from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call
 from mpjax._core.frameworks import check_no_linen_model, framework_of
 from mpjax._core.policy import Policy, PolicyLike
@@ -57,9 +58,11 @@ def autocast(
   Args:
     fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
       and integers of NumPy) is handed to it as it is. It must not change its arguments in place.
-    policy: parameters are yours to store, and results keep their dtypes, so that `param_dtype` and
-      `output_dtype` do not count. With a `weight_grad_dtype` every neutral argument counts as a
-      weight. In float32, without a precision, `fn` itself is returned.
+    policy: parameters are yours to store, and results keep their dtypes, so that `param_dtype` does
+      not count, and an `output_dtype` of float32 says only that a result is not rounded before: a
+      matmul that is one, perhaps with a bias, returns its float32 sum. With a `weight_grad_dtype`
+      every neutral argument counts as a weight. In float32, without a precision, `fn` itself is
+      returned.
     ops: the lists, an edited `OpLists()`; None for the standard.
     rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path. The names
       are those of a profile: the class of a Flax model comes first, so write `"**/head"`. The
@@ -99,7 +102,9 @@ def autocast(
   data = _in_arguments(_data_argnums(data_argnums))
   if not any(map(rewrites, (Policy.parse(policy), *(rule.policy for rule in settings.rules)))):
     return fn
-  cast = with_settings(fn, settings, "mpjax.autocast(fn)", Interface(data=data))
+  unrounded = Policy.parse(policy).output_dtype == FLOAT32
+  interface = Interface(data=data, unrounded=unrounded)
+  cast = with_settings(fn, settings, "mpjax.autocast(fn)", interface)
   return _nnx_model(cast) if framework_of(fn) == "NNX" else cast
 
 

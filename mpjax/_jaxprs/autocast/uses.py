@@ -1,6 +1,6 @@
 """The consumers of each value: looked up backwards, before a jaxpr is rewritten."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -8,7 +8,7 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 
 from mpjax._core.dtypes import FLOAT32
 from mpjax._jaxprs.atoms import Atom, dtype_of
-from mpjax._jaxprs.autocast.scopes import is_rest, names_of, output_of
+from mpjax._jaxprs.autocast.scopes import names_of, output_of, rest_of
 from mpjax._jaxprs.autocast.values import FLOATS, Settings, kept
 from mpjax._jaxprs.inner_jaxprs import Inner, inner_jaxprs
 from mpjax._jaxprs.primitives import facts_of, is_higher_order
@@ -19,8 +19,12 @@ MATMUL = 1
 FULL = 2
 """An operation of the float32 list, likewise."""
 
-HELD = 4
-"""Something that a rounding would change: a sum, a comparison, an index, a carry, the caller, an
+CALLER = 16
+"""The caller, who asks for float32: by the `output_dtype` of a module or of the function; at once
+or behind sums and what moves elements."""
+
+HELD = 4 | CALLER
+"""Something that a rounding would change: a sum, a comparison, an index, a carry, any caller, an
 operation of the float32 list; at once or behind multiplications and what keeps its dtype."""
 
 FACTOR = 8
@@ -34,6 +38,11 @@ Readers: TypeAlias = dict[Atom, int]
 def only_float32(readers: int) -> bool:
   """Whether operations of the float32 list read a value, and no matmul."""
   return readers & (FULL | MATMUL) == FULL
+
+
+def leaves_wide(readers: int) -> bool:
+  """Whether nothing but a caller that asks for float32 reads a value."""
+  return readers == CALLER
 
 
 def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings) -> Readers:
@@ -72,18 +81,22 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
     rounded = eqn.primitive is convert_element_type_p and eqn.params["new_dtype"] != FLOAT32
     if rounded and dtype_of(eqn.outvars[0]) in FLOATS:
       return behind & MATMUL  # A cast of the user's.
-    return behind | _ROLES.get(facts_of(eqn).role, 0)
+    facts = facts_of(eqn)
+    if leaves_wide(behind) and not (facts.role == "product" or facts.tests):
+      passes = facts.role == "sum" or facts.moves or eqn.primitive is convert_element_type_p
+      return CALLER if passes else HELD
+    return behind | _ROLES.get(facts.role, 0)
   if eqn.primitive is reduce_precision_p:
     scope = names_of(str(eqn.source_info.name_stack))
     leaving = output_of(scope)
-    if is_rest(scope):
-      return behind & MATMUL
+    if rest_of(scope) is not None:
+      return behind if leaves_wide(behind) else behind & MATMUL
     if leaving is not None:
-      return behind | HELD if leaving == FLOAT32 else behind & MATMUL
+      return CALLER if leaving == FLOAT32 else behind & MATMUL
   return FULL | HELD
 
 
-_ROLES = {"sum": HELD, "product": FACTOR}
+_ROLES: Mapping[str | None, int] = {"sum": HELD, "product": FACTOR}
 
 
 def of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:

@@ -39,7 +39,7 @@ class Settings:
     precision: that of a matmul or convolution of which neither the function nor a policy says
       anything, and which is left as it is: what `jax_default_matmul_precision` asks for.
     asked: the precision of matmuls that the policy asks for; None if it says nothing.
-    weight_grads: the dtype of the gradients of weights, see `_weight_grads.py`; None for that of
+    weight_grads: the dtype of the gradients of weights, see `wide_sums.py`; None for that of
       the matmuls.
     float8: the recipe for matmuls in float8; None if there are to be none.
     in_derivative: the jaxpr is that of a derivative, such as the rule of a `jax.custom_jvp`. It has
@@ -163,11 +163,6 @@ class Value:
   def is_low(self) -> bool:
     """Whether it is low, at rest or held in float32."""
     return self.dtype != FLOAT32
-
-  @property
-  def is_data(self) -> bool:
-    """Whether it is float32 for a reason."""
-    return self.dtype == FLOAT32 and not self.neutral
 
   @property
   def kind(self) -> Kind:

@@ -421,7 +421,7 @@ def _written(x):
   return ref[...]
 
 
-_NET = mpjax.linen.with_policy(_Net(), "mixed_float16")
+_NET = mpjax.linen.with_policy(_Net(), "c=f16")
 _VARIABLES = {
   "params": {
     name: {"kernel": np.full((inputs, 4), 100, np.float32), "bias": np.zeros(4, np.float32)}
@@ -445,7 +445,7 @@ FRAMEWORKS = {
   "an NNX model under a policy": at(
     "dot_general",
     lambda model, x: model(x),
-    *(mpjax.nnx.with_policy(_Block(), "mixed_float16"), jnp.ones((2, 3))),
+    *(mpjax.nnx.with_policy(_Block(), "c=f16"), jnp.ones((2, 3))),
     path="down",
   ),
   "a plain function under autocast": at(

@@ -88,7 +88,7 @@ def test_a_constant_is_no_argument():
   def fun(x):
     return by_vjp(2.0)(x, W)
 
-  program = jax.make_jaxpr(mpjax.autocast(fun))(X)
+  program = jax.make_jaxpr(mpjax.autocast(fun, "bfloat16"))(X)
   assert [e.primitive.name for e in program.eqns].count("custom_vjp_call") == 1
   (eqn,) = (e for e in program.eqns if e.primitive.name == "custom_vjp_call")
   assert [str(v.aval.dtype) for v in eqn.outvars] == ["bfloat16"]  # It is the user's function.

@@ -21,7 +21,7 @@ def of_edit(part, name):
 
 def operands(fn, name, ops, *args):
   """Returns the dtypes of the floating operands of every `name` in the autocast program."""
-  program = jax.make_jaxpr(autocast(fn, "mixed_bfloat16", ops=ops))(*args)
+  program = jax.make_jaxpr(autocast(fn, "bfloat16", ops=ops))(*args)
   return {
     str(atom.aval.dtype)
     for eqn, *_ in walk(program)

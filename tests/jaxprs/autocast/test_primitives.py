@@ -248,7 +248,7 @@ def test_a_parameter_decides_products_and_nothing_else_that_promotes():
 
   for name, sample in PROMOTE.items():
     if len(sample.args) == 2:
-      fun = mpjax.autocast(functools.partial(between, sample))
+      fun = mpjax.autocast(functools.partial(between, sample), "bfloat16")
       found = programs.dtypes_of(jax.make_jaxpr(fun)(*sample.args), name)
       product = FACTS[name].role == "product"
       assert found <= {"float32" if product else "bfloat16", "bool"}, name

@@ -112,7 +112,7 @@ def test_a_stranger_has_the_setting_for_the_whole_process(stranger):
 
   highest = (jax.lax.Precision.HIGHEST,) * 2
   with jax.default_matmul_precision("highest"), pytest.warns(UserWarning, match="test_stranger"):
-    program = jax.make_jaxpr(mpjax.autocast(fn))(X[0], W)
+    program = jax.make_jaxpr(mpjax.autocast(fn, HALF))(X[0], W)
   call, last = (e for e in program.eqns if e.primitive.name in ("dot_general", stranger.name))
   assert [e.params["precision"] for e in call.params["program"].eqns] == [highest]
   assert last.params["precision"] is None

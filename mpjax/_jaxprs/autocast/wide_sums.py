@@ -1,10 +1,14 @@
-"""Weight gradients in a wider dtype than the matmuls: `Policy(weight_grad_dtype=...)`.
+"""Matmuls of low-precision operands into a wider dtype: results, and gradients of weights.
 
-A matmul casts its weight to the compute dtype. JAX computes the gradient of the weight as a matmul
-in that dtype too, the partitioner adds up in it what the devices found, and only the sum is cast to
-the dtype of the weight, with a rounding for each addition. Here the matmul takes the weight as it
-is stored: its gradient is one matmul of the same operands in low precision into the wide dtype, and
-what is added up afterwards is wide.
+A matmul adds up in float32 whatever its operands are. Where its result leaves a module in float32
+(`output_dtype="float32"`), it is the sum itself, without a rounding to the compute dtype. JAX would
+multiply its float32 gradient by the low-precision operands in float32, so that is cast first.
+
+`Policy(weight_grad_dtype=...)` is for gradients. A matmul casts its weight to the compute dtype,
+and JAX computes the gradient of the weight as a matmul in that dtype too. The partitioner adds up
+in it what the devices found, and only the sum is cast to the dtype of the weight, with a rounding
+for each addition. Here the matmul takes the weight as it is stored: its gradient is one matmul of
+the same operands in low precision into the wide dtype, and what is added up afterwards is wide.
 
 The rewritten jaxpr holds the matmul inside of a `jax.custom_jvp`, so that all code that walks
 jaxprs finds it. Its derivative is a primitive of our own, linear in each operand as a matmul is, of
@@ -13,25 +17,32 @@ which only the transpose differs: a `jax.custom_vjp` would refuse forward mode, 
 """
 
 import functools
-import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-from jax.core import AbstractValue, ShapedArray
+from jax.core import AbstractValue, ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import (
+  ClosedJaxpr,
+  JaxprEqn,
+  Literal,
+  Primitive,
+  Var,
+  new_jaxpr_eqn,
+  no_effects,
+)
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._core.types import Array, DType
-from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, retyped, shape_of
+from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, retyped
 from mpjax._jaxprs.autocast.eqn_params import retype
 from mpjax._jaxprs.autocast.evaluate import differentiated, jaxpr_of
 from mpjax._jaxprs.autocast.values import Value
-from mpjax._jaxprs.compat import context_of
+from mpjax._jaxprs.compat import context_of, without_scopes
 from mpjax._jaxprs.primitive_facts import EqnParams
 
 Matmul: TypeAlias = Callable[..., Array]
@@ -40,77 +51,98 @@ Wide: TypeAlias = tuple[DType | None, ...]
 """The dtype of the gradient of each operand of a matmul; None for that of the operand."""
 
 
-def with_wide_gradients(
+def with_wide_sums(
   eqn: JaxprEqn,
   values: Sequence[Value | None],
   half: DType,
+  out: DType,
   wide: DType | None,
   view: Callable[[Value, DType, JaxprEqn], Atom],
 ) -> JaxprEqn | None:
-  """Returns a matmul in `half`, the same to the bit, with wide gradients of its weights.
+  """Returns a matmul in `half` with a wide result, wide gradients of its weights, or both.
 
   Args:
     eqn: the matmul as it was traced.
     values: what is known of its operands.
     half: the dtype to multiply in.
-    wide: the dtype of the gradients, see `weight_grads` of `_scopes.py`.
+    out: that of the result.
+    wide: the dtype of the gradients, see `weight_grads` of `scopes.py`.
     view: casts an operand that is no weight.
 
   Returns:
     None if nothing is asked for, or no operand is a weight: created from parameters alone.
   """
-  if wide is None or wide.itemsize <= half.itemsize:
-    return None
+  wide = None if wide is None or wide.itemsize <= half.itemsize else wide
   each = tuple(wide if v is not None and v.neutral and not v.once else None for v in values)
-  if not any(each):
+  if out == half and not any(each):
     return None
   operands = [
     atom if value is None else value.atom if is_weight else view(value, half, eqn)
     for atom, value, is_weight in zip(eqn.invars, values, each, strict=True)
   ]
-  params = retype(eqn, half)
 
-  def matmul(*operands: Array) -> Array:
-    return eqn.primitive.bind(*operands, **params)
+  def matmul(*operands: Array, out: DType) -> Array:
+    return into(eqn, operands, _with_result(eqn, half, out))
 
-  body, avals = _body(eqn.replace(params=params), operands, half, each)
-  rule = functools.partial(_tangent, matmul, half, each)
+  avals = list(map(aval_of, operands))
+  body = _body(eqn, list(map(Var, avals)), half, out, each)
+
+  def call(*operands: Array) -> Array:
+    # A second derivative needs the rule too, where a float32 gradient would meet the operands.
+    given = cast(list[Var], made.invars)
+    one = jaxpr_of([made], given, made.outvars)
+    if out == half:
+      return matmul(*_in_half(operands, half, each), out=half)
+    return eval_jaxpr(one, (), *operands)[0]
+
+  rule = functools.partial(_tangent, call, matmul, half, out, each)
   with context_of(eqn):
     made = differentiated(body, rule, avals, "matmul")
   return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
 
 
-def _body(
-  eqn: JaxprEqn, operands: Sequence[Atom], half: DType, wide: Wide
-) -> tuple[ClosedJaxpr, list[ShapedArray]]:
-  """Returns the jaxpr of a matmul whose weights are cast first, and the types of its operands.
+def _with_result(eqn: JaxprEqn, half: DType, out: DType) -> dict[str, Any]:
+  """Returns the parameters of a matmul of operands in `half` and with a result in `out`."""
+  return retype(eqn, half) if out == half else {**eqn.params, "preferred_element_type": out}
+
+
+def _body(eqn: JaxprEqn, given: Sequence[Var], half: DType, out: DType, wide: Wide) -> ClosedJaxpr:
+  """Returns the jaxpr of a matmul whose weights are cast first.
 
   It is not traced, since the axes of a `shard_map` are not bound while its jaxpr is rewritten.
   """
-  avals = list(map(aval_of, operands))
-  given = [Var(aval) for aval in avals]
+  bare = without_scopes(eqn.source_info.name_stack, "")  # The call is in the scope.
+  eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=bare))
   views = [v if each is None else retyped(v, half) for v, each in zip(given, wide, strict=True)]
-  casts = [cast_to(new, v, eqn) for new, v in zip(views, given, strict=True) if new is not v]
-  made = eqn.replace(invars=[*views], outvars=[retyped(eqn.outvars[0], half)])
-  return ClosedJaxpr(jaxpr_of([*casts, made], given, made.outvars), ()), avals
+  body = [cast_to(new, v, eqn) for new, v in zip(views, given, strict=True) if new is not v]
+  result, params = retyped(eqn.outvars[0], out), _with_result(eqn, half, out)
+  body.append(eqn.replace(invars=[*views], outvars=[result], params=params))
+  if out != half and _is_turned(eqn.primitive, map(aval_of, given)):
+    new = Var(aval_of(result))
+    place = (no_effects, eqn.source_info, eqn.ctx)
+    body.append(new_jaxpr_eqn([result], [new], _as_laid_out_p, {}, *place))
+  return ClosedJaxpr(jaxpr_of(body, given, body[-1].outvars), ())
 
 
 def _tangent(
+  call: Matmul,
   matmul: Matmul,
   half: DType,
+  out: DType,
   wide: Wide,
   primals: Sequence[Array],
   tangents: Sequence[Array | SymbolicZero],
 ) -> tuple[list[Array], list[Array]]:
   """The derivative of `matmul`, of operands in `half`, in operands that are cast first."""
+  params = {"matmul": matmul, "half": half, "out": out, "wide": wide}
   parts = [
-    _product_p.bind(*primals[:i], t, *primals[i + 1 :], matmul=matmul, half=half, wide=wide)
+    _product_p.bind(*primals[:i], t, *primals[i + 1 :], **params)
     for i, t in enumerate(tangents)
     if not isinstance(t, SymbolicZero)
   ]
   # The matmul itself, so that policies of `jax.checkpoint` see it: `dots_saveable` looks for
   # `dot_general`, and would compute again what a primitive of ours gives.
-  return [matmul(*_in_half(primals, half, wide))], [functools.reduce(operator.add, parts)]
+  return [call(*primals)], [functools.reduce(operator.add, parts)]
 
 
 def _in_half(operands: Sequence[Array], half: DType, wide: Wide) -> list[Array]:
@@ -124,14 +156,15 @@ _product_p = Primitive("wide_gradient_matmul")
 """A matmul, linear in each floating operand, with gradients in wide dtypes.
 
 Parameters:
-  matmul: a function of operands in `half`.
+  matmul: a function of operands in `half`, and of the dtype of the result.
   half: the dtype to multiply in.
+  out: that of the result.
   wide: of operands that are cast to `half` first, the dtype of their gradients.
 """
 
 
-def _evaluate(*operands: Array, matmul: Matmul, half: DType, wide: Wide) -> Array:
-  return matmul(*_in_half(operands, half, wide))
+def _evaluate(*operands: Array, matmul: Matmul, half: DType, out: DType, wide: Wide) -> Array:
+  return matmul(*_in_half(operands, half, wide), out=out)
 
 
 def _abstract(*avals: ShapedArray, **params: object) -> AbstractValue:
@@ -154,7 +187,11 @@ def _batch(
 ) -> tuple[Array, int]:
   pairs = zip(operands, dims, strict=True)
   moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
-  batched = jax.vmap(matmul, in_axes=[None if axis is None else 0 for axis in dims])
+
+  def batched(*operands: Array, out: DType) -> Array:
+    axes = [None if axis is None else 0 for axis in dims]
+    return jax.vmap(functools.partial(matmul, out=out), in_axes=axes)(*operands)
+
   return _product_p.bind(*moved, matmul=batched, **params), 0
 
 
@@ -163,6 +200,7 @@ def _transpose(
   *operands: Any,  # Arrays, and one `ad.UndefinedPrimal`.
   matmul: Matmul,
   half: DType,
+  out: DType,
   wide: Wide,
 ) -> list[Array | ad.Zero | None]:
   (place,) = (i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
@@ -173,8 +211,9 @@ def _transpose(
   before, after = _in_half(before, half, wide[:place]), _in_half(after, half, wide[place + 1 :])
 
   def linear(x: Array) -> Array:
-    return matmul(*before, x, *after)
+    return matmul(*before, x, *after, out=half)
 
+  cotangent = jax.lax.convert_element_type(cotangent, half)
   pull, dtype = jax.linear_transpose(linear, aval.update(dtype=half)), wide[place]
   if dtype is None:
     (bar,) = pull(cotangent)
@@ -216,7 +255,7 @@ def _run(program: ClosedJaxpr, cotangent: Array, wide: DType) -> Array:
     # one after it float32.
     operands = [read(atom) for atom in eqn.invars]
     if "preferred_element_type" in eqn.params:
-      made = into_wide(eqn, operands, {**eqn.params, "preferred_element_type": wide})
+      made = into(eqn, operands, {**eqn.params, "preferred_element_type": wide})
     else:
       made = eqn.primitive.bind(*operands, **eqn.params)
     made = made if eqn.primitive.multiple_results else [made]
@@ -224,25 +263,37 @@ def _run(program: ClosedJaxpr, cotangent: Array, wide: DType) -> Array:
   return read(program.jaxpr.outvars[0])
 
 
-def into_wide(eqn: JaxprEqn, operands: Sequence[Array], params: EqnParams) -> Array:
-  """Returns a matmul into a wide dtype, on a CPU as one of batches of matrices.
-
-  XLA's CPU backend (of jax 0.10) leaves some matmuls of bfloat16 into float32 to a library, goes on
-  to turn an operand round, and fails because the library does not take that. It never does so with
-  a batch of matrices, not even under `vmap`.
-  """
-  placed = any(any(jax.typeof(x).sharding.spec) for x in operands)
-  if eqn.primitive is not dot_general_p or placed or jax.default_backend() != "cpu":
-    return eqn.primitive.bind(*operands, **params)
-  contracted, batch = params["dimension_numbers"]
-  left, right = map(_as_matrices, operands, contracted, batch)
-  params = {**params, "dimension_numbers": (((1,), (1,)), ((0,), (0,)))}
-  return jnp.reshape(eqn.primitive.bind(left, right, **params), shape_of(eqn.outvars[0]))
+def into(eqn: JaxprEqn, operands: Sequence[Array], params: EqnParams) -> Array:
+  """Returns the result of a matmul, which may be of a wider dtype than the operands."""
+  made: Array = eqn.primitive.bind(*operands, **params)
+  wider = made.dtype.itemsize > max(x.dtype.itemsize for x in operands)
+  turned = wider and _is_turned(eqn.primitive, map(jax.typeof, operands))
+  return _as_laid_out_p.bind(made) if turned else made
 
 
-def _as_matrices(x: Array, contracted: Sequence[int], batch: Sequence[int]) -> Array:
-  """Returns `x` with three axes: batch, contracted, and the others."""
-  free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
-  groups = [batch, contracted, free]
-  sizes = [math.prod(x.shape[axis] for axis in group) for group in groups]
-  return jnp.reshape(jax.lax.transpose(x, [axis for group in groups for axis in group]), sizes)
+def _is_turned(primitive: Primitive, avals: Iterable[Any]) -> bool:
+  """Whether a CPU may turn a matmul round. One of shards has a result of a type of its own."""
+  return primitive is dot_general_p and not any(any(aval.sharding.spec) for aval in avals)
+
+
+_as_laid_out_p = Primitive("as_laid_out")
+"""The operand. On a CPU XLA does not see through it, to turn the matmul that made it round.
+
+It leaves some matmuls of bfloat16 into float32 to a library that takes one layout alone, and fails
+where a transpose of the result became one of the operands. What is traced on a CPU and lowered for
+something else has nothing there.
+"""
+
+
+def _behind_barrier(x: Array) -> Array:
+  return jnp.reshape(jax.lax.optimization_barrier(jnp.reshape(x, -1)), x.shape)
+
+
+_as_laid_out_p.def_impl(lambda x: x)
+_as_laid_out_p.def_abstract_eval(lambda aval: aval)
+ad.deflinear2(_as_laid_out_p, lambda cotangent, _: [cotangent])
+batching.defvectorized(_as_laid_out_p)
+mlir.register_lowering(_as_laid_out_p, lambda _, x: [x])
+mlir.register_lowering(
+  _as_laid_out_p, mlir.lower_fun(_behind_barrier, multiple_results=False), platform="cpu"
+)
