@@ -65,7 +65,7 @@ def inside(
     more: further fields of the state.
   """
   casts = state.cast or is_wide(policy) or type(module) in state.casting
-  region = FLOAT32.name if iterates and is_low(policy) else region_of(policy)
+  region = region_of(Policy() if iterates and is_low(policy) else policy)
   is_table = is_table and policy is not None and policy.matmul is not None
   fields = {"policy": policy, "entered": True, "region": region, "cast": casts, **more}
   return dataclasses.replace(state, is_table=is_table, **fields)

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.active import ACTIVE, Active
-from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import line_of_user, message
 from mpjax._core.policy import Policy
-from mpjax._core.policy_config import is_low, rewrites
+from mpjax._core.policy_config import rewrites
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Args, Class, DType, Kwargs, Leaf, PyTree
 from mpjax._jaxprs.autocast import Interface, NotTraceable, Settings, tree_leaves, with_settings
@@ -77,15 +76,8 @@ def rewrite_calls(
     results: the dtypes of the results, of which None is the one that they are computed in.
     where: the public call, for errors.
   """
-  low = policy.compute_dtype if policy is not None and is_low(policy) else FLOAT32
-  interface = Interface(data=data, results=results)
-  wide = None if policy is None else policy.weight_grad_dtype
-  asked = None if policy is None else policy.precision
-  recipe = None if policy is None else policy.matmul
-  settings = Settings(
-    compute=low, ops=_OPS, weight_grads=wide, asked=asked, float8=recipe, modules=True
-  )
-  return with_settings(fn, settings, where, interface)
+  settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
+  return with_settings(fn, settings, where, Interface(data=data, results=results))
 
 
 def attempts(

@@ -351,11 +351,11 @@ def model_of(name, framework="linen"):
 
 
 @functools.cache
-def traced(name, framework="linen"):
+def traced(name, framework="linen", **dtypes):
   """Returns the jaxprs of output and gradients: plain, in half, and with wide gradients."""
   model = model_of(name, framework)
   params, x, cotangent = setting(model, 9 if name in LAYERS else 1)
-  ways = (None, policy("bfloat16", None), policy("bfloat16", "float32"))
+  ways = (None, *(policy("bfloat16", wide, **dtypes) for wide in (None, "float32")))
   return [
     jax.make_jaxpr(with_gradients(model.under(way), cotangent))(params, x) for way in ways
   ], jax.tree.leaves((params, x))
@@ -365,11 +365,12 @@ def traced(name, framework="linen"):
 def measured():
   """Returns what each of these jaxprs computes, out of one compiled function."""
   cases = [*NAMES, *((name, "linen") for name in EXACT)]
-  inputs = {case: traced(*case)[1] for case in cases}
+  programs = {case: traced(*case, output_dtype="float32") for case in cases}
+  inputs = {case: program[1] for case, program in programs.items()}
 
   def every(inputs):
     return {
-      case: [jaxpr_as_fun(jaxpr)(*inputs[i]) for jaxpr in traced(*case)[0]]
+      case: [jaxpr_as_fun(jaxpr)(*inputs[i]) for jaxpr in programs[case][0]]
       for i, case in enumerate(cases)
     }
 
@@ -507,7 +508,7 @@ def test_nothing_changes_where_it_is_not_asked_for_or_cannot_be():
 
   several = nn.Sequential([nn.Conv(4, (3,)), nn.LayerNorm(), nn.Dense(3)])
   for half in (None, "bfloat16"):  # Without it, and with the compute dtype itself.
-    assert program(several, policy("bfloat16", half)) == program(several, "mixed_bfloat16")
+    assert program(several, policy("bfloat16", half)) == program(several, "c=bf16")
   assert program(several, policy("float32", "float32")) == program(several, "float32")
   own_type = linear(preferred_element_type=jnp.bfloat16)
   of_integers = nn.Dense(3, param_dtype=jnp.int8, kernel_init=nn.initializers.ones)

@@ -447,8 +447,8 @@ tests/integration/test_which_policy.py::test_output_dtypes_are_for_where_a_polic
 mpjax/_jaxprs/traced_calls.py::rewrite_calls
 
 46 what a policy says of weight gradients is forgotten where a call is rewritten
-- Settings(compute=low, ops=_OPS, weight_grads=wide, asked=asked, float8=recipe, modules=True)
-+ Settings(compute=low, ops=_OPS, weight_grads=None, asked=asked, float8=recipe, modules=True)
+- Settings(policy=policy or Policy(), ops=_OPS, modules=True)
++ Settings(policy=Policy(), ops=_OPS, modules=True)
 tests/integration/test_weight_grads.py::test_one_product_of_half_numbers_into_float32
 
 mpjax/nnx/_outermost.py::rewritten
@@ -500,8 +500,8 @@ tests/transforms/test_train_step.py::test_retries_equal_the_oracle
 mpjax/_jaxprs/autocast/higher_order.py::_entered
 
 53 a rule's precision is not that of matmuls in jaxprs which stay in float32
-- matmul_precision(place, settings) is not None
-+ False
+- rewrites(policy_at(place, settings))
++ is_low(policy_at(place, settings))
 tests/integration/test_matmul_precision.py::test_matmuls_in_inner_jaxprs
 
 # float8.

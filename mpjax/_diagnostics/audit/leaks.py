@@ -3,17 +3,17 @@
 import collections
 from typing import NamedTuple
 
-import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core.audit_record import AuditRecord
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
+from mpjax._core.precision import written
 from mpjax._core.types import DType
 from mpjax._diagnostics.audit.causes import Cause, Causes, Why, is_low, is_wide, wanted_low
 from mpjax._diagnostics.audit.graph import Graph, Operation, Value
-from mpjax._jaxprs.autocast.marks import AS_IT_IS, FLOAT8, MODULE, REGION, read_region
+from mpjax._jaxprs.autocast.marks import FLOAT8, MODULE, REGION, policy_of
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Direction, Location, Source
 from mpjax._jaxprs.op_lists import OpLists
@@ -105,8 +105,9 @@ class Expectations:
     if FLOAT8 in where.scopes and flops_of(operation.eqn) is None:
       return Expectation(None, "the scaling of float8")
     region = _region(where)
+    policy = None if region is None else policy_of(region)
     precise = "HIGHEST" in str(operation.eqn.params.get("precision"))
-    if precise and not (region and read_region(region)[2]):  # The code asks for it, no policy.
+    if precise and (policy is None or policy.precision is None):  # The code asks for it, no policy.
       return Expectation(None, 'precision="highest"')
     if not self.marked:
       if operation in self._after:
@@ -114,16 +115,15 @@ class Expectations:
       return Expectation(self.used, "" if self.used else "no low precision anywhere")
     if region is None:
       return Expectation(None, "outside of every policy")
-    if region == AS_IT_IS:
+    if policy is None:
       return Expectation(None, "a rule leaves it as it is")
-    dtype = np.dtype(read_region(region)[0])
-    if is_low_precision(dtype):
+    if is_low_precision(policy.compute_dtype):
       module = self._modules.get(marked_path(where) or "")
       # The running statistics of a norm are float32, and what it does with them in between.
       norm = module is not None and module.is_norm and flops_of(operation.eqn) is None
-      return Expectation(None, "a norm") if norm else Expectation(dtype)
-    asked = read_region(region)[2]
-    return Expectation(None, f"a {dtype.name} policy" + (f", precision={asked}" if asked else ""))
+      return Expectation(None, "a norm") if norm else Expectation(policy.compute_dtype)
+    asked = "" if policy.precision is None else f", precision={written(policy.precision)}"
+    return Expectation(None, f"a {policy.compute_dtype.name} policy{asked}")
 
 
 def _region(where: Location) -> str | None:

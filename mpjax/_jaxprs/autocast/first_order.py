@@ -31,7 +31,7 @@ from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype, wants_precision
 from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
 from mpjax._jaxprs.autocast.rewriter import Rewriter
-from mpjax._jaxprs.autocast.scopes import float8, output_of, rest_of, weight_grads
+from mpjax._jaxprs.autocast.scopes import output_of, policy_at, rest_of
 from mpjax._jaxprs.autocast.sums import (
   broadcast,
   is_summed,
@@ -78,7 +78,8 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
 
 def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, half: DType) -> None:
   """Writes a matmul or convolution, in low precision: what it returns is low, and at rest."""
-  recipe = float8(scope, rewriter.settings)
+  policy = policy_at(scope, rewriter.settings)
+  recipe = None if policy is None else policy.matmul
   if recipe is not None:
     reason = why_not(eqn, values, recipe, scope, rewriter.settings)
     if reason is None:
@@ -89,7 +90,7 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
     return rewriter.untouched(eqn)  # The user's own choice, again.
   precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
   eqn = eqn if precise is eqn.params else eqn.replace(params=precise)
-  wide_grads = weight_grads(scope, rewriter.settings)
+  wide_grads = None if policy is None else policy.weight_grad_dtype
   # What leaves in float32 is the sum that the matmul has, and a bias is added to that.
   sums = facts_of(eqn).dtype_param is not None and leaves_wide(rewriter.readers_of(eqn))
   out = FLOAT32 if sums else half
@@ -314,6 +315,7 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope) -> None:
   if target != FLOAT32 or FLOAT32 in (value.views or ()):
     # A cast to low precision happens here for all consumers; one to float32 where float32 is read.
     made.atom = rewriter.view(value, target, eqn)
-  if target in HALVES and is_weight(value) and float8(scope, rewriter.settings) is not None:
+  policy = policy_at(scope, rewriter.settings)
+  if target in HALVES and is_weight(value) and policy is not None and policy.matmul is not None:
     made.weight, made.stored = True, value.atom
   return rewriter.hold(var, made)

@@ -7,6 +7,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._core.dtypes import FLOAT32, HALVES
+from mpjax._core.policy_config import rewrites
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
 from mpjax._jaxprs.autocast.custom_derivatives import CustomCall, with_rule
@@ -14,7 +15,7 @@ from mpjax._jaxprs.autocast.first_order import first_order
 from mpjax._jaxprs.autocast.marks import REGION, TABLE
 from mpjax._jaxprs.autocast.powers import Powers, in_float32, powers
 from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
-from mpjax._jaxprs.autocast.scopes import marked, matmul_precision, names_of, region
+from mpjax._jaxprs.autocast.scopes import marked, names_of, policy_at
 from mpjax._jaxprs.autocast.uses import HELD, MATMUL, of_loop, only_float32, rounded_carry
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -150,9 +151,7 @@ def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
 def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
   places = [(eqn, scope + names_of(str(eqn.source_info.name_stack))) for eqn in jaxpr.eqns]
   return any(
-    region(place, settings) is not None
-    or matmul_precision(place, settings) is not None
-    or _entered_inside(eqn, place, settings)
+    rewrites(policy_at(place, settings)) or _entered_inside(eqn, place, settings)
     for eqn, place in places
   )
 

@@ -5,13 +5,13 @@ Rewriting a jaxpr takes them out.
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
 
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.policy import Policy
-from mpjax._core.precision import written
 from mpjax._core.types import PyTree
 from mpjax._jaxprs.autocast.values import FLOATS
 
@@ -31,15 +31,6 @@ MODULE = PREFIX + "module="
 AS_IT_IS = "as-it-is"
 """The region of a module that a rule leaves as it is."""
 
-WEIGHT_GRADS = "+"
-"""Separates the dtype of a region from that of the weight gradients in it."""
-
-PRECISION = "@"
-"""Separates the dtypes of a region from the precision of the matmuls in it."""
-
-RECIPE = "#"
-"""Separates all that from the recipe for matmuls in float8."""
-
 FLOAT8 = PREFIX + "float8"
 """The scope of a matmul in float8, with the scaling of its operands."""
 
@@ -54,25 +45,14 @@ _BITS = {"exponent_bits": 8, "mantissa_bits": 23}
 
 
 def region_of(policy: Policy | None) -> str:
-  """Returns what marks the region of a module with this policy; None leaves it as it is."""
-  if policy is None:
-    return AS_IT_IS
-  wide, precision = policy.weight_grad_dtype, policy.precision
-  name = policy.compute_dtype.name + ("" if wide is None else f"{WEIGHT_GRADS}{wide.name}")
-  name += "" if precision is None else f"{PRECISION}{written(precision)}"
-  return name + ("" if policy.matmul is None else f"{RECIPE}{policy.matmul}")
+  """Returns the text that marks the region of a module with a policy; None leaves it as it is."""
+  return AS_IT_IS if policy is None else str(policy)
 
 
-def read_region(region: str) -> tuple[str, str, str]:
-  """Returns what a mark names: dtype, that of weight gradients, precision; "" for none."""
-  dtypes, _, precision = region.partition(RECIPE)[0].partition(PRECISION)
-  compute, _, wide = dtypes.partition(WEIGHT_GRADS)
-  return compute, wide, precision
-
-
-def read_recipe(region: str) -> str:
-  """Returns the recipe for matmuls in float8 that a mark names; "" for none."""
-  return region.partition(RECIPE)[2]
+@functools.lru_cache(maxsize=1024)
+def policy_of(region: str) -> Policy | None:
+  """Returns the policy that marks a region."""
+  return None if region == AS_IT_IS else Policy.parse(region)
 
 
 def mark(region: str) -> contextlib.AbstractContextManager[Any]:

@@ -13,13 +13,12 @@ from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped
 from mpjax._jaxprs.autocast.eqn_params import fits, in_precision
-from mpjax._jaxprs.autocast.marks import NOT_FLOAT8, PREFIX, REGION
+from mpjax._jaxprs.autocast.marks import NOT_FLOAT8, PREFIX, REGION, region_of
 from mpjax._jaxprs.autocast.scopes import (
   as_written,
-  marked,
-  matmul_precision,
+  low_dtype,
   names_of,
-  region,
+  policy_at,
 )
 from mpjax._jaxprs.autocast.uses import readers_of
 from mpjax._jaxprs.autocast.values import (
@@ -142,7 +141,7 @@ class Rewriter:
     found = self._places.get(id(stack))
     if found is None:
       scope = self._scope + names_of(str(stack))
-      found = self._places[id(stack)] = (scope, region(scope, self.settings))
+      found = self._places[id(stack)] = (scope, low_dtype(policy_at(scope, self.settings)))
     return found
 
   def shown(self, eqn: JaxprEqn) -> JaxprEqn:
@@ -153,7 +152,9 @@ class Rewriter:
       if AUDIT.value is None:
         names = without_scopes(stack, PREFIX)
       else:
-        names = with_scope(without_scopes(stack, REGION), REGION + self._region_name(place))
+        # What an audit reads.
+        region = REGION + region_of(policy_at(place[0], self.settings))
+        names = with_scope(without_scopes(stack, REGION), region)
       self._names[id(stack)] = names
     if names is stack:
       return eqn
@@ -167,11 +168,6 @@ class Rewriter:
     place, names = self.place(eqn), with_scope(eqn.source_info.name_stack, NOT_FLOAT8 + reason)
     self._names[id(names)], self._places[id(names)] = names, place
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
-
-  def _region_name(self, place: tuple[Scope, DType | None]) -> str:
-    """Returns what an audit reads: the dtype of matmuls in a scope, whichever policy says so."""
-    scope, half = place
-    return marked(scope) or (FLOAT32 if half is None else half).name
 
   def round_result(self, var: Var, eqn: JaxprEqn) -> None:
     """Rounds a low value that was computed in float32, once for all its readers."""
@@ -220,7 +216,8 @@ class Rewriter:
     if params.get("precision", 0) is not None:
       return params
     now, default = [*dtypes], self.settings.precision
-    asked = matmul_precision(self.place(eqn)[0], self.settings)
+    policy = policy_at(self.place(eqn)[0], self.settings)
+    asked = None if policy is None else policy.precision
     if asked is not None and fits(eqn, asked, now):
       # As JAX has it: of both operands, or an algorithm for both.
       both = (asked, asked) if isinstance(asked, Precision) else asked

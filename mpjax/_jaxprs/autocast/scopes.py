@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from mpjax._core.dtypes import FLOAT32, HALF_NAMES
+from mpjax._core.dtypes import HALVES
 from mpjax._core.errors import UnmatchedRuleError, nearest
-from mpjax._core.float8 import Float8, parse_float8
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
-from mpjax._core.precision import MatmulPrecision, parse_precision
+from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, first_match
 from mpjax._core.types import DType
-from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, REST, read_recipe, read_region
+from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, REST, policy_of
 from mpjax._jaxprs.autocast.values import Scope, Settings
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
@@ -45,67 +44,24 @@ def names_of(stack: str) -> Scope:
 
 
 @functools.lru_cache(maxsize=4096)
-def region(scope: Scope, settings: Settings) -> DType | None:
-  """Returns the compute dtype in a scope; None where all stays as it was traced, as for float32.
+def policy_at(scope: Scope, settings: Settings) -> Policy | None:
+  """Returns the policy in a scope; None where all stays as it was traced.
 
   The innermost mark of a policy decides. Where there is none, it is the innermost scope that a rule
   matches, and there the first of the rules.
   """
   if FULL_PRECISION in scope:
     return None
-  mark = marked(scope)
-  if mark is not None:
-    name = read_region(mark)[0]
-    return np.dtype(name) if name in HALF_NAMES else None
+  region = marked(scope)
+  if region is not None:
+    return policy_of(region)
   rule = _rule_for(scope, settings.rules)
-  if rule is None:
-    dtype: DType | None = settings.compute
-  else:
-    dtype = None if rule.policy is None else rule.policy.compute_dtype
-  return None if dtype == FLOAT32 else dtype
+  return settings.policy if rule is None else rule.policy
 
 
-@functools.lru_cache(maxsize=4096)
-def weight_grads(scope: Scope, settings: Settings) -> DType | None:
-  """Returns the dtype asked for the gradients of weights in a scope; None for the matmuls' own."""
-  mark = marked(scope)
-  if mark is not None:
-    wide = read_region(mark)[1]
-    return np.dtype(wide) if wide else None
-  rule = _rule_for(scope, settings.rules)
-  if rule is None:
-    return settings.weight_grads
-  return None if rule.policy is None else rule.policy.weight_grad_dtype
-
-
-@functools.lru_cache(maxsize=4096)
-def matmul_precision(scope: Scope, settings: Settings) -> MatmulPrecision | None:
-  """Returns the precision that a policy asks of matmuls in a scope; None if it asks for none."""
-  if FULL_PRECISION in scope:
-    return None
-  mark = marked(scope)
-  if mark is not None:
-    name = read_region(mark)[2]
-    return parse_precision(name, "a mark") if name else None
-  rule = _rule_for(scope, settings.rules)
-  if rule is None:
-    return settings.asked
-  return None if rule.policy is None else rule.policy.precision
-
-
-@functools.lru_cache(maxsize=4096)
-def float8(scope: Scope, settings: Settings) -> Float8 | None:
-  """Returns the recipe for matmuls in float8 in a scope; None where it has none."""
-  if FULL_PRECISION in scope:
-    return None
-  mark = marked(scope)
-  if mark is not None:
-    text = read_recipe(mark)
-    return parse_float8(text, "a mark") if text else None
-  rule = _rule_for(scope, settings.rules)
-  if rule is None:
-    return settings.float8
-  return None if rule.policy is None else rule.policy.matmul
+def low_dtype(policy: Policy | None) -> DType | None:
+  """Returns the compute dtype of a policy if it is a low-precision one."""
+  return policy.compute_dtype if policy is not None and policy.compute_dtype in HALVES else None
 
 
 def marked(scope: Scope) -> str | None:
@@ -126,7 +82,8 @@ def as_written(scope: Scope, settings: Settings) -> bool:
   """Whether all in a scope is as the user wrote it: what is computed there is data."""
   if FULL_PRECISION in scope:  # Also inside of a module that has a policy of its own.
     return True
-  return region(scope, settings) is None and marked(scope) in (None, AS_IT_IS)
+  low = low_dtype(policy_at(scope, settings))
+  return low is None and marked(scope) in (None, AS_IT_IS)
 
 
 def output_of(scope: Scope) -> DType | None:

@@ -158,14 +158,7 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
         fix="Operations in other dtypes are left as they are; no policy is needed for them.",
       )
   lists = OpLists() if ops is None else ops
-  return Settings(
-    compute=parsed.compute_dtype,
-    ops=lists,
-    rules=given,
-    asked=parsed.precision,
-    weight_grads=parsed.weight_grad_dtype,
-    float8=parsed.matmul,
-  )
+  return Settings(policy=parsed, ops=lists, rules=given)
 
 
 def _data_argnums(given: Any) -> tuple[int, ...]:

@@ -12,8 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from mpjax._core.dtypes import FLOAT32, HALVES
-from mpjax._core.float8 import Float8
-from mpjax._core.precision import MatmulPrecision
+from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of
@@ -32,16 +31,11 @@ class Settings:
   """What was asked for; part of the key under which a rewritten jaxpr is kept.
 
   Fields:
-    compute: the dtype that float32 gives way to where no rule says something else. Float32 itself
-      leaves everything as it is there.
+    policy: holds where no rule and no mark of a module says something else.
     ops: the lists.
     rules: tried in order against scopes; the policy of the first that matches applies there.
     precision: that of a matmul or convolution of which neither the function nor a policy says
       anything, and which is left as it is: what `jax_default_matmul_precision` asks for.
-    asked: the precision of matmuls that the policy asks for; None if it says nothing.
-    weight_grads: the dtype of the gradients of weights, see `wide_sums.py`; None for that of
-      the matmuls.
-    float8: the recipe for matmuls in float8; None if there are to be none.
     in_derivative: the jaxpr is that of a derivative, such as the rule of a `jax.custom_jvp`. It has
       to be linear in tangents, of which it is not known which they are: no matmul is in float8.
     modules: the function is a call of modules, whose parameters are known. So what it closes over
@@ -50,13 +44,10 @@ class Settings:
       as what they are. And only a `jax.Array` is traced: what NumPy holds is a constant.
   """
 
-  compute: DType
+  policy: Policy
   ops: OpLists
   rules: tuple[Rule, ...] = ()
   precision: object = None
-  asked: MatmulPrecision | None = None
-  weight_grads: DType | None = None
-  float8: Float8 | None = None
   in_derivative: bool = False
   modules: bool = False
 

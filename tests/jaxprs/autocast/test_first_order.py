@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mpjax._core.policy import Policy
 from mpjax._jaxprs.autocast import Interface, Settings, leaving, with_settings
 from mpjax._jaxprs.op_lists import OpLists
 from tests.programs import converts
@@ -14,7 +15,7 @@ W = jnp.ones((3, 3))
 
 
 def cast(fun):
-  settings = Settings(compute=jnp.dtype("bfloat16"), ops=OpLists())
+  settings = Settings(policy=Policy(compute_dtype="bfloat16"), ops=OpLists())
   return with_settings(fun, settings, "a test", Interface(results=lambda out: [None]))
 
 

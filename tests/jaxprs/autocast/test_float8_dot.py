@@ -41,7 +41,7 @@ def cast(fun, recipe, half="bfloat16"):
   def is_data(args):
     return [i == 1 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
 
-  settings = Settings(compute=np.dtype(half), ops=mpjax.OpLists(), float8=recipe)
+  settings = Settings(policy=mpjax.Policy(compute_dtype=half, matmul=recipe), ops=mpjax.OpLists())
   return with_settings(fun, settings, "a test", Interface(data=is_data))
 
 

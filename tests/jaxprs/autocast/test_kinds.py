@@ -141,7 +141,7 @@ def name_of(eqn: Any) -> str:
   """Returns the name of a primitive; that of a matmul for one with a derivative rule of ours."""
   inside = getattr(eqn.params.get("call_jaxpr"), "jaxpr", None)
   names = [each.primitive.name for each in inside.eqns] if inside else []
-  return "dot_general" if "platform_index" in names else eqn.primitive.name
+  return "dot_general" if "as_laid_out" in names else eqn.primitive.name
 
 
 def casts_for_some(jaxpr: Any, params: set[Any]) -> list[str]:

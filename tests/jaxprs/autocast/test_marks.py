@@ -1,6 +1,7 @@
 """Marks of regions and results in a program: rewriting reads them, and takes them out."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -10,12 +11,19 @@ import pytest
 
 import mpjax
 from mpjax._jaxprs.autocast import Interface, Settings, leaving, mark, region_of, with_settings
-from mpjax._jaxprs.autocast.marks import read_recipe, read_region
-from mpjax._jaxprs.autocast.scopes import as_written, marked, names_of, output_of, region
+from mpjax._jaxprs.autocast.marks import policy_of
+from mpjax._jaxprs.autocast.scopes import (
+  as_written,
+  low_dtype,
+  marked,
+  names_of,
+  output_of,
+  policy_at,
+)
 from tests import programs
 
 BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
-HALF = Settings(compute=BF16, ops=mpjax.OpLists())
+HALF = Settings(policy=mpjax.Policy(compute_dtype=BF16), ops=mpjax.OpLists())
 W, X = jnp.eye(3) + 0.1, jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 
@@ -25,7 +33,7 @@ def rewritten(fun, compute=BF16, results=None):
     data=lambda args: [number > 0 for number, _ in enumerate(args)],
     results=results or (lambda out: [None for _ in jax.tree.leaves(out)]),
   )
-  settings = Settings(compute=compute, ops=mpjax.OpLists(), modules=True)
+  settings = Settings(policy=mpjax.Policy(compute_dtype=compute), ops=mpjax.OpLists(), modules=True)
   return with_settings(fun, settings, "test", interface)
 
 
@@ -34,32 +42,19 @@ def product_types(fun, *args):
 
 
 @pytest.mark.parametrize(
-  ("policy", "name"),
+  "policy",
   [
-    ("mixed_bfloat16", "bfloat16"),
-    ("p=f32,c=f16,o=f32", "float16"),
-    ("float32", "float32"),
-    ("c=f32,precision=highest", "float32@highest"),
-    ("c=bf16,w=f32,precision=BF16_BF16_F32", "bfloat16+float32@BF16_BF16_F32"),
-    ("c=bf16,precision=high,matmul=float8:row", "bfloat16@high#float8:row"),
-    ("mixed_float8", "bfloat16#float8"),
-    (None, "as-it-is"),
+    *("mixed_bfloat16", "p=f32,c=f16,o=f32", "float32", "mixed_float8", "c=f32,precision=highest"),
+    "c=bf16,w=f32,precision=BF16_BF16_F32",
+    "c=bf16,precision=high,matmul=float8:row:weight_grad=bfloat16:skip=8x*|4x8",
+    None,
   ],
 )
-def test_the_name_of_a_region(policy, name):
-  assert region_of(None if policy is None else mpjax.Policy.parse(policy)) == name
-
-
-def test_what_the_name_of_a_region_says():
-  for name, parts in (
-    ("float32", ("float32", "", "")),
-    ("float32@highest", ("float32", "", "highest")),
-    ("bfloat16+float32@high", ("bfloat16", "float32", "high")),
-    ("as-it-is", ("as-it-is", "", "")),
-    ("bfloat16+float32@high#float8:row", ("bfloat16", "float32", "high")),
-  ):
-    assert read_region(name) == parts
-    assert read_recipe(name) == name.partition("#")[2]
+def test_a_region_names_its_policy(policy):
+  given = None if policy is None else mpjax.Policy.parse(policy)
+  name = region_of(given)
+  assert policy_of(name) == given
+  assert names_of(f"Net/{name}/head") == ("Net", name, "head")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +64,8 @@ def test_what_the_name_of_a_region_says():
     (("bfloat16", "float16"), F16, False),
     (("float16", "float32"), None, False),
     (("float32", "bfloat16"), BF16, False),
-    (("bfloat16", "float32@highest"), None, False),
-    (("float32", "bfloat16+float32@high"), BF16, False),
+    (("bfloat16", "c=f32,precision=highest"), None, False),
+    (("float32", "c=bf16,w=f32,precision=high"), BF16, False),
     (("float16", "as-it-is"), None, True),
     ((), BF16, False),
   ],
@@ -78,14 +73,14 @@ def test_what_the_name_of_a_region_says():
 def test_the_innermost_mark_decides(regions, dtype, stays):
   scope = ("Net", *(name for r in regions for name in (f"mpjax.region={r}", "layer")))
   assert marked(scope) == (regions[-1] if regions else None)
-  assert region(scope, HALF) == dtype
+  assert low_dtype(policy_at(scope, HALF)) == dtype
   # Float32 by a policy is rounded on its way to a product elsewhere; what is left as it is, is not.
   assert as_written(scope, HALF) is stays
 
 
 def test_full_precision_is_stronger_than_a_mark_and_scopes_of_the_users_are_none():
-  assert region(("mpjax.full_precision", "mpjax.region=bfloat16"), HALF) is None
-  assert region(("mpjax.region=bfloat16", "mpjax.full_precision"), HALF) is None
+  for scope in itertools.permutations(("mpjax.full_precision", "mpjax.region=bfloat16")):
+    assert policy_at(scope, HALF) is None
   for name in ("mpjax.region", "region=float16", "my mpjax.region=float16"):
     assert marked((name,)) is None
     assert output_of((name,)) is None

@@ -152,7 +152,7 @@ def test_a_scan_of_a_later_jax_is_no_key_error():
   eqns = program(X[0], W).eqns
   odd = eqns[-1].replace(params={**eqns[-1].params, "ft_in": None, "jaxpr": None})
   jaxpr = program(X[0], W).jaxpr.replace(eqns=[*eqns[:-1], odd])
-  settings = Settings(compute=np.dtype(jnp.bfloat16), ops=mpjax.OpLists())
+  settings = Settings(policy=mpjax.Policy(compute_dtype="bfloat16"), ops=mpjax.OpLists())
   closed = ClosedJaxpr(jaxpr, ())
   with pytest.warns(UserWarning, match="'scan' holds a jaxpr in its parameters"):
     new = rewrite_closed(closed, settings, "here")

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import mpjax
+from mpjax._jaxprs.autocast.marks import REGION, region_of
 from mpjax._jaxprs.autocast.scopes import (
   as_written,
   check_rules_match,
-  matmul_precision,
+  low_dtype,
   names_of,
-  region,
+  policy_at,
 )
 from mpjax._jaxprs.autocast.values import Settings
 from tests.errors import check_error
@@ -42,7 +43,11 @@ def test_names_in_a_stack(stack, names):
 
 
 def settings(compute=BFLOAT16, *rules):
-  return Settings(compute=compute, ops=mpjax.OpLists(), rules=rules)
+  return Settings(policy=mpjax.Policy(compute_dtype=compute), ops=mpjax.OpLists(), rules=rules)
+
+
+def region(scope, settings):
+  return low_dtype(policy_at(scope, settings))
 
 
 def test_without_rules_all_is_in_half_but_full_precision():
@@ -84,22 +89,18 @@ def test_the_innermost_rule_decides(scope, want):
   assert region(scope, root) is None, "the first that matches it"
 
 
-def test_the_precision_of_matmuls_in_a_scope():
-  precise = mpjax.Policy(precision="highest")
-  given = Settings(
-    compute=BFLOAT16,
-    ops=mpjax.OpLists(),
-    rules=(mpjax.Rule(precise, path="a"), mpjax.Rule(None, path="b")),
-    asked=jax.lax.Precision.HIGH,
-  )
-  highest, high = jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH
-  assert matmul_precision(("a", "x"), given) is highest
-  assert matmul_precision(("c",), given) is high
-  assert matmul_precision(("b",), given) is None
-  assert matmul_precision(("a", "mpjax.full_precision"), given) is None
-  assert matmul_precision(("a", "mpjax.region=bfloat16"), given) is None
-  mark = "mpjax.region=bfloat16@BF16_BF16_F32"
-  assert matmul_precision(("a", mark), given) is jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+def test_the_policy_in_a_scope():
+  precise, other = mpjax.Policy(precision="highest"), mpjax.Policy.parse("mixed_float8")
+  rules = (mpjax.Rule(precise, path="a"), mpjax.Rule(None, path="b"))
+  given = Settings(policy=other, ops=mpjax.OpLists(), rules=rules)
+  assert policy_at(("a", "x"), given) == precise
+  assert policy_at(("c",), given) == other
+  assert policy_at(("b",), given) is None
+  assert policy_at(("a", "mpjax.full_precision"), given) is None
+  # The innermost mark is stronger than rules.
+  marks = [REGION + region_of(policy) for policy in (precise, None, other)]
+  assert policy_at(("a", *marks), given) == other
+  assert policy_at((marks[2], "a", marks[1]), given) is None
 
 
 def program():
@@ -137,6 +138,6 @@ def test_a_rule_that_matches_nothing():
 
 @pytest.mark.parametrize("mark", [(), ("mpjax.region=float16",), ("mpjax.region=float32",)])
 def test_what_full_precision_returns_stays_float32_in_any_region(mark):
-  settings = Settings(compute=BFLOAT16, ops=mpjax.OpLists())
+  settings = Settings(policy=mpjax.Policy(compute_dtype=BFLOAT16), ops=mpjax.OpLists())
   assert as_written((*mark, "mpjax.full_precision"), settings)
   assert not as_written(("mpjax.region=float32",), settings)

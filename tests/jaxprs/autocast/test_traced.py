@@ -20,7 +20,7 @@ HALVES = ["bfloat16", "float16"]
 
 
 def settings(half="bfloat16", **fields):
-  return Settings(compute=np.dtype(jnp.dtype(half)), ops=mpjax.OpLists(), **fields)
+  return Settings(policy=mpjax.Policy(compute_dtype=half), ops=mpjax.OpLists(), **fields)
 
 
 def rewritten(fun, half="bfloat16", *, modules=False, **fields):

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
@@ -11,7 +10,7 @@ from mpjax._jaxprs.autocast.uses import FACTOR, FULL, HELD, MATMUL, of_inputs, o
 from mpjax._jaxprs.autocast.values import Settings
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
-SETTINGS = Settings(compute=np.dtype("float16"), ops=mpjax.OpLists())
+SETTINGS = Settings(policy=mpjax.Policy(compute_dtype="float16"), ops=mpjax.OpLists())
 X = jnp.ones((3, 3))
 
 
@@ -22,7 +21,7 @@ LIST = FULL | HELD
 def readers(fun, *args, results=None, ops=None):
   """Returns what reads each argument of `fun`."""
   jaxpr = jax.make_jaxpr(fun)(*(args or (X,))).jaxpr
-  given = SETTINGS if ops is None else Settings(compute=SETTINGS.compute, ops=ops)
+  given = SETTINGS if ops is None else Settings(policy=SETTINGS.policy, ops=ops)
   return of_inputs(jaxpr, tuple(results or (0,) * len(jaxpr.outvars)), given)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal
 
+from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -25,7 +26,7 @@ from mpjax._jaxprs.op_lists import OpLists
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(d) for d in (jnp.bfloat16, "float16", "float32"))
 X = jax.make_jaxpr(jnp.sin)(1.0).jaxpr.invars[0]
-SETTINGS = Settings(compute=BFLOAT16, ops=OpLists())
+SETTINGS = Settings(policy=Policy(compute_dtype=BFLOAT16), ops=OpLists())
 
 
 class NotHere:
@@ -97,7 +98,6 @@ def test_numbers_that_a_dtype_has():
 
 def test_the_kind_of_a_value():
   data, neutral, low = Value(X, FLOAT32), Value(X, FLOAT32, neutral=True), Value(X, FLOAT16)
-  assert [v.is_data for v in (data, neutral, low)] == [True, False, False]
   assert [v.is_low for v in (data, neutral, low)] == [False, False, True]
   held = Value(X, FLOAT16, held=FLOAT32)
   assert held.kind == Kind(FLOAT16, held=FLOAT32)
@@ -139,16 +139,16 @@ def test_the_types_that_count():
 
 def test_settings_are_keys_of_caches():
   def make(**other):
-    given = {"compute": BFLOAT16, "ops": OpLists(), "rules": (Rule(None, path="a"),), **other}
+    given = {"policy": Policy(), "ops": OpLists(), "rules": (Rule(None, path="a"),), **other}
     return Settings(**given)
 
   assert hash(make()) == hash(make())
   assert make() == make()
   for other in (
-    {"compute": FLOAT16},
+    {"policy": Policy(compute_dtype=FLOAT16)},
     {"ops": OpLists().replace(half=["exp"])},
     {"rules": ()},
     {"rules": (Rule("float32", path="a"),)},
-    {"weight_grads": FLOAT32},
+    {"in_derivative": True},
   ):
     assert make(**other) != make()

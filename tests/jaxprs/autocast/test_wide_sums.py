@@ -29,7 +29,11 @@ def cast(fun, half="bfloat16", wide=FLOAT32, rules=()):
   def is_data(args):
     return [i == 1 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
 
-  settings = Settings(compute=jnp.dtype(half), ops=mpjax.OpLists(), rules=rules, weight_grads=wide)
+  settings = Settings(
+    policy=mpjax.Policy(compute_dtype=half, weight_grad_dtype=wide),
+    ops=mpjax.OpLists(),
+    rules=rules,
+  )
   return with_settings(fun, settings, "a test", Interface(data=is_data))
 
 
