@@ -22,7 +22,7 @@ from mpjax._core.rules import is_flax_norm
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import at_rest, leaving, mark, region_of
-from mpjax._jaxprs.autocast.marks import MODULE, TABLE
+from mpjax._jaxprs.autocast.marks import AS_GIVEN, MODULE, TABLE
 
 S = TypeVar("S", bound=Active)
 
@@ -32,7 +32,7 @@ class Layers(NamedTuple):
 
   Fields:
     rounded: they have a `dtype`, and their results are in the compute dtype.
-    as_given: they return the dtype that they get, so that a result is rounded if it is low.
+    as_given: they return the dtype that they get, so that a result is held only if that is.
   """
 
   rounded: tuple[Class, ...]
@@ -108,8 +108,12 @@ class ModuleCall(NamedTuple):
         fields = dtype_field(self.module, dtype, always=state.cast)
     marks = state.tracing and (around is None or around.region != state.region)
     marked = mark(state.region) if marks else contextlib.nullcontext()
-    table = jax.named_scope(TABLE) if state.is_table and state.tracing else contextlib.nullcontext()
-    with self._noted(), ACTIVE(state), _fields_set(self.module, fields), marked, table:
+    with contextlib.ExitStack() as scopes, self._noted(), ACTIVE(state), marked:
+      scopes.enter_context(_fields_set(self.module, fields))
+      if state.tracing and state.is_table:
+        scopes.enter_context(jax.named_scope(TABLE))
+      if state.tracing and isinstance(self.module, self.layers.as_given):
+        scopes.enter_context(jax.named_scope(AS_GIVEN))
       try:
         return method(*call[0], **call[1])
       except Exception as error:
@@ -168,14 +172,11 @@ class ModuleCall(NamedTuple):
     rewritten = state.tracing and not self.inner.cast and is_low(policy)
     if dtype is None and policy is not None and self.inner.cast:
       dtype = policy.compute_dtype
-    if dtype is None and policy is not None and rewritten:
-      if isinstance(self.module, self.layers.rounded):
-        asked = plain_attribute(self.module, "preferred_element_type")
-        if asked is None:
-          return map_arrays(lambda x: at_rest(x, policy.compute_dtype.name), outputs)
-        dtype = DType(asked)  # The user's own choice, and that of float32 operands.
-      elif isinstance(self.module, self.layers.as_given):
-        return map_arrays(at_rest, outputs)
+    if dtype is None and rewritten and isinstance(self.module, self.layers.rounded):
+      asked = plain_attribute(self.module, "preferred_element_type")
+      if asked is None:
+        return self._at_rest(outputs)
+      dtype = DType(asked)  # The user's own choice, and that of float32 operands.
     if dtype is None:
       return outputs
     to, traced = dtype, state.tracing and not state.cast
@@ -188,6 +189,15 @@ class ModuleCall(NamedTuple):
     if not (state.entered or state.tracing or state.cast):
       warn_of_uncast(self.module, new, dtype)
     return new
+
+  def _at_rest(self, outputs: PyTree) -> PyTree:
+    """Returns the results of a layer as with its own `dtype=`, but for one in a high precision."""
+    precision = plain_attribute(self.module, "precision")
+    each = precision if isinstance(precision, tuple) else (precision,)
+    if not {str(p).rpartition(".")[2].lower() for p in each} <= _USUAL:
+      return outputs
+    policy = self.how.policy
+    return outputs if policy is None else at_rest(outputs, policy.compute_dtype.name)
 
   def finished(self, outputs: PyTree) -> PyTree:
     """Returns what a method returns; the body of a generator runs later, as the method does."""
@@ -206,6 +216,10 @@ class ModuleCall(NamedTuple):
         step, sent = body.send, (yield self.result(yielded))
       except BaseException as error:  # GeneratorExit too: the body is to close.
         step, sent = body.throw, error
+
+
+_USUAL = {"none", "default", "fastest", "bfloat16"}
+"""The precisions of a matmul, as Flax's layers take them, that say nothing of float32."""
 
 
 def _arguments(call: tuple[Args, Kwargs], policy: Policy, casts: bool) -> tuple[Args, Kwargs]:

@@ -67,8 +67,9 @@ class Row(NamedTuple):
     elementwise: each element of a result depends on the elements at its own position alone.
     bounded: its result is finite where its operands are.
     tests: its result is boolean, and says something about the size of numbers.
-    role: how errors of its operands go into its result: those of a sum are absolute, so that
-      rounding an operand may be all of the result; those of a multiplication are relative.
+    role: how errors of its operands go into its result: those of a sum, or of a `floor`, are
+      absolute, so that rounding an operand may be all of the result; those of a multiplication are
+      relative.
     neutral: its results are random numbers, which take the dtype of what they meet, unless it is
       given a floating operand.
     gradient: where the derivative is a sum over elements of the result, how the operand was used.

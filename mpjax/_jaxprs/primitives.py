@@ -112,7 +112,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("div", **_FACTORS, degree=lambda d, _: d[0] - d[1]),
     Row("max min", elementwise=True, exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
     Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1]),
-    Row("rem", **_FACTORS),
+    Row("rem", elementwise=True, role="sum", gradient="multiplied"),
   ),
   family(
     "promote",
@@ -152,7 +152,7 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "Exact in every type.",
     Row("abs neg", elementwise=True, exact=True, degree=lambda d, _: d[0]),
-    Row("ceil floor round", elementwise=True, bounded=True),
+    Row("ceil floor round", elementwise=True, bounded=True, role="sum"),
     Row("is_finite", tests=True),
     Row("sign", elementwise=True, exact=True),
   ),

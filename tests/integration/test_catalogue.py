@@ -209,10 +209,10 @@ def test_what_only_an_exponential_reads_is_float32_and_what_a_matmul_reads_is_no
     def __call__(self, x):
       x = nn.relu(nn.Dense(8)(x)) * 0.5
       scores = nn.Dense(4)(x)
-      return jnp.exp(scores - scores.max()), jnp.sum(x)
+      return jnp.exp(scores - scores.max())
 
   x = normal(2, 8)
   model = mpjax.linen.with_policy(Net(), f"mixed_{HALF}")
   program = jax.make_jaxpr(model.apply)(shapes(Net(), x), x)
   assert programs.dtypes_of(program, "dot_general", "max", "mul") == {HALF}
-  assert programs.dtypes_of(program, "sub", "exp", "reduce_sum") == {"float32"}
+  assert programs.dtypes_of(program, "sub", "exp") == {"float32"}

@@ -133,15 +133,15 @@ def of_half_results(products: list[programs.Product]) -> list[programs.Product]:
 
 
 MORE_CASTS = {
-  **{"linen/mlp": 18, "linen/hard_coded": 7, "linen/resnet": 44, "linen/mixer": 15},
-  **{"linen/transformer": 5, "linen/lstm": 12, "linen/language_model": 21},
-  **{"nnx/mlp": 8, "nnx/mixer": 6, "nnx/transformer": 2, "nnx/lstm": 7, "nnx/gru": 1},
-  "nnx/language_model": 37,
+  **{"linen/mlp": 10, "linen/hard_coded": 3, "linen/resnet": 18, "linen/mixer": 9},
+  **{"linen/transformer": 2, "linen/lstm": 10, "linen/language_model": 25},
+  **{"nnx/lstm": 7, "nnx/gru": 23, "nnx/language_model": 44},
 }
 """A norm saves what it scales in low precision, for the gradient of its scale alone: two casts for
 each multiplication, which a compiler fuses (tests/check/test_gpu_hlo.py counts the kernels). A gate
-that is held in float32 is cast for its sums. A parameter is cast where it is used, so that its
-gradients add up in float32: two slices of one array of kernels, the two ends of one table. A GELU
+is computed in float32, and its operand is widened for that. A parameter is cast where it is used,
+so that its gradients add up in float32: two slices of one array of kernels, the two ends of one
+table. A GELU
 is computed in float32, since its cube overflows float16: its operand is widened, and both value and
 slope are rounded. The scan takes its start in the dtype that it has. By hand, JAX 0.12 casts the
 parameters of a scan once where JAX 0.10 does twice."""
@@ -252,14 +252,14 @@ def test_a_float32_policy_leaves_the_program_as_it_is(name):
 
 PINNED = {
   # name: (half products, casts to half, casts to float32), all as often as they run
-  "mlp": (8, 22, 21),
-  "hard_coded": (8, 16, 14),
-  "resnet": (20, 49, 52),
-  "mixer": (17, 20, 16),
-  "transformer": (24, 24, 21),
+  "mlp": (8, 18, 19),
+  "hard_coded": (8, 15, 13),
+  "resnet": (20, 37, 40),
+  "mixer": (17, 18, 14),
+  "transformer": (24, 23, 21),
   "lstm": (33, 48, 50),
-  "gru": (93, 38, 86),
-  "language_model": (36, 55, 47),
+  "gru": (93, 50, 98),
+  "language_model": (36, 55, 51),
 }
 
 

@@ -293,3 +293,79 @@ def fused_boxes(p, x, low):
   boxes = p["p"][None] + mm(x, p["w"], low).reshape(-1, 100, 4)
   weights = jax.nn.relu(mm(x, p["v"], low))[..., None]
   return (boxes * weights).sum(1) / (weights.sum(1) + 1e-3) - 256.0
+
+
+# Functions that saturate, averages, and gradients whose parts cancel.
+
+
+@case(kernels("z", "h", inputs=8), STEPS)
+def gate_near_one(p, x, low):
+  keep, inputs = jax.nn.sigmoid(wide(mm(x, p["z"], low)) + 6), mm(x, p["h"], low)
+
+  def step(h, both):
+    return both[0] * h + (1 - both[0]) * both[1], None
+
+  return jax.lax.scan(step, jnp.zeros(8), (keep, inputs))[0]
+
+
+@case(kernels("w", outputs=8), ROWS)
+def complement_of_a_square(p, x, low):
+  gate = jax.nn.sigmoid(wide(mm(x, p["w"], low)) + 4)
+  return jnp.sqrt(1 - gate * gate)
+
+
+@case(kernels("w", outputs=8) | {"out": normal(8, 4)}, ROWS)
+def entropy_of_a_gate(p, x, low):
+  gate = jax.nn.sigmoid(wide(mm(x, p["w"], low)) + 6)
+  return mm(gate, p["out"], low).sum() - ((1 - gate) * jnp.log(1 - gate)).sum()
+
+
+@case(kernels("w", outputs=8), STEPS[:, :4] @ np.ones((4, 16), np.float32))
+def average_with_remat(p, x, low):
+  def step(c, row):
+    return 0.999 * c + 0.001 * jnp.tanh(wide(row)), None
+
+  step = jax.checkpoint(step, prevent_cse=False)
+  return jax.lax.scan(step, jnp.zeros(8), mm(x, p["w"], low))[0]
+
+
+@case(kernels("w", outputs=8), ROWS)
+def change_by_a_remat(p, x, low):
+  c = jnp.cumsum(wide(mm(x, p["w"], low)) + 3, 0)
+  return jax.checkpoint(lambda c: c + jnp.tanh(c / 100))(c) - c
+
+
+@case(kernels("w", outputs=1), np.concatenate([ROWS[:, :13], ROWS[:, 13:] + 100], 1))
+def weighted_centroid(p, x, low):
+  weights = jax.nn.softplus(wide(mm(x.at[:, 13:].add(-100.0), p["w"], low)))
+  return (weights * x[:, 13:]).sum(0) / weights.sum(0)
+
+
+@case(kernels("w", outputs=32), ROWS)
+def centred_values_on_a_grid(p, x, low):
+  h = wide(mm(x, p["w"], low))
+  return ((h - h.mean(-1, keepdims=True)) * (jnp.arange(32.0) + 1000)).sum(-1)
+
+
+@case(kernels("w", outputs=32), ROWS[:8])
+def expected_value(p, x, low):
+  values = jnp.linspace(-10.0, 500.0, 32)
+  return (jax.nn.softmax(wide(mm(x, p["w"], low))) * values).sum(-1)
+
+
+@case(kernels("w", outputs=8) | {"out": normal(8, 4)}, ROWS * 40)
+def rounded_codes(p, x, low):
+  return mm(jnp.round(mm(x, p["w"], low)), p["out"], low)
+
+
+@case({"anchors": _BOXES[:64, :1] + 0.3, **kernels("w", outputs=8), "out": normal(8, 4)}, ROWS)
+def fractions(p, x, low):
+  places = p["anchors"] + wide(mm(x, p["w"], low))
+  return mm(jax.lax.rem(places, jnp.ones_like(places)), p["out"], low)
+
+
+@case(kernels("w", outputs=8) | {"out": normal(8, 4)}, ROWS)
+def large_value_of_a_branch(p, x, low):
+  h = wide(mm(x, p["w"], low))
+  chosen = jax.lax.cond(x[0, 0] > 9, lambda h: h, lambda h: jnp.full_like(h, 1e6), h)
+  return mm(chosen * 1e-6 + h, p["out"], low)

@@ -9,8 +9,9 @@ One rule decides, by what an operation is and by the kinds of its operands: data
   multiplication float32, unless all operands are low and at rest    low, else data, else neutral
   other          float32, if an operand is data or held in float32   data, else low, else neutral
 
-Where nothing but float32 operations read a result, it is computed in float32 too. A low value that
-was computed in float32 is held in float32 for readers that a rounding would harm, else rounded.
+Where nothing but float32 operations read a result, it is computed in float32 too, and so is a
+multiplication or a bounded function that a sum reads. A low value that was computed in float32 is
+held in float32 for readers that a rounding would harm, else rounded.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ from jax.extend.core.primitives import (
   convert_element_type_p,
   pad_p,
   reduce_precision_p,
-  sub_p,
 )
 
 from mpjax._core.dtypes import FLOAT32, HALVES
@@ -30,17 +30,26 @@ from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype, wants_precision
 from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
+from mpjax._jaxprs.autocast.marks import AS_GIVEN
 from mpjax._jaxprs.autocast.rewriter import Rewriter
 from mpjax._jaxprs.autocast.scopes import output_of, policy_at, rest_of
 from mpjax._jaxprs.autocast.sums import (
   broadcast,
   is_summed,
   repeats,
-  saving_operands,
-  with_low_residual,
+  saving_low,
 )
-from mpjax._jaxprs.autocast.uses import FACTOR, HELD, leaves_wide, only_float32
-from mpjax._jaxprs.autocast.values import FLOATS, Kind, Scope, Value, is_exact, joined, survives
+from mpjax._jaxprs.autocast.uses import FACTOR, HELD, SUMMED, is_kept, leaves_wide, only_float32
+from mpjax._jaxprs.autocast.values import (
+  FLOATS,
+  Kind,
+  Scope,
+  Value,
+  is_exact,
+  joined,
+  spans_float32,
+  survives,
+)
 from mpjax._jaxprs.autocast.wide_sums import with_wide_sums
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 from mpjax._jaxprs.primitives import facts_of
@@ -121,18 +130,14 @@ def _elementwise(
   if dtype != FLOAT32 and repeats(eqn):
     dtype, params, outs = FLOAT32, eqn.params, [kind._replace(carried=FLOAT32)]
   summed = [value is not None and is_summed(eqn, value, dtype) for value in values]
-  if (big := _saved_at_rest(eqn, floats, dtype)) is not None:
+  readers, at_once = rewriter.readers_of(eqn), any(summed) and facts_of(eqn).role != "sum"
+  saved = _saved_low(eqn, floats, FLOAT32 if at_once else dtype, kind, readers)
+  if any(saved):
+    # With operands in float32, where the gradients of all readers of a value are added.
     operands = [rewriter.view(value, FLOAT32, eqn) for value in floats]
-    made = with_low_residual(eqn, operands, big, floats[big].dtype, kind.variable)
-    return rewriter.write(made, operands, outs, once=once)
-  if _saves_casts(eqn, floats, dtype) or (any(summed) and facts_of(eqn).role != "sum"):
-    # The operands as they are held: one at rest is saved so, and its gradient added in float32.
-    operands = [
-      atom if value is None else rewriter.view(value, value.held, eqn)
-      for atom, value in zip(eqn.invars, values, strict=True)
-    ]
-    result = kind.variable
-    return rewriter.write(saving_operands(eqn, operands, result), operands, outs, once=once)
+    at_rest = [dtype_of(value.atom) == value.dtype for value in floats]
+    made = saving_low(eqn, operands, saved, [v.atom for v in floats], at_rest, kind.variable)
+    return rewriter.write(made, made.invars, outs, once=once)
   operands = [
     atom if value is None else _operand(rewriter, value, sums, dtype, eqn)
     for atom, value, sums in zip(eqn.invars, values, summed, strict=True)
@@ -179,17 +184,24 @@ def _rule(
     return FLOAT32, Kind(half, held=FLOAT32)
 
   # The dtype of an operation with a low operand, and whether its result stays held in float32.
+  widened = all(v.widened or v.held != FLOAT32 for v in deciding)
   computes = facts.role is not None or facts.tests
   exact = all(is_exact(x, half) for x in numbers)
+  own = dtype_of(eqn.outvars[0]) == FLOAT32  # Else the user has chosen low precision.
+  more = facts.role == "product" or (facts.role == "sum" and len(arrays) == 1)
   dtype, held = half, bool(readers & (HELD | FACTOR))
   if part == "float32":
+    dtype = FLOAT32
+  elif readers & SUMMED and own and (facts.bounded or more):
+    # A rounding before a sum may be all of it, and the operand knows more: of a gate near 1, say.
     dtype = FLOAT32
   elif facts.role == "sum" and exact and not readers & HELD and _is_bias(deciding):
     dtype = half  # As by hand, since the sum is to be rounded.
   elif computes and any(v.held == FLOAT32 for v in deciding):
     dtype = FLOAT32
     if facts.gradient == "multiplied" and _scaled(eqn, deciding) is not None:
-      held = bool(readers & HELD)  # It is as large as an activation: a factor in its range.
+      # It is as large as an activation: bfloat16 has the range for what is multiplied by it.
+      held = bool(readers & (HELD if spans_float32(half) else HELD | FACTOR))
   elif computes and not exact:
     dtype = FLOAT32
   elif not computes:
@@ -199,7 +211,11 @@ def _rule(
     dtype = FLOAT32 if chosen or not fits else half
   if only_float32(readers) and not facts.exact:
     dtype = FLOAT32
-  return dtype, Kind(half, kind.neutral, FLOAT32 if dtype == FLOAT32 and held else None)
+  if AS_GIVEN in rewriter.place(eqn)[0]:
+    held = any(v.is_low and v.held == FLOAT32 for v in deciding)
+  if dtype != FLOAT32 or not held:
+    return dtype, Kind(half, kind.neutral)
+  return dtype, Kind(half, kind.neutral, FLOAT32, widened=widened and part != "float32" and exact)
 
 
 def _is_bias(values: Sequence[Value]) -> bool:
@@ -226,24 +242,33 @@ _FEW = 8
 """More numbers than a mask has are not noted: they are part of the key of a rewritten jaxpr."""
 
 
-def _saved_at_rest(eqn: JaxprEqn, values: Sequence[Value], dtype: DType) -> int | None:
-  """Returns which factor in float32 is low, and saved for the gradient of a sum alone.
+def _saved_low(
+  eqn: JaxprEqn, values: Sequence[Value], dtype: DType, kind: Kind, readers: int
+) -> list[DType | None]:
+  """Returns in which low-precision dtype each factor in float32 is saved for the gradients.
 
-  The other one is a parameter, or repeated: its gradient is a sum, which takes this one at rest.
+  One that is at rest has such numbers. Another one may be rounded for the gradient of a sum alone,
+  where the other factor is a parameter, or repeated, and only if the result is rounded in the end:
+  else the parts of the gradient may cancel.
   """
-  known = any(value.numbers is not None or value.held != FLOAT32 for value in values)
-  if dtype != FLOAT32 or facts_of(eqn).gradient != "multiplied" or len(values) != 2 or known:
-    return None
-  of_a_parameter = [i for i, value in enumerate(values) if value.is_low and values[1 - i].neutral]
-  return of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
-
-
-def _saves_casts(eqn: JaxprEqn, values: Sequence[Value], dtype: DType) -> bool:
-  """Whether a multiplication in float32 would save a cast of an operand at rest."""
-  if dtype != FLOAT32 or facts_of(eqn).role != "product":
-    return False
+  none: list[DType | None] = [None] * len(values)
   known = any(value.numbers is not None for value in values)
-  return not known and any(value.held != FLOAT32 for value in values)
+  if dtype != FLOAT32 or known or facts_of(eqn).role == "sum" or not _multiplies(eqn):
+    return none
+  saved = [value.dtype if value.is_low and value.held != FLOAT32 else None for value in values]
+  if any(saved) or len(values) != 2 or is_kept(readers) or not kind.is_low:
+    return saved
+  of_a_parameter = [i for i, value in enumerate(values) if value.is_low and values[1 - i].neutral]
+  big = of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
+  if big is not None and spans_float32(values[big].dtype):
+    saved[big] = values[big].dtype
+  return saved
+
+
+def _multiplies(eqn: JaxprEqn) -> bool:
+  """Whether the derivative of an operation reads its operands."""
+  facts = facts_of(eqn)
+  return facts.role == "product" or facts.gradient in ("multiplied", "chosen")
 
 
 def _operand(rewriter: Rewriter, value: Value, summed: bool, dtype: DType, eqn: JaxprEqn) -> Atom:
@@ -254,10 +279,6 @@ def _operand(rewriter: Rewriter, value: Value, summed: bool, dtype: DType, eqn: 
     rewriter.eqns.append(made)
     (repeated,) = made.outvars
     return rewriter.cast(repeated, retyped(repeated, dtype), eqn)
-  if eqn.primitive is sub_p and dtype_of(value.atom) in HALVES and dtype == FLOAT32:
-    # A norm's difference: with a cast of its own, as by hand, XLA groups the sums of its
-    # backward pass so that they read less memory. Forward a compiler makes one cast of both.
-    return rewriter.cast(value.atom, retyped(value.atom, dtype), eqn)
   return rewriter.view(value, dtype, eqn)
 
 
@@ -270,13 +291,12 @@ def _leave(rewriter: Rewriter, eqn: JaxprEqn, dtype: DType) -> None:
   return rewriter.hold(eqn.outvars[0], Value(atom, dtype))
 
 
-def _rest(rewriter: Rewriter, eqn: JaxprEqn, named: str) -> None:
-  """Rounds the result of a layer: to the dtype that is named, or if it is low."""
+def _rest(rewriter: Rewriter, eqn: JaxprEqn, dtype: DType) -> None:
+  """Rounds the result of a layer, but for a caller that asks for float32."""
   value = rewriter.value(eqn.invars[0])
   if value is None:
     return rewriter.untouched(eqn)
-  dtype = np.dtype(named) if named else value.dtype
-  if dtype != FLOAT32 and not (value.is_low and leaves_wide(rewriter.readers_of(eqn))):
+  if not (value.is_low and leaves_wide(rewriter.readers_of(eqn))):
     value = Value(rewriter.view(value, dtype, eqn), dtype, value.neutral and value.is_low)
   return rewriter.hold(eqn.outvars[0], value)
 

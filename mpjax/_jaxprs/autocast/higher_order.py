@@ -12,11 +12,12 @@ from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
 from mpjax._jaxprs.autocast.custom_derivatives import CustomCall, with_rule
 from mpjax._jaxprs.autocast.first_order import first_order
-from mpjax._jaxprs.autocast.marks import REGION, TABLE
-from mpjax._jaxprs.autocast.powers import Powers, in_float32, powers
+from mpjax._jaxprs.autocast.marks import AS_GIVEN, REGION, TABLE
+from mpjax._jaxprs.autocast.powers import powers, write_powers
 from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
 from mpjax._jaxprs.autocast.scopes import marked, names_of, policy_at
-from mpjax._jaxprs.autocast.uses import HELD, MATMUL, of_loop, only_float32, rounded_carry
+from mpjax._jaxprs.autocast.sums import saving_rounded
+from mpjax._jaxprs.autocast.uses import HELD, RETURNED, of_loop
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   Constant,
@@ -27,6 +28,7 @@ from mpjax._jaxprs.autocast.values import (
   constants,
   joined,
   kept,
+  survives,
 )
 from mpjax._jaxprs.inner_jaxprs import Inner, Program, donated, inner_jaxprs, with_inner
 from mpjax._jaxprs.primitive_facts import Holds
@@ -67,54 +69,29 @@ def rewrite(
   found = powers(jaxpr, settings.ops)
   done: frozenset[int] = frozenset()
   for place, eqn in enumerate(map(rewriter.shown, jaxpr.eqns)):
-    if place in found and _in_float32(rewriter, found[place]):
+    if place in found and write_powers(rewriter, found[place]):
       done |= found[place].places
     if is_higher_order(eqn):
       _enter(rewriter, eqn)
     elif place not in done:
       first_order(rewriter, eqn)
-  pairs = [_result(rewriter, *each, jaxpr) for each in zip(jaxpr.outvars, outs, strict=True)]
+  triples = zip(jaxpr.outvars, outs, readers, strict=True)
+  pairs = [_result(rewriter, *each, jaxpr) for each in triples]
   results, kinds = [p[0] for p in pairs], [p[1] for p in pairs]
   new = jaxpr.replace(invars=invars, outvars=results, eqns=rewriter.eqns)
   closed = None if new.constvars else ClosedJaxpr(new, ())
   return Rewritten(new, tuple(kinds), closed)
 
 
-def _in_float32(rewriter: Rewriter, found: Powers) -> bool:
-  """Writes what holds powers of a low-precision value as one equation; False if it stays as it is.
-
-  It stays if float32 operations read all of it, which is then in float32 anyway; and if it is one
-  power that operations of the `half` list read: it has to fit into their dtype.
-  """
-  scope, half = rewriter.place(found.eqns[0])
-  value = rewriter.value(found.root)
-  if half is None or value is None or value.dtype != half:
-    return False
-  readers = [rewriter.readers.get(v, 0) for v in found.outs]
-  if all(only_float32(each) or (found.single and each & MATMUL) for each in readers):
-    return False
-  if any(rewriter.place(eqn)[0] != scope for eqn in found.eqns):
-    return False
-  # The results are held as the value is; but in float32 if no matmul reads them.
-  harmed = HELD if value.held == FLOAT32 else 0
-  kinds = [
-    Kind(half, held=FLOAT32 if each & harmed or not each & MATMUL else None) for each in readers
-  ]
-  operand = rewriter.view(value, value.held, found.eqns[0])
-  made = in_float32(found, operand, [kind.variable for kind in kinds])
-  rewriter.write(made, made.invars, kinds)
-  return True
-
-
 def _result(
-  rewriter: Rewriter, atom: Atom, dtype: DType | None, jaxpr: Jaxpr
+  rewriter: Rewriter, atom: Atom, dtype: DType | None, readers: int, jaxpr: Jaxpr
 ) -> tuple[Atom, Kind | None]:
   """What holds a result in `dtype`, and its kind."""
   value = rewriter.value(atom)
   if value is None:
     return atom, None
   last = jaxpr.eqns[-1] if jaxpr.eqns else None
-  dtype = dtype or value.held
+  dtype = dtype or (value.dtype if value.widened and readers == RETURNED else value.held)
   found = rewriter.view(value, dtype, last)
   asked = aval_of(atom)
   if dtype == asked.dtype and aval_of(found).weak_type != asked.weak_type:
@@ -157,10 +134,7 @@ def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
 
 
 def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], Kinds]:
-  """The operands as the jaxprs inside read them, and their kinds: as they are held.
-
-  What a `remat` saves of them is at rest if it is low.
-  """
+  """The operands as the jaxprs inside read them, and their kinds: as they are held."""
   half = rewriter.place(eqn)[1]
   atoms: list[Atom] = []
   kinds: list[Kind | None] = []
@@ -170,7 +144,7 @@ def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], Kinds]:
       atoms.append(atom)
       kinds.append(None)
       continue
-    kind = value.kind.at_rest if facts_of(eqn).saves else value.kind
+    kind = value.kind
     if half is None and dtype_of(atom) == FLOAT32:  # Nothing changes here, only in a scope inside.
       kind = kind._replace(held=FLOAT32 if value.is_low else None)
     atoms.append(rewriter.view(value, kind.variable, eqn))
@@ -217,8 +191,8 @@ def _scope(rewriter: Rewriter, eqn: JaxprEqn) -> Scope:
   if settings.rules or settings.precision is not None:
     return scope
   mark = marked(scope)
-  table = (TABLE,) if TABLE in scope else ()
-  return table if mark is None else (*table, REGION + mark)
+  own = tuple(name for name in (TABLE, AS_GIVEN) if name in scope)
+  return own if mark is None else (*own, REGION + mark)
 
 
 def _params(eqn: JaxprEqn, found: Sequence[Inner], new: Sequence[Rewritten]) -> dict[str, Any]:
@@ -247,7 +221,13 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
       atoms[i] = rewriter.original(eqn.invars[i], eqn)
       ins = (*ins[:i], _in_variable(ins[i], eqn.invars[i]), *ins[i + 1 :])
   new = _inside(rewriter, eqn, found[0], ins)
-  rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [new]), once=_once(rewriter, eqn))
+  # What a `remat` saves is at rest if it is low.
+  saved = [kind.dtype if kind is not None and kind.is_low and kind.held else None for kind in ins]
+  params = _params(eqn, found, [new])
+  if facts_of(eqn).saves and any(saved) and eqn.params["policy"] is None:
+    made = saving_rounded(eqn, new.jaxpr, list(map(aval_of, atoms)), saved)
+    eqn, params = eqn.replace(primitive=made.primitive), made.params
+  rewriter.write(eqn, atoms, new.outs, params, once=_once(rewriter, eqn))
 
 
 def _in_variable(kind: Kind | None, atom: Atom) -> Kind | None:
@@ -294,8 +274,11 @@ def _cond(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
 def _chosen(readers: int, kinds: Sequence[Kind | None]) -> Kind | None:
   """Returns the kind of a result that is one of several: see the table for a choice."""
   found = joined(kinds)
-  exact = any(kind is not None and kind.dtype == FLOAT32 for kind in kinds) and readers & HELD
-  return found._replace(held=FLOAT32) if found and exact and found.dtype != FLOAT32 else found
+  if found is None or found.dtype == FLOAT32:
+    return found
+  wide = [kind for kind in kinds if kind is not None and kind.dtype == FLOAT32]
+  fits = all(survives(x, found.dtype) for kind in wide for x in kind.numbers or ())
+  return found._replace(held=FLOAT32) if wide and (readers & HELD or not fits) else found
 
 
 def _loop(
@@ -305,12 +288,12 @@ def _loop(
 
   What the body returns depends on how the carry comes in, so the body is rewritten again until
   nothing changes. Kinds only go from neutral to low to data, and from low at rest to held in
-  float32: that ends. What a `remat` in the body saves of the carry is at rest if it is low.
+  float32: that ends.
 
   Returns:
     The body, the operands with the carry cast, and the kinds of these in each iteration.
   """
-  settings, rounded = rewriter.settings, rounded_carry(body)
+  settings = rewriter.settings
   readers = of_loop(body, _readers(rewriter, eqn), settings)
   # A carry that the user has cast to low precision stays in it.
   own = [dtype_of(v) != FLOAT32 for v in body.jaxpr.invars[body.carry.start : body.carry.stop]]
@@ -322,7 +305,7 @@ def _loop(
       kinds[i] = kind
     new = _inside(rewriter, eqn, body, tuple(kinds), readers=readers)
     back = [
-      _carried(kind, out, i in rounded or own[i])
+      _carried(kind, out, own[i])
       for i, (kind, out) in enumerate(zip(state, new.outs[: len(state)], strict=True))
     ]
     if back == state:
@@ -337,14 +320,15 @@ def _loop(
   return new._replace(outs=outs), made, tuple(kinds)
 
 
-def _carried(state: Kind | None, returned: Kind | None, rounded: bool) -> Kind | None:
+def _carried(state: Kind | None, returned: Kind | None, own: bool) -> Kind | None:
   """Returns the kind of a carry that comes in as `state` and is returned as `returned`."""
   found = joined((state, returned))
   if found is None or found.dtype == FLOAT32:
     return found
-  neutral = state is not None and state.dtype == FLOAT32  # It starts in float32.
-  held = FLOAT32 if neutral or found.held == FLOAT32 else None
-  return found._replace(neutral=False, held=None if rounded else held)
+  started = state is not None and state.dtype == FLOAT32  # As a neutral one.
+  held = FLOAT32 if started else found.held
+  widened = found.widened and not started
+  return found._replace(neutral=False, held=None if own else held, widened=widened)
 
 
 def _scan(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
@@ -359,8 +343,7 @@ def _read_by_all(
 ) -> tuple[list[Atom], Kinds]:
   """The operands with the constants of a scan in float32, to be cast in each of its iterations.
 
-  The derivative with respect to them is the sum over all iterations, and so added up in float32: in
-  bfloat16, the gradient of an LSTM's weights stops growing after 256 equal steps.
+  Their gradients are sums over all iterations: in bfloat16, they stop growing after 256 equal ones.
   """
   kinds = list(ins)
   half = rewriter.place(eqn)[1]

@@ -22,8 +22,10 @@ REGION = PREFIX + "region="
 OUTPUT = PREFIX + "output="
 
 REST = PREFIX + "rest="
-"""The scope of the result of a layer that rounds it, with the dtype; none for one that returns the
-dtype that it is given, such as a dropout."""
+"""The scope of the result of a layer that rounds it, with the dtype."""
+
+AS_GIVEN = PREFIX + "as-given"
+"""The scope of a layer that returns the dtype that it is given, such as a dropout."""
 
 MODULE = PREFIX + "module="
 """The path of a module under a policy, in the jaxpr that `mpjax.audit` traces."""
@@ -78,8 +80,8 @@ def leaving(tree: PyTree, dtype: Any) -> PyTree:
   return jax.tree.map(leaf, tree)
 
 
-def at_rest(tree: PyTree, dtype: str = "") -> PyTree:
-  """Returns the results of a layer, rounded to `dtype`, or as its arguments are: see `REST`.
+def at_rest(tree: PyTree, dtype: str) -> PyTree:
+  """Returns the results of a layer, rounded to `dtype`: see `REST`.
 
   What leaves in float32 right after it is not rounded first.
   """

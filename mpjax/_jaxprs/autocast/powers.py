@@ -18,7 +18,9 @@ from mpjax._core.dtypes import FLOAT32
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.evaluate import differentiated, jaxpr_of
-from mpjax._jaxprs.autocast.values import kept
+from mpjax._jaxprs.autocast.rewriter import Rewriter
+from mpjax._jaxprs.autocast.uses import FACTOR, HELD, MATMUL, only_float32
+from mpjax._jaxprs.autocast.values import Kind, kept
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
@@ -148,3 +150,29 @@ def in_float32(found: Powers, operand: Atom, dtypes: Sequence[DType]) -> JaxprEq
   return last.replace(
     primitive=made.primitive, invars=[operand], outvars=list(found.outs), params=made.params
   )
+
+
+def write_powers(rewriter: Rewriter, found: Powers) -> bool:
+  """Writes what holds powers of a low-precision value as one equation; False if it stays as it is.
+
+  It stays if float32 operations read all of it, which is then in float32 anyway; and if it is one
+  power that operations of the `half` list read: it has to fit into their dtype.
+  """
+  scope, half = rewriter.place(found.eqns[0])
+  value = rewriter.value(found.root)
+  if half is None or value is None or value.dtype != half:
+    return False
+  readers = [rewriter.readers.get(v, 0) for v in found.outs]
+  if all(only_float32(each) or (found.single and each & MATMUL) for each in readers):
+    return False
+  if any(rewriter.place(eqn)[0] != scope for eqn in found.eqns):
+    return False
+  # The results are held as the value is; but in float32 if no matmul reads them.
+  harmed = HELD | FACTOR if value.held == FLOAT32 else 0
+  kinds = [
+    Kind(half, held=FLOAT32 if each & harmed or not each & MATMUL else None) for each in readers
+  ]
+  operand = rewriter.view(value, value.held, found.eqns[0])
+  made = in_float32(found, operand, [kind.variable for kind in kinds])
+  rewriter.write(made, made.invars, kinds)
+  return True

@@ -92,13 +92,10 @@ def output_of(scope: Scope) -> DType | None:
   return np.dtype(name[len(OUTPUT) :]) if name.startswith(OUTPUT) else None
 
 
-def rest_of(scope: Scope) -> str | None:
-  """Returns the dtype that an equation right in this scope gives the result of a layer.
-
-  "" is the one at rest if it is low, and the one that it has if not. None: it marks no layer.
-  """
+def rest_of(scope: Scope) -> DType | None:
+  """Returns the dtype that an equation right in this scope gives the result of a layer, if any."""
   name = scope[-1] if scope else ""
-  return name[len(REST) :] if name.startswith(REST) else None
+  return np.dtype(name[len(REST) :]) if name.startswith(REST) else None
 
 
 def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:

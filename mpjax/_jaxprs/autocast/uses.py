@@ -23,9 +23,18 @@ CALLER = 16
 """The caller, who asks for float32: by the `output_dtype` of a module or of the function; at once
 or behind sums and what moves elements."""
 
-HELD = 4 | CALLER
-"""Something that a rounding would change: a sum, a comparison, an index, a carry, any caller, an
-operation of the float32 list; at once or behind multiplications and what keeps its dtype."""
+RETURNED = 32
+"""A caller that takes the dtype that there is, likewise."""
+
+KEPT = 64
+"""A reader for which nothing rounds the value, nor a sum with it."""
+
+SUMMED = 4
+"""Something that a rounding would change: a sum, a comparison, an index, a carry, an operation of
+the float32 list; at once or behind multiplications and what keeps its dtype."""
+
+HELD = SUMMED | CALLER | RETURNED
+"""All of these: a value that was computed in float32 is not rounded for them."""
 
 FACTOR = 8
 """A multiplication, at once or behind operations that keep a dtype: rounded, a factor may overflow.
@@ -38,6 +47,11 @@ Readers: TypeAlias = dict[Atom, int]
 def only_float32(readers: int) -> bool:
   """Whether operations of the float32 list read a value, and no matmul."""
   return readers & (FULL | MATMUL) == FULL
+
+
+def is_kept(readers: int) -> bool:
+  """Whether some reader gets all digits of a value, or of a sum with it."""
+  return bool(readers & (KEPT | CALLER | RETURNED))
 
 
 def leaves_wide(readers: int) -> bool:
@@ -74,7 +88,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
   part = settings.ops.part_of(eqn.primitive.name, eqn.params)
   behind = 0
   for var, readers in zip(eqn.outvars, results, strict=True):
-    behind |= readers if dtype_of(var) in FLOATS else HELD
+    behind |= readers if dtype_of(var) in FLOATS else SUMMED | KEPT
   if part == "half":
     return MATMUL
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
@@ -82,10 +96,12 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
     if rounded and dtype_of(eqn.outvars[0]) in FLOATS:
       return behind & MATMUL  # A cast of the user's.
     facts = facts_of(eqn)
-    if leaves_wide(behind) and not (facts.role == "product" or facts.tests):
-      passes = facts.role == "sum" or facts.moves or eqn.primitive is convert_element_type_p
-      return CALLER if passes else HELD
-    return behind | _ROLES.get(facts.role, 0)
+    if facts.moves or eqn.primitive is convert_element_type_p:
+      return behind
+    if leaves_wide(behind) and facts.role == "sum":
+      return CALLER
+    returned = RETURNED if behind & CALLER else 0
+    return behind & ~CALLER | returned | _ROLES.get(facts.role, 0)
   if eqn.primitive is reduce_precision_p:
     scope = names_of(str(eqn.source_info.name_stack))
     leaving = output_of(scope)
@@ -93,51 +109,41 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
       return behind if leaves_wide(behind) else behind & MATMUL
     if leaving is not None:
       return CALLER if leaving == FLOAT32 else behind & MATMUL
-  return FULL | HELD
+  return FULL | SUMMED | KEPT
 
 
-_ROLES: Mapping[str | None, int] = {"sum": HELD, "product": FACTOR}
+_ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR}
 
 
 def of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
   """What an equation that holds jaxprs is to each operand."""
   found = inner_jaxprs(eqn)
   if not found or any(inner.operands is None for inner in found):
-    return (FULL | HELD,) * len(eqn.invars)
+    return (FULL | SUMMED | KEPT,) * len(eqn.invars)
   each = [0] * len(eqn.invars)
   for inner in found:
     jaxpr = inner.jaxpr
-    results = outs if inner.returns else (HELD,) * len(jaxpr.outvars)
+    results = outs if inner.returns else (SUMMED | KEPT,) * len(jaxpr.outvars)
     if inner.carry:
       results = of_loop(inner, results, settings)
     for place, readers in zip(
       inner.operands or (), of_inputs(jaxpr, results, settings), strict=True
     ):
       each[place] |= readers
-  # What a `remat` saves is at rest if it is low.
-  return [readers & MATMUL for readers in each] if facts_of(eqn).saves else each
+  return each
 
 
 def of_loop(body: Inner, outs: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
   """Returns the consumers of the results of a loop's body, the next iteration among them."""
-  carry, rounded = body.carry, rounded_carry(body)
-  outs = tuple(
-    readers | (0 if i in rounded else HELD) if i < len(carry) else readers
-    for i, readers in enumerate(outs)
-  )
+  carry = body.carry
+  first = (readers | SUMMED | KEPT for readers in outs[: len(carry)])
+  outs = (*first, *outs[len(carry) :])
   while True:
     found = of_inputs(body.jaxpr, outs, settings)[carry.start : carry.stop]
     again = tuple(a | b for a, b in zip(outs, found, strict=False)) + outs[len(carry) :]
     if again == outs:
       return outs
     outs = again
-
-
-def rounded_carry(body: Inner) -> frozenset[int]:
-  """Returns which parts of a loop's carry a `remat` in its body saves: low ones are at rest."""
-  saved = {v for eqn in body.jaxpr.eqns if facts_of(eqn).saves for v in eqn.invars}
-  carried = body.jaxpr.invars[body.carry.start : body.carry.stop]
-  return frozenset(i for i, v in enumerate(carried) if v in saved)
 
 
 @kept

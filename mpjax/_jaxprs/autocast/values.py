@@ -61,6 +61,8 @@ class Kind(NamedTuple):
     held: the dtype that its consumers read: float32 for a low value that was just computed in
       float32. None for the one at rest.
     carried: the dtype of the variable that brings it, if it is another one than it is held in.
+    widened: it is held for its readers alone: all that it was computed of is at rest. A caller that
+      takes any dtype gets it at rest, as JAX's own promotion would have it.
     weight: it is a parameter that the function has cast to low precision, as `Value` has it.
     numbers: those that its elements are among, if that is known: of literals, and of masks.
   """
@@ -69,8 +71,14 @@ class Kind(NamedTuple):
   neutral: bool = False
   held: DType | None = None
   carried: DType | None = None
+  widened: bool = False
   weight: bool = False
   numbers: tuple[float, ...] | None = None
+
+  @property
+  def is_low(self) -> bool:
+    """Whether it is low, at rest or held in float32."""
+    return self.dtype != FLOAT32
 
   @property
   def variable(self) -> DType:
@@ -80,7 +88,7 @@ class Kind(NamedTuple):
   @property
   def at_rest(self) -> "Kind":
     """The same value, rounded if it is low."""
-    return self._replace(held=None, carried=None)
+    return self._replace(held=None, carried=None, widened=False)
 
   @property
   def as_carry(self) -> "Kind":
@@ -105,6 +113,7 @@ class Value:
     neutral, numbers: as in `Kind`.
     held: the dtype that consumers read: float32 for a low value that was just computed in float32.
       One that is at rest may have a float32 variable, whose numbers are those of the low dtype.
+    widened: as in `Kind`.
     once: casts are made once for all readers. Not so for a parameter, whose gradients, one from
       each cast, are then added in float32.
     counted: it was an integer.
@@ -129,6 +138,7 @@ class Value:
     "stored",
     "views",
     "weight",
+    "widened",
   )
 
   def __init__(
@@ -144,7 +154,7 @@ class Value:
     self.neutral = neutral
     self.held = dtype if held is None else held
     self.once = once
-    self.counted = self.weight = self.repeated = False
+    self.counted = self.weight = self.repeated = self.widened = False
     self.numbers: tuple[float, ...] | None = None
     self.stored: Atom | None = None
     self.filled: JaxprEqn | None = None
@@ -159,7 +169,8 @@ class Value:
   def kind(self) -> Kind:
     """How it crosses a boundary: as it is held."""
     held = None if self.held == self.dtype else self.held
-    return Kind(self.dtype, self.neutral, held, None, self.weight, self.numbers)
+    widened = self.widened and held is not None
+    return Kind(self.dtype, self.neutral, held, None, widened, self.weight, self.numbers)
 
 
 def kept(fun: Callable[..., R]) -> Callable[..., R]:
@@ -194,8 +205,10 @@ def joined(kinds: Iterable[Kind | None]) -> Kind | None:
     return Kind(FLOAT32, neutral=True)
   # By name, should both float16 and bfloat16 occur.
   dtype = min((kind.dtype for kind in lows), key=lambda dtype: dtype.name)
-  held = FLOAT32 if any(kind.held == FLOAT32 for kind in lows) else None
-  return Kind(dtype, all(kind.neutral for kind in known), held)
+  held = [kind for kind in lows if kind.held == FLOAT32]
+  widened = bool(held) and all(kind.widened for kind in held)
+  neutral = all(kind.neutral for kind in known)
+  return Kind(dtype, neutral, FLOAT32 if held else None, widened=widened)
 
 
 def survives(number: float, dtype: DType) -> bool:
@@ -205,6 +218,11 @@ def survives(number: float, dtype: DType) -> bool:
     return True
   limits = jnp.finfo(dtype)
   return float(limits.tiny) <= size <= float(limits.max)
+
+
+def spans_float32(dtype: DType) -> bool:
+  """Whether a low-precision dtype has the range of float32: a rounding is never inf nor zero."""
+  return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(FLOAT32).maxexp)
 
 
 def is_exact(number: float, dtype: DType) -> bool:

@@ -139,7 +139,7 @@ def test_functions_of_jax_keep_their_rules(half):
       [e.primitive.name for e, _ in programs.equations(jax.make_jaxpr(f)(W, X))]
       for f in pairs[name]
     )
-    assert ours.count("eq") == plain.count("eq")
+    assert ours.count("eq") <= plain.count("eq")
   for name, (got, want) in programs.run(each, W, X).items():
     assert programs.error(got, want) < {"bfloat16": 1.6e-2, "float16": 2e-3}[half], name
 

@@ -292,13 +292,40 @@ def test_carries_of_two_types_that_are_the_users_mistake_are_named_by_jax():
 
 def test_a_stream_that_starts_in_half_stays_in_half():
   def fun(w, x):
-    return lax.scan(lambda y, _: (y + jnp.tanh(y @ w), None), x @ w, None, length=2)[0]
+    return lax.scan(lambda y, _: (y + jax.nn.relu(y @ w), None), x @ w, None, length=2)[0]
 
   program = cast(fun, W, X)
   assert dtypes(one(program, "scan").outvars) == ["bfloat16"]
-  assert programs.dtypes_of(program, "tanh", "add") == {"bfloat16"}
+  assert programs.dtypes_of(program, "max", "add") == {"bfloat16"}
   # Parameters twice before, in each turn once, and the result.
   assert programs.converts(program)["bfloat16->float32"] == 1
+
+
+def test_a_remat_saves_what_is_held_in_low_precision_and_reads_it_as_it_is():
+  """An average over 300 steps, of which each is computed again for the gradient."""
+
+  def fun(remat, w, x):
+    def step(c, row):
+      return 0.995 * c + 0.005 * jnp.tanh(row @ w - c), None
+
+    step = jax.checkpoint(step, prevent_cse=False) if remat else step
+    return lax.scan(step, jnp.zeros(3), jnp.tile(x, (100, 1)))[0]
+
+  found = {remat: mpjax.autocast(functools.partial(fun, remat), "c=bf16") for remat in (0, 1)}
+  values = [programs.run(f, W, X) for f in found.values()]
+  np.testing.assert_array_equal(*values)
+  grads = [programs.run(jax.grad(lambda w, f=f: f(w, X).sum()), W) for f in found.values()]
+  assert programs.error(*grads) < 2**-8
+  kept = jax.tree.leaves(jax.eval_shape(lambda w: jax.vjp(lambda w: found[1](w, X), w)[1], W))
+  count = 100 * len(X)
+  # The rows that the loop is given, and the averages.
+  saved = [str(x.dtype) for x in kept if x.shape == (count, 3)]
+  assert sorted(saved) == ["bfloat16", "float32"]
+  # Forward mode, and a second derivative.
+  changes = [jax.jvp(lambda w, f=f: f(w, X), (W,), (W,))[1] for f in found.values()]
+  assert programs.error(*changes) < 2**-8
+  seconds = [jax.jacfwd(jax.grad(lambda w, f=f: f(w, X).sum()))(W) for f in found.values()]
+  assert programs.error(*seconds) < 2**-6
 
 
 @pytest.mark.parametrize("loop", ["fori", "while"])

@@ -327,7 +327,9 @@ def test_what_reads_a_value_decides_in_what_it_is_computed():
     y = (x @ w) * (x @ w)
     return jnp.exp(y), y @ w
 
-  assert types(cast(product_too, W, X), "mul") == [("bfloat16",) * 3]
+  assert types(cast(product_too, W, X), "mul") == [("float32",) * 3]
+  rounded = cast(lambda w, x: ((x @ w) * (x @ w)) @ w, W, X)
+  assert types(rounded, "mul") == [("bfloat16",) * 3]
   program = cast(lambda w, x: (x @ w) - x.sum(-1, keepdims=True), W, X)
   assert types(program, "sub") == [("float32",) * 3], "a sum decides"
 

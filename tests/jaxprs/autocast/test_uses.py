@@ -6,7 +6,19 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.autocast.uses import FACTOR, FULL, HELD, MATMUL, of_inputs, of_loop, readers_of
+from mpjax._jaxprs.autocast.uses import (
+  CALLER,
+  FACTOR,
+  FULL,
+  KEPT,
+  MATMUL,
+  RETURNED,
+  SUMMED,
+  is_kept,
+  of_inputs,
+  of_loop,
+  readers_of,
+)
 from mpjax._jaxprs.autocast.values import Settings
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
@@ -14,7 +26,10 @@ SETTINGS = Settings(policy=mpjax.Policy(compute_dtype="float16"), ops=mpjax.OpLi
 X = jnp.ones((3, 3))
 
 
-LIST = FULL | HELD
+EXACT = SUMMED | KEPT
+"""What a comparison is, an index or a carry."""
+
+LIST = FULL | EXACT
 """What an operation of the float32 list is."""
 
 
@@ -36,17 +51,17 @@ def readers(fun, *args, results=None, ops=None):
     (lambda x: lax.reduce_precision(x, 5, 5), LIST),
     (lambda x: (jnp.exp(x), x @ x), LIST | MATMUL),
     # Sums, comparisons, indices and integers take their operands as they are held; products too.
-    (lambda x: x + 1, HELD),
-    (lambda x: x > 0, HELD),
-    (lambda x: jnp.argmax(x), HELD),
-    (lambda x: lax.top_k(x, 2)[1], HELD),
-    (lambda x: x.astype(int), HELD),
+    (lambda x: x + 1, SUMMED),
+    (lambda x: x > 0, EXACT),
+    (lambda x: jnp.argmax(x), EXACT),
+    (lambda x: lax.top_k(x, 2)[1], EXACT),
+    (lambda x: x.astype(int), EXACT),
     (lambda x: 2 * x, FACTOR),
     # Behind operations in neither list, of any number; a sum alone ends what a rounding harms.
     (lambda x: jnp.tanh(2 * x.T)[:2] @ X, MATMUL | FACTOR),
     (lambda x: jnp.exp(jnp.tanh(2 * x.T)[:2]), LIST | FACTOR),
     (lambda x: lax.concatenate([x, jnp.exp(x)], 0) @ X, LIST | MATMUL),
-    (lambda x: (x + 1) @ X, HELD | MATMUL),
+    (lambda x: (x + 1) @ X, SUMMED | MATMUL),
     # A cast of the user's rounds.
     (lambda x: jnp.exp(x.astype("bfloat16")), 0),
     (lambda x: x.astype("bfloat16") @ X.astype("bfloat16"), MATMUL),
@@ -60,9 +75,10 @@ def readers(fun, *args, results=None, ops=None):
     (lambda x: jax.jit(lambda x: 2 * x)(x) @ x, MATMUL | FACTOR),
     (lambda x: lax.cond(True, lambda x: x @ x, lambda x: x, x), MATMUL),
     (lambda x: lax.cond(True, jnp.exp, lambda x: x, x) @ X, LIST | MATMUL),
-    # What a `remat` saves is rounded, if it is low.
-    (jax.checkpoint(jnp.sin), 0),
-    (jax.checkpoint(lambda x: jnp.sin(x) + x @ x), MATMUL),
+    (jax.checkpoint(lambda x: jnp.sin(x) + x @ x), LIST | MATMUL),
+    # Decisions are as sums.
+    (lambda x: jnp.floor(2 * x) @ X, SUMMED | FACTOR | MATMUL),
+    (lambda x: jnp.exp(x - 1), LIST),
   ],
 )
 def test_of_an_argument(fun, want):
@@ -70,11 +86,28 @@ def test_of_an_argument(fun, want):
 
 
 def test_of_what_reads_the_results():
-  for outside in (0, MATMUL, FULL, HELD, MATMUL | FULL):
+  for outside in (0, MATMUL, FULL, EXACT, MATMUL | FULL):
     assert readers(lambda x: (-x, jnp.exp(x)), results=(outside, MATMUL)) == (outside | LIST,)
     assert readers(lambda x: x, results=(outside,)) == (outside,)
     assert readers(jax.jit(lambda x: -x), results=(outside,)) == (outside,)
-    assert readers(jax.checkpoint(lambda x: -x), results=(outside,)) == (outside & MATMUL,)
+    assert readers(jax.checkpoint(lambda x: -x), results=(outside,)) == (outside,)
+
+
+def test_of_a_caller():
+  """One that asks for float32 is seen through sums and what moves elements, and nothing else."""
+  for fun, want in (
+    (lambda x: x.T, CALLER),
+    (lambda x: x + 1, CALLER),
+    (lambda x: (x + 1, -x), RETURNED | CALLER),
+    (lambda x: 2 * x, RETURNED | FACTOR),
+    (lambda x: (x + 1) @ X, SUMMED | MATMUL),
+  ):
+    outs = jax.tree.leaves(jax.eval_shape(fun, X))
+    assert readers(fun, results=(CALLER,) * len(outs)) == (want,)
+    assert readers(fun, results=(CALLER,) * len(outs))[0] == want
+  assert readers(lambda x: x + 1, results=(RETURNED,)) == (RETURNED | SUMMED,)
+  assert all(map(is_kept, (CALLER, RETURNED | SUMMED, KEPT)))
+  assert not is_kept(SUMMED | FACTOR | MATMUL)
 
 
 def test_of_edited_lists():
@@ -113,20 +146,11 @@ def chain(x, y, z):
 
 def test_of_a_carry_in_all_turns():
   # The third is what comes out after it was the second, which was the first. All are carried.
-  held = (LIST | MATMUL, HELD | MATMUL, HELD | MATMUL)
+  held = (LIST | MATMUL, EXACT | MATMUL, EXACT | MATMUL)
   assert readers(chain, X, X, X, results=(0, 0, 0, MATMUL)) == (*held[:2], MATMUL)
-  assert readers(chain, X, X, X, results=(0, 0, 0, 0)) == (LIST, HELD, 0)
+  assert readers(chain, X, X, X, results=(0, 0, 0, 0)) == (LIST, EXACT, 0)
   (body,) = inner_jaxprs(jax.make_jaxpr(chain)(X, X, X).eqns[0])
   assert of_loop(body, (0, 0, 0, MATMUL), SETTINGS) == (*held, MATMUL)
-
-
-def test_a_carry_that_a_remat_saves_is_not_held():
-  step = jax.checkpoint(jnp.sin, prevent_cse=False)
-
-  def fun(x, y):
-    return lax.scan(lambda xy, _: ((step(xy[0]), -xy[1]), None), (x, y), None, length=3)
-
-  assert readers(fun, X, X) == (0, HELD)
 
 
 def test_of_what_a_loop_reads():
