@@ -9,6 +9,7 @@ from typing import Self
 import jax
 
 from mpjax._core.policy import Policy
+from mpjax._core.rules import Rule
 from mpjax._core.types import Class
 
 # The one mechanism JAX has for a value that is part of every jit cache key; it is local to the
@@ -43,6 +44,7 @@ class Active:
 
   Fields:
     policy: that of the module being called; None leaves it as it is.
+    rule: the rule that gave it the policy, or a module around it; None if none did.
     entered: a module has been entered: the policy began further out.
     tracing: the call is part of one that is traced and will be rewritten.
     region: what marks the operations of the module being called.
@@ -59,6 +61,7 @@ class Active:
   """
 
   policy: Policy | None = None
+  rule: Rule | None = None
   entered: bool = False
   tracing: bool = False
   region: str = ""

@@ -164,7 +164,9 @@ class ModuleCall(NamedTuple):
       return None
     if not self.state.entered:
       return policy.output_dtype or self.how.output_dtype
-    return policy.output_dtype if self.how.picked and policy != self.state.policy else None
+    # A rule for all modules begins at the outermost of them.
+    begins = policy != self.state.policy or self.how.rule not in (None, self.state.rule)
+    return policy.output_dtype if self.how.picked and begins else None
 
   def result(self, outputs: PyTree) -> PyTree:
     """Returns what the method returned, or what a step of it yielded, in the output dtype."""

@@ -106,7 +106,7 @@ def _call(
     "iterates": isinstance(module, _layers.ITERATES),
     "is_table": isinstance(module, _layers.TABLES),
   }
-  inner = inside(active, module, how.policy, **kinds, exempt=how.exempt)
+  inner = inside(active, module, how.policy, **kinds, exempt=how.exempt, rule=how.rule)
   call = ModuleCall(module, path, how, active, inner, _layers.RESULTS)
   outputs = call.run(next_fun, args, kwargs, initializing=initializing)
   if initializing:

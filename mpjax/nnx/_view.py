@@ -189,7 +189,7 @@ def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -
     "iterates": isinstance(module, _layers.ITERATES),
     "is_table": isinstance(module, _layers.TABLES),
   }
-  inner = inside(state, module, how.policy, **kinds)
+  inner = inside(state, module, how.policy, **kinds, rule=how.rule)
   path = _spec.path_of(module)
   call = ModuleCall(module, path, how, state, inner, _layers.RESULTS)
   outputs = call.run(own.__get__(module, type(module)), args, kwargs)

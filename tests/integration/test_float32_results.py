@@ -72,6 +72,36 @@ def test_the_sum_is_not_rounded_and_gradients_multiply_in_low_precision(way):
   np.testing.assert_allclose(grads[1], np.asarray(normal(4, 3)).sum(0), rtol=1e-6)
 
 
+def test_all_readers_of_a_result_read_what_is_returned():
+  """A prediction, a probability, what is sown for debugging: none of them rounds the logits."""
+
+  class Model(nn.Module):
+    read: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+      y = nn.Dense(3)(x)
+      if not self.read:
+        return y
+      self.sow("intermediates", "y", y)
+      return y, y.argmax(-1), nn.softmax(y), nn.Dense(2)(y)
+
+  x, kernel = np.asarray([[1.0, 1.0]], np.float32), np.asarray([[256.0, 256, 1], [0, 1, 1]])
+  dense = {"kernel": kernel.astype(np.float32), "bias": np.zeros(3, np.float32)}
+  other = {"kernel": np.ones((3, 2), np.float32), "bias": np.zeros(2, np.float32)}
+
+  def returned(read):
+    model = mpjax.linen.with_policy(Model(read), "mixed_bfloat16")
+    params = {"Dense_0": dense, **({"Dense_1": other} if read else {})}
+    return programs.run(lambda p: model.apply({"params": p}, x), params)
+
+  logits, best, probabilities, _ = returned(True)
+  np.testing.assert_array_equal(logits, [[256, 257, 2]])
+  np.testing.assert_array_equal(logits, returned(False))
+  np.testing.assert_array_equal(best, [1])
+  np.testing.assert_allclose(probabilities[0, 1], 1 / (1 + np.exp(-1)), rtol=1e-6)
+
+
 def test_a_rounding_that_somebody_asked_for_stays():
   """An `output_dtype` in low precision, a layer before another one, a state that is kept."""
 
@@ -89,11 +119,13 @@ def test_a_rounding_that_somebody_asked_for_stays():
   assert [p.result for p in programs.products(jax.make_jaxpr(low.apply)(kernel, x))] == [
     f"{HALF}[2,3]"
   ]
-  variables = Model().init(jax.random.key(0), x)
+  variables = {"params": Model().init(jax.random.key(0), x)["params"]}
   apply = mpjax.linen.with_policy(Model(), "mixed_bfloat16").apply
   apply = functools.partial(apply, mutable=["cache"])
-  results = [p.result for p in programs.products(jax.make_jaxpr(apply)(variables, x))]
-  assert results == [f"{HALF}[2,3]", f"{HALF}[2,3]", "float32[2,3]"]
+  program, (_, state) = jax.make_jaxpr(apply, return_shape=True)(variables, x)
+  results = [p.result for p in programs.products(program)]
+  assert results == ["float32[2,3]", f"{HALF}[2,3]", "float32[2,3]"]
+  assert state["cache"]["y"].dtype == HALF  # As the model gives it by hand.
 
 
 class Routed(nnx.Module):

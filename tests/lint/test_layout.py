@@ -545,13 +545,13 @@ def test_check_can_fail(check, sources):
 LINES = {
   "_core and root files": 3_285,
   "_jaxprs without autocast": 2_340,
-  "_jaxprs/autocast": 4_385,
+  "_jaxprs/autocast": 4_405,
   "linen and nnx": 1_935,
   "transforms": 5_586,
   "_io": 664,
-  "_diagnostics": 8_065,
-  "all of mpjax": 26_215,
-  "tests": 53_700,
+  "_diagnostics": 8_067,
+  "all of mpjax": 26_240,
+  "tests": 53_705,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 

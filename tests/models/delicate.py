@@ -329,6 +329,38 @@ def average_with_remat(p, x, low):
   return jax.lax.scan(step, jnp.zeros(8), mm(x, p["w"], low))[0]
 
 
+def _in_remat(fun):
+  return jax.checkpoint(fun, prevent_cse=False)
+
+
+@case(kernels("w", outputs=8), ROWS)
+def logarithm_in_a_remat(p, x, low):
+  gate = jax.nn.sigmoid(wide(mm(x, p["w"], low)) * 2 + 6)
+  return _in_remat(lambda gate: -jnp.log1p(-gate))(gate)
+
+
+@case(kernels("w", outputs=8), ROWS)
+def entropy_in_a_remat(p, x, low):
+  shares = jax.nn.softmax(wide(mm(x, p["w"], low)) * 5)
+  return _in_remat(lambda p: -(p * jnp.log(p)).sum(-1))(shares)
+
+
+@case(kernels("r", "u", inputs=8), STEPS[:500])
+def gated_recurrence_with_remat(p, x, low):
+  rate = jax.nn.sigmoid(wide(mm(x, p["r"], low)))
+
+  def step(h, both):
+    gate = jnp.exp(-0.01 * both[0])
+    return gate * h + jnp.sqrt(1 - gate**2) * both[1], None
+
+  return jax.lax.scan(_in_remat(step), jnp.zeros(8), (rate, mm(x, p["u"], low)))[0]
+
+
+@case(kernels("w", outputs=8), ROWS)
+def phase_in_a_remat(p, x, low):
+  return _in_remat(jnp.sin)(jnp.cumsum(wide(mm(x, p["w"], low)) + 3, 0))
+
+
 @case(kernels("w", outputs=8), ROWS)
 def change_by_a_remat(p, x, low):
   c = jnp.cumsum(wide(mm(x, p["w"], low)) + 3, 0)

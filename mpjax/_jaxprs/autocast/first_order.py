@@ -104,7 +104,8 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   sums = facts_of(eqn).dtype_param is not None and leaves_wide(rewriter.readers_of(eqn))
   out = FLOAT32 if sums else half
   if made := with_wide_sums(eqn, values, half, out, wide_grads, rewriter.view):
-    return rewriter.write(made, made.invars, [Kind(half, held=FLOAT32 if sums else None)])
+    kind = Kind(half, held=FLOAT32 if sums else None, widened=sums)
+    return rewriter.write(made, made.invars, [kind])
   operands = [
     atom if value is None else rewriter.view(value, half, eqn)
     for atom, value in zip(eqn.invars, values, strict=True)
@@ -149,8 +150,10 @@ def _elementwise(
     if rounds and each is not None:
       rewriter.round_result(var, eqn)
   written = rewriter.known(eqn.outvars[0])
+  if written is not None:
+    written.added = facts_of(eqn).gradient == "added" and len(arrays) == 2
   if written is not None and facts_of(eqn).moves:
-    written.weight = floats[0].weight
+    written.weight, written.added = floats[0].weight, all(v.added for v in arrays)
     written.numbers = _among(floats)
   if written is not None and eqn.primitive is broadcast_in_dim_p:
     written.repeated = True
@@ -296,7 +299,9 @@ def _rest(rewriter: Rewriter, eqn: JaxprEqn, dtype: DType) -> None:
   value = rewriter.value(eqn.invars[0])
   if value is None:
     return rewriter.untouched(eqn)
-  if not (value.is_low and leaves_wide(rewriter.readers_of(eqn))):
+  if value.is_low and leaves_wide(rewriter.readers_of(eqn)):
+    value.widened = True
+  else:
     value = Value(rewriter.view(value, dtype, eqn), dtype, value.neutral and value.is_low)
   return rewriter.hold(eqn.outvars[0], value)
 

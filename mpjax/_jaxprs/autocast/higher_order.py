@@ -17,7 +17,7 @@ from mpjax._jaxprs.autocast.powers import powers, write_powers
 from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
 from mpjax._jaxprs.autocast.scopes import marked, names_of, policy_at
 from mpjax._jaxprs.autocast.sums import saving_rounded
-from mpjax._jaxprs.autocast.uses import HELD, RETURNED, of_loop
+from mpjax._jaxprs.autocast.uses import EXACT, HELD, RETURNED, of_loop
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   Constant,
@@ -221,13 +221,22 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
       atoms[i] = rewriter.original(eqn.invars[i], eqn)
       ins = (*ins[:i], _in_variable(ins[i], eqn.invars[i]), *ins[i + 1 :])
   new = _inside(rewriter, eqn, found[0], ins)
-  # What a `remat` saves is at rest if it is low.
-  saved = [kind.dtype if kind is not None and kind.is_low and kind.held else None for kind in ins]
-  params = _params(eqn, found, [new])
-  if facts_of(eqn).saves and any(saved) and eqn.params["policy"] is None:
+  params, saved = _params(eqn, found, [new]), _saved_at_rest(eqn, new.jaxpr, ins)
+  if any(saved):
     made = saving_rounded(eqn, new.jaxpr, list(map(aval_of, atoms)), saved)
     eqn, params = eqn.replace(primitive=made.primitive), made.params
   rewriter.write(eqn, atoms, new.outs, params, once=_once(rewriter, eqn))
+
+
+def _saved_at_rest(eqn: JaxprEqn, jaxpr: Jaxpr, ins: Kinds) -> list[DType | None]:
+  """Returns in which dtype a `remat` saves each operand, None for the one in which it is held.
+
+  A stream that layers add to is saved at rest, as by hand. What else is held in float32, a gate or
+  a probability, is so for its last digits, which the derivative may be all about.
+  """
+  if not facts_of(eqn).saves or eqn.params["policy"] is not None or jaxpr.effects:
+    return [None] * len(ins)
+  return [k.dtype if k is not None and k.is_low and k.held and k.added else None for k in ins]
 
 
 def _in_variable(kind: Kind | None, atom: Atom) -> Kind | None:
@@ -254,7 +263,7 @@ def _custom(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None
 
   def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None], derivative: bool) -> Rewritten:
     there = dataclasses.replace(settings, in_derivative=True) if derivative else settings
-    readers = [HELD if dtype == FLOAT32 else 0 for dtype in outs]
+    readers = [EXACT if dtype == FLOAT32 else 0 for dtype in outs]
     return rewrite(jaxpr, ins, outs, readers, there, scope)
 
   made = with_rule(CustomCall(eqn, ins, new.outs, again), atoms, new.jaxpr)
@@ -366,7 +375,7 @@ def _while(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
     if kind is not None and dtype_of(eqn.invars[i]) == FLOAT32 and kind.dtype != FLOAT32:
       ins[i] = kind._replace(held=FLOAT32)
   new, atoms, kinds = _loop(rewriter, eqn, body, atoms, tuple(ins))
-  tested = _inside(rewriter, eqn, test, kinds, readers=(HELD,))
+  tested = _inside(rewriter, eqn, test, kinds, readers=(EXACT,))
   rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [tested, new]))
 
 

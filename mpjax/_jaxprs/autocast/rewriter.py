@@ -77,7 +77,8 @@ class Rewriter:
     # A variable that keeps its dtype stays, and so do the equations that are left as they are.
     atom = var if kind.variable == dtype_of(var) else retyped(var, kind.variable)
     made = Value(atom, kind.dtype, kind.neutral, kind.held, once or not kind.neutral)
-    made.weight, made.numbers, made.widened = kind.weight, kind.numbers, kind.widened
+    made.weight, made.numbers = kind.weight, kind.numbers
+    made.widened, made.added = kind.widened, kind.added
     self._env[var] = made
     return atom
 

@@ -20,8 +20,8 @@ FULL = 2
 """An operation of the float32 list, likewise."""
 
 CALLER = 16
-"""The caller, who asks for float32: by the `output_dtype` of a module or of the function; at once
-or behind sums and what moves elements."""
+"""The caller, who asks for float32: by the `output_dtype` of a module or of the function; at once,
+behind what moves elements, or behind a sum that nothing else reads."""
 
 RETURNED = 32
 """A caller that takes the dtype that there is, likewise."""
@@ -32,6 +32,9 @@ KEPT = 64
 SUMMED = 4
 """Something that a rounding would change: a sum, a comparison, an index, a carry, an operation of
 the float32 list; at once or behind multiplications and what keeps its dtype."""
+
+EXACT = SUMMED | KEPT
+"""A comparison, an index, a carry."""
 
 HELD = SUMMED | CALLER | RETURNED
 """All of these: a value that was computed in float32 is not rounded for them."""
@@ -55,8 +58,8 @@ def is_kept(readers: int) -> bool:
 
 
 def leaves_wide(readers: int) -> bool:
-  """Whether nothing but a caller that asks for float32 reads a value."""
-  return readers == CALLER
+  """Whether a caller that asks for float32 reads a value: all others read the same one."""
+  return bool(readers & CALLER)
 
 
 def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings) -> Readers:
@@ -88,7 +91,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
   part = settings.ops.part_of(eqn.primitive.name, eqn.params)
   behind = 0
   for var, readers in zip(eqn.outvars, results, strict=True):
-    behind |= readers if dtype_of(var) in FLOATS else SUMMED | KEPT
+    behind |= readers if dtype_of(var) in FLOATS else EXACT
   if part == "half":
     return MATMUL
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
@@ -98,7 +101,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
     facts = facts_of(eqn)
     if facts.moves or eqn.primitive is convert_element_type_p:
       return behind
-    if leaves_wide(behind) and facts.role == "sum":
+    if facts.role == "sum" and behind == CALLER:
       return CALLER
     returned = RETURNED if behind & CALLER else 0
     return behind & ~CALLER | returned | _ROLES.get(facts.role, 0)
@@ -106,10 +109,10 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
     scope = names_of(str(eqn.source_info.name_stack))
     leaving = output_of(scope)
     if rest_of(scope) is not None:
-      return behind if leaves_wide(behind) else behind & MATMUL
+      return CALLER if leaves_wide(behind) else behind & MATMUL
     if leaving is not None:
       return CALLER if leaving == FLOAT32 else behind & MATMUL
-  return FULL | SUMMED | KEPT
+  return FULL | EXACT
 
 
 _ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR}
@@ -119,11 +122,11 @@ def of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Seq
   """What an equation that holds jaxprs is to each operand."""
   found = inner_jaxprs(eqn)
   if not found or any(inner.operands is None for inner in found):
-    return (FULL | SUMMED | KEPT,) * len(eqn.invars)
+    return (FULL | EXACT,) * len(eqn.invars)
   each = [0] * len(eqn.invars)
   for inner in found:
     jaxpr = inner.jaxpr
-    results = outs if inner.returns else (SUMMED | KEPT,) * len(jaxpr.outvars)
+    results = outs if inner.returns else (EXACT,) * len(jaxpr.outvars)
     if inner.carry:
       results = of_loop(inner, results, settings)
     for place, readers in zip(
@@ -136,7 +139,7 @@ def of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Seq
 def of_loop(body: Inner, outs: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
   """Returns the consumers of the results of a loop's body, the next iteration among them."""
   carry = body.carry
-  first = (readers | SUMMED | KEPT for readers in outs[: len(carry)])
+  first = (readers | EXACT for readers in outs[: len(carry)])
   outs = (*first, *outs[len(carry) :])
   while True:
     found = of_inputs(body.jaxpr, outs, settings)[carry.start : carry.stop]

@@ -63,6 +63,7 @@ class Kind(NamedTuple):
     carried: the dtype of the variable that brings it, if it is another one than it is held in.
     widened: it is held for its readers alone: all that it was computed of is at rest. A caller that
       takes any dtype gets it at rest, as JAX's own promotion would have it.
+    added: it is the sum of two arrays, as a stream is that layers add to.
     weight: it is a parameter that the function has cast to low precision, as `Value` has it.
     numbers: those that its elements are among, if that is known: of literals, and of masks.
   """
@@ -72,6 +73,7 @@ class Kind(NamedTuple):
   held: DType | None = None
   carried: DType | None = None
   widened: bool = False
+  added: bool = False
   weight: bool = False
   numbers: tuple[float, ...] | None = None
 
@@ -113,7 +115,7 @@ class Value:
     neutral, numbers: as in `Kind`.
     held: the dtype that consumers read: float32 for a low value that was just computed in float32.
       One that is at rest may have a float32 variable, whose numbers are those of the low dtype.
-    widened: as in `Kind`.
+    widened, added: as in `Kind`.
     once: casts are made once for all readers. Not so for a parameter, whose gradients, one from
       each cast, are then added in float32.
     counted: it was an integer.
@@ -126,6 +128,7 @@ class Value:
   """
 
   __slots__ = (
+    "added",
     "atom",
     "counted",
     "dtype",
@@ -154,7 +157,7 @@ class Value:
     self.neutral = neutral
     self.held = dtype if held is None else held
     self.once = once
-    self.counted = self.weight = self.repeated = self.widened = False
+    self.counted = self.weight = self.repeated = self.widened = self.added = False
     self.numbers: tuple[float, ...] | None = None
     self.stored: Atom | None = None
     self.filled: JaxprEqn | None = None
@@ -170,7 +173,8 @@ class Value:
     """How it crosses a boundary: as it is held."""
     held = None if self.held == self.dtype else self.held
     widened = self.widened and held is not None
-    return Kind(self.dtype, self.neutral, held, None, widened, self.weight, self.numbers)
+    found = Kind(self.dtype, self.neutral, held, None, widened, self.added)
+    return found._replace(weight=self.weight, numbers=self.numbers)
 
 
 def kept(fun: Callable[..., R]) -> Callable[..., R]:
@@ -207,8 +211,8 @@ def joined(kinds: Iterable[Kind | None]) -> Kind | None:
   dtype = min((kind.dtype for kind in lows), key=lambda dtype: dtype.name)
   held = [kind for kind in lows if kind.held == FLOAT32]
   widened = bool(held) and all(kind.widened for kind in held)
-  neutral = all(kind.neutral for kind in known)
-  return Kind(dtype, neutral, FLOAT32 if held else None, widened=widened)
+  neutral, added = all(kind.neutral for kind in known), all(kind.added for kind in lows)
+  return Kind(dtype, neutral, FLOAT32 if held else None, None, widened, added)
 
 
 def survives(number: float, dtype: DType) -> bool:

@@ -8,6 +8,7 @@ from jax import lax
 import mpjax
 from mpjax._jaxprs.autocast.uses import (
   CALLER,
+  EXACT,
   FACTOR,
   FULL,
   KEPT,
@@ -25,9 +26,6 @@ from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 SETTINGS = Settings(policy=mpjax.Policy(compute_dtype="float16"), ops=mpjax.OpLists())
 X = jnp.ones((3, 3))
 
-
-EXACT = SUMMED | KEPT
-"""What a comparison is, an index or a carry."""
 
 LIST = FULL | EXACT
 """What an operation of the float32 list is."""
