@@ -6,12 +6,13 @@ One rule decides, by what an operation is and by the kinds of its operands: data
   matmul         the compute dtype                                   low
   float32 list   float32                                             data, else low, else neutral
   sum            float32, unless all operands are low and at rest    data, else low, else neutral
-  multiplication float32, unless all operands are low and at rest    low, else data, else neutral
+  multiplication likewise; float32, too, if a sum reads the result   low, else data, else neutral
+  bounded        float32, if its operand is, or a sum reads it       as its operand
   other          float32, if an operand is data or held in float32   data, else low, else neutral
 
-Where nothing but float32 operations read a result, it is computed in float32 too, and so is a
-multiplication or a bounded function that a sum reads. A low value that was computed in float32 is
-held in float32 for readers that a rounding would harm, else rounded.
+A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
+compute dtype. What only float32 operations read is computed in float32. A low value that was
+computed in float32 is held in it for readers that a rounding would harm, else rounded.
 """
 
 from collections.abc import Sequence

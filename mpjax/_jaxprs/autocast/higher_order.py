@@ -231,8 +231,7 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
 def _saved_at_rest(eqn: JaxprEqn, jaxpr: Jaxpr, ins: Kinds) -> list[DType | None]:
   """Returns in which dtype a `remat` saves each operand, None for the one in which it is held.
 
-  A stream that layers add to is saved at rest, as by hand. What else is held in float32, a gate or
-  a probability, is so for its last digits, which the derivative may be all about.
+  A stream that layers add to is saved at rest, as by hand. A gate is held for its last digits.
   """
   if not facts_of(eqn).saves or eqn.params["policy"] is not None or jaxpr.effects:
     return [None] * len(ins)

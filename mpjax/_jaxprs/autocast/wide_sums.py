@@ -66,11 +66,11 @@ def with_wide_sums(
     values: what is known of its operands.
     half: the dtype to multiply in.
     out: that of the result.
-    wide: the dtype of the gradients, see `weight_grads` of `scopes.py`.
+    wide: the dtype of the gradients of weights, of what is created from parameters alone.
     view: casts an operand that is no weight.
 
   Returns:
-    None if nothing is asked for, or no operand is a weight: created from parameters alone.
+    None if neither the result nor a gradient is wide.
   """
   wide = None if wide is None or wide.itemsize <= half.itemsize else wide
   each = tuple(wide if v is not None and v.neutral and not v.once else None for v in values)
