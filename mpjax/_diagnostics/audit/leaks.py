@@ -210,8 +210,8 @@ def find_leaks(
       why = causes.why(operation.results[0])
       if why is None or why.neutral or why.entry is None or not causes.widens(why.entry, why):
         continue
-      if expectations.marked and facts_of(why.entry.eqn).role == "product":
-        continue  # What it makes of a low-precision value and data is rounded: positions of RoPE.
+      if expectations.marked and _is_asked_for(why):
+        continue
       aim = wanted_by_ops if why.cause.kind == "cast" else wanted
       if not why.deliberate and operation.results[0] in aim:
         pending.append((operation, 0, why))
@@ -238,6 +238,13 @@ def find_leaks(
   leaks = tuple(_leak(group, expectations, total_flops, total_bytes) for group in ranked)
   kept = (OnPurpose(path, reason, flops) for (path, reason), flops in purposes.most_common())
   return leaks, tuple(kept)
+
+
+def _is_asked_for(why: Why) -> bool:
+  """Whether a policy makes a value float32: RoPE by its positions, the sums that are a result."""
+  origin, entry = why.origin, why.entry
+  sums = isinstance(origin, Operation) and flops_of(origin.eqn) is not None
+  return sums or (entry is not None and facts_of(entry.eqn).role == "product")
 
 
 def _is_wide_elementwise(operation: Operation, small: float) -> bool:

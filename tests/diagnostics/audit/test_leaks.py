@@ -11,7 +11,7 @@ import mpjax
 from tests.diagnostics.audit.planted_leaks import LEAKS
 from tests.models import other_libraries, plain
 from tests.models.papers import PAPERS, RNGS
-from tests.models.values import filled, shapes
+from tests.models.values import filled, normal, shapes
 from tests.nnx import zoo
 
 pytestmark = pytest.mark.standard_promotion
@@ -258,3 +258,31 @@ def test_the_operations_of_one_line_are_one_leak():
   angles = jax.ShapeDtypeStruct((8, 8), jnp.float32)
   (leak,) = mpjax.audit(fn)(jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), angles).leaks
   assert (leak.operation, leak.cause.name) == ("mul", "angles")
+
+
+class Rotated(nn.Module):
+  """Attention's scores of queries and keys that are turned by their positions (RoPE)."""
+
+  interleaved: bool
+
+  @nn.compact
+  def __call__(self, x):
+    angles = jnp.arange(64.0)[:, None] / 10000 ** (jnp.arange(8) / 8)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    q, k = (self.turned(nn.Dense(16, name=name)(x), cos, sin) for name in "qk")
+    return nn.softmax(q @ k.T)
+
+  def turned(self, x, cos, sin):
+    a, b = (x[:, ::2], x[:, 1::2]) if self.interleaved else jnp.split(x, 2, -1)
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_positions_that_turn_queries_are_no_leak(interleaved):
+  model, x = Rotated(interleaved), normal(64, 8)
+  params = model.init(jax.random.key(0), x)
+  for apply in (
+    mpjax.linen.with_policy(model, "mixed_bfloat16").apply,
+    mpjax.autocast(model.apply),
+  ):
+    assert_no_leak(jax.grad(lambda p, apply=apply: jnp.sum(apply(p, x) ** 2)), params)
