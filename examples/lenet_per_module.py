@@ -127,20 +127,21 @@ def product_dtypes(program):
   the backward pass too.
   """
   found = {layer: [] for layer in LAYERS}
-  for eqn in equations(program.jaxpr):
+  for eqn, scopes in equations(program.jaxpr):
     if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-      (layer,) = (one for one in LAYERS if one in str(eqn.source_info.name_stack))
+      (layer,) = (one for one in LAYERS if one in scopes)
       found[layer].append("x".join(sorted({str(x.aval.dtype) for x in eqn.invars[:2]})))
   return found
 
 
-def equations(jaxpr):
-  """Yields the equations of a program, and of those inside of them."""
+def equations(jaxpr, around=""):
+  """Yields the equations of a program, and of those inside of them, with their scopes."""
   for eqn in jaxpr.eqns:
-    yield eqn
+    scopes = f"{around}/{eqn.source_info.name_stack}"
+    yield eqn, scopes
     for value in jax.tree.leaves(list(eqn.params.values())):
       if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
-        yield from equations(getattr(value, "jaxpr", value))
+        yield from equations(getattr(value, "jaxpr", value), scopes)
 
 
 def train(policy, steps, on_step, *, seed=0):

@@ -362,7 +362,7 @@ tests/jaxprs/test_module_calls.py
 mpjax/linen/_intercept.py::_call
 
 38a initial values are drawn in the compute dtype
-- inside(active, module, how.policy, **kinds, exempt=how.exempt)
+- inside(active, module, how.policy, **kinds, exempt=how.exempt, rule=how.rule)
 + inside(
 +   dataclasses.replace(active, cast=active.cast or initializing),
 +   module, how.policy, **kinds, exempt=how.exempt

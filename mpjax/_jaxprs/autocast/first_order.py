@@ -264,7 +264,8 @@ def _saved_low(
     return saved
   of_a_parameter = [i for i, value in enumerate(values) if value.is_low and values[1 - i].neutral]
   big = of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
-  if big is not None and spans_float32(values[big].dtype):
+  # A sum of arrays at rest, such as a difference from a mean, is about as large as these.
+  if big is not None and (spans_float32(values[big].dtype) or values[big].added):
     saved[big] = values[big].dtype
   return saved
 

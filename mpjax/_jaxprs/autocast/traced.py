@@ -22,7 +22,7 @@ from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
 from mpjax._jaxprs.autocast.higher_order import rewrite
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
-from mpjax._jaxprs.autocast.uses import CALLER, RETURNED
+from mpjax._jaxprs.autocast.uses import CALLER, KEPT, RETURNED
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Settings, constants
 from mpjax._jaxprs.primitive_facts import Holds
 
@@ -113,7 +113,7 @@ def with_settings(
     # The leaves of positional arguments come first.
     marks = [] if interface.data is None else interface.data(args)
     decides = [i < len(marks) and marks[i] for i in arrays]
-    caller = CALLER if interface.unrounded else RETURNED
+    caller = CALLER if interface.unrounded else RETURNED | KEPT
     given = [x.dtype for x in operands]
     new = rewrite_closed(program, now, where, decides, given, dtypes, caller)
 
@@ -187,7 +187,7 @@ def rewrite_closed(
   data: Sequence[bool] = (),
   given: Sequence[DType] | None = None,
   results: Sequence[DType | None] | None = None,
-  caller: int = RETURNED,
+  caller: int = RETURNED | KEPT,
 ) -> Jaxpr:
   """Returns an entire jaxpr rewritten.
 
@@ -199,7 +199,7 @@ def rewrite_closed(
     given: the dtypes in which arguments come; None for those that they were traced with.
     results: the dtypes of the results, of which None is the one that they are computed in; None for
       those that they were traced with.
-    caller: the reader of a result that is not in low precision, see `uses.py`.
+    caller: the reader of a result that is to be float32, see `uses.py`.
   """
   jaxpr = program.jaxpr
   if settings.rules:
@@ -210,6 +210,6 @@ def rewrite_closed(
   ins = tuple(None if d is None or d not in FLOATS else Kind(d, n) for d, n in pairs)
   found = [dtype_of(v) for v in jaxpr.outvars] if results is None else results
   outs = [d if d in FLOATS else None for d in found]
-  readers = [0 if d in HALVES else caller for d in outs]
+  readers = [RETURNED if d is None else 0 if d in HALVES else caller for d in outs]
   consts = constants(program.consts, settings)
   return rewrite(jaxpr, ins, outs, readers, settings, (), consts).jaxpr
