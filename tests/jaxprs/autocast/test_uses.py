@@ -147,7 +147,9 @@ def test_of_a_carry_in_all_turns():
   held = (LIST | MATMUL, EXACT | MATMUL, EXACT | MATMUL)
   assert readers(chain, X, X, X, results=(0, 0, 0, MATMUL)) == (*held[:2], MATMUL)
   assert readers(chain, X, X, X, results=(0, 0, 0, 0)) == (LIST, EXACT, 0)
-  (body,) = inner_jaxprs(jax.make_jaxpr(chain)(X, X, X).eqns[0])
+  found = inner_jaxprs(jax.make_jaxpr(chain)(X, X, X).eqns[0])
+  assert found is not None
+  (body,) = found
   assert of_loop(body, (0, 0, 0, MATMUL), SETTINGS) == (*held, MATMUL)
 
 
