@@ -361,6 +361,14 @@ def phase_in_a_remat(p, x, low):
   return _in_remat(jnp.sin)(jnp.cumsum(wide(mm(x, p["w"], low)) + 3, 0))
 
 
+@case(kernels("w", outputs=8) | {"out": normal(8, 4)}, ROWS * 12)
+def shares_of_exponentials(p, x, low):
+  h = wide(mm(x, p["w"], low))
+  sizes = jnp.exp(h) + jnp.exp(-h)
+  share = _in_remat(lambda s: s / s.sum(-1, keepdims=True))
+  return mm(share(sizes) + sizes / sizes.sum(-1, keepdims=True), p["out"], low)
+
+
 @case(kernels("w", outputs=8), ROWS)
 def change_by_a_remat(p, x, low):
   c = jnp.cumsum(wide(mm(x, p["w"], low)) + 3, 0)

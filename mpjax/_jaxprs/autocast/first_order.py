@@ -152,7 +152,8 @@ def _elementwise(
       rewriter.round_result(var, eqn)
   written = rewriter.known(eqn.outvars[0])
   if written is not None:
-    written.added = facts_of(eqn).gradient == "added" and len(arrays) == 2
+    streams = all(v.added or v.neutral or v.held != FLOAT32 for v in arrays)
+    written.added = facts_of(eqn).gradient == "added" and len(arrays) == 2 and streams
   if written is not None and facts_of(eqn).moves:
     written.weight, written.added = floats[0].weight, all(v.added for v in arrays)
     written.numbers = _among(floats)
@@ -264,7 +265,6 @@ def _saved_low(
     return saved
   of_a_parameter = [i for i, value in enumerate(values) if value.is_low and values[1 - i].neutral]
   big = of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
-  # A sum of arrays at rest, such as a difference from a mean, is about as large as these.
   if big is not None and (spans_float32(values[big].dtype) or values[big].added):
     saved[big] = values[big].dtype
   return saved

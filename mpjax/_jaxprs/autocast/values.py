@@ -63,7 +63,8 @@ class Kind(NamedTuple):
     carried: the dtype of the variable that brings it, if it is another one than it is held in.
     widened: it is held for its readers alone: all that it was computed of is at rest. A caller that
       takes any dtype gets it at rest, as JAX's own promotion would have it.
-    added: it is the sum of two arrays, as a stream is that layers add to.
+    added: it is a sum of what is at rest, of parameters and of such sums, as a stream is that
+      layers add to: by hand it would be in low precision, whatever its range.
     weight: it is a parameter that the function has cast to low precision, as `Value` has it.
     numbers: those that its elements are among, if that is known: of literals, and of masks.
   """
