@@ -72,7 +72,8 @@ class Row(NamedTuple):
       relative.
     neutral: its results are random numbers, which take the dtype of what they meet, unless it is
       given a floating operand.
-    gradient: where the derivative is a sum over elements of the result, how the operand was used.
+    gradient: where the derivative is a sum over elements of the result, how the operand was used;
+      "result" where the derivative reads the result itself, which is saved for it.
     degree: how fast the result grows, for an elementwise operation that an activation function may
       contain.
     dtype_param: the parameter that names the dtype, or holds a jaxpr in it.
@@ -92,7 +93,7 @@ class Row(NamedTuple):
   tests: bool = False
   role: Literal["sum", "product"] | None = None
   neutral: bool = False
-  gradient: Literal["repeated", "added", "multiplied", "chosen"] | None = None
+  gradient: Literal["repeated", "added", "multiplied", "chosen", "result"] | None = None
   degree: Degree | None = None
   dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None
   flops: Literal["dot", "ragged_dot", "convolution"] | None = None

@@ -36,7 +36,8 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "The absolute error of the operand becomes the relative error of the result: bfloat16 rounds "
     "8.03 to 8, and 3 % are lost. And exp(11.1) overflows float16.",
-    Row("exp exp2 expm1", elementwise=True),
+    Row("exp", elementwise=True, gradient="result"),
+    Row("exp2 expm1", elementwise=True),
   ),
   family(
     "float32",
@@ -161,7 +162,8 @@ FAMILIES: tuple[Family, ...] = (
     "Activation functions and their kin: slopes of at most about one, results that stay in range. "
     "These hold the largest activations of a network, and float32 would double their memory.",
     Row("asinh atan", elementwise=True, bounded=True),
-    Row("erf erfc logistic tanh", elementwise=True, bounded=True, degree=lambda d, _: 0),
+    Row("erf erfc logistic", elementwise=True, bounded=True, degree=lambda d, _: 0),
+    Row("tanh", elementwise=True, bounded=True, gradient="result", degree=lambda d, _: 0),
   ),
   family(
     "keep",

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core.primitives import (
-  broadcast_in_dim_p,
   convert_element_type_p,
   pad_p,
   reduce_precision_p,
@@ -32,14 +31,10 @@ from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype, wants_precision
 from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
 from mpjax._jaxprs.autocast.marks import AS_GIVEN
+from mpjax._jaxprs.autocast.residuals import saving_low
 from mpjax._jaxprs.autocast.rewriter import Rewriter
 from mpjax._jaxprs.autocast.scopes import output_of, policy_at, rest_of
-from mpjax._jaxprs.autocast.sums import (
-  broadcast,
-  is_summed,
-  repeats,
-  saving_low,
-)
+from mpjax._jaxprs.autocast.sums import broadcast, is_summed, repeats
 from mpjax._jaxprs.autocast.uses import FACTOR, HELD, SUMMED, is_kept, leaves_wide, only_float32
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -135,10 +130,7 @@ def _elementwise(
   readers, at_once = rewriter.readers_of(eqn), any(summed) and facts_of(eqn).role != "sum"
   saved = _saved_low(eqn, floats, FLOAT32 if at_once else dtype, kind, readers)
   if any(saved):
-    # With operands in float32, where the gradients of all readers of a value are added.
-    operands = [rewriter.view(value, FLOAT32, eqn) for value in floats]
-    at_rest = [dtype_of(value.atom) == value.dtype for value in floats]
-    made = saving_low(eqn, operands, saved, [v.atom for v in floats], at_rest, kind.variable)
+    made = saving_low(eqn, floats, saved, kind.variable, rewriter.view)
     return rewriter.write(made, made.invars, outs, once=once)
   operands = [
     atom if value is None else _operand(rewriter, value, sums, dtype, eqn)
@@ -147,20 +139,19 @@ def _elementwise(
   if rounds:
     outs = [each and each._replace(held=FLOAT32) for each in outs]
   rewriter.write(eqn, operands, outs, params, once=once)
+  producer = rewriter.eqns[-1]
   for var, each in zip(eqn.outvars, outs, strict=True):
     if rounds and each is not None:
       rewriter.round_result(var, eqn)
   written = rewriter.known(eqn.outvars[0])
-  if written is not None:
-    streams = all(v.added or v.neutral or v.held != FLOAT32 for v in arrays)
-    written.added = facts_of(eqn).gradient == "added" and len(arrays) == 2 and streams
-  if written is not None and facts_of(eqn).moves:
+  if written is None:
+    return
+  written.producer = producer
+  streams = all(v.added or v.neutral or v.held != FLOAT32 for v in arrays)
+  written.added = facts_of(eqn).gradient == "added" and len(arrays) == 2 and streams
+  if facts_of(eqn).moves:
     written.weight, written.added = floats[0].weight, all(v.added for v in arrays)
     written.numbers = _among(floats)
-  if written is not None and eqn.primitive is broadcast_in_dim_p:
-    written.repeated = True
-    written.filled = rewriter.eqns[-1] if isinstance(operands[0], Literal) else None
-  return None
 
 
 def _rule(
@@ -231,7 +222,7 @@ def _is_bias(values: Sequence[Value]) -> bool:
 def _scaled(eqn: JaxprEqn, values: Sequence[Value]) -> int | None:
   """Returns which of two factors is an activation, and the other one number for many elements."""
   shape = shape_of(eqn.outvars[0])
-  repeated = [value.repeated or shape_of(value.atom) != shape for value in values]
+  repeated = [value.is_repeated or shape_of(value.atom) != shape for value in values]
   places = [i for i, value in enumerate(values) if value.is_low and not repeated[i]]
   return places[0] if sum(repeated) == len(places) == 1 else None
 
@@ -254,7 +245,7 @@ def _saved_low(
 
   One that is at rest has such numbers. Another one may be rounded for the gradient of a sum alone,
   where the other factor is a parameter, or repeated, and only if the result is rounded in the end:
-  else the parts of the gradient may cancel.
+  else the parts of the gradient may cancel. Nor if it is saved in float32 anyway.
   """
   none: list[DType | None] = [None] * len(values)
   known = any(value.numbers is not None for value in values)
@@ -265,8 +256,12 @@ def _saved_low(
     return saved
   of_a_parameter = [i for i, value in enumerate(values) if value.is_low and values[1 - i].neutral]
   big = of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
-  if big is not None and (spans_float32(values[big].dtype) or values[big].added):
-    saved[big] = values[big].dtype
+  if big is None:
+    return saved
+  value = values[big]
+  is_saved = value.producer is not None and facts_of(value.producer).gradient == "result"
+  if not is_saved and (spans_float32(value.dtype) or value.added):
+    saved[big] = value.dtype
   return saved
 
 

@@ -14,9 +14,9 @@ from mpjax._jaxprs.autocast.custom_derivatives import CustomCall, with_rule
 from mpjax._jaxprs.autocast.first_order import first_order
 from mpjax._jaxprs.autocast.marks import AS_GIVEN, REGION, TABLE
 from mpjax._jaxprs.autocast.powers import powers, write_powers
+from mpjax._jaxprs.autocast.residuals import saving_rounded
 from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
 from mpjax._jaxprs.autocast.scopes import marked, names_of, policy_at
-from mpjax._jaxprs.autocast.sums import saving_rounded
 from mpjax._jaxprs.autocast.uses import EXACT, HELD, RETURNED, of_loop
 from mpjax._jaxprs.autocast.values import (
   FLOATS,

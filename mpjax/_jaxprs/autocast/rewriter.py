@@ -109,10 +109,11 @@ class Rewriter:
     views = value.views
     found = None if views is None else views.get(dtype)
     if found is None:
-      if value.filled is None:
-        found = self.cast(value.atom, retyped(value.atom, dtype), eqn)
+      made = value.producer
+      if made is not None and value.is_repeated and isinstance(made.invars[0], Literal):
+        found = self._filled(made, dtype)
       else:
-        found = self._filled(value.filled, dtype)
+        found = self.cast(value.atom, retyped(value.atom, dtype), eqn)
       # Three casts of one weight, for the projections of attention: their gradients are cast to
       # float32 one by one and then added. With one cast for all, they would be added in bfloat16.
       if value.once:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import broadcast_in_dim_p
 
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.policy import Policy
@@ -120,8 +121,7 @@ class Value:
     once: casts are made once for all readers. Not so for a parameter, whose gradients, one from
       each cast, are then added in float32.
     counted: it was an integer.
-    filled: the `broadcast_in_dim` of a literal that produced it, if any.
-    repeated: a `broadcast_in_dim` produced it: its derivative is a sum.
+    producer: the equation that was written for it, if it is of elements alone.
     views: variables of the same numbers in other dtypes.
     weight: it is a parameter that the function has cast to low precision, and perhaps moved. Noted
       for matmuls in float8 alone.
@@ -133,12 +133,11 @@ class Value:
     "atom",
     "counted",
     "dtype",
-    "filled",
     "held",
     "neutral",
     "numbers",
     "once",
-    "repeated",
+    "producer",
     "stored",
     "views",
     "weight",
@@ -158,16 +157,21 @@ class Value:
     self.neutral = neutral
     self.held = dtype if held is None else held
     self.once = once
-    self.counted = self.weight = self.repeated = self.widened = self.added = False
+    self.counted = self.weight = self.widened = self.added = False
     self.numbers: tuple[float, ...] | None = None
     self.stored: Atom | None = None
-    self.filled: JaxprEqn | None = None
+    self.producer: JaxprEqn | None = None
     self.views: dict[DType, Atom] | None = None  # Most never need one.
 
   @property
   def is_low(self) -> bool:
     """Whether it is low, at rest or held in float32."""
     return self.dtype != FLOAT32
+
+  @property
+  def is_repeated(self) -> bool:
+    """Whether a `broadcast_in_dim` produced it: its derivative is a sum."""
+    return self.producer is not None and self.producer.primitive is broadcast_in_dim_p
 
   @property
   def kind(self) -> Kind:
