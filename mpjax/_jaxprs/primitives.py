@@ -134,14 +134,10 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "promote",
-    "What is sorted together stays exact, each in its own type or a wider one.",
-    Row("sort", exact=True),
-  ),
-  family(
-    "promote",
-    "They pass on each of their operands as it is: in its own type or a wider one, exactly.",
+    "They pass on each of their operands, as it is or sorted: in its own or a wider type, exactly.",
     "device_put shard_alike tie",
     Row("optimization_barrier", exact=True, moves=True),
+    Row("sort", exact=True),
   ),
   family(
     "promote",

@@ -35,7 +35,7 @@ from mpjax._jaxprs.autocast.residuals import saving_low
 from mpjax._jaxprs.autocast.rewriter import Rewriter
 from mpjax._jaxprs.autocast.scopes import output_of, policy_at, rest_of
 from mpjax._jaxprs.autocast.sums import broadcast, is_summed, repeats
-from mpjax._jaxprs.autocast.uses import FACTOR, HELD, SUMMED, is_kept, leaves_wide, only_float32
+from mpjax._jaxprs.autocast.uses import CALLER, DIGITS, FACTOR, HELD, SUMMED, only_float32
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   Kind,
@@ -97,7 +97,7 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   eqn = eqn if precise is eqn.params else eqn.replace(params=precise)
   wide_grads = None if policy is None else policy.weight_grad_dtype
   # What leaves in float32 is the sum that the matmul has, and a bias is added to that.
-  sums = facts_of(eqn).dtype_param is not None and leaves_wide(rewriter.readers_of(eqn))
+  sums = facts_of(eqn).dtype_param is not None and rewriter.readers_of(eqn) & CALLER
   out = FLOAT32 if sums else half
   if made := with_wide_sums(eqn, values, half, out, wide_grads, rewriter.view):
     kind = Kind(half, held=FLOAT32 if sums else None, widened=sums)
@@ -252,7 +252,7 @@ def _saved_low(
   if dtype != FLOAT32 or known or facts_of(eqn).role == "sum" or not _multiplies(eqn):
     return none
   saved = [value.dtype if value.is_low and value.held != FLOAT32 else None for value in values]
-  if any(saved) or len(values) != 2 or is_kept(readers) or not kind.is_low:
+  if any(saved) or len(values) != 2 or readers & DIGITS or not kind.is_low:
     return saved
   of_a_parameter = [i for i, value in enumerate(values) if value.is_low and values[1 - i].neutral]
   big = of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
@@ -296,7 +296,7 @@ def _rest(rewriter: Rewriter, eqn: JaxprEqn, dtype: DType) -> None:
   value = rewriter.value(eqn.invars[0])
   if value is None:
     return rewriter.untouched(eqn)
-  if value.is_low and leaves_wide(rewriter.readers_of(eqn)):
+  if value.is_low and rewriter.readers_of(eqn) & CALLER:
     value.widened = True
   else:
     value = Value(rewriter.view(value, dtype, eqn), dtype, value.neutral and value.is_low)

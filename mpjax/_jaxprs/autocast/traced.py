@@ -22,7 +22,7 @@ from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
 from mpjax._jaxprs.autocast.higher_order import rewrite
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
-from mpjax._jaxprs.autocast.uses import CALLER, KEPT, RETURNED
+from mpjax._jaxprs.autocast.uses import CALLER, RETURNED, UNROUNDED
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Settings, constants
 from mpjax._jaxprs.primitive_facts import Holds
 
@@ -43,7 +43,7 @@ class Interface:
   Fields:
     data: which of the leaves decide the dtype of what they meet; None if none does.
     results: the dtypes of the results; None for those that the function gives them.
-    unrounded: a float32 result that a matmul computes is the sum that it has, see `leaves_wide`.
+    unrounded: a float32 result that a matmul computes is the sum that it has, see `CALLER`.
   """
 
   data: DataLeaves | None = None
@@ -113,7 +113,7 @@ def with_settings(
     # The leaves of positional arguments come first.
     marks = [] if interface.data is None else interface.data(args)
     decides = [i < len(marks) and marks[i] for i in arrays]
-    caller = CALLER if interface.unrounded else RETURNED | KEPT
+    caller = CALLER if interface.unrounded else RETURNED | UNROUNDED
     given = [x.dtype for x in operands]
     new = rewrite_closed(program, now, where, decides, given, dtypes, caller)
 
@@ -187,7 +187,7 @@ def rewrite_closed(
   data: Sequence[bool] = (),
   given: Sequence[DType] | None = None,
   results: Sequence[DType | None] | None = None,
-  caller: int = RETURNED | KEPT,
+  caller: int = RETURNED | UNROUNDED,
 ) -> Jaxpr:
   """Returns an entire jaxpr rewritten.
 

@@ -19,29 +19,33 @@ MATMUL = 1
 FULL = 2
 """An operation of the float32 list, likewise."""
 
-CALLER = 16
-"""The caller, who asks for float32: by the `output_dtype` of a module or of the function; at once,
-behind what moves elements, or behind a sum that nothing else reads."""
-
-RETURNED = 32
-"""A caller that takes the dtype that there is, likewise."""
-
-KEPT = 64
-"""A reader for which nothing rounds the value, nor a sum with it."""
-
 SUMMED = 4
 """Something that a rounding would change: a sum, a comparison, an index, a carry, an operation of
 the float32 list; at once or behind multiplications and what keeps its dtype."""
 
-EXACT = SUMMED | KEPT
+UNROUNDED = 8
+"""A reader for which nothing rounds the value, nor a sum with it."""
+
+FACTOR = 16
+"""A multiplication, at once or behind operations that keep a dtype: rounded, a factor may overflow.
+"""
+
+CALLER = 32
+"""The caller, who asks for float32: by the `output_dtype` of a module or of the function; at once,
+behind what moves elements, or behind a sum that nothing else reads. A matmul that has such a reader
+returns its float32 sum, to all of them."""
+
+RETURNED = 64
+"""A caller that takes the dtype that there is, likewise."""
+
+EXACT = SUMMED | UNROUNDED
 """A comparison, an index, a carry."""
 
 HELD = SUMMED | CALLER | RETURNED
 """All of these: a value that was computed in float32 is not rounded for them."""
 
-FACTOR = 8
-"""A multiplication, at once or behind operations that keep a dtype: rounded, a factor may overflow.
-"""
+DIGITS = UNROUNDED | CALLER | RETURNED
+"""All of these: they get all digits of a value, or of a sum with it."""
 
 Readers: TypeAlias = dict[Atom, int]
 """The sum of the above for each variable."""
@@ -50,16 +54,6 @@ Readers: TypeAlias = dict[Atom, int]
 def only_float32(readers: int) -> bool:
   """Whether operations of the float32 list read a value, and no matmul."""
   return readers & (FULL | MATMUL) == FULL
-
-
-def is_kept(readers: int) -> bool:
-  """Whether some reader gets all digits of a value, or of a sum with it."""
-  return bool(readers & (KEPT | CALLER | RETURNED))
-
-
-def leaves_wide(readers: int) -> bool:
-  """Whether a caller that asks for float32 reads a value: all others read the same one."""
-  return bool(readers & CALLER)
 
 
 def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings) -> Readers:
@@ -109,7 +103,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
     scope = names_of(str(eqn.source_info.name_stack))
     leaving = output_of(scope)
     if rest_of(scope) is not None:
-      return CALLER if leaves_wide(behind) else behind & MATMUL
+      return CALLER if behind & CALLER else behind & MATMUL
     if leaving is not None:
       return CALLER if leaving == FLOAT32 else behind & MATMUL
   return FULL | EXACT

@@ -18,7 +18,7 @@ which only the transpose differs: a `jax.custom_vjp` would refuse forward mode, 
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -87,17 +87,20 @@ def with_wide_sums(
   avals = list(map(aval_of, operands))
   body = _body(eqn, list(map(Var, avals)), half, out, each)
 
-  def call(*operands: Array) -> Array:
-    # A second derivative needs the rule too, where a float32 gradient would meet the operands.
-    given = cast(list[Var], made.invars)
-    one = jaxpr_of([made], given, made.outvars)
-    if out == half:
-      return matmul(*_in_half(operands, half, each), out=half)
-    return eval_jaxpr(one, (), *operands)[0]
+  def tangent(
+    primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
+  ) -> tuple[list[Array], list[Array]]:
+    moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)}
+    if out == half:  # A policy of `jax.checkpoint` such as `dots_saveable` sees this matmul.
+      result = [matmul(*_in_half(primals, half, each), out=half)]
+    else:  # Of which a second derivative needs the rule too.
+      again = jaxpr_of([made], cast(list[Var], made.invars), made.outvars)
+      result = eval_jaxpr(again, (), *primals)
+    return result, [_matmul_tangent(primals, moving, params)]
 
-  rule = functools.partial(_tangent, call, matmul, half, out, each)
+  params = {"matmul": matmul, "half": half, "out": out, "wide": each}
   with context_of(eqn):
-    made = differentiated(body, rule, avals, "matmul")
+    made = differentiated(body, tangent, avals, "matmul")
   return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
 
 
@@ -124,25 +127,12 @@ def _body(eqn: JaxprEqn, given: Sequence[Var], half: DType, out: DType, wide: Wi
   return ClosedJaxpr(jaxpr_of(body, given, body[-1].outvars), ())
 
 
-def _tangent(
-  call: Matmul,
-  matmul: Matmul,
-  half: DType,
-  out: DType,
-  wide: Wide,
-  primals: Sequence[Array],
-  tangents: Sequence[Array | SymbolicZero],
-) -> tuple[list[Array], list[Array]]:
-  """The derivative of `matmul`, of operands in `half`, in operands that are cast first."""
-  params = {"matmul": matmul, "half": half, "out": out, "wide": wide}
-  parts = [
-    _product_p.bind(*primals[:i], t, *primals[i + 1 :], **params)
-    for i, t in enumerate(tangents)
-    if not isinstance(t, SymbolicZero)
-  ]
-  # The matmul itself, so that policies of `jax.checkpoint` see it: `dots_saveable` looks for
-  # `dot_general`, and would compute again what a primitive of ours gives.
-  return [call(*primals)], [functools.reduce(operator.add, parts)]
+def _matmul_tangent(
+  primals: Sequence[Array], moving: Mapping[int, Array], params: Mapping[str, Any]
+) -> Array:
+  """Returns the tangent of a matmul, from those of some of its operands, by their positions."""
+  parts = [_product_p.bind(*primals[:i], t, *primals[i + 1 :], **params) for i, t in moving.items()]
+  return functools.reduce(operator.add, parts)
 
 
 def _in_half(operands: Sequence[Array], half: DType, wide: Wide) -> list[Array]:
@@ -174,12 +164,8 @@ def _abstract(*avals: ShapedArray, **params: object) -> AbstractValue:
 def _jvp(
   primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], **params: object
 ) -> tuple[Array, Array]:
-  parts = [
-    _product_p.bind(*primals[:i], t, *primals[i + 1 :], **params)
-    for i, t in enumerate(tangents)
-    if not isinstance(t, ad.Zero)
-  ]
-  return _product_p.bind(*primals, **params), functools.reduce(operator.add, parts)
+  moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)}
+  return _product_p.bind(*primals, **params), _matmul_tangent(primals, moving, params)
 
 
 def _batch(
