@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._core.containers import mapped
 from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.together import first_nonfinite_together, masks_of
@@ -67,19 +68,18 @@ def map_arrays(
   """Returns `tree` with `fun` of its leaves, and objects of Flax NNX as they are.
 
   Where `fun` changes nothing the result is `tree` itself: containers stay the same objects, and
-  static arguments stay equal. So does what is no tree to JAX (a dict whose keys do not sort).
+  static arguments stay equal.
   """
+  same = True
 
-  def stop(x: Leaf) -> bool:
-    return is_nnx_object(x) or (is_leaf is not None and is_leaf(x))
+  def leaf(x: Leaf) -> Leaf:
+    nonlocal same
+    new = x if is_nnx_object(x) else fun(x)
+    same = same and new is x
+    return new
 
-  try:
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=stop)
-  except (TypeError, ValueError):
-    return tree
-  new = [x if is_nnx_object(x) else fun(x) for x in leaves]
-  same = all(a is b for a, b in zip(new, leaves, strict=True))
-  return tree if same else jax.tree.unflatten(treedef, new)
+  new = mapped(leaf, tree, lambda x: is_nnx_object(x) or (is_leaf is not None and is_leaf(x)))
+  return tree if same else new
 
 
 def instances_in(value: object, cls: type[T]) -> Iterator[T]:

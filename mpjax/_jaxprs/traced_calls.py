@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar
 
 import jax
@@ -13,9 +13,8 @@ from mpjax._core.active import ACTIVE, Active
 from mpjax._core.errors import line_of_user, message
 from mpjax._core.policy import Policy
 from mpjax._core.policy_config import rewrites
-from mpjax._core.trees import is_nnx_object
-from mpjax._core.types import Args, Class, DType, Kwargs, Leaf, PyTree
-from mpjax._jaxprs.autocast import Interface, NotTraceable, Settings, tree_leaves, with_settings
+from mpjax._core.types import Args, Class, Leaf, PyTree
+from mpjax._jaxprs.autocast import Interface, NotTraceable, Settings, with_settings
 from mpjax._jaxprs.op_lists import OpLists
 
 R = TypeVar("R")
@@ -63,8 +62,8 @@ def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
 def rewrite_calls(
   fn: Callable[..., R],
   policy: Policy | None,
-  data: Callable[[Args], list[bool]],
-  results: Callable[[R], Sequence[DType | None]],
+  data: Callable[[Args], Iterable[Leaf]],
+  results: Callable[[R], PyTree],
   where: str,
 ) -> Callable[..., R]:
   """Returns a function that calls modules, with its operations rewritten.
@@ -72,8 +71,8 @@ def rewrite_calls(
   Args:
     fn: the function, of trees of arrays.
     policy: applies where no module marks another.
-    data: which of the leaves of the arguments decide the dtype of what they meet.
-    results: the dtypes of the results, of which None is the one that they are computed in.
+    data: the leaves of the arguments that decide the dtype of what they meet.
+    results: marks those results that have to have a dtype, see `Interface`.
     where: the public call, for errors.
   """
   settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
@@ -83,7 +82,6 @@ def rewrite_calls(
 def attempts(
   attempt: Callable[[S], R],
   python: Callable[[S], R],
-  call: tuple[Args, Kwargs],
   state: S,
   path: str,
   where: str,
@@ -98,7 +96,6 @@ def attempts(
   Args:
     attempt: traces the call and runs it.
     python: makes the call as it is.
-    call: its positional and keyword arguments.
     state: the active state.
     path: that of the module.
     where: the public call, for the warning.
@@ -108,7 +105,6 @@ def attempts(
   while True:
     failed: list[Class] = []
     try:
-      tree_leaves(call, "is given", is_leaf=is_nnx_object)
       return attempt(dataclasses.replace(state, tracing=True, failed=failed))
     except Exception as error:
       reason = _why_not_traced(error, foreign)
@@ -148,11 +144,6 @@ def _why_not_traced(error: Exception, foreign: type[Exception]) -> str | None:
   if isinstance(error, foreign):
     return f"changes what it is not given: {line_of_user(error)}"
   return None
-
-
-def as_computed(returned: PyTree) -> list[DType | None]:
-  """Returns what `rewrite_calls` takes for results that have the dtype they are computed in."""
-  return [None for x in jax.tree.leaves(returned) if isinstance(x, jax.Array)]
 
 
 def array(x: Leaf) -> Leaf:

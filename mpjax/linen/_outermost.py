@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -12,13 +13,14 @@ from flax.core import Scope, lift
 from flax.linen.transforms import lift_direct_transform
 
 from mpjax._core.active import ACTIVE
+from mpjax._core.containers import mapped
 from mpjax._core.paths import arrays_by_path
 from mpjax._core.policy import Policy
 from mpjax._core.trees import instances_in
-from mpjax._core.types import Args, DType, Function, Kwargs, PyTree, Variables
+from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._jaxprs import traced_calls
-from mpjax._jaxprs.autocast import traceable
-from mpjax._jaxprs.traced_calls import array, as_computed, attempts
+from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned
+from mpjax._jaxprs.traced_calls import array, attempts
 from mpjax.linen._context import Active, TracedCall
 from mpjax.linen._layers import neutral_collections
 
@@ -56,16 +58,16 @@ def applied(
       with enter(active):
         return model.apply(same, *args, **kwargs)
 
-    def changed(returned: PyTree) -> tuple[PyTree, Variables]:
-      return returned if pair else (returned, {})
+    def marked(returned: PyTree) -> PyTree:
+      return (returned[0], _in_stored_dtypes(returned[1], variables)) if pair else returned
 
     fn.__name__ = type(model).__name__
     with ACTIVE(active):
-      return _cast(traceable(fn), active.policy, variables, changed)(params, rest, args, kwargs)
+      return _cast(fn, active.policy, marked)(params, rest, args, kwargs)
 
   if not isinstance(variables, Mapping):
     return python(active)
-  return attempts(attempt, python, (args, kwargs), active, "", _WHERE, _FOREIGN)
+  return attempts(attempt, python, active, "", _WHERE, _FOREIGN)
 
 
 def rewritten(
@@ -83,17 +85,24 @@ def rewritten(
   Flax's own lifting makes the method a function of variables, random keys and arguments, and puts
   back what it changed, as it does for `nn.jit`. `python` calls the method without being traced.
   """
+  given = (args, kwargs)
+  held = next(instances_in(given, nn.Module), None)
+
+  @functools.wraps(method)
+  def checked(*args: Any, **kwargs: Any) -> PyTree:
+    # Flax has counted the names of submodules when it has lifted a method.
+    outputs = method(*args, **kwargs)
+    check_returned(Boundary(outputs).leaves)
+    return outputs
 
   def attempt(active: Active) -> PyTree:
     def lifted(fn: Function, scopes: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+      # Flax has sorted the keys of dicts; but modules among the arguments are its copies.
+      call = given if held is None else (args, kwargs)
+
       # `scope_fn` makes scopes of variables and keys, `repack_fn` variables of scopes.
       def inner(
-        scope_fn: Function,
-        repack_fn: Function,
-        groups: tuple[Variables, Variables],
-        rngs: PyTree,
-        *args: Any,
-        **kwargs: Any,
+        scope_fn: Function, repack_fn: Function, groups: tuple[Variables, Variables], rngs: PyTree
       ) -> tuple[PyTree, PyTree]:
         restore = _snapshot(module, jax.tree.leaves(scope_fn(groups, rngs)))
 
@@ -109,11 +118,13 @@ def rewritten(
           _forget_captured(jax.tree.leaves(scope)[-1], method.__name__, outputs)
           return (*again.outputs, outputs)[0], repack_fn(scope)
 
+        def marked(returned: tuple[PyTree, PyTree]) -> PyTree:
+          return returned[0], _in_stored_dtypes(returned[1], groups)
+
         traced.__name__ = type(module).__name__
         try:
           with ACTIVE(active):
-            call = _cast(traced, policy, groups, lambda returned: returned)
-            return call(groups[0], (groups[1], rngs), args, kwargs)
+            return _cast(traced, policy, marked)(groups[0], (groups[1], rngs), *call)
         except BaseException:
           # A dropout in a trace that raised has counted its key: the next attempt would draw
           # another mask than the model without a policy.
@@ -121,14 +132,16 @@ def rewritten(
           raise
 
       filters = (neutral_collections(), True)
-      packed = lift.pack(inner, filters, filters, (True,), name="policy", enable_kwargs=True)
-      return packed(scopes, *args, **kwargs)
+      return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
 
-    # Checked inside: Flax has counted the names of submodules when it has lifted a method.
-    return lift_direct_transform(lifted, (traceable(method),), module, *args, **kwargs)
+    try:
+      jax.tree.structure(given)
+    except (TypeError, ValueError) as error:
+      raise NotTraceable("is given a dict whose keys do not sort") from error
+    return lift_direct_transform(lifted, (checked,), module, *args, **kwargs)
 
   where = _WHERE if active.token is None else _SCOPE
-  return attempts(attempt, python, (args, kwargs), active, "/".join(module.path), where, _FOREIGN)
+  return attempts(attempt, python, active, "/".join(module.path), where, _FOREIGN)
 
 
 def _forget_captured(scope: Scope, method: str, outputs: PyTree) -> None:
@@ -151,30 +164,28 @@ def _snapshot(module: nn.Module, scopes: Iterable[Scope]) -> Callable[[], None]:
   return restore
 
 
+def _in_stored_dtypes(variables: PyTree, stored: PyTree) -> PyTree:
+  """Returns variables that keep the dtype of a stored one of the same path; new ones are free."""
+  dtypes = {path: x.dtype for path, x in arrays_by_path(stored)}
+  found = {id(x): dtypes[path] for path, x in arrays_by_path(variables) if path in dtypes}
+  return mapped(lambda x: InDtype(x, found[id(x)]) if id(x) in found else x, variables)
+
+
 def _cast(
-  fn: Callable[..., R],
-  policy: Policy | None,
-  stored: PyTree,
-  changed: Callable[[R], tuple[PyTree, PyTree]],
+  fn: Callable[..., R], policy: Policy | None, results: Callable[[R], PyTree]
 ) -> Callable[..., R]:
   """Returns a function of parameters and of the rest, which decides, with its operations rewritten.
 
-  What has the path of one of the `stored` variables keeps its dtype; new ones have that which they
-  are computed in. `changed` takes the results apart, into outputs and variables.
+  `results` marks the dtypes of results.
   """
-  dtypes = {path: x.dtype for path, x in arrays_by_path(stored)}
 
-  def results(returned: R) -> list[DType | None]:
-    outputs, variables = changed(returned)
-    return as_computed(outputs) + [dtypes.get(path) for path, _ in arrays_by_path(variables)]
-
-  def data(args: Args) -> list[bool]:
-    return [number > 0 for number, each in enumerate(args) for _ in jax.tree.leaves(each)]
+  def data(args: Args) -> list[Leaf]:
+    return Boundary(args[1:]).leaves
 
   run = traced_calls.rewrite_calls(fn, policy, data, results, _WHERE)
 
   def call(params: Variables, rest: PyTree, *args: Any) -> R:
     # A checkpoint may come as arrays of NumPy: variables are never constants.
-    return run(*jax.tree.map(array, (params, rest)), *args)
+    return run(*mapped(array, (params, rest)), *args)
 
   return call

@@ -19,7 +19,7 @@ from mpjax._core.active import ACTIVE, Active
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree
 from mpjax._jaxprs import traced_calls
-from mpjax._jaxprs.autocast import NotTraceable, leaving, region_of, traceable, tree_leaves
+from mpjax._jaxprs.autocast import Boundary, NotTraceable, leaving, region_of
 from mpjax.nnx import _spec
 from mpjax.nnx._layers import kind_of
 
@@ -43,20 +43,38 @@ def rewritten(call: Function, name: str, given: Given) -> PyTree:
   policy = _spec.how_it_runs(module).policy
 
   def attempt(state: Active) -> PyTree:
-    raws = (variable.get_raw_value() for variable in _variables(given))
-    stored = [raw.dtype if is_floating(raw) else None for raw in raws]
+    boundary = Boundary(given[1:], _spec.is_node)
+    everything = (module, boundary.leaves)
+    orders = [list(vars(node)) for node in _spec.nodes_of(everything)]
+    held_by = [x for node in _spec.nodes_of(module) for x in vars(node).values()]
+    containers = {id(x): x for x in held_by if isinstance(x, (list, dict))}
+    stored = [v.get_raw_value() for v in _variables(everything)]
+    stored = [raw.dtype if is_floating(raw) else None for raw in stored]
+    returned: list[Function] = []
 
     def on_copies(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
-      given = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
-      variables = _variables(given)
+      copies = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
+      nodes, variables = list(_spec.nodes_of(copies)), _variables(copies)
+      _spec.put_in_order(nodes, orders)
+      # A container that a copy shares is static to NNX. The copy gets one of its own, and what the
+      # call puts into that is handed back.
+      shared = [(n, key, x) for n in nodes for key, x in vars(n).items() if id(x) in containers]
+      static = Boundary([x for *_, x in shared], _spec.is_node)
+      own = static.inside(static.leaves)
+      for (node, key, _), x in zip(shared, own.args, strict=True):
+        vars(node)[key] = x
+      inside = boundary.inside(copies[1])
+      inside = inside._replace(containers=[*inside.containers, *own.containers])
       held = [v.get_raw_value() for v in variables]
-      before, arguments, contained = _kept(given), _flat(given[1:]), _contained(given)
+      before = _kept(copies)
       with ACTIVE(state):
-        outputs = call(*given)
-      tree_leaves(outputs, "returns", is_leaf=_spec.is_node)
-      now = _kept(given)
-      if not _same(arguments, _flat(given[1:])):
-        raise NotTraceable("changes an argument in place")
+        outputs = call(copies[0], *inside.args)
+      leaves, outside = inside.leave(outputs)
+      returned.append(outside)
+      now = _kept(copies)
+      for (node, key, original), x in zip(shared, own.args, strict=True):
+        if vars(node).get(key) is x:
+          vars(node)[key] = original
       written = {}
       for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
         new = variable.get_raw_value()
@@ -64,51 +82,45 @@ def rewritten(call: Function, name: str, given: Given) -> PyTree:
           variable.set_raw_value(leaving(new, dtype))
         if new is not old:
           written[i] = variable.get_raw_value()
-      if _contained(given) - contained:
-        raise NotTraceable("puts an array into a container that NNX takes to be static")
       changed = len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
       # What is only read may belong to a function that is traced further out: nobody may write it.
-      nodes = any(map(_spec.is_node, jax.tree.leaves(outputs, is_leaf=_spec.is_node)))
-      changed = changed or nodes
-      done = (outputs, given if changed else ())
-      if changed and _hides_tracer(given):
+      changed = changed or any(map(_spec.is_node, leaves))
+      done = (leaves, copies if changed else ())
+      if changed and _hides_tracer(copies):
         raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
       return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
 
     on_copies.__name__ = name  # It is what JAX's errors say.
-    nodes = (node for _, node in nnx.iter_graph(module, graph=True))
-    views = [(node, dict(vars(node))) for node in nodes if _spec.is_view(node)]
+    views = [(node, dict(vars(node))) for node in _spec.nodes_of(module) if _spec.is_view(node)]
     for node, _ in views:
       _spec.check_modes(node)  # The copies lead to no model.
     with nnx.update_context(_TAG):
       copied = jax.tree.map(
         lambda x: jax.tree.map(traced_calls.array, x) if isinstance(x, nnx.Variable) else x,
-        nnx.to_tree(given, ctxtag=_TAG),
+        nnx.to_tree(everything, ctxtag=_TAG),
         is_leaf=lambda x: isinstance(x, nnx.Variable),
       )
-      cast = traced_calls.rewrite_calls(
-        traceable(on_copies), policy, _data, traced_calls.as_computed, _WHERE
-      )
+      cast = traced_calls.rewrite_calls(on_copies, policy, _data, lambda returned: returned, _WHERE)
       with ACTIVE(state):
         changed, written, done = cast(copied)
-      if not changed:
-        variables = _variables(given)
+      if changed:
+        nodes = list(_spec.nodes_of(everything))
+        done = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
+        _spec.put_in_order(nodes, orders)
+      else:
+        variables = _variables(everything)
         for i, new in written.items():
           variables[i].set_raw_value(new)
-        return done[0]
-      outputs, _ = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
     for node, before in views:
       _copy_changes(node, before)
-    return outputs
+    return returned[0](done[0])
 
   def python(_: Active) -> PyTree:
     return call(*given)
 
   state = dataclasses.replace(_spec.calling_state(), region=region_of(policy))
   foreign = flax.errors.TraceContextError
-  return traced_calls.attempts(
-    attempt, python, given[1:], state, _spec.path_of(module), _WHERE, foreign
-  )
+  return traced_calls.attempts(attempt, python, state, _spec.path_of(module), _WHERE, foreign)
 
 
 def _variables(tree: PyTree) -> list[Variable]:
@@ -116,14 +128,10 @@ def _variables(tree: PyTree) -> list[Variable]:
   return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Variable)]
 
 
-def _data(args: Args) -> list[bool]:
-  """Whether each array decides the dtype of what it meets."""
+def _data(args: Args) -> list[Leaf]:
+  """Returns the arrays that decide the dtype of what they meet."""
   leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable))
-  return [not kind_of(x).neutral for x in leaves for _ in jax.tree.leaves(x)]
-
-
-def _same(before: tuple[list[Leaf], object], now: tuple[list[Leaf], object]) -> bool:
-  return before[1] == now[1] and all(a is b for a, b in zip(before[0], now[0], strict=True))
+  return [array for x in leaves if not kind_of(x).neutral for array in jax.tree.leaves(x)]
 
 
 def _kept(tree: PyTree) -> list[object]:
@@ -155,25 +163,21 @@ def _hides_tracer(tree: PyTree) -> bool:
   return any(isinstance(x, Tracer) and id(x) not in known for x in _attributes(tree))
 
 
-def _contained(tree: PyTree) -> set[int]:
-  """Returns the identities of the tracers in plain containers that modules hold."""
-  held = (x for x in _attributes(tree) if isinstance(x, (list, dict, set)))
-  parts = (part for x in held for part in (x.values() if isinstance(x, dict) else x))
-  return {id(x) for x in parts if isinstance(x, Tracer)}
-
-
-def _flat(tree: PyTree) -> tuple[list[Leaf], object]:
-  """Returns leaves and structure; what modules and variables hold comes back, and is no part."""
-  return jax.tree.flatten(tree, is_leaf=_spec.is_node)
-
-
 def _copy_changes(module: nnx.Module, before: dict[str, object]) -> None:
-  """Copies to the user's module what NNX has put into that of a view, or taken out."""
+  """Sets on the user's module what a call has set on that of a view, or takes it out."""
   model, now = _spec.model_of(module), dict(vars(module))
   for name in now.keys() | before.keys() if model is not None else ():
     old, new = before.get(name), now.get(name)
-    if isinstance(new, (nnx.Variable, jax.Array)):
-      if new is not old:
-        setattr(model, name, new)
-    elif isinstance(old, nnx.Variable) and new is None and vars(model).get(name) is old:
+    same = new is old and (name in now) == (name in before)
+    held = jax.tree.leaves(new, is_leaf=_spec.is_node)
+    # What NNX holds itself, such as what it captures, is in containers of its own.
+    plain = isinstance(new, (nnx.Variable, jax.Array)) or not any(
+      isinstance(x, jax.Array) or _spec.is_node(x) for x in held
+    )
+    if same or name == _spec.LINK or not plain:
+      continue
+    if name in now:
+      setattr(model, name, new)
+      _spec.forget_mode(module, name)
+    elif vars(model).get(name) is old:
       delattr(model, name)

@@ -1,13 +1,14 @@
 """How a module of a view runs, and how it is told from others and mapped back to the user's."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from flax import nnx
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
 from mpjax._core.policy_config import ModulePolicy
+from mpjax._core.types import PyTree
 from mpjax.nnx._layers import MODES
 
 SPEC = "mpjax_spec"
@@ -136,3 +137,25 @@ def calling_state() -> Active:
 def is_node(x: object) -> bool:
   """Whether `x` is a module, a variable or another object of NNX."""
   return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def nodes_of(tree: PyTree) -> Iterator[nnx.Pytree]:
+  """Yields the modules of a tree, and the containers of NNX, in the order of its graph."""
+  return (x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Pytree))
+
+
+def put_in_order(nodes: Sequence[nnx.Pytree], orders: Sequence[Sequence[str]]) -> None:
+  """Puts the attributes of copies, which NNX sorts, into the order of the originals."""
+  for node, order in zip(nodes, orders, strict=True):
+    attributes = vars(node)
+    if list(attributes) != order:
+      for name in [*order, *(name for name in attributes if name not in order)]:
+        if name in attributes:
+          attributes[name] = attributes.pop(name)
+
+
+def forget_mode(module: nnx.Pytree, name: str) -> None:
+  """Notes that a mode was set on a view's module: from now on it is its own."""
+  link = vars(module).get(LINK)
+  if isinstance(link, Link):
+    link.modes.pop(name, None)

@@ -50,7 +50,7 @@ def _overrides(cls: Any) -> dict[str, Function]:
     # A mode that is set on the view is its own from now on: compared with that of the model, each
     # call after `view.eval()` would be an error.
     if model is not None and isinstance(value, bool):
-      vars(self)[_spec.LINK].modes.pop(name, None)
+      _spec.forget_mode(self, name)
     # A variable that a call creates, a cache, is the model's too: on the view alone it would be
     # lost with the view, which many make anew in each step.
     if model is not None and isinstance(value, (nnx.Variable, jax.Array)):

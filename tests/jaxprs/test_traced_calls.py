@@ -20,8 +20,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
     return "traced"
 
   assert (
-    traced_calls.attempts(attempt, lambda state: None, ((), {}), Active(), "", "f", LookupError)
-    == "traced"
+    traced_calls.attempts(attempt, lambda state: None, Active(), "", "f", LookupError) == "traced"
   )
   assert seen == [frozenset(), frozenset({int})]
 
@@ -33,7 +32,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
       raise NotImplementedError(str(len(state.casting)))
 
     with pytest.raises(NotImplementedError, match="0"):  # The first says what is wrong.
-      traced_calls.attempts(always, lambda state: None, ((), {}), Active(), "", "f", LookupError)
+      traced_calls.attempts(always, lambda state: None, Active(), "", "f", LookupError)
 
 
 def test_what_needs_values_runs_as_python_with_one_warning():
@@ -41,9 +40,7 @@ def test_what_needs_values_runs_as_python_with_one_warning():
     return jax.jit(lambda x: float(x))(1.0)
 
   with pytest.warns(UserWarning, match="f: body: expected a body that can be traced") as caught:
-    found = traced_calls.attempts(
-      attempt, lambda state: state, ((), {}), Active(), "body", "f", LookupError
-    )
+    found = traced_calls.attempts(attempt, lambda state: state, Active(), "body", "f", LookupError)
   assert found == Active(as_python=frozenset({"body"}))
   assert len(caught) == 1
 

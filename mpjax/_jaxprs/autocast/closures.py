@@ -29,6 +29,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
+from mpjax._jaxprs.autocast.boundary import InDtype
 from mpjax._jaxprs.inner_jaxprs import closed_over
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
@@ -36,10 +37,8 @@ from mpjax._jaxprs.walk import walk
 
 Call: TypeAlias = Callable[..., list[Array]]
 
-Dtypes: TypeAlias = Sequence[DType | None]
-
-Cast: TypeAlias = Callable[[Function, Callable[[PyTree], Dtypes] | None], Function]
-"""From a function, and what says which dtypes its results have, to the function cast."""
+Cast: TypeAlias = Callable[[Function, Callable[[PyTree], PyTree] | None], Function]
+"""From a function, and what marks the dtypes of its results, to the function cast."""
 
 _WITH_RULE = (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
 
@@ -124,13 +123,16 @@ def _jvp(
 
   perturbed = [not isinstance(t, SymbolicZero) for t in tangents]
   changes, _ = _parted(tangents, perturbed)
-  results = None if dtypes is None else lambda _: [*dtypes, *filter(_moves, dtypes)]
-  return cast(both, results)(*_parted(primals, perturbed), changes)
+
+  def typed(returned: tuple[list[Array], list[Array]]) -> PyTree:
+    return [list(map(_in_dtype, each, dtypes or ())) for each in returned]
+
+  return cast(both, None if dtypes is None else typed)(*_parted(primals, perturbed), changes)
 
 
-def _moves(dtype: DType) -> bool:
-  """Whether a result has a tangent that is an array."""
-  return jnp.issubdtype(dtype, jnp.inexact)
+def _in_dtype(x: Array, dtype: DType) -> InDtype | Array:
+  """Returns a mark of a dtype; of a tangent of integers, which is no array, itself."""
+  return InDtype(x, dtype) if isinstance(x, jax.Array) else x
 
 
 def _backward(
@@ -144,8 +146,12 @@ def _backward(
 
   changes = [instantiated(c) for c in cotangents]
   moving, rest = parted
-  dtypes = [moving[i].dtype for i in sorted(moving)]  # A gradient has that of its argument.
-  found = cast(gradients, lambda _: dtypes)(moving, rest, changes)
+
+  def typed(returned: _Numbered) -> PyTree:
+    # A gradient has the dtype of its argument.
+    return {i: InDtype(x, moving[i].dtype) for i, x in returned.items()}
+
+  found = cast(gradients, typed)(moving, rest, changes)
   return tuple(found.get(i) for i in range(len(moving) + len(rest)))
 
 

@@ -240,10 +240,7 @@ def _saved_at_rest(eqn: JaxprEqn, jaxpr: Jaxpr, ins: Kinds) -> list[DType | None
 
 def _in_variable(kind: Kind | None, atom: Atom) -> Kind | None:
   """Returns the kind of a value that comes in the dtype that `atom` was traced with."""
-  traced = dtype_of(atom)
-  if kind is None or traced == (kind.held or kind.dtype):
-    return kind
-  return kind._replace(carried=traced)
+  return None if kind is None else kind._replace(carried=dtype_of(atom))
 
 
 def _composite(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from mpjax._core.containers import mapped
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.policy import Policy
 from mpjax._core.types import PyTree
@@ -77,7 +78,7 @@ def leaving(tree: PyTree, dtype: Any) -> PyTree:
       return x.astype(dtype)  # It stays as it is until here.
     return _marked(x, OUTPUT + dtype.name)
 
-  return jax.tree.map(leaf, tree)
+  return mapped(leaf, tree)
 
 
 def at_rest(tree: PyTree, dtype: str) -> PyTree:
@@ -85,7 +86,7 @@ def at_rest(tree: PyTree, dtype: str) -> PyTree:
 
   What leaves in float32 right after it is not rounded first.
   """
-  return jax.tree.map(lambda x: _marked(x, REST + dtype), tree)
+  return mapped(lambda x: _marked(x, REST + dtype), tree)
 
 
 def _marked(x: Any, name: str) -> Any:

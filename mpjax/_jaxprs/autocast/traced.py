@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.atoms import aval_of, dtype_of
+from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable
 from mpjax._jaxprs.autocast.closures import closes_over, differentiated_at_once
 from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
 from mpjax._jaxprs.autocast.higher_order import rewrite
@@ -28,12 +29,12 @@ from mpjax._jaxprs.primitive_facts import Holds
 
 R = TypeVar("R")
 
-DataLeaves: TypeAlias = Callable[[tuple[PyTree, ...]], list[bool]]
-"""From positional arguments to whether each of their leaves decides the dtype of what it meets."""
+DataLeaves: TypeAlias = Callable[[tuple[PyTree, ...]], Iterable[Leaf]]
+"""From positional arguments to those of their leaves that decide the dtype of what they meet."""
 
-ResultDtypes: TypeAlias = Callable[[PyTree], Sequence[DType | None]]
-"""From the results of a function to the dtype of each leaf that is an array, of which None is the
-dtype that it was computed in."""
+ResultDtypes: TypeAlias = Callable[[PyTree], PyTree]
+"""From the results of a function to the same with `InDtype` in the place of leaves that have to
+have a dtype; the others have those that they are computed in."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,22 +52,6 @@ class Interface:
   unrounded: bool = False
 
 
-class _Results(NamedTuple):
-  """What a function returned while it was traced.
-
-  Fields:
-    leaves: those that are no arrays of the trace; None where one is.
-    tree: the structure of the leaves, for `jax.tree.unflatten`.
-    computed: the positions of the arrays.
-    dtypes: what `Interface.results` asks for.
-  """
-
-  leaves: list[Leaf]
-  tree: PyTree
-  computed: list[int]
-  dtypes: Sequence[DType | None] | None
-
-
 def with_settings(
   fn: Callable[..., R], settings: Settings, where: str, interface: Interface = Interface()
 ) -> Callable[..., R]:
@@ -77,6 +62,10 @@ def with_settings(
     settings: how to rewrite.
     where: the public call, for errors.
     interface: how arguments come in and results leave.
+
+  Raises:
+    NotTraceable: when called, where no jaxpr can do what `fn` does; of a function that is no call
+      of modules, as an MpjaxTypeError.
   """
 
   @functools.wraps(fn)
@@ -85,34 +74,37 @@ def with_settings(
       return fn(*args, **kwargs)
     if AUDIT.value is not None and not settings.modules:
       AUDIT.value.note_autocast()
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    boundary = Boundary((args, kwargs))
     is_argument = _is_jax_array if settings.modules else _is_array
-    arrays = [i for i, x in enumerate(leaves) if is_argument(x)]
-    results: list[_Results] = []
+    arrays = {i: x for i, x in enumerate(boundary.leaves) if is_argument(x)}
+    results: list[tuple[list[Leaf], Callable[[Sequence[Leaf]], R], list[DType | None] | None]] = []
 
     def flat(*operands: Array) -> list[Array]:
       given = dict(zip(arrays, operands, strict=True))
-      call: PyTree = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-      returned = fn(*call[0], **call[1])
-      outs, out_tree = jax.tree.flatten(returned)
-      _check_unchanged(call, len(leaves), given, where)
-      computed = {i: x for i, x in enumerate(outs) if isinstance(x, jax.Array)}
+      inside = boundary.inside([given.get(i, x) for i, x in enumerate(boundary.leaves)])
+      returned = fn(*inside.args[0], **inside.args[1])
+      asked = returned if interface.results is None else interface.results(returned)
+      leaves, outside = inside.leave(asked)
+      computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
+      dtypes = [x.dtype if isinstance(x, InDtype) else None for x in computed]
       # A tracer of the trace that is over may not be kept.
-      rest = [None if i in computed else x for i, x in enumerate(outs)]
-      dtypes = None if interface.results is None else interface.results(returned)
-      results.append(_Results(rest, out_tree, list(computed), dtypes))
-      return list(computed.values())
+      rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
+      results.append((rest, outside, None if interface.results is None else dtypes))
+      return [x.array if isinstance(x, InDtype) else x for x in computed]
 
-    concrete = (leaves[i] for i in arrays)
-    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in concrete]
+    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays.values()]
     name = getattr(fn, "__name__", type(fn).__name__)
     flat.__name__ = name  # It is what JAX's errors say.
-    program = traced(flat)(*map(_as_float32, operands) if settings.modules else operands)
-    outs, out_tree, computed, dtypes = results.pop()
+    try:
+      program = traced(flat)(*map(_as_float32, operands) if settings.modules else operands)
+    except NotTraceable as error:
+      if settings.modules:
+        raise
+      raise _lost(error, where) from error
+    leaves, outside, dtypes = results.pop()
     now = dataclasses.replace(settings, precision=default_precision())
-    # The leaves of positional arguments come first.
-    marks = [] if interface.data is None else interface.data(args)
-    decides = [i < len(marks) and marks[i] for i in arrays]
+    data = set(map(id, () if interface.data is None else interface.data(args)))
+    decides = [id(x) in data for x in arrays.values()]
     caller = CALLER if interface.unrounded else RETURNED | UNROUNDED
     given = [x.dtype for x in operands]
     new = rewrite_closed(program, now, where, decides, given, dtypes, caller)
@@ -133,17 +125,31 @@ def with_settings(
 
       found = None if dtypes is None else [aval_of(v).dtype for v in new.outvars]
       call = differentiated_at_once(call, flat, kinds, rewritten, found)
-    for i, x in zip(computed, call(*operands), strict=True):
-      outs[i] = x
-    return jax.tree.unflatten(out_tree, outs)
+    outs = iter(call(*operands))
+    return outside([next(outs) if x is _TRACED else x for x in leaves])
 
   return wrapped
+
+
+_TRACED = object()
+"""What is in the place of a tracer that is over."""
+
+
+def _lost(error: NotTraceable, where: str) -> MpjaxTypeError:
+  """Returns the error for what a function does besides returning what it computes."""
+  return MpjaxTypeError(
+    where,
+    expected="a function that returns what it computes",
+    got=f"one that {error}",
+    fix="Return the new values. With flax.nnx, split the model outside and merge it inside: "
+    "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
+  )
 
 
 def _numbered(positions: Iterable[int]) -> DataLeaves:
   """Returns the same of a derivative, whose first arguments are two dicts of operands by number."""
   data = frozenset(positions)
-  return lambda args: [number in data for part in args[:2] for number in sorted(part)]
+  return lambda args: [x for part in args[:2] for number, x in part.items() if number in data]
 
 
 def _as_float32(x: Array) -> ShapedArray:
@@ -164,20 +170,6 @@ def _is_array(x: Leaf) -> bool:
       return False
     return exact or np.issubdtype(x.dtype, np.number) or x.dtype in HALVES
   return isinstance(x, jax.Array)
-
-
-def _check_unchanged(call: PyTree, count: int, given: Mapping[int, Array], where: str) -> None:
-  """Raises if `fn` changed an argument, a mutable tree: it had a copy, and loses the change."""
-  now = jax.tree.leaves(call)
-  same = len(now) == count and all(now[i] is x for i, x in given.items())
-  if not same:
-    raise MpjaxTypeError(
-      where,
-      expected="a function that returns what it computes",
-      got="one that changed an argument in place, which would be lost",
-      fix="Return the new values. With flax.nnx, split the model outside and merge it inside: "
-      "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
-    )
 
 
 def rewrite_closed(

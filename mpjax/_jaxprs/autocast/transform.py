@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import jax
 import numpy as np
 
 from mpjax._core.dtypes import FLOAT32
@@ -13,6 +12,8 @@ from mpjax._core.frameworks import check_no_linen_model, framework_of
 from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.policy_config import rewrites
 from mpjax._core.rules import Rule, parse_rules
+from mpjax._core.types import Leaf
+from mpjax._jaxprs.autocast.boundary import Boundary
 from mpjax._jaxprs.autocast.traced import DataLeaves, Interface, with_settings
 from mpjax._jaxprs.autocast.values import FLOATS, Settings
 from mpjax._jaxprs.op_lists import OpLists
@@ -179,7 +180,7 @@ def _in_arguments(data_argnums: tuple[int, ...]) -> DataLeaves | None:
   if not data_argnums:
     return None
 
-  def leaves(args: tuple[Any, ...]) -> list[bool]:
+  def leaves(args: tuple[Any, ...]) -> list[Leaf]:
     if max(data_argnums) >= len(args):
       raise MpjaxValueError(
         "mpjax.autocast(data_argnums=...)",
@@ -187,6 +188,6 @@ def _in_arguments(data_argnums: tuple[int, ...]) -> DataLeaves | None:
         got=f"{max(data_argnums)}, and {len(args)} positional arguments",
         fix="Pass that argument by position, or take its number out of data_argnums.",
       )
-    return [i in data_argnums for i, x in enumerate(args) for _ in jax.tree.leaves(x)]
+    return Boundary([x for i, x in enumerate(args) if i in data_argnums]).leaves
 
   return leaves

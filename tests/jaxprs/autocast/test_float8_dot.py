@@ -38,11 +38,10 @@ def policy(recipe, half="bfloat16"):
 def cast(fun, recipe, half="bfloat16"):
   """Returns `fun(w, x)` with its matmuls in float8: `w` is a parameter, and `x` is none."""
 
-  def is_data(args):
-    return [i == 1 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-
   settings = Settings(policy=mpjax.Policy(compute_dtype=half, matmul=recipe), ops=mpjax.OpLists())
-  return with_settings(fun, settings, "a test", Interface(data=is_data))
+  return with_settings(
+    fun, settings, "a test", Interface(data=lambda args: jax.tree.leaves(args[1]))
+  )
 
 
 def check(found, oracle, roundings):

@@ -29,10 +29,7 @@ W, X = jnp.eye(3) + 0.1, jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 def rewritten(fun, compute=BF16, results=None):
   """Returns a function rewritten: parameters first, then what decides."""
-  interface = Interface(
-    data=lambda args: [number > 0 for number, _ in enumerate(args)],
-    results=results or (lambda out: [None for _ in jax.tree.leaves(out)]),
-  )
+  interface = Interface(data=lambda args: args[1:], results=results or (lambda out: out))
   settings = Settings(policy=mpjax.Policy(compute_dtype=compute), ops=mpjax.OpLists(), modules=True)
   return with_settings(fun, settings, "test", interface)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._jaxprs.autocast import Interface, Settings, with_settings
+from mpjax._jaxprs.autocast import InDtype, Interface, Settings, with_settings
 from tests import programs
 
 W, X = jnp.eye(3) + 0.25, jnp.arange(6.0).reshape(2, 3) / 4
@@ -28,11 +28,11 @@ def rewritten(fun, half="bfloat16", *, modules=False, **fields):
 
 
 def free(returned):
-  return [None for x in jax.tree.leaves(returned) if isinstance(x, jax.Array)]
+  return returned
 
 
 def all_data(args):
-  return [True for _ in jax.tree.leaves(args)]
+  return jax.tree.leaves(args)
 
 
 def product_types(fun, *args):
@@ -48,7 +48,7 @@ def test_what_decides_keeps_float32_until_a_product(half):
     return ((x @ w) + x) @ w, x @ w
 
   neutral = rewritten(fun, half, results=free)
-  decides = rewritten(fun, half, results=free, data=lambda args: [False, True])
+  decides = rewritten(fun, half, results=free, data=lambda args: args[1:])
   for call, dtype in ((neutral, half), (decides, "float32")):
     program = jax.make_jaxpr(call)(W, X)
     assert programs.dtypes_of(program, "add") == {dtype}
@@ -60,14 +60,14 @@ def test_which_leaves_decide_is_asked_of_the_positional_arguments():
 
   def data(args):
     asked.append(args)
-    return [True, False, False]
+    return [args[0]["a"]]
 
   def fun(tree, w):
     product = tree["a"] @ w
     return [(product + each) @ w for each in (tree["a"], tree["b"][0], w[:2])]
 
-  tree = {"a": X, "b": (X, 3)}
-  # One for each leaf: a, b and the number. A keyword argument is neutral.
+  tree = {"a": X, "b": (X + 0, 3)}
+  # A keyword argument is neutral.
   call = rewritten(fun, data=data, results=free)
   added = programs.equations(jax.make_jaxpr(lambda tree, w: call(tree, w=w))(tree, W))
   found = [eqn.outvars[0].aval.dtype for eqn, _ in added if eqn.primitive.name == "add"]
@@ -121,7 +121,7 @@ def test_results_have_the_dtypes_that_are_asked_for():
 
   def results(out):
     returned.append(out)
-    return [np.dtype("float16"), None, None]
+    return {**out, "a": InDtype(out["a"], np.dtype("float16"))}
 
   cast = rewritten(fun, results=results)
   found = cast(X)

@@ -26,15 +26,14 @@ BOTH = pytest.mark.parametrize("half", HALVES)
 def cast(fun, half="bfloat16", wide=FLOAT32, rules=()):
   """Returns `fun(w, x)` under autocast: `w` is a parameter, and `x` is none."""
 
-  def is_data(args):
-    return [i == 1 for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-
   settings = Settings(
     policy=mpjax.Policy(compute_dtype=half, weight_grad_dtype=wide),
     ops=mpjax.OpLists(),
     rules=rules,
   )
-  return with_settings(fun, settings, "a test", Interface(data=is_data))
+  return with_settings(
+    fun, settings, "a test", Interface(data=lambda args: jax.tree.leaves(args[1]))
+  )
 
 
 def integers(seed, shape, largest):

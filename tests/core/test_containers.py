@@ -1,0 +1,33 @@
+"""Containers around other leaves: their order, type and identity."""
+
+import jax.numpy as jnp
+import pytest
+from flax.core import FrozenDict
+
+from mpjax._core.containers import children_of, mapped
+from tests.jaxprs.autocast.test_boundary import CONTAINERS
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_a_mapped_container_is_as_one_that_is_written_so(make):
+  assert repr(mapped(lambda x: x and x + 1, make(1, 2))) == repr(make(2, 3)).replace(
+    "'b': 1", "'b': 0"
+  )
+
+
+def test_a_container_in_two_places_is_one():
+  held = [1]
+  first, second = mapped(str, (held, {"again": held}))
+  assert first == ["1"]
+  assert second["again"] is first
+
+
+def test_what_is_a_leaf():
+  for leaf in (1, "text", jnp.ones(2), object(), iter([1]), (x for x in [1])):
+    assert children_of(leaf) is None
+  assert mapped(lambda x: x * 2, ([1], {"a": 2}), lambda x: isinstance(x, list)) == (
+    [1, 1],
+    {"a": 4},
+  )
+  assert mapped(str, None) is None
+  assert mapped(str, FrozenDict(b=None, a=())) == FrozenDict(b=None, a=())

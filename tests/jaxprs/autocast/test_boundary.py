@@ -1,0 +1,179 @@
+"""What crosses the boundary of a traced call, and what cannot."""
+
+import collections
+import dataclasses
+import functools
+import types
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import FrozenDict
+
+from mpjax._jaxprs.autocast import Boundary, NotTraceable
+
+
+class Holds:
+  """No tree to JAX."""
+
+  def __init__(self, *content):
+    self.content = content
+
+
+def recursive(x):
+  holds = Holds(x)
+  holds.itself = holds
+  return holds
+
+
+RETURNED = {
+  "array": (lambda x: x, True),
+  "tree": (lambda x: {"a": [x, (x, None)]}, True),
+  "others": (lambda x: ("text", 1, str, types, object(), nn.relu, Holds("text", jnp.sum)), True),
+  "NumPy": (lambda x: Holds(np.ones(2)), True),
+  "object": (Holds, False),
+  "object in object": (lambda x: Holds(Holds({"a": x})), False),
+  "object that holds itself": (recursive, False),
+  "set": (lambda x: Holds({Holds(x)}), False),
+  "function": (lambda x: functools.partial(lambda: x), False),
+  "generator": (lambda x: (x for _ in range(1)), False),
+  "generator in object": (lambda x: Holds(x for _ in range(1)), False),
+}
+
+
+def crossed(fn, *args):
+  """Returns what `fn` does of arguments that have crossed the boundary, and crosses it back."""
+  boundary = Boundary(args)
+  inside = boundary.inside([x + 1 if isinstance(x, jax.Array) else x for x in boundary.leaves])
+  leaves, outside = inside.leave(fn(*inside.args))
+  return outside([x * 2 if isinstance(x, jax.Array) else x for x in leaves])
+
+
+@pytest.mark.parametrize(("fn", "fits"), RETURNED.values(), ids=RETURNED)
+def test_what_is_returned(fn, fits):
+  def call(x):
+    if fits:
+      crossed(fn, x)
+    else:
+      with pytest.raises(NotTraceable, match="with arrays in it, which is no tree"):
+        crossed(fn, x)
+
+  jax.eval_shape(call, jnp.ones(2))
+
+
+def test_a_function_that_is_not_defined_yet():
+  def fn():
+    def first():
+      return second()  # pyright: ignore[reportUndefinedVariable]
+
+    return first
+    second = None
+
+  assert crossed(fn).__name__ == "first"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Batch:
+  x: object
+  names: dict
+
+
+class Pair(NamedTuple):
+  z: object
+  a: object
+
+
+CONTAINERS = {
+  "dict": lambda z, a: {"z": z, "a": a},
+  "keys that do not sort": lambda z, a: {"z": z, 1: a},
+  "OrderedDict": lambda z, a: collections.OrderedDict(z=z, a=a),
+  "defaultdict": lambda z, a: collections.defaultdict(list, z=z, a=a),
+  "FrozenDict": lambda z, a: FrozenDict(z={"y": z, "b": 0}, a=a),
+  "NamedTuple": Pair,
+  "dataclass": lambda z, a: Batch(z, {"y": a, "b": z}),
+  "nested": lambda z, a: [({"z": (z, None)}, {"y": [a, a], "b": {}})],
+}
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_containers_keep_their_order_and_type(make):
+  seen = []
+
+  def fn(tree):
+    seen.append(repr(tree))
+    return make(jnp.float32(3), jnp.float32(4))
+
+  tree = make(jnp.float32(1), jnp.float32(2))
+  found = crossed(fn, tree)
+  assert seen == [repr(make(jnp.float32(2), jnp.float32(3)))]
+  assert repr(found) == repr(make(jnp.float32(6), jnp.float32(8)))
+
+
+def test_one_object_is_one_object():
+  def fn(first, second, tree):
+    assert first is second is tree["x"][0]
+    assert tree["x"] is tree["again"]
+    y = first + 1
+    return y, [y], tree["x"], tree
+
+  x = jnp.zeros(2)
+  held = [x]
+  tree = {"x": held, "again": held}
+  y, (again,), same, whole = crossed(fn, x, x, tree)
+  assert y is again
+  assert whole is tree
+  assert same is held
+  assert held[0] is x
+
+
+def add(notes, x):
+  notes["x"] = x
+
+
+def replace(notes, x):
+  notes["old"] = x
+
+
+def put_back(notes, x):
+  notes["new"] = x
+  del notes["new"]
+
+
+def remove(notes, _):
+  del notes["old"]
+
+
+def turn(notes, _):
+  notes["list"].append(notes.pop("old"))
+
+
+@pytest.mark.parametrize("fn", [add, replace, put_back, remove, turn])
+def test_what_a_call_does_to_a_container_is_done_to_the_one_of_the_caller(fn):
+  """The values came inside with 1 more, and go outside twice as large."""
+
+  def notes(old):
+    return {"old": old, "list": [0]}
+
+  ours, plain = notes(jnp.float32(3)), notes(jnp.float32(8))
+  held = ours["list"]
+  assert crossed(fn, ours, jnp.float32(4)) is None
+  fn(plain, jnp.float32(10))
+  if fn in (put_back, remove):
+    assert ours.keys() == plain.keys()
+  elif fn is add:
+    assert ours["x"] == plain["x"]
+  else:
+    assert ours == plain
+  assert ours["list"] is held
+
+
+def test_an_object_that_is_changed_cannot_cross():
+  def fn(batch):
+    batch.x = 0
+
+  with pytest.raises(NotTraceable, match="changes an argument in place"):
+    crossed(fn, Batch(jnp.ones(2), {}))
