@@ -1,7 +1,6 @@
 """What all reports have in common: the same sections as text, as HTML and as JSON."""
 
 import abc
-import html
 import io
 import json
 import math
@@ -14,6 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 WIDTH = 80
@@ -23,13 +23,6 @@ _NUMBER = re.compile(r"\d+\. ")
 """How an item of a numbered list begins."""
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
-
-
-class Cell(NamedTuple):
-  """An entry of a table, with what it is sorted by where that is not its text."""
-
-  text: str
-  key: float | None = None
 
 
 class Column(NamedTuple):
@@ -48,15 +41,13 @@ class Section(NamedTuple):
     lines: sentences, each a paragraph.
     columns: those of its table; () for none.
     rows: the rows of the table, as many cells each as there are columns.
-    folded: whether HTML shows it closed at first.
     footer: sentences that come after the table.
   """
 
   title: str = ""
   lines: tuple[str, ...] = ()
   columns: tuple[Column, ...] = ()
-  rows: tuple[tuple[Cell | str, ...], ...] = ()
-  folded: bool = False
+  rows: tuple[tuple[str, ...], ...] = ()
   footer: tuple[str, ...] = ()
 
 
@@ -75,11 +66,12 @@ class Report(abc.ABC):
     return as_text(self.sections())
 
   def _repr_html_(self) -> str:
-    return f"<style>{_STYLE}</style>{as_html(self.sections())}"
+    return as_html(self.sections(), _FRAGMENT)
 
   def to_html(self, path: str | pathlib.Path) -> None:
-    """Writes a page of its own, which needs no network: tables sort by a click on a heading."""
-    pathlib.Path(path).write_text(page(type(self).__name__, self.sections()), encoding="utf-8")
+    """Writes a page of its own, which needs no network."""
+    page = _PAGE.replace("{title}", type(self).__name__)
+    pathlib.Path(path).write_text(as_html(self.sections(), page), encoding="utf-8")
 
   def to_json(self) -> str:
     """Returns what was found as JSON."""
@@ -99,18 +91,41 @@ def _strict(value: Json) -> Json:
 
 def as_text(sections: Sequence[Section], width: int = WIDTH) -> str:
   """Returns sections as text that no terminal of `width` columns breaks."""
+  lines = [line.rstrip() for line in _printed(sections, width).export_text().splitlines()]
+  return "\n".join(lines).strip("\n")
+
+
+def as_html(sections: Sequence[Section], code_format: str) -> str:
+  """Returns the text as HTML, in a format as `rich.console.Console.export_html` has it."""
+  console = _printed(sections, WIDTH)
+  return console.export_html(code_format=code_format, inline_styles=True, theme=_PLAIN)
+
+
+_FRAGMENT = "<pre style='line-height:1.35;overflow-x:auto'>{code}</pre>"
+
+_PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="color-scheme" content="light dark"></head>
+<body style="width:min-content;margin:2rem auto">
+<pre style="font:14px/1.4 ui-monospace,Menlo,Consolas,monospace">{code}</pre></body></html>
+"""
+
+_PLAIN = TerminalTheme((255, 255, 255), (0, 0, 0), [(0, 0, 0)] * 8)
+"""No colors: a page has those of the browser, light or dark."""
+
+
+def _printed(sections: Sequence[Section], width: int) -> Console:
+  """Returns a console that has recorded sections."""
   console = Console(
     width=width,
     file=io.StringIO(),
+    record=True,
     force_terminal=False,
     force_jupyter=False,  # A notebook would show an empty output beside the text.
     color_system=None,
     legacy_windows=False,
   )
-  with console.capture() as capture:
-    console.print(Group(*(part for each in sections for part in _parts(each))), end="")
-  lines = [line.rstrip() for line in capture.get().splitlines()]
-  return "\n".join(lines).strip("\n")
+  console.print(Group(*(part for each in sections for part in _parts(each))), end="")
+  return console
 
 
 def progress_console(*, stderr: bool = False) -> Console:
@@ -135,7 +150,7 @@ def _parts(section: Section) -> list[Text | Table | Padding]:
     for name, align, wide in section.columns:
       table.add_column(name, justify=align, overflow="fold", ratio=1 if wide else None)
     for row in section.rows:
-      table.add_row(*(Text(_cell(each).text, overflow="fold") for each in row))
+      table.add_row(*(Text(each, overflow="fold") for each in row))
     parts.append(table)
   return [*parts, *map(_line, section.footer)]
 
@@ -149,97 +164,6 @@ def _line(line: str) -> Padding | Table:
     return grid
   text = line.lstrip(" ")
   return Padding(Text(text, overflow="fold"), (0, 0, 0, len(line) - len(text)))
-
-
-def _cell(cell: Cell | str) -> Cell:
-  return cell if isinstance(cell, Cell) else Cell(cell)
-
-
-def as_html(sections: Sequence[Section]) -> str:
-  """Returns sections as a fragment of HTML."""
-  return '<div class="mpjax-report">' + "".join(map(_section, sections)) + "</div>"
-
-
-def _section(section: Section) -> str:
-  body = _paragraphs(section.lines)
-  if section.rows:
-    heads = "".join(
-      f'<th class="{_class(column)}">{html.escape(column.name)}</th>' for column in section.columns
-    )
-    rows = "".join(f"<tr>{_row(section.columns, row)}</tr>" for row in section.rows)
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    body += f'<div class="scroll">{table}</div>{_paragraphs(section.footer)}'
-  if not section.title:
-    return f"<section>{body}</section>"
-  opened = "" if section.folded else " open"
-  return f"<details{opened}><summary>{html.escape(section.title)}</summary>{body}</details>"
-
-
-def _paragraphs(lines: Sequence[str]) -> str:
-  """Returns lines that are indented as they are in text, those that are broken too."""
-  found = []
-  for line in lines:
-    text = line.lstrip(" ")
-    kind = ' class="item"' if _NUMBER.match(line) else ""
-    indent = f' style="margin-left:{len(line) - len(text)}ch"' if text != line else ""
-    found.append(f"<p{kind}{indent}>{html.escape(text)}</p>")
-  return "".join(found)
-
-
-def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:
-  cells = []
-  for column, cell in zip(columns, map(_cell, row), strict=True):
-    key = "" if cell.key is None else f' data-key="{cell.key!r}"'
-    cells.append(f'<td class="{_class(column)}"{key}>{html.escape(cell.text)}</td>')
-  return "".join(cells)
-
-
-def _class(column: Column) -> str:
-  return f"{column.align} wide" if column.wide else column.align
-
-
-def page(title: str, sections: Sequence[Section]) -> str:
-  """Returns sections as a page of HTML."""
-  return (
-    f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}'
-    '</title><meta name="viewport" content="width=device-width"><meta name="color-scheme" '
-    f'content="light dark"><style>{_STYLE}{_PAGE_STYLE}</style></head><body>{as_html(sections)}'
-    f"<script>{_SORT}</script></body></html>"
-  )
-
-
-_STYLE = """
-.mpjax-report{font:14px/1.45 system-ui,sans-serif;max-width:72rem}
-.mpjax-report p{margin:.25em 0;overflow-wrap:anywhere}
-.mpjax-report .item{margin-top:.7em;padding-left:3ch;text-indent:-3ch;font-weight:600}
-.mpjax-report summary{font-weight:600;font-size:1.1em;margin:1em 0 .3em;cursor:pointer}
-.mpjax-report .scroll{overflow-x:auto}
-.mpjax-report table{border-collapse:collapse;font:inherit;font-variant-numeric:tabular-nums}
-.mpjax-report th,.mpjax-report td{padding:.2em 1.2em .2em 0;vertical-align:top;
-border-bottom:1px solid #8884;white-space:nowrap}
-.mpjax-report .wide{white-space:normal;overflow-wrap:anywhere;min-width:12em}
-.mpjax-report th{font-weight:400;opacity:.75}
-.mpjax-report .left{text-align:left}.mpjax-report .right{text-align:right}
-"""
-
-_PAGE_STYLE = """
-body{margin:2rem auto;padding:0 1rem;max-width:72rem}
-.mpjax-report th{cursor:pointer}
-.mpjax-report th[data-up="1"]::after{content:" \\25b4"}
-.mpjax-report th[data-up="0"]::after{content:" \\25be"}
-@media (prefers-color-scheme:dark){body{background:#14161a;color:#e4e6ea}}
-"""
-
-_SORT = """
-document.querySelectorAll('th').forEach(th=>th.addEventListener('click',()=>{
-const column=[...th.parentNode.children].indexOf(th),body=th.closest('table').tBodies[0];
-const up=th.dataset.up!=='1';
-for(const each of th.parentNode.children)delete each.dataset.up;th.dataset.up=up?'1':'0';
-const key=row=>{const cell=row.cells[column],number=parseFloat(cell.dataset.key);
-return cell.dataset.key===undefined?cell.textContent:isNaN(number)?-Infinity:number};
-[...body.rows].sort((a,b)=>{const x=key(a),y=key(b);
-return (x<y?-1:x>y?1:0)*(up?1:-1)}).forEach(row=>body.append(row))}));
-"""
 
 
 def amount(number: float, unit: str = "") -> str:

@@ -78,7 +78,6 @@ def test_each_figure_is_in_a_page_in_both_themes_and_is_described():
 def test_the_page_of_a_png_says_what_draws_it():
   commands = {
     "accuracy.png": "python benchmarks/parity_report.py",
-    "audit.png": 'by_hand.to_html("by_hand.html")',
     "ranges.png": "python examples/lora_updates.py --picture ranges.png",
     "tune.png": "python examples/tune_transformer.py --picture tune.png",
   }

@@ -12,7 +12,7 @@ from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
 from mpjax._diagnostics.audit.modules import without_numbers
 from mpjax._diagnostics.audit.result import Findings
 from mpjax._diagnostics.audit.risks import Risk
-from mpjax._diagnostics.report import Cell, Column, Section, amount, percent
+from mpjax._diagnostics.report import Column, Section, amount, percent
 from mpjax._jaxprs.locations import Source
 
 _MOST = 12
@@ -45,8 +45,8 @@ def _headline(audit: Findings) -> Section:
     total = sum(here.values())
     if total:
       shares = [_family_share(here, family) for family in ("low", "float8", "float32")]
-      count = Cell(amount(total, "FLOP"), total)
-      rows.append((direction, count, *(Cell(percent(share), share) for share in shares)))
+      count = amount(total, "FLOP")
+      rows.append((direction, count, *(percent(share) for share in shares)))
   columns = (
     Column("pass"),
     Column("matmuls", "right"),
@@ -167,7 +167,7 @@ def _on_purpose(audit: Findings) -> Section | None:
   found = _together(audit.on_purpose, lambda x: x.reason)
   counts = [(group, sum(x.flops for x in group)) for group in found]
   rows = tuple(
-    (_paths(group), group[0].reason, Cell(percent(n / total), n))
+    (_paths(group), group[0].reason, percent(n / total))
     for group, n in sorted(counts, key=lambda each: -each[1])[:_MOST]
   )
   rest = _rest(len(found))
@@ -215,7 +215,7 @@ def _modules(audit: Findings) -> Section | None:
     decided = " ".join(filter(None, (decider, overruled)))
     n = sum(x.flops.values())
     dtypes = (_short(each) for each in (x.parameters, x.activations, x.gradients))
-    rows.append((f"{x.path or '(root)'}{count}", *dtypes, Cell(percent(n / total), n), decided))
+    rows.append((f"{x.path or '(root)'}{count}", *dtypes, percent(n / total), decided))
   if not any(row[-1] for row in rows):
     columns, rows = columns[:-1], [row[:-1] for row in rows]
   rest = _rest(len(audit.modules))
@@ -252,7 +252,7 @@ def _float8(audit: Findings) -> Section | None:
   found = _together(audit.float8, lambda x: (x.reason, x.sizes))
   counts = [(group, sum(x.flops for x in group)) for group in found]
   rows = tuple(
-    (_paths(group), _sizes(group[0].sizes), Cell(percent(n / total), n), group[0].reason)
+    (_paths(group), _sizes(group[0].sizes), percent(n / total), group[0].reason)
     for group, n in sorted(counts, key=lambda each: -each[1])[:_MOST]
   )
   lines = (f"{percent(audit.float8_share)} of the matmuls' FLOPs in float8",)
@@ -288,13 +288,13 @@ def _rules(audit: Findings) -> Section | None:
   if not audit.rules:
     return None
   columns = (Column("rule", wide=True), Column("modules", "right"))
-  rows: tuple[tuple[Cell | str, ...], ...] = tuple(
-    (repr(rule), Cell(str(n) if n else "never used", n)) for rule, n in audit.rules.items()
+  rows: tuple[tuple[str, ...], ...] = tuple(
+    (repr(rule), str(n) if n else "never used") for rule, n in audit.rules.items()
   )
   if audit.hidden_rules:
     columns += (Column("earlier rule wins", "right"),)
     hidden = [audit.hidden_rules.get(rule, 0) for rule in audit.rules]
-    rows = tuple((*row, Cell(str(n or ""), n)) for row, n in zip(rows, hidden, strict=True))
+    rows = tuple((*row, str(n or "")) for row, n in zip(rows, hidden, strict=True))
   return Section("Rules", (), columns, rows)
 
 
@@ -302,5 +302,5 @@ def _kernels(audit: Findings) -> Section | None:
   if not audit.kernels:
     return None
   columns = (Column("compiled as", wide=True), Column("dtype"), Column("count", "right"))
-  rows = tuple((x.name, x.dtype, Cell(str(x.times), x.times)) for x in audit.kernels)
+  rows = tuple((x.name, x.dtype, str(x.times)) for x in audit.kernels)
   return Section("Compiled as", (), columns, rows)

@@ -18,7 +18,7 @@ from mpjax._diagnostics.ranges.exponents import (
 )
 from mpjax._diagnostics.ranges.heat_map import heat_map
 from mpjax._diagnostics.ranges.plan import Group, Kind
-from mpjax._diagnostics.report import Cell, Column, Json, Report, Section, amount, percent
+from mpjax._diagnostics.report import Column, Json, Report, Section, amount, percent
 
 KINDS: tuple[Kind, ...] = ("activations", "gradients", "parameters", "updates")
 
@@ -248,7 +248,7 @@ class RangesReport(Report):
     for g in lossy[:_MOST_ROWS]:
       share = _share(g.lost_updates, g.nonzero)
       counts = map(amount, (g.total, g.zero, g.lost_updates))
-      rows.append((g.path, *counts, Cell(percent(share), share)))
+      rows.append((g.path, *counts, percent(share)))
     cure = (
       "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
       'round stochastically (mpjax.apply_updates(..., rounding="stochastic", key=key)).'
@@ -271,7 +271,7 @@ class RangesReport(Report):
       for name in FORMATS if groups else ():
         shares = [_share(sum(g.lost[name][f] for g in groups), nonzero) for f in FATES]
         first = kind if name == FORMATS[0] else ""
-        rows.append((first, name, *(Cell(percent(s), s) for s in shares)))
+        rows.append((first, name, *(percent(s) for s in shares)))
     return Section(
       title="What narrow dtypes lose, of the finite nonzero numbers",
       columns=(
@@ -295,10 +295,10 @@ class RangesReport(Report):
       rows.append(
         (
           g.path or "(no scope)",
-          Cell(amount(g.total), g.total),
-          Cell(percent(_share(g.zero, g.total)), _share(g.zero, g.total)),
-          Cell("-" if low is None else f"{low}…{high}", low),
-          *(Cell(percent(s), s) for s in lost),
+          amount(g.total),
+          percent(_share(g.zero, g.total)),
+          "-" if low is None else f"{low}…{high}",
+          *(percent(s) for s in lost),
         )
       )
     what = "leaf" if kind in ("parameters", "updates") else "module"

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._diagnostics.ranges.heat_map import pyplot
-from mpjax._diagnostics.report import Cell, Column, Json, Report, Section, percent
+from mpjax._diagnostics.report import Column, Json, Report, Section, percent
 from mpjax._diagnostics.selectors import written
 from mpjax._diagnostics.tune.modules import named
 
@@ -182,8 +182,8 @@ class TuneReport(Report):
       mark = "chosen" if each is self._best else "" if each.error > self.tolerance else "good"
       rows.append(
         (
-          Cell(percent(each.half_share), each.half_share),
-          Cell(_text(each.error), each.error),
+          percent(each.half_share),
+          _text(each.error),
           mark,
           _listed(each.float32),
         )
@@ -206,8 +206,8 @@ class TuneReport(Report):
     rows = [
       (
         m.path or "(no scope)",
-        Cell(percent(m.flops_share), m.flops_share),
-        Cell(_text(m.error), m.error),
+        percent(m.flops_share),
+        _text(m.error),
         m.overflows,
         "float32" if m.path in self._best.float32 else "",
       )
@@ -223,7 +223,6 @@ class TuneReport(Report):
         Column(""),
       ),
       rows=tuple(rows),
-      folded=True,
     )
 
 

@@ -244,7 +244,6 @@ def test_the_compiled_function_is_shown_too():
 def test_a_report_fits_a_terminal():
   for audit in (audited(Net()), audited(Net(dtype="float32"), "mixed_bfloat16")):
     assert max(map(len, str(audit).splitlines())) <= 80
-    assert "<details" in audit._repr_html_()
 
 
 @pytest.mark.case("A108")
