@@ -425,7 +425,7 @@ mpjax/nnx/_outermost.py::rewritten
 tests/nnx/test_view.py::test_variables_that_a_call_makes_or_changes_are_the_models
 
 43 a tracer is left in the user's model
-- changed and _hides_tracer(given)
+- changed and _hides_tracer(copies)
 + False
 tests/nnx/test_outermost.py
 ::test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model
@@ -455,7 +455,7 @@ mpjax/nnx/_outermost.py::rewritten
 
 47 what a call did to variables is lost
 - return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
-+ return nodes, {}, nnx.to_tree(done, ctxtag=_TAG)
++ return any(map(_spec.is_node, leaves)), {}, nnx.to_tree(done, ctxtag=_TAG)
 tests/nnx/test_outermost.py::test_statistics_and_counters_move_where_nothing_but_arrays_comes_out
 
 # Training steps.
