@@ -7,7 +7,7 @@ place that it is in. The user's code sees the difference: `mean, logvar = output
 import collections
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 
@@ -23,7 +23,7 @@ class Rebuilt:
   """Containers built once more around other leaves, each once.
 
   Args:
-    leaf: from a leaf to what is in its place.
+    leaf: from a leaf to what replaces it.
     is_leaf: what counts as one, besides what is no tree to JAX.
 
   Attributes:
@@ -51,7 +51,7 @@ class Rebuilt:
     else:
       new = jax.tree.unflatten(treedef, parts)
       if isinstance(x, Mapping) and list(new) != list(x):
-        new = type(x)({key: new[key] for key in x})
+        new = cast(Any, type(x))({key: new[key] for key in x})
     self.made[id(x)] = (x, new, parts)
     return new
 

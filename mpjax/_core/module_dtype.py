@@ -1,17 +1,13 @@
-"""The `dtype` field of modules, and outputs that a policy cannot cast."""
+"""The `dtype` field of modules."""
 
 import dataclasses
 import inspect
-import warnings
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from mpjax._core.dtypes import scalar_type
-from mpjax._core.errors import message
-from mpjax._core.trees import is_floating, is_nnx_object
-from mpjax._core.types import DType, Module, PyTree
+from mpjax._core.types import DType, Module
 
 _MISSING = object()
 
@@ -64,30 +60,3 @@ def _is_real(dtype: Any) -> bool:
     return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
   except TypeError:
     return False
-
-
-def warn_of_uncast(module: Module, outputs: PyTree, dtype: DType) -> None:
-  """Warns if arrays in another dtype are returned inside of an object that is no tree to JAX.
-
-  Args:
-    module: the outermost module, whose policy has an output dtype.
-    outputs: what it returned, cast.
-    dtype: the output dtype.
-  """
-  try:
-    leaves = jax.tree.leaves(outputs, is_leaf=is_nnx_object)
-  except (TypeError, ValueError):
-    leaves = [outputs]
-  for x in leaves:
-    fields = {} if is_nnx_object(x) or isinstance(x, type) else getattr(x, "__dict__", {})
-    kept = [name for name, v in fields.items() if is_floating(v) and v.dtype != dtype]
-    if kept and not hasattr(x, "dtype") and not callable(x):
-      warnings.warn(
-        message(
-          f"{type(module).__name__} under a policy with output_dtype={dtype.name}",
-          expected="outputs that are arrays, or trees of them to JAX",
-          got=f"a {type(x).__name__}, of which {', '.join(kept)} stay in {fields[kept[0]].dtype}",
-          fix="Register its class (jax.tree_util.register_dataclass), or cast them in the module.",
-        ),
-        stacklevel=2,
-      )

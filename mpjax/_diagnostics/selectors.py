@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from mpjax._core.rules import Rule
-from mpjax._jaxprs.autocast.marks import PREFIX
+from mpjax._jaxprs.autocast.scopes import PREFIX
 from mpjax._jaxprs.locations import Location
 
 

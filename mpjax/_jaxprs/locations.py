@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from jax.extend.core import JaxprEqn
 
 from mpjax._core.errors import is_library, shown_file
-from mpjax._jaxprs.autocast.marks import PREFIX
+from mpjax._jaxprs.autocast.scopes import PREFIX
 from mpjax._jaxprs.compat import Frame, Traceback, frames_of, scopes_of
 
 Direction: TypeAlias = Literal["forward", "backward", "recomputed"]

@@ -15,14 +15,14 @@ from mpjax._core.active import ACTIVE, Active
 from mpjax._core.audit_record import AUDIT, AuditedModule
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError, has_note, mixed_dtypes_note
-from mpjax._core.module_dtype import dtype_field, plain_attribute, warn_of_uncast
+from mpjax._core.module_dtype import dtype_field, plain_attribute
 from mpjax._core.policy import Policy
 from mpjax._core.policy_config import ModulePolicy, is_low
 from mpjax._core.rules import is_flax_norm
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import at_rest, leaving, mark, region_of
-from mpjax._jaxprs.autocast.marks import AS_GIVEN, MODULE, TABLE
+from mpjax._jaxprs.autocast.scopes import AS_GIVEN, MODULE, TABLE
 
 S = TypeVar("S", bound=Active)
 
@@ -186,11 +186,7 @@ class ModuleCall(NamedTuple):
     def leaf(x: Leaf) -> Leaf:
       return leaving(x, to) if traced and isinstance(x, jax.Array) else cast_leaf(x, to)
 
-    new = map_arrays(leaf, outputs)
-    # While it is traced all is float32 still; what hides arrays from JAX is not traced after all.
-    if not (state.entered or state.tracing or state.cast):
-      warn_of_uncast(self.module, new, dtype)
-    return new
+    return map_arrays(leaf, outputs)
 
   def _at_rest(self, outputs: PyTree) -> PyTree:
     """Returns the results of a layer as with its own `dtype=`, but for one in a high precision."""

@@ -56,8 +56,8 @@ def rewritten(call: Function, name: str, given: Given) -> PyTree:
       copies = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
       nodes, variables = list(_spec.nodes_of(copies)), _variables(copies)
       _spec.put_in_order(nodes, orders)
-      # A container that a copy shares is static to NNX. The copy gets one of its own, and what the
-      # call puts into that is handed back.
+      # A container that a copy shares is static to NNX. The copy gets one of its own; what the call
+      # puts into that goes to the original.
       shared = [(n, key, x) for n in nodes for key, x in vars(n).items() if id(x) in containers]
       static = Boundary([x for *_, x in shared], _spec.is_node)
       own = static.inside(static.leaves)
@@ -163,7 +163,7 @@ def _hides_tracer(tree: PyTree) -> bool:
   return any(isinstance(x, Tracer) and id(x) not in known for x in _attributes(tree))
 
 
-def _copy_changes(module: nnx.Module, before: dict[str, object]) -> None:
+def _copy_changes(module: nnx.Pytree, before: dict[str, object]) -> None:
   """Sets on the user's module what a call has set on that of a view, or takes it out."""
   model, now = _spec.model_of(module), dict(vars(module))
   for name in now.keys() | before.keys() if model is not None else ():

@@ -4,13 +4,11 @@ import dataclasses
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from mpjax._core.module_dtype import dtype_field, plain_attribute, warn_of_uncast
+from mpjax._core.module_dtype import dtype_field, plain_attribute
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
@@ -92,38 +90,3 @@ def test_an_attribute_is_asked_for_without_running_code():
   assert plain_attribute(module, "computed", 3) == 3
   assert plain_attribute(module, "dtype") is jnp.float16
   assert plain_attribute(module, "missing", "default") == "default"
-
-
-@dataclasses.dataclass
-class Prediction:
-  """No tree to JAX."""
-
-  logits: Any
-  label: str = "cat"
-
-
-HALF, FULL = jnp.ones(2, BF16), jnp.ones(2)
-
-
-UNCAST = [
-  (Prediction(HALF), "logits stay in bfloat16"),
-  ({"a": [Prediction(HALF, FULL)]}, "logits stay in bfloat16"),
-  (Prediction(HALF, HALF), "logits, label stay in bfloat16"),
-]
-OTHERS = [
-  *(FULL, HALF, {"a": HALF}, "text", None, Prediction, nn.relu),
-  *(Prediction(FULL), Prediction(jnp.arange(2)), jax.tree_util.Partial(jnp.add, HALF)),
-  {1: HALF, "a": HALF},  # No tree: keys of two kinds.
-  nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
-]
-
-
-def test_arrays_in_an_output_that_is_no_tree_are_warned_of_and_no_others():
-  for outputs, kept in UNCAST:
-    with pytest.warns(UserWarning, match=f"of which {kept}") as record:
-      warn_of_uncast(HasDtype(), outputs, F32)
-    text = str(record[0].message)
-    for part in ("HasDtype under a policy with output_dtype=float32", "expected", "register_data"):
-      assert part in text
-  for outputs in OTHERS:
-    warn_of_uncast(HasDtype(), outputs, F32)  # Warnings are errors here.

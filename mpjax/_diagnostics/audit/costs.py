@@ -12,7 +12,7 @@ from mpjax._core.dtypes import is_float8
 from mpjax._diagnostics.audit.causes import is_low, is_wide
 from mpjax._diagnostics.audit.graph import Graph, Value
 from mpjax._diagnostics.audit.leaks import module_path
-from mpjax._jaxprs.autocast.marks import FLOAT8
+from mpjax._jaxprs.autocast.scopes import FLOAT8
 from mpjax._jaxprs.count import flops_of, matmul_sizes
 from mpjax._jaxprs.locations import Source
 from mpjax._jaxprs.primitives import facts_of

@@ -13,7 +13,7 @@ from mpjax._core.precision import written
 from mpjax._core.types import DType
 from mpjax._diagnostics.audit.causes import Cause, Causes, Why, is_low, is_wide, wanted_low
 from mpjax._diagnostics.audit.graph import Graph, Operation, Value
-from mpjax._jaxprs.autocast.marks import FLOAT8, MODULE, REGION, policy_of
+from mpjax._jaxprs.autocast.scopes import FLOAT8, MODULE, REGION, policy_of
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Direction, Location, Source
 from mpjax._jaxprs.op_lists import OpLists

@@ -10,7 +10,7 @@ from mpjax._diagnostics.audit.causes import is_low, is_wide
 from mpjax._diagnostics.audit.costs import dtypes_of
 from mpjax._diagnostics.audit.graph import Graph, Value
 from mpjax._diagnostics.audit.leaks import marked_path, module_path
-from mpjax._jaxprs.autocast.marks import FLOAT8
+from mpjax._jaxprs.autocast.scopes import FLOAT8
 from mpjax._jaxprs.count import flops_of
 
 

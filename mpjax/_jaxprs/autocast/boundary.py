@@ -34,19 +34,19 @@ class InDtype:
 
 
 class _Place(NamedTuple):
-  """What is in the place of a leaf: its number."""
+  """Replaces a leaf: its number."""
 
   number: int
 
 
 class _Argument(NamedTuple):
-  """What is in the place of a container that is an argument: that itself."""
+  """Replaces the copy of a container that is an argument: that container."""
 
   container: Any
 
 
 class _Leaves:
-  """The distinct leaves of trees, and the trees with a number in the place of each."""
+  """The distinct leaves of trees, and the trees with the number of each instead."""
 
   def __init__(self, is_leaf: IsLeaf | None) -> None:
     self.all: list[Leaf] = []
@@ -82,7 +82,7 @@ class Boundary:
     self.leaves = self._found.all
 
   def inside(self, leaves: Sequence[Leaf]) -> "Inside":
-    """Returns the arguments with others in the place of `self.leaves`."""
+    """Returns the arguments with others instead of `self.leaves`, in the same order."""
     fill = _filled(leaves)
     args = fill.of(self._numbered)
     made = self._found.trees.made.values()
@@ -97,7 +97,7 @@ class Inside(NamedTuple):
 
   Fields:
     args: the tree.
-    containers: the user's containers, what is in their places, and what these were given.
+    containers: the user's containers, their copies, and what these were given.
     is_leaf: as for `Boundary`.
   """
 
@@ -108,8 +108,8 @@ class Inside(NamedTuple):
   def leave(self, returned: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Leaf]], PyTree]]:
     """Returns the leaves of what the function returned, each once, and the way back outside.
 
-    That takes what is to be in their places, and returns what the function did. It changes the
-    user's containers as the function has changed those in their places, and holds no tracer.
+    That takes others instead of these, and returns what the function did. It changes the user's
+    containers as the function has changed their copies, and holds no tracer.
 
     Raises:
       NotTraceable: the function changed an argument that is no dict and no list, or returned an
@@ -155,7 +155,8 @@ def check_returned(leaves: Iterable[Leaf]) -> None:
   """Raises NotTraceable if one of the leaves is no array and hides a tracer."""
   for x in leaves:
     if not isinstance(x, (jax.Array, InDtype)) and _holds_tracer(x):
-      raise NotTraceable(f"returns a {type(x).__name__} with arrays in it, which is no tree")
+      name = type(x).__name__
+      raise NotTraceable(f"returns a {name} with arrays in it, which is no tree: they are not cast")
 
 
 def _holds_tracer(x: object) -> bool:

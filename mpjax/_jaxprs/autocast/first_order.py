@@ -30,10 +30,9 @@ from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, retyped, shape_of
 from mpjax._jaxprs.autocast.eqn_params import retype, wants_precision
 from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
-from mpjax._jaxprs.autocast.marks import AS_GIVEN
 from mpjax._jaxprs.autocast.residuals import saving_low
 from mpjax._jaxprs.autocast.rewriter import Rewriter
-from mpjax._jaxprs.autocast.scopes import output_of, policy_at, rest_of
+from mpjax._jaxprs.autocast.scopes import AS_GIVEN, OUTPUT, REST, dtype_marked, policy_at
 from mpjax._jaxprs.autocast.sums import broadcast, is_summed, repeats
 from mpjax._jaxprs.autocast.uses import CALLER, DIGITS, FACTOR, HELD, SUMMED, only_float32
 from mpjax._jaxprs.autocast.values import (
@@ -58,10 +57,10 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds no jaxpr."""
   part = rewriter.settings.ops.part_of(eqn.primitive.name, eqn.params)
   scope, half = rewriter.place(eqn)
-  leaving = output_of(scope) if eqn.primitive is reduce_precision_p else None
+  leaving = dtype_marked(scope, OUTPUT) if eqn.primitive is reduce_precision_p else None
   if leaving is not None:
     return _leave(rewriter, eqn, leaving)
-  rest = rest_of(scope) if eqn.primitive is reduce_precision_p else None
+  rest = dtype_marked(scope, REST) if eqn.primitive is reduce_precision_p else None
   if rest is not None:
     return _rest(rewriter, eqn, rest)
   # A multiplication that names its own dtype is the user's choice too.
@@ -97,7 +96,7 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   eqn = eqn if precise is eqn.params else eqn.replace(params=precise)
   wide_grads = None if policy is None else policy.weight_grad_dtype
   # What leaves in float32 is the sum that the matmul has, and a bias is added to that.
-  sums = facts_of(eqn).dtype_param is not None and rewriter.readers_of(eqn) & CALLER
+  sums = facts_of(eqn).dtype_param is not None and bool(rewriter.readers_of(eqn) & CALLER)
   out = FLOAT32 if sums else half
   if made := with_wide_sums(eqn, values, half, out, wide_grads, rewriter.view):
     kind = Kind(half, held=FLOAT32 if sums else None, widened=sums)

@@ -12,11 +12,10 @@ from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
 from mpjax._jaxprs.autocast.custom_derivatives import CustomCall, with_rule
 from mpjax._jaxprs.autocast.first_order import first_order
-from mpjax._jaxprs.autocast.marks import AS_GIVEN, REGION, TABLE
 from mpjax._jaxprs.autocast.powers import powers, write_powers
 from mpjax._jaxprs.autocast.residuals import saving_rounded
 from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
-from mpjax._jaxprs.autocast.scopes import marked, names_of, policy_at
+from mpjax._jaxprs.autocast.scopes import AS_GIVEN, REGION, TABLE, marked, names_of, policy_at
 from mpjax._jaxprs.autocast.uses import EXACT, HELD, RETURNED, of_loop
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -126,7 +125,7 @@ def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
 
 @kept
 def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
-  places = [(eqn, scope + names_of(str(eqn.source_info.name_stack))) for eqn in jaxpr.eqns]
+  places = [(eqn, scope + names_of(eqn.source_info.name_stack)) for eqn in jaxpr.eqns]
   return any(
     rewrites(policy_at(place, settings)) or _entered_inside(eqn, place, settings)
     for eqn, place in places

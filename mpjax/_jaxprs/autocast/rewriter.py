@@ -13,12 +13,15 @@ from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped
 from mpjax._jaxprs.autocast.eqn_params import fits, in_precision
-from mpjax._jaxprs.autocast.marks import NOT_FLOAT8, PREFIX, REGION, region_of
 from mpjax._jaxprs.autocast.scopes import (
+  NOT_FLOAT8,
+  PREFIX,
+  REGION,
   as_written,
   low_dtype,
   names_of,
   policy_at,
+  region_of,
 )
 from mpjax._jaxprs.autocast.uses import readers_of
 from mpjax._jaxprs.autocast.values import (
@@ -142,7 +145,7 @@ class Rewriter:
     stack = eqn.source_info.name_stack  # Alive as long as the jaxpr is, and so its id is its own.
     found = self._places.get(id(stack))
     if found is None:
-      scope = self._scope + names_of(str(stack))
+      scope = self._scope + names_of(stack)
       found = self._places[id(stack)] = (scope, low_dtype(policy_at(scope, self.settings)))
     return found
 

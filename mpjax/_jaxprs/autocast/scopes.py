@@ -1,46 +1,115 @@
-"""The named scopes of an equation, and what the rules say of them."""
+"""The named scopes of an equation: marks of ours, and what they and the rules say.
 
+A mark says in which region of a jaxpr a policy applies, or in which dtype a result leaves one. It
+is a named scope, which goes through `jit`, `scan`, `grad` and `vmap` with the operations. Rewriting
+a jaxpr takes the marks out.
+"""
+
+import contextlib
 import functools
 import re
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from mpjax._core.dtypes import HALVES
+from mpjax._core.containers import mapped
+from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import UnmatchedRuleError, nearest
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, first_match
-from mpjax._core.types import DType
-from mpjax._jaxprs.autocast.marks import AS_IT_IS, OUTPUT, REGION, REST, policy_of
-from mpjax._jaxprs.autocast.values import Scope, Settings
+from mpjax._core.types import DType, PyTree
+from mpjax._jaxprs.autocast.values import FLOATS, Scope, Settings
+from mpjax._jaxprs.compat import NameStack, scopes_of
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
-_TRANSFORM = re.compile(
-  r"(jvp|transpose|vmap|pmap|linearize|checkpoint|remat|rematted_computation)\("
-)
+PREFIX = "mpjax."
+
+REGION = PREFIX + "region="
+
+OUTPUT = PREFIX + "output="
+
+REST = PREFIX + "rest="
+"""The scope of the result of a layer that rounds it, with the dtype."""
+
+AS_GIVEN = PREFIX + "as-given"
+"""The scope of a layer that returns the dtype that it is given, such as a dropout."""
+
+MODULE = PREFIX + "module="
+"""The path of a module under a policy, in the jaxpr that `mpjax.audit` traces."""
+
+AS_IT_IS = "as-it-is"
+"""The region of a module that a rule leaves as it is."""
+
+FLOAT8 = PREFIX + "float8"
+"""The scope of a matmul in float8, with the scaling of its operands."""
+
+TABLE = PREFIX + "table"
+"""The scope of a module whose own matmuls are not in float8. No dtype depends on it otherwise."""
+
+NOT_FLOAT8 = PREFIX + "not-float8="
+"""Why a matmul is not in float8, in the jaxpr that `mpjax.audit` traces."""
+
+_BITS = {"exponent_bits": 8, "mantissa_bits": 23}
+"""Those of float32, which round nothing."""
 
 
-@functools.lru_cache(maxsize=4096)
-def names_of(stack: str) -> Scope:
-  """Returns the scopes in a name stack such as "transpose(jvp(Net))/head".
+def region_of(policy: Policy | None) -> str:
+  """Returns the text that marks the region of a module with a policy; None leaves it as it is."""
+  return AS_IT_IS if policy is None else str(policy)
 
-  Brackets of the user's own, as in "block(1)", belong to the name.
+
+@functools.lru_cache(maxsize=1024)
+def policy_of(region: str) -> Policy | None:
+  """Returns the policy that marks a region."""
+  return None if region == AS_IT_IS else Policy.parse(region)
+
+
+def mark(region: str) -> contextlib.AbstractContextManager[Any]:
+  """Returns a context in which operations are traced as part of a region."""
+  return jax.named_scope(REGION + region)
+
+
+def leaving(tree: PyTree, dtype: Any) -> PyTree:
+  """Returns the results of a module where its policy ends: in `dtype` for all that read them.
+
+  What is traced stays float32, with an operation that rounds nothing and represents the cast.
+
+  Args:
+    tree: results of a module; leaves that are no floating arrays stay.
+    dtype: float32 or a low-precision dtype.
   """
-  text, place, own = [], 0, []
-  while place < len(stack):
-    found = _TRANSFORM.match(stack, place)
-    if found:
-      own.append(False)
-      place = found.end()
-      continue
-    if stack[place] == "(":
-      own.append(True)
-    if stack[place] != ")" or not own or own.pop():
-      text.append(stack[place])
-    place += 1
-  return tuple(name for name in "".join(text).split("/") if name)
+
+  def leaf(x: Any) -> Any:
+    if isinstance(x, jax.Array) and x.dtype == "float64":
+      return x.astype(dtype)  # It stays as it is until here.
+    return _marked(x, OUTPUT + dtype.name)
+
+  return mapped(leaf, tree)
+
+
+def at_rest(tree: PyTree, dtype: str) -> PyTree:
+  """Returns the results of a layer, rounded to `dtype`: see `REST`.
+
+  What leaves in float32 right after it is not rounded first.
+  """
+  return mapped(lambda x: _marked(x, REST + dtype), tree)
+
+
+def _marked(x: Any, name: str) -> Any:
+  if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
+    return x
+  with jax.named_scope(name):
+    return jax.lax.reduce_precision(x.astype(FLOAT32), **_BITS)
+
+
+def names_of(stack: NameStack) -> Scope:
+  """Returns the scopes in a name stack, without the names of transformations."""
+  names = (name for name, is_transform in scopes_of(stack) if not is_transform)
+  return tuple(part for name in names for part in name.split("/") if part)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -86,16 +155,10 @@ def as_written(scope: Scope, settings: Settings) -> bool:
   return low is None and marked(scope) in (None, AS_IT_IS)
 
 
-def output_of(scope: Scope) -> DType | None:
-  """Returns the dtype that an equation right in this scope gives the result of a module, if any."""
+def dtype_marked(scope: Scope, mark: str) -> DType | None:
+  """Returns the dtype that a mark right in this scope says, `OUTPUT` or `REST`; None without."""
   name = scope[-1] if scope else ""
-  return np.dtype(name[len(OUTPUT) :]) if name.startswith(OUTPUT) else None
-
-
-def rest_of(scope: Scope) -> DType | None:
-  """Returns the dtype that an equation right in this scope gives the result of a layer, if any."""
-  name = scope[-1] if scope else ""
-  return np.dtype(name[len(REST) :]) if name.startswith(REST) else None
+  return np.dtype(name[len(mark) :]) if name.startswith(mark) else None
 
 
 def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
@@ -121,7 +184,7 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
 
 def _collect(jaxpr: Jaxpr, scope: Scope, found: set[Scope]) -> None:
   for eqn in jaxpr.eqns:
-    here = scope + names_of(str(eqn.source_info.name_stack))
+    here = scope + names_of(eqn.source_info.name_stack)
     found.add(here)
     for inner in inner_jaxprs(eqn) or ():
       _collect(inner.jaxpr, here, found)

@@ -33,8 +33,8 @@ DataLeaves: TypeAlias = Callable[[tuple[PyTree, ...]], Iterable[Leaf]]
 """From positional arguments to those of their leaves that decide the dtype of what they meet."""
 
 ResultDtypes: TypeAlias = Callable[[PyTree], PyTree]
-"""From the results of a function to the same with `InDtype` in the place of leaves that have to
-have a dtype; the others have those that they are computed in."""
+"""From the results of a function to the same with `InDtype` around leaves that have to have a
+dtype; the others have those that they are computed in."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def with_settings(
     except NotTraceable as error:
       if settings.modules:
         raise
-      raise _lost(error, where) from error
+      raise _lost_change(error, where) from error
     leaves, outside, dtypes = results.pop()
     now = dataclasses.replace(settings, precision=default_precision())
     data = set(map(id, () if interface.data is None else interface.data(args)))
@@ -132,10 +132,10 @@ def with_settings(
 
 
 _TRACED = object()
-"""What is in the place of a tracer that is over."""
+"""Replaces a tracer whose trace is over."""
 
 
-def _lost(error: NotTraceable, where: str) -> MpjaxTypeError:
+def _lost_change(error: NotTraceable, where: str) -> MpjaxTypeError:
   """Returns the error for what a function does besides returning what it computes."""
   return MpjaxTypeError(
     where,

@@ -8,7 +8,7 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 
 from mpjax._core.dtypes import FLOAT32
 from mpjax._jaxprs.atoms import Atom, dtype_of
-from mpjax._jaxprs.autocast.scopes import names_of, output_of, rest_of
+from mpjax._jaxprs.autocast.scopes import OUTPUT, REST, dtype_marked, names_of
 from mpjax._jaxprs.autocast.values import FLOATS, Settings, kept
 from mpjax._jaxprs.inner_jaxprs import Inner, inner_jaxprs
 from mpjax._jaxprs.primitives import facts_of, is_higher_order
@@ -100,9 +100,9 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
     returned = RETURNED if behind & CALLER else 0
     return behind & ~CALLER | returned | _ROLES.get(facts.role, 0)
   if eqn.primitive is reduce_precision_p:
-    scope = names_of(str(eqn.source_info.name_stack))
-    leaving = output_of(scope)
-    if rest_of(scope) is not None:
+    scope = names_of(eqn.source_info.name_stack)
+    leaving = dtype_marked(scope, OUTPUT)
+    if dtype_marked(scope, REST) is not None:
       return CALLER if behind & CALLER else behind & MATMUL
     if leaving is not None:
       return CALLER if leaving == FLOAT32 else behind & MATMUL
