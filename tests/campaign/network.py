@@ -131,8 +131,9 @@ def loss_fn(dtype: Any, params: Any, model_state: Any, batch: Any, rng: Any) -> 
   cut = zip(SHAPES.items(), jnp.split(p, ends), strict=True)
   used = {name: part.reshape(shape) for (name, shape), part in cut}
 
-  hit = jnp.logical_and(rows.place == INPUT, jnp.arange(6)[:, None] == rows.position).T
-  x = batch["x"] + jnp.where(hit, rows.value[:, None], 0)
+  rows = jax.tree.map(lambda f: f[:, None], rows)
+  hit = jnp.logical_and(rows.place == INPUT, jnp.arange(6)[None] == rows.position)
+  x = batch["x"] + jnp.where(hit, rows.value, 0)
   token = used["table"].astype(jnp.float32)[batch["token"]]
   x = jnp.concatenate([x.astype(dtype), token.astype(dtype)], axis=-1)
   h = _product(x, used["w1"]) + used["b1"].astype(jnp.float32)[None]

@@ -54,7 +54,7 @@ def check_replicas(tree, sharded=()):
 # --- all engines agree ---------------------------------------------------------------------------
 
 
-@pytest.mark.case("I6", "B131", "A93", "A67", "I16", "I4", "B151", "B065", "A51")
+@pytest.mark.case("I6", "B131", "A93", "A67", "I16", "I4", "B151", "B065", "A51", "B007")
 @pytest.mark.parametrize("name", ENGINES)
 def test_200_steps_with_faults_on_single_devices(name, eight_devices):
   engine, traces = ENGINES[name], []
@@ -109,6 +109,9 @@ def test_200_steps_with_faults_on_single_devices(name, eight_devices):
     counters = ("finite", "good_steps", "total", "skipped", "consecutive_skips", "floor_hits")
     assert [metrics[key] for key in counters] == [numbers[key] for key in counters]
     faults = {part: np.any(~np.isfinite(data()[part][i])) for part in PARTS}
+    # What is not finite is reported as it was computed.
+    assert np.isfinite(metrics["loss"]) == (not faults["loss"])
+    assert np.isfinite(metrics["grad_norm"]) == (not faults["gradients"])
     if not faults["loss"]:
       assert metrics["loss"] == np.float32(numbers["loss"])
     if not faults["gradients"]:
