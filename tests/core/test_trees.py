@@ -16,10 +16,8 @@ from mpjax._core.trees import (
   cast_leaf,
   is_floating,
   round_to,
-  select,
   tree_differences,
 )
-from tests.errors import check_refused
 
 FLOATING = [
   name
@@ -267,49 +265,6 @@ def test_every_value_of_the_small_formats():
   for name, x in values.items():
     with np.errstate(invalid="ignore"):
       np.testing.assert_array_equal(found[name], np.isfinite(x.astype(np.float32)), name)
-
-
-# select
-
-YES, NO = jnp.asarray(True), jnp.asarray(False)
-
-
-@pytest.mark.case("A32", "B005", "B055", "B056", "I10")
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_select_lets_nothing_through_from_the_other_side(bad):
-  old, new = (
-    {"a": jnp.asarray(values), "key": jax.random.key(seed), "n": None, "text": "a"}
-    | {"nothing": np.zeros(2, jax.dtypes.float0)}
-    for seed, values in enumerate(([-0.0, 1.0, 2.0], [bad] * 3))
-  )
-  for kept in (select(NO, new, old, "test"), select(YES, old, new, "test")):
-    np.testing.assert_array_equal(np.signbit(kept["a"]), [True, False, False])
-    np.testing.assert_array_equal(kept["a"], old["a"])
-    assert jnp.array_equal(jax.random.key_data(kept["key"]), jax.random.key_data(old["key"]))
-    assert (kept["n"], kept["text"], kept["nothing"].dtype) == (None, "a", jax.dtypes.float0)
-
-
-DIFFERENT = [
-  # The new tree, and what is said of it.
-  ({"a": jnp.ones(2), "b": jnp.ones(3, jnp.float16)}, "float16[3] for float32[3] at ['b']"),
-  ({"a": jnp.ones(1), "b": jnp.arange(3)}, "float32[1] for float32[2] at ['a']; int32[3]"),
-  ({"a": jnp.ones(2)}, "nothing at ['b']"),
-  ({"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)}, "an extra leaf at ['c']"),
-  ({"a": jnp.ones(2), "b": None}, "None for float32[3] at ['b']"),
-]
-
-
-@pytest.mark.case("A32")
-def test_select_takes_one_flag_and_names_every_leaf_that_differs():
-  parts = {"expected": "a scalar flag", "got": "shape (2,)", "fix": "jax.vmap"}
-  flags, x, y = jnp.asarray([True, False]), jnp.ones(2), jnp.zeros(2)
-  check_refused(lambda: select(flags, x, y, "the call"), where="the call", **parts)
-  assert jax.vmap(functools.partial(select, where="the call"))(flags, x, y).tolist() == [1.0, 0.0]
-  old = {"a": jnp.ones(2), "b": jnp.ones(3)}
-  parts = {"expected": "the new tree to be like the old one", "fix": "nothing is cast"}
-  for new, got in DIFFERENT:
-    call = functools.partial(select, YES, new, old, "the call")
-    check_refused(call, where="the call", got=got, builtin=ValueError, **parts)
 
 
 def test_differences_between_containers():

@@ -97,11 +97,12 @@ def test_1000_steps_are_those_of_float32_masters():
 
 
 def train_loss(params, model_state, batch, rng):
+  """Its model state is weakly typed, and becomes strong."""
   del rng
-  return loss_fn(params, batch), (model_state, {})
+  return loss_fn(params, batch), (jnp.where(True, 1.0, 2.0), {})
 
 
-@pytest.mark.case("I19")
+@pytest.mark.case("I19", "I4")
 def test_a_train_step_with_micro_batches_average_retries_and_donation():
   outs = []
   for storage in STORAGES:
@@ -109,7 +110,7 @@ def test_a_train_step_with_micro_batches_average_retries_and_donation():
     step = mpjax.make_train_step(
       train_loss, tx, accumulate=2, ema_decay=0.9, max_retries=2, donate=True
     )
-    state = mpjax.TrainState.create(start(), tx, ema=True)
+    state = mpjax.TrainState.create(start(), tx, model_state=jnp.float32(0), ema=True)
     types = jax.tree.map(jax.typeof, state)
     with compilations() as compiled:
       for x in batches()[15:30]:

@@ -13,9 +13,6 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._core.active import ACTIVE
-from mpjax._core.policy_config import parse_config
-from mpjax.linen._context import OFF, Active, begin
 from tests.linen.probes import Does, Probe, X, note, noted, seen, seen_under
 from tests.programs import products
 
@@ -241,25 +238,6 @@ def test_nested_matches_of_one_rule_begin_once():
     inner = outermost["next"]
     assert inner["next"]["at_0"][0].dtype == inner["at_1"][0].dtype == jnp.float16
     assert outermost["at_2"][0].dtype == first
-
-
-@pytest.mark.case("B080")
-def test_equal_states_are_equal_and_hash_alike():
-  def given(policy="bfloat16", rules=(), **options):
-    return parse_config("mpjax.f", policy, rules, **{"unmatched": "raise", **options})
-
-  make = [
-    *(given, lambda: given("mixed_float16"), lambda: given(None)),
-    *(lambda: given(rules=[Rule(None, path="a")]), lambda: given(unmatched="warn")),
-  ]
-  for one in make:
-    assert begin(one()) == begin(one())
-    assert hash(begin(one())) == hash(begin(one()))
-    assert one() is not one()
-  assert len({begin(one()) for one in make}) == len(make)
-  # No state is active to begin with.
-  assert ACTIVE.value is None
-  assert Active(on=False) == OFF
 
 
 def test_what_was_given_is_hashed_anew_where_it_is_unpickled():

@@ -132,18 +132,3 @@ def raw(x: Any) -> Any:
   """Returns the bits of a key, and what is no key as it is."""
   is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
   return jax.random.key_data(x) if is_key else x
-
-
-@pytest.mark.case("A65")
-def test_checkpoints_of_a_view_are_those_of_the_model():
-  model = rig.model(Net)
-  view = with_policy(model, "mixed_float16")
-  ours, plain = (mpjax.checkpoints.to_arrays(nnx.to_pure_dict(nnx.state(m))) for m in (view, model))
-  assert ours.keys() == plain.keys()
-  assert all(x.tobytes() == plain[name].tobytes() for name, x in ours.items())
-  assert {str(x.dtype) for name, x in ours.items() if "rngs" not in name} == {"float32"}
-  other = rig.model(Net, seed=1)
-  target = nnx.to_pure_dict(nnx.state(other))
-  restored = mpjax.checkpoints.restore_like(target, ours)
-  nnx.update(other, nnx.State(restored))
-  assert bits(nnx.state(other, nnx.Param)) == bits(nnx.state(model, nnx.Param))

@@ -209,15 +209,19 @@ def test_nothing_raises_inside_jit_however_many_steps_are_bad():
 YES, NO = jnp.asarray(True), jnp.asarray(False)
 
 
-@pytest.mark.case("A32", "B005", "B009")
+@pytest.mark.case("A32", "B005", "B009", "B055", "B056", "I10")
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_commit_takes_the_one_or_the_other(wrap):
-  new = {"mean": jnp.asarray([jnp.nan, 1.0]), "n": jnp.asarray(4), "none": None}
-  old = {"mean": jnp.asarray([0.5, -0.0]), "n": jnp.asarray(3), "none": None}
-  kept = wrap(mpjax.select_tree)(NO, new, old)
-  assert bits(kept) == bits(old)
-  assert kept["none"] is None
-  assert wrap(mpjax.select_tree)(YES, new, old)["n"] == 4
+def test_commit_takes_the_one_or_the_other(wrap, bad):
+  """And lets nothing through from the other."""
+  rest = {"none": None, "nothing": np.zeros(2, jax.dtypes.float0)}
+  new = {"mean": jnp.asarray([bad, 1.0]), "n": jnp.asarray(4), "key": jax.random.key(1)} | rest
+  old = {"mean": jnp.asarray([0.5, -0.0]), "n": jnp.asarray(3), "key": jax.random.key(0)} | rest
+  for kept in (wrap(mpjax.select_tree)(NO, new, old), wrap(mpjax.select_tree)(YES, old, new)):
+    assert kept.pop("key") == old["key"]
+    assert kept["nothing"].dtype == jax.dtypes.float0
+    assert bits(kept) == bits({name: x for name, x in old.items() if name != "key"})
+    assert kept["none"] is None
   both = wrap(lambda new, old: mpjax.select_tree(YES & mpjax.all_finite(new), new, old))(new, old)
   assert both["n"] == 3
 
@@ -225,8 +229,8 @@ def test_commit_takes_the_one_or_the_other(wrap):
 def test_commit_takes_any_bool_and_python_numbers():
   for flag in (True, np.bool_(True), np.asarray(True)):
     assert mpjax.select_tree(flag, jnp.asarray(1.0), jnp.asarray(2.0)) == 1
-  old = {"step": 3, "rate": 0.25}
-  assert mpjax.select_tree(NO, {"step": 4, "rate": 0.5}, old) == old
+  old = {"step": 3, "rate": 0.25, "text": "a"}
+  assert mpjax.select_tree(NO, old | {"step": 4, "rate": 0.5}, old) == old
 
 
 SELECT = "mpjax.select_tree(finite, new, old)"
@@ -248,6 +252,9 @@ def test_commit_wants_trees_alike():
     ({"a": jnp.ones(2)}, "nothing at ['b']"),
     ({"a": jnp.ones(2), "b": jnp.ones(2, jnp.float16)}, "float16[2] for float32[2] at ['b']"),
     ({"a": jnp.ones(3), "b": jnp.ones(2)}, "float32[3] for float32[2] at ['a']"),
+    ({"a": jnp.ones(1), "b": jnp.arange(2)}, "float32[1] for float32[2] at ['a']; int32[2]"),
+    ({"a": jnp.ones(2), "b": jnp.ones(2), "c": 1.0}, "an extra leaf at ['c']"),
+    ({"a": jnp.ones(2), "b": None}, "None for float32[2] at ['b']"),
   ):
     with refused(ValueError, SELECT, "like the old one", got, "same structure"):
       mpjax.select_tree(YES, new, {"a": jnp.ones(2), "b": jnp.ones(2)})

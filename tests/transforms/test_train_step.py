@@ -241,39 +241,6 @@ def test_a_retried_step_is_the_step_at_the_lower_scale():
   assert chosen(metrics, "loss", "grad_norm") == chosen(plain, "loss", "grad_norm")
 
 
-@pytest.mark.case("I4")
-def test_one_trace():
-  """200 steps with skips, growth and retries, a scale that was set, and NumPy batches.
-
-  The state of the model, which loss_fn returns weakly typed, becomes strong.
-  """
-  traces = []
-
-  def counting(*args):
-    traces.append(0)
-    return in_float16(*args)[0], (jnp.where(True, 1.0, 2.0), {})
-
-  config = mpjax.DynamicLossScale(init_scale=2.0**12, growth_interval=3)
-  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(2.0**-12)), config)
-  begins = {"params": jnp.zeros(3, jnp.bfloat16), "ema": True, "model_state": jnp.float32(0)}
-  step, state = begin(counting, tx, **begins, ema_decay=0.5, max_retries=1, accumulate=2)
-  rng, seen = np.random.default_rng(0), set()
-  for index in range(200):
-    assert not state.model_state.weak_type
-    batch = np.full((2, 3), 2.0 ** rng.integers(0, 8), np.float32)
-    batch[0, 1] = rng.choice([1.0, np.nan], p=[0.8, 0.2])
-    state, metrics = step(state, batch)
-    if index == 0:
-      first = len(traces)
-    if index == 100:
-      state = state._replace(opt_state=mpjax.set_loss_scale(state.opt_state, 2.0**8))
-    seen.add(tuple(chosen(metrics, "finite", "loss_scale")))
-  assert len(traces) == first > 0
-  finite, scales = map(set, zip(*seen, strict=True))
-  assert len(scales) > 4
-  assert finite == {True, False}
-
-
 ALIASING = {
   "adamw": functools.partial(optax.adamw, 1e-2),
   "schedule_free": functools.partial(optax.contrib.schedule_free_adamw, 1e-2),
