@@ -113,7 +113,7 @@ def test_micro_steps_are_one_big_step(k, dtype, windows):
   assert bits(w) != bits(first)
 
 
-# Streams of gradients with faults, against NumPy.
+# Gradients with faults.
 
 PARAMS = {"w": np.asarray([1.0, -2.0, 0.5], F32), "b": np.asarray([-0.0], F32)}
 CONFIG = {"init_scale": 8.0, "growth_interval": 3, "max_scale": 64.0}
