@@ -135,12 +135,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def listed(problems: Sequence[str], *, most: int = 20) -> str:
-  """Returns all problems in one line; of very many the first, and how many more there are.
-
-  Args:
-    problems: one text for each.
-    most: how many are spelt out.
-  """
+  """Returns all problems in one line; of very many the first, and how many more there are."""
   rest = len(problems) - most
   return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
@@ -161,13 +156,7 @@ def has_note(error: BaseException) -> bool:
 
 
 def mixed_dtypes_note(path: str, name: str, policy: str) -> str:
-  """Returns what a TypeError is told that a module under a policy raised.
-
-  Args:
-    path: that of the module, "" for the root.
-    name: that of its class.
-    policy: the policy that it ran under.
-  """
+  """Returns what a TypeError is told that a module under a policy raised."""
   # A rule that leaves the root as it is leaves everything as it is.
   rule = f", or leave the module as it is with mpjax.Rule(None, path={path!r})" if path else ""
   return (

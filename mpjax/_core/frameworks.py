@@ -38,10 +38,7 @@ def framework_of(x: object) -> str | None:
 def not_a_model(x: object, framework: str, example: str) -> tuple[str, str]:
   """Returns what `x` is and what to do with it, where a model of `framework` was expected.
 
-  Args:
-    x: what came.
-    framework: the library whose models are taken.
-    example: an expression that creates a model of that library.
+  `example` creates one.
   """
   found = framework_of(x)
   name = x.__name__ if isinstance(x, type) else type(x).__name__

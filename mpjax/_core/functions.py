@@ -9,9 +9,8 @@ from typing import Any
 def rebound(value: Any, counterparts: Mapping[int, object]) -> Any:
   """Returns a method, alone or in `functools.partial`, as that of the counterpart of its object.
 
-  Args:
-    value: the method. Arguments of the partial that have a counterpart become that.
-    counterparts: other objects by the identities of those that they replace.
+  `counterparts` has other objects by the identities of those that they replace; arguments of the
+  partial are replaced too.
   """
   if isinstance(value, types.MethodType):
     to = counterparts.get(id(value.__self__))

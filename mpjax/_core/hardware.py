@@ -31,9 +31,7 @@ class Hardware(NamedTuple):
 def hardware_of(platform: str, capability: object = None) -> Hardware:
   """Returns what is known of a device.
 
-  Args:
-    platform: "cpu", "gpu" or "tpu", as `jax.Device.platform` says.
-    capability: the compute capability that NVIDIA's devices have, such as "8.0".
+  `platform` is that of a `jax.Device`, `capability` the compute capability of NVIDIA's, "8.0" say.
   """
   if platform == "tpu":
     return Hardware("matrix units of a TPU", ("bfloat16",), "bfloat16")

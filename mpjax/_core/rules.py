@@ -164,11 +164,6 @@ def _around(wildcard: str, gap: str, pieces: Iterable[str]) -> str:
   What is between two wildcards is looked for once, where it comes first ("(?>...)"): a later one
   leaves less for the rest. Each wildcard that is tried at each position anew takes minutes for
   "*a*a*a*a*a*a*b" and a name of forty times "a".
-
-  Args:
-    wildcard: which pieces match anything.
-    gap: what they match.
-    pieces: regular expressions.
   """
   runs: list[str] = [""]
   for piece in pieces:
@@ -226,15 +221,7 @@ def unmatched_error(
   kind: str = "module",
   origin: str = "that init passed",
 ) -> UnmatchedRuleError:
-  """Returns the error for a rule that picked out none of the modules at `paths`.
-
-  Args:
-    rule: the rule.
-    paths: the paths of the model's modules, "" for the root.
-    classes: the names of their classes.
-    kind: what is at these paths.
-    origin: which of them these are.
-  """
+  """Returns the error for a rule that picked out none of the modules at `paths`."""
   if rule.module is not None:
     near = f"The model's classes: {', '.join(sorted(set(classes)))}."
   elif not any(paths):

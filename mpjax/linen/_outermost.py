@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import flax.errors
 import flax.linen as nn
@@ -23,8 +23,6 @@ from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_return
 from mpjax._jaxprs.traced_calls import array, attempts
 from mpjax.linen._context import Active, TracedCall
 from mpjax.linen._layers import neutral_collections
-
-R = TypeVar("R")
 
 _WHERE = "mpjax.linen.with_policy(model, policy)"
 _SCOPE = "mpjax.linen.policy_scope(policy)"
@@ -48,22 +46,23 @@ def applied(
     return model.apply(variables, *args, **kwargs)
 
   def attempt(active: Active) -> PyTree:
-    neutral = neutral_collections()
-    rest = {col: tree for col, tree in variables.items() if col not in neutral}
-    params = {col: tree for col, tree in variables.items() if col in neutral}
-
-    def fn(params: Variables, rest: Variables, args: Args, kwargs: Kwargs) -> PyTree:
-      given = {col: {**params, **rest}[col] for col in variables}
-      same = given if isinstance(variables, dict) else cast(Any, type(variables))(given)
+    def fn(variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
       with enter(active):
-        return model.apply(same, *args, **kwargs)
+        return model.apply(variables, *args, **kwargs)
+
+    def data(given: Args) -> list[Leaf]:
+      neutral = neutral_collections()
+      state = [tree for col, tree in given[0].items() if col not in neutral]
+      return Boundary((state, given[1:])).leaves
 
     def marked(returned: PyTree) -> PyTree:
       return (returned[0], _in_stored_dtypes(returned[1], variables)) if pair else returned
 
     fn.__name__ = type(model).__name__
     with ACTIVE(active):
-      return _cast(fn, active.policy, marked)(params, rest, args, kwargs)
+      run = traced_calls.rewrite_calls(fn, active.policy, data, marked, _WHERE)
+      # A checkpoint may come as arrays of NumPy: variables are never constants.
+      return run(mapped(array, variables), args, kwargs)
 
   if not isinstance(variables, Mapping):
     return python(active)
@@ -118,13 +117,17 @@ def rewritten(
           _forget_captured(jax.tree.leaves(scope)[-1], method.__name__, outputs)
           return (*again.outputs, outputs)[0], repack_fn(scope)
 
+        def data(given: Args) -> list[Leaf]:
+          return Boundary(given[1:]).leaves
+
         def marked(returned: tuple[PyTree, PyTree]) -> PyTree:
           return returned[0], _in_stored_dtypes(returned[1], groups)
 
         traced.__name__ = type(module).__name__
         try:
           with ACTIVE(active):
-            return _cast(traced, policy, marked)(groups[0], (groups[1], rngs), *call)
+            run = traced_calls.rewrite_calls(traced, policy, data, marked, _WHERE)
+            return run(*mapped(array, (groups[0], (groups[1], rngs))), *call)
         except BaseException:
           # A dropout in a trace that raised has counted its key: the next attempt would draw
           # another mask than the model without a policy.
@@ -169,23 +172,3 @@ def _in_stored_dtypes(variables: PyTree, stored: PyTree) -> PyTree:
   dtypes = {path: x.dtype for path, x in arrays_by_path(stored)}
   found = {id(x): dtypes[path] for path, x in arrays_by_path(variables) if path in dtypes}
   return mapped(lambda x: InDtype(x, found[id(x)]) if id(x) in found else x, variables)
-
-
-def _cast(
-  fn: Callable[..., R], policy: Policy | None, results: Callable[[R], PyTree]
-) -> Callable[..., R]:
-  """Returns a function of parameters and of the rest, which decides, with its operations rewritten.
-
-  `results` marks the dtypes of results.
-  """
-
-  def data(args: Args) -> list[Leaf]:
-    return Boundary(args[1:]).leaves
-
-  run = traced_calls.rewrite_calls(fn, policy, data, results, _WHERE)
-
-  def call(params: Variables, rest: PyTree, *args: Any) -> R:
-    # A checkpoint may come as arrays of NumPy: variables are never constants.
-    return run(*mapped(array, (params, rest)), *args)
-
-  return call

@@ -115,12 +115,11 @@ def rewritten(call: Function, name: str, given: Given) -> PyTree:
       _copy_changes(node, before)
     return returned[0](done[0])
 
-  def python(_: Active) -> PyTree:
-    return call(*given)
-
   state = dataclasses.replace(_spec.calling_state(), region=region_of(policy))
   foreign = flax.errors.TraceContextError
-  return traced_calls.attempts(attempt, python, state, _spec.path_of(module), _WHERE, foreign)
+  return traced_calls.attempts(
+    attempt, lambda _: call(*given), state, _spec.path_of(module), _WHERE, foreign
+  )
 
 
 def _variables(tree: PyTree) -> list[Variable]:

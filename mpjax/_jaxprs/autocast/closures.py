@@ -69,12 +69,8 @@ def differentiated_at_once(
 
   The backward pass computes the forward pass once more; a compiler sees that the two are the same.
 
-  Args:
-    call: a function of arrays to a list of arrays.
-    original: the function that it came from.
-    kinds: what `closes_over` returned.
-    cast: what is to be done to the derivative.
-    dtypes: those of the results of `call`; None if they are those of `original`.
+  `cast` is done to the derivative; `dtypes` are those of the results of `call`, None if they are
+  those of `original`.
   """
   if Holds.CUSTOM_VJP not in kinds:
     with_jvp = jax.custom_jvp(call)

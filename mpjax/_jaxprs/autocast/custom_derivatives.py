@@ -123,14 +123,9 @@ def _run(
 ) -> _Ran:
   """Traces a rule, rewrites its jaxpr and runs that.
 
-  Args:
-    custom: what the rule belongs to.
-    rule: a function that calls it, by a transformation of the equation.
-    avals: the types of the arguments of `rule` as they were traced: the user's rule may check them.
-    ins: the kinds of the operands.
-    outs: the kinds of the results; those that are missing at the end are free.
-    operands: the leaves of the arguments now.
-    derivative: the rule is linear in some of its arguments.
+  `avals` are the types of the rule's arguments as they were traced, which the user's rule may
+  check, and `operands` the leaves of the arguments now. Kinds of results that are missing at the
+  end are free. A rule that is a `derivative` is linear in some of its arguments.
   """
 
   @functools.wraps(rule)

@@ -68,9 +68,7 @@ def default_precision() -> object:
 def in_precision(eqn: JaxprEqn, precision: object) -> Params:
   """Returns the parameters of an equation with a precision for each matmul that has none.
 
-  Args:
-    eqn: a matmul or convolution, or an equation that holds jaxprs, which are left as they are.
-    precision: what `default_precision` returns, not None.
+  Jaxprs that it holds are left as they are otherwise. `precision` is not None.
   """
   params = eqn.params
   if holds_jaxpr(params.values()):

@@ -68,12 +68,7 @@ def call_of(
 ) -> JaxprEqn:
   """Returns an equation that calls a jaxpr.
 
-  Args:
-    closed: the jaxpr.
-    invars: its arguments.
-    outvars: its results.
-    name: that of the call.
-    inline: where JAX traces the call, it writes the equations inside instead.
+  With `inline` JAX writes the equations inside instead where it traces the call.
   """
   with jax.disable_jit(False):  # Where it is disabled, no call is written.
     call = _trace_call(1.0).eqns[-1]
@@ -103,11 +98,7 @@ def differentiated(
 
   The jaxpr is not traced: the axes of a `shard_map` are not bound while its jaxpr is rewritten.
 
-  Args:
-    body: the jaxpr.
-    rule: for `jax.custom_jvp`, with symbolic zeros.
-    avals: the types of the operands.
-    name: what profiles say.
+  `rule` is for `jax.custom_jvp`, with symbolic zeros.
   """
 
   def call(*operands: Array) -> list[Array]:

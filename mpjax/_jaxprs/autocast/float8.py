@@ -36,13 +36,6 @@ def with_float8(
 
   A weight is cast from the dtype that it is stored in, and gets its gradient in float32. What the
   model computes comes in low precision, as by hand.
-
-  Args:
-    eqn: the matmul as it was traced.
-    values: what is known of its operands.
-    half: the dtype of its result.
-    recipe: how to scale.
-    view: casts an operand that is no weight.
   """
   weight = weight_of(values)
   wide = [FLOAT32 if i == weight or is_parameter(v) else None for i, v in enumerate(values)]
@@ -151,15 +144,7 @@ def why_not(
   scope: Scope,
   settings: Settings,
 ) -> str | None:
-  """Returns why a matmul is left in the compute dtype; None if it is to be in float8.
-
-  Args:
-    eqn: the matmul as it was traced.
-    values: what is known of its operands.
-    recipe: which sizes are too small.
-    scope: where it is.
-    settings: how the jaxpr is rewritten.
-  """
+  """Returns why a matmul is left in the compute dtype; None if it is to be in float8."""
   if TABLE in scope:
     return "it is an embedding"
   if eqn.primitive is not dot_general_p:
@@ -197,9 +182,7 @@ def _is_plain(params: EqnParams, dtype: DType | None) -> bool:
 def sizes(eqn: JaxprEqn, weight: int) -> tuple[int, int, int]:
   """Returns K, N and M of a matmul: the length of its sums, columns of the weight, and rows.
 
-  Args:
-    eqn: a `dot_general`.
-    weight: which of its operands is the weight.
+  Of two operands, number `weight` is the weight.
   """
   contracted, batch = eqn.params["dimension_numbers"]
 

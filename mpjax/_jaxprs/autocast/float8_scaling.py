@@ -86,10 +86,7 @@ def _rounded_up(x: Array, mantissa: float) -> Array:
 def scaled_dot(params: EqnParams, operands: Sequence[Scaled], dtype: DType) -> Array:
   """Returns the matmul of two scaled arrays, in a dtype.
 
-  Args:
-    params: those of a `dot_general`; of the precision and the type of the result none counts.
-    operands: the two, with their scales.
-    dtype: that of the result.
+  Of `params`, the precision and the type of the result do not count.
   """
   # Before it is scaled the result may be 448 * 448 times the length of the sum. And a CPU adds up
   # some batches of matrices in the dtype of the result.

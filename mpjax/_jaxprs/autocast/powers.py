@@ -113,10 +113,7 @@ def _of_chain(
 def in_float32(found: Powers, operand: Atom, dtypes: Sequence[DType]) -> JaxprEqn:
   """Returns one equation for all of it.
 
-  Args:
-    found: what to compute.
-    operand: the root, as it is held.
-    dtypes: those of the results.
+  `operand` is the root, as it is held; `dtypes` are those of the results.
   """
   last = found.eqns[-1]
   aval = aval_of(operand)

@@ -115,11 +115,7 @@ def saving_rounded(
   Forward they are read as they are held. The backward pass, which computes the jaxpr again, starts
   from rounded ones: an error for each call, and none that a loop would add up.
 
-  Args:
-    eqn: the equation.
-    jaxpr: its jaxpr.
-    avals: the types of the operands.
-    saved: for each operand the dtype in which it is saved; None for its own.
+  `saved` has the dtype in which each operand is saved, None for its own.
   """
 
   def tangent(

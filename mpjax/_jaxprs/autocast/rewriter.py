@@ -213,10 +213,7 @@ class Rewriter:
   ) -> dict[str, Any]:
     """Returns parameters with a precision, if they are those of a matmul that names none itself.
 
-    Args:
-      eqn: the equation as it was.
-      params: its parameters.
-      dtypes: those of its operands, as they are now.
+    `eqn` is as it was, `dtypes` those of its operands now.
     """
     if params.get("precision", 0) is not None:
       return params

@@ -33,12 +33,6 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
   Where JAX is tracing a jaxpr, a long one is put into it as one call of a jitted function, since
   to write all its equations once more takes as long as to trace the function it came from. Else it
   is run as the function would be: operation by operation, or under the active transformation.
-
-  Args:
-    jaxpr: the jaxpr.
-    consts: the values of its constants.
-    operands: its arguments.
-    name: that of the function.
   """
   values = [*consts, *operands]
   tracers = [x for x in values if isinstance(x, Tracer)]

@@ -29,10 +29,7 @@ def repeats(eqn: JaxprEqn) -> bool:
 def is_summed(eqn: JaxprEqn, value: Value, dtype: DType) -> bool:
   """Whether an operation in low precision adds up the derivative with respect to an operand.
 
-  Args:
-    eqn: an operation, but none that only moves numbers.
-    value: the operand.
-    dtype: that of the operation.
+  Not of one that only moves numbers.
   """
   if dtype == FLOAT32 or type(value.atom) is Literal or (value.once and value.neutral):
     return False

@@ -59,10 +59,7 @@ def only_float32(readers: int) -> bool:
 def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings) -> Readers:
   """Returns the consumers of each variable.
 
-  Args:
-    jaxpr: a jaxpr.
-    outs: the consumers of each of its results, outside.
-    settings: for the lists.
+  `outs` has the consumers of each of its results, outside.
   """
   found: Readers = {}
   for atom, readers in zip(jaxpr.outvars, outs, strict=True):
