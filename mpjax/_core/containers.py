@@ -5,11 +5,11 @@ place that it is in. The user's code sees the difference: `mean, logvar = output
 """
 
 import collections
-import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax.tree_util import default_registry
 
 from mpjax._core.types import PyTree
 
@@ -19,55 +19,79 @@ DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 """The dicts that are trees to JAX."""
 
 
-class Rebuilt:
-  """Containers built once more around other leaves, each once.
+class Content(NamedTuple):
+  """What a container holds.
 
-  Args:
-    leaf: from a leaf to what replaces it.
-    is_leaf: what counts as one, besides what is no tree to JAX.
-
-  Attributes:
-    made: by the identity of a container, that itself, the new one, and what the new one was given.
+  Fields:
+    parts: its parts, in its own order.
+    like: what tells it from another container of the same parts: keys, or its structure to JAX.
+    build: makes one of other parts. It holds none of these.
   """
 
-  def __init__(self, leaf: Callable[[Any], Any], is_leaf: IsLeaf | None = None) -> None:
-    self.leaf, self.is_leaf = leaf, is_leaf
-    self.made: dict[int, tuple[Any, Any, list[Any]]] = {}
-
-  def of(self, x: Any) -> Any:
-    if x is None:
-      return None
-    if id(x) in self.made:
-      return self.made[id(x)][1]
-    found = None if self.is_leaf is not None and self.is_leaf(x) else children_of(x)
-    if found is None:
-      return self.leaf(x)
-    parts, treedef = [self.of(part) for part in found[0]], found[1]
-    if type(x) in DICTS:
-      new = copy.copy(x)  # A `defaultdict` has a factory too.
-      new.update(zip(x, parts, strict=True))
-    elif treedef is None:
-      new = type(x)(parts)
-    else:
-      new = jax.tree.unflatten(treedef, parts)
-      if isinstance(x, Mapping) and list(new) != list(x):
-        new = cast(Any, type(x))({key: new[key] for key in x})
-    self.made[id(x)] = (x, new, parts)
-    return new
+  parts: list[Any]
+  like: Any
+  build: Callable[[list[Any]], Any]
 
 
-def children_of(x: Any) -> tuple[list[Any], Any] | None:
-  """Returns what a container holds, and its structure if JAX is to build it; None for a leaf."""
-  if isinstance(x, (jax.Array, Iterator)):  # JAX warns of iterators.
+def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
+  """Returns what a container holds; None for a leaf.
+
+  Args:
+    x: anything.
+    is_leaf: which parts of another container than a list, tuple or dict are not looked into; None
+      for all.
+  """
+  cls: Any = type(x)
+  if cls in DICTS:
+    keys = list(x)
+    more: list[Any] = [x.default_factory] if cls is collections.defaultdict else []
+    make: Any = cls
+    return Content(list(x.values()), keys, lambda parts: make(*more, zip(keys, parts, strict=True)))
+  if cls in (list, tuple):
+    return Content(list(x), None, cls)
+  if isinstance(x, jax.Array) or default_registry.flatten_one_level(x) is None:
     return None
-  if type(x) in DICTS:
-    return list(x.values()), None
-  if type(x) in (list, tuple):
-    return list(x), None
-  parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
-  return None if jax.tree_util.treedef_is_leaf(treedef) else (parts, treedef)
+  stop = is_leaf or (lambda _: True)
+  parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x and stop(y))
+  order = list(x) if cls.__name__ == "FrozenDict" else []  # JAX sorts those of Flax's too.
+
+  def build(parts: list[Any]) -> Any:
+    new = jax.tree.unflatten(treedef, parts)
+    return cls({key: new[key] for key in order}) if order else new
+
+  return Content(parts, treedef, build)
 
 
 def mapped(fun: Callable[[Any], Any], tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
-  """Returns a tree with `fun` of its leaves, in containers of the same order, type and identity."""
-  return Rebuilt(fun, is_leaf).of(tree)
+  """Returns a tree with `fun` of its leaves, in containers of the same order, type and identity.
+
+  A container of which no leaf changes is itself in the result.
+  """
+  made: dict[int, tuple[Any, Any]] = {}
+
+  def of(x: Any) -> Any:
+    if x is None:
+      return None
+    if id(x) not in made:
+      found = None if is_leaf is not None and is_leaf(x) else content_of(x)
+      if found is None:
+        return fun(x)
+      parts = [of(part) for part in found.parts]
+      made[id(x)] = (x, x if same_objects(parts, found.parts) else found.build(parts))
+    return made[id(x)][1]
+
+  return of(tree)
+
+
+def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
+  """Whether two sequences have the same objects, not only equal ones."""
+  return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def refill(container: Any, content: Content) -> None:
+  """Gives a list or dict what another one holds."""
+  container.clear()
+  if isinstance(container, list):
+    container.extend(content.parts)
+  else:
+    container.update(zip(content.like, content.parts, strict=True))

@@ -1,6 +1,6 @@
 """Paths of leaves as text, and the leaves of a tree by path."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import jax
@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import is_array_like
-from mpjax._core.types import Array, DType, KeyPath, Leaf, PyTree
+from mpjax._core.types import DType, KeyPath, Leaf, PyTree
 
 Path: TypeAlias = tuple[str, ...]
 """The names on the way to a leaf or a node of a tree."""
@@ -40,13 +40,6 @@ def leaf_paths(tree: PyTree) -> list[Path]:
     names = tuple(path_text(path).split("/")) if path else ()
     found += [names] * len(jax.tree.leaves(node))
   return found
-
-
-def arrays_by_path(tree: PyTree) -> Iterator[tuple[str, Array]]:
-  """Yields the arrays of JAX in a tree with their paths, which may be alike."""
-  for path, x in jax.tree_util.tree_leaves_with_path(tree):
-    if isinstance(x, jax.Array):
-      yield path_text(path), x
 
 
 def node_paths(tree: PyTree) -> set[str]:

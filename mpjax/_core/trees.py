@@ -70,16 +70,11 @@ def map_arrays(
   Where `fun` changes nothing the result is `tree` itself: containers stay the same objects, and
   static arguments stay equal.
   """
-  same = True
 
-  def leaf(x: Leaf) -> Leaf:
-    nonlocal same
-    new = x if is_nnx_object(x) else fun(x)
-    same = same and new is x
-    return new
+  def stop(x: Leaf) -> bool:
+    return is_nnx_object(x) or (is_leaf is not None and is_leaf(x))
 
-  new = mapped(leaf, tree, lambda x: is_nnx_object(x) or (is_leaf is not None and is_leaf(x)))
-  return tree if same else new
+  return mapped(lambda x: x if is_nnx_object(x) else fun(x), tree, stop)
 
 
 def instances_in(value: object, cls: type[T]) -> Iterator[T]:

@@ -28,15 +28,21 @@ S = TypeVar("S", bound=Active)
 
 
 class Layers(NamedTuple):
-  """The layers of a framework whose results do not stay held in float32.
+  """What is known of the layers of a framework. The results of others stay held in float32.
 
   Fields:
     rounded: they have a `dtype`, and their results are in the compute dtype.
     as_given: they return the dtype that they get, so that a result is held only if that is.
+    iterates: they start each step from their own last result, which drifts where it is rounded:
+      their own operations are in float32.
+    tables: their rows are looked up, which a matmul in float8 would move more than others: their
+      own matmuls stay in the compute dtype.
   """
 
-  rounded: tuple[Class, ...]
-  as_given: tuple[Class, ...]
+  rounded: tuple[Class, ...] = ()
+  as_given: tuple[Class, ...] = ()
+  iterates: tuple[Class, ...] = ()
+  tables: tuple[Class, ...] = ()
 
 
 def is_wide(policy: Policy | None) -> bool:
@@ -48,9 +54,7 @@ def inside(
   state: S,
   module: Module,
   policy: Policy | None,
-  *,
-  iterates: bool = False,
-  is_table: bool = False,
+  layers: Layers,
   **more: object,
 ) -> S:
   """Returns the state in which a module's own operations run.
@@ -59,14 +63,14 @@ def inside(
     state: that in which it is called.
     module: the module.
     policy: its policy, which the modules inside inherit.
-    iterates: the module starts each step from its own last result, which drifts where it is
-      rounded: its own operations are in float32.
-    is_table: its rows are looked up: its own matmuls are never in float8.
+    layers: those of the framework.
     more: further fields of the state.
   """
   casts = state.cast or is_wide(policy) or type(module) in state.casting
-  region = region_of(Policy() if iterates and is_low(policy) else policy)
-  is_table = is_table and policy is not None and policy.matmul is not None
+  iterates = isinstance(module, layers.iterates) and is_low(policy)
+  region = region_of(Policy() if iterates else policy)
+  in_float8 = policy is not None and policy.matmul is not None
+  is_table = in_float8 and isinstance(module, layers.tables)
   fields = {"policy": policy, "entered": True, "region": region, "cast": casts, **more}
   return dataclasses.replace(state, is_table=is_table, **fields)
 
@@ -80,7 +84,7 @@ class ModuleCall(NamedTuple):
     how: its policy.
     state: that in which it is called.
     inner: that in which its own operations run, as `inside` returns it.
-    layers: those of the framework that round their results, as with their own `dtype=`.
+    layers: those of the framework.
   """
 
   module: Module
@@ -88,7 +92,7 @@ class ModuleCall(NamedTuple):
   how: ModulePolicy
   state: Active
   inner: Active
-  layers: Layers = Layers((), ())
+  layers: Layers = Layers()
 
   def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
     """Calls a method in the region of the module; errors of dtypes name the module.

@@ -102,12 +102,8 @@ def _call(
     active.met.add(path)
   if record is not None:
     record.note(module, path)
-  kinds = {
-    "iterates": isinstance(module, _layers.ITERATES),
-    "is_table": isinstance(module, _layers.TABLES),
-  }
-  inner = inside(active, module, how.policy, **kinds, exempt=how.exempt, rule=how.rule)
-  call = ModuleCall(module, path, how, active, inner, _layers.RESULTS)
+  inner = inside(active, module, how.policy, _layers.LAYERS, exempt=how.exempt, rule=how.rule)
+  call = ModuleCall(module, path, how, active, inner, _layers.LAYERS)
   outputs = call.run(next_fun, args, kwargs, initializing=initializing)
   if initializing:
     store(module, how.policy)

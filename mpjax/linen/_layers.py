@@ -15,24 +15,16 @@ STATE: Mapping[str, StateKind] = {
 }
 """Collections by name; one that is not here decides dtypes, and is stored as its code declares."""
 
-ITERATES: tuple[type[nn.Module], ...] = (nn.SpectralNorm,)
-"""Layers that start each step from their own last result, which would drift where it is rounded:
-their own operations are in float32."""
-
-TABLES: tuple[type[nn.Module], ...] = (nn.Embed,)
-"""Layers whose rows are looked up, which a matmul in float8 would move more than others: their own
-matmuls, `attend`, stay in the compute dtype."""
-
-
-RESULTS = Layers(
+LAYERS = Layers(
   rounded=(
     *(nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvLocal, nn.ConvTranspose, nn.Embed),
     *(nn.BatchNorm, nn.GroupNorm, nn.InstanceNorm, nn.LayerNorm, nn.RMSNorm),
     nn.MultiHeadDotProductAttention,
   ),
   as_given=(nn.Dropout,),
+  iterates=(nn.SpectralNorm,),
+  tables=(nn.Embed,),
 )
-"""Layers whose results do not stay held in float32, as the state of a recurrent cell does."""
 
 
 def neutral_collections() -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import flax.errors
 import flax.linen as nn
@@ -14,7 +14,6 @@ from flax.linen.transforms import lift_direct_transform
 
 from mpjax._core.active import ACTIVE
 from mpjax._core.containers import mapped
-from mpjax._core.paths import arrays_by_path
 from mpjax._core.policy import Policy
 from mpjax._core.trees import instances_in
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
@@ -89,8 +88,11 @@ def rewritten(
 
   @functools.wraps(method)
   def checked(*args: Any, **kwargs: Any) -> PyTree:
-    # Flax has counted the names of submodules when it has lifted a method.
+    # What cannot be traced is found here: Flax counts the names of submodules when it has lifted a
+    # method, and it is to be called again.
+    before = Boundary((args, kwargs), lambda x: isinstance(x, nn.Module)).contents()
     outputs = method(*args, **kwargs)
+    all(before.changed())
     check_returned(Boundary(outputs).leaves)
     return outputs
 
@@ -121,7 +123,7 @@ def rewritten(
           return Boundary(given[1:]).leaves
 
         def marked(returned: tuple[PyTree, PyTree]) -> PyTree:
-          return returned[0], _in_stored_dtypes(returned[1], groups)
+          return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
 
         traced.__name__ = type(module).__name__
         try:
@@ -168,7 +170,15 @@ def _snapshot(module: nn.Module, scopes: Iterable[Scope]) -> Callable[[], None]:
 
 
 def _in_stored_dtypes(variables: PyTree, stored: PyTree) -> PyTree:
-  """Returns variables that keep the dtype of a stored one of the same path; new ones are free."""
-  dtypes = {path: x.dtype for path, x in arrays_by_path(stored)}
-  found = {id(x): dtypes[path] for path, x in arrays_by_path(variables) if path in dtypes}
-  return mapped(lambda x: InDtype(x, found[id(x)]) if id(x) in found else x, variables)
+  """Returns variables that keep the dtypes of the stored ones of these names; new ones are free."""
+  if isinstance(variables, Mapping):
+    there = stored if isinstance(stored, Mapping) else {}
+    found = {name: _in_stored_dtypes(x, there.get(name)) for name, x in variables.items()}
+    return found if isinstance(variables, dict) else cast(Any, type(variables))(found)
+  if jax.tree.structure(variables) != jax.tree.structure(stored):
+    return variables
+
+  def leaf(x: Leaf, old: Leaf) -> Leaf:
+    return InDtype(x, old.dtype) if isinstance(x, jax.Array) and hasattr(old, "dtype") else x
+
+  return jax.tree.map(leaf, variables, stored)

@@ -18,23 +18,16 @@ STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
 With `stored="param_dtype"` one that is created in a call has that dtype, else the one that it was
 created in. NNX has no `init` that could be computed under a policy."""
 
-ITERATES: tuple[type[nnx.Module], ...] = (nnx.SpectralNorm,)
-"""Layers that start each step from their own last result, which would drift where it is rounded:
-their own operations are in float32."""
-
-TABLES: tuple[type[nnx.Module], ...] = (nnx.Embed,)
-"""Layers whose rows are looked up, which a matmul in float8 would move more than others: their own
-matmuls, `attend`, stay in the compute dtype."""
-
-RESULTS = Layers(
+LAYERS = Layers(
   rounded=(
     *(nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed),
     *(nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm),
     *(nnx.MultiHeadAttention, nnx.LoRA, nnx.LoRALinear),
   ),
   as_given=(nnx.Dropout,),
+  iterates=(nnx.SpectralNorm,),
+  tables=(nnx.Embed,),
 )
-"""Layers whose results do not stay held in float32, as the state of a recurrent cell does."""
 
 METHODS = ("__call__", "attend")
 """What the layers of NNX compute with; their other methods set them up."""

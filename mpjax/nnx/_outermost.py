@@ -7,7 +7,6 @@ way, by the same public functions.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import TypeAlias
 
 import flax.errors
@@ -16,6 +15,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from mpjax._core.active import ACTIVE, Active
+from mpjax._core.containers import content_of, refill, same_objects
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree
 from mpjax._jaxprs import traced_calls
@@ -30,11 +30,7 @@ _WHERE = "mpjax.nnx.with_policy(model, policy)"
 Variable: TypeAlias = nnx.Variable[Leaf]
 
 
-Given: TypeAlias = tuple[nnx.Module, Args, Kwargs]
-"""A module of a view, and the arguments of its method: trees of arrays, modules and variables."""
-
-
-def rewritten(call: Function, name: str, given: Given) -> PyTree:
+def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs]) -> PyTree:
   """Returns `call(*given)`, with the operations of all modules inside rewritten.
 
   The call reads and writes the variables of what it is given, and of nothing else.
@@ -45,36 +41,39 @@ def rewritten(call: Function, name: str, given: Given) -> PyTree:
   def attempt(state: Active) -> PyTree:
     boundary = Boundary(given[1:], _spec.is_node)
     everything = (module, boundary.leaves)
-    orders = [list(vars(node)) for node in _spec.nodes_of(everything)]
-    held_by = [x for node in _spec.nodes_of(module) for x in vars(node).values()]
-    containers = {id(x): x for x in held_by if isinstance(x, (list, dict))}
-    stored = [v.get_raw_value() for v in _variables(everything)]
-    stored = [raw.dtype if is_floating(raw) else None for raw in stored]
+    nodes, variables = _parts(everything)
+    views = [(node, dict(vars(node))) for node in nodes if _spec.is_view(node)]
+    for node, _ in views:
+      _spec.check_modes(node)  # The copies lead to no model.
+    orders = [list(vars(node)) for node in nodes]
+    attributes = (x for node in nodes for x in vars(node).values())
+    containers = {id(x): x for x in attributes if isinstance(x, (list, dict))}
+    raws = (v.get_raw_value() for v in variables)
+    stored = [raw.dtype if is_floating(raw) else None for raw in raws]
     returned: list[Function] = []
 
     def on_copies(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
       copies = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
-      nodes, variables = list(_spec.nodes_of(copies)), _variables(copies)
+      nodes, variables = _parts(copies)
       _spec.put_in_order(nodes, orders)
+      held = [v.get_raw_value() for v in variables]
+      before = _kept(copies)
       # A container that a copy shares is static to NNX. The copy gets one of its own; what the call
       # puts into that goes to the original.
       shared = [(n, key, x) for n in nodes for key, x in vars(n).items() if id(x) in containers]
-      static = Boundary([x for *_, x in shared], _spec.is_node)
+      static = Boundary([x for *_, x in shared], lambda x: type(x) not in (list, dict))
       own = static.inside(static.leaves)
       for (node, key, _), x in zip(shared, own.args, strict=True):
         vars(node)[key] = x
       inside = boundary.inside(copies[1])
-      inside = inside._replace(containers=[*inside.containers, *own.containers])
-      held = [v.get_raw_value() for v in variables]
-      before = _kept(copies)
       with ACTIVE(state):
         outputs = call(copies[0], *inside.args)
-      leaves, outside = inside.leave(outputs)
+      leaves, outside = inside.leave(outputs, own)
       returned.append(outside)
-      now = _kept(copies)
       for (node, key, original), x in zip(shared, own.args, strict=True):
         if vars(node).get(key) is x:
           vars(node)[key] = original
+      now = _kept(copies)
       written = {}
       for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
         new = variable.get_raw_value()
@@ -82,18 +81,14 @@ def rewritten(call: Function, name: str, given: Given) -> PyTree:
           variable.set_raw_value(leaving(new, dtype))
         if new is not old:
           written[i] = variable.get_raw_value()
-      changed = len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
       # What is only read may belong to a function that is traced further out: nobody may write it.
-      changed = changed or any(map(_spec.is_node, leaves))
+      changed = not same_objects(now, before) or any(map(_spec.is_node, leaves))
       done = (leaves, copies if changed else ())
       if changed and _hides_tracer(copies):
         raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
       return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
 
     on_copies.__name__ = name  # It is what JAX's errors say.
-    views = [(node, dict(vars(node))) for node in _spec.nodes_of(module) if _spec.is_view(node)]
-    for node, _ in views:
-      _spec.check_modes(node)  # The copies lead to no model.
     with nnx.update_context(_TAG):
       copied = jax.tree.map(
         lambda x: jax.tree.map(traced_calls.array, x) if isinstance(x, nnx.Variable) else x,
@@ -104,11 +99,9 @@ def rewritten(call: Function, name: str, given: Given) -> PyTree:
       with ACTIVE(state):
         changed, written, done = cast(copied)
       if changed:
-        nodes = list(_spec.nodes_of(everything))
         done = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
         _spec.put_in_order(nodes, orders)
       else:
-        variables = _variables(everything)
         for i, new in written.items():
           variables[i].set_raw_value(new)
     for node, before in views:
@@ -116,15 +109,15 @@ def rewritten(call: Function, name: str, given: Given) -> PyTree:
     return returned[0](done[0])
 
   state = dataclasses.replace(_spec.calling_state(), region=region_of(policy))
-  foreign = flax.errors.TraceContextError
-  return traced_calls.attempts(
-    attempt, lambda _: call(*given), state, _spec.path_of(module), _WHERE, foreign
-  )
+  path, foreign = _spec.path_of(module), flax.errors.TraceContextError
+  return traced_calls.attempts(attempt, lambda _: call(*given), state, path, _WHERE, foreign)
 
 
-def _variables(tree: PyTree) -> list[Variable]:
-  """Returns the variables of a tree of modules and arrays, in the order of its graph."""
-  return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Variable)]
+def _parts(tree: PyTree) -> tuple[list[nnx.Pytree], list[Variable]]:
+  """Returns the modules and the variables of a tree, in the order of its graph."""
+  found = [x for _, x in nnx.iter_graph(tree, graph=True) if _spec.is_node(x)]
+  variables = [x for x in found if isinstance(x, nnx.Variable)]
+  return [x for x in found if isinstance(x, nnx.Pytree)], variables
 
 
 def _data(args: Args) -> list[Leaf]:
@@ -146,20 +139,16 @@ def _kept(tree: PyTree) -> list[object]:
       found += [node, *node.get_metadata().values(), *leaves]
     elif isinstance(node, nnx.Pytree):
       found += [node, *vars(node), *vars(node).values()]
+    elif isinstance(node, (list, dict)):
+      found += [node, *node, *(node.values() if isinstance(node, dict) else ())]
   return found
-
-
-def _attributes(tree: PyTree) -> Iterator[object]:
-  """Yields the values of the attributes of all modules in a tree."""
-  for _, node in nnx.iter_graph(tree, graph=True):
-    if isinstance(node, nnx.Pytree):
-      yield from vars(node).values()
 
 
 def _hides_tracer(tree: PyTree) -> bool:
   """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
   known = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
-  return any(isinstance(x, Tracer) and id(x) not in known for x in _attributes(tree))
+  attributes = (x for node in _parts(tree)[0] for x in vars(node).values())
+  return any(isinstance(x, Tracer) and id(x) not in known for x in attributes)
 
 
 def _copy_changes(module: nnx.Pytree, before: dict[str, object]) -> None:
@@ -168,15 +157,24 @@ def _copy_changes(module: nnx.Pytree, before: dict[str, object]) -> None:
   for name in now.keys() | before.keys() if model is not None else ():
     old, new = before.get(name), now.get(name)
     same = new is old and (name in now) == (name in before)
-    held = jax.tree.leaves(new, is_leaf=_spec.is_node)
-    # What NNX holds itself, such as what it captures, is in containers of its own.
-    plain = isinstance(new, (nnx.Variable, jax.Array)) or not any(
-      isinstance(x, jax.Array) or _spec.is_node(x) for x in held
-    )
-    if same or name == _spec.LINK or not plain:
+    if same or name == _spec.LINK or isinstance(new, nnx.Pytree):
       continue
-    if name in now:
+    held = vars(model).get(name)
+    if name not in now:
+      if held is old:
+        delattr(model, name)
+    elif _is_plain(new):
       setattr(model, name, new)
       _spec.forget_mode(module, name)
-    elif vars(model).get(name) is old:
-      delattr(model, name)
+    # A container of both, of which NNX has given the view a copy. Its own are none of the model.
+    elif held is old and type(new) is type(held) and (content := content_of(new)) is not None:
+      refill(held, content)
+      vars(module)[name] = held
+
+
+def _is_plain(x: object) -> bool:
+  """Whether a module may hold something as it is: a variable, an array, or no container of any."""
+  if isinstance(x, (nnx.Variable, jax.Array)):
+    return True
+  leaves = jax.tree.leaves(x, is_leaf=_spec.is_node)
+  return not any(isinstance(leaf, jax.Array) or _spec.is_node(leaf) for leaf in leaves)

@@ -51,9 +51,10 @@ def _overrides(cls: Any) -> dict[str, Function]:
     # call after `view.eval()` would be an error.
     if model is not None and isinstance(value, bool):
       _spec.forget_mode(self, name)
-    # A variable that a call creates, a cache, is the model's too: on the view alone it would be
-    # lost with the view, which many make anew in each step.
-    if model is not None and isinstance(value, (nnx.Variable, jax.Array)):
+    # A variable that a call creates, a cache, is the model's too, and so is a flag that it sets: on
+    # the view alone it would be lost with the view, which many make anew in each step.
+    sets = _spec.current() is not None and not isinstance(value, nnx.Pytree)
+    if model is not None and (sets or isinstance(value, (nnx.Variable, jax.Array))):
       setattr(model, name, value)
 
   def __delattr__(self: nnx.Module, name: str) -> None:
@@ -185,13 +186,9 @@ def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -
   """Calls a method in the region of its module."""
   _spec.check_modes(module)
   state, how = _spec.calling_state(), _spec.how_it_runs(module)
-  kinds = {
-    "iterates": isinstance(module, _layers.ITERATES),
-    "is_table": isinstance(module, _layers.TABLES),
-  }
-  inner = inside(state, module, how.policy, **kinds, rule=how.rule)
+  inner = inside(state, module, how.policy, _layers.LAYERS, rule=how.rule)
   path = _spec.path_of(module)
-  call = ModuleCall(module, path, how, state, inner, _layers.RESULTS)
+  call = ModuleCall(module, path, how, state, inner, _layers.LAYERS)
   outputs = call.run(own.__get__(module, type(module)), args, kwargs)
   _check_has_run(outputs, module, name)
   return call.finished(outputs)

@@ -5,6 +5,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
+import jax
 from flax import nnx
 
 from mpjax._core.errors import MpjaxTypeError
@@ -80,6 +81,10 @@ def with_policy(
     for name, value in list(vars(copy).items()):
       if isinstance(value, (types.MethodType, functools.partial)):
         object.__setattr__(copy, name, rebound(value, counterparts))
+      elif isinstance(value, (list, dict)) and not any(map(_is_module, _leaves(value))):
+        object.__setattr__(
+          copy, name, vars(modules[path])[name]
+        )  # What a call puts into it counts.
     if not isinstance(copy, (nnx.List, nnx.Dict)):
       object.__setattr__(copy, LINK, Link(_text(path), copy, modules[path]))
   return view
@@ -121,6 +126,10 @@ def _is_module(node: object) -> bool:
     return False
   users = isinstance(node, nnx.Pytree) and type(node).__module__.split(".")[0] != "flax"
   return isinstance(node, nnx.Module) or users
+
+
+def _leaves(container: object) -> list[object]:
+  return jax.tree.leaves(container, is_leaf=lambda x: isinstance(x, nnx.Pytree))
 
 
 def _resolve(modules: Mapping[Path, nnx.Pytree], record: ModuleRecord) -> dict[Path, ModulePolicy]:

@@ -645,5 +645,6 @@ def test_a_layer_with_state_of_its_own_is_one_row(framework, monkeypatch):
   # The division is in float32, since the gradient of one number for many is a sum.
   assert found(x) == ("bfloat16", {"float32"}, "bfloat16")
   # One that starts each step from its own last result computes in float32.
-  monkeypatch.setattr(layers, "ITERATES", (*layers.ITERATES, cls))
+  iterates = (*layers.LAYERS.iterates, cls)
+  monkeypatch.setattr(layers, "LAYERS", layers.LAYERS._replace(iterates=iterates))
   assert found(x) == ("bfloat16", {"float32"}, "float32")

@@ -9,7 +9,7 @@ import pytest
 import mpjax
 from mpjax._core.active import Active
 from mpjax._core.policy_config import ModulePolicy
-from mpjax._jaxprs.module_calls import ModuleCall, inside
+from mpjax._jaxprs.module_calls import Layers, ModuleCall, inside
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
 
@@ -25,7 +25,7 @@ class Layer:
 
 def call_of(layer, policy, state, picked=False, outermost=None):
   how = ModulePolicy(policy, picked, output_dtype=outermost)
-  return ModuleCall(layer, "layer", how, state, inside(state, layer, policy))
+  return ModuleCall(layer, "layer", how, state, inside(state, layer, policy, Layers()))
 
 
 def run(call, policy, **fields):
@@ -56,10 +56,10 @@ def test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dt
 
 
 def test_a_module_that_iterates_computes_in_float32_and_tells_those_inside_its_policy():
-  found = inside(Active(), Layer(), HALF, iterates=True)
+  found = inside(Active(), Layer(), HALF, Layers(iterates=(Layer,)))
   assert (found.region, found.policy, found.entered) == (str(mpjax.Policy()), HALF, True)
-  assert inside(Active(), Layer(), HALF).region == str(HALF)
-  assert inside(Active(), Layer(), None, iterates=True).region == "as-it-is"
+  assert inside(Active(), Layer(), HALF, Layers()).region == str(HALF)
+  assert inside(Active(), Layer(), None, Layers(iterates=(Layer,))).region == "as-it-is"
 
 
 @pytest.mark.parametrize(

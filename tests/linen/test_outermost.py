@@ -520,3 +520,44 @@ def test_a_method_that_setup_calls_is_given_its_own_argument(way):
   eye = {"kernel": jnp.eye(4), "bias": jnp.zeros(4)}
   variables = {"params": {"first": eye, "second": eye, "shift": jnp.full(4, 2.0)}}
   np.testing.assert_array_equal(call(way, Helped(), "mixed_bfloat16", variables, x), x + 6)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Context:
+  z: Any
+
+
+@pytest.mark.parametrize("way", ["scope", "bound"])
+def test_an_object_that_is_changed_is_changed_by_python(way):
+  """Flax counts the names of submodules, and they are called again."""
+
+  def body(module, context):
+    context.z = nn.Dense(3)(context.z)
+    return context.z
+
+  model, context = Does(body), Context(X)
+  variables = model.init(KEY, Context(X))
+  with pytest.warns(UserWarning, match="got one that changes an argument in place"):
+    out = call(way, model, "c=bf16", variables, context)
+  assert context.z is out
+  np.testing.assert_allclose(out, model.apply(variables, Context(X)), atol=0.02)
+
+
+def test_variables_keep_their_dtypes_though_they_hold_one_array():
+  class Holds(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      held = [
+        self.variable("state", name, jnp.zeros, (2, 3), dtype)
+        for name, dtype in (("a", jnp.float32), ("b", jnp.bfloat16))
+      ]
+      y = nn.Dense(3)(x)
+      for each in held:
+        each.value = y
+      return y
+
+  variables = Holds().init(KEY, X)
+  variables["state"]["b"] = variables["state"]["b"].astype("bfloat16")
+  _, new = mpjax.linen.with_policy(Holds(), "mixed_bfloat16").apply(variables, X, mutable=["state"])
+  assert [new["state"][name].dtype for name in "ab"] == ["float32", "bfloat16"]

@@ -362,10 +362,10 @@ tests/jaxprs/test_module_calls.py
 mpjax/linen/_intercept.py::_call
 
 38a initial values are drawn in the compute dtype
-- inside(active, module, how.policy, **kinds, exempt=how.exempt, rule=how.rule)
+- inside(active, module, how.policy, _layers.LAYERS, exempt=how.exempt, rule=how.rule)
 + inside(
 +   dataclasses.replace(active, cast=active.cast or initializing),
-+   module, how.policy, **kinds, exempt=how.exempt
++   module, how.policy, _layers.LAYERS, exempt=how.exempt
 + )
 tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32
 

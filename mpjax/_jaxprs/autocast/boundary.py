@@ -8,13 +8,13 @@ container that was an argument is that argument again, with what the call has pu
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 
-from mpjax._core.containers import DICTS, IsLeaf, Rebuilt, children_of
+from mpjax._core.containers import DICTS, Content, IsLeaf, content_of, refill, same_objects
 from mpjax._core.types import Array, DType, Leaf, PyTree
 
 
@@ -33,40 +33,61 @@ class InDtype:
   dtype: DType
 
 
-class _Place(NamedTuple):
-  """Replaces a leaf: its number."""
+class _Container(NamedTuple):
+  """A container without what it holds.
 
-  number: int
+  Fields:
+    build: makes it of parts.
+    parts: numbers of leaves, containers, and None.
+  """
 
-
-class _Argument(NamedTuple):
-  """Replaces the copy of a container that is an argument: that container."""
-
-  container: Any
+  build: Callable[[list[Any]], Any]
+  parts: list[Any]
 
 
 class _Leaves:
-  """The distinct leaves of trees, and the trees with the number of each instead."""
+  """The distinct leaves of trees, and the trees with their numbers instead.
+
+  Attributes:
+    all: the leaves.
+    containers: by identity, the containers met.
+  """
 
   def __init__(self, is_leaf: IsLeaf | None) -> None:
     self.all: list[Leaf] = []
-    self.trees = Rebuilt(self._place, is_leaf)
-    self._places: dict[int, _Place] = {}
+    self.containers: dict[int, tuple[Any, _Container]] = {}
+    self._is_leaf = is_leaf
+    self._numbers: dict[int, int] = {}
 
-  def _place(self, x: Leaf) -> _Place:
-    if id(x) not in self._places:
-      self._places[id(x)] = _Place(len(self.all))
-      self.all.append(x)
-    return self._places[id(x)]
+  def numbered(self, x: Any) -> Any:
+    """Returns a tree with the number of each leaf."""
+    if x is None:
+      return None
+    if id(x) in self.containers:
+      return self.containers[id(x)][1]
+    found = None if self._is_leaf is not None and self._is_leaf(x) else content_of(x)
+    if found is None:
+      if self._numbers.setdefault(id(x), len(self.all)) == len(self.all):
+        self.all.append(x)
+      return self._numbers[id(x)]
+    container = _Container(found.build, [self.numbered(part) for part in found.parts])
+    self.containers[id(x)] = (x, container)
+    return container
 
 
-def _filled(leaves: Sequence[Leaf]) -> Rebuilt:
-  """Returns what puts leaves back into trees that have their numbers."""
+class _Trees:
+  """Trees around some leaves, of trees of numbers: each container once."""
 
-  def leaf(x: _Place | _Argument) -> Any:
-    return leaves[x.number] if isinstance(x, _Place) else x.container
+  def __init__(self, leaves: Sequence[Leaf]) -> None:
+    self._leaves = leaves
+    self.built: dict[int, Any] = {}
 
-  return Rebuilt(leaf, lambda x: isinstance(x, (_Place, _Argument)))
+  def of(self, numbered: Any) -> Any:
+    if isinstance(numbered, _Container):
+      if id(numbered) not in self.built:
+        self.built[id(numbered)] = numbered.build([self.of(part) for part in numbered.parts])
+      return self.built[id(numbered)]
+    return None if numbered is None else self._leaves[numbered]
 
 
 class Boundary:
@@ -77,19 +98,49 @@ class Boundary:
   """
 
   def __init__(self, args: PyTree, is_leaf: IsLeaf | None = None) -> None:
-    self._found = _Leaves(is_leaf)
-    self._numbered = self._found.trees.of(args)
+    self._found, self._is_leaf = _Leaves(is_leaf), is_leaf
+    self._numbered = self._found.numbered(args)
     self.leaves = self._found.all
 
   def inside(self, leaves: Sequence[Leaf]) -> "Inside":
     """Returns the arguments with others instead of `self.leaves`, in the same order."""
-    fill = _filled(leaves)
-    args = fill.of(self._numbered)
-    made = self._found.trees.made.values()
-    # What is inside of an object that builds its own containers is not among them.
-    pairs = [(original, fill.made.get(id(numbered))) for original, numbered, _ in made]
-    containers = [(original, *found[1:]) for original, found in pairs if found is not None]
-    return Inside(args, containers, self._found.trees.is_leaf)
+    trees = _Trees(leaves)
+    args = trees.of(self._numbered)
+    pairs = [(x, trees.built[id(numbered)]) for x, numbered in self._found.containers.values()]
+    return Inside(args, pairs, Contents(new for _, new in pairs), self._is_leaf)
+
+  def contents(self) -> "Contents":
+    """Returns what the containers hold now."""
+    return Contents(x for x, _ in self._found.containers.values())
+
+
+class Contents:
+  """What containers hold at one time."""
+
+  def __init__(self, containers: Iterable[Any]) -> None:
+    self._containers = list(containers)
+    self._known = set(map(id, self._containers))
+    self._before = list(map(self._now, self._containers))
+
+  def _now(self, x: Any) -> Content | None:
+    # Of others than lists and dicts all leaves: they may give new containers at each look.
+    return content_of(x, lambda y: id(y) in self._known)
+
+  def changed(self) -> Iterator[tuple[int, Content]]:
+    """Yields the position of each list and dict that holds something else now, and what.
+
+    Raises:
+      NotTraceable: another container does.
+    """
+    for i, (x, before) in enumerate(zip(self._containers, self._before, strict=True)):
+      now = self._now(x)
+      if before is None or now is None:
+        continue
+      same_keys = type(x) not in DICTS or now.like == before.like
+      if not (same_keys and same_objects(now.parts, before.parts)):
+        if type(x) not in (list, *DICTS):
+          raise NotTraceable("changes an argument in place")
+        yield i, now
 
 
 class Inside(NamedTuple):
@@ -97,58 +148,48 @@ class Inside(NamedTuple):
 
   Fields:
     args: the tree.
-    containers: the user's containers, their copies, and what these were given.
+    containers: the user's containers, and their copies.
+    before: what the copies were given.
     is_leaf: as for `Boundary`.
   """
 
   args: PyTree
-  containers: Sequence[tuple[Any, Any, list[Any]]]
+  containers: Sequence[tuple[Any, Any]]
+  before: Contents
   is_leaf: IsLeaf | None
 
-  def leave(self, returned: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Leaf]], PyTree]]:
+  def leave(
+    self, returned: PyTree, *others: "Inside"
+  ) -> tuple[list[Leaf], Callable[[Sequence[Leaf]], PyTree]]:
     """Returns the leaves of what the function returned, each once, and the way back outside.
 
     That takes others instead of these, and returns what the function did. It changes the user's
-    containers as the function has changed their copies, and holds no tracer.
+    containers as the function has changed their copies, and holds no tracer. The function may have
+    had the containers of `others` too.
 
     Raises:
       NotTraceable: the function changed an argument that is no dict and no list, or returned an
         object that hides a tracer.
     """
     found = _Leaves(self.is_leaf)
-    for original, new, _ in self.containers:
-      found.trees.made[id(new)] = (new, _Argument(original), [])
-    changed: list[tuple[Any, list[Any] | None, list[Any]]] = []
-    for original, new, before in self.containers:
-      now, treedef = children_of(new) or ([], None)
-      keys = list(new) if type(new) in DICTS else None
-      same_keys = keys is None or keys == list(original)
-      fixed = isinstance(new, Mapping) and not isinstance(new, MutableMapping)
-      if fixed or (same_keys and len(now) == len(before) and all(map(_is, now, before))):
-        continue
-      if treedef is not None:
-        raise NotTraceable("changes an argument in place")
-      changed.append((original, keys, [found.trees.of(x) for x in now]))
-    numbered = found.trees.of(returned)
+    for original, new in (pair for each in (self, *others) for pair in each.containers):
+      found.containers[id(new)] = (new, _Container(lambda _, itself=original: itself, []))
+    changed = [
+      (each.containers[i][0], now._replace(parts=[found.numbered(x) for x in now.parts]))
+      for each in (self, *others)
+      for i, now in each.before.changed()
+    ]
+    numbered = found.numbered(returned)
     is_leaf = self.is_leaf or (lambda _: False)
     check_returned(x for x in found.all if not is_leaf(x))
 
     def outside(leaves: Sequence[Leaf]) -> PyTree:
-      fill = _filled(leaves)
-      for container, keys, parts in changed:
-        container.clear()
-        filled = map(fill.of, parts)
-        if keys is None:
-          container.extend(filled)
-        else:
-          container.update(zip(keys, filled, strict=True))
-      return fill.of(numbered)
+      trees = _Trees(leaves)
+      for container, now in changed:
+        refill(container, now._replace(parts=list(map(trees.of, now.parts))))
+      return trees.of(numbered)
 
     return found.all, outside
-
-
-def _is(a: object, b: object) -> bool:
-  return a is b
 
 
 def check_returned(leaves: Iterable[Leaf]) -> None:

@@ -133,12 +133,7 @@ class Matmul:
   ) -> Array:
     """Returns the gradient of an operand.
 
-    Args:
-      side: which operand.
-      like: its type.
-      sums: how many `vmap`s around map over the rest and not over it: their axes come first.
-      cotangent: the gradient of the result.
-      *kept: what is kept of the other operand.
+    `sums` counts the `vmap`s around that map over the rest and not over it: their axes come first.
     """
     other = Scaled(*kept)
     if sums and other.scale is not None:

@@ -45,14 +45,9 @@ def rewrite(
 ) -> Rewritten:
   """Returns a jaxpr rewritten.
 
-  Args:
-    jaxpr: the jaxpr.
-    ins: the kinds of its arguments, None for what is no floating value of ours.
-    outs: the dtypes that its results must have; None for the ones that they are held in.
-    readers: the consumers of its results, see `readers_of`.
-    settings: what was asked for.
-    scope: the named scopes around it.
-    consts: how its constants come in; None where their values are not at hand.
+  `ins` are the kinds of its arguments, None for what is no floating value of ours; `outs` has the
+  dtypes of its results, None for those that they are held in, and `readers` their consumers;
+  `consts` how its constants come in, None where their values are not at hand.
   """
   rewriter = Rewriter(jaxpr, settings, scope, readers)
   if consts is None:

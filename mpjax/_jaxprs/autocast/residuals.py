@@ -34,12 +34,8 @@ def saving_low(
   rounded for the derivative with respect to the other factor, which is a sum as that of a weight
   is; the derivative with respect to itself, which may be one step of many, reads the float32 one.
 
-  Args:
-    eqn: a multiplication, quotient or square.
-    values: what is known of its operands, one or two.
-    saved: for each the dtype in which it is saved; None for float32.
-    dtype: that of the result.
-    view: casts an operand.
+  `saved` has the dtype in which each of one or two operands is saved, None for float32; `dtype` is
+  that of the result.
   """
   pairs = list(zip(values, saved, strict=True))
   places = tuple(i for i, (v, half) in enumerate(pairs) if half and dtype_of(v.atom) == half)

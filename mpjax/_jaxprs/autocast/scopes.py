@@ -77,10 +77,6 @@ def leaving(tree: PyTree, dtype: Any) -> PyTree:
   """Returns the results of a module where its policy ends: in `dtype` for all that read them.
 
   What is traced stays float32, with an operation that rounds nothing and represents the cast.
-
-  Args:
-    tree: results of a module; leaves that are no floating arrays stay.
-    dtype: float32 or a low-precision dtype.
   """
 
   def leaf(x: Any) -> Any:

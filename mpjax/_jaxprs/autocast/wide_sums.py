@@ -61,13 +61,8 @@ def with_wide_sums(
 ) -> JaxprEqn | None:
   """Returns a matmul in `half` with a wide result, wide gradients of its weights, or both.
 
-  Args:
-    eqn: the matmul as it was traced.
-    values: what is known of its operands.
-    half: the dtype to multiply in.
-    out: that of the result.
-    wide: the dtype of the gradients of weights, of what is created from parameters alone.
-    view: casts an operand that is no weight.
+  `out` is the dtype of the result, `wide` that of the gradients of weights: of what is created from
+  parameters alone.
 
   Returns:
     None if neither the result nor a gradient is wide.

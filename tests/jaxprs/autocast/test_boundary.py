@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax.core import FrozenDict
 
 from mpjax._jaxprs.autocast import Boundary, NotTraceable
@@ -177,3 +178,94 @@ def test_an_object_that_is_changed_cannot_cross():
 
   with pytest.raises(NotTraceable, match="changes an argument in place"):
     crossed(fn, Batch(jnp.ones(2), {}))
+
+
+@jax.tree_util.register_pytree_node_class
+class Stack:
+  """A tree that is empty at first, and gives a new tuple at each look."""
+
+  def __init__(self, items=()):
+    self.items = list(items)
+
+  def tree_flatten(self):
+    return (tuple(self.items),), None
+
+  @classmethod
+  def tree_unflatten(cls, _, children):
+    return cls(children[0])
+
+
+@jax.tree_util.register_pytree_node_class
+class Empty(Stack):
+  def tree_flatten(self):
+    return tuple(self.items), None
+
+  @classmethod
+  def tree_unflatten(cls, _, children):
+    return cls(children)
+
+
+class Keys(Empty):
+  """An iterator that JAX knows."""
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    return self.items.pop()
+
+
+jax.tree_util.register_pytree_node_class(Keys)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+  """A tree that looks at what it is built of."""
+
+  mean: object
+  deviation: object
+
+  def __post_init__(self):
+    assert self.mean.shape == self.deviation.shape
+
+
+class Converted(Pair):
+  def __new__(cls, z, a):
+    return super().__new__(cls, jnp.asarray(z), jnp.asarray(a))
+
+
+CLASSES = {
+  "new parts at each look": lambda x: Stack([x, x]),
+  "empty": lambda x: Empty(),
+  "iterator": lambda x: Keys([x]),
+  "checked": lambda x: Checked(x, x),
+  "converted": lambda x: Converted(x, x),
+  "partial": lambda x: jax.tree_util.Partial(jnp.add, x),
+  "sorted keys": lambda x: nnx.Dict(z=x, a=x),
+}
+
+
+@pytest.mark.parametrize("make", CLASSES.values(), ids=CLASSES)
+def test_classes_of_the_user_are_built_of_arrays_alone(make):
+  """Not of what stands for them: a class may look at what it is given, or convert it."""
+  x = jnp.float32(1)
+
+  def fn(tree):
+    assert type(tree) is type(make(x))
+    assert jax.tree.leaves(tree) == jax.tree.leaves(make(x + 1))
+    return tree, make(x + 2)
+
+  given = make(x)
+  same, new = crossed(fn, given)
+  assert same is given
+  assert type(new) is type(given)
+  assert jax.tree.leaves(new) == [2 * leaf for leaf in jax.tree.leaves(make(x + 2))]
+
+
+@pytest.mark.parametrize("make", [Stack, Empty, Keys])
+def test_a_class_of_the_user_that_is_changed_cannot_cross(make):
+  given = make()
+  with pytest.raises(NotTraceable, match="changes an argument in place"):
+    crossed(lambda stack, x: stack.items.append(x), given, jnp.ones(2))
+  assert given.items == []
