@@ -50,13 +50,7 @@ def is_wide(policy: Policy | None) -> bool:
   return policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
 
 
-def inside(
-  state: S,
-  module: Module,
-  policy: Policy | None,
-  layers: Layers,
-  **more: object,
-) -> S:
+def inside(state: S, module: Module, policy: Policy | None, layers: Layers, **more: object) -> S:
   """Returns the state in which a module's own operations run.
 
   Args:

@@ -6,8 +6,9 @@ result of the jaxpr, and is put back into the objects themselves. NNX's own tran
 way, by the same public functions.
 """
 
+import contextlib
 import dataclasses
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import flax.errors
 import jax
@@ -15,7 +16,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from mpjax._core.active import ACTIVE, Active
-from mpjax._core.containers import content_of, refill, same_objects
+from mpjax._core.containers import Content, refill, same_objects
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree
 from mpjax._jaxprs import traced_calls
@@ -42,17 +43,24 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
     boundary = Boundary(given[1:], _spec.is_node)
     everything = (module, boundary.leaves)
     nodes, variables = _parts(everything)
-    views = [(node, dict(vars(node))) for node in nodes if _spec.is_view(node)]
+    held_before = [(_spec.items_of(node), dict(_spec.items_of(node))) for node in nodes]
+    pairs = zip(nodes, held_before, strict=True)
+    views = [(node, before) for node, (_, before) in pairs if _spec.is_view(node)]
     for node, _ in views:
       _spec.check_modes(node)  # The copies lead to no model.
-    orders = [list(vars(node)) for node in nodes]
-    attributes = (x for node in nodes for x in vars(node).values())
+    orders = [list(before) for _, before in held_before]
+    attributes = (x for _, before in held_before for x in before.values())
     containers = {id(x): x for x in attributes if isinstance(x, (list, dict))}
     raws = (v.get_raw_value() for v in variables)
     stored = [raw.dtype if is_floating(raw) else None for raw in raws]
     returned: list[Function] = []
 
     def on_copies(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
+      # A derivative traces it again, when the context is over.
+      with nnx.update_context(_TAG) if returned else contextlib.nullcontext():
+        return called(copied)
+
+    def called(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
       copies = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
       nodes, variables = _parts(copies)
       _spec.put_in_order(nodes, orders)
@@ -60,19 +68,20 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
       before = _kept(copies)
       # A container that a copy shares is static to NNX. The copy gets one of its own; what the call
       # puts into that goes to the original.
-      shared = [(n, key, x) for n in nodes for key, x in vars(n).items() if id(x) in containers]
+      each = [(items, key, x) for items in map(_spec.items_of, nodes) for key, x in items.items()]
+      shared = [x for x in each if id(x[2]) in containers and id(x[0]) not in containers]
       static = Boundary([x for *_, x in shared], lambda x: type(x) not in (list, dict))
       own = static.inside(static.leaves)
-      for (node, key, _), x in zip(shared, own.args, strict=True):
-        vars(node)[key] = x
+      for (items, key, _), x in zip(shared, own.args, strict=True):
+        items[key] = x
       inside = boundary.inside(copies[1])
       with ACTIVE(state):
         outputs = call(copies[0], *inside.args)
       leaves, outside = inside.leave(outputs, own)
       returned.append(outside)
-      for (node, key, original), x in zip(shared, own.args, strict=True):
-        if vars(node).get(key) is x:
-          vars(node)[key] = original
+      for (items, key, original), x in zip(shared, own.args, strict=True):
+        if items.get(key) is x:
+          items[key] = original
       now = _kept(copies)
       written = {}
       for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
@@ -99,7 +108,13 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
       with ACTIVE(state):
         changed, written, done = cast(copied)
       if changed:
-        done = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
+        try:
+          done = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
+        except BaseException:  # NNX has taken objects apart: one is of a trace further out.
+          for items, before in held_before:
+            items.clear()
+            items.update(before)
+          raise
         _spec.put_in_order(nodes, orders)
       else:
         for i, new in written.items():
@@ -113,11 +128,11 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
   return traced_calls.attempts(attempt, lambda _: call(*given), state, path, _WHERE, foreign)
 
 
-def _parts(tree: PyTree) -> tuple[list[nnx.Pytree], list[Variable]]:
-  """Returns the modules and the variables of a tree, in the order of its graph."""
-  found = [x for _, x in nnx.iter_graph(tree, graph=True) if _spec.is_node(x)]
+def _parts(tree: PyTree) -> tuple[list[Any], list[Variable]]:
+  """Returns the modules, with dicts, and the variables of a tree, in the order of its graph."""
+  found = [x for _, x in nnx.iter_graph(tree, graph=True)]
   variables = [x for x in found if isinstance(x, nnx.Variable)]
-  return [x for x in found if isinstance(x, nnx.Pytree)], variables
+  return [x for x in found if isinstance(x, (nnx.Pytree, dict))], variables
 
 
 def _data(args: Args) -> list[Leaf]:
@@ -147,7 +162,7 @@ def _kept(tree: PyTree) -> list[object]:
 def _hides_tracer(tree: PyTree) -> bool:
   """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
   known = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
-  attributes = (x for node in _parts(tree)[0] for x in vars(node).values())
+  attributes = (x for node in _parts(tree)[0] for x in _spec.items_of(node).values())
   return any(isinstance(x, Tracer) and id(x) not in known for x in attributes)
 
 
@@ -167,9 +182,21 @@ def _copy_changes(module: nnx.Pytree, before: dict[str, object]) -> None:
       setattr(model, name, new)
       _spec.forget_mode(module, name)
     # A container of both, of which NNX has given the view a copy. Its own are none of the model.
-    elif held is old and type(new) is type(held) and (content := content_of(new)) is not None:
-      refill(held, content)
-      vars(module)[name] = held
+    elif held is old and type(new) is type(held):
+      vars(module)[name] = _as_new(held, new)
+
+
+def _as_new(held: Any, new: Any) -> Any:
+  """Returns a container that holds what a copy of NNX does, in its own order; else the copy."""
+  if type(held) is not type(new) or type(held) not in (list, dict):
+    return new
+  if isinstance(held, list):
+    held[:] = [*map(_as_new, held, new), *new[len(held) :]]
+    return held
+  order = [*(key for key in held if key in new), *(key for key in new if key not in held)]
+  parts = [_as_new(held.get(key), new[key]) for key in order]
+  refill(held, Content(parts, order, dict))
+  return held
 
 
 def _is_plain(x: object) -> bool:

@@ -1,7 +1,8 @@
 """How a module of a view runs, and how it is told from others and mapped back to the user's."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from flax import nnx
 
@@ -139,19 +140,23 @@ def is_node(x: object) -> bool:
   return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def nodes_of(tree: PyTree) -> Iterator[nnx.Pytree]:
-  """Yields the modules of a tree, and the containers of NNX, in the order of its graph."""
-  return (x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Pytree))
+def nodes_of(tree: PyTree) -> list[nnx.Pytree | dict[Any, Any]]:
+  """Returns the modules of a tree and its containers that have keys, in the order of its graph."""
+  return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, (nnx.Pytree, dict))]
 
 
-def put_in_order(nodes: Sequence[nnx.Pytree], orders: Sequence[Sequence[str]]) -> None:
-  """Puts the attributes of copies, which NNX sorts, into the order of the originals."""
-  for node, order in zip(nodes, orders, strict=True):
-    attributes = vars(node)
-    if list(attributes) != order:
-      for name in [*order, *(name for name in attributes if name not in order)]:
-        if name in attributes:
-          attributes[name] = attributes.pop(name)
+def items_of(node: nnx.Pytree | dict[Any, Any]) -> dict[Any, Any]:
+  """Returns the attributes of a module, or the dict itself."""
+  return node if isinstance(node, dict) else vars(node)
+
+
+def put_in_order(nodes: Iterable[Any], orders: Iterable[Sequence[Any]]) -> None:
+  """Puts the items of copies, which NNX sorts, into the order of the originals."""
+  for items, order in zip(map(items_of, nodes), orders, strict=True):
+    if list(items) != order:
+      for name in [*order, *(name for name in items if name not in order)]:
+        if name in items:
+          items[name] = items.pop(name)
 
 
 def forget_mode(module: nnx.Pytree, name: str) -> None:

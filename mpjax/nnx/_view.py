@@ -1,15 +1,7 @@
 """The classes of which a view's modules are: a user's class, made to run under a policy.
 
-A module of a view is an object of its own that holds the variables of the user's module. Its class
-is a subclass of the user's, one for each policy. So
-
-- the policy is part of the graph definition, and of every key that JAX and NNX cache by: kept in a
-  table beside the view, a function under `nnx.jit` would run one view with the jaxpr of another;
-- the attributes of a module are those of the user's: with one more for the policy, the tree of a
-  view's state would not be that of the model, and no checkpoint of the one would fit the other;
-- `split`, `merge`, `scan` and `vmap` make objects of the same class, policy included: a proxy
-  around the module would be lost in the first `nnx.merge`;
-- Python finds every method by itself, `super()` and `isinstance` included.
+Subclasses of the user's, one for each policy, so that the policy is part of what JAX and NNX cache
+by, and of what `split`, `merge` and `scan` create: see docs/design/nnx.md.
 """
 
 import functools

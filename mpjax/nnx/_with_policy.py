@@ -14,7 +14,7 @@ from mpjax._core.functions import rebound
 from mpjax._core.policy import PolicyLike
 from mpjax._core.policy_config import ModulePolicy, ModuleRecord, parse_config, resolve_policy
 from mpjax._core.rules import Rule
-from mpjax.nnx._spec import LINK, Link, is_view, nodes_of, policy_text, put_in_order
+from mpjax.nnx._spec import LINK, Link, is_view, items_of, nodes_of, policy_text, put_in_order
 from mpjax.nnx._view import is_tree, view_class
 
 Path: TypeAlias = tuple[Any, ...]
@@ -68,7 +68,7 @@ def with_policy(
   _check_model(model)
   record = ModuleRecord(parse_config(_WHERE, policy, rules, unmatched=unmatched))
   view = nnx.clone(model, variables=False, graph=True)
-  put_in_order(list(nodes_of(view)), [list(vars(node)) for node in nodes_of(model)])
+  put_in_order(nodes_of(view), [list(items_of(node)) for node in nodes_of(model)])
   modules, copies = _modules(model), _modules(view)
   policies = _resolve(modules, record)
   record.check("of the model", 2)

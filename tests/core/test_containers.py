@@ -1,16 +1,9 @@
 """Containers around other leaves: their order, type and identity."""
 
 import jax.numpy as jnp
-import pytest
 from flax.core import FrozenDict
 
 from mpjax._core.containers import content_of, mapped
-from tests.jaxprs.autocast.test_boundary import CONTAINERS
-
-
-@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
-def test_a_mapped_container_is_as_one_that_is_written_so(make):
-  assert repr(mapped(lambda x: x and x + 1, make(1, 2))) == repr(make(2, 3))
 
 
 def test_a_container_in_two_places_is_one():

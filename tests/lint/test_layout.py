@@ -545,13 +545,13 @@ def test_check_can_fail(check, sources):
 LINES = {
   "_core and root files": 3_284,
   "_jaxprs without autocast": 2_324,
-  "_jaxprs/autocast": 4_402,
-  "linen and nnx": 1_935,
+  "_jaxprs/autocast": 4_403,
+  "linen and nnx": 1_958,
   "transforms": 5_586,
   "_io": 664,
   "_diagnostics": 7_997,
-  "all of mpjax": 26_192,
-  "tests": 53_686,
+  "all of mpjax": 26_210,
+  "tests": 53_700,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 

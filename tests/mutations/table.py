@@ -530,7 +530,7 @@ tests/jaxprs/autocast/test_float8_dot.py::test_all_three_matmuls_have_operands_i
 mpjax/_jaxprs/module_calls.py::inside
 
 57 the matmul of an embedding is in float8
-- is_table and policy is not None and policy.matmul is not None
+- in_float8 and isinstance(module, layers.tables)
 + False
 tests/integration/test_float8.py
 ::test_dense_layers_and_projections_are_in_float8_forward_and_backward

@@ -15,6 +15,7 @@ import jax
 from jax.core import Tracer
 
 from mpjax._core.containers import DICTS, Content, IsLeaf, content_of, refill, same_objects
+from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Array, DType, Leaf, PyTree
 
 
@@ -136,8 +137,9 @@ class Contents:
       now = self._now(x)
       if before is None or now is None:
         continue
-      same_keys = type(x) not in DICTS or now.like == before.like
-      if not (same_keys and same_objects(now.parts, before.parts)):
+      # NNX drops what is set on a copy of a module.
+      same = is_nnx_object(x) or now.like == before.like
+      if not (same and same_objects(now.parts, before.parts)):
         if type(x) not in (list, *DICTS):
           raise NotTraceable("changes an argument in place")
         yield i, now

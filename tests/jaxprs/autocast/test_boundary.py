@@ -172,14 +172,6 @@ def test_what_a_call_does_to_a_container_is_done_to_the_one_of_the_caller(fn):
   assert ours["list"] is held
 
 
-def test_an_object_that_is_changed_cannot_cross():
-  def fn(batch):
-    batch.x = 0
-
-  with pytest.raises(NotTraceable, match="changes an argument in place"):
-    crossed(fn, Batch(jnp.ones(2), {}))
-
-
 @jax.tree_util.register_pytree_node_class
 class Stack:
   """A tree that is empty at first, and gives a new tuple at each look."""
@@ -206,8 +198,6 @@ class Empty(Stack):
 
 
 class Keys(Empty):
-  """An iterator that JAX knows."""
-
   def __iter__(self):
     return self
 
@@ -230,17 +220,11 @@ class Checked:
     assert self.mean.shape == self.deviation.shape
 
 
-class Converted(Pair):
-  def __new__(cls, z, a):
-    return super().__new__(cls, jnp.asarray(z), jnp.asarray(a))
-
-
 CLASSES = {
   "new parts at each look": lambda x: Stack([x, x]),
   "empty": lambda x: Empty(),
   "iterator": lambda x: Keys([x]),
   "checked": lambda x: Checked(x, x),
-  "converted": lambda x: Converted(x, x),
   "partial": lambda x: jax.tree_util.Partial(jnp.add, x),
   "sorted keys": lambda x: nnx.Dict(z=x, a=x),
 }
@@ -269,3 +253,18 @@ def test_a_class_of_the_user_that_is_changed_cannot_cross(make):
   with pytest.raises(NotTraceable, match="changes an argument in place"):
     crossed(lambda stack, x: stack.items.append(x), given, jnp.ones(2))
   assert given.items == []
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Counted:
+  x: object
+  n: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+def test_a_static_field_that_is_changed_cannot_cross():
+  def fn(counted):
+    counted.n += 1
+
+  with pytest.raises(NotTraceable, match="changes an argument in place"):
+    crossed(fn, Counted(jnp.ones(2)))

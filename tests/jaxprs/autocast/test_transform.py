@@ -409,22 +409,6 @@ def test_a_policy_in_another_type():
       check_error(error, where=where, expected=expected, got="float64", fix="left as they are")
 
 
-CHANGES = [
-  lambda values, x: values.append(x),
-  lambda values, x: values.__setitem__(0, x),
-  lambda values, x: values.clear(),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=["append", "replace", "remove"])
-def test_an_argument_that_is_changed_in_place(change):
-  """It is what the caller has, and is changed as without autocast."""
-  values, wanted, x = [X, X], [X, X], X * 2
-  mpjax.autocast(change)(values, x)
-  change(wanted, x)
-  assert programs.bits(values) == programs.bits(wanted)
-
-
 def test_a_module_of_nnx():
   class Net(nnx.Module):
     def __init__(self):
