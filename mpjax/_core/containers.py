@@ -67,20 +67,20 @@ def mapped(fun: Callable[[Any], Any], tree: PyTree, is_leaf: IsLeaf | None = Non
 
   A container of which no leaf changes is itself in the result.
   """
-  made: dict[int, tuple[Any, Any]] = {}
+  return _mapped(fun, tree, is_leaf, {})
 
-  def of(x: Any) -> Any:
-    if x is None:
-      return None
-    if id(x) not in made:
-      found = None if is_leaf is not None and is_leaf(x) else content_of(x)
-      if found is None:
-        return fun(x)
-      parts = [of(part) for part in found.parts]
-      made[id(x)] = (x, x if same_objects(parts, found.parts) else found.build(parts))
-    return made[id(x)][1]
 
-  return of(tree)
+def _mapped(fun: Any, x: Any, is_leaf: IsLeaf | None, built: dict[int, Any]) -> Any:
+  # No closure that calls itself: that cycle would keep tracers alive until the next collection.
+  if x is None:
+    return None
+  if id(x) not in built:
+    content = None if is_leaf is not None and is_leaf(x) else content_of(x)
+    if content is None:
+      return fun(x)
+    parts = [_mapped(fun, part, is_leaf, built) for part in content.parts]
+    built[id(x)] = (x, x if same_objects(parts, content.parts) else content.build(parts))
+  return built[id(x)][1]
 
 
 def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:

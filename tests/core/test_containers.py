@@ -16,10 +16,8 @@ def test_a_container_in_two_places_is_one():
 def test_what_is_a_leaf():
   for leaf in (1, "text", jnp.ones(2), object(), iter([1]), (x for x in [1])):
     assert content_of(leaf) is None
-  assert mapped(lambda x: x * 2, ([1], {"a": 2}), lambda x: isinstance(x, list)) == (
-    [1, 1],
-    {"a": 4},
-  )
+  doubled = mapped(lambda x: x * 2, ([1], {"a": 2}), lambda x: isinstance(x, list))
+  assert doubled == ([1, 1], {"a": 4})
   assert mapped(str, None) is None
   assert mapped(str, FrozenDict(b=None, a=())) == FrozenDict(b=None, a=())
 

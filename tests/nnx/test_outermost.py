@@ -1,7 +1,6 @@
 """The outermost call of a view: what it does to variables and arguments, transforms inside it."""
 
 import functools
-import gc
 
 import flax.linen as nn
 import jax
@@ -261,7 +260,6 @@ def test_nothing_of_a_trace_is_kept():
   view = with_policy(model, "c=f16")
   with jax.checking_leaks():
     jax.block_until_ready(call_busy(view, X4)[0])
-  gc.collect()
   for leaf in jax.tree.leaves((nnx.state(model), nnx.state(view))):
     assert not isinstance(leaf, jax.core.Tracer)
 
