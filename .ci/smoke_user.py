@@ -35,10 +35,10 @@ def train_and_restore(folder: pathlib.Path) -> None:
   @nnx.jit
   def step(model, optimizer, x, labels):
     def loss_fn(model):
-      logits = mpjax.nnx.with_policy(model, "mixed_float16")(x)
+      logits = mpjax.with_policy(model, "mixed_float16")(x)
       return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model)
+    loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model)
     optimizer.update(model, grads)
     return loss
 

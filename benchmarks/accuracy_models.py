@@ -110,7 +110,7 @@ def linen(module: Any, *inputs: Any, ways: tuple[str, ...] = ("dtype",), **call:
 
   def loss(way: str, dtype: str) -> Any:
     made = {
-      "policy": lambda: mpjax.linen.with_policy(module, f"mixed_{dtype}"),
+      "policy": lambda: mpjax.with_policy(module, f"mixed_{dtype}"),
       "float64": lambda: module.clone(half=jnp.float64),
       "dtype": lambda: module.clone(half=jnp.dtype(dtype)),
       "care": lambda: module.clone(half=jnp.dtype(dtype), **careful),
@@ -169,7 +169,7 @@ def without_dtype(
         params, inputs = cast((params, inputs), dtype)
         around = nn.intercept_methods(casting_layers(dtype))
       if way == "policy":
-        around = mpjax.linen.policy_scope(f"mixed_{dtype}")
+        around = mpjax.policy_scope(f"mixed_{dtype}")
       with around, nn.intercept_methods(without_dropout):
         return scalar(
           make(), {"params": params, **({"batch_stats": stats} if stats else {})}, *inputs
@@ -231,7 +231,7 @@ def nnx_model(
       if way == "cast":
         set_dtypes(model, "dtype", to=jnp.dtype(dtype))
       if way == "policy":
-        model = mpjax.nnx.with_policy(model, f"mixed_{dtype}")
+        model = mpjax.with_policy(model, f"mixed_{dtype}")
       return to_scalar(run(model, *inputs))
 
     return fun

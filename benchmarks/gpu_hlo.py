@@ -171,7 +171,7 @@ def compiled_step(
   return figures, text
 
 
-def flops_of(audit: mpjax.Audit) -> dict[str, int]:
+def flops_of(audit: mpjax.reports.AuditReport) -> dict[str, int]:
   """Returns the FLOPs of matmuls and convolutions by the unit that a GPU computes them with."""
   found: collections.Counter[str] = collections.Counter()
   for (_, dtype), count in audit.flops.items():

@@ -114,9 +114,9 @@ def train_step(apply: Callable[..., Any], tx: Any, **options: Any) -> Callable[.
 
 def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
   """Returns the step of each of `BASES` and shapes of its state."""
-  apply = mpjax.linen.with_policy(case.make(), f"mixed_{half}").apply
+  apply = mpjax.with_policy(case.make(), f"mixed_{half}").apply
   matmuls = dataclasses.replace(mpjax.Policy.parse(f"mixed_{half}"), matmul=mpjax.Float8())
-  float8 = mpjax.linen.with_policy(case.make(), matmuls).apply
+  float8 = mpjax.with_policy(case.make(), matmuls).apply
   variables = dict(jax.eval_shape(case.make().init, jax.random.key(0), case.inputs))
   params = variables.pop("params")
   low = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, half), params)

@@ -86,8 +86,8 @@ def versions(case: Case, half: str, attention: str = "xla") -> dict[str, Version
 
   plain = model(attention)  # What a policy gets.
   policy = mpjax.Policy.parse(f"mixed_{half}")
-  by_policy = mpjax.linen.with_policy(plain, policy).apply
-  by_float8 = mpjax.linen.with_policy(
+  by_policy = mpjax.with_policy(plain, policy).apply
+  by_float8 = mpjax.with_policy(
     plain, dataclasses.replace(policy, matmul=mpjax.Float8())
   ).apply
   float32 = model("xla").apply

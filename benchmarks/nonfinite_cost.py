@@ -21,7 +21,7 @@ from mpjax._diagnostics.nonfinite.traced import trace
 
 def training(layers: int, width: int, length: int, batch: int, vocabulary: int, policy: str):
   """Returns a step, its state and a batch."""
-  model = mpjax.linen.with_policy(
+  model = mpjax.with_policy(
     Gpt(layers=layers, width=width, heads=max(1, width // 64), vocabulary=vocabulary), policy
   )
 

@@ -61,7 +61,7 @@ def digits_cnn(network, policy, steps, seed, on_step):
   for images, labels in digits.batches(train, steps, seed=seed):
     state, _ = jax.block_until_ready(step(state, images, labels))
     on_step()
-  model = mpjax.linen.with_policy(network, policy)
+  model = mpjax.with_policy(network, policy)
   variables = {"params": state.params, "batch_stats": state.batch_stats}
   logits = model.apply(variables, test.images, train=False)
   return classified(logits, test.labels) | scaling(state.opt_state)

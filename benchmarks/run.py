@@ -105,7 +105,7 @@ def variants(case: Case, half: str) -> dict[str, Callable[..., Any]]:
   return {
     "float32": case.make().apply,
     "by hand": case.make(jnp.dtype(half).type).apply,
-    "policy": mpjax.linen.with_policy(case.make(), f"mixed_{half}").apply,
+    "policy": mpjax.with_policy(case.make(), f"mixed_{half}").apply,
   }
 
 

@@ -95,7 +95,7 @@ class Training(NamedTuple):
 
 def prepare(policy, loss_scale, steps=STEPS, network=NETWORK, devices=1, accumulate=1, seed=0):
   """Returns the training of a network under a policy, on some devices."""
-  model = mpjax.linen.with_policy(network, policy)  # 1
+  model = mpjax.with_policy(network, policy)  # 1
   tx = optax.adamw(optax.cosine_decay_schedule(3e-3, steps), weight_decay=1e-2)
   if accumulate > 1:
     tx = mpjax.accumulate_gradients(tx, accumulate)  # 6

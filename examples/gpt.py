@@ -129,7 +129,7 @@ def prepare(policy, model=MODEL, steps=STEPS, devices=1):
   policy = mpjax.Policy.parse(policy)
   if devices > 1:
     policy = dataclasses.replace(policy, weight_grad_dtype=jnp.float32)  # 2
-  evaluated = mpjax.linen.with_policy(model, policy)  # 1
+  evaluated = mpjax.with_policy(model, policy)  # 1
   rows = jax.NamedSharding(data_mesh(devices), jax.P("data"))
   trained = evaluated.clone(train=True, rows=rows)
   rate = optax.warmup_cosine_decay_schedule(0, 3e-3, steps // 10, steps)

@@ -64,7 +64,7 @@ def half_network(dtype):
     param_dtype=dtype, compute_dtype=dtype, output_dtype="float32", weight_grad_dtype="float32"
   )
   norms = mpjax.Rule(mpjax.Policy(compute_dtype=dtype), module=nn.BatchNorm)
-  return mpjax.linen.with_policy(NETWORK, policy, [norms])  # 1
+  return mpjax.with_policy(NETWORK, policy, [norms])  # 1
 
 
 def losses(model, variables, images, labels, train):

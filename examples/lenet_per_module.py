@@ -103,7 +103,7 @@ def batches(data, steps, seed):
 
 def prepare(level, steps, seed):
   """Returns the model under a level, its first state and its training step."""
-  model = mpjax.linen.with_policy(LeNet5(), level.policy, level.rules, unmatched="ignore")  # 1
+  model = mpjax.with_policy(LeNet5(), level.policy, level.rules, unmatched="ignore")  # 1
   tx = optax.sgd(optax.cosine_decay_schedule(0.02, steps), momentum=0.9)
   if level.master_weights:
     tx = mpjax.master_weights(tx)  # 2

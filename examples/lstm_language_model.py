@@ -83,7 +83,7 @@ class Training(NamedTuple):
 @functools.cache
 def prepare(policy, model=MODEL, steps=STEPS):
   """Returns the training of a model under a policy."""
-  half = mpjax.linen.with_policy(model, policy)  # 1
+  half = mpjax.with_policy(model, policy)  # 1
   rate = optax.warmup_cosine_decay_schedule(0, 1e-2, steps // 10, steps)
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-3))
   tx = mpjax.loss_scaling(tx, LOSS_SCALES.get(policy, mpjax.NoLossScale()))  # 2

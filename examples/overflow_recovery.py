@@ -91,7 +91,7 @@ def optimizer():
 
 def protected(steps):
   """Trains under a policy, with a scale that starts too high."""
-  model = mpjax.linen.with_policy(digits.NETWORK, "mixed_float16")
+  model = mpjax.with_policy(digits.NETWORK, "mixed_float16")
   scale = mpjax.DynamicLossScale(init_scale=2**24, growth_interval=20)
 
   def apply(variables, images):

@@ -130,7 +130,7 @@ class Training(NamedTuple):
 
 def prepare(network, policy, steps, classes=CLASSES):
   """Returns the training of a network under a policy."""
-  model = mpjax.linen.with_policy(network, policy)  # 1
+  model = mpjax.with_policy(network, policy)  # 1
   schedule = optax.warmup_cosine_decay_schedule(0, 0.2, steps // 8, steps)
   tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(schedule, 0.9, nesterov=True))
   tx = mpjax.loss_scaling(tx, LOSS_SCALES[policy])  # 2

@@ -245,7 +245,7 @@ def train(network, params, growth_interval, policy, steps, on_step):
   schedule = optax.warmup_cosine_decay_schedule(0, 4e-3, steps // 10, steps)
   tx = optax.chain(optax.clip_by_global_norm(10.0), optax.adamw(schedule, weight_decay=1e-3))
 
-  model = mpjax.linen.with_policy(network, policy)  # 1
+  model = mpjax.with_policy(network, policy)  # 1
   tx = mpjax.loss_scaling(tx, loss_scale)  # 2
 
   @jax.jit

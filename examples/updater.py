@@ -80,7 +80,7 @@ class Trained(NamedTuple):
 
 def prepare(policy, steps, devices, accum_grad, seed=0):
   """Returns the model under a policy, its first state, its updater, and where batches go."""
-  model = mpjax.linen.with_policy(Network(), policy)  # 1
+  model = mpjax.with_policy(Network(), policy)  # 1
   solver = optax.chain(  # 3
     optax.clip_by_global_norm(1.0),
     optax.add_decayed_weights(1e-4),

@@ -99,11 +99,11 @@ def prepare(policy, steps, *, seed=0, **sizes):
   @nnx.jit
   def step(model, optimizer, images, labels):
     def loss_fn(model):
-      logits = mpjax.nnx.with_policy(model, policy)(images)  # 2
+      logits = mpjax.with_policy(model, policy)(images)  # 2
       return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     old = nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
-    loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model)  # 3
+    loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model)  # 3
     optimizer.update(model, grads)
     finite = mpjax.last_step_finite(optimizer)
     new = nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
@@ -125,7 +125,7 @@ def train(policy, steps, on_step, *, seed=0, **sizes):
   metrics = mpjax.loss_scaling_metrics(optimizer)
 
   model.eval()
-  view = mpjax.nnx.with_policy(model, policy)
+  view = mpjax.with_policy(model, policy)
   small = mpjax.nnx.convert(view, test.images[:1])  # 5
   before, after = (np.asarray(predict(one, test.images)) for one in (view, small))
   accuracy = float((after.argmax(-1) == test.labels).mean())

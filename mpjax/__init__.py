@@ -4,14 +4,8 @@ import importlib
 import threading
 from typing import TYPE_CHECKING
 
-from mpjax._core.errors import (
-  MpjaxAssertionError,
-  MpjaxError,
-  MpjaxRuntimeError,
-  MpjaxTypeError,
-  MpjaxValueError,
-  UnmatchedRuleError,
-)
+from mpjax import errors
+from mpjax._core.errors import MpjaxError
 from mpjax._core.float8 import Float8
 from mpjax._core.full_precision import full_precision
 from mpjax._core.policy import Policy
@@ -19,22 +13,21 @@ from mpjax._core.rules import Rule
 from mpjax._core.trees import all_finite
 
 if TYPE_CHECKING:
-  from mpjax import checkpoints, linen, nnx
-  from mpjax._diagnostics.audit import Audit, audit
-  from mpjax._diagnostics.nonfinite import NonfiniteReport, find_nonfinite
+  from mpjax import checkpoints, linen, nnx, reports, states
+  from mpjax._compositions.opt_level import OptLevel, opt_level
+  from mpjax._compositions.value_and_grad import value_and_grad
+  from mpjax._compositions.with_policy import policy_scope, with_policy
+  from mpjax._diagnostics.audit import audit
+  from mpjax._diagnostics.nonfinite import find_nonfinite
   from mpjax._diagnostics.ranges.measure import ranges
-  from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
-  from mpjax._diagnostics.tune.tune_report import TuneReport
   from mpjax._diagnostics.tune.tuning import tune
   from mpjax._io.conversion import convert
   from mpjax._jaxprs.autocast import autocast
   from mpjax._jaxprs.op_lists import OpLists
-  from mpjax._opt_level import OptLevel, opt_level
   from mpjax.transforms import (
-    AccumulationState,
-    LossScalingState,
-    MasterWeightsState,
-    MonitorState,
+    DynamicLossScale,
+    NoLossScale,
+    StaticLossScale,
     TrainState,
     accumulate_gradients,
     apply_updates,
@@ -53,37 +46,21 @@ if TYPE_CHECKING:
     set_master_params,
     state_dtype,
     unscale,
-    value_and_grad,
   )
-  from mpjax.transforms._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
 
 __version__ = "0.1.0"
 
 __all__ = [
-  "AccumulationState",
-  "Audit",
   "DynamicLossScale",
   "Float8",
-  "GroupRanges",
-  "LossScalingState",
-  "MasterWeightsState",
-  "MonitorState",
-  "MpjaxAssertionError",
   "MpjaxError",
-  "MpjaxRuntimeError",
-  "MpjaxTypeError",
-  "MpjaxValueError",
   "NoLossScale",
-  "NonfiniteReport",
   "OpLists",
   "OptLevel",
   "Policy",
-  "RangesReport",
   "Rule",
   "StaticLossScale",
   "TrainState",
-  "TuneReport",
-  "UnmatchedRuleError",
   "accumulate_gradients",
   "all_finite",
   "apply_updates",
@@ -93,6 +70,7 @@ __all__ = [
   "check_skipped_steps",
   "checkpoints",
   "convert",
+  "errors",
   "find_nonfinite",
   "full_precision",
   "last_step_finite",
@@ -105,60 +83,40 @@ __all__ = [
   "monitor_counts",
   "nnx",
   "opt_level",
+  "policy_scope",
   "ranges",
+  "reports",
   "scale_loss",
   "select_tree",
   "set_loss_scale",
   "set_master_params",
   "state_dtype",
+  "states",
   "tune",
   "unscale",
   "value_and_grad",
+  "with_policy",
 ]
 
-_ON_FIRST_USE = {
-  "mpjax._diagnostics.audit": ("Audit", "audit"),
-  "mpjax._diagnostics.nonfinite": ("NonfiniteReport", "find_nonfinite"),
-  "mpjax._diagnostics.ranges.measure": ("ranges",),
-  "mpjax._diagnostics.ranges.ranges_report": ("GroupRanges", "RangesReport"),
-  "mpjax._diagnostics.tune.tune_report": ("TuneReport",),
-  "mpjax._diagnostics.tune.tuning": ("tune",),
-  "mpjax._io.conversion": ("convert",),
-  "mpjax._jaxprs.autocast": ("autocast",),
-  "mpjax._jaxprs.op_lists": ("OpLists",),
-  "mpjax._opt_level": ("OptLevel", "opt_level"),
-  "mpjax.transforms": (
-    "AccumulationState",
-    "LossScalingState",
-    "MasterWeightsState",
-    "MonitorState",
-    "TrainState",
-    "accumulate_gradients",
-    "apply_updates",
-    "check_loss_scaling",
-    "check_skipped_steps",
-    "last_step_finite",
-    "loss_scaling",
-    "loss_scaling_metrics",
-    "make_train_step",
-    "master_params",
-    "master_weights",
-    "monitor_counts",
-    "scale_loss",
-    "select_tree",
-    "set_loss_scale",
-    "set_master_params",
-    "state_dtype",
-    "unscale",
-    "value_and_grad",
-  ),
-  "mpjax.transforms._loss_scale_config": ("DynamicLossScale", "NoLossScale", "StaticLossScale"),
-}
-"""The module of each name that is imported when it is first used: these modules import optax, Orbax
-or rich, or are large. The imports for type checkers, above, are the same list."""
+_MODULES = ("checkpoints", "linen", "nnx", "reports", "states")
 
-_MODULE_OF = {name: module for module, names in _ON_FIRST_USE.items() for name in names}
-_MODULES = ("checkpoints", "linen", "nnx")
+_ON_FIRST_USE = {
+  "audit": "mpjax._diagnostics.audit",
+  "find_nonfinite": "mpjax._diagnostics.nonfinite",
+  "ranges": "mpjax._diagnostics.ranges.measure",
+  "tune": "mpjax._diagnostics.tune.tuning",
+  "convert": "mpjax._io.conversion",
+  "autocast": "mpjax._jaxprs.autocast",
+  "OpLists": "mpjax._jaxprs.op_lists",
+  "OptLevel": "mpjax._compositions.opt_level",
+  "opt_level": "mpjax._compositions.opt_level",
+  "value_and_grad": "mpjax._compositions.value_and_grad",
+  "policy_scope": "mpjax._compositions.with_policy",
+  "with_policy": "mpjax._compositions.with_policy",
+}
+"""The module of a name that is imported when it is first used, unless it is `mpjax.transforms`:
+these modules import optax, Orbax or rich, or are large. The type checkers' imports, above, are the
+same list."""
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while modules are imported. Two threads that import modules of one package, each of which
@@ -168,11 +126,17 @@ needs the other's, otherwise see a deadlock or a module that is imported in part
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
   def __getattr__(name: str) -> object:
-    if name not in _MODULES and name not in _MODULE_OF:
-      raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+    if name not in __all__:
+      elsewhere = [each for each in ("errors", "reports", "states") if _has(each, name)]
+      hint = f": it is mpjax.{elsewhere[0]}.{name}" if elsewhere else ""
+      raise AttributeError(f"module 'mpjax' has no attribute {name!r}{hint}")
+    module = f"mpjax.{name}" if name in _MODULES else _ON_FIRST_USE.get(name, "mpjax.transforms")
     with _ONE_AT_A_TIME:
-      module = importlib.import_module(_MODULE_OF.get(name, f"mpjax.{name}"))
-    return module if name in _MODULES else getattr(module, name)
+      imported = importlib.import_module(module)
+    return imported if name in _MODULES else getattr(imported, name)
+
+  def _has(module: str, name: str) -> bool:
+    return name[0].isupper() and name in importlib.import_module(f"mpjax.{module}").__all__
 
 
 def __dir__() -> list[str]:

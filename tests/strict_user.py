@@ -121,8 +121,8 @@ def functions(batch: Batch) -> str:
   autocast_loss = mpjax.autocast(loss, "bfloat16", ops=mpjax.OpLists())
   w = jnp.ones((4, 2))  # pyright: ignore[reportUnknownMemberType]
   value: jax.Array = autocast_loss(w, batch[0])
-  audit: mpjax.Audit = mpjax.audit(autocast_loss)(w, batch[0])
-  found: mpjax.NonfiniteReport = mpjax.find_nonfinite(loss)(w, batch[0])
-  ranges: mpjax.RangesReport = mpjax.ranges(loss)(w, batch[0])
+  audit: mpjax.reports.AuditReport = mpjax.audit(autocast_loss)(w, batch[0])
+  found: mpjax.reports.NonfiniteReport = mpjax.find_nonfinite(loss)(w, batch[0])
+  ranges: mpjax.reports.RangesReport = mpjax.ranges(loss)(w, batch[0])
   stored: Params = mpjax.convert({"w": w}, "bfloat16")
   return f"{value} {audit.half_share} {found} {ranges.groups} {stored.keys()}"

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and that errors have four parts and no traceback."""
+"""The command line: what it prints, and that errors have no traceback."""
 
 import json
 import subprocess
@@ -36,19 +36,10 @@ def test_a_process_of_its_own():
   assert json.loads(found.stdout)["devices"]
 
 
-@pytest.mark.parametrize(
-  ("argv", "parts"),
-  [
-    ([], ["expected python -m mpjax [-h] command", "required: command", "--help"]),
-    (["diagnose"], ["invalid choice: 'diagnose'", "See python -m mpjax --help."]),
-    (["doctor", "--html", "no/such/folder.html"], ["--html", "No such file", "Name a file"]),
-  ],
-)
-def test_errors_have_four_parts_and_status_2(capsys, argv, parts):
-  status, out, err = ran(capsys, *argv)
+def test_a_file_that_cannot_be_written_is_a_line_and_status_2(capsys):
+  status, out, err = ran(capsys, "doctor", "--html", "no/such/folder.html")
   assert (status, out) == (2, "")
-  for part in ["python -m mpjax", ": expected ", ", got ", *parts]:
-    assert part in err
+  assert "No such file" in err
   assert "Traceback" not in err
 
 
@@ -61,8 +52,6 @@ def test_a_process_with_an_error_has_status_2_and_no_traceback():
 
 
 def test_help_names_the_command(capsys):
-  with pytest.raises(SystemExit) as excinfo:
+  with pytest.raises(SystemExit, match="0"):
     main(["--help"])
-  assert excinfo.value.code == 0
-  out = capsys.readouterr().out
-  assert "doctor" in out
+  assert "doctor" in capsys.readouterr().out

@@ -33,7 +33,8 @@ CLASS = re.compile(
 
 def public_names() -> list[str]:
   """Returns the names that `__all__` lists, of mpjax and of its public modules."""
-  modules = [mpjax, mpjax.linen, mpjax.nnx, mpjax.checkpoints]
+  parts = [getattr(mpjax, name) for name in mpjax.__all__]
+  modules = [mpjax, *(part for part in parts if isinstance(part, types.ModuleType))]
   return [f"{module.__name__}.{name}" for module in modules for name in module.__all__]
 
 

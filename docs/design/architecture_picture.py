@@ -21,15 +21,17 @@ THEMES = {
   "light": {"text": "#1f2328", "faint": "#59636e", "fill": "#eef1f4", "line": "#59636e"},
   "dark": {"text": "#e6edf3", "faint": "#9da7b1", "fill": "#262c34", "line": "#9da7b1"},
 }
-NAMES = {"__init__": "mpjax", "__main__": "python -m mpjax", "checkpoints": "mpjax.checkpoints"}
+NAMES = {"__init__": "mpjax", "__main__": "python -m mpjax"}
 PUBLIC = {"linen": "mpjax.linen", "nnx": "mpjax.nnx"}
 
 Edges = set[tuple[str, str]]
 
 
 def part(path: pathlib.Path) -> str:
-  """Returns the name of the folder or module directly in `mpjax/` that a file belongs to."""
-  return path.relative_to(ROOT / "mpjax").parts[0].removesuffix(".py")
+  """Returns the folder or module of `mpjax/` that a file belongs to. Public modules are one."""
+  name, *inside = path.relative_to(ROOT / "mpjax").parts
+  name = name.removesuffix(".py")
+  return name if inside or name.startswith("_") else "__init__"
 
 
 def imported(source: str) -> Iterator[str]:

@@ -94,7 +94,7 @@ def facts() -> Facts:
   """Traces the model under the policy, and reads the block."""
   tokens = jax.ShapeDtypeStruct((2, 16), "int32")
   variables = jax.eval_shape(Model().init, jax.random.key(0), tokens)
-  apply = mpjax.linen.with_policy(Model(), "p=f32,c=bf16").apply
+  apply = mpjax.with_policy(Model(), "p=f32,c=bf16").apply
   program, names = trace(apply, (variables, tokens), {}, "docs.figures")
   nodes: dict[str, set[str]] = {}
   edges: dict[tuple[str, str], set[tuple[str, str]]] = {}

@@ -66,7 +66,7 @@ class Network(nn.Module):
 def facts() -> dict[str, Matmul]:
   """Returns the forward matmul, "y", and those of the gradients: "x" and "w"."""
   policy = mpjax.Policy(compute_dtype="bfloat16", matmul=RECIPE)
-  model = mpjax.linen.with_policy(Network(), policy)
+  model = mpjax.with_policy(Network(), policy)
   x = jax.ShapeDtypeStruct((32, 64), "float32")
   variables = jax.eval_shape(model.init, jax.random.key(0), x)
 

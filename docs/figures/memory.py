@@ -99,7 +99,7 @@ def shapes(model: Transformer) -> Any:
 def backward(layers: int, policy: str, params: str) -> dict[str, dict[str, int]]:
   """Returns the bytes of the gradients and of what is kept for them, by dtype."""
   model = Transformer(layers)
-  apply = mpjax.linen.with_policy(model, policy).apply
+  apply = mpjax.with_policy(model, policy).apply
 
   def loss_fn(params, tokens):
     logits = apply({"params": params}, tokens)

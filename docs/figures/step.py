@@ -84,7 +84,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _loss_fn(params, model_state, batch, rng):
-  model = mpjax.linen.with_policy(_Network(), "mixed_float16")
+  model = mpjax.with_policy(_Network(), "mixed_float16")
   variables = {"params": params, "batch_stats": model_state}
   out, new = model.apply(variables, batch, mutable=["batch_stats"])
   return jnp.mean(out**2), (new["batch_stats"], {})

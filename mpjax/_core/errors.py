@@ -51,7 +51,7 @@ class MpjaxValueError(MpjaxError, ValueError):
   """A value of the right type that mpjax cannot work with.
 
   >>> import mpjax
-  >>> issubclass(mpjax.MpjaxValueError, ValueError)
+  >>> issubclass(mpjax.errors.MpjaxValueError, ValueError)
   True
   """
 
@@ -60,7 +60,7 @@ class MpjaxTypeError(MpjaxError, TypeError):
   """A value of a type (or dtype) that mpjax does not take.
 
   >>> import mpjax
-  >>> issubclass(mpjax.MpjaxTypeError, TypeError)
+  >>> issubclass(mpjax.errors.MpjaxTypeError, TypeError)
   True
   """
 
@@ -69,7 +69,7 @@ class MpjaxRuntimeError(MpjaxError, RuntimeError):
   """A situation, rather than an argument, that mpjax cannot go on from.
 
   >>> import mpjax
-  >>> issubclass(mpjax.MpjaxRuntimeError, RuntimeError)
+  >>> issubclass(mpjax.errors.MpjaxRuntimeError, RuntimeError)
   True
   """
 
@@ -78,7 +78,7 @@ class MpjaxAssertionError(MpjaxError, AssertionError):
   """A property that a test of yours asserts, and that does not hold.
 
   >>> import mpjax
-  >>> issubclass(mpjax.MpjaxAssertionError, AssertionError)
+  >>> issubclass(mpjax.errors.MpjaxAssertionError, AssertionError)
   True
   """
 
@@ -87,17 +87,15 @@ class UnmatchedRuleError(MpjaxValueError):
   """A rule picked out no module of the model: most often a misspelt path.
 
   >>> import mpjax
-  >>> issubclass(mpjax.UnmatchedRuleError, mpjax.MpjaxValueError)
+  >>> issubclass(mpjax.errors.UnmatchedRuleError, mpjax.errors.MpjaxValueError)
   True
   """
 
 
 # A traceback begins with the module of the class, and the name to catch is `mpjax.MpjaxError`.
-for _public in (
-  *(MpjaxError, MpjaxValueError, MpjaxTypeError, MpjaxRuntimeError, MpjaxAssertionError),
-  UnmatchedRuleError,
-):
-  _public.__module__ = "mpjax"
+MpjaxError.__module__ = "mpjax"
+for _error in (*MpjaxError.__subclasses__(), UnmatchedRuleError):
+  _error.__module__ = "mpjax.errors"
 
 
 LONGEST = 1900

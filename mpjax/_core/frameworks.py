@@ -9,6 +9,7 @@ _BASES = {
   ("flax.linen", "Module"): "Linen",
   ("mpjax.linen", "PolicyModule"): "Linen",
   ("flax.nnx", "Module"): "NNX",
+  ("flax.nnx", "Optimizer"): "NNX",
   ("equinox", "Module"): "Equinox",
   ("haiku", "Module"): "Haiku",
   ("haiku", "Transformed"): "Haiku",
@@ -18,11 +19,13 @@ _BASES = {
 }
 """The library, by the package and the name of a class that its models inherit from."""
 
+_CALL = 'mpjax.with_policy({}, "mixed_bfloat16")'
+
 _WAYS = {
-  "Linen": 'Use mpjax.linen.with_policy(model, "mixed_bfloat16").',
-  "NNX": 'Use mpjax.nnx.with_policy(model, "mixed_bfloat16").',
-  "Equinox": 'Use mpjax.autocast(loss_fn, "mixed_bfloat16") on the function that calls the model.',
-  "Haiku": 'Use mpjax.autocast(transformed.apply, "mixed_bfloat16"), on the pure function.',
+  "Linen": f"Use {_CALL.format('model')}.",
+  "NNX": f"Use {_CALL.format('model')}.",
+  "Equinox": f"Use {_CALL.format('loss_fn')} on the function that calls the model.",
+  "Haiku": f"Use {_CALL.format('transformed.apply')}, on the pure function.",
 }
 
 
@@ -35,22 +38,16 @@ def framework_of(x: object) -> str | None:
   return None
 
 
-def not_a_model(x: object, framework: str, example: str) -> tuple[str, str]:
-  """Returns what `x` is and what to do with it, where a model of `framework` was expected.
-
-  `example` creates one.
-  """
-  found = framework_of(x)
+def not_a_model(x: object) -> tuple[str, str]:
+  """Returns what `x` is and what to do with it, where a model of Flax was expected."""
+  library = framework_of(x)
+  if isinstance(x, type) and library in (None, "Linen", "NNX"):
+    call = _CALL.format(f"{x.__name__}(...)")
+    return f"the class {x.__name__}", f"Pass an instance: {call}."
   name = x.__name__ if isinstance(x, type) else type(x).__name__
-  instance = f"Pass an instance, such as with_policy({example}, ...)."
-  if isinstance(x, type):
-    got = f"the class {name}"
-    return (got, instance) if found in (None, framework) else (f"{got} of {found}", _WAYS[found])
-  if found is not None:
-    return f"a model of {found} ({name})", _WAYS[found]
-  if callable(x):
-    instance += ' For a function of arrays use mpjax.autocast(fn, "mixed_bfloat16").'
-  return repr(type(x)), instance
+  if library is not None:
+    return f"a model of {library} ({name})", _WAYS[library]
+  return repr(type(x)), f"For a function of arrays there is {_CALL.format('fn')}."
 
 
 def check_no_linen_model(fn: object, where: str) -> None:
@@ -62,6 +59,5 @@ def check_no_linen_model(fn: object, where: str) -> None:
       where,
       expected="a function of arrays",
       got=f"a model of Linen ({type(fn).__name__}) without its variables",
-      fix="Pass model.apply. For a policy on its modules: "
-      'mpjax.linen.with_policy(model, "mixed_bfloat16").',
+      fix=f"Pass model.apply. For a policy on its modules: {_CALL.format('model')}.",
     )

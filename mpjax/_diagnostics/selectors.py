@@ -26,7 +26,7 @@ def written(path: object) -> str:
 def selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
   """Returns what selects a path, and none else.
 
-  Without what `mpjax.linen.with_policy` does not count, if possible: the class of a Flax model, and
+  Without what `mpjax.with_policy` does not count, if possible: the class of a Flax model, and
   the method in "Net/Net.encode/Dense_0" or "Net/rnn/cell.scan_fn/cell/hi".
   """
   names = path.split("/")

@@ -116,7 +116,7 @@ def _check_rules_have_paths(rules: Iterable[Rule]) -> None:
       f"{_WHERE}(rules=...)",
       expected="rules with path=",
       got=listed(wrong),
-      fix="A tree knows no modules: write mpjax.linen.with_policy(model, policy, rules)"
+      fix="A tree knows no modules: write mpjax.with_policy(model, policy, rules)"
       ".convert(variables, *args), or mpjax.nnx.convert.",
     )
 

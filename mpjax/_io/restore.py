@@ -66,7 +66,7 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   >>> target = {"w": jnp.zeros(2, jnp.bfloat16), "b": jnp.zeros(1, jnp.float32)}
   >>> try:
   ...   mpjax.checkpoints.restore_like(target, saved)
-  ... except mpjax.MpjaxValueError as error:
+  ... except mpjax.errors.MpjaxValueError as error:
   ...   print(error)
   mpjax.checkpoints.restore_like(target, restored): expected leaves of the dtype and shape of
   target, got float32[2] for bfloat16[2] at w. Pass cast=True to convert them, or restore into a

@@ -1,7 +1,7 @@
 """Policies for Flax Linen models, which stay unmodified.
 
 >>> import flax.linen as nn, mpjax
->>> model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
+>>> model = mpjax.with_policy(nn.Dense(2), "mixed_bfloat16")
 """
 
 from mpjax.linen._policy_module import PolicyModule

@@ -23,8 +23,8 @@ from mpjax._jaxprs.traced_calls import array, attempts
 from mpjax.linen._context import Active, TracedCall
 from mpjax.linen._layers import neutral_collections
 
-_WHERE = "mpjax.linen.with_policy(model, policy)"
-_SCOPE = "mpjax.linen.policy_scope(policy)"
+_WHERE = "mpjax.with_policy(model, policy)"
+_SCOPE = "mpjax.policy_scope(policy)"
 
 _FOREIGN = flax.errors.JaxTransformError
 

@@ -40,7 +40,7 @@ class PolicyModule:
     given: the policy and the rules.
 
   >>> import flax.linen as nn, mpjax
-  >>> model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
+  >>> model = mpjax.with_policy(nn.Dense(2), "mixed_bfloat16")
   >>> isinstance(model, mpjax.linen.PolicyModule), type(model.module).__name__
   (True, 'Dense')
   """
@@ -190,13 +190,13 @@ class PolicyModule:
         that has parameters (with `unmatched="raise"`); not checked if a `method` is named.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
-    >>> model = mpjax.linen.with_policy(nn.Sequential([nn.Dense(2), nn.LayerNorm()]), "c=bf16")
+    >>> model = mpjax.with_policy(nn.Sequential([nn.Dense(2), nn.LayerNorm()]), "c=bf16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
     >>> half = model.convert(variables, jnp.ones((1, 3)))["params"]
     >>> half["layers_0"]["kernel"].dtype, half["layers_1"]["scale"].dtype
     (dtype(bfloat16), dtype('float32'))
     """
-    where = "mpjax.linen.with_policy(model, policy).convert(variables)"
+    where = "mpjax.with_policy(model, policy).convert(variables)"
     if not isinstance(variables, Mapping) or (variables and "params" not in variables):
       got = f"keys {', '.join(map(repr, variables))}" if isinstance(variables, Mapping) else None
       raise MpjaxTypeError(
@@ -247,7 +247,7 @@ class PolicyModule:
 
   def _not_a_submodule(self, call: str) -> MpjaxTypeError:
     return MpjaxTypeError(
-      f"{type(self.module).__name__} under mpjax.linen.with_policy: {call}",
+      f"{type(self.module).__name__} under mpjax.with_policy: {call}",
       expected="a call of apply, init or bind on the wrapped root model",
       got="a wrapped model used as a submodule, or called without variables",
       fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",

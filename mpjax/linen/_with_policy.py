@@ -2,7 +2,9 @@
 
 import contextlib
 import threading
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import flax.linen as nn
 
@@ -15,6 +17,8 @@ from mpjax._core.rules import Rule
 from mpjax.linen._context import begin, current
 from mpjax.linen._intercept import enter_scope
 from mpjax.linen._policy_module import BoundPolicyModule, PolicyModule
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_policy(
@@ -54,12 +58,12 @@ def with_policy(
   >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 3))).dtype
   (dtype('float32'), dtype('float32'))
   """
-  where = "mpjax.linen.with_policy"
+  where = "mpjax.with_policy"
   if isinstance(model, (PolicyModule, BoundPolicyModule)):
-    got = f"a model that is wrapped already ({model!r})"
+    got = f"a {type(model).__name__}, which is under a policy already"
     fix = "Wrap the plain model once; of nested policies only the innermost would count."
   elif not isinstance(model, nn.Module):
-    got, fix = not_a_model(model, "Linen", "MyModel(features=8)")
+    got, fix = not_a_model(model)
   elif model.scope is not None:
     got = f"one that is bound at {'/'.join(model.path)!r}"
     fix = "Wrap the root model, and give submodules their policy by rules."
@@ -96,7 +100,7 @@ def policy_scope(
   ...   print(model.apply(variables, jnp.ones((1, 3))).dtype)
   bfloat16
   """
-  where = "mpjax.linen.policy_scope"
+  where = "mpjax.policy_scope"
   return _Scope(parse_config(where, policy, rules, unmatched="ignore"))
 
 
@@ -106,8 +110,23 @@ class _Scope(contextlib.ContextDecorator):
   def __init__(self, config: PolicyConfig) -> None:
     self._config = config
     self._entered: list[ScopeToken] = []
+    self._used = False
+
+  def __call__(self, func: F) -> F:
+    self._used = True
+    return super().__call__(func)
+
+  def __del__(self) -> None:
+    if not self._used:
+      warnings.warn(
+        "mpjax.policy_scope(policy) was never entered: models run without that policy. Write "
+        "with mpjax.policy_scope(policy): and call them inside.",
+        UserWarning,
+        stacklevel=2,
+      )
 
   def __enter__(self) -> None:
+    self._used = True
     active = current()
     if in_region():  # Nothing to make active: `full_precision` is stronger.
       token = ScopeToken(None, contextlib.ExitStack())
@@ -115,11 +134,11 @@ class _Scope(contextlib.ContextDecorator):
       token = enter_scope(begin(self._config))
     else:
       raise MpjaxRuntimeError(
-        "mpjax.linen.policy_scope(policy)",
+        "mpjax.policy_scope(policy)",
         expected="to be entered outside of a forward pass",
         got=f"a module that is running already, under the policy {str(active.policy)!r}",
         fix="Pick submodules out with mpjax.Rule, or apply a model of its own, wrapped by "
-        "mpjax.linen.with_policy.",
+        "mpjax.with_policy.",
       )
     self._entered.append(token)
 

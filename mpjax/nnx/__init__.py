@@ -2,7 +2,7 @@
 
 >>> import mpjax
 >>> from flax import nnx
->>> model = mpjax.nnx.with_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+>>> model = mpjax.with_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
 """
 
 from mpjax.nnx._convert import convert

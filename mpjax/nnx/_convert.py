@@ -27,7 +27,7 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
   MXNet converts its symbols for inference by the same rule.
 
   Args:
-    view: what `mpjax.nnx.with_policy` returned; it is not changed.
+    view: what `mpjax.with_policy` returned; it is not changed.
     args: what it is called with, arrays or `jax.ShapeDtypeStruct`.
     method: the name of the method that is called with them. What one method rounds is
       rounded for all others too.
@@ -45,14 +45,14 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
   >>> from flax import nnx
   >>> rngs = nnx.Rngs(0)
   >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs))
-  >>> view = mpjax.nnx.convert(mpjax.nnx.with_policy(model, "mixed_bfloat16"), jnp.ones((1, 3)))
+  >>> view = mpjax.nnx.convert(mpjax.with_policy(model, "mixed_bfloat16"), jnp.ones((1, 3)))
   >>> view.layers[0].kernel.dtype, view.layers[1].scale.dtype
   (dtype(bfloat16), dtype('float32'))
   """
   if not is_view(view):
     raise MpjaxTypeError(
       "mpjax.nnx.convert(view)",
-      expected="a view that mpjax.nnx.with_policy returned",
+      expected="a view that mpjax.with_policy returned",
       got=f"a {type(view).__name__}",
       fix="Write convert(with_policy(model, policy), *inputs): the policy says what is cast.",
     )

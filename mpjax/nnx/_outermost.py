@@ -26,7 +26,7 @@ from mpjax.nnx._layers import kind_of
 
 _TAG = "mpjax.policy"
 
-_WHERE = "mpjax.nnx.with_policy(model, policy)"
+_WHERE = "mpjax.with_policy(model, policy)"
 
 Variable: TypeAlias = nnx.Variable[Leaf]
 

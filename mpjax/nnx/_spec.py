@@ -91,7 +91,7 @@ def check_modes(module: nnx.Pytree) -> None:
   for name, flag in link.modes.items():
     if now.get(name) is not flag:
       raise MpjaxRuntimeError(
-        f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.nnx.with_policy",
+        f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.with_policy",
         expected="no mode of the model to change after the view was created",
         got=f"{name}={now.get(name)} on the model, and {name}={flag} still on the view",
         fix="Write view.eval() or view.train(), once: a mode that was set on the view is its own "
@@ -108,7 +108,7 @@ def check_set(module: nnx.Pytree, name: str, value: object) -> None:
     return
   if any(isinstance(node, nnx.Param) for _, node in nnx.iter_graph(value, graph=True)):
     raise MpjaxTypeError(
-      f"{type(module).__name__}.{name}, set on a view of mpjax.nnx.with_policy",
+      f"{type(module).__name__}.{name}, set on a view of mpjax.with_policy",
       expected="a variable, an array, or a module of the view",
       got=f"a new {type(value).__name__}, which would run without the policy and which the model "
       "would not have",

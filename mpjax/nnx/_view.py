@@ -192,7 +192,7 @@ def _check_has_run(outputs: PyTree, module: nnx.Module, name: str) -> None:
     if isinstance(outputs, types.CoroutineType):
       outputs.close()  # Else Python warns that nobody awaited it.
     raise MpjaxTypeError(
-      f"{type(module).__name__}.{name}, a method of a view of mpjax.nnx.with_policy",
+      f"{type(module).__name__}.{name}, a method of a view of mpjax.with_policy",
       expected="a method that has run when it returns",
       got="an async method, whose body would run later, without the policy",
       fix="Write the async function around the view, and let it call methods that are not async.",

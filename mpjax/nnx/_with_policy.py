@@ -22,7 +22,7 @@ Path: TypeAlias = tuple[Any, ...]
 
 M = TypeVar("M", bound=nnx.Module)
 
-_WHERE = "mpjax.nnx.with_policy"
+_WHERE = "mpjax.with_policy"
 
 
 def with_policy(
@@ -99,9 +99,9 @@ def _check_model(model: Any) -> None:
     )
   elif isinstance(model, nnx.bridge.ToNNX):
     got = f"a Linen module ({type(model.to_nnx__module).__name__}) inside nnx.bridge.ToNNX"
-    fix = "Call it inside mpjax.linen.policy_scope(policy)."
+    fix = "Call it inside mpjax.policy_scope(policy)."
   elif not isinstance(model, nnx.Module):
-    got, fix = not_a_model(model, "NNX", "MyModel(rngs=nnx.Rngs(0))")
+    got, fix = not_a_model(model)
   else:
     return
   raise MpjaxTypeError(f"{_WHERE}(model)", expected="a flax.nnx.Module", got=got, fix=fix)

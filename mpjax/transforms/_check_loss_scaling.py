@@ -109,7 +109,7 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   >>> mpjax.check_loss_scaling(right)(params, tx.init(params))
   >>> try:
   ...   mpjax.check_loss_scaling(forgetful)(params, tx.init(params))
-  ... except mpjax.MpjaxValueError as error:
+  ... except mpjax.errors.MpjaxValueError as error:
   ...   print(str(error).partition("got ")[2].partition(":")[0])
   gradients that were never scaled
   """

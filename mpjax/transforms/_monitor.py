@@ -29,7 +29,7 @@ class MonitorState(NamedTuple):
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> state = mpjax.loss_scaling(optax.sgd(0.1), monitor=True).init({"w": jnp.ones(2)})
-  >>> isinstance(state.inner_state, mpjax.MonitorState), state.inner_state.counts["w"].dtype
+  >>> isinstance(state.inner_state, mpjax.states.MonitorState), state.inner_state.counts["w"].dtype
   (True, dtype('int32'))
   """
 

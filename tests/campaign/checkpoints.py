@@ -105,7 +105,7 @@ def record(outcome: Outcome, text: str, call: Callable[[], Any], named: str) -> 
   outcome.injected += 1
   try:
     call()
-  except mpjax.MpjaxValueError as error:
+  except mpjax.errors.MpjaxValueError as error:
     outcome.lose(named not in str(error), f"{text}: {named!r} is not named: {error}")
   except Exception as error:
     outcome.lose(1, f"{text}: not one of our errors: {error!r}")

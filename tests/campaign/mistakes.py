@@ -221,7 +221,7 @@ def rules(rng) -> Rows:
     model = with_policy(Model(), "mixed_bfloat16", [rule("float32", **selector)])
     return jax.eval_shape(model.init, key, x)
 
-  yield init, unmatched, mpjax.UnmatchedRuleError, "rules: Rule(", "none of the"
+  yield init, unmatched, mpjax.errors.UnmatchedRuleError, "rules: Rule(", "none of the"
 
 
 ONES = functools.partial(np.ones, dtype=np.float32)

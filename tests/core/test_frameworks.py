@@ -33,10 +33,10 @@ def models():
 
 
 FIXES = {
-  "Linen": "mpjax.linen.with_policy(model",
-  "NNX": "mpjax.nnx.with_policy(model",
-  "Equinox": "mpjax.autocast(loss_fn",
-  "Haiku": "mpjax.autocast(transformed.apply",
+  "Linen": "mpjax.with_policy(model",
+  "NNX": "mpjax.with_policy(model",
+  "Equinox": "mpjax.with_policy(loss_fn",
+  "Haiku": "mpjax.with_policy(transformed.apply",
 }
 
 
@@ -54,24 +54,24 @@ def test_each_model_is_known_and_nothing_else_is():
 
 CLASSES = [
   # What is given to the function of which library, what the error calls it, what to do.
-  ("linen", nnx.Linear, "the class Linear of NNX", "mpjax.nnx.with_policy"),
-  ("nnx", LinenNet, "the class LinenNet of Linen", "mpjax.linen.with_policy"),
-  ("nnx", jnp.tanh, "class", "mpjax.autocast(fn"),
-  ("linen", lambda x: x, "function", "mpjax.autocast(fn"),
+  ("linen", nnx.Linear, "the class Linear", "mpjax.with_policy(Linear(...)"),
+  ("nnx", LinenNet, "the class LinenNet", "mpjax.with_policy(LinenNet(...)"),
+  ("nnx", jnp.tanh, "class", "mpjax.with_policy(fn"),
+  ("linen", lambda x: x, "function", "mpjax.with_policy(fn"),
 ]
 
 
-def test_a_model_of_another_library_is_told_the_right_function():
+def test_a_model_of_another_library_is_told_what_to_write():
+  where = "mpjax.with_policy(model)"
   for taken in ("Linen", "NNX"):
-    where, expected = f"mpjax.{taken.lower()}.with_policy(model)", f"flax.{taken.lower()}.Module"
     with_policy = getattr(mpjax, taken.lower()).with_policy
+    parts = {"where": where, "expected": f"flax.{taken.lower()}.Module", "builtin": TypeError}
     for given, model in models().items():
       name = given.split()[0]
       if name != taken:
         got = f"a model of {name} ({type(model).__name__})"
-        parts = {"expected": expected, "got": got, "fix": FIXES[name], "builtin": TypeError}
-        check_refused(functools.partial(with_policy, model, "bfloat16"), where=where, **parts)
+        call = functools.partial(with_policy, model, "bfloat16")
+        check_refused(call, got=got, fix=FIXES[name], **parts)
   for taken, given, got, fix in CLASSES:
     call = functools.partial(getattr(mpjax, taken).with_policy, given, "mixed_bfloat16")
-    where = f"mpjax.{taken}.with_policy(model)"
     check_refused(call, where=where, expected="a", got=got, fix=fix, builtin=TypeError)

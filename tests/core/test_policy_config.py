@@ -23,7 +23,7 @@ def test_what_is_given_is_parsed():
   assert found.policy == mpjax.Policy.parse("mixed_float16")
   outputs = (found.output_dtype, given().output_dtype, given(None).output_dtype)
   assert outputs == ("float32", None, None)
-  with pytest.raises(mpjax.MpjaxValueError, match="unmatched"):
+  with pytest.raises(mpjax.errors.MpjaxValueError, match="unmatched"):
     given(unmatched="never")
   # Equal ones are one key and can be pickled.
   first, second = (given(rules=[Rule(None, path="a")]) for _ in range(2))

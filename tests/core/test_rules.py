@@ -318,7 +318,7 @@ def test_a_wrong_policy_is_told_as_anywhere_and_a_rule_written_otherwise_is_told
 def test_any_iterable_of_rules_will_do_and_nothing_else():
   assert parse_rules(iter([EXACT, PATTERN]), "f") == (EXACT, PATTERN)
   assert parse_rules((), "f") == ()
-  where, fix = "mpjax.linen.with_policy(rules=...)", "Write [mpjax.Rule("
+  where, fix = "mpjax.with_policy(rules=...)", "Write [mpjax.Rule("
   for rules, got in [
     (EXACT, repr(EXACT)),
     (3, "3"),
@@ -351,7 +351,7 @@ def test_the_error_for_a_rule_that_matches_nothing():
     got = "none of the 5 modules that init passed"
     parts = {"where": f"rules: {rule!r}", "got": got, "fix": fix, "builtin": ValueError}
     check_error(error, expected="a rule that picks out at least one module", **parts)
-    assert isinstance(error, mpjax.UnmatchedRuleError)
+    assert isinstance(error, mpjax.errors.UnmatchedRuleError)
   for rule in (Rule(None, path="head"), Rule(None, where=callable)):
     fix = unmatched_error(rule, ("",), ("Dense",)).fix
     assert fix.startswith("The only module is the root, path ''. Fix the selector")

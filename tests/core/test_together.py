@@ -298,7 +298,7 @@ def test_leaves_on_a_mesh_are_not_gathered(devices, kind):
     grads = params | {name: jax.device_put(bad, params[name].sharding)}
     _, new = step(params, state, grads)
     assert not mpjax.loss_scaling_metrics(new)["finite"]
-    with pytest.raises(mpjax.MpjaxRuntimeError, match=name):
+    with pytest.raises(mpjax.errors.MpjaxRuntimeError, match=name):
       mpjax.check_skipped_steps(new, 1, params=params)
 
 

@@ -1,18 +1,13 @@
 """What the doctor says of devices, versions and settings. Devices are plain objects."""
 
 import json
-import pathlib
-import re
-import tomllib
 import types
 
 import jax
-import pytest
 
 import mpjax
-from mpjax._diagnostics.doctor import OPTIONS, SUPPORTED, diagnosis, doctor, installed_versions
+from mpjax._diagnostics.doctor import OPTIONS, diagnosis, doctor
 
-VERSIONS = {"python": "3.12.4", "jax": "0.12.0.1", "mpjax": "0.1.0"}
 OFF = dict.fromkeys(OPTIONS)
 
 
@@ -27,13 +22,13 @@ CPU, TPU = device("cpu", "cpu", None), device("tpu", "TPU v5 lite", None)
 V100, H100 = device(kind="Tesla V100", capability="7.0"), device()
 
 
-def of(*devices, versions=VERSIONS, environment=(), **options):
-  return diagnosis(devices, versions, OFF | options, dict(environment))
+def of(*devices, environment=(), **options):
+  return diagnosis(devices, OFF | options, dict(environment))
 
 
 def meaning(found, name):
-  (setting,) = [s for s in found.settings if s.name == name]
-  return setting.value, setting.meaning
+  ((_, value, text),) = [row for row in found.settings if row[0] == name]
+  return value, text
 
 
 PRESETS = [
@@ -41,7 +36,7 @@ PRESETS = [
   (TPU, "mixed_bfloat16", "no loss scale"),
   (V100, "mixed_float16", "mpjax.loss_scaling"),
   (CPU, "float32", "no speed"),
-  (device(kind="GTX 1080", capability="6.1"), "float32", "No units"),
+  (device(kind="GTX 1080", capability="6.1"), "float32", "No units for low precision are"),
   (device(kind="AMD MI300X", capability="gfx942"), "float32", "No units for low precision are"),
 ]
 PRECISIONS = [
@@ -87,48 +82,21 @@ def test_excess_precision():
 
 
 def test_a_variable_of_nvidia():
-  for value, says in [("0", "never use TF32"), ("1", "decide")]:
-    found = of(H100, environment={"NVIDIA_TF32_OVERRIDE": value})
-    assert says in meaning(found, "NVIDIA_TF32_OVERRIDE")[1]
+  found = of(H100, environment={"NVIDIA_TF32_OVERRIDE": "1"})
+  assert meaning(found, "NVIDIA_TF32_OVERRIDE") == ("1", "0: NVIDIA's libraries never use TF32.")
   assert "NVIDIA_TF32_OVERRIDE" not in str(of(H100))
 
 
 def test_devices_are_counted_by_kind():
   found = of(H100, device(), V100)
-  counted = [(kind.name, kind.number) for kind in found.devices]
-  assert counted == [("NVIDIA H100", 2), ("Tesla V100", 1)]
+  assert [(row[0], row[2]) for row in found.devices] == [("NVIDIA H100", "2"), ("Tesla V100", "1")]
   assert found.warnings == ("There are devices of 2 kinds; the policy is for NVIDIA H100.",)
   assert of(H100, device()).warnings == ()
 
 
-@pytest.mark.parametrize(
-  ("versions", "warnings"),
-  [
-    ({"jax": "0.10"}, []),
-    ({"jax": "0.10.0rc1"}, []),
-    ({"jax": "1.0"}, []),
-    ({"python": "3.10.14"}, ["python 3.10.14: supported is 3.11 or later."]),
-    ({"jax": "0.9.2", "optax": "0.2.10"}, ["jax 0.9.2: supported is 0.10 or later."]),
-    ({"flax": ""}, ["flax is missing: supported is 0.12.7 or later."]),
-    ({"mpjax": "0.1.0", "jaxlib": "0.10.dev1"}, []),
-  ],
-)
-def test_versions_that_are_not_supported(versions, warnings):
-  assert list(of(CPU, versions=versions).warnings) == warnings
-
-
-def test_what_is_supported_is_what_the_package_asks_for():
-  path = pathlib.Path(__file__).parents[2] / "pyproject.toml"
-  project = tomllib.loads(path.read_text())["project"]
-  asked = dict(re.fullmatch(r"([\w-]+)>=(.+)", each).groups() for each in project["dependencies"])
-  asked["python"] = project["requires-python"].removeprefix(">=")
-  for package, oldest in SUPPORTED.items():
-    assert asked["jax" if package == "jaxlib" else package] == oldest
-
-
 def test_what_gets_in_the_way():
   found = of(H100, jax_optimization_level="O1", jax_debug_nans=True, jax_debug_infs=True)
-  settings = ["jax_optimization_level", "jax_debug_nans", "jax_debug_infs"]
+  settings = ["jax_debug_nans", "jax_debug_infs", "jax_optimization_level"]
   assert [text.split()[0] for text in found.warnings] == settings
   assert str(found).count("Warning: ") == 3
 
@@ -139,20 +107,16 @@ def test_the_report_is_80_columns_wide_and_json_has_all_of_it():
   assert max(map(len, str(found).splitlines())) <= 80
   data = json.loads(found.to_json())
   assert data["preset"] == "mixed_bfloat16"
-  assert [each["name"] for each in data["devices"]] == [k.name for k in found.devices]
-  assert {each["name"] for each in data["settings"]} >= {*OPTIONS, "XLA_FLAGS"}
-  assert data["versions"][1] == {
-    **{"package": "jax", "installed": "0.12.0.1"},
-    **{"supported": "0.10 or later", "fits": True},
+  assert data["devices"] == [list(row) for row in found.devices]
+  assert {row[0] for row in data["settings"]} == {
+    *(*OPTIONS, "XLA_FLAGS", "xla_allow_excess_precision")
   }
   assert "NVIDIA H100" in found._repr_html_()
 
 
 def test_this_machine():
   found = doctor()
-  assert sum(kind.number for kind in found.devices) == len(jax.devices())
-  versions = installed_versions()
-  assert versions["jax"].startswith(jax.__version__)
-  assert set(versions) == {*SUPPORTED, "mpjax"}
+  assert sum(int(row[2]) for row in found.devices) == len(jax.devices())
+  assert dict(found.versions)["jax"].startswith(jax.__version__)
   with jax.default_matmul_precision("highest"):
     assert meaning(doctor(), "jax_default_matmul_precision")[0] == "highest"

@@ -133,7 +133,9 @@ def test_what_is_saved_for_weights_is_float32(policy, checkpoints):
 def test_any_policy_goes_on_from_any_other(old, new, checkpoints):
   same_layout = old == new or {old, new} == {"float32", "mixed_bfloat16"}
   if not same_layout:
-    with pytest.raises(mpjax.MpjaxValueError, match=r"expected (a loss scale|the leaves) of"):
+    with pytest.raises(
+      mpjax.errors.MpjaxValueError, match=r"expected (a loss scale|the leaves) of"
+    ):
       mpjax.checkpoints.restore_like(training(new)[0], checkpoints / old, cast=True)
   restored = mpjax.checkpoints.restore_like(training(old)[0], checkpoints / old)
   state = begin_from(new, restored)
@@ -162,7 +164,7 @@ def test_float32_weights_train_on_in_half_with_exact_masters(half, checkpoints):
   with ocp.StandardCheckpointer() as checkpointer:
     raw = checkpointer.restore(checkpoints / "float32")["params"]
   with pytest.raises(
-    mpjax.MpjaxValueError, match=rf"float32\[4, 5\] for {half}\[4, 5\] at Dense_1"
+    mpjax.errors.MpjaxValueError, match=rf"float32\[4, 5\] for {half}\[4, 5\] at Dense_1"
   ):
     mpjax.checkpoints.restore_like(target, raw)
   params = mpjax.checkpoints.restore_like(target, raw, cast=True)

@@ -78,7 +78,7 @@ def test_a_field_more_or_less_is_named_and_can_be_mended(name):
   saved = arrays(name, "state")
   saved[old.replace("first_bad", "overflows")] = saved.pop(old)
   target = make.LAYOUTS[name].begin()
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+  with pytest.raises(mpjax.errors.MpjaxValueError) as excinfo:
     mpjax.checkpoints.restore_like(target, saved)
   check_error(
     excinfo,
@@ -98,7 +98,7 @@ def test_an_old_state_moves_to_another_configuration():
   saved = make.FOLDER / name / "state"
   start = make.begin_adam()
   tx = mpjax.loss_scaling(optax.adam(0.125, b1=0.5, b2=0.75))
-  with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+  with pytest.raises(mpjax.errors.MpjaxValueError) as excinfo:
     mpjax.checkpoints.restore_like({**start, "opt_state": tx.init(start["params"])}, saved)
   check_error(
     excinfo,

@@ -245,7 +245,7 @@ def block(face, policy, rules):
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
 def test_a_kernel_for_low_precision_alone_under_a_float32_rule(face, policy):
   fn = block(face, policy, [mpjax.Rule("float32", path="attention")])
-  with pytest.raises(mpjax.MpjaxTypeError) as excinfo:
+  with pytest.raises(mpjax.errors.MpjaxTypeError) as excinfo:
     fn(jnp.ones((2, 3)))
   error = excinfo.value
   assert error.where.startswith("attention (")

@@ -130,7 +130,7 @@ def test_growing_the_tree_in_the_middle_of_a_run():
   tx = mpjax.loss_scaling(optax.adam(0.1))
   _, state = tx.update(scaled(GRADS, np.inf), tx.init(PARAMS), PARAMS)
   grown = PARAMS | {"new": jnp.ones(2)}
-  with pytest.raises(mpjax.MpjaxValueError, match=r"nothing at \['new'\]"):
+  with pytest.raises(mpjax.errors.MpjaxValueError, match=r"nothing at \['new'\]"):
     tx.update(GRADS, state, grown)
   fresh = tx.init(grown)
   assert mpjax.loss_scaling_metrics(fresh)["loss_scale"] == 2.0**15, "nothing is carried silently"
@@ -203,7 +203,7 @@ def test_a_gradient_that_overflows_inside_of_sam_skips_the_step_and_backs_off(ji
     assert bits(state.inner_state) == bits(good.inner_state)
     metrics = mpjax.loss_scaling_metrics(state)
     assert (metrics["loss_scale"], metrics["skipped"], metrics["bad_updates"]) == (4, 1, 0)
-    with pytest.raises(mpjax.MpjaxRuntimeError, match="in the gradient of the root"):
+    with pytest.raises(mpjax.errors.MpjaxRuntimeError, match="in the gradient of the root"):
       mpjax.check_skipped_steps(state, 1, params=params)
 
 

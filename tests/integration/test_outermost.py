@@ -116,8 +116,8 @@ PYTHON = {
   "sharding": (lambda x: x.sharding and x, VALUES),
 }
 CALLED = {
-  "wrapper": "mpjax.linen.with_policy(model, policy)",
-  "view": "mpjax.nnx.with_policy(model, policy)",
+  "wrapper": "mpjax.with_policy(model, policy)",
+  "view": "mpjax.with_policy(model, policy)",
 }
 
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_traced_runs_as_python_and_its_submodules_are_rewritten(w
   with pytest.warns(UserWarning, match=warning) as record:
     out, count = call(way, "c=bf16", body, X)
   (text,) = (str(w.message) for w in record)
-  called = CALLED.get(way, "mpjax.linen.policy_scope(policy)")
+  called = CALLED.get(way, "mpjax.policy_scope(policy)")
   assert text.startswith(f"{called}: the root: expected a body that can be traced")
   first = layer_in(BF16)
   assert bits(out) == bits(layer_in(BF16, first))

@@ -237,19 +237,19 @@ def test_a_rule_that_matches_nothing():
   rule = Rule("float32", path="hed")
   expected, got = "a rule that picks out at least one node", "none of the 22 nodes in the tree"
   fix = "The nearest node paths: 'head', "
-  with refused(mpjax.UnmatchedRuleError, f"rules: {rule}", expected, got, fix):
+  with refused(mpjax.errors.UnmatchedRuleError, f"rules: {rule}", expected, got, fix):
     convert(params(), "bfloat16", [rule])
   with pytest.warns(UserWarning, match="nearest node paths: 'head'") as record:
     convert(params(), "bfloat16", [rule], unmatched="warn")
   assert record[0].filename == __file__
   convert(params(), "bfloat16", [rule], unmatched="ignore")  # A warning would be an error here.
   wrong = r"mpjax.convert\(unmatched=...\): expected 'raise'"
-  with pytest.raises(mpjax.MpjaxValueError, match=wrong):
+  with pytest.raises(mpjax.errors.MpjaxValueError, match=wrong):
     convert(params(), "bfloat16", unmatched="no")
 
 
 def test_a_rule_that_needs_modules():
   got = "module=<class 'flax.linen.linear.Dense'>"
-  fix = "mpjax.linen.with_policy(model, policy, rules).convert(variables, *args)"
+  fix = "mpjax.with_policy(model, policy, rules).convert(variables, *args)"
   with refused(ValueError, "mpjax.convert(rules=...)", "rules with path=", got, fix):
     convert(params(), "bfloat16", [Rule("float32", module=nn.Dense)])

@@ -211,7 +211,7 @@ def test_a_misfit_is_seen_before_anything_is_read(tmp_path, monkeypatch):
   monkeypatch.setattr(ocp.StandardCheckpointer, "restore", None)
   with pytest.raises(TypeError, match="'NoneType' object is not callable"):
     restore_like(WIDE, path)
-  with pytest.raises(mpjax.MpjaxValueError, match="float32\\[2\\] for bfloat16\\[2\\] at a"):
+  with pytest.raises(mpjax.errors.MpjaxValueError, match="float32\\[2\\] for bfloat16\\[2\\] at a"):
     restore_like(HALF, path)
 
 
@@ -349,7 +349,7 @@ def test_a_broken_scale_is_an_error(through, tmp_path):
 def test_one_broken_scale_of_an_ensemble_is_an_error():
   states = jax.tree.map(lambda x: jnp.stack([x, x]), DYNAMIC)
   assert_same(restore_like(states, states), states)
-  with pytest.raises(mpjax.MpjaxValueError, match="a positive finite loss scale"):
+  with pytest.raises(mpjax.errors.MpjaxValueError, match="a positive finite loss scale"):
     restore_like(states, with_scale(states, [1.0, jnp.nan]))
 
 

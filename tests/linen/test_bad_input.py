@@ -24,7 +24,7 @@ def enter(policy="bfloat16", *args, **kwargs):
     return nn.Dense(2)
 
 
-WAYS = {"mpjax.linen.with_policy": wrap, "mpjax.linen.policy_scope": enter}
+WAYS = {"mpjax.with_policy": wrap, "mpjax.policy_scope": enter}
 
 PARSE, FLOATING = "mpjax.Policy.parse", "a floating dtype"
 POLICIES = [
@@ -81,11 +81,15 @@ def bound(module=None):
 
 
 WRAPPED = wrap()
-MODEL, UNBOUND, INSTANCE = "with_policy(model)", "an unbound flax.linen.Module", "Pass an instance"
-AGAIN = "a model that is wrapped already (with_policy(Dense("
+MODEL, UNBOUND, INSTANCE = (
+  "with_policy(model)",
+  "an unbound flax.linen.Module",
+  "mpjax.with_policy(",
+)
+AGAIN = "PolicyModule, which is under a policy already"
 ONCE, SUBMODULE = "Wrap the plain model once", "a wrapped model used as a submodule"
-CALLED = ("Dense under mpjax.linen.with_policy: __call__(...)", "a call of apply, init or bind")
-PARENT = ("Dense under mpjax.linen.with_policy: clone(parent=...)", CALLED[1])
+CALLED = ("Dense under mpjax.with_policy: __call__(...)", "a call of apply, init or bind")
+PARENT = ("Dense under mpjax.with_policy: clone(parent=...)", CALLED[1])
 UNMATCHED = ("with_policy(unmatched=...)", "'raise', 'warn' or 'ignore'")
 WHAT = "what to do about a rule that picks out no module"
 ROOT = "Wrap the root"
@@ -132,7 +136,7 @@ MISTAKES = {
 def test_mistakes(name):
   call, where, expected, got, fix = MISTAKES[name]
   builtin = ValueError if "unmatched" in name else TypeError
-  where = f"mpjax.linen.{where}" if where.startswith("with_policy") else where
+  where = f"mpjax.{where}" if where.startswith("with_policy") else where
   check_refused(call, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
   assert WRAPPED.clone(parent=None) == WRAPPED
 

@@ -246,7 +246,7 @@ def test_what_was_given_is_hashed_anew_where_it_is_unpickled():
     "import pickle, sys, flax.linen as nn, mpjax\n"
     "there = pickle.load(sys.stdin.buffer)\n"
     "rules = [mpjax.Rule(None, path='a')]\n"
-    "here = mpjax.linen.with_policy(nn.Dropout(0.5), 'bfloat16', rules)\n"
+    "here = mpjax.with_policy(nn.Dropout(0.5), 'bfloat16', rules)\n"
     "assert there.given == here.given\n"
     "assert hash(there.given) == hash(here.given), 'equal, with two hashes'\n"
   )

@@ -414,7 +414,7 @@ def test_a_scope_inside_a_running_call_is_refused():
   for rules in ([], [Rule("float16", path="**")]):
     with refused(
       RuntimeError,
-      *("mpjax.linen.policy_scope(policy)", "outside of a forward pass"),
+      *("mpjax.policy_scope(policy)", "outside of a forward pass"),
       "a module that is running already, under the policy 'params=",
       "Pick submodules out with mpjax.Rule",
     ):

@@ -149,7 +149,7 @@ ERRORS = [
 
 def test_errors():
   model = with_policy(nn.Dense(1, use_bias=False), "mixed_float16")
-  where = "mpjax.linen.with_policy(model, policy).convert(variables)"
+  where = "mpjax.with_policy(model, policy).convert(variables)"
   for given, expected, got, fix, builtin in ERRORS:
     with refused(builtin, where, expected, got, fix):
       model.convert(given, jnp.ones((1, 3)))
@@ -224,7 +224,7 @@ def test_init_of_a_model_that_returns_a_plain_object():
     assert bits(found) == bits(wanted)
   # It computes in float32, and nothing can be cast in an object that is no tree to JAX.
   assert (prediction.logits.dtype, rest) == (jnp.float32, [str, "text"])
-  with pytest.raises(mpjax.UnmatchedRuleError):
+  with pytest.raises(mpjax.errors.UnmatchedRuleError):
     with_policy(plain, "bfloat16", [Rule(None, path="typo")]).init(key, x)
 
 

@@ -447,7 +447,7 @@ def test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed():
     ways = [functools.partial(jax.eval_shape, way) for way in abstract]
     for way in [*ways, model.init, model.tabulate] if rule is TYPO else ways[:1]:
       expected, got = "a rule that picks out at least one", "none of the 5 modules that init passed"
-      with refused(mpjax.UnmatchedRuleError, f"rules: {rule}", expected, got, near):
+      with refused(mpjax.errors.UnmatchedRuleError, f"rules: {rule}", expected, got, near):
         way(KEY, X)
 
 
@@ -486,7 +486,7 @@ def test_modules_inside_transforms_are_seen_the_second_time_too(lift):
   wrong = with_policy(lifts, "mixed_bfloat16", [TYPO])
   for _ in range(2):
     jax.eval_shape(model.init, KEY, X)
-    with pytest.raises(mpjax.UnmatchedRuleError, match="'lifted/encoder'"):
+    with pytest.raises(mpjax.errors.UnmatchedRuleError, match="'lifted/encoder'"):
       jax.eval_shape(wrong.init, KEY, X)
 
 

@@ -46,7 +46,7 @@ def test_objects_are_what_a_user_can_write():
   found = coverage.public_objects()
   assert len(found) == len(set(found))
   methods = {"TrainState.create", "Policy.parse", "Policy.cast_to_compute", "Rule.matches"}
-  reports = {"GroupRanges.lost_share", "Audit.to_html"}
+  reports = {"reports.GroupRanges.lost_share", "reports.AuditReport.to_html"}
   fields = {"Policy.param_dtype", "TrainState.opt_state", "OpLists.half"}
   assert {f"mpjax.{name}" for name in methods | reports | fields} <= set(found)
   for name in found:

@@ -12,22 +12,26 @@ import mpjax
 
 PUBLIC = {
   "mpjax": [
-    *("AccumulationState", "Audit", "DynamicLossScale", "Float8", "GroupRanges"),
-    *("LossScalingState", "MasterWeightsState", "MonitorState", "MpjaxAssertionError"),
-    *("MpjaxError", "MpjaxRuntimeError", "MpjaxTypeError", "MpjaxValueError", "NoLossScale"),
-    *("NonfiniteReport", "OpLists", "OptLevel", "Policy", "RangesReport", "Rule"),
-    *("StaticLossScale", "TrainState", "TuneReport", "UnmatchedRuleError"),
-    *("accumulate_gradients", "all_finite", "apply_updates", "audit", "autocast"),
-    *("check_loss_scaling", "check_skipped_steps", "checkpoints", "convert"),
-    *("find_nonfinite", "full_precision", "last_step_finite", "linen", "loss_scaling"),
-    *("loss_scaling_metrics", "make_train_step", "master_params", "master_weights"),
-    *("monitor_counts", "nnx", "opt_level", "ranges", "scale_loss", "select_tree"),
-    *("set_loss_scale", "set_master_params", "state_dtype", "tune", "unscale"),
-    "value_and_grad",
+    *("DynamicLossScale", "Float8", "MpjaxError", "NoLossScale", "OpLists", "OptLevel", "Policy"),
+    *("Rule", "StaticLossScale", "TrainState", "accumulate_gradients", "all_finite"),
+    *("apply_updates", "audit", "autocast", "check_loss_scaling", "check_skipped_steps"),
+    *("checkpoints", "convert", "errors", "find_nonfinite", "full_precision", "last_step_finite"),
+    *("linen", "loss_scaling", "loss_scaling_metrics", "make_train_step", "master_params"),
+    *("master_weights", "monitor_counts", "nnx", "opt_level", "policy_scope", "ranges", "reports"),
+    *("scale_loss", "select_tree", "set_loss_scale", "set_master_params", "state_dtype"),
+    *("states", "tune", "unscale", "value_and_grad", "with_policy"),
   ],
-  "mpjax.nnx": ["convert", "value_and_grad", "with_policy"],
   "mpjax.checkpoints": ["restore_like", "to_arrays"],
+  "mpjax.errors": [
+    *("MpjaxAssertionError", "MpjaxRuntimeError", "MpjaxTypeError", "MpjaxValueError"),
+    "UnmatchedRuleError",
+  ],
   "mpjax.linen": ["PolicyModule", "policy_scope", "with_policy"],
+  "mpjax.nnx": ["convert", "value_and_grad", "with_policy"],
+  "mpjax.reports": ["AuditReport", "GroupRanges", "NonfiniteReport", "RangesReport", "TuneReport"],
+  "mpjax.states": [
+    *("AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"),
+  ],
 }
 """A name is added here on purpose: from then on it cannot change without a deprecation."""
 

@@ -105,7 +105,7 @@ def test_an_async_method_is_refused_when_it_is_called(name, recwarn):
   for policy in (HALF, "float32"):
     with refused(
       TypeError,
-      f"Steps.{name}, a method of a view of mpjax.nnx.with_policy",
+      f"Steps.{name}, a method of a view of mpjax.with_policy",
       "a method that has run when it returns",
       "an async method, whose body would run later",
       "Write the async function around the view",

@@ -362,7 +362,7 @@ class Counts(nnx.Module):
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
 @pytest.mark.parametrize("looks", [False, True])
-@pytest.mark.filterwarnings("ignore:mpjax.nnx.with_policy:UserWarning")
+@pytest.mark.filterwarnings("ignore:mpjax.with_policy:UserWarning")
 def test_what_a_call_leaves_in_containers_of_python_is_the_models(looks, policy):
   """Where it is traced, and where it runs as Python, which looks at values twice."""
   model, plain = Counts(looks), Counts(False)

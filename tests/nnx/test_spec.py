@@ -76,7 +76,7 @@ def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
   for call in (view, jax.jit(lambda x: view(x))):  # Its very call, and one inside of jit.
     check_refused(
       functools.partial(call, X),
-      where="drop (Dropout) of a view of mpjax.nnx.with_policy",
+      where="drop (Dropout) of a view of mpjax.with_policy",
       expected="no mode of the model to change",
       got="deterministic=True on the model, and deterministic=False still on the view",
       fix="Write view.eval() or view.train()",

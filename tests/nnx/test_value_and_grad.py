@@ -138,7 +138,7 @@ def test_float16_trains_as_float32_does():
   assert_equal(numbers(nnx.state(model, nnx.Param)), before)
   for _ in range(3):
     step(model, optimizer, X * jnp.inf)
-  with pytest.raises(mpjax.MpjaxRuntimeError, match="skipped steps in a row"):
+  with pytest.raises(mpjax.errors.MpjaxRuntimeError, match="skipped steps in a row"):
     mpjax.check_skipped_steps(optimizer, 4)
 
 

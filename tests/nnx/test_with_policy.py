@@ -116,7 +116,7 @@ def test_a_rule_that_picks_out_nothing():
   for selector, fix in (({"path": "listed/2"}, "'listed/1'"), ({"module": nnx.Conv}, classes)):
     rule = Rule("float32", **selector)
     where, expected, got = f"rules: {rule}", "at least one module", "none of the 6 modules"
-    with refused(mpjax.UnmatchedRuleError, where, expected, got, fix):
+    with refused(mpjax.errors.UnmatchedRuleError, where, expected, got, fix):
       with_policy(Net(), HALF, [rule])
     with pytest.warns(UserWarning, match="none of the 6 modules"):
       with_policy(Net(), HALF, [rule], unmatched="warn")
@@ -132,7 +132,7 @@ def test_a_shared_module_stays_shared():
   view = with_policy(model, HALF, [Rule("float16", path="a")])
   assert view.a is view.b
   assert len(jax.tree.leaves(nnx.state(view))) == 4  # Two of each layer.
-  with pytest.raises(mpjax.UnmatchedRuleError):
+  with pytest.raises(mpjax.errors.UnmatchedRuleError):
     with_policy(model, HALF, [Rule("float16", path="b")])
 
 
@@ -241,19 +241,17 @@ def view_of(**options):
   return with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF, **options)
 
 
-MODEL, MODULE, INSTANCE = "with_policy(model)", "a flax.nnx.Module", "Pass an instance"
+MODEL, MODULE = "mpjax.with_policy(model)", "a flax.nnx.Module"
 A_VIEW = "a view already (Linear under 'params=float32,compute=bfloat16')"
 READY = "Call it as it is: a view is ready, also one that mpjax.nnx.convert returned."
 IN_LINEN = "a Linen module (Dense) inside nnx.bridge.ToNNX"
 MODELS = [
   # What is made a view, what the error calls it, what to do.
-  (lambda: nnx.Linear, "the class Linear", INSTANCE),
-  (lambda: jnp.tanh, "class", INSTANCE),
-  (lambda: None, "NoneType", INSTANCE),
-  (lambda: {"a": 1}, "dict", INSTANCE),
+  (lambda: nnx.Linear, "the class Linear", "Pass an instance: mpjax.with_policy(Linear(...)"),
+  (lambda: None, "NoneType", "mpjax.with_policy(fn"),
   (lambda: view_of(), A_VIEW, READY),
   (lambda: mpjax.nnx.convert(view_of(), X), A_VIEW, READY),
-  (lambda: HoldsLinen(nnx.Rngs(0)).linen, IN_LINEN, "mpjax.linen.policy_scope"),
+  (lambda: HoldsLinen(nnx.Rngs(0)).linen, IN_LINEN, "mpjax.policy_scope"),
 ]
 OPTIONS = [
   # The option, what was expected, what came, what to do, which builtin.
@@ -264,10 +262,10 @@ OPTIONS = [
 
 def test_errors():
   for make, got, fix in MODELS:
-    parts = {"where": f"mpjax.nnx.{MODEL}", "expected": MODULE, "got": got, "fix": fix}
+    parts = {"where": MODEL, "expected": MODULE, "got": got, "fix": fix}
     check_refused(functools.partial(with_policy, make(), HALF), builtin=TypeError, **parts)
   for options, expected, got, fix, builtin in OPTIONS:
-    parts = {"where": f"mpjax.nnx.with_policy({next(iter(options))}=...)", "expected": expected}
+    parts = {"where": f"mpjax.with_policy({next(iter(options))}=...)", "expected": expected}
     check_refused(functools.partial(view_of, **options), got=got, fix=fix, builtin=builtin, **parts)
 
 

@@ -128,7 +128,7 @@ def test_a_bad_update_is_never_applied_however_many_in_a_row():
   assert_bit_equal((params, state.inner_state), (rig.params, rig.state.inner_state))
   found = numbers(state)
   assert (found["total"], found["skipped"], found["consecutive_skips"]) == (10_000,) * 3
-  with pytest.raises(mpjax.MpjaxRuntimeError, match="10000, at loss scale 1"):
+  with pytest.raises(mpjax.errors.MpjaxRuntimeError, match="10000, at loss scale 1"):
     mpjax.check_skipped_steps(state)
 
 

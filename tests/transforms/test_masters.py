@@ -29,7 +29,7 @@ def split(inner):
 
 def test_only_bfloat16_is_split():
   state = jax.eval_shape(split(optax.sgd(0.1)).init, PARAMS)
-  assert isinstance(state, mpjax.MasterWeightsState)
+  assert isinstance(state, mpjax.states.MasterWeightsState)
   remainder, parity = state.master
   dtypes = {name: x and x.dtype for name, x in remainder.items()}
   assert dtypes == {"b": np.int16, "f": F32, "n": None, "none": None}
@@ -65,7 +65,7 @@ def test_parameters_that_cannot_belong_to_the_state_raise():
     (None, "NoneType for bfloat16[2]"),
     ({"x": jnp.ones(2, jnp.bfloat16)}, "dict for bfloat16[2]"),
   ):
-    with pytest.raises(mpjax.MpjaxValueError) as excinfo:
+    with pytest.raises(mpjax.errors.MpjaxValueError) as excinfo:
       mpjax.master_params(state, PARAMS | {"b": wrong})
     check_error(excinfo, where=WHERE, expected="of this state", got=got, fix=FIX)
     error = excinfo.value

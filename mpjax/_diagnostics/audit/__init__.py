@@ -1,5 +1,5 @@
 """`audit`: which precision each operation of a function has, and what brought float32 in."""
 
-from mpjax._diagnostics.audit.transform import Audit, audit
+from mpjax._diagnostics.audit.transform import AuditReport, audit
 
-__all__ = ["Audit", "audit"]
+__all__ = ["AuditReport", "audit"]

@@ -18,7 +18,7 @@ from mpjax._jaxprs.locations import Direction
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Findings:
-  """What an audit found; `Audit` describes the fields."""
+  """What an audit found; `AuditReport` describes the fields."""
 
   flops: Mapping[tuple[Direction, str], int]
   tf32_flops: int

@@ -35,7 +35,7 @@ P = ParamSpec("P")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Audit(Findings, Report):
+class AuditReport(Findings, Report):
   """What `mpjax.audit` found. It prints as a page of 80 columns.
 
   Args:
@@ -77,7 +77,7 @@ class Audit(Findings, Report):
     """
     if not self.half_share >= least:
       raise MpjaxAssertionError(
-        "Audit.assert_half_share(...)",
+        "AuditReport.assert_half_share(...)",
         expected=f"at least {least:.2%} of the FLOPs of matmuls in low precision",
         got=f"{self.half_share:.2%}, and {len(self.leaks)} leaks",
         fix="Print the audit. " + (self.leaks[0].fix if self.leaks else "See what is on purpose."),
@@ -100,7 +100,7 @@ class Audit(Findings, Report):
     if found:
       first = found[0]
       raise MpjaxAssertionError(
-        "Audit.assert_no_leaks(...)",
+        "AuditReport.assert_no_leaks(...)",
         expected="no float32 operation where low precision was asked for",
         got=f"{len(found)}: the costliest is {first.operation} in {first.path or 'the root'} "
         f"({first.source}), float32 because of {first.cause.kind} {first.cause.name}",
@@ -141,7 +141,7 @@ class Audit(Findings, Report):
     }
 
   def __repr__(self) -> str:
-    return f"Audit(half_share={self.half_share:.4f}, leaks={len(self.leaks)})"
+    return f"AuditReport(half_share={self.half_share:.4f}, leaks={len(self.leaks)})"
 
 
 def _text(x: object) -> str | None:
@@ -165,7 +165,7 @@ _FIX = "Write mpjax.audit(step)(state, batch): the arguments come in a second ca
 @check_call("mpjax.audit(fn)", fix=_FIX)
 def audit(
   fn: Callable[P, Any], *, compiled: jax.stages.Compiled | None = None
-) -> Callable[P, Audit]:
+) -> Callable[P, AuditReport]:
   """Returns a function that says which precision each operation of `fn` has.
 
   It takes the arguments of `fn`, or `jax.ShapeDtypeStruct` instead of arrays: `fn` is traced, and
@@ -189,7 +189,7 @@ def audit(
     compiled: what `jax.jit(fn).lower(*args).compile()` returned, to show its kernels too.
 
   Returns:
-    A function with the signature of `fn` that returns an `Audit`.
+    A function with the signature of `fn` that returns an `AuditReport`.
 
   Raises:
     MpjaxTypeError: `fn` is no function, or a Linen model without its variables.
@@ -207,7 +207,7 @@ def audit(
   """
   check_function(fn, "mpjax.audit(fn)", _FIX)
 
-  def call(*args: P.args, **kwargs: P.kwargs) -> Audit:
+  def call(*args: P.args, **kwargs: P.kwargs) -> AuditReport:
     record = AuditRecord()
     with AUDIT(record):
       program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
@@ -233,7 +233,7 @@ def _audited(
   names: Sequence[Argument],
   record: AuditRecord,
   compiled: jax.stages.Compiled | None,
-) -> Audit:
+) -> AuditReport:
   expectations = Expectations(graph, record)
   parameters = frozenset(each.name for each in names if each.is_parameter)
   causes = Causes(graph, parameters, _neutral(expectations, record))
@@ -251,7 +251,7 @@ def _audited(
     certain = certain and operation.certain
     if wide and "HIGHEST" not in str(operation.eqn.params.get("precision")):
       tf32 += found * operation.times
-  return Audit(
+  return AuditReport(
     flops=dict(flops),
     tf32_flops=tf32,
     operations=dict(collections.Counter(each.name for each in graph.computing()).most_common()),

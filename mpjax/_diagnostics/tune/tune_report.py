@@ -142,7 +142,7 @@ class TuneReport(Report):
     if not self.scopes:
       text = (
         "Paths are those of the parameters, since the function has no such named scopes: the rules "
-        "are for mpjax.nnx.with_policy; for mpjax.autocast write with jax.named_scope(path): "
+        "are for mpjax.with_policy; for mpjax.autocast write with jax.named_scope(path): "
         "around what computes with these parameters."
       )
       left = (*left, text)

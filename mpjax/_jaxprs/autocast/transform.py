@@ -24,7 +24,7 @@ R = TypeVar("R")
 _AS_FUNCTION = (
   'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
   '@functools.partial(mpjax.autocast, policy="mixed_bfloat16"). It is no context manager: code '
-  "that calls Linen models runs under a policy in mpjax.linen.policy_scope."
+  "that calls Linen models runs under a policy in mpjax.policy_scope."
 )
 
 
@@ -123,7 +123,7 @@ def _nnx_model(cast: Callable[P, R]) -> Callable[P, R]:
         "mpjax.autocast(fn)",
         expected="a function that returns what it computes",
         got="a model of NNX that writes to its variables (statistics, random counters)",
-        fix='Use mpjax.nnx.with_policy(model, "mixed_bfloat16").',
+        fix='Use mpjax.with_policy(model, "mixed_bfloat16").',
       ) from error
 
   return call
@@ -147,7 +147,7 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
         expected="rules with path=",
         got=repr(rule),
         fix="A traced function has no modules, only named scopes: see jax.named_scope. For rules "
-        "by class or instance put a policy on the model with mpjax.linen.with_policy.",
+        "by class or instance put a policy on the model with mpjax.with_policy.",
       )
   parsed = Policy.parse(policy)
   for one, where in [(parsed, "policy"), *((r.policy, "rules=...") for r in given)]:

@@ -135,7 +135,7 @@ def test_the_headline_of_a_policied_model():
   assert audit.float8_share == 0
   assert audit.leaks == ()
   assert set(audit.flops) == {("forward", "bfloat16"), ("backward", "bfloat16")}
-  assert repr(audit) == "Audit(half_share=1.0000, leaks=0)"
+  assert repr(audit) == "AuditReport(half_share=1.0000, leaks=0)"
   assert "100.0 % of the matmuls' FLOPs in low precision, no leaks" in str(audit)
   data = json.loads(audit.to_json())
   assert all(isinstance(row["flops"], int) for row in data["flops"])
@@ -202,7 +202,7 @@ def test_assertions_for_tests_of_users():
   audit = audited(Net(), "mixed_bfloat16", (HEAD,))
   audit.assert_no_leaks()
   audit.assert_half_share(0.5)
-  parts = {"where": "Audit.assert_half_share", "expected": "99.00%", "fix": "Print the audit"}
+  parts = {"where": "AuditReport.assert_half_share", "expected": "99.00%", "fix": "Print the audit"}
   call = functools.partial(audit.assert_half_share, 0.99)
   check_refused(call, got="0 leaks", builtin=AssertionError, **parts)
   assert str(mpjax.audit(jnp.add)(s(2), s(2)).half_share) == "nan"
@@ -217,7 +217,7 @@ def test_assert_no_leaks_names_the_first_and_takes_globs():
       return (x + table) @ x
 
   audit = mpjax.audit(fn)(s(8, 8, dtype=BF16), s(8, 8))
-  parts = {"where": "Audit.assert_no_leaks", "got": "float32 because of argument table"}
+  parts = {"where": "AuditReport.assert_no_leaks", "got": "float32 because of argument table"}
   parts |= {"expected": "no float32 operation", "fix": "ignore=['stem']"}
   check_refused(audit.assert_no_leaks, builtin=AssertionError, **parts)
   audit.assert_no_leaks(ignore=["st*"])

@@ -135,7 +135,9 @@ def test_a_function_is_expected_and_its_arguments_must_be_concrete(tool):
   x = jnp.ones(2)
   parts = {"where": f"mpjax.{tool.__name__}(fn)", "expected": "a function", "got": "Array"}
   check_refused(lambda: tool(x), fix=f"mpjax.{tool.__name__}(step)", builtin=TypeError, **parts)
-  with pytest.raises(mpjax.MpjaxTypeError, match=r"expected concrete arrays, got a traced one"):
+  with pytest.raises(
+    mpjax.errors.MpjaxTypeError, match=r"expected concrete arrays, got a traced one"
+  ):
     jax.jit(lambda x: len(str(tool(jnp.sin)(x))))(x)
-  with pytest.raises(mpjax.MpjaxTypeError, match=r"got a jax\.ShapeDtypeStruct"):
+  with pytest.raises(mpjax.errors.MpjaxTypeError, match=r"got a jax\.ShapeDtypeStruct"):
     tool(jnp.sin)(jax.ShapeDtypeStruct((2,), jnp.float32))

@@ -150,5 +150,5 @@ def test_a_loss_without_arguments_by_position():
     return jnp.sum(w)
 
   assert not mpjax.ranges(loss)(w=jnp.ones(2)).of("gradients")
-  with pytest.raises(mpjax.MpjaxTypeError, match="no argument by position"):
+  with pytest.raises(mpjax.errors.MpjaxTypeError, match="no argument by position"):
     mpjax.ranges(loss, differentiate=True)(w=jnp.ones(2))

@@ -132,7 +132,7 @@ def test_a_model_of_nnx_without_named_scopes():
 
   report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.02)(model, x)
   assert report.rules == (mpjax.Rule("float32", path="**/hot"),)
-  assert "mpjax.nnx.with_policy" in " ".join(str(report).split())
+  assert "mpjax.with_policy" in " ".join(str(report).split())
   policied = mpjax.nnx.with_policy(model, "mixed_float16", report.rules)
   assert np.isfinite(policied(x)).all()
   assert not np.isfinite(mpjax.nnx.with_policy(model, "mixed_float16")(x)).all()

@@ -300,7 +300,7 @@ def test_scopes_in_all_bodies_are_known(path):
 def test_a_rule_that_matches_nothing():
   good = mpjax.Rule(None, path="net")
   for path, shown in (("nett/step", "'nett/step'"), (re.compile("step"), "re.compile('step')")):
-    with pytest.raises(mpjax.UnmatchedRuleError) as error:
+    with pytest.raises(mpjax.errors.UnmatchedRuleError) as error:
       check_rules_match(program(), [good, mpjax.Rule(None, path=path)], "mpjax.autocast(fn)")
     check_error(
       error,

@@ -318,7 +318,7 @@ ERRORS = {
   ),
   "an NNX model that writes": (
     lambda: mpjax.autocast(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))(X),
-    *("(fn)", RETURNS, "writes to its variables", "mpjax.nnx.with_policy"),
+    *("(fn)", RETURNS, "writes to its variables", "mpjax.with_policy"),
   ),
   "a dtype": (
     lambda: mpjax.autocast(len, "c=bfloat61"),
@@ -389,7 +389,7 @@ def test_errors(call, where, expected, got, fix):
 def test_a_linen_model_without_variables_is_told_apply(call, wrapped):
   model = nn.Dense(3)
   given = mpjax.linen.with_policy(model, "bfloat16") if wrapped else model
-  with pytest.raises(mpjax.MpjaxTypeError) as error:
+  with pytest.raises(mpjax.errors.MpjaxTypeError) as error:
     call(given)
   where, fix = f"mpjax.{call.__name__}(fn)", "Pass model.apply"
   check_error(error, where=where, expected="a function of arrays", got="a model of Linen", fix=fix)

@@ -30,7 +30,7 @@ class OptLevel:
   `mpjax.opt_level` makes it; `dataclasses.replace` changes a field.
 
   Args:
-    policy: for `mpjax.linen.with_policy` and `mpjax.autocast`.
+    policy: for `mpjax.with_policy` and `mpjax.autocast`.
     rules: for both, too. A model may have nothing that they pick out: `unmatched="ignore"`.
     ops: for `mpjax.autocast`; None where the level needs no operation lists.
     loss_scale: for `mpjax.loss_scaling`.

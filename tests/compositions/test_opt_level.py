@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax._compositions.opt_level import LEVELS, _for_device
 from mpjax._core.rules import depends_on_path, is_flax_norm
-from mpjax._opt_level import LEVELS, _for_device
 from tests.errors import check_refused
 
 F32, DYNAMIC, NONE = "float32", mpjax.DynamicLossScale(), mpjax.NoLossScale()

@@ -1,0 +1,1 @@
+"""What puts the parts together: `with_policy`, `value_and_grad`, `opt_level`."""

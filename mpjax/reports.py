@@ -1,0 +1,13 @@
+"""What `audit`, `find_nonfinite`, `ranges` and `tune` return.
+
+>>> import jax.numpy as jnp, mpjax
+>>> isinstance(mpjax.audit(jnp.sin)(1.0), mpjax.reports.AuditReport)
+True
+"""
+
+from mpjax._diagnostics.audit import AuditReport
+from mpjax._diagnostics.nonfinite import NonfiniteReport
+from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+from mpjax._diagnostics.tune.tune_report import TuneReport
+
+__all__ = ["AuditReport", "GroupRanges", "NonfiniteReport", "RangesReport", "TuneReport"]

@@ -1,0 +1,10 @@
+"""The states of the transformations of optimizers, for code that looks into an optimizer state.
+
+>>> import jax.numpy as jnp, mpjax, optax
+>>> isinstance(mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2)), mpjax.states.LossScalingState)
+True
+"""
+
+from mpjax.transforms import AccumulationState, LossScalingState, MasterWeightsState, MonitorState
+
+__all__ = ["AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"]
