@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.dtypes import NAMES, is_float8, parse_dtype
+from mpjax._core.dtypes import HALF_NAMES, NAMES, is_float8, parse_dtype
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest
 from mpjax._core.float8 import Float8, check_float8, parse_float8
 from mpjax._core.precision import MatmulPrecision, check_precision, parse_precision, written
@@ -149,12 +149,11 @@ class Policy:
     """Returns the policy that a string names; a `Policy` is returned as it is.
 
     Args:
-      policy: a preset ("float32", "bfloat16", "float16": all three dtypes, by any name that a dtype
-        has here: "full", "half", "bf16"; "mixed_bfloat16",
-        "mixed_float16": float32 parameters, 16-bit compute, float32 output; "mixed_float8": as
-        "mixed_bfloat16", with large matmuls in float8), or dtypes by key
-        ("params=float32,compute=float16,output=float32", or short "p=f32,c=bf16,o=f32").
-        A missing output is None. After the dtypes, weight_grad=, precision= and matmul= may follow.
+      policy: a preset ("float32", "bfloat16", "float16": all three dtypes; "mixed_bfloat16",
+        "mixed_float16": float32 parameters, 16-bit compute, float32 output, for which "bf16",
+        "fp16" and "half" are short, as in trainers' flags; "mixed_float8": as "mixed_bfloat16",
+        with large matmuls in float8), or dtypes by key ("params=float32,compute=float16", or short
+        "p=f32,c=bf16,o=f32"); weight_grad=, precision= and matmul= may follow.
 
     Raises:
       MpjaxValueError: an unknown preset, key or dtype, a key given twice, an empty item.
@@ -172,7 +171,8 @@ class Policy:
       fix = "Pass a string or a mpjax.Policy."
       raise MpjaxTypeError(where, expected=expected, got=repr(policy), fix=fix)
     name = policy.strip()
-    name = NAMES.get(name, name)
+    if name in NAMES.keys() - _PRESETS.keys():  # a short name of a dtype
+      name = "mixed_" * (NAMES[name] in HALF_NAMES) + NAMES[name]
     if name in _PRESETS:
       param, compute, output = _PRESETS[name]
       recipe = _RECIPES.get(name)

@@ -30,11 +30,11 @@ def dtypes(policy):
 # How a policy can be written, and its dtypes of parameters, computation and output.
 WRITTEN = {
   ("float32", "full", "f32", "fp32"): (F32, F32, F32),
-  ("bfloat16", "bf16"): (BF16, BF16, BF16),
-  ("float16", "half", "f16", "fp16", "p=half,c=half,o=half"): (F16, F16, F16),
-  ("mixed_float16", "params=float32,compute=float16,output=float32"): (F32, F16, F32),
+  ("bfloat16", "params=bfloat16,compute=bfloat16,output=bfloat16"): (BF16, BF16, BF16),
+  ("float16", "p=half,c=half,o=half"): (F16, F16, F16),
+  ("mixed_float16", "fp16", "half", "f16", "p=f32,c=f16,o=f32"): (F32, F16, F32),
   (
-    *("mixed_bfloat16", " mixed_bfloat16 ", "p=f32,c=bf16,o=f32", "o=f32,c=bf16"),
+    *("mixed_bfloat16", "bf16", " mixed_bfloat16 ", "p=f32,c=bf16,o=f32", "o=f32,c=bf16"),
     "  p = f32 , c=bf16,o =f32 ",
   ): (F32, BF16, F32),
   # What is left out is float32, and the output as computed.
