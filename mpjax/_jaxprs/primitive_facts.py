@@ -51,8 +51,10 @@ class Holds(enum.Enum):
   """Four that must agree, on operands that are not known."""
   OBJECT = enum.auto()
   """In an object of JAX, of which nothing can be changed."""
+  COMBINER = enum.auto()
+  """The operation on two numbers that combines elements. It is not entered."""
   KERNEL = enum.auto()
-  """Deliberately not entered: the operation on two numbers that combines elements, a kernel."""
+  """A kernel written by hand. It is not entered."""
 
 
 class Row(NamedTuple):

@@ -13,8 +13,9 @@ from mpjax._diagnostics.audit.causes import is_low, is_wide
 from mpjax._diagnostics.audit.graph import Graph, Value
 from mpjax._diagnostics.audit.leaks import module_path
 from mpjax._jaxprs.autocast.scopes import FLOAT8
-from mpjax._jaxprs.count import flops_of, matmul_sizes
+from mpjax._jaxprs.count import matmul_sizes
 from mpjax._jaxprs.locations import Source
+from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
 
 
@@ -46,8 +47,7 @@ def find_misfits(graph: Graph) -> tuple[Misfit, ...]:
   """Returns the low-precision matmuls whose sizes do not fit Tensor Cores, the costliest first."""
   found: collections.Counter[Misfit] = collections.Counter()
   for operation in graph.computing():
-    flops = flops_of(operation.eqn)
-    if flops is None or not all(is_low(v) for v in operation.operands[:2]):
+    if not operation.flops or not all(is_low(v) for v in operation.operands[:2]):
       continue
     dtype = operation.operands[0].dtype
     unit = 16 if dtype is not None and is_float8(dtype) else 8
@@ -56,7 +56,7 @@ def find_misfits(graph: Graph) -> tuple[Misfit, ...]:
     if padded != (m, n, k):
       where = operation.where
       fit = Misfit(module_path(where), (m, n, k), padded, where.source, 0)
-      found[fit] += flops * operation.times
+      found[fit] += operation.flops
   return tuple(fit._replace(flops=flops) for fit, flops in found.most_common())
 
 
@@ -87,6 +87,33 @@ def find_collectives(graph: Graph) -> tuple[Collective, ...]:
         nbytes[key] += v.nbytes * operation.times
         counts[key] += operation.times
   return tuple(Collective(*key, n, counts[key]) for key, n in nbytes.most_common())
+
+
+class OpaqueKernel(NamedTuple):
+  """A kernel written by hand: what it computes is in no count.
+
+  Fields:
+    path: of the module or named scope.
+    name: of the primitive, and of the kernel.
+    dtypes: of its floating operands, that of the most elements first.
+    times: how often it runs.
+  """
+
+  path: str
+  name: str
+  dtypes: tuple[str, ...]
+  times: int
+
+
+def find_opaque(graph: Graph) -> tuple[OpaqueKernel, ...]:
+  """Returns the kernels that the graph does not enter, in the order they run."""
+  counts: collections.Counter[OpaqueKernel] = collections.Counter()
+  for operation in graph.computing():
+    if facts_of(operation.eqn).holds is Holds.KERNEL:
+      name = f"{operation.name} {operation.eqn.params.get('name') or ''}".strip()
+      path = module_path(operation.where)
+      counts[OpaqueKernel(path, name, dtypes_of(operation.operands), 0)] += operation.times
+  return tuple(each._replace(times=n) for each, n in counts.items())
 
 
 class RoundTrips(NamedTuple):

@@ -7,7 +7,7 @@ from mpjax._diagnostics.audit.causes import is_low, is_wide
 from mpjax._diagnostics.audit.graph import Graph, Operation
 from mpjax._diagnostics.audit.leaks import module_path
 from mpjax._jaxprs.autocast.scopes import FLOAT8, NOT_FLOAT8
-from mpjax._jaxprs.count import flops_of, matmul_sizes
+from mpjax._jaxprs.count import matmul_sizes
 
 
 class Float8Matmul(NamedTuple):
@@ -38,8 +38,7 @@ def find_float8(graph: Graph) -> tuple[Float8Matmul, ...]:
   matmuls = [
     operation
     for operation in graph.computing()
-    if flops_of(operation.eqn) is not None
-    and all(is_low(v) or is_wide(v) for v in operation.operands[:2])
+    if operation.flops and all(is_low(v) or is_wide(v) for v in operation.operands[:2])
   ]
   if not any(_in_float8(each) or _noted(each) is not None for each in matmuls):
     return ()
@@ -48,7 +47,7 @@ def find_float8(graph: Graph) -> tuple[Float8Matmul, ...]:
   for operation in matmuls:
     key = module_path(operation.where), _reason(operation)
     sizes.setdefault(key, matmul_sizes(operation.eqn))
-    flops[key] = flops.get(key, 0) + (flops_of(operation.eqn) or 0) * operation.times
+    flops[key] = flops.get(key, 0) + (operation.flops or 0)
   found = (Float8Matmul(path, sizes[path, why], why, n) for (path, why), n in flops.items())
   return tuple(sorted(found, key=lambda each: -each.flops))
 

@@ -15,6 +15,7 @@ from jax.extend.core import Literal as JaxprLiteral
 
 from mpjax._core.types import DType
 from mpjax._jaxprs.atoms import Atom, aval_of
+from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.inner_jaxprs import Inner, Program, inner_jaxprs, opened, warn_not_entered
 from mpjax._jaxprs.locations import Location, location
 
@@ -74,10 +75,21 @@ class Operation:
     times: how often it runs, as far as the jaxpr says.
     certain: whether `times` is known.
     joins: nothing is computed: values come into a loop, out of it, or out of a branch.
+    used: a result or an effect depends on it; a compiler drops what is not.
     position: of the operation in the order of the jaxpr.
   """
 
-  __slots__ = ("certain", "eqn", "joins", "operands", "position", "results", "times", "where")
+  __slots__ = (
+    "certain",
+    "eqn",
+    "joins",
+    "operands",
+    "position",
+    "results",
+    "times",
+    "used",
+    "where",
+  )
 
   def __init__(
     self,
@@ -92,6 +104,7 @@ class Operation:
   ) -> None:
     self.eqn, self.where, self.operands = eqn, where, operands
     self.times, self.certain, self.joins, self.position = times, certain, joins, 0
+    self.used = False
     self.results = [Value(aval, "operation", made_by=self) for aval in avals]
     for each in operands:
       each.consumers.append(self)
@@ -100,6 +113,12 @@ class Operation:
   def name(self) -> str:
     """The name of the primitive."""
     return self.eqn.primitive.name
+
+  @property
+  def flops(self) -> int | None:
+    """Those of a matmul in all its runs, 0 for one that is not used; None for all else."""
+    flops = flops_of(self.eqn)
+    return None if flops is None else flops * self.times * self.used
 
 
 class Graph:
@@ -118,13 +137,24 @@ class Graph:
     self.arguments = [
       Value(aval_of(v), "argument", name) for v, name in zip(jaxpr.invars, names, strict=True)
     ]
+    self._conditions: list[Value] = []
     self.results = self._run(program, self.arguments, Location(), 1, True)
+    self._mark_used()
     for position, each in enumerate(self.operations):
       each.position = position
 
   def computing(self) -> Iterator[Operation]:
     """Yields the operations that compute something."""
     return (each for each in self.operations if not each.joins)
+
+  def _mark_used(self) -> None:
+    pending = [v.made_by for v in (*self.results, *self._conditions)]
+    pending += [each for each in self.operations if each.eqn.effects and not each.joins]
+    while pending:
+      operation = pending.pop()
+      if operation is not None and not operation.used:
+        operation.used = True
+        pending += [v.made_by for v in operation.operands]
 
   def _run(
     self, program: Program, values: Sequence[Value], around: Location, times: int, certain: bool
@@ -205,6 +235,8 @@ class Graph:
         again.consumers.append(join)
       if inner.returns:
         outs.append(results)
+      else:
+        self._conditions += results
     if len(outs) == 1 and all(
       x.aval == aval_of(v) for x, v in zip(outs[0], eqn.outvars, strict=True)
     ):

@@ -194,18 +194,18 @@ def find_leaks(
   total_flops = total_bytes = 0
   pending: list[tuple[Operation, int, Why | None]] = []
   for operation in graph.computing():
-    flops = flops_of(operation.eqn)
+    flops = operation.flops
     total_bytes += sum(v.nbytes for v in operation.results) * operation.times
     inexact = any(is_wide(v) or is_low(v) for v in operation.operands[:2])
     if flops is not None and inexact:
-      total_flops += flops * operation.times
+      total_flops += flops
       if all(is_low(v) for v in operation.operands[:2]):
         continue
       asked = expectations.of(operation)
       if asked.dtype is None:
-        purposes[module_path(operation.where), asked.reason] += flops * operation.times
+        purposes[module_path(operation.where), asked.reason] += flops
         continue
-      pending.append((operation, flops * operation.times, causes.of_operands(operation)))
+      pending.append((operation, flops, causes.of_operands(operation)))
     elif _is_wide_elementwise(operation, small) and expectations.of(operation).dtype is not None:
       why = causes.why(operation.results[0])
       if why is None or why.neutral or why.entry is None or not causes.widens(why.entry, why):

@@ -78,11 +78,10 @@ def module_rows(
     if FLOAT8 not in operation.where.scopes or flops_of(operation.eqn):  # Its scaling is no result.
       (row.activations if forward else row.gradients).extend(operation.results)
     row.module = row.module or record.modules.get(marked_path(operation.where) or "")
-    flops = flops_of(operation.eqn)
     operands = operation.operands[:2]
-    if flops and all(is_low(v) or is_wide(v) for v in operands):
+    if operation.flops and all(is_low(v) or is_wide(v) for v in operands):
       names = [str(v.dtype) for v in operands if is_wide(v)] or [str(operands[0].dtype)]
-      row.flops[names[0]] += flops * operation.times
+      row.flops[names[0]] += operation.flops
   # What has a module around it that is shown, and no matmul of its own, is a detail of that one.
   kept = {path: row for path, row in found.items() if row.flops}
   return _collapsed({path: _finished(path, row) for path, row in kept.items()})

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from mpjax._core.dtypes import is_float8, is_low_precision
 from mpjax._core.rules import Rule
 from mpjax._diagnostics.audit.compiled_text import Kernel
-from mpjax._diagnostics.audit.costs import Collective, Misfit, RoundTrips
+from mpjax._diagnostics.audit.costs import Collective, Misfit, OpaqueKernel, RoundTrips
 from mpjax._diagnostics.audit.float8 import Float8Matmul
 from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
 from mpjax._diagnostics.audit.modules import ModuleRow
@@ -32,6 +32,7 @@ class Findings:
   collectives: tuple[Collective, ...]
   round_trips: RoundTrips
   float8: tuple[Float8Matmul, ...]
+  opaque: tuple[OpaqueKernel, ...]
   rules: Mapping[Rule, int]
   hidden_rules: Mapping[Rule, int]
   kernels: tuple[Kernel, ...]

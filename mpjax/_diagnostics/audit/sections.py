@@ -18,6 +18,9 @@ from mpjax._jaxprs.locations import Source
 _MOST = 12
 """Rows of a table as text: JSON and the attributes of the audit have all."""
 
+_WORTH_PADDING = 2**30
+"""FLOPs of matmuls whose sizes are worth a line: Tensor Cores take microseconds for them."""
+
 _Found = TypeVar("_Found", Leak, Risk, OnPurpose, Float8Matmul)
 
 
@@ -261,11 +264,15 @@ def _float8(audit: Findings) -> Section | None:
 
 def _tensor_cores(audit: Findings) -> Section | None:
   lines: list[str] = []
-  for x in audit.misfits[:_MOST]:
+  misfits = [x for x in audit.misfits if x.flops >= _WORTH_PADDING]
+  for x in misfits[:_MOST]:
     # A layer of Flax that a list of layers calls has no line of the user's.
     where = x.path or "(root)" if x.source is None else f"{x.path or '(root)'} · {at(x.source)}"
     lines.append(f"{where}: M, N, K = {_sizes(x.sizes)} padded to {_sizes(x.padded)}")
-  lines += _rest(len(audit.misfits))
+  lines += _rest(len(misfits))
+  for x in audit.opaque[:_MOST]:
+    operands = " x ".join(x.dtypes) or "no floating operands"
+    lines.append(f"{x.path or '(root)'}: {x.name} is not entered; it gets {operands}")
   if audit.tf32_flops and audit.half_share > 0:
     lines.append(
       f"{amount(audit.tf32_flops, 'FLOP')} in float32: a GPU since Ampere rounds their operands to "
@@ -277,7 +284,7 @@ def _tensor_cores(audit: Findings) -> Section | None:
   if audit.round_trips.operations:
     trips, nbytes = audit.round_trips
     lines.append(f"{trips} casts undo the cast before them: {amount(nbytes, 'B')}")
-  return Section("Tensor Cores, collectives and casts", tuple(lines)) if lines else None
+  return Section("Tensor Cores, kernels, collectives and casts", tuple(lines)) if lines else None
 
 
 def _sizes(sizes: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from mpjax._diagnostics.audit.compiled_text import kernels
 from mpjax._diagnostics.audit.costs import (
   find_collectives,
   find_misfits,
+  find_opaque,
   find_round_trips,
   residuals,
 )
@@ -28,7 +29,6 @@ from mpjax._diagnostics.audit.result import Findings
 from mpjax._diagnostics.audit.risks import find_risks
 from mpjax._diagnostics.audit.sections import sections
 from mpjax._diagnostics.report import Json, Report, Section
-from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Direction
 
 P = ParamSpec("P")
@@ -55,6 +55,7 @@ class AuditReport(Findings, Report):
       for it.
     rules: how many modules each rule picked.
     hidden_rules: how many modules a rule matches that an earlier one picked.
+    opaque: kernels written by hand, which are not entered.
     kernels: what it is compiled to; () unless `compiled=` was given.
     certain: whether each operation's count is known: not so inside `while` and `cond`.
 
@@ -132,6 +133,7 @@ class AuditReport(Findings, Report):
       "collectives": [_plain(x) for x in self.collectives],
       "round_trips": _plain(self.round_trips),
       "float8": [_plain(x) for x in self.float8],
+      "opaque": [_plain(x) for x in self.opaque],
       "rules": [
         {"rule": repr(rule), "modules": n, "hidden": self.hidden_rules.get(rule, 0)}
         for rule, n in self.rules.items()
@@ -181,8 +183,9 @@ def audit(
 
   FLOPs are those of matmuls and convolutions: two for each multiplication and addition, times the
   length of a scan; `while` and each branch of a `cond` count once. Work that `jax.checkpoint`
-  repeats is shown apart from the forward pass. They are those of the jaxpr: a compiler drops what
-  nothing uses, such as the last matmul of a forward pass of which only the gradient is wanted.
+  repeats is shown apart from the forward pass. What no result depends on is not counted, as a
+  compiler drops it: the last matmul of a forward pass of which only the gradient is wanted. A
+  kernel of Pallas is not entered; its line says what it gets.
 
   Args:
     fn: a function of trees of arrays.
@@ -216,6 +219,7 @@ def audit(
     return _audited(graph, names, record, compiled)
 
   call.__name__ = getattr(fn, "__name__", type(fn).__name__)
+  call.__qualname__ = f"mpjax.audit({call.__name__}), to be called with its arguments"
   call.__doc__ = None
   return call
 
@@ -241,16 +245,15 @@ def _audited(
   flops: collections.Counter[tuple[Direction, str]] = collections.Counter()
   certain, tf32 = True, 0
   for operation in graph.computing():
-    found = flops_of(operation.eqn)
     operands = operation.operands[:2]
-    if found is None or not all(is_low(v) or is_wide(v) for v in operands):
+    if not operation.flops or not all(is_low(v) or is_wide(v) for v in operands):
       continue
     low = [str(v.dtype) for v in operands if is_low(v)]
     wide = [str(v.dtype) for v in operands if is_wide(v)]
-    flops[operation.where.direction, (wide or low)[0]] += found * operation.times
+    flops[operation.where.direction, (wide or low)[0]] += operation.flops
     certain = certain and operation.certain
     if wide and "HIGHEST" not in str(operation.eqn.params.get("precision")):
-      tf32 += found * operation.times
+      tf32 += operation.flops
   return AuditReport(
     flops=dict(flops),
     tf32_flops=tf32,
@@ -264,6 +267,7 @@ def _audited(
     collectives=find_collectives(graph),
     round_trips=find_round_trips(graph),
     float8=find_float8(graph),
+    opaque=find_opaque(graph),
     rules=dict(record.rules),
     hidden_rules=dict(record.hidden),
     kernels=() if compiled is None else kernels(compiled.as_text() or ""),

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 import mpjax
@@ -41,6 +42,26 @@ def test_sizes_that_are_padded():
   # What fits, or is float32, is not listed.
   assert mpjax.audit(jnp.matmul)(s(16, 8), s(8, 24)).misfits == ()
   assert mpjax.audit(jnp.matmul)(s(3, 3, dtype="float32"), s(3, 3, dtype="float32")).misfits == ()
+
+
+def test_only_what_costs_something_is_shown():
+  assert "padded" not in str(mpjax.audit(jnp.matmul)(s(16, 8), s(8, 10)))
+  large = str(mpjax.audit(jnp.matmul)(s(4096, 4096), s(4096, 4001)))
+  assert "M, N, K = 4096 x 4001 x 4096 padded to 4096 x 4008 x 4096" in large
+
+
+def test_a_kernel_of_pallas_is_said_to_be_not_entered():
+  def kernel(x, out):
+    out[...] = x[...]
+
+  def fn(x):
+    with jax.named_scope("attention"):
+      call = pallas.pallas_call(kernel, jax.typeof(x), name="copies", interpret=True)
+      return call(x) + call(x)
+
+  audit = mpjax.audit(fn)(s(8, 8, dtype="float32"))
+  assert [each[1:] for each in audit.opaque] == [("pallas_call copies", ("float32",), 2)]
+  assert "pallas_call copies is not entered; it gets float32" in str(audit)
 
 
 def test_collectives_by_dtype():

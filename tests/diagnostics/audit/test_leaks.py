@@ -244,7 +244,7 @@ def test_work_in_both_passes_counts_to_the_leak_of_the_forward_pass():
     return jnp.sum(((x @ w + table) @ w).astype(jnp.float32))
 
   w = jax.ShapeDtypeStruct((8, 8), "bfloat16")
-  (leak,) = mpjax.audit(jax.grad(loss))(w, X, WIDE).leaks
+  (leak,) = mpjax.audit(jax.value_and_grad(loss))(w, X, WIDE).leaks
   # Of the second matmul: the forward pass, and the gradients of both its operands.
   assert leak.direction == "forward"
   assert leak.flops == 3 * 2 * 16 * 8 * 8

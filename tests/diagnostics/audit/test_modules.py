@@ -49,7 +49,7 @@ def test_gradients_are_of_the_backward_pass():
   def loss(w, x):
     return stack(w, x).astype("float32").sum()
 
-  rows = {row.path: row for row in mpjax.audit(jax.grad(loss))(HALF, HALF).modules}
+  rows = {row.path: row for row in mpjax.audit(jax.value_and_grad(loss))(HALF, HALF).modules}
   assert rows["head"].gradients[0] == "bfloat16"
   assert sum(sum(row.flops.values()) for row in rows.values()) == (4 + 4 + 3) * 2 * 8**3
 
