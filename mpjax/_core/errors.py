@@ -8,7 +8,7 @@ import pathlib
 import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -184,17 +184,27 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
         signature.bind(*args, **kwargs)
       except TypeError as error:
         names = [name for name in signature.parameters if name not in ("self", "cls")]
-        meant = [nearest(name, names, count=1)[0] for name in kwargs if name not in names]
+        meant = [near for k in kwargs if k not in names for near in nearest(k, names, count=1)]
         near = f"Did you mean {' and '.join(f'{name}=' for name in meant)}? " if meant else ""
         raise MpjaxTypeError(
           where,
-          expected=f"arguments {', '.join(names)}",
+          expected=f"arguments {', '.join(names)}" if names else "no arguments",
           got=str(error).removeprefix("got "),
           fix=near + fix,
         ) from None
       return fn(*args, **kwargs)
 
     return checked
+
+  return decorate
+
+
+def check_init(fix: str) -> Callable[[type[R]], type[R]]:
+  """Returns a decorator of a class: `check_call` for its creation."""
+
+  def decorate(cls: Any) -> Any:
+    cls.__init__ = check_call(f"mpjax.{cls.__name__}(...)", fix=fix)(cls.__init__)
+    return cls
 
   return decorate
 

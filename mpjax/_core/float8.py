@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, TypeAlias
 
 from mpjax._core.dtypes import HALF_NAMES, HALVES
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, nearest
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_init, nearest
 from mpjax._core.types import DType
 
 Size: TypeAlias = int | None
@@ -23,6 +23,7 @@ _TOO_SMALL: dict[str, tuple[tuple[Size, Size], ...]] = {
 """What torchao measured to be slower than bfloat16 on H100, by scaling: see `Float8.skip`."""
 
 
+@check_init('Write mpjax.Float8() or mpjax.Float8(scaling="row").')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8:
   """How a policy multiplies in float8: `mpjax.Policy(compute_dtype="bfloat16", matmul=Float8())`.

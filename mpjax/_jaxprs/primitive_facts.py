@@ -51,7 +51,7 @@ class Holds(enum.Enum):
   """Four that must agree, on operands that are not known."""
   OBJECT = enum.auto()
   """In an object of JAX, of which nothing can be changed."""
-  COMBINER = enum.auto()
+  BINARY = enum.auto()
   """The operation on two numbers that combines elements. It is not entered."""
   KERNEL = enum.auto()
   """A kernel written by hand. It is not entered."""

@@ -94,7 +94,7 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "They add or multiply into a buffer: how many numbers an element gets depends on the data. The "
     "gradients of an embedding and of pooling are such sums.",
-    Row("scatter-add scatter-mul scatter-sub", dtype_param="update_jaxpr", holds=Holds.COMBINER),
+    Row("scatter-add scatter-mul scatter-sub", dtype_param="update_jaxpr", holds=Holds.BINARY),
     "select_and_scatter_add",
   ),
   family(
@@ -212,7 +212,7 @@ FAMILIES: tuple[Family, ...] = (
     "cast to it.",
     Row("dynamic_update_slice", exact=True),
     Row(
-      "scatter scatter-max scatter-min", exact=True, dtype_param="update_jaxpr", holds=Holds.COMBINER
+      "scatter scatter-max scatter-min", exact=True, dtype_param="update_jaxpr", holds=Holds.BINARY
     ),
   ),
   family(
@@ -320,7 +320,7 @@ FAMILIES: tuple[Family, ...] = (
     "opaque",
     "They hold the operation on two numbers by which they combine elements, in the types in which "
     "it was traced.",
-    Row("reduce reduce_window select_and_scatter", holds=Holds.COMBINER),
+    Row("reduce reduce_window select_and_scatter", holds=Holds.BINARY),
     fixed=True,
   ),
   family(

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mpjax._core.errors import MpjaxValueError
+from mpjax._core.errors import MpjaxValueError, check_init
 from mpjax._core.validators import check_int, check_number, check_value
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -16,6 +16,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 INT32_MAX = 2**31 - 1
 
 
+@check_init("Write mpjax.NoLossScale().")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoLossScale:
   """No scaling, no check and no skipped step: nothing is added to the jaxpr.
@@ -29,6 +30,7 @@ class NoLossScale:
   """
 
 
+@check_init("Write mpjax.StaticLossScale(128).")
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale:
   """A scale that stays as it is; steps with non-finite gradients are still skipped.
@@ -54,6 +56,7 @@ class StaticLossScale:
     _warn_unless_powers_of_two(call, {"scale": self.scale})
 
 
+@check_init("Write mpjax.DynamicLossScale(init_scale=2**15).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicLossScale:
   """A scale that halves on overflow and doubles after a long run of finite steps.
@@ -181,4 +184,4 @@ def warn_unless_power_of_two(where: str, values: dict[str, float], stacklevel: i
 
 def _warn_unless_powers_of_two(call: str, values: dict[str, float]) -> None:
   # The frames between here and the user: this one, __post_init__, and the generated __init__.
-  warn_unless_power_of_two(call, values, stacklevel=4)
+  warn_unless_power_of_two(call, values, stacklevel=5)

@@ -142,6 +142,15 @@ def test_check_call_keeps_signature_and_documentation():
     check_call("g", fix="")(lambda: (_ for _ in ()).throw(TypeError("inside")))()
 
 
+CONFIGS = (mpjax.DynamicLossScale, mpjax.StaticLossScale, mpjax.NoLossScale, mpjax.Float8)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_configuration_with_an_unknown_field_says_which_there_are(config):
+  parts = {"where": f"mpjax.{config.__name__}(...)", "expected": "arguments", "got": "argument"}
+  check_refused(functools.partial(config, nit=1), fix="Write mpjax.", builtin=TypeError, **parts)
+
+
 def error_in(file, line, **names):
   """Returns what a line of a function in some file raises."""
   exec(compile(f"def ask(x):\n  {line}\n", file, "exec"), names)

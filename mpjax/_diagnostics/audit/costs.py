@@ -93,8 +93,8 @@ class OpaqueKernel(NamedTuple):
   """A kernel written by hand: what it computes is in no count.
 
   Fields:
-    path: of the module or named scope.
-    name: of the primitive, and of the kernel.
+    path: of the module or named scope, and of the kernel.
+    name: of the primitive.
     dtypes: of its floating operands, that of the most elements first.
     times: how often it runs.
   """
@@ -110,9 +110,8 @@ def find_opaque(graph: Graph) -> tuple[OpaqueKernel, ...]:
   counts: collections.Counter[OpaqueKernel] = collections.Counter()
   for operation in graph.computing():
     if facts_of(operation.eqn).holds is Holds.KERNEL:
-      name = f"{operation.name} {operation.eqn.params.get('name') or ''}".strip()
-      path = module_path(operation.where)
-      counts[OpaqueKernel(path, name, dtypes_of(operation.operands), 0)] += operation.times
+      path, dtypes = module_path(operation.where), dtypes_of(operation.operands)
+      counts[OpaqueKernel(path, operation.name, dtypes, 0)] += operation.times
   return tuple(each._replace(times=n) for each, n in counts.items())
 
 

@@ -60,8 +60,8 @@ def test_a_kernel_of_pallas_is_said_to_be_not_entered():
       return call(x) + call(x)
 
   audit = mpjax.audit(fn)(s(8, 8, dtype="float32"))
-  assert [each[1:] for each in audit.opaque] == [("pallas_call copies", ("float32",), 2)]
-  assert "pallas_call copies is not entered; it gets float32" in str(audit)
+  assert [each[1:] for each in audit.opaque] == [("pallas_call", ("float32",), 2)]
+  assert "attention/copies: pallas_call is not entered; it gets float32" in str(audit)
 
 
 def test_collectives_by_dtype():
