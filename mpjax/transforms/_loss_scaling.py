@@ -74,8 +74,9 @@ def loss_scaling(
 
   Wrap everything that has state or reads the size of gradients, clipping too:
   `loss_scaling(optax.chain(clip, adamw))`. As an element of a chain it protects only what is
-  inside. The gradients must be those of the scaled loss: nothing can tell by looking at them, so
-  let `mpjax.value_and_grad` make them; `mpjax.check_loss_scaling` tests a step.
+  inside, and what keeps state beside it, or around it, is refused where the scale is read. The
+  gradients must be those of the scaled loss: nothing can tell by looking at them, so let
+  `mpjax.value_and_grad` make them; `mpjax.check_loss_scaling` tests a step.
 
   `inner` always works in float32: 16-bit parameters are cast before it sees them, its state is
   float32, and so are the updates (`optax.apply_updates` adds in float32 and rounds once). Integer

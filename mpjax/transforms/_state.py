@@ -1,11 +1,13 @@
 """The states of the wrappers, and the loss scale in one: finding it, reading it, setting it."""
 
+import collections
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
 from mpjax._core.trees import is_nnx_object
@@ -159,6 +161,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> Found:
       "not tx. A checkpoint is restored into that structure.",
     )
   refuse_outside(opt_state, where)
+  refuse_chains(opt_state, where)
   names = [one.name for one in found]
   if name is not None and name not in names:
     raise MpjaxValueError(
@@ -179,40 +182,59 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> Found:
   return picked[0]
 
 
-_OUTSIDE: dict[type, tuple[str, str]] = {
-  optax.ApplyIfFiniteState: ("optax.apply_if_finite", "loss_scaling(inner), which skips by itself"),
-  optax.MultiStepsState: (
-    "optax.MultiSteps",
-    "loss_scaling(mpjax.accumulate_gradients(inner, every))",
-  ),
-  optax.InjectStatefulHyperparamsState: (
-    "optax.inject_hyperparams with a schedule",
-    "loss_scaling(optax.inject_hyperparams(optax.sgd)(schedule))",
-  ),
-  optax.LookaheadState: ("optax.lookahead", "loss_scaling(optax.lookahead(fast, ...))"),
-}
-"""What must not be outside of a loss scale: it would see scaled gradients, or count skipped steps.
-
-With each, its name and the right order.
-"""
+_HARMLESS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAndImaginaryState)
+"""The states of those wrappers of optax that count nothing and compute nothing: they pick parts."""
 
 
-def refuse_outside(opt_state: OptState, where: str) -> None:
-  """Raises if a scale is inside of what works with true gradients and applied steps alone."""
+def refuse_outside(tree: PyTree, where: str) -> None:
+  """Raises if a scale is inside of the state of a wrapper that is not known to be harmless there.
+
+  What keeps a state of its own sees scaled gradients, or the steps that are skipped.
+  """
 
   def is_outside(x: object) -> bool:
-    # Of injected hyperparameters only schedules count steps.
-    return isinstance(x, tuple(_OUTSIDE)) and bool(getattr(x, "hyperparams_states", True))
+    return _is_of_optax(x) and not isinstance(x, _HARMLESS) and _any_scale(x)
 
-  for x in jax.tree.leaves(opt_state, is_leaf=is_outside):
-    if is_outside(x) and any(one.state is not None for one in scales_in(x)):
-      outside, order = _OUTSIDE[type(x)]
-      raise MpjaxTypeError(
-        where,
-        expected="mpjax.loss_scaling around the optimizer",
-        got=f"one inside of {outside}, which would see scaled gradients or count skipped steps",
-        fix=f"Write {order}.",
-      )
+  for x in filter(is_outside, jax.tree.leaves(tree, is_leaf=is_outside)):
+    raise _outside(where, f"one inside of the state optax.{type(x).__name__}")
+
+
+def refuse_chains(tree: PyTree, where: str) -> None:
+  """Raises if a chain holds a scale beside the state of something else, or beside another scale.
+
+  Two scales are no chain, but optimizers of their own, where each is in a mask. What keeps no state
+  (`optax.clip`) cannot be seen: `mpjax.check_loss_scaling` measures what it does.
+  """
+  if isinstance(tree, LossScalingState) or not _any_scale(tree):
+    return
+  parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
+  if type(tree) in (tuple, collections.OrderedDict):  # The states of optax.chain and named_chain.
+    scaled = [x for x in parts if _any_scale(x)]
+    if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
+      raise _outside(where, f"a chain of {len(scaled)}, each of which divides the gradients again")
+    for x in parts:
+      if _is_of_optax(x) and not _any_scale(x) and jax.tree.leaves(x):
+        raise _outside(where, f"one in a chain beside the state optax.{type(x).__name__}")
+  for x in parts:
+    refuse_chains(x, where)
+
+
+def _is_of_optax(x: object) -> bool:
+  return type(x).__module__.partition(".")[0] == "optax"
+
+
+def _any_scale(tree: PyTree) -> bool:
+  return any(one.state is not None for one in scales_in(tree))
+
+
+def _outside(where: str, got: str) -> MpjaxTypeError:
+  return MpjaxTypeError(
+    where,
+    expected="mpjax.loss_scaling around the entire optimizer",
+    got=f"{got}: it would see scaled gradients, or steps that are skipped",
+    fix="Put all of it inside, mpjax.loss_scaling(optax.chain(...)), once. To read one of several "
+    "optimizers, pass its state alone, or keep them in a dict.",
+  )
 
 
 def set_loss_scale(opt_state: OptState, value: float, *, name: str | None = None) -> OptState:

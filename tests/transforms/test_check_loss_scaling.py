@@ -264,9 +264,9 @@ def test_what_cannot_be_checked():
   with refused(TypeError, WHERE, "arguments step", got, fix):
     mpjax.check_loss_scaling(step, PARAMS, opt_state, BATCH)
   tx = optax.MultiSteps(tx, 2)
-  expected, got = "mpjax.loss_scaling around the optimizer", "inside of optax.MultiSteps"
+  expected, got = "mpjax.loss_scaling around the entire optimizer", "state optax.MultiStepsState"
   for gradients in (right, never):  # As value_and_grad refuses it.
-    with refused(TypeError, WHERE, expected, got, "mpjax.accumulate_gradients(inner, every)"):
+    with refused(TypeError, WHERE, expected, got, "mpjax.loss_scaling(optax.chain(...))"):
       mpjax.check_loss_scaling(make_step(tx, gradients))(PARAMS, tx.init(PARAMS), BATCH)
 
 
