@@ -7,7 +7,7 @@ from flax import nnx
 
 from mpjax._core.errors import MpjaxTypeError, check_call
 from mpjax._core.types import Function, Grads, OptState, PyTree
-from mpjax.transforms import value_and_grad as scaled_value_and_grad
+from mpjax.transforms._value_and_grad import differentiate_scaled
 
 _WHERE = "mpjax.nnx.value_and_grad(fun, optimizer)"
 _CALL = "Write mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch), inside of the step."
@@ -72,6 +72,7 @@ def value_and_grad(
       got=f"a method of the model ({fun.__qualname__})",
       fix="Write lambda model, x: model.loss(x), so that the model is differentiated.",
     )
-  return scaled_value_and_grad(
-    fun, optimizer, argnums, has_aux, name=name, differentiator=nnx.value_and_grad
+  names = ("mpjax.nnx.value_and_grad", "optimizer")
+  return differentiate_scaled(
+    fun, optimizer, argnums, has_aux, False, name, nnx.value_and_grad, *names
   )

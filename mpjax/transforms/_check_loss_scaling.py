@@ -28,8 +28,8 @@ from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Function, Leaf, PyTree
 from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._state import (
-  Found,
   LossScalingState,
+  OwnedScale,
   plain_array,
   refuse_outside,
   replace_scale,
@@ -134,7 +134,7 @@ def _check_one(
   step: Function,
   args: tuple[PyTree, ...],
   kwargs: dict[str, PyTree],
-  found: Found,
+  found: OwnedScale,
   state: LossScaleState,
 ) -> str | None:
   """Checks the step's use of one of the loss scales in its arguments.
@@ -208,7 +208,7 @@ def _copy(x: Leaf) -> Leaf:
 
 
 def _outcome(
-  out: PyTree, found: Found, given: LossScaleState, others: list[LossScaleState | None]
+  out: PyTree, found: OwnedScale, given: LossScaleState, others: list[LossScaleState | None]
 ) -> _Run:
   scales = [one.state for one in scales_in(out) if one.label == found.label]
   own = [state for state in scales if state is not None]
@@ -313,7 +313,7 @@ def _what_happened(rises: bool, finite_at_inf: bool) -> str:
   )
 
 
-def _wrong_step(found: Found, path: str, what: str) -> MpjaxValueError:
+def _wrong_step(found: OwnedScale, path: str, what: str) -> MpjaxValueError:
   grad_fn, update = _calls(found)
   return MpjaxValueError(
     _WHERE,
@@ -325,7 +325,7 @@ def _wrong_step(found: Found, path: str, what: str) -> MpjaxValueError:
   )
 
 
-def _warn_inconclusive(found: Found, got: str) -> None:
+def _warn_inconclusive(found: OwnedScale, got: str) -> None:
   fix = "Return the new opt_state, and call it for a step that updates."
   if got != _UNTOUCHED:
     fix = (
@@ -340,18 +340,18 @@ def _warn_inconclusive(found: Found, got: str) -> None:
   warnings.warn(text, UserWarning, stacklevel=3)
 
 
-def _of_loss(found: Found) -> str:
+def _of_loss(found: OwnedScale) -> str:
   return "" if found.name is None else f" of the loss {found.name!r}"
 
 
-def _calls(found: Found) -> tuple[str, str]:
+def _calls(found: OwnedScale) -> tuple[str, str]:
   """Returns what makes the gradients of this loss scale, and what takes them."""
   if _in_variables(found):
     return "mpjax.nnx.value_and_grad(loss_fn, optimizer)", "optimizer.update"
   return "mpjax.value_and_grad(loss_fn, opt_state)", "tx.update"
 
 
-def _in_variables(found: Found) -> bool:
+def _in_variables(found: OwnedScale) -> bool:
   """Whether a loss scale is in an `nnx.Optimizer`, which keeps its state in variables."""
   scale = getattr(found.owner.loss_scale[found.label], "scale", None)
   return plain_array(scale) is not scale
@@ -363,7 +363,7 @@ def _no_scale(got: str, fix: str) -> MpjaxTypeError:
   )
 
 
-def _none_returned(out: PyTree, found: Found) -> tuple[str, str]:
+def _none_returned(out: PyTree, found: OwnedScale) -> tuple[str, str]:
   """Returns what came instead of the state with this loss scale, and what to do."""
   if _in_variables(found):
     return "none in what step returned", "Call optimizer.update(model, grads) in step."

@@ -5,7 +5,9 @@ import math
 import warnings
 from typing import TypeAlias
 
+import jax
 import numpy as np
+from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxValueError, check_init
 from mpjax._core.validators import check_int, check_number, check_value
@@ -40,7 +42,8 @@ class StaticLossScale:
       works and warns once.
 
   Raises:
-    MpjaxTypeError: `scale` is not a plain number (a bool, an array and a traced value are not).
+    MpjaxTypeError: `scale` is not a number, or an array that is one (a bool and a traced value are
+      not).
     MpjaxValueError: `scale` is NaN, not positive, or outside the limits.
 
   >>> import mpjax
@@ -161,11 +164,14 @@ def positive_scale(value: object, where: str) -> float:
 
 
 def _float32(value: object, where: str) -> float:
+  if isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer):
+    value = value.item() if value.shape == () else value
   number = check_number(
     value,
     where,
     expected="a plain number that is known before tracing",
-    fix="Pass a Python number (float(x) of an array); mpjax.set_loss_scale changes a state.",
+    fix="For a scale that is an input of the step pass any number here, and call "
+    "mpjax.set_loss_scale(opt_state, scale) in the step.",
   )
   with np.errstate(over="ignore", under="ignore"):
     rounded = float(np.float32(number))

@@ -13,17 +13,20 @@ from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
 from mpjax._core.trees import is_inexact, is_nnx_object, select
 from mpjax._core.types import Array, Leaf, OptState, Params, PyTree
 from mpjax._core.validators import check_int
-from mpjax.transforms._state import Found, LossScalingState, find_scale
+from mpjax.transforms._state import LossScalingState, OwnedScale, find_scale, read_state
 from mpjax.transforms._trees import KeyPath, key_text, nodes_of
 
 T = TypeVar("T")
 
 
-def loss_scaling_metrics(opt_state: OptState, *, name: str | None = None) -> dict[str, Array]:
+def loss_scaling_metrics(
+  opt_state: OptState, *, before: OptState | None = None, name: str | None = None
+) -> dict[str, Array]:
   """Returns the numbers worth logging about loss scaling, after an `update`.
 
   Args:
     opt_state: a state that holds a loss scale.
+    before: the state before the update, for `scale_changed`.
     name: which of several loss scales to read.
 
   Returns:
@@ -36,13 +39,15 @@ def loss_scaling_metrics(opt_state: OptState, *, name: str | None = None) -> dic
     - `total`, `skipped` (int32): steps so far, and those that were not applied;
     - `consecutive_skips` (int32): skipped steps since the last applied one;
     - `floor_hits` (int32): overflows that found the scale at its minimum already;
-    - `bad_updates` (int32): steps skipped for their updates alone (`check_updates=True`).
+    - `bad_updates` (int32): steps skipped for their updates alone (`check_updates=True`);
+    - `scale_changed` (bool), where `before` is given: whether the update moved the scale.
 
     Under `NoLossScale` the scale is 1, `finite` is True and every count is 0.
 
   Raises:
     MpjaxTypeError: the state has no scale, or has two.
     MpjaxValueError: no scale is called `name`.
+    MpjaxRuntimeError: the state would be a constant of the function that is traced.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
@@ -52,13 +57,19 @@ def loss_scaling_metrics(opt_state: OptState, *, name: str | None = None) -> dic
   >>> float(metrics["loss_scale"]), bool(metrics["finite"]), int(metrics["skipped"])
   (16384.0, False, 1)
   """
-  state = find_scale(opt_state, "mpjax.loss_scaling_metrics(opt_state)", name).state
+  where = "mpjax.loss_scaling_metrics"
+  state = read_state(opt_state, f"{where}(opt_state)", name)
+  old = state if before is None else find_scale(before, f"{where}(before)", name).state
   counters = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits", "bad_updates")
-  if state is None:
-    nothing = {key: jnp.asarray(0, jnp.int32) for key in counters}
-    return {"loss_scale": jnp.asarray(1, jnp.float32), "finite": jnp.asarray(True), **nothing}
-  counts = {key: getattr(state, key) for key in counters}
-  return {"loss_scale": state.scale, "finite": state.finite, **counts}
+  if state is None or old is None:
+    metrics = {"loss_scale": jnp.asarray(1, jnp.float32), "finite": jnp.asarray(True)}
+    metrics |= {key: jnp.asarray(0, jnp.int32) for key in counters}
+    changed = jnp.asarray(False)
+  else:
+    metrics = {"loss_scale": state.scale, "finite": state.finite}
+    metrics |= {key: getattr(state, key) for key in counters}
+    changed = state.scale != old.scale
+  return metrics if before is None else metrics | {"scale_changed": changed}
 
 
 def last_step_finite(opt_state: OptState, *, name: str | None = None) -> Array:
@@ -75,6 +86,7 @@ def last_step_finite(opt_state: OptState, *, name: str | None = None) -> Array:
   Raises:
     MpjaxTypeError: the state has no scale, or has two.
     MpjaxValueError: no scale is called `name`.
+    MpjaxRuntimeError: the state would be a constant of the function that is traced.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
@@ -83,7 +95,7 @@ def last_step_finite(opt_state: OptState, *, name: str | None = None) -> Array:
   >>> bool(mpjax.last_step_finite(opt_state))
   False
   """
-  state = find_scale(opt_state, "mpjax.last_step_finite(opt_state)", name).state
+  state = read_state(opt_state, "mpjax.last_step_finite(opt_state)", name)
   return jnp.asarray(True) if state is None else state.finite
 
 
@@ -228,11 +240,11 @@ def _first_nan(tree: PyTree) -> str | None:
   return next(map(key_text, found), None)
 
 
-def _first_bad(opt_state: OptState, found: Found, member: int, params: Params) -> str:
+def _first_bad(opt_state: OptState, found: OwnedScale, member: int, params: Params) -> str:
   """Returns where the last step's first non-finite value was."""
 
   def position(label: str) -> int:
-    state = Found(found.owner, label).state
+    state = OwnedScale(found.owner, label).state
     return 0 if state is None else int(np.atleast_1d(state.first_bad)[member])
 
   own, paths = position(found.label), _paths(opt_state, found.owner, params)
@@ -242,13 +254,14 @@ def _first_bad(opt_state: OptState, found: Found, member: int, params: Params) -
     others = [one for one in found.owner.loss_scale if position(one) < own]
     # Beyond the last leaf it is no gradient of this loss; without params nothing says how many.
     return leaf + "".join(
-      f", or leaf {position(one)} of the loss {Found(found.owner, one).name!r}" for one in others
+      f", or leaf {position(one)} of the loss {OwnedScale(found.owner, one).name!r}"
+      for one in others
     )
   if own < len(paths):
     return f"the gradient of {paths[own]}"
   for label in found.owner.loss_scale:
     if (other := position(label)) < len(paths):
-      return f"the gradient of {paths[other]}, of the loss {Found(found.owner, label).name!r}"
+      return f"the gradient of {paths[other]}, of the loss {OwnedScale(found.owner, label).name!r}"
   # Beyond the gradients `make_train_step` has the loss and the leaves of the model state.
   state = _keystrs(jax.tree_util.tree_leaves_with_path(getattr(opt_state, "model_state", ())))
   index = own - len(paths) - 1

@@ -1,18 +1,20 @@
 """The states of the wrappers, and the loss scale in one: finding it, reading it, setting it."""
 
 import collections
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Array, Leaf, OptState, PyTree
-from mpjax._core.validators import check_value
+from mpjax._core.validators import check_scalar, check_value
 from mpjax.transforms._checks import check_state
 from mpjax.transforms._labels import Label, parse_label
 from mpjax.transforms._loss_scale import LossScaleState, ScaleState
@@ -91,8 +93,8 @@ class MasterWeightsState(NamedTuple):
   inner_state: OptState
 
 
-class Found(NamedTuple):
-  """One loss scale, and its path."""
+class OwnedScale(NamedTuple):
+  """One loss scale, and the state that it is in."""
 
   owner: LossScalingState
   label: str
@@ -113,6 +115,11 @@ class Found(NamedTuple):
     value = self.owner.loss_scale[self.label]
     return LossScaleState(*map(plain_array, value)) if isinstance(value, LossScaleState) else None
 
+  @property
+  def in_variables(self) -> bool:
+    """Whether it is in an `nnx.Optimizer`, which keeps its state in variables."""
+    return any(plain_array(x) is not x for x in self.owner.loss_scale[self.label])
+
 
 def plain_array(x: Leaf) -> Leaf:
   """Returns the array that a variable holds (`nnx.Optimizer` keeps its state in some), or `x`."""
@@ -120,10 +127,12 @@ def plain_array(x: Leaf) -> Leaf:
   return x if held is None else held()
 
 
-def scales_in(tree: PyTree) -> list[Found]:
+def scales_in(tree: PyTree) -> list[OwnedScale]:
   """Returns every loss scale in `tree`, wherever it sits."""
   return [
-    Found(owner, label) for owner in nodes_of(tree, LossScalingState) for label in owner.loss_scale
+    OwnedScale(owner, label)
+    for owner in nodes_of(tree, LossScalingState)
+    for label in owner.loss_scale
   ]
 
 
@@ -142,15 +151,16 @@ def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> LossScales:
   return {label: scales[label] for label in configs}
 
 
-def find_scale(opt_state: OptState, where: str, name: str | None) -> Found:
+def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
   """Returns the one loss scale in `opt_state` (called `name`, if one is given).
 
   Raises:
-    MpjaxTypeError: there is none, or there are several to choose from.
+    MpjaxTypeError: there is none, there are several to choose from, or one is inside of what would
+      see scaled gradients.
     MpjaxValueError: none is called `name`.
   """
-  found = scales_in(opt_state)
-  if not found:
+  scales = scales_in(opt_state)
+  if not scales:
     raise MpjaxTypeError(
       where,
       expected="the state of an optimizer created by mpjax.loss_scaling",
@@ -162,7 +172,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> Found:
     )
   refuse_outside(opt_state, where)
   refuse_chains(opt_state, where)
-  names = [one.name for one in found]
+  names = [one.name for one in scales]
   if name is not None and name not in names:
     raise MpjaxValueError(
       f"{where} with name={name!r}",
@@ -170,7 +180,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> Found:
       got=f"one of the names {names}",
       fix="Use the name that was given to mpjax.loss_scaling(..., name=...).",
     )
-  picked = [one for one in found if name is None or one.name == name]
+  picked = [one for one in scales if name is None or one.name == name]
   if len(picked) > 1:
     raise MpjaxTypeError(
       where,
@@ -180,6 +190,79 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> Found:
       "by name=.",
     )
   return picked[0]
+
+
+def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleState | None:
+  """Returns the numbers of the one loss scale in `opt_state`; None under `NoLossScale`.
+
+  Raises:
+    MpjaxRuntimeError: they are constants of a function that is being traced.
+  """
+  state = find_scale(opt_state, where, name).state
+  if state is not None and _is_constant(state.total):
+    raise _stale(where, _CONSTANT)
+  return state
+
+
+def read_scale(opt_state: OptState, where: str, name: str | None, beside: PyTree) -> Array | None:
+  """Returns the one loss scale in `opt_state`, for what is to be scaled or unscaled by it."""
+  return scale_reader(find_scale(opt_state, where, name), where)(beside)
+
+
+def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | None]:
+  """Returns a function that reads a loss scale, and raises if it is not that of the step.
+
+  It takes what the scale is for: a loss, gradients, parameters. A static scale always is the right
+  one, and so is one in a variable, or in a state that is traced. Else two things give away what was
+  built outside of the step: a constant scale where the rest is traced, and a state that was there
+  at the first call and is not at a later one. (Every update makes a new count of good steps. A
+  state that is kept elsewhere looks current for ever: what is refused here is wrong, but not all
+  that is wrong is refused.)
+  """
+  state = owned.owner.loss_scale[owned.label]
+  if not state:
+    return lambda beside: None
+  # Not all of the state: moments must not live on for the sake of the scale.
+  source, dynamic, seen = state.scale, owned.says.dynamic, False
+  array = isinstance(state.good_steps, jax.Array) and not isinstance(state.good_steps, Tracer)
+  witness = weakref.ref(state.good_steps) if dynamic and array else None
+
+  def read(beside: PyTree) -> Array:
+    nonlocal seen
+    alive = witness is None or witness() is not None
+    if seen and not alive:
+      raise _stale(where, "one of a state that is gone since the first call")
+    seen = seen or (witness is not None and alive)
+    scale = plain_array(source)
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(beside))
+    if dynamic and traced and _is_constant(scale):
+      raise _stale(where, _CONSTANT)
+    return scale
+
+  return read
+
+
+_CONSTANT = "one from outside of the function that is being traced, where it would be a constant"
+
+
+def _is_constant(x: Leaf) -> bool:
+  """Whether `x` is a constant of a function that is traced.
+
+  Under `vmap` or `grad` alone what is computed from a constant is an array again.
+  """
+  return not isinstance(x, Tracer) and isinstance(jax.lax.neg(x), Tracer)
+
+
+def _stale(where: str, got: str) -> MpjaxRuntimeError:
+  return MpjaxRuntimeError(
+    where,
+    expected="the loss scale of the state that this step updates",
+    got=got,
+    fix="Build it inside of the step, from the state that the step is given: "
+    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch), or with NNX "
+    "mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch). To jit, scan, checkpoint or "
+    "eval_shape that state is an argument or the carry, as the parameters are.",
+  )
 
 
 _HARMLESS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAndImaginaryState)
@@ -237,7 +320,9 @@ def _outside(where: str, got: str) -> MpjaxTypeError:
   )
 
 
-def set_loss_scale(opt_state: OptState, value: float, *, name: str | None = None) -> OptState:
+def set_loss_scale(
+  opt_state: OptState, value: Array | float, *, name: str | None = None
+) -> OptState:
   """Returns `opt_state` with its loss scale set to `value`.
 
   The count of good steps starts again: the window for growth was observed at another scale.
@@ -246,18 +331,19 @@ def set_loss_scale(opt_state: OptState, value: float, *, name: str | None = None
 
   Args:
     opt_state: a state that holds a loss scale. It is not changed.
-    value: a plain number within the limits of the state's configuration. A power of two is exact;
-      another warns once.
+    value: a number, or an array of shape (), within the limits of the state's configuration. A
+      power of two is exact; another warns once. A traced one, a scale that is an input of the step,
+      is brought within the limits instead.
     name: which of several loss scales to set.
 
   Returns:
     A state of the same structure, shapes, dtypes and shardings.
 
   Raises:
-    MpjaxTypeError: `value` is no plain number (a traced one is not), or the state has no scale,
-      or has two.
+    MpjaxTypeError: `value` is no number, or the state has no scale, or has two.
     MpjaxValueError: `value` is not positive or outside the limits, scaling is off, or no scale is
       called `name`.
+    MpjaxRuntimeError: `value` is traced, and the state is from outside of what is traced.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
@@ -265,26 +351,19 @@ def set_loss_scale(opt_state: OptState, value: float, *, name: str | None = None
   >>> float(mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
   1024.0
   """
-  where = "mpjax.set_loss_scale(value)"
-  target = find_scale(opt_state, "mpjax.set_loss_scale(opt_state)", name)
+  where = "mpjax.set_loss_scale(opt_state)"
+  target = find_scale(opt_state, where, name)
   state = target.state
   if state is None:
     raise MpjaxValueError(
-      "mpjax.set_loss_scale(opt_state)",
+      where,
       expected="a state with a scale that can move",
       got="one of NoLossScale(), whose scale is always 1",
       fix="Build the optimizer with StaticLossScale or DynamicLossScale.",
     )
-  scale = positive_scale(value, where)
+  scale_reader(target, where)(value)
   low, high = target.says.limits
-  check_value(
-    value,
-    low <= scale <= high,
-    where,
-    expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
-    fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
-  )
-  warn_unless_power_of_two(where, {"value": scale}, stacklevel=2)
+  scale = _scale_within(value, low, high, "mpjax.set_loss_scale(value)")
   # full_like keeps shape (a vmapped state), dtype and placement: the next step does not retrace.
   moved = state._replace(
     scale=jnp.full_like(state.scale, scale), good_steps=jnp.zeros_like(state.good_steps)
@@ -293,14 +372,32 @@ def set_loss_scale(opt_state: OptState, value: float, *, name: str | None = None
   return replace_scale(opt_state, target, moved)
 
 
-def replace_scale(opt_state: PyTree, found: Found, new: LossScaleState) -> PyTree:
-  """Returns `opt_state` with `new` instead of the loss scale `found` in it."""
+def _scale_within(value: Leaf, low: float, high: float, where: str) -> Array | float:
+  """Returns a scale that may be set: checked, or brought within the limits if it is traced."""
+  if isinstance(value, Tracer):
+    fix = "Pass a number, one for all."
+    check_scalar(value, where, expected="a scale of shape ()", fix=fix)
+    return jnp.clip(jnp.asarray(value, jnp.float32), low, high)
+  scale = positive_scale(value, where)
+  check_value(
+    value,
+    low <= scale <= high,
+    where,
+    expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
+    fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
+  )
+  warn_unless_power_of_two(where, {"value": scale}, stacklevel=3)
+  return scale
+
+
+def replace_scale(opt_state: PyTree, target: OwnedScale, new: LossScaleState) -> PyTree:
+  """Returns `opt_state` with `new` instead of the loss scale `target` in it."""
 
   def replace(x: Leaf) -> Leaf:
-    if x is not found.owner:
+    if x is not target.owner:
       return x
     # In the structure of the old one: an `nnx.Optimizer` goes on with variables.
-    like_old = jax.tree.unflatten(jax.tree.structure(x.loss_scale[found.label]), new)
-    return x._replace(loss_scale={**x.loss_scale, found.label: like_old})
+    like_old = jax.tree.unflatten(jax.tree.structure(x.loss_scale[target.label]), new)
+    return x._replace(loss_scale={**x.loss_scale, target.label: like_old})
 
-  return jax.tree.map(replace, opt_state, is_leaf=lambda x: x is found.owner)
+  return jax.tree.map(replace, opt_state, is_leaf=lambda x: x is target.owner)

@@ -30,7 +30,7 @@ OUR_METRICS = frozenset(
   {
     *("loss", "grad_norm", "retries"),
     *("loss_scale", "finite", "good_steps", "total", "skipped", "consecutive_skips"),
-    *("floor_hits", "bad_updates"),
+    *("floor_hits", "bad_updates", "scale_changed"),
   }
 )
 """The names that a loss function leaves to the step."""

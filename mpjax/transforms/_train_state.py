@@ -15,9 +15,9 @@ from mpjax.transforms._checks import refuse_integers
 from mpjax.transforms._master_weights import master_params
 from mpjax.transforms._state import (
   AccumulationState,
-  Found,
   LossScalingState,
   MasterWeightsState,
+  OwnedScale,
   find_scale,
   scales_in,
 )
@@ -116,7 +116,7 @@ def updated_parameters(opt_state: OptState) -> dict[str, Array]:
   }
 
 
-def own_scale(opt_state: OptState, where: str) -> Found:
+def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   """Returns the loss scale of a training step, which has to cover the entire optimizer.
 
   Raises:

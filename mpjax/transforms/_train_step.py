@@ -111,9 +111,9 @@ def make_train_step(
   Returns:
     `step(state, batch) -> (state, metrics)`. The metrics are those of `loss_fn` (floating ones
     averaged over micro-batches in float32, integers and booleans summed as int32), those of
-    `mpjax.loss_scaling_metrics`, `loss` and `grad_norm` (both float32 of shape (), unscaled, and
-    not finite when they were not; the norm also where a sum of squares is not), and `retries`
-    (int32) if `max_retries` is given. `mpjax.check_skipped_steps(state)` on the host, now and then,
+    `mpjax.loss_scaling_metrics` with `scale_changed`, `loss` and `grad_norm` (both float32 of shape
+    (), unscaled, and not finite when they were not; the norm also where a sum of squares is not),
+    and `retries` (int32) if `max_retries` is given. `mpjax.check_skipped_steps(state)` on the host
     raises after too many skipped steps in a row.
 
   Raises:
@@ -180,7 +180,7 @@ def make_train_step(
       params = apply(state.params, updates, opt_state)
     if scaled and not axes:
       check_decision(opt_state, state.opt_state)
-    scaling = loss_scaling_metrics(opt_state)
+    scaling = loss_scaling_metrics(opt_state, before=state.opt_state)
     step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops there, as all counters do.
     new = TrainState(step, params, opt_state, model_state, state.ema, state.rng)
     if ema_decay is not None:
@@ -266,11 +266,10 @@ def _retried(
 
   zero, no = jnp.zeros((), jnp.int32), jnp.asarray(False)
   start = (state, nothing, _scale(state), zero, no)
-  state, metrics, first, runs, _ = jax.lax.while_loop(again, run, start)
-  kept = select(metrics["finite"], _scale(state), first, where)
-  state = _with_scale(state, kept)
-  metrics = metrics | loss_scaling_metrics(state.opt_state)
-  return state, {**metrics, "retries": runs - 1}
+  last, metrics, first, runs, _ = jax.lax.while_loop(again, run, start)
+  last = _with_scale(last, select(metrics["finite"], _scale(last), first, where))
+  metrics |= loss_scaling_metrics(last.opt_state, before=state.opt_state)
+  return last, {**metrics, "retries": runs - 1}
 
 
 def _scale(state: TrainState) -> LossScaleState:
@@ -279,5 +278,5 @@ def _scale(state: TrainState) -> LossScaleState:
 
 
 def _with_scale(state: TrainState, scale: LossScaleState) -> TrainState:
-  found = own_scale(state.opt_state, "")
-  return state._replace(opt_state=replace_scale(state.opt_state, found, scale))
+  own = own_scale(state.opt_state, "")
+  return state._replace(opt_state=replace_scale(state.opt_state, own, scale))

@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import ParamSpec
 
@@ -10,25 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_call
+from mpjax._core.errors import MpjaxTypeError, check_call
 from mpjax._core.frameworks import framework_of
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, Params, PyTree
+from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, PyTree
 from mpjax._core.validators import check_scalar
 from mpjax.transforms._loss_scale import unscale_tree
-from mpjax.transforms._state import Found, LossScalingState, find_scale, plain_array
+from mpjax.transforms._state import find_scale, read_scale, scale_reader
 from mpjax.transforms._trees import at_least_float32
 
 P = ParamSpec("P")
 
-_BUILD_IN_THE_STEP = (
-  "Build it inside of the step, from the state that the step is given: "
-  "mpjax.value_and_grad(loss_fn, opt_state)(params, batch), or with NNX "
-  "mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch)."
-)
+_CALL = "mpjax.value_and_grad"
+_BUILD = f"Write {_CALL}(loss_fn, opt_state)(params, batch), inside of the step."
 
 
-@check_call("mpjax.value_and_grad(fun, opt_state)", fix=_BUILD_IN_THE_STEP)
+@check_call(f"{_CALL}(fun, opt_state)", fix=_BUILD)
 def value_and_grad(
   fun: Callable[P, PyTree],
   opt_state: OptState,
@@ -83,34 +79,52 @@ def value_and_grad(
   >>> print(updates)
   [-1. -2.]
   """
+  return differentiate_scaled(
+    fun, opt_state, argnums, has_aux, allow_int, name, differentiator, _CALL, "opt_state"
+  )
+
+
+def differentiate_scaled(
+  fun: Callable[P, PyTree],
+  opt_state: OptState,
+  argnums: Hashable | Sequence[int],
+  has_aux: bool,
+  allow_int: bool,
+  name: str | None,
+  differentiator: Callable[..., Function],
+  call: str,
+  state: str,
+) -> Callable[P, tuple[PyTree, Grads]]:
+  """Returns `mpjax.value_and_grad(...)`; errors say which function was called, and with what."""
   if not callable(fun):
     raise MpjaxTypeError(
-      "mpjax.value_and_grad(fun)",
+      f"{call}(fun)",
       expected="the function that computes the loss as the first argument",
       got=f"a {type(fun).__name__}",
-      fix="Write mpjax.value_and_grad(loss_fn, opt_state)(params, batch).",
+      fix=f"Write {call}(loss_fn, {state})(...).",
     )
-  found = find_scale(opt_state, "mpjax.value_and_grad(opt_state)", name)
-  scaled_by, check_current = _scale_alone(found), _check_of_currency(found)
+  owned = find_scale(opt_state, f"{call}({state})", name)
+  read, largest = scale_reader(owned, f"{call}(fun, {state})"), owned.says.largest
   options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}
   options |= {"allow_int": True} if allow_int else {}
 
   @functools.wraps(fun, updated=())
-  def scaled(*args: P.args, **kwargs: P.kwargs) -> tuple[Array, tuple[Array, PyTree, Array | None]]:
-    loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
-    product, rest = _scale_in_range(loss, scaled_by, name)
-    # The plain loss leaves as aux: dividing the scaled one again would round or overflow.
-    return product, (loss, aux, rest)
-
-  differentiate = differentiator(scaled, has_aux=True, **options)
-
-  @functools.wraps(fun, updated=())
   def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, Grads]:
-    wanted = [args[i] for i in _positions(argnums) if -len(args) <= i < len(args)]
-    check_current(wanted)
+    primals = [args[i] for i in _positions(argnums) if -len(args) <= i < len(args)]
+    scale = read(primals)
     if differentiator is jax.value_and_grad:
-      _check_library(wanted, allow_int)
-    (_, (loss, aux, rest)), grads = differentiate(*args, **kwargs)
+      _check_library(primals, allow_int)
+
+    @functools.wraps(fun, updated=())
+    def scaled(
+      *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[Array, tuple[Array, PyTree, Array | None]]:
+      loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
+      product, rest = _scale_in_range(loss, scale, largest)
+      # The plain loss leaves as aux: dividing the scaled one again would round or overflow.
+      return product, (loss, aux, rest)
+
+    (_, (loss, aux, rest)), grads = differentiator(scaled, has_aux=True, **options)(*args, **kwargs)
     if rest is not None:
       grads = jax.tree.map(lambda g: _times(g, rest), grads)
     return ((loss, aux) if has_aux else loss), grads
@@ -138,16 +152,18 @@ def scale_loss(loss: Array, opt_state: OptState, *, name: str | None = None) -> 
   Raises:
     MpjaxTypeError: the loss is not a floating number, or the state has no scale, or has two.
     MpjaxValueError: the loss is not a scalar, or no scale is called `name`.
+    MpjaxRuntimeError: the dynamic scale would be a constant of the function that is traced.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
   >>> mpjax.scale_loss(jnp.asarray(5.0, jnp.float16), tx.init(jnp.ones(3)))
   Array(163840., dtype=float32)
   """
-  found = find_scale(opt_state, "mpjax.scale_loss(opt_state)", name)
+  where = "mpjax.scale_loss(opt_state)"
+  owned = find_scale(opt_state, where, name)
   check_loss(loss, "mpjax.scale_loss(loss)")
-  if isinstance(loss, Tracer) and _may_overflow(loss, found):
-    largest = found.says.largest
+  scale, largest = scale_reader(owned, where)(loss), owned.says.largest
+  if isinstance(loss, Tracer) and scale is not None and _may_overflow(loss, largest):
     warnings.warn(
       "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, "
       f"which in float16 is inf from 2^16 on, and this one may be {largest:.9g}: such steps are "
@@ -156,8 +172,7 @@ def scale_loss(loss: Array, opt_state: OptState, *, name: str | None = None) -> 
       UserWarning,
       stacklevel=2,
     )
-  state = found.state
-  return loss if state is None else _scaled(loss, state.scale)
+  return loss if scale is None else _scaled(loss, scale)
 
 
 def unscale(grads: Grads, opt_state: OptState, *, name: str | None = None) -> Grads:
@@ -177,38 +192,33 @@ def unscale(grads: Grads, opt_state: OptState, *, name: str | None = None) -> Gr
   Raises:
     MpjaxTypeError: the state has no scale, or has two.
     MpjaxValueError: no scale is called `name`.
+    MpjaxRuntimeError: the dynamic scale would be a constant of the function that is traced.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(4))
   >>> mpjax.unscale(jnp.asarray([8.0, 2.0], jnp.float16), tx.init(jnp.ones(2)))
   Array([2. , 0.5], dtype=float32)
   """
-  state = find_scale(opt_state, "mpjax.unscale(opt_state)", name).state
-  return unscale_tree(grads, None if state is None else state.scale)
+  return unscale_tree(grads, read_scale(opt_state, "mpjax.unscale(opt_state)", name, grads))
 
 
-def _scale_in_range(
-  loss: Leaf, opt_state: OptState, name: str | None
-) -> tuple[Array, Array | None]:
+def _scale_in_range(loss: Leaf, scale: Array | None, largest: float) -> tuple[Array, Array | None]:
   """Returns the loss times a scale, and what the gradients are then to be multiplied by.
 
   The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16 on. So
   no more than 2^15 of it is multiplied there. None: gradients need not be multiplied.
   """
-  found = find_scale(opt_state, "mpjax.value_and_grad(opt_state)", name)
-  state = found.state
-  if state is None:
+  if scale is None:
     return loss, None
-  if not _may_overflow(loss, found):
-    return _scaled(loss, state.scale), None
-  within = jnp.minimum(state.scale, jnp.float32(2**15))
-  return _scaled(loss, within), state.scale / within
+  if not _may_overflow(loss, largest):
+    return _scaled(loss, scale), None
+  within = jnp.minimum(scale, jnp.float32(2**15))
+  return _scaled(loss, within), scale / within
 
 
-def _may_overflow(loss: Leaf, found: Found) -> bool:
-  """Whether the scale, as the cotangent of the loss, may become too large for its dtype."""
-  too_large = found.says.largest > float(jnp.finfo(jnp.float16).max)
-  return found.state is not None and jnp.result_type(loss) == jnp.float16 and too_large
+def _may_overflow(loss: Leaf, largest: float) -> bool:
+  """Whether a scale up to `largest`, as the cotangent of the loss, may be too large for it."""
+  return jnp.result_type(loss) == jnp.float16 and largest > float(jnp.finfo(jnp.float16).max)
 
 
 def _scaled(loss: Leaf, scale: Array) -> Array:
@@ -224,72 +234,15 @@ def _times(grad: Leaf, factor: Array) -> Leaf:
   return (wide * factor.astype(wide.real.dtype)).astype(grad.dtype)
 
 
-def _scale_alone(found: Found) -> LossScalingState:
-  """Returns a state with the scale in it and nothing else: moments must not live on for its sake.
-
-  Where the scale is a variable (of an `nnx.Optimizer`) it is kept as such, and read at each call.
-  """
-  state = found.owner.loss_scale[found.label]
-  if state:
-    state = state._replace(**{field: None for field in state._fields if field != "scale"})
-  return LossScalingState({found.label: state}, ())
-
-
-def _check_of_currency(found: Found) -> Callable[[Sequence[Params]], None]:
-  """Returns a check that the scale is still that of the state which `update` will be given.
-
-  A static scale always is, and so is one in a variable, or in a state that is traced together with
-  the parameters. Else two things give a function away that was built once, outside of the step: a
-  constant scale where parameters are traced, and a state that was there at the first call and is
-  not at a later one. (Every update makes a new count of good steps. A state that is kept elsewhere
-  looks current for ever: what is refused here is wrong, but not all that is wrong is refused.)
-  """
-  state = found.owner.loss_scale[found.label]
-  if not state or not found.says.dynamic:
-    return lambda wanted: None
-  source, seen = state.scale, False
-  array = isinstance(state.good_steps, jax.Array) and not isinstance(state.good_steps, Tracer)
-  there = weakref.ref(state.good_steps) if array else None
-
-  def check(wanted: Sequence[Params]) -> None:
-    nonlocal seen
-    got, scale = None, plain_array(source)
-    if there is not None:
-      seen = seen or there() is not None
-      if seen and there() is None:
-        got = "one of a state that is gone since the first call"
-    if not isinstance(scale, Tracer) and _is_staged(wanted, scale):
-      got = "one from outside of the function that is being traced, where it would be a constant"
-    if got is not None:
-      raise MpjaxRuntimeError(
-        "mpjax.value_and_grad(fun, opt_state)",
-        expected="the dynamic loss scale of the state that this step updates",
-        got=got,
-        fix=f"{_BUILD_IN_THE_STEP} To jit, scan, checkpoint or eval_shape that is an argument or "
-        "the carry, as the parameters are.",
-      )
-
-  return check
-
-
-def _is_staged(wanted: Sequence[Params], scale: Array) -> bool:
-  """Whether parameters are arguments of a function that is traced, in which `scale` is a constant.
-
-  Under `vmap` or `grad` alone what is computed from a constant is an array again.
-  """
-  traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(wanted))
-  return traced and isinstance(jax.lax.neg(scale), Tracer)
-
-
 def _positions(argnums: Leaf) -> list[int]:
   """Returns the positions of what is differentiated; `nnx.DiffState` has its own in a field."""
   several = argnums if isinstance(argnums, Sequence) else [argnums]
   return [getattr(one, "argnum", one) for one in several]
 
 
-def _check_library(wanted: Sequence[Module], allow_int: bool) -> None:
+def _check_library(models: Sequence[Module], allow_int: bool) -> None:
   """Raises for models that `jax.value_and_grad` does not take, or whose updates it would lose."""
-  for model in wanted:
+  for model in models:
     framework = framework_of(model)
     leaves = jax.tree.leaves(model) if framework == "Equinox" and not allow_int else []
     if framework == "NNX" or not all(map(is_inexact, leaves)):

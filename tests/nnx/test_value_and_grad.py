@@ -198,15 +198,21 @@ MISTAKES = {
   ),
   "no scale": (
     lambda m, o: mpjax.nnx.value_and_grad(loss_fn, nnx.Optimizer(m, optax.sgd(1), wrt=nnx.Param)),
-    *("opt_state", "mpjax.loss_scaling", f"a Optimizer {NO_SCALE}", PASS),
+    *("mpjax.nnx.value_and_grad(optimizer)", "mpjax.loss_scaling"),
+    *(f"a Optimizer {NO_SCALE}", PASS),
   ),
   "the model": (
     lambda m, o: mpjax.nnx.value_and_grad(loss_fn, m),
-    *("opt_state", "mpjax.loss_scaling", f"a Net {NO_SCALE}", PASS),
+    *("mpjax.nnx.value_and_grad(optimizer)", "mpjax.loss_scaling", f"a Net {NO_SCALE}", PASS),
+  ),
+  "swapped": (
+    lambda m, o: mpjax.nnx.value_and_grad(o, loss_fn),
+    *("mpjax.nnx.value_and_grad(fun)", "as the first argument", "a Optimizer"),
+    "mpjax.nnx.value_and_grad(loss_fn, optimizer)(...)",
   ),
   "from outside of a compiled step": (
     lambda m, o: nnx.jit(mpjax.nnx.value_and_grad(loss_fn, o))(m, X),
-    *("mpjax.value_and_grad(fun, opt_state)", "the state that this step updates"),
+    *(CALL, "the state that this step updates"),
     *("outside of the function that is being traced", "inside of the step"),
   ),
 }

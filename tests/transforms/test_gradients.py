@@ -266,7 +266,7 @@ def test_what_a_loss_function_may_not_return():
 
 NAMES = """
 loss grad_norm retries loss_scale finite good_steps total skipped consecutive_skips floor_hits
-bad_updates
+bad_updates scale_changed
 """
 
 

@@ -66,7 +66,7 @@ def test_any_plain_number_is_stored_as_the_same_float(value):
 NUMBERS = ("init_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor")
 COUNTS = ("growth_interval", "hysteresis")
 WRONG = {
-  "number": [True, "8", None, [8], np.ones(()), jnp.ones(()), 1j, np.bool_(1)],
+  "number": [True, "8", None, [8], np.ones(2), jnp.ones(1), 1j, np.bool_(1)],
   "integer": [True, 2.0, "2", None, jnp.asarray(2), np.ones((), int)],
   "infinite": [math.nan, math.inf, -math.inf, 1e300, np.float32("nan")],
   "limits": [0, -1.0, 0.0, 2.0**-127, 2.0**127, 1e-300],
@@ -86,11 +86,11 @@ def make(field, value):
 @pytest.mark.case("A10", "A25", "A57", "B032")
 def test_what_is_no_plain_number_is_a_type_error():
   for field, value in itertools.product([*NUMBERS, "scale"], WRONG["number"]):
-    got, fix = f"of type {type(value).__name__}", "Pass a Python number"
+    got, fix = "of type ", "pass any number here"
     with refused(TypeError, f"LossScale({field})", "a plain number", got, fix):
       make(field, value)
   for field in (*NUMBERS, "scale"):
-    fix = "mpjax.set_loss_scale changes a state"
+    fix = "mpjax.set_loss_scale(opt_state, scale) in the step"
     with refused(TypeError, f"LossScale({field})", "known before tracing", "Tracer", fix):
       jax.eval_shape(lambda x, field=field: make(field, x) and x, 1.0)
   for field, value in itertools.product(COUNTS, WRONG["integer"]):

@@ -220,13 +220,33 @@ def test_set_loss_scale_refuses():
     (0.5, ValueError, "[1, 16777216], the limits of this state"),
     (True, TypeError, "a plain number"),
     ("8", TypeError, "a plain number"),
-    (jnp.asarray(8.0), TypeError, "a plain number"),
-    (np.ones(2), TypeError, "a plain number"),
+        (np.ones(2), TypeError, "a plain number"),
   ):
     with refused(builtin, where, expected, repr(value), ". "):
       mpjax.set_loss_scale(state, value)
-  with refused(TypeError, where, "known before tracing", "Tracer", "number"):
-    jax.eval_shape(lambda x: mpjax.set_loss_scale(state, x), 4.0)
+  with refused(ValueError, where, "a scale of shape ()", "shape (2,)", "one for all"):
+    jax.eval_shape(mpjax.set_loss_scale, state, jnp.ones(2))
+
+
+def test_a_scale_that_is_an_array_or_an_input_of_the_step():
+  """As MindSpore's `sens`: each call scales by its own number, and update divides by it."""
+  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(jnp.float32(4)))
+
+  @jax.jit
+  def step(params, state, scale):
+    state = mpjax.set_loss_scale(state, scale)
+    _, grads = mpjax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2), state)(params)
+    updates, state = tx.update(grads, state, params)
+    return grads["w"], updates["w"], state
+
+  state = jax.device_get(tx.init(PARAMS))  # A state on the host will do.
+  for scale in (jnp.float32(8), np.float32(1024), np.float32(2.0**127)):
+    grads, updates, state = step(PARAMS, state, scale)
+    within = min(scale, 2.0**126)  # The limits of a static scale.
+    np.testing.assert_array_equal(grads, np.float32([2 * within] * 3))
+    np.testing.assert_array_equal(updates, np.float32([-1] * 3))
+  host = jax.device_get(mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS))
+  assert mpjax.loss_scaling_metrics(mpjax.set_loss_scale(host, jnp.float32(4)))["loss_scale"] == 4
 
 
 @pytest.mark.case("B031")

@@ -211,9 +211,31 @@ def test_built_outside_of_a_compiled_step_is_refused():
     lambda: jax.eval_shape(grad_fn, jnp.ones(1)),
     lambda: jax.checkpoint(grad_fn)(jnp.ones(1)),
   ):
-    expected, got = "the dynamic loss scale", "outside of the function that is being traced"
-    with refused(RuntimeError, WHERE, expected, got, "that is an argument or the carry"):
+    expected, got = "the loss scale of the state", "outside of the function that is being traced"
+    with refused(RuntimeError, WHERE, expected, got, "state is an argument or the carry"):
       call()
+
+
+@pytest.mark.parametrize(
+  ("name", "use"),
+  {
+    "scale_loss": lambda p, s: mpjax.scale_loss(square(p), s),
+    "unscale": lambda p, s: mpjax.unscale(p, s),
+    "set_loss_scale": lambda p, s: mpjax.set_loss_scale(s, p[0]),
+    "loss_scaling_metrics": lambda p, s: mpjax.loss_scaling_metrics(s),
+    "last_step_finite": lambda p, s: mpjax.last_step_finite(s),
+  }.items(),
+)
+def test_n10_a_state_from_outside_of_a_compiled_function_is_refused(name, use):
+  """The scale of the first step would stay for ever: steps shrank to a half, a quarter, ..."""
+  params, state = jnp.ones(1), DYNAMIC.init(jnp.ones(1))
+  got, fix = "outside of the function that is being traced", "inside of the step"
+  with refused(RuntimeError, f"mpjax.{name}(opt_state)", "of the state", got, fix):
+    jax.jit(lambda p: use(p, state))(params)
+  use(params, state)
+  jax.jit(use)(params, state)
+  if name == "scale_loss":
+    assert jax.grad(lambda p: use(p, state))(params) == 128
 
 
 def test_built_in_the_step_is_never_refused():
@@ -350,7 +372,8 @@ def test_a_call_with_arguments_missing_unknown_or_swapped():
     (lambda: mpjax.value_and_grad(STATE, mlp), "first argument", "a LossScalingState"),
     (lambda: mpjax.value_and_grad(TX, STATE), "first argument", "a LossScalingTransformation"),
   ):
-    with refused(TypeError, "mpjax.value_and_grad(fun", expected, got, FIX):
+    fix = "mpjax.value_and_grad(loss_fn, opt_state)("
+    with refused(TypeError, "mpjax.value_and_grad(fun", expected, got, fix):
       call()
   where, got = "mpjax.value_and_grad(opt_state)", "a LossScalingTransformation"
   with refused(TypeError, where, "state", got, "tx.init(params)"):
