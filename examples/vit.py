@@ -97,17 +97,14 @@ def prepare(policy, steps, *, seed=0, **sizes):
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
   @nnx.jit
+  @mpjax.nnx.atomic_step  # 4
   def step(model, optimizer, images, labels):
     def loss_fn(model):
       logits = mpjax.with_policy(model, policy)(images)  # 2
       return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    old = nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
     loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model)  # 3
     optimizer.update(model, grads)
-    finite = mpjax.last_step_finite(optimizer)
-    new = nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
-    nnx.update(model, mpjax.select_tree(finite, new, old))  # 4
     return loss
 
   return model, optimizer, step

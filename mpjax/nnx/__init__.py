@@ -8,5 +8,6 @@
 from mpjax.nnx._convert import convert
 from mpjax.nnx._value_and_grad import value_and_grad
 from mpjax.nnx._with_policy import with_policy
+from mpjax.transforms import atomic_step
 
-__all__ = ["convert", "value_and_grad", "with_policy"]
+__all__ = ["atomic_step", "convert", "value_and_grad", "with_policy"]

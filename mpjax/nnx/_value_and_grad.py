@@ -25,8 +25,8 @@ def value_and_grad(
   """Like `nnx.value_and_grad`, for a loss that is scaled before it is differentiated.
 
   The gradients go to `optimizer.update(model, grads)`, which unscales them and skips a step that
-  overflowed. Batch statistics, random counters and new variables move as under
-  `nnx.value_and_grad`: on a skipped step too (`mpjax.select_tree` takes them back).
+  overflowed. Batch statistics and random counters move on a skipped step too, as under
+  `nnx.value_and_grad`; `mpjax.nnx.atomic_step` takes them back.
 
   Args:
     fun: a function of a model that returns a floating scalar, or that and anything else if

@@ -2,6 +2,7 @@
 
 from mpjax.transforms._accumulation import accumulate_gradients
 from mpjax.transforms._apply_updates import apply_updates
+from mpjax.transforms._atomic_step import atomic_step
 from mpjax.transforms._check_loss_scaling import check_loss_scaling
 from mpjax.transforms._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
 from mpjax.transforms._loss_scaling import loss_scaling
@@ -35,6 +36,7 @@ __all__ = [
   "TrainState",
   "accumulate_gradients",
   "apply_updates",
+  "atomic_step",
   "check_loss_scaling",
   "check_skipped_steps",
   "last_step_finite",

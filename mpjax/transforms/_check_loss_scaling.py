@@ -1,84 +1,83 @@
-"""A test of a training step: are its gradients scaled once, and unscaled once?
+"""A test of a training step: is it the same at every loss scale, and nothing at an overflow?
 
-Run at several scales, a right step gives the same parameters and optimizer state each time, but for
-rounding. In a wrong one something goes as a power of the scale: gradients that were never scaled or
-unscaled twice as 1/scale (squared moments as 1/scale^2), gradients scaled twice as the scale.
-
-Rounding in float16 does not look like that. It grows as 1/scale too where gradients are subnormal,
-but never beyond the gradients themselves. So what is measured is the distance from a run in which
-there is no gradient left, or a right step is as before: at a scale that is far too large or far too
-small. From there the effect of right gradients is constant, until it is lost.
-
-Two more things are looked at. Where a scale is so small that float16 has lost all that was scaled,
-only gradients that were not scaled still grow: that shows them beside others that were. And a step
-at the scale inf is skipped, if its gradients were scaled: what it then leaves as it was is what
-depends on them. Where that is nothing, there was nothing to see.
+To scale by a power of two moves exponents and rounds nothing, so that a right step returns the very
+same at each scale: unless float16 loses what is small. So the step is traced and run in float32.
+What was never scaled, was unscaled or scaled twice, or carries the scale squared then shows, beside
+gradients that are right and behind a clip: far below 1 the mistake is all that is left, and far
+above it is gone, or the other way round.
 """
 
+import collections
+import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, ParamSpec
+from collections.abc import Callable, Generator
+from typing import NamedTuple, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, message
-from mpjax._core.trees import is_inexact
+from mpjax._core.paths import is_key
+from mpjax._core.trees import half_to_float32, is_half, is_inexact
 from mpjax._core.types import Array, Function, Leaf, PyTree
+from mpjax._jaxprs.walk import walk
+from mpjax.transforms._in_float32 import in_float32
 from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._state import (
-  LossScalingState,
-  OwnedScale,
-  plain_array,
-  refuse_outside,
-  replace_scale,
-  scales_in,
-)
-from mpjax.transforms._trees import float32_view, key_text, nodes_of
+from mpjax.transforms._state import OwnedScale, plain_array, refuse_outside, scales_in
+from mpjax.transforms._trees import is_nnx_variable, nodes_of
 
 P = ParamSpec("P")
+Path: TypeAlias = tuple[str, ...]
 
 _WHERE = "mpjax.check_loss_scaling(step)"
-_FAR, _LOW, _GROWN = 2.0**100, 2.0**-60, 2.0**10
-"""What float16 holds at a scale, it has lost at _LOW of it; squares fit into float32 there."""
-_START, _FACTOR, _STEPS = 2.0**15, 4.0, 9
-_WINDOW = 3
-"""So many ratios in a row that are the same power of the factor are no accident."""
+_HIGH, _FACTOR, _LOW = 2.0**14, 4.0, 2.0**-30
+_TOLERANCE = 2.0**-8
+"""Of how far a leaf moves; a right step is at 0, but for what is smaller than float32 holds."""
+_MARK = 2**30
+"""The count of steps that tells the scale under test from others in what the step returns."""
+_FIELD, _CAST = ".loss_scale", "convert_element_type"
+_STATE = "the state of an optimizer created by mpjax.loss_scaling"
 _UNTOUCHED = "an opt_state whose loss scale was returned as it was"
 _SAME = "the same parameters and optimizer state from a step that was applied and one skipped"
-_SAME_NEVER_SCALED = (
+_NEVER = (
   "the same parameters and optimizer state at each scale, and no skipped step at the scale inf: "
   "the gradients were never scaled, or all are zero"
 )
 
 
-class _Leaf(NamedTuple):
-  path: str
-  value: Leaf
-  in_optimizer: bool
-
-
 class _Run(NamedTuple):
-  finite: bool
-  skipped: int
-  untouched: bool
-  """Whether the loss scale came back as it was given: no update saw it."""
-  leaves: list[_Leaf]
+  states: list[LossScaleState]  # those with the label of the scale under test, wherever they are
+  after: dict[Path, Leaf]  # what the step returned, and the variables that it was given
+
+  @property
+  def updated(self) -> list[LossScaleState]:
+    return [one for one in self.states if np.max(one.total) > _MARK]
+
+  @property
+  def finite(self) -> bool:
+    return all(bool(np.all(one.finite)) for one in self.updated)
 
 
 @check_call(_WHERE, fix="Call what it returns: mpjax.check_loss_scaling(step)(*args).")
 def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
-  """Returns a function that raises if `step` forgets to scale gradients, or unscales them twice.
+  """Returns a function that raises unless `step` is right: at every scale the same, or no step.
 
   Nothing can see that by looking at the gradients, and a learning rate that is 2^15 times too small
-  is no error. This calls `step` about sixteen times for each loss scale, with copies of the
-  arguments and the loss scale in them changed, and compares what is returned. Call it once, on the
-  host, before training or in a test; it adds nothing to the step.
+  is no error. This traces `step`, runs it in float32 at several loss scales, where a right step
+  returns the same, and at the scale inf, where nothing may change: parameters, moments, batch
+  statistics, counts of random numbers. Call it once, on the host, before training or in a test; it
+  adds nothing to the step.
+
+  What is compared are new versions of what the step was given: what is only logged may depend on
+  the scale. A count beside the optimizer's state, such as `nnx.Optimizer.step`, may count skipped
+  steps. A step that cannot be traced runs as it is.
 
   Where nothing that is returned depends on the gradients there is nothing to compare, and a warning
   says so: the learning rate is zero (a warmup from zero, before a first step), or all gradients
-  are. Call it then after a step or two. Under `NoLossScale` there is nothing to see.
+  are. Call it then after a step or two.
 
   Args:
     step: any function that takes a state of `mpjax.loss_scaling`, anywhere among its arguments, and
@@ -90,9 +89,10 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
     donated. The gradients of the batch must be finite at some scale.
 
   Raises:
-    MpjaxTypeError: when called: no argument holds a loss scale, or one inside of what would see
-      scaled gradients (`optax.MultiSteps`), or what is returned holds none.
-    MpjaxValueError: when called: the step depends on the scale, or is finite at no scale.
+    MpjaxTypeError: when called: an argument is traced, none holds a loss scale, or one inside of
+      what would see scaled gradients (`optax.MultiSteps`), or what is returned holds none.
+    MpjaxValueError: when called: the step depends on the scale, is finite at no scale, or changes
+      something when it is skipped; or float16 gradients meet `NoLossScale`.
 
   >>> import jax, jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
@@ -115,265 +115,261 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   """
 
   def check(*args: P.args, **kwargs: P.kwargs) -> None:
-    found = scales_in((args, kwargs))
-    if not found:
-      raise _no_scale("none in the arguments", "Wrap the optimizer, tx = mpjax.loss_scaling(tx).")
-    refuse_outside((args, kwargs), _WHERE)
-    scaled = [(one, one.state) for one in found if one.state is not None]
-    unseen = [_check_one(step, args, kwargs, one, state) for one, state in scaled]
+    call = (args, kwargs)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(call)):
+      fix = "Call it on the host, before training: not inside of jit, grad or vmap."
+      raise MpjaxTypeError(_WHERE, expected="concrete arguments", got="traced ones", fix=fix)
+    scales = scales_in(call)
+    if not scales:
+      fix = "Wrap the optimizer, tx = mpjax.loss_scaling(tx)."
+      raise MpjaxTypeError(_WHERE, expected=_STATE, got="none in the arguments", fix=fix)
+    refuse_outside(call, _WHERE)
+    unseen = [_check_one(step, call, one) for one in scales]
     # Of several optimizers a step may update one alone.
     none_used = all(got == _UNTOUCHED for got in unseen)
-    for (one, _), got in zip(scaled, unseen, strict=True):
+    for one, got in zip(scales, unseen, strict=True):
       if got is not None and (none_used or got != _UNTOUCHED):
         _warn_inconclusive(one, got)
 
   return check
 
 
-def _check_one(
-  step: Function,
-  args: tuple[PyTree, ...],
-  kwargs: dict[str, PyTree],
-  found: OwnedScale,
-  state: LossScaleState,
-) -> str | None:
-  """Checks the step's use of one of the loss scales in its arguments.
-
-  Returns:
-    None, or what came where nothing depends on the gradients.
-  """
-  others = [one.state for one in scales_in((args, kwargs)) if one.owner is not found.owner]
-
-  def run(scale: float) -> _Run:
-    moved = state._replace(scale=jnp.full_like(state.scale, scale))
-    copies = jax.tree.map(_copy, replace_scale((args, kwargs), found, moved))
-    with jax.debug_nans(False), jax.debug_infs(False):
-      out = step(*copies[0], **copies[1])
-    # A step of NNX writes to its arguments, which are copies here.
-    counts = [one.state.total for one in scales_in(copies) if one.state is not None]
-    written = any(not np.array_equal(count, state.total) for count in counts)
-    return _outcome(copies if written and not scales_in(out) else out, found, moved, others)
-
-  start = max(_START, float(np.max(state.scale)))
-  first = run(start)
+def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
+  """Checks the use of one loss scale; returns what came where nothing depends on the gradients."""
+  run, program = _runner(step, call, scale)
+  if scale.state is None:
+    _refuse_float16(program)
+    return None
+  high, first = _HIGH, run(_HIGH)
+  if not first.updated:
+    return _UNTOUCHED
   while not first.finite:
-    start /= _FACTOR
-    if start < 1 / _START:
+    high /= _FACTOR
+    if high < 1 / _HIGH:
       raise MpjaxValueError(
         _WHERE,
         expected="a step whose gradients are finite at some loss scale",
-        got=f"an inf or NaN at every scale down to {start:.9g}",
+        got=f"an inf or NaN at every scale down to {high:.9g}",
         fix="Call it with another batch; mpjax.check_skipped_steps says which gradient it is.",
       )
-    first = run(start)
-  runs = [first, *(run(start / _FACTOR**k) for k in range(1, _STEPS))]
-  low = [run(start * _LOW / _FACTOR**k) for k in range(_WINDOW + 1)]
-  far = [one for one in (run(_FAR), low[-1]) if one.finite]
-  at_inf = run(float("inf"))
-  # A gradient that was multiplied by inf is not finite, wherever it is divided again. What is
-  # finite all the same, after a skipped step, was tried again at another scale.
-  tried_again = at_inf.finite and at_inf.skipped != low[-1].skipped
-  finite = at_inf.finite and not tried_again
-  never = finite and not at_inf.untouched
-  wrong, reports = list[tuple[bool, str]](), set[str]()
-  for position, leaf in enumerate(first.leaves):
-    for power, pure in _powers(position, runs, low, far):
-      if _is_report(leaf, power, pure=pure, inverse=1 / start if never else None):
-        reports.add(leaf.path)
-      else:
-        wrong.append((power > 0, leaf.path))
-  if never and not wrong:
-    # Under an optimizer that normalises all gradients are alike, but not those that are zero.
-    wrong = [(False, x.path) for x, _ in _moved(low[-1], at_inf) if not _is_scalar(x)]
-  if wrong:
-    # Beside those that fall with the scale others may rise: an epsilon makes them.
-    rises, path = min(wrong, key=lambda one: one[0])
-    raise _wrong_step(found, path, _what_happened(rises and not never, finite))
-  if at_inf.untouched:
-    return _UNTOUCHED
-  if never:
-    return _SAME_NEVER_SCALED
-  # Numbers that are logged may tell of the skipped step. A parameter is still what it was.
-  given = [x for x in jax.tree.leaves((args, kwargs)) if is_inexact(x) and not jnp.ndim(x)]
-  depends = tried_again or any(
-    not _is_scalar(x) or any(np.array_equal(y.value, z) for z in given)
-    for x, y in _moved(first, at_inf)
-    if x.path not in reports
-  )
-  return None if depends else _SAME
+    first = run(high)
+  runs = [first, run(high / _FACTOR), *([] if program is None else [run(high * _LOW)])]
+  overflows = [run(number, every=True) for number in (float("inf"), float("nan"))]
+  never = overflows[1].finite  # A step may try again at a lower scale than inf: a NaN stays one.
+  overflows = [run(float("inf"))] if never else [one for one in overflows if not one.finite]
+  runs = [one for one in (*runs, *overflows * never) if one.finite]
+  tolerance, depends, wrong = (0.25 if program is None else _TOLERANCE), False, []
+  before = collections.defaultdict[object, list[tuple[Path, Leaf]]](list)
+  for path, x in _leaves(call).items():
+    before[_type(x)].append((path, x))
+  state = next(path[: path.index(_FIELD)] for path in _leaves(call, scales=True) if _FIELD in path)
+  for path, new in first.after.items():
+    values, last = [one.after[path] for one in runs], overflows[-1].after[path]
+    named, old = _old_versions(path, before[_type(new)])
+    kept = [x for x in old if not any(_distance(x, one.after[path]) for one in overflows)]
+    for x in old if never and named else kept:
+      moved = [_distance(x, value) for value in values]
+      if max(_distance(new, value) for value in values) > tolerance * max(moved):
+        wrong.append((moved[0] > moved[len(values) - 1 - never], path))
+    # What counts calls beside the optimizer's state, as nnx.Optimizer does, may count this one.
+    counts = path[-len(state) : -1] == state[:-1] and not is_inexact(last)
+    if named and not (never or kept or counts or wrong or _is_log(last)):
+      raise _not_skipped(scale, "".join(path))
+    depends |= bool(old) and is_inexact(last) and _distance(new, last) > 0
+  if wrong:  # Beside those that fall with the scale others may rise: a clip makes them.
+    rises, path = min(wrong)
+    raise _wrong_step(scale, "".join(path), _what_happened(rises, never=never))
+  if depends:
+    return None
+  return _NEVER if never else _SAME
 
 
-def _copy(x: Leaf) -> Leaf:
-  return jnp.copy(x) if isinstance(x, jax.Array) else x
+def _runner(
+  step: Function, call: PyTree, scale: OwnedScale
+) -> tuple[Callable[..., _Run], ClosedJaxpr | None]:
+  """Returns a function that runs the step at a scale, and the jaxpr of the step if it has one."""
+  flat, treedef = jax.tree.flatten(call, is_leaf=is_nnx_variable)
+  places = [i for i, x in enumerate(flat) if is_nnx_variable(x) or hasattr(x, "dtype")]
+  inputs = [jnp.asarray(plain_array(flat[i])) for i in places]
+
+  def outcome(inputs: list[Array]) -> _Run:
+    new, shared = list(flat), dict[int, Leaf]()
+    for i, value in zip(places, inputs, strict=True):
+      new[i] = value
+      if is_nnx_variable(flat[i]):  # One that is tied stays so.
+        variable = jax.tree.unflatten(jax.tree.structure(flat[i]), [value])
+        new[i] = shared.setdefault(id(flat[i]), variable)
+    args, kwargs = treedef.unflatten(new)
+    out = step(*args, **kwargs)
+    if not shared and scale.label not in {one.label for one in scales_in(out)}:
+      raise _none_returned(out)
+    states = [one.state for one in scales_in((out, args, kwargs)) if one.label == scale.label]
+    written = _leaves((args, kwargs), variables=True)
+    return _Run([one for one in states if one is not None], _leaves(out) | written)
+
+  wide = program = None
+  with _quiet(), contextlib.suppress(Exception):  # What is wrong with the step it raises below.
+    program, shapes = jax.make_jaxpr(outcome, return_shape=True)(inputs)
+    run_wide, structure = jax.jit(in_float32(program)), jax.tree.structure(shapes)
+    wide = lambda inputs: structure.unflatten(run_wide(*inputs))  # noqa: E731
+
+  def run(number: float, *, every: bool = False) -> _Run:
+    marked = {id(x.total): _MARK for x in _numbers_of(scale)}
+    for one in scales_in(call) if every else [scale]:
+      marked |= {id(x.scale): number for x in _numbers_of(one)}
+    with _quiet():
+      values = [
+        jnp.full_like(x, marked[id(flat[i])]) if id(flat[i]) in marked else jnp.copy(x)
+        for i, x in zip(places, inputs, strict=True)
+      ]
+      return (outcome if wide is None else wide)(values)
+
+  return run, program
 
 
-def _outcome(
-  out: PyTree, found: OwnedScale, given: LossScaleState, others: list[LossScaleState | None]
-) -> _Run:
-  scales = [one.state for one in scales_in(out) if one.label == found.label]
-  own = [state for state in scales if state is not None]
-  if not own:
-    raise _no_scale(*_none_returned(out, found))
-  # Another optimizer that was not updated may have been skipped before.
-  active = [
-    s for s in own if not any(one is not None and _same(s, one) for one in (given, *others))
-  ]
-  finite = all(bool(np.all(state.finite)) for state in active or own)
-  skipped = sum(int(np.sum(state.skipped)) for state in own)
-  untouched = any(_same(state, given) for state in own)
-  leaves = []
-  pairs = jax.tree_util.tree_leaves_with_path(out, is_leaf=_is_state)
-  for path, node in pairs:
-    inside = _is_state(node)
-    for rest, x in jax.tree_util.tree_leaves_with_path(node.inner_state if inside else node):
-      if is_inexact(x):
-        leaves.append(_Leaf(key_text((*path, *rest)), x, inside))
-  return _Run(finite, skipped, untouched, leaves)
+def _numbers_of(scale: OwnedScale) -> list[LossScaleState]:
+  state = scale.owner.loss_scale[scale.label]
+  return [state] if isinstance(state, LossScaleState) else []
 
 
-def _same(a: LossScaleState, b: LossScaleState) -> bool:
-  return all(map(np.array_equal, a, b))
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+  with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+    yield
 
 
-def _is_state(x: object) -> bool:
-  return isinstance(x, LossScalingState)
+def _leaves(tree: PyTree, *, variables: bool = False, scales: bool = False) -> dict[Path, Leaf]:
+  """Returns the arrays in a tree by their paths, or only variables; perhaps those of scales too."""
+  pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_nnx_variable)
+  arrays = [one for one in pairs if is_nnx_variable(one[1]) or hasattr(one[1], "dtype")]
+  named = {
+    tuple(jax.tree_util.keystr((key,)) for key in path): plain_array(x)
+    for path, x in arrays
+    if is_nnx_variable(x) or not variables
+  }
+  return named if scales else {path: x for path, x in named.items() if _FIELD not in path}
 
 
-@jax.jit
-def _distance(a: Leaf, b: Leaf) -> Array:
-  """The largest difference of two elements: a norm would overflow, and add up what is rounded."""
-  a, b = float32_view([jnp.asarray(a), jnp.asarray(b)])
-  return jnp.max(jnp.abs(a - b), initial=0.0)
+def _old_versions(path: Path, before: list[tuple[Path, Leaf]]) -> tuple[bool, list[Leaf]]:
+  """Returns the arguments that a leaf may be the new version of, and whether their names say so.
 
-
-def _power(distances: list[float]) -> int | None:
-  """Returns the power of the scale that the distances follow for a while, or None."""
-  with np.errstate(divide="ignore", invalid="ignore"):
-    ratios = np.asarray(distances[1:]) / np.asarray(distances[:-1])
-  for power in (-1, -2, 1):
-    follows = np.abs(ratios * _FACTOR**power - 1) < 0.1
-    if any(follows[k : k + _WINDOW].all() for k in range(len(follows) - _WINDOW + 1)):
-      return power
-  return None
-
-
-def _powers(
-  position: int, runs: list[_Run], low: list[_Run], far: list[_Run]
-) -> Iterator[tuple[int, bool]]:
-  """Yields the powers of the scale that a leaf follows, and whether it is nothing else."""
-  values = [one.leaves[position].value for one in runs]
-  for end in far:
-    zero = end.leaves[position].value
-    distances = [float(_distance(x, zero)) for x in values]
-    # A run at the far end that is as the first has its gradients, and what differs is rounding.
-    power = _power(distances) if distances[0] else None
-    if power:
-      yield power, float(_distance(zero, jnp.zeros_like(zero))) < 1e-3 * max(distances)
-  # Here float16 has lost what was scaled, and other dtypes have it as it was: whatever rounding
-  # did, nothing in a right step is beyond what it was at first.
-  first = values[0]
-  grown = [float(_distance(one.leaves[position].value, first)) for one in low if one.finite]
-  if len(grown) == len(low) and grown[0] > _GROWN * float(_distance(first, jnp.zeros_like(first))):
-    power = _power(grown)
-    if power and power < 0:
-      yield power, True
-
-
-def _moved(some: _Run, others: _Run) -> list[tuple[_Leaf, _Leaf]]:
-  """Returns the leaves that differ, and are finite, between two runs."""
-  pairs = zip(some.leaves, others.leaves, strict=True)
-  return [(x, y) for x, y in pairs if 0 < float(_distance(x.value, y.value)) < float("inf")]
-
-
-def _is_scalar(leaf: _Leaf) -> bool:
-  """Whether a leaf may be a number to be logged."""
-  return jnp.ndim(leaf.value) == 0 and not leaf.in_optimizer
-
-
-def _is_report(leaf: _Leaf, power: int, *, pure: bool, inverse: float | None) -> bool:
-  """Whether a leaf is a number to be logged: the scale itself, its inverse, or scaled gradients.
-
-  Those are a power of the scale and nothing else, while parameters are added to. But one that
-  starts at zero is that as well, if it is a scalar and its gradients were never scaled. Where that
-  is so, `inverse` is the inverse of the scale, the one number that is still likely to be logged.
+  Of those of its type, the ones whose paths end as its own does, as far as any does.
   """
-  if power > 0:
-    return pure and (jnp.ndim(leaf.value) == 0 or not leaf.in_optimizer)
-  return pure and _is_scalar(leaf) and (inverse is None or np.isclose(leaf.value, inverse, atol=0))
+  shared = []
+  for other, _ in before:
+    same = [a == b for a, b in zip(reversed(path), reversed(other), strict=False)]
+    length = [*same, False].index(False)
+    # Positions alone say nothing: a batch may be where the loss is returned.
+    has_name = any(not key[1:-1].isdigit() for key in path[len(path) - length :])
+    shared.append(length if has_name else 0)
+  best = max(shared, default=0)
+  return best > 0, [x for (_, x), n in zip(before, shared, strict=True) if n == best]
 
 
-def _what_happened(rises: bool, finite_at_inf: bool) -> str:
+def _type(x: Leaf) -> tuple[object, ...]:
+  return jnp.shape(x), "float32" if is_half(x) else str(x.dtype)
+
+
+def _is_log(last: Leaf) -> bool:
+  """Whether a leaf is of gradients or updates: not finite, or zero, where a step is skipped."""
+  x = _numbers(last)
+  return not np.any(x) or not np.all(np.isfinite(x))
+
+
+def _numbers(x: Leaf) -> np.ndarray:
+  return np.asarray(jax.random.key_data(x) if is_key(x.dtype) else half_to_float32(x))
+
+
+def _distance(a: Leaf, b: Leaf) -> float:
+  """Returns the sum of the differences; numbers that are the same, NaN too, have none."""
+  a, b = _numbers(a), _numbers(b)
+  with np.errstate(all="ignore"):
+    apart = np.where((a == b) | ((a != a) & (b != b)), 0, np.abs(a - b) if is_inexact(a) else 1)
+  return float(np.sum(np.nan_to_num(apart, nan=np.inf), dtype=np.float64))
+
+
+def _refuse_float16(program: ClosedJaxpr | None) -> None:
+  """Raises if a step computes in float16 where nothing scales its gradients."""
+  eqns = [visit.eqn for visit in walk(program)] if program is not None else []
+  results = [v.aval for x in eqns if x.primitive.name != _CAST for v in x.outvars]
+  if any(getattr(aval, "dtype", None) == jnp.float16 for aval in results):
+    raise MpjaxValueError(
+      _WHERE,
+      expected="a loss scale, since the step computes in float16, whose gradients underflow",
+      got="NoLossScale()",
+      fix="Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16.",
+    )
+
+
+def _what_happened(rises: bool, *, never: bool) -> str:
+  if never:
+    return "gradients that were never scaled"
   if rises:
     return "gradients that still carry the loss scale, or carry it twice"
-  if finite_at_inf:
-    return "gradients that were never scaled"
   return (
     "gradients that were unscaled twice, or clipped (or normalised) while they were scaled, or "
     "some that were never scaled among others"
   )
 
 
-def _wrong_step(found: OwnedScale, path: str, what: str) -> MpjaxValueError:
-  grad_fn, update = _calls(found)
+def _wrong_step(scale: OwnedScale, path: str, what: str) -> MpjaxValueError:
+  grad_fn, update = _calls(scale)
   return MpjaxValueError(
     _WHERE,
-    expected=f"a step that is the same at every loss scale{_of_loss(found)}",
+    expected=f"a step that is the same at every loss scale{_of_loss(scale)}",
     got=f"{what}: what is returned at {path} changes with the scale",
     fix=f"Give what {grad_fn} returned to {update} as it is, with penalties inside of loss_fn, "
     "and clip inside: tx = mpjax.loss_scaling(optax.chain(clip, optimizer)). What mpjax.unscale "
-    "returns is to look at.",
+    "returns is to look at, and gradients inside of a loss are those of the plain loss.",
   )
 
 
-def _warn_inconclusive(found: OwnedScale, got: str) -> None:
+def _not_skipped(scale: OwnedScale, path: str) -> MpjaxValueError:
+  return MpjaxValueError(
+    _WHERE,
+    expected="a step that changes nothing when it is skipped",
+    got=f"another {path}",
+    fix="Wrap the step: @mpjax.nnx.atomic_step takes back all that it has written."
+    if scale.in_variables
+    else "Take it back by mpjax.select_tree(mpjax.last_step_finite(opt_state), new, old), or use "
+    "mpjax.make_train_step.",
+  )
+
+
+def _warn_inconclusive(scale: OwnedScale, got: str) -> None:
   fix = "Return the new opt_state, and call it for a step that updates."
-  if got != _UNTOUCHED:
+  if got == _UNTOUCHED and scale.in_variables:
+    fix = "Call optimizer.update(model, grads) in step."
+  elif got != _UNTOUCHED:
     fix = (
       "Call it after a step that was applied, with a learning rate that is not zero. If that warns "
       "too, all gradients are zero (does the loss use its argument?), or the updates are lost in "
       "parameters of low precision."
     )
-  if got == _SAME_NEVER_SCALED:
-    fix = f"Let {_calls(found)[0]} make the gradients. {fix}"
-  expected = f"a step whose gradients{_of_loss(found)} change what it returns"
+  if got == _NEVER:
+    fix = f"Let {_calls(scale)[0]} make the gradients. {fix}"
+  expected = f"a step whose gradients{_of_loss(scale)} change what it returns"
   text = message(_WHERE, expected=expected, got=f"{got}, so that nothing could be checked", fix=fix)
   warnings.warn(text, UserWarning, stacklevel=3)
 
 
-def _of_loss(found: OwnedScale) -> str:
-  return "" if found.name is None else f" of the loss {found.name!r}"
+def _of_loss(scale: OwnedScale) -> str:
+  return "" if scale.name is None else f" of the loss {scale.name!r}"
 
 
-def _calls(found: OwnedScale) -> tuple[str, str]:
+def _calls(scale: OwnedScale) -> tuple[str, str]:
   """Returns what makes the gradients of this loss scale, and what takes them."""
-  if _in_variables(found):
+  if scale.in_variables:
     return "mpjax.nnx.value_and_grad(loss_fn, optimizer)", "optimizer.update"
-  return "mpjax.value_and_grad(loss_fn, opt_state)", "tx.update"
+  name = "" if scale.name is None else f", name={scale.name!r}"
+  return f"mpjax.value_and_grad(loss_fn, opt_state{name})", "tx.update"
 
 
-def _in_variables(found: OwnedScale) -> bool:
-  """Whether a loss scale is in an `nnx.Optimizer`, which keeps its state in variables."""
-  scale = getattr(found.owner.loss_scale[found.label], "scale", None)
-  return plain_array(scale) is not scale
-
-
-def _no_scale(got: str, fix: str) -> MpjaxTypeError:
-  return MpjaxTypeError(
-    _WHERE, expected="the state of an optimizer created by mpjax.loss_scaling", got=got, fix=fix
-  )
-
-
-def _none_returned(out: PyTree, found: OwnedScale) -> tuple[str, str]:
-  """Returns what came instead of the state with this loss scale, and what to do."""
-  if _in_variables(found):
-    return "none in what step returned", "Call optimizer.update(model, grads) in step."
-  if nodes_of(out, LossScaleState):
-    # The update of a chain takes any tuple apart that has as many parts.
-    return (
-      "one that the update of another optimizer has taken apart in what step returned",
-      "Update with the tx that mpjax.loss_scaling returned, not with the optimizer inside of it.",
+def _none_returned(out: PyTree) -> MpjaxTypeError:
+  got, fix = "none in what step returned", "Return the new opt_state as well."
+  if nodes_of(out, LossScaleState):  # The update of a chain takes any tuple of its length apart.
+    got = "one that the update of another optimizer has taken apart in what step returned"
+    fix = (
+      "Update with the tx that mpjax.loss_scaling returned, not with the optimizer inside of it."
     )
-  return (
-    "none in what step returned",
-    "Return the new opt_state as well, that of the tx which mpjax.loss_scaling returned.",
-  )
+  return MpjaxTypeError(_WHERE, expected=_STATE, got=got, fix=fix)

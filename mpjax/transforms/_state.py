@@ -186,8 +186,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
       where,
       expected="a state with one loss scale",
       got=f"one with {len(picked)}, named {names}",
-      fix="Wrap the entire chain once, mpjax.loss_scaling(optax.chain(...)), or tell them apart "
-      "by name=.",
+      fix="Tell them apart by name=.",
     )
   return picked[0]
 
@@ -202,11 +201,6 @@ def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleSt
   if state is not None and _is_constant(state.total):
     raise _stale(where, _CONSTANT)
   return state
-
-
-def read_scale(opt_state: OptState, where: str, name: str | None, beside: PyTree) -> Array | None:
-  """Returns the one loss scale in `opt_state`, for what is to be scaled or unscaled by it."""
-  return scale_reader(find_scale(opt_state, where, name), where)(beside)
 
 
 def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | None]:
@@ -368,7 +362,6 @@ def set_loss_scale(
   moved = state._replace(
     scale=jnp.full_like(state.scale, scale), good_steps=jnp.zeros_like(state.good_steps)
   )
-
   return replace_scale(opt_state, target, moved)
 
 

@@ -21,7 +21,7 @@ from mpjax.transforms._state import (
   find_scale,
   scales_in,
 )
-from mpjax.transforms._trees import float32_view, nodes_of, place_like, strong
+from mpjax.transforms._trees import float32_view, is_nnx_variable, nodes_of, place_like, strong
 
 
 class TrainState(NamedTuple):
@@ -177,14 +177,11 @@ def _refuse_other_variables(params: Params, where: str) -> None:
   Only nnx.Param is known to be trained, so a tree of other variables alone is left to the caller.
   """
 
-  def is_variable(x: object) -> bool:
-    return hasattr(type(x), "get_raw_value")
-
   def is_param(x: object) -> bool:
     return any(kind.__name__ == "Param" for kind in type(x).__mro__)
 
-  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
-  variables = [(path, x) for path, x in leaves if is_variable(x)]
+  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx_variable)
+  variables = [(path, x) for path, x in leaves if is_nnx_variable(x)]
   others = [
     f"{type(x).__name__} at {path_text(path) or 'the root'}"
     for path, x in variables

@@ -15,7 +15,7 @@ from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, PyTree
 from mpjax._core.validators import check_scalar
 from mpjax.transforms._loss_scale import unscale_tree
-from mpjax.transforms._state import find_scale, read_scale, scale_reader
+from mpjax.transforms._state import find_scale, scale_reader
 from mpjax.transforms._trees import at_least_float32
 
 P = ParamSpec("P")
@@ -199,7 +199,8 @@ def unscale(grads: Grads, opt_state: OptState, *, name: str | None = None) -> Gr
   >>> mpjax.unscale(jnp.asarray([8.0, 2.0], jnp.float16), tx.init(jnp.ones(2)))
   Array([2. , 0.5], dtype=float32)
   """
-  return unscale_tree(grads, read_scale(opt_state, "mpjax.unscale(opt_state)", name, grads))
+  where = "mpjax.unscale(opt_state)"
+  return unscale_tree(grads, scale_reader(find_scale(opt_state, where, name), where)(grads))
 
 
 def _scale_in_range(loss: Leaf, scale: Array | None, largest: float) -> tuple[Array, Array | None]:

@@ -27,7 +27,7 @@ PUBLIC = {
     "UnmatchedRuleError",
   ],
   "mpjax.linen": ["PolicyModule", "policy_scope", "with_policy"],
-  "mpjax.nnx": ["convert", "value_and_grad", "with_policy"],
+  "mpjax.nnx": ["atomic_step", "convert", "value_and_grad", "with_policy"],
   "mpjax.reports": ["AuditReport", "GroupRanges", "NonfiniteReport", "RangesReport", "TuneReport"],
   "mpjax.states": [
     *("AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"),

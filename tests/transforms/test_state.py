@@ -220,7 +220,7 @@ def test_set_loss_scale_refuses():
     (0.5, ValueError, "[1, 16777216], the limits of this state"),
     (True, TypeError, "a plain number"),
     ("8", TypeError, "a plain number"),
-        (np.ones(2), TypeError, "a plain number"),
+    (np.ones(2), TypeError, "a plain number"),
   ):
     with refused(builtin, where, expected, repr(value), ". "):
       mpjax.set_loss_scale(state, value)

@@ -1,0 +1,82 @@
+"""A step that writes to objects of NNX: all of it happens, or nothing."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.trees import select
+from mpjax._core.types import PyTree
+from mpjax._core.validators import check_callable
+from mpjax.transforms._state import plain_array, scales_in
+from mpjax.transforms._trees import is_nnx_variable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
+  """Returns `step` such that nothing of a skipped step remains in what it was given.
+
+  `optimizer.update` skips parameters and the optimizer's state. What else a step writes, the
+  forward pass above all, is written all the same: batch statistics, counts of random numbers,
+  `optimizer.step`. This takes it back, bit for bit, where the optimizers that the step has updated
+  have skipped. Only the loss scale moves.
+
+  Args:
+    step: a function of models, of an `nnx.Optimizer` around `mpjax.loss_scaling`, and of anything
+      else, in any order. Put `nnx.jit` around the result, not inside.
+
+  Returns:
+    A function of the same arguments that returns what `step` does. Variables that the step creates
+    are not taken back: run the model once before.
+
+  Raises:
+    MpjaxTypeError: `step` is no function; when called: no argument holds a loss scale.
+    MpjaxValueError: when called: the step has changed the shape or dtype of a variable.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> from flax import nnx
+  >>> model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+  >>> optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(0.1)), wrt=nnx.Param)
+  >>> @nnx.jit
+  ... @mpjax.nnx.atomic_step
+  ... def step(model, optimizer, x):
+  ...   grad_fn = mpjax.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)
+  ...   loss, grads = grad_fn(model)
+  ...   optimizer.update(model, grads)
+  ...   return loss
+  >>> loss = step(model, optimizer, jnp.full((2, 3), jnp.inf))
+  >>> print(model.mean[...], optimizer.step[...], mpjax.last_step_finite(optimizer))
+  [0. 0. 0.] 0 False
+  """
+  where = "mpjax.nnx.atomic_step(step)"
+  fix = "Write it above the step: @nnx.jit, @mpjax.nnx.atomic_step, def step(model, optimizer, x)."
+  check_callable(step, where, expected="a function", fix=fix)
+
+  @functools.wraps(step)
+  def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+    scales = scales_in((args, kwargs))
+    if not scales:
+      fix = "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
+      expected, got = "an optimizer with a loss scale among the arguments", "none"
+      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+    totals = [one.state and one.state.total for one in scales]
+    moving = {id(x) for one in scales for x in one.owner.loss_scale[one.label]}
+    leaves: list[PyTree] = jax.tree.leaves((args, kwargs), is_leaf=is_nnx_variable)
+    variables = [x for x in leaves if is_nnx_variable(x) and id(x) not in moving]
+    old = [plain_array(x) for x in variables]
+    result = step(*args, **kwargs)
+    applied = jnp.asarray(True)
+    for one, total in zip(scales, totals, strict=True):
+      if one.state is not None:  # One that the step has not updated has no say.
+        applied &= one.state.finite | (one.state.total == total)
+    kept = select(applied, [plain_array(x) for x in variables], old, where)
+    for variable, x in zip(variables, kept, strict=True):
+      variable[...] = x
+    return result
+
+  return wrapper

@@ -1,0 +1,87 @@
+"""Nothing of a skipped step of NNX remains, statistics, counts and new optimizers included."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.errors import refused
+from tests.programs import bits
+
+
+class Net(nnx.Module):
+  """A layer that is tied, statistics, dropout."""
+
+  def __init__(self, rngs):
+    self.first = nnx.Linear(4, 4, rngs=rngs)
+    self.second = nnx.Linear(4, 4, rngs=rngs)
+    self.second.kernel = self.first.kernel
+    self.norm = nnx.BatchNorm(4, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return self.drop(self.norm(self.second(self.first(x))))
+
+
+def training():
+  model = Net(nnx.Rngs(0))
+  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=8))
+  return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def plain_step(model, optimizer, x):
+  loss, grads = mpjax.nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)
+  optimizer.update(model, grads)
+  return loss
+
+
+def numbers(model, optimizer):
+  """Everything but the loss scale."""
+  state = nnx.state((model, optimizer.opt_state.inner_state, optimizer.step))
+  values = (nnx.as_pure(x) for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "type")))
+  is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+  return bits([jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves([*values])])
+
+
+GOOD, BAD = jnp.arange(8.0).reshape(2, 4), jnp.full((2, 4), jnp.inf)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_skipped_step_is_a_deleted_one(wrap):
+  step = wrap(mpjax.nnx.atomic_step(plain_step))
+  ours, deleted, plain = training(), training(), training()
+  for x in (GOOD, BAD, BAD, GOOD):
+    step(*ours, x)
+    if x is GOOD:
+      step(*deleted, x)
+      wrap(plain_step)(*plain, x)
+    else:
+      assert not mpjax.last_step_finite(ours[1])
+  assert numbers(*ours) == numbers(*deleted) == numbers(*plain)
+  assert mpjax.loss_scaling_metrics(ours[1])["loss_scale"] == 2
+  assert ours[0].second.kernel is ours[0].first.kernel
+
+
+def test_of_two_optimizers_the_one_that_is_updated_decides():
+  """The other one has skipped its last step, which was another."""
+  (model, optimizer), (other, skipped) = training(), training()
+  plain_step(other, skipped, BAD)
+  assert not mpjax.last_step_finite(skipped)
+  step = mpjax.nnx.atomic_step(lambda m, o, unused, x: plain_step(m, o, x))
+  step(model, optimizer, skipped, GOOD)
+  assert int(model.drop.rngs.count[...]) == int(optimizer.step[...]) == 1
+
+
+def test_without_a_scale():
+  where = "mpjax.nnx.atomic_step(step)"
+  with refused(TypeError, where, "a loss scale among the arguments", "none", "nnx.Optimizer"):
+    mpjax.nnx.atomic_step(lambda x: x)(GOOD)
+  with refused(TypeError, where, "a function", "3", "@mpjax.nnx.atomic_step"):
+    mpjax.nnx.atomic_step(3)
+  model = Net(nnx.Rngs(0))
+  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale())
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  mpjax.nnx.atomic_step(plain_step)(model, optimizer, BAD)
+  assert int(optimizer.step[...]) == 1, "nothing is skipped"
