@@ -222,6 +222,14 @@ def bits(tree: Any) -> list[bytes]:
   return [f"{x.dtype}{x.shape}".encode() + x.tobytes() for x in leaves]
 
 
+def stored(master: Any, dtype: Any) -> Any:
+  """Returns float32 masters as parameters: rounded to nearest, in bfloat16 ties away from zero."""
+  if dtype != jnp.bfloat16:
+    return master.astype(dtype)
+  number = jax.lax.bitcast_convert_type(master, jnp.uint32) + np.uint32(0x8000)
+  return jax.lax.bitcast_convert_type((number >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
 def error(got: Any, want: Any) -> float:
   """Returns the largest difference between two trees, over the largest value of all of `want`."""
   assert jax.tree.structure(got) == jax.tree.structure(want)

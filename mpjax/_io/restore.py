@@ -14,7 +14,7 @@ from mpjax._core.leaves import are_floating, as_array, convert, misfit, put, ref
 from mpjax._core.paths import check_leaves, is_key, leaves_by_path, path_text, same_path
 from mpjax._core.types import KeyPath, Leaf, PyTree
 from mpjax._io.arrays import decode
-from mpjax._io.master_storage import as_saved, cross, crossings
+from mpjax._io.master_storage import cross, crossings
 from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._state import LossScalingState
 
@@ -77,15 +77,17 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   wanted = _wanted(target)
   own = isinstance(restored, (str, os.PathLike))
   stored = _metadata(os.fspath(restored)) if own else restored
-  crossed = crossings(target, wanted, leaves_by_path(stored, _WHERE).keys())
-  saved = as_saved(wanted, crossed)
+  crossed = crossings(target, wanted, leaves_by_path(stored, _WHERE))
+  saved = {path: want for path, want in wanted.items() if path not in crossed}
+  for one in crossed.values():
+    saved |= one.saved
   if own:
     restored = _read(os.fspath(restored), stored, target, saved, cast)
   found = _match(target, saved, restored, cast)
   converted = {path: convert(found[path], want.dtype) for path, want in saved.items()}
   casts = {path: (found[path], x) for path, x in converted.items()}
   refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
-  converted = cross(converted, crossed, _WHERE)
+  converted = cross(converted, crossed, wanted, _WHERE)
   leaves = [put(converted[path], want.sharding, alias=own) for path, want in wanted.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), leaves)
   _refuse_broken_scales(result)

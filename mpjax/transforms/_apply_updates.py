@@ -9,9 +9,10 @@ import optax
 
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.paths import is_key
-from mpjax._core.trees import is_array_like, is_half, is_none, saturate, tree_differences
+from mpjax._core.trees import is_array_like, is_half, is_none, tree_differences
 from mpjax._core.types import Array, DType, Leaf, Params, Updates
 from mpjax._core.validators import check_choice
+from mpjax.transforms._split import differentiated_as, stored
 from mpjax.transforms._trees import refuse_none
 
 _DROPPED_BITS = {"bfloat16": 16, "float16": 13}
@@ -41,8 +42,9 @@ def apply_updates(
     updates: a tree like `params`, in its shapes, in float32 (as all of mpjax gives) or any dtype.
       Keys and what is no array stay as they are, and may have None here.
     master: `mpjax.master_params(opt_state)` after `update`: each 16-bit parameter becomes its
-      rounded master, bit for bit (beyond the range of its dtype the largest number, not inf), and
-      its update is not looked at. None with `storage="split"`, where the updates lead there.
+      rounded master, bit for bit (beyond the range of its dtype the largest number, not inf; of
+      bfloat16 with ties away from zero), and its update is not looked at. None with
+      `storage="split"`, where the updates lead there.
     rounding: "nearest" (ties to even) or "stochastic".
     key: a PRNG key, typed or raw, for stochastic rounding; another one for each step.
 
@@ -109,7 +111,7 @@ def _check_rounding(call: str, master: Params, rounding: str, key: Array | None)
 def _from_master(params: Params, updates: Updates, master: Params, where: str) -> Params:
   def one(m: Leaf, p: Leaf, u: Leaf) -> Leaf:
     if m is not None and is_half(p):
-      return saturate(jnp.asarray(m), p.dtype).astype(p.dtype)
+      return stored(jnp.asarray(m, jnp.float32), p)
     return jax.tree.map(lambda p, u: _add(p, u, None), p, u)  # One hole may replace a subtree.
 
   try:
@@ -153,12 +155,18 @@ def _add(param: Leaf, update: Leaf, key: Array | None) -> Array:
   exact = jnp.asarray(param, jnp.float32) + jnp.asarray(update, jnp.float32)
   if key is None:
     return exact.astype(param.dtype)
-  return _round_stochastically(exact, param.dtype, key)
+  return round_stochastically(exact, param.dtype, key)
 
 
-def _round_stochastically(exact: Array, dtype: DType, key: Array) -> Array:
+def round_stochastically(exact: Array, dtype: DType, key: Array) -> Array:
+  """Returns float32 numbers in a 16-bit dtype, each one of its two neighbours there, by chance."""
   noise = jax.random.bits(key, exact.shape, jnp.uint32)
-  dropped = _DROPPED_BITS[dtype.name]
+  return _add_noise(exact, noise, np.zeros((), dtype))
+
+
+@differentiated_as(lambda exact, noise, like: exact.astype(like.dtype))
+def _add_noise(exact: Array, noise: Array, like: Array) -> Array:
+  dtype, dropped = like.dtype, _DROPPED_BITS[like.dtype.name]
   # Noise below the last bit that stays carries into it as often as what is dropped is large.
   bits = jax.lax.bitcast_convert_type(exact, jnp.uint32) + (noise >> np.uint32(32 - dropped))
   kept = np.uint32(2**32 - 2**dropped)

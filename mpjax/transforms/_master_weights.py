@@ -19,26 +19,25 @@ from mpjax.transforms._checks import (
   update_inner,
 )
 from mpjax.transforms._masters import (
+  SplitMasterWeightsState,
   check_split,
-  entries_of,
   first_master,
   has_split,
-  is_entry,
   is_hole,
+  is_remainder,
   is_shown,
   is_split,
-  kind_of,
-  lead_to,
-  map_entries,
   map_masters,
+  map_states,
   merge_masters,
-  next_master,
+  next_entry,
+  next_update,
   put_like,
   reach,
-  state_of,
+  stored_params,
   trained_of,
 )
-from mpjax.transforms._split import SplitMaster, join, rounded, split
+from mpjax.transforms._split import bounded, join, split
 from mpjax.transforms._state import MasterWeightsState
 from mpjax.transforms._trees import (
   KeyPath,
@@ -66,8 +65,10 @@ def master_weights(
   that come out lead each 16-bit parameter to the rounded master. `mpjax.apply_updates(params,
   updates, master=mpjax.master_params(opt_state))` makes the two equal bit for bit;
   `optax.apply_updates` does so but for the sign of zero, and for steps so large that a float32
-  `p + u` cannot reach the master, where the parameter follows on the next step. Where a finite
-  master is beyond the range of a parameter's dtype, the parameter is the largest number there.
+  `p + u` cannot reach the master, where the parameter follows on the next step. bfloat16 parameters
+  are rounded to nearest, ties away from zero. Where a finite master is beyond the range of a
+  parameter's dtype, the parameter is the largest number there; masters end at 3.3961773e38, what
+  rounds to the largest bfloat16. Derivatives take the rounding for the identity.
 
   Parameters in float32 (norms, say) are trained as without this wrapper, and have no copy. It may
   be inside `mpjax.loss_scaling` or around it, and inside `optax.masked` and
@@ -75,7 +76,7 @@ def master_weights(
   (2018), section 3.1.
 
   With `storage="split"` the state has no copy of a bfloat16 parameter, but what its rounding has
-  cut off: the parameter and 17 bits (2 1/8 bytes) are the master, bit for bit, and masters, updates
+  cut off: the parameter and an int16 in its shape are the master, bit for bit, and masters, updates
   and parameters are those of `storage="float32"`. Then `mpjax.apply_updates(params, updates)` or
   `optax.apply_updates` gives the rounded master, without `master=`; `mpjax.master_params` needs the
   parameters that belong to the state; and nothing but these updates may change the parameters
@@ -108,14 +109,6 @@ def master_weights(
   ...   params = mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))
   >>> print(params, mpjax.master_params(opt_state))
   [0.996094] [0.99549997]
-  >>> tx = mpjax.master_weights(optax.sgd(0.5), storage="split")
-  >>> params = jnp.asarray([1.0], jnp.bfloat16)
-  >>> opt_state = tx.init(params)
-  >>> for _ in range(3):
-  ...   updates, opt_state = tx.update(jnp.asarray([0.003]), opt_state, params)
-  ...   params = mpjax.apply_updates(params, updates)
-  >>> print(params, opt_state.master.remainder, mpjax.master_params(opt_state, params))
-  [0.996094] [-9962] [0.99549997]
   """
   where = "mpjax.master_weights(inner)"
   inner = check_inner(inner, where)
@@ -127,9 +120,8 @@ def master_weights(
     params = arrays_only(params)
     masters = jax.tree.map(lambda p: first_master(p, splits=splits), params)
     inner_state = init_inner(inner, trained_of(masters, params), where)
-    inner_state = jax.tree.map(strong, inner_state)
-    kind = SplitMaster if splits else None
-    return place_like(params, state_of(masters, inner_state, kind))
+    kind = SplitMasterWeightsState if splits else MasterWeightsState
+    return place_like(params, kind(masters, jax.tree.map(strong, inner_state)))
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
@@ -153,17 +145,17 @@ def master_weights(
         "loss_scaling(master_weights(inner)), or leave apply= out and apply the updates.",
       )
     params = arrays_only(params)
-    masters = entries_of(state)
-    check_split(masters, params, f"{where}.update(params)", view=is_shown(state))
+    check_split(state.master, params, f"{where}.update(params)", view=is_shown(state))
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
-    trained = trained_of(masters, params)
+    stored = stored_params(state.master, params)
+    trained = trained_of(state.master, stored)
     new_updates, inner_state = update_inner(
       inner, grads, state.inner_state, trained, extra_args, f"{where}.update"
     )
     moved = optax.apply_updates(trained, new_updates)
-    new_updates = map_entries(lead_to, masters, moved, params, new_updates)
-    masters = map_entries(next_master, masters, moved, params, new_updates)
-    return new_updates, state_of(masters, inner_state, kind_of(state))
+    new_updates = map_masters(next_update, state.master, moved, stored, new_updates)
+    masters = map_masters(next_entry, state.master, moved, stored, new_updates)
+    return new_updates, state._replace(master=masters, inner_state=inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -179,20 +171,20 @@ def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
   """
   problems = []
 
-  def adopt(master: PyTree, splits: bool) -> PyTree:
+  def adopt(state: MasterWeightsState) -> MasterWeightsState:
     def one(m: Leaf, p: Leaf) -> Leaf:
       # A None is a leaf of its own, while what optax masks out may be a subtree.
       if m is None and p is not None and not jax.tree_util.all_leaves([p]):
         problems.append(f"one array for {jax.tree.structure(p)}")
-      return first_master(p, splits=splits) if m is None else m
+      return first_master(p, splits=is_split(state)) if m is None else m
 
     try:
-      return map_entries(one, master, params)
+      return state._replace(master=map_masters(one, state.master, params))
     except ValueError as error:
       problems.append(str(error))
-      return master
+      return state
 
-  adopted = map_masters(adopt, opt_state)
+  adopted = map_states(adopt, opt_state)
   if problems:
     raise MpjaxTypeError(
       where,
@@ -209,7 +201,7 @@ def reach_masters(params: Params, updates: Updates, opt_state: OptState) -> Upda
   Those of a master that is split do so already.
   """
   for state in nodes_of(opt_state, MasterWeightsState):
-    updates = map_entries(reach, entries_of(state), params, updates)
+    updates = map_masters(reach, state.master, params, updates)
   return updates
 
 
@@ -248,9 +240,9 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
         fix="Pass mpjax.master_params(opt_state, params) with the parameters that belong to the "
         "state; for mpjax.apply_updates(params, updates) no master is needed.",
       )
-    return map_entries(lambda m: None if is_hole(m) else m, merged)
+    return map_masters(lambda m: None if is_hole(m) else m, merged)
   try:
-    map_entries(lambda m, p: None, merged, params)
+    map_masters(lambda m, p: None, merged, params)
   except ValueError as error:
     raise MpjaxValueError(
       "mpjax.master_params(params)",
@@ -268,7 +260,8 @@ def set_master_params(opt_state: T, params: Params) -> T:
   """Returns `opt_state` with its masters set to `params`: how 16-bit training starts from float32.
 
   The parameters themselves are the caller's to round: `policy.cast_to_param(params)`. With
-  `storage="split"` these, and no others, belong to the new state.
+  `storage="split"` these, and no others, belong to the new state. A number half-way between two of
+  bfloat16, which they have rounded towards zero, is then stored as the float32 number next to it.
 
   Args:
     opt_state: a state that holds `mpjax.master_weights`, created by `init` for the 16-bit
@@ -298,20 +291,21 @@ def set_master_params(opt_state: T, params: Params) -> T:
   def put(path: KeyPath, old: Leaf, new: Leaf) -> Leaf:
     if is_hole(old):
       return old
-    first = old.remainder if isinstance(old, SplitMaster) else old
-    if not is_floating(new) or jnp.shape(new) != first.shape:
-      problems.append(f"{jax.typeof(new)} for float32{list(first.shape)} at {key_text(path)}")
+    if not is_floating(new) or jnp.shape(new) != old.shape:
+      problems.append(f"{jax.typeof(new)} for float32{list(old.shape)} at {key_text(path)}")
       return old
-    new = jnp.array(new, jnp.float32, copy=True)  # An alias could not be donated with its source.
-    new = split(new, rounded(new)) if isinstance(old, SplitMaster) else new
-    return jax.tree.map(put_like, new, old)
+    # A new array: an alias could not be donated with its source.
+    new = bounded(jnp.asarray(new, jnp.float32))
+    # The parameter is the one that the caller has by a cast, ties to even.
+    return put_like(split(new, new.astype(jnp.bfloat16)) if is_remainder(old) else new, old)
+
+  def put_all(state: MasterWeightsState) -> MasterWeightsState:
+    new = jax.tree_util.tree_map_with_path(put, state.master, params, is_leaf=is_hole)
+    return state._replace(master=new)
 
   fix = "Pass the float32 parameters of the same model, with the tree that init was given."
   try:
-    new_state = map_masters(
-      lambda master, _: jax.tree_util.tree_map_with_path(put, master, params, is_leaf=is_entry),
-      opt_state,
-    )
+    new_state = map_states(put_all, opt_state)
   except ValueError as error:
     expected, got = "the tree that the state was created for", f"another one ({error})"
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
@@ -330,8 +324,8 @@ def merged_masters(opt_state: OptState, params: Params = None) -> Params:
     return None
   merged = merge_masters(_require(opt_state, ""), "")
   if params is None:
-    return map_entries(lambda m: None if is_entry(m) else m, merged)
-  return map_entries(lambda m, p: join(p, m) if isinstance(m, SplitMaster) else m, merged, params)
+    return map_masters(lambda m: None if is_hole(m) or is_remainder(m) else m, merged)
+  return map_masters(lambda m, p: join(p, m) if is_remainder(m) else m, merged, params)
 
 
 def _require(opt_state: OptState, where: str) -> list[MasterWeightsState]:

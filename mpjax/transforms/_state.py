@@ -78,9 +78,8 @@ class MasterWeightsState(NamedTuple):
   Args:
     master: float32 in the shapes of the parameters, None for those that are not stored in low
       precision: they are their own master, and a second copy would be memory for nothing. With
-      `storage="split"` two such trees: `remainder`, with int16 for bfloat16 parameters, the lower
-      16 bits of each master, and float32 for float16 ones; and `parity`, with uint8 for bfloat16
-      parameters, of shape (..., ceil(n / 8)) for (..., n), the next bit of each master.
+      `storage="split"` it is int16 for bfloat16 parameters: the bits of the master minus 2^16 times
+      those of its parameter.
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax

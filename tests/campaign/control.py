@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tests.programs import stored
+
 
 class Plain(NamedTuple):
   """What a run changes. Without half parameters `master` is () and `params` are trained."""
@@ -100,7 +102,7 @@ def update(inner, every, state: Plain, grads, statistics) -> Plain:
   trained = state.master or state.params
   updates, opt_state = inner.update(mean, state.opt_state, trained)
   trained = optax.apply_updates(trained, updates)
-  params = jax.tree.map(lambda t, p: t.astype(p.dtype), trained, state.params)
+  params = jax.tree.map(lambda t, p: stored(t, p.dtype), trained, state.params)
   ema = jax.tree.map(lambda e, t: e + (t - e) * 0.5, state.ema, trained if state.ema else ())
   master = trained if state.master else ()
   moved = state._replace(params=params, master=master, opt_state=opt_state)

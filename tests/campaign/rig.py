@@ -35,6 +35,7 @@ from tests.campaign.outcome import (
   unlike_oracle,
 )
 from tests.loss_scale_oracle import Oracle
+from tests.programs import stored
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
   "adam": lambda: optax.adam(2**-4, b1=0.5, b2=0.5),
@@ -323,7 +324,7 @@ def observe(setup: Setup, state: mpjax.TrainState) -> tuple[Any, Any, Any]:
   agree = jnp.asarray(True)
   if setup.stored != "float32":
     masters = mpjax.master_params(state.opt_state)
-    same = [jnp.all(masters[n].astype(p.dtype) == p) for n, p in state.params.items()]
+    same = [jnp.all(stored(masters[n], p.dtype) == p) for n, p in state.params.items()]
     agree = jnp.all(jnp.stack(same))
   parts = committed(setup, state)
   return digest(*parts), control.is_finite(parts), agree

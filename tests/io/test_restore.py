@@ -196,16 +196,6 @@ def test_another_dtype_is_an_error_that_names_every_leaf(through, tmp_path):
   assert_same(back, jax.tree.map(lambda x: x.astype(np.float32), expected))
 
 
-def test_what_others_do_with_another_dtype(tmp_path):
-  # The reason for restore_like; should one of these ever raise, the documentation has to change.
-  path = save(tmp_path / "state", {"w": jnp.asarray([1 / 3, 2.5])})
-  with ocp.StandardCheckpointer() as checkpointer:
-    for dtype, found in ((jnp.bfloat16, 0.333984375), (jnp.int32, 0)):
-      assert checkpointer.restore(path, {"w": jnp.zeros(2, dtype)})["w"][0] == found
-  packed = flax.serialization.to_bytes({"w": jnp.ones((2, 2), jnp.bfloat16)})
-  assert flax.serialization.from_bytes({"w": jnp.zeros(3)}, packed)["w"].dtype == jnp.bfloat16
-
-
 def test_a_misfit_is_seen_before_anything_is_read(tmp_path, monkeypatch):
   path = save(tmp_path / "state", WIDE)
   monkeypatch.setattr(ocp.StandardCheckpointer, "restore", None)

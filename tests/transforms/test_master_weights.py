@@ -13,7 +13,7 @@ from tests.programs import bits
 
 HALF = ["float16", "bfloat16"]
 BOTH = pytest.mark.parametrize("half", HALF)
-F32 = np.float32
+F32, BF16 = np.float32, jnp.bfloat16
 STEEP = mpjax.master_weights(optax.sgd(1.0))
 
 
@@ -86,15 +86,26 @@ def test_a_value_that_a_float32_sum_cannot_reach_follows_on_the_next_step(half, 
     assert params.tolist() == [reached]
 
 
-def test_the_sign_of_zero_is_the_masters_only_by_our_own_function():
+def test_minus_zero_is_the_masters_only_by_our_own_function():
+  """No update leads from 0 to -0."""
   params = jnp.asarray([0.0, -0.0, 0.0, -0.0], jnp.bfloat16)
   tx = mpjax.master_weights(optax.identity())
   state = mpjax.set_master_params(tx.init(params), jnp.asarray([-0.0, 0.0, 0.0, -0.0]))
   updates, state = tx.update(jnp.full(4, -0.0), state, params)
-  assert np.signbit(optax.apply_updates(params, updates)).tolist() == [False, True, False, True]
+  assert np.signbit(optax.apply_updates(params, updates)).tolist() == [False, False, False, True]
   ours = apply_from_master(params, updates, state)
   assert np.signbit(ours).tolist() == [True, False, False, True]
   assert not np.any(ours)
+
+
+def test_the_sign_of_zero_is_that_of_the_sum_in_both_storages():
+  params = jnp.asarray([-0.0, -0.0], jnp.bfloat16)
+  for storage in ("float32", "split"):
+    tx = mpjax.master_weights(optax.sgd(1.0), storage=storage)
+    updates, state = tx.update(jnp.asarray([-0.0, 0.0]), tx.init(params), params)
+    new = mpjax.apply_updates(params, updates)
+    for x in (new, mpjax.master_params(state, new)):
+      assert np.signbit(x).tolist() == [False, True]
 
 
 def test_updates_that_change_nothing_are_minus_zero():
@@ -209,6 +220,39 @@ def test_set_master_params_starts_from_what_is_given():
   assert bits(new.inner_state) == bits(old.inner_state)
 
 
+@pytest.mark.parametrize("storage", ["float32", "split"])
+def test_set_master_params_of_a_state_on_the_host(storage):
+  params = jnp.ones(3, jnp.bfloat16)
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.adam(0.1), storage=storage))
+  state = jax.device_get(tx.init(params))
+  new = mpjax.set_master_params(state, jnp.full(3, 1.001))
+  assert bits(mpjax.master_params(new, params)) == bits(np.full(3, 1.001, F32))
+
+
+def after_one_step(rate, start, storage):
+  """A loss after one step: what a hypergradient is of."""
+  tx = optax.sgd(rate)
+  tx = tx if storage is None else mpjax.master_weights(tx, storage=storage)
+  updates, _ = tx.update(start.astype(F32), tx.init(start), start)
+  return jnp.sum(jnp.square(mpjax.apply_updates(start, updates).astype(F32)))
+
+
+def test_hypergradients_of_both_storages_are_those_without_masters():
+  """With respect to the learning rate, and to the parameters before the step; none is 0."""
+  start, found = np.float32([1, -2, 3]), {}
+  for storage, dtype in (("float32", BF16), ("split", BF16), (None, F32)):
+    params = jnp.asarray(start, dtype)
+    found[storage] = jax.grad(after_one_step, (0, 1))(0.125, params, storage)
+  # Of p' = (1 - rate) p, both are exact: -2 (1 - rate) p^2, and 2 (1 - rate)^2 p.
+  exact = np.sum(-2 * 0.875 * start**2), 2 * 0.875**2 * start
+  for rate, params in found.values():
+    assert rate == exact[0]
+    assert params.tolist() == exact[1].astype(params.dtype).tolist()
+  # And where the parameter does not move, but the master does.
+  small = jax.grad(after_one_step)(1e-6, jnp.asarray(start, BF16), "split")
+  np.testing.assert_allclose(small, np.sum(-2 * start**2), rtol=1e-5)
+
+
 @pytest.mark.case("B133", "B134")
 def test_a_master_is_never_the_array_that_it_was_made_from():
   """So both may be donated, together too; and no step deletes the parameters of another tree."""
@@ -249,22 +293,6 @@ def test_set_master_params_keeps_placement_and_works_under_jit(devices):
   jitted = jax.jit(mpjax.set_master_params)(loose, jnp.full(8, 1.001))
   for found in (new, jitted):
     np.testing.assert_array_equal(found.master, F32(1.001))
-
-
-def test_adopting_and_reaching_by_hand():
-  """What a wrapper that shows float32 to master_weights does for it, before and after."""
-  params = {"h": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(1), "masked": optax.MaskedNode()}
-  hidden = MasterWeightsState({"h": None, "w": None, "masked": optax.MaskedNode()}, ())
-  adopted = adopt_masters(params, {"any": [hidden]}, "test")["any"][0]
-  assert adopted.master["h"].dtype == F32
-  assert adopted.master["w"] is None
-  assert adopted.master["masked"] == optax.MaskedNode()
-  moved = adopted._replace(master=adopted.master | {"h": jnp.asarray([1.0, 1.5])})
-  updates = {"h": jnp.full(2, 9.0), "w": jnp.full(1, 9.0), "masked": optax.MaskedNode()}
-  found = reach_masters(params, updates, [moved])
-  assert found["h"].tolist() == [0.0, 0.5]
-  assert np.signbit(found["h"][0])
-  assert found["w"] is updates["w"]
 
 
 BOTH_KINDS = {"w": jnp.ones(2, jnp.float16), "b": jnp.ones(1)}
