@@ -1,17 +1,21 @@
 """The optax wrapper that stores the moments of an optimizer in low precision."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Literal
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mpjax._core.dtypes import HALF_NAMES, parse_dtype
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
-from mpjax._core.trees import is_floating
+from mpjax._core.trees import is_floating, saturate
 from mpjax._core.types import (
+  Array,
   Class,
   DType,
   DTypeLike,
@@ -23,7 +27,8 @@ from mpjax._core.types import (
   Updates,
 )
 from mpjax._core.validators import check_flag
-from mpjax.transforms._checks import check_inner, init_inner, update_inner
+from mpjax.transforms._apply_updates import check_rounding, round_stochastically
+from mpjax.transforms._checks import check_inner, check_state, init_inner, update_inner
 
 Order = Literal["first", "second"]
 
@@ -46,48 +51,68 @@ _FIELDS_OF: dict[str, dict[str, Order]] = {
 """The same for states of optax that mean something else by a name, or have names of their own."""
 
 
+class StochasticState(NamedTuple):
+  """The state of `mpjax.state_dtype(..., rounding="stochastic")`.
+
+  Args:
+    steps: int32 of shape (), the updates that were made, from which the random bits come.
+    inner_state: the state of the inner optimizer.
+  """
+
+  steps: Array
+  inner_state: OptState
+
+
 def state_dtype(
   inner: optax.GradientTransformation,
   *,
   mu: DTypeLike | None = None,
   nu: DTypeLike | None = None,
   allow_second_moments: bool = False,
+  rounding: Literal["nearest", "stochastic"] = "nearest",
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that its first moments are stored in 16 bits, and computed in float32.
 
   Each update reads the first moments in float32, computes with them as `inner` does, and rounds
-  what it stores to nearest. (`mu_dtype` of optax multiplies the stored moment by its decay in the
-  dtype that it is stored in, and some optimizers have none.) Moments are found by the names of
-  fields, wherever they are in chains, masks, labels and injected hyperparameters: `mu`, `trace`
-  (the momentum of `optax.sgd`), `m1`, `exp_avg`, `m` and `v` of `optax.adan`, and `nu` of
-  `optax.sm3`, which is its momentum. `mu` of `optax.rmsprop(centered=True)`, a part of its second
-  moment, stays in float32, and so does the slow `m2` of `optax.contrib.ademamix`.
+  what it stores; what is beyond the range of the dtype is its largest number, not inf. (`mu_dtype`
+  of optax multiplies the stored moment by its decay in the dtype that it is stored in, and some
+  optimizers have none.) Moments are found by the names of fields, wherever they are in chains,
+  masks, labels and injected hyperparameters: `mu`, `trace` (the momentum of `optax.sgd`), `m1`,
+  `exp_avg`, `m` and `v` of `optax.adan`, and `nu` of `optax.sm3`, which is its momentum. `mu` of
+  `optax.rmsprop(centered=True)`, a part of its second moment, stays in float32, and so does the
+  slow `m2` of `optax.contrib.ademamix`.
 
-  A decay of 0.9 or 0.95 does in bfloat16. From 0.998 on, a step changes a moment by less than its
-  rounding, and is lost. float16 has no numbers below 6e-8, as first moments often are.
+  Rounded to nearest, a decay of 0.9 or 0.95 does in bfloat16. From 0.998 on, a step changes a
+  moment by less than its rounding, and is lost. Rounded stochastically, moments of any decay are
+  right on average. float16 has no numbers below 6e-8, as first moments often are.
 
   Second moments are refused for the same reasons: with their usual decay of 0.999 they stop in
-  bfloat16 at a fraction of what they are; in float16 and int8 small ones are 0, and the update a
-  division by epsilon, inf or NaN within steps.
+  bfloat16 at a quarter of what they are; in float16 small ones are 0, and the update a division by
+  epsilon, inf or NaN within steps. Where they are allowed, `init` warns of a decay that is out of
+  reach of the dtype; it sees the decay from two steps on arrays of one number.
 
   `mpjax.loss_scaling` belongs around it; it may be inside of `mpjax.master_weights` or around it.
-  The state is that of `inner` but for these dtypes: `restore_like(..., cast=True)` of
-  `mpjax.checkpoints` reads what was saved without it.
+  `mpjax.checkpoints.restore_like(..., cast=True)` reads what was saved without it, or with it
+  rounded to nearest.
 
   Args:
     inner: the optimizer.
     mu: "bfloat16", "float16" or "float32", for first moments; None leaves them.
     nu: the same for second moments (`nu`, `nu_max`, `exp_avg_sq`); refused without the next.
     allow_second_moments: store second moments in `nu` nevertheless.
+    rounding: "nearest" or "stochastic", by random bits from a number of steps in the state.
 
   Returns:
-    An optax transformation. Its state is that of `inner`, in which the floating arrays of these
-    moments have the dtype; complex and 64-bit ones stay as they are.
+    An optax transformation. Its state is that of `inner` (with stochastic rounding the
+    `inner_state` beside `steps`), in which the floating arrays of these moments have the dtype;
+    complex and 64-bit ones stay as they are.
 
   Raises:
-    MpjaxTypeError: `inner` is no optax transformation, or an argument has the wrong type.
-    MpjaxValueError: a dtype that no moment is stored in; `nu` without `allow_second_moments`;
-      neither `mu` nor `nu`; `init`: there is no such moment in the state of `inner`.
+    MpjaxTypeError: `inner` is no optax transformation, or an argument has the wrong type; `update`:
+      the state is not one of this transformation.
+    MpjaxValueError: a dtype that no moment is stored in; an unknown `rounding`; `nu` without
+      `allow_second_moments`; neither `mu` nor `nu`; `init`: there is no such moment in the state of
+      `inner`.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.state_dtype(optax.adam(1e-3), mu="bfloat16")
@@ -97,6 +122,8 @@ def state_dtype(
   """
   where = "mpjax.state_dtype(inner)"
   inner = check_inner(inner, where)
+  check_rounding("mpjax.state_dtype", rounding)
+  stochastic = rounding == "stochastic"
   check_flag(allow_second_moments, "mpjax.state_dtype(allow_second_moments)")
   if nu is not None and not allow_second_moments:
     raise MpjaxValueError(
@@ -121,40 +148,95 @@ def state_dtype(
       fix='Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.',
     )
 
+  def stored(state: OptState, containers: set[Class], steps: Array) -> OptState:
+    number = itertools.count()
+    key = jax.random.fold_in(jax.random.key(0), steps) if stochastic else None
+
+    def one(x: Leaf, order: Order) -> Leaf:
+      if order not in dtypes or not _is_stored(x):
+        return x
+      x = saturate(x, dtypes[order])
+      if key is None:
+        return x.astype(dtypes[order])
+      return round_stochastically(x, dtypes[order], jax.random.fold_in(key, next(number)))
+
+    state = _map_moments(one, state, containers)
+    return StochasticState(steps, state) if stochastic else state
+
   def init(params: Params) -> OptState:
-    found: set[Order] = set()
-
-    def store(x: Leaf, order: Order) -> Leaf:
-      found.add(order)
-      return _cast(x, dtypes.get(order))
-
-    state = _map_moments(store, init_inner(inner, params, where), _types_in(params))
-    missing = [arguments[order] for order in dtypes if order not in found]
+    containers, orders = _types_in(params), set()
+    inner_state = init_inner(inner, params, where)
+    _map_moments(lambda x, order: orders.add(order), inner_state, containers)
+    missing = [arguments[order] for order in dtypes if order not in orders]
     if missing and jax.tree.leaves(params):
       raise MpjaxValueError(
         f"mpjax.state_dtype({', '.join(missing)})",
         expected="an optimizer with such moments in its state",
-        got=f"one with {' and '.join(sorted(found)) + ' moments' if found else 'none'}",
+        got=f"one with {' and '.join(sorted(orders)) + ' moments' if orders else 'none'}",
         fix="Leave it out for this optimizer; moments are found by the names of fields, "
         f"{', '.join(_FIELDS)}.",
       )
-    return state
+    if "second" in dtypes and not stochastic:
+      _warn_of_decays(inner, params, dtypes["second"])
+    return stored(inner_state, containers, jnp.zeros((), jnp.int32))
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, OptState]:
-    containers = _types_in(updates if params is None else params)
-    wide = dict.fromkeys(dtypes, jnp.dtype(jnp.float32))
+    containers, steps = _types_in(updates if params is None else params), 0
+    if stochastic:
+      state = check_state(state, StochasticState, f"{where}.update(state)")
+      steps, state = optax.safe_increment(state.steps), state.inner_state
 
-    def cast(state: OptState, into: Mapping[str, DType]) -> OptState:
-      return _map_moments(lambda x, order: _cast(x, into.get(order)), state, containers)
+    def widen(x: Leaf, order: Order) -> Leaf:
+      return x.astype(jnp.float32) if order in dtypes and _is_stored(x) else x
 
-    new_updates, new = update_inner(
-      inner, updates, cast(state, wide), params, extra_args, f"{where}.update"
-    )
-    return new_updates, cast(new, dtypes)
+    wide = _map_moments(widen, state, containers)
+    new_updates, new = update_inner(inner, updates, wide, params, extra_args, f"{where}.update")
+    return new_updates, stored(new, containers, jnp.asarray(steps))
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _warn_of_decays(
+  inner: optax.GradientTransformationExtraArgs, params: Params, dtype: DType
+) -> None:
+  """Warns if second moments of `inner` do not come near their value in `dtype`.
+
+  What a step with a gradient of 0 leaves of a moment of 1 is its decay; of a maximum or a sum it is
+  all.
+  """
+  containers, decays = _types_in(params), set()
+  try:
+    with jax.ensure_compile_time_eval():
+      single = jax.tree.map(lambda p: jnp.ones((1,) * p.ndim, p.dtype), params)
+      zeros = jax.tree.map(jnp.zeros_like, single)
+      # The first step of some optimizers sets their moments.
+      _, state = inner.update(zeros, inner.init(single), single)
+      ones = lambda x, order: jnp.ones_like(x) if order == "second" else x  # noqa: E731
+      _, state = inner.update(zeros, _map_moments(ones, state, containers), single)
+      note = lambda x, order: decays.add(float(x.max())) if order == "second" else x  # noqa: E731
+      _map_moments(note, state, containers)
+  except Exception:  # It wants more arguments, other shapes, or a traced learning rate.
+    return
+  stops = ((_settled(decay, dtype), decay) for decay in decays if 0 < decay < 1)
+  reached, decay = min(stops, default=(1.0, 0.0))
+  if reached < 1 - 2.0**-5:
+    warnings.warn(
+      f"mpjax.state_dtype(nu): second moments that decay by {decay:.6g} settle in {dtype} at "
+      f"{reached:.2f} of their value: nearer to it a step is less than their rounding. Pass "
+      "rounding='stochastic', or leave nu out.",
+      UserWarning,
+      stacklevel=3,
+    )
+
+
+def _settled(decay: float, dtype: DType) -> float:
+  """Returns where a moment that begins at 0 and should go to 1 stops in `dtype`."""
+  old, new = -1.0, 0.0
+  while new != old:
+    old, new = new, float(np.asarray(decay * new + (1 - decay), dtype))
+  return new
 
 
 def _check_dtype(dtype: DTypeLike, where: str) -> DType:
@@ -169,10 +251,9 @@ def _check_dtype(dtype: DTypeLike, where: str) -> DType:
   return found
 
 
-def _cast(x: Leaf, dtype: DType | None) -> Leaf:
-  """Returns an array of a moment in `dtype`; without one, or of 64 bits or complex, as it is."""
-  is_stored = is_floating(x) and x.dtype.itemsize <= 4
-  return x if dtype is None or not is_stored else x.astype(dtype)
+def _is_stored(x: Leaf) -> bool:
+  """Whether an array of a moment is: of 64 bits or complex it stays as it is."""
+  return is_floating(x) and x.dtype.itemsize <= 4
 
 
 def _types_in(tree: PyTree) -> set[Class]:

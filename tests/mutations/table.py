@@ -619,9 +619,9 @@ mpjax/transforms/_state_dtype.py::state_dtype
 tests/transforms/test_state_dtype.py::test_second_moments_are_refused_unless_asked_for
 
 68 first moments are computed in the dtype that they are stored in
-- cast(state, wide)
-+ state
-tests/transforms/test_state_dtype.py::test_momentum_of_powers_of_two_is_numpys_to_the_bit
+- update_inner(inner, updates, wide, params, extra_args, f'{where}.update')
++ update_inner(inner, updates, state, params, extra_args, f'{where}.update')
+tests/transforms/test_state_dtype.py::test_momentum_is_numpys_to_the_bit
 """
 
 MUTATIONS = parsed(TABLE)
