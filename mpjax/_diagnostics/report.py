@@ -6,7 +6,6 @@ import json
 import math
 import pathlib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -128,31 +127,45 @@ def _printed(sections: Sequence[Section], width: int) -> Console:
   return console
 
 
-def progress_console(*, stderr: bool = False) -> Console:
-  """Returns a console that draws progress in a terminal alone.
-
-  rich takes a notebook for one, since Jupyter sets FORCE_COLOR: each frame would be a line of its
-  own there.
-  """
-  stream = sys.stderr if stderr else sys.stdout
-  is_terminal = stream is not None and stream.isatty()
-  return Console(stderr=stderr, force_jupyter=False, force_terminal=is_terminal)
-
-
 def _parts(section: Section) -> list[Text | Table | Padding]:
+  if not (section.lines or section.rows or section.footer):
+    return []  # A heading says nothing alone.
   parts: list[Text | Table | Padding] = [Text()]
   if section.title:
     parts.append(Text(section.title, style="bold"))
-  # A long path without spaces is broken anywhere, rather than cut off.
   parts += map(_line, section.lines)
   if section.rows:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name, align, wide in section.columns:
-      table.add_column(name, justify=align, overflow="fold", ratio=1 if wide else None)
-    for row in section.rows:
-      table.add_row(*(Text(each, overflow="fold") for each in row))
-    parts.append(table)
+    parts.append(_table(section.columns, section.rows))
   return [*parts, *map(_line, section.footer)]
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Table:
+  table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+  for name, align, wide in columns:
+    table.add_column(name, justify=align, overflow="fold", ratio=1 if wide else None)
+  cells = zip(columns, *rows, strict=True)
+  widths = [max(map(len, (column.name, *texts))) for column, *texts in cells]
+  narrow = sum(width for width, column in zip(widths, columns, strict=True) if not column.wide)
+  shares = max(sum(column.wide for column in columns), 1)
+  left = max((WIDTH - narrow - 2 * (len(columns) - 1)) // shares, 1)
+  for row in rows:
+    table.add_row(*(_broken(cell, left) for cell in row))
+  return table
+
+
+def _broken(text: str, width: int) -> Text:
+  """Returns text that breaks after slashes where a word, such as a path, is longer than a line."""
+
+  def word_in_lines(word: re.Match[str]) -> str:
+    lines = [""]
+    for part in re.findall(r"[^/]*/|[^/]+", word[0]):
+      if lines[-1] and len(lines[-1]) + len(part) > width:
+        lines.append("")
+      lines[-1] += part
+    return "\n".join(lines)
+
+  # A name that is longer than a line is broken anywhere, rather than cut off.
+  return Text(re.sub(rf"\S{{{width + 1},}}", word_in_lines, text), overflow="fold")
 
 
 def _line(line: str) -> Padding | Table:
@@ -160,10 +173,11 @@ def _line(line: str) -> Padding | Table:
   number = _NUMBER.match(line)
   if number:
     grid = Table.grid()
-    grid.add_row(number[0], Text(line[number.end() :], overflow="fold"))
+    grid.add_row(number[0], _broken(line[number.end() :], WIDTH - number.end()))
     return grid
   text = line.lstrip(" ")
-  return Padding(Text(text, overflow="fold"), (0, 0, 0, len(line) - len(text)))
+  indent = len(line) - len(text)
+  return Padding(_broken(text, WIDTH - indent), (0, 0, 0, indent))
 
 
 def amount(number: float, unit: str = "") -> str:

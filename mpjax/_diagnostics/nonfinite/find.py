@@ -25,7 +25,7 @@ from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range
 from mpjax._diagnostics.nonfinite.scales import Implied, Scale, implied_scale, scale_of
 from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, suspects
 from mpjax._diagnostics.nonfinite.traced import Traced, compiled, trace
-from mpjax._diagnostics.report import progress_console
+from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
 from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
 from mpjax._jaxprs.inner_jaxprs import mapped_with
@@ -152,7 +152,7 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   @functools.wraps(fn)
   def find(*args: object, **kwargs: object) -> NonfiniteReport:
     # Compiling a training step takes as long as the step's own.
-    with progress_console(stderr=True).status("find_nonfinite: compiling and running the function"):
+    with progress("find_nonfinite: compiling and running the function"):
       return _find(fn, args, kwargs)
 
   return find

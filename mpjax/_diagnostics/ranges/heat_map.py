@@ -98,6 +98,7 @@ def heat_map(name: str, kinds: Sequence[tuple[str, Sequence[Counted]]], path: st
     bar.outline.set_visible(False)
   if path is not None:
     figure.savefig(path, dpi=150)
+  plt.close(figure)  # Else a notebook shows it at the end of the cell, and as its result.
   return figure
 
 

@@ -1,6 +1,8 @@
 """`ranges`: one instrumented run of a function, and what its numbers look like."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import collections
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec
 
 import jax
@@ -11,25 +13,16 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from mpjax._core.bits import changes_nothing
 from mpjax._core.errors import check_call
 from mpjax._core.paths import key_names
-from mpjax._core.types import Args, Array, Kwargs, PyTree
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 from mpjax._diagnostics.arguments import check_function
 from mpjax._diagnostics.flat import Call, gradient_of, is_array
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
-from mpjax._diagnostics.ranges.exponents import (
-  Counts,
-  Grid,
-  added,
-  as_integers,
-  counted,
-  grid,
-  no_counts,
-  over_devices,
-  settled,
-)
-from mpjax._diagnostics.ranges.observed import Key, run_observed
-from mpjax._diagnostics.ranges.plan import Input, Plan, is_inexact, plan
-from mpjax._diagnostics.ranges.ranges_report import RangesReport, group_ranges
-from mpjax._jaxprs.compat import bind
+from mpjax._diagnostics.progress import progress
+from mpjax._diagnostics.ranges.exponents import Tally
+from mpjax._diagnostics.ranges.plan import Group, Input, Plan, is_inexact, plan
+from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+from mpjax._diagnostics.runner import Key, Observer, entered, run
+from mpjax._jaxprs.locations import location
 from mpjax._jaxprs.walk import walk
 from mpjax.transforms._state import scales_in
 
@@ -80,25 +73,34 @@ def ranges(
   check_function(fn, "mpjax.ranges(fn)", _FIX)
 
   def measured(*args: P.args, **kwargs: P.kwargs) -> RangesReport:
-    call = Call(args, kwargs, "mpjax.ranges(fn)")
-    program, outputs = call.traced(fn)
-    is_loss = bool(args) and _is_scalar(program) and not _has_backward(program)
-    scoped = with_parameter_scopes(fn)
-    if is_loss if differentiate is None else differentiate:
-      program, outputs = call.traced(gradient_of(scoped))
-    elif not _has_backward(program):
-      program, outputs = call.traced(scoped)
-    found = plan(program.jaxpr, _inputs(args, kwargs), outputs)
-    counts, largest = as_integers(_run(program, call.operands, found))
-    on = grid(found.dtypes)
-    groups = [
-      group_ranges(group, row, float(most), on)
-      for group, row, most in zip(found.groups, counts, largest, strict=True)
-    ]
-    name = getattr(fn, "__name__", type(fn).__name__)
-    return RangesReport(name, tuple(groups), _scale_in(args, kwargs))
+    with progress("ranges") as advance:
+      return _measured(fn, args, kwargs, differentiate, advance)
 
   return measured
+
+
+def _measured(
+  fn: Function,
+  args: Args,
+  kwargs: Kwargs,
+  differentiate: bool | None,
+  advance: Callable[[int, int], None],
+) -> RangesReport:
+  call = Call(args, kwargs, "mpjax.ranges(fn)")
+  program, outputs = call.traced(fn)
+  is_loss = bool(args) and _is_scalar(program) and not _has_backward(program)
+  scoped = with_parameter_scopes(fn)
+  if is_loss if differentiate is None else differentiate:
+    program, outputs = call.traced(gradient_of(scoped))
+  elif not _has_backward(program):
+    program, outputs = call.traced(scoped)
+  scales = [scale.state for scale in scales_in((args, kwargs)) if scale.state is not None]
+  counting = plan(program.jaxpr, _inputs(args, kwargs, [s.scale for s in scales]), outputs)
+  tallies = _tallies(program, call.operands, counting, advance)
+  groups = [GroupRanges(**group._asdict(), **tally.as_dict()) for group, tally in tallies.items()]
+  scale = np.asarray(scales[0].scale) if len(scales) == 1 else None
+  in_use = float(scale) if scale is not None and not scale.shape else None
+  return RangesReport(getattr(fn, "__name__", type(fn).__name__), groups, in_use)
 
 
 def _is_scalar(program: ClosedJaxpr) -> bool:
@@ -108,93 +110,66 @@ def _is_scalar(program: ClosedJaxpr) -> bool:
 
 
 def _has_backward(program: ClosedJaxpr) -> bool:
-  return any("transpose(" in str(visit.eqn.source_info.name_stack) for visit in walk(program))
+  return any(location(visit.eqn).direction == "backward" for visit in walk(program))
 
 
-def _inputs(args: Args, kwargs: Kwargs) -> list[Input | None]:
+def _inputs(args: Args, kwargs: Kwargs, scales: Sequence[Leaf]) -> list[Input | None]:
   """Returns what the arrays among the leaves of arguments are."""
-  found: list[Input | None] = []
+  inputs: list[Input | None] = []
   for position, one in enumerate((*args, *kwargs.values())):
-    inside = position == 0 and _holds_params(one)
+    inside = position == 0 and (hasattr(one, "params") or _holds_params(one))
     for path, x in jax.tree_util.tree_leaves_with_path(one):
       if not is_array(x):
         continue
       names = key_names(path)
       first = position == 0 and (not inside or names[:1] == ("params",))
       text = "/".join(names[1:] if first and inside else names) or "(array)"
-      prefix = () if position == 0 else (f"args[{position}]",)
+      shown = text if position == 0 else f"args[{position}]/{text}"
+      is_parameter = first and not any(x is scale for scale in scales)
       floating = is_inexact(x.dtype)
-      shown = "/".join((*prefix, text))
-      found.append(Input(shown, first, x.dtype, x.shape, names) if floating else None)
-  return found
+      inputs.append(Input(shown, is_parameter, x.dtype, x.shape, names) if floating else None)
+  return inputs
 
 
 def _holds_params(tree: PyTree) -> bool:
-  held = isinstance(tree, Mapping) and "params" in tree
-  return held or hasattr(tree, "params")
+  return isinstance(tree, Mapping) and "params" in tree
 
 
-def _scale_in(args: Args, kwargs: Kwargs) -> float | None:
-  """Returns the loss scale in the arguments; None where there is none, or several."""
-  found = [one.state for one in scales_in((args, kwargs))]
-  scales = [np.asarray(one.scale) for one in found if one is not None]
-  return float(scales[0]) if len(scales) == 1 and scales[0].shape == () else None
+def _tallies(
+  program: ClosedJaxpr,
+  operands: Sequence[Array],
+  counting: Plan,
+  advance: Callable[[int, int], None],
+) -> Mapping[Group, Tally]:
+  """Runs a jaxpr, and returns the counts of each group."""
+  tallies: dict[Group, Tally] = collections.defaultdict(Tally)
+  for position, group in counting.inputs.items():
+    tallies[group].add(operands[position])
 
+  steps = itertools.count()
+  total = sum(visit.times for visit in walk(program) if entered(visit.eqn) is None)
 
-class _Counter:
-  """Counts the results of equations."""
-
-  def __init__(self, plan: Plan, on: Grid) -> None:
-    self._plan, self._on = plan, on
-
-  def visit(
-    self, key: Key, eqn: JaxprEqn, operands: Sequence[Array], state: Counts
-  ) -> tuple[list[Array], Counts]:
-    results = bind(eqn, operands)
-    row = self._plan.results.get(key)
-    for x in () if row is None else results:
-      if row is not None and is_inexact(getattr(x, "dtype", None)):
-        state = counted(state, row, x, self._on)
-    addition = self._plan.additions.get(key)
+  def see(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> None:
+    advance(next(steps), total)
+    if key in counting.results:
+      for x in outs:
+        if is_inexact(getattr(x, "dtype", None)):
+          tallies[counting.results[key]].add(x)
+    addition = counting.additions.get(key)
     if addition is not None:
-      update = jnp.asarray(operands[1 - addition.argument])
-      update = jnp.broadcast_to(update, results[0].shape)
-      # As it is stored: in bits, since XLA may compare what was not rounded.
-      old, new = (x.astype(addition.dtype) for x in (operands[addition.argument], results[0]))
-      lost = _lost(old, new, update)
-      state = counted(state, addition.row, update, self._on, lost)
-    return results, state
+      update = jnp.broadcast_to(jnp.asarray(ins[1 - addition.argument]), outs[0].shape)
+      # As it is stored: that is where it rounds away.
+      old, new = (x.astype(addition.dtype) for x in (ins[addition.argument], outs[0]))
+      tallies[addition.group].add(update, _lost(old, new, update))
 
-  def settled(self, state: Counts) -> Counts:
-    return settled(state, self._on)
-
-  def empty(self) -> Counts:
-    return no_counts(len(self._plan.groups), self._on)
-
-  def over_devices(self, state: Counts, axes: frozenset[Hashable]) -> Counts:
-    return over_devices(state, axes)
-
-  def added(self, state: Counts, more: Counts) -> Counts:
-    return added(state, more)
+  run(program, operands, Observer(see=see))
+  return tallies
 
 
 def _lost(old: Array, new: Array, update: Array) -> Array:
   """Returns which updates change nothing though they are not zero."""
   if jnp.issubdtype(old.dtype, jnp.complexfloating):
-    # A part of a complex number is a number of its own, in the order of `counted`.
+    # A part of a complex number is a number of its own.
     parts = [changes_nothing(f(old), f(new), f(update)) for f in (jnp.real, jnp.imag)]
     return jnp.stack(parts)
   return changes_nothing(old, new, update)
-
-
-def _run(program: ClosedJaxpr, operands: Sequence[Array], found: Plan) -> Counts:
-  on = grid(found.dtypes)
-  counter = _Counter(found, on)
-
-  def instrumented(consts: Sequence[Array], operands: Sequence[Array]) -> Counts:
-    state = counter.empty()
-    for position, row in found.inputs.items():
-      state = counted(state, row, operands[position], on)
-    return counter.settled(run_observed(program.jaxpr, operands, counter, state, consts)[1])
-
-  return jax.jit(instrumented)(program.consts, list(operands))

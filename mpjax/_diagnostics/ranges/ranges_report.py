@@ -8,21 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._core.types import NumpyArray
-from mpjax._diagnostics.ranges.exponents import (
-  FATES,
-  FORMATS,
-  Grid,
-  exponents_of,
-  fates_of,
-)
+from mpjax._diagnostics.ranges.exponents import FATES, FORMATS
 from mpjax._diagnostics.ranges.heat_map import heat_map
-from mpjax._diagnostics.ranges.plan import Group, Kind
+from mpjax._diagnostics.ranges.plan import Kind
 from mpjax._diagnostics.report import Column, Json, Report, Section, amount, percent
 
-KINDS: tuple[Kind, ...] = ("activations", "gradients", "parameters", "updates")
-
-_SHORT = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+KINDS: tuple[Kind, ...] = (
+  *("activations", "gradients", "parameters", "optimizer state", "updates"),
+)
 
 _MOST_ROWS = 20
 _HEADROOM = 8
@@ -34,7 +27,8 @@ class GroupRanges:
   """The numbers of one kind in one module, or of one leaf of the arguments.
 
   Args:
-    kind: "activations", "gradients", "parameters" or "updates".
+    kind: "activations", "gradients", "parameters", "optimizer state" or "updates"; "float32" for
+      what a policy leaves in float32.
     path: the module (named scopes joined by "/"), or the path of the leaf.
     exponents: how many numbers have the exponent `floor(log2(|x|))`, by exponent, without zeros.
     zero: how many are zero.
@@ -45,10 +39,10 @@ class GroupRanges:
     largest: the largest finite magnitude.
 
   >>> import jax.numpy as jnp, mpjax
-  >>> report = mpjax.ranges(lambda x: 2 * x)(jnp.asarray([0.0, 1.0, 1.5, 2.0**-30]))
-  >>> found = report.of("activations")[0]
-  >>> found.exponents, found.zero, found.lost["float16"]
-  ({-29: 1, 1: 2}, 1, {'zero': 1, 'subnormal': 0, 'overflow': 0})
+  >>> report = mpjax.ranges(jnp.dot)(jnp.eye(4), jnp.asarray([0.0, 1.0, 1.5, 2.0**-30]))
+  >>> group = report.of("activations")[0]
+  >>> group.exponents, group.zero, group.lost["float16"]
+  ({-30: 1, 0: 2}, 1, {'zero': 1, 'subnormal': 0, 'overflow': 0})
   """
 
   kind: Kind
@@ -93,24 +87,7 @@ class GroupRanges:
 
   def as_dict(self) -> dict[str, Json]:
     """Returns what `to_json` writes."""
-    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    return {**fields, "exponents": {str(e): n for e, n in self.exponents.items()}}
-
-
-def group_ranges(group: Group, counts: NumpyArray, largest: float, on: Grid) -> GroupRanges:
-  """Returns what a row of counts says."""
-  inf, nan, lost_updates = (int(n) for n in counts[len(on.starts) :])
-  return GroupRanges(
-    kind=group.kind,
-    path=group.path,
-    exponents=exponents_of(counts, on),
-    zero=int(counts[0]),
-    inf=inf,
-    nan=nan,
-    lost={name: fates_of(counts, on, name) for name in FORMATS},
-    lost_updates=lost_updates,
-    largest=largest,
-  )
+    return {**vars(self), "exponents": {str(e): n for e, n in self.exponents.items()}}
 
 
 class RangesReport(Report):
@@ -122,9 +99,9 @@ class RangesReport(Report):
     loss_scale_in_use: the loss scale in the arguments, which the gradients carry; None without.
 
   >>> import jax.numpy as jnp, mpjax
-  >>> report = mpjax.ranges(lambda w, x: jnp.sum(w * x))(jnp.ones(2), jnp.asarray([1.0, 2.0**-30]))
+  >>> report = mpjax.ranges(lambda w, x: jnp.sum(w @ x))(jnp.eye(2), jnp.asarray([1.0, 2.0**-30]))
   >>> report, report.loss_scale, report.lost_gradients(1.0)
-  (<RangesReport of <lambda>: 3 groups>, 4096.0, 0.5)
+  (<RangesReport of <lambda>: 4 groups>, 4096.0, 0.5)
   """
 
   def __init__(
@@ -141,7 +118,7 @@ class RangesReport(Report):
     """Returns the groups of one kind that are not empty, in the order of the function.
 
     Args:
-      kind: "activations", "gradients", "parameters" or "updates".
+      kind: "activations", "gradients", "parameters", "optimizer state", "updates" or "float32".
 
     Returns:
       A tuple.
@@ -161,11 +138,15 @@ class RangesReport(Report):
     The largest gradient, times 8 for worse steps to come, stays below 65504. None where there is
     no gradient but 0.
     """
-    largest = max((g.largest for g in self.of("gradients")), default=0.0)
-    largest /= self.loss_scale_in_use or 1.0
-    if not largest:
+    if not self._largest:
       return None
-    return 2.0 ** min(max(math.floor(math.log2(_LARGEST / _HEADROOM / largest)), 0), 24)
+    return 2.0 ** min(max(math.floor(math.log2(_LARGEST / _HEADROOM / self._largest)), 0), 24)
+
+  @property
+  def _largest(self) -> float:
+    """The largest gradient, without the loss scale."""
+    largest = max((g.largest for g in self.of("gradients")), default=0.0)
+    return largest / (self.loss_scale_in_use or 1.0)
 
   def lost_gradients(self, loss_scale: float) -> float:
     """Returns the share of the nonzero gradients that float16 loses at a loss scale.
@@ -199,9 +180,7 @@ class RangesReport(Report):
 
   def sections(self) -> list[Section]:
     """Returns what is shown, in order."""
-    found = [self._headline(), self._updates(), self._overview()]
-    found += [self._table(kind) for kind in KINDS if self.of(kind)]
-    return [section for section in found if section is not None]
+    return [self._headline(), self._updates(), self._overview(), *map(self._table, KINDS)]
 
   def as_dict(self) -> dict[str, Json]:
     """Returns what `to_json` writes."""
@@ -220,47 +199,54 @@ class RangesReport(Report):
         f"{percent(self.lost_updates)} of the updates change nothing: they round away when they "
         "are added to the parameters as these are stored."
       )
-    bad = [g for g in self.groups if g.inf or g.nan]
+    bad = [
+      f"{g.kind} of {g.path or '(no scope)'} ({amount(g.inf)} inf, {amount(g.nan)} NaN)"
+      for g in self.groups
+      if g.inf or g.nan
+    ]
     if bad:
-      lines.append(f"Not finite: {', '.join(_named(g) for g in bad[:4])}" + (" …" * (len(bad) > 4)))
+      lines.append(f"Not finite: {', '.join(bad[:4])}" + " …" * (len(bad) > 4))
     if self.loss_scale is not None:
       scale, used = self.loss_scale, self.loss_scale_in_use
-      largest = max(g.largest for g in self.of("gradients")) / (used or 1.0)
+      scales = {"without a loss scale": 1.0}
+      if used is not None:
+        scales[f"with {_power(used)}, the one in use,"] = used
+      others = ", ".join(f"{t} {percent(self.lost_gradients(s))}" for t, s in scales.items())
       lines.append(
-        f"Loss scale for float16: {_power(scale)}. The largest gradient, {largest:.3g}, "
-        f"{_room(largest * scale)}, and {self._lost(scale)} of the gradients are lost; without a "
-        f"loss scale {self._lost(1.0)}"
-        + ("." if used is None else f", with {_power(used)}, the one in use, {self._lost(used)}.")
+        f"Loss scale for float16: {_power(scale)}. The largest gradient, {self._largest:.3g}, "
+        f"{_room(self._largest * scale)}, and {percent(self.lost_gradients(scale))} of the "
+        f"gradients are lost; {others}."
       )
+    low = sum(g.total for kind in KINDS for g in self.of(kind))
+    stay = sum(g.total for g in self.of("float32"))
+    lines.append(
+      f"{amount(low)} numbers were counted; {amount(stay)} others, such as those of softmax, masks "
+      "and the loss, stay in float32 under a policy."
+    )
     return Section(title=f"Ranges of {self.name}", lines=tuple(lines))
 
-  def _lost(self, scale: float) -> str:
-    return percent(self.lost_gradients(scale))
-
-  def _updates(self) -> Section | None:
-    lossy = sorted(
-      (g for g in self.of("updates") if g.lost_updates),
-      key=lambda g: -_share(g.lost_updates, g.nonzero),
-    )
-    if not lossy:
-      return None
-    rows = []
-    for g in lossy[:_MOST_ROWS]:
-      share = _share(g.lost_updates, g.nonzero)
-      counts = map(amount, (g.total, g.zero, g.lost_updates))
-      rows.append((g.path, *counts, percent(share)))
+  def _updates(self) -> Section:
+    lossy = [g for g in self.of("updates") if g.lost_updates]
+    lossy.sort(key=lambda g: -_share(g.lost_updates, g.nonzero))
     cure = (
       "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
       'round stochastically (mpjax.apply_updates(..., rounding="stochastic", key=key)).'
     )
     return Section(
       title="Updates that change nothing",
-      lines=(*_cut(len(lossy)), cure),
+      lines=(*_cut(len(lossy)), cure) if lossy else (),
       columns=(
         Column("parameter", wide=True),
         *(Column(name, "right") for name in ("updates", "zero", "lost", "of nonzero")),
       ),
-      rows=tuple(rows),
+      rows=tuple(
+        (
+          g.path,
+          *map(amount, (g.total, g.zero, g.lost_updates)),
+          percent(_share(g.lost_updates, g.nonzero)),
+        )
+        for g in lossy[:_MOST_ROWS]
+      ),
     )
 
   def _overview(self) -> Section:
@@ -268,10 +254,10 @@ class RangesReport(Report):
     for kind in KINDS:
       groups = self.of(kind)
       nonzero = sum(g.nonzero for g in groups)
-      for name in FORMATS if groups else ():
-        shares = [_share(sum(g.lost[name][f] for g in groups), nonzero) for f in FATES]
-        first = kind if name == FORMATS[0] else ""
-        rows.append((first, name, *(percent(s) for s in shares)))
+      for name in FORMATS:
+        counts = [sum(g.lost[name][fate] for g in groups) for fate in FATES]
+        if any(counts):
+          rows.append((kind, name, *(percent(_share(count, nonzero)) for count in counts)))
     return Section(
       title="What narrow dtypes lose, of the finite nonzero numbers",
       columns=(
@@ -283,59 +269,44 @@ class RangesReport(Report):
     )
 
   def _table(self, kind: Kind) -> Section:
-    groups = self.of(kind)
-    shown = groups
-    if len(groups) > _MOST_ROWS:
-      worst = sorted(range(len(groups)), key=lambda i: -groups[i].lost_share("float16"))
-      shown = tuple(groups[i] for i in sorted(worst[:_MOST_ROWS]))
-    rows = []
-    for g in shown:
-      low, high = _quantiles(g.exponents)
-      lost = [g.lost_share(name) for name in FORMATS]
-      rows.append(
+    """Returns the groups of which float16 or bfloat16 loses something: all 8 bits lose much."""
+    lossy = [g for g in self.of(kind) if g.lost_share("float16") + g.lost_share("bfloat16") > 0]
+    worst = sorted(lossy, key=lambda g: -g.lost_share("float16"))[:_MOST_ROWS]
+    what = "module" if kind in ("activations", "gradients") else "leaf"
+    return Section(
+      title=f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows",
+      lines=_cut(len(lossy)),
+      columns=(
+        Column(what, wide=True),
+        *(Column(name, "right") for name in ("values", "zero", "2^")),
+        *(Column(name.removeprefix("float8_")[:8], "right") for name in FORMATS),
+      ),
+      rows=tuple(
         (
           g.path or "(no scope)",
           amount(g.total),
           percent(_share(g.zero, g.total)),
-          "-" if low is None else f"{low}…{high}",
-          *(percent(s) for s in lost),
+          _span(g.exponents),
+          *(percent(g.lost_share(name)) for name in FORMATS),
         )
-      )
-    what = "leaf" if kind in ("parameters", "updates") else "module"
-    return Section(
-      title=f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows",
-      lines=_cut(len(groups)),
-      columns=(
-        Column(what, wide=True),
-        Column("values", "right"),
-        Column("zero", "right"),
-        Column("2^", "right"),
-        *(Column(_SHORT.get(name, name), "right") for name in FORMATS),
+        for g in lossy
+        if g in worst
       ),
-      rows=tuple(rows),
     )
 
 
 def _cut(count: int) -> tuple[str, ...]:
   if count <= _MOST_ROWS:
     return ()
-  return (
-    f"The {_MOST_ROWS} of {count} that lose most in float16; .groups and to_json() have all.",
-  )
+  return (f"The {_MOST_ROWS} of {count} that lose most; .groups and to_json() have all.",)
 
 
-def _named(g: GroupRanges) -> str:
-  return f"{g.kind} of {g.path or '(no scope)'} ({amount(g.inf)} inf, {amount(g.nan)} NaN)"
-
-
-def _quantiles(exponents: dict[int, int]) -> tuple[int | None, int | None]:
+def _span(exponents: dict[int, int]) -> str:
   """Returns the exponents between which 99.8 % of the numbers lie."""
-  if not exponents:
-    return None, None
   keys = sorted(exponents)
   share = np.cumsum([exponents[k] for k in keys]) / sum(exponents.values())
   low, high = np.searchsorted(share, 0.001, side="right"), np.searchsorted(share, 0.999)
-  return keys[min(low, len(keys) - 1)], keys[min(high, len(keys) - 1)]
+  return f"{keys[min(low, len(keys) - 1)]}…{keys[min(high, len(keys) - 1)]}"
 
 
 def _share(part: int, total: int) -> float:

@@ -302,4 +302,5 @@ def draw(
   axis.grid(alpha=0.25)
   if path is not None:
     figure.savefig(path, dpi=150)
+  plt.close(figure)  # Else a notebook shows it twice.
   return figure

@@ -1,6 +1,7 @@
 """`tune`: rules for what must stay in float32, for an error of the gradient that is allowed."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
@@ -9,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mpjax._core.dtypes import HALVES
 from mpjax._core.errors import MpjaxValueError, check_call
@@ -21,8 +20,8 @@ from mpjax._core.validators import check_value
 from mpjax._diagnostics.arguments import check_function
 from mpjax._diagnostics.flat import Call, gradient_of
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
+from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.ranges.measure import ranges
-from mpjax._diagnostics.report import progress_console
 from mpjax._diagnostics.tune.modules import Modules, modules_of, rules_for
 from mpjax._diagnostics.tune.search import Chosen, Problem, most_evaluations, search
 from mpjax._diagnostics.tune.sensitivity import Sensitivity, sensitivity
@@ -164,12 +163,9 @@ class _Tuning:
   def run(self) -> TuneReport:
     modules = modules_of(self._program.jaxpr)
     bound = most_evaluations(len(modules.paths))
-    console = progress_console()
-    text = f"tune: {len(modules.paths)} modules, at most {bound} measurements"
-    console.print(text, highlight=False)
-    with _progress(console) as progress:
-      task = progress.add_task("tune", total=bound)
-      found = self._search(modules, lambda: progress.advance(task))
+    sys.stdout.write(f"tune: {len(modules.paths)} modules, at most {bound} measurements\n")
+    with progress("tune") as advance:
+      found = self._search(modules, lambda: advance(len(self.evaluations), bound))
     good = [each for each in self.evaluations if each.error <= self._tolerance]
     best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
     return TuneReport(
@@ -239,13 +235,6 @@ def _norm(tree: Sequence[Array]) -> float:
   parts = [np.asarray(x).astype(np.complex128 if jnp.iscomplexobj(x) else float) for x in tree]
   with np.errstate(invalid="ignore", over="ignore"):
     return math.sqrt(sum(float(np.sum(np.abs(x) ** 2)) for x in parts))
-
-
-def _progress(console: Console) -> Progress:
-  columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-  # What is no terminal would get a line for it.
-  shown = console.is_terminal
-  return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not shown)
 
 
 _OVERFLOWS = ("no", "maybe", "yes")

@@ -25,7 +25,7 @@ def test_a_picture_is_written(tmp_path):
   labels = [label.get_text() for label in figure.axes[1].get_yticklabels()]
   assert labels == ["…" + "a" * 37, "(no scope)"]
   assert len(figure.axes[2].get_yticklabels()) == 40
-  figure.canvas.draw()
+  figure.draw_without_rendering()
   # The note is beside its panel, where no line crosses it, and not over the bar of colors.
   note = next(text for text in figure.axes[1].texts if text.get_text() == "9 % lost")
   box, bar = note.get_window_extent(), figure.axes[-1].get_window_extent()

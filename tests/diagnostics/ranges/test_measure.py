@@ -36,7 +36,7 @@ def test_every_number_of_a_function_is_counted_exactly():
 
   report = mpjax.ranges(loss)(w, x)
   check_equal(group(report, "activations", "layer"), x @ w)
-  check_equal(group(report, "activations", "end"), jnp.sum(x @ w))
+  check_equal(group(report, "float32", "end"), jnp.sum(x @ w))
   check_equal(group(report, "gradients", "layer"), x.T @ jnp.ones((5, 3)))
   check_equal(group(report, "parameters", "(array)"), w)
   assert not report.of("updates")
@@ -95,6 +95,75 @@ def test_a_training_step_with_a_loss_scale():
   }
   assert report.of("updates")
   assert report.lost_updates == 0
+
+
+def attention(w, x):
+  q = x @ w
+  scores = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), q @ q.T / 8, -1e9)
+  return jax.nn.softmax(scores) @ q
+
+
+def test_masks_and_float32_softmax_are_no_losses():  # D14
+  w = jax.random.normal(jax.random.key(0), (8, 8))
+  x = jax.random.normal(jax.random.key(1), (16, 8)) / 4
+  report = mpjax.ranges(attention)(w, x)
+  (low,), (wide,) = report.of("activations"), report.of("float32")
+  assert jnp.all(jnp.isfinite(attention(w.astype("float16"), x.astype("float16"))))
+  assert low.lost["float16"] == {
+    "zero": 0,
+    "subnormal": low.lost["float16"]["subnormal"],
+    "overflow": 0,
+  }
+  assert wide.lost["float16"]["overflow"] >= 120  # Half of the scores.
+  assert low.largest < 100
+
+
+@pytest.mark.standard_promotion
+def test_the_scale_that_the_report_proposes_keeps_gradients():  # D2
+  w = jax.random.normal(jax.random.key(0), (2, 16, 16))
+  x = jax.random.normal(jax.random.key(1), (32, 16), jnp.float16)
+
+  def loss(w, x):
+    return 1e-6 * jnp.mean(((nn.relu(x @ w[0]) @ w[1]).astype(jnp.float32)) ** 2)
+
+  def step(w, state, x):
+    _, grads = mpjax.value_and_grad(loss, state)(w, x)
+    updates, state = tx.update(grads, state, w)
+    return optax.apply_updates(w, updates), state
+
+  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale())
+  report = mpjax.ranges(step)(w, tx.init(w), x)
+  assert report.loss_scale == mpjax.ranges(loss)(w, x).loss_scale > 2**15
+
+  def in_float16(scale):
+    """Returns how many gradients are 0 that are not in float32, and how many are not finite."""
+    gradient = jax.grad(lambda w, x: scale * loss(w, x))
+    exact, low = gradient(w, x.astype("float32")), gradient(w.astype("float16"), x)
+    return int(jnp.sum((low == 0) & (exact != 0))), int(jnp.sum(~jnp.isfinite(low)))
+
+  zeros, bad = in_float16(report.loss_scale)
+  assert bad == 0
+  assert 10 * zeros < in_float16(1.0)[0]
+
+
+@pytest.mark.standard_promotion
+def test_moments_in_the_first_argument_are_optimizer_state():  # D15
+  tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8))
+  params = {"w": jnp.ones((4, 3))}
+
+  def step(state, x):
+    params, opt_state, ema = state
+    _, grads = mpjax.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), opt_state)(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    return params, opt_state, optax.incremental_update(params, ema, 0.1)
+
+  report = mpjax.ranges(step)((params, tx.init(params), params), jnp.ones((2, 4)))
+  paths = {kind: [g.path for g in report.of(kind)] for kind in ("parameters", "optimizer state")}
+  assert paths["parameters"] == ["0/w"]
+  assert [path.split("/")[-2:] for path in paths["optimizer state"]] == [
+    *(["mu", "w"], ["nu", "w"], ["2", "w"]),
+  ]
 
 
 @pytest.mark.standard_promotion
