@@ -27,8 +27,12 @@ def selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
   """Returns what selects a path, and none else.
 
   Without what `mpjax.with_policy` does not count, if possible: the class of a Flax model, and
-  the method in "Net/Net.encode/Dense_0" or "Net/rnn/cell.scan_fn/cell/hi".
+  the method in "Net/Net.encode/Dense_0" or "Net/rnn/cell.scan_fn/cell/hi". What is around all other
+  paths is the root of a model, which is "" there.
   """
+  others = {f"{other}/" for other in scopes if other not in ("", path)}
+  if path and others and all(other.startswith(f"{path}/") for other in others):
+    return re.compile(f"({re.escape(path)})?")
   names = path.split("/")
   methods = [i for i, name in enumerate(names) if _is_method(name)]
   inside = names[methods[-1] + 1 :] if methods else []

@@ -38,12 +38,15 @@ def ranges(
   """Returns a function that runs `fn` once and reports what its numbers look like.
 
   `fn` may be a training step, a gradient, a loss or a model, jitted or not. It is traced, and runs
-  as one jitted function that also counts the exponents of all numbers, exactly, inside of `scan`,
-  `while`, `cond`, `remat`, custom derivatives and `shard_map` too:
+  one operation after the other, inside of `scan`, `while`, `cond`, `remat`, custom derivatives and
+  `shard_map` too. The exponents of all numbers are counted, exactly:
 
-  - *activations*: the results of the operations of the forward pass, by module (named scope);
+  - *activations*: the results of the forward pass, by module (named scope), that a policy would
+    hold in low precision: what matmuls return and take, and what is computed from their results;
   - *gradients*: those of the backward pass, by module, times the loss scale if there is one;
+  - *float32*: the other results, such as masks, softmax and the loss. No dtype loses any of these;
   - *parameters*: the floating leaves of the first argument, of its `params` where it has such;
+  - *optimizer state*: those among them that nothing reads but the optimizer, such as moments;
   - *updates*: what is added to an argument that `fn` returns changed, `param + update`, with the
     share of them that change nothing: they round away in the dtype that the parameter is stored in.
 
@@ -72,20 +75,21 @@ def ranges(
   """
   check_function(fn, "mpjax.ranges(fn)", _FIX)
 
-  def measured(*args: P.args, **kwargs: P.kwargs) -> RangesReport:
+  def count(*args: P.args, **kwargs: P.kwargs) -> RangesReport:
     with progress("ranges") as advance:
-      return _measured(fn, args, kwargs, differentiate, advance)
+      return counted(fn, args, kwargs, differentiate, advance)
 
-  return measured
+  return count
 
 
-def _measured(
+def counted(
   fn: Function,
   args: Args,
   kwargs: Kwargs,
   differentiate: bool | None,
   advance: Callable[[int, int], None],
 ) -> RangesReport:
+  """Returns the report of one call; `advance` takes the operations that are done, and all."""
   call = Call(args, kwargs, "mpjax.ranges(fn)")
   program, outputs = call.traced(fn)
   is_loss = bool(args) and _is_scalar(program) and not _has_backward(program)
@@ -95,7 +99,7 @@ def _measured(
   elif not _has_backward(program):
     program, outputs = call.traced(scoped)
   scales = [scale.state for scale in scales_in((args, kwargs)) if scale.state is not None]
-  counting = plan(program.jaxpr, _inputs(args, kwargs, [s.scale for s in scales]), outputs)
+  counting = plan(program.jaxpr, inputs_of(args, kwargs, [s.scale for s in scales]), outputs)
   tallies = _tallies(program, call.operands, counting, advance)
   groups = [GroupRanges(**group._asdict(), **tally.as_dict()) for group, tally in tallies.items()]
   scale = np.asarray(scales[0].scale) if len(scales) == 1 else None
@@ -113,10 +117,10 @@ def _has_backward(program: ClosedJaxpr) -> bool:
   return any(location(visit.eqn).direction == "backward" for visit in walk(program))
 
 
-def _inputs(args: Args, kwargs: Kwargs, scales: Sequence[Leaf]) -> list[Input | None]:
+def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[Input | None]:
   """Returns what the arrays among the leaves of arguments are."""
   inputs: list[Input | None] = []
-  for position, one in enumerate((*args, *kwargs.values())):
+  for position, one in enumerate((*args, *(kwargs[name] for name in sorted(kwargs)))):
     inside = position == 0 and (hasattr(one, "params") or _holds_params(one))
     for path, x in jax.tree_util.tree_leaves_with_path(one):
       if not is_array(x):

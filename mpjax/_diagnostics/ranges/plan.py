@@ -91,11 +91,13 @@ class Plan(NamedTuple):
     inputs: the group of each argument that is a parameter, or optimizer state.
     results: that of the results of an equation.
     additions: the equations that add an update.
+    readers: where an argument is read first.
   """
 
   inputs: Mapping[int, Group]
   results: Mapping[Key, Group]
   additions: Mapping[Key, Addition]
+  readers: Mapping[int | Key, Location]
 
 
 class _Sum(NamedTuple):
@@ -138,8 +140,8 @@ class _Planner:
     self.places: dict[Key, Location] = {}
     self.low: set[Key | int] = set()
     """The equations whose results a policy holds in low precision."""
-    self.read: set[Key | int] = set()
-    """What something else than the optimizer reads."""
+    self.readers: dict[Key | int, Location] = {}
+    """Where something is read first, but by the optimizer."""
     self.backward = False
 
   def walk(
@@ -194,10 +196,11 @@ class _Planner:
     work = self.backward and here.direction == "forward" and not here.path
     floats = [value for value in operands if value is not None]
     origins = frozenset[int | Key]().union(*(value.origins for value in floats))
+    for each in () if work else origins:
+      self.readers.setdefault(each, here)
     if facts_of(eqn).moves or eqn.primitive is convert_element_type_p:
       # The same numbers again.
       return [_result(eqn, v, part, operands, key, origins) for v in eqn.outvars]
-    self.read |= set() if work else origins
     self.low |= origins if part == "half" else set()
     results = [_result(eqn, v, part, operands, key, frozenset([key])) for v in eqn.outvars]
     if not work and here.direction != "recomputed" and any(results):
@@ -311,12 +314,12 @@ def plan(jaxpr: Jaxpr, inputs: Sequence[Input | None], outputs: Sequence[tuple[s
         # Of `a + b`, two arguments, the first is what is updated.
         additions.setdefault(key, Addition(Group("updates", one.path), operand, one.dtype))
   counted = {
-    i: Group("parameters" if i in planner.read else planner.unread, one.path)
+    i: Group("parameters" if i in planner.readers else planner.unread, one.path)
     for i, one in enumerate(inputs)
     if one is not None and one.is_parameter
   }
   results = {key: planner.group(key) for key in planner.places if key not in additions}
-  return Plan(counted, results, additions)
+  return Plan(counted, results, additions, planner.readers)
 
 
 def _argument(position: int, one: Input) -> _Value:

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
-from mpjax._diagnostics.ranges.observed import Key, entered
+from mpjax._diagnostics.runner import Key, entered
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
@@ -35,36 +35,42 @@ class Modules(NamedTuple):
   scopes: frozenset[str]
 
 
-class _Visit(NamedTuple):
+class Visit(NamedTuple):
+  """An equation, where it is, and how often it runs as far as the jaxpr says."""
+
   key: Key
   here: Location
   eqn: JaxprEqn
   times: int
 
 
-def _walk(jaxpr: Jaxpr, around: Location, at: Key, times: int) -> Iterator[_Visit]:
+def visits(
+  jaxpr: Jaxpr, around: Location | None = None, at: Key = (), times: int = 1
+) -> Iterator[Visit]:
+  """Yields the equations of a jaxpr as `runner.run` keys them."""
   for number, eqn in enumerate(jaxpr.eqns):
     key, here = (*at, number), location(eqn, around)
-    yield _Visit(key, here, eqn, times)
+    yield Visit(key, here, eqn, times)
     for position, inner in enumerate(inner_jaxprs(eqn) or ()):
       if entered(eqn) is not None and inner.returns:
         more = 1 if inner.times is None else inner.times
-        yield from _walk(inner.jaxpr, here, (*key, position), times * more)
+        yield from visits(inner.jaxpr, here, (*key, position), times * more)
+
+
+def module_of(here: Location) -> str:
+  """Returns the module of an operation: "bqhd,bkhd->bhqk", which `jnp.einsum` writes, is none."""
+  return "/".join(itertools.takewhile(lambda name: "->" not in name, named_scopes(here)))
 
 
 def modules_of(jaxpr: Jaxpr) -> Modules:
-  """Returns the modules of a gradient function, in the order of the function.
-
-  A scope such as "bqhd,bkhd->bhqk", which `jnp.einsum` writes, is no module.
-  """
+  """Returns the modules of a gradient function, in the order of the function."""
   flops: dict[str, int] = {}
   matmuls: dict[Key, str] = {}
   others: dict[Key, str] = {}
   scopes = {""}
-  for key, here, eqn, times in _walk(jaxpr, Location(), (), 1):
-    names = named_scopes(here)
-    scopes |= prefixes(names)
-    path = "/".join(itertools.takewhile(lambda name: "->" not in name, names))
+  for key, here, eqn, times in visits(jaxpr):
+    scopes |= prefixes(named_scopes(here))
+    path = module_of(here)
     operations = flops_of(eqn)
     if operations is not None:
       flops[path] = flops.get(path, 0) + operations * times

@@ -8,7 +8,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpjax._core.types import NumpyArray
-from mpjax._diagnostics.tune.sensitivity import Sensitivity
 
 MORE = 12
 """Evaluations after the bisection, which look for a cheaper choice."""
@@ -28,12 +27,14 @@ class Problem(NamedTuple):
 
   Fields:
     flops: the operations of each module.
-    sensitivity: what rounding does.
+    alone: the error that rounding in each module alone is expected to cause.
+    overflows: 2 for a module that is sure to overflow, 1 for one that may.
     tolerance: the error that is allowed.
   """
 
   flops: tuple[int, ...]
-  sensitivity: Sensitivity
+  alone: NumpyArray
+  overflows: NumpyArray
   tolerance: float
 
   def cost(self, chosen: Chosen) -> tuple[int, int]:
@@ -43,7 +44,7 @@ class Problem(NamedTuple):
   @property
   def hard(self) -> Chosen:
     """The modules that are sure to overflow."""
-    return frozenset(np.flatnonzero(self.sensitivity.overflows == 2).tolist())
+    return frozenset(np.flatnonzero(self.overflows == 2).tolist())
 
 
 def most_evaluations(count: int) -> int:
@@ -83,9 +84,8 @@ def search(problem: Problem, evaluate: Evaluate) -> Chosen | None:
 
 def _order(problem: Problem) -> list[int]:
   """Returns the modules: those that overflow, that may, and that help most for what they cost."""
-  single = np.mean(problem.sensitivity.projections**2, axis=0)
-  ratio = single / np.maximum(np.asarray(problem.flops, np.float64), 1)
-  overflows = problem.sensitivity.overflows
+  ratio = problem.alone**2 / np.maximum(np.asarray(problem.flops, np.float64), 1)
+  overflows = problem.overflows
   return sorted(range(len(ratio)), key=lambda i: (-overflows[i], -ratio[i], i))
 
 
@@ -124,7 +124,7 @@ def _expectation(
   measured: a module in float32 also keeps the operations in float32 that its result goes into.
   """
   count = len(problem.flops)
-  prior = np.mean(problem.sensitivity.projections**2, axis=0)
+  prior = problem.alone**2
   measured = {chosen: error for chosen, error in errors.items() if math.isfinite(error)}
 
   def table(choices: Sequence[Chosen]) -> NumpyArray:

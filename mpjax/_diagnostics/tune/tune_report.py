@@ -34,25 +34,32 @@ class ModuleReport(NamedTuple):
 
   Fields:
     path: its named scopes, or the path of its parameters.
+    forward: the relative error, under the policy without rules, of the worst of its own matmuls
+      and sums; NaN if it has none.
+    gradient: that of the gradients of its parameters and those inside; NaN if there are none.
     flops_share: its share of the FLOPs of matmuls.
-    error: the relative error of the gradient that rounding in it alone is expected to cause.
+    alone: the relative error of the gradient that rounding in it alone is expected to cause; NaN
+      where no rules were needed.
     overflows: "yes" if an operand or result of a matmul overflows; "maybe" if another number would,
       which may stay in float32 anyway; else "no".
+    is_stream: it has no matmuls, and adds up what the modules inside return.
   """
 
   path: str
+  forward: float
+  gradient: float
   flops_share: float
-  error: float
+  alone: float
   overflows: Literal["no", "maybe", "yes"]
+  is_stream: bool = False
 
 
 class TuneReport(Report):
   """What must stay in float32, see `mpjax.tune`.
 
-  `rules` are for `mpjax.autocast`, and, where each path begins with `"**/"`, for `with_policy` too:
-  but for what the root of a Linen model computes itself, whose path there is "".
-  `error` is the relative error of the gradient under them, measured, and `half_share` the share of
-  the FLOPs of matmuls in low precision, from 0 to 1.
+  `rules` are for `mpjax.autocast` and `mpjax.linen.with_policy`; where the function has no named
+  scopes, for `mpjax.nnx.with_policy`. `error` is the relative error of the gradient under them,
+  measured, and `half_share` the share of the FLOPs of matmuls in low precision, from 0 to 1.
 
   Args:
     policy: the one that was asked for.
@@ -118,43 +125,38 @@ class TuneReport(Report):
 
   def sections(self) -> list[Section]:
     """Returns what is shown, in order."""
-    found = (
-      f"{percent(self.half_share)} of the FLOPs of matmuls run in "
-      f"{self.policy.compute_dtype.name}; the relative error of the gradient is "
-      f"{_text(self.error)}, with {_text(self.tolerance)} allowed."
-    )
     scale = f", at loss scale {self.loss_scale:.0f}" if self.loss_scale != 1 else ""
-    left = ()
+    share = f"{percent(self.half_share)} of the FLOPs of matmuls run in"
+    errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
+    low = self.policy.compute_dtype.name
+    lines = [
+      f"{share} {low}; the relative error of the gradient is {errors}.",
+      f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}.",
+    ]
     if not self.half_share and any(each.error > self.tolerance for each in self.evaluations[1:]):
       least = min(each.error for each in self.evaluations if each.half_share or each.error)
-      text = (
+      lines.append(
         f"The least error measured with anything in low precision is {_text(least)}: allow more "
         "than that. What is left comes from operations that are no matmuls."
       )
-      left = (text,)
-    if [module.path for module in self.modules] == [""]:
-      text = (
+    if {module.path for module in self.modules} == {""}:
+      lines.append(
         "The function has no named scopes, and its parameters are in no modules, so that all of "
         'it counts as one module: write with jax.named_scope("name"): around the calls that '
         "should be told apart."
       )
-      left = (*left, text)
     if not self.scopes:
-      text = (
+      lines.append(
         "Paths are those of the parameters, since the function has no such named scopes: the rules "
         "are for mpjax.with_policy; for mpjax.autocast write with jax.named_scope(path): "
         "around what computes with these parameters."
       )
-      left = (*left, text)
-    measured = f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}."
     rules = [f"  {_line(rule)}," for rule in self.rules] or ["  # none is needed"]
-    sections = [
-      Section(title="tune", lines=(found, measured, *left)),
-      Section(title="Rules", lines=("rules = (", *rules, ")")),
-      self._curve(),
+    return [
       self._modules(),
+      Section(title="Rules", lines=(*lines, "rules = (", *rules, ")")),
+      self._curve(),
     ]
-    return [section for section in sections if section is not None]
 
   def as_dict(self) -> dict[str, Json]:
     """Returns what `to_json` writes."""
@@ -176,18 +178,36 @@ class TuneReport(Report):
       "modules": [each._asdict() for each in self.modules],
     }
 
-  def _curve(self) -> Section:
+  def _modules(self) -> Section:
+    searched = any(not math.isnan(module.alone) for module in self.modules)
+    notes = {"yes": "overflows", "maybe": "may overflow", "no": ""}
     rows = []
-    for each in sorted(self.evaluations, key=lambda e: (e.half_share, -e.error)):
-      mark = "chosen" if each is self._best else "" if each.error > self.tolerance else "good"
-      rows.append(
-        (
-          percent(each.half_share),
-          _text(each.error),
-          mark,
-          _listed(each.float32),
-        )
+    for each in self.modules:
+      path = (each.path or "(no scope)") + " (residual stream)" * each.is_stream
+      errors = each.forward, each.gradient, each.alone
+      forward, gradient, alone = (f"{error:.2g}".replace("nan", "-") for error in errors)
+      note = "float32" if each.path in self._best.float32 else notes[each.overflows]
+      row = (path, forward, gradient, percent(each.flops_share), *(alone, note) * searched)
+      if any(error > 0 for error in errors):
+        rows.append(row)
+    return Section(
+      title=f"Error of each module in {self.policy.compute_dtype.name} against float32",
+      lines=(
+        "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
+        "those inside." + " alone: of the entire gradient, if nothing else rounds." * searched,
       )
+      * bool(rows),
+      columns=(
+        Column("module", wide=True),
+        *(Column(name, "right") for name in ("forward", "gradient", "FLOPs")),
+        *(Column("alone", "right"), Column("")) * searched,
+      ),
+      rows=tuple(rows),
+    )
+
+  def _curve(self) -> Section:
+    """Returns the choices that were measured; none where the first one was good."""
+    ranked = sorted(self.evaluations, key=lambda each: (each.half_share, -each.error))
     return Section(
       title="Error of the gradient by share in low precision",
       columns=(
@@ -196,33 +216,15 @@ class TuneReport(Report):
         Column(""),
         Column("in float32", wide=True),
       ),
-      rows=tuple(rows),
-    )
-
-  def _modules(self) -> Section | None:
-    if not self.modules:
-      return None  # Nothing had to be looked for.
-    ranked = sorted(self.modules, key=lambda m: (m.overflows != "yes", -m.error))
-    rows = [
-      (
-        m.path or "(no scope)",
-        percent(m.flops_share),
-        _text(m.error),
-        m.overflows,
-        "float32" if m.path in self._best.float32 else "",
-      )
-      for m in ranked
-    ]
-    return Section(
-      title="What rounding in each module alone is expected to cost",
-      columns=(
-        Column("module", wide=True),
-        Column("FLOPs", "right"),
-        Column("error", "right"),
-        Column("overflows"),
-        Column(""),
+      rows=tuple(
+        (
+          percent(each.half_share),
+          _text(each.error),
+          "chosen" if each is self._best else "" if each.error > self.tolerance else "good",
+          _listed(each.float32),
+        )
+        for each in ranked[: len(ranked) * (len(ranked) > 1)]
       ),
-      rows=tuple(rows),
     )
 
 

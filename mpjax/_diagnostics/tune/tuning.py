@@ -1,31 +1,42 @@
 """`tune`: rules for what must stay in float32, for an error of the gradient that is allowed."""
 
+import collections
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.dtypes import HALVES
+from mpjax._core.dtypes import HALVES, is_low_precision
 from mpjax._core.errors import MpjaxValueError, check_call
 from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.rules import Rule
-from mpjax._core.types import Array, Leaf
+from mpjax._core.types import Array, Function, NumpyArray
 from mpjax._core.validators import check_value
 from mpjax._diagnostics.arguments import check_function
 from mpjax._diagnostics.flat import Call, gradient_of
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.progress import progress
-from mpjax._diagnostics.ranges.measure import ranges
-from mpjax._diagnostics.tune.modules import Modules, modules_of, rules_for
+from mpjax._diagnostics.ranges.measure import counted, inputs_of
+from mpjax._diagnostics.ranges.plan import Input, plan
+from mpjax._diagnostics.runner import Observer, run
+from mpjax._diagnostics.tune.accuracy import Pair, accuracy_of, relative_error
+from mpjax._diagnostics.tune.modules import (
+  Modules,
+  is_inside,
+  module_of,
+  modules_of,
+  rules_for,
+  visits,
+)
 from mpjax._diagnostics.tune.search import Chosen, Problem, most_evaluations, search
-from mpjax._diagnostics.tune.sensitivity import Sensitivity, sensitivity
+from mpjax._diagnostics.tune.sensitivity import overflows_of, projections_of
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
+from mpjax._jaxprs.atoms import dtype_of
 from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.count import half_share, products
 
@@ -53,8 +64,9 @@ def tune(
      good enough is found by bisection; then some cheaper choices are tried.
 
   Every choice is measured, and the one that is returned with it. The most measurements that this
-  may take, log2 of the number of modules and a few, is printed first. Matmuls add up in float32
-  under autocast, and so do sums, so that the depth of a reduction needs no rule of its own.
+  may take, log2 of the number of modules and a few, is printed first. The report begins with the
+  error of each module if none is in float32. Matmuls add up in float32 under autocast, and so do
+  sums, so that the depth of a reduction needs no rule of its own.
 
   Args:
     loss_fn: the plain loss in float32, of trees of arrays: of a Linen model, an NNX model (an
@@ -72,7 +84,7 @@ def tune(
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: an argument is traced.
     MpjaxValueError: the policy computes in float32, or the tolerance is not positive; when called:
-      the gradient is zero, or not finite in float32.
+      the loss has low precision already, or its gradient is zero, or not finite in float32.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x):
@@ -91,11 +103,14 @@ def tune(
 
   def tuned(*args: P.args, **kwargs: P.kwargs) -> TuneReport:
     call = Call(args, kwargs, "mpjax.tune(loss_fn, policy)")
-    scale = 1.0
-    if parsed.compute_dtype == jnp.float16:
-      scale = ranges(loss_fn, differentiate=True)(*args, **kwargs).loss_scale or 1.0
-    tuning = _Tuning(loss_fn, parsed, tolerance, call, scale)
-    return tuning.run()
+    with progress("tune") as advance:
+      _check_float32(call.traced(loss_fn)[0])
+      scale = 1.0
+      if parsed.compute_dtype == jnp.float16:
+        report = counted(loss_fn, args, kwargs, differentiate=True, advance=advance)
+        scale = report.loss_scale or 1.0
+      tuning = _Tuning(loss_fn, parsed, tolerance, call, inputs_of(args, kwargs))
+      return tuning.run(scale, advance)
 
   return tuned
 
@@ -124,48 +139,70 @@ def _checked(loss_fn: object, policy: PolicyLike, tolerance: object) -> Policy:
   return parsed
 
 
+def _check_float32(program: ClosedJaxpr) -> None:
+  """Raises MpjaxValueError if a function has low precision already: its error is no news."""
+  at = ((module_of(v.here), atom) for v in visits(program.jaxpr) for atom in v.eqn.outvars)
+  arguments = (("its arguments", atom) for atom in program.jaxpr.invars)
+  for where, atom in itertools.chain(arguments, at):
+    dtype = dtype_of(atom)
+    if dtype is not None and is_low_precision(dtype):
+      raise MpjaxValueError(
+        "mpjax.tune(loss_fn, policy)(*args)",
+        expected="a loss in float32, with arguments in float32, to compare low precision with",
+        got=f"{dtype} in {where or 'it'}",
+        fix="Pass the loss of the plain model: without with_policy or autocast, without dtype= and "
+        "param_dtype=, and its parameters and data as x.astype(jnp.float32).",
+      )
+
+
 class _Tuning:
   """One search."""
 
   def __init__(
     self,
-    loss_fn: Callable[..., object],
+    loss_fn: Function,
     policy: Policy,
     tolerance: float,
     call: Call,
-    scale: float,
+    inputs: Sequence[Input | None],
   ) -> None:
-    self._plain, loss_fn = loss_fn, with_parameter_scopes(loss_fn)
-    self._loss_fn, self._policy, self._tolerance = loss_fn, policy, tolerance
-    self._call, self._scale = call, scale
-    program, outputs = call.traced(gradient_of(loss_fn, scale))
+    self._plain, self._loss_fn = loss_fn, with_parameter_scopes(loss_fn)
+    self._policy, self._tolerance, self._call, self._inputs = policy, tolerance, call, inputs
+    self.evaluations: list[Evaluation] = []
+
+  def run(self, scale: float, advance: Callable[[int, int], None]) -> TuneReport:
+    """Measures choices until the best is among them.
+
+    Args:
+      scale: of the loss, by which all gradients are computed.
+      advance: takes the number of choices that are measured, and of those that may be.
+    """
+    self._scale = scale
+    program, outputs = self._call.traced(gradient_of(self._loss_fn, scale))
     # ((loss, aux), gradients).
-    first = next(i for i, keys in enumerate(outputs) if keys[0] == "1")
-    self._gradients = slice(first, len(outputs))
-    self._program = program
-    self._wanted = self._run(program)
-    self._norm = _norm(self._wanted)
-    if not (math.isfinite(self._norm) and self._norm > 0):
+    self._gradients = slice(next(i for i, keys in enumerate(outputs) if keys[0] == "1"), None)
+    modules, operands = modules_of(program.jaxpr), self._call.operands
+    bound = most_evaluations(len(modules.paths))
+    sys.stdout.write(f"tune: {len(modules.paths)} modules, at most {bound} measurements\n")
+    self._advance = lambda: advance(len(self.evaluations), bound)
+    self._advance()
+    results, overflows = overflows_of(program, operands, modules, self._policy.compute_dtype)
+    self._exact = results[self._gradients]
+    norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in self._exact))
+    if not (math.isfinite(norm) and norm > 0):
       raise MpjaxValueError(
         "mpjax.tune(loss_fn, policy)(*args)",
         expected="a gradient in float32 that is finite and not zero",
-        got=f"one of norm {self._norm}",
+        got=f"one of norm {norm}",
         fix="Ask mpjax.ranges(loss_fn)(*args) what its numbers look like.",
       )
-    self.evaluations: list[Evaluation] = []
-
-  def _run(self, program: ClosedJaxpr) -> list[Array]:
-    def run(consts: Sequence[Array], operands: Sequence[Array]) -> list[Leaf]:
-      return eval_jaxpr(program.jaxpr, consts, *operands)[self._gradients]
-
-    return jax.jit(run)(program.consts, self._call.operands)
-
-  def run(self) -> TuneReport:
-    modules = modules_of(self._program.jaxpr)
-    bound = most_evaluations(len(modules.paths))
-    sys.stdout.write(f"tune: {len(modules.paths)} modules, at most {bound} measurements\n")
-    with progress("tune") as advance:
-      found = self._search(modules, lambda: advance(len(self.evaluations), bound))
+    low = self._evaluate((), ())
+    alone: NumpyArray = np.full(len(modules.paths), math.nan)
+    if self.evaluations[0].error > self._tolerance:
+      dtype = self._policy.compute_dtype
+      projections = projections_of(program, operands, self._gradients, modules, dtype)
+      alone = np.sqrt(np.mean(projections**2, axis=0))
+      self._search(modules, alone, overflows)
     good = [each for each in self.evaluations if each.error <= self._tolerance]
     best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
     return TuneReport(
@@ -174,81 +211,79 @@ class _Tuning:
       best=best,
       evaluations=tuple(self.evaluations),
       bound=bound,
-      loss_scale=self._scale,
-      modules=found,
+      loss_scale=scale,
+      modules=self._modules(modules, alone, overflows, low),
       scopes=self._are_scopes(best.rules),
+    )
+
+  def _modules(
+    self, modules: Modules, alone: NumpyArray, overflows: NumpyArray, low: Sequence[Array]
+  ) -> tuple[ModuleReport, ...]:
+    """Returns what is known of each module, of its errors under the policy without rules first."""
+    fns = self._loss_fn, autocast(self._loss_fn, self._policy)
+    exact, rounded = (self._call.traced(fn)[0] for fn in fns)
+    readers = plan(exact.jaxpr, self._inputs, [()] * len(exact.jaxpr.outvars)).readers
+    gradients: dict[str, list[Pair]] = collections.defaultdict(list)
+    # The gradients are those of the floating arrays in the first argument, the first ones of all.
+    floats = [i for i, one in enumerate(self._inputs) if one is not None]
+    for position, pair in zip(floats, zip(self._exact, low, strict=True), strict=False):
+      if position in readers:
+        gradients[module_of(readers[position])].append(pair)
+    errors = accuracy_of((exact, rounded), self._call.operands, gradients)
+    number = {path: i for i, path in enumerate(modules.paths)}
+    total = max(sum(modules.flops), 1)
+    return tuple(
+      ModuleReport(
+        path,
+        *errors[path],
+        modules.flops[number[path]] / total,
+        float(alone[number[path]]),
+        _OVERFLOWS[int(overflows[number[path]])],
+        bool(path)
+        and any(is_inside(other, path) for other in errors)
+        and not modules.flops[number[path]],
+      )
+      for path in errors
+      if path in number
     )
 
   def _are_scopes(self, rules: Sequence[Rule]) -> bool:
     """Whether each rule selects a named scope of the function as the user wrote it."""
-    if not rules:
-      return True
-    program, _ = self._call.traced(gradient_of(self._plain))
-    scopes = modules_of(program.jaxpr).scopes
+    scopes = modules_of(self._call.traced(gradient_of(self._plain))[0].jaxpr).scopes
     return all(any(rule.matches(None, scope) for scope in scopes) for rule in rules)
 
-  def _search(self, modules: Modules, advance: Callable[[], None]) -> tuple[ModuleReport, ...]:
-    """Measures choices until the best is among them, and returns what is known of the modules."""
-    self._evaluate((), ())
-    advance()
-    if self.evaluations[0].error <= self._tolerance:
-      return ()
-    dtype = self._policy.compute_dtype
-    found = sensitivity(self._program, self._call.operands, self._gradients, modules, dtype)
-    flops, overflows = np.asarray(modules.flops), found.overflows
+  def _search(self, modules: Modules, alone: NumpyArray, overflows: NumpyArray) -> None:
+    """Measures choices until the best is among them."""
+    flops = np.asarray(modules.flops)
     used = np.flatnonzero((flops > 0) | (overflows > 0))
     paths = [modules.paths[i] for i in used]
-    problem = Problem(
-      tuple(flops[used].tolist()),
-      Sensitivity(found.projections[:, used], overflows[used], found.exact),
-      self._tolerance,
-    )
+    problem = Problem(tuple(flops[used].tolist()), alone[used], overflows[used], self._tolerance)
 
     def evaluate(chosen: Chosen) -> float:
       if chosen:
         names = [paths[i] for i in sorted(chosen)]
         others = [path for path in paths if path not in names]
-        rules = rules_for(names, others, modules.scopes, self._policy)
-        self._evaluate(tuple(names), rules)
-        advance()
+        self._evaluate(tuple(names), rules_for(names, others, modules.scopes, self._policy))
         return self.evaluations[-1].error
       return self.evaluations[0].error
 
     if search(problem, evaluate) is None:
       # What is in no such module must stay in float32 too.
       self._evaluate(("**",), (Rule("float32", path="**"),))
-    return _module_reports(problem, paths, modules)
 
-  def _evaluate(self, names: tuple[str, ...], rules: tuple[Rule, ...]) -> None:
-    """Measures the error of the gradient under rules."""
+  def _evaluate(self, names: tuple[str, ...], rules: tuple[Rule, ...]) -> list[Array]:
+    """Measures the error of the gradient under rules, and returns the gradient."""
     cast = autocast(self._loss_fn, self._policy, rules=rules)
     program, _ = self._call.traced(gradient_of(cast, self._scale))
-    difference = [a - b for a, b in zip(self._run(program), self._wanted, strict=True)]
-    error = _norm(difference) / self._norm
-    share = half_share(products(program))
-    finite = error if math.isfinite(error) else math.inf
-    self.evaluations.append(Evaluation(names, rules, finite, 0.0 if math.isnan(share) else share))
-
-
-def _norm(tree: Sequence[Array]) -> float:
-  """Returns the length of a gradient, in float64."""
-  parts = [np.asarray(x).astype(np.complex128 if jnp.iscomplexobj(x) else float) for x in tree]
-  with np.errstate(invalid="ignore", over="ignore"):
-    return math.sqrt(sum(float(np.sum(np.abs(x) ** 2)) for x in parts))
+    gradient = run(program, self._call.operands, Observer())[self._gradients]
+    error, share = (
+      relative_error(zip(self._exact, gradient, strict=True)),
+      half_share(products(program)),
+    )
+    self.evaluations.append(Evaluation(names, rules, error, 0.0 if math.isnan(share) else share))
+    self._advance()
+    return gradient
 
 
 _OVERFLOWS = ("no", "maybe", "yes")
-"""What `Sensitivity.overflows` means."""
-
-
-def _module_reports(
-  problem: Problem, paths: Sequence[str], modules: Modules
-) -> tuple[ModuleReport, ...]:
-  total = max(sum(modules.flops), 1)
-  alone = np.sqrt(np.mean(problem.sensitivity.projections**2, axis=0))
-  return tuple(
-    ModuleReport(path, flops / total, float(error), _OVERFLOWS[int(over)])
-    for path, flops, error, over in zip(
-      paths, problem.flops, alone, problem.sensitivity.overflows, strict=True
-    )
-  )
+"""What the numbers of `overflows_of` mean."""

@@ -13,8 +13,9 @@ def report():
   best = Evaluation(("Net/hot",), (rule,), 0.004, 0.9)
   others = [Evaluation((), (), math.inf, 1.0), Evaluation(("Net/a",) * 9, (rule,), 0.02, 0.95)]
   modules = [
-    ModuleReport("Net/hot", 0.1, 0.0, "yes"),
-    ModuleReport("Net/" + "long" * 30, 0.9, 0.003, "no"),
+    ModuleReport("Net/hot", math.inf, 0.01, 0.1, 0.0, "yes"),
+    ModuleReport("Net/" + "long" * 30, 0.002, math.nan, 0.9, 0.003, "no", is_stream=True),
+    ModuleReport("Net/exact", 0.0, math.nan, 0.0, 0.0, "no"),
   ]
   return TuneReport(
     policy=mpjax.Policy.parse("mixed_float16"),
@@ -30,7 +31,10 @@ def report():
 def test_text_and_json(report):
   text = str(report)
   assert max(map(len, text.splitlines())) <= 80
+  assert text.startswith("Error of each module in float16 against float32")
+  assert "Net/exact" not in text
   for part in (
+    "(residual stream)",
     "90.0 %",
     "0.004",
     "3 of at most 17",
@@ -65,7 +69,7 @@ def test_a_tolerance_that_only_float32_meets_and_a_function_without_scopes():
     evaluations=tried,
     bound=17,
     loss_scale=1.0,
-    modules=[ModuleReport("", 1.0, 0.1, "no")],
+    modules=[ModuleReport("", 0.1, 0.1, 1.0, 0.1, "no")],
   )
   text = " ".join(str(report).split())
   assert "The least error measured with anything in low precision is 0.028" in text

@@ -1,3 +1,6 @@
+import functools
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -6,6 +9,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax._diagnostics.tune.accuracy import relative_error
 from tests.errors import check_refused
 from tests.models.values import filled, shapes
 
@@ -104,6 +108,81 @@ def test_a_model_of_nnx_with_named_scopes():
 
   report = mpjax.tune(loss_fn, tolerance=1e-4)(state, jnp.full((2, 4), 1.2345))
   assert report.rules == (mpjax.Rule("float32", path="**/linear"),)
+
+
+class Root(nn.Module):
+  """A model whose root has a matmul that overflows float16 (D10)."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(8, name="a")(x)
+    kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
+    return x + nn.Dense(8, name="b")((1e3 * x) @ (1e3 * kernel) * 1e-6)
+
+
+def test_printed_rules_paste_into_linen_and_autocast():  # D10
+  x = jnp.full((2, 4), 2.5)
+  variables = filled(shapes(Root(), x))
+
+  def loss_fn(variables, x, model=None):
+    model = model or Root()
+    return jnp.mean(model.apply(variables, x) ** 2)
+
+  report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(variables, x)
+  text = str(report)
+  printed = text[text.index("rules = (") : text.index("\n)") + 2]
+  pasted = {"mpjax": mpjax, "re": re}
+  exec(printed, pasted)
+  assert pasted["rules"] == report.rules
+  assert error_of(loss_fn, (variables, x), report.rules, "mixed_float16") < 0.01
+  model = mpjax.linen.with_policy(Root(), "mixed_float16", pasted["rules"], unmatched="raise")
+  grads = jax.grad(lambda v: 1024 * loss_fn(v, x, model))(variables)
+  exact = jax.grad(loss_fn)(variables, x)
+  pairs = zip(jax.tree.leaves(exact), jax.tree.leaves(grads), strict=True)
+  assert relative_error((a, b / 1024) for a, b in pairs) < 0.01
+
+
+def test_the_report_begins_with_the_error_by_module():
+  class Stream(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for i in range(2):
+        x = x + nn.Dense(8, name=f"layer_{i}")(nn.LayerNorm()(x))
+      return x
+
+  x = jax.random.normal(jax.random.key(0), (4, 8))
+  variables = filled(shapes(Stream(), x))
+  report = mpjax.tune(lambda v, x: jnp.mean(Stream().apply(v, x) ** 2), tolerance=1.0)(variables, x)
+  rows = {module.path: module for module in report.modules}
+  assert rows["Stream"].is_stream
+  assert "Stream (residual stream)" in str(report)
+  for path in ("Stream", "Stream/layer_0", "Stream/layer_1"):
+    assert 1e-4 < rows[path].forward < 0.02
+    assert 1e-4 < rows[path].gradient < 0.05
+  assert rows["Stream"].gradient == pytest.approx(report.error)
+  assert np.isnan(rows["Stream"].alone)
+
+
+def dense(**dtypes):
+  return nn.Dense(4, **dtypes)
+
+
+LOW = {
+  "a policy": (lambda: mpjax.linen.with_policy(dense(), "mixed_bfloat16"), "bfloat16 in Dense"),
+  "a dtype": (lambda: dense(dtype=jnp.float16), "float16 in Dense"),
+  "parameters": (lambda: dense(param_dtype=jnp.float16), "float16 in its arguments"),
+}
+
+
+@pytest.mark.parametrize("name", LOW)
+@pytest.mark.standard_promotion
+def test_what_is_low_already_is_refused(name):  # D3, D11
+  build, got = LOW[name]
+  model, x = build(), jnp.ones((2, 4))
+  tune = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=0.1)
+  parts = {"expected": "a loss in float32", "got": got, "fix": "the plain model"}
+  call = functools.partial(tune, model.init(jax.random.key(0), x), x)
+  check_refused(call, where="mpjax.tune(loss_fn, policy)(*args)", builtin=ValueError, **parts)
 
 
 class HotLinear(nnx.Module):

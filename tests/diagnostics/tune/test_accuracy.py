@@ -1,0 +1,45 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpjax
+from mpjax._diagnostics.flat import Call
+from mpjax._diagnostics.tune.accuracy import accuracy_of, relative_error
+
+
+def block(w, x):
+  with jax.named_scope("net"):
+    with jax.named_scope("first"):
+      y = x @ w
+    with jax.named_scope("second"):
+      z = jnp.tanh(y) @ w
+    return jnp.sum(y + z)
+
+
+def test_errors_by_module_are_those_of_numpy():
+  w = jax.random.normal(jax.random.key(0), (8, 8))
+  x = jax.random.normal(jax.random.key(1), (4, 8))
+  call, low = Call((w, x), {}, "test"), mpjax.autocast(block, "mixed_bfloat16")
+  programs = call.traced(block)[0], call.traced(low)[0]
+  gradients = {"net/second": [(w, 1.01 * w)], "net/third": [(w, w)], "net": []}
+  errors = accuracy_of(programs, call.operands, gradients)
+  assert list(errors) == ["net/first", "net/second", "net", "net/third"]
+  with jax.default_matmul_precision("highest"):
+    exact = np.asarray(x @ w, np.float64)
+  rounded = np.asarray(x.astype("bfloat16") @ w.astype("bfloat16")).astype(np.float64)
+  expected = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+  assert math.isclose(errors["net/first"].forward, expected, rel_tol=1e-4)
+  assert errors["net/second"].forward > errors["net/first"].forward
+  assert 0 < errors["net"].forward < 0.02  # The sum of both.
+  assert math.isclose(errors["net/second"].gradient, 0.01, rel_tol=1e-4)
+  assert math.isclose(errors["net"].gradient, 0.01 / math.sqrt(2), rel_tol=1e-4)
+  assert (errors["net/third"].gradient, math.isnan(errors["net/third"].forward)) == (0, True)
+
+
+def test_errors_of_nothing_and_of_what_is_not_finite():
+  one, bad = np.ones(2), np.asarray([1, math.nan])
+  assert math.isnan(relative_error([]))
+  assert relative_error([(one, bad)]) == math.inf
+  assert relative_error([(np.asarray([3j, 4]), np.asarray([3j, 9]))]) == 1
