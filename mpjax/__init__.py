@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+import warnings
 from typing import TYPE_CHECKING
 
 from mpjax import errors
@@ -127,16 +128,21 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
   def __getattr__(name: str) -> object:
     if name not in __all__:
-      elsewhere = [each for each in ("errors", "reports", "states") if _has(each, name)]
-      hint = f": it is mpjax.{elsewhere[0]}.{name}" if elsewhere else ""
-      raise AttributeError(f"module 'mpjax' has no attribute {name!r}{hint}")
+      return _moved(name)
     module = f"mpjax.{name}" if name in _MODULES else _ON_FIRST_USE.get(name, "mpjax.transforms")
     with _ONE_AT_A_TIME:
       imported = importlib.import_module(module)
     return imported if name in _MODULES else getattr(imported, name)
 
-  def _has(module: str, name: str) -> bool:
-    return name[0].isupper() and name in importlib.import_module(f"mpjax.{module}").__all__
+  def _moved(name: str) -> object:
+    for module in ("errors", "reports", "states") if name[0].isupper() else ():
+      home = importlib.import_module(f"mpjax.{module}")
+      new = "AuditReport" if name == "Audit" else name
+      if new in home.__all__:
+        text = f"mpjax.{name} is mpjax.{module}.{new}"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        return getattr(home, new)
+    raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from rich.console import Console
 
@@ -15,7 +15,7 @@ _BAR = 30
 
 
 @contextlib.contextmanager
-def progress(task: str) -> Iterator[Callable[[int, int], None]]:
+def progress(task: str) -> Generator[Callable[[int, int], None]]:
   """Shows on stderr that something runs, and what part of it is done.
 
   In a terminal and in a notebook it is one line, which goes at the end.
