@@ -40,17 +40,14 @@ class AuditRecord:
     rules: how many modules each rule picked.
     hidden: how many modules each rule matches that an earlier rule picked.
     autocast: `mpjax.autocast` was called, whose arguments take the dtype of what they meet.
+    scaled: a loss was multiplied by a loss scale.
   """
 
   def __init__(self) -> None:
-    self.autocast = False
+    self.autocast = self.scaled = False
     self.modules: dict[str, AuditedModule] = {}
     self.rules: dict[Rule, int] = {}
     self.hidden: dict[Rule, int] = {}
-
-  def note_autocast(self) -> None:
-    """Notes that `mpjax.autocast` was called."""
-    self.autocast = True
 
   def note(self, path: str, module: AuditedModule) -> None:
     """Notes the call of a module."""

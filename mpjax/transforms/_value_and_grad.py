@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from mpjax._core.audit_record import AUDIT
 from mpjax._core.errors import MpjaxTypeError, check_call
 from mpjax._core.frameworks import framework_of
 from mpjax._core.trees import is_inexact
@@ -223,6 +224,8 @@ def _may_overflow(loss: Leaf, largest: float) -> bool:
 
 
 def _scaled(loss: Leaf, scale: Array) -> Array:
+  if AUDIT.value is not None:
+    AUDIT.value.scaled = True
   wide = at_least_float32(loss)
   return wide * scale.astype(wide.dtype)
 

@@ -544,15 +544,15 @@ def test_check_can_fail(check, sources):
 
 
 LINES = {
-  "_core and root files": 3_404,
+  "_core and root files": 3_400,
   "_jaxprs without autocast": 2_320,
   "_jaxprs/autocast": 4_403,
   "linen and nnx": 1_979,
-  "transforms": 5_841,
+  "transforms": 5_844,
   "_io": 657,
-  "_diagnostics": 7_963,
-  "all of mpjax": 26_567,
-  "tests": 54_459,
+  "_diagnostics": 7_972,
+  "all of mpjax": 26_575,
+  "tests": 54_481,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 

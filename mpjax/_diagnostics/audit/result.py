@@ -37,6 +37,7 @@ class Findings:
   hidden_rules: Mapping[Rule, int]
   kernels: tuple[Kernel, ...]
   certain: bool
+  scaled: bool
 
   @property
   def half_share(self) -> float:

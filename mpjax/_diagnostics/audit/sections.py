@@ -65,6 +65,11 @@ def _headline(audit: Findings) -> Section:
   if audit.residual_bytes:
     kept = ", ".join(f"{dtype} {amount(n, 'B')}" for dtype, n in audit.residual_bytes.items())
     lines.append(f"Kept for the backward pass: {kept}")
+  if ("backward", "float16") in flops and not audit.scaled:
+    lines.append(
+      "Float16 gradients without a loss scale: those below 6e-8 become 0. Wrap the optimizer in "
+      "mpjax.loss_scaling, and differentiate with mpjax.value_and_grad."
+    )
   if not audit.certain:
     lines.append("A while loop counts as one iteration, and each branch of a cond as taken.")
   return Section("Precision audit", tuple(lines), columns, tuple(rows))

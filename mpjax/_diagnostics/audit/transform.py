@@ -58,6 +58,7 @@ class AuditReport(Findings, Report):
     opaque: kernels written by hand, which are not entered.
     kernels: what it is compiled to; () unless `compiled=` was given.
     certain: whether each operation's count is known: not so inside `while` and `cond`.
+    scaled: whether a loss was multiplied by a loss scale of mpjax.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> fn = mpjax.autocast(lambda x, w: jnp.tanh(x @ w), "mixed_bfloat16")
@@ -140,6 +141,7 @@ class AuditReport(Findings, Report):
       ],
       "kernels": [_plain(x) for x in self.kernels],
       "certain": self.certain,
+      "scaled": self.scaled,
     }
 
   def __repr__(self) -> str:
@@ -272,4 +274,5 @@ def _audited(
     hidden_rules=dict(record.hidden),
     kernels=() if compiled is None else kernels(compiled.as_text() or ""),
     certain=certain,
+    scaled=record.scaled,
   )

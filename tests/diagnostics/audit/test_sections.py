@@ -1,11 +1,13 @@
 """What an audit shows, and how."""
 
+import functools
 import json
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -44,6 +46,26 @@ def test_a_leak_has_a_place_a_cause_and_a_cure():
   # What a GPU makes of float32 matmuls.
   assert "TF32" in flat
   assert "TF32" not in str(mpjax.audit(leaky)(HALF, HALF, W))
+
+
+def test_float16_gradients_without_a_loss_scale_are_said():
+  """The advice, obeyed, ends it; bfloat16 has the range of float32 and needs none."""
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+
+  @functools.partial(mpjax.with_policy, policy="fp16")
+  def loss_fn(w, x):
+    return jnp.sum((x @ w) ** 2)
+
+  def step(w, opt_state, x):
+    return mpjax.value_and_grad(loss_fn, opt_state)(w, x)
+
+  said = "Float16 gradients without a loss scale"
+  assert said in str(mpjax.audit(jax.grad(loss_fn))(w, x))
+  assert said not in str(mpjax.audit(jax.jit(step))(w, tx.init(w), x))
+  assert said not in str(mpjax.audit(loss_fn)(w, x))
+  bfloat16 = mpjax.with_policy(lambda w, x: jnp.sum((x @ w) ** 2), "bf16")
+  assert said not in str(mpjax.audit(jax.grad(bfloat16))(w, x))
 
 
 CAUSES = {
