@@ -71,3 +71,39 @@ def test_float16_inside_and_outside_the_safe_band():
   assert low[-1] == 0
   assert high[-1] == STEPS, "every step overflowed, and was skipped"
   assert [run[-1] for run in band] == [0, 0, 0]
+
+
+def test_the_last_steps_in_float32_go_on_from_the_same_state():
+  """A precision schedule: two steps on one state. After the switch training is as without mpjax."""
+  inner, params = optax.adamw(1e-2), {"w": jnp.linspace(-1.0, 1.0, 24).reshape(6, 4)}
+  tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(growth_interval=2))
+
+  def squares(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+
+  def step_with(loss_fn):
+    def step(state, x):
+      params, opt_state = state
+      loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, x)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return (optax.apply_updates(params, updates), opt_state), loss
+
+    return jax.jit(step)
+
+  low, full = step_with(mpjax.with_policy(squares, "mixed_float16")), step_with(squares)
+  data = jax.random.normal(jax.random.key(0), (12, 8, 6))
+  state = params, tx.init(params)
+  for x in data[:6]:
+    state, _ = low(state, x)
+  assert mpjax.loss_scaling_metrics(state[1])["loss_scale"] == 2.0**18
+
+  @jax.jit
+  def by_itself(params, inner_state, x):
+    updates, inner_state = inner.update(jax.grad(squares)(params, x), inner_state, params)
+    return optax.apply_updates(params, updates), inner_state
+
+  plain = state[0], state[1].inner_state
+  for x in data[6:]:
+    state, _ = full(state, x)
+    plain = by_itself(*plain, x)
+  assert differing((state[0], state[1].inner_state), plain) == 0
