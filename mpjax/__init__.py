@@ -128,7 +128,10 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
   def __getattr__(name: str) -> object:
     if name not in __all__:
-      return _moved(name)
+      moved = _moved(name)
+      if moved is None:
+        raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+      return moved
     module = f"mpjax.{name}" if name in _MODULES else _ON_FIRST_USE.get(name, "mpjax.transforms")
     with _ONE_AT_A_TIME:
       imported = importlib.import_module(module)
@@ -142,7 +145,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
         text = f"mpjax.{name} is mpjax.{module}.{new}"
         warnings.warn(text, DeprecationWarning, stacklevel=3)
         return getattr(home, new)
-    raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+    return None
 
 
 def __dir__() -> list[str]:

@@ -49,6 +49,14 @@ class AuditRecord:
     self.rules: dict[Rule, int] = {}
     self.hidden: dict[Rule, int] = {}
 
+  def note_autocast(self) -> None:
+    """Notes that `mpjax.autocast` was called."""
+    self.autocast = True
+
+  def note_scaled(self) -> None:
+    """Notes that a loss was multiplied by a loss scale."""
+    self.scaled = True
+
   def note(self, path: str, module: AuditedModule) -> None:
     """Notes the call of a module."""
     if path not in self.modules and module.rule is not None:

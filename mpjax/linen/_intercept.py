@@ -16,10 +16,9 @@ from mpjax._jaxprs.autocast import region_of
 from mpjax._jaxprs.module_calls import ModuleCall, inside
 from mpjax._jaxprs.traced_calls import begins_trace
 from mpjax.linen import _layers
-from mpjax.linen._context import Active, current, is_new_root, module_path, policy_of
+from mpjax.linen._context import Active, current, flag_paths, is_new_root, module_path, policy_of
 from mpjax.linen._initialize import store, store_computed
 from mpjax.linen._outermost import rewritten
-from mpjax.linen._scope_paths import flag_paths
 
 
 @contextlib.contextmanager

@@ -225,7 +225,7 @@ def _may_overflow(loss: Leaf, largest: float) -> bool:
 
 def _scaled(loss: Leaf, scale: Array) -> Array:
   if AUDIT.value is not None:
-    AUDIT.value.scaled = True
+    AUDIT.value.note_scaled()
   wide = at_least_float32(loss)
   return wide * scale.astype(wide.dtype)
 

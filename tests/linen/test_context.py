@@ -11,10 +11,25 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.core import Scope
 
 import mpjax
-from tests.linen.probes import Does, Probe, X, note, noted, seen, seen_under
-from tests.programs import products
+from mpjax._core.trees import instances_in
+from mpjax.linen._context import PathScope
+from tests.linen.probes import (
+  KEY,
+  Does,
+  Probe,
+  X,
+  calling,
+  note,
+  noted,
+  operands,
+  seen,
+  seen_under,
+  text,
+)
+from tests.programs import bits, products
 
 Rule = mpjax.Rule
 
@@ -260,3 +275,157 @@ def test_what_was_given_is_hashed_anew_where_it_is_unpickled():
   )
   assert run.returncode == 0, run.stderr.decode()
   assert hash(copy.deepcopy(model)) == hash(model)
+
+
+# The models are written as their users write them.
+pytestmark = pytest.mark.standard_promotion
+
+scope, with_policy = mpjax.linen.policy_scope, mpjax.linen.with_policy
+
+scopes: list[Scope] = []
+
+
+class Leaf(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    scopes.append(self.scope)
+    return nn.Dense(3)(x)
+
+
+TWO = Does(lambda module, x: Leaf(name="two")(Leaf(name="one")(x)))
+
+
+def flags(rules):
+  """Returns the flags of the scopes of both leaves, those of Flax's own left out."""
+  variables = TWO.init(KEY, X)
+  scopes.clear()
+  model = with_policy(TWO, "bfloat16", rules, unmatched="ignore")
+  jax.eval_shape(model.apply, variables, X)
+  return [{k: v for k, v in s.flags.items() if k.startswith("mpjax")} for s in scopes]
+
+
+def test_scopes_are_told_apart_where_a_rule_goes_by_path_and_stay_those_of_flax_elsewhere():
+  for rules in ([], [Rule("float16", module=Leaf)]):
+    assert flags(rules) == [{}, {}]
+    assert {type(s) for s in scopes} == {Scope}
+  selectors = [{"path": path} for path in ("**/Dense_0", "other", "one")]
+  for selector in (*selectors, {"where": lambda m: m.name == "one"}):
+    one, two = flags([Rule("float16", **selector)])
+    assert one
+    assert two
+    assert one != two
+  # Scopes made from one that is flagged are flagged.
+  assert {type(s) for s in scopes} == {PathScope}
+  assert type(scopes[0].push("child")) is PathScope
+  assert type(scopes[0].rewound()) is PathScope
+
+
+def test_modules_in_plain_containers_are_found():
+  a, b, c = nn.Dense(1), nn.Dense(2), nn.Dropout(0.5)
+  held = (a, {"x": [b, 3, "text"], "y": jnp.ones(2)}, None, ((c,), {}))
+  found = list(instances_in(held, nn.Module))
+  assert [id(module) for module in found] == [id(a), id(b), id(c)]
+  assert list(instances_in({"kernel": jnp.ones(2)}, nn.Module)) == []
+
+
+# What the flags are for: `nn.jit` reuses a program for equal modules.
+
+F16, BF16 = ("float16",) * 2, ("bfloat16",) * 2
+
+
+class HoldsEqual(nn.Module):
+  """HoldsEqual equal modules in each way in which a module may."""
+
+  def setup(self):
+    self.a, self.b = (nn.jit(nn.Dense)(3) for _ in range(2))
+    self.layers = [nn.jit(nn.Dense)(3) for _ in range(2)]
+    self.by_name = {name: nn.jit(nn.Dense)(3) for name in "ab"}
+
+  def __call__(self, x):
+    for layer in (self.a, self.b, *self.layers, self.by_name["a"], self.by_name["b"]):
+      x = layer(x)
+    return x
+
+
+GIVEN = calling(lambda module, layers, x: layers[0](x), nn.jit)
+
+
+def gives(module, x):
+  """Gives modules in a list to a jitted method, which calls what is elsewhere."""
+  first, second = nn.Dense(3, name="first"), nn.Dense(3, name="second")
+  return GIVEN(name="b")([second], GIVEN(name="a")([first], x))
+
+
+def stack(module, x):
+  layer = nn.jit(calling(lambda module, x: nn.Dense(3, name="in")(x)))
+  for number in range(3):
+    x = layer(name=f"block_{number}")(x)
+  return x
+
+
+EQUAL = {
+  # The model, the paths of rules for float16, the dtypes of its products.
+  "held": (
+    lambda module, x: HoldsEqual(name="held")(x),
+    *([f"held/{name}" for name in ("b", "layers_1", "by_name_b")], [BF16, F16] * 3),
+  ),
+  "given": (gives, ["second"], [BF16, F16]),
+  "inside": (stack, ["block_1/**"], [BF16, F16, BF16]),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_modules_with_other_policies(name):
+  body, paths, wanted = EQUAL[name]
+  variables = jax.eval_shape(Does(body).init, KEY, X)
+  ours = with_policy(Does(body), "mixed_bfloat16", [Rule("float16", path=path) for path in paths])
+  for apply in (ours.apply, jax.jit(ours.apply)):
+    assert operands(apply, variables, X) == wanted
+
+
+def test_paths_that_no_rule_tells_apart_share_one_program():
+  traced = []
+
+  def layer(module, x):
+    traced.append(module.name)
+    return nn.Dense(3)(x)
+
+  jitted = nn.jit(calling(layer))
+  model = Does(lambda module, x: jitted(name="b")(jitted(name="a")(x)))
+  variables = jax.eval_shape(model.init, KEY, X)
+  for rules, count in (
+    ([], 1),
+    ([Rule("float16", module=nn.Conv)], 1),
+    ([Rule("float16", path="a")], 2),
+  ):
+    traced.clear()
+    jax.eval_shape(with_policy(model, "mixed_bfloat16", rules).apply, variables, X)
+    assert len(traced) == count, rules
+
+
+def test_a_bound_module_follows_each_scope_and_is_like_any_other_afterwards():
+  class Two(nn.Module):
+    def setup(self):
+      self.one, self.two = nn.jit(nn.Dense)(3), nn.jit(nn.Dense)(3)
+
+    def __call__(self, x):
+      return self.two(self.one(x))
+
+  bound = Two().bind(Two().init(KEY, X))
+  plain = text(lambda x: bound(x), X)
+  before = bits(bound(X))
+  assert type(bound.scope) is Scope
+  for policy, rules, wanted in (
+    ("float16", [], [F16, F16]),
+    ("bfloat16", [Rule("float16", path="two")], [BF16, F16]),
+    ("float16", [Rule("bfloat16", path="*")], [BF16, BF16]),
+    ("mixed_bfloat16", [Rule("float16", path="two")], [BF16, F16]),
+    ("mixed_bfloat16", [Rule("float16", path="one")], [F16, BF16]),
+  ):
+    with scope(policy, rules):
+      assert operands(bound, X) == wanted
+    assert isinstance(bound.scope, Scope)
+    assert bits(bound(X)) == before
+    assert text(lambda x: bound(x), X) == plain
+  assert isinstance(bound.scope.rewound(), Scope)
+  assert issubclass(PathScope, Scope)

@@ -544,22 +544,22 @@ def test_check_can_fail(check, sources):
 
 
 LINES = {
-  "_core and root files": 3_400,
+  "_core and root files": 3_411,
   "_jaxprs without autocast": 2_320,
-  "_jaxprs/autocast": 4_403,
-  "linen and nnx": 1_979,
+  "_jaxprs/autocast": 4_391,
+  "linen and nnx": 1_967,
   "transforms": 5_844,
   "_io": 657,
   "_diagnostics": 7_972,
-  "all of mpjax": 26_575,
-  "tests": 54_517,
+  "all of mpjax": 26_562,
+  "tests": 54_507,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 
 An issue lowers its row. None is raised without a line in the commit that says for what.
 """
 
-FILES_BEHIND_APPLY = 39
+FILES_BEHIND_APPLY = 37
 PUBLIC_NAMES = 45
 
 

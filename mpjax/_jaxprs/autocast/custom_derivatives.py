@@ -26,8 +26,8 @@ from mpjax._core.types import Array, DType, Function, PyTree
 from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.autocast.closures import evaluated, instantiated
 from mpjax._jaxprs.autocast.eqn_params import traced
-from mpjax._jaxprs.autocast.evaluate import typed
 from mpjax._jaxprs.autocast.rewriter import Rewritten
+from mpjax._jaxprs.autocast.run import typed
 from mpjax._jaxprs.autocast.scopes import PREFIX
 from mpjax._jaxprs.autocast.values import Kind, Kinds
 from mpjax._jaxprs.compat import context_of, without_scopes

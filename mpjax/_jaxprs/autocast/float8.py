@@ -14,8 +14,8 @@ from mpjax._core.float8 import MULTIPLE, Float8
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
 from mpjax._jaxprs.autocast.eqn_params import wants_precision
-from mpjax._jaxprs.autocast.evaluate import differentiated, remembered_off_mesh
 from mpjax._jaxprs.autocast.float8_dot import Matmul
+from mpjax._jaxprs.autocast.run import differentiated, remembered_off_mesh
 from mpjax._jaxprs.autocast.scopes import TABLE
 from mpjax._jaxprs.autocast.values import Scope, Settings, Value
 from mpjax._jaxprs.compat import context_of, scopes_of, varying_as, varying_axes

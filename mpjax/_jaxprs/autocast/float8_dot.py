@@ -31,8 +31,8 @@ from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.float8 import Float8
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom
-from mpjax._jaxprs.autocast.evaluate import remembered_off_mesh
 from mpjax._jaxprs.autocast.float8_scaling import E4M3, E5M2, Scaled, quantise, scaled_dot
+from mpjax._jaxprs.autocast.run import remembered_off_mesh
 from mpjax._jaxprs.autocast.scopes import FLOAT8
 from mpjax._jaxprs.autocast.wide_sums import into
 from mpjax._jaxprs.compat import WRITTEN_OUT, bind

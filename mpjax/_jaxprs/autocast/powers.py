@@ -17,8 +17,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, retyped, shape_of
-from mpjax._jaxprs.autocast.evaluate import differentiated, jaxpr_of
 from mpjax._jaxprs.autocast.rewriter import Rewriter
+from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of
 from mpjax._jaxprs.autocast.uses import FACTOR, HELD, MATMUL, only_float32
 from mpjax._jaxprs.autocast.values import Kind, kept
 from mpjax._jaxprs.compat import context_of

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, new_ja
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.types import Array, DType, Leaf
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, retyped
-from mpjax._jaxprs.autocast.evaluate import differentiated, jaxpr_of, remembered_off_mesh
+from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of, remembered_off_mesh
 from mpjax._jaxprs.autocast.values import Value
 from mpjax._jaxprs.inner_jaxprs import with_inner
 

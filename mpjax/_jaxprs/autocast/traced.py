@@ -73,7 +73,7 @@ def with_settings(
     if in_region():
       return fn(*args, **kwargs)
     if AUDIT.value is not None and not settings.modules:
-      AUDIT.value.autocast = True
+      AUDIT.value.note_autocast()
     boundary = Boundary((args, kwargs))
     is_argument = _is_jax_array if settings.modules else _is_array
     arrays = {i: x for i, x in enumerate(boundary.leaves) if is_argument(x)}

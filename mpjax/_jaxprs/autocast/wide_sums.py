@@ -40,7 +40,7 @@ from jax.interpreters import ad, batching, mlir
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, retyped
 from mpjax._jaxprs.autocast.eqn_params import retype
-from mpjax._jaxprs.autocast.evaluate import differentiated, jaxpr_of
+from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of
 from mpjax._jaxprs.autocast.values import Value
 from mpjax._jaxprs.compat import context_of, without_scopes
 from mpjax._jaxprs.primitive_facts import EqnParams
