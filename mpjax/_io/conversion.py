@@ -14,6 +14,7 @@ from mpjax._core.trees import is_floating
 from mpjax._core.types import DType, Leaf, Params
 from mpjax._jaxprs.used_dtypes import cast_leaves
 from mpjax.transforms._loss_scale import LossScaleState
+from mpjax.transforms._trees import nodes_of
 
 _WHERE = "mpjax.convert"
 
@@ -33,8 +34,6 @@ def convert(
   knows better, since it looks at what the model does with each leaf. Arrays in float8 stay, too.
 
   With "float32" it is the way back: low-precision parameters as a float32 checkpoint.
-
-  MXNet's `convert_model` is where excluded names and exceptions come from.
 
   Args:
     params: any tree of arrays, abstract ones too; `nnx.state(model)` of an NNX model. Of a dict
@@ -92,21 +91,18 @@ def convert(
 def _check_params(params: object) -> None:
   """Raises for what has parameters in it and is no tree of them."""
   nnx = any(c.__module__.startswith("flax.nnx.") for c in type(params).__mro__)
-  got = fix = None
   if nnx and not isinstance(params, Mapping):
     got = f"the NNX module {type(params).__name__}"
     fix = "Pass nnx.state(model), or write mpjax.nnx.convert(view, *inputs)."
   elif hasattr(params, "apply") and hasattr(params, "init"):
     got = f"a model ({type(params).__name__})"
     fix = "Pass its variables, or write with_policy(model, policy).convert(variables, *inputs)."
+  elif nodes_of(params, LossScaleState):
+    got = "a training state: there is a loss scale in it"
+    fix = "Pass state.params: the optimizer's state is not for inference."
   else:
-    states = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, LossScaleState))
-    if any(isinstance(x, LossScaleState) for x in states):
-      got = "a training state: there is a loss scale in it"
-      fix = "Pass state.params: the optimizer's state is not for inference."
-  if got and fix:
-    expected = "a tree of parameters"
-    raise MpjaxTypeError(f"{_WHERE}(params)", expected=expected, got=got, fix=fix)
+    return
+  raise MpjaxTypeError(f"{_WHERE}(params)", expected="a tree of parameters", got=got, fix=fix)
 
 
 def _check_rules_have_paths(rules: Iterable[Rule]) -> None:

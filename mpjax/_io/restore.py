@@ -14,7 +14,7 @@ from mpjax._core.leaves import are_floating, as_array, convert, misfit, put, ref
 from mpjax._core.paths import check_leaves, is_key, leaves_by_path, path_text, same_path
 from mpjax._core.types import KeyPath, Leaf, PyTree
 from mpjax._io.arrays import decode
-from mpjax._io.master_storage import cross, crossings
+from mpjax._io.master_storage import cross, crossings, nodes_with_path
 from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._state import LossScalingState
 
@@ -64,32 +64,24 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   >>> import jax.numpy as jnp, mpjax
   >>> saved = {"w": jnp.ones(2, jnp.float32), "b": jnp.zeros(1, jnp.float32)}
   >>> target = {"w": jnp.zeros(2, jnp.bfloat16), "b": jnp.zeros(1, jnp.float32)}
-  >>> try:
-  ...   mpjax.checkpoints.restore_like(target, saved)
-  ... except mpjax.errors.MpjaxValueError as error:
-  ...   print(error)
-  mpjax.checkpoints.restore_like(target, restored): expected leaves of the dtype and shape of
-  target, got float32[2] for bfloat16[2] at w. Pass cast=True to convert them, or restore into a
-  target with the dtypes of what was saved.
   >>> mpjax.checkpoints.restore_like(target, saved, cast=True)["w"]
   Array([1, 1], dtype=bfloat16)
   """
   wanted = _wanted(target)
   own = isinstance(restored, (str, os.PathLike))
   stored = _metadata(os.fspath(restored)) if own else restored
-  crossed = crossings(target, wanted, leaves_by_path(stored, _WHERE))
-  saved = {path: want for path, want in wanted.items() if path not in crossed}
-  for one in crossed.values():
-    saved |= one.saved
+  leaves = leaves_by_path(stored, _WHERE)
+  crossed = crossings(target, wanted, leaves, _WHERE)
+  saved = wanted | {path: wanted[path].update(dtype=leaves[path].dtype) for path in crossed}
   if own:
     restored = _read(os.fspath(restored), stored, target, saved, cast)
   found = _match(target, saved, restored, cast)
   converted = {path: convert(found[path], want.dtype) for path, want in saved.items()}
   casts = {path: (found[path], x) for path, x in converted.items()}
   refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
-  converted = cross(converted, crossed, wanted, _WHERE)
-  leaves = [put(converted[path], want.sharding, alias=own) for path, want in wanted.items()]
-  result = jax.tree.unflatten(jax.tree.structure(target), leaves)
+  converted = cross(converted, crossed, _WHERE)
+  placed = [put(converted[path], want.sharding, alias=own) for path, want in wanted.items()]
+  result = jax.tree.unflatten(jax.tree.structure(target), placed)
   _refuse_broken_scales(result)
   return result
 
@@ -247,11 +239,7 @@ def _advice(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
 
 def _refuse_other_configuration(target: PyTree, found: Mapping[str, Leaf]) -> None:
   """Raises if a loss scale was saved under another configuration: its name is part of the path."""
-  states = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_scaling)
-  for key_path, state in states:
-    if not _is_scaling(state):
-      continue
-    place = path_text(key_path)
+  for place, state in nodes_with_path(target, LossScalingState):
     inside = [path for path in found if path.startswith(f"{place}/" if place else "")]
     prefix = f"{place}/loss_scale/".lstrip("/")
     saved = {path.removeprefix(prefix).split("/")[0] for path in inside if path.startswith(prefix)}
@@ -268,18 +256,12 @@ def _refuse_other_configuration(target: PyTree, found: Mapping[str, Leaf]) -> No
     )
 
 
-def _is_scaling(x: object) -> bool:
-  return isinstance(x, LossScalingState)
-
-
 def _names(labels: set[str]) -> str:
   return " and ".join(map(repr, sorted(labels))) or "none (no loss scale, or NoLossScale)"
 
 
 def _refuse_broken_scales(result: PyTree) -> None:
-  for state in jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, LossScaleState)):
-    if not isinstance(state, LossScaleState):
-      continue
+  for _, state in nodes_with_path(result, LossScaleState):
     scales = np.asarray(state.scale)
     if not np.all(np.isfinite(scales) & (scales > 0)):
       raise MpjaxValueError(

@@ -597,7 +597,7 @@ mpjax/transforms/_masters.py::update_shown
 + pass
 tests/transforms/test_masters.py::test_parameters_of_another_dtype_never_give_masters
 
-mpjax/_io/master_storage.py::_split
+mpjax/_io/master_storage.py::_check_split
 
 65 float32 masters of a checkpoint are split from parameters that are not their rounding
 - not np.all(is_near | (back == number) | np.isnan(number))
