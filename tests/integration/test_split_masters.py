@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -154,12 +155,14 @@ def stepped(tx, params, state, grads):
 
 @pytest.mark.case("I19")
 def test_sharded_over_eight_devices():
+  """Rows or columns of a matrix, on meshes of both kinds."""
   grads = np.random.default_rng(2).normal(size=(10, 8, 16)).astype(np.float32)
   grads[::7, 2, 2] = np.nan
   expected = run_on(None, "float32", grads)
-  for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+  kinds, rows, columns = jax.sharding.AxisType, jax.P("data"), jax.P(None, "data")
+  for kind, spec in itertools.product((kinds.Auto, kinds.Explicit), (rows, columns)):
     mesh = jax.make_mesh((8,), ("data",), (kind,), devices=jax.devices()[:8])
-    specs = {"w": jax.P("data"), "b": jax.P("data"), "half": jax.P(), "norm": jax.P("data")}
+    specs = {"w": spec, "b": rows, "half": jax.P(), "norm": rows}
     place = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
     found = run_on(place, "split", grads)
     for tree, other in zip(found, expected, strict=True):
