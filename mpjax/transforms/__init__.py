@@ -13,7 +13,7 @@ from mpjax.transforms._metrics import (
   loss_scaling_metrics,
   select_tree,
 )
-from mpjax.transforms._monitor import MonitorState, monitor_counts
+from mpjax.transforms._monitor import MonitorState, monitor, monitor_counts
 from mpjax.transforms._state import (
   AccumulationState,
   LossScalingState,
@@ -45,6 +45,7 @@ __all__ = [
   "make_train_step",
   "master_params",
   "master_weights",
+  "monitor",
   "monitor_counts",
   "scale_loss",
   "select_tree",

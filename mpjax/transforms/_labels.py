@@ -1,12 +1,10 @@
-"""The keys of the loss scales in a state: written and read here, and nowhere else.
+"""The keys of the loss scales in a state: the name of a loss, if it has one, and its configuration.
 
-A key is the name of a loss, if it has one, and its configuration, as in
-"generator:dynamic(growth_interval=500)". As part of the structure of a state it is static under
-`jit`, and a checkpoint that was saved under another configuration does not fit.
+As in "generator:dynamic(growth_interval=500)". As part of the structure of a state a key is static
+under `jit`, and a checkpoint that was saved under another configuration does not fit.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -25,14 +23,26 @@ from mpjax.transforms._loss_scale_config import (
 
 
 class Label(NamedTuple):
-  """What a key says: the name of a loss, and what a state is asked of its configuration."""
+  """What a key says."""
 
   name: str | None
   config: str  # the text of the configuration alone
-  dynamic: bool  # whether the scale moves
-  limits: tuple[float, float]  # the smallest and the largest scale that may be set
-  largest: float  # the largest scale that training comes to
-  backoff_factor: float
+  fields: Mapping[str, float]  # those of the configuration; of a dynamic one with its defaults
+
+  @property
+  def dynamic(self) -> bool:
+    """Whether the scale moves."""
+    return self.config.startswith("dynamic")
+
+  @property
+  def limits(self) -> tuple[float, float]:
+    """The smallest and the largest scale that may be set."""
+    return self.fields.get("min_scale", SMALLEST), self.fields.get("max_scale", LARGEST)
+
+  @property
+  def largest(self) -> float:
+    """The largest scale that training comes to."""
+    return self.fields.get("scale", self.limits[1])
 
 
 def write_label(config: LossScale, name: str | None = None) -> str:
@@ -41,35 +51,28 @@ def write_label(config: LossScale, name: str | None = None) -> str:
   `init_scale` is left out, since the state's own scale replaces it, and so are defaults: a
   field that a later version adds does not change the text of older states.
   """
-  if isinstance(config, NoLossScale):
-    text = "none"
-  elif isinstance(config, StaticLossScale):
-    text = f"static(scale={config.scale:.9g})"
-  else:
-    changed = [
-      f"{field.name}={getattr(config, field.name):.9g}"
-      for field in dataclasses.fields(config)
-      if field.name != "init_scale" and getattr(config, field.name) != field.default
-    ]
-    text = f"dynamic({','.join(changed)})" if changed else "dynamic"
+  changed = [
+    f"{field.name}={getattr(config, field.name):.9g}"
+    for field in dataclasses.fields(config)
+    if field.name != "init_scale" and getattr(config, field.name) != field.default
+  ]
+  text = _KINDS[type(config)] + (f"({','.join(changed)})" if changed else "")
   return text if name is None else f"{name}:{text}"
 
 
+_KINDS = {NoLossScale: "none", StaticLossScale: "static", DynamicLossScale: "dynamic"}
+_DEFAULTS = dataclasses.asdict(DynamicLossScale())
+
+
 def parse_label(label: str) -> Label:
-  """Returns what a key says; fields that it does not name have their defaults."""
+  """Returns what a key says."""
   name, colon, config = label.rpartition(":")
+  kind, _, text = config.removesuffix(")").partition("(")
+  pairs = (field.split("=") for field in text.split(",") if field)
   # Nine digits tell all float32 values apart, so this gives back the very number.
-  given = {key: float(np.float32(text)) for key, text in re.findall(r"(\w+)=([^,)]+)", config)}
-  dynamic = config.startswith("dynamic")
-  low = given.get("min_scale", DynamicLossScale.min_scale) if dynamic else SMALLEST
-  high = given.get("max_scale", DynamicLossScale.max_scale) if dynamic else LARGEST
+  fields = {key: float(np.float32(number)) for key, number in pairs}
   return Label(
-    name=name if colon else None,
-    config=config,
-    dynamic=dynamic,
-    limits=(low, high),
-    largest=given.get("scale", high),
-    backoff_factor=given.get("backoff_factor", DynamicLossScale.backoff_factor),
+    name if colon else None, config, (_DEFAULTS | fields) if kind == "dynamic" else fields
   )
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Never, TypeAlias
+from typing import NamedTuple, Never, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ from mpjax._core.trees import first_nonfinite, is_half, is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import (
   check_axes,
-  check_params,
-  check_state,
   init_inner,
   take_extra_args,
   update_inner,
@@ -34,7 +32,6 @@ from mpjax.transforms._loss_scaling_checks import (
 )
 from mpjax.transforms._master_weights import adopt_masters, merged_masters, reach_masters
 from mpjax.transforms._masters import update_shown
-from mpjax.transforms._monitor import MonitorState, count, no_counts
 from mpjax.transforms._skip import step_or_select, stored_first
 from mpjax.transforms._state import LossScales, LossScalingState, own_scales
 from mpjax.transforms._trees import (
@@ -59,7 +56,6 @@ def loss_scaling(
   *,
   axis_name: AxisName | None = None,
   check_updates: bool = False,
-  monitor: bool = False,
   name: str | None = None,
   **unknown: Never,
 ) -> optax.GradientTransformationExtraArgs:
@@ -112,9 +108,6 @@ def loss_scaling(
       as `bad_updates`, and the scale does not back off. The updates are computed once to look at
       them and once more to apply them, so that they need not be kept (on a GPU XLA may compute them
       once, and keep old and new). Without it such a step is applied.
-    monitor: keep counts for each parameter in the state, which `mpjax.monitor_counts` returns: how
-      many gradients are zero, and how many updates round away when they are added. It reads
-      gradients, parameters and updates once more, in the operations that compute them.
     name: tells several loss scales in one state apart.
     **unknown: refused. What shapes gradients or updates is set on `inner`.
 
@@ -129,8 +122,7 @@ def loss_scaling(
       `loss_scaling` inside; `update`: the state is not one of this transformation, or `inner` calls
       `grad_fn` in a loop or branch that JAX traces.
     MpjaxValueError: arguments contradict each other; `update`: the gradients do not match the
-      parameters, `monitor` has no parameters, the state was created with another configuration, or
-      `axis_name` is not bound.
+      parameters, the state was created with another configuration, or `axis_name` is not bound.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=4))
@@ -143,26 +135,18 @@ def loss_scaling(
   >>> print(updates, mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
   [-0. -0.] 2.0
   """
-  check_arguments(inner, loss_scale, check_updates, monitor, name, unknown)
+  check_arguments(inner, loss_scale, check_updates, name, unknown)
   configs, several = label_configs(loss_scale, name), isinstance(loss_scale, Mapping)
   scaled = not any(isinstance(config, NoLossScale) for config in configs.values())
   inner = take_extra_args(inner)
-  call = "mpjax.loss_scaling(inner).update"
-
-  def shown(params: Params) -> Params:
-    # Without a scale `inner` works as if it were alone: its moments have the parameters' dtypes.
-    return float32_view(params) if scaled else hide_untrained(params, params)
 
   def init(params: Params) -> LossScalingState:
-    where = "mpjax.loss_scaling(inner)"
     params = arrays_only(params) if scaled else params
-    inner_state = init_inner(inner, shown(params), where)
+    inner_state = init_inner(inner, _shown(params, scaled), _INIT)
     if scaled:
-      inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, where))
+      inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, _INIT))
       warn_of_half(params, merged_masters(inner_state, params))
     refuse_nesting(inner_state)
-    if monitor:
-      inner_state = MonitorState(no_counts(params), inner_state)
     state = LossScalingState({k: init_scale(config) for k, config in configs.items()}, inner_state)
     return place_like(params, state) if scaled else state
 
@@ -175,145 +159,170 @@ def loss_scaling(
     apply: Callable[[Params, Updates, OptState], Params] | None = None,
     **extra_args: PyTree,
   ) -> tuple[Updates, LossScalingState]:
+    # What came: gradients by loss, in the precision of the parameters, and what divides them.
     scales = own_scales(state, configs)
-    old = {k: scale for k, scale in scales.items() if isinstance(scale, LossScaleState)}
     if apply is not None:
       refuse_apply_to_parts(params)
     params = arrays_only(params) if scaled else params
-    if monitor:
-      check_params(params, f"{call}(params)")
-    own = differentiated(params)
-    grad_fn: Function | None = extra_args.get("grad_fn")
-
-    def by_label(tree: Grads, argument: str) -> dict[str, Grads]:
-      parts = by_loss(tree, configs, several, f"{call}({argument})")
-      return {label: differentiated(grads) for label, grads in parts.items()}
-
-    def aligned(given: dict[str, Grads], argument: str) -> dict[str, Grads]:
-      where, strict = f"{call}({argument})", scaled or several
-      return {k: align_gradients(g, own, where, strict=strict) for k, g in given.items()}
-
-    def total(grads: dict[str, Grads]) -> Grads:
-      """The gradient of the sum of the losses, unscaled, as `inner` sees it."""
-      if scaled:
-        return float32_view(_sum([unscale_tree(g, old[k].scale) for k, g in grads.items()]))
-      return hide_untrained(_sum(list(grads.values())), own)
-
-    grads = aligned(by_label(updates, "updates"), "updates")
+    losses = _Losses(configs, scales, several, differentiated(params))
+    grads = losses.gradients(updates, "updates")
     if "grad" in extra_args:
-      extra_args["grad"] = total(aligned(by_label(extra_args["grad"], "grad"), "grad"))
+      extra_args["grad"] = losses.total(losses.gradients(extra_args["grad"], "grad"))
     # In a step of `make_train_step` nobody else has the gradients, and their quotients take over
     # the memory.
-    stored = stored_first(total(grads)) if scaled and apply is not None else None
-    losses = by_loss(loss, configs, several, f"{call}(loss)") if scaled and loss is not None else {}
-    first_bad, number, finite = {}, {}, {}
-    for label, scale in old.items():
-      # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
-      # gradients themselves: then no quotient has to be kept in memory until the decision.
-      exact = stored is None and parse_label(label).limits[0] >= 1
-      seen = grads[label] if exact else unscale_tree(grads[label], scale.scale)
-      watched = jax.tree.leaves((seen, losses.get(label)))
-      number[label] = len(watched)
-      first_bad[label] = _agree(first_nonfinite(watched), axis_name)
-      finite[label] = first_bad[label] == number[label]
+    stored = stored_first(losses.total(grads)) if scaled and apply is not None else None
+
+    # What is looked at: where is the first number that is not finite?
+    values = losses.by_label(loss, "loss") if scaled and loss is not None else {}
+    watched = {k: losses.watched(k, grads[k], values, stored is None) for k in losses.old}
+    first_bad = {k: _agree(first_nonfinite(leaves), axis_name) for k, leaves in watched.items()}
     # NumPy scalars: as constants they add no operation, unless inner uses them.
     all_finite: Leaf = np.bool_(True)
-    loss_scales: PyTree = np.float32(1)
-    if scaled:
-      all_finite = functools.reduce(jnp.logical_and, finite.values())
-      loss_scales = {parse_label(label).name: one.scale for label, one in old.items()}
-      loss_scales = loss_scales if several else next(iter(loss_scales.values()))
+    for label, leaves in watched.items():
+      all_finite = jnp.logical_and(all_finite, first_bad[label] == len(leaves))
     if several and scaled:
       # The sum of finite gradients may overflow; no single scale is to blame for that.
-      all_finite = jnp.logical_and(all_finite, _all_finite(total(grads), axis_name))
+      all_finite = jnp.logical_and(all_finite, _all_finite(losses.total(grads), axis_name))
     # A line search calls value_fn with every argument that has another name.
     if "value_fn" not in extra_args:
-      extra_args = {"grads_finite": all_finite, "loss_scale": loss_scales} | extra_args
+      told = {"grads_finite": all_finite, "loss_scale": losses.divisors}
+      extra_args = told | extra_args
 
+    # What inner does with the plain gradient. In here, where it reads it, no quotient is stored.
     def step(
       inner_state: OptState, params: Params, seen: list[dict[str, Array]] | None = None
     ) -> tuple[Updates, OptState]:
-      if not monitor:
-        return plain_step(inner_state, params, seen)
-      watched = check_state(inner_state, MonitorState, f"{call}(state)")
-      new_updates, new_inner = plain_step(watched.inner_state, params, seen)
-      # A window of accumulation that is open moves nothing: its updates are zeros.
-      counts = count(total(grads), params, merged(new_updates, params), watched, new_inner)
-      return new_updates, MonitorState(counts, new_inner)
-
-    def plain_step(
-      inner_state: OptState, params: Params, seen: list[dict[str, Array]] | None
-    ) -> tuple[Updates, OptState]:
-      # In here, where an optimizer reads it, a quotient is never stored.
-      gradient = total(grads) if stored is None else stored
-      more = extra_args
-      if grad_fn is not None:
-        more = {**extra_args, "grad_fn": plain_grad_fn(grad_fn, seen)}
+      gradient, more = losses.total(grads) if stored is None else stored, extra_args
+      if "grad_fn" in extra_args:
+        more = extra_args | {"grad_fn": losses.plain(extra_args["grad_fn"], values, seen)}
       if scaled:
-        new_updates, new_inner = update_shown(inner, gradient, inner_state, params, more, call)
-      else:
-        view = None if params is None else shown(params)
-        new_updates, new_inner = update_inner(inner, gradient, inner_state, view, more, call)
-      if not scaled and any(map(is_half, jax.tree.leaves(params))):
+        new, new_inner = update_shown(inner, gradient, inner_state, params, more, _CALL)
+        return reach_masters(params, new, new_inner), new_inner
+      view = None if params is None else _shown(params, scaled)
+      new, new_inner = update_inner(inner, gradient, inner_state, view, more, _CALL)
+      if any(map(is_half, jax.tree.leaves(params))):
         # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
         new_inner = as_stored(new_inner, inner_state)
-      if scaled:
-        new_updates = reach_masters(params, new_updates, new_inner)
-      return new_updates, new_inner
+      return new, new_inner
 
-    def plain_grad_fn(
-      grad_fn: Function, seen: list[dict[str, Array]] | None
-    ) -> Callable[..., Grads]:
-      """`grad_fn` that returns plain gradients, and notes where they are not finite."""
-      outside = get_opaque_trace_state()
+    def merged(new: Updates, params: Params) -> Updates:
+      like = next(iter(grads.values()))
+      return by_part(lambda u, p: merge_updates(like, u, p), new, params)
 
-      def plain(*args: PyTree, **kwargs: PyTree) -> Grads:
-        given = aligned(by_label(grad_fn(*args, **kwargs), "grad_fn"), "grad_fn")
-        if seen is not None:
-          watched = {k: (unscale_tree(g, old[k].scale), losses.get(k)) for k, g in given.items()}
-          first = {k: first_nonfinite(jax.tree.leaves(w)) for k, w in watched.items()}
-          if get_opaque_trace_state() != outside:
-            _refuse_traced(first)
-          seen.append(first)
-        return total(given)
-
-      return plain
-
-    def merged(new_updates: Updates, params: Params) -> Updates:
-      grad = next(iter(grads.values()))
-      return by_part(lambda u, p: merge_updates(grad, u, p), new_updates, params)
-
-    kept, where = state.inner_state, f"{call}: the state of inner"
+    # The decision. Once to look at, and once more to apply: to decide first, by updates that are
+    # never stored, takes less memory than to have the old and the new of everything until then.
     applied = all_finite if scaled else None
-    if scaled and (check_updates or grad_fn is not None):
-      # Once to look at, and once more to apply: to decide first, by updates that are never stored,
-      # takes less memory than to have the old and the new of everything until the decision.
+    if scaled and (check_updates or "grad_fn" in extra_args):
       seen: list[dict[str, Array]] = []
-      looked_at, _ = step(kept, params, seen)
+      looked_at, _ = step(state.inner_state, params, seen)
       for label, first in (pair for one in seen for pair in one.items()):
         first_bad[label] = jnp.minimum(first_bad[label], _agree(first, axis_name))
-        finite[label] = first_bad[label] == number[label]
-        all_finite = jnp.logical_and(all_finite, finite[label])
+        all_finite = jnp.logical_and(all_finite, first_bad[label] == len(watched[label]))
       good = _all_finite(looked_at, axis_name) if check_updates else True
       applied = jnp.logical_and(all_finite, good)
+
+    # The step, or nothing.
+    where = f"{_CALL}: the state of inner"
     if apply is None:
-      new_updates, new_inner = step_or_select(applied, lambda kept: step(kept, params), kept, where)
+      new_updates, new_inner = step_or_select(
+        applied, lambda old: step(old, params), state.inner_state, where
+      )
       result = merged(new_updates, params)
     else:
 
-      def step_and_apply(kept: PyTree) -> tuple[tuple[()], PyTree]:
-        new_updates, new_inner = step(*kept)
-        return (), (new_inner, apply(kept[1], merged(new_updates, kept[1]), new_inner))
+      def step_and_apply(old: PyTree) -> tuple[tuple[()], PyTree]:
+        new, new_inner = step(*old)
+        return (), (new_inner, apply(old[1], merged(new, old[1]), new_inner))
 
-      _, (new_inner, result) = step_or_select(applied, step_and_apply, (kept, params), where)
-    flags = {"all_finite": all_finite, "applied": applied}
-    new_scales: LossScales = dict(scales)
-    for label, scale in old.items():
-      own_flags = {"finite": finite[label], "first_bad": first_bad[label], **flags}
-      new_scales[label] = adjust(configs[label], scale, **own_flags)
+      old = (state.inner_state, params)
+      _, (new_inner, result) = step_or_select(applied, step_and_apply, old, where)
+
+    # And the scales move, each by what its own gradients were.
+    new_scales, flags = dict(scales), {"applied": applied, "all_finite": all_finite}
+    for label, scale in losses.old.items():
+      finite = first_bad[label] == len(watched[label])
+      own = {"finite": finite, "first_bad": first_bad[label], **flags}
+      new_scales[label] = adjust(configs[label], scale, **own)
     return result, LossScalingState(new_scales, new_inner)
 
   return transformation(init, update)
+
+
+_INIT = "mpjax.loss_scaling(inner)"
+_CALL = f"{_INIT}.update"
+
+
+class _Losses(NamedTuple):
+  """The losses whose gradients an update is given, and the parameters that they are of."""
+
+  configs: Mapping[str, LossScale]
+  scales: LossScales
+  several: bool
+  params: Params
+
+  @property
+  def old(self) -> dict[str, LossScaleState]:
+    """The scales; none under `NoLossScale`."""
+    return {k: one for k, one in self.scales.items() if isinstance(one, LossScaleState)}
+
+  @property
+  def divisors(self) -> PyTree:
+    """What `inner` is told that the gradients are divided by; of several losses by name."""
+    by_name = {parse_label(label).name: one.scale for label, one in self.old.items()}
+    if not by_name:
+      return np.float32(1)
+    return by_name if self.several else next(iter(by_name.values()))
+
+  def by_label(self, tree: PyTree, argument: str) -> dict[str, PyTree]:
+    return by_loss(tree, self.configs, self.several, f"{_CALL}({argument})")
+
+  def gradients(self, tree: Grads, argument: str) -> dict[str, Grads]:
+    """The gradients of each loss, in the precision of the parameters."""
+    strict = bool(self.old) or self.several
+    return {
+      k: align_gradients(differentiated(g), self.params, f"{_CALL}({argument})", strict=strict)
+      for k, g in self.by_label(tree, argument).items()
+    }
+
+  def total(self, grads: Mapping[str, Grads]) -> Grads:
+    """The gradient of the sum of the losses, unscaled, as `inner` sees it."""
+    if self.old:
+      return float32_view(_sum([unscale_tree(g, self.old[k].scale) for k, g in grads.items()]))
+    return hide_untrained(_sum(list(grads.values())), self.params)
+
+  def watched(
+    self, label: str, grads: Grads, losses: Mapping[str, PyTree], exact: bool = False
+  ) -> list[Leaf]:
+    """What has to be finite for a loss.
+
+    Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else, if
+    `exact`, the gradients: then no quotient has to be kept in memory until the decision.
+    """
+    exact = exact and parse_label(label).limits[0] >= 1
+    seen = grads if exact else unscale_tree(grads, self.old[label].scale)
+    return jax.tree.leaves((seen, losses.get(label)))
+
+  def plain(
+    self, grad_fn: Function, losses: Mapping[str, PyTree], seen: list[dict[str, Array]] | None
+  ) -> Callable[..., Grads]:
+    """`grad_fn` that returns plain gradients, and notes in `seen` where they are not finite."""
+    outside = get_opaque_trace_state()
+
+    def plain(*args: PyTree, **kwargs: PyTree) -> Grads:
+      grads = self.gradients(grad_fn(*args, **kwargs), "grad_fn")
+      if seen is not None:
+        first = {k: first_nonfinite(self.watched(k, g, losses)) for k, g in grads.items()}
+        if get_opaque_trace_state() != outside:
+          _refuse_traced(first)
+        seen.append(first)
+      return self.total(grads)
+
+    return plain
+
+
+def _shown(params: Params, scaled: bool) -> Params:
+  """Returns the parameters as `inner` sees them; without a scale it works as if it were alone."""
+  return float32_view(params) if scaled else hide_untrained(params, params)
 
 
 def _sum(grads: Sequence[Grads]) -> Grads:

@@ -21,7 +21,6 @@ def check_arguments(
   inner: object,
   loss_scale: object,
   check_updates: object,
-  monitor: object,
   name: object,
   unknown: Mapping[str, object],
 ) -> None:
@@ -30,14 +29,13 @@ def check_arguments(
   if unknown:
     raise MpjaxTypeError(
       f"{call}({', '.join(f'{key}=' for key in unknown)})",
-      expected="loss_scale, axis_name, check_updates, monitor or name",
+      expected="loss_scale, axis_name, check_updates or name",
       got=f"the unknown keyword {', '.join(map(repr, unknown))}",
-      fix="Clipping, decay, averaging and accumulation are set on inner.",
+      fix="Clipping, decay, averaging and accumulation are set on inner; mpjax.monitor counts.",
     )
   check_inner(inner, f"{call}(inner)")
   _check_loss_scale(loss_scale, name)
   check_flag(check_updates, f"{call}(check_updates)")
-  check_flag(monitor, f"{call}(monitor)")
   configs = loss_scale.values() if isinstance(loss_scale, Mapping) else (loss_scale,)
   if check_updates and any(isinstance(config, NoLossScale) for config in configs):
     expected = "False with NoLossScale(), which checks nothing"
@@ -138,17 +136,17 @@ def _update_in_a_chain(
   update: Function, *args: PyTree, apply: object = None, **kwargs: PyTree
 ) -> tuple[Updates, OptState]:
   if apply is not None:
-    raise _not_outermost("one that is part of an optax.chain, or was unpacked")
+    raise not_outermost("one that is part of an optax.chain, or was unpacked")
   return update(*args, **kwargs)
 
 
 def refuse_apply_to_parts(params: Params) -> None:
   """Raises if `params` are what `optax.masked` or `multi_transform` left of the parameters."""
   if nodes_of(params, optax.MaskedNode):
-    raise _not_outermost("one that sees a part of the parameters (optax.masked, multi_transform)")
+    raise not_outermost("one that sees a part of the parameters (optax.masked, multi_transform)")
 
 
-def _not_outermost(got: str) -> MpjaxTypeError:
+def not_outermost(got: str) -> MpjaxTypeError:
   return MpjaxTypeError(
     "mpjax.loss_scaling(inner).update(apply)",
     expected="mpjax.loss_scaling to be outermost",

@@ -1,5 +1,6 @@
-"""The monitor of `mpjax.loss_scaling`: zero gradients and lost updates, counted in the state."""
+"""The monitor: zero gradients and lost updates, counted in the state of an optimizer."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,17 +11,19 @@ import optax
 
 from mpjax._core.bits import changes_nothing, is_nonzero, same_numbers
 from mpjax._core.errors import MpjaxTypeError
-from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, Updates
+from mpjax._core.trees import is_inexact, pick
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._apply_updates import apply_updates
+from mpjax.transforms._checks import check_inner, check_params, check_state
+from mpjax.transforms._loss_scaling_checks import not_outermost
 from mpjax.transforms._master_weights import merged_masters
 from mpjax.transforms._masters import has_split
-from mpjax.transforms._state import find_scale, plain_array
-from mpjax.transforms._trees import differentiated, nodes_of
+from mpjax.transforms._state import plain_array, scales_in
+from mpjax.transforms._trees import arrays_only, differentiated, nodes_of, place_like
 
 
 class MonitorState(NamedTuple):
-  """What `mpjax.loss_scaling(..., monitor=True)` keeps as its `inner_state`.
+  """The state of `mpjax.monitor`.
 
   Args:
     counts: int32 of shape (4,) for each parameter, by its path, of the last step that was applied:
@@ -28,13 +31,66 @@ class MonitorState(NamedTuple):
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> state = mpjax.loss_scaling(optax.sgd(0.1), monitor=True).init({"w": jnp.ones(2)})
-  >>> isinstance(state.inner_state, mpjax.states.MonitorState), state.inner_state.counts["w"].dtype
+  >>> state = mpjax.monitor(optax.sgd(0.1)).init({"w": jnp.ones(2)})
+  >>> isinstance(state, mpjax.states.MonitorState), state.counts["w"].dtype
   (True, dtype('int32'))
   """
 
   counts: dict[str, Array]
   inner_state: OptState
+
+
+def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it counts, for each parameter, zero gradients and lost updates.
+
+  Put it outermost, around `mpjax.loss_scaling` and `mpjax.master_weights`, where parameters are
+  as they are stored; what it wraps works as it would alone. The counts are those of the last step
+  that was applied, and `mpjax.monitor_counts` returns them. It reads gradients, parameters and
+  updates once more, in the operations that compute them.
+
+  Args:
+    inner: the optimizer, with a loss scale or without.
+
+  Returns:
+    An optax transformation with the updates of `inner`. Its state is a `MonitorState`.
+
+  Raises:
+    MpjaxTypeError: `inner` is no optax transformation; `update`: the state is another's, or there
+      is an `apply`.
+    MpjaxValueError: `update`: there are no parameters.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(1)))
+  >>> params = {"lora_a": jnp.full(3, 1e5)}
+  >>> grads = {"lora_a": jnp.asarray([1.0, 0.0, 80.0])}
+  >>> updates, opt_state = tx.update(grads, tx.init(params), params)
+  >>> {key: int(n) for key, n in mpjax.monitor_counts(opt_state)["lora_a"].items()}
+  {'size': 3, 'zero_gradients': 1, 'updates': 2, 'lost_updates': 1}
+  """
+  where = "mpjax.monitor(inner)"
+  inner = check_inner(inner, where)
+
+  def init(params: Params) -> MonitorState:
+    counts = {name: jnp.zeros((4,), jnp.int32) for name in _named(params)}
+    return MonitorState(place_like(params, counts), inner.init(params))
+
+  def update(
+    updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, MonitorState]:
+    old = check_state(state, MonitorState, f"{where}.update(state)")
+    check_params(params, f"{where}.update(params)")
+    if extra_args.get("apply") is not None:
+      raise not_outermost("one inside of mpjax.monitor")
+    new_updates, new = inner.update(updates, old.inner_state, params, **extra_args)
+    scales = scales_in(new)
+    if any(len(one.owner.loss_scale) > 1 for one in scales):  # The gradients of several losses.
+      updates = functools.reduce(functools.partial(jax.tree.map, jnp.add), updates.values())
+    counts = _count(differentiated(updates), arrays_only(params), new_updates, old, new)
+    for state in (one.state for one in scales):
+      counts = counts if state is None else pick(state.finite, counts, old.counts)
+    return new_updates, MonitorState(counts, new)
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _named(params: Params) -> dict[str, tuple[KeyPath, Leaf]]:
@@ -48,18 +104,13 @@ def _name(path: KeyPath) -> str:
   return jax.tree_util.keystr(path, simple=True, separator=".") or "params"
 
 
-def no_counts(params: Params) -> dict[str, Array]:
-  """Returns the counts before the first step."""
-  return {name: jnp.zeros((4,), jnp.int32) for name in _named(params)}
-
-
-def count(
+def _count(
   grads: Grads, params: Params, updates: Updates, old: MonitorState, new: OptState
 ) -> dict[str, Array]:
   """Returns the counts of a step.
 
   Args:
-    grads: the gradients, unscaled.
+    grads: the gradients, scaled or not.
     params: the parameters as they are stored.
     updates: what is added to them.
     old: the state before the step.
@@ -131,12 +182,11 @@ def _nonzero(x: Array) -> Array:
   return is_nonzero(x)
 
 
-def monitor_counts(opt_state: OptState, *, name: str | None = None) -> dict[str, dict[str, Array]]:
-  """Returns what `mpjax.loss_scaling(..., monitor=True)` counted in the last applied step.
+def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
+  """Returns what `mpjax.monitor` counted in the last applied step.
 
   Args:
-    opt_state: a state that holds a loss scale, after an `update`.
-    name: which of several loss scales to read.
+    opt_state: a state that holds that of `mpjax.monitor`, after an `update`.
 
   Returns:
     A dict for each parameter, by its path ("Dense_0.kernel"), of int32 arrays of shape ():
@@ -150,25 +200,20 @@ def monitor_counts(opt_state: OptState, *, name: str | None = None) -> dict[str,
       masters with a gradient, and lost those that nevertheless stay as they are.
 
   Raises:
-    MpjaxTypeError: the state has no scale, or has two, or keeps no counts.
-    MpjaxValueError: no scale is called `name`.
+    MpjaxTypeError: the state keeps no counts.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> tx = mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(1), monitor=True)
-  >>> params = {"lora_a": jnp.full(3, 1e5)}
-  >>> grads = {"lora_a": jnp.asarray([1.0, 0.0, 80.0])}
-  >>> updates, opt_state = tx.update(grads, tx.init(params), params)
-  >>> {key: int(n) for key, n in mpjax.monitor_counts(opt_state)["lora_a"].items()}
-  {'size': 3, 'zero_gradients': 1, 'updates': 2, 'lost_updates': 1}
+  >>> opt_state = mpjax.monitor(optax.sgd(0.1)).init({"w": jnp.ones(2)})
+  >>> {key: int(n) for key, n in mpjax.monitor_counts(opt_state)["w"].items()}
+  {'size': 0, 'zero_gradients': 0, 'updates': 0, 'lost_updates': 0}
   """
-  where = "mpjax.monitor_counts(opt_state)"
-  states = nodes_of(find_scale(opt_state, where, name).owner.inner_state, MonitorState)
+  states = nodes_of(opt_state, MonitorState)
   if not states:
     raise MpjaxTypeError(
-      where,
+      "mpjax.monitor_counts(opt_state)",
       expected="a state that keeps counts",
-      got="one of a loss_scaling without a monitor",
-      fix="Write mpjax.loss_scaling(inner, monitor=True), and make the state with its init.",
+      got=f"a {type(opt_state).__name__} without a monitor",
+      fix="Write tx = mpjax.monitor(mpjax.loss_scaling(inner)), and make the state with its init.",
     )
   keys = ("size", "zero_gradients", "updates", "lost_updates")
   return {

@@ -13,6 +13,7 @@ from mpjax._core.paths import path_text
 from mpjax._core.types import Array, OptState, Params, PyTree
 from mpjax.transforms._checks import refuse_integers
 from mpjax.transforms._master_weights import master_params
+from mpjax.transforms._monitor import MonitorState
 from mpjax.transforms._state import (
   AccumulationState,
   LossScalingState,
@@ -124,7 +125,7 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   """
   found = scales_in(opt_state) or [find_scale(opt_state, where, None)]
   outermost = opt_state
-  while isinstance(outermost, MasterWeightsState):
+  while isinstance(outermost, (MasterWeightsState, MonitorState)):
     outermost = outermost.inner_state
   if not isinstance(outermost, LossScalingState) or len(found) > 1:
     raise MpjaxTypeError(

@@ -240,7 +240,7 @@ def _retried(
   """
   where = "mpjax.make_train_step(max_retries)"
   label = own_scale(state.opt_state, "").says
-  factor, low = label.backoff_factor, label.limits[0]
+  factor, low = label.fields["backoff_factor"], label.limits[0]
   # The shapes of the metrics are asked for first, and the loop then takes the same trace.
   attempt = jax.jit(attempt, inline=True)
   shapes = jax.eval_shape(attempt, state, batch)[1]

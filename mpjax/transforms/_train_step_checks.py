@@ -34,6 +34,7 @@ def check_call(
   """Raises unless a step with these settings takes `state` and `batch`."""
   call = "mpjax.make_train_step(...)"
   expected, fix = "a mpjax.TrainState", "Make one with mpjax.TrainState.create(params, tx)."
+  fix = "Swap the two: step(state, batch)." if isinstance(batch, TrainState) else fix
   state = check_type(state, TrainState, f"{call}: step(state)", expected=expected, fix=fix)
   has_average = not (isinstance(state.ema, tuple) and not state.ema)
   if has_average != (ema_decay is not None):

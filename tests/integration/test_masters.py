@@ -106,7 +106,7 @@ COMPOSITIONS = {
   ),
   "masked": Composition(freezing, frozen=("bfloat16",)),
   "labelled": Composition(labelled, scaled=False),
-  "labelled inside": Composition(lambda masters: scaling(labelled(masters), monitor=True)),
+  "labelled inside": Composition(lambda masters: mpjax.monitor(scaling(labelled(masters)))),
   "window inside": Composition(
     lambda masters: scaling(masters(mpjax.accumulate_gradients(optimizer(), 2))), window=2
   ),

@@ -17,7 +17,7 @@ PUBLIC = {
     *("apply_updates", "audit", "autocast", "check_loss_scaling", "check_skipped_steps"),
     *("checkpoints", "convert", "errors", "find_nonfinite", "full_precision", "last_step_finite"),
     *("linen", "loss_scaling", "loss_scaling_metrics", "make_train_step", "master_params"),
-    *("master_weights", "monitor_counts", "nnx", "opt_level", "policy_scope", "ranges", "reports"),
+    *("master_weights", "monitor", "monitor_counts", "nnx", "opt_level", "policy_scope", "ranges", "reports"),
     *("scale_loss", "select_tree", "set_loss_scale", "set_master_params", "state_dtype"),
     *("states", "tune", "unscale", "value_and_grad", "with_policy"),
   ],

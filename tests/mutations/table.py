@@ -100,19 +100,19 @@ mpjax/transforms/_labels.py::parse_label
 
 8 min_scale is its default again once it is read from the structure of a state (the list: reset in
   tree_unflatten; our limits are no leaves, but part of the structure)
-- given.get("min_scale", DynamicLossScale.min_scale)
-+ DynamicLossScale.min_scale
+- _DEFAULTS | fields
++ fields | _DEFAULTS
 tests/transforms/test_labels.py::test_label_keeps_the_limits_exactly
 
 mpjax/transforms/_loss_scaling.py::loss_scaling
 
 9 gradients are divided by the scale of the next step
-- new_updates, new_inner = update_shown(inner, gradient, inner_state, params, more, call)
+- new, new_inner = update_shown(inner, gradient, inner_state, params, more, _CALL)
 + flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
++ old = losses.old
 + moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
-+ parts = [unscale_tree(g, moved[k].scale) for k, g in grads.items()]
-+ gradient = float32_view(_sum(parts))
-+ new_updates, new_inner = update_shown(inner, gradient, inner_state, params, more, call)
++ gradient = losses._replace(scales=moved).total(grads)
++ new, new_inner = update_shown(inner, gradient, inner_state, params, more, _CALL)
 tests/transforms/test_loss_scaling.py::test_momentum_is_exact_while_the_scale_changes_every_step
 
 mpjax/transforms/_loss_scale_config.py::
@@ -178,16 +178,16 @@ mpjax/transforms/_loss_scaling.py::loss_scaling
 
 18 gradients of several losses are checked, and not their sum, which may overflow (the list: a
   check before the reduction; over devices they are averaged before they get there)
-- _all_finite(total(grads), axis_name)
-+ _all_finite(total(grads), axis_name) if check_updates else True
+- _all_finite(losses.total(grads), axis_name)
++ _all_finite(losses.total(grads), axis_name) if check_updates else True
 tests/integration/test_several_losses.py
 ::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame
 
 19 clipping, inside, sees scaled gradients; its result is unscaled
-- new_updates, new_inner = update_shown(inner, gradient, inner_state, params, more, call)
+- new, new_inner = update_shown(inner, gradient, inner_state, params, more, _CALL)
 + unchanged = float32_view(_sum(list(grads.values())))
-+ new_updates, new_inner = update_shown(inner, unchanged, inner_state, params, more, call)
-+ new_updates = total({label: new_updates for label in grads})
++ new, new_inner = update_shown(inner, unchanged, inner_state, params, more, _CALL)
++ new = losses.total({label: new for label in grads})
 tests/transforms/test_loss_scaling.py::test_clipping_does_not_depend_on_the_scale
 
 mpjax/transforms/_skip.py::step_or_select
@@ -292,10 +292,10 @@ tests/integration/test_distributed_skip.py
 mpjax/transforms/_loss_scaling.py::loss_scaling
 
 32 the largest values are checked instead of the flags reduced: a maximum drops NaN
-- first_bad[label] = _agree(first_nonfinite(watched), axis_name)
+- first_bad = {k: _agree(first_nonfinite(leaves), axis_name) for k, leaves in watched.items()}
 + if axis_name is not None:
-+   watched = [jax.lax.pmax(x, axis_name) for x in watched]
-+ first_bad[label] = first_nonfinite(watched)
++   watched = {k: [jax.lax.pmax(x, axis_name) for x in leaves] for k, leaves in watched.items()}
++ first_bad = {k: first_nonfinite(leaves) for k, leaves in watched.items()}
 tests/integration/test_distributed_skip.py
 ::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
 

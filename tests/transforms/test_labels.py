@@ -43,7 +43,8 @@ def test_a_label_says_what_its_configuration_is():
     ):
       label = parse_label(write_label(config, name))
       assert (label.name, label.config) == (name, write_label(config))
-      assert [label.dynamic, label.largest, label.backoff_factor] == expected
+      backoff = label.fields.get("backoff_factor", 0.5)
+      assert [label.dynamic, label.largest, backoff] == expected
 
 
 def test_labels_hold_names_and_configurations_in_the_order_of_a_tree():

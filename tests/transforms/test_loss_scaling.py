@@ -459,7 +459,7 @@ def test_unknown_keywords():
   configs = mpjax.DynamicLossScale(), {"a": mpjax.DynamicLossScale()}
   for config, unknown in itertools.product(configs, names):
     where = f"mpjax.loss_scaling({unknown}=)"
-    expected = "loss_scale, axis_name, check_updates, monitor or name"
+    expected = "loss_scale, axis_name, check_updates or name"
     with refused(TypeError, where, expected, f"'{unknown}'", "are set on inner"):
       mpjax.loss_scaling(SGD, config, **{unknown: 1})
 

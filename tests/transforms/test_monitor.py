@@ -30,7 +30,7 @@ def problem(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_counts_of_a_run_equal_those_of_numpy(dtype):
   params, gradients = problem(dtype)
-  tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8), monitor=True)
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8)))
 
   @jax.jit
   def step(params, opt_state, grads):
@@ -54,23 +54,9 @@ def test_counts_of_a_run_equal_those_of_numpy(dtype):
   assert set(mpjax.monitor_counts(opt_state)) == {"dense.kernel", "dense.bias"}
 
 
-def test_off_adds_nothing():
-  params, gradients = problem(jnp.bfloat16)
-
-  def jaxpr(**options):
-    tx = mpjax.loss_scaling(optax.adam(1e-3), **options)
-    state = tx.init(params)
-    return jax.make_jaxpr(tx.update)(gradients(0), state, params), jax.tree.structure(state)
-
-  plain, off, on = jaxpr(), jaxpr(monitor=False), jaxpr(monitor=True)
-  assert str(plain[0]) == str(off[0])
-  assert plain[1] == off[1]
-  assert str(plain[0]) != str(on[0])
-
-
 def test_a_skipped_step_leaves_the_counts():
   params, gradients = problem(jnp.bfloat16)
-  tx = mpjax.loss_scaling(optax.sgd(1e-3), monitor=True)
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3)))
   _, state = tx.update(gradients(0), tx.init(params), params)
   _, skipped = tx.update(jax.tree.map(lambda g: g * jnp.inf, gradients(1)), state, params)
   assert not mpjax.last_step_finite(skipped)
@@ -80,7 +66,7 @@ def test_a_skipped_step_leaves_the_counts():
 def test_underflow_is_seen_as_zero_gradients():
   params, small = {"w": jnp.ones(4)}, jnp.asarray([1e-8, 1e-8, 1.0, 1.0])
   for scale, zeros in ((2.0, 2), (1024.0, 0)):
-    tx = mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(scale), monitor=True)
+    tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(scale)))
     grads = {"w": (scale * small).astype(jnp.float16)}
     _, state = tx.update(grads, tx.init(params), params)
     assert int(mpjax.monitor_counts(state)["w"]["zero_gradients"]) == zeros
@@ -90,7 +76,7 @@ def test_masters_lose_nothing_and_stay_where_they_must():
   params = {"w": jnp.ones(3, jnp.bfloat16), "norm": jnp.ones(3)}
   grads = {"w": jnp.asarray([1e-4, 1e-9, 0.0]), "norm": jnp.asarray([1e-4, 1e-9, 0.0])}
   inner = mpjax.master_weights(optax.sgd(1.0))
-  tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(1), monitor=True)
+  tx = mpjax.monitor(mpjax.loss_scaling(inner, mpjax.StaticLossScale(1)))
   _, state = jax.jit(tx.update)(grads, tx.init(params), params)
   for path in params:
     counts = {key: int(n) for key, n in mpjax.monitor_counts(state)[path].items()}
@@ -98,36 +84,59 @@ def test_masters_lose_nothing_and_stay_where_they_must():
   np.testing.assert_array_equal(mpjax.master_params(state)["w"], np.float32([1 - 1e-4, 1, 1]))
 
 
-def test_in_a_train_step_and_without_a_scale():
+def test_in_a_train_step_without_a_scale_and_of_several_losses():
   params, gradients = problem(jnp.bfloat16)
   params, grads = ({"dense": tree["dense"]} for tree in (params, gradients(0)))
-  apply = lambda params, updates, _: mpjax.apply_updates(params, updates)  # noqa: E731
-  for scale in (mpjax.DynamicLossScale(), mpjax.NoLossScale()):
-    tx = mpjax.loss_scaling(optax.sgd(1e-3), scale, monitor=True)
-    new, state = jax.jit(lambda g, s, tx=tx: tx.update(g, s, params, apply=apply))(
-      grads, tx.init(params)
-    )
-    assert new["dense"]["kernel"].dtype == jnp.bfloat16
-    assert int(mpjax.monitor_counts(state)["dense.bias"]["size"]) == 5
+
+  def loss_fn(params, model_state, batch, rng):
+    loss = sum(jnp.sum(p.astype(jnp.float32) * batch) for p in jax.tree.leaves(params))
+    return loss, (model_state, {})
+
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(8)))
+  state = mpjax.TrainState.create(params, tx)
+  for batch in (1.0, jnp.inf):  # The second is skipped.
+    state, _ = mpjax.make_train_step(loss_fn, tx, donate=False)(state, jnp.float32(batch))
+    counts = mpjax.monitor_counts(state.opt_state)["dense.bias"]
+    assert {key: int(n) for key, n in counts.items()} == {
+      "size": 5,
+      "zero_gradients": 0,
+      "updates": 5,
+      "lost_updates": 0,
+    }
+  several = {"a": mpjax.StaticLossScale(8), "b": mpjax.StaticLossScale(2)}
+  zeros = jax.tree.map(jnp.zeros_like, grads)
+  for inner, given in (
+    (optax.sgd(1e-3), grads),
+    (mpjax.loss_scaling(optax.sgd(1e-3), mpjax.NoLossScale()), grads),
+    (mpjax.loss_scaling(optax.sgd(1e-3), several), {"a": grads, "b": zeros}),
+  ):
+    tx = mpjax.monitor(inner)
+    _, state = jax.jit(tx.update)(given, tx.init(params), params)
+    assert int(mpjax.monitor_counts(state)["dense.kernel"]["zero_gradients"]) == 15
 
 
 def test_errors():
   params, fix = {"w": jnp.ones(2)}, "tx.update(grads, opt_state, params)"
-  tx, plain = (mpjax.loss_scaling(optax.sgd(0.1), monitor=on) for on in (True, False))
+  plain = mpjax.loss_scaling(optax.sgd(0.1))
+  tx = mpjax.monitor(plain)
   with refused(ValueError, "update(params)", "the parameters", "None", fix):
     tx.update(params, tx.init(params))
   where, got = "mpjax.monitor_counts(opt_state)", "without a monitor"
-  with refused(TypeError, where, "keeps counts", got, "monitor=True"):
+  with refused(TypeError, where, "keeps counts", got, "mpjax.monitor(mpjax.loss_scaling(inner))"):
     mpjax.monitor_counts(plain.init(params))
-  with refused(TypeError, "update(state)", "the state", "a tuple", "init"):
+  with refused(TypeError, "update(state)", "the state", "a LossScalingState", "init"):
     tx.update(params, plain.init(params), params)
+  got, fix = "one inside of mpjax.monitor", "leave apply= out"
+  with refused(TypeError, "update(apply)", "to be outermost", got, fix):
+    tx.update(params, tx.init(params), params, apply=lambda params, updates, state: params)
 
 
 def test_it_reads_each_array_in_one_pass():
   params = {"a": jnp.ones(8), "b": jnp.ones((2, 4))}
 
   def operations(monitor):
-    tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8), monitor=monitor)
+    tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
+    tx = mpjax.monitor(tx) if monitor else tx
     return collections.Counter(mpjax.audit(tx.update)(params, tx.init(params), params).operations)
 
   more = operations(True) - operations(False)

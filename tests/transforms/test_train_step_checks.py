@@ -129,3 +129,12 @@ def test_what_has_another_first_axis_is_not_cut_into_micro_batches():
     got = f"shape [{rows}, 8] at ['{name}']"
     with refused(ValueError, CUT, expected, got, "let loss_fn close over it, or keep it in"):
       check_call(state, batch, 4, 0, None, "nearest")
+
+
+def test_the_state_comes_first():
+  state = mpjax.TrainState.create(jnp.ones(3), SGD)
+  where, expected = "mpjax.make_train_step(...): step(state)", "a mpjax.TrainState"
+  with refused(TypeError, where, expected, "a dict", "Swap the two: step(state, batch)"):
+    check_call({"x": jnp.ones(3)}, state, 1, 0, None, "nearest")
+  with refused(TypeError, where, expected, "a dict", "TrainState.create(params, tx)"):
+    check_call({"x": jnp.ones(3)}, {}, 1, 0, None, "nearest")
