@@ -159,26 +159,26 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
   overflows = [run(float("inf"))] if never else [one for one in overflows if not one.finite]
   runs = [one for one in (*runs, *overflows * never) if one.finite]
   tolerance, depends, wrong = (0.25 if program is None else _TOLERANCE), False, []
-  before = collections.defaultdict[object, list[tuple[Path, Leaf]]](list)
+  before = collections.defaultdict[object, dict[Path, Leaf]](dict)
   for path, x in _leaves(call).items():
-    before[_type(x)].append((path, x))
+    before[_type(x)][path] = x
   state = next(path[: path.index(_FIELD)] for path in _leaves(call, scales=True) if _FIELD in path)
   for path, new in first.after.items():
     values, last = [one.after[path] for one in runs], overflows[-1].after[path]
     named, old = _old_versions(path, before[_type(new)])
-    kept = [x for x in old if not any(_distance(x, one.after[path]) for one in overflows)]
-    for x in old if never and named else kept:
+    kept = [x for x in old.values() if not any(_distance(x, o.after[path]) for o in overflows)]
+    for x in old.values() if never and named else kept:
       moved = [_distance(x, value) for value in values]
       if max(_distance(new, value) for value in values) > tolerance * max(moved):
         wrong.append((moved[0] > moved[len(values) - 1 - never], path))
     # What counts calls beside the optimizer's state, as nnx.Optimizer does, may count this one.
-    counts = path[-len(state) : -1] == state[:-1] and not is_inexact(last)
+    counts = not is_inexact(last) and any(x[:-1] == state[:-1] for x in old)
     if named and not (never or kept or counts or wrong or _is_log(last)):
       raise _not_skipped(scale, "".join(path))
     depends |= bool(old) and is_inexact(last) and _distance(new, last) > 0
   if wrong:  # Beside those that fall with the scale others may rise: a clip makes them.
     rises, path = min(wrong)
-    raise _wrong_step(scale, "".join(path), _what_happened(rises, never=never))
+    raise _wrong_step(scale, path, rises=rises, never=never)
   if depends:
     return None
   return _NEVER if never else _SAME
@@ -209,9 +209,10 @@ def _runner(
 
   wide = program = None
   with _quiet(), contextlib.suppress(Exception):  # What is wrong with the step it raises below.
-    program, shapes = jax.make_jaxpr(outcome, return_shape=True)(inputs)
-    run_wide, structure = jax.jit(in_float32(program)), jax.tree.structure(shapes)
-    wide = lambda inputs: structure.unflatten(run_wide(*inputs))  # noqa: E731
+    traced, shapes = jax.make_jaxpr(outcome, return_shape=True)(inputs)
+    run_wide, structure = jax.jit(in_float32(traced)), jax.tree.structure(shapes)
+    jax.eval_shape(run_wide, *inputs)
+    program, wide = traced, lambda inputs: structure.unflatten(run_wide(*inputs))
 
   def run(number: float, *, every: bool = False) -> _Run:
     marked = {id(x.total): _MARK for x in _numbers_of(scale)}
@@ -250,20 +251,20 @@ def _leaves(tree: PyTree, *, variables: bool = False, scales: bool = False) -> d
   return named if scales else {path: x for path, x in named.items() if _FIELD not in path}
 
 
-def _old_versions(path: Path, before: list[tuple[Path, Leaf]]) -> tuple[bool, list[Leaf]]:
+def _old_versions(path: Path, before: dict[Path, Leaf]) -> tuple[bool, dict[Path, Leaf]]:
   """Returns the arguments that a leaf may be the new version of, and whether their names say so.
 
   Of those of its type, the ones whose paths end as its own does, as far as any does.
   """
-  shared = []
-  for other, _ in before:
+  shared = {}
+  for other in before:
     same = [a == b for a, b in zip(reversed(path), reversed(other), strict=False)]
     length = [*same, False].index(False)
     # Positions alone say nothing: a batch may be where the loss is returned.
     has_name = any(not key[1:-1].isdigit() for key in path[len(path) - length :])
-    shared.append(length if has_name else 0)
-  best = max(shared, default=0)
-  return best > 0, [x for (_, x), n in zip(before, shared, strict=True) if n == best]
+    shared[other] = length if has_name else 0
+  best = max(shared.values(), default=0)
+  return best > 0, {other: before[other] for other, length in shared.items() if length == best}
 
 
 def _type(x: Leaf) -> tuple[object, ...]:
@@ -301,23 +302,19 @@ def _refuse_float16(program: ClosedJaxpr | None) -> None:
     )
 
 
-def _what_happened(rises: bool, *, never: bool) -> str:
-  if never:
-    return "gradients that were never scaled"
-  if rises:
-    return "gradients that still carry the loss scale, or carry it twice"
-  return (
+def _wrong_step(scale: OwnedScale, path: Path, *, rises: bool, never: bool) -> MpjaxValueError:
+  grad_fn, update = _calls(scale)
+  what = (
     "gradients that were unscaled twice, or clipped (or normalised) while they were scaled, or "
     "some that were never scaled among others"
   )
-
-
-def _wrong_step(scale: OwnedScale, path: str, what: str) -> MpjaxValueError:
-  grad_fn, update = _calls(scale)
+  if never or rises:
+    carry = "gradients that still carry the loss scale, or carry it twice"
+    what = "gradients that were never scaled" if never else carry
   return MpjaxValueError(
     _WHERE,
     expected=f"a step that is the same at every loss scale{_of_loss(scale)}",
-    got=f"{what}: what is returned at {path} changes with the scale",
+    got=f"{what}: what is returned at {''.join(path)} changes with the scale",
     fix=f"Give what {grad_fn} returned to {update} as it is, with penalties inside of loss_fn, "
     "and clip inside: tx = mpjax.loss_scaling(optax.chain(clip, optimizer)). What mpjax.unscale "
     "returns is to look at, and gradients inside of a loss are those of the plain loss.",

@@ -271,51 +271,16 @@ def _first_bad(opt_state: OptState, found: OwnedScale, member: int, params: Para
 
 
 def _paths(opt_state: OptState, owner: LossScalingState, params: Params) -> list[str] | None:
-  """Returns the paths of the parameters that `owner` sees, or None if they cannot be known."""
-  if params is None:
-    return None
-  masks = (optax.MaskedState, optax.PartitionState)
-  outside = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, masks))
-  masked = [x for x in outside if isinstance(x, masks)]
-  if not any(y is owner for x in masked for y in nodes_of(x, LossScalingState)):
-    if _may_be_variables(params) and not _has_moments_of(params, owner):
-      return None
-    return _keystrs(jax.tree_util.tree_leaves_with_path(params))
-  inside = jax.tree.leaves(owner.inner_state, is_leaf=lambda x: isinstance(x, masks))
-  # The marks in there may be those of other masks, or hide integers from the optimizer.
-  if any(isinstance(x, masks) for x in inside) or not all(map(is_inexact, jax.tree.leaves(params))):
-    return None
+  """Returns the paths of the parameters that `owner` sees, or None if they cannot be known.
 
-  def seen(moments: PyTree) -> list[str] | None:
-    return _unmasked(moments, params)
-
-  moments = jax.tree.leaves(owner.inner_state, is_leaf=lambda x: seen(x) is not None)
-  return next(filter(None, map(seen, moments)), None)
-
-
-def _unmasked(moments: PyTree, params: Params) -> list[str] | None:
-  """Returns the paths of `params` that have a leaf in `moments`; None if those are another tree.
-
-  What optax masks out, a leaf or a subtree, has its mark in the moments.
+  A mask around it hides some of them.
   """
-  fits = []
-
-  def kept(m: Leaf, p: PyTree) -> PyTree:
-    fits.append(_is_mask(m) or jax.tree_util.all_leaves([p]))
-    return jax.tree.map(lambda _: not _is_mask(m), p)
-
-  try:
-    flags = jax.tree.leaves(jax.tree.map(kept, moments, params, is_leaf=_is_mask))
-  except ValueError:
+  masks = nodes_of(opt_state, (optax.MaskedState, optax.PartitionState))
+  masked = any(one is owner for mask in masks for one in nodes_of(mask, LossScalingState))
+  variables = _may_be_variables(params) and not _has_moments_of(params, owner)
+  if params is None or masked or variables:
     return None
-  if not all(fits):
-    return None
-  pairs = jax.tree_util.tree_leaves_with_path(params)
-  return _keystrs([pair for pair, flag in zip(pairs, flags, strict=True) if flag])
-
-
-def _is_mask(x: object) -> bool:
-  return isinstance(x, optax.MaskedNode)
+  return _keystrs(jax.tree_util.tree_leaves_with_path(params))
 
 
 def _keystrs(pairs: Iterable[tuple[KeyPath, Leaf]]) -> list[str]:

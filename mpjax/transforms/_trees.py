@@ -26,7 +26,7 @@ T = TypeVar("T")
 KeyPath = tuple[object, ...]
 
 
-def nodes_of(tree: PyTree, kind: type[T]) -> list[T]:
+def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
   """Returns the nodes and leaves of `tree` that are a `kind`, but not those inside of them."""
 
   def is_kind(x: object) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -300,6 +301,19 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
   changed = refused(ValueError, WHERE, "changes nothing when it is skipped", "another ", "select_")
   with contextlib.nullcontext() if guarded else changed:
     mpjax.check_loss_scaling(jax.jit(step))((PARAMS, rest), tx.init(PARAMS), BATCH)
+
+
+def test_the_step_of_a_flax_train_state_may_count_skipped_steps():
+  """As that of nnx.Optimizer: it is of Flax, and nothing of ours reads it."""
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  state = flax.training.train_state.TrainState.create(apply_fn=network, params=PARAMS, tx=tx)
+
+  @jax.jit
+  def step(state, batch):
+    _, grads = right(state.params, state.opt_state, batch, functools.partial(loss_fn, dtype=F16))
+    return state.apply_gradients(grads=grads)
+
+  mpjax.check_loss_scaling(step)(state, BATCH)
 
 
 def test_inside_of_jit_it_says_so():

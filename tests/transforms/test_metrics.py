@@ -132,20 +132,16 @@ def test_check_skipped_steps_does_not_blame_the_gradients_for_what_they_did_not_
 
 
 @pytest.mark.case("B034")
-def test_check_skipped_steps_blames_the_network_that_is_to_blame():
+def test_check_skipped_steps_names_no_path_behind_a_mask():
   """Each optimizer sees its part of the parameters, where the first gradient is another one."""
   nets = {"critic": {"b": jnp.ones(1), "w": jnp.ones(2)}, "generator": {"b": jnp.ones(1)}}
   bad = nets | {"generator": {"b": jnp.full(1, jnp.nan)}}
-  unknown = "gradient leaf 0 (in the order of jax.tree.leaves; those that this loss"
-  for optimizer, got in (
-    (optax.adam(0.1), "the gradient of ['generator']['b']"),
-    (optax.sgd(0.1), unknown),  # It has no moments, which show what it trains.
-  ):
-    scaled = {name: mpjax.loss_scaling(optimizer, name=name) for name in nets}
-    tx = optax.multi_transform(scaled, {name: name for name in nets})
-    _, state = tx.update(bad, tx.init(nets), nets)
-    mpjax.check_skipped_steps(state, 1, params=nets, name="critic")
-    blamed(state, got, fix="look for", params=nets, name="generator")
+  scaled = {name: mpjax.loss_scaling(optax.adam(0.1), name=name) for name in nets}
+  tx = optax.multi_transform(scaled, {name: name for name in nets})
+  _, state = tx.update(bad, tx.init(nets), nets)
+  mpjax.check_skipped_steps(state, 1, params=nets, name="critic")
+  got = "gradient leaf 0 (in the order of jax.tree.leaves; those that this loss"
+  blamed(state, got, fix="look for", params=nets, name="generator")
 
 
 @pytest.mark.case("B034")
