@@ -3,7 +3,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._diagnostics.flat import Call, gradient_of
-from tests.errors import check_refused
 
 
 def test_a_call_with_what_is_no_array():
@@ -16,12 +15,6 @@ def test_a_call_with_what_is_no_array():
   assert outputs == [("out",)]
   (out,) = jax.core.eval_jaxpr(program.jaxpr, program.consts, *call.operands)
   np.testing.assert_array_equal(out, [3, 3])
-
-
-def test_traced_arguments_are_refused():
-  call = jax.jit(lambda x: Call((x,), {}, "f"))
-  parts = {"expected": "concrete", "got": "a traced one", "fix": "Call it on the host"}
-  check_refused(lambda: call(jnp.ones(2)), where="f(*args)", builtin=TypeError, **parts)
 
 
 def test_the_gradient_of_a_loss_with_aux_and_integers():

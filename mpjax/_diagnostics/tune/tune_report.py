@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
-from mpjax._diagnostics.ranges.heat_map import pyplot
+from mpjax._diagnostics.ranges.heat_map import finished, pyplot
 from mpjax._diagnostics.report import Column, Json, Report, Section, percent
 from mpjax._diagnostics.selectors import written
 from mpjax._diagnostics.tune.modules import named
@@ -133,12 +133,6 @@ class TuneReport(Report):
       f"{share} {low}; the relative error of the gradient is {errors}.",
       f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}.",
     ]
-    if not self.half_share and any(each.error > self.tolerance for each in self.evaluations[1:]):
-      least = min(each.error for each in self.evaluations if each.half_share or each.error)
-      lines.append(
-        f"The least error measured with anything in low precision is {_text(least)}: allow more "
-        "than that. What is left comes from operations that are no matmuls."
-      )
     if {module.path for module in self.modules} == {""}:
       lines.append(
         "The function has no named scopes, and its parameters are in no modules, so that all of "
@@ -260,37 +254,19 @@ def draw(
   """Draws the error of each choice against its share in low precision, and returns the figure."""
   plt = pyplot("mpjax.tune(loss_fn, policy)(...).plot()")
   figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained", facecolor="white")
-  finite = [e for e in evaluations if math.isfinite(e.error)]
-  errors = [e.error for e in finite if e.error > 0]
+  errors = [e.error for e in evaluations if math.isfinite(e.error) and e.error > 0]
   low, high = min([*errors, tolerance]) / 3, max([*errors, tolerance]) * 3
-  axis.semilogy([], [])
+  axis.set_yscale("log")
   axis.axhspan(low, tolerance, color="C2", alpha=0.10, linewidth=0)
   axis.axhline(tolerance, color="C2", linewidth=1.2)
-  axis.text(
-    0.01,
-    tolerance,
-    " allowed",
-    transform=axis.get_yaxis_transform(),
-    va="bottom",
-    fontsize=8,
-    color="C2",
-  )
+  small = {"fontsize": 8, "color": "C2"}
+  axis.text(0.01, tolerance, " allowed", transform=axis.get_yaxis_transform(), va="bottom", **small)
   for each in evaluations:
-    x, bad = 100 * each.half_share, not math.isfinite(each.error)
+    x, bad = 100 * each.half_share, math.isinf(each.error)
     y = high / 1.5 if bad else max(each.error, low * 1.3)
     color = "C2" if each.error <= tolerance else "C3"
     axis.plot(x, y, "x" if bad else "o", color=color, markersize=6, alpha=0.8)
-    if bad:
-      axis.annotate(
-        "not finite",
-        (x, y),
-        (-6, 0),
-        textcoords="offset points",
-        fontsize=7.5,
-        ha="right",
-        va="center",
-        color=color,
-      )
+    axis.text(x, y, "not finite  " * bad, ha="right", va="center", fontsize=7.5, color=color)
   spot = (100 * best.half_share, max(best.error, low * 1.3))
   axis.plot(*spot, "o", markersize=14, markerfacecolor="none", markeredgecolor="black")
   text = f"chosen: {percent(best.half_share)}, with {_listed(best.float32)} in float32"
@@ -299,10 +275,6 @@ def draw(
   axis.set_ylim(low, high)
   axis.set_xlabel(f"share of the FLOPs of matmuls in {policy.compute_dtype.name}, %")
   axis.set_ylabel("relative error of the gradient")
-  for side in ("top", "right"):
-    axis.spines[side].set_visible(False)
+  axis.spines[["top", "right"]].set_visible(False)
   axis.grid(alpha=0.25)
-  if path is not None:
-    figure.savefig(path, dpi=150)
-  plt.close(figure)  # Else a notebook shows it twice.
-  return figure
+  return finished(plt, figure, path)

@@ -1,4 +1,5 @@
 import functools
+import itertools
 import re
 
 import flax.linen as nn
@@ -10,77 +11,57 @@ from flax import nnx
 
 import mpjax
 from mpjax._diagnostics.tune.accuracy import relative_error
+from mpjax._diagnostics.tune.modules import rules_for
+from tests import programs
 from tests.errors import check_refused
 from tests.models.values import filled, shapes
 
 
-class Hot(nn.Module):
-  """A layer whose matmul overflows float16, and whose result does not."""
+class Root(nn.Module):
+  """A model whose root has a matmul, of numbers that may be too large for float16."""
 
-  features: int
+  gain: float = 1e3
 
   @nn.compact
   def __call__(self, x):
-    kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
-    return ((1e3 * x) @ (1e3 * kernel)) * 1e-6
+    x = nn.Dense(8, name="a")(x)
+    kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
+    y = (self.gain * x) @ (self.gain * kernel) / self.gain**2
+    return x + nn.Dense(8, name="b")(y)
 
 
-class Digits(nn.Module):
-  """Layers for images of 8 by 8 pixels, of which one may overflow."""
+def prepared(model):
+  """Returns a loss of a model, or of another one, and its arguments."""
+  x = jnp.asarray(np.random.default_rng(0).uniform(1, 4, (4, 8)), jnp.float32)
 
-  hot: bool
+  def loss_fn(variables, x, wrapped=None):
+    return jnp.mean((wrapped or model).apply(variables, x) ** 2)
 
-  @nn.compact
-  def __call__(self, images):
-    x = nn.relu(nn.Dense(16, name="first")(images.reshape(len(images), -1)))
-    x = nn.relu((Hot(16, name="hot") if self.hot else nn.Dense(16, name="hot"))(x))
-    return nn.Dense(10, name="head")(x)
-
-
-def digits(hot=True):
-  model, images = Digits(hot), np.random.default_rng(0).uniform(0, 4, (8, 8, 8, 1))
-  images = jnp.asarray(images, jnp.float32)
-  variables = filled(shapes(model, images))
-
-  def loss_fn(variables, images):
-    return jnp.mean((model.apply(variables, images) - jnp.eye(8, 10)) ** 2)
-
-  return model, loss_fn, variables, images
+  return loss_fn, filled(shapes(model, x)), x
 
 
 def error_of(loss_fn, args, rules, policy):
   exact = jax.tree.leaves(jax.jit(jax.grad(loss_fn))(*args))
-  cast = mpjax.autocast(lambda *a: 1024 * loss_fn(*a), policy, rules=rules)
+  cast = mpjax.autocast(lambda *a: 64 * loss_fn(*a), policy, rules=rules)
   found = jax.tree.leaves(jax.jit(jax.grad(cast))(*args))
-  total = sum(np.sum((np.asarray(a) / 1024 - b) ** 2) for a, b in zip(found, exact, strict=True))
-  return np.sqrt(total / sum(np.sum(np.square(b)) for b in exact))
+  return relative_error((b, a / 64) for a, b in zip(found, exact, strict=True))
 
 
-def test_the_layer_that_overflows_alone(capsys):
-  model, loss_fn, *args = digits()
-  report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.02)(*args)
-  assert report.rules == (mpjax.Rule("float32", path="**/hot"),)
-  assert report.error <= 0.02
-  assert len(report.evaluations) <= report.bound
-  assert f"at most {report.bound} measurements" in capsys.readouterr().out
-  assert not np.isfinite(error_of(loss_fn, args, (), "mixed_float16"))
-  assert error_of(loss_fn, args, report.rules, "mixed_float16") < 0.02
-  # The rules are those of a wrapped model too.
-  wrapped = mpjax.linen.with_policy(model, "mixed_float16", report.rules)
-  plain = mpjax.linen.with_policy(model, "mixed_float16")
-  assert np.isfinite(jax.jit(wrapped.apply)(*args)).all()
-  assert not np.isfinite(jax.jit(plain.apply)(*args)).all()
-
-
-def test_a_budget_is_met():
-  _, loss_fn, *args = digits(hot=False)
+def test_a_budget_is_met_by_the_cheapest_of_all_choices():
+  loss_fn, *args = prepared(Root(gain=1.0))
   plain = mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=1.0)(*args)
-  assert plain.rules == ()
-  assert plain.half_share == 1
-  report = mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=0.5 * plain.error)(*args)
-  assert report.error <= 0.5 * plain.error
+  assert (plain.rules, plain.half_share) == ((), 1)
+  budget = 0.5 * plain.error
+  report = mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=budget)(*args)
+  assert report.error <= budget
   assert len(report.evaluations) <= report.bound
-  assert 0 < report.half_share < 1
+  paths, good = ("Root", "Root/a", "Root/b"), []
+  for chosen in (set(some) for n in range(4) for some in itertools.combinations(paths, n)):
+    rules = rules_for(chosen, {*paths} - chosen, ("", *paths), mpjax.Policy.parse("mixed_bfloat16"))
+    if error_of(loss_fn, args, rules, "mixed_bfloat16") <= budget:
+      cast = mpjax.autocast(loss_fn, "mixed_bfloat16", rules=rules)
+      good.append(programs.half_share(jax.make_jaxpr(jax.grad(cast))(*args)))
+  assert 0 < report.half_share == max(good) < 1
 
 
 def test_a_budget_that_no_module_meets():
@@ -95,51 +76,26 @@ def test_a_budget_that_no_module_meets():
   assert report.error <= 1e-9
   assert report.half_share == 0
   assert (report.evaluations, report.rules) == (again.evaluations, again.rules)
+  plain = mpjax.tune(lambda w, x: jnp.sum((x @ w) ** 2), tolerance=1.0)(*args)
+  assert "The function has no named scopes" in str(plain)
 
 
-def test_a_model_of_nnx_with_named_scopes():
-  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-  graph, state = nnx.split(model)
-
-  def loss_fn(state, x):
-    with jax.named_scope("linear"):
-      y = nnx.merge(graph, state)(x)
-    return jnp.sum(y**2), {"aux": y}
-
-  report = mpjax.tune(loss_fn, tolerance=1e-4)(state, jnp.full((2, 4), 1.2345))
-  assert report.rules == (mpjax.Rule("float32", path="**/linear"),)
-
-
-class Root(nn.Module):
-  """A model whose root has a matmul that overflows float16 (D10)."""
-
-  @nn.compact
-  def __call__(self, x):
-    x = nn.Dense(8, name="a")(x)
-    kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
-    return x + nn.Dense(8, name="b")((1e3 * x) @ (1e3 * kernel) * 1e-6)
-
-
-def test_printed_rules_paste_into_linen_and_autocast():  # D10
-  x = jnp.full((2, 4), 2.5)
-  variables = filled(shapes(Root(), x))
-
-  def loss_fn(variables, x, model=None):
-    model = model or Root()
-    return jnp.mean(model.apply(variables, x) ** 2)
-
-  report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(variables, x)
+def test_printed_rules_paste_into_linen_and_autocast(capsys):  # D10
+  loss_fn, *args = prepared(Root())
+  report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(*args)
+  assert f"at most {report.bound} measurements" in capsys.readouterr().out
+  assert [rule.path for rule in report.rules] == [re.compile("(Root)?"), "**/a", "**/b"]
   text = str(report)
-  printed = text[text.index("rules = (") : text.index("\n)") + 2]
   pasted = {"mpjax": mpjax, "re": re}
-  exec(printed, pasted)
+  exec(text[text.index("rules = (") : text.index("\n)") + 2], pasted)
   assert pasted["rules"] == report.rules
-  assert error_of(loss_fn, (variables, x), report.rules, "mixed_float16") < 0.01
+  assert not np.isfinite(error_of(loss_fn, args, (), "mixed_float16"))
+  assert error_of(loss_fn, args, report.rules, "mixed_float16") < 0.01
   model = mpjax.linen.with_policy(Root(), "mixed_float16", pasted["rules"], unmatched="raise")
-  grads = jax.grad(lambda v: 1024 * loss_fn(v, x, model))(variables)
-  exact = jax.grad(loss_fn)(variables, x)
-  pairs = zip(jax.tree.leaves(exact), jax.tree.leaves(grads), strict=True)
-  assert relative_error((a, b / 1024) for a, b in pairs) < 0.01
+  exact, low = (
+    jax.grad(lambda v, m=m: 64 * loss_fn(v, args[1], m))(args[0]) for m in (Root(), model)
+  )
+  assert relative_error(zip(*map(jax.tree.leaves, (exact, low)), strict=True)) < 0.01
 
 
 def test_the_report_begins_with_the_error_by_module():
@@ -150,9 +106,8 @@ def test_the_report_begins_with_the_error_by_module():
         x = x + nn.Dense(8, name=f"layer_{i}")(nn.LayerNorm()(x))
       return x
 
-  x = jax.random.normal(jax.random.key(0), (4, 8))
-  variables = filled(shapes(Stream(), x))
-  report = mpjax.tune(lambda v, x: jnp.mean(Stream().apply(v, x) ** 2), tolerance=1.0)(variables, x)
+  loss_fn, *args = prepared(Stream())
+  report = mpjax.tune(loss_fn, tolerance=1.0)(*args)
   rows = {module.path: module for module in report.modules}
   assert rows["Stream"].is_stream
   assert "Stream (residual stream)" in str(report)
