@@ -124,7 +124,7 @@ def is_new_root(active: Active, module: nn.Module) -> bool:
   return active.root is None or active.root() is not scope
 
 
-# `nn.jit` reuses what it traced for an equal module elsewhere: under `Rule("float32", path="b")` the
+# `nn.jit` reuses what it traced for an equal module elsewhere: under Rule("float32", path="b") the
 # layer "b" would run in the dtype of an equal layer "a". Flags of scopes are part of its key.
 _FLAG = "mpjax_path"
 

@@ -357,7 +357,7 @@ def _of_loss(scale: OwnedScale) -> str:
 def _calls(scale: OwnedScale) -> tuple[str, str]:
   """Returns what makes the gradients of this loss scale, and what takes them."""
   if scale.in_variables:
-    return "mpjax.nnx.value_and_grad(loss_fn, optimizer)", "optimizer.update"
+    return "mpjax.value_and_grad(loss_fn, optimizer)", "optimizer.update"
   name = "" if scale.name is None else f", name={scale.name!r}"
   return f"mpjax.value_and_grad(loss_fn, opt_state{name})", "tx.update"
 

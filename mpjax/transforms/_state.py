@@ -253,7 +253,7 @@ def _stale(where: str, got: str) -> MpjaxRuntimeError:
     got=got,
     fix="Build it inside of the step, from the state that the step is given: "
     "mpjax.value_and_grad(loss_fn, opt_state)(params, batch), or with NNX "
-    "mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch). To jit, scan, checkpoint or "
+    "mpjax.value_and_grad(loss_fn, optimizer)(model, batch). To jit, scan, checkpoint or "
     "eval_shape that state is an argument or the carry, as the parameters are.",
   )
 

@@ -52,7 +52,7 @@ def value_and_grad(
     name: which of several loss scales to use.
     differentiator: what differentiates, called as `differentiator(fun, has_aux=True)` (and with
       `argnums` and `allow_int` where they are given): `equinox.filter_value_and_grad` for models of
-      Equinox. For those of NNX there is `mpjax.nnx.value_and_grad`.
+      Equinox. For those of NNX there is `mpjax.value_and_grad`.
 
   Returns:
     A function of the arguments of `fun` that returns the loss as `fun` computed it (unscaled, in
@@ -254,7 +254,7 @@ def _check_library(models: Sequence[Module], allow_int: bool) -> None:
         "mpjax.value_and_grad(fun, opt_state)(params)",
         expected="a tree of floating arrays to differentiate",
         got=f"a model of {framework} ({type(model).__name__})",
-        fix="Use mpjax.nnx.value_and_grad(loss_fn, optimizer)."
+        fix="Use mpjax.value_and_grad(loss_fn, optimizer)."
         if framework == "NNX"
         else "Pass differentiator=equinox.filter_value_and_grad.",
       )

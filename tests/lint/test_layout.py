@@ -544,15 +544,15 @@ def test_check_can_fail(check, sources):
 
 
 LINES = {
-  "_core and root files": 3_411,
+  "_core and root files": 3_413,
   "_jaxprs without autocast": 2_320,
   "_jaxprs/autocast": 4_391,
   "linen and nnx": 1_967,
-  "transforms": 5_844,
-  "_io": 657,
-  "_diagnostics": 7_972,
-  "all of mpjax": 26_562,
-  "tests": 54_507,
+  "transforms": 5_865,
+  "_io": 598,
+  "_diagnostics": 7_912,
+  "all of mpjax": 26_466,
+  "tests": 54_256,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 
@@ -560,7 +560,7 @@ An issue lowers its row. None is raised without a line in the commit that says f
 """
 
 FILES_BEHIND_APPLY = 37
-PUBLIC_NAMES = 45
+PUBLIC_NAMES = 46
 
 
 def budget_row(path: str) -> str:

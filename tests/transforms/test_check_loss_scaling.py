@@ -430,7 +430,7 @@ def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
       return jnp.mean((other or model)(x) ** 2)
 
     plain = kind in ("never scaled", "warmup", "no update")
-    scaled = mpjax.nnx.value_and_grad(loss_fn, optimizer)
+    scaled = mpjax.value_and_grad(loss_fn, optimizer)
     loss, grads = (nnx.value_and_grad(loss_fn) if plain else scaled)(model)
     if kind == "unscaled twice":
       grads = mpjax.unscale(grads, optimizer)
@@ -459,7 +459,7 @@ class Tied(nnx.Module):
 
 def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
   def step(model, optimizer, x):
-    loss, grads = mpjax.nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)
+    loss, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)
     optimizer.update(model, grads)
     return loss
 

@@ -359,7 +359,7 @@ def test_a_model_is_told_who_differentiates_it():
   linear, where = nnx.Linear(5, 2, rngs=nnx.Rngs(0)), f"{WHERE}(params)"
   for model, got, fix in (
     (Equinox(), "a model of Equinox (Equinox)", "differentiator=equinox.filter_value_and_grad"),
-    (linear, "a model of NNX (Linear)", "mpjax.nnx.value_and_grad"),
+    (linear, "a model of NNX (Linear)", "mpjax.value_and_grad"),
   ):
     with refused(TypeError, where, "a tree of floating arrays", got, fix):
       mpjax.value_and_grad(mean_square, STATE)(model, X)

@@ -57,9 +57,9 @@ class ModuleReport(NamedTuple):
 class TuneReport(Report):
   """What must stay in float32, see `mpjax.tune`.
 
-  `rules` are for `mpjax.autocast` and `mpjax.linen.with_policy`; where the function has no named
-  scopes, for `mpjax.nnx.with_policy`. `error` is the relative error of the gradient under them,
-  measured, and `half_share` the share of the FLOPs of matmuls in low precision, from 0 to 1.
+  `rules` are for `mpjax.with_policy`, of an NNX model where the function has no named scopes.
+  `error` is the relative error of the gradient under them, measured, and `half_share` the share of
+  the FLOPs of matmuls in low precision, from 0 to 1.
 
   Args:
     policy: the one that was asked for.
