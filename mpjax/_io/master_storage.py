@@ -25,28 +25,38 @@ def nodes_with_path(tree: PyTree, kind: type[T]) -> Iterator[tuple[str, T]]:
 def crossings(
   target: PyTree, wanted: Mapping[str, Leaf], stored: Mapping[str, Leaf], where: str
 ) -> dict[str, str]:
-  """Returns masters that are float32 where `stored` has a remainder, or the other way round.
-
-  By path, each with the path of its parameter in the tree of the parameters. Raises where masters
-  were saved as 17 bits.
-  """
+  """Returns the paths of masters in another form than in `stored`, each with its parameter's."""
   result = {}
   for place, _ in nodes_with_path(target, MasterWeightsState):
     root = f"{place}/master".lstrip("/")
-    for path in (path for path in wanted if f"{path}/".startswith(f"{root}/")):
-      suffix = path.removeprefix(root)
-      if path not in stored and f"{root}/parity{suffix}" in stored:
-        raise MpjaxValueError(
-          where,
-          expected="split masters as int16 remainders",
-          got=f"two arrays of their 17 bits, remainder and parity, at {root}",
-          fix='Restore it with the version that saved it into a state of storage="float32", save '
-          "that, and restore it here.",
-        )
-      dtypes = {str(getattr(x, "dtype", "")) for x in (wanted[path], stored.get(path))}
-      if dtypes == {"float32", "int16"}:
-        result[path] = suffix.lstrip("/")
+    if any(f"{path}/".startswith(f"{root}/parity/") and path not in wanted for path in stored):
+      raise MpjaxValueError(
+        where,
+        expected="split masters as int16 remainders",
+        got=f"two arrays of their 17 bits, remainder and parity, at {root}",
+        fix='Restore it with the version that saved it into a state of storage="float32", save '
+        "that, and restore it here.",
+      )
+    inside = [path for path in wanted if f"{path}/".startswith(f"{root}/")]
+    suffixes = {path: path.removeprefix(root).lstrip("/") for path in inside}
+    halves = {path for path in inside if _params(wanted, suffixes[path], wanted[path].shape)}
+    both = {
+      path: {str(getattr(x.get(path), "dtype", "")) for x in (wanted, stored)} for path in inside
+    }
+    crossed = {path for path in inside if both[path] == {"float32", "int16"}}
+    # A storage has all masters of bfloat16 in one form: a single leaf of the other is damage.
+    result |= {path: suffixes[path] for path in crossed if halves <= crossed}
   return result
+
+
+def _params(leaves: Mapping[str, Leaf], suffix: str, shape: tuple[int, ...]) -> list[Leaf]:
+  """Returns what can be the parameter of a master, by its path."""
+  return [
+    x
+    for path, x in leaves.items()
+    if not suffix or f"/{path}".endswith(f"/{suffix}")
+    if getattr(x, "dtype", None) == jnp.bfloat16 and x.shape == shape
+  ]
 
 
 def cross(leaves: Mapping[str, Leaf], crossed: Mapping[str, str], where: str) -> dict[str, Leaf]:
@@ -54,17 +64,12 @@ def cross(leaves: Mapping[str, Leaf], crossed: Mapping[str, str], where: str) ->
   result = dict(leaves)
   for path, suffix in crossed.items():
     master = jnp.asarray(leaves[path])
-    params = [
-      jnp.asarray(x)
-      for other, x in leaves.items()
-      if not suffix or f"/{other}".endswith(f"/{suffix}")
-      if getattr(x, "dtype", None) == jnp.bfloat16 and x.shape == master.shape
-    ]
+    params = list(map(jnp.asarray, _params(leaves, suffix, master.shape)))
     if len(params) != 1:
       raise MpjaxValueError(
         where,
         expected="the bfloat16 parameters beside the masters, which are split over both",
-        got=f"none, or several, for {path}",
+        got=f"none, or several, for the one at {path}",
         fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
         '{"params": params, "opt_state": opt_state}.',
       )

@@ -28,9 +28,7 @@ _Wanted = Mapping[str, jax.ShapeDtypeStruct]
 def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyTree:
   """Returns what was saved as a tree like `target`; nothing is cast, cut or left out silently.
 
-  Checkpoint libraries do that: Orbax rounds to a bfloat16 target, and 2.5 to 2 for an integer one;
-  `flax.serialization.from_bytes` returns the dtypes and shapes of the bytes. Here each leaf that
-  differs is named in an error.
+  Each leaf that differs is named in an error, where Orbax and Flax round, or return what was saved.
 
   Leaves are found by path: names of fields, keys of dicts and positions, joined by "/". So
   `restored` may be like `target`, or may have lost its classes: what Orbax's
@@ -174,10 +172,8 @@ def _stand_in(metadata: Any) -> Leaf:
 
 
 def _everywhere(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding:
-  """Returns a sharding for key data, which have one axis more than the keys that `sharding` is for.
-
-  Orbax must read them to a device to tell which generator they belong to.
-  """
+  """Returns a sharding for the data of keys, which have one axis more than keys on `sharding`."""
+  # Orbax must read them to a device to tell which generator they belong to.
   if isinstance(sharding, jax.sharding.NamedSharding):
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
   return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -60,7 +60,7 @@ def join(param: Array, remainder: Array) -> Array:
   It is finite where the parameter is, which someone may have set to 0 with a remainder below 0.
   """
   base = param.astype(jnp.float32)
-  total = _bits(base) + remainder
+  total = _bits(base) + remainder.astype(jnp.int32)
   is_usable = jnp.logical_and(jnp.isfinite(base), (total ^ _bits(base)) >= 0)
   return jnp.where(is_usable, _number(total), base)
 

@@ -164,6 +164,20 @@ def test_files_with_a_17th_bit_are_refused_with_the_way_to_convert_them():
   check_refused(call, where=WHERE, expected="int16 remainders", got=got, fix=fix)
 
 
+def test_one_master_in_the_form_of_the_other_storage_is_damage():
+  for storage, dtype in zip(STORAGES, (jnp.int16, jnp.float32), strict=True):
+    opt_state = mpjax.master_weights(optax.sgd(0.1), storage=storage).init(start())
+    target = {"p": start(), "s": opt_state}
+    master = opt_state.master | {"b": opt_state.master["b"].astype(dtype)}
+    call = functools.partial(
+      restore_like, target, target | {"s": opt_state._replace(master=master)}
+    )
+    expected, got = "leaves of the dtype and shape of target", "[16] at s/master/b"
+    check_refused(
+      call, where=WHERE, expected=expected, got=got, fix="Build target as the state was"
+    )
+
+
 def test_masters_whose_parameters_have_ties_to_even_are_split():
   """Files of the time before have such ones, and so has the user who casts masters."""
   tie = jnp.asarray([1 + 2.0**-8, 1 + 3 * 2.0**-8])
@@ -183,7 +197,7 @@ def test_masters_without_their_parameters_do_not_cross(storage, into):
   for beside in ({}, twice):
     trees = beside | {"s": target}, beside | {"s": state}
     call = functools.partial(restore_like, *trees)
-    got = "none, or several, for s/master/"
+    got = "none, or several, for the one at s/master/"
     expected, fix = "the bfloat16 parameters beside the masters", "in one tree"
     check_refused(call, where=WHERE, expected=expected, got=got, fix=fix)
 
