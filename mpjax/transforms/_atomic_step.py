@@ -65,9 +65,10 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
       expected, got = "an optimizer with a loss scale among the arguments", "none"
       raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
     totals = [one.state and one.state.total for one in scales]
-    moving = {id(x) for one in scales for x in one.owner.loss_scale[one.label]}
+    # The optimizer's own state has been kept, in place.
+    own = {id(x) for one in scales for x in jax.tree.leaves(one.owner, is_leaf=is_nnx_variable)}
     leaves: list[PyTree] = jax.tree.leaves((args, kwargs), is_leaf=is_nnx_variable)
-    variables = [x for x in leaves if is_nnx_variable(x) and id(x) not in moving]
+    variables = [x for x in leaves if is_nnx_variable(x) and id(x) not in own]
     old = [plain_array(x) for x in variables]
     result = step(*args, **kwargs)
     applied = jnp.asarray(True)

@@ -85,3 +85,20 @@ def test_without_a_scale():
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   mpjax.nnx.atomic_step(plain_step)(model, optimizer, BAD)
   assert int(optimizer.step[...]) == 1, "nothing is skipped"
+
+
+def test_it_needs_no_more_memory():
+  """The moments are kept by the update itself: a second choice would keep the old ones beside."""
+  model, optimizer = training()
+  graphdef, state = nnx.split((model, optimizer))
+
+  def temporaries(step):
+    def pure(state, x):
+      model, optimizer = nnx.merge(graphdef, state, copy=True)
+      loss = step(model, optimizer, x)
+      return nnx.state((model, optimizer)), loss
+
+    compiled = jax.jit(pure, donate_argnums=0).lower(state, GOOD).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  assert temporaries(mpjax.nnx.atomic_step(plain_step)) <= temporaries(plain_step) + 256
