@@ -75,8 +75,8 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
     for one, total in zip(scales, totals, strict=True):
       if one.state is not None:  # One that the step has not updated has no say.
         applied &= one.state.finite | (one.state.total == total)
-    kept = select(applied, [plain_array(x) for x in variables], old, where)
-    for variable, x in zip(variables, kept, strict=True):
+    chosen = select(applied, [plain_array(x) for x in variables], old, where)
+    for variable, x in zip(variables, chosen, strict=True):
       variable[...] = x
     return result
 

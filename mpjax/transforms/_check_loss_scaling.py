@@ -166,14 +166,14 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
   for path, new in first.after.items():
     values, last = [one.after[path] for one in runs], overflows[-1].after[path]
     named, old = _old_versions(path, before[_type(new)])
-    kept = [x for x in old.values() if not any(_distance(x, o.after[path]) for o in overflows)]
-    for x in old.values() if never and named else kept:
+    unchanged = [x for x in old.values() if not any(_distance(x, o.after[path]) for o in overflows)]
+    for x in old.values() if never and named else unchanged:
       moved = [_distance(x, value) for value in values]
       if max(_distance(new, value) for value in values) > tolerance * max(moved):
         wrong.append((moved[0] > moved[len(values) - 1 - never], path))
     # What counts calls beside the optimizer's state, as nnx.Optimizer does, may count this one.
     counts = not is_inexact(last) and any(x[:-1] == state[:-1] for x in old)
-    if named and not (never or kept or counts or wrong or _is_log(last)):
+    if named and not (never or unchanged or counts or wrong or _is_log(last)):
       raise _not_skipped(scale, "".join(path))
     depends |= bool(old) and is_inexact(last) and _distance(new, last) > 0
   if wrong:  # Beside those that fall with the scale others may rise: a clip makes them.

@@ -142,11 +142,11 @@ def check_skipped_steps(
     least=1,
     fix="1 raises after the first skipped step.",
   )
-  found = find_scale(opt_state, where, name)
-  state = found.state
+  scale = find_scale(opt_state, where, name)
+  state = scale.state
   params = getattr(opt_state, "params", None) if params is None else params
   if state is None:
-    _refuse_nan({"the optimizer's state": found.owner.inner_state, "params": params}, where)
+    _refuse_nan({"the optimizer's state": scale.owner.inner_state, "params": params}, where)
     return
   _refuse_tracers(state.scale, where)
   # Several values where the state is vmapped (an ensemble): the worst member counts.
@@ -167,13 +167,13 @@ def check_skipped_steps(
     )
     if (nan := _first_nan(_with_values(params))) is not None:
       fix = f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
-    if _may_be_variables(params) and not _has_moments_of(params, found.owner):
+    if _may_be_variables(params) and not _has_moments_of(params, scale.owner):
       fix += ' Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
     raise MpjaxRuntimeError(
       where,
       expected=f"fewer than {most} skipped steps in a row",
       got=f"{skips[worst]}, at loss scale {scales[worst]:.9g}; the last step's first non-finite "
-      f"value was in {_first_bad(opt_state, found, worst, params)}",
+      f"value was in {_first_bad(opt_state, scale, worst, params)}",
       fix=fix,
     )
 
@@ -200,10 +200,10 @@ def _may_be_variables(params: Params) -> bool:
 
 def _has_moments_of(params: Params, owner: LossScalingState) -> bool:
   """Whether the optimizer's state holds a tree like `params`, which are what it trains then."""
-  wanted = jax.tree.structure(params)
+  structure = jax.tree.structure(params)
 
   def same(x: PyTree) -> bool:
-    return jax.tree.structure(x) == wanted
+    return jax.tree.structure(x) == structure
 
   return any(map(same, jax.tree.leaves(owner.inner_state, is_leaf=same)))
 
@@ -236,32 +236,32 @@ def _refuse_nan(trees: Mapping[str, PyTree], where: str) -> None:
 def _first_nan(tree: PyTree) -> str | None:
   """Returns the path of the first leaf with a NaN, if any."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
-  found = (path for path, x in leaves if is_inexact(x) and bool(jnp.any(jnp.isnan(x))))
-  return next(map(key_text, found), None)
+  nans = (path for path, x in leaves if is_inexact(x) and bool(jnp.any(jnp.isnan(x))))
+  return next(map(key_text, nans), None)
 
 
-def _first_bad(opt_state: OptState, found: OwnedScale, member: int, params: Params) -> str:
+def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Params) -> str:
   """Returns where the last step's first non-finite value was."""
 
   def position(label: str) -> int:
-    state = OwnedScale(found.owner, label).state
+    state = OwnedScale(scale.owner, label).state
     return 0 if state is None else int(np.atleast_1d(state.first_bad)[member])
 
-  own, paths = position(found.label), _paths(opt_state, found.owner, params)
+  own, paths = position(scale.label), _paths(opt_state, scale.owner, params)
   if paths is None:
     hint = "params= gives its path" if params is None else "those that this loss scale sees"
     leaf = f"gradient leaf {own} (in the order of jax.tree.leaves; {hint})"
-    others = [one for one in found.owner.loss_scale if position(one) < own]
+    others = [one for one in scale.owner.loss_scale if position(one) < own]
     # Beyond the last leaf it is no gradient of this loss; without params nothing says how many.
     return leaf + "".join(
-      f", or leaf {position(one)} of the loss {OwnedScale(found.owner, one).name!r}"
+      f", or leaf {position(one)} of the loss {OwnedScale(scale.owner, one).name!r}"
       for one in others
     )
   if own < len(paths):
     return f"the gradient of {paths[own]}"
-  for label in found.owner.loss_scale:
+  for label in scale.owner.loss_scale:
     if (other := position(label)) < len(paths):
-      return f"the gradient of {paths[other]}, of the loss {OwnedScale(found.owner, label).name!r}"
+      return f"the gradient of {paths[other]}, of the loss {OwnedScale(scale.owner, label).name!r}"
   # Beyond the gradients `make_train_step` has the loss and the leaves of the model state.
   state = _keystrs(jax.tree_util.tree_leaves_with_path(getattr(opt_state, "model_state", ())))
   index = own - len(paths) - 1

@@ -1,7 +1,7 @@
 """The monitor: zero gradients and lost updates, counted in the state of an optimizer."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,15 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._core.bits import changes_nothing, is_nonzero, same_numbers
+from mpjax._core.bits import changes_nothing, is_nonzero
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.trees import is_inexact, pick
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
-from mpjax.transforms._apply_updates import apply_updates
 from mpjax.transforms._checks import check_inner, check_params, check_state
 from mpjax.transforms._loss_scaling_checks import not_outermost
-from mpjax.transforms._master_weights import merged_masters
-from mpjax.transforms._masters import has_split
 from mpjax.transforms._state import plain_array, scales_in
 from mpjax.transforms._trees import arrays_only, differentiated, nodes_of, place_like
 
@@ -85,7 +82,7 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
     scales = scales_in(new)
     if any(len(one.owner.loss_scale) > 1 for one in scales):  # The gradients of several losses.
       updates = functools.reduce(functools.partial(jax.tree.map, jnp.add), updates.values())
-    counts = _count(differentiated(updates), arrays_only(params), new_updates, old, new)
+    counts = _count(updates, arrays_only(params), new_updates, old.counts)
     for state in (one.state for one in scales):
       counts = counts if state is None else pick(state.finite, counts, old.counts)
     return new_updates, MonitorState(counts, new)
@@ -105,64 +102,29 @@ def _name(path: KeyPath) -> str:
 
 
 def _count(
-  grads: Grads, params: Params, updates: Updates, old: MonitorState, new: OptState
+  grads: Grads, params: Params, updates: Updates, counted: Iterable[str]
 ) -> dict[str, Array]:
-  """Returns the counts of a step.
+  """Returns the counts of a step, for the parameters as they are stored."""
+  each: dict[str, tuple[Leaf, Leaf, Leaf]] = {}
 
-  Args:
-    grads: the gradients, scaled or not.
-    params: the parameters as they are stored.
-    updates: what is added to them.
-    old: the state before the step.
-    new: the state of the inner optimizer after it.
-  """
-  params, updates = differentiated(params), differentiated(updates)
-  before = merged_masters(old.inner_state, params)
-  # What is split needs the parameters that belong to it.
-  moved = apply_updates(params, updates) if has_split(new) else params
-  after = merged_masters(new, moved)
-  found: dict[str, Array] = {}
-
-  def one(path: KeyPath, p: Leaf, g: Leaf, u: Leaf, *masters: Leaf) -> Leaf:
+  def note(path: KeyPath, p: Leaf, g: Leaf, u: Leaf) -> Leaf:
     if is_inexact(p):
-      known = [m for m in masters if m is not None and not isinstance(m, optax.MaskedNode)]
-      found[_name(path)] = _of_leaf(jnp.asarray(p), g, u, known)
+      each[_name(path)] = (p, g, u)
     return p
 
-  trees = [grads, updates]
-  if before is not None:
-    trees += [_leaf_by_leaf(params, before), _leaf_by_leaf(params, after)]
-  jax.tree_util.tree_map_with_path(one, params, *trees)
+  trees = map(differentiated, (params, grads, updates))
+  jax.tree_util.tree_map_with_path(note, *trees)
   # In the order of the old ones: a dict of another order is another tree to `jax.lax.cond`.
-  return {name: found[name] for name in old.counts}
+  return {name: _of_leaf(*each[name]) for name in counted}
 
 
-def _leaf_by_leaf(params: Params, masters: Params) -> Params:
-  """Returns masters with a mark for each parameter that has none, also where a subtree has none."""
-
-  def is_hole(x: object) -> bool:
-    return x is None or isinstance(x, optax.MaskedNode)
-
-  def fill(m: Leaf, p: Params) -> Params:
-    return jax.tree.map(lambda _: optax.MaskedNode(), p) if is_hole(m) else m
-
-  return jax.tree.map(fill, masters, params, is_leaf=is_hole)
-
-
-def _of_leaf(p: Array, g: Leaf, u: Leaf, masters: list[Leaf]) -> Array:
-  g = jnp.asarray(g)
-  moved = _nonzero(g)
-  if masters:
-    # What is added to a master is not seen from here. One that stays has lost it.
-    old, new = masters
-    updated, lost = moved, jnp.logical_and(same_numbers(old, new), moved)
-  else:
-    u = jnp.asarray(u)
-    wide = jnp.promote_types(p.dtype, u.dtype)
-    new = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
-    updated, lost = _nonzero(u), changes_nothing(p, new, u.astype(wide))
-  zero = jnp.logical_not(moved)
-  return jnp.stack([jnp.full((), p.size, jnp.int32), *_sums(zero, updated, lost)])
+def _of_leaf(p: Leaf, g: Leaf, u: Leaf) -> Array:
+  p, g, u = map(jnp.asarray, (p, g, u))
+  wide = jnp.promote_types(p.dtype, u.dtype)
+  new = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
+  lost = changes_nothing(p, new, u.astype(wide))
+  sums = _sums(jnp.logical_not(_nonzero(g)), _nonzero(u), lost)
+  return jnp.stack([jnp.full((), p.size, jnp.int32), *sums])
 
 
 def _sums(*masks: Array) -> Sequence[Array]:
@@ -196,8 +158,8 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
       a larger loss scale brings them back;
     - `updates`: how many of its updates are not zero;
     - `lost_updates`: how many of these change nothing, since `param + update` rounds to `param` in
-      the dtype that the parameter is stored in. With `mpjax.master_weights`, `updates` are the
-      masters with a gradient, and lost those that nevertheless stay as they are.
+      the dtype that the parameter is stored in. With `mpjax.master_weights` none does: what is too
+      small for a parameter stays in its master, and its update is zero.
 
   Raises:
     MpjaxTypeError: the state keeps no counts.

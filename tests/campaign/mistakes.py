@@ -82,7 +82,7 @@ def wrong_answer(call: Callable[[], Any], wanted: type[Exception], where: str, g
   return "no error"
 
 
-TYPES = (True, "2", None, [2.0], (2,), 2j, {}, b"2", object(), np.ones(1), np.ones(()))
+TYPES = (True, "2", None, [2.0], (2,), 2j, {}, b"2", object(), np.ones(1), np.ones(2))
 """No plain numbers."""
 
 NAN, INF = float("nan"), float("inf")
@@ -354,7 +354,7 @@ def wrong_losses() -> Rows:
   values = (0.0, -1.0, NAN, INF, 2.0**25, 0.5, 2.0**127, 1e-40)
   call, where = functools.partial(mpjax.set_loss_scale, state), "mpjax.set_loss_scale(value)"
   yield call, values, ValueError, where
-  yield call, (None, "2", True, jnp.ones(()), [2.0]), TypeError, where
+  yield call, (None, "2", True, jnp.ones(2), [2.0]), TypeError, where
 
 
 def wrong_states() -> Rows:

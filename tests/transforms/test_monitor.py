@@ -72,16 +72,14 @@ def test_underflow_is_seen_as_zero_gradients():
     assert int(mpjax.monitor_counts(state)["w"]["zero_gradients"]) == zeros
 
 
-def test_masters_lose_nothing_and_stay_where_they_must():
+def test_masters_lose_nothing():
   params = {"w": jnp.ones(3, jnp.bfloat16), "norm": jnp.ones(3)}
-  grads = {"w": jnp.asarray([1e-4, 1e-9, 0.0]), "norm": jnp.asarray([1e-4, 1e-9, 0.0])}
-  inner = mpjax.master_weights(optax.sgd(1.0))
-  tx = mpjax.monitor(mpjax.loss_scaling(inner, mpjax.StaticLossScale(1)))
-  _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-  for path in params:
+  grads = {"w": jnp.asarray([1e-4, 0.5, 0.0]), "norm": jnp.asarray([1e-4, 1e-9, 0.0])}
+  tx = mpjax.monitor(mpjax.loss_scaling(mpjax.master_weights(optax.sgd(1.0))))
+  _, state = jax.jit(tx.update)(jax.tree.map(lambda g: g * 2.0**15, grads), tx.init(params), params)
+  for path, updates, lost in (("w", 1, 0), ("norm", 2, 1)):
     counts = {key: int(n) for key, n in mpjax.monitor_counts(state)[path].items()}
-    assert counts == {"size": 3, "zero_gradients": 1, "updates": 2, "lost_updates": 1}, path
-  np.testing.assert_array_equal(mpjax.master_params(state)["w"], np.float32([1 - 1e-4, 1, 1]))
+    assert counts == {"size": 3, "zero_gradients": 1, "updates": updates, "lost_updates": lost}
 
 
 def test_in_a_train_step_without_a_scale_and_of_several_losses():
