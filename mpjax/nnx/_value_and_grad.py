@@ -25,8 +25,7 @@ def value_and_grad(
   """Like `nnx.value_and_grad`, for a loss that is scaled before it is differentiated.
 
   The gradients go to `optimizer.update(model, grads)`, which unscales them and skips a step that
-  overflowed. Batch statistics and random counters move on a skipped step too, as under
-  `nnx.value_and_grad`; `mpjax.nnx.atomic_step` takes them back.
+  overflowed. `mpjax.nnx.atomic_step` takes back what the forward pass of such a step has written.
 
   Args:
     fun: a function of a model that returns a floating scalar, or that and anything else if
@@ -47,8 +46,7 @@ def value_and_grad(
       has two; when called: the loss is not a floating number, or `fun` returns no pair under
       `has_aux`.
     MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
-    MpjaxRuntimeError: when called: the optimizer is one from outside of the function that is
-      compiled.
+    MpjaxRuntimeError: when called: the optimizer is from outside of the compiled function.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> from flax import nnx
@@ -72,7 +70,7 @@ def value_and_grad(
       got=f"a method of the model ({fun.__qualname__})",
       fix="Write lambda model, x: model.loss(x), so that the model is differentiated.",
     )
-  names = ("mpjax.nnx.value_and_grad", "optimizer")
+  call = _WHERE.partition("(")[0]
   return differentiate_scaled(
-    fun, optimizer, argnums, has_aux, False, name, nnx.value_and_grad, *names
+    fun, optimizer, argnums, has_aux, False, name, nnx.value_and_grad, call, "optimizer"
   )

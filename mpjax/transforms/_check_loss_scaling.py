@@ -215,9 +215,8 @@ def _runner(
     program, wide = traced, lambda inputs: structure.unflatten(run_wide(*inputs))
 
   def run(number: float, *, every: bool = False) -> _Run:
-    marked = {id(x.total): _MARK for x in _numbers_of(scale)}
-    for one in scales_in(call) if every else [scale]:
-      marked |= {id(x.scale): number for x in _numbers_of(one)}
+    moving = [one for one in scales_in(call) if one.stored] if every else [scale]
+    marked = {id(one.stored.scale): number for one in moving} | {id(scale.stored.total): _MARK}
     with _quiet():
       values = [
         jnp.full_like(x, marked[id(flat[i])]) if id(flat[i]) in marked else jnp.copy(x)
@@ -226,11 +225,6 @@ def _runner(
       return (outcome if wide is None else wide)(values)
 
   return run, program
-
-
-def _numbers_of(scale: OwnedScale) -> list[LossScaleState]:
-  state = scale.owner.loss_scale[scale.label]
-  return [state] if isinstance(state, LossScaleState) else []
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import collections
 import weakref
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -109,15 +109,19 @@ class OwnedScale(NamedTuple):
     return self.says.name
 
   @property
+  def stored(self) -> Any:
+    """The numbers as they are stored, in variables perhaps; () under `NoLossScale`."""
+    return self.owner.loss_scale[self.label]
+
+  @property
   def state(self) -> LossScaleState | None:
     """The numbers, or None under `NoLossScale`."""
-    value = self.owner.loss_scale[self.label]
-    return LossScaleState(*map(plain_array, value)) if isinstance(value, LossScaleState) else None
+    return LossScaleState(*map(plain_array, self.stored)) if self.stored else None
 
   @property
   def in_variables(self) -> bool:
     """Whether it is in an `nnx.Optimizer`, which keeps its state in variables."""
-    return any(plain_array(x) is not x for x in self.owner.loss_scale[self.label])
+    return any(plain_array(x) is not x for x in self.stored)
 
 
 def plain_array(x: Leaf) -> Leaf:
@@ -212,7 +216,7 @@ def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | No
   state that is kept elsewhere looks current for ever: what is refused here is wrong, but not all
   that is wrong is refused.)
   """
-  state = owned.owner.loss_scale[owned.label]
+  state = owned.stored
   if not state:
     return lambda beside: None
   # Not all of the state: moments must not live on for the sake of the scale.
@@ -389,7 +393,7 @@ def replace_scale(opt_state: PyTree, target: OwnedScale, new: LossScaleState) ->
     if x is not target.owner:
       return x
     # In the structure of the old one: an `nnx.Optimizer` goes on with variables.
-    like_old = jax.tree.unflatten(jax.tree.structure(x.loss_scale[target.label]), new)
+    like_old = jax.tree.unflatten(jax.tree.structure(target.stored), new)
     return x._replace(loss_scale={**x.loss_scale, target.label: like_old})
 
   return jax.tree.map(replace, opt_state, is_leaf=lambda x: x is target.owner)
