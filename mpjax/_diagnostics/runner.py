@@ -1,32 +1,30 @@
 """Running a jaxpr on the host, one equation after the other, with a look at each.
 
-Nothing is compiled but single operations, which JAX remembers, and no number lives longer than
-something reads it: that is what a function costs that runs without `jit`.
+Only single operations are compiled, which JAX remembers, and the bodies of loops. No number lives
+longer than something reads it: that is what a function costs that runs without `jit`.
 """
 
+import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mpjax._core.types import Array, Leaf
+from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.compat import bind, context_of, varying_axes
 from mpjax._jaxprs.inner_jaxprs import Inner, Program, inner_jaxprs, mapped_with, opened
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.walk import walk
 
 Key: TypeAlias = tuple[int, ...]
 """Which equation: its number, or that of the one it is in, the inner jaxpr, its number."""
-
-Compute: TypeAlias = Callable[[Key, JaxprEqn, Sequence[Any]], list[Array]]
-"""Computes the results of a first-order equation. In a `shard_map` JAX traces it."""
-
-See: TypeAlias = Callable[[Key, JaxprEqn, Sequence[Any], Sequence[Array]], None]
-"""Looks at the operands and the results of a first-order equation, which are concrete."""
 
 
 class Observer(NamedTuple):
@@ -34,12 +32,19 @@ class Observer(NamedTuple):
 
   Fields:
     compute: computes its results.
-    see: looks at them.
-    traced: whether JAX traces the equations: then only what is certain to run is entered.
+    pick: chooses arrays among its operands and results, or computes some from these.
+    see: takes them, if there are any: of a loop perhaps those of several iterations together, and
+      of a `shard_map` those of all devices, with one more axis in front.
+    traced: whether JAX traces the equations. Numbers cannot decide what runs then.
   """
 
-  compute: Compute = lambda key, eqn, operands: bind(eqn, operands)
-  see: See = lambda key, eqn, operands, results: None
+  compute: Callable[[Key, JaxprEqn, Sequence[Any]], list[Array]] = lambda key, eqn, ins: bind(
+    eqn, ins
+  )
+  pick: Callable[[Key, JaxprEqn, Sequence[Any], Sequence[Array]], Sequence[Array]] = (
+    lambda key, eqn, ins, outs: ()
+  )
+  see: Callable[[Key, JaxprEqn, Sequence[Array]], None] = lambda key, eqn, picked: None
   traced: bool = False
 
 
@@ -54,8 +59,7 @@ def run(
 
   The jaxprs inside of `jit`, `remat`, functions with derivatives of their own, `scan`, `while`,
   `cond` and `shard_map` are entered. The condition of a `while`, and what cannot be entered, run
-  unobserved, the latter as one equation. So do loops and branches that depend on numbers inside of
-  a `shard_map`.
+  unobserved, the latter as one equation. So do `while` and `cond` inside of a `shard_map`.
 
   Args:
     program: the jaxpr.
@@ -75,7 +79,10 @@ def run(
     enter = entered(eqn)
     if enter is None or (observer.traced and facts_of(eqn).holds in _DEPENDING):
       results = observer.compute(key, eqn, values)
-      observer.see(key, eqn, values, results)
+      picked = observer.pick(key, eqn, values, results)
+      if picked:
+        observer.see(key, eqn, picked)
+      del picked
     else:
       with context_of(eqn):
         results = enter(_Holder(eqn, inner_jaxprs(eqn) or (), key, observer), values)
@@ -114,6 +121,40 @@ class _Holder(NamedTuple):
       self.inner[number].program, values, observer or self.observer, at=(*self.key, number)
     )
 
+  def traceable(self, number: int) -> "_Traceable":
+    """Returns a function for one of the inner jaxprs, of its operands, that JAX can trace.
+
+    Its results are those of the jaxpr, and what the observer picks. `see` of these is called with
+    the latter, once they are computed.
+    """
+    inside: list[tuple[Key, JaxprEqn]] = []
+
+    def call(*operands: Any) -> tuple[list[Any], list[Sequence[Array]]]:
+      numbers: list[Sequence[Array]] = []
+      inside.clear()
+
+      def note(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
+        inside.append((key, eqn))
+        numbers.append(list(picked))
+
+      return self.run(number, operands, self.observer._replace(see=note, traced=True)), numbers
+
+    def see(numbers: Sequence[Sequence[Array]]) -> None:
+      for (key, eqn), picked in zip(inside, numbers, strict=True):
+        self.observer.see(key, eqn, picked)
+
+    return _Traceable(call, see)
+
+  def is_straight(self, number: int) -> bool:
+    """Whether numbers decide nothing in one of the inner jaxprs: it can be compiled."""
+    inside = (facts_of(visit.eqn).holds for visit in walk(self.inner[number].program))
+    return self.observer.traced or not any(holds in _DEPENDING for holds in inside)
+
+
+class _Traceable(NamedTuple):
+  call: Callable[..., tuple[list[Any], list[Sequence[Array]]]]
+  see: Callable[[Sequence[Sequence[Array]]], None]
+
 
 def _call(holder: _Holder, values: Sequence[Any]) -> list[Any]:
   return holder.run(0, values)
@@ -123,28 +164,55 @@ def _cond(holder: _Holder, values: Sequence[Any]) -> list[Any]:
   return holder.run(min(max(int(values[0]), 0), len(holder.inner) - 1), values[1:])
 
 
+_TOGETHER = 2**22
+"""How many numbers of a loop are computed before they are seen."""
+
+
 def _scan(holder: _Holder, values: Sequence[Any]) -> list[Any]:
-  body = holder.inner[0]
-  first, last = body.carry.start, body.carry.stop
+  body, reverse = holder.inner[0], holder.eqn.params["reverse"]
+  first, last, length = body.carry.start, body.carry.stop, body.times or 0
   constants, carry, xs = values[:first], list(values[first:last]), values[last:]
-  iterations = range(body.times or 0)
-  if not iterations:
+  if not length:
     return bind(holder.eqn, values)
-  rows: list[list[Any]] = []
-  for i in reversed(iterations) if holder.eqn.params["reverse"] else iterations:
-    each = [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for x in xs]
-    outs = holder.run(0, [*constants, *carry, *each])
-    carry = outs[: len(carry)]
-    rows.append(outs[len(carry) :])
-  if holder.eqn.params["reverse"]:
-    rows.reverse()
-  return [*carry, *map(_stacked, zip(*rows, strict=True))]
+  call, see = holder.traceable(0)
+
+  def step(carry: list[Any], x: Sequence[Any]) -> tuple[list[Any], Any]:
+    outs, numbers = call(*constants, *carry, *x)
+    return outs[: len(carry)], (outs[len(carry) :], numbers)
+
+  @functools.partial(jax.jit, static_argnums=2)
+  def scan(carry: list[Any], part: Sequence[Any], count: int) -> Any:
+    return jax.lax.scan(step, carry, part, count, reverse=reverse)
+
+  def compiled(carry: list[Any], part: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    carry, (ys, numbers) = scan(carry, part, count)
+    see(numbers)
+    return carry, ys
+
+  def alone(carry: list[Any], part: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    outs = holder.run(0, [*constants, *carry, *(x[0] for x in part)])
+    return outs[: len(carry)], [y[None] for y in outs[len(carry) :]]
+
+  advance, size = alone, 1
+  if holder.is_straight(0):
+    numbers = sum(math.prod(shape_of(v)) for eqn in body.jaxpr.eqns for v in eqn.outvars)
+    advance, size = compiled, max(min(_TOGETHER // max(numbers, 1), length), 1)
+  starts = range(0, length, size)
+  parts: list[Any] = []
+  for start in reversed(starts) if reverse else starts:
+    count = min(size, length - start)
+    part = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
+    carry, ys = advance(carry, part, count)
+    parts.append(ys)
+  parts = parts[::-1] if reverse else parts
+  return [*carry, *map(_joined, zip(*parts, strict=True))]
 
 
-def _stacked(rows: Sequence[Any]) -> Array:
-  if jnp.issubdtype(rows[0].dtype, jax.dtypes.extended) or isinstance(rows[0], Tracer):
-    return jnp.stack(rows)
-  return jnp.asarray(np.stack(rows))  # XLA would compile an operation of as many operands.
+def _joined(parts: Sequence[Any]) -> Array:
+  if isinstance(parts[0], Tracer) or jnp.issubdtype(parts[0].dtype, jax.dtypes.extended):
+    return jnp.concatenate(parts)
+  # XLA would compile an operation of as many operands.
+  return parts[0] if len(parts) == 1 else jnp.asarray(np.concatenate(parts))
 
 
 def _while(holder: _Holder, values: Sequence[Any]) -> list[Any]:
@@ -152,32 +220,30 @@ def _while(holder: _Holder, values: Sequence[Any]) -> list[Any]:
   carry = [values[i] for i in body.carried]
   looped = [values[i] for i in (body.operands or ())[: body.carry.start]]
   tested = [values[i] for i in (test.operands or ())[: len(test.operands or ()) - len(carry)]]
-  constants = test.program.consts if isinstance(test.program, ClosedJaxpr) else ()
-  while bool(eval_jaxpr(test.jaxpr, constants, *tested, *carry)[0]):
-    carry = holder.run(1, [*looped, *carry])
+  again = jax.jit(lambda *carry: run(test.program, [*tested, *carry], Observer(traced=True)))
+  call, see = holder.traceable(1)
+  compiled = jax.jit(call) if holder.is_straight(1) else None
+  while bool(again(*carry)[0]):
+    if compiled is None:
+      carry = holder.run(1, [*looped, *carry])
+    else:
+      carry, numbers = compiled(*looped, *carry)
+      see(numbers)
   return carry
 
 
 def _shard_map(holder: _Holder, values: Sequence[Any]) -> list[Any]:
-  arguments, inside = mapped_with(holder.eqn), list[tuple[Key, JaxprEqn]]()
+  arguments, (call, see) = mapped_with(holder.eqn), holder.traceable(0)
   axes = tuple(name for name in arguments["mesh"].axis_names if name in arguments["axis_names"])
 
-  def one_device(*operands: Array) -> tuple[list[Array], list[list[list[Array]]]]:
-    numbers: list[list[list[Array]]] = []
-    inside.clear()
-
-    def see(key: Key, eqn: JaxprEqn, ins: Sequence[Any], outs: Sequence[Array]) -> None:
-      inside.append((key, eqn))
-      numbers.append([[_of_device(x, axes) for x in each] for each in (ins, outs)])
-
-    return holder.run(0, operands, Observer(holder.observer.compute, see, traced=True)), numbers
+  def one_device(*operands: Array) -> Any:
+    outs, numbers = call(*operands)
+    return outs, jax.tree.map(lambda x: _of_device(x, axes), numbers)
 
   specs = (list(arguments["out_specs"]), jax.P(axes))
-  mapped = jax.shard_map(one_device, **{**arguments, "out_specs": specs})
-  results, numbers = jax.jit(mapped)(*values)
-  for (key, eqn), (ins, outs) in zip(inside, numbers, strict=True):
-    holder.observer.see(key, eqn, ins, outs)
-  return results
+  outs, numbers = jax.jit(jax.shard_map(one_device, **{**arguments, "out_specs": specs}))(*values)
+  see(numbers)
+  return outs
 
 
 def _of_device(x: Any, axes: tuple[Hashable, ...]) -> Array:

@@ -12,12 +12,15 @@ def observed(fn, x):
   """Returns how many numbers every `sin` returned, and checks what the function returns."""
   program, sines = jax.make_jaxpr(fn)(x), []
 
-  def see(key, eqn, operands, results):
-    if eqn.primitive.name == "sin":
-      np.testing.assert_allclose(results[0], np.sin(operands[0]), rtol=1e-6)
-      sines.append(np.size(results[0]))
+  def pick(key, eqn, operands, results):
+    return [operands[0], results[0]] if eqn.primitive.name == "sin" else ()
 
-  outs = run(program, (x,), Observer(see=see))
+  def see(key, eqn, picked):
+    operand, result = picked
+    np.testing.assert_allclose(result, np.sin(operand), rtol=1e-6)
+    sines.append(np.size(result))
+
+  outs = run(program, (x,), Observer(pick=pick, see=see))
   # One operation alone and among others may differ in the last bit.
   for out, expected in zip(outs, jax.tree.leaves(fn(x)), strict=True):
     np.testing.assert_allclose(out, expected, rtol=1e-5)
@@ -80,6 +83,11 @@ CASES = {
   "custom_vjp": (custom_back, 3),
   "backward rule": (jax.grad(lambda x: custom_back(x).sum()), 9),
   "vmap": (lambda x: jax.vmap(jnp.sin)(jnp.stack([x, x])), 6),
+  "while in scan": (lambda x: jax.lax.scan(lambda c, _: (while_loop(c)[1], c), x, None, 2), 24),
+  "cond in while": (
+    lambda x: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, branches(c[1])), (0, x)),
+    6,
+  ),
   "scan in scan": (lambda x: jax.lax.scan(lambda c, _: (scanned(c)[0], None), x, None, 2), 30),
   "grad of scan": (jax.grad(lambda x: scanned(x)[0].sum()), 15),
   "not entered": (solved, 3),

@@ -153,20 +153,24 @@ def _tallies(
   steps = itertools.count()
   total = sum(visit.times for visit in walk(program) if entered(visit.eqn) is None)
 
-  def see(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> None:
-    advance(next(steps), total)
-    if key in counting.results:
-      for x in outs:
-        if is_inexact(getattr(x, "dtype", None)):
-          tallies[counting.results[key]].add(x)
+  def pick(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
     addition = counting.additions.get(key)
-    if addition is not None:
-      update = jnp.broadcast_to(jnp.asarray(ins[1 - addition.argument]), outs[0].shape)
-      # As it is stored: that is where it rounds away.
-      old, new = (x.astype(addition.dtype) for x in (ins[addition.argument], outs[0]))
-      tallies[addition.group].add(update, _lost(old, new, update))
+    if addition is None:
+      return [x for x in outs if is_inexact(x.dtype)] if key in counting.results else []
+    update = jnp.broadcast_to(jnp.asarray(ins[1 - addition.argument]), outs[0].shape)
+    # As it is stored: that is where it rounds away.
+    old, new = (x.astype(addition.dtype) for x in (ins[addition.argument], outs[0]))
+    return [update, _lost(old, new, update)]
 
-  run(program, operands, Observer(see=see))
+  def see(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
+    advance(next(steps), total)
+    if key in counting.additions:
+      tallies[counting.additions[key].group].add(*picked)
+    else:
+      for x in picked:
+        tallies[counting.results[key]].add(x)
+
+  run(program, operands, Observer(pick=pick, see=see))
   return tallies
 
 

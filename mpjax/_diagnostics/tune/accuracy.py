@@ -45,24 +45,23 @@ def accuracy_of(
   """
   exact: dict[_Name, Array] = {}
   worst: dict[str, float] = {}
-  names = _named(forwards[0])
+  name_of = _named(forwards[0])
 
-  def note(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> None:
-    name = names(key, eqn)
-    if name is not None:
-      exact[name] = outs[0]
-      worst.setdefault(name[0], 0.0)
+  def note(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
+    name = name_of(key, eqn)
+    exact[name] = picked[0]
+    worst.setdefault(name[0], 0.0)
 
-  run(forwards[0], operands, Observer(see=note))
-  names = _named(forwards[1])
+  run(forwards[0], operands, Observer(pick=_pick, see=note))
+  other_name_of = _named(forwards[1])
 
-  def compare(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> None:
-    name = names(key, eqn)
-    if name is not None and name in exact:
-      error = relative_error([(exact.pop(name), outs[0])])
+  def compare(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
+    name = other_name_of(key, eqn)
+    if name in exact:
+      error = relative_error([(exact.pop(name), picked[0])])
       worst[name[0]] = max(worst[name[0]], 0.0 if math.isnan(error) else error)
 
-  run(forwards[1], operands, Observer(see=compare))
+  run(forwards[1], operands, Observer(pick=_pick, see=compare))
   return {
     path: Accuracy(
       worst.get(path, math.nan),
@@ -82,15 +81,18 @@ _Name: TypeAlias = tuple[str, str, tuple[int, ...], int]
 autocast changes dtypes, and none of this."""
 
 
-def _named(program: ClosedJaxpr) -> Callable[[Key, JaxprEqn], _Name | None]:
-  """Returns a function that names matmuls and sums in the order in which they run."""
+def _pick(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
+  """Returns what a matmul or a sum returns."""
+  facts = facts_of(eqn)
+  return outs[:1] if facts.flops is not None or facts.role == "sum" else ()
+
+
+def _named(program: ClosedJaxpr) -> Callable[[Key, JaxprEqn], _Name]:
+  """Returns a function that names equations in the order in which they run."""
   paths = {visit.key: module_of(visit.here) for visit in visits(program.jaxpr)}
   times: collections.Counter[tuple[str, str, tuple[int, ...]]] = collections.Counter()
 
-  def name_of(key: Key, eqn: JaxprEqn) -> _Name | None:
-    facts = facts_of(eqn)
-    if facts.flops is None and facts.role != "sum":
-      return None
+  def name_of(key: Key, eqn: JaxprEqn) -> _Name:
     name = (paths[key], eqn.primitive.name, shape_of(eqn.outvars[0]))
     times[name] += 1
     return (*name, times[name])

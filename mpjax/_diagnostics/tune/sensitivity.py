@@ -41,15 +41,19 @@ def overflows_of(
   """
   overflows, most = np.zeros(len(modules.paths), np.int64), float(jnp.finfo(dtype).max)
 
-  def see(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> None:
-    is_matmul = key in modules.matmuls
-    module = modules.matmuls.get(key, modules.others.get(key))
-    if module is not None and most < 1e30:
-      for x in (*ins[:2], *outs) if is_matmul else outs:
-        if x.dtype == jnp.float32 and bool(jnp.any((jnp.abs(x) > most) & jnp.isfinite(x))):
-          overflows[module] = max(overflows[module], 1 + is_matmul)
+  def pick(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
+    if most > 1e30 or (key not in modules.matmuls and key not in modules.others):
+      return ()
+    numbers = [*ins[:2], *outs] if key in modules.matmuls else outs
+    numbers = [jnp.abs(x) for x in numbers if x.dtype == jnp.float32]
+    return [jnp.any((x > most) & jnp.isfinite(x)) for x in numbers]
 
-  return run(program, operands, Observer(see=see)), overflows
+  def see(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
+    module = modules.matmuls.get(key, modules.others.get(key, 0))
+    if any(bool(np.any(np.asarray(x))) for x in picked):
+      overflows[module] = max(overflows[module], 1 + (key in modules.matmuls))
+
+  return run(program, operands, Observer(pick=pick, see=see)), overflows
 
 
 def projections_of(
