@@ -6,14 +6,17 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 WIDTH = 80
 """Columns of a report as text."""
@@ -48,6 +51,27 @@ class Section(NamedTuple):
   columns: tuple[Column, ...] = ()
   rows: tuple[tuple[str, ...], ...] = ()
   footer: tuple[str, ...] = ()
+
+
+class Pending(Generic[P, R]):
+  """A function that returns a report of a call, and says so where it is printed.
+
+  Args:
+    call: the function.
+    name: that of the tool.
+    fn: the function of the user.
+  """
+
+  def __init__(self, call: Callable[P, R], name: str, fn: object) -> None:
+    self._call, self._name = call, name
+    self._fn = getattr(fn, "__name__", type(fn).__name__)
+
+  def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    return self._call(*args, **kwargs)
+
+  def __repr__(self) -> str:
+    call = f"mpjax.{self._name}({self._fn})"
+    return f"<{call}: call it with the arguments of {self._fn}, as in {call}(*args)>"
 
 
 class Report(abc.ABC):

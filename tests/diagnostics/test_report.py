@@ -5,6 +5,7 @@ import json
 import math
 import re
 
+import mpjax
 from mpjax._diagnostics.report import (
   WIDTH,
   Column,
@@ -45,6 +46,22 @@ def test_no_line_is_longer_than_a_terminal_and_nothing_is_lost():
   indented = [line for line in text.splitlines() if "decoder/decoder" in line and "1.5" not in line]
   assert indented[0].startswith("   ")
   assert str(Example()) == text
+
+
+def test_paths_break_at_slashes_and_empty_sections_have_no_heading():  # D20, D21
+  path = "/".join(f"a_module_with_a_name_{i}" for i in range(6))
+  columns = (Column("module", wide=True), Column("n", "right"))
+  sections = [Section("nothing", (), columns), Section("some", (path,), columns, ((path, "1"),))]
+  title, *lines = as_text(sections).splitlines()
+  assert title == "some"
+  broken = [line.split()[0] for line in lines if line.startswith("a_module")]
+  assert len(broken) == 4
+  assert all(line.endswith(("/", "name_5")) for line in broken)
+
+
+def test_what_waits_for_arguments_says_so_where_it_is_printed():  # D22
+  for tool in (mpjax.ranges(len), mpjax.tune(len, tolerance=0.1)):
+    assert re.fullmatch(r"<mpjax.(\w+)\(len\): call it .* as in mpjax.\1\(len\).*>", repr(tool))
 
 
 def test_html_is_the_text_escaped(tmp_path):

@@ -21,6 +21,7 @@ from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.ranges.exponents import Tally
 from mpjax._diagnostics.ranges.plan import Group, Input, Plan, is_inexact, plan
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+from mpjax._diagnostics.report import Pending
 from mpjax._diagnostics.runner import Key, Observer, entered, run
 from mpjax._jaxprs.locations import location
 from mpjax._jaxprs.walk import walk
@@ -79,7 +80,7 @@ def ranges(
     with progress("ranges") as advance:
       return counted(fn, args, kwargs, differentiate, advance)
 
-  return count
+  return Pending(count, "ranges", fn)
 
 
 def counted(

@@ -23,6 +23,7 @@ from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.ranges.measure import counted, inputs_of
 from mpjax._diagnostics.ranges.plan import Input, plan
+from mpjax._diagnostics.report import Pending
 from mpjax._diagnostics.runner import Observer, run
 from mpjax._diagnostics.tune.accuracy import Pair, accuracy_of, relative_error
 from mpjax._diagnostics.tune.modules import (
@@ -112,7 +113,7 @@ def tune(
       tuning = _Tuning(loss_fn, parsed, tolerance, call, inputs_of(args, kwargs))
       return tuning.run(scale, advance)
 
-  return tuned
+  return Pending(tuned, "tune", loss_fn)
 
 
 def _checked(loss_fn: object, policy: PolicyLike, tolerance: object) -> Policy:

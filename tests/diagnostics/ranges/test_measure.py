@@ -77,7 +77,7 @@ def test_a_training_step_with_a_loss_scale():
   @jax.jit
   def step(variables, opt_state, x):
     def loss(variables):
-      return jnp.mean(model.apply(variables, x) ** 2)
+      return 1e-6 * jnp.mean(model.apply(variables, x) ** 2)
 
     _, grads = mpjax.value_and_grad(loss, opt_state)(variables)
     updates, opt_state = tx.update(grads, opt_state, variables)
@@ -85,8 +85,8 @@ def test_a_training_step_with_a_loss_scale():
 
   report = mpjax.ranges(step)(variables, tx.init(variables), x)
   assert report.loss_scale_in_use == 1024
-  plain = mpjax.ranges(lambda v, x: jnp.mean(model.apply(v, x) ** 2))(variables, x)
-  assert report.loss_scale == plain.loss_scale
+  plain = mpjax.ranges(lambda v, x: 1e-6 * jnp.mean(model.apply(v, x) ** 2))(variables, x)
+  assert report.loss_scale == plain.loss_scale > 2**15  # D2: not that of the loss itself.
   for path in ("Model/first", "Model/last"):
     scaled, own = (group(r, "gradients", path) for r in (report, plain))
     assert scaled.exponents == {e + 10: n for e, n in own.exponents.items()}
@@ -118,7 +118,6 @@ def test_masks_and_float32_softmax_are_no_losses():  # D14
   assert low.largest < 100
 
 
-@pytest.mark.standard_promotion
 def test_the_scale_that_the_report_proposes_keeps_gradients():  # D2
   w = jax.random.normal(jax.random.key(0), (2, 16, 16))
   x = jax.random.normal(jax.random.key(1), (32, 16), jnp.float16)
@@ -126,14 +125,7 @@ def test_the_scale_that_the_report_proposes_keeps_gradients():  # D2
   def loss(w, x):
     return 1e-6 * jnp.mean(((nn.relu(x @ w[0]) @ w[1]).astype(jnp.float32)) ** 2)
 
-  def step(w, state, x):
-    _, grads = mpjax.value_and_grad(loss, state)(w, x)
-    updates, state = tx.update(grads, state, w)
-    return optax.apply_updates(w, updates), state
-
-  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale())
-  report = mpjax.ranges(step)(w, tx.init(w), x)
-  assert report.loss_scale == mpjax.ranges(loss)(w, x).loss_scale > 2**15
+  report = mpjax.ranges(loss)(w.astype("float16"), x)
 
   def in_float16(scale):
     """Returns how many gradients are 0 that are not in float32, and how many are not finite."""
@@ -205,13 +197,6 @@ def test_errors():
   where, fix = "mpjax.ranges(fn) or mpjax.tune(loss_fn)", "Take the mean"
   parts = {"expected": "a floating scalar", "got": "float32[4, 2]", "fix": fix}
   check_refused(lambda: loss(jnp.ones((4, 3))), where=where, builtin=TypeError, **parts)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_function_in_low_precision(dtype):
-  x = jnp.asarray(oracle.awkward(dtype))
-  report = mpjax.ranges(lambda x: x * jnp.asarray(1, dtype))(x)
-  check_equal(group(report, "parameters", "(array)"), x)
 
 
 def test_a_loss_without_arguments_by_position():
