@@ -164,8 +164,11 @@ def _cond(holder: _Holder, values: Sequence[Any]) -> list[Any]:
   return holder.run(min(max(int(values[0]), 0), len(holder.inner) - 1), values[1:])
 
 
-_TOGETHER = 2**22
-"""How many numbers of a loop are computed before they are seen."""
+_TOGETHER = 2**18
+"""How many numbers of the inputs and results of a loop are seen together, some iterations of it.
+
+They have the same shapes under a policy, so that iterations are seen together as without it.
+"""
 
 
 def _scan(holder: _Holder, values: Sequence[Any]) -> list[Any]:
@@ -195,8 +198,12 @@ def _scan(holder: _Holder, values: Sequence[Any]) -> list[Any]:
 
   advance, size = alone, 1
   if holder.is_straight(0):
-    numbers = sum(math.prod(shape_of(v)) for eqn in body.jaxpr.eqns for v in eqn.outvars)
-    advance, size = compiled, max(min(_TOGETHER // max(numbers, 1), length), 1)
+    each = (*body.jaxpr.invars[first:], *body.jaxpr.outvars)
+    numbers = sum(math.prod(shape_of(v)) for v in each)
+    most = max(min(_TOGETHER // max(numbers, 1), length), 1)
+    # What is left over would be compiled too.
+    even = (count for count in range(most, most // 2, -1) if length % count == 0)
+    advance, size = compiled, next(even, most)
   starts = range(0, length, size)
   parts: list[Any] = []
   for start in reversed(starts) if reverse else starts:

@@ -53,7 +53,6 @@ def test_variables_of_nnx_are_known_by_their_class():
 
 
 def test_a_function_without_a_signature():
-  assert [a.name for a in arguments(dict.fromkeys, (X, X), {})][-1:] != []
   assert arguments(lambda *a: a, (X,), {}) == [Argument("a[0]", False)]
 
 

@@ -31,6 +31,7 @@ def shown(monkeypatch, stream, seconds=0.18):
 
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch, hurried):
+  assert shown(monkeypatch, io.StringIO(), seconds=0) == ""
   lines = shown(monkeypatch, io.StringIO()).splitlines()
   assert 1 <= len(lines) <= 4
   assert set(lines) == {"work: 5 of 10, 0 s"}
@@ -41,10 +42,6 @@ def test_a_terminal_gets_a_bar_that_goes_at_the_end(monkeypatch, hurried):
   assert re.search(r"\rwork: ━{15} {15} 5 of 10, 0 s\r", text)
   assert text.endswith("\r")
   assert "\n" not in text
-
-
-def test_what_is_done_within_two_seconds_shows_nothing(monkeypatch):
-  assert shown(monkeypatch, io.StringIO(), seconds=0) == ""
 
 
 @pytest.mark.parametrize("tool", ["ranges", "tune", "find_nonfinite"])

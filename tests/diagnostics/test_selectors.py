@@ -3,7 +3,7 @@ import re
 import pytest
 
 import mpjax
-from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
+from mpjax._diagnostics.selectors import named_scopes, prefixes, selector
 from mpjax._jaxprs.locations import Location
 from tests.diagnostics.tune.test_modules import SCOPES
 
@@ -33,8 +33,3 @@ def test_the_scopes_of_an_operation_and_those_around_them():
   where = Location(scopes=("Net", "mpjax.region=float16", "up"))
   assert named_scopes(where) == ("Net", "up")
   assert prefixes(named_scopes(where)) == {"", "Net", "Net/up"}
-
-
-def test_a_path_as_one_writes_it():
-  assert written("**/up") == '"**/up"'
-  assert written(re.compile("up")) == "re.compile('up')"

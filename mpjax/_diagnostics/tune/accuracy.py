@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -43,25 +43,27 @@ def accuracy_of(
     operands: its arguments.
     gradients: for each module those of its own parameters, in float32 and under the policy.
   """
-  exact: dict[_Name, Array] = {}
+  paths = {visit.key: module_of(visit.here) for visit in visits(forwards[0].jaxpr)}
+  exact: dict[_Alike, list[tuple[str, Array]]] = collections.defaultdict(list)
+  errors: dict[_Alike, list[float]] = collections.defaultdict(list)
+
   worst: dict[str, float] = {}
-  name_of = _named(forwards[0])
 
   def note(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
-    name = name_of(key, eqn)
-    exact[name] = picked[0]
-    worst.setdefault(name[0], 0.0)
-
-  run(forwards[0], operands, Observer(pick=_pick, see=note))
-  other_name_of = _named(forwards[1])
+    exact[_alike(eqn)].append((paths[key], picked[0]))
+    worst.setdefault(paths[key], 0.0)
 
   def compare(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
-    name = other_name_of(key, eqn)
-    if name in exact:
-      error = relative_error([(exact.pop(name), picked[0])])
-      worst[name[0]] = max(worst[name[0]], 0.0 if math.isnan(error) else error)
+    alike = _alike(eqn)
+    pairs = [(x, picked[0]) for _, x in exact[alike][len(errors[alike]) :][:1]]
+    errors[alike].append(relative_error(pairs))
 
+  run(forwards[0], operands, Observer(pick=_pick, see=note))
   run(forwards[1], operands, Observer(pick=_pick, see=compare))
+  for alike, values in exact.items():
+    same = len(values) == len(errors[alike])
+    for (path, _), error in zip(values, errors[alike], strict=True) if same else ():
+      worst[path] = max(worst[path], 0.0 if math.isnan(error) else error)
   return {
     path: Accuracy(
       worst.get(path, math.nan),
@@ -76,28 +78,19 @@ def accuracy_of(
   }
 
 
-_Name: TypeAlias = tuple[str, str, tuple[int, ...], int]
-"""The module, the primitive, the shape of its result, and which of those that have all the same:
-autocast changes dtypes, and none of this."""
+_Alike: TypeAlias = tuple[str, tuple[int, ...]]
+"""The primitive and the shape of its result. Autocast changes neither, nor the order of those that
+have both alike, but it may put what it changes into calls, whose scopes are others."""
+
+
+def _alike(eqn: JaxprEqn) -> _Alike:
+  return eqn.primitive.name, shape_of(eqn.outvars[0])
 
 
 def _pick(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
   """Returns what a matmul or a sum returns."""
   facts = facts_of(eqn)
   return outs[:1] if facts.flops is not None or facts.role == "sum" else ()
-
-
-def _named(program: ClosedJaxpr) -> Callable[[Key, JaxprEqn], _Name]:
-  """Returns a function that names equations in the order in which they run."""
-  paths = {visit.key: module_of(visit.here) for visit in visits(program.jaxpr)}
-  times: collections.Counter[tuple[str, str, tuple[int, ...]]] = collections.Counter()
-
-  def name_of(key: Key, eqn: JaxprEqn) -> _Name:
-    name = (paths[key], eqn.primitive.name, shape_of(eqn.outvars[0]))
-    times[name] += 1
-    return (*name, times[name])
-
-  return name_of
 
 
 def relative_error(pairs: Iterable[Pair]) -> float:

@@ -38,6 +38,16 @@ def test_errors_by_module_are_those_of_numpy():
   assert (errors["net/third"].gradient, math.isnan(errors["net/third"].forward)) == (0, True)
 
 
+def test_what_autocast_puts_into_calls_is_compared_with_what_it_was():
+  def loss(w, x):
+    with jax.named_scope("block"):
+      return jnp.sum(jax.lax.scan(lambda h, _: (h + jax.nn.gelu(h @ w), None), x, None, 3)[0])
+
+  call = Call((jnp.eye(8) / 2, jnp.linspace(0.1, 3, 32).reshape(4, 8)), {}, "test")
+  programs = [call.traced(fn)[0] for fn in (loss, mpjax.autocast(loss, "mixed_bfloat16"))]
+  assert 1e-4 < accuracy_of((programs[0], programs[1]), call.operands, {})["block"].forward < 0.02
+
+
 def test_errors_of_nothing_and_of_what_is_not_finite():
   one, bad = np.ones(2), np.asarray([1, math.nan])
   assert math.isnan(relative_error([]))
