@@ -1,6 +1,6 @@
 """Running a jaxpr on the host, one equation after the other, with a look at each.
 
-Only single operations are compiled, which JAX remembers, and the bodies of loops. No number lives
+Only single operations are compiled, which JAX remembers, and what loops repeat. No number lives
 longer than something reads it: that is what a function costs that runs without `jit`.
 """
 
