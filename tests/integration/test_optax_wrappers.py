@@ -133,7 +133,7 @@ def trained(tx, batches, lookahead):
       grads = optax.LookaheadParams(grads, jax.tree.map(jnp.zeros_like, grads))
     updates, state = tx.update(grads, state, params)
     params = optax.apply_updates(params, updates)
-  is_scaling = lambda x: isinstance(x, mpjax.LossScalingState)  # noqa: E731
+  is_scaling = lambda x: isinstance(x, mpjax.states.LossScalingState)  # noqa: E731
   plain = jax.tree.map(lambda x: x.inner_state if is_scaling(x) else x, state, is_leaf=is_scaling)
   return params, plain
 

@@ -28,7 +28,7 @@ from mpjax._diagnostics.audit.owners import name_by_parameters
 from mpjax._diagnostics.audit.result import Findings
 from mpjax._diagnostics.audit.risks import find_risks
 from mpjax._diagnostics.audit.sections import sections
-from mpjax._diagnostics.report import Json, Report, Section
+from mpjax._diagnostics.report import Json, Pending, Report, Section
 from mpjax._jaxprs.locations import Direction
 
 P = ParamSpec("P")
@@ -220,10 +220,7 @@ def audit(
     name_by_parameters(graph, {x.name for x in names if x.is_parameter})
     return _audited(graph, names, record, compiled)
 
-  call.__name__ = getattr(fn, "__name__", type(fn).__name__)
-  call.__qualname__ = f"mpjax.audit({call.__name__}), to be called with its arguments"
-  call.__doc__ = None
-  return call
+  return Pending(call, "audit", fn)
 
 
 def _neutral(expectations: Expectations, record: AuditRecord) -> frozenset[Kind]:
