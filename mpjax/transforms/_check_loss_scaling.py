@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
+from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, message
 from mpjax._core.paths import is_key
@@ -38,7 +39,7 @@ _TOLERANCE = 2.0**-8
 """Of how far a leaf moves; a right step is at 0, but for what is smaller than float32 holds."""
 _MARK = 2**30
 """The count of steps that tells the scale under test from others in what the step returns."""
-_FIELD, _CAST = ".loss_scale", "convert_element_type"
+_FIELD = ".loss_scale"
 _STATE = "the state of an optimizer created by mpjax.loss_scaling"
 _UNTOUCHED = "an opt_state whose loss scale was returned as it was"
 _SAME = "the same parameters and optimizer state from a step that was applied and one skipped"
@@ -286,7 +287,7 @@ def _distance(a: Leaf, b: Leaf) -> float:
 def _refuse_float16(program: ClosedJaxpr | None) -> None:
   """Raises if a step computes in float16 where nothing scales its gradients."""
   eqns = [visit.eqn for visit in walk(program)] if program is not None else []
-  results = [v.aval for x in eqns if x.primitive.name != _CAST for v in x.outvars]
+  results = [v.aval for x in eqns if x.primitive is not convert_element_type_p for v in x.outvars]
   if any(getattr(aval, "dtype", None) == jnp.float16 for aval in results):
     raise MpjaxValueError(
       _WHERE,

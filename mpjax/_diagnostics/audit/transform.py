@@ -245,14 +245,15 @@ def _audited(
   certain, tf32 = True, 0
   for operation in graph.computing():
     operands = operation.operands[:2]
-    if not operation.flops or not all(is_low(v) or is_wide(v) for v in operands):
+    count = operation.flops if operation.used else None
+    if count is None or not all(is_low(v) or is_wide(v) for v in operands):
       continue
     low = [str(v.dtype) for v in operands if is_low(v)]
     wide = [str(v.dtype) for v in operands if is_wide(v)]
-    flops[operation.where.direction, (wide or low)[0]] += operation.flops
+    flops[operation.where.direction, (wide or low)[0]] += count
     certain = certain and operation.certain
     if wide and "HIGHEST" not in str(operation.eqn.params.get("precision")):
-      tf32 += operation.flops
+      tf32 += count
   return AuditReport(
     flops=dict(flops),
     tf32_flops=tf32,
