@@ -38,7 +38,9 @@ def find_float8(graph: Graph) -> tuple[Float8Matmul, ...]:
   matmuls = [
     operation
     for operation in graph.computing()
-    if operation.flops and all(is_low(v) or is_wide(v) for v in operation.operands[:2])
+    if operation.used
+    and operation.flops is not None
+    and all(is_low(v) or is_wide(v) for v in operation.operands[:2])
   ]
   if not any(_in_float8(each) or _noted(each) is not None for each in matmuls):
     return ()

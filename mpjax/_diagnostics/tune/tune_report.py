@@ -256,7 +256,7 @@ def draw(
   figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained", facecolor="white")
   errors = [e.error for e in evaluations if math.isfinite(e.error) and e.error > 0]
   low, high = min([*errors, tolerance]) / 3, max([*errors, tolerance]) * 3
-  axis.set_yscale("log")
+  axis.semilogy()
   axis.axhspan(low, tolerance, color="C2", alpha=0.10, linewidth=0)
   axis.axhline(tolerance, color="C2", linewidth=1.2)
   small = {"fontsize": 8, "color": "C2"}
