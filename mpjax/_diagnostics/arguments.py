@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.paths import leaf_paths
-from mpjax._core.types import Args, Array, Function, Kwargs, PyTree
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 from mpjax._diagnostics.flat import Leaves
 
 _PARAMETERS = ("params", "parameters", "weights")
@@ -40,9 +40,8 @@ def trace(
   """
   leaves = Leaves(args, kwargs, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"))
 
-  def call(*traced: Array) -> PyTree:
-    new_args, new_kwargs = leaves.call(traced)
-    return fn(*new_args, **new_kwargs)
+  def call(*traced: Array) -> list[Leaf]:
+    return [x for _, x in leaves.run(fn, traced)]
 
   call.__name__ = getattr(fn, "__name__", type(fn).__name__)
   try:

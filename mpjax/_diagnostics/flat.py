@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.paths import Path, key_names
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
+from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf, PyTree
 
 
 class Leaves:
@@ -31,8 +31,16 @@ class Leaves:
     """Returns the arguments with other arrays for those that are traced."""
     given = dict(zip(self.positions, arrays, strict=True))
     leaves = [given.get(i, x) for i, x in enumerate(self._leaves)]
-    args, kwargs = jax.tree.unflatten(self._tree, leaves)
-    return args, kwargs
+    return jax.tree.unflatten(self._tree, leaves)
+
+  def run(self, fn: Function, arrays: Sequence[Leaf]) -> list[tuple[KeyPath, Leaf]]:
+    """Returns, by path, what a function returns, and the arrays it writes to its arguments."""
+    call = self.call(arrays)
+    before = {id(x): x for x in jax.tree.leaves(call)}
+    returned = jax.tree_util.tree_leaves_with_path(fn(*call[0], **call[1]))
+    # Objects that the function wrote to, such as a model of NNX, hold what it computed.
+    after = jax.tree_util.tree_leaves_with_path(call)
+    return [*returned, *((p[2:], x) for p, x in after if is_array(x) and id(x) not in before)]
 
 
 class Call:
@@ -52,10 +60,9 @@ class Call:
     outputs: list[Path] = []
 
     def flat(*operands: Array) -> list[Leaf]:
-      args, kwargs = self._leaves.call(operands)
-      returned = jax.tree_util.tree_leaves_with_path(fn(*args, **kwargs))
-      outputs[:] = [key_names(path) for path, x in returned if is_array(x)]
-      return [x for _, x in returned if is_array(x)]
+      results = [pair for pair in self._leaves.run(fn, operands) if is_array(pair[1])]
+      outputs[:] = [key_names(path) for path, _ in results]
+      return [x for _, x in results]
 
     return jax.make_jaxpr(flat)(*self.operands), outputs
 

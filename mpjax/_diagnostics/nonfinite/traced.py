@@ -51,13 +51,7 @@ def trace(fn: Function, args: Args, kwargs: Kwargs) -> Traced:
     return [found[i] for i in leaves.positions]
 
   def flat(*arrays: Array) -> list[Array]:
-    call = leaves.call(arrays)
-    before = jax.tree.leaves(call)
-    result = fn(*call[0], **call[1])
-    # Objects that the function wrote to, such as a model of NNX, hold what it computed.
-    same = set(map(id, before))
-    after = [x for x in jax.tree.leaves(call) if id(x) not in same]
-    return [x for x in [*jax.tree.leaves(result), *after] if isinstance(x, jax.Array)]
+    return [x for _, x in leaves.run(fn, arrays) if isinstance(x, jax.Array)]
 
   flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
   closed = jax.make_jaxpr(flat)(*leaves.arrays)
