@@ -55,7 +55,8 @@ def trace(fn: Function, args: Args, kwargs: Kwargs) -> Traced:
 
   flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
   closed = jax.make_jaxpr(flat)(*leaves.arrays)
-  body = body_of(closed, len(leaves.arrays) + len(closed.consts))
+  # Constants of inner jits are numbered with those of the function, before all steps.
+  body = body_of(closed, len(leaves.arrays) + len(body_of(closed, 0).consts))
   names = positional_names(fn, len(args))
   return Traced(body, leaves.arrays, [_text(path, names) for path in paths], paths, flatten)
 

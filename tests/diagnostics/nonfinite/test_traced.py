@@ -32,8 +32,8 @@ def test_what_a_function_writes_to_its_arguments_is_a_result():
 
 
 def test_constants_come_after_arguments():
-  table = jnp.arange(3.0)
-  traced = trace(lambda x: x + table, (jnp.ones(3),), {})
+  table = np.arange(3.0, dtype=np.float32)
+  traced = trace(jax.jit(lambda x: x + table), (jnp.ones(3),), {})
   assert len(traced.constants) == 1
   assert traced.body.steps[0].number == 2
 
