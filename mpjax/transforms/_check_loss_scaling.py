@@ -310,9 +310,9 @@ def _wrong_step(scale: OwnedScale, path: Path, *, rises: bool, never: bool) -> M
     _WHERE,
     expected=f"a step that is the same at every loss scale{_of_loss(scale)}",
     got=f"{what}: what is returned at {''.join(path)} changes with the scale",
-    fix=f"Give what {grad_fn} returned to {update} as it is, with penalties inside of loss_fn, "
-    "and clip inside: tx = mpjax.loss_scaling(optax.chain(clip, optimizer)). What mpjax.unscale "
-    "returns is to look at, and gradients inside of a loss are those of the plain loss.",
+    fix=f"Pass the gradients of {grad_fn} to {update} unchanged, with penalties inside of loss_fn, "
+    "and clip inside: tx = mpjax.loss_scaling(optax.chain(clip, optimizer)). mpjax.unscale is for "
+    "logging alone. A loss that needs gradients itself takes those of jax.grad.",
   )
 
 
