@@ -189,7 +189,7 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
         raise MpjaxTypeError(
           where,
           expected=f"arguments {', '.join(names)}" if names else "no arguments",
-          got=str(error).removeprefix("got "),
+          got=str(error).removeprefix("got ").replace("missing a required", "no"),
           fix=near + fix,
         ) from None
       return fn(*args, **kwargs)
