@@ -1,7 +1,7 @@
 """The monitor: zero gradients and lost updates, counted in the state of an optimizer."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -80,7 +80,8 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
       raise not_outermost("one inside of mpjax.monitor")
     new_updates, new = inner.update(updates, old.inner_state, params, **extra_args)
     scales = scales_in(new)
-    if any(len(one.owner.loss_scale) > 1 for one in scales):  # The gradients of several losses.
+    by_loss = isinstance(updates, Mapping) and set(updates) == {one.name for one in scales}
+    if by_loss and jax.tree.structure(updates) != jax.tree.structure(params):
       updates = functools.reduce(functools.partial(jax.tree.map, jnp.add), updates.values())
     counts = _count(updates, arrays_only(params), new_updates, old.counts)
     for state in (one.state for one in scales):
@@ -90,11 +91,11 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _named(params: Params) -> dict[str, tuple[KeyPath, Leaf]]:
-  """Returns the parameters that are trained by their paths."""
-  leaves = jax.tree_util.tree_leaves_with_path(differentiated(params))
-  trained = [(path, x) for path, x in leaves if is_inexact(x)]
-  return {_name(path): (path, x) for path, x in trained}
+def _named(params: Params) -> list[str]:
+  """Returns the paths of the parameters that are trained; those of NNX come in variables."""
+  is_variable = lambda x: plain_array(x) is not x  # noqa: E731
+  leaves = jax.tree_util.tree_leaves_with_path(differentiated(params), is_leaf=is_variable)
+  return [_name(path) for path, x in leaves if is_inexact(plain_array(x))]
 
 
 def _name(path: KeyPath) -> str:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.errors import refused
@@ -107,10 +108,21 @@ def test_in_a_train_step_without_a_scale_and_of_several_losses():
     (optax.sgd(1e-3), grads),
     (mpjax.loss_scaling(optax.sgd(1e-3), mpjax.NoLossScale()), grads),
     (mpjax.loss_scaling(optax.sgd(1e-3), several), {"a": grads, "b": zeros}),
+    (mpjax.loss_scaling(optax.sgd(1e-3), {"a": several["a"]}), {"a": grads}),
   ):
     tx = mpjax.monitor(inner)
     _, state = jax.jit(tx.update)(given, tx.init(params), params)
     assert int(mpjax.monitor_counts(state)["dense.kernel"]["zero_gradients"]) == 15
+
+
+def test_in_an_nnx_optimizer_parameters_have_the_same_names_at_init_and_update():
+  model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(0.1)))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  _, grads = mpjax.value_and_grad(lambda m: jnp.sum(m(jnp.ones((1, 3)))), optimizer)(model)
+  optimizer.update(model, grads)
+  counts = mpjax.monitor_counts(optimizer)
+  assert {name: int(one["updates"]) for name, one in counts.items()} == {"bias": 2, "kernel": 6}
 
 
 def test_errors():
