@@ -65,8 +65,9 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
       expected, got = "an optimizer with a loss scale among the arguments", "none"
       raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
     totals = [one.state and one.state.total for one in scales]
-    # The optimizer's own state has been kept, in place.
-    own = {id(x) for one in scales for x in jax.tree.leaves(one.owner, is_leaf=is_nnx_variable)}
+    # An only optimizer has kept its own state, in place; of several one may have been applied.
+    kept = [one.owner if len(scales) == 1 else one.stored for one in scales]
+    own = {id(x) for x in jax.tree.leaves(kept, is_leaf=is_nnx_variable)}
     leaves: list[PyTree] = jax.tree.leaves((args, kwargs), is_leaf=is_nnx_variable)
     variables = [x for x in leaves if is_nnx_variable(x) and id(x) not in own]
     old = [plain_array(x) for x in variables]

@@ -548,7 +548,7 @@ LINES = {
   "_jaxprs without autocast": 2_320,
   "_jaxprs/autocast": 4_391,
   "linen and nnx": 1_965,
-  "transforms": 5_828,
+  "transforms": 5_829,
   "_io": 597,
   "_diagnostics": 8_012,
   "all of mpjax": 26_526,

@@ -74,6 +74,19 @@ def test_of_two_optimizers_the_one_that_is_updated_decides():
   assert int(model.drop.rngs.count[...]) == int(optimizer.step[...]) == 1
 
 
+@mpjax.nnx.atomic_step
+def both(one, x, other, y):
+  plain_step(*one, x), plain_step(*other, y)
+
+
+def test_where_one_of_two_optimizers_has_skipped_the_other_keeps_its_moments_as_well():
+  """Else they were of a step that the parameters have not made; split masters were others."""
+  one, other = training(), training()
+  before = numbers(*one)
+  both(one, GOOD, other, BAD)
+  assert numbers(*one) == before
+
+
 def test_without_a_scale():
   where = "mpjax.nnx.atomic_step(step)"
   with refused(TypeError, where, "a loss scale among the arguments", "none", "nnx.Optimizer"):
