@@ -19,6 +19,7 @@ def loss_fn(model, x):
 def test_an_nnx_optimizer_and_a_state_give_the_same_scaled_gradients():
   model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  mpjax.value_and_grad(loss_fn, opt_state=optimizer)(model, X)  # As the signature calls it.
   loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model, X)
   graphdef, params = nnx.split(model, nnx.Param)
   plain, expected = jax.value_and_grad(lambda p: loss_fn(nnx.merge(graphdef, p), X))(params)
