@@ -243,7 +243,7 @@ def loss_scaling(
       finite = first_bad[label] == len(watched[label])
       own = {"finite": finite, "first_bad": first_bad[label], **flags}
       new_scales[label] = adjust(configs[label], scale, **own)
-    return result, LossScalingState(new_scales, new_inner)
+    return result, state._replace(loss_scale=new_scales, inner_state=new_inner)
 
   return transformation(init, update)
 

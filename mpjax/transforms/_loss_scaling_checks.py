@@ -13,7 +13,7 @@ from mpjax._core.types import Function, Leaf, OptState, Params, PyTree, Updates
 from mpjax._core.validators import check_flag, check_value, wrong_type
 from mpjax.transforms._checks import check_inner
 from mpjax.transforms._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
-from mpjax.transforms._state import scales_in
+from mpjax.transforms._state import ChainedLossScalingState, scales_in
 from mpjax.transforms._trees import key_text, nodes_of
 
 
@@ -118,6 +118,12 @@ class LossScalingTransformation(optax.GradientTransformationExtraArgs):
   """
 
   @property
+  def init(self) -> Function:  # pyright: ignore[reportIncompatibleVariableOverride]
+    held: Leaf = self[0]
+    ours = isinstance(held, functools.partial) and held.func is _init_in_a_chain
+    return held.args[0] if ours else held
+
+  @property
   def update(self) -> Function:  # pyright: ignore[reportIncompatibleVariableOverride]
     # Not what somebody has put there (`_replace`), whatever that wraps.
     held: Leaf = self[1]
@@ -129,7 +135,14 @@ def transformation(
   init: optax.TransformInitFn, update: Function
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the optax transformation of these two functions, of which `update` takes `apply=`."""
-  return LossScalingTransformation(init, functools.partial(_update_in_a_chain, update))
+  return LossScalingTransformation(
+    functools.partial(_init_in_a_chain, init), functools.partial(_update_in_a_chain, update)
+  )
+
+
+def _init_in_a_chain(init: optax.TransformInitFn, params: Params) -> OptState:
+  state: PyTree = init(params)
+  return ChainedLossScalingState(*state)
 
 
 def _update_in_a_chain(

@@ -48,6 +48,10 @@ class LossScalingState(NamedTuple):
   inner_state: OptState
 
 
+class ChainedLossScalingState(LossScalingState):
+  """The same in `optax.chain`, whose state is a tuple, as those of two optimizers may be."""
+
+
 class AccumulationState(NamedTuple):
   """The state of `mpjax.accumulate_gradients`.
 
@@ -209,12 +213,10 @@ def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleSt
 def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | None]:
   """Returns a function that reads a loss scale, and raises if it is not that of the step.
 
-  It takes what the scale is for: a loss, gradients, parameters. A static scale always is the right
-  one, and so is one in a variable, or in a state that is traced. Else two things give away what was
-  built outside of the step: a constant scale where the rest is traced, and a state that was there
-  at the first call and is not at a later one. (Every update makes a new count of good steps. A
-  state that is kept elsewhere looks current for ever: what is refused here is wrong, but not all
-  that is wrong is refused.)
+  It takes what the scale is for: a loss, gradients, parameters. A static scale is always right, and
+  so is one in a variable, or in a state that is traced. Else two things show that it was built
+  outside of the step: a constant scale where the rest is traced, and a state that was there at the
+  first call and is not at a later one, since every update makes a new count of good steps.
   """
   state = owned.stored
   if not state:
@@ -256,9 +258,8 @@ def _stale(where: str, got: str) -> MpjaxRuntimeError:
     expected="the loss scale of the state that this step updates",
     got=got,
     fix="Build it inside of the step, from the state that the step is given: "
-    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch), or with NNX "
-    "mpjax.value_and_grad(loss_fn, optimizer)(model, batch). To jit, scan, checkpoint or "
-    "eval_shape that state is an argument or the carry, as the parameters are.",
+    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch), opt_state or an nnx.Optimizer. To "
+    "jit, scan, checkpoint or eval_shape that state is an argument or the carry, as params are.",
   )
 
 
@@ -267,10 +268,7 @@ _HARMLESS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAnd
 
 
 def refuse_outside(tree: PyTree, where: str) -> None:
-  """Raises if a scale is inside of the state of a wrapper that is not known to be harmless there.
-
-  What keeps a state of its own sees scaled gradients, or the steps that are skipped.
-  """
+  """Raises if a scale is inside of the state of a wrapper not known to be harmless there."""
 
   def is_outside(x: object) -> bool:
     return _is_of_optax(x) and not isinstance(x, _HARMLESS) and _any_scale(x)
@@ -282,25 +280,28 @@ def refuse_outside(tree: PyTree, where: str) -> None:
 def refuse_chains(tree: PyTree, where: str) -> None:
   """Raises if a chain holds a scale beside the state of something else, or beside another scale.
 
-  Two scales are no chain, but optimizers of their own, where each is in a mask. What keeps no state
-  (`optax.clip`) cannot be seen: `mpjax.check_loss_scaling` measures what it does.
+  Two in masks, or a tuple of states that no chain has created, are of several optimizers.
   """
   if isinstance(tree, LossScalingState) or not _any_scale(tree):
     return
   parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
-  if type(tree) in (tuple, collections.OrderedDict):  # The states of optax.chain and named_chain.
+  chained = any(isinstance(x, ChainedLossScalingState) for x in parts)
+  hidden = any(isinstance(x, _HARMLESS) and _any_scale(x) for x in parts)
+  if isinstance(tree, collections.OrderedDict) or (type(tree) is tuple and (chained or hidden)):
     scaled = [x for x in parts if _any_scale(x)]
     if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
       raise _outside(where, f"a chain of {len(scaled)}, each of which divides the gradients again")
     for x in parts:
-      if _is_of_optax(x) and not _any_scale(x) and jax.tree.leaves(x):
-        raise _outside(where, f"one in a chain beside the state optax.{type(x).__name__}")
+      beside = _is_of_optax(x) or (chained and isinstance(x, tuple))
+      if beside and not _any_scale(x) and jax.tree.leaves(x):
+        name = f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}"
+        raise _outside(where, f"one in a chain beside the state {name}")
   for x in parts:
     refuse_chains(x, where)
 
 
 def _is_of_optax(x: object) -> bool:
-  return type(x).__module__.partition(".")[0] == "optax"
+  return type(x).__module__.startswith("optax.")
 
 
 def _any_scale(tree: PyTree) -> bool:

@@ -191,6 +191,23 @@ def test_names_tell_scales_apart():
   assert mpjax.value_and_grad(lambda w: w, moved, name="critic")(1.0) == (1, 16)
 
 
+def test_a_tuple_of_two_optimizers_is_no_chain():
+  """Their states look alike, but what is in a chain may see scaled gradients and skipped steps."""
+  tx = {name: mpjax.loss_scaling(optax.adam(0.1), name=name) for name in "gd"}
+  trace, adam = optax.trace(0.9), optax.adam(0.1)
+  beside = adam, mpjax.accumulate_gradients(adam, 2), optax.chain(trace), tx["d"]
+  states = tuple(one.init(PARAMS) for one in tx.values())
+  for read in (mpjax.loss_scaling_metrics, mpjax.last_step_finite, mpjax.check_skipped_steps):
+    for name in tx:
+      read(states, name=name)
+    for other in beside:
+      read((PARAMS, states[0], trace.init(PARAMS)), name="g")
+      state = optax.chain(optax.clip(1.0), tx["g"], other).init(PARAMS)
+      _, state = optax.chain(optax.clip(1.0), tx["g"], other).update(PARAMS, state, PARAMS)
+      with pytest.raises(mpjax.MpjaxError, match=r"around the entire optimizer, got .* chain"):
+        read(state, name="g")
+
+
 @pytest.mark.case("A39")
 def test_everything_works_without_a_scale():
   state = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()).init(PARAMS)
