@@ -87,9 +87,7 @@ def versions(case: Case, half: str, attention: str = "xla") -> dict[str, Version
   plain = model(attention)  # What a policy gets.
   policy = mpjax.Policy.parse(f"mixed_{half}")
   by_policy = mpjax.with_policy(plain, policy).apply
-  by_float8 = mpjax.with_policy(
-    plain, dataclasses.replace(policy, matmul=mpjax.Float8())
-  ).apply
+  by_float8 = mpjax.with_policy(plain, dataclasses.replace(policy, matmul=mpjax.Float8())).apply
   float32 = model("xla").apply
   traced = functools.partial(run.loss_fn, model(attention, cast_to=half).apply)
   autocast = functools.partial(run.step_of, mpjax.autocast(traced, half))

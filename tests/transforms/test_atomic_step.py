@@ -76,7 +76,8 @@ def test_of_two_optimizers_the_one_that_is_updated_decides():
 
 @mpjax.nnx.atomic_step
 def both(one, x, other, y):
-  plain_step(*one, x), plain_step(*other, y)
+  plain_step(*one, x)
+  plain_step(*other, y)
 
 
 def test_where_one_of_two_optimizers_has_skipped_the_other_keeps_its_moments_as_well():
