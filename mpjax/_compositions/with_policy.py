@@ -106,9 +106,9 @@ def policy_scope(
     A context manager, for `with`; also a decorator. It can be entered repeatedly.
 
   >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
+  >>> variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
   >>> with mpjax.policy_scope("c=bf16"):
-  ...   y, variables = nn.Dense(2).init_with_output(jax.random.key(0), jnp.ones((1, 3)))
-  >>> y.dtype
+  ...   nn.Dense(2).apply(variables, jnp.ones((1, 3))).dtype
   dtype(bfloat16)
   """
   return importlib.import_module("mpjax.linen").policy_scope(policy, rules)
