@@ -13,7 +13,7 @@ from jax.extend.core.primitives import dot_general_p
 
 from mpjax._core.precision import MatmulPrecision, takes
 from mpjax._core.types import Array, DType, Function, PyTree
-from mpjax._jaxprs.autocast.values import kept
+from mpjax._jaxprs.autocast.values import cached_per_jaxpr
 from mpjax._jaxprs.inner_jaxprs import Program, holds_jaxpr, is_object, opened, with_each
 from mpjax._jaxprs.primitive_facts import EqnParams
 from mpjax._jaxprs.primitives import facts_of
@@ -80,7 +80,7 @@ def _all_in_precision(program: Program, precision: object) -> Program:
   return _kept_in_precision(program, precision) or program
 
 
-@kept
+@cached_per_jaxpr
 def _kept_in_precision(program: Program, precision: object) -> Program | None:
   jaxpr = opened(program)
   params = [in_precision(eqn, precision) for eqn in jaxpr.eqns]

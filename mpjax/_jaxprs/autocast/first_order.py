@@ -13,17 +13,25 @@ One rule decides, by what an operation is and by the kinds of its operands: data
 A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
 compute dtype. What only float32 operations read is computed in float32. A low value that was
 computed in float32 is held in it for readers that a rounding would harm, else rounded.
+
+Derivatives add up in float32 where one number is read several times: the transpose of a broadcast
+is a sum in the dtype of what is broadcast, that of a gather adds up in the dtype of what is
+gathered, and the derivative of a maximum counts the positions that have it. So these run in
+float32, and their result is rounded, which loses nothing.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import (
+  broadcast_in_dim_p,
   convert_element_type_p,
   pad_p,
   reduce_precision_p,
 )
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
@@ -33,7 +41,6 @@ from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
 from mpjax._jaxprs.autocast.residuals import saving_low
 from mpjax._jaxprs.autocast.rewriter import Rewriter
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, OUTPUT, REST, dtype_marked, policy_at
-from mpjax._jaxprs.autocast.sums import broadcast, is_summed, repeats
 from mpjax._jaxprs.autocast.uses import CALLER, DIGITS, FACTOR, HELD, SUMMED, only_float32
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -52,17 +59,18 @@ from mpjax._jaxprs.primitives import facts_of
 Operands = Sequence[Value | None]
 """What is known of each operand: None for what is no floating value."""
 
+_FEW = 8
+"""More numbers than a mask has are not noted: they are part of the key of a rewritten jaxpr."""
+
 
 def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds no jaxpr."""
   part = rewriter.settings.ops.part_of(eqn.primitive.name, eqn.params)
   scope, half = rewriter.place(eqn)
-  leaving = dtype_marked(scope, OUTPUT) if eqn.primitive is reduce_precision_p else None
-  if leaving is not None:
-    return _leave(rewriter, eqn, leaving)
-  rest = dtype_marked(scope, REST) if eqn.primitive is reduce_precision_p else None
-  if rest is not None:
-    return _rest(rewriter, eqn, rest)
+  if eqn.primitive is reduce_precision_p:
+    output, rest = dtype_marked(scope, OUTPUT), dtype_marked(scope, REST)
+    if output is not None or rest is not None:
+      return _end_of_module(rewriter, eqn, output, rest)
   # A multiplication that names its own dtype is the user's choice too.
   if half is None or part is None or part == "opaque" or eqn.params.get("out_dtype") is not None:
     unknown = half is not None and part is None and inner_jaxprs(eqn) is None
@@ -80,6 +88,73 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   return _elementwise(rewriter, eqn, values, part, half)
 
 
+# What names its dtype itself: marks, casts and what moves several values.
+
+
+def _end_of_module(
+  rewriter: Rewriter, eqn: JaxprEqn, output: DType | None, rest: DType | None
+) -> None:
+  """Ends a policy, in the dtype `output` for all readers; or a layer, whose result rests."""
+  value = rewriter.value(eqn.invars[0])
+  if value is None:
+    return rewriter.untouched(eqn)
+  kind = value.kind
+  if output is not None:
+    atom = value.atom if output == FLOAT32 else rewriter.view(value, output, eqn)
+    value = Value(atom, Kind(output))
+  elif kind.is_low and rewriter.readers_of(eqn) & CALLER:
+    value.kind = kind._replace(widened=kind.held)  # Not rounded before it leaves in float32.
+  elif rest is not None:
+    value = Value(rewriter.view(value, rest, eqn), Kind(rest, kind.neutral and kind.is_low))
+  rewriter.values[eqn.outvars[0]] = value
+
+
+def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope) -> None:
+  """Writes a cast of the user's, or of promotion; none to a dtype that is there."""
+  (atom,), (var,) = eqn.invars, eqn.outvars
+  target, value = eqn.params["new_dtype"], rewriter.value(atom)
+  if value is None or target not in FLOATS:
+    # Low precision cannot hold every index or count; of a mask it holds both numbers.
+    is_mask = dtype_of(atom) == np.bool_
+    neutral = is_mask or isinstance(atom, Literal)
+    numbers = (0.0, 1.0) if is_mask else None
+    kind = Kind(target, neutral and target == FLOAT32, numbers=numbers)
+    operand = atom if value is None else rewriter.view(value, value.kind.current, eqn)
+    rewriter.write(eqn, [operand], [kind if target in FLOATS else None])
+    if target in FLOATS:
+      rewriter.values[var].counted = not neutral
+    return
+  if dtype_of(atom) != target:  # Else only the weak type goes.
+    old = value
+    value = Value(old.atom, Kind(target, old.kind.neutral and target == FLOAT32), old.recast)
+    if target != FLOAT32 or FLOAT32 in (old.views or ()):
+      # A cast to low precision happens here for all; one to float32 where float32 is read.
+      value.atom = rewriter.view(old, target, eqn)
+    policy = policy_at(scope, rewriter.settings)
+    if target in HALVES and is_weight(old) and policy is not None and policy.matmul is not None:
+      value.kind, value.stored = value.kind._replace(weight=True), old.atom
+  rewriter.values[var] = value
+
+
+def _each_for_itself(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> None:
+  """Writes an operation whose results are its operands, moved: each keeps its own dtype.
+
+  A float32 key stays float32, and the bfloat16 values that are sorted with it stay bfloat16.
+  """
+  operands = [
+    atom if value is None else rewriter.view(value, value.kind.current, eqn)
+    for atom, value in zip(eqn.invars, values, strict=True)
+  ]
+  kinds = [
+    value.kind if value is not None and dtype_of(var) in FLOATS else None
+    for value, var in zip(values, eqn.outvars, strict=True)
+  ]
+  rewriter.write(eqn, operands, kinds, recast=any(v is not None and v.recast for v in values))
+
+
+# Matmuls.
+
+
 def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, half: DType) -> None:
   """Writes a matmul or convolution, in low precision: what it returns is low, and at rest."""
   policy = policy_at(scope, rewriter.settings)
@@ -87,8 +162,8 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   if recipe is not None:
     reason = why_not(eqn, values, recipe, scope, rewriter.settings)
     if reason is None:
-      made = with_float8(eqn, values, half, recipe, rewriter.view)
-      return rewriter.write(made, made.invars, [Kind(half)])
+      in_float8 = with_float8(eqn, values, half, recipe, rewriter.view)
+      return rewriter.write(in_float8, in_float8.invars, [Kind(half)])
     eqn = rewriter.not_float8(eqn, reason)
   if FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params):
     return rewriter.untouched(eqn)  # The user's own choice, again.
@@ -98,9 +173,8 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   # What leaves in float32 is the sum that the matmul has, and a bias is added to that.
   sums = facts_of(eqn).dtype_param is not None and bool(rewriter.readers_of(eqn) & CALLER)
   out = FLOAT32 if sums else half
-  if made := with_wide_sums(eqn, values, half, out, wide_grads, rewriter.view):
-    kind = Kind(half, held=FLOAT32 if sums else None, widened=sums)
-    return rewriter.write(made, made.invars, [kind])
+  if wide := with_wide_sums(eqn, values, half, out, wide_grads, rewriter.view):
+    return rewriter.write(wide, wide.invars, [Kind(half, held=sums, widened=sums)])
   operands = [
     atom if value is None else rewriter.view(value, half, eqn)
     for atom, value in zip(eqn.invars, values, strict=True)
@@ -108,49 +182,58 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   return rewriter.write(eqn, operands, [Kind(half)], retype(eqn, half))
 
 
+# All else.
+
+
 def _elementwise(
   rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, half: DType
 ) -> None:
   """Writes an operation that is no matmul, by the table above."""
-  dtype, kind = _rule(rewriter, eqn, values, part, half)
+  facts, readers = facts_of(eqn), rewriter.readers_of(eqn)
   floats = [value for value in values if value is not None]
-  wide = FLOAT32 in map(dtype_of, eqn.invars)
-  params = retype(eqn, dtype) if floats and wide != (dtype == FLOAT32) else eqn.params
+  arrays = [value for value in floats if value.kind.numbers is None]
+  dtype, kind = _rule(rewriter, eqn, values, part, half)
+  params = eqn.params
+  if floats and (FLOAT32 in map(dtype_of, eqn.invars)) != (dtype == FLOAT32):
+    params = retype(eqn, dtype)
   # What is computed of a parameter is no parameter; one that was moved or scaled is.
-  arrays = [value for value in floats if value.numbers is None]
-  once = part == "float32" or not arrays or any(value.once for value in arrays)
-  outs = [kind if dtype_of(v) in FLOATS else None for v in eqn.outvars]
-  rounds = dtype == FLOAT32 and kind.dtype != FLOAT32 and kind.held is None
+  recast = part != "float32" and bool(arrays) and all(value.recast for value in arrays)
+
   # The rows of an embedding, say: read in low precision, the gradient of a frequent token would
   # be a sum of thousands of rows in it. So the operand is widened before: a rounding commutes.
-  if dtype != FLOAT32 and repeats(eqn):
-    dtype, params, outs = FLOAT32, eqn.params, [kind._replace(carried=FLOAT32)]
-  summed = [value is not None and is_summed(eqn, value, dtype) for value in values]
-  readers, at_once = rewriter.readers_of(eqn), any(summed) and facts_of(eqn).role != "sum"
+  if dtype != FLOAT32 and _repeats(eqn):
+    dtype, params, kind = FLOAT32, eqn.params, kind._replace(carried=FLOAT32)
+  summed = [value is not None and _is_summed(eqn, value, dtype) for value in values]
+  at_once = any(summed) and facts.role != "sum"
   saved = _saved_low(eqn, floats, FLOAT32 if at_once else dtype, kind, readers)
   if any(saved):
-    made = saving_low(eqn, floats, saved, kind.variable, rewriter.view)
-    return rewriter.write(made, made.invars, outs, once=once)
+    product = saving_low(eqn, floats, saved, kind.variable, rewriter.view)
+    return rewriter.write(product, product.invars, [kind], recast=recast)
+
   operands = [
-    atom if value is None else _operand(rewriter, value, sums, dtype, eqn)
-    for atom, value, sums in zip(eqn.invars, values, summed, strict=True)
+    atom if value is None else _operand(rewriter, value, repeated, dtype, eqn)
+    for atom, value, repeated in zip(eqn.invars, values, summed, strict=True)
   ]
-  if rounds:
-    outs = [each and each._replace(held=FLOAT32) for each in outs]
-  rewriter.write(eqn, operands, outs, params, once=once)
+  rounds = dtype == FLOAT32 and kind.rests and kind.carried is None
+  out = kind._replace(held=True) if rounds else kind
+  floating = [dtype_of(v) in FLOATS for v in eqn.outvars]
+  rewriter.write(eqn, operands, [out if each else None for each in floating], params, recast=recast)
   producer = rewriter.eqns[-1]
-  for var, each in zip(eqn.outvars, outs, strict=True):
-    if rounds and each is not None:
-      rewriter.round_result(var, eqn)
-  written = rewriter.known(eqn.outvars[0])
-  if written is None:
+  for var in (v for v, each in zip(eqn.outvars, floating, strict=True) if each and rounds):
+    value = rewriter.values[var]  # Rounded once for all its readers.
+    rewriter.values[var] = Value(rewriter.view(value, kind.dtype, eqn), kind)
+
+  # What is noted of the result.
+  if not floating[0]:
     return
-  written.producer = producer
-  streams = all(v.added or v.neutral or v.held != FLOAT32 for v in arrays)
-  written.added = facts_of(eqn).gradient == "added" and len(arrays) == 2 and streams
-  if facts_of(eqn).moves:
-    written.weight, written.added = floats[0].weight, all(v.added for v in arrays)
-    written.numbers = _among(floats)
+  result = rewriter.values[eqn.outvars[0]]
+  result.producer = producer
+  if facts.moves:
+    added, weight = all(v.kind.added for v in arrays), floats[0].kind.weight
+    result.kind = result.kind._replace(added=added, weight=weight, numbers=_among(floats))
+  elif facts.gradient == "added" and len(arrays) == 2:
+    streams = all(v.kind.added or v.kind.neutral or v.kind.rests for v in arrays)
+    result.kind = result.kind._replace(added=streams)
 
 
 def _rule(
@@ -158,32 +241,32 @@ def _rule(
 ) -> tuple[DType, Kind]:
   """Returns the dtype in which an operation that is no matmul runs, and the kind of its results."""
   facts, readers = facts_of(eqn), rewriter.readers_of(eqn)
-  arrays = [v for v in values if v is not None and v.numbers is None]
-  numbers = [x for v in values if v is not None for x in v.numbers or ()]
-  deciding = arrays
-  if part == "keep":  # A buffer that is written to keeps its dtype.
-    deciding = arrays[:1]
-  elif eqn.primitive is pad_p and values[1] is not None and values[1].counted:
-    # `jnp.pad` passes 0 as an integer, which becomes a float32 scalar inside: by hand it is cast.
-    deciding = arrays[:1]
+  arrays = [v for v in values if v is not None and v.kind.numbers is None]
+  numbers = [x for v in values if v is not None for x in v.kind.numbers or ()]
+  # A buffer that is written to keeps its dtype. And `jnp.pad` passes 0 as an integer, which becomes
+  # a float32 scalar inside: by hand it is cast.
+  padded = eqn.primitive is pad_p and values[1] is not None and values[1].counted
+  if part == "keep" or padded:
+    arrays, others = arrays[:1], arrays[1:]
+  else:
+    others = []
+  deciding = [v.kind for v in arrays]
 
   # The kind. A mask or a coordinate times an activation is an activation.
-  lows = [v for v in deciding if v.is_low]
-  kind = joined(v.kind for v in (lows if facts.role == "product" and lows else deciding))
-  if kind is None:
-    kind = Kind(FLOAT32, neutral=True)
-  if kind.dtype == FLOAT32:  # Data or neutral; what is written into such a buffer counts too.
-    others = joined(v.kind for v in arrays)
-    if not kind.neutral or others is None or others.dtype == FLOAT32:
-      return FLOAT32, Kind(FLOAT32, kind.neutral and (others is None or others.neutral))
-    return FLOAT32, Kind(half, held=FLOAT32)
+  lows = [k for k in deciding if k.is_low]
+  kind = joined(lows if facts.role == "product" and lows else deciding) or Kind(FLOAT32, True)
+  if not kind.is_low:  # Data or neutral; what is written into such a buffer counts too.
+    written = joined([kind, *(v.kind for v in others)]) or kind
+    if kind.neutral and written.is_low:
+      return FLOAT32, Kind(half, held=True)
+    return FLOAT32, Kind(FLOAT32, kind.neutral and written.neutral)
 
   # The dtype of an operation with a low operand, and whether its result stays held in float32.
-  widened = all(v.widened or v.held != FLOAT32 for v in deciding)
+  widened = all(k.widened or k.rests for k in deciding)
   computes = facts.role is not None or facts.tests
   exact = all(is_exact(x, half) for x in numbers)
   own = dtype_of(eqn.outvars[0]) == FLOAT32  # Else the user has chosen low precision.
-  more = facts.role == "product" or (facts.role == "sum" and len(arrays) == 1)
+  more = facts.role == "product" or (facts.role == "sum" and len(arrays + others) == 1)
   dtype, held = half, bool(readers & (HELD | FACTOR))
   if part == "float32":
     dtype = FLOAT32
@@ -192,49 +275,46 @@ def _rule(
     dtype = FLOAT32
   elif facts.role == "sum" and exact and not readers & HELD and _is_bias(deciding):
     dtype = half  # As by hand, since the sum is to be rounded.
-  elif computes and any(v.held == FLOAT32 for v in deciding):
+  elif computes and not all(k.rests for k in deciding):
     dtype = FLOAT32
-    if facts.gradient == "multiplied" and _scaled(eqn, deciding) is not None:
+    if facts.gradient == "multiplied" and _scaled(eqn, arrays) is not None:
       # It is as large as an activation: bfloat16 has the range for what is multiplied by it.
       held = bool(readers & (HELD if spans_float32(half) else HELD | FACTOR))
   elif computes and not exact:
     dtype = FLOAT32
   elif not computes:
     # Rounding commutes with a choice: a neutral operand may be rounded if the result may be.
-    chosen = [v for v in deciding if v.held == FLOAT32 and (readers & HELD or not v.neutral)]
+    chosen = [k for k in deciding if not k.rests and (readers & HELD or not k.neutral)]
     fits = all(survives(x, half) for x in numbers) and (exact or not readers & HELD)
     dtype = FLOAT32 if chosen or not fits else half
   if only_float32(readers) and not facts.exact:
     dtype = FLOAT32
   if AS_GIVEN in rewriter.place(eqn)[0]:
-    held = any(v.is_low and v.held == FLOAT32 for v in deciding)
-  if dtype != FLOAT32 or not held:
-    return dtype, Kind(half, kind.neutral)
-  return dtype, Kind(half, kind.neutral, FLOAT32, widened=widened and part != "float32" and exact)
+    held = any(k.held for k in deciding)
+  held = held and dtype == FLOAT32
+  widened = held and widened and part != "float32" and exact
+  return dtype, Kind(half, kind.neutral, held, widened=widened)
 
 
-def _is_bias(values: Sequence[Value]) -> bool:
+def _is_bias(kinds: Sequence[Kind]) -> bool:
   """Whether all operands of a sum are at rest or neutral: it is as large as what is rounded."""
-  return all(value.held != FLOAT32 or value.neutral for value in values)
+  return all(kind.rests or kind.neutral for kind in kinds)
 
 
 def _scaled(eqn: JaxprEqn, values: Sequence[Value]) -> int | None:
   """Returns which of two factors is an activation, and the other one number for many elements."""
   shape = shape_of(eqn.outvars[0])
   repeated = [value.is_repeated or shape_of(value.atom) != shape for value in values]
-  places = [i for i, value in enumerate(values) if value.is_low and not repeated[i]]
+  places = [i for i, value in enumerate(values) if value.kind.is_low and not repeated[i]]
   return places[0] if sum(repeated) == len(places) == 1 else None
 
 
 def _among(values: Sequence[Value]) -> tuple[float, ...] | None:
-  """Returns the numbers that the elements of one of several values are among; None if not known."""
-  known = [value.numbers for value in values if value.numbers is not None]
-  among = {number for numbers in known for number in numbers}
-  return tuple(sorted(among)) if len(known) == len(values) and len(among) <= _FEW else None
-
-
-_FEW = 8
-"""More numbers than a mask has are not noted: they are part of the key of a rewritten jaxpr."""
+  """Returns the numbers that the elements of one of several values are among; None if unknown."""
+  if any(value.kind.numbers is None for value in values):
+    return None
+  among = {number for value in values for number in value.kind.numbers or ()}
+  return tuple(sorted(among)) if len(among) <= _FEW else None
 
 
 def _saved_low(
@@ -246,97 +326,81 @@ def _saved_low(
   where the other factor is a parameter, or repeated, and only if the result is rounded in the end:
   else the parts of the gradient may cancel. Nor if it is saved in float32 anyway.
   """
-  none: list[DType | None] = [None] * len(values)
-  known = any(value.numbers is not None for value in values)
-  if dtype != FLOAT32 or known or facts_of(eqn).role == "sum" or not _multiplies(eqn):
-    return none
-  saved = [value.dtype if value.is_low and value.held != FLOAT32 else None for value in values]
+  facts, kinds = facts_of(eqn), [value.kind for value in values]
+  reads_operands = facts.role == "product" or facts.gradient in ("multiplied", "chosen")
+  if dtype != FLOAT32 or not reads_operands or facts.role == "sum":
+    return []
+  if any(k.numbers is not None for k in kinds):
+    return []
+  saved = [k.dtype if k.rests else None for k in kinds]
   if any(saved) or len(values) != 2 or readers & DIGITS or not kind.is_low:
     return saved
-  of_a_parameter = [i for i, value in enumerate(values) if value.is_low and values[1 - i].neutral]
+  of_a_parameter = [i for i, k in enumerate(kinds) if k.is_low and kinds[1 - i].neutral]
   big = of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
   if big is None:
     return saved
-  value = values[big]
-  is_saved = value.producer is not None and facts_of(value.producer).gradient == "result"
-  if not is_saved and (spans_float32(value.dtype) or value.added):
-    saved[big] = value.dtype
+  producer = values[big].producer
+  is_saved = producer is not None and facts_of(producer).gradient == "result"
+  if not is_saved and (spans_float32(kinds[big].dtype) or kinds[big].added):
+    saved[big] = kinds[big].dtype
   return saved
-
-
-def _multiplies(eqn: JaxprEqn) -> bool:
-  """Whether the derivative of an operation reads its operands."""
-  facts = facts_of(eqn)
-  return facts.role == "product" or facts.gradient in ("multiplied", "chosen")
 
 
 def _operand(rewriter: Rewriter, value: Value, summed: bool, dtype: DType, eqn: JaxprEqn) -> Atom:
   """Returns what holds an operand, as an operation in `dtype` reads it."""
-  if summed:
-    # It is repeated in float32 and rounded after: its gradient is a float32 sum over the batch.
-    made = broadcast(rewriter.view(value, FLOAT32, eqn), eqn)
-    rewriter.eqns.append(made)
-    (repeated,) = made.outvars
-    return rewriter.cast(repeated, retyped(repeated, dtype), eqn)
-  return rewriter.view(value, dtype, eqn)
+  if not summed:
+    return rewriter.view(value, dtype, eqn)
+  # It is repeated in float32 and rounded after: its gradient is a float32 sum over the batch.
+  repeating = _broadcast(rewriter.view(value, FLOAT32, eqn), eqn)
+  rewriter.eqns.append(repeating)
+  return rewriter.cast(repeating.outvars[0], retyped(repeating.outvars[0], dtype), eqn)
 
 
-def _leave(rewriter: Rewriter, eqn: JaxprEqn, dtype: DType) -> None:
-  """Casts the result of a module where its policy ends, for all consumers: what `eqn` marks."""
-  value = rewriter.value(eqn.invars[0])
-  if value is None:
-    return rewriter.untouched(eqn)
-  atom = value.atom if dtype == FLOAT32 else rewriter.view(value, dtype, eqn)
-  return rewriter.hold(eqn.outvars[0], Value(atom, dtype))
+# Sums of derivatives.
 
 
-def _rest(rewriter: Rewriter, eqn: JaxprEqn, dtype: DType) -> None:
-  """Rounds the result of a layer, but for a caller that asks for float32."""
-  value = rewriter.value(eqn.invars[0])
-  if value is None:
-    return rewriter.untouched(eqn)
-  if value.is_low and rewriter.readers_of(eqn) & CALLER:
-    value.widened = True
-  else:
-    value = Value(rewriter.view(value, dtype, eqn), dtype, value.neutral and value.is_low)
-  return rewriter.hold(eqn.outvars[0], value)
+def _repeats(eqn: JaxprEqn) -> bool:
+  """Whether an operation does nothing but move numbers, each perhaps to several positions."""
+  return (
+    facts_of(eqn).gradient == "repeated"
+    and type(eqn.invars[0]) is not Literal
+    and not eqn.params.get("unique_indices")
+  )
 
 
-def _each_for_itself(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> None:
-  """Writes an operation whose results are its operands, moved: each keeps its own dtype.
+def _is_summed(eqn: JaxprEqn, value: Value, dtype: DType) -> bool:
+  """Whether an operation in low precision adds up the derivative with respect to an operand.
 
-  A float32 key stays float32, and the bfloat16 values that are sorted with it stay bfloat16.
+  Not of one that only moves numbers.
   """
-  operands: list[Atom] = []
-  kinds: list[Kind | None] = []
-  for atom, value, var in zip(eqn.invars, values, eqn.outvars, strict=True):
-    operands.append(atom if value is None else rewriter.view(value, value.held, eqn))
-    kinds.append(value.kind if value is not None and dtype_of(var) in FLOATS else None)
-  rewriter.write(eqn, operands, kinds, once=all(v is None or v.once for v in values))
+  constant = value.kind.neutral and not value.recast
+  if dtype == FLOAT32 or type(value.atom) is Literal or constant:
+    return False
+  gradient = facts_of(eqn).gradient
+  if gradient in ("added", "multiplied"):  # They may broadcast axes of size 1.
+    return shape_of(value.atom) != shape_of(eqn.outvars[0])
+  return gradient == "chosen"
 
 
-def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope) -> None:
-  """Writes a cast of the user's, or of promotion; none to a dtype that is there."""
-  (atom,), (var,) = eqn.invars, eqn.outvars
-  target, value = eqn.params["new_dtype"], rewriter.value(atom)
-  if value is None or target not in FLOATS:
-    # Low precision cannot hold every index or count; of a mask it holds both numbers.
-    neutral = dtype_of(atom) == np.bool_ or isinstance(atom, Literal)
-    operand = atom if value is None else rewriter.view(value, value.held, eqn)
-    kind = Kind(target, neutral and target == FLOAT32) if target in FLOATS else None
-    rewriter.write(eqn, [operand], [kind])
-    written = rewriter.known(var)
-    if written is not None:
-      written.counted = not neutral
-      written.numbers = (0.0, 1.0) if dtype_of(atom) == np.bool_ else None
+def _broadcast(atom: Atom, eqn: JaxprEqn) -> JaxprEqn:
+  """Returns an equation that repeats a value to the shape of the result of `eqn`."""
+  aval = aval_of(atom)
+  shape, sharding = shape_of(eqn.outvars[0]), _sharding(aval, eqn)
+  axes = tuple(range(aval.ndim))
+  params = {"shape": shape, "broadcast_dimensions": axes, "sharding": sharding}
+  new = aval.update(shape=shape, weak_type=False)
+  var = Var(new if sharding is None else new.update(sharding=sharding))
+  place = (eqn.source_info, eqn.ctx)
+  return new_jaxpr_eqn([atom], [var], broadcast_in_dim_p, params, no_effects, *place)
+
+
+def _sharding(aval: ShapedArray, eqn: JaxprEqn) -> NamedSharding | None:
+  """Returns the explicit sharding of a value that is repeated to the shape of the result."""
+  out = aval_of(eqn.outvars[0])
+  if AxisType.Explicit not in out.sharding.mesh.axis_types:
     return None
-  if dtype_of(atom) == target:  # Only the weak type goes.
-    return rewriter.hold(var, value)
-  made = Value(value.atom, target, value.neutral and target == FLOAT32, once=value.once)
-  if target != FLOAT32 or FLOAT32 in (value.views or ()):
-    # A cast to low precision happens here for all consumers; one to float32 where float32 is read.
-    made.atom = rewriter.view(value, target, eqn)
-  policy = policy_at(scope, rewriter.settings)
-  if target in HALVES and is_weight(value) and policy is not None and policy.matmul is not None:
-    made.weight, made.stored = True, value.atom
-  return rewriter.hold(var, made)
+  spec = list(out.sharding.spec)
+  for axis, size in enumerate(aval.shape):
+    if size == out.shape[axis]:
+      spec[axis] = aval.sharding.spec[axis]
+  return NamedSharding(out.sharding.mesh, PartitionSpec(*spec))

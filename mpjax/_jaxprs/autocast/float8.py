@@ -38,7 +38,10 @@ def with_float8(
   model computes comes in low precision, as by hand.
   """
   weight = weight_of(values)
-  wide = [FLOAT32 if i == weight or is_parameter(v) else None for i, v in enumerate(values)]
+  wide = [
+    FLOAT32 if i == weight or (v is not None and v.is_parameter) else None
+    for i, v in enumerate(values)
+  ]
   operands = [
     atom if value is None else _operand(value, half, i == weight, view, eqn)
     for i, (atom, value) in enumerate(zip(eqn.invars, values, strict=True))
@@ -120,12 +123,7 @@ def weight_of(values: Sequence[Value | None]) -> int:
 
 def is_weight(value: Value | None) -> bool:
   """Whether an operand is created from parameters alone, or a parameter that was cast."""
-  return value is not None and (is_parameter(value) or value.weight)
-
-
-def is_parameter(value: Value | None) -> bool:
-  """Whether an operand is created from parameters alone, and still has the dtype of these."""
-  return value is not None and value.neutral and not value.once
+  return value is not None and (value.is_parameter or value.kind.weight)
 
 
 def _operand(
@@ -134,7 +132,7 @@ def _operand(
   """Returns what holds an operand before it is scaled."""
   if weight and value.stored is not None:
     return value.stored
-  return value.atom if is_parameter(value) else view(value, half, eqn)
+  return value.atom if value.is_parameter else view(value, half, eqn)
 
 
 def why_not(

@@ -24,9 +24,9 @@ from mpjax._jaxprs.autocast.values import (
   Kinds,
   Scope,
   Settings,
+  cached_per_jaxpr,
   constants,
   joined,
-  kept,
   survives,
 )
 from mpjax._jaxprs.inner_jaxprs import Inner, Program, donated, inner_jaxprs, with_inner
@@ -51,13 +51,13 @@ def rewrite(
   """
   rewriter = Rewriter(jaxpr, settings, scope, readers)
   if consts is None:
-    consts = [Constant(neutral=False, once=False)] * len(jaxpr.constvars)
+    consts = [Constant()] * len(jaxpr.constvars)
   for var, const in zip(jaxpr.constvars, consts, strict=True):
     if dtype_of(var) in FLOATS:
       kind = Kind(aval_of(var).dtype, const.neutral, numbers=const.numbers)
-      rewriter.define(var, kind, once=const.once)
+      rewriter.define(var, kind, recast=const.recast)
   invars = [
-    var if kind is None else rewriter.define(var, kind, once=False)
+    var if kind is None else rewriter.define(var, kind, recast=True)
     for var, kind in zip(jaxpr.invars, ins, strict=True)
   ]
   found = powers(jaxpr, settings.ops)
@@ -85,17 +85,18 @@ def _result(
   if value is None:
     return atom, None
   last = jaxpr.eqns[-1] if jaxpr.eqns else None
-  dtype = dtype or (value.dtype if value.widened and readers == RETURNED else value.held)
+  kind = value.kind
+  dtype = dtype or (kind.dtype if kind.widened and readers == RETURNED else kind.current)
   found = rewriter.view(value, dtype, last)
   asked = aval_of(atom)
   if dtype == asked.dtype and aval_of(found).weak_type != asked.weak_type:
     found = rewriter.cast(found, Var(asked), last)
-  if dtype == value.held:
-    return found, value.kind
-  return found, value.kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
+  if dtype == kind.current:
+    return found, kind
+  return found, kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
 
 
-_kept_rewrite = kept(rewrite)
+_kept_rewrite = cached_per_jaxpr(rewrite)
 """The same function called twice is rewritten once, and compiled once."""
 
 
@@ -118,7 +119,7 @@ def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
   return any(_entered(i.jaxpr, scope, settings) for i in inner_jaxprs(eqn) or ())
 
 
-@kept
+@cached_per_jaxpr
 def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
   places = [(eqn, scope + names_of(eqn.source_info.name_stack)) for eqn in jaxpr.eqns]
   return any(
@@ -140,7 +141,7 @@ def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], Kinds]:
       continue
     kind = value.kind
     if half is None and dtype_of(atom) == FLOAT32:  # Nothing changes here, only in a scope inside.
-      kind = kind._replace(held=FLOAT32 if value.is_low else None)
+      kind = kind._replace(held=kind.is_low)
     atoms.append(rewriter.view(value, kind.variable, eqn))
     kinds.append(kind)
   return atoms, tuple(kinds)
@@ -169,10 +170,9 @@ def _inside(
   return _kept_rewrite(jaxpr, given, (*outs, *free), readers, settings, scope, consts)
 
 
-def _once(rewriter: Rewriter, eqn: JaxprEqn) -> bool:
-  """Whether no operand is a parameter, which a result that is as neutral would be too."""
-  known = map(rewriter.value, eqn.invars)
-  return all(value is None or value.once for value in known)
+def _recast(rewriter: Rewriter, eqn: JaxprEqn) -> bool:
+  """Whether an operand is a parameter, which a result that is as neutral would be too."""
+  return any(value is not None and value.recast for value in map(rewriter.value, eqn.invars))
 
 
 def _readers(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
@@ -219,7 +219,7 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   if any(saved):
     made = saving_rounded(eqn, new.jaxpr, list(map(aval_of, atoms)), saved)
     eqn, params = eqn.replace(primitive=made.primitive), made.params
-  rewriter.write(eqn, atoms, new.outs, params, once=_once(rewriter, eqn))
+  rewriter.write(eqn, atoms, new.outs, params, recast=_recast(rewriter, eqn))
 
 
 def _saved_at_rest(eqn: JaxprEqn, jaxpr: Jaxpr, ins: Kinds) -> list[DType | None]:
@@ -257,7 +257,7 @@ def _custom(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None
     return rewrite(jaxpr, ins, outs, readers, there, scope)
 
   made = with_rule(CustomCall(eqn, ins, new.outs, again), atoms, new.jaxpr)
-  rewriter.write(made, made.invars, new.outs, once=_once(rewriter, eqn))
+  rewriter.write(made, made.invars, new.outs, recast=_recast(rewriter, eqn))
 
 
 def _cond(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
@@ -267,7 +267,7 @@ def _cond(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   readers = _readers(rewriter, eqn)
   kinds = [_chosen(each, kinds) for each, *kinds in zip(readers, *free, strict=True)]
   new = [_inside(rewriter, eqn, branch, ins, _dtypes(kinds)) for branch in found]
-  rewriter.write(eqn, atoms, kinds, _params(eqn, found, new), once=_once(rewriter, eqn))
+  rewriter.write(eqn, atoms, kinds, _params(eqn, found, new), recast=_recast(rewriter, eqn))
 
 
 def _chosen(readers: int, kinds: Sequence[Kind | None]) -> Kind | None:
@@ -277,7 +277,7 @@ def _chosen(readers: int, kinds: Sequence[Kind | None]) -> Kind | None:
     return found
   wide = [kind for kind in kinds if kind is not None and kind.dtype == FLOAT32]
   fits = all(survives(x, found.dtype) for kind in wide for x in kind.numbers or ())
-  return found._replace(held=FLOAT32) if wide and (readers & HELD or not fits) else found
+  return found._replace(held=True) if wide and (readers & HELD or not fits) else found
 
 
 def _loop(
@@ -325,9 +325,9 @@ def _carried(state: Kind | None, returned: Kind | None, own: bool) -> Kind | Non
   if found is None or found.dtype == FLOAT32:
     return found
   started = state is not None and state.dtype == FLOAT32  # As a neutral one.
-  held = FLOAT32 if started else found.held
-  widened = found.widened and not started
-  return found._replace(neutral=False, held=None if own else held, widened=widened)
+  held = (started or found.held) and not own
+  widened = held and found.widened and not started
+  return found._replace(neutral=False, held=held, widened=widened)
 
 
 def _scan(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
@@ -363,7 +363,7 @@ def _while(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
   for i in body.carried:
     kind = ins[i]
     if kind is not None and dtype_of(eqn.invars[i]) == FLOAT32 and kind.dtype != FLOAT32:
-      ins[i] = kind._replace(held=FLOAT32)
+      ins[i] = kind._replace(held=True)
   new, atoms, kinds = _loop(rewriter, eqn, body, atoms, tuple(ins))
   tested = _inside(rewriter, eqn, test, kinds, readers=(EXACT,))
   rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [tested, new]))

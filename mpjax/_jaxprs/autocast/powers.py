@@ -20,7 +20,7 @@ from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, retyped, shape
 from mpjax._jaxprs.autocast.rewriter import Rewriter
 from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of
 from mpjax._jaxprs.autocast.uses import FACTOR, HELD, MATMUL, only_float32
-from mpjax._jaxprs.autocast.values import Kind, kept
+from mpjax._jaxprs.autocast.values import Kind, cached_per_jaxpr
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
@@ -44,7 +44,7 @@ class Powers(NamedTuple):
   single: bool
 
 
-@kept
+@cached_per_jaxpr
 def powers(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Powers]:
   """Returns what a jaxpr computes with powers of single values, by the position where it begins."""
   roots: dict[Var, Var] = {}
@@ -157,7 +157,7 @@ def write_powers(rewriter: Rewriter, found: Powers) -> bool:
   """
   scope, half = rewriter.place(found.eqns[0])
   value = rewriter.value(found.root)
-  if half is None or value is None or value.dtype != half:
+  if half is None or value is None or value.kind.dtype != half:
     return False
   readers = [rewriter.readers.get(v, 0) for v in found.outs]
   if all(only_float32(each) or (found.single and each & MATMUL) for each in readers):
@@ -165,11 +165,9 @@ def write_powers(rewriter: Rewriter, found: Powers) -> bool:
   if any(rewriter.place(eqn)[0] != scope for eqn in found.eqns):
     return False
   # The results are held as the value is; but in float32 if no matmul reads them.
-  harmed = HELD | FACTOR if value.held == FLOAT32 else 0
-  kinds = [
-    Kind(half, held=FLOAT32 if each & harmed or not each & MATMUL else None) for each in readers
-  ]
-  operand = rewriter.view(value, value.held, found.eqns[0])
+  harmed = HELD | FACTOR if value.kind.held else 0
+  kinds = [Kind(half, held=bool(each & harmed) or not each & MATMUL) for each in readers]
+  operand = rewriter.view(value, value.kind.current, found.eqns[0])
   made = in_float32(found, operand, [kind.variable for kind in kinds])
   rewriter.write(made, made.invars, kinds)
   return True

@@ -61,47 +61,36 @@ class Rewriter:
     settings: what was asked for.
     readers: the consumers of each variable, see `readers_of`.
     eqns: what is written so far.
+    values: the floating values by the variables that held them. Variables of other dtypes stay.
   """
 
   def __init__(self, jaxpr: Jaxpr, settings: Settings, scope: Scope, outs: Sequence[int]) -> None:
     self.settings = settings
     self.readers = readers_of(jaxpr, outs, settings)
     self.eqns: list[JaxprEqn] = []
+    self.values: dict[Var, Value] = {}
     self._scope = scope
-    # The floating values by the variables that held them. Variables of other dtypes stay the same.
-    self._env: dict[Var, Value] = {}
     self._places: dict[int, tuple[Scope, DType | None]] = {}
     self._names: dict[int, NameStack] = {}
 
   # Values.
 
-  def define(self, var: Var, kind: Kind, *, once: bool = True) -> Var:
+  def define(self, var: Var, kind: Kind, *, recast: bool = False) -> Var:
     """Notes what a variable is from now on, and returns the variable of the dtype that it has."""
     # A variable that keeps its dtype stays, and so do the equations that are left as they are.
     atom = var if kind.variable == dtype_of(var) else retyped(var, kind.variable)
-    made = Value(atom, kind.dtype, kind.neutral, kind.held, once or not kind.neutral)
-    made.weight, made.numbers = kind.weight, kind.numbers
-    made.widened, made.added = kind.widened, kind.added
-    self._env[var] = made
+    self.values[var] = Value(atom, kind._replace(carried=None), recast and kind.neutral)
     return atom
-
-  def hold(self, var: Var, value: Value) -> None:
-    """Notes what a variable holds that nothing is written for."""
-    self._env[var] = value
-
-  def known(self, var: Var) -> Value | None:
-    """Returns what a variable was noted to hold."""
-    return self._env.get(var)
 
   def value(self, atom: Atom) -> Value | None:
     """Returns what is known of a floating operand; None for everything else."""
     dtype = dtype_of(atom)
     if isinstance(atom, Literal):
       return literal_value(atom) if dtype in FLOATS else None
-    found = self._env.get(atom)
-    if found is None and dtype is not None and dtype in HALVES:  # The user's own cast made it.
-      found = self._env[atom] = Value(atom, dtype)
-    return found
+    value = self.values.get(atom)
+    if value is None and dtype is not None and dtype in HALVES:  # A cast of the user's.
+      value = self.values[atom] = Value(atom, Kind(dtype))
+    return value
 
   def view(self, value: Value, dtype: DType, eqn: JaxprEqn | None) -> Atom:
     """Returns what holds a value in `dtype`, after a cast if need be."""
@@ -109,31 +98,23 @@ class Rewriter:
       return value.atom
     if isinstance(value.atom, Literal):
       return literal_as(value.atom, dtype)
-    views = value.views
-    found = None if views is None else views.get(dtype)
-    if found is None:
-      made = value.producer
-      if made is not None and value.is_repeated and isinstance(made.invars[0], Literal):
-        found = self._filled(made, dtype)
-      else:
-        found = self.cast(value.atom, retyped(value.atom, dtype), eqn)
-      # Three casts of one weight, for the projections of attention: their gradients are cast to
-      # float32 one by one and then added. With one cast for all, they would be added in bfloat16.
-      if value.once:
-        value.views = {dtype: found} if views is None else {**views, dtype: found}
-    return found
-
-  def _filled(self, eqn: JaxprEqn, dtype: DType) -> Var:
-    """Fills an array with the number of `eqn`, which repeats a literal, in another dtype.
-
-    It is what one writes by hand: with a cast of the float32 array instead, a mask of the size of
-    attention's logits would be in memory twice.
-    """
-    (number, *sizes), (var,) = eqn.invars, eqn.outvars
-    new = retyped(var, dtype)
-    filled = literal_as(cast(Literal, number), dtype)
-    self.eqns.append(eqn.replace(invars=[filled, *sizes], outvars=[new]))
-    return new
+    view = None if value.views is None else value.views.get(dtype)
+    if view is not None:
+      return view
+    producer = value.producer
+    if producer is not None and value.is_repeated and isinstance(producer.invars[0], Literal):
+      # The array is filled with the number in another dtype, as by hand: with a cast of the float32
+      # array a mask of the size of attention's logits would be in memory twice.
+      (number, *sizes), (var,) = producer.invars, producer.outvars
+      view, filled = retyped(var, dtype), literal_as(cast(Literal, number), dtype)
+      self.eqns.append(producer.replace(invars=[filled, *sizes], outvars=[view]))
+    else:
+      view = self.cast(value.atom, retyped(value.atom, dtype), eqn)
+    # Three casts of one weight, for the projections of attention: their gradients are cast to
+    # float32 one by one and then added. With one cast for all, they would be added in bfloat16.
+    if not value.recast:
+      value.views = {**(value.views or {}), dtype: view}
+    return view
 
   def cast(self, atom: Atom, var: Var, eqn: JaxprEqn | None) -> Var:
     """Writes a cast of `atom` to the dtype of `var`, instead of an equation that reads it."""
@@ -174,12 +155,6 @@ class Rewriter:
     self._names[id(names)], self._places[id(names)] = names, place
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
-  def round_result(self, var: Var, eqn: JaxprEqn) -> None:
-    """Rounds a low value that was computed in float32, once for all its readers."""
-    value = self._env[var]
-    rounded = Value(self.view(value, value.dtype, eqn), value.dtype, value.neutral)
-    self._env[var] = rounded
-
   # Equations.
 
   def write(
@@ -189,20 +164,14 @@ class Rewriter:
     kinds: Sequence[Kind | None],
     params: dict[str, Any] | None = None,
     *,
-    once: bool = True,
+    recast: bool = False,
   ) -> None:
-    """Writes an equation with new operands and results.
+    """Writes an equation with new operands, results of these kinds, and perhaps new parameters.
 
-    Args:
-      eqn: the equation as it was.
-      operands: variables and literals.
-      kinds: those of the results.
-      params: its parameters, where they are other ones.
-      once: one cast of a neutral result is enough. Not so if it is a parameter that was moved or
-        scaled.
+    A neutral result is `recast` if it is a parameter that was moved or scaled.
     """
     outs = [
-      v if kind is None else self.define(v, kind, once=once)
+      v if kind is None else self.define(v, kind, recast=recast)
       for v, kind in zip(eqn.outvars, kinds, strict=True)
     ]
     params = self.precise(eqn, eqn.params if params is None else params, map(dtype_of, operands))
@@ -245,7 +214,7 @@ class Rewriter:
 
   def original(self, atom: Atom, eqn: JaxprEqn) -> Atom:
     """Returns an operand in the dtype that it was traced with."""
-    value = None if isinstance(atom, Literal) else self._env.get(atom)
+    value = None if isinstance(atom, Literal) else self.values.get(atom)
     return atom if value is None else self.view(value, aval_of(atom).dtype, eqn)
 
   def kind_as_traced(self, eqn: JaxprEqn, var: Var) -> Kind | None:
@@ -259,8 +228,8 @@ class Rewriter:
     operands = [kind for kind in map(self.kind, eqn.invars) if kind is not None]
     if dtype != FLOAT32 or as_written(self.place(eqn)[0], self.settings):
       return Kind(dtype)
-    found = joined(operands) or Kind(FLOAT32, facts_of(eqn).neutral)
-    return found if found.dtype == FLOAT32 else found._replace(held=FLOAT32)
+    kind = joined(operands) or Kind(FLOAT32, facts_of(eqn).neutral)
+    return kind._replace(held=kind.is_low)
 
   def kind(self, atom: Atom) -> Kind | None:
     """Returns the kind of a floating operand, as it is held."""

@@ -9,7 +9,7 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 from mpjax._core.dtypes import FLOAT32
 from mpjax._jaxprs.atoms import Atom, dtype_of
 from mpjax._jaxprs.autocast.scopes import OUTPUT, REST, dtype_marked, names_of
-from mpjax._jaxprs.autocast.values import FLOATS, Settings, kept
+from mpjax._jaxprs.autocast.values import FLOATS, Settings, cached_per_jaxpr
 from mpjax._jaxprs.inner_jaxprs import Inner, inner_jaxprs
 from mpjax._jaxprs.primitives import facts_of, is_higher_order
 
@@ -140,7 +140,7 @@ def of_loop(body: Inner, outs: tuple[int, ...], settings: Settings) -> tuple[int
     outs = again
 
 
-@kept
+@cached_per_jaxpr
 def of_inputs(jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
   """Returns the consumers of the arguments of a jaxpr, from those of its results."""
   found = readers_of(jaxpr, outs, settings)

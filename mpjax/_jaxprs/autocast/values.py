@@ -35,14 +35,13 @@ class Settings:
     policy: holds where no rule and no mark of a module says something else.
     ops: the lists.
     rules: tried in order against scopes; the policy of the first that matches applies there.
-    precision: that of a matmul or convolution of which neither the function nor a policy says
-      anything, and which is left as it is: what `jax_default_matmul_precision` asks for.
+    precision: what `jax_default_matmul_precision` asks for. A matmul that is left as it is gets it,
+      unless the function or a policy says something else.
     in_derivative: the jaxpr is that of a derivative, such as the rule of a `jax.custom_jvp`. It has
       to be linear in tangents, of which it is not known which they are: no matmul is in float8.
-    modules: the function is a call of modules, whose parameters are known. So what it closes over
-      decides, whoever made it; in a plain function, a value of a trace around it may be a
-      parameter, and does not. Arguments in low precision are shown to modules as float32, and count
-      as what they are. And only a `jax.Array` is traced: what NumPy holds is a constant.
+    modules: the function is a call of modules, whose parameters are known: what it closes over is
+      data. Arguments in low precision are shown to modules as float32, and count as what they are.
+      Only a `jax.Array` is traced: what NumPy holds is a constant.
   """
 
   policy: Policy
@@ -54,25 +53,29 @@ class Settings:
 
 
 class Kind(NamedTuple):
-  """How a value comes into a jaxpr, or leaves it: data, low or neutral, and how it is held.
+  """What a value is, inside of a jaxpr and where it crosses a boundary: data, low or neutral.
+
+  Data is float32 for a reason: arguments that decide, constant arrays, what was an integer, and
+  what is computed from them. Low is what a matmul or convolution returned, and what is computed
+  from it. All else is neutral: parameters, literals, masks, random numbers.
 
   Fields:
     dtype: the one that it has at rest: a low-precision dtype if it is low, else float32.
     neutral: it is computed from parameters, literals, masks and random numbers alone.
-    held: the dtype that its consumers read: float32 for a low value that was just computed in
-      float32. None for the one at rest.
-    carried: the dtype of the variable that brings it, if it is another one than it is held in.
+    held: it is low and was just computed in float32, which is what its readers read.
+    carried: the dtype of the variable that brings it, if it is another one than they read.
     widened: it is held for its readers alone: all that it was computed of is at rest. A caller that
       takes any dtype gets it at rest, as JAX's own promotion would have it.
     added: it is a sum of what is at rest, of parameters and of such sums, as a stream is that
       layers add to: by hand it would be in low precision, whatever its range.
-    weight: it is a parameter that the function has cast to low precision, as `Value` has it.
+    weight: it is a parameter that the function has cast to low precision, and perhaps moved. Noted
+      for matmuls in float8 alone.
     numbers: those that its elements are among, if that is known: of literals, and of masks.
   """
 
   dtype: DType
   neutral: bool = False
-  held: DType | None = None
+  held: bool = False
   carried: DType | None = None
   widened: bool = False
   added: bool = False
@@ -85,14 +88,19 @@ class Kind(NamedTuple):
     return self.dtype != FLOAT32
 
   @property
-  def variable(self) -> DType:
-    """The dtype of the variable."""
-    return self.carried or self.held or self.dtype
+  def current(self) -> DType:
+    """The dtype that its readers read."""
+    return FLOAT32 if self.held else self.dtype
 
   @property
-  def at_rest(self) -> "Kind":
-    """The same value, rounded if it is low."""
-    return self._replace(held=None, carried=None, widened=False)
+  def rests(self) -> bool:
+    """Whether it is low and at rest: its readers read low precision."""
+    return self.dtype != FLOAT32 and not self.held
+
+  @property
+  def variable(self) -> DType:
+    """The dtype of the variable."""
+    return self.carried or self.current
 
   @property
   def as_carry(self) -> "Kind":
@@ -104,94 +112,50 @@ Kinds: TypeAlias = tuple[Kind | None, ...]
 """Those of several values; None for what is no floating value of ours."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Value:
-  """A floating value of the jaxpr being written. It is of one of three kinds.
-
-  Data is float32 for a reason: arguments that decide, constant arrays, what was an integer, and
-  what is computed from them. Low is what a matmul or convolution returned, and what is computed
-  from it. All else is neutral: parameters, literals, masks, random numbers.
+  """A floating value of the jaxpr being written.
 
   Fields:
-    atom: the variable or literal.
-    dtype: the one at rest: float32, or a low-precision dtype for what is low.
-    neutral, numbers: as in `Kind`.
-    held: the dtype that consumers read: float32 for a low value that was just computed in float32.
-      One that is at rest may have a float32 variable, whose numbers are those of the low dtype.
-    widened, added: as in `Kind`.
-    once: casts are made once for all readers. Not so for a parameter, whose gradients, one from
-      each cast, are then added in float32.
+    atom: the variable or literal. That of a value at rest may be float32, of the same numbers.
+    kind: what it is.
+    recast: each reader casts it, as of a parameter: the gradients are then added in float32. Of
+      other values one cast is shared by all.
     counted: it was an integer.
     producer: the equation that was written for it, if it is of elements alone.
-    views: variables of the same numbers in other dtypes.
-    weight: it is a parameter that the function has cast to low precision, and perhaps moved. Noted
-      for matmuls in float8 alone.
-    stored: the variable of that parameter before the cast, if it was not moved since.
+    stored: of a parameter that the function has cast, the variable before the cast.
+    views: variables of the same numbers in other dtypes; None for none.
   """
 
-  __slots__ = (
-    "added",
-    "atom",
-    "counted",
-    "dtype",
-    "held",
-    "neutral",
-    "numbers",
-    "once",
-    "producer",
-    "stored",
-    "views",
-    "weight",
-    "widened",
-  )
-
-  def __init__(
-    self,
-    atom: Atom,
-    dtype: DType,
-    neutral: bool = False,
-    held: DType | None = None,
-    once: bool = True,
-  ) -> None:
-    self.atom = atom
-    self.dtype = dtype
-    self.neutral = neutral
-    self.held = dtype if held is None else held
-    self.once = once
-    self.counted = self.weight = self.widened = self.added = False
-    self.numbers: tuple[float, ...] | None = None
-    self.stored: Atom | None = None
-    self.producer: JaxprEqn | None = None
-    self.views: dict[DType, Atom] | None = None  # Most never need one.
+  atom: Atom
+  kind: Kind
+  recast: bool = False
+  counted: bool = False
+  producer: JaxprEqn | None = None
+  stored: Atom | None = None
+  views: dict[DType, Atom] | None = None
 
   @property
-  def is_low(self) -> bool:
-    """Whether it is low, at rest or held in float32."""
-    return self.dtype != FLOAT32
+  def is_parameter(self) -> bool:
+    """Whether it was computed from parameters alone, and has the dtype of these."""
+    return self.recast and self.kind.neutral
 
   @property
   def is_repeated(self) -> bool:
     """Whether a `broadcast_in_dim` produced it: its derivative is a sum."""
     return self.producer is not None and self.producer.primitive is broadcast_in_dim_p
 
-  @property
-  def kind(self) -> Kind:
-    """How it crosses a boundary: as it is held."""
-    held = None if self.held == self.dtype else self.held
-    widened = self.widened and held is not None
-    found = Kind(self.dtype, self.neutral, held, None, widened, self.added)
-    return found._replace(weight=self.weight, numbers=self.numbers)
 
-
-def kept(fun: Callable[..., R]) -> Callable[..., R]:
+def cached_per_jaxpr(fun: Callable[..., R]) -> Callable[..., R]:
   """Returns a function of a jaxpr, and of more, that remembers its results as long as the jaxpr is.
 
   So what a jaxpr closes over lives no longer than it would without.
   """
-  known: weakref.WeakKeyDictionary[Jaxpr, dict[Any, R]] = weakref.WeakKeyDictionary()
+  caches: weakref.WeakKeyDictionary[Jaxpr, dict[Any, R]] = weakref.WeakKeyDictionary()
 
   @functools.wraps(fun)
   def remembering(jaxpr: Jaxpr, *key: Any) -> R:
-    results = known.setdefault(jaxpr, {})
+    results = caches.setdefault(jaxpr, {})
     if key not in results:
       results[key] = fun(jaxpr, *key)
     return results[key]
@@ -204,20 +168,23 @@ def joined(kinds: Iterable[Kind | None]) -> Kind | None:
 
   A low one is held in float32 if one of those that are low is.
   """
-  known = [kind for kind in kinds if kind is not None]
-  lows = [kind for kind in known if kind.dtype != FLOAT32]
-  if not known:
+  several = [kind for kind in kinds if kind is not None]
+  lows = [kind for kind in several if kind.is_low]
+  if not several:
     return None
-  if any(kind.dtype == FLOAT32 and not kind.neutral for kind in known):
+  if any(not kind.is_low and not kind.neutral for kind in several):
     return Kind(FLOAT32)
   if not lows:
     return Kind(FLOAT32, neutral=True)
-  # By name, should both float16 and bfloat16 occur.
-  dtype = min((kind.dtype for kind in lows), key=lambda dtype: dtype.name)
-  held = [kind for kind in lows if kind.held == FLOAT32]
-  widened = bool(held) and all(kind.widened for kind in held)
-  neutral, added = all(kind.neutral for kind in known), all(kind.added for kind in lows)
-  return Kind(dtype, neutral, FLOAT32 if held else None, None, widened, added)
+  held = [kind for kind in lows if kind.held]
+  return Kind(
+    # By name, should both float16 and bfloat16 occur.
+    min((kind.dtype for kind in lows), key=lambda dtype: dtype.name),
+    neutral=all(kind.neutral for kind in several),
+    held=bool(held),
+    widened=bool(held) and all(kind.widened for kind in held),
+    added=all(kind.added for kind in lows),
+  )
 
 
 def survives(number: float, dtype: DType) -> bool:
@@ -242,9 +209,7 @@ def is_exact(number: float, dtype: DType) -> bool:
 
 def literal_value(literal: Literal) -> Value:
   """Returns the value of a floating literal."""
-  made = Value(literal, aval_of(literal).dtype, neutral=True)
-  made.numbers = _numbers(literal.val)
-  return made
+  return Value(literal, Kind(aval_of(literal).dtype, True, numbers=_numbers(literal.val)))
 
 
 def _numbers(scalar: Any) -> tuple[float, ...] | None:
@@ -255,15 +220,10 @@ def _numbers(scalar: Any) -> tuple[float, ...] | None:
 
 
 class Constant(NamedTuple):
-  """How a constant comes into a jaxpr.
+  """How a constant comes into a jaxpr: fields as in `Kind` and `Value`."""
 
-  Fields:
-    neutral, numbers: as in `Kind`.
-    once: no gradient flows to it, and one cast is enough.
-  """
-
-  neutral: bool
-  once: bool
+  neutral: bool = False
+  recast: bool = False
   numbers: tuple[float, ...] | None = None
 
 
@@ -271,10 +231,10 @@ def constants(values: Sequence[Any], settings: Settings) -> tuple[Constant, ...]
   """Returns how the constants of a jaxpr come in: an array is data, a number is neutral."""
 
   def one(value: Any) -> Constant:
-    if isinstance(value, Tracer):  # A value of a trace around this one.
-      return Constant(not settings.modules, False)
+    if isinstance(value, Tracer):  # A value of a trace around this one, perhaps a parameter.
+      return Constant(neutral=not settings.modules, recast=True)
     if np.ndim(value) > 0 or getattr(value, "dtype", None) != FLOAT32:
-      return Constant(False, True)
-    return Constant(True, True, _numbers(value))
+      return Constant()
+    return Constant(neutral=True, numbers=_numbers(value))
 
   return tuple(map(one, values))

@@ -68,7 +68,7 @@ def with_wide_sums(
     None if neither the result nor a gradient is wide.
   """
   wide = None if wide is None or wide.itemsize <= half.itemsize else wide
-  each = tuple(wide if v is not None and v.neutral and not v.once else None for v in values)
+  each = tuple(wide if v is not None and v.is_parameter else None for v in values)
   if out == half and not any(each):
     return None
   operands = [

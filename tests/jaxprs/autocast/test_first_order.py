@@ -1,14 +1,18 @@
-"""Casts that a jaxpr has already."""
+"""Casts that a jaxpr has already, and sums of derivatives, which are in float32."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import AxisType
 
+import mpjax
 from mpjax._core.policy import Policy
 from mpjax._jaxprs.autocast import Interface, Settings, leaving, with_settings
 from mpjax._jaxprs.op_lists import OpLists
-from tests.programs import converts
+from tests import programs
+from tests.jaxprs.autocast import checks
 
 X = jnp.ones((2, 3))
 W = jnp.ones((3, 3))
@@ -53,7 +57,7 @@ def test_what_leaves_a_module_has_its_dtype_for_all_who_read_it(dtype):
 
 def test_nothing_is_cast_twice():
   program = jax.make_jaxpr(cast(lambda x, w: leaving(x @ w, jnp.dtype("bfloat16"))))(X, W)
-  assert converts(program) == {"float32->bfloat16": 2}
+  assert programs.converts(program) == {"float32->bfloat16": 2}
 
 
 @pytest.mark.parametrize("number", [0.0, 1.5])
@@ -63,6 +67,181 @@ def test_an_array_of_one_number_is_made_in_the_dtype_that_it_is_read_in(number):
     return jax.lax.select(y > 0, y, jnp.full_like(y, number))
 
   program = jax.make_jaxpr(cast(fun))(X, W)
-  assert converts(program) == {"float32->bfloat16": 2}  # The operands of the matmul.
+  assert programs.converts(program) == {"float32->bfloat16": 2}  # The operands of the matmul.
   y = np.asarray(cast(jnp.matmul)(X, W), np.float32)
   np.testing.assert_array_equal(cast(fun)(X, W), np.where(y > 0, y, np.float32(number)))
+
+
+# What is added up in a derivative is added up in float32.
+
+BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+ROWS = 4096
+EYE = jnp.eye(3)
+ONES = jnp.ones((ROWS, 3))
+
+
+def added_in_half(fun, *args):
+  """Returns the sums of low-precision numbers in a jaxpr: what JAX refuses, and other sums."""
+  with jax.allow_f16_reductions(False):
+    return checks.sums(jax.make_jaxpr(fun)(*args))
+
+
+def check_gradients(losses, half, *args):
+  """Compares gradients with those in float32, where every term and every partial sum is exact."""
+  casts = {name: jax.grad(mpjax.autocast(fun, half)) for name, fun in losses.items()}
+  for name, fun in casts.items():
+    assert added_in_half(fun, *args) == [], name
+
+  def each(*args):
+    return {name: [fun(*args), jax.grad(losses[name])(*args)] for name, fun in casts.items()}
+
+  for name, (found, wanted) in programs.run(each, *args).items():
+    np.testing.assert_allclose(found, wanted, rtol=float(jnp.finfo(half).eps), err_msg=name)
+
+
+# What is added up in a program.
+
+ADDED = {
+  # Each of a thousand ones that a product has handed on in half.
+  "sum": lambda ones, zeros: ones.sum(),
+  "mean": lambda ones, zeros: ones.mean() * 1000,
+  "cumsum": lambda ones, zeros: jnp.cumsum(ones)[-1],
+  "scan": lambda ones, zeros: lax.scan(lambda c, x: (c + x, None), 0.0, ones)[0],
+  "fori": lambda ones, zeros: lax.fori_loop(0, 1000, lambda i, c: c + ones[i], 0.0),
+  "scatter-add": lambda ones, zeros: jnp.zeros(3).at[zeros].add(ones)[0],
+  "segment_sum": lambda ones, zeros: jax.ops.segment_sum(ones, zeros, num_segments=2)[0],
+}
+
+
+@pytest.mark.case("B051")
+@BOTH
+def test_sums_do_not_lose_what_half_accumulation_loses(half):
+  def fun(ones, one, zeros):
+    return {name: add((ones @ one)[:, 0], zeros) for name, add in ADDED.items()}
+
+  args = np.ones((1000, 1), np.float32), np.ones((1, 1), np.float32), np.zeros(1000, np.int32)
+  found = programs.run(mpjax.autocast(fun, half), *args)
+  assert found == dict.fromkeys(ADDED, 1000)
+  big = np.full((2, 1), 65504, np.float32)
+  total = programs.run(mpjax.autocast(lambda x, w: (x @ w).sum(), half), big, args[1])
+  assert total == 2 * float(jnp.asarray(65504, half)), "more than float16 holds"
+
+
+# What is broadcast.
+
+ADD = {
+  "bias": lambda y, b: y + b[None],
+  "repeated": lambda y, b: y - jnp.broadcast_to(b, y.shape),
+  "row of a matmul": lambda y, b: y + (jnp.ones((1, 3)) @ jnp.diag(b)),
+  "activation": lambda y, b: y + jnp.tanh(jnp.ones((1, 3)) @ jnp.diag(b))[:, None][0],
+  "tile": lambda y, b: y + jnp.tile(jnp.ones((1, 3)) @ jnp.diag(b), (ROWS, 1)),
+}
+MULTIPLY = {
+  "scale": lambda y, b: y * b[None],
+  "divisor": lambda y, b: y / b[None],
+  "number": lambda y, b: y * b[0],
+  "row of a matmul": lambda y, b: y * (jnp.ones((1, 3)) @ jnp.diag(b)),
+  "outer product": lambda y, b: y[:, :1] * b[None],
+  "maximum": lambda y, b: jnp.maximum(y - 1, b[None]),
+}
+BROADCAST = {**{f"add {k}": v for k, v in ADD.items()}, **MULTIPLY}
+
+
+@BOTH
+def test_the_gradient_of_what_every_row_reads_is_a_float32_sum(half):
+  def loss(name):
+    return lambda b, x: jnp.sum((BROADCAST[name](x @ EYE, b) @ EYE) * 2.0**-8)
+
+  check_gradients({name: loss(name) for name in BROADCAST}, half, jnp.full(3, 0.5), ONES)
+
+
+@BOTH
+@pytest.mark.parametrize(
+  ("fun", "oracle"),
+  [
+    (lambda y, b: y * b[None], np.multiply),
+    (lambda y, b: y / b[None], np.divide),
+    (lambda y, b: jnp.maximum(y, b[None]), np.maximum),
+  ],
+  ids=["scale", "divisor", "maximum"],
+)
+def test_a_factor_that_is_a_parameter_is_not_rounded(fun, oracle, half):
+  b = np.linspace(0.1, 0.7, 3, dtype=np.float32)
+  x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+  exact = oracle(np.asarray(jnp.asarray(x, half), np.float64), b.astype(np.float64))
+  found = mpjax.autocast(lambda b, x: fun(x @ EYE, b), half)(b, x)
+  # XLA's division by what is repeated is that by its reciprocal.
+  np.testing.assert_array_max_ulp(found, exact.astype(np.float32), maxulp=oracle is np.divide)
+
+
+@BOTH
+@pytest.mark.parametrize("axes", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("name", ["bias", "scale", "divisor"])
+def test_over_devices_these_sums_are_in_float32_too(name, axes, half):
+  """The gradient of a replicated parameter is added up over the devices in the dtype of the sum."""
+  mesh = jax.make_mesh((4, 2), ("data", "model"), (axes,) * 2, devices=jax.devices("cpu")[:8])
+
+  def fun(b, x):
+    return jnp.sum(({**ADD, **MULTIPLY}[name](x @ jnp.eye(4), b) @ jnp.eye(4)) * 2.0**-8)
+
+  with jax.set_mesh(mesh):
+    x = jax.device_put(jnp.ones((64, 4)), jax.P("data", None))
+    for spec in [jax.P(None), jax.P("model")] if axes == AxisType.Explicit else [jax.P(None)]:
+      b = jax.device_put(jnp.full(4, 0.5), spec)
+      found = jax.grad(mpjax.autocast(fun, half))
+      assert added_in_half(found, b, x) == []
+      ours, plain = jax.jit(found)(b, x), jax.jit(jax.grad(fun))(b, x)
+      np.testing.assert_array_equal(ours, plain)
+      assert ours.sharding == plain.sharding
+
+
+# What is chosen and gathered.
+
+
+@BOTH
+def test_the_maximum_of_an_axis_counts_its_places_in_float32(half):
+  """Also of one that a matmul reads."""
+
+  def read_by_matmul(sign):
+    return lambda x: ((sign * (sign * (x @ EYE)).max(0, keepdims=True)) @ EYE).sum()
+
+  losses = {
+    "exp": lambda x: jnp.exp((x @ EYE).max(0) * 1.0).sum(),
+    "matmul": read_by_matmul(1),
+    "minimum": read_by_matmul(-1),
+  }
+  gradients = {name: jax.grad(mpjax.autocast(fun, half)) for name, fun in losses.items()}
+  x = jnp.ones((1001, 3))
+  for gradient in gradients.values():
+    assert added_in_half(gradient, x) == []
+  found = programs.run(lambda x: {name: gradient(x) for name, gradient in gradients.items()}, x)
+  for name, each in found.items():
+    slope = np.full((1001, 3), (np.e if name == "exp" else 1) / 1001)
+    np.testing.assert_allclose(each, slope, rtol=2 * jnp.finfo(half).eps, err_msg=name)
+
+
+@BOTH
+def test_the_gradient_of_what_is_read_often_is_a_float32_sum(half):
+  """A graph network reads each node for all of its edges, a decoder its encoder at each step."""
+  ids = jnp.zeros(ROWS, int)
+  rows = {
+    "plain": lambda y: y[ids],
+    "two axes": lambda y: y[ids, ids][:, None],
+    "take": lambda y: jnp.take(y, ids, axis=0),
+    "take_along_axis": lambda y: jnp.take_along_axis(y, ids[:, None], 0),
+  }
+
+  def gathered(read):
+    def fun(x):
+      found = read(x @ EYE)
+      return jnp.sum((found @ jnp.ones((found.shape[-1], 3))) * 2.0**-8)
+
+    return fun
+
+  def decoded(x):
+    keys = jnp.tanh((x - 1) @ EYE) + 1
+    steps = lax.scan(lambda state, query: (state, query @ keys), 0.0, jnp.ones((ROWS, 1, 3)))
+    return jnp.sum(steps[1] * 2.0**-8)
+
+  losses = {**{name: gathered(read) for name, read in rows.items()}, "scan": decoded}
+  check_gradients(losses, half, jnp.ones((3, 3)))

@@ -13,9 +13,9 @@ from mpjax._core.rules import Rule
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   HALVES,
+  Constant,
   Kind,
   Settings,
-  Value,
   constants,
   is_exact,
   joined,
@@ -25,7 +25,6 @@ from mpjax._jaxprs.autocast.values import (
 from mpjax._jaxprs.op_lists import OpLists
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(d) for d in (jnp.bfloat16, "float16", "float32"))
-X = jax.make_jaxpr(jnp.sin)(1.0).jaxpr.invars[0]
 SETTINGS = Settings(policy=Policy(compute_dtype=BFLOAT16), ops=OpLists())
 
 
@@ -97,18 +96,18 @@ def test_numbers_that_a_dtype_has():
 
 
 def test_the_kind_of_a_value():
-  data, neutral, low = Value(X, FLOAT32), Value(X, FLOAT32, neutral=True), Value(X, FLOAT16)
-  assert [v.is_low for v in (data, neutral, low)] == [False, False, True]
-  held = Value(X, FLOAT16, held=FLOAT32)
-  assert held.kind == Kind(FLOAT16, held=FLOAT32)
-  assert held.kind.at_rest == low.kind == Kind(FLOAT16)
-  assert [kind.variable for kind in (held.kind, low.kind, data.kind)] == [FLOAT32, FLOAT16, FLOAT32]
-  assert Kind(FLOAT16, carried=FLOAT32).variable == FLOAT32
+  data, low, held = Kind(FLOAT32), Kind(FLOAT16), Kind(FLOAT16, held=True)
+  carried = Kind(FLOAT16, carried=FLOAT32)
+  kinds = (data, low, held, carried)
+  assert [k.is_low for k in kinds] == [False, True, True, True]
+  assert [k.rests for k in kinds] == [False, True, False, True]
+  assert [k.current for k in kinds] == [FLOAT32, FLOAT16, FLOAT32, FLOAT16]
+  assert [k.variable for k in kinds] == [FLOAT32, FLOAT16, FLOAT32, FLOAT32]
 
 
 def test_the_kind_of_one_of_several():
   data, neutral, low = Kind(FLOAT32), Kind(FLOAT32, neutral=True), Kind(FLOAT16)
-  held = Kind(FLOAT16, held=FLOAT32)
+  held = Kind(FLOAT16, held=True)
   assert joined([low, data, neutral]) == data
   assert joined([neutral, low]) == low
   assert joined([neutral, held, low]) == held
@@ -117,17 +116,17 @@ def test_the_kind_of_one_of_several():
 
 
 def test_a_literal_is_neutral_and_its_number_known():
-  value = literal_value(literal(0.1))
-  assert (value.dtype, value.neutral, value.numbers) == (FLOAT32, True, (float(np.float32(0.1)),))
+  kind = literal_value(literal(0.1)).kind
+  assert kind == Kind(FLOAT32, neutral=True, numbers=(float(np.float32(0.1)),))
   # Not equal to itself, it would be another key each time.
-  assert literal_value(literal(np.nan)).numbers is None
+  assert literal_value(literal(np.nan)).kind.numbers is None
 
 
 def test_constant_arrays_are_data_whatever_their_numbers():
   mask, number = np.zeros(4, np.float32), jnp.float32(0.5)
-  assert constants([mask, mask + 3], SETTINGS) == ((False, True, None),) * 2
-  assert constants([number, np.int32(3)], SETTINGS) == ((True, True, (0.5,)), (False, True, None))
-  assert constants([NotHere()], SETTINGS) == ((True, True, None),)
+  assert constants([mask, mask + 3, np.int32(3)], SETTINGS) == (Constant(),) * 3
+  assert constants([number], SETTINGS) == (Constant(neutral=True, numbers=(0.5,)),)
+  assert constants([NotHere()], SETTINGS) == (Constant(neutral=True),)
 
 
 def test_the_types_that_count():
