@@ -7,47 +7,55 @@ before JAX asks for the rule: only then the axes of a `shard_map` are bound.
 Without this, differentiating the rewritten body would drop what the user wrote: the gradient of
 `jax.nn.relu` at 0 would be 0.5, that of a maximum, and a `custom_vjp` for attention would save the
 matrix that it was written to avoid. And with the rule unchanged, all that it saves is float32.
+
+One kind of rule is out of reach: one that closes over a value of the function that is autocast. The
+function was traced before, and that value is gone:
+
+    def f(w, x):
+      @jax.custom_jvp
+      def layer(x):
+        return x @ w
+      layer.defjvp(lambda primals, tangents: (layer(*primals), tangents[0] @ w))
+      return layer(x)
+
+So such an `f` is differentiated at once, rules and all, inside of one trace, and the derivative is
+rewritten: see `differentiated_at_once`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray, eval_jaxpr
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._core.active import ACTIVE, Active
-from mpjax._core.types import Array, DType, Function, PyTree
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.atoms import Atom, aval_of
-from mpjax._jaxprs.autocast.closures import evaluated, instantiated
+from mpjax._jaxprs.autocast.boundary import InDtype
 from mpjax._jaxprs.autocast.eqn_params import traced
 from mpjax._jaxprs.autocast.rewriter import Rewritten
 from mpjax._jaxprs.autocast.run import typed
 from mpjax._jaxprs.autocast.scopes import PREFIX
 from mpjax._jaxprs.autocast.values import Kind, Kinds
 from mpjax._jaxprs.compat import context_of, without_scopes
-from mpjax._jaxprs.inner_jaxprs import (
-  Inner,
-  Program,
-  closed_over,
-  inner_jaxprs,
-  name_of,
-  with_inner,
-)
+from mpjax._jaxprs.inner_jaxprs import Inner, closed_over, inner_jaxprs, name_of, with_inner
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.walk import walk
 
 Rewrite: TypeAlias = Callable[[Jaxpr, Kinds, Sequence[DType | None], bool], Rewritten]
 """Rewrites a jaxpr for kinds of arguments and dtypes of results, of which None is free. The last
 argument says whether the jaxpr is that of a derivative."""
 
 Call: TypeAlias = Callable[..., list[Array]]
-"""The function that JAX sees instead of the rewritten equation."""
+"""A function of arrays: of those that a jaxpr takes, with its results."""
 
 
 class CustomCall(NamedTuple):
@@ -68,47 +76,34 @@ class CustomCall(NamedTuple):
   rewrite: Rewrite
   state: Active | None = None
 
-  @property
-  def program(self) -> Program:
-    """The jaxpr of the function itself, without its rule."""
-    found = cast(tuple[Inner, ...], inner_jaxprs(self.eqn))
-    return found[0].program
-
 
 def with_rule(custom: CustomCall, operands: Sequence[Atom], body: Jaxpr) -> JaxprEqn:
   """Returns the equation with a new body, and its own derivative rule rewritten too."""
   closed = ClosedJaxpr(body, ())  # JAX passes what the body closes over as operands.
+  eqn, holds = custom.eqn, facts_of(custom.eqn).holds
 
   def call(*operands: Array) -> list[Array]:
-    return typed(closed, operands, custom.eqn.primitive.name)
+    return typed(closed, operands, eqn.primitive.name)
 
-  # Of what an audit reads, nothing is an instruction: the rule is traced as it is without one.
-  here = custom._replace(state=ACTIVE.value, eqn=_unmarked(custom.eqn))
-  fun = _WITH_RULE[facts_of(custom.eqn).holds](here, call)
-  with context_of(custom.eqn):
-    made = jax.make_jaxpr(fun)(*map(aval_of, operands)).jaxpr.eqns[-1]
-  # `make_jaxpr` has traced only a stand-in for the body; what is kept of it are the rules.
-  return custom.eqn.replace(invars=list(operands), params=with_inner(made, [closed]))
-
-
-def _unmarked(eqn: JaxprEqn) -> JaxprEqn:
-  """Returns an equation without our marks, of which those for the rule are in its scope."""
+  # What an audit reads is no instruction, and marks for the rule are in its own scope: the rule is
+  # traced as it is without any.
   names = without_scopes(eqn.source_info.name_stack, PREFIX)
-  return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
-
-
-class _Ran(NamedTuple):
-  """What came of a rule that was rewritten and run.
-
-  Fields:
-    values: its results.
-    kinds: those of the results.
-    traced: the dtypes that the results have without autocast.
-  """
-
-  values: list[Array]
-  kinds: Kinds
-  traced: list[DType]
+  unmarked = eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+  here = custom._replace(state=ACTIVE.value, eqn=unmarked)
+  if holds is Holds.CUSTOM_JVP:
+    fun = jax.custom_jvp(call)
+    fun.defjvp(functools.partial(_jvp, here))
+  elif holds is Holds.CUSTOM_VJP:
+    fun = jax.custom_vjp(call)
+    rules = functools.partial(_forward, here), functools.partial(_backward, here)
+    fun.defvjp(*rules, symbolic_zeros=closed_over(eqn) > 0)
+  else:
+    fun = jax.custom_batching.custom_vmap(call)
+    fun.def_vmap(functools.partial(_batch, here))
+  with context_of(eqn):
+    traced_call = jax.make_jaxpr(fun)(*map(aval_of, operands)).jaxpr.eqns[-1]
+  # `make_jaxpr` has traced only a stand-in for the body; what is kept of it are the rules.
+  return eqn.replace(invars=list(operands), params=with_inner(traced_call, [closed]))
 
 
 def _run(
@@ -120,12 +115,20 @@ def _run(
   operands: Sequence[Array],
   *,
   derivative: bool = False,
-) -> _Ran:
+) -> tuple[list[Array], Kinds, list[DType]]:
   """Traces a rule, rewrites its jaxpr and runs that.
 
-  `avals` are the types of the rule's arguments as they were traced, which the user's rule may
-  check, and `operands` the leaves of the arguments now. Kinds of results that are missing at the
-  end are free. A rule that is a `derivative` is linear in some of its arguments.
+  Args:
+    custom: the equation that has the rule.
+    rule: calls it.
+    avals: the types of its arguments as they were traced, which the user's rule may check.
+    ins: the kinds of the arguments.
+    outs: those of the results. Results that are missing at the end are free.
+    operands: the leaves of the arguments now.
+    derivative: the rule is linear in some of its arguments.
+
+  Returns:
+    The results, their kinds, and the dtypes that they have without autocast.
   """
 
   @functools.wraps(rule)
@@ -134,12 +137,20 @@ def _run(
       return rule(*args)
 
   program = traced(in_state)(*avals)
-  count = len(program.jaxpr.outvars)
   fixed = [None if kind is None else kind.variable for kind in outs]
-  free = [None] * (count - len(fixed))
+  free = [None] * (len(program.jaxpr.outvars) - len(fixed))
   new = custom.rewrite(program.jaxpr, ins, [*fixed, *free], derivative)
-  values = evaluated(new.jaxpr, program.consts, operands, name_of(custom.eqn))
-  return _Ran(values, new.outs, [aval_of(v).dtype for v in program.jaxpr.outvars])
+  try:
+    values = eval_jaxpr(new.jaxpr, program.consts, *operands)
+  except jax.errors.UnexpectedTracerError as error:
+    raise MpjaxTypeError(
+      f"mpjax.autocast(fn), the derivative rule of {name_of(custom.eqn)}",
+      expected="a rule that uses its own arguments, and constants",
+      got="one that closes over an array of fn, which is gone when JAX calls the rule",
+      fix="Pass that array to the function with the rule as an argument, or autocast the "
+      "gradient: mpjax.autocast(jax.grad(fn)).",
+    ) from error
+  return values, new.outs, [aval_of(v).dtype for v in program.jaxpr.outvars]
 
 
 def _as_traced(custom: CustomCall, operands: Sequence[Array]) -> list[Array]:
@@ -147,9 +158,8 @@ def _as_traced(custom: CustomCall, operands: Sequence[Array]) -> list[Array]:
   # New variables: an operand may be there twice, or be a literal.
   variables = [Var(atom.aval) for atom in custom.eqn.invars]
   alone = custom.eqn.replace(invars=[*variables])
-  body = custom.program  # Of the same arguments and results, with names.
-  jaxpr = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-  one = jaxpr.replace(
+  body = cast(tuple[Inner, ...], inner_jaxprs(custom.eqn))[0].jaxpr
+  one = body.replace(  # Of the same arguments and results, with names.
     constvars=[], invars=variables, outvars=alone.outvars, eqns=[alone], effects=alone.effects
   )
   return eval_jaxpr(one, (), *operands)
@@ -162,14 +172,12 @@ def _traced_aval(atom: Atom, now: Array | SymbolicZero) -> ShapedArray:
   return aval.update(dtype=aval_of(atom).dtype, weak_type=False)
 
 
+def _traced_avals(custom: CustomCall, operands: Sequence[Array]) -> list[ShapedArray]:
+  return [_traced_aval(v, x) for v, x in zip(custom.eqn.invars, operands, strict=True)]
+
+
 def _is_inexact(atom: Atom) -> bool:
   return jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
-
-
-def _custom_jvp(custom: CustomCall, call: Call) -> Call:
-  fun = jax.custom_jvp(call)
-  fun.defjvp(functools.partial(_jvp, custom))
-  return fun
 
 
 def _jvp(
@@ -177,24 +185,24 @@ def _jvp(
 ) -> tuple[list[Array], list[PyTree]]:
   # Tangents of integers are of `float0`, which no jaxpr computes with: they are left out of it.
   moving = [i for i, t in enumerate(tangents) if t.dtype != jax.dtypes.float0]
-  whole = [i for i, v in enumerate(custom.eqn.outvars) if not _is_inexact(v)]
+  smooth = [i for i, v in enumerate(custom.eqn.outvars) if _is_inexact(v)]
 
   def rule(primals: Sequence[Array], some: Sequence[Array]) -> PyTree:
-    given = dict(zip(moving, some, strict=True))
-    all_tangents = [given.get(i, t) for i, t in enumerate(tangents)]
+    by_place = dict(zip(moving, some, strict=True))
+    all_tangents = [by_place.get(i, t) for i, t in enumerate(tangents)]
     outs, changes = jax.jvp(lambda *a: _as_traced(custom, a), list(primals), all_tangents)
-    return outs, [c for i, c in enumerate(changes) if i not in whole]
+    return outs, [changes[i] for i in smooth]
 
-  some, invars = [tangents[i] for i in moving], custom.eqn.invars
-  avals = [_traced_aval(v, p) for v, p in zip(invars, primals, strict=True)]
-  changes = [_traced_aval(invars[i], tangents[i]) for i in moving]
+  some = [tangents[i] for i in moving]
+  avals = _traced_avals(custom, primals)
+  changes = [_traced_aval(custom.eqn.invars[i], tangents[i]) for i in moving]
   ins = (*custom.ins, *(custom.ins[i] for i in moving))
-  outs = (*custom.outs, *(k for i, k in enumerate(custom.outs) if i not in whole))
+  outs = (*custom.outs, *(custom.outs[i] for i in smooth))
   operands = [*primals, *some]
-  found = _run(custom, rule, (avals, changes), ins, outs, operands, derivative=True).values
-  values, rest = found[: len(custom.outs)], iter(found[len(custom.outs) :])
+  results, *_ = _run(custom, rule, (avals, changes), ins, outs, operands, derivative=True)
+  values, rest = results[: len(custom.outs)], iter(results[len(custom.outs) :])
   return values, [
-    np.zeros(np.shape(v), jax.dtypes.float0) if i in whole else next(rest)
+    next(rest) if i in smooth else np.zeros(np.shape(v), jax.dtypes.float0)
     for i, v in enumerate(values)
   ]
 
@@ -234,13 +242,6 @@ class _Static:
 _Residuals: TypeAlias = tuple[list[_Residual], _Static]
 
 
-def _custom_vjp(custom: CustomCall, call: Call) -> Call:
-  fun = jax.custom_vjp(call)
-  forward, backward = functools.partial(_forward, custom), functools.partial(_backward, custom)
-  fun.defvjp(forward, backward, symbolic_zeros=closed_over(custom.eqn) > 0)
-  return fun
-
-
 def _forward(custom: CustomCall, *operands: PyTree) -> tuple[list[Array], _Residuals]:
   """The operands are arrays, or with symbolic zeros objects with a `value` each."""
   if closed_over(custom.eqn):
@@ -254,59 +255,45 @@ def _forward(custom: CustomCall, *operands: PyTree) -> tuple[list[Array], _Resid
 
   def rule(*primals: Array) -> PyTree:
     def of_moving(*some: Array) -> list[Array]:
-      given = dict(zip(moving, some, strict=True))
-      return _as_traced(custom, [given.get(i, p) for i, p in enumerate(primals)])
+      by_place = dict(zip(moving, some, strict=True))
+      return _as_traced(custom, [by_place.get(i, p) for i, p in enumerate(primals)])
 
     outs, pullback = jax.vjp(of_moving, *(primals[i] for i in moving))
     leaves, tree = jax.tree.flatten(pullback)
     trees.append(tree)
     return outs, leaves
 
-  avals = [_traced_aval(v, p) for v, p in zip(custom.eqn.invars, primals, strict=True)]
-  ran = _run(custom, rule, avals, custom.ins, custom.outs, primals)
-  count = len(custom.outs)
+  avals = _traced_avals(custom, primals)
+  values, kinds, dtypes = _run(custom, rule, avals, custom.ins, custom.outs, primals)
   # What is saved may have any dtype: low precision, where it is the result of a matmul.
-  kept = [
-    _Residual(array, dtype, kind)
-    for array, dtype, kind in zip(
-      ran.values[count:], ran.traced[count:], ran.kinds[count:], strict=True
-    )
-  ]
-  return ran.values[:count], (kept, _Static(trees[-1], moving))
+  count = len(custom.outs)
+  residuals = map(_Residual, values[count:], dtypes[count:], kinds[count:])
+  return values[:count], (list(residuals), _Static(trees[-1], moving))
 
 
 def _backward(
   custom: CustomCall, residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]
 ) -> tuple[Array | None, ...]:
-  kept, static = residuals
-  changes = [instantiated(c) for c in cotangents]
-  whole = [i for i, c in enumerate(changes) if c.dtype == jax.dtypes.float0]
-  some = [c for i, c in enumerate(changes) if i not in whole]
+  saved, static = residuals
+  changes = [_instantiated(c) for c in cotangents]
+  smooth = [i for i, c in enumerate(changes) if c.dtype != jax.dtypes.float0]
 
   def rule(leaves: Sequence[Array], some: Sequence[Array]) -> PyTree:
-    rest = iter(some)
-    all_changes = [c if i in whole else next(rest) for i, c in enumerate(changes)]
+    by_place = dict(zip(smooth, some, strict=True))
+    all_changes = [by_place.get(i, c) for i, c in enumerate(changes)]
     return jax.tree.unflatten(static.pullback, leaves)(all_changes)
 
-  outvars = [v for i, v in enumerate(custom.eqn.outvars) if i not in whole]
   avals = (
     # The user's backward rule is shown the dtypes that its forward rule left.
-    [cast(ShapedArray, jax.typeof(k.array)).update(dtype=k.dtype, weak_type=False) for k in kept],
-    [_traced_aval(v, c) for v, c in zip(outvars, some, strict=True)],
+    [cast(ShapedArray, jax.typeof(r.array)).update(dtype=r.dtype, weak_type=False) for r in saved],
+    [_traced_aval(custom.eqn.outvars[i], changes[i]) for i in smooth],
   )
-  ins = [k.kind for k in kept]
-  ins += [k for i, k in enumerate(custom.outs) if i not in whole]
+  ins = (*(r.kind for r in saved), *(custom.outs[i] for i in smooth))
   outs = tuple(custom.ins[i] for i in static.moving)
-  operands = [*(k.array for k in kept), *some]
-  found = _run(custom, rule, avals, tuple(ins), outs, operands, derivative=True).values
-  given = dict(zip(static.moving, found, strict=True))
-  return tuple(given.get(i) for i in range(len(custom.ins)))
-
-
-def _custom_vmap(custom: CustomCall, call: Call) -> Call:
-  fun = jax.custom_batching.custom_vmap(call)
-  fun.def_vmap(functools.partial(_batch, custom))
-  return fun
+  operands = [*(r.array for r in saved), *(changes[i] for i in smooth)]
+  gradients, *_ = _run(custom, rule, avals, ins, outs, operands, derivative=True)
+  by_place = dict(zip(static.moving, gradients, strict=True))
+  return tuple(by_place.get(i) for i in range(len(custom.ins)))
 
 
 def _batch(
@@ -317,13 +304,124 @@ def _batch(
   def rule(*operands: Array) -> PyTree:
     return jax.vmap(lambda *a: _as_traced(custom, a), in_axes=axes, axis_size=size)(*operands)
 
-  avals = [_traced_aval(v, x) for v, x in zip(custom.eqn.invars, operands, strict=True)]
-  found = _run(custom, rule, avals, custom.ins, custom.outs, operands).values
-  return found, [True] * len(found)
+  avals = _traced_avals(custom, operands)
+  values, *_ = _run(custom, rule, avals, custom.ins, custom.outs, operands)
+  return values, [True] * len(values)
 
 
-_WITH_RULE: Mapping[Holds | None, Callable[[CustomCall, Call], Call]] = {
-  Holds.CUSTOM_JVP: _custom_jvp,
-  Holds.CUSTOM_VJP: _custom_vjp,
-  Holds.CUSTOM_VMAP: _custom_vmap,
-}
+def _instantiated(cotangent: Array | SymbolicZero) -> Leaf:
+  """Returns a cotangent as an array. JAX may give a backward rule an object instead, for zeros."""
+  if not isinstance(cotangent, SymbolicZero):
+    return cotangent
+  aval = cast(ShapedArray, cotangent.aval)
+  # That of an integer is of `float0`, of which `jnp` makes no arrays.
+  number = np if aval.dtype == jax.dtypes.float0 else jnp
+  return number.zeros(aval.shape, aval.dtype)
+
+
+# Rules that close over values of the function.
+
+Cast: TypeAlias = Callable[[Function, Callable[[PyTree], PyTree] | None], Function]
+"""From a function, and what marks the dtypes of its results, to the function cast."""
+
+_ByPlace: TypeAlias = dict[int, Array]
+"""Some of the arguments of a function, by their positions."""
+
+
+def rules_that_close_over(program: ClosedJaxpr) -> set[Holds]:
+  """Returns the kinds of functions with a rule that close over a value of the jaxpr."""
+  # An autocast function inside of a loss that is differentiated: gradients flow to what it closes
+  # over too, and one that is differentiated at once knows its arguments alone.
+  if any(isinstance(const, Tracer) for const in program.consts):
+    return set()
+  constants = set(program.jaxpr.constvars)
+  return {
+    holds
+    for eqn in (visit.eqn for visit in walk(program))
+    if (holds := facts_of(eqn).holds) in (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
+    and not constants.issuperset(eqn.invars[: closed_over(eqn)])
+  }
+
+
+def differentiated_at_once(
+  call: Call,
+  original: Call,
+  kinds: set[Holds],
+  cast: Cast,
+  dtypes: Sequence[DType] | None = None,
+) -> Call:
+  """Returns `call`, whose derivative is all of that of `original`, cast.
+
+  The backward pass computes the forward pass once more; a compiler sees that the two are the same.
+
+  `cast` is done to the derivative; `dtypes` are those of the results of `call`, None if they are
+  those of `original`.
+  """
+  if Holds.CUSTOM_VJP not in kinds:
+    with_jvp = jax.custom_jvp(call)
+    rule = functools.partial(_jvp_at_once, original, cast, dtypes)
+    with_jvp.defjvp(rule, symbolic_zeros=True)
+    return with_jvp
+
+  def forward(*operands: PyTree) -> tuple[list[Array], tuple[_ByPlace, _ByPlace]]:
+    primals = [p.value for p in operands]
+    # The arguments, not residuals: those of `original` are in the dtypes without autocast.
+    return call(*primals), _parted(primals, [p.perturbed for p in operands])
+
+  with_vjp = jax.custom_vjp(call)
+  backward = functools.partial(_backward_at_once, original, cast)
+  with_vjp.defvjp(forward, backward, symbolic_zeros=True)
+  return with_vjp
+
+
+def _parted(args: Sequence[Array], moving: Sequence[bool]) -> tuple[_ByPlace, _ByPlace]:
+  """Returns the arguments that are differentiated, and the others, which rules may close over."""
+  numbered = list(enumerate(args))
+  return {i: x for i, x in numbered if moving[i]}, {i: x for i, x in numbered if not moving[i]}
+
+
+def _of_moving(original: Call, rest: _ByPlace) -> Callable[[_ByPlace], list[Array]]:
+  return lambda moving: original(*(x for _, x in sorted({**rest, **moving}.items())))
+
+
+def _jvp_at_once(
+  original: Call,
+  cast: Cast,
+  dtypes: Sequence[DType] | None,
+  primals: Sequence[Array],
+  tangents: Sequence[Array],
+) -> tuple[list[Array], list[Array]]:
+  def both(moving: _ByPlace, rest: _ByPlace, changes: _ByPlace) -> tuple[list[Array], list[Array]]:
+    return jax.jvp(_of_moving(original, rest), (moving,), (changes,))
+
+  def with_dtypes(returned: tuple[list[Array], list[Array]]) -> PyTree:
+    # A tangent of integers is no array.
+    return [
+      [
+        InDtype(x, d) if isinstance(x, jax.Array) else x
+        for x, d in zip(xs, dtypes or (), strict=True)
+      ]
+      for xs in returned
+    ]
+
+  perturbed = [not isinstance(t, SymbolicZero) for t in tangents]
+  changes, _ = _parted(tangents, perturbed)
+  return cast(both, None if dtypes is None else with_dtypes)(*_parted(primals, perturbed), changes)
+
+
+def _backward_at_once(
+  original: Call,
+  cast: Cast,
+  parted: tuple[_ByPlace, _ByPlace],
+  cotangents: Sequence[Array | SymbolicZero],
+) -> tuple[Array | None, ...]:
+  def gradients(moving: _ByPlace, rest: _ByPlace, changes: list[Array]) -> _ByPlace:
+    return jax.vjp(_of_moving(original, rest), moving)[1](changes)[0]
+
+  moving, rest = parted
+
+  def with_dtypes(returned: _ByPlace) -> PyTree:  # A gradient has the dtype of its argument.
+    return {i: InDtype(x, moving[i].dtype) for i, x in returned.items()}
+
+  by_place = cast(gradients, with_dtypes)(moving, rest, [_instantiated(c) for c in cotangents])
+  return tuple(by_place.get(i) for i in range(len(moving) + len(rest)))

@@ -18,7 +18,7 @@ from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.atoms import aval_of, dtype_of
 from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable
-from mpjax._jaxprs.autocast.closures import closes_over, differentiated_at_once
+from mpjax._jaxprs.autocast.custom_derivatives import differentiated_at_once, rules_that_close_over
 from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
 from mpjax._jaxprs.autocast.higher_order import rewrite
 from mpjax._jaxprs.autocast.run import run
@@ -112,7 +112,7 @@ def with_settings(
     def call(*operands: Array) -> list[Array]:
       return run(new, program.consts, operands, name)
 
-    kinds = closes_over(program)
+    kinds = rules_that_close_over(program)
     if kinds:
       decided = _numbered(i for i, each in enumerate(decides) if each)
       # Of a derivative in forward mode JAX transposes a part; of one in reverse mode it is done.
