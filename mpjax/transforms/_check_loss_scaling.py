@@ -7,11 +7,9 @@ gradients that are right and behind a clip: far below 1 the mistake is all that 
 above it is gone, or the other way round.
 """
 
-import collections
-import contextlib
 import warnings
-from collections.abc import Callable, Generator
-from typing import NamedTuple, ParamSpec, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +21,25 @@ from jax.extend.core.primitives import convert_element_type_p
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, message
 from mpjax._core.paths import is_key
 from mpjax._core.trees import half_to_float32, is_half, is_inexact
-from mpjax._core.types import Array, Function, Leaf, PyTree
+from mpjax._core.types import Function, Leaf, PyTree
 from mpjax._jaxprs.walk import walk
-from mpjax.transforms._in_float32 import in_float32
-from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._state import OwnedScale, plain_array, refuse_outside, scales_in
-from mpjax.transforms._trees import is_nnx_variable, nodes_of
+from mpjax.transforms._in_float32 import (
+  EXPECTED_STATE,
+  WHERE,
+  Leaves,
+  Path,
+  arrays_in,
+  step_runner,
+)
+from mpjax.transforms._state import OwnedScale, refuse_outside, scales_in
 
 P = ParamSpec("P")
-Path: TypeAlias = tuple[str, ...]
 
-_WHERE = "mpjax.check_loss_scaling(step)"
 _HIGH, _FACTOR, _LOW = 2.0**14, 4.0, 2.0**-30
 _TOLERANCE = 2.0**-8
 """Of how far a leaf moves; a right step is at 0, but for what is smaller than float32 holds."""
-_MARK = 2**30
-"""The count of steps that tells the scale under test from others in what the step returns."""
+_INF, _NAN = float("inf"), float("nan")
 _FIELD = ".loss_scale"
-_STATE = "the state of an optimizer created by mpjax.loss_scaling"
 _UNTOUCHED = "an opt_state whose loss scale was returned as it was"
 _SAME = "the same parameters and optimizer state from a step that was applied and one skipped"
 _NEVER = (
@@ -49,20 +48,14 @@ _NEVER = (
 )
 
 
-class _Run(NamedTuple):
-  states: list[LossScaleState]  # those with the label of the scale under test, wherever they are
-  after: dict[Path, Leaf]  # what the step returned, and the variables that it was given
+class _Version(NamedTuple):
+  """The arguments that a returned leaf may be the new version of; `sure` if it is that of one."""
 
-  @property
-  def updated(self) -> list[LossScaleState]:
-    return [one for one in self.states if np.max(one.total) > _MARK]
-
-  @property
-  def finite(self) -> bool:
-    return all(bool(np.all(one.finite)) for one in self.updated)
+  paths: list[Path]
+  sure: bool
 
 
-@check_call(_WHERE, fix="Call what it returns: mpjax.check_loss_scaling(step)(*args).")
+@check_call(WHERE, fix="Call what it returns: mpjax.check_loss_scaling(step)(*args).")
 def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   """Returns a function that raises unless `step` is right: at every scale the same, or no step.
 
@@ -72,9 +65,13 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   statistics, counts of random numbers. Call it once, on the host, before training or in a test; it
   adds nothing to the step.
 
-  What is compared are new versions of what the step was given: what is only logged may depend on
-  the scale. A count beside the optimizer's state, such as `nnx.Optimizer.step`, may count skipped
-  steps. A step that cannot be traced runs as it is.
+  What is compared are new versions of arguments: what has the type of one and its name (the key of
+  a dict, the field of a class), or its place, as long as results begin as the arguments do (behind
+  the optimizer's state a number ends this, for it may be a loss). What is only logged may depend on
+  the scale; arrays that might be taken for arguments belong into a dict. Integers and keys that are
+  meant to move on a skipped step (a PRNG key, a data cursor, `nnx.Optimizer.step`) belong beside
+  the optimizer's state, directly in a container that holds it too, or the step closes over them. A
+  step that looks at values, and so cannot be traced, runs as it is.
 
   Where nothing that is returned depends on the gradients there is nothing to compare, and a warning
   says so: the learning rate is zero (a warmup from zero, before a first step), or all gradients
@@ -116,15 +113,15 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   """
 
   def check(*args: P.args, **kwargs: P.kwargs) -> None:
-    call = (args, kwargs)
+    call = (*args, kwargs)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(call)):
       fix = "Call it on the host, before training: not inside of jit, grad or vmap."
-      raise MpjaxTypeError(_WHERE, expected="concrete arguments", got="traced ones", fix=fix)
+      raise MpjaxTypeError(WHERE, expected="concrete arguments", got="traced ones", fix=fix)
     scales = scales_in(call)
     if not scales:
       fix = "Wrap the optimizer, tx = mpjax.loss_scaling(tx)."
-      raise MpjaxTypeError(_WHERE, expected=_STATE, got="none in the arguments", fix=fix)
-    refuse_outside(call, _WHERE)
+      raise MpjaxTypeError(WHERE, expected=EXPECTED_STATE, got="none in the arguments", fix=fix)
+    refuse_outside(call, WHERE)
     unseen = [_check_one(step, call, one) for one in scales]
     # Of several optimizers a step may update one alone.
     none_used = all(got == _UNTOUCHED for got in unseen)
@@ -137,10 +134,12 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
 
 def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
   """Checks the use of one loss scale; returns what came where nothing depends on the gradients."""
-  run, program = _runner(step, call, scale)
+  run, program = step_runner(step, call, scale)
   if scale.state is None:
     _refuse_float16(program)
     return None
+
+  # Steps that are applied, at several scales.
   high, first = _HIGH, run(_HIGH)
   if not first.updated:
     return _UNTOUCHED
@@ -148,128 +147,155 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
     high /= _FACTOR
     if high < 1 / _HIGH:
       raise MpjaxValueError(
-        _WHERE,
+        WHERE,
         expected="a step whose gradients are finite at some loss scale",
         got=f"an inf or NaN at every scale down to {high:.9g}",
         fix="Call it with another batch; mpjax.check_skipped_steps says which gradient it is.",
       )
     first = run(high)
-  runs = [first, run(high / _FACTOR), *([] if program is None else [run(high * _LOW)])]
-  overflows = [run(number, every=True) for number in (float("inf"), float("nan"))]
-  never = overflows[1].finite  # A step may try again at a lower scale than inf: a NaN stays one.
-  overflows = [run(float("inf"))] if never else [one for one in overflows if not one.finite]
-  runs = [one for one in (*runs, *overflows * never) if one.finite]
-  tolerance, depends, wrong = (0.25 if program is None else _TOLERANCE), False, []
-  before = collections.defaultdict[object, dict[Path, Leaf]](dict)
-  for path, x in _leaves(call).items():
-    before[_type(x)][path] = x
-  state = next(path[: path.index(_FIELD)] for path in _leaves(call, scales=True) if _FIELD in path)
-  for path, new in first.after.items():
-    values, last = [one.after[path] for one in runs], overflows[-1].after[path]
-    named, old = _old_versions(path, before[_type(new)])
-    unchanged = [x for x in old.values() if not any(_distance(x, o.after[path]) for o in overflows)]
-    for x in old.values() if never and named else unchanged:
-      moved = [_distance(x, value) for value in values]
-      if max(_distance(new, value) for value in values) > tolerance * max(moved):
-        wrong.append((moved[0] > moved[len(values) - 1 - never], path))
-    # What counts calls beside the optimizer's state, as nnx.Optimizer does, may count this one.
-    counts = not is_inexact(last) and any(x[:-1] == state[:-1] for x in old)
-    if named and not (never or unchanged or counts or wrong or _is_log(last)):
-      raise _not_skipped(scale, "".join(path))
-    depends |= bool(old) and is_inexact(last) and _distance(new, last) > 0
-  if wrong:  # Beside those that fall with the scale others may rise: a clip makes them.
-    rises, path = min(wrong)
-    raise _wrong_step(scale, path, rises=rises, never=never)
-  if depends:
+  scales = (high / _FACTOR, high * _LOW) if program is not None else (high / _FACTOR,)
+  applied = [first, *(one for one in map(run, scales) if one.finite)]
+  # One that is skipped. It may try again at a lower scale than inf, but a NaN stays one: what is
+  # applied at that was never scaled.
+  skipped = run(_NAN)
+  never = skipped.finite
+  skipped = run(_INF) if never else skipped
+
+  # What is a new version of which argument? The one that a skipped step returns as it was.
+  before, after = dict(arrays_in(call)), first.after
+  places, carried = _places(before), _carried(before, after)
+  returned = {path: x for path, x in after.items() if _FIELD not in path}
+  old = {path: _old_versions(path, x, before, places, carried) for path, x in returned.items()}
+  same = {path: _unchanged(one.paths, before, skipped.after[path]) for path, one in old.items()}
+  tolerance, wrong, replaced = (0.25 if program is None else _TOLERANCE), [], []
+  for path, version in old.items():
+    values = [one.after[path] for one in applied]
+    for x in version.paths if never and version.sure else same[path]:
+      if _differs(before[x], values, tolerance):
+        moved = [_distance(before[x], value) for value in values]
+        wrong.append((moved[0] > moved[-1], path))
+      elif never and _differs(before[x], [*values, skipped.after[path]], tolerance):
+        replaced.append((True, path))
+  if wrong or replaced:  # Beside those that fall with the scale others may rise: a clip makes them.
+    rises, path = min(wrong or replaced)
+    got = (
+      "gradients that were unscaled twice, or clipped (or normalised) while they were scaled, or "
+      "some that were never scaled among others"
+    )
+    if never or rises:
+      carry = "gradients that still carry the loss scale, or carry it twice"
+      got = "gradients that were never scaled" if never else carry
+    if not wrong:
+      got += ", or whose inf and NaN were replaced (jnp.nan_to_num), which then skip no step"
+    of_loss, grad_fn, update = _words(scale)
+    raise MpjaxValueError(
+      WHERE,
+      expected=f"a step that is the same at every loss scale{of_loss}",
+      got=f"{got}: what is returned at {''.join(path)} changes with the scale",
+      fix=f"Pass the gradients of {grad_fn} to {update} unchanged, with penalties inside of "
+      "loss_fn, and clip inside: tx = mpjax.loss_scaling(optax.chain(clip, optimizer)). "
+      "mpjax.unscale is for logging alone. A loss that needs gradients itself takes those of "
+      "jax.grad.",
+    )
+
+  # Skipped at once, and after a step: momentum that is 0 at first stays 0.
+  if not never:
+    claims = {x: path for path, one in old.items() if one.sure for x in one.paths}
+    claims |= {x: path for path, unchanged in same.items() for x in unchanged}
+    moved_on = before | {x: after[path] for x, path in claims.items()}
+    _refuse_changes(scale, old, before, skipped.after)
+    _refuse_changes(scale, old, moved_on, run(_NAN, moved_on).after)
+  arrays = [path for path, one in old.items() if one.paths and is_inexact(returned[path])]
+  if any(_distance(returned[path], skipped.after[path]) for path in arrays):
     return None
   return _NEVER if never else _SAME
 
 
-def _runner(
-  step: Function, call: PyTree, scale: OwnedScale
-) -> tuple[Callable[..., _Run], ClosedJaxpr | None]:
-  """Returns a function that runs the step at a scale, and the jaxpr of the step if it has one."""
-  flat, treedef = jax.tree.flatten(call, is_leaf=is_nnx_variable)
-  places = [i for i, x in enumerate(flat) if is_nnx_variable(x) or hasattr(x, "dtype")]
-  inputs = [jnp.asarray(plain_array(flat[i])) for i in places]
-
-  def outcome(inputs: list[Array]) -> _Run:
-    new, shared = list(flat), dict[int, Leaf]()
-    for i, value in zip(places, inputs, strict=True):
-      new[i] = value
-      if is_nnx_variable(flat[i]):  # One that is tied stays so.
-        variable = jax.tree.unflatten(jax.tree.structure(flat[i]), [value])
-        new[i] = shared.setdefault(id(flat[i]), variable)
-    args, kwargs = treedef.unflatten(new)
-    out = step(*args, **kwargs)
-    if not shared and scale.label not in {one.label for one in scales_in(out)}:
-      raise _none_returned(out)
-    states = [one.state for one in scales_in((out, args, kwargs)) if one.label == scale.label]
-    written = _leaves((args, kwargs), variables=True)
-    return _Run([one for one in states if one is not None], _leaves(out) | written)
-
-  wide = program = None
-  with _quiet(), contextlib.suppress(Exception):  # What is wrong with the step it raises below.
-    traced, shapes = jax.make_jaxpr(outcome, return_shape=True)(inputs)
-    run_wide, structure = jax.jit(in_float32(traced)), jax.tree.structure(shapes)
-    jax.eval_shape(run_wide, *inputs)
-    program, wide = traced, lambda inputs: structure.unflatten(run_wide(*inputs))
-
-  def run(number: float, *, every: bool = False) -> _Run:
-    moving = [one for one in scales_in(call) if one.stored] if every else [scale]
-    marked = {id(one.stored.scale): number for one in moving} | {id(scale.stored.total): _MARK}
-    with _quiet():
-      values = [
-        jnp.full_like(x, marked[id(flat[i])]) if id(flat[i]) in marked else jnp.copy(x)
-        for i, x in zip(places, inputs, strict=True)
-      ]
-      return (outcome if wide is None else wide)(values)
-
-  return run, program
+def _places(paths: Iterable[Path]) -> set[Path]:
+  """Returns where the states of `mpjax.loss_scaling` are."""
+  return {path[: path.index(_FIELD)] for path in paths if _FIELD in path}
 
 
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-  with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-    yield
+def _carried(before: Leaves, after: Leaves) -> list[Path]:
+  """Returns the paths with which results begin as the arguments do, the optimizer's state included.
 
-
-def _leaves(tree: PyTree, *, variables: bool = False, scales: bool = False) -> dict[Path, Leaf]:
-  """Returns the arrays in a tree by their paths, or only variables; perhaps those of scales too."""
-  pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_nnx_variable)
-  arrays = [one for one in pairs if is_nnx_variable(one[1]) or hasattr(one[1], "dtype")]
-  named = {
-    tuple(jax.tree_util.keystr((key,)) for key in path): plain_array(x)
-    for path, x in arrays
-    if is_nnx_variable(x) or not variables
-  }
-  return named if scales else {path: x for path, x in named.items() if _FIELD not in path}
-
-
-def _old_versions(path: Path, before: dict[Path, Leaf]) -> tuple[bool, dict[Path, Leaf]]:
-  """Returns the arguments that a leaf may be the new version of, and whether their names say so.
-
-  Of those of its type, the ones whose paths end as its own does, as far as any does.
+  Behind that state a floating number ends them, since it may be a loss.
   """
-  shared = {}
-  for other in before:
-    same = [a == b for a, b in zip(reversed(path), reversed(other), strict=False)]
-    length = [*same, False].index(False)
-    # Positions alone say nothing: a batch may be where the loss is returned.
-    has_name = any(not key[1:-1].isdigit() for key in path[len(path) - length :])
-    shared[other] = length if has_name else 0
-  best = max(shared.values(), default=0)
-  return best > 0, {other: before[other] for other, length in shared.items() if length == best}
+  paths, has_state = list[Path](), False
+  for path, other in zip(sorted(before), sorted(after), strict=False):
+    x = before[path]
+    is_loss = has_state and _FIELD not in path and x.shape == () and is_inexact(x)
+    if path != other or _type(x) != _type(after[path]) or is_loss:
+      break
+    paths.append(path)
+    has_state = has_state or _FIELD in path
+  return paths if has_state else []
+
+
+def _old_versions(
+  path: Path, new: Leaf, before: Leaves, places: set[Path], carried: list[Path]
+) -> _Version:
+  """Returns the arguments that a returned leaf may be the new version of.
+
+  Of those of its type the ones whose paths end as its own does, as far as any does: by names, for
+  an index says nothing but of what is `carried`. The optimizer's state is at `places`.
+  """
+  shared = dict[Path, int]()
+  for other, x in before.items():
+    if _FIELD not in other and _type(x) == _type(new):
+      equal = [a == b for a, b in zip(reversed(path), reversed(other), strict=False)]
+      length = [*equal, False].index(False)
+      is_named = any(not key[1:-1].isdigit() for key in path[len(path) - length :])
+      shared[other] = length if is_named or (path == other and path in carried) else 0
+  most = max(shared.values(), default=0)
+  paths = [other for other, length in shared.items() if length == most]
+  # What is beside the optimizer's state, and no floating array, may count calls.
+  beside = any(place[: len(x) - 1] == x[:-1] for place in places for x in paths)
+  return _Version(paths, most > 0 and (is_inexact(new) or not beside))
 
 
 def _type(x: Leaf) -> tuple[object, ...]:
   return jnp.shape(x), "float32" if is_half(x) else str(x.dtype)
 
 
-def _is_log(last: Leaf) -> bool:
-  """Whether a leaf is of gradients or updates: not finite, or zero, where a step is skipped."""
-  x = _numbers(last)
-  return not np.any(x) or not np.all(np.isfinite(x))
+def _differs(old: Leaf, values: Sequence[Leaf], tolerance: float) -> bool:
+  """Whether values are apart, measured by how far they are from the old one."""
+  apart = max(_distance(values[0], value) for value in values)
+  return apart > tolerance * max(_distance(old, value) for value in values)
+
+
+def _unchanged(paths: Sequence[Path], start: Leaves, new: Leaf) -> list[Path]:
+  return [path for path in paths if not _distance(start[path], new)]
+
+
+def _refuse_changes(
+  scale: OwnedScale, versions: dict[Path, _Version], start: Leaves, after: Leaves
+) -> None:
+  """Raises if an argument is not among what a skipped step returns.
+
+  Of several that may be its new version one alone is; others are logs, of gradients say. Zeros are
+  the updates of a skipped step.
+  """
+  same = {path: _unchanged(one.paths, start, after[path]) for path, one in versions.items()}
+  settled = {x for unchanged in same.values() for x in unchanged}
+  for path, one in versions.items():
+    is_new = one.sure and not same[path] and not settled.issuperset(one.paths)
+    if not is_new or not np.any(_numbers(after[path])):
+      continue
+    fix = (
+      "Take it back by mpjax.select_tree(mpjax.last_step_finite(opt_state), new, old), put "
+      "momentum inside of mpjax.loss_scaling, or use mpjax.make_train_step."
+    )
+    if scale.in_variables:
+      fix = "Wrap the step: @mpjax.nnx.atomic_step takes back all that it has written."
+    raise MpjaxValueError(
+      WHERE,
+      expected="a step that changes nothing when it is skipped",
+      got=f"another {''.join(path)}",
+      fix=f"{fix} An integer or a key that is meant to move, such as a data cursor, belongs "
+      "directly into a container that holds the optimizer's state too, or the step closes over "
+      "it; what is only logged, into a dict of names that no argument has.",
+    )
 
 
 def _numbers(x: Leaf) -> np.ndarray:
@@ -290,45 +316,15 @@ def _refuse_float16(program: ClosedJaxpr | None) -> None:
   results = [v.aval for x in eqns if x.primitive is not convert_element_type_p for v in x.outvars]
   if any(getattr(aval, "dtype", None) == jnp.float16 for aval in results):
     raise MpjaxValueError(
-      _WHERE,
+      WHERE,
       expected="a loss scale, since the step computes in float16, whose gradients underflow",
       got="NoLossScale()",
       fix="Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16.",
     )
 
 
-def _wrong_step(scale: OwnedScale, path: Path, *, rises: bool, never: bool) -> MpjaxValueError:
-  grad_fn, update = _calls(scale)
-  what = (
-    "gradients that were unscaled twice, or clipped (or normalised) while they were scaled, or "
-    "some that were never scaled among others"
-  )
-  if never or rises:
-    carry = "gradients that still carry the loss scale, or carry it twice"
-    what = "gradients that were never scaled" if never else carry
-  return MpjaxValueError(
-    _WHERE,
-    expected=f"a step that is the same at every loss scale{_of_loss(scale)}",
-    got=f"{what}: what is returned at {''.join(path)} changes with the scale",
-    fix=f"Pass the gradients of {grad_fn} to {update} unchanged, with penalties inside of loss_fn, "
-    "and clip inside: tx = mpjax.loss_scaling(optax.chain(clip, optimizer)). mpjax.unscale is for "
-    "logging alone. A loss that needs gradients itself takes those of jax.grad.",
-  )
-
-
-def _not_skipped(scale: OwnedScale, path: str) -> MpjaxValueError:
-  return MpjaxValueError(
-    _WHERE,
-    expected="a step that changes nothing when it is skipped",
-    got=f"another {path}",
-    fix="Wrap the step: @mpjax.nnx.atomic_step takes back all that it has written."
-    if scale.in_variables
-    else "Take it back by mpjax.select_tree(mpjax.last_step_finite(opt_state), new, old), or use "
-    "mpjax.make_train_step.",
-  )
-
-
 def _warn_inconclusive(scale: OwnedScale, got: str) -> None:
+  of_loss, grad_fn, _ = _words(scale)
   fix = "Return the new opt_state, and call it for a step that updates."
   if got == _UNTOUCHED and scale.in_variables:
     fix = "Call optimizer.update(model, grads) in step."
@@ -339,29 +335,17 @@ def _warn_inconclusive(scale: OwnedScale, got: str) -> None:
       "parameters of low precision."
     )
   if got == _NEVER:
-    fix = f"Let {_calls(scale)[0]} make the gradients. {fix}"
-  expected = f"a step whose gradients{_of_loss(scale)} change what it returns"
-  text = message(_WHERE, expected=expected, got=f"{got}, so that nothing could be checked", fix=fix)
+    fix = f"Let {grad_fn} make the gradients. {fix}"
+  expected = f"a step whose gradients{of_loss} change what it returns"
+  text = message(WHERE, expected=expected, got=f"{got}, so that nothing could be checked", fix=fix)
   warnings.warn(text, UserWarning, stacklevel=3)
 
 
-def _of_loss(scale: OwnedScale) -> str:
-  return "" if scale.name is None else f" of the loss {scale.name!r}"
-
-
-def _calls(scale: OwnedScale) -> tuple[str, str]:
-  """Returns what makes the gradients of this loss scale, and what takes them."""
+def _words(scale: OwnedScale) -> tuple[str, str, str]:
+  """Returns whose scale it is, what makes gradients with it, and what takes them, for errors."""
+  name = "" if scale.name is None else f"name={scale.name!r}"
+  of_loss = name.replace("name=", " of the loss ")
   if scale.in_variables:
-    return "mpjax.value_and_grad(loss_fn, optimizer)", "optimizer.update"
-  name = "" if scale.name is None else f", name={scale.name!r}"
-  return f"mpjax.value_and_grad(loss_fn, opt_state{name})", "tx.update"
-
-
-def _none_returned(out: PyTree) -> MpjaxTypeError:
-  got, fix = "none in what step returned", "Return the new opt_state as well."
-  if nodes_of(out, LossScaleState):  # The update of a chain takes any tuple of its length apart.
-    got = "one that the update of another optimizer has taken apart in what step returned"
-    fix = (
-      "Update with the tx that mpjax.loss_scaling returned, not with the optimizer inside of it."
-    )
-  return MpjaxTypeError(_WHERE, expected=_STATE, got=got, fix=fix)
+    return of_loss, "mpjax.value_and_grad(loss_fn, optimizer)", "optimizer.update"
+  arguments = ", ".join(filter(None, ("loss_fn", "opt_state", name)))
+  return of_loss, f"mpjax.value_and_grad({arguments})", "tx.update"

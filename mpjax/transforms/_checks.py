@@ -16,6 +16,9 @@ from mpjax.transforms._trees import key_text
 
 T = TypeVar("T")
 
+FROM_ARGUMENTS = (AttributeError, LookupError, TypeError, ValueError)
+"""What code raises, that of JAX and optax too, to which arguments are not what it expects."""
+
 
 def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:
   """Raises unless all `axes` are mapped here: `pmin` itself fails with an AssertionError.

@@ -1,22 +1,124 @@
-"""A jaxpr run in float32 instead of float16 and bfloat16, so that nothing is lost on the way."""
+"""A training step run at a loss scale of choice, in float32, so that nothing is lost on the way."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
+from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.trees import half_to_float32, is_half
-from mpjax._core.types import Array, Leaf
+from mpjax._core.types import Array, Function, KeyPath, Leaf, PyTree
 from mpjax._jaxprs.atoms import Atom, dtype_of, retyped, shape_of
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.inner_jaxprs import Program, inner_jaxprs, mapped_with, opened, with_each
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
+from mpjax.transforms._checks import FROM_ARGUMENTS
+from mpjax.transforms._loss_scale import LossScaleState
+from mpjax.transforms._state import OwnedScale, plain_array, scales_in
+from mpjax.transforms._trees import is_nnx_variable, nodes_of
+
+Path: TypeAlias = tuple[str, ...]
+Leaves: TypeAlias = dict[Path, Leaf]
 
 _CALLS = {Holds.CALL, Holds.COMPOSITE, Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP}
+
+
+WHERE = "mpjax.check_loss_scaling(step)"
+EXPECTED_STATE = "the state of an optimizer created by mpjax.loss_scaling"
+_MARK = 2**30
+"""The count of steps that tells the scale under test from others in what the step returns."""
+
+
+class Run(NamedTuple):
+  states: list[LossScaleState]  # those with the label of the scale under test, wherever they are
+  after: Leaves  # what the step returned, and the variables that it was given
+
+  @property
+  def updated(self) -> list[LossScaleState]:
+    return [one for one in self.states if np.max(one.total) > _MARK]
+
+  @property
+  def finite(self) -> bool:
+    return all(bool(np.all(one.finite)) for one in self.updated)
+
+
+def step_runner(
+  step: Function, call: PyTree, scale: OwnedScale
+) -> tuple[Callable[..., Run], ClosedJaxpr | None]:
+  """Returns a function that runs the step at a scale, and the jaxpr of the step if it has one."""
+  flat = dict(arrays_in(call, plain=False))
+  inputs = {path: jnp.asarray(plain_array(x)) for path, x in flat.items()}
+
+  def outcome(inputs: Leaves) -> Run:
+    variables = dict[int, Leaf]()
+
+    def put(path: KeyPath, x: Leaf) -> Leaf:
+      value = inputs.get(_path(path), x)
+      if not is_nnx_variable(x):
+        return value
+      variable = jax.tree.unflatten(jax.tree.structure(x), [value])
+      return variables.setdefault(id(x), variable)  # One that is tied stays so.
+
+    new = jax.tree_util.tree_map_with_path(put, call, is_leaf=is_nnx_variable)
+    out = step(*new[:-1], **new[-1])
+    if not variables and scale.label not in {one.label for one in scales_in(out)}:
+      raise _none_returned(out)
+    states = [one.state for one in scales_in((out, new)) if one.label == scale.label]
+    written = {path: x for path, x in arrays_in(new) if is_nnx_variable(flat.get(path))}
+    return Run([one for one in states if one is not None], dict(arrays_in(out)) | written)
+
+  wide = program = None
+  with _quiet(), contextlib.suppress(*FROM_ARGUMENTS):  # It raises that again where it runs.
+    traced, shapes = jax.make_jaxpr(outcome, return_shape=True)(inputs)
+    run_wide, structure = jax.jit(in_float32(traced)), jax.tree.structure(shapes)
+    jax.eval_shape(run_wide, *jax.tree.leaves(inputs))
+    program, wide = traced, lambda x: structure.unflatten(run_wide(*jax.tree.leaves(x)))
+
+  def run(number: float, start: Leaves | None = None) -> Run:
+    # An inf or NaN belongs to all losses, and of several optimizers one alone may be skipped.
+    moving = [scale] if np.isfinite(number) else [one for one in scales_in(call) if one.stored]
+    marked = {id(one.stored.scale): number for one in moving} | {id(scale.stored.total): _MARK}
+    values = inputs | (start or {})
+    with _quiet():
+      values = {
+        path: jnp.full_like(x, marked[id(flat[path])]) if id(flat[path]) in marked else jnp.copy(x)
+        for path, x in values.items()
+      }
+      return outcome(values) if wide is None else wide(jax.tree.map(half_to_float32, values))
+
+  return run, program
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+  with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+    yield
+
+
+def arrays_in(tree: PyTree, *, plain: bool = True) -> Generator[tuple[Path, Leaf]]:
+  """Yields the arrays in a tree, those in variables too (or the variables), and their paths."""
+  for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx_variable):
+    if is_nnx_variable(x) or hasattr(x, "dtype"):
+      yield _path(path), plain_array(x) if plain else x
+
+
+def _path(path: KeyPath) -> Path:
+  return tuple(jax.tree_util.keystr((key,)) for key in path)
+
+
+def _none_returned(out: PyTree) -> MpjaxTypeError:
+  got, fix = "none in what step returned", "Return the new opt_state as well."
+  if nodes_of(out, LossScaleState):  # The update of a chain takes any tuple of its length apart.
+    got = "one that the update of another optimizer has taken apart in what step returned"
+    fix = (
+      "Update with the tx that mpjax.loss_scaling returned, not with the optimizer inside of it."
+    )
+  return MpjaxTypeError(WHERE, expected=EXPECTED_STATE, got=got, fix=fix)
 
 
 def in_float32(program: Program) -> Callable[..., list[Array]]:

@@ -143,6 +143,11 @@ def penalised_beside(params, opt_state, batch, loss_fn):
   return loss, jax.tree.map(jnp.add, grads, jax.grad(penalty)(params))
 
 
+def replaced(params, opt_state, batch, loss_fn):
+  loss, grads = right(params, opt_state, batch, loss_fn)
+  return loss, jax.tree.map(jnp.nan_to_num, grads)
+
+
 MISTAKES = {
   "never": (never, "gradients that were never scaled"),
   "twice": (twice, "gradients that were unscaled twice"),
@@ -151,6 +156,7 @@ MISTAKES = {
   "clip outside": (clipped_outside, "clipped (or normalised) while they were scaled"),
   "scaled twice": (scaled_twice, "carry it twice"),
   "beside": (penalised_beside, "some that were never scaled among others"),
+  "replaced": (replaced, "or whose inf and NaN were replaced"),
 }
 NAMED = [(mistake, "sgd", F16) for mistake in MISTAKES]
 NAMED += [(mistake, "adam", BF16) for mistake in ("never", "twice", "scaled twice")]
@@ -295,6 +301,86 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
   changed = refused(ValueError, WHERE, "changes nothing when it is skipped", "another ", "select_")
   with contextlib.nullcontext() if guarded else changed:
     mpjax.check_loss_scaling(jax.jit(step))((PARAMS, rest), tx.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("kind", ["of updates", "of gradients", "guarded"])
+def test_momentum_outside_of_the_scale(kind):
+  """It starts at 0, so that the very first step, if skipped, moves nothing by it."""
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+
+  @jax.jit
+  def step(params, opt_state, velocity, batch):
+    old = params, velocity
+    add = lambda x, v: x + 0.9 * v  # noqa: E731
+    _, change = right(params, opt_state, batch, loss_fn)
+    if kind == "of gradients":
+      change = velocity = jax.tree.map(add, change, velocity)
+    change, opt_state = tx.update(change, opt_state, params)
+    if kind != "of gradients":
+      change = velocity = jax.tree.map(add, change, velocity)
+    new = optax.apply_updates(params, change), velocity
+    if kind == "guarded":
+      new = mpjax.select_tree(mpjax.last_step_finite(opt_state), new, old)
+    return new[0], opt_state, new[1]
+
+  changed = refused(ValueError, WHERE, "when it is skipped", "another ", "put momentum inside of")
+  with contextlib.nullcontext() if kind == "guarded" else changed:
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), zeros, BATCH)
+
+
+BARE = {"before the state": "[1]", "after the state": "[2]", "a carry": "[0][2]"}
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_arrays_without_names_are_known_by_their_places(kind):
+  """But a loss may be where a number of the batch is, and outputs where labels are."""
+  tx, (x, y), w = mpjax.loss_scaling(optax.adam(0.1)), BATCH, jnp.ones(4)
+
+  def arranged(w, mean, opt_state):
+    in_order = {"before the state": (w, mean, opt_state), "after the state": (w, opt_state, mean)}
+    return in_order.get(kind, ((opt_state, w, mean),))
+
+  def step(guarded, *args):
+    places, *_ = arranged(0, 1, 2) if kind == "a carry" else (arranged(0, 1, 2),)
+    carry = dict(zip(places, args[0] if kind == "a carry" else args, strict=False))
+    (w, mean, opt_state), (weight, y) = (carry[i] for i in range(3)), args[-2:]
+    errors = lambda w: weight * (x @ w - y)  # noqa: E731
+    loss, grads = mpjax.value_and_grad(lambda w: jnp.mean(errors(w) ** 2), opt_state)(w)
+    updates, opt_state = tx.update(grads, opt_state, w)
+    new = mean + jnp.mean(x, axis=0)
+    new = mpjax.select_tree(mpjax.last_step_finite(opt_state), new, mean) if guarded else new
+    return *arranged(optax.apply_updates(w, updates), new, opt_state), loss, errors(w)
+
+  args = (*arranged(w, 2 * w, tx.init(w)), F32(1), y)
+  mpjax.check_loss_scaling(functools.partial(step, True))(*args)
+  with refused(
+    ValueError, WHERE, "when it is skipped", f"another {BARE[kind]}.", "no argument has"
+  ):
+    mpjax.check_loss_scaling(functools.partial(step, False))(*args)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["beside the optimizer", "elsewhere"])
+def test_keys_and_cursors_may_move_beside_the_state_of_the_optimizer(inside):
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.adam(0.1)))
+  moving = {"key": jax.random.key(0), "cursor": jnp.zeros((), jnp.int32)}
+
+  @jax.jit
+  def step(state, batch):
+    params, opt_state = state["params"], state["opt_state"]
+    updates, opt_state = tx.update(right(params, opt_state, batch, loss_fn)[1], opt_state, params)
+    moved = state.get("data", state)
+    moved = {"key": jax.random.split(moved["key"])[0], "cursor": moved["cursor"] + 1}
+    new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
+    return new | ({"data": moved} if inside else moved)
+
+  state = {"params": PARAMS, "opt_state": tx.init(PARAMS)} | (
+    {"data": moving} if inside else moving
+  )
+  fix = "a container that holds the optimizer's state too, or the step closes over it"
+  changed = refused(ValueError, WHERE, "when it is skipped", "another ['data']['cursor']", fix)
+  with changed if inside else contextlib.nullcontext():
+    mpjax.check_loss_scaling(step)(state, BATCH)
 
 
 def test_the_step_of_a_flax_train_state_may_count_skipped_steps():
