@@ -12,6 +12,7 @@ from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._core.validators import check_int, check_scalar
 from mpjax.transforms._checks import (
+  FROM_ARGUMENTS,
   check_inner,
   check_state,
   init_inner,
@@ -184,7 +185,7 @@ def _reads_value(
 
   try:
     jaxpr = jax.make_jaxpr(update)(params, inner_state, np.float32(1)).jaxpr
-  except Exception:  # It wants more arguments, which only update will have.
+  except FROM_ARGUMENTS:  # It wants more arguments, which only update will have.
     return True
   value = jaxpr.invars[-1]
   used = [v for eqn in jaxpr.eqns for v in eqn.invars]

@@ -16,7 +16,7 @@ from mpjax.transforms._trees import key_text
 
 T = TypeVar("T")
 
-FROM_ARGUMENTS = (AttributeError, LookupError, TypeError, ValueError)
+FROM_ARGUMENTS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What code raises, that of JAX and optax too, to which arguments are not what it expects."""
 
 
@@ -96,7 +96,7 @@ def init_inner(
       alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
       try:
         inner.init(treedef.unflatten(alone))
-      except Exception:
+      except FROM_ARGUMENTS:
         return True
       return False
 
@@ -134,7 +134,7 @@ def update_inner(
     return inner.update(grads, state, params, **extra_args)
   except MpjaxError:
     raise
-  except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+  except FROM_ARGUMENTS as error:
     own = _init_structure(inner, grads if params is None else params)
     if own is None or own == jax.tree.structure(state):
       raise
@@ -150,7 +150,7 @@ def _init_structure(inner: optax.GradientTransformationExtraArgs, params: Params
   """Returns the structure of the state that `inner` starts from, or None if it cannot be told."""
   try:
     return jax.tree.structure(jax.eval_shape(inner.init, params))
-  except Exception:
+  except FROM_ARGUMENTS:
     return None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from mpjax._core.bits import changes_nothing, is_nonzero
-from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
 from mpjax._core.trees import is_inexact, pick
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import check_inner, check_params, check_state
@@ -149,7 +149,8 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
   """Returns what `mpjax.monitor` counted in the last applied step.
 
   Args:
-    opt_state: a state that holds that of `mpjax.monitor`, after an `update`.
+    opt_state: a state that holds that of `mpjax.monitor`, or several for parts of the tree, after
+      an `update`.
 
   Returns:
     A dict for each parameter, by its path ("Dense_0.kernel"), of int32 arrays of shape ():
@@ -164,6 +165,7 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
 
   Raises:
     MpjaxTypeError: the state keeps no counts.
+    MpjaxValueError: it has several of one parameter.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> opt_state = mpjax.monitor(optax.sgd(0.1)).init({"w": jnp.ones(2)})
@@ -178,8 +180,15 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
       got=f"a {type(opt_state).__name__} without a monitor",
       fix="Write tx = mpjax.monitor(mpjax.loss_scaling(inner)), and make the state with its init.",
     )
+  each = [item for state in states for item in state.counts.items()]
+  if len(dict(each)) < len(each):
+    raise MpjaxValueError(
+      "mpjax.monitor_counts(opt_state)",
+      expected="monitors of separate parts of one tree, as in optax.multi_transform",
+      got=f"{len(states)} that count the same parameters",
+      fix="Pass the state of one optimizer alone.",
+    )
   keys = ("size", "zero_gradients", "updates", "lost_updates")
   return {
-    path: {key: plain_array(counts)[..., i] for i, key in enumerate(keys)}
-    for path, counts in states[0].counts.items()
+    path: {key: plain_array(counts)[..., i] for i, key in enumerate(keys)} for path, counts in each
   }

@@ -28,7 +28,13 @@ from mpjax._core.types import (
 )
 from mpjax._core.validators import check_flag
 from mpjax.transforms._apply_updates import check_rounding, round_stochastically
-from mpjax.transforms._checks import check_inner, check_state, init_inner, update_inner
+from mpjax.transforms._checks import (
+  FROM_ARGUMENTS,
+  check_inner,
+  check_state,
+  init_inner,
+  update_inner,
+)
 
 Order = Literal["first", "second"]
 
@@ -217,7 +223,7 @@ def _warn_of_decays(
       _, state = inner.update(zeros, _map_moments(ones, state, containers), single)
       note = lambda x, order: decays.add(float(x.max())) if order == "second" else x  # noqa: E731
       _map_moments(note, state, containers)
-  except Exception:  # It wants more arguments, other shapes, or a traced learning rate.
+  except FROM_ARGUMENTS:  # It wants more arguments, other shapes, or a traced learning rate.
     return
   stops = ((_settled(decay, dtype), decay) for decay in decays if 0 < decay < 1)
   reached, decay = min(stops, default=(1.0, 0.0))

@@ -125,6 +125,16 @@ def test_in_an_nnx_optimizer_parameters_have_the_same_names_at_init_and_update()
   assert {name: int(one["updates"]) for name, one in counts.items()} == {"bias": 2, "kernel": 6}
 
 
+def test_monitors_of_parts_of_a_tree_count_all_of_it():
+  """The first alone was reported."""
+  params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3)}}
+  parts = {label: mpjax.monitor(optax.sgd(0.1)) for label in "xy"}
+  tx = mpjax.loss_scaling(optax.multi_transform(parts, {"a": "x", "b": "y"}))
+  _, state = tx.update(params, tx.init(params), params)
+  counts = mpjax.monitor_counts(state)
+  assert {name: int(one["size"]) for name, one in counts.items()} == {"a": 2, "b.c": 3}
+
+
 def test_errors():
   params, fix = {"w": jnp.ones(2)}, "tx.update(grads, opt_state, params)"
   plain = mpjax.loss_scaling(optax.sgd(0.1))
@@ -136,6 +146,9 @@ def test_errors():
     mpjax.monitor_counts(plain.init(params))
   with refused(TypeError, "update(state)", "the state", "a LossScalingState", "init"):
     tx.update(params, plain.init(params), params)
+  two, got = (tx.init(params), tx.init(params)), "2 that count the same parameters"
+  with refused(ValueError, where, "monitors of separate parts", got, "of one optimizer alone"):
+    mpjax.monitor_counts(two)
   got, fix = "one inside of mpjax.monitor", "leave apply= out"
   with refused(TypeError, "update(apply)", "to be outermost", got, fix):
     tx.update(params, tx.init(params), params, apply=lambda params, updates, state: params)
