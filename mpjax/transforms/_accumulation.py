@@ -174,10 +174,8 @@ def _check_extra(extra_args: Mapping[str, Leaf], where: str) -> None:
 def _reads_value(
   inner: optax.GradientTransformationExtraArgs, params: Params, inner_state: OptState
 ) -> bool:
-  """Whether `inner` reads `value=`; only then the state holds a sum of it.
-
-  A chain takes any extra argument, so that no signature says it, but the jaxpr of `update` does.
-  """
+  """Whether `inner` reads `value=`; only then the state holds a sum of it."""
+  # A chain takes any extra argument, so that no signature says it, but the jaxpr of `update` does.
   ours = {"grads_finite": True, "loss_scale": np.float32(1)}
 
   def update(params: Params, state: OptState, value: Array) -> PyTree:

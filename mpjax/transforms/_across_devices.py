@@ -21,11 +21,9 @@ _HOW = ("sum", "same")
 def localise(
   params: Params, axes: tuple[Hashable, ...]
 ) -> tuple[Params, Callable[[PyTree], PyTree]]:
-  """Returns the parameters as each device's own, and a function that does so to other trees.
-
-  Of replicated parameters the gradient that `jax.grad` returns inside of a `shard_map` is already
-  summed over devices, in the dtype of the matmul. Of a device's own ones it is not.
-  """
+  """Returns the parameters as each device's own, and a function that does so to other trees."""
+  # Of replicated parameters the gradient that `jax.grad` returns inside of a `shard_map` is already
+  # summed over devices, in the dtype of the matmul. Of a device's own ones it is not.
   manual = tuple(name for name in axes if name in jax.sharding.get_abstract_mesh().manual_axes)
   if not manual:
     return params, lambda tree: tree
@@ -51,16 +49,11 @@ def common_state(
   axes: tuple[Hashable, ...],
   integer_state: IntegerState,
 ) -> PyTree:
-  """Returns the model state that all devices continue with.
-
-  What no device has changed is what it was. Floating leaves are averaged in float32, keys are the
-  same everywhere, and of integers and booleans `integer_state` says which they are. "sum" adds what
-  each device has added: a counter that is set back would go down once for each device.
-  `unchanged` says for each leaf whether the loss function returns it as it was given it.
-
-  Raises:
-    MpjaxValueError: an integer changes of which nothing is said, or a path names no leaf.
-  """
+  """Returns the model state that all devices continue with."""
+  # What no device has changed is what it was. Floating leaves are averaged in float32, keys are the
+  # same everywhere, and of integers and booleans `integer_state` says which they are. "sum" adds
+  # what each device has added: a counter that is set back would go down once for each device.
+  # `unchanged` says for each leaf whether the loss function returns it as it was given it.
   leaves, structure = jax.tree_util.tree_flatten_with_path(new)
   paths = [path_text(path) for path, _ in leaves]
   known = [_how(path, integer_state) for path in paths]

@@ -217,10 +217,8 @@ def _places(paths: Iterable[Path]) -> set[Path]:
 
 
 def _carried(before: Leaves, after: Leaves) -> list[Path]:
-  """Returns the paths with which results begin as the arguments do, the optimizer's state included.
-
-  Behind that state a floating number ends them, since it may be a loss.
-  """
+  """Returns the paths with which results begin as the arguments do, with the optimizer's state."""
+  # Behind that state a floating number ends them, since it may be a loss.
   paths, has_state = list[Path](), False
   for path, other in zip(sorted(before), sorted(after), strict=False):
     x = before[path]
@@ -235,11 +233,9 @@ def _carried(before: Leaves, after: Leaves) -> list[Path]:
 def _old_versions(
   path: Path, new: Leaf, before: Leaves, places: set[Path], carried: list[Path]
 ) -> _Version:
-  """Returns the arguments that a returned leaf may be the new version of.
-
-  Of those of its type the ones whose paths end as its own does, as far as any does: by names, for
-  an index says nothing but of what is `carried`. The optimizer's state is at `places`.
-  """
+  """Returns the arguments that a returned leaf may be the new version of."""
+  # Of those of its type the ones whose paths end as its own does, as far as any does: by names, for
+  # an index says nothing but of what is `carried`. The optimizer's state is at `places`.
   shared = dict[Path, int]()
   for other, x in before.items():
     if _FIELD not in other and _type(x) == _type(new):
@@ -271,11 +267,9 @@ def _unchanged(paths: Sequence[Path], start: Leaves, new: Leaf) -> list[Path]:
 def _refuse_changes(
   scale: OwnedScale, versions: dict[Path, _Version], start: Leaves, after: Leaves
 ) -> None:
-  """Raises if an argument is not among what a skipped step returns.
-
-  Of several that may be its new version one alone is; others are logs, of gradients say. Zeros are
-  the updates of a skipped step.
-  """
+  """Raises if an argument is not among what a skipped step returns."""
+  # Of several that may be its new version one alone is; others are logs, of gradients say. Zeros
+  # are the updates of a skipped step.
   same = {path: _unchanged(one.paths, start, after[path]) for path, one in versions.items()}
   settled = {x for unchanged in same.values() for x in unchanged}
   for path, one in versions.items():

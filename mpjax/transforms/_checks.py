@@ -21,10 +21,8 @@ FROM_ARGUMENTS = (AttributeError, LookupError, RuntimeError, TypeError, ValueErr
 
 
 def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:
-  """Raises unless all `axes` are mapped here: `pmin` itself fails with an AssertionError.
-
-  `call` is what has to be called inside of what maps them.
-  """
+  """Raises unless all `axes` are mapped here: `pmin` itself fails with an AssertionError."""
+  # `call` is what has to be called inside of what maps them.
   for name in axes:
     try:
       jax.lax.axis_size(name)
@@ -54,10 +52,9 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
 def take_extra_args(
   inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns `inner`, made to ignore extra arguments that its `update` does not name.
-
-  optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it knows.
-  """
+  """Returns `inner`, made to ignore extra arguments that its `update` does not name."""
+  # optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it
+  # knows.
   inner = optax.with_extra_args_support(inner)
   parameters = inspect.signature(inner.update).parameters
   if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -75,15 +72,10 @@ def take_extra_args(
 def init_inner(
   inner: optax.GradientTransformationExtraArgs, params: Params, where: str
 ) -> OptState:
-  """Returns `inner.init(params)`, and names the parameters that it does not take.
-
-  optax says which labels of a `multi_transform` have no transformation, but not where they are, and
-  returns neither labels nor their function. So each parameter is tried by itself; a tree of
-  labels that was fixed beforehand fails even without parameters, and then no path can be told.
-
-  Raises:
-    MpjaxValueError: `init` raises a ValueError, or there are parameters that no optimizer moves.
-  """
+  """Returns `inner.init(params)`, and names the parameters that it does not take."""
+  # optax says which labels of a `multi_transform` have no transformation, but not where they are,
+  # and returns neither labels nor their function. So each parameter is tried by itself; a tree of
+  # labels that was fixed beforehand fails even without parameters, and then no path can be told.
   _refuse_overwritten(params, where)
   try:
     return inner.init(params)
@@ -125,11 +117,7 @@ def update_inner(
   extra_args: Mapping[str, PyTree],
   where: str,
 ) -> tuple[Updates, OptState]:
-  """Returns `inner.update(...)`; where that fails because the state is another's, says so.
-
-  Raises:
-    MpjaxTypeError: `state` has not the structure of `inner.init(params)`, and `update` raises.
-  """
+  """Returns `inner.update(...)`; where that fails because the state is another's, says so."""
   try:
     return inner.update(grads, state, params, **extra_args)
   except MpjaxError:

@@ -122,10 +122,8 @@ def _none_returned(out: PyTree) -> MpjaxTypeError:
 
 
 def in_float32(program: Program) -> Callable[..., list[Array]]:
-  """Returns a function that runs a jaxpr, with float32 for each value of 16 bits.
-
-  What takes no float32, a kernel or an operation on bits, runs as it was written.
-  """
+  """Returns a function that runs a jaxpr, with float32 for each value of 16 bits."""
+  # What takes no float32, a kernel or an operation on bits, runs as it was written.
   jaxpr, consts = opened(program), getattr(program, "consts", ())
 
   def run(*operands: Leaf) -> list[Array]:

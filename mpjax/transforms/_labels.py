@@ -46,11 +46,9 @@ class Label(NamedTuple):
 
 
 def write_label(config: LossScale, name: str | None = None) -> str:
-  """Returns the key for a configuration.
-
-  `init_scale` is left out, since the state's own scale replaces it, and so are defaults: a
-  field that a later version adds does not change the text of older states.
-  """
+  """Returns the key for a configuration."""
+  # `init_scale` is left out, since the state's own scale replaces it, and so are defaults: a field
+  # that a later version adds does not change the text of older states.
   changed = [
     f"{field.name}={getattr(config, field.name):.9g}"
     for field in dataclasses.fields(config)
@@ -88,11 +86,7 @@ def label_configs(
 def by_loss(
   tree: PyTree, configs: Mapping[str, LossScale], several: bool, where: str
 ) -> dict[str, PyTree]:
-  """Returns what belongs to each label: an entry of `tree`, or all of it if not `several`.
-
-  Raises:
-    MpjaxValueError: `tree` is no dict with the names of the losses.
-  """
+  """Returns what belongs to each label: an entry of `tree`, or all of it if not `several`."""
   if not several:
     return dict.fromkeys(configs, tree)
   names = {str(parse_label(label).name): label for label in configs}

@@ -64,18 +64,10 @@ def adjust(
   first_bad: Array,
   all_finite: Array | None = None,
 ) -> LossScaleState:
-  """Returns the state after a step.
-
-  The scale follows the gradients of its own loss alone; what counts as skipped follows `applied`.
-
-  Args:
-    config: the configuration that made the state.
-    state: the state before the step, with the scale that this step's loss was multiplied by.
-    finite: scalar bool, whether the gradients (and the loss) were finite.
-    applied: scalar bool, whether the step was applied; False wherever a gradient was not finite.
-    first_bad: scalar int32, the position of the first non-finite gradient leaf.
-    all_finite: scalar bool, whether the gradients of all losses were, where there are several.
-  """
+  """Returns the state after a step."""
+  # The scale follows the gradients of its own loss alone; what counts as skipped follows `applied`.
+  # `finite` is about the gradients (and the loss) of this loss, `all_finite` about those of all;
+  # `first_bad` is the position of its first gradient leaf that is not finite.
   dynamic = isinstance(config, DynamicLossScale)
   new = {"finite": finite, "applied": applied, "first_bad": first_bad}
   new["all_finite"] = finite if all_finite is None else all_finite
@@ -127,13 +119,11 @@ def _count_up(count: Array, by_one: Array | bool) -> Array:
 
 
 def unscale_tree(grads: Grads, scale: Array | None) -> Grads:
-  """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves keep their dtype).
-
-  The cast comes first: in float16 the quotient would underflow. XLA turns the division into a
-  multiplication by 1/scale, which is exact for a power of two and otherwise within 1 ulp of the
-  gradient; the limits of a scale keep the reciprocal a normal number. Leaves that are no floating
-  or complex numbers are returned as they are. Without a scale, leaves are only cast.
-  """
+  """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves as they are)."""
+  # The cast comes first: in float16 the quotient would underflow. XLA turns the division into a
+  # multiplication by 1/scale, which is exact for a power of two and otherwise within 1 ulp of the
+  # gradient; the limits of a scale keep the reciprocal a normal number. Leaves that are no floating
+  # or complex numbers are returned as they are. Without a scale, leaves are only cast.
   return jax.tree.map(lambda g: _unscale_leaf(g, scale), grads)
 
 

@@ -293,11 +293,9 @@ class _Losses(NamedTuple):
   def watched(
     self, label: str, grads: Grads, losses: Mapping[str, PyTree], exact: bool = False
   ) -> list[Leaf]:
-    """What has to be finite for a loss.
-
-    Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else, if
-    `exact`, the gradients: then no quotient has to be kept in memory until the decision.
-    """
+    """What has to be finite for a loss."""
+    # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else, if
+    # `exact`, the gradients: then no quotient has to be kept in memory until the decision.
     exact = exact and parse_label(label).limits[0] >= 1
     seen = grads if exact else unscale_tree(grads, self.old[label].scale)
     return jax.tree.leaves((seen, losses.get(label)))

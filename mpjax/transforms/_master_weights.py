@@ -161,14 +161,9 @@ def master_weights(
 
 
 def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
-  """Returns `opt_state`, made for a float32 view of `params`, with the masters that it lacks.
-
-  A wrapper that shows float32 to what is inside hides from `master_weights` which parameters are
-  stored in low precision; it calls this after `init`, and `reach_masters` after `update`.
-
-  Raises:
-    MpjaxTypeError: a tree of masters does not have the structure of the parameters.
-  """
+  """Returns `opt_state`, made for a float32 view of `params`, with the masters that it lacks."""
+  # A wrapper that shows float32 to what is inside hides from `master_weights` which parameters are
+  # stored in low precision; it calls this after `init`, and `reach_masters` after `update`.
   problems = []
 
   def adopt(state: MasterWeightsState) -> MasterWeightsState:
@@ -196,10 +191,8 @@ def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
 
 
 def reach_masters(params: Params, updates: Updates, opt_state: OptState) -> Updates:
-  """Returns `updates` that lead every parameter with a master to the rounded master.
-
-  Those of a master that is split do so already.
-  """
+  """Returns `updates` that lead every parameter with a master to the rounded master."""
+  # Those of a master that is split do so already.
   for state in nodes_of(opt_state, MasterWeightsState):
     updates = map_masters(reach, state.master, params, updates)
   return updates
@@ -316,10 +309,8 @@ def set_master_params(opt_state: T, params: Params) -> T:
 
 
 def merged_masters(opt_state: OptState, params: Params = None) -> Params:
-  """Returns the masters in `opt_state`, with None for what is its own; or None if it has none.
-
-  A master that is split is there if its parameters are, else there is a None.
-  """
+  """Returns the masters in `opt_state`, with None for what is its own; or None if it has none."""
+  # A master that is split is there if its parameters are, else there is a None.
   if not nodes_of(opt_state, MasterWeightsState):
     return None
   merged = merge_masters(_require(opt_state, ""), "")

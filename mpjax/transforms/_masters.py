@@ -81,11 +81,7 @@ def update_shown(
   extra_args: Mapping[str, PyTree],
   where: str,
 ) -> tuple[Updates, OptState]:
-  """Returns `update_inner` of an `inner` that is shown `params` in float32.
-
-  Raises:
-    MpjaxValueError: something is split, and `params` are not what it was split from.
-  """
+  """Returns `update_inner` of an `inner` that is shown `params` in float32."""
   states = nodes_of(state, MasterWeightsState)
   view = None if params is None else float32_view(params)
   if any(map(is_shown, states)):  # A wrapper around this one shows them, and has looked at them.
@@ -135,10 +131,8 @@ def next_entry(old: Leaf, moved: Leaf, param: Leaf, update: Leaf) -> Leaf:
 
 
 def check_split(master: PyTree, params: Params, where: str, *, view: bool) -> None:
-  """Raises if parameters of which a state holds the remainders are not there, or are others.
-
-  `view` says whether they may be bfloat16 in float32, as wrappers show it.
-  """
+  """Raises if parameters of which a state holds the remainders are not there, or are others."""
+  # `view` says whether they may be bfloat16 in float32, as wrappers show it.
   problems = []
   dtypes = (jnp.bfloat16, jnp.float32) if view else (jnp.bfloat16,)
 
@@ -173,10 +167,8 @@ def merge_masters(states: Iterable[MasterWeightsState], where: str) -> PyTree:
 
 
 def _merge(a: PyTree, b: PyTree, where: str) -> PyTree:
-  """Returns two trees of masters in one.
-
-  Where one has a hole, which may replace an entire subtree, the other's subtree is taken.
-  """
+  """Returns two trees of masters in one."""
+  # Where one has a hole, which may replace an entire subtree, the other's subtree is taken.
   if is_hole(a) or is_hole(b):
     return b if is_hole(a) else a
   a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)

@@ -189,11 +189,9 @@ def _refuse_tracers(x: Leaf, where: str) -> None:
 
 
 def _may_be_variables(params: Params) -> bool:
-  """Whether a tree may hold more than parameters: positions in it are not those of gradients then.
-
-  Variables of Linen and models of NNX do. A tree of parameters may look the same, as that of a
-  model with a submodule called "params".
-  """
+  """Whether a tree may hold more than parameters: its positions are not those of gradients then."""
+  # Variables of Linen and models of NNX do. A tree of parameters may look the same, as that of a
+  # model with a submodule called "params".
   variables = isinstance(params, Mapping) and "params" in params and len(params) > 1
   return variables or is_nnx_object(params)
 
@@ -271,10 +269,8 @@ def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Para
 
 
 def _paths(opt_state: OptState, owner: LossScalingState, params: Params) -> list[str] | None:
-  """Returns the paths of the parameters that `owner` sees, or None if they cannot be known.
-
-  A mask around it hides some of them.
-  """
+  """Returns the paths of the parameters that `owner` sees, or None if they cannot be known."""
+  # A mask around it hides some of them.
   masks = nodes_of(opt_state, (optax.MaskedState, optax.PartitionState))
   masked = any(one is owner for mask in masks for one in nodes_of(mask, LossScalingState))
   variables = _may_be_variables(params) and not _has_moments_of(params, owner)

@@ -24,11 +24,9 @@ _STATE_FIX = (
 
 
 def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, OptState]:
-  """Returns `step(old)`, or updates that change nothing and the old state.
-
-  By `jax.lax.cond`, but outside of `jit` by a plain call: `cond` would compile both branches again
-  each time, since they are new functions.
-  """
+  """Returns `step(old)`, or updates that change nothing and the old state."""
+  # By `jax.lax.cond`, but outside of `jit` by a plain call: `cond` would compile both branches
+  # again each time, since they are new functions.
   if not isinstance(condition, Tracer):
     if condition:
       return step(old)
@@ -52,11 +50,9 @@ def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, 
 def step_or_select(
   applied: Array | None, step: Step, old: OptState, where: str
 ) -> tuple[Updates, OptState]:
-  """Returns what `step_or_skip` does; where both are computed anyway, selects from them.
-
-  Nothing is skipped where `applied` is None. `where` is for the error about a new state that is
-  unlike the old one.
-  """
+  """Returns what `step_or_skip` does; where both are computed anyway, selects from them."""
+  # Nothing is skipped where `applied` is None. `where` is for the error about a new state that is
+  # unlike the old one.
   if applied is None:
     return step(old)
   traced = isinstance(applied, Tracer)
@@ -76,10 +72,8 @@ def step_or_select(
 
 
 def nothing_like(updates: Updates) -> Updates:
-  """Returns updates that leave every parameter's bits alone: p + -0.0 is p, and -0.0 + 0.0 is not.
-
-  `updates` may be what `jax.eval_shape` says of them.
-  """
+  """Returns updates that leave all bits of parameters alone: p + -0.0 is p, -0.0 + 0.0 is not."""
+  # `updates` may be what `jax.eval_shape` says of them.
   return jax.tree.map(lambda u: jnp.full_like(u, nothing(u.dtype)), updates)
 
 
@@ -102,24 +96,20 @@ def nothing(dtype: DType) -> complex:
 
 
 def compiled_for_cpu() -> Array:
-  """Returns whether the step is compiled for a CPU, a constant once it is compiled.
-
-  There XLA does not compute several results in one loop. Where both the new state and the updates
-  read the old state, a donated buffer is then copied before it is overwritten; in a branch of its
-  own the choice between old and new is gone, and with it the copies. A GPU writes all results in
-  one pass, and would have to wait for the host to take a branch.
-  """
+  """Returns whether the step is compiled for a CPU, a constant once it is compiled."""
+  # There XLA does not compute several results in one loop. Where both the new state and the updates
+  # read the old state, a donated buffer is then copied before it is overwritten; in a branch of its
+  # own the choice between old and new is gone, and with it the copies. A GPU writes all results in
+  # one pass, and would have to wait for the host to take a branch.
   return jax.lax.platform_dependent(
     cpu=lambda: jnp.asarray(True), default=lambda: jnp.asarray(False)
   )
 
 
 def stored_first(grads: Grads) -> Grads:
-  """Returns `grads`, each computed and stored on a CPU before its consumers run.
-
-  Else XLA for CPU keeps the transposed gradient of a matmul and copies it for each of its
-  consumers (the branch, the check, the norm), and all copies of all gradients are there at once.
-  """
+  """Returns `grads`, each computed and stored on a CPU before its consumers run."""
+  # Else XLA for CPU keeps the transposed gradient of a matmul and copies it for each of its
+  # consumers (the branch, the check, the norm), and all copies of all gradients are there at once.
   return jax.lax.platform_dependent(
     grads,
     cpu=lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree),

@@ -21,10 +21,8 @@ _LARGEST = np.int32(0x7F7F7FFF).view(np.float32)
 def differentiated_as(
   exact: Callable[..., Array],
 ) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
-  """Gives a function that rounds the derivative of `exact`, which does not round.
-
-  Within `jit` it is one equation for each array, and is traced once for all of one shape.
-  """
+  """Gives a function that rounds the derivative of `exact`, which does not round."""
+  # Within `jit` it is one equation for each array, and is traced once for all of one shape.
 
   def decorate(function: Callable[..., Array]) -> Callable[..., Array]:
     rounding = jax.custom_jvp(function)
@@ -42,11 +40,9 @@ def bounded(master: Array) -> Array:
 
 @jax.jit
 def split(master: Array, param: Array) -> Array:
-  """Returns the remainder of a float32 master, to a parameter in bfloat16 or as float32.
-
-  A compiler may compute a master twice, at a tie an ulp apart. So the remainder is that to the
-  parameter, and is clipped: as int16 it would wrap around, which is an ulp of bfloat16.
-  """
+  """Returns the remainder of a float32 master, to a parameter in bfloat16 or as float32."""
+  # A compiler may compute a master twice, at a tie an ulp apart. So the remainder is that to the
+  # parameter, and is clipped: as int16 it would wrap around, which is an ulp of bfloat16.
   base = param.astype(jnp.float32)
   # With the sign: where 0 has another one than the master, the remainder is clipped, and ignored.
   rest = jnp.clip(_bits(master) - _bits(base), -(2**15), 2**15 - 1)
@@ -55,10 +51,8 @@ def split(master: Array, param: Array) -> Array:
 
 @differentiated_as(lambda param, remainder: param.astype(jnp.float32))
 def join(param: Array, remainder: Array) -> Array:
-  """Returns the float32 master of a bfloat16 parameter.
-
-  It is finite where the parameter is, which someone may have set to 0 with a remainder below 0.
-  """
+  """Returns the float32 master of a bfloat16 parameter."""
+  # It is finite where the parameter is, which someone may have set to 0 with a remainder below 0.
   base = param.astype(jnp.float32)
   total = _bits(base) + remainder.astype(jnp.int32)
   is_usable = jnp.logical_and(jnp.isfinite(base), (total ^ _bits(base)) >= 0)
@@ -73,19 +67,15 @@ def stored(master: Array, param: Array) -> Array:
 
 @differentiated_as(lambda master, param: master - param.astype(jnp.float32))
 def update_to(master: Array, param: Array) -> Array:
-  """Returns the float32 update that leads a parameter to its rounded master.
-
-  It is -0.0, which leaves all bits alone, where the parameter is there already.
-  """
+  """Returns the float32 update that leads a parameter to its rounded master."""
+  # It is -0.0, which leaves all bits alone, where the parameter is there already.
   goal, old = _rounded(master, param.dtype), param.astype(jnp.float32)
   return jnp.where(_bits(goal) == _bits(old), np.float32(-0.0), goal - old)
 
 
 def _rounded(master: Array, dtype: DType) -> Array:
-  """Returns float32 numbers rounded to nearest in `dtype`, still in float32.
-
-  Beyond its range they are the largest number: from an inf no update would lead to a number.
-  """
+  """Returns float32 numbers rounded to nearest in `dtype`, still in float32."""
+  # Beyond its range they are the largest number: from an inf no update would lead to a number.
   if dtype != jnp.bfloat16:
     return round_to(saturate(master, dtype), dtype).astype(jnp.float32)
   nearest = (_bits(_bounded(master)) + np.int32(2**15)) & np.int32(-(2**16))

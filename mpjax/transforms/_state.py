@@ -159,13 +159,7 @@ def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> LossScales:
 
 
 def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
-  """Returns the one loss scale in `opt_state` (called `name`, if one is given).
-
-  Raises:
-    MpjaxTypeError: there is none, there are several to choose from, or one is inside of what would
-      see scaled gradients.
-    MpjaxValueError: none is called `name`.
-  """
+  """Returns the one loss scale in `opt_state` (called `name`, if one is given)."""
   scales = scales_in(opt_state)
   if not scales:
     raise MpjaxTypeError(
@@ -199,11 +193,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
 
 
 def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleState | None:
-  """Returns the numbers of the one loss scale in `opt_state`; None under `NoLossScale`.
-
-  Raises:
-    MpjaxRuntimeError: they are constants of a function that is being traced.
-  """
+  """Returns the numbers of the one loss scale in `opt_state`; None under `NoLossScale`."""
   state = find_scale(opt_state, where, name).state
   if state is not None and _is_constant(state.total):
     raise _stale(where, _CONSTANT)
@@ -211,13 +201,11 @@ def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleSt
 
 
 def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | None]:
-  """Returns a function that reads a loss scale, and raises if it is not that of the step.
-
-  It takes what the scale is for: a loss, gradients, parameters. A static scale is always right, and
-  so is one in a variable, or in a state that is traced. Else two things show that it was built
-  outside of the step: a constant scale where the rest is traced, and a state that was there at the
-  first call and is not at a later one, since every update makes a new count of good steps.
-  """
+  """Returns a function that reads a loss scale, and raises if it is not that of the step."""
+  # It takes what the scale is for: a loss, gradients, parameters. A static scale is always right,
+  # and so is one in a variable, or in a state that is traced. Else two things show that it was
+  # built outside of the step: a constant scale where the rest is traced, and a state that was there
+  # at the first call and is not at a later one, since every update makes a new count of good steps.
   state = owned.stored
   if not state:
     return lambda beside: None
@@ -245,10 +233,8 @@ _CONSTANT = "one from outside of the function that is being traced, where it wou
 
 
 def _is_constant(x: Leaf) -> bool:
-  """Whether `x` is a constant of a function that is traced.
-
-  Under `vmap` or `grad` alone what is computed from a constant is an array again.
-  """
+  """Whether `x` is a constant of a function that is traced."""
+  # Under `vmap` or `grad` alone what is computed from a constant is an array again.
   return not isinstance(x, Tracer) and isinstance(jax.lax.neg(x), Tracer)
 
 
@@ -278,10 +264,8 @@ def refuse_outside(tree: PyTree, where: str) -> None:
 
 
 def refuse_chains(tree: PyTree, where: str) -> None:
-  """Raises if a chain holds a scale beside the state of something else, or beside another scale.
-
-  Two in masks, or a tuple of states that no chain has created, are of several optimizers.
-  """
+  """Raises if a chain holds a scale beside the state of something else, or beside another scale."""
+  # Two in masks, or a tuple of states that no chain has created, are of several optimizers.
   if isinstance(tree, LossScalingState) or not _any_scale(tree):
     return
   parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)

@@ -207,11 +207,9 @@ def state_dtype(
 def _warn_of_decays(
   inner: optax.GradientTransformationExtraArgs, params: Params, dtype: DType
 ) -> None:
-  """Warns if second moments of `inner` do not come near their value in `dtype`.
-
-  What a step with a gradient of 0 leaves of a moment of 1 is its decay; of a maximum or a sum it is
-  all.
-  """
+  """Warns if second moments of `inner` do not come near their value in `dtype`."""
+  # What a step with a gradient of 0 leaves of a moment of 1 is its decay; of a maximum or a sum it
+  # is all.
   containers, decays = _types_in(params), set()
   try:
     with jax.ensure_compile_time_eval():
@@ -277,10 +275,8 @@ def _types_in(tree: PyTree) -> set[Class]:
 def _map_moments(
   f: Callable[[Leaf, Order], Leaf], state: OptState, containers: set[Class]
 ) -> OptState:
-  """Returns a state with `f` of each array in a moment, and of which moment that is.
-
-  `containers` are types of the parameters' own: a NamedTuple of them may have a field `mu`.
-  """
+  """Returns a state with `f` of each array in a moment, and of which moment that is."""
+  # `containers` are types of the parameters' own: a NamedTuple of them may have a field `mu`.
 
   def visit(x: PyTree) -> PyTree:
     own = type(x) in containers

@@ -49,10 +49,9 @@ class TracedLoss(NamedTuple):
 def trace_loss(
   loss_fn: LossFn, params: Params, model_state: PyTree, batch: PyTree, rng: Array | None
 ) -> TracedLoss:
-  """Returns `loss_fn` traced for arguments like these.
-
-  A step that is differentiated, looked at and run again would otherwise call it for each of these.
-  """
+  """Returns `loss_fn` traced for arguments like these."""
+  # A step that is differentiated, looked at and run again would otherwise call it for each of
+  # these.
   args, checked = (params, model_state, batch, rng), _checked(loss_fn)
   try:
     jaxpr, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
@@ -123,11 +122,9 @@ def check_signature(loss_fn: LossFn) -> None:
 
 
 def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
-  """Warns if a dynamic scale protects no float16.
-
-  A jaxpr says nothing of how the rules of `jax.custom_vjp` compute in it, nor of the inside of a
-  primitive that this version does not know.
-  """
+  """Warns if a dynamic scale protects no float16."""
+  # A jaxpr says nothing of how the rules of `jax.custom_vjp` compute in it, nor of the inside of a
+  # primitive that this version does not know.
   if any(
     facts_of(visit.eqn).holds is Holds.CUSTOM_VJP or not visit.entered or _in_float16(visit.eqn)
     for visit in walk(jaxpr)

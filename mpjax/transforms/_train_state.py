@@ -105,11 +105,9 @@ def trained_params(params: Params, opt_state: OptState) -> Params:
 
 
 def updated_parameters(opt_state: OptState) -> dict[str, Array]:
-  """Returns whether parameters were updated by the last step, by path.
-
-  Only those that `mpjax.accumulate_gradients` trains are in it: between its updates they stay as
-  they are.
-  """
+  """Returns whether parameters were updated by the last step, by path."""
+  # Only those that `mpjax.accumulate_gradients` trains are in it: between its updates they stay as
+  # they are.
   return {
     path_text(path): window.micro_batches == 0
     for window in nodes_of(opt_state, AccumulationState)
@@ -118,11 +116,7 @@ def updated_parameters(opt_state: OptState) -> dict[str, Array]:
 
 
 def own_scale(opt_state: OptState, where: str) -> OwnedScale:
-  """Returns the loss scale of a training step, which has to cover the entire optimizer.
-
-  Raises:
-    MpjaxTypeError: there is none or several, or something is outside of it.
-  """
+  """Returns the loss scale of a training step, which has to cover the entire optimizer."""
   found = scales_in(opt_state) or [find_scale(opt_state, where, None)]
   outermost = opt_state
   while isinstance(outermost, (MasterWeightsState, MonitorState)):
@@ -173,10 +167,8 @@ def _check_params(params: Params, where: str) -> None:
 
 
 def _refuse_other_variables(params: Params, where: str) -> None:
-  """Raises if variables of NNX that nobody trains are among those that are trained.
-
-  Only nnx.Param is known to be trained, so a tree of other variables alone is left to the caller.
-  """
+  """Raises if variables of NNX that nobody trains are among those that are trained."""
+  # Only nnx.Param is known to be trained, so a tree of other variables alone is left to the caller.
 
   def is_param(x: object) -> bool:
     return any(kind.__name__ == "Param" for kind in type(x).__mro__)

@@ -231,13 +231,11 @@ def _average(old: Params, new: Params, decay: float, updated: dict[str, Array]) 
 def _retried(
   attempt: Attempt, state: TrainState, batch: PyTree, max_retries: int
 ) -> tuple[TrainState, Metrics]:
-  """Runs a batch until a step is applied, or `max_retries` more times while that may help.
-
-  Each time at a lower scale, hysteresis or not: at the same one the same overflows. It does not
-  help where the forward pass is not finite, which is not scaled; where the scale is at its floor;
-  or where the updates alone were bad. Where no run helped, one was skipped: the batch is to blame,
-  not the scale, which then is as after a single skip.
-  """
+  """Runs a batch until a step is applied, or `max_retries` more times while that may help."""
+  # Each time at a lower scale, hysteresis or not: at the same one the same overflows. It does not
+  # help where the forward pass is not finite, which is not scaled; where the scale is at its floor;
+  # or where the updates alone were bad. Where no run helped, one was skipped: the batch is to
+  # blame, not the scale, which then is as after a single skip.
   where = "mpjax.make_train_step(max_retries)"
   label = own_scale(state.opt_state, "").says
   factor, low = label.fields["backoff_factor"], label.limits[0]

@@ -144,10 +144,8 @@ def _check_own_state(
 
 
 def check_decision(new: OptState, old: OptState) -> None:
-  """Raises if devices that had one state decide differently, each by its own loss.
-
-  A `shard_map` with `check_vma=False`, and a `pmap`, do not tell.
-  """
+  """Raises if devices that had one state decide differently, each by its own loss."""
+  # A `shard_map` with `check_vma=False`, and a `pmap`, do not tell.
   decisions = [own_scale(x, "").state for x in (new, old)]
   after, before = (scale.finite for scale in decisions if scale is not None)
   names = jax.sharding.get_abstract_mesh().manual_axes

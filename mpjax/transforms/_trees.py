@@ -52,10 +52,8 @@ def at_least_float32(x: Leaf) -> Array:
 
 
 def as_stored(new: PyTree, old: PyTree) -> PyTree:
-  """Returns the tree `new` with its floating leaves in float16 or bfloat16 where `old` has them.
-
-  A tree of another structure is returned as it is.
-  """
+  """Returns the tree `new` with its floating leaves in float16 or bfloat16 where `old` has them."""
+  # A tree of another structure is returned as it is.
   if jax.tree.structure(old) != jax.tree.structure(new):
     return new
   return jax.tree.map(
@@ -64,10 +62,8 @@ def as_stored(new: PyTree, old: PyTree) -> PyTree:
 
 
 def float32_view(tree: PyTree) -> PyTree:
-  """Returns the tree as an inner optimizer sees it that works in float32.
-
-  Moments take the dtype of what is trained: in bfloat16 0.999 rounds to 1, in float16 1e-8 to 0.
-  """
+  """Returns the tree as an inner optimizer sees it that works in float32."""
+  # Moments take the dtype of what is trained: in bfloat16 0.999 rounds to 1, in float16 1e-8 to 0.
   return jax.tree.map(half_to_float32, hide_untrained(tree, tree))
 
 
@@ -77,15 +73,8 @@ def arrays_only(params: Params) -> Params:
 
 
 def hide_untrained(tree: PyTree, params: Params) -> PyTree:
-  """Returns `tree` with an `optax.MaskedNode` for each array that is no floating or complex one.
-
-  As under `optax.masked`: optimizers fail on `float0` and on keys.
-
-  Args:
-    tree: the parameters, or a tree like them.
-    params: the parameters, to decide by them; where they hide nothing, or are None, `tree` may be
-      any.
-  """
+  """Returns `tree` with an `optax.MaskedNode` for each array that is no floating or complex one."""
+  # As under `optax.masked`: optimizers fail on `float0` and on keys.
 
   def is_hidden(p: Leaf) -> bool:
     return is_array_like(p) and not is_inexact(p)
@@ -99,21 +88,9 @@ def hide_untrained(tree: PyTree, params: Params) -> PyTree:
 
 
 def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = True) -> Grads:
-  """Returns `grads` in the precision of `params`, with what cannot be trained where it has None.
-
-  A gradient is 64-bit exactly where its parameter is: the moments, created from the parameters by
-  `init`, then never change dtype.
-
-  Args:
-    grads: a tree of gradients.
-    params: the tree that they belong to; None checks and changes nothing.
-    where: the public call, for the error.
-    strict: whether to raise for another tree, which otherwise is returned as it is.
-
-  Raises:
-    MpjaxValueError: `params` is given and has other leaves, containers or shapes, or floating
-      leaves where the gradients are integers or None.
-  """
+  """Returns `grads` in the precision of `params`, with what cannot be trained where it has None."""
+  # A gradient is 64-bit exactly where its parameter is: the moments, created from the parameters by
+  # `init`, then never change dtype.
   if params is None:
     return grads
   refuse_none(grads, params, where, expected="a gradient for each parameter")
@@ -129,17 +106,7 @@ def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = 
 
 
 def refuse_none(given: PyTree, params: Params, where: str, *, expected: str) -> None:
-  """Raises if `given` has None where `params` have what is trained, or a tree with that.
-
-  Args:
-    given: gradients, or updates. Another tree than `params` is left for the caller to name.
-    params: the parameters.
-    where: the public call, for the error.
-    expected: for the error.
-
-  Raises:
-    MpjaxValueError: there is such a None.
-  """
+  """Raises if `given` has None where `params` have what is trained, or a tree with that."""
   if not any(map(is_none, jax.tree.leaves(given, is_leaf=is_none))):
     return
   problems = []
@@ -211,10 +178,8 @@ def _align_leaf(g: Leaf, p: Leaf) -> Leaf:
 
 
 def differentiated(tree: PyTree) -> PyTree:
-  """Returns that part of parameters, or of their gradients, that optax differentiates.
-
-  Of `optax.lookahead` it is the fast parameters.
-  """
+  """Returns that part of parameters, or of their gradients, that optax differentiates."""
+  # Of `optax.lookahead` it is the fast parameters.
   return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
 
 
@@ -226,12 +191,10 @@ def by_part(f: Callable[..., PyTree], updates: Updates, params: Params) -> Updat
 
 
 def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
-  """Returns `updates` with something instead of what was hidden from the inner optimizer.
-
-  That is a zero of the parameter's own dtype, which `optax.apply_updates` can add; without
-  parameters, and for keys, the leaf that came as the gradient. Of a key that had none it is None,
-  which `mpjax.apply_updates` and Equinox leave alone; optax can add nothing to a key.
-  """
+  """Returns `updates` with something instead of what was hidden from the inner optimizer."""
+  # That is a zero of the parameter's own dtype, which `optax.apply_updates` can add; without
+  # parameters, and for keys, the leaf that came as the gradient. Of a key that had none it is None,
+  # which `mpjax.apply_updates` and Equinox leave alone; optax can add nothing to a key.
 
   def merge(g: Leaf, u: Leaf, p: Leaf) -> Leaf:
     if not isinstance(u, optax.MaskedNode) or isinstance(g, optax.MaskedNode):
@@ -250,10 +213,8 @@ def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
 
 
 def strong(x: Leaf) -> Leaf:
-  """Returns a leaf of a state as a strongly typed array, so that the second step is no new trace.
-
-  A Python number becomes bool, int32 or float32 by itself, whether or not 64-bit is enabled.
-  """
+  """Returns a leaf of a state as a strongly typed array: else the second step is a new trace."""
+  # A Python number becomes bool, int32 or float32 by itself, whether or not 64-bit is enabled.
   if isinstance(x, jax.Array):
     return jnp.asarray(x, x.dtype) if jax.typeof(x).weak_type else x
   if isinstance(x, (np.ndarray, np.generic)):
@@ -265,11 +226,9 @@ def strong(x: Leaf) -> Leaf:
 
 
 def place_like(params: Params, state: T) -> T:
-  """Returns `state` with its own arrays where `params` are: replicated on their mesh.
-
-  Scalars created by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and the
-  second step would be traced again for that.
-  """
+  """Returns `state` with its own arrays where `params` are: replicated on their mesh."""
+  # Scalars created by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and
+  # the second step would be traced again for that.
   concrete = [
     x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not isinstance(x, Tracer)
   ]

@@ -205,11 +205,9 @@ def unscale(grads: Grads, opt_state: OptState, *, name: str | None = None) -> Gr
 
 
 def _scale_in_range(loss: Leaf, scale: Array | None, largest: float) -> tuple[Array, Array | None]:
-  """Returns the loss times a scale, and what the gradients are then to be multiplied by.
-
-  The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16 on. So
-  no more than 2^15 of it is multiplied there. None: gradients need not be multiplied.
-  """
+  """Returns the loss times a scale, and what the gradients are then to be multiplied by."""
+  # The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16 on. So
+  # no more than 2^15 of it is multiplied there. None: gradients need not be multiplied.
   if scale is None:
     return loss, None
   if not _may_overflow(loss, largest):
