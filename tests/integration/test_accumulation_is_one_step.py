@@ -14,10 +14,6 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms import _skip
-from tests.campaign import rig
-from tests.campaign.network import GRADIENT, LOSS
-from tests.campaign.rig import Setup, Sizes
 from tests.programs import bits, compiled, run
 
 ROWS = 24
@@ -132,29 +128,6 @@ def one(tx, carry, now):
 def scaled(every, **options):
   config = mpjax.DynamicLossScale(**CONFIG)
   return mpjax.loss_scaling(mpjax.accumulate_gradients(optimizer(), every), config, **options)
-
-
-SETUPS = {
-  "by a branch": Setup("float16", "float16", "adam", hysteresis=2, window="4"),
-  "by a branch, of any length": Setup("float32", "float32", "adamax", window="2, then 4"),
-  "by a selection": Setup("bfloat16", "bfloat16", "clip adamw schedule", window="2"),
-}
-
-
-@pytest.mark.case("A113", "A112", "B107", "B108", "A44", "I12")
-@pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
-@pytest.mark.parametrize("how", SETUPS)
-def test_a_bad_micro_batch_in_each_place(monkeypatch, how):
-  """It neither ends nor advances a window, nor touches the sum; the scale moves inside of one.
-
-  A piece of the fault campaign, which sees to it that each place is hit.
-  """
-  on_cpu = "branch" in how
-  monkeypatch.setattr(_skip, "compiled_for_cpu", lambda: jnp.asarray(on_cpu))
-  rng, classes = np.random.default_rng(0), {GRADIENT: "gradients", LOSS: "the loss"}
-  outcomes = rig.attack(SETUPS[how], Sizes(4, 32), classes, rng, guard=True)
-  assert {outcome.name: outcome.first for outcome in outcomes if outcome.lost} == {}
-  assert all(outcome.injected > 32 for outcome in outcomes)
 
 
 # The same under every transformation.

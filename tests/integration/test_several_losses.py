@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import mpjax
-from tests.errors import check_error
 from tests.loss_scale_oracle import Oracle
 from tests.programs import bits, run
 
@@ -186,23 +185,6 @@ def test_updates_are_those_of_the_float32_sum_and_each_scale_follows_its_own_los
   assert bits(state.inner_state) == bits(expected_state)
 
 
-@pytest.mark.case("A66")
-def test_three_scales_after_so_many_overflows_each():
-  tx = mpjax.loss_scaling(optax.sgd(1.0), dict.fromkeys("abc", mpjax.DynamicLossScale()))
-  state = tx.init(jnp.zeros(2))
-  update = jax.jit(tx.update)
-  overflows = {"a": 5, "b": 0, "c": 2}
-  for i in range(6):
-    grads = {name: jnp.asarray([1.0, np.inf if i < n else 1.0]) for name, n in overflows.items()}
-    updates, state = update(grads, state)
-  assert updates.tolist() == [-(2.0**-10 + 2.0**-15 + 2.0**-13)] * 2
-  for name, n in overflows.items():
-    found = mpjax.loss_scaling_metrics(state, name=name)
-    assert found["loss_scale"] == 2.0 ** (15 - n)
-    assert found["good_steps"] == 6 - n
-    assert (found["total"], found["skipped"]) == (6, 5), "what was skipped is the step, for all"
-
-
 def two(init_scale=4):
   config = mpjax.DynamicLossScale(init_scale=init_scale)
   return mpjax.loss_scaling(optax.sgd(1.0, momentum=0.5), {"a": config, "b": config})
@@ -353,28 +335,3 @@ def test_all_devices_decide_alike_for_each_loss(devices, check_vma):
       assert bits(shard.data) == bits(params)
     scales = [float(metrics[name]["loss_scale"]) for name in "ab"]
     assert scales == [2 if i == bad else 4 for i in (0, 1)]
-
-
-def test_setting_one_of_several_scales():
-  tx = two()
-  state = tx.init(jnp.ones(1))
-  _, state = tx.update({"a": jnp.ones(1), "b": jnp.ones(1)}, state)
-  new = mpjax.set_loss_scale(state, 64, name="a")
-  values = {name: mpjax.loss_scaling_metrics(new, name=name) for name in "ab"}
-  assert [float(values[name]["loss_scale"]) for name in "ab"] == [64, 4]
-  assert [int(values[name]["good_steps"]) for name in "ab"] == [0, 1]
-  for call, error, where, expected, got, fix in (
-    (
-      lambda: mpjax.loss_scaling_metrics(state),
-      *(TypeError, "mpjax.loss_scaling_metrics(opt_state)", "a state with one loss scale"),
-      *("one with 2, named ['a', 'b']", "name="),
-    ),
-    (
-      lambda: mpjax.scale_loss(jnp.ones(()), state, name="c"),
-      *(ValueError, "mpjax.scale_loss(opt_state) with name='c'"),
-      *("the name of a loss scale in this state", "['a', 'b']", "loss_scaling(..., name=...)"),
-    ),
-  ):
-    with pytest.raises(error) as excinfo:
-      call()
-    check_error(excinfo, where=where, expected=expected, got=got, fix=fix, builtin=error)

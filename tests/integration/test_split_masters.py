@@ -173,7 +173,7 @@ def test_sharded_over_eight_devices():
 @pytest.mark.case("I19")
 @pytest.mark.parametrize("spec", [jax.P("data"), jax.P(None, "data")], ids=["rows", "columns"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_of_a_shard_map_with_parts_of_each_parameter(spec, check_vma):
+def test_n9_inside_of_a_shard_map_with_parts_of_each_parameter(spec, check_vma):
   """Each device has the masters of its rows or columns, and on the host they are all right."""
   mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:8])
   grads = np.random.default_rng(2).normal(size=(20, 16, 24)).astype(np.float32)
@@ -203,7 +203,7 @@ def test_inside_of_a_shard_map_with_parts_of_each_parameter(spec, check_vma):
 
 @pytest.mark.case("I19")
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_partitioned_parameters_of_flax(axis_type):
+def test_n11_partitioned_parameters_of_flax(axis_type):
   """Both frameworks give the metadata of a parameter to its remainder, whose shape is the same."""
   mesh = jax.make_mesh((2, 4), ("d", "m"), (axis_type,) * 2, devices=jax.devices()[:8])
   init, names, dtype = nn.initializers.lecun_normal(), ("d", "m"), jnp.bfloat16

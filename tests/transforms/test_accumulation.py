@@ -57,29 +57,6 @@ def test_nothing_moves_until_the_last_micro_batch_and_then_by_the_mean(every, ji
     assert not any(np.any(t) for t in jax.tree.leaves(state.total))
 
 
-@pytest.mark.case("A112")
-@pytest.mark.parametrize("every", [3, 7, 8])
-def test_the_mean_is_the_sum_divided_once(every):
-  """XLA multiplies by the reciprocal, which is within an ulp of the quotient.
-
-  By these numbers, but for 7, it is the quotient itself wherever that is a float32.
-  """
-  tx = mpjax.accumulate_gradients(optax.identity(), every)
-  update = jax.jit(tx.update)
-  rng = np.random.default_rng(1)
-  for exact in (True, False):
-    state, total = tx.init(jnp.zeros(500)), np.zeros(500, np.float32)
-    for _ in range(every):
-      g = rng.integers(-99, 99, 500) * every if exact else rng.normal(size=500)
-      total = total + g.astype(np.float32)
-      mean, state = update(jnp.asarray(g, jnp.float32), state)
-    if every in (2, 8) or (exact and every != 7):
-      assert bits(mean) == bits(total / np.float32(every))
-    else:
-      quotient = total.astype(np.float64) / every
-      assert np.all(np.abs(mean - quotient) <= np.spacing(np.abs(quotient).astype(np.float32)))
-
-
 WINDOWS = [2, 3, 1, 4, 1, 2]
 SCHEDULES = {
   "an array": lambda done: jnp.asarray(WINDOWS)[done],

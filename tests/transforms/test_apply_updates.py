@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from tests.errors import refused
-from tests.programs import bits, compiled, run
+from tests.programs import bits
 
 HALF = ["float16", "bfloat16"]
 BOTH = pytest.mark.parametrize("half", HALF)
@@ -194,23 +194,6 @@ def test_reproducible_per_key_and_different_between_keys_and_leaves():
     assert abs(np.sum(ups[one] == ups[two]) - 256) < 68
 
 
-def test_vmap_is_each_member_by_itself():
-  params = {half: jnp.ones((3, 40), half) for half in HALF}
-  updates = {half: jnp.full((3, 40), 1e-3, jnp.float32) for half in HALF}
-  keys = jax.random.split(KEY, 3)
-
-  def apply(params, updates, key):
-    return STOCHASTIC(params, updates, key=key)
-
-  own = [jax.tree.map(lambda x, i=i: x[i], (params, updates)) for i in range(3)]
-  alone = compiled(jax.jit(apply).lower(*own[0], KEY))
-  together = run(jax.vmap(apply), params, updates, keys)
-  shared = run(jax.vmap(apply, in_axes=(0, 0, None)), params, updates, KEY)
-  for i in range(3):
-    found = jax.tree.map(lambda x, i=i: x[i], (together, shared))
-    assert bits(found) == bits((alone(*own[i], keys[i]), alone(*own[i], KEY)))
-
-
 @BOTH
 def test_the_compiler_does_not_fold_it_away(half):
   """The bits are those of the uncompiled rounding, whatever is before and after it.
@@ -234,26 +217,6 @@ def test_the_compiler_does_not_fold_it_away(half):
   same(rounded, exact)
   same(wide, exact.astype(np.float32))
   same(same_again, exact.astype(np.float32))
-
-
-def test_equal_on_every_device(devices):
-  """Replicated parameters stay so, and sharded ones are those of a single device, to the bit."""
-  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
-  params = {"w": jnp.ones((8, 16), "float16"), "b": jnp.linspace(-1, 1, 8).astype("bfloat16")}
-  updates = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3, jnp.float32), params)
-  expected = COMPILED(params, updates, key=KEY)
-  assert bits(expected) != bits(mpjax.apply_updates(params, updates)), "nearest"
-  placed = jax.device_put((params, updates), jax.NamedSharding(mesh, jax.P("data")))
-  results = [COMPILED(*placed, key=KEY)]
-  assert results[0]["w"].sharding == placed[0]["w"].sharding
-  for check_vma in (True, False):
-    apply = lambda p, u, key: STOCHASTIC(p, u, key=key)  # noqa: E731
-    specs = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": check_vma}
-    results.append(jax.jit(jax.shard_map(apply, mesh=mesh, **specs))(params, updates, KEY))
-  for name, x in ((name, x) for found in results for name, x in found.items()):
-    assert len(x.addressable_shards) == 4
-    for shard in x.addressable_shards:
-      same(shard.data, np.asarray(expected[name])[shard.index])
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -294,7 +257,7 @@ def test_from_a_master_half_way_between_two_bfloat16_it_is_the_larger_one():
 
 
 @BOTH
-def test_stochastic_rounding_has_the_derivative_of_a_sum(half):
+def test_n1_stochastic_rounding_has_the_derivative_of_a_sum(half):
   params = jnp.ones(3, half)
 
   def total(rate):

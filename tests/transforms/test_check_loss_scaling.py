@@ -241,7 +241,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_mistakes_that_are_small_or_behind_a_clip(name):
+def test_n3_n4_mistakes_that_are_small_or_behind_a_clip(name):
   """At one scale or another they are all that is left, whatever float16 makes of the rest."""
   gradients, inner, dtype, got = FINE[name]
   with ends(got):

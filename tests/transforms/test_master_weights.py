@@ -98,7 +98,7 @@ def test_minus_zero_is_the_masters_only_by_our_own_function():
   assert not np.any(ours)
 
 
-def test_the_sign_of_zero_is_that_of_the_sum_in_both_storages():
+def test_n14_the_sign_of_zero_is_that_of_the_sum_in_both_storages():
   params = jnp.asarray([-0.0, -0.0], jnp.bfloat16)
   for storage in ("float32", "split"):
     tx = mpjax.master_weights(optax.sgd(1.0), storage=storage)
@@ -177,23 +177,6 @@ def test_master_params_with_and_without_parameters():
     assert whole[half] is found[half]
 
 
-def test_two_masters_of_two_branches_are_merged():
-  params = {"a": {"x": jnp.ones(2, jnp.float16), "y": jnp.ones(1)}, "b": jnp.zeros(3, jnp.bfloat16)}
-  slow, fast = (mpjax.master_weights(inner) for inner in (optax.sgd(1e-5), optax.adam(0.1)))
-  tx = optax.multi_transform({"slow": slow, "fast": fast}, {"a": "slow", "b": "fast"})
-  tx = mpjax.loss_scaling(tx, mpjax.StaticLossScale(1))
-  updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
-  found = mpjax.master_params(state)
-  assert dtypes(found) == {"a": {"x": "float32", "y": None}, "b": "float32"}
-  np.testing.assert_array_equal(found["a"]["x"], F32(1) - F32(1e-5))
-  new = apply_from_master(params, updates, state)
-  assert bits(new["a"]["x"]) == bits(np.ones(2, np.float16))
-  assert bits(new["b"]) == bits(found["b"].astype(jnp.bfloat16))
-  np.testing.assert_array_equal(new["a"]["y"], F32(1) - F32(1e-5))
-  whole = mpjax.master_params(state, new)
-  assert whole["a"]["y"] is new["a"]["y"]
-
-
 def test_masked_masters_leave_the_rest_alone():
   params = {"w": jnp.ones(2, jnp.bfloat16), "rest": {"h": jnp.ones(1, jnp.bfloat16)}}
   tx = optax.masked(mpjax.master_weights(optax.sgd(1e-3)), {"w": True, "rest": False})
@@ -221,7 +204,7 @@ def test_set_master_params_starts_from_what_is_given():
 
 
 @pytest.mark.parametrize("storage", ["float32", "split"])
-def test_set_master_params_of_a_state_on_the_host(storage):
+def test_n6_set_master_params_of_a_state_on_the_host(storage):
   params = jnp.ones(3, jnp.bfloat16)
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.adam(0.1), storage=storage))
   state = jax.device_get(tx.init(params))
@@ -237,7 +220,7 @@ def after_one_step(rate, start, storage):
   return jnp.sum(jnp.square(mpjax.apply_updates(start, updates).astype(F32)))
 
 
-def test_hypergradients_of_both_storages_are_those_without_masters():
+def test_n1_hypergradients_of_both_storages_are_those_without_masters():
   """With respect to the learning rate, and to the parameters before the step; none is 0."""
   start, found = np.float32([1, -2, 3]), {}
   for storage, dtype in (("float32", BF16), ("split", BF16), (None, F32)):

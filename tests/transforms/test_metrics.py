@@ -196,12 +196,6 @@ def test_check_skipped_steps_looks_at_the_worst_member():
   blamed(states, "7, at loss scale 4", 7)
 
 
-@pytest.mark.case("A18", "I18")
-def test_nothing_raises_inside_jit_however_many_steps_are_bad():
-  metrics = mpjax.loss_scaling_metrics(after(*[BAD] * 60))
-  assert (metrics["consecutive_skips"], metrics["floor_hits"]) == (60, 58)
-
-
 YES, NO = jnp.asarray(True), jnp.asarray(False)
 
 
@@ -254,15 +248,3 @@ def test_commit_wants_trees_alike():
   ):
     with refused(ValueError, SELECT, "like the old one", got, "same structure"):
       mpjax.select_tree(YES, new, {"a": jnp.ones(2), "b": jnp.ones(2)})
-
-
-@pytest.mark.case("B150")
-def test_if_under_jit_is_answered_by_the_docs():
-  @jax.jit
-  def step(state):
-    return 1 if mpjax.last_step_finite(state) else 0
-
-  with pytest.raises(jax.errors.TracerBoolConversionError):
-    step(TX.init(PARAMS))
-  doc = " ".join(mpjax.loss_scaling_metrics.__doc__.split())
-  assert "select with `select_tree` or `jnp.where`, not with `if`" in doc

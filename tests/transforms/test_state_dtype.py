@@ -263,7 +263,7 @@ def test_moments_rounded_stochastically_are_right_on_average():
 
 
 @pytest.mark.parametrize("check_updates", [False, True])
-def test_a_large_finite_gradient_saturates_a_float16_moment(check_updates):
+def test_n7_n13_a_large_finite_gradient_saturates_a_float16_moment(check_updates):
   """As an inf it would be in all parameters for ever, or all later steps would be skipped."""
   inner = mpjax.state_dtype(optax.adam(0.01), mu="float16")
   tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(64), check_updates=check_updates)

@@ -315,19 +315,6 @@ def test_a_dynamic_scale_without_float16(how):
     jax.eval_shape(*of(config), jnp.ones(2))
 
 
-@pytest.mark.case("B034")
-def test_check_skipped_steps_takes_the_state():
-  step, state = begin(quadratic)
-  for _ in range(3):
-    mpjax.check_skipped_steps(state, 3)
-    state, _ = step(state, rows(8) | {"y": np.full(8, np.nan, np.float32)})
-  expected, got = "fewer than 3 skipped steps in a row", "3, at loss scale 8"
-  with refused(RuntimeError, SKIPPED, expected, got, "look for an inf or NaN in the data"):
-    mpjax.check_skipped_steps(state, 3, params=state.params)
-  state, _ = step(state, rows(8))
-  mpjax.check_skipped_steps(state, 3)
-
-
 def test_bad_arguments():
   for name, value, builtin, expected, got, fix in (
     ("loss_fn", 3, TypeError, "a function", "3 of type int", "the function itself"),
