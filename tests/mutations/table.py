@@ -277,7 +277,7 @@ tests/transforms/test_accumulation.py
 30 the sum is divided by one more than was added
 - t / count.astype(t.real.dtype)
 + t / (count + 1).astype(t.real.dtype)
-tests/transforms/test_accumulation.py::test_the_mean_is_the_sum_divided_once
+tests/transforms/test_accumulation.py::test_nothing_moves_until_the_last_micro_batch_and_then_by_the_mean
 
 # Devices.
 

@@ -1,5 +1,6 @@
 import pickle
 
+import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +38,14 @@ def test_the_scale_is_found_wherever_it_sits():
     assert jax.tree.structure(moved) == jax.tree.structure(state)
     assert (mpjax.scale_loss(loss, moved), mpjax.unscale(loss, moved)) == (8, 0.5)
     assert mpjax.scale_loss(loss, state) == 16, "the old state is as it was"
+
+
+def test_a_train_state_will_do():
+  state = flax.training.train_state.TrainState.create(
+    apply_fn=lambda: None, params=PARAMS, tx=SCALED
+  )
+  assert mpjax.scale_loss(jnp.asarray(2.0), state) == 16
+  assert mpjax.set_loss_scale(state, 4).opt_state.loss_scale["static(scale=8)"].scale == 4
 
 
 @pytest.mark.case("A37", "B026")
