@@ -16,7 +16,7 @@ from docs.figures import style
 from docs.figures.flow import Box, Flow, Point
 from docs.figures.style import SMALL, Theme, text
 from mpjax._diagnostics.arguments import trace
-from mpjax._diagnostics.audit.graph import Graph, Operation, Value
+from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.primitives import facts_of
 
 NODES = {

@@ -13,7 +13,7 @@ import jax
 
 from mpjax._core.errors import MpjaxRuntimeError
 from mpjax._core.hardware import Hardware, hardware_of
-from mpjax._diagnostics.report import Column, Json, Report, Section
+from mpjax._diagnostics.report import Column, Report, Section
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpjax")
 OPTIONS = (
@@ -63,9 +63,6 @@ class Diagnosis(Report):
       Section("Versions", (), (Column("Package"), Column("Installed")), self.versions),
       Section("Settings", (), (Column("Setting"), Column("Value"), meaning), self.settings),
     )
-
-  def as_dict(self) -> Mapping[str, Json]:
-    return dataclasses.asdict(self)
 
 
 def doctor() -> Diagnosis:

@@ -4,7 +4,7 @@ Flax NNX and plain functions write no named scopes. There a matmul with `params[
 put into "mlp/up", and an operation on what "mlp/up" and "mlp/gate" return into "mlp".
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import jax
 from jax.core import eval_jaxpr
@@ -14,9 +14,11 @@ from mpjax._core.paths import Path, leaf_paths
 from mpjax._core.types import Array, Function, PyTree
 from mpjax._diagnostics.flat import Leaves, is_array
 from mpjax._jaxprs.atoms import Atom
+from mpjax._jaxprs.autocast.scopes import MODULE
 from mpjax._jaxprs.compat import within_scopes
+from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.inner_jaxprs import Inner, Program, inner_jaxprs, with_inner
-from mpjax._jaxprs.locations import location
+from mpjax._jaxprs.locations import Location, Source, location
 
 
 class _Known:
@@ -128,3 +130,40 @@ def _shared(paths: Sequence[Path]) -> Path:
       break
     found.append(names[0])
   return tuple(found)
+
+
+def name_by_parameters(graph: Graph, parameters: Set[str]) -> None:
+  """Gives operations without a path that of the module whose parameter they take.
+
+  An operation of the backward pass has the path of the matmul on its line, if there is one only.
+
+  Args:
+    graph: its operations are changed.
+    parameters: the names of the arguments that are parameters, such as "model/layer_1/kernel".
+  """
+  owners: dict[Value, Path] = {
+    v: tuple(v.label.split("/")[1:-1]) for v in graph.arguments if v.label in parameters
+  }
+  lines: dict[Source | None, set[Path]] = {}
+  unnamed = [each for each in graph.operations if _is_unnamed(each.where)]
+  for operation in unnamed:
+    paths = {owners[v] for v in operation.operands if owners.get(v)}
+    if operation.moves or operation.casts:
+      owners.update((v, path) for v in operation.results for path in paths)
+    if len(paths) == 1:
+      operation.where = _inside(operation.where, *paths)
+      if operation.facts.flops is not None:
+        lines.setdefault(operation.where.source, set()).update(paths)
+  for operation in unnamed:
+    where = operation.where
+    paths = lines.get(where.source, set())
+    if where.direction != "forward" and _is_unnamed(where) and len(paths) == 1 and where.source:
+      operation.where = _inside(where, *paths)
+
+
+def _is_unnamed(where: Location) -> bool:
+  return not where.path and where.marked(MODULE) is None
+
+
+def _inside(where: Location, path: Path) -> Location:
+  return where._replace(scopes=(*where.scopes, *path))

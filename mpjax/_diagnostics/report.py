@@ -1,19 +1,22 @@
 """What all reports have in common: the same sections as text, as HTML and as JSON."""
 
 import abc
+import dataclasses
 import io
 import json
 import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
+
+from mpjax._jaxprs.locations import Source
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,9 +84,9 @@ class Report(abc.ABC):
   def sections(self) -> Sequence[Section]:
     """Returns what is shown, in order."""
 
-  @abc.abstractmethod
-  def as_dict(self) -> Mapping[str, Json]:
-    """Returns what `to_json` writes."""
+  def as_dict(self) -> Mapping[str, object]:
+    """Returns what `to_json` writes: the fields, whose rows become objects."""
+    return vars(self)
 
   def __str__(self) -> str:
     return as_text(self.sections())
@@ -98,18 +101,22 @@ class Report(abc.ABC):
 
   def to_json(self) -> str:
     """Returns what was found as JSON."""
-    return json.dumps(_strict(self.as_dict()), indent=2, allow_nan=False)
+    return json.dumps(_json(self.as_dict()), indent=2, allow_nan=False)
 
 
-def _strict(value: Json) -> Json:
-  """Returns a value that JSON can hold: it has no NaN and no inf."""
-  if isinstance(value, float) and not math.isfinite(value):
+def _json(value: Any) -> Json:
+  """Returns a value that JSON can hold: rows are objects; NaN, inf and a line of code are text."""
+  if isinstance(value, Source):
     return str(value)
+  if hasattr(value, "_asdict"):
+    return _json(value._asdict())
+  if dataclasses.is_dataclass(value):
+    return _json(vars(value))
   if isinstance(value, Mapping):
-    return {str(name): _strict(each) for name, each in value.items()}
-  if isinstance(value, Sequence) and not isinstance(value, str):
-    return [_strict(each) for each in value]
-  return value
+    return {str(name): _json(each) for name, each in value.items()}
+  if isinstance(value, (tuple, list)):
+    return [_json(each) for each in value]
+  return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_text(sections: Sequence[Section], width: int = WIDTH) -> str:

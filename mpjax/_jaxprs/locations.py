@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from jax.extend.core import JaxprEqn
 
 from mpjax._core.errors import is_library, shown_file
-from mpjax._jaxprs.autocast.scopes import PREFIX
+from mpjax._jaxprs.autocast.scopes import MODULE, PREFIX
 from mpjax._jaxprs.compat import Frame, Traceback, frames_of, scopes_of
 
 Direction: TypeAlias = Literal["forward", "backward", "recomputed"]
@@ -57,6 +57,18 @@ class Location(NamedTuple):
     The method in "Encoder.encode", which Flax adds for all but `__call__`, does not count.
     """
     return _path(self.scopes)
+
+  def marked(self, mark: str) -> str | None:
+    """Returns what the innermost scope says that begins with a mark; None if there is none."""
+    return next((s[len(mark) :] for s in reversed(self.scopes) if s.startswith(mark)), None)
+
+  @property
+  def module(self) -> str:
+    """The path that a report shows: that of named scopes, or of the module under a policy.
+
+    NNX names no scopes; there modules are known where they are under a policy.
+    """
+    return self.path or self.marked(MODULE) or ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,18 +3,11 @@
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
-import jax.numpy as jnp
-from jax.extend.core.primitives import convert_element_type_p
-
-from mpjax._core.dtypes import is_low_precision
-from mpjax._diagnostics.audit.graph import Graph, Operation, Value
+from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Source, calls_library
-from mpjax._jaxprs.op_lists import OpLists
-from mpjax._jaxprs.primitives import facts_of
 
 Kind: TypeAlias = Literal["parameter", "argument", "constant", "number", "cast", "operation"]
 
-_LISTS = OpLists()
 _CASTS_BY_HAND = frozenset({"astype", "_astype", "asarray", "array"})
 
 
@@ -62,16 +55,15 @@ class Why(NamedTuple):
   anyway: bool = False
   entry: Operation | None = None
 
+  @property
+  def rank(self) -> tuple[bool, ...]:
+    """Orders causes by what decides: arrays, casts, operations that are to be float32, numbers.
 
-def is_wide(value: Value) -> bool:
-  """Whether a value is a floating array of float32 or wider."""
-  dtype = value.dtype
-  return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4
-
-
-def is_low(value: Value) -> bool:
-  """Whether a value is a floating array in low precision."""
-  return value.dtype is not None and is_low_precision(value.dtype)
+    Of two numbers it is the one that a low-precision value met before: in `where(mask, x16 *
+    np.float32(2), -1e9)` the other one is float32 because of it.
+    """
+    number = self.cause.kind == "number" or "filled with" in self.cause.name
+    return self.neutral, number, self.deliberate, self.cause.kind == "cast", self.entry is None
 
 
 class Causes:
@@ -89,33 +81,42 @@ class Causes:
       parameters: the names of arguments that are parameters.
       neutral: the kinds of causes that take the dtype of what they meet.
     """
-    self._parameters = parameters
-    self._neutral = neutral
+    self._parameters, self._neutral = parameters, neutral
     self._why: dict[Value, Why | None] = {}
-    self._from_low: set[Value] = {v for v in graph.arguments if is_low(v)}
+    self._from_low = {v for v in graph.arguments if v.is_low}
     self.cast_up: dict[Value, Value] = {}
     for operation in graph.operations:
-      self._visit(operation)
+      low_before = any(v in self._from_low for v in operation.operands)
+      self._from_low.update(v for v in operation.results if low_before or v.is_low)
+      for result in operation.results:
+        if result.is_wide:
+          self._why[result] = self._of_result(operation, result, low_before)
 
   def why(self, value: Value) -> Why | None:
     """Returns why a value is float32; None if it is a cast of a low-precision value."""
-    if value.made_by is None and value not in self._why:
-      self._why[value] = self._of_input(value)
-    return self._why.get(value)
+    if value.made_by is not None or not value.is_wide:
+      return self._why.get(value)
+    kind: Kind = "constant"
+    if value.kind == "literal" or (value.kind == "constant" and not value.aval.shape):
+      kind = "number"
+    elif value.kind == "argument":
+      kind = "parameter" if value.label in self._parameters else "argument"
+    cause = Cause(kind, value.label, str(value.dtype), None)
+    return Why(cause, value, neutral=kind in self._neutral)
 
   def of_operands(self, operation: Operation) -> Why | None:
     """Returns why an operation has float32 operands; None if it casts all of them by itself."""
-    found = [(v, self.why(v)) for v in operation.operands if is_wide(v)]
-    known = [(v, why) for v, why in found if why is not None]
-    if not known:
+    pairs = [(v, why) for v in operation.operands if v.is_wide and (why := self.why(v))]
+    if not pairs:
       return None
     # What decides: an array rather than a number, and rather what nobody wanted in float32.
-    source, best = min(known, key=lambda each: _rank(each[1]))
+    source, why = min(pairs, key=lambda pair: pair[1].rank)
     others = (v for v in operation.operands if v is not source)
-    if best.entry is None and not operation.joins and any(v in self._from_low for v in others):
-      best = best._replace(entry=operation)
-    anyway = any(why.deliberate or why.anyway for _, why in known)
-    return self._located(best._replace(anyway=anyway), operation)
+    if why.entry is None and not operation.joins and any(v in self._from_low for v in others):
+      why = why._replace(entry=operation)
+    if why.cause.source is None:  # Of an argument or a constant: the line that uses it first.
+      why = why._replace(cause=why.cause._replace(source=operation.where.source))
+    return why._replace(anyway=any(each.deliberate or each.anyway for _, each in pairs))
 
   def widens(self, operation: Operation, why: Why) -> bool:
     """Whether an operation makes a low-precision operand float32 because of another one.
@@ -124,103 +125,55 @@ class Causes:
     """
     cast = why.cause.kind == "cast"
     return any(
-      is_low(v) or (v in self.cast_up and not (cast and self.why(v))) for v in operation.operands
+      v.is_low or (v in self.cast_up and not (cast and self.why(v))) for v in operation.operands
     )
-
-  def _located(self, why: Why, operation: Operation) -> Why:
-    """Returns the same with the line where an argument or constant is first used."""
-    if why.cause.source is None and operation.where.source is not None:
-      return why._replace(cause=why.cause._replace(source=operation.where.source))
-    return why
-
-  def _of_input(self, value: Value) -> Why | None:
-    if not is_wide(value):
-      return None
-    kind: Kind = "constant"
-    if value.kind == "literal" or (value.kind == "constant" and not value.aval.shape):
-      kind = "number"
-    elif value.kind == "argument":
-      kind = "parameter" if value.label in self._parameters else "argument"
-    neutral = kind in self._neutral
-    return Why(Cause(kind, value.label, str(value.dtype), None), value, neutral=neutral)
-
-  def _visit(self, operation: Operation) -> None:
-    low_before = any(v in self._from_low for v in operation.operands)
-    for result in operation.results:
-      if low_before or is_low(result):
-        self._from_low.add(result)
-      if is_wide(result):
-        self._why[result] = self._of_result(operation, result, low_before)
 
   def _of_result(self, operation: Operation, result: Value, low_before: bool) -> Why | None:
     first = operation.operands[0] if operation.operands else None
-    if operation.eqn.primitive is convert_element_type_p and first is not None and is_low(first):
+    if operation.casts and first is not None and first.is_low:
       self.cast_up[result] = first
-      by_hand = operation.eqn.source_info.traceback
-      if by_hand is not None and calls_library(by_hand, _CASTS_BY_HAND):
-        return self._own("cast", operation, result)
-      return None
-    wide = [v for v in operation.operands if is_wide(v)]
-    moves = operation.joins or facts_of(operation.eqn).moves
-    if moves:
-      only = [v for v in wide if v not in self.cast_up]
-      for v in wide[:1]:
-        if v in self.cast_up and not only:
-          self.cast_up[result] = self.cast_up[v]
-    found = self.of_operands(operation)
-    number = found is not None and found.cause.kind == "number" and found.entry is None
-    if found is not None and number and result.aval.shape and moves:
-      found = self._filled(found, operation, result)
-    part = _LISTS.part_of(operation.name, operation.eqn.params)
+      traceback = operation.eqn.source_info.traceback
+      by_hand = traceback is not None and calls_library(traceback, _CASTS_BY_HAND)
+      return _own("cast", operation, result) if by_hand else None
+    wide = [v for v in operation.operands if v.is_wide]
+    if operation.moves and wide and all(v in self.cast_up for v in wide):
+      self.cast_up[result] = self.cast_up[wide[0]]
+    why = self.of_operands(operation)
+    number = why is not None and why.cause.kind == "number" and why.entry is None
+    if why is not None and number and result.aval.shape and operation.moves:
+      why = self._filled(why, operation, result)
     # By hand, a softmax of float32 logits is float32 because they are. A mean of a cast array is
     # one of its own: nobody asked for more in float32.
-    sums = found is not None and found.cause.kind == "cast" and _reduces(operation)
-    if part == "float32" and low_before and (self._neutral or found is None or sums):
-      return self._own("operation", operation, result, deliberate=True)
-    if found is not None:
-      return found
-    if not wide:
-      return self._own("operation", operation, result)
-    if result in self.cast_up:
-      return None
+    reduces = any(result.size < v.size for v in operation.operands[:1])
+    sums = why is not None and why.cause.kind == "cast" and reduces
+    if operation.part == "float32" and low_before and (self._neutral or why is None or sums):
+      return _own("operation", operation, result, deliberate=True)
+    if why is not None or result in self.cast_up:
+      return why
     met = dict.fromkeys(str(self.cast_up[v].dtype) for v in wide if v in self.cast_up)
+    why = _own("operation", operation, result)
     if len(met) > 1 and not self._neutral:
-      why = self._own("operation", operation, result)
       name = f"{operation.name} of {' and '.join(met)}"
       return why._replace(cause=why.cause._replace(name=name), entry=operation)
     # Casts of low-precision values, together: for a sum that follows, say.
-    return self._own("operation", operation, result, deliberate=True)
+    return why._replace(deliberate=bool(wide))
 
   def _filled(self, why: Why, operation: Operation, result: Value) -> Why:
     """Returns why an array that repeats one number is float32; as the state of a loop it stays."""
-    name = f"{result.dtype}[{','.join(map(str, result.aval.shape))}] filled with {why.cause.name}"
     if operation.joins:
-      cause = Cause(
-        "constant", f"the state of a {operation.name}", why.cause.dtype, why.cause.source
-      )
-      return why._replace(cause=cause, neutral=False)
-    cause = Cause("constant", name, why.cause.dtype, operation.where.source)
-    return why._replace(cause=cause, neutral="number" in self._neutral)
-
-  def _own(
-    self, kind: Kind, operation: Operation, result: Value, *, deliberate: bool = False
-  ) -> Why:
-    cause = Cause(kind, operation.name, str(result.dtype), operation.where.source)
-    return Why(cause, operation, deliberate)
+      name, source = f"the state of a {operation.name}", why.cause.source
+    else:
+      shape = ",".join(map(str, result.aval.shape))
+      name = f"{result.dtype}[{shape}] filled with {why.cause.name}"
+      source = operation.where.source
+    neutral = not operation.joins and "number" in self._neutral
+    return why._replace(cause=Cause("constant", name, why.cause.dtype, source), neutral=neutral)
 
 
-def _reduces(operation: Operation) -> bool:
-  return operation.results[0].size < operation.operands[0].size
-
-
-def _rank(why: Why) -> tuple[bool, ...]:
-  """Orders causes by what decides: arrays, casts, operations that are to be float32, numbers.
-
-  Of two numbers it is the one that a low-precision value met before: in `where(mask, x16 *
-  np.float32(2), -1e9)` the other one is float32 because of it.
-  """
-  number = why.cause.kind == "number" or "filled with" in why.cause.name
-  return why.neutral, number, why.deliberate, why.cause.kind == "cast", why.entry is None
+def _own(kind: Kind, operation: Operation, result: Value, *, deliberate: bool = False) -> Why:
+  """Returns that an operation is the cause itself."""
+  cause = Cause(kind, operation.name, str(result.dtype), operation.where.source)
+  return Why(cause, operation, deliberate)
 
 
 def wanted_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Value]:
@@ -235,35 +188,33 @@ def wanted_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Va
     results: values of it that are wanted in low precision anyway.
   """
   wanted = set(results)
+
+  def is_wide_anyway(value: Value) -> bool:
+    # It makes what it meets float32 deliberately: the statistics of a norm.
+    why = causes.why(value)
+    return why is not None and (why.deliberate or why.anyway)
+
+  def in_pass_of(value: Value, operation: Operation) -> bool:
+    made_by = value.made_by
+    return made_by is None or made_by.where.direction == operation.where.direction
+
   for _ in range(2):  # Again, for what loops carry.
     for operation in reversed(graph.operations):
       if _wants(operation, wanted):
-        anyway = [v for v in operation.operands if _is_wide_anyway(causes, v)]
+        anyway = [v for v in operation.operands if is_wide_anyway(v)]
         wanted.update(
           v
           for v in operation.operands
-          if _same_pass(v, operation) and all(v is other for other in anyway)
+          if in_pass_of(v, operation) and all(v is other for other in anyway)
         )
   return wanted
 
 
-def _is_wide_anyway(causes: Causes, value: Value) -> bool:
-  """Whether a value makes what it meets float32 deliberately: the statistics of a norm."""
-  why = causes.why(value)
-  return why is not None and (why.deliberate or why.anyway)
-
-
-def _same_pass(value: Value, operation: Operation) -> bool:
-  made_by = value.made_by
-  return made_by is None or made_by.where.direction == operation.where.direction
-
-
 def _wants(operation: Operation, wanted: set[Value]) -> bool:
-  if facts_of(operation.eqn).flops is not None:
+  if operation.facts.flops is not None:
     return True
-  if operation.eqn.primitive is convert_element_type_p:
+  if operation.casts:
     result = operation.results[0]
-    return is_low(result) or (is_wide(result) and result in wanted)
-  part = _LISTS.part_of(operation.name, operation.eqn.params)
-  passes = operation.joins or part in ("promote", "keep")
-  return passes and any(v in wanted for v in operation.results)
+    return result.is_low or (result.is_wide and result in wanted)
+  passes = operation.joins or operation.part in ("promote", "keep")
+  return bool(passes) and any(v in wanted for v in operation.results)

@@ -1,22 +1,25 @@
-"""What an audit finds that costs time or memory: shapes, collectives, casts, residuals."""
+"""What an audit finds that costs time or memory: shapes, kernels, collectives, casts, residuals."""
 
 import collections
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core.primitives import convert_element_type_p
 
-from mpjax._core.dtypes import is_float8
-from mpjax._diagnostics.audit.causes import is_low, is_wide
-from mpjax._diagnostics.audit.graph import Graph, Value
-from mpjax._diagnostics.audit.leaks import module_path
+from mpjax._core.dtypes import is_float8, is_low_precision
 from mpjax._jaxprs.autocast.scopes import FLOAT8
 from mpjax._jaxprs.count import matmul_sizes
+from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.locations import Source
 from mpjax._jaxprs.primitive_facts import Holds
-from mpjax._jaxprs.primitives import facts_of
+
+_INSTRUCTION = re.compile(
+  r"= \(?(?P<dtype>[a-z]\w*)\[[\d,]*\]\S*(?: [^=]*?)?\)? (?P<op>[a-z][\w-]*)\("
+)
+_TARGET = re.compile(r'custom_call_target="(?P<target>[^"]+)"')
+_SHOWN = frozenset({"dot", "convolution", "convert", "custom-call"})
 
 
 class Misfit(NamedTuple):
@@ -45,19 +48,14 @@ class Misfit(NamedTuple):
 
 def find_misfits(graph: Graph) -> tuple[Misfit, ...]:
   """Returns the low-precision matmuls whose sizes do not fit Tensor Cores, the costliest first."""
-  found: collections.Counter[Misfit] = collections.Counter()
-  for operation in graph.computing():
-    if not operation.flops or not all(is_low(v) for v in operation.operands[:2]):
-      continue
-    dtype = operation.operands[0].dtype
-    unit = 16 if dtype is not None and is_float8(dtype) else 8
-    m, n, k = matmul_sizes(operation.eqn)
+  flops: collections.Counter[Misfit] = collections.Counter()
+  for operation, dtype, count in graph.matmuls():
+    unit = 16 if is_float8(dtype) else 8
+    m, n, k = sizes = matmul_sizes(operation.eqn)
     padded = (-(-m // unit) * unit, -(-n // unit) * unit, -(-k // unit) * unit)
-    if padded != (m, n, k):
-      where = operation.where
-      fit = Misfit(module_path(where), (m, n, k), padded, where.source, 0)
-      found[fit] += operation.flops
-  return tuple(fit._replace(flops=flops) for fit, flops in found.most_common())
+    if count and is_low_precision(dtype) and padded != sizes:
+      flops[Misfit(operation.where.module, sizes, padded, operation.where.source, 0)] += count
+  return tuple(fit._replace(flops=count) for fit, count in flops.most_common())
 
 
 class Collective(NamedTuple):
@@ -76,19 +74,6 @@ class Collective(NamedTuple):
   times: int
 
 
-def find_collectives(graph: Graph) -> tuple[Collective, ...]:
-  """Returns the collectives of a graph by operation and dtype."""
-  nbytes: collections.Counter[tuple[str, str]] = collections.Counter()
-  counts: collections.Counter[tuple[str, str]] = collections.Counter()
-  for operation in graph.computing():
-    if facts_of(operation.eqn).collective:
-      for v in operation.operands:
-        key = operation.name, str(v.dtype)
-        nbytes[key] += v.nbytes * operation.times
-        counts[key] += operation.times
-  return tuple(Collective(*key, n, counts[key]) for key, n in nbytes.most_common())
-
-
 class OpaqueKernel(NamedTuple):
   """A kernel written by hand: what it computes is in no count.
 
@@ -105,16 +90,6 @@ class OpaqueKernel(NamedTuple):
   times: int
 
 
-def find_opaque(graph: Graph) -> tuple[OpaqueKernel, ...]:
-  """Returns the kernels that the graph does not enter, in the order they run."""
-  counts: collections.Counter[OpaqueKernel] = collections.Counter()
-  for operation in graph.computing():
-    if facts_of(operation.eqn).holds is Holds.KERNEL:
-      path, dtypes = module_path(operation.where), dtypes_of(operation.operands)
-      counts[OpaqueKernel(path, operation.name, dtypes, 0)] += operation.times
-  return tuple(each._replace(times=n) for each, n in counts.items())
-
-
 class RoundTrips(NamedTuple):
   """Casts of a value from low precision to float32 that are undone at once.
 
@@ -129,25 +104,42 @@ class RoundTrips(NamedTuple):
   nbytes: int
 
 
+def find_collectives(graph: Graph) -> tuple[Collective, ...]:
+  """Returns the collectives of a graph by operation and dtype, those of the most bytes first."""
+  sums: dict[tuple[str, str], Collective] = {}
+  for operation in graph.computing():
+    times = operation.place.times
+    for v in operation.operands if operation.facts.collective else ():
+      key = operation.name, str(v.dtype)
+      _, _, nbytes, before = sums.get(key, Collective(*key, 0, 0))
+      sums[key] = Collective(*key, nbytes + v.nbytes * times, before + times)
+  return tuple(sorted(sums.values(), key=lambda each: -each.nbytes))
+
+
+def find_opaque(graph: Graph) -> tuple[OpaqueKernel, ...]:
+  """Returns the kernels that the graph does not enter, in the order they run."""
+  counts: collections.Counter[OpaqueKernel] = collections.Counter()
+  for each in graph.computing():
+    if each.facts.holds is Holds.KERNEL:
+      kernel = OpaqueKernel(each.where.module, each.name, dtypes_of(each.operands), 0)
+      counts[kernel] += each.place.times
+  return tuple(kernel._replace(times=n) for kernel, n in counts.items())
+
+
 def find_round_trips(graph: Graph) -> RoundTrips:
   """Returns the casts that undo one another and serve nothing else."""
   operations = nbytes = 0
-  for operation in graph.computing():
-    if operation.eqn.primitive is not convert_element_type_p:
-      continue
-    value = operation.operands[0]
-    before = value.made_by
-    if before is None or before.eqn.primitive is not convert_element_type_p:
+  for last in graph.computing():
+    value = last.operands[0] if last.casts else None
+    first = None if value is None else value.made_by
+    if value is None or first is None or not first.casts or len(value.consumers) != 1:
       continue
     # A matmul in float8 scales in float32 what is rounded to low precision before and after it.
-    if any(FLOAT8 in each.where.scopes for each in (before, operation)):
-      continue
-    if len(value.consumers) != 1 or not before.operands:
-      continue
-    first, last = before.operands[0], operation.results[0]
-    if is_low(first) and is_wide(value) and first.dtype == last.dtype:
-      operations += operation.times
-      nbytes += value.nbytes * operation.times
+    scales = any(FLOAT8 in each.where.scopes for each in (first, last))
+    source, result = first.operands[0], last.results[0]
+    if not scales and source.is_low and value.is_wide and source.dtype == result.dtype:
+      operations += last.place.times
+      nbytes += value.nbytes * last.place.times
   return RoundTrips(operations, nbytes)
 
 
@@ -159,11 +151,9 @@ def residuals(graph: Graph) -> dict[str, int]:
   """
   nbytes: collections.Counter[str] = collections.Counter()
   for operation in graph.operations:
-    if operation.where.direction != "forward":
-      continue
-    for v in operation.results:
+    for v in operation.results if operation.where.direction == "forward" else ():
       if any(each.where.direction != "forward" for each in v.consumers):
-        nbytes[str(v.dtype)] += v.nbytes * operation.times
+        nbytes[str(v.dtype)] += v.nbytes * operation.place.times
   return dict(nbytes.most_common())
 
 
@@ -174,3 +164,39 @@ def dtypes_of(values: Iterable[Value]) -> tuple[str, ...]:
     if v.dtype is not None and jnp.issubdtype(v.dtype, jnp.inexact):
       sizes[np.dtype(v.dtype).name] += v.size
   return tuple(name for name, _ in sizes.most_common())
+
+
+class Kernel(NamedTuple):
+  """Instructions of a compiled function that are alike.
+
+  Args:
+    name: of the operation, or of the library's kernel, such as "__cublas$lt$matmul$f8".
+    dtype: of its result.
+    times: how many there are.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+  >>> compiled = jax.jit(jnp.matmul).lower(x, x).compile()
+  >>> kernels = mpjax.audit(jnp.matmul, compiled=compiled)(x, x).kernels
+  >>> len(kernels) > 0
+  True
+  """
+
+  name: str
+  dtype: str
+  times: int
+
+
+def kernels(text: str) -> tuple[Kernel, ...]:
+  """Returns the matmuls, convolutions, casts and library calls in the text of a compiled function.
+
+  Args:
+    text: HLO, as `jax.stages.Compiled.as_text` returns it; those in fusions count.
+  """
+  counts: collections.Counter[tuple[str, str]] = collections.Counter()
+  for line in text.splitlines():
+    match = _INSTRUCTION.search(line)
+    if match is not None and match["op"] in _SHOWN:
+      target = _TARGET.search(line)
+      counts[match["op"] if target is None else target["target"], match["dtype"]] += 1
+  return tuple(Kernel(*key, n) for key, n in counts.most_common())

@@ -3,23 +3,17 @@
 import collections
 from typing import NamedTuple
 
-from jax.extend.core import JaxprEqn
-from jax.extend.core.primitives import convert_element_type_p
-
 from mpjax._core.audit_record import AuditRecord
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.precision import written
 from mpjax._core.types import DType
-from mpjax._diagnostics.audit.causes import Cause, Causes, Why, is_low, is_wide, wanted_low
-from mpjax._diagnostics.audit.graph import Graph, Operation, Value
+from mpjax._diagnostics.audit.causes import Cause, Causes, Kind, Why, wanted_low
 from mpjax._jaxprs.autocast.scopes import FLOAT8, MODULE, REGION, policy_of
 from mpjax._jaxprs.count import flops_of
-from mpjax._jaxprs.locations import Direction, Location, Source
-from mpjax._jaxprs.op_lists import OpLists
-from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.graph import Graph, Operation, Value
+from mpjax._jaxprs.locations import Direction, Source
 
-_LISTS = OpLists()
 _SMALL = 0.01
 """Of the largest result: what is smaller is no array that costs anything."""
 
@@ -76,13 +70,6 @@ class OnPurpose(NamedTuple):
   flops: int
 
 
-class Expectation(NamedTuple):
-  """What is asked for where an operation is: a low-precision dtype, or None and the reason."""
-
-  dtype: DType | None
-  reason: str = ""
-
-
 class Expectations:
   """Which dtype is asked for where.
 
@@ -92,83 +79,72 @@ class Expectations:
 
   def __init__(self, graph: Graph, record: AuditRecord) -> None:
     """Looks for marks, and else for the dtype that is used most."""
-    self._modules = record.modules
-    self.marked = any(_region(each.where) is not None for each in graph.operations)
+    self._record = record
+    self.marked = any(each.where.marked(REGION) is not None for each in graph.operations)
     self.used = None if self.marked else _most_used(graph)
     self._after = set() if self.marked else _after_gradients(graph)
 
-  def of(self, operation: Operation) -> Expectation:
-    """Returns what is asked for where an operation is."""
-    where = operation.where
+  @property
+  def neutral(self) -> frozenset[Kind]:
+    """What takes the dtype of what it meets, and so is not why something is float32."""
+    if not self.marked:
+      return frozenset()
+    arguments = self._record.autocast and not self._record.modules
+    return frozenset(("parameter", "number", *(("argument",) if arguments else ())))
+
+  def of(self, operation: Operation) -> tuple[DType | None, str]:
+    """Returns the low-precision dtype that is asked for; None and the reason where none is."""
+    where, matmul = operation.where, operation.facts.flops is not None
     if FULL_PRECISION in where.scopes:
-      return Expectation(None, "mpjax.full_precision")
-    if FLOAT8 in where.scopes and flops_of(operation.eqn) is None:
-      return Expectation(None, "the scaling of float8")
-    region = _region(where)
+      return None, "mpjax.full_precision"
+    if FLOAT8 in where.scopes and not matmul:
+      return None, "the scaling of float8"
+    region = where.marked(REGION)
     policy = None if region is None else policy_of(region)
     precise = "HIGHEST" in str(operation.eqn.params.get("precision"))
     if precise and (policy is None or policy.precision is None):  # The code asks for it, no policy.
-      return Expectation(None, 'precision="highest"')
+      return None, 'precision="highest"'
     if not self.marked:
       if operation in self._after:
-        return Expectation(None, "the optimizer")
-      return Expectation(self.used, "" if self.used else "no low precision anywhere")
+        return None, "the optimizer"
+      return self.used, "" if self.used else "no low precision anywhere"
     if region is None:
-      return Expectation(None, "outside of every policy")
+      return None, "outside of every policy"
     if policy is None:
-      return Expectation(None, "a rule leaves it as it is")
-    if is_low_precision(policy.compute_dtype):
-      module = self._modules.get(marked_path(where) or "")
+      return None, "a rule leaves it as it is"
+    if not is_low_precision(policy.compute_dtype):
+      asked = "" if policy.precision is None else f", precision={written(policy.precision)}"
+      return None, f"a {policy.compute_dtype.name} policy{asked}"
+    module = self._record.modules.get(where.marked(MODULE) or "")
+    if module is not None and module.is_norm and not matmul:
       # The running statistics of a norm are float32, and what it does with them in between.
-      norm = module is not None and module.is_norm and flops_of(operation.eqn) is None
-      return Expectation(None, "a norm") if norm else Expectation(policy.compute_dtype)
-    asked = "" if policy.precision is None else f", precision={written(policy.precision)}"
-    return Expectation(None, f"a {policy.compute_dtype.name} policy{asked}")
-
-
-def _region(where: Location) -> str | None:
-  found = (s[len(REGION) :] for s in reversed(where.scopes) if s.startswith(REGION))
-  return next(found, None)
-
-
-def module_path(where: Location) -> str:
-  """Returns the path that a report shows: that of named scopes, or of a module under a policy.
-
-  NNX names no scopes; there the audit knows modules only where they are under a policy.
-  """
-  return where.path or marked_path(where) or ""
-
-
-def marked_path(where: Location) -> str | None:
-  """Returns the path of the module under a policy that an operation is in; None without one."""
-  found = (s[len(MODULE) :] for s in reversed(where.scopes) if s.startswith(MODULE))
-  return next(found, None)
+      return None, "a norm"
+    return policy.compute_dtype, ""
 
 
 def _most_used(graph: Graph) -> DType | None:
-  flops: collections.Counter[DType] = collections.Counter()
-  sizes: collections.Counter[DType] = collections.Counter()
+  """Returns the low-precision dtype with the most FLOPs of matmuls, or else the most elements."""
+  counts: dict[DType, tuple[int, int]] = {}
   for operation in graph.operations:
+    flops = flops_of(operation.eqn) or 0
     for v in operation.operands:
-      if is_low(v) and v.dtype is not None:
-        sizes[v.dtype] += v.size
-        flops[v.dtype] += flops_of(operation.eqn) or 0
-  ranked = max(sizes, key=lambda dtype: (flops[dtype], sizes[dtype]), default=None)
-  return ranked
+      if v.is_low and v.dtype is not None:
+        before = counts.get(v.dtype, (0, 0))
+        counts[v.dtype] = before[0] + flops, before[1] + v.size
+  return max(counts, key=lambda dtype: counts[dtype], default=None)
 
 
 def _after_gradients(graph: Graph) -> set[Operation]:
   """Returns the operations that use gradients and are in no backward pass: an optimizer's."""
-  found: set[Operation] = set()
+  after: set[Operation] = set()
   gradients: set[Value] = set()
   for operation in graph.operations:
-    backward = operation.where.direction != "forward"
-    if backward:
+    if operation.where.direction != "forward":
       gradients.update(operation.results)
     elif any(v in gradients for v in operation.operands):
-      found.add(operation)
       gradients.update(operation.results)
-  return found
+      after.add(operation)
+  return after
 
 
 class _Group:
@@ -183,121 +159,109 @@ def find_leaks(
   graph: Graph, causes: Causes, expectations: Expectations
 ) -> tuple[tuple[Leak, ...], tuple[OnPurpose, ...]]:
   """Returns the leaks of a graph, the costliest first, and what is float32 on purpose."""
-  groups: dict[tuple[object, object], _Group] = {}
   purposes: collections.Counter[tuple[str, str]] = collections.Counter()
+  groups: dict[tuple[object, object], _Group] = {}
   lines: dict[tuple[str, Source | None], _Group] = {}
   returned = [] if expectations.marked else [v for v in graph.results if len(v.aval.shape) > 0]
-  wanted = wanted_low(graph, causes, (v for v in returned if is_wide(v)))
+  wanted = wanted_low(graph, causes, (v for v in returned if v.is_wide))
   wanted_by_ops = wanted_low(graph, causes, ())
-  sizes = [v.size for each in graph.operations for v in each.results]
-  small = _SMALL * max(sizes, default=0)
+  small = _SMALL * max((v.size for each in graph.operations for v in each.results), default=0)
   total_flops = total_bytes = 0
-  pending: list[tuple[Operation, int, Why | None]] = []
   for operation in graph.computing():
-    flops = operation.flops
-    total_bytes += sum(v.nbytes for v in operation.results) * operation.times
-    inexact = any(is_wide(v) or is_low(v) for v in operation.operands[:2])
-    if flops is not None and inexact:
-      total_flops += flops
-      if all(is_low(v) for v in operation.operands[:2]):
+    flops = operation.flops if operation.matmul_dtype is not None else None
+    nbytes = sum(v.nbytes for v in operation.results) * operation.place.times
+    total_bytes += nbytes
+    total_flops += flops or 0
+    # Is it float32 where low precision is asked for, and why?
+    if flops is not None:
+      if all(v.is_low for v in operation.operands[:2]):
         continue
-      asked = expectations.of(operation)
-      if asked.dtype is None:
-        purposes[module_path(operation.where), asked.reason] += flops
+      dtype, reason = expectations.of(operation)
+      if dtype is None:
+        purposes[operation.where.module, reason] += flops
         continue
-      pending.append((operation, flops, causes.of_operands(operation)))
-    elif _is_wide_elementwise(operation, small) and expectations.of(operation).dtype is not None:
-      why = causes.why(operation.results[0])
-      if why is None or why.neutral or why.entry is None or not causes.widens(why.entry, why):
-        continue
-      if expectations.marked and _is_asked_for(why):
+      why = causes.of_operands(operation)
+    else:
+      why = causes.why(operation.results[0]) if _is_wide_elementwise(operation, small) else None
+      if why is None or expectations.of(operation)[0] is None or _is_meant(why, expectations):
         continue
       aim = wanted_by_ops if why.cause.kind == "cast" else wanted
-      if not why.deliberate and operation.results[0] in aim:
-        pending.append((operation, 0, why))
-  for operation, flops, why in pending:
-    entry = operation if why is None or why.entry is None else why.entry
+      if why.entry is None or not causes.widens(why.entry, why) or operation.results[0] not in aim:
+        continue
+    # Whose leak is it? Work of a backward pass is that of the line of the forward pass.
     backward = operation.where.direction != "forward"
-    line = (module_path(operation.where), operation.where.source)
+    line = (operation.where.module, operation.where.source)
     group = lines.get(line) if backward else None
     if group is None:
       if backward and not flops and (why is None or why.cause.kind not in ("cast", "constant")):
         continue  # A gradient is float32 because of what is float32 in the forward pass.
-      origin = operation if why is None else why.origin
-      why = why or Why(_unknown(operation), operation)
+      if why is None:
+        first = next((v for v in operation.operands if v.is_wide), operation.operands[0])
+        cause = Cause("operation", operation.name, str(first.dtype), operation.where.source)
+        why = Why(cause, operation)
+      entry = why.entry or operation
       where = entry.where
       # The operations of one line, as of a * cos(t) + b * sin(t), are cured together.
-      written = (module_path(where), entry.name, where.direction, where.source)
-      group = groups.setdefault((origin, written if where.source else entry), _Group(entry, why))
+      same_line = (where.module, entry.name, where.direction, where.source)
+      key = why.origin, same_line if where.source else entry
+      group = groups.setdefault(key, _Group(entry, why))
     if not backward:
       lines.setdefault(line, group)
-    group.flops += flops
-    group.nbytes += sum(v.nbytes for v in operation.results) * operation.times
-    group.operations += operation.times
-  ranked = sorted(groups.values(), key=lambda g: (-g.flops, -g.nbytes, g.entry.position))
+    group.flops += flops or 0
+    group.nbytes += nbytes
+    group.operations += operation.place.times
+  ranked = sorted(groups.values(), key=lambda g: (-g.flops, -g.nbytes, g.entry.place.key))
   leaks = tuple(_leak(group, expectations, total_flops, total_bytes) for group in ranked)
-  kept = (OnPurpose(path, reason, flops) for (path, reason), flops in purposes.most_common())
-  return leaks, tuple(kept)
-
-
-def _is_asked_for(why: Why) -> bool:
-  """Whether a policy makes a value float32: RoPE by its positions, the sums that are a result."""
-  origin, entry = why.origin, why.entry
-  sums = isinstance(origin, Operation) and flops_of(origin.eqn) is not None
-  return sums or (entry is not None and facts_of(entry.eqn).role == "product")
+  return leaks, tuple(OnPurpose(*key, flops) for key, flops in purposes.most_common() if flops)
 
 
 def _is_wide_elementwise(operation: Operation, small: float) -> bool:
   """Whether an operation that low precision is good for computes a large float32 array."""
-  if operation.eqn.primitive is convert_element_type_p or not operation.results:
+  if operation.casts or operation.moves or operation.part not in ("promote", "keep"):
     return False
-  part = _LISTS.part_of(operation.name, operation.eqn.params)
-  result = operation.results[0]
-  large = bool(result.aval.shape) and result.size >= small
-  computes = not facts_of(operation.eqn).moves
-  return large and computes and part in ("promote", "keep") and is_wide(result)
+  return any(v.is_wide and v.aval.shape and v.size >= small for v in operation.results[:1])
 
 
-def _unknown(operation: Operation) -> Cause:
-  first = next((v for v in operation.operands if is_wide(v)), operation.operands[0])
-  return Cause("operation", operation.name, str(first.dtype), operation.where.source)
+def _is_meant(why: Why, expectations: Expectations) -> bool:
+  """Whether a value is to be float32: by the operation lists, or by the kinds of a policy.
+
+  Under a policy RoPE is, by its positions, and the sums of a matmul that are its result.
+  """
+  sums = isinstance(why.origin, Operation) and why.origin.facts.flops is not None
+  positions = why.entry is not None and why.entry.facts.role == "product"
+  return why.neutral or why.deliberate or (expectations.marked and (sums or positions))
 
 
 def _leak(group: _Group, expectations: Expectations, flops: int, nbytes: int) -> Leak:
   entry = group.entry
-  asked = expectations.of(entry).dtype or expectations.used
-  whole = (group.flops, flops) if group.flops else (group.nbytes, nbytes)
+  part, whole = (group.flops, flops) if group.flops else (group.nbytes, nbytes)
   return Leak(
-    path=module_path(entry.where),
+    path=entry.where.module,
     operation=entry.name,
     direction=entry.where.direction,
     dtypes=tuple(str(v.dtype) for v in entry.operands if v.dtype is not None),
     source=entry.where.source,
     cause=group.why.cause,
-    fix=_fix(group.why, entry, asked),
+    fix=_fix(group.why, entry, expectations.of(entry)[0] or expectations.used),
     flops=group.flops,
     nbytes=group.nbytes,
-    share=whole[0] / max(whole[1], 1),
+    share=part / max(whole, 1),
     operations=group.operations,
   )
 
 
 def _fix(why: Why, entry: Operation, dtype: DType | None) -> str:
   """Returns what cures a leak."""
-  name = "the policy's dtype" if dtype is None else f"jnp.{dtype.name}"
-  cause = why.cause
-  if cause.kind == "number":
-    return "Make it a Python number, float(...), which takes the dtype of what it meets."
-  if cause.kind == "cast":
-    return f"Cast the result back where float32 is no longer needed: .astype({name})."
-  if cause.kind in ("parameter", "argument", "constant"):
-    return f"Cast it where it is used: .astype({name})."
-  if why.origin is entry or facts_of(_eqn(why.origin, entry)).flops is not None:
-    if why.origin is not entry:
-      return f"It asks for preferred_element_type=float32: cast its result, .astype({name})."
-    return f"Cast its operands: .astype({name})."
-  return f"Cast its result: .astype({name})."
-
-
-def _eqn(origin: Operation | Value, entry: Operation) -> JaxprEqn:
-  return origin.eqn if isinstance(origin, Operation) else entry.eqn
+  cast = ".astype(the policy's dtype)." if dtype is None else f".astype(jnp.{dtype.name})."
+  match why.cause.kind:
+    case "number":
+      return "Make it a Python number, float(...), which takes the dtype of what it meets."
+    case "cast":
+      return f"Cast the result back where float32 is no longer needed: {cast}"
+    case "parameter" | "argument" | "constant":
+      return f"Cast it where it is used: {cast}"
+  if why.origin is entry:
+    return f"Cast its operands: {cast}"
+  if isinstance(why.origin, Operation) and why.origin.facts.flops is not None:
+    return f"It asks for preferred_element_type=float32: cast its result, {cast}"
+  return f"Cast its result: {cast}"

@@ -1,17 +1,17 @@
-"""The table of an audit by module: dtypes of parameters, activations and gradients, and FLOPs."""
+"""The tables of an audit by module: dtypes, FLOPs, and which matmuls are in float8."""
 
 import collections
+import dataclasses
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple, Protocol, TypeVar
 
 from mpjax._core.audit_record import AuditedModule, AuditRecord
-from mpjax._diagnostics.audit.causes import is_low, is_wide
+from mpjax._core.dtypes import is_float8
 from mpjax._diagnostics.audit.costs import dtypes_of
-from mpjax._diagnostics.audit.graph import Graph, Value
-from mpjax._diagnostics.audit.leaks import marked_path, module_path
-from mpjax._jaxprs.autocast.scopes import FLOAT8
-from mpjax._jaxprs.count import flops_of
+from mpjax._jaxprs.autocast.scopes import FLOAT8, MODULE, NOT_FLOAT8
+from mpjax._jaxprs.count import matmul_sizes
+from mpjax._jaxprs.graph import Graph, Operation, Value
 
 
 class ModuleRow(NamedTuple):
@@ -46,13 +46,14 @@ class ModuleRow(NamedTuple):
   own_dtype: str
 
 
-class _Row:
-  def __init__(self) -> None:
-    self.parameters: dict[Value, None] = {}
-    self.activations: list[Value] = []
-    self.gradients: list[Value] = []
-    self.flops: collections.Counter[str] = collections.Counter()
-    self.module: AuditedModule | None = None
+@dataclasses.dataclass
+class _Seen:
+  """What was seen of a module; of the parameters each one, however often it is read."""
+
+  parameters: dict[Value, None] = dataclasses.field(default_factory=dict)
+  activations: list[Value] = dataclasses.field(default_factory=list)
+  gradients: list[Value] = dataclasses.field(default_factory=list)
+  module: AuditedModule | None = None
 
 
 def module_rows(
@@ -65,40 +66,54 @@ def module_rows(
     record: what was noted of modules under a policy.
     parameters: the names of arguments that are parameters; if there are none, all may be.
   """
-  found: dict[str, _Row] = {}
+  modules: dict[str, _Seen] = {}
   for operation in graph.computing():
-    row = found.setdefault(module_path(operation.where), _Row())
-    forward = operation.where.direction == "forward"
-    if forward:
-      row.parameters |= {
-        v: None
-        for v in operation.operands
-        if v.kind == "argument" and (v.label in parameters or not parameters)
-      }
-    if FLOAT8 not in operation.where.scopes or flops_of(operation.eqn):  # Its scaling is no result.
-      (row.activations if forward else row.gradients).extend(operation.results)
-    row.module = row.module or record.modules.get(marked_path(operation.where) or "")
-    operands = operation.operands[:2]
-    if operation.flops and all(is_low(v) or is_wide(v) for v in operands):
-      names = [str(v.dtype) for v in operands if is_wide(v)] or [str(operands[0].dtype)]
-      row.flops[names[0]] += operation.flops
+    where = operation.where
+    seen = modules.setdefault(where.module, _Seen())
+    seen.module = seen.module or record.modules.get(where.marked(MODULE) or "")
+    forward = where.direction == "forward"
+    for v in operation.operands if forward else ():
+      if v.kind == "argument" and (v.label in parameters or not parameters):
+        seen.parameters[v] = None
+    if FLOAT8 not in where.scopes or operation.facts.flops:  # Its scaling is no result.
+      (seen.activations if forward else seen.gradients).extend(operation.results)
+  flops: dict[str, collections.Counter[str]] = {path: collections.Counter() for path in modules}
+  for operation, dtype, count in graph.matmuls():
+    flops[operation.where.module].update({str(dtype): count} if count else {})
   # What has a module around it that is shown, and no matmul of its own, is a detail of that one.
-  kept = {path: row for path, row in found.items() if row.flops}
-  return _collapsed({path: _finished(path, row) for path, row in kept.items()})
+  rows = [_row(path, seen, flops[path]) for path, seen in modules.items() if flops[path]]
+  return tuple(
+    group[0]._replace(
+      path=group[0].path if len(group) == 1 else without_numbers(group[0].path),
+      modules=len(group),
+      flops=_by_size(sum((collections.Counter(row.flops) for row in group), collections.Counter())),
+    )
+    for group in together(rows, _shown)
+  )
 
 
-def _finished(path: str, row: _Row) -> ModuleRow:
-  module = row.module
+def _row(path: str, seen: _Seen, flops: collections.Counter[str]) -> ModuleRow:
+  module = seen.module
   return ModuleRow(
     path=path,
     modules=1,
-    parameters=dtypes_of(row.parameters),
-    activations=dtypes_of(row.activations),
-    gradients=dtypes_of(row.gradients),
-    flops=dict(row.flops.most_common()),
+    parameters=dtypes_of(seen.parameters),
+    activations=dtypes_of(seen.activations),
+    gradients=dtypes_of(seen.gradients),
+    flops=_by_size(flops),
     rule="" if module is None or module.rule is None else repr(module.rule),
-    own_dtype="" if module is None or module.own_dtype is None else module.own_dtype,
+    own_dtype="" if module is None else module.own_dtype or "",
   )
+
+
+def _by_size(flops: collections.Counter[str]) -> dict[str, int]:
+  return dict(flops.most_common())
+
+
+def _shown(row: ModuleRow) -> Hashable:
+  """Returns what the table shows of a module, but its path and its FLOPs."""
+  dtypes = row.parameters, row.activations, row.gradients, row.flops
+  return (*map(frozenset, dtypes), row.rule, row.own_dtype)
 
 
 def without_numbers(path: str) -> str:
@@ -106,18 +121,66 @@ def without_numbers(path: str) -> str:
   return re.sub(r"\d+", "*", path)
 
 
-def _collapsed(rows: Mapping[str, ModuleRow]) -> tuple[ModuleRow, ...]:
-  """Returns one row for modules that differ in the numbers of their paths and in nothing shown."""
-  groups: dict[tuple[object, ...], list[ModuleRow]] = {}
-  for path, row in rows.items():
-    pattern = without_numbers(path)
-    dtypes = (*map(frozenset, row[2:5]), frozenset(row.flops))
-    groups.setdefault((pattern, *dtypes, *row[6:]), []).append(row)
-  made = []
-  for key, group in groups.items():
-    total: collections.Counter[str] = collections.Counter()
-    for row in group:
-      total.update(row.flops)
-    path = group[0].path if len(group) == 1 else str(key[0])
-    made.append(group[0]._replace(path=path, modules=len(group), flops=dict(total.most_common())))
-  return tuple(made)
+class _HasPath(Protocol):
+  @property
+  def path(self) -> str: ...
+
+
+_Row = TypeVar("_Row", bound=_HasPath)
+
+
+def together(rows: Iterable[_Row], shown: Callable[[_Row], Hashable]) -> list[list[_Row]]:
+  """Returns what is the same but for the numbers of paths, such as those of layers, together."""
+  groups: dict[Hashable, list[_Row]] = {}
+  for row in rows:
+    groups.setdefault((without_numbers(row.path), shown(row)), []).append(row)
+  return list(groups.values())
+
+
+class Float8Matmul(NamedTuple):
+  """The matmuls of a module that are in float8, or are not for one reason.
+
+  Args:
+    path: of the module or named scope.
+    sizes: rows, columns and the length of the sum of the first one: M, N and K.
+    reason: why they are not in float8; "" if they are.
+    flops: floating-point operations, in all passes.
+
+  >>> import jax, mpjax
+  >>> fn = mpjax.autocast(lambda x, w: x @ w, "mixed_float8")
+  >>> x, w = jax.ShapeDtypeStruct((8, 64), "float32"), jax.ShapeDtypeStruct((64, 32), "float32")
+  >>> matmul, = mpjax.audit(fn)(x, w).float8
+  >>> matmul.reason
+  'too small to gain: K=64, N=32'
+  """
+
+  path: str
+  sizes: tuple[int, int, int]
+  reason: str
+  flops: int
+
+
+def find_float8(graph: Graph) -> tuple[Float8Matmul, ...]:
+  """Returns the matmuls of a graph, the costliest first; () if nothing asks for float8."""
+  rows: dict[tuple[str, str], Float8Matmul] = {}
+  asked = False
+  for operation, _, flops in graph.matmuls():
+    path, reason = operation.where.module, _not_float8(operation)
+    asked = asked or not reason or operation.where.marked(NOT_FLOAT8) is not None
+    row = rows.get((path, reason)) or Float8Matmul(path, matmul_sizes(operation.eqn), reason, 0)
+    rows[path, reason] = row._replace(flops=row.flops + flops)
+  return tuple(sorted(rows.values(), key=lambda row: -row.flops)) if asked else ()
+
+
+def _not_float8(operation: Operation) -> str:
+  """Returns why a matmul is not in float8; "" if it is."""
+  operands = operation.operands[:2]
+  if all(v.dtype is not None and is_float8(v.dtype) for v in operands):
+    return ""
+  noted = operation.where.marked(NOT_FLOAT8)
+  if noted is not None:
+    return noted
+  if FLOAT8 in operation.where.scopes:
+    return 'weight_grad="half"'
+  wide = any(v.is_wide for v in operands)
+  return "it is in float32" if wide else "its policy has no float8"

@@ -5,30 +5,21 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax.extend.core.primitives import (
-  add_jaxvals_p,
-  convert_element_type_p,
-  div_p,
-  iota_p,
-  log_p,
-  max_p,
-  rsqrt_p,
-)
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import primitives as p
 
-from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import DType
-from mpjax._diagnostics.audit.causes import is_low, is_wide
-from mpjax._diagnostics.audit.graph import Graph, Operation, Value
-from mpjax._diagnostics.audit.leaks import module_path
-from mpjax._diagnostics.audit.numbers import lost_number
+from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Direction, Source
-from mpjax._jaxprs.op_lists import OpLists
-from mpjax._jaxprs.primitives import facts_of
 
-_LISTS = OpLists()
 _LONG_SUM = 64
 """Terms: a sum of fewer loses no more than a few roundings."""
+
+_LARGEST = 1 << 22
+"""Elements: a constant with more is not looked at."""
 
 
 class Risk(NamedTuple):
@@ -62,62 +53,49 @@ def find_risks(graph: Graph) -> tuple[Risk, ...]:
   """Returns what runs in low precision and would be safer in float32, in the order it runs."""
   counts: collections.Counter[Risk] = collections.Counter()
   for operation in graph.computing():
+    where = operation.where
     for dtype, reason in _risks(operation):
-      where = operation.where
-      path = module_path(where)
-      risk = Risk(path, operation.name, where.direction, dtype, where.source, reason, 0)
-      counts[risk] += operation.times
+      risk = Risk(
+        where.module, operation.name, where.direction, str(dtype), where.source, reason, 0
+      )
+      counts[risk] += operation.place.times
   return tuple(risk._replace(operations=n) for risk, n in counts.items())
 
 
-def _risks(operation: Operation) -> Iterator[tuple[str, str]]:
-  first = next((v for v in operation.operands if is_low(v)), None)
+def _risks(operation: Operation) -> Iterator[tuple[DType | None, str]]:
+  """Yields the dtypes in which numbers of an operation are lost, and how."""
+  operands, eqn = operation.operands, operation.eqn
   result = operation.results[0] if operation.results else None
-  if operation.eqn.primitive is convert_element_type_p and result is not None:
-    yield from _of_cast(operation.operands[0], result)
-  if operation.eqn.primitive is iota_p and result is not None and is_low(result):
-    most, length = (
-      _exact_integers(result.dtype),
-      result.aval.shape[operation.eqn.params["dimension"]],
-    )
-    if length > most + 1:
-      yield str(result.dtype), f"integers above {most} are rounded"
-  if first is None or first.dtype is None:
-    return
-  dtype = str(first.dtype)
-  if _LISTS.part_of(operation.name, operation.eqn.params) == "float32":
-    terms = first.size // max(result.size if result is not None else 1, 1)
-    elementwise = result is not None and first.aval.shape == result.aval.shape
-    # JAX shows no accumulator: a sum whose result is low is added up in low precision.
-    # An add of two gradients rounds once, as any other.
-    adds = operation.eqn.primitive is add_jaxvals_p
-    if result is not None and is_low(result) and not adds and (elementwise or terms >= _LONG_SUM):
-      yield (
-        dtype,
-        "less exact than in float32"
-        if elementwise
-        else f"{terms:,} terms are added in low precision",
-      )
-  for v in operation.operands:
-    if v.kind == "literal" and v.dtype is not None and is_low_precision(v.dtype):
+  low = next((v.dtype for v in operands if v.is_low), None)
+  # Integers that are counted, or cast to and from what is too coarse for them.
+  if result is not None and result.is_low and (operation.casts or eqn.primitive is p.iota_p):
+    most = _exact_integers(result)
+    length = 0 if operation.casts else result.aval.shape[eqn.params["dimension"]]
+    if length > most + 1 or any(map(_is_integer, operands)):
+      yield result.dtype, f"integers above {most} are rounded"
+    elif operation.casts and operands[0].is_wide:
+      yield from _lost_number(operands[0], result.dtype)
+  elif result is not None and operation.casts and operands[0].is_low and _is_integer(result):
+    most = _exact_integers(operands[0])
+    yield low, f"integers above {most} were rounded before this cast"
+  # What the float32 list computes. JAX shows no accumulator: a sum whose result is low is added up
+  # in low precision. An add of two gradients rounds once, as any other.
+  adds = eqn.primitive is p.add_jaxvals_p
+  if low is not None and result is not None and result.is_low and not adds:
+    first = next(v for v in operands if v.is_low)
+    terms = first.size // max(result.size, 1)
+    if operation.part == "float32" and first.aval.shape == result.aval.shape:
+      yield low, "less exact than in float32"
+    elif operation.part == "float32" and terms >= _LONG_SUM:
+      yield low, f"{terms:,} terms are added in low precision"
+  # Numbers in the code, which were cast before the function was traced.
+  for v in operands if low is not None else ():
+    if v.kind == "literal" and v.is_low:
       number = float(v.label)
-      if math.isinf(number) and not facts_of(operation.eqn).moves:
-        yield dtype, "a number became inf in low precision"
+      if math.isinf(number) and not operation.moves:
+        yield low, "a number became inf in low precision"
       if number == 0 and (_adds_zero(operation, v) or _divides_by_zero(operation)):
-        yield dtype, "a number may have become 0 in low precision"
-
-
-def _of_cast(source: Value, result: Value) -> Iterator[tuple[str, str]]:
-  """Yields what is lost in a cast between integers and low precision, and of numbers known."""
-  if is_low(result) and result.dtype is not None:
-    if _is_integer(source):
-      yield str(result.dtype), f"integers above {_exact_integers(result.dtype)} are rounded"
-    lost = lost_number(source, result.dtype) if is_wide(source) else None
-    if lost is not None:
-      yield str(result.dtype), lost
-  if is_low(source) and source.dtype is not None and _is_integer(result):
-    most = _exact_integers(source.dtype)
-    yield str(source.dtype), f"integers above {most} were rounded before this cast"
+        yield low, "a number may have become 0 in low precision"
 
 
 def _is_integer(value: Value) -> bool:
@@ -126,24 +104,52 @@ def _is_integer(value: Value) -> bool:
   return dtype is not None and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 1
 
 
-def _exact_integers(dtype: DType | None) -> int:
+def _exact_integers(value: Value) -> int:
   """Returns the integer up to which a dtype has all of them."""
-  return 2 ** (jnp.finfo(dtype).nmant + 1)
+  return 2 ** (jnp.finfo(value.dtype).nmant + 1)
 
 
 def _divides_by_zero(operation: Operation) -> bool:
   """Whether a maximum with 0, of which `jnp.maximum(x, 1e-8)` is one in float16, is divided by."""
-  if operation.eqn.primitive is not max_p:
-    return False
-  (result,) = operation.results
-  return any(
-    each.eqn.primitive in (log_p, rsqrt_p)
-    or (each.eqn.primitive is div_p and each.operands[1] is result)
-    for each in result.consumers
+  return operation.eqn.primitive is p.max_p and any(
+    each.eqn.primitive in (p.log_p, p.rsqrt_p)
+    or (each.eqn.primitive is p.div_p and each.operands[1] is operation.results[0])
+    for each in operation.results[0].consumers
   )
 
 
 def _adds_zero(operation: Operation, literal: Value) -> bool:
   """Whether 0 is added to an array: an epsilon, of which nothing is left."""
-  added = facts_of(operation.eqn).gradient == "added" and not facts_of(operation.eqn).moves
+  added = operation.facts.gradient == "added" and not operation.moves
   return added and operation.where.direction == "forward" and literal in operation.operands[1:]
+
+
+def _lost_number(value: Value, dtype: DType | None) -> Iterator[tuple[DType | None, str]]:
+  """Yields what a cast makes of a number that is known before the function runs: inf or 0."""
+  for number in _numbers(value):
+    with np.errstate(over="ignore", under="ignore"):
+      cast = float(np.asarray(number, np.float64).astype(dtype))
+    if (math.isfinite(number) and not math.isfinite(cast)) or (number != 0 and cast == 0):
+      yield dtype, f"{number:.4g} becomes {cast if cast else 0}"
+      return
+
+
+def _numbers(value: Value) -> Iterator[float]:
+  """Yields numbers that an array holds: of a constant the largest one, regardless of its sign."""
+  seen, left = set[Value](), [value]
+  while left:
+    each = left.pop()
+    if each in seen or each.dtype is None or not jnp.issubdtype(each.dtype, jnp.floating):
+      continue
+    seen.add(each)
+    made_by, data = each.made_by, each.data
+    if isinstance(data, jax.Array):
+      is_number = not isinstance(data, Tracer) and data.is_fully_addressable
+    else:
+      is_number = isinstance(data, (np.ndarray, np.generic, float, int))
+    if is_number and 0 < each.size <= _LARGEST:
+      array = np.asarray(data).astype(np.float64)
+      yield float(array.flat[np.argmax(np.abs(array))])
+    # A cast of a weakly typed number moves it too.
+    elif made_by is not None and (made_by.facts.moves or (made_by.casts and each.is_wide)):
+      left += made_by.operands

@@ -1,4 +1,4 @@
-"""Sizes that do not fit Tensor Cores, collectives, casts that undo one another, residuals."""
+"""Sizes that do not fit Tensor Cores, kernels, collectives, casts that undo one another."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 import mpjax
-from mpjax._diagnostics.audit.costs import dtypes_of
-from mpjax._diagnostics.audit.graph import Graph
+from mpjax._diagnostics.audit.costs import dtypes_of, kernels
+from mpjax._jaxprs.graph import Graph
 
 BF16 = jnp.bfloat16
 
@@ -105,3 +105,32 @@ def test_dtypes_by_size():
   types = (s(2), s(5, dtype=np.float32), s(9, dtype=np.int32))
   graph = Graph(jax.make_jaxpr(lambda *xs: xs)(*types), names)
   assert dtypes_of(graph.arguments) == ("float32", "bfloat16")
+
+
+# As XLA wrote it for an H200.
+# ruff: noqa: E501
+TEXT = """
+HloModule jit_step, is_scheduled=true
+%fused (param_0: f32[8,16]) -> bf16[8,16] {
+  %param_0 = f32[8,16]{1,0} parameter(0)
+  ROOT %convert.1 = bf16[8,16]{1,0} convert(f32[8,16]{1,0} %param_0)
+}
+ENTRY %main {
+  %cublas.1 = (bf16[4096,1024]{1,0}, s8[33554432]{0}) custom-call(bf16[4096,1024]{1,0} %a, bf16[1024,1024]{1,0} %b), custom_call_target="__cublas$lt$matmul"
+  %cublas.2 = (bf16[64,32]{1,0}, s8[1024]{0}) custom-call(f8e4m3fn[64,64]{1,0} %a, f8e4m3fn[32,64]{1,0} %b), custom_call_target="__cublas$lt$matmul$f8"
+  %conv = (f16[8,64,56,56]{3,2,1,0}, u8[0]{0}) custom-call(f16[8,3,224,224]{3,2,1,0} %x, f16[64,3,7,7]{3,2,1,0} %k), window={size=7x7}, custom_call_target="__cudnn$convForward"
+  %dot.1 = f32[4,4]{1,0} dot(f32[4,8]{1,0} %c, f32[8,4]{1,0} %d), lhs_contracting_dims={1}
+  %dot.2 = f32[4,4]{1,0} dot(f32[4,8]{1,0} %c, f32[8,4]{1,0} %d), lhs_contracting_dims={1}
+  ROOT %add = f32[4,4]{1,0} add(f32[4,4]{1,0} %dot.1, f32[4,4]{1,0} %dot.2)
+}
+"""
+
+
+def test_library_calls_matmuls_and_casts_are_counted():
+  assert {(k.name, k.dtype): k.times for k in kernels(TEXT)} == {
+    ("convert", "bf16"): 1,
+    ("__cublas$lt$matmul", "bf16"): 1,
+    ("__cublas$lt$matmul$f8", "bf16"): 1,
+    ("__cudnn$convForward", "f16"): 1,
+    ("dot", "f32"): 2,
+  }

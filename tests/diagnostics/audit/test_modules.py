@@ -1,9 +1,14 @@
-"""The table by module."""
+"""The tables by module: dtypes and FLOPs, and which matmuls are in float8."""
 
+import functools
+import json
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 import mpjax
+from mpjax._diagnostics.audit.modules import Float8Matmul
 
 HALF = jax.ShapeDtypeStruct((8, 8), "bfloat16")
 WIDE = jax.ShapeDtypeStruct((8, 8), "float32")
@@ -62,3 +67,100 @@ def test_what_has_no_matmul_is_no_row():
       return x @ x
 
   assert [row.path for row in mpjax.audit(fn)(WIDE).modules] == ["dense"]
+
+
+ALL = mpjax.Policy(
+  compute_dtype="bfloat16", output_dtype="float32", matmul=mpjax.Float8(skip=((16, 32),))
+)
+IDS = jax.ShapeDtypeStruct((2, 16), "int32")
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, ids):
+    embed = nn.Embed(64, 32, name="embed")
+    x = embed(ids)
+    for i in range(2):
+      x = x + nn.MultiHeadDotProductAttention(num_heads=2, name=f"attention_{i}")(x, x)
+    x = nn.Dense(16, name="small")(nn.Dense(16, name="narrow")(x))
+    x = nn.Dense(20, name="odd")(nn.Dense(32, name="wide")(x))
+    x = nn.Dense(32, name="head")(nn.Conv(32, (3,), name="conv")(x))
+    return embed.attend(x)
+
+
+@functools.cache
+def audited(policy=ALL, rules=(), fn=jnp.sum):
+  model = mpjax.linen.with_policy(Model(), policy, rules)
+  variables = jax.eval_shape(Model().init, jax.random.key(0), IDS)
+  return mpjax.audit(jax.value_and_grad(lambda v, ids: fn(model.apply(v, ids))))(variables, IDS)
+
+
+HEAD = mpjax.Rule("mixed_bfloat16", path="head")
+
+
+def test_each_module_is_listed_with_its_reason():
+  found = {x.path.removeprefix("Model/"): x for x in audited(rules=(HEAD,)).float8}
+  attention = "no operand is a parameter"
+  wanted = {
+    **{f"attention_{i}/{name}": "" for i in (0, 1) for name in ("query", "key", "value", "out")},
+    **{f"attention_{i}": attention for i in (0, 1)},
+    "narrow": "",
+    "small": "too small to gain: K=16, N=16",
+    "wide": "too small to gain: K=16, N=32",
+    "odd": "N=20 is no multiple of 16",
+    "conv": "it is no dot_general",
+    "head": "its policy has no float8",
+    "embed": "it is an embedding",
+  }
+  assert {path: x.reason for path, x in found.items()} == wanted
+  assert found["narrow"] == Float8Matmul("Model/narrow", (32, 16, 32), "", 3 * 2 * 32 * 16 * 32)
+
+
+def test_the_text_has_80_columns_and_layers_of_a_kind_together():
+  audit = audited(rules=(HEAD,))
+  text = str(audit)
+  assert max(map(len, text.splitlines())) <= 80
+  assert f"{100 * audit.float8_share:.1f} % of the matmuls' FLOPs in float8" in text
+  assert "it is an embedding" in audit._repr_html_()
+  rows = json.loads(audit.to_json())["float8"]
+  assert [row["path"] for row in rows] == [x.path for x in audit.float8]
+  assert rows[0]["flops"] == max(x.flops for x in audit.float8)
+
+
+def test_nothing_is_listed_where_nothing_asks_for_it():
+  audit = audited("mixed_bfloat16")
+  assert audit.float8 == ()
+  assert "in float8\n" not in str(audit)
+
+
+def test_float32_and_weight_gradients_in_half_are_reasons():
+  rules = mpjax.Rule("float32", path="wide"), mpjax.Rule(None, path="head")
+  policy = mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(skip=(), weight_grad="half"))
+  found = {(x.path.removeprefix("Model/"), x.reason): x for x in audited(policy, rules).float8}
+  assert ("wide", "it is in float32") in found
+  assert ("head", "it is in float32") in found
+  half = found["narrow", 'weight_grad="half"']
+  assert half.flops == 2 * 32 * 16 * 32
+  assert found["narrow", ""].flops == 2 * half.flops
+
+
+def test_leaks_and_risks_are_those_without_float8():
+  """Neither the scaling, in float32, nor what is too small is where low precision was lost."""
+
+  def loss(x):
+    return jnp.mean(jax.nn.log_softmax(x))
+
+  float8, half = audited(fn=loss), audited("mixed_bfloat16", fn=loss)
+  for name in ("leaks", "risks", "on_purpose"):
+    assert getattr(float8, name) == getattr(half, name)
+  assert float8.round_trips == half.round_trips
+  assert float8.half_share == half.half_share == 1.0
+  assert float8.float8_share > half.float8_share == 0
+  float8.assert_no_leaks()
+  assert sum(float8.flops.values()) == sum(half.flops.values())
+
+
+def test_what_is_kept_is_float8():
+  kept = audited().residual_bytes
+  assert kept["float8_e4m3fn"] > 0
+  assert kept["bfloat16"] < audited("mixed_bfloat16").residual_bytes["bfloat16"]

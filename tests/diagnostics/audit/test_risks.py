@@ -82,6 +82,10 @@ MASKS = {
   "lowest of float32": lambda x, keep: jnp.where(keep, x, float(jnp.finfo("float32").min)),
   "added": lambda x, keep: x + jnp.where(keep, 0.0, -1e9).astype(x.dtype),
   "captured": lambda x, keep: x + jnp.asarray(MASK).astype(x.dtype),
+  "transposed": lambda x, keep: x + jnp.full((8, 256), -1e9).T.astype(x.dtype),
+  "joined": lambda x, keep: (
+    x + jnp.concatenate([x.astype("float32")[8:], jnp.full((8, 8), -1e9)]).astype(x.dtype)
+  ),
 }
 
 
@@ -97,6 +101,17 @@ def test_a_mask_that_becomes_infinite():
   wide = jax.ShapeDtypeStruct((256, 8), "float32")
   assert risks(mpjax.autocast(MASKS["where"], "mixed_float16"), wide, keep) == []
   assert risks(lambda x, keep: jnp.where(keep, x, jnp.finfo(x.dtype).min), HALF, keep) == []
+
+
+def test_of_a_constant_the_largest_number_counts_and_of_arithmetic_none():
+  table = np.array([1e-9, 2.0, -7e4] + [0.0] * 5, np.float32)
+  for columns, lost in ((8, "-7e+04 becomes -inf"), (2, None), (1, "1e-09 becomes 0")):
+
+    def fn(x, columns=columns):
+      return x[0, :columns] + jnp.asarray(table[:columns]).astype(x.dtype)
+
+    assert [reason for _, _, reason in risks(fn)] == ([lost] if lost else [])
+  assert risks(lambda x: (x.astype("float32") * 1e9).astype(x.dtype)) == []
 
 
 @pytest.mark.case("B018")

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._diagnostics.audit.graph import Graph
+from mpjax._jaxprs.graph import Graph
+from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
 X = jnp.ones((4, 4))
 
@@ -67,10 +68,10 @@ def test_what_a_scan_carries_comes_from_its_start_and_from_each_iteration():
   found = graph(fn, X[0], X)
   (sin,), (add,) = named(found, "sin"), named(found, "add")
   (carried,) = sin.operands
-  assert carried.made_by.joins
+  assert carried.made_by.joins == "carry"
   assert carried.made_by.operands == [found.arguments[0], add.results[0]]
-  assert sin.times == 4
-  assert sin.certain
+  assert sin.place.times == 4
+  assert sin.place.certain
   last, stacked = found.results
   assert found.arguments[0] in ancestors(last)
   assert stacked.aval.shape == (4, 4)
@@ -81,17 +82,17 @@ def test_branches_join_and_while_loops_have_a_condition_and_a_body():
   found = graph(lambda p, x: jax.lax.cond(p, jnp.sin, jnp.cos, x), True, X)
   (sin,), (cos,) = named(found, "sin"), named(found, "cos")
   (result,) = found.results
-  assert result.made_by.joins
+  assert result.made_by.joins == "leave"
   assert set(result.made_by.operands) == {sin.results[0], cos.results[0]}
-  assert not sin.certain
+  assert not sin.place.certain
   found = graph(
     lambda x: jax.lax.while_loop(lambda c: jnp.sum(c) < 10, lambda c: c + jnp.sin(c), x), X
   )
   (sin,), (less,) = named(found, "sin"), named(found, "lt")
   assert found.arguments[0] in ancestors(sin.operands[0])
   assert found.arguments[0] in ancestors(less.results[0])
-  assert not sin.certain
-  assert sin.times == 1
+  assert not sin.place.certain
+  assert sin.place.times == 1
 
 
 def test_constants_and_numbers():
@@ -105,3 +106,38 @@ def test_constants_and_numbers():
   # Keys are no numbers.
   found = graph(lambda key: jax.random.uniform(key, (2,)), jax.random.key(0))
   assert all(each.results for each in found.computing())
+
+
+def test_keys_lead_to_the_equations():
+  def fn(x):
+    y, _ = jax.lax.scan(lambda c, _: (jax.jit(jnp.sin)(c) @ c, None), x, length=2)
+    return jax.lax.cond(x[0, 0] > 0, jnp.cos, jnp.tanh, y)
+
+  program = jax.make_jaxpr(fn)(X)
+  for each in Graph(program).operations:
+    eqn = program.jaxpr.eqns[each.place.key[0]]
+    for inner, number in zip(each.place.key[1::2], each.place.key[2::2], strict=True):
+      eqn = inner_jaxprs(eqn)[inner].jaxpr.eqns[number]
+    assert eqn is each.eqn
+
+
+def test_what_nothing_reads_is_not_used():
+  def fn(x):
+    jnp.sin(x @ x)
+    return jax.lax.while_loop(lambda c: jnp.sum(c) < 10, lambda c: c + 1, x)
+
+  found = graph(fn, X)
+  assert {each.name for each in found.computing() if not each.used} == {"dot_general", "sin"}
+  assert list(found.matmuls()) == []
+
+
+def test_widths_and_the_dtype_of_a_matmul():
+  dtypes = ["float8_e4m3fn", "bfloat16", "float16", "float32", "int32", "bool"]
+  avals = [jax.ShapeDtypeStruct((2, 2), dtype) for dtype in dtypes]
+  found = Graph(jax.make_jaxpr(lambda *xs: xs)(*avals), dtypes).arguments
+  assert [v.is_low for v in found] == [True, True, True, False, False, False]
+  assert [v.is_wide for v in found] == [False, False, False, True, False, False]
+  for lhs, rhs, dtype in ((1, 1, "bfloat16"), (1, 3, "float32"), (3, 2, "float32"), (4, 4, None)):
+    program = jax.make_jaxpr(lambda a, b: jax.lax.dot(a, b, preferred_element_type=a.dtype))
+    (dot,) = Graph(program(avals[lhs], avals[rhs])).computing()
+    assert dot.matmul_dtype == dtype

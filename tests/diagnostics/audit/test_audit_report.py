@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import flax.linen as nn
 import jax
@@ -12,17 +13,12 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._diagnostics.audit.sections import sections
 
 pytestmark = pytest.mark.standard_promotion
 
 HALF = jax.ShapeDtypeStruct((16, 8), "bfloat16")
 WIDE = jax.ShapeDtypeStruct((16, 8), "float32")
 W = jax.ShapeDtypeStruct((8, 8), "bfloat16")
-
-
-def titles(audit):
-  return [each.title for each in sections(audit)]
 
 
 def leaky(x, table, w):
@@ -32,16 +28,32 @@ def leaky(x, table, w):
 
 
 def test_nothing_to_say_is_not_said():
-  assert titles(mpjax.audit(jnp.add)(WIDE, WIDE)) == ["Precision audit"]
-  assert "No matmuls or convolutions" in str(mpjax.audit(jnp.add)(WIDE, WIDE))
+  text = str(mpjax.audit(jnp.add)(WIDE, WIDE))
+  assert text.splitlines() == ["Precision audit", "No matmuls or convolutions, no leaks"]
+
+
+def test_shares_of_what_is_in_float8_in_half_and_in_float32():
+  def fn(a, b, c):
+    return jax.lax.dot(a, a, preferred_element_type="bfloat16"), b @ b, c @ c, c @ c
+
+  dtypes = ("float8_e4m3fn", "bfloat16", "float32")
+  audit = mpjax.audit(fn)(*(jax.ShapeDtypeStruct((16, 16), dtype) for dtype in dtypes))
+  assert (audit.float8_share, audit.half_share) == (0.25, 0.5)
+
+
+def test_integers_count_for_neither_side():
+  integers = jax.ShapeDtypeStruct((8, 8), "int8")
+  audit = mpjax.audit(lambda a, b: (a @ a, b @ b))(integers, W)
+  assert audit.half_share == 1
+  assert math.isnan(mpjax.audit(jnp.matmul)(integers, integers).half_share)
 
 
 def test_a_leak_has_a_place_a_cause_and_a_cure():
   text = str(mpjax.audit(leaky)(HALF, WIDE, W))
   flat = " ".join(text.split())
   assert "50.0 % of the matmuls' FLOPs in low precision, 1 leak" in flat
-  assert "1. block · add · forward · test_sections.py:" in flat
-  assert "float32 because of table (argument, float32) at test_sections.py:" in flat
+  assert "1. block · add · forward · test_audit_report.py:" in flat
+  assert "float32 because of table (argument, float32) at test_audit_report.py:" in flat
   assert "Cast it where it is used: .astype(jnp.bfloat16)." in flat
   # What a GPU makes of float32 matmuls.
   assert "TF32" in flat
@@ -105,7 +117,7 @@ def test_one_line_in_several_layers_is_one_entry():
   text = " ".join(str(audit).split())
   assert len(audit.leaks) == 20
   assert "20 leaks" in text
-  assert "1. layer_* (20) · add · forward · test_sections.py:" in text
+  assert "1. layer_* (20) · add · forward · test_audit_report.py:" in text
   assert "100.0 % of FLOPs" in text
   assert "float32 because of tables/* (argument, float32)" in text
   assert "layer_0" not in text

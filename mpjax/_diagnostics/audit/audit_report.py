@@ -1,0 +1,396 @@
+"""What an audit found, and what of it a page shows: the largest cost first."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import jax.numpy as jnp
+
+from mpjax._core.dtypes import is_float8, is_low_precision
+from mpjax._core.errors import MpjaxAssertionError
+from mpjax._core.rules import Rule
+from mpjax._core.types import DType
+from mpjax._diagnostics.audit.costs import Collective, Kernel, Misfit, OpaqueKernel, RoundTrips
+from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
+from mpjax._diagnostics.audit.modules import Float8Matmul, ModuleRow, together, without_numbers
+from mpjax._diagnostics.audit.risks import Risk
+from mpjax._diagnostics.report import Column, Report, Section, amount, percent
+from mpjax._jaxprs.locations import Direction, Source
+
+_MOST = 12
+"""Rows of a table as text: JSON and the attributes of the audit have all."""
+
+_WORTH_PADDING = 2**30
+"""FLOPs of matmuls whose sizes are worth a line: Tensor Cores take microseconds for them."""
+
+_MODULE, _FLOPS = Column("module", wide=True), Column("FLOPs", "right")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class AuditReport(Report):
+  """What `mpjax.audit` found. It prints as a page of 80 columns.
+
+  Args:
+    flops: floating-point operations of matmuls and convolutions by pass and dtype.
+    tf32_flops: those of float32 matmuls that do not ask for precision="highest": a GPU since Ampere
+      rounds their operands to TF32.
+    operations: how often each primitive is written, loops counted once.
+    residual_bytes: bytes that the forward pass keeps for the backward pass, by dtype.
+    leaks: float32 operations where low precision was asked for, the costliest first.
+    on_purpose: matmuls that are float32 because a rule, or the code, asks for it.
+    risks: operations in low precision for which float32 would be safer.
+    modules: dtypes and FLOPs by module.
+    misfits: low-precision matmuls whose sizes Tensor Cores have to pad.
+    collectives: what devices send to one another.
+    round_trips: casts that undo one another.
+    float8: the matmuls in float8 and, with the reason, those that are not; () where nothing asks
+      for it.
+    rules: how many modules each rule picked.
+    hidden_rules: how many modules a rule matches that an earlier one picked.
+    opaque: kernels written by hand, which are not entered.
+    kernels: what it is compiled to; () unless `compiled=` was given.
+    certain: whether each operation's count is known: not so inside `while` and `cond`.
+    scaled: whether a loss was multiplied by a loss scale of mpjax.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> fn = mpjax.autocast(lambda x, w: jnp.tanh(x @ w), "mixed_bfloat16")
+  >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+  >>> audit = mpjax.audit(fn)(x, x)
+  >>> audit.half_share, audit.flops
+  (1.0, {('forward', 'bfloat16'): 1024})
+  """
+
+  flops: Mapping[tuple[Direction, str], int]
+  tf32_flops: int
+  operations: Mapping[str, int]
+  residual_bytes: Mapping[str, int]
+  leaks: tuple[Leak, ...]
+  on_purpose: tuple[OnPurpose, ...]
+  risks: tuple[Risk, ...]
+  modules: tuple[ModuleRow, ...]
+  misfits: tuple[Misfit, ...]
+  collectives: tuple[Collective, ...]
+  round_trips: RoundTrips
+  float8: tuple[Float8Matmul, ...]
+  rules: Mapping[Rule, int]
+  hidden_rules: Mapping[Rule, int]
+  opaque: tuple[OpaqueKernel, ...]
+  kernels: tuple[Kernel, ...]
+  certain: bool
+  scaled: bool
+
+  @property
+  def half_share(self) -> float:
+    """The share of the matmuls' FLOPs in low precision, float8 included; NaN without matmuls."""
+    return _share(self.flops, is_low_precision)
+
+  @property
+  def float8_share(self) -> float:
+    """The share of the matmuls' FLOPs in float8; NaN without matmuls."""
+    return _share(self.flops, is_float8)
+
+  def assert_half_share(self, least: float) -> None:
+    """Raises unless a share of the matmuls' FLOPs is in low precision, for a test of yours.
+
+    Args:
+      least: the share, 0 to 1.
+
+    Raises:
+      MpjaxAssertionError: it is less, or there are no matmuls.
+    """
+    if not self.half_share >= least:
+      raise MpjaxAssertionError(
+        "AuditReport.assert_half_share(...)",
+        expected=f"at least {least:.2%} of the FLOPs of matmuls in low precision",
+        got=f"{self.half_share:.2%}, and {len(self.leaks)} leaks",
+        fix="Print the audit. " + (self.leaks[0].fix if self.leaks else "See what is on purpose."),
+      )
+
+  def assert_no_leaks(self, ignore: Iterable[str] = ()) -> None:
+    """Raises if a float32 operation is where low precision was asked for, for a test of yours.
+
+    A function in which nothing asks for low precision has no leaks: a test that is to notice a
+    policy that was forgotten calls `assert_half_share` too.
+
+    Args:
+      ignore: globs over the paths of leaks that do not count.
+
+    Raises:
+      MpjaxAssertionError: there is one.
+    """
+    globs = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    leaks = [x for x in self.leaks if not any(fnmatch.fnmatchcase(x.path, g) for g in globs)]
+    if leaks:
+      first = leaks[0]
+      raise MpjaxAssertionError(
+        "AuditReport.assert_no_leaks(...)",
+        expected="no float32 operation where low precision was asked for",
+        got=f"{len(leaks)}: the costliest is {first.operation} in {first.path or 'the root'} "
+        f"({first.source}), float32 because of {first.cause.kind} {first.cause.name}",
+        fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
+      )
+
+  def sections(self) -> Sequence[Section]:
+    """Returns what is shown, in order."""
+    return (
+      _headline(self),
+      Section("Float32 where low precision was asked for", _leaks(self.leaks)),
+      _on_purpose(self),
+      _risks(self),
+      _modules(self),
+      _float8(self),
+      Section("Tensor Cores, kernels, collectives and casts", tuple(_costs(self))),
+      _rules(self),
+      _kernels(self),
+    )
+
+  def as_dict(self) -> Mapping[str, object]:
+    """Returns what `to_json` writes; FLOPs and bytes are integers."""
+    flops = [
+      {"direction": direction, "dtype": dtype, "flops": n}
+      for (direction, dtype), n in self.flops.items()
+    ]
+    rules = [
+      {"rule": repr(rule), "modules": n, "hidden": self.hidden_rules.get(rule, 0)}
+      for rule, n in self.rules.items()
+    ]
+    fields = {**vars(self), "half_share": self.half_share, "flops": flops, "rules": rules}
+    return {name: value for name, value in fields.items() if name != "hidden_rules"}
+
+  def __repr__(self) -> str:
+    return f"AuditReport(half_share={self.half_share:.4f}, leaks={len(self.leaks)})"
+
+
+def _share(flops: Mapping[tuple[Direction, str], int], counts: Callable[[DType], bool]) -> float:
+  """Returns the share of FLOPs in some dtypes."""
+  total = sum(flops.values())
+  part = sum(n for (_, dtype), n in flops.items() if counts(jnp.dtype(dtype)))
+  return part / total if total else float("nan")
+
+
+def _headline(audit: AuditReport) -> Section:
+  families: Sequence[Callable[[DType], bool]] = (
+    lambda dtype: is_low_precision(dtype) and not is_float8(dtype),
+    is_float8,
+    lambda dtype: not is_low_precision(dtype),
+  )
+  rows = []
+  for direction in ("forward", "backward", "recomputed"):
+    here = {key: n for key, n in audit.flops.items() if key[0] == direction}
+    if any(here.values()):
+      shares = (percent(_share(here, family)) for family in families)
+      rows.append((direction, amount(sum(here.values()), "FLOP"), *shares))
+  names = ("matmuls", "16 bit", "float8", "float32")
+  columns = (Column("pass"), *(Column(name, "right") for name in names))
+  count = len(audit.leaks)
+  leaks = f"{count or 'no'} leak{'' if count == 1 else 's'}"
+  share = f"{percent(audit.half_share)} of the matmuls' FLOPs in low precision"
+  lines = [f"{share if rows else 'No matmuls or convolutions'}, {leaks}"]
+  if audit.residual_bytes:
+    sizes = ", ".join(f"{dtype} {amount(n, 'B')}" for dtype, n in audit.residual_bytes.items())
+    lines.append(f"Kept for the backward pass: {sizes}")
+  if ("backward", "float16") in audit.flops and not audit.scaled:
+    lines.append(
+      "Float16 gradients without a loss scale: those below 6e-8 become 0. Wrap the optimizer in "
+      "mpjax.loss_scaling, and differentiate with mpjax.value_and_grad."
+    )
+  if not audit.certain:
+    lines.append("A while loop counts as one iteration, and each branch of a cond as taken.")
+  return Section("Precision audit", tuple(lines), columns, tuple(rows))
+
+
+_Row = TypeVar("_Row", Leak, Risk, OnPurpose, Float8Matmul)
+
+
+def _path(row: Leak | Risk | OnPurpose | Float8Matmul | Misfit | OpaqueKernel) -> str:
+  return row.path or "(root)"
+
+
+def _paths(group: Sequence[_Row]) -> str:
+  """Returns the path of one, or "*" for the number of several and how many they are."""
+  several = len({row.path for row in group})
+  return _path(group[0]) if several == 1 else f"{without_numbers(group[0].path)} ({several})"
+
+
+def _at(source: Source | None) -> str:
+  return "unknown line" if source is None else str(source)
+
+
+def _rest(count: int) -> tuple[str, ...]:
+  return (f"… and {count - _MOST} more",) if count > _MOST else ()
+
+
+def _table(
+  title: str,
+  columns: Sequence[Column],
+  rows: Sequence[tuple[str, ...]],
+  lines: tuple[str, ...] = (),
+) -> Section:
+  """Returns a table of the first rows, without its last column if that says nothing."""
+  shown = tuple(rows[:_MOST])
+  if not any(row[-1] for row in shown):
+    columns, shown = columns[:-1], tuple(row[:-1] for row in shown)
+  return Section(title, lines, tuple(columns), shown, footer=_rest(len(rows)))
+
+
+def _leaks(leaks: Sequence[Leak]) -> tuple[str, ...]:
+  def alike(leak: Leak) -> Hashable:
+    # In several layers one line has parameters of several names.
+    named = leak.cause.kind in ("parameter", "argument")
+    name = without_numbers(leak.cause.name) if named else leak.cause.name
+    cause = leak.cause._replace(name=name)
+    return leak.operation, leak.source, cause, leak.direction, leak.dtypes
+
+  groups = together(leaks, alike)
+  lines: list[str] = []
+  for number, group in enumerate(groups[:_MOST], 1):
+    leak = group[0]
+    cost = percent(sum(x.share for x in group))
+    cost += " of FLOPs" if any(x.flops for x in group) else " of the bytes computed"
+    operations = sum(x.operations for x in group)
+    more = f", {operations} operations" if operations > 1 else ""
+    what = (_paths(group), leak.operation, leak.direction, _at(leak.source), cost + more)
+    dtypes = " x ".join(leak.dtypes)
+    lines += [
+      f"{number}. {' · '.join(what)}",
+      f"   {dtypes}: float32 because {_because(group)} at {_at(leak.cause.source)}",
+      f"   {leak.fix}",
+    ]
+  return (*lines, *_rest(len(groups)))
+
+
+def _because(group: Sequence[Leak]) -> str:
+  """Returns the cause of leaks, with "*" for the numbers of their layers in its name."""
+  cause = group[0].cause
+  name = cause.name if all(x.cause == cause for x in group) else without_numbers(cause.name)
+  match cause.kind:
+    case "number":
+      return f"of the {cause.dtype} scalar {name}"
+    case "cast":
+      return f"of a cast to {cause.dtype}"
+    case "operation":
+      return f"{name} computes {cause.dtype}"
+    case _:
+      return f"of {name} ({cause.kind}, {cause.dtype})"
+
+
+_Matmuls = TypeVar("_Matmuls", OnPurpose, Float8Matmul)
+
+
+def _by_flops(
+  rows: Iterable[_Matmuls], alike: Callable[[_Matmuls], Hashable], total: int
+) -> list[tuple[_Matmuls, str, str]]:
+  """Returns the first row of each group, its paths and its share of FLOPs; the largest first."""
+  sums = [(sum(row.flops for row in group), group) for group in together(rows, alike)]
+  ranked = sorted(sums, key=lambda each: -each[0])
+  return [(group[0], _paths(group), percent(n / max(total, 1))) for n, group in ranked]
+
+
+def _on_purpose(audit: AuditReport) -> Section:
+  ranked = _by_flops(audit.on_purpose, lambda row: row.reason, sum(audit.flops.values()))
+  columns = (_MODULE, Column("because of", wide=True), _FLOPS)
+  return _table(
+    "Float32 on purpose", columns, [(paths, row.reason, share) for row, paths, share in ranked]
+  )
+
+
+def _risks(audit: AuditReport) -> Section:
+  names = Column("operation"), Column("pass"), Column("line")
+  groups = together(audit.risks, lambda x: (x.operation, x.dtype, x.direction, x.source, x.reason))
+  rows = [
+    (_paths(group), x.operation, x.direction, _at(x.source), f"{x.dtype}: {x.reason}")
+    for group in groups
+    for x in group[:1]
+  ]
+  columns = (_MODULE, *names, Column("risk", wide=True))
+  return _table("Low precision where float32 is safer", columns, rows)
+
+
+def _modules(audit: AuditReport) -> Section:
+  total = max(sum(sum(row.flops.values()) for row in audit.modules), 1)
+  selectors = {repr(rule): _selector(rule) for rule in audit.rules}
+  rows = []
+  for row in sorted(audit.modules, key=lambda row: -sum(row.flops.values())):
+    count = f" ({row.modules})" if row.modules > 1 else ""
+    overruled = f"over dtype={row.own_dtype}" if row.own_dtype else ""
+    decider = selectors.get(row.rule) or ("the policy" if overruled else "")
+    # The two dtypes of the most elements, as jaxprs write them.
+    dtypes = (
+      " ".join(name.replace("float", "f") for name in names[:2])
+      for names in (row.parameters, row.activations, row.gradients)
+    )
+    share = percent(sum(row.flops.values()) / total)
+    decided = f"{decider} {overruled}".strip()
+    rows.append((f"{row.path or '(root)'}{count}", *dtypes, share, decided))
+  names = Column("params"), Column("activations"), Column("gradients")
+  columns = (_MODULE, *names, _FLOPS, Column("decided by", wide=True))
+  return _table("Modules with matmuls", columns, rows)
+
+
+def _selector(rule: Rule) -> str:
+  """Returns a rule without its policy, which the dtypes beside it show."""
+  selectors = (("path", rule.path), ("module", rule.module), ("where", rule.where))
+  return ", ".join(f"{name}={_named(x)}" for name, x in selectors if x is not None)
+
+
+def _named(selector: object) -> str:
+  if isinstance(selector, tuple):
+    return ", ".join(map(_named, selector))
+  return getattr(selector, "__name__", None) or repr(selector)
+
+
+def _float8(audit: AuditReport) -> Section:
+  total = sum(row.flops for row in audit.float8)
+  ranked = _by_flops(audit.float8, lambda row: (row.reason, row.sizes), total)
+  rows = [(paths, _sizes(row.sizes), share, row.reason) for row, paths, share in ranked]
+  sizes, reason = Column("M x N x K", "right"), Column("not in float8 because", wide=True)
+  lines = (f"{percent(audit.float8_share)} of the matmuls' FLOPs in float8",) if rows else ()
+  return _table("float8", (_MODULE, sizes, _FLOPS, reason), rows, lines)
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+  return " x ".join(map(str, sizes))
+
+
+def _costs(audit: AuditReport) -> Iterable[str]:
+  """Yields what costs time or memory, a sentence each."""
+  misfits = [x for x in audit.misfits if x.flops >= _WORTH_PADDING]
+  for x in misfits[:_MOST]:
+    # A layer of Flax that a list of layers calls has no line of the user's.
+    line = "" if x.source is None else f" · {x.source}"
+    yield f"{_path(x)}{line}: M, N, K = {_sizes(x.sizes)} padded to {_sizes(x.padded)}"
+  yield from _rest(len(misfits))
+  for x in audit.opaque[:_MOST]:
+    operands = " x ".join(x.dtypes) or "no floating operands"
+    yield f"{_path(x)}: {x.name} is not entered; it gets {operands}"
+  if audit.tf32_flops and audit.half_share > 0:
+    yield (
+      f"{amount(audit.tf32_flops, 'FLOP')} in float32: a GPU since Ampere rounds their operands to "
+      'TF32, unless precision="highest" is asked for.'
+    )
+  for x in audit.collectives:
+    times = "once" if x.times == 1 else f"{x.times} times"
+    yield f"{x.operation} sends {amount(x.nbytes, 'B')} of {x.dtype}, {times}"
+  if audit.round_trips.operations:
+    trips, nbytes = audit.round_trips
+    yield f"{trips} casts undo the cast before them: {amount(nbytes, 'B')}"
+
+
+def _rules(audit: AuditReport) -> Section:
+  columns = (
+    Column("rule", wide=True),
+    Column("modules", "right"),
+    Column("earlier rule wins", "right"),
+  )
+  rows = [
+    (repr(rule), str(n or "never used"), str(audit.hidden_rules.get(rule) or ""))
+    for rule, n in audit.rules.items()
+  ]
+  return _table("Rules", columns, rows)
+
+
+def _kernels(audit: AuditReport) -> Section:
+  columns = Column("compiled as", wide=True), Column("dtype"), Column("count", "right")
+  rows = [(x.name, x.dtype, str(x.times)) for x in audit.kernels]
+  return _table("Compiled as", columns, rows)
