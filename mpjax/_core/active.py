@@ -35,6 +35,10 @@ class ScopeToken:
   thread: int = dataclasses.field(default_factory=threading.get_ident)
 
 
+EVERY: frozenset[Class] = frozenset({object})
+"""In `Active.casting`: modules of all classes are called in their compute dtype."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Active:
   """The active state inside a call. Equal states give equal jaxprs.
@@ -49,8 +53,8 @@ class Active:
     tracing: the call is part of one that is traced and will be rewritten.
     region: what marks the operations of the module being called.
     is_table: the module being called looks up its rows: its own matmuls are not in float8.
-    cast: modules are called in their compute dtype: arguments, results and `dtype` fields.
-    casting: the classes of modules that are called so, since they raise in float32.
+    casting: the classes of modules that are called in their compute dtype (arguments, results and
+      `dtype` fields), since they raise in float32; `EVERY` inside of one.
     as_python: the paths of modules that run as Python, since they look at values.
     on: a policy is active.
     in_region: it is the state inside of `mpjax.full_precision`, where none is.
@@ -66,7 +70,6 @@ class Active:
   tracing: bool = False
   region: str = ""
   is_table: bool = False
-  cast: bool = False
   casting: frozenset[Class] = frozenset()
   as_python: frozenset[str] = frozenset()
   on: bool = True

@@ -148,20 +148,26 @@ def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> list[str]:
 _NOTE = "mpjax: raised inside"
 
 
-def has_note(error: BaseException) -> bool:
-  """Whether an error was told already which module was running."""
-  return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
-
-
-def mixed_dtypes_note(path: str, name: str, policy: str) -> str:
-  """Returns what a TypeError is told that a module under a policy raised."""
-  # A rule that leaves the root as it is leaves everything as it is.
-  rule = f", or leave the module as it is with mpjax.Rule(None, path={path!r})" if path else ""
-  return (
-    f"{_NOTE} {path or 'the root'!r} ({name}), which runs under the policy {policy!r}. If it is "
-    "about dtypes, the module's own code mixes them where jax.numpy would promote: cast there, and "
-    f"start what a loop carries in the dtype of what it meets (x.dtype){rule}."
-  )
+def note_module(error: Exception, path: str, name: str, policy: str) -> None:
+  """Tells an error the innermost module under a policy that it was raised in, and what to do."""
+  if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+    return
+  picked = f"path={path!r}"
+  if isinstance(error, NotImplementedError):
+    advice = (
+      f'If a kernel takes low precision alone, put mpjax.Rule("bfloat16", {picked}) before other '
+      f"rules, or mpjax.Rule(None, {picked}) if it casts its arguments itself. Some have another "
+      'for float32: jax.nn.dot_product_attention(implementation="xla").'
+    )
+  else:
+    # A rule that leaves the root as it is leaves everything as it is.
+    rule = f", or leave the module as it is with mpjax.Rule(None, {picked})" if path else ""
+    advice = (
+      "If it is about dtypes, the module's own code mixes them where jax.numpy would promote: cast "
+      f"there, and start what a loop carries in the dtype of what it meets (x.dtype){rule}."
+    )
+  module = f"{path or 'the root'!r} ({name})"
+  error.add_note(f"{_NOTE} {module}, which runs under the policy {policy!r}. {advice}")
 
 
 def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -28,7 +28,7 @@ def is_floating(x: object) -> bool:
 
 def is_half(x: Leaf) -> bool:
   """Whether `x` is an array in float16 or bfloat16."""
-  return hasattr(x, "dtype") and x.dtype.name in HALF_NAMES
+  return str(getattr(x, "dtype", None)) in HALF_NAMES
 
 
 def cast_leaf(x: Leaf, dtype: DType) -> Leaf:

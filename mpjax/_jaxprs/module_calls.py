@@ -2,20 +2,19 @@
 
 import contextlib
 import dataclasses
-import re
+import inspect
 import types
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.active import ACTIVE, Active
+from mpjax._core.active import ACTIVE, EVERY, Active
 from mpjax._core.audit_record import AUDIT, AuditedModule
-from mpjax._core.dtypes import FLOAT32
-from mpjax._core.errors import MpjaxTypeError, has_note, mixed_dtypes_note
-from mpjax._core.module_dtype import dtype_field, plain_attribute
+from mpjax._core.dtypes import FLOAT32, scalar_type
+from mpjax._core.errors import MpjaxError, note_module
 from mpjax._core.policy import Policy
 from mpjax._core.policy_config import ModulePolicy, is_low
 from mpjax._core.rules import is_flax_norm
@@ -60,12 +59,13 @@ def inside(state: S, module: Module, policy: Policy | None, layers: Layers, **mo
     layers: those of the framework.
     more: further fields of the state.
   """
-  casts = state.cast or is_wide(policy) or type(module) in state.casting
+  casts = is_wide(policy) or not state.casting.isdisjoint({object, type(module)})
+  casting = EVERY if casts else state.casting
   iterates = isinstance(module, layers.iterates) and is_low(policy)
   region = region_of(Policy() if iterates else policy)
   in_float8 = policy is not None and policy.matmul is not None
   is_table = in_float8 and isinstance(module, layers.tables)
-  fields = {"policy": policy, "entered": True, "region": region, "cast": casts, **more}
+  fields = {"policy": policy, "entered": True, "region": region, "casting": casting, **more}
   return dataclasses.replace(state, is_table=is_table, **fields)
 
 
@@ -97,13 +97,13 @@ class ModuleCall(NamedTuple):
       kwargs: its keyword arguments.
       initializing: parameters are drawn in the call, perhaps in the dtype that a field says.
     """
-    state, policy, around, fields = self.inner, self.inner.policy, ACTIVE.value, {}
-    call = (args, kwargs)
+    state, policy, around = self.inner, self.inner.policy, ACTIVE.value
+    call, fields, casts = (args, kwargs), {}, state.casting == EVERY
     if policy is not None:
-      call = _arguments(call, policy, state.cast)
-      if state.cast or not initializing:
-        dtype = policy.compute_dtype if state.cast else FLOAT32
-        fields = dtype_field(self.module, dtype, always=state.cast)
+      call = _arguments(call, policy, casts)
+      if casts or not initializing:
+        dtype = policy.compute_dtype if casts else FLOAT32
+        fields = dtype_field(self.module, dtype, always=casts)
     marks = state.tracing and (around is None or around.region != state.region)
     marked = mark(state.region) if marks else contextlib.nullcontext()
     with contextlib.ExitStack() as scopes, self._noted(), ACTIVE(state), marked:
@@ -114,11 +114,11 @@ class ModuleCall(NamedTuple):
         scopes.enter_context(jax.named_scope(AS_GIVEN))
       try:
         return method(*call[0], **call[1])
-      except Exception as error:
-        if policy is not None:
-          _note(error, self.module, self.path, policy, state.failed)
-          if _takes_low_precision_alone(error) and policy.compute_dtype == FLOAT32:
-            raise self._given_float32(error) from error
+      except (TypeError, NotImplementedError) as error:
+        if policy is not None and state.failed is not None:
+          state.failed.append(type(self.module))
+        if policy is not None and not isinstance(error, (MpjaxError, jax.errors.JAXTypeError)):
+          note_module(error, self.path, type(self.module).__name__, str(policy))
         raise
 
   def _noted(self) -> contextlib.AbstractContextManager[object]:
@@ -142,18 +142,6 @@ class ModuleCall(NamedTuple):
       scopes.enter_context(mark(self.inner.region))
     return scopes
 
-  def _given_float32(self, error: Exception) -> MpjaxTypeError:
-    """Returns the error for a kernel, such as cuDNN's attention, that a policy gives float32."""
-    name = type(self.module).__name__
-    return MpjaxTypeError(
-      f"{self.path or 'the root'} ({name}) under the policy {str(self.how.policy)!r}",
-      expected="a module whose operations exist in float32",
-      got=f"one that calls a kernel for low precision alone: {error}",
-      fix=f'Put Rule("bfloat16", path="{self.path}") before other rules, or Rule(None, ...) if it '
-      "casts its arguments itself. To keep it in float32 take another kernel: "
-      'jax.nn.dot_product_attention has implementation="xla".',
-    )
-
   @property
   def output_dtype(self) -> DType | None:
     """The dtype that the policy gives the results; None leaves what was computed."""
@@ -169,8 +157,9 @@ class ModuleCall(NamedTuple):
   def result(self, outputs: PyTree) -> PyTree:
     """Returns what the method returned, or what a step of it yielded, in the output dtype."""
     state, policy, dtype = self.state, self.how.policy, self.output_dtype
-    rewritten = state.tracing and not self.inner.cast and is_low(policy)
-    if dtype is None and policy is not None and self.inner.cast:
+    casts = self.inner.casting == EVERY
+    rewritten = state.tracing and not casts and is_low(policy)
+    if dtype is None and policy is not None and casts:
       dtype = policy.compute_dtype
     if dtype is None and rewritten and isinstance(self.module, self.layers.rounded):
       asked = plain_attribute(self.module, "preferred_element_type")
@@ -179,7 +168,7 @@ class ModuleCall(NamedTuple):
       dtype = DType(asked)  # The user's own choice, and that of float32 operands.
     if dtype is None:
       return outputs
-    to, traced = dtype, state.tracing and not state.cast
+    to, traced = dtype, state.tracing and state.casting != EVERY
 
     def leaf(x: Leaf) -> Leaf:
       return leaving(x, to) if traced and isinstance(x, jax.Array) else cast_leaf(x, to)
@@ -238,7 +227,7 @@ def _any_complex(call: tuple[Args, Kwargs]) -> bool:
 
 
 @contextlib.contextmanager
-def _fields_set(module: Module, fields: Mapping[str, object]) -> Generator[None]:
+def _fields_set(module: Module, fields: dict[str, object]) -> Generator[None]:
   """Sets attributes of a module for the length of a call, without what its class does then."""
   attributes = vars(module)
   before = {name: attributes[name] for name in fields if name in attributes}
@@ -251,21 +240,41 @@ def _fields_set(module: Module, fields: Mapping[str, object]) -> Generator[None]
     attributes.update(before)
 
 
-def _takes_low_precision_alone(error: Exception) -> bool:
-  """Whether JAX, or a kernel, says that there is no such operation but in low precision."""
-  return isinstance(error, NotImplementedError) and _LOW.search(str(error)) is not None
+def dtype_field(module: Module, dtype: DType, *, always: bool) -> dict[str, object]:
+  """Returns the field `dtype` to set for the length of a call, if the module has one to set.
+
+  A module whose own dtype (or `param_dtype`) is complex or an integer means what it says, and so
+  does one whose field is no dtype. Unless `always` one in low precision is set, which would round.
+  """
+  own = plain_attribute(module, "dtype", _MISSING)
+  if dataclasses.is_dataclass(module):
+    if not any(field.name == "dtype" and field.init for field in dataclasses.fields(module)):
+      return {}
+    own = None if own is _MISSING else own
+  if own is _MISSING or not (_is_real(own) and _is_real(plain_attribute(module, "param_dtype"))):
+    return {}
+  if not always and (own is None or jnp.dtype(own).itemsize >= dtype.itemsize):
+    return {}
+  # Code compares with `is jnp.bfloat16`, or looks a name up: it gets what it had.
+  return {"dtype": dtype.name if isinstance(own, str) else scalar_type(dtype)}
 
 
-_LOW = re.compile(r"\b(b?fp?|bfloat|float)16\b", re.IGNORECASE)
+_MISSING = object()
 
 
-def _note(
-  error: Exception, module: Module, path: str, policy: Policy, failed: list[Class] | None
-) -> None:
-  """Notes which module raised, and tells a TypeError which was running, and under what."""
-  if failed is not None:
-    failed.append(type(module))
-  noted = isinstance(error, MpjaxTypeError) or has_note(error)
-  ours = isinstance(error, TypeError) and not isinstance(error, jax.errors.JAXTypeError)
-  if ours and not noted:
-    error.add_note(mixed_dtypes_note(path, type(module).__name__, str(policy)))
+def plain_attribute(module: Module, name: str, default: object = None) -> Any:
+  """Returns an attribute that is a value, without running code of the user's; else `default`.
+
+  A property of a module may call one of its methods, read a parameter, or set up submodules. It
+  computes a dtype rather than holding one, so that there is nothing in it to set.
+  """
+  value = inspect.getattr_static(module, name, default)
+  return default if hasattr(type(value), "__get__") else value
+
+
+def _is_real(dtype: Any) -> bool:
+  """Whether `dtype` is unset or a floating dtype."""
+  try:
+    return dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+  except TypeError:
+    return False

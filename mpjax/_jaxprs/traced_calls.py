@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.active import ACTIVE, Active
+from mpjax._core.active import ACTIVE, EVERY, Active
 from mpjax._core.errors import line_of_user, message
 from mpjax._core.policy import Policy
 from mpjax._core.policy_config import rewrites
@@ -22,15 +22,13 @@ S = TypeVar("S", bound=Active)
 
 _OPS = OpLists()
 
-_NEEDS_VALUES = (
+NEEDS_VALUES = (
   jax.errors.ConcretizationTypeError,
   jax.errors.NonConcreteBooleanIndexError,
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-
-_OF_TRACERS = ("Tracer.__format__", "not available on traced array")
-"""What JAX says where a tracer is formatted, or asked where it is: it has no class for these."""
+"""What JAX raises where a body asks a tracer for its values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,9 @@ def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
     policy: that of the module.
     path: that of the module.
   """
-  return rewrites(policy) and not (state.tracing or state.cast or path in state.as_python)
+  return rewrites(policy) and not (
+    state.tracing or state.casting == EVERY or path in state.as_python
+  )
 
 
 def rewrite_calls(
@@ -89,9 +89,9 @@ def attempts(
 ) -> R:
   """Returns the result of a call that is traced, in another way where tracing it raises.
 
-  What raises in float32 is traced again with the class of module that raised in its compute dtype:
-  a kernel may take low precision alone. What needs Python runs as Python, and there each module
-  that it calls is traced by itself.
+  What does not exist in float32 (a TypeError, a NotImplementedError) is traced again with the class
+  of module that raised in its compute dtype: a kernel may take low precision alone. What needs
+  Python runs as Python, and there each module that it calls is traced by itself.
 
   Args:
     attempt: traces the call and runs it.
@@ -106,10 +106,16 @@ def attempts(
     failed: list[Class] = []
     try:
       return attempt(dataclasses.replace(state, tracing=True, failed=failed))
-    except Exception as error:
-      reason = _why_not_traced(error, foreign)
-      if reason is not None:
-        break
+    except NEEDS_VALUES as error:
+      reason = f"needs the values of arrays: {line_of_user(error)}"
+      break
+    except foreign as error:
+      reason = f"changes what it is not given: {line_of_user(error)}"
+      break
+    except NotTraceable as error:
+      reason = str(error)
+      break
+    except (TypeError, NotImplementedError) as error:
       first = first or error
       # By name: a class that the call defines is another one in each attempt.
       if not failed or failed[0].__qualname__ in {cls.__qualname__ for cls in state.casting}:
@@ -130,20 +136,6 @@ def attempts(
     stacklevel=2,
   )
   return outputs
-
-
-def _why_not_traced(error: Exception, foreign: type[Exception]) -> str | None:
-  """Returns what a body does that no jaxpr can; None for any other error."""
-  if isinstance(error, NotTraceable):
-    return str(error)
-  said = isinstance(error, (TypeError, AttributeError)) and any(
-    t in str(error) for t in _OF_TRACERS
-  )
-  if said or isinstance(error, _NEEDS_VALUES):
-    return f"needs the values of arrays: {line_of_user(error)}"
-  if isinstance(error, foreign):
-    return f"changes what it is not given: {line_of_user(error)}"
-  return None
 
 
 def array(x: Leaf) -> Leaf:

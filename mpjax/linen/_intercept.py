@@ -1,24 +1,48 @@
-"""What happens at each call of a module's method while a policy is active."""
+"""What happens at each call of a module's method while a policy is active.
+
+The outermost call is traced once as a function of its variables, and rewritten; calls inside of it
+mark their operations with the policy of their module. What `init` stores is cast afterwards.
+"""
 
 import contextlib
 import dataclasses
+import functools
 import weakref
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, TypeVar, cast
 
+import flax.errors
 import flax.linen as nn
+import jax
+from flax.core import Scope, lift
+from flax.linen.transforms import lift_direct_transform
 
-from mpjax._core.active import ACTIVE, ScopeToken, activate_scope, leave_finished
+from mpjax._core.active import ACTIVE, EVERY, ScopeToken, activate_scope, leave_finished
+from mpjax._core.containers import mapped
+from mpjax._core.policy import Policy
 from mpjax._core.policy_config import ModulePolicy
-from mpjax._core.trees import instances_in
-from mpjax._core.types import Args, Function, Kwargs, PyTree
-from mpjax._jaxprs.autocast import region_of
+from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating
+from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
+from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
 from mpjax._jaxprs.module_calls import ModuleCall, inside
-from mpjax._jaxprs.traced_calls import begins_trace
-from mpjax.linen import _layers
-from mpjax.linen._context import Active, current, flag_paths, is_new_root, module_path, policy_of
-from mpjax.linen._initialize import store, store_computed
-from mpjax.linen._outermost import rewritten
+from mpjax._jaxprs.traced_calls import NEEDS_VALUES, array, attempts, begins_trace, rewrite_calls
+from mpjax.linen._context import (
+  Active,
+  TracedCall,
+  current,
+  flag_paths,
+  is_new_root,
+  module_path,
+  policy_of,
+)
+from mpjax.linen._layers import LAYERS, neutral_collections, stored_as
+
+T = TypeVar("T")
+
+_WHERE = "mpjax.with_policy(model, policy)"
+_SCOPE = "mpjax.policy_scope(policy)"
+
+_FOREIGN = flax.errors.JaxTransformError
 
 
 @contextlib.contextmanager
@@ -54,8 +78,8 @@ def intercept(
   if not callable(getattr(type(module), name, None)):
     return next_fun(*args, **kwargs)
   flag_paths(module, (args, kwargs), active.config)
-  how = policy_of(active, active.config, module)
-  policy = how.policy
+  resolved = policy_of(active, active.config, module)
+  policy = resolved.policy
   outer = dataclasses.replace(
     active,
     root=weakref.ref(module.scope) if is_new_root(active, module) else active.root,
@@ -72,7 +96,7 @@ def intercept(
     args, kwargs = again.args, again.kwargs
 
   def call(active: Active) -> PyTree:
-    outputs = _call(next_fun, args, kwargs, module, name, active, how)
+    outputs = _call(next_fun, args, kwargs, module, name, active, resolved)
     if again is not None:
       again.outputs = (outputs,)
     return outputs
@@ -83,7 +107,7 @@ def intercept(
     return call(outer)
   bound: Any = context.orig_method  # A partial: of the method, and the module.
   region = dataclasses.replace(outer, region=region_of(policy))
-  return rewritten(bound.func, module, args, kwargs, region, activate, policy, call)
+  return _rewritten(bound.func, module, args, kwargs, region, policy, call)
 
 
 def _call(
@@ -93,24 +117,240 @@ def _call(
   module: nn.Module,
   name: str,
   active: Active,
-  how: ModulePolicy,
+  resolved: ModulePolicy,
 ) -> PyTree:
   """Calls a method in the region of its module, and notes and stores what `init` asks for."""
   path, record, initializing = module_path(module), active.record, module.is_initializing()
+  policy = resolved.policy
   if active.met is not None:
     active.met.add(path)
   if record is not None:
     record.note(module, path)
-  inner = inside(active, module, how.policy, _layers.LAYERS, exempt=how.exempt, rule=how.rule)
-  call = ModuleCall(module, path, how, active, inner, _layers.LAYERS)
+  inner = inside(active, module, policy, LAYERS, exempt=resolved.exempt, rule=resolved.rule)
+  call = ModuleCall(module, path, resolved, active, inner, LAYERS)
   outputs = call.run(next_fun, args, kwargs, initializing=initializing)
-  if initializing:
-    store(module, how.policy)
-    if not (active.entered or active.cast or record) and name != "setup":
-      with ACTIVE(dataclasses.replace(active, cast=True)):
-        store_computed(module, name, args, kwargs)
+  if initializing and module.scope is not None:
+    _store(module.scope, policy)
+    # The root of an `init` in a `policy_scope`; that of `with_policy` casts what it returns.
+    outermost = not (active.entered or module.path or name == "setup")
+    if outermost and record is None and active.casting != EVERY:
+      scope: Any = module.scope
+      rngs = {key: rng.as_jax_rng() for key, rng in scope.rngs.items()}
+      init = functools.partial(module.clone(parent=None).init, rngs, *args, method=name, **kwargs)
+      caches = computed(init, module.scope.variables(), active)
+      for col, tree in caches.items():
+        for key, new in (cast_like(module.scope.variables()[col], tree) or {}).items():
+          module.scope.put_variable(col, key, new)
   if name == "setup":
     return outputs
-  if record is not None and not active.entered and how.policy is not None:
+  if record is not None and not active.entered and policy is not None:
     record.output_dtype = call.output_dtype
   return call.result(outputs)
+
+
+# What `init` stores
+
+
+def _store(scope: Scope, policy: Policy | None) -> None:
+  """Casts the parameters of a module that is being initialised, but not those of its submodules."""
+  if policy is None:
+    return
+  for col in stored_as("param_dtype"):
+    variables = scope.variables().get(col, {}) if scope.is_mutable_collection(col) else {}
+    for name, value in variables.items():
+      if scope.name_reserved(name, col) and not scope.name_reserved(name, ""):
+        new = cast_arrays(value, policy.param_dtype)
+        if new is not value:
+          scope.put_variable(col, name, new)
+
+
+def abstract(init: Callable[[], Variables]) -> Variables:
+  """Returns the shapes and dtypes of what `init` returns, or itself where it looks at values."""
+  try:
+    return jax.eval_shape(init)
+  except NEEDS_VALUES:
+    return init()
+
+
+def in_compute_dtypes(call: Callable[[], T], state: Active) -> T:
+  """Returns what a call does in which all modules are called in their compute dtype.
+
+  It is done as in `state` where that raises: a loop may carry float32, as it then does in `apply`.
+  """
+  try:
+    with activate(dataclasses.replace(state, casting=EVERY)):
+      return call()
+  except (TypeError, flax.errors.FlaxError):
+    with activate(state):
+      return call()
+
+
+def computed(init: Callable[[], Variables], variables: Variables, state: Active) -> Variables:
+  """Returns the shapes and dtypes of the caches among `variables`, as they are by hand.
+
+  Nothing but the modules themselves tells them: traced in float32, they create the decode cache of
+  a bfloat16 model in float32, twice as large.
+  """
+  caches = [col for col in stored_as("computed") if col in variables]
+  if not any(is_floating(x) for col in caches for x in jax.tree.leaves(variables[col])):
+    return {}
+  low = in_compute_dtypes(functools.partial(abstract, init), state)
+  return {col: low[col] for col in caches if col in low}
+
+
+# The outermost call
+
+
+def applied(
+  model: nn.Module, active: Active, variables: Variables, args: Args, kwargs: Kwargs
+) -> PyTree:
+  """Returns what `model.apply` does, with the operations of all its modules rewritten.
+
+  `active` is the state at its root, `kwargs` holds arguments of the method and of `apply`.
+  """
+  pair = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
+
+  def python(_: Active) -> PyTree:
+    return model.apply(variables, *args, **kwargs)
+
+  def attempt(active: Active) -> PyTree:
+    def fn(variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
+      with activate(active):  # It may be traced again, when the active one has been left.
+        return model.apply(variables, *args, **kwargs)
+
+    def data(given: Args) -> list[Leaf]:
+      neutral = neutral_collections()
+      state = [tree for col, tree in given[0].items() if col not in neutral]
+      return Boundary((state, given[1:])).leaves
+
+    def marked(returned: PyTree) -> PyTree:
+      return (returned[0], _in_stored_dtypes(returned[1], variables)) if pair else returned
+
+    fn.__name__ = type(model).__name__
+    with ACTIVE(active):
+      run = rewrite_calls(fn, active.policy, data, marked, _WHERE)
+      # A checkpoint may come as arrays of NumPy: variables are never constants.
+      return run(mapped(array, variables), args, kwargs)
+
+  if not isinstance(variables, Mapping):
+    return python(active)
+  return attempts(attempt, python, active, "", _WHERE, _FOREIGN)
+
+
+def _rewritten(
+  method: Function,
+  module: nn.Module,
+  args: Args,
+  kwargs: Kwargs,
+  active: Active,
+  policy: Policy,
+  python: Callable[[Active], PyTree],
+) -> PyTree:
+  """Returns the result of a bound module's method, with the operations inside rewritten.
+
+  Flax's own lifting makes the method a function of variables, random keys and arguments, and puts
+  back what it changed, as it does for `nn.jit`. `python` calls the method without being traced.
+  """
+  given = (args, kwargs)
+  has_modules = next(instances_in(given, nn.Module), None) is not None
+
+  @functools.wraps(method)
+  def checked(*args: Any, **kwargs: Any) -> PyTree:
+    # What cannot be traced is found here: Flax counts the names of submodules when it has lifted a
+    # method, and it is to be called again.
+    before = Boundary((args, kwargs), lambda x: isinstance(x, nn.Module)).contents()
+    outputs = method(*args, **kwargs)
+    all(before.changed())
+    check_returned(Boundary(outputs).leaves)
+    return outputs
+
+  def attempt(active: Active) -> PyTree:
+    def lifted(fn: Function, scopes: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+      # Flax has sorted the keys of dicts; but modules among the arguments are its copies.
+      call = (args, kwargs) if has_modules else given
+
+      # `scope_fn` makes scopes of variables and keys, `repack_fn` variables of scopes.
+      def inner(
+        scope_fn: Function, repack_fn: Function, groups: tuple[Variables, Variables], rngs: PyTree
+      ) -> tuple[PyTree, PyTree]:
+        # A trace that raised has counted the keys of its dropouts: the next one, or one that JAX
+        # makes itself, would draw other masks than the model without a policy.
+        restore = _counts([*jax.tree.leaves(scope_fn(groups, rngs)), *_scopes_in(module)])
+
+        def traced(
+          params: Variables, rest: PyTree, args: Args, kwargs: Kwargs
+        ) -> tuple[PyTree, PyTree]:
+          restore()
+          state, rngs = rest
+          scope = scope_fn((params, state), rngs)
+          again = TracedCall(args, kwargs)
+          with activate(dataclasses.replace(active, again=[again])):
+            outputs = fn(scope, *args, **kwargs)
+          _forget_captured(jax.tree.leaves(scope)[-1], method.__name__, outputs)
+          return (*again.outputs, outputs)[0], repack_fn(scope)
+
+        def data(given: Args) -> list[Leaf]:
+          return Boundary(given[1:]).leaves
+
+        def marked(returned: tuple[PyTree, PyTree]) -> PyTree:
+          return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
+
+        traced.__name__ = type(module).__name__
+        try:
+          with ACTIVE(active):
+            run = rewrite_calls(traced, policy, data, marked, _WHERE)
+            return run(*mapped(array, (groups[0], (groups[1], rngs))), *call)
+        except BaseException:
+          restore()
+          raise
+
+      filters = (neutral_collections(), True)
+      return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
+
+    try:
+      jax.tree.structure(given)
+    except (TypeError, ValueError) as error:
+      raise NotTraceable("is given a dict whose keys do not sort") from error
+    return lift_direct_transform(lifted, (checked,), module, *args, **kwargs)
+
+  where = _WHERE if active.token is None else _SCOPE
+  return attempts(attempt, python, active, "/".join(module.path), where, _FOREIGN)
+
+
+def _forget_captured(scope: Scope, method: str, outputs: PyTree) -> None:
+  """Takes out what `capture_intermediates` kept of a method, which the call around it keeps too."""
+  kept = scope.get_variable("intermediates", method)
+  if isinstance(kept, tuple) and kept and kept[-1] is outputs:
+    scope.put_variable("intermediates", method, kept[:-1])
+
+
+def _scopes_in(module: nn.Module) -> list[Scope]:
+  """Returns the scopes of the modules that a module holds."""
+  return [each.scope for each in instances_in(vars(module), nn.Module) if each.scope is not None]
+
+
+def _counts(scopes: list[Scope]) -> Callable[[], None]:
+  """Returns a function that sets the counts of random numbers back to what they are now."""
+  counters = [(scope.rng_counters, dict(scope.rng_counters)) for scope in scopes]
+
+  def restore() -> None:
+    for now, then in counters:
+      now.clear()
+      now.update(then)
+
+  return restore
+
+
+def _in_stored_dtypes(variables: PyTree, stored: PyTree) -> PyTree:
+  """Returns variables that keep the dtypes of the stored ones of these names; new ones are free."""
+  if isinstance(variables, Mapping):
+    there = stored if isinstance(stored, Mapping) else {}
+    marked = {name: _in_stored_dtypes(x, there.get(name)) for name, x in variables.items()}
+    return marked if isinstance(variables, dict) else cast(Any, type(variables))(marked)
+  if jax.tree.structure(variables) != jax.tree.structure(stored):
+    return variables
+
+  def leaf(x: Leaf, old: Leaf) -> Leaf:
+    return InDtype(x, old.dtype) if isinstance(x, jax.Array) and hasattr(old, "dtype") else x
+
+  return jax.tree.map(leaf, variables, stored)

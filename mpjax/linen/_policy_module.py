@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -18,11 +18,8 @@ from mpjax._core.trees import cast_arrays, cast_like
 from mpjax._core.types import Function, Params, PyTree, Variables
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.linen._context import OFF, Active, begin
-from mpjax.linen._intercept import activate
+from mpjax.linen._intercept import abstract, activate, applied, computed, in_compute_dtypes
 from mpjax.linen._layers import stored_as
-from mpjax.linen._outermost import applied
-
-T = TypeVar("T")
 
 Keys: TypeAlias = jax.Array | dict[str, jax.Array]
 """What `nn.Module.init` takes: one random key, or one for each name."""
@@ -158,7 +155,8 @@ class PolicyModule:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
     record = ModuleRecord(self.given)
-    table = self._casting(record, lambda: self.module.tabulate(rngs, *args, **kwargs))
+    tabulate = functools.partial(self.module.tabulate, rngs, *args, **kwargs)
+    table = in_compute_dtypes(tabulate, begin(self.given, record))
     record.check("that init passed", 2)
     return table
 
@@ -260,7 +258,7 @@ class PolicyModule:
       # A call inside of a trace of ours is rewritten with it.
       if state.tracing or not self.given.rewrites:
         return self.module.apply(variables, *args, **kwargs)
-      return applied(self.module, state, activate, variables, args, kwargs)
+      return applied(self.module, state, variables, args, kwargs)
 
   def _stored(self, record: ModuleRecord, init: Callable[[], Variables]) -> Variables:
     """Returns the shapes and dtypes of the variables under the policy, and checks the rules.
@@ -269,30 +267,10 @@ class PolicyModule:
     other numbers. The record keeps every function compiled before out, so that all modules are
     called; for that it must only ever be there in a trace.
     """
-    initialize = functools.partial(self._casting, record, init)
-    try:
-      variables = jax.eval_shape(initialize)
-    except jax.errors.JAXTypeError:
-      variables = initialize()  # The model looks at values while it is initialised: let it.
+    with activate(begin(self.given, record)):
+      variables = abstract(init)
     record.check("that init passed", 3)
-    return variables
-
-  def _casting(self, record: ModuleRecord, call: Callable[[], T]) -> T:
-    """Returns what a call does in which modules compute in their compute dtype, not only say it.
-
-    Nothing else tells the dtype of a cache: traced in float32, the decode cache of a bfloat16 model
-    would be created in float32, twice as large as it is by hand. A loop that carries float32 raises
-    here: what it meets in `apply` is float32 too, and so it is then.
-    """
-    state = begin(self.given, record)
-    try:
-      with activate(dataclasses.replace(state, cast=True)):
-        return call()
-    except jax.errors.JAXTypeError:
-      raise
-    except Exception:
-      with activate(state):
-        return call()
+    return {**variables, **computed(init, variables, begin(self.given))}
 
 
 def _like(plain: Variables, ours: Variables) -> Variables:

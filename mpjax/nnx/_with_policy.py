@@ -10,7 +10,6 @@ from flax import nnx
 
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.frameworks import not_a_model
-from mpjax._core.functions import rebound
 from mpjax._core.policy import PolicyLike
 from mpjax._core.policy_config import ModulePolicy, ModuleRecord, parse_config, resolve_policy
 from mpjax._core.rules import Rule
@@ -80,7 +79,7 @@ def with_policy(
     # A method of the user's module, kept as an attribute, would run without the policy.
     for name, value in list(vars(copy).items()):
       if isinstance(value, (types.MethodType, functools.partial)):
-        object.__setattr__(copy, name, rebound(value, counterparts))
+        object.__setattr__(copy, name, _rebound(value, counterparts))
       elif isinstance(value, (list, dict)) and not any(map(_is_module, _leaves(value))):
         object.__setattr__(
           copy, name, vars(modules[path])[name]
@@ -88,6 +87,22 @@ def with_policy(
     if not isinstance(copy, (nnx.List, nnx.Dict)):
       object.__setattr__(copy, LINK, Link(_text(path), copy, modules[path]))
   return view
+
+
+def _rebound(value: Any, counterparts: Mapping[int, object]) -> Any:
+  """Returns a method, alone or in `functools.partial`, as that of the counterpart of its object.
+
+  `counterparts` has other objects by the identities of those that they replace; arguments of the
+  partial are replaced too.
+  """
+  if isinstance(value, types.MethodType):
+    to = counterparts.get(id(value.__self__))
+    return value if to is None else getattr(to, value.__name__)
+  if isinstance(value, functools.partial):
+    args = [_rebound(x, counterparts) for x in value.args]
+    kwargs = {name: _rebound(x, counterparts) for name, x in value.keywords.items()}
+    return functools.partial(_rebound(value.func, counterparts), *args, **kwargs)
+  return counterparts.get(id(value), value)
 
 
 def _check_model(model: Any) -> None:

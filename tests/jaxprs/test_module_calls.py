@@ -1,17 +1,20 @@
 """A module's call under a policy: arguments, results, and what is done where tracing raises."""
 
+import dataclasses
 from typing import Any
 
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mpjax
-from mpjax._core.active import Active
+from mpjax._core.active import EVERY, Active
 from mpjax._core.policy_config import ModulePolicy
-from mpjax._jaxprs.module_calls import Layers, ModuleCall, inside
+from mpjax._jaxprs.module_calls import Layers, ModuleCall, dtype_field, inside, plain_attribute
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
 class Layer:
@@ -40,7 +43,7 @@ def test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dt
   args, kwargs, dtype = run(call, HALF)
   assert all(a is b for a, b in zip(args, call[0], strict=True))
   assert (kwargs, dtype) == ({"y": 1.5}, jnp.float32)
-  args, kwargs, dtype = run(call, HALF, cast=True)
+  args, kwargs, dtype = run(call, HALF, casting=EVERY)
   assert ([str(x.dtype) for x in args], kwargs, dtype) == (
     ["bfloat16", "int32"],
     {"y": 1.5},
@@ -49,7 +52,7 @@ def test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dt
   args, *_ = run(call, HALF, casting=frozenset({Layer}))
   assert args[0].dtype == jnp.bfloat16
   complex_ = ((jnp.ones(2), jnp.ones(2, "complex64")), {})
-  assert run(complex_, HALF, cast=True)[0][0] is complex_[0][0]
+  assert run(complex_, HALF, casting=EVERY)[0][0] is complex_[0][0]
   (x,), _, _ = run(((jnp.ones(2, "bfloat16"),), {}), mpjax.Policy())
   assert x.dtype == "float32"
   assert run(call, None)[2] is jnp.bfloat16
@@ -85,5 +88,87 @@ def test_results_are_arrays_in_the_dtype_and_all_else_as_it_is(traced):
   assert [str(new[name].dtype) for name in ("x", "n")] == ["float32", "int32"]
   assert call_of(Layer(), mpjax.Policy.parse("c=bf16"), state).result(out) is out
   assert call_of(Layer(), None, state).result(out) is out
-  cast = call_of(Layer(), mpjax.Policy.parse("c=f16"), Active(cast=True))
+  cast = call_of(Layer(), mpjax.Policy.parse("c=f16"), Active(casting=EVERY))
   assert cast.result(out)["x"].dtype == "float16"
+
+
+# The `dtype` field of modules
+
+
+class NoDtype(nn.Module):
+  features: int = 2
+
+
+class DtypeProperty(nn.Module):
+  """Its dtype is not a field that could be set."""
+
+  @property
+  def dtype(self):
+    return jnp.bfloat16
+
+
+class HasDtype(nn.Module):
+  dtype: Any = None
+  param_dtype: Any = jnp.float32
+
+
+class Plain:
+  """Not a dataclass: what it has are attributes."""
+
+  def __init__(self, dtype, param_dtype="float32"):
+    self.dtype, self.param_dtype = dtype, param_dtype
+
+
+@dataclasses.dataclass
+class Computed:
+  """Declares a `dtype` that nobody gives it."""
+
+  features: int = 3
+  dtype: Any = dataclasses.field(default=jnp.float32, init=False)
+
+
+NOT_SET = {
+  "not given": Computed(),
+  "none": NoDtype(),
+  "property": DtypeProperty(),
+  "integer": HasDtype(jnp.int32),
+  "complex": HasDtype(jnp.complex64),
+  "no dtype": HasDtype("anything"),
+  "complex parameters": HasDtype(jnp.bfloat16, jnp.complex64),
+  "integer parameters": HasDtype(jnp.bfloat16, jnp.int8),
+  "integer attribute": Plain(jnp.int32),
+}
+
+
+@pytest.mark.case("B099", "A108")
+def test_a_dtype_that_means_what_it_says_is_not_set():
+  for name, module in NOT_SET.items():
+    for dtype in (BF16, F32):
+      for always in (True, False):
+        assert dtype_field(module, dtype, always=always) == {}, name
+
+
+@pytest.mark.parametrize("make", [HasDtype, Plain])
+def test_the_compute_dtype_is_set_where_a_module_is_called_in_it_and_else_float32_for_low(make):
+  for own in (None, jnp.float16, jnp.float32, np.dtype("float32")):
+    # Code compares with `is jnp.bfloat16`.
+    assert dtype_field(make(own), BF16, always=True)["dtype"] is jnp.bfloat16
+  assert dtype_field(make("float32"), BF16, always=True) == {"dtype": "bfloat16"}
+  for own in (None, jnp.float32, "float32"):
+    assert dtype_field(make(own), F32, always=False) == {}
+  for own in (jnp.float16, jnp.bfloat16):
+    assert dtype_field(make(own), F32, always=False) == {"dtype": jnp.float32}
+  assert dtype_field(make("bfloat16"), F32, always=False) == {"dtype": "float32"}
+
+
+def test_an_attribute_is_asked_for_without_running_code():
+  class Runs(HasDtype):
+    @property
+    def computed(self):
+      raise RuntimeError("ran")
+
+  module = Runs(jnp.float16)
+  assert plain_attribute(module, "computed") is None
+  assert plain_attribute(module, "computed", 3) == 3
+  assert plain_attribute(module, "dtype") is jnp.float16
+  assert plain_attribute(module, "missing", "default") == "default"

@@ -284,14 +284,19 @@ def test_the_program_of_an_excluded_module_is_unchanged():
 
 
 class Reads(nn.Module):
+  """Has a cache, whose dtype `init` asks for."""
+
   dtype: Any
 
+  @nn.compact
   def __call__(self):
+    if self.is_initializing():
+      self.variable("cache", "x", jnp.zeros, ())
     calls.append(("dtype", self.dtype))
 
 
 FIELDS = [
-  # The field, what it is while a call is traced, and while the dtypes of `init` are asked for.
+  # The field, what it is while a call is traced, and while the dtypes of caches are asked for.
   (jnp.float32, jnp.float32, jnp.bfloat16),
   (None, None, jnp.bfloat16),
   (np.float32, np.float32, jnp.bfloat16),
@@ -317,12 +322,12 @@ def test_the_dtype_field_during_a_call(own, traced, casting):
   with_policy(Reads(own), "bfloat16").apply({})
   ((_, dtype),) = calls
   assert same(dtype, traced)
-  # To tell the dtypes of what `init` makes it is that of the policy; then nothing is changed.
+  # To tell the dtype of a cache it is that of the policy; parameters are made as they are by hand.
   calls.clear()
   with_policy(Reads(own), "bfloat16").init(KEY)
-  (_, first), (_, second) = calls
-  assert same(first, casting)
-  assert second is own
+  (_, first), (_, second), (_, third) = calls
+  assert same(second, casting)
+  assert first is third is own
 
 
 def test_fields_are_restored_after_a_call_and_after_an_exception():

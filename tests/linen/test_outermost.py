@@ -68,7 +68,7 @@ def test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dty
     """Draws a mask, and then calls what takes no float32, as a kernel may."""
     x = nn.Dropout(0.5, deterministic=False)(x)
     if x.dtype == jnp.float32:
-      raise ValueError("this kernel takes low precision alone")
+      raise NotImplementedError("this kernel takes low precision alone")
     return x * 2
 
   x, rngs = jnp.ones((8, 16)), {"dropout": KEY}
@@ -84,7 +84,7 @@ def test_a_layer_that_raises_in_float32_is_called_in_its_compute_dtype():
   def kernel(module, x):
     calls.append(("kernel", str(x.dtype)))
     if str(x.dtype) != "bfloat16":
-      raise ValueError(f"no {x.dtype}")
+      raise NotImplementedError(f"no {x.dtype}")
     return nn.Dense(3)(x)
 
   takes_half_alone = calling(kernel)
@@ -96,7 +96,7 @@ def test_a_layer_that_raises_in_float32_is_called_in_its_compute_dtype():
 
   dense = ones(3)
   variables = {"params": {"Dense_0": dense, "Dense_1": dense, "kernel": {"Dense_0": dense}}}
-  with pytest.raises(ValueError, match="no float32"):
+  with pytest.raises(NotImplementedError, match="no float32"):
     Does(around).apply(variables, X)
   ours = with_policy(Does(around), "mixed_bfloat16")
   for apply in (ours.apply, jax.jit(ours.apply), jax.grad(lambda v, x: ours.apply(v, x).sum())):

@@ -354,7 +354,7 @@ tests/core/test_trees.py::test_every_floating_dtype_is_cast_and_no_integer_dtype
 mpjax/_jaxprs/module_calls.py::ModuleCall.run
 
 37 a module that is traced is told the compute dtype, and rounds what operations decide
-- dtype_field(self.module, dtype, always=state.cast)
+- dtype_field(self.module, dtype, always=casts)
 + dtype_field(self.module, policy.compute_dtype, always=True)
 tests/jaxprs/test_module_calls.py
 ::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype
@@ -362,14 +362,14 @@ tests/jaxprs/test_module_calls.py
 mpjax/linen/_intercept.py::_call
 
 38a initial values are drawn in the compute dtype
-- inside(active, module, how.policy, _layers.LAYERS, exempt=how.exempt, rule=how.rule)
+- inside(active, module, policy, LAYERS, exempt=resolved.exempt, rule=resolved.rule)
 + inside(
-+   dataclasses.replace(active, cast=active.cast or initializing),
-+   module, how.policy, _layers.LAYERS, exempt=how.exempt
++   dataclasses.replace(active, casting=EVERY if initializing else active.casting),
++   module, policy, LAYERS, exempt=resolved.exempt
 + )
 tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32
 
-mpjax/linen/_outermost.py::rewritten
+mpjax/linen/_intercept.py::_rewritten
 
 38b random numbers drawn by a trace that raised stay counted: the mask of dropout is another than
   without a policy (the list: its rate is cast, and the mask drawn in half)
