@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Self
 
-from mpjax._core.dtypes import is_low_precision
+from mpjax._core.dtypes import HALVES
 from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.rules import (
   Rule,
@@ -86,7 +86,7 @@ def parse_config(
 
 def is_low(policy: Policy | None) -> bool:
   """Whether operations under a policy run in low precision."""
-  return policy is not None and is_low_precision(policy.compute_dtype)
+  return policy is not None and policy.compute_dtype in HALVES
 
 
 def rewrites(policy: Policy | None) -> bool:

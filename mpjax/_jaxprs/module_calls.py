@@ -1,11 +1,12 @@
-"""A module's call under a policy, of any framework: its arguments, its region, and its results."""
+"""A call of a module under a policy, of any framework: what all of them do, and the outermost."""
 
 import contextlib
 import dataclasses
 import inspect
 import types
-from collections.abc import Generator
-from typing import Any, NamedTuple, TypeVar
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,37 @@ import numpy as np
 from mpjax._core.active import ACTIVE, EVERY, Active
 from mpjax._core.audit_record import AUDIT, AuditedModule
 from mpjax._core.dtypes import FLOAT32, scalar_type
-from mpjax._core.errors import MpjaxError, note_module
+from mpjax._core.errors import MpjaxError, line_of_user, message, note_module
 from mpjax._core.policy import Policy
-from mpjax._core.policy_config import ModulePolicy, is_low
+from mpjax._core.policy_config import ModulePolicy, is_low, rewrites
 from mpjax._core.rules import is_flax_norm
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
-from mpjax._jaxprs.autocast import at_rest, leaving, mark, region_of
+from mpjax._jaxprs.autocast import (
+  Interface,
+  NotTraceable,
+  Settings,
+  at_rest,
+  leaving,
+  mark,
+  region_of,
+  with_settings,
+)
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, MODULE, TABLE
+from mpjax._jaxprs.op_lists import OpLists
 
+R = TypeVar("R")
 S = TypeVar("S", bound=Active)
+
+_OPS = OpLists()
+
+NEEDS_VALUES = (
+  jax.errors.ConcretizationTypeError,
+  jax.errors.NonConcreteBooleanIndexError,
+  jax.errors.TracerArrayConversionError,
+  jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where a body asks a tracer for its values."""
 
 
 class Layers(NamedTuple):
@@ -44,29 +66,110 @@ class Layers(NamedTuple):
   tables: tuple[Class, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateKind:
+  """What becomes of one kind of state: a collection of Linen, a class of variables of NNX.
+
+  Fields:
+    neutral: it takes the dtype of what it meets, as parameters do. Other state decides that dtype,
+      as arguments do: a float32 table that is added to activations makes them float32.
+    stored: the dtype that new state has. "param_dtype" is that of the policy, "computed" the one
+      that the model computes it in under the policy, "declared" the one that its code says.
+  """
+
+  neutral: bool = False
+  stored: Literal["param_dtype", "computed", "declared"] = "declared"
+
+
+def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
+  """Whether a call of a module in `state` is the outermost one, which is traced and rewritten."""
+  return rewrites(policy) and not (
+    state.tracing or state.casting == EVERY or path in state.as_python
+  )
+
+
+def rewrite_calls(
+  fn: Callable[..., R],
+  policy: Policy | None,
+  data: Callable[[Args], Iterable[Leaf]],
+  results: Callable[[R], PyTree],
+  where: str,
+) -> Callable[..., R]:
+  """Returns a function that calls modules, with its operations rewritten; see `Interface`.
+
+  `policy` applies where no module marks another, and `where` is the public call, for errors.
+  """
+  settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
+  return with_settings(fn, settings, where, Interface(data=data, results=results))
+
+
+def attempts(
+  attempt: Callable[[S], R],
+  python: Callable[[S], R],
+  state: S,
+  path: str,
+  where: str,
+  foreign: type[Exception],
+) -> R:
+  """Returns the result of a call that is traced, in another way where tracing it raises.
+
+  What does not exist in float32 (a TypeError, a NotImplementedError) is traced again with the class
+  of module that raised in its compute dtype: a kernel may take low precision alone. What needs
+  Python runs as Python, and there each module that it calls is traced by itself.
+
+  Args:
+    attempt: traces the call and runs it, in the state that it is given.
+    python: makes the call as it is.
+    state: the active state.
+    path: that of the module, for the warning.
+    where: the public call, for the warning.
+    foreign: what a framework raises where a call changes what is not its own.
+  """
+  first: Exception | None = None
+  while True:
+    failed: list[Class] = []
+    try:
+      return attempt(dataclasses.replace(state, tracing=True, failed=failed))
+    except NEEDS_VALUES as error:
+      reason = f"needs the values of arrays: {line_of_user(error)}"
+      break
+    except foreign as error:
+      reason = f"changes what it is not given: {line_of_user(error)}"
+      break
+    except NotTraceable as error:
+      reason = str(error)
+      break
+    except (TypeError, NotImplementedError) as error:
+      first = first or error
+      # By name: a class that the call defines is another one in each attempt.
+      if not failed or failed[0].__qualname__ in {cls.__qualname__ for cls in state.casting}:
+        raise first from None
+      state = dataclasses.replace(state, casting=state.casting | {failed[0]})
+  state = dataclasses.replace(state, as_python=state.as_python | {path})
+  with ACTIVE(state):
+    outputs = python(state)
+  warnings.warn(
+    message(
+      f"{where}: {path or 'the root'}",
+      expected="a body that can be traced as a jaxpr",
+      got=f"one that {reason}",
+      fix="It runs as Python now, and the modules that it calls are rewritten one by one. Write it "
+      "with jax.numpy and jax.lax, and return arrays or trees of them.",
+    ),
+    UserWarning,
+    stacklevel=2,
+  )
+  return outputs
+
+
+def array(x: Leaf) -> Leaf:
+  """Returns an array of JAX where a variable is one of NumPy: variables are never constants."""
+  return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
 def is_wide(policy: Policy | None) -> bool:
   """Whether operations under a policy run in float64, to which all there is has to be cast."""
   return policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
-
-
-def inside(state: S, module: Module, policy: Policy | None, layers: Layers, **more: object) -> S:
-  """Returns the state in which a module's own operations run.
-
-  Args:
-    state: that in which it is called.
-    module: the module.
-    policy: its policy, which the modules inside inherit.
-    layers: those of the framework.
-    more: further fields of the state.
-  """
-  casts = is_wide(policy) or not state.casting.isdisjoint({object, type(module)})
-  casting = EVERY if casts else state.casting
-  iterates = isinstance(module, layers.iterates) and is_low(policy)
-  region = region_of(Policy() if iterates else policy)
-  in_float8 = policy is not None and policy.matmul is not None
-  is_table = in_float8 and isinstance(module, layers.tables)
-  fields = {"policy": policy, "entered": True, "region": region, "casting": casting, **more}
-  return dataclasses.replace(state, is_table=is_table, **fields)
 
 
 class ModuleCall(NamedTuple):
@@ -77,7 +180,7 @@ class ModuleCall(NamedTuple):
     path: where it is, for errors.
     how: its policy.
     state: that in which it is called.
-    inner: that in which its own operations run, as `inside` returns it.
+    inner: that in which its own operations run; the modules inside inherit its policy.
     layers: those of the framework.
   """
 
@@ -89,13 +192,9 @@ class ModuleCall(NamedTuple):
   layers: Layers = Layers()
 
   def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
-    """Calls a method in the region of the module; errors of dtypes name the module.
+    """Calls a method, or a step of its body, in the region of the module; errors name the module.
 
-    Args:
-      method: the method, or a step of its body.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-      initializing: parameters are drawn in the call, perhaps in the dtype that a field says.
+    While it is `initializing`, parameters are drawn, perhaps in the dtype that its field says.
     """
     state, policy, around = self.inner, self.inner.policy, ACTIVE.value
     call, fields, casts = (args, kwargs), {}, state.casting == EVERY
@@ -201,6 +300,27 @@ class ModuleCall(NamedTuple):
         step, sent = body.send, (yield self.result(yielded))
       except BaseException as error:  # GeneratorExit too: the body is to close.
         step, sent = body.throw, error
+
+
+def call_of(
+  module: Module, path: str, how: ModulePolicy, state: Active, layers: Layers, **more: object
+) -> ModuleCall:
+  """Returns a call of a method in `state`; `more` are further fields of the state inside."""
+  policy = how.policy
+  casts = is_wide(policy) or not state.casting.isdisjoint({object, type(module)})
+  iterates = isinstance(module, layers.iterates) and is_low(policy)
+  in_float8 = policy is not None and policy.matmul is not None
+  inner = dataclasses.replace(
+    state,
+    policy=policy,
+    rule=how.rule,
+    entered=True,
+    region=region_of(Policy() if iterates else policy),
+    casting=EVERY if casts else state.casting,
+    is_table=in_float8 and isinstance(module, layers.tables),
+    **more,
+  )
+  return ModuleCall(module, path, how, state, inner, layers)
 
 
 _USUAL = {"none", "default", "fastest", "bfloat16"}

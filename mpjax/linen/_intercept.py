@@ -24,8 +24,7 @@ from mpjax._core.policy_config import ModulePolicy
 from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
-from mpjax._jaxprs.module_calls import ModuleCall, inside
-from mpjax._jaxprs.traced_calls import NEEDS_VALUES, array, attempts, begins_trace, rewrite_calls
+from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewrite_calls
 from mpjax.linen._context import (
   Active,
   TracedCall,
@@ -126,8 +125,7 @@ def _call(
     active.met.add(path)
   if record is not None:
     record.note(module, path)
-  inner = inside(active, module, policy, LAYERS, exempt=resolved.exempt, rule=resolved.rule)
-  call = ModuleCall(module, path, resolved, active, inner, LAYERS)
+  call = call_of(module, path, resolved, active, LAYERS, exempt=resolved.exempt)
   outputs = call.run(next_fun, args, kwargs, initializing=initializing)
   if initializing and module.scope is not None:
     _store(module.scope, policy)
@@ -168,7 +166,7 @@ def abstract(init: Callable[[], Variables]) -> Variables:
   """Returns the shapes and dtypes of what `init` returns, or itself where it looks at values."""
   try:
     return jax.eval_shape(init)
-  except NEEDS_VALUES:
+  except jax.errors.JAXTypeError:
     return init()
 
 

@@ -64,7 +64,8 @@ class PolicyModule:
       What the method returns, in the policy's output dtype; if `mutable`, that and the changed
       collections.
     """
-    if kwargs.get("method") is not None or self.given.unmatched == "ignore" or self._checked:
+    checks = self.given.unmatched != "ignore" and any(r.path is not None for r in self.given.rules)
+    if not checks or self._checked or kwargs.get("method") is not None:
       return self._apply(begin(self.given), variables, *args, mutable=mutable, **kwargs)
     met: set[str] = set()
     state = begin(self.given, met=met)

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from flax import nnx
 
 from mpjax._core.types import Leaf
-from mpjax._jaxprs.module_calls import Layers
-from mpjax._jaxprs.traced_calls import StateKind
+from mpjax._jaxprs.module_calls import Layers, StateKind
 
 STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
   nnx.Param: StateKind(neutral=True, stored="param_dtype"),

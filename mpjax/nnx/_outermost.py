@@ -19,8 +19,8 @@ from mpjax._core.active import ACTIVE, Active
 from mpjax._core.containers import Content, refill, same_objects
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree
-from mpjax._jaxprs import traced_calls
 from mpjax._jaxprs.autocast import Boundary, NotTraceable, leaving, region_of
+from mpjax._jaxprs.module_calls import array, attempts, rewrite_calls
 from mpjax.nnx import _spec
 from mpjax.nnx._layers import kind_of
 
@@ -100,11 +100,11 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
     on_copies.__name__ = name  # It is what JAX's errors say.
     with nnx.update_context(_TAG):
       copied = jax.tree.map(
-        lambda x: jax.tree.map(traced_calls.array, x) if isinstance(x, nnx.Variable) else x,
+        lambda x: jax.tree.map(array, x) if isinstance(x, nnx.Variable) else x,
         nnx.to_tree(everything, ctxtag=_TAG),
         is_leaf=lambda x: isinstance(x, nnx.Variable),
       )
-      cast = traced_calls.rewrite_calls(on_copies, policy, _data, lambda returned: returned, _WHERE)
+      cast = rewrite_calls(on_copies, policy, _data, lambda returned: returned, _WHERE)
       with ACTIVE(state):
         changed, written, done = cast(copied)
       if changed:
@@ -125,7 +125,7 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
 
   state = dataclasses.replace(_spec.calling_state(), region=region_of(policy))
   path, foreign = _spec.path_of(module), flax.errors.TraceContextError
-  return traced_calls.attempts(attempt, lambda _: call(*given), state, path, _WHERE, foreign)
+  return attempts(attempt, lambda _: call(*given), state, path, _WHERE, foreign)
 
 
 def _parts(tree: PyTree) -> tuple[list[Any], list[Variable]]:

@@ -18,8 +18,7 @@ from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.policy_config import ModulePolicy
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
 from mpjax._jaxprs.autocast import leaving
-from mpjax._jaxprs.module_calls import ModuleCall, inside
-from mpjax._jaxprs.traced_calls import begins_trace
+from mpjax._jaxprs.module_calls import begins_trace, call_of
 from mpjax.nnx import _layers, _spec
 from mpjax.nnx._outermost import rewritten
 
@@ -178,9 +177,7 @@ def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -
   """Calls a method in the region of its module."""
   _spec.check_modes(module)
   state, how = _spec.calling_state(), _spec.how_it_runs(module)
-  inner = inside(state, module, how.policy, _layers.LAYERS, rule=how.rule)
-  path = _spec.path_of(module)
-  call = ModuleCall(module, path, how, state, inner, _layers.LAYERS)
+  call = call_of(module, _spec.path_of(module), how, state, _layers.LAYERS)
   outputs = call.run(own.__get__(module, type(module)), args, kwargs)
   _check_has_run(outputs, module, name)
   return call.finished(outputs)

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._jaxprs.traced_calls import StateKind
+from mpjax._jaxprs.module_calls import StateKind
 from tests.linen.probes import KEY, X, dtypes
 from tests.models.values import filled, integers, normal, shapes
 from tests.nnx import rig

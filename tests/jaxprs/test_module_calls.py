@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ import pytest
 import mpjax
 from mpjax._core.active import EVERY, Active
 from mpjax._core.policy_config import ModulePolicy
-from mpjax._jaxprs.module_calls import Layers, ModuleCall, dtype_field, inside, plain_attribute
+from mpjax._jaxprs.module_calls import (
+  Layers,
+  array,
+  attempts,
+  call_of,
+  dtype_field,
+  plain_attribute,
+)
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -26,14 +34,14 @@ class Layer:
     return args, kwargs, self.dtype
 
 
-def call_of(layer, policy, state, picked=False, outermost=None):
+def call_in(state, layer, policy, picked=False, outermost=None, iterates=()):
   how = ModulePolicy(policy, picked, output_dtype=outermost)
-  return ModuleCall(layer, "layer", how, state, inside(state, layer, policy, Layers()))
+  return call_of(layer, "layer", how, state, Layers(iterates=iterates))
 
 
 def run(call, policy, **fields):
   layer = Layer()
-  outputs = call_of(layer, policy, Active(**fields)).run(layer, *call)
+  outputs = call_in(Active(**fields), layer, policy).run(layer, *call)
   assert vars(layer) == {}, "a field was left behind"
   return outputs
 
@@ -59,10 +67,10 @@ def test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dt
 
 
 def test_a_module_that_iterates_computes_in_float32_and_tells_those_inside_its_policy():
-  found = inside(Active(), Layer(), HALF, Layers(iterates=(Layer,)))
+  found = call_in(Active(), Layer(), HALF, iterates=(Layer,)).inner
   assert (found.region, found.policy, found.entered) == (str(mpjax.Policy()), HALF, True)
-  assert inside(Active(), Layer(), HALF, Layers()).region == str(HALF)
-  assert inside(Active(), Layer(), None, Layers(iterates=(Layer,))).region == "as-it-is"
+  assert call_in(Active(), Layer(), HALF).inner.region == str(HALF)
+  assert call_in(Active(), Layer(), None, iterates=(Layer,)).inner.region == "as-it-is"
 
 
 @pytest.mark.parametrize(
@@ -71,24 +79,24 @@ def test_a_module_that_iterates_computes_in_float32_and_tells_those_inside_its_p
 )
 def test_where_a_policy_begins_it_says_the_dtype_of_results(entered, picked, wanted):
   state = Active(policy=HALF, entered=entered)
-  assert call_of(Layer(), HALF, state, picked).output_dtype == wanted
+  assert call_in(state, Layer(), HALF, picked).output_dtype == wanted
   other = mpjax.Policy.parse("c=f16,o=f16")
-  assert call_of(Layer(), other, state, picked=True).output_dtype == "float16"
+  assert call_in(state, Layer(), other, picked=True).output_dtype == "float16"
   named = mpjax.Policy.parse("c=f16")
-  assert call_of(Layer(), named, Active(), outermost=np.dtype("float32")).output_dtype == "float32"
-  assert call_of(Layer(), None, Active(), outermost=np.dtype("float32")).output_dtype is None
+  assert call_in(Active(), Layer(), named, outermost=np.dtype("float32")).output_dtype == "float32"
+  assert call_in(Active(), Layer(), None, outermost=np.dtype("float32")).output_dtype is None
 
 
 @pytest.mark.parametrize("traced", [True, False])
 def test_results_are_arrays_in_the_dtype_and_all_else_as_it_is(traced):
   out = {"x": jnp.ones(2, "bfloat16"), "n": jnp.arange(2), "name": "coder"}
   state = Active(tracing=traced)
-  new = call_of(Layer(), HALF, state).result(out)
+  new = call_in(state, Layer(), HALF).result(out)
   assert new["name"] == "coder"
   assert [str(new[name].dtype) for name in ("x", "n")] == ["float32", "int32"]
-  assert call_of(Layer(), mpjax.Policy.parse("c=bf16"), state).result(out) is out
-  assert call_of(Layer(), None, state).result(out) is out
-  cast = call_of(Layer(), mpjax.Policy.parse("c=f16"), Active(casting=EVERY))
+  assert call_in(state, Layer(), mpjax.Policy.parse("c=bf16")).result(out) is out
+  assert call_in(state, Layer(), None).result(out) is out
+  cast = call_in(Active(casting=EVERY), Layer(), mpjax.Policy.parse("c=f16"))
   assert cast.result(out)["x"].dtype == "float16"
 
 
@@ -172,3 +180,46 @@ def test_an_attribute_is_asked_for_without_running_code():
   assert plain_attribute(module, "computed", 3) == 3
   assert plain_attribute(module, "dtype") is jnp.float16
   assert plain_attribute(module, "missing", "default") == "default"
+
+
+# The outermost call
+
+
+def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice():
+  seen = []
+
+  def attempt(state):
+    assert state.tracing
+    seen.append(state.casting)
+    if int not in state.casting:
+      state.failed.append(int)
+      raise NotImplementedError("first")
+    return "traced"
+
+  assert attempts(attempt, lambda state: None, Active(), "", "f", LookupError) == "traced"
+  assert seen == [frozenset(), frozenset({int})]
+
+  # A class that is defined in the call is another one each time.
+  for raising in (lambda: int, lambda: type("Local", (), {})):
+
+    def always(state, raising=raising):
+      state.failed.append(raising())
+      raise NotImplementedError(str(len(state.casting)))
+
+    with pytest.raises(NotImplementedError, match="0"):  # The first says what is wrong.
+      attempts(always, lambda state: None, Active(), "", "f", LookupError)
+
+
+def test_what_needs_values_runs_as_python_with_one_warning():
+  def attempt(state):
+    return jax.jit(lambda x: float(x))(1.0)
+
+  with pytest.warns(UserWarning, match="f: body: expected a body that can be traced") as caught:
+    found = attempts(attempt, lambda state: state, Active(), "body", "f", LookupError)
+  assert found == Active(as_python=frozenset({"body"}))
+  assert len(caught) == 1
+
+
+def test_variables_of_numpy_are_arrays_and_no_constants():
+  assert isinstance(array(np.ones(2)), jax.Array)
+  assert array("name") == "name"

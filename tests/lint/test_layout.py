@@ -559,7 +559,7 @@ LINES = {
 An issue lowers its row. None is raised without a line in the commit that says for what.
 """
 
-FILES_BEHIND_APPLY = 37
+FILES_BEHIND_APPLY = 32
 PUBLIC_NAMES = 46
 
 

@@ -362,10 +362,11 @@ tests/jaxprs/test_module_calls.py
 mpjax/linen/_intercept.py::_call
 
 38a initial values are drawn in the compute dtype
-- inside(active, module, policy, LAYERS, exempt=resolved.exempt, rule=resolved.rule)
-+ inside(
+- call_of(module, path, resolved, active, LAYERS, exempt=resolved.exempt)
++ call_of(
++   module, path, resolved,
 +   dataclasses.replace(active, casting=EVERY if initializing else active.casting),
-+   module, policy, LAYERS, exempt=resolved.exempt
++   LAYERS, exempt=resolved.exempt
 + )
 tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32
 
@@ -444,7 +445,7 @@ mpjax/_jaxprs/module_calls.py::ModuleCall.output_dtype
 + not self.state.entered or outermost is not None
 tests/integration/test_which_policy.py::test_output_dtypes_are_for_where_a_policy_begins
 
-mpjax/_jaxprs/traced_calls.py::rewrite_calls
+mpjax/_jaxprs/module_calls.py::rewrite_calls
 
 46 what a policy says of weight gradients is forgotten where a call is rewritten
 - Settings(policy=policy or Policy(), ops=_OPS, modules=True)
@@ -527,7 +528,7 @@ mpjax/_jaxprs/autocast/float8_dot.py::Matmul._multiplied
 + self.quantise(x, E4M3, axes[i])
 tests/jaxprs/autocast/test_float8_dot.py::test_all_three_matmuls_have_operands_in_float8
 
-mpjax/_jaxprs/module_calls.py::inside
+mpjax/_jaxprs/module_calls.py::call_of
 
 57 the matmul of an embedding is in float8
 - in_float8 and isinstance(module, layers.tables)
