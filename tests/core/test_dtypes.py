@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import mpjax
 from mpjax._core.dtypes import is_float8, is_low_precision, parse_dtype, scalar_type
 from tests.errors import check_refused
 
@@ -97,12 +96,3 @@ def test_float64_needs_64_bit_enabled(value, set_flag):
   check_refused(lambda: parse_dtype(value, WHERE), where=WHERE, builtin=ValueError, **parts)
   set_flag("jax_enable_x64", True)
   assert parse_dtype(value, WHERE) == np.float64
-
-
-@pytest.mark.case("A102", "B043", "B044", "B137", "B139")
-@pytest.mark.parametrize("field", ["param_dtype", "compute_dtype"])
-def test_a_policy_names_its_field(field):
-  for value in ("bf61", "float", "double", None, "float64", "int32", 3):
-    got = value if value in ("float64", "int32") else repr(value)
-    parts = {"where": f"mpjax.Policy({field}=...)", "expected": EXPECTED, "got": got, "fix": "."}
-    check_refused(functools.partial(mpjax.Policy, **{field: value}), **parts)

@@ -15,12 +15,12 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.programs import bits
+from tests.programs import Derivatives, bits
 
 # The models are written as their users write them.
 pytestmark = pytest.mark.standard_promotion
 
-KEY, F32, BF16 = jax.random.key(0), jnp.dtype("float32"), jnp.dtype("bfloat16")
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 HALF = pytest.mark.parametrize("half", ["bfloat16", "float16"])
 WAYS = pytest.mark.parametrize("way", ["wrapper", "scope", "bound", "view"])
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
@@ -212,6 +212,20 @@ def test_a_dict_whose_keys_do_not_sort(way):
     found, _ = call(way, "c=bf16", body, {1: X, "b": X})
   assert list(found) == [1, "b"]
   assert bits(found[1]) == bits(layer_in(BF16))
+
+
+@WAYS
+def test_calls_that_are_alike_are_differentiated_once(way):
+  """So tracing a step of a deep model takes little longer than that of a shallow one."""
+  derivatives = Derivatives()
+
+  def body(layer, x):
+    for _ in range(8):
+      x = jax.nn.relu(derivatives.of(layer(x)))
+    return x
+
+  jax.jit(jax.grad(lambda x: call(way, "mixed_bfloat16", body, x)[0].sum())).trace(X)
+  assert 0 < derivatives.count <= 3  # The first reads an argument, and the last makes the result.
 
 
 # What raises

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +13,7 @@ from flax.core import freeze
 
 import mpjax
 from tests.linen.probes import HALF, KEY, RAW, Does, X, all_half, calling, calls, dtypes, operands
-from tests.programs import Derivatives, bits, products, run
+from tests.programs import bits, products, run
 
 # The models are written as their users write them.
 pytestmark = pytest.mark.standard_promotion
@@ -165,19 +164,10 @@ def tied(way, child=True):
 
 TIED = {
   "T @": lambda x, table: x @ table.T,
-  "dot": lambda x, table: jnp.dot(x, jnp.transpose(table)),
-  "jnp.matmul": lambda x, table: jnp.matmul(x, table.transpose()),
   "einsum": lambda x, table: jnp.einsum("btd,vd->btv", x, table),
-  "right operand": lambda x, table: (table @ x.reshape(-1, 4).T).T,
-  "asarray": lambda x, table: x @ jnp.asarray(table).swapaxes(0, 1),
-  "index": lambda x, table: x @ table[:7].T,
-  "arithmetic": lambda x, table: x @ (2 * table + 1 - table / 2).T,
-  "dot_general": lambda x, table: jax.lax.dot_general(
-    x, jnp.asarray(table), (((2,), (1,)), ((), ()))
-  ),
+  "arithmetic": lambda x, table: x @ (2 * table[:7] + 1 - table[:7] / 2).T,
   "inner jit": lambda x, table: jax.jit(lambda x, t: x @ t.T)(x, jnp.asarray(table)),
-  "astype": lambda x, table: x @ table.astype(x.dtype).T,
-  "at": lambda x, table: x @ table.at[0].set(0).T,
+  "astype": lambda x, table: x @ table.at[0].set(0).astype(x.dtype).T,
 }
 IDS = jnp.asarray([[1, 4, 4], [0, 10, 257 % 11]])
 
@@ -363,25 +353,6 @@ def test_a_cache_is_kept_in_the_dtype_that_it_came_in(stored, kind):
   np.testing.assert_allclose(changed["cache"]["memory"], wanted, rtol=loss, atol=0)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_what_is_written_has_its_gradient_where_it_equals_what_was_there(policy):
-  def remembers(module, x):
-    w = module.param("w", nn.initializers.ones, (3,))
-    kept = module.variable("cache", "kept", jnp.zeros, (3,))
-    kept.value = x * w
-    return kept.value
-
-  def loss(x, w, kept):
-    variables = {"params": {"w": w}, "cache": {"kept": kept}}
-    return with_policy(Does(remembers), policy).apply(variables, x, mutable=["cache"])[0].sum()
-
-  x = jnp.array([0.0, 1.5, 4.0])
-  for kept in (jnp.zeros(3), 2 * x, 2 * x + 2.0**-20):  # The last is equal once it is rounded.
-    found = jax.grad(loss, (0, 1, 2))(x, jnp.full(3, 2.0), kept)
-    # By mathematics: of x * w the gradients are w and x, and nothing of what was there is left.
-    np.testing.assert_array_equal(np.asarray(found), [np.full(3, 2.0), x, np.zeros(3)])
-
-
 def test_put_variable_of_another_structure_is_stored_as_it_is():
   def replaces(module, x):
     module.variable("cache", "c", lambda: jnp.zeros(3))
@@ -478,25 +449,6 @@ def test_full_precision_is_the_same_in_a_module_that_a_rule_picked():
     for rules in ((), [Rule("c=float16", path="inner")])
   )
   np.testing.assert_array_equal(bits(plain), bits(picked))
-
-
-@WAYS
-def test_layers_that_are_alike_are_differentiated_once(way):
-  """So tracing a step of a deep model takes little longer than that of a shallow one."""
-  seen = Derivatives()
-
-  def layer(module, x):
-    return x + seen.of(nn.Dense(3)(nn.LayerNorm()(x)))
-
-  def body(module, x):
-    for _ in range(8):
-      x = Does(layer)(x)
-    return x
-
-  variables = jax.eval_shape(Does(body).init, KEY, X)
-  cast = functools.partial(call, way, Does(body), "mixed_bfloat16")
-  jax.jit(jax.grad(lambda v: cast(v, X).sum())).trace(variables)
-  assert 0 < seen.count <= 3  # The first reads an argument, and the last makes the result.
 
 
 class Helped(nn.Module):

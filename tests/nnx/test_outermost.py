@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ from mpjax import Rule
 from tests.models.values import normal
 from tests.nnx import rig
 from tests.nnx.does import Does
-from tests.programs import Derivatives, bits, dtypes_of, half_share, products, run
+from tests.programs import bits, run
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -22,47 +21,13 @@ with_policy = mpjax.nnx.with_policy
 X = jnp.asarray(normal(2, 5, 8))
 
 
-def gated(into, out, x):
-  """Logarithm, exponential and a sum, in an order of the author's own."""
-  x = into(x)
-  return out(jnp.log1p(jnp.exp(x)) * jnp.cumsum(x, -1))
-
-
 class Gate(nnx.Module):
   def __init__(self, rngs):
     self.into, self.out = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
 
   def __call__(self, x):
-    return gated(self.into, self.out, x)
-
-
-class LinenGate(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return gated(nn.Dense(8), nn.Dense(4), x)
-
-
-FLOAT32_LIST = ("exp", "log", "log1p", "cumsum", "reduce_sum")
-
-
-def test_the_same_operations_as_in_linen():
-  make, module, policy = Gate, LinenGate(), "mixed_bfloat16"
-  model = mpjax.linen.with_policy(module, policy)
-  theirs = jax.make_jaxpr(model.apply)(jax.eval_shape(module.init, jax.random.key(0), X), X)
-  graphdef, params, rest = rig.split(make)
-  run = lambda view, *inputs: view(*inputs)  # noqa: E731
-  forward, both = rig.functions(graphdef, policy, run)
-  _, plain = rig.functions(graphdef, None, run)
-  ours, both, plain = (jax.make_jaxpr(f)(params, rest, (X,)) for f in (forward, both, plain))
-  for names in (*((n,) for n in FLOAT32_LIST), ("add",), ("mul",), ("sub", "div", "max")):
-    assert dtypes_of(ours, *names) == dtypes_of(theirs, *names), names
-  assert sorted(map(str, products(ours))) == sorted(map(str, products(theirs)))
-  # And so it is with gradients, whose dtypes are those without a policy.
-  assert both.out_avals == plain.out_avals  # The policy's output dtype is float32.
-  for program in (ours, both):
-    assert dtypes_of(program, "exp") == {"float32"}
-    assert half_share(program) == 1
-  assert dtypes_of(ours, *FLOAT32_LIST) == {"float32"}
+    x = self.into(x)
+    return self.out(jnp.log1p(jnp.exp(x)) * jnp.cumsum(x, -1))
 
 
 # What a call does
@@ -195,21 +160,6 @@ def test_who_only_reads_may_be_closed_over():
   view = with_policy(rig.model(Gate), "mixed_bfloat16")
   assert bits(run(lambda x: view(x), X)) == bits(run(jax.vmap(view), X))
   assert jax.eval_shape(jax.grad(lambda x: view(x).sum()), X).dtype == jnp.float32
-
-
-def test_layers_that_are_alike_are_differentiated_once():
-  seen = Derivatives()
-
-  layers = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(8)])
-
-  def body(module, x):
-    for layer in module.layers:
-      x = jax.nn.relu(seen.of(layer(x)))
-    return x
-
-  view = with_policy(Does(body, layers=layers), "mixed_bfloat16")
-  nnx.jit(nnx.grad(lambda view, x: view(x).sum())).trace(view, X4)
-  assert 0 < seen.count <= 2
 
 
 def remembers(module, x):

@@ -15,7 +15,7 @@ import mpjax
 from mpjax.nnx._view import is_tree
 from tests.nnx import rig
 from tests.nnx.does import Does
-from tests.programs import half_share, products, run
+from tests.programs import half_share, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
 BF16 = np.dtype("bfloat16")
@@ -321,22 +321,6 @@ def test_capture():
 # Containers
 
 
-class Containers(nnx.Module):
-  def __init__(self):
-    self.plain = nnx.data({"w": nnx.Param(jnp.eye(4)), "layers": [linear()]})
-    self.named = nnx.Dict(w=nnx.Param(jnp.eye(4)), layer=linear())
-    self.listed = nnx.List([nnx.Param(jnp.eye(4)), linear()])
-    self.stats = nnx.data([nnx.BatchStat(jnp.zeros(()))])
-
-  def __call__(self, x):
-    assert set(self.named) == {"w", "layer"}
-    assert len(self.listed) == 2
-    self.stats[0][...] += x.astype(jnp.float32).sum()
-    x = self.plain["layers"][0](x @ self.plain["w"])
-    x = self.named["layer"](x @ self.named["w"])
-    return self.listed[1](x @ self.listed[0])
-
-
 def test_a_container_with_methods_of_its_own():
   class Stacked(nnx.List):
     def __call__(self, x):
@@ -353,18 +337,6 @@ def test_a_container_with_methods_of_its_own():
   with pytest.raises(TypeError) as excinfo:
     view.mixes(X)
   assert any("'Stacked'" in note for note in excinfo.value.__notes__)
-
-
-def test_parameters_in_containers_are_cast_at_use():
-  model = Containers()
-  graphdef, state = nnx.split(model)
-  program = jax.make_jaxpr(lambda s, x: with_policy(nnx.merge(graphdef, s, copy=True), HALF)(x))(
-    state, X
-  )
-  assert len(products(program)) == 6
-  assert half_share(program) == 1
-  with_policy(model, HALF)(X)
-  assert model.stats[0].dtype == jnp.float32
 
 
 # Transforms, around a view and inside it

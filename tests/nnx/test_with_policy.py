@@ -17,7 +17,7 @@ import mpjax
 from tests.errors import check_refused, refused
 from tests.linen.probes import noted_as, seen
 from tests.nnx.does import Does
-from tests.programs import equations, products, run
+from tests.programs import equations, products
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
@@ -298,45 +298,3 @@ def test_a_linen_module_inside_runs_under_the_policy_around_it_or_a_scope_inside
     assert inside() == [(policy, policy), ("bfloat16", "bfloat16")]
   with mpjax.linen.policy_scope("bfloat16"):
     assert model.linen(X).dtype == jnp.bfloat16
-
-
-class RMSNorm(nnx.Module):
-  """As its author wrote it: the squares of 300 overflow in float16."""
-
-  def __init__(self, rngs, with_bias=False):
-    del rngs
-    self.scale = nnx.Param(jnp.ones(4))
-    self.bias = nnx.Param(jnp.zeros(4)) if with_bias else None
-
-  def __call__(self, x):
-    y = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * self.scale[None]
-    return y if self.bias is None else y + self.bias[None]
-
-
-class Stack(nnx.Module):
-  """Its norms were made by `nnx.vmap`, and are scanned over."""
-
-  def __init__(self, with_bias, twice):
-    make = nnx.vmap(lambda rngs: RMSNorm(rngs, with_bias))
-    make = nnx.vmap(make) if twice else make
-    self.norms = make(nnx.Rngs(0).split((3, 2) if twice else 2))
-    self.twice = twice
-
-  def __call__(self, x):
-    axes = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
-    scan = nnx.scan(lambda norm, x: norm(x), **axes)
-    return nnx.scan(scan, **axes)(self.norms, x) if self.twice else scan(self.norms, x)
-
-
-def test_norms_of_stacked_layers_compute_in_float32():
-  x = X * 300
-  stacks = [Stack(with_bias, twice) for with_bias in (False, True) for twice in (False, True)]
-  split = [nnx.split(stack) for stack in stacks]
-
-  def every(states):
-    plain = [nnx.merge(graph, state) for (graph, _), state in zip(split, states, strict=True)]
-    return [with_policy(model, "mixed_float16")(x) for model in plain]
-
-  wanted = np.asarray(x, np.float64) / np.sqrt(np.mean(np.square(x, dtype=np.float64), -1))[:, None]
-  for found in run(every, [state for _, state in split]):
-    np.testing.assert_allclose(found, wanted, rtol=4e-3)
