@@ -275,45 +275,28 @@ def test_attention_is_the_same_with_either_rule():
   assert programs.error(blocks, whole) < 1e-5
 
 
-CELLS = {
-  "simple": (nn.SimpleCell, 1),
-  "lstm": (nn.LSTMCell, 2),
-  "optimized_lstm": (nn.OptimizedLSTMCell, 2),
-  "gru": (nn.GRUCell, 1),
-  "mgu": (nn.MGUCell, 1),
-  "conv_lstm": (lambda features, **kwargs: nn.ConvLSTMCell(features, (3,), **kwargs), 2),
-}
-
-
-@pytest.mark.case("A74")
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.case("A74", "A80", "B085", "B086")
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.endswith("_cell")])
 def test_cells_agree_with_an_all_half_cell_for_eight_mixes_of_dtypes(name):
-  cell, carries = CELLS[name]
-  shape = (3, 4, 8) if name == "conv_lstm" else (3, 8)
-  x, *carry = (np.tanh(normal(*shape, seed=seed)) for seed in range(1 + carries))
-  carry = tuple(carry) if carries > 1 else carry[0]
-  params = filled(shapes(cell(8), carry, x))["params"]
+  model = LAYERS[name]
 
-  def every_mix(half, params, carry, x):
-    model = mpjax.linen.with_policy(cell(8), mpjax.Policy(compute_dtype=half))
+  def every_mix(half, params, rest, inputs):
+    call = model.call("with_policy", mpjax.Policy(compute_dtype=half))
     mixes = itertools.product(("float32", half), repeat=3)
     found = {
-      mix: model.apply({"params": cast(params, mix[0])}, cast(carry, mix[1]), cast(x, mix[2]))
-      for mix in mixes
+      mix: call(cast(params, mix[0]), rest, tuple(map(cast, inputs, mix[1:])))[0] for mix in mixes
     }
-    # No param_dtype=half: it only says how to draw parameters, and jax 0.12 draws none in half.
-    all_half = cell(8, dtype=jnp.dtype(half).type)
-    control = all_half.apply({"params": cast(params, half)}, cast(carry, half), cast(x, half))
-    return found, control
+    return found, all_cast_outside(model, half)(params, rest, inputs)[0]
 
-  every = programs.run(lambda *args: {h: every_mix(h, *args) for h in BOUNDS}, params, carry, x)
+  every = programs.run(lambda *args: {h: every_mix(h, *args) for h in BOUNDS}, *arguments(name, 0))
   for half, (found, (control_carry, control)) in every.items():
     assert len(found) == 8
     for (stored, carried, _), (new, out) in found.items():
-      # The state decides; that of a simple cell is computed from two products.
-      # The gates of an optimized cell are sums with a bias, held in float32 if it is.
+      # The state decides; that of a simple cell is computed from two products. The gates of Linen's
+      # optimized cell are sums with a bias, held in float32 if it is.
       gated = "float32" if "float32" in (stored, carried) else half
-      wanted = {"simple": half, "optimized_lstm": gated}.get(name, carried)
+      wanted = {"linen/optimized_lstm_cell": gated}.get(name, carried)
+      wanted = half if "simple" in name else wanted
       assert {str(leaf.dtype) for leaf in jax.tree.leaves((new, out))} == {wanted}
       assert programs.error(out, control) <= BOUNDS[half]
       assert programs.error(new, control_carry) <= BOUNDS[half]

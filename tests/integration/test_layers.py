@@ -15,9 +15,9 @@ from flax import nnx
 import mpjax
 from mpjax._jaxprs.module_calls import StateKind
 from tests.linen.probes import KEY, X, dtypes
-from tests.models.values import filled, integers, normal, shapes
+from tests.models.values import filled, normal, shapes
 from tests.nnx import rig
-from tests.programs import bits, converts, dtypes_of, error, half_share, products, run
+from tests.programs import bits, dtypes_of, error, half_share, products, run
 
 # The models are written as their users write them.
 pytestmark = pytest.mark.standard_promotion
@@ -202,59 +202,6 @@ def test_norms_reduce_in_float32_and_use_what_they_store_unrounded():
 # Cells
 
 
-class MyCell(nn.GRUCell):
-  """A cell of the user's, derived from Flax's."""
-
-
-CELLS = {
-  "SimpleCell": nn.SimpleCell(3),
-  "LSTMCell": nn.LSTMCell(3),
-  "OptimizedLSTMCell": nn.OptimizedLSTMCell(3),
-  "GRUCell": nn.GRUCell(3),
-  "MGUCell": nn.MGUCell(3),
-  "MyCell": MyCell(3),
-}
-CELLS_OF_NNX = {
-  "nnx: SimpleCell": nnx.SimpleCell,
-  "nnx: LSTMCell": nnx.LSTMCell,
-  "nnx: OptimizedLSTMCell": nnx.OptimizedLSTMCell,
-  "nnx: GRUCell": nnx.GRUCell,
-}
-
-
-@pytest.mark.case("B085", "B086", "A80", "A74")
-@pytest.mark.parametrize("name", [*CELLS, *CELLS_OF_NNX])
-def test_cells_multiply_in_half_and_add_up_in_the_dtype_of_their_carry(name):
-  if name in CELLS:
-    start = CELLS[name].initialize_carry(KEY, (2, 3))
-    layer = linen(CELLS[name], start, X)
-  else:
-    make = CELLS_OF_NNX[name]
-    view = mpjax.nnx.with_policy(make(3, 3, rngs=nnx.Rngs(0)), "c=bf16")
-    start = view.initialize_carry((2, 3), nnx.Rngs(0))
-    layer = of_nnx(lambda rngs: make(3, 3, rngs=rngs))
-  assert set(jax.tree.leaves(dtypes(start))) == {"float32"}
-  for carry in ("float32", "bfloat16"):
-    given = jax.tree.map(lambda c, carry=carry: c.astype(carry), start)
-    for x in (X, X.astype("bfloat16")):
-      program, results = traced(layer, "c=bf16", given, x)
-      # Of a simple cell the next carry is a product alone; the others gate what they carry. The
-      # gates of an optimized one are sums with a bias, held in float32.
-      wanted = "bfloat16" if "SimpleCell" in name else carry
-      wanted = "float32" if name == "OptimizedLSTMCell" else wanted
-      assert set(jax.tree.leaves(dtypes(results))) == {wanted}
-      assert only_half(program)
-
-      def loss(x, given=given):
-        (_, out), _ = layer.under("c=bf16")(layer.params, layer.rest, given, x)
-        return out.sum()
-
-      assert jax.eval_shape(jax.grad(loss), x).dtype == x.dtype
-    # The policy's output dtype is that of all results, the carry among them.
-    _, results = traced(layer, "mixed_bfloat16", given, X)
-    assert set(jax.tree.leaves(dtypes(results))) == {"float32"}
-
-
 def test_what_is_told_of_a_cell_over_time_before_it_runs():
   """To tell the dtypes of caches modules are called in half there, and a loop starts in float32."""
 
@@ -315,90 +262,6 @@ def test_a_learned_start_is_read_as_it_is_stored():
 
 
 # Attention
-
-
-def own_attention(query, key, value, **options):
-  weights = jax.nn.softmax(jnp.einsum("...qhd,...khd->...hqk", query, key))
-  return jnp.einsum("...hqk,...khd->...qhd", weights, value)
-
-
-def attention(**fields):
-  fields = {"deterministic": False, "decode": False, **fields}
-  return of_nnx(lambda rngs: nnx.MultiHeadAttention(4, 8, rngs=rngs, **fields))
-
-
-MASK = np.random.default_rng(0).random((2, 1, 5, 5)) < 0.6
-MASK[..., 0] = True
-A, CROSS = normal(2, 5, 8), normal(2, 4, 8, seed=1)
-ATTENTION: dict[str, tuple[Callable[[], Layer], tuple[Any, ...], dict[str, Any]]] = {
-  # The layer, its inputs, its options.
-  "self": (lambda: linen(nn.SelfAttention(2), A), (A,), {}),
-  "cross": (lambda: linen(nn.MultiHeadDotProductAttention(2), A, CROSS), (A, CROSS), {}),
-  "highest": (
-    lambda: linen(nn.MultiHeadDotProductAttention(2, precision="highest"), A),
-    (A,),
-    {},
-  ),
-  "hard coded": (lambda: linen(nn.MultiHeadDotProductAttention(2, dtype=F32), A), (A,), {}),
-  "a function of the user's": (
-    lambda: linen(nn.MultiHeadDotProductAttention(2, attention_fn=own_attention), A),
-    (A,),
-    {},
-  ),
-  "nnx": (attention, (A,), {}),
-  "nnx: masked": (attention, (A,), {"mask": MASK}),
-  "nnx: causal": (attention, (A,), {"is_causal": True}),
-  "nnx: grouped": (lambda: attention(num_kv_heads=2), (A,), {"mask": MASK}),
-  "nnx: sown": (attention, (A,), {"mask": MASK, "sow_weights": True}),
-  "nnx: dropped out": (
-    lambda: attention(dropout_rate=0.4, broadcast_dropout=False),
-    (A,),
-    {},
-  ),
-  "nnx: a function of the user's": (lambda: attention(attention_fn=own_attention), (A,), {}),
-}
-
-
-def wanted_of(name, half):
-  """Returns the dtype of the matmuls and the result of an attention: its own choice comes first."""
-  return "float32" if name == "highest" else half
-
-
-@pytest.mark.case("B088")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of `sow`, and of `SelfAttention`.
-def test_attention_multiplies_in_half_and_takes_its_softmax_in_float32():
-  """Forward and backward, near to what it is in float32, with the same random numbers."""
-  violations, functions = [], {}
-  for name, (make, inputs, options) in ATTENTION.items():
-    layer = make()
-
-    def both(policy, layer=layer, inputs=inputs, options=options):
-      def loss(inputs):
-        out, _ = layer.under(policy)(layer.params, layer.rest, *inputs, **options)
-        return jnp.sum(out.astype("float32") ** 2), out
-
-      return lambda: jax.value_and_grad(loss, has_aux=True)(inputs)
-
-    functions[name] = {half: both(f"c={half}") for half in HALF} | {"plain": both(None)}
-    for half in HALF:
-      program, ((_, out), _) = jax.make_jaxpr(functions[name][half], return_shape=True)()
-      # What asks for the highest precision keeps it: the projections and both products.
-      wanted = wanted_of(name, half)
-      # Four projections, whose kernels are constants here, and two products: 6 and 8.
-      if operands(program) != [(wanted, wanted)] * 14:
-        violations.append(f"{name}: products of {operands(program)}")
-      if dtypes_of(program, "exp") != {"float32"}:
-        violations.append(f"{name}, {half}: the softmax is in half")
-      if out.dtype != wanted_of(name, half):
-        violations.append(f"{name}, {half}: returns {out.dtype}")
-  found = run(
-    lambda: {n: {way: fun() for way, fun in each.items()} for n, each in functions.items()}
-  )
-  for name, half in itertools.product(found, HALF):
-    away = error(found[name][half], found[name]["plain"])
-    if not away < {"bfloat16": 0.02, "float16": 0.002}[half]:
-      violations.append(f"{name}, {half}: {away} away from float32")
-  assert violations == []
 
 
 @pytest.mark.case("B088")
@@ -500,14 +363,6 @@ def test_a_computed_weight_is_computed_from_what_is_stored_and_used_in_half(name
   np.testing.assert_allclose(ours, plain, rtol=0.02, atol=0.02)
   gradient = jax.grad(lambda p: layer.under("mixed_bfloat16")(p, layer.rest, X)[0].sum())
   assert dtypes(jax.eval_shape(gradient, layer.params)) == dtypes(layer.params)
-
-
-def test_a_masked_convolution():
-  mask = jnp.asarray(integers(3, 4, 5, below=2))
-  layer = of_nnx(lambda rngs: nnx.Conv(4, 5, (3,), mask=mask, rngs=rngs))
-  program, _ = traced(layer, "c=bf16", normal(2, 6, 4))
-  assert half_share(program) == 1
-  assert converts(program)["bfloat16->float32"] == 0
 
 
 def test_lora_around_a_layer_of_the_view():

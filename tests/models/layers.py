@@ -116,6 +116,10 @@ LAYERS: dict[str, Layer] = {
   "attention_decode": Layer(DecodeAll, (normal(2, 4, 8),)),
   **{f"{name}_cell": _carried(cell, carries) for name, (cell, carries) in _CELLS.items()},
   **{f"{name}_rnn": _cell(cell, 3, 6, 5) for name, (cell, _) in _CELLS.items()},
+  "conv_lstm_cell": Layer(
+    lambda: nn.ConvLSTMCell(8, (3,)),
+    ((normal(3, 4, 8, seed=1), normal(3, 4, 8, seed=2)), normal(3, 4, 8)),
+  ),
   "conv_lstm_rnn": _cell(nn.ConvLSTMCell(4, (3, 3)), 2, 3, 5, 5, 2),
   "rnn_reversed": _cell(nn.GRUCell(8), 6, 3, 5, reverse=True, keep_order=True, time_major=True),
   "bidirectional": Layer(
