@@ -1,5 +1,7 @@
 """Where a value is rounded decides the result: policies against dtypes by hand, in numbers."""
 
+import functools
+import itertools
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +17,8 @@ from tests.models.delicate import CASES
 
 # As people run them.
 pytestmark = pytest.mark.standard_promotion
+
+HALF = ("bfloat16", "float16")
 
 
 class Linen(nn.Module):
@@ -74,39 +78,36 @@ def error(got: Any, want: Any) -> float:
   return float(np.sqrt(difference / sum(np.sum(np.float64(b) ** 2) for _, b in pairs)))
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("names", [list(CASES)[i::4] for i in range(4)], ids=lambda n: n[0])
-def test_errors_are_at_most_those_of_dtypes_by_hand(names, half):
-  low = jnp.dtype(half)
-
+def test_errors_are_at_most_those_of_dtypes_by_hand(names):
   @programs.jitted
   def every(params: Any, inputs: Any) -> Any:
-    found = []
+    found = {}
     for name in names:
-      fun, x = CASES[name].fun, inputs[name]
-      forms = (
-        policied(name, half),
-        lambda p, x, f=fun: f(p, x, low),
-        lambda p, x, f=fun: f(p, x, None),
-      )
-      found.append([with_gradient(form)(params[name], x) for form in forms])
+      forms = {"plain": functools.partial(CASES[name].fun, low=None)}
+      for half in HALF:
+        forms[half] = policied(name, half)
+        forms[f"{half} by hand"] = functools.partial(CASES[name].fun, low=jnp.dtype(half))
+      args = params[name], inputs[name]
+      found[name] = {form: with_gradient(fun)(*args) for form, fun in forms.items()}
     return found
 
   wrong = []
   params = {name: dict(CASES[name].params) for name in names}
   # In one draw alone it is chance which of two roundings is the larger one.
   draws = [every(params, {name: near(CASES[name].x, seed) for name in names}) for seed in range(4)]
-  for name, (ours, hand, plain) in zip(names, jax.tree.map(stacked, *draws), strict=True):
-    for what, got, by_hand, want in zip(("result", "gradient"), ours, hand, plain, strict=True):
-      errors = error(got, want), error(by_hand, want)
-      if np.isfinite(errors[1]) and not np.isfinite(errors[0]):
-        wrong.append(f"{name}, {what}: not finite, as it is by hand")
+  for (name, found), half in itertools.product(jax.tree.map(stacked, *draws).items(), HALF):
+    forms = found[half], found[f"{half} by hand"], found["plain"]
+    for what, got, hand, want in zip(("result", "gradient"), *forms, strict=True):
+      ours, by_hand = error(got, want), error(hand, want)
+      if np.isfinite(by_hand) and not np.isfinite(ours):
+        wrong.append(f"{name}, {half}, {what}: not finite, as it is by hand")
       # Gradients in float16 that are not scaled overflow and underflow, and that of a norm is zero:
       # they say nothing.
-      if what == "gradient" and (half == "float16" or errors[1] > 0.5):
+      if what == "gradient" and (half == "float16" or by_hand > 0.5):
         continue
-      if not errors[0] <= 1.2 * errors[1] + 1e-6:
-        wrong.append(f"{name}, {what}: {errors[0]:.2g}, by hand {errors[1]:.2g}")
+      if not ours <= 1.2 * by_hand + 1e-6:
+        wrong.append(f"{name}, {half}, {what}: {ours:.2g}, by hand {by_hand:.2g}")
   assert wrong == []
 
 

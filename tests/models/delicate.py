@@ -184,7 +184,7 @@ def leaky_integrator_without_bias(p, x, low):
   return jax.lax.scan(lambda h, u: (decay * h + (1 - decay) * u, None), state, inputs)[0]
 
 
-@case(_DECAYS | kernels("u", "h", "out", inputs=8), STEPS[:100])
+@case(_DECAYS | kernels("u", "h", "out", inputs=8), STEPS[:24])
 def unrolled_integrator(p, x, low):
   decay = jax.nn.sigmoid(p["decay"])
   inputs, state = mm(x, p["u"], low), wide(mm(x[0], p["h"], low))
