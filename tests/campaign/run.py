@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from tests.campaign import by_hand, checkpoints, mistakes, replicas, scale, training
+from tests.campaign import by_hand, checkpoints, replicas, scale, training
 from tests.campaign.outcome import BrokenCampaign, Job, Outcome
 
 PARTS: dict[str, Callable[[bool, bool], list[Job]]] = {
@@ -35,7 +35,6 @@ PARTS: dict[str, Callable[[bool, bool], list[Job]]] = {
   "retries": training.retries,
   "scale": scale.jobs,
   "checkpoints": checkpoints.jobs,
-  "mistakes": mistakes.jobs,
 }
 """The jobs of some classes of faults, by whether they are small, and guarded."""
 
