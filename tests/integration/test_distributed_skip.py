@@ -1,6 +1,6 @@
 """All devices decide alike: by `axis_name` in a shard_map, and by the partitioner.
 
-`test_sharded_training.py` trains with `make_train_step`, also under automatic sharding and pmap.
+`test_sharded_training.py` trains with `make_train_step` for 200 steps with faults, in all ways.
 """
 
 import functools
@@ -12,95 +12,14 @@ import optax
 import pytest
 
 import mpjax
-from tests.loss_scale_oracle import Oracle
 
-DEVICES, STEPS = 4, 200
-CONFIG = {"init_scale": 16.0, "growth_interval": 5, "max_scale": 1024.0}
+DEVICES = 4
+CONFIG = {"init_scale": 16.0}
 TX = mpjax.loss_scaling(
   optax.sgd(0.5, momentum=0.5), mpjax.DynamicLossScale(**CONFIG), axis_name="data"
 )
 ALONE = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.DynamicLossScale(**CONFIG))
-PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5]), "b": jnp.asarray([0.25])}
-
-
 AUTO = jax.sharding.AxisType.Auto
-
-
-def faults():
-  """One row per step, one column per device; inf on one device may meet -inf on another."""
-  rng = np.random.default_rng(0)
-  bad = rng.random((STEPS, DEVICES)) < 0.08
-  values = rng.choice([np.nan, np.inf, -np.inf], (STEPS, DEVICES))
-  found = np.where(bad, values, 0).astype(np.float32)
-  found[3] = [np.inf, -np.inf, 0, 0]
-  return found
-
-
-FAULTS = faults()
-
-
-def local_gradients(params, scale, fault):
-  """Powers of two only: sums are exact, so that one device and four agree to the bit."""
-  step = jax.tree.map(lambda p: jnp.sign(p) * 2.0**-8 * scale, params)
-  return step | {"w": step["w"].at[1].add(fault)}
-
-
-def step(tx, mean, carry, fault):
-  params, state = carry
-  scale = mpjax.loss_scaling_metrics(state)["loss_scale"]
-  grads = mean(local_gradients(params, scale, fault))
-  updates, state = tx.update(grads, state, params)
-  return (optax.apply_updates(params, updates), state), mpjax.loss_scaling_metrics(state)
-
-
-def average(grads):
-  return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), grads)
-
-
-@functools.cache
-def single():
-  """The same on one device: the mean of four equal gradients, bad if one of them is."""
-  carry = PARAMS, ALONE.init(PARAMS)
-  run = jax.jit(functools.partial(jax.lax.scan, functools.partial(step, ALONE, lambda g: g)))
-  with np.errstate(invalid="ignore"):
-    return jax.device_get(run(carry, jnp.asarray(FAULTS.sum(1))))
-
-
-@pytest.mark.case("I6", "B004", "B126", "B128", "B129", "A51", "A52", "B003")
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(devices, check_vma):
-  mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,), devices=devices)
-
-  @jax.jit
-  @functools.partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=(jax.P(), jax.P(None, "data")),
-    # The scale comes out as replicated: JAX itself checks that no device has its own.
-    out_specs=jax.P(),
-    check_vma=check_vma,
-  )
-  def run(carry, faults):
-    return jax.lax.scan(lambda carry, fault: step(TX, average, carry, fault[0]), carry, faults)
-
-  final, metrics = run((PARAMS, TX.init(PARAMS)), FAULTS)
-  for path, x in jax.tree_util.tree_leaves_with_path((final, metrics)):
-    assert len(x.addressable_shards) == DEVICES, path
-    assert len({np.asarray(shard.data).tobytes() for shard in x.addressable_shards}) == 1, path
-  final, metrics = jax.device_get((final, metrics))
-  expected, expected_metrics = single()
-  assert jax.tree.structure(final) == jax.tree.structure(expected)
-  for (path, a), b in zip(
-    jax.tree_util.tree_leaves_with_path(final), jax.tree.leaves(expected), strict=True
-  ):
-    if "first_bad" not in jax.tree_util.keystr(path):
-      assert a.tobytes() == b.tobytes(), path
-  assert metrics["finite"].tolist() == expected_metrics["finite"].tolist()
-  numbers = Oracle(**CONFIG).run(np.isfinite(FAULTS).all(1))
-  for key in ("total", "skipped", "good_steps"):
-    assert metrics[key].tolist() == [n[key] for n in numbers]
-  assert metrics["loss_scale"].tolist() == [n["scale"] for n in numbers]
-  assert 20 < numbers[-1]["skipped"] < STEPS - 20
 
 
 @pytest.mark.case("B129", "I6")
@@ -150,11 +69,10 @@ def test_without_axis_name_replicas_would_differ(devices):
       check_vma=check_vma,
     )
     def update(state, fault):
-      grads = local_gradients(PARAMS, 1.0, fault[0])
-      _, state = ALONE.update(grads, state, PARAMS)
+      _, state = ALONE.update(fault, state, jnp.ones(1))
       return mpjax.loss_scaling_metrics(state)["finite"]
 
-    return update(ALONE.init(PARAMS), jnp.asarray([0.0, np.nan, 0.0, 0.0]))
+    return update(ALONE.init(jnp.ones(1)), jnp.asarray([0.0, np.nan, 0.0, 0.0]))
 
   flags = [bool(np.asarray(s.data)) for s in flag_after(False).addressable_shards]
   assert flags == [True, False, True, True]

@@ -54,7 +54,9 @@ def check_replicas(tree, sharded=()):
 # --- all engines agree ---------------------------------------------------------------------------
 
 
-@pytest.mark.case("I6", "B131", "A93", "A67", "I16", "I4", "B151", "B065", "A51", "B007")
+@pytest.mark.case(
+  "I6", "B003", "B004", "B131", "A93", "A67", "I16", "I4", "B151", "B065", "A51", "B007"
+)
 @pytest.mark.parametrize("name", ENGINES)
 def test_200_steps_with_faults_on_single_devices(name, eight_devices):
   engine, traces = ENGINES[name], []
