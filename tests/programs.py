@@ -141,6 +141,27 @@ def half_share(program: ClosedJaxpr) -> float:
   return sum(p.flops for p in found if p.is_low_precision) / sum(p.flops for p in found)
 
 
+def residual_bytes(fun: Any, *args: Any) -> int:
+  """Returns how many bytes a function keeps from its forward pass for its backward pass.
+
+  These are the arrays that `jax.vjp` saves, as `jax.ad_checkpoint.print_saved_residuals` lists
+  them, without the arguments and closed-over constants, which exist anyway. A compiler may keep
+  fewer, by computing them again, but it starts from these.
+
+  Args:
+    fun: a function of floating arrays.
+    *args: arrays, or `jax.ShapeDtypeStruct` for them: nothing is computed.
+  """
+
+  def saved(*args: Any) -> list[Any]:
+    return jax.tree.leaves(jax.vjp(fun, *args)[1])
+
+  jaxpr = jax.make_jaxpr(saved)(*args).jaxpr
+  saved_once = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)}
+  kept = (v.aval for v in saved_once - {*jaxpr.invars, *jaxpr.constvars})
+  return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept)
+
+
 def converts(program: ClosedJaxpr) -> collections.Counter[str]:
   """Returns the casts between floating dtypes, such as "float32->bfloat16", by number of runs."""
   found: collections.Counter[str] = collections.Counter()

@@ -61,15 +61,19 @@ class Value:
     return getattr(self.aval, "dtype", None)
 
   @property
-  def is_wide(self) -> bool:
-    """Whether it is a floating array of float32 or wider."""
-    dtype = self.dtype
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4
+  def is_floating(self) -> bool:
+    """Whether it is an array of floating numbers."""
+    return self.dtype is not None and jnp.issubdtype(self.dtype, jnp.floating)
 
   @property
   def is_low(self) -> bool:
     """Whether it is a floating array in low precision."""
     return self.dtype is not None and is_low_precision(self.dtype)
+
+  @property
+  def is_wide(self) -> bool:
+    """Whether it is a floating array of float32 or wider."""
+    return self.is_floating and not self.is_low
 
   @property
   def size(self) -> int:
@@ -158,7 +162,7 @@ class Operation:
   def matmul_dtype(self) -> DType | None:
     """The dtype of a matmul of floats: float32 if one operand is; None for all else."""
     operands = self.operands[:2]
-    if self.facts.flops is None or not all(v.is_low or v.is_wide for v in operands):
+    if self.facts.flops is None or not all(v.is_floating for v in operands):
       return None
     return max(operands, key=lambda v: v.is_wide).dtype
 

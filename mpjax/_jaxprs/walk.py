@@ -7,7 +7,7 @@ Nothing here runs a jaxpr or depends on values. What the jaxpr alone does not sa
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from mpjax._jaxprs.inner_jaxprs import Program, inner_jaxprs, opened
 
@@ -42,24 +42,3 @@ def _walk(program: Program, times: int, certain: bool) -> Iterator[Visit]:
       runs = 1 if inner.times is None else inner.times
       known = certain and inner.times is not None
       yield from _walk(inner.program, times * runs, known)
-
-
-def passed_through(program: Program) -> list[int | None]:
-  """Returns, for each result of a jaxpr, which argument it is; None for what is computed.
-
-  Jaxprs inside are entered where they run once, as those of `jit` and `checkpoint` do.
-
-  Args:
-    program: a jaxpr, closed or not.
-  """
-  jaxpr = opened(program)
-  origins = {v: position for position, v in enumerate(jaxpr.invars)}
-  for eqn in jaxpr.eqns:
-    found = inner_jaxprs(eqn) or ()
-    if len(found) != 1 or found[0].times != 1 or found[0].operands is None:
-      continue
-    for v, position in zip(eqn.outvars, passed_through(found[0].program), strict=True):
-      source = None if position is None else eqn.invars[found[0].operands[position]]
-      if source is not None and not isinstance(source, Literal) and source in origins:
-        origins[v] = origins[source]
-  return [None if isinstance(v, Literal) else origins.get(v) for v in jaxpr.outvars]

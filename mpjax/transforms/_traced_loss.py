@@ -15,9 +15,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import tree_differences
 from mpjax._core.types import Array, Leaf, Params, PyTree
+from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.walk import passed_through, walk
+from mpjax._jaxprs.walk import walk
 from mpjax.transforms._checks import FROM_ARGUMENTS
 from mpjax.transforms._value_and_grad import check_loss
 
@@ -73,8 +74,8 @@ def trace_loss(
   # Leaves of the arguments are those of params, then of model_state; of the results, the loss comes
   # first.
   before, count = len(jax.tree.leaves(params)), len(jax.tree.leaves(model_state))
-  origins = passed_through(jaxpr)[1 : 1 + count]
-  unchanged = [origin == before + i for i, origin in enumerate(origins)]
+  graph = Graph(jaxpr)
+  unchanged = [graph.results[1 + i] is graph.arguments[before + i] for i in range(count)]
   # Who has switched jit off wants to look at values inside of loss_fn.
   traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
   return TracedLoss(

@@ -17,7 +17,7 @@ from mpjax._jaxprs.inner_jaxprs import (
 )
 from mpjax._jaxprs.primitives import HIGHER_ORDER
 from mpjax._jaxprs.walk import walk
-from tests.jaxprs.test_count import NESTED, s
+from tests.jaxprs.test_walk import NESTED, s
 
 W, X = s(3, 3), s(5, 3)
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._jaxprs import used_dtypes as reader
 from mpjax._jaxprs.used_dtypes import used_dtypes
 
 W, X = jnp.ones((4, 4)), jnp.ones((3, 4))
@@ -100,19 +99,3 @@ def test_trees():
 
   tree = {"a": W, "b": [jnp.ones(4), None], "n": jnp.int32(3)}
   assert used_dtypes(fun, tree, X) == [BF16, BF16, None]
-
-
-def test_a_long_program_is_read_once(monkeypatch):
-  """To look through all of it for each variable took minutes in a deep model."""
-  read = []
-  plain = reader._readers
-  monkeypatch.setattr(reader, "_readers", lambda jaxpr: read.append(jaxpr) or plain(jaxpr))
-
-  def deep(tree, x):
-    for w in tree:
-      x = x @ half(w)
-    return x
-
-  layers = [jnp.ones((2, 2)) for _ in range(20)]
-  assert used_dtypes(deep, layers, half(jnp.ones((1, 2)))) == [BF16] * 20
-  assert len(read) == 1

@@ -39,7 +39,7 @@ from mpjax._diagnostics.tune.sensitivity import overflows_of, projections_of
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._jaxprs.atoms import dtype_of
 from mpjax._jaxprs.autocast import autocast
-from mpjax._jaxprs.count import half_share, products
+from mpjax._jaxprs.count import half_share
 
 P = ParamSpec("P")
 
@@ -279,7 +279,7 @@ class _Tuning:
     gradient = run(program, self._call.operands, Observer())[self._gradients]
     error, share = (
       relative_error(zip(self._exact, gradient, strict=True)),
-      half_share(products(program)),
+      half_share(program),
     )
     self.evaluations.append(Evaluation(names, rules, error, 0.0 if math.isnan(share) else share))
     self._advance()

@@ -10,8 +10,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.count import residual_bytes
-from tests.programs import bits, equations, inner_jaxprs, run
+from tests.programs import bits, equations, inner_jaxprs, residual_bytes, run
 
 HALVES = ("float16", "bfloat16")
 BOTH = pytest.mark.parametrize("half", HALVES)

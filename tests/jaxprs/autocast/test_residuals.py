@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.count import residual_bytes
+from tests.programs import residual_bytes
 
 
 def saved(fun, half):

@@ -16,8 +16,7 @@ from jax import lax
 import mpjax
 from mpjax._jaxprs.autocast.traced import Interface, with_settings
 from mpjax._jaxprs.autocast.values import FLOAT32, Settings
-from mpjax._jaxprs.count import residual_bytes
-from tests.programs import bits, equations, products, run
+from tests.programs import bits, equations, products, residual_bytes, run
 
 HALVES = ("bfloat16", "float16")
 BOTH = pytest.mark.parametrize("half", HALVES)
