@@ -16,16 +16,18 @@ from mpjax._core.hardware import Hardware, hardware_of
 from mpjax._diagnostics.report import Column, Report, Section
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpjax")
-OPTIONS = (
-  "jax_default_matmul_precision",
-  "jax_optimization_level",
-  "jax_enable_x64",
-  "jax_debug_nans",
-  "jax_debug_infs",
-)
-"""The options of `jax.config` that change numbers or speed."""
-
 _RAISES = "On, an overflow raises where loss scaling would skip the step."
+
+OPTIONS = {
+  "jax_default_matmul_precision": "",  # It depends on the device: see `_precision`.
+  "jax_optimization_level": "UNKNOWN leaves it to XLA; O0 compiles fast and runs slowly, O3 the "
+  "other way round.",
+  "jax_enable_x64": "On, NumPy's float64 arrays stay float64, which no policy casts.",
+  "jax_debug_nans": _RAISES,
+  "jax_debug_infs": _RAISES,
+}
+"""The options of `jax.config` that change numbers or speed, and what they mean."""
+
 _EXCESS = {
   True: "XLA may leave out a cast to low precision and back: results can be more exact than the "
   "jaxpr says, and differ from those on another device.",
@@ -114,7 +116,7 @@ def diagnosis(
       (key[0], key[1], str(number), units[key].units, ", ".join(units[key].dtypes) or "-")
       for key, number in counted.items()
     ),
-    versions=(("python", platform.python_version()), *_versions()),
+    versions=(("python", platform.python_version()), *((x, _version(x)) for x in PACKAGES)),
     settings=tuple(_settings(units[keys[0]], options, environment)),
   )
 
@@ -138,31 +140,23 @@ def _preset(name: str, hardware: Hardware) -> tuple[str, str]:
   )
 
 
-def _versions() -> Iterable[tuple[str, str]]:
-  for package in PACKAGES:
-    try:
-      yield package, importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      yield package, "-"
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return "-"
 
 
 def _settings(
   hardware: Hardware, options: Mapping[str, object], environment: Mapping[str, str]
 ) -> Iterable[tuple[str, str, str]]:
   """Yields the settings and what they mean on a device."""
+  for name, meaning in OPTIONS.items():
+    value = options.get(name)
+    shown = "not set" if value is None else str(value)
+    yield name, shown, meaning or _precision(hardware, value)
   flags = environment.get("XLA_FLAGS", "")
   excess = re.findall(r"--xla_allow_excess_precision=(\S*)", flags)[-1:] or ["not set (true)"]
-  meanings = {
-    "jax_default_matmul_precision": _precision(hardware, options["jax_default_matmul_precision"]),
-    "jax_optimization_level": "UNKNOWN leaves it to XLA; O0 compiles fast and runs slowly, O3 the "
-    "other way round.",
-    "jax_enable_x64": "On, NumPy's float64 arrays stay float64, which no policy casts.",
-    "jax_debug_nans": _RAISES,
-    "jax_debug_infs": _RAISES,
-  }
-  for name in OPTIONS:
-    value = options.get(name)
-    yield name, "not set" if value is None else str(value), meanings[name]
   may = excess[0].lower() not in ("false", "0")
   yield "xla_allow_excess_precision", excess[0], _EXCESS[may]
   yield "XLA_FLAGS", flags or "not set", "All other flags of XLA are in it."
