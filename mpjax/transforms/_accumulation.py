@@ -15,14 +15,12 @@ from mpjax.transforms._checks import (
   FROM_ARGUMENTS,
   check_inner,
   check_state,
-  init_inner,
   refuse_integers,
 )
-from mpjax.transforms._master_weights import adopt_masters, reach_masters
-from mpjax.transforms._masters import marked, update_shown
+from mpjax.transforms._masters import init_shown, marked, update_shown
 from mpjax.transforms._skip import nothing_like, step_or_skip
 from mpjax.transforms._state import AccumulationState, scales_in
-from mpjax.transforms._trees import align_gradients, arrays_only, float32_view, place_like, strong
+from mpjax.transforms._trees import align_gradients, arrays_only, float32_view, place_like
 
 
 def accumulate_gradients(
@@ -88,8 +86,7 @@ def accumulate_gradients(
   def init(params: Params) -> AccumulationState:
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
-    view = float32_view(params)
-    inner_state = init_inner(inner, view, where)
+    inner_state = init_shown(inner, params, where)
     if scales_in(inner_state):
       raise MpjaxTypeError(
         where,
@@ -98,8 +95,7 @@ def accumulate_gradients(
         fix="Swap the two, loss_scaling(accumulate_gradients(inner, every)): a sum must hold "
         "unscaled gradients, and no inf or NaN.",
       )
-    inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, where))
-    zero = jnp.zeros((), jnp.int32)
+    zero, view = jnp.zeros((), jnp.int32), float32_view(params)
     total = nothing_like(view)
     value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, marked(inner_state)) else None
     return place_like(params, AccumulationState(zero, zero, total, inner_state, value))
@@ -125,10 +121,7 @@ def accumulate_gradients(
 
     def step(inner_state: OptState) -> tuple[Updates, OptState]:
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
-      new_updates, new_inner = update_shown(
-        inner, mean, inner_state, params, extra_args, f"{where}.update"
-      )
-      return reach_masters(params, new_updates, new_inner), new_inner
+      return update_shown(inner, mean, inner_state, params, extra_args, f"{where}.update")
 
     new_updates, inner_state = step_or_skip(full, step, state.inner_state)
     return new_updates, AccumulationState(

@@ -30,8 +30,7 @@ from mpjax.transforms._loss_scaling_checks import (
   transformation,
   warn_of_half,
 )
-from mpjax.transforms._master_weights import adopt_masters, merged_masters, reach_masters
-from mpjax.transforms._masters import update_shown
+from mpjax.transforms._masters import init_shown, update_shown
 from mpjax.transforms._skip import step_or_select, stored_first
 from mpjax.transforms._state import LossScales, LossScalingState, own_scales
 from mpjax.transforms._trees import (
@@ -44,7 +43,6 @@ from mpjax.transforms._trees import (
   hide_untrained,
   merge_updates,
   place_like,
-  strong,
 )
 
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -141,11 +139,13 @@ def loss_scaling(
   inner = take_extra_args(inner)
 
   def init(params: Params) -> LossScalingState:
-    params = arrays_only(params) if scaled else params
-    inner_state = init_inner(inner, _shown(params, scaled), _INIT)
     if scaled:
-      inner_state = jax.tree.map(strong, adopt_masters(params, inner_state, _INIT))
-      warn_of_half(params, merged_masters(inner_state, params))
+      params = arrays_only(params)
+      inner_state = init_shown(inner, params, _INIT)
+      warn_of_half(params, inner_state)
+    else:
+      # Without a scale inner works as if it were alone.
+      inner_state = init_inner(inner, hide_untrained(params, params), _INIT)
     refuse_nesting(inner_state)
     state = LossScalingState({k: init_scale(config) for k, config in configs.items()}, inner_state)
     return place_like(params, state) if scaled else state
@@ -196,9 +196,8 @@ def loss_scaling(
       if "grad_fn" in extra_args:
         more = extra_args | {"grad_fn": losses.plain(extra_args["grad_fn"], values, seen)}
       if scaled:
-        new, new_inner = update_shown(inner, gradient, inner_state, params, more, _CALL)
-        return reach_masters(params, new, new_inner), new_inner
-      view = None if params is None else _shown(params, scaled)
+        return update_shown(inner, gradient, inner_state, params, more, _CALL)
+      view = None if params is None else hide_untrained(params, params)
       new, new_inner = update_inner(inner, gradient, inner_state, view, more, _CALL)
       if any(map(is_half, jax.tree.leaves(params))):
         # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
@@ -316,11 +315,6 @@ class _Losses(NamedTuple):
       return self.total(grads)
 
     return plain
-
-
-def _shown(params: Params, scaled: bool) -> Params:
-  """Returns the parameters as `inner` sees them; without a scale it works as if it were alone."""
-  return float32_view(params) if scaled else hide_untrained(params, params)
 
 
 def _sum(grads: Sequence[Grads]) -> Grads:

@@ -13,7 +13,8 @@ from mpjax._core.types import Function, Leaf, OptState, Params, PyTree, Updates
 from mpjax._core.validators import check_flag, check_value, wrong_type
 from mpjax.transforms._checks import check_inner
 from mpjax.transforms._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
-from mpjax.transforms._state import ChainedLossScalingState, scales_in
+from mpjax.transforms._masters import merge_masters
+from mpjax.transforms._state import ChainedLossScalingState, MasterWeightsState, scales_in
 from mpjax.transforms._trees import key_text, nodes_of
 
 
@@ -93,9 +94,11 @@ def refuse_nesting(inner_state: OptState) -> None:
     )
 
 
-def warn_of_half(params: Params, master: PyTree) -> None:
-  """Warns, once, if `master` has no float32 copy of parameters stored in low precision."""
-  covered = {path for path, _ in jax.tree_util.tree_leaves_with_path(master)}
+def warn_of_half(params: Params, inner_state: OptState) -> None:
+  """Warns, once, if parameters stored in low precision have no master."""
+  states = nodes_of(inner_state, MasterWeightsState)
+  merged = merge_masters(states, "mpjax.loss_scaling(inner).init") if states else None
+  covered = {path for path, _ in jax.tree_util.tree_leaves_with_path(merged)}
   leaves = jax.tree_util.tree_leaves_with_path(params)
   half = [path for path, x in leaves if is_half(x) and path not in covered]
   if half:

@@ -5,10 +5,11 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import is_floating
-from mpjax._core.types import Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._core.validators import check_choice
 from mpjax.transforms._checks import (
   check_inner,
@@ -19,25 +20,22 @@ from mpjax.transforms._checks import (
   update_inner,
 )
 from mpjax.transforms._masters import (
+  ShownMasterWeightsState,
   SplitMasterWeightsState,
   check_split,
   first_master,
   has_split,
   is_hole,
   is_remainder,
-  is_shown,
-  is_split,
   map_masters,
   map_states,
   merge_masters,
   next_entry,
   next_update,
-  put_like,
-  reach,
   stored_params,
   trained_of,
 )
-from mpjax.transforms._split import bounded, join, split
+from mpjax.transforms._split import bounded, split
 from mpjax.transforms._state import MasterWeightsState
 from mpjax.transforms._trees import (
   KeyPath,
@@ -128,7 +126,7 @@ def master_weights(
   ) -> tuple[Updates, MasterWeightsState]:
     state = check_state(state, MasterWeightsState, f"{where}.update(state)")
     check_params(params, f"{where}.update(params)")
-    if is_split(state) != splits:
+    if isinstance(state, SplitMasterWeightsState) != splits:
       raise MpjaxTypeError(
         f"{where}.update(state)",
         expected=f'the state of storage="{storage}"',
@@ -145,7 +143,12 @@ def master_weights(
         "loss_scaling(master_weights(inner)), or leave apply= out and apply the updates.",
       )
     params = arrays_only(params)
-    check_split(state.master, params, f"{where}.update(params)", view=is_shown(state))
+    check_split(
+      state.master,
+      params,
+      f"{where}.update(params)",
+      view=isinstance(state, ShownMasterWeightsState),
+    )
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
     stored = stored_params(state.master, params)
     trained = trained_of(state.master, stored)
@@ -158,44 +161,6 @@ def master_weights(
     return new_updates, state._replace(master=masters, inner_state=inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def adopt_masters(params: Params, opt_state: OptState, where: str) -> OptState:
-  """Returns `opt_state`, made for a float32 view of `params`, with the masters that it lacks."""
-  # A wrapper that shows float32 to what is inside hides from `master_weights` which parameters are
-  # stored in low precision; it calls this after `init`, and `reach_masters` after `update`.
-  problems = []
-
-  def adopt(state: MasterWeightsState) -> MasterWeightsState:
-    def one(m: Leaf, p: Leaf) -> Leaf:
-      # A None is a leaf of its own, while what optax masks out may be a subtree.
-      if m is None and p is not None and not jax.tree_util.all_leaves([p]):
-        problems.append(f"one array for {jax.tree.structure(p)}")
-      return first_master(p, splits=is_split(state)) if m is None else m
-
-    try:
-      return state._replace(master=map_masters(one, state.master, params))
-    except ValueError as error:
-      problems.append(str(error))
-      return state
-
-  adopted = map_states(adopt, opt_state)
-  if problems:
-    raise MpjaxTypeError(
-      where,
-      expected="master_weights to see the tree of the parameters",
-      got=f"a tree of another structure ({'; '.join(problems)})",
-      fix="Put master_weights around what reshapes the tree, such as optax.flatten.",
-    )
-  return adopted
-
-
-def reach_masters(params: Params, updates: Updates, opt_state: OptState) -> Updates:
-  """Returns `updates` that lead every parameter with a master to the rounded master."""
-  # Those of a master that is split do so already.
-  for state in nodes_of(opt_state, MasterWeightsState):
-    updates = map_masters(reach, state.master, params, updates)
-  return updates
 
 
 def master_params(opt_state: OptState, params: Params = None) -> Params:
@@ -290,7 +255,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
     # A new array: an alias could not be donated with its source.
     new = bounded(jnp.asarray(new, jnp.float32))
     # The parameter is the one that the caller has by a cast, ties to even.
-    return put_like(split(new, new.astype(jnp.bfloat16)) if is_remainder(old) else new, old)
+    return _put_like(split(new, new.astype(jnp.bfloat16)) if is_remainder(old) else new, old)
 
   def put_all(state: MasterWeightsState) -> MasterWeightsState:
     new = jax.tree_util.tree_map_with_path(put, state.master, params, is_leaf=is_hole)
@@ -308,15 +273,12 @@ def set_master_params(opt_state: T, params: Params) -> T:
   return new_state
 
 
-def merged_masters(opt_state: OptState, params: Params = None) -> Params:
-  """Returns the masters in `opt_state`, with None for what is its own; or None if it has none."""
-  # A master that is split is there if its parameters are, else there is a None.
+def merged_masters(opt_state: OptState) -> Params:
+  """Returns the float32 masters in `opt_state`, with None for other parameters; or None."""
   if not nodes_of(opt_state, MasterWeightsState):
     return None
   merged = merge_masters(_require(opt_state, ""), "")
-  if params is None:
-    return map_masters(lambda m: None if is_hole(m) or is_remainder(m) else m, merged)
-  return map_masters(lambda m, p: join(p, m) if is_remainder(m) else m, merged, params)
+  return map_masters(lambda m: None if is_hole(m) or is_remainder(m) else m, merged)
 
 
 def _require(opt_state: OptState, where: str) -> list[MasterWeightsState]:
@@ -330,3 +292,10 @@ def _require(opt_state: OptState, where: str) -> list[MasterWeightsState]:
       "float32 need none.",
     )
   return found
+
+
+def _put_like(new: Array, old: Leaf) -> Array:
+  """Returns `new` on the devices where `old` is."""
+  # To put it where an uncommitted one is would commit it, and compile the next step once more.
+  is_placed = not isinstance(new, Tracer) and getattr(old, "committed", False)
+  return jax.device_put(new, old.sharding) if is_placed else new

@@ -1,4 +1,7 @@
-"""Trees of masters: one for each parameter in low precision, float32 or an int16 remainder."""
+"""Trees of masters, one for each parameter in low precision, and how wrappers show parameters.
+
+A master is float32, or an int16 remainder; None stands for a parameter that is its own.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -7,15 +10,14 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import is_array_like, is_half
-from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
-from mpjax.transforms._checks import update_inner
+from mpjax._core.types import Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax.transforms._checks import init_inner, update_inner
 from mpjax.transforms._split import bounded, join, split, update_to
 from mpjax.transforms._state import MasterWeightsState
-from mpjax.transforms._trees import float32_view, nodes_of
+from mpjax.transforms._trees import float32_view, nodes_of, strong
 
 T = TypeVar("T")
 
@@ -45,14 +47,6 @@ def map_masters(f: Callable[..., PyTree], master: PyTree, *trees: PyTree) -> PyT
   return jax.tree.map(f, master, *trees, is_leaf=is_hole)
 
 
-def is_split(state: MasterWeightsState) -> bool:
-  return isinstance(state, SplitMasterWeightsState)
-
-
-def is_shown(state: MasterWeightsState) -> bool:
-  return isinstance(state, ShownMasterWeightsState)
-
-
 def has_split(opt_state: OptState) -> bool:
   """Whether masters in `opt_state` need the parameters that they were split from."""
   states = nodes_of(opt_state, MasterWeightsState)
@@ -68,9 +62,37 @@ def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state:
   return jax.tree.map(lambda x: f(x) if is_state(x) else x, opt_state, is_leaf=is_state)
 
 
-def marked(opt_state: T, kind: type[SplitMasterWeightsState] = ShownMasterWeightsState) -> T:
-  """Returns `opt_state` with all that is split in a `kind`."""
-  return map_states(lambda state: kind(*state) if is_split(state) else state, opt_state)
+def init_shown(
+  inner: optax.GradientTransformationExtraArgs, params: Params, where: str
+) -> OptState:
+  """Returns the state of an `inner` that is shown `params` in float32, with all masters."""
+  # What is inside cannot tell which of them are stored in low precision: masters are added here.
+  problems = []
+
+  def adopted(state: MasterWeightsState) -> MasterWeightsState:
+    splits = isinstance(state, SplitMasterWeightsState)
+
+    def one(m: Leaf, p: Leaf) -> Leaf:
+      # A None is a leaf of its own, while what optax masks out may be a subtree.
+      if m is None and p is not None and not jax.tree_util.all_leaves([p]):
+        problems.append(f"one array for {jax.tree.structure(p)}")
+      return first_master(p, splits=splits) if m is None else m
+
+    try:
+      return state._replace(master=map_masters(one, state.master, params))
+    except ValueError as error:
+      problems.append(str(error))
+      return state
+
+  state = map_states(adopted, init_inner(inner, float32_view(params), where))
+  if problems:
+    raise MpjaxTypeError(
+      where,
+      expected="master_weights to see the tree of the parameters",
+      got=f"a tree of another structure ({'; '.join(problems)})",
+      fix="Put master_weights around what reshapes the tree, such as optax.flatten.",
+    )
+  return jax.tree.map(strong, state)
 
 
 def update_shown(
@@ -81,16 +103,25 @@ def update_shown(
   extra_args: Mapping[str, PyTree],
   where: str,
 ) -> tuple[Updates, OptState]:
-  """Returns `update_inner` of an `inner` that is shown `params` in float32."""
+  """Returns `inner.update` where `inner` is shown `params` in float32: updates lead to masters."""
   states = nodes_of(state, MasterWeightsState)
   view = None if params is None else float32_view(params)
-  if any(map(is_shown, states)):  # A wrapper around this one shows them, and has looked at them.
-    return update_inner(inner, grads, state, view, extra_args, where)
-  if params is not None:
-    for one in states:
+  if any(isinstance(one, ShownMasterWeightsState) for one in states):
+    # A wrapper around this one shows them, and has looked at them.
+    new_updates, new = update_inner(inner, grads, state, view, extra_args, where)
+  else:
+    for one in states if params is not None else ():
       check_split(one.master, params, f"{where}(params)", view=False)
-  new_updates, new = update_inner(inner, grads, marked(state), view, extra_args, where)
-  return new_updates, marked(new, SplitMasterWeightsState)
+    new_updates, new = update_inner(inner, grads, marked(state), view, extra_args, where)
+    new = marked(new, SplitMasterWeightsState)
+  for one in nodes_of(new, MasterWeightsState):
+    new_updates = map_masters(reach, one.master, params, new_updates)
+  return new_updates, new
+
+
+def marked(opt_state: T, kind: type[SplitMasterWeightsState] = ShownMasterWeightsState) -> T:
+  """Returns `opt_state` with all that is split in a `kind`."""
+  return map_states(lambda x: kind(*x) if isinstance(x, SplitMasterWeightsState) else x, opt_state)
 
 
 def first_master(param: Leaf, *, splits: bool) -> Leaf:
@@ -183,10 +214,3 @@ def _merge(a: PyTree, b: PyTree, where: str) -> PyTree:
   return treedef.unflatten(
     [_merge(*pair, where) for pair in zip(a_children, b_children, strict=True)]
   )
-
-
-def put_like(new: Array, old: Leaf) -> Array:
-  """Returns `new` on the devices where `old` is."""
-  # To put it where an uncommitted one is would commit it, and compile the next step once more.
-  is_placed = not isinstance(new, Tracer) and getattr(old, "committed", False)
-  return jax.device_put(new, old.sharding) if is_placed else new

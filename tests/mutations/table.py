@@ -107,12 +107,12 @@ tests/transforms/test_labels.py::test_label_keeps_the_limits_exactly
 mpjax/transforms/_loss_scaling.py::loss_scaling
 
 9 gradients are divided by the scale of the next step
-- new, new_inner = update_shown(inner, gradient, inner_state, params, more, _CALL)
+- return update_shown(inner, gradient, inner_state, params, more, _CALL)
 + flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
 + old = losses.old
 + moved = {k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old}
 + gradient = losses._replace(scales=moved).total(grads)
-+ new, new_inner = update_shown(inner, gradient, inner_state, params, more, _CALL)
++ return update_shown(inner, gradient, inner_state, params, more, _CALL)
 tests/transforms/test_loss_scaling.py::test_momentum_is_exact_while_the_scale_changes_every_step
 
 mpjax/transforms/_loss_scale_config.py::
@@ -184,10 +184,10 @@ tests/integration/test_several_losses.py
 ::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame
 
 19 clipping, inside, sees scaled gradients; its result is unscaled
-- new, new_inner = update_shown(inner, gradient, inner_state, params, more, _CALL)
+- return update_shown(inner, gradient, inner_state, params, more, _CALL)
 + unchanged = float32_view(_sum(list(grads.values())))
 + new, new_inner = update_shown(inner, unchanged, inner_state, params, more, _CALL)
-+ new = losses.total({label: new for label in grads})
++ return losses.total({label: new for label in grads}), new_inner
 tests/transforms/test_loss_scaling.py::test_clipping_does_not_depend_on_the_scale
 
 mpjax/transforms/_skip.py::step_or_select

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._master_weights import MasterWeightsState, adopt_masters, reach_masters
+from mpjax.transforms._masters import MasterWeightsState, init_shown, reach
 from tests.errors import refused
 from tests.programs import bits
 
@@ -160,7 +160,7 @@ def test_a_master_that_is_not_finite_shows():
   params, values = jnp.ones(3, jnp.bfloat16), [np.inf, -np.inf, np.nan]
   state = mpjax.set_master_params(STEEP.init(params), jnp.asarray(values))
   found = apply_from_master(params, jnp.zeros(3), state)
-  for reached in (found.astype(F32), reach_masters(params, jnp.zeros(3), state)):
+  for reached in (found.astype(F32), reach(state.master, params, jnp.zeros(3))):
     np.testing.assert_array_equal(reached, values)
 
 
@@ -342,4 +342,4 @@ def test_what_reshapes_the_tree_cannot_be_around_masters():
   other = MasterWeightsState({"w": None, "v": None}, ())
   expected, got = "master_weights to see", "another structure"
   with refused(TypeError, "test", expected, got, "optax.flatten"):
-    adopt_masters(BOTH_KINDS, other, "test")
+    init_shown(optax.GradientTransformation(lambda p: other, STEEP.update), BOTH_KINDS, "test")
