@@ -11,8 +11,6 @@ from jax.lax import DotAlgorithmPreset, Precision
 
 import mpjax
 from mpjax._jaxprs.walk import walk
-from tests import programs
-from tests.models.situations import SITUATIONS
 from tests.models.values import filled, shapes
 
 X = jnp.linspace(-1.0, 1.0, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
@@ -159,33 +157,6 @@ def test_a_function_that_is_jitted_once_multiplies_as_each_policy_says():
   ):
     model = mpjax.linen.with_policy(Net(), mpjax.Policy(precision=precision))
     assert asked(jax.jit(functools.partial(model.apply, {})), jnp.eye(3)) == [("float32", wanted)]
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize(
-  "name", ["scan_remat", "jit", "cond_and_switch", "custom_vjp", "methods", "map_variables"]
-)
-def test_every_matmul_of_a_linen_model_forward_and_backward(name):
-  situation = SITUATIONS[name]
-  model = situation.make()
-  variables = shapes(model, *situation.inputs)
-
-  def loss(model, variables):
-    outs = jax.tree.leaves(situation.run(model, variables, *situation.inputs))
-    return sum(jnp.sum(x) for x in outs if jnp.issubdtype(x.dtype, jnp.floating))
-
-  precise = mpjax.linen.with_policy(model, FLOAT32)
-  plain, found = (
-    products_of(jax.make_jaxpr(jax.grad(functools.partial(loss, each)))(variables))
-    for each in (model, precise)
-  )
-  assert len(found) == len(plain) >= 2
-  assert {eqn.params["precision"] for eqn in found} == {HIGHEST}
-
-
-def products_of(program):
-  """Returns the matmuls and convolutions of a jaxpr, also those in rules for derivatives."""
-  return [eqn for eqn, _ in programs.equations(program) if "precision" in eqn.params]
 
 
 def test_integers_and_other_dtypes_than_those_of_the_algorithm_have_none():

@@ -162,36 +162,3 @@ def test_donated_state_and_parameters(bad):
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_array_equal(a, b)
   donating(*found, grads)
-
-
-@pytest.mark.case("B136")
-@pytest.mark.parametrize("name", ["adam", "clip adamw"])
-@pytest.mark.parametrize(
-  "config",
-  [CONFIG, mpjax.StaticLossScale(8), mpjax.DynamicLossScale(min_scale=0.5)],
-  ids=["dynamic", "static", "below one"],
-)
-def test_a_skip_needs_one_temporary_at_most(name, config):
-  inner = {
-    "adam": optax.adam(1e-2),
-    "clip adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
-  }[name]
-  params = {f"w{i}": jnp.ones((64, 64)) for i in range(8)}
-  size = sum(p.nbytes for p in params.values())
-
-  def memory(tx, **options):
-    def step(params, state, grads):
-      updates, state = tx.update(grads, state, params)
-      return optax.apply_updates(params, updates), state
-
-    lowered = jax.jit(step, **options).lower(params, tx.init(params), params)
-    return lowered.compile().memory_analysis()
-
-  tx = mpjax.loss_scaling(inner, config)
-  for options in ({}, {"donate_argnums": (0, 1)}):
-    found, plain = memory(tx, **options), memory(inner, **options)
-    assert found.temp_size_in_bytes <= plain.temp_size_in_bytes + 1.01 * size
-  # Donated, nothing is there twice: what remains is the state, and the gradients that came in.
-  held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-  state = sum(x.nbytes for x in jax.tree.leaves((params, tx.init(params))))
-  assert held <= state + size + 0.01 * size

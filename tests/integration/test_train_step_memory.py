@@ -91,6 +91,10 @@ CASES = {
   "bfloat16, average": (ADAMW, jnp.bfloat16, {"ema": True}),
   "float16, retries": (ADAMW, jnp.float16, {"max_retries": 2}),
   "float32, clipped": (CLIPPED, jnp.float32, {}),
+  "float32, a scale below one": (
+    *(ADAMW, jnp.float32),
+    {"config": mpjax.DynamicLossScale(min_scale=0.5)},
+  ),
 }
 
 

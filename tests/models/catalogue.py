@@ -14,7 +14,7 @@ from flax import nnx
 
 import mpjax
 from tests.jaxprs.autocast.programs import PROGRAMS
-from tests.models import by_hand, classics, layers, limits
+from tests.models import classics, layers
 from tests.models.papers import PAPERS
 from tests.models.situations import SITUATIONS
 from tests.models.stumbles_models import REACHED
@@ -195,19 +195,10 @@ LAYERS: dict[str, Model] = {**_linen_layers(), **_nnx_layers()}
 LINEN: dict[str, Model] = {
   **{name: situation(found) for name, found in SITUATIONS.items()},
   **{name: paper(found, in_vmap=name == "field_by_its_hessian") for name, found in PAPERS.items()},
-  "mlp": _whole(by_hand.Mlp, normal(8, 12)),
   "resnet": _whole(classics.ResNet, normal(4, 8, 8, 3)),
-  "transformer": _whole(by_hand.TransformerBlock, _X, attention=True),
   "bert": _whole(classics.Bert, integers(3, 6, below=17), _IDS % 2, _PADDED, attention=True),
-  "scan_remat_tied": _whole(by_hand.TiedLanguageModel, _IDS),
   "lstm": _whole(classics.LstmLanguageModel, _IDS),
-  # What takes rules where a policy casts arguments.
-  "numpy_scalar": _whole(limits.NumpyScalar, _X),
-  "one_hot": _whole(limits.OneHot, _X),
-  "own_state": _whole(limits.OwnState, _X),
-  "softmax_by_hand": _whole(limits.SoftmaxByHand, _X),
-  "gate": _whole(limits.Gate, _X),
-  "mask_by_product": _whole(limits.MaskByProduct, _X, _MASK, attention=True),
+  "mask_by_product": _whole(classics.MaskByProduct, _X, _MASK, attention=True),
   **{
     name: linen(functools.partial(part.linen, None), inputs, applied())
     for name, (part, inputs) in REACHED.items()

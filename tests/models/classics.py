@@ -57,3 +57,13 @@ class LstmLanguageModel(nn.Module):
   def __call__(self, ids):
     x = nn.Embed(13, 8)(ids)
     return nn.Dense(13)(nn.RNN(nn.OptimizedLSTMCell(8))(x))
+
+
+class MaskByProduct(nn.Module):
+  """Masks by `(1 - mask) * -1e9` with a mask of floats: 0 times -inf in float16."""
+
+  @nn.compact
+  def __call__(self, x, mask):
+    q, k, v = jnp.split(nn.Dense(24)(x), 3, axis=-1)
+    scores = jnp.einsum("btd,bsd->bts", q, k) / 8**0.5 + (1.0 - mask[:, None]) * -1e9
+    return nn.Dense(8)(jnp.einsum("bts,bsd->btd", nn.softmax(scores), v))
