@@ -393,7 +393,7 @@ def has_four_parts(error: ast.expr) -> bool:
 def check_length(sources: Sources) -> list[str]:
   counts = {path: len(source.splitlines()) for path, source in sources.items()}
   return [
-    f"{path}: {n} lines, the limit is 400: two ideas?" for path, n in counts.items() if n > 400
+    f"{path}: {n} lines, the limit is 600: two ideas?" for path, n in counts.items() if n > 600
   ]
 
 
@@ -501,7 +501,7 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources | str]] = {
     "assert": "def f(x):\n  assert x",
     "a callback": "import jax\ndef f(x):\n  jax.pure_callback(print, x)",
   },
-  check_length: {"401 lines": {"mpjax/_core/x.py": "\n" * 401}},
+  check_length: {"601 lines": {"mpjax/_core/x.py": "\n" * 601}},
   check_tests_mirror: {
     "no test": "",
     "no test in its folder": {"mpjax/linen/_tree.py": "", "tests/test_import.py": ""},
@@ -544,15 +544,15 @@ def test_check_can_fail(check, sources):
 
 
 LINES = {
-  "_core and root files": 3_414,
-  "_jaxprs without autocast": 2_320,
-  "_jaxprs/autocast": 4_391,
-  "linen and nnx": 1_965,
-  "transforms": 5_844,
+  "_core and root files": 3_340,
+  "_jaxprs without autocast": 2_434,
+  "_jaxprs/autocast": 4_225,
+  "linen and nnx": 1_959,
+  "transforms": 5_680,
   "_io": 597,
-  "_diagnostics": 8_012,
-  "all of mpjax": 26_543,
-  "tests": 54_338,
+  "_diagnostics": 7_402,
+  "all of mpjax": 25_637,
+  "tests": 52_114,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 
