@@ -507,21 +507,21 @@ tests/integration/test_matmul_precision.py::test_matmuls_in_inner_jaxprs
 
 # float8.
 
-mpjax/_jaxprs/autocast/float8_scaling.py::quantise
+mpjax/_jaxprs/autocast/float8.py::quantise
 
 54 an inf in an operand of a matmul in float8 is clipped, and the step goes on
 - jnp.maximum(scale, _TINY)
 + jnp.clip(jnp.nan_to_num(scale), _TINY, 1e30)
 tests/jaxprs/autocast/test_float8_dot.py::test_what_is_not_finite_is_not_clipped
 
-mpjax/_jaxprs/autocast/float8_scaling.py::scaled_dot
+mpjax/_jaxprs/autocast/float8.py::scaled_dot
 
 55 float16 overflows in a matmul in float8 before its scales are applied
 - dtype if float(jnp.finfo(dtype).max) > 1e38 and not batch else FLOAT32
 + dtype
 tests/jaxprs/autocast/test_float8_dot.py::test_results_before_scaling_are_no_result_of_float16
 
-mpjax/_jaxprs/autocast/float8_dot.py::Matmul._multiplied
+mpjax/_jaxprs/autocast/float8.py::Matmul.multiplied
 
 56 a gradient is e4m3 as what it meets is, and small gradients become 0
 - self.quantise(x, E5M2, axes[i])

@@ -11,15 +11,16 @@ for each addition. Here the matmul takes the weight as it is stored: its gradien
 the same operands in low precision into the wide dtype, and what is added up afterwards is wide.
 
 The rewritten jaxpr holds the matmul inside of a `jax.custom_jvp`, so that all code that walks
-jaxprs finds it. Its derivative is a primitive of our own, linear in each operand as a matmul is, of
+jaxprs finds it. Its derivative is a primitive of our own, linear in its tangent as a matmul is, of
 which only the transpose differs: a `jax.custom_vjp` would refuse forward mode, and the transpose of
 `jax.custom_derivatives.linear_call` cannot be batched.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +41,12 @@ from jax.interpreters import ad, batching, mlir
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, retyped
 from mpjax._jaxprs.autocast.eqn_params import retype
-from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of
+from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of, remembered_off_mesh
 from mpjax._jaxprs.autocast.values import Value
-from mpjax._jaxprs.compat import context_of, without_scopes
-from mpjax._jaxprs.primitive_facts import EqnParams
+from mpjax._jaxprs.compat import bind, context_of, without_scopes
 
-Matmul: TypeAlias = Callable[..., Array]
-
-Wide: TypeAlias = tuple[DType | None, ...]
-"""The dtype of the gradient of each operand of a matmul; None for that of the operand."""
+Levels: TypeAlias = tuple[tuple[bool, ...], ...]
+"""For each `vmap` around, the innermost first, which operands have a first axis for it."""
 
 
 def with_wide_sums(
@@ -75,181 +73,252 @@ def with_wide_sums(
     atom if value is None else value.atom if is_weight else view(value, half, eqn)
     for atom, value, is_weight in zip(eqn.invars, values, each, strict=True)
   ]
-
-  def matmul(*operands: Array, out: DType) -> Array:
-    return into(eqn, operands, _with_result(eqn, half, out))
-
+  params = tuple(retype(eqn, half).items())
+  matmul = _Matmul(primitive=eqn.primitive, params=params, half=half, out=out, wide=each)
   avals = list(map(aval_of, operands))
-  body = _body(eqn, list(map(Var, avals)), half, out, each)
+  body = matmul.jaxpr(eqn, list(map(Var, avals)))
 
   def tangent(
     primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
   ) -> tuple[list[Array], list[Array]]:
     moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)}
     if out == half:  # A policy of `jax.checkpoint` such as `dots_saveable` sees this matmul.
-      result = [matmul(*_in_half(primals, half, each), out=half)]
+      result = [matmul(*primals)]
     else:  # Of which a second derivative needs the rule too.
-      again = jaxpr_of([made], cast(list[Var], made.invars), made.outvars)
+      again = jaxpr_of([product], cast(list[Var], product.invars), product.outvars)
       result = eval_jaxpr(again, (), *primals)
-    return result, [_matmul_tangent(primals, moving, params)]
+    return result, [tangent_of_matmul(matmul, primals, moving)]
 
-  params = {"matmul": matmul, "half": half, "out": out, "wide": each}
   with context_of(eqn):
-    made = differentiated(body, tangent, avals, "matmul")
-  return eqn.replace(primitive=made.primitive, invars=operands, params=made.params)
+    product = differentiated(body, tangent, avals, "matmul")
+  return eqn.replace(primitive=product.primitive, invars=operands, params=product.params)
 
 
-def _with_result(eqn: JaxprEqn, half: DType, out: DType) -> dict[str, Any]:
-  """Returns the parameters of a matmul of operands in `half` and with a result in `out`."""
-  return retype(eqn, half) if out == half else {**eqn.params, "preferred_element_type": out}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Matmul:
+  """A matmul of which some operands are cast to `half`, and have gradients in wide dtypes.
 
-
-def _body(eqn: JaxprEqn, given: Sequence[Var], half: DType, out: DType, wide: Wide) -> ClosedJaxpr:
-  """Returns the jaxpr of a matmul whose weights are cast first.
-
-  It is not traced, since the axes of a `shard_map` are not bound while its jaxpr is rewritten.
+  Fields:
+    primitive, params: those of its equation, of operands and a result in `half`.
+    half: the dtype to multiply in.
+    out: that of the result.
+    wide: of operands that are cast to `half` first, the dtype of their gradients.
   """
-  bare = without_scopes(eqn.source_info.name_stack, "")  # The call is in the scope.
-  eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=bare))
-  views = [v if each is None else retyped(v, half) for v, each in zip(given, wide, strict=True)]
-  body = [cast_to(new, v, eqn) for new, v in zip(views, given, strict=True) if new is not v]
-  result, params = retyped(eqn.outvars[0], out), _with_result(eqn, half, out)
-  body.append(eqn.replace(invars=[*views], outvars=[result], params=params))
-  if out != half and _is_turned(eqn.primitive, map(aval_of, given)):
-    new = Var(aval_of(result))
-    place = (no_effects, eqn.source_info, eqn.ctx)
-    body.append(new_jaxpr_eqn([result], [new], _as_laid_out_p, {}, *place))
-  return ClosedJaxpr(jaxpr_of(body, given, body[-1].outvars), ())
+
+  primitive: Primitive
+  params: tuple[tuple[str, Any], ...]
+  half: DType
+  out: DType
+  wide: tuple[DType | None, ...]
+
+  def __call__(self, *operands: Array) -> Array:
+    return into(self.primitive, self._low(operands, self.wide), self._wide_params)
+
+  def _low(self, operands: Sequence[Array], wide: Sequence[DType | None]) -> list[Array]:
+    pairs = zip(operands, wide, strict=True)
+    return [x if w is None else jax.lax.convert_element_type(x, self.half) for x, w in pairs]
+
+  @property
+  def _wide_params(self) -> dict[str, Any]:
+    wide = {} if self.out == self.half else {"preferred_element_type": self.out}
+    return {**dict(self.params), **wide}
+
+  def jaxpr(self, eqn: JaxprEqn, invars: Sequence[Var]) -> ClosedJaxpr:
+    """Returns the jaxpr of the matmul, in which the weights are cast first.
+
+    It is not traced, since the axes of a `shard_map` are not bound while its jaxpr is rewritten.
+    """
+    bare = without_scopes(eqn.source_info.name_stack, "")  # The call is in the scope.
+    eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=bare))
+    pairs = zip(invars, self.wide, strict=True)
+    views = [v if wide is None else retyped(v, self.half) for v, wide in pairs]
+    body = [cast_to(new, v, eqn) for new, v in zip(views, invars, strict=True) if new is not v]
+    result = retyped(eqn.outvars[0], self.out)
+    body.append(eqn.replace(invars=[*views], outvars=[result], params=self._wide_params))
+    if self.out != self.half and _is_turned(eqn.primitive, map(aval_of, invars)):
+      new, place = Var(aval_of(result)), (no_effects, eqn.source_info, eqn.ctx)
+      body.append(new_jaxpr_eqn([result], [new], _as_laid_out_p, {}, *place))
+    return ClosedJaxpr(jaxpr_of(body, invars, body[-1].outvars), ())
+
+  def tangent(self, side: int, t: Array, *others: Array) -> Array:
+    return self(*others[:side], t, *others[side:])
+
+  def gradient(
+    self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
+  ) -> Array:
+    low = self._low(others, self.wide[:side] + self.wide[side + 1 :])
+    plain = dataclasses.replace(self, out=self.half, wide=(None,) * len(self.wide))
+
+    def linear(x: Array) -> Array:
+      return mapped_over(functools.partial(plain.tangent, side), levels)(x, *low)
+
+    cotangent = jax.lax.convert_element_type(cotangent, self.half)
+    pull, wide = jax.linear_transpose(linear, like.update(dtype=self.half)), self.wide[side]
+    if wide is None:
+      return pull(cotangent)[0]
+
+    def multiply(eqn: JaxprEqn, operands: Sequence[Array], _: Sequence[int]) -> Array:
+      # In `x.T @ g` only the matmul has a dtype of its own: a transpose before it moves bfloat16,
+      # and one after it float32.
+      return into(eqn.primitive, operands, {**eqn.params, "preferred_element_type": wide})
+
+    return with_matmuls_by(multiply, jax.make_jaxpr(pull)(cotangent), cotangent)
+
+  def check_second_order(self) -> None:
+    pass
 
 
-def _matmul_tangent(
-  primals: Sequence[Array], moving: Mapping[int, Array], params: Mapping[str, Any]
+def into(primitive: Primitive, operands: Sequence[Array], params: Mapping[str, Any]) -> Array:
+  """Returns the result of a matmul, which may be of a wider dtype than the operands."""
+  result: Array = primitive.bind(*operands, **params)
+  wider = result.dtype.itemsize > max(x.dtype.itemsize for x in operands)
+  turned = wider and _is_turned(primitive, map(jax.typeof, operands))
+  return _as_laid_out_p.bind(result) if turned else result
+
+
+# The derivative of a matmul.
+
+
+class MatmulRule(Protocol):
+  """A matmul with a derivative of its own, part of the key of what JAX keeps."""
+
+  def tangent(self, side: int, t: Array, *others: Array) -> Array:
+    """Returns the matmul of a tangent of the operand `side`, and of what is kept of the others."""
+    ...
+
+  def gradient(
+    self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
+  ) -> Array:
+    """Returns the gradient of an operand `like` this, added up over the `vmap`s that it lacks."""
+    ...
+
+  def check_second_order(self) -> None:
+    """Raises if the tangent has no derivative by what is kept of the other operands."""
+
+
+def tangent_of_matmul(
+  rule: MatmulRule, operands: Sequence[Array], moving: Mapping[int, Array], levels: Levels = ()
 ) -> Array:
   """Returns the tangent of a matmul, from those of some of its operands, by their positions."""
-  parts = [_product_p.bind(*primals[:i], t, *primals[i + 1 :], **params) for i, t in moving.items()]
+  parts = []
+  for side, t in moving.items():
+    mapped = tuple((level[side], *level[:side], *level[side + 1 :]) for level in levels)
+    others = (*operands[:side], *operands[side + 1 :])
+    parts.append(tangent_p.bind(t, *others, rule=rule, side=side, levels=mapped))
   return functools.reduce(operator.add, parts)
 
 
-def _in_half(operands: Sequence[Array], half: DType, wide: Wide) -> list[Array]:
-  pairs = zip(operands, wide, strict=True)
-  return [x if w is None else jax.lax.convert_element_type(x, half) for x, w in pairs]
+def mapped_over(call: Callable[..., Any], levels: Levels) -> Callable[..., Any]:
+  """Returns a function inside of the `vmap`s."""
+  for level in levels:
+    call = jax.vmap(call, in_axes=[0 if each else None for each in level])
+  return call
 
 
-# The primitive.
+def with_matmuls_by(
+  multiply: Callable[[JaxprEqn, Sequence[Array], Sequence[int]], Array],
+  program: ClosedJaxpr,
+  *args: Array,
+) -> Array:
+  """Returns the result of the transpose of a matmul, with the matmul in it done by `multiply`.
 
-_product_p = Primitive("wide_gradient_matmul")
-"""A matmul, linear in each floating operand, with gradients in wide dtypes.
+  Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
+  its own jaxpr is run. The other equations in it move elements, or add up over axes of the mesh,
+  and take any type. `multiply` is told which operands of the matmul come from the last argument.
+  """
+  jaxpr = program.jaxpr
+  env: dict[Atom, Array] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+  env |= zip(jaxpr.invars, args, strict=True)
+  last: set[Atom] = {jaxpr.invars[-1]}
 
-Parameters:
-  matmul: a function of operands in `half`, and of the dtype of the result.
-  half: the dtype to multiply in.
-  out: that of the result.
-  wide: of operands that are cast to `half` first, the dtype of their gradients.
+  def read(atom: Atom) -> Array:
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+  for eqn in jaxpr.eqns:
+    operands = list(map(read, eqn.invars))
+    places = [i for i, v in enumerate(eqn.invars) if v in last]
+    if "preferred_element_type" in eqn.params:
+      results = [multiply(eqn, operands, places)]
+    else:
+      results = bind(eqn, operands)
+      last.update(eqn.outvars if places else ())
+    env.update(zip(eqn.outvars, results, strict=True))
+  return read(jaxpr.outvars[0])
+
+
+tangent_p = Primitive("matmul_tangent")
+"""The derivative of a matmul by one operand, linear in its tangent.
+
+Its operands are the tangent, and what is kept of the other operands. Parameters:
+  rule: a `MatmulRule`.
+  side: the position of the operand that has the tangent.
+  levels: see `Levels`.
 """
 
 
-def _evaluate(*operands: Array, matmul: Matmul, half: DType, out: DType, wide: Wide) -> Array:
-  return matmul(*_in_half(operands, half, wide), out=out)
+def _evaluate(*operands: Array, rule: MatmulRule, side: int, levels: Levels) -> Array:
+  return mapped_over(functools.partial(rule.tangent, side), levels)(*operands)
 
 
-def _abstract(*avals: ShapedArray, **params: object) -> AbstractValue:
+@remembered_off_mesh
+def _abstract(*avals: ShapedArray, **params: Any) -> AbstractValue:
   return jax.make_jaxpr(functools.partial(_evaluate, **params))(*avals).jaxpr.outvars[0].aval
 
 
 def _jvp(
-  primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], **params: object
+  primals: Sequence[Array],
+  tangents: Sequence[Array | ad.Zero],
+  *,
+  rule: MatmulRule,
+  side: int,
+  levels: Levels,
 ) -> tuple[Array, Array]:
-  moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)}
-  return _product_p.bind(*primals, **params), _matmul_tangent(primals, moving, params)
+  result = tangent_p.bind(*primals, rule=rule, side=side, levels=levels)
+  t, *others = range(len(primals))
+  order = [*others[:side], t, *others[side:]]  # As the matmul has them.
+  if not all(isinstance(tangents[k], ad.Zero) for k in others):
+    rule.check_second_order()
+  changes = {i: tangents[k] for i, k in enumerate(order)}
+  moving = {i: t for i, t in changes.items() if not isinstance(t, ad.Zero)}
+  ordered = tuple(tuple(level[k] for k in order) for level in levels)
+  return result, tangent_of_matmul(rule, [primals[k] for k in order], moving, ordered)
 
 
 def _batch(
-  operands: Sequence[Array], dims: Sequence[int | None], matmul: Matmul, **params: object
+  operands: Sequence[Array], dims: Sequence[int | None], *, levels: Levels, **params: Any
 ) -> tuple[Array, int]:
   pairs = zip(operands, dims, strict=True)
   moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
-
-  def batched(*operands: Array, out: DType) -> Array:
-    axes = [None if axis is None else 0 for axis in dims]
-    return jax.vmap(functools.partial(matmul, out=out), in_axes=axes)(*operands)
-
-  return _product_p.bind(*moved, matmul=batched, **params), 0
+  level = tuple(axis is not None for axis in dims)
+  return tangent_p.bind(*moved, levels=(*levels, level), **params), 0
 
 
 def _transpose(
   cotangent: Array | ad.Zero,
-  *operands: Any,  # Arrays, and one `ad.UndefinedPrimal`.
-  matmul: Matmul,
-  half: DType,
-  out: DType,
-  wide: Wide,
+  *operands: Any,  # One `ad.UndefinedPrimal`, and arrays.
+  rule: MatmulRule,
+  side: int,
+  levels: Levels,
 ) -> list[Array | ad.Zero | None]:
-  (place,) = (i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
-  aval = operands[place].aval
+  tangent, *others = operands
+  none = [None] * len(others)
   if isinstance(cotangent, ad.Zero):
-    return [ad.Zero(aval) if i == place else None for i in range(len(operands))]
-  before, after = operands[:place], operands[place + 1 :]
-  before, after = _in_half(before, half, wide[:place]), _in_half(after, half, wide[place + 1 :])
-
-  def linear(x: Array) -> Array:
-    return matmul(*before, x, *after, out=half)
-
-  cotangent = jax.lax.convert_element_type(cotangent, half)
-  pull, dtype = jax.linear_transpose(linear, aval.update(dtype=half)), wide[place]
-  if dtype is None:
-    (bar,) = pull(cotangent)
-  else:
-    bar = _run(jax.make_jaxpr(pull)(cotangent), cotangent, dtype)
-  # What `pull` wrote adds up over the axes that the operand lacks, those of the mesh too. So it is
-  # cast last: a cast to the dtype of the weight before these sums would be one to bfloat16 if the
-  # weight is stored so.
-  bar = jax.lax.convert_element_type(bar, aval.dtype)
-  return [bar if i == place else None for i in range(len(operands))]
+    return [ad.Zero(tangent.aval), *none]
+  bar = rule.gradient(side, tangent.aval, levels, cotangent, *others)
+  # Cast last: a cast to the dtype of the weight before the sums over the axes that it lacks, those
+  # of the mesh too, would be one to bfloat16 if the weight is stored so.
+  return [jax.lax.convert_element_type(bar, tangent.aval.dtype), *none]
 
 
-_product_p.def_impl(_evaluate)
-_product_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[_product_p] = _jvp
-ad.primitive_transposes[_product_p] = _transpose
-batching.primitive_batchers[_product_p] = _batch
-mlir.register_lowering(_product_p, mlir.lower_fun(_evaluate, multiple_results=False))
+tangent_p.def_impl(_evaluate)
+tangent_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[tangent_p] = _jvp
+ad.primitive_transposes[tangent_p] = _transpose
+batching.primitive_batchers[tangent_p] = _batch
+mlir.register_lowering(tangent_p, mlir.lower_fun(_evaluate, multiple_results=False))
 
 
-# The transpose of a matmul.
-
-
-def _run(program: ClosedJaxpr, cotangent: Array, wide: DType) -> Array:
-  """Returns the result of a transposed matmul, which is in `wide` from the matmul on.
-
-  Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
-  its own jaxpr is run with another type of result. The other equations in it move elements, or
-  add up over axes of the mesh, and take any type.
-  """
-  found = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-  found[program.jaxpr.invars[0]] = cotangent
-
-  def read(atom: Atom) -> Array:
-    return atom.val if isinstance(atom, Literal) else found[atom]
-
-  for eqn in program.jaxpr.eqns:
-    # In `x.T @ g` only the matmul has a dtype of its own; a transpose before it moves bfloat16, and
-    # one after it float32.
-    operands = [read(atom) for atom in eqn.invars]
-    if "preferred_element_type" in eqn.params:
-      made = into(eqn, operands, {**eqn.params, "preferred_element_type": wide})
-    else:
-      made = eqn.primitive.bind(*operands, **eqn.params)
-    made = made if eqn.primitive.multiple_results else [made]
-    found.update(zip(eqn.outvars, made, strict=True))
-  return read(program.jaxpr.outvars[0])
-
-
-def into(eqn: JaxprEqn, operands: Sequence[Array], params: EqnParams) -> Array:
-  """Returns the result of a matmul, which may be of a wider dtype than the operands."""
-  made: Array = eqn.primitive.bind(*operands, **params)
-  wider = made.dtype.itemsize > max(x.dtype.itemsize for x in operands)
-  turned = wider and _is_turned(eqn.primitive, map(jax.typeof, operands))
-  return _as_laid_out_p.bind(made) if turned else made
+# What a CPU needs.
 
 
 def _is_turned(primitive: Primitive, avals: Iterable[Any]) -> bool:
