@@ -35,24 +35,14 @@ class InDtype:
 
 
 class _Container(NamedTuple):
-  """A container without what it holds.
-
-  Fields:
-    build: makes it of parts.
-    parts: numbers of leaves, containers, and None.
-  """
+  """A container as what builds it of parts, and parts: numbers of leaves, containers, None."""
 
   build: Callable[[list[Any]], Any]
   parts: list[Any]
 
 
 class _Leaves:
-  """The distinct leaves of trees, and the trees with their numbers instead.
-
-  Attributes:
-    all: the leaves.
-    containers: by identity, the containers met.
-  """
+  """The distinct leaves of trees, and by identity the containers that they are in."""
 
   def __init__(self, is_leaf: IsLeaf | None) -> None:
     self.all: list[Leaf] = []
@@ -66,29 +56,24 @@ class _Leaves:
       return None
     if id(x) in self.containers:
       return self.containers[id(x)][1]
-    found = None if self._is_leaf is not None and self._is_leaf(x) else content_of(x)
-    if found is None:
+    content = None if self._is_leaf is not None and self._is_leaf(x) else content_of(x)
+    if content is None:
       if self._numbers.setdefault(id(x), len(self.all)) == len(self.all):
         self.all.append(x)
       return self._numbers[id(x)]
-    container = _Container(found.build, [self.numbered(part) for part in found.parts])
+    container = _Container(content.build, [self.numbered(part) for part in content.parts])
     self.containers[id(x)] = (x, container)
     return container
 
 
-class _Trees:
-  """Trees around some leaves, of trees of numbers: each container once."""
-
-  def __init__(self, leaves: Sequence[Leaf]) -> None:
-    self._leaves = leaves
-    self.built: dict[int, Any] = {}
-
-  def of(self, numbered: Any) -> Any:
-    if isinstance(numbered, _Container):
-      if id(numbered) not in self.built:
-        self.built[id(numbered)] = numbered.build([self.of(part) for part in numbered.parts])
-      return self.built[id(numbered)]
-    return None if numbered is None else self._leaves[numbered]
+def _around(leaves: Sequence[Leaf], numbered: Any, built: dict[int, Any]) -> Any:
+  """Returns a tree of numbers with leaves instead; `built` are its containers, each once."""
+  if not isinstance(numbered, _Container):
+    return None if numbered is None else leaves[numbered]
+  if id(numbered) not in built:
+    parts = [_around(leaves, part, built) for part in numbered.parts]
+    built[id(numbered)] = numbered.build(parts)
+  return built[id(numbered)]
 
 
 class Boundary:
@@ -99,20 +84,20 @@ class Boundary:
   """
 
   def __init__(self, args: PyTree, is_leaf: IsLeaf | None = None) -> None:
-    self._found, self._is_leaf = _Leaves(is_leaf), is_leaf
-    self._numbered = self._found.numbered(args)
-    self.leaves = self._found.all
+    self._numbers, self._is_leaf = _Leaves(is_leaf), is_leaf
+    self._numbered = self._numbers.numbered(args)
+    self.leaves = self._numbers.all
 
   def inside(self, leaves: Sequence[Leaf]) -> "Inside":
     """Returns the arguments with others instead of `self.leaves`, in the same order."""
-    trees = _Trees(leaves)
-    args = trees.of(self._numbered)
-    pairs = [(x, trees.built[id(numbered)]) for x, numbered in self._found.containers.values()]
+    built: dict[int, Any] = {}
+    args = _around(leaves, self._numbered, built)
+    pairs = [(x, built[id(numbered)]) for x, numbered in self._numbers.containers.values()]
     return Inside(args, pairs, Contents(new for _, new in pairs), self._is_leaf)
 
   def contents(self) -> "Contents":
     """Returns what the containers hold now."""
-    return Contents(x for x, _ in self._found.containers.values())
+    return Contents(x for x, _ in self._numbers.containers.values())
 
 
 class Contents:
@@ -120,12 +105,12 @@ class Contents:
 
   def __init__(self, containers: Iterable[Any]) -> None:
     self._containers = list(containers)
-    self._known = set(map(id, self._containers))
+    self._ids = set(map(id, self._containers))
     self._before = list(map(self._now, self._containers))
 
   def _now(self, x: Any) -> Content | None:
     # Of others than lists and dicts all leaves: they may give new containers at each look.
-    return content_of(x, lambda y: id(y) in self._known)
+    return content_of(x, lambda y: id(y) in self._ids)
 
   def changed(self) -> Iterator[tuple[int, Content]]:
     """Yields the position of each list and dict that holds something else now, and what.
@@ -166,32 +151,31 @@ class Inside(NamedTuple):
     """Returns the leaves of what the function returned, each once, and the way back outside.
 
     That takes others instead of these, and returns what the function did. It changes the user's
-    containers as the function has changed their copies, and holds no tracer. The function may have
-    had the containers of `others` too.
+    containers as the function has changed their copies, those of `others` too, and holds no tracer.
 
     Raises:
       NotTraceable: the function changed an argument that is no dict and no list, or returned an
         object that hides a tracer.
     """
-    found = _Leaves(self.is_leaf)
+    numbers = _Leaves(self.is_leaf)
     for original, new in (pair for each in (self, *others) for pair in each.containers):
-      found.containers[id(new)] = (new, _Container(lambda _, itself=original: itself, []))
+      numbers.containers[id(new)] = (new, _Container(lambda _, itself=original: itself, []))
     changed = [
-      (each.containers[i][0], now._replace(parts=[found.numbered(x) for x in now.parts]))
+      (each.containers[i][0], now._replace(parts=[numbers.numbered(x) for x in now.parts]))
       for each in (self, *others)
       for i, now in each.before.changed()
     ]
-    numbered = found.numbered(returned)
+    numbered = numbers.numbered(returned)
     is_leaf = self.is_leaf or (lambda _: False)
-    check_returned(x for x in found.all if not is_leaf(x))
+    check_returned(x for x in numbers.all if not is_leaf(x))
 
     def outside(leaves: Sequence[Leaf]) -> PyTree:
-      trees = _Trees(leaves)
+      built: dict[int, Any] = {}
       for container, now in changed:
-        refill(container, now._replace(parts=list(map(trees.of, now.parts))))
-      return trees.of(numbered)
+        refill(container, now._replace(parts=[_around(leaves, x, built) for x in now.parts]))
+      return _around(leaves, numbered, built)
 
-    return found.all, outside
+    return numbers.all, outside
 
 
 def check_returned(leaves: Iterable[Leaf]) -> None:
@@ -204,13 +188,13 @@ def check_returned(leaves: Iterable[Leaf]) -> None:
 
 def _holds_tracer(x: object) -> bool:
   """Whether what is no tree to JAX holds a tracer, or will: a generator runs later."""
-  pending, known = [x], set[int]()
+  pending, met = [x], set[int]()
   while pending:
     x = pending.pop()
     if isinstance(x, (Tracer, types.GeneratorType)):
       return True
-    if id(x) not in known:
-      known.add(id(x))
+    if id(x) not in met:
+      met.add(id(x))
       pending += _parts(x)
   return False
 

@@ -59,15 +59,10 @@ Call: TypeAlias = Callable[..., list[Array]]
 
 
 class CustomCall(NamedTuple):
-  """What a rule needs to know of the equation that it belongs to.
+  """An equation with a rule as it was traced, and the kinds of its operands and results now.
 
-  Fields:
-    eqn: the equation as it was traced.
-    ins: the kinds of its operands now.
-    outs: the kinds of its results now.
-    rewrite: rewrites a jaxpr.
-    state: of policies, in which the equation was traced. The rule is called when that was left: a
-      Flax module in the rule would run under no policy, or under that of another module.
+  `state` is that of policies in which it was traced. The rule is called when that was left: a Flax
+  module in the rule would run under no policy, or under that of another module.
   """
 
   eqn: JaxprEqn
@@ -118,14 +113,9 @@ def _run(
 ) -> tuple[list[Array], Kinds, list[DType]]:
   """Traces a rule, rewrites its jaxpr and runs that.
 
-  Args:
-    custom: the equation that has the rule.
-    rule: calls it.
-    avals: the types of its arguments as they were traced, which the user's rule may check.
-    ins: the kinds of the arguments.
-    outs: those of the results. Results that are missing at the end are free.
-    operands: the leaves of the arguments now.
-    derivative: the rule is linear in some of its arguments.
+  `avals` are the types of the rule's arguments as they were traced, which the user's rule may
+  check, and `operands` the leaves of the arguments now. Kinds of results that are missing at the
+  end are free. A rule that is a `derivative` is linear in some of its arguments.
 
   Returns:
     The results, their kinds, and the dtypes that they have without autocast.
@@ -212,13 +202,7 @@ def _jvp(
 )
 @dataclasses.dataclass(frozen=True)
 class _Residual:
-  """What the forward rule leaves for the backward rule.
-
-  Fields:
-    array: what is left, in the dtype that it had.
-    dtype: the dtype that the user's rule expects.
-    kind: how it leaves the one and comes into the other; None for what is no floating value.
-  """
+  """What the forward rule leaves for the backward rule, and the dtype that the user's expects."""
 
   array: Array
   dtype: DType
@@ -228,15 +212,10 @@ class _Residual:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-  """What is no array, for the backward rule.
+  """What is no array, for the backward rule."""
 
-  Fields:
-    pullback: the structure of what `jax.vjp` returned, whose leaves are the residuals.
-    moving: the positions of the operands that are differentiated.
-  """
-
-  pullback: PyTree
-  moving: tuple[int, ...]
+  pullback: PyTree  # The structure of what `jax.vjp` returned, whose leaves are the residuals.
+  moving: tuple[int, ...]  # The positions of the operands that are differentiated.
 
 
 _Residuals: TypeAlias = tuple[list[_Residual], _Static]

@@ -72,16 +72,12 @@ def in_precision(eqn: JaxprEqn, precision: object) -> Params:
   """
   params = eqn.params
   if holds_jaxpr(params.values()):
-    params = with_each(eqn, lambda program: _all_in_precision(program, precision))
+    params = with_each(eqn, lambda program: _program_in_precision(program, precision) or program)
   return {**params, "precision": precision} if params.get("precision", 0) is None else params
 
 
-def _all_in_precision(program: Program, precision: object) -> Program:
-  return _kept_in_precision(program, precision) or program
-
-
 @cached_per_jaxpr
-def _kept_in_precision(program: Program, precision: object) -> Program | None:
+def _program_in_precision(program: Program, precision: object) -> Program | None:
   jaxpr = opened(program)
   params = [in_precision(eqn, precision) for eqn in jaxpr.eqns]
   if all(new is eqn.params for eqn, new in zip(jaxpr.eqns, params, strict=True)):

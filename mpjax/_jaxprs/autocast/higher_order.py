@@ -60,17 +60,18 @@ def rewrite(
     var if kind is None else rewriter.define(var, kind, recast=True)
     for var, kind in zip(jaxpr.invars, ins, strict=True)
   ]
-  found = powers(jaxpr, settings.ops)
+  functions = powers(jaxpr, settings.ops)
   done: frozenset[int] = frozenset()
   for place, eqn in enumerate(map(rewriter.shown, jaxpr.eqns)):
-    if place in found and write_powers(rewriter, found[place]):
-      done |= found[place].places
+    if place in functions and write_powers(rewriter, functions[place]):
+      done |= functions[place].places
     if is_higher_order(eqn):
       _enter(rewriter, eqn)
     elif place not in done:
       first_order(rewriter, eqn)
+  last = jaxpr.eqns[-1] if jaxpr.eqns else None
   triples = zip(jaxpr.outvars, outs, readers, strict=True)
-  pairs = [_result(rewriter, *each, jaxpr) for each in triples]
+  pairs = [_result(rewriter, *each, last) for each in triples]
   results, kinds = [p[0] for p in pairs], [p[1] for p in pairs]
   new = jaxpr.replace(invars=invars, outvars=results, eqns=rewriter.eqns)
   closed = None if new.constvars else ClosedJaxpr(new, ())
@@ -78,13 +79,12 @@ def rewrite(
 
 
 def _result(
-  rewriter: Rewriter, atom: Atom, dtype: DType | None, readers: int, jaxpr: Jaxpr
+  rewriter: Rewriter, atom: Atom, dtype: DType | None, readers: int, last: JaxprEqn | None
 ) -> tuple[Atom, Kind | None]:
   """What holds a result in `dtype`, and its kind."""
   value = rewriter.value(atom)
   if value is None:
     return atom, None
-  last = jaxpr.eqns[-1] if jaxpr.eqns else None
   kind = value.kind
   dtype = dtype or (kind.dtype if kind.widened and readers == RETURNED else kind.current)
   found = rewriter.view(value, dtype, last)
@@ -96,23 +96,23 @@ def _result(
   return found, kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
 
 
-_kept_rewrite = cached_per_jaxpr(rewrite)
+_cached_rewrite = cached_per_jaxpr(rewrite)
 """The same function called twice is rewritten once, and compiled once."""
 
 
 def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds jaxprs."""
   scope, half = rewriter.place(eqn)
-  found = inner_jaxprs(eqn)
-  if found is None:
+  inner = inner_jaxprs(eqn)
+  if inner is None:
     return rewriter.untouched(eqn) if half is None else rewriter.not_entered(eqn)
   rule = _RULES.get(facts_of(eqn).holds)
-  if rule is None or (half is None and not _entered_inside(eqn, scope, rewriter.settings)):
+  if rule is None or (half is None and not _changes_inside(eqn, scope, rewriter.settings)):
     return rewriter.untouched(eqn)
-  return rule(rewriter, eqn, found)
+  return rule(rewriter, eqn, inner)
 
 
-def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
+def _changes_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
   """Whether some scope inside of an equation that stays as it is has a rule of its own."""
   if settings.precision is not None:
     return True  # What is left as it is needs the precision that was taken from it.
@@ -123,7 +123,7 @@ def _entered_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
 def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
   places = [(eqn, scope + names_of(eqn.source_info.name_stack)) for eqn in jaxpr.eqns]
   return any(
-    rewrites(policy_at(place, settings)) or _entered_inside(eqn, place, settings)
+    rewrites(policy_at(place, settings)) or _changes_inside(eqn, place, settings)
     for eqn, place in places
   )
 
@@ -131,19 +131,14 @@ def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
 def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], Kinds]:
   """The operands as the jaxprs inside read them, and their kinds: as they are held."""
   half = rewriter.place(eqn)[1]
-  atoms: list[Atom] = []
-  kinds: list[Kind | None] = []
-  for atom in eqn.invars:
-    value = rewriter.value(atom)
-    if value is None:
-      atoms.append(atom)
-      kinds.append(None)
-      continue
-    kind = value.kind
-    if half is None and dtype_of(atom) == FLOAT32:  # Nothing changes here, only in a scope inside.
-      kind = kind._replace(held=kind.is_low)
-    atoms.append(rewriter.view(value, kind.variable, eqn))
-    kinds.append(kind)
+  atoms: list[Atom] = list(eqn.invars)
+  kinds = list(map(rewriter.kind, atoms))
+  for i, kind in enumerate(kinds):
+    value = rewriter.value(atoms[i])
+    if kind is not None and value is not None:
+      if half is None and dtype_of(atoms[i]) == FLOAT32:
+        kinds[i] = kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
+      atoms[i] = rewriter.view(value, kind.variable, eqn)
   return atoms, tuple(kinds)
 
 
@@ -160,14 +155,13 @@ def _inside(
   The dtypes of the results are `outs`, None or missing where they are free. Their consumers are
   those of the results of the equation, unless `readers` says otherwise.
   """
-  jaxpr, settings = inner.jaxpr, rewriter.settings
-  values = inner.program.consts if isinstance(inner.program, ClosedJaxpr) else None
-  consts = None if values is None else constants(values, settings)
-  free = (None,) * (len(jaxpr.outvars) - len(outs))
-  given = tuple(ins[i] for i in inner.operands or ())
+  program, settings = inner.program, rewriter.settings
+  consts = constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else None
+  free = (None,) * (len(inner.jaxpr.outvars) - len(outs))
+  kinds = tuple(ins[i] for i in inner.operands or ())
   readers = _readers(rewriter, eqn) if readers is None else readers
   scope = _scope(rewriter, eqn)
-  return _kept_rewrite(jaxpr, given, (*outs, *free), readers, settings, scope, consts)
+  return _cached_rewrite(inner.jaxpr, kinds, (*outs, *free), readers, settings, scope, consts)
 
 
 def _recast(rewriter: Rewriter, eqn: JaxprEqn) -> bool:
@@ -189,47 +183,39 @@ def _scope(rewriter: Rewriter, eqn: JaxprEqn) -> Scope:
   return own if mark is None else (*own, REGION + mark)
 
 
-def _params(eqn: JaxprEqn, found: Sequence[Inner], new: Sequence[Rewritten]) -> dict[str, Any]:
+def _params(eqn: JaxprEqn, inners: Sequence[Inner], new: Sequence[Rewritten]) -> dict[str, Any]:
   """Returns the parameters of an equation with its jaxprs rewritten, closed where they were."""
-  made: list[Program] = []
-  for inner, each in zip(found, new, strict=True):
-    consts = inner.program.consts if isinstance(inner.program, ClosedJaxpr) else None
-    if consts is None:
-      made.append(each.jaxpr)
-    elif consts or each.closed is None:
-      made.append(ClosedJaxpr(each.jaxpr, consts))
-    else:
-      made.append(each.closed)
-  return with_inner(eqn, made)
+
+  def program(inner: Inner, new: Rewritten) -> Program:
+    if not isinstance(inner.program, ClosedJaxpr):
+      return new.jaxpr
+    consts = inner.program.consts
+    return new.closed if new.closed and not consts else ClosedJaxpr(new.jaxpr, consts)
+
+  return with_inner(eqn, [program(*pair) for pair in zip(inners, new, strict=True)])
 
 
 def _dtypes(kinds: Sequence[Kind | None]) -> tuple[DType | None, ...]:
   return tuple(None if kind is None else kind.variable for kind in kinds)
 
 
-def _call(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """A jaxpr that runs once, between the operands and the results."""
   atoms, ins = _operands(rewriter, eqn)
   for i, gone in enumerate(donated(eqn)):
     if gone:  # Its memory is to be taken over: that has the old size.
       atoms[i] = rewriter.original(eqn.invars[i], eqn)
       ins = (*ins[:i], _in_variable(ins[i], eqn.invars[i]), *ins[i + 1 :])
-  new = _inside(rewriter, eqn, found[0], ins)
-  params, saved = _params(eqn, found, [new]), _saved_at_rest(eqn, new.jaxpr, ins)
-  if any(saved):
-    made = saving_rounded(eqn, new.jaxpr, list(map(aval_of, atoms)), saved)
-    eqn, params = eqn.replace(primitive=made.primitive), made.params
+  new = _inside(rewriter, eqn, inners[0], ins)
+  params = _params(eqn, inners, [new])
+  saved = [k.dtype if k is not None and k.held and k.added else None for k in ins]
+  saves = facts_of(eqn).saves and eqn.params["policy"] is None and not new.jaxpr.effects
+  if saves and any(saved):
+    # A `remat` saves at rest, as by hand, a stream that layers add to. A gate is saved as it is
+    # held, for its last digits.
+    remat = saving_rounded(eqn, new.jaxpr, list(map(aval_of, atoms)), saved)
+    eqn, params = eqn.replace(primitive=remat.primitive), remat.params
   rewriter.write(eqn, atoms, new.outs, params, recast=_recast(rewriter, eqn))
-
-
-def _saved_at_rest(eqn: JaxprEqn, jaxpr: Jaxpr, ins: Kinds) -> list[DType | None]:
-  """Returns in which dtype a `remat` saves each operand, None for the one in which it is held.
-
-  A stream that layers add to is saved at rest, as by hand. A gate is held for its last digits.
-  """
-  if not facts_of(eqn).saves or eqn.params["policy"] is not None or jaxpr.effects:
-    return [None] * len(ins)
-  return [k.dtype if k is not None and k.is_low and k.held and k.added else None for k in ins]
 
 
 def _in_variable(kind: Kind | None, atom: Atom) -> Kind | None:
@@ -237,47 +223,47 @@ def _in_variable(kind: Kind | None, atom: Atom) -> Kind | None:
   return None if kind is None else kind._replace(carried=dtype_of(atom))
 
 
-def _composite(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+def _composite(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """What a compiler may replace by something of the same name and types keeps its types."""
   atoms = [rewriter.original(atom, eqn) for atom in eqn.invars]
   ins = tuple(_in_variable(rewriter.kind(v), v) for v in eqn.invars)
-  new = _inside(rewriter, eqn, found[0], ins, list(map(dtype_of, eqn.outvars)))
-  rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [new]))
+  new = _inside(rewriter, eqn, inners[0], ins, list(map(dtype_of, eqn.outvars)))
+  rewriter.write(eqn, atoms, new.outs, _params(eqn, inners, [new]))
 
 
-def _custom(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """A function with a rule of its own for derivatives or batches."""
   atoms, ins = _operands(rewriter, eqn)
   settings, scope = rewriter.settings, _scope(rewriter, eqn)
-  new = _inside(rewriter, eqn, found[0], ins)
+  new = _inside(rewriter, eqn, inners[0], ins)
 
   def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None], derivative: bool) -> Rewritten:
     there = dataclasses.replace(settings, in_derivative=True) if derivative else settings
     readers = [EXACT if dtype == FLOAT32 else 0 for dtype in outs]
     return rewrite(jaxpr, ins, outs, readers, there, scope)
 
-  made = with_rule(CustomCall(eqn, ins, new.outs, again), atoms, new.jaxpr)
-  rewriter.write(made, made.invars, new.outs, recast=_recast(rewriter, eqn))
+  call = with_rule(CustomCall(eqn, ins, new.outs, again), atoms, new.jaxpr)
+  rewriter.write(call, call.invars, new.outs, recast=_recast(rewriter, eqn))
 
 
-def _cond(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
+def _cond(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """Branches that must agree: their result is what one of them returns, as a selection's is."""
   atoms, ins = _operands(rewriter, eqn)
-  free = [_inside(rewriter, eqn, branch, ins).outs for branch in found]
+  free = [_inside(rewriter, eqn, branch, ins).outs for branch in inners]
   readers = _readers(rewriter, eqn)
   kinds = [_chosen(each, kinds) for each, *kinds in zip(readers, *free, strict=True)]
-  new = [_inside(rewriter, eqn, branch, ins, _dtypes(kinds)) for branch in found]
-  rewriter.write(eqn, atoms, kinds, _params(eqn, found, new), recast=_recast(rewriter, eqn))
+  new = [_inside(rewriter, eqn, branch, ins, _dtypes(kinds)) for branch in inners]
+  rewriter.write(eqn, atoms, kinds, _params(eqn, inners, new), recast=_recast(rewriter, eqn))
 
 
 def _chosen(readers: int, kinds: Sequence[Kind | None]) -> Kind | None:
   """Returns the kind of a result that is one of several: see the table for a choice."""
-  found = joined(kinds)
-  if found is None or found.dtype == FLOAT32:
-    return found
-  wide = [kind for kind in kinds if kind is not None and kind.dtype == FLOAT32]
-  fits = all(survives(x, found.dtype) for kind in wide for x in kind.numbers or ())
-  return found._replace(held=True) if wide and (readers & HELD or not fits) else found
+  result = joined(kinds)
+  if result is None or not result.is_low:
+    return result
+  wide = [kind for kind in kinds if kind is not None and not kind.is_low]
+  fits = all(survives(x, result.dtype) for kind in wide for x in kind.numbers or ())
+  return result._replace(held=True) if wide and (readers & HELD or not fits) else result
 
 
 def _loop(
@@ -294,19 +280,17 @@ def _loop(
   """
   settings = rewriter.settings
   readers = of_loop(body, _readers(rewriter, eqn), settings)
+  carry = body.carry
   # A carry that the user has cast to low precision stays in it.
-  own = [dtype_of(v) != FLOAT32 for v in body.jaxpr.invars[body.carry.start : body.carry.stop]]
-  made, kinds = list(atoms), list(ins)
+  own = [dtype_of(v) != FLOAT32 for v in body.jaxpr.invars[carry.start : carry.stop]]
+  atoms, kinds = list(atoms), list(ins)
   start = [kinds[i] for i in body.carried]
   state = [None if kind is None else kind.as_carry for kind in start]
   while True:
     for i, kind in zip(body.carried, state, strict=True):
       kinds[i] = kind
     new = _inside(rewriter, eqn, body, tuple(kinds), readers=readers)
-    back = [
-      _carried(kind, out, own[i])
-      for i, (kind, out) in enumerate(zip(state, new.outs[: len(state)], strict=True))
-    ]
+    back = list(map(_carried, state, new.outs[: len(state)], own))
     if back == state:
       break
     state = back
@@ -314,59 +298,50 @@ def _loop(
   for i, kind in zip(body.carried, state, strict=True):
     value = rewriter.value(eqn.invars[i])
     if kind is not None and value is not None:
-      made[i] = rewriter.view(value, kind.variable, eqn)
+      atoms[i] = rewriter.view(value, kind.variable, eqn)
   outs = (*state, *new.outs[len(state) :])
-  return new._replace(outs=outs), made, tuple(kinds)
+  return new._replace(outs=outs), atoms, tuple(kinds)
 
 
 def _carried(state: Kind | None, returned: Kind | None, own: bool) -> Kind | None:
   """Returns the kind of a carry that comes in as `state` and is returned as `returned`."""
-  found = joined((state, returned))
-  if found is None or found.dtype == FLOAT32:
-    return found
-  started = state is not None and state.dtype == FLOAT32  # As a neutral one.
-  held = (started or found.held) and not own
-  widened = held and found.widened and not started
-  return found._replace(neutral=False, held=held, widened=widened)
+  carry = joined((state, returned))
+  if carry is None or not carry.is_low:
+    return carry
+  started = state is not None and not state.is_low  # As a neutral one.
+  held = (started or carry.held) and not own
+  return carry._replace(neutral=False, held=held, widened=held and carry.widened and not started)
 
 
-def _scan(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
-  (body,) = found
-  atoms, ins = _read_by_all(rewriter, eqn, body.carry.start, *_operands(rewriter, eqn))
-  new, atoms, _ = _loop(rewriter, eqn, body, atoms, ins)
-  rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [new]))
-
-
-def _read_by_all(
-  rewriter: Rewriter, eqn: JaxprEqn, count: int, atoms: list[Atom], ins: Kinds
-) -> tuple[list[Atom], Kinds]:
-  """The operands with the constants of a scan in float32, to be cast in each of its iterations.
-
-  Their gradients are sums over all iterations: in bfloat16, they stop growing after 256 equal ones.
-  """
+def _scan(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
+  (body,) = inners
+  atoms, ins = _operands(rewriter, eqn)
   kinds = list(ins)
-  half = rewriter.place(eqn)[1]
-  for i, kind in enumerate(ins[: 0 if half is None else count]):
-    value = rewriter.value(eqn.invars[i])
+  # Constants come in float32, to be cast in each iteration. Their gradients are sums over all of
+  # them: in bfloat16, they stop growing after 256 equal ones.
+  constant = range(0 if rewriter.place(eqn)[1] is None else body.carry.start)
+  for i in constant:
+    kind, value = kinds[i], rewriter.value(eqn.invars[i])
     if kind is not None and value is not None and kind.variable in HALVES:
       atoms[i] = rewriter.view(value, FLOAT32, eqn)
       kinds[i] = kind._replace(carried=FLOAT32)
-  return atoms, tuple(kinds)
+  new, atoms, _ = _loop(rewriter, eqn, body, atoms, tuple(kinds))
+  rewriter.write(eqn, atoms, new.outs, _params(eqn, inners, [new]))
 
 
-def _while(rewriter: Rewriter, eqn: JaxprEqn, found: tuple[Inner, ...]) -> None:
-  test, body = found
-  atoms, given = _operands(rewriter, eqn)
+def _while(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
+  test, body = inners
+  atoms, ins = _operands(rewriter, eqn)
   # Nothing is kept of it for a backward pass, and whether it ends may depend on its last bits: an
   # iteration until the change is below 1e-4 never ends in bfloat16.
-  ins = list(given)
+  kinds = list(ins)
   for i in body.carried:
-    kind = ins[i]
-    if kind is not None and dtype_of(eqn.invars[i]) == FLOAT32 and kind.dtype != FLOAT32:
-      ins[i] = kind._replace(held=True)
-  new, atoms, kinds = _loop(rewriter, eqn, body, atoms, tuple(ins))
-  tested = _inside(rewriter, eqn, test, kinds, readers=(EXACT,))
-  rewriter.write(eqn, atoms, new.outs, _params(eqn, found, [tested, new]))
+    kind = kinds[i]
+    if kind is not None and dtype_of(eqn.invars[i]) == FLOAT32:
+      kinds[i] = kind._replace(held=kind.is_low)
+  new, atoms, ins = _loop(rewriter, eqn, body, atoms, tuple(kinds))
+  tested = _inside(rewriter, eqn, test, ins, readers=(EXACT,))
+  rewriter.write(eqn, atoms, new.outs, _params(eqn, inners, [tested, new]))
 
 
 _RULES: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, tuple[Inner, ...]], None]] = {

@@ -37,26 +37,25 @@ def saving_low(
   `saved` has the dtype in which each of one or two operands is saved, None for float32; `dtype` is
   that of the result.
   """
-  pairs = list(zip(values, saved, strict=True))
-  places = tuple(i for i, (v, half) in enumerate(pairs) if half and dtype_of(v.atom) == half)
+  places = tuple(i for i, v in enumerate(values) if saved[i] and dtype_of(v.atom) == saved[i])
   # In float32, where the gradients of all readers of a value are added.
   operands = [view(v, FLOAT32, eqn) for v in values] + [values[i].atom for i in places]
   avals = [*map(aval_of, operands), aval_of(eqn.outvars[0])]
   params = tuple(eqn.params.items())
-  made = _with_rule(eqn.primitive, params, *avals, saved=tuple(saved), places=places, dtype=dtype)
+  call = _with_rule(eqn.primitive, params, *avals, saved=tuple(saved), places=places, dtype=dtype)
   body = _product(eqn, avals, len(values), dtype)
-  return eqn.replace(primitive=made.primitive, invars=operands, params=with_inner(made, [body]))
+  return eqn.replace(primitive=call.primitive, invars=operands, params=with_inner(call, [body]))
 
 
 def _product(
   eqn: JaxprEqn, avals: Sequence[ShapedArray], factors: int, dtype: DType
 ) -> ClosedJaxpr:
   """Returns the jaxpr of a multiplication in float32, of operands and a result of these types."""
-  given, wide = list(map(Var, avals[:-1])), retyped(Var(avals[-1]), FLOAT32)
-  eqns = [eqn.replace(invars=[*given[:factors]], outvars=[wide])]
+  invars, wide = list(map(Var, avals[:-1])), retyped(Var(avals[-1]), FLOAT32)
+  eqns = [eqn.replace(invars=[*invars[:factors]], outvars=[wide])]
   if dtype != FLOAT32:
     eqns.append(cast_to(retyped(wide, dtype), wide, eqn))
-  return ClosedJaxpr(jaxpr_of(eqns, given, eqns[-1].outvars), ())
+  return ClosedJaxpr(jaxpr_of(eqns, invars, eqns[-1].outvars), ())
 
 
 @remembered_off_mesh
@@ -90,16 +89,16 @@ def _with_rule(
     for place, change in enumerate(tangents[:count]):
       if isinstance(change, SymbolicZero):
         continue
-      kept = [
+      factors = [
         resting[i] if i in resting else x if half is None or i == place else x.astype(half)
         for i, (x, half) in enumerate(zip(primals[:count], saved, strict=True))
       ]
       saving = jax.checkpoint(functools.partial(along, place), prevent_cse=False)
-      parts.append(saving(kept, change))
+      parts.append(saving(factors, change))
     return [product(*primals[:count])], [functools.reduce(operator.add, parts)]
 
-  given, result = list(map(Var, avals[:count])), retyped(Var(avals[-1]), FLOAT32)
-  eqn = new_jaxpr_eqn(given, [result], primitive, dict(params), no_effects)
+  invars, result = list(map(Var, avals[:count])), retyped(Var(avals[-1]), FLOAT32)
+  eqn = new_jaxpr_eqn(invars, [result], primitive, dict(params), no_effects)
   return differentiated(_product(eqn, avals, count, dtype), tangent, avals[:-1], primitive.name)
 
 
@@ -120,19 +119,19 @@ def saving_rounded(
     moving = [i for i, change in enumerate(tangents) if not isinstance(change, SymbolicZero)]
     outs: list[Array] = eval_jaxpr(jaxpr, (), *primals)
 
-    def along(kept: Sequence[Array], changes: Sequence[Array]) -> list[Array]:
-      wide = [x.astype(p.dtype) if h else x for x, p, h in zip(kept, primals, saved, strict=True)]
+    def along(low: Sequence[Array], changes: Sequence[Array]) -> list[Array]:
+      wide = [x.astype(p.dtype) if h else x for x, p, h in zip(low, primals, saved, strict=True)]
 
       def of_moving(*some: Array) -> list[Array]:
-        given = dict(zip(moving, some, strict=True))
-        return eval_jaxpr(jaxpr, (), *(given.get(i, x) for i, x in enumerate(wide)))
+        by_place = dict(zip(moving, some, strict=True))
+        return eval_jaxpr(jaxpr, (), *(by_place.get(i, x) for i, x in enumerate(wide)))
 
-      found = jax.jvp(of_moving, [wide[i] for i in moving], changes)[1]
-      return [x for x in found if x.dtype != jax.dtypes.float0]
+      out = jax.jvp(of_moving, [wide[i] for i in moving], changes)[1]
+      return [x for x in out if x.dtype != jax.dtypes.float0]
 
-    kept = [x if half is None else x.astype(half) for x, half in zip(primals, saved, strict=True)]
+    low = [x if half is None else x.astype(half) for x, half in zip(primals, saved, strict=True)]
     saving = jax.checkpoint(along, prevent_cse=eqn.params["prevent_cse"])
-    changes = iter(saving(kept, [tangents[i] for i in moving]))
+    changes = iter(saving(low, [tangents[i] for i in moving]))
     return outs, [
       next(changes)
       if jnp.issubdtype(x.dtype, jnp.inexact)

@@ -40,13 +40,10 @@ from mpjax._jaxprs.primitives import facts_of
 
 
 class Rewritten(NamedTuple):
-  """A jaxpr as it is now.
+  """A jaxpr as it is now, and the kinds of its results.
 
-  Fields:
-    jaxpr: the jaxpr.
-    outs: the kinds of its results: None for what is no floating value of ours.
-    closed: the same, closed over no constants; None if it has some. JAX compiles an object once,
-      and an equal one again.
+  `closed` is the same, closed over no constants; None if it has some. JAX compiles an object once,
+  and an equal one again.
   """
 
   jaxpr: Jaxpr
@@ -124,11 +121,11 @@ class Rewriter:
   def place(self, eqn: JaxprEqn) -> tuple[Scope, DType | None]:
     """Returns the scope of an equation, and the compute dtype there; None where nothing changes."""
     stack = eqn.source_info.name_stack  # Alive as long as the jaxpr is, and so its id is its own.
-    found = self._places.get(id(stack))
-    if found is None:
+    place = self._places.get(id(stack))
+    if place is None:
       scope = self._scope + names_of(stack)
-      found = self._places[id(stack)] = (scope, low_dtype(policy_at(scope, self.settings)))
-    return found
+      place = self._places[id(stack)] = (scope, low_dtype(policy_at(scope, self.settings)))
+    return place
 
   def shown(self, eqn: JaxprEqn) -> JaxprEqn:
     """Returns an equation as a profile is to show it, without our marks, and from the same line."""
@@ -180,10 +177,7 @@ class Rewriter:
   def precise(
     self, eqn: JaxprEqn, params: dict[str, Any], dtypes: Iterable[DType | None]
   ) -> dict[str, Any]:
-    """Returns parameters with a precision, if they are those of a matmul that names none itself.
-
-    `eqn` is as it was, `dtypes` those of its operands now.
-    """
+    """Returns parameters with a precision, if a matmul, of operands in `dtypes` now, names none."""
     if params.get("precision", 0) is not None:
       return params
     now, default = [*dtypes], self.settings.precision
@@ -201,9 +195,9 @@ class Rewriter:
   def untouched(self, eqn: JaxprEqn) -> None:
     """Writes an equation as it was, in the dtypes that it was traced with."""
     operands = [self.original(atom, eqn) for atom in eqn.invars]
-    default = self.settings.precision
-    whole = default is not None and holds_jaxpr(eqn.params.values())
-    params = in_precision(eqn, default) if whole else None
+    default, params = self.settings.precision, None
+    if default is not None and holds_jaxpr(eqn.params.values()):
+      params = in_precision(eqn, default)
     self.write(eqn, operands, [self.kind_as_traced(eqn, v) for v in eqn.outvars], params)
 
   def not_entered(self, eqn: JaxprEqn) -> None:

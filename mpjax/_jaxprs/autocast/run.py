@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer, eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, no_effects
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from mpjax._core.audit_record import AUDIT
@@ -57,13 +57,9 @@ def _array(x: ArrayLike, aval: ShapedArray) -> Array:
 
 
 class _Part(NamedTuple):
-  """Equations that follow one another in the same scope.
+  """Equations that follow one another in one scope, what they read, and what others read of them.
 
-  Fields:
-    eqns: the equations.
-    invars: the variables that they read.
-    outvars: those of them that others read.
-    key: equal for parts that compute the same of them; None for what is not comparable.
+  The key is equal for parts that compute the same of what they read; None for one that is alone.
   """
 
   eqns: Sequence[JaxprEqn]
@@ -79,31 +75,6 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   So the jaxpr that it traces is the same, but for the lines of code that profiles show: each
   operation has that of the first of its part.
   """
-  groups = _groups(jaxpr)
-  last: dict[Var, int] = {}
-  for place, group in enumerate(groups):
-    last |= {v: place for eqn in group for v in eqn.invars if not isinstance(v, Literal)}
-  last |= {v: len(groups) for v in jaxpr.outvars if not isinstance(v, Literal)}
-  parts = [_part(group, place, last) for place, group in enumerate(groups)]
-  counts = Counter(part.key for part in parts)
-  calls: dict[Hashable, JaxprEqn] = {}
-  eqns: list[JaxprEqn] = []
-  for part in parts:
-    if part.key is None or counts[part.key] == 1:
-      eqns += part.eqns
-      continue
-    if part.key not in calls:
-      calls[part.key] = call_of(
-        _closed(part, jaxpr), part.invars, part.outvars, "part", inline=True
-      )
-    first = part.eqns[0]
-    place = {"source_info": first.source_info, "ctx": first.ctx}
-    eqns.append(calls[part.key].replace(invars=[*part.invars], outvars=part.outvars, **place))
-  return jaxpr.replace(eqns=eqns)
-
-
-def _groups(jaxpr: Jaxpr) -> list[list[JaxprEqn]]:
-  """Returns the equations of a jaxpr, together where they may be one part."""
   groups: list[list[JaxprEqn]] = []
   before: object = None
   for eqn in jaxpr.eqns:
@@ -112,7 +83,30 @@ def _groups(jaxpr: Jaxpr) -> list[list[JaxprEqn]]:
       groups.append([])
     groups[-1].append(eqn)
     before = place
-  return groups
+  last_read: dict[Var, int] = {}
+  for place, group in enumerate(groups):
+    last_read |= {v: place for eqn in group for v in eqn.invars if not isinstance(v, Literal)}
+  last_read |= {v: len(groups) for v in jaxpr.outvars if not isinstance(v, Literal)}
+  parts = [_part(group, place, last_read) for place, group in enumerate(groups)]
+  counts = Counter(part.key for part in parts)
+  calls: dict[Hashable, JaxprEqn] = {}
+  eqns: list[JaxprEqn] = []
+  for part in parts:
+    if part.key is None or counts[part.key] == 1:
+      eqns += part.eqns
+      continue
+    first = part.eqns[0]
+    if part.key not in calls:
+      # The call is in the scope, and its jaxpr in none. With both, a profile would show
+      # `layer_0/layer_0/tanh` for the first layer, and `layer_1/layer_0/tanh` for the next one.
+      names = without_scopes(first.source_info.name_stack, "")
+      infos = [eqn.source_info.replace(name_stack=names) for eqn in part.eqns]
+      bare = [e.replace(source_info=info) for e, info in zip(part.eqns, infos, strict=True)]
+      closed = ClosedJaxpr(jaxpr_of(bare, part.invars, part.outvars), ())
+      calls[part.key] = call_of(closed, part.invars, part.outvars, "part", inline=True)
+    place = {"source_info": first.source_info, "ctx": first.ctx}
+    eqns.append(calls[part.key].replace(invars=[*part.invars], outvars=part.outvars, **place))
+  return jaxpr.replace(eqns=eqns)
 
 
 def _is_alone(eqn: JaxprEqn) -> bool:
@@ -124,8 +118,10 @@ def _is_alone(eqn: JaxprEqn) -> bool:
   return bool(eqn.effects) or is_higher_order(eqn)
 
 
-def _part(eqns: Sequence[JaxprEqn], place: int, last: Mapping[Var, int]) -> _Part:
-  """Returns what is known of the part number `place`; `last` reads each variable."""
+def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Var, int]) -> _Part:
+  """Returns the part number `place`; `last_read` are the numbers of the last part for a value."""
+  if _is_alone(eqns[0]):
+    return _Part(eqns, [], [], None)
   numbers: dict[Var, int] = {}
   invars: list[Var] = []
 
@@ -142,40 +138,22 @@ def _part(eqns: Sequence[JaxprEqn], place: int, last: Mapping[Var, int]) -> _Par
     operands = tuple(map(number, eqn.invars))
     numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
     key.append((eqn.primitive, operands, tuple(eqn.params.items())))
-  outvars = [v for eqn in eqns for v in eqn.outvars if last.get(v, -1) > place]
+  outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) > place]
   key += [(numbers[v], v.aval) for v in (*invars, *outvars)]
-  whole = None if _is_alone(eqns[0]) else tuple(key)
   try:
-    hash(whole)
+    hash(tuple(key))
   except TypeError:  # Some parameter is not comparable.
-    whole = None
-  return _Part(eqns, invars, outvars, whole)
-
-
-def _closed(part: _Part, jaxpr: Jaxpr) -> ClosedJaxpr:
-  """Returns the jaxpr of a part, which says nothing of the scope that it is in.
-
-  The call is in that scope. With both, a profile would show `layer_0/layer_0/tanh` for the first
-  layer, and `layer_1/layer_0/tanh` for the next one, which shares its jaxpr.
-  """
-  eqns = []
-  for eqn in part.eqns:
-    bare = without_scopes(eqn.source_info.name_stack, "")
-    eqns.append(eqn.replace(source_info=eqn.source_info.replace(name_stack=bare)))
-  body = jaxpr.replace(
-    constvars=[], invars=part.invars, outvars=part.outvars, eqns=eqns, effects=no_effects
-  )
-  return ClosedJaxpr(body, ())
+    return _Part(eqns, [], [], None)
+  return _Part(eqns, invars, outvars, tuple(key))
 
 
 R = TypeVar("R")
 
 
 def remembered_off_mesh(fun: Callable[..., R]) -> Callable[..., R]:
-  """Returns a function of types, and of more, that remembers its results.
+  """Returns a function of types, and of more, that remembers its results off a mesh.
 
-  Not so where a type is that of an array on a mesh: then the context counts too, and is no part of
-  the key.
+  On a mesh the context counts too, and is no part of the key.
   """
   remembering = functools.lru_cache(maxsize=1024)(fun)
 

@@ -28,9 +28,7 @@ from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 
 PREFIX = "mpjax."
 
-REGION = PREFIX + "region="
-
-OUTPUT = PREFIX + "output="
+REGION, OUTPUT = PREFIX + "region=", PREFIX + "output="
 
 REST = PREFIX + "rest="
 """The scope of the result of a layer that rounds it, with the dtype."""
@@ -74,10 +72,7 @@ def mark(region: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def leaving(tree: PyTree, dtype: Any) -> PyTree:
-  """Returns the results of a module where its policy ends: in `dtype` for all that read them.
-
-  What is traced stays float32, with an operation that rounds nothing and represents the cast.
-  """
+  """Returns the results of a module where its policy ends: in `dtype` for all that read them."""
 
   def leaf(x: Any) -> Any:
     if isinstance(x, jax.Array) and x.dtype == "float64":
@@ -96,6 +91,7 @@ def at_rest(tree: PyTree, dtype: str) -> PyTree:
 
 
 def _marked(x: Any, name: str) -> Any:
+  """Returns an array, still float32, behind an operation that represents a cast in the trace."""
   if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
     return x
   with jax.named_scope(name):
@@ -110,18 +106,18 @@ def names_of(stack: NameStack) -> Scope:
 
 @functools.lru_cache(maxsize=4096)
 def policy_at(scope: Scope, settings: Settings) -> Policy | None:
-  """Returns the policy in a scope; None where all stays as it was traced.
-
-  The innermost mark of a policy decides. Where there is none, it is the innermost scope that a rule
-  matches, and there the first of the rules.
-  """
+  """Returns the policy in a scope; None where all stays as it was traced."""
   if FULL_PRECISION in scope:
     return None
-  region = marked(scope)
+  region = marked(scope)  # The innermost mark of a policy decides.
   if region is not None:
     return policy_of(region)
-  rule = _rule_for(scope, settings.rules)
-  return settings.policy if rule is None else rule.policy
+  # Else the innermost scope that a rule matches, and there the first of the rules.
+  for depth in range(len(scope), -1, -1) if settings.rules else ():
+    rule = first_match(settings.rules, None, "/".join(scope[:depth]))
+    if rule is not None:
+      return rule.policy
+  return settings.policy
 
 
 def low_dtype(policy: Policy | None) -> DType | None:
@@ -133,13 +129,6 @@ def marked(scope: Scope) -> str | None:
   """Returns what the innermost mark of a region says; None if there is none."""
   marks = (name[len(REGION) :] for name in reversed(scope) if name.startswith(REGION))
   return next(marks, None)
-
-
-def _rule_for(scope: Scope, rules: tuple[Rule, ...]) -> Rule | None:
-  """Returns the rule for the innermost scope that one matches; None if there is none."""
-  depths = range(len(scope), -1, -1) if rules else ()
-  found = (first_match(rules, None, "/".join(scope[:depth])) for depth in depths)
-  return next((rule for rule in found if rule is not None), None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ from mpjax._jaxprs.autocast.higher_order import rewrite
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
 from mpjax._jaxprs.autocast.uses import CALLER, RETURNED, UNROUNDED
-from mpjax._jaxprs.autocast.values import FLOATS, Kind, Settings, constants
+from mpjax._jaxprs.autocast.values import FLOATS, Kind, Kinds, Settings, constants
 from mpjax._jaxprs.primitive_facts import Holds
 
 R = TypeVar("R")
@@ -55,13 +55,9 @@ class Interface:
 def with_settings(
   fn: Callable[..., R], settings: Settings, where: str, interface: Interface = Interface()
 ) -> Callable[..., R]:
-  """Returns `fn`, traced and rewritten at each call.
+  """Returns `fn`, a function of trees of arrays, traced and rewritten at each call.
 
-  Args:
-    fn: a function of trees of arrays.
-    settings: how to rewrite.
-    where: the public call, for errors.
-    interface: how arguments come in and results leave.
+  `where` is the public call, for errors.
 
   Raises:
     NotTraceable: when called, where no jaxpr can do what `fn` does; of a function that is no call
@@ -75,8 +71,8 @@ def with_settings(
     if AUDIT.value is not None and not settings.modules:
       AUDIT.value.note_autocast()
     boundary = Boundary((args, kwargs))
-    is_argument = _is_jax_array if settings.modules else _is_array
-    arrays = {i: x for i, x in enumerate(boundary.leaves) if is_argument(x)}
+    leaves = enumerate(boundary.leaves)
+    arrays = {i: x for i, x in leaves if _is_argument(x, settings.modules)}
     results: list[tuple[list[Leaf], Callable[[Sequence[Leaf]], R], list[DType | None] | None]] = []
 
     def flat(*operands: Array) -> list[Array]:
@@ -100,21 +96,34 @@ def with_settings(
     except NotTraceable as error:
       if settings.modules:
         raise
-      raise _lost_change(error, where) from error
+      raise MpjaxTypeError(
+        where,
+        expected="a function that returns what it computes",
+        got=f"one that {error}",
+        fix="Return the new values. With flax.nnx, split the model outside and merge it inside: "
+        "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
+      ) from error
     leaves, outside, dtypes = results.pop()
     now = dataclasses.replace(settings, precision=default_precision())
     data = set(map(id, () if interface.data is None else interface.data(args)))
     decides = [id(x) in data for x in arrays.values()]
+    ins = [
+      Kind(x.dtype, neutral=not each) if x.dtype in FLOATS else None
+      for x, each in zip(operands, decides, strict=True)
+    ]
     caller = CALLER if interface.unrounded else RETURNED | UNROUNDED
-    given = [x.dtype for x in operands]
-    new = rewrite_closed(program, now, where, decides, given, dtypes, caller)
+    new = rewrite_closed(program, now, where, tuple(ins), dtypes, caller)
 
     def call(*operands: Array) -> list[Array]:
       return run(new, program.consts, operands, name)
 
     kinds = rules_that_close_over(program)
     if kinds:
-      decided = _numbered(i for i, each in enumerate(decides) if each)
+
+      def decided(args: tuple[PyTree, ...]) -> Iterable[Leaf]:
+        # The first arguments of a derivative are two dicts of operands by number.
+        return [x for part in args[:2] for number, x in part.items() if decides[number]]
+
       # Of a derivative in forward mode JAX transposes a part; of one in reverse mode it is done.
       forward = Holds.CUSTOM_VJP not in kinds
       there = dataclasses.replace(settings, in_derivative=forward)
@@ -135,49 +144,26 @@ _TRACED = object()
 """Replaces a tracer whose trace is over."""
 
 
-def _lost_change(error: NotTraceable, where: str) -> MpjaxTypeError:
-  """Returns the error for what a function does besides returning what it computes."""
-  return MpjaxTypeError(
-    where,
-    expected="a function that returns what it computes",
-    got=f"one that {error}",
-    fix="Return the new values. With flax.nnx, split the model outside and merge it inside: "
-    "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
-  )
-
-
-def _numbered(positions: Iterable[int]) -> DataLeaves:
-  """Returns the same of a derivative, whose first arguments are two dicts of operands by number."""
-  data = frozenset(positions)
-  return lambda args: [x for part in args[:2] for number, x in part.items() if number in data]
-
-
 def _as_float32(x: Array) -> ShapedArray:
   """Returns the type of an array; float32 for float16 and bfloat16."""
   aval = cast(ShapedArray, jax.typeof(x))
   return aval.update(dtype=FLOAT32, weak_type=False) if aval.dtype in HALVES else aval
 
 
-def _is_jax_array(x: Leaf) -> bool:
-  return isinstance(x, jax.Array)
-
-
-def _is_array(x: Leaf) -> bool:
+def _is_argument(x: Leaf, modules: bool) -> bool:
   """Whether a leaf is traced. A number or flag is not: `fn` may use it as a shape, or ask it."""
-  if isinstance(x, (np.ndarray, np.generic)):
-    exact = np.issubdtype(x.dtype, np.integer) or x.dtype == bool
-    if exact and isinstance(x, np.generic):
-      return False
-    return exact or np.issubdtype(x.dtype, np.number) or x.dtype in HALVES
-  return isinstance(x, jax.Array)
+  if modules or not isinstance(x, (np.ndarray, np.generic)):
+    return isinstance(x, jax.Array)
+  if np.issubdtype(x.dtype, np.integer) or x.dtype == bool:
+    return not isinstance(x, np.generic)
+  return np.issubdtype(x.dtype, np.number) or x.dtype in HALVES
 
 
 def rewrite_closed(
   program: ClosedJaxpr,
   settings: Settings,
   where: str,
-  data: Sequence[bool] = (),
-  given: Sequence[DType] | None = None,
+  ins: Kinds,
   results: Sequence[DType | None] | None = None,
   caller: int = RETURNED | UNROUNDED,
 ) -> Jaxpr:
@@ -187,8 +173,7 @@ def rewrite_closed(
     program: the jaxpr.
     settings: how to rewrite.
     where: the public call, for errors.
-    data: whether each argument decides the dtype of what it meets; () if none does.
-    given: the dtypes in which arguments come; None for those that they were traced with.
+    ins: the kinds of its arguments.
     results: the dtypes of the results, of which None is the one that they are computed in; None for
       those that they were traced with.
     caller: the reader of a result that is to be float32, see `uses.py`.
@@ -196,12 +181,8 @@ def rewrite_closed(
   jaxpr = program.jaxpr
   if settings.rules:
     check_rules_match(jaxpr, settings.rules, where)
-  dtypes = [dtype_of(v) for v in jaxpr.invars] if given is None else given
-  neutral = [not each for each in data or [False] * len(jaxpr.invars)]
-  pairs = zip(dtypes, neutral, strict=True)
-  ins = tuple(None if d is None or d not in FLOATS else Kind(d, n) for d, n in pairs)
-  found = [dtype_of(v) for v in jaxpr.outvars] if results is None else results
-  outs = [d if d in FLOATS else None for d in found]
+  dtypes = [dtype_of(v) for v in jaxpr.outvars] if results is None else results
+  outs = [d if d in FLOATS else None for d in dtypes]
   readers = [RETURNED if d is None else 0 if d in HALVES else caller for d in outs]
   consts = constants(program.consts, settings)
   return rewrite(jaxpr, ins, outs, readers, settings, (), consts).jaxpr

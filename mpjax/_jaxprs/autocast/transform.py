@@ -130,17 +130,16 @@ def _nnx_model(cast: Callable[P, R]) -> Callable[P, R]:
 
 
 def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]) -> Settings:
+  where = "mpjax.autocast(fn)"
   if not callable(fn):
-    where = "mpjax.autocast(fn)"
-    got = repr(fn)
-    raise MpjaxTypeError(where, expected="a function", got=got, fix=_AS_FUNCTION)
-  check_no_linen_model(fn, "mpjax.autocast(fn)")
+    raise MpjaxTypeError(where, expected="a function", got=repr(fn), fix=_AS_FUNCTION)
+  check_no_linen_model(fn, where)
   if ops is not None and not isinstance(ops, OpLists):
     fix = 'Write ops=mpjax.OpLists().replace(float32=["tanh"]).'
     where = "mpjax.autocast(ops=...)"
     raise MpjaxTypeError(where, expected="an mpjax.OpLists", got=repr(ops), fix=fix)
-  given = parse_rules(rules, "mpjax.autocast(rules=...)")
-  for rule in given:
+  parsed_rules = parse_rules(rules, "mpjax.autocast(rules=...)")
+  for rule in parsed_rules:
     if rule.path is None:
       raise MpjaxValueError(
         "mpjax.autocast(rules=...)",
@@ -150,7 +149,7 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
         "by class or instance put a policy on the model with mpjax.with_policy.",
       )
   parsed = Policy.parse(policy)
-  for one, where in [(parsed, "policy"), *((r.policy, "rules=...") for r in given)]:
+  for one, where in [(parsed, "policy"), *((r.policy, "rules=...") for r in parsed_rules)]:
     if one is not None and one.compute_dtype not in FLOATS:
       raise MpjaxValueError(
         f"mpjax.autocast({where})",
@@ -158,8 +157,7 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
         got=str(one),
         fix="Operations in other dtypes are left as they are; no policy is needed for them.",
       )
-  lists = OpLists() if ops is None else ops
-  return Settings(policy=parsed, ops=lists, rules=given)
+  return Settings(policy=parsed, ops=ops or OpLists(), rules=parsed_rules)
 
 
 def _data_argnums(given: Any) -> tuple[int, ...]:

@@ -62,18 +62,19 @@ def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings) -> Readers
   `outs` has the consumers of each of its results, outside.
   """
   found: Readers = {}
-  for atom, readers in zip(jaxpr.outvars, outs, strict=True):
-    if readers and not isinstance(atom, Literal):
-      found[atom] = found.get(atom, 0) | readers
+
+  def note(atoms: Sequence[Atom], each: Sequence[int]) -> None:
+    for atom, readers in zip(atoms, each, strict=True):
+      if readers and not isinstance(atom, Literal):
+        found[atom] = found.get(atom, 0) | readers
+
+  note(jaxpr.outvars, outs)
   for eqn in reversed(jaxpr.eqns):
     results = tuple(found.get(v, 0) for v in eqn.outvars)
     if is_higher_order(eqn):
-      each = of_operands(eqn, results, settings)
+      note(eqn.invars, _of_operands(eqn, results, settings))
     else:
-      each = (_of_operation(eqn, results, settings),) * len(eqn.invars)
-    for atom, readers in zip(eqn.invars, each, strict=True):
-      if readers and not isinstance(atom, Literal):
-        found[atom] = found.get(atom, 0) | readers
+      note(eqn.invars, (_of_operation(eqn, results, settings),) * len(eqn.invars))
   return found
 
 
@@ -109,21 +110,19 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
 _ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR}
 
 
-def of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
+def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
   """What an equation that holds jaxprs is to each operand."""
-  found = inner_jaxprs(eqn)
-  if not found or any(inner.operands is None for inner in found):
+  inners = inner_jaxprs(eqn)
+  if not inners or any(inner.operands is None for inner in inners):
     return (FULL | EXACT,) * len(eqn.invars)
   each = [0] * len(eqn.invars)
-  for inner in found:
-    jaxpr = inner.jaxpr
-    results = outs if inner.returns else (EXACT,) * len(jaxpr.outvars)
+  for inner in inners:
+    results = outs if inner.returns else (EXACT,) * len(inner.jaxpr.outvars)
     if inner.carry:
       results = of_loop(inner, results, settings)
-    for place, readers in zip(
-      inner.operands or (), of_inputs(jaxpr, results, settings), strict=True
-    ):
-      each[place] |= readers
+    readers = of_inputs(inner.jaxpr, results, settings)
+    for place, more in zip(inner.operands or (), readers, strict=True):
+      each[place] |= more
   return each
 
 

@@ -11,7 +11,7 @@ from jax.interpreters import mlir
 
 import mpjax
 from mpjax._jaxprs.autocast.traced import rewrite_closed
-from mpjax._jaxprs.autocast.values import Settings
+from mpjax._jaxprs.autocast.values import Kind, Settings
 from tests import programs
 
 HALF = "bfloat16"
@@ -154,6 +154,7 @@ def test_a_scan_of_a_later_jax_is_no_key_error():
   jaxpr = program(X[0], W).jaxpr.replace(eqns=[*eqns[:-1], odd])
   settings = Settings(policy=mpjax.Policy(compute_dtype="bfloat16"), ops=mpjax.OpLists())
   closed = ClosedJaxpr(jaxpr, ())
+  ins = (Kind(np.dtype("float32"), neutral=True),) * len(jaxpr.invars)
   with pytest.warns(UserWarning, match="'scan' holds a jaxpr in its parameters"):
-    new = rewrite_closed(closed, settings, "here")
+    new = rewrite_closed(closed, settings, "here", ins)
   assert new.eqns[-1].params == odd.params
