@@ -264,17 +264,23 @@ def select(
   return pick(condition, on_true, on_false)
 
 
-def check_alike(new: PyTree, old: PyTree, where: str, *, fix: str) -> None:
-  """Raises unless two trees have the same structure, shapes and dtypes.
+def check_alike(
+  new: PyTree,
+  old: PyTree,
+  where: str,
+  *,
+  fix: str,
+  expected: str = "the new tree to be like the old one",
+  dtypes: bool = True,
+) -> None:
+  """Raises unless two trees have the same structure and shapes, and dtypes where these count.
 
   Raises:
     MpjaxValueError: they differ.
   """
-  problems = tree_differences(old, new, dtypes=True)
+  problems = tree_differences(old, new, dtypes=dtypes)
   if problems:
-    raise MpjaxValueError(
-      where, expected="the new tree to be like the old one", got=listed(problems), fix=fix
-    )
+    raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
 
 
 def pick(condition: Array, on_true: PyTree, on_false: PyTree) -> PyTree:

@@ -9,7 +9,7 @@ import optax
 
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.paths import is_key
-from mpjax._core.trees import is_array_like, is_half, is_none, tree_differences
+from mpjax._core.trees import check_alike, is_array_like, is_half, is_none, tree_differences
 from mpjax._core.types import Array, DType, Leaf, Params, Updates
 from mpjax._core.validators import check_choice
 from mpjax.transforms._split import differentiated_as, stored
@@ -67,14 +67,14 @@ def apply_updates(
   _check_rounding(call, master, rounding, key)
   updates = _spell_out(params, updates)
   refuse_none(updates, params, f"{call}(updates)", expected="updates like the parameters")
-  problems = tree_differences(params, updates, dtypes=False)
-  if problems:
-    raise MpjaxValueError(
-      f"{call}(updates)",
-      expected="updates like the parameters",
-      got=listed(problems),
-      fix="Pass what tx.update returned for these parameters.",
-    )
+  check_alike(
+    updates,
+    params,
+    f"{call}(updates)",
+    expected="updates like the parameters",
+    fix="Pass what tx.update returned for these parameters.",
+    dtypes=False,
+  )
   if master is not None:
     return _from_master(params, updates, master, f"{call}(master)")
   leaves, treedef = jax.tree.flatten(params)

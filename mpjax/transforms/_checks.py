@@ -123,7 +123,7 @@ def update_inner(
   except MpjaxError:
     raise
   except FROM_ARGUMENTS as error:
-    own = _init_structure(inner, grads if params is None else params)
+    own = init_structure(inner, grads if params is None else params)
     if own is None or own == jax.tree.structure(state):
       raise
     raise MpjaxTypeError(
@@ -134,7 +134,7 @@ def update_inner(
     ) from error
 
 
-def _init_structure(inner: optax.GradientTransformationExtraArgs, params: Params) -> object:
+def init_structure(inner: optax.GradientTransformation, params: Params) -> object:
   """Returns the structure of the state that `inner` starts from, or None if it cannot be told."""
   try:
     return jax.tree.structure(jax.eval_shape(inner.init, params))

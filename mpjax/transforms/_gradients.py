@@ -77,7 +77,9 @@ def batch_gradients(
       return (model_state, jax.tree.map(jnp.add, total, grads)), (loss, metrics)
 
     zeros = jax.tree.map(lambda p: jnp.zeros_like(at_least_float32(p)), params)
-    micro_batches = jax.tree.map(lambda x: _cut(x, accumulate), batch)
+    # Row i goes to micro-batch i % accumulate: what is divided over devices stays where it is.
+    cut = lambda x: x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])  # noqa: E731
+    micro_batches = jax.tree.map(lambda x: jnp.moveaxis(cut(x), 1, 0), batch)
     (model_state, total), (losses, each) = jax.lax.scan(
       body, (model_state, zeros), (jnp.arange(accumulate), micro_batches)
     )
@@ -99,10 +101,6 @@ def _unless_there_before(new: Array, old: Array, unchanged: bool) -> Array | int
     return 0
   both_nan = jnp.logical_and(jnp.isnan(new), jnp.isnan(old))
   return jnp.where(jnp.logical_or(new == old, both_nan), jnp.zeros_like(new), new)
-
-
-def _cut(x: Array, parts: int) -> Array:
-  return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
 
 
 def _metric(x: Leaf) -> Array:

@@ -10,10 +10,10 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
-from mpjax._core.trees import tree_differences
+from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError
+from mpjax._core.trees import check_alike
 from mpjax._core.types import Array, Leaf, Params, PyTree
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.primitive_facts import Holds
@@ -126,11 +126,11 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
   """Warns if a dynamic scale protects no float16."""
   # A jaxpr says nothing of how the rules of `jax.custom_vjp` compute in it, nor of the inside of a
   # primitive that this version does not know.
-  if any(
-    facts_of(visit.eqn).holds is Holds.CUSTOM_VJP or not visit.entered or _in_float16(visit.eqn)
-    for visit in walk(jaxpr)
-  ):
-    return
+  for visit in walk(jaxpr):
+    avals = [v.aval for v in (*visit.eqn.invars, *visit.eqn.outvars)]
+    in_float16 = any(getattr(aval, "dtype", None) == jnp.float16 for aval in avals)
+    if in_float16 or not visit.entered or facts_of(visit.eqn).holds is Holds.CUSTOM_VJP:
+      return
   text = (
     "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "
     "float16. bfloat16 and float32 have the range to do without: StaticLossScale(1) skips bad "
@@ -143,10 +143,6 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
     # Between the user's call and this one are JAX's, as many as there are: the line to change is
     # where the function is.
     warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
-
-
-def _in_float16(eqn: JaxprEqn) -> bool:
-  return any(getattr(v.aval, "dtype", None) == jnp.float16 for v in (*eqn.invars, *eqn.outvars))
 
 
 def _checked(loss_fn: LossFn) -> LossFn:
@@ -166,14 +162,13 @@ def _checked(loss_fn: LossFn) -> LossFn:
       )
     new_state, metrics = aux
     _check_names(metrics)
-    problems = tree_differences(model_state, new_state, dtypes=True)
-    if problems:
-      raise MpjaxValueError(
-        "mpjax.make_train_step(loss_fn): model_state",
-        expected="the structure, shapes and dtypes that it was given",
-        got=listed(problems),
-        fix="Return the entire new state, cast to the dtypes of the old one.",
-      )
+    check_alike(
+      new_state,
+      model_state,
+      "mpjax.make_train_step(loss_fn): model_state",
+      expected="the structure, shapes and dtypes that it was given",
+      fix="Return the entire new state, cast to the dtypes of the old one.",
+    )
     check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
     return out
 

@@ -133,12 +133,6 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   return found[0]
 
 
-def applies_updates(opt_state: OptState) -> bool:
-  """Whether the `update` that made this state takes `apply=`: a loss scale outermost, and used."""
-  scales = isinstance(opt_state, LossScalingState) and scales_in(opt_state)
-  return any(found.state is not None for found in scales or ())
-
-
 def _check_tx(tx: object, where: str) -> None:
   if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
     raise MpjaxTypeError(

@@ -10,7 +10,7 @@ import optax
 from mpjax._core.paths import path_text
 from mpjax._core.together import sum_of_squares
 from mpjax._core.trees import all_finite, select
-from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
+from mpjax._core.types import Array, OptState, Params, PyTree, Updates
 from mpjax.transforms._across_devices import IntegerState, check_integer_state
 from mpjax.transforms._apply_updates import apply_updates, check_rounding
 from mpjax.transforms._checks import check_axes
@@ -20,11 +20,10 @@ from mpjax.transforms._loss_scale_config import INT32_MAX
 from mpjax.transforms._loss_scaling import AxisName
 from mpjax.transforms._master_weights import merged_masters
 from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
-from mpjax.transforms._state import replace_scale
+from mpjax.transforms._state import LossScalingState, replace_scale
 from mpjax.transforms._traced_loss import LossFn, Metrics, check_signature
 from mpjax.transforms._train_state import (
   TrainState,
-  applies_updates,
   own_scale,
   trained_params,
   updated_parameters,
@@ -154,7 +153,7 @@ def make_train_step(
       loss_fn, state, batch, rng, accumulate, axes, integer_state
     )
     forward = (loss, watched)
-    norm = _norm(unscale(grads, state.opt_state))
+    norm = jnp.sqrt(sum_of_squares(jax.tree.leaves(unscale(grads, state.opt_state))))
 
     def apply(params: Params, updates: Updates, opt_state: OptState) -> Params:
       check_updates(params, updates)
@@ -168,7 +167,8 @@ def make_train_step(
 
     scaled = own_scale(state.opt_state, "").state is not None
     extra = {"loss": forward, "value": loss}
-    applied = applies_updates(state.opt_state)
+    # With the scale outermost, parameters are updated in the branch that is not skipped.
+    applied = scaled and isinstance(state.opt_state, LossScalingState)
     if applied:
       params, opt_state = checked_update(tx, grads, state, **extra, apply=apply)
     else:
@@ -211,10 +211,6 @@ def make_train_step(
     donate_argnums=(0,) if donate else (),
     out_shardings=None if state_shardings is None else (state_shardings, None),
   )
-
-
-def _norm(grads: Grads) -> Array:
-  return jnp.sqrt(sum_of_squares(jax.tree.leaves(grads)))
 
 
 def _average(old: Params, new: Params, decay: float, updated: dict[str, Array]) -> Params:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
-from mpjax._core.trees import tree_differences
+from mpjax._core.trees import check_alike, tree_differences
 from mpjax._core.types import Array, Function, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._core.validators import (
   check_callable,
@@ -18,6 +18,7 @@ from mpjax._core.validators import (
   check_value,
   wrong_type,
 )
+from mpjax.transforms._checks import FROM_ARGUMENTS, init_structure
 from mpjax.transforms._masters import has_split
 from mpjax.transforms._train_state import TrainState, own_scale
 from mpjax.transforms._trees import key_text
@@ -87,24 +88,23 @@ def checked_update(
   tx: optax.GradientTransformationExtraArgs, grads: Grads, state: TrainState, **extra: PyTree
 ) -> tuple[Updates, OptState]:
   """Returns what `tx.update` does, and raises if it fails or gives another kind of state."""
-  where = "mpjax.make_train_step(tx)"
   try:
     result, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
-  except (TypeError, ValueError, AttributeError) as error:
-    if isinstance(error, (MpjaxError, jax.errors.JAXTypeError)):
-      raise
+  except (MpjaxError, jax.errors.JAXTypeError):
+    raise
+  except FROM_ARGUMENTS as error:
     _check_own_state(tx, state, error)
     raise _needs_more(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
-  problems = tree_differences(state.opt_state, opt_state, dtypes=True)
-  if problems:
+  if jax.tree.structure(opt_state) != jax.tree.structure(state.opt_state):
     _check_own_state(tx, state, None)
-    raise MpjaxValueError(
-      f"{where}: the state of the optimizer",
-      expected="the structure, shapes and dtypes that it had before the step",
-      got=listed(problems),
-      fix="Parameters stored in low precision need mpjax.master_weights, or a loss scale other "
-      "than NoLossScale, for their moments to be float32.",
-    )
+  check_alike(
+    opt_state,
+    state.opt_state,
+    "mpjax.make_train_step(tx): the state of the optimizer",
+    expected="the structure, shapes and dtypes that it had before the step",
+    fix="Parameters stored in low precision need mpjax.master_weights, or a loss scale other "
+    "than NoLossScale, for their moments to be float32.",
+  )
   return result, opt_state
 
 
@@ -131,16 +131,14 @@ def _check_own_state(
   tx: optax.GradientTransformationExtraArgs, state: TrainState, error: Exception | None
 ) -> None:
   """Raises if the state is that of another optimizer."""
-  made = jax.eval_shape(tx.init, state.params)
-  problems = tree_differences(made, state.opt_state, dtypes=False)
-  if jax.tree.structure(made) == jax.tree.structure(state.opt_state):
-    return
-  raise MpjaxTypeError(
-    "mpjax.make_train_step(tx): step(state)",
-    expected="a state that was created with this very tx",
-    got=f"one of another optimizer: {listed(problems)}",
-    fix="Give TrainState.create and make_train_step the same tx, wrapped by mpjax.loss_scaling.",
-  ) from error
+  own = init_structure(tx, state.params)
+  if own is not None and own != jax.tree.structure(state.opt_state):
+    raise MpjaxTypeError(
+      "mpjax.make_train_step(tx): step(state)",
+      expected="a state that was created with this very tx",
+      got=f"one of another optimizer, {jax.tree.structure(state.opt_state)}"[:500],
+      fix="Give TrainState.create and make_train_step the same tx, wrapped by mpjax.loss_scaling.",
+    ) from error
 
 
 def check_decision(new: OptState, old: OptState) -> None:

@@ -135,34 +135,25 @@ def refuse_none(given: PyTree, params: Params, where: str, *, expected: str) -> 
 
 
 def _check_gradients(grads: Grads, params: Params, where: str) -> None:
+  def misfit(path: KeyPath, p: Leaf, g: Leaf) -> str | None:
+    if is_inexact(p) and not is_inexact(g):  # Integers for the gradient of a floating parameter.
+      return f"{jnp.result_type(g)} for {jnp.result_type(p)} at {jax.tree_util.keystr(path)}"
+    return None
+
   problems = tree_differences(params, grads, dtypes=False)
   if not problems:
-    pairs = jax.tree_util.tree_map_with_path(_misfit, params, grads, is_leaf=is_none)
+    pairs = jax.tree_util.tree_map_with_path(misfit, params, grads, is_leaf=is_none)
     problems = jax.tree.leaves(pairs)
   if problems:
     fix = "Differentiate with respect to the very tree that is passed as params."
-    if _per_example(grads, params):
+    given, own = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (grads, params))
+    if given and all(given) and [shape[1:] for shape in given] == own:
       fix = (
         "Take the mean over the examples; for optax.contrib.dpsgd, which does, leave params out."
       )
     raise MpjaxValueError(
       where, expected="gradients with the leaves of params", got=listed(problems), fix=fix
     )
-
-
-def _per_example(grads: Grads, params: Params) -> bool:
-  """Whether each gradient has one axis more than its parameter, of examples."""
-  shapes, wanted = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (grads, params))
-  return len(shapes) == len(wanted) and all(
-    len(s) > 0 and s[1:] == w for s, w in zip(shapes, wanted, strict=True)
-  )
-
-
-def _misfit(path: KeyPath, p: Leaf, g: Leaf) -> str | None:
-  """What is wrong if a floating parameter comes with integers for a gradient."""
-  if not is_inexact(p) or is_inexact(g):
-    return None
-  return f"{jnp.result_type(g)} for {jnp.result_type(p)} at {jax.tree_util.keystr(path)}"
 
 
 def _align_leaf(g: Leaf, p: Leaf) -> Leaf:

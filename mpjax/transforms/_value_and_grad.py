@@ -111,7 +111,10 @@ def differentiate_scaled(
 
   @functools.wraps(fun, updated=())
   def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, Grads]:
-    primals = [args[i] for i in _positions(argnums) if -len(args) <= i < len(args)]
+    # What is differentiated; `nnx.DiffState` has its position in a field.
+    several: Sequence[Leaf] = argnums if isinstance(argnums, Sequence) else [argnums]
+    positions = [getattr(one, "argnum", one) for one in several]
+    primals = [args[i] for i in positions if -len(args) <= i < len(args)]
     scale = read(primals)
     if differentiator is jax.value_and_grad:
       _check_library(primals, allow_int)
@@ -234,12 +237,6 @@ def _times(grad: Leaf, factor: Array) -> Leaf:
     return grad
   wide = at_least_float32(grad)
   return (wide * factor.astype(wide.real.dtype)).astype(grad.dtype)
-
-
-def _positions(argnums: Leaf) -> list[int]:
-  """Returns the positions of what is differentiated; `nnx.DiffState` has its own in a field."""
-  several = argnums if isinstance(argnums, Sequence) else [argnums]
-  return [getattr(one, "argnum", one) for one in several]
 
 
 def _check_library(models: Sequence[Module], allow_int: bool) -> None:
