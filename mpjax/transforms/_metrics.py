@@ -1,6 +1,6 @@
 """What happened to the last step: metrics, the flag for other state, an alarm for the host."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import jax
@@ -14,7 +14,7 @@ from mpjax._core.trees import is_inexact, is_nnx_object, select
 from mpjax._core.types import Array, Leaf, OptState, Params, PyTree
 from mpjax._core.validators import check_int
 from mpjax.transforms._state import LossScalingState, OwnedScale, find_scale, read_state
-from mpjax.transforms._trees import KeyPath, key_text, nodes_of
+from mpjax.transforms._trees import key_text, nodes_of
 
 T = TypeVar("T")
 
@@ -165,9 +165,9 @@ def check_skipped_steps(
       "the loss, log(0), a division by 0, or a learning rate that is too high. "
       "print(mpjax.find_nonfinite(step)(state, batch)) shows where it begins."
     )
-    if (nan := _first_nan(_with_values(params))) is not None:
+    if (nan := _first_nan(params)) is not None:
       fix = f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
-    if _may_be_variables(params) and not _has_moments_of(params, scale.owner):
+    if _may_have_more(params, scale.owner):
       fix += ' Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
     raise MpjaxRuntimeError(
       where,
@@ -188,32 +188,15 @@ def _refuse_tracers(x: Leaf, where: str) -> None:
     )
 
 
-def _may_be_variables(params: Params) -> bool:
-  """Whether a tree may hold more than parameters: its positions are not those of gradients then."""
+def _may_have_more(params: Params, owner: LossScalingState) -> bool:
+  """Whether `params` may hold more than is trained: its positions are not those of gradients."""
   # Variables of Linen and models of NNX do. A tree of parameters may look the same, as that of a
-  # model with a submodule called "params".
-  variables = isinstance(params, Mapping) and "params" in params and len(params) > 1
-  return variables or is_nnx_object(params)
-
-
-def _has_moments_of(params: Params, owner: LossScalingState) -> bool:
-  """Whether the optimizer's state holds a tree like `params`, which are what it trains then."""
+  # model with a submodule called "params"; then the optimizer's moments are a tree like it.
   structure = jax.tree.structure(params)
-
-  def same(x: PyTree) -> bool:
-    return jax.tree.structure(x) == structure
-
-  return any(map(same, jax.tree.leaves(owner.inner_state, is_leaf=same)))
-
-
-def _with_values(tree: PyTree) -> PyTree:
-  """Returns a tree without leaves that have no values: donated, traced or abstract ones."""
-
-  def leaf(x: Leaf) -> Leaf | None:
-    abstract = isinstance(x, (Tracer, jax.ShapeDtypeStruct))
-    return None if abstract or (isinstance(x, jax.Array) and x.is_deleted()) else x
-
-  return jax.tree.map(leaf, tree)
+  is_like = lambda x: jax.tree.structure(x) == structure  # noqa: E731
+  variables = isinstance(params, Mapping) and "params" in params and len(params) > 1
+  moments = filter(is_like, jax.tree.leaves(owner.inner_state, is_leaf=is_like))
+  return (variables or is_nnx_object(params)) and not any(True for _ in moments)
 
 
 def _refuse_nan(trees: Mapping[str, PyTree], where: str) -> None:
@@ -232,10 +215,14 @@ def _refuse_nan(trees: Mapping[str, PyTree], where: str) -> None:
 
 
 def _first_nan(tree: PyTree) -> str | None:
-  """Returns the path of the first leaf with a NaN, if any."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  nans = (path for path, x in leaves if is_inexact(x) and bool(jnp.any(jnp.isnan(x))))
-  return next(map(key_text, nans), None)
+  """Returns the path of the first leaf with a NaN, if any; donated and abstract ones show none."""
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
+      continue
+    is_gone = isinstance(x, jax.Array) and x.is_deleted()
+    if not is_gone and is_inexact(x) and bool(jnp.any(jnp.isnan(x))):
+      return key_text(path)
+  return None
 
 
 def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Params) -> str:
@@ -261,10 +248,10 @@ def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Para
     if (other := position(label)) < len(paths):
       return f"the gradient of {paths[other]}, of the loss {OwnedScale(scale.owner, label).name!r}"
   # Beyond the gradients `make_train_step` has the loss and the leaves of the model state.
-  state = _keystrs(jax.tree_util.tree_leaves_with_path(getattr(opt_state, "model_state", ())))
+  state = jax.tree_util.tree_leaves_with_path(getattr(opt_state, "model_state", ()))
   index = own - len(paths) - 1
   if 0 <= index < len(state):
-    return f"the model state at {state[index]}"
+    return f"the model state at {key_text(state[index][0])}"
   return "the loss, the model state or the updates, not the gradients"
 
 
@@ -273,14 +260,9 @@ def _paths(opt_state: OptState, owner: LossScalingState, params: Params) -> list
   # A mask around it hides some of them.
   masks = nodes_of(opt_state, (optax.MaskedState, optax.PartitionState))
   masked = any(one is owner for mask in masks for one in nodes_of(mask, LossScalingState))
-  variables = _may_be_variables(params) and not _has_moments_of(params, owner)
-  if params is None or masked or variables:
+  if params is None or masked or _may_have_more(params, owner):
     return None
-  return _keystrs(jax.tree_util.tree_leaves_with_path(params))
-
-
-def _keystrs(pairs: Iterable[tuple[KeyPath, Leaf]]) -> list[str]:
-  return [key_text(path) for path, _ in pairs]
+  return [key_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def select_tree(finite: Array | bool, new: T, old: T) -> T:
