@@ -1,6 +1,5 @@
 """The optax wrapper that stores the moments of an optimizer in low precision."""
 
-import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable
@@ -279,28 +278,16 @@ def _map_moments(
   # `containers` are types of the parameters' own: a NamedTuple of them may have a field `mu`.
 
   def visit(x: PyTree) -> PyTree:
-    own = type(x) in containers
-    names: tuple[str, ...] = getattr(x, "_fields", ())
-    if not own and names:
-      return x._replace(**{name: field(x, name) for name in names})
-    if not own and dataclasses.is_dataclass(x) and not isinstance(x, type):
-      inside = [name for name in _children(x) if hasattr(x, name)]
-      return dataclasses.replace(x, **{name: field(x, name) for name in inside})
-    children, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
-    if len(children) == 1 and children[0] is x:
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
+    if any(child is x for _, child in pairs):
       return x
-    return treedef.unflatten(map(visit, children))
+    named = _FIELDS_OF.get(type(x).__name__, _FIELDS)
+    fields: dict[str, Order] = {} if type(x) in containers else named
+    orders = [fields.get(getattr(path[-1], "name", "")) for path, _ in pairs]
+    children = (child for _, child in pairs)
+    return treedef.unflatten(map(child_of, orders, children))
 
-  def field(owner: PyTree, name: str) -> PyTree:
-    order = _FIELDS_OF.get(type(owner).__name__, _FIELDS).get(name)
-    value = getattr(owner, name)
-    return visit(value) if order is None else jax.tree.map(lambda x: f(x, order), value)
+  def child_of(order: Order | None, child: PyTree) -> PyTree:
+    return visit(child) if order is None else jax.tree.map(lambda x: f(x, order), child)
 
   return visit(state)
-
-
-def _children(x: PyTree) -> list[str]:
-  """Returns the fields of a dataclass that are a part of its tree."""
-  found = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
-  keys = (key for path, _ in found for key in path)
-  return [key.name for key in keys if isinstance(key, jax.tree_util.GetAttrKey)]
