@@ -7,6 +7,7 @@ gradients that are right and behind a clip: far below 1 the mistake is all that 
 above it is gone, or the other way round.
 """
 
+import collections
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, ParamSpec
@@ -164,8 +165,14 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
   # What is a new version of which argument? The one that a skipped step returns as it was.
   before, after = dict(arrays_in(call)), first.after
   places, carried = _places(before), _carried(before, after)
+  of_type = collections.defaultdict[object, list[Path]](list)
+  for path, x in before.items():
+    if _FIELD not in path:
+      of_type[_type(x)].append(path)
   returned = {path: x for path, x in after.items() if _FIELD not in path}
-  old = {path: _old_versions(path, x, before, places, carried) for path, x in returned.items()}
+  old = {
+    path: _old_versions(path, x, of_type[_type(x)], places, carried) for path, x in returned.items()
+  }
   same = {path: _unchanged(one.paths, before, skipped.after[path]) for path, one in old.items()}
   tolerance, wrong, replaced = (0.25 if program is None else _TOLERANCE), [], []
   for path, version in old.items():
@@ -231,18 +238,17 @@ def _carried(before: Leaves, after: Leaves) -> list[Path]:
 
 
 def _old_versions(
-  path: Path, new: Leaf, before: Leaves, places: set[Path], carried: list[Path]
+  path: Path, new: Leaf, others: Sequence[Path], places: set[Path], carried: list[Path]
 ) -> _Version:
-  """Returns the arguments that a returned leaf may be the new version of."""
-  # Of those of its type the ones whose paths end as its own does, as far as any does: by names, for
-  # an index says nothing but of what is `carried`. The optimizer's state is at `places`.
+  """Returns the arguments, of `others` in its type, that a leaf may be the new version of."""
+  # Those whose paths end as its own does, as far as any does: by names, for an index says nothing
+  # but of what is `carried`. The optimizer's state is at `places`.
   shared = dict[Path, int]()
-  for other, x in before.items():
-    if _FIELD not in other and _type(x) == _type(new):
-      equal = [a == b for a, b in zip(reversed(path), reversed(other), strict=False)]
-      length = [*equal, False].index(False)
-      is_named = any(not key[1:-1].isdigit() for key in path[len(path) - length :])
-      shared[other] = length if is_named or (path == other and path in carried) else 0
+  for other in others:
+    equal = [a == b for a, b in zip(reversed(path), reversed(other), strict=False)]
+    length = [*equal, False].index(False)
+    is_named = any(not key[1:-1].isdigit() for key in path[len(path) - length :])
+    shared[other] = length if is_named or (path == other and path in carried) else 0
   most = max(shared.values(), default=0)
   paths = [other for other, length in shared.items() if length == most]
   # What is beside the optimizer's state, and no floating array, may count calls.

@@ -283,7 +283,7 @@ def _map_moments(
       return x
     named = _FIELDS_OF.get(type(x).__name__, _FIELDS)
     fields: dict[str, Order] = {} if type(x) in containers else named
-    orders = [fields.get(getattr(path[-1], "name", "")) for path, _ in pairs]
+    orders: list[Order | None] = [fields.get(getattr(path[-1], "name", "")) for path, _ in pairs]
     children = (child for _, child in pairs)
     return treedef.unflatten(map(child_of, orders, children))
 
