@@ -20,9 +20,15 @@ from mpjax.transforms._checks import (
   take_extra_args,
   update_inner,
 )
-from mpjax.transforms._labels import by_loss, label_configs, parse_label
 from mpjax.transforms._loss_scale import LossScaleState, adjust, init_scale, unscale_tree
-from mpjax.transforms._loss_scale_config import DynamicLossScale, LossScale, NoLossScale
+from mpjax.transforms._loss_scale_config import (
+  DynamicLossScale,
+  LossScale,
+  NoLossScale,
+  by_loss,
+  label_configs,
+  parse_label,
+)
 from mpjax.transforms._loss_scaling_checks import (
   check_arguments,
   refuse_apply_to_parts,

@@ -16,10 +16,11 @@ from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Array, Leaf, OptState, PyTree
 from mpjax._core.validators import check_scalar, check_value
 from mpjax.transforms._checks import check_state
-from mpjax.transforms._labels import Label, parse_label
 from mpjax.transforms._loss_scale import LossScaleState, ScaleState
 from mpjax.transforms._loss_scale_config import (
+  Label,
   LossScale,
+  parse_label,
   positive_scale,
   warn_unless_power_of_two,
 )

@@ -96,13 +96,13 @@ tests/transforms/test_loss_scale.py::test_limits
 + left
 tests/transforms/test_loss_scale.py::test_only_growth_refills_the_hysteresis
 
-mpjax/transforms/_labels.py::parse_label
+mpjax/transforms/_loss_scale_config.py::parse_label
 
 8 min_scale is its default again once it is read from the structure of a state (the list: reset in
   tree_unflatten; our limits are no leaves, but part of the structure)
 - _DEFAULTS | fields
 + fields | _DEFAULTS
-tests/transforms/test_labels.py::test_label_keeps_the_limits_exactly
+tests/transforms/test_loss_scale_config.py::test_label_keeps_the_limits_exactly
 
 mpjax/transforms/_loss_scaling.py::loss_scaling
 
