@@ -244,14 +244,12 @@ def select(
 
   Args:
     condition: a scalar bool.
-    on_true: a tree of arrays.
-    on_false: a tree with the same structure, shapes and dtypes.
+    on_true, on_false: trees of arrays with the same structure, shapes and dtypes.
     where: the public call, for the error.
     fix: what to do where the trees differ.
 
   Raises:
-    MpjaxValueError: `condition` is not a scalar, or the trees differ in structure, or a leaf in
-      dtype or shape.
+    MpjaxValueError: `condition` is no scalar, or the trees are not alike.
   """
   if jnp.shape(condition) != ():
     raise MpjaxValueError(
@@ -273,11 +271,7 @@ def check_alike(
   expected: str = "the new tree to be like the old one",
   dtypes: bool = True,
 ) -> None:
-  """Raises unless two trees have the same structure and shapes, and dtypes where these count.
-
-  Raises:
-    MpjaxValueError: they differ.
-  """
+  """Raises unless two trees have the same structure and shapes, and dtypes where these count."""
   problems = tree_differences(old, new, dtypes=dtypes)
   if problems:
     raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
