@@ -240,11 +240,10 @@ def select(
 ) -> PyTree:
   """Returns `on_true` where the scalar `condition` holds and `on_false` where it does not.
 
-  Never a multiplication by a mask: 0 * NaN is NaN.
-
   Args:
     condition: a scalar bool.
-    on_true, on_false: trees of arrays with the same structure, shapes and dtypes.
+    on_true: a tree of arrays.
+    on_false: a tree with the same structure, shapes and dtypes.
     where: the public call, for the error.
     fix: what to do where the trees differ.
 
@@ -259,6 +258,7 @@ def select(
       fix="Reduce it first, or jax.vmap the entire call: one flag decides for all leaves.",
     )
   check_alike(on_true, on_false, where, fix=fix)
+  # Never a multiplication by a mask: 0 * NaN is NaN.
   return pick(condition, on_true, on_false)
 
 

@@ -1,15 +1,16 @@
 """The gradients of one batch: over micro-batches one by one, and over devices in parallel."""
 
 import functools
-from collections.abc import Hashable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Mapping
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.paths import is_key, path_text
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, Grads, Leaf, PyTree
-from mpjax.transforms._across_devices import IntegerState, common_state, localise
+from mpjax._core.types import Array, Grads, Leaf, Params, PyTree
 from mpjax.transforms._skip import stored_first
 from mpjax.transforms._traced_loss import LossFn, Metrics, trace_loss, warn_without_float16
 from mpjax.transforms._train_state import TrainState, own_scale
@@ -18,6 +19,12 @@ from mpjax.transforms._value_and_grad import value_and_grad
 
 Aux: TypeAlias = tuple[PyTree, Metrics]
 Totals: TypeAlias = tuple[PyTree, Grads]
+
+
+IntegerState: TypeAlias = Literal["sum", "same"] | Mapping[str, Literal["sum", "same"]] | None
+"""How integers of the model state are combined: all alike, or by path."""
+
+_HOW = ("sum", "same")
 
 
 class BatchResult(NamedTuple):
@@ -111,3 +118,109 @@ def _metric(x: Leaf) -> Array:
 
 def _merge_metric(x: Array) -> Array:
   return jnp.mean(x, axis=0) if is_inexact(x) else jnp.sum(x, axis=0, dtype=x.dtype)
+
+
+# What the devices of a mapped axis have in common: parameters before, model state after.
+
+
+def localise(
+  params: Params, axes: tuple[Hashable, ...]
+) -> tuple[Params, Callable[[PyTree], PyTree]]:
+  """Returns the parameters as each device's own, and a function that does so to other trees."""
+  # Of replicated parameters the gradient that `jax.grad` returns inside of a `shard_map` is already
+  # summed over devices, in the dtype of the matmul. Of a device's own ones it is not.
+  manual = tuple(name for name in axes if name in jax.sharding.get_abstract_mesh().manual_axes)
+  if not manual:
+    return params, lambda tree: tree
+  try:
+    local = jax.tree.map(lambda p: jax.lax.pcast(p, manual, to="varying"), params)
+  except ValueError as error:
+    raise MpjaxValueError(
+      f"mpjax.make_train_step(axis_name={axes!r})",
+      expected="parameters that are the same on all devices along it",
+      got=f"some that differ ({error})",
+      fix="Pass them with in_specs=jax.P(); for sharded ones use jit over a Mesh, without "
+      "axis_name.",
+    ) from error
+  flag = jax.lax.pcast(jnp.asarray(True), manual, to="varying")
+  # Also for what varies already: a scan wants the same from all that it carries.
+  return local, lambda tree: jax.tree.map(lambda x: jnp.where(flag, x, x), tree)
+
+
+def common_state(
+  new: PyTree,
+  old: PyTree,
+  unchanged: PyTree,
+  axes: tuple[Hashable, ...],
+  integer_state: IntegerState,
+) -> PyTree:
+  """Returns the model state that all devices continue with."""
+  # What no device has changed is what it was. Floating leaves are averaged in float32, keys are the
+  # same everywhere, and of integers and booleans `integer_state` says which they are. "sum" adds
+  # what each device has added: a counter that is set back would go down once for each device.
+  # `unchanged` says for each leaf whether the loss function returns it as it was given it.
+  leaves, structure = jax.tree_util.tree_flatten_with_path(new)
+  paths = [path_text(path) for path, _ in leaves]
+  known = [_how(path, integer_state) for path in paths]
+  _check_paths(paths, integer_state)
+  rest = zip(leaves, jax.tree.leaves(old), jax.tree.leaves(unchanged), known, strict=True)
+  unsaid, found = [], []
+  for (path, x), before, same, how in rest:
+    counted = not (same or is_inexact(x) or is_key(x.dtype))
+    if counted and how is None:
+      unsaid.append(f"{x.dtype}{list(x.shape)} at {path_text(path) or 'the root'}")
+    found.append(before if same else _combine(x, before, how, axes))
+  if unsaid:
+    raise MpjaxValueError(
+      f"mpjax.make_train_step(axis_name={axes!r}): model_state",
+      expected="integer_state= to say how devices combine integers that loss_fn changes: those "
+      "that count a device's own rows are added, those that count steps are the same on all",
+      got=f"nothing about {listed(unsaid)}",
+      fix='Pass integer_state="sum" (the old value and the changes of all devices), '
+      'integer_state="same" (devices agree anyway), or a dict from paths to these.',
+    )
+  return structure.unflatten(found)
+
+
+def _combine(x: Array, old: Array, how: str | None, axes: tuple[Hashable, ...]) -> Array:
+  if is_key(x.dtype):
+    data = jax.lax.pmax(jax.random.key_data(x), axes)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  if is_inexact(x):
+    return jax.lax.pmean(at_least_float32(x), axes).astype(x.dtype)
+  if x.dtype == jnp.bool_:
+    return jax.lax.pmax(x.astype(jnp.int32), axes).astype(jnp.bool_)
+  return old + jax.lax.psum(x - old, axes) if how == "sum" else jax.lax.pmax(x, axes)
+
+
+def _how(path: str, integer_state: IntegerState) -> str | None:
+  """Returns what is said of the leaf at `path`, or of the nearest branch that it is in."""
+  if not isinstance(integer_state, Mapping):
+    return integer_state
+  above = [name for name in integer_state if path == name or path.startswith(f"{name}/")]
+  return integer_state[max(above, key=len)] if above else None
+
+
+def _check_paths(paths: list[str], integer_state: IntegerState) -> None:
+  given = integer_state if isinstance(integer_state, Mapping) else {}
+  lost = [name for name in given if not any(p == name or p.startswith(f"{name}/") for p in paths)]
+  if lost:
+    raise MpjaxValueError(
+      "mpjax.make_train_step(integer_state)",
+      expected=f"paths of the model state, such as {', '.join(map(repr, paths[:5]))}",
+      got=", ".join(map(repr, lost)),
+      fix="Join the keys on the way to a leaf, or to a branch, by '/'.",
+    )
+
+
+def check_integer_state(integer_state: object) -> None:
+  """Raises unless `integer_state` is one of the ways, a dict of them, or None."""
+  where = "mpjax.make_train_step(integer_state)"
+  expected = "'sum', 'same', a dict from paths of the model state to these, or None"
+  fix = "Use 'sum' for what counts rows or tokens, 'same' for what counts steps."
+  values = list(integer_state.values()) if isinstance(integer_state, Mapping) else [integer_state]
+  paths = list(integer_state) if isinstance(integer_state, Mapping) else []
+  if not all(isinstance(x, str) for x in (*values, *paths) if x is not None or paths):
+    raise MpjaxTypeError(where, expected=expected, got=repr(integer_state), fix=fix)
+  if any(x is not None and x not in _HOW for x in values):
+    raise MpjaxValueError(where, expected=expected, got=repr(integer_state), fix=fix)

@@ -1,6 +1,6 @@
 """Trees of masters, one for each parameter in low precision, and how wrappers show parameters.
 
-A master is float32, or an int16 remainder; None stands for a parameter that is its own.
+A master is float32 or an int16 remainder, and None for a parameter that is its own.
 """
 
 import functools

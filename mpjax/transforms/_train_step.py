@@ -11,10 +11,9 @@ from mpjax._core.paths import path_text
 from mpjax._core.together import sum_of_squares
 from mpjax._core.trees import all_finite, select
 from mpjax._core.types import Array, OptState, Params, PyTree, Updates
-from mpjax.transforms._across_devices import IntegerState, check_integer_state
 from mpjax.transforms._apply_updates import apply_updates, check_rounding
 from mpjax.transforms._checks import check_axes
-from mpjax.transforms._gradients import batch_gradients
+from mpjax.transforms._gradients import IntegerState, batch_gradients, check_integer_state
 from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._loss_scale_config import INT32_MAX
 from mpjax.transforms._loss_scaling import AxisName

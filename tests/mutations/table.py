@@ -466,14 +466,14 @@ mpjax/transforms/_gradients.py::batch_gradients
 48 a loss that loss_fn has averaged over devices is differentiated as one number for all
 - return vary(loss), aux
 + return loss, aux
-tests/transforms/test_across_devices.py::test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient
+tests/integration/test_across_devices.py::test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient
 
-mpjax/transforms/_across_devices.py::_combine
+mpjax/transforms/_gradients.py::_combine
 
 49 a counter of local tokens becomes the largest of all devices
 - how == "sum"
 + how == "both"
-tests/transforms/test_across_devices.py::test_a_token_counter_beside_a_step_counter
+tests/integration/test_across_devices.py::test_a_token_counter_beside_a_step_counter
 
 mpjax/transforms/_gradients.py::_unless_there_before
 

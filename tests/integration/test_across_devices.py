@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._across_devices import localise
+from mpjax.transforms._gradients import localise
 from tests.errors import refused
 from tests.transforms.losses import AUTO, loss_of, over_devices
 
