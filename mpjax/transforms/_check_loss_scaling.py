@@ -62,9 +62,9 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
 
   Nothing can see that by looking at the gradients, and a learning rate that is 2^15 times too small
   is no error. This traces `step`, runs it in float32 at several loss scales, where a right step
-  returns the same, and at the scale inf, where nothing may change: parameters, moments, batch
-  statistics, counts of random numbers. Call it once, on the host, before training or in a test; it
-  adds nothing to the step.
+  returns the same, and at an overflow, at once and after a finite step, where nothing may change:
+  parameters, moments, batch statistics, counts of random numbers. Call it once, on the host, before
+  training or in a test; it adds nothing to the step.
 
   What is compared are new versions of arguments: what has the type of one and its name (the key of
   a dict, the field of a class), or its place, as long as results begin as the arguments do (behind
