@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.paths import leaf_paths
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
+from mpjax._core.types import Args, Function, Kwargs, PyTree
 from mpjax._diagnostics.flat import Leaves
 
 _PARAMETERS = ("params", "parameters", "weights")
@@ -39,13 +39,8 @@ def trace(
     MpjaxTypeError: a model of NNX is written to that is no argument; `where` is the public call.
   """
   leaves = Leaves(args, kwargs, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"))
-
-  def call(*traced: Array) -> list[Leaf]:
-    return [x for _, x in leaves.run(fn, traced)]
-
-  call.__name__ = getattr(fn, "__name__", type(fn).__name__)
   try:
-    program = jax.make_jaxpr(call)(*leaves.arrays)
+    program, _ = leaves.traced(fn)
   except Exception as error:
     if type(error).__name__ != "TraceContextError":
       raise

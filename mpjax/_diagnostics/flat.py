@@ -42,6 +42,18 @@ class Leaves:
     after = jax.tree_util.tree_leaves_with_path(call)
     return [*returned, *((p[2:], x) for p, x in after if is_array(x) and id(x) not in before)]
 
+  def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[KeyPath]]:
+    """Returns the jaxpr of a function of the arrays, and the paths of its results, the arrays."""
+    paths: list[KeyPath] = []
+
+    def flat(*arrays: Array) -> list[Leaf]:
+      results = [pair for pair in self.run(fn, arrays) if is_array(pair[1])]
+      paths[:] = [path for path, _ in results]
+      return [x for _, x in results]
+
+    flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    return jax.make_jaxpr(flat)(*self.arrays), paths
+
 
 class Call:
   """The concrete arguments of a call.
@@ -57,14 +69,8 @@ class Call:
 
   def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Path]]:
     """Returns the jaxpr of a function of these arguments, and the paths of its results."""
-    outputs: list[Path] = []
-
-    def flat(*operands: Array) -> list[Leaf]:
-      results = [pair for pair in self._leaves.run(fn, operands) if is_array(pair[1])]
-      outputs[:] = [key_names(path) for path, _ in results]
-      return [x for _, x in results]
-
-    return jax.make_jaxpr(flat)(*self.operands), outputs
+    program, paths = self._leaves.traced(fn)
+    return program, [key_names(path) for path in paths]
 
 
 def check_concrete(leaves: Sequence[Leaf], where: str) -> None:

@@ -55,8 +55,8 @@ def _is_method(name: str) -> bool:
 
 
 def _is_same(path: str, other: str) -> bool:
-  """Whether two paths are of one module: JAX writes that in the backward pass of a scan anew.
+  """Whether two paths are of one module: JAX writes another in the backward pass of a scan.
 
-  It is then "cell.scan_fn/cell/hi", without what is around the scan.
+  That is "cell.scan_fn/cell/hi", without what is around the scan.
   """
   return path == other or (path.endswith(f"/{other}") and _is_method(other.partition("/")[0]))
