@@ -11,7 +11,7 @@ from mpjax._core.dtypes import is_float8, is_low_precision
 from mpjax._core.errors import MpjaxAssertionError
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
-from mpjax._diagnostics.audit.costs import Collective, Kernel, Misfit, OpaqueKernel, RoundTrips
+from mpjax._diagnostics.audit.costs import Collective, Kernel, Misfit, OpaqueKernel
 from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
 from mpjax._diagnostics.audit.modules import Float8Matmul, ModuleRow, together, without_numbers
 from mpjax._diagnostics.audit.risks import Risk
@@ -43,7 +43,6 @@ class AuditReport(Report):
     modules: dtypes and FLOPs by module.
     misfits: low-precision matmuls whose sizes Tensor Cores have to pad.
     collectives: what devices send to one another.
-    round_trips: casts that undo one another.
     float8: the matmuls in float8 and, with the reason, those that are not; () where nothing asks
       for it.
     rules: how many modules each rule picked.
@@ -71,7 +70,6 @@ class AuditReport(Report):
   modules: tuple[ModuleRow, ...]
   misfits: tuple[Misfit, ...]
   collectives: tuple[Collective, ...]
-  round_trips: RoundTrips
   float8: tuple[Float8Matmul, ...]
   rules: Mapping[Rule, int]
   hidden_rules: Mapping[Rule, int]
@@ -140,7 +138,7 @@ class AuditReport(Report):
       _risks(self),
       _modules(self),
       _float8(self),
-      Section("Tensor Cores, kernels, collectives and casts", tuple(_costs(self))),
+      Section("Tensor Cores, kernels and collectives", tuple(_costs(self))),
       _rules(self),
       _kernels(self),
     )
@@ -372,9 +370,6 @@ def _costs(audit: AuditReport) -> Iterable[str]:
   for x in audit.collectives:
     times = "once" if x.times == 1 else f"{x.times} times"
     yield f"{x.operation} sends {amount(x.nbytes, 'B')} of {x.dtype}, {times}"
-  if audit.round_trips.operations:
-    trips, nbytes = audit.round_trips
-    yield f"{trips} casts undo the cast before them: {amount(nbytes, 'B')}"
 
 
 def _rules(audit: AuditReport) -> Section:

@@ -1,4 +1,4 @@
-"""What an audit finds that costs time or memory: shapes, kernels, collectives, casts, residuals."""
+"""What an audit finds that costs time or memory: shapes, kernels, collectives, residuals."""
 
 import collections
 import re
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.dtypes import is_float8, is_low_precision
-from mpjax._jaxprs.autocast.scopes import FLOAT8
 from mpjax._jaxprs.count import matmul_sizes
 from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.locations import Source
@@ -90,20 +89,6 @@ class OpaqueKernel(NamedTuple):
   times: int
 
 
-class RoundTrips(NamedTuple):
-  """Casts of a value from low precision to float32 that are undone at once.
-
-  The other way a value is rounded, as at the end of a layer.
-
-  Fields:
-    operations: how many of them run.
-    nbytes: of the arrays that were cast for nothing.
-  """
-
-  operations: int
-  nbytes: int
-
-
 def find_collectives(graph: Graph) -> tuple[Collective, ...]:
   """Returns the collectives of a graph by operation and dtype, those of the most bytes first."""
   sums: dict[tuple[str, str], Collective] = {}
@@ -124,23 +109,6 @@ def find_opaque(graph: Graph) -> tuple[OpaqueKernel, ...]:
       kernel = OpaqueKernel(each.where.module, each.name, dtypes_of(each.operands), 0)
       counts[kernel] += each.place.times
   return tuple(kernel._replace(times=n) for kernel, n in counts.items())
-
-
-def find_round_trips(graph: Graph) -> RoundTrips:
-  """Returns the casts that undo one another and serve nothing else."""
-  operations = nbytes = 0
-  for last in graph.computing():
-    value = last.operands[0] if last.casts else None
-    first = None if value is None else value.made_by
-    if value is None or first is None or not first.casts or len(value.consumers) != 1:
-      continue
-    # A matmul in float8 scales in float32 what is rounded to low precision before and after it.
-    scales = any(FLOAT8 in each.where.scopes for each in (first, last))
-    source, result = first.operands[0], last.results[0]
-    if not scales and source.is_low and value.is_wide and source.dtype == result.dtype:
-      operations += last.place.times
-      nbytes += value.nbytes * last.place.times
-  return RoundTrips(operations, nbytes)
 
 
 def residuals(graph: Graph) -> dict[str, int]:

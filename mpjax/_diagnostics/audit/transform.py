@@ -16,7 +16,6 @@ from mpjax._diagnostics.audit.costs import (
   find_collectives,
   find_misfits,
   find_opaque,
-  find_round_trips,
   kernels,
   residuals,
 )
@@ -122,7 +121,6 @@ def _audited(
     modules=module_rows(graph, record, parameters),
     misfits=find_misfits(graph),
     collectives=find_collectives(graph),
-    round_trips=find_round_trips(graph),
     float8=find_float8(graph),
     opaque=find_opaque(graph),
     rules=dict(record.rules),

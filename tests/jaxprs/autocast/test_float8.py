@@ -220,7 +220,6 @@ def test_an_audit_takes_neither_scaling_nor_what_is_left_out_for_a_leak():
   audit.assert_no_leaks()
   audit.assert_half_share(1.0)
   assert audit.risks == ()
-  assert audit.round_trips.operations == 0
   assert [x.reason for x in audit.float8] == ["", "N=8 is no multiple of 16"]
   assert audit.float8[0].sizes == (256, 512, 64)
   assert audit.float8[0].flops == 3 * 2 * 256 * 512 * 64
