@@ -123,48 +123,44 @@ def test_one_line_in_several_layers_is_one_entry():
   assert "layer_0" not in text
 
 
-HIDDEN = [
-  mpjax.Rule("float32", path="first"),
-  mpjax.Rule("mixed_bfloat16", path="*"),
-  mpjax.Rule("float16", module=nn.Dense),
-]
+class Linear(nnx.Module):
+  def __init__(self, rngs):
+    self.first, self.second = (nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
+
+  def __call__(self, x):
+    return self.second(self.first(x))
+
+
+class Dense(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(8, name="second")(nn.Dense(8, name="first")(x))
+
+
+def policied(module, rules):
+  """Models under rules of which two match a layer: a view made outside of the call, and inside."""
+  rules = [*rules, mpjax.Rule("float16", module=module)]
+  if module is nnx.Linear:
+    model = Linear(nnx.Rngs(0))
+    view = mpjax.nnx.with_policy(model, "mixed_bfloat16", rules=rules)
+    inside = mpjax.audit(
+      lambda model, x: mpjax.nnx.with_policy(model, "mixed_bfloat16", rules=rules)(x)
+    )
+    return rules, [mpjax.audit(lambda x: view(x))(WIDE), inside(model, WIDE)]
+  variables = jax.eval_shape(Dense().init, jax.random.key(0), WIDE)
+  model = mpjax.linen.with_policy(Dense(), "mixed_bfloat16", rules=rules)
+  return rules, [mpjax.audit(model.apply)(variables, WIDE)]
 
 
 @pytest.mark.case("B141")
-def test_rules_that_an_earlier_one_hides_are_listed():
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return nn.Dense(8, name="second")(nn.Dense(8, name="first")(x))
-
-  variables = jax.eval_shape(Net().init, jax.random.key(0), WIDE)
-  model = mpjax.linen.with_policy(Net(), "mixed_bfloat16", rules=HIDDEN)
-  audit = mpjax.audit(model.apply)(variables, WIDE)
-  assert audit.rules == {HIDDEN[0]: 1, HIDDEN[1]: 1, HIDDEN[2]: 0}
-  assert audit.hidden_rules == {HIDDEN[1]: 1, HIDDEN[2]: 2}
-  assert "never used" in str(audit)
-  assert "earlier rule wins" in str(audit)
-  rows = json.loads(audit.to_json())["rules"]
-  assert [(row["modules"], row["hidden"]) for row in rows] == [(1, 0), (1, 1), (0, 2)]
-
-
-@pytest.mark.case("B141")
-def test_rules_of_nnx_that_an_earlier_one_hides_are_listed():
-  class Net(nnx.Module):
-    def __init__(self, rngs):
-      self.first, self.second = (nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
-
-    def __call__(self, x):
-      return self.second(self.first(x))
-
-  rules = [*HIDDEN[:2], mpjax.Rule("float16", module=nnx.Linear)]
-
-  def wrapped(model):
-    return mpjax.nnx.with_policy(model, "mixed_bfloat16", rules=rules)
-
-  model = Net(nnx.Rngs(0))
-  view = wrapped(model)
-  before = mpjax.audit(lambda x: view(x))(WIDE)
-  for audit in (before, mpjax.audit(lambda model, x: wrapped(model)(x))(model, WIDE)):
+@pytest.mark.parametrize("module", [nn.Dense, nnx.Linear])
+def test_rules_that_an_earlier_one_hides_are_listed(module):
+  paths = mpjax.Rule("float32", path="first"), mpjax.Rule("mixed_bfloat16", path="*")
+  rules, audits = policied(module, paths)
+  for audit in audits:
     assert audit.rules == {rules[0]: 1, rules[1]: 1, rules[2]: 0}
     assert audit.hidden_rules == {rules[1]: 1, rules[2]: 2}
+    assert "never used" in str(audit)
+    assert "earlier rule wins" in str(audit)
+    rows = json.loads(audit.to_json())["rules"]
+    assert [(row["modules"], row["hidden"]) for row in rows] == [(1, 0), (1, 1), (0, 2)]

@@ -116,14 +116,13 @@ def test_each_module_is_listed_with_its_reason():
   assert found["narrow"] == Float8Matmul("Model/narrow", (32, 16, 32), "", 3 * 2 * 32 * 16 * 32)
 
 
-def test_the_text_has_80_columns_and_layers_of_a_kind_together():
+def test_the_text_and_json_have_them():
   audit = audited(rules=(HEAD,))
   text = str(audit)
-  assert max(map(len, text.splitlines())) <= 80
   assert f"{100 * audit.float8_share:.1f} % of the matmuls' FLOPs in float8" in text
-  assert "it is an embedding" in audit._repr_html_()
+  assert "it is an embedding" in text
   rows = json.loads(audit.to_json())["float8"]
-  assert [row["path"] for row in rows] == [x.path for x in audit.float8]
+  assert [(row["path"], row["flops"]) for row in rows] == [(x.path, x.flops) for x in audit.float8]
   assert rows[0]["flops"] == max(x.flops for x in audit.float8)
 
 
