@@ -57,17 +57,15 @@ def trace(
 
 def arguments(fn: Function, args: Args, kwargs: Kwargs) -> list[Argument]:
   """Returns what the leaves of arguments are called, in the order of `jax.tree.leaves`."""
-  found: list[Argument] = []
+  every: list[Argument] = []
   named = zip(positional_names(fn, len(args)), args, strict=True)
   for name, value in (*named, *sorted(kwargs.items())):
-    learned = _learned(value)
-    for path, is_variable in zip(leaf_paths(value), learned, strict=True):
+    for path, is_variable in zip(leaf_paths(value), _learned(value), strict=True):
       parts = (name, *(part for part in path if part != "value"))
-      found.append(
-        Argument("/".join(parts), is_variable or any(p in _PARAMETERS for p in parts[:-1]))
-      )
-  # A single array called `params` is one too.
-  return [a._replace(is_parameter=a.is_parameter or a.name in _PARAMETERS) for a in found]
+      # A single array called `params` is one too.
+      inside = any(part in _PARAMETERS for part in (parts[:-1] or parts))
+      every.append(Argument("/".join(parts), is_variable or inside))
+  return every
 
 
 def positional_names(fn: Function, count: int) -> list[str]:

@@ -29,8 +29,8 @@ class Leaves:
 
   def call(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
     """Returns the arguments with other arrays for those that are traced."""
-    given = dict(zip(self.positions, arrays, strict=True))
-    leaves = [given.get(i, x) for i, x in enumerate(self._leaves)]
+    traced = dict(zip(self.positions, arrays, strict=True))
+    leaves = [traced.get(i, x) for i, x in enumerate(self._leaves)]
     return jax.tree.unflatten(self._tree, leaves)
 
   def run(self, fn: Function, arrays: Sequence[Leaf]) -> list[tuple[KeyPath, Leaf]]:

@@ -252,12 +252,12 @@ class Graph:
     return operation
 
   def _enter(
-    self, eqn: JaxprEqn, here: Place, operands: list[Value], found: Sequence[Inner]
+    self, eqn: JaxprEqn, here: Place, operands: list[Value], jaxprs: Sequence[Inner]
   ) -> list[Value]:
     """Adds the operations inside of an equation, and returns its results."""
     outs: list[list[Value]] = []
     around = location(eqn, here.around)
-    for number, inner in enumerate(found):
+    for number, inner in enumerate(jaxprs):
       times = here.times * (1 if inner.times is None else inner.times)
       place = here._replace(times=times, certain=here.certain and inner.times is not None)
       ins = [operands[i] for i in inner.operands or ()]

@@ -2,14 +2,13 @@
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
 
 from mpjax._core.errors import is_library, shown_file
 from mpjax._jaxprs.autocast.scopes import MODULE, PREFIX
-from mpjax._jaxprs.compat import Frame, Traceback, frames_of, scopes_of
+from mpjax._jaxprs.compat import Traceback, frames_of, scopes_of
 
 Direction: TypeAlias = Literal["forward", "backward", "recomputed"]
 """The pass that an operation belongs to; "recomputed": forward work that `remat` repeats."""
@@ -152,7 +151,5 @@ def calls_library(traceback: Traceback, names: frozenset[str]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _source(traceback: Traceback) -> Source | None:
-  frames: Sequence[Frame] = frames_of(traceback)
-  own = (f for f in frames if not is_library(f.file))
-  found = next(own, None)
-  return None if found is None else Source(found.file, found.line, found.function)
+  own = (Source(*frame) for frame in frames_of(traceback) if not is_library(frame.file))
+  return next(own, None)

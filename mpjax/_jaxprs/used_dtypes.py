@@ -55,8 +55,7 @@ def store_as_used(
   arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, kinds)}
 
   def call(params: Params, arrays: dict[int, Array]) -> list[Leaf]:
-    given = [arrays.get(i, x) for i, x in enumerate(leaves)]
-    args, kwargs = jax.tree.unflatten(treedef, given)
+    args, kwargs = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])
     # What else a model returns, such as the name of something, is no result of a jaxpr.
     return [x for x in jax.tree.leaves(fun(params, *args, **kwargs)) if hasattr(x, "dtype")]
 

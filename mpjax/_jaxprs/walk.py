@@ -36,9 +36,8 @@ def walk(program: Program) -> Iterator[Visit]:
 
 def _walk(program: Program, times: int, certain: bool) -> Iterator[Visit]:
   for eqn in opened(program).eqns:
-    found = inner_jaxprs(eqn)
-    yield Visit(eqn, times, certain, entered=found is not None)
-    for inner in found or ():
+    jaxprs = inner_jaxprs(eqn)
+    yield Visit(eqn, times, certain, entered=jaxprs is not None)
+    for inner in jaxprs or ():
       runs = 1 if inner.times is None else inner.times
-      known = certain and inner.times is not None
-      yield from _walk(inner.program, times * runs, known)
+      yield from _walk(inner.program, times * runs, certain and inner.times is not None)

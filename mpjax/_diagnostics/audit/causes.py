@@ -109,7 +109,7 @@ class Causes:
     pairs = [(v, why) for v in operation.operands if v.is_wide and (why := self.why(v))]
     if not pairs:
       return None
-    # What decides: an array rather than a number, and rather what nobody wanted in float32.
+    # What decides: an array rather than a number, and rather what nobody asked for in float32.
     source, why = min(pairs, key=lambda pair: pair[1].rank)
     others = (v for v in operation.operands if v is not source)
     if why.entry is None and not operation.joins and any(v in self._from_low for v in others):
@@ -176,7 +176,7 @@ def _own(kind: Kind, operation: Operation, result: Value, *, deliberate: bool = 
   return Why(cause, operation, deliberate)
 
 
-def wanted_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Value]:
+def better_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Value]:
   """Returns the values that would better be in low precision, by their consumers.
 
   Those are casts to low precision and matmuls, directly or after elementwise operations. What only
@@ -185,9 +185,9 @@ def wanted_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Va
   Args:
     graph: the graph.
     causes: why its values are float32.
-    results: values of it that are wanted in low precision anyway.
+    results: values of it that would be anyway.
   """
-  wanted = set(results)
+  low = set(results)
 
   def is_wide_anyway(value: Value) -> bool:
     # It makes what it meets float32 deliberately: the statistics of a norm.
@@ -200,21 +200,21 @@ def wanted_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Va
 
   for _ in range(2):  # Again, for what loops carry.
     for operation in reversed(graph.operations):
-      if _wants(operation, wanted):
+      if _wants_low(operation, low):
         anyway = [v for v in operation.operands if is_wide_anyway(v)]
-        wanted.update(
+        low.update(
           v
           for v in operation.operands
           if in_pass_of(v, operation) and all(v is other for other in anyway)
         )
-  return wanted
+  return low
 
 
-def _wants(operation: Operation, wanted: set[Value]) -> bool:
+def _wants_low(operation: Operation, low: set[Value]) -> bool:
   if operation.facts.flops is not None:
     return True
   if operation.casts:
     result = operation.results[0]
-    return result.is_low or (result.is_wide and result in wanted)
+    return result.is_low or (result.is_wide and result in low)
   passes = operation.joins or operation.part in ("promote", "keep")
-  return bool(passes) and any(v in wanted for v in operation.results)
+  return bool(passes) and any(v in low for v in operation.results)

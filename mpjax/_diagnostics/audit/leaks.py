@@ -8,7 +8,7 @@ from mpjax._core.dtypes import is_low_precision
 from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.precision import written
 from mpjax._core.types import DType
-from mpjax._diagnostics.audit.causes import Cause, Causes, Kind, Why, wanted_low
+from mpjax._diagnostics.audit.causes import Cause, Causes, Kind, Why, better_low
 from mpjax._jaxprs.autocast.scopes import FLOAT8, MODULE, REGION, policy_of
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.graph import Graph, Operation, Value
@@ -163,8 +163,8 @@ def find_leaks(
   groups: dict[tuple[object, object], _Group] = {}
   lines: dict[tuple[str, Source | None], _Group] = {}
   returned = [] if expectations.marked else [v for v in graph.results if len(v.aval.shape) > 0]
-  wanted = wanted_low(graph, causes, (v for v in returned if v.is_wide))
-  wanted_by_ops = wanted_low(graph, causes, ())
+  low = better_low(graph, causes, (v for v in returned if v.is_wide))
+  low_for_ops = better_low(graph, causes, ())
   small = _SMALL * max((v.size for each in graph.operations for v in each.results), default=0)
   total_flops = total_bytes = 0
   for operation in graph.computing():
@@ -185,7 +185,7 @@ def find_leaks(
       why = causes.why(operation.results[0]) if _is_wide_elementwise(operation, small) else None
       if why is None or expectations.of(operation)[0] is None or _is_meant(why, expectations):
         continue
-      aim = wanted_by_ops if why.cause.kind == "cast" else wanted
+      aim = low_for_ops if why.cause.kind == "cast" else low
       if why.entry is None or not causes.widens(why.entry, why) or operation.results[0] not in aim:
         continue
     # Whose leak is it? Work of a backward pass is that of the line of the forward pass.
@@ -234,7 +234,7 @@ def _is_meant(why: Why, expectations: Expectations) -> bool:
 
 def _leak(group: _Group, expectations: Expectations, flops: int, nbytes: int) -> Leak:
   entry = group.entry
-  part, whole = (group.flops, flops) if group.flops else (group.nbytes, nbytes)
+  part, total = (group.flops, flops) if group.flops else (group.nbytes, nbytes)
   return Leak(
     path=entry.where.module,
     operation=entry.name,
@@ -245,7 +245,7 @@ def _leak(group: _Group, expectations: Expectations, flops: int, nbytes: int) ->
     fix=_fix(group.why, entry, expectations.of(entry)[0] or expectations.used),
     flops=group.flops,
     nbytes=group.nbytes,
-    share=part / max(whole, 1),
+    share=part / max(total, 1),
     operations=group.operations,
   )
 

@@ -71,10 +71,10 @@ def audit(
   ...   return (x @ params["kernel"] + params["table"]) @ params["kernel"]
   >>> half = jax.ShapeDtypeStruct((8, 8), "bfloat16")
   >>> params = {"kernel": half, "table": jax.ShapeDtypeStruct((8, 8), "float32")}
-  >>> found = mpjax.audit(fn)(params, half)
-  >>> found.half_share
+  >>> report = mpjax.audit(fn)(params, half)
+  >>> report.half_share
   0.5
-  >>> found.leaks[0].operation, found.leaks[0].cause.name
+  >>> report.leaks[0].operation, report.leaks[0].cause.name
   ('add', 'params/table')
   """
   check_function(fn, "mpjax.audit(fn)", _FIX)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._diagnostics.audit.causes import Causes, wanted_low
+from mpjax._diagnostics.audit.causes import Causes, better_low
 from mpjax._jaxprs.graph import Graph
 
 pytestmark = pytest.mark.standard_promotion
@@ -69,7 +69,7 @@ def test_the_state_of_a_loop():
   assert filled.neutral
 
 
-def test_what_is_wanted_in_low_precision():
+def test_what_would_better_be_in_low_precision():
   def fn(x, y):
     logits, hidden = x + y, x * y
     return jnp.exp(logits), hidden.astype("bfloat16")
@@ -77,7 +77,7 @@ def test_what_is_wanted_in_low_precision():
   graph = Graph(jax.make_jaxpr(fn)(HALF, WIDE), ["x", "y"])
   causes = Causes(graph, frozenset(), BY_HAND)
   results = {each.name: each.results[0] for each in graph.computing()}
-  wanted = wanted_low(graph, causes, ())
-  assert results["mul"] in wanted
-  assert results["add"] not in wanted
-  assert results["add"] in wanted_low(graph, causes, [results["add"]])
+  low = better_low(graph, causes, ())
+  assert results["mul"] in low
+  assert results["add"] not in low
+  assert results["add"] in better_low(graph, causes, [results["add"]])
