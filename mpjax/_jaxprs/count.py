@@ -1,4 +1,4 @@
-"""What matmuls cost: their floating-point operations, their sizes, and the share in half."""
+"""What matmuls cost: their floating-point operations and sizes, and the share in low precision."""
 
 import math
 
