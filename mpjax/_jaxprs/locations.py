@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn
 
 from mpjax._core.errors import is_library, shown_file
 from mpjax._jaxprs.autocast.scopes import MODULE, PREFIX
-from mpjax._jaxprs.compat import Traceback, frames_of, scopes_of
+from mpjax._jaxprs.compat import Frame, Traceback, frames_of, scopes_of
 
 Direction: TypeAlias = Literal["forward", "backward", "recomputed"]
 """The pass that an operation belongs to; "recomputed": forward work that `remat` repeats."""
@@ -138,15 +138,20 @@ def source_of(eqn: JaxprEqn) -> Source | None:
   return None if traceback is None else _source(traceback)
 
 
+def call_of(eqn: JaxprEqn) -> tuple[Frame, ...]:
+  """Returns which call wrote an equation: the user's line, and what that called of a library.
+
+  Where one of them is not known, there is no call: ().
+  """
+  traceback = eqn.source_info.traceback
+  return () if traceback is None else _call(traceback)
+
+
 @functools.lru_cache(maxsize=4096)
-def calls_library(traceback: Traceback, names: frozenset[str]) -> bool:
-  """Whether the user's line led to an equation through a library's function of one of the names."""
-  for frame in frames_of(traceback):
-    if not is_library(frame.file):
-      return False
-    if frame.function in names:
-      return True
-  return False
+def _call(traceback: Traceback) -> tuple[Frame, ...]:
+  frames = frames_of(traceback)
+  own = next((i for i, frame in enumerate(frames) if not is_library(frame.file)), 0)
+  return frames[own - 1 : own + 1] if own else ()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,11 +4,9 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
 from mpjax._jaxprs.graph import Graph, Operation, Value
-from mpjax._jaxprs.locations import Source, calls_library
+from mpjax._jaxprs.locations import Source, call_of
 
 Kind: TypeAlias = Literal["parameter", "argument", "constant", "number", "cast", "operation"]
-
-_CASTS_BY_HAND = frozenset({"astype", "_astype", "asarray", "array"})
 
 
 class Cause(NamedTuple):
@@ -132,9 +130,7 @@ class Causes:
     first = operation.operands[0] if operation.operands else None
     if operation.casts and first is not None and first.is_low:
       self.cast_up[result] = first
-      traceback = operation.eqn.source_info.traceback
-      by_hand = traceback is not None and calls_library(traceback, _CASTS_BY_HAND)
-      return _own("cast", operation, result) if by_hand else None
+      return _own("cast", operation, result) if _is_by_hand(operation) else None
     wide = [v for v in operation.operands if v.is_wide]
     if operation.moves and wide and all(v in self.cast_up for v in wide):
       self.cast_up[result] = self.cast_up[wide[0]]
@@ -168,6 +164,12 @@ class Causes:
       source = operation.where.source
     neutral = not operation.joins and "number" in self._neutral
     return why._replace(cause=Cause("constant", name, why.cause.dtype, source), neutral=neutral)
+
+
+def _is_by_hand(cast: Operation) -> bool:
+  """Whether the code asks for a cast. That of `x + table` is written by the call that adds."""
+  call = call_of(cast.eqn)
+  return bool(call) and all(call_of(each.eqn) != call for each in cast.results[0].consumers)
 
 
 def _own(kind: Kind, operation: Operation, result: Value, *, deliberate: bool = False) -> Why:

@@ -27,6 +27,11 @@ CAUSES = {
   "through a chain": (lambda x, y: x * jnp.tanh(y.reshape(16).reshape(4, 4)), *ARGUMENT),
   "an array before a number": (lambda x, y: x * np.float32(2) + y, *ARGUMENT),
   "an array before a cast": (lambda x, y: x.astype("float32") * y, *ARGUMENT),
+  "astype": (lambda x, y: x.astype("float32"), "cast", "convert_element_type", False),
+  "lax": (
+    *(lambda x, y: jax.lax.convert_element_type(x, np.dtype("float32")), "cast"),
+    *("convert_element_type", False),
+  ),
   "a sum": (lambda x, y: x - jnp.sum(x, dtype="float32"), "operation", "reduce_sum", True),
   "a softmax of what is float32": (lambda x, y: jnp.exp(x + y), *ARGUMENT),
   "positions": (lambda x, y: x + jnp.arange(4.0), "operation", "iota", False),
