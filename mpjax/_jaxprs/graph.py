@@ -1,8 +1,7 @@
 """A jaxpr as one graph of operations and values, with those of all inner jaxprs in it.
 
 Where a jaxpr calls another, the values simply go on inside. What a loop carries is one value that
-comes from where it starts and from each iteration. Nothing runs: `mpjax._diagnostics.runner` does
-that, and calls the equations by the same keys.
+comes from where it starts and from each iteration. Nothing runs.
 """
 
 import dataclasses
