@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import mpjax
 from benchmarks.models import Gpt
-from mpjax._diagnostics.nonfinite.find import finder_of
+from mpjax._diagnostics.nonfinite.find import Finder
 from mpjax._diagnostics.nonfinite.traced import trace
 
 
@@ -62,13 +63,14 @@ def main() -> None:
   one = seconds(lambda: compiled(state, batch))
   start = time.perf_counter()
   traced = trace(step, (state, batch), {})
-  finder = finder_of(traced, (state, batch), {})
+  finder = Finder(traced, (state, batch), {})
   print(f"find_nonfinite: traced in {time.perf_counter() - start:.1f} s")
   start = time.perf_counter()
-  looking = finder.look.lower(*traced.leaves).compile()
+  leaves = (jnp.float32(1), *traced.leaves)
+  looking = finder.flags.lower(*leaves).compile()
   print(f"find_nonfinite: compiled in {time.perf_counter() - start:.1f} s")
-  first = seconds(lambda: looking(*traced.leaves), 1)
-  run = seconds(lambda: looking(*traced.leaves))
+  first = seconds(lambda: looking(*leaves), 1)
+  run = seconds(lambda: looking(*leaves))
   print(f"first runs: step {first_step * 1e3:.0f} ms, find_nonfinite {first * 1e3:.0f} ms", end="")
   print(f" ({first / first_step:.2f}x)")
   print(f"later runs: step {one * 1e3:.0f} ms, find_nonfinite {run * 1e3:.0f} ms", end="")

@@ -1,256 +1,252 @@
-"""Running a jaxpr on the host, one equation after the other, with a look at each.
+"""Running a list of steps while something watches the values: the one runner of the diagnostics.
 
-Only single operations are compiled, which JAX remembers, and what loops repeat. No number lives
-longer than something reads it: that is what a function costs that runs without `jit`.
+Under `jit` all of it is traced once more, and what was seen in loops is carried along; `on_host`
+has what differs where a function runs without `jit`.
 """
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Literal
 
-from mpjax._core.types import Array, Leaf
-from mpjax._jaxprs.atoms import shape_of
-from mpjax._jaxprs.compat import bind, context_of, varying_axes
-from mpjax._jaxprs.inner_jaxprs import Inner, Program, inner_jaxprs, mapped_with, opened
+from mpjax._core.types import Array, PyTree
+from mpjax._diagnostics.steps import Body, Step
+from mpjax._jaxprs.atoms import aval_of, dtype_of
+from mpjax._jaxprs.compat import context_of, varying_axes
+from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
-from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.walk import walk
 
-Key: TypeAlias = tuple[int, ...]
-"""Which equation: its number, or that of the one it is in, the inner jaxpr, its number."""
+State: TypeAlias = PyTree
+"""What was seen: a tree of arrays."""
 
 
-class Observer(NamedTuple):
-  """What happens at each first-order equation.
+class Around(NamedTuple):
+  """What is around a body.
 
   Fields:
-    compute: computes its results.
-    pick: chooses arrays among its operands and results, or computes some from these.
-    see: takes them, if there are any: of a loop perhaps those of several iterations together, and
-      of a `shard_map` those of all devices, with one more axis in front.
-    traced: whether JAX traces the equations. Numbers cannot decide what runs then.
+    indices: the iterations of the loops, the outermost first.
+    axes: those of the devices that run it.
+    enter: what runs loops and the like on the host; None under `jit`.
   """
 
-  compute: Callable[[Key, JaxprEqn, Sequence[Any]], list[Array]] = lambda key, eqn, ins: bind(
-    eqn, ins
-  )
-  pick: Callable[[Key, JaxprEqn, Sequence[Any], Sequence[Array]], Sequence[Array]] = (
-    lambda key, eqn, ins, outs: ()
-  )
-  see: Callable[[Key, JaxprEqn, Sequence[Array]], None] = lambda key, eqn, picked: None
-  traced: bool = False
+  indices: tuple[Array, ...] = ()
+  axes: tuple[Hashable, ...] = ()
+  enter: "Mapping[Holds | None, Enter] | None" = None
+
+
+TRACED = Around()
+
+Entered: TypeAlias = tuple[list[Any], State]
+"""The results of a step, and what was seen inside."""
+
+Enter: TypeAlias = "Callable[[Step, Sequence[Any], Observer, Around], Entered]"
+
+
+class Watch(Protocol):
+  """What looks at the values of a body while it runs."""
+
+  def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+    """Returns the results of a step for these operands, and looks at them."""
+    ...
+
+  def inside(self, state: State) -> None:
+    """Takes what was seen inside of a step."""
+
+  def state(self) -> State:
+    """Returns what was seen."""
+
+
+class Observer(Protocol):
+  """What looks at the values of a function.
+
+  Attributes:
+    merges: whether what was seen twice is put together by `merge`. If not, it is returned for each
+      iteration of a loop, and `while` and `cond` run as one step where they are compiled.
+  """
+
+  merges: bool
+
+  def watch(self, body: Body, values: Sequence[Any], around: Around) -> Watch:
+    """Returns what looks at the values of a body, which runs with these arguments."""
+    ...
+
+  def nothing(self) -> State:
+    """Returns the state in which nothing was seen."""
+
+  def merge(self, one: State, other: State) -> State:
+    """Returns what was seen in `one`, which ran before `other`, and in that."""
+
+  def of_devices(self, states: State) -> State:
+    """Returns what was seen by all devices, given the states of each in a row."""
 
 
 def run(
-  program: Program,
-  operands: Sequence[Array],
-  observer: Observer,
-  consts: Sequence[Array] = (),
-  at: Key = (),
-) -> list[Array]:
-  """Returns the results of a jaxpr.
-
-  The jaxprs inside of `jit`, `remat`, functions with derivatives of their own, `scan`, `while`,
-  `cond` and `shard_map` are entered. The condition of a `while`, and what cannot be entered, run
-  unobserved, the latter as one equation. So do `while` and `cond` inside of a `shard_map`.
+  body: Body, values: Sequence[Any], observer: Observer, around: Around = TRACED
+) -> tuple[list[Any], State]:
+  """Runs the steps of a body.
 
   Args:
-    program: the jaxpr.
-    operands: its arguments.
-    observer: what happens at each first-order equation.
-    consts: the constants of a jaxpr that is not closed.
-    at: the key of what holds the jaxpr.
+    body: the steps.
+    values: its arguments.
+    observer: what looks at the values.
+    around: the loops and devices around.
+
+  Returns:
+    The results, and what was seen.
   """
-  jaxpr = opened(program)
-  consts = program.consts if isinstance(program, ClosedJaxpr) else consts
-  env: dict[Var, Leaf] = dict(zip(jaxpr.constvars, consts, strict=True))
-  env |= dict(zip(jaxpr.invars, operands, strict=True))
-  last_reads = _last_reads(jaxpr)
-  for number, eqn in enumerate(jaxpr.eqns):
-    key = (*at, number)
-    values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-    enter = entered(eqn)
-    if enter is None or (observer.traced and facts_of(eqn).holds in _DEPENDING):
-      results = observer.compute(key, eqn, values)
-      picked = observer.pick(key, eqn, values, results)
-      if picked:
-        observer.see(key, eqn, picked)
-      del picked
+  env: dict[int, Any] = {**body.consts, **dict(zip(body.inputs, values, strict=True))}
+  watch = observer.watch(body, values, around)
+  for step, unread in zip(body.steps, body.last_reads, strict=True):
+    pairs = zip(step.ins, step.eqn.invars, strict=True)
+    ins = [_typed(slot, v) if isinstance(slot, Literal) else env[slot] for slot, v in pairs]
+    depends = step.holds in (Holds.COND, Holds.WHILE)
+    if step.bodies and (observer.merges or around.enter or not depends):
+      enter = (around.enter or _ENTER)[step.holds]
+      # A loop goes on in the types that it starts with.
+      ins = [
+        x if hasattr(x, "dtype") else _array(x, v)
+        for x, v in zip(ins, step.eqn.invars, strict=True)
+      ]
+      with context_of(step.eqn):
+        outs, state = enter(step, ins, observer, around)
+      watch.inside(state)
+      del state
     else:
-      with context_of(eqn):
-        results = enter(_Holder(eqn, inner_jaxprs(eqn) or (), key, observer), values)
-    env |= dict(zip(eqn.outvars, results, strict=True))
-    del values, results
-    for v in last_reads[number]:
-      del env[v]
-  return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+      outs = watch.compute(step, ins)
+    env.update(zip(step.outs, outs, strict=True))
+    del ins, outs
+    for slot in unread:
+      env.pop(slot, None)
+  outs = [slot.val if isinstance(slot, Literal) else env[slot] for slot in body.outputs]
+  return outs, _varying(watch.state(), around.axes) if observer.merges else watch.state()
 
 
-def _last_reads(jaxpr: Jaxpr) -> list[list[Var]]:
-  """Returns the variables that nothing reads after each equation."""
-  last: dict[Var, int] = {}
-  for number, eqn in enumerate(jaxpr.eqns):
-    last |= {v: number for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var)}
-  for v in jaxpr.outvars:
-    if isinstance(v, Var):
-      last.pop(v, None)
-  lists: list[list[Var]] = [[] for _ in jaxpr.eqns]
-  for v, number in last.items():
-    lists[number].append(v)
-  return lists
+def _typed(literal: Literal, var: Any) -> Any:
+  """Returns the value of a literal in the dtype that the equation was traced with."""
+  dtype = dtype_of(literal)
+  # Arguments of a call that was written out meet equations that were traced for their types.
+  return literal.val if dtype is None or dtype == dtype_of(var) else jnp.asarray(literal.val, dtype)
 
 
-class _Holder(NamedTuple):
-  """An equation that holds jaxprs, while it runs."""
+def _array(x: Any, var: Any) -> Any:
+  return x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(var).dtype)
 
-  eqn: JaxprEqn
-  inner: tuple[Inner, ...]
-  key: Key
-  observer: Observer
 
-  def run(self, number: int, values: Sequence[Any], observer: Observer | None = None) -> list[Any]:
-    """Runs one of the inner jaxprs."""
-    return run(
-      self.inner[number].program, values, observer or self.observer, at=(*self.key, number)
+def _varying(state: State, axes: tuple[Hashable, ...]) -> State:
+  """Returns a state of a type that says that each device has its own."""
+  if not axes:
+    return state
+  zero = jax.lax.axis_index(axes) * 0
+  return jax.tree.map(lambda x: x + zero.astype(x.dtype), state)
+
+
+def _start(observer: Observer, around: Around) -> State:
+  return _varying(observer.nothing(), around.axes) if observer.merges else None
+
+
+def _in_loop(around: Around, index: Array) -> Around:
+  return around._replace(indices=(*around.indices, index))
+
+
+def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+  first, last = step.inner[0].carry.start, step.inner[0].carry.stop
+  length = step.inner[0].times or 0
+  start = jnp.asarray(length - 1 if step.eqn.params["reverse"] else 0, jnp.int32)
+  advance = functools.partial(iterations, step, observer, around)
+  carry, ys, seen = advance(ins[:first], ins[first:last], ins[last:], start, length)
+  return [*carry, *ys], seen
+
+
+def iterations(
+  step: Step,
+  observer: Observer,
+  around: Around,
+  constants: Sequence[Any],
+  carry: Sequence[Any],
+  xs: Sequence[Any],
+  start: Array,
+  length: int,
+) -> tuple[list[Any], list[Any], State]:
+  """Traces some iterations of a scan."""
+  (body,), reverse = step.bodies, step.eqn.params["reverse"]
+
+  def iteration(state: Any, x: Sequence[Any]) -> tuple[Any, Any]:
+    index, seen, carry = state
+    outs, new = run(body, [*constants, *carry, *x], observer, _in_loop(around, index))
+    seen, note = (observer.merge(seen, new), None) if observer.merges else (seen, new)
+    return (index - 1 if reverse else index + 1, seen, outs[: len(carry)]), (
+      outs[len(carry) :],
+      note,
     )
 
-  def traceable(self, number: int) -> "_Traceable":
-    """Returns a function for one of the inner jaxprs, of its operands, that JAX can trace.
-
-    Its results are those of the jaxpr, and what the observer picks. `see` of these is called with
-    the latter, once they are computed.
-    """
-    inside: list[tuple[Key, JaxprEqn]] = []
-
-    def call(*operands: Any) -> tuple[list[Any], list[Sequence[Array]]]:
-      numbers: list[Sequence[Array]] = []
-      inside.clear()
-
-      def note(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
-        inside.append((key, eqn))
-        numbers.append(list(picked))
-
-      return self.run(number, operands, self.observer._replace(see=note, traced=True)), numbers
-
-    def see(numbers: Sequence[Sequence[Array]]) -> None:
-      for (key, eqn), picked in zip(inside, numbers, strict=True):
-        self.observer.see(key, eqn, picked)
-
-    return _Traceable(call, see)
-
-  def is_straight(self, number: int) -> bool:
-    """Whether numbers decide nothing in one of the inner jaxprs: it can be compiled."""
-    inside = (facts_of(visit.eqn).holds for visit in walk(self.inner[number].program))
-    return self.observer.traced or not any(holds in _DEPENDING for holds in inside)
+  state = (start, _start(observer, around), [*carry])
+  (_, seen, carry), (ys, notes) = jax.lax.scan(iteration, state, [*xs], length, reverse)
+  return [*carry], ys, seen if observer.merges else notes
 
 
-class _Traceable(NamedTuple):
-  call: Callable[..., tuple[list[Any], list[Sequence[Array]]]]
-  see: Callable[[Sequence[Sequence[Array]]], None]
+def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+  # The condition is looked at too: it is computed at the end of an iteration, for the next one.
+  test, body = step.bodies
+  of_test, of_body, carry = parts_of(step, ins)
+
+  def goes_on(carry: Sequence[Any], index: Array, seen: State) -> tuple[Any, State]:
+    (again,), new = run(test, [*of_test, *carry], observer, _in_loop(around, index))
+    return again, observer.merge(seen, new)
+
+  def iteration(state: Any) -> Any:
+    again, index, seen, carry = state
+    operands = [*of_body, *carry, *lanes(again)]
+    carry, new = run(body, operands, observer, _in_loop(around, index))
+    again, seen = goes_on(carry, index + 1, observer.merge(seen, new))
+    return again, index + 1, seen, carry
+
+  zero = jnp.zeros((), jnp.int32)
+  again, seen = goes_on(carry, zero, _start(observer, around))
+  state = (again, zero, seen, carry)
+  _, _, seen, carry = jax.lax.while_loop(lambda state: jnp.any(state[0]), iteration, state)
+  return carry, seen
 
 
-def _call(holder: _Holder, values: Sequence[Any]) -> list[Any]:
-  return holder.run(0, values)
+def parts_of(step: Step, ins: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+  """Returns the constants of the condition of a while, those of its body, and its carry."""
+  carried = len(step.inner[1].carry)
+  tested = len(step.bodies[0].inputs) - carried
+  return [*ins[:tested]], [*ins[tested : len(ins) - carried]], [*ins[len(ins) - carried :]]
 
 
-def _cond(holder: _Holder, values: Sequence[Any]) -> list[Any]:
-  return holder.run(min(max(int(values[0]), 0), len(holder.inner) - 1), values[1:])
+def lanes(again: Any) -> list[Any]:
+  """Returns the last argument of the body of a while under `vmap`: which lanes go on."""
+  return [again] if np.ndim(again) else []
 
 
-_TOGETHER = 2**18
-"""How many numbers of the inputs and results of a loop are seen together, some iterations of it.
+def _cond(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+  def branch(body: Body) -> Callable[..., Entered]:
+    def taken(*operands: Any) -> Entered:
+      outs, seen = run(body, operands, observer, around)
+      return [_array(x, v) for x, v in zip(outs, step.eqn.outvars, strict=True)], seen
 
-They have the same shapes under a policy, so that iterations are seen together as without it.
-"""
+    return taken
 
-
-def _scan(holder: _Holder, values: Sequence[Any]) -> list[Any]:
-  body, reverse = holder.inner[0], holder.eqn.params["reverse"]
-  first, last, length = body.carry.start, body.carry.stop, body.times or 0
-  constants, carry, xs = values[:first], list(values[first:last]), values[last:]
-  if not length:
-    return bind(holder.eqn, values)
-  call, see = holder.traceable(0)
-
-  def step(carry: list[Any], x: Sequence[Any]) -> tuple[list[Any], Any]:
-    outs, numbers = call(*constants, *carry, *x)
-    return outs[: len(carry)], (outs[len(carry) :], numbers)
-
-  @functools.partial(jax.jit, static_argnums=2)
-  def scan(carry: list[Any], part: Sequence[Any], count: int) -> Any:
-    return jax.lax.scan(step, carry, part, count, reverse=reverse)
-
-  def compiled(carry: list[Any], part: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
-    carry, (ys, numbers) = scan(carry, part, count)
-    see(numbers)
-    return carry, ys
-
-  def alone(carry: list[Any], part: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
-    outs = holder.run(0, [*constants, *carry, *(x[0] for x in part)])
-    return outs[: len(carry)], [y[None] for y in outs[len(carry) :]]
-
-  advance, size = alone, 1
-  if holder.is_straight(0):
-    each = (*body.jaxpr.invars[first:], *body.jaxpr.outvars)
-    numbers = sum(math.prod(shape_of(v)) for v in each)
-    most = max(min(_TOGETHER // max(numbers, 1), length), 1)
-    # What is left over would be compiled too.
-    even = (count for count in range(most, most // 2, -1) if length % count == 0)
-    advance, size = compiled, next(even, most)
-  starts = range(0, length, size)
-  parts: list[Any] = []
-  for start in reversed(starts) if reverse else starts:
-    count = min(size, length - start)
-    part = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
-    carry, ys = advance(carry, part, count)
-    parts.append(ys)
-  parts = parts[::-1] if reverse else parts
-  return [*carry, *map(_joined, zip(*parts, strict=True))]
+  index, *operands = ins
+  return jax.lax.switch(index.astype(jnp.int32), [*map(branch, step.bodies)], *operands)
 
 
-def _joined(parts: Sequence[Any]) -> Array:
-  if isinstance(parts[0], Tracer) or jnp.issubdtype(parts[0].dtype, jax.dtypes.extended):
-    return jnp.concatenate(parts)
-  # XLA would compile an operation of as many operands.
-  return parts[0] if len(parts) == 1 else jnp.asarray(np.concatenate(parts))
-
-
-def _while(holder: _Holder, values: Sequence[Any]) -> list[Any]:
-  test, body = holder.inner[0], holder.inner[1]
-  carry = [values[i] for i in body.carried]
-  looped = [values[i] for i in (body.operands or ())[: body.carry.start]]
-  tested = [values[i] for i in (test.operands or ())[: len(test.operands or ()) - len(carry)]]
-  again = jax.jit(lambda *carry: run(test.program, [*tested, *carry], Observer(traced=True)))
-  call, see = holder.traceable(1)
-  compiled = jax.jit(call) if holder.is_straight(1) else None
-  while bool(again(*carry)[0]):
-    if compiled is None:
-      carry = holder.run(1, [*looped, *carry])
-    else:
-      carry, numbers = compiled(*looped, *carry)
-      see(numbers)
-  return carry
-
-
-def _shard_map(holder: _Holder, values: Sequence[Any]) -> list[Any]:
-  arguments, (call, see) = mapped_with(holder.eqn), holder.traceable(0)
+def run_shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+  arguments, (body,) = mapped_with(step.eqn), step.bodies
   axes = tuple(name for name in arguments["mesh"].axis_names if name in arguments["axis_names"])
 
-  def one_device(*operands: Array) -> Any:
-    outs, numbers = call(*operands)
-    return outs, jax.tree.map(lambda x: _of_device(x, axes), numbers)
+  def one_device(indices: tuple[Array, ...], *operands: Any) -> Any:
+    outs, seen = run(body, operands, observer, Around(indices, (*around.axes, *axes)))
+    return outs, jax.tree.map(lambda x: _of_device(x, axes), seen)
 
-  specs = (list(arguments["out_specs"]), jax.P(axes))
-  outs, numbers = jax.jit(jax.shard_map(one_device, **{**arguments, "out_specs": specs}))(*values)
-  see(numbers)
-  return outs
+  arguments["in_specs"] = (jax.P(), *arguments["in_specs"])
+  arguments["out_specs"] = (list(arguments["out_specs"]), jax.P(axes))
+  outs, seen = jax.shard_map(one_device, **arguments)(around.indices, *ins)
+  return outs, observer.of_devices(_gathered(seen, arguments["mesh"]))
 
 
 def _of_device(x: Any, axes: tuple[Hashable, ...]) -> Array:
@@ -259,19 +255,20 @@ def _of_device(x: Any, axes: tuple[Hashable, ...]) -> Array:
   return jax.lax.pcast(x, tuple(set(axes) - set(varying_axes(jax.typeof(x)))), to="varying")
 
 
-_DEPENDING = (Holds.COND, Holds.WHILE)
+def _gathered(states: State, mesh: Any) -> State:
+  """Returns the states of all devices on each of them.
 
-_ENTER: Mapping[Holds | None, Callable[[_Holder, Sequence[Any]], list[Any]]] = {
-  **dict.fromkeys((Holds.CALL, Holds.COMPOSITE, Holds.LINEAR_CALL), _call),
-  **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _call),
-  Holds.COND: _cond,
+  One of an array that is sharded by an explicit mesh cannot be taken by its index.
+  """
+  if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+    return states
+  everywhere = jax.sharding.NamedSharding(mesh, jax.P())
+  return jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), states)
+
+
+_ENTER: Mapping[Holds | None, Enter] = {
   Holds.SCAN: _scan,
-  Holds.SHARD_MAP: _shard_map,
   Holds.WHILE: _while,
+  Holds.COND: _cond,
+  Holds.SHARD_MAP: run_shard_map,
 }
-
-
-def entered(eqn: JaxprEqn) -> Callable[[_Holder, Sequence[Any]], list[Any]] | None:
-  """Returns what enters an equation; None for one that runs as it is."""
-  enter = _ENTER.get(facts_of(eqn).holds)
-  return enter if enter is not None and inner_jaxprs(eqn) else None

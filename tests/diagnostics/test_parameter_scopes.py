@@ -7,6 +7,7 @@ from flax import nnx
 import mpjax
 from mpjax._diagnostics.flat import Call, gradient_of
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
+from mpjax._diagnostics.steps import body_of
 from mpjax._diagnostics.tune.modules import modules_of
 
 X = jnp.linspace(0.1, 1.0, 8).reshape(2, 4)
@@ -15,7 +16,7 @@ X = jnp.linspace(0.1, 1.0, 8).reshape(2, 4)
 def matmuls(loss, *args):
   """Returns the modules with matmuls in the gradient of a loss, in order, and their FLOPs."""
   program, _ = Call(args, {}, "test").traced(gradient_of(with_parameter_scopes(loss)))
-  found = modules_of(program.jaxpr)
+  found = modules_of(body_of(program))
   return {path: flops for path, flops in zip(found.paths, found.flops, strict=True) if flops}
 
 

@@ -13,8 +13,9 @@ from jax.extend.core import primitives as p
 from mpjax._core.dtypes import FLOAT32, is_low_precision
 from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.births import births, is_nan, not_finite
-from mpjax._diagnostics.nonfinite.program import Body, Step
 from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
+from mpjax._diagnostics.runner import Around
+from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.atoms import dtype_of, shape_of
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.inner_jaxprs import opened
@@ -46,35 +47,33 @@ class CaptureProbe:
   """Looks at the operands and results of one step, and at the results of those before it.
 
   Args:
-    body: the function.
+    top: the function.
     number: that of the step.
-    iterations: in which it broke, -1 where there is no loop.
+    iterations: in which it broke.
     device: on which, -1 outside of a `shard_map`.
   """
 
-  def __init__(self, body: Body, number: int, iterations: Sequence[int], device: int) -> None:
+  merges = True
+
+  def __init__(self, top: Body, number: int, iterations: Sequence[int], device: int) -> None:
     self.iterations, self.device = iterations, device
-    self.body, self.step = body.around(number)
-    place = self.body.steps.index(self.step)
-    some = [s for s in self.body.steps[:place] if not s.bodies and _is_numbers(s)]
-    self.before = tuple(some[-BEFORE:])
+    self.body, self.step = top.path_to(number)[-1]
+    earlier = (s for s in self.body.steps if s.number < number and not s.bodies and _is_numbers(s))
+    self.before = tuple(earlier)[-BEFORE:]
     self.positions = tuple(i for i, v in enumerate(self.step.eqn.invars) if is_inexact(v))
-    broken = [i for i, v in enumerate(self.step.eqn.outvars) if is_inexact(v)]
-    self.result = broken[0]
-    # The result as it is, and in float32.
-    self.values = len(self.before) + len(self.positions) + 2
+    self.result = next(i for i, v in enumerate(self.step.eqn.outvars) if is_inexact(v))
 
-  def watch(self, body: Body, indices: tuple[Array, ...], outermost: bool) -> "_Watch":
+  def watch(self, body: Body, values: Sequence[Any], around: Around) -> "_Watch":
     """Returns what looks at the values of a body."""
-    return _Watch(self, body, indices)
+    return _Watch(self, body is self.body, around.indices)
 
-  def nothing(self, bodies: Sequence[Body] = ()) -> Seen:
+  def nothing(self) -> Seen:
     """Returns the state in which nothing was seen."""
-    zero = jnp.zeros((), jnp.int32)
-    sizes = jnp.zeros((self.values, 3), jnp.float32)
-    return Seen(jnp.asarray(False), sizes, jnp.zeros((self.values, 2), jnp.int32), zero, zero)
+    zero, rows = jnp.zeros((), jnp.int32), len(self.before) + len(self.positions) + 2
+    sizes, counts = jnp.zeros((rows, 3), jnp.float32), jnp.zeros((rows, 2), jnp.int32)
+    return Seen(jnp.asarray(False), sizes, counts, zero, zero)
 
-  def first(self, one: Seen, other: Seen) -> Seen:
+  def merge(self, one: Seen, other: Seen) -> Seen:
     """Returns the state in which something was seen."""
     return jax.tree.map(lambda a, b: jnp.where(one.hit, a, b), one, other)
 
@@ -86,33 +85,30 @@ class CaptureProbe:
 class _Watch:
   """Looks at the values of one list of steps."""
 
-  def __init__(self, probe: CaptureProbe, body: Body, indices: tuple[Array, ...]) -> None:
-    self.probe, self.here, self.indices = probe, body is probe.body, indices
+  def __init__(self, probe: CaptureProbe, is_here: bool, indices: tuple[Array, ...]) -> None:
+    self.probe, self.indices = probe, indices
+    self.before = {step.number for step in probe.before} if is_here else set[int]()
     self.rows: list[tuple[Array, Array]] = []
-    self.seen: list[Seen] = []
+    self.seen = probe.nothing()
 
-  def arguments(self, body: Body, values: Sequence[Array]) -> None:
-    """Looks at nothing."""
-
-  def operands(self, step: Step, ins: list[Any]) -> list[Any]:
-    """Changes nothing."""
-    return ins
+  def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+    """Returns the results of a step."""
+    outs = bind(step.eqn, ins)
+    if step.number in self.before:
+      self.rows.append(_row(outs[0], jnp.zeros((), jnp.float32)))
+    if step.number == self.probe.step.number:
+      self.seen = self._captured(step, ins, outs)
+    return outs
 
   def inside(self, state: Seen) -> None:
     """Takes what was seen in the inner lists of a step."""
-    self.seen.append(state)
+    self.seen = self.probe.merge(self.seen, state)
 
-  def step(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
-    """Looks at a step that has run."""
-    if not self.here:
-      return
-    none = jnp.zeros((), jnp.float32)
-    if step in self.probe.before:
-      self.rows.append(_row(outs[0], none))
-    if step is self.probe.step:
-      self._capture(step, ins, outs)
+  def state(self) -> Seen:
+    """Returns what was seen."""
+    return self.seen
 
-  def _capture(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
+  def _captured(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> Seen:
     result = outs[self.probe.result]
     mask = births(step, ins, outs)[self.probe.result]
     mask = not_finite(result) if mask is None else jnp.broadcast_to(mask, result.shape)
@@ -132,19 +128,11 @@ class _Watch:
     wide = result if wide is None else wide[self.probe.result]
     self.rows += [_row(x, value(x)) for x in (*operands, result, wide)]
     sizes, counts = (jnp.stack(each) for each in zip(*self.rows, strict=True))
-    wanted = self.probe.iterations
     hit = jnp.asarray(True)
-    for index_now, then in zip(self.indices, wanted, strict=False):
-      hit = hit & (index_now == then)
+    for now, then in zip(self.indices, self.probe.iterations, strict=False):
+      hit = hit & (now == then)
     count = jnp.sum(mask, dtype=jnp.int32)
-    self.seen.append(Seen(hit, sizes, counts, index.astype(jnp.int32), count))
-
-  def state(self) -> Seen:
-    """Returns what was seen."""
-    found = self.probe.nothing()
-    for each in self.seen:
-      found = self.probe.first(found, each)
-    return found
+    return Seen(hit, sizes, counts, index.astype(jnp.int32), count)
 
 
 _LAST = 2**31 - 1

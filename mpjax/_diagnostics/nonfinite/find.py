@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,92 +11,100 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.errors import check_call
-from mpjax._core.types import Args, Function, Kwargs, Leaf
+from mpjax._core.types import Args, Array, Function, Kwargs, NumpyArray
 from mpjax._diagnostics.arguments import check_function
 from mpjax._diagnostics.flat import check_concrete
 from mpjax._diagnostics.nonfinite.capture import CaptureProbe, Seen
 from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure
-from mpjax._diagnostics.nonfinite.first import NONE, First, FirstProbe
-from mpjax._diagnostics.nonfinite.interpreter import run
+from mpjax._diagnostics.nonfinite.first import First, FirstProbe
 from mpjax._diagnostics.nonfinite.passes import direction_of
 from mpjax._diagnostics.nonfinite.paths import path_of
-from mpjax._diagnostics.nonfinite.program import Body, Step
-from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range
-from mpjax._diagnostics.nonfinite.scales import Implied, Scale, implied_scale, scale_of
-from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, suspects
+from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, power
+from mpjax._diagnostics.nonfinite.scales import Rescale, implied_scale, scale_of
+from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, sentinels_of, suspects
 from mpjax._diagnostics.nonfinite.traced import Traced, compiled, trace
+from mpjax._diagnostics.nonfinite.uses import uses_of
 from mpjax._diagnostics.progress import progress
+from mpjax._diagnostics.runner import Observer, run
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
+from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
 from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
 
-_CLOSELY = 256
-"""How many steps are looked at closely in one run: of more, compiling takes minutes."""
+_CLOSELY = 64
+"""How many steps are looked at closely in the first run: what comes after is not compiled."""
 
 
-class _Found(NamedTuple):
-  """The number of the step that broke, in which iteration, and on which device."""
+class _Broken(NamedTuple):
+  """The number of the step that broke first, in which iteration, and on which device."""
 
   number: int
   iterations: tuple[int, ...]
   device: int
 
 
-class _Finder:
+class Finder:
   """Looks for the first step that breaks, at this loss scale or at another one.
 
   One run says which values are not finite. Only if there are some, the steps that lead to them are
   looked at closely, in a second one: most often -inf in masks, and the fault.
   """
 
-  def __init__(self, traced: Traced, scale: Scale | None, implied: Implied | None) -> None:
-    self.traced, self.scale, self.implied = traced, scale, implied
-    body, probe = traced.body, FlagProbe()
-    self.look = compiled(lambda *leaves: run(body, leaves, probe, outermost=True)[1])
+  def __init__(self, traced: Traced, args: Args, kwargs: Kwargs) -> None:
+    self.traced, self.body = traced, traced.body
+    self.scale = scale_of(traced, args, kwargs)
+    self.implied = None if self.scale is not None else implied_scale(traced)
+    self.sentinels, self.uses = sentinels_of(self.body), uses_of(self.body)
+    self.flags = self._looking(lambda rescale: FlagProbe(self.body, self.sentinels, rescale))
+    self.closely: dict[frozenset[int], Callable[..., First]] = {}
 
-  def closely(self, only: Collection[int]) -> Callable[..., First]:
-    """Returns a function of a factor of the scale, and arguments, that looks at these steps."""
-    body, places = self.traced.body, {} if self.implied is None else self.implied.places
+  def _looking(self, probe: Callable[[Rescale], Observer]) -> Callable[..., Any]:
+    """Returns a function of a factor of the scale, and arguments, that returns what a probe saw."""
 
-    def first(factor: jax.Array, *leaves: Leaf) -> First:
-      return run(body, leaves, FirstProbe(body.depth, only, places, factor), outermost=True)[1]
+    def looking(factor: Array, *leaves: Array) -> Any:
+      if self.implied is None:
+        return run(self.body, leaves, probe(lambda step, ins: ins))[1]
+      return run(self.body, leaves, probe(functools.partial(self.implied.rescale, factor)))[1]
 
-    return compiled(first)
+    return compiled(looking)
 
-  def found(self) -> tuple[_Found | None, Callable[..., First]]:
-    """Returns what breaks first, and a function that looks for it."""
-    flags = jax.device_get(self.look(*self.traced.leaves))
-    closely = self.closely(())
-    for only in _together(suspects(self.traced.body, flags)):
-      closely = self.closely(only)
-      found = self.at(closely)
-      if found is not None:
-        return found, closely
-    return None, closely
+  def flagged(self, factor: float = 1.0) -> NumpyArray:
+    """Returns which of the sentinels are not finite with the loss scale multiplied by a factor."""
+    return np.asarray(self.flags(*self._call(factor)))
 
-  def at(self, closely: Callable[..., First], factor: float = 1.0) -> _Found | None:
-    """Returns what breaks first with the loss scale multiplied by a factor."""
-    leaves, inside = self.traced.leaves, 1.0
+  def _call(self, factor: float) -> tuple[Array, ...]:
+    leaves = self.traced.leaves
     if factor != 1.0 and self.scale is not None:
       leaves = self.scale.with_factor(factor)
-    elif self.implied is not None:
-      inside = factor
-    number, iterations, device = closely(jnp.asarray(inside, jnp.float32), *leaves)
-    if int(number) == NONE:
-      return None
-    kept = tuple(int(i) for i in np.asarray(iterations) if i >= 0)
-    return _Found(int(number), kept, int(device))
+    return jnp.asarray(factor, jnp.float32), *leaves
+
+  def first(self, factor: float = 1.0) -> _Broken | None:
+    """Returns what breaks first with the loss scale multiplied by a factor."""
+    for some in _together(suspects(self.body, self.sentinels, self.flagged(factor).tolist())):
+      # One that was compiled for another scale will do if it looks at these among others.
+      only = next((each for each in self.closely if some <= each), some)
+      if only not in self.closely:
+        self.closely[only] = self._looking(functools.partial(self._probe, only))
+      first = jax.device_get(self.closely[only](*self._call(factor)))
+      if int(first.number) in some:
+        iterations = tuple(int(i) for i in first.iterations if i >= 0)
+        return _Broken(int(first.number), iterations, int(first.device))
+    return None
+
+  def _probe(self, only: frozenset[int], rescale: Rescale) -> FirstProbe:
+    return FirstProbe(self.body, self.uses, only, rescale)
 
 
-def _together(found: Iterable[Sequence[int]]) -> Iterator[frozenset[int]]:
-  """Yields numbers of steps, about `_CLOSELY` at once."""
+def _together(steps: Iterable[Sequence[int]]) -> Iterator[frozenset[int]]:
+  """Yields numbers of steps: few at first, since the fault is most often among these."""
   some: set[int] = set()
-  for each in found:
+  most = _CLOSELY
+  for each in steps:
     some.update(each)
-    if len(some) >= _CLOSELY:
+    if len(some) >= most:
       yield frozenset(some)
-      some = set()
+      some, most = set(), 4 * most
   if some:
     yield frozenset(some)
 
@@ -161,119 +169,120 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
 def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
   check_concrete(jax.tree.leaves((args, kwargs)), "mpjax.find_nonfinite(fn)(*args)")
   traced = trace(fn, args, kwargs)
-  finder = finder_of(traced, args, kwargs)
-  (found, closely), scale = finder.found(), finder.scale
-  known = scale or finder.implied
+  finder = Finder(traced, args, kwargs)
+  broken, scale = finder.first(), finder.scale or finder.implied
   about = {
-    "loss_scale": None if known is None else known.value,
-    "step": None if scale is None else scale.step,
+    "loss_scale": None if scale is None else scale.value,
+    "step": None if finder.scale is None else finder.scale.step,
   }
-  if found is None:
+  if broken is None:
     return NonfiniteReport(**about)
-  if found.number < len(traced.leaves) + len(traced.constants):
-    return _given(traced, found.number, about)
-  finite_at = _finite_at(finder, closely, found)
-  body = traced.body
-  step = next(each for each in body.every_step() if each.number == found.number)
-  probe = CaptureProbe(body, found.number, found.iterations, found.device)
-  leaves = traced.leaves
-  seen = compiled(lambda *xs: run(body, xs, probe, outermost=True)[1])(*leaves)
-  return _report(traced, step, found, probe, seen, finite_at, about, scale is not None)
+  if broken.number < 0:
+    return _of_argument(traced, broken.number, about)
+  finite_at, notes = _finite_at(finder, broken)
+  probe = CaptureProbe(traced.body, broken.number, broken.iterations, broken.device)
+  seen = compiled(lambda *xs: run(traced.body, xs, probe)[1])(*traced.leaves)
+  return _report(finder, broken, probe, jax.device_get(seen), finite_at, notes, about)
 
 
-def finder_of(traced: Traced, args: Args, kwargs: Kwargs) -> _Finder:
-  """Returns what looks for the first step that breaks."""
-  scale = scale_of(traced, args, kwargs)
-  return _Finder(traced, scale, None if scale is not None else implied_scale(traced))
+def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]]:
+  """Returns the largest power of two, as loss scale, at which all of the function is finite.
+
+  Where there is none since another value breaks then, a note says which, and at which scale.
+  """
+  scale = finder.scale or finder.implied
+  if scale is None:
+    return None, []
+  low = math.ceil(math.log2(finder.scale.least)) if finder.scale else 0
+  high = math.ceil(math.log2(scale.value))  # It breaks there, or is not a power of two.
+  if high <= low:
+    return None, []
+  other = finder.first(2.0**low / scale.value)
+  if other is not None and other.number == broken.number:
+    return None, []
+  # What is not finite where nothing breaks does no harm, such as the -inf of masks.
+  harmless = finder.flagged(2.0**low / scale.value) if other is None else np.asarray(False)
+
+  def fits(exponent: int) -> bool:
+    return not np.any(finder.flagged(2.0**exponent / scale.value) & ~harmless)
+
+  if other is None:
+    while high - low > 1:
+      middle = (low + high) // 2
+      low, high = (middle, high) if fits(middle) else (low, middle)
+    return 2.0**low, []
+  between = next(filter(fits, range(high - 1, low, -1)), None)
+  if between is not None:
+    return 2.0**between, []
+  place = "an argument"
+  if other.number >= 0:
+    step = finder.body.path_to(other.number)[-1][1]
+    parts = (path_of(finder.traced, step), step.eqn.primitive.name)
+    place = " · ".join([*filter(None, parts), direction_of(finder.body, step)])
+  return None, [f"At loss scale {power(2.0**low)} this value is finite, and {place} is not."]
 
 
-def _finite_at(finder: _Finder, closely: Callable[..., First], found: _Found) -> float | None:
-  """Returns the largest power of two, as loss scale, at which the step does not break first."""
-  known = finder.scale or finder.implied
-  if known is None:
-    return None
-  least = math.ceil(math.log2(finder.scale.least)) if finder.scale else 0
-  high = math.ceil(math.log2(known.value))  # It breaks there, or is not a power of two.
-
-  def breaks(exponent: int) -> bool:
-    again = finder.at(closely, 2.0**exponent / known.value)
-    return again is not None and again.number == found.number
-
-  if high <= least or breaks(least):
-    return None
-  low = least
-  while high - low > 1:
-    middle = (low + high) // 2
-    low, high = (low, middle) if breaks(middle) else (middle, high)
-  return 2.0**low
-
-
-def _given(traced: Traced, number: int, about: Mapping[str, Any]) -> NonfiniteReport:
+def _of_argument(traced: Traced, number: int, about: Mapping[str, Any]) -> NonfiniteReport:
   """Returns the report of an argument or a constant that came so."""
-  arguments = len(traced.leaves)
-  argument = number < arguments
-  if argument:
-    value, path = traced.leaves[number], traced.names[number]
+  slots = (*traced.body.inputs, *traced.body.consts)
+  slot = slots[number]
+  place = number + len(slots)
+  kind = "argument" if place < len(traced.leaves) else "constant"
+  if kind == "argument":
+    value, path = traced.leaves[place], traced.names[place]
+    name = path
   else:
-    slot = traced.constants[number - arguments]
     value = traced.body.consts[slot]
     reader = next((s for s in traced.body.every_step() if slot in s.reads), None)
     path = "" if reader is None else path_of(traced, reader)
-  x = np.asarray(value, np.float64) if not np.iscomplexobj(value) else np.abs(np.asarray(value))
+    name = f"an array that the function closes over, {jnp.asarray(value).dtype}{[*np.shape(value)]}"
+  x = np.asarray(value)
+  x = np.abs(x) if np.iscomplexobj(x) else x.astype(np.float64)
   finite = np.abs(x[np.isfinite(x)])
-  dtype, shape = jnp.asarray(value).dtype.name, np.shape(value)
-  bad = int(np.isinf(x).sum()), int(np.isnan(x).sum())
   least, most = (float(f(finite)) if finite.size else math.nan for f in (np.min, np.max))
-  index = np.argwhere(~np.isfinite(x))[0]
-  kind = "argument" if argument else "constant"
-  named = path if argument else f"an array that the function closes over, {dtype}{[*shape]}"
+  dtype, inf, nan = jnp.asarray(value).dtype.name, int(np.isinf(x).sum()), int(np.isnan(x).sum())
   return NonfiniteReport(
     operation=kind,
     path=path,
     direction="forward",
     verdict="value",
-    index=tuple(map(int, index)),
-    count=sum(bad),
+    index=tuple(map(int, np.argwhere(~np.isfinite(x))[0])),
+    count=inf + nan,
     dtype=dtype,
-    shape=shape,
-    result=Range(
-      name=kind, dtype=dtype, shape=shape, least=least, most=most, inf=bad[0], nan=bad[1]
-    ),
-    cause=f"{named} holds {bad[0]} inf and {bad[1]} NaN before anything is computed.",
+    shape=x.shape,
+    result=Range(name=kind, dtype=dtype, shape=x.shape, least=least, most=most, inf=inf, nan=nan),
+    cause=f"{name} holds {inf} inf and {nan} NaN before anything is computed.",
     cure="mpjax.all_finite(x)  # of the data, or restore a checkpoint if it is a parameter",
     **about,
   )
 
 
 def _report(
-  traced: Traced,
-  step: Step,
-  found: _Found,
+  finder: Finder,
+  broken: _Broken,
   probe: CaptureProbe,
   seen: Seen,
   finite_at: float | None,
+  notes: list[str],
   about: Mapping[str, Any],
-  from_state: bool,
 ) -> NonfiniteReport:
   """Returns the report of a step that broke."""
-  sizes, counts = np.asarray(seen.sizes), np.asarray(seen.counts)
-  place, eqn, path = step.location, step.eqn, path_of(traced, step)
-  rows = iter(range(len(sizes)))
+  traced, step = finder.traced, probe.step
+  eqn, path = step.eqn, path_of(traced, step)
+  rows = zip(seen.sizes, seen.counts, strict=True)
 
   def ranged(name: str, var: Atom, path: str = "") -> Range:
-    row, aval = next(rows), aval_of(var)
-    least, most, value = map(float, sizes[row])
-    none = most < 0
+    (least, most, value), (inf, nan) = next(rows)
     return Range(
       name=name,
-      dtype=aval.dtype.name,
-      shape=aval.shape,
-      least=math.nan if none else least,
-      most=math.nan if none else most,
-      inf=int(counts[row][0]),
-      nan=int(counts[row][1]),
+      dtype=aval_of(var).dtype.name,
+      shape=shape_of(var),
+      least=float(least) if most >= 0 else math.nan,
+      most=float(most) if most >= 0 else math.nan,
+      inf=int(inf),
+      nan=int(nan),
       path=path,
-      value=None if math.isnan(value) else value,
+      value=None if math.isnan(value) else float(value),
     )
 
   before = tuple(
@@ -283,29 +292,29 @@ def _report(
   var = eqn.outvars[probe.result]
   result, wide = ranged("result", var), ranged("in float32", var)
   selects = _selector(traced, step, path)
+  from_state = finder.scale is not None
   fault = Fault(eqn.primitive, path, selects, operands, result, wide, finite_at, from_state)
   cause, cure = cause_and_cure(fault)
-  shape = shape_of(var)
-  index = np.unravel_index(int(seen.place), shape) if math.prod(shape) else ()
-  notes = []
-  if about["loss_scale"] is None and direction_of(traced.body, step) == "backward":
+  direction = direction_of(traced.body, step)
+  if about["loss_scale"] is None and direction == "backward":
     notes.append(
       "No loss scale was found in the arguments: pass the optimizer's state, as a training step "
       "does, if the gradients are scaled."
     )
+  iterations = broken.iterations
   return NonfiniteReport(
     operation=eqn.primitive.name,
     path=path,
-    direction=direction_of(traced.body, step),
-    source=None if place.source is None else str(place.source),
-    iteration=_iteration(found.iterations),
+    direction=direction,
+    source=None if step.location.source is None else str(step.location.source),
+    iteration=iterations[0] if len(iterations) == 1 else iterations or None,
     verdict="value" if finite_at is None else "scale",
     finite_at=finite_at,
-    index=tuple(map(int, index)),
+    index=tuple(map(int, np.unravel_index(seen.place, result.shape))) if result.size else (),
     count=int(seen.broken),
-    device=_device(traced.body, found),
+    device=_device(traced.body, broken),
     dtype=result.dtype,
-    shape=shape,
+    shape=result.shape,
     operands=operands,
     result=result,
     before=before,
@@ -327,22 +336,13 @@ def _selector(traced: Traced, step: Step, path: str) -> str:
   return written(selector(own, set[str]().union(*every)))
 
 
-def _iteration(iterations: tuple[int, ...]) -> int | tuple[int, ...] | None:
-  return iterations[0] if len(iterations) == 1 else iterations or None
-
-
-def _device(body: Body, found: _Found) -> dict[str, int] | None:
+def _device(body: Body, broken: _Broken) -> dict[str, int] | None:
   """Returns the positions of a device along the axes of the `shard_map` that a step is in."""
-  if found.device < 0:
+  if broken.device < 0:
     return None
-  around = next(
-    each
-    for each in body.every_step()
-    if each.holds is Holds.SHARD_MAP
-    and any(inner.holds_step(found.number) for inner in each.bodies)
-  )
-  given = mapped_with(around.eqn)
-  names = [name for name in given["mesh"].axis_names if name in given["axis_names"]]
-  sizes = [given["mesh"].shape[name] for name in names]
-  places = np.unravel_index(found.device, sizes)
+  around = (step for _, step in body.path_to(broken.number))
+  arguments = mapped_with(next(step.eqn for step in around if step.holds is Holds.SHARD_MAP))
+  mesh = arguments["mesh"]
+  names = [name for name in mesh.axis_names if name in arguments["axis_names"]]
+  places = np.unravel_index(broken.device, [mesh.shape[name] for name in names])
   return {str(name): int(i) for name, i in zip(names, places, strict=True)}

@@ -1,89 +1,93 @@
 """Which pass a step belongs to: what JAX computes ahead for the backward pass belongs to that."""
 
-import os
 from collections.abc import Sequence
 from typing import Literal
 
-from mpjax._diagnostics.nonfinite.program import Body, Step
-from mpjax._jaxprs.compat import Frame, frames_of
-from mpjax._jaxprs.locations import source_of
+import jax
+from jax.extend.core import JaxprEqn, Primitive
+
+from mpjax._core.types import Array
+from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
+from mpjax._diagnostics.steps import Body, Step
+from mpjax._jaxprs.atoms import aval_of, shape_of
+from mpjax._jaxprs.compat import bind
+from mpjax._jaxprs.locations import location
 from mpjax._jaxprs.primitive_facts import Holds
 
-_DIFFERENTIATES = os.path.join("interpreters", "ad.py")
-"""The file of JAX that calls the derivative rules of primitives."""
 
-_OWN_RULES = "custom_derivatives.py"
-"""That of functions with rules of their own: what those compute is not a slope."""
-
-
-def direction_of(body: Body, step: Step) -> Literal["forward", "backward"]:
+def direction_of(top: Body, step: Step) -> Literal["forward", "backward"]:
   """Returns the pass of a step of a function.
 
   The slope of a square root, 0.5 / sqrt(x), is computed beside the root, and only the backward pass
   reads it: of a function that is not differentiated it is no part. What `remat` computes again is
   part of the forward pass.
   """
-  direction = step.location.direction
-  if direction == "backward":
-    return "backward"
-  around = _around(body, step.number)
-  inside = around[-1][0]
-  slope = direction == "forward" and all(_only_backward(around, slot) for slot in step.outs)
-  return "backward" if slope and _is_slope(inside, step) else "forward"
+  if step.location.direction != "forward":
+    return "backward" if step.location.direction == "backward" else "forward"
+  *around, (body, _) = top.path_to(step.number)
+  backward: set[int] = set()
+  for each, holder in around:
+    backward = _read_by_backward(each, backward)
+    inside = next(inner for inner in holder.bodies if inner.path_to(step.number))
+    # What an iteration hands to the next one is read by the forward pass.
+    carried = len(holder.inner[-1].carry) if holder.holds in (Holds.SCAN, Holds.WHILE) else 0
+    results = [*zip(inside.outputs, holder.outs, strict=False)][carried:]
+    backward = {slot for slot, out in results if isinstance(slot, int) and out in backward}
+  ahead = _read_by_backward(body, backward).issuperset(step.outs)
+  return "backward" if ahead and _is_slope(body, step) else "forward"
+
+
+def _read_by_backward(body: Body, returned: set[int]) -> set[int]:
+  """Returns the values that the backward pass alone reads, given those that are returned to it."""
+  outputs = {slot for slot in body.outputs if isinstance(slot, int)}
+  forward = outputs - returned
+  read = returned & outputs
+  for step in reversed(body.steps):
+    direction = step.location.direction
+    ahead = direction == "forward" and not step.bodies and _only(step.outs, read, forward)
+    (read if direction == "backward" or ahead else forward).update(step.reads)
+  return read - forward
+
+
+def _only(slots: tuple[int, ...], read: set[int], forward: set[int]) -> bool:
+  return read.issuperset(slots) and forward.isdisjoint(slots)
 
 
 def _is_slope(body: Body, step: Step) -> bool:
-  """Whether the rule of a primitive wrote a step: beside the primitive, which came before it."""
-  call = _call(step)
-  before = (each for each in body.steps if each.number < step.number and not each.bodies)
-  other = (each for each in before if each.eqn.primitive is not step.eqn.primitive)
-  return bool(call) and any(_call(each) == call for each in other)
+  """Whether the derivative rule of a primitive wrote a step: of one before it on the same line.
 
-
-def _call(step: Step) -> tuple[Frame, ...]:
-  """Returns the lines that called a primitive, which are also those of what its rule writes."""
-  traceback, source = step.eqn.source_info.traceback, source_of(step.eqn)
-  frames = () if traceback is None else frames_of(traceback)
-  called = 0
-  for place, frame in enumerate(frames):
-    if source is not None and (frame.file, frame.line) == (source.file, source.line):
-      break
-    if frame.file.endswith(_OWN_RULES):
-      return ()
-    if frame.file.endswith(_DIFFERENTIATES) and frame.function.endswith("process_primitive"):
-      called = place + 1
-  return frames[called:]
-
-
-def _around(body: Body, number: int) -> list[tuple[Body, Step]]:
-  """Returns the steps that a step is in, with their lists, the outermost first; itself last."""
-  for step in body.steps:
-    if step.number == number:
-      return [(body, step)]
-  inner = ((step, each) for step in body.steps for each in step.bodies)
-  step, within = next(pair for pair in inner if pair[1].holds_step(number))
-  return [(body, step), *_around(within, number)]
-
-
-def _only_backward(around: Sequence[tuple[Body, Step]], slot: int) -> bool:
-  """Whether nothing but the backward pass reads a value of the innermost body."""
-  body = around[-1][0]
-  readers = [each for each in body.steps if slot in each.reads]
-  returned = [place for place, each in enumerate(body.outputs) if each == slot]
-  for place in returned:
-    if len(around) == 1:
-      return False
-    outer = around[-2][1]
-    if outer.holds is Holds.WHILE or (outer.holds is Holds.SCAN and place in outer.inner[0].carry):
-      return False
-    if not _only_backward(around[:-1], outer.outs[place]):
-      return False
-  for each in readers:
-    direction = each.location.direction
-    if direction == "backward":
+  It takes what that one takes or returns, or what its rule has computed of these.
+  """
+  source = step.location.source
+  before = [
+    each
+    for each in body.steps
+    if each.number <= step.number and not each.bodies and each.location.source == source
+  ]
+  for place, each in enumerate(before):
+    if each.eqn.primitive is step.eqn.primitive or not is_elementwise(each):
       continue
-    if each.bodies or direction != "forward":
-      return False
-    if not all(_only_backward(around, made) for made in each.outs):
-      return False
-  return bool(readers or returned)
+    rule, values = _rule_of(each.eqn), {*each.reads, *each.outs}
+    for other in before[place + 1 :]:
+      if other.eqn.primitive in rule and not values.isdisjoint(other.reads):
+        values.update(other.outs)
+    if values.issuperset(step.outs):
+      return True
+  return False
+
+
+def _rule_of(eqn: JaxprEqn) -> set[Primitive]:
+  """Returns the primitives of the forward pass if an elementwise operation is differentiated."""
+  moving = [i for i, v in enumerate(eqn.invars) if is_inexact(v)]
+
+  def gradient(*operands: Array) -> Sequence[Array]:
+    def moved(*some: Array) -> list[Array]:
+      new = dict(zip(moving, some, strict=True))
+      return bind(eqn, [new.get(i, x) for i, x in enumerate(operands)])
+
+    outs, pullback = jax.vjp(moved, *(operands[i] for i in moving))
+    return pullback(outs)
+
+  shapes = [jax.ShapeDtypeStruct(shape_of(v), aval_of(v).dtype) for v in eqn.invars]
+  eqns = jax.make_jaxpr(gradient)(*shapes).eqns
+  return {each.primitive for each in eqns if location(each).direction == "forward"}

@@ -8,9 +8,9 @@ from jax.extend.core import JaxprEqn
 
 from mpjax._core.paths import key_names
 from mpjax._core.types import KeyPath
-from mpjax._diagnostics.nonfinite.program import Body, Step
 from mpjax._diagnostics.nonfinite.traced import Traced
 from mpjax._diagnostics.nonfinite.uses import is_cast, is_move
+from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.compat import frames_of
 from mpjax._jaxprs.primitives import facts_of
 

@@ -59,8 +59,9 @@ class NonfiniteReport(Report):
     source: the line of code, "model.py:57"; None if it is not known.
     iteration: that of the loop, counted from 0 along its inputs (so that the backward pass of a
       layer has the number of the layer); a tuple for loops inside of one another, None outside.
-    verdict: "scale" if it is finite at a smaller loss scale, "value" if no scale helps.
-    finite_at: the largest power of two that would do as loss scale, if the verdict is "scale".
+    verdict: "scale" if the function is finite at a smaller loss scale, "value" if it is at none.
+    finite_at: the largest power of two, as loss scale, at which it was run and all of it is finite,
+      if the verdict is "scale".
     index: the first element that broke, in the shape of the result: under `vmap`, it says the lane.
     count: how many elements broke.
     device: which device of a `shard_map`, as its positions along the axes of the mesh.
@@ -151,7 +152,7 @@ class NonfiniteReport(Report):
 
   def _verdict(self) -> str:
     if self.verdict == "scale":
-      at = "" if self.finite_at is None else f": it is finite at {power(self.finite_at)}"
+      at = "" if self.finite_at is None else f": all is finite at {power(self.finite_at)}"
       return f"The scale's fault{at}."
     if self.verdict is None:
       return "Whether a smaller loss scale would help could not be decided."

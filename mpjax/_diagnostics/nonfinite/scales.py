@@ -1,23 +1,28 @@
 """The loss scale of a function: in the state of an optimizer, or a number that the loss meets."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
-from mpjax._core.types import Args, Kwargs, Leaf
-from mpjax._diagnostics.nonfinite.program import Body, Step
+from mpjax._core.types import Args, Array, Kwargs, Leaf
 from mpjax._diagnostics.nonfinite.traced import Traced
 from mpjax._diagnostics.nonfinite.uses import is_cast, is_move
+from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.atoms import shape_of
 from mpjax.transforms._state import replace_scale, scales_in
 
 _LEAST = 8
 """A smaller factor of a loss is rather a weight of it than a loss scale."""
+
+
+Rescale: TypeAlias = Callable[[Step, Sequence[Any]], Sequence[Any]]
+"""Returns the operands of a step, at another loss scale."""
 
 
 class Scale(NamedTuple):
@@ -67,6 +72,14 @@ class Implied(NamedTuple):
 
   value: float
   places: Mapping[int, int]
+
+  def rescale(self, factor: Array, step: Step, ins: Sequence[Any]) -> Sequence[Any]:
+    """Returns the operands of a step with this number multiplied by a factor."""
+    position = self.places.get(step.number)
+    if position is None:
+      return ins
+    number = jnp.asarray(ins[position])
+    return [*ins[:position], number * factor.astype(number.dtype), *ins[position + 1 :]]
 
 
 def implied_scale(traced: Traced) -> Implied | None:

@@ -11,17 +11,22 @@ import numpy as np
 from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf
 from mpjax._diagnostics.arguments import positional_names
 from mpjax._diagnostics.flat import Leaves
-from mpjax._diagnostics.nonfinite.program import Body, body_of
+from mpjax._diagnostics.steps import Body, body_of
 
-_COMPILER_OPTIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
-"""Else XLA may leave out a cast to float16 and back, with the overflow that is looked for."""
+_COMPILER_OPTIONS: dict[str, str | bool | int] = {
+  # Else XLA may leave out a cast to float16 and back, with the overflow that is looked for.
+  "xla_allow_excess_precision": False,
+  # What runs once need not be fast: half of the time that compiling takes is for that.
+  "xla_backend_optimization_level": 0,
+  "xla_llvm_disable_expensive_passes": True,
+}
 
 
 class Traced(NamedTuple):
   """A function, traced for its arguments.
 
   Fields:
-    body: its steps. Arguments have the first numbers, then constants, then steps.
+    body: its steps.
     leaves: the arguments that are arrays.
     names: of these, such as "params['w']".
     paths: of these, in (args, kwargs).
@@ -33,11 +38,6 @@ class Traced(NamedTuple):
   names: Sequence[str]
   paths: Sequence[KeyPath]
   flatten: Callable[[tuple[Args, Kwargs]], list[Leaf]]
-
-  @property
-  def constants(self) -> list[int]:
-    """The values that the function closes over, by their numbers in the body."""
-    return list(self.body.consts)
 
 
 def trace(fn: Function, args: Args, kwargs: Kwargs) -> Traced:
@@ -54,9 +54,7 @@ def trace(fn: Function, args: Args, kwargs: Kwargs) -> Traced:
     return [x for _, x in leaves.run(fn, arrays) if isinstance(x, jax.Array)]
 
   flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
-  closed = jax.make_jaxpr(flat)(*leaves.arrays)
-  # Constants of inner jits are numbered with those of the function, before all steps.
-  body = body_of(closed, len(leaves.arrays) + len(body_of(closed, 0).consts))
+  body = body_of(jax.make_jaxpr(flat)(*leaves.arrays), compiled=True)
   names = positional_names(fn, len(args))
   return Traced(body, leaves.arrays, [_text(path, names) for path in paths], paths, flatten)
 

@@ -5,7 +5,6 @@ discards it: of `jnp.where(x > 0, x * jnp.log(x), 0)` nobody sees log(0). Which 
 discards is known only while it runs; here it is decided for which values that has to be followed.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from mpjax._diagnostics.nonfinite.program import Body, Slot, Step
+from mpjax._diagnostics.steps import Body, Slot, Step
 from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
 from mpjax._jaxprs.primitives import facts_of
 
@@ -66,7 +65,7 @@ def is_elementwise(step: Step) -> bool:
 
 
 class Uses(NamedTuple):
-  """What becomes of the values of a list of steps.
+  """What becomes of the values of a function.
 
   Fields:
     discarded: those that nothing reads but comparisons, and a `where` that may discard them.
@@ -86,13 +85,17 @@ class Uses(NamedTuple):
   summed: frozenset[int]
 
 
-@functools.lru_cache(maxsize=256)
-def uses_of(body: Body) -> Uses:
-  """Returns what becomes of the values of a list of steps."""
+def uses_of(top: Body) -> Uses:
+  """Returns what becomes of the values of a function, those in its loops and branches included."""
+  each = zip(*map(_uses, top.every_body()), strict=True)
+  return Uses(*(frozenset[int]().union(*sets) for sets in each))
+
+
+def _uses(body: Body) -> tuple[set[int], ...]:
   finder = _Finder(body)
-  sets = (finder.discarded, finder.derived, finder.factors, _constants(body))
-  returned = frozenset(finder.returned - finder.readers.keys())
-  return Uses(*(frozenset(each) for each in sets), returned=returned, summed=_summed(body))
+  returned = finder.returned - finder.readers.keys()
+  sets = (finder.discarded, finder.derived, finder.factors)
+  return (*sets, _constants(body), returned, _summed(body))
 
 
 class _Finder:
@@ -104,7 +107,7 @@ class _Finder:
       for position, slot in enumerate(step.ins):
         if isinstance(slot, int):
           self.readers.setdefault(slot, []).append((step, position))
-    self.returned = frozenset(slot for slot in body.outputs if isinstance(slot, int))
+    self.returned = {slot for slot in body.outputs if isinstance(slot, int)}
     self.noticed = _noticed(body)
     self.given = set(body.inputs)
     for step in body.steps:
@@ -213,7 +216,7 @@ def _constants(body: Body) -> set[int]:
   return found
 
 
-def _summed(body: Body) -> frozenset[int]:
+def _summed(body: Body) -> set[int]:
   """Returns which values are added up, moved, cast or scaled before at most."""
   found: set[int] = set()
   for step in reversed(body.steps):
@@ -225,4 +228,4 @@ def _summed(body: Body) -> frozenset[int]:
     passes = is_move(step) or is_cast(step) or scales
     if sums or (passes and not found.isdisjoint(step.outs)):
       found.update(step.reads)
-  return frozenset(found)
+  return found

@@ -8,7 +8,7 @@ from typing import ParamSpec
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.bits import changes_nothing
 from mpjax._core.errors import check_call
@@ -16,15 +16,14 @@ from mpjax._core.paths import key_names
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 from mpjax._diagnostics.arguments import check_function
 from mpjax._diagnostics.flat import Call, gradient_of, is_array
+from mpjax._diagnostics.on_host import Look, run_on_host
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.ranges.exponents import Tally
 from mpjax._diagnostics.ranges.plan import Group, Input, Plan, is_inexact, plan
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
 from mpjax._diagnostics.report import Pending
-from mpjax._diagnostics.runner import Key, Observer, entered, run
-from mpjax._jaxprs.locations import location
-from mpjax._jaxprs.walk import walk
+from mpjax._diagnostics.steps import Body, Step, body_of
 from mpjax.transforms._state import scales_in
 
 P = ParamSpec("P")
@@ -93,15 +92,17 @@ def counted(
   """Returns the report of one call; `advance` takes the operations that are done, and all."""
   call = Call(args, kwargs, "mpjax.ranges(fn)")
   program, outputs = call.traced(fn)
-  is_loss = bool(args) and _is_scalar(program) and not _has_backward(program)
+  backward = _has_backward(body_of(program))
+  is_loss = bool(args) and _is_scalar(program) and not backward
   scoped = with_parameter_scopes(fn)
   if is_loss if differentiate is None else differentiate:
     program, outputs = call.traced(gradient_of(scoped))
-  elif not _has_backward(program):
+  elif not backward:
     program, outputs = call.traced(scoped)
   scales = [scale.state for scale in scales_in((args, kwargs)) if scale.state is not None]
-  counting = plan(program.jaxpr, inputs_of(args, kwargs, [s.scale for s in scales]), outputs)
-  tallies = _tallies(program, call.operands, counting, advance)
+  inputs, body = inputs_of(args, kwargs, [s.scale for s in scales]), body_of(program)
+  counting = plan(body, inputs, [*zip(outputs, program.out_avals, strict=True)])
+  tallies = _tallies(body, call.operands, counting, advance)
   groups = [GroupRanges(**group._asdict(), **tally.as_dict()) for group, tally in tallies.items()]
   scale = np.asarray(scales[0].scale) if len(scales) == 1 else None
   in_use = float(scale) if scale is not None and not scale.shape else None
@@ -114,8 +115,8 @@ def _is_scalar(program: ClosedJaxpr) -> bool:
   return bool(first) and first[0].shape == () and jnp.issubdtype(first[0].dtype, jnp.floating)
 
 
-def _has_backward(program: ClosedJaxpr) -> bool:
-  return any(location(visit.eqn).direction == "backward" for visit in walk(program))
+def _has_backward(body: Body) -> bool:
+  return any(step.location.direction == "backward" for step in body.every_step())
 
 
 def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[Input | None]:
@@ -141,37 +142,36 @@ def _holds_params(tree: PyTree) -> bool:
 
 
 def _tallies(
-  program: ClosedJaxpr,
+  body: Body,
   operands: Sequence[Array],
   counting: Plan,
   advance: Callable[[int, int], None],
 ) -> Mapping[Group, Tally]:
-  """Runs a jaxpr, and returns the counts of each group."""
+  """Runs a function, and returns the counts of each group."""
   tallies: dict[Group, Tally] = collections.defaultdict(Tally)
   for position, group in counting.inputs.items():
     tallies[group].add(operands[position])
-
   steps = itertools.count()
-  total = sum(visit.times for visit in walk(program) if entered(visit.eqn) is None)
+  total = sum(step.times for step in body.every_step() if not step.bodies)
 
-  def pick(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
-    addition = counting.additions.get(key)
+  def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
+    addition = counting.additions.get(step.number)
     if addition is None:
-      return [x for x in outs if is_inexact(x.dtype)] if key in counting.results else []
+      return [x for x in outs if is_inexact(x.dtype)] if step.number in counting.results else []
     update = jnp.broadcast_to(jnp.asarray(ins[1 - addition.argument]), outs[0].shape)
     # As it is stored: that is where it rounds away.
     old, new = (x.astype(addition.dtype) for x in (ins[addition.argument], outs[0]))
     return [update, _lost(old, new, update)]
 
-  def see(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
+  def see(step: Step, picked: Sequence[Array]) -> None:
     advance(next(steps), total)
-    if key in counting.additions:
-      tallies[counting.additions[key].group].add(*picked)
+    if step.number in counting.additions:
+      tallies[counting.additions[step.number].group].add(*picked)
     else:
       for x in picked:
-        tallies[counting.results[key]].add(x)
+        tallies[counting.results[step.number]].add(x)
 
-  run(program, operands, Observer(pick=pick, see=see))
+  run_on_host(body, operands, Look(pick=pick, see=see))
   return tallies
 
 

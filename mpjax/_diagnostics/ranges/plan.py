@@ -12,16 +12,15 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.core import ShapedArray
 from jax.extend.core import Literal as JaxprLiteral
 from jax.extend.core.primitives import add_p, convert_element_type_p, sub_p
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import DType
-from mpjax._diagnostics.runner import Key, entered
+from mpjax._diagnostics.steps import Body, Slot, Step
 from mpjax._jaxprs.atoms import Atom, dtype_of, shape_of
-from mpjax._jaxprs.inner_jaxprs import Inner, inner_jaxprs
-from mpjax._jaxprs.locations import Location, location
+from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
 
@@ -60,12 +59,12 @@ class Input(NamedTuple):
   shape: tuple[int, ...]
   keys: tuple[str, ...] = ()
 
-  def is_stored_in(self, atom: Atom, keys: tuple[str, ...]) -> bool:
+  def is_stored_in(self, aval: ShapedArray, keys: tuple[str, ...]) -> bool:
     """Whether a result may be the argument, changed.
 
     A momentum `0.9 * mu + grads` is no update of gradients that are an argument: another path.
     """
-    if dtype_of(atom) != self.dtype or shape_of(atom) != self.shape:
+    if aval.dtype != self.dtype or aval.shape != self.shape:
       return False
     return self.is_parameter or bool(self.keys and self.shape and self.keys in (keys, keys[1:]))
 
@@ -89,22 +88,22 @@ class Plan(NamedTuple):
 
   Fields:
     inputs: the group of each argument that is a parameter, or optimizer state.
-    results: that of the results of an equation.
-    additions: the equations that add an update.
+    results: that of the results of a step.
+    additions: the steps that add an update.
     readers: where an argument is read first.
   """
 
   inputs: Mapping[int, Group]
-  results: Mapping[Key, Group]
-  additions: Mapping[Key, Addition]
-  readers: Mapping[int | Key, Location]
+  results: Mapping[int, Group]
+  additions: Mapping[int, Addition]
+  readers: Mapping[int, Location]
 
 
 class _Sum(NamedTuple):
   """A value that is a sum of an argument and an update."""
 
   argument: int
-  key: Key
+  step: int
   operand: int
 
 
@@ -118,13 +117,13 @@ class _Value(NamedTuple):
     kind: "data" is float32 for a reason, "low" what a matmul returned and what is computed from it;
       parameters, numbers and what is computed from these alone are "neutral".
     wide: a policy holds it in float32, or it is a number that float16 does not have.
-    origins: the arguments whose numbers these are, moved or cast, and the equations.
+    origins: the values whose numbers these are, moved or cast: arguments, and results of steps.
     same: the arguments, or sums with one, that it is, element by element: several after a branch.
   """
 
   kind: _Held = "data"
   wide: bool = True
-  origins: frozenset[int | Key] = frozenset()
+  origins: frozenset[int] = frozenset()
   same: frozenset[int | _Sum] = frozenset()
 
 
@@ -134,79 +133,70 @@ _FLOAT16 = np.dtype(np.float16)
 
 
 class _Planner:
-  """Walks a jaxpr as `runner.run` runs it."""
+  """Goes through the steps of a function."""
 
   def __init__(self) -> None:
-    self.places: dict[Key, Location] = {}
-    self.low: set[Key | int] = set()
-    """The equations whose results a policy holds in low precision."""
-    self.readers: dict[Key | int, Location] = {}
-    """Where something is read first, but by the optimizer."""
+    self.places: dict[int, Step] = {}
+    """The steps that are counted, by number."""
+    self.low: set[int] = set()
+    """The values that a policy holds in low precision."""
+    self.readers: dict[int, Location] = {}
+    """Where a value is read first, but by the optimizer."""
     self.backward = False
 
-  def walk(
-    self, jaxpr: Jaxpr, values: Sequence[_Value | None], around: Location, at: Key
-  ) -> list[_Value | None]:
-    env: dict[Var, _Value | None] = dict(zip(jaxpr.invars, values, strict=True))
-    for v in jaxpr.constvars:
-      env[v] = _Value() if is_inexact(dtype_of(v)) else None
+  def walk(self, body: Body, values: Sequence[_Value | None]) -> list[_Value | None]:
+    """Notes what is to be counted in a body, and returns what its results are."""
+    env: dict[int, _Value | None] = dict(zip(body.inputs, values, strict=True))
+    for slot, x in body.consts.items():
+      env[slot] = _Value() if is_inexact(getattr(x, "dtype", None)) else None
 
-    def read(atom: Atom) -> _Value | None:
-      return _number(atom) if isinstance(atom, JaxprLiteral) else env[atom]
+    def read(slot: Slot) -> _Value | None:
+      return _number(slot) if isinstance(slot, JaxprLiteral) else env[slot]
 
-    for number, eqn in enumerate(jaxpr.eqns):
-      key, here = (*at, number), location(eqn, around)
-      operands = [read(atom) for atom in eqn.invars]
-      if entered(eqn) is None:
-        results = self._computed(eqn, operands, here, key)
-      else:
-        results = self._enter(eqn, operands, here, key)
-      env |= dict(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    for step in body.steps:
+      operands = [*map(read, step.ins)]
+      results = self._entered(step, operands) if step.bodies else self._computed(step, operands)
+      env |= dict(zip(step.outs, results, strict=True))
+    return [read(slot) for slot in body.outputs]
 
-  def _enter(
-    self, eqn: JaxprEqn, operands: Sequence[_Value | None], here: Location, key: Key
-  ) -> list[_Value | None]:
+  def _entered(self, step: Step, operands: Sequence[_Value | None]) -> list[_Value | None]:
     joined: list[_Value | None] = []
-    for number, inner in enumerate(inner_jaxprs(eqn) or ()):
-      if inner.returns:
-        outs = self._inside(inner, operands, here, (*key, number))
-        joined = [_either(*pair) for pair in zip(joined, outs, strict=True)] if joined else outs
+    for inner, body in zip(step.inner, step.bodies, strict=True):
+      if not inner.returns:
+        continue
+      values = [operands[i] for i in inner.operands or ()]
+      values += [None] * (len(body.inputs) - len(values))  # Which lanes of a `vmap` go on.
+      outs = self.walk(body, values)
+      if inner.carry:
+        # What a carry is that starts as zeros, the body says.
+        for place, out in zip(inner.carry, outs, strict=False):
+          values[place] = _either(values[place], out)
+        outs = self.walk(body, values)
+      joined = [_either(*pair) for pair in zip(joined, outs, strict=True)] if joined else outs
     return joined
 
-  def _inside(
-    self, inner: Inner, operands: Sequence[_Value | None], here: Location, at: Key
-  ) -> list[_Value | None]:
-    values = [operands[i] for i in inner.operands or ()]
-    outs = self.walk(inner.jaxpr, values, here, at)
-    if not inner.carry:
-      return outs
-    # What a carry is that starts as zeros, the body says.
-    for place, out in zip(inner.carry, outs, strict=False):
-      values[place] = _either(values[place], out)
-    return self.walk(inner.jaxpr, values, here, at)
-
-  def _computed(
-    self, eqn: JaxprEqn, operands: Sequence[_Value | None], here: Location, key: Key
-  ) -> list[_Value | None]:
-    """Notes what is to be counted of an equation, and returns what its results are."""
+  def _computed(self, step: Step, operands: Sequence[_Value | None]) -> list[_Value | None]:
+    """Notes what is to be counted of a step, and returns what its results are."""
+    eqn, here = step.eqn, step.location
     part = _OPS.part_of(eqn.primitive.name, eqn.params)
     self.backward |= here.direction == "backward"
     # What follows the backward pass and is in no module is the work of the optimizer.
     work = self.backward and here.direction == "forward" and not here.path
-    floats = [value for value in operands if value is not None]
-    origins = frozenset[int | Key]().union(*(value.origins for value in floats))
+    origins = frozenset[int]().union(*(value.origins for value in operands if value is not None))
     for each in () if work else origins:
       self.readers.setdefault(each, here)
     if facts_of(eqn).moves or eqn.primitive is convert_element_type_p:
       # The same numbers again.
-      return [_result(eqn, v, part, operands, key, origins) for v in eqn.outvars]
+      return [_result(step, v, part, operands, origins) for v in eqn.outvars]
     self.low |= origins if part == "half" else set()
-    results = [_result(eqn, v, part, operands, key, frozenset([key])) for v in eqn.outvars]
+    results = [
+      _result(step, v, part, operands, frozenset([slot]))
+      for slot, v in zip(step.outs, eqn.outvars, strict=True)
+    ]
     if not work and here.direction != "recomputed" and any(results):
-      self.places[key] = here
+      self.places[step.number] = step
       if any(value and value.kind == "low" and not value.wide for value in results):
-        self.low.add(key)
+        self.low.update(step.outs)
     return results
 
   @property
@@ -214,11 +204,11 @@ class _Planner:
     """What an argument is that the optimizer alone reads."""
     return "optimizer state" if self.backward else "parameters"
 
-  def group(self, key: Key) -> Group:
-    """Returns the heading of an equation."""
-    here = self.places[key]
-    kind: Kind = "gradients" if here.direction == "backward" else "activations"
-    return Group(kind if key in self.low else "float32", here.path)
+  def group(self, step: Step) -> Group:
+    """Returns the heading of a step."""
+    kind: Kind = "gradients" if step.location.direction == "backward" else "activations"
+    low = not self.low.isdisjoint(step.outs)
+    return Group(kind if low else "float32", step.location.path)
 
 
 def _number(literal: JaxprLiteral) -> _Value | None:
@@ -230,19 +220,18 @@ def _number(literal: JaxprLiteral) -> _Value | None:
 
 
 def _result(
-  eqn: JaxprEqn,
+  step: Step,
   out: Atom,
   part: str | None,
   operands: Sequence[_Value | None],
-  key: Key,
-  origins: frozenset[int | Key],
+  origins: frozenset[int],
 ) -> _Value | None:
-  """Returns what a result of an equation is: the table of `docs/concepts.md`."""
-  dtype, facts = dtype_of(out), facts_of(eqn)
+  """Returns what a result of a step is: the table of `docs/concepts.md`."""
+  eqn, dtype, facts = step.eqn, dtype_of(out), facts_of(step.eqn)
   if dtype is None or not is_inexact(dtype):
     return None
   floats = [value for value in operands if value is not None]
-  same = _same(eqn, out, operands, key)
+  same = _same(step, out, operands)
   if part == "half" or is_low_precision(dtype):
     return _Value("low", False, origins, same)
   if not floats:  # Random numbers and masks are neutral, positions are data.
@@ -256,24 +245,23 @@ def _result(
   return _Value(kind, wide, origins, same)
 
 
-def _same(
-  eqn: JaxprEqn, out: Atom, operands: Sequence[_Value | None], key: Key
-) -> frozenset[int | _Sum]:
+def _same(step: Step, out: Atom, operands: Sequence[_Value | None]) -> frozenset[int | _Sum]:
   """Returns which arguments, or sums with one, a result is."""
   pairs = [
     (position, value.same)
-    for position, (atom, value) in enumerate(zip(eqn.invars, operands, strict=True))
+    for position, (atom, value) in enumerate(zip(step.eqn.invars, operands, strict=True))
     if value is not None and shape_of(atom) == shape_of(out)
   ]
-  if eqn.primitive in (add_p, sub_p):
+  primitive = step.eqn.primitive
+  if primitive in (add_p, sub_p):
     return frozenset(
-      _Sum(one, key, position)
+      _Sum(one, step.number, position)
       for position, same in pairs
-      if eqn.primitive is add_p or position == 0
+      if primitive is add_p or position == 0
       for one in same
       if isinstance(one, int)
     )
-  if facts_of(eqn).exact or eqn.primitive is convert_element_type_p:
+  if facts_of(step.eqn).exact or primitive is convert_element_type_p:
     # Selected, clipped, cast: still the parameter, or the sum.
     return frozenset[int | _Sum]().union(*(same for _, same in pairs))
   return frozenset()
@@ -293,37 +281,50 @@ def is_inexact(dtype: DType | None) -> bool:
   return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def plan(jaxpr: Jaxpr, inputs: Sequence[Input | None], outputs: Sequence[tuple[str, ...]]) -> Plan:
-  """Returns what is to be counted in a jaxpr.
+def plan(
+  body: Body,
+  inputs: Sequence[Input | None],
+  outputs: Sequence[tuple[tuple[str, ...], ShapedArray]] = (),
+) -> Plan:
+  """Returns what is to be counted in a function.
 
   Args:
-    jaxpr: the jaxpr.
+    body: the function.
     inputs: what its arguments are; None for those that are no floating arrays.
-    outputs: the names of the keys of its results.
+    outputs: the names of the keys of its results, and their types; () if nothing is updated.
   """
   planner = _Planner()
-  values = [None if one is None else _argument(i, one) for i, one in enumerate(inputs)]
-  outs = planner.walk(jaxpr, values, Location(), ())
-  additions: dict[Key, Addition] = {}
-  for atom, keys, out in zip(jaxpr.outvars, outputs, outs, strict=True):
-    for argument, key, operand in sorted(
+  pairs = zip(body.inputs, inputs, strict=True)
+  outs = planner.walk(
+    body, [one and _argument(i, slot, one) for i, (slot, one) in enumerate(pairs)]
+  )
+  additions: dict[int, Addition] = {}
+  for (keys, aval), out in zip(outputs, outs, strict=False):
+    for argument, number, operand in sorted(
       each for each in (out.same if out else ()) if isinstance(each, _Sum)
     ):
       one = inputs[argument]
-      if one is not None and one.is_stored_in(atom, keys):
+      if one is not None and one.is_stored_in(aval, keys):
         # Of `a + b`, two arguments, the first is what is updated.
-        additions.setdefault(key, Addition(Group("updates", one.path), operand, one.dtype))
+        additions.setdefault(number, Addition(Group("updates", one.path), operand, one.dtype))
+  readers = {
+    i: planner.readers[slot] for i, slot in enumerate(body.inputs) if slot in planner.readers
+  }
   counted = {
-    i: Group("parameters" if i in planner.readers else planner.unread, one.path)
+    i: Group("parameters" if i in readers else planner.unread, one.path)
     for i, one in enumerate(inputs)
     if one is not None and one.is_parameter
   }
-  results = {key: planner.group(key) for key in planner.places if key not in additions}
-  return Plan(counted, results, additions, planner.readers)
+  results = {
+    number: planner.group(step)
+    for number, step in planner.places.items()
+    if number not in additions
+  }
+  return Plan(counted, results, additions, readers)
 
 
-def _argument(position: int, one: Input) -> _Value:
-  origins, same = frozenset[int | Key]([position]), frozenset[int | _Sum]([position])
+def _argument(position: int, slot: int, one: Input) -> _Value:
+  origins, same = frozenset([slot]), frozenset[int | _Sum]([position])
   if is_low_precision(one.dtype):
     return _Value("low", False, origins, same)
   return _Value("neutral" if one.is_parameter else "data", not one.is_parameter, origins, same)

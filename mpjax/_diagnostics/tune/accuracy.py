@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mpjax._core.types import Array, NumpyArray
-from mpjax._diagnostics.runner import Key, Observer, run
-from mpjax._diagnostics.tune.modules import is_inside, module_of, visits
+from mpjax._diagnostics.on_host import Look, run_on_host
+from mpjax._diagnostics.steps import Body, Step
+from mpjax._diagnostics.tune.modules import is_inside, module_of
 from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.primitives import facts_of
 
@@ -32,7 +32,7 @@ class Accuracy(NamedTuple):
 
 
 def accuracy_of(
-  forwards: tuple[ClosedJaxpr, ClosedJaxpr],
+  forwards: tuple[Body, Body],
   operands: Sequence[Array],
   gradients: Mapping[str, Sequence[Pair]],
 ) -> dict[str, Accuracy]:
@@ -43,23 +43,22 @@ def accuracy_of(
     operands: its arguments.
     gradients: for each module those of its own parameters, in float32 and under the policy.
   """
-  paths = {visit.key: module_of(visit.here) for visit in visits(forwards[0].jaxpr)}
   exact: dict[_Alike, list[tuple[str, Array]]] = collections.defaultdict(list)
   errors: dict[_Alike, list[float]] = collections.defaultdict(list)
-
   worst: dict[str, float] = {}
 
-  def note(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
-    exact[_alike(eqn)].append((paths[key], picked[0]))
-    worst.setdefault(paths[key], 0.0)
+  def note(step: Step, picked: Sequence[Array]) -> None:
+    path = module_of(step.location)
+    exact[_alike(step)].append((path, picked[0]))
+    worst.setdefault(path, 0.0)
 
-  def compare(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
-    alike = _alike(eqn)
+  def compare(step: Step, picked: Sequence[Array]) -> None:
+    alike = _alike(step)
     pairs = [(x, picked[0]) for _, x in exact[alike][len(errors[alike]) :][:1]]
     errors[alike].append(relative_error(pairs))
 
-  run(forwards[0], operands, Observer(pick=_pick, see=note))
-  run(forwards[1], operands, Observer(pick=_pick, see=compare))
+  for forward, see in zip(forwards, (note, compare), strict=True):
+    run_on_host(forward, operands, Look(pick=_pick, see=see))
   for alike, values in exact.items():
     same = len(values) == len(errors[alike])
     for (path, _), error in zip(values, errors[alike], strict=True) if same else ():
@@ -83,13 +82,13 @@ _Alike: TypeAlias = tuple[str, tuple[int, ...]]
 have both alike, but it may put what it changes into calls, whose scopes are others."""
 
 
-def _alike(eqn: JaxprEqn) -> _Alike:
-  return eqn.primitive.name, shape_of(eqn.outvars[0])
+def _alike(step: Step) -> _Alike:
+  return step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
 
 
-def _pick(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
+def _pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
   """Returns what a matmul or a sum returns."""
-  facts = facts_of(eqn)
+  facts = facts_of(step.eqn)
   return outs[:1] if facts.flops is not None or facts.role == "sum" else ()
 
 

@@ -2,18 +2,15 @@
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
-
-from jax.extend.core import Jaxpr, JaxprEqn
 
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
-from mpjax._diagnostics.runner import Key, entered
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector
+from mpjax._diagnostics.steps import Body
 from mpjax._jaxprs.count import flops_of
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
-from mpjax._jaxprs.locations import Location, location
+from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.primitives import facts_of
 
 
@@ -23,38 +20,16 @@ class Modules(NamedTuple):
   Fields:
     paths: their named scopes, joined by "/".
     flops: the operations of each in matmuls and convolutions, forward and backward.
-    matmuls: the number of the module of each matmul.
+    matmuls: the position of the module of each matmul, by the number of the step.
     others: that of every other operation of the forward pass.
     scopes: all paths in the function.
   """
 
   paths: tuple[str, ...]
   flops: tuple[int, ...]
-  matmuls: dict[Key, int]
-  others: dict[Key, int]
+  matmuls: dict[int, int]
+  others: dict[int, int]
   scopes: frozenset[str]
-
-
-class Visit(NamedTuple):
-  """An equation, where it is, and how often it runs as far as the jaxpr says."""
-
-  key: Key
-  here: Location
-  eqn: JaxprEqn
-  times: int
-
-
-def visits(
-  jaxpr: Jaxpr, around: Location | None = None, at: Key = (), times: int = 1
-) -> Iterator[Visit]:
-  """Yields the equations of a jaxpr as `runner.run` keys them."""
-  for number, eqn in enumerate(jaxpr.eqns):
-    key, here = (*at, number), location(eqn, around)
-    yield Visit(key, here, eqn, times)
-    for position, inner in enumerate(inner_jaxprs(eqn) or ()):
-      if entered(eqn) is not None and inner.returns:
-        more = 1 if inner.times is None else inner.times
-        yield from visits(inner.jaxpr, here, (*key, position), times * more)
 
 
 def module_of(here: Location) -> str:
@@ -62,28 +37,27 @@ def module_of(here: Location) -> str:
   return "/".join(itertools.takewhile(lambda name: "->" not in name, named_scopes(here)))
 
 
-def modules_of(jaxpr: Jaxpr) -> Modules:
+def modules_of(body: Body) -> Modules:
   """Returns the modules of a gradient function, in the order of the function."""
   flops: dict[str, int] = {}
-  matmuls: dict[Key, str] = {}
-  others: dict[Key, str] = {}
+  matmuls: dict[int, str] = {}
+  others: dict[int, str] = {}
   scopes = {""}
-  for key, here, eqn, times in visits(jaxpr):
-    scopes |= prefixes(named_scopes(here))
-    path = module_of(here)
-    operations = flops_of(eqn)
+  for step in body.every_step():
+    path, operations = module_of(step.location), flops_of(step.eqn)
+    scopes |= prefixes(named_scopes(step.location))
     if operations is not None:
-      flops[path] = flops.get(path, 0) + operations * times
-      matmuls[key] = path
-    elif here.direction == "forward" and entered(eqn) is None and not facts_of(eqn).moves:
+      flops[path] = flops.get(path, 0) + operations * step.times
+      matmuls[step.number] = path
+    elif step.location.direction == "forward" and not (step.bodies or facts_of(step.eqn).moves):
       flops.setdefault(path, 0)
-      others[key] = path
-  number = {path: i for i, path in enumerate(flops)}
+      others[step.number] = path
+  position = {path: i for i, path in enumerate(flops)}
   return Modules(
     paths=tuple(flops),
     flops=tuple(flops.values()),
-    matmuls={key: number[path] for key, path in matmuls.items()},
-    others={key: number[path] for key, path in others.items()},
+    matmuls={number: position[path] for number, path in matmuls.items()},
+    others={number: position[path] for number, path in others.items()},
     scopes=frozenset(scopes),
   )
 

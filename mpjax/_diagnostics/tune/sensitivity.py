@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mpjax._core.types import Array, DType, NumpyArray
-from mpjax._diagnostics.runner import Key, Observer, run
+from mpjax._diagnostics.on_host import Look, run_on_host
+from mpjax._diagnostics.steps import Body, Step
 from mpjax._diagnostics.tune.modules import Modules
 from mpjax._jaxprs.compat import bind
 
@@ -26,7 +26,7 @@ PROJECTIONS = 16
 
 
 def overflows_of(
-  program: ClosedJaxpr, operands: Sequence[Array], modules: Modules, dtype: DType
+  body: Body, operands: Sequence[Array], modules: Modules, dtype: DType
 ) -> tuple[list[Array], NumpyArray]:
   """Returns the results of a gradient function, and which modules overflow in a dtype.
 
@@ -34,30 +34,32 @@ def overflows_of(
   operation does, which may or may not run in low precision.
 
   Args:
-    program: a gradient function in float32.
+    body: a gradient function in float32.
     operands: its arguments.
     modules: its modules.
     dtype: what is rounded to. Of one with the range of float32 nothing overflows.
   """
   overflows, most = np.zeros(len(modules.paths), np.int64), float(jnp.finfo(dtype).max)
 
-  def pick(key: Key, eqn: JaxprEqn, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
-    if most > 1e30 or (key not in modules.matmuls and key not in modules.others):
+  def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
+    is_matmul = step.number in modules.matmuls
+    if most > 1e30 or not (is_matmul or step.number in modules.others):
       return ()
-    numbers = [*ins[:2], *outs] if key in modules.matmuls else outs
+    numbers = [*ins[:2], *outs] if is_matmul else outs
     numbers = [jnp.abs(x) for x in numbers if x.dtype == jnp.float32]
     return [jnp.any((x > most) & jnp.isfinite(x)) for x in numbers]
 
-  def see(key: Key, eqn: JaxprEqn, picked: Sequence[Array]) -> None:
-    module = modules.matmuls.get(key, modules.others.get(key, 0))
+  def see(step: Step, picked: Sequence[Array]) -> None:
+    is_matmul = step.number in modules.matmuls
+    module = (modules.matmuls if is_matmul else modules.others)[step.number]
     if any(bool(np.any(np.asarray(x))) for x in picked):
-      overflows[module] = max(overflows[module], 1 + (key in modules.matmuls))
+      overflows[module] = max(overflows[module], 1 + is_matmul)
 
-  return run(program, operands, Observer(pick=pick, see=see)), overflows
+  return run_on_host(body, operands, Look(pick=pick, see=see)), overflows
 
 
 def projections_of(
-  program: ClosedJaxpr,
+  body: Body,
   operands: Sequence[Array],
   gradients: slice,
   modules: Modules,
@@ -66,7 +68,7 @@ def projections_of(
   """Returns how far the gradient moves in random directions if a module rounds.
 
   Args:
-    program: a gradient function in float32.
+    body: a gradient function in float32.
     operands: its arguments.
     gradients: which of its results are the gradient.
     modules: its modules.
@@ -81,14 +83,14 @@ def projections_of(
       narrow = fixed.astype(dtype).astype(jnp.float32)
       return x + eps[module] * jnp.where(jnp.isfinite(narrow), narrow - fixed, jnp.zeros_like(x))
 
-    def compute(key: Key, eqn: JaxprEqn, values: Sequence[Array]) -> list[Array]:
-      module = modules.matmuls.get(key)
+    def compute(step: Step, values: Sequence[Array]) -> list[Array]:
+      module = modules.matmuls.get(step.number)
       if module is None:
-        return bind(eqn, values)
-      first, *rest = bind(eqn, [*(rounded(x, module) for x in values[:2]), *values[2:]])
+        return bind(step.eqn, values)
+      first, *rest = bind(step.eqn, [*(rounded(x, module) for x in values[:2]), *values[2:]])
       return [rounded(first, module), *rest]
 
-    return run(program, operands, Observer(compute))[gradients]
+    return run_on_host(body, operands, Look(compute))[gradients]
 
   zero = jnp.zeros((len(modules.paths),), jnp.float32)
   try:

@@ -19,12 +19,13 @@ from mpjax._core.types import Array, Function, NumpyArray
 from mpjax._core.validators import check_value
 from mpjax._diagnostics.arguments import check_function
 from mpjax._diagnostics.flat import Call, gradient_of
+from mpjax._diagnostics.on_host import Look, run_on_host
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.ranges.measure import counted, inputs_of
 from mpjax._diagnostics.ranges.plan import Input, plan
 from mpjax._diagnostics.report import Pending
-from mpjax._diagnostics.runner import Observer, run
+from mpjax._diagnostics.steps import body_of
 from mpjax._diagnostics.tune.accuracy import Pair, accuracy_of, relative_error
 from mpjax._diagnostics.tune.modules import (
   Modules,
@@ -32,7 +33,6 @@ from mpjax._diagnostics.tune.modules import (
   module_of,
   modules_of,
   rules_for,
-  visits,
 )
 from mpjax._diagnostics.tune.search import Chosen, Problem, most_evaluations, search
 from mpjax._diagnostics.tune.sensitivity import overflows_of, projections_of
@@ -142,7 +142,8 @@ def _checked(loss_fn: object, policy: PolicyLike, tolerance: object) -> Policy:
 
 def _check_float32(program: ClosedJaxpr) -> None:
   """Raises MpjaxValueError if a function has low precision already: its error is no news."""
-  at = ((module_of(v.here), atom) for v in visits(program.jaxpr) for atom in v.eqn.outvars)
+  steps = body_of(program).every_step()
+  at = ((module_of(step.location), atom) for step in steps for atom in step.eqn.outvars)
   arguments = (("its arguments", atom) for atom in program.jaxpr.invars)
   for where, atom in itertools.chain(arguments, at):
     dtype = dtype_of(atom)
@@ -182,12 +183,13 @@ class _Tuning:
     program, outputs = self._call.traced(gradient_of(self._loss_fn, scale))
     # ((loss, aux), gradients).
     self._gradients = slice(next(i for i, keys in enumerate(outputs) if keys[0] == "1"), None)
-    modules, operands = modules_of(program.jaxpr), self._call.operands
+    body, operands = body_of(program), self._call.operands
+    modules = modules_of(body)
     bound = most_evaluations(len(modules.paths))
     sys.stdout.write(f"tune: {len(modules.paths)} modules, at most {bound} measurements\n")
     self._advance = lambda: advance(len(self.evaluations), bound)
     self._advance()
-    results, overflows = overflows_of(program, operands, modules, self._policy.compute_dtype)
+    results, overflows = overflows_of(body, operands, modules, self._policy.compute_dtype)
     self._exact = results[self._gradients]
     norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in self._exact))
     if not (math.isfinite(norm) and norm > 0):
@@ -201,7 +203,7 @@ class _Tuning:
     alone: NumpyArray = np.full(len(modules.paths), math.nan)
     if self.evaluations[0].error > self._tolerance:
       dtype = self._policy.compute_dtype
-      projections = projections_of(program, operands, self._gradients, modules, dtype)
+      projections = projections_of(body, operands, self._gradients, modules, dtype)
       alone = np.sqrt(np.mean(projections**2, axis=0))
       self._search(modules, alone, overflows)
     good = [each for each in self.evaluations if each.error <= self._tolerance]
@@ -222,8 +224,8 @@ class _Tuning:
   ) -> tuple[ModuleReport, ...]:
     """Returns what is known of each module, of its errors under the policy without rules first."""
     fns = self._loss_fn, autocast(self._loss_fn, self._policy)
-    exact, rounded = (self._call.traced(fn)[0] for fn in fns)
-    readers = plan(exact.jaxpr, self._inputs, [()] * len(exact.jaxpr.outvars)).readers
+    exact, rounded = (body_of(self._call.traced(fn)[0]) for fn in fns)
+    readers = plan(exact, self._inputs).readers
     gradients: dict[str, list[Pair]] = collections.defaultdict(list)
     # The gradients are those of the floating arrays in the first argument, the first ones of all.
     floats = [i for i, one in enumerate(self._inputs) if one is not None]
@@ -250,7 +252,7 @@ class _Tuning:
 
   def _are_scopes(self, rules: Sequence[Rule]) -> bool:
     """Whether each rule selects a named scope of the function as the user wrote it."""
-    scopes = modules_of(self._call.traced(gradient_of(self._plain))[0].jaxpr).scopes
+    scopes = modules_of(body_of(self._call.traced(gradient_of(self._plain))[0])).scopes
     return all(any(rule.matches(None, scope) for scope in scopes) for rule in rules)
 
   def _search(self, modules: Modules, alone: NumpyArray, overflows: NumpyArray) -> None:
@@ -276,7 +278,7 @@ class _Tuning:
     """Measures the error of the gradient under rules, and returns the gradient."""
     cast = autocast(self._loss_fn, self._policy, rules=rules)
     program, _ = self._call.traced(gradient_of(cast, self._scale))
-    gradient = run(program, self._call.operands, Observer())[self._gradients]
+    gradient = run_on_host(body_of(program), self._call.operands, Look())[self._gradients]
     error, share = (
       relative_error(zip(self._exact, gradient, strict=True)),
       half_share(program),

@@ -3,13 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._diagnostics.nonfinite.births import births, can_break
-from mpjax._diagnostics.nonfinite.program import body_of
+from mpjax._diagnostics.steps import body_of
 
 INF, NAN = jnp.inf, jnp.nan
 
 
 def last_step(fn, *args):
-  return body_of(jax.make_jaxpr(fn)(*args), len(args)).steps[-1]
+  return body_of(jax.make_jaxpr(fn)(*args), compiled=True).steps[-1]
 
 
 BIRTHS = [
@@ -50,5 +50,5 @@ def test_what_can_break():
     for dtype, fns in table.items():
       x = jnp.ones(3, dtype)
       for fn in fns:
-        steps = body_of(jax.make_jaxpr(fn)(x), 1).steps
+        steps = body_of(jax.make_jaxpr(fn)(x), compiled=True).steps
         assert any(map(can_break, steps)) == wanted, (dtype, jax.make_jaxpr(fn)(x))

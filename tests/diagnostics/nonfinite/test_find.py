@@ -97,6 +97,33 @@ def test_a_gradient_that_fits_at_no_scale_is_the_values_own():
   assert (found.verdict, found.finite_at) == ("value", None)
 
 
+@pytest.mark.parametrize(("least", "finite_at"), [(1e4, 4096), (4e4, None)])
+def test_a_scale_is_proposed_only_if_all_is_finite_there(least, finite_at):
+  def step(w, scale):
+    loss = lambda w: jnp.sum(w * jnp.float16(8)).astype(jnp.float32) * scale  # noqa: E731
+    value, gradient = jax.value_and_grad(loss)(w)
+    return value, jnp.log(gradient.astype(jnp.float32) - least)  # NaN at small scales.
+
+  found = mpjax.find_nonfinite(step)(jnp.ones(2, jnp.float16), jnp.float32(2**14))
+  assert (found.operation, found.direction, found.loss_scale) == ("mul", "backward", 2**14)
+  assert found.finite_at == finite_at
+  assert found.verdict == ("value" if finite_at is None else "scale")
+  assert any("2^0 this value is finite, and log" in note for note in found.notes) == (not finite_at)
+  if finite_at:
+    assert not mpjax.find_nonfinite(step)(jnp.ones(2, jnp.float16), jnp.float32(finite_at))
+
+
+def test_the_pass_of_the_first_of_more_operations_than_python_recurses():
+  def fn(x):
+    x = jnp.exp(x)
+    for _ in range(1100):
+      x = jnp.sin(x)
+    return x
+
+  found = mpjax.find_nonfinite(jax.grad(fn))(jnp.float32(100))
+  assert (found.operation, found.direction) == ("exp", "forward")
+
+
 def test_a_device_of_an_explicit_mesh():
   mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
   x = jax.device_put(jnp.asarray([1, 100], jnp.float16), jax.NamedSharding(mesh, jax.P("i")))

@@ -2,11 +2,11 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._diagnostics.nonfinite.passes import direction_of
-from mpjax._diagnostics.nonfinite.program import body_of
+from mpjax._diagnostics.steps import body_of
 
 
 def directions(fn, *args):
-  body = body_of(jax.make_jaxpr(fn)(*args), len(args))
+  body = body_of(jax.make_jaxpr(fn)(*args), compiled=True)
   return [(s.eqn.primitive.name, direction_of(body, s)) for s in body.every_step() if not s.bodies]
 
 

@@ -31,11 +31,11 @@ def test_what_a_function_writes_to_its_arguments_is_a_result():
   assert [s.eqn.primitive.name for s in traced.body.steps] == ["log"]
 
 
-def test_constants_come_after_arguments():
+def test_constants_of_inner_jits_are_those_of_the_function():
   table = np.arange(3.0, dtype=np.float32)
   traced = trace(jax.jit(lambda x: x + table), (jnp.ones(3),), {})
-  assert len(traced.constants) == 1
-  assert traced.body.steps[0].number == 2
+  assert len(traced.body.consts) == 1
+  assert traced.body.steps[0].number == 0
 
 
 def test_flatten_takes_other_arguments_of_the_same_structure():

@@ -1,15 +1,15 @@
 import jax
 import jax.numpy as jnp
 
-from mpjax._diagnostics.nonfinite.program import body_of
 from mpjax._diagnostics.nonfinite.uses import uses_of
+from mpjax._diagnostics.steps import body_of
 
 X = jnp.ones(3)
 
 
 def of_log(fn):
   """Returns whether the logarithm in a function may be discarded, also what comes of it."""
-  body = body_of(jax.make_jaxpr(fn)(X), 1)
+  body = body_of(jax.make_jaxpr(fn)(X), compiled=True)
   step = next(s for s in body.steps if s.eqn.primitive.name == "log")
   uses = uses_of(body)
   return step.outs[0] in uses.discarded, step.outs[0] in uses.derived
@@ -34,5 +34,5 @@ def test_what_may_be_discarded():
 
 
 def test_casts_of_constants_are_constants():
-  body = body_of(jax.make_jaxpr(lambda x: x + jnp.asarray(-1e9).astype(x.dtype))(X), 1)
+  body = body_of(jax.make_jaxpr(lambda x: x + jnp.asarray(-1e9).astype(x.dtype))(X), compiled=True)
   assert not uses_of(body).constants & set(body.inputs)

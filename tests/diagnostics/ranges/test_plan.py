@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._diagnostics.ranges.plan import Group, Input, plan
+from mpjax._diagnostics.steps import body_of
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -14,7 +15,7 @@ def planned(fn, *args):
   ]
   flat = jax.tree.structure(args)
   program = jax.make_jaxpr(lambda *x: jax.tree.leaves(fn(*jax.tree.unflatten(flat, x))))(*leaves)
-  return plan(program.jaxpr, inputs, [("w",)] * len(program.jaxpr.outvars))
+  return plan(body_of(program), inputs, [(("w",), aval) for aval in program.out_avals])
 
 
 def updated(fn, *args):

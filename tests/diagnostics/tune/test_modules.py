@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
+from mpjax._diagnostics.steps import body_of
 from mpjax._diagnostics.tune.modules import is_inside, modules_of, named, rules_for
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
@@ -17,7 +18,9 @@ def test_modules_with_their_flops_forward_and_backward():
       y = jax.lax.scan(lambda c, _: (c @ w, None), y, None, 3)[0]
     return jnp.sum(y)
 
-  found = modules_of(jax.make_jaxpr(jax.value_and_grad(loss))(jnp.ones((4, 4)), jnp.ones((2, 4))))
+  found = modules_of(
+    body_of(jax.make_jaxpr(jax.value_and_grad(loss))(jnp.ones((4, 4)), jnp.ones((2, 4))))
+  )
   flops = dict(zip(found.paths, found.flops, strict=True))
   one = 2 * 2 * 4 * 4
   # The gradient by `x` is not needed.
@@ -61,7 +64,7 @@ def test_rules_for_modules_inside_of_methods_match_in_linen():
   x = jnp.ones((1, 2, 4))
   variables = jax.eval_shape(Net().init, jax.random.key(0), x)
   loss = jax.value_and_grad(lambda v: jnp.sum(Net().apply(v, x)))
-  found = modules_of(jax.make_jaxpr(loss)(variables))
+  found = modules_of(body_of(jax.make_jaxpr(loss)(variables)))
   chosen = [path for path in found.paths if path.endswith(("enc", "hi"))]
   assert len(chosen) == 2
   net = mpjax.linen.with_policy(

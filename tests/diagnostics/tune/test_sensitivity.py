@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpjax._diagnostics.flat import Call, gradient_of
+from mpjax._diagnostics.steps import body_of
 from mpjax._diagnostics.tune.modules import modules_of
 from mpjax._diagnostics.tune.sensitivity import overflows_of, projections_of
 
@@ -13,12 +14,13 @@ BF16 = jnp.dtype(jnp.bfloat16)
 def prepared(loss, *args):
   call = Call(args, {}, "test")
   program, _ = call.traced(gradient_of(loss))
-  return program, call.operands, modules_of(program.jaxpr)
+  body = body_of(program)
+  return body, call.operands, modules_of(body)
 
 
 def alone(loss, *args):
-  program, operands, modules = prepared(loss, *args)
-  projections = projections_of(program, operands, slice(1, None), modules, BF16)
+  body, operands, modules = prepared(loss, *args)
+  projections = projections_of(body, operands, slice(1, None), modules, BF16)
   return dict(zip(modules.paths, np.sqrt(np.mean(projections**2, axis=0)), strict=True))
 
 
@@ -70,11 +72,11 @@ def test_overflows_of_matmuls_and_of_other_operations():
     with jax.named_scope("cold"):
       return jnp.mean(y @ w)
 
-  program, operands, modules = prepared(loss, jnp.eye(4), jnp.full((2, 4), 30.0))
-  (value, *grads), overflows = overflows_of(program, operands, modules, jnp.dtype("float16"))
+  body, operands, modules = prepared(loss, jnp.eye(4), jnp.full((2, 4), 30.0))
+  (value, *grads), overflows = overflows_of(body, operands, modules, jnp.dtype("float16"))
   flags = dict(zip(modules.paths, overflows.tolist(), strict=True))
   assert (flags["hot"], flags["warm"], flags["cold"]) == (2, 1, 0)
-  assert not overflows_of(program, operands, modules, BF16)[1].any()
+  assert not overflows_of(body, operands, modules, BF16)[1].any()
   expected = jax.value_and_grad(loss)(*operands)
   np.testing.assert_allclose(value, expected[0], rtol=1e-5)
   np.testing.assert_allclose(grads[0], expected[1], rtol=1e-5)

@@ -1,12 +1,11 @@
 import jax
 import jax.numpy as jnp
 
-from mpjax._diagnostics.nonfinite.program import body_of
+from mpjax._diagnostics.steps import body_of
 
 
 def body(fn, *args):
-  closed = jax.make_jaxpr(fn)(*args)
-  return body_of(closed, len(args))
+  return body_of(jax.make_jaxpr(fn)(*args), compiled=True)
 
 
 def names(steps):
@@ -17,7 +16,7 @@ def test_calls_are_written_out():
   inner = jax.jit(lambda x: jnp.sin(x) * 2)
   made = body(lambda x: inner(inner(x)), 1.0)
   assert names(made.steps) == ["sin", "mul", "sin", "mul"]
-  assert [step.number for step in made.steps] == [1, 2, 3, 4]
+  assert [step.number for step in made.steps] == [0, 1, 2, 3]
   # What nothing reads is left out, and what remat computes again is kept apart.
   assert names(body(lambda x: (jnp.cos(x), jnp.sin(x))[1], 1.0).steps) == ["sin"]
   made = body(jax.grad(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))), 1.0)
@@ -33,10 +32,22 @@ def test_loops_hold_lists_of_their_own():
   assert body(lambda x: jax.vmap(fn)(x[None]), 1.0).depth == 1
 
 
-def test_a_step_is_found_with_its_list():
+def test_a_step_is_found_with_the_steps_around_it():
   made = body(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), 1.0)
   last = list(made.every_step())[-1]
-  inside, step = made.around(last.number)
+  (outer, branch), (inner, step) = made.path_to(last.number)
+  assert (outer, branch) == (made, made.steps[-1])
   assert step is last
-  assert inside in made.steps[-1].bodies
-  assert inside.holds_step(last.number)
+  assert inner in branch.bodies
+  assert not made.path_to(99)
+
+
+def test_on_the_host_all_steps_are_there_and_each_says_how_often_it_runs():
+  def fn(x):
+    return jax.lax.scan(lambda c, _: (jnp.sin(c), None), jnp.cos(x), None, length=3)[1]
+
+  closed = jax.make_jaxpr(fn)(1.0)
+  assert [(s.eqn.primitive.name, s.times) for s in body_of(closed).every_step()] == [
+    *(("cos", 1), ("scan", 1), ("sin", 3)),
+  ]
+  assert not body_of(closed, compiled=True).steps
