@@ -100,7 +100,7 @@ class _Picks:
     return self.picked
 
 
-_TOGETHER = 2**18
+_TOGETHER = 2**20
 """How many numbers of the inputs and results of a loop are seen together, some iterations of it.
 
 They have the same shapes under a policy, so that iterations are seen together as without it.
@@ -119,17 +119,23 @@ def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) ->
     most = max(min(_TOGETHER // max(sum(math.prod(shape_of(v)) for v in each), 1), length), 1)
     # What is left over would be compiled too.
     size = next((count for count in range(most, most // 2, -1) if length % count == 0), most)
-  advance = jax.jit(functools.partial(iterations, step, observer, TRACED), static_argnums=4)
+
+  @functools.partial(jax.jit, static_argnums=4)
+  def advance(
+    constants: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any], start: int, count: int
+  ) -> Any:
+    part = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
+    return iterations(step, observer, TRACED, constants, carry, part, start, count)
+
   watch, parts = observer.watch(body, (), around), list[Any]()
   for start in range(0, length, size)[:: -1 if reverse else 1]:
     count = min(size, length - start)
-    part = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
     if body.is_straight:
-      carry, ys, picked = advance(constants, carry, part, start, count)
+      carry, ys, picked = advance(constants, carry, xs, start, count)
       watch.inside(picked)
       del picked
     else:
-      outs, _ = run(body, [*constants, *carry, *(x[0] for x in part)], observer, around)
+      outs, _ = run(body, [*constants, *carry, *(x[start] for x in xs)], observer, around)
       carry, ys = outs[: len(carry)], [jnp.asarray(y)[None] for y in outs[len(carry) :]]
     parts.append(ys)
   return [*carry, *map(_joined, zip(*parts[:: -1 if reverse else 1], strict=True))], {}

@@ -168,7 +168,7 @@ def iterations(
   constants: Sequence[Any],
   carry: Sequence[Any],
   xs: Sequence[Any],
-  start: Array,
+  start: Array | int,
   length: int,
 ) -> tuple[list[Any], list[Any], State]:
   """Traces some iterations of a scan."""

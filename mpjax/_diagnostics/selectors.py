@@ -37,7 +37,7 @@ def selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
   methods = [i for i, name in enumerate(names) if _is_method(name)]
   inside = names[methods[-1] + 1 :] if methods else []
   for glob in (f"**/{'/'.join(inside or names[1:] or names)}", f"**/{path}", path):
-    if path and _selects_only(glob, path, scopes):
+    if _selects_only(glob, path, scopes):
       return glob
   return re.compile(re.escape(path))
 

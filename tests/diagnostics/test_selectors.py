@@ -16,7 +16,7 @@ from tests.diagnostics.tune.test_modules import SCOPES
     ("Net/a/b", "**/a/b"),
     ("Net/b", "**/Net/b"),
     ("Net/c(1)", re.compile(re.escape("Net/c(1)"))),
-    ("", re.compile("")),
+    ("", ""),
     # Rules of Linen know the module inside of a method by its own name alone.
     ("Net/Net.encode/enc", "**/enc"),
     ("Net/rnn/cell.scan_fn/cell/hi", "**/cell/hi"),

@@ -48,31 +48,41 @@ class Tally:
     """
     bits = _magnitude(np.asarray(x).reshape(-1))
     dtype = np.dtype(f"float{8 * bits.itemsize}")
-    infinity, digits = _bits(math.inf, dtype), int(np.finfo(dtype).nmant)
-    finite = bits[(bits > 0) & (bits < infinity)]
-    self.zero += int(np.count_nonzero(bits == 0))
-    self.inf += int(np.count_nonzero(bits == infinity))
-    self.nan += int(np.count_nonzero(bits > infinity))
+    digits, infinity = int(np.finfo(dtype).nmant), _bits(math.inf, dtype)
+    ends = infinity >> digits
+    counts = np.bincount((bits >> bits.dtype.type(digits)).astype(np.intp), minlength=ends + 1)
+    zero = int(np.count_nonzero(bits == 0)) if counts[0] else 0
+    inf = int(np.count_nonzero(bits == infinity)) if counts[ends] else 0
+    self.zero, self.inf, self.nan = (
+      self.zero + zero,
+      self.inf + inf,
+      self.nan + int(counts[ends]) - inf,
+    )
     self.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
-    if not finite.size:
+    counts[0] -= zero
+    finite = int(counts[:ends].sum())
+    if not finite:
       return
-    low, high = finite.min(), finite.max()
-    self.largest = max(self.largest, float(high.view(dtype)))
-    counts = np.bincount((finite >> finite.dtype.type(digits)).astype(np.intp))
+    largest = np.max(bits, where=bits < infinity, initial=0) if counts[ends] else bits.max()
+    self.largest = max(self.largest, float(largest.view(dtype)))
     bias = 1 - int(np.finfo(dtype).minexp)
-    self.exponents.update({int(e) - bias: int(counts[e]) for e in np.flatnonzero(counts[1:]) + 1})
+    fields = np.flatnonzero(counts[1:ends]) + 1
+    self.exponents.update({int(e) - bias: int(counts[e]) for e in fields})
     if counts[0]:
-      exponents = np.frexp(finite[finite >> finite.dtype.type(digits) == 0].view(dtype))[1] - 1
-      self.exponents.update(exponents.tolist())
+      tiny = bits[(bits > 0) & (bits >> bits.dtype.type(digits) == 0)]
+      self.exponents.update((np.frexp(tiny.view(dtype))[1] - 1).tolist())
+    below = np.cumsum(counts) - counts
+
+    def smaller(border: int) -> int:
+      """How many are not zero and smaller; few of the borders lie among the numbers of an array."""
+      field = border >> digits
+      return int(np.count_nonzero(bits < border)) - zero if counts[field] else int(below[field])
+
     for name, fates in self.lost.items():
-      # Few of the borders lie among the numbers of one array.
-      below = [
-        0 if low >= border else finite.size if high < border else np.count_nonzero(finite < border)
-        for border in limits(name, dtype.name)
-      ]
-      fates["zero"] += int(below[0])
-      fates["subnormal"] += int(below[1] - below[0])
-      fates["overflow"] += int(finite.size - below[2])
+      to_zero, to_subnormal, to_finite = map(smaller, limits(name, dtype.name))
+      fates["zero"] += to_zero
+      fates["subnormal"] += to_subnormal - to_zero
+      fates["overflow"] += finite - to_finite
 
   def as_dict(self) -> Mapping[str, Any]:
     """Returns the counts by name."""

@@ -1,7 +1,7 @@
 """`ranges`: one instrumented run of a function, and what its numbers look like."""
 
 import collections
-import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec
 
@@ -24,6 +24,7 @@ from mpjax._diagnostics.ranges.plan import Group, Input, Plan, is_inexact, plan
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
 from mpjax._diagnostics.report import Pending
 from mpjax._diagnostics.steps import Body, Step, body_of
+from mpjax._jaxprs.atoms import shape_of
 from mpjax.transforms._state import scales_in
 
 P = ParamSpec("P")
@@ -93,7 +94,7 @@ def counted(
   call = Call(args, kwargs, "mpjax.ranges(fn)")
   program, outputs = call.traced(fn)
   backward = _has_backward(body_of(program))
-  is_loss = bool(args) and _is_scalar(program) and not backward
+  is_loss = bool(args) and _is_scalar(program, outputs) and not backward
   scoped = with_parameter_scopes(fn)
   if is_loss if differentiate is None else differentiate:
     program, outputs = call.traced(gradient_of(scoped))
@@ -109,10 +110,12 @@ def counted(
   return RangesReport(getattr(fn, "__name__", type(fn).__name__), groups, in_use)
 
 
-def _is_scalar(program: ClosedJaxpr) -> bool:
-  """Whether the first result is a floating scalar."""
-  first = program.out_avals[:1]
-  return bool(first) and first[0].shape == () and jnp.issubdtype(first[0].dtype, jnp.floating)
+def _is_scalar(program: ClosedJaxpr, outputs: Sequence[tuple[str, ...]]) -> bool:
+  """Whether a floating scalar is returned, or one and aux."""
+  if not outputs or outputs[0] not in ((), ("0",)):
+    return False
+  first = program.out_avals[0]
+  return first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
 
 
 def _has_backward(body: Body) -> bool:
@@ -127,7 +130,8 @@ def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[I
     for path, x in jax.tree_util.tree_leaves_with_path(one):
       if not is_array(x):
         continue
-      names = key_names(path)
+      # "value" is that of a Variable of NNX.
+      names = tuple(name for name in key_names(path) if name != "value")
       first = position == 0 and (not inside or names[:1] == ("params",))
       text = "/".join(names[1:] if first and inside else names) or "(array)"
       shown = text if position == 0 else f"args[{position}]/{text}"
@@ -151,8 +155,8 @@ def _tallies(
   tallies: dict[Group, Tally] = collections.defaultdict(Tally)
   for position, group in counting.inputs.items():
     tallies[group].add(operands[position])
-  steps = itertools.count()
-  total = sum(step.times for step in body.every_step() if not step.bodies)
+  counted = counting.additions.keys() | counting.results.keys()
+  total, done = sum(step.times for step in body.every_step() if step.number in counted), 0
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
     addition = counting.additions.get(step.number)
@@ -164,7 +168,9 @@ def _tallies(
     return [update, _lost(old, new, update)]
 
   def see(step: Step, picked: Sequence[Array]) -> None:
-    advance(next(steps), total)
+    nonlocal done
+    done += picked[0].size // max(math.prod(shape_of(step.eqn.outvars[0])), 1)
+    advance(done, total)
     if step.number in counting.additions:
       tallies[counting.additions[step.number].group].add(*picked)
     else:

@@ -20,7 +20,7 @@ from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import DType
 from mpjax._diagnostics.steps import Body, Slot, Step
 from mpjax._jaxprs.atoms import Atom, dtype_of, shape_of
-from mpjax._jaxprs.locations import Location
+from mpjax._jaxprs.locations import Location, Source
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
 
@@ -58,6 +58,12 @@ class Input(NamedTuple):
   dtype: DType
   shape: tuple[int, ...]
   keys: tuple[str, ...] = ()
+
+  @property
+  def module(self) -> str:
+    """The path of the module whose parameter it is; "" for none."""
+    keys = self.keys[self.keys[:1] == ("params",) : -1]
+    return "/".join(keys) if self.is_parameter else ""
 
   def is_stored_in(self, aval: ShapedArray, keys: tuple[str, ...]) -> bool:
     """Whether a result may be the argument, changed.
@@ -135,9 +141,13 @@ _FLOAT16 = np.dtype(np.float16)
 class _Planner:
   """Goes through the steps of a function."""
 
-  def __init__(self) -> None:
-    self.places: dict[int, Step] = {}
-    """The steps that are counted, by number."""
+  def __init__(self, owners: Mapping[int, str]) -> None:
+    self.owners = owners
+    """The modules of arguments."""
+    self.lines: dict[Source | None, set[str]] = {}
+    """The modules of matmuls in the forward pass, by their lines."""
+    self.places: dict[int, tuple[Step, str]] = {}
+    """The steps that are counted, by number, and their modules."""
     self.low: set[int] = set()
     """The values that a policy holds in low precision."""
     self.readers: dict[int, Location] = {}
@@ -194,7 +204,7 @@ class _Planner:
       for slot, v in zip(step.outs, eqn.outvars, strict=True)
     ]
     if not work and here.direction != "recomputed" and any(results):
-      self.places[step.number] = step
+      self.places[step.number] = step, self._module(step, origins)
       if any(value and value.kind == "low" and not value.wide for value in results):
         self.low.update(step.outs)
     return results
@@ -204,11 +214,25 @@ class _Planner:
     """What an argument is that the optimizer alone reads."""
     return "optimizer state" if self.backward else "parameters"
 
-  def group(self, step: Step) -> Group:
+  def _module(self, step: Step, origins: frozenset[int]) -> str:
+    """Returns the path of a step: without a scope that of the module whose parameter it takes.
+
+    One of the backward pass has that of the matmul on its line, if there is one only.
+    """
+    here = step.location
+    owners = {self.owners[each] for each in origins if self.owners.get(each)}
+    on_line = self.lines.get(here.source, set()) if here.direction == "backward" else set[str]()
+    paths = owners or (on_line if here.source else set())
+    path = here.path or (next(iter(paths)) if len(paths) == 1 else "")
+    if path and here.direction == "forward" and facts_of(step.eqn).flops is not None:
+      self.lines.setdefault(here.source, set()).add(path)
+    return path
+
+  def group(self, step: Step, path: str) -> Group:
     """Returns the heading of a step."""
     kind: Kind = "gradients" if step.location.direction == "backward" else "activations"
     low = not self.low.isdisjoint(step.outs)
-    return Group(kind if low else "float32", step.location.path)
+    return Group(kind if low else "float32", path)
 
 
 def _number(literal: JaxprLiteral) -> _Value | None:
@@ -293,7 +317,8 @@ def plan(
     inputs: what its arguments are; None for those that are no floating arrays.
     outputs: the names of the keys of its results, and their types; () if nothing is updated.
   """
-  planner = _Planner()
+  slots = zip(body.inputs, inputs, strict=True)
+  planner = _Planner({slot: one.module for slot, one in slots if one is not None})
   pairs = zip(body.inputs, inputs, strict=True)
   outs = planner.walk(
     body, [one and _argument(i, slot, one) for i, (slot, one) in enumerate(pairs)]
@@ -316,8 +341,8 @@ def plan(
     if one is not None and one.is_parameter
   }
   results = {
-    number: planner.group(step)
-    for number, step in planner.places.items()
+    number: planner.group(*place)
+    for number, place in planner.places.items()
     if number not in additions
   }
   return Plan(counted, results, additions, readers)

@@ -67,12 +67,16 @@ def rules_for(
 ) -> tuple[Rule, ...]:
   """Returns rules by which some modules compute in float32, and others as the policy says.
 
+  One for all, if there are no others: in Linen a model of one module has no name that selects it.
+
   Args:
     chosen: the paths of the modules in float32.
     others: those of the modules that are not to be.
     scopes: all paths.
     policy: the policy around.
   """
+  if not others:
+    return (Rule("float32", path="**"),)
   every = {**dict.fromkeys(others, False), **dict.fromkeys(chosen, True)}
 
   def is_around_wide(path: str) -> bool:

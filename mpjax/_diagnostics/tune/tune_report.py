@@ -1,6 +1,7 @@
 """What `mpjax.tune` found: the rules, and the curve of error against share in low precision."""
 
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -145,10 +146,14 @@ class TuneReport(Report):
         "are for mpjax.with_policy; for mpjax.autocast write with jax.named_scope(path): "
         "around what computes with these parameters."
       )
-    rules = [f"  {_line(rule)}," for rule in self.rules] or ["  # none is needed"]
+    rules = ["rules = (", *(f"  {_line(rule)}," for rule in self.rules), ")"]
+    if not self.rules:
+      rules = ["rules = ()  # none is needed"]
+    if any(isinstance(rule.path, re.Pattern) for rule in self.rules):
+      rules = ["import re", *rules]
     return [
       self._modules(),
-      Section(title="Rules", lines=(*lines, "rules = (", *rules, ")")),
+      Section(title="Rules", lines=(*lines, *rules)),
       self._curve(),
     ]
 

@@ -182,7 +182,7 @@ class _Tuning:
     self._scale = scale
     program, outputs = self._call.traced(gradient_of(self._loss_fn, scale))
     # ((loss, aux), gradients).
-    self._gradients = slice(next(i for i, keys in enumerate(outputs) if keys[0] == "1"), None)
+    self._gradients = slice(sum(keys[0] == "0" for keys in outputs), None)
     body, operands = body_of(program), self._call.operands
     modules = modules_of(body)
     bound = most_evaluations(len(modules.paths))

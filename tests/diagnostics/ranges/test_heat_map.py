@@ -12,7 +12,7 @@ def row(path, exponents, note=""):
   return types.SimpleNamespace(path=path, exponents=exponents, note=note)
 
 
-def test_a_picture_is_written(tmp_path):
+def test_d19_a_picture_is_written_and_not_left_open(tmp_path):
   matplotlib = pytest.importorskip("matplotlib")
   matplotlib.use("Agg")
   rows = [row("a" * 60, {-30: 1, 3: 9}), row("", {}, "9 % lost")]
@@ -30,7 +30,7 @@ def test_a_picture_is_written(tmp_path):
   note = next(text for text in figure.axes[1].texts if text.get_text() == "9 % lost")
   box, bar = note.get_window_extent(), figure.axes[-1].get_window_extent()
   assert figure.axes[1].get_window_extent().x1 < box.x0 < box.x1 < bar.x0
-  # A notebook would show an open one beside what the cell returns (D19).
+  # A notebook would show an open one beside what the cell returns.
   assert not importlib.import_module("matplotlib.pyplot").get_fignums()
 
 

@@ -104,7 +104,7 @@ def attention(w, x):
   return jax.nn.softmax(scores) @ q
 
 
-def test_masks_and_float32_softmax_are_no_losses():  # D14
+def test_d14_masks_and_float32_softmax_are_no_losses():
   w = jax.random.normal(jax.random.key(0), (8, 8))
   x = jax.random.normal(jax.random.key(1), (16, 8)) / 4
   report = mpjax.ranges(attention)(w, x)
@@ -119,7 +119,7 @@ def test_masks_and_float32_softmax_are_no_losses():  # D14
   assert low.largest < 100
 
 
-def test_the_scale_that_the_report_proposes_keeps_gradients():  # D2
+def test_d2_the_scale_that_the_report_proposes_keeps_gradients():
   w = jax.random.normal(jax.random.key(0), (2, 16, 16))
   x = jax.random.normal(jax.random.key(1), (32, 16), jnp.float16)
 
@@ -140,7 +140,7 @@ def test_the_scale_that_the_report_proposes_keeps_gradients():  # D2
 
 
 @pytest.mark.standard_promotion
-def test_moments_in_the_first_argument_are_optimizer_state():  # D15
+def test_d15_moments_in_the_first_argument_are_optimizer_state():
   tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8))
   params = {"w": jnp.ones((4, 3))}
 
@@ -183,8 +183,27 @@ def test_a_model_of_nnx():
   model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
   graph, state = nnx.split(model)
   report = mpjax.ranges(lambda s, x: jnp.sum(nnx.merge(graph, s)(x)))(state, jnp.ones((4, 3)))
-  assert {g.path.split("/")[0] for g in report.of("parameters")} == {"kernel", "bias"}
+  assert {g.path for g in report.of("parameters")} == {"kernel", "bias"}
   assert report.of("gradients")
+
+
+def test_rows_of_a_step_without_scopes_are_those_of_its_parameters():
+  def step(params, x):
+    def loss(params):
+      y = x @ params["mlp"]["up"]["w"]
+      return jnp.mean((y @ params["mlp"]["down"]["w"]) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+  params = {"mlp": {"up": {"w": jnp.ones((4, 8))}, "down": {"w": jnp.ones((8, 2))}}}
+  report = mpjax.ranges(step)(params, jnp.ones((3, 4)))
+  for kind in ("activations", "gradients"):
+    assert {g.path for g in report.of(kind)} >= {"mlp/up", "mlp/down"}
+  assert {g.path for g in report.of("updates")} == {"mlp/up/w", "mlp/down/w"}
+
+
+def test_a_scalar_in_a_dict_is_no_loss():
+  assert not mpjax.ranges(lambda w: {"loss": jnp.sum(w)})(jnp.ones(2)).of("gradients")
 
 
 def test_errors():

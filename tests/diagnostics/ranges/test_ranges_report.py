@@ -48,7 +48,7 @@ def report():
   return RangesReport("train_step", groups, 65536.0)
 
 
-def test_the_text_has_80_columns(report):
+def test_d17_the_text_has_80_columns_and_no_rows_that_say_nothing(report):
   text = str(report)
   assert max(map(len, text.splitlines())) <= 80
   assert "Activations" not in text  # Nothing of them is lost.

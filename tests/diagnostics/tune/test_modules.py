@@ -66,8 +66,9 @@ def test_rules_for_modules_inside_of_methods_match_in_linen():
   loss = jax.value_and_grad(lambda v: jnp.sum(Net().apply(v, x)))
   found = modules_of(body_of(jax.make_jaxpr(loss)(variables)))
   chosen = [path for path in found.paths if path.endswith(("enc", "hi"))]
+  others = [path for path in found.paths if path not in chosen]
   assert len(chosen) == 2
   net = mpjax.linen.with_policy(
-    Net(), HALF, rules=rules_for(chosen, [], found.scopes, HALF), unmatched="raise"
+    Net(), HALF, rules=rules_for(chosen, others, found.scopes, HALF), unmatched="raise"
   )
   jax.eval_shape(net.apply, variables, x)

@@ -15,6 +15,7 @@ from mpjax._diagnostics.tune.modules import rules_for
 from tests import programs
 from tests.errors import check_refused
 from tests.models.values import filled, shapes
+from tests.programs import bits
 
 
 class Root(nn.Module):
@@ -80,22 +81,37 @@ def test_a_budget_that_no_module_meets():
   assert "The function has no named scopes" in str(plain)
 
 
-def test_printed_rules_paste_into_linen_and_autocast(capsys):  # D10
+def pasted(report):
+  """Returns the rules of a report as its printed lines give them."""
+  text, names = str(report), {"mpjax": mpjax}
+  start = text.index("import re\n") if "import re\n" in text else text.index("rules = (")
+  exec(text[start : text.index("\n)") + 2], names)
+  return names["rules"]
+
+
+def test_d10_printed_rules_paste_into_linen_and_autocast(capsys):
   loss_fn, *args = prepared(Root())
   report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(*args)
   assert f"at most {report.bound} measurements" in capsys.readouterr().out
   assert [rule.path for rule in report.rules] == [re.compile("(Root)?"), "**/a", "**/b"]
-  text = str(report)
-  pasted = {"mpjax": mpjax, "re": re}
-  exec(text[text.index("rules = (") : text.index("\n)") + 2], pasted)
-  assert pasted["rules"] == report.rules
+  assert pasted(report) == report.rules
   assert not np.isfinite(error_of(loss_fn, args, (), "mixed_float16"))
   assert error_of(loss_fn, args, report.rules, "mixed_float16") < 0.01
-  model = mpjax.linen.with_policy(Root(), "mixed_float16", pasted["rules"], unmatched="raise")
+  model = mpjax.linen.with_policy(Root(), "mixed_float16", pasted(report), unmatched="raise")
   exact, low = (
     jax.grad(lambda v, m=m: 64 * loss_fn(v, args[1], m))(args[0]) for m in (Root(), model)
   )
   assert relative_error(zip(*map(jax.tree.leaves, (exact, low)), strict=True)) < 0.01
+
+
+def test_d10_the_rule_for_a_model_of_one_module_is_one_for_all():
+  model, x = nn.Dense(4), jnp.linspace(0, 1, 8).reshape(2, 4)
+  variables = model.init(jax.random.key(0), x)
+  report = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=1e-9)(variables, x)
+  (rule,) = pasted(report)
+  low = mpjax.linen.with_policy(model, "mixed_bfloat16", [rule], unmatched="raise")
+  assert low.apply(variables, x).dtype == jnp.float32
+  assert bits(low.apply(variables, x)) == bits(model.apply(variables, x))
 
 
 def test_the_report_begins_with_the_error_by_module():
@@ -131,7 +147,7 @@ LOW = {
 
 @pytest.mark.parametrize("name", LOW)
 @pytest.mark.standard_promotion
-def test_what_is_low_already_is_refused(name):  # D3, D11
+def test_d3_d11_what_is_low_already_is_refused(name):
   build, got = LOW[name]
   model, x = build(), jnp.ones((2, 4))
   tune = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=0.1)
@@ -186,7 +202,10 @@ def test_errors(policy, tolerance, where, expected, got, fix):
   check_refused(call, builtin=ValueError, **parts)
 
 
-def test_a_gradient_of_zero():
-  tune = mpjax.tune(lambda w: jnp.sum(0 * w), tolerance=0.1)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_a_gradient_of_zero_or_of_no_parameter(dtype):
+  tune = mpjax.tune(lambda w: jnp.sum(0.0 * w.astype(jnp.float32)), tolerance=0.1)
   parts = {"expected": "not zero", "got": "norm 0.0", "fix": "mpjax.ranges", "builtin": ValueError}
-  check_refused(lambda: tune(jnp.ones(3)), where="mpjax.tune(loss_fn, policy)(*args)", **parts)
+  check_refused(
+    lambda: tune(jnp.ones(3, dtype)), where="mpjax.tune(loss_fn, policy)(*args)", **parts
+  )
