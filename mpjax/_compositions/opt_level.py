@@ -144,13 +144,7 @@ def _level(policy: Policy, loss_scale: LossScale, **changes: Any) -> OptLevel:
 
 
 def _for_device(platform: str, capability: Any, wanted: str | None) -> tuple[str, str | None]:
-  """Returns the level and the 16-bit dtype for a device.
-
-  Args:
-    platform: "cpu", "gpu" or "tpu", as `jax.Device.platform` says.
-    capability: the compute capability that NVIDIA's devices have, such as "8.0".
-    wanted: the 16-bit dtype that was asked for, if any.
-  """
+  """Returns the level and the 16-bit dtype for a device; the latter may be `wanted`."""
   native = tuple(x for x in hardware_of(platform, capability).dtypes if x in HALF_NAMES)
   if wanted is None:
     return ("O1", native[0]) if native else ("O0", None)

@@ -46,15 +46,9 @@ def is_nonzero(x: Array) -> Array:
 
 
 def changes_nothing(old: Array, new: Array, update: Array) -> Array:
-  """Returns which updates are lost: not zero, and the new number is the old one.
+  """Returns which updates are lost: not zero, and `new`, the rounded sum, is the `old` number.
 
-  Args:
-    old: a floating or complex array, as it is stored.
-    new: the sum with the update, in the dtype of `old`.
-    update: what was added, in any floating dtype.
-
-  Returns:
-    bool of the shape of `old`. Of a complex number either part may be lost.
+  Of a complex number either part may be lost. The update may have any floating dtype.
   """
   if jnp.issubdtype(old.dtype, jnp.complexfloating):
     real, imag = (changes_nothing(f(old), f(new), f(update)) for f in (jnp.real, jnp.imag))

@@ -36,10 +36,7 @@ class Content(NamedTuple):
 def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
   """Returns what a container holds; None for a leaf.
 
-  Args:
-    x: anything.
-    is_leaf: which parts of another container than a list, tuple or dict are not looked into; None
-      for all.
+  `is_leaf` says which parts of another container than a list, tuple or dict are not looked into.
   """
   cls: Any = type(x)
   if cls in DICTS:

@@ -30,15 +30,9 @@ by accident, so they are not here."""
 
 
 def parse_dtype(dtype: DTypeLike, where: str) -> DType:
-  """Returns the floating dtype that `dtype` names.
+  """Returns the floating dtype that a name ("bf16"), a scalar type or a `np.dtype` names.
 
-  Args:
-    dtype: a name ("bfloat16", "bf16"), a scalar type or a `np.dtype`.
-    where: the public call and argument, for the error.
-
-  Raises:
-    MpjaxValueError: the name is unknown, or float64 is asked for while 64-bit is disabled.
-    MpjaxTypeError: not a dtype at all, or one that is not floating.
+  `where` is the public call and argument, for the errors: a type or a value that is none.
   """
   expected = "a floating dtype such as 'float32', 'bfloat16' or 'float16'"
   if isinstance(dtype, str):

@@ -106,12 +106,6 @@ def message(where: str, *, expected: str, got: str, fix: str) -> str:
   """Returns the text of an error: where it was, what was expected, what came, what to do.
 
   Of a part that is very long, such as the `repr` of a model, the middle is left out.
-
-  Args:
-    where: the public call, and the argument or the module or tree path.
-    expected: what would have been accepted.
-    got: what was given instead.
-    fix: one thing that the reader can do.
   """
   parts = [where, expected, got, fix]
   lengths, limit = [len(part) for part in parts], LONGEST - len(": expected , got . ")

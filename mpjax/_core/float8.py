@@ -119,13 +119,7 @@ def _parse_skip(skip: Any) -> tuple[tuple[Size, Size], ...]:
 def parse_float8(matmul: object, where: str) -> Float8:
   """Returns the recipe that `str` of one wrote; a `Float8` is returned as it is.
 
-  Args:
-    matmul: a `Float8`, or "float8", "float8:row", "float8:power_of_two:weight_grad=half:skip=none".
-    where: the public call and argument, for the error.
-
-  Raises:
-    MpjaxValueError: the text is none that `str` writes.
-    MpjaxTypeError: neither a string nor a `Float8`.
+  A text is "float8", "float8:row", "float8:power_of_two:weight_grad=half:skip=none".
   """
   if isinstance(matmul, Float8):
     return matmul

@@ -32,12 +32,9 @@ def as_array(x: Leaf, want: jax.ShapeDtypeStruct) -> Leaf:
 
 
 def misfit(x: Leaf, want: jax.ShapeDtypeStruct, *, cast: bool) -> str | None:
-  """Returns how `x` differs from `want`, or None if it does not.
+  """Returns how `x` differs from `want`, another floating dtype only if not `cast`, or None.
 
-  Args:
-    x: the leaf.
-    want: what it should be. For typed keys plain key data are as good.
-    cast: another floating dtype is no difference.
+  For typed keys plain key data are as good.
   """
   wanted = f"{want.dtype}{list(want.shape)}"
   if not is_array_like(x) or isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
@@ -81,14 +78,9 @@ def overflows(before: Leaf, after: Leaf) -> bool:
 
 
 def refuse_overflow(casts: Mapping[str, tuple[Leaf, Leaf]], where: str) -> None:
-  """Raises if a finite number became an inf or a NaN.
+  """Raises MpjaxValueError if a finite number became an inf or a NaN, and names all such leaves.
 
-  Args:
-    casts: the leaves before and after, by path. Traced and abstract ones cannot be looked at.
-    where: the public call.
-
-  Raises:
-    MpjaxValueError: some did; all their leaves are named.
+  `casts` has the leaves before and after, by path. Traced and abstract ones cannot be looked at.
   """
   wrong = [
     f"{before.dtype} beyond {after.dtype} at {path or 'the root'}"
@@ -107,11 +99,7 @@ def refuse_overflow(casts: Mapping[str, tuple[Leaf, Leaf]], where: str) -> None:
 def put(x: Array | NumpyArray, sharding: jax.sharding.Sharding | None, *, alias: bool) -> jax.Array:
   """Returns `x` as a strongly typed array on `sharding`, or uncommitted if that is None.
 
-  Args:
-    x: an array of JAX or NumPy.
-    sharding: where the result is to be.
-    alias: the result may share memory with `x`. If it must not, a step that is given the result
-      to keep leaves `x` alone.
+  Only with `alias` may it share memory with `x`: a step that is given it to keep leaves `x` alone.
   """
   if sharding is not None:
     placed = jax.device_put(x, sharding, may_alias=alias)

@@ -48,13 +48,10 @@ def node_paths(tree: PyTree) -> set[str]:
 
 
 def leaves_by_path(tree: PyTree, where: str) -> dict[str, Leaf]:
-  """Returns the leaves of `tree`, in its order, by path.
+  """Returns the leaves of `tree`, in its order, by path; two of one path as text are an error.
 
   A path does not tell a field of a class from the key of a dict, nor a position from its digits:
   checkpoints turn one into the other.
-
-  Raises:
-    MpjaxValueError: two leaves have the same path as text.
   """
   if isinstance(tree, Mapping) and jax.tree_util.all_leaves([tree]):
     tree = dict(tree)  # one that JAX does not know, such as numpy.load of an npz file
@@ -78,11 +75,7 @@ def same_path(where: str, name: str) -> MpjaxValueError:
 
 
 def check_leaves(leaves: Mapping[str, Leaf], where: str, *, abstract: bool) -> None:
-  """Raises unless all leaves are arrays that are there: not traced, `abstract` only if that is set.
-
-  Raises:
-    MpjaxTypeError: some are not; all of them are named.
-  """
+  """Raises MpjaxTypeError unless all leaves are arrays, not traced; abstract ones if asked."""
   refused = (Tracer,) if abstract else (Tracer, jax.ShapeDtypeStruct)
   wrong = [
     f"a {type(x).__name__} at {path or 'the root'}"

@@ -71,12 +71,7 @@ def parse_config(
   *,
   unmatched: str,
 ) -> PolicyConfig:
-  """Returns the arguments of `with_policy` and `policy_scope`, checked.
-
-  Raises:
-    MpjaxTypeError: rules of the wrong type.
-    MpjaxValueError: an unknown policy or value of `unmatched`.
-  """
+  """Returns the arguments of `with_policy` and `policy_scope`, checked."""
   return PolicyConfig(
     policy=None if policy is None else Policy.parse(policy),
     rules=parse_rules(rules, f"{where}(rules=...)"),
@@ -123,19 +118,11 @@ def resolve_policy(
   *,
   all_matches: bool = False,
 ) -> ModulePolicy:
-  """Returns the policy of a module: nothing else in mpjax knows what goes before what.
+  """Returns the policy of a module at `path`: the only place that defines precedence.
 
-  A rule that exempts a module beats all that is inside. Then a policy in the module's own field
-  beats rules, and the first matching rule wins. A module that nothing picks has the policy of the
-  nearest enclosing module.
-
-  Args:
-    config: what the user gave.
-    module: a module.
-    path: the path that rules see.
-    own: the value of its field `policy`, if it has one.
-    around: the policy of the module around it.
-    all_matches: also find the rules that match and that an earlier one hides.
+  A rule that exempts a module beats all that is inside. Then a policy in the module's `own` field
+  beats rules, and the first matching rule wins. A module that nothing picks has the policy `around`
+  it. `all_matches` also finds the rules that match and that an earlier one hides.
   """
   run = ModulePolicy(around.policy, output_dtype=config.output_dtype, rule=around.rule)
   if around.exempt:
@@ -177,13 +164,9 @@ class ModuleRecord:
     self.matched |= {rule for rule in rules if any(rule.matches(None, path) for path in paths)}
 
   def check(self, origin: str, stacklevel: int, *, kind: str = "module", note: str = "") -> None:
-    """Raises UnmatchedRuleError, or warns, if a rule matched nothing.
+    """Raises UnmatchedRuleError, or warns with a `note`, if a rule matched nothing.
 
-    Args:
-      origin: which modules these are, for the error.
-      stacklevel: of the warning, as seen from the caller.
-      kind: what is at the paths.
-      note: a sentence for the end of the warning.
+    `origin` says which modules these are, and `stacklevel` is that of the warning for the caller.
     """
     paths, classes = tuple(self.classes), tuple(self.classes.values())
     for rule in self.config.rules if self.config.unmatched != "ignore" else ():

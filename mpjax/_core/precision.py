@@ -19,16 +19,7 @@ _SHORT = "'default', 'high', 'highest'"
 
 
 def parse_precision(precision: object, where: str) -> MatmulPrecision:
-  """Returns the precision that a name means; one of JAX's is returned as it is.
-
-  Args:
-    precision: "default", "high", "highest" or the name of a preset, in any case; or the object.
-    where: the public call and argument, for the error.
-
-  Raises:
-    MpjaxValueError: the name is unknown.
-    MpjaxTypeError: neither a name nor a precision of JAX.
-  """
+  """Returns the precision that a name means, in any case; one of JAX's is returned as it is."""
   expected = f"{_SHORT}, a jax.lax.Precision, or a jax.lax.DotAlgorithmPreset or its name"
   if isinstance(precision, (jax.lax.Precision, jax.lax.DotAlgorithmPreset)):
     return _NAMES[precision.name]

@@ -195,11 +195,7 @@ def first_match(rules: Iterable[Rule], module: Module, path: str) -> Rule | None
 
 
 def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
-  """Returns `rules` as a tuple.
-
-  Raises:
-    MpjaxTypeError: not an iterable of `Rule`.
-  """
+  """Returns `rules` as a tuple; anything but an iterable of `Rule` is an MpjaxTypeError."""
   many = isinstance(rules, Iterable) and not isinstance(rules, str)
   found: tuple[Any, ...] = tuple(rules) if many else (rules,)
   wrong = [rule for rule in found if not isinstance(rule, Rule)] if many else found
@@ -243,11 +239,7 @@ def unmatched_error(
 
 
 def parse_unmatched(unmatched: str, where: str) -> str:
-  """Returns what to do about rules that match nothing.
-
-  Raises:
-    MpjaxValueError: not one of the three.
-  """
+  """Returns what to do about rules that match nothing, if it is one of the three."""
   if unmatched not in ("raise", "warn", "ignore"):
     where, expected = f"{where}(unmatched=...)", "'raise', 'warn' or 'ignore'"
     fix = "It says what to do about a rule that picks out no module."

@@ -34,10 +34,7 @@ def first_nonfinite_together(
 ) -> Array:
   """Returns `one_by_one(leaves)`, on a GPU by one reduction for up to 32 leaves of any size.
 
-  Args:
-    leaves: leaves of a tree.
-    inexact: positions of those that are looked at: floating and complex ones.
-    one_by_one: returns the position of the first with an inf or a NaN, `len(leaves)` without any.
+  That is the position of the first of the `inexact` leaves with an inf or a NaN, or their number.
   """
   groups = _grouped([leaves[i] for i in inexact], jnp.result_type)
   if all(len(group) == 1 for group in groups):

@@ -168,10 +168,7 @@ def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
 def tree_differences(wanted: PyTree, given: PyTree, *, dtypes: bool) -> list[str]:
   """Returns what keeps `given` from being like `wanted`: every wrong leaf, by its path.
 
-  Args:
-    wanted: the tree to be like; None counts as a leaf in both.
-    given: the tree that came.
-    dtypes: compare dtypes as well as paths, containers and shapes.
+  None counts as a leaf in both.
   """
   wanted_leaves, wanted_def = _flatten(wanted)
   given_leaves, given_def = _flatten(given)
@@ -240,15 +237,7 @@ def select(
 ) -> PyTree:
   """Returns `on_true` where the scalar `condition` holds and `on_false` where it does not.
 
-  Args:
-    condition: a scalar bool.
-    on_true: a tree of arrays.
-    on_false: a tree with the same structure, shapes and dtypes.
-    where: the public call, for the error.
-    fix: what to do where the trees differ.
-
-  Raises:
-    MpjaxValueError: `condition` is no scalar, or the trees are not alike.
+  Never a multiplication by a mask: 0 * NaN is NaN. Trees that are not alike are an MpjaxValueError.
   """
   if jnp.shape(condition) != ():
     raise MpjaxValueError(

@@ -50,16 +50,10 @@ def check_int(
   fix: str,
   fix_type: str = "Pass a Python int.",
 ) -> int:
-  """Raises unless `value` is an integer (a bool is none) from `least` to `most`.
+  """Raises unless `value` is an integer of Python or NumPy (a bool is none) in the limits.
 
-  Args:
-    value: what was given; integers of NumPy are integers, arrays and traced values are not.
-    where: the public call and argument.
-    least: the smallest one that is allowed.
-    most: the largest one, if there is one.
-    expected: the text for the limits, if they are no plain numbers or not all that is allowed.
-    fix: what to do about an integer out of range.
-    fix_type: what to do about another type.
+  `expected` is their text where they are no plain numbers or not all that is allowed; `fix` is for
+  an integer out of range, `fix_type` for another type.
   """
   upto = "" if most is None else f" and at most {most}"
   wanted = expected or f"an integer, at least {least}{upto}"

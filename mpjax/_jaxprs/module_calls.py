@@ -115,15 +115,8 @@ def attempts(
 
   What does not exist in float32 (a TypeError, a NotImplementedError) is traced again with the class
   of module that raised in its compute dtype: a kernel may take low precision alone. What needs
-  Python runs as Python, and there each module that it calls is traced by itself.
-
-  Args:
-    attempt: traces the call and runs it, in the state that it is given.
-    python: makes the call as it is.
-    state: the active state.
-    path: that of the module, for the warning.
-    where: the public call, for the warning.
-    foreign: what a framework raises where a call changes what is not its own.
+  Python runs as Python, and there each module that it calls is traced by itself: where it looks at
+  values, or where it changes what is not its own, which the framework calls `foreign`.
   """
   first: Exception | None = None
   while True:

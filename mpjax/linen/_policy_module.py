@@ -90,10 +90,7 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    init = functools.partial(self.module.init, rngs, *args, **kwargs)
-    ours = self._stored(ModuleRecord(self.given), init)
-    with activate(OFF):
-      return _like(init(), ours)
+    return self._initialized(functools.partial(self.module.init, rngs, *args, **kwargs))
 
   def init_with_output(self, rngs: Keys, *args: Any, **kwargs: Any) -> tuple[PyTree, Variables]:
     """Returns the model's output, and what `init` returns.
@@ -112,6 +109,7 @@ class PolicyModule:
     record = ModuleRecord(self.given)
     # Only the variables are traced: the output may not be a type that JAX knows.
     ours = self._stored(record, functools.partial(self.module.init, rngs, *args, **kwargs))
+    record.check("that init passed", 2)
     with activate(OFF):
       outputs, plain = self.module.init_with_output(rngs, *args, **kwargs)
     if record.output_dtype is not None and not in_region():
@@ -129,10 +127,7 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    lazy = functools.partial(self.module.lazy_init, rngs, *args, **kwargs)
-    ours = self._stored(ModuleRecord(self.given), lazy)
-    with activate(OFF):
-      return _like(lazy(), ours)
+    return self._initialized(functools.partial(self.module.lazy_init, rngs, *args, **kwargs))
 
   def bind(self, variables: Variables, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
     """Returns the model bound to variables: its methods and submodules run under the policy.
@@ -261,8 +256,15 @@ class PolicyModule:
         return self.module.apply(variables, *args, **kwargs)
       return applied(self.module, state, variables, args, kwargs)
 
+  def _initialized(self, init: Callable[[], Variables]) -> Variables:
+    record = ModuleRecord(self.given)
+    ours = self._stored(record, init)
+    record.check("that init passed", 3)
+    with activate(OFF):
+      return _like(init(), ours)
+
   def _stored(self, record: ModuleRecord, init: Callable[[], Variables]) -> Variables:
-    """Returns the shapes and dtypes of the variables under the policy, and checks the rules.
+    """Returns the shapes and dtypes of the variables under the policy, and notes the modules.
 
     The parameters themselves come from the plain model, since drawn under a policy they would be
     other numbers. The record keeps every function compiled before out, so that all modules are
@@ -270,7 +272,6 @@ class PolicyModule:
     """
     with activate(begin(self.given, record)):
       variables = abstract(init)
-    record.check("that init passed", 3)
     return {**variables, **computed(init, variables, begin(self.given))}
 
 

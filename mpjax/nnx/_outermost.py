@@ -8,7 +8,7 @@ way, by the same public functions.
 
 import contextlib
 import dataclasses
-from typing import Any, TypeAlias
+from typing import Any
 
 import flax.errors
 import jax
@@ -28,8 +28,6 @@ _TAG = "mpjax.policy"
 
 _WHERE = "mpjax.with_policy(model, policy)"
 
-Variable: TypeAlias = nnx.Variable[Leaf]
-
 
 def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs]) -> PyTree:
   """Returns `call(*given)`, with the operations of all modules inside rewritten.
@@ -42,7 +40,7 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
   def attempt(state: Active) -> PyTree:
     boundary = Boundary(given[1:], _spec.is_node)
     everything = (module, boundary.leaves)
-    nodes, variables = _parts(everything)
+    nodes, variables = _spec.parts_of(everything)
     held_before = [(_spec.items_of(node), dict(_spec.items_of(node))) for node in nodes]
     pairs = zip(nodes, held_before, strict=True)
     views = [(node, before) for node, (_, before) in pairs if _spec.is_view(node)]
@@ -62,7 +60,7 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
 
     def called(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
       copies = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
-      nodes, variables = _parts(copies)
+      nodes, variables = _spec.parts_of(copies)
       _spec.put_in_order(nodes, orders)
       held = [v.get_raw_value() for v in variables]
       before = _kept(copies)
@@ -128,13 +126,6 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
   return attempts(attempt, lambda _: call(*given), state, path, _WHERE, foreign)
 
 
-def _parts(tree: PyTree) -> tuple[list[Any], list[Variable]]:
-  """Returns the modules, with dicts, and the variables of a tree, in the order of its graph."""
-  found = [x for _, x in nnx.iter_graph(tree, graph=True)]
-  variables = [x for x in found if isinstance(x, nnx.Variable)]
-  return [x for x in found if isinstance(x, (nnx.Pytree, dict))], variables
-
-
 def _data(args: Args) -> list[Leaf]:
   """Returns the arrays that decide the dtype of what they meet."""
   leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -162,7 +153,7 @@ def _kept(tree: PyTree) -> list[object]:
 def _hides_tracer(tree: PyTree) -> bool:
   """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
   known = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
-  attributes = (x for node in _parts(tree)[0] for x in _spec.items_of(node).values())
+  attributes = (x for node in _spec.parts_of(tree)[0] for x in _spec.items_of(node).values())
   return any(isinstance(x, Tracer) and id(x) not in known for x in attributes)
 
 

@@ -2,15 +2,17 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from flax import nnx
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
 from mpjax._core.policy_config import ModulePolicy
-from mpjax._core.types import PyTree
+from mpjax._core.types import Leaf, PyTree
 from mpjax.nnx._layers import MODES
+
+Variable: TypeAlias = nnx.Variable[Leaf]
 
 SPEC = "mpjax_spec"
 """The class attribute that holds the `ModulePolicy` of a view's modules."""
@@ -39,12 +41,6 @@ class Link:
     self.model = weakref.ref(model) if model is not None else None
     flags = {} if model is None else vars(model)
     self.modes = {name: flags[name] for name in MODES if isinstance(flags.get(name), bool)}
-
-  def of(self, view: nnx.Pytree) -> nnx.Pytree | None:
-    """Returns the user's module for the module `view`, or None."""
-    if self.view is None or self.model is None or self.view() is not view:
-      return None
-    return self.model()
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Link)
@@ -75,7 +71,9 @@ def policy_text(module: nnx.Pytree) -> str:
 def model_of(module: nnx.Pytree) -> nnx.Pytree | None:
   """Returns the user's module behind one of a view; None for a copy that a transform created."""
   link = vars(module).get(LINK)
-  return link.of(module) if isinstance(link, Link) else None
+  if not isinstance(link, Link) or link.view is None or link.view() is not module:
+    return None
+  return None if link.model is None else link.model()
 
 
 def check_modes(module: nnx.Pytree) -> None:
@@ -140,9 +138,11 @@ def is_node(x: object) -> bool:
   return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def nodes_of(tree: PyTree) -> list[nnx.Pytree | dict[Any, Any]]:
-  """Returns the modules of a tree and its containers that have keys, in the order of its graph."""
-  return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, (nnx.Pytree, dict))]
+def parts_of(tree: PyTree) -> tuple[list[Any], list[Variable]]:
+  """Returns the modules of a tree, with its dicts, and its variables, in the order of its graph."""
+  parts = [x for _, x in nnx.iter_graph(tree, graph=True)]
+  variables = [x for x in parts if isinstance(x, nnx.Variable)]
+  return [x for x in parts if isinstance(x, (nnx.Pytree, dict))], variables
 
 
 def items_of(node: nnx.Pytree | dict[Any, Any]) -> dict[Any, Any]:

@@ -13,7 +13,7 @@ from mpjax._core.frameworks import not_a_model
 from mpjax._core.policy import PolicyLike
 from mpjax._core.policy_config import ModulePolicy, ModuleRecord, parse_config, resolve_policy
 from mpjax._core.rules import Rule
-from mpjax.nnx._spec import LINK, Link, is_view, items_of, nodes_of, policy_text, put_in_order
+from mpjax.nnx._spec import LINK, Link, is_view, items_of, parts_of, policy_text, put_in_order
 from mpjax.nnx._view import is_tree, view_class
 
 Path: TypeAlias = tuple[Any, ...]
@@ -67,7 +67,7 @@ def with_policy(
   _check_model(model)
   record = ModuleRecord(parse_config(_WHERE, policy, rules, unmatched=unmatched))
   view = nnx.clone(model, variables=False, graph=True)
-  put_in_order(nodes_of(view), [list(items_of(node)) for node in nodes_of(model)])
+  put_in_order(parts_of(view)[0], [list(items_of(node)) for node in parts_of(model)[0]])
   modules, copies = _modules(model), _modules(view)
   policies = _resolve(modules, record)
   record.check("of the model", 2)
