@@ -5,7 +5,6 @@ import contextlib
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import pytest
 from flax import nnx
 
 import mpjax
@@ -49,31 +48,6 @@ def test_outside_of_policies_inside_of_it_is_the_same_state_and_linens_is_anothe
     assert current() == Active()
   with mpjax.linen.policy_scope("float16"):
     assert current() is None
-
-
-class Precise(nnx.Module):
-  """A part of it is to run as it was written."""
-
-  def __init__(self):
-    self.a, self.b = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2))
-    self.w = nnx.Param(jnp.ones((4, 4)))
-    self.seen = nnx.static([])
-
-  def precise(self, x):
-    self.seen += [str(t.dtype) for t in (x, self.b(x), self.w[...], self.b.kernel[...])]
-    return self.b(x) @ self.w
-
-  def __call__(self, x):
-    return mpjax.full_precision(self.precise)(self.a(x))
-
-
-@pytest.mark.case("A73")
-def test_full_precision_switches_a_view_off():
-  model = Precise()
-  # Nothing is rounded where the root's policy names no output dtype.
-  assert mpjax.nnx.with_policy(model, "c=bf16")(X).dtype == jnp.float32
-  # The method itself is one of the view's; inside, half arguments have come back as float32.
-  assert model.seen == ["float32"] * 4
 
 
 def test_a_linen_model_in_a_view_and_a_view_in_a_linen_scope_have_policies_of_their_own():

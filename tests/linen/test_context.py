@@ -282,43 +282,6 @@ pytestmark = pytest.mark.standard_promotion
 
 scope, with_policy = mpjax.linen.policy_scope, mpjax.linen.with_policy
 
-scopes: list[Scope] = []
-
-
-class Leaf(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    scopes.append(self.scope)
-    return nn.Dense(3)(x)
-
-
-TWO = Does(lambda module, x: Leaf(name="two")(Leaf(name="one")(x)))
-
-
-def flags(rules):
-  """Returns the flags of the scopes of both leaves, those of Flax's own left out."""
-  variables = TWO.init(KEY, X)
-  scopes.clear()
-  model = with_policy(TWO, "bfloat16", rules, unmatched="ignore")
-  jax.eval_shape(model.apply, variables, X)
-  return [{k: v for k, v in s.flags.items() if k.startswith("mpjax")} for s in scopes]
-
-
-def test_scopes_are_told_apart_where_a_rule_goes_by_path_and_stay_those_of_flax_elsewhere():
-  for rules in ([], [Rule("float16", module=Leaf)]):
-    assert flags(rules) == [{}, {}]
-    assert {type(s) for s in scopes} == {Scope}
-  selectors = [{"path": path} for path in ("**/Dense_0", "other", "one")]
-  for selector in (*selectors, {"where": lambda m: m.name == "one"}):
-    one, two = flags([Rule("float16", **selector)])
-    assert one
-    assert two
-    assert one != two
-  # Scopes made from one that is flagged are flagged.
-  assert {type(s) for s in scopes} == {PathScope}
-  assert type(scopes[0].push("child")) is PathScope
-  assert type(scopes[0].rewound()) is PathScope
-
 
 def test_modules_in_plain_containers_are_found():
   a, b, c = nn.Dense(1), nn.Dense(2), nn.Dropout(0.5)

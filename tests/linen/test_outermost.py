@@ -12,7 +12,7 @@ import pytest
 from flax.core import freeze
 
 import mpjax
-from tests.linen.probes import HALF, KEY, RAW, Does, X, all_half, calling, calls, dtypes, operands
+from tests.linen.probes import HALF, KEY, RAW, Does, X, calls, dtypes, operands
 from tests.programs import bits, products, run
 
 # The models are written as their users write them.
@@ -77,35 +77,6 @@ def test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dty
   assert found.dtype == jnp.bfloat16
   np.testing.assert_array_equal(found, plain)
   assert 0 < np.count_nonzero(plain) < plain.size
-
-
-def test_a_layer_that_raises_in_float32_is_called_in_its_compute_dtype():
-  def kernel(module, x):
-    calls.append(("kernel", str(x.dtype)))
-    if str(x.dtype) != "bfloat16":
-      raise NotImplementedError(f"no {x.dtype}")
-    return nn.Dense(3)(x)
-
-  takes_half_alone = calling(kernel)
-
-  def around(module, x):
-    x = nn.Dense(3)(x)
-    calls.append(("around", str(x.dtype)))
-    return nn.Dense(3)(takes_half_alone(name="kernel")(x))
-
-  dense = ones(3)
-  variables = {"params": {"Dense_0": dense, "Dense_1": dense, "kernel": {"Dense_0": dense}}}
-  with pytest.raises(NotImplementedError, match="no float32"):
-    Does(around).apply(variables, X)
-  ours = with_policy(Does(around), "mixed_bfloat16")
-  for apply in (ours.apply, jax.jit(ours.apply), jax.grad(lambda v, x: ours.apply(v, x).sum())):
-    calls.clear()
-    assert set(jax.tree.leaves(dtypes(apply(variables, X)))) == {"float32"}
-    kinds = [dtype for kind, dtype in calls if kind == "kernel"]
-    assert kinds[:2] == ["float32", "bfloat16"]
-    # All else is traced as it was.
-    assert {dtype for kind, dtype in calls if kind == "around"} == {"float32"}
-  all_half(ours.apply, variables, X, count=3)
 
 
 @WAYS
@@ -274,25 +245,6 @@ def test_parameters_returned_from_a_model_are_stored_ones():
   # An output dtype is that of all results.
   params, out = with_policy(returning, "bfloat16").apply(variables, X)
   assert set(jax.tree.leaves(dtypes(params))) == {"bfloat16"}
-
-
-def test_fields_of_a_dataclass_of_parameters():
-  """A container of the user's own, registered as a tree, holds parameters too."""
-
-  @jax.tree_util.register_dataclass
-  @dataclasses.dataclass
-  class Weights:
-    w: Any
-    n: Any
-
-  def body(module, x):
-    weights = module.param("weights", lambda key: Weights(jnp.ones((3, 2)), jnp.arange(2)))
-    assert isinstance(weights, Weights)
-    assert weights.n.dtype == jnp.int32
-    return x @ weights.w
-
-  variables = jax.eval_shape(Does(body).init, KEY, X)
-  all_half(with_policy(Does(body), "mixed_bfloat16").apply, variables, X, count=1)
 
 
 # Writing
