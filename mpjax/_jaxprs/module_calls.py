@@ -322,21 +322,11 @@ _USUAL = {"none", "default", "fastest", "bfloat16"}
 
 def _arguments(call: tuple[Args, Kwargs], policy: Policy, casts: bool) -> tuple[Args, Kwargs]:
   """Returns the arguments of a method as its policy wants them: mostly as they are."""
-  compute = policy.compute_dtype
-  if casts and not _any_complex(call):
-    return cast_arrays(call, compute)
-  if compute == FLOAT32:
-    return map_arrays(half_to_float32, call)
-  return call
-
-
-def _any_complex(call: tuple[Args, Kwargs]) -> bool:
-  """Whether an argument is a complex array: a real `dtype` would drop its imaginary part."""
-  args, kwargs = call
-  return any(
-    isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.complexfloating)
-    for x in (*args, *kwargs.values())
-  )
+  arrays = [x for x in (*call[0], *call[1].values()) if isinstance(x, (jax.Array, np.ndarray))]
+  # A real `dtype` would drop the imaginary part of a complex array.
+  if casts and not any(map(jnp.iscomplexobj, arrays)):
+    return cast_arrays(call, policy.compute_dtype)
+  return map_arrays(half_to_float32, call) if policy.compute_dtype == FLOAT32 else call
 
 
 @contextlib.contextmanager

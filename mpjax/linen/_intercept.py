@@ -25,6 +25,7 @@ from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
 from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewrite_calls
+from mpjax.linen import _layers
 from mpjax.linen._context import (
   Active,
   TracedCall,
@@ -34,7 +35,7 @@ from mpjax.linen._context import (
   module_path,
   policy_of,
 )
-from mpjax.linen._layers import LAYERS, neutral_collections, stored_as
+from mpjax.linen._layers import neutral_collections, stored_as
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ def _call(
     active.met.add(path)
   if record is not None:
     record.note(module, path)
-  call = call_of(module, path, resolved, active, LAYERS, exempt=resolved.exempt)
+  call = call_of(module, path, resolved, active, _layers.LAYERS, exempt=resolved.exempt)
   outputs = call.run(next_fun, args, kwargs, initializing=initializing)
   if initializing and module.scope is not None:
     _store(module.scope, policy)
@@ -170,17 +171,16 @@ def abstract(init: Callable[[], Variables]) -> Variables:
     return init()
 
 
-def in_compute_dtypes(call: Callable[[], T], state: Active) -> T:
+def in_compute_dtypes(call: Callable[[], T], state: Active) -> T | None:
   """Returns what a call does in which all modules are called in their compute dtype.
 
-  It is done as in `state` where that raises: a loop may carry float32, as it then does in `apply`.
+  None where that raises: a loop may carry float32, say, as it then does in `apply` too.
   """
   try:
     with activate(dataclasses.replace(state, casting=EVERY)):
       return call()
   except (TypeError, flax.errors.FlaxError):
-    with activate(state):
-      return call()
+    return None
 
 
 def computed(init: Callable[[], Variables], variables: Variables, state: Active) -> Variables:
@@ -192,7 +192,7 @@ def computed(init: Callable[[], Variables], variables: Variables, state: Active)
   caches = [col for col in stored_as("computed") if col in variables]
   if not any(is_floating(x) for col in caches for x in jax.tree.leaves(variables[col])):
     return {}
-  low = in_compute_dtypes(functools.partial(abstract, init), state)
+  low = in_compute_dtypes(functools.partial(abstract, init), state) or {}
   return {col: low[col] for col in caches if col in low}
 
 

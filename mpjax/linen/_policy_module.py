@@ -152,7 +152,11 @@ class PolicyModule:
     """
     record = ModuleRecord(self.given)
     tabulate = functools.partial(self.module.tabulate, rngs, *args, **kwargs)
-    table = in_compute_dtypes(tabulate, begin(self.given, record))
+    state = begin(self.given, record)
+    table = in_compute_dtypes(tabulate, state)
+    if table is None:
+      with activate(state):
+        table = tabulate()
     record.check("that init passed", 2)
     return table
 

@@ -362,11 +362,11 @@ tests/jaxprs/test_module_calls.py
 mpjax/linen/_intercept.py::_call
 
 38a initial values are drawn in the compute dtype
-- call_of(module, path, resolved, active, LAYERS, exempt=resolved.exempt)
+- call_of(module, path, resolved, active, _layers.LAYERS, exempt=resolved.exempt)
 + call_of(
 +   module, path, resolved,
 +   dataclasses.replace(active, casting=EVERY if initializing else active.casting),
-+   LAYERS, exempt=resolved.exempt
++   _layers.LAYERS, exempt=resolved.exempt
 + )
 tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32
 
