@@ -108,7 +108,7 @@ class Rule:
       return False
     try:
       return bool(self.where(module))
-    except Exception as error:
+    except (AttributeError, TypeError) as error:
       error.add_note(
         f"mpjax: raised by the predicate of {self} for the module {path or 'at the root'!r} "
         f"({type(module).__name__}). It is asked about every module; the root has no name."
