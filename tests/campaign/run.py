@@ -11,7 +11,6 @@ lost; with --self-check, if some were lost in every class.
 
 import argparse
 import concurrent.futures
-import logging
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from tests.campaign import by_hand, checkpoints, replicas, scale, training
+from tests.campaign import by_hand, replicas, scale, training
 from tests.campaign.outcome import BrokenCampaign, Job, Outcome
 
 PARTS: dict[str, Callable[[bool, bool], list[Job]]] = {
@@ -34,7 +33,6 @@ PARTS: dict[str, Callable[[bool, bool], list[Job]]] = {
   "accumulation": training.accumulation,
   "retries": training.retries,
   "scale": scale.jobs,
-  "checkpoints": checkpoints.jobs,
 }
 """The jobs of some classes of faults, by whether they are small, and guarded."""
 
@@ -135,7 +133,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
   if "xla_force_host_platform_device_count" not in os.environ.setdefault("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", replicas.DEVICES)
-  logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what is missing, too.
 
   console, guard, seed = Console(), not chosen.self_check, chosen.fault_seed
   begin = time.perf_counter()

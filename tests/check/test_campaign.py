@@ -26,7 +26,7 @@ CLASSES = {
   *(f"train step: {place}" for place in ("gradients", "the loss", "statistics", "input data")),
   *(f"by hand: {place}" for place in ("gradients", "the loss", "statistics")),
   *(f"scale: {kind}" for kind in ("hysteresis", "interval 1", "restored counters")),
-  *("scale: one of two losses", "replicas: each its own part", "checkpoints: damaged"),
+  *("scale: one of two losses", "replicas: each its own part"),
 }
 
 
@@ -36,7 +36,7 @@ def test_no_fault_is_lost():
   assert {name: outcome.first for name, outcome in outcomes.items() if outcome.lost} == {}
   assert set(outcomes) == CLASSES
   assert min(outcome.injected for outcome in outcomes.values()) > 5
-  assert sum(outcome.injected for outcome in outcomes.values()) > 400
+  assert sum(outcome.injected for outcome in outcomes.values()) > 300
 
 
 def test_without_the_guards_every_class_is_lost():
