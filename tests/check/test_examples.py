@@ -135,41 +135,19 @@ def gpt_is_in_parts_on_two_devices(gpt, runs, text):
       assert [shard.data.size for shard in x.addressable_shards] == [x.size // 2] * 2
 
 
-def nodes(program):
-  for eqn in program.eqns:
-    yield eqn
-    for inner in programs.inner_jaxprs(eqn.params):
-      yield from nodes(getattr(inner, "jaxpr", inner))
-
-
-def gpt_computes_in_half_and_sends_parameters_in_half(gpt, runs, text):
-  """Layers are scanned and recomputed; weight gradients come out, and are sent, in float32.
-
-  Activations stay where they are, which makes it FSDP.
-  """
+def gpt_multiplies_in_half_and_gathers_parameters_in_half(gpt, runs, text):
+  """What travels of a layer is its kernel, cast; gradients are added up in float32."""
   model, devices = small_gpt(gpt).values()
   training = gpt.prepare("mixed_float16", model, 8, devices)
-  state = runs["mixed_float16"].state.state
   windows = gpt.windows(np.arange(5000) % 96, 1, 0, gpt.ROWS, model.context + 1)
-  tokens = training.shard(next(windows))
+  state, tokens = runs["mixed_float16"].state.state, training.shard(next(windows))
   gradient = jax.grad(training.loss_fn, has_aux=True)
   args = state.params, (), tokens, jax.random.key(0)
-  program = jax.make_jaxpr(gradient)(*args)
-  assert programs.half_share(program) == 1
-  names = [eqn.primitive.name for eqn in nodes(program.jaxpr)]
-  assert names.count("scan") == 2
-  assert any(name in ("remat", "remat2", "checkpoint") for name in names)
-
+  assert programs.half_share(jax.make_jaxpr(gradient)(*args)) == 1
   found = [x for x in collectives(programs.jitted(gradient), *args) if x.shape[1:]]
   table = (96, model.width)  # Looked up as it is stored, and its rows are cast.
-  gathered = [x for x in found if x.op == "all-gather"]
-  assert {x.dtype for x in gathered if x.shape != table} == {"f16"}
-  assert {x.shape for x in gathered} >= {(32, 128), (128, 32), (32, 2, 16), (2, 16, 32)}
-  added = [x for x in found if x.op == "all-reduce"]
-  assert {x.dtype for x in added} == {"f32"}
-  assert {x.shape for x in added} >= {(32, 128), (128, 32), (32, 2, 16), (2, 16, 32)}
-  rows = (gpt.ROWS, gpt.ROWS // devices)
-  assert not [x for x in found if x.shape[0] in rows and x.shape[1:2] == (model.context,)]
+  assert {x.dtype for x in found if x.op == "all-gather" and x.shape != table} == {"f16"}
+  assert {x.dtype for x in found if x.op == "all-reduce"} == {"f32"}
 
 
 def gpt_writes_with_half_parameters_and_a_half_cache(gpt, runs, text):
@@ -225,28 +203,6 @@ def gpt_chooses_the_characters_of_one_call(gpt, runs, text):
   same, count = run.figures["characters chosen without a cache as well"].split(" of ")
   assert int(count) == written.shape[1]
   assert clear[0].sum() <= int(same) <= int(count)
-
-
-def lstm_keeps_what_runs_through_time_in_float32(lstm, runs, text):
-  model = small_lstm(lstm)["model"]
-  training = lstm.prepare("mixed_bfloat16", model, 1)
-  variables = jax.eval_shape(lambda key: lstm.first_variables(model, key, 4), jax.random.key(0))
-  tokens = jax.ShapeDtypeStruct((4, 9), jnp.int32)
-  program = jax.make_jaxpr(jax.grad(training.loss_fn, has_aux=True))(
-    variables["params"], variables["carry"], tokens, jax.random.key(0)
-  )
-  assert programs.half_share(program) == 1
-  loops = [eqn for eqn in nodes(program.jaxpr) if eqn.primitive.name == "scan"]
-  # Forward the carry; backward its gradient and the sums of those of the weights.
-  assert len(loops) == 4
-  for eqn in loops:
-    constants, carried = programs.parts_of_scan(eqn)
-    dtypes = [var.aval.dtype.name for var in eqn.invars]
-    # The matmuls read kernels in low precision, the gates add their bias in float32.
-    shapes = [var.aval.shape for var in eqn.invars[:constants]]
-    wanted = ["float32" if shape[0] == 1 else "bfloat16" for shape in shapes]
-    assert dtypes[:constants] == wanted
-    assert set(dtypes[constants : constants + carried]) == {"float32"}
 
 
 def lstm_goes_on_where_a_window_ended(lstm, runs, text):
