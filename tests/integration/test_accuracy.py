@@ -17,10 +17,10 @@ from flax import nnx
 import mpjax
 from tests import programs
 from tests.models.catalogue import FUNCTIONS, LAYERS, LINEN, NNX, Model, nnx_
+from tests.models.layers import LAYERS as MADE
 from tests.models.papers import PAPERS
 from tests.models.plain import cross_entropy
 from tests.models.values import filled, normal, shapes
-from tests.nnx import layers as nnx_layers
 from tests.nnx.rig import is_float, total
 
 # As people run them: ranks are promoted in every other line.
@@ -138,7 +138,7 @@ def test_layers_are_as_near_to_float32_as_their_type_allows(which):
 
 def by_hand(name: str, half: str) -> Any:
   """Returns a layer of NNX with gradients, whose `dtype` is set as its author would set it."""
-  made = nnx_layers.LAYERS[name.removeprefix("nnx/")]
+  made = MADE[name.removeprefix("nnx/")]
 
   def run(model: Any, *inputs: Any) -> Any:
     for _, node in nnx.iter_graph(model):
@@ -146,7 +146,7 @@ def by_hand(name: str, half: str) -> Any:
         node.dtype = jnp.dtype(half)
     return jax.tree.map(lambda x: x.astype(jnp.float32), model(*inputs, **made.kwargs))
 
-  return with_gradients(nnx_(made.make, made.inputs, run).call("plain", None), of="all")
+  return with_gradients(nnx_(made.nnx, made.inputs, run).call("plain", None), of="all")
 
 
 # Complete models.

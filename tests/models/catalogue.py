@@ -20,7 +20,6 @@ from tests.models.situations import SITUATIONS
 from tests.models.stumbles_models import REACHED
 from tests.models.values import filled, integers, normal, shapes
 from tests.nnx import classics as nnx_classics
-from tests.nnx import layers as nnx_layers
 from tests.nnx import rig, zoo
 
 RNGS = {"dropout": jax.random.key(2)}
@@ -149,21 +148,16 @@ def layer(name: str, **flags: Any) -> dict[str, Any]:
   }
 
 
-def _linen_layers() -> dict[str, Model]:
+def _layers() -> dict[str, Model]:
   found = {}
-  for name, made in {**layers.LAYERS, **layers.EXEMPT}.items():
-    flags = layer(name, products=made.products)
-    run = applied(**made.kwargs)
-    found[f"linen/{name}"] = linen(made.make, made.inputs, run, made.kwargs, **flags)
-  return found
-
-
-def _nnx_layers() -> dict[str, Model]:
-  found = {}
-  for name, made in {**nnx_layers.LAYERS, **nnx_layers.EXEMPT}.items():
+  for name, made in layers.LAYERS.items():
     flags = layer(name, products=made.products)
     run = functools.partial(lambda kwargs, view, *args: view(*args, **kwargs), made.kwargs)
-    found[f"nnx/{name}"] = nnx_(made.make, made.inputs, run, **flags)
+    if made.linen:
+      apply = applied(**made.kwargs)
+      found[f"linen/{name}"] = linen(made.linen, made.inputs, apply, made.kwargs, **flags)
+    if made.nnx:
+      found[f"nnx/{name}"] = nnx_(made.nnx, made.inputs, run, **flags)
   return found
 
 
@@ -189,7 +183,7 @@ _IDS = integers(3, 6, below=11)
 _PADDED = np.arange(6) < np.asarray([[6], [4], [5]])
 _X, _MASK = normal(2, 6, 8), np.asarray([[1] * 4 + [0] * 2, [1] * 6], np.float32)
 
-LAYERS: dict[str, Model] = {**_linen_layers(), **_nnx_layers()}
+LAYERS: dict[str, Model] = _layers()
 """Those that Flax ships, by "linen/name" and "nnx/name"."""
 
 LINEN: dict[str, Model] = {

@@ -1,4 +1,4 @@
-"""Every layer that Flax Linen ships, with inputs: one table for several tests."""
+"""Every layer that Flax ships, in Linen and in NNX, with inputs: one table for several tests."""
 
 import types
 from collections.abc import Callable, Mapping
@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from tests.models.values import integers, normal
 
@@ -16,13 +17,15 @@ class Layer(NamedTuple):
   """One layer and how it is called.
 
   Fields:
-    make: returns the module.
+    linen: returns the module; None if only NNX has it.
+    nnx: returns the module, given `nnx.Rngs`; None if only Linen has it.
     inputs: its positional arguments.
     products: whether it has any (a norm has none).
     kwargs: its keyword arguments.
   """
 
-  make: Callable[[], nn.Module]
+  linen: Callable[[], nn.Module] | None
+  nnx: Callable[[nnx.Rngs], nnx.Module] | None
   inputs: tuple[Any, ...]
   products: bool = True
   kwargs: Mapping[str, Any] = types.MappingProxyType({})
@@ -37,13 +40,32 @@ class TiedEmbed(nn.Module):
     return embed.attend(jnp.tanh(embed(ids)))
 
 
-class Pooled(nn.Module):
-  """The pooling functions, and a convolution between them."""
+class NnxTiedEmbed(nnx.Module):
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(13, 8, rngs=rngs)
 
+  def __call__(self, ids):
+    return self.embed.attend(jnp.tanh(self.embed(ids)))
+
+
+def pooled(library: Any, conv: Any, x: Any) -> Any:
+  """The pooling functions, and a convolution between them."""
+  x = library.avg_pool(library.max_pool(x, (2, 2), (2, 2)), (2, 2), (1, 1), "SAME")
+  return library.pool(conv(x), 0.0, jax.lax.add, (2, 2), (1, 1), "SAME")
+
+
+class Pooled(nn.Module):
   @nn.compact
   def __call__(self, x):
-    x = nn.avg_pool(nn.max_pool(x, (2, 2), (2, 2)), (2, 2), (1, 1), "SAME")
-    return nn.pool(nn.Conv(4, (3, 3))(x), 0.0, jax.lax.add, (2, 2), (1, 1), "SAME")
+    return pooled(nn, nn.Conv(4, (3, 3)), x)
+
+
+class NnxPooled(nnx.Module):
+  def __init__(self, rngs):
+    self.conv = nnx.Conv(3, 4, (3, 3), rngs=rngs)
+
+  def __call__(self, x):
+    return pooled(nnx, self.conv, x)
 
 
 class DecodeAll(nn.Module):
@@ -57,83 +79,168 @@ class DecodeAll(nn.Module):
     return jnp.concatenate([attention(x[:, i : i + 1]) for i in range(x.shape[1])], axis=1)
 
 
-def _cell(cell: nn.RNNCellBase, *shape: int, **fields: Any) -> Layer:
-  return Layer(lambda: nn.RNN(cell.copy(), **fields), (normal(*shape),))
+class NnxDecodeAll(nnx.Module):
+  def __init__(self, rngs):
+    self.attention = nnx.MultiHeadAttention(2, 8, decode=True, rngs=rngs)
+    self.attention.init_cache((2, 4, 8))
+
+  def __call__(self, x):
+    return jnp.concatenate([self.attention(x[:, i : i + 1]) for i in range(x.shape[1])], axis=1)
 
 
-def _carried(cell: nn.RNNCellBase, carries: int) -> Layer:
+class Weighted(nnx.Module):
+  """A layer whose weight another one computes."""
+
+  def __init__(self, wrapper, rngs, **fields):
+    self.layer = wrapper(nnx.Linear(5, 8, rngs=rngs), rngs=rngs, **fields)
+
+  def __call__(self, x, **options):
+    return self.layer(x)
+
+
+def _made(layer: Any, *args: Any, **fields: Any) -> Callable[[nnx.Rngs], Any]:
+  return lambda rngs: layer(*args, **fields, rngs=rngs)
+
+
+def _attention(*sizes: int, **fields: Any) -> Callable[[nnx.Rngs], Any]:
+  return _made(nnx.MultiHeadAttention, 2, *(sizes or (8,)), decode=False, **fields)
+
+
+def _rnn(cell: nn.RNNCellBase, nnx_cell: Any, *shape: int, **fields: Any) -> Layer:
+  """A loop over time; `nnx_cell` is the class in NNX, if it has one."""
+
+  def of_nnx(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.RNN(nnx_cell(5, 8, rngs=rngs), **fields)
+
+  return Layer(
+    lambda: nn.RNN(cell.copy(), **fields), of_nnx if nnx_cell else None, (normal(*shape),)
+  )
+
+
+def _cell(cell: nn.RNNCellBase, nnx_cell: Any, carries: int, *between: int) -> Layer:
   """A cell called by itself, on a carry that is not zero."""
-  carry = tuple(normal(3, 8, seed=i + 1) for i in range(carries))
-  return Layer(lambda: cell.copy(), (carry if carries > 1 else carry[0], normal(3, 5)))
+  carry = tuple(normal(3, *between, 8, seed=i + 1) for i in range(carries))
+  inputs = (carry if carries > 1 else carry[0], normal(3, *between, 5))
+  return Layer(lambda: cell.copy(), _made(nnx_cell, 5, 8) if nnx_cell else None, inputs)
 
 
 _CELLS = {
-  "simple": (nn.SimpleCell(8), 1),
-  "lstm": (nn.LSTMCell(8), 2),
-  "optimized_lstm": (nn.OptimizedLSTMCell(8), 2),
-  "gru": (nn.GRUCell(8), 1),
-  "mgu": (nn.MGUCell(8), 1),
+  "simple": (nn.SimpleCell(8), nnx.SimpleCell, 1),
+  "lstm": (nn.LSTMCell(8), nnx.LSTMCell, 2),
+  "optimized_lstm": (nn.OptimizedLSTMCell(8), nnx.OptimizedLSTMCell, 2),
+  "gru": (nn.GRUCell(8), nnx.GRUCell, 1),
+  "mgu": (nn.MGUCell(8), None, 1),
 }
 _MASK = np.tril(np.ones((1, 1, 6, 6), bool))
+_ROWS, _STACK, _TOKENS = normal(3, 5), normal(3, 4, 5), normal(2, 6, 8)
+_IMAGE, _NORMED, _IDS = normal(2, 6, 6, 4), normal(3, 8), integers(3, 6, below=13)
 
 LAYERS: dict[str, Layer] = {
-  "dense": Layer(lambda: nn.Dense(8), (normal(3, 5),)),
-  "dense_general": Layer(lambda: nn.DenseGeneral((2, 4), axis=(-2, -1)), (normal(3, 4, 5),)),
+  "dense": Layer(lambda: nn.Dense(8), _made(nnx.Linear, 5, 8), (_ROWS,)),
+  "dense_general": Layer(
+    lambda: nn.DenseGeneral((2, 4), axis=(-2, -1)),
+    _made(nnx.LinearGeneral, (4, 5), (2, 4), axis=(-2, -1)),
+    (_STACK,),
+  ),
   "dense_general_batched": Layer(
-    lambda: nn.DenseGeneral(4, axis=-1, batch_dims=(0,)), (normal(3, 4, 5),)
+    lambda: nn.DenseGeneral(4, axis=-1, batch_dims=(0,)),
+    _made(nnx.LinearGeneral, 5, 4, batch_axis={0: 3}),
+    (_STACK,),
   ),
-  "einsum": Layer(lambda: nn.Einsum((4, 5, 8), "bij,ijk->bk"), (normal(3, 4, 5),)),
-  "conv": Layer(lambda: nn.Conv(8, (3, 3)), (normal(2, 6, 6, 4),)),
+  "einsum": Layer(
+    lambda: nn.Einsum((4, 5, 8), "bij,ijk->bk"),
+    _made(nnx.Einsum, "bij,ijk->bk", (4, 5, 8), (8,)),
+    (_STACK,),
+  ),
+  "conv": Layer(lambda: nn.Conv(8, (3, 3)), _made(nnx.Conv, 4, 8, (3, 3)), (_IMAGE,)),
   "conv_strided_causal": Layer(
-    lambda: nn.Conv(8, (3,), strides=2, padding="CAUSAL", kernel_dilation=2), (normal(2, 9, 4),)
+    lambda: nn.Conv(8, (3,), strides=2, padding="CAUSAL", kernel_dilation=2),
+    _made(nnx.Conv, 4, 8, (3,), 2, padding="CAUSAL", kernel_dilation=2),
+    (normal(2, 9, 4),),
   ),
-  "conv_grouped": Layer(lambda: nn.Conv(8, (3, 3), feature_group_count=4), (normal(2, 6, 6, 4),)),
-  "conv_transpose": Layer(lambda: nn.ConvTranspose(8, (3, 3), (2, 2)), (normal(2, 3, 3, 3),)),
-  "conv_local": Layer(lambda: nn.ConvLocal(4, (3, 3)), (normal(2, 5, 5, 3),)),
-  "embed": Layer(lambda: nn.Embed(13, 8), (integers(3, 6, below=13),), products=False),
-  "embed_attend": Layer(TiedEmbed, (integers(3, 6, below=13),)),
-  "layer_norm": Layer(lambda: nn.LayerNorm(), (normal(3, 8),), products=False),
-  "rms_norm": Layer(lambda: nn.RMSNorm(), (normal(3, 8),), products=False),
-  "group_norm": Layer(lambda: nn.GroupNorm(2), (normal(2, 4, 4, 8),), products=False),
-  "instance_norm": Layer(lambda: nn.InstanceNorm(), (normal(2, 4, 4, 8),), products=False),
-  "batch_norm": Layer(lambda: nn.BatchNorm(False), (normal(9, 8),), products=False),
-  "batch_norm_running": Layer(lambda: nn.BatchNorm(True), (normal(9, 8),), products=False),
-  "weight_norm": Layer(lambda: nn.WeightNorm(nn.Dense(8)), (normal(3, 5),)),
-  "attention": Layer(lambda: nn.MultiHeadDotProductAttention(2), (normal(2, 6, 8),)),
+  "conv_grouped": Layer(
+    lambda: nn.Conv(8, (3, 3), feature_group_count=4),
+    _made(nnx.Conv, 4, 8, (3, 3), feature_group_count=4),
+    (_IMAGE,),
+  ),
+  "conv_transpose": Layer(
+    lambda: nn.ConvTranspose(8, (3, 3), (2, 2)),
+    _made(nnx.ConvTranspose, 3, 8, (3, 3), (2, 2)),
+    (normal(2, 3, 3, 3),),
+  ),
+  "conv_local": Layer(lambda: nn.ConvLocal(4, (3, 3)), None, (normal(2, 5, 5, 3),)),
+  "embed": Layer(lambda: nn.Embed(13, 8), _made(nnx.Embed, 13, 8), (_IDS,), False),
+  "embed_attend": Layer(TiedEmbed, NnxTiedEmbed, (_IDS,)),
+  "layer_norm": Layer(lambda: nn.LayerNorm(), _made(nnx.LayerNorm, 8), (_NORMED,), False),
+  "rms_norm": Layer(lambda: nn.RMSNorm(), _made(nnx.RMSNorm, 8), (_NORMED,), False),
+  "group_norm": Layer(lambda: nn.GroupNorm(2), _made(nnx.GroupNorm, 4, 2), (_IMAGE,), False),
+  "instance_norm": Layer(lambda: nn.InstanceNorm(), _made(nnx.InstanceNorm, 4), (_IMAGE,), False),
+  "batch_norm": Layer(lambda: nn.BatchNorm(False), _made(nnx.BatchNorm, 8), (normal(9, 8),), False),
+  "batch_norm_running": Layer(
+    lambda: nn.BatchNorm(True),
+    _made(nnx.BatchNorm, 8, use_running_average=True),
+    (normal(9, 8),),
+    False,
+  ),
+  "weight_norm": Layer(
+    lambda: nn.WeightNorm(nn.Dense(8)), _made(Weighted, nnx.WeightNorm, use_scale=False), (_ROWS,)
+  ),
+  "lora": Layer(
+    None,
+    lambda rngs: nnx.LoRA(5, 2, 8, base_module=nnx.Linear(5, 8, rngs=rngs), rngs=rngs),
+    (_ROWS,),
+  ),
+  "lora_linear": Layer(None, _made(nnx.LoRALinear, 5, 8, lora_rank=2), (_ROWS,)),
+  "attention": Layer(lambda: nn.MultiHeadDotProductAttention(2), _attention(), (_TOKENS,)),
   "attention_masked": Layer(
     lambda: nn.MultiHeadDotProductAttention(2, normalize_qk=True),
-    (normal(2, 6, 8),),
+    _attention(normalize_qk=True),
+    (_TOKENS,),
     kwargs={"mask": _MASK},
   ),
   "attention_cross": Layer(
     lambda: nn.MultiHeadAttention(2, qkv_features=12, out_features=6),
-    (normal(2, 6, 8), normal(2, 5, 8, seed=1)),
+    _attention(8, 12, 6),
+    (_TOKENS, normal(2, 5, 8, seed=1)),
+  ),
+  "attention_grouped": Layer(
+    None, _made(nnx.MultiHeadAttention, 4, 8, num_kv_heads=2, decode=False), (_TOKENS,)
   ),
   "attention_dropout": Layer(
     lambda: nn.MultiHeadDotProductAttention(2, dropout_rate=0.2, deterministic=False),
-    (normal(2, 6, 8),),
+    _attention(dropout_rate=0.2, deterministic=False),
+    (_TOKENS,),
   ),
-  "attention_decode": Layer(DecodeAll, (normal(2, 4, 8),)),
-  **{f"{name}_cell": _carried(cell, carries) for name, (cell, carries) in _CELLS.items()},
-  **{f"{name}_rnn": _cell(cell, 3, 6, 5) for name, (cell, _) in _CELLS.items()},
-  "conv_lstm_cell": Layer(
-    lambda: nn.ConvLSTMCell(8, (3,)),
-    ((normal(3, 4, 8, seed=1), normal(3, 4, 8, seed=2)), normal(3, 4, 8)),
+  "attention_decode": Layer(DecodeAll, NnxDecodeAll, (normal(2, 4, 8),)),
+  **{f"{name}_cell": _cell(*made) for name, made in _CELLS.items()},
+  "conv_lstm_cell": _cell(nn.ConvLSTMCell(8, (3,)), None, 2, 4),
+  **{f"{name}_rnn": _rnn(*made[:2], 3, 6, 5) for name, made in _CELLS.items()},
+  "conv_lstm_rnn": _rnn(nn.ConvLSTMCell(4, (3, 3)), None, 2, 3, 5, 5, 2),
+  "rnn_reversed": _rnn(
+    *(nn.GRUCell(8), nnx.GRUCell, 6, 3, 5), reverse=True, keep_order=True, time_major=True
   ),
-  "conv_lstm_rnn": _cell(nn.ConvLSTMCell(4, (3, 3)), 2, 3, 5, 5, 2),
-  "rnn_reversed": _cell(nn.GRUCell(8), 6, 3, 5, reverse=True, keep_order=True, time_major=True),
   "bidirectional": Layer(
-    lambda: nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(4))), (normal(3, 6, 5),)
+    lambda: nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(4))),
+    lambda rngs: nnx.Bidirectional(
+      nnx.RNN(nnx.GRUCell(5, 4, rngs=rngs)), nnx.RNN(nnx.GRUCell(5, 4, rngs=rngs))
+    ),
+    (normal(3, 6, 5),),
   ),
-  "dropout": Layer(lambda: nn.Dropout(0.3, deterministic=False), (normal(3, 8),), products=False),
-  "pooling": Layer(Pooled, (normal(2, 8, 8, 3),)),
-  "prelu": Layer(lambda: nn.PReLU(), (normal(3, 8),), products=False),
-  "sequential": Layer(lambda: nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(4)]), (normal(3, 5),)),
-}
-
-EXEMPT: dict[str, Layer] = {
+  "dropout": Layer(
+    lambda: nn.Dropout(0.3, deterministic=False), _made(nnx.Dropout, 0.3), (_NORMED,), False
+  ),
+  "pooling": Layer(Pooled, NnxPooled, (normal(2, 8, 8, 3),)),
+  "prelu": Layer(lambda: nn.PReLU(), lambda rngs: nnx.PReLU(), (_NORMED,), False),
+  "sequential": Layer(
+    lambda: nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(4)]),
+    lambda rngs: nnx.Sequential(nnx.Linear(5, 8, rngs=rngs), nnx.gelu, nnx.Linear(8, 4, rngs=rngs)),
+    (_ROWS,),
+  ),
+  # Not all of its products are in half: a power iteration stays in float32.
   "spectral_norm": Layer(
-    lambda: nn.SpectralNorm(nn.Dense(8)), (normal(3, 5),), kwargs={"update_stats": True}
+    lambda: nn.SpectralNorm(nn.Dense(8)),
+    _made(Weighted, nnx.SpectralNorm),
+    (_ROWS,),
+    kwargs={"update_stats": True},
   ),
 }
-"""Not all products of these are in half: a power iteration stays in float32."""
