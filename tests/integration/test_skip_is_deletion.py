@@ -13,9 +13,12 @@ RUNS, STEPS = 21, 12
 
 
 @pytest.mark.case("I1", "I3", "B005", "B009", "B010", "B111", "B112", "B116", "A39", "A54")
-@pytest.mark.parametrize("name", ["adamw schedule clip", "lamb", "adafactor"])
-def test_a_skipped_step_is_a_deleted_step(name):
+@pytest.mark.parametrize(
+  ("name", "dtypes"),
+  [("adamw schedule clip", by_hand.DTYPES), ("lamb", ("bfloat16",)), ("adafactor", ("float16",))],
+)
+def test_a_skipped_step_is_a_deleted_step(name, dtypes):
   rng = np.random.default_rng(0)
-  outcomes = by_hand.attack(name, by_hand.DTYPES, RUNS, STEPS, "all", rng)
+  outcomes = by_hand.attack(name, dtypes, RUNS, STEPS, "all", rng)
   assert {outcome.name: outcome.first for outcome in outcomes if outcome.lost} == {}
-  assert all(outcome.injected > 3 * RUNS for outcome in outcomes)
+  assert all(outcome.injected > RUNS * len(dtypes) for outcome in outcomes)
