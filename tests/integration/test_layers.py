@@ -89,11 +89,6 @@ def operands(program):
   return [p.dtypes for p in products(program)]
 
 
-def only_half(program, half="bfloat16"):
-  """Whether there are products, and all are in half."""
-  return set(operands(program)) == {(half, half)}
-
-
 # Tables
 
 
@@ -374,33 +369,6 @@ def test_lora_around_a_layer_of_the_view():
   # What the layer in float32 returns is not rounded before the rest is added.
   assert dtypes_of(program, "add") == {"float32"}
   assert out.dtype == "bfloat16"
-
-
-LAYERS = {
-  "Dense": (nn.Dense(2), (2, 3)),
-  "DenseGeneral": (nn.DenseGeneral((2, 2), axis=(-2, -1)), (2, 3, 4)),
-  "Einsum": (nn.Einsum((3, 2), "ab,bc->ac"), (2, 3)),
-  "Conv": (nn.Conv(2, (3,)), (1, 4, 3)),
-  "ConvTranspose": (nn.ConvTranspose(2, (3,)), (1, 4, 3)),
-  "ConvLocal": (nn.ConvLocal(2, (3,)), (1, 4, 3)),
-}
-
-
-@pytest.mark.case("B038", "B089", "A91")
-@pytest.mark.parametrize("name", LAYERS)
-def test_products_have_both_operands_in_half_whatever_the_dtype_of_the_input(name):
-  model, shape = LAYERS[name]
-  layer = linen(model, jnp.ones(shape))
-  for dtype in ("float32", "bfloat16", "float16"):
-    x = jnp.ones(shape, dtype)
-    program, out = traced(layer, "c=bf16", x)
-    assert only_half(program)
-    assert out.dtype == BF16
-
-    def loss(params, x=x):
-      return layer.under("c=bf16")(params, layer.rest, x)[0].sum().astype("float32")
-
-    assert only_half(jax.make_jaxpr(jax.grad(loss))(layer.params))
 
 
 # Dropout
