@@ -55,7 +55,7 @@ def check_replicas(tree, sharded=()):
 
 
 @pytest.mark.case(
-  "I6", "B003", "B004", "B131", "A93", "A67", "I16", "I4", "B151", "B065", "A51", "B007"
+  "I6", "B003", "B004", "B128", "B131", "A93", "A67", "I16", "I4", "B151", "B065", "A51", "B007"
 )
 @pytest.mark.parametrize("name", ENGINES)
 def test_200_steps_with_faults_on_single_devices(name, eight_devices):
