@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import mpjax
-from mpjax._jaxprs.autocast.eqn_params import fits, in_precision, retype, wants_precision
+from mpjax._jaxprs.autocast.eqn_params import in_precision, retype, wants_precision
 from mpjax._jaxprs.walk import walk
 from tests import programs
 
@@ -45,34 +45,6 @@ def test_a_wish_for_precision():
   ):
     assert wants_precision({"precision": precision}) == want, precision
   assert not wants_precision({})
-
-
-def test_a_preset_is_for_matmuls_of_its_dtypes():
-  (dot,) = jax.make_jaxpr(jnp.dot)(X, X).eqns
-  (conv,) = jax.make_jaxpr(MATMULS["conv_general_dilated"])(X).eqns[-1:]
-  preset = lax.DotAlgorithmPreset
-  for precision, dtypes, want in (
-    (HIGHEST, "float32 float32", True),
-    (preset.BF16_BF16_F32, "bfloat16 bfloat16", True),
-    (preset.BF16_BF16_F32, "bfloat16 int8", False),
-    (preset.F32_F32_F32, "bfloat16 bfloat16", False),
-  ):
-    given = [jnp.dtype(name) for name in dtypes.split()]
-    assert fits(dot, precision, given) is want
-    assert not fits(conv, preset.BF16_BF16_F32, given)
-
-
-def test_products_name_the_new_type():
-  image = X[None, None]
-  wide = {"preferred_element_type": jnp.float32}
-  for fun in (
-    lambda x: x @ x,
-    lambda x: lax.conv(image, image, (1, 1), "SAME", **wide),
-    lambda x: lax.ragged_dot(x, x[None], jnp.asarray([3]), **wide),
-  ):
-    eqn = eqn_of(fun, X)
-    assert retype(eqn, BFLOAT16) == {**eqn.params, "preferred_element_type": BFLOAT16}
-    assert eqn.params["preferred_element_type"] == np.float32, "what was traced is left"
 
 
 SCATTERS = {

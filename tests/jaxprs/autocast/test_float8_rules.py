@@ -2,7 +2,6 @@
 
 import collections
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,19 +96,6 @@ def test_a_rule_that_closes_over_an_array():
   without = jax.grad(mpjax.autocast(closing_over), 1)
   np.testing.assert_array_equal(fun(W, X), without(W, X))
   assert reasons(fun, W, X) == {IN_RULE}
-
-
-def test_a_rule_in_a_module():
-  class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return by_jvp(self.param("w", lambda _: W), nn.Dense(32)(x))
-
-  model = mpjax.linen.with_policy(Layer(), FLOAT8)
-  variables = model.init(jax.random.key(0), X)
-  fun = jax.grad(lambda variables: jnp.sum(model.apply(variables, X)))
-  assert all(jnp.all(jnp.isfinite(each)) for each in jax.tree.leaves(fun(variables)))
-  assert reasons(fun, variables) == {"", IN_RULE}
 
 
 def test_a_backward_rule_is_left_in_low_precision():

@@ -93,26 +93,6 @@ def test_a_donated_argument_is_handed_over_in_its_own_type():
   assert mine.is_deleted()
 
 
-def test_what_jit_returns_of_parameters_alone_stays_exact():
-  bias = jax.jit(lambda b: b[None] * 1.0)
-
-  def fun(w, x, b):
-    return (x @ w + bias(b)) @ w, bias(b)
-
-  program = cast(fun, W, X, jnp.ones(3))
-  assert {t for e in find(program, "jit") for t in dtypes(e.outvars)} == {"float32"}
-  assert dtypes(one(program, "add").invars) == ["bfloat16"] * 2, "it decides nothing outside"
-
-
-def test_a_program_in_jit_knows_who_reads_its_results():
-  @jax.jit
-  def twice(y):
-    return y + y
-
-  assert dtypes(one(cast(lambda w, x: jnp.exp(twice(x @ w)), W, X), "add").outvars) == ["float32"]
-  assert dtypes(one(cast(lambda w, x: twice(x @ w) @ w, W, X), "add").outvars) == ["bfloat16"]
-
-
 @pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", None])
 def test_checkpoint_keeps_its_policy(policy):
   policy = policy and getattr(jax.checkpoint_policies, policy)
@@ -469,43 +449,6 @@ def test_a_while_loop_tests_what_it_carries():
   assert dtypes(eqn.outvars) == ["int32", "float32"]
   assert programs.dtypes_of(program, "reduce_sum") == {"float32"}
   same(fun, W, X)
-
-
-def test_loops_in_loops():
-  def fun(w, x):
-    def inner(carry, _):
-      y, total = carry
-      return (y @ w, total + 1.0), None
-
-    def outer(carry, _):
-      carry, _ = lax.scan(inner, carry, None, length=20)
-      return lax.fori_loop(0, 20, lambda i, c: inner(c, None)[0], carry), carry[1]
-
-    return lax.scan(outer, (x @ w, 0.0), None, length=20)
-
-  program = cast(fun, W, X)
-  # A fori_loop of known length is a scan, which carries its counter too.
-  kinds = [tuple(t for t in dtypes(e.outvars) if t != "int32") for e in find(program, "scan")]
-  assert sorted(map(len, kinds)) == [2, 2, 3]
-  assert {types[:2] for types in kinds} == {("bfloat16", "float32")}
-  (y, total), _ = programs.run(mpjax.autocast(fun), W, X)
-  assert total == 800
-  np.testing.assert_array_equal(y, X)
-
-
-def test_scans_that_jax_writes():
-  def mapped(w, x):
-    return lax.map(lambda row: row @ w, x @ w)
-
-  assert dtypes(one(cast(mapped, W, X), "scan").invars) == ["float32", "bfloat16"]
-  same(mapped, W, X)
-
-  def associative(x):
-    return lax.associative_scan(jnp.maximum, x @ x)
-
-  x = jnp.diag(jnp.arange(5.0))
-  same(associative, x)
-  assert programs.dtypes_of(cast(associative, x), "max") == {"bfloat16"}
 
 
 # Devices.

@@ -531,62 +531,6 @@ def test_operations_of_no_list_stay_in_the_types_they_were_traced_with():
 # Scopes.
 
 
-def test_a_scope_rounds_nothing():
-  """A norm in float32, and one product behind a residual connection."""
-
-  def fun(w, x):
-    with jax.named_scope("norm"):
-      y = x * lax.rsqrt((x * x).sum(-1, keepdims=True))
-    with jax.named_scope("dense"):
-      return jnp.tanh(y) @ w
-
-  program = cast(fun, W, X)
-  assert types(program, "mul")[-1] == ("float32",) * 3
-  assert types(program, "tanh") == [("float32",) * 2]
-
-
-@BOTH
-def test_what_leaves_its_scope_is_read_as_it_is_on_the_way_to_float32(half):
-  """Points go into a product, and behind a multiplication into sines, as in a radiance field."""
-
-  def encoded(xp, points):
-    waves = [g(points * 2.0**k) for k in range(10) for g in (xp.sin, xp.cos)]
-    return xp.concatenate([points, *waves], -1)
-
-  def fun(w, origin, direction, t):
-    with jax.named_scope("sample"):
-      points = origin + direction * t
-    with jax.named_scope("encode"):
-      return encoded(jnp, points) @ w
-
-  rng = np.random.default_rng(0)
-  args = [rng.uniform(size=shape).astype(np.float32) for shape in ((64, 3), (64, 3), (64, 1))]
-  w = rng.normal(size=(63, 8)).astype(np.float32)
-  origin, direction, t = (x.astype(np.float64) for x in args)
-  exact = encoded(np, origin + direction * t) @ w
-  found = np.asarray(mpjax.autocast(fun, half)(w, *args))
-  assert np.linalg.norm(found - exact) <= 0.005 * np.linalg.norm(exact)
-
-
-def test_inside_of_its_scope_a_float32_value_stays_and_parameters_belong_to_none():
-  def stays(w, x):
-    with jax.named_scope("block"):
-      y = jnp.exp(x)
-      with jax.named_scope("inner"):
-        z = jnp.tanh(y)
-      return z @ w
-
-  assert types(cast(stays, W, X), "tanh") == [("float32",) * 2]
-
-  def of_a_parameter(w, x):
-    with jax.named_scope("a"):
-      y = w * 2.0
-    with jax.named_scope("b"):
-      return x @ y
-
-  assert types(cast(of_a_parameter, W, X), "mul") == [("float32",) * 3]
-
-
 def test_equations_keep_their_source_lines_and_scopes():
   def fun(w, x):
     with jax.named_scope("first"):

@@ -10,7 +10,6 @@ import pytest
 
 import mpjax
 from mpjax._jaxprs.autocast import run as running
-from mpjax._jaxprs.autocast.run import call_of, called, typed
 from tests import programs
 
 W = jnp.eye(3)
@@ -175,41 +174,6 @@ def test_what_is_differentiated_once_is_the_same_program(fun, transform, x, monk
   assert any("layer_2" in name for name in shared[1])
   monkeypatch.setattr(running, "comes_from_program", lambda x: False)
   assert shared == lowered()
-
-
-def program(x, y):
-  return x + 1, x * y
-
-
-TWO = np.float32(2)
-
-CLOSED = jax.make_jaxpr(program)(TWO, TWO)
-
-
-def test_a_call_returns_what_the_program_does():
-  def fun(x, y):
-    return called(CLOSED, [x, y], "name")
-
-  (eqn,) = jax.make_jaxpr(fun)(TWO, TWO).eqns
-  assert eqn.params["name"] == "name"
-  assert programs.bits(jax.jit(fun)(TWO, TWO)) == programs.bits(program(jnp.asarray(TWO), TWO))
-  assert jax.grad(lambda x: fun(x, 5.0)[1])(TWO) == 5
-
-
-@pytest.mark.parametrize(("inline", "want"), [(False, ["jit"]), (True, ["add", "mul"])])
-def test_a_call_may_be_written_out(inline, want):
-  jaxpr = CLOSED.jaxpr
-  call = call_of(CLOSED, jaxpr.invars, jaxpr.outvars, "name", inline=inline)
-  one = jaxpr.replace(eqns=[call])
-  assert names(lambda x, y: jax.core.eval_jaxpr(one, (), x, y), TWO, TWO) == want
-
-
-def test_operands_are_returned_where_they_have_the_types_that_are_asked_for():
-  elementwise = jax.make_jaxpr(jnp.tanh)(TWO)
-  assert names(lambda x: typed(elementwise, [x], "tanh"), TWO) == []
-  other = jax.make_jaxpr(lambda x: x.astype("bfloat16"))(TWO)
-  (eqn,) = jax.make_jaxpr(lambda x: typed(other, [x], "name"))(TWO).eqns
-  assert (eqn.primitive.name, eqn.outvars[0].aval.dtype) == ("jit", "bfloat16")
 
 
 def test_functions_with_rules_run_where_jit_is_disabled():

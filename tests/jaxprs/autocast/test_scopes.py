@@ -1,10 +1,8 @@
 """Named scopes: the marks of regions and results, where an equation is, and what the rules say."""
 
-import functools
 import itertools
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,29 +173,6 @@ def test_a_result_leaves_in_the_dtype_that_is_asked_for(dtype):
   np.testing.assert_array_equal(exp, np.asarray(jnp.exp(X)).astype(dtype))
 
 
-def test_what_reads_a_result_reads_it_rounded():
-  def fun(w, x, dtype):
-    with mark("float32"):
-      made = jnp.exp(x)
-      made = made if dtype is None else leaving(made, dtype)
-    return jnp.sum(made)
-
-  x = jnp.full((1, 4), 1.0 + 2.0**-12)
-  plain, low = (rewritten(functools.partial(fun, dtype=d))(W, x) for d in (None, BF16))
-  np.testing.assert_allclose(plain, 4 * np.exp(np.float64(1 + 2.0**-12)), rtol=1e-6)
-  assert low == 4 * np.float32(np.exp(np.float32(1 + 2.0**-12)).astype(BF16))
-
-
-def test_no_mark_is_left_where_a_policy_casts_what_it_returns():
-  model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
-  x = jnp.ones((1, 3))
-  variables = model.init(jax.random.key(0), x)
-  program = jax.make_jaxpr(jax.grad(lambda v: model.apply(v, x).sum()))(variables)
-  names = {str(eqn.source_info.name_stack) for eqn, _ in programs.equations(program)}
-  assert not any("mpjax" in name for name in names)
-  assert {"jvp(Dense)", "transpose(jvp(Dense))", "jvp()", "transpose(jvp())"} <= names
-
-
 TRANSFORMS = {
   "none": (lambda fun: fun, 1.0),
   "grad": (jax.grad, 1.0),
@@ -216,67 +191,6 @@ def test_names_in_a_stack(transform, x):
   found = programs.equations(jax.make_jaxpr(transform(fun))(x))
   stacks = [eqn.source_info.name_stack for eqn, _ in found if eqn.primitive.name in ("sin", "cos")]
   assert {names_of(stack) for stack in stacks} == {("Net", "blocks(0)", "jvp(head)")}
-
-
-def settings(compute=BF16, *rules):
-  return Settings(policy=mpjax.Policy(compute_dtype=compute), ops=mpjax.OpLists(), rules=rules)
-
-
-def region(scope, settings):
-  return low_dtype(policy_at(scope, settings))
-
-
-def test_without_rules_all_is_in_half_but_full_precision():
-  for scope in ((), ("a",), ("a", "b")):
-    assert region(scope, settings()) == BF16
-    assert region(scope, settings(np.dtype("float32"))) is None
-  given = settings(BF16, mpjax.Rule("bfloat16", path="**"))
-  assert region(("a", "mpjax.full_precision", "b"), given) is None
-  assert region(("mpjax.full_precision",), settings()) is None
-  assert region(("a", "b"), given) == BF16
-
-
-@pytest.mark.parametrize(
-  ("scope", "want"),
-  [
-    ((), BF16),
-    (("a",), F16),
-    (("a", "x"), F16),
-    (("a", "b"), None),
-    (("a", "b", "x", "y"), None),
-    (("a", "b", "c"), BF16),
-    (("b",), BF16),
-    (("b", "a"), BF16),
-    (("x", "head"), None),
-    (("a", "b", "c", "head"), None),
-  ],
-)
-def test_the_innermost_rule_decides(scope, want):
-  rules = (
-    mpjax.Rule("float16", path="a"),
-    mpjax.Rule(None, path="a/b"),
-    mpjax.Rule("bfloat16", path="a/b/c"),
-    mpjax.Rule("float32", path="**/head"),
-    mpjax.Rule("float16", path="**/head"),
-  )
-  for given in (rules, (*rules[3:], *rules[2::-1])):
-    assert region(scope, settings(BF16, *given)) == want
-  root = settings(BF16, mpjax.Rule(None, path="**"), mpjax.Rule("float16", path="a"))
-  assert region(scope, root) is None, "the first that matches it"
-
-
-def test_the_policy_in_a_scope():
-  precise, other = mpjax.Policy(precision="highest"), mpjax.Policy.parse("mixed_float8")
-  rules = (mpjax.Rule(precise, path="a"), mpjax.Rule(None, path="b"))
-  given = Settings(policy=other, ops=mpjax.OpLists(), rules=rules)
-  assert policy_at(("a", "x"), given) == precise
-  assert policy_at(("c",), given) == other
-  assert policy_at(("b",), given) is None
-  assert policy_at(("a", "mpjax.full_precision"), given) is None
-  # The innermost mark is stronger than rules.
-  marks = [REGION + region_of(policy) for policy in (precise, None, other)]
-  assert policy_at(("a", *marks), given) == other
-  assert policy_at((marks[2], "a", marks[1]), given) is None
 
 
 def program():

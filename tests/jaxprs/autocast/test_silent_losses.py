@@ -13,7 +13,6 @@ import mpjax
 from tests import programs
 
 BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
-BOUNDS = {"bfloat16": 1.6e-2, "float16": 2e-3}
 RNG = np.random.default_rng(0)
 
 
@@ -39,32 +38,6 @@ def test_a_loop_that_waits_for_convergence_ends(half):
   one = np.ones((1, 1), np.float32)
   fun = jax.jit(mpjax.autocast(turns, half))
   assert max(int(fun(np.full((1, 1), a, np.float32), one)) for a in np.linspace(2, 9, 30)) < 10
-
-
-@BOTH
-def test_statistics_that_leave_a_named_scope_do_not_overflow(half):
-  x, w = normal(3, 64), normal(64, 64) * 3 / 8
-
-  def fun(x, w):
-    h = (x @ w) * 100
-    with jax.named_scope("statistics"):
-      total = jnp.sum(h * h, -1, keepdims=True)
-    return (h / jnp.sqrt(total)) @ w
-
-  found, expected = (jax.jit(f)(x, w) for f in (mpjax.autocast(fun, half), fun))
-  assert programs.error(found, expected) < BOUNDS[half]
-
-
-@BOTH
-def test_a_decay_near_one_is_no_one(half):
-  x, w = np.abs(normal(2000, 4)) + 1, np.abs(normal(4, 4))
-
-  def fun(x, w):
-    h = x @ w
-    return jax.lax.scan(lambda c, x: (0.999 * c + 0.001 * x, None), h[0], h)[0]
-
-  found, expected = (jax.jit(f)(x, w) for f in (mpjax.autocast(fun, half), fun))
-  assert programs.error(found, expected) < BOUNDS[half]
 
 
 @BOTH

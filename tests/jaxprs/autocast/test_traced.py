@@ -1,9 +1,6 @@
 """Functions of trees that are traced and rewritten: how arguments come in, and results leave."""
 
-import dataclasses
 import functools
-import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,34 +133,8 @@ def test_results_have_the_dtypes_that_are_asked_for():
   assert [plain[k].dtype for k in ("a", "ids", "z")] == [np.float32, np.int32, np.float32]
 
 
-def test_what_a_function_closes_over_has_its_gradient():
-  def loss(w):
-    inner = rewritten(lambda x: jnp.sum(x @ w), data=all_data, results=free)
-    return inner(X).astype("float32")
-
-  grad = jax.grad(loss)(W)
-  # Of a sum of products: what is summed is x, which bfloat16 holds.
-  np.testing.assert_array_equal(grad, np.broadcast_to(X.sum(0)[:, None], W.shape))
-
-
 def test_float32_regions_call_the_function_itself():
   seen = []
   fun = rewritten(lambda x: seen.append(type(x)) or x @ x.T)
   assert mpjax.full_precision(fun)(X).dtype == np.float32
   assert seen == [type(X)]
-
-
-@dataclasses.dataclass
-class Output:
-  """No tree to JAX."""
-
-  x: Any
-
-
-@pytest.mark.parametrize(
-  "value", [Output(3), Output(np.ones(2)), "a", None, types.SimpleNamespace(n=1)], ids=repr
-)
-def test_an_object_without_tracers_is_returned_as_it_is(value):
-  found, x = rewritten(lambda x: (value, x + 1), modules=True)(X)
-  assert found is value
-  np.testing.assert_array_equal(x, X + 1)

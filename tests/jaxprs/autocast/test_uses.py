@@ -16,7 +16,6 @@ from mpjax._jaxprs.autocast.uses import (
   SUMMED,
   of_inputs,
   of_loop,
-  readers_of,
 )
 from mpjax._jaxprs.autocast.values import Settings
 from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
@@ -103,30 +102,6 @@ def test_of_a_caller():
   assert readers(lambda x: x + 1, results=(RETURNED,)) == (RETURNED | SUMMED,)
 
 
-def test_of_edited_lists():
-  assert readers(jnp.tanh, ops=mpjax.OpLists().replace(float32=["tanh"])) == (LIST,)
-  assert readers(jnp.tanh, ops=mpjax.OpLists().replace(half=["tanh"])) == (MATMUL,)
-  assert readers(jnp.exp, ops=mpjax.OpLists().replace(keep=["exp"])) == (0,)
-
-
-def test_of_what_a_branch_is_chosen_by():
-  def fun(flag, x):
-    return lax.switch(flag, [jnp.exp, lambda x: x @ x, lambda x: x], x)
-
-  assert readers(fun, 1, X)[1] == LIST | MATMUL
-
-
-def test_of_every_variable_of_a_program():
-  def fun(x):
-    y = -x
-    z = jnp.exp(y)
-    return z @ z, y
-
-  jaxpr = jax.make_jaxpr(fun)(X).jaxpr
-  (x,), (y, z, _) = jaxpr.invars, [eqn.outvars[0] for eqn in jaxpr.eqns]
-  assert readers_of(jaxpr, (0, 0), SETTINGS) == {x: LIST, y: LIST, z: MATMUL}
-
-
 def chain(x, y, z):
   """Passes on what it carries, so that what reads the first reads the last."""
 
@@ -146,13 +121,6 @@ def test_of_a_carry_in_all_turns():
   assert found is not None
   (body,) = found
   assert of_loop(body, (0, 0, 0, MATMUL), SETTINGS) == (*held, MATMUL)
-
-
-def test_of_what_a_loop_reads():
-  def fun(w, rows, y):
-    return lax.scan(lambda y, row: (y @ w, jnp.exp(row)), y, rows)
-
-  assert readers(fun, X, X, X) == (MATMUL, LIST, MATMUL)
 
 
 def test_of_what_a_while_loop_tests_and_turns():
