@@ -5,7 +5,6 @@ The table of sample calls is tests/jaxprs/autocast/samples.py. Casting by hand i
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -252,81 +251,3 @@ def test_a_parameter_decides_products_and_nothing_else_that_promotes():
       found = programs.dtypes_of(jax.make_jaxpr(fun)(*sample.args), name)
       product = FACTS[name].role == "product"
       assert found <= {"float32" if product else "bfloat16", "bool"}, name
-
-
-# The same over shapes, with operands in float32 or in the half type already.
-
-SHAPES = [(), (0,), (3,), (1, 4), (2, 0, 3), (4, 1, 2)]
-
-
-def drawn(shape, dtype, seed):
-  return jnp.asarray(unit(*shape, seed=seed), dtype)
-
-
-def products(half):
-  """Yields matmuls and convolutions as name, function of two operands, and these."""
-  for batch, sizes in itertools.product(
-    [(), (2,), (3, 2), (0,)], [(1, 3, 2), (4, 0, 2), (2, 4, 0)]
-  ):
-    rows, terms, columns = sizes
-    dims = tuple(range(len(batch)))
-    numbers = (((len(batch) + 1,), (len(batch),)), (dims, dims))
-    fun = functools.partial(jax.lax.dot_general, dimension_numbers=numbers)
-    args = drawn((*batch, rows, terms), "float32", 0), drawn((*batch, terms, columns), "float32", 1)
-    yield f"matmul {batch} {sizes}", fun, args
-  for space, stride, features, padding in itertools.product(
-    [(3,), (6, 4)], [1, 2], [1, 3], ["SAME", "VALID"]
-  ):
-    letters = "HW"[: len(space)]
-    fun = functools.partial(
-      jax.lax.conv_general_dilated,
-      window_strides=[stride] * len(space),
-      padding=padding,
-      dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
-    )
-    kernel = (3,) * len(space)
-    args = drawn((2, *space, 2), "float32", 0), drawn((*kernel, 2, features), "float32", 1)
-    yield f"convolution {space} {stride} {features} {padding}", fun, args
-
-
-def float32_operations():
-  """Yields elementwise operations and reductions as name, function, and its operand."""
-  for name, shape in itertools.product(["exp", "log", "rsqrt", "erf_inv", "sin", "lgamma"], SHAPES):
-    yield f"{name} {shape}", FLOAT32[name].fun, (drawn(shape, "float32", 0),)
-  reductions = ["reduce_sum", "reduce_prod", "cumsum", "cumlogsumexp"]
-  for name, shape in itertools.product(reductions, [(3,), (1, 4), (4, 1, 2)]):
-    keyword = "axes" if name.startswith("reduce") else "axis"
-    for axis in range(len(shape)):
-      given = {keyword: (axis,) if keyword == "axes" else axis}
-      fun = functools.partial(getattr(jax.lax, name), **given)
-      yield f"{name} {shape} {axis}", fun, (drawn(shape, "float32", 0),)
-
-
-@pytest.mark.case("I13", "B051")
-@pytest.mark.parametrize(("half", "dtype"), [("bfloat16", "float32"), ("float16", "float16")])
-def test_operations_of_any_shape(half, dtype):
-
-  def in_compute_dtype(fun):
-    return lambda *args: fun(*cast(args, half)).astype(dtype)
-
-  def in_float32(fun):
-    return lambda *args: fun(*cast(args, "float32")).astype(dtype)
-
-  calls = {
-    **{name: (fun, in_compute_dtype(fun), args) for name, fun, args in products(half)},
-    **{name: (fun, in_float32(fun), args) for name, fun, args in float32_operations()},
-  }
-  assert len(calls) > 80
-
-  def each(args):
-    return {
-      name: [forward_and_vjp(f, args[name]) for f in (mpjax.autocast(fun, half), by_hand, fun)]
-      for name, (fun, by_hand, _) in calls.items()
-    }
-
-  operands = {name: cast(args, dtype) for name, (*_, args) in calls.items()}
-  for name, (got, want, plain) in programs.run(each, operands).items():
-    assert programs.bits(got) == programs.bits(want), name
-    # The dtypes and shapes that there are without autocast.
-    types = [[(x.dtype, x.shape) for x in jax.tree.leaves(tree)] for tree in (got, plain)]
-    assert types[0] == types[1], name
