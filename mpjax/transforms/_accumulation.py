@@ -19,7 +19,7 @@ from mpjax.transforms._checks import (
 )
 from mpjax.transforms._masters import init_shown, marked, update_shown
 from mpjax.transforms._skip import nothing_like, step_or_skip
-from mpjax.transforms._state import AccumulationState, scales_in
+from mpjax.transforms._state import AccumulationState, refuse_scale_inside
 from mpjax.transforms._trees import align_gradients, arrays_only, float32_view, place_like
 
 
@@ -87,14 +87,11 @@ def accumulate_gradients(
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
     inner_state = init_shown(inner, params, where)
-    if scales_in(inner_state):
-      raise MpjaxTypeError(
-        where,
-        expected="an optimizer without a loss scale",
-        got="one that holds mpjax.loss_scaling",
-        fix="Swap the two, loss_scaling(accumulate_gradients(inner, every)): a sum must hold "
-        "unscaled gradients, and no inf or NaN.",
-      )
+    fix = (
+      "Swap the two, loss_scaling(accumulate_gradients(inner, every)): a sum must hold unscaled "
+      "gradients, and no inf or NaN."
+    )
+    refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
     zero, view = jnp.zeros((), jnp.int32), float32_view(params)
     total = nothing_like(view)
     value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, marked(inner_state)) else None

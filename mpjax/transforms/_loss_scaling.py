@@ -32,13 +32,12 @@ from mpjax.transforms._loss_scale_config import (
 from mpjax.transforms._loss_scaling_checks import (
   check_arguments,
   refuse_apply_to_parts,
-  refuse_nesting,
   transformation,
   warn_of_half,
 )
 from mpjax.transforms._masters import init_shown, update_shown
 from mpjax.transforms._skip import step_or_select, stored_first
-from mpjax.transforms._state import LossScales, LossScalingState, own_scales
+from mpjax.transforms._state import LossScales, LossScalingState, own_scales, refuse_scale_inside
 from mpjax.transforms._trees import (
   align_gradients,
   arrays_only,
@@ -152,7 +151,8 @@ def loss_scaling(
     else:
       # Without a scale inner works as if it were alone.
       inner_state = init_inner(inner, hide_untrained(params, params), _INIT)
-    refuse_nesting(inner_state)
+    fix = "Wrap once, outermost: the inner one would divide by its scale again."
+    refuse_scale_inside(inner_state, _INIT, got="another mpjax.loss_scaling", fix=fix)
     state = LossScalingState({k: init_scale(config) for k, config in configs.items()}, inner_state)
     return place_like(params, state) if scaled else state
 

@@ -14,7 +14,7 @@ from mpjax._core.validators import check_flag, check_value, wrong_type
 from mpjax.transforms._checks import check_inner
 from mpjax.transforms._loss_scale_config import DynamicLossScale, NoLossScale, StaticLossScale
 from mpjax.transforms._masters import merge_masters
-from mpjax.transforms._state import ChainedLossScalingState, MasterWeightsState, scales_in
+from mpjax.transforms._state import ChainedLossScalingState, MasterWeightsState
 from mpjax.transforms._trees import key_text, nodes_of
 
 
@@ -80,17 +80,6 @@ def _check_loss_scale(loss_scale: object, name: object) -> None:
       got=f"{dict(loss_scale)!r} and name={name!r}",
       fix="The keys are the names. StaticLossScale(1) leaves one of several losses unscaled, but "
       "checked.",
-    )
-
-
-def refuse_nesting(inner_state: OptState) -> None:
-  """Raises if what was wrapped has a loss scale already."""
-  if scales_in(inner_state):
-    raise MpjaxTypeError(
-      "mpjax.loss_scaling(inner)",
-      expected="an optimizer without a loss scale",
-      got="one that holds another mpjax.loss_scaling",
-      fix="Wrap once, outermost: the inner one would divide by its scale again.",
     )
 
 

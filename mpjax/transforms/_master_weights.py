@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import is_floating
-from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax._core.validators import check_choice
 from mpjax.transforms._checks import (
   check_inner,
@@ -38,7 +38,6 @@ from mpjax.transforms._masters import (
 from mpjax.transforms._split import bounded, split
 from mpjax.transforms._state import MasterWeightsState
 from mpjax.transforms._trees import (
-  KeyPath,
   align_gradients,
   arrays_only,
   float32_view,

@@ -250,6 +250,13 @@ def _stale(where: str, got: str) -> MpjaxRuntimeError:
   )
 
 
+def refuse_scale_inside(inner_state: OptState, where: str, *, got: str, fix: str) -> None:
+  """Raises if what a wrapper is around has a loss scale."""
+  if scales_in(inner_state):
+    expected, got = "an optimizer without a loss scale", f"one that holds {got}"
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+
+
 _HARMLESS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAndImaginaryState)
 """The states of those wrappers of optax that count nothing and compute nothing: they pick parts."""
 

@@ -10,7 +10,7 @@ import optax
 from mpjax._core.paths import path_text
 from mpjax._core.together import sum_of_squares
 from mpjax._core.trees import all_finite, select
-from mpjax._core.types import Array, OptState, Params, PyTree, Updates
+from mpjax._core.types import Array, KeyPath, OptState, Params, PyTree, Updates
 from mpjax.transforms._apply_updates import apply_updates, check_rounding
 from mpjax.transforms._checks import check_axes
 from mpjax.transforms._gradients import IntegerState, batch_gradients, check_integer_state
@@ -35,7 +35,7 @@ from mpjax.transforms._train_step_checks import (
   check_updates,
   checked_update,
 )
-from mpjax.transforms._trees import KeyPath, as_stored, float32_view
+from mpjax.transforms._trees import as_stored, float32_view
 from mpjax.transforms._value_and_grad import unscale
 
 Attempt: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, Metrics, Array]]

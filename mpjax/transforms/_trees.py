@@ -20,10 +20,9 @@ from mpjax._core.trees import (
   is_none,
   tree_differences,
 )
-from mpjax._core.types import Array, Grads, Leaf, Params, PyTree, Updates
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, Params, PyTree, Updates
 
 T = TypeVar("T")
-KeyPath = tuple[object, ...]
 
 
 def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
