@@ -190,19 +190,6 @@ def test_masked_masters_leave_the_rest_alone():
   assert bits(again.master["w"]) == bits(np.ones(2, F32))
 
 
-def test_set_master_params_starts_from_what_is_given():
-  values = np.asarray([1.001, -2.0003, 3e-9], F32)
-  params = {"w": jnp.zeros(3, jnp.float16), "b": jnp.ones(1)}
-  old = mpjax.master_weights(optax.adam(1e-3)).init(params)
-  for w in (values, *(jnp.asarray(values, dtype) for dtype in ("float32", *HALF))):
-    new = mpjax.set_master_params(old, {"w": w, "b": np.ones(1)})
-    assert bits(new.master["w"]) == bits(np.asarray(w).astype(F32))
-  assert new.master["b"] is None
-  assert not np.any(old.master["w"]), "the old state is not changed"
-  assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, old)
-  assert bits(new.inner_state) == bits(old.inner_state)
-
-
 @pytest.mark.parametrize("storage", ["float32", "split"])
 def test_n6_set_master_params_of_a_state_on_the_host(storage):
   params = jnp.ones(3, jnp.bfloat16)

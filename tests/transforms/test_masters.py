@@ -134,14 +134,18 @@ def test_trees_without_anything_to_split():
 def test_masters_are_set_from_any_dtype():
   """For parameters that were cast, ties to even: half-way to a larger one it is an ulp less."""
   values = np.asarray([1.001, -2.0003], F32)
-  state = split(optax.adam(1e-3)).init(PARAMS)
   dtypes = ("float32", "bfloat16", "float16")
-  for given in (values, *(jnp.asarray(values, dtype) for dtype in dtypes)):
-    new = mpjax.set_master_params(state, PARAMS | {"b": given})
-    exact = np.asarray(given).astype(F32)
-    params = PARAMS | {"b": jnp.asarray(exact, jnp.bfloat16)}
-    assert bits(mpjax.master_params(new, params)["b"]) == bits(exact)
-    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+  for storage in ("float32", "split"):
+    state = mpjax.master_weights(optax.adam(1e-3), storage=storage).init(PARAMS)
+    for given in (values, *(jnp.asarray(values, dtype) for dtype in dtypes)):
+      new = mpjax.set_master_params(state, PARAMS | {"b": given})
+      exact = np.asarray(given).astype(F32)
+      params = PARAMS | {"b": jnp.asarray(exact, jnp.bfloat16)}
+      assert bits(mpjax.master_params(new, params)["b"]) == bits(exact)
+      assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+      assert new.inner_state is state.inner_state or bits(new.inner_state) == bits(
+        state.inner_state
+      )
   ties = np.asarray([1 + 2.0**-8, 1 + 3 * 2.0**-8], F32)
   params = PARAMS | {"b": jnp.asarray(ties, jnp.bfloat16)}
   set_to = mpjax.master_params(mpjax.set_master_params(state, params | {"b": ties}), params)["b"]
