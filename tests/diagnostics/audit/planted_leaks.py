@@ -89,6 +89,14 @@ BETWEEN: dict[str, tuple[Any, ...]] = {
   "numpy_scalar": (lambda h: h * np.float32(0.5), (), "number", "0.5", "mul"),
   "square_root_of_numpy": (lambda h: h / np.sqrt(np.float32(8)), (), "number", "2.8", "div"),
   "float32_mask": (lambda h, mask: jnp.tanh(h) * mask, (WIDE,), "argument", "args[0]", "mul"),
+  "dict_argument": (
+    *(lambda h, batch: h * batch["mask"], ({"mask": WIDE},)),
+    *("argument", "args[0]/mask", "mul"),
+  ),
+  "positional_table": (
+    *(lambda h: h + jnp.sin(jnp.arange(16.0)[:, None] / 10000 ** (jnp.arange(8.0) / 8)), ()),
+    *("operation", "iota", "add"),
+  ),
   "concatenated": (
     *(lambda h, table: jnp.concatenate([h, table], axis=0), (WIDE,)),
     *("argument", "args[0]", "concatenate"),
@@ -130,14 +138,6 @@ def bfloat16_and_float16():
   return fn, (X, jax.ShapeDtypeStruct((16, 8), jnp.float16))
 
 
-@planted("", "argument", "batch/mask", "mul")
-def dict_argument():
-  def fn(w, batch):
-    return ((batch["x"] @ w) * batch["mask"]) @ w  # LEAK
-
-  return fn, (W, {"x": X, "mask": WIDE})
-
-
 @planted("", "cast", "convert_element_type", "dot_general")
 def cast_by_hand():
   def fn(x, w):
@@ -177,15 +177,6 @@ def float32_carry():
     return jax.lax.scan(step, state, xs)
 
   return fn, (WIDE, jax.ShapeDtypeStruct((4, 16, 8), BF16), W)
-
-
-@planted("", "operation", "iota", "add")
-def positional_table():
-  def with_positions(h):
-    angles = jnp.arange(16.0)[:, None] / 10000 ** (jnp.arange(8.0) / 8)
-    return h + jnp.sin(angles)  # LEAK
-
-  return between(with_positions)
 
 
 @planted("head", "parameter", "head/bias", "add")
