@@ -201,6 +201,27 @@ def test_what_is_cast_up_and_back_by_hand_is_no_leak():
   assert mpjax.audit(jax.grad(loss))(w, X).leaks == ()
 
 
+def test_what_meets_statistics_of_a_norm_is_float32_anyway():
+  def fn(x, w):
+    h = x @ w
+    wide = h * np.float32(0.5)
+    scale = jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True, dtype=jnp.float32))
+    return (wide * scale).astype(x.dtype) @ w
+
+  assert_no_leak(fn, X, jax.ShapeDtypeStruct((8, 8), "bfloat16"))
+
+
+def test_a_cast_up_is_a_leak_where_it_makes_something_else_float32():
+  w = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+  for y, kinds in ((X, ["cast"]), (WIDE, ["argument"])):
+    leaks = mpjax.audit(lambda x, y, w: (x.astype("float32") + y).astype(x.dtype) @ w)(
+      X, y, w
+    ).leaks
+    assert [leak.cause.kind for leak in leaks] == kinds
+  both = mpjax.audit(lambda x, w: (x.astype("float32") + x.astype("float32")).astype(x.dtype) @ w)
+  assert both(X, w).leaks == ()
+
+
 class Head(nn.Module):
   @nn.compact
   def __call__(self, x):
