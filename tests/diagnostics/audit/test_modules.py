@@ -41,13 +41,14 @@ def test_one_that_has_another_dtype_is_not():
   assert rows["layer_*"].modules == 3
 
 
-def test_an_input_is_no_parameter():
+def test_an_input_is_no_parameter_and_all_results_are_activations():
   def fn(params, x):
     with jax.named_scope("dense"):
-      return x @ params["kernel"].astype(x.dtype)
+      return jnp.exp((x @ params["kernel"].astype(x.dtype)).astype("float32"))
 
   (row,) = mpjax.audit(fn)({"kernel": WIDE}, HALF).modules
   assert row.parameters == ("float32",)
+  assert set(row.activations) == {"bfloat16", "float32"}
 
 
 def test_gradients_are_of_the_backward_pass():
