@@ -73,6 +73,11 @@ CASES = {
   "scan, constant": (scanned, BF16),
   "scan, rows": (over_rows, BF16),
   "scan, carried": (carried, None),
+  "out of a scan, then rounded": (lambda w, x: half(jax.lax.map(jnp.flip, w)), BF16),
+  "out of a branch": (
+    lambda w, x: half(jax.lax.cond(x[0, 0] > 0, jnp.transpose, lambda w: w * 2, w)),
+    None,
+  ),
   "while": (looped, BF16),
   "cond": (branched, BF16),
   "cond, one branch": (one_branch, None),
