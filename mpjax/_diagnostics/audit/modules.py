@@ -1,12 +1,11 @@
 """The tables of an audit by module: dtypes, FLOPs, and which matmuls are in float8."""
 
 import collections
-import dataclasses
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from mpjax._core.audit_record import AuditedModule, AuditRecord
+from mpjax._core.audit_record import AuditRecord
 from mpjax._core.dtypes import is_float8
 from mpjax._diagnostics.audit.costs import dtypes_of
 from mpjax._jaxprs.autocast.scopes import FLOAT8, MODULE, NOT_FLOAT8
@@ -46,16 +45,6 @@ class ModuleRow(NamedTuple):
   own_dtype: str
 
 
-@dataclasses.dataclass
-class _Seen:
-  """What was seen of a module; of the parameters each one, however often it is read."""
-
-  parameters: dict[Value, None] = dataclasses.field(default_factory=dict)
-  activations: list[Value] = dataclasses.field(default_factory=list)
-  gradients: list[Value] = dataclasses.field(default_factory=list)
-  module: AuditedModule | None = None
-
-
 def module_rows(
   graph: Graph, record: AuditRecord, parameters: frozenset[str]
 ) -> tuple[ModuleRow, ...]:
@@ -66,48 +55,49 @@ def module_rows(
     record: what was noted of modules under a policy.
     parameters: the names of arguments that are parameters; if there are none, all may be.
   """
-  modules: dict[str, _Seen] = {}
+  modules: dict[str, list[Operation]] = {}
   for operation in graph.computing():
-    where = operation.where
-    seen = modules.setdefault(where.module, _Seen())
-    seen.module = seen.module or record.modules.get(where.marked(MODULE) or "")
-    forward = where.direction == "forward"
-    for v in operation.operands if forward else ():
-      if v.kind == "argument" and (v.label in parameters or not parameters):
-        seen.parameters[v] = None
-    if FLOAT8 not in where.scopes or operation.facts.flops:  # Its scaling is no result.
-      (seen.activations if forward else seen.gradients).extend(operation.results)
-  flops: dict[str, collections.Counter[str]] = {path: collections.Counter() for path in modules}
+    modules.setdefault(operation.where.module, []).append(operation)
+  flops = {path: collections.Counter[str]() for path in modules}
   for operation, dtype, count in graph.matmuls():
-    flops[operation.where.module].update({str(dtype): count} if count else {})
-  # What has a module around it that is shown, and no matmul of its own, is a detail of that one.
-  rows = [_row(path, seen, flops[path]) for path, seen in modules.items() if flops[path]]
-  return tuple(
-    group[0]._replace(
-      path=group[0].path if len(group) == 1 else without_numbers(group[0].path),
-      modules=len(group),
-      flops=_by_size(sum((collections.Counter(row.flops) for row in group), collections.Counter())),
+    flops[operation.where.module][str(dtype)] += count
+
+  def row(path: str) -> ModuleRow:
+    forward = [each for each in modules[path] if each.where.direction == "forward"]
+    backward = [each for each in modules[path] if each.where.direction != "forward"]
+    marks = {each.where.marked(MODULE): None for each in modules[path]}
+    module = next((record.modules[mark] for mark in marks if mark in record.modules), None)
+    read = dict.fromkeys(v for each in forward for v in each.operands if v.kind == "argument")
+    return ModuleRow(
+      path=path,
+      modules=1,
+      parameters=dtypes_of(v for v in read if v.label in parameters or not parameters),
+      activations=dtypes_of(_results(forward)),
+      gradients=dtypes_of(_results(backward)),
+      flops=dict((+flops[path]).most_common()),
+      rule="" if module is None or module.rule is None else repr(module.rule),
+      own_dtype="" if module is None else module.own_dtype or "",
     )
-    for group in together(rows, _shown)
-  )
+
+  # What has a module around it that is shown, and no matmul of its own, is a detail of that one.
+  rows = [row(path) for path in modules if any(flops[path].values())]
+  return tuple(map(_one_row, together(rows, _shown)))
 
 
-def _row(path: str, seen: _Seen, flops: collections.Counter[str]) -> ModuleRow:
-  module = seen.module
-  return ModuleRow(
-    path=path,
-    modules=1,
-    parameters=dtypes_of(seen.parameters),
-    activations=dtypes_of(seen.activations),
-    gradients=dtypes_of(seen.gradients),
-    flops=_by_size(flops),
-    rule="" if module is None or module.rule is None else repr(module.rule),
-    own_dtype="" if module is None else module.own_dtype or "",
-  )
+def _results(operations: Iterable[Operation]) -> Iterator[Value]:
+  """Yields what operations compute, but for the scaling of matmuls in float8."""
+  for each in operations:
+    if FLOAT8 not in each.where.scopes or each.facts.flops:
+      yield from each.results
 
 
-def _by_size(flops: collections.Counter[str]) -> dict[str, int]:
-  return dict(flops.most_common())
+def _one_row(group: Sequence[ModuleRow]) -> ModuleRow:
+  """Returns one row for modules that differ in the numbers of their paths alone."""
+  first, flops = group[0], collections.Counter[str]()
+  for row in group:
+    flops.update(row.flops)
+  path = first.path if len(group) == 1 else without_numbers(first.path)
+  return first._replace(path=path, modules=len(group), flops=dict(flops.most_common()))
 
 
 def _shown(row: ModuleRow) -> Hashable:
