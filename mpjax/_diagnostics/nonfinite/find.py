@@ -18,12 +18,12 @@ from mpjax._diagnostics.nonfinite.capture import CaptureProbe, Seen
 from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure
 from mpjax._diagnostics.nonfinite.first import First, FirstProbe
 from mpjax._diagnostics.nonfinite.passes import direction_of
-from mpjax._diagnostics.nonfinite.paths import path_of
 from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, power
 from mpjax._diagnostics.nonfinite.scales import Rescale, implied_scale, scale_of
 from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, sentinels_of, suspects
 from mpjax._diagnostics.nonfinite.traced import Traced, compiled, trace
 from mpjax._diagnostics.nonfinite.uses import uses_of
+from mpjax._diagnostics.parameter_paths import paths_by_parameters
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.runner import Observer, run
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
@@ -57,6 +57,7 @@ class Finder:
     self.implied = None if self.scale is not None else implied_scale(traced)
     self.sentinels, self.uses = sentinels_of(self.body), uses_of(self.body)
     self.flags = self._looking(lambda rescale: FlagProbe(self.body, self.sentinels, rescale))
+    self.paths = paths_by_parameters(self.body, traced.owners())
     self.closely: dict[frozenset[int], Callable[..., First]] = {}
 
   def _looking(self, probe: Callable[[Rescale], Observer]) -> Callable[..., Any]:
@@ -178,7 +179,7 @@ def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
   if broken is None:
     return NonfiniteReport(**about)
   if broken.number < 0:
-    return _of_argument(traced, broken.number, about)
+    return _of_argument(finder, broken.number, about)
   finite_at, notes = _finite_at(finder, broken)
   probe = CaptureProbe(traced.body, broken.number, broken.iterations, broken.device)
   seen = compiled(lambda *xs: run(traced.body, xs, probe)[1])(*traced.leaves)
@@ -217,13 +218,14 @@ def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]
   place = "an argument"
   if other.number >= 0:
     step = finder.body.path_to(other.number)[-1][1]
-    parts = (path_of(finder.traced, step), step.eqn.primitive.name)
+    parts = (finder.paths[step.number], step.eqn.primitive.name)
     place = " · ".join([*filter(None, parts), direction_of(finder.body, step)])
   return None, [f"At loss scale {power(2.0**low)} this value is finite, and {place} is not."]
 
 
-def _of_argument(traced: Traced, number: int, about: Mapping[str, Any]) -> NonfiniteReport:
+def _of_argument(finder: Finder, number: int, about: Mapping[str, Any]) -> NonfiniteReport:
   """Returns the report of an argument or a constant that came so."""
+  traced = finder.traced
   slots = (*traced.body.inputs, *traced.body.consts)
   slot = slots[number]
   place = number + len(slots)
@@ -234,7 +236,7 @@ def _of_argument(traced: Traced, number: int, about: Mapping[str, Any]) -> Nonfi
   else:
     value = traced.body.consts[slot]
     reader = next((s for s in traced.body.every_step() if slot in s.reads), None)
-    path = "" if reader is None else path_of(traced, reader)
+    path = "" if reader is None else finder.paths[reader.number]
     name = f"an array that the function closes over, {jnp.asarray(value).dtype}{[*np.shape(value)]}"
   x = np.asarray(value)
   x = np.abs(x) if np.iscomplexobj(x) else x.astype(np.float64)
@@ -268,7 +270,7 @@ def _report(
 ) -> NonfiniteReport:
   """Returns the report of a step that broke."""
   traced, step = finder.traced, probe.step
-  eqn, path = step.eqn, path_of(traced, step)
+  eqn, path = step.eqn, finder.paths[step.number]
   rows = zip(seen.sizes, seen.counts, strict=True)
 
   def ranged(name: str, var: Atom, path: str = "") -> Range:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._core.paths import key_names
 from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf
 from mpjax._diagnostics.arguments import positional_names
 from mpjax._diagnostics.flat import Leaves
@@ -39,6 +40,10 @@ class Traced(NamedTuple):
   paths: Sequence[KeyPath]
   flatten: Callable[[tuple[Args, Kwargs]], list[Leaf]]
 
+  def owners(self) -> dict[int, str]:
+    """Returns the paths of the modules whose parameters the arguments may be."""
+    return dict(zip(self.body.inputs, map(_module, self.paths), strict=True))
+
 
 def trace(fn: Function, args: Args, kwargs: Kwargs) -> Traced:
   """Returns a function as steps. It runs only as far as JAX traces it."""
@@ -68,6 +73,12 @@ def _is_traced(x: Leaf) -> bool:
   if isinstance(x, np.ndarray):
     return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
   return isinstance(x, jax.Array)
+
+
+def _module(path: KeyPath) -> str:
+  """Returns the path in the tree of an argument, without the names of the parameter."""
+  names = [name for name in key_names(path[2:]) if name != "value"]
+  return "/".join(names[:-1])
 
 
 def _text(path: KeyPath, names: Sequence[str]) -> str:

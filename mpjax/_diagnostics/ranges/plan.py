@@ -18,9 +18,10 @@ from jax.extend.core.primitives import add_p, convert_element_type_p, sub_p
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import DType
+from mpjax._diagnostics.parameter_paths import paths_by_parameters
 from mpjax._diagnostics.steps import Body, Slot, Step
 from mpjax._jaxprs.atoms import Atom, dtype_of, shape_of
-from mpjax._jaxprs.locations import Location, Source
+from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
 
@@ -141,13 +142,9 @@ _FLOAT16 = np.dtype(np.float16)
 class _Planner:
   """Goes through the steps of a function."""
 
-  def __init__(self, owners: Mapping[int, str]) -> None:
-    self.owners = owners
-    """The modules of arguments."""
-    self.lines: dict[Source | None, set[str]] = {}
-    """The modules of matmuls in the forward pass, by their lines."""
-    self.places: dict[int, tuple[Step, str]] = {}
-    """The steps that are counted, by number, and their modules."""
+  def __init__(self) -> None:
+    self.places: dict[int, Step] = {}
+    """The steps that are counted, by number."""
     self.low: set[int] = set()
     """The values that a policy holds in low precision."""
     self.readers: dict[int, Location] = {}
@@ -204,7 +201,7 @@ class _Planner:
       for slot, v in zip(step.outs, eqn.outvars, strict=True)
     ]
     if not work and here.direction != "recomputed" and any(results):
-      self.places[step.number] = step, self._module(step, origins)
+      self.places[step.number] = step
       if any(value and value.kind == "low" and not value.wide for value in results):
         self.low.update(step.outs)
     return results
@@ -213,20 +210,6 @@ class _Planner:
   def unread(self) -> Kind:
     """What an argument is that the optimizer alone reads."""
     return "optimizer state" if self.backward else "parameters"
-
-  def _module(self, step: Step, origins: frozenset[int]) -> str:
-    """Returns the path of a step: without a scope that of the module whose parameter it takes.
-
-    One of the backward pass has that of the matmul on its line, if there is one only.
-    """
-    here = step.location
-    owners = {self.owners[each] for each in origins if self.owners.get(each)}
-    on_line = self.lines.get(here.source, set()) if here.direction == "backward" else set[str]()
-    paths = owners or (on_line if here.source else set())
-    path = here.path or (next(iter(paths)) if len(paths) == 1 else "")
-    if path and here.direction == "forward" and facts_of(step.eqn).flops is not None:
-      self.lines.setdefault(here.source, set()).add(path)
-    return path
 
   def group(self, step: Step, path: str) -> Group:
     """Returns the heading of a step."""
@@ -317,8 +300,9 @@ def plan(
     inputs: what its arguments are; None for those that are no floating arrays.
     outputs: the names of the keys of its results, and their types; () if nothing is updated.
   """
-  slots = zip(body.inputs, inputs, strict=True)
-  planner = _Planner({slot: one.module for slot, one in slots if one is not None})
+  planner = _Planner()
+  owners = {s: one.module for s, one in zip(body.inputs, inputs, strict=True) if one is not None}
+  paths = paths_by_parameters(body, owners)
   pairs = zip(body.inputs, inputs, strict=True)
   outs = planner.walk(
     body, [one and _argument(i, slot, one) for i, (slot, one) in enumerate(pairs)]
@@ -341,8 +325,8 @@ def plan(
     if one is not None and one.is_parameter
   }
   results = {
-    number: planner.group(*place)
-    for number, place in planner.places.items()
+    number: planner.group(step, paths[number])
+    for number, step in planner.places.items()
     if number not in additions
   }
   return Plan(counted, results, additions, readers)

@@ -2,13 +2,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax._diagnostics.nonfinite.paths import path_of
 from mpjax._diagnostics.nonfinite.traced import trace
+from mpjax._diagnostics.parameter_paths import paths_by_parameters
 
 
 def paths(fn, *args):
   traced = trace(fn, args, {})
-  return {s.eqn.primitive.name: path_of(traced, s) for s in traced.body.steps}
+  named = paths_by_parameters(traced.body, traced.owners())
+  return {step.eqn.primitive.name: named[step.number] for step in traced.body.every_step()}
 
 
 def test_a_matmul_without_scopes_is_of_the_module_whose_parameter_it_reads():
@@ -37,3 +38,10 @@ def test_the_cast_of_a_parameter_is_of_its_module():
 
   found = paths(fn, {"up": {"w": jnp.ones((3, 3))}}, jnp.ones((2, 3), jnp.float16))
   assert found["convert_element_type"] == "up"
+
+
+def test_a_matmul_in_a_loop_is_of_the_module_whose_parameter_it_closes_over():
+  def fn(params, x):
+    return jax.lax.scan(lambda c, _: (c @ params["up"]["w"], None), x, None, 3)[0]
+
+  assert paths(fn, {"up": {"w": jnp.ones((3, 3))}}, jnp.ones((2, 3)))["dot_general"] == "up"
