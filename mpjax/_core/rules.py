@@ -197,8 +197,8 @@ def first_match(rules: Iterable[Rule], module: Module, path: str) -> Rule | None
 def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
   """Returns `rules` as a tuple; anything but an iterable of `Rule` is an MpjaxTypeError."""
   many = isinstance(rules, Iterable) and not isinstance(rules, str)
-  found: tuple[Any, ...] = tuple(rules) if many else (rules,)
-  wrong = [rule for rule in found if not isinstance(rule, Rule)] if many else found
+  parsed: tuple[Any, ...] = tuple(rules) if many else (rules,)
+  wrong = [rule for rule in parsed if not isinstance(rule, Rule)] if many else parsed
   if wrong:
     raise MpjaxTypeError(
       where,
@@ -206,7 +206,7 @@ def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
       got=repr(wrong[0]),
       fix='Write [mpjax.Rule("float32", path="head")].',
     )
-  return found
+  return parsed
 
 
 def unmatched_error(

@@ -171,7 +171,7 @@ class ModuleCall(NamedTuple):
   Fields:
     module: the module.
     path: where it is, for errors.
-    how: its policy.
+    resolved: its policy.
     state: that in which it is called.
     inner: that in which its own operations run; the modules inside inherit its policy.
     layers: those of the framework.
@@ -179,7 +179,7 @@ class ModuleCall(NamedTuple):
 
   module: Module
   path: str
-  how: ModulePolicy
+  resolved: ModulePolicy
   state: Active
   inner: Active
   layers: Layers = Layers()
@@ -221,11 +221,11 @@ class ModuleCall(NamedTuple):
     own = plain_attribute(self.module, "dtype")
     noted = AuditedModule(
       type(self.module).__name__,
-      self.how.policy,
-      self.how.rule,
+      self.resolved.policy,
+      self.resolved.rule,
       None if own is None else str(getattr(own, "__name__", own)),
       is_flax_norm(self.module),
-      self.how.hidden,
+      self.resolved.hidden,
     )
     record.note(self.path, noted)
     scopes = contextlib.ExitStack()
@@ -237,18 +237,18 @@ class ModuleCall(NamedTuple):
   @property
   def output_dtype(self) -> DType | None:
     """The dtype that the policy gives the results; None leaves what was computed."""
-    policy = self.how.policy
+    policy = self.resolved.policy
     if policy is None:
       return None
     if not self.state.entered:
-      return policy.output_dtype or self.how.output_dtype
+      return policy.output_dtype or self.resolved.output_dtype
     # A rule for all modules begins at the outermost of them.
-    begins = policy != self.state.policy or self.how.rule not in (None, self.state.rule)
-    return policy.output_dtype if self.how.picked and begins else None
+    begins = policy != self.state.policy or self.resolved.rule not in (None, self.state.rule)
+    return policy.output_dtype if self.resolved.picked and begins else None
 
   def result(self, outputs: PyTree) -> PyTree:
     """Returns what the method returned, or what a step of it yielded, in the output dtype."""
-    state, policy, dtype = self.state, self.how.policy, self.output_dtype
+    state, policy, dtype = self.state, self.resolved.policy, self.output_dtype
     casts = self.inner.casting == EVERY
     rewritten = state.tracing and not casts and is_low(policy)
     if dtype is None and policy is not None and casts:
@@ -273,7 +273,7 @@ class ModuleCall(NamedTuple):
     each = precision if isinstance(precision, tuple) else (precision,)
     if not {str(p).rpartition(".")[2].lower() for p in each} <= _USUAL:
       return outputs
-    policy = self.how.policy
+    policy = self.resolved.policy
     return outputs if policy is None else at_rest(outputs, policy.compute_dtype.name)
 
   def finished(self, outputs: PyTree) -> PyTree:
@@ -296,24 +296,24 @@ class ModuleCall(NamedTuple):
 
 
 def call_of(
-  module: Module, path: str, how: ModulePolicy, state: Active, layers: Layers, **more: object
+  module: Module, path: str, resolved: ModulePolicy, state: Active, layers: Layers, **more: object
 ) -> ModuleCall:
   """Returns a call of a method in `state`; `more` are further fields of the state inside."""
-  policy = how.policy
+  policy = resolved.policy
   casts = is_wide(policy) or not state.casting.isdisjoint({object, type(module)})
   iterates = isinstance(module, layers.iterates) and is_low(policy)
   in_float8 = policy is not None and policy.matmul is not None
   inner = dataclasses.replace(
     state,
     policy=policy,
-    rule=how.rule,
+    rule=resolved.rule,
     entered=True,
     region=region_of(Policy() if iterates else policy),
     casting=EVERY if casts else state.casting,
     is_table=in_float8 and isinstance(module, layers.tables),
     **more,
   )
-  return ModuleCall(module, path, how, state, inner, layers)
+  return ModuleCall(module, path, resolved, state, inner, layers)
 
 
 _USUAL = {"none", "default", "fastest", "bfloat16"}

@@ -144,8 +144,8 @@ class PathScope(Scope):
 def flag_paths(module: nn.Module, args: object, config: PolicyConfig) -> None:
   """Flags the scopes of a module, and of the modules that it holds or is given."""
   if config.by_path:
-    for found in (module, *instances_in(args, nn.Module)):
-      _flag(found)
+    for each in (module, *instances_in(args, nn.Module)):
+      _flag(each)
 
 
 def _flag(module: nn.Module) -> None:

@@ -317,9 +317,9 @@ def _rewritten(
 
 def _forget_captured(scope: Scope, method: str, outputs: PyTree) -> None:
   """Takes out what `capture_intermediates` kept of a method, which the call around it keeps too."""
-  kept = scope.get_variable("intermediates", method)
-  if isinstance(kept, tuple) and kept and kept[-1] is outputs:
-    scope.put_variable("intermediates", method, kept[:-1])
+  captured = scope.get_variable("intermediates", method)
+  if isinstance(captured, tuple) and captured and captured[-1] is outputs:
+    scope.put_variable("intermediates", method, captured[:-1])
 
 
 def _scopes_in(module: nn.Module) -> list[Scope]:

@@ -324,8 +324,8 @@ class BoundPolicyModule:
       raise AttributeError(name)
     # A method that is found here may run `setup`, whose submodules take their `dtype` from it.
     with activate(begin(self._config)):
-      found = getattr(self._module, name)
-    return self._wrap(found)
+      attribute = getattr(self._module, name)
+    return self._wrap(attribute)
 
   def __repr__(self) -> str:
     return f"with_policy({self._module!r}, {self._config})"
@@ -340,15 +340,15 @@ class BoundPolicyModule:
 
     return call
 
-  def _wrap(self, found: Any) -> object:
+  def _wrap(self, attribute: Any) -> object:
     """Returns an attribute so that what is called on it runs under the policy."""
-    if isinstance(found, nn.Module):
-      return BoundPolicyModule(found, self._config)
-    if isinstance(found, (tuple, list)) and any(map(_holds_modules, found)):
-      return type(found)(self._wrap(x) for x in found)
-    if isinstance(found, Mapping) and any(map(_holds_modules, found.values())):
-      return {key: self._wrap(x) for key, x in found.items()}
-    return self._under_policy(found) if callable(found) else found
+    if isinstance(attribute, nn.Module):
+      return BoundPolicyModule(attribute, self._config)
+    if isinstance(attribute, (tuple, list)) and any(map(_holds_modules, attribute)):
+      return type(attribute)(self._wrap(x) for x in attribute)
+    if isinstance(attribute, Mapping) and any(map(_holds_modules, attribute.values())):
+      return {key: self._wrap(x) for key, x in attribute.items()}
+    return self._under_policy(attribute) if callable(attribute) else attribute
 
 
 def _holds_modules(x: object) -> bool:

@@ -35,7 +35,7 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
   The call reads and writes the variables of what it is given, and of nothing else.
   """
   module = given[0]
-  policy = _spec.how_it_runs(module).policy
+  policy = _spec.resolved_policy(module).policy
 
   def attempt(state: Active) -> PyTree:
     boundary = Boundary(given[1:], _spec.is_node)
@@ -63,7 +63,7 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
       nodes, variables = _spec.parts_of(copies)
       _spec.put_in_order(nodes, orders)
       held = [v.get_raw_value() for v in variables]
-      before = _kept(copies)
+      before = _contents(copies)
       # A container that a copy shares is static to NNX. The copy gets one of its own; what the call
       # puts into that goes to the original.
       each = [(items, key, x) for items in map(_spec.items_of, nodes) for key, x in items.items()]
@@ -80,7 +80,7 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
       for (items, key, original), x in zip(shared, own.args, strict=True):
         if items.get(key) is x:
           items[key] = original
-      now = _kept(copies)
+      now = _contents(copies)
       written = {}
       for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
         new = variable.get_raw_value()
@@ -132,29 +132,29 @@ def _data(args: Args) -> list[Leaf]:
   return [array for x in leaves if not kind_of(x).neutral for array in jax.tree.leaves(x)]
 
 
-def _kept(tree: PyTree) -> list[object]:
+def _contents(tree: PyTree) -> list[object]:
   """Returns what the modules and variables of a tree hold: the same objects until it changes.
 
   The arrays in variables are no part: each variable that is given another one is told by itself.
   """
-  found: list[object] = []
+  contents: list[object] = []
   for _, node in nnx.iter_graph(tree, graph=True):
     if isinstance(node, nnx.Variable):
       raw = node.get_raw_value()
       leaves = [jax.Array] if isinstance(raw, jax.Array) else jax.tree.leaves(raw)
-      found += [node, *node.get_metadata().values(), *leaves]
+      contents += [node, *node.get_metadata().values(), *leaves]
     elif isinstance(node, nnx.Pytree):
-      found += [node, *vars(node), *vars(node).values()]
+      contents += [node, *vars(node), *vars(node).values()]
     elif isinstance(node, (list, dict)):
-      found += [node, *node, *(node.values() if isinstance(node, dict) else ())]
-  return found
+      contents += [node, *node, *(node.values() if isinstance(node, dict) else ())]
+  return contents
 
 
 def _hides_tracer(tree: PyTree) -> bool:
   """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
-  known = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
+  leaf_ids = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
   attributes = (x for node in _spec.parts_of(tree)[0] for x in _spec.items_of(node).values())
-  return any(isinstance(x, Tracer) and id(x) not in known for x in attributes)
+  return any(isinstance(x, Tracer) and id(x) not in leaf_ids for x in attributes)
 
 
 def _copy_changes(module: nnx.Pytree, before: dict[str, object]) -> None:

@@ -57,14 +57,14 @@ def is_view(module: object) -> bool:
   return hasattr(type(module), SPEC)
 
 
-def how_it_runs(module: nnx.Pytree) -> ModulePolicy:
+def resolved_policy(module: nnx.Pytree) -> ModulePolicy:
   """Returns the policy of a module of a view."""
   return getattr(type(module), SPEC)
 
 
 def policy_text(module: nnx.Pytree) -> str:
   """Returns the policy of a module of a view as `with_policy` takes it."""
-  policy = how_it_runs(module).policy
+  policy = resolved_policy(module).policy
   return repr(None if policy is None else str(policy))
 
 

@@ -59,7 +59,7 @@ def _overrides(cls: Any) -> dict[str, Function]:
 
   def __reduce__(self: nnx.Module) -> tuple[object, ...]:
     # Pickle finds classes by name, and this one has the name of the user's.
-    return _rebuild, (cls, is_tree(self), _spec.how_it_runs(self)), dict(vars(self))
+    return _rebuild, (cls, is_tree(self), _spec.resolved_policy(self)), dict(vars(self))
 
   return {
     "__setattr__": __setattr__,
@@ -70,8 +70,8 @@ def _overrides(cls: Any) -> dict[str, Function]:
   }
 
 
-def _rebuild(cls: Class, tree: bool, how: ModulePolicy) -> nnx.Module:
-  return object.__new__(view_class(cls, tree, how))
+def _rebuild(cls: Class, tree: bool, resolved: ModulePolicy) -> nnx.Module:
+  return object.__new__(view_class(cls, tree, resolved))
 
 
 def is_tree(module: nnx.Pytree) -> bool:
@@ -80,8 +80,8 @@ def is_tree(module: nnx.Pytree) -> bool:
 
 
 @functools.cache
-def view_class(cls: Any, tree: bool, how: ModulePolicy) -> Class:
-  """Returns the subclass of `cls` whose modules run as `how` says.
+def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
+  """Returns the subclass of `cls` whose modules run as `resolved` says.
 
   It is kept: a class created anew for each view would be another key of each cache, and a step that
   makes its view inside would be compiled again at each call. `tree` says whether its modules are
@@ -91,18 +91,18 @@ def view_class(cls: Any, tree: bool, how: ModulePolicy) -> Class:
     "__module__": cls.__module__,
     "__qualname__": cls.__qualname__,
     "__doc__": cls.__doc__,
-    _spec.SPEC: how,
+    _spec.SPEC: resolved,
     **_overrides(cls),
     **{name: _method(name, own) for name, own in _methods(cls)},
   }
   hooks = any("__init_subclass__" in vars(base) for base in cls.__mro__ if not _is_library(base))
   for first in _WITHOUT_HOOKS if hooks else ():
-    made = type(cls)(cls.__name__, (first, cls), names, pytree=tree)
+    view = type(cls)(cls.__name__, (first, cls), names, pytree=tree)
     try:
-      object.__setattr__(object.__new__(cls), "__class__", made)
+      object.__setattr__(object.__new__(cls), "__class__", view)
     except TypeError:  # Objects of the two are laid out differently.
       continue
-    return made
+    return view
   return type(cls)(cls.__name__, (cls,), names, pytree=tree)
 
 
@@ -136,15 +136,15 @@ looks like a method, and warns that it will be one."""
 
 def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
   """Yields the methods of a class that are part of a model, each as the MRO finds it."""
-  found: set[str] = set()
+  names: set[str] = set()
   for base in cls.__mro__:
     library = base.__module__.split(".")[0]
     if base in _NOT_MODULES or library in ("builtins", "typing", "abc", "collections"):
       continue
     for name, own in vars(base).items():
-      if name in found:
+      if name in names:
         continue
-      found.add(name)
+      names.add(name)
       if name in _layers.OUTSIDE or (library == "flax" and name not in _layers.METHODS):
         continue
       dunder = name.startswith("__") and name != "__call__"
@@ -165,8 +165,8 @@ def _method(name: str, own: Any) -> Function:
       return _call(module, name, own, args, kwargs)
 
     # A generator cannot be traced as one: its body runs between the steps of its caller.
-    how, path = _spec.how_it_runs(self), _spec.path_of(self)
-    if later or not begins_trace(_spec.calling_state(), how.policy, path):
+    resolved, path = _spec.resolved_policy(self), _spec.path_of(self)
+    if later or not begins_trace(_spec.calling_state(), resolved.policy, path):
       return call(self, args, kwargs)
     return rewritten(call, name, (self, args, kwargs))
 
@@ -176,8 +176,8 @@ def _method(name: str, own: Any) -> Function:
 def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -> PyTree:
   """Calls a method in the region of its module."""
   _spec.check_modes(module)
-  state, how = _spec.calling_state(), _spec.how_it_runs(module)
-  call = call_of(module, _spec.path_of(module), how, state, _layers.LAYERS)
+  state, resolved = _spec.calling_state(), _spec.resolved_policy(module)
+  call = call_of(module, _spec.path_of(module), resolved, state, _layers.LAYERS)
   outputs = call.run(own.__get__(module, type(module)), args, kwargs)
   _check_has_run(outputs, module, name)
   return call.finished(outputs)

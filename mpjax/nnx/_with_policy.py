@@ -124,8 +124,8 @@ def _check_model(model: Any) -> None:
 
 def _modules(model: nnx.Module) -> dict[Path, nnx.Pytree]:
   """Returns the modules of a model by path, outer ones first; one that is shared has one path."""
-  found = {path: node for path, node in nnx.iter_graph(model, graph=True) if _is_module(node)}
-  return {path: found[path] for path in sorted(found, key=len)}
+  modules = {path: node for path, node in nnx.iter_graph(model, graph=True) if _is_module(node)}
+  return {path: modules[path] for path in sorted(modules, key=len)}
 
 
 def _text(path: Path) -> str:
@@ -149,14 +149,14 @@ def _leaves(container: object) -> list[object]:
 
 def _resolve(modules: Mapping[Path, nnx.Pytree], record: ModuleRecord) -> dict[Path, ModulePolicy]:
   """Returns the policy of each module, but for those of a view inside, which have theirs."""
-  found: dict[Path, ModulePolicy] = {}
+  policies: dict[Path, ModulePolicy] = {}
   for path, module in modules.items():
     if not is_view(module):
-      enclosing = (found[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in found)
+      enclosing = (policies[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in policies)
       around = next(enclosing, ModulePolicy(record.config.policy))
       record.note(module, _text(path))
       own = vars(module).get("policy")
-      found[path] = resolve_policy(
+      policies[path] = resolve_policy(
         record.config, module, _text(path), own, around, all_matches=True
       )
-  return found
+  return policies

@@ -35,8 +35,8 @@ class Layer:
 
 
 def call_in(state, layer, policy, picked=False, outermost=None, iterates=()):
-  how = ModulePolicy(policy, picked, output_dtype=outermost)
-  return call_of(layer, "layer", how, state, Layers(iterates=iterates))
+  resolved = ModulePolicy(policy, picked, output_dtype=outermost)
+  return call_of(layer, "layer", resolved, state, Layers(iterates=iterates))
 
 
 def run(call, policy, **fields):
