@@ -39,7 +39,10 @@ S = TypeVar("S", bound=Active)
 
 _OPS = OpLists()
 
-NEEDS_VALUES = (
+OF_DTYPES = (TypeError, NotImplementedError, jax.dtypes.TypePromotionError)
+"""What JAX and kernels raise where there is no operation for some dtypes."""
+
+_NEEDS_VALUES = (
   jax.errors.ConcretizationTypeError,
   jax.errors.NonConcreteBooleanIndexError,
   jax.errors.TracerArrayConversionError,
@@ -113,7 +116,7 @@ def attempts(
 ) -> R:
   """Returns the result of a call that is traced, in another way where tracing it raises.
 
-  What does not exist in float32 (a TypeError, a NotImplementedError) is traced again with the class
+  What does not exist in float32, see `OF_DTYPES`, is traced again with the class
   of module that raised in its compute dtype: a kernel may take low precision alone. What needs
   Python runs as Python, and there each module that it calls is traced by itself: where it looks at
   values, or where it changes what is not its own, which the framework calls `foreign`.
@@ -123,7 +126,7 @@ def attempts(
     failed: list[Class] = []
     try:
       return attempt(dataclasses.replace(state, tracing=True, failed=failed))
-    except NEEDS_VALUES as error:
+    except _NEEDS_VALUES as error:
       reason = f"needs the values of arrays: {line_of_user(error)}"
       break
     except foreign as error:
@@ -132,7 +135,7 @@ def attempts(
     except NotTraceable as error:
       reason = str(error)
       break
-    except (TypeError, NotImplementedError) as error:
+    except OF_DTYPES as error:
       first = first or error
       # By name: a class that the call defines is another one in each attempt.
       if not failed or failed[0].__qualname__ in {cls.__qualname__ for cls in state.casting}:
@@ -206,7 +209,7 @@ class ModuleCall(NamedTuple):
         scopes.enter_context(jax.named_scope(AS_GIVEN))
       try:
         return method(*call[0], **call[1])
-      except (TypeError, NotImplementedError) as error:
+      except OF_DTYPES as error:
         if policy is not None and state.failed is not None:
           state.failed.append(type(self.module))
         if policy is not None and not isinstance(error, (MpjaxError, jax.errors.JAXTypeError)):

@@ -24,7 +24,14 @@ from mpjax._core.policy_config import ModulePolicy
 from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
-from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewrite_calls
+from mpjax._jaxprs.module_calls import (
+  OF_DTYPES,
+  array,
+  attempts,
+  begins_trace,
+  call_of,
+  rewrite_calls,
+)
 from mpjax.linen import _layers
 from mpjax.linen._context import (
   Active,
@@ -179,7 +186,7 @@ def in_compute_dtypes(call: Callable[[], T], state: Active) -> T | None:
   try:
     with activate(dataclasses.replace(state, casting=EVERY)):
       return call()
-  except (TypeError, flax.errors.FlaxError):
+  except (*OF_DTYPES, flax.errors.FlaxError):
     return None
 
 

@@ -148,6 +148,16 @@ def test_a_cache_has_the_dtype_of_what_is_written_to_it_and_keeps_it(way):
     assert dtypes(after) == dtypes(cache)
 
 
+def test_a_cache_of_a_module_that_mixes_dtypes_where_jax_does_not_promote_stays_as_declared():
+  def mixes(module, x):
+    module.variable("cache", "y", jnp.zeros, (3,))
+    return x @ module.param("w", nn.initializers.ones, (3, 3))
+
+  with jax.numpy_dtype_promotion("strict"):
+    found = with_policy(Does(mixes), "mixed_bfloat16").init(KEY, X)
+  assert found["cache"]["y"].dtype == F32
+
+
 def test_trees_that_are_not_alike_are_not_cast():
   half = jax.ShapeDtypeStruct((2,), jnp.bfloat16)
   tree = {"a": jnp.ones(2), "n": jnp.zeros(2, jnp.int32)}
