@@ -8,22 +8,45 @@ import numpy as np
 NORMAL = nn.initializers.normal(0.3)
 
 
+def gated(x, gate, value, dilation):
+  """One convolution over the past through a tanh, times another through a sigmoid."""
+
+  def causal(kernel):
+    padded = jnp.pad(x, ((0, 0), (dilation, 0), (0, 0)))
+    return jax.lax.conv_general_dilated(
+      padded, kernel, (1,), "VALID", None, (dilation,), dimension_numbers=("NWC", "WIO", "NWC")
+    )
+
+  gate = jax.nn.sigmoid(causal(gate))
+  return jnp.tanh(causal(value)) * gate
+
+
+def states_over_time(u, step, drive, log_decay, readout):
+  """The diagonal state space: its state starts in float32, and is read at each time."""
+  decay = jnp.exp(-step[..., None] * jnp.exp(log_decay)[None, None, None])
+
+  def advance(state, now):
+    decay, step, u, drive = now
+    state = state * decay + (step * u)[..., None] * drive[:, None]
+    return state, state.astype(u.dtype)
+
+  start = jnp.zeros((u.shape[0], *decay.shape[2:]))
+  over_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (decay, step, u, drive))
+  _, states = jax.lax.scan(advance, start, over_time)
+  return jnp.einsum("tbds,sd->btd", states, readout)
+
+
 class WaveNet(nn.Module):
   """Dilated causal convolutions from raw parameters, gated, with skip connections."""
 
   @nn.compact
   def __call__(self, x):
-    def causal(x, name, features, dilation):
-      kernel = self.param(name, NORMAL, (2, x.shape[-1], features))
-      x = jnp.pad(x, ((0, 0), (dilation, 0), (0, 0)))
-      return jax.lax.conv_general_dilated(
-        x, kernel, (1,), "VALID", None, (dilation,), dimension_numbers=("NWC", "WIO", "NWC")
-      )
+    def kernel(name):
+      return self.param(name, NORMAL, (2, 8, 8))
 
     x, skips = nn.Dense(8)(x), 0.0
     for i, dilation in enumerate((1, 2, 4)):
-      gate = jax.nn.sigmoid(causal(x, f"gate_{i}", 8, dilation))
-      h = jnp.tanh(causal(x, f"filter_{i}", 8, dilation)) * gate
+      h = gated(x, kernel(f"gate_{i}"), kernel(f"filter_{i}"), dilation)
       skips = skips + nn.Dense(8)(h)
       x = x + nn.Dense(8)(h)
     return nn.Dense(4)(nn.relu(skips))
@@ -40,18 +63,7 @@ class StateSpace(nn.Module):
     log_decay = self.param("log_decay", lambda _: jnp.log(jnp.arange(1.0, self.states + 1)))
     readout = self.param("readout", NORMAL, (self.states, width))
     step = jax.nn.softplus(nn.Dense(width)(u))
-    drive = nn.Dense(self.states)(u)
-    decay = jnp.exp(-step[..., None] * jnp.exp(log_decay))
-
-    def advance(state, now):
-      decay, step, u, drive = now
-      state = state * decay + (step * u)[..., None] * drive[:, None]
-      return state, state.astype(u.dtype)
-
-    start = jnp.zeros((u.shape[0], width, self.states))
-    over_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (decay, step, u, drive))
-    _, states = jax.lax.scan(advance, start, over_time)
-    return jnp.einsum("tbds,sd->btd", states, readout)
+    return states_over_time(u, step, nn.Dense(self.states)(u), log_decay, readout)
 
 
 class Mamba(nn.Module):

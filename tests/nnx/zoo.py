@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
+from tests.models import signals, vision
 from tests.models.values import integers, normal
 
 NORMAL = nnx.initializers.normal(0.2)
@@ -149,18 +149,12 @@ def with_balance(model: Any, ids: Any) -> Any:
 
 
 class SelfAttention(nnx.Module):
-  def __init__(self, rngs, heads=2):
+  def __init__(self, rngs):
     self.to_qkv = nnx.Linear(16, 48, use_bias=False, rngs=rngs)
     self.to_out = nnx.Linear(16, 16, rngs=rngs)
-    self.heads = heads
 
   def __call__(self, x):
-    q, k, v = (
-      t.reshape(*t.shape[:2], self.heads, -1) for t in jnp.split(self.to_qkv(x), 3, axis=-1)
-    )
-    weights = nnx.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5)
-    out = jnp.einsum("bhij,bjhd->bihd", weights, v)
-    return self.to_out(out.reshape(x.shape))
+    return vision.attend(self, x)
 
 
 class Vit(nnx.Module):
@@ -211,10 +205,7 @@ class UNet(nnx.Module):
     self.norm = nnx.GroupNorm(8, 2, rngs=rngs)
 
   def __call__(self, x, t):
-    # Sines and cosines of the time, at frequencies made by NumPy in float32.
-    frequencies = np.exp(-np.log(10000.0) * np.arange(8, dtype=np.float32) / 8)
-    angles = t[:, None] * frequencies[None]
-    t = self.time(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1))
+    t = self.time(vision.time_embedding(t, 16))
     skip = self.down(self.stem(x), t)
     h = self.middle(self.pool(skip), t)
     h = jnp.repeat(jnp.repeat(h, 2, axis=1), 2, axis=2)
@@ -261,16 +252,9 @@ class WaveNet(nnx.Module):
     self.mix = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
 
   def __call__(self, x):
-    def causal(x, kernel, dilation):
-      x = jnp.pad(x, ((0, 0), (dilation, 0), (0, 0)))
-      numbers = ("NWC", "WIO", "NWC")
-      return jax.lax.conv_general_dilated(
-        x, kernel, (1,), "VALID", None, (dilation,), dimension_numbers=numbers
-      )
-
     x, skips = self.first(x), 0.0
     for i, (gate, value) in enumerate(self.kernels):
-      h = jnp.tanh(causal(x, value[...], 2**i)) * jax.nn.sigmoid(causal(x, gate[...], 2**i))
+      h = signals.gated(x, gate[...], value[...], 2**i)
       skips = skips + h
       x = x + self.mix[i](h)
     return self.out(nnx.relu(skips))
@@ -286,17 +270,7 @@ class StateSpace(nnx.Module):
 
   def __call__(self, u):
     step, drive = jax.nn.softplus(self.step(u)), self.drive(u)
-    decay = jnp.exp(-step[..., None] * jnp.exp(self.log_decay[...])[None, None, None])
-
-    def advance(state, now):
-      decay, step, u, drive = now
-      state = state * decay + (step * u)[..., None] * drive[:, None]
-      return state, state.astype(u.dtype)
-
-    start = jnp.zeros((u.shape[0], *decay.shape[2:]))
-    over_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (decay, step, u, drive))
-    _, states = jax.lax.scan(advance, start, over_time)
-    return jnp.einsum("tbds,sd->btd", states, self.readout[...])
+    return signals.states_over_time(u, step, drive, self.log_decay[...], self.readout[...])
 
 
 class GraphNetwork(nnx.Module):
