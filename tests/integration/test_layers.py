@@ -216,16 +216,6 @@ def test_what_is_told_of_a_cell_over_time_before_it_runs():
   assert "LSTMCell" in ours.tabulate(KEY, xs)
 
 
-def test_an_initial_carry_that_is_given_keeps_its_dtype():
-  xs, cell = jnp.stack([X] * 4, axis=1), nn.LSTMCell(3)
-  layer = linen(nn.RNN(cell, return_carry=True), xs)
-  for dtype in ("float32", "bfloat16"):
-    start = jax.tree.map(lambda c, d=dtype: c.astype(d), cell.initialize_carry(KEY, (2, 3)))
-    _, (carry, out) = traced(layer, "c=bf16", xs, initial_carry=start)
-    assert dtypes(carry) == dtypes(start)
-    assert out.dtype == dtype
-
-
 class Learned(nnx.RNNCellBase):
   """Starts in a learned state; its weights are raw parameters."""
 
