@@ -237,7 +237,7 @@ BUILT: dict[str, tuple[Any, tuple[int, ...], int]] = {
   "nnx: LoRALinear": (made(nnx.LoRALinear, 3, 3, lora_rank=2), S, 3),
 }
 EXACT = [name for name, (_, shape, _) in BUILT.items() if 100 in shape]
-"""The numbers that these compute are whole, and compared."""
+"""Those of 100 rows: the numbers that they compute are whole, and compared."""
 
 
 @functools.cache
