@@ -2,8 +2,7 @@
 
 from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable, check_returned
 from mpjax._jaxprs.autocast.scopes import at_rest, leaving, mark, region_of
-from mpjax._jaxprs.autocast.traced import Interface, with_settings
-from mpjax._jaxprs.autocast.transform import autocast
+from mpjax._jaxprs.autocast.transform import Interface, autocast, with_settings
 from mpjax._jaxprs.autocast.values import Settings
 
 __all__ = [

@@ -14,7 +14,7 @@ import pytest
 import mpjax
 from mpjax._jaxprs.autocast import float8
 from mpjax._jaxprs.autocast.float8 import quantise
-from mpjax._jaxprs.autocast.traced import Interface, with_settings
+from mpjax._jaxprs.autocast.transform import Interface, with_settings
 from mpjax._jaxprs.autocast.values import Settings
 from tests.errors import check_error
 from tests.float8_oracle import E4M3, E5M2, Oracle, normal, quantised, scale_of

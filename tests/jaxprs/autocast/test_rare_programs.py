@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 
 import mpjax
-from mpjax._jaxprs.autocast.traced import rewrite_closed
+from mpjax._jaxprs.autocast.transform import rewrite_closed
 from mpjax._jaxprs.autocast.values import Kind, Settings
 from tests import programs
 

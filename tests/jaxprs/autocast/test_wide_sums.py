@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.autocast.traced import Interface, with_settings
+from mpjax._jaxprs.autocast.transform import Interface, with_settings
 from mpjax._jaxprs.autocast.values import FLOAT32, Settings
 from tests.programs import bits, equations, products, residual_bytes, run
 
