@@ -244,8 +244,8 @@ tests/transforms/test_loss_scaling.py::test_updates_that_are_not_finite
 mpjax/transforms/_accumulation.py::accumulate_gradients
 
 26 accumulate lets a loss scale in, and adds up scaled gradients
-- scales_in(inner_state)
-+ scales_in(view)
+- refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
++ refuse_scale_inside(params, where, got="mpjax.loss_scaling", fix=fix)
 tests/transforms/test_accumulation.py::test_a_loss_scale_inside_is_refused
 
 mpjax/transforms/_gradients.py::batch_gradients
