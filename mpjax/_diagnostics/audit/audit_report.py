@@ -125,7 +125,7 @@ class AuditReport(Report):
         "AuditReport.assert_no_leaks(...)",
         expected="no float32 operation where low precision was asked for",
         got=f"{len(leaks)}: the costliest is {first.operation} in {first.path or 'the root'} "
-        f"({first.source}), float32 because of {first.cause.kind} {first.cause.name}",
+        f"({first.source}), float32 because {_because([first])}",
         fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
       )
 
