@@ -109,13 +109,11 @@ def in_region() -> bool:
 
 
 def activate_scope(state: Active, opened: contextlib.ExitStack) -> ScopeToken:
-  """Makes a state active for a scope that may be left in any order.
-
-  A generator that yields inside a scope leaves it when it ends, which may be after another scope
-  was entered. That one stays active, and when it is left too what was before both is restored. Left
-  as a `with` block is, the scope of the generator would restore what was before it, and a model
-  called next in the other scope would run without a policy.
-  """
+  """Makes a state active for a scope that may be left in any order."""
+  # A generator that yields inside a scope leaves it when it ends, which may be after another scope
+  # was entered. That one stays active, and when it is left too what was before both is restored.
+  # Left as a `with` block is, the scope of the generator would restore what was before it, and a
+  # model called next in the other scope would run without a policy.
   token = ScopeToken(ACTIVE.value, opened)
   ACTIVE(dataclasses.replace(state, token=token)).__enter__()
   return token

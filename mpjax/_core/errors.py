@@ -103,10 +103,8 @@ LONGEST = 1900
 
 
 def message(where: str, *, expected: str, got: str, fix: str) -> str:
-  """Returns the text of an error: where it was, what was expected, what came, what to do.
-
-  Of a part that is very long, such as the `repr` of a model, the middle is left out.
-  """
+  """Returns the text of an error: where it was, what was expected, what came, what to do."""
+  # Of a part that is very long, such as the `repr` of a model, the middle is left out.
   parts = [where, expected, got, fix]
   lengths, limit = [len(part) for part in parts], LONGEST - len(": expected , got . ")
   # The longest parts are cut, to one length: what a reader needs most is short.
@@ -223,11 +221,9 @@ _CELL = re.compile(
 
 
 def shown_file(file: str) -> str:
-  """Returns how reports and errors write the file of a line: its path, or "cell" in a notebook.
-
-  The file of a cell is named by a hash of its text, which no reader could look up. IPython adds
-  the number of the cell, and then it is "cell 3".
-  """
+  """Returns how reports and errors write the file of a line: its path, or "cell" in a notebook."""
+  # The file of a cell is named by a hash of its text, which no reader could look up. IPython adds
+  # the number of the cell, and then it is "cell 3".
   cell = _CELL.search(file)
   if cell is None:
     return file

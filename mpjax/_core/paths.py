@@ -26,11 +26,9 @@ def key_names(path: KeyPath) -> Path:
 
 
 def leaf_paths(tree: PyTree) -> list[Path]:
-  """Returns the path of each leaf. What a box holds has the path of the box.
-
-  `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A
-  name with slashes in it, as Haiku's are, is several.
-  """
+  """Returns the path of each leaf. What a box holds has the path of the box."""
+  # `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A
+  # name with slashes in it, as Haiku's are, is several.
 
   def is_box(x: object) -> bool:
     return hasattr(type(x), "replace_boxed") or hasattr(type(x), "get_raw_value")
@@ -48,11 +46,9 @@ def node_paths(tree: PyTree) -> set[str]:
 
 
 def leaves_by_path(tree: PyTree, where: str) -> dict[str, Leaf]:
-  """Returns the leaves of `tree`, in its order, by path; two of one path as text are an error.
-
-  A path does not tell a field of a class from the key of a dict, nor a position from its digits:
-  checkpoints turn one into the other.
-  """
+  """Returns the leaves of `tree`, in its order, by path; two of one path as text are an error."""
+  # A path does not tell a field of a class from the key of a dict, nor a position from its digits:
+  # checkpoints turn one into the other.
   if isinstance(tree, Mapping) and jax.tree_util.all_leaves([tree]):
     tree = dict(tree)  # one that JAX does not know, such as numpy.load of an npz file
   leaves: dict[str, Leaf] = {}

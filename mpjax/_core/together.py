@@ -111,11 +111,9 @@ def _rows(arrays: Sequence[Array]) -> Array:
 
 
 def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
-  """Returns `condition` for each leaf: the scalar, or on a GPU a mask that small ones share.
-
-  XLA for GPU puts operations of one shape that read the same array into one kernel, but not for the
-  sake of a scalar: AdamW then updates 53 scales of norms in 6 kernels, and otherwise in 53.
-  """
+  """Returns `condition` for each leaf: the scalar, or on a GPU a mask that small ones share."""
+  # XLA for GPU puts operations of one shape that read the same array into one kernel, but not for
+  # the sake of a scalar: AdamW then updates 53 scales of norms in 6 kernels, and otherwise in 53.
   found = [condition] * len(leaves)
   if not isinstance(condition, Tracer):
     return found
@@ -141,11 +139,9 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
 
 
 def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
-  """Returns the same scalars (bool, int32, float32), on a GPU read from one array.
-
-  XLA launches a kernel for each number that is computed from scalars, a copy for each that is
-  overwritten while another still reads it, and one for all that read the same array.
-  """
+  """Returns the same scalars (bool, int32, float32), on a GPU read from one array."""
+  # XLA launches a kernel for each number that is computed from scalars, a copy for each that is
+  # overwritten while another still reads it, and one for all that read the same array.
   found = dict(scalars)
   arrays = list({id(x): x for x in found.values()}.values())
   plain = all(isinstance(x, Tracer) and not jnp.ndim(x) for x in arrays)
@@ -184,12 +180,10 @@ def _on_gpu(
 def _grouped(
   leaves: Sequence[Leaf], key: Callable[[Leaf], object], most: int | None = _MOST
 ) -> list[list[int]]:
-  """Returns positions of leaves in groups of one key, of at most `most`; some are alone.
-
-  Concrete leaves are, since operations on them run one by one, and so are those of symbolic shapes,
-  and those that may be divided among devices: to stack two that are divided differently takes a
-  collective for all of one.
-  """
+  """Returns positions of leaves in groups of one key, of at most `most`; some are alone."""
+  # Concrete leaves are, since operations on them run one by one, and so are those of symbolic
+  # shapes, and those that may be divided among devices: to stack two that are divided differently
+  # takes a collective for all of one.
   groups: dict[object, list[int]] = {}
   unknown = any(_divided(x, AxisType.Auto) for x in leaves)
   for i, x in enumerate(leaves):

@@ -32,11 +32,9 @@ def is_half(x: Leaf) -> bool:
 
 
 def cast_leaf(x: Leaf, dtype: DType) -> Leaf:
-  """Returns `x` in `dtype` if it is a floating array, else `x` itself.
-
-  A NumPy value stays one: code that uses it as a constant (a schedule, a rate) keeps a value
-  that it can look at under `jit`.
-  """
+  """Returns `x` in `dtype` if it is a floating array, else `x` itself."""
+  # A NumPy value stays one: code that uses it as a constant (a schedule, a rate) keeps a value that
+  # it can look at under `jit`.
   if not is_floating(x) or x.dtype == dtype:
     return x
   if isinstance(x, jax.ShapeDtypeStruct):
@@ -53,11 +51,9 @@ def half_to_float32(x: Leaf) -> Leaf:
 
 
 def is_nnx_object(x: object) -> bool:
-  """Whether `x` is a module, a container, a variable or another object of Flax NNX.
-
-  Such an object may be a tree to JAX, but it is what others hold and write to: a mapped copy of it
-  loses what is written. Its class tells, so that nothing here needs NNX installed.
-  """
+  """Whether `x` is a module, a container, a variable or another object of Flax NNX."""
+  # Such an object may be a tree to JAX, but it is what others hold and write to: a mapped copy of
+  # it loses what is written. Its class tells, so that nothing here needs NNX installed.
   names = (c.__module__ for c in type(x).__mro__ if c.__name__ in ("Pytree", "Variable"))
   return any(name.startswith("flax.nnx.") for name in names)
 
@@ -65,11 +61,9 @@ def is_nnx_object(x: object) -> bool:
 def map_arrays(
   fun: Callable[[Leaf], Leaf], tree: PyTree, is_leaf: Callable[[Leaf], bool] | None = None
 ) -> PyTree:
-  """Returns `tree` with `fun` of its leaves, and objects of Flax NNX as they are.
-
-  Where `fun` changes nothing the result is `tree` itself: containers stay the same objects, and
-  static arguments stay equal.
-  """
+  """Returns `tree` with `fun` of its leaves, and objects of Flax NNX as they are."""
+  # Where `fun` changes nothing the result is `tree` itself: containers stay the same objects, and
+  # static arguments stay equal.
 
   def stop(x: Leaf) -> bool:
     return is_nnx_object(x) or (is_leaf is not None and is_leaf(x))
@@ -99,11 +93,9 @@ def cast_like(tree: PyTree, dtypes: PyTree) -> PyTree | None:
 
 
 def round_to(x: Array, dtype: DType) -> Array:
-  """Returns `x` rounded to nearest in `dtype`, a rounding that the compiler keeps.
-
-  XLA for GPU may drop a cast to low precision together with a cast back that follows it.
-  `reduce_precision` would stay, but flushes all subnormal numbers of float16 to 0.
-  """
+  """Returns `x` rounded to nearest in `dtype`, a rounding that the compiler keeps."""
+  # XLA for GPU may drop a cast to low precision together with a cast back that follows it.
+  # `reduce_precision` would stay, but flushes all subnormal numbers of float16 to 0.
   return x if x.dtype == dtype else jax.lax.optimization_barrier(x.astype(dtype))
 
 
@@ -147,11 +139,9 @@ def all_finite(tree: PyTree) -> Array:
 
 
 def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
-  """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any.
-
-  One int32 says both whether and where. It can be reduced over devices by a minimum, which for
-  integers, unlike for floating values, no NaN gets past.
-  """
+  """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any."""
+  # One int32 says both whether and where. It can be reduced over devices by a minimum, which for
+  # integers, unlike for floating values, no NaN gets past.
 
   def one_by_one(leaves: Sequence[Leaf]) -> Array:
     first = jnp.asarray(len(leaves), jnp.int32)
@@ -235,10 +225,9 @@ def select(
   *,
   fix: str = "Give both the same structure, shapes and dtypes: nothing is cast or broadcast here.",
 ) -> PyTree:
-  """Returns `on_true` where the scalar `condition` holds and `on_false` where it does not.
-
-  Never a multiplication by a mask: 0 * NaN is NaN. Trees that are not alike are an MpjaxValueError.
-  """
+  """Returns `on_true` where the scalar `condition` holds and `on_false` where it does not."""
+  # Never a multiplication by a mask: 0 * NaN is NaN. Trees that are not alike are an
+  # MpjaxValueError.
   if jnp.shape(condition) != ():
     raise MpjaxValueError(
       where,

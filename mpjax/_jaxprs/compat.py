@@ -20,11 +20,9 @@ NameStack: TypeAlias = Any
 
 
 def is_in_program(x: object) -> bool:
-  """Whether a value is a tracer of a jaxpr that JAX is tracing at this moment.
-
-  False for a concrete value, and for one that is being differentiated or batched. Should JAX
-  rename its class, nothing is ever found to be in a jaxpr, which costs time and nothing else.
-  """
+  """Whether a value is a tracer of a jaxpr that JAX is tracing at this moment."""
+  # False for a concrete value, and for one that is being differentiated or batched. Should JAX
+  # rename its class, nothing is ever found to be in a jaxpr, which costs time and nothing else.
   return isinstance(x, Tracer) and type(x).__name__ == "DynamicJaxprTracer"
 
 

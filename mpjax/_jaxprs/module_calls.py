@@ -114,13 +114,11 @@ def attempts(
   where: str,
   foreign: type[Exception],
 ) -> R:
-  """Returns the result of a call that is traced, in another way where tracing it raises.
-
-  What does not exist in float32, see `OF_DTYPES`, is traced again with the class
-  of module that raised in its compute dtype: a kernel may take low precision alone. What needs
-  Python runs as Python, and there each module that it calls is traced by itself: where it looks at
-  values, or where it changes what is not its own, which the framework calls `foreign`.
-  """
+  """Returns the result of a call that is traced, in another way where tracing it raises."""
+  # What does not exist in float32, see `OF_DTYPES`, is traced again with the class of module that
+  # raised in its compute dtype: a kernel may take low precision alone. What needs Python runs as
+  # Python, and there each module that it calls is traced by itself: where it looks at values, or
+  # where it changes what is not its own, which the framework calls `foreign`.
   first: Exception | None = None
   while True:
     failed: list[Class] = []
@@ -347,11 +345,10 @@ def _fields_set(module: Module, fields: dict[str, object]) -> Generator[None]:
 
 
 def dtype_field(module: Module, dtype: DType, *, always: bool) -> dict[str, object]:
-  """Returns the field `dtype` to set for the length of a call, if the module has one to set.
-
-  A module whose own dtype (or `param_dtype`) is complex or an integer means what it says, and so
-  does one whose field is no dtype. Unless `always` one in low precision is set, which would round.
-  """
+  """Returns the field `dtype` to set for the length of a call, if the module has one to set."""
+  # A module whose own dtype (or `param_dtype`) is complex or an integer means what it says, and so
+  # does one whose field is no dtype. Unless `always` one in low precision is set, which would
+  # round.
   own = plain_attribute(module, "dtype", _MISSING)
   if dataclasses.is_dataclass(module):
     if not any(field.name == "dtype" and field.init for field in dataclasses.fields(module)):
@@ -369,11 +366,9 @@ _MISSING = object()
 
 
 def plain_attribute(module: Module, name: str, default: object = None) -> Any:
-  """Returns an attribute that is a value, without running code of the user's; else `default`.
-
-  A property of a module may call one of its methods, read a parameter, or set up submodules. It
-  computes a dtype rather than holding one, so that there is nothing in it to set.
-  """
+  """Returns an attribute that is a value, without running code of the user's; else `default`."""
+  # A property of a module may call one of its methods, read a parameter, or set up submodules. It
+  # computes a dtype rather than holding one, so that there is nothing in it to set.
   value = inspect.getattr_static(module, name, default)
   return default if hasattr(type(value), "__get__") else value
 

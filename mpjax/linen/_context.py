@@ -85,20 +85,16 @@ def begin(
 
 
 def module_path(module: nn.Module) -> str:
-  """Returns the path that rules see: relative to the root, or the name of what is itself a root.
-
-  A child on which `.apply` is called in a forward pass is the root of that call; it has its name.
-  """
+  """Returns the path that rules see: relative to the root, or the name of what is itself a root."""
+  # A child on which `.apply` is called in a forward pass is the root of that call.
   names = module.path or ((module.name,) if module.name else ())
   return "/".join(names)
 
 
 def policy_of(active: Active, config: PolicyConfig, module: nn.Module) -> ModulePolicy:
-  """Returns the policy of a bound module.
-
-  What encloses a module is its parent; across a lifted transform, which hides the parent, it is the
-  module being called, and so it is for a model on which `.apply` is called in a forward pass.
-  """
+  """Returns the policy of a bound module."""
+  # What encloses a module is its parent; across a lifted transform, which hides the parent, it is
+  # the module being called, and so it is for a model that is applied in a forward pass.
   parent = module.parent
   if isinstance(parent, nn.Module):
     around = policy_of(active, config, parent)
@@ -114,10 +110,8 @@ def policy_of(active: Active, config: PolicyConfig, module: nn.Module) -> Module
 
 
 def is_new_root(active: Active, module: nn.Module) -> bool:
-  """Whether a bound module is the root of a call of its own, other than the active root.
-
-  A scope that a lifted transform created for the active root shows the transform in its debug path.
-  """
+  """Whether a bound module is the root of a call of its own, other than the active root."""
+  # A scope that a lifted transform created for the active root shows it in its debug path.
   scope = module.scope
   if scope is None or module.path != () or scope.debug_path:
     return False

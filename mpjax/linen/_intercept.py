@@ -191,11 +191,9 @@ def in_compute_dtypes(call: Callable[[], T], state: Active) -> T | None:
 
 
 def computed(init: Callable[[], Variables], variables: Variables, state: Active) -> Variables:
-  """Returns the shapes and dtypes of the caches among `variables`, as they are by hand.
-
-  Nothing but the modules themselves tells them: traced in float32, they create the decode cache of
-  a bfloat16 model in float32, twice as large.
-  """
+  """Returns the shapes and dtypes of the caches among `variables`, as they are by hand."""
+  # Nothing but the modules themselves tells them: traced in float32, they create the decode cache
+  # of a bfloat16 model in float32, twice as large.
   caches = [col for col in stored_as("computed") if col in variables]
   if not any(is_floating(x) for col in caches for x in jax.tree.leaves(variables[col])):
     return {}

@@ -77,11 +77,9 @@ def model_of(module: nnx.Pytree) -> nnx.Pytree | None:
 
 
 def check_modes(module: nnx.Pytree) -> None:
-  """Raises MpjaxRuntimeError if a mode was set on the user's module alone after `with_policy`.
-
-  That is what `model.eval()` does: the view would go on training. A mode that was set on the view
-  is its own: a view for evaluation stays one while the model goes on training.
-  """
+  """Raises MpjaxRuntimeError if a mode was set on the user's module alone after `with_policy`."""
+  # That is what `model.eval()` does: the view would go on training. A mode that was set on the view
+  # is its own: a view for evaluation stays one while the model goes on training.
   model = model_of(module)
   if model is None:
     return
@@ -98,10 +96,7 @@ def check_modes(module: nnx.Pytree) -> None:
 
 
 def check_set(module: nnx.Pytree, name: str, value: object) -> None:
-  """Raises MpjaxTypeError if a module with parameters that is none of a view's is set on one.
-
-  It would run without the policy, and the user's model would not have its parameters.
-  """
+  """Raises MpjaxTypeError if a module with parameters that is none of a view's is set on one."""
   if not isinstance(value, nnx.Module) or is_view(value) or isinstance(value, nnx.bridge.ToNNX):
     return
   if any(isinstance(node, nnx.Param) for _, node in nnx.iter_graph(value, graph=True)):

@@ -27,11 +27,9 @@ _NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, nnx.List, nnx.Dict)
 
 
 def _overrides(cls: Any) -> dict[str, Function]:
-  """Returns what the modules of a view do otherwise than those of `cls`, the user's class.
-
-  These are functions, not the methods of a second base: with one, objects would have another layout
-  than those of `cls`, and could not take the class.
-  """
+  """Returns what the modules of a view do otherwise than those of `cls`, the user's class."""
+  # These are functions, not the methods of a second base: with one, objects would have another
+  # layout than those of `cls`, and could not take the class.
 
   def __setattr__(self: nnx.Module, name: str, value: object) -> None:
     _spec.check_set(self, name, value)
@@ -81,12 +79,9 @@ def is_tree(module: nnx.Pytree) -> bool:
 
 @functools.cache
 def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
-  """Returns the subclass of `cls` whose modules run as `resolved` says.
-
-  It is kept: a class created anew for each view would be another key of each cache, and a step that
-  makes its view inside would be compiled again at each call. `tree` says whether its modules are
-  pytrees to JAX.
-  """
+  """Returns the subclass of `cls` whose modules run as `resolved` says, as pytrees if `tree`."""
+  # Cached: a new class for each view would be another key of each cache of JAX, and a step that
+  # makes its view inside would be compiled again at each call.
   names: dict[str, object] = {
     "__module__": cls.__module__,
     "__qualname__": cls.__qualname__,

@@ -90,11 +90,7 @@ def with_policy(
 
 
 def _rebound(value: Any, counterparts: Mapping[int, object]) -> Any:
-  """Returns a method, alone or in `functools.partial`, as that of the counterpart of its object.
-
-  `counterparts` has other objects by the identities of those that they replace; arguments of the
-  partial are replaced too.
-  """
+  """Returns a method, also in a partial, as that of the counterpart of its object, by identity."""
   if isinstance(value, types.MethodType):
     to = counterparts.get(id(value.__self__))
     return value if to is None else getattr(to, value.__name__)
