@@ -64,7 +64,6 @@ class CaptureProbe:
     self.result = next(i for i, v in enumerate(self.step.eqn.outvars) if is_inexact(v))
 
   def watch(self, body: Body, values: Sequence[Any], around: Around) -> "_Watch":
-    """Returns what looks at the values of a body."""
     return _Watch(self, body is self.body, around.indices)
 
   def nothing(self) -> Seen:
@@ -92,7 +91,6 @@ class _Watch:
     self.seen = probe.nothing()
 
   def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    """Returns the results of a step."""
     outs = bind(step.eqn, ins)
     if step.number in self.before:
       self.rows.append(_row(outs[0], jnp.zeros((), jnp.float32)))
@@ -101,11 +99,9 @@ class _Watch:
     return outs
 
   def inside(self, state: Seen) -> None:
-    """Takes what was seen in the inner lists of a step."""
     self.seen = self.probe.merge(self.seen, state)
 
   def state(self) -> Seen:
-    """Returns what was seen."""
     return self.seen
 
   def _captured(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> Seen:

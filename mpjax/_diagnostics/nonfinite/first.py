@@ -62,7 +62,6 @@ class FirstProbe:
     self.top, self.uses, self.only, self.rescale = top, uses, only, rescale
 
   def watch(self, body: Body, values: Sequence[Any], around: Around) -> "_Watch":
-    """Returns what looks at the values of a body."""
     watch = _Watch(self, around.indices)
     if body is self.top:
       watch.look_at_arguments(body, values)
@@ -119,7 +118,6 @@ class _Watch:
       self._broke(slot, number, is_nan(x) | (inf_counts & not_finite(x) & ~may_be_mask))
 
   def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    """Returns the results of a step, which are looked at."""
     ins = self.probe.rescale(step, ins)
     outs = bind(step.eqn, ins)
     self._multiply(step, ins)
@@ -131,11 +129,9 @@ class _Watch:
     return outs
 
   def inside(self, state: First) -> None:
-    """Takes what was found in the inner lists of a step."""
     self.inner.append(state)
 
   def state(self) -> First:
-    """Returns the first that was found."""
     for shape in list(self.masks):
       self._reduce(shape)
     state = self.probe.nothing()

@@ -44,13 +44,10 @@ def _read_by_backward(body: Body, returned: set[int]) -> set[int]:
   read = returned & outputs
   for step in reversed(body.steps):
     direction = step.location.direction
-    ahead = direction == "forward" and not step.bodies and _only(step.outs, read, forward)
+    only = read.issuperset(step.outs) and forward.isdisjoint(step.outs)
+    ahead = only and direction == "forward" and not step.bodies
     (read if direction == "backward" or ahead else forward).update(step.reads)
   return read - forward
-
-
-def _only(slots: tuple[int, ...], read: set[int], forward: set[int]) -> bool:
-  return read.issuperset(slots) and forward.isdisjoint(slots)
 
 
 def _is_slope(body: Body, step: Step) -> bool:
@@ -64,10 +61,18 @@ def _is_slope(body: Body, step: Step) -> bool:
     for each in body.steps
     if each.number <= step.number and not each.bodies and each.location.source == source
   ]
+  rules: dict[tuple[Primitive, str], set[Primitive]] = {}
   for place, each in enumerate(before):
-    if each.eqn.primitive is step.eqn.primitive or not is_elementwise(each):
+    is_other = each.eqn.primitive is not step.eqn.primitive and is_elementwise(each)
+    if not (is_other and any(map(is_inexact, each.eqn.outvars))):
       continue
-    rule, values = _rule_of(each.eqn), {*each.reads, *each.outs}
+    kind = (each.eqn.primitive, repr(each.eqn.params))
+    if kind not in rules:
+      rules[kind] = _rule_of(each.eqn)
+    rule = rules[kind]
+    if step.eqn.primitive not in rule:
+      continue
+    values = {*each.reads, *each.outs}
     for other in before[place + 1 :]:
       if other.eqn.primitive in rule and not values.isdisjoint(other.reads):
         values.update(other.outs)
@@ -89,5 +94,8 @@ def _rule_of(eqn: JaxprEqn) -> set[Primitive]:
     return pullback(outs)
 
   shapes = [jax.ShapeDtypeStruct(shape_of(v), aval_of(v).dtype) for v in eqn.invars]
-  eqns = jax.make_jaxpr(gradient)(*shapes).eqns
+  try:
+    eqns = jax.make_jaxpr(gradient)(*shapes).eqns
+  except (NotImplementedError, TypeError, ValueError):
+    return set()  # It has no derivative.
   return {each.primitive for each in eqns if location(each).direction == "forward"}

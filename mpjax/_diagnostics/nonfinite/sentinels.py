@@ -116,7 +116,6 @@ class FlagProbe:
     self.top, self.numbers, self.rescale = top, sentinels.numbers, rescale
 
   def watch(self, body: Body, values: Sequence[Any], around: Around) -> "_Watch":
-    """Returns what looks at the values of a body."""
     watch = _Watch(self)
     if body is self.top:
       watch.look((*body.inputs, *body.consts), (*values, *body.consts.values()))
@@ -150,17 +149,14 @@ class _Watch:
         self.seen[number] = jnp.any(not_finite(jnp.asarray(x)))
 
   def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    """Returns the results of a step."""
     outs = bind(step.eqn, self.probe.rescale(step, ins))
     self.look(step.outs, outs)
     return outs
 
   def inside(self, state: Array) -> None:
-    """Takes what was seen in the inner lists of a step."""
     self.flags = self.flags | state
 
   def state(self) -> Array:
-    """Returns what was seen."""
     if not self.seen:
       return self.flags
     return self.flags.at[jnp.asarray([*self.seen])].set(jnp.stack([*self.seen.values()]))

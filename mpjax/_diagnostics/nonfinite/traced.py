@@ -14,14 +14,6 @@ from mpjax._diagnostics.arguments import positional_names
 from mpjax._diagnostics.flat import Leaves
 from mpjax._diagnostics.steps import Body, body_of
 
-_COMPILER_OPTIONS: dict[str, str | bool | int] = {
-  # Else XLA may leave out a cast to float16 and back, with the overflow that is looked for.
-  "xla_allow_excess_precision": False,
-  # What runs once need not be fast: half of the time that compiling takes is for that.
-  "xla_backend_optimization_level": 0,
-  "xla_llvm_disable_expensive_passes": True,
-}
-
 
 class Traced(NamedTuple):
   """A function, traced for its arguments.
@@ -89,5 +81,12 @@ def _text(path: KeyPath, names: Sequence[str]) -> str:
 
 
 def compiled(fn: Function) -> Function:
-  """Returns a function that XLA compiles with every cast as it is written."""
-  return jax.jit(fn, compiler_options=_COMPILER_OPTIONS)
+  """Returns a function that XLA compiles with every cast as it is written.
+
+  Else it may leave out a cast to float16 and back, with the overflow that is looked for. What runs
+  once need not be fast, and LLVM takes half of the time that compiling takes for a CPU.
+  """
+  options: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
+  if jax.default_backend() == "cpu":
+    options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+  return jax.jit(fn, compiler_options=options)

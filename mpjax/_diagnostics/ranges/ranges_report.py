@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpjax._diagnostics.nonfinite.report import power
 from mpjax._diagnostics.ranges.exponents import FATES, FORMATS
 from mpjax._diagnostics.ranges.heat_map import heat_map
 from mpjax._diagnostics.ranges.plan import Kind
@@ -210,10 +211,10 @@ class RangesReport(Report):
       scale, used = self.loss_scale, self.loss_scale_in_use
       scales = {"without a loss scale": 1.0}
       if used is not None:
-        scales[f"with {_power(used)}, the one in use,"] = used
+        scales[f"with {power(used)}, the one in use,"] = used
       others = ", ".join(f"{t} {percent(self.lost_gradients(s))}" for t, s in scales.items())
       lines.append(
-        f"Loss scale for float16: {_power(scale)}. The largest gradient, {self._largest:.3g}, "
+        f"Loss scale for float16: {power(scale)}. The largest gradient, {self._largest:.3g}, "
         f"{_room(self._largest * scale)}, and {percent(self.lost_gradients(scale))} of the "
         f"gradients are lost; {others}."
       )
@@ -318,8 +319,3 @@ def _room(largest: float) -> str:
   if largest > _LARGEST:
     return f"overflows: float16 ends at {_LARGEST:.0f}"
   return f"stays {_LARGEST / largest:.0f} times below {_LARGEST:.0f}"
-
-
-def _power(scale: float) -> str:
-  exponent = math.log2(scale)
-  return f"2^{exponent:.0f}" if exponent == round(exponent) else f"{scale:.6g}"

@@ -17,6 +17,14 @@ def test_a_slope_that_leaves_a_scan_belongs_to_the_backward_pass():
   assert ("div", "backward") in directions(jax.grad(fn), jnp.ones(3))
 
 
+def test_comparisons_and_what_has_no_derivative_have_no_slope():
+  def fn(x):
+    above = jax.lax.nextafter(*[jax.lax.stop_gradient(x)] * 2)
+    return jnp.sin(jnp.where((x > 0) & (x < above), x, jax.lax.sqrt(x)))
+
+  assert ("div", "backward") in directions(jax.grad(fn), 2.0)
+
+
 def test_without_a_gradient_all_is_forward():
   assert set(directions(lambda x: 0.5 / jnp.sqrt(x), 1.0)) == {
     ("sqrt", "forward"),
