@@ -1,6 +1,7 @@
 import functools
 import itertools
 import re
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -83,7 +84,8 @@ def test_a_budget_that_no_module_meets():
 
 def pasted(report):
   """Returns the rules of a report as its printed lines give them."""
-  text, names = str(report), {"mpjax": mpjax}
+  names: dict[str, Any] = {"mpjax": mpjax}
+  text = str(report)
   start = text.index("import re\n") if "import re\n" in text else text.index("rules = (")
   exec(text[start : text.index("\n)") + 2], names)
   return names["rules"]
