@@ -93,6 +93,21 @@ class Finder:
         return _Broken(int(first.number), iterations, int(first.device))
     return None
 
+  def depends_on_scale(self, number: int) -> bool:
+    """Whether a step is computed from the loss scale."""
+    places = () if self.implied is None else self.implied.places
+    reached: set[int] = set()
+    if self.scale is not None:
+      trio = zip(self.body.inputs, self.traced.leaves, self.scale.with_factor(0.5), strict=True)
+      reached = {slot for slot, old, new in trio if old is not new}
+    outermost = self.body.path_to(number)[0][1]
+    for step in self.body.steps:
+      depends = step.number in places or not reached.isdisjoint(step.reads)
+      if step is outermost:
+        return depends
+      reached.update(step.outs if depends else ())
+    return False
+
   def _probe(self, only: frozenset[int], rescale: Rescale) -> FirstProbe:
     return FirstProbe(self.body, self.uses, only, rescale)
 
@@ -192,7 +207,7 @@ def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]
   Where there is none since another value breaks then, a note says which, and at which scale.
   """
   scale = finder.scale or finder.implied
-  if scale is None:
+  if scale is None or not finder.depends_on_scale(broken.number):
     return None, []
   low = math.ceil(math.log2(finder.scale.least)) if finder.scale else 0
   high = math.ceil(math.log2(scale.value))  # It breaks there, or is not a power of two.
