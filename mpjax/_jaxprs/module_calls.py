@@ -39,8 +39,15 @@ S = TypeVar("S", bound=Active)
 
 _OPS = OpLists()
 
-OF_DTYPES = (TypeError, NotImplementedError, jax.dtypes.TypePromotionError)
-"""What JAX and kernels raise where there is no operation for some dtypes."""
+REFUSED = (TypeError, ValueError, NotImplementedError, AttributeError, AssertionError)
+"""What code raises that is given an array which it cannot take: a kernel that has no version for
+its dtype, or Python that asks a tracer for its format or its sharding."""
+
+_OF_DTYPES = (TypeError, NotImplementedError, jax.dtypes.TypePromotionError)
+"""Those of JAX and of kernels that are about dtypes, and get a note that says the policy."""
+
+_NOT_NOTED = (MpjaxError, jax.errors.JAXTypeError)
+"""What says by itself what is wrong."""
 
 _NEEDS_VALUES = (
   jax.errors.ConcretizationTypeError,
@@ -115,11 +122,13 @@ def attempts(
   foreign: type[Exception],
 ) -> R:
   """Returns the result of a call that is traced, in another way where tracing it raises."""
-  # What does not exist in float32, see `OF_DTYPES`, is traced again with the class of module that
-  # raised in its compute dtype: a kernel may take low precision alone. What needs Python runs as
-  # Python, and there each module that it calls is traced by itself: where it looks at values, or
-  # where it changes what is not its own, which the framework calls `foreign`.
+  # What is refused in float32 is traced again with the class of module that raised in its compute
+  # dtype: a kernel may take low precision alone. What needs Python runs as Python, and there each
+  # module that it calls is traced by itself: where it looks at values, where it changes what is not
+  # its own, which the framework calls `foreign`, and where it is refused in both dtypes, perhaps
+  # because of the tracers. If Python is refused too, the error is the user's: the first of them.
   first: Exception | None = None
+  before = state
   while True:
     failed: list[Class] = []
     try:
@@ -133,15 +142,21 @@ def attempts(
     except NotTraceable as error:
       reason = str(error)
       break
-    except OF_DTYPES as error:
+    except REFUSED as error:
       first = first or error
       # By name: a class that the call defines is another one in each attempt.
       if not failed or failed[0].__qualname__ in {cls.__qualname__ for cls in state.casting}:
-        raise first from None
+        reason = f"raises {type(first).__name__} where it is traced: {line_of_user(first)}"
+        break
       state = dataclasses.replace(state, casting=state.casting | {failed[0]})
-  state = dataclasses.replace(state, as_python=state.as_python | {path})
-  with ACTIVE(state):
-    outputs = python(state)
+  state = dataclasses.replace(before, as_python=state.as_python | {path})
+  try:
+    with ACTIVE(state):
+      outputs = python(state)
+  except REFUSED:
+    if first is None:
+      raise
+    raise first from None
   warnings.warn(
     message(
       f"{where}: {path or 'the root'}",
@@ -207,10 +222,11 @@ class ModuleCall(NamedTuple):
         scopes.enter_context(jax.named_scope(AS_GIVEN))
       try:
         return method(*call[0], **call[1])
-      except OF_DTYPES as error:
+      except REFUSED as error:
         if policy is not None and state.failed is not None:
           state.failed.append(type(self.module))
-        if policy is not None and not isinstance(error, (MpjaxError, jax.errors.JAXTypeError)):
+        of_dtypes = isinstance(error, _OF_DTYPES) and not isinstance(error, _NOT_NOTED)
+        if policy is not None and of_dtypes:
           note_module(error, self.path, type(self.module).__name__, str(policy))
         raise
 

@@ -25,7 +25,7 @@ from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
 from mpjax._jaxprs.module_calls import (
-  OF_DTYPES,
+  REFUSED,
   array,
   attempts,
   begins_trace,
@@ -186,7 +186,7 @@ def in_compute_dtypes(call: Callable[[], T], state: Active) -> T | None:
   try:
     with activate(dataclasses.replace(state, casting=EVERY)):
       return call()
-  except (*OF_DTYPES, flax.errors.FlaxError):
+  except (*REFUSED, flax.errors.FlaxError):
     return None
 
 

@@ -102,11 +102,19 @@ def raise_if(condition):
     raise ValueError
 
 
+def shown(x):
+  assert f"{x.mean():.3f}"
+  return x
+
+
 VALUES = "values of arrays: .*test_outermost.py"
+TRACED = "raises .*Error where it is traced: .*test_outermost.py"
 PYTHON = {
   # What a model does with an array between two layers, and what the warning says of it.
   "if": (lambda x: raise_if(float(x.sum()) > 1e9) or x, VALUES),
   "mask": (lambda x: x[x > -1e9].reshape(x.shape), VALUES),
+  "format": (shown, TRACED),
+  "sharding": (lambda x: x.sharding and x, TRACED),
 }
 CALLED = {
   "wrapper": "mpjax.with_policy(model, policy)",

@@ -206,8 +206,12 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
       state.failed.append(raising())
       raise NotImplementedError(str(len(state.casting)))
 
+    def python(state):
+      assert not state.casting
+      raise ValueError("python")
+
     with pytest.raises(NotImplementedError, match="0"):  # The first says what is wrong.
-      attempts(always, lambda state: None, Active(), "", "f", LookupError)
+      attempts(always, python, Active(), "", "f", LookupError)
 
 
 def test_what_needs_values_runs_as_python_with_one_warning():
