@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import GetAttrKey
 
 from mpjax._core.dtypes import HALF_NAMES, parse_dtype
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
@@ -283,9 +284,11 @@ def _map_moments(
       return x
     named = _FIELDS_OF.get(type(x).__name__, _FIELDS)
     fields: dict[str, Order] = {} if type(x) in containers else named
-    orders: list[Order | None] = [fields.get(getattr(path[-1], "name", "")) for path, _ in pairs]
-    children = (child for _, child in pairs)
-    return treedef.unflatten(map(child_of, orders, children))
+    children = (
+      child_of(fields.get(keys[-1].name) if isinstance(keys[-1], GetAttrKey) else None, child)
+      for keys, child in pairs
+    )
+    return treedef.unflatten(children)
 
   def child_of(order: Order | None, child: PyTree) -> PyTree:
     return visit(child) if order is None else jax.tree.map(lambda x: f(x, order), child)
