@@ -49,8 +49,8 @@ def test_content_and_metadata(wheel):
   assert description.startswith("# mpjax")
   targets = re.findall(r"\]\(([^)]*)\)|(?:src|srcset|href)=[\"']([^\"']*)", description)
   assert [target for target in map("".join, targets) if "://" not in target] == []
-  assert "[Getting started](" not in description
-  assert "Getting started" in description
+  assert "[getting started](" not in description
+  assert "getting started" in description
 
 
 def test_the_sdist_holds_what_git_does(tmp_path):
