@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.dtypes import HALF_NAMES, NAMES, is_float8, parse_dtype
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest, shortened
 from mpjax._core.float8 import Float8, check_float8, parse_float8
 from mpjax._core.precision import MatmulPrecision, check_precision, parse_precision, written
 from mpjax._core.trees import cast_leaf, is_floating
@@ -168,8 +168,9 @@ class Policy:
     if isinstance(policy, Policy):
       return policy
     if not isinstance(policy, str):
-      fix = "Pass a string or a mpjax.Policy."
-      raise MpjaxTypeError(where, expected=expected, got=repr(policy), fix=fix)
+      got = shortened(" ".join(repr(policy).split()), 80)
+      fix = 'Pass a string, such as "mixed_bfloat16", or a mpjax.Policy.'
+      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
     name = policy.strip()
     if name in NAMES.keys() - _PRESETS.keys():  # a short name of a dtype
       name = "mixed_" * (NAMES[name] in HALF_NAMES) + NAMES[name]

@@ -111,7 +111,7 @@ def test_nearly_a_preset_and_what_is_no_policy():
     parts = {"where": PARSE, "expected": PRESET, "builtin": ValueError}
     check_refused(functools.partial(mpjax.Policy.parse, text), got=repr(text), fix=near, **parts)
   for value in (None, 16, jnp.bfloat16, ["bfloat16"]):
-    parts = {"expected": "a preset", "got": repr(value), "fix": "Pass a string or a mpjax.Policy"}
+    parts = {"expected": "a preset", "got": repr(value), "fix": "Pass a string"}
     parts |= {"where": PARSE, "builtin": TypeError}
     check_refused(functools.partial(mpjax.Policy.parse, value), **parts)
 
