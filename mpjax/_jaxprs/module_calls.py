@@ -128,7 +128,7 @@ def attempts(
   # its own, which the framework calls `foreign`, and where it is refused in both dtypes, perhaps
   # because of the tracers. If Python is refused too, the error is the user's: the first of them.
   first: Exception | None = None
-  before = state
+  lines = {cls.__qualname__: "" for cls in state.casting}
   while True:
     failed: list[Class] = []
     try:
@@ -143,13 +143,19 @@ def attempts(
       reason = str(error)
       break
     except REFUSED as error:
-      first = first or error
+      first, line = first or error, line_of_user(error)
       # By name: a class that the call defines is another one in each attempt.
-      if not failed or failed[0].__qualname__ in {cls.__qualname__ for cls in state.casting}:
-        reason = f"raises {type(first).__name__} where it is traced: {line_of_user(first)}"
-        break
-      state = dataclasses.replace(state, casting=state.casting | {failed[0]})
-  state = dataclasses.replace(before, as_python=state.as_python | {path})
+      name = failed[0].__qualname__ if failed else ""
+      if name and name not in lines:
+        lines[name] = line
+        state = dataclasses.replace(state, casting=state.casting | {failed[0]})
+        continue
+      if lines.get(name) == line:  # Low precision is of no use to this class: it is not cast.
+        casting = frozenset(cls for cls in state.casting if cls.__qualname__ != name)
+        state = dataclasses.replace(state, casting=casting)
+      reason = f"raises {type(error).__name__} where it is traced: {line}"
+      break
+  state = dataclasses.replace(state, as_python=state.as_python | {path})
   try:
     with ACTIVE(state):
       outputs = python(state)

@@ -214,6 +214,19 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
       attempts(always, python, Active(), "", "f", LookupError)
 
 
+@pytest.mark.parametrize("then", [lambda x: float(x), lambda x: f"{x:.3f}"])
+def test_a_class_that_low_precision_helps_stays_cast_in_python(then):
+  def attempt(state):
+    state.failed.append(int)
+    if int not in state.casting:
+      raise TypeError("no kernel for float32")
+    return jax.jit(then)(1.0)
+
+  with pytest.warns(UserWarning, match="f: body: expected a body that can be traced"):
+    state = attempts(attempt, lambda state: state, Active(), "body", "f", LookupError)
+  assert (state.casting, state.as_python) == ({int}, {"body"})
+
+
 def test_what_needs_values_runs_as_python_with_one_warning():
   def attempt(state):
     return jax.jit(lambda x: float(x))(1.0)

@@ -545,14 +545,14 @@ def test_check_can_fail(check, sources):
 
 LINES = {
   "_core and root files": 3_171,
-  "_jaxprs without autocast": 2_415,
+  "_jaxprs without autocast": 2_421,
   "_jaxprs/autocast": 3_985,
   "linen and nnx": 1_928,
   "transforms": 5_594,
   "_io": 597,
   "_diagnostics": 7_246,
-  "all of mpjax": 24_936,
-  "tests": 51_115,
+  "all of mpjax": 24_942,
+  "tests": 51_128,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 
