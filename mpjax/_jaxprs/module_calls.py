@@ -39,9 +39,9 @@ S = TypeVar("S", bound=Active)
 
 _OPS = OpLists()
 
-REFUSED = (TypeError, ValueError, NotImplementedError, AttributeError, AssertionError)
-"""What code raises that is given an array which it cannot take: a kernel that has no version for
-its dtype, or Python that asks a tracer for its format or its sharding."""
+REFUSED = (TypeError, ValueError, NotImplementedError, AttributeError, AssertionError, LookupError)
+"""What code raises that is given an array which it cannot take: a kernel, or a table of kernels,
+that has no version for its dtype, or Python that asks a tracer for its format or its sharding."""
 
 _OF_DTYPES = (TypeError, NotImplementedError, jax.dtypes.TypePromotionError)
 """Those of JAX and of kernels that are about dtypes, and get a note that says the policy."""

@@ -248,6 +248,9 @@ def test_what_raises_in_float32_is_called_in_its_compute_dtype(way):
     return layer(x)
 
   assert bits(call(way, "c=bf16", takes_half_alone, X)[0]) == bits(layer_in(BF16))
+  kernels = {"bfloat16": lambda layer, x: layer(x)}  # A table that has none for float32.
+  table = call(way, "c=bf16", lambda layer, x: kernels[x.dtype.name](layer, x), X)
+  assert bits(table[0]) == bits(layer_in(BF16))
   for policy in (None, "float32"):
     with pytest.raises(NotImplementedError, match="low precision alone"):
       call(way, policy, takes_half_alone, X)
