@@ -1,6 +1,7 @@
 """The checks that the wrappers of optimizers share."""
 
 import inspect
+import sys
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
@@ -16,8 +17,21 @@ from mpjax.transforms._trees import key_text
 
 T = TypeVar("T")
 
-FROM_ARGUMENTS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+FROM_ARGUMENTS = (
+  AssertionError,  # that of chex too
+  AttributeError,
+  LookupError,
+  RuntimeError,
+  TypeError,
+  ValueError,
+)
 """What code raises, that of JAX and optax too, to which arguments are not what it expects."""
+
+
+def flax_errors() -> tuple[type[Exception], ...]:
+  """Returns the class of the errors of Flax, which has no builtin base, if Flax is imported."""
+  errors = sys.modules.get("flax.errors")
+  return () if errors is None else (errors.FlaxError,)
 
 
 def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:

@@ -17,7 +17,7 @@ from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.inner_jaxprs import Program, inner_jaxprs, mapped_with, opened, with_each
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
-from mpjax.transforms._checks import FROM_ARGUMENTS
+from mpjax.transforms._checks import FROM_ARGUMENTS, flax_errors
 from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._state import OwnedScale, plain_array, scales_in
 from mpjax.transforms._trees import is_nnx_variable, nodes_of
@@ -73,7 +73,8 @@ def step_runner(
     return Run([one for one in states if one is not None], dict(arrays_in(out)) | written)
 
   wide = program = None
-  with _quiet(), contextlib.suppress(*FROM_ARGUMENTS):  # It raises that again where it runs.
+  # What is wrong with it, it raises again where it runs.
+  with _quiet(), contextlib.suppress(*FROM_ARGUMENTS, *flax_errors()):
     traced, shapes = jax.make_jaxpr(outcome, return_shape=True)(inputs)
     run_wide, structure = jax.jit(in_float32(traced)), jax.tree.structure(shapes)
     jax.eval_shape(run_wide, *jax.tree.leaves(inputs))

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
@@ -19,7 +18,7 @@ from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.walk import walk
-from mpjax.transforms._checks import FROM_ARGUMENTS
+from mpjax.transforms._checks import FROM_ARGUMENTS, flax_errors
 from mpjax.transforms._value_and_grad import check_loss
 
 Metrics: TypeAlias = dict[str, Leaf]
@@ -56,7 +55,7 @@ def trace_loss(
   args, checked = (params, model_state, batch, rng), _checked(loss_fn)
   try:
     jaxpr, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
-  except (*FROM_ARGUMENTS, *_flax_errors()) as error:
+  except (*FROM_ARGUMENTS, *flax_errors()) as error:
     if rng is None and not isinstance(error, MpjaxError):
       _raise_if_a_key_helps(loss_fn, args, error)
     raise
@@ -85,16 +84,10 @@ def trace_loss(
   )
 
 
-def _flax_errors() -> tuple[type[Exception], ...]:
-  """Returns the class of the errors of Flax, which has no builtin base, if Flax is imported."""
-  errors = sys.modules.get("flax.errors")
-  return () if errors is None else (errors.FlaxError,)
-
-
 def _raise_if_a_key_helps(loss_fn: LossFn, args: tuple[PyTree, ...], error: Exception) -> None:
   try:
     jax.eval_shape(loss_fn, *args[:3], jax.random.key(0))
-  except (*FROM_ARGUMENTS, *_flax_errors()):
+  except (*FROM_ARGUMENTS, *flax_errors()):
     return  # Something else is wrong.
   raise MpjaxTypeError(
     "mpjax.make_train_step(loss_fn): rng",

@@ -171,6 +171,17 @@ def test_an_optimizer_that_reads_no_loss_has_the_state_that_it_had(inner):
   assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
+def test_an_optimizer_that_asserts_what_it_is_given():
+  def update(updates, state, params=None, *, key=None, **extra_args):
+    assert key is not None
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(optax.identity().init, update)
+  tx = mpjax.accumulate_gradients(inner, 1)
+  updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0, key=jax.random.key(0))
+  assert bits(updates) == bits(PARAMS)
+
+
 WHERE = "mpjax.accumulate_gradients(inner)"
 EVERY = "mpjax.accumulate_gradients(every)"
 

@@ -392,6 +392,24 @@ def test_a_step_that_looks_at_values_runs_as_it_is():
       mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
+def test_a_step_that_refuses_tracers_in_its_own_way_runs_as_it_is():
+  seen = nnx.metrics.Average()
+
+  def asserts(loss):
+    assert not isinstance(loss, jax.core.Tracer)
+
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  for look in (asserts, lambda loss: seen.update(values=loss)):
+    jitted = make_step(tx, right, F16)
+
+    def step(*args, jitted=jitted, look=look):
+      out = jitted(*args)
+      look(out[2])
+      return out
+
+    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
+
+
 def test_what_is_logged_may_depend_on_the_scale():
   """Updates, gradients in the tree of the parameters, norms of them, and the scale itself."""
   tx = mpjax.loss_scaling(optax.adam(1e-3))
