@@ -53,7 +53,10 @@ def scale_of(traced: Traced, args: Args, kwargs: Kwargs) -> Scale | None:
     for position in range(len(states)):
       owner = [one for one in scales_in(now) if one.state is not None][position]
       state = states[position][1]
-      moved = jax.device_put(state.scale * np.float32(factor), state.scale.sharding)
+      moved = state.scale * np.float32(factor)
+      if getattr(state.scale, "committed", False):
+        # To put it where an uncommitted one is would bind the run of several devices to that.
+        moved = jax.device_put(moved, state.scale.sharding)
       now = replace_scale(now, owner, state._replace(scale=moved))
     return traced.flatten(now)
 

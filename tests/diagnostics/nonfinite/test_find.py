@@ -134,6 +134,25 @@ def test_a_device_of_an_explicit_mesh():
   assert (found.operation, found.device) == ("exp", {"i": 1})
 
 
+def test_a_loss_scale_that_was_set_binds_no_shard_map_to_its_device():
+  mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+
+  def loss_fn(w, x):
+    local = lambda w, x: jax.lax.pmean(jnp.mean(x * w.astype(x.dtype)), "i")  # noqa: E731
+    specs = (jax.P(), jax.P("i"))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())(w, x)
+
+  def step(w, opt_state, x):
+    _, grads = mpjax.value_and_grad(loss_fn, opt_state)(w, x)
+    return tx.update(grads, opt_state, w)
+
+  w, x = jnp.ones(()), jnp.full(2, 256, jnp.float16)
+  opt_state = mpjax.set_loss_scale(tx.init(w), 2.0**12)
+  found = mpjax.find_nonfinite(step)(w, opt_state, x)
+  assert found.verdict == "scale"
+
+
 def add_up(x):
   return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, (0,))
 
