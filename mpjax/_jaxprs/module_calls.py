@@ -143,7 +143,8 @@ def attempts(
       reason = str(error)
       break
     except REFUSED as error:
-      first, line = first or error, line_of_user(error)
+      first = first or error
+      line = line_of_user(error)
       # By name: a class that the call defines is another one in each attempt.
       name = failed[0].__qualname__ if failed else ""
       if name and name not in lines:
