@@ -6,6 +6,7 @@ import inspect
 import os
 import pathlib
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, Self, TypeVar
@@ -96,6 +97,17 @@ class UnmatchedRuleError(MpjaxValueError):
 MpjaxError.__module__ = "mpjax"
 for _error in (*MpjaxError.__subclasses__(), UnmatchedRuleError):
   _error.__module__ = "mpjax.errors"
+
+
+REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""The builtin bases of what code raises that is given what it cannot take: arguments of another
+kind, a dtype that a kernel has no version for, a tracer that is asked for its format."""
+
+
+def flax_errors(name: str = "FlaxError") -> tuple[type[Exception], ...]:
+  """Returns a class of errors of Flax, which have no builtin base, if Flax is imported."""
+  errors = sys.modules.get("flax.errors")
+  return () if errors is None else (getattr(errors, name),)
 
 
 LONGEST = 1900

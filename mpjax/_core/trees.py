@@ -226,8 +226,6 @@ def select(
   fix: str = "Give both the same structure, shapes and dtypes: nothing is cast or broadcast here.",
 ) -> PyTree:
   """Returns `on_true` where the scalar `condition` holds and `on_false` where it does not."""
-  # Never a multiplication by a mask: 0 * NaN is NaN. Trees that are not alike are an
-  # MpjaxValueError.
   if jnp.shape(condition) != ():
     raise MpjaxValueError(
       where,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.errors import MpjaxTypeError, flax_errors
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.paths import leaf_paths
 from mpjax._core.types import Args, Function, Kwargs, PyTree
@@ -41,9 +41,7 @@ def trace(
   leaves = Leaves(args, kwargs, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"))
   try:
     program, _ = leaves.traced(fn)
-  except Exception as error:
-    if type(error).__name__ != "TraceContextError":
-      raise
+  except flax_errors("TraceContextError") as error:
     raise MpjaxTypeError(
       where,
       expected="a function that changes nothing but its arguments",

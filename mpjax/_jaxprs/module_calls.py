@@ -15,7 +15,7 @@ import numpy as np
 from mpjax._core.active import ACTIVE, EVERY, Active
 from mpjax._core.audit_record import AUDIT, AuditedModule
 from mpjax._core.dtypes import FLOAT32, scalar_type
-from mpjax._core.errors import MpjaxError, line_of_user, message, note_module
+from mpjax._core.errors import REFUSALS, MpjaxError, line_of_user, message, note_module
 from mpjax._core.policy import Policy
 from mpjax._core.policy_config import ModulePolicy, is_low, rewrites
 from mpjax._core.rules import is_flax_norm
@@ -38,10 +38,6 @@ R = TypeVar("R")
 S = TypeVar("S", bound=Active)
 
 _OPS = OpLists()
-
-REFUSED = (TypeError, ValueError, NotImplementedError, AttributeError, AssertionError, LookupError)
-"""What code raises that is given an array which it cannot take: a kernel, or a table of kernels,
-that has no version for its dtype, or Python that asks a tracer for its format or its sharding."""
 
 _OF_DTYPES = (TypeError, NotImplementedError, jax.dtypes.TypePromotionError)
 """Those of JAX and of kernels that are about dtypes, and get a note that says the policy."""
@@ -142,7 +138,7 @@ def attempts(
     except NotTraceable as error:
       reason = str(error)
       break
-    except REFUSED as error:
+    except REFUSALS as error:
       first = first or error
       line = line_of_user(error)
       # By name: a class that the call defines is another one in each attempt.
@@ -160,7 +156,7 @@ def attempts(
   try:
     with ACTIVE(state):
       outputs = python(state)
-  except REFUSED:
+  except REFUSALS:
     if first is None:
       raise
     raise first from None
@@ -229,7 +225,7 @@ class ModuleCall(NamedTuple):
         scopes.enter_context(jax.named_scope(AS_GIVEN))
       try:
         return method(*call[0], **call[1])
-      except REFUSED as error:
+      except REFUSALS as error:
         if policy is not None and state.failed is not None:
           state.failed.append(type(self.module))
         of_dtypes = isinstance(error, _OF_DTYPES) and not isinstance(error, _NOT_NOTED)

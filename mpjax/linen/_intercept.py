@@ -19,13 +19,13 @@ from flax.linen.transforms import lift_direct_transform
 
 from mpjax._core.active import ACTIVE, EVERY, ScopeToken, activate_scope, leave_finished
 from mpjax._core.containers import mapped
+from mpjax._core.errors import REFUSALS
 from mpjax._core.policy import Policy
 from mpjax._core.policy_config import ModulePolicy
 from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
 from mpjax._jaxprs.module_calls import (
-  REFUSED,
   array,
   attempts,
   begins_trace,
@@ -186,7 +186,7 @@ def in_compute_dtypes(call: Callable[[], T], state: Active) -> T | None:
   try:
     with activate(dataclasses.replace(state, casting=EVERY)):
       return call()
-  except (*REFUSED, flax.errors.FlaxError):
+  except (*REFUSALS, flax.errors.FlaxError):
     return None
 
 

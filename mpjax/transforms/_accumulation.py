@@ -8,11 +8,10 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
+from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._core.validators import check_int, check_scalar
 from mpjax.transforms._checks import (
-  FROM_ARGUMENTS,
   check_inner,
   check_state,
   refuse_integers,
@@ -173,7 +172,7 @@ def _reads_value(
 
   try:
     jaxpr = jax.make_jaxpr(update)(params, inner_state, np.float32(1)).jaxpr
-  except FROM_ARGUMENTS:  # It wants more arguments, which only update will have.
+  except REFUSALS:  # It wants more arguments, which only update will have.
     return True
   value = jaxpr.invars[-1]
   used = [v for eqn in jaxpr.eqns for v in eqn.invars]

@@ -1,7 +1,6 @@
 """The checks that the wrappers of optimizers share."""
 
 import inspect
-import sys
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
@@ -9,29 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.errors import REFUSALS, MpjaxError, MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import is_array_like, is_inexact
 from mpjax._core.types import Grads, OptState, Params, PyTree, Updates
 from mpjax._core.validators import check_type
 from mpjax.transforms._trees import key_text
 
 T = TypeVar("T")
-
-FROM_ARGUMENTS = (
-  AssertionError,  # that of chex too
-  AttributeError,
-  LookupError,
-  RuntimeError,
-  TypeError,
-  ValueError,
-)
-"""What code raises, that of JAX and optax too, to which arguments are not what it expects."""
-
-
-def flax_errors() -> tuple[type[Exception], ...]:
-  """Returns the class of the errors of Flax, which has no builtin base, if Flax is imported."""
-  errors = sys.modules.get("flax.errors")
-  return () if errors is None else (errors.FlaxError,)
 
 
 def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:
@@ -102,7 +85,7 @@ def init_inner(
       alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
       try:
         inner.init(treedef.unflatten(alone))
-      except FROM_ARGUMENTS:
+      except REFUSALS:
         return True
       return False
 
@@ -136,7 +119,7 @@ def update_inner(
     return inner.update(grads, state, params, **extra_args)
   except MpjaxError:
     raise
-  except FROM_ARGUMENTS as error:
+  except REFUSALS as error:
     own = init_structure(inner, grads if params is None else params)
     if own is None or own == jax.tree.structure(state):
       raise
@@ -152,7 +135,7 @@ def init_structure(inner: optax.GradientTransformation, params: Params) -> objec
   """Returns the structure of the state that `inner` starts from, or None if it cannot be told."""
   try:
     return jax.tree.structure(jax.eval_shape(inner.init, params))
-  except FROM_ARGUMENTS:
+  except REFUSALS:
     return None
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.errors import REFUSALS, MpjaxTypeError, flax_errors
 from mpjax._core.trees import half_to_float32, is_half
 from mpjax._core.types import Array, Function, KeyPath, Leaf, PyTree
 from mpjax._jaxprs.atoms import Atom, dtype_of, retyped, shape_of
@@ -17,7 +17,6 @@ from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.inner_jaxprs import Program, inner_jaxprs, mapped_with, opened, with_each
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
-from mpjax.transforms._checks import FROM_ARGUMENTS, flax_errors
 from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._state import OwnedScale, plain_array, scales_in
 from mpjax.transforms._trees import is_nnx_variable, nodes_of
@@ -74,7 +73,7 @@ def step_runner(
 
   wide = program = None
   # What is wrong with it, it raises again where it runs.
-  with _quiet(), contextlib.suppress(*FROM_ARGUMENTS, *flax_errors()):
+  with _quiet(), contextlib.suppress(*REFUSALS, *flax_errors()):
     traced, shapes = jax.make_jaxpr(outcome, return_shape=True)(inputs)
     run_wide, structure = jax.jit(in_float32(traced)), jax.tree.structure(shapes)
     jax.eval_shape(run_wide, *jax.tree.leaves(inputs))
@@ -157,7 +156,7 @@ def _results(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array]:
     results = bind(eqn.replace(params=params), operands)
     if all(_fits(x, v) for x, v in zip(results, eqn.outvars, strict=True)):
       return results
-  except (TypeError, ValueError, NotImplementedError):
+  except REFUSALS:
     pass
   pairs = zip(operands, eqn.invars, strict=True)
   narrow = [jnp.asarray(x, dtype_of(v)) if is_half(v.aval) else x for x, v in pairs]

@@ -12,7 +12,7 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from mpjax._core.dtypes import HALF_NAMES, parse_dtype
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
+from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError
 from mpjax._core.trees import is_floating, saturate
 from mpjax._core.types import (
   Array,
@@ -29,7 +29,6 @@ from mpjax._core.types import (
 from mpjax._core.validators import check_flag
 from mpjax.transforms._apply_updates import check_rounding, round_stochastically
 from mpjax.transforms._checks import (
-  FROM_ARGUMENTS,
   check_inner,
   check_state,
   init_inner,
@@ -221,7 +220,7 @@ def _warn_of_decays(
       _, state = inner.update(zeros, _map_moments(ones, state, containers), single)
       note = lambda x, order: decays.add(float(x.max())) if order == "second" else x  # noqa: E731
       _map_moments(note, state, containers)
-  except FROM_ARGUMENTS:  # It wants more arguments, other shapes, or a traced learning rate.
+  except REFUSALS:  # It wants more arguments, other shapes, or a traced learning rate.
     return
   stops = ((_settled(decay, dtype), decay) for decay in decays if 0 < decay < 1)
   reached, decay = min(stops, default=(1.0, 0.0))

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError
+from mpjax._core.errors import REFUSALS, MpjaxError, MpjaxTypeError, MpjaxValueError, flax_errors
 from mpjax._core.trees import check_alike
 from mpjax._core.types import Array, Leaf, Params, PyTree
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.walk import walk
-from mpjax.transforms._checks import FROM_ARGUMENTS, flax_errors
 from mpjax.transforms._value_and_grad import check_loss
 
 Metrics: TypeAlias = dict[str, Leaf]
@@ -55,7 +54,7 @@ def trace_loss(
   args, checked = (params, model_state, batch, rng), _checked(loss_fn)
   try:
     jaxpr, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
-  except (*FROM_ARGUMENTS, *flax_errors()) as error:
+  except (*REFUSALS, *flax_errors()) as error:
     if rng is None and not isinstance(error, MpjaxError):
       _raise_if_a_key_helps(loss_fn, args, error)
     raise
@@ -87,7 +86,7 @@ def trace_loss(
 def _raise_if_a_key_helps(loss_fn: LossFn, args: tuple[PyTree, ...], error: Exception) -> None:
   try:
     jax.eval_shape(loss_fn, *args[:3], jax.random.key(0))
-  except (*FROM_ARGUMENTS, *flax_errors()):
+  except (*REFUSALS, *flax_errors()):
     return  # Something else is wrong.
   raise MpjaxTypeError(
     "mpjax.make_train_step(loss_fn): rng",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.errors import REFUSALS, MpjaxError, MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.trees import check_alike, tree_differences
 from mpjax._core.types import Array, Function, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._core.validators import (
@@ -18,7 +18,7 @@ from mpjax._core.validators import (
   check_value,
   wrong_type,
 )
-from mpjax.transforms._checks import FROM_ARGUMENTS, init_structure
+from mpjax.transforms._checks import init_structure
 from mpjax.transforms._masters import has_split
 from mpjax.transforms._train_state import TrainState, own_scale
 from mpjax.transforms._trees import key_text
@@ -92,7 +92,7 @@ def checked_update(
     result, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
   except (MpjaxError, jax.errors.JAXTypeError):
     raise
-  except FROM_ARGUMENTS as error:
+  except REFUSALS as error:
     _check_own_state(tx, state, error)
     raise _needs_more(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
   if jax.tree.structure(opt_state) != jax.tree.structure(state.opt_state):

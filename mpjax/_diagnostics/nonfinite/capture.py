@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import primitives as p
 
 from mpjax._core.dtypes import FLOAT32, is_low_precision
+from mpjax._core.errors import REFUSALS
 from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.births import births, is_nan, not_finite
 from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
@@ -195,7 +196,7 @@ def in_float32(step: Step, ins: Sequence[Any]) -> list[Array] | None:
   ]
   try:
     found = bind(eqn.replace(params=params), wide)
-  except (TypeError, ValueError, NotImplementedError):
+  except REFUSALS:
     return None  # It takes no float32.
   shapes = [shape_of(v) for v in eqn.outvars]
   return found if [x.shape for x in found] == shapes else None

@@ -6,6 +6,7 @@ from typing import Literal
 import jax
 from jax.extend.core import JaxprEqn, Primitive
 
+from mpjax._core.errors import REFUSALS
 from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
 from mpjax._diagnostics.steps import Body, Step
@@ -96,6 +97,6 @@ def _rule_of(eqn: JaxprEqn) -> set[Primitive]:
   shapes = [jax.ShapeDtypeStruct(shape_of(v), aval_of(v).dtype) for v in eqn.invars]
   try:
     eqns = jax.make_jaxpr(gradient)(*shapes).eqns
-  except (NotImplementedError, TypeError, ValueError):
+  except REFUSALS:
     return set()  # It has no derivative.
   return {each.primitive for each in eqns if location(each).direction == "forward"}

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._core.errors import REFUSALS
 from mpjax._core.types import Array, DType, NumpyArray
 from mpjax._diagnostics.on_host import Look, run_on_host
 from mpjax._diagnostics.steps import Body, Step
@@ -95,7 +96,7 @@ def projections_of(
   zero = jnp.zeros((len(modules.paths),), jnp.float32)
   try:
     grads, pullback = jax.vjp(perturbed, zero)
-  except (NotImplementedError, TypeError, ValueError) as error:
+  except REFUSALS as error:
     warnings.warn(
       "mpjax.tune(loss_fn, policy): the gradient cannot be differentiated, so that modules are "
       "tried in the order of their FLOPs and not of what rounding in them does "

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from mpjax._core.active import in_region
 from mpjax._core.audit_record import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, flax_errors
 from mpjax._core.frameworks import check_no_linen_model, framework_of
 from mpjax._core.policy import Policy, PolicyLike
 from mpjax._core.policy_config import rewrites
@@ -159,9 +159,7 @@ def _nnx_model(fn: Callable[P, R]) -> Callable[P, R]:
   def call(*args: P.args, **kwargs: P.kwargs) -> R:
     try:
       return fn(*args, **kwargs)
-    except Exception as error:
-      if type(error).__name__ != "TraceContextError":
-        raise
+    except flax_errors("TraceContextError") as error:
       raise MpjaxTypeError(
         "mpjax.autocast(fn)",
         expected="a function that returns what it computes",
