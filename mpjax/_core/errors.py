@@ -11,6 +11,10 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, Self, TypeVar
 
+import jax
+import numpy as np
+from jax.core import Tracer
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -147,6 +151,17 @@ def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> list[str]:
   scored = [(difflib.SequenceMatcher(None, name.lower(), v.lower()).ratio(), v) for v in valid]
   scored.sort(key=lambda pair: (-pair[0], pair[1]))
   return [v for _, v in scored[:count]]
+
+
+def kind_of(value: object) -> str:
+  """Returns what a value is, for errors: "a dict", "an array float32[2, 3]", "None", "1024"."""
+  if value is None or isinstance(value, (str, int, float)):
+    return repr(value)
+  is_array = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer)
+  name = "array" if is_array else type(value).__name__
+  dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+  contents = "" if dtype is None or shape is None else f" {dtype}{list(shape)}"
+  return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}{contents}"
 
 
 _NOTE = "mpjax: raised inside"

@@ -3,7 +3,7 @@
 Models are known by the public classes that they inherit from, by name: nothing is imported for it.
 """
 
-from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.errors import MpjaxTypeError, kind_of
 
 _BASES = {
   ("flax.linen", "Module"): "Linen",
@@ -47,7 +47,8 @@ def not_a_model(x: object) -> tuple[str, str]:
   name = x.__name__ if isinstance(x, type) else type(x).__name__
   if library is not None:
     return f"a model of {library} ({name})", _WAYS[library]
-  return repr(type(x)), f"For a function of arrays there is {_CALL.format('fn')}."
+  fix = f"Write {_CALL.format('model')}, or for a function of arrays {_CALL.format('fn')}."
+  return kind_of(x), fix
 
 
 def check_no_linen_model(fn: object, where: str) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.errors import MpjaxValueError, kind_of, listed
 from mpjax._core.paths import is_key
 from mpjax._core.trees import is_array_like
 from mpjax._core.types import Array, DType, Leaf, NumpyArray
@@ -38,7 +38,7 @@ def misfit(x: Leaf, want: jax.ShapeDtypeStruct, *, cast: bool) -> str | None:
   """
   wanted = f"{want.dtype}{list(want.shape)}"
   if not is_array_like(x) or isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
-    return f"a {type(x).__name__} for {wanted}"
+    return f"{kind_of(x)} for {wanted}"
   if is_key(want.dtype) and x.dtype == np.uint32:
     want = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(want.shape, want.dtype))
   if x.shape == want.shape and (x.dtype == want.dtype or (cast and are_floating(x, want))):

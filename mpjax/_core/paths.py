@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of, listed
 from mpjax._core.trees import is_array_like
 from mpjax._core.types import DType, KeyPath, Leaf, PyTree
 
@@ -74,7 +74,7 @@ def check_leaves(leaves: Mapping[str, Leaf], where: str, *, abstract: bool) -> N
   """Raises MpjaxTypeError unless all leaves are arrays, not traced; abstract ones if asked."""
   refused = (Tracer,) if abstract else (Tracer, jax.ShapeDtypeStruct)
   wrong = [
-    f"a {type(x).__name__} at {path or 'the root'}"
+    f"{kind_of(x)} at {path or 'the root'}"
     for path, x in leaves.items()
     if not is_array_like(x) or isinstance(x, refused)
   ]

@@ -163,40 +163,7 @@ class Policy:
     >>> mpjax.Policy.parse("c=bf16").output_dtype is None
     True
     """
-    where = "mpjax.Policy.parse(policy)"
-    expected = f"a preset ({', '.join(map(repr, _PRESETS))}) or 'params=...,compute=...,output=...'"
-    if isinstance(policy, Policy):
-      return policy
-    if not isinstance(policy, str):
-      got = shortened(" ".join(repr(policy).split()), 80)
-      fix = 'Pass a string, such as "mixed_bfloat16", or a mpjax.Policy.'
-      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-    name = policy.strip()
-    if name in NAMES.keys() - _PRESETS.keys():  # a short name of a dtype
-      name = "mixed_" * (NAMES[name] in HALF_NAMES) + NAMES[name]
-    if name in _PRESETS:
-      param, compute, output = _PRESETS[name]
-      recipe = _RECIPES.get(name)
-      return cls(param_dtype=param, compute_dtype=compute, output_dtype=output, matmul=recipe)
-    if "=" not in name:
-      near = " or ".join(map(repr, nearest(name, _PRESETS)))
-      fix = f"Did you mean {near}?"
-      raise MpjaxValueError(where, expected=expected, got=repr(policy), fix=fix)
-    fields: dict[str, str] = {}
-    for position, item in enumerate(name.split(","), start=1):
-      key, equals, value = (part.strip() for part in item.partition("="))
-      got = f"{item.strip()!r} as item {position} of {policy!r}"
-      if not equals or not value:
-        fix = "Write every item as key=dtype, with one comma between items."
-        raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-      if key not in _KEYS:
-        fix = f"Did you mean {' or '.join(map(repr, nearest(key, _KEYS)))}?"
-        raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-      if _KEYS[key] in fields:
-        fix = f"{_KEYS[key]} is given twice; keep one."
-        raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-      fields[_KEYS[key]] = value
-    return cls(**fields)
+    return parse_policy(policy, "mpjax.Policy.parse(policy)")
 
   def __str__(self) -> str:
     names = {"param_dtype": "params", "compute_dtype": "compute", "output_dtype": "output"}
@@ -248,6 +215,43 @@ class Policy:
 
 PolicyLike: TypeAlias = str | Policy
 """Everywhere a policy is taken, a string is too."""
+
+
+def parse_policy(policy: PolicyLike, where: str) -> Policy:
+  """Returns the policy that an argument of the public call `where` says, see `Policy.parse`."""
+  expected = f"a preset ({', '.join(map(repr, _PRESETS))}) or 'params=...,compute=...,output=...'"
+  if isinstance(policy, Policy):
+    return policy
+  if not isinstance(policy, str):
+    got = shortened(" ".join(repr(policy).split()), 80)
+    fix = 'Pass a string, such as "mixed_bfloat16", or a mpjax.Policy.'
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  name = policy.strip()
+  if name in NAMES.keys() - _PRESETS.keys():  # a short name of a dtype
+    name = "mixed_" * (NAMES[name] in HALF_NAMES) + NAMES[name]
+  if name in _PRESETS:
+    param, compute, output = _PRESETS[name]
+    recipe = _RECIPES.get(name)
+    return Policy(param_dtype=param, compute_dtype=compute, output_dtype=output, matmul=recipe)
+  if "=" not in name:
+    near = " or ".join(map(repr, nearest(name, _PRESETS)))
+    fix = f"Did you mean {near}?"
+    raise MpjaxValueError(where, expected=expected, got=repr(policy), fix=fix)
+  fields: dict[str, str] = {}
+  for position, item in enumerate(name.split(","), start=1):
+    key, equals, value = (part.strip() for part in item.partition("="))
+    got = f"{item.strip()!r} as item {position} of {policy!r}"
+    if not equals or not value:
+      fix = "Write every item as key=dtype, with one comma between items."
+      raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+    if key not in _KEYS:
+      fix = f"Did you mean {' or '.join(map(repr, nearest(key, _KEYS)))}?"
+      raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+    if _KEYS[key] in fields:
+      fix = f"{_KEYS[key]} is given twice; keep one."
+      raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+    fields[_KEYS[key]] = value
+  return Policy(**fields)
 
 
 def _cast(tree: PyTree, dtype: DType) -> PyTree:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Self
 
 from mpjax._core.dtypes import HALVES
-from mpjax._core.policy import Policy, PolicyLike
+from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import (
   Rule,
   depends_on_path,
@@ -73,7 +73,7 @@ def parse_config(
 ) -> PolicyConfig:
   """Returns the arguments of `with_policy` and `policy_scope`, checked."""
   return PolicyConfig(
-    policy=None if policy is None else Policy.parse(policy),
+    policy=None if policy is None else parse_policy(policy, f"{where}(policy)"),
     rules=parse_rules(rules, f"{where}(rules=...)"),
     unmatched=parse_unmatched(unmatched, where),
   )

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax._core.errors import (
@@ -14,7 +14,7 @@ from mpjax._core.errors import (
   check_call,
   nearest,
 )
-from mpjax._core.policy import Policy, PolicyLike
+from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.types import Class, Module
 
 
@@ -77,7 +77,8 @@ class Rule:
       raise _wrong_selector("module", "a class or a non-empty tuple of classes", module)
     if where is not None and not callable(where):
       raise _wrong_selector("where", "a predicate on the bound module", where)
-    object.__setattr__(self, "policy", None if policy is None else Policy.parse(policy))
+    parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)")
+    object.__setattr__(self, "policy", parsed)
     for name, value in selectors.items():
       object.__setattr__(self, name, value)
 
@@ -194,7 +195,7 @@ def first_match(rules: Iterable[Rule], module: Module, path: str) -> Rule | None
 
 def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
   """Returns `rules` as a tuple; anything but an iterable of `Rule` is an MpjaxTypeError."""
-  many = isinstance(rules, Iterable) and not isinstance(rules, str)
+  many = isinstance(rules, Iterable) and not isinstance(rules, (str, Mapping))
   parsed: tuple[Any, ...] = tuple(rules) if many else (rules,)
   wrong = [rule for rule in parsed if not isinstance(rule, Rule)] if many else parsed
   if wrong:

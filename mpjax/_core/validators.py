@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import jax.numpy as jnp
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, nearest
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of, nearest
 from mpjax._core.types import Leaf
 
 T = TypeVar("T")
@@ -28,8 +28,7 @@ def check_type(
 ) -> T:
   """Raises unless `value` is a `kind`; for states and trees, whose values would fill a screen."""
   if not isinstance(value, kind):
-    got = f"a {type(value).__name__}"
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(value), fix=fix)
   return value
 
 
@@ -92,7 +91,7 @@ def check_choice(value: object, choices: Sequence[str], where: str) -> None:
 def check_callable(value: F, where: str, *, expected: str, fix: str) -> F:
   """Raises unless `value` can be called."""
   if not callable(value):
-    raise wrong_type(value, where, expected=expected, fix=fix)
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(value), fix=fix)
   return value
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.errors import MpjaxTypeError, flax_errors
+from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.paths import leaf_paths
 from mpjax._core.types import Args, Function, Kwargs, PyTree
@@ -95,10 +95,9 @@ def check_function(fn: object, where: str, fix: str) -> None:
   check_no_linen_model(fn, where)
   compiled = isinstance(fn, jax.stages.Compiled)
   if compiled or not callable(fn):
-    got = repr(fn) if isinstance(fn, (str, int, float)) else repr(type(fn))
     raise MpjaxTypeError(
       where,
       expected="a function of arrays that JAX can trace",
-      got="a compiled one" if compiled else got,
+      got="a compiled one" if compiled else kind_of(fn),
       fix=fix,
     )

@@ -7,7 +7,7 @@ import jax
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.paths import Path, leaf_paths
-from mpjax._core.policy import Policy, PolicyLike
+from mpjax._core.policy import PolicyLike, parse_policy
 from mpjax._core.policy_config import ModuleRecord, parse_config
 from mpjax._core.rules import Rule, first_match
 from mpjax._core.trees import is_floating
@@ -65,7 +65,7 @@ def convert(
   >>> [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (params, half)]
   [40, 28]
   """
-  base = Policy.parse(policy)
+  base = parse_policy(policy, f"{_WHERE}(policy)")
   config = parse_config(_WHERE, base, rules, unmatched=unmatched)
   _check_rules_have_paths(config.rules)
   _check_params(params)

@@ -11,7 +11,7 @@ from flax.core import FrozenDict
 from flax.core.scope import CollectionFilter
 
 from mpjax._core.active import in_region
-from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.errors import MpjaxTypeError, kind_of
 from mpjax._core.paths import node_paths
 from mpjax._core.policy_config import ModuleRecord, PolicyConfig, warn_unmatched_paths
 from mpjax._core.trees import cast_arrays, cast_like
@@ -200,7 +200,7 @@ class PolicyModule:
       raise MpjaxTypeError(
         where,
         expected="the variables of the model, a mapping with 'params' in it",
-        got=got or f"a {type(variables).__name__}",
+        got=got or kind_of(variables),
         fix='Write model.convert({"params": params}, x).',
       )
     record = ModuleRecord(self.given)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 
 from mpjax._core.active import ScopeToken, in_region, leave_scope
-from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.policy import PolicyLike
 from mpjax._core.policy_config import PolicyConfig, parse_config
@@ -60,7 +60,7 @@ def with_policy(
   """
   where = "mpjax.with_policy"
   if isinstance(model, (PolicyModule, BoundPolicyModule)):
-    got = f"a {type(model).__name__}, which is under a policy already"
+    got = f"{kind_of(model)}, which is under a policy already"
     fix = "Wrap the plain model once; of nested policies only the innermost would count."
   elif not isinstance(model, nn.Module):
     got, fix = not_a_model(model)

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.errors import MpjaxTypeError, kind_of
 from mpjax._core.types import Params, PyTree
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.nnx._spec import is_view
@@ -53,7 +53,7 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
     raise MpjaxTypeError(
       "mpjax.nnx.convert(view)",
       expected="a view that mpjax.with_policy returned",
-      got=f"a {type(view).__name__}",
+      got=kind_of(view),
       fix="Write convert(with_policy(model, policy), *inputs): the policy says what is cast.",
     )
   graphdef, params, rest = nnx.split(view, nnx.Param, ...)

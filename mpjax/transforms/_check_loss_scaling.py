@@ -23,6 +23,7 @@ from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, mess
 from mpjax._core.paths import is_key
 from mpjax._core.trees import half_to_float32, is_half, is_inexact
 from mpjax._core.types import Function, Leaf, PyTree
+from mpjax._core.validators import check_callable
 from mpjax._jaxprs.walk import walk
 from mpjax.transforms._in_float32 import (
   EXPECTED_STATE,
@@ -36,6 +37,7 @@ from mpjax.transforms._state import OwnedScale, refuse_outside, scales_in
 
 P = ParamSpec("P")
 
+_TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
 _HIGH, _FACTOR, _LOW = 2.0**14, 4.0, 2.0**-30
 _TOLERANCE = 2.0**-8
 """Of how far a leaf moves; a right step is at 0, but for what is smaller than float32 holds."""
@@ -56,7 +58,7 @@ class _Version(NamedTuple):
   sure: bool
 
 
-@check_call(WHERE, fix="Call what it returns: mpjax.check_loss_scaling(step)(*args).")
+@check_call(WHERE, fix=_TWO_CALLS)
 def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   """Returns a function that raises unless `step` is right: at every scale the same, or no step.
 
@@ -112,6 +114,7 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   ...   print(str(error).partition("got ")[2].partition(":")[0])
   gradients that were never scaled
   """
+  check_callable(step, WHERE, expected="a training step", fix=_TWO_CALLS)
 
   def check(*args: P.args, **kwargs: P.kwargs) -> None:
     call = (*args, kwargs)
@@ -327,7 +330,10 @@ def _warn_inconclusive(scale: OwnedScale, got: str) -> None:
   of_loss, grad_fn, _ = _words(scale)
   fix = "Return the new opt_state, and call it for a step that updates."
   if got == _UNTOUCHED and scale.in_variables:
-    fix = "Call optimizer.update(model, grads) in step."
+    fix = (
+      "Call optimizer.update(model, grads) in step, and compile it by nnx.jit: jax.jit drops what "
+      "a step writes to the variables of its arguments."
+    )
   elif got != _UNTOUCHED:
     fix = (
       "Call it after a step that was applied, with a learning rate that is not zero. If that warns "

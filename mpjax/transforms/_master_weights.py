@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of, listed
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax._core.validators import check_choice
@@ -286,7 +286,7 @@ def _require(opt_state: OptState, where: str) -> list[MasterWeightsState]:
     raise MpjaxTypeError(
       where,
       expected="the state of an optimizer with mpjax.master_weights",
-      got=f"a {type(opt_state).__name__} without masters",
+      got=f"{kind_of(opt_state)} without masters",
       fix="Wrap the optimizer, tx = mpjax.master_weights(tx); parameters that are stored in "
       "float32 need none.",
     )

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
 from mpjax._core.trees import is_inexact, is_nnx_object, select
 from mpjax._core.types import Array, Leaf, OptState, Params, PyTree
 from mpjax._core.validators import check_int
@@ -290,7 +290,7 @@ def select_tree(finite: Array | bool, new: T, old: T) -> T:
   """
   where = "mpjax.select_tree(finite, new, old)"
   if not isinstance(finite, bool) and getattr(finite, "dtype", None) != jnp.bool_:
-    got = f"a {type(finite).__name__}" if not hasattr(finite, "dtype") else str(finite.dtype)
+    got = kind_of(finite)
     raise MpjaxTypeError(
       where,
       expected="a bool flag as the first argument",

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from mpjax._core.bits import changes_nothing, is_nonzero
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of
 from mpjax._core.trees import is_inexact, pick
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import check_inner, check_params, check_state
@@ -177,7 +177,7 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
     raise MpjaxTypeError(
       "mpjax.monitor_counts(opt_state)",
       expected="a state that keeps counts",
-      got=f"a {type(opt_state).__name__} without a monitor",
+      got=f"{kind_of(opt_state)} without a monitor",
       fix="Write tx = mpjax.monitor(mpjax.loss_scaling(inner)), and make the state with its init.",
     )
   each = [item for state in states for item in state.counts.items()]

@@ -11,7 +11,7 @@ import optax
 import optax.contrib
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError, kind_of
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Array, Leaf, OptState, PyTree
 from mpjax._core.validators import check_scalar, check_value
@@ -166,7 +166,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
     raise MpjaxTypeError(
       where,
       expected="the state of an optimizer created by mpjax.loss_scaling",
-      got=f"a {type(opt_state).__name__} without a loss scale",
+      got=f"{kind_of(opt_state)} without a loss scale",
       fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
       if is_nnx_object(opt_state)
       else "Wrap the optimizer, tx = mpjax.loss_scaling(tx); pass opt_state = tx.init(params), "

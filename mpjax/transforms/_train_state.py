@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, listed
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, kind_of, listed
 from mpjax._core.frameworks import framework_of
 from mpjax._core.paths import path_text
 from mpjax._core.types import Array, OptState, Params, PyTree
@@ -125,7 +125,7 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
     raise MpjaxTypeError(
       where,
       expected="mpjax.loss_scaling around the entire optimizer, for one loss",
-      got=f"{len(found)} loss scale(s) inside of a {type(outermost).__name__}",
+      got=f"{len(found)} loss scale(s) inside of {kind_of(outermost)}",
       fix="Write mpjax.loss_scaling(optax.chain(...)): what is outside would see scaled "
       "gradients, and skipped steps. With several losses write the step with "
       "mpjax.value_and_grad(..., name=...).",
@@ -138,7 +138,7 @@ def _check_tx(tx: object, where: str) -> None:
     raise MpjaxTypeError(
       where,
       expected="the optimizer, an optax transformation",
-      got=f"a {type(tx).__name__}",
+      got=kind_of(tx),
       fix="Write mpjax.TrainState.create(params, tx), with what loss_scaling returned as tx, "
       "not its state.",
     )
@@ -211,6 +211,6 @@ def _check_key(rng: Array | None, where: str) -> None:
     raise MpjaxTypeError(
       where,
       expected="one PRNG key",
-      got=f"a {type(rng).__name__}" if dtype is None else f"{dtype}{list(shape)}",
+      got=kind_of(rng),
       fix="Pass jax.random.key(0); each step folds its own key from it.",
     )

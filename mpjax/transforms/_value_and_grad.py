@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from mpjax._core.audit_record import AUDIT
-from mpjax._core.errors import MpjaxTypeError, check_call
+from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.frameworks import framework_of
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, PyTree
@@ -101,7 +101,7 @@ def differentiate_scaled(
     raise MpjaxTypeError(
       f"{call}(fun)",
       expected="the function that computes the loss as the first argument",
-      got=f"a {type(fun).__name__}",
+      got=kind_of(fun),
       fix=f"Write {call}(loss_fn, {state})(...).",
     )
   owned = find_scale(opt_state, f"{call}({state})", name)
@@ -262,14 +262,14 @@ def _loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Leaf, PyTree]:
     raise MpjaxTypeError(
       "mpjax.value_and_grad(fun, has_aux=True)",
       expected="fun to return a pair (loss, aux)",
-      got=f"a {type(out).__name__}",
+      got=kind_of(out),
       fix="Return both, or leave has_aux out.",
     )
   if pair and not has_aux:
     raise MpjaxTypeError(
       "mpjax.value_and_grad(fun): the loss",
       expected="a floating scalar",
-      got=f"a {type(out).__name__} of two",
+      got=f"{kind_of(out)} of two",
       fix="If it is (loss, aux), pass has_aux=True; else return one number to minimise, such as "
       "jnp.mean(losses).",
     )
@@ -283,6 +283,5 @@ def check_loss(loss: Leaf, where: str) -> None:
   fix = "Return one number to minimise, such as jnp.mean(losses)."
   is_number = isinstance(loss, float) or hasattr(loss, "dtype")
   if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-    got = str(jax.typeof(loss)) if hasattr(loss, "dtype") else f"a {type(loss).__name__}"
-    raise MpjaxTypeError(where, expected="a floating scalar", got=got, fix=fix)
+    raise MpjaxTypeError(where, expected="a floating scalar", got=kind_of(loss), fix=fix)
   check_scalar(loss, where, expected="a floating scalar", fix=fix)

@@ -56,7 +56,7 @@ def test_rules_and_options_are_passed_on():
 
 REFUSED = {
   "a class": (nn.Dense, {}, "a model", "the class Dense", "mpjax.with_policy(Dense(...)"),
-  "a number": (3, {}, "a model", "int", "mpjax.with_policy(fn"),
+  "a number": (3, {}, "a model", "3", "mpjax.with_policy(fn"),
   "ops of a model": (nn.Dense(2), {"ops": mpjax.OpLists()}, "no ops=", "them", "for functions"),
   "arguments of a model": (linear(), {"data_argnums": 0}, "data_argnums=", "them", "for functions"),
   "unmatched of a function": (jnp.sin, {"unmatched": "warn"}, "no unmatched=", "'warn'", "rule"),

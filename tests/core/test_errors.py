@@ -7,6 +7,8 @@ import pickle
 import traceback
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax.core import FrozenDict
 
@@ -14,6 +16,7 @@ import mpjax
 from mpjax._core.errors import (
   check_call,
   is_library,
+  kind_of,
   line_of_user,
   listed,
   message,
@@ -160,6 +163,26 @@ def error_in(file, line, **names):
 
 
 FILES = ["/home/me/mpjax/model.py", "/env/lib/python3.11/site-packages/zoo/net.py"]
+KINDS = [
+  (None, "None"),
+  (True, "True"),
+  (1024, "1024"),
+  ("dynamic", "'dynamic'"),
+  ({}, "a dict"),
+  (object(), "an object"),
+  (np.ones(2, np.float32), "an array float32[2]"),
+  (jnp.ones((), jnp.bfloat16), "an array bfloat16[]"),
+  (jax.ShapeDtypeStruct((2, 3), jnp.int32), "a ShapeDtypeStruct int32[2, 3]"),
+]
+
+
+def test_a_value_is_named_by_what_a_reader_knows_of_it():
+  assert [kind_of(value) for value, _ in KINDS] == [text for _, text in KINDS]
+  traced = []
+  jax.eval_shape(lambda x: traced.append(kind_of(x)), 1.0)
+  assert traced == ["a DynamicJaxprTracer float32[]"]
+
+
 CELLS = {
   "/tmp/ipykernel_4242/2194308582.py": "cell",
   "C:\\Users\\me\\AppData\\Local\\Temp\\ipykernel_4242\\2194308582.py": "cell",

@@ -56,7 +56,7 @@ CLASSES = [
   # What is given to the function of which library, what the error calls it, what to do.
   ("linen", nnx.Linear, "the class Linear", "mpjax.with_policy(Linear(...)"),
   ("nnx", LinenNet, "the class LinenNet", "mpjax.with_policy(LinenNet(...)"),
-  ("nnx", jnp.tanh, "class", "mpjax.with_policy(fn"),
+  ("nnx", jnp.tanh, "a PjitFunction", "mpjax.with_policy(fn"),
   ("linen", lambda x: x, "function", "mpjax.with_policy(fn"),
 ]
 

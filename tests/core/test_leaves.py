@@ -63,8 +63,8 @@ FITTING = [
     ]
   ),
   (ONES["V2"], struct("bfloat16", 2), True, "|V2[2] for bfloat16[2]"),
-  ("adam", struct("float32"), True, "a str for float32[]"),
-  (struct("float32"), struct("float32"), True, "a ShapeDtypeStruct for float32[]"),
+  ("adam", struct("float32"), True, "'adam' for float32[]"),
+  (struct("float32"), struct("float32"), True, "a ShapeDtypeStruct float32[] for float32[]"),
   (np.zeros(2, "uint32"), KEY, False, None),
   (np.zeros(3, "uint32"), KEY, True, "uint32[3] for key<fry>[]"),
   (np.zeros(2, "int32"), KEY, True, "int32[2] for key<fry>[]"),
@@ -80,7 +80,7 @@ def test_misfit():
     assert misfit(x, want, cast=cast) == text, (x, want, cast)
   traced = []
   jax.eval_shape(lambda x: traced.append(misfit(x, struct("float32"), cast=True)), 1.0)
-  assert traced == ["a DynamicJaxprTracer for float32[]"]
+  assert traced == ["a DynamicJaxprTracer float32[] for float32[]"]
 
 
 def nearest_bfloat16(x):

@@ -284,7 +284,7 @@ def test_selectors_that_select_nothing(errors, builtin):
 
 def test_a_wrong_policy_is_told_as_anywhere_and_a_rule_written_otherwise_is_told_how():
   parts = {"expected": "a preset", "got": "'float61'", "fix": "'float16'", "builtin": ValueError}
-  check_refused(lambda: Rule("float61", path="a"), where="mpjax.Policy.parse", **parts)
+  check_refused(lambda: Rule("float61", path="a"), where="mpjax.Rule(policy)", **parts)
   parts = {"got": "argument", "fix": 'mpjax.Rule("float32", path="head")', "builtin": TypeError}
   parts["expected"] = "arguments policy, path, module, where"
   for args, kwargs in [

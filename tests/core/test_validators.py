@@ -71,7 +71,7 @@ TYPE_ERRORS = [
     (functools.partial(check_number, value, CALL, **WORDS), "this", typed(value), "Do that.")
     for value in (True, "2", None, 1j, np.ones(()), jnp.ones(()))
   ),
-  (lambda: check_callable(3, CALL, **WORDS), "this", "3 of type int", "Do that."),
+  (lambda: check_callable(3, CALL, **WORDS), "this", "3", "Do that."),
 ]
 VALUE_ERRORS = [
   *(

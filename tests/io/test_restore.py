@@ -274,9 +274,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
   named, both = W | {"name": jnp.ones(2)}, {"params": W, "opt_state": DYNAMIC}
   function, build = "a builtin_function_or_method at x", "Build target as"
   for target, restored, got, fix, *expected in (
-    (named, tmp_path / "text", "a str for float32[2] at name. ", build),
+    (named, tmp_path / "text", "'' for float32[2] at name. ", build),
     (W, twice, "two at 'w'", "Rename", "different paths"),
-    (W | {"x": "adam"}, {}, "a str at x", leave_out, arrays, OF_TARGET),
+    (W | {"x": "adam"}, {}, "'adam' at x", leave_out, arrays, OF_TARGET),
     (W | {"x": len}, {}, function, leave_out, arrays, OF_TARGET),
     (DYNAMIC, partial, "nothing at inner_state/0/trace/w. ", "add what is missing", LEAVES),
     (both, {"params": W}, "nothing at opt_state/", build, LEAVES),

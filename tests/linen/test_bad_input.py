@@ -32,7 +32,7 @@ WAYS = {"mpjax.with_policy": wrap, "mpjax.policy_scope": enter}
 def test_policies_and_rules(name):
   """For all that is no policy and no rule see the tests of these."""
   parts = {"expected": "a preset", "got": "'mixed_bf16'", "fix": "'mixed_bfloat16'"}
-  check_refused(lambda: WAYS[name]("mixed_bf16"), where="mpjax.Policy.parse", **parts)
+  check_refused(lambda: WAYS[name]("mixed_bf16"), where=f"{name}(policy)", **parts)
   assert ACTIVE.value is None  # A scope that is refused is not entered.
   parts = {"expected": "a sequence of mpjax.Rule", "got": "3", "fix": "Write [mpjax.Rule("}
   check_refused(lambda: WAYS[name](rules=3), where=f"{name}(rules=...)", **parts)

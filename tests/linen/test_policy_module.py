@@ -138,7 +138,7 @@ TOO_LARGE = {"params": {"kernel": jnp.full((3, 1), 7e4)}}
 ERRORS = [
   # What is converted, what was expected, what came, what to do, which builtin.
   ({"kernel": 1}, MAPPING[0], "keys 'kernel'", MAPPING[1], TypeError),
-  (jnp.ones(2), MAPPING[0], "a ArrayImpl", MAPPING[1], TypeError),
+  (jnp.ones(2), MAPPING[0], "an array float32[2]", MAPPING[1], TypeError),
   (
     TOO_LARGE,
     *("values that the new dtype can hold", "float32 beyond float16 at kernel"),

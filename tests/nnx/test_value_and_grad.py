@@ -199,7 +199,7 @@ MISTAKES = {
   "no scale": (
     lambda m, o: mpjax.nnx.value_and_grad(loss_fn, nnx.Optimizer(m, optax.sgd(1), wrt=nnx.Param)),
     *("mpjax.nnx.value_and_grad(optimizer)", "mpjax.loss_scaling"),
-    *(f"a Optimizer {NO_SCALE}", PASS),
+    *(f"an Optimizer {NO_SCALE}", PASS),
   ),
   "the model": (
     lambda m, o: mpjax.nnx.value_and_grad(loss_fn, m),
@@ -207,7 +207,7 @@ MISTAKES = {
   ),
   "swapped": (
     lambda m, o: mpjax.nnx.value_and_grad(o, loss_fn),
-    *("mpjax.nnx.value_and_grad(fun)", "as the first argument", "a Optimizer"),
+    *("mpjax.nnx.value_and_grad(fun)", "as the first argument", "an Optimizer"),
     "mpjax.nnx.value_and_grad(loss_fn, optimizer)(...)",
   ),
   "from outside of a compiled step": (

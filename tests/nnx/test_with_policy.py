@@ -248,7 +248,7 @@ IN_LINEN = "a Linen module (Dense) inside nnx.bridge.ToNNX"
 MODELS = [
   # What is made a view, what the error calls it, what to do.
   (lambda: nnx.Linear, "the class Linear", "Pass an instance: mpjax.with_policy(Linear(...)"),
-  (lambda: None, "NoneType", "mpjax.with_policy(fn"),
+  (lambda: None, "None", "mpjax.with_policy(fn"),
   (lambda: view_of(), A_VIEW, READY),
   (lambda: mpjax.nnx.convert(view_of(), X), A_VIEW, READY),
   (lambda: HoldsLinen(nnx.Rngs(0)).linen, IN_LINEN, "mpjax.policy_scope"),

@@ -476,6 +476,9 @@ def test_what_cannot_be_checked():
   got, fix = "too many positional arguments", "mpjax.check_loss_scaling(step)(*args)"
   with refused(TypeError, WHERE, "arguments step", got, fix):
     mpjax.check_loss_scaling(step, PARAMS, opt_state, BATCH)
+  for got, kind in ((step(PARAMS, opt_state, BATCH), "a tuple"), (tx, "a LossScalingTransf")):
+    with refused(TypeError, WHERE, "a training step", kind, fix):
+      mpjax.check_loss_scaling(got)
   tx = optax.MultiSteps(tx, 2)
   expected, got = "mpjax.loss_scaling around the entire optimizer", "state optax.MultiStepsState"
   for gradients in (right, never):  # As value_and_grad refuses it.
@@ -490,7 +493,7 @@ NNX_KINDS = {
   "unscaled twice": f"unscaled twice{TOLD}",
   "warmup": f"{INCONCLUSIVE}.*never scaled, or all are zero{TOLD}",
   "unused": f"{INCONCLUSIVE}.*never scaled, or all are zero{TOLD}",
-  "no update": rf"{INCONCLUSIVE}.*optimizer\.update\(model, grads\)",
+  "no update": rf"{INCONCLUSIVE}.*optimizer\.update\(model, grads\).*by nnx\.jit",
 }
 
 

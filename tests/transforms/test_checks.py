@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax._core.errors import kind_of
 from tests.errors import refused
 
 PARAMS = {"layer": {"w": jnp.ones(2), "b": jnp.ones(1)}, "head": jnp.ones(1)}
@@ -25,7 +26,7 @@ OWN_TREES = pytest.mark.parametrize("name", list(WRAPPERS)[1:])
 @ALL
 def test_what_is_no_optimizer(name):
   for inner in (optax.sgd, "adam", 0.1, None, PARAMS, optax.MultiSteps(optax.sgd(0.1), 2)):
-    expected, got = "an optax.GradientTransformation", f"a {type(inner).__name__}"
+    expected, got = "an optax.GradientTransformation", kind_of(inner)
     with refused(TypeError, name, expected, got, "optax.adamw(1e-3); of optax.MultiSteps its"):
       WRAPPERS[name](inner)
 
@@ -37,7 +38,7 @@ def test_a_state_of_another_transformation(name):
   tx = WRAPPERS[name](own)
   for state in (WRAPPERS[other](own).init(PARAMS), own.init(PARAMS), (), {}, None):
     for update in (tx.update, jax.jit(tx.update)):
-      expected, got = "the state that init created", f"a {type(state).__name__}"
+      expected, got = "the state that init created", kind_of(state)
       fix = "the opt_state of this very transformation"
       with refused(TypeError, f"{name}.update(state)", expected, got, fix):
         update(PARAMS, state, PARAMS)

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax._core.errors import kind_of
 from mpjax.transforms._masters import MasterWeightsState, init_shown, reach
 from tests.errors import refused
 from tests.programs import bits
@@ -291,7 +292,7 @@ def test_states_without_masters_or_with_two():
   for state in (None, optax.adam(0.1).init(jnp.ones(1))):
     for name, call in CALLS.items():
       expected = "an optimizer with mpjax.master_weights"
-      got, fix = f"a {type(state).__name__} without masters", "tx = mpjax.master_weights(tx)"
+      got, fix = f"{kind_of(state)} without masters", "tx = mpjax.master_weights(tx)"
       with refused(TypeError, f"{name}(opt_state)", expected, got, fix):
         call(state, jnp.ones(1))
   twice = optax.chain(mpjax.master_weights(optax.sgd(0.1)), mpjax.master_weights(optax.sgd(0.1)))

@@ -151,7 +151,7 @@ def test_arguments_that_are_taken_for_others():
     with refused(builtin, f"{call}(params)", expected, got, fix):
       create(given, ADAM)
   for rng in (42, jax.ShapeDtypeStruct((2, 2), jnp.uint32), np.ones(2)):
-    got = "a int" if isinstance(rng, int) else "[2"
+    got = "42" if isinstance(rng, int) else "[2"
     with refused(TypeError, f"{call}(rng)", "one PRNG key", got, "jax.random.key(0)"):
       create(params, ADAM, rng=rng)
   unscaled, made = "a tuple without a loss scale", f"{call}(params, tx)"

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax._core.errors import kind_of
 from tests.errors import refused
 from tests.programs import bits
 
@@ -138,13 +139,13 @@ def test_what_is_no_loss():
   with refused(ValueError, where, "a floating scalar", "shape (2,)", "jnp.mean"):
     mpjax.value_and_grad(lambda p: jnp.ones(2) * p, STATE)(p)
   for loss in (3, (p, 1), None, {"loss": p}):
-    with refused(TypeError, where, "a floating scalar", f"a {type(loss).__name__}", "jnp.mean"):
+    with refused(TypeError, where, "a floating scalar", kind_of(loss), "jnp.mean"):
       mpjax.value_and_grad(lambda p, loss=loss: loss, STATE)(p)
 
 
 def test_has_aux_wants_a_pair():
   for out in (1.0, (1.0, 2.0, 3.0)):
-    where, got = "mpjax.value_and_grad(fun, has_aux=True)", f"a {type(out).__name__}"
+    where, got = "mpjax.value_and_grad(fun, has_aux=True)", kind_of(out)
     with refused(TypeError, where, "a pair (loss, aux)", got, "Return both"):
       mpjax.value_and_grad(lambda p, out=out: out, STATE, has_aux=True)(1.0)
   where, got = "mpjax.value_and_grad(fun): the loss", "a tuple of two"

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.dtypes import HALVES, is_low_precision
 from mpjax._core.errors import MpjaxValueError, check_call
-from mpjax._core.policy import Policy, PolicyLike
+from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import Rule
 from mpjax._core.types import Array, Function, NumpyArray
 from mpjax._core.validators import check_value
@@ -120,7 +120,7 @@ def _checked(loss_fn: object, policy: PolicyLike, tolerance: object) -> Policy:
   """Returns the policy, or raises if an argument is wrong."""
   where = "mpjax.tune(loss_fn)"
   check_function(loss_fn, where, _FIX)
-  parsed = Policy.parse(policy)
+  parsed = parse_policy(policy, "mpjax.tune(policy)")
   if parsed.compute_dtype not in HALVES:
     raise MpjaxValueError(
       "mpjax.tune(policy)",

@@ -20,7 +20,7 @@ from mpjax._core.audit_record import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, flax_errors
 from mpjax._core.frameworks import check_no_linen_model, framework_of
-from mpjax._core.policy import Policy, PolicyLike
+from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.policy_config import rewrites
 from mpjax._core.rules import Rule, parse_rules
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
@@ -189,7 +189,7 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
         fix="A traced function has no modules, only named scopes: see jax.named_scope. For rules "
         "by class or instance put a policy on the model with mpjax.with_policy.",
       )
-  parsed = Policy.parse(policy)
+  parsed = parse_policy(policy, "mpjax.autocast(policy)")
   for one, where in [(parsed, "policy"), *((r.policy, "rules=...") for r in parsed_rules)]:
     if one is not None and one.compute_dtype not in FLOATS:
       raise MpjaxValueError(
