@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray, Tracer, eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
@@ -48,7 +48,6 @@ from mpjax._jaxprs.compat import context_of, without_scopes
 from mpjax._jaxprs.inner_jaxprs import Inner, closed_over, inner_jaxprs, name_of, with_inner
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.walk import walk
 
 Rewrite: TypeAlias = Callable[[Jaxpr, Kinds, Sequence[DType | None], bool], Rewritten]
 """Rewrites a jaxpr for kinds of arguments and dtypes of results, of which None is free. The last
@@ -305,21 +304,6 @@ Cast: TypeAlias = Callable[[Function, Callable[[PyTree], PyTree] | None], Functi
 
 _ByPlace: TypeAlias = dict[int, Array]
 """Some of the arguments of a function, by their positions."""
-
-
-def rules_that_close_over(program: ClosedJaxpr) -> set[Holds]:
-  """Returns the kinds of functions with a rule that close over a value of the jaxpr."""
-  # An autocast function inside of a loss that is differentiated: gradients flow to what it closes
-  # over too, and one that is differentiated at once knows its arguments alone.
-  if any(isinstance(const, Tracer) for const in program.consts):
-    return set()
-  constants = set(program.jaxpr.constvars)
-  return {
-    holds
-    for eqn in (visit.eqn for visit in walk(program))
-    if (holds := facts_of(eqn).holds) in (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
-    and not constants.issuperset(eqn.invars[: closed_over(eqn)])
-  }
 
 
 def differentiated_at_once(

@@ -55,6 +55,7 @@ _BITS = {"exponent_bits": 8, "mantissa_bits": 23}
 """Those of float32, which round nothing."""
 
 
+@functools.lru_cache(maxsize=1024)
 def region_of(policy: Policy | None) -> str:
   """Returns the text that marks the region of a module with a policy; None leaves it as it is."""
   return AS_IT_IS if policy is None else str(policy)

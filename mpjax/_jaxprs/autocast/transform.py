@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mpjax._core.active import in_region
@@ -20,24 +20,24 @@ from mpjax._core.audit_record import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, flax_errors
 from mpjax._core.frameworks import check_no_linen_model, framework_of
-from mpjax._core.policy import Policy, PolicyLike, parse_policy
+from mpjax._core.policy import PolicyLike, parse_policy
 from mpjax._core.policy_config import rewrites
 from mpjax._core.rules import Rule, parse_rules
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.atoms import aval_of, dtype_of
 from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable
-from mpjax._jaxprs.autocast.custom_derivatives import (
-  differentiated_at_once,
-  rules_that_close_over,
-)
+from mpjax._jaxprs.autocast.custom_derivatives import differentiated_at_once
 from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
 from mpjax._jaxprs.autocast.higher_order import rewrite
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
 from mpjax._jaxprs.autocast.uses import CALLER, RETURNED, UNROUNDED
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Kinds, Settings, constants
+from mpjax._jaxprs.inner_jaxprs import closed_over
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.walk import walk
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,9 +144,9 @@ def autocast(
   """
   settings = _settings(fn, policy, ops, rules)
   data = _in_arguments(_data_argnums(data_argnums))
-  if not any(map(rewrites, (Policy.parse(policy), *(rule.policy for rule in settings.rules)))):
+  if not any(map(rewrites, (settings.policy, *(rule.policy for rule in settings.rules)))):
     return fn
-  unrounded = Policy.parse(policy).output_dtype == FLOAT32
+  unrounded = settings.policy is not None and settings.policy.output_dtype == FLOAT32
   interface = Interface(data=data, unrounded=unrounded)
   call = with_settings(fn, settings, "mpjax.autocast(fn)", interface)
   return _nnx_model(call) if framework_of(fn) == "NNX" else call
@@ -300,7 +300,7 @@ def with_settings(
     def call(*operands: Array) -> list[Array]:
       return run(new, program.consts, operands, name)
 
-    kinds = rules_that_close_over(program)
+    kinds = _rules_that_close_over(program)
     if kinds:
 
       def decided(args: tuple[PyTree, ...]) -> Iterable[Leaf]:
@@ -369,3 +369,18 @@ def rewrite_closed(
   readers = [RETURNED if d is None else 0 if d in HALVES else caller for d in outs]
   consts = constants(program.consts, settings)
   return rewrite(jaxpr, ins, outs, readers, settings, (), consts).jaxpr
+
+
+def _rules_that_close_over(program: ClosedJaxpr) -> set[Holds]:
+  """Returns the kinds of functions with a rule that close over a value of the jaxpr."""
+  # An autocast function inside of a loss that is differentiated: gradients flow to what it closes
+  # over too, and one that is differentiated at once knows its arguments alone.
+  if any(isinstance(const, Tracer) for const in program.consts):
+    return set()
+  constants = set(program.jaxpr.constvars)
+  return {
+    holds
+    for eqn in (visit.eqn for visit in walk(program))
+    if (holds := facts_of(eqn).holds) in (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
+    and not constants.issuperset(eqn.invars[: closed_over(eqn)])
+  }
