@@ -229,7 +229,8 @@ class ModuleCall(NamedTuple):
         if policy is not None and state.failed is not None:
           state.failed.append(type(self.module))
         of_dtypes = isinstance(error, _OF_DTYPES) and not isinstance(error, _NOT_NOTED)
-        if policy is not None and of_dtypes:
+        # One without a text, such as an abstract method raises, says nothing about dtypes.
+        if policy is not None and of_dtypes and error.args:
           note_module(error, self.path, type(self.module).__name__, str(policy))
         raise
 

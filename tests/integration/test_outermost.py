@@ -334,7 +334,12 @@ def test_errors_of_other_kinds_and_without_a_policy_get_no_note(way):
   def raises(layer, error):
     raise error
 
-  for policy, error in (("bfloat16", ValueError("x")), (None, TypeError("x"))):
+  abstract = NotImplementedError()
+  for policy, error in (
+    ("bfloat16", ValueError("x")),
+    (None, TypeError("x")),
+    ("float16", abstract),
+  ):
     with pytest.raises(type(error)) as excinfo:
       call(way, policy, raises, error)
     assert not [note for note in getattr(excinfo.value, "__notes__", ()) if "mpjax" in note]
