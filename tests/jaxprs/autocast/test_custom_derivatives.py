@@ -115,32 +115,6 @@ def test_rules_that_jax_comes_with_are_kept():
     np.testing.assert_array_equal(found, 4 * np.asarray(RULES_OF_JAX[name][2]), err_msg=name)
 
 
-@pytest.mark.case("B074")
-def test_functions_of_jax_keep_their_rules():
-  def weighted(f, w, x):
-    # Not a sum, of which the gradient would be 0.
-    return f(x @ w) * jnp.arange(1.0, 3.0).reshape((2,) + (1,) * (f(x @ w).ndim - 1)) ** f(x @ w)
-
-  def each(w, x):
-    return {name: [f(w, x) for f in pair] for name, pair in pairs.items()}
-
-  pairs = {}
-  for name in ("softmax", "logsumexp", "log_softmax", "silu", "gelu"):
-    fun = functools.partial(weighted, getattr(jax.nn, name))
-    cast = mpjax.autocast(fun)
-    pairs[name] = [jax.value_and_grad(of_sum(f), (0, 1)) for f in (cast, fun)]
-    forward = jax.make_jaxpr(cast)(W, X)
-    assert programs.dtypes_of(forward, "exp", "log", "reduce_sum") <= {"float32"}
-    # The rule has no gradient through the maximum: nothing is selected by equality with it.
-    ours, plain = (
-      [e.primitive.name for e, _ in programs.equations(jax.make_jaxpr(f)(W, X))]
-      for f in pairs[name]
-    )
-    assert ours.count("eq") <= plain.count("eq")
-  for name, (got, want) in programs.run(each, W, X).items():
-    assert programs.error(got, want) < 1.6e-2, name
-
-
 # Rules of users.
 
 
@@ -292,22 +266,6 @@ def test_an_operand_may_come_twice_or_be_a_literal(rule):
   np.testing.assert_array_equal(dx, 3.5 * X_GRAD)
 
 
-@EITHER
-def test_closed_over_tracers_are_arguments_too(rule):
-  """A function that closes over a tracer of the program that calls it."""
-  product = RULES[rule](2.0)
-
-  def outer(x, w):
-    def inner(x):
-      return product(x, w * 1.0)
-
-    return mpjax.autocast(inner)(x)
-
-  dx, dw = programs.run(jax.grad(of_sum(outer), (0, 1)), X, W)
-  np.testing.assert_array_equal(dx, 2 * X_GRAD)
-  np.testing.assert_array_equal(dw, 2 * W_GRAD)
-
-
 def test_a_float32_rule_stays_in_float32():
   """What a user casts inside of a rule is theirs."""
 
@@ -325,41 +283,15 @@ def test_a_float32_rule_stays_in_float32():
   assert types(mpjax.autocast(product), X, W) == (3, {"float32"})
 
 
-def sum_over_devices_by_vjp(varying):
-  """Returns `psum(x @ w)`, whose gradients are twice what they should be."""
-
-  @jax.custom_vjp
-  def total(x, w):
-    return lax.psum(x @ w, "d")
-
-  def backward(kept, g):
-    (x, w), g = kept, varying(g)
-    return 2 * (g @ w.T), 2 * lax.psum(x.T @ g, "d")
-
-  total.defvjp(lambda x, w: (total(x, w), (x, w)), backward)
-  return total
-
-
-def sum_over_devices_by_jvp(varying):
-  del varying
-
-  @jax.custom_jvp
-  def total(x, w):
-    return lax.psum(x @ w, "d")
-
-  @total.defjvp
-  def _(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    return total(x, w), 2 * lax.psum(dx @ w + x @ dw, "d")
-
-  return total
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("make", [sum_over_devices_by_vjp, sum_over_devices_by_jvp])
-def test_a_rule_inside_of_shard_map(make, check_vma, devices):
+@EITHER
+def test_a_rule_inside_of_shard_map(rule, check_vma, devices):
   mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=devices)
-  total = make(lambda g: lax.pcast(g, "d", to="varying") if check_vma else g)
+  product = RULES[rule](2.0)
+
+  def total(x, w):
+    w = lax.pcast(w, "d", to="varying") if check_vma else w
+    return lax.psum(product(x, w), "d")
 
   def fun(x, w):
     return jax.shard_map(
@@ -453,13 +385,13 @@ def test_the_results_that_are_no_numbers():
     return x @ W + jax.random.normal(used, x.shape), key
 
   noisy.defvjp(lambda x, key: (noisy(x, key), None), lambda kept, g: (3.0 * (g[0] @ W.T), None))
-  key = jax.random.key(1)
-  grad, used = (
-    programs.run(
-      jax.grad(lambda x: (mpjax.autocast(noisy)(x, key)[0].sum(), 1.0)[0], has_aux=False), X
-    ),
-    programs.run(lambda x: mpjax.autocast(noisy)(x, key)[1], X),
-  )
+  key, cast = jax.random.key(1), mpjax.autocast(noisy)
+
+  def loss(x):
+    y, used = cast(x, key)
+    return y.sum(), used
+
+  grad, used = programs.run(jax.grad(loss, has_aux=True), X)
   np.testing.assert_array_equal(grad, 3 * X_GRAD)
   want = jax.random.split(key)[0]
   np.testing.assert_array_equal(jax.random.key_data(used), jax.random.key_data(want))

@@ -14,8 +14,6 @@ import pytest
 import mpjax
 from mpjax._jaxprs.autocast import float8
 from mpjax._jaxprs.autocast.float8 import quantise
-from mpjax._jaxprs.autocast.transform import Interface, with_settings
-from mpjax._jaxprs.autocast.values import Settings
 from tests.errors import check_error
 from tests.float8_oracle import E4M3, E5M2, Oracle, normal, quantised, scale_of
 from tests.programs import equations
@@ -36,13 +34,9 @@ def policy(recipe, half="bfloat16"):
   return mpjax.Policy(compute_dtype=half, matmul=recipe)
 
 
-def cast(fun, recipe, half="bfloat16"):
+def cast(fun, recipe):
   """Returns `fun(w, x)` with its matmuls in float8: `w` is a parameter, and `x` is none."""
-
-  settings = Settings(policy=mpjax.Policy(compute_dtype=half, matmul=recipe), ops=mpjax.OpLists())
-  return with_settings(
-    fun, settings, "a test", Interface(data=lambda args: jax.tree.leaves(args[1]))
-  )
+  return mpjax.autocast(fun, policy(recipe), data_argnums=1)
 
 
 def check(found, oracle, roundings):

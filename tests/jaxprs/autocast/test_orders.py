@@ -1,4 +1,4 @@
-"""Autocast over, under and between the transformations of JAX; export; and side effects."""
+"""Autocast over, under and between the transformations of JAX; and side effects."""
 
 import functools
 
@@ -105,35 +105,6 @@ def test_losses_and_gradients_in_any_order(number, part, order):
       count = jax.tree.leaves(got)[0].shape[0]
       want = jax.tree.map(lambda x: x[:count], in_float32(name)[part])  # noqa: B023
       assert programs.error(got, want) <= BOUND * (2 if PROGRAMS[name].attention else 1)
-
-
-def test_forward_derivatives():
-  """Of a gradient too, which is the product with a Hessian."""
-  name = "custom_jvp_attention"
-  _, params, batch = model(name)
-  direction = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype="f").reshape(x.shape)), params)
-
-  def both(fun):
-    return lambda params, direction: jax.jvp(
-      jax.value_and_grad(lambda params: fun(params, batch)), (params,), (direction,)
-    )
-
-  f = loss_of(name)
-  traced = jax.jit(both(cast(f))).trace(params, direction)
-  assert checks.halves(traced.jaxpr, HALF) == []
-  got = programs.compiled(traced.lower())(params, direction)
-  # A second derivative is made of more roundings: twice the bound of a gradient.
-  assert programs.error(got, programs.run(both(f), params, direction)) <= 2 * BOUND * 2
-
-
-def test_export():
-  name = "custom_vjp_attention"
-  fun, params, batch = model(name)
-  exported = jax.export.export(jax.jit(cast(fun)))(params, batch)
-  assert "bf16" in exported.mlir_module()
-  got, want = programs.run(exported.call, params, batch), programs.run(fun, params, batch)
-  assert programs.error(got, want) <= BOUND * 2
-  assert checks.changed_outputs(exported.call, fun, params, batch) == []
 
 
 # Side effects.

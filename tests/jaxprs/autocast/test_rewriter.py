@@ -11,10 +11,10 @@ from jax import lax
 
 import mpjax
 from tests import programs
+from tests.jaxprs.autocast.rig import BOTH
 from tests.models.values import normal
 
 HALVES = ("bfloat16", "float16")
-BOTH = pytest.mark.parametrize("half", HALVES)
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
@@ -243,7 +243,7 @@ def interpolated(xp, grid, rows, offset):
   return rows[row] * (1 - rest) + rows[row + 1] * rest
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@BOTH
 def test_positions_on_a_grid_are_not_rounded(half):
   # A matmul of exact operands gives the offsets that the oracle has, but for their last digits.
   rows, w = (
@@ -388,8 +388,9 @@ def test_operands_of_different_types_are_unified():
   assert types(program, "select_n") == [("bool", "float32", "float32", "float32")]
   program = cast(lambda w, x: lax.dot(lax.exp(x), lax.dot(w, w)), W, X)
   assert {t for each in types(program, "dot_general") for t in each} == {"bfloat16"}
-  program = cast(lambda w, x: lax.clamp(0.0, lax.dot(x, w), 1.0), W, X)
-  assert types(program, "clamp") == [("bfloat16",) * 4]
+  for most, dtype in ((1.0, "bfloat16"), (1 - 1e-6, "float32")):
+    program = cast(lambda w, x: lax.clamp(0.0, lax.dot(x, w), most), W, X)  # noqa: B023
+    assert types(program, "clamp") == [(dtype,) * 4]
 
   def mixed(x, w):  # Which JAX takes silently.
     return lax.dot(x.astype("bfloat16"), w)
@@ -560,3 +561,43 @@ def test_equations_keep_their_source_lines_and_scopes():
   casts = [e for e in program.jaxpr.eqns if e.primitive.name == "convert_element_type"]
   # A cast is in the place of its reader.
   assert [str(e.source_info.name_stack) for e in casts][:2] == ["first", "first"]
+
+
+# What would go wrong without a word: no error, no NaN, only other numbers.
+
+
+@BOTH
+def test_an_argument_that_is_kept_keeps_its_bits(half):
+  """A hand-written skip, a branch, a maximum: in half, 1.00123 would be another number."""
+
+  def fun(ok, w, x):
+    new = x @ w
+    return jnp.where(ok, new, w), jax.lax.cond(ok, lambda: new, lambda: w), jnp.maximum(w, new)
+
+  w = np.full((3, 3), 1.00123, np.float32)
+  for kept in jax.jit(mpjax.autocast(fun, half))(np.asarray(False), w, -np.ones((3, 3), "f")):
+    np.testing.assert_array_equal(kept, w)
+
+
+@BOTH
+def test_an_optimizer_step_inside_moves_the_parameters(half):
+  """Each update is below half the distance of two numbers in half."""
+  x, y, w = np.ones((4, 1), np.float32), np.full((4, 1), 2.0, np.float32), np.ones((1, 1), "f")
+
+  def step(w):
+    return w - 1e-5 * jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(w)
+
+  new = jax.jit(mpjax.autocast(step, half))(w)
+  np.testing.assert_array_equal(new, w + np.float32(1e-5) * np.float32(2))
+
+
+@pytest.mark.parametrize("result", ["bfloat16", "float64"])
+def test_a_product_of_a_chosen_type_keeps_it(result):
+  def fun(a, b):
+    return jax.lax.dot(a, b, preferred_element_type=result)
+
+  with jax.enable_x64(True):
+    a = jnp.full((2, 2), 2.0**40, jnp.float32)
+    found = mpjax.autocast(fun, "mixed_float16")(a, a)
+    assert found.dtype == result
+    np.testing.assert_array_equal(found, fun(a, a))

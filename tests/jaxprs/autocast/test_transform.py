@@ -1,9 +1,9 @@
 """`mpjax.autocast` as a function of functions: arguments, results, rules, errors, traces."""
 
-import dataclasses
 import functools
 import gc
-from typing import Any, NamedTuple
+import weakref
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -61,37 +61,6 @@ def test_what_is_no_array_is_handed_on_as_it_is():
   assert jax.jit(lambda x: cast(x, *args[1:], w=W, act=jax.nn.relu)[0])(X).dtype == "float32"
 
 
-class Pair(NamedTuple):
-  a: Any
-  b: Any
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["name"])
-@dataclasses.dataclass
-class Layer:
-  w: Any
-  name: str
-
-  def __call__(self, x):
-    return x @ self.w
-
-
-def test_containers_keep_their_types():
-  def fun(tree):
-    assert isinstance(tree["layer"], Layer)
-    assert isinstance(tree["pair"], Pair)
-    assert isinstance(tree["list"], list)
-    assert tree["pair"].b is None
-    y = tree["layer"](tree["pair"].a)
-    return {"out": Pair(y, [y, ()]), "name": tree["layer"].name, "layer": tree["layer"]}
-
-  tree = {"layer": Layer(W, "dense"), "pair": Pair(X, None), "list": [X, ()]}
-  out = mpjax.autocast(fun)(tree)
-  assert jax.tree.structure(out) == jax.tree.structure(fun(tree))
-  assert out["name"] == "dense"
-  np.testing.assert_array_equal(out["out"].b[0], X)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "float64", "float16", "bfloat16"])
 def test_numpy_arrays_are_arguments_like_any_other(dtype):
   x, names = np.ones((2, 3), jnp.dtype(dtype)), np.asarray(["a", "b"])
@@ -106,6 +75,14 @@ def test_numpy_arrays_are_arguments_like_any_other(dtype):
   for one, other in zip(ours, theirs, strict=True):
     assert (one.dtype, one.shape) == (other.dtype, other.shape)
     np.testing.assert_array_equal(np.asarray(one, "f"), np.asarray(other, "f"))
+
+
+def test_flags_and_sizes_of_numpy_are_no_arrays():
+  def fun(x, flag, size):
+    return jnp.ones(size) @ x if flag else x
+
+  found = mpjax.autocast(fun)(np.ones((3, 2), np.float32), np.bool_(True), np.int64(3))
+  np.testing.assert_array_equal(found, [3, 3])
 
 
 def test_nothing_to_trace_and_nothing_to_cast():
@@ -508,6 +485,23 @@ def test_data_arguments_decide_and_others_do_not():
   )
   added = [e for e, _ in programs.equations(traced) if e.primitive.name == "add"]
   assert [str(e.outvars[0].aval.dtype) for e in added] == ["bfloat16", "float32"]
+
+
+def test_what_a_function_closes_over_is_not_kept():
+  references = []
+
+  def trace():
+    table = jnp.arange(8.0)
+    references.append(weakref.ref(table))
+    inner = jax.jit(lambda x: x @ x.T @ x + table.sum())
+    fun = mpjax.autocast(lambda x: jax.lax.scan(lambda c, _: (inner(c), None), x, None, 2)[0])
+    jax.make_jaxpr(fun)(W)
+
+  trace()
+  gc.collect()
+  jax.clear_caches()
+  gc.collect()
+  assert references[0]() is None
 
 
 # Functions of trees: how arguments come in, and results leave.

@@ -14,25 +14,19 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.autocast.transform import Interface, with_settings
-from mpjax._jaxprs.autocast.values import FLOAT32, Settings
+from tests.jaxprs.autocast.rig import BOTH, with_vjp
 from tests.programs import bits, equations, products, residual_bytes, run
 
-HALVES = ("bfloat16", "float16")
-BOTH = pytest.mark.parametrize("half", HALVES)
+FLOAT32 = np.dtype("float32")
 
 
 def cast(fun, half="bfloat16", wide=FLOAT32, rules=()):
   """Returns `fun(w, x)` under autocast: `w` is a parameter, and `x` is none."""
+  return mpjax.autocast(fun, policy(wide, half), rules=rules, data_argnums=1)
 
-  settings = Settings(
-    policy=mpjax.Policy(compute_dtype=half, weight_grad_dtype=wide),
-    ops=mpjax.OpLists(),
-    rules=rules,
-  )
-  return with_settings(
-    fun, settings, "a test", Interface(data=lambda args: jax.tree.leaves(args[1]))
-  )
+
+def policy(wide, half="bfloat16"):
+  return mpjax.Policy(compute_dtype=half, weight_grad_dtype=wide)
 
 
 def integers(seed, shape, largest):
@@ -211,12 +205,9 @@ INSIDE = {
     lambda w, x: (x @ w) % 3 @ w, policy=jax.checkpoint_policies.dots_saveable
   ),
   "cond": lambda w, x: lax.cond(x[0, 0] > 99, lambda: x, lambda: x @ w),
-  "custom_vjp": lambda w, x: RULE(w, x),
+  "custom_vjp": with_vjp(lambda w, x: x @ w),
   "custom_jvp": lambda w, x: jax.nn.relu(x @ w) @ w,
 }
-
-RULE = jax.custom_vjp(lambda w, x: x @ w)
-RULE.defvjp(lambda w, x: jax.vjp(lambda w, x: x @ w, w, x), lambda pull, y_bar: pull(y_bar))
 
 
 @pytest.mark.parametrize("name", INSIDE)
@@ -283,14 +274,14 @@ def test_the_half_copy_of_a_weight_is_not_kept():
   assert kept(None) == 2 * (x.size + w.size)
 
 
-@pytest.mark.parametrize("stored", HALVES)
-def test_a_weight_that_is_stored_in_half(stored):
+@BOTH
+def test_a_weight_that_is_stored_in_half(half):
   """Its gradient is rounded once, after all is added up."""
   w, x = integers(0, (3, 5), 1), integers(7, (200, 3), 9)
   fun = lambda w, x: x @ w.astype(jnp.float32)  # noqa: E731
   exact = run(with_gradients(fun), w, x)[1]
-  found = run(with_gradients(cast(fun)), w.astype(stored), x)[1]
-  assert bits(found) == bits(exact.astype(stored))
+  found = run(with_gradients(cast(fun)), w.astype(half), x)[1]
+  assert bits(found) == bits(exact.astype(half))
 
 
 def heads(w, x):
@@ -298,10 +289,6 @@ def heads(w, x):
     x = x @ w
   with jax.named_scope("head"):
     return x @ w
-
-
-def policy(weight_grad):
-  return mpjax.Policy(compute_dtype="bfloat16", weight_grad_dtype=weight_grad)
 
 
 @pytest.mark.parametrize(
@@ -323,20 +310,15 @@ LEFT_ALONE = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT_ALONE)
-def test_what_is_left_alone(name):
-  def program(wide):
-    return str(jax.make_jaxpr(with_gradients(cast(LEFT_ALONE[name], wide=wide)))(W, X))
+def test_what_is_left_alone():
+  def program(fun, wide):
+    return str(jax.make_jaxpr(with_gradients(cast(fun, wide=wide)))(W, X))
 
-  assert program(FLOAT32) == program(None)
-
-
-def test_a_wide_dtype_that_is_not_wider_asks_for_nothing():
-  program = [
-    str(jax.make_jaxpr(with_gradients(cast(lambda w, x: x @ w, wide=wide)))(W, X))
-    for wide in (jnp.dtype("bfloat16"), None)
-  ]
-  assert program[0] == program[1]
+  for name, fun in LEFT_ALONE.items():
+    assert program(fun, FLOAT32) == program(fun, None), name
+  # One that is not wider asks for nothing.
+  matmul, *_ = MATMULS["x @ w"]
+  assert program(matmul, "bfloat16") == program(matmul, None) != program(matmul, FLOAT32)
 
 
 def test_a_derivative_that_is_autocast_once_more():

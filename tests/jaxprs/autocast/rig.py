@@ -1,0 +1,40 @@
+"""What tests of the rewriter share."""
+
+from typing import Any
+
+import jax
+import pytest
+
+import mpjax
+from mpjax._jaxprs.autocast import Interface, Settings, with_settings
+from tests import programs
+
+BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+
+
+def product_dtypes(fun: Any, *args: Any) -> list[tuple[str, str]]:
+  """Returns the dtypes of the operands of each matmul of a function."""
+  return [product.dtypes for product in programs.products(jax.make_jaxpr(fun)(*args))]
+
+
+def rewritten(
+  fun: Any, compute: Any = "bfloat16", modules: bool = False, data: Any = None, results: Any = None
+) -> Any:
+  """Returns a function under a compute dtype, as a framework's adapter asks for it."""
+  policy = mpjax.Policy(compute_dtype=compute)
+  settings = Settings(policy=policy, ops=mpjax.OpLists(), modules=modules)
+  return with_settings(fun, settings, "a test", Interface(data=data, results=results))
+
+
+def with_jvp(fun: Any) -> Any:
+  """Returns a function with a rule of its own, which is the right one."""
+  ruled = jax.custom_jvp(fun)
+  ruled.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+  return ruled
+
+
+def with_vjp(fun: Any) -> Any:
+  """Returns a function with a backward rule of its own, which is the right one."""
+  ruled = jax.custom_vjp(fun)
+  ruled.defvjp(lambda *args: jax.vjp(fun, *args), lambda pull, cotangent: pull(cotangent))
+  return ruled
