@@ -67,7 +67,7 @@ def test_type_checkers_and_python_import_the_same_names():
 
 
 def test_threads_use_names_for_the_first_time_at_once():
-  """As workers of a pool do, each of which needs something else first."""
+  # As workers of a pool do, each of which needs something else first.
   done = run(
     "import random, threading, mpjax\n"
     "together = threading.Barrier(16)\n"

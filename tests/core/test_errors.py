@@ -194,7 +194,7 @@ CELLS = {
 
 
 def test_the_line_of_the_user_is_found_wherever_the_code_is():
-  """A checkout may be called anything, and a model may be an installed package."""
+  # A checkout may be called anything, and a model may be an installed package.
   for file in (*FILES, "/srv/jax/train.py"):
     assert line_of_user(error_in(file, "return 1 if x else 2")).startswith(f"{file}:2: ")
   for file, shown in CELLS.items():

@@ -21,7 +21,7 @@ def products(fn, *args):
 
 @pytest.mark.case("A73")
 def test_a_policy_does_not_enter():
-  """Half arrays come in as float32, and the policy is active again afterwards."""
+  # Half arrays come in as float32, and the policy is active again afterwards.
   seen = []
 
   def body(module, x):

@@ -129,8 +129,7 @@ def output_dtype(model):
 
 @pytest.mark.case("A100")
 def test_classes_of_one_name_stay_apart():
-  """As those of a module that is loaded again do."""
-
+  # As those of a module that is loaded again do.
   def factory():
     class Block(nn.Module):
       pass
@@ -356,7 +355,7 @@ WILDCARDS = [
 
 
 def test_a_glob_takes_no_longer_for_many_wildcards():
-  """Trying each wildcard at each position takes minutes: a process of its own can be ended."""
+  # Trying each wildcard at each position takes minutes: a process of its own can be ended.
   code = "import sys, mpjax\nfor glob, no, yes in eval(sys.argv[1]):\n"
   code += (
     "  rule = mpjax.Rule(None, path=glob); print(rule.matches(None, no), rule.matches(None, yes))"

@@ -113,7 +113,7 @@ def test_more_leaves_than_one_reduction_takes_and_longer_ones_than_a_row():
 
 
 def test_a_sum_of_squares_is_numpys(both):
-  """Of leaves in low precision too, whose squares may be more than their dtype holds."""
+  # Of leaves in low precision too, whose squares may be more than their dtype holds.
   rng = np.random.default_rng(0)
   found = [x for x in leaves_of(rng, 60) if jnp.issubdtype(x.dtype, jnp.floating)]
   leaves = [x for x in found if x.dtype != "float8_e5m2"] + [np.full(3000, 300.0, np.float16)] * 2
@@ -127,7 +127,7 @@ def test_a_sum_of_squares_is_numpys(both):
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("members", [None, 3])
 def test_a_step_keeps_or_moves_the_same_bits(members, monkeypatch):
-  """Of every leaf at once, in dtypes that share a size, under `vmap` and with donated buffers."""
+  # Of every leaf at once, in dtypes that share a size, under `vmap` and with donated buffers.
   shapes = {"a": (4,), "b": (4,), "c": (2, 2), "d": (2, 2), "e": (), "f": (4,)}
   dtypes = dict.fromkeys(shapes, "float32") | {"b": "bfloat16", "d": "float16", "f": "int32"}
   params = {k: jnp.ones(s, dtypes[k]) for k, s in shapes.items()}
@@ -164,7 +164,7 @@ def test_a_step_keeps_or_moves_the_same_bits(members, monkeypatch):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_scalars_that_are_read_from_one_array_keep_their_bits():
-  """NaN with its payload, -0.0 and subnormal numbers too: an array of integers carries them."""
+  # NaN with its payload, -0.0 and subnormal numbers too: an array of integers carries them.
   bits = [0, 1, 0x80000000, 0x7FC00001, 0xFF800000, 0x3F800000, 0x00400000]
   floats = {f"f{i}": jnp.asarray(np.uint32(b).view(np.float32)) for i, b in enumerate(bits)}
   given = {
@@ -181,7 +181,7 @@ def test_scalars_that_are_read_from_one_array_keep_their_bits():
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_scalars_of_a_shard_map_stay_what_they_are(devices):
-  """In one array with what varies, a count that does not would vary as well."""
+  # In one array with what varies, a count that does not would vary as well.
   mesh = jax.make_mesh((4,), ("x",), devices=devices, axis_types=(AxisType.Auto,))
 
   def read(count, flags):
@@ -198,7 +198,7 @@ def test_scalars_of_a_shard_map_stay_what_they_are(devices):
 
 @pytest.mark.case("I23")
 def test_it_is_decided_where_it_is_lowered_and_leaves_no_branch():
-  """Sizes 6 (of two shapes), 4, and 5: one reduction for a GPU, seven for a CPU."""
+  # Sizes 6 (of two shapes), 4, and 5: one reduction for a GPU, seven for a CPU.
   shapes = [(2, 3), (4,), (3, 2), (4,), (2, 3), (5,), (4,)]
   args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
   find = lambda *leaves: first_nonfinite(leaves)  # noqa: E731
@@ -245,7 +245,7 @@ def test_select_is_wheres(both):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_functions_of_symbolic_shapes_are_exported(platform):
-  """A length that is a symbol is neither compared nor divided into rows."""
+  # A length that is a symbol is neither compared nor divided into rows.
   rows = jax.export.symbolic_shape("n, 3")
   tree = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (rows, (3,), rows, (3,))]
 
@@ -271,10 +271,9 @@ SPECS = {"rows": P("x"), "columns": P(None, "x"), "both": P("x", "y"), "all": P(
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_leaves_on_a_mesh_are_not_gathered(devices, kind):
-  """Of one shape, divided differently, in a step that looks at them all; nor for their norm.
-
-  For that beside leaves that are not divided, and that are in one array where axes are Explicit.
-  """
+  # Of one shape, divided differently, in a step that looks at them all; nor for their norm.
+  #
+  # For that beside leaves that are not divided, and that are in one array where axes are Explicit.
   mesh = jax.make_mesh((2, 2), ("x", "y"), devices=devices, axis_types=(kind, kind))
   place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
   params = {k: place(jnp.ones((8, 8)), spec) for k, spec in SPECS.items()}
@@ -305,7 +304,7 @@ def test_leaves_on_a_mesh_are_not_gathered(devices, kind):
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_within_shard_map_what_a_device_has_is_looked_at_together(devices, check_vma):
-  """Leaves that vary along different axes of the mesh are stacked all the same."""
+  # Leaves that vary along different axes of the mesh are stacked all the same.
   mesh = jax.make_mesh((2, 2), ("x", "y"), devices=devices, axis_types=(AxisType.Auto,) * 2)
   specs = {"a": P("x"), "b": P("y"), "c": P(), "d": P(("x", "y"))}
 
@@ -324,7 +323,7 @@ def test_within_shard_map_what_a_device_has_is_looked_at_together(devices, check
 
 
 def test_a_step_can_be_differentiated_as_before(both):
-  """A meta-gradient: through the choice, with respect to the parameters."""
+  # A meta-gradient: through the choice, with respect to the parameters.
   tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(2))
   params = [jnp.ones(3), jnp.full(3, 2.0)]
 

@@ -148,7 +148,7 @@ def rounded_and_back(x, half):
 
 @pytest.mark.case("B048")
 def test_round_to_puts_a_barrier_between_the_casts():
-  """What a compiler may not look through: without it, a cast and the cast back may both go."""
+  # What a compiler may not look through: without it, a cast and the cast back may both go.
   rounding = functools.partial(rounded_and_back, half=BF16)
   names = [eqn.primitive.name for eqn in jax.make_jaxpr(rounding)(jnp.ones(3)).eqns]
   assert names == ["convert_element_type", "optimization_barrier", "convert_element_type"]
@@ -242,7 +242,7 @@ def test_nothing_to_be_non_finite():
 
 @pytest.mark.case("B002", "B003", "B011", "A34")
 def test_elements_are_checked_and_not_their_sum():
-  """A sum or a squared norm overflows; a maximum drops NaN."""
+  # A sum or a squared norm overflows; a maximum drops NaN.
   assert mpjax.all_finite(jnp.full(4, 3e38))
   assert mpjax.all_finite(jnp.full(1000, 65504.0, jnp.float16))
   assert not mpjax.all_finite(jnp.asarray([1.0, np.nan]))

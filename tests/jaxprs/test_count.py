@@ -62,8 +62,7 @@ def test_flops_of_convolutions_are_those_of_xla(name):
 
 @pytest.mark.parametrize("argnum", [0, 1])
 def test_flops_of_a_convolutions_gradients_are_those_of_xla(argnum):
-  """They have holes, padding below zero, and features where the batch was."""
-
+  # They have holes, padding below zero, and features where the batch was.
   def fun(x, k):
     return lax.conv_general_dilated(x, k, (2, 2), "SAME")
 

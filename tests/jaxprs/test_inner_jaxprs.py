@@ -63,8 +63,7 @@ def test_parts_of_a_scan():
 
 
 def test_parts_of_a_scan_that_jax_wrote():
-  """The backward pass: its constants, carry and inputs come from JAX's own bookkeeping."""
-
+  # The backward pass: its constants, carry and inputs come from JAX's own bookkeeping.
   def loss(w, start, xs):
     return jnp.sum(scanned(w, start, xs)[0][0])
 
@@ -110,7 +109,7 @@ def test_parts_of_a_cond():
 
 @pytest.mark.parametrize("name", NESTED)
 def test_every_operand_that_is_read_has_the_type_that_is_expected_inside(name):
-  """An independent check of the positions: shapes, but for the axis of a scan or of a device."""
+  # An independent check of the positions: shapes, but for the axis of a scan or of a device.
   seen = 0
   for visit in walk(jax.make_jaxpr(NESTED[name][0])(s(4, 4))):
     eqn = visit.eqn
@@ -144,7 +143,7 @@ REPLACED = {
   [("jit", 9), ("remat", 9), ("composite", 9), ("scan", 3**6), ("cond", 9), ("while", 243)],
 )
 def test_an_equation_with_other_jaxprs_runs_them(name, want):
-  """Where it doubled or kept a number, it is multiplied by three."""
+  # Where it doubled or kept a number, it is multiplied by three.
   program = jax.make_jaxpr(REPLACED[name])(s(1))
   *before, eqn = program.jaxpr.eqns
   tripled = jax.make_jaxpr(lambda c: 3 * c)(s(1))
@@ -156,7 +155,7 @@ def test_an_equation_with_other_jaxprs_runs_them(name, want):
 
 
 def test_each_higher_order_primitive_of_the_table_was_met():
-  """All but those that this jax does not make, or has by another name."""
+  # All but those that this jax does not make, or has by another name.
   met = {
     visit.eqn.primitive.name
     for fun, _, _ in NESTED.values()
@@ -171,7 +170,7 @@ def test_each_higher_order_primitive_of_the_table_was_met():
 
 
 def test_a_traced_function_that_is_called_again_is_entered():
-  """From jax 0.11 on it is an equation of its own."""
+  # From jax 0.11 on it is an equation of its own.
   traced = jax.jit(lambda x: x @ x).trace(s(4, 4))
   program = jax.make_jaxpr(lambda x: traced(x))(s(4, 4))
   names = [visit.eqn.primitive.name for visit in walk(program)]

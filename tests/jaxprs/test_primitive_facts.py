@@ -13,7 +13,7 @@ def test_a_family():
 
 
 def test_degrees_compose():
-  """Row by row, as for 0.1 * x * x."""
+  # Row by row, as for 0.1 * x * x.
   mul = Row("mul", degree=lambda d, _: d[0] + d[1])
   assert mul.degree is not None
   assert mul.degree([mul.degree([0, 1], {}), 1], {}) == 2

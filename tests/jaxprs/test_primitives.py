@@ -101,7 +101,7 @@ def named(source):
 
 
 def test_a_primitive_is_named_in_the_table_and_nowhere_else():
-  """So one row says all about it: to add a primitive, or a fact, is to change that row."""
+  # So one row says all about it: to add a primitive, or a fact, is to change that row.
   table = pathlib.Path(inspect.getfile(integer_pow_part))
   files = set(pathlib.Path(mpjax.__file__).parent.rglob("*.py"))
   assert set(named(table.read_text(encoding="utf-8"))) == FACTS.keys()

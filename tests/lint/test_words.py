@@ -45,7 +45,7 @@ def test_each_word_is_found_and_others_are_not() -> None:
 
 
 def test_every_expression_has_a_word() -> None:
-  """Each expression is needed for some word above, and each word has an expression."""
+  # Each expression is needed for some word above, and each word has an expression.
   found = {
     pattern: [w for w in BANNED if words.expression(pattern).search(w)] for pattern in words.BANNED
   }

@@ -12,7 +12,7 @@ from tests import programs
 BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
 
 
-def product_dtypes(fun: Any, *args: Any) -> list[tuple[str, str]]:
+def matmuls(fun: Any, *args: Any) -> list[tuple[str, str]]:
   """Returns the dtypes of the operands of each matmul of a function."""
   return [product.dtypes for product in programs.products(jax.make_jaxpr(fun)(*args))]
 

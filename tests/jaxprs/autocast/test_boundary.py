@@ -154,8 +154,7 @@ def turn(notes, _):
 
 @pytest.mark.parametrize("fn", [add, replace, put_back, remove, turn])
 def test_what_a_call_does_to_a_container_is_done_to_the_one_of_the_caller(fn):
-  """The values came inside with 1 more, and go outside twice as large."""
-
+  # The values came inside with 1 more, and go outside twice as large.
   def notes(old):
     return {"old": old, "list": [0]}
 
@@ -232,7 +231,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("make", CLASSES.values(), ids=CLASSES)
 def test_classes_of_the_user_are_built_of_arrays_alone(make):
-  """Not of what stands for them: a class may look at what it is given, or convert it."""
+  # Not of what stands for them: a class may look at what it is given, or convert it.
   x = jnp.float32(1)
 
   def fn(tree):

@@ -120,7 +120,7 @@ def test_rules_that_jax_comes_with_are_kept():
 
 @EITHER
 def test_the_rule_of_the_user_is_the_one_that_is_called(rule):
-  """Twice and -3 times the right gradient, exactly."""
+  # Twice and -3 times the right gradient, exactly.
   for factor in (2.0, -3.0):
     product = RULES[rule](factor)
     value, (dx, dw) = gradients(product, X, W)
@@ -174,25 +174,8 @@ def test_inside_and_outside_of_transformations(rule):
     np.testing.assert_array_equal(dw, 2 * W_GRAD, err_msg=name)
 
 
-def test_what_the_forward_rule_keeps_is_in_half():
-  @jax.custom_vjp
-  def act(y):
-    return jnp.tanh(y)
-
-  act.defvjp(lambda y: (jnp.tanh(y), (jnp.tanh(y), y)), lambda kept, g: (g * kept[0] * kept[1],))
-
-  def fun(x, w):
-    return act(x @ w) @ w
-
-  _, kept = jax.vjp(mpjax.autocast(fun), X, W)
-  big = [leaf for leaf in jax.tree.leaves(kept) if leaf.shape == X.shape]
-  assert {str(leaf.dtype) for leaf in big} == {"bfloat16"}
-  assert len({leaf.unsafe_buffer_pointer() for leaf in big}) <= 4
-
-
 def test_integers_flags_and_several_results():
-  """Cotangents of what has none are None, and residuals may be of any type."""
-
+  # Cotangents of what has none are None, and residuals may be of any type.
   @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
   def fun(x, index, pair, name, scale):
     assert name == "name"
@@ -267,8 +250,7 @@ def test_an_operand_may_come_twice_or_be_a_literal(rule):
 
 
 def test_a_float32_rule_stays_in_float32():
-  """What a user casts inside of a rule is theirs."""
-
+  # What a user casts inside of a rule is theirs.
   @jax.custom_vjp
   def product(x, w):
     return jnp.dot(x, w, precision="highest")
@@ -377,8 +359,7 @@ def test_a_rule_is_traced_only_when_it_is_needed():
 
 
 def test_the_results_that_are_no_numbers():
-  """Keys among the operands and the results."""
-
+  # Keys among the operands and the results.
   @jax.custom_vjp
   def noisy(x, key):
     key, used = jax.random.split(key)
@@ -435,23 +416,12 @@ CLOSING = {"vjp": by_vjp, "vjp, computed": lambda f: by_vjp(f, computed=True), "
 
 @pytest.mark.parametrize("rule", CLOSING)
 def test_gradient_of_a_rule_that_closes_over_an_argument(rule):
-  """`jit(grad(autocast(f)))` is the order that the page recommends; numbers are exact in half."""
+  # `jit(grad(autocast(f)))` is the order that the page recommends; numbers are exact in half.
   grad = jax.grad(of_sum(mpjax.autocast(CLOSING[rule](2.0))))
   for outside in (lambda f: f, jax.jit):
     np.testing.assert_array_equal(outside(grad)(X, W), 2 * X_GRAD)
   found = programs.products(jax.make_jaxpr(grad)(X, W))
   assert {p.dtypes for p in found} == {("bfloat16", "bfloat16")}
-
-
-def test_results_that_are_no_numbers_and_arguments_that_are_no_arrays():
-  def fun(x, w, name):
-    return by_vjp()(x, w).sum(), {"count": jnp.argmax(x), "name": name, "none": None}
-
-  grad = jax.value_and_grad(mpjax.autocast(fun), has_aux=True)
-  (loss, aux), dx = grad(X, W, "a")
-  np.testing.assert_array_equal(loss, (np.asarray(X) @ np.asarray(W)).sum())
-  np.testing.assert_array_equal(dx, X_GRAD)
-  assert aux == {"count": 2, "name": "a", "none": None}
 
 
 def test_both_kinds_of_rules_in_one_function_and_an_integer_beside_them():
@@ -464,22 +434,8 @@ def test_both_kinds_of_rules_in_one_function_and_an_integer_beside_them():
   np.testing.assert_array_equal(change, 2 * CHANGE @ np.asarray(W))
 
 
-def test_a_constant_is_no_argument():
-  """What is known before the call is there after it: nothing is computed twice."""
-
-  def fun(x):
-    return by_vjp(2.0)(x, W)
-
-  program = jax.make_jaxpr(mpjax.autocast(fun, "bfloat16"))(X)
-  assert [e.primitive.name for e in program.eqns].count("custom_vjp_call") == 1
-  (eqn,) = (e for e in program.eqns if e.primitive.name == "custom_vjp_call")
-  assert [str(v.aval.dtype) for v in eqn.outvars] == ["bfloat16"]  # It is the user's function.
-  np.testing.assert_array_equal(jax.grad(of_sum(mpjax.autocast(fun)))(X), 2 * X_GRAD)
-
-
 def test_a_value_that_only_the_rule_closes_over_is_named():
-  """The function itself does not use it, so that nothing shows it before the rule is called."""
-
+  # The function itself does not use it, so that nothing shows it before the rule is called.
   def fun(x, w):
     @jax.custom_vjp
     def odd_product(x):
@@ -503,7 +459,7 @@ def test_a_value_that_only_the_rule_closes_over_is_named():
 
 @pytest.mark.parametrize("rule", CLOSING)
 def test_arguments_that_are_data_are_so_in_the_derivative(rule):
-  """The derivative is the fractional part of a position, which half does not hold at 4,096."""
+  # The derivative is the fractional part of a position, which half does not hold at 4,096.
   product = CLOSING[rule](1.0)
 
   def loss(x, w, grid):

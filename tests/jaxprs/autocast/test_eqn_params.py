@@ -106,26 +106,6 @@ def test_a_setting_for_the_whole_process_does_not_switch_autocast_off(name, sett
   assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), X) == [("float32", None)]
 
 
-LEFT = {
-  "jit": jax.jit(lambda x: x @ x),
-  "scan": lambda x: lax.scan(lambda c, _: (c @ x, None), x, length=2)[0],
-  "while": lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ x, x),
-  "cond": lambda x: lax.cond(x[0, 0] > 0, lambda y: y @ x, lambda y: y, x),
-  "remat": jax.checkpoint(lambda x: x @ x),
-}
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_what_is_left_inside_of_other_programs_has_its_setting_too(name):
-  with jax.default_matmul_precision("highest"):
-    fun = mpjax.autocast(mpjax.full_precision(LEFT[name]))
-    assert matmuls(fun, X) == [("float32", (HIGHEST, HIGHEST))]
-    assert matmuls(mpjax.autocast(LEFT[name]), X) == [("bfloat16", None)]
-    rules = [mpjax.Rule(None, path="exact")]
-    named = mpjax.autocast(jax.named_scope("exact")(LEFT[name]), rules=rules)
-    assert matmuls(named, X) == [("float32", (HIGHEST, HIGHEST))]
-
-
 def linear_call(a, b):
   return jax.custom_derivatives.linear_call(lambda a, b: 2 * a @ b, lambda a, b: b @ a, a, b)
 
@@ -202,8 +182,7 @@ def test_a_root_that_is_left_alone_has_the_setting_for_the_whole_process():
 
 
 def test_what_counts_under_a_setting_for_the_whole_process():
-  """A precision at the call does; and derivative rules run in half too."""
-
+  # A precision at the call does; and derivative rules run in half too.
   @jax.custom_vjp
   def product(x):
     return x @ x
@@ -233,7 +212,7 @@ def test_a_multiplication_that_names_its_dtype_is_the_users_choice():
 
 
 def test_a_program_in_which_a_precision_changes_nothing_is_not_kept():
-  """What is kept for a program is kept as long as the program is: it may not be the program."""
+  # What is kept for a program is kept as long as the program is: it may not be the program.
   (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x + 1.0))(1.0).eqns
   inner = weakref.ref(eqn.params["jaxpr"])
   assert in_precision(eqn, HIGHEST)["jaxpr"] is inner()

@@ -27,7 +27,7 @@ def result(fun):
 
 
 def test_casts_of_the_program():
-  """One of the user to low precision stays, and one to float32 makes what follows float32."""
+  # One of the user to low precision stays, and one to float32 makes what follows float32.
   assert result(lambda x, w: (x @ w).astype("float16")) == jnp.float16
   assert result(lambda x, w: x.astype("bfloat16")) == jnp.bfloat16
   assert result(lambda x, w: x @ w + 1) == jnp.bfloat16
@@ -173,7 +173,7 @@ def test_a_factor_that_is_a_parameter_is_not_rounded(fun, oracle, half):
 @pytest.mark.parametrize("axes", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("name", ["bias", "scale", "divisor"])
 def test_over_devices_these_sums_are_in_float32_too(name, axes):
-  """The gradient of a replicated parameter is added up over the devices in the dtype of the sum."""
+  # The gradient of a replicated parameter is added up over the devices in the dtype of the sum.
   mesh = jax.make_mesh((4, 2), ("data", "model"), (axes,) * 2, devices=jax.devices("cpu")[:8])
 
   def fun(b, x):
@@ -195,8 +195,7 @@ def test_over_devices_these_sums_are_in_float32_too(name, axes):
 
 @BOTH
 def test_the_maximum_of_an_axis_counts_its_places_in_float32(half):
-  """Also of one that a matmul reads."""
-
+  # Also of one that a matmul reads.
   def read_by_matmul(sign):
     return lambda x: ((sign * (sign * (x @ EYE)).max(0, keepdims=True)) @ EYE).sum()
 
@@ -217,7 +216,7 @@ def test_the_maximum_of_an_axis_counts_its_places_in_float32(half):
 
 @BOTH
 def test_the_gradient_of_what_is_read_often_is_a_float32_sum(half):
-  """A graph network reads each node for all of its edges, a decoder its encoder at each step."""
+  # A graph network reads each node for all of its edges, a decoder its encoder at each step.
   ids = jnp.zeros(ROWS, int)
   rows = {
     "plain": lambda y: y[ids],

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
-from tests.programs import bits, equations, products
+from tests.jaxprs.autocast.rig import matmuls
+from tests.programs import bits, equations
 
 ALL = mpjax.Float8(skip=())
 EXACT = mpjax.Float8(skip=(), power_of_two=True)
@@ -23,15 +24,11 @@ def s(*shape, dtype="float32"):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def dtypes(fun, *args):
-  return [p.dtypes for p in products(jax.make_jaxpr(fun)(*args))]
-
-
 def reasons(fun, *args, recipe=ALL):
   """What an audit says of each matmul: nothing of those that have operands in float8."""
   cast = mpjax.autocast(fun, policy(recipe))
   found = [x.reason for x in mpjax.audit(cast)(*args).float8]
-  assert {left.startswith("float8") for left, _ in dtypes(cast, *args)} == {not x for x in found}
+  assert {left.startswith("float8") for left, _ in matmuls(cast, *args)} == {not x for x in found}
   return found
 
 
@@ -104,7 +101,7 @@ def test_what_is_left_out_and_why(fun, x, w, reason):
 def test_full_precision_is_no_float8():
   precise = mpjax.full_precision(jnp.matmul)
   cast = mpjax.autocast(lambda x, w: precise(x, w) @ w.T, policy())
-  first, second = dtypes(cast, s(8, 32), s(32, 16))
+  first, second = matmuls(cast, s(8, 32), s(32, 16))
   assert (first, second) == (("float32",) * 2, ("float8_e4m3fn",) * 2)
 
 
@@ -140,7 +137,7 @@ BATCH_IS_AN_OPERAND = {
 
 @pytest.mark.parametrize("fun", BATCH_IS_AN_OPERAND.values(), ids=BATCH_IS_AN_OPERAND)
 def test_a_batch_that_is_named_is_no_weight(fun):
-  """Autocast cannot tell it from one by itself, and the docs say so."""
+  # Autocast cannot tell it from one by itself, and the docs say so.
   args = s(32, 32), s(16, 32)
   assert reasons(fun, *args)[0] == ""
   named = mpjax.audit(mpjax.autocast(fun, policy(), data_argnums=1))(*args)
@@ -151,8 +148,7 @@ def test_a_batch_that_is_named_is_no_weight(fun):
 
 
 def test_a_gradient_taken_inside_is_left_in_low_precision():
-  """Which of its operands is a gradient, and wants e5m2, is no longer known there."""
-
+  # Which of its operands is a gradient, and wants e5m2, is no longer known there.
   def with_gradient(x, w):
     return jax.grad(lambda w: jnp.sum(jnp.sin(jnp.sin(x) @ w)))(w)
 
@@ -160,7 +156,7 @@ def test_a_gradient_taken_inside_is_left_in_low_precision():
 
 
 def test_a_weight_that_the_code_casts_is_cast_once():
-  """From float32 to float8, with no stop in bfloat16, and its gradient has none either."""
+  # From float32 to float8, with no stop in bfloat16, and its gradient has none either.
   w, x = normal(0, 32, 16), normal(1, 8, 32)
 
   def loss(fun):
@@ -182,7 +178,7 @@ def test_rules_take_it_away_and_give_it():
       return jnp.sin(x) @ w
 
   def found(given, *rules):
-    return [d[0] for d in dtypes(mpjax.autocast(fun, given, rules=rules), s(16, 16), s(8, 16))]
+    return [d[0] for d in matmuls(mpjax.autocast(fun, given, rules=rules), s(16, 16), s(8, 16))]
 
   float8, half = "float8_e4m3fn", "bfloat16"
   taken, given = policy(), mpjax.Rule("mixed_bfloat16", path="**/head")
@@ -285,7 +281,7 @@ def test_other_ways_to_write_it_give_the_same_numbers():
     for name, fun in {"plain": layers, **SAME}.items()
   }
   for name, gradient in gradients.items():
-    found = dtypes(gradient, WS, X)
+    found = matmuls(gradient, WS, X)
     assert all(right == "float8_e4m3fn" for _, right in found), name
     assert {left for left, _ in found} == {"float8_e4m3fn", "float8_e5m2"}, name
   made = jax.jit(lambda ws, x: {name: fun(ws, x) for name, fun in gradients.items()})(WS, X)
@@ -322,7 +318,7 @@ def test_operands_in_float8_are_what_is_kept():
 
 
 def test_remat_can_keep_them_by_name():
-  """The names are public: `jax.checkpoint_policies.save_only_these_names("float8")`."""
+  # The names are public: `jax.checkpoint_policies.save_only_these_names("float8")`.
   named, plain = (mpjax.autocast(SAME[name], policy()) for name in ("named", "remat"))
   assert ("float8_e4m3fn", 1024) in saved(named, WS, X)
   assert not any(dtype.startswith("float8") for dtype, _ in saved(plain, WS, X))
@@ -366,7 +362,7 @@ def test_under_shard_map(check_vma):
   wanted = jax.jit(jax.grad(mpjax.autocast(layers, policy(EXACT))))(WS, X)
   for one, other in zip(found, wanted, strict=True):
     assert np.linalg.norm(one - 2 * other) < 2e-2 * np.linalg.norm(other)
-  assert all(d.startswith("float8") for d, _ in dtypes(mpjax.autocast(fun, policy()), WS, x))
+  assert all(d.startswith("float8") for d, _ in matmuls(mpjax.autocast(fun, policy()), WS, x))
 
 
 def test_scales_are_those_of_entire_arrays_on_a_mesh():
@@ -406,13 +402,13 @@ RECIPES = [{}, {"scaling": "row"}, {"power_of_two": True}, {"weight_grad": "half
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_process_with_float64_runs_float32_models_in_float8(recipe):
-  """Numbers of ours, which are float64 there by themselves, do not widen what they bound."""
+  # Numbers of ours, which are float64 there by themselves, do not widen what they bound.
   w = jnp.asarray(normal(0, 64, 32))
   x = jnp.asarray(normal(1, 16, 64))
   recipe = mpjax.Float8(skip=(), **recipe)
   loss = mpjax.autocast(lambda w, x: jnp.mean((x @ w) ** 2), policy(recipe), data_argnums=(1,))
   step = jax.value_and_grad(loss)
   with jax.enable_x64(True):  # First: what is traced is remembered.
-    assert any("float8_e4m3fn" in each for each in dtypes(step, w, x))
+    assert any("float8_e4m3fn" in each for each in matmuls(step, w, x))
     wide = jax.jit(step)(w, x)
   assert bits(wide) == bits(jax.jit(step)(w, x))

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import re
 
 import jax
@@ -75,7 +74,7 @@ def test_quantised_numbers_are_those_of_numpy(dtype, power_of_two, axes):
 @pytest.mark.parametrize("axes", [None, (1,)])
 @pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
 def test_the_largest_is_taken_in_the_dtype_of_the_array(low, axes, bad):
-  """Not of a copy in float32, which XLA for a GPU would read once more."""
+  # Not of a copy in float32, which XLA for a GPU would read once more.
   wide = normal(5, (32, 48))
   if bad is not None:
     wide[3, 4] = bad
@@ -99,14 +98,6 @@ def test_powers_of_two_are_exact_where_a_logarithm_is_not(dtype):
     beside = (np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(np.inf)))
     found = [float(quantise(jnp.full((2,), x), dtype, None, True).scale) for x in beside]
     assert found == [2.0**exponent, 2.0**exponent, 2.0 ** (exponent + 1)]
-
-
-def test_a_cast_without_clipping_would_be_nan():
-  """The trap: e4m3 has no inf, and JAX casts what is above its range to NaN."""
-  assert math.isnan(jnp.float32(500).astype(jnp.float8_e4m3fn))
-  x = jnp.asarray([448.00003, -448.00003, 3.0], jnp.float32)
-  q, _ = quantise(x, E4M3, None, False)
-  assert [float(each) for each in q[:2]] == [448, -448]
 
 
 # Matmuls.
@@ -174,7 +165,7 @@ def test_zeros_stay_zeros(recipe):
 @pytest.mark.case("B156")
 @recipes
 def test_what_is_not_finite_is_not_clipped(recipe):
-  """Clipped, an inf would be 448: a step with a wrong gradient that nobody notices."""
+  # Clipped, an inf would be 448: a step with a wrong gradient that nobody notices.
   fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
 
   @jax.jit
@@ -201,7 +192,7 @@ def integers(seed, shape, largest):
 @pytest.mark.case("B157")
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_results_before_scaling_are_no_result_of_float16(half):
-  """448 * 448 * 64 is above what float16 holds; scaled, the result is 1."""
+  # 448 * 448 * 64 is above what float16 holds; scaled, the result is 1.
   fun = mpjax.autocast(lambda w, x: x @ w, policy(mpjax.Float8(**ALL), half))
   y = fun(jnp.full((64, 16), 1 / 8), jnp.full((16, 64), 1 / 8))
   np.testing.assert_allclose(y, np.ones((16, 16)), rtol=2**-8)
@@ -211,7 +202,7 @@ def test_results_before_scaling_are_no_result_of_float16(half):
 @pytest.mark.parametrize("exponent", [-14, 24])
 @pytest.mark.parametrize("recipe", list(RECIPES.values())[:4], ids=list(RECIPES)[:4])
 def test_a_loss_scale_is_invisible(recipe, exponent):
-  """The scale of the gradient follows the loss scale, and the numbers in float8 are the same."""
+  # The scale of the gradient follows the loss scale, and the numbers in float8 are the same.
   fun = mpjax.autocast(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])), policy(recipe))
   w = (normal(1, (32, 16), 0.3), normal(2, (16, 32), 0.3))
   x, factor = normal(0, (16, 32)), np.float32(2.0**exponent)
@@ -265,7 +256,7 @@ def test_forward_mode():
   ids=["reverse twice", "forward over reverse", "reverse over forward", "forward twice"],
 )
 def test_second_derivatives_are_refused(twice):
-  """Tangents of float8 arrays are float8 without a scale: most of them would be 0."""
+  # Tangents of float8 arrays are float8 without a scale: most of them would be 0.
   fun = mpjax.autocast(lambda w: jnp.sum(jnp.tanh(jnp.tanh(w) @ w)), policy(RECIPES["row"]))
   with pytest.raises(TypeError) as excinfo:
     jax.make_jaxpr(twice(fun))(normal(1, (16, 16)))
@@ -295,7 +286,7 @@ def test_vmap_is_a_loop(recipe):
 
 @pytest.mark.parametrize("weight_grad", ["float8", "half"])
 def test_a_weight_that_a_batch_shares_has_one_matmul_for_its_gradient(weight_grad):
-  """Added up after a matmul for each example, there would be a gradient for each in memory."""
+  # Added up after a matmul for each example, there would be a gradient for each in memory.
   recipe = mpjax.Float8(power_of_two=True, weight_grad=weight_grad, **ALL)
   fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
   w, xs, g = (
@@ -334,7 +325,7 @@ def test_gradients_of_rows_that_a_batch_shares_add_up_in_float32():
 
 
 def test_layers_of_one_kind_are_traced_once(monkeypatch):
-  """Traced one by one, a gradient of 60 layers takes twice the time of one in bfloat16."""
+  # Traced one by one, a gradient of 60 layers takes twice the time of one in bfloat16.
   calls = []
 
   def counting(*args):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpjax
+from tests.jaxprs.autocast.rig import matmuls
 from tests.programs import products
 
 FLOAT8 = mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(skip=()))
@@ -56,19 +57,15 @@ def closing_over(w, x):
   return jnp.sum(jnp.sin(layer(x)))
 
 
-def dtypes(fun, *args):
-  return [p.dtypes for p in products(jax.make_jaxpr(fun)(*args))]
-
-
 def reasons(fun, *args):
   return {each.reason for each in mpjax.audit(fun)(*args).float8}
 
 
 def test_what_is_linear_in_a_tangent_is_not_rounded():
-  """JAX transposes it, and cannot transpose an operand divided by its largest element."""
+  # JAX transposes it, and cannot transpose an operand divided by its largest element.
   with_float8, without = (mpjax.autocast(by_jvp, policy) for policy in (FLOAT8, "mixed_bfloat16"))
   # Without a gradient the rule does not count.
-  assert dtypes(with_float8, W, X) == [("float8_e4m3fn", "float8_e4m3fn")]
+  assert matmuls(with_float8, W, X) == [("float8_e4m3fn", "float8_e4m3fn")]
 
   def pulled(fun):
     return jax.jit(lambda w, x: jax.vjp(fun, w, x)[1](X))(W, X)
@@ -82,7 +79,7 @@ def test_what_is_linear_in_a_tangent_is_not_rounded():
 def test_matmuls_around_a_rule_are_in_float8():
   fun = jax.grad(mpjax.autocast(around(by_jvp), FLOAT8), (0, 1))
   assert {"", IN_RULE} == reasons(fun, W, X)
-  left = [each for each, _ in dtypes(fun, W, X)]
+  left = [each for each, _ in matmuls(fun, W, X)]
   assert left.count("float8_e4m3fn") == 2
   assert left.count("float8_e5m2") == 4
   assert left.count("bfloat16") == 3
@@ -91,7 +88,7 @@ def test_matmuls_around_a_rule_are_in_float8():
 
 
 def test_a_rule_that_closes_over_an_array():
-  """Such a function is differentiated at once, and the derivative is rewritten."""
+  # Such a function is differentiated at once, and the derivative is rewritten.
   fun = jax.grad(mpjax.autocast(closing_over, FLOAT8), 1)
   without = jax.grad(mpjax.autocast(closing_over), 1)
   np.testing.assert_array_equal(fun(W, X), without(W, X))
@@ -121,8 +118,7 @@ POLICIES = {
 @pytest.mark.parametrize("rule", [by_jvp, by_vjp], ids=["jvp", "vjp"])
 @pytest.mark.parametrize(("policy", "rules"), POLICIES.values(), ids=POLICIES)
 def test_an_audit_says_what_runs(rule, policy, rules):
-  """A rule is traced in the midst of the marks that the audit reads, and heeds none of them."""
-
+  # A rule is traced in the midst of the marks that the audit reads, and heeds none of them.
   def loss(w, x):
     with jax.named_scope("part"):
       return around(rule)(w, x)

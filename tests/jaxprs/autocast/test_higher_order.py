@@ -4,7 +4,6 @@ import functools
 import itertools
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -214,7 +213,7 @@ STARTS = {
 @pytest.mark.case("B070")
 @pytest.mark.parametrize("kind", ["scan", "while", "fori", "cond"])
 def test_what_is_carried_has_one_type(kind):
-  """A loop or a branch whose types differ is an error of JAX's."""
+  # A loop or a branch whose types differ is an error of JAX's.
   for (step, body), (start, begin) in itertools.product(STEPS.items(), STARTS.items()):
 
     def fun(w, x, body=body, begin=begin):
@@ -246,8 +245,7 @@ def test_a_stream_that_starts_in_half_stays_in_half():
 
 
 def test_a_remat_saves_what_is_held_in_low_precision_and_reads_it_as_it_is():
-  """A stream to which 200 layers add, of which each is computed again for the gradient."""
-
+  # A stream to which 200 layers add, of which each is computed again for the gradient.
   def fun(remat, w, x):
     def step(c, row):
       return c + (c + row) @ (w * 0.001), None
@@ -274,8 +272,7 @@ def test_a_remat_saves_what_is_held_in_low_precision_and_reads_it_as_it_is():
 
 @pytest.mark.parametrize("loop", ["fori", "while"])
 def test_the_state_of_a_while_loop_is_float32(loop):
-  """Nothing is kept of it for a backward pass, and whether it ends may hang on its last bits."""
-
+  # Nothing is kept of it for a backward pass, and whether it ends may hang on its last bits.
   def fun(w, x):
     def step(y):
       return y + jnp.tanh(y @ w)
@@ -292,8 +289,7 @@ def test_the_state_of_a_while_loop_is_float32(loop):
 
 @pytest.mark.parametrize("loop", ["scan", "while"])
 def test_what_the_next_turn_reads_in_float32_is_computed_in_it(loop):
-  """The product by 3 is read by nothing here but exp, one turn later."""
-
+  # The product by 3 is read by nothing here but exp, one turn later.
   def fun(w, x):
     def turn(c):
       return (x @ w) * 3.0, jnp.exp(c)
@@ -308,8 +304,7 @@ def test_what_the_next_turn_reads_in_float32_is_computed_in_it(loop):
 
 
 def test_types_of_a_carry_that_is_passed_around_settle():
-  """The first becomes float32 at once, the second after a turn, the third after two."""
-
+  # The first becomes float32 at once, the second after a turn, the third after two.
   def fun(w, x):
     def turn(carry, _):
       a, b, _, d = carry
@@ -326,8 +321,7 @@ def test_types_of_a_carry_that_is_passed_around_settle():
 
 @BOTH
 def test_the_state_of_a_solver_stays_in_float32(half):
-  """Each step is below the last place of a half type: nothing would move there."""
-
+  # Each step is below the last place of a half type: nothing would move there.
   def fun(w, x):
     def step(y, _):
       return y + 2.0**-14 * jnp.tanh(y @ w) * 0 + 2.0**-14, None
@@ -341,8 +335,7 @@ def test_the_state_of_a_solver_stays_in_float32(half):
 
 @pytest.mark.case("B054")
 def test_parameters_of_a_loop_are_cast_inside_so_that_gradients_add_in_float32():
-  """1000 times one, and half types do not count so far."""
-
+  # 1000 times one, and half types do not count so far.
   def fun(w, x):
     return lax.scan(lambda total, _: (total + (x @ w).sum(), None), 0.0, None, length=1000)[0]
 

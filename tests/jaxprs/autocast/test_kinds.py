@@ -116,8 +116,7 @@ def evaluated(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @given(before=STEPS, after=STEPS)
 def test_a_boundary_changes_no_bit(half, before, after):
-  """The second half of a program inlined, in a scope, in a `jit`, and in a `scan` of length 1."""
-
+  # The second half of a program inlined, in a scope, in a `jit`, and in a `scan` of length 1.
   def program(way):
     def fun(w, x):
       values = extended([x, w, x @ w], before, w)

@@ -13,12 +13,6 @@ HALF, F32 = "bfloat16", "float32"
 X = jnp.eye(4)
 
 
-def of_edit(part, name):
-  return (
-    {"conditional": {name: lambda params: "float32"}} if part == "conditional" else {part: [name]}
-  )
-
-
 def operands(fn, name, ops, *args):
   """Returns the dtypes of the floating operands of every `name` in the autocast program."""
   program = jax.make_jaxpr(autocast(fn, "bfloat16", ops=ops))(*args)
@@ -58,14 +52,14 @@ def test_the_users_list_wins_both_ways(name, fn, standard, part, edited):
     h = jax.lax.conv_general_dilated(x[None], w[:, :, None], (1,), "SAME")[0]
     return fn(h, jax.lax.cumsum(x))
 
-  for ops, dtype in ((None, standard), (mpjax.OpLists().replace(**of_edit(part, name)), edited)):
+  edit = {name: lambda params: F32} if part == "conditional" else [name]
+  for ops, dtype in ((None, standard), (mpjax.OpLists().replace(**{part: edit}), edited)):
     assert operands(both, name, ops, X, X) == {dtype}
 
 
 @pytest.mark.case("A70")
 def test_a_loss_that_is_unsafe_in_half_runs_in_float32():
-  """PyTorch refuses binary cross entropy of probabilities: 1 - p is 0 in half above 0.998."""
-
+  # PyTorch refuses binary cross entropy of probabilities: 1 - p is 0 in half above 0.998.
   def loss(x):
     p = jax.nn.sigmoid(8 * (x @ x))
     return -jnp.mean(jnp.log(p) + jnp.log1p(-p))

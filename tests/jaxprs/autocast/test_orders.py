@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,7 +93,7 @@ def in_float32(name):
   ids=[*LOSSES, *GRADIENTS],
 )
 def test_losses_and_gradients_in_any_order(number, part, order):
-  """All programs are traced, and each in turn is run."""
+  # All programs are traced, and each in turn is run.
   for name in NAMES:
     _, params, batch = model(name)
     traced = jax.jit(order(loss_of(name))).trace(params, two(batch))

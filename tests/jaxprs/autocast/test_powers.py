@@ -10,10 +10,8 @@ import pytest
 from jax import lax
 
 import mpjax
+from tests.jaxprs.autocast.rig import BOTH
 from tests.programs import bits, equations, inner_jaxprs, residual_bytes, run
-
-HALVES = ("float16", "bfloat16")
-BOTH = pytest.mark.parametrize("half", HALVES)
 
 W = jnp.eye(8)
 X = jnp.asarray([[-1000.0, -40.0, -3.0, -0.5, 0.0, 0.5, 3.0, 1000.0]])
@@ -55,8 +53,7 @@ def value_and_gradient(fun):
 
 @BOTH
 def test_an_activation_is_that_of_float32_rounded_once(half):
-  """Also at 1000, of which float16 holds neither the square nor the slope of the cube."""
-
+  # Also at 1000, of which float16 holds neither the square nor the slope of the cube.
   def each(w, x):
     return {
       name: [
@@ -90,7 +87,7 @@ def test_no_more_is_kept_than_by_hand():
 
 @BOTH
 def test_a_slope_is_finished_in_the_forward_pass(half):
-  """A GPU compiler would rather keep the tanh of GELU, in float32, than compute it once more."""
+  # A GPU compiler would rather keep the tanh of GELU, in float32, than compute it once more.
   _, pull = jax.vjp(mpjax.autocast(between(by_hand), half), W, jnp.ones((64, 8)))
   forward = jax.make_jaxpr(lambda w, x: jax.vjp(mpjax.autocast(between(by_hand), half), w, x)[1])
   kept = [
@@ -112,15 +109,20 @@ POWERS = {
 }
 
 
-@pytest.mark.parametrize("name", POWERS)
-def test_a_power_that_is_returned_in_float32_does_not_overflow(name):
-  fun = POWERS[name]
-  cast = mpjax.autocast(lambda w, x: fun(x @ w), "float16")
-  np.testing.assert_allclose(cast(W, X), fun(X), rtol=1e-6)
-  # A loss that is averaged has a gradient that fits.
-  loss = lambda apply: lambda x: jnp.mean(apply(W, x)) * 1e-6  # noqa: E731
-  grad, wanted = (run(jax.grad(loss(f)), X) for f in (cast, lambda w, x: fun(x @ w)))
-  np.testing.assert_allclose(grad, wanted, rtol=2e-3, atol=6e-8)
+def test_a_power_that_is_returned_in_float32_does_not_overflow():
+  def each(w, x):
+    found = {}
+    for name, fun in POWERS.items():
+      for cast in (lambda f: f, functools.partial(mpjax.autocast, policy="float16")):
+        apply = cast(lambda w, x, fun=fun: fun(x @ w))
+        # A loss that is averaged has a gradient that fits.
+        gradient = jax.grad(lambda x, apply=apply: jnp.mean(apply(w, x)) * 1e-6)(x)
+        found.setdefault(name, []).append((apply(w, x), gradient))
+    return found
+
+  for name, ((y, slope), (found, gradient)) in run(each, W, X).items():
+    np.testing.assert_allclose(found, y, rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(gradient, slope, rtol=2e-3, atol=6e-8, err_msg=name)
 
 
 # Inside of JAX's transformations: whole numbers, of which all is exact
@@ -159,7 +161,7 @@ ROWS = jnp.concatenate([SMALL, -SMALL, 0 * SMALL, SMALL])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(devices, check_vma):
+def test_over_devices(devices, check_vma):
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices[:4])
   data = jax.P("data")
   how = {"mesh": mesh, "in_specs": (jax.P(), data), "out_specs": data, "check_vma": check_vma}
@@ -167,14 +169,10 @@ def test_shard_map(devices, check_vma):
   wanted = bits(run(value_and_gradient(cubes), W, ROWS))
   for fun in (jax.shard_map(cast(cubes), **how), cast(jax.shard_map(cubes, **how))):
     assert bits(run(value_and_gradient(fun), W, ROWS)) == wanted
-
-
-def test_an_explicit_mesh(devices):
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Explicit,), devices=devices[:4])
   with jax.set_mesh(mesh):
-    placed = jax.device_put(ROWS, jax.NamedSharding(mesh, jax.P("data")))
-    found = run(value_and_gradient(mpjax.autocast(cubes, "float16")), W, placed)
-  assert bits(found) == bits(run(value_and_gradient(cubes), W, ROWS))
+    placed = jax.device_put(ROWS, jax.NamedSharding(mesh, data))
+    assert bits(run(value_and_gradient(cast(cubes)), W, placed)) == wanted
 
 
 # What is computed so, and what is not
@@ -211,6 +209,13 @@ def test_what_else_reads_a_part_of_it_gets_it_rounded():
   assert activation(mpjax.autocast(fun, "float16"), W, SMALL)[1:-2] == ["mul", "mul", "add", "tanh"]
 
 
+def in_a_scope(w, x):
+  y = x @ w
+  with jax.named_scope("powers"):
+    y = y * y * y
+  return (y - 1) @ w
+
+
 LEFT_ALONE = {
   "no power": lambda w, x: jax.nn.silu(x @ w) @ w,
   "one power that half reads": lambda w, x: (x @ w) ** 3 @ w,
@@ -223,25 +228,13 @@ LEFT_ALONE = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT_ALONE)
 @pytest.mark.standard_promotion
-def test_what_is_left_alone(name):
-  assert activation(mpjax.autocast(LEFT_ALONE[name], "float16"), W, X) == []
-
-
-def test_operations_that_were_moved_are_left_alone():
+def test_what_is_left_alone():
+  for name, fun in LEFT_ALONE.items():
+    assert activation(mpjax.autocast(fun, "float16"), W, X) == [], name
+  # Operations that were moved to another list, and a part with a rule of its own.
   for moved in ({"half": ["mul"]}, {"opaque": ["mul"]}):
     ours = mpjax.autocast(cubes, "float16", ops=mpjax.OpLists().replace(**moved))
     assert activation(ours, W, SMALL) == []
-
-
-def test_scopes_with_rules_of_their_own_are_not_joined():
-  def fun(w, x):
-    y = x @ w
-    with jax.named_scope("powers"):
-      y = y * y * y
-    return (y - 1) @ w
-
-  whole = mpjax.autocast(fun, "float16", rules=[mpjax.Rule(None, path="powers")])
-  assert activation(whole, W, SMALL) == []
-  np.testing.assert_array_equal(whole(W, SMALL), fun(W, SMALL))
+  rules = [mpjax.Rule(None, path="powers")]
+  assert activation(mpjax.autocast(in_a_scope, "float16", rules=rules), W, SMALL) == []

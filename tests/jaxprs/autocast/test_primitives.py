@@ -14,6 +14,7 @@ import pytest
 import mpjax
 from mpjax._jaxprs.primitives import FACTS
 from tests import programs
+from tests.jaxprs.autocast.rig import BOTH
 from tests.jaxprs.autocast.samples import (
   CONDITIONAL,
   FLOAT32,
@@ -26,7 +27,6 @@ from tests.jaxprs.autocast.samples import (
 )
 from tests.registered_primitives import alive
 
-BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
 TABLES = {"half": HALF, "float32": FLOAT32, "promote": PROMOTE, "keep": KEEP}
 CALLED = {**TABLES, "conditional": CONDITIONAL}
 
@@ -119,22 +119,6 @@ def behind_a_sum(x):
   return jax.lax.reduce_sum(x[None], (0,))
 
 
-def of_half_operands(table, half, by_hand):
-  """Returns the calls of a table behind products; `by_hand(sample, *operands)` is the same."""
-
-  def behind(sample, *args):
-    return sample.fun(*map(behind_a_product, args))
-
-  return {
-    name: (
-      mpjax.autocast(functools.partial(behind, sample), half),
-      functools.partial(by_hand, sample),
-      sample,
-    )
-    for name, sample in table.items()
-  }
-
-
 @pytest.mark.case("I13", "A69", "A87")
 @BOTH
 def test_half_operations(half):
@@ -156,29 +140,41 @@ def test_half_operations(half):
     np.testing.assert_allclose(got, want, rtol=min(0.01, 3 * last_place))
 
 
-@pytest.mark.case("I13", "A69")
-@BOTH
-def test_float32_operations_of_half_operands(half):
-  def by_hand(sample, *args):
-    return sample.fun(*cast(cast(args, half), "float32"))
-
-  calls = of_half_operands(FLOAT32, half, by_hand)
-  assert differing(calls) == []
-  assert result_types(calls) == {name: {"float32"} for name in calls}
-  for name, (fun, _, sample) in calls.items():
-    assert programs.half_share(jax.make_jaxpr(fun)(*sample.args)) == 1, name
+def is_power(name):
+  """Whether it grows faster than its operand: in float32, as test_powers.py shows."""
+  degree = FACTS[name].degree
+  return degree is not None and degree([1], {}) > 1
 
 
 @pytest.mark.case("I13", "A69", "A78")
 @BOTH
-def test_promoting_operations_of_half_operands(half):
-  def by_hand(sample, *args):
-    return cast(sample.fun(*cast(args, half)), "float32")
+@pytest.mark.parametrize("part", ["float32", "promote", "keep"])
+def test_operations_of_half_operands(part, half):
+  dtype = "float32" if part == "float32" else half
+  keeps = part == "keep"
 
-  calls = of_half_operands(PROMOTE, half, by_hand)
-  assert differing(calls) == []
-  for name, found in result_types(calls).items():
-    assert found in ({half}, {"bool"}), name
+  def behind(sample, *args):
+    return sample.fun(*map(behind_a_product, args))
+
+  def by_hand(sample, *args):
+    return cast(sample.fun(*cast(cast(args, half), dtype)), "float32")
+
+  calls = {
+    name: (
+      mpjax.autocast(functools.partial(behind, sample), half),
+      functools.partial(by_hand, sample),
+      sample,
+    )
+    for name, sample in TABLES[part].items()
+    if not (keeps and is_power(name))
+  }
+  # The gradient of a repeated or chosen value is a float32 sum, unlike that by hand.
+  assert differing(calls, backward=not keeps) == []
+  types = {} if keeps else result_types(calls)
+  for name, found in types.items():
+    assert found in ({dtype}, {"bool"}), name
+  for name, (fun, _, sample) in calls.items():
+    assert programs.half_share(jax.make_jaxpr(fun)(*sample.args)) == 1, name
 
 
 def of_both(names, half):
@@ -203,43 +199,17 @@ def of_both(names, half):
 @pytest.mark.case("I13", "A69", "A78")
 @BOTH
 def test_promoting_operations_of_both_take_the_widest(half):
-  calls = of_both(PROMOTE.keys() - set(PASSED_ON), half)
+  calls = of_both(PROMOTE, half)
   assert differing(calls) == []
   for name, found in result_types(calls).items():
-    assert found in ({"float32"}, {"bool"}), name
-
-
-@pytest.mark.case("I13", "A69")
-@BOTH
-def test_what_is_passed_on_keeps_its_own_type(half):
-  calls = of_both(PASSED_ON, half)
-  assert differing(calls) == []
-  assert result_types(calls) == {name: {half, "float32"} for name in calls}
-
-
-def is_power(name):
-  """Whether it grows faster than its operand: in float32, as test_powers.py shows."""
-  degree = FACTS[name].degree
-  return degree is not None and degree([1], {}) > 1
-
-
-@pytest.mark.case("I13", "A69")
-@BOTH
-def test_what_keeps_the_type_of_a_half_operand(half):
-  """Forward: the gradient of a repeated or chosen value is a float32 sum, unlike that by hand."""
-
-  def by_hand(sample, *args):
-    return cast(sample.fun(*cast(args, half)), "float32")
-
-  table = {name: sample for name, sample in KEEP.items() if not is_power(name)}
-  assert len(table) > 50
-  assert differing(of_half_operands(table, half, by_hand), backward=False) == []
+    # What is passed on keeps its own dtype.
+    wanted = {half, "float32"} if name in PASSED_ON else {"float32"}
+    assert found in (wanted, {"bool"}), name
 
 
 @pytest.mark.case("I13")
 def test_a_parameter_decides_products_and_nothing_else_that_promotes():
-  """A product is rounded once; a sum or a choice between what is rounded is, as by hand."""
-
+  # A product is rounded once; a sum or a choice between what is rounded is, as by hand.
   def between(sample, first, parameter):
     results = jax.tree.leaves(sample.fun(behind_a_product(first), parameter))
     found = jnp.concatenate([jnp.ravel(x) for x in results])

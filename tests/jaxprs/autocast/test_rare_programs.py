@@ -13,14 +13,11 @@ import mpjax
 from mpjax._jaxprs.autocast.transform import rewrite_closed
 from mpjax._jaxprs.autocast.values import Kind, Settings
 from tests import programs
+from tests.jaxprs.autocast.rig import matmuls
 
 HALF = "bfloat16"
 X = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2, 3)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).standard_normal((3, 3)), jnp.float32)
-
-
-def dtypes(fn, *args):
-  return [product.dtypes for product in programs.products(jax.make_jaxpr(fn)(*args))]
 
 
 def test_custom_vmap_keeps_its_rule():
@@ -40,8 +37,8 @@ def test_custom_vmap_keeps_its_rule():
   by_hand = 2 * jnp.tanh(X.astype(HALF) @ W.astype(HALF))
   np.testing.assert_array_equal(mapped(X, W), by_hand.astype(jnp.float32))
   assert set(map(str, batches)) == {str((5, [True, False]))}
-  assert dtypes(mapped, X, W) == [(HALF, HALF)]
-  assert all(d == (HALF, HALF) for d in dtypes(jax.grad(lambda w: mapped(X, w).sum()), W))
+  assert matmuls(mapped, X, W) == [(HALF, HALF)]
+  assert all(d == (HALF, HALF) for d in matmuls(jax.grad(lambda w: mapped(X, w).sum()), W))
 
 
 def double(x_ref, y_ref):
@@ -118,19 +115,10 @@ def test_a_stranger_has_the_setting_for_the_whole_process(stranger):
   assert last.params["precision"] is None
 
 
-@pytest.fixture
-def newer():
-  """`jax.checkpoint` and `jax.custom_vjp` as a later JAX has them: each is an object."""
-  flags = ("jax_remat3", "jax_custom_vjp3")
-  for flag in flags:
-    jax.config.update(flag, True)
-  yield
-  for flag in flags:
-    jax.config.update(flag, False)
-
-
 @pytest.mark.case("B075")
-def test_checkpoint_of_a_later_jax_runs_as_it_was_traced_and_is_reported(newer):
+def test_checkpoint_of_a_later_jax_runs_as_it_was_traced_and_is_reported(set_flag):
+  set_flag("jax_remat3", True)  # There it is an object.
+
   def fn(x, w):
     return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x) @ w
 
@@ -147,7 +135,7 @@ def test_checkpoint_of_a_later_jax_runs_as_it_was_traced_and_is_reported(newer):
 
 @pytest.mark.case("B075")
 def test_a_scan_of_a_later_jax_is_no_key_error():
-  """An equation whose parameters this version cannot read, under a name that it knows."""
+  # An equation whose parameters this version cannot read, under a name that it knows.
   program = jax.make_jaxpr(lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=2)[0])
   eqns = program(X[0], W).eqns
   odd = eqns[-1].replace(params={**eqns[-1].params, "ft_in": None, "jaxpr": None})

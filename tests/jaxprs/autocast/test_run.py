@@ -53,7 +53,7 @@ def test_values_are_the_same_however_it_is_run():
 
 
 def test_without_a_trace_around_it_no_call_is_made(monkeypatch):
-  """A derivative is not a program: what is differentiated is run as it would be without."""
+  # A derivative is not a program: what is differentiated is run as it would be without.
   calls = []
   called = running.called
   monkeypatch.setattr(running, "called", lambda *a: calls.append(a) or called(*a))
@@ -90,8 +90,7 @@ def test_constants_are_operands_of_the_call():
 
 @pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_results_are_arrays_and_have_the_types_that_they_have_without(outside):
-  """A constant result is a literal of the program, which JAX keeps as a number of its own class."""
-
+  # A constant result is a literal of the program, which JAX keeps as a number of its own class.
   def loss(w):
     aux = {
       "weak": jnp.asarray(0.5),

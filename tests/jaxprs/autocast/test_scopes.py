@@ -1,5 +1,6 @@
 """Named scopes: the marks of regions and results, where an equation is, and what the rules say."""
 
+import functools
 import itertools
 import re
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._jaxprs.autocast import Interface, Settings, leaving, mark, region_of, with_settings
+from mpjax._jaxprs.autocast import Settings, leaving, mark, region_of
 from mpjax._jaxprs.autocast.scopes import (
   OUTPUT,
   REGION,
@@ -24,21 +25,14 @@ from mpjax._jaxprs.autocast.scopes import (
 )
 from tests import programs
 from tests.errors import check_error
+from tests.jaxprs.autocast.rig import matmuls, rewritten
 
 BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
 HALF = Settings(policy=mpjax.Policy(compute_dtype=BF16), ops=mpjax.OpLists())
 W, X = jnp.eye(3) + 0.1, jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
-
-
-def rewritten(fun, compute=BF16, results=None):
-  """Returns a function rewritten: parameters first, then what decides."""
-  interface = Interface(data=lambda args: args[1:], results=results or (lambda out: out))
-  settings = Settings(policy=mpjax.Policy(compute_dtype=compute), ops=mpjax.OpLists(), modules=True)
-  return with_settings(fun, settings, "test", interface)
-
-
-def product_types(fun, *args):
-  return [p.dtypes for p in programs.products(jax.make_jaxpr(fun)(*args))]
+of_modules = functools.partial(
+  rewritten, modules=True, data=lambda args: args[1:], results=lambda out: out
+)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +88,8 @@ def two_regions(w, x):
       x = x @ w
   with mark("float32"):
     x = x @ w
-  return jnp.sum(x @ w)
+  with jax.named_scope("mine"):
+    return jnp.sum(x @ w)
 
 
 WAYS = {
@@ -113,33 +108,19 @@ WAYS = {
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
 def test_marks_go_through_transformations(way, outside):
   half, full, base = ("float16",) * 2, ("float32",) * 2, ("bfloat16",) * 2
-  if outside:
-    fun = WAYS[way](rewritten(two_regions))
-  else:
-    fun = rewritten(WAYS[way](two_regions))
-  found = product_types(fun, W, X)
+  fun = WAYS[way](of_modules(two_regions)) if outside else of_modules(WAYS[way](two_regions))
+  found = matmuls(fun, W, X)
   assert found[:4] == [half, full, full, base]
   wanted = {half, full, base}
   assert set(found) == wanted
   # Each product has two of its own in a derivative, of x and of w; of the first there is no x.
   counts = {kind: found.count(kind) for kind in wanted}
   assert counts == ({half: 2, full: 6, base: 3} if way == "grad" else {half: 1, full: 2, base: 1})
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_rewritten_program_shows_no_marks(way):
-  def fun(w, x):
-    with jax.named_scope("mine"):
-      return two_regions(w, x)
-
-  def stacks(fun):
-    found = programs.equations(jax.make_jaxpr(fun)(W, X))
-    return [eqn.source_info.name_stack for eqn, _ in found]
-
-  assert any("mpjax." in str(stack) for stack in stacks(WAYS[way](fun)))
-  found = stacks(rewritten(WAYS[way](fun)))
-  assert not any("mpjax." in str(stack) for stack in found)
-  assert ("mine",) in map(names_of, found)
+  # Marks are gone then, and scopes of the user are not.
+  equations = programs.equations(jax.make_jaxpr(fun)(W, X))
+  stacks = [eqn.source_info.name_stack for eqn, _ in equations]
+  assert not any("mpjax." in str(stack) for stack in stacks)
+  assert ("mine",) in map(names_of, stacks)
 
 
 # Results
@@ -164,7 +145,7 @@ def test_a_result_leaves_in_the_dtype_that_is_asked_for(dtype):
   def fun(w, x):
     return leaving(x @ w, dtype), leaving(jnp.exp(x), dtype)
 
-  product, exp = rewritten(fun)(W, X)
+  product, exp = of_modules(fun)(W, X)
   assert product.dtype == exp.dtype == dtype
   # The product is the float32 sum where that is asked for, else what was computed, cast.
   sums = np.dot(*(np.asarray(x.astype("bfloat16"), np.float32) for x in (X, W)))
@@ -182,8 +163,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize(("transform", "x"), TRANSFORMS.values(), ids=TRANSFORMS)
 def test_names_in_a_stack(transform, x):
-  """Those of the user, whatever they are, and none of a transformation."""
-
+  # Those of the user, whatever they are, and none of a transformation.
   def fun(x):
     with jax.named_scope("Net/blocks(0)"), jax.named_scope("jvp(head)"):
       return jnp.sin(x)

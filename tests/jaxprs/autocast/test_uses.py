@@ -89,7 +89,7 @@ def test_of_what_reads_the_results():
 
 
 def test_of_a_caller():
-  """One that asks for float32 is seen through sums and what moves elements, and nothing else."""
+  # One that asks for float32 is seen through sums and what moves elements, and nothing else.
   for fun, want in (
     (lambda x: x.T, CALLER),
     (lambda x: x + 1, CALLER),

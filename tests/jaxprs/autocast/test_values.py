@@ -71,7 +71,7 @@ def test_numbers_that_survive(number, bfloat16, float16):
 
 
 def test_numbers_that_a_dtype_has():
-  """Three significant digits in binary, and numbers between, and out of range."""
+  # Three significant digits in binary, and numbers between, and out of range.
   for number in (0.0, 0.5, -1.25, 100.0, np.inf, 2.0**-14):
     assert is_exact(number, BFLOAT16)
     assert is_exact(number, FLOAT16)

@@ -130,7 +130,7 @@ def squared(fun):
 
 @EITHER
 def test_derivatives_of_each_order_and_mode(fun, w, x):
-  """Second and third ones, and those of each example."""
+  # Second and third ones, and those of each example.
   derivatives = {
     f"{outer.__name__} of {inner.__name__}": (
       lambda f, outer=outer, inner=inner: outer(inner(squared(f), (0, 1)), (0, 1))
@@ -276,7 +276,7 @@ def test_the_half_copy_of_a_weight_is_not_kept():
 
 @BOTH
 def test_a_weight_that_is_stored_in_half(half):
-  """Its gradient is rounded once, after all is added up."""
+  # Its gradient is rounded once, after all is added up.
   w, x = integers(0, (3, 5), 1), integers(7, (200, 3), 9)
   fun = lambda w, x: x @ w.astype(jnp.float32)  # noqa: E731
   exact = run(with_gradients(fun), w, x)[1]
@@ -322,8 +322,7 @@ def test_what_is_left_alone():
 
 
 def test_a_derivative_that_is_autocast_once_more():
-  """Its matmuls are in half already, and stay what they are."""
-
+  # Its matmuls are in half already, and stay what they are.
   def derivative(w, x):
     return jax.jvp(lambda w: cast(lambda w, x: x @ w)(w, x), (w,), (w + 1,))
 
