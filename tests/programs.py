@@ -7,7 +7,6 @@ while (once, since nobody knows how often it runs), remat, custom derivatives, s
 
 import collections
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Iterator
@@ -34,21 +33,13 @@ COMBINING = (
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-  """One matrix product or convolution of a program.
-
-  Fields:
-    primitive: its name.
-    operands: "dtype[shape]" of both operands.
-    result: "dtype[shape]".
-    layout: its dimension numbers, window and precision as text.
-    flops: twice its multiplications, times the number of runs.
-  """
+  """One matrix product or convolution of a program."""
 
   primitive: str
-  operands: tuple[str, str]
-  result: str
-  layout: str
-  flops: int
+  operands: tuple[str, str]  # "dtype[shape]" of both
+  result: str  # "dtype[shape]"
+  layout: str  # dimension numbers, window and precision
+  flops: int  # twice its multiplications, times the number of runs
 
   @property
   def dtypes(self) -> tuple[str, str]:
@@ -144,13 +135,8 @@ def half_share(program: ClosedJaxpr) -> float:
 def residual_bytes(fun: Any, *args: Any) -> int:
   """Returns how many bytes a function keeps from its forward pass for its backward pass.
 
-  These are the arrays that `jax.vjp` saves, as `jax.ad_checkpoint.print_saved_residuals` lists
-  them, without the arguments and closed-over constants, which exist anyway. A compiler may keep
-  fewer, by computing them again, but it starts from these.
-
-  Args:
-    fun: a function of floating arrays.
-    *args: arrays, or `jax.ShapeDtypeStruct` for them: nothing is computed.
+  These are the arrays that `jax.vjp` saves, without the arguments and closed-over constants, which
+  exist anyway. A compiler may keep fewer, by computing them again, but it starts from these.
   """
 
   def saved(*args: Any) -> list[Any]:
@@ -184,12 +170,7 @@ def dtypes_of(program: ClosedJaxpr, *primitives: str) -> set[str]:
   }
 
 
-# On a CPU most of a small test's time goes into optimising what runs for a millisecond.
-_UNOPTIMIZED = {
-  "xla_backend_optimization_level": 0,
-  "xla_llvm_disable_expensive_passes": True,
-  # Of jaxlib 0.10; later ones have but one way to write a fusion.
-  "xla_cpu_use_fusion_emitters": False,
+_OPTIONS = {
   # Or else the rounding of a bfloat16 result is left out where float32 reads it.
   "xla_allow_excess_precision": False,
   # A library of kernels that adds up some bfloat16 products in bfloat16, depending on the layout.
@@ -198,10 +179,7 @@ _UNOPTIMIZED = {
 
 
 def run(fun: Any, *args: Any) -> Any:
-  """Returns `fun(*args)`, compiled; on a CPU without optimisations, in a tenth of the time.
-
-  It rounds where the program says, which an optimised program may leave out.
-  """
+  """Returns `fun(*args)`, compiled; on a CPU with each rounding that the program says."""
   return compiled(jax.jit(fun).lower(*args))(*args)
 
 
@@ -216,25 +194,7 @@ def jitted(fun: Any) -> Any:
 
 
 def _options() -> dict[str, Any] | None:
-  return _known() if jax.default_backend() == "cpu" else None
-
-
-@functools.cache
-def _known() -> dict[str, Any]:
-  """The options that this jaxlib has. Without the one about rounding results would differ."""
-  found = {k: v for k, v in _UNOPTIMIZED.items() if _compiles({k: v})}
-  assert "xla_allow_excess_precision" in found
-  return found
-
-
-def _compiles(options: dict[str, Any]) -> bool:
-  try:
-    jax.jit(lambda: 0, compiler_options=options).lower().compile()
-    return True
-  except jax.errors.JaxRuntimeError as error:
-    if "No such compile option" not in str(error):
-      raise
-    return False
+  return _OPTIONS if jax.default_backend() == "cpu" else None
 
 
 def bits(tree: Any) -> list[bytes]:
@@ -263,11 +223,7 @@ def error(got: Any, want: Any) -> float:
 
 
 class Derivatives:
-  """Counts how often JAX asks for the derivative of one place in a program, each time it is there.
-
-  Fields:
-    count: so often.
-  """
+  """Counts how often JAX asks for the derivative of one place in a program."""
 
   def __init__(self) -> None:
     self.count = 0

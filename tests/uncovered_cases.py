@@ -1,10 +1,8 @@
 """Lists the rows of docs/design/reliability.md that no test carries.
 
-python tests/uncovered_cases.py                   # a line per part, then the ids
-python tests/uncovered_cases.py --part scaling    # with what each row wants shown
+python tests/uncovered_cases.py
 """
 
-import argparse
 import ast
 import functools
 import pathlib
@@ -78,19 +76,8 @@ def uncovered() -> dict[str, Case]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-  parser.add_argument("--part", choices=PARTS, help="only this part, with the text of each row")
-  part = parser.parse_args().part
-  table = read_table(TABLE.read_text(encoding="utf-8"))
-  left = uncovered()
-  for name in [part] if part else PARTS:
-    ids = [id_ for id_, case in left.items() if case.part == name]
-    total = sum(case.part == name for case in table.values())
-    print(f"{name}: {total - len(ids)} of {total} shown", end="")
-    if part:
-      print("", *(f"  {id_}  {left[id_].text}" for id_ in ids), sep="\n")
-    else:
-      print(f"; left: {' '.join(ids) or 'none'}")
+  for id_, case in uncovered().items():
+    print(f"{id_}  {case.part}  {case.text}")
 
 
 if __name__ == "__main__":

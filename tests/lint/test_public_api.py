@@ -17,16 +17,8 @@ PUBLIC = {
     *("apply_updates", "audit", "autocast", "check_loss_scaling", "check_skipped_steps"),
     *("checkpoints", "convert", "errors", "find_nonfinite", "full_precision", "last_step_finite"),
     *("linen", "loss_scaling", "loss_scaling_metrics", "make_train_step", "master_params"),
-    *(
-      "master_weights",
-      "monitor",
-      "monitor_counts",
-      "nnx",
-      "opt_level",
-      "policy_scope",
-      "ranges",
-      "reports",
-    ),
+    *("master_weights", "monitor", "monitor_counts", "nnx", "opt_level", "policy_scope"),
+    *("ranges", "reports"),
     *("scale_loss", "select_tree", "set_loss_scale", "set_master_params", "state_dtype"),
     *("states", "tune", "unscale", "value_and_grad", "with_policy"),
   ],
@@ -105,6 +97,9 @@ def faults(name: str, thing: Callable[..., Any]) -> list[str]:
       found.append(f"Args: {missing}")
   if raises(thing) and "\nRaises:\n" not in doc:
     found.append("Raises:")
+  returns = not isinstance(thing, type) and inspect.signature(thing).return_annotation is not None
+  if returns and not re.search(r"^(Returns|Whether)\b", doc, re.MULTILINE):
+    found.append("Returns:")
   return [f"{name} lacks {fault}" for fault in found]
 
 
@@ -129,11 +124,12 @@ def test_public_names_are_ours_and_documented_with_an_example():
 
 
 def test_the_check_can_fail():
-  def bare(x, y: int):
+  def bare(x, y: int) -> int:
     raise ValueError(x, y)
 
   assert faults("bare", bare) == [
     "bare lacks a summary line",
     "bare lacks Args: ['x', 'y']",
     "bare lacks Raises:",
+    "bare lacks Returns:",
   ]
