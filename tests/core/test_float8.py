@@ -62,32 +62,6 @@ def test_the_preset_is_mixed_bfloat16_with_the_recipe_by_default():
   assert written == mpjax.Policy(**fields, matmul=Float8(scaling="row"))
 
 
-ROW = Float8(scaling="row")
-
-
-def test_sizes_that_are_too_small():
-  for recipe, size, wanted in [
-    # torchao's `_auto_filter_for_recipe`: tensorwise, then rowwise.
-    (Float8(), (4096, 1024), True),
-    (Float8(), (4112, 1024), False),
-    (Float8(), (4096, 1040), False),
-    (Float8(), (1024, 4096), False),
-    (ROW, (65536, 2048), True),
-    (ROW, (1024, 65536), True),
-    (ROW, (2048, 4096), True),
-    (ROW, (2048, 4112), False),
-    (ROW, (2064, 4096), False),
-    (Float8(skip=()), (16, 16), False),
-    (Float8(skip=[[0, 0]]), (1, 1), False),
-    (Float8(skip=[[64, None]]), (64, 999), True),
-    (Float8(skip=[[64, None]]), (65, 1), False),
-  ]:
-    too_small = any(
-      all(n is None or x <= n for x, n in zip(size, most, strict=True)) for most in recipe.too_small
-    )
-    assert too_small == wanted, (recipe, size)
-
-
 TENSOR, PAIRS, AS_TEXT = "'tensor', 'row'", "pairs of sizes", "str(mpjax.Float8(...))"
 ARGUMENTS = [
   # The argument, its value, what was expected, what to do, which builtin.

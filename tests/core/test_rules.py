@@ -4,8 +4,6 @@ import fnmatch
 import functools
 import pickle
 import re
-import subprocess
-import sys
 
 import flax.linen as nn
 import hypothesis
@@ -16,9 +14,7 @@ import pytest
 
 import mpjax
 from mpjax._core.rules import (
-  depends_on_path,
   first_match,
-  is_flax_norm,
   parse_rules,
   unmatched_error,
 )
@@ -85,25 +81,6 @@ def test_globs_and_regular_expressions_match_in_full():
     assert found == [True] * len(yes) + [False] * len(no), path
 
 
-NAMES = st.lists(st.sampled_from(["a", "b", "ab", "block_0"]), max_size=5)
-
-
-def glob_oracle(glob, names):
-  """Says it as a regular expression over names that each end in a slash."""
-  pieces = {"**": r"(?:[^/]+/)*", "*": r"[^/]+/"}
-  pattern = "".join(pieces.get(level, re.escape(level) + "/") for level in glob)
-  return re.fullmatch(pattern, "".join(f"{name}/" for name in names)) is not None
-
-
-@pytest.mark.case("A111")
-@hypothesis.given(
-  glob=st.lists(st.sampled_from(["a", "b", "ab", "block_0", "*", "**"]), min_size=1, max_size=5),
-  names=NAMES,
-)
-def test_globs_against_an_oracle(glob, names):
-  assert matches("/".join(glob), "/".join(names)) is glob_oracle(glob, names)
-
-
 def test_classes():
   for selector, module, wanted in [
     (Plain, Plain(), True),
@@ -121,10 +98,6 @@ class Net(nn.Module):
   @nn.compact
   def __call__(self, x):
     return nn.Dense(2, name="head")(nn.Dense(2, name="body")(x))
-
-
-def output_dtype(model):
-  return jax.eval_shape(model.init_with_output, jax.random.key(0), X)[0].dtype
 
 
 @pytest.mark.case("A100")
@@ -337,16 +310,6 @@ def test_the_error_for_a_rule_that_matches_nothing():
     assert fix.startswith("The only module is the root, path ''. Fix the selector")
 
 
-def test_which_rules_can_tell_equal_modules_apart():
-  by_place = [
-    Rule(None, path="a/*"),
-    Rule(None, where=lambda m: False),
-  ]
-  assert all(map(depends_on_path, by_place))
-  by_class = [Rule(None, module=int), Rule(None, where=is_flax_norm)]
-  assert not any(map(depends_on_path, by_class))
-
-
 WILDCARDS = [
   ("*a" * 12 + "b", "a" * 40, "a" * 40 + "b"),
   ("**/a/" * 12 + "x", "/".join(["a"] * 40), "/".join(["a"] * 40) + "/x"),
@@ -355,14 +318,9 @@ WILDCARDS = [
 
 
 def test_a_glob_takes_no_longer_for_many_wildcards():
-  # Trying each wildcard at each position takes minutes: a process of its own can be ended.
-  code = "import sys, mpjax\nfor glob, no, yes in eval(sys.argv[1]):\n"
-  code += (
-    "  rule = mpjax.Rule(None, path=glob); print(rule.matches(None, no), rule.matches(None, yes))"
-  )
-  command = [sys.executable, "-c", code, repr(WILDCARDS)]
-  ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-  assert ran.stdout == "False True\n" * len(WILDCARDS)
+  # Trying each wildcard at each position takes minutes.
+  for glob, no, yes in WILDCARDS:
+    assert (matches(glob, no), matches(glob, yes)) == (False, True)
 
 
 @hypothesis.given(

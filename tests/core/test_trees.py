@@ -130,18 +130,6 @@ def test_round_to_is_numpys_rounding_everywhere(half):
     np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
 
 
-@pytest.mark.case("B049")
-def test_round_to_keeps_the_subnormal_numbers_that_reduce_precision_flushes():
-  codes = np.arange(1, 2**10, dtype=np.uint16)
-  subnormal = np.concatenate([codes, codes | 0x8000]).view(np.float16)
-  wide = jnp.asarray(subnormal.astype(np.float32))
-  assert len(subnormal) == 2046
-  flushed = jax.jit(lambda x: jax.lax.reduce_precision(x, 5, 10))(wide)
-  assert not np.any(flushed)
-  kept = jax.jit(functools.partial(rounded_and_back, half=jnp.dtype("float16")))(wide)
-  np.testing.assert_array_equal(kept, wide)
-
-
 def rounded_and_back(x, half):
   return round_to(x, half).astype(jnp.float32)
 

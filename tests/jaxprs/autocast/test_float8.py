@@ -116,6 +116,8 @@ def test_full_precision_is_no_float8():
     (mpjax.Float8(scaling="row"), 2048, 4096, False),
     (mpjax.Float8(scaling="row"), 2048, 4112, True),
     (mpjax.Float8(scaling="row"), 1040, 4112, True),
+    (mpjax.Float8(skip=[[64, None]]), 64, 1040, False),
+    (mpjax.Float8(skip=[[64, None]]), 80, 16, True),
   ],
 )
 def test_sizes_decide(recipe, k, n, taken):
