@@ -16,17 +16,11 @@ from tests.models.values import normal
 
 
 class Program(NamedTuple):
-  """One program.
+  """One program."""
 
-  Fields:
-    make: returns the function and values for its arguments.
-    attention: whether there is attention in it.
-    backward: whether the loss is differentiated; else it has no gradient, or takes its own.
-  """
-
-  make: Callable[[], Model]
-  attention: bool = False
-  backward: bool = True
+  make: Callable[[], Model]  # the function, and values for its arguments
+  attention: bool = False  # whether there is attention in it
+  backward: bool = True  # whether the loss has a gradient, and does not take its own
 
 
 def plain_jax(fun: Any, params: Callable[[], Any], batch: Callable[[], Any]) -> Any:

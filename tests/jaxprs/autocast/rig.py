@@ -1,5 +1,6 @@
 """What tests of the rewriter share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,3 +39,15 @@ def with_vjp(fun: Any) -> Any:
   ruled = jax.custom_vjp(fun)
   ruled.defvjp(lambda *args: jax.vjp(fun, *args), lambda pull, cotangent: pull(cotangent))
   return ruled
+
+
+BODIES: dict[str, Callable[[Any], Any]] = {
+  # name: a function of a matrix inside of another jaxpr
+  "jit": jax.jit,
+  "remat": jax.checkpoint,
+  "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
+  "while": lambda f: lambda x: jax.lax.while_loop(lambda c: c[0, 0] > 9, f, x),
+  "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] < 1, f, lambda c: c, x),
+  "custom_jvp": with_jvp,
+  "custom_vjp": with_vjp,
+}

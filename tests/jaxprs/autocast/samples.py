@@ -19,17 +19,11 @@ from jax.sharding import AxisType, NamedSharding
 
 
 class Sample(NamedTuple):
-  """One call.
+  """One call."""
 
-  Fields:
-    fun: a function of `args`, in any one floating type.
-    args: float32 arrays.
-    smooth: the positions of the arguments that JAX can differentiate; None for all.
-  """
-
-  fun: Callable[..., Any]
-  args: tuple[Any, ...]
-  smooth: tuple[int, ...] | None = None
+  fun: Callable[..., Any]  # a function of `args`, in any one floating type
+  args: tuple[Any, ...]  # float32 arrays
+  smooth: tuple[int, ...] | None = None  # those that JAX can differentiate; None for all
 
 
 def unit(*shape: int, seed: int = 0) -> Any:

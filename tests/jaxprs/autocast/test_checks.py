@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.jaxprs.autocast import checks
-from tests.jaxprs.autocast.rig import with_jvp, with_vjp
+from tests.jaxprs.autocast.rig import BODIES
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -18,17 +18,6 @@ def half(x):
 
 def full(x):
   return x.astype(jnp.float32)
-
-
-LOOPS = {
-  "jit": jax.jit,
-  "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
-  "while": lambda f: lambda x: jax.lax.while_loop(lambda c: jnp.all(c > 0), f, x),
-  "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] > 0, f, jnp.tanh, x),
-  "remat": jax.checkpoint,
-  "custom_jvp": with_jvp,
-  "custom_vjp": with_vjp,
-}
 
 
 def read_by_all(x):
@@ -47,11 +36,11 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_half_sums_and_operations_of_the_float32_list_are_found_wherever_they_are(loop):
+@pytest.mark.parametrize("body", BODIES)
+def test_half_sums_and_operations_of_the_float32_list_are_found_wherever_they_are(body):
   found = {checks.halves_of_float32: set(), checks.sums: set()}
   for name, operation in OPERATIONS.items():
-    fun = LOOPS[loop](operation)
+    fun = BODIES[body](operation)
     for check, names in found.items():
       assert check(jax.make_jaxpr(fun)(X)) == [], name
       texts = check(jax.make_jaxpr(lambda x, fun=fun: fun(half(x)))(X))

@@ -161,16 +161,6 @@ def test_branches_agree():
     np.testing.assert_allclose(got, want, rtol=rtol, err_msg=f"{name} {which}")
 
 
-def test_weak_types_of_a_carry_are_kept():
-  def fun(x):
-    return lax.scan(lambda c, row: (c * 2, row * c), 1.0, x)
-
-  plain, ours = jax.make_jaxpr(fun)(X), cast(fun, X)
-  assert [v.weak_type for v in ours.out_avals] == [v.weak_type for v in plain.out_avals]
-  assert plain.out_avals[0].weak_type
-  same(fun, X)
-
-
 def test_each_result_of_a_branch_has_a_type_of_its_own():
   def fun(w, x, flag):
     return lax.cond(

@@ -274,14 +274,6 @@ def test_each_kind_of_layer_runs_in_its_type(name):
     assert gradient.dtype == given, "the gradient of an input has the dtype of the input"
 
 
-def test_what_is_made_of_parameters_alone_stays_as_exact_as_they_are():
-  program = cast(lambda w, x: (w * 3 + w, x * 2), W, X)
-  assert programs.converts(program) == {}
-  np.testing.assert_array_equal(
-    programs.run(mpjax.autocast(lambda x: x * 2), X + 1e-5), 2 * (X + 1e-5)
-  )
-
-
 def test_what_reads_a_value_decides_in_what_it_is_computed():
   def exp(w, x):
     y = x @ w
@@ -384,13 +376,6 @@ def test_a_cast_to_half_in_the_source_stays(chosen, half):
   assert types(program, "dot_general") == [(chosen,) * 3]
 
 
-def test_rounding_in_the_source_is_carried_out():
-  # 1 + 2^-12 survives in neither half type.
-  for half in HALVES:
-    rounded = mpjax.autocast(lambda x: x.astype(half).astype("float32"), half)  # noqa: B023
-    assert programs.run(rounded, jnp.float32(1 + 2**-12)) == 1
-
-
 def test_of_a_value_in_half_only_a_cast_to_another_half_type_is_left():
   def fun(w, x):
     return (x @ w).astype("bfloat16"), (x @ w).astype("float16")
@@ -461,11 +446,13 @@ def test_weak_types_are_kept():
   def fun(x, s):
     weak = [jnp.asarray(number) for number in (1, 2.5, 1j)]
     made = [(each, each * 2, each + 1) for each in weak]
-    return made, x, (x @ x.T) * s, s, s * s, (s * s).astype("float32"), s.astype("float32")
+    carried = lax.scan(lambda c, _: (c * 2, None), 1.0, length=2)[0]
+    strong = (s * s).astype("float32"), s.astype("float32")
+    return made, x, (x @ x.T) * s, s, s * s, *strong, carried
 
   args = X, jnp.asarray(2.0)
   plain, ours = jax.make_jaxpr(fun)(*args), cast(fun, *args)
-  weak_types = [True] * 9 + [False, False, True, True, False, False]
+  weak_types = [True] * 9 + [False, False, True, True, False, False, True]
   assert [v.weak_type for v in ours.out_avals] == weak_types
   assert [v.weak_type for v in plain.out_avals] == weak_types
 
@@ -504,27 +491,19 @@ def test_equations_keep_their_source_lines_and_scopes():
       return jnp.exp(y)
 
   def places(program):
-    return {
-      eqn.primitive.name: (eqn.source_info.traceback, str(eqn.source_info.name_stack))
-      for eqn in program.jaxpr.eqns
-      if eqn.primitive.name in ("dot_general", "exp")
-    }
+    found = {}
+    for eqn in program.jaxpr.eqns:
+      frames = eqn.source_info.traceback.frames
+      lines = [f.line_num for f in frames if f.function_name.endswith("fun")]
+      found.setdefault(eqn.primitive.name, (str(eqn.source_info.name_stack), lines))
+    return found
 
-  # The same function object, whose two traces start from two lines of this file.
-  program = cast(fun, W, X)
-  plain, ours = places(jax.make_jaxpr(fun)(W, X)), places(program)
-  assert plain.keys() == ours.keys() == {"dot_general", "exp"}
-  for name, scope in (("dot_general", "first"), ("exp", "second")):
-    assert ours[name][1] == plain[name][1] == scope
-    lines = [
-      [(f.file_name, f.line_num) for f in where[name][0].frames if f.function_name.endswith("fun")]
-      for where in (plain, ours)
-    ]
-    assert lines[0] == lines[1] != []
-  assert "first/dot_general" in jax.jit(mpjax.autocast(fun)).lower(W, X).as_text(debug_info=True)
-  casts = [e for e in program.jaxpr.eqns if e.primitive.name == "convert_element_type"]
-  # A cast is in the place of its reader.
-  assert [str(e.source_info.name_stack) for e in casts][:2] == ["first", "first"]
+  plain, ours = places(jax.make_jaxpr(fun)(W, X)), places(cast(fun, W, X))
+  assert plain["dot_general"] == ours["dot_general"]
+  assert plain["exp"] == ours["exp"]
+  assert (ours["dot_general"][0], ours["exp"][0]) == ("first", "second")
+  # A cast has the scope of its reader.
+  assert ours["convert_element_type"][0] == "first"
 
 
 # What would go wrong without a word: no error, no NaN, only other numbers.

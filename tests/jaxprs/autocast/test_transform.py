@@ -18,7 +18,7 @@ from mpjax._jaxprs.autocast import InDtype
 from tests import programs
 from tests.errors import check_error
 from tests.jaxprs.autocast.checks import Counted
-from tests.jaxprs.autocast.rig import BOTH, rewritten, with_jvp
+from tests.jaxprs.autocast.rig import BODIES, BOTH, rewritten
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
@@ -198,19 +198,6 @@ def test_rules_go_by_named_scopes(rules, want):
   assert product_types(grad, X) == [*want, *want[::-1]]
 
 
-BODIES = {
-  "jit": jax.jit,
-  "remat": jax.checkpoint,
-  "scan": lambda f: lambda x: jax.lax.scan(lambda y, _: (f(y), None), x, None, length=2)[0],
-  "while": lambda f: lambda x: jax.lax.while_loop(lambda y: y[0, 0] > 9, f, x),
-  "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] < 1, f, lambda y: y, x),
-  "rule": with_jvp,
-  "jit(remat(scan))": lambda f: jax.jit(
-    jax.checkpoint(lambda x: jax.lax.map(lambda row: f(row[None])[0], x))
-  ),
-}
-
-
 @pytest.mark.parametrize("body", BODIES)
 def test_scopes_inside_of_bodies(body):
   fun = BODIES[body](scoped)
@@ -221,15 +208,6 @@ def test_scopes_inside_of_bodies(body):
     ("bfloat16", mpjax.Rule(None, path="**"), [F, F, F]),
   ):
     assert product_types(mpjax.autocast(fun, policy, rules=[rule]), X) == want * runs
-
-
-def test_a_scope_around_a_body_is_around_all_of_it():
-  def fun(x):
-    with jax.named_scope("outside"):
-      return jax.jit(scoped)(x)
-
-  rules = [mpjax.Rule("float32", path="outside/net/body"), mpjax.Rule("float16", path="outside")]
-  assert product_types(mpjax.autocast(fun, rules=rules), X) == [F, F, H]
 
 
 @pytest.mark.standard_promotion
@@ -445,13 +423,6 @@ def test_export_with_a_symbolic_size():
   assert "bf16" in exported.mlir_module()
 
 
-def test_the_name_of_the_function_is_that_of_the_program():
-  def my_loss(x):
-    return x @ W
-
-  assert "jit_my_loss" in jax.jit(mpjax.autocast(my_loss)).lower(X).as_text()
-
-
 # Arguments that are data.
 
 
@@ -497,26 +468,6 @@ def free(returned):
 
 def all_data(args):
   return jax.tree.leaves(args)
-
-
-def test_which_leaves_decide_is_asked_of_the_positional_arguments():
-  asked = []
-
-  def data(args):
-    asked.append(args)
-    return [args[0]["a"]]
-
-  def fun(tree, w):
-    product = tree["a"] @ w
-    return [(product + each) @ w for each in (tree["a"], tree["b"][0], w[:2])]
-
-  tree = {"a": ROWS, "b": (ROWS + 0, 3)}
-  # A keyword argument is neutral.
-  call = rewritten(fun, data=data, results=free)
-  added = programs.equations(jax.make_jaxpr(lambda tree, w: call(tree, w=w))(tree, KERNEL))
-  found = [eqn.outvars[0].aval.dtype for eqn, _ in added if eqn.primitive.name == "add"]
-  assert found == [np.float32, BF16, BF16]
-  assert len(asked) == 1
 
 
 @BOTH

@@ -1,10 +1,8 @@
 """What is known of a value: its types, and which numbers survive in half."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Literal
 
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
@@ -19,6 +17,7 @@ from mpjax._jaxprs.autocast.values import (
   survives,
 )
 from mpjax._jaxprs.op_lists import OpLists
+from tests.jaxprs.test_atoms import literal
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(d) for d in (jnp.bfloat16, "float16", "float32"))
 SETTINGS = Settings(policy=Policy(compute_dtype=BFLOAT16), ops=OpLists())
@@ -31,13 +30,6 @@ class NotHere:
 
   def __array__(self, *args, **kwargs):
     raise RuntimeError("spans devices that are not addressable")
-
-
-def literal(number):
-  """Returns a float32 literal as JAX writes it."""
-  program = jax.make_jaxpr(lambda x: x * np.float32(number))(jnp.float32(1))
-  (found,) = [atom for atom in program.eqns[0].invars if isinstance(atom, Literal)]
-  return found
 
 
 @pytest.mark.parametrize(
