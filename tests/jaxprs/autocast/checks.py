@@ -1,19 +1,19 @@
 """What must hold of a program that went through autocast, read from its jaxpr.
 
-Nothing of mpjax is used here, and the operations that belong in float32 are written down from what
-the issue and the papers say, not taken from the lists under test. A function returns what is wrong,
-as text that names it; an empty list is a pass.
+Of mpjax only the graph of a jaxpr is used here, and the operations that belong in float32 are
+written down from what the papers say, not taken from the lists under test. A function returns what
+is wrong, as text that names it; an empty list is a pass.
 """
 
 import collections
-import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from mpjax._jaxprs.graph import Graph, Operation, Value
 from tests import programs
 
 FLOAT32 = frozenset(
@@ -92,40 +92,7 @@ def _running_sums(body: Jaxpr, first: int, count: int) -> Iterator[str]:
         yield f"sum over the steps of a scan of {carried.aval.str_short()}"
 
 
-# Casts. A value that crosses into a function called by `jit` is the same value inside. But such a
-# function is a program of its own, rewritten and compiled once for all who call it: what it casts
-# for itself is not made twice because a caller does so too.
-
-_ONE_TO_ONE = {
-  "jit": "jaxpr",
-  "closed_call": "call_jaxpr",
-  "custom_jvp_call": "call_jaxpr",
-  "custom_vjp_call": "call_jaxpr",
-  "checkpoint": "jaxpr",
-  "remat2": "jaxpr",
-  "shard_map": "jaxpr",
-}
-
-
-@dataclasses.dataclass(eq=False)
-class Value:
-  """A value of a program.
-
-  Fields:
-    given: whether it was made of inputs and constants alone, by moving numbers: a parameter.
-    dtypes: if it is a cast, those from that of the first value on.
-  """
-
-  given: bool
-  dtypes: tuple[str, ...] = ()
-
-
-class Cast(NamedTuple):
-  """One cast between floating types: of what, to what, and in which body."""
-
-  source: Value
-  result: Value
-  body: object
+# Casts.
 
 
 _MOVING = frozenset(
@@ -136,78 +103,24 @@ _MOVING = frozenset(
 )
 
 
-def casts(program: ClosedJaxpr) -> list[Cast]:
-  """Returns the casts of a program between floating types, once each, however often they run."""
-  found: list[Cast] = []
-  _collect(program.jaxpr, [Value(given=True) for _ in program.jaxpr.invars], found)
-  return found
+def _is_parameter(value: Value) -> bool:
+  """Whether a value is computed from arguments and constants alone, by moving numbers."""
+  by = value.made_by
+  if by is None or by.joins:
+    return by is None or (by.joins == "enter" and _is_parameter(by.operands[0]))
+  return by.name in _MOVING and all(map(_is_parameter, by.operands))
 
 
-def _collect(jaxpr: Jaxpr, args: list[Value], found: list[Cast]) -> list[Value]:
-  """Adds the casts of one body to `found`, and returns its results."""
-  known: dict[Any, Value] = {var: Value(given=True) for var in jaxpr.constvars}
-  known.update(zip(jaxpr.invars, args, strict=True))
-  body = object()
-
-  def value(atom: Any) -> Value:
-    return Value(given=True) if isinstance(atom, Literal) else known[atom]
-
+def _homes(jaxpr: Jaxpr, scan: int = 0) -> dict[int, tuple[int, int]]:
+  """Returns the jaxpr and the innermost scan that each equation is in."""
+  found = {}
   for eqn in jaxpr.eqns:
-    name = eqn.primitive.name
-    operands = [value(atom) for atom in eqn.invars]
-    inner = [] if name in programs.COMBINING else list(programs.inner_jaxprs(eqn.params))
-    made = name in _MOVING and all(x.given for x in operands)
-    results = [Value(given=made) for _ in eqn.outvars]
-    if name in _ONE_TO_ONE:
-      sub = _open(eqn.params[_ONE_TO_ONE[name]])
-      results = _collect(sub, operands, found)
-    elif inner:
-      for program, inputs in _bodies(eqn, operands):
-        _collect(program, inputs, found)
-    elif name == "convert_element_type" and _changes_float(eqn):
-      (source,), (result,) = operands, results
-      before = source.dtypes or (str(eqn.invars[0].aval.dtype),)
-      result.dtypes = (*before, str(eqn.outvars[0].aval.dtype))
-      found.append(Cast(source, result, body))
-    known.update(zip(eqn.outvars, results, strict=True))
-  return [value(atom) for atom in jaxpr.outvars]
-
-
-def _bodies(eqn: Any, operands: list[Value]) -> Iterator[tuple[Jaxpr, list[Value]]]:
-  """Yields the bodies of a loop or a branch, with what comes in; what is carried is new there."""
-  name, params = eqn.primitive.name, eqn.params
-  if name == "scan":
-    first, count = programs.parts_of_scan(eqn)
-    end = first + count
-    carry = [Value(given=False) for _ in operands[first:end]]
-    consts = [_read_by_all(x) for x in operands[:first]]
-    yield _open(params["jaxpr"]), [*consts, *carry, *operands[end:]]
-  elif name == "while":
-    of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
-    carry = [Value(given=False) for _ in operands[of_test + of_body :]]
-    yield _open(params["cond_jaxpr"]), [*operands[:of_test], *carry]
-    yield _open(params["body_jaxpr"]), [*operands[of_test : of_test + of_body], *carry]
-  elif name == "cond":
-    for branch in params["branches"]:
-      yield _open(branch), operands[1:]
-  else:
-    for program in programs.inner_jaxprs(params):
-      yield _open(program), [Value(given=False) for _ in _open(program).invars]
-
-
-def _read_by_all(source: Value) -> Value:
-  """A half value enters a scan in float32, and is half inside: its gradients are added so."""
-  widened = len(source.dtypes) == 2 and source.dtypes[1] == "float32"
-  return Value(given=False) if widened else source
-
-
-def _open(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-  return program.jaxpr if isinstance(program, ClosedJaxpr) else program
-
-
-def _changes_float(eqn: Any) -> bool:
-  old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-  return old != new and jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+    found[id(eqn)] = id(jaxpr), scan
+    if eqn.primitive.name not in programs.COMBINING:
+      inside = id(eqn) if eqn.primitive.name == "scan" else scan
+      for inner in programs.inner_jaxprs(eqn.params):
+        found |= _homes(_open(inner), inside)
+  return found
 
 
 def wasted_casts(program: ClosedJaxpr) -> list[str]:
@@ -218,16 +131,41 @@ def wasted_casts(program: ClosedJaxpr) -> list[str]:
   and one for the difference, so that two cotangents are rounded. Where both share one, XLA finds
   another grouping of the sums in a norm's backward pass: a ResNet-50 moves 1.04 times the bytes.
   """
-  found = casts(program)
-  chains = [c.result.dtypes for c in found if c.result.dtypes[-1] != "float32"]
-  back = [f"there and back: {' -> '.join(chain)}" for chain in chains if chain[-1] in chain[:-1]]
-  same = collections.Counter((c.source, c.result.dtypes, c.body) for c in found)
-  twice = [
-    f"{count} times {' -> '.join(chain)}"
-    for (source, chain, _), count in same.items()
-    if count > 1 and not source.given and chain[-1] != "float32"
-  ]
-  return back + twice
+  homes = _homes(program.jaxpr)
+  chains: dict[Value, tuple[str, ...]] = {}
+  same: dict[tuple[Value, tuple[str, ...], int], set[int]] = collections.defaultdict(set)
+  for operation in Graph(program).operations:
+    source, result = operation.operands[:1], operation.results[0]
+    if operation.joins == "enter" and source[0] in chains:
+      chains[result] = chains[source[0]]
+    elif _is_cast(operation):
+      jaxpr, scan = homes[id(operation.eqn)]
+      before = chains.get(source[0], ())
+      by = source[0].made_by
+      # A half value enters a scan in float32, and is half inside: its gradients are added so.
+      if before[1:] == ("float32",) and by and _is_cast(by) and homes[id(by.eqn)][1] != scan:
+        before = ()
+      chains[result] = (*(before or (str(source[0].dtype),)), str(result.dtype))
+      if not _is_parameter(source[0]) and result.dtype != jnp.float32:
+        same[source[0], chains[result], jaxpr].add(id(operation.eqn))
+  texts = [" -> ".join(chain) for chain in chains.values() if chain[-1] in chain[:-1]]
+  back = [f"there and back: {text}" for text in texts if not text.endswith("float32")]
+  # A function that is called casts for itself: it is rewritten and compiled once for all calls.
+  counts = [(len(eqns), " -> ".join(chain)) for (_, chain, _), eqns in same.items()]
+  return back + [f"{count} times {text}" for count, text in counts if count > 1]
+
+
+def _is_cast(operation: Operation) -> bool:
+  values = (*operation.operands, *operation.results)
+  return (
+    operation.name == "convert_element_type"
+    and all(value.is_floating for value in values)
+    and values[0].dtype != values[1].dtype
+  )
+
+
+def _open(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
+  return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
 # Types and traces.
