@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 
-from mpjax._jaxprs.atoms import aval_of, cast_to, dtype_of, literal_as, retyped, shape_of
+from mpjax._jaxprs.atoms import dtype_of, literal_as, retyped
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(d) for d in (jnp.bfloat16, "float16", "float32"))
 
@@ -38,18 +37,3 @@ def test_the_dtype_of_anything():
   assert [str(dtype_of(v)) for v in program.jaxpr.outvars] == ["int8", "key<fry>", "int32"]
   token = jax.make_jaxpr(jax.lax.create_token)().jaxpr.outvars[0]
   assert dtype_of(token) is None
-
-
-def test_a_cast_runs_and_is_in_the_place_of_its_reader():
-  with jax.named_scope("inside"):
-    program = jax.make_jaxpr(jnp.sin)(jnp.arange(3.0)).jaxpr
-  (reader,) = program.eqns
-  (old,) = program.invars
-  new = retyped(old, FLOAT16)
-  assert (shape_of(new), aval_of(new).dtype) == ((3,), FLOAT16)
-  made = cast_to(new, old, reader)
-  assert made.source_info is reader.source_info
-  (got,) = eval_jaxpr(program.replace(eqns=[made], outvars=[new]), (), jnp.arange(3.0))
-  assert got.dtype == FLOAT16
-  assert made.primitive.name == "convert_element_type"
-  assert isinstance(cast_to(Var(old.aval), new, None).outvars[0], Var)

@@ -140,8 +140,3 @@ def test_share_in_half():
     share = half_share(program)
     assert 0 < share < 1
     assert share == programs.half_share(program), "that of the other counter"
-
-
-def test_share_in_half_leaves_integers_out():
-  program = jax.make_jaxpr(lambda x, i: (x @ x, i @ i))
-  assert half_share(program(s(2, 2, dtype=BF16), s(9, 9, dtype=jnp.int32))) == 1

@@ -63,31 +63,18 @@ class Other(nn.Module):
     return self.encode(x)
 
 
-def gradient(model):
-  variables = model.init(jax.random.key(0), X)
-  return lambda x: jax.grad(lambda v: model.apply(v, x).sum())(variables)
-
-
 def test_passes_and_paths_of_linen():
-  assert places(gradient(Net()), X) == {
-    ("Net/plain/Dense_0", "forward"),
-    ("Net/repeated/Dense_0", "forward"),
-    ("Net/repeated/Dense_0", "recomputed"),
-    ("Net/plain/Dense_0", "backward"),
-    ("Net/repeated/Dense_0", "backward"),
-  }
-
-
-def test_the_function_that_a_lifted_transform_took_is_no_module():
-  assert places(gradient(Scanned()), X) == {
-    ("Scanned/inside", "forward"),
-    ("Scanned/inside", "backward"),
-  }
-
-
-def test_a_method_is_no_module():
-  found = places(gradient(Other()), X)
-  assert found == {("Other/block/Dense_0", "forward"), ("Other/block/Dense_0", "backward")}
+  # Neither a method is a module, nor the function that a lifted transform takes.
+  both, recomputed = ("forward", "backward"), ("forward", "recomputed", "backward")
+  for model, expected in (
+    (Net(), {"Net/plain/Dense_0": both, "Net/repeated/Dense_0": recomputed}),
+    (Scanned(), {"Scanned/inside": both}),
+    (Other(), {"Other/block/Dense_0": both}),
+  ):
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    gradient = jax.grad(lambda v, x: model.apply(v, x).sum())  # noqa: B023
+    found = places(gradient, variables, X)
+    assert found == {(path, each) for path, passes in expected.items() for each in passes}
 
 
 def test_scopes_inside_and_outside_of_a_gradient():
