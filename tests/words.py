@@ -5,12 +5,10 @@ strings of `mpjax/`, and the pages, without their code. `python tests/words.py` 
 `file:line: word` and fails if there is any.
 """
 
-import io
+import ast
 import pathlib
 import re
 import sys
-import tokenize
-from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -44,9 +42,6 @@ MARKDOWN_CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`", re.MULTILINE | re.DOT
 GLOSSARY = re.compile(r"^## Words$.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
 DOCTEST = re.compile(r"^ *>>> .*?(?=^ *$|\Z)", re.MULTILINE | re.DOTALL)
-NAME = re.compile(r"""["']\w+["']""")
-QUOTES = re.compile(r"""^[A-Za-z]*("{3}|'{3}|["'])|("{3}|'{3}|["'])$""")
-FIELD = re.compile(r"\{[^{}\n]*\}")
 ARGUMENT = re.compile(r"(?<=\n) +\*{0,2}\w+:")
 
 
@@ -73,68 +68,48 @@ def pages() -> list[pathlib.Path]:
   ]
 
 
-def words(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+def words(path: pathlib.Path) -> list[tuple[int, str]]:
   text = path.read_text()
-  return banned_words(prose_of_python(text) if path.suffix == ".py" else prose_of_markdown(text))
+  return in_python(text) if path.suffix == ".py" else in_markdown(text)
 
 
-def banned_words(prose: str) -> Iterator[tuple[int, str]]:
-  """The line of each banned word, and the word."""
-  for match in expression("|".join(BANNED)).finditer(prose):
-    yield prose.count("\n", 0, match.start()) + 1, " ".join(match[0].split())
+def banned_words(prose: str, first: int = 1) -> list[tuple[int, str]]:
+  """The line of each banned word, and the word; `first` is the line of the first character."""
+  return [
+    (first + prose.count("\n", 0, match.start()), " ".join(match[0].split()))
+    for match in expression("|".join(BANNED)).finditer(prose)
+  ]
 
 
-def prose_of_markdown(text: str) -> str:
-  """The text with its code, and the rows of the glossary, blanked; lines keep their numbers."""
+def in_markdown(text: str) -> list[tuple[int, str]]:
+  """The words of a page without its code and the rows of the glossary."""
   text = GLOSSARY.sub(lambda glossary: TABLE_ROW.sub(_blank, glossary[0]), text)
-  return MARKDOWN_CODE.sub(_blank, text)
+  return banned_words(MARKDOWN_CODE.sub(_blank, text))
 
 
-def prose_of_python(source: str) -> str:
-  """The comments and strings of a module, with everything else blanked.
-
-  A comment of several lines is one text, and so are strings that Python joins: a space replaces
-  their `#` and quotes, and `CODE` replaces code.
-  """
-  lines = source.splitlines(keepends=True)
-  starts = [0]
-  for line in lines:
-    starts.append(starts[-1] + len(line))
-  prose = list(_blank(source))
-  for token in tokenize.generate_tokens(io.StringIO(source).readline):
-    kind = tokenize.tok_name[token.type]
-    if kind not in ("COMMENT", "STRING", "FSTRING_START", "FSTRING_MIDDLE", "FSTRING_END"):
-      continue
-    first = starts[token.start[0] - 1] + token.start[1]
-    last = starts[token.end[0] - 1] + token.end[1]
-    text = source[first:last]
-    if kind == "COMMENT":
-      text = MARKDOWN_CODE.sub(_blank, text.replace("#", " ", 1))
-    elif kind in ("FSTRING_START", "FSTRING_END"):
-      text = " " * len(text)
-    elif kind == "STRING":
-      joined = source[:first].rstrip().endswith(('"', "'"))
-      text = _string(text) if joined or not NAME.fullmatch(text) else _blank(text)
-    prose[first:last] = text
-  return "".join(_space(character, old) for character, old in zip(prose, source, strict=True))
+def in_python(source: str) -> list[tuple[int, str]]:
+  """The words of the comments and strings of a module; a string of one name is no prose."""
+  found: list[tuple[int, str]] = []
+  pieces = set()
+  for node in ast.walk(ast.parse(source)):
+    text = ""
+    if isinstance(node, ast.JoinedStr):
+      pieces |= set(node.values)
+      text = "".join(v.value if isinstance(v, ast.Constant) else CODE for v in node.values)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in pieces:
+      text = "" if node.value.isidentifier() else node.value
+    for code in (DOCTEST, ARGUMENT, MARKDOWN_CODE):
+      text = code.sub(_blank, text)
+    found += banned_words(text, getattr(node, "lineno", 0))
+  # A comment of several lines is one text.
+  for comment in re.finditer(r"(^ *#.*\n?)+|#.*$", source, re.MULTILINE):
+    line = 1 + source.count("\n", 0, comment.start())
+    found += banned_words(MARKDOWN_CODE.sub(_blank, comment[0].replace("#", " ")), line)
+  return sorted(found)
 
 
-def _string(text: str) -> str:
-  is_format = "f" in text[:2].lower().split('"')[0]  # before Python 3.12, one token
-  text = QUOTES.sub(lambda quote: " " * len(quote[0]), text)
-  text = FIELD.sub(_blank, text) if is_format else text
-  for code in (DOCTEST, ARGUMENT, MARKDOWN_CODE):
-    text = code.sub(_blank, text)
-  return text
-
-
-def _blank(text: str | re.Match[str]) -> str:
-  text = text if isinstance(text, str) else text[0]
-  return re.sub(r"[^\n]", CODE, text)
-
-
-def _space(character: str, old: str) -> str:
-  return " " if character == CODE and old.isspace() else character
+def _blank(text: re.Match[str]) -> str:
+  return re.sub(r"[^\n]", CODE, text[0])
 
 
 if __name__ == "__main__":

@@ -24,24 +24,16 @@ ALLOWED = (
 )
 
 
-def in_python(source: str) -> list[tuple[int, str]]:
-  return list(words.banned_words(words.prose_of_python(source)))
-
-
-def in_markdown(text: str) -> list[tuple[int, str]]:
-  return list(words.banned_words(words.prose_of_markdown(text)))
-
-
 def test_each_word_is_found_and_others_are_not() -> None:
   for word in BANNED:
     for written in (word, word.capitalize(), word.upper()):
-      assert in_python(f"x = 1\n# We say {written}.\n") == [(2, written)]
-      assert in_python(f'"""One line.\n\n  We say {written}.\n"""\n') == [(3, written)]
-      assert in_python(f'f(fix="We say " f"{written}: {{x}}.")\n') == [(1, written)]
-      assert in_markdown(f"# Title\n\nWe say *{written}*.\n") == [(3, written)]
+      assert words.in_python(f"x = 1\n# We say {written}.\n") == [(2, written)]
+      assert words.in_python(f'"""One line.\n\n  We say {written}.\n"""\n') == [(3, written)]
+      assert words.in_python(f'f(fix="We say " f"{written}: {{x}}.")\n') == [(1, written)]
+      assert words.in_markdown(f"# Title\n\nWe say *{written}*.\n") == [(3, written)]
   for word in ALLOWED:
-    assert in_python(f"# We say {word} here.\n") == []
-    assert in_markdown(f"We say {word} here.\n") == []
+    assert words.in_python(f"# We say {word} here.\n") == []
+    assert words.in_markdown(f"We say {word} here.\n") == []
 
 
 def test_every_expression_has_a_word() -> None:
@@ -54,31 +46,32 @@ def test_every_expression_has_a_word() -> None:
 
 
 def test_across_the_end_of_a_line() -> None:
-  assert in_python("# a policy in\n# force\n") == [(1, "in force")]
-  assert in_python('f(\n  "a policy in "\n  "force",\n)\n') == [(2, "in force")]
-  assert in_python('"""A policy in\n  force.\n"""\n') == [(1, "in force")]
-  assert in_markdown("> a policy in\nforce\n") == [(1, "in force")]
-  assert in_python('f("in", force)  # in\nforce("of")\n') == []
+  assert words.in_python("# a policy in\n# force\n") == [(1, "in force")]
+  assert words.in_python('f(\n  "a policy in "\n  "force",\n)\n') == [(2, "in force")]
+  assert words.in_python('"""A policy in\n  force.\n"""\n') == [(1, "in force")]
+  assert words.in_markdown("> a policy in\nforce\n") == [(1, "in force")]
+  assert words.in_python('f("in", force)  # in\nforce("of")\n') == []
 
 
 def test_code_is_not_prose() -> None:
-  assert in_python("whole = stand(bodies)\n") == []
-  assert in_python('f(f"{whole} leaves")\n') == []
-  assert in_python('f("whole", {"half": 1})\n') == []
-  assert in_python("# The `whole` of it.\n") == []
-  assert in_python('"""One.\n\n  >>> whole = 1\n  >>> whole\n  whole\n\n  A whole.\n"""\n') == [
-    (7, "whole")
-  ]
+  assert words.in_python("whole = stand(bodies)\n") == []
+  assert words.in_python('f(f"{whole} leaves")\n') == []
+  assert words.in_python('f("whole", {"half": 1})\n') == []
+  assert words.in_python("# The `whole` of it.\n") == []
+  assert words.in_python(
+    '"""One.\n\n  >>> whole = 1\n  >>> whole\n  whole\n\n  A whole.\n"""\n'
+  ) == [(7, "whole")]
   assert (
-    in_python('"""Args:\n    whole: an array.\n    **bodies: all of it, the `whole`.\n"""\n') == []
+    words.in_python('"""Args:\n    whole: an array.\n    **bodies: all of it, the `whole`.\n"""\n')
+    == []
   )
-  assert in_markdown("`whole`\n```python\nstand = whole\n```\n") == []
-  assert in_markdown("- a\n  ```\n  whole\n  ```\n  stand\n") == [(5, "stand")]
+  assert words.in_markdown("`whole`\n```python\nstand = whole\n```\n") == []
+  assert words.in_markdown("- a\n  ```\n  whole\n  ```\n  stand\n") == [(5, "stand")]
 
 
 def test_only_the_table_of_the_glossary_is_left_out() -> None:
   glossary = "## Words\n\nA whole.\n\n| whole | entire |\n\n## More\n\n| whole |\n"
-  assert in_markdown(glossary) == [(3, "whole"), (9, "whole")]
+  assert words.in_markdown(glossary) == [(3, "whole"), (9, "whole")]
 
 
 def test_the_glossary_names_each_word_that_is_checked() -> None:
