@@ -3,7 +3,6 @@
 Every one is in float32, is `(params, batch) -> (loss, outputs)`, and knows nothing of mpjax.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -96,9 +95,3 @@ PROGRAMS: dict[str, Program] = {
   "sharded_loss": Program(plain_jax(sharded_loss, _sharded_params, _sharded_batch)),
   "sharded_step": Program(plain_jax(sharded_step, _sharded_params, _sharded_batch), backward=False),
 }
-
-
-@functools.cache
-def model(name: str) -> Model:
-  """Returns a program's function and arguments, made once."""
-  return PROGRAMS[name].make()

@@ -128,11 +128,7 @@ def test_the_rule_of_the_user_is_the_one_that_is_called(rule):
     np.testing.assert_array_equal(dx, factor * X_GRAD)
     np.testing.assert_array_equal(dw, factor * W_GRAD)
     assert {str(g.dtype) for g in (dx, dw)} == {"float32"}
-
-
-@EITHER
-def test_forward_and_backward_are_in_half(rule):
-  assert types(mpjax.autocast(RULES[rule]()), X, W) == (3, {"bfloat16"})
+    assert types(mpjax.autocast(product), X, W) == (3, {"bfloat16"})
 
 
 def row_by_row(fun):
@@ -422,16 +418,6 @@ def test_gradient_of_a_rule_that_closes_over_an_argument(rule):
     np.testing.assert_array_equal(outside(grad)(X, W), 2 * X_GRAD)
   found = programs.products(jax.make_jaxpr(grad)(X, W))
   assert {p.dtypes for p in found} == {("bfloat16", "bfloat16")}
-
-
-def test_both_kinds_of_rules_in_one_function_and_an_integer_beside_them():
-  def fun(x, w, i):
-    return (by_vjp(2.0)(x, w) + by_jvp(3.0)(x, w))[i].sum()
-
-  found = jax.grad(mpjax.autocast(fun))(X, W, jnp.int32(1))
-  np.testing.assert_array_equal(found, 5 * X_GRAD * np.asarray([[0.0], [1.0]]))
-  _, change = jax.jvp(lambda x: mpjax.autocast(by_jvp(2.0))(x, W), (X,), (jnp.asarray(CHANGE),))
-  np.testing.assert_array_equal(change, 2 * CHANGE @ np.asarray(W))
 
 
 def test_a_value_that_only_the_rule_closes_over_is_named():

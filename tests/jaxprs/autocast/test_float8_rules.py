@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from tests.jaxprs.autocast.rig import matmuls
+from tests.jaxprs.autocast.rig import matmuls, with_jvp, with_vjp
 from tests.programs import products
 
 FLOAT8 = mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(skip=()))
@@ -22,25 +22,7 @@ def normal(seed, *shape):
 W, X = normal(0, 32, 32), normal(1, 16, 32)
 
 
-@jax.custom_jvp
-def by_jvp(w, x):
-  return x @ w
-
-
-@by_jvp.defjvp
-def _(primals, tangents):
-  (w, x), (dw, dx) = primals, tangents
-  return x @ w, dx @ w + x @ dw
-
-
-@jax.custom_vjp
-def by_vjp(w, x):
-  return x @ w
-
-
-by_vjp.defvjp(
-  lambda w, x: (x @ w, (w, x)), lambda kept, g: (kept[1].T @ g, jax.jit(jnp.matmul)(g, kept[0].T))
-)
+by_jvp, by_vjp = with_jvp(lambda w, x: x @ w), with_vjp(lambda w, x: x @ w)
 
 
 def around(rule):

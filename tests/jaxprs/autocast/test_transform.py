@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 
 import mpjax
 from mpjax._jaxprs.autocast import InDtype
@@ -19,6 +20,7 @@ from tests import programs
 from tests.errors import check_error
 from tests.jaxprs.autocast.checks import Counted
 from tests.jaxprs.autocast.rig import BODIES, BOTH, rewritten
+from tests.models.values import normal
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
@@ -421,6 +423,75 @@ def test_export_with_a_symbolic_size():
     assert total.dtype == F
     np.testing.assert_allclose(total, rows, rtol=1e-6)
   assert "bf16" in exported.mlir_module()
+
+
+# Side effects.
+
+
+def test_callbacks_run_once_and_in_order():
+  seen = []
+
+  def note(where, x):
+    seen.append((where, str(x.dtype), x.shape))
+    return np.zeros((), np.int32)
+
+  def say(where, x):
+    io_callback(
+      functools.partial(note, where), jax.ShapeDtypeStruct((), jnp.int32), x, ordered=True
+    )
+
+  def fun(w, x):
+    h = x @ w
+    say("product", h)
+
+    def step(c, _):
+      c = jnp.tanh(c @ w)
+      say("step", c)
+      return c, None
+
+    h, _ = jax.lax.scan(step, h, None, length=2)
+    say("sum", jnp.exp(h).sum())
+
+    def taken(h):
+      say("branch", h)
+      return h @ w
+
+    return jax.lax.cond(h.sum() > -1e3, taken, lambda h: h, h).sum()
+
+  args = (normal(4, 4) / 4, normal(3, 4, seed=1))
+  for make in (lambda f: f, jax.jit):
+    found = []
+    for each in (fun, mpjax.autocast(fun)):
+      seen.clear()
+      jax.block_until_ready(make(each)(*args))
+      jax.effects_barrier()
+      found.append(list(seen))
+    plain, ours = found
+    names = ["product", "step", "step", "sum", "branch"]
+    assert [where for where, *_ in plain] == names
+    assert ours == plain
+
+
+def test_prints_and_debug_callbacks_run_once(capfd):
+  seen = []
+
+  def fun(w, x):
+    h = x @ w
+    jax.debug.print("h {}", h.shape[0] * h[0, 0], ordered=True)
+    jax.debug.callback(lambda x: seen.append(x.dtype), h, ordered=True)
+    return jax.checkpoint(jnp.tanh)(h).sum()
+
+  eye = np.eye(3, dtype=np.float32)
+  for make in (
+    mpjax.autocast,
+    lambda f: jax.jit(mpjax.autocast(f)),
+    lambda f: jax.grad(mpjax.autocast(f)),
+  ):
+    seen.clear()
+    jax.block_until_ready(make(fun)(eye, eye))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "h 3.0\n"
+    assert seen == [np.dtype("float32")]
 
 
 # Arguments that are data.
