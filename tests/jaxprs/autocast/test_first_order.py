@@ -183,7 +183,7 @@ def test_over_devices_these_sums_are_in_float32_too(name, axes):
     x = jax.device_put(jnp.ones((64, 4)), jax.P("data", None))
     for spec in [jax.P(None), jax.P("model")] if axes == AxisType.Explicit else [jax.P(None)]:
       b = jax.device_put(jnp.full(4, 0.5), spec)
-      found = jax.grad(mpjax.autocast(fun))
+      found = jax.grad(mpjax.autocast(fun, "bfloat16"))
       assert added_in_half(found, b, x) == []
       ours, plain = jax.jit(found)(b, x), jax.jit(jax.grad(fun))(b, x)
       np.testing.assert_array_equal(ours, plain)

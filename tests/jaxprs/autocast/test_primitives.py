@@ -119,7 +119,7 @@ def behind_a_sum(x):
   return jax.lax.reduce_sum(x[None], (0,))
 
 
-@pytest.mark.case("I13", "A69", "A87")
+@pytest.mark.case("I13", "A69", "A77", "A87")
 @BOTH
 def test_half_operations(half):
   calls = {
@@ -146,7 +146,7 @@ def is_power(name):
   return degree is not None and degree([1], {}) > 1
 
 
-@pytest.mark.case("I13", "A69", "A78")
+@pytest.mark.case("I13", "A69", "A77", "A78")
 @BOTH
 @pytest.mark.parametrize("part", ["float32", "promote", "keep"])
 def test_operations_of_half_operands(part, half):
@@ -196,7 +196,7 @@ def of_both(names, half):
   }
 
 
-@pytest.mark.case("I13", "A69", "A78")
+@pytest.mark.case("I13", "A69", "A78", "A88")
 @BOTH
 def test_promoting_operations_of_both_take_the_widest(half):
   calls = of_both(PROMOTE, half)

@@ -37,7 +37,7 @@ def test_no_more_is_saved_than_in_low_precision(name):
   b, x = jnp.ones(64), jnp.ones((1024, 64))
   by_hand = residual_bytes(SAVED[name], b.astype("bfloat16"), x.astype("bfloat16"))
   # One more kernel of 64 x 64 in low precision.
-  assert residual_bytes(mpjax.autocast(SAVED[name]), b, x) <= by_hand + 8192
+  assert residual_bytes(mpjax.autocast(SAVED[name], "bfloat16"), b, x) <= by_hand + 8192
 
 
 def test_what_is_saved_in_float32_is_not_saved_rounded_too():

@@ -238,40 +238,15 @@ def test_a_grid_is_not_rounded_before_a_matmul():
     assert types(program, "add")[-1] == ("float32",) * 3, name
 
 
-LAYERS = {
-  # name: a layer of one array, the primitive that does the work, and its dtype behind a product
-  "linear": (lambda x: x @ normal(4, 4).astype(x.dtype), "dot_general", "bfloat16"),
-  "convolution": (
-    lambda x: lax.conv_general_dilated(x[None], normal(3, 3, 1).astype(x.dtype), (1,), "SAME"),
-    *("conv_general_dilated", "bfloat16"),
-  ),
-  "softmax": (jax.nn.softmax, "exp", "float32"),
-  "log softmax": (jax.nn.log_softmax, "log", "float32"),
-  "normalisation": (jax.nn.standardize, "rsqrt", "float32"),
-  "mean squared error": (lambda x: jnp.mean((x - 1.0) ** 2), "reduce_sum", "float32"),
-  "power": (lambda x: jnp.abs(x) ** 1.5, "pow", "float32"),
-  "sum": (jnp.sum, "reduce_sum", "float32"),
-  "relu": (jax.nn.relu, "max", "bfloat16"),
-  "tanh": (jnp.tanh, "tanh", "bfloat16"),
-}
-
-
 @pytest.mark.case("A77")
-@pytest.mark.parametrize("name", LAYERS)
-def test_each_kind_of_layer_runs_in_its_type(name):
-  layer, primitive, dtype = LAYERS[name]
-  x, w = normal(3, 4), normal(4, 4, seed=1)
-  assert result(cast(lambda x, w: layer(x @ w), x, w), primitive) == dtype
-  if primitive in ("max", "tanh"):  # An activation follows its input.
-    behind_a_sum = cast(lambda x, w: layer(lax.reduce_sum(x[None], (0,))) @ w, x, w)
+def test_an_activation_follows_its_input_and_the_gradient_of_an_input_has_its_dtype():
+  for fun, primitive in ((jax.nn.relu, "max"), (jnp.tanh, "tanh")):
+    assert result(cast(lambda w, x: fun(x @ w), W, X), primitive) == "bfloat16"  # noqa: B023
+    behind_a_sum = cast(lambda w, x: fun(lax.reduce_sum(x[None], (0,))) @ w, W, X)  # noqa: B023
     assert result(behind_a_sum, primitive) == "float32"
-
-  def loss(x):
-    return jnp.sum(mpjax.autocast(layer)(x).astype(jnp.float32))
-
-  for given in ("float32", "bfloat16"):
-    gradient = jax.eval_shape(jax.grad(loss), jax.ShapeDtypeStruct((3, 4), given))
-    assert gradient.dtype == given, "the gradient of an input has the dtype of the input"
+    for given in ("float32", "bfloat16"):
+      gradient = jax.grad(lambda x: mpjax.autocast(fun)(x).astype("float32").sum())  # noqa: B023
+      assert jax.eval_shape(gradient, jax.ShapeDtypeStruct((3, 4), given)).dtype == given
 
 
 def test_what_reads_a_value_decides_in_what_it_is_computed():
@@ -318,14 +293,6 @@ def test_the_order_of_operations_does_not_change_the_casts():
   assert len(counts) == 1
 
 
-@pytest.mark.case("A88")
-def test_half_joined_with_float32_is_float32():
-  program = cast(lambda w, x: jnp.concatenate([x @ w, jnp.exp(x)]), W, X)
-  assert types(program, "concatenate") == [("float32",) * 3]
-  program = cast(lambda w, x: jnp.concatenate([x @ w, x]) @ w, W, X)
-  assert types(program, "concatenate") == [("bfloat16",) * 3], "a parameter has no say"
-
-
 @pytest.mark.case("A78")
 def test_an_assignment_keeps_the_type_of_its_buffer():
   half = "bfloat16"
@@ -339,8 +306,6 @@ def test_an_assignment_keeps_the_type_of_its_buffer():
 
 @pytest.mark.case("B050")
 def test_operands_of_different_types_are_unified():
-  program = cast(lambda w, x: lax.add(lax.dot(x, w), lax.exp(x)), W, X)
-  assert types(program, "add") == [("float32",) * 3]
   program = cast(lambda w, x: lax.select(x > 0, lax.dot(x, w), lax.exp(x)), W, X)
   assert types(program, "select_n") == [("bool", "float32", "float32", "float32")]
   program = cast(lambda w, x: lax.dot(lax.exp(x), lax.dot(w, w)), W, X)
