@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 
 import mpjax
 from tests import programs
@@ -259,34 +258,6 @@ def test_a_float32_rule_stays_in_float32():
     ),
   )
   assert types(mpjax.autocast(product), X, W) == (3, {"float32"})
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@EITHER
-def test_a_rule_inside_of_shard_map(rule, check_vma, devices):
-  mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=devices)
-  product = RULES[rule](2.0)
-
-  def total(x, w):
-    w = lax.pcast(w, "d", to="varying") if check_vma else w
-    return lax.psum(product(x, w), "d")
-
-  def fun(x, w):
-    return jax.shard_map(
-      total, mesh=mesh, in_specs=(jax.P("d"), jax.P()), out_specs=jax.P(), check_vma=check_vma
-    )(x, w)
-
-  x = jnp.arange(24.0).reshape(8, 3) % 5
-
-  def both(f):
-    return lambda *args: jax.value_and_grad(of_sum(f), (0, 1))(*args)
-
-  got = programs.run(both(mpjax.autocast(fun)), x, W)
-  want = programs.run(both(fun), x, W)
-  assert programs.bits(got) == programs.bits(want)
-  assert types(mpjax.autocast(fun), x, W)[1] == {"bfloat16"}
-  program = jax.make_jaxpr(both(mpjax.autocast(fun)))(x, W)
-  assert programs.dtypes_of(program, "psum", "psum_invariant") == {"float32"}
 
 
 # Other derivatives.

@@ -433,17 +433,6 @@ def test_solvers_of_equations_are_left_as_they_were_traced():
   grad = programs.run(jax.grad(lambda b: mpjax.autocast(fun)(a, b).sum()), b)
   np.testing.assert_allclose(grad, 1 / 3, rtol=2**-8)
 
-  def root(a):
-    return lax.custom_root(
-      lambda y: y * y - a,
-      1.0,
-      lambda f, y: lax.fori_loop(0, 20, lambda i, y: (y + a / y) / 2, y),
-      lambda g, y: y / g(1.0),
-    )
-
-  assert programs.run(mpjax.autocast(root), 9.0) == 3
-  np.testing.assert_allclose(programs.run(jax.grad(mpjax.autocast(root)), 9.0), 1 / 6, rtol=1e-6)
-
 
 # Once.
 

@@ -20,7 +20,6 @@ from tests import programs
 from tests.errors import check_error
 from tests.jaxprs.autocast.checks import Counted
 from tests.jaxprs.autocast.rig import BODIES, BOTH, rewritten
-from tests.models.values import normal
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
@@ -227,11 +226,6 @@ ERRORS = {
     lambda: mpjax.autocast(policy="mixed_float16"),
     *("(fn)", "arguments fn, policy", "'fn'", NO_FUNCTION),
   ),
-  "nothing": (lambda: mpjax.autocast(), "(fn)", "arguments fn, policy", "'fn'", NO_FUNCTION),
-  "dtype": (
-    lambda: mpjax.autocast(jnp.tanh, dtype="float16"),
-    *("(fn)", "arguments fn, policy", "'dtype'", NO_FUNCTION),
-  ),
   "an array": (
     lambda: mpjax.autocast(W),
     *("(fn)", "a function", "Array", 'mpjax.autocast(fn, "mixed_bfloat16")'),
@@ -240,21 +234,9 @@ ERRORS = {
     lambda: mpjax.autocast(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))(X),
     *("(fn)", RETURNS, "writes to its variables", "mpjax.with_policy"),
   ),
-  "a dtype": (
-    lambda: mpjax.autocast(len, "c=bfloat61"),
-    *("Policy", "dtype", "bfloat61", "bfloat16"),
-  ),
-  "float8": (
-    lambda: mpjax.autocast(len, "c=float8_e4m3fn"),
-    *("Policy", "bfloat16", "float8", "scale"),
-  ),
   "lists": (
     lambda: mpjax.autocast(len, ops=["exp"]),
     *("(ops=...)", "an mpjax.OpLists", "['exp']", 'mpjax.OpLists().replace(float32=["tanh"])'),
-  ),
-  "the class of lists": (
-    lambda: mpjax.autocast(len, ops=mpjax.OpLists),
-    *("(ops=...)", "an mpjax.OpLists", repr(mpjax.OpLists), "mpjax.OpLists()"),
   ),
   "a rule by module": (
     lambda: mpjax.autocast(len, rules=[mpjax.Rule(None, module=nn.Dense)]),
@@ -267,14 +249,6 @@ ERRORS = {
   "rules as text": (
     lambda: mpjax.autocast(len, rules="head"),
     *(RULES, "a sequence of mpjax.Rule", "head", "mpjax.Rule("),
-  ),
-  "rules as pairs": (
-    lambda: mpjax.autocast(len, rules=[("head", "float32")]),
-    *(RULES, "a sequence of mpjax.Rule", "head", "mpjax.Rule("),
-  ),
-  "one rule": (
-    lambda: mpjax.autocast(len, rules=mpjax.Rule(None, path="a")),
-    *(RULES, "a sequence of mpjax.Rule", "Rule(", "mpjax.Rule("),
   ),
   "no scope": (
     lambda: mpjax.autocast(scoped, rules=[mpjax.Rule(None, path="net/haed")])(X),
@@ -357,8 +331,6 @@ def test_a_module_of_nnx():
   out, new = mpjax.autocast(fun)(state, X)
   np.testing.assert_array_equal(out, X)
   assert new["count"][...] == 1
-  assert product_types(fun, state, X) == [F]
-  assert product_types(mpjax.autocast(fun), state, X) == [B]
 
 
 def test_errors_of_the_function_come_through():
@@ -413,44 +385,26 @@ def test_callbacks_run_once_and_in_order():
   seen = []
 
   def note(where, x):
-    seen.append((where, str(x.dtype), x.shape))
+    seen.append((where, str(x.dtype)))
     return np.zeros((), np.int32)
 
   def say(where, x):
-    io_callback(
-      functools.partial(note, where), jax.ShapeDtypeStruct((), jnp.int32), x, ordered=True
-    )
+    call = functools.partial(note, where)
+    io_callback(call, jax.ShapeDtypeStruct((), jnp.int32), x, ordered=True)
+    return x
 
   def fun(w, x):
-    h = x @ w
-    say("product", h)
-
-    def step(c, _):
-      c = jnp.tanh(c @ w)
-      say("step", c)
-      return c, None
-
-    h, _ = jax.lax.scan(step, h, None, length=2)
+    h = say("product", x @ w)
+    h, _ = jax.lax.scan(lambda c, _: (say("step", c @ w), None), h, None, length=2)
     say("sum", jnp.exp(h).sum())
+    return jax.lax.cond(h.sum() > -1e3, lambda h: say("branch", h) @ w, lambda h: h, h)
 
-    def taken(h):
-      say("branch", h)
-      return h @ w
-
-    return jax.lax.cond(h.sum() > -1e3, taken, lambda h: h, h).sum()
-
-  args = (normal(4, 4) / 4, normal(3, 4, seed=1))
   for make in (lambda f: f, jax.jit):
-    found = []
-    for each in (fun, mpjax.autocast(fun)):
-      seen.clear()
-      jax.block_until_ready(make(each)(*args))
-      jax.effects_barrier()
-      found.append(list(seen))
-    plain, ours = found
+    seen.clear()
+    jax.block_until_ready(make(mpjax.autocast(fun))(W, X))
+    jax.effects_barrier()
     names = ["product", "step", "step", "sum", "branch"]
-    assert [where for where, *_ in plain] == names
-    assert ours == plain
+    assert seen == [(name, "float32") for name in names]
 
 
 def test_prints_and_debug_callbacks_run_once(capfd):
