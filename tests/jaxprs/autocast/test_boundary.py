@@ -131,44 +131,28 @@ def test_one_object_is_one_object():
   assert held[0] is x
 
 
-def add(notes, x):
-  notes["x"] = x
-
-
-def replace(notes, x):
-  notes["old"] = x
-
-
 def put_back(notes, x):
   notes["new"] = x
   del notes["new"]
 
 
-def remove(notes, _):
-  del notes["old"]
+EDITS = {
+  # name: a call, and the container after it. Values are 1 more inside, and twice as much outside.
+  "add": (lambda notes, x: notes.update(x=x), {"old": 8, "list": [0], "x": 10}),
+  "replace": (lambda notes, x: notes.update(old=x), {"old": 10, "list": [0]}),
+  "put back": (put_back, {"old": 3, "list": [0]}),
+  "remove": (lambda notes, x: notes.pop("old"), {"list": [0]}),
+  "move": (lambda notes, x: notes["list"].append(notes.pop("old")), {"list": [0, 8]}),
+}
 
 
-def turn(notes, _):
-  notes["list"].append(notes.pop("old"))
-
-
-@pytest.mark.parametrize("fn", [add, replace, put_back, remove, turn])
-def test_what_a_call_does_to_a_container_is_done_to_the_one_of_the_caller(fn):
-  # The values came inside with 1 more, and go outside twice as large.
-  def notes(old):
-    return {"old": old, "list": [0]}
-
-  ours, plain = notes(jnp.float32(3)), notes(jnp.float32(8))
-  held = ours["list"]
-  assert crossed(fn, ours, jnp.float32(4)) is None
-  fn(plain, jnp.float32(10))
-  if fn in (put_back, remove):
-    assert ours.keys() == plain.keys()
-  elif fn is add:
-    assert ours["x"] == plain["x"]
-  else:
-    assert ours == plain
-  assert ours["list"] is held
+@pytest.mark.parametrize(("fn", "edited"), EDITS.values(), ids=EDITS)
+def test_what_a_call_does_to_a_container_is_done_to_the_one_of_the_caller(fn, edited):
+  notes = {"old": jnp.float32(3), "list": [0]}
+  held = notes["list"]
+  crossed(fn, notes, jnp.float32(4))
+  assert notes == edited
+  assert notes["list"] is held
 
 
 @jax.tree_util.register_pytree_node_class

@@ -226,6 +226,10 @@ ERRORS = {
     lambda: mpjax.autocast(policy="mixed_float16"),
     *("(fn)", "arguments fn, policy", "'fn'", NO_FUNCTION),
   ),
+  "dtype": (
+    lambda: mpjax.autocast(jnp.tanh, dtype="float16"),
+    *("(fn)", "arguments fn, policy", "'dtype'", NO_FUNCTION),
+  ),
   "an array": (
     lambda: mpjax.autocast(W),
     *("(fn)", "a function", "Array", 'mpjax.autocast(fn, "mixed_bfloat16")'),
