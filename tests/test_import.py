@@ -10,7 +10,7 @@ import pytest
 import mpjax
 
 EXTRAS = ("matplotlib", "sklearn", "pytest", "hypothesis")
-HEAVY = ("chex", "flax", "matplotlib", "optax", "orbax", "rich")
+WATCHED = ("chex", "flax", "matplotlib", "mpjax.linen", "mpjax.nnx", "optax", "orbax", "rich")
 """What takes long to import, or is an extra: a user of something else need not wait for it."""
 
 
@@ -26,20 +26,27 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
   )
 
 
-def loaded(*lines: str) -> list[list[str]]:
-  """Returns which of `HEAVY` has any part loaded after each line of a program."""
-  parts = f"{{m.split('.')[0] for m in sys.modules}} & set({HEAVY})"
-  done = run("\n".join(["import sys", *(f"{line}\nprint(*sorted({parts}))" for line in lines)]))
-  assert done.returncode == 0, done.stderr
-  return [line.split() for line in done.stdout.split("\n")[:-1]]
+LOADS = {
+  # a line of a program, and which of `WATCHED` it loads
+  "import mpjax": "",
+  "mpjax.Policy, mpjax.full_precision, mpjax.autocast": "",
+  "assert {'checkpoints', 'linen', 'nnx'} <= set(dir(mpjax))": "",
+  "mpjax.audit": "rich",
+  "mpjax.loss_scaling": "optax",
+  "mpjax.checkpoints.restore_like": "orbax",
+  "mpjax.linen": "flax mpjax.linen",
+  "mpjax.nnx": "mpjax.nnx",
+}
 
 
 def test_a_name_loads_what_it_needs():
-  lines = ["import mpjax", "mpjax.Policy", "mpjax.full_precision", "mpjax.autocast", "mpjax.audit"]
-  assert loaded(*lines) == [[], [], [], [], ["rich"]]
-  lines = ["import mpjax", "assert 'checkpoints' in dir(mpjax)", "mpjax.loss_scaling"]
-  lines += ["mpjax.checkpoints.restore_like"]
-  assert loaded(*lines) == [[], [], ["optax"], ["optax", "orbax"]]
+  watch = f"print(*sorted(set(sys.modules) & set({WATCHED})))"
+  done = run("\n".join(["import sys", *(f"{line}\n{watch}" for line in LOADS)]))
+  assert not done.stderr
+  loaded: list[str] = []
+  for line, found in zip(LOADS, done.stdout.splitlines(), strict=True):
+    loaded += LOADS[line].split()
+    assert found.split() == sorted(loaded), line
 
 
 def test_names_that_moved_are_found_and_say_where_they_are():
@@ -83,31 +90,14 @@ def test_threads_use_names_for_the_first_time_at_once():
   assert not done.stderr
 
 
-def test_each_side_of_flax_loads_on_first_use():
-  lines = ["import sys, mpjax"]
-  for api in ("linen", "nnx"):
-    lines += [
-      f"print('{api}' in dir(mpjax), 'mpjax.{api}' in sys.modules)",
-      f"print(mpjax.{api} is sys.modules['mpjax.{api}'], 'flax.{api}' in sys.modules)",
-    ]
-  done = run("\n".join(lines))
-  assert done.stdout.split() == ["True", "False", "True", "True"] * 2, done.stderr
-
-
-def test_import_touches_no_device():
+def test_import_needs_no_extra_and_touches_no_device():
   # A platform that does not exist fails on first use of a device.
-  program = "import mpjax, jax.numpy as jnp\nprint('imported', flush=True)\njnp.ones(1)"
+  program = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS}))\nimport mpjax\n"
+  program += "import jax.numpy as jnp\nprint('imported', flush=True)\njnp.ones(1)"
   done = run(program, JAX_PLATFORMS="nowhere")
   assert done.stdout == "imported\n"
   assert done.returncode != 0
   assert "nowhere" in done.stderr
-
-
-def test_import_needs_no_extra():
-  blocked = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS}))\nimport mpjax"
-  done = run(f"{blocked}\nprint('imported', flush=True)\nimport matplotlib")
-  assert done.stdout == "imported\n"
-  assert done.returncode != 0
 
 
 def test_unknown_attribute_is_an_attribute_error():
