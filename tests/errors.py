@@ -23,13 +23,8 @@ def check_error(
   ...   mpjax.Policy.parse("bf61")
   >>> check_error(excinfo, where="Policy.parse", expected="...", got="'bf61'", fix="bf16")
 
-  Args:
-    excinfo: what `pytest.raises` gave, or the exception.
-    where: a fragment of the public call with its argument, or of the module or tree path.
-    expected: a fragment of what would have been accepted.
-    got: a fragment of what came.
-    fix: a fragment of what to do.
-    builtin: the builtin exception that it must also be; without it, any of the three will do.
+  The parts are fragments: of the public call with its argument, or of a path; of what would have
+  been accepted; of what came; of what to do. Without `builtin` any of the three will do.
   """
   error = excinfo if isinstance(excinfo, BaseException) else excinfo.value
   assert isinstance(error, mpjax.MpjaxError), f"{type(error).__name__} is not a MpjaxError"

@@ -3,6 +3,10 @@
 import numpy as np
 
 LIMIT = 2**31 - 1
+NUMBERS = (
+  *("scale", "good_steps", "hysteresis", "total", "skipped", "consecutive_skips", "floor_hits"),
+  "bad_updates",
+)
 
 
 def f32(x):
@@ -64,13 +68,4 @@ class Oracle:
     return [self.step(bool(flag)).numbers() for flag in flags]
 
   def numbers(self):
-    return {
-      "scale": self.scale,
-      "good_steps": self.good_steps,
-      "hysteresis": self.hysteresis,
-      "total": self.total,
-      "skipped": self.skipped,
-      "consecutive_skips": self.consecutive_skips,
-      "floor_hits": self.floor_hits,
-      "bad_updates": self.bad_updates,
-    }
+    return {name: getattr(self, name) for name in NUMBERS}

@@ -19,7 +19,6 @@ _COLLECTIVE = re.compile(
 )
 _TYPE = re.compile(r"(?P<dtype>[a-z]+\d+\w*|pred)\[(?P<shape>[\d,]*)\]")
 
-
 _NUMBERS = itertools.count(secrets.randbelow(2**40))
 
 
@@ -34,10 +33,8 @@ class Collective(NamedTuple):
 def partitioned(fun: Any, *args: Any) -> str:
   """Returns the text of a program for one device, as the partitioner leaves it.
 
-  Args:
-    fun: a function, jitted or not.
-    *args: its arguments, sharded over several devices; `jax.ShapeDtypeStruct` with a sharding will
-      do. An argument that is closed over is a constant, which XLA may fold away.
+  The arguments are sharded over several devices, `jax.ShapeDtypeStruct` will do. One that is closed
+  over is a constant, which XLA may fold away.
   """
   jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
   with tempfile.TemporaryDirectory() as folder:
@@ -55,12 +52,7 @@ def partitioned(fun: Any, *args: Any) -> str:
 
 
 def collectives(fun: Any, *args: Any) -> list[Collective]:
-  """Returns what the devices exchange in a program, in the order of its text.
-
-  Args:
-    fun: a function, jitted or not.
-    *args: its arguments, as for `partitioned`.
-  """
+  """Returns what the devices exchange in a program, in the order of its text."""
   return [
     Collective(match["op"], kind["dtype"], tuple(map(int, filter(None, kind["shape"].split(",")))))
     for match in _COLLECTIVE.finditer(partitioned(fun, *args))

@@ -1,10 +1,10 @@
 """Every public name is on a page of the API, with its members."""
 
-import importlib.util
 import inspect
 import pathlib
 import re
-from types import ModuleType
+import runpy
+import types
 
 import mpjax
 from tests.lint.test_public_api import NAMES, resolve
@@ -12,17 +12,8 @@ from tests.lint.test_public_api import NAMES, resolve
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def load(name: str) -> ModuleType:
-  """Returns a module of the site's own, which are on no path."""
-  spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/_ext/{name}.py")
-  assert spec
-  assert spec.loader
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-coverage = load("site_coverage")
+# A module of the site's own, which is on no path.
+coverage = types.SimpleNamespace(**runpy.run_path(str(ROOT / "docs/_ext/site_coverage.py")))
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in ROOT.glob("docs/api/*.md")}
 
 

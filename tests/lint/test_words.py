@@ -93,14 +93,10 @@ def test_the_project_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_lists_and_fails(
   tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-  for name in ("README.md", "CONTRIBUTING.md", "docs/deep/page.md", "mpjax/_core/paths.py"):
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text("x\n" if name.endswith(".py") else "")
-  (tmp_path / "docs/deep/page.md").write_text("Fine.\nIt stands.\n")
-  (tmp_path / "mpjax/_core/paths.py").write_text("# It hands\n# on all of it.\n")
+  page, module = tmp_path / "page.md", tmp_path / "paths.py"
+  page.write_text("Fine.\nIt stands.\n")
+  module.write_text("# It hands\n# on all of it.\n")
   monkeypatch.setattr(words, "ROOT", tmp_path)
+  monkeypatch.setattr(words, "pages", lambda: [page, module])
   assert words.main() == 1
-  assert capsys.readouterr().out.splitlines() == [
-    "docs/deep/page.md:2: stands",
-    "mpjax/_core/paths.py:1: hands on",
-  ]
+  assert capsys.readouterr().out.splitlines() == ["page.md:2: stands", "paths.py:1: hands on"]
