@@ -325,14 +325,3 @@ def test_arguments_that_contradict_each_other():
     for apply in (call, jax.jit(call)):
       with refused(ValueError, f"mpjax.apply_updates{where}", expected, got, fix):
         apply(PARAMS, PARAMS)
-
-
-def test_keys_among_the_parameters_stay_as_they_are():
-  params = {"a": jnp.ones(2, jnp.bfloat16), "key": jax.random.key(7), "z": jnp.ones(1)}
-  for none in (None, np.zeros((), jax.dtypes.float0)):
-    updates = {"a": jnp.ones(2), "key": none, "z": jnp.ones(1)}
-    for options in ({}, {"rounding": "stochastic", "key": KEY}):
-      found = mpjax.apply_updates(params, updates, **options)
-      assert found["key"] is params["key"]
-      assert found["a"].tolist() == [2, 2]
-      assert found["z"].tolist() == [2]

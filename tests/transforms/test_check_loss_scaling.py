@@ -174,7 +174,12 @@ def test_each_mistake_is_named(mistake, name, dtype):
 
 
 def linear(params, batch, dtype):
-  return jnp.sum(params["scalar"])
+  return jnp.sum(params)
+
+
+def line(params, batch, dtype):
+  w = params["w"] + params["b"] if isinstance(params, dict) else params
+  return jnp.mean((w * batch[1] - 3) ** 2)
 
 
 def dead(params, batch, dtype):
@@ -183,35 +188,6 @@ def dead(params, batch, dtype):
 
 def constant(params, batch, dtype):
   return F32(1)
-
-
-FOUND = {right: None, never: "never scaled"}
-ALL_ZERO = f"{INCONCLUSIVE}.*all gradients are zero"
-LOST = {right: f"{INCONCLUSIVE}.*low precision", never: "never scaled"}
-WARMUP = optax.linear_schedule(0.0, 0.1, 100)
-LOOPS = {
-  "a warmup with moments": (optax.adam(WARMUP), F32, loss_fn, FOUND),
-  "from zero": (optax.sgd(0.1), F32, linear, {right: None, scaled_twice: "carry it twice"}),
-  # All gradients are alike to these, which does not hide that they were not scaled.
-  "signs": (optax.sign_sgd(0.1), F16, loss_fn, FOUND),
-  "clipped": (optax.chain(optax.clip(1e-9), optax.sgd(1)), F16, loss_fn, FOUND),
-  "a dead loss": (optax.adam(0.1), F32, dead, {right: ALL_ZERO}),
-  "unused parameters": (optax.adam(0.1), F32, constant, {never: ALL_ZERO}),
-  "lost updates": (optax.sgd(1e-9), F32, loss_fn, LOST),
-}
-"""An optimizer, the dtype to compute in, a loss, and how the check of each way to scale ends."""
-
-
-@pytest.mark.filterwarnings("ignore:.*stored in low precision")
-@pytest.mark.parametrize("name", LOOPS)
-def test_how_a_check_ends(name):
-  inner, dtype, loss, gradients = LOOPS[name]
-  params = {"scalar": jnp.zeros(3)} if loss is linear else PARAMS
-  if name == "lost updates":
-    params = jax.tree.map(lambda p: jnp.ones_like(p, BF16), params)
-  for way, how in gradients.items():
-    with ends(how):
-      check(inner, way, dtype, loss, params)
 
 
 def forgotten_beside(params, opt_state, batch, loss_fn):
@@ -231,20 +207,48 @@ def squared(params, opt_state, batch, loss_fn):
   return mpjax.value_and_grad(penalised, opt_state)(params, batch)
 
 
-FINE = {
-  "n3 a second loss and a clip": (forgotten_beside, "clip and sgd", F16, "never scaled among"),
-  "n4 the scale squared": (squared, "sgd", F16, "carry it twice"),
-  "n4 the scale squared in adam": (squared, "adam", F16, "changes with the scale"),
-  "n4 a rate of 1e-8": (scaled_twice, "lost", F32, "carry it twice"),
+FOUND = {right: None, never: "never scaled"}
+ANY = FOUND | {twice: "unscaled twice"}
+ALL_ZERO = f"{INCONCLUSIVE}.*all gradients are zero"
+LOST = {right: f"{INCONCLUSIVE}.*low precision", never: "never scaled"}
+WARMUP = optax.linear_schedule(0.0, 0.1, 100)
+HALF = jax.tree.map(lambda p: jnp.ones_like(p, BF16), PARAMS)
+ZERO, TWO = jnp.zeros(()), {"w": jnp.zeros(()), "b": jnp.zeros(())}
+FROM_ZERO = {right: None, scaled_twice: "carry it twice"}
+CLIPPED, SGD = OPTIMIZERS["clip and sgd"], OPTIMIZERS["sgd"]
+LOOPS = {
+  "a warmup with moments": (optax.adam(WARMUP), F32, loss_fn, PARAMS, FOUND),
+  "from zero": (optax.sgd(0.1), F32, linear, jnp.zeros(3), FROM_ZERO),
+  "a scalar from zero": (optax.sgd(0.1), F32, line, ZERO, ANY),
+  "scalars from zero": (optax.sgd(0.1), F32, line, TWO, ANY),
+  # All gradients are alike to these, which does not hide that they were not scaled.
+  "signs": (optax.sign_sgd(0.1), F16, loss_fn, PARAMS, FOUND),
+  "clipped": (optax.chain(optax.clip(1e-9), optax.sgd(1)), F16, loss_fn, PARAMS, FOUND),
+  "a dead loss": (optax.adam(0.1), F32, dead, PARAMS, {right: ALL_ZERO}),
+  "unused parameters": (optax.adam(0.1), F32, constant, PARAMS, {never: ALL_ZERO}),
+  "lost updates": (optax.sgd(1e-9), F32, loss_fn, HALF, LOST),
+  # At one scale or another these are all that is left, whatever float16 makes of the rest.
+  "beside": (CLIPPED, F16, loss_fn, PARAMS, {forgotten_beside: "never scaled among"}),
+  "squared": (SGD, F16, loss_fn, PARAMS, {squared: "carry it twice"}),
+  "squared in adam": (
+    OPTIMIZERS["adam"],
+    F16,
+    loss_fn,
+    PARAMS,
+    {squared: "changes with the scale"},
+  ),
+  "a rate of 1e-8": (optax.sgd(1e-8), F32, loss_fn, PARAMS, {scaled_twice: "carry it twice"}),
 }
+"""An optimizer, the dtype to compute in, a loss, parameters, and how each way to scale ends."""
 
 
-@pytest.mark.parametrize("name", FINE)
-def test_n3_n4_mistakes_that_are_small_or_behind_a_clip(name):
-  """At one scale or another they are all that is left, whatever float16 makes of the rest."""
-  gradients, inner, dtype, got = FINE[name]
-  with ends(got):
-    check(OPTIMIZERS.get(inner, optax.sgd(1e-8)), gradients, dtype)
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
+@pytest.mark.parametrize("name", LOOPS)
+def test_n3_n4_how_a_check_ends(name):
+  inner, dtype, loss, params, gradients = LOOPS[name]
+  for way, how in gradients.items():
+    with ends(how):
+      check(inner, way, dtype, loss, params)
 
 
 def test_n12_the_name_of_another_loss():
@@ -379,35 +383,24 @@ def test_inside_of_jit_it_says_so():
 
 
 def test_a_step_that_looks_at_values_runs_as_it_is():
-  tx = mpjax.loss_scaling(optax.adam(1e-3))
-  for way, how in ((right, None), (never, "never scaled"), (twice, "unscaled twice")):
-    jitted = make_step(tx, way, F16)
-
-    def step(*args, jitted=jitted):
-      out = jitted(*args)
-      assert float(out[2]) > 0
-      return out
-
-    with ends(how):
-      mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
-
-
-def test_a_step_that_refuses_tracers_in_its_own_way_runs_as_it_is():
+  """Whether JAX says so, or the step and what it calls refuse tracers in their own way."""
   seen = nnx.metrics.Average()
 
   def asserts(loss):
     assert not isinstance(loss, jax.core.Tracer)
 
   tx = mpjax.loss_scaling(optax.adam(1e-3))
-  for look in (asserts, lambda loss: seen.update(values=loss)):
-    jitted = make_step(tx, right, F16)
+  for way, how in ANY.items():
+    jitted = make_step(tx, way, F16)
+    for look in (float, asserts, lambda loss: seen.update(values=loss)):
 
-    def step(*args, jitted=jitted, look=look):
-      out = jitted(*args)
-      look(out[2])
-      return out
+      def step(*args, jitted=jitted, look=look):
+        out = jitted(*args)
+        look(out[2])
+        return out
 
-    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
+      with ends(how):
+        mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
 def test_what_is_logged_may_depend_on_the_scale():
@@ -423,22 +416,6 @@ def test_what_is_logged_may_depend_on_the_scale():
     return log, optax.apply_updates(params, updates), opt_state, scale * loss
 
   mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH, F32(0.5))
-
-
-@pytest.mark.parametrize("bare", [False, True], ids=["dict", "bare"])
-def test_scalar_parameters_that_start_at_zero(bare):
-  """Gradients that are logged look the same."""
-
-  def line(params, batch):
-    w = params if bare else params["w"] + params["b"]
-    return jnp.mean((w * BATCH[1] - 3) ** 2)
-
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
-  params = jnp.zeros(()) if bare else {"w": jnp.zeros(()), "b": jnp.zeros(())}
-  for way, how in ((right, None), (never, "never scaled"), (twice, "unscaled twice")):
-    with ends(how):
-      step = make_step(tx, lambda p, s, _, __, way=way: way(p, s, None, line))
-      mpjax.check_loss_scaling(step)(params, tx.init(params), BATCH)
 
 
 @pytest.mark.parametrize("wrong", [None, "b"])

@@ -66,33 +66,6 @@ def test_accumulation_is_the_exact_mean(k):
   np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(np.sum(exact**2)), rtol=2**-22)
 
 
-@pytest.mark.case("I12", "A113", "A44", "B107")
-def test_a_bad_micro_batch_drops_the_window():
-  """Whichever it is: nothing of the others is kept, and the scale moves once."""
-  k = 3
-  inner = optax.sgd(0.5, momentum=0.5)
-  tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(init_scale=64, growth_interval=2))
-
-  def in_float16(params, model_state, batch, rng):
-    return mean(params.astype(jnp.float16).astype(jnp.float32), model_state, batch, rng)
-
-  step = mpjax.make_train_step(in_float16, tx, accumulate=k, donate=False)
-  state = mpjax.TrainState.create(jnp.zeros(3), tx)
-  batch = rows(24)
-  numbers = ("loss_scale", "total", "skipped", "consecutive_skips", "good_steps", "finite")
-  for i in range(k):
-    x = batch["x"].copy()
-    x[i, 0] = np.nan if i % 2 else np.inf
-    after, metrics = step(state, batch | {"x": x})
-    kept = [s._replace(opt_state=s.opt_state.inner_state) for s in (after, state)]
-    assert bits(kept[0]) == bits(kept[1])
-    assert [metrics[name] for name in numbers] == [32, 1, 1, 1, 0, False]
-  # Good windows count as one step each, and the scale grows with the second, not inside one.
-  for count, scale in ((1, 64), (2, 128)):
-    state, metrics = step(state, batch)
-    assert (metrics["total"], metrics["loss_scale"], state.step) == (count, scale, count)
-
-
 def test_micro_batches_take_every_kth_row_in_turn():
   """Model state goes from one micro-batch to the next, and each has a key of its own."""
 

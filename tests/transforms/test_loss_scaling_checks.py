@@ -5,7 +5,6 @@ Nesting and states of other configurations are in test_loss_scaling.py.
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -40,16 +39,6 @@ def test_gradients_and_losses_come_by_name():
   tx = mpjax.loss_scaling(SGD, SEVERAL["unscaled"])
   for tree, _ in NOT_BY_NAME:
     tx.update({"a": PARAMS, "b": PARAMS}, tx.init(PARAMS), PARAMS, loss=tree)
-
-
-def test_gradients_of_another_tree_in_one_of_the_losses():
-  grads = {"a": PARAMS, "b": {"w": jnp.ones(3), "b": jnp.ones(1)}}
-  for several in SEVERAL.values():
-    tx = mpjax.loss_scaling(SGD, several)
-    for update in (tx.update, jax.jit(tx.update)):
-      got, fix = "shape [3] for shape [2] at ['w']", "the very tree that is passed as params"
-      with refused(ValueError, f"{WHERE}.update(updates)", "the leaves of params", got, fix):
-        update(grads, tx.init(PARAMS), PARAMS)
 
 
 def test_configurations_of_several_losses():

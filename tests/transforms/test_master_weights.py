@@ -35,20 +35,6 @@ def mixed():
   }
 
 
-@pytest.mark.case("I16")
-def test_state_holds_float32_for_half_and_nothing_for_float32():
-  params = mixed()
-  state = mpjax.master_weights(optax.adam(1e-3)).init(params)
-  assert state.master["float32"] is None
-  for half in HALF:
-    assert state.master[half].dtype == F32
-    np.testing.assert_array_equal(state.master[half], np.asarray(params[half], F32))
-  moments = state.inner_state[0]
-  assert {x.dtype.name for x in jax.tree.leaves((moments.mu, moments.nu))} == {"float32"}
-  # 2 masters and 2 x 3 moments of 50, and a count.
-  assert sorted(x.nbytes for x in jax.tree.leaves(state)) == [4] + [200] * 8
-
-
 @pytest.mark.case("B115")
 @BOTH
 def test_weight_decay_acts_on_the_master(half):

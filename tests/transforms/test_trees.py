@@ -9,8 +9,6 @@ import pytest
 import mpjax
 from mpjax.transforms._trees import (
   align_gradients,
-  float32_view,
-  merge_updates,
   place_like,
   strong,
 )
@@ -83,17 +81,6 @@ def test_without_parameters_hidden_gradients_are_passed_through():
   assert updates["values"].tolist() == [-2.0, -0.5]
 
 
-@pytest.mark.case("A94", "B013")
-def test_parameters_that_are_none_or_keys_and_one_whose_gradient_is_zero():
-  params = {"w": jnp.ones(2), "unused": jnp.ones(3), "none": {"a": None}, "key": jax.random.key(0)}
-  grads = params | {"unused": jnp.zeros(3), "key": np.zeros((), jax.dtypes.float0)}
-  updates, state = aligned(grads, params)
-  assert mpjax.loss_scaling_metrics(state)["finite"]
-  assert updates["unused"].tolist() == [0, 0, 0]
-  assert updates["key"].dtype == jax.dtypes.float0
-  assert updates["none"] == mpjax.apply_updates(params, updates)["none"] == {"a": None}
-
-
 @pytest.mark.case("B013")
 def test_odd_trees():
   for params in ({}, (), None, jnp.ones(()), jnp.ones((0, 3)), [jnp.ones(1)]):
@@ -116,15 +103,6 @@ def test_gradients_of_another_dtype_are_float32_before_inner_sees_them():
   assert grads.dtype == jnp.bfloat16
   updates, _ = tx.update(grads, state, w)
   assert updates == 12 * (1 + 2.0**-10), "in bfloat16 it would be 12"
-
-
-def test_view_of_the_inner_optimizer():
-  tree = {"h": jnp.ones(1, jnp.float16), "n": 3, "f": 1.5, "d": np.ones(1), "s": "text", "c": 1j}
-  view = float32_view(tree)
-  assert view["h"].dtype == jnp.float32
-  assert view["n"] == optax.MaskedNode()
-  assert all(view[name] is tree[name] for name in "fdsc")
-  assert merge_updates(tree, view, None)["n"] == 3
 
 
 @pytest.mark.case("B064", "B027")
