@@ -198,9 +198,19 @@ def _options() -> dict[str, Any] | None:
 
 
 def bits(tree: Any) -> list[bytes]:
-  """Returns the bytes of every leaf, with its dtype and shape."""
-  leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+  """Returns the bytes of every leaf, with its dtype and shape; of keys those of their data."""
+  leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(data_of_keys(tree))]
   return [f"{x.dtype}{x.shape}".encode() + x.tobytes() for x in leaves]
+
+
+def data_of_keys(tree: Any) -> Any:
+  """Returns a tree with the data of its typed keys, which is all that some files can hold."""
+
+  def data(x: Any) -> Any:
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+  return jax.tree.map(data, tree)
 
 
 def stored(master: Any, dtype: Any) -> Any:
@@ -253,4 +263,4 @@ def options_of_users() -> dict[str, bool]:
   functions that share their arithmetic may differ in a last bit.
   """
   emitters = "xla_cpu_use_fusion_emitters"
-  return {emitters: True} if emitters in os.environ["XLA_FLAGS"] else {}
+  return {emitters: True} if emitters in os.environ.get("XLA_FLAGS", "") else {}

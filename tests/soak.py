@@ -34,6 +34,7 @@ from rich.table import Table
 import mpjax
 from tests.campaign.network import poison
 from tests.loss_scale_oracle import LIMIT, Oracle
+from tests.programs import bits
 
 HALF = ("bfloat16", "float16")
 UPDATES, BLOCK = 1_000_000, 1000
@@ -149,14 +150,6 @@ def prepare(half, updates, make_step):
 def untouched(state):
   """Returns the bytes of what a skipped step leaves alone: all but the scale and its counters."""
   return bits(state._replace(opt_state=state.opt_state.inner_state))
-
-
-def bits(tree):
-  """Returns the bytes of every leaf, keys included."""
-  keys_as_data = jax.tree.map(
-    lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree
-  )
-  return [np.asarray(x).tobytes() for x in jax.tree.leaves(keys_as_data)]
 
 
 def numbers(state):

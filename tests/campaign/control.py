@@ -1,8 +1,8 @@
 """The deleted-step oracle: a training step in plain JAX and optax, that is only shown good batches.
 
 Nothing here is of mpjax. Where its step adds, divides or folds a key, this one does so again, by
-hand: micro-batches as slices of the rows, devices in a Python loop, a master as a second tree, a
-window of accumulation as a sum and a count.
+hand: micro-batches as slices of the rows, a master as a second tree, a window of accumulation as a
+sum and a count.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def float32(tree):
   return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def gradients(loss_fn, params, statistics, batch, key, scale, parts=1, devices=1):
+def gradients(loss_fn, params, statistics, batch, key, scale, parts=1):
   """Returns the loss, the gradients of `scale` times it in float32, and the new statistics.
 
   Args:
@@ -56,35 +56,23 @@ def gradients(loss_fn, params, statistics, batch, key, scale, parts=1, devices=1
     key: the key of this step.
     scale: what the loss is multiplied by before it is differentiated.
     parts: row i belongs to micro-batch i % parts.
-    devices: the rows are cut into so many blocks, each with a key of its own if there are several.
   """
 
   def scaled(params, statistics, batch, key):
     loss, (new, _) = loss_fn(params, statistics, batch, key)
     return loss * scale, (loss, new)
 
-  def one_device(batch, key):
-    def body(carry, part):
-      total, new = carry
-      number, rows = part
-      own = key if parts == 1 else jax.random.fold_in(key, number)
-      grads, (loss, new) = jax.grad(scaled, has_aux=True)(params, new, rows, own)
-      return (jax.tree.map(jnp.add, total, float32(grads)), new), loss
+  def body(carry, part):
+    total, new = carry
+    number, rows = part
+    own = key if parts == 1 else jax.random.fold_in(key, number)
+    grads, (loss, new) = jax.grad(scaled, has_aux=True)(params, new, rows, own)
+    return (jax.tree.map(jnp.add, total, float32(grads)), new), loss
 
-    first = jax.tree.map(jnp.zeros_like, float32(params)), statistics
-    micro_batches = jax.tree.map(lambda x: jnp.stack([x[i::parts] for i in range(parts)]), batch)
-    (total, new), losses = jax.lax.scan(body, first, (jnp.arange(parts), micro_batches))
-    return jnp.mean(losses), jax.tree.map(lambda g: g / parts, total), new
-
-  if devices == 1:
-    return one_device(batch, key)
-  blocks = []
-  for device in range(devices):
-    block = jax.tree.map(lambda x, d=device: x.reshape(devices, -1, *x.shape[1:])[d], batch)
-    blocks.append(one_device(block, jax.random.fold_in(key, device)))
-  return jax.tree.map(
-    lambda *x: x[0] if jnp.issubdtype(x[0].dtype, jnp.integer) else sum(x) / len(x), *blocks
-  )
+  first = jax.tree.map(jnp.zeros_like, float32(params)), statistics
+  micro_batches = jax.tree.map(lambda x: jnp.stack([x[i::parts] for i in range(parts)]), batch)
+  (total, new), losses = jax.lax.scan(body, first, (jnp.arange(parts), micro_batches))
+  return jnp.mean(losses), jax.tree.map(lambda g: g / parts, total), new
 
 
 def update(inner, every, state: Plain, grads, statistics) -> Plain:

@@ -1,13 +1,12 @@
 """The rig of all that trains: a run as a user of mpjax writes it, its control, and a witness.
 
-The run is `mpjax.make_train_step` and nothing else of ours. The control is plain optax, which is
-never shown a batch with a fault. The oracle of the scale tells in plain Python which steps are
-applied, and at which scale. The witness says in plain JAX whether a step without any guard would
-have met something that is not finite.
+The run is `mpjax.make_train_step`, or what a loop by hand has instead of it. The control is plain
+optax, which is never shown a batch with a fault. The oracle of the scale tells in plain Python
+which steps are applied, and at which scale. The witness says in plain JAX whether a step without
+any guard would have met something that is not finite.
 """
 
 import copy
-import dataclasses
 import functools
 import itertools
 import threading
@@ -80,12 +79,14 @@ class Setup(NamedTuple):
   lanes: bool = False  # runs go side by side: a skip is then a selection, not a branch
   window: str = ""  # of `mpjax.accumulate_gradients`
   retries: int = 0
+  by_hand: bool = False  # instead of `mpjax.make_train_step`
 
   @property
   def name(self) -> str:
     masters = "" if self.stored == "float32" else " with masters"
     steps = f"{self.parts} micro-batch(es), windows of {self.window or 1}, {self.retries} retries"
-    return f"{self.compute}{masters}, {self.optimizer}, {steps}"
+    hand = ", by hand" if self.by_hand else ""
+    return f"{self.compute}{masters}, {self.optimizer}, {steps}{hand}"
 
 
 class Sizes(NamedTuple):
@@ -104,40 +105,17 @@ class Story(NamedTuple):
   numbers: np.ndarray  # of the scaler after the step
 
 
-@dataclasses.dataclass
-class Program:
-  """A compiled run, called for each of several, or compiled for all of them side by side.
+def compiled(run: Callable[..., Any], lanes: bool) -> Any:
+  """Returns `run`, over a leading axis of runs in all arguments but the last, common to all.
 
-  The arguments have a leading axis of runs, but for the last, which is common to all.
+  They go side by side, as lanes of a vmap, or one after the other.
   """
 
-  run: Any  # jitted, and vmapped if there are lanes
-  lanes: bool = False
-  place: Callable[..., Any] = lambda *args: args  # puts the arguments of one run on devices
-  differing: int = 0  # runs whose replicas differed
+  def all_runs(*args):
+    one = lambda own: run(*own, args[-1])  # noqa: E731
+    return jax.vmap(one)(args[:-1]) if lanes else jax.lax.map(one, args[:-1])
 
-  @classmethod
-  def of(cls, run: Callable[..., Any], lanes: bool) -> "Program":
-    def all_lanes(*args):
-      return jax.vmap(lambda *own: run(*own, args[-1]))(*args[:-1])
-
-    return cls(jax.jit(all_lanes if lanes else run), lanes)
-
-  def __call__(self, *args: Any) -> Any:
-    if self.lanes:
-      return self.run(*args)
-    *own, common = args
-    results = []
-    for i in range(len(jax.tree.leaves(own)[0])):
-      mine = self.place(*jax.tree.map(lambda x, i=i: x[i], own), common)
-      results.append(jax.block_until_ready(self.run(*mine)))
-      copies = [x for x in jax.tree.leaves(results[-1]) if len(x.devices()) > 1]
-      self.differing += any(_differ(x) for x in copies if x.is_fully_replicated)
-    return jax.tree.map(lambda *x: np.stack(x), *jax.device_get(results))
-
-
-def _differ(x: jax.Array) -> bool:
-  return len({np.asarray(shard.data).tobytes() for shard in x.addressable_shards}) > 1
+  return jax.jit(all_runs)
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,9 +130,7 @@ def once(make: Callable[..., Any]) -> Callable[..., Any]:
   return get
 
 
-def attack(
-  setup, sizes, classes, rng, *, guard, plan=network.plan, program=None, devices=1
-) -> list[Outcome]:
+def attack(setup, sizes, classes, rng, *, guard, plan=network.plan) -> list[Outcome]:
   """Lets runs of one setup meet no faults, and then one kind of place after the other.
 
   Args:
@@ -164,24 +140,21 @@ def attack(
     rng: draws data and faults.
     guard: whether what should catch the faults is in place.
     plan: draws the faults.
-    program: runs instead of `run_program(setup, guard)`.
-    devices: how many share each batch, each with a key of its own.
   """
-  program = program or run_program(setup, guard)
+  program = run_program(setup, guard)
   clean, outcomes = Outcome(""), [Outcome(name) for name in classes.values()]
   hit: set[tuple[int, bool]] = set()
   for place, outcome in zip((NOWHERE, *classes), (clean, *outcomes), strict=True):
     faults = plan(rng, *sizes, place, setup.compute) if place else network.no_faults(sizes)
     data = draw(setup, sizes, rng)
     final, trail = program(*data[:3], faults, data[3])
-    hit |= judge_trail(outcome, setup, faults, data, final, trail, guard, devices)
+    hit |= judge_trail(outcome, setup, faults, data, final, trail, guard)
   check_clean(clean, outcomes[0], guard)
   # Each phase of a window was hit; if batches are run again, some were saved by that and some not.
   phases, ends = range(int(setup.window[-1:] or 1)), {False, setup.retries > 0}
   require(hit == set(itertools.product(phases, ends)), f"{setup.name}: only {hit} were hit")
-  times = program.run._cache_size()
+  times = program._cache_size()
   outcomes[0].lose(times - 1, f"{setup.name}: compiled {times} times")
-  outcomes[0].lose(program.differing, f"{setup.name}: replicas differ")
   return outcomes
 
 
@@ -194,7 +167,7 @@ def draw(setup: Setup, sizes: Sizes, rng: np.random.Generator) -> tuple[Any, ...
   return params, keys, rng.integers(0, BATCHES, sizes), network.pool(rng, BATCHES)
 
 
-def judge_trail(outcome, setup, faults, data, final, trail, guard, devices):
+def judge_trail(outcome, setup, faults, data, final, trail, guard):
   """Lets the control run, and puts down where the trail of a run differs from it.
 
   Returns:
@@ -210,7 +183,7 @@ def judge_trail(outcome, setup, faults, data, final, trail, guard, devices):
   shown, *given = (np.take_along_axis(x, order, 1) for x in (index, *faults))
   # What is no fault at the scale of its step stays.
   given = Faults(*given)._replace(place=np.where(active, given[0], NOWHERE).astype(np.int32))
-  program = control_program(setup._replace(hysteresis=1, retries=0), devices)
+  program = control_program(setup._replace(hysteresis=1, retries=0, by_hand=False))
   plain, rows = program(params, keys, shown, given, scales, active, batches)
   expected, phases = jax.device_get(rows)
   wrong = unlike_digests(digests, expected, seen, FIELDS)
@@ -262,38 +235,30 @@ def scale_arguments(setup: Setup) -> dict[str, Any]:
 
 
 @once
-def run_program(setup: Setup, guard: bool) -> Program:
-  """Returns the runs over (params, keys, index, faults, batches)."""
-  run = make_run(setup, guard)
+def run_program(setup: Setup, guard: bool) -> Any:
+  """Returns the runs over (params, key, index, faults, batches), as a user of mpjax writes them.
 
-  def from_pool(params, key, index, faults, batches):
-    return run(params, key, (index, faults), lambda x: network.make_batch(batches, *x))
-
-  return Program.of(from_pool, setup.lanes)
-
-
-def make_run(setup: Setup, guard: bool, **arguments: Any) -> Callable[..., Any]:
-  """Returns a run as a user of mpjax writes it, with what is observed of it.
-
-  Args:
-    setup: what to run.
-    guard: skip bad steps; else nothing is looked at, or batches are not run again.
-    **arguments: more of them for `mpjax.make_train_step`.
-
-  Returns:
-    A function of the initial parameters, the key, what there is for each step, and how a batch is
-    made of that; it returns what was committed last, and the trail of all steps.
+  Without the guard nothing is looked at, or batches are not run again, or only the optimizer skips.
+  A run returns what was committed last, and the trail of all steps.
   """
   inner = OPTIMIZERS[setup.optimizer]()
   inner = inner if setup.stored == "float32" else mpjax.master_weights(inner)
   inner = mpjax.accumulate_gradients(inner, WINDOWS[setup.window]) if setup.window else inner
   config = mpjax.DynamicLossScale(**scale_arguments(setup))
-  tx = mpjax.loss_scaling(inner, config if guard or setup.retries else mpjax.NoLossScale())
-  arguments |= {"accumulate": setup.parts, "max_retries": setup.retries if guard else 0}
-  arguments["ema_decay"] = 0.5 if setup.ema else None
-  step = mpjax.make_train_step(network.loss_in(setup.compute), tx, **arguments)
+  is_scaled = guard or setup.retries or setup.by_hand
+  tx = mpjax.loss_scaling(inner, config if is_scaled else mpjax.NoLossScale())
+  if setup.by_hand:
+    step = functools.partial(step_by_hand, setup, tx, guard)
+  else:
+    step = mpjax.make_train_step(
+      network.loss_in(setup.compute),
+      tx,
+      accumulate=setup.parts,
+      max_retries=setup.retries if guard else 0,
+      ema_decay=0.5 if setup.ema else None,
+    )
 
-  def run(params, key, xs, make_batch):
+  def run(params, key, index, faults, batches):
     statistics = network.initial_statistics()
     key = jax.random.wrap_key_data(key)
     state = mpjax.TrainState.create(params, tx, model_state=statistics, rng=key, ema=setup.ema)
@@ -301,14 +266,34 @@ def make_run(setup: Setup, guard: bool, **arguments: Any) -> Callable[..., Any]:
     def body(state, x):
       scale = mpjax.loss_scaling_metrics(state.opt_state)["loss_scale"]
       before = state.params, state.model_state, scale
-      state, metrics = step(state, make_batch(x))
+      state, metrics = step(state, network.make_batch(batches, *x))
       (numbers,) = state.opt_state.loss_scale.values()
       return state, (*observe(setup, state), numbers, metrics["finite"], before)
 
-    state, trail = jax.lax.scan(body, state, xs)
+    state, trail = jax.lax.scan(body, state, (index, faults))
     return committed(setup, state), trail
 
-  return run
+  return compiled(run, setup.lanes)
+
+
+def step_by_hand(setup: Setup, tx: Any, guard: bool, state: mpjax.TrainState, batch: Any) -> Any:
+  """Returns what a step of `mpjax.make_train_step` does, but for most of its metrics."""
+  loss_fn, key = network.loss_in(setup.compute), jax.random.fold_in(state.rng, state.step)
+  of_params = lambda params: loss_fn(params, state.model_state, batch, key)  # noqa: E731
+  grad_fn = mpjax.value_and_grad(of_params, state.opt_state, has_aux=True)
+  (loss, (statistics, _)), grads = grad_fn(state.params)
+  watched = loss, statistics
+  updates, opt_state = tx.update(grads, state.opt_state, state.params, loss=watched)
+  master = None if setup.stored == "float32" else mpjax.master_params(opt_state)
+  params = mpjax.apply_updates(state.params, updates, master=master)
+  trained = (master or params) if setup.ema else ()
+  ema = jax.tree.map(lambda e, t: e + (t - e) * 0.5, state.ema, trained)
+  rest = {"model_state": statistics, "ema": ema, "step": state.step + 1}
+  if guard:
+    finite = mpjax.last_step_finite(opt_state)
+    rest = mpjax.select_tree(finite, rest, {name: getattr(state, name) for name in rest})
+  state = state._replace(params=params, opt_state=opt_state, **rest)
+  return state, mpjax.loss_scaling_metrics(opt_state)
 
 
 def committed(setup: Setup, state: mpjax.TrainState) -> Any:
@@ -331,7 +316,7 @@ def observe(setup: Setup, state: mpjax.TrainState) -> tuple[Any, Any, Any]:
 
 
 @once
-def control_program(setup: Setup, devices: int) -> Program:
+def control_program(setup: Setup) -> Any:
   """Returns the control: the last state, and from the start on digests and phases of windows."""
   inner, every = OPTIMIZERS[setup.optimizer](), WINDOWS[setup.window]
   loss_fn = network.loss_in(setup.compute)
@@ -349,7 +334,7 @@ def control_program(setup: Setup, devices: int) -> Program:
     def body(state, x):
       index, fault, scale, active = x
       batch, own = network.make_batch(batches, index, fault), jax.random.fold_in(key, state.step)
-      parts = loss_fn, state.params, state.statistics, batch, own, scale, setup.parts, devices
+      parts = loss_fn, state.params, state.statistics, batch, own, scale, setup.parts
       _, grads, new = control.gradients(*parts)
       grads = jax.tree.map(lambda g: g / scale, grads)
       state = control.where(active, control.update(inner, every, state, grads, new), state)
@@ -359,7 +344,7 @@ def control_program(setup: Setup, devices: int) -> Program:
     before = digest(*plainly(first)), first.phase
     return plainly(state), jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), before, rows)
 
-  return Program.of(run, setup.lanes)
+  return compiled(run, setup.lanes)
 
 
 @once

@@ -23,13 +23,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from tests.campaign import by_hand, replicas, scale, training
+from tests.campaign import scale, training
 from tests.campaign.outcome import BrokenCampaign, Job, Outcome
 
 PARTS: dict[str, Callable[[bool, bool], list[Job]]] = {
   "train_steps": training.train_steps,
-  "by_hand": by_hand.jobs,
-  "replicas": replicas.jobs,
+  "by_hand": training.by_hand,
   "accumulation": training.accumulation,
   "retries": training.retries,
   "scale": scale.jobs,
@@ -131,8 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
   chosen = parser.parse_args(arguments)
   if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
-  if "xla_force_host_platform_device_count" not in os.environ.setdefault("XLA_FLAGS", ""):
-    jax.config.update("jax_num_cpu_devices", replicas.DEVICES)
 
   console, guard, seed = Console(), not chosen.self_check, chosen.fault_seed
   begin = time.perf_counter()

@@ -67,10 +67,10 @@ CASES: dict[str, tuple[dict[str, Any], ...]] = {
 def jobs(small: bool, guard: bool) -> list[Job]:
   # Runs go side by side in every other one: a skip is then a selection, not a branch.
   cases = [(name, c, i % 2 == 1) for name, configs in CASES.items() for i, c in enumerate(configs)]
-  cases, runs, steps = (cases[7:14:3], 3, 20) if small else (cases, 11, 40)
-  found = [functools.partial(attack, *case, runs, steps, guard=guard) for case in cases]
-  two = functools.partial(attack_two, runs, steps, guard=guard)
-  return [Job("scale", run) for run in (*found, two)]
+  cases, runs, steps = (cases[7:14:3], 5, 20) if small else (cases, 12, 40)
+  return [
+    Job("scale", functools.partial(attack, *case, runs, steps, guard=guard)) for case in cases
+  ]
 
 
 def attack(name, config, lanes, runs: int, steps: int, rng, *, guard: bool) -> list[Outcome]:
@@ -169,50 +169,3 @@ def run_program(config: dict[str, Any], guard: bool, lanes: bool) -> Any:
 
   in_turn = lambda *args: jax.lax.map(lambda a: run(*a), args)  # noqa: E731
   return jax.jit(jax.vmap(run) if lanes else in_turn)
-
-
-TWO = {"a": {"growth_interval": 3}, "b": {"init_scale": 4.0, "growth_interval": 2, "hysteresis": 2}}
-
-
-def attack_two(runs: int, steps: int, rng: np.random.Generator, *, guard: bool) -> list[Outcome]:
-  """Two losses into one optimizer: one that overflows skips for both, its scale alone backs off."""
-  outcome = Outcome("scale: one of two losses")
-  bad = rng.random((2, runs, steps)) < rng.choice([0.1, 0.3, 0.6], (1, runs, 1))
-  applied, numbers = jax.device_get(two_program(guard)(*bad))
-  good = ~bad.any(0)
-  wrong = {"parameters": applied != np.cumsum(good, axis=1)}
-  for number, (name, config) in enumerate(TWO.items()):
-    expected = []
-    for run in range(runs):
-      oracle, rows = Oracle(**config), []
-      for finite, step_good in zip(~bad[number, run], good[run], strict=True):
-        oracle.step(finite, step_good)
-        oracle.bad_updates = 0  # The other loss was to blame.
-        rows.append(oracle_numbers(oracle))
-      expected.append(rows)
-    wrong[f"scale of {name}"] = unlike_oracle(numbers[name], expected)
-  judge(outcome, ~good, wrong, "two losses")
-  return [outcome]
-
-
-def two_program(guard: bool) -> Any:
-  scales = {name: scale_of(config, guard) for name, config in TWO.items()}
-  tx = mpjax.loss_scaling(optimizer(), scales)
-
-  def run(bad_a, bad_b):
-    params = jnp.zeros(2)
-
-    def body(carry, bad):
-      params, state = carry
-      grads = {}
-      for name, is_bad in zip(TWO, bad, strict=True):
-        scale = mpjax.loss_scaling_metrics(state, name=name)["loss_scale"]
-        grads[name] = jnp.where(is_bad, jnp.asarray([jnp.inf, 0.0]), scale)
-      updates, state = tx.update(grads, state, params)
-      params = optax.apply_updates(params, updates)
-      named = {label.partition(":")[0]: scale for label, scale in state.loss_scale.items()}
-      return (params, state), (-params[1], named)
-
-    return jax.lax.scan(body, (params, tx.init(params)), (bad_a, bad_b))[1]
-
-  return jax.jit(jax.vmap(run))

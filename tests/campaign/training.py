@@ -1,9 +1,10 @@
-"""Training on one device: single steps, windows of micro-batches, batches that are run again.
+"""Training: single steps, by hand too, windows of micro-batches, batches that are run again.
 
 `rig.py` has runs and control; here is which of them meet which faults.
 """
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,15 +27,30 @@ SETUPS = (
   Setup("float16", "float16", "clip adamw schedule"),
 )
 
+BY_HAND = (
+  Setup("float16", "float16", "adam", ema=True, hysteresis=2, by_hand=True),
+  Setup("float32", "float32", "clip adamw schedule", ema=True, by_hand=True),
+  Setup("bfloat16", "float32", "lion", ema=True, lanes=True, by_hand=True),
+  Setup("float16", "float32", "ema of gradients", ema=True, lanes=True, by_hand=True),
+)
+
 
 def train_steps(small: bool, guard: bool) -> list[Job]:
   """Values that are not finite: in gradients, loss, statistics, data."""
-  setups, sizes = (SETUPS[:1], Sizes(4, 12)) if small else (SETUPS, Sizes(13, 32))
-  classes = {place: f"train step: {name}" for place, name in PLACES.items()}
-  return [
-    Job("train_steps", functools.partial(rig.attack, setup, sizes, classes, guard=guard))
-    for setup in setups
-  ]
+  setups, sizes = (SETUPS[:1], Sizes(4, 12)) if small else (SETUPS, Sizes(18, 32))
+  return steps("train_steps", "train step", setups, sizes, guard)
+
+
+def by_hand(small: bool, guard: bool) -> list[Job]:
+  """The same in a loop by hand; without the guard, what no optimizer holds is not selected."""
+  setups, sizes = (BY_HAND[3:], Sizes(4, 12)) if small else (BY_HAND, Sizes(18, 32))
+  return steps("by_hand", "by hand", setups, sizes, guard)
+
+
+def steps(part: str, kind: str, setups: Sequence[Setup], sizes: Sizes, guard: bool) -> list[Job]:
+  classes = {place: f"{kind}: {name}" for place, name in PLACES.items()}
+  attack = functools.partial(rig.attack, sizes=sizes, classes=classes, guard=guard)
+  return [Job(part, lambda rng, setup=setup: attack(setup, rng=rng)) for setup in setups]
 
 
 def accumulation(small: bool, guard: bool) -> list[Job]:

@@ -1,4 +1,4 @@
-"""A skipped step of `make_train_step` is a deleted one: whatever it was that was not finite.
+"""A skipped step, also of a loop by hand, is a deleted one: whatever it was that was not finite.
 
 A piece of the fault campaign: `tests/campaign/rig.py` says what run, control and faults are.
 """
@@ -15,6 +15,7 @@ SIZES = rig.Sizes(runs=7, steps=24)
 SETUPS = [
   training.SETUPS[0]._replace(parts=2),
   *(training.SETUPS[i] for i in (1, 4, 5, 8)),
+  *(training.BY_HAND[i] for i in (0, 2)),
 ]
 """Each dtype to compute in and to store; micro-batches, averages, lanes, clips and a schedule."""
 
