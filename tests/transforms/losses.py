@@ -1,9 +1,12 @@
 """Loss functions of training steps, of what differs between them; steps over several devices."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 AUTO = jax.sharding.AxisType.Auto
 
@@ -22,6 +25,26 @@ def loss_of(fun: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return fun(params, batch), (model_state, {})
 
   return loss_fn
+
+
+@functools.cache
+def rows(n: int) -> dict[str, Any]:
+  """Returns a batch of integers over 16: sums of their products are exact in float32.
+
+  The targets can be divided by 3 as well, so that a third of a sum is exact too: XLA makes a
+  product with the rounded 1/3 of a division.
+  """
+  rng = np.random.default_rng(n)
+  x = rng.integers(-16, 17, (n, 3)).astype(np.float32) / 16
+  return {"x": x, "y": 3 * rng.integers(-16, 17, n).astype(np.float32) / 16}
+
+
+def quadratic(params: Any, model_state: Any, batch: Any, rng: jax.Array | None) -> Any:
+  """Half the mean square of the errors of a linear model, and the largest error."""
+  del rng
+  error = batch["x"] @ params - batch["y"]
+  loss = jnp.sum(error**2) * 0.5 / len(batch["y"])
+  return loss, (model_state, {"worst": jnp.max(jnp.abs(error))})
 
 
 def over_devices(

@@ -113,29 +113,22 @@ def test_a_state_restored_into_a_shorter_window_ends_it():
   assert (state.micro_batches, state.updates_done) == (0, 1)
 
 
-def test_parameters_that_are_half_complex_or_missing():
+def test_parameters_that_are_half_complex_wide_or_missing(set_flag):
+  set_flag("jax_enable_x64", True)
   params = {"h": jnp.ones(2, jnp.bfloat16), "z": jnp.ones(1, jnp.complex64), "none": None}
+  params |= {"d": jnp.full(1, 1 + 2.0**-40, jnp.float64)}
   tx = mpjax.accumulate_gradients(optax.sgd(1.0), 2)
   state = tx.init(params)
-  dtypes = {"h": "float32", "z": "complex64", "none": None}
+  dtypes = {"h": "float32", "z": "complex64", "none": None, "d": "float64"}
   assert jax.tree.map(lambda x: x.dtype.name, state.total) == dtypes
-  grads = {"h": params["h"], "z": params["z"] * 2j, "none": None}
+  grads = params | {"z": params["z"] * 2j}
   updates, state = tx.update(grads, state, params)
   assert bits(optax.apply_updates(params, updates)) == bits(params)
   # Of a complex number both parts are -0.0.
   assert np.signbit([updates["z"].real, updates["z"].imag]).all()
   updates, state = tx.update(grads, state, params)
+  assert jax.tree.map(lambda x: x.dtype.name, updates) == dtypes
   assert (updates["h"].tolist(), updates["z"].tolist()) == ([-1, -1], [-2j])
-
-
-def test_in_64_bits(set_flag):
-  set_flag("jax_enable_x64", True)
-  tx = mpjax.accumulate_gradients(optax.sgd(1.0), 2)
-  params = {"d": jnp.ones(1, jnp.float64), "f": jnp.ones(1, jnp.float32)}
-  state = tx.init(params)
-  for _ in range(2):
-    updates, state = tx.update(jax.tree.map(lambda p: p + 2.0**-40, params), state, params)
-  assert {k: x.dtype.name for k, x in updates.items()} == {"d": "float64", "f": "float32"}
   assert updates["d"] == -(1 + 2.0**-40)
   assert {x.dtype.name for x in (state.micro_batches, state.updates_done)} == {"int32"}
 

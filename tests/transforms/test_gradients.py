@@ -4,7 +4,6 @@ All through `make_train_step` with sgd at rate 1 from zero: the new parameters a
 gradients.
 """
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import pytest
 import mpjax
 from tests.errors import refused
 from tests.programs import bits, equations
-from tests.transforms.losses import AUTO, loss_of, over_devices
+from tests.transforms.losses import AUTO, loss_of, over_devices, quadratic, rows
 
 F32 = jnp.float32
 SGD = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8))
@@ -29,34 +28,12 @@ def gradients(loss_fn, batch, params=None, tx=SGD, model_state=(), rng=None, **o
   return jax.tree.map(lambda p: -p, state.params), state, jax.device_get(metrics)
 
 
-@functools.cache
-def rows(n):
-  """Integers over 16: sums of their products are exact in float32.
-
-  The targets can be divided by 3 as well, so that a third of a sum is exact too: XLA makes a
-  product with the rounded 1/3 of a division.
-  """
-  rng = np.random.default_rng(n)
-  x = rng.integers(-16, 17, (n, 3)).astype(np.float32) / 16
-  return {"x": x, "y": 3 * rng.integers(-16, 17, n).astype(np.float32) / 16}
-
-
-def summed(params, model_state, batch, rng):
-  error = batch["x"] @ params - batch["y"]
-  return jnp.sum(error**2) * 0.5, (model_state, {"worst": jnp.max(jnp.abs(error))})
-
-
-def mean(params, model_state, batch, rng):
-  loss, aux = summed(params, model_state, batch, rng)
-  return loss / len(batch["y"]), aux
-
-
 @pytest.mark.case("I12")
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_accumulation_is_the_exact_mean(k):
   """Against NumPy in float64, to the bit; the numbers of the metrics too."""
   batch = rows(24)
-  found, _, metrics = gradients(mean, batch, accumulate=k)
+  found, _, metrics = gradients(quadratic, batch, accumulate=k)
   x, y = (batch[key].astype(np.float64) for key in "xy")
   exact = -(x.T @ y) / 24
   np.testing.assert_array_equal(found, exact.astype(np.float32))
@@ -185,12 +162,12 @@ def test_model_state_of_any_kind_agrees(devices, check_vma):
 def test_several_axes(devices, axes, check_vma):
   """Over both axes of a mesh, or over one while the other repeats the work."""
   mesh = jax.make_mesh((2, 2), ("a", "b"), (AUTO, AUTO), devices=devices)
-  step = mpjax.make_train_step(mean, SGD, axis_name=axes)
+  step = mpjax.make_train_step(quadratic, SGD, axis_name=axes)
   rows_over = jax.P("a") if axes == "a" else jax.P(("a", "b"))
   specs = {"in_specs": (jax.P(), rows_over), "out_specs": jax.P()}
   step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
   state, metrics = step(mpjax.TrainState.create(jnp.zeros(3), SGD), rows(24))
-  expected, _, alone = gradients(mean, rows(24))
+  expected, _, alone = gradients(quadratic, rows(24))
   np.testing.assert_array_equal(-state.params, expected)
   assert metrics["grad_norm"] == alone["grad_norm"] > 0
 
@@ -276,7 +253,7 @@ def test_a_model_state_that_changes_its_type(k):
 
 
 def test_an_axis_that_is_not_bound(devices):
-  step = mpjax.make_train_step(mean, SGD, axis_name="batch")
+  step = mpjax.make_train_step(quadratic, SGD, axis_name="batch")
   state = mpjax.TrainState.create(jnp.zeros(3), SGD)
   for call, axes in ((step, "()"), (over_devices(step, devices), "('data',)")):
     where, got = "mpjax.make_train_step(axis_name='batch')", f"axes of the mesh here: {axes}"
@@ -287,7 +264,7 @@ def test_an_axis_that_is_not_bound(devices):
 def test_sharded_parameters_and_an_axis(devices):
   """Their gradients belong to one device; an average over devices would mix different ones."""
   mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
-  step = mpjax.make_train_step(mean, SGD, axis_name="data")
+  step = mpjax.make_train_step(quadratic, SGD, axis_name="data")
   state = mpjax.TrainState.create(jnp.zeros((4, 3)), SGD)
   specs = jax.tree.map(lambda x: jax.P("data") if x.ndim else jax.P(), state)
   mapped = jax.shard_map(

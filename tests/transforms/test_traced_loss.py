@@ -13,7 +13,7 @@ import pytest
 import mpjax
 from tests.errors import refused
 from tests.programs import bits
-from tests.transforms.losses import AUTO, loss_of, over_devices
+from tests.transforms.losses import AUTO, over_devices
 
 DYNAMIC = mpjax.loss_scaling(optax.sgd(0.5))
 STATIC = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
@@ -130,23 +130,6 @@ def test_the_warning_names_the_line_of_the_loss_function(options):
   for without_a_line in (Loss(), functools.partial(in_bfloat16)):
     with pytest.warns(UserWarning, match="nothing in loss_fn"):
       first_step(without_a_line, jnp.ones(2), jnp.ones(2), DYNAMIC)
-
-
-@jax.custom_vjp
-def backward_in_float16(x):
-  return jnp.sum(x)
-
-
-backward_in_float16.defvjp(
-  lambda x: (jnp.sum(x), x),
-  lambda x, ct: ((ct * x.astype(jnp.float16).astype(jnp.float32)),),
-)
-
-
-def test_no_warning_where_a_rule_of_the_user_may_compute_in_float16():
-  """A warning would be an error here."""
-  loss_fn = loss_of(lambda params, batch: backward_in_float16(params))
-  first_step(loss_fn, jnp.ones(2), jnp.ones(2), DYNAMIC)
 
 
 def test_a_loss_function_of_other_arguments():
