@@ -105,11 +105,8 @@ FILES = {
 
 def test_the_tests_that_execute_a_line_decide(tmp_path, monkeypatch, capsys):
   project = tmp_path / "project"
-  names = ("__init__", "contexts", "outcomes")
-  plugins = {f"tests/mutations/{name}.py": "" for name in names}
-  for name in names[1:]:
-    file = generated.ROOT / "tests" / "mutations" / f"{name}.py"
-    plugins[f"tests/mutations/{name}.py"] = file.read_text(encoding="utf-8")
+  plugin = "tests/mutations/contexts.py"
+  plugins = {"tests/mutations/__init__.py": "", plugin: (generated.ROOT / plugin).read_text()}
   for name, text in {**FILES, **plugins}.items():
     (project / name).parent.mkdir(parents=True, exist_ok=True)
     (project / name).write_text(text)

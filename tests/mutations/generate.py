@@ -9,20 +9,11 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-SWAPS = {
-  ast.Lt: ast.LtE,
-  ast.LtE: ast.Lt,
-  ast.Gt: ast.GtE,
-  ast.GtE: ast.Gt,
-  ast.Eq: ast.NotEq,
-  ast.NotEq: ast.Eq,
-  ast.Is: ast.IsNot,
-  ast.IsNot: ast.Is,
-  ast.In: ast.NotIn,
-  ast.NotIn: ast.In,
-  ast.And: ast.Or,
-  ast.Or: ast.And,
-}
+PAIRS = (
+  *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)),
+  *((ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or)),
+)
+SWAPS = {old: new for pair in PAIRS for old, new in (pair, pair[::-1])}
 
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -35,7 +35,14 @@ from rich.table import Table
 
 from tests.mutations.equivalent import EQUIVALENT
 from tests.mutations.generate import Mutant, mutants, mutated
-from tests.mutations.run import ROOT, copy_project, project_files, run_tests
+from tests.mutations.run import (
+  ROOT,
+  copy_project,
+  project_files,
+  read_report,
+  reported_to,
+  run_tests,
+)
 
 CACHE = ROOT / ".cache" / "mutations"
 
@@ -91,10 +98,14 @@ class Suite:
       self._record(base, folder, jobs)
     self.lines = coverage.CoverageData(str(folder / "lines"))
     self.lines.read()
-    seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
+    report = read_report(folder / "report.xml")
     recorded = json.loads((folder / "digests.json").read_text())
     same = {name for name in self.test_files if recorded.get(name) == digest([name])}
-    self.seconds = {test: s for test, s in seconds.items() if test.partition("::")[0] in same}
+    self.seconds = {
+      test: seconds
+      for test, (outcome, seconds) in report.items()
+      if outcome == "passed" and test.partition("::")[0] in same
+    }
     outside = ("tests/check/", "tests/lint/")
     self.changed = sorted(n for n in self.test_files - same if not n.startswith(outside))
 
@@ -102,7 +113,7 @@ class Suite:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "tests.mutations.contexts", f"--contexts={folder}"]
-    command += ["-n", str(jobs), "--dist", "worksteal"]
+    command += ["-n", str(jobs), "--dist", "worksteal", *reported_to(folder / "report.xml")]
     environment = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(base)}
     # The other cores of coverage cannot change the context while they run.
     environment["COVERAGE_CORE"] = "ctrace"
@@ -159,7 +170,7 @@ def _killed_by(root: pathlib.Path, suite: Suite, tests: list[str]) -> str | None
     return "time"
   if not outcomes:
     return "import"
-  wrong = [test for test, outcome in outcomes.items() if outcome in ("failed", "error")]
+  wrong = [test for test, outcome in outcomes.items() if outcome in ("failure", "error")]
   return wrong[0] if wrong else None
 
 

@@ -17,7 +17,6 @@ import ast
 import concurrent.futures
 import enum
 import functools
-import json
 import os
 import pathlib
 import shutil
@@ -27,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -164,10 +164,10 @@ def run_tests(
   Raises:
     subprocess.TimeoutExpired: after `limit` seconds.
   """
-  out = root / "outcomes.json"
-  out.unlink(missing_ok=True)  # that of the unmutated project
+  report = root / "report.xml"
+  report.unlink(missing_ok=True)  # that of the unmutated project
   command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-  command += ["-p", "tests.mutations.outcomes", f"--outcomes={out}", f"--copy={root}"]
+  command += reported_to(report)
   # Ahead of an editable installation of the project itself.
   environment = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(root)}
   done = subprocess.run(
@@ -179,14 +179,33 @@ def run_tests(
     timeout=limit,
     check=False,
   )
-  outcomes = json.loads(out.read_text()) if out.exists() else {}
+  outcomes = {test: outcome for test, (outcome, _) in read_report(report).items()}
   return outcomes, done.stdout + done.stderr
+
+
+def reported_to(path: pathlib.Path) -> list[str]:
+  """Returns the options with which pytest writes what `read_report` reads."""
+  return [f"--junitxml={path}", "-o", "junit_family=xunit1"]
+
+
+def read_report(path: pathlib.Path) -> dict[str, tuple[str, float]]:
+  """Returns how each test ended, and after how many seconds; nothing of a run that did not end.
+
+  That is "passed", "failure", "skipped", or "error" if it never came to the test itself.
+  """
+  found: dict[str, tuple[str, float]] = {}
+  for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():
+    ends = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+    test = f"{case.get('file')}::{case.get('name')}"
+    # What fails after a test that failed comes later.
+    found.setdefault(test, ((*ends, "passed")[0], float(case.get("time", 0))))
+  return found
 
 
 def judge(test: str, outcomes: dict[str, str]) -> Verdict:
   """Returns the verdict on a mutation whose `test` ended as `outcomes` says."""
   own = [outcome for id_, outcome in outcomes.items() if id_.partition("[")[0] == test]
-  if "failed" in own:
+  if "failure" in own:
     return Verdict.CAUGHT
   return Verdict.MISSED if own and set(own) == {"passed"} else Verdict.BROKEN
 
