@@ -10,9 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mpjax
-from tests.errors import check_refused
+from tests.errors import refused
 from tests.programs import bits
-from tests.transforms.losses import loss_of
 
 pytestmark = pytest.mark.standard_promotion  # optax adds float32 to what is stored in half.
 STORAGES = ("float32", "split")
@@ -115,31 +114,16 @@ def test_training_goes_on_in_the_other_storage(into, storage, tmp_path):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_train_state_on_a_mesh(storage, devices, tmp_path):
+def test_what_crosses_is_placed_as_in_target(storage, devices):
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
   where = jax.NamedSharding(mesh, jax.P("data"))
-  into = {"float32": "split", "split": "float32"}[storage]
   params = {"w": jax.device_put(start()["layer"]["w"], where)}
-
-  loss_fn = loss_of(lambda p, batch: jnp.mean(jnp.square((batch @ p["w"]).astype(jnp.float32))))
-
-  def begin(storage):
-    masters = mpjax.master_weights(optax.adam(1e-2), storage=storage)
-    tx = mpjax.loss_scaling(masters, mpjax.StaticLossScale(8))
-    step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5, donate=False)
-    return step, mpjax.TrainState.create(params, tx, ema=True)
-
-  (step, state), (again, target) = begin(storage), begin(into)
-  batch = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8)), jnp.bfloat16)
-  for _ in range(3):
-    state, _ = step(state, batch)
-  found = restore_like(target, saved(state, "orbax", tmp_path))
-  held = found.opt_state.inner_state
-  assert held.master["w"].sharding == where
-  state, found = step(state, batch)[0], again(found, batch)[0]
-  masters = [mpjax.master_params(one.opt_state, one.params) for one in (state, found)]
-  assert bits(masters[0]) == bits(masters[1])
-  assert bits((state.params, state.ema)) == bits((found.params, found.ema))
+  txs = (mpjax.master_weights(optax.sgd(0.1), storage=one) for one in (storage, *STORAGES))
+  state, *targets = ((params, tx.init(params)) for tx in txs)
+  for target in targets:
+    found = restore_like(target, state)
+    assert found[1].master["w"].sharding == where
+    assert bits(masters_of(found)) == bits(masters_of(state))
 
 
 def test_one_array_for_all_parameters():
@@ -154,30 +138,6 @@ def test_one_array_for_all_parameters():
     assert bits(found) == bits(states[storage])
 
 
-def test_files_with_a_17th_bit_are_refused_with_the_way_to_convert_them():
-  tx = mpjax.master_weights(optax.sgd(0.1), storage="split")
-  params = {"w": jnp.ones(8, jnp.bfloat16)}
-  master = {"remainder": {"w": np.zeros(8, np.int16)}, "parity": {"w": np.zeros(1, np.uint8)}}
-  saved = {"p": params, "s": {"master": master}}
-  call = functools.partial(restore_like, {"p": params, "s": tx.init(params)}, saved)
-  got, fix = "at s/master", 'a state of storage="float32", save that, and restore it here'
-  check_refused(call, where=WHERE, expected="int16 remainders", got=got, fix=fix)
-
-
-def test_one_master_in_the_form_of_the_other_storage_is_damage():
-  for storage, dtype in zip(STORAGES, (jnp.int16, jnp.float32), strict=True):
-    opt_state = mpjax.master_weights(optax.sgd(0.1), storage=storage).init(start())
-    target = {"p": start(), "s": opt_state}
-    master = opt_state.master | {"b": opt_state.master["b"].astype(dtype)}
-    call = functools.partial(
-      restore_like, target, target | {"s": opt_state._replace(master=master)}
-    )
-    expected, got = "leaves of the dtype and shape of target", "[16] at s/master/b"
-    check_refused(
-      call, where=WHERE, expected=expected, got=got, fix="Build target as the state was"
-    )
-
-
 def test_masters_whose_parameters_have_ties_to_even_are_split():
   """Files of the time before have such ones, and so has the user who casts masters."""
   tie = jnp.asarray([1 + 2.0**-8, 1 + 3 * 2.0**-8])
@@ -188,25 +148,45 @@ def test_masters_whose_parameters_have_ties_to_even_are_split():
   assert master.tolist() == [1 + 2.0**-8 - 2.0**-23, 1 + 3 * 2.0**-8]
 
 
-@pytest.mark.parametrize(("storage", "into"), [STORAGES, STORAGES[::-1]])
-def test_masters_without_their_parameters_do_not_cross(storage, into):
-  state, target = (
-    mpjax.master_weights(optax.sgd(0.1), storage=which).init(start()) for which in (storage, into)
-  )
-  twice = {"a": start(), "b": start()}
-  for beside in ({}, twice):
-    trees = beside | {"s": target}, beside | {"s": state}
-    call = functools.partial(restore_like, *trees)
-    got = "none, or several, for the one at s/master/"
-    expected, fix = "the bfloat16 parameters beside the masters", "in one tree"
-    check_refused(call, where=WHERE, expected=expected, got=got, fix=fix)
+def begun(storage):
+  """Returns a state before the first step, beside its parameters."""
+  return {"p": start(), "s": mpjax.master_weights(optax.sgd(0.1), storage=storage).init(start())}
+
+
+def of_17_bits(target):
+  master = {"remainder": {"w": np.zeros(8, np.int16)}, "parity": {"w": np.zeros(1, np.uint8)}}
+  return target | {"s": {"master": master}}
+
+
+def other_form(target):
+  old = target["s"].master["b"]
+  form = old.astype(jnp.float32 if old.dtype == jnp.int16 else jnp.int16)
+  return target | {"s": target["s"]._replace(master=target["s"].master | {"b": form})}
+
+
+SPLIT, WIDE = begun("split"), begun("float32")
+TWICE = {"a": start(), "b": start()}
+DAMAGED = WIDE | {"p": start() | {"b": jnp.ones(16, jnp.bfloat16)}}
+CONVERT = 'a state of storage="float32", save that, and restore it here'
+FITS = "leaves of the dtype and shape of target", "[16] at s/master/b", "Build target as the state"
+BESIDE = "the bfloat16 parameters beside the masters"
+ALONE = BESIDE, "none, or several, for the one at s/master/", "in one tree"
+ROUNDED = "the parameters that belong to the masters", "at s/master/b", "cast_to_param"
+REFUSED = {
+  "a 17th bit in files of old": (SPLIT, of_17_bits(SPLIT), "int16 remainders", "s/master", CONVERT),
+  "one split master in the form of float32": (SPLIT, other_form(SPLIT), *FITS),
+  "one float32 master in the form of split": (WIDE, other_form(WIDE), *FITS),
+  "to float32 without the parameters": ({"s": WIDE["s"]}, {"s": SPLIT["s"]}, *ALONE),
+  "to split without the parameters": ({"s": SPLIT["s"]}, {"s": WIDE["s"]}, *ALONE),
+  "with the parameters twice": (TWICE | {"s": SPLIT["s"]}, TWICE | {"s": WIDE["s"]}, *ALONE),
+  "parameters that are not the rounded masters": (SPLIT, DAMAGED, *ROUNDED),
+}
+"""What is restored into what, and what the error says."""
 
 
 @pytest.mark.case("B155")
-def test_parameters_that_are_not_the_rounded_masters_raise():
-  state = mpjax.master_weights(optax.sgd(0.1)).init(start())
-  target = jax.jit(mpjax.master_weights(optax.sgd(0.1), storage="split").init)(start())
-  params = start() | {"b": jnp.ones(16, jnp.bfloat16)}
-  call = functools.partial(restore_like, {"p": params, "s": target}, {"p": params, "s": state})
-  expected, got = "the parameters that belong to the masters", "at s/master/b"
-  check_refused(call, where=WHERE, expected=expected, got=got, fix="cast_to_param")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_cross_is_refused(name):
+  target, saved, expected, got, fix = REFUSED[name]
+  with refused(ValueError, WHERE, expected, got, fix):
+    restore_like(target, saved)

@@ -603,7 +603,7 @@ mpjax/_io/master_storage.py::_check_split
 65 float32 masters of a checkpoint are split from parameters that are not their rounding
 - not np.all(is_near | (back == number) | np.isnan(number))
 + False
-tests/io/test_master_storage.py::test_parameters_that_are_not_the_rounded_masters_raise
+tests/io/test_master_storage.py::test_what_does_not_cross_is_refused
 
 mpjax/transforms/_state_dtype.py::_map_moments
 
