@@ -178,33 +178,6 @@ def test_members_of_an_ensemble_have_windows_of_their_own():
   assert len(set(np.asarray(found[1].inner_state.updates_done).tolist())) > 1
 
 
-def test_devices_of_a_shard_map_wait_for_the_same_window(devices):
-  """Gradients are averaged, with the fault on one device alone; JAX checks what is replicated."""
-  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
-  grads, faults, _, _, expected = short()
-  tx = scaled(3, axis_name="data")
-
-  def averaged(updates, state, params):
-    mean = jax.tree.map(lambda g: jax.lax.pmean(g, "data"), updates)
-    return tx.update(mean, state, params)
-
-  local = optax.GradientTransformationExtraArgs(tx.init, averaged)
-  here = np.zeros((12, 4), F32)
-  here[:, 2] = faults
-
-  def end(start, grads, fault):
-    step = lambda carry, now: (one(local, carry, now), None)  # noqa: E731
-    return jax.lax.scan(step, start, (grads, fault[:, 0]))[0]
-
-  specs = {"in_specs": (jax.P(), jax.P(), jax.P(None, "data")), "out_specs": jax.P()}
-  found = jax.block_until_ready(
-    run(jax.shard_map(end, mesh=mesh, **specs), (PARAMS, tx.init(PARAMS)), grads, here)
-  )
-  for x, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    for shard in x.addressable_shards:
-      same(shard.data, want)
-
-
 # Dtypes.
 
 DTYPES = ("float32", "float16", "bfloat16")

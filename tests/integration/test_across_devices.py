@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._gradients import localise
 from tests.errors import refused
 from tests.transforms.losses import AUTO, loss_of, over_devices
 
@@ -213,12 +212,6 @@ def test_ways_to_combine_that_are_none(devices):
   expected = "paths of the model state, such as 'counts/tokens', 'key'"
   with refused(ValueError, where, expected, "'token'", "by '/'"):
     after(counting, devices, integer_state=MIXED | {"token": "sum"})
-
-
-def test_what_is_not_mapped_by_hand_is_left_alone():
-  params = {"w": jnp.ones(2)}
-  local, vary = localise(params, ("data",))
-  assert local is vary(params) is params
 
 
 def test_devices_that_would_decide_each_for_itself(devices):

@@ -14,7 +14,7 @@ import pytest
 
 import mpjax
 from tests.loss_scale_oracle import Oracle
-from tests.programs import bits, run, stored
+from tests.programs import bits, run
 
 HALF = ("bfloat16", "float16")
 LEAVES = (*HALF, "float32")
@@ -210,57 +210,3 @@ def test_parameters_are_the_rounded_masters_of_a_float32_run(storage):
         if metrics[key].tolist() != [n[other] for n in numbers]:
           violations.append(f"{name}: {key}")
   assert violations == []
-
-
-def one_step(tx):
-  """A step as one writes it, over half parameters that are cast nowhere."""
-
-  def loss(params, x):
-    y = x.astype(jnp.bfloat16) @ params["w"] + params["b"][None]
-    return jnp.mean(y.astype(jnp.float32) ** 2)
-
-  def step(params, state, x):
-    value, grads = mpjax.value_and_grad(loss, state)(params, x)
-    updates, state = tx.update(grads, state, params, loss=value)
-    return (
-      mpjax.apply_updates(params, updates),
-      state,
-      {"loss": value} | mpjax.loss_scaling_metrics(state),
-    )
-
-  return step
-
-
-def nbytes(tree):
-  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-@pytest.mark.case("B077")
-@pytest.mark.parametrize(("storage", "of_master"), [("float32", 4), ("split", 2)])
-def test_memory_and_one_program_for_all_steps(storage, of_master):
-  """2 bytes for a parameter, some for its master, 4 for each moment, and a few single numbers.
-
-  XLA counts 8 bytes more for each result: a pointer. A compiled program takes one set of types.
-  """
-  tx = mpjax.loss_scaling(masters(storage)(optax.adamw(1e-3)))
-  size = 64 * 32 + 32
-  now = {"w": jnp.ones((64, 32), jnp.bfloat16), "b": jnp.ones(32, jnp.bfloat16)}
-  state, x = tx.init(now), jnp.ones((4, 64))
-  lowered = jax.jit(one_step(tx), donate_argnums=(0, 1)).lower(now, state, x)
-  _, _, metrics = lowered.out_info
-  step = lowered.compile()
-  found = step.memory_analysis()
-  held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-  leaves = len(jax.tree.leaves((now, state, metrics)))
-  assert held == nbytes((now, state, x, metrics)) + 8 * leaves
-  assert nbytes(now) == 2 * size
-  scalars = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 0]
-  assert nbytes(state) == (of_master + 4 + 4) * size + nbytes(scalars)
-  assert nbytes(scalars) < 64
-  types = jax.tree.map(jax.typeof, (now, state))
-  for value in (1.0, jnp.nan, 1.0, 2.0):
-    now, state, _ = step(now, state, x * value)
-    assert jax.tree.map(jax.typeof, (now, state)) == types
-  assert mpjax.loss_scaling_metrics(state)["skipped"] == 1
-  rounded = jax.tree.map(lambda m: stored(m, jnp.bfloat16), mpjax.master_params(state, now))
-  assert bits(now) == bits(rounded)

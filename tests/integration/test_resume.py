@@ -1,10 +1,6 @@
 """A run that was saved, in whatever phase, and resumed is the run that was never interrupted."""
 
-import functools
-import os
-import pathlib
-import subprocess
-import sys
+import itertools
 
 import flax.serialization
 import jax
@@ -15,8 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mpjax
+from tests.programs import bits, data_of_keys
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 STEPS = 40
 WINDOW = 3
 SCALE = mpjax.DynamicLossScale(init_scale=2**12, growth_interval=4, hysteresis=2)
@@ -49,132 +45,40 @@ def loss_fn(params, model_state, batch, rng):
   return loss, ({"mean": 0.9 * model_state["mean"] + 0.1 * mean}, {})
 
 
-@functools.cache
-def train_step():
-  return mpjax.make_train_step(loss_fn, TX, ema_decay=0.9)
-
-
 def batch(k):
   x = np.random.default_rng(100 + k).normal(size=(8, 4))
   return jnp.asarray(x * (1e6 if k in TOO_LARGE else 1), jnp.float32)
 
 
-def advance(state, start, stop):
-  """Returns the state at step `stop`, and the metrics on the way."""
-  trail = []
-  for k in range(start, stop):
-    state, metrics = train_step()(state, batch(k))
-    trail.append(metrics)
-  return state, jax.device_get(trail)
-
-
-@functools.cache
-def straight():
-  """The run without an interruption: what the state was before each step, and the metrics."""
-  state, states, metrics = begin(), [], []
-  for k in range(STEPS):
-    states.append(mpjax.checkpoints.to_arrays(state))
-    state, trail = advance(state, k, k + 1)
-    metrics += trail
-  return [*states, mpjax.checkpoints.to_arrays(state)], metrics
-
-
-def bits(x):
-  x = np.asarray(x)
-  return x.dtype.name, x.shape, x.tobytes()
-
-
-def assert_straight(state, trail, start):
-  """Asserts that what follows from `start` is what followed without an interruption."""
-  states, metrics = straight()
-  found = mpjax.checkpoints.to_arrays(state)
-  assert list(found) == list(states[-1])
-  assert [path for path in found if bits(found[path]) != bits(states[-1][path])] == []
-  assert jax.tree.map(bits, trail) == jax.tree.map(bits, metrics[start:])
-
-
-def counters(k):
-  """The scalars of the loss scale and of the accumulation before step `k`."""
-  return {path.rpartition("/")[2]: x.item() for path, x in straight()[0][k].items() if x.ndim == 0}
-
-
-def data_of_keys(tree):
-  """Keys as plain data, which is all that msgpack can hold."""
-
-  def data(x):
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-  return jax.tree.map(data, tree)
-
-
-def through_msgpack(state, folder):
+def through_msgpack(state, path):
   packed = flax.serialization.to_bytes(data_of_keys(state))
   return flax.serialization.msgpack_restore(packed)
 
 
-def through_orbax(state, folder):
+def through_orbax(state, path):
   with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(folder / "state", state)
-  return folder / "state"
-
-
-def phase(k):
-  """Names what is half done before step `k`."""
-  now, before = counters(k), counters(k - 1) if k else None
-  scales = [counters(i)["scale"] for i in range(k + 1)]
-  return {
-    "before the first growth": k > 0 and scales == sorted(scales, reverse=True),
-    "inside a growth window": 0 < now["good_steps"] < SCALE.growth_interval,
-    "inside an accumulation": now["micro_batches"] > 0,
-    "right after a skip": now["consecutive_skips"] == 1,
-    "right after two skips": now["consecutive_skips"] == 2,
-    "half the hysteresis used": now["hysteresis"] == 1,
-    "all the hysteresis used": now["hysteresis"] == 0,
-    "right after a growth": before is not None and now["scale"] > before["scale"],
-    "right after an update": before is not None and now["updates_done"] > before["updates_done"],
-  }
-
-
-PHASES = (0, 6, 8, 9, 11, 13, 26, 31, 34, STEPS)
-
-
-def test_the_chosen_steps_are_in_every_phase():
-  for name in phase(0):
-    assert any(phase(k)[name] for k in PHASES), name
+    checkpointer.save(path, state)
+  return path
 
 
 @pytest.mark.case("B122", "I5")
-@pytest.mark.parametrize("through", [through_orbax, through_msgpack])
-@pytest.mark.parametrize("k", PHASES)
-def test_resumed_in_each_phase(through, k, tmp_path):
-  state, _ = advance(begin(), 0, k)
-  target = jax.eval_shape(begin) if k % 2 else begin()
-  restored = mpjax.checkpoints.restore_like(target, through(state, tmp_path))
-  assert_straight(*advance(restored, k, STEPS), k)
-
-
-@pytest.mark.case("I5")
-def test_resumed_in_a_new_process(tmp_path):
-  k = 11  # in the middle of a growth window and of an accumulation
-  state, _ = advance(begin(), 0, k)
-  program = (
-    "import sys, numpy, mpjax\n"
-    "from tests.integration import test_resume as run\n"
-    "saved, k, out = sys.argv[1:]\n"
-    "restored = mpjax.checkpoints.restore_like(run.begin(), saved)\n"
-    "numpy.savez(out, **mpjax.checkpoints.to_arrays(run.advance(restored, int(k), run.STEPS)[0]))"
-  )
-  out = tmp_path / "out.npz"
-  done = subprocess.run(
-    [sys.executable, "-c", program, str(through_orbax(state, tmp_path)), str(k), str(out)],
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    cwd=tmp_path,
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  wanted = straight()[0][-1]
-  with np.load(out) as found:
-    assert {path: bits(found[path]) for path in found} == {p: bits(x) for p, x in wanted.items()}
+@pytest.mark.parametrize(("through", "every"), [(through_orbax, 4), (through_msgpack, 1)])
+def test_resumed_in_each_phase(through, every, tmp_path):
+  """A step from what was saved is the step of the run, whose later ones are then the same too."""
+  step, state, seen = mpjax.make_train_step(loss_fn, TX, ema_decay=0.9), begin(), []
+  targets = begin(), jax.eval_shape(begin)
+  for k in range(STEPS):
+    arrays = mpjax.checkpoints.to_arrays(state)
+    seen.append({path.rpartition("/")[2]: x.item() for path, x in arrays.items() if x.ndim == 0})
+    found = None
+    if k % every == 0:
+      saved = through(state, tmp_path / str(k))
+      restored = mpjax.checkpoints.restore_like(targets[k // every % 2], saved)
+      found = bits(step(restored, batch(k)))
+    state, metrics = step(state, batch(k))
+    assert found in (None, bits((state, metrics))), k
+  # The phases: of a window of micro-batches, of the hysteresis, of skips, of growth.
+  for name in ("micro_batches", "hysteresis", "consecutive_skips"):
+    assert {0, 1, 2} <= {counts[name] for counts in seen}, name
+  scales = [counts["scale"] for counts in seen]
+  assert any(after > before for before, after in itertools.pairwise(scales))

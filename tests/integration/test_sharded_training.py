@@ -1,4 +1,4 @@
-"""`make_train_step` on eight devices: data parallel, sharded parameters, shard_map, pmap.
+"""`make_train_step` on eight devices: data parallel, sharded parameters, shard_map.
 
 Every engine trains the model of `sharded_rig`, and must agree to the bit with its oracle in NumPy.
 """
@@ -29,6 +29,7 @@ from tests.integration.sharded_rig import (
 )
 from tests.partitioned import Collective, collectives
 from tests.programs import equations
+from tests.transforms.losses import loss_of, over_devices
 
 DEVICES = 8
 XLA = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -41,7 +42,6 @@ ENGINES = {
   "sharded parameters, explicit axes": Engine(EXPLICIT, params=jax.P("data", None)),
   "shard_map": Engine(mapped="shard_map", stored=jnp.float16),
   "shard_map, unchecked": Engine(mapped="shard_map unchecked"),
-  "pmap": Engine(mapped="pmap"),
 }
 
 
@@ -75,24 +75,19 @@ def test_200_steps_with_faults_on_single_devices(name, eight_devices):
       batch = put({key: x[i] for key, x in data().items()})
       state, metrics = jax.block_until_ready(step(state, batch))
       found.append(metrics)
-      if i == (name == "pmap"):  # To whose devices nobody has moved the state before.
+      if i == 0:
         first = len(traces)
         compiled.clear()
     assert len(traces) == first > 0
     assert not compiled, "the state came back as another kind of argument"
-  if name != "pmap":
-    after = jax.tree.map(lambda x: (x.sharding, x.committed, x.aval.weak_type), state)
-    same = jax.tree.map(
-      lambda x, a, b: a[0].is_equivalent_to(b[0], x.ndim) and a[1:] == b[1:], state, after, placed
-    )
-    assert jax.tree.all(same)
+  after = jax.tree.map(lambda x: (x.sharding, x.committed, x.aval.weak_type), state)
+  same = jax.tree.map(
+    lambda x, a, b: a[0].is_equivalent_to(b[0], x.ndim) and a[1:] == b[1:], state, after, placed
+  )
+  assert jax.tree.all(same)
 
   cut = {w.shape} if engine is not None and engine.params != jax.P() else set()
-  if name == "pmap":
-    for x in jax.tree.leaves((state._replace(rng=jax.random.key_data(state.rng)), found)):
-      assert len({row.tobytes() for row in np.asarray(x)}) == 1
-    state, found = jax.tree.map(lambda x: x[0], (state, found))
-  elif engine is not None:
+  if engine is not None:
     check_replicas((state, found), cut)
     assert {len(replicas(x)) for x in jax.tree.leaves(state)} == {DEVICES}
 
@@ -127,13 +122,8 @@ def test_200_steps_with_faults_on_single_devices(name, eight_devices):
 
 def product(compute):
   """A loss function with one product in `compute`, whose gradient is a sum over rows."""
-
-  def loss_fn(params, model_state, batch, rng):
-    del rng
-    out = batch.astype(compute) @ params["w"].astype(compute)
-    return jnp.sum(out.astype(jnp.float32)), (model_state, {})
-
-  return loss_fn
+  cast = lambda params, batch: batch.astype(compute) @ params["w"].astype(compute)  # noqa: E731
+  return loss_of(lambda params, batch: jnp.sum(cast(params, batch).astype(jnp.float32)))
 
 
 def mapped_step(devices, stored, compute, check_vma, **options):
@@ -142,8 +132,7 @@ def mapped_step(devices, stored, compute, check_vma, **options):
   mesh = mesh_of(devices)
   state = mpjax.TrainState.create(place(mesh, {"w": jnp.zeros((3, 2), stored)}, jax.P()), tx)
   step = mpjax.make_train_step(product(compute), tx, axis_name="data", **options)
-  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-  step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
+  step = over_devices(step, devices, check_vma=check_vma)
   return step, state, lambda batch: place(mesh, batch, jax.P("data"))
 
 
@@ -215,8 +204,7 @@ def test_all_devices_run_a_batch_again(eight_devices, check_vma):
   mesh = mesh_of(eight_devices)
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=16.0))
   step = mpjax.make_train_step(product(jnp.float16), tx, axis_name="data", max_retries=3)
-  specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-  step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
+  step = over_devices(step, eight_devices, check_vma=check_vma)
   state = mpjax.TrainState.create(place(mesh, {"w": jnp.zeros((3, 2))}, jax.P()), tx)
   batch = jnp.zeros((8, 3)).at[5].set(8192.0)  # times 16 and 8 is inf in float16, times 4 is not
   state, metrics = step(state, place(mesh, batch, jax.P("data")))
@@ -238,8 +226,7 @@ def test_stochastic_rounding_is_the_same_on_all_devices(eight_devices):
     step = mpjax.make_train_step(loss_fn, tx, rounding="stochastic", axis_name=axis)
     params, rows = {"w": jnp.ones((16, 2), jnp.bfloat16)}, batch / 8
     if axis:
-      specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-      step = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+      step = over_devices(step, eight_devices)
       params, rows = place(mesh, params, jax.P()), place(mesh, batch, jax.P("data"))
     state = mpjax.TrainState.create(params, tx, rng=jax.random.key(2))
     for _ in range(5):

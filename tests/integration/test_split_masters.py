@@ -125,80 +125,58 @@ def test_a_train_step_with_micro_batches_average_retries_and_donation():
     check_equal(tree, other)
 
 
-def run_on(place, storage, grads):
-  """Returns parameters and masters; `place` has the sharding of each parameter, or is None."""
-  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(1e-2, momentum=0.9), storage=storage))
-  params = jax.device_put(start(), place) if place else start()
-  state = tx.init(params)
-  where = jax.tree.map(lambda x: x.sharding, (params, state))
-  types = jax.tree.map(jax.typeof, (params, state))
-  step = jax.jit(
-    lambda params, state, g: stepped(tx, params, state, g),
-    out_shardings=where,
-    donate_argnums=(0, 1),
-  )
-  for g in grads:
-    given = {"w": g, "b": g[0], "half": g[1], "norm": g[2]}
-    given = jax.device_put(given, place) if place else given
-    # Thirty steps of eight devices in the queue of two busy cores, and XLA ends the process: a
-    # device has waited 40 s for the others.
-    params, state = jax.block_until_ready(step(params, state, given))
-  assert jax.tree.map(jax.typeof, (params, state)) == types
-  return params, mpjax.master_params(state, params)
-
-
 def stepped(tx, params, state, grads):
   updates, state = tx.update(grads, state, params)
   return mpjax.apply_updates(params, updates), state
 
 
-@pytest.mark.case("I19")
-def test_sharded_over_eight_devices():
-  """Rows or columns of a matrix, on meshes of both kinds."""
-  grads = np.random.default_rng(2).normal(size=(10, 8, 16)).astype(np.float32)
-  grads[::7, 2, 2] = np.nan
-  expected = run_on(None, "float32", grads)
-  kinds, rows, columns = jax.sharding.AxisType, jax.P("data"), jax.P(None, "data")
-  for kind, spec in ((kinds.Auto, rows), (kinds.Explicit, columns)):
-    mesh = jax.make_mesh((8,), ("data",), (kind,), devices=jax.devices()[:8])
-    specs = {"w": spec, "b": rows, "half": jax.P(), "norm": rows}
-    place = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
-    found = run_on(place, "split", grads)
-    for tree, other in zip(found, expected, strict=True):
-      check_equal(tree, other)
-    assert found[0]["w"].sharding.is_equivalent_to(place["w"], 2)
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+BY_ROWS, BY_COLUMNS = jax.P("data"), jax.P(None, "data")
 
 
 @pytest.mark.case("I19")
 @pytest.mark.parametrize(
-  ("spec", "check_vma"), [(jax.P("data"), True), (jax.P(None, "data"), False)]
+  ("kind", "spec", "mapped"),
+  [
+    (AUTO, BY_ROWS, {}),
+    (EXPLICIT, BY_COLUMNS, {}),
+    (AUTO, BY_ROWS, {"check_vma": True}),
+    (AUTO, BY_COLUMNS, {"check_vma": False}),
+  ],
+  ids=str,
 )
-def test_n9_inside_of_a_shard_map_with_parts_of_each_parameter(spec, check_vma):
-  """Each device has the masters of its rows or columns, and on the host they are all right."""
-  mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:8])
+def test_n9_eight_devices_have_parts_of_each_parameter(kind, spec, mapped):
+  """By the sharding of the arguments, or in a shard_map; on the host all masters are right."""
+  mesh = jax.make_mesh((8,), ("data",), (kind,), devices=jax.devices()[:8])
   grads = np.random.default_rng(2).normal(size=(20, 16, 24)).astype(np.float32)
   grads[::7, 2, 2] = np.nan
-  start = jnp.ones((16, 24), jnp.bfloat16)
 
-  def trained_by(storage, wrap=lambda step, state: step, **options):
+  def in_shard_map(step, state):
+    specs = spec, jax.tree.map(lambda x: spec if x.ndim else jax.P(), state)
+    return jax.shard_map(step, mesh=mesh, in_specs=(*specs, spec), out_specs=specs, **mapped)
+
+  def train(storage, place, wrap=lambda step, state: step, **options):
     inner = mpjax.master_weights(optax.adamw(1e-2), storage=storage)
     tx = mpjax.loss_scaling(inner, **options)
-    params, state = start, tx.init(start)
+    params = jax.device_put(jnp.ones((16, 24), jnp.bfloat16), place)
+    state = tx.init(params)
+    where = jax.tree.map(lambda x: x.sharding, (params, state))
+    types = jax.tree.map(jax.typeof, (params, state))
     step = jitted(wrap(functools.partial(stepped, tx), state))
     for g in grads:
-      params, state = jax.block_until_ready(step(params, state, g))
+      # Steps of eight devices in the queue of two busy cores, and XLA ends the process: a device
+      # has waited 40 s for the others.
+      params, state = jax.block_until_ready(step(params, state, jax.device_put(g, place)))
+    assert jax.tree.map(jax.typeof, (params, state)) == types
+    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), (params, state), where)
+    assert jax.tree.all(same)
     params, state = jax.device_get((params, state))
     return mpjax.master_params(state, params), mpjax.loss_scaling_metrics(state)["skipped"]
 
-  def mapped(step, state):
-    specs = spec, jax.tree.map(lambda x: spec if x.ndim else jax.P(), state)
-    return jax.shard_map(
-      step, mesh=mesh, in_specs=(*specs, spec), out_specs=specs, check_vma=check_vma
-    )
-
-  expected = trained_by("float32")
+  expected = train("float32", jax.devices()[0])
   assert expected[1] == 3
-  assert bits(trained_by("split", mapped, axis_name="data")) == bits(expected)
+  options = {"wrap": in_shard_map, "axis_name": "data"} if mapped else {}
+  assert bits(train("split", jax.NamedSharding(mesh, spec), **options)) == bits(expected)
 
 
 @pytest.mark.case("I19")

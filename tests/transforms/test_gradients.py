@@ -4,7 +4,6 @@ All through `make_train_step` with sgd at rate 1 from zero: the new parameters a
 gradients.
 """
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
