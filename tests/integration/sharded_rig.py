@@ -93,15 +93,9 @@ def masks(devices):
 
 @functools.cache
 def expected(devices, steps=STEPS):
-  """Returns what there is after `steps`, and the numbers of each.
+  """Returns parameters, momentum, statistics and applied steps at the end; numbers of each step.
 
-  Args:
-    devices: how many devices have a dropout key of their own; 0 for one key of all.
-    steps: how many.
-
-  Returns:
-    The parameters, their momentum, the statistics and the count of applied steps; and for each step
-    a dict of its numbers.
+  So many devices have a dropout key of their own; 0 for one key of all.
   """
   batch, kept = data(), masks(devices)
   w, momentum, mean, step = start().astype(np.float64), np.zeros((8, 4)), np.zeros((1, 4)), 0
@@ -146,12 +140,9 @@ def place(mesh, tree, spec):
 
 
 def prepare(engine, devices, fn=loss_fn):
-  """Returns the state, the step, and a function that puts a batch onto the devices.
+  """Returns the state, the step, and a function that puts a batch onto all devices.
 
-  Args:
-    engine: None for one device.
-    devices: those of all processes.
-    fn: the loss function.
+  Those are of all processes; without an engine it is one.
   """
   stored = engine.stored if engine else jnp.float32
   inner = optax.sgd(RATE, momentum=1.0)

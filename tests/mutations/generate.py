@@ -19,19 +19,12 @@ DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Mutant(NamedTuple):
-  """One change of a module.
+  """One change of a module."""
 
-  Args:
-    name: the file, the function and the change, in words that stay the same when lines move.
-    file: path of the module, relative to the project.
-    lines: first and last line of the changed code.
-    runs_on_import: whether that is at module level.
-  """
-
-  name: str
-  file: str
-  lines: tuple[int, int]
-  runs_on_import: bool
+  name: str  # the file, the function and the change: it stays the same when lines move
+  file: str  # path of the module, relative to the project
+  lines: tuple[int, int]  # first and last one of the changed code
+  runs_on_import: bool  # whether that is at module level
 
 
 class _Edit(NamedTuple):
@@ -45,12 +38,7 @@ class _Edit(NamedTuple):
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
-  """Returns all mutants of a module, in the order of its code.
-
-  Args:
-    file: path of the module, relative to the project.
-    source: its code.
-  """
+  """Returns all mutants of a module, whose code is `source`, in the order of that."""
   return [
     Mutant(name, file, (edit.at.lineno, edit.at.end_lineno or edit.at.lineno), not edit.function)
     for name, edit in _named_edits(file, ast.parse(source))
@@ -58,11 +46,7 @@ def mutants(file: str, source: str) -> list[Mutant]:
 
 
 def mutated(mutant: Mutant, source: str) -> str:
-  """Returns the code of the module with the change applied, without comments.
-
-  Raises:
-    ValueError: `source` has no such mutant.
-  """
+  """Returns the code of the module with the change applied, without comments."""
   tree = ast.parse(source)
   for name, edit in _named_edits(mutant.file, tree):
     if name == mutant.name:

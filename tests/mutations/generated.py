@@ -63,17 +63,11 @@ LIMIT = 90
 
 
 class Result(NamedTuple):
-  """How it ended for one mutant.
+  """How it ended for one mutant."""
 
-  Args:
-    killed_by: the id of a test, or "import" or "time"; None of a mutant that survived.
-    tests: how many tests execute the mutated lines.
-    digest: of the files on which the result depends.
-  """
-
-  killed_by: str | None
-  tests: int
-  digest: str
+  killed_by: str | None  # the id of a test, or "import" or "time"; None of one that survived
+  tests: int  # how many execute the mutated lines
+  digest: str  # of the files on which the result depends
 
 
 def digest(files: Iterable[str]) -> str:

@@ -87,10 +87,7 @@ def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 def nodes_to_search(tree: ast.Module, path: str) -> list[ast.AST]:
   """Returns the nodes of the function that `path` names ("Class.method"), nested ones included.
 
-  If `path` is empty, those at module level.
-
-  Raises:
-    ValueError: no function has that name, or several have.
+  If it is empty, those at module level. A ValueError if no function has that name, or several have.
   """
   if not path:
     return [tree, *(node for node in own_nodes(tree) if not isinstance(node, DEFINITIONS))]
@@ -115,8 +112,7 @@ def same(ours: list, old: list) -> bool:
 def mutated(source: str, mutation: Mutation) -> str:
   """Returns `source`, the code of `mutation.file`, with the mutation applied and no comments.
 
-  Raises:
-    ValueError: the function or the code to replace is not there, or is there more than once.
+  A ValueError if the function or the code to replace is not there, or is there more than once.
   """
   tree = ast.parse(source)
   old: list[ast.AST] = [*ast.parse(mutation.old).body]
@@ -146,11 +142,7 @@ def mutated(source: str, mutation: Mutation) -> str:
 
 
 def mutate(root: pathlib.Path, mutation: Mutation) -> None:
-  """Applies a mutation to the copy of the project in `root`.
-
-  Raises:
-    ValueError: the function or the code to replace is not there, or is there more than once.
-  """
+  """Applies a mutation to the copy of the project in `root`."""
   file = root / mutation.file
   source = file.read_text(encoding="utf-8")
   file.write_text(mutated(source, mutation), encoding="utf-8")
@@ -161,8 +153,7 @@ def run_tests(
 ) -> tuple[dict[str, str], str]:
   """Runs tests of the copy in `root`; returns how each ended, and what pytest printed.
 
-  Raises:
-    subprocess.TimeoutExpired: after `limit` seconds.
+  It is subprocess.TimeoutExpired after `limit` seconds.
   """
   report = root / "report.xml"
   report.unlink(missing_ok=True)  # that of the unmutated project
