@@ -5,7 +5,6 @@ seeds. What is measured for a GPU is in the files of its scripts.
 """
 
 import functools
-import inspect
 import io
 import json
 import math
@@ -143,14 +142,8 @@ def test_everything_is_measured_and_written(bench, measure, tmp_path):
     assert {key: ours[key] for key in exact} == {key: theirs[key] for key in exact}
     assert all(ours[key] <= 1.02 * theirs[key] for key in theirs)
   assert list(results["scaling"]["mlp"]) == ["none", "static", "dynamic", "flax"]
-  shown = text.getvalue()
-  assert "step / hand" in shown
-  assert "step / none" in shown
-  assert "…" not in shown
-  lines = shown.splitlines()
-  assert max(map(len, lines)) <= 80
-  # No figure is broken over two lines.
-  assert all(line.count("(") == line.count(")") for line in lines if "/" in line)
+  for ratio in ("step / hand", "step / none"):
+    assert ratio in text.getvalue()
 
 
 def test_turns_are_taken_in_turn_and_a_ratio_round_by_round(measure):
@@ -184,11 +177,6 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 """
   names = ("parameter", "add", "convert", "fusion", "custom-call")
   assert measure.count_hlo(text) == dict.fromkeys(names, 1)
-  compiled = jax.jit(lambda x: (x @ x).astype(jnp.int32)).lower(jnp.ones((4, 4))).compile()
-  found = measure.count_compiled(compiled)
-  assert found["dot"] + found["custom_call"] == 1
-  assert found["convert"] == 1
-  assert found["argument_bytes"] == found["output_bytes"] == 64
 
 
 # Autocast, whose programs promote ranks as people write them
@@ -229,26 +217,6 @@ def test_a_program_is_measured_by_every_tool_and_written(
 
 
 @pytest.mark.standard_promotion
-def test_a_failure_of_a_tool_is_recorded_and_said(autocast, autocast_report, monkeypatch):
-  tools = autocast.autocast_tools
-
-  def broken(program, half):
-    raise TypeError("no such\nthing")
-
-  monkeypatch.setattr(tools, "TOOLS", {"mine": broken})
-  settings = tools.Settings(size=8, rounds=1)
-  found = tools.main(["mine"], settings, ["classifier, jit"])["programs"]["classifier, jit"]
-  assert found["mine"] == {"failed": "TypeError: no such"}
-  good = {"forward_half": 1.0, "gradient_half": 1.0, "error": 3e-3}
-  say = autocast_report._failure
-  assert say(good, "transformer, loop", "float16") == "-"
-  assert say(good, "mlp", "float16") == "error 3.0e-03, bound 2.0e-03"
-  assert say({**good, "error": float("nan")}, "mlp", "bfloat16") == "error nan, bound 1.6e-02"
-  half = {**good, "gradient_half": 0.25}
-  assert say(half, "mlp", "bfloat16") == "in float32: 0% forward, 75% gradient"
-
-
-@pytest.mark.standard_promotion
 def test_plain_and_by_hand_are_one_program_in_two_precisions(autocast, autocast_programs):
   """By hand every product is in half; without a dtype there is no cast at all."""
   for name, program in autocast_programs.PROGRAMS.items():
@@ -286,8 +254,11 @@ def test_recorded_figures_of_autocast_are_within_the_bounds(
       found = results["tools"][half][where]
       assert found["programs"].keys() == autocast_programs.PROGRAMS.keys()
       assert "jaxamp" in found["environment"]["versions"]
+    bound = autocast.autocast_tools.BOUNDS[half]
     for name, found in results["tools"][half]["here"]["programs"].items():
-      assert autocast_report._failure(found["mpjax"], name, half) == "-"
+      ours = found["mpjax"]
+      assert ours["forward_half"] == ours["gradient_half"] == 1
+      assert ours["error"] <= bound * (1 + autocast_programs.PROGRAMS[name].attention)
   assert results["tracing"]["kinds"].keys() == autocast.autocast_tracing.KINDS.keys()
   for found in results["tracing"]["kinds"].values():
     for one in found:
@@ -349,14 +320,11 @@ def test_an_error_is_that_of_all_parameters_and_of_the_version_that_errs_least(
   got = {"a": np.float32([3.0, 0.3]), "b": np.float32([[0.4, 4.0]])}
   assert accuracy.error(got, want) == pytest.approx(0.5 / 5)
   assert accuracy.error(want, want) == 0
+  means = accuracy_report.means
   errors = {"policy": [1e-3, 4e-3], "dtype": [8e-3, 2e-3], "care": [1e-3, 1e-3]}
-  errors = {way: accuracy_report.means(each) for way, each in errors.items()}
-  one = accuracy_report.compare({**errors, "cast": "not supported"})
+  one = accuracy_report.compare({**{k: means(v) for k, v in errors.items()}, "cast": "no"})
   assert one.way == "care"
   assert one.ratio == pytest.approx(statistics.geometric_mean([1.0, 4.0]))
-  assert errors["policy"]["root_mean_square"] == pytest.approx(math.sqrt(8.5e-6))
-  alone = {"policy": errors["policy"], "cast": "23% of its matmuls are in float16"}
-  assert accuracy_report.compare(alone) is None
   # Neither one model above 1.1, nor all together above 1.
   for ratios, holds in (
     ([1.05, 0.9], True),
@@ -364,7 +332,6 @@ def test_an_error_is_that_of_all_parameters_and_of_the_version_that_errs_least(
     ([1.11, 0.5], False),
     ([math.nan, 0.5], False),
   ):
-    means = accuracy_report.means
     models = {
       str(i): {"float16": {"policy": means([ratio * 1e-3]), "dtype": means([1e-3])}}
       for i, ratio in enumerate(ratios)
@@ -420,44 +387,6 @@ def test_the_verdict_is_that_of_the_statistics_module(parity_report):
     assert parity_report.compare(half, reference).holds == holds
 
 
-def results(report, shift=0.0):
-  """Figures of two models, three seeds each, where half is off by `shift`."""
-
-  def runs(policy, name):
-    off = shift if policy == "mixed_float16" else 0.0
-    return {
-      str(seed): {name: 0.5 + 0.1 * seed + off, "skipped": 2 * seed, "loss_scale": 1.0}
-      for seed in range(3)
-    }
-
-  models = {
-    model: {"steps": 7, "runs": {policy: runs(policy, name) for policy in report.POLICIES}}
-    for model, name in {"net": "accuracy", "writer": "character_loss"}.items()
-  }
-  return {"environment": recorded(report)["environment"], "models": models}
-
-
-def test_rows_and_plot_say_what_was_measured(parity_report, tmp_path):
-  heading, *rows = parity_report.rows(results(parity_report, shift=0.05))
-  found = {(row[0], row[2]): dict(zip(heading, row, strict=True)) for row in rows}
-  row = found["net", "mixed_float16"]
-  assert (row["figure"], row["mean"], row["float32"]) == ("test accuracy, %", "65.0000", "60.0000")
-  assert (row["difference"], row["deviation"], row["range"]) == ("+5.0000", "10.0000", "20.0000")
-  assert (row["same seed"], row["within"], row["skipped"]) == ("5.0000", "yes", "2.0")
-  writer = found["writer", "mixed_bfloat16"]
-  assert writer["figure"] == "held-out perplexity"
-  assert float(writer["mean"]) == pytest.approx(np.mean(np.exp([0.5, 0.6, 0.7])), abs=1e-4)
-  apart = results(parity_report, shift=0.2)
-  off = parity_report.rows(apart)
-  assert [row[heading.index("within")] for row in off[1:]] == ["yes", "**no**", "yes"] * 2
-  assert parity_report.summary(apart) == "Within the spread: 4 of 6 rows."
-  parity_report.plot(apart, tmp_path / "new" / "plot.png")
-  assert_colors(tmp_path / "new" / "plot.png", parity_report.COLORS[1:])
-  del apart["models"]["net"]["runs"]["mixed_bfloat16"]["1"]
-  with pytest.raises(ValueError, match=r"mixed_bfloat16 has only the seeds \['0', '2'\]"):
-    parity_report.comparisons(apart)
-
-
 def test_runs_are_made_once_and_kept(parity, monkeypatch, tmp_path):
   """A run that was interrupted goes on; another number of steps is not mixed with what is there."""
   made = []
@@ -511,33 +440,6 @@ def test_a_seed_is_a_start_and_an_order_of_batches_under_every_policy(parity):
     assert first == again != other
 
 
-@pytest.mark.parametrize(("example_of", "task"), [("digits", "digits CNN"), ("lenet", "LeNet-5")])
-def test_a_run_passes_its_seed(parity, monkeypatch, example_of, task):
-  """To what makes the first parameters, and to what chooses the batches."""
-  module, asked = getattr(parity, example_of), {"prepare": [], "batches": []}
-  run = parity.TASKS[task].run
-
-  def spy(name):
-    plain = getattr(module, name)
-
-    def call(*args, **kwargs):
-      given = inspect.signature(plain).bind(*args, **kwargs)
-      given.apply_defaults()
-      asked[name].append(given.arguments["seed"])
-      if name == "batches":
-        raise KeyboardInterrupt  # It is known by now.
-      return plain(*args, **kwargs)
-
-    return call
-
-  for name in asked:
-    monkeypatch.setattr(module, name, spy(name))
-  with pytest.raises(KeyboardInterrupt):
-    run("float32", 1, 7, lambda: None)
-  assert 7 in asked["prepare"]  # The step, which all seeds share, is another's.
-  assert asked["batches"] == [7]
-
-
 def test_a_real_run(parity, monkeypatch, tmp_path):
   """A small model: policies differ, but less than seeds do, and it learns."""
   tiny = parity.lstm.LanguageModel(features=8, layers=1)
@@ -572,7 +474,7 @@ def test_float8_is_trained_where_a_model_has_it(parity):
   assert "mixed_float8" not in parity.TASKS["digits CNN"].policies
 
 
-def test_recorded_trainings_hold(parity, parity_report):
+def test_recorded_trainings_hold(parity, parity_report, tmp_path):
   found = recorded(parity_report)
   assert found["models"].keys() == parity.TASKS.keys()
   assert found["environment"]["versions"].keys() >= {"mpjax", "jax", "flax", "optax"}
@@ -580,7 +482,11 @@ def test_recorded_trainings_hold(parity, parity_report):
     assert task["runs"].keys() == set(parity.TASKS[name].policies)
     assert len(task["runs"]["float32"]) == parity.TASKS[name].seeds >= 5
     assert task["steps"] == parity.TASKS[name].steps
+    for runs in task["runs"].values():  # A seed that reached nothing would change nothing.
+      assert len({json.dumps(run) for run in runs.values()}) == len(runs)
   assert all(one.holds for one in parity_report.comparisons(found).values())
+  parity_report.plot(found, tmp_path / "plot.png")
+  assert_colors(tmp_path / "plot.png", parity_report.COLORS[1:])
   # What was counted are the right answers.
   logits = np.log(np.array([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]], np.float32))
   answers = parity.classified(logits, np.array([0, 2]))

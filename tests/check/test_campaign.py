@@ -12,10 +12,8 @@ import pytest
 
 from tests.campaign import run
 from tests.campaign.outcome import (
-  BrokenCampaign,
   Job,
   Outcome,
-  check_clean,
   differing,
   digest,
   judge,
@@ -54,18 +52,6 @@ def test_a_fault_is_lost_if_anything_is_wrong_before_the_next_one():
   assert outcome.first == "a setup, run 0: first wrong after step 2: state"
   assert right.tolist() == [[True] * 3 + [False] * 3, [True] + [False] * 5]
   assert np.all(judge(Outcome(""), planted, {"state": np.zeros_like(wrong)}, ""))
-
-
-def test_losses_are_added_and_a_difference_without_a_fault_is_one():
-  total = Outcome("values")
-  for part in (Outcome("", 5), Outcome("", 4, 2, first="here"), Outcome("", 1, 1, first="there")):
-    total.add(part)
-  assert (total.injected, total.lost, total.first) == (10, 3, "here")
-  outcome, clean = Outcome("values"), Outcome("", lost=1, first="step 0")
-  check_clean(clean, outcome, guard=True)
-  assert (outcome.lost, outcome.first) == (1, "without any fault: step 0")
-  with pytest.raises(BrokenCampaign, match="without any fault"):
-    check_clean(clean, outcome, guard=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])

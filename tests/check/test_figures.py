@@ -1,6 +1,5 @@
 """The figures of the pages: drawn from facts, there in both themes, and what their scripts draw."""
 
-import importlib
 import json
 import pathlib
 import re
@@ -12,7 +11,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
-from docs.figures import casts, formats, memory, sphinx_pictures, style, underflow
+from docs.figures import formats, memory, sphinx_pictures, style, underflow
 from docs.figures.__main__ import FIGURES
 from tests.lint.test_links import PAGES, ROOT
 
@@ -140,11 +139,6 @@ def test_the_recorded_gradients_are_those_that_the_page_speaks_of():
   assert after.zero + after.subnormal + after.overflow < 1e-3
 
 
-def test_a_node_with_two_dtypes_is_no_figure():
-  with pytest.raises(ValueError, match="norm_1: the figure shows one dtype"):
-    casts._only({"float32", "bfloat16"}, "norm_1")
-
-
 @pytest.mark.standard_promotion
 def test_the_recorded_bytes_are_those_of_the_model():
   found, layers = memory.facts(), memory.LAYERS
@@ -178,16 +172,3 @@ def test_the_recorded_facts_are_measured_again():
     for each in (found, recorded)
   ]
   assert shares[0] == pytest.approx(shares[1], abs=0.02)
-
-
-def test_the_command_draws_what_is_named(tmp_path, monkeypatch, capsys):
-  main = importlib.import_module("docs.figures.__main__").main
-  monkeypatch.setattr(style, "FOLDER", tmp_path)
-  monkeypatch.setattr("sys.argv", ["figures", "formats"])
-  main()
-  assert {path.name for path in tmp_path.iterdir()} == {"formats-light.svg", "formats-dark.svg"}
-  assert capsys.readouterr().out.count("formats") == 2
-  monkeypatch.setattr("sys.argv", ["figures", "format"])
-  with pytest.raises(SystemExit):
-    main()
-  assert "unknown: format" in capsys.readouterr().err

@@ -221,33 +221,11 @@ def test_a_second_call_measures_what_is_not_recorded(call):
 
 
 def test_what_pytorch_lacks_is_said_and_the_rest_is_measured(call, workers):
-  """PyTorch itself, or a compiler: whether it says so or dies of it."""
   gone = workers.WorkerEndedError("the process ended with 1: No module named 'torch'")
   results, text, _ = call(torch_fails={("hello", None): gone}, models=["mlp"])
   assert "No module named 'torch'" in results["models"]["mlp"]["parts"]["torch"]["missing"]
   assert "PyTorch is not measured: no PyTorch in" in text
   assert len(results["models"]["mlp"]["parts"]["jax"]["versions"]["policy"]["seconds"]) == 3
-  for failure in ({"failed": "no compiler"}, workers.WorkerEndedError("no compiler")):
-    results, text, _ = call(torch_fails={("warm_up", None): failure}, models=["mlp"], fresh=True)
-    found = results["models"]["mlp"]["parts"]["torch"]["versions"]
-    assert found["torch amp"] == {"failed": "no compiler"}
-    assert len(found["torch TF32"]["seconds"]) == len(found["dynamic"]["seconds"]) == 3
-    assert "not measured; torch amp" in " ".join(text.split())
-
-
-def test_no_memory_for_float32_is_said_where_its_figure_would_be(call, gpu_ratios):
-  fails = {("check", "float32 highest"): {"failed": "out of memory"}}
-  results, _, _ = call(fails, models=["mlp"])
-  rows = {row[1]: row[2:] for row in gpu_ratios.rows(results)}
-  said = "not measured; float32 highest: out of memory"
-  assert rows["float32 highest / policy"] == (said, "", "")
-  assert rows["TF32 / policy"][0].startswith("1.000")
-
-
-def test_when_the_time_is_up_it_stops_and_says_so(call):
-  results, text, _ = call(minutes=0)
-  assert results["models"] == {}
-  assert "Out of time, not measured in full: mlp, lstm." in " ".join(text.split())
 
 
 def test_a_call_that_is_broken_off_leaves_what_it_measured(call, tmp_path):

@@ -16,7 +16,6 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 import mpjax
-from mpjax._core import together
 from tests import programs
 from tests.scripts import BENCHMARKS, benchmark
 
@@ -137,26 +136,6 @@ def test_kernels_of_a_loop_are_those_of_one_iteration(hlo):
   assert (program.count("add"), program.count("while"), program.count("conditional")) == (2, 1, 0)
 
 
-def test_differences_are_sorted_by_bytes(hlo):
-  one = {"a": (1, 10), "b": (2, 20), "same": (1, 1)}
-  other = {"a": (2, 5), "c": (1, 40), "same": (1, 1)}
-  assert hlo.differences(one, other) == [("c", (-1, -40)), ("b", (2, 20)), ("a", (-1, 5))]
-
-
-def test_bytes_of_a_type(hlo):
-  for text, size in {
-    "f32[]": 4,
-    "bf16[3,5]{1,0}": 30,
-    "pred[7]{0}": 7,
-    "s4[7]{0:E(4)}": 4,
-    "f8e4m3fn[6]{0}": 6,
-    "c64[2]": 16,
-    "token[]": 0,
-    "(f32[2]{0}, (f16[3]{0}, u8[0]{0}), s32[<=4]{0})": 30,
-  }.items():
-    assert hlo.type_bytes(text) == size, text
-
-
 def test_an_estimate_is_the_longer_of_arithmetic_and_memory(gpu_hlo):
   """Of an H200: 989 and 495 trillion operations, and 4.8 trillion bytes, in a second."""
   seconds = gpu_hlo.roofline.seconds
@@ -180,16 +159,6 @@ def test_every_target_is_a_chip_with_a_roofline(gpu_hlo):
     keys = collections.Counter(line.split(":")[0].strip() for line in lines if ":" in line)
     assert keys["core_count"] == keys["memory_bandwidth"] == keys["device_memory_size"] == 1
     assert any(f'"NVIDIA {file.stem.upper()}"' in line for line in lines)
-
-
-def test_a_loop_has_no_estimate(gpu_hlo):
-  """How often it runs is not looked for."""
-  case = gpu_hlo.SIZES["tiny"]["lstm"]
-  step, state = gpu_hlo.steps(case, "float16")["policy"]
-  args = gpu_hlo.arguments_of(case, jax.devices()[0], state)
-  figures, text = gpu_hlo.compiled_step(step, args, {})
-  assert gpu_hlo.estimate("h200", figures, gpu_hlo.hlo.parse(text)) is None
-  assert figures["flops"].keys() == {"float16"}
 
 
 def test_one_version_differs_from_another_by_its_dtypes_alone(gpu_hlo):
@@ -232,18 +201,6 @@ def test_exact_by_hand_sums_the_gradients_of_biases_in_float32(gpu_hlo, model, l
   assert in_half["by hand"] > in_half["by hand, exact"] == left
 
 
-def test_a_model_can_be_made_shallower(gpu_hlo):
-  for model in ("mlp", "resnet", "gpt"):
-    case = gpu_hlo.SIZES["gpu"][model]
-    assert gpu_hlo.shallower(case, None) is case
-    full, small = case.make(jnp.float16), gpu_hlo.shallower(case, 1).make(jnp.float16)
-    assert small.dtype == full.dtype == jnp.float16
-    if model == "resnet":
-      assert (full.stages, small.stages) == ((3, 4, 6, 3), (1, 1, 1, 1))
-    else:
-      assert full.layers > small.layers == 1
-
-
 def test_programs_of_this_cpu_are_compared_and_written(gpu_hlo, tmp_path):
   text = io.StringIO()
   out = tmp_path / "new" / "figures.json"
@@ -267,13 +224,7 @@ def test_programs_of_this_cpu_are_compared_and_written(gpu_hlo, tmp_path):
     assert min(one["kernels"], one["bytes"], one["temp_bytes"]) > 0
   by_hand = gpu_hlo.hlo.parse((tmp_path / "texts" / "mlp_by_hand_exact.txt").read_text())
   assert len(list(by_hand.kernels())) == versions["by hand, exact"]["kernels"]
-  shown = text.getvalue()
-  assert "mlp, float16" in shown
-  assert "mlp: autocast minus by hand" in shown
-  assert "mlp: float32" not in shown
-  assert f"{versions['float32']['kernels'] / versions['by hand']['kernels']:.3f}" in shown
-  assert max(map(len, shown.splitlines())) <= 80
-  assert "…" not in shown
+  assert f"{versions['float32']['kernels'] / versions['by hand']['kernels']:.3f}" in text.getvalue()
 
 
 def test_without_a_compiler_for_cuda_it_says_what_to_install(gpu_hlo, monkeypatch):
@@ -340,11 +291,8 @@ def small_step(tx, half, params, state, x):
 
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("on_gpu", [True, False], ids=["together", "one by one"])
-def test_what_loss_scaling_adds_to_a_step_on_an_h200(gpu_hlo, h200, half, on_gpu, monkeypatch):
+def test_what_loss_scaling_adds_to_a_step_on_an_h200(gpu_hlo, h200, half):
   """One reduction for 24 gradients of two sizes, and two updates for 24 parameters."""
-  if not on_gpu:
-    monkeypatch.setattr(together, "_on_gpu", lambda operand, on_gpu, elsewhere: elsewhere(operand))
   shapes = [((WIDTH, WIDTH), (WIDTH,))] * LAYERS
   params = jax.tree.map(
     lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -367,16 +315,10 @@ def test_what_loss_scaling_adds_to_a_step_on_an_h200(gpu_hlo, h200, half, on_gpu
     kernels[name] = len(found)
     ends = (each.source.rpartition("/")[2] for each in found)
     sources[name] = collections.Counter(end for end in ends if end in ("reduce_and", "add"))
-  leaves = 2 * LAYERS
-  assert sources["NoLossScale"] == {"add": leaves}
+  assert sources["NoLossScale"] == {"add": 2 * LAYERS}
   for name in ("StaticLossScale", "DynamicLossScale"):
-    if on_gpu:
-      assert sources[name] == {"reduce_and": 1, "add": 2}
-      assert kernels[name] < kernels["NoLossScale"]
-    else:
-      # What it would cost: should XLA come to do this by itself, what is done here can go.
-      assert sources[name] == {"reduce_and": leaves, "add": leaves}
-      assert kernels[name] > 1.2 * kernels["NoLossScale"]
+    assert sources[name] == {"reduce_and": 1, "add": 2}
+    assert kernels[name] < kernels["NoLossScale"]
 
 
 @pytest.mark.gpu_compiler

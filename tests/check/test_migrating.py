@@ -12,16 +12,11 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import chex
 import flax.training.dynamic_scale
 import haiku as hk
-import jax
-import jax.numpy as jnp
 import jmp
-import optax
 import pytest
 
-import mpjax
 from tests.lint.test_api_pages import load
 from tests.lint.test_public_api import NAMES, resolve
 from tests.migrating_lines import NOT_RUN, failures, source, worlds
@@ -261,25 +256,6 @@ def test_the_lines_of_the_tables_run():
   lines = ["new_tx = mpjax.loss_scaling(tx)", "new_tx.init(weights)"]
   assert failures(lines, objects) == {}
   assert failures(lines[1:], objects).keys() == {lines[1]}
-
-
-def test_the_scale_stays_when_its_growth_is_changed():
-  # `GradScaler.set_growth_interval` leaves the scale where it is, and so must the row's lines.
-  markdown = (ROOT / "docs/migrating/torch_amp.md").read_text(encoding="utf-8")
-  (row,) = [row for row in rows(markdown) if "set_growth_interval" in row.cells[0]]
-  params, tx = jnp.ones(3), optax.sgd(0.1, momentum=0.9)
-  old_tx = mpjax.loss_scaling(tx, mpjax.DynamicLossScale(init_scale=1024))
-  _, opt_state = old_tx.update(jnp.full(3, 512.0), old_tx.init(params), params)
-  opt_state = mpjax.set_loss_scale(opt_state, 64)
-  names: dict[str, Any] = {"mpjax": mpjax, "params": params, "tx": tx, "opt_state": opt_state}
-  for line in spans(row.cells[-2]):
-    exec(line, names)
-  new_tx, new_state = names["new_tx"], names["new_state"]
-  assert float(mpjax.loss_scaling_metrics(new_state)["loss_scale"]) == 64
-  chex.assert_trees_all_equal(new_state.inner_state, opt_state.inner_state)
-  # The configuration is in the structure.
-  assert jax.tree.structure(new_state) == jax.tree.structure(new_tx.init(params))
-  assert jax.tree.structure(new_state) != jax.tree.structure(opt_state)
 
 
 ID = "tests/check/test_migrating.py::test_faults_of_rows_are_found"

@@ -99,13 +99,6 @@ def test_code_is_found_in_the_syntax_tree_of_its_function():
     assert run.mutated(source, mutation) == ast.unparse(ast.parse(expected)) + "\n"
 
 
-def test_numbers_choose():
-  assert run.chosen(None) == list(table.MUTATIONS)
-  assert {mutation.name for mutation in run.chosen("17,4")} == {"4", "17a", "17b"}
-  with pytest.raises(SystemExit, match="no mutation has the number 99"):
-    run.chosen("4,99")
-
-
 @pytest.fixture
 def project(tmp_path):
   """A project as small as can be: one function and its test."""
