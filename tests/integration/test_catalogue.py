@@ -201,18 +201,3 @@ def test_a_float32_matmul_takes_more_than_to_ask_for_a_float32_result():
   assert [p.dtypes for p in found] == [(HALF, HALF), *[("float32", "float32")] * 2]
   assert [p.result for p in found] == ["float32[3,4]"] * 3
   assert "HIGHEST" in found[2].layout
-
-
-def test_what_only_an_exponential_reads_is_float32_and_what_a_matmul_reads_is_not():
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      x = nn.relu(nn.Dense(8)(x)) * 0.5
-      scores = nn.Dense(4)(x)
-      return jnp.exp(scores - scores.max())
-
-  x = normal(2, 8)
-  model = mpjax.linen.with_policy(Net(), f"mixed_{HALF}")
-  program = jax.make_jaxpr(model.apply)(shapes(Net(), x), x)
-  assert programs.dtypes_of(program, "dot_general", "max", "mul") == {HALF}
-  assert programs.dtypes_of(program, "sub", "exp") == {"float32"}

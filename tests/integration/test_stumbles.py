@@ -6,7 +6,6 @@ of these models are read by tests/integration/test_catalogue.py, which also show
 Linen makes the program that a wrapper makes.
 """
 
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,9 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import mpjax
 from mpjax import Policy, Rule
 from tests import programs
 from tests.models import catalogue, stumbles
@@ -24,7 +21,6 @@ from tests.models import stumbles_models as models
 from tests.models.stumbles import ALMOST_ONE, EPS
 from tests.models.stumbles_models import PLACES, RAYS, TIMES, Part
 from tests.models.values import normal
-from tests.nnx import rig
 from tests.nnx.rig import is_float
 
 
@@ -164,15 +160,6 @@ def test_what_submodules_make_of(model, args, framework, half):
   assert stumbles.error(got, want) <= 1.2 * by_hand
 
 
-def test_calls_that_are_not_compiled_are_the_same(framework):
-  half = "bfloat16"
-  made = (Form(models.nerf(half), None, RAYS), Form(models.nerf(), half, RAYS))
-  (want,) = ran(framework, Form(models.nerf(), None, RAYS))
-  params = params_of(framework, made[0])
-  by_hand, got = (stumbles.error(call_of(framework, f)(params, RAYS), want) for f in made)
-  assert got <= 1.2 * by_hand
-
-
 @pytest.mark.parametrize(
   ("model", "grids", "places"),
   [
@@ -202,19 +189,6 @@ def test_probabilities_sum_to_one_by_softmax(framework):
       assert stumbles.error(got, want) < 4 * EPS[half], end
       probabilities = np.exp(got) if end == "log_softmax" else got
       np.testing.assert_allclose(probabilities.sum(-1), 1, rtol=0, atol=1e-6, err_msg=end)
-
-
-def test_the_actor_of_a_ppo_loop_acts(framework, half):
-  frames = np.random.default_rng(0).integers(0, 255, (16, 16, 16, 4), np.uint8)
-  form = Form(models.actor_critic(), half, (frames,))
-  ((log_probs, values),) = ran(framework, form)
-  probs = np.exp(np.array(log_probs))
-  np.testing.assert_allclose(probs.sum(-1, dtype=np.float64), 1, rtol=0, atol=1e-6)
-  # NumPy refuses probabilities that do not sum to one.
-  rng = np.random.RandomState(0)
-  assert {rng.choice(4, p=row) for row in probs} <= set(range(4))
-  assert values.shape == (16, 1)
-  assert all(product.is_low_precision for product in matmuls(framework, form))
 
 
 def test_masks_with_padded_rows(framework):
@@ -293,13 +267,6 @@ def test_the_gradient_of_a_parameter_used_often_counts(framework, half):
   np.testing.assert_array_equal(leaf(grads, "w"), 4096 + 39)
 
 
-def test_four_hundred_uses_are_a_gradient_of_four_hundred(framework):
-  """The example of the documentation; a sum in bfloat16 ends at 256."""
-  form = Form(models.summed(), "bfloat16", (np.ones((400, 1), np.float32),))
-  ((_, (grads, _)),) = ran(framework, form, grads=True, w=1)
-  np.testing.assert_array_equal(leaf(grads, "w"), 400)
-
-
 def test_gradients_of_biases_and_scales_are_float32_sums(framework, half):
   """Numbers that both half types hold, and whose sums float32 holds: any rounding would show."""
   x = np.tile(np.asarray([[1, 2, 1, 2]], np.float32), (4096, 1))
@@ -373,118 +340,3 @@ def test_kernels_that_take_nothing_but_half(kernel, framework, half, monkeypatch
   if kernel == "half_attention":
     want, got = ran(framework, plain, ours)
     assert stumbles.error(got, want) < 4 * EPS[half]
-
-
-def test_a_model_whose_python_looks_at_values(framework, half):
-  """What can be traced of it, each layer, runs in half; where it cannot be, one warning says so."""
-  x = np.full((2, 4), ALMOST_ONE)
-  # Of the same tree, since shapes are found by tracing.
-  params = params_of(framework, Form(models.activated("cube"), None, (x,)), kernel=ALMOST_ONE)
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    if framework == "linen":
-      model = mpjax.linen.with_policy(models.looking().linen(None), f"mixed_{half}")
-      hidden, out = model.apply({"params": params}, x)
-    else:
-      model = models.looking().nnx(None, nnx.Rngs(0))
-      nnx.update(model, params)
-      hidden, out = view_of(model, half)(x)
-  assert len(caught) == 1
-  assert "stumbles_" in f"{caught[0].message} {caught[0].filename}"  # The line is named.
-  assert hidden.dtype == out.dtype == jnp.float32
-  np.testing.assert_array_equal(hidden, np.full((2, 4), 8))
-  np.testing.assert_array_equal(out, np.full((2, 4), 32))
-  if framework == "nnx":
-    # A call still writes to the model.
-    assert model.calls[...] == 1
-
-
-# What only Linen has: modules that are bound.
-
-
-def owned(part: Part) -> Any:
-  return {"params": params_of("linen", Form(part, None, (X,)), w=ALMOST_ONE)}
-
-
-@pytest.mark.parametrize("first", ["plain", "scope"])
-def test_a_bound_module_keeps_nothing_of_a_scope(first, half):
-  model, variables = models.OWNER.linen(None), owned(models.OWNER)
-  bound, plain = model.bind(variables), model.apply(variables, X)
-  np.testing.assert_array_equal(plain, IN_FULL)
-  if first == "plain":
-    assert programs.bits(bound(X)) == programs.bits(plain)
-  for _ in range(2):
-    with mpjax.linen.policy_scope(f"mixed_{half}"):
-      np.testing.assert_array_equal(bound(X), IN_HALF)
-    assert programs.bits(bound(X)) == programs.bits(plain)
-    assert programs.bits(bound.w) == programs.bits(variables["params"]["w"])
-
-
-def test_bound_models_run_under_a_policy_and_in_a_scope(half):
-  part = models.precisely("half full read")
-  model, variables = part.linen(None), owned(part)
-  policied = mpjax.linen.with_policy(model, f"mixed_{half}")
-  bound = policied.bind(variables)
-  for found in (bound(X), bound(X), policied.apply(variables, X)):
-    np.testing.assert_array_equal(found[0], IN_HALF)
-    np.testing.assert_array_equal(found[1], IN_FULL)
-    assert found[0].dtype == jnp.float32
-  np.testing.assert_array_equal(bound.owner(X), IN_HALF)
-  bound = model.bind(variables)
-  with mpjax.linen.policy_scope(f"mixed_{half}"):
-    np.testing.assert_array_equal(bound.owner(X), IN_HALF)
-  np.testing.assert_array_equal(bound.owner(X), IN_FULL)
-
-
-# What only NNX has: views of models that are objects.
-
-
-def view_of(model: Any, half: str) -> Any:
-  return mpjax.nnx.with_policy(model, f"mixed_{half}")
-
-
-def test_a_view_shares_the_variables_of_its_model_and_keeps_nothing(half):
-  model = models.precisely("half full read").nnx(None, nnx.Rngs(0))
-  w = model.owner.w
-  w[...] = jnp.full((16, 4), ALMOST_ONE)
-  view, before = view_of(model, half), programs.bits(w[...])
-  assert view.owner.w is w
-  for _ in range(2):
-    np.testing.assert_array_equal(view(X)[0], IN_HALF)
-    np.testing.assert_array_equal(model(X)[0], IN_FULL)
-  for part in (view.owner, view.reader):
-    np.testing.assert_array_equal(part(X), IN_HALF)
-  np.testing.assert_array_equal(view(X)[1], IN_FULL)
-  assert programs.bits(w[...]) == before
-  w[...] = 2 * w[...]
-  np.testing.assert_array_equal(view.owner(X), 2 * IN_HALF)
-
-
-def test_nnx_grad_of_a_view_counts_the_rows_of_a_table(half):
-  model = rig.model(lambda rngs: models.embedded().nnx(None, rngs))
-  model.last.kernel[...] = jnp.eye(4)
-  grads = nnx.grad(lambda view: jnp.sum(view(stumbles.TOKENS)))(view_of(model, half))
-  expected = np.repeat([[10], [3590], [0], [0]], 4, 1)
-  np.testing.assert_array_equal(grads["embed"]["table"][...], expected)
-
-
-class Listed(nnx.Module):
-  """The layers of a stack, one by one."""
-
-  def __init__(self, stacked):
-    graphdef, state = nnx.split(stacked.layers)
-    layers = [nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(2)]
-    self.layers = nnx.List(layers)
-
-  def __call__(self, x):
-    for layer in self.layers:
-      x = layer(x)
-    return x
-
-
-def test_stacked_layers_are_what_they_are_one_by_one(half):
-  stacked = rig.model(models.NnxStacked)
-  listed, x = Listed(stacked), normal(8, 16) * 300
-  one, two, want = (model(x) for model in (view_of(stacked, half), view_of(listed, half), listed))
-  assert stumbles.error(one, want) < 4 * EPS[half]
-  assert stumbles.error(two, want) < 4 * EPS[half]

@@ -12,16 +12,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mpjax
 from tests import programs
 from tests.models import by_hand, catalogue
-from tests.models.values import filled, integers, normal, shapes
+from tests.models.values import integers, normal
 from tests.nnx import by_hand as nnx_by_hand
 
 HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -291,56 +289,3 @@ def test_remat_changes_neither_dtypes_nor_gradients():
     found.append(programs.bits(programs.compiled(traced.lower())(params, rest, x)))
   assert saved[0] > saved[1]
   assert found[0] == found[1]
-
-
-# What the named exceptions bring, against Flax's own layers with `dtype=half`.
-
-
-@pytest.mark.case("B081")
-@pytest.mark.parametrize(("half", "off"), [("bfloat16", 0.2), ("float16", 0.005)])
-def test_embed_adds_its_gradient_in_float32_where_flax_own_dtype_adds_in_half(half, off):
-  rng = np.random.default_rng(0)
-  ids = np.minimum(rng.zipf(1.3, 4096) - 1, 49).astype(np.int32)
-  rows = jnp.asarray(1 + 0.3 * rng.normal(size=(4096, 8)), HALF[half])
-  exact = np.zeros((50, 8))
-  np.add.at(exact, ids, np.asarray(rows, np.float64))
-  model = nn.Embed(50, 8)
-  params = {"embedding": normal(50, 8)}
-
-  def gradient(model):
-    def loss(params):
-      return jnp.sum((model.apply({"params": params}, ids) * rows).astype(jnp.float32))
-
-    return programs.run(jax.grad(loss), params)["embedding"]
-
-  ours = gradient(mpjax.linen.with_policy(model, mpjax.Policy(compute_dtype=half)))
-  assert programs.error(ours, exact) < 1e-6
-  assert programs.error(gradient(model.clone(dtype=HALF[half])), exact) > off
-
-
-@pytest.mark.case("B087")
-def test_a_decode_step_is_that_of_the_model_written_by_hand():
-  plain, half = by_hand.TransformerBlock(decode=True), "bfloat16"
-  x = normal(2, 6, 8)
-
-  def step(model):
-    variables = shapes(model, x)
-    assert variables["cache"]["attention"]["cached_key"].dtype == half
-    params, cache = variables["params"], variables["cache"]
-
-    def loss(params, x):
-      variables = {"params": params, "cache": filled(cache)}
-      out, new = model.apply(variables, x, mutable=["cache"])
-      return jnp.sum(out.astype(jnp.float32)), new
-
-    new = jax.eval_shape(lambda p, x: loss(p, x)[1], params, x[:, :1])
-    assert new["cache"] == cache
-    return jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(params, x[:, :1])
-
-  ours = step(mpjax.linen.with_policy(plain, f"mixed_{half}"))
-  theirs = step(plain.clone(half=HALF[half]))
-  ours_, theirs_ = (of_half_results(programs.products(each)) for each in (ours, theirs))
-  assert collections.Counter(ours_) == collections.Counter(theirs_)
-  assert programs.half_share(ours) == 1
-  # Two norms, which save in low precision what they scale.
-  assert programs.converts(ours).total() <= programs.converts(theirs).total() + 5

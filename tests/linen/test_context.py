@@ -14,7 +14,6 @@ import pytest
 from flax.core import Scope
 
 import mpjax
-from mpjax._core.trees import instances_in
 from mpjax.linen._context import PathScope
 from tests.linen.probes import (
   KEY,
@@ -283,14 +282,6 @@ pytestmark = pytest.mark.standard_promotion
 scope, with_policy = mpjax.linen.policy_scope, mpjax.linen.with_policy
 
 
-def test_modules_in_plain_containers_are_found():
-  a, b, c = nn.Dense(1), nn.Dense(2), nn.Dropout(0.5)
-  held = (a, {"x": [b, 3, "text"], "y": jnp.ones(2)}, None, ((c,), {}))
-  found = list(instances_in(held, nn.Module))
-  assert [id(module) for module in found] == [id(a), id(b), id(c)]
-  assert list(instances_in({"kernel": jnp.ones(2)}, nn.Module)) == []
-
-
 # What the flags are for: `nn.jit` reuses a program for equal modules.
 
 F16, BF16 = ("float16",) * 2, ("bfloat16",) * 2
@@ -360,6 +351,9 @@ def test_paths_that_no_rule_tells_apart_share_one_program():
     ([], 1),
     ([Rule("float16", module=nn.Conv)], 1),
     ([Rule("float16", path="a")], 2),
+    # What a predicate looks at may tell them apart.
+    ([Rule("float16", where=lambda m: "b" in m.path)], 2),
+    ([Rule("float16", where=lambda m: m.__dict__.get("name") == "b")], 2),
   ):
     traced.clear()
     jax.eval_shape(with_policy(model, "mixed_bfloat16", rules).apply, variables, X)

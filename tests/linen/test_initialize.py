@@ -13,7 +13,6 @@ from flax.core.meta import is_axis_metadata
 from jax.sharding import Mesh, PartitionSpec
 
 import mpjax
-from mpjax._core.trees import cast_like
 from tests.linen.probes import HALF, KEY, RAW, Does, X, all_half, calls, dtypes
 from tests.programs import bits
 
@@ -156,14 +155,6 @@ def test_a_cache_of_a_module_that_mixes_dtypes_where_jax_does_not_promote_stays_
   with jax.numpy_dtype_promotion("strict"):
     found = with_policy(Does(mixes), "mixed_bfloat16").init(KEY, X)
   assert found["cache"]["y"].dtype == F32
-
-
-def test_trees_that_are_not_alike_are_not_cast():
-  half = jax.ShapeDtypeStruct((2,), jnp.bfloat16)
-  tree = {"a": jnp.ones(2), "n": jnp.zeros(2, jnp.int32)}
-  assert dtypes(cast_like(tree, {"a": half, "n": half})) == {"a": "bfloat16", "n": "int32"}
-  assert cast_like(tree, {"a": half}) is None
-  assert cast_like(tree, None) is None
 
 
 # Models with parameters of their own

@@ -16,7 +16,7 @@ from flax.core import freeze
 
 import mpjax
 from tests.errors import refused
-from tests.linen.probes import HALF, KEY, Does, Probe, X, calling, dtypes, note
+from tests.linen.probes import HALF, KEY, Does, Probe, X, dtypes, note
 from tests.programs import bits, products
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
@@ -156,19 +156,6 @@ def test_public_methods_by_any_name_and_their_output_dtypes():
     assert jax.eval_shape(apply, plain_variables(), x).dtype == wanted
 
 
-@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
-@pytest.mark.case("A91")
-def test_parameters_in_another_dtype_are_used_as_they_are(stored):
-  params = jax.tree.map(lambda x: x.astype(stored), plain_variables()["params"])
-  variables = {**plain_variables(), "params": params}
-  for dtype in ("float32", "bfloat16", "float16"):
-    out = jax.eval_shape(with_policy(Net(), "bfloat16").apply, variables, X.astype(dtype))
-    assert out.dtype == BF16
-    # Without a policy the model promotes: what it computes by itself.
-    out = jax.eval_shape(Net().apply, variables, X.astype(dtype))
-    assert out.dtype == jnp.promote_types(stored, dtype)
-
-
 @pytest.mark.parametrize("kind", [dict, freeze], ids=["dict", "FrozenDict"])
 def test_mutable_collections_and_the_container_that_goes_in(kind):
   variables, model = kind(plain_variables()), with_policy(Net(), "mixed_bfloat16")
@@ -199,41 +186,6 @@ def test_the_model_is_not_changed():
   # Nor are its variables.
   assert bits(variables) == before
   assert all(a is b for a, b in zip(jax.tree.leaves(variables), leaves, strict=True))
-
-
-SPLIT = {"params": True, "dropout": True, "shuffle": True}
-LIFTS = {
-  "scan": lambda cls: nn.scan(cls, variable_axes={"params": 0}, split_rngs=SPLIT, length=3),
-  "remat": nn.remat,
-  "vmap": lambda cls: nn.vmap(cls, variable_axes={"params": 0}, split_rngs=SPLIT),
-}
-
-
-@pytest.mark.case("I11", "B090", "B091")
-@pytest.mark.parametrize("lift", LIFTS)
-def test_randomness_under_lifted_transforms(lift):
-  def layer(module, x, _=None):
-    x = nn.Dropout(0.2, deterministic=False)(nn.Dense(4)(x))
-    return jax.random.permutation(module.make_rng("shuffle"), x, axis=-1), None
-
-  lifted, given = LIFTS[lift](calling(layer)), (None,) if lift == "scan" else ()
-  model = Does(lambda module, x: lifted()(x, *given)[0])
-  x = jnp.linspace(0.5, 1.5, 12).reshape(3, 4)
-
-  @jax.jit  # One compilation for everything that draws.
-  def run():
-    rngs = {"params": KEY, "dropout": jax.random.key(1), "shuffle": jax.random.key(2)}
-    variables = model.init(rngs, x)
-    mixed, half = (with_policy(model, p).init(rngs, x) for p in ("mixed_bfloat16", "bfloat16"))
-    plain = model.apply(variables, x, rngs=rngs)
-    ours = with_policy(model, "mixed_bfloat16").apply(variables, x, rngs=rngs)
-    return variables, mixed, half, plain, ours
-
-  variables, mixed, half, plain, ours = run()
-  assert bits(mixed) == bits(variables)
-  assert bits(half) == bits(jax.tree.map(lambda p: p.astype("bfloat16"), variables))
-  np.testing.assert_array_equal(np.asarray(plain) == 0, np.asarray(ours) == 0)
-  assert 0 < np.count_nonzero(plain) < plain.size
 
 
 # The wrapper as an object
@@ -326,20 +278,6 @@ def test_bind_obeys_rules_and_unbind_returns_them():
   assert isinstance(encoder, type(model))
   # Flax forgets where it was: it is a root of its own now, under the policy of the root.
   assert encoder.apply(variables, X).dtype == F32
-
-
-def test_bind_with_rngs_and_mutable_collections():
-  def counts(module, x):
-    count = module.variable("counts", "n", lambda: jnp.zeros((), jnp.int32))
-    count.value = count.value + 1
-    return nn.Dropout(0.5, deterministic=False)(nn.Dense(2)(x))
-
-  variables = Does(counts).init({"params": KEY, "dropout": KEY}, X)
-  model = with_policy(Does(counts), "mixed_bfloat16")
-  bound = model.bind(variables, rngs={"dropout": KEY}, mutable=["counts"])
-  plain = Does(counts).bind(variables, rngs={"dropout": KEY}, mutable=["counts"])
-  assert np.array_equal(np.asarray(bound(X)) == 0, np.asarray(plain(X)) == 0)
-  assert int(bound.variables["counts"]["n"]) == int(plain.variables["counts"]["n"]) == 2
 
 
 def test_submodules_in_containers_of_a_bound_model_run_under_the_policy():
@@ -522,29 +460,6 @@ def test_small_steps_move_float32_parameters_under_half_compute():
   stepped = jax.tree.map(lambda w, g: w - jnp.float32(2**-14) * g, params, grads)
   assert stepped["params"]["w"].dtype == F32
   assert float(stepped["params"]["w"][0]) == 1 - 2**-14
-
-
-TRANSFORMS = {
-  "eval_shape": lambda f, v, x: jax.eval_shape(f, v, x),
-  "jit": lambda f, v, x: jax.jit(f)(v, x),
-  "checkpoint": lambda f, v, x: jax.checkpoint(f)(v, x),
-  "linearize": lambda f, v, x: jax.linearize(lambda x: f(v, x), x)[0],
-  "jvp": lambda f, v, x: jax.jvp(lambda x: f(v, x), (x,), (x,))[1],
-  "vjp": lambda f, v, x: jax.vjp(lambda x: f(v, x), x)[0],
-  "vmap": lambda f, v, x: jax.vmap(lambda x: f(v, x[None]))(x),
-}
-
-
-@pytest.mark.case("B076")
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_dtypes_under_transforms(name):
-  for policy in ("mixed_bfloat16", "bfloat16", "c=f16", "float32"):
-    model = with_policy(Net(), policy)
-    wanted = mpjax.Policy.parse(policy)
-    found = jax.eval_shape(
-      lambda v, x, model=model: TRANSFORMS[name](model.apply, v, x), plain_variables(), X
-    )
-    assert found.dtype == (wanted.output_dtype or wanted.compute_dtype), policy
 
 
 @pytest.mark.case("A80", "B076")

@@ -91,7 +91,6 @@ class CarefulAttention(nn.Module):
 class TransformerBlock(nn.Module):
   half: Any = None
   careful: bool = False
-  decode: bool = False
 
   @nn.compact
   def __call__(self, x, train=True):
@@ -100,10 +99,8 @@ class TransformerBlock(nn.Module):
     if self.careful:
       y = CarefulAttention(2, self.half, name="attention")(y, _causal(x))
     else:
-      attention = nn.MultiHeadDotProductAttention(
-        2, dtype=self.half, decode=self.decode, name="attention"
-      )
-      y = attention(y, mask=None if self.decode else _causal(x))
+      attention = nn.MultiHeadDotProductAttention(2, dtype=self.half, name="attention")
+      y = attention(y, mask=_causal(x))
     x = x + y
     y = nn.gelu(nn.Dense(16, dtype=self.half)(nn.LayerNorm(dtype=self.half)(x)))
     return x + nn.Dense(8, dtype=self.half)(y)

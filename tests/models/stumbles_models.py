@@ -69,14 +69,6 @@ def dense(
   )
 
 
-def conv(inputs: int, features: int, size: int, stride: int, hand: Any) -> Part:
-  window = ((size, size), (stride, stride))
-  return Part(
-    lambda around: nn.Conv(features, *window, dtype=hand),
-    lambda around, rngs: nnx.Conv(inputs, features, *window, dtype=hand, rngs=rngs),
-  )
-
-
 def function(name: str) -> Part:
   """Returns a function as a module of its own."""
   return module(lambda m, *args: getattr(stumbles, name)(*args))
@@ -161,26 +153,6 @@ def ends(end: str) -> Part:
     }[end](m.logits(x))
 
   return module(call, logits=dense(8, 10), inner=function("softmax"))
-
-
-def actor_critic() -> Part:
-  """That of Flax's PPO example, smaller, its dtypes as there."""
-
-  def call(m, x):
-    x = x.astype(jnp.float32) / 255.0
-    x = nn.relu(m.conv2(nn.relu(m.conv1(x))))
-    x = nn.relu(m.hidden(x.reshape((x.shape[0], -1))))
-    return nn.log_softmax(m.logits(x)), m.value(x)
-
-  dtype = jnp.float32
-  return module(
-    call,
-    conv1=conv(4, 8, 8, 4, dtype),
-    conv2=conv(8, 8, 4, 2, dtype),
-    hidden=dense(32, 16, dtype, bias=True),
-    logits=dense(16, 4, dtype, bias=True),
-    value=dense(16, 1, dtype, bias=True),
-  )
 
 
 def masked(big: float, style: str) -> Part:
@@ -303,11 +275,6 @@ def shared() -> Part:
   return module(call, first=dense(1, 1), layer=MULTIPLY)
 
 
-def summed() -> Part:
-  """The example of the documentation: one scale for 400 rows."""
-  return module(lambda m, x: sum(jnp.sum(m.layer(row)) for row in x), layer=MULTIPLY)
-
-
 def biased() -> Part:
   affine = module(
     lambda m, x: x * m.scale.reshape(1, -1) + m.shift.reshape(1, -1),
@@ -370,21 +337,6 @@ def headed(precision: Any = None) -> Part:
     body=dense(8, 6),
     head=dense(6, 5, precision=precision),
   )
-
-
-def looking() -> Part:
-  """Its Python looks at the values of arrays; in NNX it counts its calls in a variable."""
-
-  def call(m, x):
-    h = m.first(x)
-    if float(h.sum()) > 0:
-      h = h * 2
-    if isinstance(m, nnx.Module):
-      m.calls[...] += 1
-    return h + 0 * float(np.asarray(h).max()), m.last(h)
-
-  counter = Part(lambda m: None, lambda m, rngs: nnx.Variable(jnp.zeros((), jnp.int32)))
-  return module(call, first=dense(4, 4), last=dense(4, 4), calls=counter)
 
 
 RAYS = normal(256, 3), normal(256, 3, seed=1), np.linspace(0, 4, 256, dtype=np.float32)

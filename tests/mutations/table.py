@@ -329,7 +329,7 @@ mpjax/_core/active.py::
 +
 +
 + ACTIVE = _Global()
-tests/linen/test_never_stale.py::test_scopes_in_turn_around_one_jitted_function
+tests/linen/test_never_stale.py::test_scopes_that_are_entered_and_left_in_any_order
 
 mpjax/linen/_with_policy.py::_Scope.__exit__
 
@@ -337,7 +337,7 @@ mpjax/linen/_with_policy.py::_Scope.__exit__
 - leave_scope(last)
 + if exception == (None, None, None):
 +   leave_scope(last)
-tests/linen/test_never_stale.py::test_a_scope_left_by_an_exception
+tests/linen/test_never_stale.py::test_scopes_that_are_entered_and_left_in_any_order
 
 mpjax/_core/trees.py::is_floating
 
