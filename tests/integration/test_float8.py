@@ -2,9 +2,6 @@
 
 import collections
 import functools
-import pathlib
-import re
-import warnings
 
 import flax.linen as nn
 import jax
@@ -13,12 +10,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import mpjax
+from tests.check.test_gpu_hlo import (
+  h200,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+)
 from tests.models.values import filled, shapes
 from tests.programs import bits, products
+from tests.scripts import benchmark
 
 ALL = mpjax.Float8(skip=())
 POLICY = mpjax.Policy(compute_dtype="bfloat16", output_dtype="float32", matmul=ALL)
@@ -275,108 +275,53 @@ def test_it_trains_inside_of_wrappers():
 
 # What a GPU would run. These are skipped where JAX's plugin for CUDA is not installed.
 
-TARGET = pathlib.Path(__file__).parents[2] / "benchmarks" / "targets" / "h200.txtpb"
-
-
-@functools.cache
-def h200():
-  """A device that programs can be compiled for; None without JAX's plugin for CUDA."""
-  try:
-    return topologies.get_topology_desc(
-      platform="cuda",
-      topology_name="",
-      topology="1x1x1",
-      target_config=TARGET.read_text(encoding="utf-8"),
-    ).devices[0]
-  except Exception:
-    return None
-
-
-def compiled_for_h200(fn, *args, triton):
-  if h200() is None:
-    pytest.skip("needs jax-cuda12-plugin and jax-cuda12-pjrt: see `make gpu-hlo`")
-  placed = SingleDeviceSharding(h200())
-  given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
-  options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": triton}
-  lowered = jax.jit(fn).lower(*given)
-  with warnings.catch_warnings():
-    # What JAX kept of such a program can be loaded by a GPU alone; it is compiled again.
-    warnings.filterwarnings("ignore", message=".*persistent compilation cache.*")
-    return lowered.compile(compiler_options=options).as_text()
-
-
-def library_calls(text):
-  """The calls of cuBLAS and cuDNN by name."""
-  return collections.Counter(re.findall(r'custom_call_target="(__cu[^"]+)"', text))
-
-
-def dots_in_fusions(text):
-  """The dtypes of the operands of each matmul that Triton takes."""
-  found = collections.Counter()
-  for computation in re.split(r"\n\n", text):
-    types = dict(re.findall(r"(%[\w.\-]+)(?: =|:) (\w+)\[", computation))
-    for operands in re.findall(r" dot\((%[\w.\-]+), (%[\w.\-]+)\)", computation):
-      found[tuple(types[name] for name in operands)] += 1
-  return found
-
-
+gpu_hlo = benchmark("gpu_hlo")
 E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
+FLOAT8 = {E4M3, f"{E4M3} x {E5M2}", f"{E5M2} x {E4M3}"}
 
 
-def of_every_size(scaling):
-  """`"mixed_float8"` that leaves out no matmul for its size."""
-  matmul = mpjax.Float8(skip=(), scaling=scaling)
-  return mpjax.Policy(compute_dtype="bfloat16", output_dtype="float32", matmul=matmul)
+@pytest.fixture(params=[False, True], ids=["cublas", "triton"])
+def matmuls(gpu_hlo, h200, request):  # noqa: F811
+  """Counts the matmuls of a compiled function by the dtypes of their operands."""
+
+  def count(fn, *args):
+    place = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(h200))
+    args = jax.tree.map(lambda x: place(x.shape, x.dtype), args)
+    options = {**gpu_hlo.OPTIONS, "xla_gpu_enable_triton_gemm": request.param}
+    compiled = jax.jit(fn).lower(*args).compile(compiler_options=options)
+    return gpu_hlo.hlo.parse(compiled.as_text()).products()
+
+  return count
 
 
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_cublas_gets_float8(scaling):
-  policy = of_every_size(scaling)
-  found, half = (
-    library_calls(compiled_for_h200(jax.grad(loss), params, triton=False))
-    for loss, params in (of_linen(policy), of_linen("mixed_bfloat16"))
+def test_a_gpu_multiplies_in_float8(matmuls, scaling):
+  policy = mpjax.Policy(
+    compute_dtype="bfloat16",
+    output_dtype="float32",
+    matmul=mpjax.Float8(skip=(), scaling=scaling),
   )
+  loss, params = of_linen(policy)
+  found = matmuls(jax.grad(loss), params)
   # XLA joins the projections of one input, of which there are three, in one matmul or not.
-  float8 = found["__cublas$lt$matmul$f8"]
-  assert 24 - 4 <= float8 <= 24
-  # Attention's own matmuls and `attend` with their gradients.
-  assert found["__cublas$lt$matmul"] + found["__cublas$gemm"] == 9
-  assert sum(found.values()) <= sum(half.values()) + 4
+  assert 24 - 4 <= sum(n for kind, n in found.items() if kind in FLOAT8) <= 24
+  # Attention's own two, `attend` and the convolution, with their gradients.
+  assert sum(n for kind, n in found.items() if kind not in FLOAT8) == found["bf16"] == 12
 
 
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_triton_gets_float8(scaling):
-  policy = of_every_size(scaling)
-  found = dots_in_fusions(
-    compiled_for_h200(jax.grad(of_linen(policy)[0]), of_linen(policy)[1], triton=True)
-  )
-  assert set(found) == {(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), ("bf16", "bf16")} & set(found)
-  forward = found[E4M3, E4M3]
-  backward = found[E5M2, E4M3] + found[E4M3, E5M2]
-  assert 8 - 2 <= forward <= 8
-  assert 16 - 2 <= backward <= 16
-  assert found["bf16", "bf16"] == 9
-
-
-@pytest.mark.gpu_compiler
-@pytest.mark.parametrize("triton", [False, True])
-def test_the_traps_that_are_avoided(triton):
+def test_the_traps_that_are_avoided(matmuls):
   """e5m2 by e5m2 and e4m3 by bfloat16 become matmuls of float16 and float32; and so may operands
   that are scaled on their way, which XLA is to find."""
-  dn = (((1,), (0,)), ((), ()))
 
-  def calls(a, b):
+  def in_float8(*dtypes):
     def fn(x, w):
-      return jax.lax.dot_general(x, w, dn, preferred_element_type=jnp.bfloat16)
+      return jnp.matmul(x, w, preferred_element_type=jnp.bfloat16)
 
-    shapes = (jax.ShapeDtypeStruct((64, 64), d) for d in (a, b))
-    text = compiled_for_h200(fn, *shapes, triton=triton)
-    return library_calls(text)["__cublas$lt$matmul$f8"] + sum(
-      n for pair, n in dots_in_fusions(text).items() if all(d.startswith("f8") for d in pair)
-    )
+    found = matmuls(fn, *(jax.ShapeDtypeStruct((64, 64), dtype) for dtype in dtypes))
+    return sum(found[kind] for kind in FLOAT8)
 
-  assert calls(jnp.float8_e4m3fn, jnp.float8_e4m3fn) == 1
-  assert calls(jnp.float8_e5m2, jnp.float8_e4m3fn) == 1
-  assert calls(jnp.float8_e4m3fn, jnp.bfloat16) == 0
+  assert in_float8(jnp.float8_e4m3fn, jnp.float8_e4m3fn) == 1
+  assert in_float8(jnp.float8_e5m2, jnp.float8_e4m3fn) == 1
+  assert in_float8(jnp.float8_e4m3fn, jnp.bfloat16) == 0
