@@ -21,7 +21,6 @@ from flax import nnx
 import mpjax
 from tests.models import by_hand, classics, papers, vision
 from tests.models.values import filled, integers, normal, shapes
-from tests.nnx import by_hand as nnx_by_hand
 from tests.nnx import classics as nnx_classics
 from tests.nnx import rig, zoo
 
@@ -81,6 +80,9 @@ def halved(params: Any) -> Any:
   return jax.tree.map(lambda x: x * np.float32(0.5), params)
 
 
+BOTH = ("dtype", "care")
+
+
 # Linen
 
 
@@ -98,39 +100,41 @@ def float64_carries(next_fun: Any, args: Any, kwargs: Any, context: nn.module.In
   return next_fun(*args, **kwargs)
 
 
-def linen(module: Any, *inputs: Any, ways: tuple[str, ...] = ("dtype",), **call: Any) -> Model:
+def without_dropout(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+  """An interceptor: dropout, whose mask is drawn anew in every dtype, keeps all."""
+  return args[0] if isinstance(context.module, nn.Dropout) else next_fun(*args, **kwargs)
+
+
+def linen(make: Callable[..., Any], *inputs: Any, ways: tuple[str, ...] = ("dtype",)) -> Model:
   """Returns a model that takes the dtype of its layers as `half`."""
+  module = make()
 
   def draw(seed: int) -> Arguments:
     variables = filled(shapes(module, *inputs), seed)
     return variables.pop("params"), variables, redrawn(inputs, seed)
 
   # Of some models there is no other version.
-  careful = {"careful": True} if hasattr(module, "careful") else {}
+  careful = {"careful": True} if ways == BOTH else {}
 
   def loss(way: str, dtype: str) -> Any:
     made = {
       "policy": lambda: mpjax.with_policy(module, f"mixed_{dtype}"),
-      "float64": lambda: module.clone(half=jnp.float64),
-      "dtype": lambda: module.clone(half=jnp.dtype(dtype)),
-      "care": lambda: module.clone(half=jnp.dtype(dtype), **careful),
+      "float64": lambda: make(half=jnp.float64),
+      "dtype": lambda: make(half=jnp.dtype(dtype)),
+      "care": lambda: make(half=jnp.dtype(dtype), **careful),
     }[way]()
 
     def fun(params: Any, rest: Any, inputs: Any) -> Any:
       variables = {"params": params, **rest}
       reference = nn.intercept_methods(float64_carries)
-      with reference if way == "float64" else nullcontext():
-        out, _ = made.apply(variables, *inputs, **call, mutable=list(rest))
+      around = reference if way == "float64" else nullcontext()
+      with around, nn.intercept_methods(without_dropout):
+        out, _ = made.apply(variables, *inputs, mutable=list(rest))
       return to_scalar(out)
 
     return fun
 
   return Model(draw, loss, ways)
-
-
-def without_dropout(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-  """An interceptor: dropout, whose mask is drawn anew in every dtype, keeps all."""
-  return args[0] if isinstance(context.module, nn.Dropout) else next_fun(*args, **kwargs)
 
 
 def casting_layers(dtype: Any) -> Any:
@@ -256,38 +260,39 @@ def attention(query: Any, key: Any, value: Any, mask: Any = None, is_causal=Fals
   return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), value)
 
 
-BOTH = ("dtype", "care")
 _IDS = integers(4, 6, below=11)
 _TOKENS = integers(3, 6, below=17)
 _IS_TOKEN = np.arange(6)[None] < np.array([[6], [4], [5]])
 
+BY_HAND = {
+  # By the name here: that of the test's model, an input, and how its author would write it.
+  "MLP": ("mlp", normal(8, 12), ("dtype",)),
+  "CNN": ("hard_coded", normal(2, 6, 6, 3), ("dtype",)),
+  "ResNet": ("resnet", normal(4, 8, 8, 3), ("dtype",)),
+  "MLP-Mixer": ("mixer", normal(3, 4, 12), ("dtype",)),
+  "transformer block": ("transformer", normal(2, 6, 8), BOTH),
+  "LSTM": ("lstm", normal(3, 6, 5), BOTH),
+  "GRU": ("gru", normal(3, 6, 5), BOTH),
+  "gated language model": ("language_model", _IDS, BOTH),
+}
+
 MODELS: Mapping[str, Model] = {
-  "Linen MLP": linen(by_hand.Mlp(), normal(8, 12), train=False),
-  "Linen CNN": linen(by_hand.HardCoded(), normal(2, 6, 6, 3)),
-  "Linen ResNet": linen(by_hand.ResNet(), normal(4, 8, 8, 3)),
-  "Linen MLP-Mixer": linen(by_hand.Mixer(), normal(3, 4, 12)),
-  "Linen transformer block": linen(by_hand.TransformerBlock(), normal(2, 6, 8), ways=BOTH),
-  "Linen LSTM": linen(by_hand.Recurrent(), normal(3, 6, 5), ways=BOTH),
-  "Linen GRU": linen(by_hand.Recurrent(gru=True), normal(3, 6, 5), ways=BOTH),
-  "Linen gated language model": linen(by_hand.TiedLanguageModel(), _IDS, ways=BOTH),
-  "Linen GPT": linen(language_by_hand.Gpt(), _TOKENS, ways=("care",)),
-  "Linen BERT": linen(language_by_hand.Bert(), _TOKENS, ways=("care",)),
-  "Linen LSTM language model": linen(language_by_hand.Lstm(), _TOKENS, ways=("care",)),
+  **{
+    f"Linen {name}": linen(functools.partial(by_hand.linen, key), x, ways=ways)
+    for name, (key, x, ways) in BY_HAND.items()
+  },
+  "Linen GPT": linen(language_by_hand.Gpt, _TOKENS, ways=("care",)),
+  "Linen BERT": linen(language_by_hand.Bert, _TOKENS, ways=("care",)),
+  "Linen LSTM language model": linen(language_by_hand.Lstm, _TOKENS, ways=("care",)),
   "Linen ResNet, SiLU": without_dtype(classics.ResNet, (normal(4, 8, 8, 3),)),
   "Linen BERT, masked": without_dtype(classics.Bert, (_TOKENS, _TOKENS % 2, _IS_TOKEN)),
   # Of the loop that decodes, and keeps a cache in float32, there is no version in float64.
   **{f"Linen {name}": paper(name) for name in papers.PAPERS if name != "gpt_decode_loop"},
   "Linen vae": without_dtype(vision.Vae, (normal(3, 8, 8, 3),), _outputs_without_noise),
-  "NNX MLP": nnx_model(nnx_by_hand.Mlp, (normal(8, 12),), ways=("dtype",)),
-  "NNX CNN": nnx_model(nnx_by_hand.HardCoded, (normal(2, 6, 6, 3),), ways=("dtype",)),
-  "NNX ResNet": nnx_model(nnx_by_hand.ResNet, (normal(4, 8, 8, 3),), ways=("dtype",)),
-  "NNX MLP-Mixer": nnx_model(nnx_by_hand.Mixer, (normal(3, 4, 12),), ways=("dtype",)),
-  "NNX transformer block": nnx_model(nnx_by_hand.TransformerBlock, (normal(2, 6, 8),), ways=BOTH),
-  "NNX LSTM": nnx_model(nnx_by_hand.Recurrent, (normal(3, 6, 5),), ways=BOTH),
-  "NNX GRU": nnx_model(
-    functools.partial(nnx_by_hand.Recurrent, gru=True), (normal(3, 6, 5),), ways=BOTH
-  ),
-  "NNX gated language model": nnx_model(nnx_by_hand.LanguageModel, (_IDS,), ways=BOTH),
+  **{
+    f"NNX {name}": nnx_model(functools.partial(by_hand.of_nnx, key), (x,), ways=ways)
+    for name, (key, x, ways) in BY_HAND.items()
+  },
   **{f"NNX {name}": nnx_model(*each) for name, each in zoo.MODELS.items()},
   **{f"NNX {name}": nnx_model(*each) for name, each in nnx_classics.MODELS.items()},
   "NNX vae": nnx_model(zoo.Vae, (normal(3, 8, 8, 3),), reconstructed),

@@ -1,70 +1,105 @@
 """Models written twice in one text: without any dtype (`half=None`), and with it threaded by hand.
 
 `half` is the dtype that the careful author of a mixed-precision model writes into every layer and
-onto every input and raw parameter. Its name is not `dtype`, so that a policy cannot set it: under a
-policy `half` is None. `careful=True` is that author's version of three layers whose own `dtype`
-rounds in places where mpjax does not.
+onto every input and raw parameter; under a policy it is None. `careful=True` is that author's
+version of layers whose own `dtype` rounds in places where mpjax does not. Each is a function that
+returns the model in Linen and in NNX.
 """
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
+
+from tests.models import parts
+from tests.models.parts import Part, module
+
+NORMAL = nn.initializers.normal(0.3)
 
 
 def cast(x: Any, dtype: Any) -> Any:
   return x if dtype is None else x.astype(dtype)
 
 
-class Mlp(nn.Module):
-  half: Any = None
-
-  @nn.compact
-  def __call__(self, x, train=True):
-    x = cast(x, self.half)
-    for _ in range(2):
-      x = nn.gelu(nn.Dense(16, dtype=self.half)(x))
-      x = nn.LayerNorm(dtype=self.half)(x)
-      x = nn.Dropout(0.1, deterministic=not train)(x)
-    return nn.Dense(4, dtype=self.half)(x)
+def as_stored(args: Any, *, dtype: Any = None, inexact: bool = True) -> Any:
+  """What a careful author gives a norm as `promote_dtype`: nothing is rounded but its result."""
+  return tuple(None if x is None else jnp.asarray(x) for x in args)
 
 
-class HardCoded(nn.Module):
+def norm(kind: str, features: int, *sizes: int, half: Any, careful: bool, **options: Any) -> Part:
+  """Returns a norm; only that of NNX rounds its parameters, which a careful author avoids."""
+  of_nnx = {"promote_dtype": as_stored} if careful else None
+  return parts.norm(kind, features, *sizes, dtype=half, of_nnx=of_nnx, **options)
+
+
+def dense(inputs: int, features: int, half: Any) -> Part:
+  return parts.dense(inputs, features, half, bias=True)
+
+
+def mlp(half: Any = None, careful: bool = False, rate: float = 0.1) -> Part:
+  def call(m, x):
+    x = cast(x, half)
+    x = m.drop(m.norm_1(jax.nn.gelu(m.first(x))))
+    x = m.drop(m.norm_2(jax.nn.gelu(m.second(x))))
+    return m.head(x)
+
+  norms = {name: norm("LayerNorm", 16, half=half, careful=careful) for name in ("norm_1", "norm_2")}
+  return module(
+    call,
+    first=dense(12, 16, half),
+    second=dense(16, 16, half),
+    **norms,
+    drop=parts.dropout(rate),
+    head=dense(16, 4, half),
+  )
+
+
+def hard_coded(half: Any = None, careful: bool = False) -> Part:
   """Every layer insists on float32, as the defaults of many published models do."""
+  dtype = half or jnp.float32
 
-  half: Any = None
+  def call(m, x):
+    x = m.norm(jax.nn.relu(m.conv(cast(x, half))))
+    return m.head(jax.nn.relu(m.hidden(x.mean((1, 2)))))
 
-  @nn.compact
-  def __call__(self, x, train=True):
-    dtype = self.half or jnp.float32
-    x = cast(x, self.half)
-    x = nn.relu(nn.Conv(8, (3, 3), dtype=dtype)(x))
-    x = nn.GroupNorm(2, dtype=dtype)(x)
-    x = nn.relu(nn.Dense(8, dtype=dtype)(x.mean((1, 2))))
-    return nn.Dense(4, dtype=dtype)(x)
+  return module(
+    call,
+    conv=parts.conv(3, 8, 3, dtype=dtype),
+    norm=norm("GroupNorm", 8, 2, half=dtype, careful=careful),
+    hidden=dense(8, 8, dtype),
+    head=dense(8, 4, dtype),
+  )
 
 
-class ResNet(nn.Module):
-  half: Any = None
+def resnet(half: Any = None, careful: bool = False) -> Part:
+  def convolved(inputs, features, stride=1, size=3):
+    return module(
+      lambda m, x: m.norm(m.conv(x)),
+      conv=parts.conv(inputs, features, size, stride, use_bias=False, dtype=half),
+      norm=norm("BatchNorm", features, half=half, careful=careful, use_running_average=False),
+    )
 
-  @nn.compact
-  def __call__(self, x, train=True):
-    def norm(x):
-      return nn.BatchNorm(not train, dtype=self.half)(x)
+  def residual(m, x):
+    y = m.second(jax.nn.relu(m.first(x)))
+    return jax.nn.relu(y + (m.short(x) if hasattr(m, "short") else x))
 
-    def conv(x, features, stride=1, size=3):
-      stride = (stride, stride)
-      return nn.Conv(features, (size, size), stride, use_bias=False, dtype=self.half)(x)
+  def call(m, x):
+    x = m.larger(m.block(jax.nn.relu(m.stem(cast(x, half)))))
+    return m.head(x.mean((1, 2)))
 
-    x = nn.relu(norm(conv(cast(x, self.half), 4)))
-    for features, stride in ((4, 1), (8, 2)):
-      y = nn.relu(norm(conv(x, features, stride)))
-      y = norm(conv(y, features))
-      if y.shape != x.shape:
-        x = norm(conv(x, features, stride, size=1))
-      x = nn.relu(x + y)
-    return nn.Dense(4, dtype=self.half)(x.mean((1, 2)))
+  return module(
+    call,
+    stem=convolved(3, 4),
+    block=module(residual, first=convolved(4, 4), second=convolved(4, 4)),
+    larger=module(
+      residual, first=convolved(4, 8, 2), second=convolved(8, 8), short=convolved(4, 8, 2, size=1)
+    ),
+    head=dense(8, 4, half),
+  )
 
 
 class CarefulAttention(nn.Module):
@@ -88,55 +123,62 @@ class CarefulAttention(nn.Module):
     return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), dtype=self.dtype, name="out")(mixed)
 
 
-class TransformerBlock(nn.Module):
-  half: Any = None
-  careful: bool = False
-
-  @nn.compact
-  def __call__(self, x, train=True):
-    x = cast(x, self.half)
-    y = nn.LayerNorm(dtype=self.half)(x)
-    if self.careful:
-      y = CarefulAttention(2, self.half, name="attention")(y, _causal(x))
-    else:
-      attention = nn.MultiHeadDotProductAttention(2, dtype=self.half, name="attention")
-      y = attention(y, mask=_causal(x))
-    x = x + y
-    y = nn.gelu(nn.Dense(16, dtype=self.half)(nn.LayerNorm(dtype=self.half)(x)))
-    return x + nn.Dense(8, dtype=self.half)(y)
+def attention_in_half(query, key, value, *, dtype, is_causal, **options):
+  """Attention as written by hand where `jax.nn` fails: products in half, softmax in float32."""
+  assert is_causal
+  query = query / jnp.sqrt(query.shape[-1]).astype(dtype)
+  logits = jnp.einsum("bthd,bshd->bhts", query, key).astype(jnp.float32)
+  seen = jnp.broadcast_to(jnp.tril(jnp.ones(logits.shape[-2:], bool)), logits.shape)
+  weights = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(jnp.float32).min)).astype(dtype)
+  return jnp.einsum("bhts,bshd->bthd", weights, value)
 
 
-def _causal(x):
-  return nn.make_causal_mask(jnp.ones(x.shape[:-1]), dtype=bool)
+def transformer(half: Any = None, careful: bool = False) -> Part:
+  own = {"attention_fn": attention_in_half} if careful and half == jnp.float16 else {}
+  of_linen = CarefulAttention if careful else nn.MultiHeadDotProductAttention
+  attention = Part(
+    lambda around: of_linen(2, dtype=half),
+    lambda around, rngs: nnx.MultiHeadAttention(2, 8, dtype=half, decode=False, rngs=rngs, **own),
+  )
+
+  def call(m, x):
+    x, mask = cast(x, half), nn.make_causal_mask(jnp.ones(x.shape[:-1]), dtype=jnp.bool_)
+    causal = {"is_causal": True} if isinstance(m, nnx.Module) else {"mask": mask}
+    x = x + m.attention(m.norm_1(x), **causal)
+    return x + m.down(jax.nn.gelu(m.up(m.norm_2(x))))
+
+  return module(
+    call,
+    norm_1=norm("LayerNorm", 8, half=half, careful=careful),
+    norm_2=norm("LayerNorm", 8, half=half, careful=careful),
+    attention=attention,
+    up=dense(8, 16, half),
+    down=dense(16, 8, half),
+  )
 
 
-class CarefulLstm(nn.OptimizedLSTMCell):
-  """A cell that hands its output on in half; Flax's own hands on the float32 of the carry."""
+def careful_cell(cell: Any) -> Any:
+  """Returns a cell that keeps a float32 carry and hands its output on in half."""
 
-  def __call__(self, carry, inputs):
-    carry, out = super().__call__(carry, inputs)
-    return carry, out.astype(self.dtype)
+  class Careful(cell):
+    def __call__(self, carry, inputs):
+      new, out = super().__call__(carry, inputs)
+      return new, cast(out, self.dtype)
 
-
-class CarefulGru(nn.GRUCell):
-  """A cell that keeps a float32 carry and hands its output on in half."""
-
-  def __call__(self, carry, inputs):
-    new, out = super().__call__(carry, inputs)
-    return new, out.astype(self.dtype)
+  return Careful
 
 
-class Recurrent(nn.Module):
-  gru: bool = False
-  half: Any = None
-  careful: bool = False
+CarefulLstm = careful_cell(nn.OptimizedLSTMCell)
 
-  @nn.compact
-  def __call__(self, x, train=True):
-    flax, careful = (nn.GRUCell, CarefulGru) if self.gru else (nn.OptimizedLSTMCell, CarefulLstm)
-    cell = (careful if self.careful else flax)(8, dtype=self.half, name="cell")
-    x = nn.RNN(cell, name="rnn")(cast(x, self.half))
-    return nn.Dense(4, dtype=self.half)(x)
+
+def recurrent(gru: bool = False, half: Any = None, careful: bool = False) -> Part:
+  cells = (nn.GRUCell, nnx.GRUCell) if gru else (nn.OptimizedLSTMCell, nnx.OptimizedLSTMCell)
+  of_linen, of_nnx = map(careful_cell, cells) if careful else cells
+  rnn = Part(
+    lambda around: nn.RNN(of_linen(8, dtype=half)),
+    lambda around, rngs: nnx.RNN(of_nnx(5, 8, dtype=half, rngs=rngs)),
+  )
+  return module(lambda m, x: m.head(m.rnn(cast(x, half))), rnn=rnn, head=dense(8, 4, half))
 
 
 class CarefulEmbed(nn.Module):
@@ -157,53 +199,87 @@ class CarefulEmbed(nn.Module):
     return jnp.dot(x, self.embedding.astype(self.dtype).T)
 
 
-class GatedBlock(nn.Module):
-  """Mixes each position with those before it by one learned kernel, then an MLP."""
-
-  half: Any = None
-
-  @nn.compact
-  def __call__(self, x, _):
-    y = nn.RMSNorm(dtype=self.half)(x)
-    length = x.shape[1]
-    kernel = self.param("mix", nn.initializers.normal(0.3), (length, length))
-    y = jnp.einsum("ts,bsd->btd", jnp.tril(cast(kernel, self.half)), y)
-    x = x + nn.Dense(8, dtype=self.half)(nn.silu(nn.Dense(16, dtype=self.half)(y)))
-    return x, None
+class NnxCarefulEmbed(nnx.Embed):
+  def __call__(self, ids):
+    return cast(jnp.take(self.embedding[...], ids, axis=0), self.dtype)
 
 
-class TiedLanguageModel(nn.Module):
-  """A stack under `nn.scan` over `nn.remat`, with one table at both ends."""
+def gated(half: Any, careful: bool) -> Part:
+  """Mixes each position with those before it by one learned kernel, then an MLP.
 
-  half: Any = None
-  careful: bool = False
-  remat: bool = True
+  In NNX both are added to what they begin with, in Linen the second alone.
+  """
 
-  @nn.compact
-  def __call__(self, ids, train=True):
-    embed = (CarefulEmbed if self.careful else nn.Embed)(11, 8, dtype=self.half, name="embed")
-    block = nn.remat(GatedBlock, prevent_cse=False) if self.remat else GatedBlock
-    stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-    x, _ = stack(half=self.half, name="stack")(embed(ids), None)
-    return embed.attend(nn.RMSNorm(dtype=self.half)(x))
+  def mixed(m, x):
+    kernel = jnp.tril(cast(m.mix[...], half))
+    return jnp.einsum("ts,bsd->btd", kernel, m.norm_1(x))
+
+  def mlp(m, x):
+    return m.down(jax.nn.silu(m.up(x)))
+
+  def twice(m, x):
+    x = x + mixed(m, x)
+    return x + mlp(m, m.norm_2(x))
+
+  norms = [norm("RMSNorm", 8, half=half, careful=careful) for _ in range(2)]
+  layers = {"norm_1": norms[0], "up": dense(8, 16, half), "down": dense(16, 8, half)}
+  kernel = {"mix": (NORMAL, (6, 6))}
+  of_linen = module(lambda m, x: x + mlp(m, mixed(m, x)), kernel, **layers)
+  return Part(of_linen.linen, module(twice, kernel, norm_2=norms[1], **layers).nnx)
 
 
-class Mixer(nn.Module):
+def language_model(half: Any = None, careful: bool = False, remat: bool = True) -> Part:
+  """A stack in a loop, under remat, with one table at both ends."""
+  of_linen, of_nnx = (CarefulEmbed, NnxCarefulEmbed) if careful else (nn.Embed, nnx.Embed)
+  return module(
+    lambda m, ids: m.embed.attend(m.norm(m.stack(m.embed(ids)))),
+    embed=Part(
+      lambda around: of_linen(11, 8, dtype=half),
+      lambda around, rngs: of_nnx(11, 8, dtype=half, rngs=rngs),
+    ),
+    stack=parts.stack(gated(half, careful), 3, remat),
+    norm=norm("RMSNorm", 8, half=half, careful=careful),
+  )
+
+
+def mixer(half: Any = None, careful: bool = False) -> Part:
   """MLP-Mixer from raw parameters, a token mixer and a channel mixer."""
+  shapes = {"patch": (12, 8), "tokens_in": (4, 4), "tokens_out": (4, 4)}
+  shapes |= {"channels_in": (8, 8), "channels_out": (8, 8)}
 
-  half: Any = None
+  def call(m, x):
+    def use(name):
+      return cast(getattr(m, name)[...], half)
 
-  def setup(self):
-    initial = nn.initializers.normal(0.3)
-    self.patch = self.param("patch", initial, (12, 8))
-    self.tokens = self.param("tokens", initial, (2, 4, 4))
-    self.channels = self.param("channels", initial, (2, 8, 8))
-    self.norm = nn.LayerNorm(dtype=self.half)
-    self.head = nn.Dense(3, dtype=self.half)
+    x = cast(x, half) @ use("patch")
+    mixed = jax.nn.gelu(jnp.swapaxes(x, 1, 2) @ use("tokens_in")) @ use("tokens_out")
+    x = x + jnp.swapaxes(mixed, 1, 2)
+    x = x + jax.nn.gelu(m.norm(x) @ use("channels_in")) @ use("channels_out")
+    return m.head(x.mean(1))
 
-  def __call__(self, x, train=True):
-    x = cast(x, self.half) @ cast(self.patch, self.half)
-    tokens, channels = cast(self.tokens, self.half), cast(self.channels, self.half)
-    x = x + jnp.swapaxes(nn.gelu(jnp.swapaxes(x, 1, 2) @ tokens[0]) @ tokens[1], 1, 2)
-    x = x + nn.gelu(self.norm(x) @ channels[0]) @ channels[1]
-    return self.head(x.mean(1))
+  return module(
+    call,
+    {name: (NORMAL, shape) for name, shape in shapes.items()},
+    norm=norm("LayerNorm", 8, half=half, careful=careful),
+    head=dense(8, 3, half),
+  )
+
+
+MODELS: Mapping[str, Callable[..., Part]] = {
+  "mlp": mlp,
+  "hard_coded": hard_coded,
+  "resnet": resnet,
+  "mixer": mixer,
+  "transformer": transformer,
+  "lstm": recurrent,
+  "gru": functools.partial(recurrent, gru=True),
+  "language_model": language_model,
+}
+
+
+def linen(name: str, **options: Any) -> nn.Module:
+  return MODELS[name](**options).linen(None)
+
+
+def of_nnx(name: str, rngs: nnx.Rngs, **options: Any) -> nnx.Module:
+  return MODELS[name](**options).nnx(None, rngs)

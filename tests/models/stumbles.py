@@ -152,10 +152,6 @@ LOUD = np.asarray([[-1000, -60, -3, -0.5], [0, 0.5, 3, 1000]], np.float32)
 TOKENS = np.repeat([0, 1], [10, 3590])
 """One token far more often than bfloat16 (256) or float16 (2,048) can count."""
 
-WEIGHTS = 1 + np.random.default_rng(0).integers(0, 8, (4096, 4)).astype(np.float32) / 8
-"""Cotangents that both half types hold, and whose sums float32 holds in any order."""
-
-
 # Kernels that take nothing but half.
 
 

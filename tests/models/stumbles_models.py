@@ -1,11 +1,9 @@
-"""Models around the functions of `stumbles`, as users write them: described once for Linen and NNX.
+"""Models around the functions of `stumbles`, as users write them, in Linen and in NNX.
 
-A description names the parts and parameters of a module and what it does when it is called. `hand`
-is the dtype that their author would give to each layer by hand.
+`hand` is the dtype that their author would give to each layer by hand.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,58 +13,10 @@ from flax import nnx
 
 import mpjax
 from tests.models import stumbles
+from tests.models.parts import Part, dense, module, stack
 from tests.models.values import normal
 
 NORMAL, ONES, ZEROS = nn.initializers.normal(), nn.initializers.ones, nn.initializers.zeros
-
-
-class Part(NamedTuple):
-  """One module in both frameworks; each function is given the module around it, NNX `Rngs` too."""
-
-  linen: Callable[[Any], nn.Module]
-  nnx: Callable[[Any, Any], nnx.Module]
-
-
-def module(call: Callable[..., Any], params: Any = None, **parts: Part) -> Part:
-  """Returns a module: `call(module, *inputs)`, and initialisers and shapes of its parameters."""
-
-  class Linen(nn.Module):
-    def setup(self) -> None:
-      for name, part in parts.items():
-        setattr(self, name, part.linen(self))
-      for name, (init, shape) in (params or {}).items():
-        setattr(self, name, self.param(name, init, shape))
-
-    def __call__(self, *args: Any) -> Any:
-      return call(self, *args)
-
-    def helper(self, name: str, *args: Any) -> Any:
-      return getattr(stumbles, name)(*args)
-
-  class Nnx(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-      for name, part in parts.items():
-        setattr(self, name, part.nnx(self, rngs))
-      for name, (init, shape) in (params or {}).items():
-        setattr(self, name, nnx.Param(init(rngs.params(), shape)))
-
-    def __call__(self, *args: Any) -> Any:
-      return call(self, *args)
-
-    def helper(self, name: str, *args: Any) -> Any:
-      return getattr(stumbles, name)(*args)
-
-  return Part(lambda around: Linen(), lambda around, rngs: Nnx(rngs))
-
-
-def dense(
-  inputs: int, features: int, hand: Any = None, bias: bool = False, precision: Any = None
-) -> Part:
-  options: Any = {"use_bias": bias, "dtype": hand, "precision": precision}
-  return Part(
-    lambda around: nn.Dense(features, **options),
-    lambda around, rngs: nnx.Linear(inputs, features, **options, rngs=rngs),
-  )
 
 
 def function(name: str) -> Part:
@@ -83,7 +33,7 @@ def rotary(place: str) -> Part:
   def call(m, x):
     rotate = {
       "inline": stumbles.rope,
-      "helper": lambda *args: m.helper("rope", *args),
+      "helper": lambda *args: m.helper(stumbles.rope, *args),
       "module": m.inner,
     }[place]
     return rotate(m.q(x), stumbles.angles(jnp.arange(x.shape[0]), 16))
@@ -146,7 +96,7 @@ def ends(end: str) -> Part:
   def call(m, x):
     return {
       "by hand": stumbles.softmax,
-      "by hand in a helper": lambda x: m.helper("softmax", x),
+      "by hand in a helper": lambda x: m.helper(stumbles.softmax, x),
       "by hand in a module": m.inner,
       "of JAX": jax.nn.softmax,
       "log_softmax": jax.nn.log_softmax,
@@ -199,31 +149,8 @@ def _loud_layer(m: Any, x: Any, *_: Any) -> Any:
 LOUD_LAYER = module(_loud_layer, dense=dense(16, 16), norm=WHITEN)
 
 
-class Stacked(nn.Module):
-  """Norms in a stack of layers."""
-
-  @nn.compact
-  def __call__(self, x):
-    layer = LOUD_LAYER.linen(None)
-    scan = nn.scan(
-      lambda layer, x, _: (layer(x), None),
-      variable_axes={"params": 0},
-      split_rngs={"params": True},
-      length=2,
-    )
-    return scan(layer, x, None)[0]
-
-
-class NnxStacked(nnx.Module):
-  def __init__(self, rngs):
-    self.layers = nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: LOUD_LAYER.nnx(None, rngs)))(rngs)
-
-  def __call__(self, x):
-    scan = nnx.scan(lambda b, x: b(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    return scan(self.layers, x)
-
-
-STACKED = Part(lambda around: Stacked(), lambda around, rngs: NnxStacked(rngs))
+STACKED = stack(LOUD_LAYER, 2)
+"""Norms in a stack of layers."""
 
 
 def activated(name: str) -> Part:
@@ -239,7 +166,7 @@ def trained(place: str) -> Part:
 
   def call(m, x, labels):
     if place == "helper":
-      return m.helper("cross_entropy", m.logits(x), labels)
+      return m.helper(stumbles.cross_entropy, m.logits(x), labels)
     return m.inner(m.logits(x), labels)
 
   return module(call, logits=dense(4, 10), inner=function("cross_entropy"))
@@ -273,14 +200,6 @@ def shared() -> Part:
     return sum(jnp.sum(m.layer(h[i])) for i in range(x.shape[0]))
 
   return module(call, first=dense(1, 1), layer=MULTIPLY)
-
-
-def biased() -> Part:
-  affine = module(
-    lambda m, x: x * m.scale.reshape(1, -1) + m.shift.reshape(1, -1),
-    {"scale": (ONES, (4,)), "shift": (ZEROS, (4,))},
-  )
-  return module(lambda m, x: m.affine(m.dense(x)), dense=dense(4, 4, bias=True), affine=affine)
 
 
 # Where products must stay in float32, or must not.
@@ -328,14 +247,6 @@ def fused_block(kernel: str, hand: Any = None) -> Part:
     lambda m, x: m.last(x + m.attention(x)),
     attention=module(attend, **layers),
     last=dense(16, 4, hand),
-  )
-
-
-def headed(precision: Any = None) -> Part:
-  return module(
-    lambda m, x: m.head(jnp.tanh(m.body(x))),
-    body=dense(8, 6),
-    head=dense(6, 5, precision=precision),
   )
 
 
