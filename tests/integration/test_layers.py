@@ -17,7 +17,7 @@ from mpjax._jaxprs.module_calls import StateKind
 from tests.linen.probes import KEY, X, dtypes
 from tests.models.values import filled, normal, shapes
 from tests.nnx import rig
-from tests.programs import bits, dtypes_of, error, half_share, products, run
+from tests.programs import bits, dtypes_of, error, products, run
 
 # The models are written as their users write them.
 pytestmark = pytest.mark.standard_promotion
@@ -216,36 +216,6 @@ def test_what_is_told_of_a_cell_over_time_before_it_runs():
   assert "LSTMCell" in ours.tabulate(KEY, xs)
 
 
-class Learned(nnx.RNNCellBase):
-  """Starts in a learned state; its weights are raw parameters."""
-
-  def __init__(self):
-    self.start, self.w = nnx.Param(jnp.zeros((1, 4))), nnx.Param(jnp.eye(4))
-
-  def initialize_carry(self, input_shape, rngs=None, carry_init=None):
-    assert self.start[...].dtype == jnp.float32
-    return jnp.broadcast_to(self.start[...], (*input_shape[:-1], 4))
-
-  def __call__(self, carry, inputs):
-    carry = jnp.tanh(inputs @ self.w + carry.astype(inputs.dtype) @ self.w)
-    return carry, carry
-
-  @property
-  def num_feature_axes(self):
-    return 1
-
-
-@pytest.mark.case("B092")
-def test_a_learned_start_is_read_as_it_is_stored():
-  layer = of_nnx(lambda rngs: nnx.RNN(Learned(), return_carry=True))
-  x = jnp.ones((1, 3, 4))
-  for options in ({}, {"initial_carry": jnp.zeros((1, 4))}):
-    program, (carry, out) = traced(layer, "c=bf16", x, **options)
-    assert half_share(program) == 1
-    assert (carry.dtype, out.dtype) == (F32, BF16)
-  assert traced(layer, "c=bf16", x, return_carry=False)[1].dtype == BF16
-
-
 # Attention
 
 
@@ -266,20 +236,6 @@ def test_a_fully_masked_row_stays_finite(framework, half):
   wanted, (out, grads) = run(lambda p: (loss(p, None), jax.value_and_grad(loss)(p)), layer.params)
   np.testing.assert_allclose(out, wanted, atol=0.05)
   assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_attention_weights_that_are_sown():
-  graphdef, state = nnx.split(nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0)))
-
-  def forward(state, x):
-    view = mpjax.nnx.with_policy(nnx.merge(graphdef, state), "c=bf16")
-    _, seen = nnx.capture(view, nnx.Intermediate)(x, sow_weights=True)
-    return seen["attention_weights"].get_value()[0]
-
-  weights = run(forward, state, normal(3, 4))
-  assert weights.dtype == jnp.float32  # as they are computed
-  np.testing.assert_allclose(weights.sum(-1), np.ones((2, 3)), rtol=1e-6)
 
 
 @pytest.mark.case("B087")
@@ -348,17 +304,6 @@ def test_a_computed_weight_is_computed_from_what_is_stored_and_used_in_half(name
   np.testing.assert_allclose(ours, plain, rtol=0.02, atol=0.02)
   gradient = jax.grad(lambda p: layer.under("mixed_bfloat16")(p, layer.rest, X)[0].sum())
   assert dtypes(jax.eval_shape(gradient, layer.params)) == dtypes(layer.params)
-
-
-def test_lora_around_a_layer_of_the_view():
-  rngs = nnx.Rngs(0)
-  model = nnx.LoRA(4, 2, 5, base_module=nnx.Linear(4, 5, rngs=rngs), rngs=rngs)
-  view = mpjax.nnx.with_policy(model, "c=bf16", [Rule("c=f32", path="base_module")])
-  program, out = jax.make_jaxpr(view, return_shape=True)(normal(3, 4))
-  assert sorted({left for left, _ in operands(program)}) == ["bfloat16", "float32"]
-  # What the layer in float32 returns is not rounded before the rest is added.
-  assert dtypes_of(program, "add") == {"float32"}
-  assert out.dtype == "bfloat16"
 
 
 # Dropout

@@ -225,14 +225,3 @@ def test_a_kernel_for_low_precision_alone_under_a_float32_rule(face, policy):
   assert 'implementation="xla"' in note
   way_out = block(face, policy, [mpjax.Rule("c=bf16,o=f32", path="attention")])
   assert way_out(jnp.ones((2, 3))).dtype == "float32"
-
-
-@pytest.mark.parametrize("face", ["linen", "nnx"])
-def test_what_somebody_has_not_implemented_is_raised_as_it_is(face, monkeypatch):
-  monkeypatch.setitem(globals(), "kernel", _unfinished)
-  with pytest.raises(NotImplementedError, match="later"):
-    block(face, "float32", [])(jnp.ones((2, 3)))
-
-
-def _unfinished(q):
-  raise NotImplementedError("the mask comes later")

@@ -274,6 +274,9 @@ def test_output_dtypes_are_for_where_a_policy_begins(lib):
   # A rule for the root is another policy for the same begin.
   rules = [Rule("c=f16", path="**")]
   assert dtypes("mixed_bfloat16", rules) == ("float16", "float16", "float32")
+  # A rule that picks a module and one inside of it begins once, with the first.
+  rules = [Rule("mixed_float16", path="**")]
+  assert dtypes("mixed_bfloat16", rules) == ("float16", "float16", "float32")
   # A policy in a field begins like a rule.
   for own, inner in (("c=f16,o=f32", "float32"), ("c=f16", "float16")):
     found = dtypes("c=bf16", [], mpjax.Policy.parse(own))

@@ -9,7 +9,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import pytest
 from flax.core import Scope
 
@@ -222,36 +221,6 @@ def test_the_innermost_given_policy_wins_whole():
     assert found(model, "float16") == [*["bfloat16"] * 3, "float32"]
     assert found(wrapped(model, "float16"), "float16") == float16
     assert found(wrapped(model, "c=f16")) == float16
-
-
-class Chain(nn.Module):
-  """Sows what the next of its kind returns; the last computes it."""
-
-  depth: int
-
-  @nn.compact
-  def __call__(self, x):
-    if self.depth == 0:
-      return x @ x.T
-    x = Chain(self.depth - 1, name="next")(x)
-    self.sow("returned", f"at_{self.depth - 1}", x)
-    return x
-
-
-@pytest.mark.case("B052")
-def test_nested_matches_of_one_rule_begin_once():
-  for rule, first in (
-    (Rule("mixed_float16", module=Chain), jnp.float16),
-    (Rule("mixed_float16", path="**"), jnp.float16),
-    (Rule("mixed_float16", path="next/**"), jnp.float32),  # It begins one level down.
-  ):
-    model = mpjax.linen.with_policy(Chain(3), "mixed_bfloat16", [rule])
-    out, state = jax.eval_shape(lambda model=model: model.apply({}, X, mutable=["returned"]))
-    assert out.dtype == jnp.float32
-    outermost = state["returned"]
-    inner = outermost["next"]
-    assert inner["next"]["at_0"][0].dtype == inner["at_1"][0].dtype == jnp.float16
-    assert outermost["at_2"][0].dtype == first
 
 
 def test_what_was_given_is_hashed_anew_where_it_is_unpickled():

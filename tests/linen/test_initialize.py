@@ -13,6 +13,7 @@ from flax.core.meta import is_axis_metadata
 from jax.sharding import Mesh, PartitionSpec
 
 import mpjax
+from mpjax._core.trees import cast_like
 from tests.linen.probes import HALF, KEY, RAW, Does, X, all_half, calls, dtypes
 from tests.programs import bits
 
@@ -96,15 +97,6 @@ def test_initial_values_are_drawn_in_float32(way):
     assert bits(drawn) != bits(nn.initializers.lecun_normal()(KEY, (3, 4)).astype(half))
 
 
-@pytest.mark.parametrize("way", ["wrapper", "scope"])
-def test_a_dtype_field_that_means_the_parameter_dtype(way):
-  model = ManyParams(jnp.float16)
-  wanted = model.init(KEY, X)
-  found = init(way, model, "p=f32,c=bf16,o=f32", X)
-  assert bits(found) == bits(jax.tree.map(lambda p: p.astype("float32"), wanted))
-  all_half(with_policy(model, "mixed_bfloat16").apply, wanted, X, count=2)
-
-
 @WAYS
 def test_each_module_stores_its_own_parameters_in_its_own_dtype(way):
   rules = [Rule(mpjax.Policy(param_dtype="float16"), path="inner"), Rule(None, path="norm")]
@@ -155,6 +147,13 @@ def test_a_cache_of_a_module_that_mixes_dtypes_where_jax_does_not_promote_stays_
   with jax.numpy_dtype_promotion("strict"):
     found = with_policy(Does(mixes), "mixed_bfloat16").init(KEY, X)
   assert found["cache"]["y"].dtype == F32
+
+
+def test_trees_that_are_not_alike_are_not_cast():
+  half = jax.ShapeDtypeStruct((2,), jnp.bfloat16)
+  tree = {"a": jnp.ones(2), "n": jnp.zeros(2, jnp.int32)}
+  assert dtypes(cast_like(tree, {"a": half, "n": half})) == {"a": "bfloat16", "n": "int32"}
+  assert cast_like(tree, {"a": half}) is None
 
 
 # Models with parameters of their own

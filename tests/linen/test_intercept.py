@@ -363,19 +363,6 @@ def test_a_while_loop_that_starts_in_low_precision_goes_on_in_it():
   assert set(calls) == {("out", "bfloat16")}
 
 
-@pytest.mark.case("B072")
-@pytest.mark.parametrize("name", ["function", "over"])
-def test_class_rules_match_the_base_class_of_a_lifted_one(name):
-  start, xs = jnp.zeros((2, 3)), jnp.stack([X] * 4)
-  for picked in (Cell, nn.Dense):
-    rules = [Rule("mixed_float16", module=picked)]
-    program, _ = program_of(SCANS[name], "mixed_bfloat16", rules, start, xs)
-    assert [p.dtypes for p in products(program)] == [("float16", "float16")]
-  # A rule on what is inside of the body fires once.
-  (loop,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
-  assert "new_dtype=float16" in str(loop.params["jaxpr"])
-
-
 @pytest.mark.case("B072", "A76")
 def test_a_function_under_remat_is_no_module():
   def body(module, x):
@@ -657,20 +644,3 @@ def test_a_nnx_module_given_to_a_linen_module_keeps_what_it_writes():
   with pytest.warns(UserWarning, match="the root: expected a body that can be traced"):
     model.apply(variables, norm, X * 0)
   assert norm.mean[...].tolist() == [4.0] * 3
-
-
-def tanh_cell(module, carry, x):
-  carry = jnp.tanh(nn.Dense(8)(x) + carry)
-  return carry, carry
-
-
-@pytest.mark.parametrize("remat", [False, True])
-def test_a_scan_over_a_mapped_cell_keeps_its_float32_carry(remat):
-  cell = nn.vmap(calling(tanh_cell), variable_axes={"params": 0}, split_rngs={"params": True})
-  cell = nn.remat(cell) if remat else cell
-  maps = Does(lambda module, xs: nn.scan(cell, **BROADCAST)()(jnp.zeros((2, 8)), xs))
-  xs = jnp.linspace(-1.0, 1.0, 30).reshape(5, 2, 3)
-  program, (carry, ys) = program_of(maps, "params=float32,compute=bfloat16", (), xs)
-  # What is added to a float32 carry is float32, and so is what is returned of it.
-  assert {carry.dtype, ys.dtype} == {F32}
-  assert {p.dtypes for p in products(program)} == {("bfloat16", "bfloat16")}

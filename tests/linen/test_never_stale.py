@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import functools
-import threading
 
 import flax.linen as nn
 import hypothesis
@@ -145,23 +144,6 @@ def test_a_model_that_raises_leaves_nothing_behind():
     assert ACTIVE.value is None
     assert model.apply(variables, X, False).dtype == jnp.float32
     equal(call(variables, X, False), before)
-
-
-@pytest.mark.case("B067")
-def test_threads_at_the_same_time():
-  model, variables, wanted = case("Plain")
-  forward = jax.jit(model.apply)
-  start = threading.Barrier(4, timeout=30)
-
-  def work(policy):
-    start.wait()
-    for _ in range(20):
-      with scope(policy):
-        equal(forward(variables, X), wanted[policy])
-        equal(model.apply(variables, X), wanted[policy])
-
-  with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    list(pool.map(work, POLICIES))
 
 
 @pytest.mark.case("B066")

@@ -12,7 +12,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import freeze
 
 from tests.models.values import normal
 
@@ -109,21 +108,6 @@ class WhileLoop(nn.Module):
     return nn.while_loop(more, step, self, (0, x))[1]
 
 
-class Mapped(nn.Module):
-  """Weights that are used transposed, by `nn.map_variables`."""
-
-  @nn.compact
-  def __call__(self, x):
-    transposed = nn.map_variables(
-      nn.Dense,
-      "params",
-      lambda tree: jax.tree.map(jnp.transpose, tree),
-      lambda tree: jax.tree.map(jnp.transpose, tree),
-      mutable=True,
-    )
-    return transposed(8)(x)
-
-
 class LowRank(nn.Module):
   """A Dense and an adapter beside it, in one scope."""
 
@@ -135,24 +119,6 @@ class LowRank(nn.Module):
   def __call__(self, x):
     low = self.param("low", INIT, (8, 2))
     return self.base(x) + x @ low @ self.param("high", INIT, (2, 8))
-
-
-class CustomGradient(nn.Module):
-  """Clips the gradient of what goes in, by `nn.custom_vjp`."""
-
-  @nn.compact
-  def __call__(self, x):
-    def forward(module, x):
-      return module(x)
-
-    def forward_kept(module, x):
-      return nn.vjp(forward, module, x)
-
-    def backward(pull, grad):
-      params, x = pull(jnp.clip(grad, -0.5, 0.5))
-      return params, x
-
-    return nn.custom_vjp(forward, forward_kept, backward)(nn.Dense(8), x)
 
 
 class RawSetup(nn.Module):
@@ -203,14 +169,6 @@ def bound(model: Any, variables: Any, x: Any) -> Any:
   return model.decoder(model.encode(x)) + model(x)
 
 
-class Partitioned(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    init = nn.with_partitioning(INIT, (None, "model"))
-    x = nn.Dense(8, kernel_init=init)(x)
-    return x @ self.param("out", nn.with_logical_partitioning(INIT, ("in", "out")), (8, 8))
-
-
 class Watched(nn.Module):
   """Sows, perturbs, drops out, and keeps statistics and a counter of its own."""
 
@@ -232,24 +190,6 @@ def mutable(model: Any, variables: Any, x: Any) -> Any:
   assert new["batch_stats"]["BatchNorm_0"]["mean"].dtype == jnp.float32
   assert new["counter"]["count"].dtype == jnp.int32
   return out
-
-
-class TakesModules(nn.Module):
-  """A module as a field, one as an argument, one from a closure."""
-
-  inner: nn.Module
-
-  @nn.compact
-  def __call__(self, x):
-    held = nn.Dense(8, name="held")
-    use = Uses(name="uses")
-    return use(self.inner(x), held, lambda y: held(nn.tanh(y)))
-
-
-class Uses(nn.Module):
-  @nn.compact
-  def __call__(self, x, module, fun):
-    return fun(module(x)) + nn.Dense(8)(x)
 
 
 class ParamDtype(nn.Module):
@@ -296,10 +236,6 @@ def decode_loop(model: Any, variables: Any, x: Any) -> Any:
   return jax.lax.scan(step, (variables["cache"], x[:, :1]), length=4)[1]
 
 
-def frozen(model: Any, variables: Any, x: Any) -> Any:
-  return model.apply(freeze(variables), x)
-
-
 def inner_jit(model: Any, variables: Any, x: Any) -> Any:
   return jax.jit(jax.checkpoint(lambda v, x: model.apply(v, x)[0]))(variables, x)
 
@@ -322,17 +258,12 @@ SITUATIONS: dict[str, Situation] = {
   "lax_loop": Situation(Block, own_loop),
   "cond_and_switch": Situation(Conditional),
   "while_loop": Situation(WhileLoop, backward=False),
-  "map_variables": Situation(Mapped),
   "share_scope": Situation(LowRank),
-  "custom_vjp": Situation(CustomGradient),
   "raw_in_setup": Situation(RawSetup),
   "raw_in_compact": Situation(RawCompact),
   "methods": Situation(Autoencoder, encode_and_decode),
   "bind": Situation(Autoencoder, bound),
-  "partitioned": Situation(Partitioned),
-  "frozen_dict": Situation(RawCompact, frozen),
   "mutable_sow_perturb_dropout": Situation(Watched, mutable),
-  "modules_as_arguments": Situation(lambda: TakesModules(nn.Dense(8))),
   "dtype_of_parameters": Situation(ParamDtype),
   "after_a_child_that_promotes": Situation(MultipliesWhatPromotes),
   "float32_cache_in_scan": Situation(Decoder, decode_loop),

@@ -202,26 +202,6 @@ def test_variables_that_a_call_makes_or_changes_are_the_models():
   assert model.mode == "train"
 
 
-def test_a_new_variable_of_a_compiled_step_is_where_nnx_finds_its_module():
-  def body(module, x):
-    module.stat[...] = x.mean(0)
-    module.fresh = nnx.BatchStat(x.mean(0))
-    return x
-
-  # A view made inside the step writes to the model, and one that is an argument keeps what is new.
-  inside, given = (Does(body, stat=nnx.BatchStat(jnp.zeros(4))) for _ in range(2))
-  view = with_policy(given, HALF)
-  for i in range(2):
-    nnx.jit(lambda model, x: with_policy(model, HALF)(x))(inside, X + i)
-    nnx.jit(lambda view, x: view(x))(view, X + i)
-    for holder, model in ((inside, inside), (view, given)):
-      np.testing.assert_array_equal(holder.fresh[...], model.stat[...])
-      np.testing.assert_allclose(model.stat[...], np.mean(X + i, 0), rtol=0.01)
-      assert holder.fresh.dtype == model.stat.dtype == jnp.float32
-    assert view.stat is given.stat
-    assert not hasattr(given, "fresh")
-
-
 def test_what_is_taken_out_of_a_view_is_taken_out_of_the_model():
   model = Writes()
   view = with_policy(model, HALF)
