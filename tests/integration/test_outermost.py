@@ -239,14 +239,15 @@ def test_calls_that_are_alike_are_differentiated_once(way):
 # What raises
 
 
+def takes_half_alone(layer, x):
+  """Refuses float32, as a kernel may."""
+  if x.dtype == jnp.float32:
+    raise NotImplementedError("this kernel takes low precision alone")
+  return layer(x)
+
+
 @WAYS
 def test_what_raises_in_float32_is_called_in_its_compute_dtype(way):
-  def takes_half_alone(layer, x):
-    """Refuses float32, as a kernel may."""
-    if x.dtype == jnp.float32:
-      raise NotImplementedError("this kernel takes low precision alone")
-    return layer(x)
-
   assert bits(call(way, "c=bf16", takes_half_alone, X)[0]) == bits(layer_in(BF16))
   kernels = {"bfloat16": lambda layer, x: layer(x)}  # A table that has none for float32.
   table = call(way, "c=bf16", lambda layer, x: kernels[x.dtype.name](layer, x), X)
@@ -327,6 +328,37 @@ def test_a_type_error_gets_a_note_that_names_the_module(name):
   # In the dtype that it takes, it runs.
   if path and "jit" not in name:
     assert under("mixed_float16", mpjax.Rule("bfloat16", path=path)).dtype == F32
+
+
+class Kernel(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return takes_half_alone(jnp.tanh, x)
+
+
+class KernelNnx(nnx.Module):
+  def __call__(self, x):
+    return takes_half_alone(jnp.tanh, x)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+@pytest.mark.parametrize(
+  ("under", "path"),
+  [
+    (linen_call(nn.Sequential([Kernel()])), "layers_0"),
+    (nnx_call(nnx.Sequential(KernelNnx())), "layers/0"),
+  ],
+  ids=["linen", "nnx"],
+)
+def test_a_kernel_for_low_precision_alone_under_a_float32_rule(under, path, policy):
+  with pytest.raises(NotImplementedError, match="low precision alone") as excinfo:
+    under(policy, mpjax.Rule("float32", path=path))
+  (note,) = (note for note in excinfo.value.__notes__ if "mpjax" in note)
+  assert f"raised inside '{path}' (" in note
+  assert "under the policy 'params=float32,compute=float32" in note
+  assert f"Rule(\"bfloat16\", path='{path}')" in note
+  assert 'implementation="xla"' in note
+  assert under(policy, mpjax.Rule("c=bf16,o=f32", path=path)).dtype == "float32"
 
 
 @WAYS

@@ -176,55 +176,13 @@ class ScannedOfNnx(nnx.Module):
     return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
-class JittedOfNnx(nnx.Module):
-  def __init__(self, rngs):
-    self.layer = nnx.Linear(3, 3, rngs=rngs)
-
-  @nnx.jit
-  def __call__(self, x):
-    return self.layer(self.layer(x))
-
-
-def mapped(axis):
-  split = {"params": axis is not None}
-  return nn.vmap(nn.Dense, variable_axes={"params": axis}, split_rngs=split)(3)
-
-
-def turned(tree):
-  return jax.tree.map(jnp.transpose, tree)
-
-
-def promotion_of_the_user(*args, dtype=None, **kwargs):
-  return tuple(None if x is None else jnp.asarray(x, dtype) for x in args)
-
-
-class Own(nn.Dense):
-  """A subclass whose `__call__` is its own: the same fields, other arithmetic."""
-
-  @nn.compact
-  def __call__(self, inputs):
-    kernel = self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features))
-    bias = self.param("bias", self.bias_init, (self.features,))
-    inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-    return jax.lax.dot_general(inputs, kernel, (((1,), (0,)), ((), ()))) * 2 + bias
-
-
 R, S = (100, 3), (2, 4, 3)
 BUILT: dict[str, tuple[Any, tuple[int, ...], int]] = {
   # A module of Linen or a function that makes one of NNX, an input, products into float32.
   "a layer used twice": (Shared(), R, 2),
   "scan over shared weights": (Scanned(shared=True), R, 1),
   "scan of remat": (Scanned(remat=True), R, 1),
-  "nn.jit": (nn.jit(nn.Dense)(3), R, 1),
-  "nn.vmap": (mapped(0), (2, 100, 3), 1),
-  "nn.vmap over shared weights": (mapped(None), (2, 100, 3), 1),
-  "nn.map_variables": (
-    *(nn.map_variables(nn.Dense, "params", turned, turned, mutable=True)(3), R, 1),
-  ),
-  "promote_dtype of the user": (nn.Dense(3, promote_dtype=promotion_of_the_user), R, 1),
-  "a layer's own method": (Own(3), R, 1),
   "nnx: scan of remat": (ScannedOfNnx, R, 1),
-  "nnx: jit, a layer used twice": (JittedOfNnx, R, 2),
   "LSTMCell": (nn.RNN(nn.LSTMCell(3)), S, 8),
   "attention": (nn.MultiHeadDotProductAttention(2, qkv_features=4), S, 4),
   # Joins the kernels of its four gates and multiplies by itself.
@@ -352,7 +310,6 @@ def by_definition(apply, variables, x, cotangent):
     pytest.param(nn.Dense(4), (512, 3), "bfloat16", 10_000, id="Dense in bfloat16"),
     # Of fewer terms, so that the gain does not depend on the order in which a CPU adds them.
     pytest.param(nn.Dense(4), (32, 3), "float16", 1_000, id="Dense in float16"),
-    pytest.param(nn.Dense(4), (512, 3), "float16", 500, id="Dense in float16, of 512 terms"),
     pytest.param(nn.Conv(3, (3,)), (8, 64, 2), "bfloat16", 10_000, id="Conv in bfloat16"),
   ],
 )

@@ -115,36 +115,3 @@ def seen_under(model: nn.Module, policy: Any, rules: Any = (), **options: Any) -
   """Returns the dtype at each path of a model whose variables were made without a policy."""
   variables = jax.eval_shape(model.init, KEY, X)
   return seen(mpjax.linen.with_policy(model, policy, rules, **options).apply, variables, X)
-
-
-# Models with parameters of their own, read in three ways
-
-
-class RawCompact(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 4))
-    b = self.param("b", lambda key: jnp.ones(4))
-    tree = self.param("tree", lambda key: {"u": jnp.ones((4, 2)), "n": jnp.arange(2)})
-    assert tree["n"].dtype == jnp.int32
-    return (x @ w + b) @ tree["u"]
-
-
-class RawSetup(nn.Module):
-  def setup(self):
-    self.w = self.param("w", nn.initializers.lecun_normal(), (3, 4))
-    self.variable_too = self.variable("params", "v", lambda: jnp.ones((4, 2)))
-
-  def __call__(self, x):
-    return x @ self.w @ self.variable_too.value
-
-
-class RawGetVariable(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 4))
-    again = self.get_variable("params", "w")
-    return x @ again @ self.variables["params"]["w"].T
-
-
-RAW = {"compact": RawCompact(), "setup": RawSetup(), "get_variable": RawGetVariable()}

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpjax
 from mpjax._core.trees import cast_like
-from tests.linen.probes import HALF, KEY, RAW, Does, X, all_half, calls, dtypes
+from tests.linen.probes import HALF, KEY, Does, X, all_half, calls, dtypes
 from tests.programs import bits
 
 # The models are written as their users write them.
@@ -65,6 +65,25 @@ class ManyParams(nn.Module):
     return (x @ w + v) @ u
 
 
+class RawCompact(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 4))
+    b = self.param("b", lambda key: jnp.ones(4))
+    tree = self.param("tree", lambda key: {"u": jnp.ones((4, 2)), "n": jnp.arange(2)})
+    assert tree["n"].dtype == jnp.int32
+    return (x @ w + b) @ tree["u"]
+
+
+class RawSetup(nn.Module):
+  def setup(self):
+    self.w = self.param("w", nn.initializers.lecun_normal(), (3, 4))
+    self.variable_too = self.variable("params", "v", lambda: jnp.ones((4, 2)))
+
+  def __call__(self, x):
+    return x @ self.w @ self.variable_too.value
+
+
 MODELS = {
   "dtype": DtypeMeansParams(),
   "nested": Does(nested),
@@ -72,7 +91,8 @@ MODELS = {
   "dtype means params": ManyParams(),
   "dtype means params, as a string": ManyParams("float32"),
   "dtype means params, of NumPy": ManyParams(np.dtype("float32")),
-  **RAW,
+  "compact": RawCompact(),
+  "setup": RawSetup(),
 }
 
 

@@ -171,11 +171,28 @@ class Coder(nn.Module):
     return self.decoder(x)
 
 
-class AuxiliaryHead(nn.Module):
-  @nn.compact
+class Parts(nn.Module):
+  """A part without parameters, one that only training calls, one that another method calls."""
+
+  def setup(self):
+    self.body, self.auxiliary, self.other = nn.Dense(3), nn.Dense(3), nn.Dense(3)
+    self.drop = nn.Dropout(0.5)
+
+  def everything(self, x):
+    return self.body(x) + self.auxiliary(x) + self.other(x)
+
+  def decode(self, x):
+    return self.other(x)
+
   def __call__(self, x, train=False):
-    y = nn.Dense(2, name="body")(x)
-    return y + nn.Dense(2, name="aux")(x) if train else y
+    x = self.drop(self.body(x), deterministic=not train)
+    return self.auxiliary(x) if train else x
+
+
+@functools.cache
+def parts():
+  x = jnp.ones((2, 3))
+  return x, Parts().init(jax.random.key(0), x, method="everything")
 
 
 def modules_in(variables, dtype):
@@ -194,9 +211,10 @@ def test_rules_are_checked_where_the_whole_model_is_called():
   ):
     model.convert(variables, x)
   # A module that this call does not pass is there all the same.
-  head = with_policy(AuxiliaryHead(), "mixed_bfloat16", [Rule("float32", path="aux")])
-  variables_of_head = head.init(jax.random.key(0), x, train=True)
-  assert modules_in(head.convert(variables_of_head, x), "float32") == {"aux", "body"}
+  x_of_parts, variables_of_parts = parts()
+  model = with_policy(Parts(), "mixed_bfloat16", [Rule("float32", path="auxiliary")])
+  found = model.convert(variables_of_parts, x_of_parts)
+  assert modules_in(found, "bfloat16") == {"body"}
   # Of one method nobody knows what is in the rest of the model.
   half = with_policy(Coder(), "mixed_bfloat16", [Rule("float32", path="decoder")])
   found = half.convert(variables, x, method="encode")
@@ -226,30 +244,6 @@ def test_init_of_a_model_that_returns_a_plain_object():
   assert (prediction.logits.dtype, rest) == (jnp.float32, [str, "text"])
   with pytest.raises(mpjax.errors.UnmatchedRuleError):
     with_policy(plain, "bfloat16", [Rule(None, path="typo")]).init(key, x)
-
-
-class Parts(nn.Module):
-  """A part without parameters, one that only training calls, one that another method calls."""
-
-  def setup(self):
-    self.body, self.auxiliary, self.other = nn.Dense(3), nn.Dense(3), nn.Dense(3)
-    self.drop = nn.Dropout(0.5)
-
-  def everything(self, x):
-    return self.body(x) + self.auxiliary(x) + self.other(x)
-
-  def decode(self, x):
-    return self.other(x)
-
-  def __call__(self, x, train=False):
-    x = self.drop(self.body(x), deterministic=not train)
-    return self.auxiliary(x) if train else x
-
-
-@functools.cache
-def parts():
-  x = jnp.ones((2, 3))
-  return x, Parts().init(jax.random.key(0), x, method="everything")
 
 
 def test_a_misspelt_rule_is_warned_of_where_only_apply_is_called():

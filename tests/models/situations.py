@@ -164,11 +164,6 @@ def encode_and_decode(model: Any, variables: Any, x: Any) -> Any:
   return model.apply(variables, z, scale=2.0, method=Autoencoder.decode)
 
 
-def bound(model: Any, variables: Any, x: Any) -> Any:
-  model = model.bind(variables)
-  return model.decoder(model.encode(x)) + model(x)
-
-
 class Watched(nn.Module):
   """Sows, perturbs, drops out, and keeps statistics and a counter of its own."""
 
@@ -192,24 +187,6 @@ def mutable(model: Any, variables: Any, x: Any) -> Any:
   return out
 
 
-class ParamDtype(nn.Module):
-  """`dtype` here is the dtype that parameters are made in."""
-
-  dtype: Any = jnp.float32
-
-  @nn.compact
-  def __call__(self, x):
-    kernel = self.param("kernel", INIT, (8, 8), self.dtype)
-    return x @ kernel
-
-
-class Decoder(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = x + nn.MultiHeadDotProductAttention(2, decode=True)(nn.LayerNorm()(x))
-    return nn.Dense(8)(x)
-
-
 class Promotes(nn.Module):
   """Hands on float32, because of a NumPy scalar."""
 
@@ -222,18 +199,6 @@ class MultipliesWhatPromotes(nn.Module):
   @nn.compact
   def __call__(self, x):
     return Promotes()(x) @ self.param("kernel", INIT, (8, 8))
-
-
-def decode_loop(model: Any, variables: Any, x: Any) -> Any:
-  """Writes one position after another, a float32 cache carried by `jax.lax.scan`."""
-  params = {"params": variables["params"]}
-
-  def step(carry, _):
-    cache, token = carry
-    token, new = model.apply({**params, "cache": cache}, token, mutable=["cache"])
-    return (new["cache"], token), token
-
-  return jax.lax.scan(step, (variables["cache"], x[:, :1]), length=4)[1]
 
 
 def inner_jit(model: Any, variables: Any, x: Any) -> Any:
@@ -262,9 +227,6 @@ SITUATIONS: dict[str, Situation] = {
   "raw_in_setup": Situation(RawSetup),
   "raw_in_compact": Situation(RawCompact),
   "methods": Situation(Autoencoder, encode_and_decode),
-  "bind": Situation(Autoencoder, bound),
   "mutable_sow_perturb_dropout": Situation(Watched, mutable),
-  "dtype_of_parameters": Situation(ParamDtype),
   "after_a_child_that_promotes": Situation(MultipliesWhatPromotes),
-  "float32_cache_in_scan": Situation(Decoder, decode_loop),
 }
