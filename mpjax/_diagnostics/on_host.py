@@ -28,10 +28,10 @@ from mpjax._diagnostics.runner import (
   run,
   run_shard_map,
 )
-from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.steps import Body, Step
 
 
 class Look(NamedTuple):

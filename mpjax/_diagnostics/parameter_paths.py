@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from jax.extend.core.primitives import convert_element_type_p
 
-from mpjax._diagnostics.steps import Body
 from mpjax._jaxprs.locations import Source
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.steps import Body
 
 
 def paths_by_parameters(top: Body, owners: Mapping[int, str]) -> dict[int, str]:

@@ -15,9 +15,10 @@ from mpjax._core.types import Array, Function, PyTree
 from mpjax._diagnostics.flat import Leaves, is_array
 from mpjax._jaxprs.autocast.scopes import MODULE
 from mpjax._jaxprs.compat import within_scopes
-from mpjax._jaxprs.graph import Graph, Key, Value
+from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.inner_jaxprs import Program, inner_jaxprs, with_inner
 from mpjax._jaxprs.locations import Location, Source
+from mpjax._jaxprs.steps import Key
 
 
 def with_parameter_scopes(fn: Function) -> Function:
@@ -77,7 +78,7 @@ def _modules(graph: Graph, owners: dict[Value, Path]) -> Mapping[Key, Path]:
         homes.update((v, homes.get(v)) for v in results)
     else:
       if path:
-        modules[operation.place.key] = path
+        modules[operation.step.key] = path
       if not data:
         owners.update(dict.fromkeys(results, path) if own else {})
       else:  # What a layer returns is where the layer is.

@@ -14,11 +14,11 @@ import numpy as np
 from jax.extend.core import Literal
 
 from mpjax._core.types import Array, PyTree
-from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.atoms import aval_of, dtype_of
 from mpjax._jaxprs.compat import context_of, varying_axes
 from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.steps import Body, Step
 
 State: TypeAlias = PyTree
 """What was seen: a tree of arrays."""

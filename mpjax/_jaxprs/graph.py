@@ -1,35 +1,32 @@
 """A jaxpr as one graph of operations and values, with those of all inner jaxprs in it.
 
-Where a jaxpr calls another, the values simply go on inside. What a loop carries is one value that
+It is built from the steps of `steps.py`, which are what runs. What a loop carries is one value that
 comes from where it starts and from each iteration. Nothing runs.
 """
 
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import JaxprEqn
-from jax.extend.core import Literal as JaxprLiteral
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import DType
-from mpjax._jaxprs.atoms import Atom, aval_of
+from mpjax._jaxprs.atoms import aval_of
 from mpjax._jaxprs.count import flops_of
-from mpjax._jaxprs.inner_jaxprs import Inner, Program, inner_jaxprs, opened
-from mpjax._jaxprs.locations import Location, location
+from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitive_facts import Row
 from mpjax._jaxprs.primitives import facts_of
-
-Key: TypeAlias = tuple[int, ...]
-"""Which equation: its number, or that of the one it is in, the inner jaxpr, its number."""
+from mpjax._jaxprs.steps import Body, Slot, Step, body_of
 
 Kind: TypeAlias = Literal["argument", "constant", "literal", "operation"]
+Joins: TypeAlias = Literal["enter", "carry", "leave"]
 
 _LISTS = OpLists()
 
@@ -85,46 +82,35 @@ class Value:
     return self.size * getattr(self.dtype, "itemsize", 0)
 
 
-class Place(NamedTuple):
-  """Where in the jaxpr something is, and how often that runs.
-
-  Fields:
-    key: of the equation, or of what holds the jaxpr.
-    around: the location of what holds the jaxpr.
-    times: how often it runs, as far as the jaxpr says.
-    certain: whether `times` is known: not so inside of a `while` or a branch.
-  """
-
-  key: Key = ()
-  around: Location = Location()
-  times: int = 1
-  certain: bool = True
-
-
 @dataclasses.dataclass(eq=False)
 class Operation:
   """An operation of the graph: a first-order equation, or the way into a loop or out of it.
 
   Attributes:
-    eqn: the equation; that of the loop for `joins`.
-    place: where it is in the jaxpr.
+    step: the step that it is; that of the loop for `joins`.
+    times: how often it runs, as far as the jaxpr says.
     operands: the values that it takes.
     joins: nothing is computed: values come into a loop, out of it, or out of a branch.
     results: those that it computes.
     used: a result or an effect depends on it; a compiler drops what is not.
   """
 
-  eqn: JaxprEqn
-  place: Place
+  step: Step
+  times: int
   operands: list[Value]
-  joins: Literal["enter", "carry", "leave"] | None = None
+  joins: Joins | None = None
   results: list[Value] = dataclasses.field(default_factory=list)
   used: bool = False
+
+  @property
+  def eqn(self) -> JaxprEqn:
+    """The equation; that of the loop for `joins`."""
+    return self.step.eqn
 
   @functools.cached_property
   def where(self) -> Location:
     """Its module or named scope, its pass and its line."""
-    return location(self.eqn, self.place.around)
+    return self.step.location
 
   @property
   def name(self) -> str:
@@ -155,7 +141,7 @@ class Operation:
   def flops(self) -> int | None:
     """Those of a matmul in all its runs, 0 for one that is not used; None for all else."""
     flops = flops_of(self.eqn)
-    return None if flops is None else flops * self.place.times * self.used
+    return None if flops is None else flops * self.times * self.used
 
   @property
   def matmul_dtype(self) -> DType | None:
@@ -175,16 +161,17 @@ class Graph:
     results: the values that are returned.
   """
 
-  def __init__(self, program: Program, names: Sequence[str] = ()) -> None:
-    """Builds the graph of a jaxpr; `names` are those of its arguments, if they have any."""
+  def __init__(self, program: ClosedJaxpr | Body, names: Sequence[str] = ()) -> None:
+    """Builds the graph of a jaxpr or of its steps; `names` are those of its arguments."""
+    body = program if isinstance(program, Body) else body_of(program)
+    labels = names or [""] * len(body.inputs)
     self.operations: list[Operation] = []
-    invars = opened(program).invars
-    labels = names or [""] * len(invars)
     self.arguments = [
-      Value(aval_of(v), "argument", name) for v, name in zip(invars, labels, strict=True)
+      Value(body.avals[slot], "argument", name)
+      for slot, name in zip(body.inputs, labels, strict=True)
     ]
     self._conditions: list[Value] = []
-    self.results = self._run(program, self.arguments, Place())
+    self.results = self._run(body, self.arguments)
     self._mark_used()
 
   def computing(self) -> Iterator[Operation]:
@@ -207,85 +194,69 @@ class Graph:
         operation.used = True
         pending += [v.made_by for v in operation.operands]
 
-  def _run(self, program: Program, values: Sequence[Value], at: Place) -> list[Value]:
-    """Adds the operations of a jaxpr, and returns its results."""
-    jaxpr = opened(program)
-    consts = getattr(program, "consts", ())
-    env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
-    for v, x in zip(jaxpr.constvars, consts, strict=False):
-      env[v] = _constant(aval_of(v), x)
+  def _run(self, body: Body, values: Sequence[Value]) -> list[Value]:
+    """Adds the operations of a list of steps, and returns its results."""
+    env = dict(zip(body.inputs, values, strict=True))
+    env |= {slot: _constant(body.avals[slot], x) for slot, x in body.consts.items()}
 
-    def read(atom: Atom) -> Value:
-      if isinstance(atom, JaxprLiteral):
-        if np.ndim(atom.val):
-          return _constant(aval_of(atom), atom.val)
-        return Value(aval_of(atom), "literal", f"{atom.val}", data=atom.val)
-      if atom not in env:
-        env[atom] = _constant(aval_of(atom), None)
-      return env[atom]
+    def read(slot: Slot) -> Value:
+      if isinstance(slot, int):
+        return env[slot]
+      if np.ndim(slot.val):
+        return _constant(aval_of(slot), slot.val)
+      return Value(aval_of(slot), "literal", f"{slot.val}", data=slot.val)
 
-    for number, eqn in enumerate(jaxpr.eqns):
-      here = at._replace(key=(*at.key, number))
-      operands = [read(v) for v in eqn.invars]
-      inner = inner_jaxprs(eqn)
-      if not inner or inner[0].operands is None:
-        results = self._add(eqn, here, operands, [aval_of(v) for v in eqn.outvars]).results
-      else:
-        results = self._enter(eqn, here, operands, inner)
-      env |= zip(eqn.outvars, results, strict=True)
-    return [read(v) for v in jaxpr.outvars]
+    for step in body.steps:
+      operands, avals = [*map(read, step.ins)], [*map(aval_of, step.eqn.outvars)]
+      add = self._enter if step.bodies else self._add
+      env |= zip(step.outs, add(step, operands, avals), strict=True)
+    return [*map(read, body.outputs)]
 
   def _add(
     self,
-    eqn: JaxprEqn,
-    place: Place,
+    step: Step,
     operands: list[Value],
     avals: Sequence[ShapedArray],
-    joins: Literal["enter", "carry", "leave"] | None = None,
-  ) -> Operation:
-    operation = Operation(eqn, place, operands, joins)
+    times: int | None = None,
+    joins: Joins | None = None,
+  ) -> list[Value]:
+    """Adds an operation, and returns its results."""
+    operation = Operation(step, step.times if times is None else times, operands, joins)
     operation.results = [Value(aval, "operation", made_by=operation) for aval in avals]
     for each in operands:
       each.consumers.append(operation)
     self.operations.append(operation)
-    return operation
+    return operation.results
 
-  def _enter(
-    self, eqn: JaxprEqn, here: Place, operands: list[Value], jaxprs: Sequence[Inner]
-  ) -> list[Value]:
-    """Adds the operations inside of an equation, and returns its results."""
+  def _enter(self, step: Step, operands: list[Value], avals: Sequence[ShapedArray]) -> list[Value]:
+    """Adds the operations inside of a loop and the like, and returns its results."""
     outs: list[list[Value]] = []
-    around = location(eqn, here.around)
-    for number, inner in enumerate(jaxprs):
-      times = here.times * (1 if inner.times is None else inner.times)
-      place = here._replace(times=times, certain=here.certain and inner.times is not None)
-      ins = [operands[i] for i in inner.operands or ()]
-      starts: list[Operation] = []
-      for position, v in enumerate(inner.jaxpr.invars):
-        carried = position in inner.carry
-        if carried or aval_of(v) != ins[position].aval:
-          joins = "carry" if carried else "enter"
-          join = self._add(eqn, place, [ins[position]], [aval_of(v)], joins)
-          (ins[position],) = join.results
-          starts += [join] * carried
-      inside = place._replace(key=(*here.key, number), around=around)
-      results = self._run(inner.program, ins, inside)
-      for join, again in zip(starts, results, strict=False):
+    asked: list[Value] = []  # what the condition of a `while` says
+    for inner, body in zip(step.inner, step.bodies, strict=True):
+      times = step.times * (1 if inner.times is None else inner.times)
+      # Under `vmap` the body takes it too, for each lane.
+      ins = [*(operands[i] for i in inner.operands or ()), *asked][: len(body.inputs)]
+      carried: list[Operation] = []
+      for position, slot in enumerate(body.inputs):
+        carries = position in inner.carry
+        if carries or body.avals[slot] != ins[position].aval:
+          joins = "carry" if carries else "enter"
+          (ins[position],) = self._add(step, [ins[position]], [body.avals[slot]], times, joins)
+          carried += self.operations[-1:] * carries
+      results = self._run(body, ins)
+      for join, again in zip(carried, results, strict=False):
         join.operands.append(again)
         again.consumers.append(join)
       if inner.returns:
         outs.append(results)
       else:
+        asked = results
         self._conditions += results
-    avals = [aval_of(v) for v in eqn.outvars]
     if len(outs) == 1 and [x.aval for x in outs[0]] == avals:
       return outs[0]
     # What comes out of branches, or of a loop that stacks it.
-    joins = [
-      self._add(eqn, here, list(each), [aval], "leave")
-      for aval, *each in zip(avals, *outs, strict=True)
-    ]
-    return [join.results[0] for join in joins]
+    joined = zip(avals, zip(*outs, strict=True), strict=True)
+    return [self._add(step, [*each], [aval], joins="leave")[0] for aval, each in joined]
 
 
 def _constant(aval: ShapedArray, data: Any) -> Value:

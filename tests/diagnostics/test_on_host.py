@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from mpjax._diagnostics.on_host import Look, run_on_host
-from mpjax._diagnostics.steps import body_of
+from mpjax._jaxprs.steps import body_of
 
 
 def observed(fn, x):

@@ -7,8 +7,8 @@ from flax import nnx
 import mpjax
 from mpjax._diagnostics.flat import Call, gradient_of
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
-from mpjax._diagnostics.steps import body_of
 from mpjax._diagnostics.tune.modules import modules_of
+from mpjax._jaxprs.steps import body_of
 
 X = jnp.linspace(0.1, 1.0, 8).reshape(2, 4)
 

@@ -5,8 +5,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from mpjax._diagnostics.runner import run
-from mpjax._diagnostics.steps import body_of
 from mpjax._jaxprs.compat import bind
+from mpjax._jaxprs.steps import body_of
 from tests.diagnostics.test_on_host import CASES, scanned
 
 

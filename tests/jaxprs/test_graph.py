@@ -70,8 +70,8 @@ def test_what_a_scan_carries_comes_from_its_start_and_from_each_iteration():
   (carried,) = sin.operands
   assert carried.made_by.joins == "carry"
   assert carried.made_by.operands == [found.arguments[0], add.results[0]]
-  assert sin.place.times == 4
-  assert sin.place.certain
+  assert sin.times == 4
+  assert sin.step.certain
   last, stacked = found.results
   assert found.arguments[0] in ancestors(last)
   assert stacked.aval.shape == (4, 4)
@@ -84,15 +84,15 @@ def test_branches_join_and_while_loops_have_a_condition_and_a_body():
   (result,) = found.results
   assert result.made_by.joins == "leave"
   assert set(result.made_by.operands) == {sin.results[0], cos.results[0]}
-  assert not sin.place.certain
+  assert not sin.step.certain
   found = graph(
     lambda x: jax.lax.while_loop(lambda c: jnp.sum(c) < 10, lambda c: c + jnp.sin(c), x), X
   )
   (sin,), (less,) = named(found, "sin"), named(found, "lt")
   assert found.arguments[0] in ancestors(sin.operands[0])
   assert found.arguments[0] in ancestors(less.results[0])
-  assert not sin.place.certain
-  assert sin.place.times == 1
+  assert not sin.step.certain
+  assert sin.times == 1
 
 
 def test_constants_and_numbers():
@@ -115,8 +115,8 @@ def test_keys_lead_to_the_equations():
 
   program = jax.make_jaxpr(fn)(X)
   for each in Graph(program).operations:
-    eqn = program.jaxpr.eqns[each.place.key[0]]
-    for inner, number in zip(each.place.key[1::2], each.place.key[2::2], strict=True):
+    eqn = program.jaxpr.eqns[each.step.key[0]]
+    for inner, number in zip(each.step.key[1::2], each.step.key[2::2], strict=True):
       eqn = (inner_jaxprs(eqn) or ())[inner].jaxpr.eqns[number]
     assert eqn is each.eqn
 

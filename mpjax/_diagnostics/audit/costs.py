@@ -93,7 +93,7 @@ def find_collectives(graph: Graph) -> tuple[Collective, ...]:
   """Returns the collectives of a graph by operation and dtype, those of the most bytes first."""
   sums: dict[tuple[str, str], Collective] = {}
   for operation in graph.computing():
-    times = operation.place.times
+    times = operation.times
     for v in operation.operands if operation.facts.collective else ():
       key = operation.name, str(v.dtype)
       _, _, nbytes, before = sums.get(key, Collective(*key, 0, 0))
@@ -107,7 +107,7 @@ def find_opaque(graph: Graph) -> tuple[OpaqueKernel, ...]:
   for each in graph.computing():
     if each.facts.holds is Holds.KERNEL:
       kernel = OpaqueKernel(each.where.module, each.name, dtypes_of(each.operands), 0)
-      counts[kernel] += each.place.times
+      counts[kernel] += each.times
   return tuple(kernel._replace(times=n) for kernel, n in counts.items())
 
 
@@ -121,7 +121,7 @@ def residuals(graph: Graph) -> dict[str, int]:
   for operation in graph.operations:
     for v in operation.results if operation.where.direction == "forward" else ():
       if any(each.where.direction != "forward" for each in v.consumers):
-        nbytes[str(v.dtype)] += v.nbytes * operation.place.times
+        nbytes[str(v.dtype)] += v.nbytes * operation.times
   return dict(nbytes.most_common())
 
 

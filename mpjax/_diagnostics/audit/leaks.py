@@ -169,7 +169,7 @@ def find_leaks(
   total_flops = total_bytes = 0
   for operation in graph.computing():
     flops = operation.flops if operation.matmul_dtype is not None else None
-    nbytes = sum(v.nbytes for v in operation.results) * operation.place.times
+    nbytes = sum(v.nbytes for v in operation.results) * operation.times
     total_bytes += nbytes
     total_flops += flops or 0
     # Is it float32 where low precision is asked for, and why?
@@ -209,8 +209,8 @@ def find_leaks(
       lines.setdefault(line, group)
     group.flops += flops or 0
     group.nbytes += nbytes
-    group.operations += operation.place.times
-  ranked = sorted(groups.values(), key=lambda g: (-g.flops, -g.nbytes, g.entry.place.key))
+    group.operations += operation.times
+  ranked = sorted(groups.values(), key=lambda g: (-g.flops, -g.nbytes, g.entry.step.key))
   leaks = tuple(_leak(group, expectations, total_flops, total_bytes) for group in ranked)
   return leaks, tuple(OnPurpose(*key, flops) for key, flops in purposes.most_common() if flops)
 

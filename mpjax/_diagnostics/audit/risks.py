@@ -58,7 +58,7 @@ def find_risks(graph: Graph) -> tuple[Risk, ...]:
       risk = Risk(
         where.module, operation.name, where.direction, str(dtype), where.source, reason, 0
       )
-      counts[risk] += operation.place.times
+      counts[risk] += operation.times
   return tuple(risk._replace(operations=n) for risk, n in counts.items())
 
 

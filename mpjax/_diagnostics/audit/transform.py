@@ -107,7 +107,7 @@ def _audited(
   certain, tf32 = True, 0
   for operation, dtype, count in graph.matmuls():
     flops[operation.where.direction, str(dtype)] += count
-    certain = certain and operation.place.certain
+    certain = certain and operation.step.certain
     if not is_low_precision(dtype) and "HIGHEST" not in str(operation.eqn.params.get("precision")):
       tf32 += count
   return AuditReport(

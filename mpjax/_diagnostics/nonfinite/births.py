@@ -7,9 +7,9 @@ from jax.extend.core import primitives as p
 
 from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact, narrows
-from mpjax._diagnostics.steps import Step
 from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.steps import Step
 
 
 def wide(x: Array) -> Array:

@@ -16,10 +16,10 @@ from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.births import births, is_nan, not_finite
 from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
 from mpjax._diagnostics.runner import Around
-from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.atoms import dtype_of, shape_of
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.inner_jaxprs import opened
+from mpjax._jaxprs.steps import Body, Step
 
 BEFORE = 10
 """How many operations before the one that broke are shown."""

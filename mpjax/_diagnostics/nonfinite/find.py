@@ -27,10 +27,10 @@ from mpjax._diagnostics.parameter_paths import paths_by_parameters
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.runner import Observer, run
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
-from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
 from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.steps import Body, Step
 
 _CLOSELY = 64
 """How many steps are looked at closely in the first run: what comes after is not compiled."""

@@ -20,9 +20,9 @@ from mpjax._diagnostics.nonfinite.uses import (
   is_select,
 )
 from mpjax._diagnostics.runner import Around
-from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.steps import Body, Step
 
 NONE = 2**31 - 1
 """The number of no step: it comes after all others."""

@@ -9,11 +9,11 @@ from jax.extend.core import JaxprEqn, Primitive
 from mpjax._core.errors import REFUSALS
 from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
-from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.atoms import aval_of, shape_of
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.locations import location
 from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.steps import Body, Step
 
 
 def direction_of(top: Body, step: Step) -> Literal["forward", "backward"]:

@@ -16,9 +16,9 @@ from mpjax._diagnostics.nonfinite.births import can_break, not_finite
 from mpjax._diagnostics.nonfinite.scales import Rescale
 from mpjax._diagnostics.nonfinite.uses import is_cast, is_inexact
 from mpjax._diagnostics.runner import Around
-from mpjax._diagnostics.steps import Body, Step
 from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.compat import bind
+from mpjax._jaxprs.steps import Body, Step
 
 _PASS_ON = frozenset(
   (

@@ -12,7 +12,7 @@ from mpjax._core.paths import key_names
 from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf
 from mpjax._diagnostics.arguments import positional_names
 from mpjax._diagnostics.flat import Leaves
-from mpjax._diagnostics.steps import Body, body_of
+from mpjax._jaxprs.steps import Body, body_of
 
 
 class Traced(NamedTuple):

@@ -13,9 +13,9 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from mpjax._diagnostics.steps import Body, Slot, Step
 from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.steps import Body, Slot, Step
 
 
 def is_inexact(atom: Atom) -> bool:

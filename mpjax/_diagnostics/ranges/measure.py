@@ -23,8 +23,8 @@ from mpjax._diagnostics.ranges.exponents import Tally
 from mpjax._diagnostics.ranges.plan import Group, Input, Plan, is_inexact, plan
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
 from mpjax._diagnostics.report import Pending
-from mpjax._diagnostics.steps import Body, Step, body_of
 from mpjax._jaxprs.atoms import shape_of
+from mpjax._jaxprs.steps import Body, Step, body_of
 from mpjax.transforms._state import scales_in
 
 P = ParamSpec("P")

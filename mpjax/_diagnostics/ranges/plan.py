@@ -19,11 +19,11 @@ from jax.extend.core.primitives import add_p, convert_element_type_p, sub_p
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import DType
 from mpjax._diagnostics.parameter_paths import paths_by_parameters
-from mpjax._diagnostics.steps import Body, Slot, Step
 from mpjax._jaxprs.atoms import Atom, dtype_of, shape_of
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.steps import Body, Slot, Step
 
 Kind: TypeAlias = Literal[
   "activations", "gradients", "float32", "parameters", "optimizer state", "updates"

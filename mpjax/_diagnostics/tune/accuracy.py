@@ -9,10 +9,10 @@ import numpy as np
 
 from mpjax._core.types import Array, NumpyArray
 from mpjax._diagnostics.on_host import Look, run_on_host
-from mpjax._diagnostics.steps import Body, Step
 from mpjax._diagnostics.tune.modules import is_inside, module_of
 from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.steps import Body, Step
 
 Pair: TypeAlias = tuple[Array | NumpyArray, Array | NumpyArray]
 """What is exact, and the same with an error."""

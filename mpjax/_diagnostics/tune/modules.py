@@ -8,10 +8,10 @@ from typing import NamedTuple
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector
-from mpjax._diagnostics.steps import Body
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.steps import Body
 
 
 class Modules(NamedTuple):

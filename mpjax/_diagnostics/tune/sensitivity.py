@@ -18,9 +18,9 @@ import numpy as np
 from mpjax._core.errors import REFUSALS
 from mpjax._core.types import Array, DType, NumpyArray
 from mpjax._diagnostics.on_host import Look, run_on_host
-from mpjax._diagnostics.steps import Body, Step
 from mpjax._diagnostics.tune.modules import Modules
 from mpjax._jaxprs.compat import bind
+from mpjax._jaxprs.steps import Body, Step
 
 PROJECTIONS = 16
 """The error that a module causes is estimated within sqrt(1 / (2 * 16)), 18 %."""

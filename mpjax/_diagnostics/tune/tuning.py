@@ -25,7 +25,6 @@ from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.ranges.measure import counted, inputs_of
 from mpjax._diagnostics.ranges.plan import Input, plan
 from mpjax._diagnostics.report import Pending
-from mpjax._diagnostics.steps import body_of
 from mpjax._diagnostics.tune.accuracy import Pair, accuracy_of, relative_error
 from mpjax._diagnostics.tune.modules import (
   Modules,
@@ -40,6 +39,7 @@ from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneRe
 from mpjax._jaxprs.atoms import dtype_of
 from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.count import half_share
+from mpjax._jaxprs.steps import body_of
 
 P = ParamSpec("P")
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._diagnostics.nonfinite.births import births, can_break
-from mpjax._diagnostics.steps import body_of
+from mpjax._jaxprs.steps import body_of
 
 INF, NAN = jnp.inf, jnp.nan
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from mpjax._diagnostics.nonfinite.capture import CaptureProbe, in_float32
 from mpjax._diagnostics.runner import run
-from mpjax._diagnostics.steps import body_of
+from mpjax._jaxprs.steps import body_of
 
 
 def test_operands_and_results_of_one_iteration():

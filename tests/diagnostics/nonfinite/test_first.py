@@ -8,7 +8,7 @@ from mpjax._diagnostics.nonfinite.first import NONE, FirstProbe
 from mpjax._diagnostics.nonfinite.scales import Implied
 from mpjax._diagnostics.nonfinite.uses import uses_of
 from mpjax._diagnostics.runner import run
-from mpjax._diagnostics.steps import body_of
+from mpjax._jaxprs.steps import body_of
 
 
 def first(fn, *args, only=range(-9, 100), rescale=lambda step, ins: ins):

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._diagnostics.nonfinite.passes import direction_of
-from mpjax._diagnostics.steps import body_of
+from mpjax._jaxprs.steps import body_of
 
 
 def directions(fn, *args):

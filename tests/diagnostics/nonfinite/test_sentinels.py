@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from mpjax._diagnostics.nonfinite.births import can_break
 from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, sentinels_of, suspects
 from mpjax._diagnostics.runner import run
-from mpjax._diagnostics.steps import body_of
+from mpjax._jaxprs.steps import body_of
 
 
 def body(fn, *args):

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._diagnostics.nonfinite.uses import uses_of
-from mpjax._diagnostics.steps import body_of
+from mpjax._jaxprs.steps import body_of
 
 X = jnp.ones(3)
 

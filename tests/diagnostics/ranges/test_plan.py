@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._diagnostics.ranges.plan import Group, Input, plan
-from mpjax._diagnostics.steps import body_of
+from mpjax._jaxprs.steps import body_of
 
 BF16 = jnp.dtype(jnp.bfloat16)
 

@@ -6,8 +6,8 @@ import numpy as np
 
 import mpjax
 from mpjax._diagnostics.flat import Call
-from mpjax._diagnostics.steps import body_of
 from mpjax._diagnostics.tune.accuracy import accuracy_of, relative_error
+from mpjax._jaxprs.steps import body_of
 
 
 def block(w, x):

@@ -3,8 +3,8 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
-from mpjax._diagnostics.steps import body_of
 from mpjax._diagnostics.tune.modules import is_inside, modules_of, named, rules_for
+from mpjax._jaxprs.steps import body_of
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mpjax._diagnostics.flat import Call, gradient_of
-from mpjax._diagnostics.steps import body_of
 from mpjax._diagnostics.tune.modules import modules_of
 from mpjax._diagnostics.tune.sensitivity import overflows_of, projections_of
+from mpjax._jaxprs.steps import body_of
 
 BF16 = jnp.dtype(jnp.bfloat16)
 

@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 
-from mpjax._diagnostics.steps import body_of
+from mpjax._jaxprs.steps import body_of
 
 
 def body(fn, *args):

@@ -8,16 +8,16 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from mpjax._core.types import Array
-from mpjax._jaxprs.atoms import Atom, shape_of
-from mpjax._jaxprs.inner_jaxprs import Inner, Program, inner_jaxprs
+from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
+from mpjax._jaxprs.inner_jaxprs import Inner, Program, inner_jaxprs, opened
 from mpjax._jaxprs.locations import Location, location
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.primitives import facts_of
@@ -25,34 +25,34 @@ from mpjax._jaxprs.primitives import facts_of
 Slot: TypeAlias = int | Literal
 """A value: its number, or what it is."""
 
+Key: TypeAlias = tuple[int, ...]
+"""Which equation: its number, or that of the one it is in, the inner jaxpr, its number."""
+
 _CALLS = frozenset(
   (Holds.CALL, Holds.COMPOSITE, Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP)
 ) | {Holds.LINEAR_CALL}
 _NESTED = frozenset((Holds.SCAN, Holds.WHILE, Holds.COND, Holds.SHARD_MAP))
 
 
-class Step(NamedTuple):
-  """An equation that runs as it is, or a loop, a branch or a map over devices.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+  """An equation that runs as it is, or a loop, a branch or a map over devices."""
 
-  Fields:
-    number: counts in the order of execution; those inside a loop come after that of the loop.
-    eqn: the equation.
-    ins: its operands.
-    outs: its results.
-    location: where it is.
-    times: how often it runs, as far as the jaxpr says.
-    inner: what `inner_jaxprs` says of a loop and the like; () of what runs as it is.
-    bodies: the jaxprs of `inner`, as lists of steps.
-  """
-
-  number: int
+  number: int  # in the order of execution; those inside a loop come after that of the loop
+  key: Key
   eqn: JaxprEqn
-  ins: tuple[Slot, ...]
-  outs: tuple[int, ...]
-  location: Location
-  times: int = 1
-  inner: tuple[Inner, ...] = ()
-  bodies: tuple["Body", ...] = ()
+  around: "Step | None"  # what holds the jaxpr: a call, which is in no list, too
+  times: int = 1  # how often it runs, as far as the jaxpr says
+  certain: bool = True  # whether that is all: not so inside of a `while` or a branch
+  ins: tuple[Slot, ...] = ()
+  outs: tuple[int, ...] = ()
+  inner: tuple[Inner, ...] = ()  # what `inner_jaxprs` says of a loop and the like
+  bodies: tuple["Body", ...] = ()  # the jaxprs of `inner`, as lists of steps
+
+  @functools.cached_property
+  def location(self) -> Location:
+    """Its module or named scope, its pass and its line."""
+    return location(self.eqn, None if self.around is None else self.around.location)
 
   @property
   def holds(self) -> Holds | None:
@@ -67,17 +67,11 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-  """A list of steps.
-
-  Fields:
-    inputs: the numbers of its arguments.
-    consts: values by their numbers.
-    steps: the steps, in order.
-    outputs: its results.
-  """
+  """A list of steps."""
 
   inputs: tuple[int, ...]
-  consts: Mapping[int, Array]
+  consts: Mapping[int, Array]  # values by their numbers
+  avals: Mapping[int, ShapedArray]  # the types of the inputs and constants
   steps: tuple[Step, ...]
   outputs: tuple[Slot, ...]
 
@@ -142,7 +136,7 @@ def body_of(closed: ClosedJaxpr, *, compiled: bool = False) -> Body:
     compiled: whether all of it is to be compiled at once: steps that nothing reads are left out,
       and what `remat` computes again is kept apart from the first time.
   """
-  return _Writer(compiled).body(closed, Location(), 1)
+  return _Writer(compiled).body(closed, None, (), 1, True)
 
 
 class _Writer:
@@ -151,64 +145,75 @@ class _Writer:
   def __init__(self, compiled: bool) -> None:
     self.numbers, self.slots, self.compiled = itertools.count(), itertools.count(), compiled
     self.consts: dict[int, Array] = {}
+    self.avals: dict[int, ShapedArray] = {}
     self.steps: list[Step] = []
 
-  def body(self, program: Program, around: Location, times: int) -> Body:
+  def body(self, program: Program, around: Step | None, at: Key, times: int, certain: bool) -> Body:
     """Returns a jaxpr as a list of its own."""
-    outer, self.consts, self.steps = (self.consts, self.steps), {}, []
-    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    inputs = tuple(next(self.slots) for _ in jaxpr.invars)
-    outputs = self._write(program, inputs, around, times)
+    outer, self.consts, self.avals, self.steps = (self.consts, self.avals, self.steps), {}, {}, []
+    inputs = tuple(map(self._typed, opened(program).invars))
+    outputs = self._write(program, inputs, around, at, times, certain)
     steps = _alive(self.steps, outputs) if self.compiled else tuple(self.steps)
-    body = Body(inputs, self.consts, steps, outputs)
-    self.consts, self.steps = outer
+    body = Body(inputs, self.consts, self.avals, steps, outputs)
+    self.consts, self.avals, self.steps = outer
     return body
 
+  def _typed(self, var: Var) -> int:
+    slot = next(self.slots)
+    self.avals[slot] = aval_of(var)
+    return slot
+
   def _write(
-    self, program: Program, args: Sequence[Slot], around: Location, times: int
+    self,
+    program: Program,
+    args: Sequence[Slot],
+    around: Step | None,
+    at: Key,
+    times: int,
+    certain: bool,
   ) -> tuple[Slot, ...]:
     """Writes a jaxpr for these arguments, and returns its results."""
-    jaxpr, consts = (
-      (program.jaxpr, program.consts) if isinstance(program, ClosedJaxpr) else (program, ())
-    )
+    jaxpr, consts = opened(program), getattr(program, "consts", ())
     env: dict[Var, Slot] = dict(zip(jaxpr.invars, args, strict=True))
 
     def read(atom: Atom) -> Slot:
       return atom if isinstance(atom, Literal) else env[atom]
 
     for var, value in zip(jaxpr.constvars, consts, strict=True):
-      env[var] = slot = next(self.slots)
+      env[var] = slot = self._typed(var)
       self.consts[slot] = value
-    for eqn in jaxpr.eqns:
-      ins, here = tuple(map(read, eqn.invars)), location(eqn, around)
+    for position, eqn in enumerate(jaxpr.eqns):
+      step = Step(-1, (*at, position), eqn, around, times, certain, tuple(map(read, eqn.invars)))
       inner, holds = inner_jaxprs(eqn) or (), facts_of(eqn).holds
       if inner and holds in _CALLS:
+        ins = step.ins
         if self.compiled and eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
           # What `remat` computes again the compiler must not take from the first time.
-          ins = tuple(self._step(_barrier(eqn), (), ins, here, times))
-        outs = self._write(inner[0].program, ins, here, times)
+          ins = self._step(dataclasses.replace(step, eqn=_barrier(eqn)), ())
+        outs = self._write(inner[0].program, ins, step, (*step.key, 0), times, certain)
       else:
-        outs = self._step(eqn, inner if holds in _NESTED else (), ins, here, times)
+        outs = self._step(step, inner if holds in _NESTED else ())
       env.update(zip(eqn.outvars, outs, strict=True))
     return tuple(map(read, jaxpr.outvars))
 
-  def _step(
-    self,
-    eqn: JaxprEqn,
-    inner: tuple[Inner, ...],
-    ins: tuple[Slot, ...],
-    here: Location,
-    times: int,
-  ) -> Sequence[int]:
+  def _step(self, step: Step, inner: tuple[Inner, ...]) -> tuple[int, ...]:
     number = next(self.numbers)
-    if inner and facts_of(eqn).holds is Holds.WHILE:
+    if inner and step.holds is Holds.WHILE:
       inner = (inner[0], _of_lanes(*inner))
     bodies = tuple(
-      self.body(each.program, here, times * (1 if each.times is None else each.times))
-      for each in inner
+      self.body(
+        each.program,
+        step,
+        (*step.key, place),
+        step.times * (1 if each.times is None else each.times),
+        step.certain and each.times is not None,
+      )
+      for place, each in enumerate(inner)
     )
-    outs = tuple(next(self.slots) for _ in eqn.outvars)
-    self.steps.append(Step(number, eqn, ins, outs, here, times, inner, bodies))
+    outs = tuple(next(self.slots) for _ in step.eqn.outvars)
+    self.steps.append(
+      dataclasses.replace(step, number=number, outs=outs, inner=inner, bodies=bodies)
+    )
     return outs
 
 
