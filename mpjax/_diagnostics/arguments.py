@@ -1,30 +1,100 @@
-"""The arguments of a function: its jaxpr for them, and what each is called."""
+"""The arguments of a call: which are traced, the jaxpr for them, and what each is called."""
 
 import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
-from mpjax._core.paths import leaf_paths
-from mpjax._core.types import Args, Function, Kwargs, PyTree
-from mpjax._diagnostics.flat import Leaves
+from mpjax._core.paths import Path, key_names, leaf_paths
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 
 _PARAMETERS = ("params", "parameters", "weights")
 
 
-class Argument(NamedTuple):
-  """A leaf of the arguments of a function.
+def is_array(x: Leaf) -> bool:
+  """Whether a leaf is an array with a dtype; a Python number is not."""
+  return isinstance(x, (jax.Array, np.ndarray))
 
-  Fields:
-    name: the name of the argument and the path in it, such as "params/Dense_0/kernel".
-    is_parameter: a model learns it: it is in a tree called `params`, or an `nnx.Param`.
+
+class Call:
+  """The arguments of a call: some leaves are traced, and the others stay as they are.
+
+  Attributes:
+    positions: of the leaves that are traced.
+    arrays: those leaves.
   """
 
-  name: str
-  is_parameter: bool
+  def __init__(
+    self, args: Args, kwargs: Kwargs, is_traced: Callable[[Leaf], bool] = is_array
+  ) -> None:
+    self._leaves, self._tree = jax.tree.flatten((args, kwargs))
+    self.positions = [i for i, x in enumerate(self._leaves) if is_traced(x)]
+    self.arrays = self.arrays_of((args, kwargs))
+
+  @property
+  def operands(self) -> list[Array]:
+    """The leaves that are traced, as arrays of JAX."""
+    return [jnp.asarray(x) for x in self.arrays]
+
+  def arrays_of(self, call: tuple[Args, Kwargs]) -> list[Leaf]:
+    """Returns the leaves of such arguments that are traced."""
+    leaves = jax.tree.leaves(call)
+    return [leaves[i] for i in self.positions]
+
+  def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
+    """Returns the arguments with other arrays for those that are traced."""
+    traced = dict(zip(self.positions, arrays, strict=True))
+    leaves = [traced.get(i, x) for i, x in enumerate(self._leaves)]
+    return jax.tree.unflatten(self._tree, leaves)
+
+  def check_concrete(self, where: str) -> None:
+    """Raises MpjaxTypeError if a leaf has no value; `where` is the public call."""
+    kinds = {
+      Tracer: ("a traced one", "Call it on the host, outside of jax.jit and jax.grad."),
+      jax.ShapeDtypeStruct: (
+        "a jax.ShapeDtypeStruct",
+        "Pass arrays: it computes with their values, as mpjax.audit does not.",
+      ),
+    }
+    for kind, (got, fix) in kinds.items():
+      if any(isinstance(x, kind) for x in self._leaves):
+        raise MpjaxTypeError(f"{where}(*args)", expected="concrete arrays", got=got, fix=fix)
+
+  def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Path]]:
+    """Returns the jaxpr of a function of the arrays, and the paths of its results.
+
+    Those are the arrays that it returns, and those that it writes to its arguments.
+    """
+    paths: list[Path] = []
+
+    def flat(*arrays: Array) -> list[Leaf]:
+      args, kwargs = call = self.with_arrays(arrays)
+      before = {id(x): x for x in jax.tree.leaves(call)}
+      results = jax.tree_util.tree_leaves_with_path(fn(*args, **kwargs))
+      # Objects that the function wrote to, such as a model of NNX, hold what it computed.
+      after = jax.tree_util.tree_leaves_with_path(call)
+      results += [(path[2:], x) for path, x in after if id(x) not in before]
+      results = [(path, x) for path, x in results if isinstance(x, jax.Array)]
+      paths[:] = [key_names(path) for path, _ in results]
+      return [x for _, x in results]
+
+    flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    return jax.make_jaxpr(flat)(*self.arrays), paths
+
+
+class Argument(NamedTuple):
+  """A leaf of the arguments of a function."""
+
+  name: str  # that of the argument and the path in it, such as "params/Dense_0/kernel"
+  is_parameter: bool  # it is in a tree called `params`, or an `nnx.Param`
 
 
 def trace(
@@ -38,9 +108,9 @@ def trace(
   Raises:
     MpjaxTypeError: a model of NNX is written to that is no argument; `where` is the public call.
   """
-  leaves = Leaves(args, kwargs, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"))
+  call = Call(args, kwargs, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"))
   try:
-    program, _ = leaves.traced(fn)
+    program, _ = call.traced(fn)
   except flax_errors("TraceContextError") as error:
     raise MpjaxTypeError(
       where,
@@ -50,7 +120,7 @@ def trace(
       f"{where.replace('fn', 'lambda model, x: model(x)')}(model, x).",
     ) from error
   names = arguments(fn, args, kwargs)
-  return program, [names[i] for i in leaves.positions]
+  return program, [names[i] for i in call.positions]
 
 
 def arguments(fn: Function, args: Args, kwargs: Kwargs) -> list[Argument]:
@@ -100,4 +170,48 @@ def check_function(fn: object, where: str, fix: str) -> None:
       expected="a function of arrays that JAX can trace",
       got="a compiled one" if compiled else kind_of(fn),
       fix=fix,
+    )
+
+
+def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
+  """Returns the value and gradient of a loss by the floating arrays in its first argument.
+
+  Args:
+    fn: returns a scalar, or one and aux.
+    scale: a factor on the loss, which the gradients carry.
+  """
+
+  def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    if not args:
+      raise MpjaxTypeError(
+        "mpjax.ranges(fn) or mpjax.tune(loss_fn)",
+        expected="a loss whose first argument holds the parameters",
+        got="no argument by position",
+        fix="Pass the parameters first, by position: (params, x=x).",
+      )
+    leaves, tree = jax.tree.flatten(args[0])
+    moving = {i: x for i, x in enumerate(leaves) if is_array(x) and is_inexact(x)}
+
+    def loss(moving: Mapping[int, Leaf]) -> tuple[Leaf, PyTree]:
+      first = jax.tree.unflatten(tree, [moving.get(i, x) for i, x in enumerate(leaves)])
+      returned = fn(first, *args[1:], **kwargs)
+      value, *aux = returned if isinstance(returned, tuple) else (returned,)
+      check_scalar(value)
+      scaled = value if scale == 1 else value * np.asarray(scale, value.dtype)
+      return scaled, [x for x in jax.tree.leaves(aux) if is_array(x)]
+
+    return jax.value_and_grad(loss, has_aux=True)(moving)
+
+  return gradient
+
+
+def check_scalar(value: object) -> None:
+  """Raises MpjaxTypeError unless a loss has returned a floating scalar."""
+  shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+  if shape != () or not is_inexact(value):
+    raise MpjaxTypeError(
+      "mpjax.ranges(fn) or mpjax.tune(loss_fn)",
+      expected="a loss that returns a floating scalar, or one and aux",
+      got=repr(type(value)) if shape is None else f"one that returns {dtype}{[*shape]}",
+      fix="Take the mean, as in lambda params, x: jnp.mean(fn(params, x) ** 2).",
     )

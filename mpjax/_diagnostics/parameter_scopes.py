@@ -4,7 +4,7 @@ Flax NNX and plain functions write no named scopes. There a matmul with `params[
 put into "mlp/up", and an operation on what "mlp/up" and "mlp/gate" return into "mlp".
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.core import eval_jaxpr
@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from mpjax._core.paths import Path, leaf_paths
 from mpjax._core.types import Array, Function, PyTree
-from mpjax._diagnostics.flat import Leaves, is_array
+from mpjax._diagnostics.arguments import Call, is_array
 from mpjax._jaxprs.autocast.scopes import MODULE
 from mpjax._jaxprs.compat import within_scopes
 from mpjax._jaxprs.graph import Graph, Value
@@ -28,23 +28,23 @@ def with_parameter_scopes(fn: Function) -> Function:
   """
 
   def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    leaves = Leaves(args, kwargs, is_array)
+    call = Call(args, kwargs)
     returned: list[PyTree] = []
 
     def flat(*operands: Array) -> list[Array]:
-      new_args, new_kwargs = leaves.call(operands)
+      new_args, new_kwargs = call.with_arrays(operands)
       returned[:] = [fn(*new_args, **new_kwargs)]
       return [x for x in jax.tree.leaves(returned) if is_array(x)]
 
-    closed = jax.make_jaxpr(flat)(*leaves.arrays)
+    closed = jax.make_jaxpr(flat)(*call.arrays)
     graph, owners = Graph(closed), dict[Value, Path]()
-    values = dict(zip(leaves.positions, graph.arguments, strict=True))
+    values = dict(zip(call.positions, graph.arguments, strict=True))
     for i, path in enumerate(leaf_paths(args[0]) if args else ()):
       module = path[path[:1] == ("params",) : -1]
       if i in values and module:
         owners[values[i]] = module
     jaxpr = _scoped(closed.jaxpr, _modules(graph, owners), ())
-    results = iter(eval_jaxpr(jaxpr, closed.consts, *leaves.arrays))
+    results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
     (result,) = jax.tree.map(lambda x: next(results) if is_array(x) else x, returned)
     return result
 
@@ -117,25 +117,22 @@ def _scoped(jaxpr: Jaxpr, modules: Mapping[Key, Path], at: Key) -> Jaxpr:
   return jaxpr.replace(eqns=[equation(eqn, (*at, i)) for i, eqn in enumerate(jaxpr.eqns)])
 
 
-def name_by_parameters(graph: Graph, parameters: Set[str]) -> None:
+def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> None:
   """Gives operations without a path that of the module whose parameter they take.
 
   An operation of the backward pass has the path of the matmul on its line, if there is one only.
 
   Args:
     graph: its operations are changed.
-    parameters: the names of the arguments that are parameters, such as "model/layer_1/kernel".
+    owners: the paths of the modules whose parameters some of its arguments are.
   """
-  owners: dict[Value, Path] = {
-    v: tuple(v.label.split("/")[1:-1]) for v in graph.arguments if v.label in parameters
-  }
-  lines: dict[Source | None, set[Path]] = {}
+  owners, lines = dict(owners), dict[Source | None, set[Path]]()
   unnamed = [each for each in graph.operations if _is_unnamed(each.where)]
   for operation in unnamed:
     paths = {owners[v] for v in operation.operands if owners.get(v)}
-    if operation.moves or operation.casts:
-      owners.update((v, path) for v in operation.results for path in paths)
     if len(paths) == 1:
+      if operation.moves or operation.casts:
+        owners.update((v, path) for v in operation.results for path in paths)
       operation.where = _inside(operation.where, *paths)
       if operation.facts.flops is not None:
         lines.setdefault(operation.where.source, set()).update(paths)
@@ -144,6 +141,11 @@ def name_by_parameters(graph: Graph, parameters: Set[str]) -> None:
     paths = lines.get(where.source, set())
     if where.direction != "forward" and _is_unnamed(where) and len(paths) == 1 and where.source:
       operation.where = _inside(where, *paths)
+
+
+def paths_of(graph: Graph) -> dict[int, str]:
+  """Returns the paths of the steps of a graph whose operations were named, by their numbers."""
+  return {each.step.number: each.where.path for each in reversed(graph.operations)}
 
 
 def _is_unnamed(where: Location) -> bool:

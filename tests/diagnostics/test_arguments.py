@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax._diagnostics.arguments import Argument, arguments, check_function, trace
+from mpjax._diagnostics.arguments import (
+  Argument,
+  Call,
+  arguments,
+  check_function,
+  gradient_of,
+  trace,
+)
 from tests.errors import check_refused
 
 X = jnp.ones((2, 2))
@@ -99,3 +106,29 @@ def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument():
   check_refused(lambda: trace(lambda x: model(x), (X,), {}, "mpjax.audit(fn)"), fix=fix, **parts)
   program, _ = trace(lambda model, x: model(x), (model, X), {}, "mpjax.audit(fn)")
   assert len(program.in_avals) == 5
+
+
+def test_a_call_with_what_is_no_array():
+  def fn(tree, n, *, name):
+    assert (n, name) == (3, "a")
+    tree["y"] = jnp.log(tree["x"])  # What is written to an argument is a result.
+    return {"out": tree["x"] * n, "text": name}
+
+  call = Call(({"x": np.ones(2, np.float32), "y": X}, 3), {"name": "a"})
+  program, outputs = call.traced(fn)
+  assert outputs == [("out",), ("y",)]
+  out, _ = jax.core.eval_jaxpr(program.jaxpr, program.consts, *call.operands)
+  np.testing.assert_array_equal(out, [3, 3])
+  zeros = call.arrays_of((({"x": jnp.zeros(2), "y": X}, 3), {"name": "a"}))
+  np.testing.assert_array_equal(zeros[0], [0, 0])
+
+
+def test_the_gradient_of_a_loss_with_aux_and_integers():
+  def loss(tree, x):
+    return jnp.sum(tree["w"] * x), "text"
+
+  tree = {"n": jnp.arange(2), "w": jnp.ones(2), "flag": None}
+  (value, aux), grads = gradient_of(loss, 4.0)(tree, jnp.asarray([1.0, 2.0]))
+  assert value == 12
+  assert aux == []
+  np.testing.assert_array_equal(jax.tree.leaves(grads)[0], [4, 8])

@@ -5,9 +5,14 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._diagnostics.flat import Call, gradient_of
-from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
+from mpjax._diagnostics.arguments import Call, gradient_of
+from mpjax._diagnostics.parameter_scopes import (
+  name_by_parameters,
+  paths_of,
+  with_parameter_scopes,
+)
 from mpjax._diagnostics.tune.modules import modules_of
+from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.steps import body_of
 
 X = jnp.linspace(0.1, 1.0, 8).reshape(2, 4)
@@ -15,7 +20,7 @@ X = jnp.linspace(0.1, 1.0, 8).reshape(2, 4)
 
 def matmuls(loss, *args):
   """Returns the modules with matmuls in the gradient of a loss, in order, and their FLOPs."""
-  program, _ = Call(args, {}, "test").traced(gradient_of(with_parameter_scopes(loss)))
+  program, _ = Call(args, {}).traced(gradient_of(with_parameter_scopes(loss)))
   found = modules_of(body_of(program))
   return {path: flops for path, flops in zip(found.paths, found.flops, strict=True) if flops}
 
@@ -227,3 +232,15 @@ def test_a_leak_is_in_the_module_whose_parameter_it_takes():
   params = {"up": {"w": half, "b": wide}, "down": {"w": half}}
   (leak,) = mpjax.audit(fn)(params, jax.ShapeDtypeStruct((16, 8), "bfloat16")).leaks
   assert (leak.path, leak.operation, leak.cause.name) == ("up", "add", "params/up/b")
+
+
+def test_casts_and_loops_are_in_the_module_whose_parameter_they_take():
+  def fn(params, x):
+    w = params["up"]["w"].astype(jnp.float16)
+    return jax.lax.scan(lambda c, _: (c @ w, None), x, None, 3)[0]
+
+  x = jnp.ones((2, 3), jnp.float16)
+  graph = Graph(jax.make_jaxpr(fn)({"up": {"w": jnp.ones((3, 3))}}, x))
+  name_by_parameters(graph, {graph.arguments[0]: ("up",)})
+  named = {each.name: paths_of(graph)[each.step.number] for each in graph.computing()}
+  assert named == {"convert_element_type": "up", "dot_general": "up"}

@@ -85,7 +85,8 @@ def audit(
       program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
     parameters = frozenset(x.name for x in names if x.is_parameter)
     graph = Graph(program, [x.name for x in names])
-    name_by_parameters(graph, parameters)
+    owners = {v: tuple(v.label.split("/")[1:-1]) for v in graph.arguments if v.label in parameters}
+    name_by_parameters(graph, owners)
     for each in graph.computing():
       if inner_jaxprs(each.eqn) is None:
         warn_not_entered(each.eqn, "mpjax.audit", "What it runs is not shown.")

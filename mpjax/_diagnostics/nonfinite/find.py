@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.errors import check_call
-from mpjax._core.types import Args, Array, Function, Kwargs, NumpyArray
-from mpjax._diagnostics.arguments import check_function
-from mpjax._diagnostics.flat import check_concrete
+from mpjax._core.paths import Path, key_names
+from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf, NumpyArray
+from mpjax._diagnostics.arguments import Call, check_function, positional_names
 from mpjax._diagnostics.nonfinite.capture import CaptureProbe, Seen
 from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure
 from mpjax._diagnostics.nonfinite.first import First, FirstProbe
@@ -21,16 +21,16 @@ from mpjax._diagnostics.nonfinite.passes import direction_of
 from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, power
 from mpjax._diagnostics.nonfinite.scales import Rescale, implied_scale, scale_of
 from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, sentinels_of, suspects
-from mpjax._diagnostics.nonfinite.traced import Traced, compiled, trace
 from mpjax._diagnostics.nonfinite.uses import uses_of
-from mpjax._diagnostics.parameter_paths import paths_by_parameters
+from mpjax._diagnostics.parameter_scopes import name_by_parameters, paths_of
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.runner import Observer, run
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
 from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
+from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
-from mpjax._jaxprs.steps import Body, Step
+from mpjax._jaxprs.steps import Body, Step, body_of
 
 _CLOSELY = 64
 """How many steps are looked at closely in the first run: what comes after is not compiled."""
@@ -51,13 +51,19 @@ class Finder:
   looked at closely, in a second one: most often -inf in masks, and the fault.
   """
 
-  def __init__(self, traced: Traced, args: Args, kwargs: Kwargs) -> None:
-    self.traced, self.body = traced, traced.body
-    self.scale = scale_of(traced, args, kwargs)
-    self.implied = None if self.scale is not None else implied_scale(traced)
+  def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
+    call = Call(args, kwargs, _is_traced)
+    call.check_concrete("mpjax.find_nonfinite(fn)")
+    every = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    self.leaves, self.keys = call.arrays, [every[i][0] for i in call.positions]
+    self.body = body_of(call.traced(fn)[0], compiled=True)
+    self.scale = scale_of(call, args, kwargs)
+    self.implied = None if self.scale is not None else implied_scale(self.body, self.leaves)
     self.sentinels, self.uses = sentinels_of(self.body), uses_of(self.body)
     self.flags = self._looking(lambda rescale: FlagProbe(self.body, self.sentinels, rescale))
-    self.paths = paths_by_parameters(self.body, traced.owners())
+    graph = Graph(self.body)
+    name_by_parameters(graph, dict(zip(graph.arguments, map(_module, self.keys), strict=True)))
+    self.paths = paths_of(graph)
     self.closely: dict[frozenset[int], Callable[..., First]] = {}
 
   def _looking(self, probe: Callable[[Rescale], Observer]) -> Callable[..., Any]:
@@ -75,7 +81,7 @@ class Finder:
     return np.asarray(self.flags(*self._call(factor)))
 
   def _call(self, factor: float) -> tuple[Array, ...]:
-    leaves = self.traced.leaves
+    leaves = self.leaves
     if factor != 1.0 and self.scale is not None:
       leaves = self.scale.with_factor(factor)
     return jnp.asarray(factor, jnp.float32), *leaves
@@ -98,7 +104,7 @@ class Finder:
     places = () if self.implied is None else self.implied.places
     reached: set[int] = set()
     if self.scale is not None:
-      trio = zip(self.body.inputs, self.traced.leaves, self.scale.with_factor(0.5), strict=True)
+      trio = zip(self.body.inputs, self.leaves, self.scale.with_factor(0.5), strict=True)
       reached = {slot for slot, old, new in trio if old is not new}
     outermost = self.body.path_to(number)[0][1]
     for step in self.body.steps:
@@ -110,6 +116,39 @@ class Finder:
 
   def _probe(self, only: frozenset[int], rescale: Rescale) -> FirstProbe:
     return FirstProbe(self.body, self.uses, only, rescale)
+
+
+def _is_traced(x: Leaf) -> bool:
+  """Whether a leaf is traced: an array. A number may be a shape, and what is not finite is none."""
+  if isinstance(x, float):
+    return not math.isfinite(x)
+  if isinstance(x, np.generic):
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+  if isinstance(x, np.ndarray):
+    return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+  return isinstance(x, jax.Array)
+
+
+def _module(path: KeyPath) -> Path:
+  """Returns the path in the tree of an argument, without the names of the parameter."""
+  return tuple(name for name in key_names(path[2:]) if name != "value")[:-1]
+
+
+def _text(path: KeyPath, names: Sequence[str]) -> str:
+  """Returns an argument as one writes it, such as "params['w']"."""
+  part, first, *rest = path
+  name = names[first.idx] if part.idx == 0 else first.key
+  return f"{name}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def compiled(fn: Function) -> Function:
+  """Returns a function that XLA compiles with every cast as it is written."""
+  # Else it may leave out a cast to float16 and back, with the overflow that is looked for. What
+  # runs once need not be fast, and LLVM takes half of the time that compiling takes for a CPU.
+  options: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
+  if jax.default_backend() == "cpu":
+    options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+  return jax.jit(fn, compiler_options=options)
 
 
 def _together(steps: Iterable[Sequence[int]]) -> Iterator[frozenset[int]]:
@@ -183,9 +222,7 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
 
 
 def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
-  check_concrete(jax.tree.leaves((args, kwargs)), "mpjax.find_nonfinite(fn)(*args)")
-  traced = trace(fn, args, kwargs)
-  finder = Finder(traced, args, kwargs)
+  finder = Finder(fn, args, kwargs)
   broken, scale = finder.first(), finder.scale or finder.implied
   about = {
     "loss_scale": None if scale is None else scale.value,
@@ -194,10 +231,10 @@ def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
   if broken is None:
     return NonfiniteReport(**about)
   if broken.number < 0:
-    return _of_argument(finder, broken.number, about)
+    return _of_argument(finder, broken.number, positional_names(fn, len(args)), about)
   finite_at, notes = _finite_at(finder, broken)
-  probe = CaptureProbe(traced.body, broken.number, broken.iterations, broken.device)
-  seen = compiled(lambda *xs: run(traced.body, xs, probe)[1])(*traced.leaves)
+  probe = CaptureProbe(finder.body, broken.number, broken.iterations, broken.device)
+  seen = compiled(lambda *xs: run(finder.body, xs, probe)[1])(*finder.leaves)
   return _report(finder, broken, probe, jax.device_get(seen), finite_at, notes, about)
 
 
@@ -238,19 +275,21 @@ def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]
   return None, [f"At loss scale {power(2.0**low)} this value is finite, and {place} is not."]
 
 
-def _of_argument(finder: Finder, number: int, about: Mapping[str, Any]) -> NonfiniteReport:
+def _of_argument(
+  finder: Finder, number: int, names: Sequence[str], about: Mapping[str, Any]
+) -> NonfiniteReport:
   """Returns the report of an argument or a constant that came so."""
-  traced = finder.traced
-  slots = (*traced.body.inputs, *traced.body.consts)
+  body = finder.body
+  slots = (*body.inputs, *body.consts)
   slot = slots[number]
   place = number + len(slots)
-  kind = "argument" if place < len(traced.leaves) else "constant"
+  kind = "argument" if place < len(finder.leaves) else "constant"
   if kind == "argument":
-    value, path = traced.leaves[place], traced.names[place]
+    value, path = finder.leaves[place], _text(finder.keys[place], names)
     name = path
   else:
-    value = traced.body.consts[slot]
-    reader = next((s for s in traced.body.every_step() if slot in s.reads), None)
+    value = body.consts[slot]
+    reader = next((s for s in body.every_step() if slot in s.reads), None)
     path = "" if reader is None else finder.paths[reader.number]
     name = f"an array that the function closes over, {jnp.asarray(value).dtype}{[*np.shape(value)]}"
   x = np.asarray(value)
@@ -284,7 +323,7 @@ def _report(
   about: Mapping[str, Any],
 ) -> NonfiniteReport:
   """Returns the report of a step that broke."""
-  traced, step = finder.traced, probe.step
+  body, step = finder.body, probe.step
   eqn, path = step.eqn, finder.paths[step.number]
   rows = zip(seen.sizes, seen.counts, strict=True)
 
@@ -308,11 +347,11 @@ def _report(
   operands = tuple(ranged(f"operand {i}", eqn.invars[i]) for i in probe.positions)
   var = eqn.outvars[probe.result]
   result, wide = ranged("result", var), ranged("in float32", var)
-  selects = _selector(traced, step, path)
+  selects = _selector(body, step, path)
   from_state = finder.scale is not None
   fault = Fault(eqn.primitive, path, selects, operands, result, wide, finite_at, from_state)
   cause, cure = cause_and_cure(fault)
-  direction = direction_of(traced.body, step)
+  direction = direction_of(body, step)
   if about["loss_scale"] is None and direction == "backward":
     notes.append(
       "No loss scale was found in the arguments: pass the optimizer's state, as a training step "
@@ -329,7 +368,7 @@ def _report(
     finite_at=finite_at,
     index=tuple(map(int, np.unravel_index(seen.place, result.shape))) if result.size else (),
     count=int(seen.broken),
-    device=_device(traced.body, broken),
+    device=_device(body, broken),
     dtype=result.dtype,
     shape=result.shape,
     operands=operands,
@@ -343,12 +382,12 @@ def _report(
   )
 
 
-def _selector(traced: Traced, step: Step, path: str) -> str:
+def _selector(body: Body, step: Step, path: str) -> str:
   """Returns what selects the module of a step in a rule, as one writes it."""
   names = named_scopes(step.location)
   if not names:
     return written(f"**/{path}")  # That of a parameter, as rules for NNX have it.
-  every = [prefixes(named_scopes(each.location)) for each in traced.body.every_step()]
+  every = [prefixes(named_scopes(each.location)) for each in body.every_step()]
   own = "/".join(itertools.takewhile(lambda name: "->" not in name, names))
   return written(selector(own, set[str]().union(*every)))
 

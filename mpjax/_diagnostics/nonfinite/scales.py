@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
 from mpjax._core.types import Args, Array, Kwargs, Leaf
-from mpjax._diagnostics.nonfinite.traced import Traced
+from mpjax._diagnostics.arguments import Call
 from mpjax._diagnostics.nonfinite.uses import is_cast, is_move
 from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.steps import Body, Step
@@ -41,15 +41,14 @@ class Scale(NamedTuple):
   with_factor: Callable[[float], list[Leaf]]
 
 
-def scale_of(traced: Traced, args: Args, kwargs: Kwargs) -> Scale | None:
+def scale_of(call: Call, args: Args, kwargs: Kwargs) -> Scale | None:
   """Returns the loss scale in the arguments of a function, if there is one."""
-  call = (args, kwargs)
-  states = [(one, one.state) for one in scales_in(call) if one.state is not None]
+  states = [(one, one.state) for one in scales_in((args, kwargs)) if one.state is not None]
   if not states:
     return None
 
   def with_factor(factor: float) -> list[Leaf]:
-    now = call
+    now = (args, kwargs)
     for position in range(len(states)):
       owner = [one for one in scales_in(now) if one.state is not None][position]
       state = states[position][1]
@@ -58,7 +57,7 @@ def scale_of(traced: Traced, args: Args, kwargs: Kwargs) -> Scale | None:
         # To put it where an uncommitted one is would bind the run of several devices to that.
         moved = jax.device_put(moved, state.scale.sharding)
       now = replace_scale(now, owner, state._replace(scale=moved))
-    return traced.flatten(now)
+    return call.arrays_of(now)
 
   found, largest = max(states, key=lambda each: float(np.max(each[1].scale)))
   least = found.says.limits[0] if found.says.dynamic else 1.0
@@ -85,11 +84,10 @@ class Implied(NamedTuple):
     return [*ins[:position], number * factor.astype(number.dtype), *ins[position + 1 :]]
 
 
-def implied_scale(traced: Traced) -> Implied | None:
+def implied_scale(body: Body, leaves: Sequence[Leaf]) -> Implied | None:
   """Returns the loss scale that a function multiplies its loss by, if it looks like one."""
-  body = traced.body
   values: dict[object, Leaf] = {**body.consts}
-  values.update(zip(body.inputs, traced.leaves, strict=True))
+  values.update(zip(body.inputs, leaves, strict=True))
   found: dict[object, float] = {}
   places: dict[object, dict[int, int]] = {}
   for key, step, position in _shared(body):

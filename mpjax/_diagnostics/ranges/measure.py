@@ -14,8 +14,7 @@ from mpjax._core.bits import changes_nothing
 from mpjax._core.errors import check_call
 from mpjax._core.paths import key_names
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
-from mpjax._diagnostics.arguments import check_function
-from mpjax._diagnostics.flat import Call, gradient_of, is_array
+from mpjax._diagnostics.arguments import Call, check_function, gradient_of, is_array
 from mpjax._diagnostics.on_host import Look, run_on_host
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.progress import progress
@@ -91,7 +90,8 @@ def counted(
   advance: Callable[[int, int], None],
 ) -> RangesReport:
   """Returns the report of one call; `advance` takes the operations that are done, and all."""
-  call = Call(args, kwargs, "mpjax.ranges(fn)")
+  call = Call(args, kwargs)
+  call.check_concrete("mpjax.ranges(fn)")
   program, outputs = call.traced(fn)
   backward = _has_backward(body_of(program))
   is_loss = bool(args) and _is_scalar(program, outputs) and not backward

@@ -17,9 +17,11 @@ from jax.extend.core import Literal as JaxprLiteral
 from jax.extend.core.primitives import add_p, convert_element_type_p, sub_p
 
 from mpjax._core.dtypes import is_low_precision
+from mpjax._core.paths import Path
 from mpjax._core.types import DType
-from mpjax._diagnostics.parameter_paths import paths_by_parameters
+from mpjax._diagnostics.parameter_scopes import name_by_parameters, paths_of
 from mpjax._jaxprs.atoms import Atom, dtype_of, shape_of
+from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
@@ -61,10 +63,9 @@ class Input(NamedTuple):
   keys: tuple[str, ...] = ()
 
   @property
-  def module(self) -> str:
-    """The path of the module whose parameter it is; "" for none."""
-    keys = self.keys[self.keys[:1] == ("params",) : -1]
-    return "/".join(keys) if self.is_parameter else ""
+  def module(self) -> Path:
+    """The path of the module whose parameter it is; () for none."""
+    return self.keys[self.keys[:1] == ("params",) : -1] if self.is_parameter else ()
 
   def is_stored_in(self, aval: ShapedArray, keys: tuple[str, ...]) -> bool:
     """Whether a result may be the argument, changed.
@@ -301,8 +302,10 @@ def plan(
     outputs: the names of the keys of its results, and their types; () if nothing is updated.
   """
   planner = _Planner()
-  owners = {s: one.module for s, one in zip(body.inputs, inputs, strict=True) if one is not None}
-  paths = paths_by_parameters(body, owners)
+  graph = Graph(body)
+  owned = zip(graph.arguments, inputs, strict=True)
+  name_by_parameters(graph, {v: one.module for v, one in owned if one is not None})
+  paths = paths_of(graph)
   pairs = zip(body.inputs, inputs, strict=True)
   outs = planner.walk(
     body, [one and _argument(i, slot, one) for i, (slot, one) in enumerate(pairs)]

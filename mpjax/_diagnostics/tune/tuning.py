@@ -17,8 +17,7 @@ from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import Rule
 from mpjax._core.types import Array, Function, NumpyArray
 from mpjax._core.validators import check_value
-from mpjax._diagnostics.arguments import check_function
-from mpjax._diagnostics.flat import Call, gradient_of
+from mpjax._diagnostics.arguments import Call, check_function, gradient_of
 from mpjax._diagnostics.on_host import Look, run_on_host
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.progress import progress
@@ -103,7 +102,8 @@ def tune(
   parsed = _checked(loss_fn, policy, tolerance)
 
   def tuned(*args: P.args, **kwargs: P.kwargs) -> TuneReport:
-    call = Call(args, kwargs, "mpjax.tune(loss_fn, policy)")
+    call = Call(args, kwargs)
+    call.check_concrete("mpjax.tune(loss_fn, policy)")
     with progress("tune") as advance:
       _check_float32(call.traced(loss_fn)[0])
       scale = 1.0

@@ -1,5 +1,8 @@
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.experimental import pallas
@@ -187,3 +190,32 @@ def test_a_function_is_expected_and_its_arguments_must_be_concrete(tool):
     jax.jit(lambda x: len(str(tool(jnp.sin)(x))))(x)
   with pytest.raises(mpjax.errors.MpjaxTypeError, match=r"got a jax\.ShapeDtypeStruct"):
     tool(jnp.sin)(jax.ShapeDtypeStruct((2,), jnp.float32))
+
+
+def check_argument(name, fn, *args, **kwargs):
+  found = mpjax.find_nonfinite(fn)(*args, **kwargs)
+  assert (found.operation, found.path) == ("argument", name)
+
+
+def test_arguments_have_names():
+  def fn(params, *rest, flag=True):
+    return jnp.sum(params["w"] * rest[1]) if flag else None
+
+  bad, good = jnp.asarray([jnp.nan, 1]), jnp.ones(2)
+  for each in (fn, functools.partial(fn, flag=True)):
+    check_argument("params['w']", each, {"w": np.asarray([np.inf, 1])}, 1.0, good)
+    check_argument("rest[1]", each, {"w": good}, 1.0, bad)
+  check_argument("x", lambda **kwargs: jnp.sum(kwargs["x"]), x=bad)
+  check_argument("n", lambda x, n: x * n, jnp.ones(2), np.inf)  # A number is static otherwise.
+
+
+def test_what_a_function_writes_to_its_arguments_is_looked_at():
+  def fn(state):
+    state["w"] = jnp.log(state["w"])
+
+  assert mpjax.find_nonfinite(fn)({"w": jnp.zeros(2)}).operation == "log"
+
+
+def test_constants_of_inner_jits_are_looked_at():
+  table = np.asarray([np.nan, 1], np.float32)
+  assert mpjax.find_nonfinite(jax.jit(lambda x: x + table))(jnp.ones(2)).operation == "constant"

@@ -3,19 +3,25 @@ import jax.numpy as jnp
 import optax
 
 import mpjax
+from mpjax._diagnostics.arguments import Call
 from mpjax._diagnostics.nonfinite.scales import implied_scale, scale_of
-from mpjax._diagnostics.nonfinite.traced import trace
+from mpjax._jaxprs.steps import body_of
+
+
+def implied(fn, *args):
+  call = Call(args, {})
+  return implied_scale(body_of(call.traced(fn)[0], compiled=True), call.arrays)
 
 
 def test_the_state_of_an_optimizer_holds_the_scale():
   tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init_scale=2.0**10, min_scale=4))
   state = tx.init(jnp.ones(2))
   args = (jnp.ones(2), state)
-  traced = trace(lambda g, s: tx.update(g, s, g), args, {})
-  scale = scale_of(traced, args, {})
+  call = Call(args, {})
+  scale = scale_of(call, args, {})
   assert (scale.value, scale.least, scale.step) == (1024, 4, 0)
   leaves = scale.with_factor(0.25)
-  changed = [(float(a), float(b)) for a, b in zip(traced.leaves, leaves, strict=True) if a is not b]
+  changed = [(float(a), float(b)) for a, b in zip(call.arrays, leaves, strict=True) if a is not b]
   assert changed == [(1024, 256)]
 
 
@@ -25,8 +31,8 @@ def test_a_factor_of_the_loss_and_of_its_cotangent_is_a_scale_and_a_weight_is_no
 
   w = jnp.ones(2)
   for scale in (1024.0, jnp.asarray(1024.0)):
-    found = implied_scale(trace(step, (w, scale), {}))
+    found = implied(step, w, scale)
     assert found.value == 1024
     assert len(found.places) >= 1
-  assert implied_scale(trace(step, (w, 0.5), {})) is None
-  assert scale_of(trace(jnp.sum, (w,), {}), (w,), {}) is None
+  assert implied(step, w, 0.5) is None
+  assert scale_of(Call((w,), {}), (w,), {}) is None

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from mpjax._diagnostics.flat import Call
+from mpjax._diagnostics.arguments import Call
 from mpjax._diagnostics.tune.accuracy import accuracy_of, relative_error
 from mpjax._jaxprs.steps import body_of
 
@@ -22,7 +22,7 @@ def block(w, x):
 def test_errors_by_module_are_those_of_numpy():
   w = jax.random.normal(jax.random.key(0), (8, 8))
   x = jax.random.normal(jax.random.key(1), (4, 8))
-  call, low = Call((w, x), {}, "test"), mpjax.autocast(block, "mixed_bfloat16")
+  call, low = Call((w, x), {}), mpjax.autocast(block, "mixed_bfloat16")
   programs = body_of(call.traced(block)[0]), body_of(call.traced(low)[0])
   gradients = {"net/second": [(w, 1.01 * w)], "net/third": [(w, w)], "net": []}
   errors = accuracy_of(programs, call.operands, gradients)
@@ -44,7 +44,7 @@ def test_what_autocast_puts_into_calls_is_compared_with_what_it_was():
     with jax.named_scope("block"):
       return jnp.sum(jax.lax.scan(lambda h, _: (h + jax.nn.gelu(h @ w), None), x, None, 3)[0])
 
-  call = Call((jnp.eye(8) / 2, jnp.linspace(0.1, 3, 32).reshape(4, 8)), {}, "test")
+  call = Call((jnp.eye(8) / 2, jnp.linspace(0.1, 3, 32).reshape(4, 8)), {})
   programs = [body_of(call.traced(fn)[0]) for fn in (loss, mpjax.autocast(loss, "mixed_bfloat16"))]
   assert 1e-4 < accuracy_of((programs[0], programs[1]), call.operands, {})["block"].forward < 0.02
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._diagnostics.flat import Call, gradient_of
+from mpjax._diagnostics.arguments import Call, gradient_of
 from mpjax._diagnostics.tune.modules import modules_of
 from mpjax._diagnostics.tune.sensitivity import overflows_of, projections_of
 from mpjax._jaxprs.steps import body_of
@@ -12,7 +12,7 @@ BF16 = jnp.dtype(jnp.bfloat16)
 
 
 def prepared(loss, *args):
-  call = Call(args, {}, "test")
+  call = Call(args, {})
   program, _ = call.traced(gradient_of(loss))
   body = body_of(program)
   return body, call.operands, modules_of(body)
