@@ -143,11 +143,6 @@ def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> None:
       operation.where = _inside(where, *paths)
 
 
-def paths_of(graph: Graph) -> dict[int, str]:
-  """Returns the paths of the steps of a graph whose operations were named, by their numbers."""
-  return {each.step.number: each.where.path for each in reversed(graph.operations)}
-
-
 def _is_unnamed(where: Location) -> bool:
   return not where.path and where.marked(MODULE) is None
 

@@ -8,7 +8,6 @@ import mpjax
 from mpjax._diagnostics.arguments import Call, gradient_of
 from mpjax._diagnostics.parameter_scopes import (
   name_by_parameters,
-  paths_of,
   with_parameter_scopes,
 )
 from mpjax._diagnostics.tune.modules import modules_of
@@ -242,5 +241,5 @@ def test_casts_and_loops_are_in_the_module_whose_parameter_they_take():
   x = jnp.ones((2, 3), jnp.float16)
   graph = Graph(jax.make_jaxpr(fn)({"up": {"w": jnp.ones((3, 3))}}, x))
   name_by_parameters(graph, {graph.arguments[0]: ("up",)})
-  named = {each.name: paths_of(graph)[each.step.number] for each in graph.computing()}
+  named = {each.name: each.where.path for each in graph.computing()}
   assert named == {"convert_element_type": "up", "dot_general": "up"}

@@ -22,7 +22,7 @@ from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, power
 from mpjax._diagnostics.nonfinite.scales import Rescale, implied_scale, scale_of
 from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, sentinels_of, suspects
 from mpjax._diagnostics.nonfinite.uses import uses_of
-from mpjax._diagnostics.parameter_scopes import name_by_parameters, paths_of
+from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.runner import Observer, run
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
@@ -63,7 +63,7 @@ class Finder:
     self.flags = self._looking(lambda rescale: FlagProbe(self.body, self.sentinels, rescale))
     graph = Graph(self.body)
     name_by_parameters(graph, dict(zip(graph.arguments, map(_module, self.keys), strict=True)))
-    self.paths = paths_of(graph)
+    self.paths = {each.step.number: each.where.path for each in reversed(graph.operations)}
     self.closely: dict[frozenset[int], Callable[..., First]] = {}
 
   def _looking(self, probe: Callable[[Rescale], Observer]) -> Callable[..., Any]:
