@@ -1,21 +1,24 @@
 """Running a list of steps while something watches the values: the one runner of the diagnostics.
 
-Under `jit` all of it is traced once more, and what was seen in loops is carried along; `on_host`
-has what differs where a function runs without `jit`.
+Under `jit` all of it is traced once more, and what was seen in loops is carried along. On the host
+it runs one step after the other: single steps are compiled, which JAX remembers, and what loops
+repeat. No number lives longer than something reads it: that is what a function costs without `jit`.
 """
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from mpjax._core.types import Array, PyTree
-from mpjax._jaxprs.atoms import aval_of, dtype_of
-from mpjax._jaxprs.compat import context_of, varying_axes
+from mpjax._jaxprs.atoms import aval_of, dtype_of, shape_of
+from mpjax._jaxprs.compat import bind, context_of, varying_axes
 from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
 from mpjax._jaxprs.steps import Body, Step
@@ -25,20 +28,14 @@ State: TypeAlias = PyTree
 
 
 class Around(NamedTuple):
-  """What is around a body.
+  """What is around a body."""
 
-  Fields:
-    indices: the iterations of the loops, the outermost first.
-    axes: those of the devices that run it.
-    enter: what runs loops and the like on the host; None under `jit`.
-  """
-
-  indices: tuple[Array, ...] = ()
-  axes: tuple[Hashable, ...] = ()
-  enter: "Mapping[Holds | None, Enter] | None" = None
+  indices: tuple[Array, ...] = ()  # the iterations of the loops, the outermost first
+  axes: tuple[Hashable, ...] = ()  # those of the devices that run it
+  on_host: bool = False
 
 
-TRACED = Around()
+_TRACED = Around()
 
 Entered: TypeAlias = tuple[list[Any], State]
 """The results of a step, and what was seen inside."""
@@ -61,14 +58,11 @@ class Watch(Protocol):
 
 
 class Observer(Protocol):
-  """What looks at the values of a function.
-
-  Attributes:
-    merges: whether what was seen twice is put together by `merge`. If not, it is returned for each
-      iteration of a loop, and `while` and `cond` run as one step where they are compiled.
-  """
+  """What looks at the values of a function."""
 
   merges: bool
+  """Whether what was seen twice is put together by `merge`. If not, it is returned for each
+  iteration of a loop, and `while` and `cond` run as one step where they are compiled."""
 
   def watch(self, body: Body, values: Sequence[Any], around: Around) -> Watch:
     """Returns what looks at the values of a body, which runs with these arguments."""
@@ -85,27 +79,17 @@ class Observer(Protocol):
 
 
 def run(
-  body: Body, values: Sequence[Any], observer: Observer, around: Around = TRACED
+  body: Body, values: Sequence[Any], observer: Observer, around: Around = _TRACED
 ) -> tuple[list[Any], State]:
-  """Runs the steps of a body.
-
-  Args:
-    body: the steps.
-    values: its arguments.
-    observer: what looks at the values.
-    around: the loops and devices around.
-
-  Returns:
-    The results, and what was seen.
-  """
+  """Returns the results of a body for some arguments, and what the observer saw."""
   env: dict[int, Any] = {**body.consts, **dict(zip(body.inputs, values, strict=True))}
   watch = observer.watch(body, values, around)
   for step, unread in zip(body.steps, body.last_reads, strict=True):
     pairs = zip(step.ins, step.eqn.invars, strict=True)
     ins = [_typed(slot, v) if isinstance(slot, Literal) else env[slot] for slot, v in pairs]
     depends = step.holds in (Holds.COND, Holds.WHILE)
-    if step.bodies and (observer.merges or around.enter or not depends):
-      enter = (around.enter or _ENTER)[step.holds]
+    if step.bodies and (observer.merges or around.on_host or not depends):
+      enter = (_ENTER_ON_HOST if around.on_host else _ENTER)[step.holds]
       # A loop goes on in the types that it starts with.
       ins = [
         x if hasattr(x, "dtype") else _array(x, v)
@@ -156,12 +140,12 @@ def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) ->
   first, last = step.inner[0].carry.start, step.inner[0].carry.stop
   length = step.inner[0].times or 0
   start = jnp.asarray(length - 1 if step.eqn.params["reverse"] else 0, jnp.int32)
-  advance = functools.partial(iterations, step, observer, around)
+  advance = functools.partial(_iterations, step, observer, around)
   carry, ys, seen = advance(ins[:first], ins[first:last], ins[last:], start, length)
   return [*carry, *ys], seen
 
 
-def iterations(
+def _iterations(
   step: Step,
   observer: Observer,
   around: Around,
@@ -191,7 +175,7 @@ def iterations(
 def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
   # The condition is looked at too: it is computed at the end of an iteration, for the next one.
   test, body = step.bodies
-  of_test, of_body, carry = parts_of(step, ins)
+  of_test, of_body, carry = _parts_of(step, ins)
 
   def goes_on(carry: Sequence[Any], index: Array, seen: State) -> tuple[Any, State]:
     (again,), new = run(test, [*of_test, *carry], observer, _in_loop(around, index))
@@ -199,7 +183,7 @@ def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -
 
   def iteration(state: Any) -> Any:
     again, index, seen, carry = state
-    operands = [*of_body, *carry, *lanes(again)]
+    operands = [*of_body, *carry, *_lanes(again)]
     carry, new = run(body, operands, observer, _in_loop(around, index))
     again, seen = goes_on(carry, index + 1, observer.merge(seen, new))
     return again, index + 1, seen, carry
@@ -211,14 +195,14 @@ def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -
   return carry, seen
 
 
-def parts_of(step: Step, ins: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _parts_of(step: Step, ins: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
   """Returns the constants of the condition of a while, those of its body, and its carry."""
   carried = len(step.inner[1].carry)
   tested = len(step.bodies[0].inputs) - carried
   return [*ins[:tested]], [*ins[tested : len(ins) - carried]], [*ins[len(ins) - carried :]]
 
 
-def lanes(again: Any) -> list[Any]:
+def _lanes(again: Any) -> list[Any]:
   """Returns the last argument of the body of a while under `vmap`: which lanes go on."""
   return [again] if np.ndim(again) else []
 
@@ -235,7 +219,7 @@ def _cond(step: Step, ins: Sequence[Any], observer: Observer, around: Around) ->
   return jax.lax.switch(index.astype(jnp.int32), [*map(branch, step.bodies)], *operands)
 
 
-def run_shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
   arguments, (body,) = mapped_with(step.eqn), step.bodies
   axes = tuple(name for name in arguments["mesh"].axis_names if name in arguments["axis_names"])
 
@@ -270,5 +254,152 @@ _ENTER: Mapping[Holds | None, Enter] = {
   Holds.SCAN: _scan,
   Holds.WHILE: _while,
   Holds.COND: _cond,
-  Holds.SHARD_MAP: run_shard_map,
+  Holds.SHARD_MAP: _shard_map,
+}
+
+
+class Look(NamedTuple):
+  """An observer on the host, as three functions.
+
+  Fields:
+    compute: computes the results of a step.
+    pick: chooses arrays among its operands and results, or computes some from these.
+    see: takes them, if there are any: of a loop perhaps those of several iterations together, and
+      of a `shard_map` those of all devices, with one more axis in front.
+  """
+
+  compute: Callable[[Step, Sequence[Any]], list[Array]] = lambda step, ins: bind(step.eqn, ins)
+  pick: Callable[[Step, Sequence[Any], Sequence[Array]], Sequence[Array]] = lambda *_: ()
+  see: Callable[[Step, Sequence[Array]], None] = lambda *_: None
+
+
+def run_on_host(body: Body, values: Sequence[Any], look: Look) -> list[Any]:
+  """Returns the results of a function. The condition of a `while` runs unobserved."""
+  steps = {step.number: step for step in body.every_step()}
+  return run(body, values, _Looking(look, steps), Around(on_host=True))[0]
+
+
+class _Looking:
+  """A `Look` as an observer: what it picks is seen as soon as it has been computed."""
+
+  merges = False
+
+  def __init__(self, look: Look, steps: Mapping[int, Step]) -> None:
+    self.look, self.steps = look, steps
+
+  def watch(self, body: Body, values: Sequence[Any], around: Around) -> "_Picks":
+    return _Picks(self, around.on_host)
+
+  def nothing(self) -> State:
+    return None
+
+  def merge(self, one: State, other: State) -> State:
+    return other
+
+  def of_devices(self, states: State) -> State:
+    return states
+
+
+class _Picks:
+  """What is picked in one body, by the numbers of its steps."""
+
+  def __init__(self, looking: _Looking, on_host: bool) -> None:
+    self.looking, self.on_host, self.picked = looking, on_host, dict[int, Sequence[Array]]()
+
+  def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+    outs = self.looking.look.compute(step, ins)
+    picked = self.looking.look.pick(step, ins, outs)
+    if picked:
+      self.inside({step.number: [*picked]})
+    return outs
+
+  def inside(self, state: Mapping[int, Sequence[Array]]) -> None:
+    if not self.on_host:
+      self.picked.update(state)
+      return
+    for number, picked in state.items():
+      self.looking.look.see(self.looking.steps[number], picked)
+
+  def state(self) -> Mapping[int, Sequence[Array]]:
+    return self.picked
+
+
+_TOGETHER = 2**20
+"""How many numbers of the inputs and results of a loop are seen together, some iterations of it.
+
+They have the same shapes under a policy, so that iterations are seen together as without it.
+"""
+
+
+def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+  (body,), (inner,), reverse = step.bodies, step.inner, step.eqn.params["reverse"]
+  first, last, length = inner.carry.start, inner.carry.stop, inner.times or 0
+  constants, carry, xs = ins[:first], [*ins[first:last]], ins[last:]
+  if not length:
+    return bind(step.eqn, ins), {}
+  size = 1
+  if body.is_straight:
+    each = (*inner.jaxpr.invars[first:], *inner.jaxpr.outvars)
+    most = max(min(_TOGETHER // max(sum(math.prod(shape_of(v)) for v in each), 1), length), 1)
+    # What is left over would be compiled too.
+    size = next((count for count in range(most, most // 2, -1) if length % count == 0), most)
+
+  @functools.partial(jax.jit, static_argnums=4)
+  def advance(
+    constants: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any], start: int, count: int
+  ) -> Any:
+    part = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
+    return _iterations(step, observer, _TRACED, constants, carry, part, start, count)
+
+  watch, parts = observer.watch(body, (), around), list[Any]()
+  for start in range(0, length, size)[:: -1 if reverse else 1]:
+    count = min(size, length - start)
+    if body.is_straight:
+      carry, ys, picked = advance(constants, carry, xs, start, count)
+      watch.inside(picked)
+      del picked
+    else:
+      outs, _ = run(body, [*constants, *carry, *(x[start] for x in xs)], observer, around)
+      carry, ys = outs[: len(carry)], [jnp.asarray(y)[None] for y in outs[len(carry) :]]
+    parts.append(ys)
+  return [*carry, *map(_joined, zip(*parts[:: -1 if reverse else 1], strict=True))], {}
+
+
+def _joined(parts: Sequence[Any]) -> Array:
+  if isinstance(parts[0], Tracer) or jnp.issubdtype(parts[0].dtype, jax.dtypes.extended):
+    return jnp.concatenate(parts)
+  # XLA would compile an operation of as many operands.
+  return parts[0] if len(parts) == 1 else jnp.asarray(np.concatenate(parts))
+
+
+def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+  test, body = step.bodies
+  of_test, of_body, carry = _parts_of(step, ins)
+  unobserved = _Looking(Look(), {})
+  goes_on = jax.jit(lambda values: run(test, values, unobserved)[0][0])
+  advance = functools.partial(run, body, observer=observer)
+  advance = jax.jit(advance) if body.is_straight else functools.partial(advance, around=around)
+  watch = observer.watch(body, (), around)
+  while bool(jnp.any(again := goes_on([*of_test, *carry]))):
+    carry, picked = advance([*of_body, *carry, *_lanes(again)])
+    watch.inside(picked)
+  return carry, {}
+
+
+def _cond_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+  index, *operands = ins
+  return run(step.bodies[min(max(int(index), 0), len(step.bodies) - 1)], operands, observer, around)
+
+
+def _shard_map_on_host(
+  step: Step, ins: Sequence[Any], observer: Observer, around: Around
+) -> Entered:
+  return jax.jit(lambda *ins: _shard_map(step, ins, observer, _TRACED))(*ins)
+
+
+_ENTER_ON_HOST: Mapping[Holds | None, Enter] = {
+  Holds.SCAN: _scan_on_host,
+  Holds.WHILE: _while_on_host,
+  Holds.COND: _cond_on_host,
+  Holds.SHARD_MAP: _shard_map_on_host,
 }

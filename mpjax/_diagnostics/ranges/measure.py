@@ -15,13 +15,13 @@ from mpjax._core.errors import check_call
 from mpjax._core.paths import key_names
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 from mpjax._diagnostics.arguments import Call, check_function, gradient_of, is_array
-from mpjax._diagnostics.on_host import Look, run_on_host
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.ranges.exponents import Tally
 from mpjax._diagnostics.ranges.plan import Group, Input, Plan, is_inexact, plan
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
 from mpjax._diagnostics.report import Pending
+from mpjax._diagnostics.runner import Look, run_on_host
 from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.steps import Body, Step, body_of
 from mpjax.transforms._state import scales_in

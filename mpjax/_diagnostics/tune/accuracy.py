@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpjax._core.types import Array, NumpyArray
-from mpjax._diagnostics.on_host import Look, run_on_host
+from mpjax._diagnostics.runner import Look, run_on_host
 from mpjax._diagnostics.tune.modules import is_inside, module_of
 from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.primitives import facts_of

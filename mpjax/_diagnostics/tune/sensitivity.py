@@ -17,7 +17,7 @@ import numpy as np
 
 from mpjax._core.errors import REFUSALS
 from mpjax._core.types import Array, DType, NumpyArray
-from mpjax._diagnostics.on_host import Look, run_on_host
+from mpjax._diagnostics.runner import Look, run_on_host
 from mpjax._diagnostics.tune.modules import Modules
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.steps import Body, Step

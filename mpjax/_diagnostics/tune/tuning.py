@@ -18,12 +18,12 @@ from mpjax._core.rules import Rule
 from mpjax._core.types import Array, Function, NumpyArray
 from mpjax._core.validators import check_value
 from mpjax._diagnostics.arguments import Call, check_function, gradient_of
-from mpjax._diagnostics.on_host import Look, run_on_host
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.ranges.measure import counted, inputs_of
 from mpjax._diagnostics.ranges.plan import Input, plan
 from mpjax._diagnostics.report import Pending
+from mpjax._diagnostics.runner import Look, run_on_host
 from mpjax._diagnostics.tune.accuracy import Pair, accuracy_of, relative_error
 from mpjax._diagnostics.tune.modules import (
   Modules,
