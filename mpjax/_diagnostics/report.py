@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
+from mpjax._core.policy import Policy
 from mpjax._jaxprs.locations import Source
 
 P = ParamSpec("P")
@@ -105,8 +106,10 @@ class Report(abc.ABC):
 
 
 def _json(value: Any) -> Json:
-  """Returns a value that JSON can hold: rows are objects; NaN, inf and a line of code are text."""
-  if isinstance(value, Source):
+  """Returns a value that JSON can hold: rows are objects; NaN, policies and the like are text."""
+  if isinstance(value, re.Pattern):
+    return value.pattern
+  if isinstance(value, (Source, Policy)):
     return str(value)
   if hasattr(value, "_asdict"):
     return _json(value._asdict())
@@ -116,7 +119,8 @@ def _json(value: Any) -> Json:
     return {str(name): _json(each) for name, each in value.items()}
   if isinstance(value, (tuple, list)):
     return [_json(each) for each in value]
-  return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+  number = isinstance(value, (int, float)) and math.isfinite(value)
+  return value if number or value is None else str(value)
 
 
 def as_text(sections: Sequence[Section], width: int = WIDTH) -> str:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import jax.numpy as jnp
 
 from mpjax._core.dtypes import is_low_precision
-from mpjax._diagnostics.report import Column, Json, Report, Section
+from mpjax._diagnostics.report import Column, Report, Section
 
 Verdict: TypeAlias = Literal["scale", "value"]
 
@@ -121,10 +121,6 @@ class NonfiniteReport(Report):
     if self.device is not None:
       parts.append("device " + ", ".join(f"{axis}={i}" for axis, i in self.device.items()))
     return " · ".join(parts)
-
-  def as_dict(self) -> Mapping[str, Json]:
-    """Returns the fields, for JSON."""
-    return dataclasses.asdict(self)
 
   def sections(self) -> Sequence[Section]:
     """Returns what is printed."""

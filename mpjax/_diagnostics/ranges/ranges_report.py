@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from mpjax._diagnostics.nonfinite.report import power
 from mpjax._diagnostics.ranges.exponents import FATES, FORMATS
 from mpjax._diagnostics.ranges.heat_map import heat_map
 from mpjax._diagnostics.ranges.plan import Kind
-from mpjax._diagnostics.report import Column, Json, Report, Section, amount, percent
+from mpjax._diagnostics.report import Column, Report, Section, amount, percent
 
 KINDS: tuple[Kind, ...] = (
   *("activations", "gradients", "parameters", "optimizer state", "updates"),
@@ -85,10 +85,6 @@ class GroupRanges:
     """
     fates = self.lost[dtype]
     return _share(fates["zero"] + fates["overflow"], self.nonzero)
-
-  def as_dict(self) -> dict[str, Json]:
-    """Returns what `to_json` writes."""
-    return {**vars(self), "exponents": {str(e): n for e, n in self.exponents.items()}}
 
 
 class RangesReport(Report):
@@ -183,14 +179,14 @@ class RangesReport(Report):
     """Returns what is shown, in order."""
     return [self._headline(), self._updates(), self._overview(), *map(self._table, KINDS)]
 
-  def as_dict(self) -> dict[str, Json]:
+  def as_dict(self) -> Mapping[str, object]:
     """Returns what `to_json` writes."""
     return {
       "function": self.name,
       "loss_scale_in_use": self.loss_scale_in_use,
       "loss_scale": self.loss_scale,
       "lost_updates": self.lost_updates,
-      "groups": [group.as_dict() for group in self.groups],
+      "groups": self.groups,
     }
 
   def _headline(self) -> Section:

@@ -1,8 +1,7 @@
 """The modules of a loss that have matmuls, what these cost, and rules for some of them."""
 
 import itertools
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 from mpjax._core.policy import Policy
@@ -95,8 +94,3 @@ def rules_for(
 def is_inside(path: str, other: str) -> bool:
   """Whether a module is inside of another one."""
   return path != other and (not other or path.startswith(f"{other}/"))
-
-
-def named(rules: Sequence[Rule]) -> list[str]:
-  """Returns the paths of rules as text."""
-  return [r.path.pattern if isinstance(r.path, re.Pattern) else str(r.path) for r in rules]

@@ -1,17 +1,17 @@
 """What `mpjax.tune` found: the rules, and the curve of error against share in low precision."""
 
+import dataclasses
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._diagnostics.ranges.heat_map import finished, pyplot
-from mpjax._diagnostics.report import Column, Json, Report, Section, percent
+from mpjax._diagnostics.report import Column, Report, Section, percent
 from mpjax._diagnostics.selectors import written
-from mpjax._diagnostics.tune.modules import named
 
 
 class Evaluation(NamedTuple):
@@ -55,6 +55,7 @@ class ModuleReport(NamedTuple):
   is_stream: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class TuneReport(Report):
   """What must stay in float32, see `mpjax.tune`.
 
@@ -82,29 +83,29 @@ class TuneReport(Report):
   ((), 0.0, 1.0)
   """
 
-  def __init__(
-    self,
-    *,
-    policy: Policy,
-    tolerance: float,
-    best: Evaluation,
-    evaluations: Sequence[Evaluation],
-    bound: int,
-    loss_scale: float,
-    modules: Sequence[ModuleReport],
-    scopes: bool = True,
-  ) -> None:
-    self.policy = policy
-    self.rules: tuple[Rule, ...] = best.rules
-    self.error: float = best.error
-    self.half_share: float = best.half_share
-    self.tolerance = tolerance
-    self.evaluations: tuple[Evaluation, ...] = tuple(evaluations)
-    self.bound = bound
-    self.loss_scale = loss_scale
-    self.modules: tuple[ModuleReport, ...] = tuple(modules)
-    self.scopes = scopes
-    self._best = best
+  policy: Policy
+  tolerance: float
+  best: Evaluation
+  evaluations: tuple[Evaluation, ...]
+  bound: int
+  loss_scale: float
+  modules: tuple[ModuleReport, ...]
+  scopes: bool = True
+
+  @property
+  def rules(self) -> tuple[Rule, ...]:
+    """The rules of the best choice."""
+    return self.best.rules
+
+  @property
+  def error(self) -> float:
+    """The relative error of the gradient under them."""
+    return self.best.error
+
+  @property
+  def half_share(self) -> float:
+    """The share of the FLOPs of matmuls in low precision under them."""
+    return self.best.half_share
 
   def __repr__(self) -> str:
     found = f"{len(self.rules)} rules, error {_text(self.error)}"
@@ -122,7 +123,32 @@ class TuneReport(Report):
     Raises:
       MpjaxRuntimeError: matplotlib is not installed.
     """
-    return draw(self.evaluations, self._best, self.tolerance, self.policy, path)
+    plt = pyplot("mpjax.tune(loss_fn, policy)(...).plot()")
+    figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained", facecolor="white")
+    errors = [e.error for e in self.evaluations if math.isfinite(e.error) and e.error > 0]
+    low, high = min([*errors, self.tolerance]) / 3, max([*errors, self.tolerance]) * 3
+    axis.semilogy()
+    axis.axhspan(low, self.tolerance, color="C2", alpha=0.10, linewidth=0)
+    axis.axhline(self.tolerance, color="C2", linewidth=1.2)
+    beside = {"transform": axis.get_yaxis_transform(), "va": "bottom", "fontsize": 8, "color": "C2"}
+    axis.text(0.01, self.tolerance, " allowed", **beside)
+    for each in self.evaluations:
+      x, bad = 100 * each.half_share, math.isinf(each.error)
+      y = high / 1.5 if bad else max(each.error, low * 1.3)
+      color = "C2" if each.error <= self.tolerance else "C3"
+      axis.plot(x, y, "x" if bad else "o", color=color, markersize=6, alpha=0.8)
+      axis.text(x, y, "not finite  " * bad, ha="right", va="center", fontsize=7.5, color=color)
+    spot = (100 * self.half_share, max(self.error, low * 1.3))
+    axis.plot(*spot, "o", markersize=14, markerfacecolor="none", markeredgecolor="black")
+    text = f"chosen: {percent(self.half_share)}, with {_listed(self.best.float32)} in float32"
+    figure.suptitle("What must stay in float32", x=0.02, ha="left", weight="bold", fontsize=12)
+    axis.set_title("\n".join(textwrap.wrap(text, 90)), loc="left", fontsize=8.5)
+    axis.set_ylim(low, high)
+    axis.set_xlabel(f"share of the FLOPs of matmuls in {self.policy.compute_dtype.name}, %")
+    axis.set_ylabel("relative error of the gradient")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)
+    return finished(plt, figure, path)
 
   def sections(self) -> list[Section]:
     """Returns what is shown, in order."""
@@ -157,25 +183,10 @@ class TuneReport(Report):
       self._curve(),
     ]
 
-  def as_dict(self) -> dict[str, Json]:
+  def as_dict(self) -> Mapping[str, object]:
     """Returns what `to_json` writes."""
-    return {
-      "policy": str(self.policy),
-      "tolerance": self.tolerance,
-      "error": self.error,
-      "half_share": self.half_share,
-      "rules": [
-        {"policy": str(rule.policy), "path": path}
-        for rule, path in zip(self.rules, named(self.rules), strict=True)
-      ],
-      "bound": self.bound,
-      "loss_scale": self.loss_scale,
-      "evaluations": [
-        {"float32": each.float32, "error": each.error, "half_share": each.half_share}
-        for each in self.evaluations
-      ],
-      "modules": [each._asdict() for each in self.modules],
-    }
+    chosen = {"rules": self.rules, "error": self.error, "half_share": self.half_share}
+    return {**vars(self), **chosen}
 
   def _modules(self) -> Section:
     searched = any(not math.isnan(module.alone) for module in self.modules)
@@ -185,7 +196,7 @@ class TuneReport(Report):
       path = (each.path or "(no scope)") + " (residual stream)" * each.is_stream
       errors = each.forward, each.gradient, each.alone
       forward, gradient, alone = (f"{error:.2g}".replace("nan", "-") for error in errors)
-      note = "float32" if each.path in self._best.float32 else notes[each.overflows]
+      note = "float32" if each.path in self.best.float32 else notes[each.overflows]
       row = (path, forward, gradient, percent(each.flops_share), *(alone, note) * searched)
       if any(error > 0 for error in errors):
         rows.append(row)
@@ -219,7 +230,7 @@ class TuneReport(Report):
         (
           percent(each.half_share),
           _text(each.error),
-          "chosen" if each is self._best else "" if each.error > self.tolerance else "good",
+          "chosen" if each is self.best else "" if each.error > self.tolerance else "good",
           _listed(each.float32),
         )
         for each in ranked[: len(ranked) * (len(ranked) > 1)]
@@ -247,39 +258,3 @@ def _listed(paths: Sequence[str]) -> str:
     return "nothing"
   shown = [path or "(no scope)" for path in paths[:3]]
   return ", ".join(shown) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-
-
-def draw(
-  evaluations: Sequence[Evaluation],
-  best: Evaluation,
-  tolerance: float,
-  policy: Policy,
-  path: str | None,
-) -> Any:
-  """Draws the error of each choice against its share in low precision, and returns the figure."""
-  plt = pyplot("mpjax.tune(loss_fn, policy)(...).plot()")
-  figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained", facecolor="white")
-  errors = [e.error for e in evaluations if math.isfinite(e.error) and e.error > 0]
-  low, high = min([*errors, tolerance]) / 3, max([*errors, tolerance]) * 3
-  axis.semilogy()
-  axis.axhspan(low, tolerance, color="C2", alpha=0.10, linewidth=0)
-  axis.axhline(tolerance, color="C2", linewidth=1.2)
-  small = {"fontsize": 8, "color": "C2"}
-  axis.text(0.01, tolerance, " allowed", transform=axis.get_yaxis_transform(), va="bottom", **small)
-  for each in evaluations:
-    x, bad = 100 * each.half_share, math.isinf(each.error)
-    y = high / 1.5 if bad else max(each.error, low * 1.3)
-    color = "C2" if each.error <= tolerance else "C3"
-    axis.plot(x, y, "x" if bad else "o", color=color, markersize=6, alpha=0.8)
-    axis.text(x, y, "not finite  " * bad, ha="right", va="center", fontsize=7.5, color=color)
-  spot = (100 * best.half_share, max(best.error, low * 1.3))
-  axis.plot(*spot, "o", markersize=14, markerfacecolor="none", markeredgecolor="black")
-  text = f"chosen: {percent(best.half_share)}, with {_listed(best.float32)} in float32"
-  figure.suptitle("What must stay in float32", x=0.02, ha="left", weight="bold", fontsize=12)
-  axis.set_title("\n".join(textwrap.wrap(text, 90)), loc="left", fontsize=8.5)
-  axis.set_ylim(low, high)
-  axis.set_xlabel(f"share of the FLOPs of matmuls in {policy.compute_dtype.name}, %")
-  axis.set_ylabel("relative error of the gradient")
-  axis.spines[["top", "right"]].set_visible(False)
-  axis.grid(alpha=0.25)
-  return finished(plt, figure, path)

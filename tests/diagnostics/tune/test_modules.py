@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
-from mpjax._diagnostics.tune.modules import is_inside, modules_of, named, rules_for
+from mpjax._diagnostics.tune.modules import is_inside, modules_of, rules_for
 from mpjax._jaxprs.steps import body_of
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
@@ -38,12 +38,12 @@ SCOPES = (
 
 def test_modules_inside_of_a_chosen_one_keep_the_policy():
   rules = rules_for(["Net/a"], ["Net/a/b", "Net/b"], SCOPES, HALF)
-  assert named(rules) == ["**/a", "**/a/b"]
+  assert [rule.path for rule in rules] == ["**/a", "**/a/b"]
   assert rules[1].policy == HALF
   rules = rules_for(["Net/a", "Net/a/b"], ["Net/b"], SCOPES, HALF)
-  assert named(rules) == ["**/a"]
+  assert [rule.path for rule in rules] == ["**/a"]
   rules = rules_for(["Net", "Net/a/b"], ["Net/a"], SCOPES, HALF)
-  assert named(rules) == ["**/Net", "**/a/b", "**/a"]
+  assert [rule.path for rule in rules] == ["**/Net", "**/a/b", "**/a"]
   assert is_inside("a/b", "a")
   assert not is_inside("ab", "a")
   assert is_inside("a", "")
