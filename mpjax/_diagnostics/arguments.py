@@ -25,12 +25,7 @@ def is_array(x: Leaf) -> bool:
 
 
 class Call:
-  """The arguments of a call: some leaves are traced, and the others stay as they are.
-
-  Attributes:
-    positions: of the leaves that are traced.
-    arrays: those leaves.
-  """
+  """The arguments of a call: some leaves are traced, and the others stay as they are."""
 
   def __init__(
     self, args: Args, kwargs: Kwargs, is_traced: Callable[[Leaf], bool] = is_array
@@ -69,10 +64,7 @@ class Call:
         raise MpjaxTypeError(f"{where}(*args)", expected="concrete arrays", got=got, fix=fix)
 
   def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Path]]:
-    """Returns the jaxpr of a function of the arrays, and the paths of its results.
-
-    Those are the arrays that it returns, and those that it writes to its arguments.
-    """
+    """Returns the jaxpr of a function of the arrays, and the paths of what it returns or writes."""
     paths: list[Path] = []
 
     def flat(*arrays: Array) -> list[Leaf]:
@@ -100,14 +92,9 @@ class Argument(NamedTuple):
 def trace(
   fn: Function, args: Args, kwargs: Kwargs, where: str
 ) -> tuple[ClosedJaxpr, list[Argument]]:
-  """Returns the jaxpr of a function, and what the leaves of its arguments are called.
-
-  Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as `mpjax.autocast`
-  does it: `model.apply(variables, x, train=True)` asks whether `train` is true.
-
-  Raises:
-    MpjaxTypeError: a model of NNX is written to that is no argument; `where` is the public call.
-  """
+  """Returns the jaxpr of a function, and what the leaves of its arguments are called."""
+  # Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as `mpjax.autocast`
+  # does it: `model.apply(variables, x, train=True)` asks whether `train` is true.
   call = Call(args, kwargs, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"))
   try:
     program, _ = call.traced(fn)
@@ -174,12 +161,7 @@ def check_function(fn: object, where: str, fix: str) -> None:
 
 
 def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
-  """Returns the value and gradient of a loss by the floating arrays in its first argument.
-
-  Args:
-    fn: returns a scalar, or one and aux.
-    scale: a factor on the loss, which the gradients carry.
-  """
+  """Returns the value and gradient of a loss by the floating arrays in its first argument."""
 
   def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
     if not args:

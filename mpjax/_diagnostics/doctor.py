@@ -37,23 +37,14 @@ _EXCESS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis(Report):
-  """What `python -m mpjax doctor` prints: tables of text, and the name of a policy.
+  """What `python -m mpjax doctor` prints: tables of text, and the name of a policy."""
 
-  Attributes:
-    preset: the name of the policy that fits the first device.
-    why: the reason, in sentences.
-    warnings: what should be changed.
-    devices: kind, platform, count, units and dtypes of the devices.
-    versions: package and version; "-" for what is not installed.
-    settings: name, value and meaning.
-  """
-
-  preset: str
-  why: str
-  warnings: tuple[str, ...]
-  devices: tuple[tuple[str, ...], ...]
-  versions: tuple[tuple[str, str], ...]
-  settings: tuple[tuple[str, str, str], ...]
+  preset: str  # the name of the policy that fits the first device
+  why: str  # the reason, in sentences
+  warnings: tuple[str, ...]  # what should be changed
+  devices: tuple[tuple[str, ...], ...]  # kind, platform, count, units and dtypes
+  versions: tuple[tuple[str, str], ...]  # package and version; "-" for what is not installed
+  settings: tuple[tuple[str, str, str], ...]  # name, value and meaning
 
   def sections(self) -> Sequence[Section]:
     first = (f'Policy for this machine: "{self.preset}"', self.why)
@@ -68,11 +59,7 @@ class Diagnosis(Report):
 
 
 def doctor() -> Diagnosis:
-  """Returns what is known of this machine.
-
-  Raises:
-    MpjaxRuntimeError: JAX finds no device.
-  """
+  """Returns what is known of this machine; raises MpjaxRuntimeError if JAX finds no device."""
   try:
     devices = jax.devices()
   except RuntimeError as error:
@@ -90,13 +77,7 @@ def doctor() -> Diagnosis:
 def diagnosis(
   devices: Sequence[Any], options: Mapping[str, object], environment: Mapping[str, str]
 ) -> Diagnosis:
-  """Returns what devices and settings mean.
-
-  Args:
-    devices: one `jax.Device` or more; the policy is for the first.
-    options: those of `jax.config`, by name.
-    environment: environment variables.
-  """
+  """Returns what devices and settings mean; the policy is for the first device."""
   keys = [(d.device_kind, d.platform, getattr(d, "compute_capability", None)) for d in devices]
   counted = collections.Counter(keys)
   units = {key: hardware_of(*key[1:]) for key in counted}

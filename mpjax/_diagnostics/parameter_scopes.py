@@ -22,10 +22,8 @@ from mpjax._jaxprs.steps import Key
 
 
 def with_parameter_scopes(fn: Function) -> Function:
-  """Returns a function whose operations without a named scope are in one, if it is known.
-
-  Its parameters are the arrays in its first argument.
-  """
+  """Returns a function whose operations without a named scope are in that of a module."""
+  # Its parameters are the arrays in its first argument.
 
   def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
     call = Call(args, kwargs)
@@ -52,13 +50,7 @@ def with_parameter_scopes(fn: Function) -> Function:
 
 
 def _modules(graph: Graph, owners: dict[Value, Path]) -> Mapping[Key, Path]:
-  """Returns in which modules operations are that have no named scope.
-
-  Args:
-    graph: the graph.
-    owners: of what is computed from parameters alone, the path of the module that holds them; that
-      of the parameters.
-  """
+  """Returns in which modules operations are that have no named scope, given those of parameters."""
   # Of what is computed from data, the path of the module that computes it; None outside of any.
   homes: dict[Value, Path | None] = {v: None for v in graph.arguments if v not in owners}
   modules: dict[Key, Path] = {}
@@ -118,14 +110,8 @@ def _scoped(jaxpr: Jaxpr, modules: Mapping[Key, Path], at: Key) -> Jaxpr:
 
 
 def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> None:
-  """Gives operations without a path that of the module whose parameter they take.
-
-  An operation of the backward pass has the path of the matmul on its line, if there is one only.
-
-  Args:
-    graph: its operations are changed.
-    owners: the paths of the modules whose parameters some of its arguments are.
-  """
+  """Gives operations without a path that of the module whose parameter they take."""
+  # An operation of the backward pass has the path of the matmul on its line, if there is one only.
   owners, lines = dict(owners), dict[Source | None, set[Path]]()
   unnamed = [each for each in graph.operations if _is_unnamed(each.where)]
   for operation in unnamed:

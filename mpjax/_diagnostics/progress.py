@@ -16,16 +16,8 @@ _BAR = 30
 
 @contextlib.contextmanager
 def progress(task: str) -> Generator[Callable[[int, int], None]]:
-  """Shows on stderr that something runs, and what part of it is done.
-
-  In a terminal and in a notebook it is one line, which goes at the end.
-
-  Args:
-    task: what runs.
-
-  Yields:
-    A function to call with the number of steps that are done, and of all; not if that is unknown.
-  """
+  """Shows on stderr that a task runs, and what part of it is done."""
+  # Yields a function to call with the number of steps that are done, and of all, if that is known.
   is_line = sys.stderr.isatty() or Console(stderr=True).is_jupyter
   ended, start, done, total = threading.Event(), time.monotonic(), 0, 0
 

@@ -58,13 +58,7 @@ class Section(NamedTuple):
 
 
 class Pending(Generic[P, R]):
-  """A function that returns a report of a call, and says so where it is printed.
-
-  Args:
-    call: the function.
-    name: that of the tool.
-    fn: the function of the user.
-  """
+  """A function that returns a report of a call, and says so where it is printed."""
 
   def __init__(self, call: Callable[P, R], name: str, fn: object) -> None:
     self._call, self._name = call, name

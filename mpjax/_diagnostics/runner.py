@@ -240,10 +240,8 @@ def _of_device(x: Any, axes: tuple[Hashable, ...]) -> Array:
 
 
 def _gathered(states: State, mesh: Any) -> State:
-  """Returns the states of all devices on each of them.
-
-  One of an array that is sharded by an explicit mesh cannot be taken by its index.
-  """
+  """Returns the states of all devices on each of them."""
+  # One of an array that is sharded by an explicit mesh cannot be taken by its index.
   if jax.sharding.AxisType.Explicit not in mesh.axis_types:
     return states
   everywhere = jax.sharding.NamedSharding(mesh, jax.P())
@@ -259,17 +257,14 @@ _ENTER: Mapping[Holds | None, Enter] = {
 
 
 class Look(NamedTuple):
-  """An observer on the host, as three functions.
+  """An observer on the host, as three functions."""
 
-  Fields:
-    compute: computes the results of a step.
-    pick: chooses arrays among its operands and results, or computes some from these.
-    see: takes them, if there are any: of a loop perhaps those of several iterations together, and
-      of a `shard_map` those of all devices, with one more axis in front.
-  """
-
+  # Computes the results of a step.
   compute: Callable[[Step, Sequence[Any]], list[Array]] = lambda step, ins: bind(step.eqn, ins)
+  # Chooses arrays among its operands and results, or computes some from these.
   pick: Callable[[Step, Sequence[Any], Sequence[Array]], Sequence[Array]] = lambda *_: ()
+  # Takes them, if there are any: of a loop perhaps those of several iterations together, and of a
+  # `shard_map` those of all devices, with one more axis in front.
   see: Callable[[Step, Sequence[Array]], None] = lambda *_: None
 
 

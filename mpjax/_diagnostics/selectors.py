@@ -24,12 +24,10 @@ def written(path: object) -> str:
 
 
 def selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
-  """Returns what selects a path, and none else.
-
-  Without what `mpjax.with_policy` does not count, if possible: the class of a Flax model, and
-  the method in "Net/Net.encode/Dense_0" or "Net/rnn/cell.scan_fn/cell/hi". What is around all other
-  paths is the root of a model, which is "" there.
-  """
+  """Returns what selects a path, and none else."""
+  # Without what `mpjax.with_policy` does not count, if possible: the class of a Flax model, and
+  # the method in "Net/Net.encode/Dense_0" or "Net/rnn/cell.scan_fn/cell/hi". What is around all
+  # other paths is the root of a model, which is "" there.
   others = {f"{other}/" for other in scopes if other not in ("", path)}
   if path and others and all(other.startswith(f"{path}/") for other in others):
     return re.compile(f"({re.escape(path)})?")
@@ -55,8 +53,6 @@ def _is_method(name: str) -> bool:
 
 
 def _is_same(path: str, other: str) -> bool:
-  """Whether two paths are of one module: JAX writes another in the backward pass of a scan.
-
-  That is "cell.scan_fn/cell/hi", without what is around the scan.
-  """
+  """Whether two paths are of one module: JAX writes another in the backward pass of a scan."""
+  # That is "cell.scan_fn/cell/hi", without what is around the scan.
   return path == other or (path.endswith(f"/{other}") and _is_method(other.partition("/")[0]))

@@ -35,54 +35,33 @@ class Cause(NamedTuple):
 
 
 class Why(NamedTuple):
-  """How a value came to be float32.
-
-  Fields:
-    cause: what brought float32 in.
-    origin: the operation of the cause, or the value.
-    deliberate: the cause is an operation that is to run in float32: a sum, an exponential.
-    neutral: under a policy or autocast it takes the dtype of what it meets: a parameter, a number.
-    anyway: an operation that is to run in float32 is among the causes.
-    entry: where a value in low precision met it and became float32 too; None if none did.
-  """
+  """How a value came to be float32."""
 
   cause: Cause
-  origin: Operation | Value
-  deliberate: bool = False
-  neutral: bool = False
-  anyway: bool = False
-  entry: Operation | None = None
+  origin: Operation | Value  # that of the cause
+  deliberate: bool = False  # the cause is to run in float32: a sum, an exponential
+  neutral: bool = False  # under a policy it takes the dtype of what it meets: a parameter, a number
+  anyway: bool = False  # an operation that is to run in float32 is among the causes
+  entry: Operation | None = None  # where a low-precision value met it and became float32 too
 
   @property
   def rank(self) -> tuple[bool, ...]:
-    """Orders causes by what decides: arrays, casts, operations that are to be float32, numbers.
-
-    Of two numbers it is the one that a low-precision value met before: in `where(mask, x16 *
-    np.float32(2), -1e9)` the other one is float32 because of it.
-    """
+    """Orders causes by what decides: arrays, casts, operations that are to be float32, numbers."""
+    # Of two numbers it is the one that a low-precision value met before: in `where(mask, x16 *
+    # np.float32(2), -1e9)` the other one is float32 because of it.
     number = self.cause.kind == "number" or "filled with" in self.cause.name
     return self.neutral, number, self.deliberate, self.cause.kind == "cast", self.entry is None
 
 
 class Causes:
-  """Why each float32 value of a graph is that.
-
-  Attributes:
-    cast_up: for a float32 value that is a low-precision one, cast: the latter.
-  """
+  """Why each float32 value of a graph is that."""
 
   def __init__(self, graph: Graph, parameters: frozenset[str], neutral: frozenset[Kind]) -> None:
-    """Finds the causes.
-
-    Args:
-      graph: the graph.
-      parameters: the names of arguments that are parameters.
-      neutral: the kinds of causes that take the dtype of what they meet.
-    """
+    """Finds the causes; those of the kinds `neutral` take the dtype of what they meet."""
     self._parameters, self._neutral = parameters, neutral
     self._why: dict[Value, Why | None] = {}
     self._from_low = {v for v in graph.arguments if v.is_low}
-    self.cast_up: dict[Value, Value] = {}
+    self.cast_up: dict[Value, Value] = {}  # from a float32 value to what it is a cast of
     for operation in graph.operations:
       low_before = any(v in self._from_low for v in operation.operands)
       self._from_low.update(v for v in operation.results if low_before or v.is_low)
@@ -117,10 +96,8 @@ class Causes:
     return why._replace(anyway=any(each.deliberate or each.anyway for _, each in pairs))
 
   def widens(self, operation: Operation, why: Why) -> bool:
-    """Whether an operation makes a low-precision operand float32 because of another one.
-
-    Not if all there is are casts that the code asks for.
-    """
+    """Whether an operation makes a low-precision operand float32 because of another one."""
+    # Not if all there is are casts that the code asks for.
     cast = why.cause.kind == "cast"
     return any(
       v.is_low or (v in self.cast_up and not (cast and self.why(v))) for v in operation.operands
@@ -179,16 +156,9 @@ def _own(kind: Kind, operation: Operation, result: Value, *, deliberate: bool = 
 
 
 def better_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Value]:
-  """Returns the values that would better be in low precision, by their consumers.
-
-  Those are casts to low precision and matmuls, directly or after elementwise operations. What only
-  operations consume that are to run in float32 is fused with them, and costs nothing.
-
-  Args:
-    graph: the graph.
-    causes: why its values are float32.
-    results: values of it that would be anyway.
-  """
+  """Returns the values that would better be in low precision: `results`, and by their consumers."""
+  # Those are casts to low precision and matmuls, directly or after elementwise operations. What
+  # only operations consume that are to run in float32 is fused with them, and costs nothing.
   low = set(results)
 
   def is_wide_anyway(value: Value) -> bool:

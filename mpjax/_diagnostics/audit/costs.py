@@ -74,18 +74,11 @@ class Collective(NamedTuple):
 
 
 class OpaqueKernel(NamedTuple):
-  """A kernel written by hand: what it computes is in no count.
+  """A kernel written by hand: what it computes is in no count."""
 
-  Fields:
-    path: of the module or named scope, and of the kernel.
-    name: of the primitive.
-    dtypes: of its floating operands, that of the most elements first.
-    times: how often it runs.
-  """
-
-  path: str
-  name: str
-  dtypes: tuple[str, ...]
+  path: str  # of the module or named scope, and of the kernel
+  name: str  # of the primitive
+  dtypes: tuple[str, ...]  # of its floating operands, that of the most elements first
   times: int
 
 
@@ -112,11 +105,7 @@ def find_opaque(graph: Graph) -> tuple[OpaqueKernel, ...]:
 
 
 def residuals(graph: Graph) -> dict[str, int]:
-  """Returns the bytes that the forward pass keeps for the backward pass, by dtype.
-
-  These are what the forward pass computes and the backward pass takes; arguments and constants
-  exist anyway. A compiler may keep fewer, by computing them again.
-  """
+  """Returns the bytes that the forward pass computes and the backward pass takes, by dtype."""
   nbytes: collections.Counter[str] = collections.Counter()
   for operation in graph.operations:
     for v in operation.results if operation.where.direction == "forward" else ():
@@ -156,11 +145,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(text: str) -> tuple[Kernel, ...]:
-  """Returns the matmuls, convolutions, casts and library calls in the text of a compiled function.
-
-  Args:
-    text: HLO, as `jax.stages.Compiled.as_text` returns it; those in fusions count.
-  """
+  """Returns the matmuls, convolutions, casts and library calls in HLO; those in fusions count."""
   counts: collections.Counter[tuple[str, str]] = collections.Counter()
   for line in text.splitlines():
     match = _INSTRUCTION.search(line)

@@ -71,14 +71,12 @@ class OnPurpose(NamedTuple):
 
 
 class Expectations:
-  """Which dtype is asked for where.
+  """Which dtype is asked for where."""
 
-  Where the function runs under policies or autocast, their marks say so. Elsewhere it is the
-  low-precision dtype that the function itself uses most: it was written for that.
-  """
+  # Where the function runs under policies or autocast, their marks say so. Elsewhere it is the
+  # low-precision dtype that the function itself uses most: it was written for that.
 
   def __init__(self, graph: Graph, record: AuditRecord) -> None:
-    """Looks for marks, and else for the dtype that is used most."""
     self._record = record
     self.marked = any(each.where.marked(REGION) is not None for each in graph.operations)
     self.used = None if self.marked else _most_used(graph)
@@ -223,10 +221,8 @@ def _is_wide_elementwise(operation: Operation, small: float) -> bool:
 
 
 def _is_meant(why: Why, expectations: Expectations) -> bool:
-  """Whether a value is to be float32: by the operation lists, or by the kinds of a policy.
-
-  Under a policy RoPE is, by its positions, and the sums of a matmul that are its result.
-  """
+  """Whether a value is to be float32: by the operation lists, or by the kinds of a policy."""
+  # Under a policy RoPE is, by its positions, and the sums of a matmul that are its result.
   sums = isinstance(why.origin, Operation) and why.origin.facts.flops is not None
   positions = why.entry is not None and why.entry.facts.role == "product"
   return why.neutral or why.deliberate or (expectations.marked and (sums or positions))

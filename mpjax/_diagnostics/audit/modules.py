@@ -48,13 +48,8 @@ class ModuleRow(NamedTuple):
 def module_rows(
   graph: Graph, record: AuditRecord, parameters: frozenset[str]
 ) -> tuple[ModuleRow, ...]:
-  """Returns the modules with matmuls, in the order in which they run.
-
-  Args:
-    graph: the graph.
-    record: what was noted of modules under a policy.
-    parameters: the names of arguments that are parameters; if there are none, all may be.
-  """
+  """Returns the modules with matmuls, in the order in which they run."""
+  # Where no argument is known to be a parameter, all may be.
   modules: dict[str, list[Operation]] = {}
   for operation in graph.computing():
     modules.setdefault(operation.where.module, []).append(operation)

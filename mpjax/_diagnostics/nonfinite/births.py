@@ -40,11 +40,10 @@ def can_break(step: Step) -> bool:
 
 
 def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array | None]:
-  """Returns for each result where it broke; None for one that cannot.
-
-  An element broke if it is not finite and what it was computed from is, or if it is NaN and that is
-  not: -inf - -inf, and 0 * inf. Of what is not computed element by element, all operands count.
-  """
+  """Returns for each result where it broke; None for one that cannot."""
+  # An element broke if it is not finite and what it was computed from is, or if it is NaN and that
+  # is not: -inf - -inf, and 0 * inf. Of what is not computed element by element, all operands
+  # count.
   if not can_break(step):
     return [None] * len(outs)
   pairs = zip(ins, step.eqn.invars, strict=True)

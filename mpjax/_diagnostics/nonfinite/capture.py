@@ -26,33 +26,21 @@ BEFORE = 10
 
 
 class Seen(NamedTuple):
-  """What was seen, of all values that are looked at in a row.
+  """What was seen, of all values that are looked at in a row."""
 
-  Fields:
-    hit: whether the step was met in its iteration.
-    sizes: float32 of shape (values, 3): the least and the largest absolute value of those that are
-      finite, and the value at the first element that broke.
-    counts: int32 of shape (values, 2): how many are inf, and how many NaN.
-    place: int32 of shape (), the first element that broke, counted along the last axis first.
-    broken: int32 of shape (), how many did.
-  """
-
-  hit: Array
+  hit: Array  # whether the step was met in its iteration
+  # float32 of shape (values, 3): the least and the largest absolute value of those that are
+  # finite, and the value at the first element that broke.
   sizes: Array
-  counts: Array
-  place: Array
-  broken: Array
+  counts: Array  # int32 of shape (values, 2): how many are inf, and how many NaN
+  place: Array  # int32, the first element that broke, counted along the last axis first
+  broken: Array  # int32, how many did
 
 
 class CaptureProbe:
-  """Looks at the operands and results of one step, and at the results of those before it.
+  """Looks at the operands and results of one step, and at the results of those before it."""
 
-  Args:
-    top: the function.
-    number: that of the step.
-    iterations: in which it broke.
-    device: on which, -1 outside of a `shard_map`.
-  """
+  # The device is that on which it broke, -1 outside of a `shard_map`.
 
   merges = True
 

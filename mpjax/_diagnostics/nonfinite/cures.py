@@ -12,27 +12,16 @@ from mpjax._diagnostics.nonfinite.report import Range, power
 
 
 class Fault(NamedTuple):
-  """What was seen of a step that broke.
-
-  Fields:
-    primitive: its primitive.
-    path: its module or scope.
-    selector: what selects that in a rule, as one writes it.
-    operands: the ranges of its operands.
-    result: that of its result.
-    wide: the range of the result computed in float32; None if that is not known.
-    finite_at: the largest loss scale at which it is finite, if one is.
-    from_state: whether the loss scale is in the state of an optimizer.
-  """
+  """What was seen of a step that broke."""
 
   primitive: Primitive
-  path: str
-  selector: str
+  path: str  # its module or scope
+  selector: str  # what selects that in a rule, as one writes it
   operands: tuple[Range, ...]
   result: Range
-  wide: Range | None
-  finite_at: float | None
-  from_state: bool
+  wide: Range | None  # that of the result computed in float32; None if that is not known
+  finite_at: float | None  # the largest loss scale at which it is finite, if one is
+  from_state: bool  # whether the loss scale is in the state of an optimizer
 
 
 def cause_and_cure(fault: Fault) -> tuple[str, str]:

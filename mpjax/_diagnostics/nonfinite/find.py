@@ -45,11 +45,10 @@ class _Broken(NamedTuple):
 
 
 class Finder:
-  """Looks for the first step that breaks, at this loss scale or at another one.
+  """Looks for the first step that breaks, at this loss scale or at another one."""
 
-  One run says which values are not finite. Only if there are some, the steps that lead to them are
-  looked at closely, in a second one: most often -inf in masks, and the fault.
-  """
+  # One run says which values are not finite. Only if there are some, the steps that lead to them
+  # are looked at closely, in a second one: most often -inf in masks, and the fault.
 
   def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
     call = Call(args, kwargs, _is_traced)
@@ -239,10 +238,8 @@ def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
 
 
 def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]]:
-  """Returns the largest power of two, as loss scale, at which all of the function is finite.
-
-  Where there is none since another value breaks then, a note says which, and at which scale.
-  """
+  """Returns the largest power of two, as loss scale, at which all of the function is finite."""
+  # Where there is none since another value breaks then, a note says which, and at which scale.
   scale = finder.scale or finder.implied
   if scale is None or not finder.depends_on_scale(broken.number):
     return None, []

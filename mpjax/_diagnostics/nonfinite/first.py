@@ -32,29 +32,15 @@ _TOGETHER = 16
 
 
 class First(NamedTuple):
-  """Where the first value broke.
+  """Where the first value broke, in int32."""
 
-  Fields:
-    number: int32 of shape (), that of the step; negative for arguments and constants, `NONE` if no
-      value did.
-    iterations: int32 of shape (loops inside of one another,), -1 where there is no loop.
-    device: int32 of shape (), the position in the mesh of a `shard_map`; -1 outside of one.
-  """
-
-  number: Array
-  iterations: Array
-  device: Array
+  number: Array  # that of the step; negative for arguments and constants, `NONE` if no value did
+  iterations: Array  # of the loops inside of one another, -1 where there is no loop
+  device: Array  # the position in the mesh of a `shard_map`; -1 outside of one
 
 
 class FirstProbe:
-  """Looks for the first step whose result is not finite though its operands are.
-
-  Args:
-    top: the function.
-    uses: what becomes of its values.
-    only: the numbers of the steps and arguments that are looked at.
-    rescale: returns the operands of a step, at another loss scale.
-  """
+  """Looks, among the steps and arguments `only`, for the first whose result is not finite."""
 
   merges = True
 
@@ -89,11 +75,10 @@ class FirstProbe:
 
 
 class _Watch:
-  """Looks at the values of one list of steps.
+  """Looks at the values of one list of steps."""
 
-  Of a value that a `where` may discard, the number of the step that broke follows each element,
-  until something computes with it.
-  """
+  # Of a value that a `where` may discard, the number of the step that broke follows each element,
+  # until something computes with it.
 
   def __init__(self, probe: FirstProbe, indices: tuple[Array, ...]) -> None:
     self.probe, self.uses, self.indices = probe, probe.uses, indices
@@ -104,15 +89,13 @@ class _Watch:
     self.inner: list[First] = []
 
   def look_at_arguments(self, body: Body, values: Sequence[Any]) -> None:
-    """Looks at arguments: one that holds a NaN or +inf is at fault, -inf may be a mask.
-
-    What is added up is no mask.
-    """
+    """Looks at arguments: one that holds a NaN or +inf is at fault, -inf may be a mask."""
     given = [*zip(body.inputs, values, strict=True), *body.consts.items()]
     for number, (slot, x) in enumerate(given, -len(given)):
       x = jnp.asarray(x) if number in self.probe.only else x
       if number not in self.probe.only or not jnp.issubdtype(x.dtype, jnp.inexact):
         continue
+      # What is added up is no mask.
       may_be_mask = (jnp.real(x) < 0) & (slot not in self.uses.summed)
       inf_counts = slot not in body.consts
       self._broke(slot, number, is_nan(x) | (inf_counts & not_finite(x) & ~may_be_mask))
@@ -156,11 +139,9 @@ class _Watch:
       self._mask(number, mask)
 
   def _mask(self, number: int, mask: Array) -> None:
-    """Takes which elements broke that something computes with.
-
-    To reduce one mask after the other would be as many kernels as steps: those of one shape are
-    put together first.
-    """
+    """Takes which elements broke that something computes with."""
+    # To reduce one mask after the other would be as many kernels as steps: those of one shape are
+    # put together first.
     masks = self.masks.setdefault(mask.shape, [])
     masks.append((number, mask))
     if len(masks) == _TOGETHER:
@@ -187,11 +168,9 @@ class _Watch:
         self.broken.append(jnp.min(carried, initial=NONE))
 
   def _multiply(self, step: Step, ins: Sequence[Any]) -> None:
-    """A factor of the backward pass counts where it is NaN, or meets something else than 0.
-
-    0 * inf is NaN, and that it is 0 tells that the value did not count in the forward pass: there,
-    the multiplication is what broke. 0 * NaN breaks nothing that was not broken before.
-    """
+    """A factor of the backward pass counts where it is NaN, or meets something else than 0."""
+    # 0 * inf is NaN, and that it is 0 tells that the value did not count in the forward pass:
+    # there, the multiplication is what broke. 0 * NaN breaks nothing that was not broken before.
     for position, slot in enumerate(step.ins):
       if isinstance(slot, Literal) or slot not in self.factors:
         continue

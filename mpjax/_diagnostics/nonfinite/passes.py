@@ -17,12 +17,9 @@ from mpjax._jaxprs.steps import Body, Step
 
 
 def direction_of(top: Body, step: Step) -> Literal["forward", "backward"]:
-  """Returns the pass of a step of a function.
-
-  The slope of a square root, 0.5 / sqrt(x), is computed beside the root, and only the backward pass
-  reads it: of a function that is not differentiated it is no part. What `remat` computes again is
-  part of the forward pass.
-  """
+  """Returns the pass of a step: what `remat` computes again is part of the forward pass."""
+  # The slope of a square root, 0.5 / sqrt(x), is computed beside the root, and only the backward
+  # pass reads it: of a function that is not differentiated it is no part.
   if step.location.direction != "forward":
     return "backward" if step.location.direction == "backward" else "forward"
   *around, (body, _) = top.path_to(step.number)
@@ -52,10 +49,8 @@ def _read_by_backward(body: Body, returned: set[int]) -> set[int]:
 
 
 def _is_slope(body: Body, step: Step) -> bool:
-  """Whether the derivative rule of a primitive wrote a step: of one before it on the same line.
-
-  It takes what that one takes or returns, or what its rule has computed of these.
-  """
+  """Whether the derivative rule of a primitive wrote a step: of one before it on the same line."""
+  # It takes what that one takes or returns, or what its rule has computed of these.
   source = step.location.source
   before = [
     each

@@ -26,19 +26,12 @@ Rescale: TypeAlias = Callable[[Step, Sequence[Any]], Sequence[Any]]
 
 
 class Scale(NamedTuple):
-  """A loss scale.
-
-  Fields:
-    value: what it is.
-    least: the smallest that it may become.
-    step: how many steps it has seen; None if that is not known.
-    with_factor: returns the arguments with it multiplied by a number.
-  """
+  """A loss scale in the arguments."""
 
   value: float
-  least: float
-  step: int | None
-  with_factor: Callable[[float], list[Leaf]]
+  least: float  # the smallest that it may become
+  step: int  # how many steps it has seen
+  with_factor: Callable[[float], list[Leaf]]  # returns the arguments with it multiplied by a number
 
 
 def scale_of(call: Call, args: Args, kwargs: Kwargs) -> Scale | None:
@@ -65,15 +58,10 @@ def scale_of(call: Call, args: Args, kwargs: Kwargs) -> Scale | None:
 
 
 class Implied(NamedTuple):
-  """A number that a loss meets, and the cotangent that starts its backward pass.
-
-  Fields:
-    value: the number.
-    places: the position of that operand, by the numbers of the steps.
-  """
+  """A number that a loss meets, and the cotangent that starts its backward pass."""
 
   value: float
-  places: Mapping[int, int]
+  places: Mapping[int, int]  # the position of that operand, by the numbers of the steps
 
   def rescale(self, factor: Array, step: Step, ins: Sequence[Any]) -> Sequence[Any]:
     """Returns the operands of a step with this number multiplied by a factor."""

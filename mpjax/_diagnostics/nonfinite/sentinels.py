@@ -48,15 +48,11 @@ def _passes_on(step: Step, position: int) -> bool:
 
 
 class Sentinels(NamedTuple):
-  """The values of a function that are looked at.
+  """The values of a function that are looked at."""
 
-  Fields:
-    numbers: of each that is looked at.
-    cover: for each argument, and each result that may break, the number of the value that says
-      whether it is finite.
-  """
-
-  numbers: Mapping[int, int]
+  numbers: Mapping[int, int]  # of each that is looked at
+  # For each argument, and each result that may break, the number of the value that says whether it
+  # is finite.
   cover: Mapping[int, int]
 
 
@@ -83,13 +79,8 @@ def sentinels_of(top: Body) -> Sentinels:
 
 
 def suspects(top: Body, sentinels: Sentinels, flags: Sequence[bool]) -> Iterator[list[int]]:
-  """Yields the numbers of steps that may not be finite, of one step of the function after another.
-
-  Args:
-    top: the function.
-    sentinels: its values that were looked at.
-    flags: which of them were not finite. Arguments and constants have negative numbers.
-  """
+  """Yields numbers of steps that may not be finite, of one step of the function after another."""
+  # Arguments and constants have negative numbers.
 
   def is_bad(slot: int) -> bool:
     return slot in sentinels.cover and bool(flags[sentinels.cover[slot]])
@@ -102,13 +93,7 @@ def suspects(top: Body, sentinels: Sentinels, flags: Sequence[bool]) -> Iterator
 
 
 class FlagProbe:
-  """Looks which of the sentinels are not finite, in any iteration and on any device.
-
-  Args:
-    top: the function.
-    sentinels: those of its values that are looked at.
-    rescale: returns the operands of a step, at another loss scale.
-  """
+  """Looks which of the sentinels are not finite, in any iteration and on any device."""
 
   merges = True
 

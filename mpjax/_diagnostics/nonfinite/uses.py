@@ -65,24 +65,17 @@ def is_elementwise(step: Step) -> bool:
 
 
 class Uses(NamedTuple):
-  """What becomes of the values of a function.
+  """What becomes of the values of a function."""
 
-  Fields:
-    discarded: those that nothing reads but comparisons, and a `where` that may discard them.
-    derived: those of which that holds if they were computed from an inf: then a comparison reads
-      it, as that of a training step does which asks whether to skip.
-    factors: those that, besides, multiply a value of the backward pass.
-    constants: those that are constants of the jaxpr, moved and cast.
-    returned: those that are returned, and that nothing else reads.
-    summed: those whose elements are added up as they are, which a mask's are not.
-  """
-
+  # Those that nothing reads but comparisons, and a `where` that may discard them.
   discarded: frozenset[int]
+  # Those of which that is true if they were computed from an inf: then a comparison reads it, as
+  # that of a training step does which asks whether to skip.
   derived: frozenset[int]
-  factors: frozenset[int]
-  constants: frozenset[int]
-  returned: frozenset[int]
-  summed: frozenset[int]
+  factors: frozenset[int]  # that, besides, multiply a value of the backward pass
+  constants: frozenset[int]  # of the jaxpr, moved and cast
+  returned: frozenset[int]  # that nothing else reads
+  summed: frozenset[int]  # whose elements are added up as they are, which a mask's are not
 
 
 def uses_of(top: Body) -> Uses:

@@ -23,15 +23,7 @@ FATES: tuple[str, ...] = ("zero", "subnormal", "overflow")
 
 
 class Tally:
-  """Counts of numbers.
-
-  Attributes:
-    exponents: how many finite nonzero numbers have the exponent `floor(log2(|x|))`.
-    zero, inf, nan: how many numbers are that.
-    lost: for each dtype, how many finite nonzero numbers have which fate there.
-    lost_updates: how many of them are updates that change nothing.
-    largest: the largest finite magnitude.
-  """
+  """Counts of numbers: the fields of a `GroupRanges`."""
 
   def __init__(self) -> None:
     self.exponents: collections.Counter[int] = collections.Counter()
@@ -40,12 +32,7 @@ class Tally:
     self.largest = 0.0
 
   def add(self, x: Array, lost: Array | None = None) -> None:
-    """Counts the elements of an array.
-
-    Args:
-      x: floating or complex, of any shape. Real and imaginary parts are two numbers.
-      lost: which of them, updates, change nothing.
-    """
+    """Counts the elements of an array, of which some, updates, are `lost`: they change nothing."""
     bits = _magnitude(np.asarray(x).reshape(-1))
     dtype = np.dtype(f"float{8 * bits.itemsize}")
     digits, infinity = int(np.finfo(dtype).nmant), _bits(math.inf, dtype)
@@ -104,15 +91,9 @@ def _bits(number: float, dtype: DType) -> int:
 
 @functools.cache
 def limits(name: str, source: str) -> tuple[int, int, int]:
-  """Returns where a cast of a positive number begins to lose nothing, and to overflow.
+  """Returns the bits of the smallest numbers whose cast is not zero, not subnormal, not finite.
 
-  Args:
-    name: the narrow dtype.
-    source: "float32" or "float64".
-
-  Returns:
-    The bits of the smallest numbers of dtype `source` whose cast is not zero, is not subnormal, and
-    is not finite.
+  The cast is to the dtype `name`, from "float32" or "float64".
   """
   narrow, wide = jnp.dtype(name), np.dtype(source)
   normal = float(jnp.finfo(narrow).smallest_normal)

@@ -21,11 +21,7 @@ _MOST_ROWS = 40
 
 
 def pyplot(where: str) -> Any:
-  """Returns `matplotlib.pyplot`.
-
-  Raises:
-    MpjaxRuntimeError: it is not installed.
-  """
+  """Returns `matplotlib.pyplot`; raises MpjaxRuntimeError if it is not installed."""
   try:
     return importlib.import_module("matplotlib.pyplot")
   except ImportError as error:
@@ -38,10 +34,8 @@ def pyplot(where: str) -> Any:
 
 
 def finished(plt: Any, figure: Any, path: str | None) -> Any:
-  """Returns a figure, which is written to a file if there is a path.
-
-  It is closed: a notebook would show an open one at the end of the cell, and as its result too.
-  """
+  """Returns a figure, which is written to a file if there is a path, and closed."""
+  # A notebook would show an open one at the end of the cell, and as its result too.
   if path is not None:
     figure.savefig(path, dpi=150)
   plt.close(figure)
@@ -49,16 +43,8 @@ def finished(plt: Any, figure: Any, path: str | None) -> Any:
 
 
 def heat_map(name: str, kinds: Sequence[tuple[str, Sequence[Any]]], path: str | None) -> Any:
-  """Draws how many numbers of each module have which exponent.
-
-  Args:
-    name: that of the function, for the title.
-    kinds: the panels, from the top: a heading, and its rows, with `path`, `exponents` and `note`.
-    path: a file to write; None writes none.
-
-  Returns:
-    The figure.
-  """
+  """Draws how many numbers of each module have which exponent, in a panel for each kind."""
+  # Rows have a `path`, `exponents` and a `note`.
   plt = pyplot("mpjax.ranges(fn)(...).plot()")
   panels = [(title, _shortened(rows)) for title, rows in kinds if rows]
   seen = [e for _, rows in panels for row in rows for e in row.exponents]

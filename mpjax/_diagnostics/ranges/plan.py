@@ -88,19 +88,15 @@ _Held: TypeAlias = Literal["neutral", "low", "data"]
 
 
 class _Numbers(NamedTuple):
-  """What the numbers of a floating value are.
+  """What the numbers of a floating value are."""
 
-  Fields:
-    kind: "data" is float32 for a reason, "low" what a matmul returned and what is computed from it;
-      parameters, numbers and what is computed from these alone are "neutral".
-    wide: a policy holds it in float32, or it is a number that float16 does not have.
-    origins: the values whose numbers these are, moved or cast: arguments, and results.
-    same: the arguments, or sums with one, that it is, element by element: several after a branch.
-  """
-
+  # "data" is float32 for a reason, "low" what a matmul returned and what is computed from it;
+  # parameters, numbers and what is computed from these alone are "neutral".
   kind: _Held = "data"
-  wide: bool = True
+  wide: bool = True  # a policy holds it in float32, or it is a number that float16 does not have
+  # The values whose numbers these are, moved or cast: arguments, and results.
   origins: frozenset[Value] = frozenset()
+  # The arguments, or sums with one, that it is, element by element: several after a branch.
   same: frozenset[int | _Sum] = frozenset()
 
 
@@ -243,13 +239,8 @@ def plan(
   inputs: Sequence[Input | None],
   outputs: Sequence[tuple[Path, ShapedArray]] = (),
 ) -> Plan:
-  """Returns what is to be counted in a function.
-
-  Args:
-    body: the function.
-    inputs: what its arguments are; None for those that are no floating arrays.
-    outputs: the names of the keys of its results, and their types; () if nothing is updated.
-  """
+  """Returns what is to be counted in a function; inputs are None where they are not floating."""
+  # Results have the names of their keys, and types; there are none if nothing is updated.
   graph = Graph(body)
   owned = zip(graph.arguments, inputs, strict=True)
   name_by_parameters(graph, {v: one.module for v, one in owned if one is not None})

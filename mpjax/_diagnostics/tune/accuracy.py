@@ -19,13 +19,7 @@ Pair: TypeAlias = tuple[Array | NumpyArray, Array | NumpyArray]
 
 
 class Accuracy(NamedTuple):
-  """The relative errors of a module against float32.
-
-  Fields:
-    forward: of the worst of its own matmuls and sums, such as the sums of a residual stream; NaN if
-      it has none.
-    gradient: of the gradients of its parameters, and of those inside; NaN if there are none.
-  """
+  """The relative errors of a module against float32: the fields of a `ModuleReport`."""
 
   forward: float
   gradient: float
@@ -36,13 +30,8 @@ def accuracy_of(
   operands: Sequence[Array],
   gradients: Mapping[str, Sequence[Pair]],
 ) -> dict[str, Accuracy]:
-  """Returns the errors by module, in the order of the function.
-
-  Args:
-    forwards: the loss in float32, and under a policy.
-    operands: its arguments.
-    gradients: for each module those of its own parameters, in float32 and under the policy.
-  """
+  """Returns the errors by module, in the order of the function."""
+  # Losses and gradients, of each module's own parameters, are in float32 and under the policy.
   exact: dict[_Alike, list[tuple[str, Array]]] = collections.defaultdict(list)
   errors: dict[_Alike, list[float]] = collections.defaultdict(list)
   worst: dict[str, float] = {}

@@ -14,21 +14,13 @@ from mpjax._jaxprs.steps import Body
 
 
 class Modules(NamedTuple):
-  """The modules of a gradient function that compute something of their own.
+  """The modules of a gradient function that compute something of their own."""
 
-  Fields:
-    paths: their named scopes, joined by "/".
-    flops: the operations of each in matmuls and convolutions, forward and backward.
-    matmuls: the position of the module of each matmul, by the number of the step.
-    others: that of every other operation of the forward pass.
-    scopes: all paths in the function.
-  """
-
-  paths: tuple[str, ...]
-  flops: tuple[int, ...]
-  matmuls: dict[int, int]
-  others: dict[int, int]
-  scopes: frozenset[str]
+  paths: tuple[str, ...]  # their named scopes, joined by "/"
+  flops: tuple[int, ...]  # of each in matmuls and convolutions, forward and backward
+  matmuls: dict[int, int]  # the position of the module of each matmul, by the number of the step
+  others: dict[int, int]  # that of every other operation of the forward pass
+  scopes: frozenset[str]  # all paths in the function
 
 
 def module_of(here: Location) -> str:
@@ -64,16 +56,8 @@ def modules_of(body: Body) -> Modules:
 def rules_for(
   chosen: Collection[str], others: Collection[str], scopes: Collection[str], policy: Policy
 ) -> tuple[Rule, ...]:
-  """Returns rules by which some modules compute in float32, and others as the policy says.
-
-  One for all, if there are no others: in Linen a model of one module has no name that selects it.
-
-  Args:
-    chosen: the paths of the modules in float32.
-    others: those of the modules that are not to be.
-    scopes: all paths.
-    policy: the policy around.
-  """
+  """Returns rules by which chosen modules compute in float32, and others as the policy says."""
+  # In Linen a model of one module has no name that selects it.
   if not others:
     return (Rule("float32", path="**"),)
   every = {**dict.fromkeys(others, False), **dict.fromkeys(chosen, True)}

@@ -23,19 +23,12 @@ Evaluate: TypeAlias = Callable[[Chosen], float]
 
 
 class Problem(NamedTuple):
-  """What is to be solved.
+  """What is to be solved."""
 
-  Fields:
-    flops: the operations of each module.
-    alone: the error that rounding in each module alone is expected to cause.
-    overflows: 2 for a module that is sure to overflow, 1 for one that may.
-    tolerance: the error that is allowed.
-  """
-
-  flops: tuple[int, ...]
-  alone: NumpyArray
-  overflows: NumpyArray
-  tolerance: float
+  flops: tuple[int, ...]  # of each module
+  alone: NumpyArray  # the error that rounding in each module alone is expected to cause
+  overflows: NumpyArray  # 2 for a module that is sure to overflow, 1 for one that may
+  tolerance: float  # the error that is allowed
 
   def cost(self, chosen: Chosen) -> tuple[int, int]:
     """Returns the operations in float32, and how many modules compute them."""
@@ -92,10 +85,7 @@ def _order(problem: Problem) -> list[int]:
 def _cheaper(
   problem: Problem, best: Chosen, is_good: Callable[[Chosen], bool], errors: dict[Chosen, float]
 ) -> Chosen:
-  """Returns the cheapest choice found among those that are expected to be good enough.
-
-  What is expected begins with the sensitivities, and each measurement corrects it.
-  """
+  """Returns the cheapest choice found among those that are expected to be good enough."""
   for _ in range(MORE):
     cost = problem.cost(best)
     choices, expected = _candidates(problem, best), _expectation(problem, errors)
@@ -117,12 +107,11 @@ def _cheaper(
 def _expectation(
   problem: Problem, errors: dict[Chosen, float]
 ) -> Callable[[Sequence[Chosen]], NumpyArray]:
-  """Returns a function that says which errors choices are expected to have.
-
-  The square of an error is taken to be a sum over the modules that round, and a rest. Each term is
-  expected to be what the sensitivities say, within a factor of about two, and is fitted to what was
-  measured: a module in float32 also keeps the operations in float32 that its result goes into.
-  """
+  """Returns a function that says which errors choices are expected to have."""
+  # The square of an error is taken to be a sum over the modules that round, and a rest. Each term
+  # is expected to be what the sensitivities say, within a factor of about two, and is fitted to
+  # what was measured: a module in float32 also keeps the operations in float32 that its result
+  # goes into.
   count = len(problem.flops)
   prior = problem.alone**2
   measured = {chosen: error for chosen, error in errors.items() if math.isfinite(error)}

@@ -29,17 +29,8 @@ PROJECTIONS = 16
 def overflows_of(
   body: Body, operands: Sequence[Array], modules: Modules, dtype: DType
 ) -> tuple[list[Array], NumpyArray]:
-  """Returns the results of a gradient function, and which modules overflow in a dtype.
-
-  2 is for a module of which a matmul has an operand or result that overflows, 1 where another
-  operation does, which may or may not run in low precision.
-
-  Args:
-    body: a gradient function in float32.
-    operands: its arguments.
-    modules: its modules.
-    dtype: what is rounded to. Of one with the range of float32 nothing overflows.
-  """
+  """Returns the results of a gradient function, and which modules overflow in a dtype."""
+  # 2 is for an operand or result of a matmul, 1 for that of what may or may not be low.
   overflows, most = np.zeros(len(modules.paths), np.int64), float(jnp.finfo(dtype).max)
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
@@ -66,15 +57,7 @@ def projections_of(
   modules: Modules,
   dtype: DType,
 ) -> NumpyArray:
-  """Returns how far the gradient moves in random directions if a module rounds.
-
-  Args:
-    body: a gradient function in float32.
-    operands: its arguments.
-    gradients: which of its results are the gradient.
-    modules: its modules.
-    dtype: what is rounded to.
-  """
+  """Returns how far the gradient in float32 moves in random directions if a module rounds."""
 
   def perturbed(eps: Array) -> list[Array]:
     def rounded(x: Array, module: int) -> Array:

@@ -173,12 +173,7 @@ class _Tuning:
     self.evaluations: list[Evaluation] = []
 
   def run(self, scale: float, advance: Callable[[int, int], None]) -> TuneReport:
-    """Measures choices until the best is among them.
-
-    Args:
-      scale: of the loss, by which all gradients are computed.
-      advance: takes the number of choices that are measured, and of those that may be.
-    """
+    """Measures choices until the best is among them, all at a scale of the loss."""
     self._scale = scale
     program, outputs = self._call.traced(gradient_of(self._loss_fn, scale))
     # ((loss, aux), gradients).
