@@ -60,9 +60,11 @@ class Finder:
     self.implied = None if self.scale is not None else implied_scale(self.body, self.leaves)
     self.sentinels, self.uses = sentinels_of(self.body), uses_of(self.body)
     self.flags = self._looking(lambda rescale: FlagProbe(self.body, self.sentinels, rescale))
-    graph = Graph(self.body)
-    name_by_parameters(graph, dict(zip(graph.arguments, map(_module, self.keys), strict=True)))
-    self.paths = {each.step.number: each.where.path for each in reversed(graph.operations)}
+    self.graph = Graph(self.body)
+    owners = zip(self.graph.arguments, map(_module, self.keys), strict=True)
+    name_by_parameters(self.graph, dict(owners))
+    # Of a loop, that of its first argument.
+    self.operations = {each.step.number: each for each in reversed(self.graph.operations)}
     self.closely: dict[frozenset[int], Callable[..., First]] = {}
 
   def _looking(self, probe: Callable[[Rescale], Observer]) -> Callable[..., Any]:
@@ -266,9 +268,9 @@ def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]
     return 2.0**between, []
   place = "an argument"
   if other.number >= 0:
-    step = finder.body.path_to(other.number)[-1][1]
-    parts = (finder.paths[step.number], step.eqn.primitive.name)
-    place = " · ".join([*filter(None, parts), direction_of(finder.body, step)])
+    operation = finder.operations[other.number]
+    direction = direction_of(finder.graph, operation)
+    place = " · ".join(filter(None, (operation.where.path, operation.name, direction)))
   return None, [f"At loss scale {power(2.0**low)} this value is finite, and {place} is not."]
 
 
@@ -287,7 +289,7 @@ def _of_argument(
   else:
     value = body.consts[slot]
     reader = next((s for s in body.every_step() if slot in s.reads), None)
-    path = "" if reader is None else finder.paths[reader.number]
+    path = "" if reader is None else finder.operations[reader.number].where.path
     name = f"an array that the function closes over, {jnp.asarray(value).dtype}{[*np.shape(value)]}"
   x = np.asarray(value)
   x = np.abs(x) if np.iscomplexobj(x) else x.astype(np.float64)
@@ -321,7 +323,8 @@ def _report(
 ) -> NonfiniteReport:
   """Returns the report of a step that broke."""
   body, step = finder.body, probe.step
-  eqn, path = step.eqn, finder.paths[step.number]
+  operation, eqn = finder.operations[step.number], step.eqn
+  path, direction = operation.where.path, direction_of(finder.graph, operation)
   rows = zip(seen.sizes, seen.counts, strict=True)
 
   def ranged(name: str, var: Atom, path: str = "") -> Range:
@@ -348,7 +351,6 @@ def _report(
   from_state = finder.scale is not None
   fault = Fault(eqn.primitive, path, selects, operands, result, wide, finite_at, from_state)
   cause, cure = cause_and_cure(fault)
-  direction = direction_of(body, step)
   if about["loss_scale"] is None and direction == "backward":
     notes.append(
       "No loss scale was found in the arguments: pass the optimizer's state, as a training step "

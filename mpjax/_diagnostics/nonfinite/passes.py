@@ -11,68 +11,63 @@ from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
 from mpjax._jaxprs.atoms import aval_of, shape_of
 from mpjax._jaxprs.compat import bind
+from mpjax._jaxprs.graph import Graph, Operation
 from mpjax._jaxprs.locations import location
-from mpjax._jaxprs.primitive_facts import Holds
-from mpjax._jaxprs.steps import Body, Step
 
 
-def direction_of(top: Body, step: Step) -> Literal["forward", "backward"]:
-  """Returns the pass of a step: what `remat` computes again is part of the forward pass."""
+def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "backward"]:
+  """Returns the pass of an operation: what `remat` computes again is part of the forward pass."""
   # The slope of a square root, 0.5 / sqrt(x), is computed beside the root, and only the backward
   # pass reads it: of a function that is not differentiated it is no part.
-  if step.location.direction != "forward":
-    return "backward" if step.location.direction == "backward" else "forward"
-  *around, (body, _) = top.path_to(step.number)
-  backward: set[int] = set()
-  for each, holder in around:
-    backward = _read_by_backward(each, backward)
-    inside = next(inner for inner in holder.bodies if inner.path_to(step.number))
-    # What an iteration hands to the next one is read by the forward pass.
-    carried = len(holder.inner[-1].carry) if holder.holds in (Holds.SCAN, Holds.WHILE) else 0
-    results = [*zip(inside.outputs, holder.outs, strict=False)][carried:]
-    backward = {slot for slot, out in results if isinstance(slot, int) and out in backward}
-  ahead = _read_by_backward(body, backward).issuperset(step.outs)
-  return "backward" if ahead and _is_slope(body, step) else "forward"
+  direction = operation.where.direction
+  ahead = direction == "forward" and _is_read_by_backward(graph, operation)
+  return (
+    "backward" if direction == "backward" or (ahead and _is_slope(graph, operation)) else "forward"
+  )
 
 
-def _read_by_backward(body: Body, returned: set[int]) -> set[int]:
-  """Returns the values that the backward pass alone reads, given those that are returned to it."""
-  outputs = {slot for slot in body.outputs if isinstance(slot, int)}
-  forward = outputs - returned
-  read = returned & outputs
-  for step in reversed(body.steps):
-    direction = step.location.direction
-    only = read.issuperset(step.outs) and forward.isdisjoint(step.outs)
-    ahead = only and direction == "forward" and not step.bodies
-    (read if direction == "backward" or ahead else forward).update(step.reads)
-  return read - forward
+def _is_read_by_backward(graph: Graph, operation: Operation) -> bool:
+  """Whether the backward pass reads what an operation computes, and nothing else does."""
+  returned, seen, pending, is_read = set(graph.results), {operation}, [operation], False
+  while pending:
+    for value in pending.pop().results:
+      if value in returned:
+        return False
+      for reader in value.consumers:
+        if reader.where.direction == "backward":
+          is_read = True
+        elif reader.joins == "carry" and value is not reader.operands[0]:
+          return False  # What an iteration hands to the next one is read by the forward pass.
+        elif reader not in seen:
+          seen.add(reader)
+          pending.append(reader)
+  return is_read
 
 
-def _is_slope(body: Body, step: Step) -> bool:
-  """Whether the derivative rule of a primitive wrote a step: of one before it on the same line."""
+def _is_slope(graph: Graph, operation: Operation) -> bool:
+  """Whether the derivative rule of a primitive wrote it: of one before it on the same line."""
   # It takes what that one takes or returns, or what its rule has computed of these.
-  source = step.location.source
   before = [
     each
-    for each in body.steps
-    if each.number <= step.number and not each.bodies and each.location.source == source
+    for each in graph.computing()
+    if each.step.number <= operation.step.number and each.where.source == operation.where.source
   ]
+  primitive = operation.eqn.primitive
   rules: dict[tuple[Primitive, str], set[Primitive]] = {}
   for place, each in enumerate(before):
-    is_other = each.eqn.primitive is not step.eqn.primitive and is_elementwise(each)
+    is_other = each.eqn.primitive is not primitive and is_elementwise(each.step)
     if not (is_other and any(map(is_inexact, each.eqn.outvars))):
       continue
     kind = (each.eqn.primitive, repr(each.eqn.params))
     if kind not in rules:
       rules[kind] = _rule_of(each.eqn)
-    rule = rules[kind]
-    if step.eqn.primitive not in rule:
+    if primitive not in rules[kind]:
       continue
-    values = {*each.reads, *each.outs}
+    values = {*each.operands, *each.results}
     for other in before[place + 1 :]:
-      if other.eqn.primitive in rule and not values.isdisjoint(other.reads):
-        values.update(other.outs)
-    if values.issuperset(step.outs):
+      if other.eqn.primitive in rules[kind] and not values.isdisjoint(other.operands):
+        values.update(other.results)
+    if values.issuperset(operation.results):
       return True
   return False
 

@@ -2,12 +2,13 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._diagnostics.nonfinite.passes import direction_of
+from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.steps import body_of
 
 
 def directions(fn, *args):
-  body = body_of(jax.make_jaxpr(fn)(*args), compiled=True)
-  return [(s.eqn.primitive.name, direction_of(body, s)) for s in body.every_step() if not s.bodies]
+  graph = Graph(body_of(jax.make_jaxpr(fn)(*args), compiled=True))
+  return [(each.name, direction_of(graph, each)) for each in graph.computing()]
 
 
 def test_a_slope_that_leaves_a_scan_belongs_to_the_backward_pass():
