@@ -13,8 +13,7 @@ from jax.extend.core import primitives as p
 from mpjax._core.dtypes import FLOAT32, is_low_precision
 from mpjax._core.errors import REFUSALS
 from mpjax._core.types import Array
-from mpjax._diagnostics.nonfinite.births import births, is_nan, not_finite
-from mpjax._diagnostics.nonfinite.uses import is_elementwise, is_inexact
+from mpjax._diagnostics.nonfinite.uses import births, is_elementwise, is_inexact, is_nan, not_finite
 from mpjax._diagnostics.runner import Around
 from mpjax._jaxprs.atoms import dtype_of, shape_of
 from mpjax._jaxprs.compat import bind

@@ -9,15 +9,17 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from mpjax._core.types import Array
-from mpjax._diagnostics.nonfinite.births import births, is_nan, not_finite
 from mpjax._diagnostics.nonfinite.scales import Rescale
 from mpjax._diagnostics.nonfinite.uses import (
   Uses,
+  births,
   is_cast,
   is_elementwise,
   is_inexact,
   is_move,
+  is_nan,
   is_select,
+  not_finite,
 )
 from mpjax._diagnostics.runner import Around
 from mpjax._jaxprs.compat import bind

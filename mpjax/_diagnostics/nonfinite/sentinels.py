@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax.extend.core import primitives as p
 
 from mpjax._core.types import Array
-from mpjax._diagnostics.nonfinite.births import can_break, not_finite
 from mpjax._diagnostics.nonfinite.scales import Rescale
-from mpjax._diagnostics.nonfinite.uses import is_cast, is_inexact
+from mpjax._diagnostics.nonfinite.uses import can_break, is_cast, is_inexact, not_finite
 from mpjax._diagnostics.runner import Around
 from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.compat import bind

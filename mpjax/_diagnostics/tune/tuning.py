@@ -1,7 +1,6 @@
 """`tune`: rules for what must stay in float32, for an error of the gradient that is allowed."""
 
 import collections
-import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.dtypes import HALVES, is_low_precision
+from mpjax._core.dtypes import HALVES
 from mpjax._core.errors import MpjaxValueError, check_call
 from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import Rule
@@ -24,20 +23,23 @@ from mpjax._diagnostics.ranges.measure import counted, inputs_of
 from mpjax._diagnostics.ranges.plan import Input, plan
 from mpjax._diagnostics.report import Pending
 from mpjax._diagnostics.runner import Look, run_on_host
-from mpjax._diagnostics.tune.accuracy import Pair, accuracy_of, relative_error
 from mpjax._diagnostics.tune.modules import (
   Modules,
+  Pair,
+  accuracy_of,
   is_inside,
   module_of,
   modules_of,
+  overflows_of,
+  projections_of,
+  relative_error,
   rules_for,
 )
 from mpjax._diagnostics.tune.search import Chosen, Problem, most_evaluations, search
-from mpjax._diagnostics.tune.sensitivity import overflows_of, projections_of
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
-from mpjax._jaxprs.atoms import dtype_of
 from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.count import half_share
+from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.steps import body_of
 
 P = ParamSpec("P")
@@ -142,16 +144,15 @@ def _checked(loss_fn: object, policy: PolicyLike, tolerance: object) -> Policy:
 
 def _check_float32(program: ClosedJaxpr) -> None:
   """Raises MpjaxValueError if a function has low precision already: its error is no news."""
-  steps = body_of(program).every_step()
-  at = ((module_of(step.location), atom) for step in steps for atom in step.eqn.outvars)
-  arguments = (("its arguments", atom) for atom in program.jaxpr.invars)
-  for where, atom in itertools.chain(arguments, at):
-    dtype = dtype_of(atom)
-    if dtype is not None and is_low_precision(dtype):
+  graph = Graph(program)
+  results = (v for operation in graph.operations for v in operation.results)
+  for value in (*graph.arguments, *results):
+    if value.is_low:
+      where = "its arguments" if value.made_by is None else module_of(value.made_by.where)
       raise MpjaxValueError(
         "mpjax.tune(loss_fn, policy)(*args)",
         expected="a loss in float32, with arguments in float32, to compare low precision with",
-        got=f"{dtype} in {where or 'it'}",
+        got=f"{value.dtype} in {where or 'it'}",
         fix="Pass the loss of the plain model: without with_policy or autocast, without dtype= and "
         "param_dtype=, and its parameters and data as x.astype(jnp.float32).",
       )
@@ -274,10 +275,8 @@ class _Tuning:
     cast = autocast(self._loss_fn, self._policy, rules=rules)
     program, _ = self._call.traced(gradient_of(cast, self._scale))
     gradient = run_on_host(body_of(program), self._call.operands, Look())[self._gradients]
-    error, share = (
-      relative_error(zip(self._exact, gradient, strict=True)),
-      half_share(program),
-    )
+    error = relative_error(zip(self._exact, gradient, strict=True))
+    share = half_share(program)
     self.evaluations.append(Evaluation(names, rules, error, 0.0 if math.isnan(share) else share))
     self._advance()
     return gradient

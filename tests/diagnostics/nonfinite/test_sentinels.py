@@ -1,8 +1,8 @@
 import jax
 import jax.numpy as jnp
 
-from mpjax._diagnostics.nonfinite.births import can_break
 from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, sentinels_of, suspects
+from mpjax._diagnostics.nonfinite.uses import can_break
 from mpjax._diagnostics.runner import run
 from mpjax._jaxprs.steps import body_of
 

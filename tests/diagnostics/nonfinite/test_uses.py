@@ -1,7 +1,8 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mpjax._diagnostics.nonfinite.uses import uses_of
+from mpjax._diagnostics.nonfinite.uses import births, can_break, uses_of
 from mpjax._jaxprs.steps import body_of
 
 X = jnp.ones(3)
@@ -36,3 +37,52 @@ def test_what_may_be_discarded():
 def test_casts_of_constants_are_constants():
   body = body_of(jax.make_jaxpr(lambda x: x + jnp.asarray(-1e9).astype(x.dtype))(X), compiled=True)
   assert not uses_of(body).constants & set(body.inputs)
+
+
+INF, NAN = jnp.inf, jnp.nan
+
+
+def last_step(fn, *args):
+  return body_of(jax.make_jaxpr(fn)(*args), compiled=True).steps[-1]
+
+
+BIRTHS = [
+  (jnp.add, ([1, INF, 1], [1, 1, NAN]), [False] * 3),
+  (jnp.add, ([3e38, INF, INF], [3e38, -INF, INF]), [True, True, False]),
+  (jnp.multiply, ([0, NAN, 1e30], [INF, 1, 1e30]), [True, False, True]),
+  (jnp.log, ([0, -1, INF],), [True, True, False]),
+  # A sum breaks in its own row.
+  (lambda x: jnp.sum(x, 1), ([[3e38, 3e38], [INF, 1], [INF, -INF]],), [True, False, True]),
+]
+
+
+def test_an_element_breaks_where_its_own_operands_do_not():
+  inputs = [[jnp.asarray(x, jnp.float32) for x in args] for _, args, _ in BIRTHS]
+  steps = [last_step(fn, *args) for (fn, *_), args in zip(BIRTHS, inputs, strict=True)]
+
+  def all_births(inputs):
+    results = [fn(*args) for (fn, *_), args in zip(BIRTHS, inputs, strict=True)]
+    return [births(*each, [y]) for *each, y in zip(steps, inputs, results, strict=True)]
+
+  for (found,), (*_, wanted) in zip(jax.jit(all_births)(inputs), BIRTHS, strict=True):
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_what_can_break():
+  breaks = {
+    "float32": [lambda x: x.astype(jnp.float16), lambda x: x.astype(jnp.bfloat16)],
+    "int32": [lambda x: x.astype(jnp.float16)],
+  }
+  breaks["float32"].append(lambda x: jnp.take(x, jnp.asarray([5]), mode="fill"))
+  never = {
+    "float16": [lambda x: x.astype(jnp.float32)],
+    "int32": [lambda x: x.astype(jnp.float32)],
+    "float32": [jnp.tanh, jnp.argsort, lambda x: x[::-1]],
+  }
+  never["float32"].append(lambda x: jnp.take(x, jnp.asarray([5]), mode="clip"))
+  for wanted, table in ((True, breaks), (False, never)):
+    for dtype, fns in table.items():
+      x = jnp.ones(3, dtype)
+      for fn in fns:
+        steps = body_of(jax.make_jaxpr(fn)(x), compiled=True).steps
+        assert any(map(can_break, steps)) == wanted, (dtype, jax.make_jaxpr(fn)(x))

@@ -1,9 +1,22 @@
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import mpjax
-from mpjax._diagnostics.tune.modules import is_inside, modules_of, rules_for
+from mpjax._diagnostics.arguments import Call, gradient_of
+from mpjax._diagnostics.tune.modules import (
+  accuracy_of,
+  is_inside,
+  modules_of,
+  overflows_of,
+  projections_of,
+  relative_error,
+  rules_for,
+)
 from mpjax._jaxprs.steps import body_of
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
@@ -72,3 +85,144 @@ def test_rules_for_modules_inside_of_methods_match_in_linen():
     Net(), HALF, rules=rules_for(chosen, others, found.scopes, HALF), unmatched="raise"
   )
   jax.eval_shape(net.apply, variables, x)
+
+
+def block(w, x):
+  with jax.named_scope("net"):
+    with jax.named_scope("first"):
+      y = x @ w
+    with jax.named_scope("second"):
+      z = jnp.tanh(y) @ w
+    return jnp.sum(y + z)
+
+
+def test_errors_by_module_are_those_of_numpy():
+  w = jax.random.normal(jax.random.key(0), (8, 8))
+  x = jax.random.normal(jax.random.key(1), (4, 8))
+  call, low = Call((w, x), {}), mpjax.autocast(block, "mixed_bfloat16")
+  programs = body_of(call.traced(block)[0]), body_of(call.traced(low)[0])
+  gradients = {"net/second": [(w, 1.01 * w)], "net/third": [(w, w)], "net": []}
+  errors = accuracy_of(programs, call.operands, gradients)
+  assert list(errors) == ["net/first", "net/second", "net", "net/third"]
+  with jax.default_matmul_precision("highest"):
+    exact = np.asarray(x @ w, np.float64)
+  rounded = np.asarray(x.astype("bfloat16") @ w.astype("bfloat16")).astype(np.float64)
+  expected = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+  assert math.isclose(errors["net/first"][0], expected, rel_tol=1e-4)
+  assert errors["net/second"][0] > errors["net/first"][0]
+  assert 0 < errors["net"][0] < 0.02  # The sum of both.
+  assert math.isclose(errors["net/second"][1], 0.01, rel_tol=1e-4)
+  assert math.isclose(errors["net"][1], 0.01 / math.sqrt(2), rel_tol=1e-4)
+  assert (errors["net/third"][1], math.isnan(errors["net/third"][0])) == (0, True)
+
+
+def test_what_autocast_puts_into_calls_is_compared_with_what_it_was():
+  def loss(w, x):
+    with jax.named_scope("block"):
+      return jnp.sum(jax.lax.scan(lambda h, _: (h + jax.nn.gelu(h @ w), None), x, None, 3)[0])
+
+  call = Call((jnp.eye(8) / 2, jnp.linspace(0.1, 3, 32).reshape(4, 8)), {})
+  programs = [body_of(call.traced(fn)[0]) for fn in (loss, mpjax.autocast(loss, "mixed_bfloat16"))]
+  assert 1e-4 < accuracy_of((programs[0], programs[1]), call.operands, {})["block"][0] < 0.02
+
+
+def test_errors_of_nothing_and_of_what_is_not_finite():
+  one, bad = np.ones(2), np.asarray([1, math.nan])
+  assert math.isnan(relative_error([]))
+  assert relative_error([(one, bad)]) == math.inf
+  assert relative_error([(np.asarray([3j, 4]), np.asarray([3j, 9]))]) == 1
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+def prepared(loss, *args):
+  call = Call(args, {})
+  program, _ = call.traced(gradient_of(loss))
+  body = body_of(program)
+  return body, call.operands, modules_of(body)
+
+
+def alone(loss, *args):
+  body, operands, modules = prepared(loss, *args)
+  projections = projections_of(body, operands, slice(1, None), modules, BF16)
+  return dict(zip(modules.paths, np.sqrt(np.mean(projections**2, axis=0)), strict=True))
+
+
+def layers(w, x):
+  with jax.named_scope("first"):
+    y = x @ w[0]
+  with jax.named_scope("second"):
+    y = y @ w[1]
+  return jnp.sum(y**2)
+
+
+def test_the_error_of_each_module_alone():
+  w = jax.random.normal(jax.random.key(0), (2, 16, 16))
+  x = jax.random.normal(jax.random.key(1), (8, 16))
+  errors = alone(layers, w, x)
+  exact = jax.grad(layers)(w, x)
+
+  def rounded(w, x, which):
+    def matmul(x, w, low):
+      if low:
+        x, w = (a.astype(BF16).astype(jnp.float32) for a in (x, w))
+      return x @ w
+
+    y = matmul(x, w[0], which == 0)
+    return jnp.sum(matmul(y, w[1], which == 1) ** 2)
+
+  for which, path in enumerate(("first", "second")):
+    error = jnp.linalg.norm(jax.grad(rounded)(w, x, which) - exact) / jnp.linalg.norm(exact)
+    # The backward matmuls and the results are rounded too.
+    assert 0.4 * error < errors[path] < 4 * error
+
+
+def test_a_loop_of_which_jax_has_no_backward_pass():
+  def loss(w, x):
+    with jax.named_scope("in_loop"):
+      scale = jax.lax.while_loop(lambda s: s < 4, lambda s: s + 1 + 0 * jnp.sum(x @ x.T), 0.0)
+    with jax.named_scope("layer"):
+      return jnp.sum((x @ w) ** 2) * jax.lax.stop_gradient(scale)
+
+  assert alone(loss, jnp.full((4, 4), 1.234), jnp.full((2, 4), 0.777))["layer"] > 1e-4
+
+
+def test_overflows_of_matmuls_and_of_other_operations():
+  def loss(w, x):
+    with jax.named_scope("hot"):
+      y = (x * 1e4) @ w
+    with jax.named_scope("warm"):
+      y = y / 1e4 * 1e6 / 1e6
+    with jax.named_scope("cold"):
+      return jnp.mean(y @ w)
+
+  body, operands, modules = prepared(loss, jnp.eye(4), jnp.full((2, 4), 30.0))
+  (value, *grads), overflows = overflows_of(body, operands, modules, jnp.dtype("float16"))
+  flags = dict(zip(modules.paths, overflows.tolist(), strict=True))
+  assert (flags["hot"], flags["warm"], flags["cold"]) == (2, 1, 0)
+  assert not overflows_of(body, operands, modules, BF16)[1].any()
+  expected = jax.value_and_grad(loss)(*operands)
+  np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+  np.testing.assert_allclose(grads[0], expected[1], rtol=1e-5)
+
+
+def test_a_gradient_without_a_derivative_is_said_to_have_none():
+  @jax.custom_vjp
+  def measured(y):
+    return y
+
+  def backward(kept, bar):
+    # The host computes it, and JAX knows no derivative of that.
+    return (jax.pure_callback(np.sin, jax.ShapeDtypeStruct(bar.shape, bar.dtype), kept) * bar,)
+
+  measured.defvjp(lambda y: (y, y), backward)
+
+  def loss(w, x):
+    return layers(w, measured(x @ w[0]))
+
+  w = jax.random.normal(jax.random.key(0), (2, 4, 4))
+  with pytest.warns(UserWarning, match=r"tried in the order of their FLOPs"):
+    errors = alone(loss, w, jnp.ones((2, 4)))
+  modules = prepared(loss, w, jnp.ones((2, 4)))[-1]
+  assert max(errors, key=errors.get) == modules.paths[np.argmax(modules.flops)]

@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._diagnostics.tune.accuracy import relative_error
-from mpjax._diagnostics.tune.modules import rules_for
+from mpjax._diagnostics.tune.modules import relative_error, rules_for
 from tests import programs
 from tests.errors import check_refused
 from tests.models.values import filled, shapes
