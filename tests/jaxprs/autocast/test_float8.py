@@ -1,5 +1,6 @@
 """Which matmuls are in float8, in autocast and through JAX's transformations."""
 
+import collections
 import functools
 
 import jax
@@ -9,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
-from tests.jaxprs.autocast.rig import matmuls
-from tests.programs import bits, equations
+from tests.jaxprs.autocast.rig import matmuls, with_jvp, with_vjp
+from tests.programs import bits, equations, products
 
 ALL = mpjax.Float8(skip=())
 EXACT = mpjax.Float8(skip=(), power_of_two=True)
@@ -414,3 +415,99 @@ def test_a_process_with_float64_runs_float32_models_in_float8(recipe):
     assert any("float8_e4m3fn" in each for each in matmuls(step, w, x))
     wide = jax.jit(step)(w, x)
   assert bits(wide) == bits(jax.jit(step)(w, x))
+
+
+# Functions with derivative rules of their own.
+
+IN_RULE = "it is in a derivative rule"
+by_jvp, by_vjp = with_jvp(lambda w, x: x @ w), with_vjp(lambda w, x: x @ w)
+
+
+def between(rule):
+  """Returns a loss in which a function with a rule is between two other matmuls."""
+  return lambda w, x: jnp.sum(jnp.sin(rule(w, jnp.sin(x @ w)) @ w))
+
+
+def closing_over(w, x):
+  @jax.custom_jvp
+  def layer(x):
+    return x @ w
+
+  layer.defjvp(lambda primals, tangents: (primals[0] @ w, tangents[0] @ w))
+  return jnp.sum(jnp.sin(layer(x)))
+
+
+def reasons_of(fun, *args):
+  return {each.reason for each in mpjax.audit(fun)(*args).float8}
+
+
+def test_what_is_linear_in_a_tangent_is_not_rounded():
+  # JAX transposes it, and cannot transpose an operand divided by its largest element.
+  with_float8, without = (mpjax.autocast(by_jvp, p) for p in (policy(), "mixed_bfloat16"))
+  # Without a gradient the rule does not count.
+  assert matmuls(with_float8, WS[0], X) == [("float8_e4m3fn", "float8_e4m3fn")]
+
+  def pulled(fun):
+    return jax.jit(lambda w, x: jax.vjp(fun, w, x)[1](X))(WS[0], X)
+
+  for one, other in zip(pulled(with_float8), pulled(without), strict=True):
+    np.testing.assert_array_equal(one, other)
+  found = reasons_of(jax.grad(lambda *args: with_float8(*args).sum(), (0, 1)), WS[0], X)
+  assert found == {IN_RULE}
+
+
+def test_matmuls_around_a_rule_are_in_float8():
+  fun = jax.grad(mpjax.autocast(between(by_jvp), policy()), (0, 1))
+  assert {"", IN_RULE} == reasons_of(fun, WS[0], X)
+  left = [each for each, _ in matmuls(fun, WS[0], X)]
+  assert left.count("float8_e4m3fn") == 2
+  assert left.count("float8_e5m2") == 4
+  assert left.count("bfloat16") == 3
+  for mode in (jax.jacfwd, jax.jacrev):
+    assert jnp.all(jnp.isfinite(mode(mpjax.autocast(between(by_jvp), policy()))(WS[0], X)))
+
+
+def test_a_rule_that_closes_over_an_array():
+  # Such a function is differentiated at once, and the derivative is rewritten.
+  fun = jax.grad(mpjax.autocast(closing_over, policy()), 1)
+  without = jax.grad(mpjax.autocast(closing_over), 1)
+  np.testing.assert_array_equal(fun(WS[0], X), without(WS[0], X))
+  assert reasons_of(fun, WS[0], X) == {IN_RULE}
+
+
+def test_a_backward_rule_is_left_in_low_precision():
+  fun = jax.grad(lambda *args: jnp.sum(mpjax.autocast(by_vjp, policy())(*args) ** 2), (0, 1))
+  found = {each.reason: each.flops for each in mpjax.audit(fun)(WS[0], X).float8}
+  flops = 2 * 16 * 32 * 32
+  assert found == {"": flops, IN_RULE: 2 * flops}
+
+
+def precise(policy):
+  return mpjax.Policy(compute_dtype=policy, precision="highest")
+
+
+POLICIES = {
+  "float8": (policy(), ()),
+  "float8 by a rule": ("mixed_bfloat16", [mpjax.Rule(policy(), path="part")]),
+  "no float8 by a rule": (policy(), [mpjax.Rule("mixed_bfloat16", path="part")]),
+  "no policy by a rule": (policy(), [mpjax.Rule(None, path="part")]),
+  "precision": (precise("bfloat16"), [mpjax.Rule(precise("float32"), path="part")]),
+}
+
+
+@pytest.mark.parametrize("rule", [by_jvp, by_vjp], ids=["jvp", "vjp"])
+@pytest.mark.parametrize(("chosen", "rules"), POLICIES.values(), ids=POLICIES)
+def test_an_audit_says_what_runs(rule, chosen, rules):
+  # A rule is traced in the midst of the marks that the audit reads, and heeds none of them.
+  def loss(w, x):
+    with jax.named_scope("part"):
+      return between(rule)(w, x)
+
+  fun = jax.value_and_grad(mpjax.autocast(loss, chosen, rules=rules), (0, 1))
+  counts = collections.Counter()
+  for each in products(jax.make_jaxpr(fun)(WS[0], X)):
+    counts[each.dtypes[0]] += each.flops
+  audited = collections.Counter()
+  for (_, dtype), flops in mpjax.audit(fun)(WS[0], X).flops.items():
+    audited[dtype] += flops
+  assert audited == counts

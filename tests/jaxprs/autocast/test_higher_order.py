@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import mlir
 from jax.sharding import AxisType
 
 import mpjax
+from mpjax._jaxprs.autocast.transform import rewrite_closed
+from mpjax._jaxprs.autocast.values import Kind, Settings
 from tests import programs
 from tests.compilations import compilations
 from tests.jaxprs.autocast import checks
+from tests.jaxprs.autocast.rig import matmuls
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
@@ -432,6 +438,139 @@ def test_solvers_of_equations_are_left_as_they_were_traced():
   np.testing.assert_allclose(programs.run(mpjax.autocast(fun), a, b), 1 / 3, rtol=2**-8)
   grad = programs.run(jax.grad(lambda b: mpjax.autocast(fun)(a, b).sum()), b)
   np.testing.assert_allclose(grad, 1 / 3, rtol=2**-8)
+
+
+# Rarer primitives, and those that nobody knows.
+
+
+def test_custom_vmap_keeps_its_rule():
+  batches, xs = [], jnp.stack([X] * 5) / 4
+
+  @jax.custom_batching.custom_vmap
+  def layer(x, w):
+    return jnp.tanh(x @ w)
+
+  @layer.def_vmap
+  def _(size, batched, x, w):
+    batches.append((size, batched))
+    return jnp.tanh(x.reshape(-1, 3) @ w).reshape(x.shape), True
+
+  fn = mpjax.autocast(lambda x, w: 2 * layer(x, w), "bfloat16")
+  mapped = jax.vmap(fn, (0, None))
+  by_hand = 2 * jnp.tanh(xs.astype("bfloat16") @ W.astype("bfloat16"))
+  np.testing.assert_array_equal(mapped(xs, W), by_hand.astype(jnp.float32))
+  assert set(map(str, batches)) == {str((5, [True, False]))}
+  assert matmuls(mapped, xs, W) == [("bfloat16", "bfloat16")]
+  assert all(
+    d == ("bfloat16", "bfloat16") for d in matmuls(jax.grad(lambda w: mapped(xs, w).sum()), W)
+  )
+
+
+def double(x_ref, y_ref):
+  y_ref[...] = x_ref[...] + x_ref[...]
+
+
+LEFT = {
+  "composite": jax.lax.composite(lambda x, w: x @ w, "test.op"),
+  "pallas_call": lambda x, w: pallas.pallas_call(
+    double, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+  )(x),
+}
+
+
+@pytest.mark.case("B075")
+@pytest.mark.parametrize("name", LEFT)
+def test_a_kernel_has_the_types_that_it_expects(name):
+  def around(x, w):
+    return LEFT[name](x @ w, w) @ w
+
+  cast = mpjax.autocast(around, "bfloat16")
+  program = jax.make_jaxpr(cast)(X, W)
+  (call,) = (eqn for eqn in program.eqns if eqn.primitive.name == name)
+  assert {str(v.aval.dtype) for v in (*call.invars, *call.outvars)} == {"float32"}
+  found = programs.products(program)
+  assert {p.dtypes for p in found} == {("bfloat16", "bfloat16")}
+  assert len(found) == (3 if name == "composite" else 2)
+  assert programs.error(programs.run(cast, X, W), around(X, W)) <= 1.6e-2
+
+
+@pytest.fixture(scope="module")
+def stranger():
+  """A primitive with a program that no version of JAX has."""
+  primitive = Primitive("test_stranger")
+  primitive.multiple_results = True
+  primitive.def_abstract_eval(lambda *avals, program: program.out_avals)
+  primitive.def_impl(lambda *args, program: jax.core.eval_jaxpr(program.jaxpr, (), *args))
+  lower = mlir.lower_fun(
+    lambda *args, program: jax.core.eval_jaxpr(program.jaxpr, (), *args), multiple_results=True
+  )
+  mlir.register_lowering(primitive, lower)
+  return primitive
+
+
+@pytest.mark.case("B075")
+def test_a_stranger_runs_as_it_was_traced_and_is_reported(stranger):
+  inner = jax.make_jaxpr(lambda x, w: x @ w)(X, W)
+
+  def fn(x, w):
+    return stranger.bind(x @ w, w, program=inner)[0] @ w
+
+  cast = mpjax.autocast(fn, "bfloat16")
+  with pytest.warns(UserWarning, match="'test_stranger' holds a jaxpr in its .*'program'"):
+    program = jax.make_jaxpr(cast)(X, W)
+  first, call, last = (
+    e for e in program.eqns if e.primitive.name in ("dot_general", stranger.name)
+  )
+  assert [str(v.aval.dtype) for v in call.invars] == ["float32"] * 2
+  assert str(first.outvars[0].aval.dtype) == str(last.outvars[0].aval.dtype) == "bfloat16"
+  found = jax.jit(cast)(X, W)  # JAX still has the program.
+  np.testing.assert_allclose(found, X @ W @ W @ W, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.case("B075")
+def test_a_stranger_has_the_setting_for_the_whole_process(stranger):
+  def fn(x, w):
+    return stranger.bind(x, w, program=jax.make_jaxpr(jnp.dot)(x, w))[0] @ w
+
+  highest = (jax.lax.Precision.HIGHEST,) * 2
+  with jax.default_matmul_precision("highest"), pytest.warns(UserWarning, match="test_stranger"):
+    program = jax.make_jaxpr(mpjax.autocast(fn, "bfloat16"))(X, W)
+  call, last = (e for e in program.eqns if e.primitive.name in ("dot_general", stranger.name))
+  assert [e.params["precision"] for e in call.params["program"].eqns] == [highest]
+  assert last.params["precision"] is None
+
+
+@pytest.mark.case("B075")
+def test_checkpoint_of_a_later_jax_runs_as_it_was_traced_and_is_reported(set_flag):
+  set_flag("jax_remat3", True)  # There it is an object.
+
+  def fn(x, w):
+    return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x) @ w
+
+  cast = mpjax.autocast(fn)
+  with pytest.warns(UserWarning, match="'call_hi_primitive' holds a jaxpr"):
+    found = cast(X, W)
+  np.testing.assert_allclose(found, fn(X, W), rtol=0.05, atol=0.05)
+  with pytest.warns(UserWarning, match="call_hi_primitive"):
+    program = jax.make_jaxpr(cast)(X, W)
+  assert [p.dtypes for p in programs.products(program)] == [("bfloat16", "bfloat16")]
+  # What the user leaves alone on purpose is no news.
+  mpjax.autocast(mpjax.full_precision(fn))(X, W)
+
+
+@pytest.mark.case("B075")
+def test_a_scan_of_a_later_jax_is_no_key_error():
+  # An equation whose parameters this version cannot read, under a name that it knows.
+  program = jax.make_jaxpr(lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=2)[0])
+  eqns = program(X, W).eqns
+  odd = eqns[-1].replace(params={**eqns[-1].params, "ft_in": None, "jaxpr": None})
+  jaxpr = program(X, W).jaxpr.replace(eqns=[*eqns[:-1], odd])
+  settings = Settings(policy=mpjax.Policy(compute_dtype="bfloat16"), ops=mpjax.OpLists())
+  closed = ClosedJaxpr(jaxpr, ())
+  ins = (Kind(np.dtype("float32"), neutral=True),) * len(jaxpr.invars)
+  with pytest.warns(UserWarning, match="'scan' holds a jaxpr in its parameters"):
+    new = rewrite_closed(closed, settings, "here", ins)
+  assert new.eqns[-1].params == odd.params
 
 
 # Once.
