@@ -14,7 +14,6 @@ from mpjax._core.active import EVERY, Active
 from mpjax._core.policy_config import ModulePolicy
 from mpjax._jaxprs.module_calls import (
   Layers,
-  array,
   attempts,
   call_of,
   dtype_field,
@@ -235,8 +234,3 @@ def test_what_needs_values_runs_as_python_with_one_warning():
     found = attempts(attempt, lambda state: state, Active(), "body", "f", LookupError)
   assert found == Active(as_python=frozenset({"body"}))
   assert len(caught) == 1
-
-
-def test_variables_of_numpy_are_arrays_and_no_constants():
-  assert isinstance(array(np.ones(2)), jax.Array)
-  assert array("name") == "name"

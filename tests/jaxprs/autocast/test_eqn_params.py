@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import mpjax
 from mpjax._jaxprs.autocast.eqn_params import in_precision, retype, wants_precision
@@ -45,27 +44,6 @@ def test_a_wish_for_precision():
   ):
     assert wants_precision({"precision": precision}) == want, precision
   assert not wants_precision({})
-
-
-SCATTERS = {
-  "scatter-add": (lambda x, u: x.at[0].add(u), 5.0),
-  "scatter-mul": (lambda x, u: x.at[0].multiply(u), 6.0),
-  "scatter-min": (lambda x, u: x.at[0].min(u), 2.0),
-  "scatter-max": (lambda x, u: x.at[0].max(u), 3.0),
-}
-
-
-def test_scatters_combine_in_the_new_type():
-  for name, (fun, combined) in SCATTERS.items():
-    eqn = eqn_of(fun, X, X[0])
-    assert eqn.primitive.name == name
-    made = retype(eqn, BFLOAT16)
-    jaxpr = made["update_jaxpr"]
-    assert {v.aval.dtype for v in (*jaxpr.invars, *jaxpr.outvars)} == {BFLOAT16}
-    combine = jaxpr_as_fun(ClosedJaxpr(jaxpr, made["update_consts"]))
-    (value,) = combine(jnp.asarray(2.0, BFLOAT16), jnp.asarray(3.0, BFLOAT16))
-    assert (value.dtype, value) == (BFLOAT16, combined)
-    assert made["dimension_numbers"] == eqn.params["dimension_numbers"]
 
 
 def test_other_parameters_are_left():

@@ -99,13 +99,6 @@ def test_what_is_left_out_and_why(fun, x, w, reason):
   assert not audit.float8_share > 0
 
 
-def test_full_precision_is_no_float8():
-  precise = mpjax.full_precision(jnp.matmul)
-  cast = mpjax.autocast(lambda x, w: precise(x, w) @ w.T, policy())
-  first, second = matmuls(cast, s(8, 32), s(32, 16))
-  assert (first, second) == (("float32",) * 2, ("float8_e4m3fn",) * 2)
-
-
 @pytest.mark.parametrize(
   ("recipe", "k", "n", "taken"),
   [
@@ -186,6 +179,8 @@ def test_rules_take_it_away_and_give_it():
   float8, half = "float8_e4m3fn", "bfloat16"
   taken, given = policy(), mpjax.Rule("mixed_bfloat16", path="**/head")
   assert found(taken) == [float8, float8]
+  exact = mpjax.autocast(mpjax.full_precision(fun), taken)
+  assert set(matmuls(exact, s(16, 16), s(8, 16))) == {("float32", "float32")}
   assert found(taken, given) == [float8, half]
   assert found(taken, mpjax.Rule("float32", path="head")) == [float8, "float32"]
   assert found(taken, mpjax.Rule(None, path="head")) == [float8, "float32"]

@@ -349,15 +349,6 @@ def test_of_a_value_in_half_only_a_cast_to_another_half_type_is_left():
   assert found == {"float32->bfloat16": 4, "bfloat16->float16": 1}
 
 
-def test_a_product_of_high_precision_stays_in_float32_and_one_of_default_precision_does_not():
-  for precision in ("highest", "high", lax.Precision.HIGHEST, "float32"):
-    program = cast(lambda w, x: jnp.dot(jnp.dot(x, w), w, precision=precision), W, X)  # noqa: B023
-    assert types(program, "dot_general") == [("bfloat16",) * 3, ("float32",) * 3]
-  for precision in ("default", lax.Precision.DEFAULT, None):
-    program = cast(lambda w, x: jnp.dot(x, w, precision=precision), W, X)  # noqa: B023
-    assert types(program, "dot_general") == [("bfloat16",) * 3]
-
-
 def test_a_product_that_is_to_give_float32_is_rounded_like_any_other():
   # `preferred_element_type` is what every jnp product has, so that it says nothing.
   def fun(w, x, kernel):

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from mpjax._core.policy import Policy
-from mpjax._core.rules import Rule
 from mpjax._jaxprs.autocast.values import (
   Constant,
   Kind,
@@ -107,20 +106,3 @@ def test_constant_arrays_are_data_whatever_their_numbers():
   assert constants([mask, mask + 3, np.int32(3)], SETTINGS) == (Constant(),) * 3
   assert constants([number], SETTINGS) == (Constant(neutral=True, numbers=(0.5,)),)
   assert constants([NotHere()], SETTINGS) == (Constant(neutral=True),)
-
-
-def test_settings_are_keys_of_caches():
-  def make(**other):
-    given = {"policy": Policy(), "ops": OpLists(), "rules": (Rule(None, path="a"),), **other}
-    return Settings(**given)
-
-  assert hash(make()) == hash(make())
-  assert make() == make()
-  for other in (
-    {"policy": Policy(compute_dtype=FLOAT16)},
-    {"ops": OpLists().replace(half=["exp"])},
-    {"rules": ()},
-    {"rules": (Rule("float32", path="a"),)},
-    {"in_derivative": True},
-  ):
-    assert make(**other) != make()
