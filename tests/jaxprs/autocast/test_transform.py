@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -258,6 +259,11 @@ ERRORS = {
     lambda: mpjax.autocast(scoped, rules=[mpjax.Rule(None, path="net/haed")])(X),
     "mpjax.autocast(fn): Rule(None, path='net/haed')",
     *("at least one named scope", "none of the 5 scopes", "'net/head'"),
+  ),
+  "no scope of an expression": (
+    lambda: mpjax.autocast(scoped, rules=[mpjax.Rule(None, path=re.compile("head"))])(X),
+    "mpjax.autocast(fn): Rule(None, path=re.compile('head'))",
+    *("at least one named scope", "none of the 5 scopes", 'begin the path with "**/"'),
   ),
   "data by keyword": (
     lambda: mpjax.autocast(lambda w, x: x @ w, data_argnums=1)(W, x=X),

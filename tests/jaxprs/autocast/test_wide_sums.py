@@ -284,23 +284,6 @@ def test_a_weight_that_is_stored_in_half(half):
   assert bits(found) == bits(exact.astype(half))
 
 
-def heads(w, x):
-  with jax.named_scope("body"):
-    x = x @ w
-  with jax.named_scope("head"):
-    return x @ w
-
-
-@pytest.mark.parametrize(
-  ("wide", "rule", "count"),
-  [(None, "float32", 1), (FLOAT32, None, 1), (FLOAT32, "float32", 2), (None, None, 0)],
-)
-def test_a_rule_may_ask_for_it(wide, rule, count):
-  fun = cast(heads, wide=wide, rules=(mpjax.Rule(policy(rule), path="head"),))
-  program = jax.make_jaxpr(with_gradients(fun))(jnp.ones((3, 3)), X)
-  assert len(wide_products(program)) == count
-
-
 LEFT_ALONE = {
   "two activations": lambda w, x: jnp.sin(x) @ jnp.cos(x).T,
   "a weight that was cast": lambda w, x: x.astype("float16") @ w.astype("float16"),
