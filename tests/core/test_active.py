@@ -22,13 +22,7 @@ def test_equal_states_are_one_key():
   states = [Active(policy=policy, region="float16", failed=failed) for failed in ([], [nnx.Linear])]
   assert states[0] == states[1]
   assert hash(states[0]) == hash(states[1])
-  for other in (
-    Active(region="float16"),
-    Active(policy=policy),
-    Active(policy=policy, region="float16", tracing=True),
-    Active(policy=policy, region="float16", casting=frozenset({nnx.Linear})),
-  ):
-    assert states[0] != other
+  assert states[0] != Active(policy=policy, region="float16", casting=frozenset({nnx.Linear}))
 
 
 def test_outside_of_policies_inside_of_it_is_the_same_state_and_linens_is_another():

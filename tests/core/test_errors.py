@@ -39,17 +39,9 @@ def error_of(kind):
   return kind("f(x)", expected="a scalar", got="shape (3,)", fix="Call sum().")
 
 
-def test_each_error_is_ours_and_the_builtin():
-  for kind, builtin in CLASSES.items():
-    assert issubclass(kind, mpjax.MpjaxError)
-    assert issubclass(kind, builtin)
-    for catch in (mpjax.MpjaxError, builtin):
-      with pytest.raises(catch):
-        raise error_of(kind)
-
-
 @pytest.mark.parametrize("kind", [*CLASSES, mpjax.MpjaxError, mpjax.errors.MpjaxAssertionError])
 def test_an_error_keeps_its_class_its_parts_and_its_notes_in_a_copy(kind):
+  assert {mpjax.MpjaxError, CLASSES.get(kind, Exception)} <= set(kind.__mro__)
   error = error_of(kind)
   error.add_note("in layer_0")
   for same in (copy.copy(error), pickle.loads(pickle.dumps(error))):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 import mpjax
 from mpjax._core import trees
@@ -84,16 +84,10 @@ def test_every_floating_dtype_is_cast_and_no_integer_dtype():
 
 
 @pytest.mark.case("A97", "B065")
-def test_cast_changes_neither_input_nor_kind(devices):
+def test_cast_changes_neither_kind_nor_device(devices):
   device = jax.device_put(jnp.ones(2), devices[1])
-  tree = {"jax": device, "numpy": np.ones(2, np.float32), "none": None, "t": (jnp.arange(2),)}
-  found = jax.tree.map(lambda x: cast_leaf(x, BF16), tree)
-  assert tree["numpy"].dtype == np.float32
-  assert isinstance(found["numpy"], np.ndarray)
-  assert isinstance(found["jax"], jax.Array)
-  assert found["jax"].devices() == device.devices()
-  assert found["none"] is None
-  assert found["t"][0] is tree["t"][0]
+  assert isinstance(cast_leaf(np.ones(2, np.float32), BF16), np.ndarray)
+  assert cast_leaf(device, BF16).devices() == device.devices()
   # What has the dtype already is the leaf itself.
   assert cast_leaf(device, np.dtype("float32")) is device
   # Without 64-bit, JAX reads a double as float32 first; float16 of it may differ by that.
@@ -264,14 +258,6 @@ def test_differences_between_containers():
   given["layer7"]["w"] = (1.0, 2.0)
   found = tree_differences(wanted, given, dtypes=False)
   assert found == ["other containers: tuple for list at ['layer7']['w']"]
-
-
-def test_objects_of_nnx_are_known_without_importing_it():
-  linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-  objects = [linear, linear.kernel, nnx.List([linear]), nnx.Rngs(0), nnx.Param(jnp.ones(2))]
-  assert all(map(trees.is_nnx_object, objects))
-  others = [jnp.ones(2), linen.Dense(2), nnx.state(linear), {"a": 1}, None, nnx.Linear, 3]
-  assert not any(map(trees.is_nnx_object, others))
 
 
 def test_a_mapped_tree_is_itself_where_nothing_changes():
