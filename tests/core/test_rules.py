@@ -65,8 +65,6 @@ GLOBS = [
 ]
 PATTERNS = [
   (r"block_\d+/mlp", ["block_12/mlp"], ["block_12/mlp/x"]),
-  (r"block_\d+", ["block_12"], ["block_12/mlp"]),
-  (r"mlp", ["mlp"], ["block_12/mlp"]),
   (r".*mlp", ["block_12/mlp"], []),
   (r"", [""], ["a"]),
   (r"(encoder|decoder)/.*", ["decoder/x/y"], ["x/decoder/y"]),

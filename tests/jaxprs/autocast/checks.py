@@ -6,12 +6,12 @@ is wrong, as text that names it; an empty list is a pass.
 """
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from tests import programs
@@ -67,29 +67,13 @@ def sums(program: ClosedJaxpr) -> list[str]:
       is_one = axes and all(aval.shape[axis] == 1 for axis in axes)
       if str(aval.dtype) in programs.HALF and not is_one:
         found.append(f"{eqn.primitive.name} of {aval.str_short()}")
-  return found + [text for jaxpr in _scans(program.jaxpr) for text in _running_sums(*jaxpr)]
-
-
-def _scans(jaxpr: Jaxpr) -> Iterator[tuple[Jaxpr, int, int]]:
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name == "scan":
-      yield _open(eqn.params["jaxpr"]), *programs.parts_of_scan(eqn)
-    if eqn.primitive.name not in programs.COMBINING:
-      for inner in programs.inner_jaxprs(eqn.params):
-        yield from _scans(_open(inner))
-
-
-def _running_sums(body: Jaxpr, first: int, count: int) -> Iterator[str]:
-  """Yields what a scan carries only to add something to it that does not depend on it."""
-  made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
-  for carried, result in zip(body.invars[first : first + count], body.outvars, strict=False):
-    if str(getattr(carried.aval, "dtype", None)) not in programs.HALF:
-      continue
-    last = None if isinstance(result, Literal) else made.get(result)
-    if last is not None and last.primitive.name == "add_any" and carried in last.invars:
-      uses = [eqn for eqn in body.eqns if carried in eqn.invars]
-      if uses == [last]:
-        yield f"sum over the steps of a scan of {carried.aval.str_short()}"
+  for operation in Graph(program).operations:
+    if operation.joins == "carry" and operation.results[0].is_low:
+      # It is carried only to add something to it that does not depend on it.
+      carried, last = operation.results[0], operation.operands[1].made_by
+      if last is not None and last.name == "add_any" and carried.consumers == [last]:
+        found.append(f"sum over the steps of a scan of {carried.aval.str_short()}")
+  return found
 
 
 # Casts.

@@ -26,17 +26,6 @@ def result(fun):
   return jax.eval_shape(cast(fun), X, W).dtype
 
 
-def test_casts_of_the_program():
-  # One of the user to low precision stays, and one to float32 makes what follows float32.
-  assert result(lambda x, w: (x @ w).astype("float16")) == jnp.float16
-  assert result(lambda x, w: x.astype("bfloat16")) == jnp.bfloat16
-  assert result(lambda x, w: x @ w + 1) == jnp.bfloat16
-  assert result(lambda x, w: (x @ w).astype("bfloat16").astype("float32") + 1) == jnp.float32
-  # A count becomes a float32 that decides, and a mask none.
-  assert result(lambda x, w: x @ w + jnp.arange(3).astype("float32")[None]) == jnp.float32
-  assert result(lambda x, w: x @ w + (x > 0).astype("float32")) == jnp.bfloat16
-
-
 def test_a_padded_array_keeps_its_dtype():
   # `jnp.pad` passes the number to its jitted body as an integer.
   assert result(lambda x, w: jnp.pad(x @ w, 1)) == jnp.bfloat16

@@ -419,27 +419,6 @@ def test_shard_map(devices, check_vma):
   np.testing.assert_array_equal(grad, [[400.0] * 3] * 3)
 
 
-# Other bodies.
-
-
-def test_solvers_of_equations_are_left_as_they_were_traced():
-  def solve(a, b):
-    return lax.custom_linear_solve(
-      lambda v: a @ v, b, solve=lambda matvec, b: b / jnp.diag(a), symmetric=True
-    )
-
-  def fun(a, b):
-    return solve(a @ a, b) @ a
-
-  a, b = 3 * jnp.eye(3), jnp.ones(3)
-  program = cast(fun, a, b)
-  eqn = one(program, "custom_linear_solve")
-  assert set(dtypes([*eqn.invars, *eqn.outvars])) == {"float32"}
-  np.testing.assert_allclose(programs.run(mpjax.autocast(fun), a, b), 1 / 3, rtol=2**-8)
-  grad = programs.run(jax.grad(lambda b: mpjax.autocast(fun)(a, b).sum()), b)
-  np.testing.assert_allclose(grad, 1 / 3, rtol=2**-8)
-
-
 # Rarer primitives, and those that nobody knows.
 
 
