@@ -76,7 +76,7 @@ def micro_step(k, dtype):
   [*((k, jnp.float32, 2) for k in (1, 2, 3, 8)), (2, jnp.float16, 1), (8, jnp.float16, 1)],
 )
 def test_micro_steps_are_one_big_step(k, dtype, windows):
-  """With a bad micro-batch in each place, and a scale that somebody moves before every one."""
+  # With a bad micro-batch in each place, and a scale that somebody moves before every one.
   step, start = micro_step(k, dtype)
   x, y, first = data()
   expected, expected_state = big_steps(windows)
@@ -187,7 +187,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("scale", [None, 2])
 def test_the_sum_is_float32_whatever_the_dtypes(scale):
-  """4 x 20000 is an inf in float16, and 256 + 1 is 256 in bfloat16."""
+  # 4 x 20000 is an inf in float16, and 256 + 1 is 256 in bfloat16.
   tx = mpjax.accumulate_gradients(optax.sgd(2.0**-4), 4)
   if scale:
     tx = mpjax.loss_scaling(tx, mpjax.StaticLossScale(scale))

@@ -85,7 +85,7 @@ def step_of(loss, **options):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient(mode, devices):
-  """Not one that is smaller by the number of devices, beside the right loss."""
+  # Not one that is smaller by the number of devices, beside the right loss.
   steps = {form: step_of(fun, axis_name="data") for form, (fun, _) in LOSSES.items()}
 
   def all_of_them(state, batch):
@@ -101,7 +101,7 @@ def test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient(mode, devices):
 
 @pytest.mark.parametrize("mode", ["shard_map", "shard_map without check_vma"])
 def test_a_reduced_loss_in_micro_batches(mode, devices):
-  """Row 0 of each device and then row 1, each a masked mean over all devices."""
+  # Row 0 of each device and then row 1, each a masked mean over all devices.
   step = step_of(global_mean, axis_name="data", accumulate=2)
   state, metrics = on_devices(step, mode, devices)(START, ROWS)
   gradient, loss = by_numpy([slice(0, 8, 2), slice(1, 8, 2)])
@@ -143,7 +143,7 @@ def after(loss_fn, devices, mode="shard_map", **options):
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_a_token_counter_beside_a_step_counter(mode, devices):
-  """As on one device, where all rows are counted and one step."""
+  # As on one device, where all rows are counted and one step.
   state = mpjax.TrainState.create(jnp.ones(2), SGD, model_state=before())
   alone = mpjax.make_train_step(counting, SGD)(state, TOKENS)[0].model_state
   found = after(counting, devices, mode, integer_state=MIXED)
@@ -153,7 +153,7 @@ def test_a_token_counter_beside_a_step_counter(mode, devices):
 
 
 def test_all_integers_alike(devices):
-  """The most that one device has counted is 4: "same" is for what all count alike."""
+  # The most that one device has counted is 4: "same" is for what all count alike.
   for how, tokens, steps in (("sum", 110, 11), ("same", 104, 8)):
     found = after(counting, devices, integer_state=how)
     assert (found["counts"]["tokens"], found["steps"], found["started"]) == (tokens, steps, True)
@@ -162,7 +162,7 @@ def test_all_integers_alike(devices):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_integers_that_change_and_of_which_nothing_is_said(accumulate, devices):
-  """Not those that only pass through: a table, a mask, a key."""
+  # Not those that only pass through: a table, a mask, a key.
   all_three = "int32[] at counts/tokens; bool[] at started; uint32[] at steps. "
   two = {"counts/tokens": "sum", "started": "same"}
   for given, got in ((None, all_three), (two, "uint32[] at steps")):
@@ -192,7 +192,7 @@ def test_integers_that_pass_through_need_no_word(accumulate, devices):
 
 
 def test_a_constant_of_three_devices_keeps_its_bits():
-  """A mean of three times 0.1 is not 0.1 in float32."""
+  # A mean of three times 0.1 is not 0.1 in float32.
   tenths = jnp.asarray([0.1, jnp.inf, -jnp.inf, jnp.nan])
   loss_fn = loss_of(lambda params, batch: jnp.mean(params * batch))
   step = mpjax.make_train_step(loss_fn, SGD, axis_name="data")
@@ -215,7 +215,7 @@ def test_ways_to_combine_that_are_none(devices):
 
 
 def test_devices_that_would_decide_each_for_itself(devices):
-  """JAX's own error names out_specs, and no argument of ours."""
+  # JAX's own error names out_specs, and no argument of ours.
   run = on_devices(step_of(local_mean), "shard_map", devices)
   expected = "the name of the axis that the batch is divided over, one of ['data']"
   where, got = "mpjax.make_train_step(axis_name=None)", "None inside of a shard_map"
@@ -224,7 +224,7 @@ def test_devices_that_would_decide_each_for_itself(devices):
 
 
 def test_devices_that_train_models_of_their_own_need_no_axis(devices):
-  """An ensemble: each device has its own state."""
+  # An ensemble: each device has its own state.
   step = step_of(local_mean)
   one = functools.partial(jax.tree.map, lambda x: x[0])
   several = functools.partial(jax.tree.map, lambda x: x[None])
@@ -240,7 +240,7 @@ def test_devices_that_train_models_of_their_own_need_no_axis(devices):
 
 @pytest.mark.parametrize("mode", MODES[:2])
 def test_a_loop_by_hand_takes_the_same_gradient(mode, devices):
-  """The loss varies over devices before it is differentiated, as the page has it."""
+  # The loss varies over devices before it is differentiated, as the page has it.
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8), axis_name="data")
 
   def by_hand(fun, state, batch):

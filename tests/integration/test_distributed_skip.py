@@ -25,7 +25,7 @@ AUTO = jax.sharding.AxisType.Auto
 @pytest.mark.case("B129", "I6")
 @pytest.mark.parametrize("how", ["automatic", "shard_map"])
 def test_sharded_parameters_a_nan_on_one_device_skips_everywhere(devices, how):
-  """No averaging here: each device owns a part, and only the flag has to travel."""
+  # No averaging here: each device owns a part, and only the flag has to travel.
   mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,), devices=devices)
   sharding = jax.NamedSharding(mesh, jax.P("data"))
   params = jax.device_put(jnp.ones(8), sharding)

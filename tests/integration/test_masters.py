@@ -167,7 +167,7 @@ def control(make, window):
 @pytest.mark.filterwarnings("ignore:.*1 parameters are stored in low precision")
 @pytest.mark.parametrize("storage", STORAGES)
 def test_parameters_are_the_rounded_masters_of_a_float32_run(storage):
-  """All compositions are in one compiled program."""
+  # All compositions are in one compiled program.
   grads, faults, leaves = stream()
   good = np.isfinite(faults)
   streams = {

@@ -104,7 +104,7 @@ nadamw novograd optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("name", NAMES.split())
 def test_no_optimizer_changes_a_dtype(set_flag, name):
-  """Abstractly: every mix of the dtypes of parameters and gradients, twice over."""
+  # Abstractly: every mix of the dtypes of parameters and gradients, twice over.
   set_flag("jax_enable_x64", True)
   tx = mpjax.loss_scaling(getattr(optax, name)(learning_rate=1e-2))
   for stored in DTYPES:

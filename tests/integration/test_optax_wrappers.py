@@ -38,7 +38,7 @@ def after(tx, *gradients):
 
 @pytest.mark.case("B106", "B146", "B105")
 def test_only_what_is_inside_is_protected():
-  """Momentum before the wrapper would keep a NaN for ever: refused; a clip hides an inf."""
+  # Momentum before the wrapper would keep a NaN for ever: refused; a clip hides an inf.
   momentum, rate = optax.trace(0.9), optax.scale(-0.1)
   stream = scaled(GRADS), scaled(GRADS, np.nan), scaled(GRADS)
   _, outside = after(optax.chain(momentum, mpjax.loss_scaling(rate, STATIC)), *stream)
@@ -96,7 +96,7 @@ HARMLESS = {
 
 
 def test_every_wrapper_of_optax_is_in_the_table():
-  """A new one has to be tried outside of a loss scale, and inside."""
+  # A new one has to be tried outside of a loss scale, and inside.
   of_optax = set()
   for name, function in {**vars(optax), **vars(optax.contrib)}.items():
     if callable(function) and not name.startswith("_"):
@@ -128,7 +128,7 @@ def trained(tx, batches, lookahead):
 @pytest.mark.case("B146", "B107", "B108")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_n2_outside_of_a_scale_a_wrapper_is_refused_or_exact_and_inside_it_is_exact(name):
-  """A skipped step equals a deleted one, bit for bit, or nothing is read at all."""
+  # A skipped step equals a deleted one, bit for bit, or nothing is read at all.
   wrap, lookahead = WRAPPERS[name], name == "lookahead"
   good, with_bad = (1.0, 0.5, 1.0), (1.0, np.inf, np.inf, 0.5, 1.0)
   inside, outside = mpjax.loss_scaling(wrap(SGD), STATIC), wrap(mpjax.loss_scaling(SGD, STATIC))
@@ -147,7 +147,7 @@ def test_n2_outside_of_a_scale_a_wrapper_is_refused_or_exact_and_inside_it_is_ex
   "chain", [optax.chain, lambda a, b: optax.named_chain(("first", a), ("second", b))]
 )
 def test_n8_two_scales_in_one_chain_are_refused(chain):
-  """Updates were 64 times too small."""
+  # Updates were 64 times too small.
   clip, sgd = (mpjax.loss_scaling(*args) for args in ((optax.clip(10.0), STATIC), (SGD, STATIC)))
   state = chain(clip, sgd).init(PARAMS)
   got, fix = "a chain of 2, each of which divides the gradients again", "optax.chain(...)), once"
@@ -216,7 +216,7 @@ def in_float16(params):
 
 @pytest.mark.parametrize(("jit", "check"), [(True, True), (True, False), (False, True)])
 def test_opaque_sam_takes_the_gradient_function_of_the_step(jit, check):
-  """What it returns was taken for unscaled gradients: steps 1024 times too large."""
+  # What it returns was taken for unscaled gradients: steps 1024 times too large.
   params = jnp.asarray([1.0, -2.0])
   tx = mpjax.loss_scaling(sam(True), STATIC, check_updates=check)
 
@@ -236,7 +236,7 @@ def test_opaque_sam_takes_the_gradient_function_of_the_step(jit, check):
 
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_gradient_that_overflows_inside_of_sam_skips_the_step_and_backs_off(jit):
-  """clip makes a finite update of an inf: only the gradient itself shows it."""
+  # clip makes a finite update of an inf: only the gradient itself shows it.
   params = jnp.asarray([1.0, -2.0])
   adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
   inner = optax.contrib.sam(
@@ -266,8 +266,7 @@ def test_a_gradient_that_overflows_inside_of_sam_skips_the_step_and_backs_off(ji
 
 @pytest.mark.parametrize("where", ["cond", "scan", "vmap", "jit"])
 def test_a_gradient_function_that_is_called_in_a_loop_or_branch_is_refused(where):
-  """It was an UnexpectedTracerError, which named nothing of the user's."""
-
+  # It was an UnexpectedTracerError, which named nothing of the user's.
   def update(updates, state, params=None, *, grad_fn, **_):
     call = lambda p, _=None: (grad_fn(p, 0), 0.0)  # noqa: E731
     inside = {

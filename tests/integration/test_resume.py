@@ -64,7 +64,7 @@ def through_orbax(state, path):
 @pytest.mark.case("B122", "I5")
 @pytest.mark.parametrize(("through", "every"), [(through_orbax, 4), (through_msgpack, 1)])
 def test_resumed_in_each_phase(through, every, tmp_path):
-  """A step from what was saved is the step of the run, whose later ones are then the same too."""
+  # A step from what was saved is the step of the run, whose later ones are then the same too.
   step, state, seen = mpjax.make_train_step(loss_fn, TX, ema_decay=0.9), begin(), []
   targets = begin(), jax.eval_shape(begin)
   for k in range(STEPS):

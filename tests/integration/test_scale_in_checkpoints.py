@@ -36,7 +36,7 @@ def by_orbax(state, target, tmp_path):
 @pytest.mark.case("A49", "A58", "A39", "A40", "A64")
 @pytest.mark.parametrize("through", [by_flax, by_orbax])
 def test_only_a_state_of_the_same_configuration_restores(through, tmp_path):
-  """Whatever its start; also one without a scale."""
+  # Whatever its start; also one without a scale.
   adam = optax.adam(0.1)
   for number, other in enumerate((mpjax.DynamicLossScale(), mpjax.StaticLossScale(64))):
     (tmp_path / str(number)).mkdir()

@@ -118,7 +118,7 @@ def test_every_power_of_two_from_0_to_24(inner, dtype):
 
 @pytest.mark.case("I2", "B015", "B016")
 def test_float16_inside_and_outside_the_safe_band():
-  """Below the band gradients round among the subnormals; above it they overflow."""
+  # Below the band gradients round among the subnormals; above it they overflow.
   tx = mpjax.loss_scaling(optax.sgd(0.05, momentum=0.9), CONFIG)
   band = train(tx, jnp.float16, [9, 10, 11])
   low, high = train(tx, jnp.float16, [0, 28])

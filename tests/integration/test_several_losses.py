@@ -89,7 +89,7 @@ def check_like_oracle(name, metrics, flags, applied):
 
 @pytest.mark.case("A45", "B036")
 def test_only_the_optimizer_with_the_bad_gradients_skips():
-  """As in a GAN: two parts of a model, each with its optimizer."""
+  # As in a GAN: two parts of a model, each with its optimizer.
   names = ("generator", "critic")
   txs = {name: mpjax.loss_scaling(optimizer(), SCALES[name], name=name) for name in names}
   tx = optax.multi_transform(txs, {name: name for name in names})
@@ -177,7 +177,7 @@ def test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame():
 
 
 def test_what_counts_for_each_scale():
-  """Its own loss, if the losses are passed, and its own quotients; the other's only skip."""
+  # Its own loss, if the losses are passed, and its own quotients; the other's only skip.
   params = jnp.ones(2)
   low = mpjax.DynamicLossScale(init_scale=0.25, min_scale=0.125)
   of_losses, of_quotients = two(), mpjax.loss_scaling(optax.sgd(1.0), {"a": low, "b": low})
@@ -201,7 +201,7 @@ def test_what_counts_for_each_scale():
 
 
 def test_gradients_by_name_from_half_losses():
-  """On exact data the update is that of the sum of the losses in float32."""
+  # On exact data the update is that of the sum of the losses in float32.
   params = {"shared": jnp.asarray([1.0, -2.0]), "only a": jnp.asarray(0.5)}
   scales = {"a": mpjax.StaticLossScale(2.0**3), "b": mpjax.StaticLossScale(2.0**10)}
   tx = mpjax.loss_scaling(optax.sgd(1.0), scales)
@@ -230,7 +230,7 @@ def test_gradients_by_name_from_half_losses():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_scaling_the_sum_is_all_that_is_added(dtype):
-  """And half gradients stay half, as those of one loss: inner has made its state for them."""
+  # And half gradients stay half, as those of one loss: inner has made its state for them.
   inner = optax.adam(0.1)
   tx = mpjax.loss_scaling(inner, dict.fromkeys("abc", mpjax.NoLossScale()))
   params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
@@ -276,7 +276,7 @@ def test_integers_and_line_searches_without_scaling():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_all_devices_decide_alike_for_each_loss(devices, check_vma):
-  """A NaN in one loss on one device skips the step everywhere, and that scale backs off."""
+  # A NaN in one loss on one device skips the step everywhere, and that scale backs off.
   config = mpjax.DynamicLossScale(init_scale=4)
   tx = mpjax.loss_scaling(optax.sgd(1.0), {"a": config, "b": config}, axis_name="data")
   params = jnp.ones(2)

@@ -161,8 +161,8 @@ def test_averages_are_float32_whatever_is_stored_and_computed(eight_devices):
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_float16_gradients_of_eight_devices_do_not_overflow(eight_devices, check_vma):
-  """40000 on each: the sum of two of them is inf already. The program that XLA makes is read too:
-  nothing in it moved the sum back to half."""
+  # 40000 on each: the sum of two of them is inf already. The program that XLA makes is read too:
+  # nothing in it moved the sum back to half.
   step, state, put = mapped_step(eight_devices, jnp.float16, jnp.float16, check_vma)
   batch = put(jnp.full((8, 3), 40000.0))
   found = collectives(step, state, batch)
@@ -177,8 +177,8 @@ def test_float16_gradients_of_eight_devices_do_not_overflow(eight_devices, check
 @pytest.mark.case("A52", "B127")
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=lambda a: a.name)
 def test_an_overflow_in_an_automatic_reduction_is_seen(eight_devices, axis_type):
-  """Under automatic sharding the partitioner sums half gradients in half. The inf is one step that
-  is skipped, and a smaller scale for the next."""
+  # Under automatic sharding the partitioner sums half gradients in half. The inf is one step that
+  # is skipped, and a smaller scale for the next.
   mesh = mesh_of(eight_devices, axis_type)
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=16.0))
   state = mpjax.TrainState.create(place(mesh, {"w": jnp.zeros((3, 2))}, jax.P()), tx)
@@ -200,7 +200,7 @@ def test_an_overflow_in_an_automatic_reduction_is_seen(eight_devices, axis_type)
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_all_devices_run_a_batch_again(eight_devices, check_vma):
-  """A gradient overflows on one device only, at the first two scales."""
+  # A gradient overflows on one device only, at the first two scales.
   mesh = mesh_of(eight_devices)
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=16.0))
   step = mpjax.make_train_step(product(jnp.float16), tx, axis_name="data", max_retries=3)
@@ -216,7 +216,7 @@ def test_all_devices_run_a_batch_again(eight_devices, check_vma):
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_stochastic_rounding_is_the_same_on_all_devices(eight_devices):
-  """As on one device, to the bit: the key of a step is folded with the device for dropout alone."""
+  # As on one device, to the bit: the key of a step is folded with the device for dropout alone.
   mesh, loss_fn = mesh_of(eight_devices), product(jnp.bfloat16)
   tx = mpjax.loss_scaling(optax.sgd(2.0**-12), mpjax.StaticLossScale(1))
   # The mean of what eight devices find in their own rows is that of one which has them all.
@@ -238,7 +238,7 @@ def test_stochastic_rounding_is_the_same_on_all_devices(eight_devices):
 
 
 def test_where_the_new_state_is_can_be_said(eight_devices):
-  """Adafactor keeps means of rows, made replicated; XLA would leave them where the rows are."""
+  # Adafactor keeps means of rows, made replicated; XLA would leave them where the rows are.
   mesh = mesh_of(eight_devices)
   tx = mpjax.loss_scaling(optax.adafactor(1e-2, min_dim_size_to_factor=8), mpjax.StaticLossScale(8))
   batch = place(mesh, jnp.ones((8, 16)), jax.P("data"))

@@ -74,8 +74,7 @@ def check_equal(found, expected):
 
 @pytest.mark.case("I16", "I19", "A67", "I1")
 def test_1000_steps_are_those_of_float32_masters():
-  """Of three optimizers in one program: parameters, updates and masters after each step."""
-
+  # Of three optimizers in one program: parameters, updates and masters after each step.
   @jitted
   def train_all(params, x):
     found = {}
@@ -146,7 +145,7 @@ BY_ROWS, BY_COLUMNS = jax.P("data"), jax.P(None, "data")
   ids=str,
 )
 def test_n9_eight_devices_have_parts_of_each_parameter(kind, spec, mapped):
-  """By the sharding of the arguments, or in a shard_map; on the host all masters are right."""
+  # By the sharding of the arguments, or in a shard_map; on the host all masters are right.
   mesh = jax.make_mesh((8,), ("data",), (kind,), devices=jax.devices()[:8])
   grads = np.random.default_rng(2).normal(size=(20, 16, 24)).astype(np.float32)
   grads[::7, 2, 2] = np.nan
@@ -182,7 +181,7 @@ def test_n9_eight_devices_have_parts_of_each_parameter(kind, spec, mapped):
 @pytest.mark.case("I19")
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_n11_partitioned_parameters_of_flax(axis_type):
-  """Both frameworks give the metadata of a parameter to its remainder, whose shape is the same."""
+  # Both frameworks give the metadata of a parameter to its remainder, whose shape is the same.
   mesh = jax.make_mesh((2, 4), ("d", "m"), (axis_type,) * 2, devices=jax.devices()[:8])
   init, names, dtype = nn.initializers.lecun_normal(), ("d", "m"), jnp.bfloat16
   layer = nn.Dense(16, param_dtype=dtype, kernel_init=nn.with_partitioning(init, names))

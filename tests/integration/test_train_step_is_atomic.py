@@ -24,7 +24,7 @@ SETUPS = [
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 def test_a_skipped_step_is_a_deleted_step(setup):
-  """A fault in any one part skips everything, and the scale is that of the oracle."""
+  # A fault in any one part skips everything, and the scale is that of the oracle.
   outcomes = rig.attack(setup, SIZES, rig.PLACES, np.random.default_rng(0), guard=True)
   assert {outcome.name: outcome.first for outcome in outcomes if outcome.lost} == {}
   assert all(outcome.injected > 3 * SIZES.runs for outcome in outcomes)
@@ -32,7 +32,7 @@ def test_a_skipped_step_is_a_deleted_step(setup):
 
 @pytest.mark.case("B144")
 def test_examples_guard_their_batch_statistics():
-  """Each that has some commits them by the flag, or leaves that to the step."""
+  # Each that has some commits them by the flag, or leaves that to the step.
   sources = {file.name: file.read_text() for file in (ROOT / "examples").glob("*.py")}
   having = {name: text for name, text in sources.items() if 'mutable=["batch_stats"]' in text}
   assert having

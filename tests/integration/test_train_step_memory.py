@@ -110,7 +110,7 @@ def test_a_step_holds_its_state_and_one_more_gradient(name):
 
 
 def test_to_check_the_updates_takes_a_byte_for_each_number_of_one_layer():
-  """They are looked at one by one before the decision, and computed again to be applied."""
+  # They are looked at one by one before the decision, and computed again to be applied.
   found, without = (
     ours(CLIPPED, jnp.float32, jnp.float16, check=check)[0].temp_size_in_bytes
     for check in (True, False)
@@ -122,7 +122,7 @@ def test_to_check_the_updates_takes_a_byte_for_each_number_of_one_layer():
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
 @pytest.mark.parametrize(("storage", "of_master"), [("float32", 4), ("split", 2)])
 def test_master_weights_hold_the_master_and_the_half_parameters(storage, of_master):
-  """2 bytes for each parameter, some for its master, 4 for each moment, and single numbers."""
+  # 2 bytes for each parameter, some for its master, 4 for each moment, and single numbers.
   stored = jnp.bfloat16
   inner = mpjax.master_weights(ADAMW, storage=storage)
   found, state, metrics = ours(inner, stored, stored)

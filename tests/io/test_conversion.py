@@ -195,7 +195,7 @@ class Params(nnx.Module):
 
 
 def test_state_of_an_nnx_model():
-  """Also of one with an attribute called params."""
+  # Also of one with an attribute called params.
   layers = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0))
   model = nnx.Sequential(*layers)
   nnx.update(model, convert(nnx.state(model), "bfloat16", [Rule(None, path="layers/0/bias")]))

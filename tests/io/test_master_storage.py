@@ -139,7 +139,7 @@ def test_one_array_for_all_parameters():
 
 
 def test_masters_whose_parameters_have_ties_to_even_are_split():
-  """Files of the time before have such ones, and so has the user who casts masters."""
+  # Files of the time before have such ones, and so has the user who casts masters.
   tie = jnp.asarray([1 + 2.0**-8, 1 + 3 * 2.0**-8])
   params, tx = tie.astype(jnp.bfloat16), mpjax.master_weights(optax.identity(), storage="split")
   saved = mpjax.master_weights(optax.identity()).init(params)._replace(master=tie)

@@ -174,7 +174,7 @@ HALF = {"a": jnp.zeros(2, jnp.bfloat16), "b": [jnp.zeros(3)], "c": jnp.zeros((2,
 @pytest.mark.case("B119", "B120")
 @pytest.mark.parametrize("through", FORMATS)
 def test_another_dtype_is_an_error_that_names_every_leaf(through, tmp_path):
-  """And a cast that is asked for rounds to nearest."""
+  # And a cast that is asked for rounds to nearest.
   restored = through(WIDE, tmp_path / "state")
   got = "float32[2] for bfloat16[2] at a; float32[2, 2] for float16[2, 2] at c. "
   misfit(HALF, restored, got, "Pass cast=True", cast=False)

@@ -83,7 +83,7 @@ def test_the_length_of_a_window_may_depend_on_the_updates_done(every):
 
 
 def test_the_inner_optimizer_runs_only_when_the_window_is_full():
-  """It can be recognised in a program, and its state counts its calls."""
+  # It can be recognised in a program, and its state counts its calls.
   marked = optax.GradientTransformation(
     lambda params: jnp.zeros((), jnp.int32),
     lambda updates, state, params=None: (jax.tree.map(jnp.sin, updates), state + 1),
@@ -139,7 +139,7 @@ READ_VALUE = {"polyak": optax.polyak_sgd(), "momo": optax.contrib.momo(), "plate
 
 @pytest.mark.parametrize("inner", READ_VALUE.values(), ids=READ_VALUE)
 def test_the_loss_that_an_optimizer_reads_is_the_mean_over_the_window(inner):
-  """It was that of the last micro-batch: polyak stepped by a third of what one batch steps."""
+  # It was that of the last micro-batch: polyak stepped by a third of what one batch steps.
   tx = mpjax.loss_scaling(mpjax.accumulate_gradients(inner, 2), mpjax.StaticLossScale(8))
   params = jnp.ones(2)
   state, plain = tx.init(params), inner.init(params)
@@ -205,8 +205,7 @@ def test_windows_of_no_number():
 
 
 def test_extra_arguments_reach_the_inner_optimizer():
-  """Also a loss that it names but does not read."""
-
+  # Also a loss that it names but does not read.
   def reads(updates, state, params=None, *, value, **extra_args):
     return updates * value, state
 

@@ -118,7 +118,7 @@ def test_nearest_rounds_the_float32_sum_once(half):
 
 
 def test_weakly_typed_updates_are_not_added_in_half():
-  """Rounded to half before the sum, the update is exactly half a step, and a tie that goes down."""
+  # Rounded to half before the sum, the update is exactly half a step, and a tie that goes down.
   step = float(jnp.finfo(jnp.bfloat16).eps)
   update = jnp.full(4, step / 2 * (1 + 2.0**-12))
   assert update.weak_type
@@ -133,7 +133,7 @@ def test_weakly_typed_updates_are_not_added_in_half():
 
 @BOTH
 def test_stochastic_rounding_on_the_same_random_bits(half):
-  """To the bit, so that the result is ever one of the two neighbours."""
+  # To the bit, so that the result is ever one of the two neighbours.
   exact = samples(half)
   for apply in (COMPILED, STOCHASTIC):
     found = np.asarray(apply(zeros(exact, half), exact, key=KEY))
@@ -144,7 +144,7 @@ def test_stochastic_rounding_on_the_same_random_bits(half):
 @BOTH
 @pytest.mark.parametrize("update", [-0.0, 0.0])
 def test_what_half_can_hold_stays(half, update):
-  """So a skipped step changes nothing: -0.0 stays where the update is -0.0, and inf and NaN too."""
+  # So a skipped step changes nothing: -0.0 stays where the update is -0.0, and inf and NaN too.
   numbers = every_number(half)
   found = COMPILED(numbers, np.full(numbers.shape, update, np.float32), key=KEY)
   positive_zero = numbers.view(np.uint16) * (numbers.view(np.uint16) != 0x8000)
@@ -158,14 +158,14 @@ def test_what_half_can_hold_stays(half, update):
 
 @BOTH
 def test_a_nan_of_any_payload_stays_one(half):
-  """Of all ones a carry would make -0.0."""
+  # Of all ones a carry would make -0.0.
   updates = np.asarray([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001] * 100, np.uint32).view(np.float32)
   found = COMPILED(zeros(updates, half), updates, key=KEY)
   assert np.all(np.isnan(np.asarray(found, np.float32)))
 
 
 def test_the_smallest_random_number_moves_nothing_that_half_can_hold():
-  """With this key the random number of one float16 subnormal number is exactly 0."""
+  # With this key the random number of one float16 subnormal number is exactly 0.
   key, position = jax.random.key(593), 3571
   random = jax.random.bits(jax.random.fold_in(key, 0), (2**16,), jnp.uint32)
   assert random[position] >> 8 == 0
@@ -175,7 +175,7 @@ def test_the_smallest_random_number_moves_nothing_that_half_can_hold():
 
 
 def test_each_leaf_has_random_bits_of_its_own():
-  """By its number in the tree; keys may be typed or raw."""
+  # By its number in the tree; keys may be typed or raw.
   exact = samples("float16")
   params = {name: zeros(exact, half) for name, half in zip("abc", [*HALF, "float16"], strict=True)}
   updates = dict.fromkeys(params, exact)
@@ -189,11 +189,10 @@ def test_each_leaf_has_random_bits_of_its_own():
 
 @BOTH
 def test_the_compiler_does_not_fold_it_away(half):
-  """The bits are those of the uncompiled rounding, whatever is before and after it.
-
-  A compiler that sees a cast to half and back may drop both, but it cannot see through an addition
-  of integers to the bits of a number.
-  """
+  # The bits are those of the uncompiled rounding, whatever is before and after it.
+  #
+  # A compiler that sees a cast to half and back may drop both, but it cannot see through an
+  # addition of integers to the bits of a number.
   rng = np.random.default_rng(4)
   params = rng.normal(size=4096).astype(half)
   updates = (rng.normal(size=4096) * 1e-3).astype(np.float32)
@@ -241,7 +240,7 @@ def test_from_a_master_is_its_rounding_whatever_the_update(half):
 
 
 def test_from_a_master_half_way_between_two_bfloat16_it_is_the_larger_one():
-  """As split masters need it; float16 has ties to even."""
+  # As split masters need it; float16 has ties to even.
   master = jnp.asarray([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8])
   found = mpjax.apply_updates(jnp.zeros(3, jnp.bfloat16), master, master=master)
   assert found.tolist() == [1 + 2.0**-7, 1 + 2.0**-6, -1 - 2.0**-7]
@@ -260,7 +259,7 @@ def test_n1_stochastic_rounding_has_the_derivative_of_a_sum(half):
 
 
 def test_from_a_master_with_holes():
-  """A leaf without a master is added to, also where one None stands for a subtree."""
+  # A leaf without a master is added to, also where one None stands for a subtree.
   params = {"w": jnp.ones(2, "bfloat16"), "rest": {"b": jnp.ones(2), "h": jnp.ones(2, "float16")}}
   updates = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3), params)
   for rest in (None, {"b": None, "h": None}):

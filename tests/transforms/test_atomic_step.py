@@ -65,7 +65,7 @@ def test_a_skipped_step_is_a_deleted_one(wrap):
 
 
 def test_of_two_optimizers_the_one_that_is_updated_decides():
-  """The other one has skipped its last step, which was another."""
+  # The other one has skipped its last step, which was another.
   (model, optimizer), (other, skipped) = training(), training()
   plain_step(other, skipped, BAD)
   assert not mpjax.last_step_finite(skipped)
@@ -81,7 +81,7 @@ def both(one, x, other, y):
 
 
 def test_where_one_of_two_optimizers_has_skipped_the_other_keeps_its_moments_as_well():
-  """Else they were of a step that the parameters have not made; split masters were others."""
+  # Else they were of a step that the parameters have not made; split masters were others.
   one, other = training(), training()
   before = numbers(*one)
   both(one, GOOD, other, BAD)
@@ -102,7 +102,7 @@ def test_without_a_scale():
 
 
 def test_it_needs_no_more_memory():
-  """The moments are kept by the update itself: a second choice would keep the old ones beside."""
+  # The moments are kept by the update itself: a second choice would keep the old ones beside.
   model, optimizer = training()
   graphdef, state = nnx.split((model, optimizer))
 

@@ -107,7 +107,7 @@ def ends(how):
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn")
 @pytest.mark.parametrize("kind", ["masters in windows", "cut, retried and averaged", "none"])
 def test_right_steps_of_make_train_step_pass(kind):
-  """Donated, with metrics among which are the scale and its counters."""
+  # Donated, with metrics among which are the scale and its counters.
   params, batch = data(rows=8)
   inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
   if kind == "masters in windows":
@@ -286,7 +286,7 @@ KINDS = ["statistics", "average", "count", "momentum of updates", "momentum of g
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_d6_what_a_skipped_step_changes(kind, guarded):
-  """It was NaN after one bad batch, and stayed so. Momentum that is 0 at first stays 0 once."""
+  # It was NaN after one bad batch, and stayed so. Momentum that is 0 at first stays 0 once.
   tx = mpjax.loss_scaling(optax.sgd(0.1))
   rest = {"mean": jnp.zeros(4), "average": PARAMS, "count": jnp.zeros((), jnp.int32)}
   rest["momentum"] = jax.tree.map(jnp.zeros_like, PARAMS)
@@ -325,7 +325,7 @@ BARE = {"before the state": "[1]", "after the state": "[2]", "a carry": "[0][2]"
 
 @pytest.mark.parametrize("kind", BARE)
 def test_arrays_without_names_are_known_by_their_places(kind):
-  """But a loss may be where a number of the batch is, and outputs where labels are."""
+  # But a loss may be where a number of the batch is, and outputs where labels are.
   tx, (x, y), w = mpjax.loss_scaling(optax.adam(0.1)), BATCH, jnp.ones(4)
 
   def arranged(w, mean, opt_state):
@@ -353,7 +353,7 @@ def test_arrays_without_names_are_known_by_their_places(kind):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["beside the optimizer", "elsewhere"])
 def test_keys_and_cursors_may_move_beside_the_state_of_the_optimizer(inside):
-  """As the step counts of nnx.Optimizer and of Flax's TrainState, which nothing of ours reads."""
+  # As the step counts of nnx.Optimizer and of Flax's TrainState, which nothing of ours reads.
   tx = mpjax.monitor(mpjax.loss_scaling(optax.adam(0.1)))
   moving = {"key": jax.random.key(0), "cursor": jnp.zeros((), jnp.int32)}
 
@@ -383,7 +383,7 @@ def test_inside_of_jit_it_says_so():
 
 
 def test_a_step_that_looks_at_values_runs_as_it_is():
-  """Whether JAX says so, or the step and what it calls refuse tracers in their own way."""
+  # Whether JAX says so, or the step and what it calls refuse tracers in their own way.
   seen = nnx.metrics.Average()
 
   def asserts(loss):
@@ -404,7 +404,7 @@ def test_a_step_that_looks_at_values_runs_as_it_is():
 
 
 def test_what_is_logged_may_depend_on_the_scale():
-  """Updates, gradients in the tree of the parameters, norms of them, and the scale itself."""
+  # Updates, gradients in the tree of the parameters, norms of them, and the scale itself.
   tx = mpjax.loss_scaling(optax.adam(1e-3))
 
   @jax.jit
@@ -476,7 +476,7 @@ NNX_KINDS = {
 
 @pytest.mark.parametrize("kind", NNX_KINDS)
 def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
-  """Users of NNX are told the names of their functions."""
+  # Users of NNX are told the names of their functions.
   model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
   tx = mpjax.loss_scaling(optax.sgd(WARMUP if kind == "warmup" else 0.1))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -532,7 +532,7 @@ def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
 
 
 def test_a_warmup_from_zero_is_inconclusive_at_its_first_step_and_found_after_it():
-  """Plain SGD with a learning rate of zero returns the same for any gradients."""
+  # Plain SGD with a learning rate of zero returns the same for any gradients.
   params, batch = data()
   tx = mpjax.loss_scaling(optax.sgd(WARMUP))
   opt_state = tx.init(params)

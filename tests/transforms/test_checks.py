@@ -127,7 +127,7 @@ def test_an_unknown_label_is_named_with_its_path(name):
 
 
 def test_only_what_fails_by_itself_is_named():
-  """A label that is wrong for several leaves, and an init that is wrong for their number alone."""
+  # A label that is wrong for several leaves, and an init that is wrong for their number alone.
   both = optax.multi_transform({"a": optax.sgd(0.1)}, labels_of)
   with pytest.raises(ValueError, match=r"\(for \['head'\], \['layer'\]\['b'\]\)"):
     mpjax.loss_scaling(both, mpjax.NoLossScale()).init(PARAMS)

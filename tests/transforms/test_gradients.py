@@ -30,7 +30,7 @@ def gradients(loss_fn, batch, params=None, tx=SGD, model_state=(), rng=None, **o
 @pytest.mark.case("I12")
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_accumulation_is_the_exact_mean(k):
-  """Against NumPy in float64, to the bit; the numbers of the metrics too."""
+  # Against NumPy in float64, to the bit; the numbers of the metrics too.
   batch = rows(24)
   found, _, metrics = gradients(quadratic, batch, accumulate=k)
   x, y = (batch[key].astype(np.float64) for key in "xy")
@@ -43,8 +43,7 @@ def test_accumulation_is_the_exact_mean(k):
 
 
 def test_micro_batches_take_every_kth_row_in_turn():
-  """Model state goes from one micro-batch to the next, and each has a key of its own."""
-
+  # Model state goes from one micro-batch to the next, and each has a key of its own.
   def loss_fn(params, seen, batch, rng):
     digits = 10 * batch["id"][0] + batch["id"][1]
     draw = jax.random.bits(rng).astype(jnp.uint32)
@@ -65,10 +64,9 @@ def test_micro_batches_take_every_kth_row_in_turn():
 @pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_sums_are_float32(half):
-  """Eight times 30000 is inf in float16, and 1 is lost beside 2048 in both halves.
-
-  In one program: parameters that are stored and computed in low precision, or one of the two.
-  """
+  # Eight times 30000 is inf in float16, and 1 is lost beside 2048 in both halves.
+  #
+  # In one program: parameters that are stored and computed in low precision, or one of the two.
   stored = {"both": half, "computed": jnp.float32, "stored": half}
   computed = {"both": half, "computed": half, "stored": jnp.float32}
 
@@ -112,7 +110,7 @@ METRICS = {
 
 @pytest.mark.parametrize("how", ["plain", "micro-batches", "devices", "both"])
 def test_metrics(devices, how):
-  """Averages do not depend on how the batch is cut; counts are counted."""
+  # Averages do not depend on how the batch is cut; counts are counted.
   k, axis = (2 if how in ("micro-batches", "both") else 1), how in ("devices", "both")
 
   def loss_fn(params, model_state, batch, rng):
@@ -131,7 +129,7 @@ def test_metrics(devices, how):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_model_state_of_any_kind_agrees(devices, check_vma):
-  """Floating leaves are averaged in float32; what is not floating is the same, as is said."""
+  # Floating leaves are averaged in float32; what is not floating is the same, as is said.
   before = {"mean": jnp.zeros(()), "half": jnp.zeros((), jnp.float16)}
   before |= {"complex": jnp.zeros((), jnp.complex64), "count": jnp.int32(7)}
   before |= {"flag": jnp.asarray(True), "key": jax.random.key(1), "raw": jax.random.PRNGKey(2)}
@@ -159,7 +157,7 @@ def test_model_state_of_any_kind_agrees(devices, check_vma):
   ("axes", "check_vma"), [(("a", "b"), True), (["b", "a"], False), ("a", True)], ids=str
 )
 def test_several_axes(devices, axes, check_vma):
-  """Over both axes of a mesh, or over one while the other repeats the work."""
+  # Over both axes of a mesh, or over one while the other repeats the work.
   mesh = jax.make_mesh((2, 2), ("a", "b"), (AUTO, AUTO), devices=devices)
   step = mpjax.make_train_step(quadratic, SGD, axis_name=axes)
   rows_over = jax.P("a") if axes == "a" else jax.P(("a", "b"))
@@ -172,8 +170,7 @@ def test_several_axes(devices, axes, check_vma):
 
 
 def test_the_batch_is_seen_in_the_order_of_devices(devices):
-  """The key of each device and micro-batch is its own, and none is that of another step."""
-
+  # The key of each device and micro-batch is its own, and none is that of another step.
   def loss_fn(params, draws, batch, rng):
     bits = jax.random.bits(rng, (), jnp.uint32)
     here = jax.nn.one_hot(batch[0], 8, dtype=jnp.uint32)
@@ -220,7 +217,7 @@ bad_updates scale_changed
 
 
 def test_names_of_metrics_that_are_taken():
-  """Whatever a step reports by itself, and nothing else."""
+  # Whatever a step reports by itself, and nothing else.
   where, expected = "mpjax.make_train_step(loss_fn): metrics", "metrics with other names than ours"
   for name in NAMES.split():
     of_name = returning(lambda loss, state, name=name: (loss, (state, {name: 1, "mine": 2})))
@@ -234,7 +231,7 @@ def test_names_of_metrics_that_are_taken():
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_model_state_that_changes_its_type(k):
-  """In float32 one day and in half the next, it would be compiled anew, or never fit a `scan`."""
+  # In float32 one day and in half the next, it would be compiled anew, or never fit a `scan`.
   old = {"m": jnp.zeros(2), "n": jnp.zeros((), jnp.int32)}
   for new, got in (
     (lambda old: old | {"m": old["m"].astype(jnp.bfloat16)}, "bfloat16[2] for float32[2]"),
@@ -261,7 +258,7 @@ def test_an_axis_that_is_not_bound(devices):
 
 
 def test_sharded_parameters_and_an_axis(devices):
-  """Their gradients belong to one device; an average over devices would mix different ones."""
+  # Their gradients belong to one device; an average over devices would mix different ones.
   mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
   step = mpjax.make_train_step(quadratic, SGD, axis_name="data")
   state = mpjax.TrainState.create(jnp.zeros((4, 3)), SGD)

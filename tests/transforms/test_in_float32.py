@@ -66,7 +66,7 @@ def test_it_is_the_program_in_float32(name, dtype):
 
 
 def test_operations_on_bits_run_as_they_are_written():
-  """They, and all that reads a half as it is stored, would be others in float32."""
+  # They, and all that reads a half as it is stored, would be others in float32.
   fun = lambda x: jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.int16)  # noqa: E731
   (bits,) = in_float32(jax.make_jaxpr(fun)(X))(X)
   np.testing.assert_array_equal(bits, fun(X))

@@ -78,7 +78,7 @@ def scenario(flags, expected, **config):
 
 @pytest.mark.case("A01", "A06", "A07", "A14", "A17", "A20", "A22", "B020")
 def test_growth():
-  """Of an interval, in the tests of other libraries."""
+  # Of an interval, in the tests of other libraries.
   found = scenario([1, 1, 0], [4, 8, 2], init_scale=4, backoff_factor=0.25, growth_interval=2)
   assert found["good_steps"] == [1, 0, 0], "it comes on the last step of the interval"
   doubled = [2.0 ** (8 + n // 2) for n in range(1, 11)]
@@ -102,7 +102,7 @@ def test_growth():
   "A02", "A03", "A05", "A08", "A16", "A18", "A19", "B023", "B030", "A09", "B021", "B022", "B034"
 )
 def test_limits():
-  """Growth ends at the maximum, and halving at the minimum, where overflows are counted."""
+  # Growth ends at the maximum, and halving at the minimum, where overflows are counted.
   found = scenario([0] * 6, [32, 16, 8, 8, 8, 8], init_scale=64, min_scale=8)
   assert found["floor_hits"][-1] == 3
   assert scenario([0, 1, 0, 0], [1], init_scale=2)["floor_hits"] == [0, 0, 1, 2]
@@ -127,7 +127,7 @@ def test_limits():
 
 @pytest.mark.case("A04", "A05")
 def test_only_growth_refills_the_hysteresis():
-  """The finite step in between does not, as it would by Apex's rule: the second overflow halves."""
+  # The finite step in between does not, as it would by Apex's rule: the second overflow halves.
   flags, scales = [0, 1, 0, 1, 1, 1, 0, 0], [64, 64, 32, 32, 32, 64, 64, 32]
   found = scenario(flags, scales, init_scale=64, growth_interval=3, hysteresis=2)
   assert found["hysteresis"] == [1, 1, 0, 0, 0, 2, 1, 0]
@@ -260,7 +260,7 @@ def test_the_cast_comes_before_the_division(dtype):
 @pytest.mark.case("B011", "B024", "B025", "B058")
 @pytest.mark.parametrize("exponent", [126, -126, 125, -125, 120, -120, 15])
 def test_unscaling_at_the_hard_limits(exponent):
-  """Complex gradients part by part."""
+  # Complex gradients part by part.
   scale = np.float32(2.0) ** np.float32(exponent)
   x = np.asarray([1.5, -0.75], np.float32)
   # 0.75 at 2^126 is 1.5 * 2^-127: the one subnormal, which XLA flushes.

@@ -61,7 +61,7 @@ class Rig:
 @pytest.mark.case("B001", "B005", "A15", "A62", "A42")
 @pytest.mark.parametrize("how", ["by a branch", "by a selection", "not traced"])
 def test_a_skipped_step_changes_nothing(monkeypatch, how):
-  """A branch is for CPU and a selection for all others; both are to be seen everywhere."""
+  # A branch is for CPU and a selection for all others; both are to be seen everywhere.
   on_cpu = how == "by a branch"
   monkeypatch.setattr(_skip, "compiled_for_cpu", lambda: jnp.asarray(on_cpu))
   rig = Rig(mpjax.loss_scaling(CLIPPED, mpjax.DynamicLossScale(init_scale=16)), PARAMS)
@@ -128,7 +128,7 @@ def test_clipping_does_not_depend_on_the_scale():
 
 @pytest.mark.case("A46", "B008")
 def test_updates_that_are_not_finite():
-  """The second derivative of lr: finite gradients, updates that overflow."""
+  # The second derivative of lr: finite gradients, updates that overflow.
   inner = optax.chain(optax.trace(0.5), optax.scale(3e38))
   config, oracle = mpjax.DynamicLossScale(growth_interval=2), Oracle(growth_interval=2)
   rig = Rig(mpjax.loss_scaling(inner, config, check_updates=True), PARAMS)
@@ -203,7 +203,7 @@ def test_the_loss_counts_if_it_is_passed():
 @pytest.mark.case("A27", "A28", "A29", "A30", "B001", "B037", "B071")
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_one_bad_element_anywhere_in_mixed_dtypes():
-  """All trees with one such element in one program, each a member of a batch."""
+  # All trees with one such element in one program, each a member of a batch.
   shapes = {"f16": ((3,), jnp.float16), "bf16": ((2, 2), jnp.bfloat16), "f32": ((5,), jnp.float32)}
   shapes |= {"c64": ((2,), jnp.complex64), "scalar": ((), jnp.float32)}
   clean = {k: np.ones(shape, dtype) for k, (shape, dtype) in shapes.items()}
@@ -261,7 +261,7 @@ def test_under_the_debugging_flags(set_flag, flag):
 
 @pytest.mark.case("I17", "A42")
 def test_order_of_operations():
-  """Unscale, check, clip, optimizer, check of updates, selection; nothing before the division."""
+  # Unscale, check, clip, optimizer, check of updates, selection; nothing before the division.
   inner = optax.chain(optax.clip(0.5), optax.scale_by_learning_rate(0.125))
   tx = mpjax.loss_scaling(inner, STATIC4, check_updates=True)
   jaxpr = jax.make_jaxpr(tx.update)(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
@@ -305,7 +305,7 @@ def test_nesting_is_refused():
 
 @pytest.mark.case("A57")
 def test_what_is_no_configuration():
-  """And arguments that contradict it."""
+  # And arguments that contradict it.
   for config in (128, 2.0**15, "dynamic", None, True, mpjax.DynamicLossScale):
     where, fix = "mpjax.loss_scaling(loss_scale)", "mpjax.StaticLossScale(1024)"
     with refused(TypeError, where, "DynamicLossScale", repr(config), fix):
@@ -405,7 +405,7 @@ def moved_by(config):
 
 @EITHER
 def test_apply_inside_of_another_transformation_is_refused(config):
-  """It would take the new parameters for updates."""
+  # It would take the new parameters for updates.
   tx = mpjax.loss_scaling(optax.sgd(0.5), config)
   params = {"a": jnp.ones(2), "b": jnp.ones(1)}
   other, part = optax.scale(0.5), "a part of the parameters"

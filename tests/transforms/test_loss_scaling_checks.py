@@ -27,7 +27,7 @@ WHERE, SGD = "mpjax.loss_scaling(inner)", optax.sgd(0.1)
 
 
 def test_gradients_and_losses_come_by_name():
-  """Losses where somebody looks at them; None is none at all."""
+  # Losses where somebody looks at them; None is none at all.
   both = itertools.product(SEVERAL.values(), ("updates", "grad"))
   for several, argument in [*both, (SEVERAL["scaled"], "loss")]:
     tx = mpjax.loss_scaling(SGD, several)

@@ -38,7 +38,7 @@ def mixed():
 @pytest.mark.case("B115")
 @BOTH
 def test_weight_decay_acts_on_the_master(half):
-  """With 1e-3 and 0.1 it takes 1e-4 of a weight: nothing in half, and 0 of a small float16."""
+  # With 1e-3 and 0.1 it takes 1e-4 of a weight: nothing in half, and 0 of a small float16.
   params = jnp.asarray([1.0, 6e-5, -3.0], half)
   inner = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-3))
   tx = mpjax.master_weights(inner)
@@ -62,7 +62,7 @@ def test_weight_decay_acts_on_the_master(half):
   ("half", "far"), [("float16", [60000.0, 2.0**-24]), ("bfloat16", [1e8, 1.0])]
 )
 def test_a_value_that_a_float32_sum_cannot_reach_follows_on_the_next_step(half, far):
-  """From 60000 to 2^-24 takes 40 bits. What is left is reached from 0, where the sum ended."""
+  # From 60000 to 2^-24 takes 40 bits. What is left is reached from 0, where the sum ended.
   old, goal = far
   params = jnp.asarray([old], half)
   state = mpjax.set_master_params(STEEP.init(params), jnp.asarray([goal]))
@@ -74,7 +74,7 @@ def test_a_value_that_a_float32_sum_cannot_reach_follows_on_the_next_step(half, 
 
 
 def test_minus_zero_is_the_masters_only_by_our_own_function():
-  """No update leads from 0 to -0."""
+  # No update leads from 0 to -0.
   params = jnp.asarray([0.0, -0.0, 0.0, -0.0], jnp.bfloat16)
   tx = mpjax.master_weights(optax.identity())
   state = mpjax.set_master_params(tx.init(params), jnp.asarray([-0.0, 0.0, 0.0, -0.0]))
@@ -96,7 +96,7 @@ def test_n14_the_sign_of_zero_is_that_of_the_sum_in_both_storages():
 
 
 def test_updates_that_change_nothing_are_minus_zero():
-  """Also where the master moved, but not far enough for another half number."""
+  # Also where the master moved, but not far enough for another half number.
   params = jnp.asarray([1.0, -0.0, 0.0, 2.0], jnp.bfloat16)
   updates, state = STEEP.update(jnp.asarray([1e-6, 0, 0, 0]), STEEP.init(params), params)
   assert not np.any(updates)
@@ -125,7 +125,7 @@ def test_inner_reads_masters_and_gets_extra_arguments():
 
 @BOTH
 def test_a_parameter_beyond_its_range_comes_back_when_its_master_does(half):
-  """It is the largest number of its dtype meanwhile; as an inf it could never be left again."""
+  # It is the largest number of its dtype meanwhile; as an inf it could never be left again.
   largest = float(jnp.finfo(half).max)
   ends = np.float32([largest, -largest])
   for apply in (lambda p, u, s: optax.apply_updates(p, u), apply_from_master):
@@ -195,7 +195,7 @@ def after_one_step(rate, start, storage):
 
 
 def test_n1_hypergradients_of_both_storages_are_those_without_masters():
-  """With respect to the learning rate, and to the parameters before the step; none is 0."""
+  # With respect to the learning rate, and to the parameters before the step; none is 0.
   start, found = np.float32([1, -2, 3]), {}
   for storage, dtype in (("float32", BF16), ("split", BF16), (None, F32)):
     params = jnp.asarray(start, dtype)
@@ -212,7 +212,7 @@ def test_n1_hypergradients_of_both_storages_are_those_without_masters():
 
 @pytest.mark.case("B133", "B134")
 def test_a_master_is_never_the_array_that_it_was_made_from():
-  """So both may be donated, together too; and no step deletes the parameters of another tree."""
+  # So both may be donated, together too; and no step deletes the parameters of another tree.
   source = {"w": jnp.asarray([1.001, 2.002])}
   params = mpjax.Policy.parse("float16").cast_to_param(source)
   tx = mpjax.master_weights(optax.sgd(1e-3))

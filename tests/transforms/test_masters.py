@@ -51,7 +51,7 @@ def test_masters_need_the_parameters_that_they_were_split_from():
 
 @pytest.mark.case("B152")
 def test_parameters_that_cannot_belong_to_the_state_raise():
-  """float32 is a wrapper's view, and for users another dtype."""
+  # float32 is a wrapper's view, and for users another dtype.
   state = split(optax.sgd(0.1)).init(PARAMS)
   for wrong, got in (
     (jnp.ones(3, jnp.bfloat16), "bfloat16[3] for bfloat16[2]"),
@@ -71,7 +71,7 @@ def test_parameters_that_cannot_belong_to_the_state_raise():
 
 @pytest.mark.case("B152")
 def test_parameters_of_another_dtype_never_give_masters():
-  """float32 parameters have lower bits of their own, which a master would be read with."""
+  # float32 parameters have lower bits of their own, which a master would be read with.
   params = {"b": jnp.asarray([1.0, -2.0], jnp.bfloat16)}
   for wrap, named in (
     (lambda tx: tx, "mpjax.master_weights(inner)"),
@@ -132,7 +132,7 @@ def test_trees_without_anything_to_split():
 
 
 def test_masters_are_set_from_any_dtype():
-  """For parameters that were cast, ties to even: half-way to a larger one it is an ulp less."""
+  # For parameters that were cast, ties to even: half-way to a larger one it is an ulp less.
   values = np.asarray([1.001, -2.0003], F32)
   dtypes = ("float32", "bfloat16", "float16")
   for storage in ("float32", "split"):
@@ -178,7 +178,7 @@ def test_masters_of_branches_are_merged():
 
 
 def test_the_nearest_master_where_no_update_leads_to_the_rounded_one():
-  """From 1 to -3 ulps: float32 rounds -1 - 3 ulps, and the addition ends at -4 ulps."""
+  # From 1 to -3 ulps: float32 rounds -1 - 3 ulps, and the addition ends at -4 ulps.
   ulp, start = F32(2.0**-24), F32(1 - 2.0**-10)
   params = jnp.ones(1, jnp.bfloat16)
   tx = split(optax.sgd(1.0))

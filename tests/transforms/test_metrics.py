@@ -77,7 +77,7 @@ def test_check_skipped_steps_raises_after_so_many_skips():
 
 @pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1)], ids=["moments", "none"])
 def test_check_skipped_steps_names_no_path_of_what_may_have_more_leaves(optimizer):
-  """The first leaf of variables is a batch statistic, the first gradient that of a parameter."""
+  # The first leaf of variables is a batch statistic, the first gradient that of a parameter.
   tx = mpjax.loss_scaling(optimizer)
   _, state = tx.update(BAD, tx.init(PARAMS), PARAMS)
   variables = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(2)}}
@@ -89,7 +89,7 @@ def test_check_skipped_steps_names_no_path_of_what_may_have_more_leaves(optimize
 
 
 def test_check_skipped_steps_takes_a_submodule_called_params():
-  """Its tree looks like variables; the moments of the optimizer show that it is what is trained."""
+  # Its tree looks like variables; the moments of the optimizer show that it is what is trained.
   params = {"params": jnp.ones(3), "x": jnp.ones(2)}
   _, state = TX.update(params | {"x": jnp.full(2, jnp.nan)}, TX.init(params), params)
   with pytest.raises(RuntimeError, match=r"in the gradient of \['x'\]\. ") as error:
@@ -99,7 +99,7 @@ def test_check_skipped_steps_takes_a_submodule_called_params():
 
 @pytest.mark.case("B034")
 def test_check_skipped_steps_names_the_gradient_by_its_path_or_the_parameters():
-  """The parameters if they are NaN, where their values can be looked at."""
+  # The parameters if they are NaN, where their values can be looked at.
   nan, donated = {"w": PARAMS["w"].at[0].set(jnp.nan)}, jnp.full(2, jnp.nan)
   donated.delete()
   gone = [{"x": x} for x in (donated, jax.ShapeDtypeStruct((2,), jnp.float32))]
@@ -133,7 +133,7 @@ def test_check_skipped_steps_does_not_blame_the_gradients_for_what_they_did_not_
 
 @pytest.mark.case("B034")
 def test_check_skipped_steps_names_no_path_behind_a_mask():
-  """Each optimizer sees its part of the parameters, where the first gradient is another one."""
+  # Each optimizer sees its part of the parameters, where the first gradient is another one.
   nets = {"critic": {"b": jnp.ones(1), "w": jnp.ones(2)}, "generator": {"b": jnp.ones(1)}}
   bad = nets | {"generator": {"b": jnp.full(1, jnp.nan)}}
   scaled = {name: mpjax.loss_scaling(optax.adam(0.1), name=name) for name in nets}
@@ -203,7 +203,7 @@ YES, NO = jnp.asarray(True), jnp.asarray(False)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_commit_takes_the_one_or_the_other(wrap, bad):
-  """And lets nothing through from the other."""
+  # And lets nothing through from the other.
   rest = {"none": None, "nothing": np.zeros(2, jax.dtypes.float0)}
   new = {"mean": jnp.asarray([bad, 1.0]), "n": jnp.asarray(4), "key": jax.random.key(1)} | rest
   old = {"mean": jnp.asarray([0.5, -0.0]), "n": jnp.asarray(3), "key": jax.random.key(0)} | rest

@@ -117,7 +117,7 @@ def test_in_an_nnx_optimizer_parameters_have_the_same_names_at_init_and_update()
 
 
 def test_monitors_of_parts_of_a_tree_count_all_of_it():
-  """The first alone was reported."""
+  # The first alone was reported.
   params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3)}}
   parts = {label: mpjax.monitor(optax.sgd(0.1)) for label in "xy"}
   tx = mpjax.loss_scaling(optax.multi_transform(parts, {"a": "x", "b": "y"}))

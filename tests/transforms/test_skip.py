@@ -49,7 +49,7 @@ def test_under_jit_only_one_branch_is_in_the_way():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_a_shard_map_where_the_new_state_varies(devices, check_vma):
-  """One branch returns what differs by device, the other the old state, which does not."""
+  # One branch returns what differs by device, the other the old state, which does not.
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
 
   def one_device(condition, shard):

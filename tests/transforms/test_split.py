@@ -39,7 +39,7 @@ def there_and_back(x):
 
 
 def test_every_parameter_with_remainders_at_the_edges():
-  """All upper 16 bits with lower ones at ties and around, and numbers from anywhere."""
+  # All upper 16 bits with lower ones at ties and around, and numbers from anywhere.
   low = np.uint32([0, 1, 2, 0x3FFF, 0x4000, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
   upper = np.arange(2**16, dtype=np.uint32)[:, None] << np.uint32(16)
   anywhere = np.random.default_rng(0).integers(0, 2**32, 2**20, dtype=np.uint32)
@@ -57,10 +57,9 @@ def test_every_parameter_with_remainders_at_the_edges():
 
 
 def test_any_parameter_with_any_remainder():
-  """Stale ones too: a parameter that was set from outside is no NaN with the remainder of another.
-
-  Nor is it of the other sign.
-  """
+  # Stale ones too: a parameter that was set from outside is no NaN with the remainder of another.
+  #
+  # Nor is it of the other sign.
   rest = np.int16([-32768, -32767, -5, -1, 0, 1, 32766, 32767])[:, None]
   param = np.broadcast_to(ALL, (8, 2**16))
   wide = param.astype(np.float32)
@@ -70,10 +69,9 @@ def test_any_parameter_with_any_remainder():
 
 
 def test_the_remainder_is_that_to_the_parameter_which_is_committed():
-  """As a compiler gives that computes a master twice: at a tie they are an ulp apart.
-
-  In 16 bits that wrap around, the master would be an ulp of bfloat16 away.
-  """
+  # As a compiler gives that computes a master twice: at a tie they are an ulp apart.
+  #
+  # In 16 bits that wrap around, the master would be an ulp of bfloat16 away.
   tie = (np.arange(2**15 - 2**8, dtype=np.uint32) << np.uint32(16) | 0x8000).view(np.float32)
   below = (tie.view(np.uint32) - np.uint32(1)).view(np.float32)
   zero = np.zeros((), BF16)
@@ -99,7 +97,7 @@ def test_where_no_remainder_leads_to_the_master_it_is_the_nearest():
 
 
 def test_an_update_leads_to_the_rounded_master():
-  """-0.0 changes no bit of one that is there."""
+  # -0.0 changes no bit of one that is there.
   rng = np.random.default_rng(1)
   param, goal = (rng.uniform(0.5, 2.0, 2**16).astype(BF16) for _ in range(2))
   master = goal.astype(np.float32) * np.float32(1 + 2.0**-10)

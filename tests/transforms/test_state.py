@@ -68,8 +68,7 @@ FITS = mpjax.DynamicLossScale(max_scale=2**15), mpjax.StaticLossScale(2**15), mp
 
 
 def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once():
-  """The cotangent of a float16 loss is the scale in float16, inf from 2^16 on."""
-
+  # The cotangent of a float16 loss is the scale in float16, inf from 2^16 on.
   def scaled(params, state, dtype=jnp.float16):
     return mpjax.scale_loss(jnp.mean(params["w"].astype(dtype)), state)
 
@@ -93,7 +92,7 @@ def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once():
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_value_and_grad_of_a_float16_loss_takes_any_scale(dtype, several):
-  """A step was lost at each growth beyond 2^15, for ever."""
+  # A step was lost at each growth beyond 2^15, for ever.
   name = "a" if several else None
   params = {"w": jnp.asarray([1.0, 3.0], dtype)}
 
@@ -193,7 +192,7 @@ def test_names_tell_scales_apart():
 
 
 def test_a_tuple_of_two_optimizers_is_no_chain():
-  """Their states look alike, but what is in a chain may see scaled gradients and skipped steps."""
+  # Their states look alike, but what is in a chain may see scaled gradients and skipped steps.
   tx = {name: mpjax.loss_scaling(optax.adam(0.1), name=name) for name in "gd"}
   trace, adam = optax.trace(0.9), optax.adam(0.1)
   beside = adam, mpjax.accumulate_gradients(adam, 2), optax.chain(trace), tx["d"]
@@ -247,7 +246,7 @@ def test_set_loss_scale_refuses():
 
 
 def test_a_scale_that_is_an_array_or_an_input_of_the_step():
-  """As MindSpore's `sens`: each call scales by its own number, and update divides by it."""
+  # As MindSpore's `sens`: each call scales by its own number, and update divides by it.
   tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(jnp.float32(4)))
 
   @jax.jit

@@ -41,7 +41,7 @@ OF_MU = (optax.adam, optax.amsgrad, optax.lion, optax.lamb, optax.novograd, opta
 
 @pytest.mark.case("I20")
 def test_first_moments_are_found_and_nothing_else():
-  """The fields whose arrays are in bfloat16."""
+  # The fields whose arrays are in bfloat16.
   for tx, fields in (
     *((make(0.1), ["mu"]) for make in (*OF_MU, optax.yogi, optax.contrib.muon)),
     (optax.sgd(0.1, momentum=0.9), ["trace"]),
@@ -117,7 +117,7 @@ def test_states_of_others_are_found_too():
 
 @pytest.mark.case("I20")
 def test_momentum_is_numpys_to_the_bit():
-  """Outside of jit, where each operation rounds."""
+  # Outside of jit, where each operation rounds.
   tx = mpjax.state_dtype(optax.sgd(0.5, momentum=0.9), mu="bfloat16")
   state, trace = tx.init(PARAMS), np.zeros(4, BF16)
   for t in range(30):
@@ -177,7 +177,7 @@ def after(tx, gradient, length, start):
 
 @pytest.mark.case("B154")
 def test_a_decay_of_second_moments_that_is_out_of_reach_is_named():
-  """With where they settle at a true 1, measured here; whatever the optimizer is called."""
+  # With where they settle at a true 1, measured here; whatever the optimizer is called.
   for decay, text in ((0.9, None), (0.95, "0.96"), (0.99, "0.80"), (0.999, "0.25")):
     for make in (lambda b2: optax.scale_by_adam(b2=b2), lambda b2: optax.scale_by_rms(decay=b2)):
       with warnings.catch_warnings(record=True) as caught:
@@ -196,13 +196,13 @@ def test_a_decay_of_second_moments_that_is_out_of_reach_is_named():
 
 
 def test_what_has_no_decay_is_not_named():
-  """A maximum follows at once; an optimizer that wants more arguments is not measured."""
+  # A maximum follows at once; an optimizer that wants more arguments is not measured.
   for inner in (optax.sm3(0.1), optax.chain(optax.yogi(0.1), optax.scale_by_polyak())):
     mpjax.state_dtype(inner, nu="bfloat16", allow_second_moments=True).init(PARAMS)
 
 
 def test_moments_rounded_stochastically_are_right_on_average():
-  """Of a mean with decay 0.999, which rounded to nearest stops at 0.25."""
+  # Of a mean with decay 0.999, which rounded to nearest stops at 0.25.
   tx = mpjax.state_dtype(
     optax.scale_by_adam(),
     mu="float16",
@@ -232,7 +232,7 @@ def test_moments_rounded_stochastically_are_right_on_average():
 
 @pytest.mark.parametrize("check_updates", [False, True])
 def test_n7_n13_a_large_finite_gradient_saturates_a_float16_moment(check_updates):
-  """As an inf it would be in all parameters for ever, or all later steps would be skipped."""
+  # As an inf it would be in all parameters for ever, or all later steps would be skipped.
   inner = mpjax.state_dtype(optax.adam(0.01), mu="float16")
   tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(64), check_updates=check_updates)
   params = jnp.ones(2)

@@ -121,7 +121,7 @@ class Loss:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_warning_names_the_line_of_the_loss_function(options):
-  """Not one of ours, which the reader has not written."""
+  # Not one of ours, which the reader has not written.
   for loss_fn in (in_bfloat16, jax.jit(in_bfloat16)):
     with pytest.warns(UserWarning, match="nothing in loss_fn") as found:
       first_step(loss_fn, jnp.ones(2), jnp.ones(2), DYNAMIC, ema="ema_decay" in options, **options)
@@ -191,8 +191,7 @@ def test_metrics_whose_names_are_no_strings():
 
 @pytest.mark.parametrize("jit", [True, False])
 def test_constants_come_out_as_arrays(jit):
-  """A program returns them as NumPy values, or as literals of JAX."""
-
+  # A program returns them as NumPy values, or as literals of JAX.
   def loss_fn(params, model_state, batch, rng):
     return jnp.sum(params), (3, {"half": 0.5, "table": np.arange(2), "flag": True})
 

@@ -30,7 +30,7 @@ def test_fields():
 
 @pytest.mark.case("B064")
 def test_numbers_become_strong_arrays():
-  """A NumPy leaf or a Python number would be another type after the first step."""
+  # A NumPy leaf or a Python number would be another type after the first step.
   params = {"np": np.ones(2, np.float32), "number": 2.0, "weak": jnp.asarray(1.0) * 1}
   given = {"count": 3, "flag": True, "np": np.zeros((), np.int32)}
   state = mpjax.TrainState.create(params, ADAM, model_state=given, rng=np.zeros(2, np.uint32))
@@ -43,7 +43,7 @@ def test_numbers_become_strong_arrays():
 
 
 def test_the_average_is_that_of_the_masters():
-  """Half parameters as such would be averaged from values that rounding has moved."""
+  # Half parameters as such would be averaged from values that rounding has moved.
   exact = {"w": jnp.asarray([1.001, -2.003]), "norm": jnp.asarray([0.3])}
   params = {"w": exact["w"].astype(jnp.bfloat16), "norm": exact["norm"]}
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1)))
@@ -57,7 +57,7 @@ def test_the_average_is_that_of_the_masters():
 @pytest.mark.case("B151", "A67")
 @pytest.mark.parametrize("axis_type", AXES, ids=lambda a: a.name)
 def test_on_a_mesh(devices, axis_type):
-  """What is made from a sharded parameter is sharded like it; what is new is on all devices."""
+  # What is made from a sharded parameter is sharded like it; what is new is on all devices.
   mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices)
   cut = jax.NamedSharding(mesh, jax.P("data"))
   params = {"w": jax.device_put(jnp.ones((8, 2), jnp.bfloat16), cut)}
@@ -96,7 +96,7 @@ def test_variables_that_are_trained_may_be_parameters():
 
 
 def test_arguments_that_are_taken_for_others():
-  """Among them: weight decay would act on a running mean; a step has one loss."""
+  # Among them: weight decay would act on a running mean; a step has one loss.
   create, params, call = mpjax.TrainState.create, {"w": jnp.ones(2)}, "mpjax.TrainState.create"
   split = "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
   model, plain, alone = Net(), Net(norm=False), "the parameters alone"
@@ -132,7 +132,7 @@ def test_arguments_that_are_taken_for_others():
 
 
 def test_the_scale_has_to_cover_the_entire_optimizer_of_one_loss():
-  """What is outside of it would move on a skipped step, or see scaled gradients."""
+  # What is outside of it would move on a skipped step, or see scaled gradients.
   sgd, static, labels = optax.sgd(0.5), mpjax.StaticLossScale(2), {"w": "a", "v": "b"}
   scaled = {name: mpjax.loss_scaling(sgd, static, name=name) for name in "ab"}
   two_losses = mpjax.loss_scaling(sgd, {"a": static, "b": static})

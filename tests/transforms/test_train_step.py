@@ -50,7 +50,7 @@ def chosen(metrics, *names):
 
 
 def test_against_numpy():
-  """Loss, norm, momentum and average of five steps, in float64."""
+  # Loss, norm, momentum and average of five steps, in float64.
   step, state = begin(quadratic, params=jnp.asarray([1.0, -2.0, 0.5]), ema=True, ema_decay=0.75)
   x, y = (rows(8)[key].astype(np.float64) for key in "xy")
   params, momentum = np.asarray([1, -2, 0.5]), np.zeros(3)
@@ -73,7 +73,7 @@ def test_against_numpy():
 
 
 def test_numbers_of_a_skipped_step_are_reported_as_they_are():
-  """Parameters keep their bits: XLA for CPU flushes subnormals when it adds, even -0.0."""
+  # Parameters keep their bits: XLA for CPU flushes subnormals when it adds, even -0.0.
   params = jnp.asarray(np.float32([1e-40, 1, -1e-40]))
   step, start = begin(quadratic, params=params, donate=False)
   for bad in (np.nan, np.inf, -np.inf):
@@ -87,7 +87,7 @@ def test_numbers_of_a_skipped_step_are_reported_as_they_are():
 
 
 def test_without_scaling_nothing_is_checked():
-  """NoLossScale: plain optax in one call; a NaN is applied, as it is there."""
+  # NoLossScale: plain optax in one call; a NaN is applied, as it is there.
   tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.NoLossScale())
   step, state = begin(quadratic, tx, ema=True, ema_decay=0.5, accumulate=2)
   scaled_step, scaled = begin(quadratic, ema=True, ema_decay=0.5, accumulate=2)
@@ -110,7 +110,7 @@ def test_masters_may_be_around_the_scale():
 
 @pytest.mark.case("A105", "B103", "A67", "I16")
 def test_half_parameters_are_their_rounded_masters():
-  """Steps of 2^-12 add up, although 1 - 2^-12 is 1 in both halves; so does their average."""
+  # Steps of 2^-12 add up, although 1 - 2^-12 is 1 in both halves; so does their average.
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(2.0**-12)), STATIC)
   loss_fn = loss_of(
     lambda params, batch: sum(jnp.sum(p.astype(jnp.float32)) for p in params.values())
@@ -134,7 +134,7 @@ def test_half_parameters_are_their_rounded_masters():
 
 @pytest.mark.case("A67")
 def test_parameters_are_set_to_masters_that_no_addition_reaches():
-  """-0.0 is not 1 + (-0.0 - 1), and a float32 sum of 2^60 and anything is not 1."""
+  # -0.0 is not 1 + (-0.0 - 1), and a float32 sum of 2^60 and anything is not 1.
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.5)), STATIC)
   loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float32)) * 0)
   step, state = begin(loss_fn, tx, jnp.asarray([1.0, 2.0**60], jnp.bfloat16))
@@ -197,7 +197,7 @@ def test_retries_equal_the_oracle(max_retries, hysteresis):
 
 
 def test_a_retried_step_is_the_step_at_the_lower_scale():
-  """With the same dropout key, model state and all; the attempts before it leave no trace."""
+  # With the same dropout key, model state and all; the attempts before it leave no trace.
   tx = mpjax.loss_scaling(optax.sgd(0.3, momentum=0.7), mpjax.DynamicLossScale(init_scale=2.0**12))
   begins = {"model_state": jnp.ones(()), "rng": jax.random.key(1), "ema": True}
   options = {"max_retries": 4, "ema_decay": 0.9, "donate": False}
@@ -225,8 +225,8 @@ ALIASING = {
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", ALIASING)
 def test_donation(name):
-  """The old state is gone and the caller's arrays are not; no buffer is given away twice, and none
-  in vain (JAX warns of that, which is an error here)."""
+  # The old state is gone and the caller's arrays are not; no buffer is given away twice, and none
+  # in vain (JAX warns of that, which is an error here).
   tx = mpjax.loss_scaling(mpjax.master_weights(ALIASING[name]()), STATIC)
 
   def loss_fn(params, model_state, batch, rng):
@@ -280,8 +280,7 @@ INSIDE = {
 @pytest.mark.case("B033")
 @pytest.mark.parametrize("how", INSIDE)
 def test_a_dynamic_scale_without_float16(how):
-  """One warning, when the step is traced, and no more."""
-
+  # One warning, when the step is traced, and no more.
   def of(config):
     loss_fn = loss_of(lambda params, batch: INSIDE[how](params))
     return begin(loss_fn, mpjax.loss_scaling(optax.sgd(0.5), config))
@@ -382,8 +381,7 @@ def constants():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_was_infinite_before_skips_no_step(accumulate):
-  """Whether it is passed through or computed anew."""
-
+  # Whether it is passed through or computed anew.
   def loss_fn(params, old, batch, rng):
     same, copied = old
     copied = copied | {"mask": copied["mask"] * 1.0, "low": jnp.maximum(copied["low"], -jnp.inf)}
@@ -403,8 +401,7 @@ def test_what_was_infinite_before_skips_no_step(accumulate):
 
 
 def test_what_becomes_infinite_skips_the_step_and_is_named():
-  """Also where it was infinite in another way."""
-
+  # Also where it was infinite in another way.
   def loss_fn(params, old, batch, rng):
     loss, (new, _) = with_constants(params, old, jnp.ones((2, 2)), rng)
     return loss, (new | {"mean": old["mean"] * 0 + batch["mean"], "low": batch["low"]}, {})
@@ -425,7 +422,7 @@ def test_what_becomes_infinite_skips_the_step_and_is_named():
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_the_average_moves_with_updates_not_with_micro_batches(every):
-  """As if each window were one batch: NumPy, in float64."""
+  # As if each window were one batch: NumPy, in float64.
   tx = mpjax.loss_scaling(mpjax.accumulate_gradients(optax.sgd(0.25), every), STATIC)
   loss_fn = loss_of(lambda params, batch: jnp.sum((params - batch) ** 2))
   step, state = begin(loss_fn, tx, jnp.ones(1), ema=True, ema_decay=0.75)
@@ -454,7 +451,7 @@ def test_the_average_of_what_is_not_accumulated_moves_each_time():
 
 
 def test_masters_without_a_scale_take_float32_gradients():
-  """The mean of 1 and 2^-8 has more digits than bfloat16."""
+  # The mean of 1 and 2^-8 has more digits than bfloat16.
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(1.0)), mpjax.NoLossScale())
   loss_fn = loss_of(
     lambda params, batch: jnp.sum(params.astype(jnp.float32) * batch[0].astype(jnp.float32))

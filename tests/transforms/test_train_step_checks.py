@@ -24,7 +24,7 @@ def one_step(tx, **options):
 @pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_half_moments_without_a_scale_stay_half():
-  """The optimizer sees half parameters as they are, and float32 gradients."""
+  # The optimizer sees half parameters as they are, and float32 gradients.
   tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.NoLossScale())
   state = mpjax.TrainState.create(jnp.ones(3, jnp.bfloat16), tx)
   assert state.opt_state.inner_state[0].trace.dtype == jnp.bfloat16
@@ -54,7 +54,7 @@ def test_moments_that_would_change_their_dtype():
 
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
 def test_an_optimizer_that_did_not_make_the_state():
-  """Of an unwrapped sgd both accept the other: it would never unscale."""
+  # Of an unwrapped sgd both accept the other: it would never unscale.
   state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.1)))
   for tx in (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1)):
     where, got = "mpjax.make_train_step(tx): step(state)", "one of another optimizer"
@@ -89,7 +89,7 @@ def test_optimizers_that_evaluate_the_loss_themselves():
 
 
 def test_shardings_of_the_state():
-  """Of another structure, and one for all of it."""
+  # Of another structure, and one for all of it.
   for given in ({"a": None}, (None, None)):
     where, expected = "mpjax.make_train_step(state_shardings)", "the structure of the state"
     fix = "jax.tree.map(lambda x: x.sharding, state)"
@@ -101,7 +101,7 @@ def test_shardings_of_the_state():
 
 
 def test_rows_of_a_micro_batch_fill_the_devices_that_their_type_names(devices):
-  """Of 2 rows two devices would be idle. Where axes are automatic the type does not say."""
+  # Of 2 rows two devices would be idle. Where axes are automatic the type does not say.
   state = mpjax.TrainState.create(jnp.ones(3), SGD)
 
   def check(axis_type):
@@ -116,7 +116,7 @@ def test_rows_of_a_micro_batch_fill_the_devices_that_their_type_names(devices):
 
 
 def test_what_has_another_first_axis_is_not_cut_into_micro_batches():
-  """Class weights lost their last classes, and a causal mask its last rows, with a finite loss."""
+  # Class weights lost their last classes, and a causal mask its last rows, with a finite loss.
   state = mpjax.TrainState.create(jnp.ones(3), SGD)
   for name, rows in (("weights", 4), ("mask", 8), ("labels", 32)):
     batch = {"x": np.ones((16, 3), np.float32), name: np.ones((rows, 8), np.float32)}

@@ -163,7 +163,7 @@ def test_a_gradient_that_overflows_when_it_is_narrowed_is_bad(set_flag):
 @DROP_IN
 @pytest.mark.parametrize("odd", ["none", "integer"])
 def test_none_and_integers_work_under_lookahead(odd, config):
-  """Without a scale it was a ValueError of jax.tree.map."""
+  # Without a scale it was a ValueError of jax.tree.map.
   integer = odd == "integer"
   params = {"w": jnp.ones(2), "b": jnp.arange(2) if integer else None}
   grads = {"w": jnp.ones(2), "b": np.zeros(2, jax.dtypes.float0) if integer else None}
@@ -181,7 +181,7 @@ def test_none_and_integers_work_under_lookahead(odd, config):
 @DROP_IN
 @pytest.mark.parametrize("wrap", [lambda tx: tx, mpjax.master_weights], ids=["plain", "masters"])
 def test_functions_among_the_parameters_are_left_alone(wrap, config):
-  """As in Equinox: the model is the tree, and its gradients are None where it has functions."""
+  # As in Equinox: the model is the tree, and its gradients are None where it has functions.
   model = {"activation": jnp.tanh, "w": jnp.ones(2)}
   grads = {"activation": None, "w": jnp.ones(2)}
   tx = wrap(mpjax.loss_scaling(optax.adamw(0.5), config))

@@ -67,7 +67,7 @@ def test_same_arguments_as_jax(has_aux):
 
 @pytest.mark.case("A12", "I8")
 def test_a_scale_adds_two_equations_and_no_loss_scale_none():
-  """The loss times the scale, and the cotangent times the scale."""
+  # The loss times the scale, and the cotangent times the scale.
   off = mpjax.loss_scaling(optax.adam(1e-3), mpjax.NoLossScale()).init(PARAMS)
   plain = jax.make_jaxpr(jax.value_and_grad(mlp))(PARAMS, X)
   assert str(jax.make_jaxpr(mpjax.value_and_grad(mlp, off))(PARAMS, X)) == str(plain)
@@ -88,8 +88,7 @@ def test_loss_comes_back_in_its_own_dtype():
 
 @pytest.mark.case("A43")
 def test_gradient_penalty():
-  """The gradient inside the loss is of the plain loss; only the sum is scaled."""
-
+  # The gradient inside the loss is of the plain loss; only the sum is scaled.
   def penalised(params, x):
     inner = jax.grad(mlp)(params, x)
     return mlp(params, x) + 0.5 * optax.tree.norm(inner) ** 2
@@ -134,7 +133,7 @@ def test_allow_int():
 
 
 def test_what_is_no_loss():
-  """The rest of them in test_state.py."""
+  # The rest of them in test_state.py.
   p, where = jnp.asarray(1.0), "mpjax.value_and_grad(fun): the loss"
   with refused(ValueError, where, "a floating scalar", "shape (2,)", "jnp.mean"):
     mpjax.value_and_grad(lambda p: jnp.ones(2) * p, STATE)(p)
@@ -164,7 +163,7 @@ def square(p, x=1.0):
 
 
 def test_built_once_before_a_loop_is_refused_at_the_second_step():
-  """It would scale by 64 for ever, while update divides by 64, 64, 128, 128, 256, ..."""
+  # It would scale by 64 for ever, while update divides by 64, 64, 128, 128, 256, ...
   params = jnp.asarray([1.0])
   for move in (
     lambda grads, opt_state: DYNAMIC.update(grads, opt_state, params)[1],
@@ -182,7 +181,7 @@ def test_built_once_before_a_loop_is_refused_at_the_second_step():
 
 
 def test_built_outside_of_a_compiled_step_is_refused():
-  """There the scale of the first step would be a constant of the program."""
+  # There the scale of the first step would be a constant of the program.
   opt_state = DYNAMIC.init(jnp.ones(1))
   grad_fn = mpjax.value_and_grad(square, opt_state)
   for call in (
@@ -209,7 +208,7 @@ def test_built_outside_of_a_compiled_step_is_refused():
   }.items(),
 )
 def test_n10_a_state_from_outside_of_a_compiled_function_is_refused(name, use):
-  """The scale of the first step would stay for ever: steps shrank to a half, a quarter, ..."""
+  # The scale of the first step would stay for ever: steps shrank to a half, a quarter, ...
   params, state = jnp.ones(1), DYNAMIC.init(jnp.ones(1))
   got, fix = "outside of the function that is being traced", "inside of the step"
   with refused(RuntimeError, f"mpjax.{name}(opt_state)", "of the state", got, fix):
@@ -221,7 +220,7 @@ def test_n10_a_state_from_outside_of_a_compiled_function_is_refused(name, use):
 
 
 def test_built_in_the_step_is_never_refused():
-  """In eager code, in jit, over micro-batches in a scan, under vmap and grad, of a new state."""
+  # In eager code, in jit, over micro-batches in a scan, under vmap and grad, of a new state.
   params = jnp.asarray([1.0, 2.0])
 
   def step(params, opt_state):
