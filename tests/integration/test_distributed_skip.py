@@ -3,7 +3,6 @@
 `test_sharded_training.py` trains with `make_train_step` for 200 steps with faults, in all ways.
 """
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,6 @@ import pytest
 
 import mpjax
 
-DEVICES = 4
-CONFIG = {"init_scale": 16.0}
-TX = mpjax.loss_scaling(
-  optax.sgd(0.5, momentum=0.5), mpjax.DynamicLossScale(**CONFIG), axis_name="data"
-)
-ALONE = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.DynamicLossScale(**CONFIG))
 AUTO = jax.sharding.AxisType.Auto
 
 
@@ -26,23 +19,16 @@ AUTO = jax.sharding.AxisType.Auto
 @pytest.mark.parametrize("how", ["automatic", "shard_map"])
 def test_sharded_parameters_a_nan_on_one_device_skips_everywhere(devices, how):
   # No averaging here: each device owns a part, and only the flag has to travel.
-  mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,), devices=devices)
+  mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
   sharding = jax.NamedSharding(mesh, jax.P("data"))
-  params = jax.device_put(jnp.ones(8), sharding)
-  tx = TX if how == "shard_map" else ALONE
-  state = tx.init(params)
-  spec = jax.tree.map(lambda x: jax.P("data") if x.shape else jax.P(), state)
-
-  def update(grads, state, params):
-    return tx.update(grads, state, params)
-
-  if how == "shard_map":
-    update = jax.shard_map(
-      update,
-      mesh=mesh,
-      in_specs=(jax.P("data"), spec, jax.P("data")),
-      out_specs=(jax.P("data"), spec),
-    )
+  params, axis = jax.device_put(jnp.ones(8), sharding), "data" if how == "shard_map" else None
+  scale = mpjax.DynamicLossScale(init_scale=16.0)
+  tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), scale, axis_name=axis)
+  state, update = tx.init(params), lambda grads, state, params: tx.update(grads, state, params)
+  if axis:
+    own = jax.P("data"), jax.tree.map(lambda x: jax.P("data") if x.shape else jax.P(), state)
+    specs = {"in_specs": (*own, jax.P("data")), "out_specs": own}
+    update = jax.shard_map(update, mesh=mesh, **specs)
   update = jax.jit(update)
   for position in (0, 5, 7):
     grads = jax.device_put(jnp.ones(8).at[position].set(jnp.nan), sharding)
@@ -61,17 +47,12 @@ def test_two_axes_and_check_updates(devices):
     optax.scale(3e38), mpjax.StaticLossScale(1), axis_name=("x", "y"), check_updates=True
   )
 
-  @jax.jit
-  @functools.partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=(jax.P(), jax.P("x", "y")),
-    out_specs=(jax.P("x", "y"), jax.P()),
-  )
   def update(state, grads):
     updates, state = tx.update(grads, state)
     return updates, mpjax.loss_scaling_metrics(state)
 
+  specs = {"in_specs": (jax.P(), jax.P("x", "y")), "out_specs": (jax.P("x", "y"), jax.P())}
+  update = jax.jit(jax.shard_map(update, mesh=mesh, **specs))
   for value, bad_updates in ((2.0, 1), (np.nan, 0)):
     grads = jnp.zeros((2, 2)).at[1, 0].set(value)
     updates, metrics = update(tx.init(jnp.zeros(())), grads)

@@ -90,12 +90,6 @@ def test_parameters_that_cannot_be_trained(name):
   WRAPPERS[name](optax.sgd(0.1)).init(params)
 
 
-def test_masked_integers_are_hidden_from_masters():
-  params = {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.arange(2)}
-  tx = optax.masked(mpjax.master_weights(optax.sgd(0.1)), {"w": True, "n": False})
-  assert mpjax.master_params(tx.init(params))["n"] is None
-
-
 def labels_of(params):
   """By the name of a leaf; there is no transformation for "typo"."""
   names = {"w": "a", "b": "typo", "head": "b"}

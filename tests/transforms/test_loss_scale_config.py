@@ -133,24 +133,18 @@ def test_values_out_of_range():
 
 
 @pytest.mark.case("B031")
-@pytest.mark.parametrize(
-  ("make", "fields", "named"),
-  [
-    (mpjax.StaticLossScale, {"scale": 400}, ["scale=400"]),
-    (mpjax.DynamicLossScale, {"init_scale": 1e5}, ["init_scale=100000"]),
-    (mpjax.DynamicLossScale, {"growth_factor": 3}, ["growth_factor=3"]),
-    (
-      *(mpjax.DynamicLossScale, {"backoff_factor": 0.25, "min_scale": 0.37, "growth_factor": 1.5}),
-      ["min_scale=0.370000005", "growth_factor=1.5"],
-    ),
-  ],
-)
-def test_other_than_powers_of_two_warn_once(make, fields, named):
-  with pytest.warns(UserWarning, match="not a power of two") as caught:
-    make(**fields)
-  assert len(caught) == 1
-  assert caught[0].filename == __file__, "the warning points at the caller"
-  assert all(field in str(caught[0].message) for field in named)
+def test_other_than_powers_of_two_warn_once():
+  dynamic, several = mpjax.DynamicLossScale, {"backoff_factor": 0.25, "min_scale": 0.37}
+  for make, fields, *named in (
+    (mpjax.StaticLossScale, {"scale": 400}, "scale=400"),
+    (dynamic, {"init_scale": 1e5}, "init_scale=100000"),
+    (dynamic, several | {"growth_factor": 1.5}, "min_scale=0.370000005", "growth_factor=1.5"),
+  ):
+    with pytest.warns(UserWarning, match="not a power of two") as caught:
+      make(**fields)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__, "the warning points at the caller"
+    assert all(field in str(caught[0].message) for field in named)
   # A warning would be an error here.
   mpjax.DynamicLossScale(init_scale=2.0**-126, min_scale=2.0**-126, backoff_factor=0.125)
   mpjax.StaticLossScale(2**126)

@@ -114,19 +114,6 @@ def test_weak_and_foreign_leaves_of_a_state_become_strong():
     assert strong(other) is other
 
 
-@pytest.mark.case("B151", "I4")
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_state_is_placed_on_the_mesh_of_the_parameters(devices, axis_type):
-  mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices)
-  sharded = jax.NamedSharding(mesh, jax.P("data"))
-  params = {"w": jax.device_put(jnp.ones(8), sharded), "n": jnp.arange(2)}
-  state = ADAM.init(params)
-  assert state.inner_state[0].mu["w"].sharding == sharded
-  scalars = [x for x in jax.tree.leaves(state) if x.shape == ()]
-  assert len(scalars) == 11
-  assert {(x.sharding, x.committed) for x in scalars} == {(jax.NamedSharding(mesh, jax.P()), True)}
-
-
 def test_placing_leaves_other_states_alone(devices):
   state = {"a": jnp.ones(2), "text": "text", "numpy": np.ones(1)}
   assert place_like(jnp.ones(2), state) is state
