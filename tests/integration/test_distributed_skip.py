@@ -3,7 +3,6 @@
 `test_sharded_training.py` trains with `make_train_step` for 200 steps with faults, in all ways.
 """
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

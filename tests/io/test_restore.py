@@ -89,23 +89,13 @@ def msgpack(tree, path):
   return flax.serialization.msgpack_restore(flax.serialization.to_bytes(data_of_keys(tree)))
 
 
-def msgpack_into_target(tree, path):
-  data = data_of_keys(tree)
-  return flax.serialization.from_bytes(data, flax.serialization.to_bytes(data))
-
-
 def npz(tree, path):
   np.savez(path.with_suffix(".npz"), **to_arrays(tree))
   with np.load(path.with_suffix(".npz")) as file:
     return dict(file)
 
 
-def msgpack_of_arrays(tree, path):
-  packed = flax.serialization.msgpack_serialize(to_arrays(tree))
-  return flax.serialization.msgpack_restore(packed)
-
-
-FORMATS = [as_it_is, orbax_path, orbax_raw, msgpack, msgpack_into_target, npz, msgpack_of_arrays]
+FORMATS = [as_it_is, orbax_path, orbax_raw, msgpack, npz]
 KINDS = pytest.mark.parametrize("through", [as_it_is, orbax_path, msgpack, npz])
 """A tree, a path, a tree that lost its classes, arrays by name: what is told apart."""
 
