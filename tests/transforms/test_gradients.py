@@ -42,24 +42,6 @@ def test_accumulation_is_the_exact_mean(k):
   np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(np.sum(exact**2)), rtol=2**-22)
 
 
-def test_micro_batches_take_every_kth_row_in_turn():
-  # Model state goes from one micro-batch to the next, and each has a key of its own.
-  def loss_fn(params, seen, batch, rng):
-    digits = 10 * batch["id"][0] + batch["id"][1]
-    draw = jax.random.bits(rng).astype(jnp.uint32)
-    return jnp.sum(params), (seen * 100 + digits, {"draw": draw, "rows": len(batch["id"])})
-
-  batch = {"id": jnp.arange(6), "flat": jnp.zeros((6, 2, 2))}
-  seen, key = jnp.zeros((), jnp.int32), jax.random.key(3)
-  begins = {"model_state": seen, "rng": key}
-  _, state, metrics = gradients(loss_fn, batch, **begins, accumulate=3, donate=False)
-  assert state.model_state == 31425  # rows 0 and 3, then 1 and 4, then 2 and 5
-  step_key = jax.random.fold_in(key, 0)
-  draws = [int(jax.random.bits(jax.random.fold_in(step_key, i))) for i in range(3)]
-  assert metrics["draw"] == sum(draws) % 2**32
-  assert metrics["rows"] == 6
-
-
 @pytest.mark.case("B109", "A114")
 @pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")

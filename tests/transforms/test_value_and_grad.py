@@ -278,18 +278,9 @@ def test_the_function_keeps_no_moments_alive():
   assert grad_fn(PARAMS, X)[1]["w"].shape == PARAMS["w"].shape
 
 
-class Equinox(eqx.Module):
-  """A model with a function among its leaves, and a layer that is used twice."""
-
-  first: eqx.nn.Linear
-  activation: object
-
-  def __init__(self):
-    self.first = eqx.nn.Linear(5, 5, key=jax.random.key(0))
-    self.activation = jnp.tanh
-
-  def __call__(self, x):
-    return self.first(self.activation(self.first(x)))
+def mlp_of_equinox():
+  """Returns a model with a function among its leaves."""
+  return eqx.nn.MLP(5, 5, 7, 1, activation=jnp.tanh, key=jax.random.key(0))
 
 
 def mean_square(model, x):
@@ -297,7 +288,7 @@ def mean_square(model, x):
 
 
 def test_equinox_differentiates_an_equinox_model():
-  model = Equinox()
+  model = mlp_of_equinox()
   fun = lambda m, x: (mean_square(m, x), "aux")  # noqa: E731
   differentiator = eqx.filter_value_and_grad
   grad_fn = mpjax.value_and_grad(fun, STATE, has_aux=True, differentiator=differentiator)
@@ -311,7 +302,7 @@ def test_equinox_differentiates_an_equinox_model():
 def test_a_model_is_told_who_differentiates_it():
   linear, where = nnx.Linear(5, 2, rngs=nnx.Rngs(0)), f"{WHERE}(params)"
   for model, got, fix in (
-    (Equinox(), "a model of Equinox (Equinox)", "differentiator=equinox.filter_value_and_grad"),
+    (mlp_of_equinox(), "a model of Equinox (MLP)", "differentiator=equinox.filter_value_and_grad"),
     (linear, "a model of NNX (Linear)", "mpjax.value_and_grad"),
   ):
     with refused(TypeError, where, "a tree of floating arrays", got, fix):
