@@ -11,22 +11,17 @@ from tests.errors import refused
 from tests.programs import bits
 
 
-class Net(nnx.Module):
-  """A layer that is tied, statistics, dropout."""
-
-  def __init__(self, rngs):
-    self.first = nnx.Linear(4, 4, rngs=rngs)
-    self.second = nnx.Linear(4, 4, rngs=rngs)
-    self.second.kernel = self.first.kernel
-    self.norm = nnx.BatchNorm(4, rngs=rngs)
-    self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-  def __call__(self, x):
-    return self.drop(self.norm(self.second(self.first(x))))
+def network():
+  """Returns a model with a layer that is tied, statistics and dropout."""
+  rngs = nnx.Rngs(0)
+  layers = [nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)]
+  model = nnx.Sequential(*layers, nnx.Dropout(0.5, rngs=rngs))
+  model.layers[1].kernel = model.layers[0].kernel
+  return model
 
 
 def training():
-  model = Net(nnx.Rngs(0))
+  model = network()
   tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=8))
   return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -61,7 +56,7 @@ def test_a_skipped_step_is_a_deleted_one(wrap):
       assert not mpjax.last_step_finite(ours[1])
   assert numbers(*ours) == numbers(*deleted) == numbers(*plain)
   assert mpjax.loss_scaling_metrics(ours[1])["loss_scale"] == 2
-  assert ours[0].second.kernel is ours[0].first.kernel
+  assert ours[0].layers[1].kernel is ours[0].layers[0].kernel
 
 
 def test_of_two_optimizers_the_one_that_is_updated_decides():
@@ -71,7 +66,7 @@ def test_of_two_optimizers_the_one_that_is_updated_decides():
   assert not mpjax.last_step_finite(skipped)
   step = mpjax.nnx.atomic_step(lambda m, o, unused, x: plain_step(m, o, x))
   step(model, optimizer, skipped, GOOD)
-  assert int(model.drop.rngs.count[...]) == int(optimizer.step[...]) == 1
+  assert int(model.layers[3].rngs.count[...]) == int(optimizer.step[...]) == 1
 
 
 @mpjax.nnx.atomic_step
@@ -94,7 +89,7 @@ def test_without_a_scale():
     mpjax.nnx.atomic_step(lambda x: x)(GOOD)
   with refused(TypeError, where, "a function", "3", "@mpjax.nnx.atomic_step"):
     mpjax.nnx.atomic_step(3)
-  model = Net(nnx.Rngs(0))
+  model = network()
   tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale())
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   mpjax.nnx.atomic_step(plain_step)(model, optimizer, BAD)
