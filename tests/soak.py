@@ -188,10 +188,8 @@ class Outcome(NamedTuple):
 
 
 def soak(half, updates=UPDATES, size=BLOCK, make_step=mpjax.make_train_step, advance=None):
-  """Runs `updates` steps under a half type, in at least 10 blocks of `size`.
-
-  `make_step` makes the step that is tried; `advance` is called after each block.
-  """
+  """Runs `updates` steps under a half type, in at least 10 blocks of `size`."""
+  # `make_step` makes the step that is tried; `advance` is called after each block.
   state, block = prepare(half, updates, make_step)
   faults = draw_faults(updates, len(jax.tree.leaves(state.params)) + 2)
   blocks = updates // size

@@ -53,10 +53,8 @@ def require(condition: Any, what: str) -> None:
 
 
 def digest(*trees: Any) -> Any:
-  """Returns one uint32 for each tree, made of the bits of all leaves.
-
-  The factor of each word is odd: one that changes is always seen, several but once in 2^32.
-  """
+  """Returns one uint32 for each tree, made of the bits of all leaves."""
+  # The factor of each word is odd: one that changes is always seen, several but once in 2^32.
   return jnp.stack([_digest(tree) for tree in trees])
 
 

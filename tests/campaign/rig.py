@@ -106,11 +106,9 @@ class Story(NamedTuple):
 
 
 def compiled(run: Callable[..., Any], lanes: bool) -> Any:
-  """Returns `run`, over a leading axis of runs in all arguments but the last, common to all.
+  """Returns `run`, over a leading axis of runs in all arguments but the last, common to all."""
 
-  They go side by side, as lanes of a vmap, or one after the other.
-  """
-
+  # They go side by side, as lanes of a vmap, or one after the other.
   def all_runs(*args):
     one = lambda own: run(*own, args[-1])  # noqa: E731
     return jax.vmap(one)(args[:-1]) if lanes else jax.lax.map(one, args[:-1])
@@ -202,12 +200,10 @@ def judge_trail(outcome, setup, faults, data, final, trail, guard):
 
 
 def tell(setup: Setup, faults: Faults) -> Story:
-  """Returns what the oracle says of all steps.
-
-  A planted derivative overflows by its product with the scale: `LARGE` does at `MIN_SCALE`, and
-  less at a higher one. What is not finite before it is scaled stays so, whatever the scale. The
-  planted term is added to the mean, so that it is the same in a micro-batch.
-  """
+  """Returns what the oracle says of all steps."""
+  # A planted derivative overflows by its product with the scale: `LARGE` does at `MIN_SCALE`, and
+  # less at a higher one. What is not finite before it is scaled stays so, whatever the scale. The
+  # planted term is added to the mean, so that it is the same in a micro-batch.
   steps = []
   for places, values in zip(faults.place, faults.value.astype(np.float64), strict=True):
     oracle = Oracle(**scale_arguments(setup))
@@ -236,11 +232,9 @@ def scale_arguments(setup: Setup) -> dict[str, Any]:
 
 @once
 def run_program(setup: Setup, guard: bool) -> Any:
-  """Returns the runs over (params, key, index, faults, batches), as a user of mpjax writes them.
-
-  Without the guard nothing is looked at, or batches are not run again, or only the optimizer skips.
-  A run returns what was committed last, and the trail of all steps.
-  """
+  """Returns the runs over (params, key, index, faults, batches), as a user of mpjax writes them."""
+  # Without the guard nothing is looked at, or batches are not run again, or only the optimizer
+  # skips. A run returns what was committed last, and the trail of all steps.
   inner = OPTIMIZERS[setup.optimizer]()
   inner = inner if setup.stored == "float32" else mpjax.master_weights(inner)
   inner = mpjax.accumulate_gradients(inner, WINDOWS[setup.window]) if setup.window else inner
@@ -349,10 +343,8 @@ def control_program(setup: Setup) -> Any:
 
 @once
 def witness_program(compute: str) -> Any:
-  """Returns a jitted function: were loss, gradients and statistics finite, without any guard?
-
-  Of the whole batch, whatever micro-batches it was cut into: a fault comes with one of its rows.
-  """
+  """Returns a jitted function: were loss, gradients and statistics finite, without any guard?"""
+  # Of the whole batch, whatever micro-batches it was cut into: a fault comes with one of its rows.
   loss_fn = network.loss_in(compute)
 
   def finite(params, statistics, scale, key, index, fault, batches):

@@ -54,11 +54,9 @@ def steps(part: str, kind: str, setups: Sequence[Setup], sizes: Sizes, guard: bo
 
 
 def accumulation(small: bool, guard: bool) -> list[Job]:
-  """Bad micro-batches in every phase of a window.
-
-  With `mpjax.accumulate_gradients` a bad one does not count: the window waits. With
-  `make_train_step(accumulate=...)` it drops the window.
-  """
+  """Bad micro-batches in every phase of a window."""
+  # With `mpjax.accumulate_gradients` a bad one does not count: the window waits. With
+  # `make_train_step(accumulate=...)` it drops the window.
   if small:
     return []
   waits, is_dropped = "accumulation: the window waits", "accumulation: the window is dropped"
@@ -79,12 +77,10 @@ def accumulation(small: bool, guard: bool) -> list[Job]:
 
 
 def retries(small: bool, guard: bool) -> list[Job]:
-  """Batches that overflow at one scale and not at a lower one, run again by `max_retries`.
-
-  Skipped after all are those that overflow at every scale in reach, hold a NaN, or have no finite
-  loss, which is not scaled, so that a retry would not help. Without the guard none is run again:
-  what could have been saved is skipped, and the control is ahead.
-  """
+  """Batches that overflow at one scale and not at a lower one, run again by `max_retries`."""
+  # Skipped after all are those that overflow at every scale in reach, hold a NaN, or have no finite
+  # loss, which is not scaled, so that a retry would not help. Without the guard none is run again:
+  # what could have been saved is skipped, and the control is ahead.
   # Of these the control is compiled already.
   setups = [] if small else [setup._replace(retries=3) for setup in SETUPS[6:8]]
   arguments = {"guard": guard, "plan": plan_overflows}

@@ -93,10 +93,8 @@ def masks(devices):
 
 @functools.cache
 def expected(devices, steps=STEPS):
-  """Returns parameters, momentum, statistics and applied steps at the end; numbers of each step.
-
-  So many devices have a dropout key of their own; 0 for one key of all.
-  """
+  """Returns parameters, momentum, statistics and applied steps at the end; numbers of each step."""
+  # So many devices have a dropout key of their own; 0 for one key of all.
   batch, kept = data(), masks(devices)
   w, momentum, mean, step = start().astype(np.float64), np.zeros((8, 4)), np.zeros((1, 4)), 0
   oracle, history = Oracle(**CONFIG), []
@@ -140,10 +138,8 @@ def place(mesh, tree, spec):
 
 
 def prepare(engine, devices, fn=loss_fn):
-  """Returns the state, the step, and a function that puts a batch onto all devices.
-
-  Those are of all processes; without an engine it is one.
-  """
+  """Returns the state, the step, and a function that puts a batch onto all devices."""
+  # Those are of all processes; without an engine it is one.
   stored = engine.stored if engine else jnp.float32
   inner = optax.sgd(RATE, momentum=1.0)
   inner = inner if stored == jnp.float32 else mpjax.master_weights(inner)

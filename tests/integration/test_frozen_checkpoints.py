@@ -46,11 +46,9 @@ def test_a_frozen_checkpoint_loads_and_goes_on(name, file):
 
 
 def averages(state, after):
-  """Returns the averages that belong to `after`: 0.1.0 moved them with each micro-batch.
-
-  They move with updates now, of which the steps after the save make one. What is averaged is the
-  master of a parameter, where it has one.
-  """
+  """Returns the averages that belong to `after`: 0.1.0 moved them with each micro-batch."""
+  # They move with updates now, of which the steps after the save make one. What is averaged is the
+  # master of a parameter, where it has one.
   new = {}
   for path in state:
     if path.startswith("ema/"):

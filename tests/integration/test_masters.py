@@ -24,10 +24,8 @@ F32 = np.float32
 
 
 def optimizer():
-  """Decay, momentum and a schedule by powers of two.
-
-  A product that is exact is the same whether or not a compiler contracts it with a sum.
-  """
+  """Decay, momentum and a schedule by powers of two."""
+  # A product that is exact is the same whether or not a compiler contracts it with a sum.
   rate = optax.scale_by_schedule(lambda count: -(2.0 ** -(8 + count % 3)))
   return optax.chain(optax.add_decayed_weights(2.0**-4), optax.trace(0.5), rate)
 

@@ -36,10 +36,8 @@ class Model(nn.Module):
 
 @functools.cache
 def batches(n):
-  """`n` batches of sixteenths, whose float32 sums are exact.
-
-  The dropout key belongs to the batch, not to the step.
-  """
+  """`n` batches of sixteenths, whose float32 sums are exact."""
+  # The dropout key belongs to the batch, not to the step.
   draw, pick = jax.random.split(jax.random.key(0))
   x = jax.random.randint(draw, (n, 8, 24), -16, 17).astype(jnp.float32) / 16
   token = jax.random.randint(pick, (n, 8), 0, 5)

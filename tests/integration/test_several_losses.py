@@ -24,10 +24,8 @@ PARAMS = {"w": jnp.asarray([1.0, -0.0, 3.0]), "b": jnp.asarray([-0.5])}
 
 
 def optimizer():
-  """Clipping, momentum and a schedule, all by powers of two.
-
-  A product that is exact is the same whether or not a compiler contracts it with a sum.
-  """
+  """Clipping, momentum and a schedule, all by powers of two."""
+  # A product that is exact is the same whether or not a compiler contracts it with a sum.
   rate = optax.scale_by_schedule(lambda count: -(0.5 ** (count % 4)))
   return optax.chain(optax.clip(1.0), optax.trace(0.5), rate)
 

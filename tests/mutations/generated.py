@@ -258,15 +258,11 @@ def main() -> int:
   parser.add_argument("--draw", type=int, default=75, help="how many (default: 75; 0: all)")
   parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
   parser.add_argument("--only", default="", help="only mutants with this text in their name")
-  parser.add_argument("--list", action="store_true", help="print their names, and run nothing")
   parser.add_argument("--jobs", type=int, default=2, help="processes at the same time (default: 2)")
   arguments = parser.parse_args()
   paths = arguments.paths or RECORDED
   drawn = draw(paths, arguments.draw, arguments.seed, arguments.only)
   console = Console()
-  if arguments.list:
-    sys.stdout.writelines(f"{mutant.name}\n" for mutant in drawn)
-    return 0
   with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
     base = pathlib.Path(folder).resolve() / "project"
     copy_project(base)

@@ -29,11 +29,9 @@ def loss_of(fun: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 @functools.cache
 def rows(n: int) -> dict[str, Any]:
-  """Returns a batch of integers over 16: sums of their products are exact in float32.
-
-  The targets can be divided by 3 as well, so that a third of a sum is exact too: XLA makes a
-  product with the rounded 1/3 of a division.
-  """
+  """Returns a batch of integers over 16: sums of their products are exact in float32."""
+  # The targets can be divided by 3 as well, so that a third of a sum is exact too: XLA makes a
+  # product with the rounded 1/3 of a division.
   rng = np.random.default_rng(n)
   x = rng.integers(-16, 17, (n, 3)).astype(np.float32) / 16
   return {"x": x, "y": 3 * rng.integers(-16, 17, n).astype(np.float32) / 16}

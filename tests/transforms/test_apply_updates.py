@@ -43,10 +43,8 @@ def nearest(exact, half):
 
 
 def neighbours(exact, half):
-  """The largest number of a half type below or at each float32, and the smallest above or at it.
-
-  Those of one format are in the order of their bits, with the sign taken off.
-  """
+  """The largest number of a half type below or at each float32, and the smallest above or at it."""
+  # Those of one format are in the order of their bits, with the sign taken off.
   below = nearest(exact, half)
   step = np.where(np.signbit(below), 1, -1).astype(np.int32)
   code = below.view(np.uint16).astype(np.int32)
@@ -77,13 +75,11 @@ def zeros(like, half):
 
 
 def rounded_by_hand(exact, half, key, leaf=0):
-  """Stochastic rounding once more, in float64.
-
-  What half cannot hold, in units of the distance between neighbours, and a random number below 1
-  are added; from 1 on the result is the neighbour away from zero. Float16's subnormal numbers go up
-  where the random number is below what stands over the lower neighbour. An inf comes only where
-  rounding to nearest has one.
-  """
+  """Stochastic rounding once more, in float64."""
+  # What half cannot hold, in units of the distance between neighbours, and a random number below 1
+  # are added; from 1 on the result is the neighbour away from zero. Float16's subnormal numbers go
+  # up where the random number is below what stands over the lower neighbour. An inf comes only
+  # where rounding to nearest has one.
   random = np.asarray(jax.random.bits(jax.random.fold_in(key, leaf), exact.shape, jnp.uint32))
   low, high = (x.astype(np.float64) for x in neighbours(exact, half))
   wide = exact.astype(np.float64)

@@ -60,10 +60,8 @@ def run_any(fields, flags, state):
 
 
 def scenario(flags, expected, **config):
-  """Runs `flags` (1 for a finite step), and returns what the oracle finds too, by name.
-
-  The scales after all steps, or after the last ones, are `expected`.
-  """
+  """Runs `flags` (1 for a finite step), and returns what the oracle finds too, by name."""
+  # The scales after all steps, or after the last ones, are `expected`.
   dynamic = mpjax.DynamicLossScale(**config)
   # Of one length, so that all of them are one program.
   padded = np.zeros(256, bool)

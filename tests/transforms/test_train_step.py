@@ -144,12 +144,10 @@ def test_parameters_are_set_to_masters_that_no_addition_reaches():
 
 
 def retry_oracle(config, largest, max_retries):
-  """NNabla's updater in plain Python: back off and run again, as often as is allowed and may help.
-
-  Returns (applied, retries, scale) for each batch; the gradient is the scale times its largest
-  value. Where NNabla raises after 100 runs in vain, the step counts as one that was skipped. Each
-  run again is at a lower scale, whatever the hysteresis: at the same one the same overflows.
-  """
+  """NNabla's updater in plain Python: back off and run again, as often as may help."""
+  # Returns (applied, retries, scale) for each batch; the gradient is the scale times its largest
+  # value. Where NNabla raises after 100 runs in vain, the step counts as one that was skipped. Each
+  # run again is at a lower scale, whatever the hysteresis: at the same one the same overflows.
   oracle, history = Oracle(**config), []
   for value in largest:
     retries, applied, futile, once = -1, False, False, None
