@@ -155,6 +155,11 @@ def prepare(engine, devices, fn=loss_fn):
   step = mpjax.make_train_step(fn, tx, axis_name=axis, integer_state="same", ema_decay=0.5)
   if engine is None:
     return create(jnp.asarray(params)), step, lambda batch: batch
+  if engine.mapped == "pmap":
+    count = len(devices)
+    state = jax.tree.map(lambda x: jnp.stack([x] * count), create(jnp.asarray(params)))
+    cut = functools.partial(jax.tree.map, lambda x: x.reshape(count, -1, *x.shape[1:]))
+    return state, jax.pmap(step, axis_name="data", devices=devices), cut
   mesh = mesh_of(devices, engine.axis_type)
   if engine.mapped:
     specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
