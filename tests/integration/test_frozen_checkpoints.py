@@ -33,7 +33,7 @@ def test_every_layout_has_its_folder():
   assert sorted(path.parent.name for path in make.FOLDER.glob("*/next.npz")) == sorted(make.LAYOUTS)
 
 
-@pytest.mark.case("A63", "B123")
+@pytest.mark.case("A63", "B123", "I5")
 @pytest.mark.parametrize("file", ["orbax", "npz"])
 @pytest.mark.parametrize("name", make.LAYOUTS)
 def test_a_frozen_checkpoint_loads_and_goes_on(name, file):

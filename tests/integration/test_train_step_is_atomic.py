@@ -20,7 +20,9 @@ SETUPS = [
 """Each dtype to compute in and to store; micro-batches, averages, lanes, clips and a schedule."""
 
 
-@pytest.mark.case("I1", "A44", "A67", "I16", "B009", "B010", "B111", "B112", "B116", "B144", "A39")
+@pytest.mark.case(
+  "I1", "A44", "A67", "I16", "B009", "B010", "B111", "B112", "B116", "B144", "A39", "A113"
+)
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 def test_a_skipped_step_is_a_deleted_step(setup):

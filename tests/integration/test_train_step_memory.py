@@ -118,7 +118,6 @@ def test_to_check_the_updates_takes_a_byte_for_each_number_of_one_layer():
   assert found <= without + WIDTH * WIDTH + SLACK
 
 
-@pytest.mark.case("B077")
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
 @pytest.mark.parametrize(("storage", "of_master"), [("float32", 4), ("split", 2)])
 def test_master_weights_hold_the_master_and_the_half_parameters(storage, of_master):

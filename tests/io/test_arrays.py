@@ -47,6 +47,18 @@ def test_tagged_arrays_are_the_bits():
   np.testing.assert_array_equal(arrays["w@bfloat16"], np.asarray([0x3F80, 0x4020], np.uint16))
 
 
+@pytest.mark.case("B121")
+@pytest.mark.parametrize("through", [through_npz, through_msgpack])
+def test_keys_survive_files(through, tmp_path):
+  for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
+    keys = jax.random.split(jax.random.key(3, impl=impl), 2)
+    ((name, array),) = through(mpjax.checkpoints.to_arrays((keys,)), tmp_path).items()
+    path, back = decode(name, array)
+    assert (name, path) == (f"0@key:{impl}", "0")
+    assert back.dtype == keys.dtype
+    np.testing.assert_array_equal(jax.random.key_data(back), jax.random.key_data(keys))
+
+
 def test_python_numbers_have_the_dtypes_of_jit():
   arrays = mpjax.checkpoints.to_arrays([True, 3, 0.5, np.float64(0.1)])
   assert [x.dtype.name for x in arrays.values()] == ["bool", "int32", "float32", "float64"]

@@ -302,7 +302,9 @@ def test_golden_tree():
     *(f"{label}.{field}" for field in [*fields.split(), "first_bad", "finite"]),
     ".inner_state[0].trace['w']",
   ]
-  assert not any(x.weak_type for x in jax.tree.leaves(state))
+  leaves = jax.tree.leaves(state)
+  assert not any(x.weak_type for x in leaves)
+  assert [x.dtype.name for x in leaves] == ["float32", *["int32"] * 8, "bool", "float32"]
   assert jax.tree.structure(pickle.loads(pickle.dumps(state))) == jax.tree.structure(state)
   off = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()).init({"w": jnp.ones(3)})
   assert off.loss_scale == {"none": ()}

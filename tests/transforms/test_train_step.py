@@ -219,7 +219,7 @@ ALIASING = {
 }
 
 
-@pytest.mark.case("B133", "B134", "B135")
+@pytest.mark.case("B077", "B133", "B134", "B135")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", ALIASING)
 def test_donation(name):

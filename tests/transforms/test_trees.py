@@ -81,6 +81,17 @@ def test_without_parameters_hidden_gradients_are_passed_through():
   assert updates["values"].tolist() == [-2.0, -0.5]
 
 
+@pytest.mark.case("A94", "B013")
+def test_parameters_that_are_none_or_keys_and_one_whose_gradient_is_zero():
+  params = {"w": jnp.ones(2), "unused": jnp.ones(3), "none": {"a": None}, "key": jax.random.key(0)}
+  grads = params | {"unused": jnp.zeros(3), "key": np.zeros((), jax.dtypes.float0)}
+  updates, state = aligned(grads, params)
+  assert mpjax.loss_scaling_metrics(state)["finite"]
+  assert updates["unused"].tolist() == [0, 0, 0]
+  assert updates["key"].dtype == jax.dtypes.float0
+  assert updates["none"] == mpjax.apply_updates(params, updates)["none"] == {"a": None}
+
+
 @pytest.mark.case("B013")
 def test_odd_trees():
   for params in ({}, (), None, jnp.ones(()), jnp.ones((0, 3)), [jnp.ones(1)]):
