@@ -23,15 +23,16 @@ DTYPES = dict.fromkeys(LossScaleState._fields, jnp.int32) | {
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def run(config, flags, state):
-  """Returns the final state, and the state after each step, for steps that are all applied."""
+def run(config, finite, state, applied=None):
+  """Returns the final state, and that after each step; without `applied`, all finite ones are."""
 
-  def step(state, finite):
+  def step(state, flags):
+    finite, applied = flags
     first_bad = jnp.where(finite, jnp.int32(1), jnp.int32(0))
-    state = adjust(config, state, finite=finite, applied=finite, first_bad=first_bad)
+    state = adjust(config, state, finite=finite, applied=applied, first_bad=first_bad)
     return state, state
 
-  return jax.lax.scan(step, state, flags)
+  return jax.lax.scan(step, state, (finite, finite if applied is None else applied))
 
 
 def numbers(states):
@@ -55,8 +56,9 @@ def typed(fields):
 
 
 @jax.jit
-def run_any(fields, flags, state):
-  return run.__wrapped__(with_traced_fields(fields), flags, state)[1]
+def run_any(fields, finite, applied):
+  config = with_traced_fields(fields)
+  return run.__wrapped__(config, finite, init_scale(config), applied)
 
 
 def scenario(flags, expected, **config):
@@ -66,7 +68,7 @@ def scenario(flags, expected, **config):
   # Of one length, so that all of them are one program.
   padded = np.zeros(256, bool)
   padded[: len(flags)] = flags
-  states = run_any(typed(dataclasses.asdict(dynamic)), padded, init_scale(dynamic))
+  _, states = run_any(typed(dataclasses.asdict(dynamic)), padded, padded)
   steps = numbers(states)[: len(flags)]
   assert steps == Oracle(**config).run(flags)
   found = {key: [step[key] for step in steps] for key in steps[0]}
@@ -205,26 +207,17 @@ def test_scale_and_counters_equal_the_oracle_on_10_000_sequences():
   finite = rng.random((n, steps)) >= share
   updates = rng.random((n, steps)) >= 0.05
 
-  def sequence(fields, finite, updates):
-    config = with_traced_fields(fields)
+  @jax.jit
+  @jax.vmap
+  def program(*args):
+    state, states = run_any(*args)
+    return state, states.scale
 
-    def step(state, flags):
-      finite, updates = flags
-      where = jnp.int32(0)
-      applied = finite & updates
-      return adjust(config, state, finite=finite, applied=applied, first_bad=where), state.scale
-
-    return jax.lax.scan(step, init_scale(config), (finite, updates))
-
-  program = jax.jit(jax.vmap(sequence))
-  state, history = jax.device_get(program(typed(configs), finite, updates))
+  state, history = jax.device_get(program(typed(configs), finite, finite & updates))
   for i in range(n):
     oracle = Oracle(**{key: value[i].item() for key, value in configs.items()})
-    expected = []
-    for good, sound in zip(finite[i].tolist(), updates[i].tolist(), strict=True):
-      expected.append(oracle.scale)
-      oracle.step(good, sound)
-    assert history[i].tolist() == expected
+    flags = zip(finite[i].tolist(), updates[i].tolist(), strict=True)
+    assert history[i].tolist() == [oracle.step(*both).scale for both in flags]
     assert {key: getattr(state, key)[i].item() for key in oracle.numbers()} == oracle.numbers()
 
 
