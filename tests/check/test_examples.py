@@ -594,18 +594,6 @@ def test_language_models_in_half_learn_what_float32_learns(example, name, steps,
   assert half.figures["final loss scale"] == str(scale)
 
 
-def test_windows_of_text_follow_each_other(example):
-  lstm, text = example("lstm_language_model"), np.arange(1000)
-  first, second, *_ = found = list(lstm.windows(text, 30, 3, rows=4, window=10))
-  assert [x.shape for x in found] == [(4, 11)] * 30
-  np.testing.assert_array_equal(first[:, -1], second[:, 0])
-  # In each row the text goes on, and begins anew at its end.
-  for row in np.concatenate([x[:, :-1] for x in found], axis=1):
-    np.testing.assert_array_equal(np.diff(row) % 1000, 1)
-  assert len({int(x) for x in np.diff(first[:, 0]) % 1000}) == 1
-  assert not np.array_equal(first, next(lstm.windows(text, 1, 4, rows=4, window=10)))
-
-
 @pytest.mark.standard_promotion
 def test_updates_of_lora_vanish_without_masters(example, monkeypatch):
   lora = example("lora_updates")

@@ -74,29 +74,6 @@ def test_each_figure_is_in_a_page_in_both_themes_and_is_described():
   assert len(opened) == 2 * len(PICTURES)
 
 
-def test_the_page_of_a_png_says_what_draws_it():
-  commands = {
-    "accuracy.png": "python benchmarks/parity_report.py",
-    "ranges.png": "python examples/lora_updates.py --picture ranges.png",
-    "tune.png": "python examples/tune_transformer.py --picture tune.png",
-  }
-  assert commands.keys() == {path.name for path in (ROOT / "docs").glob("*.png")}
-  texts = [page.read_text(encoding="utf-8") for page in PAGES]
-  for png, command in commands.items():
-    (text,) = (text for text in texts if f"]({png})" in text)
-    assert f"`{command}`" in text
-
-
-def test_sphinx_gets_two_images_for_a_picture_and_the_lines_that_were_there():
-  for page in {page for page, _ in PICTURES}:
-    text = page.read_text(encoding="utf-8")
-    new = sphinx_pictures.as_images(text)
-    assert new.count("\n") == text.count("\n")
-    assert "<picture>" not in new
-    assert new.count("{.only-light}") == new.count("{.only-dark}") == text.count("<picture>")
-  assert sphinx_pictures.as_images("# A page\n\n![a](b.png)\n") == "# A page\n\n![a](b.png)\n"
-
-
 def test_formats_are_those_of_all_their_numbers():
   found = {each.name: each for each in formats.facts()}
   for name in FORMATS:

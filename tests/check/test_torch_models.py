@@ -6,7 +6,6 @@ Where PyTorch is not installed these are skipped; `make bench` compares losses t
 import json
 
 import jax
-import numpy as np
 import pytest
 
 from tests.scripts import benchmark
@@ -55,11 +54,3 @@ def test_losses_are_those_of_jax(cases, gpu_versions, draws, torch_worker, model
     found = session.measure("torch amp", 2)
     assert found["seconds"] > 0
     assert found["finite"]
-
-
-def test_a_parameter_that_is_nowhere_is_an_error(cases, torch_models, gpu_versions, draws):
-  described = gpu_versions.described("mlp", "tiny", "bfloat16")
-  model = torch_models.model(described["kind"], described["fields"], described["batch"]["inputs"])
-  arrays = draws.parameters(described["shapes"])
-  with pytest.raises(ValueError, match="extra"):
-    torch_models.load(model, {**arrays, "params/extra/kernel": np.zeros((1, 1), np.float32)})
