@@ -43,7 +43,7 @@ def recorded(report):
 
 
 def test_the_pages_show_what_is_recorded(report, autocast_report, accuracy_report, parity_report):
-  """Else run `python benchmarks/report.py`, or that of the page."""
+  # Else run `python benchmarks/report.py`, or that of the page.
   readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
   assert report.updated(readme) == readme
   assert report.markdown(json.loads(RECORDED[0].read_text(encoding="utf-8"))) in readme
@@ -85,7 +85,7 @@ def gradient(bench, case, apply):
   ],
 )
 def test_sizes_for_a_gpu_trace(bench, gpu_hlo, model, parameters):
-  """Nothing of that size is computed here: shapes and dtypes, and of each stage one layer."""
+  # Nothing of that size is computed here: shapes and dtypes, and of each stage one layer.
   case = bench.SIZES["gpu"][model]
   params = jax.eval_shape(case.make().init, jax.random.key(0), case.inputs)["params"]
   assert sum(x.size for x in jax.tree.leaves(params)) == parameters
@@ -99,7 +99,7 @@ def test_sizes_for_a_gpu_trace(bench, gpu_hlo, model, parameters):
 
 
 def test_flax_step_skips_like_ours(bench):
-  """The rival is used right: it skips the step that overflows, and its scale comes down."""
+  # The rival is used right: it skips the step that overflows, and its scale comes down.
   case = bench.SIZES["tiny"]["mlp"]
   apply = bench.variants(case, "float16")["policy"]
   tx = bench.mpjax.loss_scaling(bench.optimizer(), mpjax.DynamicLossScale())
@@ -218,7 +218,7 @@ def test_a_program_is_measured_by_every_tool_and_written(
 
 @pytest.mark.standard_promotion
 def test_plain_and_by_hand_are_one_program_in_two_precisions(autocast, autocast_programs):
-  """By hand every product is in half; without a dtype there is no cast at all."""
+  # By hand every product is in half; without a dtype there is no cast at all.
   for name, program in autocast_programs.PROGRAMS.items():
     params, batch = program.make(8)
     style = autocast_programs.Style(jnp.float16)
@@ -237,7 +237,7 @@ def test_plain_and_by_hand_are_one_program_in_two_precisions(autocast, autocast_
 def test_recorded_figures_of_autocast_are_within_the_bounds(
   autocast, autocast_report, autocast_programs
 ):
-  """1.1 times the memory by hand, but for gates in float32, and 2.5 times the time of tracing."""
+  # 1.1 times the memory by hand, but for gates in float32, and 2.5 times the time of tracing.
   results = recorded(autocast_report)
   for part in autocast.PARTS:
     assert results[part]["environment"]["versions"].keys() >= {"mpjax", "jax", "flax"}
@@ -287,7 +287,7 @@ def test_gradients_are_as_near_to_float64_as_those_by_hand(accuracy, accuracy_re
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", ["Linen LSTM", "NNX GRU", "NNX transformer block"])
 def test_the_reference_is_the_slope_of_the_loss_and_in_float64_throughout(accuracy, name):
-  """Along one direction, by central differences, which float32 would find to two digits."""
+  # Along one direction, by central differences, which float32 would find to two digits.
   model = accuracy.MODELS[name]
   draw = model.draw(0)
   (gradient,) = accuracy.reference(model, [draw])
@@ -388,7 +388,7 @@ def test_the_verdict_is_that_of_the_statistics_module(parity_report):
 
 
 def test_runs_are_made_once_and_kept(parity, monkeypatch, tmp_path):
-  """A run that was interrupted goes on; another number of steps is not mixed with what is there."""
+  # A run that was interrupted goes on; another number of steps is not mixed with what is there.
   made = []
 
   def run(policy, steps, seed, on_step):
@@ -416,7 +416,7 @@ def test_runs_are_made_once_and_kept(parity, monkeypatch, tmp_path):
 
 
 def test_a_seed_is_a_start_and_an_order_of_batches_under_every_policy(parity):
-  """Parameters, and the key that dropout keys are folded from. (Batches know of no policy.)"""
+  # Parameters, and the key that dropout keys are folded from. (Batches know of no policy.)
   lstm = parity.lstm.LanguageModel(features=8, layers=1)
   gpt = parity.gpt.Gpt(layers=1, width=8, heads=1, context=8)
 
@@ -441,7 +441,7 @@ def test_a_seed_is_a_start_and_an_order_of_batches_under_every_policy(parity):
 
 
 def test_a_real_run(parity, monkeypatch, tmp_path):
-  """A small model: policies differ, but less than seeds do, and it learns."""
+  # A small model: policies differ, but less than seeds do, and it learns.
   tiny = parity.lstm.LanguageModel(features=8, layers=1)
   run = functools.partial(parity.language_model, parity.lstm, tiny)
   monkeypatch.setattr(parity, "TASKS", {"LSTM": parity.Task(run, steps=40, seeds=2)})
@@ -458,7 +458,7 @@ def test_a_real_run(parity, monkeypatch, tmp_path):
 
 
 def test_float8_is_trained_where_a_model_has_it(parity):
-  """All matmuls of its hidden layers are in float8, and a model without rows for it has none."""
+  # All matmuls of its hidden layers are in float8, and a model without rows for it has none.
   images = jax.ShapeDtypeStruct((64, 8, 8, 1), "float32")
 
   def in_float8(network):

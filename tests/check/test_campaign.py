@@ -69,8 +69,7 @@ def test_every_bit_is_compared(dtype):
 
 
 def test_exit_status(monkeypatch, capsys):
-  """Of a campaign of one part and one class, and of the self-check, which must lose something."""
-
+  # Of a campaign of one part and one class, and of the self-check, which must lose something.
   def status(outcome, *arguments, broken=False):
     def job(rng):
       require(not broken, "something else was planted")

@@ -574,7 +574,7 @@ def test_low_precision_learns_what_float32_learns(example, tmp_path, name):
   ("name", "steps", "scale"), [("gpt", 60, 2**16), ("lstm_language_model", 120, 2**17)]
 )
 def test_language_models_in_half_learn_what_float32_learns(example, name, steps, scale):
-  """The scale doubles after each 50 finite steps."""
+  # The scale doubles after each 50 finite steps.
   module = example(name)
   options = {"gpt": small_gpt, "lstm_language_model": small_lstm}[name](module)
   trained = [("float32", 0), ("mixed_float16", 0), ("float32", 1), ("float32", 2)]
@@ -614,7 +614,7 @@ def test_updates_of_lora_vanish_without_masters(example, monkeypatch):
 
 @SHORT_AND_LONG
 def test_the_demo_keeps_its_promises(example, short):
-  """It shows what is half and what that saves; in all of its steps it learns."""
+  # It shows what is half and what that saves; in all of its steps it learns.
   text = io.StringIO()
   options = {"steps": 2} if short else {}
   rows = example("demo").main(console=Console(file=text, width=80), **options)

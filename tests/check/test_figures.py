@@ -34,7 +34,7 @@ FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_file_is_what_its_script_draws(name, tmp_path):
-  """In the light theme; in the dark one it is the same but for the colors."""
+  # In the light theme; in the dark one it is the same but for the colors.
   light, dark = style.files(name)
   words = [e.text for e in ET.parse(light).iter("{http://www.w3.org/2000/svg}text")]
   assert len(words) > 8

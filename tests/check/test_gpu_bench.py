@@ -128,7 +128,7 @@ class Fake:
 
 
 def test_a_version_that_fails_is_a_figure_and_the_others_go_on(gpu_groups, workers):
-  """One lacks memory, one ends its process, which is started again without it."""
+  # One lacks memory, one ends its process, which is started again without it.
   dies = workers.WorkerEndedError("the process ended with -6: abort")
   fails = {("check", "a"): {"failed": "out of memory"}, ("measure", "b"): dies}
   log = []
@@ -229,7 +229,7 @@ def test_what_pytorch_lacks_is_said_and_the_rest_is_measured(call, workers):
 
 
 def test_a_call_that_is_broken_off_leaves_what_it_measured(call, tmp_path):
-  """In the second part of a model, and in the first of the next."""
+  # In the second part of a model, and in the first of the next.
   with pytest.raises(KeyboardInterrupt):
     call(torch_fails={("measure", "torch amp"): KeyboardInterrupt()})
   kept = json.loads((tmp_path / "figures" / "1_x_gpu_x.json").read_text())

@@ -137,7 +137,7 @@ def test_kernels_of_a_loop_are_those_of_one_iteration(hlo):
 
 
 def test_an_estimate_is_the_longer_of_arithmetic_and_memory(gpu_hlo):
-  """Of an H200: 989 and 495 trillion operations, and 4.8 trillion bytes, in a second."""
+  # Of an H200: 989 and 495 trillion operations, and 4.8 trillion bytes, in a second.
   seconds = gpu_hlo.roofline.seconds
   assert seconds("h200", {"bfloat16": 989 * 10**12}, 10**9, 4800 * 10**9) == 2
   assert seconds("h200", {"tf32": 495 * 10**12, "float8_e4m3fn": 1979 * 10**12}, 1, 0) == 2
@@ -162,7 +162,7 @@ def test_every_target_is_a_chip_with_a_roofline(gpu_hlo):
 
 
 def test_one_version_differs_from_another_by_its_dtypes_alone(gpu_hlo):
-  """All are steps of the same float32 state and inputs, and return what they are given."""
+  # All are steps of the same float32 state and inputs, and return what they are given.
   case, device = gpu_hlo.SIZES["tiny"]["mlp"], jax.devices()[0]
 
   def shapes(tree):
@@ -189,7 +189,7 @@ def test_one_version_differs_from_another_by_its_dtypes_alone(gpu_hlo):
 
 @pytest.mark.parametrize(("model", "left"), [("mlp", 0), ("gpt", 1)])
 def test_exact_by_hand_sums_the_gradients_of_biases_in_float32(gpu_hlo, model, left):
-  """What is left of the GPT's is the table of places, which the model itself broadcasts in half."""
+  # What is left of the GPT's is the table of places, which the model itself broadcasts in half.
   case = gpu_hlo.SIZES["tiny"][model]
   args = gpu_hlo.arguments_of(case, jax.devices()[0])
   in_half = {}
@@ -242,7 +242,7 @@ def test_without_a_compiler_for_cuda_it_says_what_to_install(gpu_hlo, monkeypatc
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("model", ["mlp", "resnet", "gpt", "lstm"])
 def test_a_policy_is_by_hand_on_an_h200(gpu_hlo, h200, model, half):
-  """With exact sums by hand: the same kernels and memory, and not one sum in half."""
+  # With exact sums by hand: the same kernels and memory, and not one sum in half.
   case = gpu_hlo.shallower(gpu_hlo.SIZES["cpu"][model], 1)
   found = gpu_hlo.steps(case, half)
   figures, programs = {}, {}
@@ -292,7 +292,7 @@ def small_step(tx, half, params, state, x):
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_what_loss_scaling_adds_to_a_step_on_an_h200(gpu_hlo, h200, half):
-  """One reduction for 24 gradients of two sizes, and two updates for 24 parameters."""
+  # One reduction for 24 gradients of two sizes, and two updates for 24 parameters.
   shapes = [((WIDTH, WIDTH), (WIDTH,))] * LAYERS
   params = jax.tree.map(
     lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -323,7 +323,7 @@ def test_what_loss_scaling_adds_to_a_step_on_an_h200(gpu_hlo, h200, half):
 
 @pytest.mark.gpu_compiler
 def test_a_model_of_many_sizes_gets_few_kernels_more_on_an_h200(gpu_hlo, h200):
-  """A ResNet of one block in each stage: at most 12, and all that is multiplied in float16."""
+  # A ResNet of one block in each stage: at most 12, and all that is multiplied in float16.
   case = gpu_hlo.shallower(gpu_hlo.SIZES["cpu"]["resnet"], 1)
   found = gpu_hlo.steps(case, "float16")
   figures = {}
@@ -357,7 +357,7 @@ def test_figures_for_a_gpu_are_recorded(gpu_hlo):
 
 
 def test_figures_of_steps_are_recorded():
-  """Loss scaling adds at most 8 % kernels and 2 % bytes; no step has a branch."""
+  # Loss scaling adds at most 8 % kernels and 2 % bytes; no step has a branch.
   for results in recorded("gpu_steps"):
     assert results["settings"]["depth"] is None
     assert results["models"].keys() == {"resnet", "gpt"}
@@ -370,7 +370,7 @@ def test_figures_of_steps_are_recorded():
 
 
 def test_figures_of_float8_are_recorded():
-  """By the estimate the large MLP takes at most two thirds of bfloat16's time."""
+  # By the estimate the large MLP takes at most two thirds of bfloat16's time.
   for results in recorded("gpu_float8"):
     faster = {
       name: each["versions"]["policy"]["estimated_seconds"]

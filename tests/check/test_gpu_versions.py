@@ -28,7 +28,7 @@ jax_worker, draws = benchmark("jax_worker"), benchmark("draws")
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "lstm"])
 def test_versions_compute_the_same_update(gpu_versions, draws, model):
-  """But for roundings: the first loss, and the parameters after a step."""
+  # But for roundings: the first loss, and the parameters after a step.
   case = gpu_versions.SIZES["tiny"][model]
   described = gpu_versions.described(model, "tiny", "bfloat16")
   variables = gpu_versions.tree(draws.parameters(described["shapes"]))
@@ -71,7 +71,7 @@ def test_precision_of_float32_is_in_the_step(gpu_versions):
 
 
 def test_what_is_drawn_is_what_flax_draws(gpu_hlo, gpu_versions, draws, monkeypatch):
-  """The same variances, so that a model trains; and the same numbers in any process."""
+  # The same variances, so that a model trains; and the same numbers in any process.
   sizes = gpu_versions.SIZES["cpu"]
   small = {name: gpu_hlo.shallower(sizes[name], 1) for name in ("gpt", "resnet")}
   monkeypatch.setattr(gpu_versions, "SIZES", {"small": small})
@@ -89,7 +89,7 @@ def test_what_is_drawn_is_what_flax_draws(gpu_hlo, gpu_versions, draws, monkeypa
 
 
 def test_process_of_jax_checks_and_measures(jax_worker):
-  """In this process, without the lines between."""
+  # In this process, without the lines between.
   session = jax_worker.Session()
   assert session.hello()["environment"]["backend"] == "cpu"
   loaded = session.load("mlp", "tiny", "bfloat16", "xla")
@@ -112,7 +112,7 @@ def test_process_of_jax_checks_and_measures(jax_worker):
 
 @pytest.mark.gpu
 def test_on_a_gpu_everything_runs(tmp_path):
-  """The smallest size: what is compiled and measured, not how fast it is."""
+  # The smallest size: what is compiled and measured, not how fast it is.
   out = tmp_path / "figures.json"
   command = [sys.executable, str(BENCHMARKS / "gpu_bench.py"), "--size", "tiny", "--models", "gpt"]
   options = ["--rounds", "2", "--seconds", "0", "--out", str(out), "--torch-compile", "none"]
@@ -128,7 +128,7 @@ def test_on_a_gpu_everything_runs(tmp_path):
 def test_attention_is_one_kernel_of_cudnn_on_an_h200(
   gpu_hlo, h200, gpu_versions, half, monkeypatch  # noqa: F811
 ):  # fmt: skip
-  """Two calls a layer, forward and backward, by hand, under a policy and with autocast."""
+  # Two calls a layer, forward and backward, by hand, under a policy and with autocast.
   stumbles.pretend_cudnn(monkeypatch)
   case = gpu_hlo.shallower(gpu_hlo.SIZES["gpu"]["gpt"], 1)
   variables = dict(gpu_versions.shapes(case))

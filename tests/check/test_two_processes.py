@@ -51,10 +51,8 @@ def run_both(folder):
 
 @pytest.mark.case("I6", "B131", "A51", "A93", "A67", "B129", "B151")
 def test_two_processes_and_one_agree_to_the_bit(tmp_path, devices):
-  """All of the state, and the metrics of each step: the bytes that each of four devices has.
-
-  One test, so that the processes are started once.
-  """
+  # All of the state, and the metrics of each step: the bytes that each of four devices has.
+  # One test, so that the processes are started once.
   codes, text = run_both(tmp_path)
   if codes != [0, 0] and "already in use" in text:  # Somebody else was given the port meanwhile.
     codes, text = run_both(tmp_path)

@@ -108,7 +108,7 @@ def bits(tree):
 @pytest.mark.case("A65")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_saved_for_weights_is_float32(policy, checkpoints):
-  """And under the same policy the next five outputs are the same."""
+  # And under the same policy the next five outputs are the same.
   with ocp.StandardCheckpointer() as checkpointer:
     raw = checkpointer.restore(checkpoints / policy)
   inner = raw["opt_state"]["inner_state"]

@@ -73,8 +73,7 @@ def test_the_sum_is_not_rounded_and_gradients_multiply_in_low_precision(way):
 
 
 def test_all_readers_of_a_result_read_what_is_returned():
-  """A prediction, a probability, what is sown for debugging: none of them rounds the logits."""
-
+  # A prediction, a probability, what is sown for debugging: none of them rounds the logits.
   class Model(nn.Module):
     read: bool = True
 
@@ -103,8 +102,7 @@ def test_all_readers_of_a_result_read_what_is_returned():
 
 
 def test_a_rounding_that_somebody_asked_for_stays():
-  """An `output_dtype` in low precision, a layer before another one, a state that is kept."""
-
+  # An `output_dtype` in low precision, a layer before another one, a state that is kept.
   class Model(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -150,7 +148,7 @@ def test_the_preferred_element_type_of_the_user_is_kept():
 
 
 def test_what_a_cpu_needs_is_not_in_a_program_for_a_gpu():
-  """Traced on a CPU, which fails where the result is transposed into the matmul."""
+  # Traced on a CPU, which fails where the result is transposed into the matmul.
   fun = jax.jit(lambda w, b, x: WAYS["autocast"](w, b, x).T)
   np.testing.assert_array_equal(fun(W, BIAS, X), WANTED.T.astype(np.float32))
   traced = fun.trace(W, BIAS, X)

@@ -119,8 +119,8 @@ def counted(loss, params):
 
 @faces
 def test_dense_layers_and_projections_are_in_float8_forward_and_backward(face):
-  """Four projections and four layers. Attention's own two matmuls, the convolution and `attend`
-  are not, nor are their gradients."""
+  # Four projections and four layers. Attention's own two matmuls, the convolution and `attend`
+  # are not, nor are their gradients.
   assert counted(*face(POLICY)) == {FORWARD: 8, BACKWARD: 16, HALF: 3 * (2 + 1 + 1)}
 
 
@@ -192,7 +192,7 @@ class TakesHalfAlone(nn.Module):
 
 
 def test_projections_of_a_kernel_that_takes_low_precision_alone():
-  """Their module is traced in bfloat16, and its layers cast their parameters themselves."""
+  # Their module is traced in bfloat16, and its layers cast their parameters themselves.
   x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 32)), jnp.float32)
   model = TakesHalfAlone()
   variables = shapes(model, x)
@@ -246,7 +246,7 @@ def trained(tx, steps=4, spoil=None, policy=EXACT):
 @pytest.mark.case("I21")
 @pytest.mark.parametrize("policy", [EXACT, POLICY], ids=["power of two", "any"])
 def test_a_loss_scale_changes_no_bit(policy):
-  """The scales of gradients follow it: what is float8 is the same."""
+  # The scales of gradients follow it: what is float8 is the same.
   plain = trained(mpjax.loss_scaling(optax.adam(1e-2), mpjax.StaticLossScale(1)), policy=policy)
   scaled = trained(
     mpjax.loss_scaling(optax.adam(1e-2), mpjax.StaticLossScale(2**12)), policy=policy
@@ -312,9 +312,8 @@ def test_a_gpu_multiplies_in_float8(matmuls, scaling):
 
 @pytest.mark.gpu_compiler
 def test_the_traps_that_are_avoided(matmuls):
-  """e5m2 by e5m2 and e4m3 by bfloat16 become matmuls of float16 and float32; and so may operands
-  that are scaled on their way, which XLA is to find."""
-
+  # e5m2 by e5m2 and e4m3 by bfloat16 become matmuls of float16 and float32; and so may operands
+  # that are scaled on their way, which XLA is to find.
   def in_float8(*dtypes):
     def fn(x, w):
       return jnp.matmul(x, w, preferred_element_type=jnp.bfloat16)

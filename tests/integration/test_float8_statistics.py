@@ -32,7 +32,7 @@ def variables():
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_float8_statistics_are_not_given_to_the_optimizer(name):
-  """Adam moved them by a learning rate, in place of taking them over."""
+  # Adam moved them by a learning rate, in place of taking them over.
   with pytest.raises(ValueError) as error:
     WRAPPERS[name](optax.adam(0.1)).init(variables())
   check_error(

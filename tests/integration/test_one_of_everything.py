@@ -37,7 +37,7 @@ def test_no_function_is_written_twice_for_linen_and_nnx():
 
 
 def test_what_goes_before_what_is_known_in_one_place():
-  """A policy of a module's own, rules and the module around: one function reads them."""
+  # A policy of a module's own, rules and the module around: one function reads them.
   reads = [
     name for name, code in functions("_core", "linen", "nnx") if "first_match" in code.co_names
   ]

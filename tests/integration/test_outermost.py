@@ -172,8 +172,7 @@ def test_an_array_in_an_object_that_is_no_tree_comes_out_as_an_array(hiding):
 
 @WAYS
 def test_dicts_have_their_own_order_and_one_array_is_one_object(way):
-  """In a jitted step too, where the dicts are made: `jax.jit` sorts at its own boundary alone."""
-
+  # In a jitted step too, where the dicts are made: `jax.jit` sorts at its own boundary alone.
   def body(layer, xs, other, **named):
     assert list(xs) == ["z", "a"]
     assert list(named) == ["y", "b"]
@@ -210,8 +209,7 @@ def test_a_list_that_is_given_gets_what_it_gets_without_a_policy(way):
 
 @WAYS
 def test_a_dict_whose_keys_do_not_sort(way):
-  """Flax cannot lift a method with one."""
-
+  # Flax cannot lift a method with one.
   def body(layer, xs):
     return {key: layer(x) if key == 1 else x for key, x in xs.items()}
 
@@ -224,7 +222,7 @@ def test_a_dict_whose_keys_do_not_sort(way):
 
 @WAYS
 def test_calls_that_are_alike_are_differentiated_once(way):
-  """So tracing a step of a deep model takes little longer than that of a shallow one."""
+  # So tracing a step of a deep model takes little longer than that of a shallow one.
   derivatives = Derivatives()
 
   def body(layer, x):
@@ -404,7 +402,7 @@ def test_arguments_in_low_precision_show_as_float32_and_count_as_low_precision(w
 @HALF
 @WAYS
 def test_an_array_that_is_closed_over_decides_whatever_traces(way, half):
-  """Coordinates of up to 1,000 are integers in float16, and multiples of 4 in bfloat16."""
+  # Coordinates of up to 1,000 are integers in float16, and multiples of 4 in bfloat16.
   grid = np.linspace(0.3, 1000, 4, dtype="float32")
   wanted = grid + np.asarray(layer_in(half), np.float32)
 
@@ -419,7 +417,7 @@ def test_an_array_that_is_closed_over_decides_whatever_traces(way, half):
 
 @WAYS
 def test_float64_and_complex_numbers(way):
-  """Nothing of float64 is rounded inside: it comes where `jax_enable_x64` is set."""
+  # Nothing of float64 is rounded inside: it comes where `jax_enable_x64` is set.
   z = X.astype(jnp.complex64) * (1 + 1j)
   out, _ = call(way, "c=bf16", lambda layer, x: layer(x), z)
   assert out.dtype == jnp.complex64

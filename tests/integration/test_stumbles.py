@@ -205,7 +205,7 @@ def test_masks_with_padded_rows(framework):
 
 
 def test_a_segment_of_many_ones_is_their_number(framework, half):
-  """A sum in bfloat16 ends at 256, one in float16 at 2,048."""
+  # A sum in bfloat16 ends at 256, one in float16 at 2,048.
   args = np.ones((2600, 1), np.float32), np.repeat([0, 1], [2500, 100])
   (totals,) = ran(framework, Form(models.graph(), half, args), kernel=1)
   for total in totals:
@@ -260,7 +260,7 @@ def test_tied_embeddings(framework):
 
 
 def test_the_gradient_of_a_parameter_used_often_counts(framework, half):
-  """In any order: 4096 + 39 is no number of either half type."""
+  # In any order: 4096 + 39 is no number of either half type.
   x = np.asarray([[4096.0]] + [[1]] * 39, np.float32)
   form = Form(models.shared(), half, (x,))
   ((_, (grads, _)),) = ran(framework, form, grads=True, kernel=1, w=1)
@@ -274,7 +274,7 @@ IN_HALF, IN_FULL = np.float32(16), 16 * ALMOST_ONE  # What X makes of weights th
 
 
 def test_a_layer_called_in_half_and_in_full_precision(framework, half):
-  """Its weights are 1 in half only; a module that a rule keeps in float32 reads them as well."""
+  # Its weights are 1 in half only; a module that a rule keeps in float32 reads them as well.
   orders = ("half full read", "full read half", "read half full")
   made = [Form(models.precisely(order), half, (X,)) for order in orders]
   for found in ran(framework, *made, rules=[Rule("float32", path="reader")], w=ALMOST_ONE):
@@ -284,7 +284,7 @@ def test_a_layer_called_in_half_and_in_full_precision(framework, half):
 
 @pytest.mark.parametrize("kernel", ["half_attention", "cudnn_attention"])
 def test_kernels_that_take_nothing_but_half(kernel, framework, half, monkeypatch):
-  """For CUDA as far as one comes without it: traced and lowered, as the model by hand is."""
+  # For CUDA as far as one comes without it: traced and lowered, as the model by hand is.
   stumbles.pretend_cudnn(monkeypatch)
   args = (normal(2, 64, 16),)
   plain = Form(models.fused_block("any_attention"), None, args)

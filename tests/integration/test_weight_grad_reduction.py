@@ -88,7 +88,7 @@ def test_gradients_are_added_up_in_float32(devices, kind):
 
 @pytest.mark.case("A92")
 def test_the_dtype_asked_for(devices):
-  """Or that of the compute; the bias has a float32 sum in any case."""
+  # Or that of the compute; the bias has a float32 sum in any case.
   model, mesh = nn.Dense(5), mesh_of(devices)
   x = jnp.ones((BATCH, 3))
   rows = placed(mesh, x, lambda x: ("data",))
@@ -105,7 +105,7 @@ def test_the_dtype_asked_for(devices):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_what_is_gathered_of_sharded_parameters_is_half(devices, kind):
-  """Parameters in float32, a part on each device: each is cast to half before it travels."""
+  # Parameters in float32, a part on each device: each is cast to half before it travels.
   model, mesh = nn.Sequential([nn.Dense(8), nn.Dense(4)]), mesh_of(devices, kind)
   x = jnp.ones((BATCH, 4))
   params = params_of(model, x)
@@ -125,7 +125,7 @@ def test_what_is_gathered_of_sharded_parameters_is_half(devices, kind):
 
 
 def test_four_devices_and_one_agree(devices):
-  """On whole numbers float32 sums are exact, whoever adds up how much of them."""
+  # On whole numbers float32 sums are exact, whoever adds up how much of them.
   model, mesh = nn.Dense(5), mesh_of(devices)
   rng = np.random.default_rng(1)
   x = jnp.asarray(rng.integers(-9, 10, (400, 3)), jnp.float32)

@@ -30,7 +30,7 @@ WAYS = {"mpjax.with_policy": wrap, "mpjax.policy_scope": enter}
 @pytest.mark.case("A96", "B137", "B138", "B139", "I18")
 @pytest.mark.parametrize("name", WAYS)
 def test_policies_and_rules(name):
-  """For all that is no policy and no rule see the tests of these."""
+  # For all that is no policy and no rule see the tests of these.
   parts = {"expected": "a preset", "got": "'mixed_bf16'", "fix": "'mixed_bfloat16'"}
   check_refused(lambda: WAYS[name]("mixed_bf16"), where=f"{name}(policy)", **parts)
   assert ACTIVE.value is None  # A scope that is refused is not entered.

@@ -95,7 +95,7 @@ LIFTED_RULES = [
 @pytest.mark.case("B072", "B095")
 @pytest.mark.parametrize("lift", LIFTED)
 def test_resolution_across_lifted_transforms(lift):
-  """A lifted class hides the parent of what is inside; paths and classes are as without it."""
+  # A lifted class hides the parent of what is inside; paths and classes are as without it.
   lifted = LIFTED[lift](Block)
   lifts = Does(lambda module, x: Probe(name="other")(lifted(name="lifted")(x)))
   for rules, wanted in LIFTED_RULES:

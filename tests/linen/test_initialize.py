@@ -99,7 +99,7 @@ MODELS = {
 @pytest.mark.case("A98", "A108", "B069", "B091", "I11")
 @WAYS
 def test_initial_values_are_drawn_in_float32(way):
-  """Drawn in half they would be other numbers, not the rounded ones."""
+  # Drawn in half they would be other numbers, not the rounded ones.
   violations = []
   for name in ("dtype", "nested") if way == "jit" else MODELS:
     model = MODELS[name]
@@ -180,8 +180,7 @@ def test_trees_that_are_not_alike_are_not_cast():
 
 
 def test_an_initialiser_that_asks_for_half_gets_it():
-  """The module's own wish for how parameters are made is no dtype that a policy sets."""
-
+  # The module's own wish for how parameters are made is no dtype that a policy sets.
   class Asks(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32

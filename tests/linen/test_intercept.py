@@ -97,7 +97,7 @@ ARRAYS = {
 
 @pytest.mark.case("B059", "B061", "B062", "B096", "A106", "B055", "B056", "B058", "I10")
 def test_what_a_method_is_given():
-  """An array of NumPy is a constant: code may look at it while it is traced."""
+  # An array of NumPy is a constant: code may look at it while it is traced.
   found = []
   model = with_policy(
     Does(lambda module, *args, **kwargs: found.append((args, kwargs))), "bfloat16"
@@ -345,8 +345,7 @@ def test_a_carry_keeps_its_dtype(name, carry):
 
 @pytest.mark.case("B073")
 def test_a_while_loop_that_starts_in_low_precision_goes_on_in_it():
-  """Its layer would return float32 while it is traced: the module is called in half instead."""
-
+  # Its layer would return float32 while it is traced: the module is called in half instead.
   def body(module, x):
     dense = nn.Dense(3, name="dense")
     if module.is_initializing():
@@ -402,8 +401,7 @@ def test_decorated_methods(cls):
 
 @pytest.mark.case("B087", "A106")
 def test_map_variables_that_runs_its_body_twice_at_init():
-  """A cache must not look initialised when the body runs again."""
-
+  # A cache must not look initialised when the body runs again.
   def caches(module, x):
     there = module.has_variable("cache", "n")
     n = module.variable("cache", "n", lambda: jnp.zeros((), jnp.int32))

@@ -148,7 +148,7 @@ def test_a_model_that_raises_leaves_nothing_behind():
 
 @pytest.mark.case("B066")
 def test_1000_scopes_trace_once():
-  """Equal policies are one program: the key is the value, not the object."""
+  # Equal policies are one program: the key is the value, not the object.
   traces = []
 
   @jax.jit
@@ -217,7 +217,7 @@ def sign_grad(module, x):
 @pytest.mark.case("A72")
 @pytest.mark.parametrize("way", ["wrapper", "scope", "scope around jit"])
 def test_a_custom_backward_of_linen_runs_as_its_forward_did(way):
-  """Also when it is traced after the scope was left, or inside another one."""
+  # Also when it is traced after the scope was left, or inside another one.
   model = Does(sign_grad)
   variables = model.init(KEY, X)
   apply = with_policy(model, "bfloat16").apply if way == "wrapper" else model.apply
@@ -246,7 +246,7 @@ def test_a_custom_backward_of_linen_runs_as_its_forward_did(way):
 
 @pytest.mark.case("A72")
 def test_a_custom_backward_of_jax_around_a_policied_model():
-  """It calls the model again, after the forward pass, and inside the scope of another policy."""
+  # It calls the model again, after the forward pass, and inside the scope of another policy.
   model = with_policy(Plain(), "bfloat16")
   variables = variables_of("Plain")
 
@@ -332,7 +332,7 @@ IN_TURN = [
 @hypothesis.example(operations=[("enter", "bfloat16"), *2 * [("raise", "float16")], ("leave", 0)])
 @hypothesis.example(operations=[("enter", "bfloat16"), ("thread", "float16"), ("thread", None)])
 def test_scopes_that_are_entered_and_left_in_any_order(operations):
-  """The oracle is a list of the policies that were entered and not yet left."""
+  # The oracle is a list of the policies that were entered and not yet left.
   in_force, open_scopes = [], []
 
   def check(policy, name="Plain", jit=True):

@@ -378,8 +378,7 @@ class Context:
 
 @pytest.mark.parametrize("way", ["scope", "bound"])
 def test_an_object_that_is_changed_is_changed_by_python(way):
-  """Flax counts the names of submodules, and they are called again."""
-
+  # Flax counts the names of submodules, and they are called again.
   def body(module, context):
     context.z = nn.Dense(3)(context.z)
     return context.z

@@ -418,7 +418,7 @@ def test_unmatched_rules_can_warn_or_be_ignored_and_scopes_never_complain():
 @pytest.mark.case("B140")
 @pytest.mark.parametrize("lift", [nn.remat, nn.jit], ids=["remat", "jit"])
 def test_modules_inside_transforms_are_seen_the_second_time_too(lift):
-  """A cached trace must not hide the modules that a rule looks for."""
+  # A cached trace must not hide the modules that a rule looks for.
   lifts = Does(lambda module, x: lift(Net)(name="lifted")(x))
   model = with_policy(lifts, "mixed_bfloat16", [Rule("float16", path="lifted/encoder")])
   wrong = with_policy(lifts, "mixed_bfloat16", [TYPO])

@@ -32,7 +32,7 @@ class Normed(nnx.Module):
 
 @pytest.mark.case("A84", "A81")
 def test_a_view_of_other_variables_that_stores_in_half_what_it_only_uses_so():
-  """What is rounded, and that nothing else changes, is a matter of the jaxpr: `store_as_used`."""
+  # What is rounded, and that nothing else changes, is a matter of the jaxpr: `store_as_used`.
   view, x = with_policy(rig.model(Normed), "c=bf16"), normal(3, 4)
   before = stored(view)
   inference = convert(view, x)

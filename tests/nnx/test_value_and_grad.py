@@ -58,7 +58,7 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize(("wrap", "has_aux"), [(lambda f: f, False), (nnx.jit, True)])
 def test_it_is_nnx_value_and_grad_with_scaled_gradients(wrap, has_aux):
-  """Loss, aux, gradients, batch statistics and random counters, all equal to the bit."""
+  # Loss, aux, gradients, batch statistics and random counters, all equal to the bit.
   fun = loss_and_aux if has_aux else loss_fn
   ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
   optimizer = nnx.Optimizer(ours, TX, wrt=nnx.Param)
@@ -143,7 +143,7 @@ def test_float16_trains_as_float32_does():
 
 
 def test_a_view_is_differentiated_like_its_model():
-  """The one-line way: a view before everything, the optimizer and the gradients of it."""
+  # The one-line way: a view before everything, the optimizer and the gradients of it.
   view = mpjax.nnx.with_policy(Net(nnx.Rngs(0)), "mixed_float16")
   optimizer = nnx.Optimizer(view, TX, wrt=nnx.Param)
   model = Net(nnx.Rngs(0))
@@ -159,7 +159,7 @@ def test_a_view_is_differentiated_like_its_model():
 
 
 def test_the_scale_of_an_optimizer_is_read_at_each_call_and_can_be_set():
-  """Built once, outside of the loop, it follows the scale: 4, 4, 8, 8, 16, and then 64."""
+  # Built once, outside of the loop, it follows the scale: 4, 4, 8, 8, 16, and then 64.
   tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.DynamicLossScale(init_scale=4, growth_interval=2))
   model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -99,10 +99,8 @@ def test_a_class_attribute_that_can_be_called_is_no_method():
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_fields_are_set_in_calls_and_nowhere_else(raises):
-  """The policy decides, not a field in low precision: it is float32 while a call is traced.
-
-  A module that raises in float32 is called once more, in its compute dtype, and its field says so.
-  """
+  # The policy decides, not a field in low precision: it is float32 while a call is traced. A module
+  # that raises in float32 is called once more, in its compute dtype, and its field says so.
   seen = []
 
   def body(module, x):
