@@ -26,10 +26,9 @@ NOT_RUN = {
 
 
 def worlds() -> list[dict[str, Any]]:
-  """Returns what the names of the lines stand for: a line must hold in one of these worlds.
+  """Returns what the names of the lines are: a line must hold in one of these worlds.
 
-  The guides write `tx` for the optimizer inside of `mpjax.loss_scaling(tx)` and for what comes out,
-  `model` for Linen and NNX, `opt_state` for one scale and several, `path` for what is to be read.
+  The guides write `tx` for the optimizer inside of `mpjax.loss_scaling(tx)` and for what comes out.
   """
   net = nn.Sequential([nn.Dense(2), nn.Dense(2)])
   layer = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}

@@ -155,9 +155,7 @@ def test_the_printed_table():
 
 REFUSED_EDITS = [
   ({"half": "tanh"}, "half", "as a list", "'tanh'", "['tanh']", TypeError),
-  ({"half": primitives.tanh_p}, "half", "as a list", "tanh", "in a list", TypeError),
   ({"keep": [jnp.tanh]}, "keep", "names of primitives", "tanh", "make_jaxpr", TypeError),
-  ({"keep": None}, "keep", "names of primitives", "None", "make_jaxpr", TypeError),
   ({"float32": ["tahn"]}, "float32", "make_jaxpr prints", "'tahn'", "'tanh'", ValueError),
   ({"half": ["dot"]}, "half", "make_jaxpr prints", "'dot'", "Primitive object", ValueError),
   (
@@ -169,9 +167,7 @@ REFUSED_EDITS = [
     *("conditional", "in one part", "given for half too", "Take it out", ValueError),
   ),
   ({"half": ["scan"]}, "half", "first-order", "'scan'", "full_precision", ValueError),
-  ({"half": [primitives.jit_p]}, "half", "first-order", "'jit'", "is entered", ValueError),
   ({"half": ["pallas_call"]}, "half", "can be chosen", "'pallas_call'", "Write the", ValueError),
-  ({"keep": ["reduce"]}, "keep", "can be chosen", "'reduce'", "Write the", ValueError),
   ({"conditional": ["exp"]}, "conditional", "a dict", "['exp']", "lambda", TypeError),
   ({"conditional": {"exp": "keep"}}, "conditional", "function", "'keep'", "lambda", TypeError),
   (
@@ -179,7 +175,6 @@ REFUSED_EDITS = [
     *("conditional", "a hashable function", "WithoutHash", "needs a __hash__", TypeError),
   ),
   ({"conditional": {"epx": keep}}, "conditional", "prints", "'epx'", "'exp'", ValueError),
-  ({"conditional": {"while": keep}}, "conditional", "first-order", "while", "entered", ValueError),
 ]
 REFUSED_FIELDS = [
   ({"half": ["tanh"]}, "half", "a frozenset", "['tanh']", "replace", TypeError),

@@ -221,10 +221,7 @@ def check_versions_in_compat(sources: Sources) -> list[str]:
 
 
 def check_parameters_in_the_reader(sources: Sources) -> list[str]:
-  """Returns where another module looks up a parameter of a higher-order primitive.
-
-  That is a subscript, the key of a dict, or an argument of `get` and `pop`, of one of their names.
-  """
+  """Returns where another module looks up or replaces a parameter of a higher-order primitive."""
   wrong = []
   for place, node in walk(sources):
     keys: list[ast.expr | None] = []
@@ -280,9 +277,8 @@ def check_no_tricks(sources: Sources) -> list[str]:
 def check_errors_have_four_parts(sources: Sources) -> list[str]:
   """Returns the errors that are not `MpjaxXError(where, expected=..., got=..., fix=...)`.
 
-  A function whose return annotation is one of our errors may build it instead. Errors are raised
-  while Python runs, that is while tracing: none can depend on the data, as long as nothing here
-  calls back from a compiled program, which is looked for too.
+  A function whose return annotation is one of our errors may build it instead. No error can depend
+  on the data, as long as nothing calls back from a compiled program, which is looked for too.
   """
   functions = [
     (place.partition(":")[0], node)
