@@ -126,18 +126,20 @@ def test_layers_are_as_near_to_float32_as_their_type_allows(which):
 
 # Complete models.
 
-WITHOUT_LOSS = ("resnet", "bert", "lstm", "mask_by_product")
+WITHOUT_LOSS = ("resnet", "lstm", "mask_by_product")
 WHOLE = {**{name: LINEN[name] for name in (*PAPERS, *WITHOUT_LOSS)}, **FUNCTIONS}
+WHOLE.pop("unet")
+"""Those of the catalogue that compute a loss, or logits. Left out is what takes longest to compile:
+what is in a U-Net is in the ResNet, the VAE and the denoiser of tests/integration/test_stumbles.py;
+what is in BERT, in the other transformers."""
 
 
 def initial(name: str) -> Any:
   """Returns the parameters that a model of a paper starts with."""
   made = PAPERS[name].make()
-  module, keys = (
-    getattr(made, "module", made),
-    {"params": jax.random.key(0), "dropout": jax.random.key(1)},
-  )
-  return programs.run(lambda args: module.init(keys, *args)["params"], PAPERS[name].inputs)
+  keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+  init = getattr(made, "module", made).init
+  return programs.run(lambda args: init(keys, *args)["params"], PAPERS[name].inputs)
 
 
 def with_loss(call: Any) -> Any:
@@ -177,10 +179,6 @@ def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name)
   funs = {"float32": fun_of(model.call("plain", None))}
   for half, scale in SCALES.items():
     funs[half] = fun_of(model.call(way, f"mixed_{half}"), scale)
-    if name in PAPERS and PAPERS[name].by_hand:
-      call = all_cast_outside(model, half)
-      assert programs.half_share(jax.make_jaxpr(call)(params, rest, inputs)) == 1
-      funs[f"{half} by hand"] = fun_of(call, scale)
 
   def every(*args: Any) -> Any:
     return {who: fun(*args) for who, fun in funs.items()}
@@ -189,13 +187,10 @@ def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name)
   (out, grads), wrong = found["float32"], []
   for half, bound in BOUNDS.items():
     forward, backward = programs.error(found[half][0], out), 0.0
-    bounds = [bound * (2 if model.attention else 1)]
     if model.backward:
       backward = programs.error(found[half][1], grads)
-    if f"{half} by hand" in found:
-      bounds.append(1.5 * programs.error(found[f"{half} by hand"][1], grads))
-    if forward > bound or backward > min(bounds):
-      wrong.append(f"{half}: {forward:.2g} forward, {backward:.2g} backward, bounds {bounds}")
+    if forward > bound or backward > bound * (2 if model.attention else 1):
+      wrong.append(f"{half}: {forward:.2g} forward, {backward:.2g} backward")
   assert wrong == []
 
 

@@ -26,15 +26,12 @@ class Paper(NamedTuple):
     inputs: what the module is initialised with.
     loss: `(model, params, *inputs) -> scalar`.
     attention: whether there is attention in it.
-    by_hand: whether parameters and inputs cast outside bring the model wholly into half; it takes
-      a float32 array that the model makes itself to spoil that (times, coordinates, a cache).
   """
 
   make: Callable[[], Any]
   inputs: tuple[Any, ...]
   loss: Callable[..., Any]
   attention: bool = False
-  by_hand: bool = True
 
 
 def _next_token(logits: Any, ids: Any) -> Any:
@@ -88,18 +85,15 @@ def residual(model: Any, params: Any, points: Any) -> Any:
 
 PAPERS: dict[str, Paper] = {
   "gpt_behind_a_wrapper": Paper(language.TextModel, (integers(2, 8, below=17),), hidden, True),
-  "gpt_decode_loop": Paper(
-    language.TextModel, (integers(2, 8, below=17),), generated, True, by_hand=False
-  ),
+  "gpt_decode_loop": Paper(language.TextModel, (integers(2, 8, below=17),), generated, True),
   "switch_experts": Paper(language.Switch, (integers(2, 8, below=17),), switch),
   "vit": Paper(vision.Vit, (normal(3, 8, 8, 3),), classified, True),
   "unet": Paper(
     vision.UNet,
     (normal(2, 8, 8, 3), normal(2) * 100),
     _squared(normal(2, 8, 8, 3, seed=1)),
-    by_hand=False,
   ),
-  "vae": Paper(vision.Vae, (normal(3, 8, 8, 3),), evidence, by_hand=False),
+  "vae": Paper(vision.Vae, (normal(3, 8, 8, 3),), evidence),
   "wavenet": Paper(signals.WaveNet, (normal(3, 12, 4),), _squared(normal(3, 12, 4, seed=1))),
   "state_space": Paper(signals.Mamba, (normal(3, 12, 4),), _squared(normal(3, 12, 4, seed=1))),
   "graph_network": Paper(
@@ -107,7 +101,7 @@ PAPERS: dict[str, Paper] = {
     (normal(7, 5), normal(12, 2), integers(12, below=7), integers(12, below=7, seed=1)),
     _squared(10 * normal(3, seed=1)),
   ),
-  "field_by_its_hessian": Paper(signals.Field, (normal(20, 2),), residual, by_hand=False),
+  "field_by_its_hessian": Paper(signals.Field, (normal(20, 2),), residual),
   "hypernetwork": Paper(
     signals.Implicit, (normal(3, 6), normal(5, 2)), _squared(normal(3, 5, 1, seed=1))
   ),
