@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
 
 import mpjax
 from tests.compilations import compilations
@@ -174,46 +173,3 @@ def test_float32_weights_train_on_in_half_with_exact_masters(half, checkpoints):
   saved = trained("float32").params
   assert bits(mpjax.master_params(opt_state)) == bits(saved)
   assert bits(params) == bits(jax.tree.map(lambda x: np.asarray(x).astype(half), saved))
-
-
-class NnxNetwork(nnx.Module):
-  """The same network, its layers called as in the checkpoint."""
-
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.Dense_1, self.Dense_0 = nnx.Linear(4, 5, rngs=rngs), nnx.Linear(5, 1, rngs=rngs)
-    self.LayerNorm_0 = nnx.LayerNorm(5, rngs=rngs)
-
-  def __call__(self, x):
-    return self.Dense_0(nnx.tanh(self.LayerNorm_0(self.Dense_1(x))))
-
-
-@pytest.mark.case("A65", "B120", "B123")
-def test_a_linen_checkpoint_trains_on_in_nnx_and_its_masters_are_exported(checkpoints, tmp_path):
-  model, saved = NnxNetwork(), trained("float32").params
-  with ocp.StandardCheckpointer() as checkpointer:
-    raw = checkpointer.restore(checkpoints / "float32")["params"]
-  like = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  weights = nnx.State(mpjax.checkpoints.restore_like(like, raw))
-  nnx.update(model, mpjax.Policy(param_dtype="bfloat16").cast_to_param(weights))
-  optimizer = nnx.Optimizer(model, OPTIMIZERS["bfloat16"], wrt=nnx.Param)
-  opt_state = mpjax.set_master_params(nnx.as_pure(optimizer.opt_state), weights)
-  nnx.update(optimizer.opt_state, nnx.state(opt_state))
-
-  def loss(model):
-    return jnp.mean((mpjax.nnx.with_policy(model, "mixed_bfloat16")(X) - 1) ** 2)
-
-  def masters():
-    params = nnx.as_pure(nnx.state(model, nnx.Param))
-    found = mpjax.master_params(nnx.as_pure(optimizer.opt_state), params)
-    return nnx.to_pure_dict(found), nnx.to_pure_dict(params)
-
-  assert bits(masters()[0]) == bits(saved)
-  optimizer.update(model, mpjax.nnx.value_and_grad(loss, optimizer)(model)[1])
-  exact, params = masters()
-  assert bits(exact) != bits(saved)
-  assert bits(jax.tree.map(lambda x: np.asarray(x).astype("bfloat16"), exact)) == bits(params)
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "export", exact)
-    checkpointer.wait_until_finished()
-    assert bits(checkpointer.restore(tmp_path / "export")) == bits(exact)

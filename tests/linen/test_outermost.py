@@ -12,7 +12,7 @@ import pytest
 from flax.core import freeze
 
 import mpjax
-from tests.linen.probes import HALF, KEY, Does, X, calls, dtypes, operands
+from tests.linen.probes import HALF, KEY, Does, X, calls, dtypes
 from tests.programs import bits, products, run
 
 # The models are written as their users write them.
@@ -151,25 +151,6 @@ def test_a_penalty_on_weights_is_computed_on_the_stored_ones(how, kind):
   np.testing.assert_array_equal(np.asarray(gradient), 2 * np.asarray(kernel))
   assert set(calls) == wanted_calls
   assert {dtype for name, dtype in calls if name != "container"} == {"float32"}
-
-
-@pytest.mark.case("B093")
-def test_one_weight_under_two_rules():
-  def uses(module, x, dense):
-    return x @ dense.variables["params"]["kernel"]
-
-  def shares(module, x):
-    dense = nn.Dense(3, use_bias=False, name="dense")
-    x = Does(uses, name="half")(dense(x), dense)
-    return Does(uses, name="full")(x, dense)
-
-  variables = jax.eval_shape(Does(shares).init, KEY, X)
-  rules = [Rule("float16", path="half"), Rule("float32", path="full")]
-  model = with_policy(Does(shares), "mixed_bfloat16", rules)
-  found = operands(model.apply, variables, X)
-  assert found == [(dtype, dtype) for dtype in ("bfloat16", "float16", "float32")]
-  grads = jax.eval_shape(jax.grad(lambda v: model.apply(v, X).sum()), variables)
-  assert dtypes(jax.eval_shape(model.init, KEY, X)) == dtypes(grads) == dtypes(variables)
 
 
 @pytest.mark.case("B092")
