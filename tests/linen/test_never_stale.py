@@ -334,9 +334,10 @@ IN_TURN = [
 def test_scopes_that_are_entered_and_left_in_any_order(operations):
   # The oracle is a list of the policies that were entered and not yet left.
   in_force, open_scopes = [], []
+  cases = {name: case(name) for name in MODELS}  # Computed outside of all scopes.
 
   def check(policy, name="Plain", jit=True):
-    model, variables, wanted = case(name)
+    model, variables, wanted = cases[name]
     equal((JITTED[name] if jit else model.apply)(variables, X), wanted[policy])
 
   try:
@@ -358,7 +359,7 @@ def test_scopes_that_are_entered_and_left_in_any_order(operations):
       elif kind in ("call", "jit"):
         check(now, value, jit=kind == "jit")
       elif kind == "wrapper":
-        model, variables, wanted = case("Plain")
+        model, variables, wanted = cases["Plain"]
         equal(with_policy(model, value).apply(variables, X), wanted[value])
       elif kind == "thread":
 
