@@ -320,7 +320,7 @@ OPERATIONS = st.one_of(
   st.tuples(st.just("wrapper"), st.sampled_from(POLICIES)),
   st.tuples(st.just("thread"), st.sampled_from(POLICIES)),
 )
-EACH_WAY = [(way, name) for name in MODELS for way in ("call", "jit")]
+EACH_WAY = [("call", "Plain"), *(("jit", name) for name in MODELS)]
 IN_TURN = [
   each for policy in ROUND for each in (("enter", policy), *EACH_WAY, ("leave", 0), *EACH_WAY)
 ]
