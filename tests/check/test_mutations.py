@@ -133,7 +133,6 @@ def test_a_mutation_is_applied_to_a_copy_and_its_test_run_there(project, capsys)
 
 
 def test_a_run_that_would_say_nothing_is_refused(project):
-  # One whose test fails without a mutation.
   (project / MUTATION.file).write_text("def large(x):\n  return x > 9\n")
   with pytest.raises(SystemExit, match=r"not passed without any mutation: .*::test_it"):
     run.check_unmutated(project, [MUTATION], jobs=1)

@@ -31,7 +31,7 @@ CASES = [
   if way != "policy_scope"  # It makes the same operations, which is looked at with the other.
 ]
 
-ONE_RESULT_INTO_ANOTHER_CALL = {"linen/methods", "nnx/vae", "nnx/gan"}
+ONE_RESULT_INTO_ANOTHER_CALL = {"nnx/vae", "nnx/gan"}
 """Models called more than once: what is returned in float32 is cast again in the next call."""
 
 FLOAT32_BESIDE_A_MATMUL = {"linen/nerf", "nnx/bert"}

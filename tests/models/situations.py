@@ -121,15 +121,6 @@ class LowRank(nn.Module):
     return self.base(x) + x @ low @ self.param("high", INIT, (2, 8))
 
 
-class RawSetup(nn.Module):
-  def setup(self):
-    self.kernel = self.param("kernel", INIT, (8, 6))
-    self.bias = self.param("bias", INIT, (6,))
-
-  def __call__(self, x):
-    return jnp.einsum("bsd,df->bsf", x, self.kernel) + self.bias
-
-
 class RawCompact(nn.Module):
   """Raw parameters in a tree, an all-zero start, a convolution from `jax.lax`."""
 
@@ -141,50 +132,6 @@ class RawCompact(nn.Module):
     return jax.lax.conv_general_dilated(
       x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
     )
-
-
-class Autoencoder(nn.Module):
-  """Several public methods, which call each other."""
-
-  def setup(self):
-    self.encoder, self.decoder = nn.Dense(4), nn.Dense(8)
-
-  def encode(self, x):
-    return nn.tanh(self.encoder(x))
-
-  def decode(self, z, scale=1.0):
-    return self.decoder(z) * scale
-
-  def __call__(self, x):
-    return self.decode(self.encode(x))
-
-
-def encode_and_decode(model: Any, variables: Any, x: Any) -> Any:
-  z = model.apply(variables, x, method="encode")
-  return model.apply(variables, z, scale=2.0, method=Autoencoder.decode)
-
-
-class Watched(nn.Module):
-  """Sows, perturbs, drops out, and keeps statistics and a counter of its own."""
-
-  @nn.compact
-  def __call__(self, x):
-    x = self.perturb("before", nn.Dense(8)(x))
-    self.sow("intermediates", "hidden", x)
-    count = self.variable("counter", "count", lambda: jnp.zeros((), jnp.int32))
-    if not self.is_initializing():
-      count.value = count.value + 1
-    x = nn.Dropout(0.2, deterministic=False)(nn.BatchNorm(False)(x))
-    return nn.Dense(4)(x)
-
-
-def mutable(model: Any, variables: Any, x: Any) -> Any:
-  out, new = model.apply(
-    variables, x, rngs=RNGS, mutable=True, capture_intermediates=lambda m, name: True
-  )
-  assert new["batch_stats"]["BatchNorm_0"]["mean"].dtype == jnp.float32
-  assert new["counter"]["count"].dtype == jnp.int32
-  return out
 
 
 class Promotes(nn.Module):
@@ -224,9 +171,6 @@ SITUATIONS: dict[str, Situation] = {
   "cond_and_switch": Situation(Conditional),
   "while_loop": Situation(WhileLoop, backward=False),
   "share_scope": Situation(LowRank),
-  "raw_in_setup": Situation(RawSetup),
   "raw_in_compact": Situation(RawCompact),
-  "methods": Situation(Autoencoder, encode_and_decode),
-  "mutable_sow_perturb_dropout": Situation(Watched, mutable),
   "after_a_child_that_promotes": Situation(MultipliesWhatPromotes),
 }
