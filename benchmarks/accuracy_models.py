@@ -21,7 +21,6 @@ from flax import nnx
 import mpjax
 from tests.models import by_hand, classics, papers, vision
 from tests.models.values import filled, integers, normal, shapes
-from tests.nnx import classics as nnx_classics
 from tests.nnx import rig, zoo
 
 SCALE = 2.0**8
@@ -293,7 +292,6 @@ MODELS: Mapping[str, Model] = {
     f"NNX {name}": nnx_model(functools.partial(by_hand.of_nnx, key), (x,), ways=ways)
     for name, (key, x, ways) in BY_HAND.items()
   },
-  **{f"NNX {name}": nnx_model(*each) for name, each in zoo.MODELS.items()},
-  **{f"NNX {name}": nnx_model(*each) for name, each in nnx_classics.MODELS.items()},
+  **{f"NNX {name}": nnx_model(*each) for name, each in {**zoo.MODELS, **zoo.CLASSICS}.items()},
   "NNX vae": nnx_model(zoo.Vae, (normal(3, 8, 8, 3),), reconstructed),
 }

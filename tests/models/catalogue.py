@@ -19,7 +19,6 @@ from tests.models.papers import PAPERS
 from tests.models.situations import SITUATIONS
 from tests.models.stumbles_models import REACHED
 from tests.models.values import filled, integers, normal, shapes
-from tests.nnx import classics as nnx_classics
 from tests.nnx import rig, zoo
 
 RNGS = {"dropout": jax.random.key(2)}
@@ -202,7 +201,7 @@ LINEN: dict[str, Model] = {
 NNX: dict[str, Model] = {
   **{
     name: nnx_(*found, in_vmap=name == "field_by_its_gradient")
-    for name, found in {**zoo.MODELS, **nnx_classics.MODELS}.items()
+    for name, found in {**zoo.MODELS, **zoo.CLASSICS}.items()
   },
   **{
     name: nnx_(functools.partial(part.nnx, None), inputs)

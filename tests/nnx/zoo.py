@@ -1,7 +1,7 @@
 """Models as research code writes them in NNX: raw parameters, own attention, tied heads, loops.
 
-None of them names a dtype or knows of mpjax. `MODELS` holds for each how it is made, its inputs,
-and how it is run (`model(*inputs)`, unless said otherwise).
+None of them names a dtype or knows of mpjax. `MODELS`, and `CLASSICS` that go by a name, hold for
+each how it is made, its inputs, and how it is run (`model(*inputs)`, unless said otherwise).
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from tests.models import signals, vision
@@ -320,6 +321,138 @@ class Hypernetwork(nnx.Module):
     return nnx.tanh(nnx.merge(graphdef, params)(points))
 
 
+class Bert(nnx.Module):
+  """Two layers that normalise after adding, a padding mask, and a tied head for masked tokens."""
+
+  def __init__(self, rngs, width=8):
+    def linear(into, out):
+      return nnx.Linear(into, out, rngs=rngs)
+
+    self.tokens, self.positions, self.segments = (
+      nnx.Embed(size, width, rngs=rngs) for size in (17, 6, 2)
+    )
+    self.attention = nnx.List(
+      [nnx.MultiHeadAttention(2, width, decode=False, rngs=rngs) for _ in range(2)]
+    )
+    self.up = nnx.List([linear(width, 2 * width) for _ in range(2)])
+    self.down = nnx.List([linear(2 * width, width) for _ in range(2)])
+    self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(6)])
+    self.pooler, self.transform, self.next = (
+      linear(width, width),
+      linear(width, width),
+      linear(width, 2),
+    )
+
+  def __call__(self, ids, segments, is_token):
+    places = self.positions(jnp.arange(ids.shape[1]))
+    x = self.norms[0](self.tokens(ids) + places[None] + self.segments(segments))
+    mask = nnx.make_attention_mask(is_token, is_token, dtype=jnp.bool_)
+    for i in range(2):
+      x = self.norms[2 * i + 1](x + self.attention[i](x, mask=mask))
+      x = self.norms[2 * i + 2](x + self.down[i](nnx.gelu(self.up[i](x), approximate=False)))
+    h = self.norms[5](nnx.gelu(self.transform(x)))
+    return self.tokens.attend(h), self.next(jnp.tanh(self.pooler(x[:, 0])))
+
+
+class LstmLanguageModel(nnx.Module):
+  """Two LSTMs over time with dropout between them, the first from a learned state."""
+
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(13, 8, rngs=rngs)
+    self.start = nnx.Param(nnx.initializers.normal(0.2)(rngs.params(), (2, 8)))
+    self.layers = nnx.List([nnx.RNN(nnx.OptimizedLSTMCell(8, 8, rngs=rngs)) for _ in range(2)])
+    self.drop = nnx.Dropout(0.1, rngs=rngs)
+    self.head = nnx.Linear(8, 13, rngs=rngs)
+
+  def __call__(self, ids):
+    x = self.drop(self.embed(ids))
+    state = tuple(jnp.tile(row[None], (ids.shape[0], 1)) for row in self.start)
+    x = self.layers[0](x, initial_carry=state)
+    return self.head(self.drop(self.layers[1](x)))
+
+
+class Mamba(nnx.Module):
+  """Gated state spaces in a residual stream."""
+
+  def __init__(self, rngs):
+    self.into, self.out = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+    self.norms = nnx.List([nnx.RMSNorm(8, rngs=rngs) for _ in range(2)])
+    self.spaces = nnx.List([StateSpace(rngs) for _ in range(2)])
+    self.both = nnx.List([nnx.Linear(8, 16, rngs=rngs) for _ in range(2)])
+    self.back = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+
+  def __call__(self, x):
+    x = self.into(x)
+    for norm, space, both, back in zip(self.norms, self.spaces, self.both, self.back, strict=True):
+      h, gate = jnp.split(both(norm(x)), 2, axis=-1)
+      x = x + back(space(nnx.silu(h)) * nnx.silu(gate))
+    return self.out(x)
+
+
+class Speech(nnx.Module):
+  """Convolutions over a spectrogram, a GRU in both directions, a score for each letter in time."""
+
+  def __init__(self, rngs):
+    self.convs = nnx.List(
+      [nnx.Conv(a, 6, (3, 3), strides=(1, 2), use_bias=False, rngs=rngs) for a in (1, 6)]
+    )
+    self.norms = nnx.List([nnx.BatchNorm(6, rngs=rngs) for _ in range(2)])
+    self.rnn = nnx.Bidirectional(
+      nnx.RNN(nnx.GRUCell(12, 8, rngs=rngs)), nnx.RNN(nnx.GRUCell(12, 8, rngs=rngs))
+    )
+    self.head = nnx.Linear(16, 5, rngs=rngs)
+
+  def __call__(self, spectrogram, lengths):
+    x = spectrogram[..., None]
+    for conv, norm in zip(self.convs, self.norms, strict=True):
+      x = nnx.relu(norm(conv(x)))
+    x = x.reshape(*x.shape[:2], -1)
+    return self.head(self.rnn(x, seq_lengths=lengths))
+
+
+class Generator(nnx.Module):
+  def __init__(self, rngs):
+    self.into = nnx.Linear(4, 4 * 4 * 8, rngs=rngs)
+    self.norms = nnx.List([nnx.BatchNorm(8, rngs=rngs) for _ in range(2)])
+    self.up = nnx.ConvTranspose(8, 8, (4, 4), strides=(2, 2), rngs=rngs)
+    self.out = nnx.Conv(8, 3, (3, 3), rngs=rngs)
+
+  def __call__(self, noise):
+    x = nnx.relu(self.norms[0](self.into(noise).reshape(-1, 4, 4, 8)))
+    return jnp.tanh(self.out(nnx.relu(self.norms[1](self.up(x)))))
+
+
+class Judge(nnx.Module):
+  def __init__(self, rngs):
+    self.convs = nnx.List(
+      [nnx.Conv(a, b, (4, 4), strides=(2, 2), rngs=rngs) for a, b in ((3, 6), (6, 6))]
+    )
+    self.head = nnx.Linear(24, 1, rngs=rngs)
+
+  def __call__(self, images):
+    for conv in self.convs:
+      images = nnx.leaky_relu(conv(images), 0.2)
+    return self.head(images.reshape(images.shape[0], -1))[:, 0]
+
+
+class Gan(nnx.Module):
+  """Two networks with losses against each other, and a penalty on a gradient."""
+
+  def __init__(self, rngs):
+    self.generator, self.judge = Generator(rngs), Judge(rngs)
+
+
+def against_each_other(model: Any, noise: Any, images: Any) -> Any:
+  made = model.generator(noise)
+  kept = jax.lax.stop_gradient(made)
+  graphdef, state = nnx.split(model.judge)
+  slope = jax.grad(lambda x: nnx.merge(graphdef, state)(x).sum())(images)
+  for_judge = nnx.softplus(model.judge(kept)).mean() + nnx.softplus(-model.judge(images)).mean()
+  return nnx.softplus(-model.judge(made)).mean(), for_judge + (slope**2).sum()
+
+
+_TOKENS = integers(3, 6, below=17)
+
 MODELS: dict[str, Model] = {
   "gpt": Model(Gpt, (integers(2, 8, below=17),)),
   "gpt_decode": Model(Gpt, (integers(2, 8, below=17),), generate),
@@ -335,4 +468,12 @@ MODELS: dict[str, Model] = {
   ),
   "field_by_its_gradient": Model(Field, (normal(20, 2),), slopes),
   "hypernetwork": Model(Hypernetwork, (normal(3, 6), normal(5, 2))),
+}
+
+CLASSICS: dict[str, Model] = {
+  "bert": Model(Bert, (_TOKENS, _TOKENS % 2, np.arange(6)[None] < np.array([[6], [4], [5]]))),
+  "lstm_language_model": Model(LstmLanguageModel, (integers(3, 6, below=13),)),
+  "mamba": Model(Mamba, (normal(3, 6, 4),)),
+  "speech": Model(Speech, (normal(2, 8, 8), np.array([8, 6], np.int32))),
+  "gan": Model(Gan, (normal(3, 4), normal(3, 8, 8, 3)), against_each_other),
 }
