@@ -11,9 +11,17 @@ from mpjax._core.dtypes import is_float8, is_low_precision
 from mpjax._core.errors import MpjaxAssertionError
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
-from mpjax._diagnostics.audit.costs import Collective, Kernel, Misfit, OpaqueKernel
 from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
-from mpjax._diagnostics.audit.modules import Float8Matmul, ModuleRow, together, without_numbers
+from mpjax._diagnostics.audit.modules import (
+  Collective,
+  Float8Matmul,
+  Kernel,
+  Misfit,
+  ModuleRow,
+  OpaqueKernel,
+  together,
+  without_numbers,
+)
 from mpjax._diagnostics.audit.risks import Risk
 from mpjax._diagnostics.report import Column, Report, Section, amount, percent
 from mpjax._jaxprs.locations import Direction, Source

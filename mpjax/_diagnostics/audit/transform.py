@@ -11,16 +11,16 @@ from mpjax._core.dtypes import is_low_precision
 from mpjax._core.errors import check_call
 from mpjax._diagnostics.arguments import check_function, trace
 from mpjax._diagnostics.audit.audit_report import AuditReport
-from mpjax._diagnostics.audit.causes import Causes
-from mpjax._diagnostics.audit.costs import (
+from mpjax._diagnostics.audit.leaks import Causes, Expectations, find_leaks
+from mpjax._diagnostics.audit.modules import (
   find_collectives,
+  find_float8,
   find_misfits,
   find_opaque,
   kernels,
+  module_rows,
   residuals,
 )
-from mpjax._diagnostics.audit.leaks import Expectations, find_leaks
-from mpjax._diagnostics.audit.modules import find_float8, module_rows
 from mpjax._diagnostics.audit.risks import find_risks
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.report import Pending

@@ -14,14 +14,18 @@ from mpjax._core.errors import check_call
 from mpjax._core.paths import Path, key_names
 from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf, NumpyArray
 from mpjax._diagnostics.arguments import Call, check_function, positional_names
-from mpjax._diagnostics.nonfinite.capture import CaptureProbe, Seen
-from mpjax._diagnostics.nonfinite.cures import Fault, cause_and_cure
-from mpjax._diagnostics.nonfinite.first import First, FirstProbe
-from mpjax._diagnostics.nonfinite.passes import direction_of
-from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, power
+from mpjax._diagnostics.nonfinite.probes import (
+  CaptureProbe,
+  First,
+  FirstProbe,
+  FlagProbe,
+  Seen,
+  sentinels_of,
+  suspects,
+)
+from mpjax._diagnostics.nonfinite.report import Fault, NonfiniteReport, Range, cause_and_cure, power
 from mpjax._diagnostics.nonfinite.scales import Rescale, implied_scale, scale_of
-from mpjax._diagnostics.nonfinite.sentinels import FlagProbe, sentinels_of, suspects
-from mpjax._diagnostics.nonfinite.uses import uses_of
+from mpjax._diagnostics.nonfinite.uses import direction_of, uses_of
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.runner import Observer, run

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from mpjax._diagnostics.nonfinite.report import power
-from mpjax._diagnostics.ranges.exponents import FATES, FORMATS
 from mpjax._diagnostics.ranges.heat_map import heat_map
 from mpjax._diagnostics.ranges.plan import Kind
 from mpjax._diagnostics.report import Column, Report, Section, amount, percent
@@ -17,6 +16,12 @@ from mpjax._diagnostics.report import Column, Report, Section, amount, percent
 KINDS: tuple[Kind, ...] = (
   *("activations", "gradients", "parameters", "optimizer state", "updates"),
 )
+
+FORMATS: tuple[str, ...] = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""The dtypes for which it is counted what they would lose."""
+
+FATES: tuple[str, ...] = ("zero", "subnormal", "overflow")
+"""What becomes of a number that a dtype cannot represent."""
 
 _MOST_ROWS = 20
 _HEADROOM = 8

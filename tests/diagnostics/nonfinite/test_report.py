@@ -1,9 +1,16 @@
 import json
+import re
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import primitives as p
 
 import mpjax
-from mpjax._diagnostics.nonfinite.report import NonfiniteReport, power
+from mpjax._core.paths import key_names
+from mpjax._diagnostics.nonfinite.report import Fault, NonfiniteReport, Range, cause_and_cure, power
 
 
 def test_nothing_found_is_false_and_says_so():
@@ -29,3 +36,78 @@ def test_a_report_fits_80_columns_and_is_json():
   assert found["index"] == [1]
   assert found["result"]["inf"] == 1
   assert "exp" in report._repr_html_()
+
+
+def ranged(dtype="float32", least=1.0, most=2.0, inf=0, nan=0, value=None):
+  return Range(
+    name="", dtype=dtype, shape=(2,), least=least, most=most, inf=inf, nan=nan, value=value
+  )
+
+
+def fault(primitive, operands, result, wide=None, finite_at=None, path="Net/up", from_state=True):
+  selects = '"**/up"'
+  return Fault(primitive, path, selects, tuple(operands), result, wide, finite_at, from_state)
+
+
+MINUS_INF = ranged(inf=1, value=float("-inf"))
+HALF_INF = [ranged("float16")], ranged("float16", inf=1)
+CURES = [
+  (fault(p.mul_p, *HALF_INF, ranged(most=7.1e4)), "7.1e+04", 'Rule("float32", path="**/up")'),
+  (
+    *(fault(p.mul_p, *HALF_INF, finite_at=2.0**13), "at this loss scale"),
+    "set_loss_scale(opt_state, 8192)",
+  ),
+  (fault(p.mul_p, [ranged(value=0), MINUS_INF], ranged(nan=1)), "0 * inf", "jnp.where(mask"),
+  (fault(p.sub_p, [MINUS_INF] * 2, ranged(nan=1)), "inf - inf", "jnp.finfo(jnp.float32).min"),
+  (fault(p.log_p, [ranged(value=0)], ranged(inf=1)), "log of 0", "jnp.where(x > 0, x, 1)"),
+  (fault(p.div_p, [ranged(), ranged(value=0)], ranged(inf=1)), "is 0", "x / jnp.where"),
+  (fault(p.exp_p, [ranged(value=99)], ranged(inf=1)), "overflows float32", "jnp.max(x)"),
+]
+
+
+def test_the_cause_and_the_cure():
+  for given, cause, cure in CURES:
+    found = cause_and_cure(given)
+    assert cause in found[0]
+    assert cure in found[1]
+
+
+class Named(nn.Module):
+  """A layer that a method of another name calls."""
+
+  def setup(self):
+    self.up = nn.Dense(4)
+    self.head = nn.Dense(4)
+
+  def encode(self, x):
+    return self.up(x)
+
+  def __call__(self, x):
+    return self.head(nn.tanh(self.encode(x)))
+
+
+def large(params):
+  """Returns parameters of which those of one layer make its matmul overflow float16."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: np.full(x.shape, 3e4 if {"up", "hi"} & set(key_names(path)) else 0.5, x.dtype),
+    params,
+  )
+
+
+@pytest.mark.parametrize(
+  ("model", "shape", "path"),
+  [(Named(), (2, 4), "**/up"), (nn.RNN(nn.LSTMCell(4), name="rnn"), (2, 5, 4), "hi")],
+)
+def test_the_cure_is_a_rule_of_linen_that_cures(model, shape, path):
+  x = jnp.full(shape, 3.0)
+  params = large(jax.eval_shape(model.init, jax.random.key(0), x))
+
+  def found(*rules):
+    policied = mpjax.linen.with_policy(model, "mixed_float16", rules)
+    return mpjax.find_nonfinite(policied.apply)(params, x)
+
+  line = found().cure.partition("  #")[0]
+  rule = eval(line, {"Rule": mpjax.Rule, "re": re})
+  assert path in line
+  assert rule.policy == mpjax.Policy.parse("float32")
+  assert not found(rule)

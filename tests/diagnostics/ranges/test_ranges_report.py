@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._diagnostics.ranges.exponents import FORMATS
-from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+from mpjax._diagnostics.ranges.ranges_report import FORMATS, GroupRanges, RangesReport
 
 
 def group(kind, path, exponents, **values):
