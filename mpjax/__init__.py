@@ -18,8 +18,8 @@ if TYPE_CHECKING:
   from mpjax._compositions.opt_level import OptLevel, opt_level
   from mpjax._compositions.value_and_grad import value_and_grad
   from mpjax._compositions.with_policy import policy_scope, with_policy
-  from mpjax._diagnostics.audit import audit
-  from mpjax._diagnostics.nonfinite import find_nonfinite
+  from mpjax._diagnostics.audit.transform import audit
+  from mpjax._diagnostics.nonfinite.find import find_nonfinite
   from mpjax._diagnostics.ranges.measure import ranges
   from mpjax._diagnostics.tune.tuning import tune
   from mpjax._io.conversion import convert
@@ -104,8 +104,8 @@ __all__ = [
 _MODULES = ("checkpoints", "linen", "nnx", "reports", "states")
 
 _ON_FIRST_USE = {
-  "audit": "mpjax._diagnostics.audit",
-  "find_nonfinite": "mpjax._diagnostics.nonfinite",
+  "audit": "mpjax._diagnostics.audit.transform",
+  "find_nonfinite": "mpjax._diagnostics.nonfinite.find",
   "ranges": "mpjax._diagnostics.ranges.measure",
   "tune": "mpjax._diagnostics.tune.tuning",
   "convert": "mpjax._io.conversion",

@@ -39,6 +39,11 @@ class Column(NamedTuple):
   wide: bool = False  # It takes the width that the others leave, and breaks its lines.
 
 
+def right(*names: str) -> tuple[Column, ...]:
+  """Returns columns of numbers."""
+  return tuple(Column(name, "right") for name in names)
+
+
 class Section(NamedTuple):
   """A part of a report.
 

@@ -23,7 +23,7 @@ from mpjax._diagnostics.audit.modules import (
   without_numbers,
 )
 from mpjax._diagnostics.audit.risks import Risk
-from mpjax._diagnostics.report import Column, Report, Section, amount, percent
+from mpjax._diagnostics.report import Column, Report, Section, amount, percent, right
 from mpjax._jaxprs.locations import Direction, Source
 
 _MOST = 12
@@ -187,8 +187,7 @@ def _headline(audit: AuditReport) -> Section:
     if any(here.values()):
       shares = (percent(_share(here, family)) for family in families)
       rows.append((direction, amount(sum(here.values()), "FLOP"), *shares))
-  names = ("matmuls", "16 bit", "float8", "float32")
-  columns = (Column("pass"), *(Column(name, "right") for name in names))
+  columns = (Column("pass"), *right("matmuls", "16 bit", "float8", "float32"))
   count = len(audit.leaks)
   leaks = f"{count or 'no'} leak{'' if count == 1 else 's'}"
   share = f"{percent(audit.half_share)} of the matmuls' FLOPs in low precision"
@@ -381,11 +380,7 @@ def _costs(audit: AuditReport) -> Iterable[str]:
 
 
 def _rules(audit: AuditReport) -> Section:
-  columns = (
-    Column("rule", wide=True),
-    Column("modules", "right"),
-    Column("earlier rule wins", "right"),
-  )
+  columns = (Column("rule", wide=True), *right("modules", "earlier rule wins"))
   rows = [
     (repr(rule), str(n or "never used"), str(audit.hidden_rules.get(rule) or ""))
     for rule, n in audit.rules.items()

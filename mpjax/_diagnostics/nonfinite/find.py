@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 from mpjax._core.errors import check_call
 from mpjax._core.paths import Path, key_names
@@ -20,17 +21,18 @@ from mpjax._diagnostics.nonfinite.probes import (
   FirstProbe,
   FlagProbe,
   Seen,
+  row_of,
   sentinels_of,
   suspects,
 )
 from mpjax._diagnostics.nonfinite.report import Fault, NonfiniteReport, Range, cause_and_cure, power
 from mpjax._diagnostics.nonfinite.scales import Rescale, implied_scale, scale_of
-from mpjax._diagnostics.nonfinite.uses import direction_of, uses_of
+from mpjax._diagnostics.nonfinite.uses import direction_of, not_finite, uses_of
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.runner import Observer, run
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
-from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
+from mpjax._jaxprs.atoms import aval_of
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.inner_jaxprs import mapped_with
 from mpjax._jaxprs.primitive_facts import Holds
@@ -288,29 +290,25 @@ def _of_argument(
   place = number + len(slots)
   kind = "argument" if place < len(finder.leaves) else "constant"
   if kind == "argument":
-    value, path = finder.leaves[place], _text(finder.keys[place], names)
+    x, path = jnp.asarray(finder.leaves[place]), _text(finder.keys[place], names)
     name = path
   else:
-    value = body.consts[slot]
+    x = jnp.asarray(body.consts[slot])
     reader = next((s for s in body.every_step() if slot in s.reads), None)
     path = "" if reader is None else finder.operations[reader.number].where.path
-    name = f"an array that the function closes over, {jnp.asarray(value).dtype}{[*np.shape(value)]}"
-  x = np.asarray(value)
-  x = np.abs(x) if np.iscomplexobj(x) else x.astype(np.float64)
-  finite = np.abs(x[np.isfinite(x)])
-  least, most = (float(f(finite)) if finite.size else math.nan for f in (np.min, np.max))
-  dtype, inf, nan = jnp.asarray(value).dtype.name, int(np.isinf(x).sum()), int(np.isnan(x).sum())
+    name = f"an array that the function closes over, {x.dtype}{[*x.shape]}"
+  result = _range(kind, x, *jax.device_get(row_of(x, jnp.asarray(jnp.nan))))
   return NonfiniteReport(
     operation=kind,
     path=path,
     direction="forward",
     verdict="value",
-    index=tuple(map(int, np.argwhere(~np.isfinite(x))[0])),
-    count=inf + nan,
-    dtype=dtype,
-    shape=x.shape,
-    result=Range(name=kind, dtype=dtype, shape=x.shape, least=least, most=most, inf=inf, nan=nan),
-    cause=f"{name} holds {inf} inf and {nan} NaN before anything is computed.",
+    index=tuple(map(int, np.argwhere(not_finite(x))[0])),
+    count=result.inf + result.nan,
+    dtype=result.dtype,
+    shape=result.shape,
+    result=result,
+    cause=f"{name} holds {result.inf} inf and {result.nan} NaN before anything is computed.",
     cure="mpjax.all_finite(x)  # of the data, or restore a checkpoint if it is a parameter",
     **about,
   )
@@ -329,28 +327,16 @@ def _report(
   body, step = finder.body, probe.step
   operation, eqn = finder.operations[step.number], step.eqn
   path, direction = operation.where.path, direction_of(finder.graph, operation)
-  rows = zip(seen.sizes, seen.counts, strict=True)
-
-  def ranged(name: str, var: Atom, path: str = "") -> Range:
-    (least, most, value), (inf, nan) = next(rows)
-    return Range(
-      name=name,
-      dtype=aval_of(var).dtype.name,
-      shape=shape_of(var),
-      least=float(least) if most >= 0 else math.nan,
-      most=float(most) if most >= 0 else math.nan,
-      inf=int(inf),
-      nan=int(nan),
-      path=path,
-      value=None if math.isnan(value) else float(value),
-    )
-
-  before = tuple(
-    ranged(s.eqn.primitive.name, s.eqn.outvars[0], s.location.path) for s in probe.before
-  )
-  operands = tuple(ranged(f"operand {i}", eqn.invars[i]) for i in probe.positions)
-  var = eqn.outvars[probe.result]
-  result, wide = ranged("result", var), ranged("in float32", var)
+  out = eqn.outvars[probe.result]
+  values = [
+    *((s.eqn.primitive.name, s.eqn.outvars[0], s.location.path) for s in probe.before),
+    *((f"operand {i}", eqn.invars[i], "") for i in probe.positions),
+    *(("result", out, ""), ("in float32", out, "")),
+  ]
+  rows = zip(values, seen.sizes, seen.counts, strict=True)
+  ranges = [_range(name, aval_of(v), a, b, path) for (name, v, path), a, b in rows]
+  before, operands = tuple(ranges[: len(probe.before)]), tuple(ranges[len(probe.before) : -2])
+  result, wide = ranges[-2:]
   selects = _selector(body, step, path)
   from_state = finder.scale is not None
   fault = Fault(eqn.primitive, path, selects, operands, result, wide, finite_at, from_state)
@@ -382,6 +368,24 @@ def _report(
     cure=cure,
     notes=tuple(notes),
     **about,
+  )
+
+
+def _range(
+  name: str, array: ShapedArray | Array, sizes: NumpyArray, counts: NumpyArray, path: str = ""
+) -> Range:
+  """Returns the range of an array of which a probe has seen a row."""
+  (least, most, value), (inf, nan) = map(float, sizes), map(int, counts)
+  return Range(
+    name=name,
+    dtype=array.dtype.name,
+    shape=array.shape,
+    least=least if most >= 0 else math.nan,
+    most=most if most >= 0 else math.nan,
+    inf=inf,
+    nan=nan,
+    path=path,
+    value=None if math.isnan(value) else value,
   )
 
 

@@ -409,7 +409,7 @@ class _CaptureWatch:
   def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     outs = bind(step.eqn, ins)
     if step.number in self.before:
-      self.rows.append(_row(outs[0], jnp.zeros((), jnp.float32)))
+      self.rows.append(row_of(outs[0], jnp.zeros((), jnp.float32)))
     if step.number == self.probe.step.number:
       self.seen = self._captured(step, ins, outs)
     return outs
@@ -438,7 +438,7 @@ class _CaptureWatch:
     operands = [jnp.asarray(ins[position]) for position in self.probe.positions]
     wide = in_float32(step, ins)
     wide = result if wide is None else wide[self.probe.result]
-    self.rows += [_row(x, value(x)) for x in (*operands, result, wide)]
+    self.rows += [row_of(x, value(x)) for x in (*operands, result, wide)]
     sizes, counts = (jnp.stack(each) for each in zip(*self.rows, strict=True))
     hit = jnp.asarray(True)
     for now, then in zip(self.indices, self.probe.iterations, strict=False):
@@ -467,7 +467,7 @@ def _as_float32(x: Array) -> Array:
   return jnp.real(x).astype(jnp.float32)
 
 
-def _row(x: Array, value: Array) -> tuple[Array, Array]:
+def row_of(x: Array, value: Array) -> tuple[Array, Array]:
   size = jnp.abs(x.astype(jnp.float32) if x.dtype.itemsize < 4 else x).astype(jnp.float32)
   bad, nan = not_finite(x), is_nan(x)
   least = jnp.min(jnp.where(bad, jnp.inf, size), initial=jnp.inf)

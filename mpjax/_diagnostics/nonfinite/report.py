@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from jax.extend.core import primitives as p
 
 from mpjax._core.dtypes import is_low_precision
-from mpjax._diagnostics.report import Column, Report, Section
+from mpjax._diagnostics.report import Column, Report, Section, right
 
 Verdict: TypeAlias = Literal["scale", "value"]
 
@@ -183,10 +183,7 @@ def _table(title: str, values: Sequence[Range], *, with_path: bool) -> Section:
   columns = (
     Column("operation" if with_path else "value", wide=True),
     Column("dtype and shape"),
-    Column("least", "right"),
-    Column("largest", "right"),
-    Column("inf", "right"),
-    Column("NaN", "right"),
+    *right("least", "largest", "inf", "NaN"),
   )
   rows = []
   for each in values:

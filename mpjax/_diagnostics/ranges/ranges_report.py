@@ -11,7 +11,7 @@ import numpy as np
 from mpjax._diagnostics.nonfinite.report import power
 from mpjax._diagnostics.ranges.heat_map import heat_map
 from mpjax._diagnostics.ranges.plan import Kind
-from mpjax._diagnostics.report import Column, Report, Section, amount, percent
+from mpjax._diagnostics.report import Column, Report, Section, amount, percent, right
 
 KINDS: tuple[Kind, ...] = (
   *("activations", "gradients", "parameters", "optimizer state", "updates"),
@@ -239,7 +239,7 @@ class RangesReport(Report):
       lines=(*_cut(len(lossy)), cure) if lossy else (),
       columns=(
         Column("parameter", wide=True),
-        *(Column(name, "right") for name in ("updates", "zero", "lost", "of nonzero")),
+        *right("updates", "zero", "lost", "of nonzero"),
       ),
       rows=tuple(
         (
@@ -265,7 +265,7 @@ class RangesReport(Report):
       columns=(
         Column("", wide=True),
         Column("in"),
-        *(Column(name, "right") for name in ("becomes 0", "subnormal", "overflows")),
+        *right("becomes 0", "subnormal", "overflows"),
       ),
       rows=tuple(rows),
     )
@@ -280,8 +280,8 @@ class RangesReport(Report):
       lines=_cut(len(lossy)),
       columns=(
         Column(what, wide=True),
-        *(Column(name, "right") for name in ("values", "zero", "2^")),
-        *(Column(name.removeprefix("float8_")[:8], "right") for name in FORMATS),
+        *right("values", "zero", "2^"),
+        *right(*(name.removeprefix("float8_")[:8] for name in FORMATS)),
       ),
       rows=tuple(
         (

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._diagnostics.ranges.heat_map import finished, pyplot
-from mpjax._diagnostics.report import Column, Report, Section, percent
+from mpjax._diagnostics.report import Column, Report, Section, percent, right
 from mpjax._diagnostics.selectors import written
 
 
@@ -209,8 +209,8 @@ class TuneReport(Report):
       * bool(rows),
       columns=(
         Column("module", wide=True),
-        *(Column(name, "right") for name in ("forward", "gradient", "FLOPs")),
-        *(Column("alone", "right"), Column("")) * searched,
+        *right("forward", "gradient", "FLOPs"),
+        *(*right("alone"), Column("")) * searched,
       ),
       rows=tuple(rows),
     )
@@ -220,12 +220,7 @@ class TuneReport(Report):
     ranked = sorted(self.evaluations, key=lambda each: (each.half_share, -each.error))
     return Section(
       title="Error of the gradient by share in low precision",
-      columns=(
-        Column("share", "right"),
-        Column("error", "right"),
-        Column(""),
-        Column("in float32", wide=True),
-      ),
+      columns=(*right("share", "error"), Column(""), Column("in float32", wide=True)),
       rows=tuple(
         (
           percent(each.half_share),
