@@ -14,10 +14,11 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mpjax._diagnostics.nonfinite.traced import trace
+
 import mpjax
 from benchmarks.models import Gpt
 from mpjax._diagnostics.nonfinite.find import Finder
-from mpjax._diagnostics.nonfinite.traced import trace
 
 
 def training(layers: int, width: int, length: int, batch: int, vocabulary: int, policy: str):

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
+from mpjax._core.audit_record import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.paths import Path, key_names, leaf_paths
@@ -79,7 +80,9 @@ class Call:
       return [x for _, x in results]
 
     flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    return jax.make_jaxpr(flat)(*self.arrays), paths
+    # With the marks of modules under a policy: those of NNX leave no other scope.
+    with AUDIT(AUDIT.value or AuditRecord()):
+      return jax.make_jaxpr(flat)(*self.arrays), paths
 
 
 class Argument(NamedTuple):

@@ -13,7 +13,6 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from mpjax._core.paths import Path, leaf_paths
 from mpjax._core.types import Array, Function, PyTree
 from mpjax._diagnostics.arguments import Call, is_array
-from mpjax._jaxprs.autocast.scopes import MODULE
 from mpjax._jaxprs.compat import within_scopes
 from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.inner_jaxprs import Program, inner_jaxprs, with_inner
@@ -113,7 +112,7 @@ def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> None:
   """Gives operations without a path that of the module whose parameter they take."""
   # An operation of the backward pass has the path of the matmul on its line, if there is one only.
   owners, lines = dict(owners), dict[Source | None, set[Path]]()
-  unnamed = [each for each in graph.operations if _is_unnamed(each.where)]
+  unnamed = [each for each in graph.operations if not each.where.path]
   for operation in unnamed:
     paths = {owners[v] for v in operation.operands if owners.get(v)}
     if len(paths) == 1:
@@ -125,12 +124,8 @@ def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> None:
   for operation in unnamed:
     where = operation.where
     paths = lines.get(where.source, set())
-    if where.direction != "forward" and _is_unnamed(where) and len(paths) == 1 and where.source:
+    if where.direction != "forward" and not where.path and len(paths) == 1 and where.source:
       operation.where = _inside(where, *paths)
-
-
-def _is_unnamed(where: Location) -> bool:
-  return not where.path and where.marked(MODULE) is None
 
 
 def _inside(where: Location, path: Path) -> Location:

@@ -53,21 +53,14 @@ class Location(NamedTuple):
   def path(self) -> str:
     """The named scopes joined by "/", as a profile shows them: a Flax model's class comes first.
 
-    The method in "Encoder.encode", which Flax adds for all but `__call__`, does not count.
+    The method in "Encoder.encode", which Flax adds for all but `__call__`, does not count. NNX
+    names no scopes: there it is the path of the module under a policy.
     """
-    return _path(self.scopes)
+    return _path(self.scopes) or self.marked(MODULE) or ""
 
   def marked(self, mark: str) -> str | None:
     """Returns what the innermost scope says that begins with a mark; None if there is none."""
     return next((s[len(mark) :] for s in reversed(self.scopes) if s.startswith(mark)), None)
-
-  @property
-  def module(self) -> str:
-    """The path that a report shows: that of named scopes, or of the module under a policy.
-
-    NNX names no scopes; there modules are known where they are under a policy.
-    """
-    return self.path or self.marked(MODULE) or ""
 
 
 @functools.lru_cache(maxsize=4096)

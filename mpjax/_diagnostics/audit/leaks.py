@@ -362,7 +362,7 @@ def find_leaks(
         continue
       dtype, reason = expectations.of(operation)
       if dtype is None:
-        purposes[operation.where.module, reason] += flops
+        purposes[operation.where.path, reason] += flops
         continue
       why = causes.of_operands(operation)
     else:
@@ -374,7 +374,7 @@ def find_leaks(
         continue
     # Whose leak is it? Work of a backward pass is that of the line of the forward pass.
     backward = operation.where.direction != "forward"
-    line = (operation.where.module, operation.where.source)
+    line = (operation.where.path, operation.where.source)
     group = lines.get(line) if backward else None
     if group is None:
       if backward and not flops and (why is None or why.cause.kind not in ("cast", "constant")):
@@ -386,7 +386,7 @@ def find_leaks(
       entry = why.entry or operation
       where = entry.where
       # The operations of one line, as of a * cos(t) + b * sin(t), are cured together.
-      same_line = (where.module, entry.name, where.direction, where.source)
+      same_line = (where.path, entry.name, where.direction, where.source)
       key = why.origin, same_line if where.source else entry
       group = groups.setdefault(key, _Group(entry, why))
     if not backward:
@@ -418,7 +418,7 @@ def _leak(group: _Group, expectations: Expectations, flops: int, nbytes: int) ->
   entry = group.entry
   part, total = (group.flops, flops) if group.flops else (group.nbytes, nbytes)
   return Leak(
-    path=entry.where.module,
+    path=entry.where.path,
     operation=entry.name,
     direction=entry.where.direction,
     dtypes=tuple(str(v.dtype) for v in entry.operands if v.dtype is not None),

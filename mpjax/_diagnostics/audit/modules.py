@@ -56,10 +56,10 @@ def module_rows(
   # Where no argument is known to be a parameter, all may be.
   modules: dict[str, list[Operation]] = {}
   for operation in graph.computing():
-    modules.setdefault(operation.where.module, []).append(operation)
+    modules.setdefault(operation.where.path, []).append(operation)
   flops = {path: collections.Counter[str]() for path in modules}
   for operation, dtype, count in graph.matmuls():
-    flops[operation.where.module][str(dtype)] += count
+    flops[operation.where.path][str(dtype)] += count
 
   def row(path: str) -> ModuleRow:
     forward = [each for each in modules[path] if each.where.direction == "forward"]
@@ -154,7 +154,7 @@ def find_float8(graph: Graph) -> tuple[Float8Matmul, ...]:
   rows: dict[tuple[str, str], Float8Matmul] = {}
   asked = False
   for operation, _, flops in graph.matmuls():
-    path, reason = operation.where.module, _not_float8(operation)
+    path, reason = operation.where.path, _not_float8(operation)
     asked = asked or not reason or operation.where.marked(NOT_FLOAT8) is not None
     row = rows.get((path, reason)) or Float8Matmul(path, matmul_sizes(operation.eqn), reason, 0)
     rows[path, reason] = row._replace(flops=row.flops + flops)
@@ -214,7 +214,7 @@ def find_misfits(graph: Graph) -> tuple[Misfit, ...]:
     m, n, k = sizes = matmul_sizes(operation.eqn)
     padded = (-(-m // unit) * unit, -(-n // unit) * unit, -(-k // unit) * unit)
     if count and is_low_precision(dtype) and padded != sizes:
-      flops[Misfit(operation.where.module, sizes, padded, operation.where.source, 0)] += count
+      flops[Misfit(operation.where.path, sizes, padded, operation.where.source, 0)] += count
   return tuple(fit._replace(flops=count) for fit, count in flops.most_common())
 
 
@@ -260,7 +260,7 @@ def find_opaque(graph: Graph) -> tuple[OpaqueKernel, ...]:
   counts: collections.Counter[OpaqueKernel] = collections.Counter()
   for each in graph.computing():
     if each.facts.holds is Holds.KERNEL:
-      kernel = OpaqueKernel(each.where.module, each.name, dtypes_of(each.operands), 0)
+      kernel = OpaqueKernel(each.where.path, each.name, dtypes_of(each.operands), 0)
       counts[kernel] += each.times
   return tuple(kernel._replace(times=n) for kernel, n in counts.items())
 

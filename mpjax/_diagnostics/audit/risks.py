@@ -55,9 +55,7 @@ def find_risks(graph: Graph) -> tuple[Risk, ...]:
   for operation in graph.computing():
     where = operation.where
     for dtype, reason in _risks(operation):
-      risk = Risk(
-        where.module, operation.name, where.direction, str(dtype), where.source, reason, 0
-      )
+      risk = Risk(where.path, operation.name, where.direction, str(dtype), where.source, reason, 0)
       counts[risk] += operation.times
   return tuple(risk._replace(operations=n) for risk, n in counts.items())
 

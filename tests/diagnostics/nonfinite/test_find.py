@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.experimental import pallas
 
 import mpjax
@@ -182,7 +183,7 @@ def test_a_kernel_is_not_computed_in_float32():
 @pytest.mark.parametrize("tool", [mpjax.find_nonfinite, mpjax.ranges])
 def test_a_function_is_expected_and_its_arguments_must_be_concrete(tool):
   x = jnp.ones(2)
-  parts = {"where": f"mpjax.{tool.__name__}(fn)", "expected": "a function", "got": "Array"}
+  parts = {"where": f"mpjax.{tool.__name__}(fn)", "expected": "a function", "got": "an array"}
   check_refused(lambda: tool(x), fix=f"mpjax.{tool.__name__}(step)", builtin=TypeError, **parts)
   with pytest.raises(
     mpjax.errors.MpjaxTypeError, match=r"expected concrete arrays, got a traced one"
@@ -219,3 +220,23 @@ def test_what_a_function_writes_to_its_arguments_is_looked_at():
 def test_constants_of_inner_jits_are_looked_at():
   table = np.asarray([np.nan, 1], np.float32)
   assert mpjax.find_nonfinite(jax.jit(lambda x: x + table))(jnp.ones(2)).operation == "constant"
+
+
+class Rooted(nnx.Module):
+  """A layer and, outside of any other module, a root whose derivative at 0 is infinite."""
+
+  def __init__(self, rngs):
+    self.inner = nnx.Linear(4, 4, rngs=rngs)
+
+  def __call__(self, x):
+    return self.inner(x) + jnp.sqrt(0 * x)
+
+
+def test_a_module_of_nnx_under_a_policy_is_named_in_the_backward_pass_too():
+  model = nnx.Sequential(Rooted(nnx.Rngs(0)), Rooted(nnx.Rngs(1)))
+
+  def step(model, x):
+    return nnx.grad(lambda model: jnp.sum(mpjax.with_policy(model, "mixed_bfloat16")(x)))(model)
+
+  found = mpjax.find_nonfinite(nnx.jit(step))(model, jnp.ones((2, 4)))
+  assert (found.path, found.operation, found.direction) == ("layers/1", "div", "backward")
