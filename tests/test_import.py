@@ -44,9 +44,9 @@ def test_a_name_loads_what_it_needs():
   done = run("\n".join(["import sys", *(f"{line}\n{watch}" for line in LOADS)]))
   assert not done.stderr
   loaded: list[str] = []
-  for line, found in zip(LOADS, done.stdout.splitlines(), strict=True):
+  for line, names in zip(LOADS, done.stdout.splitlines(), strict=True):
     loaded += LOADS[line].split()
-    assert found.split() == sorted(loaded), line
+    assert names.split() == sorted(loaded), line
 
 
 def test_names_that_moved_are_found_and_say_where_they_are():

@@ -43,49 +43,38 @@ def test_every_spelling_of_a_dtype(set_flag):
   assert parse_dtype("half", WHERE) == np.float16
 
 
-NEVER = "Integers, booleans, complex numbers and keys are never cast"
-# What is given, what the error calls it, what to do.
-REFUSED = {
-  ValueError: [
-    *(
-      (name, repr(name), f"Did you mean {near}")
-      for name, near in [
-        ("bf61", "'bf16'"),
-        ("bfloat", "'bfloat16'"),
-        ("Float32", "'float32'"),
-        ("fp-16", "'fp16'"),
-        ("float_16", "'float16'"),
-        ("halff", "'half'"),
-        ("", "'bf16'"),
-      ]
-    ),
-    *(
-      (name, repr(name), "NumPy reads this name as float64; write 'float32'")
-      for name in ("float", "double")
-    ),
-  ],
-  TypeError: [
-    *((value, repr(value), "NumPy reads it as float64; name the dtype") for value in (None, float)),
-    *((value, value, NEVER) for value in ("int32", "bool", "complex64")),
-    *((jnp.int8, "int8", NEVER), (np.uint16, "uint16", NEVER), (ml_dtypes.int4, "int4", NEVER)),
-    *((bool, "bool", NEVER), (int, "int64", NEVER), (complex, "complex128", NEVER)),
-    *((np.dtype("complex64"), "complex64", NEVER), ("U3", "str96", NEVER)),
-    *(
-      (value, repr(value), "Pass a name, a jax.numpy scalar type or a numpy dtype")
-      for value in (3, object(), ["float32"], b"float32x")
-    ),
-  ],
+def check_dtype(value, builtin, got, fix):
+  parts = {"where": WHERE, "expected": EXPECTED, "got": got, "fix": fix, "builtin": builtin}
+  check_refused(functools.partial(parse_dtype, value, WHERE), **parts)
+
+
+NEAR = {
+  **{"bf61": "'bf16'", "bfloat": "'bfloat16'", "Float32": "'float32'", "fp-16": "'fp16'"},
+  **{"float_16": "'float16'", "halff": "'half'", "": "'bf16'"},
 }
 
 
 @pytest.mark.case("A96", "A102", "B043", "B137", "B139")
-@pytest.mark.parametrize("builtin", REFUSED)
-def test_what_is_no_floating_dtype_is_refused(builtin):
-  for value, got, fix in REFUSED[builtin]:
-    parts = {"where": WHERE, "expected": EXPECTED, "got": got, "fix": fix, "builtin": builtin}
-    check_refused(functools.partial(parse_dtype, value, WHERE), **parts)
+def test_what_is_no_floating_dtype_is_refused():
+  for name, near in NEAR.items():
+    check_dtype(name, ValueError, repr(name), f"Did you mean {near}")
+  for value in ("float", "double"):
+    check_dtype(value, ValueError, repr(value), "NumPy reads this name as float64; write 'float32'")
+  for value in (None, float):
+    check_dtype(value, TypeError, repr(value), "NumPy reads it as float64; name the dtype")
   # What makes them a trap.
   assert {np.dtype(trap) for trap in ("float", "double", None, float)} == {np.dtype("float64")}
+  never = "Integers, booleans, complex numbers and keys are never cast"
+  for value, got in [
+    *((name, name) for name in ("int32", "bool", "complex64")),
+    *((jnp.int8, "int8"), (np.uint16, "uint16"), (ml_dtypes.int4, "int4"), (bool, "bool")),
+    *((int, "int64"), (complex, "complex128"), (np.dtype("complex64"), "complex64")),
+    ("U3", "str96"),
+  ]:
+    check_dtype(value, TypeError, got, never)
+  for value in (3, object(), ["float32"], b"float32x"):
+    fix = "Pass a name, a jax.numpy scalar type or a numpy dtype"
+    check_dtype(value, TypeError, repr(value), fix)
 
 
 @pytest.mark.case("B044")

@@ -203,53 +203,35 @@ def test_the_text_of_a_rule():
   assert repr(Rule(None, path=re.compile("a+"))) == "Rule(None, path=re.compile('a+'))"
 
 
-# The calls, where, and what was expected; what came of each; what to do.
-VALUE_ERRORS = [
-  (
-    *("mpjax.Rule(...)", "exactly one of path=, module= and where="),
-    "one rule for each selector",
-    [
-      ({}, "none of them"),
-      ({"path": "a", "module": Plain}, "path= and module="),
-      ({"path": "a", "module": Plain, "where": callable}, "path= and module= and where="),
-      ({"module": Plain, "where": callable}, "module= and where="),
-    ],
-  ),
-  (
-    *("mpjax.Rule(path=...)", "a glob of module names joined by single slashes"),
-    "pass re.compile(...)",
-    [
-      ({"path": glob}, repr(glob))
-      for glob in ["encoder/", "/encoder", "a//b", "/", "blocks[0", "block0]"]
-      + [f"a{sign}" for sign in r".\()|+^${}"]
-    ],
-  ),
-]
-TYPE_ERRORS = [
-  (
-    *(f"mpjax.Rule({selector}=...)", expected, "what each selector takes"),
-    [({selector: value}, repr(value)) for value in values],
-  )
-  for selector, expected, values in [
-    ("path", "a glob or a compiled regular expression", [3, ("encoder", "head"), Plain]),
-    (
-      *("module", "a class or a non-empty tuple of classes"),
-      ["Dense", Plain(), (), [Plain], (Plain, "Dense")],
-    ),
-    ("where", "a predicate on the bound module", ["head", 3]),
-  ]
-]
+def check_rule(selectors, builtin, where, expected, got, fix):
+  call = functools.partial(Rule, "float32", **selectors)
+  check_refused(call, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
 
 
 @pytest.mark.case("B142")
-@pytest.mark.parametrize(
-  ("errors", "builtin"), [(VALUE_ERRORS, ValueError), (TYPE_ERRORS, TypeError)]
-)
-def test_selectors_that_select_nothing(errors, builtin):
-  for where, expected, fix, calls in errors:
-    for selectors, got in calls:
-      parts = {"where": where, "expected": expected, "got": got, "fix": fix, "builtin": builtin}
-      check_refused(functools.partial(Rule, "float32", **selectors), **parts)
+def test_selectors_that_select_nothing():
+  parts = ("exactly one of path=, module= and where=", "one rule for each selector")
+  for selectors, got in [
+    ({}, "none of them"),
+    ({"path": "a", "module": Plain}, "path= and module="),
+    ({"path": "a", "module": Plain, "where": callable}, "path= and module= and where="),
+    ({"module": Plain, "where": callable}, "module= and where="),
+  ]:
+    check_rule(selectors, ValueError, "mpjax.Rule(...)", parts[0], got, parts[1])
+  expected = "a glob of module names joined by single slashes"
+  globs = ["encoder/", "/encoder", "a//b", "/", "blocks[0", "block0]"]
+  for path in globs + [f"a{sign}" for sign in r".\()|+^${}"]:
+    where, fix = "mpjax.Rule(path=...)", "pass re.compile(...)"
+    check_rule({"path": path}, ValueError, where, expected, repr(path), fix)
+  classes = "a class or a non-empty tuple of classes"
+  for selector, expected, values in [
+    ("path", "a glob or a compiled regular expression", [3, ("encoder", "head"), Plain]),
+    ("module", classes, ["Dense", Plain(), (), [Plain], (Plain, "Dense")]),
+    ("where", "a predicate on the bound module", ["head", 3]),
+  ]:
+    for value in values:
+      where, fix = f"mpjax.Rule({selector}=...)", "what each selector takes"
+      check_rule({selector: value}, TypeError, where, expected, repr(value), fix)
 
 
 def test_a_wrong_policy_is_told_as_anywhere_and_a_rule_written_otherwise_is_told_how():
