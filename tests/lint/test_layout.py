@@ -6,6 +6,7 @@ last test feeds every check something wrong: a check that cannot fail checks not
 
 import ast
 import functools
+import graphlib
 import pathlib
 import re
 import sys
@@ -175,20 +176,11 @@ def check_no_cycles(sources: Sources) -> list[str]:
     module_name(path): {module for _, module in imported_modules(path, sources)} - {"mpjax"}
     for path in sources
   }
-  done: set[str] = set()
-  wrong: list[str] = []
-
-  def visit(module: str, trail: tuple[str, ...]) -> None:
-    if module in trail:
-      wrong.append(" -> ".join((*trail[trail.index(module) :], module)))
-    elif module not in done:
-      for target in sorted(graph.get(module, ())):
-        visit(target, (*trail, module))
-      done.add(module)
-
-  for module in graph:
-    visit(module, ())
-  return wrong
+  try:
+    graphlib.TopologicalSorter(graph).prepare()
+  except graphlib.CycleError as error:
+    return [" -> ".join(error.args[1])]
+  return []
 
 
 def check_frameworks(sources: Sources) -> list[str]:
