@@ -59,6 +59,12 @@ class Step:
     """How it runs its inner lists."""
     return facts_of(self.eqn).holds
 
+  def enclosing(self) -> Iterator["Step"]:
+    """Yields the step, and what it is in: calls have the number -1."""
+    yield self
+    if self.around is not None:
+      yield from self.around.enclosing()
+
   @property
   def reads(self) -> tuple[int, ...]:
     """The numbers of its operands, those that are no literals."""
@@ -116,16 +122,6 @@ class Body:
     for step in self.steps:
       for body in step.bodies:
         yield from body.every_body()
-
-  def path_to(self, number: int) -> list[tuple["Body", Step]]:
-    """Returns the steps around a step, the outermost first, each with its list; itself last."""
-    for step in self.steps:
-      if step.number == number:
-        return [(self, step)]
-      inside = next(filter(None, (body.path_to(number) for body in step.bodies)), None)
-      if inside:
-        return [(self, step), *inside]
-    return []
 
 
 def body_of(closed: ClosedJaxpr, *, compiled: bool = False) -> Body:
@@ -197,7 +193,7 @@ class _Writer:
     return tuple(map(read, jaxpr.outvars))
 
   def _step(self, step: Step, inner: tuple[Inner, ...]) -> tuple[int, ...]:
-    number = next(self.numbers)
+    step = dataclasses.replace(step, number=next(self.numbers))
     if inner and step.holds is Holds.WHILE:
       inner = (inner[0], _of_lanes(*inner))
     bodies = tuple(
@@ -211,9 +207,7 @@ class _Writer:
       for place, each in enumerate(inner)
     )
     outs = tuple(next(self.slots) for _ in step.eqn.outvars)
-    self.steps.append(
-      dataclasses.replace(step, number=number, outs=outs, inner=inner, bodies=bodies)
-    )
+    self.steps.append(dataclasses.replace(step, outs=outs, inner=inner, bodies=bodies))
     return outs
 
 

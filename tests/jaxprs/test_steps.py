@@ -32,14 +32,12 @@ def test_loops_hold_lists_of_their_own():
   assert body(lambda x: jax.vmap(fn)(x[None]), 1.0).depth == 1
 
 
-def test_a_step_is_found_with_the_steps_around_it():
-  made = body(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), 1.0)
-  last = list(made.every_step())[-1]
-  (outer, branch), (inner, step) = made.path_to(last.number)
-  assert (outer, branch) == (made, made.steps[-1])
-  assert step is last
-  assert inner in branch.bodies
-  assert not made.path_to(99)
+def test_a_step_knows_what_it_is_in():
+  steps = body(lambda x: jax.lax.cond(x > 0, jax.jit(jnp.sin), jnp.cos, x), 1.0)
+  branch, *inside = list(steps.every_step())[-3:]
+  assert [[each.number for each in step.enclosing()][-1] for step in inside] == [branch.number] * 2
+  assert [step.holds for step in inside[0].enclosing()][-1] is branch.holds
+  assert [*branch.enclosing()] == [branch]
 
 
 def test_on_the_host_all_steps_are_there_and_each_says_how_often_it_runs():

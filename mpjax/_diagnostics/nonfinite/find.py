@@ -113,10 +113,10 @@ class Finder:
     if self.scale is not None:
       trio = zip(self.body.inputs, self.leaves, self.scale.with_factor(0.5), strict=True)
       reached = {slot for slot, old, new in trio if old is not new}
-    outermost = self.body.path_to(number)[0][1]
+    enclosing = {each.number for each in self.operations[number].step.enclosing()}
     for step in self.body.steps:
       depends = step.number in places or not reached.isdisjoint(step.reads)
-      if step is outermost:
+      if step.number in enclosing:
         return depends
       reached.update(step.outs if depends else ())
     return False
@@ -357,7 +357,7 @@ def _report(
     finite_at=finite_at,
     index=tuple(map(int, np.unravel_index(seen.place, result.shape))) if result.size else (),
     count=int(seen.broken),
-    device=_device(body, broken),
+    device=_device(step, broken.device),
     dtype=result.dtype,
     shape=result.shape,
     operands=operands,
@@ -399,13 +399,13 @@ def _selector(body: Body, step: Step, path: str) -> str:
   return written(selector(own, set[str]().union(*every)))
 
 
-def _device(body: Body, broken: _Broken) -> dict[str, int] | None:
+def _device(step: Step, device: int) -> dict[str, int] | None:
   """Returns the positions of a device along the axes of the `shard_map` that a step is in."""
-  if broken.device < 0:
+  if device < 0:
     return None
-  around = (step for _, step in body.path_to(broken.number))
-  arguments = mapped_with(next(step.eqn for step in around if step.holds is Holds.SHARD_MAP))
+  *_, outermost = (each.eqn for each in step.enclosing() if each.holds is Holds.SHARD_MAP)
+  arguments = mapped_with(outermost)
   mesh = arguments["mesh"]
   names = [name for name in mesh.axis_names if name in arguments["axis_names"]]
-  places = np.unravel_index(broken.device, [mesh.shape[name] for name in names])
+  places = np.unravel_index(device, [mesh.shape[name] for name in names])
   return {str(name): int(i) for name, i in zip(names, places, strict=True)}

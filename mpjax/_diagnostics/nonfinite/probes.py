@@ -373,7 +373,9 @@ class CaptureProbe:
 
   def __init__(self, top: Body, number: int, iterations: Sequence[int], device: int) -> None:
     self.iterations, self.device = iterations, device
-    self.body, self.step = top.path_to(number)[-1]
+    self.body, self.step = next(
+      (body, step) for body in top.every_body() for step in body.steps if step.number == number
+    )
     earlier = (s for s in self.body.steps if s.number < number and not s.bodies and _is_numbers(s))
     self.before = tuple(earlier)[-BEFORE:]
     self.positions = tuple(i for i, v in enumerate(self.step.eqn.invars) if is_inexact(v))

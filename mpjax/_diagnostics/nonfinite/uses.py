@@ -22,7 +22,7 @@ from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.graph import Graph, Operation
 from mpjax._jaxprs.locations import location
 from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.steps import Body, Slot, Step
+from mpjax._jaxprs.steps import Body, Step
 
 
 def is_inexact(atom: Atom) -> bool:
@@ -87,42 +87,38 @@ class Uses(NamedTuple):
 
 def uses_of(top: Body) -> Uses:
   """Returns what becomes of the values of a function, those in its loops and branches included."""
-  each = zip(*map(_uses, top.every_body()), strict=True)
-  return Uses(*(frozenset[int]().union(*sets) for sets in each))
-
-
-def _uses(body: Body) -> tuple[set[int], ...]:
-  finder = _Finder(body)
-  returned = finder.returned - finder.readers.keys()
-  sets = (finder.discarded, finder.derived, finder.factors)
-  return (*sets, _constants(body), returned, _summed(body))
+  finder, steps = _Finder(top), [*top.every_step()]
+  sets = (finder.discarded, finder.derived, finder.factors, _constants(steps))
+  return Uses(*map(frozenset, (*sets, finder.returned - finder.readers.keys(), _summed(steps))))
 
 
 class _Finder:
-  """Goes through the steps from the last to the first."""
+  """Goes through the steps from the last to the first: of all lists, since no two share values."""
 
-  def __init__(self, body: Body) -> None:
+  def __init__(self, top: Body) -> None:
+    bodies, steps = [*top.every_body()], [*top.every_step()]
     self.readers: dict[int, list[tuple[Step, int]]] = {}
-    for step in body.steps:
+    for step in steps:
       for position, slot in enumerate(step.ins):
         if isinstance(slot, int):
           self.readers.setdefault(slot, []).append((step, position))
-    self.returned = {slot for slot in body.outputs if isinstance(slot, int)}
-    self.noticed = _noticed(body)
-    self.given = set(body.inputs)
-    for step in body.steps:
-      kept = is_move(step) or (is_cast(step) and not narrows(step.eqn))
-      if kept and self.given.issuperset(step.reads):
-        self.given.update(step.outs)
+    self.returned = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
+    self.noticed = _noticed(steps)
+    inputs = [slot for body in bodies for slot in body.inputs]
+    arguments = set(inputs)  # moved and cast, too
+    for step in steps:
+      moves = is_move(step) or (is_cast(step) and not narrows(step.eqn))
+      if moves and arguments.issuperset(step.reads):
+        arguments.update(step.outs)
     self.discarded: set[int] = set()
     self.derived: set[int] = set()
     self.factors: set[int] = set()
-    for step in reversed(body.steps):
-      given = any(slot in self.given for slot in step.outs)
+    for step in reversed(steps):
+      argument = not arguments.isdisjoint(step.outs)
       for slot, var in zip(step.outs, step.eqn.outvars, strict=True):
         if is_inexact(var):
-          self._decide(slot, given)
-    for slot in body.inputs:
+          self._decide(slot, argument)
+    for slot in inputs:
       self._decide(slot, argument=True)
 
   def _decide(self, slot: int, argument: bool = False) -> None:
@@ -171,10 +167,10 @@ class _Finder:
     return known == "all" or (known == "each" and spread)
 
 
-def _noticed(body: Body) -> dict[int, str]:
+def _noticed(steps: Sequence[Step]) -> dict[int, str]:
   """Returns which values say whether something is finite: "each" element, or "all" of them."""
   found: dict[int, str] = {}
-  for step in body.steps:
+  for step in steps:
     eqn = step.eqn
     pairs = [(s, v) for s, v in zip(step.ins, eqn.invars, strict=True) if isinstance(s, int)]
     asked = [(found[s], v) for s, v in pairs if s in found]
@@ -184,12 +180,9 @@ def _noticed(body: Body) -> dict[int, str]:
     elif _asks(step):
       known = "each"
     else:
-      shapes = {
-        shape_of(v) for v in [*(v for _, v in asked), *eqn.outvars] if hasattr(v.aval, "shape")
-      }
-      known = (
-        min((each for each, _ in asked), default="") if len(shapes) < 2 else "all" * bool(asked)
-      )
+      arrays = [v for v in (*(v for _, v in asked), *eqn.outvars) if hasattr(v.aval, "shape")]
+      alike = len(set(map(shape_of, arrays))) < 2
+      known = min((each for each, _ in asked), default="") if alike else "all" * bool(asked)
     if known:
       made = zip(step.outs, eqn.outvars, strict=True)
       found.update({slot: known for slot, var in made if not is_inexact(var)})
@@ -199,31 +192,25 @@ def _noticed(body: Body) -> dict[int, str]:
 def _asks(step: Step) -> bool:
   """Whether a step asks if numbers are finite, or NaN."""
   eqn = step.eqn
-  same = eqn.primitive is p.ne_p and len(set(map(_key, step.ins))) == 1
+  same = eqn.primitive is p.ne_p and len(step.reads) == 2 and len({*step.reads}) == 1
   return eqn.primitive is p.is_finite_p or same
 
 
-def _key(slot: Slot) -> object:
-  return slot if isinstance(slot, int) else id(slot)
-
-
-def _constants(body: Body) -> set[int]:
+def _constants(steps: Sequence[Step]) -> set[int]:
   found: set[int] = set()
-  for step in body.steps:
+  for step in steps:
     fixed = all(not isinstance(slot, int) or slot in found for slot in step.ins)
     if step.ins and fixed and (is_move(step) or step.eqn.primitive is p.convert_element_type_p):
       found.update(step.outs)
   return found
 
 
-def _summed(body: Body) -> set[int]:
+def _summed(steps: Sequence[Step]) -> set[int]:
   """Returns which values are added up, moved, cast or scaled before at most."""
   found: set[int] = set()
-  for step in reversed(body.steps):
-    sums = facts_of(step.eqn).flops is not None or step.eqn.primitive in (
-      p.reduce_sum_p,
-      p.cumsum_p,
-    )
+  for step in reversed(steps):
+    adds = step.eqn.primitive in (p.reduce_sum_p, p.cumsum_p)
+    sums = adds or facts_of(step.eqn).flops is not None
     scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
     passes = is_move(step) or is_cast(step) or scales
     if sums or (passes and not found.isdisjoint(step.outs)):
