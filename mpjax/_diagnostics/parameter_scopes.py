@@ -112,16 +112,17 @@ def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> None:
   """Gives operations without a path that of the module whose parameter they take."""
   # An operation of the backward pass has the path of the matmul on its line, if there is one only.
   owners, lines = dict(owners), dict[Source | None, set[Path]]()
-  unnamed = [each for each in graph.operations if not each.where.path]
-  for operation in unnamed:
-    paths = {owners[v] for v in operation.operands if owners.get(v)}
-    if len(paths) == 1:
-      if operation.moves or operation.casts:
-        owners.update((v, path) for v in operation.results for path in paths)
-      operation.where = _inside(operation.where, *paths)
-      if operation.facts.flops is not None:
-        lines.setdefault(operation.where.source, set()).update(paths)
-  for operation in unnamed:
+  for operation in graph.operations:
+    paths, where = {owners[v] for v in operation.operands if owners.get(v)}, operation.where
+    if len(paths) != 1 or not (not where.path or {tuple(where.path.split("/"))} == paths):
+      continue
+    if operation.moves or operation.casts:
+      owners.update((v, path) for v in operation.results for path in paths)
+    if operation.facts.flops is not None:
+      lines.setdefault(where.source, set()).update(paths)
+    if not where.path:
+      operation.where = _inside(where, *paths)
+  for operation in graph.operations:
     where = operation.where
     paths = lines.get(where.source, set())
     if where.direction != "forward" and not where.path and len(paths) == 1 and where.source:

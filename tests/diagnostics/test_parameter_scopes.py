@@ -61,6 +61,13 @@ def test_a_transformer_of_nnx():
   assert found["blocks/0/up"] == 3 * 2 * 6 * 4 * 8  # Forward, and by kernel and data.
 
 
+def test_the_line_of_a_matmul_in_a_scope_names_the_backward_pass_too():
+  report = mpjax.ranges(lambda model, ids: jnp.mean(model(ids) ** 2))(
+    Transformer(nnx.Rngs(0)), jnp.arange(6).reshape(2, 3)
+  )
+  assert "embed" in {group.path for group in report.of("float32")}
+
+
 def dense(p, x):
   return x @ p["w"] + p["b"][None]
 
