@@ -352,10 +352,8 @@ def test_positions_that_turn_queries_are_no_leak(interleaved):
     assert_no_leak(jax.grad(lambda p, apply=apply: jnp.sum(apply(p, x) ** 2)), params)
 
 
-pytestmark = pytest.mark.standard_promotion
-
 HALF = jax.ShapeDtypeStruct((4, 4), "bfloat16")
-WIDE = jax.ShapeDtypeStruct((4, 4), "float32")
+SMALL = jax.ShapeDtypeStruct((4, 4), "float32")
 BY_HAND = frozenset()
 UNDER_A_POLICY = frozenset(("parameter", "number"))
 
@@ -388,7 +386,7 @@ CAUSES = {
 
 def test_the_cause():
   for name, (fn, kind, called, deliberate) in CAUSES.items():
-    found = why(fn, HALF, WIDE)
+    found = why(fn, HALF, SMALL)
     assert found is not None
     cause = (found.cause.kind, found.cause.name, found.deliberate, found.cause.dtype)
     assert cause == (kind, called, deliberate, "float32"), name
@@ -399,8 +397,8 @@ def test_under_a_policy_parameters_and_numbers_decide_nothing():
   def norm(x, scale):
     return x * jnp.sum(x, dtype="float32") * scale
 
-  by_hand = why(norm, HALF, WIDE, parameters={"x1"})
-  policied = why(norm, HALF, WIDE, parameters={"x1"}, neutral=UNDER_A_POLICY)
+  by_hand = why(norm, HALF, SMALL, parameters={"x1"})
+  policied = why(norm, HALF, SMALL, parameters={"x1"}, neutral=UNDER_A_POLICY)
   assert by_hand.cause.kind == "parameter"
   assert policied.deliberate
   assert policied.cause.name == "reduce_sum"
@@ -410,10 +408,10 @@ def test_the_state_of_a_loop():
   def fn(x, y):
     return jax.lax.scan(lambda c, _: (c + x, None), y, length=3)[0]
 
-  found = why(fn, HALF, WIDE)
+  found = why(fn, HALF, SMALL)
   assert (found.cause.kind, found.cause.name, found.entry.name) == ("argument", "x1", "add")
-  assert why(lambda x, y: y * 2, HALF, WIDE).entry is None
-  filled = why(lambda x, y: fn(x, jnp.zeros((4, 4))), HALF, WIDE, neutral=UNDER_A_POLICY)
+  assert why(lambda x, y: y * 2, HALF, SMALL).entry is None
+  filled = why(lambda x, y: fn(x, jnp.zeros((4, 4))), HALF, SMALL, neutral=UNDER_A_POLICY)
   assert "filled with 0.0" in filled.cause.name
   assert filled.neutral
 
@@ -423,7 +421,7 @@ def test_what_would_better_be_in_low_precision():
     logits, hidden = x + y, x * y
     return jnp.exp(logits), hidden.astype("bfloat16")
 
-  graph = Graph(jax.make_jaxpr(fn)(HALF, WIDE), ["x", "y"])
+  graph = Graph(jax.make_jaxpr(fn)(HALF, SMALL), ["x", "y"])
   causes = Causes(graph, frozenset(), BY_HAND)
   results = {each.name: each.results[0] for each in graph.computing()}
   low = better_low(graph, causes, ())
