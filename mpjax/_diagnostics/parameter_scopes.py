@@ -114,7 +114,7 @@ def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> None:
   owners, lines = dict(owners), dict[Source | None, set[Path]]()
   for operation in graph.operations:
     paths, where = {owners[v] for v in operation.operands if owners.get(v)}, operation.where
-    if len(paths) != 1 or not (not where.path or {tuple(where.path.split("/"))} == paths):
+    if len(paths) != 1 or (where.path and {tuple(where.path.split("/"))} != paths):
       continue
     if operation.moves or operation.casts:
       owners.update((v, path) for v in operation.results for path in paths)

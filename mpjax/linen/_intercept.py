@@ -42,7 +42,7 @@ from mpjax.linen._context import (
   module_path,
   policy_of,
 )
-from mpjax.linen._layers import COMPUTED, NEUTRAL, PARAMETERS
+from mpjax.linen._layers import neutral_collections, stored_as
 
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ def _store(scope: Scope, policy: Policy | None) -> None:
   """Casts the parameters of a module that is being initialised, but not those of its submodules."""
   if policy is None:
     return
-  for col in PARAMETERS:
+  for col in stored_as("param_dtype"):
     variables = scope.variables().get(col, {}) if scope.is_mutable_collection(col) else {}
     for name, value in variables.items():
       if scope.name_reserved(name, col) and not scope.name_reserved(name, ""):
@@ -194,7 +194,7 @@ def computed(init: Callable[[], Variables], variables: Variables, state: Active)
   """Returns the shapes and dtypes of the caches among `variables`, as they are by hand."""
   # Nothing but the modules themselves tells them: traced in float32, they create the decode cache
   # of a bfloat16 model in float32, twice as large.
-  caches = [col for col in COMPUTED if col in variables]
+  caches = [col for col in stored_as("computed") if col in variables]
   if not any(is_floating(x) for col in caches for x in jax.tree.leaves(variables[col])):
     return {}
   low = in_compute_dtypes(functools.partial(abstract, init), state) or {}
@@ -222,7 +222,8 @@ def applied(
         return model.apply(variables, *args, **kwargs)
 
     def data(given: Args) -> list[Leaf]:
-      state = [tree for col, tree in given[0].items() if col not in NEUTRAL]
+      neutral = neutral_collections()
+      state = [tree for col, tree in given[0].items() if col not in neutral]
       return Boundary((state, given[1:])).leaves
 
     def marked(returned: PyTree) -> PyTree:
@@ -306,7 +307,7 @@ def _rewritten(
           restore()
           raise
 
-      filters = (NEUTRAL, True)
+      filters = (neutral_collections(), True)
       return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
 
     try:

@@ -26,9 +26,11 @@ LAYERS = Layers(
 )
 
 
-NEUTRAL = tuple(name for name, kind in STATE.items() if kind.neutral)
-"""The collections that take the dtype of what they meet."""
+def neutral_collections() -> tuple[str, ...]:
+  """Returns the collections that take the dtype of what they meet."""
+  return tuple(name for name, kind in STATE.items() if kind.neutral)
 
-PARAMETERS = tuple(name for name, kind in STATE.items() if kind.stored == "param_dtype")
-COMPUTED = tuple(name for name, kind in STATE.items() if kind.stored == "computed")
-"""The collections whose new entries are in the policy's dtypes."""
+
+def stored_as(stored: str) -> tuple[str, ...]:
+  """Returns the collections whose new entries have a dtype that `StateKind.stored` names."""
+  return tuple(name for name, kind in STATE.items() if kind.stored == stored)

@@ -19,7 +19,7 @@ from mpjax._core.types import Function, Params, PyTree, Variables
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.linen._context import OFF, Active, begin
 from mpjax.linen._intercept import abstract, activate, applied, computed, in_compute_dtypes
-from mpjax.linen._layers import COMPUTED, PARAMETERS
+from mpjax.linen._layers import stored_as
 
 Keys: TypeAlias = jax.Array | dict[str, jax.Array]
 """What `nn.Module.init` takes: one random key, or one for each name."""
@@ -281,7 +281,7 @@ class PolicyModule:
 
 def _like(plain: Variables, ours: Variables) -> Variables:
   """Returns the variables that a model creates without a policy, in the dtypes that it sets."""
-  kinds = (*PARAMETERS, *COMPUTED)
+  kinds = {*stored_as("param_dtype"), *stored_as("computed")}
   cast = {col: cast_like(tree, ours.get(col)) for col, tree in plain.items() if col in kinds}
   return _updated(plain, {col: tree for col, tree in cast.items() if tree is not None})
 
